@@ -1,0 +1,54 @@
+# moejax: `make help` lists the targets.
+PYTHON ?= python3
+EXTRAS ?= dev
+VENV := .venv
+RUN := $(VENV)/bin/python
+GIN ?= configs/tiny_cpu.gin
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train dry-run lint format test test-fast test-all bench clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; \
+	    sys.exit(0 if v[:2] == (3, 12) else "moejax needs Python 3.12, and $(PYTHON) is %d.%d: install 3.12, " \
+	    "then say where it is: make $(MAKECMDGOALS) PYTHON=python3.12" % v[:2])'
+	@echo "making $(VENV) (once; about a minute)"
+	@rm -rf $(VENV) && $(PYTHON) -m venv $(VENV)
+	@$(RUN) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+setup: $(VENV)/.stamp  ## the virtual environment alone (EXTRAS=dev,cuda13 on a GPU machine)
+
+train: $(VENV)/.stamp  ## train the main job (GIN=configs/tiny_cpu.gin ARGS='--fresh')
+	@$(RUN) train/main.py --gin_file=$(GIN) $(ARGS)
+
+dry-run: $(VENV)/.stamp  ## parameters, bytes per device, FLOPs per token and plan of GIN; runs nothing
+	@$(RUN) train/main.py --gin_file=$(GIN) --dry_run $(ARGS)
+
+lint: $(VENV)/.stamp  ## ruff (format, rules) and the import layers
+	@$(VENV)/bin/ruff format --check --quiet .
+	@$(VENV)/bin/ruff check --quiet .
+	@$(VENV)/bin/lint-imports --no-cache > .lint-imports.log || (cat .lint-imports.log; exit 1)
+	@rm -f .lint-imports.log; echo "lint: ok"
+
+format: $(VENV)/.stamp  ## let ruff rewrite what it can
+	@$(VENV)/bin/ruff format --quiet . && $(VENV)/bin/ruff check --fix --quiet .
+
+test: lint  ## every check and test (12 minutes at most on two cores)
+	@$(RUN) -m pytest -n 2 --dist loadfile -m 'not long' $(ARGS)
+
+test-fast: $(VENV)/.stamp  ## the tests that take seconds (90 s at most)
+	@$(RUN) -m pytest -n 2 --dist loadfile -m 'not slow and not long' $(ARGS)
+
+test-all: lint  ## with the long repetitions (kills, corruptions)
+	@$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
+
+bench: $(VENV)/.stamp  ## one MoE layer against its rivals
+	@$(RUN) tools/bench_moe_layer.py $(ARGS)
+
+clean:  ## remove the environment and the compilation cache, never a run
+	@rm -rf $(VENV) .cache *.egg-info

@@ -1,0 +1,56 @@
+"""The four mesh axes, and the letters that array names end in.
+
+    axis     what it splits
+    dc       batch, over slow links: whole replicas of the parameters
+    data     batch; masters and moments of all parameters (FSDP)
+    expert   batch and experts: the group in which all_to_all moves rows; masters too
+    tensor   hidden widths (one device until the tensor schedules land)
+
+Letters: b batch, t time, d model width, v vocabulary, l layers, h query heads, g kv
+heads, i head width, n local tokens, k choices, a assignments n*k, e experts, f expert
+hidden width, p all slots, s slots of one device, r replicas, w devices on the expert
+axis, c rows per peer, m rows received.
+"""
+
+import math
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from moejax.layout import Topology
+
+DC, DATA, EXPERT, TENSOR = AXES = ("dc", "data", "expert", "tensor")
+BATCH_AXES = (DC, DATA, EXPERT)
+"""A batch is split over all three: experts share data parallelism's devices."""
+FSDP_AXES = (DATA, EXPERT)
+"""Dense parameters and their moments exist once per dc, split over these."""
+
+
+def make_mesh(topology: Topology, devices: list[jax.Device] | None = None) -> Mesh:
+    """A mesh with all four axes, in Auto mode, over `devices` (default: all).
+
+    Raises ValueError when the sizes do not multiply to the number of devices.
+    Auto, because the model is written for one device and the partitioner splits it;
+    every collective of the MoE layer is written by hand in shard_map (decision 0001).
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = topology.sizes
+    if math.prod(sizes) != len(devices):
+        raise ValueError(
+            f"mesh {topology} needs {math.prod(sizes)} devices, and {len(devices)} are "
+            f"here: change Mesh.{'/'.join(AXES)}, or simulate with "
+            "Train.num_simulated_devices on the CPU"
+        )
+    return Mesh(np.array(devices).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * 4)
+
+
+def sharding(mesh: Mesh, *dims: str | tuple[str, ...] | None) -> NamedSharding:
+    """NamedSharding of an array whose dims are split over these axes."""
+    return NamedSharding(mesh, PartitionSpec(*dims))
+
+
+def axis_size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
+    """Number of devices along one axis or a tuple of axes."""
+    axes = (axes,) if isinstance(axes, str) else axes
+    return math.prod(mesh.shape[a] for a in axes)

@@ -1,0 +1,188 @@
+"""What a run is: frozen dataclasses that check themselves. Standard library only.
+
+gin files bind these names (`Moe.top_k = 2`); `Config` holds one of each. A rule within
+one class is checked when it is made, a rule between two when `Config` is.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+from moejax.config_network import Model, Moe, Recorded, Router, at_least, require
+from moejax.layout import Topology
+
+__all__ = [
+    "Checkpoint", "Config", "Data", "Mesh", "Model", "Moe", "Optimizer", "Recorded",
+    "Router", "Train",
+]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """Sizes of the four mesh axes; their product is the number of devices."""
+
+    dc: int = 1
+    data: int = 1
+    expert: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "dc", "data", "expert", "tensor")
+        require(
+            self.tensor == 1,
+            f"Mesh.tensor={self.tensor}: no schedule for tensor yet: use 1 and "
+            "give the devices to Mesh.expert or Mesh.data",
+        )
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(self.dc, self.data, self.expert, self.tensor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """AdamW with a warm-up and a decay of the learning rate."""
+
+    learning_rate: float = 1e-3
+    warmup_steps: int = 50
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    final_lr_ratio: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """On matrices only: not on norms, biases or embeddings."""
+    clip_norm: float = 1.0
+    max_skipped_in_a_row: int = 10
+    """Non-finite updates are skipped; after so many in a row the run stops."""
+
+    def __post_init__(self) -> None:
+        at_least(
+            self, 0, "learning_rate", "warmup_steps", "final_lr_ratio", "weight_decay",
+            "clip_norm",
+        )  # fmt: skip
+        at_least(self, 1, "max_skipped_in_a_row")
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Where tokens come from. A batch is a function of (corpus sha, seed, step)."""
+
+    corpus: str = "pysrc"
+    """'pysrc', the Python source of jax, flax, optax, orbax, grain; or a text file."""
+    seq_len: int = 256
+    seed: int = 0
+    held_out_every: int = 50
+    """pysrc: every so many-th file is held out; a text file: that share of its end."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 2, "seq_len", "held_out_every")
+        at_least(self, 0, "seed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """The loop."""
+
+    num_steps: int = 100
+    batch_size: int = 32
+    """Sequences per step over all devices and micro-batches."""
+    accumulate_steps: int = 1
+    """Micro-batches per step."""
+    seed: int = 0
+    logit_z_loss: float = 0.0
+    loss_chunk: int = 256
+    """Positions whose logits exist at one time in the loss."""
+    eval_every_steps: int = 100
+    eval_batches: int = 8
+    """Held-out batches of batch_size sequences per evaluation, always the same."""
+    run_dir: str | None = None
+    """Default: runs/<name of the first gin file>."""
+    num_simulated_devices: int | None = None
+    """Simulate so many devices on the CPU; None uses the devices that are there."""
+    peak_tflops: float | None = None
+    """Of one device, for MFU; None looks the device up (a CPU is measured)."""
+
+    def __post_init__(self) -> None:
+        at_least(
+            self, 1, "num_steps", "batch_size", "accumulate_steps", "loss_chunk",
+            "eval_every_steps", "eval_batches", "num_simulated_devices",
+        )  # fmt: skip
+        require(
+            self.batch_size % self.accumulate_steps == 0,
+            f"Train.batch_size={self.batch_size} must be a multiple of "
+            f"accumulate_steps={self.accumulate_steps}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """When state is saved and what is kept."""
+
+    every_steps: int = 100
+    keep_last: int = 2
+    keep_best: int = 1
+    max_failed_saves: int = 3
+    """Training goes on after a failed save, and stops after so many in a row."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "every_steps", "keep_last", "max_failed_saves")
+        at_least(self, 0, "keep_best")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One run, whole: every rule between two parts has been checked."""
+
+    mesh: Mesh = Mesh()
+    model: Model = Model()
+    moe: Moe = Moe()
+    router: Router = Router()
+    recorded: Recorded = Recorded()
+    optimizer: Optimizer = Optimizer()
+    data: Data = Data()
+    train: Train = Train()
+    checkpoint: Checkpoint = Checkpoint()
+
+    def __post_init__(self) -> None:
+        moe, mesh, train = self.moe, self.mesh, self.train
+        near = moe.num_experts // mesh.expert * mesh.expert or mesh.expert
+        require(
+            moe.num_experts % mesh.expert == 0,
+            f"Moe.num_experts={moe.num_experts} must be divisible by the expert axis "
+            f"({mesh.expert}): use {near} or {near + mesh.expert}, or another "
+            "Mesh.expert",
+        )
+        shards = mesh.topology.num_batch_shards * train.accumulate_steps
+        require(
+            train.batch_size % shards == 0,
+            f"Train.batch_size={train.batch_size} must be a multiple of {shards}: "
+            f"dc x data x expert devices, accumulate_steps={train.accumulate_steps}",
+        )
+        simulated = train.num_simulated_devices
+        require(
+            simulated is None or simulated == mesh.topology.num_devices,
+            f"Mesh ({mesh.topology}) has {mesh.topology.num_devices} devices, and "
+            f"Train.num_simulated_devices={simulated}: make them equal",
+        )
+        groups = self.router.num_groups
+        require(
+            moe.num_experts % groups == 0
+            and moe.top_k <= moe.num_experts // groups * self.router.top_groups,
+            f"Router.num_groups={groups} must divide num_experts={moe.num_experts}, "
+            f"and top_groups={self.router.top_groups} of them must hold "
+            f"top_k={moe.top_k} experts",
+        )
+        require(
+            self.data.seq_len % min(train.loss_chunk, self.data.seq_len) == 0,
+            f"Data.seq_len={self.data.seq_len} must be a multiple of "
+            f"Train.loss_chunk={train.loss_chunk}",
+        )
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, record: dict[str, dict[str, Any]]) -> "Config":
+        """Inverse of to_dict; fields that the record lacks take their defaults."""
+        parts = {f.name: f.type for f in dataclasses.fields(cls)}
+        return cls(**{name: parts[name](**part) for name, part in record.items()})

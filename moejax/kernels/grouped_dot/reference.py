@@ -1,0 +1,25 @@
+"""The definition of the grouped product, at g times its FLOPs."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def grouped_dot(
+    x_md: Float[Array, "m d"], w_gdf: Float[Array, "g d f"], rows_g: Int[Array, " g"]
+) -> Float[Array, "m f"]:
+    """Row j of the result is x_md[j] @ w_gdf[i], where i is the group that owns row j:
+    group 0 owns the first rows_g[0] rows, group 1 the next rows_g[1], and so on. A row
+    that no group owns is zero, and neither it nor its cotangent is looked at.
+    """
+    num_groups = w_gdf.shape[0]
+    ends_g = jnp.cumsum(rows_g)
+    owner_m = jnp.searchsorted(ends_g, jnp.arange(x_md.shape[0]), side="right")
+    accumulate = jnp.promote_types(x_md.dtype, jnp.float32)
+    y_mf = jnp.zeros((x_md.shape[0], w_gdf.shape[2]), accumulate)
+    for i in range(num_groups):
+        owned_m1 = (owner_m == i)[:, None]
+        x_owned_md = jnp.where(owned_m1, x_md, 0)
+        product_mf = jnp.dot(x_owned_md, w_gdf[i], preferred_element_type=accumulate)
+        # Masked again: the transpose of this mask keeps foreign cotangents out of w.
+        y_mf += jnp.where(owned_m1, product_mf, 0)
+    return y_mf.astype(x_md.dtype)

@@ -1,0 +1,32 @@
+"""The definition of both permutations, differentiated by JAX."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def gather_rows(
+    x_nd: Float[Array, "n d"],
+    source_m: Int[Array, " m"],
+    positions_nk: Int[Array, "n k"],
+) -> Float[Array, "m d"]:
+    """Row j is x_nd[source_m[j]], or 0 where source_m[j] is -1. positions_nk is the
+    same table seen from the tokens, which only a fast backward pass needs."""
+    del positions_nk
+    return jnp.where((source_m >= 0)[:, None], x_nd[source_m], 0)
+
+
+def combine_rows(
+    y_md: Float[Array, "m d"],
+    gate_nk: Float[Array, "n k"],
+    positions_nk: Int[Array, "n k"],
+    assignment_m: Int[Array, " m"],
+) -> Float[Array, "n d"]:
+    """Row n is the sum over k of gate_nk[n, k] * y_md[positions_nk[n, k]], without the
+    choices whose position is -1."""
+    del assignment_m
+    is_here_nk = positions_nk >= 0
+    y_nkd = jnp.where(is_here_nk[:, :, None], y_md[positions_nk], 0)
+    gate_nk = jnp.where(is_here_nk, gate_nk, 0)
+    return jnp.einsum("nk,nkd->nd", gate_nk, y_nkd.astype(jnp.float32)).astype(
+        y_md.dtype
+    )

@@ -1,0 +1,73 @@
+"""Exact matrix-multiply FLOPs per token, by part: what MFU is a share of.
+
+XLA's own count takes the body of a scan once, so it can't be used. A multiply-add is
+two FLOPs; the backward pass costs twice the forward one; remat and padding are
+work, but not useful work, and do not count.
+"""
+
+import dataclasses
+
+from moejax.config import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """Forward FLOPs per token of the whole model, by part."""
+
+    attention_projections: float
+    attention_scores: float
+    """Causal: a token sees (t + 1) / 2 positions on average."""
+    dense: float
+    shared: float
+    routed: float
+    router: float
+    head: float
+
+    @property
+    def forward(self) -> float:
+        return sum(dataclasses.astuple(self))
+
+    @property
+    def train(self) -> float:
+        return 3 * self.forward
+
+
+def flops_per_token(cfg: Config) -> Flops:
+    model, moe = cfg.model, cfg.moe
+    d, layers, moe_layers = model.d_model, model.num_layers, model.num_moe_layers
+    query, key_value = (
+        model.num_heads * model.head_dim,
+        model.num_kv_heads * model.head_dim,
+    )
+    swiglu = 2 * 3 * d  # three matrices, per hidden unit
+    return Flops(
+        attention_projections=layers * 2 * d * (2 * query + 2 * key_value),
+        attention_scores=layers * 2 * 2 * query * (cfg.data.seq_len + 1) / 2,
+        dense=(layers - moe_layers) * swiglu * model.d_ff,
+        shared=moe_layers * swiglu * moe.num_shared_experts * moe.d_expert,
+        routed=moe_layers * swiglu * moe.top_k * moe.d_expert,
+        router=moe_layers * 2 * d * moe.num_experts,
+        head=2 * d * model.vocab_size,
+    )
+
+
+def num_params(cfg: Config) -> dict[str, int]:
+    """Parameters: all of them, and those that one token passes through."""
+    model, moe = cfg.model, cfg.moe
+    d, layers, moe_layers = model.d_model, model.num_layers, model.num_moe_layers
+    query, key_value = (
+        model.num_heads * model.head_dim,
+        model.num_kv_heads * model.head_dim,
+    )
+    qk_norms = {"none": 0, "head": 2 * model.head_dim, "full": query + key_value}
+    norms = 2 * d + qk_norms[model.qk_norm]
+    every = layers * (d * (2 * query + 2 * key_value) + norms) + d
+    every += model.vocab_size * d * (1 if model.tie_embeddings else 2)
+    every += (layers - moe_layers) * 3 * d * model.d_ff
+    every += moe_layers * (d * moe.num_experts)
+    every += moe_layers * 3 * d * moe.num_shared_experts * moe.d_expert
+    expert = 3 * d * moe.d_expert * moe_layers
+    return {
+        "total": every + expert * moe.num_experts,
+        "active": every + expert * moe.top_k,
+    }

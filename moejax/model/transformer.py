@@ -1,0 +1,162 @@
+"""A decoder-only transformer whose layers are scanned: dense prefix, then cycles.
+
+    embed -> first_k_dense blocks -> cycles of (moe_every - 1 dense, 1 MoE) -> norm
+
+Parameters of a scanned part are stacked on a leading layer dim (decision 0001).
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from moejax.config import Config, Model
+from moejax.layout import Layout
+from moejax.model.attention import Attention
+from moejax.model.layers import RmsNorm, SwiGlu
+from moejax.model.sharding import batch_sharded, gathered
+from moejax.moe import recorded
+from moejax.moe.dispatch import ROWS
+from moejax.moe.layer import MoeLayer
+from moejax.moe.route import ROUTES
+from moejax.types import LayerSums, Placement
+
+EMBED_SCALE = 0.02
+
+
+class Noise(NamedTuple):
+    """What randomises routing: None in evaluation (the recorded choice is kept)."""
+
+    key: Array
+    chance_le: Float[Array, "l e"] | None
+    """Recorded routing: chance of each expert this step."""
+    jitter: float = 0.0
+
+
+class Block(nnx.Module):
+    """Attention and a feed-forward part: MoE (with shared experts) or dense."""
+
+    def __init__(self, cfg: Config, is_moe: bool, mesh: Mesh, rngs: nnx.Rngs):
+        model, moe = cfg.model, cfg.moe
+        self.attention_norm = RmsNorm(model.d_model, model.norm_eps)
+        self.attention = Attention(model, mesh, rngs)
+        self.ff_norm = RmsNorm(model.d_model, model.norm_eps)
+        self.mesh = mesh
+        width = moe.num_shared_experts * moe.d_expert if is_moe else model.d_ff
+        self.dense = SwiGlu(model.d_model, width, mesh, rngs) if width else None
+        layer = partial(MoeLayer, moe, cfg.router, model.d_model, mesh, rngs)
+        self.moe = layer() if is_moe else None
+
+    def __call__(self, x_btd: Float[Array, "b t d"], route_args: tuple):
+        """The block's output, and the MoE layer's sums (None when dense)."""
+        x_btd = batch_sharded(
+            x_btd + self.attention(self.attention_norm(x_btd)), self.mesh
+        )
+        normed_btd, sums, y_btd = self.ff_norm(x_btd), None, 0.0
+        if self.moe is not None:
+            y_btd, sums = self.moe(normed_btd, *route_args)
+        if self.dense is not None:
+            y_btd = y_btd + self.dense(normed_btd)
+        return batch_sharded(x_btd + y_btd, self.mesh), sums
+
+
+class Cycle(nnx.Module):
+    """moe_every - 1 dense blocks, then one MoE block: what the scan repeats."""
+
+    def __init__(self, cfg: Config, mesh: Mesh, rngs: nnx.Rngs):
+        last = cfg.model.moe_every - 1
+        self.blocks = nnx.List(
+            [Block(cfg, i == last, mesh, rngs) for i in range(cfg.model.moe_every)]
+        )
+
+    def __call__(self, x_btd, route_args):
+        for block in self.blocks:
+            x_btd, sums = block(x_btd, route_args)
+        return x_btd, sums
+
+
+class Transformer(nnx.Module):
+    def __init__(self, cfg: Config, mesh: Mesh, rngs: nnx.Rngs):
+        model = cfg.model
+        self.cfg, self.mesh = cfg, mesh
+        embed = jax.nn.initializers.normal(EMBED_SCALE)
+        shape = (model.vocab_size, model.d_model)
+        self.embed_vd = nnx.Param(embed(rngs.params(), shape, jnp.float32))
+        self.head_vd = (
+            None
+            if model.tie_embeddings
+            else nnx.Param(embed(rngs.params(), shape, jnp.float32))
+        )
+        self.prefix = _stack(
+            partial(Block, cfg, False, mesh), model.first_k_dense, rngs
+        )
+        self.cycles = _stack(partial(Cycle, cfg, mesh), model.num_moe_layers, rngs)
+        self.norm = RmsNorm(model.d_model, model.norm_eps)
+
+    def __call__(
+        self,
+        tokens_bt: Int[Array, "b t"],
+        placement: Placement,
+        layout: Layout,
+        noise: Noise | None = None,
+    ) -> tuple[Float[Array, "b t d"], LayerSums]:
+        """Final hidden states in the compute dtype, and the sums of all MoE layers with
+        leading dims [layer, device]."""
+        model, moe = self.cfg.model, self.cfg.moe
+        embed_vd = gathered(self.embed_vd, self.mesh, jnp.dtype(model.compute_dtype))
+        x_btd = batch_sharded(embed_vd[tokens_bt], self.mesh)
+        if self.prefix is not None:
+            x_btd, _ = _scan(self.prefix, x_btd, None, model, lambda _: ())
+
+        def route_args(per_layer):
+            slot_e, chance_e, key = per_layer
+            jitter_btd = forced_btk = None
+            if noise is not None and noise.jitter:
+                low, high = 1 - noise.jitter, 1 + noise.jitter
+                shape = x_btd.shape
+                jitter_btd = jax.random.uniform(key, shape, jnp.float32, low, high)
+            if chance_e is not None:
+                start_bt = jax.random.uniform(key, tokens_bt.shape)
+                forced_btk = recorded.choose(chance_e, start_bt, moe.top_k)
+            return slot_e, layout, jitter_btd, forced_btk
+
+        chance_le = None if noise is None else noise.chance_le
+        keys_l = None
+        if noise is not None and (noise.jitter or chance_le is not None):
+            keys_l = jax.random.split(noise.key, model.num_moe_layers)
+        per_layer = (placement.expert_to_slot_le, chance_le, keys_l)
+        x_btd, sums = _scan(self.cycles, x_btd, per_layer, model, route_args)
+        return self.norm(x_btd), sums
+
+    def head(self) -> Float[Array, "v d"]:
+        """The output embedding, whole, in float32."""
+        return gathered(
+            self.embed_vd if self.head_vd is None else self.head_vd, self.mesh
+        )
+
+
+def _stack(make, count: int, rngs: nnx.Rngs) -> nnx.Module | None:
+    """`count` modules with their parameters stacked on a leading dim; None for none."""
+    if count == 0:
+        return None
+    keys = jax.random.split(rngs.params(), count)
+    return nnx.vmap(lambda key: make(rngs=nnx.Rngs(params=key)))(keys)
+
+
+def _scan(stack: nnx.Module, x_btd, per_layer, model: Model, route_args):
+    """Run stacked modules one after the other; their second outputs come stacked."""
+    graph, params = nnx.split(stack)
+
+    def body(x_btd, layer):
+        params, per_layer = layer
+        return nnx.merge(graph, params)(x_btd, route_args(per_layer))
+
+    if model.remat != "none":
+        names = (ROUTES, ROWS) if model.remat == "dispatch" else (ROUTES,)
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+    return jax.lax.scan(body, x_btd, (params, per_layer))

@@ -1,0 +1,171 @@
+"""The MoE layer: a module that owns parameters, and the short body of its shard_map."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from moejax import axes
+from moejax.config import Moe, Router
+from moejax.kernels import varying_alike
+from moejax.layout import Layout
+from moejax.moe import route as routing
+from moejax.moe.dispatch import drop_over_capacity, fullest_pair, manifest
+from moejax.moe.exchange import Experts, exchange, num_rounds
+from moejax.moe.experts import swiglu
+from moejax.types import LayerSums
+
+ROUTER_FAN = 10
+"""The router starts with a tenth of the usual variance (Switch, section 2.4): logits
+near zero, loads near even."""
+
+
+class RouterBias(nnx.Variable):
+    """Expert bias of aux-loss-free balancing: moved by loads, not by gradients."""
+
+
+class MoeLayer(nnx.Module):
+    """Router, experts e of width f, in logical order; float32 masters.
+
+    Expert weights are split over the expert axis by e and over data by their hidden
+    width f, and gathered over data for compute.
+    """
+
+    def __init__(
+        self, cfg: Moe, router: Router, d_model: int, mesh: Mesh, rngs: nnx.Rngs
+    ):
+        e, d, f = cfg.num_experts, d_model, cfg.d_expert
+        self.cfg, self.router, self.mesh = cfg, router, mesh
+        self.router_de = _param(rngs, (d, e), ROUTER_FAN * d)
+        self.bias_e = RouterBias(jnp.zeros(e, jnp.float32))
+        self.gate_edf = _param(rngs, (e, d, f), d, axes.EXPERT, None, axes.DATA)
+        self.up_edf = _param(rngs, (e, d, f), d, axes.EXPERT, None, axes.DATA)
+        self.down_efd = _param(rngs, (e, f, d), f, axes.EXPERT, axes.DATA, None)
+
+    def __call__(
+        self,
+        x_btd: Float[Array, "b t d"],
+        slot_e: Int[Array, " e"],
+        layout: Layout,
+        jitter_btd: Float[Array, "b t d"] | None = None,
+        forced_btk: Int[Array, "b t k"] | None = None,
+        experts: Experts = swiglu,
+    ) -> tuple[Float[Array, "b t d"], LayerSums]:
+        """Output and every device's sums (leading dim: dc * data * expert devices).
+
+        `jitter_btd` multiplies the router's input; `forced_btk` replaces its choice;
+        `experts` computes the rows of this device's slots.
+        """
+        weights = {
+            "gate_sdf": self.gate_edf[...],
+            "up_sdf": self.up_edf[...],
+            "down_sfd": self.down_efd[...],
+        }
+        optional = {"jitter_btd": jitter_btd, "forced_btk": forced_btk}
+        optional = {k: v for k, v in optional.items() if v is not None}
+        batch, mesh = P(axes.BATCH_AXES), self.mesh
+        static = {"cfg": self.cfg, "router": self.router, "mesh": mesh}
+        out_specs = (batch, jax.tree.map(lambda _: batch, _SUMS))
+        body = jax.shard_map(
+            partial(_body, **static, layout=layout, experts=experts),
+            mesh=mesh,
+            in_specs=(
+                batch,
+                P(),
+                P(),
+                P(),
+                WEIGHT_SPECS,
+                dict.fromkeys(optional, batch),
+            ),
+            out_specs=out_specs,
+        )
+        y_btd, sums = body(
+            x_btd, self.router_de[...], self.bias_e[...], slot_e, weights, optional
+        )
+        return y_btd, sums
+
+
+WEIGHT_SPECS = {
+    "gate_sdf": P(axes.EXPERT, None, axes.DATA),
+    "up_sdf": P(axes.EXPERT, None, axes.DATA),
+    "down_sfd": P(axes.EXPERT, axes.DATA, None),
+}
+_SUMS = LayerSums(*[0] * 7)
+
+
+def _body(
+    x_btd,
+    router_de,
+    bias_e,
+    slot_e,
+    weights,
+    optional,
+    *,
+    cfg,
+    router,
+    mesh,
+    layout,
+    experts,
+):
+    """One device's share of the layer; x_btd holds its own sequences."""
+    b, t, d = x_btd.shape
+    x_nd = x_btd.reshape(b * t, d)
+    routed_nd, forced_nk = x_nd, None
+    if "jitter_btd" in optional:
+        routed_nd = x_nd * optional["jitter_btd"].reshape(b * t, d)
+    if "forced_btk" in optional:
+        forced_nk = optional["forced_btk"].reshape(b * t, -1)
+
+    routes, score_ne, logit_ne = routing.route(
+        routed_nd, router_de, bias_e, router, cfg.top_k, t, forced_nk
+    )
+    expert_nk = routes.expert_nk
+    slot_nk = jnp.where(expert_nk < 0, routing.EMPTY, slot_e[expert_nk])
+    dropped = jnp.int32(0)
+    if layout.exchange == "capacity":
+        slot_nk, dropped = drop_over_capacity(slot_nk, layout)
+    sent = manifest(slot_nk, layout, axes.EXPERT)
+    gate_nk, sent = checkpoint_name((routes.gate_nk, sent), routing.ROUTES)
+
+    weights = slots(weights, x_nd, mesh)
+    y_nd = exchange(x_nd, gate_nk, weights, sent, experts, layout, axes.EXPERT)
+    sums = LayerSums(
+        **routing.balance_sums(score_ne, logit_ne, routes.expert_nk, t),
+        rounds=num_rounds(sent, layout),
+        dropped=dropped,
+        fullest_pair=fullest_pair(sent, layout),
+    )
+    sums = jax.tree.map(lambda leaf: varying_alike(leaf, x_nd)[0][None], sums)
+    return y_nd.reshape(b, t, d).astype(x_btd.dtype), sums
+
+
+def slots(weights: dict[str, Array], x_nd: Array, mesh: Mesh) -> dict[str, Array]:
+    """This device's slots in the dtype of x: its own experts, whole, gate beside up.
+
+    Cast, then gathered over data (so the wire carries the compute dtype); the transpose
+    scatters the summed gradient back to the masters' shards.
+    """
+
+    def whole(leaf, hidden_dim):
+        leaf = leaf.astype(x_nd.dtype)
+        if mesh.shape[axes.DATA] > 1:
+            leaf = jax.lax.all_gather(leaf, axes.DATA, axis=hidden_dim, tiled=True)
+        return varying_alike(leaf, x_nd)[0]
+
+    into_sd2f = jnp.stack([weights["gate_sdf"], weights["up_sdf"]], axis=2)
+    s, d = into_sd2f.shape[:2]
+    return {
+        "into_sdh": whole(into_sd2f, 3).reshape(s, d, -1),
+        "down_sfd": whole(weights["down_sfd"], 1),
+    }
+
+
+def _param(rngs: nnx.Rngs, shape, fan_in: int, *split: str | None) -> nnx.Param:
+    """Normal with variance 1 / fan_in, truncated; `split` names the dims' mesh axes."""
+    init = jax.nn.initializers.truncated_normal(fan_in**-0.5)
+    return nnx.Param(init(rngs.params(), shape, jnp.float32), split=split or None)

@@ -1,0 +1,113 @@
+"""Choices that follow given loads rather than a router: benchmarks of skew.
+
+`loads` makes a table [samples, layers, experts] on the host; `choose` draws k distinct
+experts per token whose expected counts are exactly one row of it.
+"""
+
+import pathlib
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from moejax.config import Recorded
+
+
+def loads(cfg: Recorded, num_layers: int, num_experts: int, top_k: int) -> np.ndarray:
+    """Probability that a token chooses each expert, float32 [samples, layers, e].
+
+    Rows sum to k and no entry exceeds 1 (a token chooses an expert once): what is over
+    is given to the others in proportion.
+    """
+    makers = {
+        "uniform": lambda: np.ones((1, num_experts)),
+        "zipf": lambda: np.arange(1, num_experts + 1)[None] ** -cfg.zipf,
+        "one_hot": lambda: np.eye(num_experts)[:1] + 1e-9,
+        "rotating": lambda: _hot(cfg, np.arange(num_experts), num_experts),
+        "burst": lambda: _hot(cfg, np.array([0, -1]), num_experts),
+    }
+    if cfg.source in makers:
+        table_te = makers[cfg.source]()
+        table_tle = np.repeat(table_te[:, None], num_layers, axis=1)
+    else:
+        table_tle = _from_file(cfg, num_layers, num_experts)
+    return np.stack([[_inclusion(row_e, top_k) for row_e in t] for t in table_tle])
+
+
+def sample_index(
+    cfg: Recorded, num_samples: int, step: Int[Array, ""]
+) -> Int[Array, ""]:
+    """Which row of the table serves this step."""
+    synthetic = cfg.source in ("rotating", "burst")
+    hold = cfg.period_steps if synthetic else cfg.steps_per_sample
+    return (step // hold) % num_samples
+
+
+def choose(
+    chance_e: Float[Array, " e"], start_bt: Float[Array, "b t"], top_k: int
+) -> Int[Array, "b t k"]:
+    """k distinct experts per token: systematic sampling (Madow 1949).
+
+    Chances lie end to end on [0, k); a token's points are u, u + 1, .., u + k - 1 for
+    its u in [0, 1). No chance exceeds 1, so no expert is hit twice, and each is hit
+    with exactly its chance. (Edges are rounded: where a point falls on one, the next
+    expert is taken.)
+    """
+    end_e = jnp.cumsum(chance_e)
+    end_e = end_e * (top_k / end_e[-1])
+    order_k = jnp.arange(top_k)
+    point_btk = start_bt[..., None] + order_k
+    passed = point_btk[..., None] >= end_e
+    gap_btk = jnp.sum(passed, axis=-1, dtype=jnp.int32) - order_k
+    gap_btk = jax.lax.cummax(gap_btk, axis=gap_btk.ndim - 1)
+    return jnp.minimum(gap_btk, chance_e.shape[0] - top_k) + order_k
+
+
+def _hot(cfg: Recorded, hot_t: np.ndarray, num_experts: int) -> np.ndarray:
+    """One row per phase: `hot_share` on its hot expert (none for -1), the rest even."""
+    table_te = np.full((len(hot_t), num_experts), 1.0 / num_experts)
+    for phase, expert in enumerate(hot_t):
+        if expert >= 0:
+            table_te[phase] = (1 - cfg.hot_share) / max(num_experts - 1, 1)
+            table_te[phase, expert] = cfg.hot_share
+    return table_te
+
+
+def _from_file(cfg: Recorded, num_layers: int, num_experts: int) -> np.ndarray:
+    path = pathlib.Path(cfg.source)
+    if not path.is_file():
+        raise ValueError(
+            f"Recorded.source='{cfg.source}' is neither a synthetic load (uniform, "
+            "zipf, one_hot, rotating, burst) nor a file"
+        )
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is damaged or no .npz file: write one with np.savez")
+    with np.load(path, allow_pickle=False) as arrays:
+        if cfg.array not in arrays:
+            raise ValueError(
+                f"{path} holds {sorted(arrays)}, not Recorded.array='{cfg.array}'"
+            )
+        counts = arrays[cfg.array]
+    if counts.ndim < 3 or counts.shape[-1] != num_experts:
+        raise ValueError(
+            f"{path}: '{cfg.array}' is {list(counts.shape)}, and [samples, layers, "
+            f"..., {num_experts}] is needed for Moe.num_experts={num_experts}"
+        )
+    counts_tle = counts.sum(axis=tuple(range(2, counts.ndim - 1)), dtype=np.float64)
+    layer_l = np.arange(num_layers) % counts_tle.shape[1]
+    return counts_tle[:, layer_l]
+
+
+def _inclusion(load_e: np.ndarray, top_k: int) -> np.ndarray:
+    """Loads scaled to sum k with no entry above 1."""
+    load_e = np.maximum(load_e.astype(np.float64), 0) + 1e-12
+    fixed_e = np.zeros(load_e.shape, bool)
+    for _ in range(len(load_e)):
+        rest = load_e * ~fixed_e
+        chance_e = np.where(fixed_e, 1.0, rest * (top_k - fixed_e.sum()) / rest.sum())
+        if (chance_e <= 1 + 1e-12).all():
+            break
+        fixed_e |= chance_e >= 1
+    return np.minimum(chance_e, 1).astype(np.float32)

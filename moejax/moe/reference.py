@@ -1,0 +1,21 @@
+"""The definition of an MoE layer: every expert computes every token, O(n * e)."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from moejax.types import Routes
+
+Weights = dict[str, Array]
+"""gate_edf, up_edf, down_efd."""
+
+
+def moe(x_nd: Float[Array, "n d"], routes: Routes, weights: Weights):
+    """Sum over choices of gate times the chosen expert's SwiGLU; -1 chooses nobody."""
+    num_experts = weights["gate_edf"].shape[0]
+    hidden_enf = jax.nn.silu(jnp.einsum("nd,edf->enf", x_nd, weights["gate_edf"]))
+    hidden_enf = hidden_enf * jnp.einsum("nd,edf->enf", x_nd, weights["up_edf"])
+    y_end = jnp.einsum("enf,efd->end", hidden_enf, weights["down_efd"])
+    chosen_nke = routes.expert_nk[..., None] == jnp.arange(num_experts)
+    gate_ne = jnp.sum(jnp.where(chosen_nke, routes.gate_nk[..., None], 0.0), axis=1)
+    return jnp.einsum("ne,end->nd", gate_ne.astype(y_end.dtype), y_end)

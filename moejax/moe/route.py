@@ -1,0 +1,157 @@
+"""Who computes each token: scores, choice, gates, and the losses that even the load.
+
+Everything is float32: a bfloat16 router picks other experts. `b` sequences of `t`
+tokens are the n local tokens; only the sequence-wise parts look at that shape.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from moejax.config import Router
+from moejax.types import LayerSums, RouterLosses, Routes
+
+EMPTY = -1
+ROUTES = "routes"
+"""Name of what every remat policy saves: ids, gates, manifest. A top-k that flips when
+it is recomputed is a wrong gradient, so ids are named before anything reads them."""
+
+
+def route(
+    x_nd: Float[Array, "n d"],
+    router_de: Float[Array, "d e"],
+    bias_e: Float[Array, " e"],
+    cfg: Router,
+    top_k: int,
+    seq_len: int,
+    forced_nk: Int[Array, "n k"] | None = None,
+) -> tuple[Routes, Float[Array, "n e"], Float[Array, "n e"]]:
+    """Routes, scores and logits of n tokens; `forced_nk` replaces the choice.
+
+    Gates are the scores of the chosen experts (never biased, DeepSeek-V3 eq. 16),
+    divided by their sum when cfg.normalise_gates, times cfg.gate_scale.
+    """
+    logit_ne = jnp.matmul(
+        x_nd.astype(jnp.float32), router_de, precision=jax.lax.Precision.HIGHEST
+    )
+    score_ne = scores(logit_ne, cfg)
+    if cfg.kind == "expert_choice":
+        routes = choose_tokens(score_ne, top_k, seq_len)
+        return routes, score_ne, logit_ne
+    if forced_nk is None:
+        biased_ne = jax.lax.stop_gradient(score_ne + bias_e)
+        forced_nk = choose_experts(biased_ne, top_k, cfg)
+    expert_nk = checkpoint_name(forced_nk, ROUTES)
+    gate_nk = pick(score_ne, expert_nk)
+    if cfg.normalise_gates:
+        gate_nk = gate_nk / (jnp.sum(gate_nk, axis=-1, keepdims=True) + 1e-20)
+    return Routes(expert_nk, gate_nk * cfg.gate_scale), score_ne, logit_ne
+
+
+def scores(logit_ne: Float[Array, "n e"], cfg: Router) -> Float[Array, "n e"]:
+    if cfg.kind == "sigmoid":
+        return jax.nn.sigmoid(logit_ne)
+    return jax.nn.softmax(logit_ne, axis=-1)
+
+
+def choose_experts(
+    score_ne: Float[Array, "n e"], top_k: int, cfg: Router
+) -> Int[Array, "n k"]:
+    """The k best experts of each token, ties to the lower index, best first.
+
+    With groups, only experts of the token's best `top_groups` groups qualify; a group
+    is as good as its two best experts together (DeepSeek-V3, section 2.1.2), as its
+    best one for softmax scores (DeepSeek-V2, section 2.1.2).
+    """
+    if cfg.num_groups > 1:
+        n, num_experts = score_ne.shape
+        by_group = score_ne.reshape(n, cfg.num_groups, num_experts // cfg.num_groups)
+        best = 2 if cfg.kind == "sigmoid" and by_group.shape[-1] > 1 else 1
+        group_score = jnp.sum(jax.lax.top_k(by_group, best)[0], axis=-1)
+        group_nq = jax.lax.top_k(group_score, cfg.top_groups)[1]
+        allowed = jnp.any(
+            group_nq[..., None] == jnp.arange(cfg.num_groups), axis=1, keepdims=False
+        )
+        score_ne = jnp.where(allowed[..., None], by_group, -jnp.inf).reshape(
+            score_ne.shape
+        )
+    return jax.lax.top_k(score_ne, top_k)[1]
+
+
+def choose_tokens(score_ne: Float[Array, "n e"], top_k: int, seq_len: int) -> Routes:
+    """Expert choice (Zhou et al. 2022): each expert takes its t*k/e best tokens of each
+    sequence. A token may get none or all: k is e here, and -1 marks who did not."""
+    n, num_experts = score_ne.shape
+    per_expert = min(seq_len, max(1, seq_len * top_k // num_experts))
+    score_bet = score_ne.reshape(-1, seq_len, num_experts).swapaxes(1, 2)
+    token_bec = jax.lax.top_k(score_bet, per_expert)[1]
+    taken_bet = jnp.any(token_bec[..., None] == jnp.arange(seq_len), axis=2)
+    taken_ne = taken_bet.swapaxes(1, 2).reshape(n, num_experts)
+    taken_ne = checkpoint_name(taken_ne, ROUTES)
+    expert_nk = jnp.where(taken_ne, jnp.arange(num_experts), EMPTY)
+    return Routes(expert_nk, jnp.where(taken_ne, score_ne, 0.0))
+
+
+def pick(value_ne: Float[Array, "n e"], expert_nk: Int[Array, "n k"]):
+    """value[n, expert_nk[n, k]], by comparison: its gradient is no scatter."""
+    chosen_nke = expert_nk[..., None] == jnp.arange(value_ne.shape[-1])
+    return jnp.sum(jnp.where(chosen_nke, value_ne[:, None, :], 0.0), axis=-1)
+
+
+def count(expert_nk: Int[Array, "n k"], num_experts: int) -> Int[Array, " e"]:
+    """Load: how often each expert was chosen."""
+    chosen_nke = expert_nk[..., None] == jnp.arange(num_experts)
+    return jnp.sum(chosen_nke, axis=(0, 1), dtype=jnp.int32)
+
+
+def balance_sums(
+    score_ne: Float[Array, "n e"],
+    logit_ne: Float[Array, "n e"],
+    expert_nk: Int[Array, "n k"],
+    seq_len: int,
+) -> dict[str, Array]:
+    """What this device adds to the losses and loads of the batch (see LayerSums)."""
+    num_experts = score_ne.shape[-1]
+    prob_ne = score_ne / jnp.sum(score_ne, axis=-1, keepdims=True)
+    prob_bte = prob_ne.reshape(-1, seq_len, num_experts)
+    expert_btk = expert_nk.reshape(-1, seq_len, expert_nk.shape[-1])
+    tokens_be = jax.vmap(lambda choice: count(choice, num_experts))(expert_btk)
+    share_be = tokens_be / jnp.maximum(jnp.sum(tokens_be, -1, keepdims=True), 1)
+    sequence_b = num_experts * jnp.sum(share_be * jnp.mean(prob_bte, axis=1), axis=-1)
+    return {
+        "prob_e": jnp.sum(prob_ne, axis=0),
+        "sequence": jnp.sum(sequence_b),
+        "z": jnp.sum(jax.nn.logsumexp(logit_ne, axis=-1) ** 2),
+        "tokens_e": jnp.sum(tokens_be, axis=0),
+    }
+
+
+def losses(sums: LayerSums, num_tokens: int, seq_len: int) -> RouterLosses:
+    """Losses of one global micro-batch of `num_tokens` from the sums of all devices.
+
+    balance            e * sum_e share_e * mean prob_e     (Switch, eq. 4-6)
+    sequence_balance   the same within each sequence, averaged (DeepSeek-V3, eq. 17-20)
+    z                  mean logsumexp(logits)^2            (ST-MoE, eq. 5)
+
+    Shares are of choices, so perfect balance is 1 for every k. Under accumulation a
+    step's loss is the mean over its micro-batches: the last two do not depend on how
+    the batch was cut; `balance` is the balance within each micro-batch.
+    """
+    num_experts = sums.prob_e.shape[-1]
+    share_e = sums.tokens_e / jnp.maximum(jnp.sum(sums.tokens_e, -1, keepdims=True), 1)
+    balance = num_experts * jnp.sum(share_e * sums.prob_e, axis=-1) / num_tokens
+    return RouterLosses(
+        balance=balance,
+        sequence_balance=sums.sequence / (num_tokens // seq_len),
+        z=sums.z / num_tokens,
+    )
+
+
+def update_bias(
+    bias_le: Float[Array, "l e"], tokens_le: Int[Array, "l e"], rate: float
+) -> Float[Array, "l e"]:
+    """Aux-loss-free balancing (Wang et al. 2024): up for experts below the mean."""
+    tokens_le = tokens_le.astype(jnp.float32)
+    mean_l1 = jnp.mean(tokens_le, axis=-1, keepdims=True)
+    return bias_le + rate * jnp.sign(mean_l1 - tokens_le)

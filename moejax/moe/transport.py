@@ -1,0 +1,69 @@
+"""How rows travel between the devices of the expert axis: one signature.
+
+    send(rows_wcd, count_w, incoming_w, axis) -> rows_wcd
+
+Chunk w of the argument goes to device w, chunk w of the result came from it. Of each
+chunk the first `count_w[w]` rows are real; `incoming_w` is the same of the result,
+whose other rows are zero or stale, and must not be read. The way back swaps the
+two counts.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+Send = Callable[[Array, Int[Array, " w"], Int[Array, " w"], str], Array]
+
+
+def local(rows_wcd, count_w, incoming_w, axis):
+    """One device: rows are where they belong."""
+    return rows_wcd
+
+
+def padded(rows_wcd, count_w, incoming_w, axis):
+    """lax.all_to_all of whole chunks; runs on every backend."""
+    return jax.lax.all_to_all(rows_wcd, axis, split_axis=0, concat_axis=0, tiled=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def ragged(rows_wcd, count_w, incoming_w, axis):
+    """lax.ragged_all_to_all: only real rows are sent. Not on CPUs."""
+    w, c, d = rows_wcd.shape
+    me = jax.lax.axis_index(axis)
+    chunk_w = jnp.arange(w, dtype=jnp.int32) * c
+    received = jax.lax.ragged_all_to_all(
+        rows_wcd.reshape(w * c, d),
+        jnp.zeros_like(rows_wcd).reshape(w * c, d),
+        chunk_w,
+        count_w,
+        jnp.full_like(count_w, me * c),
+        incoming_w,
+        axis_name=axis,
+    )
+    return received.reshape(w, c, d)
+
+
+def _ragged_forward(rows_wcd, count_w, incoming_w, axis):
+    return ragged(rows_wcd, count_w, incoming_w, axis), (count_w, incoming_w)
+
+
+def _ragged_backward(axis, counts, d_rows_wcd):
+    count_w, incoming_w = counts
+    return ragged(d_rows_wcd, incoming_w, count_w, axis), None, None
+
+
+ragged.defvjp(_ragged_forward, _ragged_backward)
+
+TRANSPORTS: dict[str, Send] = {"local": local, "padded": padded, "ragged": ragged}
+
+
+def check_platform(transport: str, platform: str) -> None:
+    """NotImplementedError when this transport cannot run on this platform."""
+    if transport == "ragged" and platform == "cpu":
+        raise NotImplementedError(
+            "XLA:CPU has no ragged_all_to_all (jax issue 34755): use "
+            "Moe.transport = 'padded' on the CPU"
+        )

@@ -1,0 +1,64 @@
+"""Eight simulated CPU devices, a compilation cache that git ignores, and what is
+deselected where a machine cannot run it: one line each, never a silent skip."""
+
+import os
+import pathlib
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+TRACE = ROOT.parent / "shared" / "data" / "routing_gpt_e32.npz"
+NUM_DEVICES = 8
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        f"--xla_force_host_platform_device_count={NUM_DEVICES}",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
+    ]
+)
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+if len(jax.devices()) != NUM_DEVICES:
+    pytest.exit(
+        f"the tests need {NUM_DEVICES} simulated CPU devices and see {jax.devices()}: "
+        "unset JAX_PLATFORMS, and let nothing import jax before tests/conftest.py",
+        returncode=4,
+    )
+
+jax.config.update("jax_threefry_partitionable", True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
+    missing = {}
+    if not config.getoption("--gpu"):
+        missing["gpu"] = "no --gpu"
+    if os.geteuid() != 0:
+        missing["root"] = "not root: nothing can be mounted"
+    if not TRACE.is_file():
+        missing["trace"] = f"no {TRACE.name} in ../shared/data"
+    for mark, why in missing.items():
+        out = [item for item in items if item.get_closest_marker(mark)]
+        if out:
+            config.hook.pytest_deselected(items=out)
+            items[:] = [item for item in items if item not in out]
+            print(f"deselected {len(out)} tests marked {mark!r} ({why})")
+
+
+@pytest.fixture(scope="session")
+def repo() -> pathlib.Path:
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def trace() -> pathlib.Path:
+    """A recorded routing; tests that use it are marked `trace`."""
+    return TRACE

@@ -1,0 +1,219 @@
+"""Every rule of the configuration: one wrong value each, and what the user is told."""
+
+import dataclasses
+import json
+
+import pytest
+
+from moejax.config import (
+    Checkpoint,
+    Config,
+    Data,
+    Mesh,
+    Model,
+    Moe,
+    Optimizer,
+    Recorded,
+    Router,
+    Train,
+)
+
+# Fields with a lowest value.
+LEAST = {
+    Mesh: dict.fromkeys(["dc", "data", "expert", "tensor"], 1),
+    Optimizer: {
+        **dict.fromkeys(["learning_rate", "warmup_steps", "final_lr_ratio"], 0),
+        **dict.fromkeys(["weight_decay", "clip_norm"], 0),
+        "max_skipped_in_a_row": 1,
+    },
+    Data: {"seq_len": 2, "held_out_every": 2, "seed": 0},
+    Train: {
+        **dict.fromkeys(["num_steps", "batch_size", "accumulate_steps"], 1),
+        **dict.fromkeys(["loss_chunk", "eval_every_steps", "eval_batches"], 1),
+        "num_simulated_devices": 1,
+    },
+    Checkpoint: {
+        **dict.fromkeys(["every_steps", "keep_last", "max_failed_saves"], 1),
+        "keep_best": 0,
+    },
+    Model: {
+        **dict.fromkeys(["vocab_size", "d_model", "num_layers", "num_heads"], 1),
+        **dict.fromkeys(["num_kv_heads", "head_dim", "d_ff", "moe_every"], 1),
+        "first_k_dense": 0,
+    },
+    Moe: {
+        **dict.fromkeys(["num_experts", "top_k", "d_expert", "rows_per_peer"], 1),
+        "num_shared_experts": 0,
+    },
+    Router: {
+        **dict.fromkeys(["jitter", "balance_loss", "sequence_balance_loss"], 0),
+        **dict.fromkeys(["z_loss", "bias_rate"], 0),
+        **dict.fromkeys(["num_groups", "top_groups"], 1),
+    },
+    Recorded: {
+        **dict.fromkeys(["zipf", "hot_share"], 0),
+        **dict.fromkeys(["period_steps", "steps_per_sample"], 1),
+    },
+}
+BOUNDS = [(part, *item) for part, fields in LEAST.items() for item in fields.items()]
+
+
+@pytest.mark.parametrize(("part", "field", "least"), BOUNDS)
+def test_lowest_values(part, field, least):
+    with pytest.raises(ValueError) as error:
+        part(**{field: least - 1})
+    expected = f"{part.__name__}.{field}={least - 1} must be at least {least}"
+    assert str(error.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Mesh(tensor=2), ["Mesh.tensor=2", "use 1"]),
+        (
+            lambda: Train(batch_size=10, accumulate_steps=4),
+            ["Train.batch_size=10", "a multiple of accumulate_steps=4"],
+        ),
+        (
+            lambda: Model(num_heads=6, num_kv_heads=4),
+            ["Model.num_heads=6", "a multiple of num_kv_heads=4"],
+        ),
+        (lambda: Model(head_dim=7), ["Model.head_dim=7", "must be even"]),
+        (
+            lambda: Model(num_layers=6, first_k_dense=1, moe_every=2),
+            ["Model.num_layers=6", "first_k_dense=1", "a multiple of moe_every=2"],
+        ),
+        (
+            lambda: Model(num_layers=2, first_k_dense=3),
+            ["Model.num_layers=2", "first_k_dense=3", "at least one"],
+        ),
+        (
+            lambda: Model(num_layers=2, first_k_dense=2),
+            ["Model.num_layers=2", "first_k_dense=2", "at least one"],
+        ),
+        (
+            lambda: Moe(num_experts=4, top_k=5),
+            ["Moe.top_k=5", "more than num_experts=4"],
+        ),
+        (
+            lambda: Moe(buffer_factor=0.0),
+            ["Moe.buffer_factor=0.0", "must be > 0"],
+        ),
+        (
+            lambda: Router(num_groups=2, top_groups=3),
+            ["Router.top_groups=3", "exceeds num_groups=2"],
+        ),
+        (
+            lambda: Router(kind="softmax", bias_rate=0.001),
+            ["Router.bias_rate=0.001", "kind='sigmoid' only", "'softmax'", "to 0"],
+        ),
+        (
+            lambda: Router(kind="expert_choice"),
+            ["Router.kind='expert_choice'", "allow_expert_choice_in_decoder = True"],
+        ),
+        (
+            lambda: Config(moe=Moe(num_experts=10), mesh=Mesh(expert=4)),
+            ["Moe.num_experts=10", "expert axis (4)", "use 8 or 12", "Mesh.expert"],
+        ),
+        (
+            lambda: Config(moe=Moe(num_experts=2), mesh=Mesh(expert=4)),
+            ["Moe.num_experts=2", "use 4 or 8"],
+        ),
+        (
+            lambda: Config(
+                mesh=Mesh(dc=2, data=2, expert=2),
+                train=Train(batch_size=40, accumulate_steps=2),
+            ),
+            ["Train.batch_size=40", "a multiple of 16", "accumulate_steps=2"],
+        ),
+        (
+            lambda: Config(mesh=Mesh(data=4), train=Train(num_simulated_devices=8)),
+            ["data=4", "has 4 devices", "Train.num_simulated_devices=8", "equal"],
+        ),
+        (
+            lambda: Config(moe=Moe(num_experts=8), router=Router(num_groups=3)),
+            ["Router.num_groups=3", "must divide num_experts=8"],
+        ),
+        (
+            lambda: Config(
+                moe=Moe(num_experts=8, top_k=3),
+                router=Router(num_groups=4, top_groups=1),
+            ),
+            ["Router.num_groups=4", "top_groups=1", "hold top_k=3 experts"],
+        ),
+        (
+            lambda: Config(data=Data(seq_len=100), train=Train(loss_chunk=64)),
+            ["Data.seq_len=100", "a multiple of Train.loss_chunk=64"],
+        ),
+    ],
+)
+def test_complaint_names_the_field_the_value_and_what_to_do(make, words):
+    with pytest.raises(ValueError) as error:
+        make()
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("part", LEAST)
+def test_parts_are_frozen_and_keys(part):
+    assert {part(): "same"}[part()] == "same"
+    field = dataclasses.fields(part)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(part(), field, getattr(part(), field))
+
+
+def test_values_at_the_edge_of_each_rule_are_taken():
+    Config(
+        mesh=Mesh(dc=2, data=2, expert=4),
+        model=Model(num_layers=5, first_k_dense=1, moe_every=2, num_kv_heads=1),
+        moe=Moe(num_experts=4, top_k=4),
+        router=Router(kind="sigmoid", bias_rate=0.1, num_groups=4, top_groups=4),
+        data=Data(seq_len=100),
+        train=Train(batch_size=32, accumulate_steps=2, num_simulated_devices=16),
+    )
+    Router(kind="expert_choice", allow_expert_choice_in_decoder=True)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "first_k_dense", "moe_every", "num_moe_layers"),
+    [(4, 0, 1, 4), (4, 1, 1, 3), (5, 1, 2, 2), (6, 0, 3, 2)],
+)
+def test_num_moe_layers_counts_the_layers_that_the_rule_names(
+    num_layers, first_k_dense, moe_every, num_moe_layers
+):
+    cfg = Model(num_layers=num_layers, first_k_dense=first_k_dense, moe_every=moe_every)
+    after_prefix = range(1, num_layers - first_k_dense + 1)
+    assert sum(i % moe_every == 0 for i in after_prefix) == num_moe_layers
+    assert cfg.num_moe_layers == num_moe_layers
+
+
+def test_mesh_names_the_topology():
+    topology = Mesh(dc=2, data=3, expert=4).topology
+    assert topology.sizes == (2, 3, 4, 1)
+
+
+def test_dict_round_trip():
+    """Through JSON too, as in a checkpoint."""
+    cfg = Config(
+        mesh=Mesh(data=2, expert=4),
+        model=Model(qk_norm="full", tie_embeddings=False, rope_theta=5e5),
+        moe=Moe(num_experts=16, top_k=3, rows_per_peer=40),
+        router=Router(kind="sigmoid", bias_rate=0.001, gate_scale=2.5),
+        recorded=Recorded(source="burst", hot_share=0.25),
+        optimizer=Optimizer(decay="linear"),
+        data=Data(seq_len=64),
+        train=Train(run_dir="runs/a", loss_chunk=32),
+        checkpoint=Checkpoint(keep_best=0),
+    )
+    record = cfg.to_dict()
+    assert Config.from_dict(record) == cfg
+    assert Config.from_dict(json.loads(json.dumps(record))) == cfg
+    assert record["model"]["qk_norm"] == "full"
+    assert list(record) == [f.name for f in dataclasses.fields(Config)]
+
+
+def test_from_dict_fills_defaults_and_checks_rules():
+    partial = Config.from_dict({"moe": {"num_experts": 16}, "train": {}})
+    assert partial == Config(moe=Moe(num_experts=16))
+    with pytest.raises(ValueError, match=r"Moe\.top_k=9 is more than"):
+        Config.from_dict({"moe": {"top_k": 9}})

@@ -1,0 +1,71 @@
+"""Transports: what moves where, and who declines."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from moejax.axes import EXPERT, make_mesh
+from moejax.layout import Layout, Topology
+from moejax.moe.transport import TRANSPORTS, check_platform, local, padded, ragged
+
+DEVICES, ROWS, WIDTH = 8, 3, 2
+
+
+def exchanged(transport, rows, counts_ww):
+    """rows [sender, receiver, row, d] through one transport on eight devices."""
+    mesh = make_mesh(Topology(expert=DEVICES))
+
+    def body(rows_wcd, count_w, incoming_w):
+        return transport(rows_wcd[0], count_w[0], incoming_w[0], EXPERT)[None]
+
+    shard = P(EXPERT)
+    run = jax.shard_map(body, mesh=mesh, in_specs=(shard,) * 3, out_specs=shard)
+    return jax.jit(run), (rows, counts_ww, counts_ww.T)
+
+
+def case():
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(DEVICES, DEVICES, ROWS, WIDTH)).astype(np.float32)
+    counts_ww = rng.integers(0, ROWS + 1, (DEVICES, DEVICES)).astype(np.int32)
+    return rows, counts_ww
+
+
+def test_padded_swaps_sender_and_receiver():
+    rows, counts_ww = case()
+    run, args = exchanged(padded, rows, counts_ww)
+    assert np.array_equal(run(*args), rows.swapaxes(0, 1))
+
+
+def test_local_is_the_identity():
+    rows = case()[0][0]
+    assert local(rows, None, None, EXPERT) is rows
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_ragged_lowers_for_cuda(pass_):
+    """Both ways are ragged, and no dense all_to_all is left."""
+    run, args = exchanged(ragged, *case())
+    if pass_ == "backward":
+        forward = run
+        run = jax.jit(jax.grad(lambda *args: jnp.sum(forward(*args) ** 2)))
+    text = run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("ragged_all_to_all") >= (2 if pass_ == "backward" else 1)
+    assert "stablehlo.all_to_all" not in text
+
+
+def test_ragged_declines_on_the_cpu():
+    with pytest.raises(NotImplementedError, match=r"use Moe\.transport"):
+        check_platform("ragged", "cpu")
+    check_platform("ragged", "cuda")
+    check_platform("padded", "cpu")
+
+
+def test_every_transport_of_a_layout_exists():
+    for name in TRANSPORTS:
+        devices = 1 if name == "local" else 2
+        make = partial(Layout, 4, devices, 4 // devices, 8)
+        assert make(transport=name).transport == name

@@ -1,0 +1,92 @@
+"""Count the collectives of a training step: an accidental all-gather shows here.
+
+    python tools/census.py --gin_file=configs/tiny_cpu.gin [--json]
+
+    cpu   the compiled step. `ours` lie in a shard_map and are written by hand;
+          `partitioner` are what XLA put in for parameters and losses.
+    cuda  the step lowered for CUDA, which needs no GPU: ours alone, for the partitioner
+          has not run yet. Once with each transport.
+
+Instructions are counted: what stands in a loop (all layers, later rounds) counts once.
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import pathlib
+import re
+import sys
+
+sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
+
+from moejax.config import Config  # noqa: E402
+from train import gin_config  # noqa: E402
+from train.main import set_up_backend  # noqa: E402
+
+HLO = re.compile(
+    r"= .*? (all-to-all|ragged-all-to-all|all-gather|all-reduce|reduce-scatter|"
+    r"collective-permute)(?:-start)?\("
+)
+STABLEHLO = re.compile(
+    r"(?:stablehlo\.|@)(all_to_all|ragged_all_to_all|all_gather|all_reduce|"
+    r"reduce_scatter|collective_permute)\b"
+)
+OURS = re.compile(r'op_name="[^"]*shard_map')
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--gin_file", action="append", required=True)
+    parser.add_argument("--gin_param", action="append", default=[])
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    cfg = gin_config.load(args.gin_file, args.gin_param)
+    set_up_backend(cfg)
+    record = census(cfg)
+    for backend, groups in record.items():
+        for group, counts in groups.items():
+            print(f"{backend:5} {group:12} {counts}")
+    if args.json:
+        print(json.dumps(record))
+
+
+def census(cfg: Config) -> dict:
+    """Collectives by backend, group and kind; cfg's mesh must be simulated here."""
+    padded, ragged = (lowered(cfg, transport) for transport in ("padded", "ragged"))
+    return {
+        "cpu": of_compiled(padded.lower().compile().as_text()),
+        "cuda": {
+            "ours_padded": of_lowered(padded),
+            "ours_ragged": of_lowered(ragged),
+        },
+    }
+
+
+def lowered(cfg: Config, transport: str):
+    """The traced step of cfg with this transport."""
+    from moejax.axes import make_mesh
+    from train.compiled import make_model, trace_train_step
+
+    moe = dataclasses.replace(cfg.moe, transport=transport)
+    cfg = dataclasses.replace(cfg, moe=moe)
+    return trace_train_step(make_model(cfg, make_mesh(cfg.mesh.topology)))
+
+
+def of_compiled(text: str) -> dict[str, dict[str, int]]:
+    groups = {"ours": collections.Counter(), "partitioner": collections.Counter()}
+    for line in text.splitlines():
+        found = HLO.search(line)
+        if found:
+            group = "ours" if OURS.search(line) else "partitioner"
+            groups[group][found.group(1)] += 1
+    return {name: dict(sorted(counts.items())) for name, counts in groups.items()}
+
+
+def of_lowered(traced) -> dict[str, int]:
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return dict(sorted(collections.Counter(STABLEHLO.findall(text)).items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""From a configuration to compiled steps, ahead of time: shapes alone, no arrays."""
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from moejax.axes import sharding
+from moejax.config import Config
+from moejax.layout import ExpertPlan
+from moejax.types import Placement
+from train.optim import make_optimizer
+from train.state import abstract_state
+from train.step import (
+    Model,
+    layout_of,
+    make_eval_step,
+    make_train_step,
+    window_sharding,
+)
+
+
+def make_model(cfg: Config, mesh: Mesh) -> Model:
+    optimizer = make_optimizer(cfg.optimizer, cfg.train.num_steps)
+    return Model(cfg, mesh, layout_of(cfg), optimizer)
+
+
+def home_plan(cfg: Config) -> ExpertPlan:
+    return ExpertPlan.home(cfg.model.num_moe_layers, cfg.moe.num_experts)
+
+
+def trace_train_step(model: Model):
+    """The traced train step: lower it for any platform, or compile it for this one."""
+    return make_train_step(model).trace(*_abstract_args(model))
+
+
+def compile_steps(model: Model):
+    """The train step and the evaluation step, compiled for the mesh's devices."""
+    state, placement, window_abt = _abstract_args(model)
+    one_abt = window_abt.update(shape=(1, *window_abt.shape[1:]))
+    eval_args = (state.params, state.router_bias, placement, one_abt)
+    train_step = trace_train_step(model).lower().compile()
+    return train_step, make_eval_step(model).lower(*eval_args).compile()
+
+
+def _abstract_args(model: Model):
+    cfg, mesh = model.cfg, model.mesh
+    rows = cfg.train.batch_size // cfg.train.accumulate_steps
+    shape = (cfg.train.accumulate_steps, rows, cfg.data.seq_len + 1)
+    whole = sharding(mesh)
+    placement = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
+        Placement.of_plan(home_plan(cfg)),
+    )
+    window_abt = jax.ShapeDtypeStruct(shape, np.int32, sharding=window_sharding(mesh))
+    return abstract_state(cfg, mesh, model.optimizer), placement, window_abt

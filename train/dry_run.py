@@ -1,0 +1,73 @@
+"""What a run would be: parameters, bytes per device, FLOPs per token, the plan."""
+
+import dataclasses
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from moejax.axes import AXES
+from moejax.config import Config
+from moejax.layout import ExpertPlan, Layout
+from moejax.model.flops import flops_per_token, num_params
+from train.optim import make_optimizer
+from train.state import abstract_state, bytes_per_device
+from train.step import layout_of
+
+GIB = 2**30
+
+
+def dry_run(cfg: Config) -> dict:
+    """Prints the sizes of a run and returns them; needs none of its devices."""
+    mesh = AbstractMesh(cfg.mesh.topology.sizes, AXES, axis_types=(AxisType.Auto,) * 4)
+    optimizer = make_optimizer(cfg.optimizer, cfg.train.num_steps)
+    held = bytes_per_device(abstract_state(cfg, mesh, optimizer))
+    layout = layout_of(cfg)
+    held["gradients"] = held["params"]
+    held |= layer_bytes(cfg, layout)
+    flops = flops_per_token(cfg)
+    plan = ExpertPlan.home(cfg.model.num_moe_layers, cfg.moe.num_experts)
+    record = {
+        "params": num_params(cfg),
+        "bytes_per_device": held,
+        "flops_per_token": dataclasses.asdict(flops) | {"train": flops.train},
+        "layout": dataclasses.asdict(layout),
+        "plan": plan.digest,
+        "steps": cfg.train.num_steps,
+        "tokens": cfg.train.num_steps * cfg.train.batch_size * cfg.data.seq_len,
+    }
+    _print(cfg, record, plan)
+    return record
+
+
+def layer_bytes(cfg: Config, layout: Layout) -> dict[str, int]:
+    """Of one MoE layer at work on one device: slots in the compute dtype, and the four
+    buffers of rows (sent, received, and both on the way back)."""
+    itemsize = jax.numpy.dtype(cfg.model.compute_dtype).itemsize
+    d = cfg.model.d_model
+    rows = layout.num_devices * layout.rows_per_peer
+    return {
+        "slots": layout.slots_per_device * 3 * d * cfg.moe.d_expert * itemsize,
+        "exchange": 4 * rows * d * itemsize,
+    }
+
+
+def _print(cfg: Config, record: dict, plan: ExpertPlan) -> None:
+    params, held, flops = (
+        record[name] for name in ("params", "bytes_per_device", "flops_per_token")
+    )
+    layout = record["layout"]
+    print(f"mesh               {cfg.mesh.topology}")
+    print(f"parameters         {params['total']:,} ({params['active']:,} per token)")
+    print("bytes per device")
+    for kind, size in held.items():
+        print(f"  {kind:<16} {size / GIB:10.4f} GiB")
+    print("forward FLOPs per token")
+    for part, count in flops.items():
+        if part != "train":
+            print(f"  {part:<22} {count:.4g}")
+    print(f"training FLOPs per token {flops['train']:.4g}")
+    print(f"layout             {layout}")
+    home = "home: slot p holds expert p" if plan.is_home else "not home"
+    print(f"plan               {plan.digest} ({home}; {plan.num_layers} layers)")
+    tokens = f"{record['tokens']:,} tokens"
+    print(f"run                {record['steps']} steps, {tokens}; nothing was run")

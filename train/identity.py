@@ -1,0 +1,40 @@
+"""What makes a checkpoint the checkpoint of this run, and what may change under it."""
+
+from typing import Any
+
+from moejax.config import Config
+from train import data
+
+FIXED = {
+    "model": {
+        "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+        "d_ff", "first_k_dense", "moe_every", "qk_norm", "tie_embeddings", "rope_theta",
+        "norm_eps",
+    },
+    "moe": {"num_experts", "top_k", "d_expert", "num_shared_experts"},
+    "router": {"kind", "normalise_gates", "gate_scale", "num_groups", "top_groups"},
+    "train": {"seed"},
+}  # fmt: skip
+"""Fields that decide what function the parameters are; all others (mesh, buffers,
+remat, learning rate, number of steps) may differ between a checkpoint and the run
+that it goes on in."""
+
+
+def check(
+    saved: dict[str, Any], cfg: Config, data_identity: dict[str, Any]
+) -> list[str]:
+    """Fields that changed and may; ValueError for another model or other data."""
+    current, changed, refused = cfg.to_dict(), [], []
+    for part, fields in current.items():
+        for field, value in fields.items():
+            before = saved["config"].get(part, {}).get(field, value)
+            if before != value and (part, field) != ("train", "run_dir"):
+                line = f"{part}.{field}: {before!r} there, {value!r} here"
+                (refused if field in FIXED.get(part, ()) else changed).append(line)
+    if refused:
+        raise ValueError(
+            f"checkpoint of another model: {'; '.join(refused)}: go on with the old "
+            "values, choose another --run_dir, or start afresh with --fresh"
+        )
+    data.check_identity(saved["data"], data_identity)
+    return changed

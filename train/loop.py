@@ -1,0 +1,214 @@
+"""The run: restore or begin, step, evaluate, save, stop; reads top to bottom.
+
+The device is one step ahead: step i is dispatched before the metrics of step i - 1 are
+read, so a step never waits for the host.
+"""
+
+import dataclasses
+import signal
+import time
+from typing import Any
+
+import jax
+
+from moejax.model.flops import flops_per_token
+from train import identity
+from train.checkpoint import Checkpointer, CheckpointError
+from train.compiled import compile_steps
+from train.evaluate import Evaluation, evaluate
+from train.feed import feed
+from train.metrics import step_record
+from train.peak import peak_tflops
+from train.prepare import Job
+from train.progress import Bar
+from train.run_dir import MetricsLog, RunDir
+from train.state import TrainState, abstract_state, init_state
+
+
+class Diverged(ArithmeticError):
+    """Too many non-finite updates in a row."""
+
+
+@dataclasses.dataclass
+class Run:
+    """Everything that stays the same while a run goes on."""
+
+    job: Job
+    checkpointer: Checkpointer
+    log: MetricsLog
+    peak_tflops: float | None
+    train_step: Any
+    eval_step: Any
+    stop: "Stop"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    state: TrainState
+    evaluation: Evaluation | None
+    """None when a signal stopped the run before its last step."""
+    step_secs: list[float]
+    """Wall time of each step of this process, without evaluations and saves."""
+    compile_sec: float
+    wall_sec: float
+    signal: int | None
+
+
+def train(job: Job, run_dir: RunDir, config_text: str, say=print) -> Outcome:
+    """Train to cfg.train.num_steps from the newest good checkpoint, or from the start.
+
+    `config_text` becomes config.gin once the checkpoint is known to be of this run.
+    Raises Diverged, CheckpointError (saves keep failing, or the last one failed) and
+    ValueError (a checkpoint of another model or of other data).
+    """
+    start_sec, stop = time.monotonic(), Stop()
+    cfg, mesh = job.cfg, job.model.mesh
+    checkpointer = Checkpointer(run_dir.path / "checkpoints", cfg.checkpoint, say=say)
+    try:
+        state = restore(job, checkpointer, say)
+        (run_dir.path / "config.gin").write_text(config_text)
+        with MetricsLog(run_dir.path / "metrics.jsonl") as log:
+            log.cut_back(0 if state is None else int(state.step))
+            compile_start_sec = time.monotonic()
+            steps = compile_steps(job.model)
+            compile_sec = time.monotonic() - compile_start_sec
+            say(
+                f"compiled for {mesh.size} devices ({cfg.mesh.topology}) in "
+                f"{compile_sec:.1f} s"
+            )
+            if state is None:
+                state = init_state(cfg, mesh, job.model.optimizer)
+            peak = peak_tflops(mesh.size, cfg.train.peak_tflops)
+            run = Run(job, checkpointer, log, peak, *steps, stop)
+            with Bar(cfg.train.num_steps, int(state.step)) as bar:
+                state, evaluation, step_secs = _steps(run, state, bar)
+        if not checkpointer.wait():
+            raise CheckpointError(
+                f"the state of step {int(state.step)} could not be saved: make room, "
+                "and run again to go on from the last good checkpoint"
+            )
+    finally:
+        checkpointer.close()
+    wall_sec = time.monotonic() - start_sec
+    return Outcome(state, evaluation, step_secs, compile_sec, wall_sec, stop.signal)
+
+
+def restore(job: Job, checkpointer: Checkpointer, say) -> TrainState | None:
+    """The state of the newest good checkpoint; ValueError if it is of another run."""
+
+    def check(meta):
+        for line in identity.check(meta, job.cfg, job.meta["data"]):
+            say(f"changed since the checkpoint: {line}")
+
+    abstract = abstract_state(job.cfg, job.model.mesh, job.model.optimizer)
+    restored = checkpointer.restore(abstract, check=check)
+    if restored is None:
+        return None
+    say(f"resumed at step {restored.step}")
+    return restored.state
+
+
+def _steps(run: Run, state: TrainState, bar: Bar):
+    """The loop; returns state, last evaluation and the time of each step."""
+    job, cfg, reader = run.job, run.job.cfg, Reader(run, bar)
+    first, last = int(state.step), cfg.train.num_steps
+    evaluation = _evaluate(run, state, first, bar) if first >= last else None
+    for done in range(first + 1, last + 1):
+        window_abt = feed(
+            job.batches,
+            done - 1,
+            cfg.train.batch_size,
+            cfg.train.accumulate_steps,
+            job.window_sharding,
+        )
+        state, metrics = run.train_step(state, job.placement, window_abt)
+        reader.put(done, metrics)
+        is_stopping = run.stop.signal is not None
+        is_eval = done % cfg.train.eval_every_steps == 0 or done == last
+        is_save = done % cfg.checkpoint.every_steps == 0 or done == last or is_stopping
+        if is_eval or is_save:
+            reader.flush()
+        eval_loss = None
+        if is_eval:
+            evaluation = _evaluate(run, state, done, bar)
+            eval_loss = evaluation.loss
+        if is_save:
+            run.checkpointer.save(done, state, job.meta, eval_loss)
+        if is_eval or is_save:
+            reader.restart_clock()
+        if is_stopping and done < last:
+            return state, None, reader.step_secs
+    return state, evaluation, reader.step_secs
+
+
+def _evaluate(run: Run, state: TrainState, step: int, bar: Bar) -> Evaluation:
+    job = run.job
+    evaluation = evaluate(
+        run.eval_step, state, job.placement, job.held_out, job.window_sharding
+    )
+    # A run that was killed between its last save and its summary has logged it.
+    if not run.log.ends_with(step, "eval_loss"):
+        run.log.append({"step": step, "eval_loss": evaluation.loss})
+    bar.say(f"step {step}  held-out loss {evaluation.loss:.4f} nats per byte")
+    return evaluation
+
+
+class Reader:
+    """Reads the metrics of a step when the next one has been dispatched."""
+
+    def __init__(self, run: Run, bar: Bar):
+        self.run, self.bar = run, bar
+        self.waiting = None
+        self.step_secs: list[float] = []
+        flops = flops_per_token(run.job.cfg).train
+        self.flops_per_step = flops * run.job.tokens_per_step
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        self.last_read_sec = time.monotonic()
+
+    def put(self, step: int, metrics) -> None:
+        jax.tree.map(lambda leaf: leaf.copy_to_host_async(), metrics)
+        self.flush()
+        self.waiting = (step, metrics)
+
+    def flush(self) -> None:
+        """Read, log and show what waits; raises Diverged."""
+        if self.waiting is None:
+            return
+        (step, metrics), self.waiting = self.waiting, None
+        jax.block_until_ready(metrics)
+        now_sec = time.monotonic()
+        step_sec, self.last_read_sec = now_sec - self.last_read_sec, now_sec
+        self.step_secs.append(step_sec)
+        record = step_record(step, metrics, step_sec, self.run.job.tokens_per_step)
+        peak = self.run.peak_tflops
+        record["mfu"] = self.flops_per_step / step_sec / 1e12 / peak if peak else None
+        self.run.log.append(record)
+        self.bar.update(record)
+        if record["skipped"]:
+            self.bar.say(f"step {step}: loss or gradient not finite, update skipped")
+        num_skipped = record["skipped_in_a_row"]
+        if num_skipped >= self.run.job.cfg.optimizer.max_skipped_in_a_row:
+            raise Diverged(
+                f"{num_skipped} updates in a row were not finite, up to step {step}: "
+                f"the parameters are still those of step {step - num_skipped}; go on "
+                "from a checkpoint with a lower Optimizer.learning_rate, or start "
+                "afresh with --fresh"
+            )
+
+
+class Stop:
+    """Set by SIGTERM and SIGINT; the loop looks at it between two steps."""
+
+    def __init__(self) -> None:
+        self.signal = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._set)
+
+    def _set(self, number, _frame) -> None:
+        if self.signal == number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = number

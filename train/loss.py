@@ -1,0 +1,42 @@
+"""Cross-entropy in chunks of positions: logits of all never exist at once."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def cross_entropy(
+    hidden_btd: Float[Array, "b t d"],
+    head_vd: Float[Array, "v d"],
+    targets_bt: Int[Array, "b t"],
+    chunk: int,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Mean nats per token, and the mean of logsumexp(logits)^2 (PaLM's z-loss).
+
+    Logits are float32 whatever the compute dtype; `chunk` divides t.
+    """
+    b, t, d = hidden_btd.shape
+    count = t // min(chunk, t)
+    hidden_cbtd = hidden_btd.reshape(b, count, -1, d).swapaxes(0, 1)
+    targets_cbt = targets_bt.reshape(b, count, -1).swapaxes(0, 1)
+
+    @jax.checkpoint
+    def one(args):
+        hidden, target = args
+        logits = jnp.einsum(
+            "btd,vd->btv",
+            hidden,
+            head_vd.astype(hidden.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        norm = jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
+        return jnp.sum(norm - chosen), jnp.sum(norm * norm)
+
+    if count == 1:
+        nats, square = one((hidden_btd, targets_bt))
+    else:
+        nats, square = jax.tree.map(
+            jnp.sum, jax.lax.map(one, (hidden_cbtd, targets_cbt))
+        )
+    return nats / (b * t), square / (b * t)

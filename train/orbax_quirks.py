@@ -1,0 +1,58 @@
+"""What orbax leaves lying about when a call fails: files, log pages, long errors."""
+
+import functools
+import logging
+import pathlib
+import shutil
+import sys
+import time
+
+UNFINISHED = ".orbax-checkpoint-tmp"
+"""Orbax writes a step under its name with this suffix, and renames it when complete."""
+
+
+def remove_unfinished(directory: pathlib.Path) -> None:
+    """Removes what unfinished saves left. To be called while no save is in flight.
+
+    Looks again after each removal, for two seconds at most: the other writers of a save
+    end after the one that failed it, and create the files they write anew.
+    """
+    for _ in range(40):
+        remains = list(directory.glob(f"*{UNFINISHED}*"))
+        if not remains:
+            return
+        for path in remains:
+            shutil.rmtree(path, ignore_errors=True)
+        time.sleep(0.05)
+
+
+def one_line(fault: Exception) -> str:
+    """The beginning says what was done, the end why it failed; paths fill the middle.
+
+    Tensorstore appends source lines in brackets: they go.
+    """
+    text = " ".join(str(fault).split(" [")[0].split())
+    if len(text) > 200:
+        text = f"{text[:80]} ... {text[-110:]}"
+    return f"{type(fault).__name__}: {text}"
+
+
+@functools.cache
+def quiet_orbax() -> None:
+    """Drops what orbax prints about an error besides raising it; nothing of others.
+
+    That is pages of log per save, a traceback per error, and, through the interpreter's
+    hook, one for each task that had to end with the event loop of a failed call.
+    """
+
+    def is_not_of_orbax(record: logging.LogRecord) -> bool:
+        return "/orbax/checkpoint/" not in record.pathname
+
+    def hook(unraisable) -> None:
+        code = getattr(unraisable.object, "cr_code", None)
+        of_orbax = code is not None and "/orbax/checkpoint/" in code.co_filename
+        if not of_orbax and str(unraisable.exc_value) != "Event loop is closed":
+            hook_before(unraisable)
+
+    logging.getLogger("absl").addFilter(is_not_of_orbax)
+    hook_before, sys.unraisablehook = sys.unraisablehook, hook

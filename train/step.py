@@ -1,0 +1,218 @@
+"""One training step and one evaluation step: pure functions of arrays, jitted once."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx, struct
+from jax.sharding import Mesh
+
+from moejax import axes
+from moejax.config import Config
+from moejax.layout import Layout
+from moejax.model.transformer import Noise
+from moejax.moe import recorded
+from moejax.moe import route as routing
+from moejax.types import Batch, RouterLosses, RoutingStats
+from train.loss import cross_entropy
+from train.optim import learning_rate
+from train.state import TrainState, graph_of
+
+
+@struct.dataclass
+class StepMetrics:
+    """What one step reports; read on the host a step late."""
+
+    loss: jax.Array
+    """Cross-entropy, nats per token."""
+    total_loss: jax.Array
+    """What was differentiated: with every auxiliary loss."""
+    router: RouterLosses
+    grad_norm: jax.Array
+    learning_rate: jax.Array
+    is_skipped: jax.Array
+    skipped_in_a_row: jax.Array
+    routing: RoutingStats
+
+
+class Model(NamedTuple):
+    """What the step is compiled for, beside shapes."""
+
+    cfg: Config
+    mesh: Mesh
+    layout: Layout
+    optimizer: optax.GradientTransformation
+
+
+def layout_of(cfg: Config) -> Layout:
+    """The home layout for one micro-batch of this run."""
+    shards = cfg.mesh.topology.num_batch_shards * cfg.train.accumulate_steps
+    tokens_per_device = cfg.train.batch_size // shards * cfg.data.seq_len
+    return Layout.home(
+        cfg.moe.num_experts,
+        cfg.mesh.expert,
+        tokens_per_device * cfg.moe.top_k,
+        cfg.moe.rows_per_peer,
+        cfg.moe.buffer_factor,
+        transport=cfg.moe.transport,
+        exchange=cfg.moe.exchange,
+    )
+
+
+def window_sharding(mesh: Mesh) -> jax.sharding.NamedSharding:
+    """Of windows [micro-batch, b, t + 1]: rows are split over all batch axes."""
+    return axes.sharding(mesh, None, axes.BATCH_AXES)
+
+
+def make_train_step(model: Model):
+    """step(state, placement, window_abt) -> state, StepMetrics; donates its state."""
+    return jax.jit(partial(_train_step, model, make_loss(model)), donate_argnums=0)
+
+
+def make_eval_step(model: Model):
+    """step(params, router_bias, placement, window_abt) -> nats per token, RoutingStats,
+    of the first micro-batch."""
+    return jax.jit(partial(_eval_step, make_loss(model)))
+
+
+def make_loss(model: Model):
+    """loss_of(params, router_bias, placement, window_bt, key, step, is_training)."""
+    cfg, mesh, layout, _ = model
+    graph = graph_of(cfg, mesh)
+    chance_tle = None
+    if cfg.router.kind == "recorded":
+        sizes = (cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k)
+        chance_tle = recorded.loads(cfg.recorded, *sizes)
+
+    def loss_of(params, router_bias, placement, window_bt, key, step, is_training):
+        """Total loss; (cross-entropy, router losses, stats) of one micro-batch."""
+        batch = Batch.of_windows(window_bt)
+        chance_le = None
+        if chance_tle is not None:
+            sample = recorded.sample_index(cfg.recorded, len(chance_tle), step)
+            chance_le = jnp.asarray(chance_tle)[sample]
+        jitter = cfg.router.jitter if is_training else 0.0
+        network = nnx.merge(graph, params, router_bias)
+        noise = Noise(key, chance_le, jitter)
+        hidden_btd, sums = network(batch.tokens_bt, placement, layout, noise)
+        nats, square = cross_entropy(
+            hidden_btd, network.head(), batch.targets_bt, cfg.train.loss_chunk
+        )
+        stats = RoutingStats(
+            tokens_le=jnp.sum(sums.tokens_e, axis=1),
+            rounds_l=jnp.max(sums.rounds, axis=1),
+            dropped_l=jnp.sum(sums.dropped, axis=1),
+            fullest_pair_l=jnp.max(sums.fullest_pair, axis=1),
+        )
+        added = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=1), sums)
+        router = routing.losses(added, batch.tokens_bt.size, cfg.data.seq_len)
+        total = nats + cfg.train.logit_z_loss * square + _weighted(cfg, router)
+        return total, (nats, router, stats)
+
+    return loss_of
+
+
+def _weighted(cfg: Config, router: RouterLosses) -> jax.Array:
+    """Router losses with their weights, averaged over layers: a weight means the same
+    at every depth (as in the trainers of OLMoE and Mixtral)."""
+    if cfg.router.kind == "recorded":
+        return jnp.float32(0)  # choices follow the record: there is nothing to even
+    return jnp.mean(
+        cfg.router.balance_loss * router.balance
+        + cfg.router.sequence_balance_loss * router.sequence_balance
+        + cfg.router.z_loss * router.z
+    )
+
+
+def _train_step(model: Model, loss_of, state: TrainState, placement, window_abt):
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+    grad_of = jax.value_and_grad(loss_of, has_aux=True)
+
+    def micro(grads, args):
+        index, window_bt = args
+        (total, aux), new = grad_of(
+            state.params,
+            state.router_bias,
+            placement,
+            window_bt,
+            jax.random.fold_in(key, index),
+            state.step,
+            is_training=True,
+        )
+        return new if grads is None else jax.tree.map(jnp.add, grads, new), (total, aux)
+
+    count = window_abt.shape[0]
+    grads, reports = micro(None, (jnp.int32(0), window_abt[0]))
+    reports = jax.tree.map(lambda leaf: leaf[None], reports)
+    if count > 1:
+        rest = (jnp.arange(1, count), window_abt[1:])
+        grads, more = jax.lax.scan(micro, grads, rest)
+        reports = jax.tree.map(lambda *pair: jnp.concatenate(pair), reports, more)
+        grads = jax.tree.map(lambda leaf: leaf / count, grads)
+    return _update(model, state, grads, *reports)
+
+
+def _update(model: Model, state: TrainState, grads, total_a, aux):
+    """AdamW, unless loss or gradient is not finite: then only counters change."""
+    cfg, nats_a, router_a, stats_a = model.cfg, *aux
+    loss, grad_norm = jnp.mean(nats_a), optax.tree.norm(grads)
+    stats = _over_micro_batches(stats_a)
+    updates, opt_state = model.optimizer.update(grads, state.opt_state, state.params)
+    new = (
+        optax.apply_updates(state.params, updates),
+        opt_state,
+        _move_bias(cfg, state.router_bias, stats.tokens_le),
+    )
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    old = (state.params, state.opt_state, state.router_bias)
+    params, opt_state, router_bias = jax.tree.map(
+        lambda after, before: jnp.where(is_finite, after, before), new, old
+    )
+    skipped_in_a_row = jnp.where(is_finite, 0, state.skipped_in_a_row + 1)
+    metrics = StepMetrics(
+        loss=loss,
+        total_loss=jnp.mean(total_a),
+        router=jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), router_a),
+        grad_norm=grad_norm,
+        learning_rate=learning_rate(cfg.optimizer, cfg.train.num_steps)(state.step),
+        is_skipped=~is_finite,
+        skipped_in_a_row=skipped_in_a_row,
+        routing=stats,
+    )
+    state = TrainState(
+        step=state.step + 1,
+        params=params,
+        router_bias=router_bias,
+        opt_state=opt_state,
+        key=state.key,
+        skipped_in_a_row=skipped_in_a_row,
+    )
+    return state, metrics
+
+
+def _over_micro_batches(stats: RoutingStats) -> RoutingStats:
+    return RoutingStats(
+        tokens_le=jnp.sum(stats.tokens_le, axis=0),
+        rounds_l=jnp.max(stats.rounds_l, axis=0),
+        dropped_l=jnp.sum(stats.dropped_l, axis=0),
+        fullest_pair_l=jnp.max(stats.fullest_pair_l, axis=0),
+    )
+
+
+def _move_bias(cfg: Config, router_bias, tokens_le):
+    """Aux-loss-free balancing moves each expert's bias once per step."""
+    if not cfg.router.bias_rate:
+        return router_bias
+    rate = cfg.router.bias_rate
+    return jax.tree.map(
+        lambda bias_le: routing.update_bias(bias_le, tokens_le, rate), router_bias
+    )
+
+
+def _eval_step(loss_of, params, router_bias, placement, window_abt):
+    key, step = jax.random.key(0), jnp.int32(0)
+    args = (params, router_bias, placement, window_abt[0], key, step)
+    _, (nats, _, stats) = loss_of(*args, is_training=False)
+    return nats, stats
