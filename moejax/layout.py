@@ -78,6 +78,12 @@ class Layout:
             )
         if self.rows_per_peer < 1:
             raise ValueError(f"rows_per_peer={self.rows_per_peer} must be at least 1")
+        if self.exchange == "capacity" and self.rows_per_peer < self.slots_per_device:
+            raise ValueError(
+                f"rows_per_peer={self.rows_per_peer} is less than a row for each of "
+                f"{self.slots_per_device} slots: raise Moe.rows_per_peer or "
+                "Moe.buffer_factor, or use Moe.exchange = 'exact'"
+            )
         if self.transport == "local" and self.num_devices != 1:
             raise ValueError(
                 f"transport='local' sends nothing, and the expert axis has "

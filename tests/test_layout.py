@@ -220,3 +220,14 @@ def test_placement_inverts_a_plan_without_replicas():
     for layer, row_p in enumerate(placement.slot_to_expert_lp):
         slot_e = placement.expert_to_slot_le[layer]
         assert row_p[slot_e].tolist() == [0, 1, 2, 3]
+
+
+def test_capacity_mode_needs_a_row_for_each_slot():
+    with pytest.raises(ValueError, match=r"rows_per_peer=2 .* 3 slots: raise"):
+        Layout(
+            num_experts=4,
+            num_devices=2,
+            slots_per_device=3,
+            rows_per_peer=2,
+            exchange="capacity",
+        )

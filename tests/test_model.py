@@ -160,12 +160,12 @@ def test_tied_embeddings_are_one_parameter():
 
 
 def test_bfloat16_computes_and_float32_decides():
-    """Hidden states are narrow; what losses and the head are made of is not."""
+    """Hidden states and the head travel narrow; what losses are made of does not."""
     model = dataclasses.replace(MIXED.model, compute_dtype="bfloat16")
     ours = network(dataclasses.replace(MIXED, model=model))
     hidden, sums, head = jax.eval_shape(ours.apply, ours.params, tokens())
-    assert hidden.dtype == jnp.bfloat16
-    assert {head.dtype, sums.prob_e.dtype, sums.z.dtype} == {jnp.dtype("float32")}
+    assert hidden.dtype == head.dtype == jnp.bfloat16
+    assert sums.prob_e.dtype == sums.z.dtype == jnp.float32
     assert sums.tokens_e.dtype == jnp.int32
     assert sums.tokens_e.shape == (2, 1, 4)
 

@@ -142,6 +142,7 @@ def test_one_layer_equals_the_reference(mesh_name):
         check_case(make_case(mesh_name, 2, 0), skewed_choices(skew, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows_per_peer", [1, 3, 8])
 def test_later_rounds_carry_what_round_0_could_not(rows_per_peer):
     """One expert that takes every token: as many rounds as the fullest pair needs."""

@@ -112,6 +112,7 @@ def test_exchanges(exchange, none, full):
     assert dots[0] < dots[1] < dots[2]
 
 
+@pytest.mark.slow
 def test_policies_agree_in_loss_and_every_gradient():
     """With jitter, and buffers so small that later rounds run."""
     router = Router(kind="sigmoid", jitter=0.1)

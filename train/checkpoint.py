@@ -163,7 +163,10 @@ class Checkpointer:
         )
 
     def _reopen(self) -> None:
-        self._manager.close()
+        # A save can fail twice, in its arrays and in its metadata: wait_until_finished
+        # raises one error, which was told, and close the other.
+        with contextlib.suppress(Exception):
+            self._manager.close()
         self._open()
 
     def _steps(self) -> list[int]:

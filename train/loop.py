@@ -21,7 +21,7 @@ from train.metrics import step_record
 from train.peak import peak_tflops
 from train.prepare import Job
 from train.progress import Bar
-from train.run_dir import MetricsLog, RunDir
+from train.run_dir import MetricsLog, RunDir, write_whole
 from train.state import TrainState, abstract_state, init_state
 
 
@@ -68,7 +68,7 @@ def train(job: Job, run_dir: RunDir, config_text: str, say=print) -> Outcome:
     checkpointer = Checkpointer(run_dir.path / "checkpoints", cfg.checkpoint, say=say)
     try:
         state = restore(job, checkpointer, say)
-        (run_dir.path / "config.gin").write_text(config_text)
+        write_whole(run_dir.path / "config.gin", config_text)
         with MetricsLog(run_dir.path / "metrics.jsonl") as log:
             log.cut_back(0 if state is None else int(state.step))
             compile_start_sec = time.monotonic()

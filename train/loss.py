@@ -13,7 +13,7 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Mean nats per token, and the mean of logsumexp(logits)^2 (PaLM's z-loss).
 
-    Logits are float32 whatever the compute dtype; `chunk` divides t.
+    Logits are float32; hidden_btd and head_vd share any dtype. `chunk` divides t.
     """
     b, t, d = hidden_btd.shape
     count = t // min(chunk, t)
@@ -26,7 +26,7 @@ def cross_entropy(
         logits = jnp.einsum(
             "btd,vd->btv",
             hidden,
-            head_vd.astype(hidden.dtype),
+            head_vd,
             preferred_element_type=jnp.float32,
         )
         norm = jax.nn.logsumexp(logits, axis=-1)

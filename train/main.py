@@ -115,12 +115,13 @@ def run(cfg: Config, args: argparse.Namespace) -> int:
 
 
 def say_finished(done: dict, cfg: Config) -> None:
-    loss = done["eval_loss"]
+    loss, num_steps = done["eval_loss"], cfg.train.num_steps
+    loss = "not finite" if loss is None else f"{loss:.4f}"
     print(
-        f"{done['run_dir']} is finished: {done['step']} of {cfg.train.num_steps} "
-        f"steps, held-out loss {'not finite' if loss is None else f'{loss:.4f}'}. Go on "
-        f"with --gin_param='Train.num_steps = {2 * cfg.train.num_steps}', start afresh "
-        "with --fresh (this run is kept, renamed), or name another --run_dir."
+        f"{done['run_dir']} is finished: {done['step']} of {num_steps} steps, held-out "
+        f"loss {loss}. Go on with --gin_param='Train.num_steps = {2 * num_steps}', "
+        "start afresh with --fresh (this run is kept, renamed), or name another "
+        "--run_dir."
     )
 
 

@@ -48,6 +48,11 @@ def quiet_orbax() -> None:
     def is_not_of_orbax(record: logging.LogRecord) -> bool:
         return "/orbax/checkpoint/" not in record.pathname
 
+    def names_no_orbax(record: logging.LogRecord) -> bool:
+        # asyncio tells of each task whose error nobody asked for: the code that it ran
+        # or the file that it wrote is orbax's.
+        return "orbax" not in logging.Formatter().format(record)
+
     def hook(unraisable) -> None:
         code = getattr(unraisable.object, "cr_code", None)
         of_orbax = code is not None and "/orbax/checkpoint/" in code.co_filename
@@ -55,4 +60,5 @@ def quiet_orbax() -> None:
             hook_before(unraisable)
 
     logging.getLogger("absl").addFilter(is_not_of_orbax)
+    logging.getLogger("asyncio").addFilter(names_no_orbax)
     hook_before, sys.unraisablehook = sys.unraisablehook, hook

@@ -112,6 +112,17 @@ def _archive_name(path: pathlib.Path) -> pathlib.Path:
     return path.with_name(f"{path.name}.{max(taken) + 1}")
 
 
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """A full disk leaves the file that was there, and nothing of the new one."""
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
 class MetricsLog:
     """metrics.jsonl: one JSON object a line, each with an int `step`.
 

@@ -12,6 +12,7 @@ from train.checksum import checksums, digest
 from train.loop import Outcome
 from train.ngram import trigram_loss
 from train.prepare import Job
+from train.run_dir import write_whole
 
 FILE = "summary.json"
 SHADES = " .:-=+*#%@"
@@ -57,9 +58,7 @@ def summarise(job: Job, outcome: Outcome, path: pathlib.Path) -> dict:
         "digest": digest(checksums(outcome.state.params)),
         "run_dir": str(path),
     }
-    partial = path / (FILE + ".tmp")
-    partial.write_text(json.dumps(summary))
-    partial.replace(path / FILE)
+    write_whole(path / FILE, json.dumps(summary))
     _print(summary, loss, outcome.evaluation.tokens_le)
     return summary
 

@@ -133,10 +133,9 @@ class Transformer(nnx.Module):
         return self.norm(x_btd), sums
 
     def head(self) -> Float[Array, "v d"]:
-        """The output embedding, whole, in float32."""
-        return gathered(
-            self.embed_vd if self.head_vd is None else self.head_vd, self.mesh
-        )
+        """The output embedding, whole, in the compute dtype."""
+        head_vd = self.embed_vd if self.head_vd is None else self.head_vd
+        return gathered(head_vd, self.mesh, jnp.dtype(self.cfg.model.compute_dtype))
 
 
 def _stack(make, count: int, rngs: nnx.Rngs) -> nnx.Module | None:
