@@ -20,6 +20,7 @@ sys.path[0] = str(
 
 from moejax.config import Config  # noqa: E402
 from train import gin_config  # noqa: E402
+from train.allocator import restart_with_huge_pages  # noqa: E402
 
 DONE, BAD_INPUT, FAILED, PREEMPTED = 0, 2, 3, 75
 
@@ -35,6 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     try:
         cfg = gin_config.load(args.gin_file, args.gin_param)
+        if argv is None and cfg.train.num_simulated_devices:
+            restart_with_huge_pages()
         set_up_backend(cfg)
         return run(cfg, args)
     except (ValueError, NotImplementedError) as error:
