@@ -116,15 +116,16 @@ def _steps(run: Run, state: TrainState, bar: Bar):
     first, last = int(state.step), cfg.train.num_steps
     evaluation = _evaluate(run, state, first, bar) if first >= last else None
     for done in range(first + 1, last + 1):
-        window_abt = feed(
-            job.batches,
-            done - 1,
-            cfg.train.batch_size,
-            cfg.train.accumulate_steps,
-            job.window_sharding,
-        )
-        state, metrics = run.train_step(state, job.placement, window_abt)
-        reader.put(done, metrics)
+        with jax.transfer_guard("disallow"):  # what crosses is said: feed, device_get
+            window_abt = feed(
+                job.batches,
+                done - 1,
+                cfg.train.batch_size,
+                cfg.train.accumulate_steps,
+                job.window_sharding,
+            )
+            state, metrics = run.train_step(state, job.placement, window_abt)
+            reader.put(done, metrics)
         is_stopping = run.stop.signal is not None
         is_eval = done % cfg.train.eval_every_steps == 0 or done == last
         is_save = done % cfg.checkpoint.every_steps == 0 or done == last or is_stopping
