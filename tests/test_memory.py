@@ -41,6 +41,7 @@ def test_a_hot_expert_takes_no_more_memory(repo):
     assert one_hot <= 1.1 * uniform, peaks
 
 
+@pytest.mark.slow
 def test_capacity_drops_what_exact_carries():
     """The same hot expert in capacity mode: counted, and only there."""
     step, params, mesh = layer_step("capacity", BATCH)

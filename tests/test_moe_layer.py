@@ -154,6 +154,7 @@ def test_later_rounds_carry_what_round_0_could_not(rows_per_peer):
     assert int(np.max(sums.rounds)) == 1 + later
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sigmoid", "expert_choice"])
 def test_other_routers_travel_the_same_way(kind):
     """Choices of the router itself; expert choice leaves choices empty."""
