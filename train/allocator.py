@@ -1,8 +1,8 @@
 """malloc's settings for simulated devices, which must stand when a process starts.
 
 XLA:CPU takes its temporaries anew each step, and glibc would map and unmap them: a page
-fault for every 4 KiB of every step. Huge pages, kept, made a step of `tiny_cpu` take
-0.7 of the processor time (docs/log.md). What the user has set stays.
+fault for every 4 KiB of every step. With huge pages, kept, a step of `tiny_cpu` took
+0.7 of the processor time, in one run each (docs/log.md). What the user has set stays.
 """
 
 import os
