@@ -6,10 +6,10 @@
     expert   batch and experts: the group in which all_to_all moves rows; masters too
     tensor   hidden widths (one device until the tensor schedules land)
 
-Letters: b batch, t time, d model width, v vocabulary, l layers, h query heads, g kv
-heads, i head width, n local tokens, k choices, a assignments n*k, e experts, f expert
-hidden width, p all slots, s slots of one device, r replicas, w devices on the expert
-axis, c rows per peer, m rows received.
+Letters: b batch, t time, u places of a cache, d model width, v vocabulary, l layers,
+h query heads, g kv heads, i head width, j its pairs, n local tokens, k choices, a
+assignments n*k, e experts, f expert hidden width, p all slots, s slots of one device,
+r replicas, w devices on the expert axis, c rows per peer, m rows received.
 """
 
 import math

@@ -11,8 +11,8 @@ from moejax.config_network import Model, Moe, Recorded, Router, at_least, requir
 from moejax.layout import Topology
 
 __all__ = [
-    "Checkpoint", "Config", "Data", "Mesh", "Model", "Moe", "Optimizer", "Recorded",
-    "Router", "Train",
+    "Checkpoint", "Config", "Data", "Mesh", "Model", "Moe", "Optimizer",
+    "Processes", "Recorded", "Router", "Train",
 ]  # fmt: skip
 
 
@@ -67,16 +67,48 @@ class Optimizer:
 class Data:
     """Where tokens come from. A batch is a function of (corpus sha, seed, step)."""
 
-    corpus: str = "pysrc"
-    """'pysrc', the Python source of jax, flax, optax, orbax, grain; or a text file."""
+    corpus: str | tuple[str, ...] = "pysrc"
+    """'pysrc', the Python source of jax, flax, optax, orbax, grain; or a path or glob
+    of .txt, .jsonl, .parquet, .npy or .bin files. Several are mixed."""
+    weights: tuple[float, ...] | None = None
+    """Share of each corpus in the batches; None: by their sizes."""
+    tokenizer: str = "bytes"
+    """'bytes', or the path of a Hugging Face tokenizers file (tokenizer.json)."""
+    separator: str | int | None = None
+    """Token, or its id, that starts each document; None: 0x00 for bytes, else the
+    tokenizer's end of text."""
+    text_key: str = "text"
+    """Field of a JSONL record, or column of a parquet file, that holds the text."""
+    documents: Literal["separate", "joined"] = "separate"
+    """Separate: attention and positions end at the edges of documents."""
     seq_len: int = 256
     seed: int = 0
     held_out_every: int = 50
-    """pysrc: every so many-th file is held out; a text file: that share of its end."""
+    """Every so many-th document is held out; of fewer documents, that share of the
+    end."""
+    max_bad_records: int = 100
+    """Records that cannot be read are skipped and counted; more than so many stop."""
+    log_samples: bool = False
+    """Write the ids of the windows of each step to samples-<process>.jsonl."""
 
     def __post_init__(self) -> None:
         at_least(self, 2, "seq_len", "held_out_every")
-        at_least(self, 0, "seed")
+        at_least(self, 0, "seed", "max_bad_records")
+        require(
+            self.weights is None or len(self.weights) == len(self.corpora),
+            f"Data.weights={self.weights} must have one weight for each of "
+            f"{len(self.corpora)} corpora",
+        )
+        require(
+            self.weights is None or all(w > 0 for w in self.weights),
+            f"Data.weights={self.weights} must all be above 0: leave a corpus out "
+            "instead",
+        )
+        require(len(self.corpora) > 0, "Data.corpus=() names no data: name some")
+
+    @property
+    def corpora(self) -> tuple[str, ...]:
+        return (self.corpus,) if isinstance(self.corpus, str) else self.corpus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +127,8 @@ class Train:
     eval_every_steps: int = 100
     eval_batches: int = 8
     """Held-out batches of batch_size sequences per evaluation, always the same."""
+    log_load_every_steps: int = 10
+    """metrics.jsonl has the load of every expert every so many steps."""
     run_dir: str | None = None
     """Default: runs/<name of the first gin file>."""
     num_simulated_devices: int | None = None
@@ -105,13 +139,34 @@ class Train:
     def __post_init__(self) -> None:
         at_least(
             self, 1, "num_steps", "batch_size", "accumulate_steps", "loss_chunk",
-            "eval_every_steps", "eval_batches", "num_simulated_devices",
+            "eval_every_steps", "eval_batches", "log_load_every_steps",
+            "num_simulated_devices",
         )  # fmt: skip
         require(
             self.batch_size % self.accumulate_steps == 0,
             f"Train.batch_size={self.batch_size} must be a multiple of "
             f"accumulate_steps={self.accumulate_steps}",
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """A run of several processes. How many there are, and where, is not configuration:
+    the launcher says so (docs/processes.md)."""
+
+    init_sec: int = 300
+    """How long processes wait for one another at the start."""
+    heartbeat_sec: int = 30
+    """A process that has been silent for so long is dead, and ends all."""
+    shutdown_sec: int = 30
+    """How long processes wait for one another at the end."""
+    watchdog_sec: int = 300
+    """A step, evaluation or save that takes longer ends its process, with the stack of
+    every thread; 0 never does."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "init_sec", "heartbeat_sec", "shutdown_sec")
+        at_least(self, 0, "watchdog_sec")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +197,7 @@ class Config:
     data: Data = Data()
     train: Train = Train()
     checkpoint: Checkpoint = Checkpoint()
+    processes: Processes = Processes()
 
     def __post_init__(self) -> None:
         moe, mesh, train = self.moe, self.mesh, self.train
@@ -180,9 +236,3 @@ class Config:
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, record: dict[str, dict[str, Any]]) -> "Config":
-        """Inverse of to_dict; fields that the record lacks take their defaults."""
-        parts = {f.name: f.type for f in dataclasses.fields(cls)}
-        return cls(**{name: parts[name](**part) for name, part in record.items()})

@@ -48,6 +48,11 @@ class Topology:
         """Over how many devices a batch is split: dc * data * expert."""
         return self.dc * self.data * self.expert
 
+    def _repr_html_(self) -> str:
+        from moejax import show
+
+        return show.mesh(self)._repr_html_()
+
     def __str__(self) -> str:
         return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in _fields(self))
 
@@ -229,6 +234,11 @@ class ExpertPlan:
         record = json.loads(text)
         table_lp = np.array(record["slot_to_expert_lp"], dtype=np.int32)
         return cls(table_lp, record["num_experts"]).validate()
+
+    def _repr_html_(self) -> str:
+        from moejax import show
+
+        return show.plan(self)._repr_html_()
 
     def __eq__(self, other: object) -> bool:
         return (

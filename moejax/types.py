@@ -8,15 +8,30 @@ from moejax.layout import ExpertPlan
 
 
 @struct.dataclass
+class Windows:
+    """Rows of a batch as the data gives them; leading dims may come before [b, t + 1].
+
+    A position counts from the start of the token's document, or of the window where the
+    document began before it: 0 marks an edge between documents.
+    """
+
+    token_bt: Int[Array, "b t+1"]
+    position_bt: Int[Array, "b t+1"]
+
+
+@struct.dataclass
 class Batch:
     """Token ids of one step: position t predicts position t + 1 of its window."""
 
     tokens_bt: Int[Array, "b t"]
     targets_bt: Int[Array, "b t"]
+    position_bt: Int[Array, "b t"]
+    """Of the tokens, in their documents."""
 
     @classmethod
-    def of_windows(cls, window_bt: Int[Array, "b t+1"]) -> "Batch":
-        return cls(window_bt[:, :-1], window_bt[:, 1:])
+    def of_windows(cls, windows: Windows) -> "Batch":
+        token_bt, position_bt = windows.token_bt, windows.position_bt
+        return cls(token_bt[:, :-1], token_bt[:, 1:], position_bt[:, :-1])
 
 
 @struct.dataclass

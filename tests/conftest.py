@@ -3,6 +3,7 @@ deselected where a machine cannot run it: one line each, never a silent skip."""
 
 import os
 import pathlib
+import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TRACE = ROOT.parent / "shared" / "data" / "routing_gpt_e32.npz"
@@ -17,7 +18,10 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
     ]
 )
+os.environ.setdefault("PJRT_NPROC", "32")  # train/start.py says why
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+PREPARED = tempfile.TemporaryDirectory(prefix="prepared-")
+os.environ["MOEJAX_CACHE_DIR"] = PREPARED.name
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 import jax  # noqa: E402

@@ -27,8 +27,11 @@ class Network(NamedTuple):
     """A Transformer of a configuration on the first devices, with random parameters."""
 
     apply: Callable
-    """apply(params, tokens_bt, noise=None) -> hidden_btd, sums, head_vd; not jitted."""
+    """apply(params, tokens_bt, position_bt=None, noise=None) -> hidden_btd, sums,
+    head_vd; not jitted. Without positions a row is one document from its start."""
     jit: Callable
+    extend: Callable
+    """extend(params, tokens_bt, position_bt, cache, layout) -> hidden_btd, cache."""
     params: dict
     """float32 NumPy arrays; norms' scales and router are random too."""
 
@@ -43,10 +46,15 @@ def network(cfg: Config) -> Network:
     plan = ExpertPlan.home(cfg.model.num_moe_layers, cfg.moe.num_experts)
     placement, layout = Placement.of_plan(plan), layout_of(cfg)
 
-    def apply(params, tokens_bt, noise=None):
+    def apply(params, tokens_bt, position_bt=None, noise=None):
         model = nnx.merge(graph, params, bias)
-        hidden_btd, sums = model(tokens_bt, placement, layout, noise)
+        position_bt = of_one_document(tokens_bt) if position_bt is None else position_bt
+        hidden_btd, sums = model(tokens_bt, position_bt, placement, layout, noise)
         return hidden_btd, sums, model.head()
+
+    def extend(params, tokens_bt, position_bt, cache, layout):
+        model = nnx.merge(graph, params, bias)
+        return model.extend(tokens_bt, position_bt, placement, layout, cache)
 
     random = np.random.default_rng(0)
 
@@ -56,18 +64,24 @@ def network(cfg: Config) -> Network:
         return 1 + values / 5 if is_scale else values * leaf.shape[-2] ** -0.5
 
     params = jax.tree_util.tree_map_with_path(draw, nnx.to_pure_dict(shapes))
-    return Network(apply, jax.jit(apply), params)
+    return Network(apply, jax.jit(apply), extend, params)
 
 
-def hidden_states(cfg: Config, params: dict, tokens_bt):
+def of_one_document(tokens_bt):
+    """Positions 0, 1, 2 .. in every row."""
+    return jnp.broadcast_to(jnp.arange(tokens_bt.shape[1]), tokens_bt.shape)
+
+
+def hidden_states(cfg: Config, params: dict, tokens_bt, position_bt=None):
     """Final hidden states [b, t, d] in float32, from the parameters of a Transformer
     as nested dicts, whose layers are stacked."""
     model = cfg.model
+    position_bt = of_one_document(tokens_bt) if position_bt is None else position_bt
     x_btd = params["embed_vd"][tokens_bt]
     for layer in range(model.num_layers):
         block, is_moe = _block_of(cfg.model, params, layer)
         normed_btd = norm(x_btd, block["attention_norm"], model)
-        x_btd = x_btd + attention(model, block["attention"], normed_btd)
+        x_btd = x_btd + attention(cfg, block["attention"], normed_btd, position_bt)
         normed_btd = norm(x_btd, block["ff_norm"], model)
         if is_moe:
             x_btd = x_btd + moe(cfg, block["moe"], normed_btd)
@@ -76,9 +90,9 @@ def hidden_states(cfg: Config, params: dict, tokens_bt):
     return norm(x_btd, params["norm"], model)
 
 
-def logits(cfg: Config, params: dict, tokens_bt):
+def logits(cfg: Config, params: dict, tokens_bt, position_bt=None):
     head = "embed_vd" if cfg.model.tie_embeddings else "head_vd"
-    return hidden_states(cfg, params, tokens_bt) @ params[head].T
+    return hidden_states(cfg, params, tokens_bt, position_bt) @ params[head].T
 
 
 def _block_of(model: Model, params: dict, layer: int):
@@ -101,35 +115,37 @@ def swiglu(params: dict, x):
     return hidden @ params["down_fd"]
 
 
-def attention(model: Model, params: dict, x_btd):
-    """Position by position: each query sees the keys up to its own, and query heads
-    r of group g share one key head."""
-    b, t, _ = x_btd.shape
+def attention(cfg: Config, params: dict, x_btd, position_bt):
+    """Token by token: each query sees the keys of its document up to its own, and query
+    heads r of group g share one key head. A document begins at position 0."""
+    model, (b, t, _) = cfg.model, x_btd.shape
     q, k, v = (x_btd @ params[name] for name in ("q_dhi", "k_dgi", "v_dgi"))
     if model.qk_norm == "full":
         q, k = norm(q, params["q_norm"], model), norm(k, params["k_norm"], model)
     q, k, v = (y.reshape(b, t, -1, model.head_dim) for y in (q, k, v))
     if model.qk_norm == "head":
         q, k = norm(q, params["q_norm"], model), norm(k, params["k_norm"], model)
-    q, k = (turn(y, model.rope_theta) for y in (q, k))
+    q, k = (turn(y, position_bt, model.rope_theta) for y in (q, k))
     q = q.reshape(b, t, model.num_kv_heads, -1, model.head_dim)
     rows = []
     for now in range(t):
         seen = slice(0, now + 1)
         score = jnp.einsum("bgri,bsgi->bgrs", q[:, now], k[:, seen])
+        if cfg.data.documents == "separate":
+            later_bs = jnp.cumsum(position_bt[:, now::-1] == 0, axis=1)[:, ::-1]
+            is_own_bs = jnp.pad(later_bs, ((0, 0), (0, 1)))[:, 1:] == 0
+            score = jnp.where(is_own_bs[:, None, None], score, -jnp.inf)
         share = jax.nn.softmax(score / model.head_dim**0.5, axis=-1)
         rows.append(jnp.einsum("bgrs,bsgi->bgri", share, v[:, seen]).reshape(b, -1))
     return jnp.stack(rows, axis=1) @ params["out_hid"]
 
 
-def turn(x_bthi, theta: float):
+def turn(x_bthi, position_bt, theta: float):
     """RoFormer eq. 34 as complex numbers: the j-th pair turned by t * theta^(-2j/i)."""
     half = x_bthi.shape[-1] // 2
-    angle_tj = jnp.arange(x_bthi.shape[1])[:, None] * theta ** (
-        -jnp.arange(half) / half
-    )
+    angle_btj = position_bt[..., None] * theta ** (-jnp.arange(half) / half)
     pair = jax.lax.complex(x_bthi[..., :half], x_bthi[..., half:])
-    pair = pair * jnp.exp(1j * angle_tj)[:, None]
+    pair = pair * jnp.exp(1j * angle_btj)[:, :, None]
     return jnp.concatenate([pair.real, pair.imag], axis=-1)
 
 

@@ -37,15 +37,15 @@ class Live:
     """A run that goes on; it is killed when the block that uses it ends."""
 
     def __init__(self, run_dir: pathlib.Path, *params: str, flags=(), gin_file=TOY):
+        self.start(run_dir, command(run_dir, *params, flags=flags, gin_file=gin_file))
+
+    def start(self, run_dir: pathlib.Path, words: list[str]) -> None:
         self.run_dir = run_dir
         self._files = tempfile.TemporaryDirectory(prefix="run-")
         self._out, self._err = (pathlib.Path(self._files.name, x) for x in "oe")
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
-                command(run_dir, *params, flags=flags, gin_file=gin_file),
-                env=environment(),
-                stdout=out,
-                stderr=err,
+                words, env=environment(), stdout=out, stderr=err
             )
 
     def __enter__(self) -> "Live":

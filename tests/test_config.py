@@ -13,10 +13,12 @@ from moejax.config import (
     Model,
     Moe,
     Optimizer,
+    Processes,
     Recorded,
     Router,
     Train,
 )
+from train.config_names import config_of
 
 # Fields with a lowest value.
 LEAST = {
@@ -26,11 +28,15 @@ LEAST = {
         **dict.fromkeys(["weight_decay", "clip_norm"], 0),
         "max_skipped_in_a_row": 1,
     },
-    Data: {"seq_len": 2, "held_out_every": 2, "seed": 0},
+    Data: {"seq_len": 2, "held_out_every": 2, "seed": 0, "max_bad_records": 0},
     Train: {
         **dict.fromkeys(["num_steps", "batch_size", "accumulate_steps"], 1),
         **dict.fromkeys(["loss_chunk", "eval_every_steps", "eval_batches"], 1),
-        "num_simulated_devices": 1,
+        **dict.fromkeys(["log_load_every_steps", "num_simulated_devices"], 1),
+    },
+    Processes: {
+        **dict.fromkeys(["init_sec", "heartbeat_sec", "shutdown_sec"], 1),
+        "watchdog_sec": 0,
     },
     Checkpoint: {
         **dict.fromkeys(["every_steps", "keep_last", "max_failed_saves"], 1),
@@ -70,6 +76,9 @@ def test_lowest_values(part, field, least):
     ("make", "words"),
     [
         (lambda: Mesh(tensor=2), ["Mesh.tensor=2", "use 1"]),
+        (lambda: Data(corpus=()), ["Data.corpus=() names no data"]),
+        (lambda: Data(weights=(1.0, 2.0)), ["one weight for each of 1 corpora"]),
+        (lambda: Data(weights=(0.0,)), ["must all be above 0", "leave a corpus out"]),
         (
             lambda: Train(batch_size=10, accumulate_steps=4),
             ["Train.batch_size=10", "a multiple of accumulate_steps=4"],
@@ -201,19 +210,19 @@ def test_dict_round_trip():
         router=Router(kind="sigmoid", bias_rate=0.001, gate_scale=2.5),
         recorded=Recorded(source="burst", hot_share=0.25),
         optimizer=Optimizer(decay="linear"),
-        data=Data(seq_len=64),
+        data=Data(seq_len=64, corpus=("a", "b c"), weights=(1.0, 2.5)),
         train=Train(run_dir="runs/a", loss_chunk=32),
         checkpoint=Checkpoint(keep_best=0),
     )
     record = cfg.to_dict()
-    assert Config.from_dict(record) == cfg
-    assert Config.from_dict(json.loads(json.dumps(record))) == cfg
+    assert config_of(record) == cfg
+    assert config_of(json.loads(json.dumps(record))) == cfg
     assert record["model"]["qk_norm"] == "full"
     assert list(record) == [f.name for f in dataclasses.fields(Config)]
 
 
-def test_from_dict_fills_defaults_and_checks_rules():
-    partial = Config.from_dict({"moe": {"num_experts": 16}, "train": {}})
+def test_config_of_fills_defaults_and_checks_rules():
+    partial = config_of({"moe": {"num_experts": 16}, "train": {}})
     assert partial == Config(moe=Moe(num_experts=16))
     with pytest.raises(ValueError, match=r"Moe\.top_k=9 is more than"):
-        Config.from_dict({"moe": {"top_k": 9}})
+        config_of({"moe": {"top_k": 9}})

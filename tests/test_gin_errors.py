@@ -38,8 +38,12 @@ WRONG = [
     ("Optimizer.learning_rate = '1e-3'", 1, "must be a finite float"),
     ("Optimizer.learning_rate = 1e999", 1, "must be a finite float"),
     ("Optimizer.learning_rate = True", 1, "must be a finite float"),
-    ("Data.corpus = ['a']", 1, "must be a str, and is of type list"),
-    ("Data.corpus = {'a': @os.system}", 1, "must be a str, and is of type dict"),
+    ("Data.corpus = [1]", 1, "a tuple of (a str, ...), and is of type list"),
+    (
+        "Data.corpus = {'a': @os.system}",
+        1,
+        "must be a str or a tuple of (a str, ...), and is",
+    ),
     ("STEPS = 5", 1, "macro STEPS is never used; use it as %STEPS"),
     ("num_steps = 5", 1, "never used; nearest is Train.num_steps"),
     (

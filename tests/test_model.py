@@ -13,8 +13,8 @@ from plain_model import network
 
 from moejax import axes
 from moejax.config import Config, Data, Mesh, Model, Moe, Router, Train
-from moejax.model.attention import Attention
-from moejax.model.layers import rope
+from moejax.model.attention import Attention, Sight
+from moejax.model.layers import rope, rotation
 from moejax.model.transformer import Noise
 
 B, T = 8, 6
@@ -92,8 +92,8 @@ def test_rope_knows_relative_positions_only():
     q_bthi, k_bthi = random.standard_normal((2, 1, 5, 2, 8)).astype(np.float32)
 
     def scores(first):
-        position_t = first + jnp.arange(5)
-        q, k = (rope(y, position_t, 100.0) for y in (q_bthi, k_bthi))
+        turn = rotation(first + jnp.arange(5)[None], 8, 100.0)
+        q, k = (rope(y, turn) for y in (q_bthi, k_bthi))
         return jnp.einsum("bthi,bshi->bhts", q, k)
 
     assert_close(scores(40), scores(0), factor=3, reason="angles are 40 radians large")
@@ -109,11 +109,11 @@ def test_rope_knows_relative_positions_only():
 
 def test_rope_keeps_norms_and_dtype():
     x_bthi = np.random.default_rng(0).standard_normal((1, 5, 2, 8)).astype(np.float32)
-    turned_bthi = rope(x_bthi, jnp.arange(5), 10_000.0)
+    turn = rotation(jnp.arange(5)[None], 8, 10_000.0)
+    turned_bthi = rope(x_bthi, turn)
     norms = (jnp.linalg.norm(y, axis=-1) for y in (turned_bthi, x_bthi))
     assert_close(*norms)
-    narrow = rope(jnp.asarray(x_bthi, jnp.bfloat16), jnp.arange(5), 10_000.0)
-    assert narrow.dtype == jnp.bfloat16
+    assert rope(jnp.asarray(x_bthi, jnp.bfloat16), turn).dtype == jnp.bfloat16
 
 
 def test_grouped_queries_are_repeated_keys_and_values():
@@ -128,7 +128,8 @@ def test_grouped_queries_are_repeated_keys_and_values():
         getattr(full, name)[...] = twice_dgi
     x_btd = np.random.default_rng(0).standard_normal((2, T, SMALL.d_model))
     x_btd = x_btd.astype(np.float32)
-    assert_close(grouped(x_btd), full(x_btd))
+    sight = Sight.of_windows(jnp.arange(T)[None], SMALL, is_separate=False)
+    assert_close(grouped(x_btd, sight)[0], full(x_btd, sight)[0])
 
 
 def test_layers_are_where_the_rule_puts_them():
@@ -180,7 +181,7 @@ def test_jitter_is_the_same_noise_on_one_device_and_on_eight():
 
         def noisy(params, seed, ours=ours):
             noise = Noise(jax.random.key(seed), None, 0.5)
-            hidden_btd, sums, _ = ours.apply(params, tokens(), noise)
+            hidden_btd, sums, _ = ours.apply(params, tokens(), noise=noise)
             return hidden_btd, jnp.sum(sums.tokens_e, axis=1)
 
         run = jax.jit(noisy)

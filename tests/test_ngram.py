@@ -74,7 +74,10 @@ def test_probabilities_of_a_context_add_up_to_one():
 
 
 def test_pysrc_baseline():
-    corpus = data.load_corpus(Data())
+    corpus = data.load_corpus(Data(), 256)
     held_out = data.HeldOut(corpus, Data(), batch_size=32, num_batches=8)
-    bytes_bt = np.concatenate([held_out.rows(i, 0, 32) for i in range(8)])
-    assert round(trigram_loss(corpus.train_b, bytes_bt), 4) == 1.9658
+    bytes_bt = np.concatenate([held_out.rows(i, 0, 32).token_bt for i in range(8)])
+    train_b = data.byte_sample(corpus, 2**26)
+    assert train_b.dtype == np.uint8
+    assert train_b.size == corpus.num_train_tokens
+    assert round(trigram_loss(train_b, bytes_bt), 4) == 1.9658

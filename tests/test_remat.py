@@ -52,7 +52,7 @@ def loss_of(cfg, remat):
 
     def loss(params, tokens_bt, key):
         noise = Noise(key, chance_le, cfg.router.jitter)
-        hidden_btd, sums, head_vd = ours.apply(params, tokens_bt, noise)
+        hidden_btd, sums, head_vd = ours.apply(params, tokens_bt, noise=noise)
         nats = jax.nn.logsumexp(hidden_btd @ head_vd.T, axis=-1).mean()
         losses = sums.sequence.mean() + 0.01 * sums.z.mean() + sums.prob_e[0, 0, 0]
         return nats + losses, (jnp.max(sums.rounds), jnp.sum(sums.tokens_e, axis=1))

@@ -14,7 +14,7 @@ from moejax import axes
 from moejax.config import Config, Data, Mesh, Model, Moe, Router, Train
 from moejax.layout import ExpertPlan
 from moejax.moe import route as routing
-from moejax.types import LayerSums, Placement
+from moejax.types import LayerSums, Placement, Windows
 from train import step as training
 from train.state import abstract_state
 
@@ -155,18 +155,18 @@ def step_of(router, accumulate_steps=1):
     model = training.Model(cfg, mesh, training.layout_of(cfg), optax.sgd(0.1))
     state = abstract_state(cfg, mesh, model.optimizer)
     placement = Placement.of_plan(ExpertPlan.home(2, 8))
-    window_abt = np.zeros((accumulate_steps, 16 // accumulate_steps, T + 1), np.int32)
-    return model, state, placement, window_abt
+    zeros_abt = np.zeros((accumulate_steps, 16 // accumulate_steps, T + 1), np.int32)
+    return model, state, placement, Windows(zeros_abt, zeros_abt)
 
 
 @pytest.mark.parametrize("jitter", [0.0, 0.01])
 def test_jitter_is_drawn_in_training_and_nowhere_else(jitter):
-    model, state, placement, window_abt = step_of(Router(jitter=jitter))
+    model, state, placement, windows = step_of(Router(jitter=jitter))
     train_step = training.make_train_step(model)
-    traced = train_step.trace(state, placement, window_abt)
+    traced = train_step.trace(state, placement, windows)
     assert bool(primitives(traced.jaxpr)["random_bits"]) == (jitter > 0)
     eval_step = training.make_eval_step(model)
-    args = (state.params, state.router_bias, placement, window_abt)
+    args = (state.params, state.router_bias, placement, windows)
     assert primitives(eval_step.trace(*args).jaxpr)["random_bits"] == 0
 
 

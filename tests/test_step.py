@@ -14,7 +14,7 @@ from moejax.axes import make_mesh, sharding
 from moejax.config import Config, Data, Mesh, Moe, Optimizer, Router, Train
 from moejax.config import Model as ModelConfig
 from moejax.layout import ExpertPlan
-from moejax.types import Placement
+from moejax.types import Placement, Windows
 from train.optim import is_decayed, learning_rate, make_optimizer
 from train.state import abstract_state, init_state
 from train.step import Model, layout_of, make_train_step, window_sharding
@@ -39,6 +39,8 @@ SMALL = Config(
     train=Train(batch_size=16, num_steps=10, logit_z_loss=1e-4, loss_chunk=8),
 )
 WINDOWS = np.random.default_rng(0).integers(0, 64, (16, 17)).astype(np.int32)
+POSITIONS = np.tile(np.r_[0:6, 0:11], (16, 1)).astype(np.int32)
+"""Two documents in each window."""
 
 
 def keep_gradients() -> optax.GradientTransformation:
@@ -63,8 +65,10 @@ def take_step(cfg: Config, optimizer=None, windows_bt=WINDOWS, change=lambda s: 
     state = change(init_state(cfg, mesh, optimizer))
     before = jax.device_get(state)
     shape = (cfg.train.accumulate_steps, -1, windows_bt.shape[1])
-    window_abt = jax.device_put(windows_bt.reshape(shape), window_sharding(mesh))
-    after, metrics = make_train_step(model)(state, placement, window_abt)
+    windows = Windows(windows_bt, POSITIONS[: len(windows_bt)])
+    windows = jax.tree.map(lambda leaf: leaf.reshape(shape), windows)
+    windows = jax.device_put(windows, window_sharding(mesh))
+    after, metrics = make_train_step(model)(state, placement, windows)
     return before, jax.device_get(after), jax.device_get(metrics)
 
 

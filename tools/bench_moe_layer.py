@@ -26,7 +26,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
 from train.allocator import restart_with_huge_pages  # noqa: E402
-from train.main import COLLECTIVE_FLAGS, say_error  # noqa: E402
+from train.ending import BAD_INPUT, CRASHED, refuse  # noqa: E402
+from train.start import COLLECTIVE_FLAGS  # noqa: E402
 
 PASSES = ("fwd", "fwd_bwd")
 SIZES = {
@@ -43,11 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         record = run(args)
     except ValueError as error:
-        say_error(error)
-        return 2
+        return refuse(error, BAD_INPUT, args.json)
     except AssertionError as error:
-        say_error(error)
-        return 1
+        return refuse(error, CRASHED, args.json)
     show(record)
     if args.json:
         print(json.dumps(record), flush=True)

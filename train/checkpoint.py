@@ -7,22 +7,31 @@
 
 Orbax restores a flipped bit without a word, takes an empty directory for a checkpoint,
 and raises the error of a failed save in place of the next one; all three end here.
+
+Several processes save and restore together, on one file system: process 0 decides and
+renames, each reads and writes the shards of its devices.
 """
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import math
 import pathlib
 from collections.abc import Callable
 
-import jax
 import orbax.checkpoint as ocp
 
 from moejax import config
-from train.checksum import checksums, describe, require_same_arrays
+from train.checkpoint_files import (
+    Damaged,
+    differences,
+    read_arrays,
+    read_record,
+    record_sha256,
+    steps_in,
+)
+from train.checksum import describe, require_same_arrays
 from train.orbax_quirks import one_line, quiet_orbax, remove_unfinished
+from train.processes import any_of, are_several, of_first
 from train.run_dir import say_loudly
 
 
@@ -37,12 +46,8 @@ class Restored:
     meta: dict
 
 
-class _Damaged(Exception):
-    """A checkpoint is not what was saved; the text says how."""
-
-
 class Checkpointer:
-    """Saves and restores one pytree of jax.Arrays; one process writes a directory."""
+    """Saves and restores one pytree of jax.Arrays; one run writes a directory."""
 
     def __init__(
         self,
@@ -57,7 +62,7 @@ class Checkpointer:
         self._pending: int | None = None
         self._current: int | None = None
         self._num_failed = 0
-        self._directory.mkdir(parents=True, exist_ok=True)
+        of_first(lambda: self._directory.mkdir(parents=True, exist_ok=True))
         quiet_orbax()
         self._open()
 
@@ -67,18 +72,15 @@ class Checkpointer:
         """Starts to write `state`, which the caller may donate as soon as this returns.
 
         Waits for the save before it. A failure of either is said loudly, and raised as
-        CheckpointError only after cfg.max_failed_saves in a row. A second save of the
-        step that was saved or restored last does nothing; of an older one: ValueError.
+        CheckpointError only after cfg.max_failed_saves in a row; with several processes
+        at once, for the others may wait inside orbax for the one that failed. A second
+        save of the step that was saved or restored last does nothing; of an older one:
+        ValueError.
         """
         self.wait()
         if step == self._current:
             return
-        if (self._directory / str(step)).exists():
-            raise ValueError(
-                f"{self._directory} has a checkpoint of step {step} that this run did "
-                "not write: restore it first, or use another run directory"
-            )
-        remove_unfinished(self._directory)
+        of_first(lambda: self._make_room_for(step))
         record = _new_record(step, state, meta, eval_loss)
         self._eval_loss[step] = record["eval_loss"]
         items = ocp.args.Composite(
@@ -112,6 +114,14 @@ class Checkpointer:
         finally:
             self._manager.close()
 
+    def _make_room_for(self, step: int) -> None:
+        if (self._directory / str(step)).exists():
+            raise ValueError(
+                f"{self._directory} has a checkpoint of step {step} that this run did "
+                "not write: restore it first, or use another run directory"
+            )
+        remove_unfinished(self._directory)
+
     def restore(
         self, abstract_state, *, check: Callable[[dict], None] | None = None
     ) -> Restored | None:
@@ -122,37 +132,27 @@ class Checkpointer:
         other names, dtypes or shapes: the checkpoint of another model is not damaged.
         """
         self.wait()
-        steps = self._steps()
+        steps = of_first(lambda: steps_in(self._directory))
         for step in steps:
-            try:
-                record = self._read_record(step)
+            record, damage = of_first(lambda step=step: self._try_record(step))
+            state = None
+            if record is not None:
                 if check is not None:
                     check(record["meta"])
                 require_same_arrays(record["arrays"], abstract_state)
-                state = self._read_state(step, record, abstract_state)
-            except _Damaged as damage:
-                self._set_aside(step, damage)
-            else:
+                state, damage = self._try_state(step, record, abstract_state)
+            if state is not None:
                 self._current = step
                 return Restored(step, state, record["meta"])
+            self._set_aside(step, damage)
         if steps:
             self._say(f"NO GOOD CHECKPOINT of {len(steps)} in {self._directory}")
         return None
 
-    def newest_meta(self) -> dict | None:
-        """Meta of the newest checkpoint whose record is whole; arrays are not read."""
-        for step in self._steps():
-            with contextlib.suppress(_Damaged):
-                return self._read_record(step)["meta"]
-        return None
-
     def _open(self) -> None:
         """Removes what unfinished saves left, and starts from what is on the disk."""
-        remove_unfinished(self._directory)
-        self._eval_loss: dict[int, float | None] = {}
-        for step in self._steps():
-            with contextlib.suppress(_Damaged):  # restore is who tells of damage
-                self._eval_loss[step] = self._read_record(step)["eval_loss"]
+        scored = of_first(self._clean)
+        self._eval_loss: dict[int, float | None] = dict(scored)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_Retention(self._cfg, self._eval_loss),
             save_root_metadata=False,
@@ -162,6 +162,15 @@ class Checkpointer:
             self._directory, options=options, item_names=("state", "record")
         )
 
+    def _clean(self) -> list[tuple[int, float | None]]:
+        """Removes unfinished saves; steps with a whole record, and their losses."""
+        remove_unfinished(self._directory)
+        found = []
+        for step in steps_in(self._directory):
+            with contextlib.suppress(Damaged):  # restore is who tells of damage
+                found.append((step, read_record(self._directory, step)["eval_loss"]))
+        return found
+
     def _reopen(self) -> None:
         # A save can fail twice, in its arrays and in its metadata: wait_until_finished
         # raises one error, which was told, and close the other.
@@ -169,15 +178,15 @@ class Checkpointer:
             self._manager.close()
         self._open()
 
-    def _steps(self) -> list[int]:
-        """Steps on the disk, newest first, good or not."""
-        names = {entry.name for entry in self._directory.iterdir()}
-        steps = {int(name) for name in names if name.isdecimal()}
-        return sorted((s for s in steps if str(s) in names), reverse=True)
-
     def _report_failure(self, step: int, fault: Exception) -> None:
         """Says it, removes the remains, and raises when there were too many."""
         reason = one_line(fault)
+        if are_several():
+            raise CheckpointError(
+                f"SAVE FAILED: checkpoint {step} in {self._directory}: {reason}; the "
+                f"last good one is {max(self._eval_loss, default='none')}: make room, "
+                "and start the run again"
+            ) from fault
         # A manager that has seen an error forgets which steps it still had to delete.
         self._reopen()
         if step in self._eval_loss:
@@ -195,42 +204,36 @@ class Checkpointer:
             ) from fault
         self._say(f"{what}: {reason}; {last}; training goes on")
 
-    def _read_record(self, step: int) -> dict:
+    def _try_record(self, step: int) -> tuple[dict | None, str]:
+        """The record, or None and what is wrong with it."""
         try:
-            text = (self._directory / str(step) / "record" / "metadata").read_bytes()
-            record = json.loads(text)
-            if record["sha256"] != _sha256(record):
-                raise _Damaged("its record differs from the record's sha256")
-            if record["step"] != step:
-                raise _Damaged(f"it is the checkpoint of step {record['step']}")
-        except (OSError, ValueError, TypeError, KeyError) as fault:
-            raise _Damaged(f"its record: {one_line(fault)}") from fault
-        return record
+            return read_record(self._directory, step), ""
+        except Damaged as damage:
+            return None, str(damage)
 
-    def _read_state(self, step: int, record: dict, abstract_state):
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
+    def _try_state(self, step: int, record: dict, abstract_state):
+        """The state, or None and what is wrong with it, the same on all processes."""
+        state, damage = None, ""
         try:
-            state = self._manager.restore(step, args=items)["state"]
-        except (jax.errors.JaxRuntimeError, MemoryError):
-            raise  # too large for these devices: no reason to set it aside
-        except Exception as fault:
-            raise _Damaged(one_line(fault)) from fault
-        saved = {name: array["checksum"] for name, array in record["arrays"].items()}
-        wrong = [name for name, s in checksums(state).items() if s != saved[name]]
-        if wrong:
-            raise _Damaged(
-                f"{len(wrong)} of {len(saved)} arrays differ from their checksums, "
-                f"{wrong[0]} first"
-            )
-        return state
+            state = read_arrays(self._directory, step, abstract_state)
+        except Damaged as fault:
+            damage = str(fault)
+        if any_of(state is None):
+            return None, damage or "another process could not read its part"
+        damage = differences(record, state)
+        return (None, damage) if damage else (state, "")
 
-    def _set_aside(self, step: int, damage: _Damaged) -> None:
-        new = self._directory / f"{step}.corrupt"
-        count = 1
-        while new.exists():
-            count += 1
-            new = self._directory / f"{step}.corrupt-{count}"
-        (self._directory / str(step)).rename(new)
+    def _set_aside(self, step: int, damage: str) -> None:
+        def rename() -> str:
+            new = self._directory / f"{step}.corrupt"
+            count = 1
+            while new.exists():
+                count += 1
+                new = self._directory / f"{step}.corrupt-{count}"
+            (self._directory / str(step)).rename(new)
+            return str(new)
+
+        new = of_first(rename)
         self._say(f"CORRUPT CHECKPOINT {step} set aside as {new}: {damage}")
         self._reopen()
 
@@ -259,11 +262,4 @@ def _new_record(step: int, state, meta: dict, eval_loss: float | None) -> dict:
         eval_loss = None
     record = {"step": step, "eval_loss": eval_loss, "meta": meta}
     record["arrays"] = describe(state)
-    return {**record, "sha256": _sha256(record)}
-
-
-def _sha256(record: dict) -> str:
-    """Of all but itself, as it reads after a round trip through JSON."""
-    rest = {key: value for key, value in record.items() if key != "sha256"}
-    text = json.dumps(json.loads(json.dumps(rest)), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return {**record, "sha256": record_sha256(record)}

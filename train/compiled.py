@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from moejax.axes import sharding
 from moejax.config import Config
 from moejax.layout import ExpertPlan
-from moejax.types import Placement
+from moejax.types import Placement, Windows
 from train.optim import make_optimizer
 from train.state import abstract_state
 from train.step import (
@@ -35,9 +35,9 @@ def trace_train_step(model: Model):
 
 def compile_steps(model: Model):
     """The train step and the evaluation step, compiled for the mesh's devices."""
-    state, placement, window_abt = _abstract_args(model)
-    one_abt = window_abt.update(shape=(1, *window_abt.shape[1:]))
-    eval_args = (state.params, state.router_bias, placement, one_abt)
+    state, placement, windows = _abstract_args(model)
+    one = jax.tree.map(lambda leaf: leaf.update(shape=(1, *leaf.shape[1:])), windows)
+    eval_args = (state.params, state.router_bias, placement, one)
     train_step = trace_train_step(model).lower().compile()
     return train_step, make_eval_step(model).lower(*eval_args).compile()
 
@@ -51,5 +51,6 @@ def _abstract_args(model: Model):
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
         Placement.of_plan(home_plan(cfg)),
     )
-    window_abt = jax.ShapeDtypeStruct(shape, np.int32, sharding=window_sharding(mesh))
-    return abstract_state(cfg, mesh, model.optimizer), placement, window_abt
+    leaf = jax.ShapeDtypeStruct(shape, np.int32, sharding=window_sharding(mesh))
+    state = abstract_state(cfg, mesh, model.optimizer)
+    return state, placement, Windows(token_bt=leaf, position_bt=leaf)

@@ -45,6 +45,22 @@ def check_name(cls: str, field: str | None) -> str:
     return name
 
 
+def config_of(record: dict[str, dict[str, Any]]) -> Config:
+    """The configuration that a checkpoint names. Raises ValueError when it is of
+    another version of this program."""
+    values: dict[str, dict[str, Any]] = {name: {} for name in PARTS}
+    for part, fields in record.items():
+        for field, value in fields.items():
+            name = f"{PARTS[part].__name__ if part in PARTS else part}.{field}"
+            if name not in KINDS:
+                raise ValueError(
+                    f"the checkpoint's configuration has {name}, and this program does "
+                    "not: use the version that wrote it"
+                )
+            values[part][field] = convert(value, KINDS[name])
+    return Config(**{name: PARTS[name](**fields) for name, fields in values.items()})
+
+
 def convert(value: Any, kind: Any) -> Any:
     """`value` as the annotation `kind` wants it; TypeError says what it must be.
 

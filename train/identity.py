@@ -1,5 +1,6 @@
 """What makes a checkpoint the checkpoint of this run, and what may change under it."""
 
+import json
 from typing import Any
 
 from moejax.config import Config
@@ -24,7 +25,9 @@ def check(
     saved: dict[str, Any], cfg: Config, data_identity: dict[str, Any]
 ) -> list[str]:
     """Fields that changed and may; ValueError for another model or other data."""
-    current, changed, refused = cfg.to_dict(), [], []
+    # What is saved has been through JSON, where a tuple becomes a list.
+    current = json.loads(json.dumps(cfg.to_dict()))
+    changed, refused = [], []
     for part, fields in current.items():
         for field, value in fields.items():
             before = saved["config"].get(part, {}).get(field, value)

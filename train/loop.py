@@ -5,7 +5,7 @@ read, so a step never waits for the host.
 """
 
 import dataclasses
-import signal
+import sys
 import time
 from typing import Any
 
@@ -15,13 +15,16 @@ from moejax.model.flops import flops_per_token
 from train import identity
 from train.checkpoint import Checkpointer, CheckpointError
 from train.compiled import compile_steps
-from train.evaluate import Evaluation, evaluate
 from train.feed import feed
+from train.held_out import Evaluation, evaluate
 from train.metrics import step_record
 from train.peak import peak_tflops
 from train.prepare import Job
+from train.processes import Stop, Watchdog, are_several, of_first, wait_for_all
+from train.profile import Window
 from train.progress import Bar
-from train.run_dir import MetricsLog, RunDir, write_whole
+from train.records import Records
+from train.run_dir import RunDir, say_loudly, write_whole
 from train.state import TrainState, abstract_state, init_state
 
 
@@ -35,11 +38,13 @@ class Run:
 
     job: Job
     checkpointer: Checkpointer
-    log: MetricsLog
+    records: Records
     peak_tflops: float | None
     train_step: Any
     eval_step: Any
-    stop: "Stop"
+    stop: Stop
+    watchdog: Watchdog
+    profile: Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,43 +61,68 @@ class Outcome:
     signal: int | None
 
 
-def train(job: Job, run_dir: RunDir, config_text: str, say=print) -> Outcome:
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """What a run is asked to record beside its metrics."""
+
+    has_tensorboard: bool = False
+    profile_steps: range = range(0)
+
+
+def train(
+    job: Job, run_dir: RunDir, config_text: str, extras: Extras, say=print
+) -> Outcome:
     """Train to cfg.train.num_steps from the newest good checkpoint, or from the start.
 
     `config_text` becomes config.gin once the checkpoint is known to be of this run.
     Raises Diverged, CheckpointError (saves keep failing, or the last one failed) and
     ValueError (a checkpoint of another model or of other data).
     """
-    start_sec, stop = time.monotonic(), Stop()
-    cfg, mesh = job.cfg, job.model.mesh
+    start_sec, stop, cfg = time.monotonic(), Stop(), job.cfg
     checkpointer = Checkpointer(run_dir.path / "checkpoints", cfg.checkpoint, say=say)
     try:
         state = restore(job, checkpointer, say)
-        write_whole(run_dir.path / "config.gin", config_text)
-        with MetricsLog(run_dir.path / "metrics.jsonl") as log:
-            log.cut_back(0 if state is None else int(state.step))
-            compile_start_sec = time.monotonic()
-            steps = compile_steps(job.model)
-            compile_sec = time.monotonic() - compile_start_sec
-            say(
-                f"compiled for {mesh.size} devices ({cfg.mesh.topology}) in "
-                f"{compile_sec:.1f} s"
-            )
+        of_first(lambda: write_whole(run_dir.path / "config.gin", config_text))
+        first = 0 if state is None else int(state.step)
+        board_text = config_text if extras.has_tensorboard else None
+        with (
+            Records(run_dir, cfg, first, board_text) as records,
+            Watchdog(cfg.processes.watchdog_sec, say_loudly) as watchdog,
+        ):
+            steps, compile_sec = _compile(job, say)
             if state is None:
-                state = init_state(cfg, mesh, job.model.optimizer)
-            peak = peak_tflops(mesh.size, cfg.train.peak_tflops)
-            run = Run(job, checkpointer, log, peak, *steps, stop)
-            with Bar(cfg.train.num_steps, int(state.step)) as bar:
+                state = init_state(cfg, job.model.mesh, job.model.optimizer)
+            peak = peak_tflops(job.model.mesh.size, cfg.train.peak_tflops)
+            folder, hlo_text = run_dir.path / "profile", steps[0].as_text
+            profile = Window(folder, extras.profile_steps, say, hlo_text=hlo_text)
+            run = Run(job, checkpointer, records, peak, *steps, stop, watchdog, profile)
+            with profile, Bar(cfg.train.num_steps, first) as bar:
                 state, evaluation, step_secs = _steps(run, state, bar)
-        if not checkpointer.wait():
+            watchdog.at("the last save")
+            is_saved = checkpointer.wait()
+        if not is_saved:
             raise CheckpointError(
                 f"the state of step {int(state.step)} could not be saved: make room, "
                 "and run again to go on from the last good checkpoint"
             )
     finally:
-        checkpointer.close()
+        # Orbax would wait for the other processes, who know of no failure.
+        if not (are_several() and sys.exception()):
+            checkpointer.close()
     wall_sec = time.monotonic() - start_sec
     return Outcome(state, evaluation, step_secs, compile_sec, wall_sec, stop.signal)
+
+
+def _compile(job: Job, say):
+    """The train and the evaluation step, and the seconds that they took. All processes
+    have theirs when it returns, for the watchdog knows of no compilation."""
+    start_sec, mesh = time.monotonic(), job.model.mesh
+    steps = compile_steps(job.model)
+    compile_sec = time.monotonic() - start_sec
+    wait_for_all("compiled")
+    where = f"{mesh.size} devices ({job.cfg.mesh.topology})"
+    say(f"compiled for {where} in {compile_sec:.1f} s")
+    return steps, compile_sec
 
 
 def restore(job: Job, checkpointer: Checkpointer, say) -> TrainState | None:
@@ -116,26 +146,32 @@ def _steps(run: Run, state: TrainState, bar: Bar):
     first, last = int(state.step), cfg.train.num_steps
     evaluation = _evaluate(run, state, first, bar) if first >= last else None
     for done in range(first + 1, last + 1):
-        window_abt = feed(
+        run.watchdog.at(f"step {done}")
+        windows = feed(
             job.batches,
             done - 1,
             cfg.train.batch_size,
             cfg.train.accumulate_steps,
             job.window_sharding,
         )
+        run.records.samples(done, job.batches, job.window_sharding)
+        run.profile.before(done)
         with jax.transfer_guard("disallow"):  # nothing crosses but by device_get
-            state, metrics = run.train_step(state, job.placement, window_abt)
+            state, metrics = run.train_step(state, job.placement, windows)
             reader.put(done, metrics)
-        is_stopping = run.stop.signal is not None
+        _end_of_profiled(run, reader, done, metrics)
+        is_stopping = run.stop.is_set(done)
         is_eval = done % cfg.train.eval_every_steps == 0 or done == last
         is_save = done % cfg.checkpoint.every_steps == 0 or done == last or is_stopping
         if is_eval or is_save:
             reader.flush()
         eval_loss = None
         if is_eval:
+            run.watchdog.at(f"the evaluation at step {done}")
             evaluation = _evaluate(run, state, done, bar)
             eval_loss = evaluation.loss
         if is_save:
+            run.watchdog.at(f"the save at step {done}")
             run.checkpointer.save(done, state, job.meta, eval_loss)
         if is_eval or is_save:
             reader.restart_clock()
@@ -144,15 +180,25 @@ def _steps(run: Run, state: TrainState, bar: Bar):
     return state, evaluation, reader.step_secs
 
 
+def _end_of_profiled(run: Run, reader: "Reader", step: int, metrics) -> None:
+    """Writing a trace takes seconds, which are no part of a step's time."""
+    is_edge = run.profile.is_edge(step)
+    if is_edge:
+        run.watchdog.at(f"the profile at step {step}")
+        reader.flush()
+    run.profile.after(step, metrics)
+    if is_edge:
+        reader.restart_clock()
+
+
 def _evaluate(run: Run, state: TrainState, step: int, bar: Bar) -> Evaluation:
     job = run.job
     evaluation = evaluate(
         run.eval_step, state, job.placement, job.held_out, job.window_sharding
     )
-    # A run that was killed between its last save and its summary has logged it.
-    if not run.log.ends_with(step, "eval_loss"):
-        run.log.append({"step": step, "eval_loss": evaluation.loss})
-    bar.say(f"step {step}  held-out loss {evaluation.loss:.4f} nats per byte")
+    run.records.evaluation(step, evaluation.loss)
+    loss = evaluation.loss
+    bar.say(f"step {step}  held-out loss {loss:.4f} nats per {job.unit}")
     return evaluation
 
 
@@ -184,10 +230,11 @@ class Reader:
         now_sec = time.monotonic()
         step_sec, self.last_read_sec = now_sec - self.last_read_sec, now_sec
         self.step_secs.append(step_sec)
+        metrics = jax.device_get(metrics)
         record = step_record(step, metrics, step_sec, self.run.job.tokens_per_step)
         peak = self.run.peak_tflops
         record["mfu"] = self.flops_per_step / step_sec / 1e12 / peak if peak else None
-        self.run.log.append(record)
+        self.run.records.step(record, metrics.routing.tokens_le)
         self.bar.update(record)
         if record["skipped"]:
             self.bar.say(f"step {step}: loss or gradient not finite, update skipped")
@@ -199,17 +246,3 @@ class Reader:
                 "from a checkpoint with a lower Optimizer.learning_rate, or start "
                 "afresh with --fresh"
             )
-
-
-class Stop:
-    """Set by SIGTERM and SIGINT; the loop looks at it between two steps."""
-
-    def __init__(self) -> None:
-        self.signal = None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._set)
-
-    def _set(self, number, _frame) -> None:
-        if self.signal == number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.signal = number

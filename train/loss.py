@@ -11,7 +11,19 @@ def cross_entropy(
     targets_bt: Int[Array, "b t"],
     chunk: int,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Mean nats per token, and the mean of logsumexp(logits)^2 (PaLM's z-loss).
+    """Mean nats per token, and the mean of logsumexp(logits)^2 (PaLM's z-loss)."""
+    nats_bt, square_bt = token_nats(hidden_btd, head_vd, targets_bt, chunk)
+    return jnp.mean(nats_bt), jnp.mean(square_bt)
+
+
+@jax.named_scope("loss")
+def token_nats(
+    hidden_btd: Float[Array, "b t d"],
+    head_vd: Float[Array, "v d"],
+    targets_bt: Int[Array, "b t"],
+    chunk: int,
+) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
+    """Nats of each target, and logsumexp(logits)^2 there.
 
     Logits are float32; hidden_btd and head_vd share any dtype. `chunk` divides t.
     """
@@ -31,12 +43,9 @@ def cross_entropy(
         )
         norm = jax.nn.logsumexp(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
-        return jnp.sum(norm - chosen), jnp.sum(norm * norm)
+        return norm - chosen, norm * norm
 
     if count == 1:
-        nats, square = one((hidden_btd, targets_bt))
-    else:
-        nats, square = jax.tree.map(
-            jnp.sum, jax.lax.map(one, (hidden_cbtd, targets_cbt))
-        )
-    return nats / (b * t), square / (b * t)
+        return one((hidden_btd, targets_bt))
+    parts = jax.lax.map(one, (hidden_cbtd, targets_cbt))
+    return jax.tree.map(lambda leaf: leaf.swapaxes(0, 1).reshape(b, t), parts)

@@ -4,12 +4,11 @@
         --gin_param='Train.num_steps = 50'
 
 Exit codes: 0 done, 2 bad input, 3 diverged or the disk did not take what was written,
-75 stopped by a signal with everything saved.
+75 stopped by a signal with everything saved. One program of several processes is
+started by tools/launch_local.py, SLURM, Open MPI or Kubernetes (docs/processes.md).
 """
 
 import argparse
-import json
-import os
 import pathlib
 import sys
 
@@ -21,29 +20,33 @@ sys.path[0] = str(
 from moejax.config import Config  # noqa: E402
 from train import gin_config  # noqa: E402
 from train.allocator import restart_with_huge_pages  # noqa: E402
-
-DONE, BAD_INPUT, FAILED, PREEMPTED = 0, 2, 3, 75
-
-COLLECTIVE_FLAGS = (
-    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
+from train.cluster import Place, add_flags, flags_of  # noqa: E402
+from train.ending import (  # noqa: E402
+    DONE,
+    FAILED,
+    PREEMPTED,
+    emit,
+    guarded,
+    leave,
+    refuse,
 )
-"""Eight simulated devices that share two cores can wait longer for one another than the
-40 seconds after which XLA:CPU aborts."""
+from train.processes import of_first  # noqa: E402
+from train.profile import HELP, parse_steps  # noqa: E402
+from train.start import start  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    try:
-        cfg = gin_config.load(args.gin_file, args.gin_param)
-        if argv is None and cfg.train.num_simulated_devices:
-            restart_with_huge_pages()
-        set_up_backend(cfg)
-        return run(cfg, args)
-    except (ValueError, NotImplementedError) as error:
-        return refuse(error, BAD_INPUT, args)
-    except OSError as error:
-        return refuse(error, FAILED, args)
+    return guarded(lambda: work(args, is_program=argv is None), as_json=args.json)
+
+
+def work(args: argparse.Namespace, *, is_program: bool) -> int:
+    """The exit code. A program, unlike a call, may start itself anew."""
+    cfg = gin_config.load(args.gin_file, args.gin_param)
+    args.profile_steps = parse_steps(args.profile_steps)
+    if is_program and cfg.train.num_simulated_devices:
+        restart_with_huge_pages()
+    return run(cfg, args, start(cfg, flags_of(args)))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -59,6 +62,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--dry_run", action="store_true", help="print sizes and plan, run nothing")
     add("--json", action="store_true", help="end with one JSON object on the last line")
+    add(
+        "--tensorboard", action="store_true", help="write events to RUN_DIR/tensorboard"
+    )
+    add("--profile_steps", default="", help=HELP)
+    add_flags(parser)
     return parser.parse_args(argv)
 
 
@@ -69,44 +77,35 @@ def run_directory(cfg: Config, args: argparse.Namespace) -> pathlib.Path:
     )
 
 
-def set_up_backend(cfg: Config) -> None:
-    """Flags that must stand before jax starts; what the user has set stays."""
-    flags = [os.environ.get("XLA_FLAGS", ""), *COLLECTIVE_FLAGS]
-    if cfg.train.num_simulated_devices:
-        count = cfg.train.num_simulated_devices
-        flags.append(f"--xla_force_host_platform_device_count={count}")
-        os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = " ".join(flags).strip()
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
-
-
-def run(cfg: Config, args: argparse.Namespace) -> int:
+def run(cfg: Config, args: argparse.Namespace, place: Place | None) -> int:
     """Everything that needs jax."""
     from train.checkpoint import CheckpointError
     from train.dry_run import dry_run
-    from train.loop import Diverged, train
+    from train.loop import Diverged, Extras, train
     from train.prepare import prepare
-    from train.run_dir import claim
+    from train.run_dir import share
     from train.summary import finished_summary, summarise
 
     if args.dry_run:
-        emit(dry_run(cfg), args.json)
+        if place is None or place.index == 0:
+            emit(dry_run(cfg), args.json)
         return DONE
     job = prepare(cfg)
-    with claim(run_directory(cfg, args), fresh=args.fresh) as run_dir:
+    with share(run_directory(cfg, args), fresh=args.fresh) as run_dir:
         if run_dir.archived:
             print(f"the run that was here is now {run_dir.archived}")
-        done = finished_summary(run_dir.path, job)
+        done = of_first(lambda: finished_summary(run_dir.path, job))
         if done is not None:
             say_finished(done, cfg)
             emit(done, args.json)
             return DONE
         text = gin_config.render(cfg)
         print(text, flush=True)
+        extras = Extras(args.tensorboard, args.profile_steps)
         try:
-            outcome = train(job, run_dir, text)
+            outcome = train(job, run_dir, text, extras)
         except (CheckpointError, Diverged) as error:
-            return refuse(error, FAILED, args)
+            return leave(refuse(error, FAILED, args.json))
         if outcome.evaluation is None:
             step = int(outcome.state.step)
             print(f"stopped by signal {outcome.signal} at step {step}; all is saved")
@@ -126,26 +125,6 @@ def say_finished(done: dict, cfg: Config) -> None:
         "start afresh with --fresh (this run is kept, renamed), or name another "
         "--run_dir."
     )
-
-
-def refuse(error: Exception, code: int, args: argparse.Namespace) -> int:
-    say_error(error)
-    emit({"error": one_line(error), "exit_code": code}, args.json)
-    return code
-
-
-def emit(record: dict, as_json: bool) -> None:
-    """One JSON object as the last line, for scripts."""
-    if as_json:
-        print(json.dumps(record), flush=True)
-
-
-def say_error(error: Exception) -> None:
-    print("error: " + one_line(error), file=sys.stderr, flush=True)
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """From device arrays to one record per step: the lines of metrics.jsonl."""
 
-import jax
 import numpy as np
 
 from train.step import StepMetrics
@@ -13,23 +12,22 @@ def max_over_mean(tokens_le: np.ndarray) -> list[float]:
 
 
 def step_record(step: int, metrics: StepMetrics, step_sec: float, tokens: int) -> dict:
-    """One line of metrics.jsonl; `metrics` is read from the devices here."""
-    host = jax.device_get(metrics)
+    """One line of metrics.jsonl, of metrics that are on the host."""
     return {
         "step": step,
-        "loss": float(host.loss),
-        "total_loss": float(host.total_loss),
-        "balance_loss": [float(x) for x in host.router.balance],
-        "sequence_balance_loss": [float(x) for x in host.router.sequence_balance],
-        "router_z_loss": [float(x) for x in host.router.z],
-        "grad_norm": float(host.grad_norm),
-        "lr": float(host.learning_rate),
+        "loss": float(metrics.loss),
+        "total_loss": float(metrics.total_loss),
+        "balance_loss": [float(x) for x in metrics.router.balance],
+        "sequence_balance_loss": [float(x) for x in metrics.router.sequence_balance],
+        "router_z_loss": [float(x) for x in metrics.router.z],
+        "grad_norm": float(metrics.grad_norm),
+        "lr": float(metrics.learning_rate),
         "tok_per_sec": tokens / step_sec,
-        "load_max_over_mean": max_over_mean(host.routing.tokens_le),
-        "rounds": host.routing.rounds_l.tolist(),
-        "fullest_pair": host.routing.fullest_pair_l.tolist(),
-        "dropped": int(host.routing.dropped_l.sum()),
-        "skipped": bool(host.is_skipped),
-        "skipped_in_a_row": int(host.skipped_in_a_row),
+        "load_max_over_mean": max_over_mean(metrics.routing.tokens_le),
+        "rounds": metrics.routing.rounds_l.tolist(),
+        "fullest_pair": metrics.routing.fullest_pair_l.tolist(),
+        "dropped": int(metrics.routing.dropped_l.sum()),
+        "skipped": bool(metrics.is_skipped),
+        "skipped_in_a_row": int(metrics.skipped_in_a_row),
         "step_msec": 1e3 * step_sec,
     }

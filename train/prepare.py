@@ -37,6 +37,11 @@ class Job:
         return window_sharding(self.model.mesh)
 
     @property
+    def unit(self) -> str:
+        """What a token is."""
+        return "byte" if self.corpus.has_bytes else "token"
+
+    @property
     def tokens_per_step(self) -> int:
         return self.cfg.train.batch_size * self.cfg.data.seq_len
 
@@ -50,7 +55,7 @@ def prepare(cfg: Config) -> Job:
     if cfg.router.kind == "recorded":
         sizes = (cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k)
         recorded.loads(cfg.recorded, *sizes)
-    corpus = data.load_corpus(cfg.data)
+    corpus = data.load_corpus(cfg.data, cfg.model.vocab_size)
     micro = cfg.train.batch_size // cfg.train.accumulate_steps
     eval_batches = cfg.train.eval_batches * cfg.train.accumulate_steps
     return Job(

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from train.processes import is_first, of_first
+
 LOCK = ".lock"
 
 
@@ -55,6 +57,30 @@ def claim(path: str | os.PathLike, *, fresh: bool = False) -> Iterator[RunDir]:
     finally:
         if lock is not None:
             os.close(lock)
+
+
+@contextlib.contextmanager
+def share(path: str | os.PathLike, *, fresh: bool = False) -> Iterator[RunDir]:
+    """The directory that process 0 claims, for all processes of a run.
+
+    Those after the first print to logs/process-<index>.log in it from here on.
+    """
+    import jax
+
+    with contextlib.ExitStack() as held:
+
+        def claimed() -> list[str | None]:
+            run_dir = held.enter_context(claim(path, fresh=fresh))
+            return [str(run_dir.path), run_dir.archived and str(run_dir.archived)]
+
+        where, archived = of_first(claimed)
+        run_dir = RunDir(pathlib.Path(where), archived and pathlib.Path(archived))
+        if not is_first():
+            log = run_dir.path / "logs" / f"process-{jax.process_index()}.log"
+            log.parent.mkdir(exist_ok=True)
+            sys.stdout = held.enter_context(log.open("a", buffering=1))
+            held.callback(setattr, sys, "stdout", sys.__stdout__)
+        yield run_dir
 
 
 def _lock(path: pathlib.Path) -> int:

@@ -18,7 +18,7 @@ from moejax.moe import route as routing
 from moejax.types import Batch, RouterLosses, RoutingStats
 from train.loss import cross_entropy
 from train.optim import learning_rate
-from train.state import TrainState, graph_of
+from train.state import TrainState, abstract_state, graph_of
 
 
 @struct.dataclass
@@ -61,24 +61,44 @@ def layout_of(cfg: Config) -> Layout:
     )
 
 
+def exact_layout(cfg: Config, batch_size: int, width: int) -> Layout:
+    """The home layout for these tokens, that drops none whatever the run does."""
+    tokens_per_device = batch_size // cfg.mesh.topology.num_batch_shards * width
+    return Layout.home(
+        cfg.moe.num_experts,
+        cfg.mesh.expert,
+        tokens_per_device * cfg.moe.top_k,
+        buffer_factor=cfg.moe.buffer_factor,
+        transport=cfg.moe.transport,
+    )
+
+
 def window_sharding(mesh: Mesh) -> jax.sharding.NamedSharding:
-    """Of windows [micro-batch, b, t + 1]: rows are split over all batch axes."""
+    """Of Windows [micro-batch, b, t + 1]: rows are split over all batch axes."""
     return axes.sharding(mesh, None, axes.BATCH_AXES)
 
 
 def make_train_step(model: Model):
-    """step(state, placement, window_abt) -> state, StepMetrics; donates its state."""
-    return jax.jit(partial(_train_step, model, make_loss(model)), donate_argnums=0)
+    """step(state, placement, windows) -> state, StepMetrics; donates its state."""
+    # Metrics are whole on every device, so that every process can read them.
+    state = abstract_state(model.cfg, model.mesh, model.optimizer)
+    state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    return jax.jit(
+        partial(_train_step, model, make_loss(model)),
+        donate_argnums=0,
+        out_shardings=(state_shardings, axes.sharding(model.mesh)),
+    )
 
 
 def make_eval_step(model: Model):
-    """step(params, router_bias, placement, window_abt) -> nats per token, RoutingStats,
-    of the first micro-batch."""
-    return jax.jit(partial(_eval_step, make_loss(model)))
+    """step(params, router_bias, placement, windows) -> nats per token, RoutingStats, of
+    the first micro-batch."""
+    whole = axes.sharding(model.mesh)
+    return jax.jit(partial(_eval_step, make_loss(model)), out_shardings=whole)
 
 
 def make_loss(model: Model):
-    """loss_of(params, router_bias, placement, window_bt, key, step, is_training)."""
+    """loss_of(params, router_bias, placement, windows, key, step, is_training)."""
     cfg, mesh, layout, _ = model
     graph = graph_of(cfg, mesh)
     chance_tle = None
@@ -86,9 +106,9 @@ def make_loss(model: Model):
         sizes = (cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k)
         chance_tle = recorded.loads(cfg.recorded, *sizes)
 
-    def loss_of(params, router_bias, placement, window_bt, key, step, is_training):
+    def loss_of(params, router_bias, placement, windows, key, step, is_training):
         """Total loss; (cross-entropy, router losses, stats) of one micro-batch."""
-        batch = Batch.of_windows(window_bt)
+        batch = Batch.of_windows(windows)
         chance_le = None
         if chance_tle is not None:
             sample = recorded.sample_index(cfg.recorded, len(chance_tle), step)
@@ -96,7 +116,9 @@ def make_loss(model: Model):
         jitter = cfg.router.jitter if is_training else 0.0
         network = nnx.merge(graph, params, router_bias)
         noise = Noise(key, chance_le, jitter)
-        hidden_btd, sums = network(batch.tokens_bt, placement, layout, noise)
+        hidden_btd, sums = network(
+            batch.tokens_bt, batch.position_bt, placement, layout, noise
+        )
         nats, square = cross_entropy(
             hidden_btd, network.head(), batch.targets_bt, cfg.train.loss_chunk
         )
@@ -126,34 +148,36 @@ def _weighted(cfg: Config, router: RouterLosses) -> jax.Array:
     )
 
 
-def _train_step(model: Model, loss_of, state: TrainState, placement, window_abt):
+def _train_step(model: Model, loss_of, state: TrainState, placement, windows):
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     grad_of = jax.value_and_grad(loss_of, has_aux=True)
 
     def micro(grads, args):
-        index, window_bt = args
+        index, part = args
         (total, aux), new = grad_of(
             state.params,
             state.router_bias,
             placement,
-            window_bt,
+            part,
             jax.random.fold_in(key, index),
             state.step,
             is_training=True,
         )
         return new if grads is None else jax.tree.map(jnp.add, grads, new), (total, aux)
 
-    count = window_abt.shape[0]
-    grads, reports = micro(None, (jnp.int32(0), window_abt[0]))
+    count = windows.token_bt.shape[0]
+    first = jax.tree.map(lambda leaf: leaf[0], windows)
+    rest = jax.tree.map(lambda leaf: leaf[1:], windows)
+    grads, reports = micro(None, (jnp.int32(0), first))
     reports = jax.tree.map(lambda leaf: leaf[None], reports)
     if count > 1:
-        rest = (jnp.arange(1, count), window_abt[1:])
-        grads, more = jax.lax.scan(micro, grads, rest)
+        grads, more = jax.lax.scan(micro, grads, (jnp.arange(1, count), rest))
         reports = jax.tree.map(lambda *pair: jnp.concatenate(pair), reports, more)
         grads = jax.tree.map(lambda leaf: leaf / count, grads)
     return _update(model, state, grads, *reports)
 
 
+@jax.named_scope("optimizer")
 def _update(model: Model, state: TrainState, grads, total_a, aux):
     """AdamW, unless loss or gradient is not finite: then only counters change."""
     cfg, nats_a, router_a, stats_a = model.cfg, *aux
@@ -211,8 +235,9 @@ def _move_bias(cfg: Config, router_bias, tokens_le):
     )
 
 
-def _eval_step(loss_of, params, router_bias, placement, window_abt):
+def _eval_step(loss_of, params, router_bias, placement, windows):
     key, step = jax.random.key(0), jnp.int32(0)
-    args = (params, router_bias, placement, window_abt[0], key, step)
+    first = jax.tree.map(lambda leaf: leaf[0], windows)
+    args = (params, router_bias, placement, first, key, step)
     _, (nats, _, stats) = loss_of(*args, is_training=False)
     return nats, stats

@@ -7,16 +7,19 @@ import pathlib
 import numpy as np
 
 from train import identity
-from train.checkpoint import Checkpointer
+from train.checkpoint_files import newest_meta
 from train.checksum import checksums, digest
+from train.data import byte_sample
+from train.held_out import load_lines
 from train.loop import Outcome
 from train.ngram import trigram_loss
 from train.prepare import Job
+from train.processes import of_first
 from train.run_dir import write_whole
 
 FILE = "summary.json"
-SHADES = " .:-=+*#%@"
-"""From no load to twice the mean and above."""
+BASELINE_BYTES = 2**26
+"""Training bytes that the trigram table counts."""
 
 
 def finished_summary(path: pathlib.Path, job: Job) -> dict | None:
@@ -30,26 +33,20 @@ def finished_summary(path: pathlib.Path, job: Job) -> dict | None:
         return None
     if summary["step"] < job.cfg.train.num_steps:
         return None
-    checkpointer = Checkpointer(path / "checkpoints", job.cfg.checkpoint)
-    meta = checkpointer.newest_meta()
-    checkpointer.close()
+    meta = newest_meta(path / "checkpoints")
     if meta is not None:
         identity.check(meta, job.cfg, job.meta["data"])
     return summary
 
 
 def summarise(job: Job, outcome: Outcome, path: pathlib.Path) -> dict:
-    """Prints the summary, writes it to summary.json and returns it."""
-    held_out, loss = job.held_out, outcome.evaluation.loss
-    batches = range(held_out.num_batches)
-    windows_bt = np.concatenate(
-        [held_out.rows(i, 0, held_out.batch_size) for i in batches]
-    )
+    """Prints the summary and returns it; process 0 writes it to summary.json."""
+    loss = outcome.evaluation.loss
     step_sec = float(np.median(outcome.step_secs)) if outcome.step_secs else None
     summary = {
         "step": int(outcome.state.step),
         "eval_loss": loss if math.isfinite(loss) else None,
-        "trigram_loss": trigram_loss(job.corpus.train_b, windows_bt),
+        "trigram_loss": of_first(lambda: _trigram_loss(job)),
         "steps_per_sec": 1 / step_sec if step_sec else None,
         "tok_per_sec": job.tokens_per_step / step_sec if step_sec else None,
         "compile_sec": outcome.compile_sec,
@@ -58,14 +55,28 @@ def summarise(job: Job, outcome: Outcome, path: pathlib.Path) -> dict:
         "digest": digest(checksums(outcome.state.params)),
         "run_dir": str(path),
     }
-    write_whole(path / FILE, json.dumps(summary))
-    _print(summary, loss, outcome.evaluation.tokens_le)
+    of_first(lambda: write_whole(path / FILE, json.dumps(summary)))
+    _print(summary, loss, outcome.evaluation.tokens_le, job.unit)
     return summary
 
 
-def _print(summary: dict, loss: float, tokens_le: np.ndarray) -> None:
-    print(f"\nheld-out loss   {loss:.4f} nats per byte")
-    print(f"trigram table   {summary['trigram_loss']:.4f} (same text, same bytes)")
+def _trigram_loss(job: Job) -> float | None:
+    """None where tokens are no bytes."""
+    train_b = byte_sample(job.corpus, BASELINE_BYTES)
+    if train_b is None:
+        return None
+    held_out = job.held_out
+    windows = [
+        held_out.rows(i, 0, held_out.batch_size).token_bt
+        for i in range(held_out.num_batches)
+    ]
+    return trigram_loss(train_b, np.concatenate(windows))
+
+
+def _print(summary: dict, loss: float, tokens_le: np.ndarray, unit: str) -> None:
+    print(f"\nheld-out loss   {loss:.4f} nats per {unit}")
+    if summary["trigram_loss"] is not None:
+        print(f"trigram table   {summary['trigram_loss']:.4f} (same text, same bytes)")
     if summary["tok_per_sec"]:
         rate = f"{summary['tok_per_sec']:,.0f} tokens/s"
         print(
@@ -74,9 +85,6 @@ def _print(summary: dict, loss: float, tokens_le: np.ndarray) -> None:
     parts = f"compilation {summary['compile_sec']:.0f} s of it"
     print(f"wall time       {summary['wall_sec']:.0f} s, {parts}")
     print("load per expert on held-out text over the mean (' .:-=+*#%@': 0 to 2)")
-    for layer, row_e in enumerate(tokens_le / tokens_le.mean(axis=1, keepdims=True)):
-        shades = "".join(SHADES[min(int(x / 2 * len(SHADES)), 9)] for x in row_e)
-        least, most = row_e.min(), row_e.max()
-        print(f"  layer {layer:2d} |{shades}|  min {least:.2f}  max {most:.2f}")
+    print("\n".join(load_lines(tokens_le)))
     print(f"parameters      digest {summary['digest']} at step {summary['step']}")
     print(f"run directory   {summary['run_dir']}", flush=True)

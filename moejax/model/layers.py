@@ -1,5 +1,7 @@
 """Dense parts: RMSNorm, RoPE, SwiGLU. Masters are float32, compute is as the input."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -35,21 +37,31 @@ class SwiGlu(nnx.Module):
         self.up_df = weight(rngs, (d_model, d_ff), d_model)
         self.down_fd = weight(rngs, (d_ff, d_model), d_ff)
 
+    @jax.named_scope("dense")
     def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
         hidden = jax.nn.silu(x @ gathered(self.gate_df, self.mesh, x.dtype))
         hidden = hidden * (x @ gathered(self.up_df, self.mesh, x.dtype))
         return hidden @ gathered(self.down_fd, self.mesh, x.dtype)
 
 
-def rope(
-    x_bthi: Float[Array, "b t h i"], position_t: Int[Array, " t"], theta: float
-) -> Float[Array, "b t h i"]:
-    """Rotate the two halves of each head by position * theta**(-2j/i) (RoFormer, eq.
-    34, in the half-split order of Llama)."""
-    half = x_bthi.shape[-1] // 2
+class Rotation(NamedTuple):
+    """By which angle the i/2 pairs of a head are turned at each token."""
+
+    cos_btj: Float[Array, "b t j"]
+    sin_btj: Float[Array, "b t j"]
+
+
+def rotation(position_bt: Int[Array, "b t"], head_dim: int, theta: float) -> Rotation:
+    """By position * theta**(-2j/i), in float32 (RoFormer, eq. 34)."""
+    half = head_dim // 2
     frequency_j = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_tj = position_t.astype(jnp.float32)[:, None] * frequency_j
-    cos, sin = jnp.cos(angle_tj)[:, None], jnp.sin(angle_tj)[:, None]
+    angle_btj = position_bt.astype(jnp.float32)[..., None] * frequency_j
+    return Rotation(jnp.cos(angle_btj), jnp.sin(angle_btj))
+
+
+def rope(x_bthi: Float[Array, "b t h i"], by: Rotation) -> Float[Array, "b t h i"]:
+    """Turn the pairs of each head (the half-split order of Llama)."""
+    cos, sin = by.cos_btj[:, :, None], by.sin_btj[:, :, None]
     first, second = jnp.split(x_bthi.astype(jnp.float32), 2, axis=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(turned, axis=-1).astype(x_bthi.dtype)

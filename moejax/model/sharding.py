@@ -36,6 +36,7 @@ def _fsdp_split(shape: tuple[int, ...], num_shards: int) -> tuple:
     return tuple(axes.FSDP_AXES if i == dim else None for i in range(len(shape)))
 
 
+@jax.named_scope("gathered")
 def gathered(param: nnx.Param, mesh: Mesh, dtype=None) -> Array:
     """The whole parameter on every device, cast before it travels."""
     value = param[...] if dtype is None else param[...].astype(dtype)

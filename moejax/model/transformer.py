@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from moejax.config import Config, Model
 from moejax.layout import Layout
-from moejax.model.attention import Attention
+from moejax.model.attention import Attention, Sight
+from moejax.model.cache import Cache, Memory
 from moejax.model.layers import RmsNorm, SwiGlu
 from moejax.model.sharding import batch_sharded, gathered
 from moejax.moe import recorded
@@ -51,17 +52,22 @@ class Block(nnx.Module):
         layer = partial(MoeLayer, moe, cfg.router, model.d_model, mesh, rngs)
         self.moe = layer() if is_moe else None
 
-    def __call__(self, x_btd: Float[Array, "b t d"], route_args: tuple):
-        """The block's output, and the MoE layer's sums (None when dense)."""
-        x_btd = batch_sharded(
-            x_btd + self.attention(self.attention_norm(x_btd)), self.mesh
-        )
+    def __call__(
+        self,
+        x_btd: Float[Array, "b t d"],
+        sight: Sight,
+        route_args: tuple,
+        memory: Memory | None,
+    ):
+        """The block's output, the MoE layer's sums (None when dense), the memory."""
+        y_btd, memory = self.attention(self.attention_norm(x_btd), sight, memory)
+        x_btd = batch_sharded(x_btd + y_btd, self.mesh)
         normed_btd, sums, y_btd = self.ff_norm(x_btd), None, 0.0
         if self.moe is not None:
             y_btd, sums = self.moe(normed_btd, *route_args)
         if self.dense is not None:
             y_btd = y_btd + self.dense(normed_btd)
-        return batch_sharded(x_btd + y_btd, self.mesh), sums
+        return batch_sharded(x_btd + y_btd, self.mesh), sums, memory
 
 
 class Cycle(nnx.Module):
@@ -73,10 +79,10 @@ class Cycle(nnx.Module):
             [Block(cfg, i == last, mesh, rngs) for i in range(cfg.model.moe_every)]
         )
 
-    def __call__(self, x_btd, route_args):
+    def __call__(self, x_btd, sight, route_args, memory):
         for block in self.blocks:
-            x_btd, sums = block(x_btd, route_args)
-        return x_btd, sums
+            x_btd, sums, memory = block(x_btd, sight, route_args, memory)
+        return x_btd, sums, memory
 
 
 class Transformer(nnx.Module):
@@ -100,17 +106,49 @@ class Transformer(nnx.Module):
     def __call__(
         self,
         tokens_bt: Int[Array, "b t"],
+        position_bt: Int[Array, "b t"],
         placement: Placement,
         layout: Layout,
         noise: Noise | None = None,
     ) -> tuple[Float[Array, "b t d"], LayerSums]:
         """Final hidden states in the compute dtype, and the sums of all MoE layers with
         leading dims [layer, device]."""
+        is_separate = self.cfg.data.documents == "separate"
+        sight = Sight.of_windows(position_bt, self.cfg.model, is_separate)
+        hidden_btd, sums, _ = self._run(tokens_bt, sight, placement, layout, noise)
+        return hidden_btd, sums
+
+    def extend(
+        self,
+        tokens_bt: Int[Array, "b t"],
+        position_bt: Int[Array, "b t"],
+        placement: Placement,
+        layout: Layout,
+        cache: Cache,
+    ) -> tuple[Float[Array, "b t d"], Cache]:
+        """Final hidden states of tokens that follow those in the cache, which must have
+        room for them, and the cache with them in it."""
+        sight, document_bu = Sight.of_cache(position_bt, self.cfg.model, cache)
+        memory = Memory(cache.key_lbugi, cache.value_lbugi, jnp.int32(0))
+        hidden_btd, _, memory = self._run(
+            tokens_bt, sight, placement, layout, memory=memory
+        )
+        cache = Cache(
+            key_lbugi=memory.key_lbugi,
+            value_lbugi=memory.value_lbugi,
+            document_bu=document_bu,
+            num_tokens=cache.num_tokens + tokens_bt.shape[1],
+        )
+        return hidden_btd, cache
+
+    def _run(self, tokens_bt, sight, placement, layout, noise=None, memory=None):
+        """Hidden states, sums of the MoE layers, memory after the last layer."""
         model, moe = self.cfg.model, self.cfg.moe
         embed_vd = gathered(self.embed_vd, self.mesh, jnp.dtype(model.compute_dtype))
         x_btd = batch_sharded(embed_vd[tokens_bt], self.mesh)
         if self.prefix is not None:
-            x_btd, _ = _scan(self.prefix, x_btd, None, model, lambda _: ())
+            none = (None, lambda _: ())
+            x_btd, memory, _ = _scan(self.prefix, x_btd, sight, memory, none, model)
 
         def route_args(per_layer):
             slot_e, chance_e, key = per_layer
@@ -128,9 +166,9 @@ class Transformer(nnx.Module):
         keys_l = None
         if noise is not None and (noise.jitter or chance_le is not None):
             keys_l = jax.random.split(noise.key, model.num_moe_layers)
-        per_layer = (placement.expert_to_slot_le, chance_le, keys_l)
-        x_btd, sums = _scan(self.cycles, x_btd, per_layer, model, route_args)
-        return self.norm(x_btd), sums
+        routing = (placement.expert_to_slot_le, chance_le, keys_l), route_args
+        x_btd, memory, sums = _scan(self.cycles, x_btd, sight, memory, routing, model)
+        return self.norm(x_btd), sums, memory
 
     def head(self) -> Float[Array, "v d"]:
         """The output embedding, whole, in the compute dtype."""
@@ -146,16 +184,24 @@ def _stack(make, count: int, rngs: nnx.Rngs) -> nnx.Module | None:
     return nnx.vmap(lambda key: make(rngs=nnx.Rngs(params=key)))(keys)
 
 
-def _scan(stack: nnx.Module, x_btd, per_layer, model: Model, route_args):
-    """Run stacked modules one after the other; their second outputs come stacked."""
-    graph, params = nnx.split(stack)
+def _scan(stack: nnx.Module, x_btd, sight, memory, routing, model: Model):
+    """Run stacked modules one after the other: x, memory, and their sums stacked.
 
-    def body(x_btd, layer):
+    `routing` is what differs between layers, and what makes of it the arguments of one.
+    """
+    graph, params = nnx.split(stack)
+    per_layer, route_args = routing
+
+    def body(carry, layer):
+        x_btd, memory = carry
         params, per_layer = layer
-        return nnx.merge(graph, params)(x_btd, route_args(per_layer))
+        block = nnx.merge(graph, params)
+        x_btd, sums, memory = block(x_btd, sight, route_args(per_layer), memory)
+        return (x_btd, memory), sums
 
     if model.remat != "none":
         names = (ROUTES, ROWS) if model.remat == "dispatch" else (ROUTES,)
         policy = jax.checkpoint_policies.save_only_these_names(*names)
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-    return jax.lax.scan(body, x_btd, (params, per_layer))
+    (x_btd, memory), sums = jax.lax.scan(body, (x_btd, memory), (params, per_layer))
+    return x_btd, memory, sums

@@ -67,6 +67,7 @@ class Receipt:
     incoming_w: Int[Array, " w"]
 
 
+@jax.named_scope("manifest")
 def manifest(slot_nk: Int[Array, "n k"], layout: Layout, axis: str) -> Manifest:
     """Sort this device's choices by slot and tell the others how many there are.
 
@@ -118,6 +119,7 @@ def fullest_pair(sent: Manifest, layout: Layout) -> Int[Array, ""]:
     return jnp.max(jnp.sum(pair_ww, axis=-1))
 
 
+@jax.named_scope("dispatch")
 def dispatch(
     x_nd: Float[Array, "n d"], sent: Manifest, window: Window, layout: Layout, axis: str
 ) -> tuple[Float[Array, "m d"], Int[Array, " s"], Receipt]:
@@ -136,6 +138,7 @@ def dispatch(
     )
 
 
+@jax.named_scope("combine")
 def combine(
     y_md: Float[Array, "m d"],
     gate_nk: Float[Array, "n k"],

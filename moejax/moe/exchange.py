@@ -66,6 +66,7 @@ def later_rounds(window, layout: Layout, x_nd, gate_nk, weights, sent: Manifest)
     backward loop starts from: no second accumulator exists, and none is added.
     """
 
+    @jax.named_scope("later_rounds")
     def body(r, out_nd):
         return out_nd + window(_later(layout, r), x_nd, gate_nk, weights, sent)
 
@@ -88,6 +89,7 @@ def _backward(window, layout, saved, cotangents):
     *operands, sent = saved
     d_out_nd, *d_operands = cotangents
 
+    @jax.named_scope("later_rounds")
     def body(r, sums):
         def again(*operands):
             return window(_later(layout, r), *operands, sent)

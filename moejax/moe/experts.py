@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from moejax.kernels.grouped_dot import grouped_dot
 
 
+@jax.named_scope("experts")
 def swiglu(
     x_md: Float[Array, "m d"],
     rows_s: Int[Array, " s"],

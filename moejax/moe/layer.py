@@ -144,6 +144,7 @@ def _body(
     return y_nd.reshape(b, t, d).astype(x_btd.dtype), sums
 
 
+@jax.named_scope("slots")
 def slots(weights: dict[str, Array], x_nd: Array, mesh: Mesh) -> dict[str, Array]:
     """This device's slots in the dtype of x: its own experts, whole, gate beside up.
 

@@ -18,6 +18,7 @@ ROUTES = "routes"
 it is recomputed is a wrong gradient, so ids are named before anything reads them."""
 
 
+@jax.named_scope("route")
 def route(
     x_nd: Float[Array, "n d"],
     router_de: Float[Array, "d e"],

@@ -1,0 +1,116 @@
+"""One table of coloured cells, as HTML for notebooks and as text for terminals.
+
+Colours are translucent and text keeps the colour of the page, so that light and dark
+themes both read well. Styles are inline: notebooks drop style sheets of strangers.
+"""
+
+import dataclasses
+import html
+import itertools
+
+PALETTE = (
+    (230, 159, 0),
+    (86, 180, 233),
+    (0, 158, 115),
+    (240, 228, 66),
+    (0, 114, 178),
+    (213, 94, 0),
+    (204, 121, 167),
+)
+"""Okabe and Ito's colours, which differ for every kind of colour vision."""
+MAX_TEXT_COLUMNS = 24
+_CELL = "padding:2px 5px;border:1px solid #8888;text-align:center"
+_HATCH = "background:repeating-linear-gradient(45deg,#8886 0 2px,transparent 2px 6px)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One field; `hint` shows under the mouse, `span` counts the columns it covers."""
+
+    text: str = ""
+    colour: str = ""
+    hint: str = ""
+    span: int = 1
+    is_head: bool = False
+    is_hatched: bool = False
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class View:
+    """What a notebook shows as a table, and a terminal as lines."""
+
+    title: str
+    rows: tuple[tuple[Cell, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f'<tr style="background:none">{"".join(map(_cell_html, row))}</tr>'
+            for row in self.rows
+        )
+        notes = "".join(
+            f'<div style="font-size:90%;opacity:.8">{html.escape(note)}</div>'
+            for note in self.notes
+        )
+        return (
+            f'<div style="overflow-x:auto"><div><b>{html.escape(self.title)}</b></div>'
+            '<table style="border-collapse:collapse;margin:4px 0;table-layout:auto">'
+            f"<tbody>{rows}</tbody></table>{notes}</div>"
+        )
+
+    def __repr__(self) -> str:
+        num_columns = max((sum(c.span for c in row) for row in self.rows), default=0)
+        width_q = [0] * num_columns
+        for cell, first in _placed(self.rows):
+            if cell.span == 1:
+                width_q[first] = max(width_q[first], len(cell.text))
+        for cell, first in _placed(self.rows):
+            spanned = slice(first, first + cell.span)
+            missing = len(cell.text) - sum(width_q[spanned]) - (cell.span - 1)
+            width_q[first] += max(missing, 0)
+        lines = [_line(row, width_q) for row in self.rows]
+        return "\n".join([self.title, *lines, *self.notes])
+
+
+def tint(rgb: tuple[int, int, int], strength: float) -> str:
+    """CSS of a colour that lets the page shine through; strength 0 to 1."""
+    return f"rgba({rgb[0]},{rgb[1]},{rgb[2]},{strength:.2f})"
+
+
+def hue(index: int) -> str:
+    """One of many colours: neighbours by index lie far apart on the wheel."""
+    return f"hsla({round(index * 222.5) % 360},75%,50%,.4)"
+
+
+def head(text: str, span: int = 1, colour: str = "") -> Cell:
+    return Cell(text, colour, span=span, is_head=True)
+
+
+def _cell_html(cell: Cell) -> str:
+    tag = "th" if cell.is_head else "td"
+    span = f' colspan="{cell.span}"' if cell.span > 1 else ""
+    hint = f' title="{html.escape(cell.hint)}"' if cell.hint else ""
+    fill = f";background:{cell.colour}" if cell.colour else ""
+    fill = f";{_HATCH}" if cell.is_hatched else fill
+    text = html.escape(cell.text)
+    return f'<{tag}{span}{hint} style="{_CELL}{fill}">{text}</{tag}>'
+
+
+def _placed(rows):
+    """Every cell and the column where it begins."""
+    for row in rows:
+        firsts = itertools.accumulate((cell.span for cell in row), initial=0)
+        yield from zip(row, firsts)
+
+
+def _line(row: tuple[Cell, ...], width_q: list[int]) -> str:
+    """A row in columns of these widths; the last says when more would not fit."""
+    words = []
+    for cell, first in _placed([row]):
+        if first >= MAX_TEXT_COLUMNS:
+            words.append("..")
+            break
+        last = first + cell.span
+        width = sum(width_q[first:last]) + cell.span - 1
+        words.append(f"{cell.text or '-' * cell.is_hatched:>{width}}")
+    return " ".join(words).rstrip()

@@ -1,0 +1,41 @@
+"""Small corpora for tests: made of arrays, or written as files."""
+
+import numpy as np
+
+from train.data.corpus import Corpus, Source
+from train.data.indexed import Indexed
+from train.data.indexed_writer import IndexedWriter
+from train.data.lines import split
+from train.data.tokenizer import load_tokenizer
+
+
+def random_documents(seed, num_documents, longest=9, largest=250):
+    """Ids of documents that begin with 0, the separator; some have nothing else."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(0, longest, num_documents)
+    return [np.append(0, rng.integers(1, largest, size)) for size in sizes]
+
+
+def file_of(documents, path=None, dtype=np.uint16):
+    """As a reader gives them."""
+    token_b = np.concatenate(documents).astype(dtype)
+    sizes = np.array([document.size for document in documents])
+    return Indexed(path, token_b, np.cumsum(sizes) - sizes)
+
+
+def write_bin(path, documents, dtype=np.uint16):
+    indexed = file_of(documents)
+    writer = IndexedWriter(path, np.dtype(dtype))
+    writer.append(indexed.token_b, indexed.start_d)
+    return writer.finish().path
+
+
+def corpus_of(*parts, held_out_every, weights=None):
+    """A corpus of sources, each a list of files, each a list of documents."""
+    sources = []
+    for i, files in enumerate(parts):
+        lines = split([file_of(documents) for documents in files], held_out_every)
+        sources.append(Source(f"part{i}", f"{i}" * 64, *lines, 255))
+    weights = weights or [source.train.num_tokens for source in sources]
+    shares = tuple(weight / sum(weights) for weight in weights)
+    return Corpus(tuple(sources), shares, load_tokenizer("bytes"))

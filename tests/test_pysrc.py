@@ -1,0 +1,166 @@
+"""pysrc: its text, its order, its windows, and what a changed package is answered."""
+
+import hashlib
+import logging
+from importlib import metadata
+
+import numpy as np
+import pytest
+
+from moejax.config import Data
+from train import data
+from train.data import pysrc
+from train.data.lines import read_positions, read_tokens
+
+SHA = "a83660757e7b4b65f233f5fdaabaeb449d48bbf6ead37e3de28fc4297f1a996e"
+SMALL = Data(seq_len=16, held_out_every=2)
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return data.load_corpus(Data(), 256)
+
+
+def text_of(line):
+    return read_tokens(line, [0], line.num_tokens)[0].astype(np.uint8).tobytes()
+
+
+def sides(corpus):
+    (source,) = corpus.sources
+    return text_of(source.train), text_of(source.held_out)
+
+
+def make_package(folder, name, version, files):
+    """A distribution as an installer leaves it, RECORD and all, with a stray file."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(text)
+    (info / "RECORD").write_text("".join(f"{path},,\n" for path in files))
+    (folder / name / "stray.py").write_text("not in RECORD")
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Two small packages in place of those of pysrc; returns their folder."""
+    pad = b"\n" * 40
+    alpha = {"alpha/b.py": b"b = 2" + pad, "alpha/a.py": b"a = 1" + pad}
+    beta = {"beta/__init__.py": b"", "beta/c.py": b"b = 2" + pad, "beta/c.pyc": b"\0"}
+    make_package(tmp_path, "alpha", "1.0", alpha)
+    make_package(tmp_path, "beta", "2.0", beta)
+    monkeypatch.syspath_prepend(tmp_path)
+    sha = {
+        name: pysrc.sha256_of(
+            {p: t for p, t in sorted(files.items()) if p.endswith(".py")}
+        )
+        for name, files in {"alpha": alpha, "beta": beta}.items()
+    }
+    pinned = {"alpha": ("1.0", sha["alpha"]), "beta": ("2.0", sha["beta"])}
+    monkeypatch.setattr(pysrc, "PINNED", pinned)
+    return tmp_path
+
+
+def test_pysrc_is_the_documented_text(corpus):
+    assert (corpus.name, corpus.sha256) == ("pysrc", SHA)
+    assert corpus.num_train_tokens == 20_267_678
+    assert corpus.num_held_out_tokens == 336_938
+    train, held_out = (hashlib.sha256(text).hexdigest()[:16] for text in sides(corpus))
+    assert (train, held_out) == ("817b789493fb0208", "3c95227627f52498")
+
+
+def test_pinned_versions_are_those_of_the_constraints(repo):
+    lines = (repo / "constraints.txt").read_text().splitlines()
+    assert {f"{p}=={version}" for p, (version, _) in pysrc.PINNED.items()} <= set(lines)
+
+
+def test_every_document_is_on_one_side_once(corpus):
+    train, held_out = (text.removesuffix(b"\0").split(b"\0") for text in sides(corpus))
+    listed = (f for package in pysrc.PINNED for f in metadata.files(package))
+    installed = {f.locate().read_bytes() for f in listed if f.name.endswith(".py")}
+    assert len(train) + len(held_out) == len(installed - {b""})
+    assert {*train, *held_out} == installed - {b""}
+    assert len(held_out) == (len(train) + len(held_out)) // Data().held_out_every
+
+
+def test_order_is_by_path_and_listed_distinct_sources_are_kept(packages):
+    train, held_out = sides(data.load_corpus(SMALL, 256))
+    assert train == b"a = 1" + b"\n" * 40 + b"\0"
+    assert held_out == b"b = 2" + b"\n" * 40 + b"\0"
+
+
+@pytest.mark.parametrize("package", ["alpha", "beta"])
+def test_a_changed_package_is_named(packages, package):
+    path = next((packages / package).glob("[bc].py"))
+    path.write_bytes(path.read_bytes() + b"\n")
+    with pytest.raises(
+        ValueError, match=rf"\.py files of {package}==\S+ are not.*rein"
+    ):
+        data.load_corpus(SMALL, 256)
+
+
+def test_a_missing_source_is_a_change(packages):
+    (packages / "alpha" / "a.py").unlink()
+    with pytest.raises(ValueError, match=r"files of alpha==1\.0 are not those of the"):
+        data.load_corpus(SMALL, 256)
+
+
+def test_a_package_that_lists_no_sources_is_named(packages):
+    (packages / "beta-2.0.dist-info" / "RECORD").unlink()
+    with pytest.raises(
+        ValueError, match=r"beta lists no \.py files .*: reinstall beta"
+    ):
+        data.load_corpus(SMALL, 256)
+
+
+def test_another_version_is_one_warning_and_another_sha(packages, monkeypatch, caplog):
+    expected = data.load_corpus(SMALL, 256)
+    assert not caplog.records
+    (packages / "alpha" / "a.py").write_bytes(b"a = 3" + b"\n" * 40)
+    pinned = pysrc.PINNED | {"alpha": ("0.9", pysrc.PINNED["alpha"][1])}
+    monkeypatch.setattr(pysrc, "PINNED", pinned)
+    with caplog.at_level(logging.WARNING):
+        corpus = data.load_corpus(SMALL, 256)
+    (record,) = caplog.records
+    assert record.getMessage().endswith(": alpha is 1.0, not 0.9")
+    assert "\n" not in record.getMessage()
+    assert corpus.sha256 != expected.sha256
+
+
+def test_a_nul_in_a_source_is_refused(packages, monkeypatch):
+    (packages / "alpha" / "a.py").write_bytes(b"\0")
+    sha = pysrc.sha256_of(pysrc.read_package("alpha"))
+    monkeypatch.setattr(pysrc, "PINNED", pysrc.PINNED | {"alpha": ("1.0", sha)})
+    with pytest.raises(AssertionError, match="0x00"):
+        data.load_corpus(SMALL, 256)
+
+
+def test_0x00_starts_a_document(corpus):
+    """Positions by a walk over the first 100000 bytes."""
+    line = corpus.sources[0].train
+    expected, since = [], -1
+    for token in text_of(line)[:100_000]:
+        since = 0 if token == 0 else since + 1
+        expected.append(since)
+    assert expected.count(0) > 5
+    assert read_positions(line, [0], 100_000)[0].tolist() == expected
+
+
+def test_windows_stay_where_they_are(corpus):
+    """A new version of a library that reshuffles would change resumed runs."""
+    batches = data.TrainBatches(corpus, Data(), batch_size=4)
+    rows_bt = np.concatenate(
+        [batches.rows(step, 0, 4).token_bt for step in (0, 30_000)]
+    )
+    text_b = np.frombuffer(sides(corpus)[0], np.uint8)
+    starts = [9_314_673, 20_248_177, 4_313_713, 7_882_097]
+    expected_bt = [text_b[start : start + 257] for start in starts]
+    np.testing.assert_array_equal(rows_bt[:4], expected_bt)
+    digest = hashlib.sha256(rows_bt.astype("<i4").tobytes()).hexdigest()
+    assert digest == "21a1e8745e7cb970d7076478242241b7d6ee874f293855fe4ce2d737dc771b4d"
+
+
+def test_another_separator_is_refused():
+    with pytest.raises(ValueError, match=r"'pysrc' is bytes with 0x00 .* separator 1:"):
+        data.load_corpus(Data(separator=1), 256)

@@ -1,0 +1,166 @@
+"""Turn text, JSONL and parquet files into token shards, once.
+
+    python tools/prepare.py 'texts/*.jsonl' --out shards --tokenizer tokenizer.json \\
+        --workers 8
+
+Name the folder as Data.corpus. Exit codes: 0 done, 2 bad input, 3 the disk did not take
+what was written or a worker died, 130 interrupted; only 0 leaves a folder.
+"""
+
+import argparse
+import pathlib
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+if __name__ == "__main__":  # this folder would offer its prepare.py to all
+    sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
+
+import rich.progress as bars
+from rich.console import Console
+
+from train.data.encoding import Recipe
+from train.data.prepared import prepare
+from train.data.shards import Progress
+from train.ending import DONE, emit, guarded
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    return guarded(lambda: work(args), as_json=args.json)
+
+
+def work(args: argparse.Namespace) -> int:
+    start_sec = time.monotonic()
+    recipe = Recipe(
+        args.tokenizer,
+        int(args.separator) if is_number(args.separator) else args.separator,
+        args.text_key,
+        args.max_bad_records,
+    )
+    with watched() as show:
+        manifest = prepare(
+            args.files, args.out, recipe, args.workers, show, args.overwrite
+        )
+    report(manifest, args, time.monotonic() - start_sec)
+    return DONE
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("files", nargs="+", help="paths and globs; read in this order")
+    add("--out", required=True, help="folder to make; its parents are made too")
+    add("--tokenizer", default="bytes", help="'bytes', or a tokenizer.json")
+    add("--separator", help="token or id that starts a document; see Data.separator")
+    add("--text_key", default="text", help="field or column of the text")
+    add("--workers", type=positive, default=1, help="processes that read and encode")
+    add("--max_bad_records", type=int, default=100, help="more than so many stop")
+    add("--overwrite", action="store_true", help="replace the folder of an earlier run")
+    add("--json", action="store_true", help="end with one JSON object on the last line")
+    return parser.parse_args(argv)
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def is_number(text: str | None) -> bool:
+    return text is not None and text.isdecimal() and text.isascii()
+
+
+def report(manifest: dict[str, Any], args: argparse.Namespace, wall_sec: float) -> None:
+    """What has been made, and at what cost."""
+    own, children = map(
+        resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    cpu_sec = own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+    num_bytes = sum(source["num_bytes"] for source in manifest["sources"])
+    for bad in manifest["bad_records"][:10]:
+        print(f"skipped {bad}")
+    print(
+        f"{args.out}: {manifest['num_documents']:,} documents, "
+        f"{manifest['num_tokens']:,} tokens in {len(manifest['shards'])} shards; "
+        f"{manifest['num_empty']:,} empty, {manifest['num_bad']:,} bad; "
+        f"{num_bytes / 1e6 / wall_sec:,.1f} MB/s, {wall_sec:,.1f} s"
+    )
+    emit(
+        {key: value for key, value in manifest.items() if key.startswith("num_")}
+        | {
+            "out": str(args.out),
+            "num_shards": len(manifest["shards"]),
+            "num_bytes": num_bytes,
+            "num_workers": args.workers,
+            "wall_sec": wall_sec,
+            "cpu_sec": cpu_sec,
+            "peak_rss_mib": own.ru_maxrss / 1024,
+            "worker_peak_rss_mib": children.ru_maxrss / 1024,
+            "exit_code": DONE,
+        },
+        args.json,
+    )
+
+
+@contextmanager
+def watched() -> Iterator[Callable[[Progress], None]]:
+    """A bar on a terminal, a line now and then elsewhere."""
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    start_sec = time.monotonic()
+    if not console.is_terminal:
+        yield lines(start_sec)
+        return
+    with bars.Progress(
+        bars.DownloadColumn(),
+        bars.BarColumn(bar_width=24),
+        bars.TextColumn("{task.fields[text]}"),
+        bars.TextColumn("ETA"),
+        bars.TimeRemainingColumn(),
+        console=console,
+    ) as bar:
+        task = bar.add_task("", total=None, text="")
+
+        def show(now: Progress) -> None:
+            text = counts(now, time.monotonic() - start_sec)
+            bar.update(task, total=now.total_bytes, completed=now.num_bytes, text=text)
+
+        yield show
+
+
+def lines(start_sec: float) -> Callable[[Progress], None]:
+    last_sec = start_sec
+
+    def show(now: Progress) -> None:
+        nonlocal last_sec
+        now_sec = time.monotonic()
+        if now_sec - last_sec < SECONDS_BETWEEN_LINES:
+            return
+        last_sec, taken_sec = now_sec, now_sec - start_sec
+        done = now.num_bytes / max(1, now.total_bytes)
+        eta = f"{taken_sec / done - taken_sec:,.0f} s" if done else "unknown"
+        print(
+            f"{now.num_bytes / 1e6:,.0f} of {now.total_bytes / 1e6:,.0f} MB  "
+            f"{counts(now, taken_sec)}  ETA {eta}",
+            flush=True,
+        )
+
+    return show
+
+
+def counts(now: Progress, taken_sec: float) -> str:
+    bad = f"  {now.num_bad:,} bad" if now.num_bad else ""
+    rate = now.num_tokens / max(taken_sec, 1e-9)
+    return f"{now.num_documents:,} docs  {rate:,.0f} tok/s{bad}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Where the time of a profile went: a table, for a first look without a browser.
+
+    python tools/read_profile.py RUN_DIR/profile/step-10-13 [--json]
+
+kind    what an op does: all_to_all, other collectives, dot, while, gather, ..
+part    where in our code it stems from: dispatch, experts, combine, .. (op_names)
+busy    milliseconds per device and step in ops of this row, less the ops within them
+waits   how much of it was seen to be waiting for other devices (simulated ones only)
+"""
+
+import argparse
+import collections
+import gzip
+import json
+import pathlib
+import re
+import sys
+import zlib
+from collections.abc import Iterator
+
+sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
+
+from train.ending import BAD_INPUT, refuse  # noqa: E402
+
+PARTS = ["later_rounds", "route", "manifest", "slots", "dispatch", "experts"]
+PARTS += ["combine", "attention", "dense", "gathered", "loss", "optimizer"]
+KINDS = {
+    "all_to_all": r"all[-_]to[-_]all|SendRecv",
+    "all_gather": r"all[-_]?gather",
+    "reduce_scatter": r"reduce[-_]?scatter",
+    "all_reduce": r"all[-_]?reduce|psum",
+    "permute": r"collective[-_]permute",
+    "dot": r"\bdot|ynn_fusion|gemm|matmul|cutlass|nvjet",
+    "sort": r"\bsort",
+    "while": r"^while|^conditional",
+    "gather": r"gather|scatter",
+    "copy": r"copy|memcpy|memset|transpose|concatenate|\bpad|slice",
+    "fusion": r"fusion|^wrapped|^call",
+}
+WAITS = re.compile(r"Rendezvous|Wait\b")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("trace", type=pathlib.Path, help="a folder or .json.gz file")
+    parser.add_argument("--json", action="store_true", help="end with a JSON object")
+    args = parser.parse_args(argv)
+    try:
+        record = summary(*read(args.trace))
+    except (ValueError, OSError) as error:
+        return refuse(error, BAD_INPUT, args.json)
+    show(record)
+    if args.json:
+        print(json.dumps(record))
+    return 0
+
+
+def read(path: pathlib.Path) -> tuple[list[dict], dict[str, str]]:
+    """Events of a trace, and the names of its ops; ValueError for what is no trace."""
+    found = sorted(path.rglob("perfetto_trace.json.gz")) if path.is_dir() else [path]
+    if len(found) != 1:
+        folders = ", ".join(str(trace.parent) for trace in found) or "none"
+        raise ValueError(f"{path} must hold one trace, name one of: {folders}")
+    names = found[0].with_name("op_names.json.gz")
+    try:
+        events = json.loads(gzip.decompress(found[0].read_bytes()))["traceEvents"]
+        text = gzip.decompress(names.read_bytes()) if names.is_file() else b"{}"
+        return [e for e in events if isinstance(e, dict)], dict(json.loads(text))
+    except (ValueError, KeyError, TypeError, EOFError, zlib.error) as fault:
+        raise ValueError(
+            f"{found[0]} is no trace of --profile_steps ({fault}): name one"
+        ) from fault
+
+
+def summary(events: list[dict], op_names: dict[str, str]) -> dict:
+    """Milliseconds per device and step by kind and by part, the longest first."""
+    spans = [span for span in events if span.get("ph") == "X" and "dur" in span]
+    steps = [span for span in spans if span["name"] == "train_step"]
+    sums = collections.defaultdict(lambda: [0.0, 0.0, 0])
+    devices, end_usec = set(), 0.0
+    for span, busy_usec, waits_usec in self_times(spans):
+        op = span["args"]["hlo_op"]
+        path = op_names.get(op, "")
+        devices.add((span["pid"], span["args"].get("device_ordinal")))
+        end_usec = max(end_usec, span["ts"] + span["dur"])
+        kind, part = kind_of(f"{op} {span['name']}"), part_of(path)
+        for row in (sums["kinds", kind], sums["parts", part]):
+            row[:] = row[0] + busy_usec, row[1] + waits_usec, row[2] + 1
+    if not steps or not devices:
+        raise ValueError(
+            f"the trace has {len(steps)} spans 'train_step' and ops of {len(devices)} "
+            "devices: take one with --profile_steps"
+        )
+    record: dict = {
+        "num_steps": len(steps),
+        "num_devices": len(devices),
+        "step_msec": (end_usec - min(s["ts"] for s in steps)) / 1e3 / len(steps),
+        "dispatch_msec": sum(step["dur"] for step in steps) / 1e3 / len(steps),
+        "kinds": {},
+        "parts": {},
+    }
+    share = 1 / (len(steps) * len(devices))
+    for (group, name), row in sorted(sums.items(), key=lambda item: -item[1][0]):
+        scaled = (row[0] * share / 1e3, row[1] * share / 1e3, row[2] * share)
+        record[group][name] = dict(zip(("busy_msec", "waits_msec", "num_ops"), scaled))
+    return record
+
+
+def self_times(spans: list[dict]) -> Iterator[tuple[dict, float, float]]:
+    """Of each op: its span, time outside ops within it, and of that in waits; usec."""
+    ops: list = []
+    open_spans: dict = collections.defaultdict(list)
+    for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
+        thread = open_spans[span.get("pid"), span.get("tid")]
+        while thread and thread[-1][0] <= span["ts"]:
+            thread.pop()
+        _, inside, is_waiting = thread[-1] if thread else (0, None, False)
+        if "hlo_op" in span.get("args", {}):
+            if inside is not None:
+                inside[1] -= span["dur"]
+            inside, is_waiting = [span, span["dur"], 0.0], False
+            ops.append(inside)
+        elif inside is not None and not is_waiting and WAITS.match(span["name"]):
+            inside[2] += span["dur"]
+            is_waiting = True
+        thread.append((span["ts"] + span["dur"], inside, is_waiting))
+    return map(tuple, ops)
+
+
+def kind_of(text: str) -> str:
+    found = (kind for kind, regex in KINDS.items() if re.search(regex, text, re.I))
+    return next(found, "other")
+
+
+def part_of(path: str) -> str:
+    """'jit(f)/later_rounds/jvp(experts)/dot' is 'later_rounds experts'. A collective
+    that XLA put in for a parameter has the parameter's name."""
+    if path.startswith("state."):
+        return "gathered"
+    words = re.findall(r"\w+", path)
+    return " ".join([part for part in PARTS if part in words][:2]) or "other"
+
+
+def show(record: dict) -> None:
+    head = "{num_steps} steps of {step_msec:.1f} ms on {num_devices} devices; the host"
+    print((head + " dispatched each in {dispatch_msec:.1f} ms").format(**record))
+    for group in ("kinds", "parts"):
+        total = sum(row["busy_msec"] for row in record[group].values()) or 1.0
+        print(f"\n{group[:-1]:22} busy ms  waits ms  share    ops")
+        for name, row in record[group].items():
+            busy, waits, count = row.values()
+            print(
+                f"{name:22} {busy:7.2f}  {waits:8.2f} {busy / total:6.1%} {count:6.0f}"
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

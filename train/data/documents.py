@@ -1,0 +1,245 @@
+"""Documents of text, JSONL and parquet files, read as a stream in constant memory.
+
+    file               a document is          a piece is                  located as
+    .txt and others    the file               the file                    file
+    .jsonl, .ndjson    `text_key` of a line   lines that start in a       file:line
+                                              range of bytes
+    .parquet           `text_key` of a row    a row group                 file:row
+    .txt.gz, .jsonl.gz as without .gz         the file
+
+Lines and rows count from 1. A file is cut into pieces by its contents alone, and each
+piece is read by itself: any number of workers sees the same documents. A record that
+cannot be read is an event like any other, and the reader goes on behind it.
+"""
+
+import codecs
+import dataclasses
+import glob
+import gzip
+import os
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+MAX_RECORD_BYTES = 16 * 2**20
+"""A longer line or row is a bad record: it is skipped without being held."""
+PIECE_BYTES = 4 * 2**20
+BLOCK_CHARS = 2**18
+"""Longest text that is given to a tokenizer in one go: an encoding takes some 100 bytes
+a token."""
+READ_BYTES = 2**20
+DAMAGED_GZIP = (gzip.BadGzipFile, EOFError, zlib.error)
+
+Kind = Literal["text", "jsonl", "parquet"]
+_NO_STREAMS = {
+    ".npy": "holds tokens, no text: name it as Data.corpus as it is",
+    ".bin": "holds tokens, no text: name it as Data.corpus as it is",
+    ".idx": "is the index of a .bin of tokens: name the .bin as Data.corpus",
+} | dict.fromkeys(
+    (".zst", ".xz", ".bz2", ".zip", ".tar", ".7z"),
+    "is compressed in a way that is not read: unpack it, or use .gz",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a file: a range of its bytes, or of its row groups."""
+
+    path: Path
+    kind: Kind
+    start: int
+    stop: int
+    num_bytes: int
+    ends_file: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Text:
+    """A document, or the next part of the document that has begun."""
+
+    text: str
+    begins: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bad:
+    """A record that was skipped: its number in the piece, or None for all of a file."""
+
+    record: int | None
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class End:
+    """The piece is over and held so many lines or rows."""
+
+    num_records: int
+
+
+Event = Text | Bad | End
+
+
+def expand(patterns: Iterable[str | Path]) -> list[Path]:
+    """Files that paths and globs name, each once.
+
+    In the order given, those of a glob sorted. A path that exists is
+    itself, whatever brackets it has. Raises ValueError for what names no file.
+    """
+    paths = [path for pattern in patterns for path in _expand(str(pattern))]
+    for path in paths:
+        if path.is_dir():
+            raise ValueError(f"'{path}' is a directory: name its files, '{path}/*.txt'")
+        if not path.is_file():
+            raise ValueError(f"'{path}' is no file: check the path")
+    return list(dict.fromkeys(paths))
+
+
+def _expand(pattern: str) -> list[Path]:
+    pattern = os.path.expanduser(pattern)
+    if os.path.lexists(pattern) or not glob.has_magic(pattern):
+        return [Path(pattern)]
+    found = sorted(glob.glob(pattern, recursive=True))
+    files = [Path(name) for name in found if not os.path.isdir(name)]
+    if not files:
+        raise ValueError(f"the glob '{pattern}' matches no file: check the path")
+    return files
+
+
+def kind_of(path: Path) -> Kind:
+    """By the extension. Raises ValueError for what holds no stream of text."""
+    suffix, *rest = [suffix.lower() for suffix in reversed(path.suffixes)] or [""]
+    if suffix in _NO_STREAMS:
+        raise ValueError(f"'{path}' {_NO_STREAMS[suffix]}")
+    if suffix == ".gz":
+        suffix = rest[0] if rest else ""
+    elif suffix == ".parquet":
+        return "parquet"
+    return "jsonl" if suffix in (".jsonl", ".ndjson") else "text"
+
+
+def is_packed(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
+
+
+def pieces(path: Path, text_key: str) -> list[Piece]:
+    """The pieces of a file in order; a parquet file's schema is checked.
+
+    Raises ValueError when the file cannot be opened, or is parquet without a column
+    `text_key` of strings.
+    """
+    kind = kind_of(path)
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+    if kind == "parquet":
+        from train.data import parquet
+
+        return parquet.pieces(path, text_key, size)
+    if kind == "text" or is_packed(path):
+        return [Piece(path, kind, 0, sys.maxsize, size, True)]
+    starts = range(0, size, PIECE_BYTES)
+    stops = [min(start + PIECE_BYTES, size) for start in starts]
+    return [Piece(path, kind, a, b, b - a, b == size) for a, b in zip(starts, stops)]
+
+
+def read(piece: Piece, text_key: str, forbidden: str | None) -> Iterator[Event]:
+    """The documents and bad records of a piece in order, then its End.
+
+    A text that holds `forbidden`, the separator of documents, is a bad record. Raises
+    ValueError when the file cannot be read at all.
+    """
+    if piece.kind == "parquet":
+        from train.data import parquet
+
+        events = parquet.read(piece, text_key, forbidden)
+    elif piece.kind == "jsonl":
+        from train.data import jsonl
+
+        events = jsonl.read(piece, text_key, forbidden)
+    else:
+        events = _read_text(piece.path, forbidden)
+    try:
+        yield from events
+    except OSError as fault:
+        raise unreadable(piece.path, fault) from fault
+
+
+def blocks(texts: Iterable[str]) -> Iterator[str]:
+    """The joined texts, cut into blocks of at most BLOCK_CHARS: after a line break if
+    there is one, else before a space. How the texts were cut makes no difference."""
+    held = ""
+    for text in texts:
+        held += text
+        start = 0
+        while len(held) - start > BLOCK_CHARS:
+            stop = _cut(held, start)
+            yield held[start:stop]
+            start = stop
+        held = held[start:]
+    if held:
+        yield held
+
+
+def _cut(text: str, start: int) -> int:
+    limit = start + BLOCK_CHARS
+    after_line = text.rfind("\n", start, limit) + 1
+    before_space = text.rfind(" ", start + 1, limit)
+    return after_line or (before_space if before_space > 0 else limit)
+
+
+def find_fault(text: str, forbidden: str | None) -> str | None:
+    """Why a text cannot be a document, or None."""
+    if forbidden is not None and forbidden in text:
+        return f"the text holds {forbidden!r}, which separates documents"
+    return None
+
+
+def _read_text(path: Path, forbidden: str | None) -> Iterator[Event]:
+    """Read twice, so that a fault at the end is known before the document begins."""
+    fault = _fault_in_file(path, forbidden)
+    if fault is not None:
+        yield Bad(None, fault)
+        yield End(1)
+        return
+    begins = True
+    with opened(path) as file:
+        for text in blocks(_decoded(file)):
+            yield Text(text, begins)
+            begins = False
+    if begins:
+        yield Text("")
+    yield End(1)
+
+
+def _fault_in_file(path: Path, forbidden: str | None) -> str | None:
+    with opened(path) as file:
+        try:
+            faults = (find_fault(text, forbidden) for text in _decoded(file))
+            return next((fault for fault in faults if fault), None)
+        except UnicodeDecodeError as fault:
+            return f"broken UTF-8: {fault.reason}"
+        except DAMAGED_GZIP as fault:
+            return f"damaged gzip data: {fault}"
+
+
+def _decoded(file: BinaryIO) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    while part := file.read(READ_BYTES):
+        yield decoder.decode(part)
+    yield decoder.decode(b"", True)
+
+
+def opened(path: Path) -> BinaryIO:
+    """The file's bytes, unpacked. Raises ValueError when it cannot be opened."""
+    try:
+        return gzip.open(path) if is_packed(path) else path.open("rb")
+    except OSError as fault:
+        raise unreadable(path, fault) from fault
+
+
+def unreadable(path: Path, fault: OSError) -> ValueError:
+    return ValueError(
+        f"'{path}' cannot be read: {fault.strerror or fault}: check the path, its "
+        "rights and its disk"
+    )

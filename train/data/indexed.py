@@ -1,0 +1,235 @@
+"""Token ids on disk: Megatron's .bin with its .idx, and 1-D .npy; memory-mapped.
+
+    .bin   the ids of all sequences, one after the other, little-endian
+    .idx   "MMIDIDX\\0\\0"  version u64 = 1  dtype code u8  s u64  d u64, then
+           s lengths int32   s offsets in .bin int64   d bounds of documents int64
+
+s counts sequences, d bounds. A bound is the number of the sequence that a document
+begins with; the last is s. The layout is that of NVIDIA/Megatron-LM,
+megatron/core/datasets/indexed_dataset.py. An index is checked before a token is read.
+"""
+
+import dataclasses
+import hashlib
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from tokenize import TokenError
+
+import numpy as np
+
+DTYPES = {
+    1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64",
+    7: "float32", 8: "uint16",
+}  # fmt: skip
+MAGIC = b"MMIDIDX\0\0"
+HEADER = struct.Struct("<9sQBQQ")
+_READ_BYTES = 2**20
+_BAD_HEADER = (
+    ValueError, SyntaxError, TypeError, OverflowError, RecursionError, TokenError,
+)  # fmt: skip
+"""What numpy raises for a header that it cannot evaluate."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Indexed:
+    """Ids and where documents start in them, ascending, the first at 0; none is empty.
+
+    `token_b` is memory-mapped and as wide as its file. There is at least one token.
+    """
+
+    path: Path
+    token_b: np.ndarray
+    start_d: np.ndarray
+
+
+def open_tokens(path: Path, separator: int | None = None) -> Indexed:
+    """`open_npy` or `open_indexed`, by the extension."""
+    path = Path(path)
+    return open_npy(path, separator) if path.suffix == ".npy" else open_indexed(path)
+
+
+def open_indexed(path: Path) -> Indexed:
+    """A .bin and the .idx beside it; either may be named.
+
+    Raises ValueError, in one line, for files that are missing, damaged, empty or do not
+    fit each other, and for ids that are no integers or not in the order of sequences.
+    """
+    path = Path(path)
+    stem = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    bin_path, idx_path = Path(f"{stem}.bin"), Path(f"{stem}.idx")
+    size = _size(bin_path, "the .bin of ids")
+    _size(idx_path, "the .idx that goes with the .bin")
+    dtype, length_s, offset_s, bound_d = _read_index(idx_path)
+    _check_sequences(bin_path, length_s, offset_s, dtype.itemsize, size)
+    _check_bounds(idx_path, bound_d, length_s.size)
+    if size == 0:
+        raise ValueError(f"'{bin_path}' holds no tokens: leave it out")
+    token_b = np.memmap(bin_path, dtype, "r")
+    start_s = np.append(offset_s // dtype.itemsize, token_b.size)
+    edge_d = start_s[bound_d]
+    has_tokens_d = np.diff(edge_d) > 0
+    return Indexed(bin_path, token_b, edge_d[:-1][has_tokens_d].astype(np.int64))
+
+
+def open_npy(path: Path, separator: int | None) -> Indexed:
+    """A 1-D array of integers; a document starts at each separator, and at 0.
+
+    Without a separator all is one document. Raises ValueError in one line.
+    """
+    path = Path(path)
+    size = _size(path, "the .npy of ids")
+    dtype, shape, offset = _npy_header(path)
+    if dtype.kind not in "iu":
+        raise ValueError(
+            f"'{path}' holds {dtype}, and ids are integers: save it as uint16 or int32"
+        )
+    if len(shape) != 1:
+        raise ValueError(f"'{path}' has the shape {shape}, not one dimension: ravel it")
+    if size != offset + shape[0] * dtype.itemsize:
+        raise ValueError(
+            f"'{path}' has {size} bytes, and its header says "
+            f"{offset + shape[0] * dtype.itemsize}: it is cut short or damaged"
+        )
+    if not shape[0]:
+        raise ValueError(f"'{path}' holds no tokens: leave it out")
+    token_b = np.memmap(path, dtype, "r", offset, shape)
+    starts = [np.zeros(1, np.int64)]
+    if separator is not None:
+        starts += [
+            first + np.flatnonzero(part_b == separator)
+            for first, part_b in _parts(token_b)
+        ]
+    return Indexed(path, token_b, np.unique(np.concatenate(starts)))
+
+
+def scan(path: Path) -> tuple[str, int]:
+    """sha256 of the file, and its largest id, in one pass; of a .bin, with the bytes of
+    its .idx behind its own. Raises ValueError for a negative id."""
+    indexed = open_tokens(path)
+    digest = hashlib.sha256()
+    if indexed.path.suffix == ".npy":
+        with indexed.path.open("rb") as file:
+            digest.update(file.read(indexed.token_b.offset))
+    largest = -1
+    for first, part_b in _parts(indexed.token_b):
+        digest.update(part_b)
+        largest = max(largest, int(part_b.max()))
+        if part_b.dtype.kind == "i" and (low := int(part_b.min())) < 0:
+            at = first + int(np.argmin(part_b))
+            raise ValueError(f"'{path}' has the id {low} at {at}: ids are 0 or more")
+    if indexed.path.suffix == ".bin":
+        _update(digest, indexed.path.with_suffix(".idx"))
+    return digest.hexdigest(), largest
+
+
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    _update(digest, path)
+    return digest.hexdigest()
+
+
+def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header = file.read(HEADER.size)
+    if len(header) < HEADER.size or not header.startswith(MAGIC):
+        raise ValueError(f"'{path}' is no index of Megatron: it has no such header")
+    _, version, code, num_s, num_d = HEADER.unpack(header)
+    if version != 1:
+        raise ValueError(f"'{path}' is of version {version}, and 1 is read: convert it")
+    name = DTYPES.get(code)
+    if name is None or name.startswith("float"):
+        raise ValueError(
+            f"'{path}' has the dtype code {code} ({name or 'unknown'}), and ids are "
+            "integers: 1 to 5 or 8"
+        )
+    expected = HEADER.size + 12 * num_s + 8 * num_d
+    if size != expected:
+        raise ValueError(
+            f"'{path}' has {size} bytes, and for {num_s} sequences and {num_d} bounds "
+            f"it needs {expected}: it is cut short, damaged or not of text"
+        )
+    at = HEADER.size
+    length_s = _mapped(path, "<i4", at, num_s)
+    offset_s = _mapped(path, "<i8", at + 4 * num_s, num_s)
+    bound_d = _mapped(path, "<i8", at + 12 * num_s, num_d)
+    return np.dtype(name).newbyteorder("<"), length_s, offset_s, bound_d
+
+
+def _mapped(path: Path, dtype: str, offset: int, count: int) -> np.ndarray:
+    if not count:
+        return np.zeros(0, dtype)
+    return np.memmap(path, dtype, "r", offset, (count,))
+
+
+def _check_sequences(
+    path: Path, length_s: np.ndarray, offset_s: np.ndarray, itemsize: int, size: int
+) -> None:
+    """That the sequences lie in the .bin one after the other and fill it."""
+    if length_s.size and int(length_s.min()) < 0:
+        raise ValueError(f"the .idx of '{path}' has a negative length: it is damaged")
+    stop_s = np.cumsum(length_s, dtype=np.int64) * itemsize
+    if not np.array_equal(offset_s, stop_s - length_s.astype(np.int64) * itemsize):
+        raise ValueError(
+            f"the sequences in the .idx of '{path}' do not follow one another in the "
+            ".bin: it is damaged, or must be written anew in order"
+        )
+    total = int(stop_s[-1]) if stop_s.size else 0
+    if total != size:
+        raise ValueError(
+            f"'{path}' has {size} bytes, and its .idx says {total}: one of the two is "
+            "cut short or belongs to another file"
+        )
+
+
+def _check_bounds(path: Path, bound_d: np.ndarray, num_sequences: int) -> None:
+    if not bound_d.size or bound_d[0] != 0 or bound_d[-1] != num_sequences:
+        raise ValueError(
+            f"the documents in '{path}' do not reach from sequence 0 to "
+            f"{num_sequences}: it is damaged"
+        )
+    if (np.diff(bound_d) < 0).any():
+        raise ValueError(f"the documents in '{path}' do not ascend: it is damaged")
+
+
+def _npy_header(path: Path) -> tuple[np.dtype, tuple[int, ...], int]:
+    """dtype, shape and where the data begin; never unpickles."""
+    with path.open("rb") as file:
+        try:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0
+            if version != (1, 0):
+                read = np.lib.format.read_array_header_2_0
+            shape, _, dtype = read(file)
+        except _BAD_HEADER as fault:
+            raise ValueError(
+                f"'{path}' has no header of .npy: {' '.join(str(fault).split())[:120]}"
+            ) from fault
+        return dtype, shape, file.tell()
+
+
+def _parts(token_b: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Pieces in memory, and where each begins."""
+    step = _READ_BYTES // token_b.itemsize
+    for first in range(0, token_b.size, step):
+        yield first, np.array(token_b[first : first + step])
+
+
+def _size(path: Path, what: str) -> int:
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(21, "it is a directory")
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_size
+    except OSError as fault:
+        raise ValueError(
+            f"{what}, '{path}', cannot be read: {fault.strerror}: check the path"
+        ) from fault
+
+
+def _update(digest, path: Path) -> None:
+    with path.open("rb") as file:
+        while part := file.read(_READ_BYTES):
+            digest.update(part)
