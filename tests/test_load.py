@@ -68,6 +68,11 @@ def test_every_mesh_has_the_numbers_that_were_saved(saved, params, mesh):
     assert listing(saved) == before
 
 
+def test_a_relative_path_is_a_run_directory(saved, monkeypatch):
+    monkeypatch.chdir(saved.parent)
+    assert load(find(saved.name)).step == load(find(saved)).step
+
+
 def test_a_run_configuration_survives_its_record(saved):
     record = record_of(saved, STEPS[0])["meta"]["config"]
     cfg = config_of(record)

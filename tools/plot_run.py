@@ -217,6 +217,7 @@ def _figure(num_rows: int, x_label: str, y_labels: list[str]):
         ax.set_ylabel(label)
         ax.spines[["top", "right"]].set_visible(False)
     axs[-1, 0].set_xlabel(x_label)
+    axs[-1, 0].xaxis.get_major_locator().set_params(integer=True)
     return figure, axs[:, 0]
 
 

@@ -23,15 +23,15 @@ import orbax.checkpoint as ocp
 from moejax import config
 from train.checkpoint_files import (
     Damaged,
-    differences,
-    read_arrays,
+    arrays_for_all,
     read_record,
+    record_for_all,
     record_sha256,
     steps_in,
 )
 from train.checksum import describe, require_same_arrays
 from train.orbax_quirks import one_line, quiet_orbax, remove_unfinished
-from train.processes import any_of, are_several, of_first
+from train.processes import are_several, of_first
 from train.run_dir import say_loudly
 
 
@@ -134,13 +134,13 @@ class Checkpointer:
         self.wait()
         steps = of_first(lambda: steps_in(self._directory))
         for step in steps:
-            record, damage = of_first(lambda step=step: self._try_record(step))
+            record, damage = record_for_all(self._directory, step)
             state = None
             if record is not None:
                 if check is not None:
                     check(record["meta"])
                 require_same_arrays(record["arrays"], abstract_state)
-                state, damage = self._try_state(step, record, abstract_state)
+                state, damage = arrays_for_all(self._directory, record, abstract_state)
             if state is not None:
                 self._current = step
                 return Restored(step, state, record["meta"])
@@ -182,10 +182,10 @@ class Checkpointer:
         """Says it, removes the remains, and raises when there were too many."""
         reason = one_line(fault)
         if are_several():
+            good = max((s for s in self._eval_loss if s != step), default="none")
             raise CheckpointError(
                 f"SAVE FAILED: checkpoint {step} in {self._directory}: {reason}; the "
-                f"last good one is {max(self._eval_loss, default='none')}: make room, "
-                "and start the run again"
+                f"last good one is {good}: make room, and start the run again"
             ) from fault
         # A manager that has seen an error forgets which steps it still had to delete.
         self._reopen()
@@ -203,25 +203,6 @@ class Checkpointer:
                 "Checkpoint.max_failed_saves"
             ) from fault
         self._say(f"{what}: {reason}; {last}; training goes on")
-
-    def _try_record(self, step: int) -> tuple[dict | None, str]:
-        """The record, or None and what is wrong with it."""
-        try:
-            return read_record(self._directory, step), ""
-        except Damaged as damage:
-            return None, str(damage)
-
-    def _try_state(self, step: int, record: dict, abstract_state):
-        """The state, or None and what is wrong with it, the same on all processes."""
-        state, damage = None, ""
-        try:
-            state = read_arrays(self._directory, step, abstract_state)
-        except Damaged as fault:
-            damage = str(fault)
-        if any_of(state is None):
-            return None, damage or "another process could not read its part"
-        damage = differences(record, state)
-        return (None, damage) if damage else (state, "")
 
     def _set_aside(self, step: int, damage: str) -> None:
         def rename() -> str:

@@ -1,7 +1,7 @@
 """Reading a checkpoint that is on the disk, changing nothing there.
 
-Each process reads for itself, its own shards, and meets no other one: whoever reads in
-several decides with them what to do about damage (train/checkpoint.py).
+Several processes read together, each the shards of its own devices, and agree on what
+is whole. jax is imported when arrays are read.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import json
 import pathlib
 
 from train.orbax_quirks import one_line
+from train.processes import any_of, of_first
 
 
 class Damaged(Exception):
@@ -46,14 +47,42 @@ def newest_meta(directory: pathlib.Path) -> dict | None:
     return None
 
 
-def read_arrays(directory: pathlib.Path, step: int, abstract):
-    """The arrays that `abstract` names, all or a part of them, on its devices.
+def record_for_all(directory: pathlib.Path, step: int) -> tuple[dict | None, str]:
+    """The record as process 0 reads it, or None and what is wrong with it."""
 
-    Raises Damaged.
+    def tried() -> tuple[dict | None, str]:
+        try:
+            return read_record(directory, step), ""
+        except Damaged as damage:
+            return None, str(damage)
+
+    return of_first(tried)
+
+
+def arrays_for_all(directory: pathlib.Path, record: dict, abstract):
+    """The arrays that `abstract` names, all of the record's or a part, on its devices;
+    or None and what is wrong with them, the same on all processes.
+
+    `record` describes those arrays and no others.
     """
+    arrays, damage = None, ""
+    try:
+        arrays = _read_own_part(directory / str(record["step"]) / "state", abstract)
+    except Damaged as fault:
+        damage = str(fault)
+    if any_of(arrays is None):
+        return None, damage or "another process could not read its part"
+    damage = _differences(record, arrays)
+    return (None, damage) if damage else (arrays, "")
+
+
+def _read_own_part(folder: pathlib.Path, abstract):
+    """Without a meeting of processes, as orbax has at the end of a restore: one whose
+    part is damaged would leave the others in it. Raises Damaged."""
     import jax
     import orbax.checkpoint as ocp
 
+    assert folder.is_absolute(), folder
     alone = ocp.options.MultiprocessingOptions(
         primary_host=None, active_processes={jax.process_index()}
     )
@@ -65,14 +94,14 @@ def read_arrays(directory: pathlib.Path, step: int, abstract):
     )
     try:
         with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
-            return reader.restore(directory / str(step) / "state", args=args)
+            return reader.restore(folder, args=args)
     except (jax.errors.JaxRuntimeError, MemoryError):
         raise  # too large for these devices: no reason to call it damaged
     except Exception as fault:
         raise Damaged(one_line(fault)) from fault
 
 
-def differences(record: dict, state) -> str:
+def _differences(record: dict, state) -> str:
     """What in `state` is not what `record` says was saved; empty when all is right."""
     from train.checksum import checksums
 

@@ -15,13 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moejax.config import Config, Mesh
-from train.checkpoint_files import (
-    Damaged,
-    differences,
-    read_arrays,
-    read_record,
-    steps_in,
-)
+from train.checkpoint_files import arrays_for_all, record_for_all, steps_in
 from train.config_names import KINDS, PARTS, check_name, config_of, convert
 from train.identity import FIXED
 from train.run_dir import say_loudly
@@ -68,7 +62,7 @@ def find(
     there is no checkpoint, or none that says what it is, and for a binding that the
     parameters do not allow.
     """
-    directory = pathlib.Path(run_dir) / "checkpoints"
+    directory = pathlib.Path(run_dir).absolute() / "checkpoints"
     there = steps_in(directory) if directory.is_dir() else []
     if not there:
         raise ValueError(
@@ -111,17 +105,16 @@ def load(found: Found, say: Callable[[str], None] = say_loudly) -> Loaded:
     placement = Placement.of_plan(home_plan(cfg))
     placement = jax.device_put(placement, sharding(mesh))
     for step in found.steps:
-        try:
-            record = read_record(found.directory, step)
-            tree = _read(found.directory, record, cfg, mesh)
-        except Damaged as damage:
-            problem = f"checkpoint {step} in {found.directory} is damaged: {damage}"
-            if len(found.steps) == 1:
-                raise ValueError(f"{problem}: use another one") from damage
-            say(problem)
-            continue
-        params, bias = tree["params"], tree["router_bias"]
-        return Loaded(cfg, mesh, params, bias, placement, step, record["meta"])
+        record, damage = record_for_all(found.directory, step)
+        if record is not None:
+            tree, damage = _read(found.directory, record, cfg, mesh)
+            if tree is not None:
+                params, bias = tree["params"], tree["router_bias"]
+                return Loaded(cfg, mesh, params, bias, placement, step, record["meta"])
+        problem = f"checkpoint {step} in {found.directory} is damaged: {damage}"
+        if len(found.steps) == 1:
+            raise ValueError(f"{problem}: use another one")
+        say(problem)
     raise ValueError(
         f"none of the {len(found.steps)} checkpoints in {found.directory} is whole"
     )
@@ -218,8 +211,10 @@ def _on_these_devices(found: Found, devices: "Sequence[jax.Device]") -> Config:
     return dataclasses.replace(cfg, mesh=mesh, model=model, moe=moe, train=train)
 
 
-def _read(directory: pathlib.Path, record: dict, cfg: Config, mesh) -> dict[str, Any]:
-    """Parameters and router bias, verified; raises Damaged."""
+def _read(
+    directory: pathlib.Path, record: dict, cfg: Config, mesh
+) -> tuple[dict[str, Any] | None, str]:
+    """Parameters and router bias, verified; or None, and what is wrong with them."""
     import optax
 
     from train.checksum import require_same_arrays
@@ -230,7 +225,4 @@ def _read(directory: pathlib.Path, record: dict, cfg: Config, mesh) -> dict[str,
     saved = record["arrays"].items()
     saved = {name: array for name, array in saved if name.split("/")[0] in wanted}
     require_same_arrays(saved, wanted)
-    tree = read_arrays(directory, record["step"], wanted)
-    if damage := differences(record | {"arrays": saved}, tree):
-        raise Damaged(damage)
-    return tree
+    return arrays_for_all(directory, record | {"arrays": saved}, wanted)

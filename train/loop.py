@@ -160,7 +160,7 @@ def _steps(run: Run, state: TrainState, bar: Bar):
             state, metrics = run.train_step(state, job.placement, windows)
             reader.put(done, metrics)
         _end_of_profiled(run, reader, done, metrics)
-        is_stopping = run.stop.is_set(done)
+        is_stopping = run.stop.is_set()
         is_eval = done % cfg.train.eval_every_steps == 0 or done == last
         is_save = done % cfg.checkpoint.every_steps == 0 or done == last or is_stopping
         if is_eval or is_save:

@@ -9,6 +9,7 @@ started by tools/launch_local.py, SLURM, Open MPI or Kubernetes (docs/processes.
 """
 
 import argparse
+import os
 import pathlib
 import sys
 
@@ -20,7 +21,7 @@ sys.path[0] = str(
 from moejax.config import Config  # noqa: E402
 from train import gin_config  # noqa: E402
 from train.allocator import restart_with_huge_pages  # noqa: E402
-from train.cluster import Place, add_flags, flags_of  # noqa: E402
+from train.cluster import ATTEMPT, Place, add_flags, flags_of  # noqa: E402
 from train.ending import (  # noqa: E402
     DONE,
     FAILED,
@@ -91,7 +92,9 @@ def run(cfg: Config, args: argparse.Namespace, place: Place | None) -> int:
             emit(dry_run(cfg), args.json)
         return DONE
     job = prepare(cfg)
-    with share(run_directory(cfg, args), fresh=args.fresh) as run_dir:
+    is_first_attempt = os.environ.get(ATTEMPT, "0") == "0"
+    fresh = args.fresh and is_first_attempt  # a restart goes on with what it has done
+    with share(run_directory(cfg, args), fresh=fresh) as run_dir:
         if run_dir.archived:
             print(f"the run that was here is now {run_dir.archived}")
         done = of_first(lambda: finished_summary(run_dir.path, job))

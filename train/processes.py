@@ -125,6 +125,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._num_asked = 0
         self._are_several = are_several()
         if self._are_several:
             signal.signal(
@@ -134,12 +135,15 @@ class Stop:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._set)
 
-    def is_set(self, step: int) -> bool:
-        """To be asked once after each step, with its number."""
+    def is_set(self) -> bool:
+        """To be asked once after each step, by all processes."""
+        self._num_asked += 1
         if self._are_several and self.signal is None:
             from jax.experimental import multihost_utils
 
-            if multihost_utils.reached_preemption_sync_point(step):
+            # JAX counts from 0 in each process: who had a signal before the first
+            # question stops at number 1, and never at the step of a resumed run.
+            if multihost_utils.reached_preemption_sync_point(self._num_asked):
                 self.signal = int(signal.SIGTERM)
         return self.signal is not None
 

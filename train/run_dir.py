@@ -77,10 +77,32 @@ def share(path: str | os.PathLike, *, fresh: bool = False) -> Iterator[RunDir]:
         run_dir = RunDir(pathlib.Path(where), archived and pathlib.Path(archived))
         if not is_first():
             log = run_dir.path / "logs" / f"process-{jax.process_index()}.log"
-            log.parent.mkdir(exist_ok=True)
-            sys.stdout = held.enter_context(log.open("a", buffering=1))
+            sys.stdout = held.enter_context(_Log(log))
             held.callback(setattr, sys, "stdout", sys.__stdout__)
         yield run_dir
+
+
+class _Log(io.TextIOBase):
+    """Text at the end of a file. A full disk costs text, said once, and not the run."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        self._path, self._is_failing = path, False
+        self._file = io.FileIO(path, "ab")
+
+    def write(self, text: str) -> int:
+        try:
+            self._file.write(text.encode(errors="replace"))
+            self._is_failing = False
+        except OSError as fault:
+            if not self._is_failing:
+                say_loudly(f"LOG NOT WRITTEN: {fault}: {self._path}; the run goes on")
+            self._is_failing = True
+        return len(text)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _lock(path: pathlib.Path) -> int:
