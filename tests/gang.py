@@ -13,9 +13,11 @@ QUICK = ("Processes.heartbeat_sec = 10", "Processes.shutdown_sec = 20")
 class LiveGang(Live):
     """A gang that goes on; with its launcher it is killed when the block ends."""
 
-    def __init__(self, run_dir: pathlib.Path, count: int, *params: str, flags=()):
-        self.count = count
-        words = command(run_dir, *QUICK, *params, gin_file=GANG)
+    def __init__(
+        self, run_dir: pathlib.Path, count: int, *params: str, flags=(), of_main=()
+    ):
+        """`flags` are the launcher's, `of_main` those of train/main.py."""
+        words = command(run_dir, *QUICK, *params, flags=of_main, gin_file=GANG)
         launcher = [words[0], str(LAUNCHER), "-n", str(count), *flags, "--json", "--"]
         self.start(run_dir, [*launcher, *words[1:]])
 

@@ -20,7 +20,9 @@ def bench(repo, *arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("skew", ["uniform", "zipf"])
+@pytest.mark.parametrize(
+    "skew", [pytest.param("uniform", marks=pytest.mark.long), "zipf"]
+)
 def test_all_arms_run_and_are_reported(repo, skew):
     done = bench(repo, "--json", "--skew", skew, *TINY.split())
     assert done.returncode == 0, done.stderr

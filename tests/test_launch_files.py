@@ -130,6 +130,15 @@ def test_the_exit_code_decides(tmp_path, codes, environ, code, num_tries, is_req
     assert len(ports) == num_tries
 
 
+@pytest.mark.parametrize(("requeues", "attempts"), [(None, "012"), (2, "678")])
+def test_only_the_first_start_of_a_job_is_attempt_0(tmp_path, requeues, attempts):
+    environ = {} if requeues is None else {"SLURM_RESTART_COUNT": str(requeues)}
+    submit(tmp_path, "1 1 0", MAX_RESTARTS="2", MOEJAX_ATTEMPT="5", **environ)
+    places = (tmp_path / "places").read_text()
+    found = re.findall(rf"{cluster.ATTEMPT}=(\d+)", places)
+    assert found == [attempt for attempt in attempts for _ in range(4)]
+
+
 def test_the_task_waits_for_a_program_that_saves_on_sigterm(tmp_path):
     task = re.search(r"\ntask='\n(.*?)'\n", SBATCH.read_text(), re.DOTALL)[1]
     program = (
@@ -170,13 +179,23 @@ def test_the_jobset_describes_one_gang():
     assert mounts == {volume["name"] for volume in pod["spec"]["volumes"]}
 
 
+def test_the_jobset_tells_its_pods_how_often_it_has_restarted():
+    jobset = yaml.safe_load(JOBSET.read_text())
+    [workers] = jobset["spec"]["replicatedJobs"]
+    pod = workers["template"]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    [source] = [x for x in container["env"] if x["name"] == cluster.ATTEMPT]
+    path = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
+    assert source["valueFrom"] == {"fieldRef": {"fieldPath": path}}
+
+
 def test_the_pods_of_the_jobset_have_places_in_one_run():
     jobset = yaml.safe_load(JOBSET.read_text())
     [workers] = jobset["spec"]["replicatedJobs"]
     job = workers["template"]["spec"]
     [container] = job["template"]["spec"]["containers"]
     env = {word["name"]: word.get("value") for word in container["env"]}
-    assert env[cluster.PROCESS_ID] is None
+    assert env[cluster.PROCESS_ID] is env.pop(cluster.ATTEMPT) is None
     assert int(env[cluster.NUM_PROCESSES]) == job["completions"]
     name, domain = jobset["metadata"]["name"], jobset["spec"]["network"]["subdomain"]
     first = f"{name}-{workers['name']}-0-0.{domain}"

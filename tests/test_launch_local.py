@@ -12,8 +12,7 @@ import time
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-LAUNCHER = ROOT / "tools" / "launch_local.py"
+LAUNCHER = pathlib.Path(__file__).resolve().parents[1] / "tools" / "launch_local.py"
 BOUND_SEC = 3.0
 """From the death of one process to the end of all others."""
 START = """
@@ -21,17 +20,13 @@ import faulthandler, os, pathlib, signal, subprocess, sys, time
 faulthandler.register(signal.SIGUSR1)
 me, folder = int(os.environ["MOEJAX_PROCESS_ID"]), pathlib.Path(sys.argv[1])
 def attempt():
-    with open(folder / f"starts-{me}", "a") as file:
-        file.write("x")
+    with open(folder / f"starts-{me}", "a") as f: f.write(os.environ["MOEJAX_ATTEMPT"])
     return (folder / f"starts-{me}").stat().st_size
-def exit_on_term(code):
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
-def ready():
-    (folder / f"ready-{me}").write_text(f"{os.getpid()} {time.monotonic()}")
+def exit_on_term(code): signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+def ready(): (folder / f"ready-{me}").write_text(str(os.getpid()))
 def wait_forever():
     ready()
-    while True:
-        time.sleep(0.05)
+    while True: time.sleep(0.05)
 """
 
 
@@ -51,7 +46,7 @@ class Gang:
 
     def wait_for_ready(self, count: int) -> list[int]:
         """Pids of the processes, once all have called ready()."""
-        return [int(self.wait_for(f"ready-{i}").split()[0]) for i in range(count)]
+        return [int(self.wait_for(f"ready-{i}")) for i in range(count)]
 
     def wait_for(self, name: str) -> str:
         end_sec = time.monotonic() + 20
@@ -71,18 +66,15 @@ class Gang:
         return record, "\n".join(lines), err
 
 
-def launch(folder: pathlib.Path, program: str, count: int = 3, **options) -> Gang:
+def launch(
+    folder: pathlib.Path, program: str, count: int = 3, err=subprocess.PIPE, **options
+) -> Gang:
     waits = {"stacks_sec": 0.3, "backoff_sec": 0.01, "max_restarts": 0} | options
     flags = [f"--{name}={value}" for name, value in waits.items()]
     child = [sys.executable, "-S", "-c", START + program, str(folder)]
-    words = [sys.executable, str(LAUNCHER), "-n", str(count), "--json", *flags]
-    process = subprocess.Popen(
-        [*words, "--", *child],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    return Gang(folder, process)
+    words = [sys.executable, str(LAUNCHER), "-n", str(count), "--json", *flags, "--"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": err}
+    return Gang(folder, subprocess.Popen(words + child, **pipes, text=True))
 
 
 def is_alive(pid: int) -> bool:
@@ -171,7 +163,7 @@ def test_restarts_are_counted_and_have_ports_of_their_own(tmp_path):
         record, _, err = gang.end()
     assert record["exit_code"] == 5
     assert record["restarts"] == 2
-    assert (tmp_path / "starts-1").read_text() == "xxx"
+    assert (tmp_path / "starts-1").read_text() == "012"
     ports = [attempt["port"] for attempt in record["attempts"]]
     assert all(a != b for a, b in itertools.pairwise(ports))
     assert "--max_restarts=2 are used up" in err
@@ -181,9 +173,7 @@ def test_restarts_are_counted_and_have_ports_of_their_own(tmp_path):
 
 @pytest.mark.slow
 def test_a_gang_that_recovers_ends_with_0(tmp_path):
-    program = (
-        "os.kill(os.getpid(), 9) if attempt() == 1 and me == 1 else time.sleep(.2)"
-    )
+    program = "attempt() == 1 == me and os.kill(os.getpid(), 9); time.sleep(.2)"
     with launch(tmp_path, program, max_restarts=1) as gang:
         record, _, _ = gang.end()
     assert record["exit_code"] == 0
@@ -214,9 +204,8 @@ def test_a_signal_is_passed_on_as_sigterm_and_all_may_save(tmp_path, number):
 
 @pytest.mark.slow
 def test_who_ignores_sigterm_is_killed_after_the_grace(tmp_path):
-    program = (
-        "exit_on_term(75)\nif me: signal.signal(15, signal.SIG_IGN)\nwait_forever()"
-    )
+    program = "exit_on_term(75)\nif me: signal.signal(15, signal.SIG_IGN)\n"
+    program += "wait_forever()"
     with launch(tmp_path, program, grace_sec=0.3) as gang:
         pids = gang.wait_for_ready(3)
         gang.process.terminate()
@@ -290,9 +279,22 @@ def test_a_killed_launcher_takes_its_processes_along(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_stops_the_gang(tmp_path):
-    program = "exit_on_term(75); ready()\nwhile True: print('line'); time.sleep(0.01)"
+@pytest.mark.parametrize("names", [["stdout"], ["stderr"], ["stdout", "stderr"]])
+def test_a_reader_that_leaves_stops_the_gang_which_saves(tmp_path, names):
+    program = """
+def save(*_): time.sleep(0.3); (folder / f"saved-{me}").touch(); os._exit(75)
+signal.signal(signal.SIGTERM, save); ready()
+while True: print(me, flush=True); print(me, file=sys.stderr); time.sleep(0.01)
+"""
     with launch(tmp_path, program) as gang:
         pids = gang.wait_for_ready(3)
-        gang.process.stdout.close()
+        for name in names:
+            getattr(gang.process, name).close()
         wait_until_gone(pids)
+    assert len(list(tmp_path.glob("saved-*"))) == 3
+
+
+def test_a_full_disk_under_the_launcher_does_not_end_the_gang(tmp_path):
+    program = "for _ in range(99): print(me, file=sys.stderr); time.sleep(0.002)"
+    with open("/dev/full", "w") as full, launch(tmp_path, program, err=full) as gang:
+        assert gang.end()[0]["attempts"][0]["codes"] == [0, 0, 0]

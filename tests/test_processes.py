@@ -4,6 +4,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import time
 
@@ -72,6 +73,7 @@ def test_two_processes_are_one(pair, alone):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_four_processes_are_one(alone, tmp_path):
     ended = run_gang(tmp_path / "run", 4)
     assert ended.code == 0, ended.err
@@ -80,9 +82,14 @@ def test_four_processes_are_one(alone, tmp_path):
 
 @pytest.mark.slow
 def test_two_then_four_then_one_lose_and_repeat_no_sample(alone, tmp_path):
+    """Nor when the newest checkpoint is damaged, which all of four must agree on."""
     run_dir = tmp_path / "run"
     assert run_gang(run_dir, 2, "Train.num_steps = 8").code == 0
-    assert run_gang(run_dir, 4, "Train.num_steps = 14").code == 0
+    damage(run_dir / "checkpoints" / "8" / "state")
+    four = run_gang(run_dir, 4, "Train.num_steps = 14")
+    assert four.code == 0, four.err
+    assert "CORRUPT CHECKPOINT 8 set aside" in four.out
+    assert "resumed at step 4\n" in four.out
     ended = run(run_dir, gin_file=GANG)
     assert (ended.code, ended.err) == (0, "")
     assert "resumed at step 14" in ended.out
@@ -96,31 +103,33 @@ def test_two_then_four_then_one_lose_and_repeat_no_sample(alone, tmp_path):
 def test_a_gang_that_loses_a_process_restarts_and_is_the_same_run(
     pair, tmp_path, count
 ):
+    """Killed at any time: as it starts or compiles, as it trains, and once more."""
     rng = random.Random(count)
     for trial in range(count):
         run_dir = tmp_path / f"run{trial}"
-        with LiveGang(run_dir, 2, flags=["--max_restarts", "2"]) as live:
-            live.wait_for_text("compiled for")
-            time.sleep(rng.uniform(0, 1.5))
-            pids = live.pids()
-            victim = rng.choice(pids)
-            os.kill(victim, signal.SIGKILL)
-            killed_sec = time.monotonic()
-            live.wait_until(lambda p=pids: not alive(p), "the end of all processes")
-            assert time.monotonic() - killed_sec < BOUND_SEC
+        num_kills = 1 + trial % 2
+        restarts = ["--max_restarts", "3"]
+        with LiveGang(run_dir, 2, flags=restarts, of_main=["--fresh"]) as live:
+            for kill in range(num_kills):
+                if trial % 3 == 1:
+                    live.wait_until(lambda: len(live.pids()) == 2, "two processes")
+                    time.sleep(rng.uniform(0, 6))
+                else:
+                    live.wait_for_text("compiled for", kill + 1)
+                    time.sleep(rng.uniform(0, 1.5))
+                kill_one(live, rng)
             ended = live.end()
         assert ended.code == 0, ended.err
-        assert ended.record["restarts"] == 1
+        assert ended.record["restarts"] == num_kills
+        assert not list(tmp_path.glob(f"run{trial}.*")), "--fresh archives no restart"
         assert_same_end(run_dir, pair)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "count", [1, pytest.param(10, marks=pytest.mark.long)], ids=["once", "ten"]
-)
-def test_sigterm_saves_one_step_on_all_processes(pair, tmp_path, count):
-    rng = random.Random(count)
-    for trial in range(count):
+@pytest.mark.long
+def test_sigterm_saves_one_step_on_all_processes(pair, tmp_path):
+    rng = random.Random(10)
+    for trial in range(10):
         run_dir = tmp_path / f"run{trial}"
         with LiveGang(run_dir, 2, "Train.num_steps = 100000") as live:
             live.wait_for_text("compiled for")
@@ -136,6 +145,17 @@ def test_sigterm_saves_one_step_on_all_processes(pair, tmp_path, count):
         assert len(losses(run_dir)) == step
     shared = min(step, NUM_STEPS)
     np.testing.assert_array_equal(losses(run_dir)[:shared], losses(pair)[:shared])
+
+
+@pytest.mark.slow
+def test_sigterm_before_the_first_step_of_a_resumed_gang_is_not_lost(pair, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(pair, run_dir)
+    with LiveGang(run_dir, 2, "Train.num_steps = 100000") as live:
+        live.wait_for_text(f"resumed at step {NUM_STEPS}")
+        ended = live.end(signal.SIGTERM)
+    assert ended.code == PREEMPTED, ended.err
+    assert f"stopped by signal 15 at step {NUM_STEPS + 1}; all is saved" in ended.out
 
 
 @pytest.mark.slow
@@ -155,6 +175,7 @@ def test_a_stopped_process_is_reported_with_stacks(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_process_that_hangs_ends_with_stacks(tmp_path):
     """The launcher sees nothing here: the other process' own watchdog must."""
     run_dir = tmp_path / "run"
@@ -175,6 +196,23 @@ def test_a_mesh_that_processes_cannot_share_is_refused(tmp_path):
     assert ended.code == 2
     assert "num_simulated_devices=8 cannot be shared by 3 processes" in ended.err
     assert ended.record["restarts"] == 0
+
+
+def kill_one(live: LiveGang, rng: random.Random) -> None:
+    """Kills one of the processes; all have ended soon after."""
+    pids = live.pids()
+    os.kill(rng.choice(pids), signal.SIGKILL)
+    killed_sec = time.monotonic()
+    live.wait_until(lambda: not alive(pids), "the end of all processes")
+    assert time.monotonic() - killed_sec < BOUND_SEC
+
+
+def damage(folder: pathlib.Path) -> None:
+    """Flips a bit in the middle of the largest file."""
+    path = max((x for x in folder.rglob("*") if x.is_file()), key=os.path.getsize)
+    text = bytearray(path.read_bytes())
+    text[len(text) // 2] ^= 1
+    path.write_bytes(text)
 
 
 def alive(pids: list[int]) -> list[int]:

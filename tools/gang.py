@@ -18,6 +18,7 @@ from collections.abc import Mapping
 
 from tools.gang_lines import pass_on, say
 from train.cluster import (
+    ATTEMPT,
     COORDINATOR,
     LOCAL_NUM_PROCESSES,
     LOCAL_PROCESS_ID,
@@ -79,9 +80,18 @@ class _Child:
         return f"process {self.index} (pid {self.process.pid})"
 
 
-def run(
-    command: list[str], count: int, port: int, waits: Waits, asked: Asked
-) -> Verdict:
+@dataclasses.dataclass(frozen=True)
+class Gang:
+    """What to start."""
+
+    command: list[str]
+    count: int
+    port: int
+    attempt: int
+    """How many gangs of this run came before."""
+
+
+def run(gang: Gang, waits: Waits, asked: Asked) -> Verdict:
     """The Verdict on one gang, once no process of it is left.
 
     Processes still there END_SEC after SIGKILL (are_gone is False) cannot be ended.
@@ -90,8 +100,8 @@ def run(
     children: list[_Child] = []
     readers = []
     try:
-        for index in range(count):
-            children.append(_start(command, index, count, port))
+        for index in range(gang.count):
+            children.append(_start(gang, index))
         readers = [x for c in children for x in pass_on(c.process, c.index)]
         verdict = _watch(children, waits, asked)
         codes = tuple(_code(child) for child in children)
@@ -118,7 +128,7 @@ def free_port(but_not: int = 0) -> int:
             return port
 
 
-def _start(command: list[str], index: int, count: int, port: int) -> _Child:
+def _start(gang: Gang, index: int) -> _Child:
     """A process in a group of its own, that is killed when this one dies."""
     launcher = os.getpid()
 
@@ -129,10 +139,10 @@ def _start(command: list[str], index: int, count: int, port: int) -> _Child:
 
     # preexec_fn is safe here: threads of ours, if any are left, wait in a read.
     # One process alone keeps the terminal, and with it its progress bar.
-    pipe = None if count == 1 else subprocess.PIPE
+    pipe = None if gang.count == 1 else subprocess.PIPE
     process = subprocess.Popen(
-        command,
-        env=_environment(os.environ, index, count, port),
+        gang.command,
+        env=_environment(os.environ, gang, index),
         stdin=subprocess.DEVNULL,
         stdout=pipe,
         stderr=pipe,
@@ -142,15 +152,14 @@ def _start(command: list[str], index: int, count: int, port: int) -> _Child:
     return _Child(index, process)
 
 
-def _environment(
-    environ: Mapping[str, str], index: int, count: int, port: int
-) -> dict[str, str]:
+def _environment(environ: Mapping[str, str], gang: Gang, index: int) -> dict[str, str]:
     return dict(environ) | {
-        COORDINATOR: f"{LOOPBACK}:{port}",
-        NUM_PROCESSES: str(count),
+        COORDINATOR: f"{LOOPBACK}:{gang.port}",
+        NUM_PROCESSES: str(gang.count),
         PROCESS_ID: str(index),
-        LOCAL_NUM_PROCESSES: str(count),
+        LOCAL_NUM_PROCESSES: str(gang.count),
         LOCAL_PROCESS_ID: str(index),
+        ATTEMPT: str(gang.attempt),
         "PYTHONUNBUFFERED": "1",
     }
 
@@ -176,9 +185,9 @@ def _watch(children: list[_Child], waits: Waits, asked: Asked) -> Verdict:
             return Verdict(INTERRUPTED, "interrupted twice")
         if asked.to_stop and not is_passed_on:
             is_passed_on = True
-            say("asked to stop: passing SIGTERM on to all processes")
             for child in _living(children):
                 os.kill(child.process.pid, signal.SIGTERM)
+            say("asked to stop: SIGTERM is passed on to all processes")
         grace = f"--grace_sec={waits.grace_sec:g}"
         if lasts("asked", is_passed_on, waits.grace_sec):
             return Verdict(KILLED, f"not all ended within {grace} of SIGTERM")

@@ -1,5 +1,6 @@
 """Whole lines of several processes on one terminal, never mixed within a line."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,8 +15,12 @@ _TERMINAL = threading.Lock()
 
 
 def say(event: str) -> None:
-    """An event of the launcher itself, on stderr."""
-    _write(2, f"launch_local: {event}\n".encode())
+    """An event of the launcher itself, on stderr; lost where that takes nothing.
+
+    It never raises: what the launcher does with its processes matters more.
+    """
+    with contextlib.suppress(OSError):
+        _write(2, f"launch_local: {event}\n".encode())
 
 
 def pass_on(process: subprocess.Popen, index: int) -> list[threading.Thread]:
@@ -36,8 +41,11 @@ def pass_on(process: subprocess.Popen, index: int) -> list[threading.Thread]:
 
 
 def _pass_on(pipe: IO[bytes], to: int, prefix: bytes) -> None:
-    """Reads to the end even when nobody reads us: else the process would block."""
-    is_heard = True
+    """Reads to the end even when nobody reads us: else the process would block.
+
+    A line that a full disk or a lost terminal does not take is lost, and said once.
+    """
+    is_heard, is_lossy = True, False
     with pipe:
         while line := pipe.readline(LONGEST_LINE):
             if not is_heard or line.startswith(NOISE):
@@ -47,6 +55,10 @@ def _pass_on(pipe: IO[bytes], to: int, prefix: bytes) -> None:
             except BrokenPipeError:
                 is_heard = False
                 os.kill(os.getpid(), signal.SIGTERM)  # as if asked to stop
+            except OSError as error:
+                if not is_lossy:
+                    say(f"lines of the processes are lost: {error.strerror}")
+                is_lossy = True
 
 
 def _write(to: int, text: bytes) -> None:

@@ -4,7 +4,7 @@
 
 A program that ends in .py is run by this Python. Every attempt has a port of its own
 on the loopback interface, and each process finds its place in MOEJAX_COORDINATOR,
-MOEJAX_NUM_PROCESSES and MOEJAX_PROCESS_ID.
+MOEJAX_NUM_PROCESSES and MOEJAX_PROCESS_ID, and in MOEJAX_ATTEMPT 0, 1, 2, ..
 
     how the gang ended                     what follows
     0   all are done                       exit 0
@@ -105,7 +105,8 @@ def supervise(
     attempts, num_counted, port = [], 0, 0
     while True:
         port, start_sec = gang.free_port(but_not=port), time.monotonic()
-        verdict = gang.run(command, args.num_processes, port, waits, asked)
+        group = gang.Gang(command, args.num_processes, port, attempt=len(attempts))
+        verdict = gang.run(group, waits, asked)
         wall_sec = time.monotonic() - start_sec
         code = verdict.exit_code
         attempts.append(
