@@ -1,6 +1,5 @@
 """train/evaluate.py: every token once, loads of those alone, the run's own figures."""
 
-import dataclasses
 import json
 import math
 
@@ -9,12 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from close import assert_close
+from data_files import TEXTS as DOCUMENTS
+from data_files import write_bpe
 from flax import nnx
+from metaspace import WORDS, load_metaspace
 from run_main import corpus, listing
 from saved_run import save_run
 
 from moejax.types import Windows
 from train import evaluate, held_out
+from train.data import lines
 from train.data.tokenizer import load_tokenizer
 from train.load import config_of, find, load
 from train.prepare import prepare
@@ -134,14 +137,80 @@ def test_bad_input_is_one_line(saved, capsys, words, message):
     assert listing(saved) == before
 
 
-def test_bytes_are_those_of_the_text_and_one_for_each_separator():
-    """The first token of a window is given."""
-    line_b = np.frombuffer("xé\0a".encode(), np.uint8).astype(np.int32)
-    for name in ("bytes", "of another name, and so by what its tokens decode to"):
-        counted = evaluate.Bytes(dataclasses.replace(TOKENIZER, name=name))
-        windows = Windows(line_b[None], np.zeros((1, 5), np.int32))
-        assert counted.count(windows) is windows
-        assert counted.num == len("é\0a".encode())
+def line_of(tokenizer, texts):
+    """The documents, and the bytes of their texts and of all separators but the first,
+    which is given."""
+    documents = [np.append(tokenizer.separator, tokenizer.encode(t)) for t in texts]
+    start_d = np.cumsum([0, *map(len, documents[:-1])])
+    num_bytes = sum(len(text.encode()) + 1 for text in texts) - 1
+    return lines.line_of(np.concatenate(documents).astype(np.int32), start_d), num_bytes
+
+
+@pytest.fixture(params=["bytes", "bpe", "metaspace"])
+def tokenizer(request, tmp_path):
+    if request.param == "metaspace":
+        return load_metaspace(tmp_path)
+    if request.param == "bpe":
+        return load_tokenizer(str(write_bpe(tmp_path / "t.json")))
+    return TOKENIZER
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 2**16])
+def test_bytes_of_files_are_those_of_the_texts(tokenizer, size, monkeypatch):
+    """However many tokens are decoded at a time."""
+    monkeypatch.setattr(evaluate, "PART_TOKENS", size)
+    texts = [WORDS, *DOCUMENTS, "\ufffd" * 5, "a", WORDS * 9]
+    line, num_bytes = line_of(tokenizer, texts)
+    assert evaluate.bytes_of_line(tokenizer, line) == num_bytes
+
+
+def test_bytes_of_files_do_not_depend_on_windows(saved, tmp_path):
+    (tmp_path / "a.txt").write_text(TEXTS[0] + WORDS)
+    counts = [
+        measured(saved, "--files", tmp_path / "a.txt", params=params)["num_bytes"]
+        for params in ((), ("Data.seq_len = 16", "Train.loss_chunk = 16"))
+    ]
+    assert counts == [len((TEXTS[0] + WORDS).encode()) - 1] * 2
+
+
+@pytest.mark.parametrize("seq_len", [5, 8, 40])
+def test_bytes_of_windows_leave_out_what_their_edges_cut(tokenizer, seq_len):
+    """At most a character at either end: three bytes."""
+    line, _ = line_of(tokenizer, [WORDS, *DOCUMENTS] * 3)
+    num_windows = (line.num_tokens - 1) // seq_len
+    start_w = np.arange(num_windows) * seq_len
+    token_bt, position_bt = (
+        read(line, start_w, seq_len + 1)
+        for read in (lines.read_tokens, lines.read_positions)
+    )
+    end = int(start_w[-1]) + seq_len + 1
+    whole = lines.line_of(line.arrays[0][:end], line.start_d[line.start_d < end])
+    expected = evaluate.bytes_of_line(tokenizer, whole)
+    count = evaluate.bytes_of_rows(tokenizer, Windows(token_bt, position_bt))
+    assert abs(count - expected) <= 3 * num_windows
+    if tokenizer is TOKENIZER:
+        assert count == expected
+
+
+def test_a_window_counts_its_own_characters(tmp_path):
+    """The first token is given; what begins before it or ends behind is left out."""
+    tokenizer = load_metaspace(tmp_path)
+    ids = tokenizer.encode("world the 数据 cat").tolist()
+    for first, stop, text in (
+        (0, len(ids), " the 数据 cat"),
+        (0, 2, " the"),
+        (2, 5, ""),
+        (2, 6, "数"),
+        (3, 6, "数"),
+        (4, 5, ""),
+        (4, 6, ""),
+        (4, 8, ""),
+        (4, 9, "据"),
+        (4, len(ids), "据 cat"),
+    ):
+        rows = np.array([ids[first:stop]]), np.arange(1, stop - first + 1)[None]
+        count = evaluate.bytes_of_rows(tokenizer, Windows(*rows))
+        assert count == len(text.encode()), (first, stop)
 
 
 def test_shades_stand_for_shares_of_the_mean():

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from metaspace import load_metaspace
 from run_main import ROOT, environment, listing
 from saved_run import save_run
 
 from moejax.config import Router
 from train import generate
-from train.data.tokenizer import load_tokenizer
+from train.data.tokenizer import load_tokenizer, stream_decoder
 from train.decoding import Sampling, decode, make_decoder
 from train.load import find, load
 from train.state import graph_of
@@ -182,14 +183,24 @@ def test_prompts_that_are_no_text_are_one_line(tmp_path):
 
 def test_a_text_ends_at_the_separator():
     """The separator and what comes after it are not shown."""
-    text = generate.Text("p", chr)
+    text = generate.Text("p", lambda ids: chr(*ids))
     assert [text.add(ord(c), 0) for c in "ab"] == ["a", "b"]
     assert text.add(0, 0) == ""
     assert (text.text, text.num_tokens, text.is_ended) == ("ab", 3, True)
 
 
+def test_a_text_goes_on_behind_its_prompt(tmp_path):
+    """The space between the two, which the decoder strips at the beginning, is kept."""
+    tokenizer = load_metaspace(tmp_path)
+    for prompt, expected in (("hello world", "hello world the cat"), ("", "the cat")):
+        text = generate.begun(tokenizer, prompt, generate.encoded(tokenizer, prompt))
+        for token in tokenizer.encode("the cat").tolist():
+            text.add(token, tokenizer.separator)
+        assert text.prompt + text.text == expected
+
+
 def test_a_terminal_is_not_steered(capsys):
-    texts = [generate.Text("a\x1b[2J\n", chr)]
+    texts = [generate.Text("a\x1b[2J\n", stream_decoder(TOKENIZER))]
     screen = generate.Screen(texts)
     screen.add(0, "\x07b\té", is_last=True)
     screen.end()

@@ -5,15 +5,18 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
+import time
+import types
 
 import numpy as np
 import pytest
 from data_files import TEXTS, write_bpe, write_jsonl, write_parquet, write_text
 
 from tools import prepare as tool
-from train.data import documents, prepared, shards
+from train.data import documents, encoding, prepared, shards
 from train.data.encoding import Recipe
-from train.data.indexed import open_tokens, scan
+from train.data.indexed import file_sha256, open_tokens, scan
 from train.data.prepared import prepare, read_manifest
 from train.data.tokenizer import load_tokenizer
 
@@ -150,6 +153,85 @@ def test_a_source_that_changes_meanwhile_is_refused(sources, tmp_path):
 
     with pytest.raises(ValueError, match="has changed meanwhile"):
         prepare(sources[1:2], tmp_path / "out", show=change)
+
+
+def test_writers_that_start_together_leave_one_whole_folder(sources, tmp_path):
+    """One writes; each of the others is refused, or comes later and overwrites."""
+    out, said, meet = tmp_path / "out", [], threading.Barrier(4)
+    prepare(sources[1:2], out)
+
+    def write():
+        meet.wait()
+        for _ in range(10):
+            try:
+                prepare(sources[1:2], out, overwrite=True)
+                said.append("written")
+            except ValueError as fault:
+                said.append(str(fault))
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(said) == 40
+    assert "written" in said
+    assert all(s == "written" or "another process writes" in s for s in said), said
+    assert len(documents_of(out)) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["my sources [1]", "out"]
+
+
+def test_a_folder_made_meanwhile_is_not_overwritten(sources, tmp_path, monkeypatch):
+    """Whether it is there is asked again by the one who may write."""
+    out = tmp_path / "out"
+    load = prepared.load_tokenizer
+
+    def load_late(*args):
+        monkeypatch.setattr(prepared, "load_tokenizer", load)
+        prepare(sources[1:2], out)
+        return load(*args)
+
+    monkeypatch.setattr(prepared, "load_tokenizer", load_late)
+    with pytest.raises(ValueError, match="is there"):
+        prepare(sources, out)
+    assert len(documents_of(out)) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["my sources [1]", "out"]
+
+
+def test_a_lock_that_its_holder_has_removed_is_none(tmp_path, monkeypatch):
+    """As when a writer ends between our opening of the file and our locking it."""
+    path = tmp_path / "out.partial.lock"
+    monkeypatch.setattr(prepared.fcntl, "flock", lambda *_: path.unlink())
+    with pytest.raises(ValueError, match="another process writes"):
+        prepare([write_text(tmp_path / "a.txt")], tmp_path / "out")
+
+
+def test_a_refusal_does_not_wait_for_a_long_file(tmp_path):
+    """64 GiB, which are not on the disk, take half a minute or more to hash."""
+    with (tmp_path / "long").open("wb") as file:
+        file.truncate(64 * 2**30)
+    started_sec = time.monotonic()
+    paths = [tmp_path / "long"] * 2
+    with pytest.raises(ValueError, match="refused"), prepared._hashed(paths):
+        raise ValueError("refused")
+    assert time.monotonic() - started_sec < 10
+
+
+def test_a_hash_stops_when_it_is_told_to(tmp_path):
+    path = write_text(tmp_path / "a", "a" * (3 * 2**20))
+    asked = iter([False, False, True])
+    part = hashlib.sha256(b"a" * (2 * 2**20)).hexdigest()
+    assert file_sha256(path, lambda: next(asked)) == part
+
+
+@pytest.mark.parametrize("sent", [b"", b"\0\0", b"\0\0\0\x63half"])
+def test_a_worker_killed_within_a_message_is_an_error(sent):
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    os.write(sender.fileno(), sent)
+    sender.close()
+    dead = types.SimpleNamespace(join=lambda: None, exitcode=-9)
+    with pytest.raises(ChildProcessError, match=r"a worker died \(exit code -9"):
+        encoding._receive(dead, receiver)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 from data_files import TEXTS, bpe_json, write_bpe
+from metaspace import WORDS, load_metaspace
 
 from train.data import documents
 from train.data.tokenizer import load_tokenizer, stream_decoder
@@ -119,7 +120,7 @@ def test_a_stream_is_the_text_and_never_half_a_character(name, bpe):
     tokenizer = bpe if name == "bpe" else load_tokenizer("bytes")
     for text in TEXTS:
         step = stream_decoder(tokenizer)
-        parts = [step(token) for token in tokenizer.encode(text)]
+        parts = [step([token]) for token in tokenizer.encode(text)]
         assert "".join(parts) == text
         assert not any("\ufffd" in part for part in parts)
 
@@ -131,7 +132,33 @@ def test_a_stream_of_any_ids_is_their_text(name, bpe, seed):
     tokenizer = bpe if name == "bpe" else load_tokenizer("bytes")
     ids = random.Random(seed).choices(range(tokenizer.vocab_size), k=60)
     step = stream_decoder(tokenizer)
-    text = "".join(step(token) for token in ids)
+    text = "".join(step([token]) for token in ids)
     whole = tokenizer.decode(ids)
     assert whole.startswith(text)
     assert len(whole) - len(text) <= 3
+    assert text + step([], is_last=True) == whole
+
+
+def test_a_stream_goes_on_behind_its_context(tmp_path):
+    """The space before a word is lost at the beginning of a text, and nowhere else."""
+    tokenizer = load_metaspace(tmp_path)
+    prompt, ids = tokenizer.encode("hello world"), tokenizer.encode("the cat")
+    step = stream_decoder(tokenizer, context=prompt)
+    assert [step([token]) for token in ids] == [" the", " cat"]
+    for size in range(ids.size + 1):
+        step = stream_decoder(tokenizer, context=ids[:size])
+        text = tokenizer.decode(ids[:size])
+        assert text + step(ids[size:]) == "the cat"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 64])
+@pytest.mark.parametrize("name", ["bytes", "bpe", "metaspace"])
+def test_a_stream_does_not_depend_on_how_ids_are_grouped(name, size, bpe, tmp_path):
+    """Wherever it is cut, even within a character, and with U+FFFD in the text."""
+    made = {"bytes": lambda: load_tokenizer("bytes"), "bpe": lambda: bpe}
+    tokenizer = made.get(name, lambda: load_metaspace(tmp_path))()
+    for text in (WORDS, "\ufffd".join(TEXTS) + "\ufffd" * 3):
+        ids = tokenizer.encode(text).tolist()
+        step = stream_decoder(tokenizer)
+        parts = [step(ids[first : first + size]) for first in range(0, len(ids), size)]
+        assert "".join(parts) + step([], is_last=True) == tokenizer.decode(ids) == text

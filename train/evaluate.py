@@ -20,8 +20,8 @@ if __name__ == "__main__":
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from train import data, program
-from train.data.lines import read_positions, read_tokens
-from train.data.tokenizer import Tokenizer
+from train.data.lines import Line, read_positions, read_tokens
+from train.data.tokenizer import Tokenizer, stream_decoder
 from train.load import Loaded, config_of
 from train.processes import is_first
 from train.run_dir import say_loudly
@@ -29,10 +29,13 @@ from train.run_dir import say_loudly
 if TYPE_CHECKING:
     import numpy as np
 
+    from moejax.config import Data
     from moejax.types import Windows
 
 CHUNK_TOKENS = 2**15
 """Computed at a time on each device, at most, where that is a window or more."""
+PART_TOKENS = 2**16
+"""Decoded at a time."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,25 +69,32 @@ def measure(loaded: Loaded, args: argparse.Namespace) -> dict:
 
     tokenizer, batch_size = program.tokenizer_of(loaded), batch_size_for(loaded)
     if args.files:
-        windows = of_files(loaded, args.files, batch_size)
-        text = ", ".join(args.files)
+        text, lines = ", ".join(args.files), lines_of(loaded, args.files)
+        windows = of_lines(lines, loaded.cfg.data, batch_size)
     else:
+        text, lines = "held out by the run", []
         windows = of_held_out(loaded, args.batches, batch_size)
-        text = "held out by the run"
-    bytes_of = Bytes(tokenizer)
+    num_bytes = sum(bytes_of_line(tokenizer, line) for line in lines)
+
+    def counted(rows: "Windows") -> "Windows":
+        nonlocal num_bytes
+        if not lines:
+            num_bytes += bytes_of_rows(tokenizer, rows)
+        return rows
+
     started_sec = time.monotonic()
-    found = score(loaded, map(bytes_of.count, windows), tokenizer.separator, batch_size)
+    found = score(loaded, map(counted, windows), tokenizer.separator, batch_size)
     took_sec = time.monotonic() - started_sec
     loss = found.nats / found.num_tokens
     record = {
         "step": loaded.step,
         "text": text,
         "num_tokens": found.num_tokens,
-        "num_bytes": bytes_of.num,
+        "num_bytes": num_bytes,
         "loss": loss,
         "perplexity": math.exp(loss) if loss < 700 else None,
-        "nats_per_byte": found.nats / bytes_of.num,
-        "bits_per_byte": found.nats / bytes_of.num / math.log(2),
+        "nats_per_byte": found.nats / num_bytes,
+        "bits_per_byte": found.nats / num_bytes / math.log(2),
         "tok_per_sec": found.num_tokens / took_sec,
         "load_le": found.tokens_le.tolist(),
     }
@@ -118,12 +128,8 @@ def of_held_out(
             yield held_out.rows(index, start, min(start + batch_size, micro))
 
 
-def of_files(loaded: Loaded, files: list[str], batch_size: int) -> Iterator["Windows"]:
-    """Windows at stride seq_len of each corpus, the last of what is left."""
-    import numpy as np
-
-    from moejax.types import Windows
-
+def lines_of(loaded: Loaded, files: list[str]) -> list[Line]:
+    """The tokens of each corpus."""
     cfg = dataclasses.replace(loaded.cfg.data, corpus=tuple(files), weights=None)
     if loaded.cfg.router.kind == "expert_choice":
         raise ValueError(
@@ -133,6 +139,15 @@ def of_files(loaded: Loaded, files: list[str], batch_size: int) -> Iterator["Win
     _, lines = data.load_whole(cfg, loaded.cfg.model.vocab_size, say_loudly)
     if all(line.num_tokens < 2 for line in lines):
         raise ValueError("--files have no token that follows another: give more text")
+    return lines
+
+
+def of_lines(lines: list[Line], cfg: "Data", batch_size: int) -> Iterator["Windows"]:
+    """Windows at stride seq_len of each line, the last of what is left."""
+    import numpy as np
+
+    from moejax.types import Windows
+
     for line in lines:
         num_whole, rest = divmod(max(line.num_tokens - 1, 0), cfg.seq_len)
         start_w = np.arange(num_whole) * cfg.seq_len
@@ -150,24 +165,79 @@ def of_files(loaded: Loaded, files: list[str], batch_size: int) -> Iterator["Win
             yield Windows(token_bt, position_bt)
 
 
+def bytes_of_line(tokenizer: Tokenizer, line: Line) -> int:
+    """Of the text of all tokens but the first, which is given."""
+    import numpy as np
+
+    if tokenizer.name == "bytes" or line.num_tokens < 2:
+        return max(line.num_tokens - 1, 0)
+    given = read_tokens(line, np.zeros(1, int), 1)
+    count = Bytes(tokenizer, int(given[0, 0]))
+    for first in range(1, line.num_tokens, PART_TOKENS):
+        width = min(PART_TOKENS, line.num_tokens - first)
+        (token_b,) = read_tokens(line, np.array([first]), width)
+        low, high = np.searchsorted(line.start_d, [first, first + width])
+        count.add(token_b, line.start_d[low:high] - first)
+    count.end()
+    return count.num
+
+
+def bytes_of_rows(tokenizer: Tokenizer, rows: "Windows") -> int:
+    """Of the text of all tokens but the first of each row, without the characters that
+    the edges of the row cut."""
+    import numpy as np
+
+    if tokenizer.name == "bytes":
+        return rows.token_bt[:, 1:].size
+    num = 0
+    for token_t, position_t in zip(rows.token_bt, rows.position_bt):
+        num_cut = _num_cut(tokenizer, token_t)
+        given = tokenizer.separator if num_cut else int(token_t[0])
+        first = max(1, num_cut)
+        count = Bytes(tokenizer, given)
+        count.add(token_t[first:], np.flatnonzero(position_t[first:] == 0))
+        num += count.num
+    return num
+
+
+def _num_cut(tokenizer: Tokenizer, token_t: "np.ndarray") -> int:
+    """Tokens at the beginning that are the rest of a character: at most three."""
+    starts = (token_t[first:][:64].tolist() for first in range(4))
+    texts = (stream_decoder(tokenizer)(ids) for ids in starts)
+    is_whole = (not text.startswith("\ufffd") for text in texts)
+    return next((first for first, is_so in enumerate(is_whole) if is_so), 0)
+
+
 class Bytes:
-    """Counts the text of predicted tokens. A separator counts as one byte, as it does
-    where tokens are bytes, so that figures of two tokenizers compare."""
+    """Counts the text of tokens as they come. A separator counts as one byte, as it
+    does where tokens are bytes, so that figures of two tokenizers compare."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, given: int) -> None:
+        """`given` is the token before them."""
         self._tokenizer, self.num = tokenizer, 0
+        context = [] if given == tokenizer.separator else [given]
+        self._complete = stream_decoder(tokenizer, context)
 
-    def count(self, windows: "Windows") -> "Windows":
-        for token_t in windows.token_bt[:, 1:]:
-            self.num += self._of_row(token_t)
-        return windows
+    def add(self, token_b: "np.ndarray", start_d: "np.ndarray") -> None:
+        """Tokens that follow, and where in them documents begin."""
+        import numpy as np
 
-    def _of_row(self, token_t: "np.ndarray") -> int:
-        if self._tokenizer.name == "bytes":
-            return token_t.size
-        is_text_t = token_t != self._tokenizer.separator
-        text = self._tokenizer.decode(token_t[is_text_t])
-        return len(text.encode()) + int((~is_text_t).sum())
+        separator_b = token_b == self._tokenizer.separator
+        self.num += int(separator_b.sum())
+        edges = np.union1d(start_d, np.flatnonzero(separator_b)).astype(int)
+        first_b, *others = np.split(token_b, edges)
+        self._extend(first_b)
+        for part_b in others:
+            self.end()
+            self._extend(part_b[part_b != self._tokenizer.separator])
+
+    def end(self) -> None:
+        """Of a document."""
+        self.num += len(self._complete([], is_last=True).encode())
+        self._complete = stream_decoder(self._tokenizer)
+
+    def _extend(self, token_b: "np.ndarray") -> None:
+        self.num += len(self._complete(token_b.tolist()).encode())
 
 
 def show(record: dict, tokens_le: "np.ndarray", say: Callable[[str], None] = print):

@@ -13,16 +13,19 @@ import math
 import pathlib
 import sys
 import time
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from train import program
-from train.data.tokenizer import Tokenizer, stream_decoder
+from train.data.tokenizer import StreamDecoder, Tokenizer, stream_decoder
 from train.load import Loaded
 from train.processes import is_first
 from train.run_dir import say_loudly
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclasses.dataclass
@@ -30,7 +33,7 @@ class Text:
     """What has been made of one prompt."""
 
     prompt: str
-    complete: Callable[[int], str]
+    complete: StreamDecoder
     text: str = ""
     num_tokens: int = 0
     is_ended: bool = False
@@ -40,7 +43,7 @@ class Text:
         """The text that the token completes."""
         self.num_tokens += 1
         self.is_ended = token == separator
-        piece = "" if self.is_ended else self.complete(token)
+        piece = "" if self.is_ended else self.complete([token])
         self.text += piece
         return piece
 
@@ -68,11 +71,12 @@ def generate(loaded: Loaded, args: argparse.Namespace) -> dict:
     from train.decoding import Sampling, decode, make_decoder
 
     tokenizer = program.tokenizer_of(loaded)
-    prompts = [encoded(tokenizer, text) for text in texts_of(args)]
+    given = texts_of(args)
+    prompts = [encoded(tokenizer, text) for text in given]
     note_length(loaded, prompts, args)
     decoder = make_decoder(loaded, tokenizer.vocab_size, tokenizer.separator)
     how = Sampling(args.temperature, args.top_p, args.seed)
-    texts = [Text(p, stream_decoder(tokenizer)) for p in texts_of(args)]
+    texts = [begun(tokenizer, *both) for both in zip(given, prompts)]
     show = Screen(texts) if is_first() else None
     started_sec = first_sec = time.monotonic()
     try:
@@ -157,6 +161,11 @@ def encoded(tokenizer: Tokenizer, text: str):
             "it out"
         )
     return np.append(np.int32(tokenizer.separator), tokenizer.encode(text))
+
+
+def begun(tokenizer: Tokenizer, prompt: str, id_b: "np.ndarray") -> Text:
+    """What follows is text behind that of the prompt, and not behind a separator."""
+    return Text(prompt, stream_decoder(tokenizer, context=id_b[1:]))
 
 
 def note_length(loaded: Loaded, prompts: list, args: argparse.Namespace) -> None:

@@ -121,7 +121,7 @@ def _worker(context, pieces: Sequence[Piece], recipe: Recipe) -> Iterator[tuple]
 def _receive(process: multiprocessing.Process, connection: Connection) -> Chunk:
     try:
         message = connection.recv()
-    except EOFError as fault:
+    except (EOFError, OSError) as fault:  # between messages, or within one
         process.join()
         raise ChildProcessError(
             f"a worker died (exit code {process.exitcode}; -9 is often a lack of "

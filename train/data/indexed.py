@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tokenize import TokenError
 
@@ -124,9 +124,10 @@ def scan(path: Path) -> tuple[str, int]:
     return digest.hexdigest(), largest
 
 
-def file_sha256(path: Path) -> str:
+def file_sha256(path: Path, is_stopped: Callable[[], bool] = lambda: False) -> str:
+    """Of what has been read when `is_stopped`, which is asked before every MiB."""
     digest = hashlib.sha256()
-    _update(digest, path)
+    _update(digest, path, is_stopped)
     return digest.hexdigest()
 
 
@@ -229,7 +230,7 @@ def _size(path: Path, what: str) -> int:
         ) from fault
 
 
-def _update(digest, path: Path) -> None:
+def _update(digest, path: Path, is_stopped: Callable[[], bool] = lambda: False) -> None:
     with path.open("rb") as file:
-        while part := file.read(_READ_BYTES):
+        while not is_stopped() and (part := file.read(_READ_BYTES)):
             digest.update(part)

@@ -4,8 +4,9 @@
     out/shard-00000.bin    ids; each document begins with the separator
     out/shard-00000.idx    where documents begin (indexed.py)
 
-All is written to `out`.partial, which gets its name when it is whole. What is written
-depends on the files and the recipe alone, not on the number of workers.
+All is written to `out`.partial, which gets its name when it is whole, by the one
+process that holds the lock of `out`.partial.lock. What is written depends on the files
+and the recipe alone, not on the number of workers.
 """
 
 import contextlib
@@ -13,10 +14,11 @@ import fcntl
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -28,7 +30,6 @@ from train.data.tokenizer import load_tokenizer
 
 FORMAT = "moejax tokens 1"
 MANIFEST = "manifest.json"
-_LOCK = ".lock"
 
 
 def prepare(
@@ -43,8 +44,9 @@ def prepare(
 
     One worker is this process; more are started. `show` is called after every chunk.
     Raises ValueError for what the user can mend (no such file, too many bad records,
-    a folder that is there), OSError when the disk does not take the shards and
-    ChildProcessError when a worker dies; `out` is then as it was.
+    a folder that is there or that another process writes), OSError when the disk does
+    not take the shards and ChildProcessError when a worker dies; `out` is then as it
+    was.
     """
     recipe = recipe or Recipe()
     out = Path(out).expanduser().absolute()
@@ -52,7 +54,7 @@ def prepare(
     paths = expand(files)
     tokenizer = load_tokenizer(recipe.tokenizer, recipe.separator)
     work = [piece for path in paths for piece in pieces(path, recipe.text_key)]
-    with _folder_to_be(out) as folder, _hashed(paths) as sources:
+    with _folder_to_be(out, overwrite) as folder, _hashed(paths) as sources:
         dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
         with Shards(folder, dtype, work, recipe.max_bad_records, show) as shards:
             for piece, chunk in encode(work, recipe, num_workers):
@@ -133,30 +135,53 @@ def _check_target(out: Path, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def _folder_to_be(out: Path) -> Iterator[Path]:
-    """`out`.partial, empty and locked; gone at the end unless it has been published."""
+def _folder_to_be(out: Path, overwrite: bool) -> Iterator[Path]:
+    """`out`.partial, empty and this process's alone; gone unless it is published."""
     folder = out.with_name(out.name + ".partial")
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _LOCK).open("w") as lock:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        _check_target(out, overwrite)  # again: another process may have made it
+        if folder.exists():  # of a process that was killed
+            shutil.rmtree(folder)
+        folder.mkdir()
+        try:
+            yield folder
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the lock of the folder; raises ValueError while another writer has it."""
+    path = folder.with_name(folder.name + ".lock")
+    with path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as fault:
+            is_held = _is_open_as(lock, path)
+        except BlockingIOError:
+            is_held = False
+        if not is_held:
             raise ValueError(
                 f"another process writes '{folder}': wait for it, or name another "
                 "folder"
-            ) from fault
-        for path in folder.iterdir():  # of a process that was killed
-            if path.name != _LOCK:
-                path.unlink()
+            )
         try:
-            yield folder
+            yield
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            path.unlink()
+
+
+def _is_open_as(file: TextIO, path: Path) -> bool:
+    """Whether the path still is that file: a writer that ends removes its own."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _publish(folder: Path, out: Path) -> None:
     """Gives the folder its name; one that has it is removed once this one is there."""
-    (folder / _LOCK).unlink()
     old = out.with_name(out.name + ".old")
     if out.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -172,8 +197,9 @@ def _publish(folder: Path, out: Path) -> None:
 def _hashed(paths: Sequence[Path]) -> Iterator[Callable[[], list[dict[str, Any]]]]:
     """The sources for the manifest, hashed in a thread while they are encoded."""
     before = [_stamp(path) for path in paths]
+    stop = threading.Event()
     with ThreadPoolExecutor(1) as thread:
-        digests = [thread.submit(_sha256, path) for path in paths]
+        digests = [thread.submit(_sha256, path, stop.is_set) for path in paths]
 
         def sources() -> list[dict[str, Any]]:
             shas = [digest.result() for digest in digests]
@@ -188,6 +214,7 @@ def _hashed(paths: Sequence[Path]) -> Iterator[Callable[[], list[dict[str, Any]]
         try:
             yield sources
         finally:
+            stop.set()
             thread.shutdown(cancel_futures=True)
 
 
@@ -199,8 +226,8 @@ def _stamp(path: Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _sha256(path: Path) -> str:
+def _sha256(path: Path, is_stopped: Callable[[], bool]) -> str:
     try:
-        return file_sha256(path)
+        return file_sha256(path, is_stopped)
     except OSError as fault:
         raise unreadable(path, fault) from fault

@@ -9,10 +9,11 @@ import codecs
 import dataclasses
 import functools
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -67,45 +68,82 @@ def load_tokenizer(name: str, separator: str | int | None = None) -> Tokenizer:
     return _bytes(separator) if name == "bytes" else _from_file(name, separator)
 
 
-def stream_decoder(tokenizer: Tokenizer) -> Callable[[int], str]:
-    """A function that takes ids one by one and returns the text that each completes.
+class StreamDecoder(Protocol):
+    """Takes the ids that follow, and returns the text that they complete; with
+    `is_last` all that is left, where an unfinished character is U+FFFD."""
+
+    def __call__(self, ids: Sequence[int], is_last: bool = False) -> str: ...
+
+
+def stream_decoder(tokenizer: Tokenizer, context: Sequence[int] = ()) -> StreamDecoder:
+    """A decoder of ids that come a few at a time, behind those of `context`.
 
     Bytes of an unfinished character are held back; what can no longer become one comes
-    out as U+FFFD. The joined texts are `decode` of all ids, up to what is held back.
+    out as U+FFFD. The joined texts are what `decode` of all ids has more than whole
+    characters of the context, up to what is held back. Memory does not grow.
     """
     if tokenizer.name == "bytes":
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        return lambda token: decoder.decode(bytes([token]))
-    shown: list[int] = []  # their text is out; context for what follows
-    held: list[int] = []
+        decoder.decode(bytes(map(int, context[-_MAX_UNFINISHED:])))
+        return lambda ids, is_last=False: decoder.decode(bytes(map(int, ids)), is_last)
+    decode = tokenizer.decode
+    held: list[int] = []  # what the next text depends on
+    num_out = 0  # characters of their text that are out
 
-    def step(token: int) -> str:
-        nonlocal shown, held
-        held.append(int(token))
-        count = len(held)
-        if tokenizer.decode(held).endswith("\ufffd"):
-            count = _num_whole(tokenizer, held) if count == _MAX_HELD else 0
-        before = tokenizer.decode(shown)
-        text = tokenizer.decode(shown + held[:count])
-        if count:
-            shown, held = held[:count], held[count:]
-        return text[len(before) :]
+    def step(ids: Sequence[int], is_last: bool = False) -> str:
+        nonlocal held, num_out
+        held += map(int, ids)
+        num, text = len(held), decode(held)
+        num_settled = len(text)
+        if text.endswith("\ufffd") and not is_last:
+            num, text, num_settled = _settled(tokenizer, held, text)
+        piece = text[num_out:num_settled]
+        num_out += len(piece)
+        is_clean = num_settled == len(text)
+        if num > _NUM_CONTEXT * (2 if is_clean else 4):
+            num_left = len(text) - num_out
+            first, text = _last(tokenizer, held[:num], text)
+            held, num_out = held[first:], max(0, len(text) - num_left)
+        return piece
 
+    step(context[-_NUM_CONTEXT:])
     return step
 
 
-def _num_whole(tokenizer: Tokenizer, ids: list[int]) -> int:
-    """The smallest number of first ids that share no character with the rest."""
-    whole = tokenizer.decode(ids)
-    cuts = range(1, len(ids))
-    decode = tokenizer.decode
-    return next(
-        (n for n in cuts if decode(ids[:n]) + decode(ids[n:]) == whole), len(ids)
-    )
+def _settled(tokenizer: Tokenizer, ids: list[int], text: str) -> tuple[int, str, int]:
+    """How many of the first ids end with a whole character, their text, and how many
+    characters of it no further id can change. `text` is that of all, and ends with
+    U+FFFD."""
+    texts = [text]
+    for num in range(len(ids) - 1, max(-1, len(ids) - 1 - _MAX_UNFINISHED), -1):
+        texts.append(tokenizer.decode(ids[:num]))
+        if not texts[-1].endswith("\ufffd"):
+            return num, texts[-1], len(texts[-1])
+    # Bytes that are not UTF-8, or a U+FFFD that was encoded.
+    most = max(len(text.rstrip("\ufffd")), len(text) - _MAX_UNFINISHED)
+    return len(ids), text, min(most, _num_common(texts))
 
 
-_MAX_HELD = 4
-"""A character has at most four bytes, and a token at least one."""
+def _num_common(texts: list[str]) -> int:
+    """Characters with which all of them begin."""
+    columns = zip(*texts)
+    return sum(1 for _ in itertools.takewhile(lambda c: len(set(c)) == 1, columns))
+
+
+def _last(tokenizer: Tokenizer, ids: list[int], text: str) -> tuple[int, str]:
+    """An id from which on the text of the last ids is the end of all their text, so
+    that it begins no id within a character, and that text."""
+    least = len(ids) - _NUM_CONTEXT
+    for first in range(least, least - 8, -1):
+        last = tokenizer.decode(ids[first:])
+        if text.endswith(last):
+            return first, last
+    return least, tokenizer.decode(ids[least:])
+
+
+_MAX_UNFINISHED = 3
+"""Bytes of a character without its last, and so its tokens."""
+_NUM_CONTEXT = 16
 
 
 def _bytes(separator: str | int | None) -> Tokenizer:
