@@ -5,6 +5,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 GIN ?= configs/tiny_cpu.gin
 ARGS ?=
+SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train dry-run lint format test test-fast test-all bench clean
@@ -39,13 +40,13 @@ format: $(VENV)/.stamp  ## let ruff rewrite what it can
 	@$(VENV)/bin/ruff format --quiet . && $(VENV)/bin/ruff check --fix --quiet .
 
 test: lint  ## every check and test (12 minutes at most on two cores)
-	@$(RUN) -m pytest -n 2 --dist loadfile -m 'not long' $(ARGS)
+	@$(RUN) -m pytest $(SPREAD) -m 'not long' $(ARGS)
 
 test-fast: $(VENV)/.stamp  ## the tests that take seconds (90 s at most)
-	@$(RUN) -m pytest -n 2 --dist loadfile -m 'not slow and not long' $(ARGS)
+	@$(RUN) -m pytest $(SPREAD) -m 'not slow and not long' $(ARGS)
 
 test-all: lint  ## with the long repetitions (kills, corruptions)
-	@$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(RUN) -m pytest $(SPREAD) $(ARGS)
 
 bench: $(VENV)/.stamp  ## one MoE layer against its rivals
 	@$(RUN) tools/bench_moe_layer.py $(ARGS)

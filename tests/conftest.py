@@ -8,6 +8,8 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TRACE = ROOT.parent / "shared" / "data" / "routing_gpt_e32.npz"
 NUM_DEVICES = 8
+LONGEST = ("test_processes", "test_runs", "test_faults", "test_step", "test_memory")
+"""Files of minutes, which begin first: one at the end would run alone."""
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
@@ -55,6 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
             config.hook.pytest_deselected(items=out)
             items[:] = [item for item in items if item not in out]
             print(f"deselected {len(out)} tests marked {mark!r} ({why})")
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
 @pytest.fixture(scope="session")

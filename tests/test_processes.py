@@ -81,15 +81,17 @@ def test_four_processes_are_one(alone, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_then_four_then_one_lose_and_repeat_no_sample(alone, tmp_path):
-    """Nor when the newest checkpoint is damaged, which all of four must agree on."""
+@pytest.mark.parametrize("second", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_other_numbers_of_processes_lose_and_repeat_no_sample(alone, tmp_path, second):
+    """Two, then two or four, then one; nor when the newest checkpoint is damaged, which
+    all must agree on."""
     run_dir = tmp_path / "run"
     assert run_gang(run_dir, 2, "Train.num_steps = 8").code == 0
     damage(run_dir / "checkpoints" / "8" / "state")
-    four = run_gang(run_dir, 4, "Train.num_steps = 14")
-    assert four.code == 0, four.err
-    assert "CORRUPT CHECKPOINT 8 set aside" in four.out
-    assert "resumed at step 4\n" in four.out
+    gang = run_gang(run_dir, second, "Train.num_steps = 14")
+    assert gang.code == 0, gang.err
+    assert "CORRUPT CHECKPOINT 8 set aside" in gang.out
+    assert "resumed at step 4\n" in gang.out
     ended = run(run_dir, gin_file=GANG)
     assert (ended.code, ended.err) == (0, "")
     assert "resumed at step 14" in ended.out

@@ -24,7 +24,8 @@ from train.cluster import Place, is_loopback
 def join(cfg: Config, place: Place | None) -> None:
     """Makes this process one of the run's; before any device is touched.
 
-    Raises ValueError when the others do not come within Processes.init_sec.
+    Raises RuntimeError when the others do not come within Processes.init_sec: no bad
+    input, for they may come to the next start.
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -47,7 +48,7 @@ def join(cfg: Config, place: Place | None) -> None:
             shutdown_timeout_seconds=limits.shutdown_sec,
         )
     except jax.errors.JaxRuntimeError as fault:
-        raise ValueError(
+        raise RuntimeError(
             f"process {place.index} of {place.count} ({place.source}) found no others "
             f"at {place.coordinator} within Processes.init_sec={limits.init_sec}: "
             f"{fault}"
