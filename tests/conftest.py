@@ -8,7 +8,7 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TRACE = ROOT.parent / "shared" / "data" / "routing_gpt_e32.npz"
 NUM_DEVICES = 8
-LONGEST = ("test_processes", "test_runs", "test_faults", "test_step", "test_memory")
+LONGEST = ("test_processes", "test_runs", "test_faults", "test_step", "test_remat")
 """Files of minutes, which begin first: one at the end would run alone."""
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -73,6 +73,7 @@ def small_disk(tmp_path):
 
 @pytest.mark.root
 @pytest.mark.slow
+@pytest.mark.long
 def test_full_disk(small_disk):
     """One failure, room again, one more, then a signal: nothing can be saved."""
     run_dir = small_disk / "run"

@@ -24,6 +24,7 @@ def test_exact_costs_little_more_than_capacity():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_hot_expert_takes_no_more_memory(repo):
     """Peak resident memory of whole processes: many rounds against one."""
     environment = os.environ | {"PYTHONPATH": str(repo / "tests")}

@@ -131,7 +131,9 @@ def test_stopped_and_resumed_is_the_same_run(whole, stopped, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("data", "expert"), [(2, 2), (1, 1)])
+@pytest.mark.parametrize(
+    ("data", "expert"), [pytest.param(2, 2, marks=pytest.mark.long), (1, 1)]
+)
 def test_continues_on_fewer_devices(whole, stopped, tmp_path, data, expert):
     shutil.copytree(stopped[0], tmp_path / "run")
     first = stopped[1].record["step"] + 1
