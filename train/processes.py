@@ -24,8 +24,7 @@ from train.cluster import Place, is_loopback
 def join(cfg: Config, place: Place | None) -> None:
     """Makes this process one of the run's; before any device is touched.
 
-    Raises RuntimeError when the others do not come within Processes.init_sec: no bad
-    input, for they may come to the next start.
+    JAX aborts the process (exit code 134) when the others do not come in time.
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -35,24 +34,22 @@ def join(cfg: Config, place: Place | None) -> None:
 
     host, _, port = place.coordinator.rpartition(":")
     limits = cfg.processes
-    try:
-        jax.distributed.initialize(
-            coordinator_address=place.coordinator,
-            num_processes=place.count,
-            process_id=place.index,
-            local_device_ids=place.local_device_ids,
-            cluster_detection_method="deactivate",
-            coordinator_bind_address=f"{host}:{port}" if is_loopback(host) else None,
-            initialization_timeout=limits.init_sec,
-            heartbeat_timeout_seconds=limits.heartbeat_sec,
-            shutdown_timeout_seconds=limits.shutdown_sec,
-        )
-    except jax.errors.JaxRuntimeError as fault:
-        raise RuntimeError(
-            f"process {place.index} of {place.count} ({place.source}) found no others "
-            f"at {place.coordinator} within Processes.init_sec={limits.init_sec}: "
-            f"{fault}"
-        ) from fault
+    print(
+        f"process {place.index} of {place.count} ({place.source}) meets the others at "
+        f"{place.coordinator}, and waits Processes.init_sec={limits.init_sec} at most",
+        flush=True,
+    )
+    jax.distributed.initialize(
+        coordinator_address=place.coordinator,
+        num_processes=place.count,
+        process_id=place.index,
+        local_device_ids=place.local_device_ids,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=f"{host}:{port}" if is_loopback(host) else None,
+        initialization_timeout=limits.init_sec,
+        heartbeat_timeout_seconds=limits.heartbeat_sec,
+        shutdown_timeout_seconds=limits.shutdown_sec,
+    )
 
 
 def is_first() -> bool:
