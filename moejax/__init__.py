@@ -7,7 +7,7 @@ import importlib
 
 _HOME = {
     "Config": "moejax.config",
-    "ExpertPlan": "moejax.layout",
+    "ExpertPlan": "moejax.plan",
     "Layout": "moejax.layout",
     "Topology": "moejax.layout",
     "make_mesh": "moejax.axes",

@@ -50,6 +50,18 @@ def sharding(mesh: Mesh, *dims: str | tuple[str, ...] | None) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*dims))
 
 
+def everywhere(tree, mesh: Mesh):
+    """NumPy arrays, equal in all processes, whole on every device; unlike device_put,
+    no process asks another whether they are."""
+    whole = sharding(mesh)
+    return jax.tree.map(
+        lambda leaf: jax.make_array_from_callback(
+            np.shape(leaf), whole, lambda index: np.asarray(leaf)[index]
+        ),
+        tree,
+    )
+
+
 def axis_size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
     """Number of devices along one axis or a tuple of axes."""
     axes = (axes,) if isinstance(axes, str) else axes

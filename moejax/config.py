@@ -11,7 +11,7 @@ from moejax.config_network import Model, Moe, Recorded, Router, at_least, requir
 from moejax.layout import Topology
 
 __all__ = [
-    "Checkpoint", "Config", "Data", "Mesh", "Model", "Moe", "Optimizer",
+    "Balance", "Checkpoint", "Config", "Data", "Mesh", "Model", "Moe", "Optimizer",
     "Processes", "Recorded", "Router", "Train",
 ]  # fmt: skip
 
@@ -150,6 +150,36 @@ class Train:
 
 
 @dataclasses.dataclass(frozen=True)
+class Balance:
+    """When load is uneven, and what is done about it (docs/balance.md)."""
+
+    policy: str = "home"
+    """A policy of moejax.balance.policies; 'home' changes nothing."""
+    every_steps: int = 10
+    """Decisions are taken at multiples of it."""
+    lag_steps: int = 4
+    """From the decision for a swap to its adoption, on every process."""
+    relayout_lag_steps: int = 50
+    """From the decision for a relayout: long enough to compile meanwhile."""
+    act_above: float = 1.3
+    """Device max/mean of the worst layer, forecast, above which a change is sought,"""
+    rest_below: float = 1.1
+    """until it is below this."""
+    margin: float = 0.02
+    """Share of a step's time that a change must save."""
+    cooldown_steps: int = 20
+    """From an adoption to the next decision."""
+    horizon_steps: int = 1000
+    """For so many steps a gain is counted."""
+    half_life_steps: float = 10.0
+    """Of the moving average of loads."""
+    max_slots_per_device: int | None = None
+    """None: twice the experts that a device owns, and two more."""
+    calibration: str | None = None
+    """JSON of tools/calibrate.py; None: presumed speeds, 50 TFLOP/s and 12.5 GB/s."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Processes:
     """A run of several processes. How many there are, and where, is not configuration:
     the launcher says so (docs/processes.md)."""
@@ -198,6 +228,7 @@ class Config:
     train: Train = Train()
     checkpoint: Checkpoint = Checkpoint()
     processes: Processes = Processes()
+    balance: Balance = Balance()
 
     def __post_init__(self) -> None:
         moe, mesh, train = self.moe, self.mesh, self.train

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any, Literal
 
+from moejax.layout import Split, Store
+
 
 def require(claim: bool, message: str) -> None:
     if not claim:
@@ -88,10 +90,28 @@ class Moe:
     """Rows that one device sends to one other in round 0; None derives it from
     buffer_factor times the even share."""
     buffer_factor: float = 1.5
+    store: Store | None = None
+    """How expert weights reach the slots (docs/balance.md), for the whole run; None:
+    as Balance.policy is made for, and the balancer may choose another one."""
+    slots_per_device: int | None = None
+    """None: the experts that a device owns, and one where the policy replicates."""
+    offers_per_device: int | None = None
+    """Own experts that a device can give to others as copies; None: 2 at most."""
+    copies_per_device: int | None = None
+    """Copies that a device can hold; None: its slots beyond its own experts, or 1."""
+    split: Split | None = None
+    """Which replica a row goes to; None: as the policy reckons."""
+    prefetch: bool | None = None
+    """Transient copies travel a layer ahead; None: as the policy reckons."""
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "num_experts", "top_k", "d_expert", "rows_per_peer")
-        at_least(self, 0, "num_shared_experts")
+        at_least(
+            self, 1, "num_experts", "top_k", "d_expert", "rows_per_peer",
+            "slots_per_device",
+        )  # fmt: skip
+        at_least(
+            self, 0, "num_shared_experts", "offers_per_device", "copies_per_device"
+        )
         require(
             self.top_k <= self.num_experts,
             f"Moe.top_k={self.top_k} is more than num_experts={self.num_experts}",
@@ -160,14 +180,17 @@ class Recorded:
     """Loads that Router.kind='recorded' follows; benchmarks of skew use it."""
 
     source: str = "zipf"
-    """'uniform', 'zipf', 'one_hot', 'rotating', 'burst', or the path of an .npz."""
+    """'uniform', 'zipf', 'one_hot', 'rotating', 'burst', 'wandering', or the path of an
+    .npz."""
     zipf: float = 1.0
     """Exponent: expert i has load (i + 1) ** -zipf."""
     period_steps: int = 20
     """rotating: the hot expert moves on after so many steps; burst: one hot phase and
-    one even phase of so many steps each."""
+    one even phase of so many steps each; wandering: a hill rises in so many steps, then
+    moves by one expert in so many."""
     hot_share: float = 0.5
-    """rotating, burst: share of all choices that the hot expert gets (at most 1/k)."""
+    """rotating, burst, wandering: share of all choices that the hot expert gets (at
+    most 1/k)."""
     array: str = "tokens"
     """.npz: name of the counts, [samples, layers, ..., experts]; the dims between are
     summed."""

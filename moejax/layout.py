@@ -1,26 +1,24 @@
-"""The treaty between host and device, in NumPy: Topology, Layout, ExpertPlan.
+"""What is compiled, in plain Python: Topology and Layout.
 
 A *Topology* says which devices there are. A *Layout* holds what is compiled into the
-step: shapes of buffers and the order of collectives. An *ExpertPlan* holds what may
-change between two steps: which expert each slot holds, layer by layer.
+step: shapes of buffers and the order of collectives. What may change between two steps
+is an `moejax.plan.ExpertPlan`. Both sides, host and device, import these two modules.
 
-    4 experts on 2 devices with 2 slots each, under the home plan:
-
-    device            0        1
-    slot p          0   1    2   3
-    expert          0   1    2   3        slot_to_expert_lp = [[0, 1, 2, 3]]
+    store       how expert weights reach the slots            expert weights lie
+    owned       a slot is the place of its expert's masters   by expert
+    transient   copies travel in the step, layer by layer     by expert
+    resident    copies travel once a step, all layers         by expert
+    sharded     every slot is gathered from all devices       by hidden width
 """
 
 import dataclasses
-import hashlib
-import json
 import math
 from typing import Literal
 
-import numpy as np
-
 Transport = Literal["local", "padded", "ragged"]
 Exchange = Literal["exact", "capacity"]
+Store = Literal["owned", "transient", "resident", "sharded"]
+Split = Literal["even", "local_first"]
 
 ROW_MULTIPLE = 8
 """Buffers are whole multiples of 8 rows, so that vector units and tiles divide them."""
@@ -73,8 +71,19 @@ class Layout:
     rows_per_peer: int
     transport: Transport = "padded"
     exchange: Exchange = "exact"
+    store: Store = "owned"
+    split: Split = "even"
+    """Which replica a row goes to: an even share each, or one on its own device where
+    there is one."""
+    offers_per_device: int = 0
+    """Own experts that one device can give to others as copies, per layer."""
+    copies_per_device: int = 0
+    """Copies of others' experts that one device can hold, per layer."""
+    prefetch: bool = False
+    """Transient copies of the next layer travel under the work of this one."""
 
     def __post_init__(self) -> None:
+        self._check_store()
         if self.num_slots < self.num_experts:
             raise ValueError(
                 f"{self.num_devices} x {self.slots_per_device} slots hold fewer than "
@@ -95,9 +104,51 @@ class Layout:
                 f"{self.num_devices} devices: use 'padded' or 'ragged'"
             )
 
+    def _check_store(self) -> None:
+        if self.num_experts % self.num_devices:
+            near = self.num_experts // self.num_devices * self.num_devices
+            near = near or self.num_devices
+            raise ValueError(
+                f"num_experts={self.num_experts} must be divisible by the expert axis "
+                f"({self.num_devices}): use {near} or {near + self.num_devices}, or "
+                "another Mesh.expert"
+            )
+        budgets = (self.offers_per_device, self.copies_per_device)
+        limits = (self.experts_per_device, self.slots_per_device)
+        if self.has_copies and any(not 0 <= b <= n for b, n in zip(budgets, limits)):
+            raise ValueError(
+                f"offers_per_device={budgets[0]} and copies_per_device={budgets[1]} "
+                f"must be at most the {limits[0]} experts and {limits[1]} slots of a "
+                "device, and not negative"
+            )
+        if not self.has_copies and any(budgets):
+            raise ValueError(
+                f"store='{self.store}' has no copies: offers_per_device and "
+                f"copies_per_device must be 0, and are {budgets[0]} and {budgets[1]}"
+            )
+        if self.store == "owned" and self.num_slots > self.num_experts:
+            raise ValueError(
+                f"store='owned' has a slot for each of {self.num_experts} experts and "
+                f"no more, and the layout has {self.num_slots}: use 'transient', "
+                "'resident' or 'sharded'"
+            )
+        if self.prefetch and self.store != "transient":
+            raise ValueError(
+                f"prefetch is for store='transient', and store is '{self.store}'"
+            )
+
     @property
     def num_slots(self) -> int:
         return self.num_devices * self.slots_per_device
+
+    @property
+    def has_copies(self) -> bool:
+        return self.store in ("transient", "resident")
+
+    @property
+    def experts_per_device(self) -> int:
+        """Experts whose masters one device owns."""
+        return self.num_experts // self.num_devices
 
     @property
     def rows_per_round(self) -> int:
@@ -117,20 +168,15 @@ class Layout:
         assignments_per_device: int,
         rows_per_peer: int | None = None,
         buffer_factor: float = 1.5,
+        slots_per_device: int | None = None,
         **kwargs,
     ) -> "Layout":
-        """The layout of plain expert parallelism: as many slots as experts.
+        """The layout of plain expert parallelism, as many slots as experts, unless
+        `slots_per_device` and a store in `kwargs` say otherwise.
 
         Without `rows_per_peer` the buffer is `buffer_factor` times the even share
         n*k/w, rounded up to a multiple of 8; with one device it is the exact n*k.
         """
-        if num_experts % num_devices:
-            near = num_experts // num_devices * num_devices or num_devices
-            raise ValueError(
-                f"num_experts={num_experts} must be divisible by the expert axis "
-                f"({num_devices}): use {near} or {near + num_devices}, or another "
-                "Mesh.expert"
-            )
         if num_devices == 1:
             kwargs["transport"] = "local"
             buffer_factor = 1.0
@@ -140,115 +186,10 @@ class Layout:
         return cls(
             num_experts=num_experts,
             num_devices=num_devices,
-            slots_per_device=num_experts // num_devices,
+            slots_per_device=slots_per_device or num_experts // num_devices,
             rows_per_peer=min(rows_per_peer, max(assignments_per_device, 1)),
             **kwargs,
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpertPlan:
-    """Which expert each slot holds, in every MoE layer; host side, and immutable.
-
-    `slot_to_expert_lp` is int32 [layers, slots]; -1 marks an empty slot. Slots
-    d*s .. d*s+s-1 belong to device d of the expert axis.
-    """
-
-    slot_to_expert_lp: np.ndarray
-    num_experts: int
-
-    def __post_init__(self) -> None:
-        table_lp = np.array(self.slot_to_expert_lp)  # a key must not change: own copy
-        table_lp.flags.writeable = False
-        object.__setattr__(self, "slot_to_expert_lp", table_lp)
-
-    @classmethod
-    def home(cls, num_layers: int, num_experts: int) -> "ExpertPlan":
-        """Slot p holds expert p."""
-        row_p = np.arange(num_experts, dtype=np.int32)
-        return cls(np.tile(row_p, (num_layers, 1)), num_experts)
-
-    @property
-    def num_layers(self) -> int:
-        return self.slot_to_expert_lp.shape[0]
-
-    @property
-    def num_slots(self) -> int:
-        return self.slot_to_expert_lp.shape[1]
-
-    @property
-    def is_home(self) -> bool:
-        return self == ExpertPlan.home(self.num_layers, self.num_experts)
-
-    @property
-    def digest(self) -> str:
-        """Four hex letters that name the plan in logs."""
-        table = np.ascontiguousarray(self.slot_to_expert_lp, dtype="<i4")
-        return hashlib.sha256(table.tobytes()).hexdigest()[:4]
-
-    def validate(self, layout: Layout | None = None) -> "ExpertPlan":
-        """This plan, or ValueError: an expert without a slot, a slot of no expert."""
-        table_lp = self.slot_to_expert_lp
-        if table_lp.ndim != 2 or table_lp.dtype != np.int32:
-            raise ValueError(
-                f"slot_to_expert_lp must be int32 [layers, slots], and is "
-                f"{table_lp.dtype} {list(table_lp.shape)}"
-            )
-        if table_lp.size and not (
-            -1 <= table_lp.min() <= table_lp.max() < self.num_experts
-        ):
-            raise ValueError(
-                f"slots must hold experts 0..{self.num_experts - 1} or -1 (empty), and "
-                f"hold {table_lp.min()}..{table_lp.max()}"
-            )
-        for layer, row_p in enumerate(table_lp):
-            missing = np.setdiff1d(np.arange(self.num_experts), row_p)
-            if missing.size:
-                raise ValueError(
-                    f"layer {layer} has no slot for experts {missing[:8].tolist()}: "
-                    "every expert needs one"
-                )
-        if layout is not None and (layout.num_slots, layout.num_experts) != (
-            self.num_slots,
-            self.num_experts,
-        ):
-            raise ValueError(
-                f"the plan has {self.num_experts} experts in {self.num_slots} slots, "
-                f"the layout {layout.num_experts} in {layout.num_slots}"
-            )
-        return self
-
-    def moves(self, new: "ExpertPlan") -> np.ndarray:
-        """Rows (layer, slot, expert) int32 of slots that `new` fills differently."""
-        changed = self.slot_to_expert_lp != new.slot_to_expert_lp
-        layer_m, slot_m = np.nonzero(changed & (new.slot_to_expert_lp >= 0))
-        expert_m = new.slot_to_expert_lp[layer_m, slot_m]
-        return np.stack([layer_m, slot_m, expert_m], axis=1).astype(np.int32)
-
-    def to_json(self) -> str:
-        table = self.slot_to_expert_lp.tolist()
-        return json.dumps({"num_experts": self.num_experts, "slot_to_expert_lp": table})
-
-    @classmethod
-    def from_json(cls, text: str) -> "ExpertPlan":
-        record = json.loads(text)
-        table_lp = np.array(record["slot_to_expert_lp"], dtype=np.int32)
-        return cls(table_lp, record["num_experts"]).validate()
-
-    def _repr_html_(self) -> str:
-        from moejax import show
-
-        return show.plan(self)._repr_html_()
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, ExpertPlan)
-            and self.num_experts == other.num_experts
-            and np.array_equal(self.slot_to_expert_lp, other.slot_to_expert_lp)
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.num_experts, self.slot_to_expert_lp.tobytes()))
 
 
 def _fields(instance) -> tuple[dataclasses.Field, ...]:

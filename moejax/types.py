@@ -1,10 +1,12 @@
 """Pytrees that live on devices: what the parts of an MoE layer hand to one another."""
 
+import jax
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from moejax.layout import ExpertPlan
+from moejax.layout import Layout
+from moejax.plan import ExpertPlan, copy_tables
 
 
 @struct.dataclass
@@ -38,21 +40,67 @@ class Batch:
 class Placement:
     """An ExpertPlan as arrays; swapped between two steps without a recompilation.
 
-    One slot per expert, today: `expert_to_slot_le` names it.
+    Slots stand twice: by number (p), and by expert (q: sorted by expert, then by slot,
+    empty ones last). A scan over layers takes the leading dim away.
     """
 
     slot_to_expert_lp: Int[Array, "l p"]
-    expert_to_slot_le: Int[Array, "l e"]
+    slot_lq: Int[Array, "l q"]
+    """Number of the q-th slot."""
+    expert_lq: Int[Array, "l q"]
+    """Its expert, -1 where it is empty."""
+    replica_lq: Int[Array, "l q"]
+    """Which of its expert's replicas it is, counted from 0."""
+    local_lq: Int[Array, "l q"]
+    """Which of those on its own device."""
+    offer_lwo: Int[Array, "l w o"]
+    """Copies, if the store has them: moejax.plan.CopyTables."""
+    want_lwc: Int[Array, "l w c"]
+    fill_lws: Int[Array, "l w s"]
 
     @classmethod
-    def of_plan(cls, plan: ExpertPlan) -> "Placement":
-        """NumPy arrays of a valid plan; the caller places them on devices."""
-        table_lp = plan.slot_to_expert_lp
-        slot_le = np.zeros((plan.num_layers, plan.num_experts), np.int32)
-        for layer, row_p in enumerate(table_lp):
-            slot_p = np.flatnonzero(row_p >= 0)
-            slot_le[layer, row_p[slot_p]] = slot_p
-        return cls(table_lp, slot_le)
+    def of_plan(cls, plan: ExpertPlan, layout: Layout) -> "Placement":
+        """NumPy arrays of a plan that is valid for the layout; the caller places them
+        on devices."""
+        layers = [
+            _by_expert(row_p, layout) | copy_tables(row_p, owned_e, layout)._asdict()
+            for row_p, owned_e in zip(plan.slot_to_expert_lp, plan.owned_le)
+        ]
+        tables = {name: np.stack([row[name] for row in layers]) for name in layers[0]}
+        return cls(
+            slot_to_expert_lp=plan.slot_to_expert_lp,
+            slot_lq=tables["slot_q"],
+            expert_lq=tables["expert_q"],
+            replica_lq=tables["replica_q"],
+            local_lq=tables["local_q"],
+            offer_lwo=tables["offer_wo"],
+            want_lwc=tables["want_wc"],
+            fill_lws=tables["fill_ws"],
+        )
+
+    def layer(self, index: int) -> "Placement":
+        """Of one layer, as an MoE layer takes it."""
+        return jax.tree.map(lambda leaf: leaf[index], self)
+
+
+def _by_expert(row_p: np.ndarray, layout: Layout) -> dict[str, np.ndarray]:
+    """Tables of one layer's slots, sorted by expert; int32."""
+    slot_q = np.argsort(np.where(row_p < 0, layout.num_experts, row_p), kind="stable")
+    expert_q, device_q = row_p[slot_q], slot_q // layout.slots_per_device
+    new_q = np.r_[True, expert_q[1:] != expert_q[:-1]]
+    there_q = new_q | np.r_[True, device_q[1:] != device_q[:-1]]
+    index_q = np.arange(len(row_p))
+    first_q, here_q = (
+        np.maximum.accumulate(np.where(starts_q, index_q, 0))
+        for starts_q in (new_q, there_q)
+    )
+    tables = {
+        "slot_q": slot_q,
+        "expert_q": expert_q,
+        "replica_q": index_q - first_q,
+        "local_q": index_q - here_q,
+    }
+    return {name: table.astype(np.int32) for name, table in tables.items()}
 
 
 @struct.dataclass
@@ -75,6 +123,7 @@ class LayerSums:
     sequence: Float[Array, ""]
     z: Float[Array, ""]
     tokens_e: Int[Array, " e"]
+    rows: Int[Array, ""]
     rounds: Int[Array, ""]
     dropped: Int[Array, ""]
     fullest_pair: Int[Array, ""]
@@ -93,11 +142,19 @@ class RouterLosses:
 class RoutingStats:
     """Integers about the MoE layers of one step, over the global batch."""
 
-    tokens_le: Int[Array, "l e"]
-    """Load: choices of each expert in the global batch, before any drop."""
+    tokens_lwe: Int[Array, "l w e"]
+    """Choices of each expert by the device that made them, before any drop; w counts
+    all devices that split the batch, the expert axis innermost."""
+    rows_lw: Int[Array, "l w"]
+    """Rows that each of those devices computed."""
     rounds_l: Int[Array, " l"]
     """Passes of the exchange: 1 when every row fitted into round 0."""
     dropped_l: Int[Array, " l"]
     """Choices that capacity mode dropped; 0 in exact mode."""
     fullest_pair_l: Int[Array, " l"]
     """Most rows that one device had for one other."""
+
+    @property
+    def tokens_le(self):
+        """Load: choices of each expert in the global batch."""
+        return self.tokens_lwe.sum(axis=1)

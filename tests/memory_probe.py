@@ -20,6 +20,8 @@ from moejax.axes import BATCH_AXES, make_mesh, sharding
 from moejax.config import Moe, Router
 from moejax.layout import Layout, Topology
 from moejax.moe.layer import MoeLayer
+from moejax.plan import ExpertPlan
+from moejax.types import Placement
 
 SEQ, WIDTH, HIDDEN, EXPERTS, TOP_K = 128, 128, 128, 32, 2
 TOPOLOGY = Topology(expert=8)
@@ -34,9 +36,11 @@ def layer_step(exchange: str, batch: int):
     assignments = batch * SEQ * TOP_K // TOPOLOGY.num_devices
     layout = Layout.home(EXPERTS, TOPOLOGY.expert, assignments, exchange=exchange)
 
+    placement = Placement.of_plan(ExpertPlan.home_in(layout, 1), layout).layer(0)
+
     def loss(params, x_btd, forced_btk):
         layer = nnx.merge(graph, params, rest)
-        y_btd, sums = layer(x_btd, jnp.arange(EXPERTS), layout, None, forced_btk)
+        y_btd, sums = layer(x_btd, placement, layout, None, forced_btk)
         return jnp.sum(y_btd**2), (jnp.max(sums.rounds), jnp.sum(sums.dropped))
 
     step = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))

@@ -15,12 +15,12 @@ from flax import nnx
 
 from moejax import axes
 from moejax.config import Config, Model
-from moejax.layout import ExpertPlan
 from moejax.model.transformer import Transformer
 from moejax.moe import route as routing
 from moejax.moe.layer import RouterBias
+from moejax.plan import ExpertPlan
 from moejax.types import Placement
-from train.step import layout_of
+from train.layouts import layout_of
 
 
 class Network(NamedTuple):
@@ -43,8 +43,9 @@ def network(cfg: Config) -> Network:
     model = nnx.eval_shape(lambda: Transformer(cfg, mesh, nnx.Rngs(0)))
     graph, shapes, bias = nnx.split(model, nnx.Param, RouterBias)
     bias = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), nnx.to_pure_dict(bias))
-    plan = ExpertPlan.home(cfg.model.num_moe_layers, cfg.moe.num_experts)
-    placement, layout = Placement.of_plan(plan), layout_of(cfg)
+    layout = layout_of(cfg)
+    plan = ExpertPlan.home_in(layout, cfg.model.num_moe_layers)
+    placement = Placement.of_plan(plan, layout)
 
     def apply(params, tokens_bt, position_bt=None, noise=None):
         model = nnx.merge(graph, params, bias)

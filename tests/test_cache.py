@@ -12,7 +12,7 @@ from plain_model import network
 from moejax.config import Config, Data, Mesh, Model, Moe, Train
 from moejax.model.cache import Cache
 from train.decoding import Sampling, choose
-from train.step import exact_layout
+from train.layouts import exact_layout
 
 B, SEQ_LEN, PROMPT, TOTAL = 8, 6, 4, 9
 LENGTHS = np.array([4, 1, 3, 2, 4, 2, 1, 3])

@@ -49,7 +49,9 @@ LEAST = {
     },
     Moe: {
         **dict.fromkeys(["num_experts", "top_k", "d_expert", "rows_per_peer"], 1),
-        "num_shared_experts": 0,
+        "slots_per_device": 1,
+        **dict.fromkeys(["num_shared_experts", "offers_per_device"], 0),
+        "copies_per_device": 0,
     },
     Router: {
         **dict.fromkeys(["jitter", "balance_loss", "sequence_balance_loss"], 0),

@@ -19,10 +19,11 @@ from moejax.types import Windows
 from train import evaluate, held_out
 from train.data import lines
 from train.data.tokenizer import load_tokenizer
+from train.layouts import exact_layout
 from train.load import config_of, find, load
 from train.prepare import prepare
 from train.state import graph_of
-from train.step import exact_layout, make_eval_step
+from train.step import make_eval_step
 
 pytestmark = pytest.mark.slow
 TOKENIZER = load_tokenizer("bytes")
@@ -98,7 +99,7 @@ def test_held_out_text_is_what_the_run_evaluates(saved):
     job = prepare(config_of(loaded.meta["config"]))
     step = make_eval_step(job.model)
     expected = held_out.evaluate(
-        step, loaded, job.placement, job.held_out, job.window_sharding
+        step, loaded, loaded.placement, job.held_out, job.window_sharding
     )
     record = measured(saved)
     assert_close(np.float32(record["loss"]), np.float32(expected.loss))

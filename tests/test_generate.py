@@ -19,9 +19,9 @@ from moejax.config import Router
 from train import generate
 from train.data.tokenizer import load_tokenizer, stream_decoder
 from train.decoding import Sampling, decode, make_decoder
+from train.layouts import exact_layout
 from train.load import find, load
 from train.state import graph_of
-from train.step import exact_layout
 
 pytestmark = pytest.mark.slow
 PROMPTS = ("the ", "a", "", "nothing here is as long as this is")

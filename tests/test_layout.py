@@ -5,10 +5,19 @@ import dataclasses
 import numpy as np
 import pytest
 
-from moejax.layout import ROW_MULTIPLE, ExpertPlan, Layout, Topology
+from moejax.layout import ROW_MULTIPLE, Layout, Topology
+from moejax.plan import ExpertPlan
 from moejax.types import Placement
 
-LAYOUT = Layout(num_experts=4, num_devices=2, slots_per_device=3, rows_per_peer=10)
+LAYOUT = Layout(
+    num_experts=4,
+    num_devices=2,
+    slots_per_device=3,
+    rows_per_peer=10,
+    store="resident",
+    offers_per_device=2,
+    copies_per_device=3,
+)
 # 4 experts in 6 slots of 2 devices: expert 0 has two replicas, slot 5 is empty.
 TABLE = [[0, 1, 0, 2, 3, -1], [3, 2, 1, 0, -1, -1]]
 
@@ -86,8 +95,8 @@ def test_layouts_are_keys():
     ("make", "words"),
     [
         (
-            lambda: dataclasses.replace(LAYOUT, num_experts=7),
-            ["2 x 3 slots", "num_experts=7", "slots_per_device to at least 4"],
+            lambda: dataclasses.replace(LAYOUT, num_experts=8),
+            ["2 x 3 slots", "num_experts=8", "slots_per_device to at least 4"],
         ),
         (
             lambda: dataclasses.replace(LAYOUT, rows_per_peer=0),
@@ -127,8 +136,8 @@ def test_layouts_are_keys():
             ["4 experts in 6 slots", "the layout 4 in 4"],
         ),
         (
-            lambda: plan_of().validate(Layout(3, 2, 3, 8)),
-            ["4 experts in 6 slots", "the layout 3 in 6"],
+            lambda: plan_of().validate(Layout(2, 2, 3, 8, store="sharded")),
+            ["4 experts in 6 slots", "the layout 2 in 6"],
         ),
         (
             lambda: ExpertPlan.from_json(
@@ -212,14 +221,13 @@ def test_plan_is_immutable():
 
 
 def test_placement_inverts_a_plan_without_replicas():
-    plan = plan_of([[2, -1, 0, 3, 1, -1], [0, 1, 2, 3, -1, -1]])
-    placement = Placement.of_plan(plan.validate(LAYOUT))
+    plan = plan_of([[2, -1, 0, 3, 1, -1], [0, 1, 2, 3, 3, -1]])
+    placement = Placement.of_plan(plan.validate(LAYOUT), LAYOUT)
     assert placement.slot_to_expert_lp is plan.slot_to_expert_lp
-    assert placement.expert_to_slot_le.tolist() == [[2, 4, 0, 3], [0, 1, 2, 3]]
-    assert placement.expert_to_slot_le.dtype == np.int32
-    for layer, row_p in enumerate(placement.slot_to_expert_lp):
-        slot_e = placement.expert_to_slot_le[layer]
-        assert row_p[slot_e].tolist() == [0, 1, 2, 3]
+    assert placement.slot_lq.tolist() == [[2, 4, 0, 3, 1, 5], [0, 1, 2, 3, 4, 5]]
+    assert placement.expert_lq.tolist() == [[0, 1, 2, 3, -1, -1], [0, 1, 2, 3, 3, -1]]
+    assert placement.replica_lq[1].tolist() == [0, 0, 0, 0, 1, 0]
+    assert placement.local_lq[1].tolist() == [0, 0, 0, 0, 1, 0]
 
 
 def test_capacity_mode_needs_a_row_for_each_slot():
@@ -230,4 +238,5 @@ def test_capacity_mode_needs_a_row_for_each_slot():
             slots_per_device=3,
             rows_per_peer=2,
             exchange="capacity",
+            store="sharded",
         )

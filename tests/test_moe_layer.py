@@ -20,6 +20,8 @@ from moejax.layout import Layout, Topology
 from moejax.model.layers import SwiGlu
 from moejax.moe import reference, route
 from moejax.moe.layer import MoeLayer
+from moejax.plan import ExpertPlan
+from moejax.types import Placement
 
 BATCH, SEQ, WIDTH, EXPERTS = 16, 8, 24, 16
 MESHES = {
@@ -77,6 +79,7 @@ def make_case(mesh_name: str, k: int, shared: int, rows_per_peer=None, kind="sof
         BATCH * SEQ * k // topology.num_batch_shards,
         rows_per_peer,
     )
+    placement = Placement.of_plan(ExpertPlan.home_in(layout, 1), layout).layer(0)
     graph, params, rest = split_modules(mesh, moe, router)
     here = make_mesh(Topology(), jax.devices()[:1])
     graph_here, _, _ = split_modules(here, moe, router)
@@ -85,8 +88,8 @@ def make_case(mesh_name: str, k: int, shared: int, rows_per_peer=None, kind="sof
 
     def distributed(params, x_btd, forced_btk):
         modules = nnx.merge(graph, params, rest)
-        slot_e = jnp.arange(EXPERTS)
-        y_btd, sums = modules["moe"](x_btd, slot_e, layout, None, forced_btk)
+        args = (placement, layout, None, forced_btk)
+        y_btd, sums = modules["moe"](x_btd, *args)
         y_btd = y_btd + (modules["dense"](x_btd) if shared else 0.0)
         return jnp.sum(y_btd * weight_btd), (y_btd, sums)
 

@@ -5,42 +5,15 @@ import sys
 import numpy as np
 import pytest
 from close import assert_close
+from metrics_lines import DECISIONS, balanced_lines, log_lines, write_run
 from PIL import Image
 
 from tools import plot_run
-from tools.run_arrays import MAX_LOADS, read_run
+from tools.run_arrays import MAX_LOADS, Adoption, read_run
 
 pytestmark = pytest.mark.filterwarnings("error")  # matplotlib warns of ugly layouts
 
-PICTURES = ["loss.png", "throughput.png", "load.png", "experts.png"]
-
-
-def log_lines(num_steps: int, num_layers: int = 3, num_experts: int = 8) -> list[str]:
-    """What a run writes, with an evaluation and the loads of experts now and then."""
-    rng = np.random.default_rng(0)
-    lines = []
-    for step in range(1, num_steps + 1):
-        tokens_le = rng.integers(1, 100, (num_layers, num_experts))
-        ratio_l = tokens_le.max(axis=1) / tokens_le.mean(axis=1)
-        record = {
-            "step": step,
-            "loss": 5.0 / step + 1,
-            "load_max_over_mean": ratio_l.tolist(),
-            "tok_per_sec": 1e4 + step,
-            "step_msec": 50.0,
-        }
-        if step % 10 == 0:
-            record["tokens_le"] = tokens_le.tolist()
-        lines.append(json.dumps(record))
-        if step % 20 == 0:
-            lines.append(json.dumps({"step": step, "eval_loss": 1.1}))
-    return lines
-
-
-def write_run(folder, lines: list[str], end: str = "\n"):
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + end)
-    return folder
+PICTURES = ["loss.png", "throughput.png", "load.png", "devices.png", "experts.png"]
 
 
 def test_arrays_are_those_of_the_log(tmp_path):
@@ -61,7 +34,30 @@ def test_arrays_are_those_of_the_log(tmp_path):
     expected_le = tokens_le / tokens_le.mean(axis=1, keepdims=True)
     assert_close(run.load_qle[2], expected_le, dtype=np.float32)
     assert_close(run.load_qle.max(axis=2), run.ratio_nl[9::10], dtype=np.float32)
+    rows_lw = np.array(steps[29]["rows_lw"])
+    expected_lw = rows_lw / rows_lw.mean(axis=1, keepdims=True)
+    assert_close(run.rows_qlw[2], expected_lw, dtype=np.float32)
+    assert run.rows_step_q.tolist() == [10, 20, 30, 40]
+    rows_max_ql = run.rows_qlw.max(axis=2)
+    assert_close(rows_max_ql, run.device_ratio_nl[9::10], dtype=np.float32)
     assert (run.save_every_steps, run.num_bad_lines) == (7, 0)
+    assert (run.adoptions, run.act_above) == ((), None)
+
+
+def test_adoptions_are_decisions_that_came_into_force(tmp_path):
+    lines = balanced_lines(40, DECISIONS)
+    folder = write_run(tmp_path / "run", lines)
+    (folder / "config.gin").write_text(
+        "Balance.policy = 'eplb'\nBalance.act_above = 1.25\n"
+    )
+    run = read_run(folder)
+    swap = Adoption(step=14, kind="swap", decided_step=10, changes="")
+    relayout = Adoption(34, "relayout", 20, "slots 2→3")
+    assert run.adoptions == (swap, relayout)
+    assert (run.act_above, run.num_bad_lines) == (1.25, 0)
+    assert len(run.step_n) == 40
+    without = [line for line in lines if "adopt_msec" not in line]
+    assert read_run(write_run(tmp_path / "pending", without)).adoptions == ()
 
 
 @pytest.mark.slow
@@ -105,6 +101,9 @@ def test_step_that_stands_twice_counts_as_written_last(tmp_path):
         '{"loss": 1.0}',
         '{"step": true, "loss": 1}',
         '{"step": -1, "loss": 1}',
+        '{"step": 9, "decision": 3}',
+        '{"step": 9, "decision": {"kind": "swap", "adopt_step": Infinity}}',
+        '{"step": 9, "decision": {"kind": "swap", "adopt_step": 9, "changes": ["x"]}}',
         f'{{"step": {10**400}, "loss": 1}}',
         "[" * 100_000,
     ],

@@ -12,10 +12,11 @@ from primitives import primitives
 
 from moejax import axes
 from moejax.config import Config, Data, Mesh, Model, Moe, Router, Train
-from moejax.layout import ExpertPlan
 from moejax.moe import route as routing
+from moejax.plan import ExpertPlan
 from moejax.types import LayerSums, Placement, Windows
 from train import step as training
+from train.layouts import layout_of
 from train.state import abstract_state
 
 B, T, E, K = 4, 8, 8, 2
@@ -34,7 +35,7 @@ def operands(seed=0, skew=1.0):
 def sums_of(logit_ne, expert_nk, cfg):
     score_ne = routing.scores(logit_ne, cfg)
     sums = routing.balance_sums(score_ne, logit_ne, expert_nk, T)
-    return LayerSums(**sums, rounds=1, dropped=0, fullest_pair=0)
+    return LayerSums(**sums, rows=0, rounds=1, dropped=0, fullest_pair=0)
 
 
 def losses_of(logit_ne, expert_nk, cfg):
@@ -152,9 +153,9 @@ def step_of(router, accumulate_steps=1):
         train=Train(batch_size=16, loss_chunk=T, accumulate_steps=accumulate_steps),
     )  # fmt: skip
     mesh = axes.make_mesh(cfg.mesh.topology)
-    model = training.Model(cfg, mesh, training.layout_of(cfg), optax.sgd(0.1))
+    model = training.Model(cfg, mesh, layout_of(cfg), optax.sgd(0.1))
     state = abstract_state(cfg, mesh, model.optimizer)
-    placement = Placement.of_plan(ExpertPlan.home(2, 8))
+    placement = Placement.of_plan(ExpertPlan.home_in(model.layout, 2), model.layout)
     zeros_abt = np.zeros((accumulate_steps, 16 // accumulate_steps, T + 1), np.int32)
     return model, state, placement, Windows(zeros_abt, zeros_abt)
 

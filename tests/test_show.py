@@ -13,7 +13,8 @@ from close import assert_close
 
 from moejax import show
 from moejax.axes import make_mesh
-from moejax.layout import ExpertPlan, Topology
+from moejax.layout import Topology
+from moejax.plan import ExpertPlan
 from moejax.show import table
 
 MAX_PAGE_BYTES = 250_000
@@ -232,7 +233,7 @@ def test_complaints_are_one_line(call, words):
 
 def test_views_need_no_jax():
     code = (
-        "import sys; from moejax import show; from moejax.layout import ExpertPlan; "
+        "import sys; from moejax import show; from moejax.plan import ExpertPlan; "
         "ExpertPlan.home(1, 4)._repr_html_(); show.loads([[1, 2]])._repr_html_(); "
         "sys.exit('jax' in sys.modules)"
     )

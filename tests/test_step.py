@@ -10,14 +10,16 @@ import pytest
 from close import assert_close
 from jax.sharding import PartitionSpec as P
 
-from moejax.axes import make_mesh, sharding
+from moejax.axes import make_mesh
 from moejax.config import Config, Data, Mesh, Moe, Optimizer, Router, Train
 from moejax.config import Model as ModelConfig
-from moejax.layout import ExpertPlan
-from moejax.types import Placement, Windows
+from moejax.plan import ExpertPlan
+from moejax.types import Windows
+from train.compiled import on_devices
+from train.layouts import layout_of
 from train.optim import is_decayed, learning_rate, make_optimizer
 from train.state import abstract_state, init_state
-from train.step import Model, layout_of, make_train_step, window_sharding
+from train.step import Model, make_train_step, window_sharding
 
 SMALL = Config(
     mesh=Mesh(data=2, expert=4),
@@ -60,8 +62,8 @@ def take_step(cfg: Config, optimizer=None, windows_bt=WINDOWS, change=lambda s: 
     devices = jax.devices()[: cfg.mesh.topology.num_devices]
     mesh = make_mesh(cfg.mesh.topology, devices)
     model = Model(cfg, mesh, layout_of(cfg), optimizer)
-    plan = ExpertPlan.home(cfg.model.num_moe_layers, cfg.moe.num_experts)
-    placement = jax.device_put(Placement.of_plan(plan), sharding(mesh))
+    plan = ExpertPlan.home_in(model.layout, cfg.model.num_moe_layers)
+    placement = on_devices(plan, model.layout, mesh)
     state = change(init_state(cfg, mesh, optimizer))
     before = jax.device_get(state)
     shape = (cfg.train.accumulate_steps, -1, windows_bt.shape[1])

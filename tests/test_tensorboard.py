@@ -18,6 +18,10 @@ RECORD = {
     "sequence_balance_loss": [],
     "lr": 1e-3,
     "load_max_over_mean": [1.25, 3.0],
+    "device_max_over_mean": [1.5, 1.125],
+    "plan": "a09e",
+    "adopt_msec": 0.5,
+    "rows_lw": np.array([[1, 3], [9, 7]]),
     "rounds": [1, 4],
     "dropped": 0,
     "skipped": True,
@@ -87,6 +91,8 @@ def test_events_hold_the_numbers_of_the_record(tmp_path):
         "optimizer/lr": 1e-3,
         "optimizer/skipped": 1.0,
         "load/max_over_mean": 3.0,
+        "load/device_max_over_mean": 1.5,
+        "balance/adopt_msec": 0.5,
         "load_by_layer/00_max_over_mean": 1.25,
         "load_by_layer/01_max_over_mean": 3.0,
         "exchange/rounds": 4.0,
@@ -95,6 +101,31 @@ def test_events_hold_the_numbers_of_the_record(tmp_path):
     }
     assert_close(found, expected, dtype=np.float32)
     assert dict(scalars({"step": 7, "eval_loss": 2.5})) == {"loss/held_out": 2.5}
+
+
+def test_decision_is_an_event_of_its_step(tmp_path):
+    decision = {
+        "kind": "swap", "step": 7, "adopt_step": 11, "policy": "eplb", "why": "pays",
+        "ratio_before": 1.5, "ratio_after": 1.25, "num_moves": 3, "gain_sec": 0.5,
+        "cost_sec": 2.0, "changes": {},
+    }  # fmt: skip
+    board = TensorBoard(tmp_path, "", 0)
+    board.append({"step": 7, "decision": decision})
+    board.append({"step": 9, "decision": decision | {"kind": "keep", "num_moves": 0}})
+    board.close()
+    swap, keep = events_of(tmp_path)[-2:]
+    assert (swap.step, keep.step) == (7, 9)
+    assert {value.tag: value.simple_value for value in swap.summary.value} == {
+        "balance/ratio_before": 1.5,
+        "balance/ratio_after": 1.25,
+        "balance/num_moves": 3.0,
+        "balance/gain_msec": 500.0,
+        "balance/cost_msec": 2000.0,
+    }
+    assert [value.tag for value in keep.summary.value] == [
+        "balance/ratio_before",
+        "balance/ratio_after",
+    ]
 
 
 def test_what_is_not_finite_stays_so(tmp_path):

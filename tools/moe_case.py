@@ -18,6 +18,8 @@ from moejax.layout import Layout, Topology
 from moejax.moe import recorded, reference, route
 from moejax.moe.experts import swiglu
 from moejax.moe.layer import MoeLayer
+from moejax.plan import ExpertPlan
+from moejax.types import Placement
 from tools import rivals
 
 Arm = tuple[Callable[[Any, Array], Array], Any]
@@ -141,12 +143,13 @@ def inputs(
 def arms(case: Case, capacity: int) -> dict[str, Arm]:
     """All arms by name. `capacity` is of einsum alone."""
     shape = case.shape
-    slot_e = jnp.arange(shape.experts)
+    home = ExpertPlan.home_in(shape.layout, 1)
+    placement = Placement.of_plan(home, shape.layout).layer(0)
 
     def ours(params, x_btd, implementation):
         layer = nnx.merge(case.graph, params, case.rest)
         experts = partial(swiglu, implementation=implementation)
-        return layer(x_btd, slot_e, shape.layout, experts=experts)[0]
+        return layer(x_btd, placement, shape.layout, experts=experts)[0]
 
     def einsum(params, x_btd):
         layer = nnx.merge(case.graph, params, case.rest)

@@ -4,10 +4,12 @@
 
 loss.png        training loss, smoothed, and held-out loss
 throughput.png  tokens per second and milliseconds per step
-load.png        each layer's fullest expert over the mean, layer by step
+load.png        fullest device and fullest expert over the mean, layer by step
+devices.png     rows of each device over the mean, by layer, where they were recorded
 experts.png     load of each expert over the mean, by layer, where it was recorded
 
-The last two are of the first run. Files go to --out, by default into the first run.
+The last three are of the first run; lines in them are where the balancer's swaps and
+relayouts were adopted. Files go to --out, by default into the first run.
 """
 
 import argparse
@@ -20,16 +22,17 @@ import numpy as np
 
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
+from tools.load_pictures import (  # noqa: E402
+    draw_devices,
+    draw_experts,
+    draw_load,
+    new_figure,
+)
 from tools.run_arrays import Run, read_run  # noqa: E402
 from train.ending import BAD_INPUT, refuse  # noqa: E402
-from train.tensorboard import COLOURS, MAX_LOG2  # noqa: E402
 
 RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 """Okabe and Ito's, which differ for every kind of colour vision."""
-MAX_COLUMNS = 400
-MAX_EXPERT_COLUMNS = 64
-"""Of time; fewer where there are many rows, for the size of the file."""
-MAX_LAYERS = 4
 SMOOTH_SHARE = 50
 
 
@@ -78,8 +81,10 @@ def told_apart(runs: list[Run], folders: list[pathlib.Path]) -> list[Run]:
 def draw(runs: list[Run], out: pathlib.Path) -> list[pathlib.Path]:
     """The pictures that the runs have figures for, as files in `out`."""
     pictures = {"loss": draw_loss(runs), "throughput": draw_throughput(runs)}
-    if runs[0].ratio_nl.size:
-        pictures["load"] = draw_ratio(runs[0])
+    if np.isfinite(runs[0].ratio_nl).any():
+        pictures["load"] = draw_load(runs[0])
+    if runs[0].rows_qlw.size:
+        pictures["devices"] = draw_devices(runs[0])
     if runs[0].load_qle.size:
         pictures["experts"] = draw_experts(runs[0])
     files = []
@@ -90,7 +95,7 @@ def draw(runs: list[Run], out: pathlib.Path) -> list[pathlib.Path]:
 
 
 def draw_loss(runs: list[Run]):
-    figure, (ax,) = _figure(1, "step", ["loss (nats per token)"])
+    figure, (ax,) = new_figure(1, "step", ["loss (nats per token)"])
     for colour, run in zip(RUN_COLOURS * len(runs), runs):
         label = f"{run.name} " if len(runs) > 1 else ""
         ax.plot(run.step_n, run.loss_n, color=colour, alpha=0.25, lw=0.8)
@@ -105,7 +110,7 @@ def draw_loss(runs: list[Run]):
 
 
 def draw_throughput(runs: list[Run]):
-    figure, axs = _figure(2, "step", ["thousand tok/s", "ms per step"])
+    figure, axs = new_figure(2, "step", ["thousand tok/s", "ms per step"])
     for colour, run in zip(RUN_COLOURS * len(runs), runs):
         for ax, y_n in zip(axs, (run.tok_per_sec_n / 1e3, run.step_msec_n)):
             ax.plot(run.step_n, y_n, color=colour, alpha=0.25, lw=0.8)
@@ -126,51 +131,6 @@ def draw_throughput(runs: list[Run]):
     return figure
 
 
-def draw_ratio(run: Run):
-    from matplotlib import colormaps
-
-    figure, (ax,) = _figure(1, "step", ["layer"])
-    groups = _groups(len(run.step_n), MAX_COLUMNS)
-    ratio_ql = np.array([np.nanmean(run.ratio_nl[part], axis=0) for part in groups])
-    step_q = [run.step_n[part[0]] for part in groups]
-    high = max(np.nanpercentile(ratio_ql, 99), 1.1)
-    mesh = ax.pcolormesh(
-        _edges(step_q, run.step_n[-1]), np.arange(ratio_ql.shape[1] + 1) - 0.5,
-        ratio_ql.T, vmin=1, vmax=high, cmap=colormaps["cividis"].resampled(32),
-    )  # fmt: skip
-    _layer_ticks(ax, ratio_ql.shape[1])
-    ax.set_title(f"{run.name}: load of the fullest expert over the mean (1 is even)")
-    figure.colorbar(mesh, ax=ax, label="max / mean", extend="max")
-    return figure
-
-
-def draw_experts(run: Run):
-    from matplotlib.colors import LinearSegmentedColormap
-
-    num_layers, num_experts = run.load_qle.shape[1:]
-    shown = np.unique(np.linspace(0, num_layers - 1, MAX_LAYERS).round().astype(int))
-    names = [f"layer {layer}\nexpert" for layer in shown]
-    figure, axs = _figure(len(shown), "step", names)
-    rgb = [tuple(part / 255 for part in colour) for colour in COLOURS]
-    map_ = LinearSegmentedColormap.from_list("load", rgb, N=33)
-    groups = _groups(len(run.load_step_q), MAX_EXPERT_COLUMNS)
-    load_qle = np.array([run.load_qle[part].mean(axis=0) for part in groups])
-    x = _edges([run.load_step_q[part[0]] for part in groups], run.load_step_q[-1])
-    for ax, layer in zip(axs, shown):
-        log2_qe = np.log2(np.maximum(load_qle[:, layer], 2**-MAX_LOG2))
-        mesh = ax.pcolormesh(
-            x, np.arange(num_experts + 1) - 0.5, log2_qe.T, cmap=map_,
-            vmin=-MAX_LOG2, vmax=MAX_LOG2,
-        )  # fmt: skip
-        _layer_ticks(ax, num_experts)
-    axs[0].set_title(f"{run.name}: load of each expert over the mean of its layer")
-    bar = figure.colorbar(
-        mesh, ax=list(axs), label="load / mean", extend="both", aspect=10 * len(shown)
-    )
-    bar.set_ticks([-2, -1, 0, 1, 2], labels=["1/4", "1/2", "1", "2", "4"])
-    return figure
-
-
 def smooth(y_n: np.ndarray) -> np.ndarray:
     """Centred mean over a fiftieth of the run, without what is not finite."""
     window = np.ones(2 * (len(y_n) // SMOOTH_SHARE // 2) + 1)
@@ -183,42 +143,11 @@ def smooth(y_n: np.ndarray) -> np.ndarray:
         return sums[part] / np.where(counts[part] > 0, counts[part], np.nan)
 
 
-def _groups(count: int, limit: int) -> list[np.ndarray]:
-    """0 .. count - 1 in order, as at most `limit` runs of indices."""
-    return np.array_split(np.arange(count), min(count, limit))
-
-
-def _edges(first_steps: list, last_step: int) -> np.ndarray:
-    """Where columns begin, and where the last one ends."""
-    width = np.median(np.diff(first_steps)) if len(first_steps) > 1 else 1
-    return np.array([*first_steps, max(last_step, first_steps[-1]) + width])
-
-
-def _layer_ticks(ax, count: int) -> None:
-    ax.set_yticks(range(0, count, max(1, 2 ** int(np.ceil(np.log2(count / 6))))))
-    ax.invert_yaxis()
-
-
 def _fit(ax, y: list) -> None:
     """From zero to a little above all but the slowest hundredth: the first step of a
     process takes far longer than the rest."""
     y = np.array(y)[np.isfinite(y)]
     ax.set_ylim(0, 1.15 * np.percentile(y, 99) if y.size else 1)
-
-
-def _figure(num_rows: int, x_label: str, y_labels: list[str]):
-    """A figure of a README's width, and its axes from top to bottom."""
-    from matplotlib.figure import Figure
-
-    height = 3.4 if num_rows == 1 else 1.2 + 1.35 * num_rows
-    figure = Figure(figsize=(7.6, height), layout="constrained")
-    axs = figure.subplots(num_rows, 1, sharex=True, squeeze=False)
-    for ax, label in zip(axs[:, 0], y_labels):
-        ax.set_ylabel(label)
-        ax.spines[["top", "right"]].set_visible(False)
-    axs[-1, 0].set_xlabel(x_label)
-    axs[-1, 0].xaxis.get_major_locator().set_params(integer=True)
-    return figure, axs[:, 0]
 
 
 if __name__ == "__main__":

@@ -4,19 +4,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from moejax.axes import sharding
+from moejax.axes import everywhere, sharding
 from moejax.config import Config
-from moejax.layout import ExpertPlan
+from moejax.layout import Layout
+from moejax.plan import ExpertPlan
 from moejax.types import Placement, Windows
+from train.layouts import layout_of
 from train.optim import make_optimizer
 from train.state import abstract_state
-from train.step import (
-    Model,
-    layout_of,
-    make_eval_step,
-    make_train_step,
-    window_sharding,
-)
+from train.step import Model, make_eval_step, make_train_step, window_sharding
 
 
 def make_model(cfg: Config, mesh: Mesh) -> Model:
@@ -24,8 +20,19 @@ def make_model(cfg: Config, mesh: Mesh) -> Model:
     return Model(cfg, mesh, layout_of(cfg), optimizer)
 
 
-def home_plan(cfg: Config) -> ExpertPlan:
-    return ExpertPlan.home(cfg.model.num_moe_layers, cfg.moe.num_experts)
+def home_plan(cfg: Config, layout: Layout) -> ExpertPlan:
+    return ExpertPlan.home_in(layout, cfg.model.num_moe_layers)
+
+
+def on_devices(plan: ExpertPlan, layout: Layout, mesh: Mesh) -> Placement:
+    """The plan's placement, whole on every device."""
+    return everywhere(Placement.of_plan(plan.validate(layout), layout), mesh)
+
+
+def home_placement(cfg: Config, mesh: Mesh) -> Placement:
+    """Of layouts without copies: every expert at its owner."""
+    layout = Layout.home(cfg.moe.num_experts, cfg.mesh.expert, 1)
+    return on_devices(home_plan(cfg, layout), layout, mesh)
 
 
 def trace_train_step(model: Model):
@@ -49,8 +56,8 @@ def _abstract_args(model: Model):
     whole = sharding(mesh)
     placement = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
-        Placement.of_plan(home_plan(cfg)),
+        Placement.of_plan(home_plan(cfg, model.layout), model.layout),
     )
     leaf = jax.ShapeDtypeStruct(shape, np.int32, sharding=window_sharding(mesh))
-    state = abstract_state(cfg, mesh, model.optimizer)
+    state = abstract_state(cfg, mesh, model.optimizer, model.layout.store)
     return state, placement, Windows(token_bt=leaf, position_bt=leaf)

@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int
 from moejax.axes import BATCH_AXES, FSDP_AXES, sharding
 from moejax.config import Config
 from moejax.model.cache import Cache
+from train.layouts import exact_layout
 from train.load import Loaded
 from train.state import graph_of
-from train.step import exact_layout
 
 PROMPT_MULTIPLE = 32
 CACHE_MULTIPLE = 128

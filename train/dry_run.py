@@ -7,11 +7,12 @@ from jax.sharding import AbstractMesh, AxisType
 
 from moejax.axes import AXES
 from moejax.config import Config
-from moejax.layout import ExpertPlan, Layout
+from moejax.layout import Layout
 from moejax.model.flops import flops_per_token, num_params
+from moejax.plan import ExpertPlan
+from train.layouts import layout_of
 from train.optim import make_optimizer
 from train.state import abstract_state, bytes_per_device
-from train.step import layout_of
 
 GIB = 2**30
 
@@ -25,7 +26,7 @@ def dry_run(cfg: Config) -> dict:
     held["gradients"] = held["params"]
     held |= layer_bytes(cfg, layout)
     flops = flops_per_token(cfg)
-    plan = ExpertPlan.home(cfg.model.num_moe_layers, cfg.moe.num_experts)
+    plan = ExpertPlan.home_in(layout, cfg.model.num_moe_layers)
     record = {
         "params": num_params(cfg),
         "bytes_per_device": held,

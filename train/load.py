@@ -94,16 +94,14 @@ def load(found: Found, say: Callable[[str], None] = say_loudly) -> Loaded:
     """
     import jax
 
-    from moejax.axes import make_mesh, sharding
-    from moejax.types import Placement
-    from train.compiled import home_plan
+    from moejax.axes import make_mesh
+    from train.compiled import home_placement
     from train.orbax_quirks import quiet_orbax
 
     quiet_orbax()
     cfg = _on_these_devices(found, jax.devices())
     mesh = make_mesh(cfg.mesh.topology, jax.devices()[: cfg.mesh.topology.num_devices])
-    placement = Placement.of_plan(home_plan(cfg))
-    placement = jax.device_put(placement, sharding(mesh))
+    placement = home_placement(cfg, mesh)
     for step in found.steps:
         record, damage = record_for_all(found.directory, step)
         if record is not None:

@@ -7,14 +7,13 @@ read, so a step never waits for the host.
 import dataclasses
 import sys
 import time
-from typing import Any
 
 import jax
 
 from moejax.model.flops import flops_per_token
 from train import identity
+from train.balancing import Balancing
 from train.checkpoint import Checkpointer, CheckpointError
-from train.compiled import compile_steps
 from train.feed import feed
 from train.held_out import Evaluation, evaluate
 from train.metrics import step_record
@@ -40,8 +39,7 @@ class Run:
     checkpointer: Checkpointer
     records: Records
     peak_tflops: float | None
-    train_step: Any
-    eval_step: Any
+    balancing: Balancing
     stop: Stop
     watchdog: Watchdog
     profile: Window
@@ -81,7 +79,7 @@ def train(
     start_sec, stop, cfg = time.monotonic(), Stop(), job.cfg
     checkpointer = Checkpointer(run_dir.path / "checkpoints", cfg.checkpoint, say=say)
     try:
-        state = restore(job, checkpointer, say)
+        state, meta = restore(job, checkpointer, say)
         of_first(lambda: write_whole(run_dir.path / "config.gin", config_text))
         first = 0 if state is None else int(state.step)
         board_text = config_text if extras.has_tensorboard else None
@@ -89,14 +87,20 @@ def train(
             Records(run_dir, cfg, first, board_text) as records,
             Watchdog(cfg.processes.watchdog_sec, say_loudly) as watchdog,
         ):
-            steps, compile_sec = _compile(job, say)
+            balancing, compile_sec = _compile(job, meta, say)
             if state is None:
-                state = init_state(cfg, job.model.mesh, job.model.optimizer)
+                store = job.model.layout.store
+                state = init_state(cfg, job.model.mesh, job.model.optimizer, store)
+            state = balancing.begin(state)
+            balancing.records = records
             peak = peak_tflops(job.model.mesh.size, cfg.train.peak_tflops)
-            folder, hlo_text = run_dir.path / "profile", steps[0].as_text
+            folder, hlo_text = run_dir.path / "profile", balancing.steps.train.as_text
             profile = Window(folder, extras.profile_steps, say, hlo_text=hlo_text)
-            run = Run(job, checkpointer, records, peak, *steps, stop, watchdog, profile)
+            run = Run(
+                job, checkpointer, records, peak, balancing, stop, watchdog, profile
+            )
             with profile, Bar(cfg.train.num_steps, first) as bar:
+                balancing.say = bar.say
                 state, evaluation, step_secs = _steps(run, state, bar)
             watchdog.at("the last save")
             is_saved = checkpointer.wait()
@@ -113,31 +117,35 @@ def train(
     return Outcome(state, evaluation, step_secs, compile_sec, wall_sec, stop.signal)
 
 
-def _compile(job: Job, say):
-    """The train and the evaluation step, and the seconds that they took. All processes
+def _compile(job: Job, meta: dict | None, say) -> tuple[Balancing, float]:
+    """Balancing with its steps compiled, and the seconds that they took. All processes
     have theirs when it returns, for the watchdog knows of no compilation."""
     start_sec, mesh = time.monotonic(), job.model.mesh
-    steps = compile_steps(job.model)
+    balancing = Balancing(job, say)
+    balancing.restore(meta)
+    balancing.compile()
     compile_sec = time.monotonic() - start_sec
     wait_for_all("compiled")
     where = f"{mesh.size} devices ({job.cfg.mesh.topology})"
     say(f"compiled for {where} in {compile_sec:.1f} s")
-    return steps, compile_sec
+    return balancing, compile_sec
 
 
-def restore(job: Job, checkpointer: Checkpointer, say) -> TrainState | None:
-    """The state of the newest good checkpoint; ValueError if it is of another run."""
+def restore(job: Job, checkpointer: Checkpointer, say):
+    """The state of the newest good checkpoint and its meta, or None twice; ValueError
+    if it is of another run."""
 
     def check(meta):
         for line in identity.check(meta, job.cfg, job.meta["data"]):
             say(f"changed since the checkpoint: {line}")
 
-    abstract = abstract_state(job.cfg, job.model.mesh, job.model.optimizer)
+    model = job.model
+    abstract = abstract_state(job.cfg, model.mesh, model.optimizer, model.layout.store)
     restored = checkpointer.restore(abstract, check=check)
     if restored is None:
-        return None
+        return None, None
     say(f"resumed at step {restored.step}")
-    return restored.state
+    return restored.state, restored.meta
 
 
 def _steps(run: Run, state: TrainState, bar: Bar):
@@ -155,9 +163,11 @@ def _steps(run: Run, state: TrainState, bar: Bar):
             job.window_sharding,
         )
         run.records.samples(done, job.batches, job.window_sharding)
+        state = run.balancing.before(done, state)
         run.profile.before(done)
         with jax.transfer_guard("disallow"):  # nothing crosses but by device_get
-            state, metrics = run.train_step(state, job.placement, windows)
+            step = run.balancing.steps.train
+            state, metrics = step(state, run.balancing.placement, windows)
             reader.put(done, metrics)
         _end_of_profiled(run, reader, done, metrics)
         is_stopping = run.stop.is_set()
@@ -172,12 +182,15 @@ def _steps(run: Run, state: TrainState, bar: Bar):
             eval_loss = evaluation.loss
         if is_save:
             run.watchdog.at(f"the save at step {done}")
-            run.checkpointer.save(done, state, job.meta, eval_loss)
+            state = run.balancing.logical(state)
+            meta = job.meta | run.balancing.meta()
+            run.checkpointer.save(done, state, meta, eval_loss)
+            state = run.balancing.begin(state)
         if is_eval or is_save:
             reader.restart_clock()
         if is_stopping and done < last:
-            return state, None, reader.step_secs
-    return state, evaluation, reader.step_secs
+            return run.balancing.logical(state), None, reader.step_secs
+    return run.balancing.logical(state), evaluation, reader.step_secs
 
 
 def _end_of_profiled(run: Run, reader: "Reader", step: int, metrics) -> None:
@@ -192,9 +205,9 @@ def _end_of_profiled(run: Run, reader: "Reader", step: int, metrics) -> None:
 
 
 def _evaluate(run: Run, state: TrainState, step: int, bar: Bar) -> Evaluation:
-    job = run.job
+    job, now = run.job, run.balancing
     evaluation = evaluate(
-        run.eval_step, state, job.placement, job.held_out, job.window_sharding
+        now.steps.evaluate, state, now.placement, job.held_out, job.window_sharding
     )
     run.records.evaluation(step, evaluation.loss)
     loss = evaluation.loss
@@ -234,7 +247,9 @@ class Reader:
         record = step_record(step, metrics, step_sec, self.run.job.tokens_per_step)
         peak = self.run.peak_tflops
         record["mfu"] = self.flops_per_step / step_sec / 1e12 / peak if peak else None
+        record |= self.run.balancing.of_step(step)
         self.run.records.step(record, metrics.routing.tokens_le)
+        self.run.balancing.observe(step, metrics.routing)
         self.bar.update(record)
         if record["skipped"]:
             self.bar.say(f"step {step}: loss or gradient not finite, update skipped")

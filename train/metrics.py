@@ -5,14 +5,15 @@ import numpy as np
 from train.step import StepMetrics
 
 
-def max_over_mean(tokens_le: np.ndarray) -> list[float]:
-    """Load of the fullest expert over the mean, by layer; 1.0 is even."""
-    mean_l = np.maximum(tokens_le.mean(axis=1), 1e-9)
-    return [round(float(x), 4) for x in tokens_le.max(axis=1) / mean_l]
+def max_over_mean(load_lx: np.ndarray) -> list[float]:
+    """The fullest expert or device over the mean, by layer; 1.0 is even."""
+    mean_l = np.maximum(load_lx.mean(axis=1), 1e-9)
+    return [round(float(x), 4) for x in load_lx.max(axis=1) / mean_l]
 
 
 def step_record(step: int, metrics: StepMetrics, step_sec: float, tokens: int) -> dict:
-    """One line of metrics.jsonl, of metrics that are on the host."""
+    """One line of metrics.jsonl, of metrics that are on the host; `rows_lw` stands in
+    the log every so many steps only."""
     return {
         "step": step,
         "loss": float(metrics.loss),
@@ -24,6 +25,8 @@ def step_record(step: int, metrics: StepMetrics, step_sec: float, tokens: int) -
         "lr": float(metrics.learning_rate),
         "tok_per_sec": tokens / step_sec,
         "load_max_over_mean": max_over_mean(metrics.routing.tokens_le),
+        "device_max_over_mean": max_over_mean(metrics.routing.rows_lw),
+        "rows_lw": metrics.routing.rows_lw,
         "rounds": metrics.routing.rounds_l.tolist(),
         "fullest_pair": metrics.routing.fullest_pair_l.tolist(),
         "dropped": int(metrics.routing.dropped_l.sum()),

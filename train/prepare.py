@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 
-from moejax.axes import make_mesh, sharding
+from moejax.axes import make_mesh
 from moejax.config import Config
 from moejax.moe import recorded
 from moejax.moe.transport import check_platform
-from moejax.types import Placement
 from train import data
-from train.compiled import home_plan, make_model
+from train.compiled import make_model
+from train.layouts import cost_of, settings_of
 from train.step import Model, window_sharding
 
 
@@ -25,12 +25,11 @@ class Job:
 
     cfg: Config
     model: Model
-    placement: Placement
     corpus: data.Corpus
     batches: data.TrainBatches
     held_out: data.HeldOut
     meta: dict[str, Any]
-    """Configuration, data identity and plan, stored with every checkpoint."""
+    """Configuration and data identity, stored with every checkpoint."""
 
     @property
     def window_sharding(self) -> jax.sharding.NamedSharding:
@@ -49,9 +48,10 @@ class Job:
 def prepare(cfg: Config) -> Job:
     """Raises ValueError and NotImplementedError, each with what to do instead."""
     mesh = make_mesh(cfg.mesh.topology)
-    model, plan = make_model(cfg, mesh), home_plan(cfg)
+    model = make_model(cfg, mesh)
+    settings_of(cfg)
+    cost_of(cfg, mesh.devices.flat[0].device_kind)
     check_platform(model.layout.transport, mesh.devices.flat[0].platform)
-    plan.validate(model.layout)
     if cfg.router.kind == "recorded":
         sizes = (cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k)
         recorded.loads(cfg.recorded, *sizes)
@@ -61,13 +61,11 @@ def prepare(cfg: Config) -> Job:
     return Job(
         cfg=cfg,
         model=model,
-        placement=jax.device_put(Placement.of_plan(plan), sharding(mesh)),
         corpus=corpus,
         batches=data.TrainBatches(corpus, cfg.data, cfg.train.batch_size),
         held_out=data.HeldOut(corpus, cfg.data, micro, eval_batches),
         meta={
             "config": cfg.to_dict(),
             "data": data.identity(corpus, cfg.data, cfg.train.batch_size),
-            "plan": plan.to_json(),
         },
     )

@@ -52,6 +52,10 @@ def join(cfg: Config, place: Place | None) -> None:
     )
 
 
+WEEK_MSEC = 7 * 24 * 3600 * 1000
+"""Whoever waits for process 0 for longer than Processes.watchdog_sec is ended by it."""
+
+
 def is_first() -> bool:
     """Whether this process is the one that logs and writes."""
     import jax
@@ -94,6 +98,21 @@ def any_of(claim: bool) -> bool:
     from jax.experimental import multihost_utils
 
     return bool(multihost_utils.process_allgather(np.int32(claim)).any())
+
+
+def published(name: str, make: Callable[[], str]) -> str:
+    """make() of process 0 on all processes, through the coordinator: no device takes
+    part, so steps go on meanwhile. `name` is used once in a run."""
+    if not are_several():
+        return make()
+    from jax._src.distributed import global_state
+
+    client, key = global_state.client, f"moejax/{name}"
+    if is_first():
+        text = make()
+        client.key_value_set(key, text)
+        return text
+    return client.blocking_key_value_get(key, WEEK_MSEC)
 
 
 def wait_for_all(name: str) -> None:

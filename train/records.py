@@ -1,6 +1,6 @@
 """What a run writes while it goes: metrics, TensorBoard's events, ids of samples.
 
-    metrics.jsonl              process 0: a line a step, evaluations as `eval_loss`
+    metrics.jsonl              process 0: a line a step, an evaluation, a decision
     tensorboard/               process 0, when asked for
     samples-<process>.jsonl    each process, with Data.log_samples: the ids of its rows
 
@@ -54,13 +54,23 @@ class Records:
         self._files.close()
 
     def step(self, record: dict, tokens_le: np.ndarray) -> None:
-        """A step's record; its loads stand in the log every so many steps."""
+        """A step's record; the loads of its experts and devices, tokens_le and rows_lw,
+        stand in the log every so many steps."""
         if self._tensorboard is not None:
             self._tensorboard.append(record, tokens_le)
         if record["step"] % self._cfg.train.log_load_every_steps == 0:
-            record = record | {"tokens_le": tokens_le.tolist()}
+            record = record | {"tokens_le": tokens_le}
+        else:
+            record = {n: value for n, value in record.items() if n != "rows_lw"}
         if self._metrics is not None:
             self._metrics.append(record)
+
+    def event(self, record: dict) -> None:
+        """A line of its own: a decision of the balancer."""
+        if self._metrics is not None:
+            self._metrics.append(record)
+        if self._tensorboard is not None:
+            self._tensorboard.append(record)
 
     def evaluation(self, step: int, loss: float) -> None:
         """A run that was killed between its last save and its summary has logged it."""

@@ -17,10 +17,10 @@ from flax import nnx
 from moejax.axes import BATCH_AXES, sharding
 from moejax.config import Config
 from moejax.types import Batch, Windows
+from train.layouts import exact_layout
 from train.load import Loaded
 from train.loss import token_nats
 from train.state import graph_of
-from train.step import exact_layout
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from moejax import axes
 from moejax.config import Config
+from moejax.layout import Store
 from moejax.model.sharding import param_spec
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import RouterBias
@@ -36,25 +37,30 @@ def graph_of(cfg: Config, mesh: Mesh) -> nnx.GraphDef:
     return nnx.split(_abstract_model(cfg, mesh))[0]
 
 
-def init_state(cfg: Config, mesh: Mesh, optimizer) -> TrainState:
+def init_state(
+    cfg: Config, mesh: Mesh, optimizer, store: Store = "owned"
+) -> TrainState:
     """A new state on its devices, the same numbers on any mesh."""
     make = jax.jit(
         lambda: _make_state(cfg, mesh, optimizer),
         out_shardings=jax.tree.map(
-            lambda leaf: leaf.sharding, abstract_state(cfg, mesh, optimizer)
+            lambda leaf: leaf.sharding, abstract_state(cfg, mesh, optimizer, store)
         ),
     )
     return make()
 
 
-def abstract_state(cfg: Config, mesh: Mesh, optimizer) -> TrainState:
-    """Shapes, dtypes and shardings of the state: masters and moments fully sharded."""
+def abstract_state(
+    cfg: Config, mesh: Mesh, optimizer, store: Store = "owned"
+) -> TrainState:
+    """Shapes, dtypes and shardings of the state: masters and moments fully sharded,
+    those of experts as the store wants them."""
     shapes = jax.eval_shape(lambda: _make_state(cfg, mesh, optimizer))
     _, params, _ = nnx.split(_abstract_model(cfg, mesh), nnx.Param, RouterBias)
     specs = nnx.to_pure_dict(
         nnx.map_state(
             lambda path, variable: param_spec(
-                variable, mesh, stacked=path[0] in ("prefix", "cycles")
+                variable, mesh, path[0] in ("prefix", "cycles"), store
             ),
             params,
         )

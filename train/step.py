@@ -13,9 +13,10 @@ from moejax import axes
 from moejax.config import Config
 from moejax.layout import Layout
 from moejax.model.transformer import Noise
-from moejax.moe import recorded
+from moejax.moe import recorded, stores
 from moejax.moe import route as routing
 from moejax.types import Batch, RouterLosses, RoutingStats
+from train import experts
 from train.loss import cross_entropy
 from train.optim import learning_rate
 from train.state import TrainState, abstract_state, graph_of
@@ -46,33 +47,6 @@ class Model(NamedTuple):
     optimizer: optax.GradientTransformation
 
 
-def layout_of(cfg: Config) -> Layout:
-    """The home layout for one micro-batch of this run."""
-    shards = cfg.mesh.topology.num_batch_shards * cfg.train.accumulate_steps
-    tokens_per_device = cfg.train.batch_size // shards * cfg.data.seq_len
-    return Layout.home(
-        cfg.moe.num_experts,
-        cfg.mesh.expert,
-        tokens_per_device * cfg.moe.top_k,
-        cfg.moe.rows_per_peer,
-        cfg.moe.buffer_factor,
-        transport=cfg.moe.transport,
-        exchange=cfg.moe.exchange,
-    )
-
-
-def exact_layout(cfg: Config, batch_size: int, width: int) -> Layout:
-    """The home layout for these tokens, that drops none whatever the run does."""
-    tokens_per_device = batch_size // cfg.mesh.topology.num_batch_shards * width
-    return Layout.home(
-        cfg.moe.num_experts,
-        cfg.mesh.expert,
-        tokens_per_device * cfg.moe.top_k,
-        buffer_factor=cfg.moe.buffer_factor,
-        transport=cfg.moe.transport,
-    )
-
-
 def window_sharding(mesh: Mesh) -> jax.sharding.NamedSharding:
     """Of Windows [micro-batch, b, t + 1]: rows are split over all batch axes."""
     return axes.sharding(mesh, None, axes.BATCH_AXES)
@@ -81,7 +55,7 @@ def window_sharding(mesh: Mesh) -> jax.sharding.NamedSharding:
 def make_train_step(model: Model):
     """step(state, placement, windows) -> state, StepMetrics; donates its state."""
     # Metrics are whole on every device, so that every process can read them.
-    state = abstract_state(model.cfg, model.mesh, model.optimizer)
+    state = abstract_state(model.cfg, model.mesh, model.optimizer, model.layout.store)
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     return jax.jit(
         partial(_train_step, model, make_loss(model)),
@@ -98,7 +72,8 @@ def make_eval_step(model: Model):
 
 
 def make_loss(model: Model):
-    """loss_of(params, router_bias, placement, windows, key, step, is_training)."""
+    """loss_of(params, router_bias, placement, windows, key, step, is_training, slots);
+    slots None are made of the parameters."""
     cfg, mesh, layout, _ = model
     graph = graph_of(cfg, mesh)
     chance_tle = None
@@ -106,7 +81,9 @@ def make_loss(model: Model):
         sizes = (cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k)
         chance_tle = recorded.loads(cfg.recorded, *sizes)
 
-    def loss_of(params, router_bias, placement, windows, key, step, is_training):
+    def loss_of(
+        params, router_bias, placement, windows, key, step, is_training, slots=None
+    ):
         """Total loss; (cross-entropy, router losses, stats) of one micro-batch."""
         batch = Batch.of_windows(windows)
         chance_le = None
@@ -117,13 +94,14 @@ def make_loss(model: Model):
         network = nnx.merge(graph, params, router_bias)
         noise = Noise(key, chance_le, jitter)
         hidden_btd, sums = network(
-            batch.tokens_bt, batch.position_bt, placement, layout, noise
+            batch.tokens_bt, batch.position_bt, placement, layout, noise, slots
         )
         nats, square = cross_entropy(
             hidden_btd, network.head(), batch.targets_bt, cfg.train.loss_chunk
         )
         stats = RoutingStats(
-            tokens_le=jnp.sum(sums.tokens_e, axis=1),
+            tokens_lwe=sums.tokens_e,
+            rows_lw=sums.rows,
             rounds_l=jnp.max(sums.rounds, axis=1),
             dropped_l=jnp.sum(sums.dropped, axis=1),
             fullest_pair_l=jnp.max(sums.fullest_pair, axis=1),
@@ -150,19 +128,18 @@ def _weighted(cfg: Config, router: RouterLosses) -> jax.Array:
 
 def _train_step(model: Model, loss_of, state: TrainState, placement, windows):
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-    grad_of = jax.value_and_grad(loss_of, has_aux=True)
+    trained, params_of, grads_of = _trained(model, state.params, placement)
+
+    def loss_of_part(trained, index, part):
+        params, slots = params_of(trained)
+        key_of_part = jax.random.fold_in(key, index)
+        fixed = (state.router_bias, placement, part, key_of_part, state.step)
+        return loss_of(params, *fixed, is_training=True, slots=slots)
+
+    grad_of = jax.value_and_grad(loss_of_part, has_aux=True)
 
     def micro(grads, args):
-        index, part = args
-        (total, aux), new = grad_of(
-            state.params,
-            state.router_bias,
-            placement,
-            part,
-            jax.random.fold_in(key, index),
-            state.step,
-            is_training=True,
-        )
+        (total, aux), new = grad_of(trained, *args)
         return new if grads is None else jax.tree.map(jnp.add, grads, new), (total, aux)
 
     count = windows.token_bt.shape[0]
@@ -174,7 +151,32 @@ def _train_step(model: Model, loss_of, state: TrainState, placement, windows):
         grads, more = jax.lax.scan(micro, grads, (jnp.arange(1, count), rest))
         reports = jax.tree.map(lambda *pair: jnp.concatenate(pair), reports, more)
         grads = jax.tree.map(lambda leaf: leaf / count, grads)
-    return _update(model, state, grads, *reports)
+    return _update(model, state, grads_of(grads), *reports)
+
+
+def _trained(model: Model, params, placement):
+    """What each micro-batch differentiates by; parameters and slots of it; and
+    gradients of the parameters from its gradients.
+
+    Resident copies: slots stand for the experts' masters, are made once, and their
+    gradients, summed over micro-batches, travel back once.
+    """
+    if model.layout.store != "resident":
+        return params, lambda params: (params, None), lambda grads: grads
+    masters, others = experts.take(params)
+    dtype = jnp.dtype(model.cfg.model.compute_dtype)
+    make = partial(stores.slots, layout=model.layout, mesh=model.mesh, dtype=dtype)
+    slots, pull = jax.vjp(
+        lambda masters: stores.slots_of_layers(make, masters, placement), masters
+    )
+
+    def params_of(trained):
+        return experts.put(trained[0], masters), trained[1]
+
+    def grads_of(grads):
+        return experts.put(grads[0], pull(grads[1])[0])
+
+    return (others, slots), params_of, grads_of
 
 
 @jax.named_scope("optimizer")
@@ -218,7 +220,8 @@ def _update(model: Model, state: TrainState, grads, total_a, aux):
 
 def _over_micro_batches(stats: RoutingStats) -> RoutingStats:
     return RoutingStats(
-        tokens_le=jnp.sum(stats.tokens_le, axis=0),
+        tokens_lwe=jnp.sum(stats.tokens_lwe, axis=0),
+        rows_lw=jnp.sum(stats.rows_lw, axis=0),
         rounds_l=jnp.max(stats.rounds_l, axis=0),
         dropped_l=jnp.sum(stats.dropped_l, axis=0),
         fullest_pair_l=jnp.max(stats.fullest_pair_l, axis=0),

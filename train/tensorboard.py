@@ -40,18 +40,30 @@ TAGS = {
     "step_msec": "speed/step_msec",
     "mfu": "speed/mfu",
     "dropped": "exchange/dropped",
+    "adopt_msec": "balance/adopt_msec",
+    "adopt_wait_msec": "balance/adopt_wait_msec",
 }
 MAX_TAGS = {
     "load_max_over_mean": "load/max_over_mean",
+    "device_max_over_mean": "load/device_max_over_mean",
     "rounds": "exchange/rounds",
     "fullest_pair": "exchange/fullest_pair",
 }
-"""By layer in the record: the greatest is shown, and of the load each layer's."""
+"""By layer in the record: the greatest is shown, and of the experts' load each
+layer's."""
 MEAN_TAGS = {
     "balance_loss": "loss/balance",
     "sequence_balance_loss": "loss/sequence_balance",
     "router_z_loss": "loss/router_z",
 }
+DECISION_TAGS = {
+    "ratio_before": ("balance/ratio_before", 1.0),
+    "ratio_after": ("balance/ratio_after", 1.0),
+    "num_moves": ("balance/num_moves", 1.0),
+    "gain_sec": ("balance/gain_msec", 1e3),
+    "cost_sec": ("balance/cost_msec", 1e3),
+}
+"""Tag, and what its unit is times; of a decision to keep, the ratios alone."""
 
 
 class TensorBoard:
@@ -159,6 +171,14 @@ def scalars(record: dict) -> Iterator[tuple[str, float]]:
             yield TAGS.get(name, f"other/{name}"), float(value)
     for layer, ratio in enumerate(record.get("load_max_over_mean", ())):
         yield f"load_by_layer/{layer:02d}_max_over_mean", float(ratio)
+    yield from _of_decision(record.get("decision", {}))
+
+
+def _of_decision(decision: dict) -> Iterator[tuple[str, float]]:
+    is_kept = decision.get("kind") == "keep"
+    for name, (tag, factor) in DECISION_TAGS.items():
+        if name in decision and (not is_kept or name.startswith("ratio")):
+            yield tag, factor * decision[name]
 
 
 def heat_map(tokens_le: np.ndarray) -> np.ndarray:

@@ -14,16 +14,22 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from moejax import axes
+from moejax.layout import Store
+from moejax.moe.stores import master_spec
 
 MIN_SHARDED_SIZE = 4096
 """Elements below which a parameter is replicated (norms, small routers)."""
 
 
-def param_spec(variable: nnx.Variable, mesh: Mesh, stacked: bool) -> P:
+def param_spec(
+    variable: nnx.Variable, mesh: Mesh, stacked: bool, store: Store = "owned"
+) -> P:
     """PartitionSpec of a parameter; `stacked` ones have a leading layer dim."""
     shape = variable.shape[1:] if stacked else variable.shape
     split = variable.get_metadata().get("split")
-    if split is None:
+    if split is not None:
+        split = tuple(master_spec(split, store))
+    else:
         split = _fsdp_split(shape, axes.axis_size(mesh, axes.FSDP_AXES))
     return P(None, *split) if stacked else P(*split)
 

@@ -5,6 +5,7 @@
 Parameters of a scanned part are stacked on a leading layer dim (decision 0001).
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -20,10 +21,11 @@ from moejax.model.attention import Attention, Sight
 from moejax.model.cache import Cache, Memory
 from moejax.model.layers import RmsNorm, SwiGlu
 from moejax.model.sharding import batch_sharded, gathered
-from moejax.moe import recorded
+from moejax.moe import recorded, stores
 from moejax.moe.dispatch import ROWS
 from moejax.moe.layer import MoeLayer
 from moejax.moe.route import ROUTES
+from moejax.moe.stores import Weights
 from moejax.types import LayerSums, Placement
 
 EMBED_SCALE = 0.02
@@ -36,6 +38,21 @@ class Noise(NamedTuple):
     chance_le: Float[Array, "l e"] | None
     """Recorded routing: chance of each expert this step."""
     jitter: float = 0.0
+
+
+class Supply(NamedTuple):
+    """Where the slots of each MoE layer come from; the layer makes them when all of the
+    rest is None."""
+
+    placement: Placement
+    layout: Layout
+    slots: Weights | None = None
+    """Of all layers."""
+    first: Weights | None = None
+    """Of layer 0, when each layer makes those of the next one."""
+    ahead: tuple[Weights, Placement] | None = None
+    """Masters and placement of the layer after each; the first's after the last."""
+    make: Callable[..., Weights] | None = None
 
 
 class Block(nnx.Module):
@@ -110,12 +127,15 @@ class Transformer(nnx.Module):
         placement: Placement,
         layout: Layout,
         noise: Noise | None = None,
+        slots: Weights | None = None,
     ) -> tuple[Float[Array, "b t d"], LayerSums]:
         """Final hidden states in the compute dtype, and the sums of all MoE layers with
-        leading dims [layer, device]."""
+        leading dims [layer, device]. `slots` of all layers, where they exist already:
+        store 'resident' makes them once for several micro-batches."""
         is_separate = self.cfg.data.documents == "separate"
         sight = Sight.of_windows(position_bt, self.cfg.model, is_separate)
-        hidden_btd, sums, _ = self._run(tokens_bt, sight, placement, layout, noise)
+        supply = self._supply(placement, layout, slots)
+        hidden_btd, sums, _ = self._run(tokens_bt, sight, supply, noise)
         return hidden_btd, sums
 
     def extend(
@@ -130,9 +150,8 @@ class Transformer(nnx.Module):
         room for them, and the cache with them in it."""
         sight, document_bu = Sight.of_cache(position_bt, self.cfg.model, cache)
         memory = Memory(cache.key_lbugi, cache.value_lbugi, jnp.int32(0))
-        hidden_btd, _, memory = self._run(
-            tokens_bt, sight, placement, layout, memory=memory
-        )
+        supply = self._supply(placement, layout)
+        hidden_btd, _, memory = self._run(tokens_bt, sight, supply, memory=memory)
         cache = Cache(
             key_lbugi=memory.key_lbugi,
             value_lbugi=memory.value_lbugi,
@@ -141,17 +160,30 @@ class Transformer(nnx.Module):
         )
         return hidden_btd, cache
 
-    def _run(self, tokens_bt, sight, placement, layout, noise=None, memory=None):
+    def _supply(self, placement, layout, slots=None) -> Supply:
+        """How slots come to the layers: at once, one layer ahead, or in each layer."""
+        make = partial(stores.slots, layout=layout, mesh=self.mesh, dtype=self._dtype)
+        weights = self.cycles.blocks[-1].moe.masters()
+        if layout.store == "resident" and slots is None:
+            slots = stores.slots_of_layers(make, weights, placement)
+        if not layout.prefetch:
+            return Supply(placement, layout, slots)
+        weights = jax.tree.map(lambda leaf: leaf.astype(self._dtype), weights)
+        first = jax.tree.map(lambda leaf: leaf[0], (weights, placement))
+        ahead = jax.tree.map(lambda leaf: jnp.roll(leaf, -1, 0), (weights, placement))
+        return Supply(placement, layout, None, make(*first), ahead, make)
+
+    def _run(self, tokens_bt, sight, supply: Supply, noise=None, memory=None):
         """Hidden states, sums of the MoE layers, memory after the last layer."""
         model, moe = self.cfg.model, self.cfg.moe
-        embed_vd = gathered(self.embed_vd, self.mesh, jnp.dtype(model.compute_dtype))
+        embed_vd = gathered(self.embed_vd, self.mesh, self._dtype)
         x_btd = batch_sharded(embed_vd[tokens_bt], self.mesh)
+        carry = (x_btd, memory, None)
         if self.prefix is not None:
-            none = (None, lambda _: ())
-            x_btd, memory, _ = _scan(self.prefix, x_btd, sight, memory, none, model)
+            carry, _ = _scan(self.prefix, carry, sight, None, None, model)
 
-        def route_args(per_layer):
-            slot_e, chance_e, key = per_layer
+        def route_args(per_layer, slots):
+            placement, chance_e, key = per_layer
             jitter_btd = forced_btk = None
             if noise is not None and noise.jitter:
                 low, high = 1 - noise.jitter, 1 + noise.jitter
@@ -160,20 +192,25 @@ class Transformer(nnx.Module):
             if chance_e is not None:
                 start_bt = jax.random.uniform(key, tokens_bt.shape)
                 forced_btk = recorded.choose(chance_e, start_bt, moe.top_k)
-            return slot_e, layout, jitter_btd, forced_btk
+            return placement, supply.layout, jitter_btd, forced_btk, slots
 
         chance_le = None if noise is None else noise.chance_le
         keys_l = None
         if noise is not None and (noise.jitter or chance_le is not None):
             keys_l = jax.random.split(noise.key, model.num_moe_layers)
-        routing = (placement.expert_to_slot_le, chance_le, keys_l), route_args
-        x_btd, memory, sums = _scan(self.cycles, x_btd, sight, memory, routing, model)
-        return self.norm(x_btd), sums, memory
+        routing = (supply.placement, chance_le, keys_l), route_args
+        carry = (*carry[:2], supply.first)
+        carry, sums = _scan(self.cycles, carry, sight, routing, supply, model)
+        return self.norm(carry[0]), sums, carry[1]
+
+    @property
+    def _dtype(self):
+        return jnp.dtype(self.cfg.model.compute_dtype)
 
     def head(self) -> Float[Array, "v d"]:
         """The output embedding, whole, in the compute dtype."""
         head_vd = self.embed_vd if self.head_vd is None else self.head_vd
-        return gathered(head_vd, self.mesh, jnp.dtype(self.cfg.model.compute_dtype))
+        return gathered(head_vd, self.mesh, self._dtype)
 
 
 def _stack(make, count: int, rngs: nnx.Rngs) -> nnx.Module | None:
@@ -184,24 +221,29 @@ def _stack(make, count: int, rngs: nnx.Rngs) -> nnx.Module | None:
     return nnx.vmap(lambda key: make(rngs=nnx.Rngs(params=key)))(keys)
 
 
-def _scan(stack: nnx.Module, x_btd, sight, memory, routing, model: Model):
-    """Run stacked modules one after the other: x, memory, and their sums stacked.
+def _scan(stack: nnx.Module, carry, sight, routing, supply, model: Model):
+    """Run stacked modules one after the other; `carry` is x, memory and, when they are
+    fetched a layer ahead, slots. Returns it, and the modules' sums stacked.
 
-    `routing` is what differs between layers, and what makes of it the arguments of one.
+    `routing` is what differs between layers, and what makes of it the arguments of one;
+    None where nothing is routed.
     """
     graph, params = nnx.split(stack)
-    per_layer, route_args = routing
+    per_layer, route_args = routing or (None, lambda *_: ())
+    ready, ahead = (supply.slots, supply.ahead) if supply else (None, None)
 
     def body(carry, layer):
-        x_btd, memory = carry
-        params, per_layer = layer
+        x_btd, memory, slots = carry
+        params, per_layer, ready, ahead = layer
+        # The next layer's slots depend on nothing here: they may travel meanwhile.
+        following = None if ahead is None else supply.make(*ahead)
         block = nnx.merge(graph, params)
-        x_btd, sums, memory = block(x_btd, sight, route_args(per_layer), memory)
-        return (x_btd, memory), sums
+        args = route_args(per_layer, slots if ready is None else ready)
+        x_btd, sums, memory = block(x_btd, sight, args, memory)
+        return (x_btd, memory, following), sums
 
     if model.remat != "none":
         names = (ROUTES, ROWS) if model.remat == "dispatch" else (ROUTES,)
         policy = jax.checkpoint_policies.save_only_these_names(*names)
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-    (x_btd, memory), sums = jax.lax.scan(body, (x_btd, memory), (params, per_layer))
-    return x_btd, memory, sums
+    return jax.lax.scan(body, carry, (params, per_layer, ready, ahead))

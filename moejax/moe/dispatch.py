@@ -1,8 +1,9 @@
 """Rows to their experts and back, on one device of the expert axis.
 
-    manifest(slot_nk)    who sends how much to whom: int32 only, one all_gather
     dispatch(x_nd)       a window of rows to the slots' devices, sorted by slot there
     combine(y_md)        the same rows back, weighted and summed per token
+
+The manifest (moejax.moe.manifest) says who sends how much to whom.
 
 A *window* is `rows` rows per peer from `start` on, of each peer's rows in slot order.
 Round 0 is one window; `moejax.moe.exchange` adds later ones until nothing is left.
@@ -22,9 +23,9 @@ from jaxtyping import Array, Float, Int
 
 from moejax.kernels.permute import combine_rows, gather_rows
 from moejax.layout import Layout
+from moejax.moe.manifest import EMPTY, Manifest
 from moejax.moe.transport import TRANSPORTS
 
-EMPTY = -1
 ROWS = "rows"
 """Name of what has travelled: the remat policy 'dispatch' saves it, so that the
 backward pass repeats no exchange."""
@@ -33,22 +34,6 @@ backward pass repeats no exchange."""
 class Window(NamedTuple):
     start: int | Int[Array, ""]
     rows: int
-
-
-@struct.dataclass
-class Manifest:
-    """All integers of one exchange; assignment a = n * k + choice, token-major."""
-
-    assignment_a: Int[Array, " a"]
-    """Assignments by slot; within a slot first choices first, then by token."""
-    peer_nk: Int[Array, "n k"]
-    """Device of the choice; -1 where it goes nowhere."""
-    place_nk: Int[Array, "n k"]
-    """Position among this device's rows for that peer."""
-    first_w: Int[Array, " w"]
-    """Where each peer's rows begin in assignment_a."""
-    counts_wp: Int[Array, "w p"]
-    """Rows from every device of the expert axis to every slot, equal on all of them."""
 
 
 @struct.dataclass
@@ -65,58 +50,6 @@ class Receipt:
     """Inverse of arrival_m, -1 for empty rows."""
     count_w: Int[Array, " w"]
     incoming_w: Int[Array, " w"]
-
-
-@jax.named_scope("manifest")
-def manifest(slot_nk: Int[Array, "n k"], layout: Layout, axis: str) -> Manifest:
-    """Sort this device's choices by slot and tell the others how many there are.
-
-    A slot of -1 goes nowhere.
-    """
-    n, k = slot_nk.shape
-    w, s, p = layout.num_devices, layout.slots_per_device, layout.num_slots
-    slot_a = jnp.where(slot_nk < 0, p, slot_nk).T.reshape(-1)
-    order_a = jnp.argsort(slot_a, stable=True).astype(jnp.int32)
-    rank_a = (
-        jnp.zeros_like(order_a)
-        .at[order_a]
-        .set(jnp.arange(n * k, dtype=jnp.int32), unique_indices=True)
-    )
-    count_p = jnp.sum(slot_a[:, None] == jnp.arange(p), axis=0, dtype=jnp.int32)
-    count_w = count_p.reshape(w, s).sum(axis=1)
-    first_w = jnp.cumsum(count_w) - count_w
-    peer_nk = jnp.where(slot_nk < 0, EMPTY, slot_nk // s)
-    rank_nk = rank_a.reshape(k, n).T
-    counts_wp = count_p[None] if w == 1 else jax.lax.all_gather(count_p, axis)
-    return Manifest(
-        assignment_a=order_a % n * k + order_a // n,
-        peer_nk=peer_nk,
-        place_nk=rank_nk - first_w[peer_nk],
-        first_w=first_w,
-        counts_wp=counts_wp,
-    )
-
-
-def drop_over_capacity(
-    slot_nk: Int[Array, "n k"], layout: Layout
-) -> tuple[Int[Array, "n k"], Int[Array, ""]]:
-    """Capacity mode (GShard, section 3.2): at most layout.rows_per_slot rows go from
-    one device to one slot, first choices first; returns slots and how many dropped."""
-    n, k = slot_nk.shape
-    slot_a = slot_nk.T.reshape(-1)
-    order_a = jnp.argsort(slot_a, stable=True)
-    sorted_a = slot_a[order_a]
-    first_a = jnp.searchsorted(sorted_a, sorted_a, side="left")
-    over_a = jnp.arange(n * k) - first_a >= layout.rows_per_slot
-    over_a = jnp.zeros_like(over_a).at[order_a].set(over_a & (sorted_a >= 0))
-    over_nk = over_a.reshape(k, n).T
-    return jnp.where(over_nk, EMPTY, slot_nk), jnp.sum(over_nk, dtype=jnp.int32)
-
-
-def fullest_pair(sent: Manifest, layout: Layout) -> Int[Array, ""]:
-    """Most rows that one device of the group has for one other, known to all."""
-    pair_ww = sent.counts_wp.reshape(-1, layout.num_devices, layout.slots_per_device)
-    return jnp.max(jnp.sum(pair_ww, axis=-1))
 
 
 @jax.named_scope("dispatch")

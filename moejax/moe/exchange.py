@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from moejax.kernels import zeros_varying_as
 from moejax.layout import Layout
-from moejax.moe.dispatch import Manifest, Window, combine, dispatch, fullest_pair
+from moejax.moe.dispatch import Window, combine, dispatch
+from moejax.moe.manifest import Manifest, fullest_pair
 
 Experts = Callable[..., Array]
 """experts(x_md, rows_s, weights) -> y_md."""

@@ -15,10 +15,11 @@ from moejax.config import Moe, Router
 from moejax.kernels import varying_alike
 from moejax.layout import Layout
 from moejax.moe import route as routing
-from moejax.moe.dispatch import drop_over_capacity, fullest_pair, manifest
+from moejax.moe import stores
 from moejax.moe.exchange import Experts, exchange, num_rounds
 from moejax.moe.experts import swiglu
-from moejax.types import LayerSums
+from moejax.moe.manifest import fullest_pair, manifest, rows_here
+from moejax.types import LayerSums, Placement
 
 ROUTER_FAN = 10
 """The router starts with a tenth of the usual variance (Switch, section 2.4): logits
@@ -33,7 +34,7 @@ class MoeLayer(nnx.Module):
     """Router, experts e of width f, in logical order; float32 masters.
 
     Expert weights are split over the expert axis by e and over data by their hidden
-    width f, and gathered over data for compute.
+    width f (store 'sharded': over both by f), and gathered over data for compute.
     """
 
     def __init__(
@@ -50,22 +51,21 @@ class MoeLayer(nnx.Module):
     def __call__(
         self,
         x_btd: Float[Array, "b t d"],
-        slot_e: Int[Array, " e"],
+        placement: Placement,
         layout: Layout,
         jitter_btd: Float[Array, "b t d"] | None = None,
         forced_btk: Int[Array, "b t k"] | None = None,
+        slots: stores.Weights | None = None,
         experts: Experts = swiglu,
     ) -> tuple[Float[Array, "b t d"], LayerSums]:
         """Output and every device's sums (leading dim: dc * data * expert devices).
 
-        `jitter_btd` multiplies the router's input; `forced_btk` replaces its choice;
-        `experts` computes the rows of this device's slots.
+        `placement` is of this layer alone. `jitter_btd` multiplies the router's input;
+        `forced_btk` replaces its choice; `slots` are this layer's, where they exist
+        already; `experts` computes the rows of this device's slots.
         """
-        weights = {
-            "gate_sdf": self.gate_edf[...],
-            "up_sdf": self.up_edf[...],
-            "down_sfd": self.down_efd[...],
-        }
+        if slots is None:
+            slots = self.slots(placement, layout, x_btd.dtype)
         optional = {"jitter_btd": jitter_btd, "forced_btk": forced_btk}
         optional = {k: v for k, v in optional.items() if v is not None}
         batch, mesh = P(axes.BATCH_AXES), self.mesh
@@ -79,31 +79,33 @@ class MoeLayer(nnx.Module):
                 P(),
                 P(),
                 P(),
-                WEIGHT_SPECS,
+                stores.SLOT_SPECS,
                 dict.fromkeys(optional, batch),
             ),
             out_specs=out_specs,
         )
         y_btd, sums = body(
-            x_btd, self.router_de[...], self.bias_e[...], slot_e, weights, optional
+            x_btd, self.router_de[...], self.bias_e[...], placement, slots, optional
         )
         return y_btd, sums
 
+    def slots(self, placement: Placement, layout: Layout, dtype) -> stores.Weights:
+        """The weights of all slots, from the masters."""
+        return stores.slots(self.masters(), placement, layout, self.mesh, dtype)
 
-WEIGHT_SPECS = {
-    "gate_sdf": P(axes.EXPERT, None, axes.DATA),
-    "up_sdf": P(axes.EXPERT, None, axes.DATA),
-    "down_sfd": P(axes.EXPERT, axes.DATA, None),
-}
-_SUMS = LayerSums(*[0] * 7)
+    def masters(self) -> stores.Weights:
+        return {name: getattr(self, name)[...] for name in stores.MASTERS}
+
+
+_SUMS = LayerSums(*[0] * 8)
 
 
 def _body(
     x_btd,
     router_de,
     bias_e,
-    slot_e,
-    weights,
+    placement,
+    slots,
     optional,
     *,
     cfg,
@@ -124,18 +126,14 @@ def _body(
     routes, score_ne, logit_ne = routing.route(
         routed_nd, router_de, bias_e, router, cfg.top_k, t, forced_nk
     )
-    expert_nk = routes.expert_nk
-    slot_nk = jnp.where(expert_nk < 0, routing.EMPTY, slot_e[expert_nk])
-    dropped = jnp.int32(0)
-    if layout.exchange == "capacity":
-        slot_nk, dropped = drop_over_capacity(slot_nk, layout)
-    sent = manifest(slot_nk, layout, axes.EXPERT)
+    sent, dropped = manifest(routes.expert_nk, placement, layout, axes.EXPERT)
     gate_nk, sent = checkpoint_name((routes.gate_nk, sent), routing.ROUTES)
 
-    weights = slots(weights, x_nd, mesh)
+    weights = whole(slots, x_nd, mesh)
     y_nd = exchange(x_nd, gate_nk, weights, sent, experts, layout, axes.EXPERT)
     sums = LayerSums(
         **routing.balance_sums(score_ne, logit_ne, routes.expert_nk, t),
+        rows=rows_here(sent, layout, axes.EXPERT),
         rounds=num_rounds(sent, layout),
         dropped=dropped,
         fullest_pair=fullest_pair(sent, layout),
@@ -145,24 +143,22 @@ def _body(
 
 
 @jax.named_scope("slots")
-def slots(weights: dict[str, Array], x_nd: Array, mesh: Mesh) -> dict[str, Array]:
-    """This device's slots in the dtype of x: its own experts, whole, gate beside up.
+def whole(slots: stores.Weights, x_nd: Array, mesh: Mesh) -> stores.Weights:
+    """This device's slots, gathered over data, as varied as x; gate beside up.
 
-    Cast, then gathered over data (so the wire carries the compute dtype); the transpose
-    scatters the summed gradient back to the masters' shards.
+    The transpose scatters the summed gradient back to the shards.
     """
 
-    def whole(leaf, hidden_dim):
-        leaf = leaf.astype(x_nd.dtype)
+    def gathered(leaf, hidden_dim):
         if mesh.shape[axes.DATA] > 1:
             leaf = jax.lax.all_gather(leaf, axes.DATA, axis=hidden_dim, tiled=True)
         return varying_alike(leaf, x_nd)[0]
 
-    into_sd2f = jnp.stack([weights["gate_sdf"], weights["up_sdf"]], axis=2)
+    into_sd2f = slots["into"]
     s, d = into_sd2f.shape[:2]
     return {
-        "into_sdh": whole(into_sd2f, 3).reshape(s, d, -1),
-        "down_sfd": whole(weights["down_sfd"], 1),
+        "into_sdh": gathered(into_sd2f, 3).reshape(s, d, -1),
+        "down_sfd": gathered(slots["down"], 1),
     }
 
 

@@ -27,6 +27,7 @@ def loads(cfg: Recorded, num_layers: int, num_experts: int, top_k: int) -> np.nd
         "one_hot": lambda: np.eye(num_experts)[:1] + 1e-9,
         "rotating": lambda: _hot(cfg, np.arange(num_experts), num_experts),
         "burst": lambda: _hot(cfg, np.array([0, -1]), num_experts),
+        "wandering": lambda: _wandering(cfg, num_experts),
     }
     if cfg.source in makers:
         table_te = makers[cfg.source]()
@@ -40,8 +41,9 @@ def sample_index(
     cfg: Recorded, num_samples: int, step: Int[Array, ""]
 ) -> Int[Array, ""]:
     """Which row of the table serves this step."""
-    synthetic = cfg.source in ("rotating", "burst")
-    hold = cfg.period_steps if synthetic else cfg.steps_per_sample
+    hold = 1 if cfg.source == "wandering" else cfg.steps_per_sample
+    if cfg.source in ("rotating", "burst"):
+        hold = cfg.period_steps
     return (step // hold) % num_samples
 
 
@@ -75,12 +77,26 @@ def _hot(cfg: Recorded, hot_t: np.ndarray, num_experts: int) -> np.ndarray:
     return table_te
 
 
+def _wandering(cfg: Recorded, num_experts: int) -> np.ndarray:
+    """A hill of load (von Mises) that rises from even in the first period until its top
+    has `hot_share`, and moves on by one expert each period; one row a step."""
+    step_t = np.arange(num_experts * cfg.period_steps)
+    top_t = np.maximum(step_t / cfg.period_steps - 1, 0)
+    angle_te = 2 * np.pi * (np.arange(num_experts) - top_t[:, None]) / num_experts
+    steep, shape_e = 0.0, np.cos(angle_te[0])
+    while np.exp(steep) / np.exp(steep * shape_e).sum() < cfg.hot_share:
+        steep += 0.01
+    rise_t = np.minimum(step_t / cfg.period_steps, 1.0)
+    table_te = np.exp(steep * rise_t[:, None] * np.cos(angle_te))
+    return table_te / table_te.sum(axis=1, keepdims=True)
+
+
 def _from_file(cfg: Recorded, num_layers: int, num_experts: int) -> np.ndarray:
     path = pathlib.Path(cfg.source)
     if not path.is_file():
         raise ValueError(
             f"Recorded.source='{cfg.source}' is neither a synthetic load (uniform, "
-            "zipf, one_hot, rotating, burst) nor a file"
+            "zipf, one_hot, rotating, burst, wandering) nor a file"
         )
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is damaged or no .npz file: write one with np.savez")

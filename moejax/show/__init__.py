@@ -15,7 +15,8 @@ import math
 
 import numpy as np
 
-from moejax.layout import ExpertPlan, Topology
+from moejax.layout import Topology
+from moejax.plan import ExpertPlan
 from moejax.show.table import PALETTE, Cell, View, head, hue, tint
 
 __all__ = ["View", "device_loads", "loads", "mesh", "plan", "rows_per_device"]

@@ -1,0 +1,140 @@
+"""What was measured on a mesh, as JSON, and the cost model that follows from it."""
+
+import dataclasses
+import json
+import pathlib
+
+from moejax.balance.cost import CostModel
+
+LINE_KEYS = ("latency_sec", "bytes_per_sec", "r2")
+BYTES_PER_MOVED_WEIGHT = 3 * 4
+"""A float32 master and two float32 moments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Straight lines of time over bytes, per collective and mesh axis, and the speed
+    of the grouped matmul."""
+
+    device_kind: str
+    mesh: dict[str, int]
+    """Sizes of the axes dc, data, expert and tensor."""
+    compute_dtype: str
+    collectives: dict[str, dict[str, dict[str, float]]]
+    """collectives[name][axis] has latency_sec, bytes_per_sec and r2."""
+    flops_per_sec: float
+    matmul_r2: float
+    compile_sec: float
+    when: str
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Calibration":
+        """ValueError, one line, unless every field is there and nothing else."""
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"it is damaged, {error}") from error
+        names = {field.name for field in dataclasses.fields(cls)}
+        found = set(record) if isinstance(record, dict) else set()
+        if found != names:
+            raise ValueError(
+                f"fields missing {sorted(names - found)}, unknown "
+                f"{sorted(found - names)}"
+            )
+        _check_collectives(record["collectives"])
+        _check_numbers(record)
+        return cls(**record)
+
+
+def read_calibration(path: str | pathlib.Path) -> Calibration:
+    """Of a file that tools/calibrate.py wrote; ValueError, one line, if it is not."""
+    try:
+        return Calibration.from_json(pathlib.Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ValueError(
+            f"cannot use {path} as a calibration: {error}: run tools/calibrate.py"
+        ) from error
+
+
+def check(
+    calibration: Calibration, mesh_sizes: dict[str, int], device_kind: str
+) -> None:
+    """ValueError when it was measured on another mesh or another kind of device."""
+    if calibration.device_kind != device_kind:
+        raise ValueError(
+            f"the calibration was measured on {calibration.device_kind!r}, and the "
+            f"devices are {device_kind!r}: run tools/calibrate.py here"
+        )
+    if calibration.mesh != mesh_sizes:
+        raise ValueError(
+            f"the calibration was measured on mesh {calibration.mesh}, and this one is "
+            f"{mesh_sizes}: run tools/calibrate.py on it"
+        )
+
+
+def cost_model(
+    calibration: Calibration,
+    *,
+    d_model: int,
+    d_expert: int,
+    itemsize: int,
+    micro_batches: int,
+    other_flops_per_device: float,
+) -> CostModel:
+    """Of SwiGLU experts: three matrices [d_model, d_expert], 2 FLOPs per weight.
+
+    `itemsize` is bytes per element in the compute dtype; `other_flops_per_device` the
+    forward FLOPs of the rest of a block in one micro-batch.
+    """
+    weights = 3 * d_model * d_expert
+    line = {"latency_sec": 0.0, "bytes_per_sec": float("inf")}
+    if calibration.mesh["expert"] > 1:
+        line = _line(calibration, "all_to_all", "expert")
+    return CostModel(
+        flops_per_row=2 * weights,
+        bytes_per_row=d_model * itemsize,
+        bytes_per_expert=weights * itemsize,
+        bytes_per_move=weights * BYTES_PER_MOVED_WEIGHT,
+        flops_per_sec=calibration.flops_per_sec,
+        bytes_per_sec=line["bytes_per_sec"],
+        latency_sec=line["latency_sec"],
+        other_sec=other_flops_per_device / calibration.flops_per_sec,
+        compile_sec=calibration.compile_sec,
+        micro_batches=micro_batches,
+    )
+
+
+def _line(calibration: Calibration, name: str, axis: str) -> dict[str, float]:
+    axes = calibration.collectives.get(name, {})
+    if axis not in axes:
+        raise ValueError(
+            f"the calibration has no {name} over the {axis!r} axis (it has "
+            f"{sorted(axes)}): run tools/calibrate.py on this mesh"
+        )
+    return axes[axis]
+
+
+def _check_collectives(collectives) -> None:
+    for name, axes in collectives.items():
+        for axis, line in axes.items():
+            if sorted(line) != sorted(LINE_KEYS):
+                raise ValueError(
+                    f"{name} over {axis!r} must have {list(LINE_KEYS)}, and has "
+                    f"{sorted(line)}"
+                )
+            if not (line["latency_sec"] >= 0 and line["bytes_per_sec"] > 0):
+                raise ValueError(
+                    f"{name} over {axis!r} must have latency_sec >= 0 and "
+                    f"bytes_per_sec > 0, and has {line}"
+                )
+
+
+def _check_numbers(record: dict) -> None:
+    if not (record["flops_per_sec"] > 0 and record["compile_sec"] >= 0):
+        raise ValueError(
+            "flops_per_sec must be above 0 and compile_sec at least 0, and they are "
+            f"{record['flops_per_sec']} and {record['compile_sec']}"
+        )

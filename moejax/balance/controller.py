@@ -1,0 +1,256 @@
+"""The balancer: pure functions from observed loads to what all processes adopt.
+
+    init -> observe, every step -> decide -> adopt, lag_steps after a decision
+
+It asks what could be done when the forecast load is uneven: device max/mean above
+`act_above` in the worst layer, and from then on until it is below `rest_below`. It also
+asks when padded buffers do not fit the rows that are seen. It does something when that
+saves more than the margin, and more over the horizon than it costs: a swap if one does,
+else a relayout. For the cool-down no swap follows a swap, and no relayout any change; a
+relayout also waits until a half life of loads has been seen. State is a value, and JSON
+keeps it bit for bit.
+"""
+
+import dataclasses
+import json
+
+import numpy as np
+
+from moejax.balance import candidates, loads
+from moejax.balance.candidates import Candidate, Question
+from moejax.balance.cost import CostModel
+from moejax.balance.decision import Decision, duration
+from moejax.balance.loads import LoadTracker
+from moejax.balance.settings import Settings, policy_of
+from moejax.layout import Layout
+from moejax.plan import ExpertPlan
+
+MOST_SPARE = 2.0
+"""Buffers of more than so many times the fullest pair are worth a question."""
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """All that the balancer knows; part of a checkpoint."""
+
+    tracker: LoadTracker
+    layout: Layout
+    plan: ExpertPlan
+    is_active: bool
+    """Uneven since the ratio rose above act_above."""
+    last_change_step: int | None
+    """Step of the last adoption; None before any."""
+    last_swap_step: int | None
+    """Step of the last that was a swap."""
+    pending: Decision | None
+    """What is adopted at its adopt_step; until then nothing else is decided."""
+
+
+def init(
+    settings: Settings, layout: Layout, plan: ExpertPlan, num_layers: int
+) -> State:
+    """Nothing seen yet; ValueError when plan, layout and settings do not fit."""
+    plan.validate(layout)
+    if plan.num_layers != num_layers:
+        raise ValueError(
+            f"the plan has {plan.num_layers} layers and the model {num_layers}: plan "
+            "each layer once"
+        )
+    if layout.slots_per_device > settings.max_slots_per_device:
+        raise ValueError(
+            f"Balance.max_slots_per_device={settings.max_slots_per_device} is less "
+            f"than the {layout.slots_per_device} slots of the layout: raise it"
+        )
+    shape = (num_layers, layout.num_devices, layout.num_experts)
+    tracker = loads.init(*shape, settings.half_life_steps)
+    return State(tracker, layout, plan, False, None, None, None)
+
+
+def observe(
+    settings: Settings,
+    state: State,
+    step: int,
+    tokens_lwe: np.ndarray,
+    fullest_pair_l: np.ndarray,
+) -> State:
+    """State after one step's statistics, which may come some steps late.
+
+    Loads do not depend on the plan; pairs of devices do, and count from the adoption.
+    """
+    before = dataclasses.replace(
+        state.tracker, half_life_steps=settings.half_life_steps
+    )
+    tracker = loads.observe(before, step, tokens_lwe, fullest_pair_l)
+    if state.last_change_step is not None and step < state.last_change_step:
+        tracker = loads.forget_pairs(tracker)
+    return dataclasses.replace(state, tracker=tracker)
+
+
+def decide(
+    settings: Settings, cost: CostModel, state: State, step: int
+) -> tuple[State, Decision | None]:
+    """The state after, and what was decided; None when nothing was asked: not a step
+    for it, a decision pending, an even load, or the cool-down."""
+    is_asked = step % settings.every_steps == 0 and not state.tracker.is_empty
+    if not is_asked or state.pending is not None:
+        return state, None
+    ahead_steps = step + settings.lag_steps - state.tracker.step
+    load_lwe = loads.forecast(state.tracker, ahead_steps)
+    ratio_l = candidates.ratio_by_layer(load_lwe, state.plan, state.layout)
+    ratio = float(ratio_l.max())
+    is_active = ratio > settings.act_above or (
+        state.is_active and ratio >= settings.rest_below
+    )
+    state = dataclasses.replace(state, is_active=is_active)
+    may_swap = is_active and _has_cooled(settings, state.last_swap_step, step)
+    may_relayout = _has_cooled(settings, state.last_change_step, step)
+    if not may_swap and not (may_relayout and (is_active or _is_misfit(state))):
+        return state, None
+    question = _question(settings, cost, state, load_lwe, ratio)
+    swaps = candidates.swap(question) if may_swap else []
+    found = list(swaps)
+    if may_relayout and not is_active:
+        found += candidates.refits(question)
+    elif may_relayout and state.tracker.is_settled:
+        found += candidates.relayouts(question, swaps[0].plan if swaps else state.plan)
+    accepted = [c for c in found if not candidates.objection(question, c)]
+    # A swap is soon there and blocks nothing for long: a relayout can follow.
+    accepted = [c for c in accepted if c in swaps] or accepted
+    if accepted:
+        best = max(accepted, key=lambda c: c.net_sec(settings.horizon_steps))
+        decision = _change(settings, question, best, step)
+        return dataclasses.replace(state, pending=decision), decision
+    return state, _keep(settings, question, found, step) if is_active else None
+
+
+def _has_cooled(settings: Settings, since_step: int | None, step: int) -> bool:
+    return since_step is None or step - since_step >= settings.cooldown_steps
+
+
+def adopt(state: State) -> State:
+    """The pending decision becomes today's plan and layout, at its adopt_step."""
+    pending = state.pending
+    assert pending is not None, "no decision is pending"
+    return dataclasses.replace(
+        state,
+        tracker=loads.forget_pairs(state.tracker),
+        layout=pending.layout,
+        plan=pending.plan,
+        last_change_step=pending.adopt_step,
+        last_swap_step=(
+            pending.adopt_step if pending.kind == "swap" else state.last_swap_step
+        ),
+        pending=None,
+    )
+
+
+def to_json(state: State) -> str:
+    """Bit for bit, the pending decision included."""
+    pending = state.pending
+    return json.dumps(
+        {
+            "tracker": state.tracker.to_json(),
+            "layout": dataclasses.asdict(state.layout),
+            "plan": state.plan.to_json(),
+            "is_active": state.is_active,
+            "last_change_step": state.last_change_step,
+            "last_swap_step": state.last_swap_step,
+            "pending": None if pending is None else pending.to_json(),
+        }
+    )
+
+
+def from_json(text: str) -> State:
+    record = json.loads(text)
+    pending = record["pending"]
+    return State(
+        tracker=LoadTracker.from_json(record["tracker"]),
+        layout=Layout(**record["layout"]),
+        plan=ExpertPlan.from_json(record["plan"]),
+        is_active=record["is_active"],
+        last_change_step=record["last_change_step"],
+        last_swap_step=record["last_swap_step"],
+        pending=None if pending is None else Decision.from_json(pending),
+    )
+
+
+def _question(
+    settings: Settings,
+    cost: CostModel,
+    state: State,
+    load_lwe: np.ndarray,
+    ratio: float,
+) -> Question:
+    tracker, plan, layout = state.tracker, state.plan, state.layout
+    pair_l = candidates.fullest_pair_by_layer(tracker.mean_lwe, plan, layout)
+    seen_l = loads.fullest_pair_p95(tracker) * cost.micro_batches
+    return Question(
+        load_lwe=load_lwe,
+        peak_l=np.maximum(seen_l / np.maximum(pair_l, 1.0), 1.0),
+        has_pairs=tracker.has_pairs,
+        ratio=ratio,
+        plan=plan,
+        layout=layout,
+        cost=cost,
+        policy=policy_of(settings),
+        margin=settings.margin,
+        horizon_steps=settings.horizon_steps,
+        max_slots_per_device=settings.max_slots_per_device,
+    )
+
+
+def _is_misfit(state: State) -> bool:
+    """Whether padded buffers are too small for the fullest pair, or far too large."""
+    seen = loads.fullest_pair_p95(state.tracker).max()
+    rows = state.layout.rows_per_peer
+    is_known = state.layout.transport == "padded" and state.tracker.has_pairs
+    return is_known and bool(seen > rows or MOST_SPARE * seen < rows)
+
+
+def _keep(
+    settings: Settings, question: Question, found: list[Candidate], step: int
+) -> Decision:
+    why = "no plan for this layout is cheaper"
+    if found:
+        best = max(found, key=lambda c: c.gain_sec)
+        kind = "swap" if best.layout == question.layout else "relayout"
+        why = f"{kind} {candidates.objection(question, best)}"
+    plan, layout, ratio = question.plan, question.layout, question.ratio
+    today = Candidate(plan, layout, ratio, 0.0, 0.0, 0.0, 0.0, 0)
+    return _decision(settings, question, today, step, why)
+
+
+def _change(
+    settings: Settings, question: Question, best: Candidate, step: int
+) -> Decision:
+    saved = duration(best.net_sec(question.horizon_steps))
+    why = (
+        f"saves {saved} in {question.horizon_steps} steps, and changes "
+        f"{best.num_layers} of {best.plan.num_layers} layers"
+    )
+    return _decision(settings, question, best, step, why)
+
+
+def _decision(
+    settings: Settings, question: Question, after: Candidate, step: int, why: str
+) -> Decision:
+    before, w = question.plan, question.layout.num_devices
+    relayout_lag_steps = settings.relayout_lag_steps or settings.lag_steps
+    is_kept = after.plan is before and after.layout is question.layout
+    is_swap = after.layout == question.layout
+    return Decision(
+        kind="keep" if is_kept else "swap" if is_swap else "relayout",
+        step=step,
+        adopt_step=step + (settings.lag_steps if is_swap else relayout_lag_steps),
+        plan=after.plan,
+        layout=after.layout,
+        policy=settings.policy,
+        ratio_before=question.ratio,
+        ratio_after=after.ratio,
+        num_moves=candidates.num_moves(before, after.plan, w),
+        gain_sec=after.gain_sec,
+        cost_sec=after.cost_sec,
+        why=why,
+        digest_before=before.digest,
+        layout_before=question.layout,
+    )

@@ -1,0 +1,168 @@
+"""Pro-Prophet's locality-based greedy search (arXiv 2411.10003, Eq. 1-8, Alg. 1).
+
+    D devices, E experts, I rows in all; H rows computed, R rows received, per device
+    s experts copied, each not to n devices
+
+It takes the heaviest device's hottest expert again and again, even where that does not
+pay yet, until the devices are balanced (Eq. 7), and keeps the cheapest prefix. With
+prefetched copies the cost is the coupled one of Eq. 8.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from moejax.balance.cost import CostModel
+from moejax.balance.policies.fastermoe import next_expert, shadow_row
+from moejax.layout import Layout
+from moejax.plan import ExpertPlan
+
+ALPHA = 0.5
+"""Eq. 7: balanced when no two devices differ by this share of an expert's mean load."""
+
+
+def plan(
+    load_lwe: np.ndarray,
+    layout: Layout,
+    cost: CostModel,
+    current: ExpertPlan,
+    *,
+    num_excluded: int = 0,
+    alpha: float = ALPHA,
+) -> ExpertPlan:
+    """Per layer, the cheapest prefix of shadows; each goes to all devices but the
+    `num_excluded` (n) with the fewest rows for it."""
+    rows = [
+        shadow_row(search(load_we, layout, cost, num_excluded, alpha), layout)
+        for load_we in load_lwe
+    ]
+    return ExpertPlan(np.stack(rows), layout.num_experts)
+
+
+class Traffic(NamedTuple):
+    """Rows of each device."""
+
+    computed_w: np.ndarray
+    local_w: np.ndarray
+    """Those of `computed_w` that came from the device itself."""
+
+
+def search(
+    load_we: np.ndarray,
+    layout: Layout,
+    cost: CostModel,
+    num_excluded: int = 0,
+    alpha: float = ALPHA,
+) -> list[tuple[int, np.ndarray]]:
+    """Alg. 1 with the prefix's true length (cnt = s): (expert, devices bool [w])."""
+    own, w = layout.experts_per_device, layout.num_devices
+    load_e = load_we.sum(axis=0)
+    rows_w = load_we.sum(axis=1)
+    own_wwo = load_we.reshape(w, w, own)
+    traffic = Traffic(
+        computed_w=load_e.reshape(w, own).sum(axis=1),
+        local_w=own_wwo[np.arange(w), np.arange(w)].sum(axis=1),
+    )
+    shadows, best = [], 0
+    best_sec = plan_sec(cost, layout, traffic, rows_w, shadows)
+    while not is_balanced(traffic.computed_w, alpha, layout.num_experts):
+        taken = [expert for expert, _ in shadows]
+        expert = next_expert(traffic.computed_w, load_e, taken, layout)
+        if expert is None:
+            break
+        holds_w = holders(load_we[:, expert], expert // own, num_excluded)
+        traffic = replace_inputs(traffic, load_we[:, expert], expert // own, holds_w)
+        shadows.append((expert, holds_w))
+        sec = plan_sec(cost, layout, traffic, rows_w, shadows, num_excluded)
+        if sec < best_sec:
+            best_sec, best = sec, len(shadows)
+    return shadows[:best]
+
+
+def plan_sec(
+    cost: CostModel,
+    layout: Layout,
+    traffic: Traffic,
+    rows_w: np.ndarray,
+    shadows: list,
+    num_excluded: int = 0,
+) -> float:
+    """Eq. 8 where copies are prefetched, else Eq. 6. `rows_w`: what devices route."""
+    most_w = np.maximum(traffic.computed_w, rows_w) - traffic.local_w
+    a2a, fec = a2a_sec(cost, most_w), cost.compute_sec(traffic.computed_w)
+    own = layout.experts_per_device
+    owners = [expert // own for expert, _ in shadows]
+    num_offers = max(map(owners.count, owners), default=0)
+    trans = trans_sec(cost, len(owners), num_excluded, layout.num_devices, num_offers)
+    if layout.prefetch:
+        other = cost.micro_batches * cost.other_sec
+        return coupled_sec(a2a, fec, trans, trans, other)
+    return planner_sec(a2a, fec, trans, trans)
+
+
+def a2a_sec(cost: CostModel, most_w: np.ndarray) -> float:
+    """Eq. 1: max R * size(input) / B. Given rows received or sent, whichever is more:
+    the copies of a device that sends little and one that receives much differ."""
+    wire_sec = float(most_w.max()) * cost.bytes_per_row / cost.bytes_per_sec
+    return wire_sec + cost.micro_batches * cost.latency_sec
+
+
+def trans_sec(
+    cost: CostModel, s: int, n: int, num_devices: int, num_offers: int = 0
+) -> float:
+    """Eq. 4, and 5 with gradients for weights: s (D - n) |expert| / (D B).
+
+    `num_offers` is what this house adds: an owner first scatters slices of the experts
+    it offers, so that no hot owner sends whole experts D - n times.
+    """
+    if s == 0:
+        return 0.0
+    num_carried = s * (num_devices - n) / num_devices + num_offers
+    one_sec = num_carried * cost.bytes_per_expert / cost.bytes_per_sec
+    return cost.micro_batches * (one_sec + (2 * cost.latency_sec if num_offers else 0))
+
+
+def planner_sec(a2a: float, fec: float, trans: float, agg: float) -> float:
+    """Eq. 6, with T_BEC = 2 T_FEC (Eq. 2-3)."""
+    return 4 * a2a + 3 * fec + trans + agg
+
+
+def coupled_sec(
+    a2a: float, fec: float, trans: float, agg: float, other: float
+) -> float:
+    """Eq. 8: weights hide under this block's forward (T_FEC + T_FNEC), gradients under
+    its backward, which takes twice as long. `other` is T_FNEC."""
+    exposed_trans = max(0.0, trans - fec - other)
+    exposed_agg = max(0.0, agg - 2 * fec - 2 * other)
+    return planner_sec(a2a, fec, exposed_trans, exposed_agg)
+
+
+def is_balanced(computed_w: np.ndarray, alpha: float, num_experts: int) -> bool:
+    """Eq. 7: max(H) - min(H) < alpha I / E; true too where there is no load at all."""
+    spread = computed_w.max() - computed_w.min()
+    return bool(spread == 0 or spread < alpha * computed_w.sum() / num_experts)
+
+
+def holders(load_w: np.ndarray, owner: int, num_excluded: int) -> np.ndarray:
+    """All devices but the n with the fewest rows for the expert (BottomK), bool [w];
+    the owner always holds it. Ties: the lowest index goes first."""
+    load_w = load_w.astype(float)
+    load_w[owner] = np.inf
+    holds_w = np.ones(len(load_w), bool)
+    holds_w[np.argsort(load_w, kind="stable")[:num_excluded]] = False
+    holds_w[owner] = True
+    return holds_w
+
+
+def replace_inputs(
+    traffic: Traffic, load_w: np.ndarray, owner: int, holds_w: np.ndarray
+) -> Traffic:
+    """Rows after an expert of `owner` alone is copied: holders compute their own, and
+    share what the others send (split 'local_first')."""
+    local_w = np.where(holds_w, load_w, 0)
+    shared = (load_w.sum() - local_w.sum()) / holds_w.sum()
+    computed_w = traffic.computed_w + np.where(holds_w, local_w + shared, 0)
+    computed_w[owner] -= load_w.sum()
+    new_local_w = traffic.local_w + local_w
+    new_local_w[owner] -= load_w[owner]
+    return Traffic(computed_w, new_local_w)

@@ -1,0 +1,62 @@
+"""SmartMoE's online placement (ATC'23, section 5): a permutation of owners, no copies.
+
+Experts are placed from the hottest down, each on the device with the fewest rows that
+still has room (longest processing time first). Masters and moments move along.
+"""
+
+import numpy as np
+
+from moejax.balance.cost import CostModel
+from moejax.layout import Layout
+from moejax.plan import ExpertPlan
+
+
+def plan(
+    load_lwe: np.ndarray, layout: Layout, cost: CostModel, current: ExpertPlan
+) -> ExpertPlan:
+    """Per layer, the packed owners if their fullest device has fewer rows than today's
+    (strictly); else today's."""
+    w = layout.num_devices
+    owned_le = np.stack(
+        [
+            place(load_we.sum(axis=0), owned_e, w)
+            for load_we, owned_e in zip(load_lwe, current.owned_le, strict=True)
+        ]
+    )
+    return ExpertPlan(owned_le, layout.num_experts, owned_le)
+
+
+def place(load_e: np.ndarray, owned_e: np.ndarray, num_devices: int) -> np.ndarray:
+    """New owners of one layer, int32: whose masters lie at each position."""
+    now_we = owned_e.reshape(num_devices, -1)
+    held = pack(load_e, owned_e, num_devices)
+    if max(load_e[experts].sum() for experts in held) >= load_e[now_we].sum(1).max():
+        return owned_e
+    return np.concatenate([_keep(old_e, new) for old_e, new in zip(now_we, held)])
+
+
+def pack(load_e: np.ndarray, owned_e: np.ndarray, num_devices: int) -> list[list[int]]:
+    """Experts of each device. Ties: the device that owns it now, then the lowest."""
+    own = len(load_e) // num_devices
+    device_e = np.empty(len(load_e), int)
+    device_e[owned_e] = np.arange(len(load_e)) // own
+    rows = np.zeros(num_devices)
+    held = [[] for _ in range(num_devices)]
+    for expert in np.argsort(-load_e, kind="stable").tolist():
+        device = int(rows.argmin())
+        old = device_e[expert]
+        if rows[old] == rows[device]:
+            device = int(old)
+        held[device].append(expert)
+        rows[device] += load_e[expert]
+        if len(held[device]) == own:
+            rows[device] = np.inf
+    return held
+
+
+def _keep(old_e: np.ndarray, new: list[int]) -> np.ndarray:
+    """The experts `new`, those of `old_e` at their old positions."""
+    arrived = iter(sorted(set(new) - set(old_e.tolist())))
+    return np.array(
+        [e if e in new else next(arrived) for e in old_e.tolist()], np.int32
+    )

@@ -1,0 +1,75 @@
+"""Which replica computes a row: int32 programs on counts that all devices have.
+
+    split(counts_we, placement, layout) -> quota_wq
+
+`quota_wq` says how many of source device w's rows go to the q-th slot (slots sorted by
+expert, see Placement). Every device computes all of it, and the same bits: no float
+takes part. Over the replicas of an expert quotas sum to the source's count.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from moejax.layout import Layout
+from moejax.types import Placement
+
+Splitter = Callable[[Array, Placement, Layout], Array]
+
+
+def even(
+    counts_we: Int[Array, "w e"], placement: Placement, layout: Layout
+) -> Int[Array, "w q"]:
+    """Every replica an equal share of each source's rows, and of all rows, to one row.
+
+    Rows of an expert are numbered over all sources; the i-th goes to replica i mod r.
+    """
+    expert_q, replicas_q = _replicas(placement, layout)
+    count_wq = jnp.where(placement.expert_lq < 0, 0, counts_we[:, expert_q])
+    before_wq = jnp.cumsum(count_wq, axis=0) - count_wq
+    return _dealt(before_wq, count_wq, placement.replica_lq, replicas_q)
+
+
+def local_first(
+    counts_we: Int[Array, "w e"], placement: Placement, layout: Layout
+) -> Int[Array, "w q"]:
+    """Rows stay on a device that has their expert, evenly over its replicas there;
+    those of other devices are shared as in `even`."""
+    expert_q, replicas_q = _replicas(placement, layout)
+    is_full_q = placement.expert_lq >= 0
+    count_wq = jnp.where(is_full_q, counts_we[:, expert_q], 0)
+    device_q = placement.slot_lq // layout.slots_per_device
+    held_we = (
+        jnp.zeros_like(counts_we)
+        .at[device_q, expert_q]
+        .add(is_full_q.astype(jnp.int32))
+    )
+    held_wq = held_we[:, expert_q]
+    far_wq = jnp.where(held_wq > 0, 0, count_wq)
+    before_wq = jnp.cumsum(far_wq, axis=0) - far_wq
+    far_wq = _dealt(before_wq, far_wq, placement.replica_lq, replicas_q)
+    near_wq = _dealt(0, count_wq, placement.local_lq, jnp.maximum(held_wq, 1))
+    is_here_wq = device_q == jnp.arange(layout.num_devices)[:, None]
+    return jnp.where(held_wq > 0, jnp.where(is_here_wq, near_wq, 0), far_wq)
+
+
+SPLITS: dict[str, Splitter] = {"even": even, "local_first": local_first}
+
+
+def _replicas(placement: Placement, layout: Layout):
+    """Expert of the q-th slot (0 where it is empty), and how many replicas that has."""
+    expert_q = jnp.maximum(placement.expert_lq, 0)
+    full_q = (placement.expert_lq >= 0).astype(jnp.int32)
+    replicas_e = jnp.zeros(layout.num_experts, jnp.int32).at[expert_q].add(full_q)
+    return expert_q, jnp.maximum(replicas_e, 1)[expert_q]
+
+
+def _dealt(before_wq, count_wq, place_q, players_q):
+    """How many of the numbers before .. before + count - 1 leave `place` when divided
+    by `players`."""
+
+    def up_to(end_wq):
+        return (end_wq + players_q - 1 - place_q) // players_q
+
+    return up_to(before_wq + count_wq) - up_to(before_wq)

@@ -1,0 +1,223 @@
+"""What the balancer's cost model knows of this machine, measured on the live mesh.
+
+    python tools/calibrate.py --gin_file=configs/tiny_cpu.gin --out calibration.json
+    python tools/calibrate.py --mesh data=2,expert=4        (so many devices simulated)
+
+collectives   seconds = latency + bytes / bandwidth of all_to_all, all_gather,
+              reduce_scatter, all_reduce and ppermute, over each axis of more than one
+              device; bytes are those that leave one device
+grouped_dot   FLOPs per second of one device, in the configuration's widths and dtype
+compile       seconds of the train step's compilation (--compile, needs --gin_file)
+
+Every line keeps its r2. Exit codes: 0 done, 2 bad input, 3 the disk did not take it.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import math
+import pathlib
+import sys
+import time
+
+import numpy as np
+
+sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
+
+from moejax.config import Config  # noqa: E402
+from train import gin_config  # noqa: E402
+from train.cluster import add_flags, flags_of  # noqa: E402
+from train.ending import DONE, emit, guarded  # noqa: E402
+from train.start import start  # noqa: E402
+
+MESH_AXES = ("dc", "data", "expert", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """sec = latency_sec + amount / amount_per_sec."""
+
+    latency_sec: float
+    amount_per_sec: float
+    r2: float
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    return guarded(lambda: work(args), as_json=args.json)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--gin_file", action="append", default=[], help="a later one wins")
+    add("--gin_param", action="append", default=[], help="'Moe.d_expert = 512'")
+    add("--mesh", help="data=2,expert=4, instead of the gin file's")
+    add("--gpu", action="store_true", help="with --mesh: devices that are here")
+    add("--turns", type=int, default=5, help="of which medians are taken: 5")
+    add("--compile", action="store_true", help="time the train step's compilation too")
+    add("--out", type=pathlib.Path, help="write the calibration there, JSON")
+    add("--json", action="store_true", help="end with it as one JSON object")
+    add_flags(parser)
+    return parser.parse_args(argv)
+
+
+def work(args: argparse.Namespace) -> int:
+    cfg = config_of(args)
+    start(cfg, flags_of(args))
+    from train.processes import is_first
+
+    calibration = measure(cfg, args)
+    if is_first():
+        if args.out is not None:
+            args.out.write_text(calibration.to_json())
+        show(calibration)
+        emit(dataclasses.asdict(calibration), args.json)
+    return DONE
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    """That of the gin files; --mesh replaces their mesh, or stands alone."""
+    if not args.gin_file and not args.mesh:
+        raise ValueError(
+            "there is nothing to say which mesh: give --gin_file configs/tiny_cpu.gin, "
+            "or --mesh data=2,expert=4"
+        )
+    if args.compile and not args.gin_file:
+        raise ValueError("--compile times a configuration's step: give its --gin_file")
+    if args.turns < 1:
+        raise ValueError(f"--turns {args.turns} must be at least 1")
+    params = mesh_params(args) if args.mesh else []
+    return gin_config.load(args.gin_file, [*params, *args.gin_param])
+
+
+def mesh_params(args: argparse.Namespace) -> list[str]:
+    sizes = dict.fromkeys(MESH_AXES, 1)
+    for word in args.mesh.split(","):
+        axis, _, size = word.strip().partition("=")
+        if axis not in sizes or not size.isdecimal() or int(size) < 1:
+            raise ValueError(
+                f"--mesh {args.mesh}: {word!r} is no axis with a size: give "
+                f"data=2,expert=4; the axes are {', '.join(MESH_AXES)}"
+            )
+        sizes[axis] = int(size)
+    params = [f"Mesh.{axis} = {size}" for axis, size in sizes.items()]
+    devices = math.prod(sizes.values())
+    if not args.gpu:
+        params.append(f"Train.num_simulated_devices = {devices}")
+    if not args.gin_file:
+        params.append(f"Train.batch_size = {4 * devices}")
+        params.append(f"Moe.num_experts = {4 * sizes['expert']}")
+        if not args.gpu:  # CPUs emulate bfloat16, slowly
+            params.append("Model.compute_dtype = 'float32'")
+    return params
+
+
+def measure(cfg: Config, args: argparse.Namespace):
+    """A Calibration. The mesh must be of all devices that are here."""
+    import jax
+
+    from moejax.axes import make_mesh
+    from moejax.balance.calibration import Calibration
+    from tools.collective_times import collective_programs, matmul_programs, seconds
+
+    mesh = make_mesh(cfg.mesh.topology)
+    dtype = cfg.model.compute_dtype
+    programs = collective_programs(mesh, dtype)
+    lines = fitted(programs, seconds(programs, args.turns))
+    collectives = {}
+    for (name, axis), line in lines.items():
+        collectives.setdefault(name, {})[axis] = {
+            "latency_sec": line.latency_sec,
+            "bytes_per_sec": line.amount_per_sec,
+            "r2": line.r2,
+        }
+    programs = matmul_programs(mesh, widths_of(cfg))
+    (matmul,) = fitted(programs, seconds(programs, args.turns)).values()
+    return Calibration(
+        device_kind=jax.devices()[0].device_kind,
+        mesh=dict(zip(MESH_AXES, cfg.mesh.topology.sizes)),
+        compute_dtype=dtype,
+        collectives=collectives,
+        flops_per_sec=matmul.amount_per_sec,
+        matmul_r2=matmul.r2,
+        compile_sec=compile_sec(cfg, mesh) if args.compile else 0.0,
+        when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+
+
+def widths_of(cfg: Config):
+    from tools.collective_times import Widths
+
+    shards = cfg.mesh.topology.num_batch_shards * cfg.train.accumulate_steps
+    tokens = cfg.train.batch_size // shards * cfg.data.seq_len
+    return Widths(
+        d_model=cfg.model.d_model,
+        d_expert=cfg.moe.d_expert,
+        groups=cfg.moe.num_experts // cfg.mesh.expert,
+        rows=tokens * cfg.moe.top_k,
+        dtype=cfg.model.compute_dtype,
+    )
+
+
+def compile_sec(cfg: Config, mesh) -> float:
+    """Of the train step, traced, lowered and compiled anew."""
+    import jax
+
+    from train.compiled import make_model, trace_train_step
+
+    is_cached = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    begin = time.perf_counter()
+    trace_train_step(make_model(cfg, mesh)).lower().compile()
+    jax.config.update("jax_enable_compilation_cache", is_cached)
+    return time.perf_counter() - begin
+
+
+def fitted(programs, sec: list[float]) -> dict[tuple[str, ...], Line]:
+    points = {}
+    for program, point_sec in zip(programs, sec, strict=True):
+        points.setdefault(program.line, []).append((program.amount, point_sec))
+    return {name: fit(*np.array(pairs).T) for name, pairs in points.items()}
+
+
+def fit(amount_n: np.ndarray, sec_n: np.ndarray) -> Line:
+    """The line of least relative squares with latency >= 0 and a finite rate.
+
+    Relative, so that small messages count as much as large ones; where the best line
+    has a negative latency or slope, it is the best one through the origin. r2 is that
+    of the relative errors as well: 1 - (theirs) / (those of the best constant).
+    """
+    weight_n = 1 / sec_n
+    design_n2 = np.stack([weight_n, amount_n * weight_n], axis=1)
+    latency, slope = np.linalg.lstsq(design_n2, np.ones(len(sec_n)))[0]
+    if latency < 0 or slope <= 0:
+        scaled_n = amount_n * weight_n
+        latency, slope = 0.0, scaled_n.sum() / (scaled_n**2).sum()
+    error = np.sum((1 - (latency + slope * amount_n) * weight_n) ** 2)
+    constant = weight_n.sum() / (weight_n**2).sum()
+    spread = np.sum((1 - constant * weight_n) ** 2)
+    r2 = 1 - error / spread if spread > 0 else 1.0
+    return Line(float(latency), float(1 / slope), float(r2))
+
+
+def show(calibration) -> None:
+    sizes = ", ".join(f"{axis}={size}" for axis, size in calibration.mesh.items())
+    print(f"{calibration.device_kind}, mesh {sizes}, {calibration.compute_dtype}")
+    print(f"{'collective':16s}{'axis':8s}{'latency us':>12s}{'GB/s':>10s}{'r2':>8s}")
+    for name, axes in calibration.collectives.items():
+        for axis, line in axes.items():
+            print(
+                f"{name:16s}{axis:8s}{1e6 * line['latency_sec']:12.1f}"
+                f"{1e-9 * line['bytes_per_sec']:10.3f}{line['r2']:8.3f}"
+            )
+    tflops = 1e-12 * calibration.flops_per_sec
+    print(f"grouped_dot  {tflops:.4f} TFLOP/s a device, r2 {calibration.matmul_r2:.3f}")
+    if calibration.compile_sec:
+        print(f"compile      {calibration.compile_sec:.1f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

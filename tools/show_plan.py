@@ -1,0 +1,247 @@
+"""A plan and its load, before and after: a picture (heat map), and text.
+
+    python tools/show_plan.py --trace routing.npz --policy flexmoe --out plan.png
+    python tools/show_plan.py --synthetic zipf:1.2 --policy eplb --devices 8
+    python tools/show_plan.py --run runs/tiny_cpu --layer 2
+
+Before is the home plan. After is what the policy plans from one sample, shown with the
+load of the next; of a run, the plan of its newest checkpoint, with the last load in its
+metrics. The slots are those of --layer, by default the one that is least even before.
+Exit codes: 0 done, 2 bad input.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+from typing import NamedTuple
+
+import numpy as np
+
+sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
+
+from moejax.balance import traffic  # noqa: E402
+from moejax.balance.policies import POLICIES, check_policy  # noqa: E402
+from moejax.layout import Split  # noqa: E402
+from moejax.plan import ExpertPlan  # noqa: E402
+from tools import loads_file, replay  # noqa: E402
+from tools.plan_picture import Compared, draw, over_mean  # noqa: E402
+from train.checkpoint_files import newest_meta  # noqa: E402
+from train.ending import DONE, emit, guarded  # noqa: E402
+
+MAX_DECISIONS = 8
+BAR_WIDTH = 24
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    return guarded(lambda: work(args), as_json=args.json)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    source = loads_file.add_options(parser)
+    source.add_argument("--run", type=pathlib.Path, help="RUN_DIR of train/main.py")
+    replay.add_layout_options(parser)
+    add = parser.add_argument
+    add("--policy", default="flexmoe", help="of --trace or --synthetic: flexmoe")
+    add("--sample", type=int, help="to plan from; default: the middle one")
+    add("--layer", type=int, help="whose slots are shown")
+    add("--out", type=pathlib.Path, help="of the picture: plan.png")
+    add("--json", action="store_true", help="end with one JSON object on the last line")
+    return parser.parse_args(argv)
+
+
+def work(args: argparse.Namespace) -> int:
+    compared, lines = of_run(args) if args.run else of_loads(args)
+    out = args.out or pathlib.Path("plan.png")
+    say(compared)
+    for line in lines:
+        print(line)
+    draw(compared).savefig(out, dpi=110, pil_kwargs={"optimize": True})
+    print(f"{out}  {out.stat().st_size / 1e3:.0f} kB")
+    emit(record_of(compared, out), args.json)
+    return DONE
+
+
+def of_loads(args: argparse.Namespace) -> tuple[Compared, list[str]]:
+    """From the home plan, as if there had been no sample before."""
+    check_policy(args.policy)
+    loads = loads_file.from_options(args)
+    (num_samples, *_, num_experts) = loads.load_tlwe.shape
+    sample = num_samples // 2 if args.sample is None else args.sample
+    if not 0 <= sample < num_samples:
+        raise ValueError(f"--sample {sample} must be one of 0 to {num_samples - 1}")
+    shown = min(sample + 1, num_samples - 1)
+    layout = replay.layout_for(POLICIES[args.policy], num_experts, args)
+    cost, current = replay.cost_model(args), ExpertPlan.home_in(layout, 1)
+    plans = [
+        POLICIES[args.policy].plan(load_we[None], layout, cost, current)
+        for load_we in loads.load_tlwe[sample]
+    ]
+    rows_lp = np.concatenate([plan.slot_to_expert_lp for plan in plans])
+    owned_le = np.concatenate([plan.owned_le for plan in plans])
+    plan = ExpertPlan(rows_lp, num_experts, owned_le).validate(layout)
+    source = f"{loads.name}, planned from sample {sample}, load of sample {shown}"
+    load_lwe = loads.load_tlwe[shown]
+    named = Named(args.policy, source, loads.layers)
+    return compare(named, plan, load_lwe, layout.split, args.layer), []
+
+
+def of_run(args: argparse.Namespace) -> tuple[Compared, list[str]]:
+    """metrics.jsonl counts a step's load of each expert over all devices: each source
+    is given an even share of it."""
+    meta = newest_meta(args.run / "checkpoints")
+    if meta is None:
+        raise ValueError(
+            f"{args.run} has no whole checkpoint: give the directory of a run that has "
+            "saved one"
+        )
+    plan = ExpertPlan.from_json(meta["plan"])
+    devices = meta["config"]["mesh"]["expert"]
+    policy = meta["config"].get("balance", {}).get("policy", "home")
+    split = POLICIES[policy].split if policy in POLICIES else "even"
+    step, tokens_le, decisions = read_metrics(args.run / "metrics.jsonl")
+    if tokens_le.shape != (plan.num_layers, plan.num_experts):
+        raise ValueError(
+            f"{args.run}: the loads of step {step} are {list(tokens_le.shape)}, and "
+            f"the plan is of {plan.num_layers} layers, {plan.num_experts} experts"
+        )
+    load_lwe = np.repeat(tokens_le[:, None] / devices, devices, axis=1)
+    source = f"{args.run.resolve().name}, newest checkpoint, load of step {step}"
+    named = Named(policy, source, tuple(range(plan.num_layers)))
+    compared = compare(named, plan, load_lwe, split, args.layer)
+    return compared, [decision_line(record) for record in decisions[-MAX_DECISIONS:]]
+
+
+def read_metrics(path: pathlib.Path) -> tuple[int, np.ndarray, list[dict]]:
+    """The last step with loads, its loads [l, e], and all decisions that changed
+    something."""
+    step, tokens_le, decisions = None, None, []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:  # the torn end of a live run's log
+            continue
+        if "tokens_le" in record:
+            step, tokens_le = record["step"], record["tokens_le"]
+        decision = record.get("decision")
+        if decision is not None and decision["kind"] != "keep":
+            decisions.append(decision)
+    if step is None:
+        raise ValueError(
+            f"{path} holds no tokens_le: let the run go on for "
+            "Train.log_load_every_steps steps"
+        )
+    return step, np.asarray(tokens_le, np.float64), decisions
+
+
+def decision_line(record: dict) -> str:
+    changes = "".join(
+        f"  {name} {before}->{after}"
+        for name, (before, after) in record["changes"].items()
+    )
+    return (
+        f"step {record['step']}  {record['kind']} {record['digest_before']}->"
+        f"{record['digest']}{changes}  max/mean {record['ratio_before']:.2f}->"
+        f"{record['ratio_after']:.2f}  moves {record['num_moves']}"
+    )
+
+
+class Named(NamedTuple):
+    policy: str
+    source: str
+    layers: tuple[int, ...]
+
+
+def compare(
+    named: Named,
+    plan: ExpertPlan,
+    load_lwe: np.ndarray,
+    split: Split,
+    layer: int | None,
+) -> Compared:
+    """`layer`, or the one that is least even before, has its slots shown."""
+    layers = named.layers
+    if layer is not None and layer not in layers:
+        raise ValueError(
+            f"--layer {layer} is not there: use one of {', '.join(map(str, layers))}"
+        )
+    home = ExpertPlan.home(plan.num_layers, plan.num_experts)
+    before_lw = device_rows(home, load_lwe, "even")
+    after_lw = device_rows(plan, load_lwe, split)
+    before_l, after_l = (over_mean(rows).max(axis=1) for rows in (before_lw, after_lw))
+    shown = int(np.argmax(before_l)) if layer is None else layers.index(layer)
+    return Compared(
+        title=f"{named.policy} plan {plan.digest}: device load max/mean "
+        f"{before_l[shown]:.2f} -> {after_l[shown]:.2f} in layer {layers[shown]}",
+        source=named.source,
+        names=("before (home plan)", "after"),
+        layers=layers,
+        before_rows_lw=before_lw,
+        after_rows_lw=after_lw,
+        after=plan,
+        shown=shown,
+    )
+
+
+def device_rows(plan: ExpertPlan, load_lwe: np.ndarray, split: Split) -> np.ndarray:
+    """Rows that each device computes, [l, w]."""
+    devices = load_lwe.shape[1]
+    pairs = zip(load_lwe, plan.slot_to_expert_lp)
+    rows = [traffic.rows_by_slot(we, row_p, devices, split) for we, row_p in pairs]
+    return np.stack([traffic.device_rows(rows_wp) for rows_wp in rows])
+
+
+def say(compared: Compared) -> None:
+    """Max/mean of every layer, then each device of the layer that is shown."""
+    before_lw, after_lw = (
+        over_mean(rows_lw)
+        for rows_lw in (compared.before_rows_lw, compared.after_rows_lw)
+    )
+    print(f"{compared.title}\n{compared.source}")
+    print("layer  max/mean before  after  replicas  empty slots")
+    for index, layer in enumerate(compared.layers):
+        row_p = compared.after.slot_to_expert_lp[index]
+        print(
+            f"{layer:5d}{before_lw[index].max():17.2f}{after_lw[index].max():7.2f}"
+            f"{np.sum(row_p >= 0) - compared.after.num_experts:10d}"
+            f"{np.sum(row_p < 0):13d}"
+        )
+    table_ws = compared.slot_table_ws
+    copies_e = np.bincount(table_ws[table_ws >= 0])
+    before_w, after_w = before_lw[compared.shown], after_lw[compared.shown]
+    per_bar = max(before_w.max(), after_w.max()) / BAR_WIDTH
+    print(f"\nlayer {compared.layers[compared.shown]}: load / mean of each device")
+    heads = f"{'before':{BAR_WIDTH + 7}s}{'after':{BAR_WIDTH + 7}s}"
+    print(f"device  {heads}experts (* has replicas, - is empty)")
+    for device, (before, after) in enumerate(zip(before_w, after_w)):
+        bars = "".join(
+            f"{ratio:5.2f} {'#' * round(ratio / per_bar):{BAR_WIDTH + 1}s}"
+            for ratio in (before, after)
+        )
+        experts = " ".join(
+            "-" if e < 0 else f"{e}{'*' * bool(copies_e[e] > 1)}"
+            for e in table_ws[device]
+        )
+        print(f"{device:6d}  {bars}{experts}")
+
+
+def record_of(compared: Compared, out: pathlib.Path) -> dict:
+    before_lw, after_lw = compared.before_rows_lw, compared.after_rows_lw
+    return {
+        "file": str(out),
+        "title": compared.title,
+        "source": compared.source,
+        "digest": compared.after.digest,
+        "layers": list(compared.layers),
+        "max_over_mean_before": over_mean(before_lw).max(axis=1).tolist(),
+        "max_over_mean_after": over_mean(after_lw).max(axis=1).tolist(),
+        "plan": json.loads(compared.after.to_json()),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

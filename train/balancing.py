@@ -1,0 +1,261 @@
+"""The balancer in a run: observes each step, swaps plans and layouts between steps.
+
+    read step s  ->  observe, decide (process 0; the others hear of it)
+                     a relayout: compile ahead, in a thread, while steps go on
+    before step s + lag_steps  ->  adopt: new tables, or the new step
+
+A decision and its adoption are at the same steps on every process. In a checkpoint,
+experts are in logical order; plan and balancer are in its meta.
+"""
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from moejax.balance import controller
+from moejax.balance.decision import Decision
+from moejax.balance.policies import check_policy
+from moejax.layout import Layout
+from moejax.plan import ExpertPlan
+from moejax.types import Placement, RoutingStats
+from train.compiled import compile_steps, home_plan, on_devices
+from train.layouts import cost_of, settings_of
+from train.moves import Mover
+from train.prepare import Job
+from train.processes import is_first, published
+from train.records import Records
+
+SAME = {
+    "mesh": None, "moe": None, "balance": None,
+    "train": {"batch_size", "accumulate_steps"}, "data": {"seq_len"},
+}  # fmt: skip
+"""What must be as it was for the balancer to go on where it stopped; None: all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """Compiled for one layout."""
+
+    train: Any
+    evaluate: Any
+
+
+class Ahead:
+    """Steps of another layout, compiled in a thread of their own."""
+
+    def __init__(self, make: Callable[[], Steps]) -> None:
+        self._steps: Steps | None = None
+        self._fault: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(make,), daemon=True)
+        self._thread.start()
+
+    def _run(self, make) -> None:
+        try:
+            self._steps = make()
+        except BaseException as fault:
+            self._fault = fault
+
+    def result(self) -> Steps:
+        self._thread.join()
+        if self._fault is not None:
+            raise self._fault
+        assert self._steps is not None
+        return self._steps
+
+
+class Balancing:
+    """What the loop asks for the current step, placement and layout."""
+
+    def __init__(self, job: Job, say: Callable[[str], None]) -> None:
+        self._job, self.say = job, say
+        self._is_on = job.cfg.balance.policy != "home"
+        self._settings, self._mover = settings_of(job.cfg), Mover(job.model)
+        self._stores = {job.model.layout.store}
+        self._stores.update(check_policy(job.cfg.balance.policy).stores)
+        kind = job.model.mesh.devices.flat[0].device_kind
+        self._cost = cost_of(job.cfg, kind)
+        layout = job.model.layout
+        plan = home_plan(job.cfg, layout)
+        num_layers = job.cfg.model.num_moe_layers
+        self._state = controller.init(self._settings, layout, plan, num_layers)
+        self._ahead: Ahead | None = None
+        self._of_step: dict[int, dict] = {}
+        self.records: Records
+
+    @property
+    def layout(self) -> Layout:
+        return self._state.layout
+
+    @property
+    def plan(self) -> ExpertPlan:
+        return self._state.plan
+
+    def restore(self, meta: dict | None) -> None:
+        """Go on where the checkpoint's balancer stopped, if all that it depends on is
+        as it was; else with its plan, where that fits, or from home."""
+        if meta is None or not self._is_on:
+            return
+        if meta.get("balance") and _is_same(meta["config"], self._job.cfg.to_dict()):
+            self._state = controller.from_json(meta["balance"])
+            return
+        plan = ExpertPlan.from_json(meta["plan"])
+        fits = plan.num_experts == self.layout.num_experts
+        if fits and plan.num_slots % self.layout.num_devices == 0:
+            plan = plan.resized(self.layout)
+            try:
+                plan.validate(self.layout)
+            except ValueError as misfit:
+                self.say(f"the checkpoint's plan is left: {misfit}")
+            else:
+                self._state = dataclasses.replace(self._state, plan=plan)
+        self.say(f"the balancer starts anew, plan {self.plan.digest}")
+
+    def compile(self) -> None:
+        """Steps for the layout of now, and what moving owners takes."""
+        self.steps = self._compiled(self.layout)
+        if self._is_on and "owned" in self._stores:
+            self._mover.prepare_moves()
+        self._set_placement()
+        if self._state.pending is not None:
+            self._prepare(self._state.pending)
+
+    def begin(self, state):
+        """A state in logical order and the job's store, as the plan wants it."""
+        state = self._mover.to_store(
+            state, self._job.model.layout.store, self.layout.store
+        )
+        return self._mover.to_owners(state, _logical(self.plan), self.plan)
+
+    def logical(self, state):
+        """What `begin` was given, for a checkpoint; `begin` undoes it."""
+        state = self._mover.to_owners(state, self.plan, _logical(self.plan))
+        return self._mover.to_store(
+            state, self.layout.store, self._job.model.layout.store
+        )
+
+    def before(self, step: int, state):
+        """Adopt what is due: `step` is the first under it."""
+        pending = self._state.pending
+        if pending is not None and step >= pending.adopt_step:
+            state = self._adopt(step, state)
+        self._of_step.setdefault(step, {"plan": self.plan.digest})
+        return state
+
+    def _adopt(self, step: int, state):
+        start_sec = time.monotonic()
+        if self._ahead is not None:
+            self.steps, self._ahead = self._ahead.result(), None
+        waited_sec = time.monotonic() - start_sec
+        old_layout, old_plan = self.layout, self.plan
+        self._state = controller.adopt(self._state)
+        old_store, new_store = old_layout.store, self.layout.store
+        if (old_store == "sharded") != (new_store == "sharded"):
+            state = self._mover.to_owners(state, old_plan, _logical(old_plan))
+            state = self._mover.to_store(state, old_store, new_store)
+            old_plan = _logical(old_plan)
+        state = self._mover.to_owners(state, old_plan, self.plan)
+        self._set_placement()
+        adopted_sec = time.monotonic() - start_sec - waited_sec
+        waited_msec, adopted_msec = 1e3 * waited_sec, 1e3 * adopted_sec
+        self.say(
+            f"step {step}  adopted {self.plan.digest}  in {adopted_msec:.1f} ms  "
+            f"waited {waited_msec:.1f} ms"
+        )
+        self._of_step[step] = {
+            "plan": self.plan.digest,
+            "adopt_msec": adopted_msec,
+            "adopt_wait_msec": waited_msec,
+        }
+        return state
+
+    def of_step(self, step: int) -> dict[str, Any]:
+        """What the record of a step says of its plan; asked once."""
+        said = self._of_step.pop(step)
+        return said if self._is_on else {}
+
+    def observe(self, step: int, stats: RoutingStats) -> None:
+        """One step's statistics, on the host; decides when it is time."""
+        if not self._is_on:
+            return
+        tokens_lwe = stats.tokens_lwe
+        num_layers, _, num_experts = tokens_lwe.shape
+        groups = tokens_lwe.reshape(
+            num_layers, -1, self.layout.num_devices, num_experts
+        )
+        self._state = controller.observe(
+            self._settings, self._state, step, groups.mean(axis=1), stats.fullest_pair_l
+        )
+        if step % self._settings.every_steps or self._state.pending is not None:
+            return
+        decision = self._decided(step)
+        if decision is None:
+            return
+        self.say(decision.line())
+        self.records.event({"step": step, "decision": decision.record()})
+        if self._state.pending is not None:
+            self._prepare(self._state.pending)
+
+    def meta(self) -> dict[str, Any]:
+        """For a checkpoint: what `restore` reads."""
+        balance = controller.to_json(self._state) if self._is_on else None
+        return {"plan": self.plan.to_json(), "balance": balance}
+
+    def _decided(self, step: int) -> Decision | None:
+        """The decision of process 0; the balancer's state is that of process 0 too."""
+
+        def decide() -> str:
+            state, decision = controller.decide(
+                self._settings, self._cost, self._state, step
+            )
+            self._state = state
+            text = None if decision is None else decision.to_json()
+            return json.dumps([state.is_active, text])
+
+        reply = published(f"decision/{step}", decide)
+        is_active, text = json.loads(reply)
+        decision = None if text is None else Decision.from_json(text)
+        if not is_first():
+            pending = None if decision is None or decision.kind == "keep" else decision
+            self._state = dataclasses.replace(
+                self._state, is_active=is_active, pending=pending
+            )
+        return decision
+
+    def _prepare(self, decision: Decision) -> None:
+        if decision.layout != self.layout:
+            make = partial(self._compiled, decision.layout, self.layout)
+            self._ahead = Ahead(make)
+
+    def _compiled(self, layout: Layout, before: Layout | None = None) -> Steps:
+        """Steps of a layout, and what brings a state there."""
+        if before is not None and layout.store != before.store:
+            self._mover.prepare_moves()
+            if "sharded" in (layout.store, before.store):
+                self._mover.prepare_reshard(
+                    "sharded" if layout.store == "sharded" else "owned"
+                )
+        return Steps(*compile_steps(self._job.model._replace(layout=layout)))
+
+    def _set_placement(self) -> None:
+        self.placement: Placement = on_devices(
+            self.plan, self.layout, self._job.model.mesh
+        )
+
+
+def _logical(plan: ExpertPlan) -> ExpertPlan:
+    """The plan's slots with masters in logical order."""
+    return ExpertPlan(plan.slot_to_expert_lp, plan.num_experts)
+
+
+def _is_same(saved: dict, current: dict) -> bool:
+    current = json.loads(json.dumps(current))
+    return all(
+        saved.get(part, {}).get(name) == value
+        for part, names in SAME.items()
+        for name, value in current[part].items()
+        if names is None or name in names
+    )
