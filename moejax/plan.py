@@ -275,7 +275,7 @@ def copy_tables(row_p: np.ndarray, owned_e: np.ndarray, layout: Layout) -> CopyT
 def _check_table(name: str, table: np.ndarray) -> None:
     if table.ndim != 2 or table.dtype != np.int32:
         raise ValueError(
-            f"{name} must be int32 [layers, slots], and is {table.dtype} "
+            f"{name} must be int32 of two dims, [layers, ..], and is {table.dtype} "
             f"{list(table.shape)}"
         )
 

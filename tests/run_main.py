@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 MAIN = ROOT / "train" / "main.py"
 TOY = ROOT / "tests" / "toy.gin"
 LIMIT_SEC = 300
-OF_THE_CLOCK = ("tok_per_sec", "step_msec", "mfu")
+OF_THE_CLOCK = ("tok_per_sec", "step_msec", "mfu", "adopt_msec", "adopt_wait_msec")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,7 @@ def test_below_the_threshold_nothing_is_decided():
 
 def test_between_the_thresholds_it_goes_on_if_it_was_above():
     """Margin 0.9 lets nothing happen: each question is a keep."""
-    quiet = settings(margin=0.9, half_life_steps=1.0)
+    quiet = settings(margin=0.9, half_life_steps=1.0, cooldown_steps=0)
     between = hot(0, 0.25)  # 1.43
     high, low = hot(0, 0.5), EVEN
     args = {"act_above": 1.6, "rest_below": 1.3}
@@ -65,7 +65,7 @@ def test_between_the_thresholds_it_goes_on_if_it_was_above():
 
 
 def test_it_decides_only_at_its_steps_and_from_what_it_has_seen():
-    run = Run.of(settings(every_steps=7, margin=0.9))
+    run = Run.of(settings(every_steps=7, margin=0.9, cooldown_steps=0))
     state, decision = controller.decide(run.settings, COST, run.state, 0)
     assert decision is None
     assert state is run.state

@@ -37,10 +37,11 @@ def test_compute_is_the_fullest_device():
 
 
 def test_ragged_wire_is_the_most_sent_or_received_off_the_device():
-    """Sent to others 3, 3, 8; received 7, 5, 2: the 8 rows of device 2."""
+    """Sent to others 3, 3, 8; received 7, 5, 2: the 8 rows of device 2. The fullest
+    pair has 7 rows, in 5 rounds of the buffers that padded has too."""
     assert COST.wire_sec(PAIR_WW, layout_of()) == pytest.approx(8 * 2 / 4)
     late = dataclasses.replace(COST, latency_sec=0.25)
-    assert late.wire_sec(PAIR_WW, layout_of()) == pytest.approx(8 * 2 / 4 + 0.25)
+    assert late.wire_sec(PAIR_WW, layout_of()) == pytest.approx(8 * 2 / 4 + 5 * 0.25)
 
 
 def test_padded_wire_is_whole_buffers_and_the_fullest_pair_decides_the_rounds():
@@ -113,7 +114,8 @@ def test_moves_charge_the_busiest_device_and_only_new_owners():
     assert free.move_sec(home, home, layout) == 0
     owned = np.array([[2, 3, 0, 1, 4, 5], [0, 1, 2, 4, 3, 5]], np.int32)
     moved = ExpertPlan(owned, 6, owned)  # layer 0: two each way; layer 1: one each way
-    assert COST.move_sec(home, moved, layout) == pytest.approx(3 * 120 / 4)
+    # Two rounds and one; in each a device scatters one expert and gathers one.
+    assert COST.move_sec(home, moved, layout) == pytest.approx(3 * 2 * 2 / 3 * 120 / 4)
     copies = ExpertPlan(np.array([[0, 1, 2, 2, 3, -1, 4, 5, 0]] * 2, np.int32), 6)
     assert COST.move_sec(home, copies, layout) == 0
 
@@ -250,8 +252,40 @@ def test_no_file_is_one_clear_line(tmp_path):
 
 
 def test_a_calibration_of_another_mesh_or_device_is_refused():
-    check(CALIBRATION, CALIBRATION.mesh, "cpu")
+    mesh, dtype = CALIBRATION.mesh, CALIBRATION.compute_dtype
+    check(CALIBRATION, mesh, "cpu", dtype)
     with pytest.raises(ValueError, match="measured on 'cpu'"):
-        check(CALIBRATION, CALIBRATION.mesh, "NVIDIA H200")
+        check(CALIBRATION, mesh, "NVIDIA H200", dtype)
     with pytest.raises(ValueError, match="measured on mesh"):
-        check(CALIBRATION, {**CALIBRATION.mesh, "expert": 4}, "cpu")
+        check(CALIBRATION, {**mesh, "expert": 4}, "cpu", dtype)
+    with pytest.raises(ValueError, match="compute_dtype is float64"):
+        check(CALIBRATION, mesh, "cpu", "float64")
+
+
+def test_what_remat_does_again_is_charged_again():
+    """One row of each device to each: 0.3 s forward, 1 s an exchange."""
+    load_we, row_p = np.ones((3, 6)) / 2, np.arange(6)
+    layout = layout_of("transient", offers_per_device=1, copies_per_device=1)
+    out_sec = COST.sync_sec(layout) / 2
+    for remat, computed, exchanged, fetched in (
+        ("none", 3, 4, 1), ("dispatch", 4, 4, 2), ("full", 4, 6, 2),
+    ):  # fmt: skip
+        cost = dataclasses.replace(COST, remat=remat)
+        expected = computed * 0.3 + exchanged * 1.0 + (fetched + 1) * out_sec
+        assert cost.layer_sec(load_we, row_p, layout) == pytest.approx(expected)
+
+
+def test_data_parallel_devices_share_an_expert():
+    """Each sends its part of the hidden width; the layer gathers whole slots."""
+    line = {"latency_sec": 0.0, "bytes_per_sec": 4e9, "r2": 1.0}
+    collectives = CALIBRATION.collectives | {"all_gather": {"data": line}}
+    mesh = {**CALIBRATION.mesh, "data": 4}
+    shared = dataclasses.replace(CALIBRATION, mesh=mesh, collectives=collectives)
+    one, four = (
+        cost_model(c, **SIZES)
+        for c in (dataclasses.replace(shared, mesh={**mesh, "data": 1}), shared)
+    )
+    assert four.bytes_per_expert == one.bytes_per_expert / 4
+    assert four.bytes_per_move == one.bytes_per_move / 4
+    assert one.gather_sec == 0
+    assert four.gather_sec == pytest.approx(3 / 4 * one.bytes_per_expert / 4e9)

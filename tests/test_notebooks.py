@@ -8,12 +8,12 @@ import sys
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
+
+from tools import store_notebook
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MAX_BYTES, MAX_CELL_LINES = 400_000, 25
-CELL_LIMIT_SEC = 120
 MACHINE_PATH = re.compile(r"(?<![\w.:/])(/[\w.-]+){2,}|~/|[A-Z]:\\")
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -89,24 +89,71 @@ def test_a_fresh_kernel_gives_the_stored_outputs(path, tmp_path, monkeypatch):
 
     The kernel is this Python's, on a machine without any settings for Jupyter.
     """
-    for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR"):
-        monkeypatch.setenv(name, str(tmp_path / name.lower()))
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "1")
-    monkeypatch.delenv("JUPYTER_PATH", raising=False)
-    monkeypatch.delenv("MPLBACKEND", raising=False)
+    for name, value in store_notebook.settings(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    for name in store_notebook.UNSET:
+        monkeypatch.delenv(name, raising=False)
     stored = nbformat.read(path, as_version=4)
     notebook = copy.deepcopy(stored)
-    for cell in code_cells(notebook):
-        cell.outputs, cell.execution_count = [], None
     asks = nbformat.v4.new_code_cell("import sys; print(sys.prefix)")
     notebook.cells.append(asks)
-    where = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(
-        notebook, timeout=CELL_LIMIT_SEC, kernel_name="python3", resources=where
-    ).execute()
+    store_notebook.execute(notebook, tmp_path)
     *again, last = code_cells(notebook)
     assert last.outputs[0].text.strip() == sys.prefix
     for cell, expected in zip(again, code_cells(stored), strict=True):
         assert texts(cell) == texts(expected), cell.source
     assert num_pictures(notebook) == num_pictures(stored)
+
+
+def small(*sources: str):
+    """A notebook as an editor leaves it: its state, and cells run out of order."""
+    cells = [nbformat.v4.new_code_cell(source, execution_count=7) for source in sources]
+    cells[0].metadata = {"editable": True}
+    cells[0].outputs = [nbformat.v4.new_output("stream", text="of before")]
+    return nbformat.v4.new_notebook(cells=cells, metadata={"widgets": {}})
+
+
+def store(path):
+    tool = [sys.executable, ROOT / "tools" / "store_notebook.py", path]
+    return subprocess.run(tool, capture_output=True, text=True, check=False)
+
+
+def test_a_stored_notebook_is_run_and_clean(tmp_path):
+    path = tmp_path / "small.ipynb"
+    prints = "print(1, flush=True)\nprint(2, flush=True)"
+    nbformat.write(small("value = 6", prints, "7 * value"), path)
+    done = store(path)
+    assert done.returncode == 0, done.stderr
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert [cell.execution_count for cell in notebook.cells] == [1, 2, 3]
+    assert not any(cell.metadata for cell in notebook.cells)
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    first, second, third = notebook.cells
+    assert first.outputs == []
+    assert [output.text for output in second.outputs] == ["1\n2\n"]
+    assert third.outputs[0].data["text/plain"] == "42"
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("1 / 0", "a cell failed: ZeroDivisionError: division by zero"),
+        ("import warnings; warnings.warn('odd')", "cell-01 warns: .*odd"),
+    ],
+)
+def test_a_notebook_that_fails_stays_as_it_was(source, why, tmp_path):
+    path = tmp_path / "small.ipynb"
+    nbformat.write(small("print('fine')", source), path)
+    before = path.read_bytes()
+    done = store(path)
+    assert done.returncode == 2
+    assert re.search(f"^error: .*{why}", done.stderr, re.MULTILINE), done.stderr
+    assert path.read_bytes() == before
+
+
+def test_what_is_no_notebook_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "no.ipynb"
+    path.write_text("no notebook")
+    with pytest.raises(ValueError, match="is no notebook"):
+        store_notebook.read(path)

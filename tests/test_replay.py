@@ -140,7 +140,7 @@ def test_synthetic_loads_have_their_hottest_expert(kind, share):
 def test_a_calibration_sets_the_times(tmp_path, capsys):
     def calibration(flops_per_sec):
         line = {"latency_sec": 1e-5, "bytes_per_sec": 1e9, "r2": 1.0}
-        mesh = {"dc": 1, "data": 2, "expert": DEVICES, "tensor": 1}
+        mesh = {"dc": 1, "data": 1, "expert": DEVICES, "tensor": 1}
         record = {
             "device_kind": "cpu", "mesh": mesh, "compute_dtype": "float32",
             "collectives": {"all_to_all": {"expert": line}}, "matmul_r2": 1.0,

@@ -134,7 +134,8 @@ def cost_model(args: argparse.Namespace) -> CostModel:
     from moejax.balance import calibration
 
     found = calibration.read_calibration(args.calibration)
-    calibration.check(found, found.mesh | {"expert": args.devices}, found.device_kind)
+    mesh = found.mesh | {"expert": args.devices}
+    calibration.check(found, mesh, found.device_kind, found.compute_dtype)
     return calibration.cost_model(
         found,
         d_model=args.d_model,

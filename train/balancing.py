@@ -10,7 +10,6 @@ experts are in logical order; plan and balancer are in its meta.
 
 import dataclasses
 import json
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,11 +21,12 @@ from moejax.balance.policies import check_policy
 from moejax.layout import Layout
 from moejax.plan import ExpertPlan
 from moejax.types import Placement, RoutingStats
+from train.ahead import Ahead, Steps
 from train.compiled import compile_steps, home_plan, on_devices
 from train.layouts import cost_of, settings_of
 from train.moves import Mover
 from train.prepare import Job
-from train.processes import is_first, published
+from train.processes import any_of, is_first, published, withdraw
 from train.records import Records
 
 SAME = {
@@ -34,37 +34,6 @@ SAME = {
     "train": {"batch_size", "accumulate_steps"}, "data": {"seq_len"},
 }  # fmt: skip
 """What must be as it was for the balancer to go on where it stopped; None: all."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Steps:
-    """Compiled for one layout."""
-
-    train: Any
-    evaluate: Any
-
-
-class Ahead:
-    """Steps of another layout, compiled in a thread of their own."""
-
-    def __init__(self, make: Callable[[], Steps]) -> None:
-        self._steps: Steps | None = None
-        self._fault: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(make,), daemon=True)
-        self._thread.start()
-
-    def _run(self, make) -> None:
-        try:
-            self._steps = make()
-        except BaseException as fault:
-            self._fault = fault
-
-    def result(self) -> Steps:
-        self._thread.join()
-        if self._fault is not None:
-            raise self._fault
-        assert self._steps is not None
-        return self._steps
 
 
 class Balancing:
@@ -84,6 +53,7 @@ class Balancing:
         self._state = controller.init(self._settings, layout, plan, num_layers)
         self._ahead: Ahead | None = None
         self._of_step: dict[int, dict] = {}
+        self._published: list[int] = []
         self.records: Records
 
     @property
@@ -94,12 +64,17 @@ class Balancing:
     def plan(self) -> ExpertPlan:
         return self._state.plan
 
+    def hlo_text(self) -> str:
+        """Of the train step that runs now."""
+        return self.steps.train.as_text()
+
     def restore(self, meta: dict | None) -> None:
         """Go on where the checkpoint's balancer stopped, if all that it depends on is
         as it was; else with its plan, where that fits, or from home."""
         if meta is None or not self._is_on:
             return
-        if meta.get("balance") and _is_same(meta["config"], self._job.cfg.to_dict()):
+        is_same = _is_same(meta["config"], self._job.cfg.to_dict())
+        if meta.get("balance") and is_same and meta["cost"] == self._cost.as_dict():
             self._state = controller.from_json(meta["balance"])
             return
         plan = ExpertPlan.from_json(meta["plan"])
@@ -122,20 +97,26 @@ class Balancing:
         self._set_placement()
         if self._state.pending is not None:
             self._prepare(self._state.pending)
+            if self._ahead is not None:
+                self._ahead.wait()  # no watchdog knows of this compilation either
 
     def begin(self, state):
-        """A state in logical order and the job's store, as the plan wants it."""
-        state = self._mover.to_store(
-            state, self._job.model.layout.store, self.layout.store
-        )
-        return self._mover.to_owners(state, _logical(self.plan), self.plan)
+        """A state in logical order and the job's store, as layout and plan want it."""
+        first = self._job.model.layout.store
+        return self.physical(self._mover.to_store(state, first, self.layout.store))
 
     def logical(self, state):
-        """What `begin` was given, for a checkpoint; `begin` undoes it."""
-        state = self._mover.to_owners(state, self.plan, _logical(self.plan))
-        return self._mover.to_store(
-            state, self.layout.store, self._job.model.layout.store
-        )
+        """Experts in logical order, for a checkpoint; `physical` undoes it."""
+        return self._mover.to_owners(state, self.plan, _logical(self.plan))
+
+    def physical(self, state):
+        """Experts at the plan's owners, from logical order."""
+        return self._mover.to_owners(state, _logical(self.plan), self.plan)
+
+    def is_waiting(self, step: int) -> bool:
+        """Whether this step is the first of a layout that is compiled ahead."""
+        pending = self._state.pending
+        return bool(self._ahead and pending and step >= pending.adopt_step)
 
     def before(self, step: int, state):
         """Adopt what is due: `step` is the first under it."""
@@ -146,9 +127,9 @@ class Balancing:
         return state
 
     def _adopt(self, step: int, state):
-        start_sec = time.monotonic()
-        if self._ahead is not None:
-            self.steps, self._ahead = self._ahead.result(), None
+        start_sec, is_new = time.monotonic(), self._ahead is not None
+        if is_new and not self._take_steps():
+            return state
         waited_sec = time.monotonic() - start_sec
         old_layout, old_plan = self.layout, self.plan
         self._state = controller.adopt(self._state)
@@ -171,6 +152,20 @@ class Balancing:
             "adopt_wait_msec": waited_msec,
         }
         return state
+
+    def _take_steps(self) -> bool:
+        """The steps that were compiled ahead, if all processes have theirs."""
+        steps, fault = self._ahead.result()
+        self._ahead = None
+        if any_of(steps is None):
+            layout = self._state.pending.layout
+            self._state = controller.refuse(self._state)
+            self.say(
+                f"RELAYOUT GIVEN UP: {fault or 'another process could not'}: {layout}"
+            )
+            return False
+        self.steps = steps
+        return True
 
     def of_step(self, step: int) -> dict[str, Any]:
         """What the record of a step says of its plan; asked once."""
@@ -201,8 +196,11 @@ class Balancing:
 
     def meta(self) -> dict[str, Any]:
         """For a checkpoint: what `restore` reads."""
-        balance = controller.to_json(self._state) if self._is_on else None
-        return {"plan": self.plan.to_json(), "balance": balance}
+        record = {"plan": self.plan.to_json(), "balance": None}
+        if self._is_on:
+            record["balance"] = controller.to_json(self._state)
+            record["cost"] = self._cost.as_dict()
+        return record
 
     def _decided(self, step: int) -> Decision | None:
         """The decision of process 0; the balancer's state is that of process 0 too."""
@@ -216,6 +214,11 @@ class Balancing:
             return json.dumps([state.is_active, text])
 
         reply = published(f"decision/{step}", decide)
+        # Who has run step s has read what was published for s - 2.
+        for old in [s for s in self._published if s <= step - 2]:
+            withdraw(f"decision/{old}")
+            self._published.remove(old)
+        self._published.append(step)
         is_active, text = json.loads(reply)
         decision = None if text is None else Decision.from_json(text)
         if not is_first():

@@ -49,6 +49,21 @@ def compile_steps(model: Model):
     return train_step, make_eval_step(model).lower(*eval_args).compile()
 
 
+def require_room(step) -> None:
+    """MemoryError if a compiled step needs more than the devices here have, where they
+    say how much that is (GPUs do)."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    memory, limit = step.memory_analysis(), stats.get("bytes_limit")
+    if memory is None or limit is None:
+        return
+    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    needed += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    if needed > limit:
+        raise MemoryError(
+            f"the step needs {needed / 2**30:.1f} GiB of {limit / 2**30:.1f} GiB"
+        )
+
+
 def _abstract_args(model: Model):
     cfg, mesh = model.cfg, model.mesh
     rows = cfg.train.batch_size // cfg.train.accumulate_steps

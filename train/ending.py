@@ -3,10 +3,13 @@
 import json
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 
 DONE, CRASHED, BAD_INPUT, FAILED, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 75, 130
+COMPILES_AHEAD = "compiles ahead"
+"""Name of a thread that is left to itself when its program ends."""
 
 
 def guarded(work: Callable[[], int], *, as_json: bool) -> int:
@@ -37,6 +40,20 @@ def leave(code: int) -> int:
     """
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def end(code: int) -> int:
+    """`code`; but while a thread still compiles ahead, this process ends here and now:
+    on the usual way out XLA's compiler loses its Python, and crashes (seen)."""
+    if any(thread.name == COMPILES_AHEAD for thread in threading.enumerate()):
+        import jax
+
+        if jax.distributed.is_initialized():
+            jax.distributed.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -76,7 +76,7 @@ def cost_of(cfg: Config, device_kind: str) -> CostModel:
         calibration = presumed(sizes, device_kind)
     else:
         calibration = read_calibration(_found(cfg.balance.calibration))
-        check(calibration, sizes, device_kind)
+        check(calibration, sizes, device_kind, cfg.model.compute_dtype)
     flops, accumulate = flops_per_token(cfg), cfg.train.accumulate_steps
     rest = flops.attention_projections + flops.attention_scores + flops.shared
     tokens = cfg.train.batch_size * cfg.data.seq_len / accumulate
@@ -88,6 +88,7 @@ def cost_of(cfg: Config, device_kind: str) -> CostModel:
         itemsize=ITEMSIZE[cfg.model.compute_dtype],
         micro_batches=accumulate,
         other_flops_per_device=rest / cfg.model.num_layers * tokens_per_device,
+        remat=cfg.model.remat,
     )
 
 
@@ -98,7 +99,7 @@ def presumed(mesh_sizes: dict[str, int], device_kind: str) -> Calibration:
         device_kind=device_kind,
         mesh=mesh_sizes,
         compute_dtype="bfloat16",
-        collectives={"all_to_all": {"expert": line}},
+        collectives={"all_to_all": {"expert": line}, "all_gather": {"data": line}},
         flops_per_sec=NOTES.flops_per_sec,
         matmul_r2=1.0,
         compile_sec=30.0,
@@ -129,6 +130,11 @@ def _store_of(cfg: Config) -> dict:
     """Fields of the Layout that say how experts reach slots, and rows replicas."""
     moe, own = cfg.moe, cfg.moe.num_experts // cfg.mesh.expert
     policy = check_policy(cfg.balance.policy)
+    if moe.exchange == "capacity" and cfg.balance.policy != "home":
+        raise ValueError(
+            "Moe.exchange='capacity' drops rows by slot, and plans would change which: "
+            f"use 'exact' with Balance.policy='{cfg.balance.policy}'"
+        )
     store = policy.stores[0] if moe.store is None else moe.store
     slots = moe.slots_per_device
     if slots is None:

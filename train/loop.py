@@ -94,7 +94,8 @@ def train(
             state = balancing.begin(state)
             balancing.records = records
             peak = peak_tflops(job.model.mesh.size, cfg.train.peak_tflops)
-            folder, hlo_text = run_dir.path / "profile", balancing.steps.train.as_text
+            folder = run_dir.path / "profile"
+            hlo_text = balancing.hlo_text
             profile = Window(folder, extras.profile_steps, say, hlo_text=hlo_text)
             run = Run(
                 job, checkpointer, records, peak, balancing, stop, watchdog, profile
@@ -155,6 +156,7 @@ def _steps(run: Run, state: TrainState, bar: Bar):
     evaluation = _evaluate(run, state, first, bar) if first >= last else None
     for done in range(first + 1, last + 1):
         run.watchdog.at(f"step {done}")
+        state = _adopt_due(run, done, state)
         windows = feed(
             job.batches,
             done - 1,
@@ -163,7 +165,6 @@ def _steps(run: Run, state: TrainState, bar: Bar):
             job.window_sharding,
         )
         run.records.samples(done, job.batches, job.window_sharding)
-        state = run.balancing.before(done, state)
         run.profile.before(done)
         with jax.transfer_guard("disallow"):  # nothing crosses but by device_get
             step = run.balancing.steps.train
@@ -185,12 +186,23 @@ def _steps(run: Run, state: TrainState, bar: Bar):
             state = run.balancing.logical(state)
             meta = job.meta | run.balancing.meta()
             run.checkpointer.save(done, state, meta, eval_loss)
-            state = run.balancing.begin(state)
+            state = run.balancing.physical(state)
         if is_eval or is_save:
             reader.restart_clock()
         if is_stopping and done < last:
             return run.balancing.logical(state), None, reader.step_secs
     return run.balancing.logical(state), evaluation, reader.step_secs
+
+
+def _adopt_due(run: Run, step: int, state: TrainState) -> TrainState:
+    """What the balancer has decided for this step; a relayout may have to be waited
+    for, which the watchdog does not count."""
+    if not run.balancing.is_waiting(step):
+        return run.balancing.before(step, state)
+    run.watchdog.rest()
+    state = run.balancing.before(step, state)
+    run.watchdog.at(f"step {step}")
+    return state
 
 
 def _end_of_profiled(run: Run, reader: "Reader", step: int, metrics) -> None:

@@ -27,6 +27,7 @@ from train.ending import (  # noqa: E402
     FAILED,
     PREEMPTED,
     emit,
+    end,
     guarded,
     leave,
     refuse,
@@ -131,4 +132,4 @@ def say_finished(done: dict, cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(end(main()))

@@ -108,11 +108,19 @@ def published(name: str, make: Callable[[], str]) -> str:
     from jax._src.distributed import global_state
 
     client, key = global_state.client, f"moejax/{name}"
-    if is_first():
-        text = make()
-        client.key_value_set(key, text)
-        return text
-    return client.blocking_key_value_get(key, WEEK_MSEC)
+    if not is_first():
+        return client.blocking_key_value_get(key, WEEK_MSEC)
+    text = make()
+    client.key_value_set(key, text)
+    return text
+
+
+def withdraw(name: str) -> None:
+    """Forget what was published, once every process has read it."""
+    if are_several() and is_first():
+        from jax._src.distributed import global_state
+
+        global_state.client.key_value_delete(f"moejax/{name}")
 
 
 def wait_for_all(name: str) -> None:

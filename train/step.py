@@ -138,11 +138,14 @@ def _train_step(model: Model, loss_of, state: TrainState, placement, windows):
 
     grad_of = jax.value_and_grad(loss_of_part, has_aux=True)
 
+    count = windows.token_bt.shape[0]
+
     def micro(grads, args):
         (total, aux), new = grad_of(trained, *args)
+        if count > 1:  # slots' gradients are in the compute dtype: too coarse to add up
+            new = jax.tree.map(_wide, new)
         return new if grads is None else jax.tree.map(jnp.add, grads, new), (total, aux)
 
-    count = windows.token_bt.shape[0]
     first = jax.tree.map(lambda leaf: leaf[0], windows)
     rest = jax.tree.map(lambda leaf: leaf[1:], windows)
     grads, reports = micro(None, (jnp.int32(0), first))
@@ -152,6 +155,10 @@ def _train_step(model: Model, loss_of, state: TrainState, placement, windows):
         reports = jax.tree.map(lambda *pair: jnp.concatenate(pair), reports, more)
         grads = jax.tree.map(lambda leaf: leaf / count, grads)
     return _update(model, state, grads_of(grads), *reports)
+
+
+def _wide(leaf):
+    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
 
 
 def _trained(model: Model, params, placement):
@@ -174,7 +181,9 @@ def _trained(model: Model, params, placement):
         return experts.put(trained[0], masters), trained[1]
 
     def grads_of(grads):
-        return experts.put(grads[0], pull(grads[1])[0])
+        others, of_slots = grads
+        of_slots = jax.tree.map(lambda g, s: g.astype(s.dtype), of_slots, slots)
+        return experts.put(others, pull(of_slots)[0])
 
     return (others, slots), params_of, grads_of
 

@@ -60,9 +60,18 @@ def read_calibration(path: str | pathlib.Path) -> Calibration:
 
 
 def check(
-    calibration: Calibration, mesh_sizes: dict[str, int], device_kind: str
+    calibration: Calibration,
+    mesh_sizes: dict[str, int],
+    device_kind: str,
+    compute_dtype: str,
 ) -> None:
-    """ValueError when it was measured on another mesh or another kind of device."""
+    """ValueError when it was measured on another mesh or kind of device, or in another
+    dtype."""
+    if calibration.compute_dtype != compute_dtype:
+        raise ValueError(
+            f"the calibration was measured in {calibration.compute_dtype}, and "
+            f"Model.compute_dtype is {compute_dtype}: run tools/calibrate.py with it"
+        )
     if calibration.device_kind != device_kind:
         raise ValueError(
             f"the calibration was measured on {calibration.device_kind!r}, and the "
@@ -83,27 +92,37 @@ def cost_model(
     itemsize: int,
     micro_batches: int,
     other_flops_per_device: float,
+    remat: str = "none",
 ) -> CostModel:
-    """Of SwiGLU experts: three matrices [d_model, d_expert], 2 FLOPs per weight.
+    """Of SwiGLU experts: three matrices [d_model, d_expert], 2 FLOPs per weight. Their
+    hidden width is split over data until a layer computes.
 
     `itemsize` is bytes per element in the compute dtype; `other_flops_per_device` the
     forward FLOPs of the rest of a block in one micro-batch.
     """
+    data = calibration.mesh["data"]
     weights = 3 * d_model * d_expert
+    gather_sec = 0.0
+    if data > 1:
+        gather = _line(calibration, "all_gather", "data")
+        share_bytes = weights * itemsize / data
+        gather_sec = (data - 1) * share_bytes / gather["bytes_per_sec"]
     line = {"latency_sec": 0.0, "bytes_per_sec": float("inf")}
     if calibration.mesh["expert"] > 1:
         line = _line(calibration, "all_to_all", "expert")
     return CostModel(
         flops_per_row=2 * weights,
         bytes_per_row=d_model * itemsize,
-        bytes_per_expert=weights * itemsize,
-        bytes_per_move=weights * BYTES_PER_MOVED_WEIGHT,
+        bytes_per_expert=weights * itemsize / data,
+        bytes_per_move=weights * BYTES_PER_MOVED_WEIGHT / data,
         flops_per_sec=calibration.flops_per_sec,
         bytes_per_sec=line["bytes_per_sec"],
         latency_sec=line["latency_sec"],
         other_sec=other_flops_per_device / calibration.flops_per_sec,
         compile_sec=calibration.compile_sec,
         micro_batches=micro_batches,
+        gather_sec=gather_sec,
+        remat=remat,
     )
 
 

@@ -20,9 +20,6 @@ from moejax.balance.traffic import device_rows, max_over_mean, pair_rows, rows_b
 from moejax.layout import ROW_MULTIPLE, Layout, Store
 from moejax.plan import ExpertPlan
 
-WIRES = 4
-"""All-to-alls of a layer: rows out and back, and the same for gradients."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Question:
@@ -103,10 +100,12 @@ def sec_by_layer(question: Question, plan: ExpertPlan, layout: Layout) -> np.nda
     for layer, row_p in enumerate(plan.slot_to_expert_lp):
         load_we, peak = question.load_lwe[layer], question.peak_l[layer]
         sec_l[layer] = cost.layer_sec(load_we, row_p, layout)
-        if layout.transport == "padded" and peak > 1:
+        if layout.transport != "local" and peak > 1:
             pair_ww = pair_rows(rows_by_slot(load_we, row_p, w, split))
             peak_sec = cost.wire_sec(peak * pair_ww, layout)
-            sec_l[layer] += WIRES * (peak_sec - cost.wire_sec(pair_ww, layout))
+            sec_l[layer] += cost.num_exchanged * (
+                peak_sec - cost.wire_sec(pair_ww, layout)
+            )
     return sec_l
 
 
@@ -148,7 +147,7 @@ def refits(question: Question) -> list[Candidate]:
 
 def fitted(question: Question, plan: ExpertPlan, layout: Layout) -> Layout:
     """With buffers for the fullest pair that this plan is expected to have."""
-    if layout.transport != "padded" or not question.has_pairs:
+    if layout.transport == "local" or not question.has_pairs:
         return layout
     micro_batches = question.cost.micro_batches
     pair_l = fullest_pair_by_layer(question.load_lwe, plan, layout)

@@ -5,10 +5,10 @@
 It asks what could be done when the forecast load is uneven: device max/mean above
 `act_above` in the worst layer, and from then on until it is below `rest_below`. It also
 asks when padded buffers do not fit the rows that are seen. It does something when that
-saves more than the margin, and more over the horizon than it costs: a swap if one does,
-else a relayout. For the cool-down no swap follows a swap, and no relayout any change; a
-relayout also waits until a half life of loads has been seen. State is a value, and JSON
-keeps it bit for bit.
+saves more than the margin, and more over the horizon than it costs. A swap goes first,
+once, also where a relayout saves more. For the cool-down no swap follows a swap, no
+relayout any change, and no question the answer that nothing pays. A relayout also waits
+until a half life of loads has been seen. State is a value; JSON keeps it bit for bit.
 """
 
 import dataclasses
@@ -42,6 +42,12 @@ class State:
     """Step of the last adoption; None before any."""
     last_swap_step: int | None
     """Step of the last that was a swap."""
+    last_keep_step: int | None
+    """Step at which nothing paid; the question rests for a cool-down."""
+    is_relayout_due: bool
+    """A swap was preferred to a relayout that saved more: next time it is not."""
+    refused: tuple[Layout, ...]
+    """Layouts that could not be compiled, or did not fit into memory."""
     pending: Decision | None
     """What is adopted at its adopt_step; until then nothing else is decided."""
 
@@ -63,7 +69,7 @@ def init(
         )
     shape = (num_layers, layout.num_devices, layout.num_experts)
     tracker = loads.init(*shape, settings.half_life_steps)
-    return State(tracker, layout, plan, False, None, None, None)
+    return State(tracker, layout, plan, False, None, None, None, False, (), None)
 
 
 def observe(
@@ -102,8 +108,10 @@ def decide(
         state.is_active and ratio >= settings.rest_below
     )
     state = dataclasses.replace(state, is_active=is_active)
-    may_swap = is_active and _has_cooled(settings, state.last_swap_step, step)
-    may_relayout = _has_cooled(settings, state.last_change_step, step)
+    is_fresh = _has_cooled(settings, state.last_keep_step, step)
+    may_swap = is_fresh and is_active
+    may_swap = may_swap and _has_cooled(settings, state.last_swap_step, step)
+    may_relayout = is_fresh and _has_cooled(settings, state.last_change_step, step)
     if not may_swap and not (may_relayout and (is_active or _is_misfit(state))):
         return state, None
     question = _question(settings, cost, state, load_lwe, ratio)
@@ -113,14 +121,24 @@ def decide(
         found += candidates.refits(question)
     elif may_relayout and state.tracker.is_settled:
         found += candidates.relayouts(question, swaps[0].plan if swaps else state.plan)
+    found = [c for c in found if c.layout not in state.refused]
     accepted = [c for c in found if not candidates.objection(question, c)]
-    # A swap is soon there and blocks nothing for long: a relayout can follow.
-    accepted = [c for c in accepted if c in swaps] or accepted
-    if accepted:
-        best = max(accepted, key=lambda c: c.net_sec(settings.horizon_steps))
-        decision = _change(settings, question, best, step)
-        return dataclasses.replace(state, pending=decision), decision
-    return state, _keep(settings, question, found, step) if is_active else None
+    if not accepted and not is_active:
+        return state, None
+    if not accepted:
+        if state.tracker.is_settled:
+            state = dataclasses.replace(state, last_keep_step=step)
+        return state, _keep(settings, question, found, step)
+    best = max(accepted, key=lambda c: c.net_sec(settings.horizon_steps))
+    chosen = best
+    if not state.is_relayout_due:
+        # A swap is soon there and blocks nothing for long: a relayout can follow.
+        chosen = next((c for c in accepted if c in swaps), best)
+    decision = _change(settings, question, chosen, step)
+    is_due = chosen is not best
+    return dataclasses.replace(
+        state, pending=decision, is_relayout_due=is_due
+    ), decision
 
 
 def _has_cooled(settings: Settings, since_step: int | None, step: int) -> bool:
@@ -144,6 +162,19 @@ def adopt(state: State) -> State:
     )
 
 
+def refuse(state: State) -> State:
+    """The pending relayout is not to be had here: it is dropped, and its layout is not
+    proposed again."""
+    pending = state.pending
+    assert pending is not None, "no decision is pending"
+    return dataclasses.replace(
+        state,
+        refused=(*state.refused, pending.layout),
+        last_change_step=pending.adopt_step,
+        pending=None,
+    )
+
+
 def to_json(state: State) -> str:
     """Bit for bit, the pending decision included."""
     pending = state.pending
@@ -155,6 +186,9 @@ def to_json(state: State) -> str:
             "is_active": state.is_active,
             "last_change_step": state.last_change_step,
             "last_swap_step": state.last_swap_step,
+            "last_keep_step": state.last_keep_step,
+            "is_relayout_due": state.is_relayout_due,
+            "refused": [dataclasses.asdict(layout) for layout in state.refused],
             "pending": None if pending is None else pending.to_json(),
         }
     )
@@ -170,6 +204,9 @@ def from_json(text: str) -> State:
         is_active=record["is_active"],
         last_change_step=record["last_change_step"],
         last_swap_step=record["last_swap_step"],
+        last_keep_step=record["last_keep_step"],
+        is_relayout_due=record["is_relayout_due"],
+        refused=tuple(Layout(**layout) for layout in record["refused"]),
         pending=None if pending is None else Decision.from_json(pending),
     )
 
@@ -203,7 +240,7 @@ def _is_misfit(state: State) -> bool:
     """Whether padded buffers are too small for the fullest pair, or far too large."""
     seen = loads.fullest_pair_p95(state.tracker).max()
     rows = state.layout.rows_per_peer
-    is_known = state.layout.transport == "padded" and state.tracker.has_pairs
+    is_known = state.layout.transport != "local" and state.tracker.has_pairs
     return is_known and bool(seen > rows or MOST_SPARE * seen < rows)
 
 

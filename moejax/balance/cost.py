@@ -17,6 +17,7 @@ import numpy as np
 
 from moejax.balance.traffic import device_rows, pair_rows, rows_by_slot
 from moejax.layout import Layout
+from moejax.owners import num_rounds
 from moejax.plan import ExpertPlan
 
 ROUNDING = 1e-9
@@ -45,6 +46,26 @@ class CostModel:
     compile_sec: float = 0.0
     """What a relayout is charged."""
     micro_batches: int = 1
+    gather_sec: float = 0.0
+    """To gather one slot over the data axis, or to scatter its gradient."""
+    remat: str = "none"
+    """Model.remat: what the backward pass does again. 'dispatch' repeats experts and
+    copies, 'full' exchanges rows again too."""
+
+    @property
+    def num_computed(self) -> int:
+        """Forward times of the experts in a step: forward, twice that back, again."""
+        return 3 + (self.remat != "none")
+
+    @property
+    def num_exchanged(self) -> int:
+        """Exchanges of rows in a step: out and home, their transposes, again."""
+        return 6 if self.remat == "full" else 4
+
+    @property
+    def num_fetched(self) -> int:
+        """How often slots are made in a step, where the layer makes them."""
+        return 1 + (self.remat != "none")
 
     def compute_sec(self, rows_w: np.ndarray) -> float:
         """Forward time of the fullest device (T_FEC)."""
@@ -54,16 +75,15 @@ class CostModel:
         """One exchange of rows in each micro-batch (T_A2A).
 
         ragged: the device that sends or receives most to or from others decides.
-        padded: whole buffers travel; the fullest pair, a device with itself included,
-        decides how many rounds.
+        padded: whole buffers travel. In both the fullest pair, a device with itself
+        included, decides how many rounds.
         """
         if layout.num_devices == 1:
             return 0.0
         per_micro_batch_ww = pair_ww / self.micro_batches
+        rounds, rows = _padded(float(per_micro_batch_ww.max()), layout)
         if layout.transport == "ragged":
-            rounds, rows = 1, _most_off_device(per_micro_batch_ww)
-        else:
-            rounds, rows = _padded(float(per_micro_batch_ww.max()), layout)
+            rows = _most_off_device(per_micro_batch_ww)
         sec = rows * self.bytes_per_row / self.bytes_per_sec + rounds * self.latency_sec
         return self.micro_batches * sec
 
@@ -85,22 +105,32 @@ class CostModel:
         if num_experts == 0 or w == 1:
             return 0.0
         sent_bytes = num_experts * self.bytes_per_expert * (w - 1) / w
-        out_sec = sent_bytes / self.bytes_per_sec + num_collectives * self.latency_sec
+        back_sec = sent_bytes / self.bytes_per_sec + num_collectives * self.latency_sec
         if layout.store != "resident":
-            out_sec *= self.micro_batches
+            back_sec *= self.micro_batches
+        out_sec = back_sec
+        if layout.store != "resident" and not layout.prefetch:
+            out_sec *= self.num_fetched
         if not layout.prefetch:
-            return 2 * out_sec
+            return out_sec + back_sec
         hidden_sec = forward_sec + self.micro_batches * self.other_sec
         return max(0.0, out_sec - hidden_sec) + max(0.0, out_sec - 2 * hidden_sec)
 
     def layer_sec(
         self, load_we: np.ndarray, row_p: np.ndarray, layout: Layout
     ) -> float:
-        """One layer, one step, under slots `row_p`: 3 T_FEC + 4 T_A2A + sync."""
+        """One layer, one step, under slots `row_p`: 3 T_FEC + 4 T_A2A + sync without
+        remat, and slots gathered over data in each micro-batch."""
         rows_wp = rows_by_slot(load_we, row_p, layout.num_devices, layout.split)
         forward_sec = self.compute_sec(device_rows(rows_wp))
         wire_sec = self.wire_sec(pair_rows(rows_wp), layout)
-        return 3 * forward_sec + 4 * wire_sec + self.sync_sec(layout, forward_sec)
+        gathered = self.micro_batches * (1 + self.num_fetched) * layout.slots_per_device
+        return (
+            self.num_computed * forward_sec
+            + self.num_exchanged * wire_sec
+            + self.sync_sec(layout, forward_sec)
+            + gathered * self.gather_sec
+        )
 
     def step_sec(self, load_lwe: np.ndarray, plan: ExpertPlan, layout: Layout) -> float:
         """All MoE layers of one step."""
@@ -116,7 +146,8 @@ class CostModel:
         layout: Layout,
         old_layout: Layout | None = None,
     ) -> float:
-        """Masters and moments on their way to new owners: the busiest device's time.
+        """Masters and moments on their way to new owners: in each round a device sends
+        the slices of one expert and takes those of one (moejax.owners).
 
         Copies cost nothing here: they travel in each step anyway. With `old_layout`, a
         change between lying by expert and lying by hidden width moves everything once.
@@ -127,7 +158,8 @@ class CostModel:
             moved = 0.0 if stores == {"sharded"} else own * (w - 1) / w
             moved *= new.num_layers
         else:
-            moved = _most_moved(current, new, own)
+            rounds = num_rounds(current.owned_le, new.owned_le, w)
+            moved = 2 * rounds * (w - 1) / w
         return moved and moved * self.bytes_per_move / self.bytes_per_sec
 
     def as_dict(self) -> dict:
@@ -162,15 +194,6 @@ def _padded(fullest_pair: float, layout: Layout) -> tuple[int, int]:
         later = int(np.ceil(left / layout.rows_per_round))
     rows = layout.rows_per_peer + later * layout.rows_per_round
     return 1 + later, (layout.num_devices - 1) * rows
-
-
-def _most_moved(current: ExpertPlan, new: ExpertPlan, own: int) -> float:
-    """Experts that the busiest device sends or receives, over all layers."""
-    was_le, is_le = (np.argsort(p.owned_le, axis=1) // own for p in (current, new))
-    moved_le = was_le != is_le
-    if not moved_le.any():
-        return 0.0
-    return float(max(np.bincount(d[moved_le]).max() for d in (was_le, is_le)))
 
 
 NOTES = CostModel(

@@ -58,6 +58,14 @@ class Settings:
                 f"least lag_steps={self.lag_steps}: a relayout has to be compiled too"
             )
 
+        if self.policy != "home" and not policy_of(self).stores:
+            raise ValueError(
+                f"Balance.policy='{self.policy}' plans for the stores "
+                f"{', '.join(POLICIES[self.policy].stores)}, and this run can have "
+                f"{', '.join(self.stores or ())}: use another Moe.store, policy, or "
+                "Moe.d_expert that data x expert devices divide"
+            )
+
 
 def policy_of(settings: Settings) -> Policy:
     """The policy, with those of its stores that the model can have."""

@@ -150,9 +150,10 @@ def whole(slots: stores.Weights, x_nd: Array, mesh: Mesh) -> stores.Weights:
     """
 
     def gathered(leaf, hidden_dim):
+        leaf, _ = varying_alike(leaf, x_nd)  # gradients meet over dc as shards
         if mesh.shape[axes.DATA] > 1:
             leaf = jax.lax.all_gather(leaf, axes.DATA, axis=hidden_dim, tiled=True)
-        return varying_alike(leaf, x_nd)[0]
+        return leaf
 
     into_sd2f = slots["into"]
     s, d = into_sd2f.shape[:2]

@@ -43,7 +43,8 @@ def manifest(
     """The manifest of one layer's placement, and how many choices were dropped.
 
     An expert of -1 goes nowhere. In capacity mode (GShard, section 3.2) at most
-    layout.rows_per_slot rows go from one device to one slot, first choices first.
+    layout.rows_per_slot rows go from one device to one slot; of an expert's rows the
+    first choices go first.
     """
     n, k = expert_nk.shape
     w, s, e = layout.num_devices, layout.slots_per_device, layout.num_experts
@@ -54,14 +55,15 @@ def manifest(
     quota_wq = SPLITS[layout.split](counts_we, placement, layout)
 
     slot_q = placement.slot_lq
-    kept_wq = quota_wq
+    kept_wq = length_wq = quota_wq
     if layout.exchange == "capacity":
         kept_wq = jnp.minimum(quota_wq, layout.rows_per_slot)
+        length_wq = _with_dropped_last(kept_wq, quota_wq, placement.expert_lq, e)
     counts_wp = jnp.zeros_like(kept_wq).at[:, slot_q].set(kept_wq, unique_indices=True)
     me = 0 if w == 1 else jax.lax.axis_index(axis)
     count_p, quota_q, kept_q = counts_wp[me], quota_wq[me], kept_wq[me]
 
-    block_a, within_a = _blocks(quota_q, n * k)
+    block_a, within_a = _blocks(length_wq[me], n * k)
     first_p = jnp.cumsum(count_p) - count_p
     rank_a = first_p[slot_q[block_a]] + within_a
     is_sent_a = (jnp.arange(n * k) < jnp.sum(count_e)) & (within_a < kept_q[block_a])
@@ -95,6 +97,19 @@ def rows_here(sent: Manifest, layout: Layout, axis: str) -> Int[Array, ""]:
     """Rows that this device computes."""
     rows_w = jnp.sum(sent.counts_wp, axis=0).reshape(layout.num_devices, -1).sum(axis=1)
     return rows_w[0 if layout.num_devices == 1 else jax.lax.axis_index(axis)]
+
+
+def _with_dropped_last(kept_wq, quota_wq, expert_q, num_experts: int):
+    """Lengths of blocks such that what is dropped of an expert stands behind the rows
+    of its last replica: none of its first choices before a second one."""
+    expert_q = jnp.where(expert_q < 0, num_experts, expert_q)
+    dropped_we = (
+        jnp.zeros((len(kept_wq), num_experts + 1), jnp.int32)
+        .at[:, expert_q]
+        .add(quota_wq - kept_wq)
+    )
+    is_last_q = jnp.append(expert_q[1:] != expert_q[:-1], True)
+    return kept_wq + jnp.where(is_last_q, dropped_we[:, expert_q], 0)
 
 
 def _blocks(length_q: Int[Array, " q"], total: int):

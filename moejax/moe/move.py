@@ -5,9 +5,9 @@
     move(arrays, rounds, mesh)                 device: some rounds, in place
     reshard(arrays, mesh, to)                  device: by expert <-> by hidden width
 
-A round exchanges positions of one layer in pairs; of two devices each sends the other
-at most one expert. So a device sends and receives at most w experts at a time, however
-much has to move, and nothing is gathered.
+In a round a device sends at most one expert, and takes at most one, in slices as copies
+travel (moejax.moe.stores): two experts' bytes per device, and two more in memory,
+however much has to move.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from moejax import axes
+from moejax import axes, owners
 from moejax.layout import Store
-from moejax.moe.stores import MASTERS, master_spec
+from moejax.moe.stores import MASTERS, master_spec, pick, travel
 
 ROUNDS_PER_CALL = 8
 HIDDEN_DIMS = {"gate_edf": 2, "up_edf": 2, "down_efd": 1}
@@ -35,10 +35,12 @@ class Rounds:
 
     count: Int[Array, ""]
     layer_r: Int[Array, " r"]
-    send_rww: Int[Array, "r w w"]
-    """Position among the first device's experts of the one that it sends the second."""
+    offer_rw: Int[Array, "r w"]
+    """Position among a device's experts of the one that it sends, -1 for none."""
+    want_rw: Int[Array, "r w"]
+    """Device whose expert a device takes, -1 for none."""
     take_re: Int[Array, "r e"]
-    """Where each position's expert comes from: (own experts, one of each device)."""
+    """Where each position's expert comes from: (own experts, the one that came)."""
 
 
 def exchanges(
@@ -49,7 +51,7 @@ def exchanges(
     rounds = [
         (layer, pairs)
         for layer, (old_e, new_e) in enumerate(zip(owned_le, new_le))
-        for pairs in _rounds(old_e, new_e, num_devices)
+        for pairs in owners.rounds(old_e, new_e, num_devices)
     ]
     for begin in range(0, len(rounds), ROUNDS_PER_CALL):
         part = rounds[begin : begin + ROUNDS_PER_CALL]
@@ -100,17 +102,15 @@ def reshard(arrays: list[Array], names: list[str], mesh: Mesh, to: Store):
 
 def _one(rounds: Rounds, own: int, r, arrays: list[Array]) -> list[Array]:
     me = jax.lax.axis_index(axes.EXPERT)
-    layer, send_w = rounds.layer_r[r], rounds.send_rww[r, me]
+    layer, offer_o = rounds.layer_r[r], rounds.offer_rw[r, me][None]
     take_s = jax.lax.dynamic_slice_in_dim(rounds.take_re[r], me * own, own)
-
-    def moved(leaf):
-        row_sx = jax.lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False)
-        sent_wx = row_sx[jnp.maximum(send_w, 0)]
-        arrived_wx = jax.lax.all_to_all(sent_wx, axes.EXPERT, 0, 0, tiled=True)
-        new_sx = jnp.concatenate([row_sx, arrived_wx])[take_s]
-        return jax.lax.dynamic_update_index_in_dim(leaf, new_sx, layer, 0)
-
-    return [moved(leaf) for leaf in arrays]
+    rows = [jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False) for x in arrays]
+    came = travel([pick(row, offer_o) for row in rows], rounds.want_rw[r][:, None])
+    new = [jnp.concatenate(pair)[take_s] for pair in zip(rows, came)]
+    return [
+        jax.lax.dynamic_update_index_in_dim(x, row, layer, 0)
+        for x, row in zip(arrays, new)
+    ]
 
 
 def _spec(name: str, store: Store) -> P:
@@ -120,50 +120,24 @@ def _spec(name: str, store: Store) -> P:
     return P(None, *master_spec(tuple(split), store))
 
 
-def _rounds(old_e: np.ndarray, new_e: np.ndarray, num_devices: int):
-    """Pairs of positions to exchange, round by round: in a round each position and each
-    pair of devices occurs at most once."""
-    now_e, own = old_e.copy(), len(old_e) // num_devices
-    at_e = np.argsort(now_e)
-    rounds: list[list[tuple[int, int]]] = []
-    earliest_e = np.zeros(len(old_e), int)
-    busy: set[tuple[int, int, int]] = set()
-    for i, expert in enumerate(new_e):
-        j = at_e[expert]
-        if i == j:
-            continue
-        at_e[now_e[i]], at_e[expert] = j, i
-        now_e[i], now_e[j] = now_e[j], now_e[i]
-        pair = tuple(sorted((i // own, j // own)))
-        r = max(earliest_e[i], earliest_e[j])
-        while (r, *pair) in busy:
-            r += 1
-        if pair[0] != pair[1]:  # within a device nothing travels
-            busy.add((r, *pair))
-        earliest_e[i] = earliest_e[j] = r + 1
-        while len(rounds) <= r:
-            rounds.append([])
-        rounds[r].append((i, int(j)))
-    return rounds
-
-
 def _tables(part: list, num_experts: int, num_devices: int) -> Rounds:
     own = num_experts // num_devices
+    offer_rw = np.full((ROUNDS_PER_CALL, num_devices), -1, np.int32)
+    want_rw = np.full((ROUNDS_PER_CALL, num_devices), -1, np.int32)
     layer_r = np.zeros(ROUNDS_PER_CALL, np.int32)
-    send_rww = np.full((ROUNDS_PER_CALL, num_devices, num_devices), -1, np.int32)
     stay_e = np.arange(num_experts, dtype=np.int32) % own
     take_re = np.tile(stay_e, (ROUNDS_PER_CALL, 1))
     for r, (layer, pairs) in enumerate(part):
         layer_r[r] = layer
         for i, j in pairs:
             for to, source in ((i, j), (j, i)):
-                to_device, from_device = to // own, source // own
-                if to_device == from_device:
+                if to // own == source // own:
                     take_re[r, to] = source % own
                 else:
-                    send_rww[r, from_device, to_device] = source % own
-                    take_re[r, to] = own + from_device
-    return Rounds(np.int32(len(part)), layer_r, send_rww, take_re)
+                    offer_rw[r, source // own] = source % own
+                    want_rw[r, to // own] = source // own
+                    take_re[r, to] = own
+    return Rounds(np.int32(len(part)), layer_r, offer_rw, want_rw, take_re)
 
 
 assert set(HIDDEN_DIMS) == set(MASTERS)

@@ -86,35 +86,34 @@ def owned(masters: Weights, placement: Placement, layout: Layout) -> Weights:
 def copied(masters: Weights, placement: Placement, layout: Layout) -> Weights:
     """Slots from own experts and from copies."""
     fill_s = _mine(placement.fill_lws, layout)
-    copies = [()] * len(masters)
+    copies = [own[:0] for own in masters.values()]
     if layout.copies_per_device and layout.offers_per_device:
         offer_o = _mine(placement.offer_lwo, layout)
         offered = [pick(own, offer_o) for own in masters.values()]
-        copies = _travel(offered, placement.want_lwc, layout)
+        copies = travel(offered, placement.want_lwc)
     return {
-        name: pick(jnp.concatenate([own, *copy]), fill_s)
+        name: pick(jnp.concatenate([own, copy]), fill_s)
         for (name, own), copy in zip(masters.items(), copies)
     }
 
 
-def _travel(offered: list[Array], want_wc: Int[Array, "w c"], layout: Layout):
-    """Copies of this device, a list of one array per weight: scattered, then gathered
-    by slices.
+def travel(offered: list[Array], want_wc: Int[Array, "w c"]) -> list[Array]:
+    """Copies of this device, [c, ..] per weight: scattered, then gathered by slices.
 
-    Each weight [o, ..] is laid out flat and cut into w slices, the last one padded.
+    Each of the weights [o, ..] is laid out flat and cut into w slices, the last one
+    padded. `want_wc` counts offers over all devices, and is the same on all of them.
     """
-    w, copies = layout.num_devices, layout.copies_per_device
-    flat_ox = jnp.concatenate([x.reshape(len(x), -1) for x in offered], axis=1)
+    (w, copies), offers = want_wc.shape, len(offered[0])
+    flat_ox = jnp.concatenate([x.reshape(offers, -1) for x in offered], axis=1)
     size = flat_ox.shape[1]
     flat_ox = jnp.pad(flat_ox, ((0, 0), (0, -size % w)))
-    slices_owx = flat_ox.reshape(layout.offers_per_device, w, -1)
-    slices_wox = _to_all(slices_owx.swapaxes(0, 1))
+    slices_wox = _to_all(flat_ox.reshape(offers, w, -1).swapaxes(0, 1))
     every_px = slices_wox.reshape(-1, slices_wox.shape[-1])  # offers of all owners
     wanted_wcx = pick(every_px, want_wc.reshape(-1)).reshape(w, copies, -1)
     whole_cx = _to_all(wanted_wcx).swapaxes(0, 1).reshape(copies, -1)[:, :size]
     ends = np.cumsum([x[0].size for x in offered])[:-1]
     parts = jnp.split(whole_cx, ends, axis=1)
-    return [[part.reshape(copies, *x.shape[1:])] for part, x in zip(parts, offered)]
+    return [part.reshape(copies, *x.shape[1:]) for part, x in zip(parts, offered)]
 
 
 def sharded(masters: Weights, placement: Placement, layout: Layout) -> Weights:
