@@ -8,7 +8,10 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TRACE = ROOT.parent / "shared" / "data" / "routing_gpt_e32.npz"
 NUM_DEVICES = 8
-LONGEST = ("test_processes", "test_runs", "test_faults", "test_step", "test_remat")
+LONGEST = (
+    "test_processes", "test_runs", "test_balancing", "test_faults", "test_step",
+    "test_trajectories", "test_remat",
+)  # fmt: skip
 """Files of minutes, which begin first: one at the end would run alone."""
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -17,7 +20,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         os.environ.get("XLA_FLAGS", ""),
         f"--xla_force_host_platform_device_count={NUM_DEVICES}",
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     ]
 )
 os.environ.setdefault("PJRT_NPROC", "32")  # train/start.py says why

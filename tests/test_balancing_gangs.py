@@ -14,7 +14,7 @@ from gang import LiveGang
 from run_main import lines_of
 from watched_run import BALANCED, MESH, QUICK, run_here, speeds, watched
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # minutes, with all programs cold
 PROMISED = "one in a million: only the order of sums between devices differs"
 RELAYOUTS = ("Balance.max_slots_per_device = 3",)
 STOPPED_SEC, RUNNING_SEC = 0.1, 0.2
@@ -24,8 +24,8 @@ STOPPED_SEC, RUNNING_SEC = 0.1, 0.2
     ("count", "slow", "kinds"),
     [
         (2, 1, {"swap"}),
-        pytest.param(4, 2, {"swap", "relayout"}, marks=pytest.mark.long),
-        pytest.param(4, 0, {"swap", "relayout"}, marks=pytest.mark.long),
+        (4, 2, {"swap", "relayout"}),
+        (4, 0, {"swap", "relayout"}),
     ],
 )
 def test_a_slow_process_adopts_with_the_others(

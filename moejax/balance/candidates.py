@@ -114,7 +114,9 @@ def swap(question: Question) -> list[Candidate]:
     plan, layout = question.plan, question.layout
     if layout.store not in question.policy.stores:
         return []
-    new = question.policy.plan(question.load_lwe, layout, question.cost, plan)
+    # This layout's copies travel whether a plan uses them or not: they are free to it.
+    sunk = dataclasses.replace(question.cost, bytes_per_expert=0.0)
+    new = question.policy.plan(question.load_lwe, layout, sunk, plan)
     merged = _cheaper(question, plan, new, layout, question.margin)
     return [] if merged == plan else [_priced(question, merged, layout)]
 

@@ -28,6 +28,8 @@ from moejax.plan import EMPTY, ExpertPlan
 
 THRESHOLD = 1.1
 """Balance ratio (Eq. 6) up to which a layer is left alone."""
+STUCK = 1.2
+"""Balance ratio from which on a plan is taken for a local optimum, and made anew."""
 POWER = 8
 """Of the norm of device times that steps lower. The plain maximum would stand still
 where two devices are equally full."""
@@ -39,7 +41,8 @@ def plan(
     load_lwe: np.ndarray, layout: Layout, cost: CostModel, current: ExpertPlan
 ) -> ExpertPlan:
     """Per layer, the cheapest plan met on the way from `current`, which has the
-    layout's size; from home where `current` is more than its budgets hold."""
+    layout's size; from home where `current` is more than its budgets hold, and also
+    where that way ends uneven."""
     max_offers, max_copies = limits = limits_of(layout)
     offers, copies = current.needs(layout.num_devices)
     if not current.is_logical or offers > max_offers or copies > max_copies:
@@ -47,10 +50,18 @@ def plan(
     sync_oc = sync_table(layout, cost, limits)
     exchange_sec = cost.bytes_per_row / cost.bytes_per_sec
     per_row_sec = np.array([3 * expert_sec(1, cost), 4 * exchange_sec])
-    rows = [
-        adjust(start(load_we, row_p, per_row_sec, sync_oc), layout)
-        for load_we, row_p in zip(load_lwe, current.slot_to_expert_lp, strict=True)
-    ]
+    home_p = ExpertPlan.home_in(layout, 1).slot_to_expert_lp[0]
+    rows = []
+    for load_we, row_p in zip(load_lwe, current.slot_to_expert_lp, strict=True):
+
+        def begun(row_p, load_we=load_we):
+            return start(load_we, row_p, per_row_sec, sync_oc)
+
+        best_p = adjust(begun(row_p), layout)
+        if balance_ratio(begun(best_p).rows_kw[0]) > STUCK:
+            fresh_p = adjust(begun(home_p), layout)
+            best_p = min(best_p, fresh_p, key=lambda row_p: plan_sec(begun(row_p)))
+        rows.append(best_p)
     return ExpertPlan(np.stack(rows), layout.num_experts)
 
 
