@@ -198,11 +198,11 @@ def test_parts_of_forward_backward_and_later_rounds():
         None,
         b"",
         b"no gzip",
-        gzip.compress(b"no json"),
-        gzip.compress(b"[]"),
-        gzip.compress(b'{"traceEvents": [1, {"ph": "X"}]}'),
-        gzip.compress(b'{"traceEvents": []}')[:-9],
-        gzip.compress(b"x" * 1000)[:40] + b"\0" * 40,
+        gzip.compress(b"no json", mtime=0),
+        gzip.compress(b"[]", mtime=0),
+        gzip.compress(b'{"traceEvents": [1, {"ph": "X"}]}', mtime=0),
+        gzip.compress(b'{"traceEvents": []}', mtime=0)[:-9],
+        gzip.compress(b"x" * 1000, mtime=0)[:40] + b"\0" * 40,
     ],
 )
 def test_what_is_no_trace_is_one_line(content, tmp_path, capsys):

@@ -35,6 +35,9 @@ SAME = {
 }  # fmt: skip
 """What must be as it was for the balancer to go on where it stopped; None: all."""
 
+DECIDED = ("is_active", "last_keep_step", "is_relayout_due")
+"""What a decision changes in the balancer's state, beside what is pending."""
+
 
 class Balancing:
     """What the loop asks for the current step, placement and layout."""
@@ -211,7 +214,7 @@ class Balancing:
             )
             self._state = state
             text = None if decision is None else decision.to_json()
-            return json.dumps([state.is_active, text])
+            return json.dumps([{name: getattr(state, name) for name in DECIDED}, text])
 
         reply = published(f"decision/{step}", decide)
         # Who has run step s has read what was published for s - 2.
@@ -219,13 +222,11 @@ class Balancing:
             withdraw(f"decision/{old}")
             self._published.remove(old)
         self._published.append(step)
-        is_active, text = json.loads(reply)
+        decided, text = json.loads(reply)
         decision = None if text is None else Decision.from_json(text)
         if not is_first():
             pending = None if decision is None or decision.kind == "keep" else decision
-            self._state = dataclasses.replace(
-                self._state, is_active=is_active, pending=pending
-            )
+            self._state = dataclasses.replace(self._state, **decided, pending=pending)
         return decision
 
     def _prepare(self, decision: Decision) -> None:
