@@ -21,7 +21,7 @@ def steps_saved(run_dir: pathlib.Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_saves_that_keep_failing_stop_the_run(tmp_path):
     """The limit on the size of a file stands in for a disk without room: no root."""
     run_dir = tmp_path / "run"

@@ -49,7 +49,7 @@ class Gang:
         return [int(self.wait_for(f"ready-{i}")) for i in range(count)]
 
     def wait_for(self, name: str) -> str:
-        end_sec = time.monotonic() + 20
+        end_sec = time.monotonic() + 60
         path = self.folder / name
         while not (path.exists() and path.read_text()):
             assert self.process.poll() is None, self.process.communicate()

@@ -128,8 +128,15 @@ def check_case(case, forced_btk):
     return sums
 
 
-@pytest.mark.parametrize("shared", [0, 1])
-@pytest.mark.parametrize("k", [1, 2, 4])
+ALSO = pytest.mark.long
+"""What differs from a case of `make test` in one respect, and in nothing new."""
+
+
+@pytest.mark.parametrize(
+    ("k", "shared"),
+    [(1, 0), (2, 1), (4, 0)]
+    + [pytest.param(*case, marks=ALSO) for case in ((1, 1), (2, 0), (4, 1))],
+)
 @pytest.mark.parametrize("mesh_name", MESHES)
 @pytest.mark.slow
 def test_grid_equals_the_reference(mesh_name, k, shared):

@@ -80,8 +80,8 @@ def test_four_processes_are_one(alone, tmp_path):
     assert_equal_to_one(tmp_path / "run", alone)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("second", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("second", [2, 4])
 def test_other_numbers_of_processes_lose_and_repeat_no_sample(alone, tmp_path, second):
     """Two, then two or four, then one; nor when the newest checkpoint is damaged, which
     all must agree on."""
@@ -149,7 +149,7 @@ def test_sigterm_saves_one_step_on_all_processes(pair, tmp_path):
     np.testing.assert_array_equal(losses(run_dir)[:shared], losses(pair)[:shared])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sigterm_before_the_first_step_of_a_resumed_gang_is_not_lost(pair, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(pair, run_dir)

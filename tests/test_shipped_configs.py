@@ -69,14 +69,8 @@ def test_dry_run(name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "olmoe_1b_7b" else pytest.mark.long)
-        for name in BILLIONS
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", BILLIONS)
 def test_trains_at_toy_width(name, tmp_path):
     """On four simulated devices: the features of the file, with fewer of everything."""
     gin_file = CONFIGS / f"{name}.gin"

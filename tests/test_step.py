@@ -78,20 +78,26 @@ def with_mesh(cfg: Config, **sizes) -> Config:
     return dataclasses.replace(cfg, mesh=Mesh(**sizes))
 
 
-@pytest.mark.slow
-def test_eight_devices_equal_four_and_one():
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"expert": 4}, marks=pytest.mark.long),
+        pytest.param({"dc": 2, "expert": 2}, marks=pytest.mark.long),
+    ],
+)
+def test_eight_devices_equal_four_and_one(sizes):
     """Loss and every gradient, to 1e-5 relative: the table's float32 tolerance."""
     _, eight, metrics = take_step(SMALL)
-    for sizes in ({}, {"expert": 4}, {"dc": 2, "expert": 2}):
-        _, other, expected = take_step(with_mesh(SMALL, **sizes))
-        assert_close(eight.params, other.params)
-        assert_close(eight.opt_state, other.opt_state)
-        assert abs(metrics.loss / expected.loss - 1) < 1e-5
-        assert abs(metrics.grad_norm / expected.grad_norm - 1) < 1e-5
-        assert (metrics.routing.tokens_le == expected.routing.tokens_le).all()
+    _, other, expected = take_step(with_mesh(SMALL, **sizes))
+    assert_close(eight.params, other.params)
+    assert_close(eight.opt_state, other.opt_state)
+    assert abs(metrics.loss / expected.loss - 1) < 1e-5
+    assert abs(metrics.grad_norm / expected.grad_norm - 1) < 1e-5
+    assert (metrics.routing.tokens_le == expected.routing.tokens_le).all()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_accumulation_is_the_mean_over_micro_batches():
     """Every loss but `balance` is a mean over tokens, so cutting the batch changes
     nothing; `balance` is the mean of the micro-batches' own (decision 0003)."""
