@@ -3,6 +3,7 @@ deselected where a machine cannot run it: one line each, never a silent skip."""
 
 import os
 import pathlib
+import signal
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -14,6 +15,8 @@ LONGEST = (
 )  # fmt: skip
 """Files of minutes, which begin first: one at the end would run alone."""
 
+# A shell ignores SIGINT for what it runs in its background, and so would our programs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     [

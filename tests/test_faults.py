@@ -126,7 +126,7 @@ def fill(folder: pathlib.Path) -> None:
                 pass
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_updates_that_are_not_finite_change_nothing_and_stop_the_run(tmp_path):
     """The first update of a rate of 1e30 is finite; no gradient is after it."""
     ended = run(

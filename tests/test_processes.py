@@ -98,10 +98,8 @@ def test_other_numbers_of_processes_lose_and_repeat_no_sample(alone, tmp_path, s
     assert_equal_to_one(run_dir, alone)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "count", [1, pytest.param(20, marks=pytest.mark.long)], ids=["once", "twenty"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("count", [1, 20], ids=["once", "twenty"])
 def test_a_gang_that_loses_a_process_restarts_and_is_the_same_run(
     pair, tmp_path, count
 ):

@@ -72,7 +72,7 @@ def test_an_undisturbed_run_leaves_a_whole_record(whole):
 @pytest.mark.parametrize(
     ("num_kills", "num_steps"),
     [
-        pytest.param(1, NUM_STEPS, marks=pytest.mark.slow),
+        pytest.param(3, NUM_STEPS, marks=pytest.mark.long),
         pytest.param(20, 300, marks=pytest.mark.long),
     ],
 )
