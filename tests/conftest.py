@@ -71,6 +71,17 @@ def repo() -> pathlib.Path:
     return ROOT
 
 
+@pytest.fixture
+def policies_of_tests(monkeypatch) -> None:
+    """The small policies of balanced_run stand among the real ones."""
+    from balanced_run import POLICIES_OF_TESTS
+
+    from moejax.balance.policies import POLICIES
+
+    for name, policy in POLICIES_OF_TESTS.items():
+        monkeypatch.setitem(POLICIES, name, policy)
+
+
 @pytest.fixture(scope="session")
 def trace() -> pathlib.Path:
     """A recorded routing; tests that use it are marked `trace`."""

@@ -10,7 +10,6 @@ from balanced_run import (
     LAYOUT,
     OWN,
     PADDED,
-    POLICIES_OF_TESTS,
     ROWS,
     E,
     L,
@@ -29,11 +28,7 @@ from moejax.balance.traffic import pair_rows, rows_by_slot
 from moejax.layout import Layout
 from moejax.plan import ExpertPlan
 
-
-@pytest.fixture(autouse=True)
-def _policies(monkeypatch):
-    for name, policy in POLICIES_OF_TESTS.items():
-        monkeypatch.setitem(POLICIES, name, policy)
+pytestmark = pytest.mark.usefixtures("policies_of_tests")
 
 
 def test_a_layer_is_replanned_only_where_that_pays():

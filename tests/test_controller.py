@@ -8,7 +8,6 @@ from balanced_run import (
     COST,
     EVEN,
     LAYOUT,
-    POLICIES_OF_TESTS,
     E,
     L,
     Run,
@@ -19,14 +18,9 @@ from balanced_run import (
 )
 
 from moejax.balance import controller
-from moejax.balance.policies import POLICIES
 from moejax.plan import EMPTY, ExpertPlan
 
-
-@pytest.fixture(autouse=True)
-def _policies(monkeypatch):
-    for name, policy in POLICIES_OF_TESTS.items():
-        monkeypatch.setitem(POLICIES, name, policy)
+pytestmark = pytest.mark.usefixtures("policies_of_tests")
 
 
 def test_an_even_load_asks_nothing():

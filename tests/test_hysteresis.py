@@ -6,18 +6,13 @@ import itertools
 
 import numpy as np
 import pytest
-from balanced_run import LAYOUT, POLICIES_OF_TESTS, E, Run, hot, settings
+from balanced_run import LAYOUT, E, Run, hot, settings
 
 from moejax.balance import candidates, controller
 from moejax.balance.candidates import Candidate
-from moejax.balance.policies import POLICIES
 from moejax.plan import ExpertPlan
 
-
-@pytest.fixture(autouse=True)
-def _policies(monkeypatch):
-    for name, policy in POLICIES_OF_TESTS.items():
-        monkeypatch.setitem(POLICIES, name, policy)
+pytestmark = pytest.mark.usefixtures("policies_of_tests")
 
 
 def test_where_nothing_pays_the_question_rests_for_the_cooldown():

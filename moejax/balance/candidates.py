@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from moejax.balance.cost import CostModel
+from moejax.balance.cost import CostModel, tight
 from moejax.balance.decision import duration
 from moejax.balance.policies import Policy
 from moejax.balance.traffic import device_rows, max_over_mean, pair_rows, rows_by_slot
@@ -132,7 +132,7 @@ def relayouts(question: Question, swapped: ExpertPlan) -> list[Candidate]:
         base = question.plan.resized(roomy)
         new = question.policy.plan(question.load_lwe, roomy, question.cost, base)
         plan = _cheaper(question, base, new, roomy, 0.0)
-        pairs.append((plan, _tight(plan, roomy)))
+        pairs.append((plan, _with_slack(plan, roomy)))
     pairs += [(plan, fitted(question, plan, layout)) for plan, layout in pairs]
     return [_priced(question, plan, layout) for plan, layout in pairs if layout != now]
 
@@ -227,16 +227,16 @@ def _roomy(question: Question, store: Store, slots_per_device: int) -> Layout:
     )
 
 
-def _tight(plan: ExpertPlan, roomy: Layout) -> Layout:
+def _with_slack(plan: ExpertPlan, roomy: Layout) -> Layout:
     """With budgets for this plan, and for a little more: swaps are to come."""
     if roomy.store not in ("transient", "resident"):
         return roomy
-    needs, own = plan.needs(roomy.num_devices), roomy.experts_per_device
-    spare = roomy.slots_per_device - own
+    snug, own = tight(roomy, plan), roomy.experts_per_device
+    slots = roomy.slots_per_device
     return dataclasses.replace(
-        roomy,
-        offers_per_device=max(needs.offers, min(2, own)),
-        copies_per_device=max(needs.copies, min(spare + 1, roomy.slots_per_device)),
+        snug,
+        offers_per_device=max(snug.offers_per_device, min(2, own)),
+        copies_per_device=max(snug.copies_per_device, min(slots - own + 1, slots)),
     )
 
 

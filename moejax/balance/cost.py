@@ -165,10 +165,6 @@ class CostModel:
     def as_dict(self) -> dict:
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_dict(cls, record: dict) -> "CostModel":
-        return cls(**record)
-
 
 def tight(layout: Layout, plan: ExpertPlan) -> Layout:
     """`layout` with budgets of just what `plan` needs."""
