@@ -3,13 +3,16 @@
     axis     what it splits
     dc       batch, over slow links: whole replicas of the parameters
     data     batch; masters and moments of all parameters (FSDP)
-    expert   batch and experts: the group in which all_to_all moves rows; masters too
+    expert   batch and experts: where all_to_all moves rows; masters too
     tensor   hidden widths (one device until the tensor schedules land)
 
 Letters: b batch, t time, u places of a cache, d model width, v vocabulary, l layers,
 h query heads, g kv heads, i head width, j its pairs, n local tokens, k choices, a
 assignments n*k, e experts, f expert hidden width, p all slots, s slots of one device,
-r replicas, w devices on the expert axis, c rows per peer, m rows received.
+r replicas, w devices of a group, c rows per peer, m rows received.
+
+A *group* is the devices between which rows travel: along expert, or along data and
+expert merged, numbered data-major (Layout.axes).
 """
 
 import math
@@ -20,6 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from moejax.layout import Topology
 
+AxisNames = str | tuple[str, ...]
 DC, DATA, EXPERT, TENSOR = AXES = ("dc", "data", "expert", "tensor")
 BATCH_AXES = (DC, DATA, EXPERT)
 """A batch is split over all three: experts share data parallelism's devices."""
@@ -62,7 +66,7 @@ def everywhere(tree, mesh: Mesh):
     )
 
 
-def axis_size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
+def axis_size(mesh: Mesh, axes: AxisNames) -> int:
     """Number of devices along one axis or a tuple of axes."""
     axes = (axes,) if isinstance(axes, str) else axes
     return math.prod(mesh.shape[a] for a in axes)

@@ -5,10 +5,11 @@ one class is checked when it is made, a rule between two when `Config` is.
 """
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 from moejax.config_network import Model, Moe, Recorded, Router, at_least, require
-from moejax.layout import Topology
+from moejax.layout import Topology, uneven_group
 
 __all__ = [
     "Balance", "Checkpoint", "Config", "Data", "Mesh", "Model", "Moe", "Optimizer",
@@ -232,13 +233,8 @@ class Config:
 
     def __post_init__(self) -> None:
         moe, mesh, train = self.moe, self.mesh, self.train
-        near = moe.num_experts // mesh.expert * mesh.expert or mesh.expert
-        require(
-            moe.num_experts % mesh.expert == 0,
-            f"Moe.num_experts={moe.num_experts} must be divisible by the expert axis "
-            f"({mesh.expert}): use {near} or {near + mesh.expert}, or another "
-            "Mesh.expert",
-        )
+        uneven = uneven_group(moe.num_experts, self.group_size, moe.group_axes)
+        require(not uneven, f"Moe.{uneven}")
         shards = mesh.topology.num_batch_shards * train.accumulate_steps
         require(
             train.batch_size % shards == 0,
@@ -264,6 +260,11 @@ class Config:
             f"Data.seq_len={self.data.seq_len} must be a multiple of "
             f"Train.loss_chunk={train.loss_chunk}",
         )
+
+    @property
+    def group_size(self) -> int:
+        """Devices between which rows travel (Moe.group)."""
+        return math.prod(getattr(self.mesh, axis) for axis in self.moe.group_axes)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         return dataclasses.asdict(self)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from moejax.layout import Split, Store
+from moejax.layout import GROUP_AXES, Group, Split, Store
 
 
 def require(claim: bool, message: str) -> None:
@@ -86,6 +86,10 @@ class Moe:
     exchange: Literal["exact", "capacity"] = "exact"
     """Exact carries every row, in as many rounds as it takes; capacity drops some."""
     transport: Literal["padded", "ragged"] = "padded"
+    group: Group = "expert"
+    """Devices between which rows travel: those of one expert axis, each index of data a
+    group of its own; or all of data x expert, so that the copies of experts that data
+    parallelism holds anyway are replicas."""
     rows_per_peer: int | None = None
     """Rows that one device sends to one other in round 0; None derives it from
     buffer_factor times the even share."""
@@ -100,18 +104,29 @@ class Moe:
     copies_per_device: int | None = None
     """Copies that a device can hold; None: its slots beyond its own experts, or 1."""
     split: Split | None = None
-    """Which replica a row goes to; None: as the policy reckons."""
+    """Which replica a row goes to; None: as the policy reckons. 'dynamic' makes the
+    replicas too, for each micro-batch."""
+    fused_split: bool = False
+    """Water-filling as one kernel, on Hopper GPUs."""
     prefetch: bool | None = None
     """Transient copies travel a layer ahead; None: as the policy reckons."""
+    near_weight: float = 0.0
+    """water_filling: what a row from another device of the node costs, in rows
+    computed; a multiple of 1/16."""
+    far_weight: float = 0.0
+    """And one from another node."""
+    devices_per_node: int | None = None
+    """Of the group; None: the whole group is one node."""
 
     def __post_init__(self) -> None:
         at_least(
             self, 1, "num_experts", "top_k", "d_expert", "rows_per_peer",
-            "slots_per_device",
+            "slots_per_device", "devices_per_node",
         )  # fmt: skip
         at_least(
-            self, 0, "num_shared_experts", "offers_per_device", "copies_per_device"
-        )
+            self, 0, "num_shared_experts", "offers_per_device", "copies_per_device",
+            "near_weight", "far_weight",
+        )  # fmt: skip
         require(
             self.top_k <= self.num_experts,
             f"Moe.top_k={self.top_k} is more than num_experts={self.num_experts}",
@@ -120,6 +135,11 @@ class Moe:
             self.buffer_factor > 0,
             f"Moe.buffer_factor={self.buffer_factor} must be > 0",
         )
+
+    @property
+    def group_axes(self) -> tuple[str, ...]:
+        """Mesh axes of the group."""
+        return GROUP_AXES[self.group]
 
 
 @dataclasses.dataclass(frozen=True)

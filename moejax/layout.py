@@ -15,10 +15,20 @@ import dataclasses
 import math
 from typing import Literal
 
+from moejax.wire import Wire
+
 Transport = Literal["local", "padded", "ragged"]
 Exchange = Literal["exact", "capacity"]
 Store = Literal["owned", "transient", "resident", "sharded"]
-Split = Literal["even", "local_first"]
+Split = Literal["even", "local_first", "water_filling", "dynamic"]
+
+Group = Literal["expert", "data_expert"]
+GROUP_AXES: dict[Group, tuple[str, ...]] = {
+    "expert": ("expert",),
+    "data_expert": ("data", "expert"),
+}
+"""Mesh axes of a *group*: the devices between which rows travel, and that may hold
+replicas of one expert. In the merged group devices are numbered data-major."""
 
 ROW_MULTIPLE = 8
 """Buffers are whole multiples of 8 rows, so that vector units and tiles divide them."""
@@ -66,24 +76,39 @@ class Layout:
 
     num_experts: int
     num_devices: int
-    """Devices w on the expert axis."""
+    """Devices w of the group."""
     slots_per_device: int
     rows_per_peer: int
     transport: Transport = "padded"
     exchange: Exchange = "exact"
     store: Store = "owned"
     split: Split = "even"
-    """Which replica a row goes to: an even share each, or one on its own device where
-    there is one."""
+    """Which replica a row goes to: an even share each; one on its own device where it
+    has one; as the fullest device needs it (water_filling); and 'dynamic', which makes
+    the replicas too, in each layer of each micro-batch, from the loads there."""
+    fused_split: bool = False
+    """Water-filling as one kernel, on Hopper GPUs."""
     offers_per_device: int = 0
     """Own experts that one device can give to others as copies, per layer."""
     copies_per_device: int = 0
     """Copies of others' experts that one device can hold, per layer."""
     prefetch: bool = False
     """Transient copies of the next layer travel under the work of this one."""
+    axes: tuple[str, ...] = GROUP_AXES["expert"]
+    """Mesh axes of the group."""
+    wire: Wire | None = None
+    """Makes water_filling weigh rows that devices receive too; None: rows computed."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", tuple(self.axes))  # JSON makes it a list
+        if isinstance(self.wire, dict):  # and of this a dict
+            object.__setattr__(self, "wire", Wire(**self.wire))
+        if self.axes not in GROUP_AXES.values():
+            raise ValueError(
+                f"axes={self.axes} are no group: use ('expert',) or ('data', 'expert')"
+            )
         self._check_store()
+        self._check_wire()
         if self.num_slots < self.num_experts:
             raise ValueError(
                 f"{self.num_devices} x {self.slots_per_device} slots hold fewer than "
@@ -100,19 +125,14 @@ class Layout:
             )
         if self.transport == "local" and self.num_devices != 1:
             raise ValueError(
-                f"transport='local' sends nothing, and the expert axis has "
+                f"transport='local' sends nothing, and {group_name(self.axes)} has "
                 f"{self.num_devices} devices: use 'padded' or 'ragged'"
             )
 
     def _check_store(self) -> None:
-        if self.num_experts % self.num_devices:
-            near = self.num_experts // self.num_devices * self.num_devices
-            near = near or self.num_devices
-            raise ValueError(
-                f"num_experts={self.num_experts} must be divisible by the expert axis "
-                f"({self.num_devices}): use {near} or {near + self.num_devices}, or "
-                "another Mesh.expert"
-            )
+        uneven = uneven_group(self.num_experts, self.num_devices, self.axes)
+        if uneven:
+            raise ValueError(uneven)
         budgets = (self.offers_per_device, self.copies_per_device)
         limits = (self.experts_per_device, self.slots_per_device)
         if self.has_copies and any(not 0 <= b <= n for b, n in zip(budgets, limits)):
@@ -132,9 +152,52 @@ class Layout:
                 f"no more, and the layout has {self.num_slots}: use 'transient', "
                 "'resident' or 'sharded'"
             )
+        self._check_dynamic()
+        if self.fused_split and self.split != "water_filling":
+            raise ValueError(
+                "fused_split is for split='water_filling', and split is "
+                f"'{self.split}': leave it out"
+            )
         if self.prefetch and self.store != "transient":
             raise ValueError(
                 f"prefetch is for store='transient', and store is '{self.store}'"
+            )
+
+    def _check_dynamic(self) -> None:
+        if self.split != "dynamic":
+            return
+        if self.store != "transient" or self.prefetch:
+            raise ValueError(
+                "split='dynamic' plans the copies of a layer when its loads are known: "
+                f"it takes store='transient' without prefetch, and has '{self.store}', "
+                f"prefetch={self.prefetch}"
+            )
+        if self.exchange == "capacity":
+            raise ValueError(
+                "split='dynamic' makes other replicas for each micro-batch, and "
+                "exchange='capacity' would drop other rows with them: use 'exact'"
+            )
+        slots = self.experts_per_device + self.copies_per_device
+        if self.slots_per_device != slots:
+            raise ValueError(
+                f"split='dynamic' has a slot for each of {self.experts_per_device} own "
+                f"experts and {self.copies_per_device} copies, and slots_per_device="
+                f"{self.slots_per_device}: use {slots}, or other copies_per_device"
+            )
+
+    def _check_wire(self) -> None:
+        if self.wire is None:
+            return
+        if self.split != "water_filling":
+            raise ValueError(
+                "near_weight and far_weight are for split='water_filling', and split "
+                f"is '{self.split}': set both to 0, or use 'water_filling'"
+            )
+        per_node = self.wire.devices_per_node
+        if per_node < 1 or self.num_devices % per_node:
+            raise ValueError(
+                f"devices_per_node={per_node} must divide {group_name(self.axes)} "
+                f"({self.num_devices}): nodes have the same number of its devices"
             )
 
     @property
@@ -190,6 +253,26 @@ class Layout:
             rows_per_peer=min(rows_per_peer, max(assignments_per_device, 1)),
             **kwargs,
         )
+
+
+def group_name(axes: tuple[str, ...]) -> str:
+    """As errors call it."""
+    return "the expert axis" if axes == ("expert",) else f"the group {' x '.join(axes)}"
+
+
+def uneven_group(num_experts: int, num_devices: int, axes: tuple[str, ...]) -> str:
+    """What is wrong with so many experts in a group of so many devices; '' if nothing:
+    each device owns as many as any other."""
+    if num_experts % num_devices == 0:
+        return ""
+    near = num_experts // num_devices * num_devices or num_devices
+    found, fix = f"({num_devices})", "Mesh.expert"
+    if len(axes) > 1:
+        found, fix = f"({num_devices}), and is a group of uneven size", "Moe.group"
+    return (
+        f"num_experts={num_experts} must be divisible by {group_name(axes)} {found}: "
+        f"use {near} or {near + num_devices}, or another {fix}"
+    )
 
 
 def _fields(instance) -> tuple[dataclasses.Field, ...]:

@@ -35,7 +35,7 @@ class ExpertPlan:
     """Which expert each slot holds, in every MoE layer; host side, and immutable.
 
     `slot_to_expert_lp` is int32 [layers, slots]; -1 marks an empty slot. Slots
-    d*s .. d*s+s-1 belong to device d of the expert axis. `owned_le` is int32 [layers,
+    d*s .. d*s+s-1 belong to device d of the group. `owned_le` is int32 [layers,
     positions]: whose masters lie where; None for logical order.
     """
 

@@ -5,6 +5,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from moejax.colours import colours
 from moejax.layout import Layout
 from moejax.plan import ExpertPlan, copy_tables
 
@@ -53,6 +54,12 @@ class Placement:
     """Which of its expert's replicas it is, counted from 0."""
     local_lq: Int[Array, "l q"]
     """Which of those on its own device."""
+    colour_lq: Int[Array, "l q"]
+    """moejax.colours: what water-filling may set at the same time, -1 where it has no
+    choice."""
+    num_colours_l: Int[Array, " l"]
+    owned_le: Int[Array, "l e"]
+    """Expert whose masters lie at each position: ExpertPlan.owned_le."""
     offer_lwo: Int[Array, "l w o"]
     """Copies, if the store has them: moejax.plan.CopyTables."""
     want_lwc: Int[Array, "l w c"]
@@ -73,6 +80,9 @@ class Placement:
             expert_lq=tables["expert_q"],
             replica_lq=tables["replica_q"],
             local_lq=tables["local_q"],
+            colour_lq=tables["colour_q"],
+            num_colours_l=tables["colour_q"].max(axis=1) + 1,
+            owned_le=plan.owned_le,
             offer_lwo=tables["offer_wo"],
             want_lwc=tables["want_wc"],
             fill_lws=tables["fill_ws"],
@@ -99,6 +109,7 @@ def _by_expert(row_p: np.ndarray, layout: Layout) -> dict[str, np.ndarray]:
         "expert_q": expert_q,
         "replica_q": index_q - first_q,
         "local_q": index_q - here_q,
+        "colour_q": colours(row_p, layout.num_devices)[slot_q],
     }
     return {name: table.astype(np.int32) for name, table in tables.items()}
 
@@ -127,6 +138,7 @@ class LayerSums:
     rounds: Int[Array, ""]
     dropped: Int[Array, ""]
     fullest_pair: Int[Array, ""]
+    bound: Int[Array, ""]
 
 
 @struct.dataclass
@@ -153,6 +165,9 @@ class RoutingStats:
     """Choices that capacity mode dropped; 0 in exact mode."""
     fullest_pair_l: Int[Array, " l"]
     """Most rows that one device had for one other."""
+    bound_l: Int[Array, " l"]
+    """Certificate: no split over these replicas had left the fullest device fewer rows,
+    micro-batches summed; the mean, for splits that look for none."""
 
     @property
     def tokens_le(self):

@@ -54,10 +54,20 @@ STORES = {
     "transient": {"store": "transient", **COPIES},
     "prefetched": {"store": "transient", "prefetch": True, **COPIES},
     "resident": {"store": "resident", **COPIES},
+    "filled": {"store": "resident", **COPIES},
+    "dynamic": {
+        "store": "transient", "slots_per_device": 2 * OWN, "offers_per_device": OWN,
+        "copies_per_device": OWN,
+    },
     "sharded": {"store": "sharded"},
+}  # fmt: skip
+SPLITS = {
+    "prefetched": "local_first",
+    "sharded": "local_first",
+    "filled": "water_filling",
+    "dynamic": "dynamic",
 }
-SPLITS = {"prefetched": "local_first", "sharded": "local_first"}
-MICRO_BATCHES = {"resident": 2}
+MICRO_BATCHES = {"resident": 2, "filled": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,9 +184,21 @@ def random_plan(rng, layout: Layout, num_layers: int) -> ExpertPlan:
     owned_le = random_owners(rng, layout.num_experts, num_layers)
     if layout.store == "owned":
         return ExpertPlan(owned_le, layout.num_experts, owned_le)
+    if layout.split == "dynamic":
+        return owners_alone(layout, owned_le)
     if layout.store == "sharded":
         owned_le = None
     return ExpertPlan(np.stack(rows), layout.num_experts, owned_le)
+
+
+def owners_alone(layout: Layout, owned_le: np.ndarray) -> ExpertPlan:
+    """Own experts in the first slots, the others empty: dynamic replication fills
+    them."""
+    w, own = layout.num_devices, layout.experts_per_device
+    table_lws = np.full((len(owned_le), w, layout.slots_per_device), -1, np.int32)
+    table_lws[:, :, :own] = owned_le.reshape(len(owned_le), w, own)
+    table_lp = table_lws.reshape(len(owned_le), -1)
+    return ExpertPlan(table_lp, layout.num_experts, owned_le)
 
 
 def random_owners(rng, num_experts: int, num_layers: int) -> np.ndarray:

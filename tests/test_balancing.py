@@ -1,7 +1,7 @@
 """Runs with the balancer on: swaps without a compilation, relayouts behind the loop's
 back, and one run, whoever kills it and whatever it goes on under.
 
-Programs and runs are shared by all tests here, and compiled with few optimisations.
+Programs and runs are shared by all tests here.
 """
 
 import os

@@ -12,7 +12,7 @@ import pytest
 from close import assert_close
 from gang import LiveGang
 from run_main import lines_of
-from watched_run import BALANCED, MESH, QUICK, run_here, speeds, watched
+from watched_run import BALANCED, MESH, run_here, speeds, watched
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # minutes, with all programs cold
 PROMISED = "one in a million: only the order of sums between devices differs"
@@ -28,9 +28,7 @@ STOPPED_SEC, RUNNING_SEC = 0.1, 0.2
         (4, 0, {"swap", "relayout"}),
     ],
 )
-def test_a_slow_process_adopts_with_the_others(
-    tmp_path, monkeypatch, count, slow, kinds
-):
+def test_a_slow_process_adopts_with_the_others(tmp_path, count, slow, kinds):
     params = []
     if "relayout" in kinds:
         path = speeds(tmp_path / "speeds.json", MESH)
@@ -39,7 +37,6 @@ def test_a_slow_process_adopts_with_the_others(
     with watched() as house:
         run_here(house, alone, *params)
     balanced = [f"--gin_file={BALANCED}"]  # the later one wins
-    monkeypatch.setenv(*QUICK)
     with LiveGang(run_dir, count, *params, of_main=balanced) as live:
         live.wait_for_text("compiled for")
         with slowed(live.pids()[slow]):

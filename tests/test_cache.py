@@ -27,7 +27,6 @@ CFG = Config(
     data=Data(seq_len=SEQ_LEN),
     train=Train(batch_size=B, loss_chunk=SEQ_LEN),
 )  # fmt: skip
-QUICK = {"xla_backend_optimization_level": 0}
 
 
 def tokens():
@@ -42,7 +41,7 @@ def one_by_one(cfg):
         layout = exact_layout(cfg, *token_bt.shape)
         return ours.extend(params, token_bt, position_bt, cache, layout)
 
-    run = jax.jit(extend, compiler_options=QUICK)
+    run = jax.jit(extend)
     token_bt = np.zeros((B, PROMPT), np.int32)
     position_bt = np.full((B, PROMPT), -1, np.int32)
     for row, length in enumerate(LENGTHS):
@@ -63,14 +62,18 @@ def one_by_one(cfg):
 def all_at_once(cfg):
     """The same hidden states from one pass over all tokens, without a cache."""
     ours = network(cfg)
-    hidden_btd = jax.jit(ours.apply, compiler_options=QUICK)(ours.params, tokens())[0]
+    hidden_btd = jax.jit(ours.apply)(ours.params, tokens())[0]
     at_bt = LENGTHS[:, None] - 1 + np.arange(TOTAL - max(LENGTHS) + 1)
     return jnp.take_along_axis(hidden_btd, at_bt[..., None], axis=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh", [Mesh(), Mesh(data=2, expert=4)], ids=["one device", "eight devices"]
+    "mesh",
+    [
+        pytest.param(Mesh(), marks=pytest.mark.long, id="one device"),
+        pytest.param(Mesh(data=2, expert=4), id="eight devices"),
+    ],
 )
 def test_one_by_one_is_all_at_once(mesh):
     """Prompts of different lengths in one batch, a dense prefix, cycles of two, and

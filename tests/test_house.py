@@ -152,7 +152,7 @@ def on_two_devices(example: str, mode: str):
     placement = jax.tree.map(jnp.asarray, Placement.of_plan(plan, layout).layer(0))
 
     def body(x_n1, gate_nk, expert_nk):
-        sent, dropped = manifest(expert_nk, placement, layout, EXPERT)
+        sent, _ = manifest(expert_nk, placement, layout, EXPERT)
 
         def experts(x_m1, rows_s, weights):
             end_s = jnp.cumsum(rows_s)
@@ -163,7 +163,8 @@ def on_two_devices(example: str, mode: str):
         weights = {"times_s": times_ws[jax.lax.axis_index(EXPERT)]}
         y_n1 = exchange(x_n1, gate_nk, weights, sent, experts, layout, EXPERT)
         receipt, _ = receipt_of(sent, Window(0, layout.rows_per_peer), layout, EXPERT)
-        each = (sent.counts_wp, sent.assignment_a, dropped, num_rounds(sent, layout))
+        rounds = num_rounds(sent, layout)
+        each = (sent.counts_wp, sent.assignment_a, sent.dropped, rounds)
         return y_n1[:, 0], receipt.position_nk, *(leaf[None] for leaf in each)
 
     mesh, split = make_mesh(Topology(expert=2), jax.devices()[:2]), P(EXPERT)

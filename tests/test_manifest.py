@@ -28,8 +28,9 @@ def program(split: str, exchange: str):
     mesh = make_mesh(Topology(expert=W), jax.devices()[:W])
 
     def body(expert_wnk, placement):
-        sent, dropped = manifest(expert_wnk[0], placement, layout, EXPERT)
-        out = sent, dropped, rows_here(sent, layout, EXPERT), fullest_pair(sent, layout)
+        sent, _ = manifest(expert_wnk[0], placement, layout, EXPERT)
+        rows, pair = rows_here(sent, layout, EXPERT), fullest_pair(sent, layout)
+        out = sent, sent.dropped, rows, pair
         return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], out)
 
     specs = {"in_specs": (P(EXPERT), P()), "out_specs": P(EXPERT), "check_vma": False}

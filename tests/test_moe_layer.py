@@ -6,6 +6,7 @@ gradient is compared too.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -132,12 +133,17 @@ ALSO = pytest.mark.long
 """What differs from a case of `make test` in one respect, and in nothing new."""
 
 
+GRID = list(itertools.product(MESHES, (1, 2, 4), (0, 1)))
+FIRST = (
+    ("1", 1, 1), ("expert8", 4, 0), ("data2_expert4", 1, 0), ("dc2_data2_expert2", 2, 1)
+)  # fmt: skip
+"""Each mesh, each k with and without shared experts; (2, 0) is the smallest part's."""
+
+
 @pytest.mark.parametrize(
-    ("k", "shared"),
-    [(1, 0), (2, 1), (4, 0)]
-    + [pytest.param(*case, marks=ALSO) for case in ((1, 1), (2, 0), (4, 1))],
+    ("mesh_name", "k", "shared"),
+    [*FIRST, *(pytest.param(*x, marks=ALSO) for x in GRID if x not in FIRST)],
 )
-@pytest.mark.parametrize("mesh_name", MESHES)
 @pytest.mark.slow
 def test_grid_equals_the_reference(mesh_name, k, shared):
     case = make_case(mesh_name, k, shared)
@@ -153,7 +159,9 @@ def test_one_layer_equals_the_reference(mesh_name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows_per_peer", [1, 3, 8])
+@pytest.mark.parametrize(
+    "rows_per_peer", [3, *(pytest.param(rows, marks=ALSO) for rows in (1, 8))]
+)
 def test_later_rounds_carry_what_round_0_could_not(rows_per_peer):
     """One expert that takes every token: as many rounds as the fullest pair needs."""
     case = make_case("data2_expert4", 2, 0, rows_per_peer)
@@ -165,7 +173,7 @@ def test_later_rounds_carry_what_round_0_could_not(rows_per_peer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sigmoid", "expert_choice"])
+@pytest.mark.parametrize("kind", [pytest.param("sigmoid", marks=ALSO), "expert_choice"])
 def test_other_routers_travel_the_same_way(kind):
     """Choices of the router itself; expert choice leaves choices empty."""
     step, defined, params, x_btd = make_case("data2_expert4", 2, 0, None, kind)

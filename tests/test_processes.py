@@ -16,8 +16,10 @@ from run_main import checkpoint_record, lines_of, run
 
 PREEMPTED = 75
 NUM_STEPS = 20
-BOUND_SEC = 5.0
-"""From the death of one process to the end of all others."""
+LIMIT_SEC = 30.0
+"""From the death of one process to the end of all others, on a busy machine; left to
+themselves they would wait for ALONE."""
+ALONE = "Processes.heartbeat_sec = 100"
 PROMISED = "one in a million: only the order of sums between devices differs"
 
 
@@ -109,7 +111,7 @@ def test_a_gang_that_loses_a_process_restarts_and_is_the_same_run(
         run_dir = tmp_path / f"run{trial}"
         num_kills = 1 + trial % 2
         restarts = ["--max_restarts", "3"]
-        with LiveGang(run_dir, 2, flags=restarts, of_main=["--fresh"]) as live:
+        with LiveGang(run_dir, 2, ALONE, flags=restarts, of_main=["--fresh"]) as live:
             for kill in range(num_kills):
                 if trial % 3 == 1:
                     live.wait_until(lambda: len(live.pids()) == 2, "two processes")
@@ -158,8 +160,9 @@ def test_sigterm_before_the_first_step_of_a_resumed_gang_is_not_lost(pair, tmp_p
     assert f"stopped by signal 15 at step {NUM_STEPS + 1}; all is saved" in ended.out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stopped_process_is_reported_with_stacks(tmp_path):
+    """As in test_launch_local.py, of the trainer."""
     run_dir = tmp_path / "run"
     flags = ["--max_restarts", "0", "--stopped_sec", "2"]
     with LiveGang(run_dir, 2, "Train.num_steps = 100000", flags=flags) as live:
@@ -204,7 +207,7 @@ def kill_one(live: LiveGang, rng: random.Random) -> None:
     os.kill(rng.choice(pids), signal.SIGKILL)
     killed_sec = time.monotonic()
     live.wait_until(lambda: not alive(pids), "the end of all processes")
-    assert time.monotonic() - killed_sec < BOUND_SEC
+    assert time.monotonic() - killed_sec < LIMIT_SEC
 
 
 def damage(folder: pathlib.Path) -> None:

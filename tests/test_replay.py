@@ -84,7 +84,7 @@ def test_all_policies_on_loads_that_stay(tmp_path, capsys):
         assert parts["all"]["moves"] == 0, name
         for field in FIELDS - {"plan_msec", "speedup"}:
             assert np.isclose(parts["all"][field], same[name]["all"][field]), name
-    for name in ("fastermoe", "prophet", "flexmoe", "eplb"):
+    for name in ("fastermoe", "prophet", "flexmoe", "eplb", "micromoe"):
         ratio = policies[name]["all"]["max_over_mean_p50"]
         assert ratio < policies["home"]["all"]["max_over_mean_p50"], name
 
@@ -103,6 +103,33 @@ def test_next_sample_is_what_a_plan_is_scored_on(tmp_path, capsys):
     assert ratio < after["max_over_mean_max"]
 
 
+def test_split_is_the_policys_own_or_the_one_given(tmp_path, capsys):
+    """An exact split leaves the fullest device less than the even one, by one plan."""
+    words = [*of_trace(write(tmp_path / "a.npz")), "--policies"]
+    records = {"policy": replayed(capsys, *words, "eplb")}
+    for split in ("even", "water_filling"):
+        records[split] = replayed(capsys, *words, "eplb,home", "--split", split)
+    assert [record["split"] for record in records.values()] == list(records)
+    for part in ("0", "1", "all"):
+        own, even, filled = (r["policies"]["eplb"][part] for r in records.values())
+        for field in FIELDS - {"plan_msec"}:
+            assert even[field] == own[field]
+        assert filled["max_over_mean_p50"] < even["max_over_mean_p50"]
+        assert filled["max_over_mean_max"] < even["max_over_mean_max"]
+        assert (filled["moves"], filled["changes"]) == (even["moves"], even["changes"])
+    # With one replica each there is nothing to split.
+    assert records["water_filling"]["policies"]["home"]["all"]["speedup"] == 1
+
+
+def test_dynamic_split_evens_out_what_no_plan_foresaw(tmp_path, capsys):
+    """40,000 rows of each source are 40,000 of each device, whatever is hot."""
+    words = [*of_trace(write(tmp_path / "a.npz")), "--split", "dynamic", "--policies"]
+    for parts in replayed(capsys, *words, "home,smartmoe")["policies"].values():
+        assert set(parts) == {"0", "1", "all"}
+        assert {part["max_over_mean_max"] for part in parts.values()} == {1.0}
+        assert parts["all"]["speedup"] > 1
+
+
 def test_slots_and_shadows_of_a_layout():
     args = replay.parse(
         ["--synthetic", "uniform", "--devices=4", "--slots=5", "--shadows=3"]
@@ -112,8 +139,12 @@ def test_slots_and_shadows_of_a_layout():
         for name, policy in POLICIES.items()
     }
     assert slots == {
-        "home": 2, "smartmoe": 2, "fastermoe": 5, "prophet": 5, "flexmoe": 5, "eplb": 5
+        "home": 2, "smartmoe": 2, "fastermoe": 5, "prophet": 5, "flexmoe": 5, "eplb": 5,
+        "micromoe": 5,
     }  # fmt: skip
+    dynamic = replay.layout_for(POLICIES["home"], EXPERTS, args, "dynamic")
+    assert dynamic.slots_per_device == 4  # own, and as many copies
+    assert (dynamic.offers_per_device, dynamic.copies_per_device) == (2, 2)
 
 
 def test_micro_batches_are_summed(tmp_path):
@@ -172,6 +203,8 @@ def test_a_calibration_sets_the_times(tmp_path, capsys):
         (["--layers=5"], "no layer '5'"),
         (["--array=counts"], "holds tokens"),
         (["--stride=0"], "--stride 0"),
+        (["--split=dynamic"], "fastermoe, prophet, flexmoe, eplb, micromoe"),
+        (["--split=dynamic", "--policies=home,eplb"], "eplb would too"),
         (["--calibration=none.json"], "none.json"),
     ],
 )
@@ -256,3 +289,12 @@ def test_policies_even_a_recorded_run(trace, capsys):
         assert four["eplb"][layer]["max_over_mean_p50"] <= 1.2, layer
         msec = {name: three[name][layer]["layer_msec"] for name in three}
         assert msec["prophet"] <= msec["fastermoe"], layer
+
+
+@pytest.mark.trace
+def test_dynamic_replication_evens_out_every_recorded_sample(trace, capsys):
+    """Those where another expert becomes hot too. A device's mean is whole: 16384."""
+    words = ["--trace", trace, "--split", "dynamic", "--policies", "home"]
+    parts = replayed(capsys, *words, "--stride", 5)["policies"]["home"]
+    assert {part["max_over_mean_max"] for part in parts.values()} == {1.0}
+    assert min(part["speedup"] for part in parts.values()) > 3

@@ -35,7 +35,7 @@ def operands(seed=0, skew=1.0):
 def sums_of(logit_ne, expert_nk, cfg):
     score_ne = routing.scores(logit_ne, cfg)
     sums = routing.balance_sums(score_ne, logit_ne, expert_nk, T)
-    return LayerSums(**sums, rows=0, rounds=1, dropped=0, fullest_pair=0)
+    return LayerSums(**sums, rows=0, rounds=1, dropped=0, fullest_pair=0, bound=0)
 
 
 def losses_of(logit_ne, expert_nk, cfg):

@@ -93,7 +93,7 @@ def test_killed_and_resumed_is_the_same_run(whole, tmp_path, num_kills, num_step
     assert_same_run(run_dir, run(run_dir, steps), *expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_before_its_summary_is_evaluated_once(whole, tmp_path):
     shutil.copytree(whole[0], tmp_path / "run")
     (tmp_path / "run" / "summary.json").unlink()
@@ -135,6 +135,7 @@ def test_stopped_and_resumed_is_the_same_run(whole, stopped, tmp_path):
     ("data", "expert"), [pytest.param(2, 2, marks=pytest.mark.long), (1, 1)]
 )
 def test_continues_on_fewer_devices(whole, stopped, tmp_path, data, expert):
+    """And to another step: what was logged stays, and the configuration is the new."""
     shutil.copytree(stopped[0], tmp_path / "run")
     first = stopped[1].record["step"] + 1
     ended = run(
@@ -156,6 +157,10 @@ def test_continues_on_fewer_devices(whole, stopped, tmp_path, data, expert):
 
     assert_close(losses(tmp_path / "run"), losses(whole[0]))
     assert losses(tmp_path / "run").shape == (5,)
+    before = lines_of(stopped[0])
+    assert lines_of(tmp_path / "run")[: len(before)] == before
+    config = (tmp_path / "run" / "config.gin").read_text()
+    assert f"Train.num_steps = {first + 4}\n" in config
 
 
 @pytest.mark.slow
@@ -172,7 +177,7 @@ def test_a_finished_run_says_so_and_how_to_go_on(whole):
     assert listing(run_dir) == before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_more_steps_go_on(whole, tmp_path):
     shutil.copytree(whole[0], tmp_path / "run")
     ended = run(tmp_path / "run", f"Train.num_steps = {NUM_STEPS + 4}")

@@ -13,6 +13,8 @@ from moejax.plan import ExpertPlan
 from moejax.types import Placement
 
 W, E = 4, 8
+STATIC = [split for split in SPLITS if split != "dynamic"]
+"""Those that leave the plan's replicas as they are."""
 MANY = 2**24
 """Rows of one source and expert: w times as many, and sums over experts, are int32."""
 
@@ -31,7 +33,7 @@ def quotas(counts_we: np.ndarray, row_p: np.ndarray, split: str) -> np.ndarray:
     layout = layout_of(len(row_p) // W, split)
     placement = Placement.of_plan(ExpertPlan(row_p[None], E).validate(layout), layout)
     placement = placement.layer(0)
-    quota_wq = np.asarray(compiled(layout)(counts_we, placement))
+    quota_wq = np.asarray(compiled(layout)(counts_we, placement).quota_wq)
     assert quota_wq.dtype == np.int32
     quota_wp = np.empty_like(quota_wq)
     quota_wp[:, placement.slot_lq] = quota_wq
@@ -54,7 +56,7 @@ def counts_of(seed: int) -> np.ndarray:
 CASES = [(rows_of(seed), counts_of(seed)) for seed in range(20)]
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", ["even", "local_first"])
 def test_device_deals_whole_rows_of_what_the_planner_reckons(split):
     """Each source's quota is the float share, rounded up or down."""
     for row_p, counts_we in CASES:
@@ -64,7 +66,7 @@ def test_device_deals_whole_rows_of_what_the_planner_reckons(split):
         assert np.all(quota_wp >= 0)
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", STATIC)
 def test_no_row_is_lost_and_none_invented(split):
     """An expert's quotas sum to each source's count; empty slots get none."""
     for row_p, counts_we in CASES:
@@ -101,8 +103,8 @@ def test_local_rows_stay_and_the_others_are_shared_evenly():
                 assert np.ptp(of_expert_wr[~has_w].sum(axis=0)) <= 1
 
 
-def test_without_replicas_both_splits_are_the_plan():
+def test_without_replicas_all_splits_are_the_plan():
     row_p = np.random.default_rng(0).permutation(E).astype(np.int32)
     counts_we = counts_of(1)
-    for split in SPLITS:
+    for split in STATIC:
         assert np.array_equal(quotas(counts_we, row_p, split), counts_we[:, row_p])

@@ -37,8 +37,10 @@ from train.moves import Mover
 
 def plans_for(case: Case, seeds) -> dict[str, ExpertPlan]:
     layout = case.model.layout
-    plans = {"home": home(case), **policy_plans(layout, L)}
-    if layout.store != "owned":
+    plans = {"home": home(case)}
+    if layout.split != "dynamic":
+        plans |= policy_plans(layout, L)
+    if layout.split != "dynamic" and layout.store != "owned":
         plans |= odd_plans(layout, L)
     rngs = {f"random {seed}": np.random.default_rng(seed) for seed in seeds}
     return plans | {n: random_plan(rng, layout, L) for n, rng in rngs.items()}
@@ -101,7 +103,7 @@ def adopted(state, mover: Mover, old: tuple, new: tuple):
     return state
 
 
-DOUBLES = ("owned", "prefetched", "resident")
+DOUBLES = ("owned", "prefetched", "filled", "dynamic")
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from moejax.axes import EXPERT, make_mesh
 from moejax.layout import Layout, Topology
-from moejax.moe.transport import TRANSPORTS, check_platform, local, padded, ragged
+from moejax.moe.layer import check_platform
+from moejax.moe.transport import TRANSPORTS, local, padded, ragged
 
 DEVICES, ROWS, WIDTH = 8, 3, 2
 
@@ -57,11 +58,19 @@ def test_ragged_lowers_for_cuda(pass_):
     assert "stablehlo.all_to_all" not in text
 
 
-def test_ragged_declines_on_the_cpu():
-    with pytest.raises(NotImplementedError, match=r"use Moe\.transport"):
-        check_platform("ragged", "cpu")
-    check_platform("ragged", "cuda")
-    check_platform("padded", "cpu")
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [
+        ({"transport": "ragged"}, r"use Moe\.transport"),
+        ({"split": "water_filling", "fused_split": True}, r"use Moe\.fused_split"),
+    ],
+)
+def test_what_needs_a_gpu_declines_on_the_cpu(changes, fix):
+    layout = Layout(4, 2, 2, 8, **changes)
+    with pytest.raises(NotImplementedError, match=fix):
+        check_platform(layout, "cpu")
+    check_platform(layout, "cuda")
+    check_platform(Layout(4, 2, 2, 8), "cpu")
 
 
 def test_every_transport_of_a_layout_exists():

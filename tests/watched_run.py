@@ -1,6 +1,6 @@
 """Runs of the balanced toy in this process, as train/main.py would run it, watched.
 
-Programs are shared by all runs of a house, and compiled with few optimisations.
+Programs are shared by all runs of a house.
 """
 
 import contextlib
@@ -29,8 +29,6 @@ from train.run_dir import claim
 from train.start import set_up_backend
 
 BALANCED = ROOT / "tests" / "balanced.gin"
-QUICK = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-"""Half the time of a compilation."""
 WAITED_STEPS = 10
 """A compilation in a thread is made to take so many steps, or longer."""
 MESH = {"dc": 1, "data": 2, "expert": 4, "tensor": 1}
@@ -111,20 +109,17 @@ def watched() -> Iterator[House]:
 
     with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ):
         patch.delenv("XLA_FLAGS")  # they are part of a key of the compilation cache
-        patch.setenv(*QUICK)
         set_up_backend(config())
         patch.setattr(prepare, "make_mesh", mesh_of)
         patch.setattr(balancing, "compile_steps", house.steps)
         patch.setattr(Balancing, "before", watched_before)
         patch.setattr(Balancing, "_compiled", watched_compiled)
-        jax.config.update("jax_disable_most_optimizations", True)
         handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
         jax.monitoring.register_event_duration_secs_listener(house.count)
         yield house
         jax._src.monitoring.unregister_event_duration_listener(house.count)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def config(*params: str):

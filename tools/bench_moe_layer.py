@@ -1,6 +1,6 @@
 """Time of one MoE layer, forward and with backward, against three others.
 
-    python tools/bench_moe_layer.py [--json] [--skew zipf] [--gpu]
+    python tools/bench_moe_layer.py [--json] [--skew zipf] [--splits] [--gpu]
 
     dense       a SwiGLU of equal FLOPs (width k*f), data parallel: the speed of light
     einsum      GShard's one-hot dispatch, one group per device; its capacity gives it
@@ -8,7 +8,13 @@
     ragged_dot  the layer with jax.lax.ragged_dot as grouped product
     moejax      the layer: exact exchange, blocked grouped product
 
-First the last three must equal the definition of the layer, values and gradients, on
+With --splits also the layer with twice the slots, whose copies travel in each pass:
+
+    even            two replicas of each expert, which share its rows evenly
+    water_filling   the same, and the fullest device has as few rows as it can
+    dynamic         copies as the loads ask for them, every device has the mean
+
+First all but dense must equal the definition of the layer, values and gradients, on
 a small case. Then all run in turn, and medians are shown. Exit codes: 0 done, 1 an arm
 computes something else, 2 bad input.
 """
@@ -59,6 +65,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="last line: one object")
     parser.add_argument("--gpu", action="store_true", help="GPUs that are here, bf16")
+    parser.add_argument("--splits", action="store_true", help="splits and copies too")
     parser.add_argument("--skew", choices=("uniform", "zipf"), default="uniform")
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{default}")
@@ -88,7 +95,7 @@ def run(args: argparse.Namespace) -> dict:
         dtype, sizes["devices"] = "bfloat16", len(jax.devices("gpu"))
     shape = Shape(**sizes, skew=args.skew, dtype=dtype)
     layout, capacity = shape.layout, shape.layout.rows_per_slot
-    check(shape)
+    check(shape, has_splits=args.splits)
     case = make_case(shape)
     later = max(case.fullest_pair - layout.rows_per_peer, 0)
     described = dataclasses.asdict(shape) | {
@@ -98,12 +105,12 @@ def run(args: argparse.Namespace) -> dict:
         "einsum_capacity": capacity,
         "einsum_dropped_share": case.dropped_share(capacity),
     }
-    compiled = compile_arms(case, capacity)
+    compiled = compile_arms(case, capacity, has_splits=args.splits)
     median_msec = measure(compiled, args.repeats)
     return report(jax.devices()[0].device_kind, described, compiled, median_msec)
 
 
-def check(shape) -> None:
+def check(shape, *, has_splits: bool) -> None:
     """AssertionError unless all arms but dense compute the layer, and its gradients."""
     import jax
 
@@ -125,7 +132,8 @@ def check(shape) -> None:
 
     with jax.default_matmul_precision("highest"):
         expected = results(lambda p, x: defined(case, p, x), case.params)
-        for name, (apply, params) in arms(case, capacity=small.tokens).items():
+        all_arms = arms(case, small.tokens, has_splits=has_splits)
+        for name, (apply, params) in all_arms.items():
             if name != "dense":
                 assert_equal(name, results(apply, params), expected)
 
@@ -144,7 +152,7 @@ def assert_equal(name: str, actual, expected) -> None:
         )
 
 
-def compile_arms(case, capacity: int) -> dict:
+def compile_arms(case, capacity: int, *, has_splits: bool) -> dict:
     """{(arm, pass): (compiled, its arguments)}"""
     import jax
     import jax.numpy as jnp
@@ -152,7 +160,7 @@ def compile_arms(case, capacity: int) -> dict:
     from tools.moe_case import arms
 
     compiled = {}
-    for name, (apply, params) in arms(case, capacity).items():
+    for name, (apply, params) in arms(case, capacity, has_splits=has_splits).items():
 
         def loss(params, x_btd, apply=apply):
             return jnp.sum(apply(params, x_btd).astype(jnp.float32) ** 2)

@@ -156,7 +156,7 @@ def widths_of(cfg: Config):
     return Widths(
         d_model=cfg.model.d_model,
         d_expert=cfg.moe.d_expert,
-        groups=cfg.moe.num_experts // cfg.mesh.expert,
+        groups=cfg.moe.num_experts // cfg.group_size,
         rows=tokens * cfg.moe.top_k,
         dtype=cfg.model.compute_dtype,
     )

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from moejax import axes
+from moejax.balance.graphs import symmetric
 from moejax.config import Moe, Recorded, Router
 from moejax.layout import Layout, Topology
 from moejax.moe import recorded, reference, route
@@ -140,16 +141,10 @@ def inputs(
     return x_btd.astype(np.float32)
 
 
-def arms(case: Case, capacity: int) -> dict[str, Arm]:
+def arms(case: Case, capacity: int, *, has_splits: bool = False) -> dict[str, Arm]:
     """All arms by name. `capacity` is of einsum alone."""
-    shape = case.shape
-    home = ExpertPlan.home_in(shape.layout, 1)
-    placement = Placement.of_plan(home, shape.layout).layer(0)
-
-    def ours(params, x_btd, implementation):
-        layer = nnx.merge(case.graph, params, case.rest)
-        experts = partial(swiglu, implementation=implementation)
-        return layer(x_btd, placement, shape.layout, experts=experts)[0]
+    layout = case.shape.layout
+    ours = partial(_ours, case, layout, ExpertPlan.home_in(layout, 1))
 
     def einsum(params, x_btd):
         layer = nnx.merge(case.graph, params, case.rest)
@@ -159,8 +154,43 @@ def arms(case: Case, capacity: int) -> dict[str, Arm]:
         "dense": (partial(rivals.dense, mesh=case.mesh), dense_params(case)),
         "einsum": (einsum, case.params),
         "ragged_dot": (partial(ours, implementation="xla"), case.params),
-        "moejax": (partial(ours, implementation="blocked"), case.params),
+        "moejax": (ours, case.params),
+        **(split_arms(case) if has_splits else {}),
     }
+
+
+def split_arms(case: Case) -> dict[str, Arm]:
+    """The layer with twice the slots, filled with copies in each pass: two replicas of
+    each expert under either split, or those that the loads ask for."""
+    layout, own = case.shape.layout, case.shape.layout.experts_per_device
+    layout = dataclasses.replace(
+        layout,
+        store="transient",
+        slots_per_device=2 * own,
+        offers_per_device=own,
+        copies_per_device=own,
+    )
+    row_p = symmetric(layout.num_experts, layout.num_devices, 2 * own)
+    twice = ExpertPlan(row_p[None], layout.num_experts)
+    plans = {
+        "even": twice,
+        "water_filling": twice,
+        "dynamic": ExpertPlan.home_in(layout, 1),
+    }
+    return {
+        split: (
+            partial(_ours, case, dataclasses.replace(layout, split=split), plan),
+            case.params,
+        )
+        for split, plan in plans.items()
+    }
+
+
+def _ours(case, layout, plan, params, x_btd, implementation="blocked"):
+    layer = nnx.merge(case.graph, params, case.rest)
+    placement = Placement.of_plan(plan, layout).layer(0)
+    experts = partial(swiglu, implementation=implementation)
+    return layer(x_btd, placement, layout, experts=experts)[0]
 
 
 def dense_params(case: Case) -> dict[str, Array]:

@@ -6,6 +6,8 @@
 Each layer is planned and scored by itself. A policy without replicas has a slot for
 each own expert; one whose copies travel in each step (fastermoe, prophet) has --shadows
 more; the others have --slots. The layout's budgets are those that a plan takes.
+Rows are split over replicas as the policy says, or as --split does; 'dynamic' makes the
+replicas itself, in every sample, and is for policies that make none.
 Without --calibration the cost model is the preset of 12.5 GB/s, 50 TFLOP/s, d=1536,
 f=3072, fp16.
 
@@ -17,6 +19,7 @@ import dataclasses
 import pathlib
 import sys
 import time
+from typing import get_args
 
 import numpy as np
 
@@ -26,7 +29,7 @@ from moejax.balance import cost as cost_models  # noqa: E402
 from moejax.balance import traffic  # noqa: E402
 from moejax.balance.cost import CostModel  # noqa: E402
 from moejax.balance.policies import POLICIES, Policy, check_policy  # noqa: E402
-from moejax.layout import Layout  # noqa: E402
+from moejax.layout import Layout, Split  # noqa: E402
 from moejax.plan import ExpertPlan  # noqa: E402
 from tools import loads_file  # noqa: E402
 from tools.loads_file import Loads  # noqa: E402
@@ -78,6 +81,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add_layout_options(parser)
     add = parser.add_argument
     add("--policies", default="all", help="names with commas between, or all")
+    add("--split", choices=get_args(Split), help="of rows over replicas: the policy's")
     add("--same", action="store_true", help="score on the sample planned from")
     add("--stride", type=int, default=1, help="plan from every so many-th sample: 1")
     add("--by_layer", action="store_true", help="print each layer too")
@@ -97,6 +101,7 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
 
 def work(args: argparse.Namespace) -> int:
     names = policy_names(args.policies)
+    check_split(args.split, names)
     if args.stride < 1:
         raise ValueError(f"--stride {args.stride} must be at least 1")
     loads = loads_file.from_options(args)
@@ -107,12 +112,14 @@ def work(args: argparse.Namespace) -> int:
         )
     times = Times.of(len(loads.load_tlwe), args.stride, same=args.same)
     cost = cost_model(args)
-    replayed = {}
-    for name in dict.fromkeys(["home", *names]):
-        layout = layout_for(POLICIES[name], loads.load_tlwe.shape[3], args)
-        replayed[name] = replay(name, loads.load_tlwe, times, layout, cost)
+
+    def replayed(name: str, split: Split | None) -> Replayed:
+        layout = layout_for(POLICIES[name], loads.load_tlwe.shape[3], args, split)
+        return replay(name, loads.load_tlwe, times, layout, cost)
+
+    home = replayed("home", None)  # what speedup is over
     policies = {
-        name: figures(replayed[name], replayed["home"], loads.layers) for name in names
+        name: figures(replayed(name, args.split), home, loads.layers) for name in names
     }
     show(policies, loads, args)
     emit(record_of(policies, loads, len(times.planned), args), args.json)
@@ -126,6 +133,15 @@ def policy_names(text: str) -> list[str]:
     for name in names:
         check_policy(name)
     return names
+
+
+def check_split(split: Split | None, names: list[str]) -> None:
+    with_replicas = [name for name in names if POLICIES[name].has_replicas]
+    if split == "dynamic" and with_replicas:
+        raise ValueError(
+            "--split dynamic makes the replicas itself, and "
+            f"{', '.join(with_replicas)} would too: give --policies home"
+        )
 
 
 def cost_model(args: argparse.Namespace) -> CostModel:
@@ -146,12 +162,19 @@ def cost_model(args: argparse.Namespace) -> CostModel:
     )
 
 
-def layout_for(policy: Policy, num_experts: int, args: argparse.Namespace) -> Layout:
-    """With room for whatever the policy plans. Rows travel ragged: as many as there
-    are."""
+def layout_for(
+    policy: Policy,
+    num_experts: int,
+    args: argparse.Namespace,
+    split: Split | None = None,
+) -> Layout:
+    """With room for whatever is planned. Rows travel ragged: as many as there are."""
     store, own = policy.stores[0], num_experts // args.devices
     slots, budgets = args.slots, {}
-    if store == "owned":
+    if split == "dynamic":
+        store, slots = "transient", 2 * own
+        budgets = {"offers_per_device": own, "copies_per_device": own}
+    elif store == "owned":
         slots = own
     elif store == "transient":
         slots = own + args.shadows
@@ -165,7 +188,7 @@ def layout_for(policy: Policy, num_experts: int, args: argparse.Namespace) -> La
         rows_per_peer=max(slots, 8),
         transport="ragged" if args.devices > 1 else "local",
         store=store,
-        split=policy.split,
+        split=split or policy.split,
         prefetch=policy.prefetch,
         **budgets,
     )
@@ -183,6 +206,8 @@ def replay(
         for n, (planned, scored) in enumerate(zip(times.planned, times.scored)):
             begin = time.perf_counter()
             new = plan(load_tlwe[planned, layer][None], layout, cost, current)
+            if layout.split == "dynamic":
+                new = new.resized(layout)
             plan_sec_nl[n, layer] = time.perf_counter() - begin
             new.validate(layout)
             moves_nl[n, layer] = len(current.moves(new))
@@ -245,6 +270,7 @@ def record_of(
         "layers": list(loads.layers),
         "num_experts": loads.load_tlwe.shape[3],
         "devices": args.devices,
+        "split": args.split or "policy",
         "slots": args.slots,
         "shadows": args.shadows,
         "cost_model": str(args.calibration) if args.calibration else "notes",
@@ -257,7 +283,8 @@ def show(policies: dict, loads: Loads, args: argparse.Namespace) -> None:
     on = "the same" if args.same else "the next"
     print(
         f"{loads.name}: {loads.load_tlwe.shape[3]} experts on {args.devices} devices, "
-        f"layers {layers}; planned from one sample, scored on {on}"
+        f"layers {layers}, split {args.split or 'policy'}; "
+        f"planned from one sample, scored on {on}"
     )
     for part in [*map(str, loads.layers)] * args.by_layer + ["all"]:
         title = "all layers" if part == "all" else f"layer {part}"

@@ -12,6 +12,7 @@ Exit codes: 0 done, 2 bad input.
 
 import argparse
 import json
+import math
 import pathlib
 import sys
 from typing import NamedTuple
@@ -22,7 +23,7 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from moejax.balance import traffic  # noqa: E402
 from moejax.balance.policies import POLICIES, check_policy  # noqa: E402
-from moejax.layout import Split  # noqa: E402
+from moejax.layout import GROUP_AXES, Split  # noqa: E402
 from moejax.plan import ExpertPlan  # noqa: E402
 from tools import loads_file, replay  # noqa: E402
 from tools.plan_picture import Compared, draw, over_mean  # noqa: E402
@@ -100,7 +101,8 @@ def of_run(args: argparse.Namespace) -> tuple[Compared, list[str]]:
             "saved one"
         )
     plan = ExpertPlan.from_json(meta["plan"])
-    devices = meta["config"]["mesh"]["expert"]
+    group = GROUP_AXES[meta["config"].get("moe", {}).get("group", "expert")]
+    devices = math.prod(meta["config"]["mesh"][axis] for axis in group)
     policy = meta["config"].get("balance", {}).get("policy", "home")
     split = POLICIES[policy].split if policy in POLICIES else "even"
     step, tokens_le, decisions = read_metrics(args.run / "metrics.jsonl")

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from moejax.balance import controller
 from moejax.balance.decision import Decision
 from moejax.balance.policies import check_policy
@@ -51,13 +53,22 @@ class Balancing:
         kind = job.model.mesh.devices.flat[0].device_kind
         self._cost = cost_of(job.cfg, kind)
         layout = job.model.layout
-        plan = home_plan(job.cfg, layout)
         num_layers = job.cfg.model.num_moe_layers
+        plan = self._first_plan(layout)
         self._state = controller.init(self._settings, layout, plan, num_layers)
         self._ahead: Ahead | None = None
         self._of_step: dict[int, dict] = {}
         self._published: list[int] = []
         self.records: Records
+
+    def _first_plan(self, layout: Layout) -> ExpertPlan:
+        """Home, or where the policy spreads replicas before it has seen a load."""
+        home = home_plan(self._job.cfg, layout)
+        policy = check_policy(self._settings.policy)
+        if not policy.is_spread_first or layout.store not in policy.stores:
+            return home
+        shape = (home.num_layers, layout.num_devices, layout.num_experts)
+        return policy.plan(np.zeros(shape), layout, self._cost, home)
 
     @property
     def layout(self) -> Layout:

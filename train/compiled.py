@@ -31,7 +31,8 @@ def on_devices(plan: ExpertPlan, layout: Layout, mesh: Mesh) -> Placement:
 
 def home_placement(cfg: Config, mesh: Mesh) -> Placement:
     """Of layouts without copies: every expert at its owner."""
-    layout = Layout.home(cfg.moe.num_experts, cfg.mesh.expert, 1)
+    group = cfg.moe.group_axes
+    layout = Layout.home(cfg.moe.num_experts, cfg.group_size, 1, axes=group)
     return on_devices(home_plan(cfg, layout), layout, mesh)
 
 

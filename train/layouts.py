@@ -16,6 +16,7 @@ from moejax.balance.policies import check_policy
 from moejax.config import Config
 from moejax.layout import Layout, Store
 from moejax.model.flops import flops_per_token
+from moejax.wire import Wire
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
@@ -26,12 +27,13 @@ def layout_of(cfg: Config) -> Layout:
     tokens_per_device = cfg.train.batch_size // shards * cfg.data.seq_len
     return Layout.home(
         cfg.moe.num_experts,
-        cfg.mesh.expert,
+        cfg.group_size,
         tokens_per_device * cfg.moe.top_k,
         cfg.moe.rows_per_peer,
         cfg.moe.buffer_factor,
         transport=cfg.moe.transport,
         exchange=cfg.moe.exchange,
+        axes=cfg.moe.group_axes,
         **_store_of(cfg),
     )
 
@@ -41,17 +43,20 @@ def exact_layout(cfg: Config, batch_size: int, width: int) -> Layout:
     tokens_per_device = batch_size // cfg.mesh.topology.num_batch_shards * width
     return Layout.home(
         cfg.moe.num_experts,
-        cfg.mesh.expert,
+        cfg.group_size,
         tokens_per_device * cfg.moe.top_k,
         buffer_factor=cfg.moe.buffer_factor,
         transport=cfg.moe.transport,
+        axes=cfg.moe.group_axes,
     )
 
 
 def settings_of(cfg: Config) -> Settings:
     """The balancer's; ValueError for thresholds in the wrong order and the like."""
-    balance, own = cfg.balance, cfg.moe.num_experts // cfg.mesh.expert
+    balance, own = cfg.balance, cfg.moe.num_experts // cfg.group_size
     most = balance.max_slots_per_device
+    if most is None:
+        most = max(2 * own + 2, layout_of(cfg).slots_per_device)
     return Settings(
         policy=balance.policy,
         every_steps=balance.every_steps,
@@ -64,7 +69,7 @@ def settings_of(cfg: Config) -> Settings:
         cooldown_steps=balance.cooldown_steps,
         horizon_steps=balance.horizon_steps,
         half_life_steps=balance.half_life_steps,
-        max_slots_per_device=2 * own + 2 if most is None else most,
+        max_slots_per_device=most,
     )
 
 
@@ -89,6 +94,7 @@ def cost_of(cfg: Config, device_kind: str) -> CostModel:
         micro_batches=accumulate,
         other_flops_per_device=rest / cfg.model.num_layers * tokens_per_device,
         remat=cfg.model.remat,
+        group=cfg.moe.group_axes,
     )
 
 
@@ -99,7 +105,10 @@ def presumed(mesh_sizes: dict[str, int], device_kind: str) -> Calibration:
         device_kind=device_kind,
         mesh=mesh_sizes,
         compute_dtype="bfloat16",
-        collectives={"all_to_all": {"expert": line}, "all_gather": {"data": line}},
+        collectives={
+            "all_to_all": {"data": line, "expert": line},
+            "all_gather": {"data": line},
+        },
         flops_per_sec=NOTES.flops_per_sec,
         matmul_r2=1.0,
         compile_sec=30.0,
@@ -126,23 +135,48 @@ def _possible_stores(cfg: Config) -> tuple[Store, ...]:
     )
 
 
+def _sizes_of(cfg: Config, store: Store) -> tuple[int, int, int]:
+    """Slots of a device, and what it can offer and hold of copies.
+
+    In a merged group a device has the slots that it would have alone: data parallelism
+    holds as many copies anyway. For dynamic replication it has a slot for a copy beside
+    each own expert, which always is enough.
+    """
+    moe, own = cfg.moe, cfg.moe.num_experts // cfg.group_size
+    if store not in ("transient", "resident"):
+        spare = check_policy(cfg.balance.policy).has_replicas and store != "owned"
+        slots = own + spare if moe.slots_per_device is None else moe.slots_per_device
+        return slots, moe.offers_per_device or 0, moe.copies_per_device or 0
+    alone = moe.num_experts // cfg.mesh.expert
+    is_dynamic = moe.split == "dynamic"
+    most = own if is_dynamic or alone > own else min(2, own)
+    offers = most if moe.offers_per_device is None else moe.offers_per_device
+    copies, slots = moe.copies_per_device, moe.slots_per_device
+    if is_dynamic:
+        copies = own if copies is None else copies
+        slots = own + copies if slots is None else slots
+    elif slots is None:
+        slots = max(alone, own + check_policy(cfg.balance.policy).has_replicas)
+    return slots, offers, max(slots - own, 1) if copies is None else copies
+
+
 def _store_of(cfg: Config) -> dict:
     """Fields of the Layout that say how experts reach slots, and rows replicas."""
-    moe, own = cfg.moe, cfg.moe.num_experts // cfg.mesh.expert
-    policy = check_policy(cfg.balance.policy)
+    moe, policy = cfg.moe, check_policy(cfg.balance.policy)
     if moe.exchange == "capacity" and cfg.balance.policy != "home":
         raise ValueError(
             "Moe.exchange='capacity' drops rows by slot, and plans would change which: "
             f"use 'exact' with Balance.policy='{cfg.balance.policy}'"
         )
-    store = policy.stores[0] if moe.store is None else moe.store
-    slots = moe.slots_per_device
-    if slots is None:
-        slots = own + (policy.has_replicas and store != "owned")
-    offers, copies = moe.offers_per_device or 0, moe.copies_per_device or 0
-    if store in ("transient", "resident"):
-        offers = min(2, own) if moe.offers_per_device is None else offers
-        copies = max(slots - own, 1) if moe.copies_per_device is None else copies
+    is_dynamic = moe.split == "dynamic"
+    if is_dynamic and cfg.balance.policy != "home":
+        raise ValueError(
+            "Moe.split='dynamic' makes the replicas that each micro-batch needs: use "
+            f"Balance.policy='home' with it, and not '{cfg.balance.policy}'"
+        )
+    store = "transient" if is_dynamic else policy.stores[0]
+    store = store if moe.store is None else moe.store
+    slots, offers, copies = _sizes_of(cfg, store)
     shards = cfg.mesh.data * cfg.mesh.expert
     if store == "sharded" and moe.d_expert % shards:
         raise ValueError(
@@ -152,12 +186,22 @@ def _store_of(cfg: Config) -> dict:
         )
     prefetch = moe.prefetch
     if prefetch is None:
-        prefetch = policy.prefetch and store == "transient"
+        prefetch = policy.prefetch and store == "transient" and not is_dynamic
     return {
         "slots_per_device": slots,
         "store": store,
         "split": policy.split if moe.split is None else moe.split,
+        "fused_split": moe.fused_split,
         "offers_per_device": offers,
         "copies_per_device": copies,
         "prefetch": prefetch,
+        "wire": _wire_of(cfg),
     }
+
+
+def _wire_of(cfg: Config) -> Wire | None:
+    moe = cfg.moe
+    if not (moe.near_weight or moe.far_weight):
+        return None
+    per_node = moe.devices_per_node or cfg.group_size
+    return Wire(per_node, moe.near_weight, moe.far_weight)

@@ -59,7 +59,10 @@ def _compile_move(model: Model):
     )
 
     def run(state, rounds):
-        return _changed(state, lambda *experts: move(*experts, rounds, model.mesh))
+        group = model.layout.axes
+        return _changed(
+            state, lambda *experts: move(*experts, rounds, model.mesh, group)
+        )
 
     return _jitted(run, state).lower(state, rounds).compile()
 
@@ -72,7 +75,10 @@ def _compile_reshard(model: Model, store: str):
     )
 
     def run(state):
-        return _changed(state, lambda *experts: reshard(*experts, model.mesh, store))
+        group = model.layout.axes
+        return _changed(
+            state, lambda *experts: reshard(*experts, model.mesh, store, group)
+        )
 
     return _jitted(run, after).lower(before).compile()
 

@@ -60,7 +60,11 @@ def abstract_state(
     specs = nnx.to_pure_dict(
         nnx.map_state(
             lambda path, variable: param_spec(
-                variable, mesh, path[0] in ("prefix", "cycles"), store
+                variable,
+                mesh,
+                path[0] in ("prefix", "cycles"),
+                store,
+                cfg.moe.group_axes,
             ),
             params,
         )

@@ -46,6 +46,7 @@ TAGS = {
 MAX_TAGS = {
     "load_max_over_mean": "load/max_over_mean",
     "device_max_over_mean": "load/device_max_over_mean",
+    "max_over_bound": "load/max_over_bound",
     "rounds": "exchange/rounds",
     "fullest_pair": "exchange/fullest_pair",
 }

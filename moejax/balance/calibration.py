@@ -5,6 +5,7 @@ import json
 import pathlib
 
 from moejax.balance.cost import CostModel
+from moejax.layout import GROUP_AXES
 
 LINE_KEYS = ("latency_sec", "bytes_per_sec", "r2")
 BYTES_PER_MOVED_WEIGHT = 3 * 4
@@ -93,14 +94,16 @@ def cost_model(
     micro_batches: int,
     other_flops_per_device: float,
     remat: str = "none",
+    group: tuple[str, ...] = GROUP_AXES["expert"],
 ) -> CostModel:
     """Of SwiGLU experts: three matrices [d_model, d_expert], 2 FLOPs per weight. Their
-    hidden width is split over data until a layer computes.
+    hidden width is split over data until a layer computes, unless data is one of the
+    mesh axes of the group.
 
     `itemsize` is bytes per element in the compute dtype; `other_flops_per_device` the
     forward FLOPs of the rest of a block in one micro-batch.
     """
-    data = calibration.mesh["data"]
+    data = 1 if "data" in group else calibration.mesh["data"]
     weights = 3 * d_model * d_expert
     gather_sec = 0.0
     if data > 1:
@@ -108,8 +111,8 @@ def cost_model(
         share_bytes = weights * itemsize / data
         gather_sec = (data - 1) * share_bytes / gather["bytes_per_sec"]
     line = {"latency_sec": 0.0, "bytes_per_sec": float("inf")}
-    if calibration.mesh["expert"] > 1:
-        line = _line(calibration, "all_to_all", "expert")
+    if any(calibration.mesh[axis] > 1 for axis in group):
+        line = _line(calibration, "all_to_all", _measured(calibration, group))
     return CostModel(
         flops_per_row=2 * weights,
         bytes_per_row=d_model * itemsize,
@@ -124,6 +127,15 @@ def cost_model(
         gather_sec=gather_sec,
         remat=remat,
     )
+
+
+def _measured(calibration: Calibration, group: tuple[str, ...]) -> str:
+    """Which line stands for exchanges in the group: its own, else that of its innermost
+    axis of several devices."""
+    own = "_".join(group)
+    if own in calibration.collectives.get("all_to_all", {}):
+        return own
+    return [axis for axis in group if calibration.mesh[axis] > 1][-1]
 
 
 def _line(calibration: Calibration, name: str, axis: str) -> dict[str, float]:

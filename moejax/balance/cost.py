@@ -2,7 +2,7 @@
 back, moved owners, and a compile.
 
     T_FEC   forward time of the fullest device            compute_sec
-    T_A2A   one exchange of rows over the expert axis     wire_sec
+    T_A2A   one exchange of rows in the group             wire_sec
     T_sync  weights to copies, gradients back, exposed    sync_sec
     layer   3 T_FEC + 4 T_A2A + T_sync                    layer_sec
 
@@ -38,7 +38,7 @@ class CostModel:
     """Masters and moments of one expert."""
     flops_per_sec: float
     bytes_per_sec: float
-    """Of one device in one direction, in an all_to_all over the expert axis."""
+    """Of one device in one direction, in an all_to_all of the group."""
     latency_sec: float = 0.0
     """Of one collective."""
     other_sec: float = 0.0
@@ -47,7 +47,8 @@ class CostModel:
     """What a relayout is charged."""
     micro_batches: int = 1
     gather_sec: float = 0.0
-    """To gather one slot over the data axis, or to scatter its gradient."""
+    """To gather one slot over the data axis, or to scatter its gradient; 0 in groups
+    that data belongs to."""
     remat: str = "none"
     """Model.remat: what the backward pass does again. 'dispatch' repeats experts and
     copies, 'full' exchanges rows again too."""
@@ -167,8 +168,9 @@ class CostModel:
 
 
 def tight(layout: Layout, plan: ExpertPlan) -> Layout:
-    """`layout` with budgets of just what `plan` needs."""
-    if layout.store not in ("transient", "resident"):
+    """`layout` with budgets of just what `plan` needs; where the step plans (split
+    'dynamic'), what they are."""
+    if not layout.has_copies or layout.split == "dynamic":
         return layout
     needs = plan.needs(layout.num_devices)
     return dataclasses.replace(

@@ -1,7 +1,7 @@
 """The load of every layer as it is and as it will be: moving averages of what was seen.
 
-    load_lwe       rows per step from source device w to expert e, of one group of the
-                   expert axis, all micro-batches together
+    load_lwe       rows per step from source device w to expert e, of one group (with
+                   several groups: their mean), all micro-batches together
     fullest_lt     most rows that one device had for one other in a micro-batch, in
                    each of the last steps
 

@@ -7,7 +7,8 @@ expert axis (with several groups: their mean).
 
 import numpy as np
 
-from moejax.layout import Split
+from moejax import pairing, water
+from moejax.layout import Layout, Split
 
 
 def rows_by_slot(
@@ -18,7 +19,16 @@ def rows_by_slot(
     even: each replica of an expert takes an equal share of every source's rows.
     local_first: a source that holds replicas shares its rows among those; the others
     share theirs among all replicas.
+    water_filling: as the fullest device needs it, of loads rounded up to whole rows, as
+    near to the certificate as in training; each source as all sources together. (A
+    device keeps more at home, as far as round 0 carries them.)
+    dynamic: slots as `moejax.pairing` fills them for this load, also rounded; `row_p`
+    has the own experts first and the copies are of any of them, as many as fit.
     """
+    if split == "water_filling":
+        return _water_filling(load_we, row_p)
+    if split == "dynamic":
+        return _dynamic(load_we, row_p)
     num_experts = load_we.shape[1]
     full_p = row_p >= 0
     expert_p = np.where(full_p, row_p, 0)
@@ -49,3 +59,42 @@ def max_over_mean(rows_w: np.ndarray) -> float:
     """1 is even; 1 too where there is no load at all."""
     mean = rows_w.mean()
     return float(rows_w.max() / mean) if mean > 0 else 1.0
+
+
+def _water_filling(load_we: np.ndarray, row_p: np.ndarray) -> np.ndarray:
+    load_e, num_devices = _whole(load_we), len(load_we)
+    tolerance = water.tolerance_of(load_e.sum(), num_devices)
+    return _shared(
+        load_we, water.fill(load_e, row_p, num_devices, tolerance).rows_p, row_p
+    )
+
+
+def _dynamic(load_we: np.ndarray, row_p: np.ndarray) -> np.ndarray:
+    num_devices, num_experts = load_we.shape
+    slots, own = len(row_p) // num_devices, num_experts // num_devices
+    layout = Layout(
+        num_experts,
+        num_devices,
+        slots,
+        rows_per_peer=1,
+        transport="padded" if num_devices > 1 else "local",
+        store="transient",
+        split="dynamic",
+        offers_per_device=own,
+        copies_per_device=slots - own,
+    )
+    owned_e = row_p.reshape(num_devices, slots)[:, :own].reshape(-1)
+    paired = pairing.pair(_whole(load_we), owned_e, layout)
+    return _shared(load_we, paired.rows_p, paired.row_p)
+
+
+def _shared(load_we: np.ndarray, rows_p: np.ndarray, row_p: np.ndarray) -> np.ndarray:
+    """Each source's rows in proportion to what the replicas take."""
+    expert_p = np.maximum(row_p, 0)
+    total_e = np.bincount(expert_p, rows_p, load_we.shape[1])
+    return load_we[:, expert_p] * (rows_p / np.maximum(total_e, 1)[expert_p])
+
+
+def _whole(load_we: np.ndarray) -> np.ndarray:
+    """Load of each expert, at least a row where there is any."""
+    return np.ceil(load_we.sum(axis=0)).astype(np.int64)

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from moejax import axes
-from moejax.layout import Store
+from moejax.axes import AxisNames
+from moejax.layout import GROUP_AXES, Store
 from moejax.moe.stores import master_spec
 
 MIN_SHARDED_SIZE = 4096
@@ -22,13 +23,18 @@ MIN_SHARDED_SIZE = 4096
 
 
 def param_spec(
-    variable: nnx.Variable, mesh: Mesh, stacked: bool, store: Store = "owned"
+    variable: nnx.Variable,
+    mesh: Mesh,
+    stacked: bool,
+    store: Store = "owned",
+    group: AxisNames = GROUP_AXES["expert"],
 ) -> P:
-    """PartitionSpec of a parameter; `stacked` ones have a leading layer dim."""
+    """PartitionSpec of a parameter; `stacked` ones have a leading layer dim. Experts
+    lie as `store` wants them in groups over these mesh axes."""
     shape = variable.shape[1:] if stacked else variable.shape
     split = variable.get_metadata().get("split")
     if split is not None:
-        split = tuple(master_spec(split, store))
+        split = tuple(master_spec(split, store, group))
     else:
         split = _fsdp_split(shape, axes.axis_size(mesh, axes.FSDP_AXES))
     return P(None, *split) if stacked else P(*split)

@@ -1,4 +1,4 @@
-"""Rows to their experts and back, on one device of the expert axis.
+"""Rows to their experts and back, on one device of a group.
 
     dispatch(x_nd)       a window of rows to the slots' devices, sorted by slot there
     combine(y_md)        the same rows back, weighted and summed per token
@@ -21,6 +21,7 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from moejax.axes import AxisNames
 from moejax.kernels.permute import combine_rows, gather_rows
 from moejax.layout import Layout
 from moejax.moe.manifest import EMPTY, Manifest
@@ -54,7 +55,11 @@ class Receipt:
 
 @jax.named_scope("dispatch")
 def dispatch(
-    x_nd: Float[Array, "n d"], sent: Manifest, window: Window, layout: Layout, axis: str
+    x_nd: Float[Array, "n d"],
+    sent: Manifest,
+    window: Window,
+    layout: Layout,
+    axis: AxisNames,
 ) -> tuple[Float[Array, "m d"], Int[Array, " s"], Receipt]:
     """Rows of this window at their slots' device, sorted by slot, and rows per slot."""
     receipt, rows_s = receipt_of(sent, window, layout, axis)
@@ -77,7 +82,7 @@ def combine(
     gate_nk: Float[Array, "n k"],
     receipt: Receipt,
     layout: Layout,
-    axis: str,
+    axis: AxisNames,
 ) -> Float[Array, "n d"]:
     """Results back at their tokens, summed with their gates (in float32)."""
     if layout.num_devices > 1:
@@ -88,7 +93,7 @@ def combine(
 
 
 def receipt_of(
-    sent: Manifest, window: Window, layout: Layout, axis: str
+    sent: Manifest, window: Window, layout: Layout, axis: AxisNames
 ) -> tuple[Receipt, Int[Array, " s"]]:
     """Integers of one window: pure arithmetic on the manifest, no communication."""
     w, s = layout.num_devices, layout.slots_per_device
@@ -154,7 +159,7 @@ def _sort_arrivals(
     return jnp.where(real_m, arrival_m, EMPTY), sorted_m1
 
 
-def _send(rows_md, count_w, incoming_w, layout: Layout, axis: str):
+def _send(rows_md, count_w, incoming_w, layout: Layout, axis: AxisNames):
     w, d = layout.num_devices, rows_md.shape[-1]
     send = TRANSPORTS[layout.transport]
     arrived_wcd = send(rows_md.reshape(w, -1, d), count_w, incoming_w, axis)

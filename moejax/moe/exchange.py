@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from moejax.axes import AxisNames
 from moejax.kernels import zeros_varying_as
 from moejax.layout import Layout
 from moejax.moe.dispatch import Window, combine, dispatch
@@ -35,7 +36,7 @@ def exchange(
     sent: Manifest,
     experts: Experts,
     layout: Layout,
-    axis: str,
+    axis: AxisNames,
 ) -> Float[Array, "n d"]:
     """Every row to its slot, through `experts`, home, weighted and summed.
 

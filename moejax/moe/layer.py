@@ -34,7 +34,8 @@ class MoeLayer(nnx.Module):
     """Router, experts e of width f, in logical order; float32 masters.
 
     Expert weights are split over the expert axis by e and over data by their hidden
-    width f (store 'sharded': over both by f), and gathered over data for compute.
+    width f (store 'sharded': over both by f; merged groups: over both by e), and
+    gathered over data for compute.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class MoeLayer(nnx.Module):
         `forced_btk` replaces its choice; `slots` are this layer's, where they exist
         already; `experts` computes the rows of this device's slots.
         """
-        if slots is None:
+        if layout.split == "dynamic":  # copies travel when the loads are known
+            slots = stores.joined(self.masters(), x_btd.dtype)
+        elif slots is None:
             slots = self.slots(placement, layout, x_btd.dtype)
         optional = {"jitter_btd": jitter_btd, "forced_btk": forced_btk}
         optional = {k: v for k, v in optional.items() if v is not None}
@@ -79,7 +82,7 @@ class MoeLayer(nnx.Module):
                 P(),
                 P(),
                 P(),
-                stores.SLOT_SPECS,
+                stores.slot_specs(layout),
                 dict.fromkeys(optional, batch),
             ),
             out_specs=out_specs,
@@ -97,7 +100,7 @@ class MoeLayer(nnx.Module):
         return {name: getattr(self, name)[...] for name in stores.MASTERS}
 
 
-_SUMS = LayerSums(*[0] * 8)
+_SUMS = LayerSums(*[0] * 9)
 
 
 def _body(
@@ -126,32 +129,40 @@ def _body(
     routes, score_ne, logit_ne = routing.route(
         routed_nd, router_de, bias_e, router, cfg.top_k, t, forced_nk
     )
-    sent, dropped = manifest(routes.expert_nk, placement, layout, axes.EXPERT)
+    sent, used = manifest(routes.expert_nk, placement, layout, layout.axes)
     gate_nk, sent = checkpoint_name((routes.gate_nk, sent), routing.ROUTES)
 
-    weights = whole(slots, x_nd, mesh)
-    y_nd = exchange(x_nd, gate_nk, weights, sent, experts, layout, axes.EXPERT)
+    weights = whole(slots, x_nd, mesh, layout)
+    if layout.split == "dynamic":  # these are the own experts; here come copies of some
+        used = checkpoint_name(used, routing.ROUTES)
+        weights = stores.copied(weights, used, layout)
+    y_nd = exchange(x_nd, gate_nk, weights, sent, experts, layout, layout.axes)
     sums = LayerSums(
         **routing.balance_sums(score_ne, logit_ne, routes.expert_nk, t),
-        rows=rows_here(sent, layout, axes.EXPERT),
+        rows=rows_here(sent, layout, layout.axes),
         rounds=num_rounds(sent, layout),
-        dropped=dropped,
+        dropped=sent.dropped,
         fullest_pair=fullest_pair(sent, layout),
+        bound=sent.bound,
     )
     sums = jax.tree.map(lambda leaf: varying_alike(leaf, x_nd)[0][None], sums)
     return y_nd.reshape(b, t, d).astype(x_btd.dtype), sums
 
 
 @jax.named_scope("slots")
-def whole(slots: stores.Weights, x_nd: Array, mesh: Mesh) -> stores.Weights:
-    """This device's slots, gathered over data, as varied as x; gate beside up.
+def whole(
+    slots: stores.Weights, x_nd: Array, mesh: Mesh, layout: Layout
+) -> stores.Weights:
+    """This device's slots, gathered over data, as varied as x; gate beside up. Merged
+    groups split no slot over data.
 
     The transpose scatters the summed gradient back to the shards.
     """
+    is_split = mesh.shape[axes.DATA] > 1 and axes.DATA not in layout.axes
 
     def gathered(leaf, hidden_dim):
         leaf, _ = varying_alike(leaf, x_nd)  # gradients meet over dc as shards
-        if mesh.shape[axes.DATA] > 1:
+        if is_split:
             leaf = jax.lax.all_gather(leaf, axes.DATA, axis=hidden_dim, tiled=True)
         return leaf
 
@@ -167,3 +178,19 @@ def _param(rngs: nnx.Rngs, shape, fan_in: int, *split: str | None) -> nnx.Param:
     """Normal with variance 1 / fan_in, truncated; `split` names the dims' mesh axes."""
     init = jax.nn.initializers.truncated_normal(fan_in**-0.5)
     return nnx.Param(init(rngs.params(), shape, jnp.float32), split=split or None)
+
+
+def check_platform(layout: Layout, platform: str) -> None:
+    """NotImplementedError when a layer of this layout cannot run on this platform."""
+    if platform != "cpu":
+        return
+    if layout.transport == "ragged":
+        raise NotImplementedError(
+            "XLA:CPU has no ragged_all_to_all (jax issue 34755): use "
+            "Moe.transport = 'padded' on the CPU"
+        )
+    if layout.fused_split:
+        raise NotImplementedError(
+            "the fused split is a kernel for Hopper GPUs: use Moe.fused_split = False "
+            "on the CPU"
+        )

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
+from moejax.axes import AxisNames
 from moejax.layout import Layout
 from moejax.moe.split import SPLITS
 from moejax.types import Placement
@@ -33,14 +34,19 @@ class Manifest:
     first_w: Int[Array, " w"]
     """Where each peer's rows begin in assignment_a."""
     counts_wp: Int[Array, "w p"]
-    """Rows from every device of the expert axis to every slot, equal on all of them."""
+    """Rows from every device of the group to every slot, equal on all of them."""
+    dropped: Int[Array, ""]
+    """Choices of this device that capacity mode dropped."""
+    bound: Int[Array, ""]
+    """No split over these replicas leaves the group's fullest device fewer rows."""
 
 
 @jax.named_scope("manifest")
 def manifest(
-    expert_nk: Int[Array, "n k"], placement: Placement, layout: Layout, axis: str
-) -> tuple[Manifest, Int[Array, ""]]:
-    """The manifest of one layer's placement, and how many choices were dropped.
+    expert_nk: Int[Array, "n k"], placement: Placement, layout: Layout, axis: AxisNames
+) -> tuple[Manifest, Placement]:
+    """The manifest of one layer's placement, and the placement with the replicas that
+    the split made: the same one, if it makes none.
 
     An expert of -1 goes nowhere. In capacity mode (GShard, section 3.2) at most
     layout.rows_per_slot rows go from one device to one slot; of an expert's rows the
@@ -52,7 +58,7 @@ def manifest(
     order_a = jnp.argsort(expert_a, stable=True).astype(jnp.int32)
     count_e = jnp.sum(expert_a[:, None] == jnp.arange(e), axis=0, dtype=jnp.int32)
     counts_we = count_e[None] if w == 1 else jax.lax.all_gather(count_e, axis)
-    quota_wq = SPLITS[layout.split](counts_we, placement, layout)
+    quota_wq, bound, placement = SPLITS[layout.split](counts_we, placement, layout)
 
     slot_q = placement.slot_lq
     kept_wq = length_wq = quota_wq
@@ -83,8 +89,10 @@ def manifest(
         place_nk=_home(place_a, assignment_a).reshape(n, k),
         first_w=first_w,
         counts_wp=counts_wp,
+        dropped=jnp.sum(quota_q - kept_q),
+        bound=bound,
     )
-    return sent, jnp.sum(quota_q - kept_q)
+    return sent, placement
 
 
 def fullest_pair(sent: Manifest, layout: Layout) -> Int[Array, ""]:
@@ -93,7 +101,7 @@ def fullest_pair(sent: Manifest, layout: Layout) -> Int[Array, ""]:
     return jnp.max(jnp.sum(pair_ww, axis=-1))
 
 
-def rows_here(sent: Manifest, layout: Layout, axis: str) -> Int[Array, ""]:
+def rows_here(sent: Manifest, layout: Layout, axis: AxisNames) -> Int[Array, ""]:
     """Rows that this device computes."""
     rows_w = jnp.sum(sent.counts_wp, axis=0).reshape(layout.num_devices, -1).sum(axis=1)
     return rows_w[0 if layout.num_devices == 1 else jax.lax.axis_index(axis)]

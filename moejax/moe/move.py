@@ -2,8 +2,10 @@
 
     exchanges(owned_le, new_le, num_devices)   host: bounded rounds, each through a
                                                valid permutation of owners
-    move(arrays, rounds, mesh)                 device: some rounds, in place
-    reshard(arrays, mesh, to)                  device: by expert <-> by hidden width
+    move(arrays, names, rounds, mesh, group)   device: some rounds, in place
+    reshard(arrays, names, mesh, to, group)    device: by expert <-> by hidden width
+
+`group` is the mesh axes of the group (Layout.axes).
 
 In a round a device sends at most one expert, and takes at most one, in slices as copies
 travel (moejax.moe.stores): two experts' bytes per device, and two more in memory,
@@ -22,7 +24,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from moejax import axes, owners
-from moejax.layout import Store
+from moejax.axes import AxisNames
+from moejax.layout import GROUP_AXES, Store
 from moejax.moe.stores import MASTERS, master_spec, pick, travel
 
 ROUNDS_PER_CALL = 8
@@ -63,24 +66,37 @@ def no_rounds(num_experts: int, num_devices: int) -> Rounds:
     return _tables([], num_experts, num_devices)
 
 
-def move(arrays: list[Array], names: list[str], rounds: Rounds, mesh: Mesh):
+def move(
+    arrays: list[Array],
+    names: list[str],
+    rounds: Rounds,
+    mesh: Mesh,
+    group: AxisNames = GROUP_AXES["expert"],
+):
     """Arrays [l, e, ..] of masters or moments (by parameter `names`) after the rounds.
     Rows are copied, bit for bit."""
-    specs = [_spec(name, "owned") for name in names]
-    own = arrays[0].shape[1] // mesh.shape[axes.EXPERT]
+    specs = [_spec(name, "owned", group) for name in names]
+    own = arrays[0].shape[1] // axes.axis_size(mesh, group)
 
     def body(arrays, rounds):
-        return jax.lax.fori_loop(0, rounds.count, partial(_one, rounds, own), arrays)
+        one = partial(_one, rounds, own, group)
+        return jax.lax.fori_loop(0, rounds.count, one, arrays)
 
     return jax.shard_map(body, mesh=mesh, in_specs=(specs, P()), out_specs=specs)(
         arrays, rounds
     )
 
 
-def reshard(arrays: list[Array], names: list[str], mesh: Mesh, to: Store):
+def reshard(
+    arrays: list[Array],
+    names: list[str],
+    mesh: Mesh,
+    to: Store,
+    group: AxisNames = GROUP_AXES["expert"],
+):
     """Arrays [l, e, ..] in logical order as `to` wants them, from the other way."""
-    by_expert = [_spec(name, "owned") for name in names]
-    by_width = [_spec(name, "sharded") for name in names]
+    by_expert = [_spec(name, "owned", group) for name in names]
+    by_width = [_spec(name, "sharded", group) for name in names]
     is_widening = to == "sharded"
 
     def body(arrays):
@@ -88,7 +104,7 @@ def reshard(arrays: list[Array], names: list[str], mesh: Mesh, to: Store):
         return [
             jax.lax.all_to_all(
                 leaf,
-                axes.EXPERT,
+                group,
                 split_axis=dim if is_widening else 1,
                 concat_axis=1 if is_widening else dim,
                 tiled=True,
@@ -100,12 +116,15 @@ def reshard(arrays: list[Array], names: list[str], mesh: Mesh, to: Store):
     return jax.shard_map(body, mesh=mesh, in_specs=(before,), out_specs=after)(arrays)
 
 
-def _one(rounds: Rounds, own: int, r, arrays: list[Array]) -> list[Array]:
-    me = jax.lax.axis_index(axes.EXPERT)
+def _one(
+    rounds: Rounds, own: int, group: AxisNames, r, arrays: list[Array]
+) -> list[Array]:
+    me = jax.lax.axis_index(group)
     layer, offer_o = rounds.layer_r[r], rounds.offer_rw[r, me][None]
     take_s = jax.lax.dynamic_slice_in_dim(rounds.take_re[r], me * own, own)
     rows = [jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False) for x in arrays]
-    came = travel([pick(row, offer_o) for row in rows], rounds.want_rw[r][:, None])
+    offered, want_w1 = [pick(row, offer_o) for row in rows], rounds.want_rw[r][:, None]
+    came = travel(offered, want_w1, group)
     new = [jnp.concatenate(pair)[take_s] for pair in zip(rows, came)]
     return [
         jax.lax.dynamic_update_index_in_dim(x, row, layer, 0)
@@ -113,11 +132,11 @@ def _one(rounds: Rounds, own: int, r, arrays: list[Array]) -> list[Array]:
     ]
 
 
-def _spec(name: str, store: Store) -> P:
+def _spec(name: str, store: Store, group: AxisNames) -> P:
     """Of a stacked parameter; the layer dim is never split."""
     split = [axes.EXPERT, None, None]
     split[HIDDEN_DIMS[name]] = axes.DATA
-    return P(None, *master_spec(tuple(split), store))
+    return P(None, *master_spec(tuple(split), store, group))
 
 
 def _tables(part: list, num_experts: int, num_devices: int) -> Rounds:

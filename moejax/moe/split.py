@@ -1,10 +1,15 @@
 """Which replica computes a row: int32 programs on counts that all devices have.
 
-    split(counts_we, placement, layout) -> quota_wq
+    split(counts_we, placement, layout) -> Division
 
-`quota_wq` says how many of source device w's rows go to the q-th slot (slots sorted by
-expert, see Placement). Every device computes all of it, and the same bits: no float
-takes part. Over the replicas of an expert quotas sum to the source's count.
+Every device computes all of it, and the same bits: no float takes part. Slots are
+sorted by expert (q, see Placement). Over the replicas of an expert quotas sum to the
+source's count.
+
+    even            every replica an equal share
+    local_first     rows stay on a device that has their expert
+    water_filling   the fullest device has as few rows as these replicas allow
+    dynamic         replicas are chosen from the loads themselves: all devices the mean
 """
 
 from collections.abc import Callable
@@ -13,14 +18,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from moejax.layout import Layout
+from moejax.moe import dynamic, near, water
+from moejax.moe.deal import Division, deal
 from moejax.types import Placement
 
-Splitter = Callable[[Array, Placement, Layout], Array]
+Splitter = Callable[[Array, Placement, Layout], Division]
 
 
 def even(
     counts_we: Int[Array, "w e"], placement: Placement, layout: Layout
-) -> Int[Array, "w q"]:
+) -> Division:
     """Every replica an equal share of each source's rows, and of all rows, to one row.
 
     Rows of an expert are numbered over all sources; the i-th goes to replica i mod r.
@@ -28,12 +35,13 @@ def even(
     expert_q, replicas_q = _replicas(placement, layout)
     count_wq = jnp.where(placement.expert_lq < 0, 0, counts_we[:, expert_q])
     before_wq = jnp.cumsum(count_wq, axis=0) - count_wq
-    return _dealt(before_wq, count_wq, placement.replica_lq, replicas_q)
+    quota_wq = _dealt(before_wq, count_wq, placement.replica_lq, replicas_q)
+    return Division(quota_wq, mean_rows(counts_we), placement)
 
 
 def local_first(
     counts_we: Int[Array, "w e"], placement: Placement, layout: Layout
-) -> Int[Array, "w q"]:
+) -> Division:
     """Rows stay on a device that has their expert, evenly over its replicas there;
     those of other devices are shared as in `even`."""
     expert_q, replicas_q = _replicas(placement, layout)
@@ -51,10 +59,57 @@ def local_first(
     far_wq = _dealt(before_wq, far_wq, placement.replica_lq, replicas_q)
     near_wq = _dealt(0, count_wq, placement.local_lq, jnp.maximum(held_wq, 1))
     is_here_wq = device_q == jnp.arange(layout.num_devices)[:, None]
-    return jnp.where(held_wq > 0, jnp.where(is_here_wq, near_wq, 0), far_wq)
+    quota_wq = jnp.where(held_wq > 0, jnp.where(is_here_wq, near_wq, 0), far_wq)
+    return Division(quota_wq, mean_rows(counts_we), placement)
 
 
-SPLITS: dict[str, Splitter] = {"even": even, "local_first": local_first}
+def water_filling(
+    counts_we: Int[Array, "w e"], placement: Placement, layout: Layout
+) -> Division:
+    """The linear program of MicroMoE (arXiv 2511.16947, LPP 1) in integers, within
+    1/512 of its certified optimum; rows stay on their device as far as they can.
+
+    With Layout.wire rows that cross wires weigh too (moejax.moe.near), and the better
+    one of both divisions is taken."""
+    mean = mean_rows(counts_we)
+    tolerance = mean >> water.TOLERANCE_BITS
+    filling = water.fill(
+        jnp.sum(counts_we, axis=0, dtype=jnp.int32), placement, layout, tolerance
+    )
+    quota_wq = deal(counts_we, filling.rows_q, placement, layout)
+    if layout.wire is not None:
+        rows_q = near.evened(counts_we, filling.rows_q, placement, layout)
+        other_wq = deal(counts_we, rows_q, placement, layout)
+        is_less = near.objective(other_wq, placement, layout) < near.objective(
+            quota_wq, placement, layout
+        )
+        quota_wq = jnp.where(is_less, other_wq, quota_wq)
+    return Division(quota_wq, filling.bound, placement)
+
+
+def dynamically(
+    counts_we: Int[Array, "w e"], placement: Placement, layout: Layout
+) -> Division:
+    """Copies for this layer and micro-batch alone, so that every device has the mean:
+    moejax.moe.dynamic."""
+    placement, rows_q = dynamic.pair(
+        jnp.sum(counts_we, axis=0, dtype=jnp.int32), placement, layout
+    )
+    quota_wq = deal(counts_we, rows_q, placement, layout)
+    return Division(quota_wq, mean_rows(counts_we), placement)
+
+
+SPLITS: dict[str, Splitter] = {
+    "even": even,
+    "local_first": local_first,
+    "water_filling": water_filling,
+    "dynamic": dynamically,
+}
+
+
+def mean_rows(counts_we: Int[Array, "w e"]) -> Int[Array, ""]:
+    """Rows of a device where all have the same, rounded up."""
+    return -(-jnp.sum(counts_we, dtype=jnp.int32) // len(counts_we))
 
 
 def _replicas(placement: Placement, layout: Layout):

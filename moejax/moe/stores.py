@@ -9,6 +9,9 @@
     sharded     masters are split by hidden width over all devices: each gathers the
                 slices of all its slots
 
+Devices are those of a group (Layout.axes). Along expert alone, data splits the hidden
+width of masters and slots until a layer computes; merged, nothing else splits them.
+
 Gradients go back the same way. Replicas are summed where their slices meet, in float32
 and in a fixed order, then once more at the owner.
 """
@@ -23,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from moejax import axes
+from moejax.axes import AxisNames
 from moejax.layout import Layout
 from moejax.types import Placement
 
@@ -30,44 +34,56 @@ Weights = dict[str, Array]
 
 MASTERS = ("gate_edf", "up_edf", "down_efd")
 """Names of an MoE layer's expert parameters."""
-SLOT_SPECS = {
-    "into": P(axes.EXPERT, None, None, axes.DATA),
-    "down": P(axes.EXPERT, axes.DATA, None),
+SLOT_SPLITS = {
+    "into": (axes.EXPERT, None, None, axes.DATA),
+    "down": (axes.EXPERT, axes.DATA, None),
 }
-"""Slots of all devices: into_sd2f, gate beside up, and down_sfd. Hidden width is still
-split over data, as the masters' is."""
+"""Slots of all devices: into_sd2f, gate beside up, and down_sfd."""
 
 
-def master_spec(split: tuple, store: str) -> P:
+def master_spec(split: tuple, store: str, group: AxisNames) -> P:
     """Where an expert parameter lies, of its split (expert, .., data, ..) under a store
-    of owners: under 'sharded' all devices have a part of every expert's width."""
-    if store != "sharded":
-        return P(*split)
-    wide = {axes.EXPERT: None, axes.DATA: (axes.DATA, axes.EXPERT)}
-    return P(*(wide.get(axis) for axis in split))
+    of owners in groups along expert. Under 'sharded' all devices have a part of every
+    expert's width; merged groups split experts over data too, and no width."""
+    instead = {}
+    if store == "sharded":
+        instead = {axes.EXPERT: None, axes.DATA: (axes.DATA, axes.EXPERT)}
+    elif axes.DATA in group:
+        instead = {axes.EXPERT: group, axes.DATA: None}
+    return P(*(instead.get(axis, axis) for axis in split))
+
+
+def slot_specs(layout: Layout) -> dict[str, P]:
+    """Where slots lie: with each device, what is split over data still is."""
+    return {n: master_spec(s, "owned", layout.axes) for n, s in SLOT_SPLITS.items()}
 
 
 def slots(
     weights: Weights, placement: Placement, layout: Layout, mesh: Mesh, dtype
 ) -> Weights:
-    """One layer's slots in `dtype`: into_sd2f and down_sfd, split as SLOT_SPECS says.
+    """One layer's slots in `dtype`: into_sd2f and down_sfd, split as slot_specs says.
 
     weights: gate_edf, up_edf, down_efd, masters in the order of the plan's `owned_le`.
     An empty slot is zeros.
     """
-    gate_edf, up_edf = weights["gate_edf"], weights["up_edf"]
-    masters = {
-        "into": jnp.stack([gate_edf.astype(dtype), up_edf.astype(dtype)], axis=2),
-        "down": weights["down_efd"].astype(dtype),
-    }
-    specs = {n: master_spec(tuple(s), layout.store) for n, s in SLOT_SPECS.items()}
+    store, group = layout.store, layout.axes
+    specs = {n: master_spec(s, store, group) for n, s in SLOT_SPLITS.items()}
     body = partial(STORES[layout.store], layout=layout)
     return jax.shard_map(
         jax.named_scope("slots")(body),
         mesh=mesh,
         in_specs=(specs, P()),
-        out_specs=SLOT_SPECS,
-    )(masters, placement)
+        out_specs=slot_specs(layout),
+    )(joined(weights, dtype), placement)
+
+
+def joined(weights: Weights, dtype) -> Weights:
+    """Masters in `dtype` as slots are: gate and up beside one another."""
+    gate_edf, up_edf = weights["gate_edf"], weights["up_edf"]
+    return {
+        "into": jnp.stack([gate_edf.astype(dtype), up_edf.astype(dtype)], axis=2),
+        "down": weights["down_efd"].astype(dtype),
+    }
 
 
 def slots_of_layers(make, weights: Weights, placement: Placement) -> Weights:
@@ -90,14 +106,16 @@ def copied(masters: Weights, placement: Placement, layout: Layout) -> Weights:
     if layout.copies_per_device and layout.offers_per_device:
         offer_o = _mine(placement.offer_lwo, layout)
         offered = [pick(own, offer_o) for own in masters.values()]
-        copies = travel(offered, placement.want_lwc)
+        copies = travel(offered, placement.want_lwc, layout.axes)
     return {
         name: pick(jnp.concatenate([own, copy]), fill_s)
         for (name, own), copy in zip(masters.items(), copies)
     }
 
 
-def travel(offered: list[Array], want_wc: Int[Array, "w c"]) -> list[Array]:
+def travel(
+    offered: list[Array], want_wc: Int[Array, "w c"], group: AxisNames
+) -> list[Array]:
     """Copies of this device, [c, ..] per weight: scattered, then gathered by slices.
 
     Each of the weights [o, ..] is laid out flat and cut into w slices, the last one
@@ -107,10 +125,10 @@ def travel(offered: list[Array], want_wc: Int[Array, "w c"]) -> list[Array]:
     flat_ox = jnp.concatenate([x.reshape(offers, -1) for x in offered], axis=1)
     size = flat_ox.shape[1]
     flat_ox = jnp.pad(flat_ox, ((0, 0), (0, -size % w)))
-    slices_wox = _to_all(flat_ox.reshape(offers, w, -1).swapaxes(0, 1))
+    slices_wox = _to_all(flat_ox.reshape(offers, w, -1).swapaxes(0, 1), group)
     every_px = slices_wox.reshape(-1, slices_wox.shape[-1])  # offers of all owners
     wanted_wcx = pick(every_px, want_wc.reshape(-1)).reshape(w, copies, -1)
-    whole_cx = _to_all(wanted_wcx).swapaxes(0, 1).reshape(copies, -1)[:, :size]
+    whole_cx = _to_all(wanted_wcx, group).swapaxes(0, 1).reshape(copies, -1)[:, :size]
     ends = np.cumsum([x[0].size for x in offered])[:-1]
     parts = jnp.split(whole_cx, ends, axis=1)
     return [part.reshape(copies, *x.shape[1:]) for part, x in zip(parts, offered)]
@@ -123,7 +141,7 @@ def sharded(masters: Weights, placement: Placement, layout: Layout) -> Weights:
     def gathered(part_exx: Array, hidden_dim: int) -> Array:
         slices_pxx = pick(part_exx, table_p)
         return jax.lax.all_to_all(
-            slices_pxx, axes.EXPERT, split_axis=0, concat_axis=hidden_dim, tiled=True
+            slices_pxx, layout.axes, split_axis=0, concat_axis=hidden_dim, tiled=True
         )
 
     return {
@@ -170,11 +188,9 @@ pick.defvjp(_pick_forward, _pick_backward)
 
 def _mine(table_wx: Int[Array, "w x"], layout: Layout) -> Int[Array, " x"]:
     """This device's row of a table."""
-    me = 0 if layout.num_devices == 1 else jax.lax.axis_index(axes.EXPERT)
+    me = 0 if layout.num_devices == 1 else jax.lax.axis_index(layout.axes)
     return table_wx[me]
 
 
-def _to_all(chunk_wx: Array) -> Array:
-    return jax.lax.all_to_all(
-        chunk_wx, axes.EXPERT, split_axis=0, concat_axis=0, tiled=True
-    )
+def _to_all(chunk_wx: Array, group: AxisNames) -> Array:
+    return jax.lax.all_to_all(chunk_wx, group, split_axis=0, concat_axis=0, tiled=True)

@@ -1,6 +1,8 @@
-"""How rows travel between the devices of the expert axis: one signature.
+"""How rows travel between the devices of a group: one signature.
 
     send(rows_wcd, count_w, incoming_w, axis) -> rows_wcd
+
+`axis` is the mesh axes of the group (Layout.axes).
 
 Chunk w of the argument goes to device w, chunk w of the result came from it. Of each
 chunk the first `count_w[w]` rows are real; `incoming_w` is the same of the result,
@@ -15,7 +17,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-Send = Callable[[Array, Int[Array, " w"], Int[Array, " w"], str], Array]
+from moejax.axes import AxisNames
+
+Send = Callable[[Array, Int[Array, " w"], Int[Array, " w"], AxisNames], Array]
 
 
 def local(rows_wcd, count_w, incoming_w, axis):
@@ -58,12 +62,3 @@ def _ragged_backward(axis, counts, d_rows_wcd):
 ragged.defvjp(_ragged_forward, _ragged_backward)
 
 TRANSPORTS: dict[str, Send] = {"local": local, "padded": padded, "ragged": ragged}
-
-
-def check_platform(transport: str, platform: str) -> None:
-    """NotImplementedError when this transport cannot run on this platform."""
-    if transport == "ragged" and platform == "cpu":
-        raise NotImplementedError(
-            "XLA:CPU has no ragged_all_to_all (jax issue 34755): use "
-            "Moe.transport = 'padded' on the CPU"
-        )

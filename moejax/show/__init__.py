@@ -129,7 +129,7 @@ def loads(tokens_le) -> View:
 
 
 def device_loads(tokens_le, plan: ExpertPlan, num_devices: int) -> View:
-    """Rows that each device of the expert axis computes under a plan, by layer."""
+    """Rows that each device of the group computes under a plan, by layer."""
     rows_lw = rows_per_device(tokens_le, plan, num_devices)
     ratio_lw = _over_mean(rows_lw)
     layers = _groups(plan.num_layers, MAX_ROWS)
@@ -234,7 +234,7 @@ def _check_devices(num_slots: int, num_devices: int) -> None:
     if num_devices < 1 or num_slots % num_devices:
         raise ValueError(
             f"{num_slots} slots do not divide over num_devices={num_devices}: give the "
-            "size of the expert axis that the plan was made for"
+            "size of the group that the plan was made for"
         )
 
 

@@ -11,7 +11,15 @@ import dataclasses
 import difflib
 from collections.abc import Callable
 
-from moejax.balance.policies import eplb, fastermoe, flexmoe, home, prophet, smartmoe
+from moejax.balance.policies import (
+    eplb,
+    fastermoe,
+    flexmoe,
+    home,
+    micromoe,
+    prophet,
+    smartmoe,
+)
 from moejax.layout import Split, Store
 from moejax.plan import ExpertPlan
 
@@ -27,6 +35,8 @@ class Policy:
     prefetch: bool = False
     has_replicas: bool = True
     """Whether slots beyond those of the experts help it."""
+    is_spread_first: bool = False
+    """A run starts from its plan for no load at all, not from home."""
 
 
 POLICIES: dict[str, Policy] = {
@@ -36,6 +46,12 @@ POLICIES: dict[str, Policy] = {
     "flexmoe": Policy(flexmoe.plan, ("resident", "sharded")),
     "smartmoe": Policy(smartmoe.plan, ("owned",), has_replicas=False),
     "eplb": Policy(eplb.plan, ("sharded",)),
+    "micromoe": Policy(
+        micromoe.plan,
+        ("resident", "transient", "sharded"),
+        "water_filling",
+        is_spread_first=True,
+    ),
 }
 
 

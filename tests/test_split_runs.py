@@ -1,0 +1,70 @@
+"""Whole runs under water-filling and dynamic replication: the losses of plain expert
+parallelism, and every step at its certified bound."""
+
+import numpy as np
+import pytest
+from close import assert_close
+from gang import LiveGang
+from run_main import lines_of
+from watched_run import BALANCED, run_here, watched
+
+pytestmark = pytest.mark.slow
+HOME = ("Balance.policy = 'home'", "Train.num_steps = 24")
+MICROMOE = ("Balance.policy = 'micromoe'", "Train.num_steps = 24")
+DYNAMIC = (*HOME, "Moe.split = 'dynamic'")
+MERGED = "Moe.group = 'data_expert'"
+COUNTED = ("rows_lw", "fullest_pair", "rounds", "max_over_bound", "load_max_over_mean")
+RUNS = [
+    (*MICROMOE, MERGED),
+    DYNAMIC,
+    pytest.param(MICROMOE, marks=pytest.mark.long),
+    pytest.param((*DYNAMIC, MERGED), marks=pytest.mark.long),
+    pytest.param((*DYNAMIC, "Model.remat = 'full'"), marks=pytest.mark.long),
+]
+
+
+@pytest.fixture(scope="module")
+def house():
+    with watched() as house:
+        yield house
+
+
+@pytest.fixture(scope="module")
+def home(house, tmp_path_factory):
+    return run_here(house, tmp_path_factory.mktemp("home"), *HOME)
+
+
+@pytest.mark.parametrize("params", RUNS)
+def test_losses_are_those_of_home_and_rows_at_their_bound(
+    house, home, tmp_path, params
+):
+    run = run_here(house, tmp_path, *params)
+    losses, expected = (
+        np.float32([line["loss"] for line in r.steps.values()]) for r in (run, home)
+    )
+    assert_close(losses, expected)
+    worst = max(max(line["max_over_bound"]) for line in run.steps.values())
+    assert worst <= 1 + 1 / 512 + 1e-3  # a row, of the hundreds that a device has
+    skew = max(max(line["device_max_over_mean"]) for line in home.steps.values())
+    assert skew > 1.3
+    if "Moe.split = 'dynamic'" in params:
+        even = max(max(line["device_max_over_mean"]) for line in run.steps.values())
+        assert even <= 1.02
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("params", [(*MICROMOE, MERGED), DYNAMIC])
+def test_two_processes_split_as_one(house, tmp_path, params):
+    """Choices are recorded, so every count of every step is the same whole number."""
+    alone, run_dir = tmp_path / "alone", tmp_path / "gang"
+    run_here(house, alone, *params)
+    balanced = [f"--gin_file={BALANCED}"]
+    with LiveGang(run_dir, 2, *params, of_main=balanced) as live:
+        ended = live.end()
+    assert ended.code == 0, ended.err
+    counted, expected = (
+        [{name: x.get(name) for name in COUNTED} for x in lines_of(r) if "loss" in x]
+        for r in (run_dir, alone)
+    )
+    assert len(counted) == 24
+    assert counted == expected
