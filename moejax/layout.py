@@ -172,6 +172,13 @@ class Layout:
                 f"it takes store='transient' without prefetch, and has '{self.store}', "
                 f"prefetch={self.prefetch}"
             )
+        budgets = (self.offers_per_device, self.copies_per_device)
+        if self.num_devices > 1 and not all(budgets):
+            raise ValueError(
+                "split='dynamic' needs offers_per_device and copies_per_device of 1 or "
+                f"more, and has {budgets[0]} and {budgets[1]}: "
+                f"{self.experts_per_device} of each are always enough"
+            )
         if self.exchange == "capacity":
             raise ValueError(
                 "split='dynamic' makes other replicas for each micro-batch, and "
@@ -207,6 +214,11 @@ class Layout:
     @property
     def has_copies(self) -> bool:
         return self.store in ("transient", "resident")
+
+    @property
+    def yields_home_rows(self) -> bool:
+        """Whether rows stay on their device only as far as round 0 has room."""
+        return self.split in ("water_filling", "dynamic")
 
     @property
     def experts_per_device(self) -> int:

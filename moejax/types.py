@@ -165,9 +165,11 @@ class RoutingStats:
     """Choices that capacity mode dropped; 0 in exact mode."""
     fullest_pair_l: Int[Array, " l"]
     """Most rows that one device had for one other."""
+    fullest_device_l: Int[Array, " l"]
+    """Rows of the fullest device of each micro-batch, summed over those."""
     bound_l: Int[Array, " l"]
-    """Certificate: no split over these replicas had left the fullest device fewer rows,
-    micro-batches summed; the mean, for splits that look for none."""
+    """Certificates, summed likewise: no split over these replicas leaves the fullest
+    device of a micro-batch fewer rows. The mean, for splits that look for none."""
 
     @property
     def tokens_le(self):

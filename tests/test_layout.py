@@ -122,8 +122,25 @@ def test_layouts_are_keys():
             lambda: dataclasses.replace(LAYOUT, prefetch=True),
             ["prefetch", "store='transient'", "'resident'"],
         ),
+        (
+            lambda: Layout(4, 2, 2, 8, store="resident", split="dynamic"),
+            ["split='dynamic'", "store='transient'", "'resident'"],
+        ),
+        (
+            lambda: Layout(4, 2, 2, 8, store="transient", split="dynamic"),
+            ["split='dynamic'", "offers_per_device", "0 and 0", "2 of each"],
+        ),
+        (
+            lambda: Layout(4, 2, 4, 8, store="transient", split="dynamic",
+                           offers_per_device=1, copies_per_device=1),
+            ["split='dynamic'", "slots_per_device=4", "use 3"],
+        ),
+        (
+            lambda: Layout(4, 2, 2, 8, fused_split=True),
+            ["fused_split", "split='water_filling'", "'even'"],
+        ),
     ],
-)
+)  # fmt: skip
 def test_complaint_names_the_rule_the_value_and_what_to_do(make, words):
     with pytest.raises(ValueError) as error:
         make()

@@ -2,6 +2,8 @@
 definition, the fullest device is at the certified bound, and every device decides
 the same, bit for bit."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +27,7 @@ from moejax.balance.density import densest
 from moejax.balance.graphs import symmetric
 from moejax.kernels import varying_alike
 from moejax.layout import GROUP_AXES, Layout, Topology
-from moejax.moe.manifest import manifest
+from moejax.moe.manifest import fullest_pair, manifest, pair_to_fit
 from moejax.plan import ExpertPlan
 from moejax.types import Placement
 
@@ -111,6 +113,34 @@ def test_the_layer_is_its_definition_and_the_fullest_device_at_its_bound(
 
 def placed(plan: ExpertPlan, layout: Layout) -> Placement:
     return Placement.of_plan(plan.validate(layout), layout).layer(0)
+
+
+def test_large_buffers_are_not_taken_for_needed():
+    """Rows stay at home while a buffer has room; the fullest pair that is reported, for
+    buffers to fit, is the same for one that is four times as large."""
+    reported = []
+    for rows_per_peer in (32, 128):
+        layout = layout_of(EIGHT, ALONE, "transient", "water_filling")
+        layout = dataclasses.replace(layout, rows_per_peer=rows_per_peer)
+        placement = placed(plan_of(layout), layout)
+
+        def body(expert_nk, placement, layout=layout):
+            sent, _ = manifest(expert_nk, placement, layout, layout.axes)
+            both = fullest_pair(sent, layout), pair_to_fit(sent, layout)
+            return jnp.stack(both)[None]
+
+        spec = P(BATCH_AXES)
+        run = jax.shard_map(
+            body, mesh=make_mesh(EIGHT), in_specs=(spec, P()), out_specs=spec
+        )
+        rng = np.random.default_rng(0)
+        first_n1 = rng.integers(0, EXPERTS, (1024, 1))
+        expert_nk = np.concatenate([first_n1, first_n1 + 1], axis=1)
+        expert_nk = (expert_nk % EXPERTS).astype(np.int32)
+        reported.append(np.asarray(compiled(run)(expert_nk, placement))[0])
+    (small, small_fit), (large, large_fit) = reported
+    assert large > 1.2 * small
+    assert large_fit <= small_fit
 
 
 @pytest.mark.parametrize("split", ["water_filling", "dynamic"])

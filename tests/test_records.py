@@ -18,6 +18,7 @@ def metrics_of(rng) -> StepMetrics:
         rounds_l=np.ones(2, np.int32),
         dropped_l=np.zeros(2, np.int32),
         fullest_pair_l=np.full(2, 7),
+        fullest_device_l=np.full(2, 25),
         bound_l=np.full(2, 20),
     )
     losses = RouterLosses(balance=np.ones(2), sequence_balance=np.ones(2), z=np.ones(2))

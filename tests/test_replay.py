@@ -124,10 +124,10 @@ def test_split_is_the_policys_own_or_the_one_given(tmp_path, capsys):
 def test_dynamic_split_evens_out_what_no_plan_foresaw(tmp_path, capsys):
     """40,000 rows of each source are 40,000 of each device, whatever is hot."""
     words = [*of_trace(write(tmp_path / "a.npz")), "--split", "dynamic", "--policies"]
-    for parts in replayed(capsys, *words, "home,smartmoe")["policies"].values():
-        assert set(parts) == {"0", "1", "all"}
-        assert {part["max_over_mean_max"] for part in parts.values()} == {1.0}
-        assert parts["all"]["speedup"] > 1
+    parts = replayed(capsys, *words, "home")["policies"]["home"]
+    assert set(parts) == {"0", "1", "all"}
+    assert max(part["max_over_mean_max"] for part in parts.values()) < 1 + 1 / 40_000
+    assert parts["all"]["speedup"] > 1
 
 
 def test_slots_and_shadows_of_a_layout():
@@ -203,8 +203,8 @@ def test_a_calibration_sets_the_times(tmp_path, capsys):
         (["--layers=5"], "no layer '5'"),
         (["--array=counts"], "holds tokens"),
         (["--stride=0"], "--stride 0"),
-        (["--split=dynamic"], "fastermoe, prophet, flexmoe, eplb, micromoe"),
-        (["--split=dynamic", "--policies=home,eplb"], "eplb would too"),
+        (["--split=dynamic"], "fastermoe, prophet, flexmoe, smartmoe, eplb, micromoe"),
+        (["--split=dynamic", "--policies=home,eplb"], "eplb would plan too"),
         (["--calibration=none.json"], "none.json"),
     ],
 )
@@ -296,5 +296,5 @@ def test_dynamic_replication_evens_out_every_recorded_sample(trace, capsys):
     """Those where another expert becomes hot too. A device's mean is whole: 16384."""
     words = ["--trace", trace, "--split", "dynamic", "--policies", "home"]
     parts = replayed(capsys, *words, "--stride", 5)["policies"]["home"]
-    assert {part["max_over_mean_max"] for part in parts.values()} == {1.0}
+    assert max(part["max_over_mean_max"] for part in parts.values()) < 1 + 1 / 16_384
     assert min(part["speedup"] for part in parts.values()) > 3

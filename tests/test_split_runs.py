@@ -6,7 +6,9 @@ import pytest
 from close import assert_close
 from gang import LiveGang
 from run_main import lines_of
-from watched_run import BALANCED, run_here, watched
+from watched_run import BALANCED, config, restored, run_here, watched
+
+from train import prepare
 
 pytestmark = pytest.mark.slow
 HOME = ("Balance.policy = 'home'", "Train.num_steps = 24")
@@ -50,6 +52,31 @@ def test_losses_are_those_of_home_and_rows_at_their_bound(
     if "Moe.split = 'dynamic'" in params:
         even = max(max(line["device_max_over_mean"]) for line in run.steps.values())
         assert even <= 1.02
+
+
+def test_a_run_that_goes_on_from_home_begins_spread(home):
+    """The home plan of the checkpoint would leave the new policy without replicas."""
+    for params in (MICROMOE, (*MICROMOE, MERGED)):
+        plan = restored(home.run_dir, *params)[2].plan
+        assert np.count_nonzero(plan.slot_to_expert_lp >= 0) > plan.num_experts
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ((*HOME, "Moe.split = 'water_filling'"), "makes none: use 'micromoe'"),
+        ((*MICROMOE, "Moe.split = 'dynamic'"), "use Balance.policy='home' with it"),
+        ((*MICROMOE, "Moe.slots_per_device = 9"), "more replicas than devices"),
+        ((*DYNAMIC, "Moe.copies_per_device = 0"), "of each are always enough"),
+        ((*MICROMOE, "Moe.fused_split = True"), "use Moe.fused_split = False"),
+        ((*MICROMOE, "Moe.far_weight = 0.3"), "must be multiples of 1/16"),
+    ],
+)
+def test_what_cannot_be_is_said_before_the_run(params, words):
+    with pytest.raises((ValueError, NotImplementedError)) as error:
+        prepare.prepare(config(*params))
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.long

@@ -219,6 +219,8 @@ WEIGHTS_TRAVEL = {
     "transient": 4 * L,  # scattered, gathered, and back, in each layer
     "prefetched": 4 * (L + 1),  # the first layer's twice
     "resident": 4 * L,  # once for two micro-batches
+    "filled": 4 * L,
+    "dynamic": 4 * L,
     "sharded": 4 * L,  # two arrays, and back
 }
 

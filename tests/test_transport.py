@@ -1,5 +1,6 @@
 """Transports: what moves where, and who declines."""
 
+import types
 from functools import partial
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from moejax.axes import EXPERT, make_mesh
 from moejax.layout import Layout, Topology
-from moejax.moe.layer import check_platform
+from moejax.moe.layer import check_device
 from moejax.moe.transport import TRANSPORTS, local, padded, ragged
 
 DEVICES, ROWS, WIDTH = 8, 3, 2
@@ -58,6 +59,12 @@ def test_ragged_lowers_for_cuda(pass_):
     assert "stablehlo.all_to_all" not in text
 
 
+HOPPER, AMPERE = (
+    types.SimpleNamespace(platform="gpu", compute_capability=x, device_kind="a GPU")
+    for x in ("9.0", "8.0")
+)
+
+
 @pytest.mark.parametrize(
     ("changes", "fix"),
     [
@@ -66,11 +73,23 @@ def test_ragged_lowers_for_cuda(pass_):
     ],
 )
 def test_what_needs_a_gpu_declines_on_the_cpu(changes, fix):
-    layout = Layout(4, 2, 2, 8, **changes)
+    layout, here = Layout(4, 2, 2, 8, **changes), jax.devices()[0]
     with pytest.raises(NotImplementedError, match=fix):
-        check_platform(layout, "cpu")
-    check_platform(layout, "cuda")
-    check_platform(Layout(4, 2, 2, 8), "cpu")
+        check_device(layout, here)
+    check_device(layout, HOPPER)
+    check_device(Layout(4, 2, 2, 8), here)
+
+
+@pytest.mark.parametrize(
+    ("layout", "device"),
+    [
+        (Layout(4, 2, 2, 8, split="water_filling", fused_split=True), AMPERE),
+        (Layout(256, 256, 1, 8, split="water_filling", fused_split=True), HOPPER),
+    ],
+)
+def test_the_fused_split_declines_where_its_kernel_would(layout, device):
+    with pytest.raises(NotImplementedError, match=r"use Moe\.fused_split = False"):
+        check_device(layout, device)
 
 
 def test_every_transport_of_a_layout_exists():

@@ -5,6 +5,7 @@
     water_fill        load_e -> rows of each replica, inside a compiled step, with the
                       tolerance of training: the fullest device 0.2 % above the bound
     water_fill_exact  the same to the integer optimum
+    water_fill_fused  on Hopper GPUs, with --gpu: its sweeps as one kernel
     split             all that the step does: counts_we -> rows of each source device to
                       each replica
     highs_cold        the linear program by HiGHS, a new model each time
@@ -93,8 +94,12 @@ def work(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
     import jax
 
+    try:
+        device = jax.devices("gpu" if args.gpu else "cpu")[0]
+    except RuntimeError:
+        raise ValueError("--gpu, and there is no GPU here: leave it out") from None
     record = {
-        "device": jax.devices()[0].device_kind,
+        "device": device.device_kind,
         "cores": os.cpu_count(),
         "repeats": args.repeats,
         "num_micro_batches": args.micro_batches * len(SKEWS),
@@ -142,6 +147,7 @@ def make_arms(case: Case) -> dict[str, Arm]:
         "water_fill": Arm(lambda load_e: fill(load_e, 1), loads, np.asarray),
         "water_fill_exact": Arm(lambda load_e: fill(load_e, 0), loads, np.asarray),
         "split": Arm(split, counts, lambda quota_wq: quota_wq.sum(axis=0)),
+        **fused_arm(case, loads),
         "highs_cold": Arm(cold, case.load_ne, second),
         "highs_warm": Arm(
             lambda load_e: rivals.solve_warm(warm, load_e), case.load_ne, second
@@ -156,7 +162,17 @@ def make_arms(case: Case) -> dict[str, Arm]:
     }
 
 
-def compiled(case: Case) -> tuple[Callable, Callable]:
+def fused_arm(case: Case, loads: list) -> dict[str, Arm]:
+    """On Hopper GPUs: `water_fill` with its sweeps in one kernel."""
+    import jax
+
+    if getattr(jax.devices()[0], "compute_capability", "") != "9.0":
+        return {}
+    fill, _ = compiled(case, fused_split=True)
+    return {"water_fill_fused": Arm(lambda x: fill(x, 1), loads, np.asarray)}
+
+
+def compiled(case: Case, **changes) -> tuple[Callable, Callable]:
     """(load_e, whether with tolerance) -> rows_q, and counts_we -> quota_wq. All slots
     are full, and none is an expert's second on its device, so that slots by expert (q)
     are the replicas (r) of the rivals."""
@@ -170,7 +186,10 @@ def compiled(case: Case) -> tuple[Callable, Callable]:
     from moejax.types import Placement
 
     e, w, _ = case.size
-    layout = Layout(e, w, len(case.row_p) // w, rows_per_peer=1, store="sharded")
+    layout = Layout(
+        e, w, len(case.row_p) // w, rows_per_peer=1, store="sharded",
+        split="water_filling", **changes,
+    )  # fmt: skip
     plan = ExpertPlan(case.row_p[None], e).validate(layout)
     placement = jax.device_put(Placement.of_plan(plan, layout).layer(0))
     tolerance = mean_rows(case.counts_nwe[0]) >> water.TOLERANCE_BITS

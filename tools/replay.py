@@ -136,11 +136,11 @@ def policy_names(text: str) -> list[str]:
 
 
 def check_split(split: Split | None, names: list[str]) -> None:
-    with_replicas = [name for name in names if POLICIES[name].has_replicas]
-    if split == "dynamic" and with_replicas:
+    others = [name for name in names if name != "home"]
+    if split == "dynamic" and others:
         raise ValueError(
-            "--split dynamic makes the replicas itself, and "
-            f"{', '.join(with_replicas)} would too: give --policies home"
+            "--split dynamic makes the replicas itself, of experts at home, and "
+            f"{', '.join(others)} would plan too: give --policies home"
         )
 
 
@@ -172,8 +172,9 @@ def layout_for(
     store, own = policy.stores[0], num_experts // args.devices
     slots, budgets = args.slots, {}
     if split == "dynamic":
-        store, slots = "transient", 2 * own
-        budgets = {"offers_per_device": own, "copies_per_device": own}
+        store, copies = "transient", min(own, num_experts - own)
+        slots = own + copies
+        budgets = {"offers_per_device": own, "copies_per_device": copies}
     elif store == "owned":
         slots = own
     elif store == "transient":

@@ -105,6 +105,7 @@ def of_run(args: argparse.Namespace) -> tuple[Compared, list[str]]:
     devices = math.prod(meta["config"]["mesh"][axis] for axis in group)
     policy = meta["config"].get("balance", {}).get("policy", "home")
     split = POLICIES[policy].split if policy in POLICIES else "even"
+    split = meta["config"].get("moe", {}).get("split") or split
     step, tokens_le, decisions = read_metrics(args.run / "metrics.jsonl")
     if tokens_le.shape != (plan.num_layers, plan.num_experts):
         raise ValueError(

@@ -10,6 +10,7 @@ experts are in logical order; plan and balancer are in its meta.
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +21,7 @@ import numpy as np
 from moejax.balance import controller
 from moejax.balance.decision import Decision
 from moejax.balance.policies import check_policy
-from moejax.layout import Layout
+from moejax.layout import GROUP_AXES, Layout
 from moejax.plan import ExpertPlan
 from moejax.types import Placement, RoutingStats
 from train.ahead import Ahead, Steps
@@ -92,8 +93,10 @@ class Balancing:
             self._state = controller.from_json(meta["balance"])
             return
         plan = ExpertPlan.from_json(meta["plan"])
-        fits = plan.num_experts == self.layout.num_experts
-        if fits and plan.num_slots % self.layout.num_devices == 0:
+        sizes = (plan.num_experts, _group_size(meta["config"]))
+        fits = sizes == (self.layout.num_experts, self.layout.num_devices)
+        # Home would take the replicas away that this policy begins with.
+        if fits and _has_replicas(plan) >= _has_replicas(self.plan):
             plan = plan.resized(self.layout)
             try:
                 plan.validate(self.layout)
@@ -259,6 +262,17 @@ class Balancing:
         self.placement: Placement = on_devices(
             self.plan, self.layout, self._job.model.mesh
         )
+
+
+def _has_replicas(plan: ExpertPlan) -> bool:
+    num_full = np.count_nonzero(plan.slot_to_expert_lp >= 0)
+    return bool(num_full > plan.num_layers * plan.num_experts)
+
+
+def _group_size(config: dict) -> int:
+    """Devices of a group in a run with that configuration."""
+    axes = GROUP_AXES[config["moe"].get("group", "expert")]
+    return math.prod(config["mesh"][axis] for axis in axes)
 
 
 def _logical(plan: ExpertPlan) -> ExpertPlan:

@@ -53,6 +53,12 @@ def exact_layout(cfg: Config, batch_size: int, width: int) -> Layout:
 
 def settings_of(cfg: Config) -> Settings:
     """The balancer's; ValueError for thresholds in the wrong order and the like."""
+    policy = check_policy(cfg.balance.policy)
+    if cfg.moe.split == "water_filling" and not policy.has_replicas:
+        raise ValueError(
+            "Moe.split='water_filling' divides rows over replicas, and Balance.policy="
+            f"'{cfg.balance.policy}' makes none: use 'micromoe' or another that does"
+        )
     balance, own = cfg.balance, cfg.moe.num_experts // cfg.group_size
     most = balance.max_slots_per_device
     if most is None:
@@ -145,7 +151,8 @@ def _sizes_of(cfg: Config, store: Store) -> tuple[int, int, int]:
     moe, own = cfg.moe, cfg.moe.num_experts // cfg.group_size
     if store not in ("transient", "resident"):
         spare = check_policy(cfg.balance.policy).has_replicas and store != "owned"
-        slots = own + spare if moe.slots_per_device is None else moe.slots_per_device
+        slots = min(own + spare, moe.num_experts)
+        slots = slots if moe.slots_per_device is None else moe.slots_per_device
         return slots, moe.offers_per_device or 0, moe.copies_per_device or 0
     alone = moe.num_experts // cfg.mesh.expert
     is_dynamic = moe.split == "dynamic"
@@ -153,10 +160,11 @@ def _sizes_of(cfg: Config, store: Store) -> tuple[int, int, int]:
     offers = most if moe.offers_per_device is None else moe.offers_per_device
     copies, slots = moe.copies_per_device, moe.slots_per_device
     if is_dynamic:
-        copies = own if copies is None else copies
+        copies = min(own, moe.num_experts - own) if copies is None else copies
         slots = own + copies if slots is None else slots
     elif slots is None:
         slots = max(alone, own + check_policy(cfg.balance.policy).has_replicas)
+        slots = min(slots, moe.num_experts)
     return slots, offers, max(slots - own, 1) if copies is None else copies
 
 
@@ -177,6 +185,12 @@ def _store_of(cfg: Config) -> dict:
     store = "transient" if is_dynamic else policy.stores[0]
     store = store if moe.store is None else moe.store
     slots, offers, copies = _sizes_of(cfg, store)
+    if slots > moe.num_experts:
+        raise ValueError(
+            f"Moe.slots_per_device={slots} is more replicas than devices "
+            f"({cfg.group_size}) for some expert: a device needs each once, use "
+            f"num_experts={moe.num_experts} at most"
+        )
     shards = cfg.mesh.data * cfg.mesh.expert
     if store == "sharded" and moe.d_expert % shards:
         raise ValueError(

@@ -11,10 +11,10 @@ def max_over_mean(load_lx: np.ndarray) -> list[float]:
     return [round(float(x), 4) for x in load_lx.max(axis=1) / mean_l]
 
 
-def max_over_bound(rows_lw: np.ndarray, bound_l: np.ndarray) -> list[float]:
+def max_over_bound(fullest_l: np.ndarray, bound_l: np.ndarray) -> list[float]:
     """The fullest device over what no split of the plan could go below, by layer; 1.0
-    is the best split. Of several micro-batches both are sums, and it may be less."""
-    return [round(float(x), 4) for x in rows_lw.max(axis=1) / np.maximum(bound_l, 1)]
+    is the best split, in every micro-batch."""
+    return [round(float(x), 4) for x in fullest_l / np.maximum(bound_l, 1)]
 
 
 def step_record(step: int, metrics: StepMetrics, step_sec: float, tokens: int) -> dict:
@@ -33,7 +33,7 @@ def step_record(step: int, metrics: StepMetrics, step_sec: float, tokens: int) -
         "load_max_over_mean": max_over_mean(metrics.routing.tokens_le),
         "device_max_over_mean": max_over_mean(metrics.routing.rows_lw),
         "max_over_bound": max_over_bound(
-            metrics.routing.rows_lw, metrics.routing.bound_l
+            metrics.routing.fullest_device_l, metrics.routing.bound_l
         ),
         "rows_lw": metrics.routing.rows_lw,
         "rounds": metrics.routing.rounds_l.tolist(),

@@ -12,7 +12,7 @@ import jax
 from moejax.axes import make_mesh
 from moejax.config import Config
 from moejax.moe import recorded
-from moejax.moe.layer import check_platform
+from moejax.moe.layer import check_device
 from train import data
 from train.compiled import make_model
 from train.layouts import cost_of, settings_of
@@ -51,7 +51,7 @@ def prepare(cfg: Config) -> Job:
     model = make_model(cfg, mesh)
     settings_of(cfg)
     cost_of(cfg, mesh.devices.flat[0].device_kind)
-    check_platform(model.layout, mesh.devices.flat[0].platform)
+    check_device(model.layout, mesh.devices.flat[0])
     if cfg.router.kind == "recorded":
         sizes = (cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k)
         recorded.loads(cfg.recorded, *sizes)

@@ -105,6 +105,7 @@ def make_loss(model: Model):
             rounds_l=jnp.max(sums.rounds, axis=1),
             dropped_l=jnp.sum(sums.dropped, axis=1),
             fullest_pair_l=jnp.max(sums.fullest_pair, axis=1),
+            fullest_device_l=jnp.max(sums.rows, axis=1),
             bound_l=jnp.max(sums.bound, axis=1),
         )
         added = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=1), sums)
@@ -235,6 +236,7 @@ def _over_micro_batches(stats: RoutingStats) -> RoutingStats:
         rounds_l=jnp.max(stats.rounds_l, axis=0),
         dropped_l=jnp.sum(stats.dropped_l, axis=0),
         fullest_pair_l=jnp.max(stats.fullest_pair_l, axis=0),
+        fullest_device_l=jnp.sum(stats.fullest_device_l, axis=0),
         bound_l=jnp.sum(stats.bound_l, axis=0),
     )
 

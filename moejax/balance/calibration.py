@@ -130,12 +130,14 @@ def cost_model(
 
 
 def _measured(calibration: Calibration, group: tuple[str, ...]) -> str:
-    """Which line stands for exchanges in the group: its own, else that of its innermost
-    axis of several devices."""
+    """Which line stands for exchanges in the group: its own, else the slowest of those
+    of its axes of several devices."""
     own = "_".join(group)
     if own in calibration.collectives.get("all_to_all", {}):
         return own
-    return [axis for axis in group if calibration.mesh[axis] > 1][-1]
+    lines = [axis for axis in group if calibration.mesh[axis] > 1]
+    speed = {a: _line(calibration, "all_to_all", a)["bytes_per_sec"] for a in lines}
+    return min(lines, key=speed.get)
 
 
 def _line(calibration: Calibration, name: str, axis: str) -> dict[str, float]:

@@ -205,7 +205,8 @@ def _neighbours(question: Question) -> Iterator[Layout]:
     for store in policy.stores:
         for s in slots:
             is_one_change = is_new or store == now.store or s == now.slots_per_device
-            room = own if store == "owned" else question.max_slots_per_device
+            room = min(question.max_slots_per_device, now.num_experts)
+            room = own if store == "owned" else room
             if is_one_change and own <= s <= room:
                 layout = _roomy(question, store, s)
                 if layout not in seen:

@@ -125,7 +125,10 @@ class CostModel:
         rows_wp = rows_by_slot(load_we, row_p, layout.num_devices, layout.split)
         forward_sec = self.compute_sec(device_rows(rows_wp))
         wire_sec = self.wire_sec(pair_rows(rows_wp), layout)
-        gathered = self.micro_batches * (1 + self.num_fetched) * layout.slots_per_device
+        whole = layout.slots_per_device
+        if layout.split == "dynamic":  # copies travel whole
+            whole = layout.experts_per_device
+        gathered = self.micro_batches * (1 + self.num_fetched) * whole
         return (
             self.num_computed * forward_sec
             + self.num_exchanged * wire_sec

@@ -138,7 +138,7 @@ def fill(slots: Slots, may_copy_e: np.ndarray, task: Drifting) -> np.ndarray:
             return row_ws
         share_e = task.rows_x[:-1] / held_we.sum(axis=0)
         expert = int(np.where(allowed_e, share_e, -1).argmax())
-        filled_w = held_we @ share_e
+        filled_w = np.where(held_we, share_e, 0).sum(axis=1)
         device = int(np.where(allowed_we[:, expert], filled_w, np.inf).argmin())
         is_room_s = (row_ws[device] == EMPTY) & slots.is_free_ws[device]
         row_ws[device, is_room_s.argmax()] = expert
@@ -170,11 +170,13 @@ def _crowds(row_ws: np.ndarray, is_in_kw: np.ndarray, task: Drifting) -> Crowds:
     absent_wk = np.zeros((len(row_ws) + 1, len(is_in_kw)), np.float32)
     absent_wk[:-1] = ~is_in_kw.T
     outside_xk = np.ones((num_experts + 1, len(is_in_kw)), np.float32)
-    expert_q, device_q = np.nonzero(held_we.T)  # no BLAS, whose threads wait in turn
+    # No BLAS: its threads wait in turn, and its last bits depend on how many there are.
+    expert_q, device_q = np.nonzero(held_we.T)
     begin_e = np.searchsorted(expert_q, np.arange(num_experts))
     outside_xk[:-1] = np.add.reduceat(absent_wk[device_q], begin_e)
-    is_inside_xk = outside_xk == 0
-    rows_k, variance_k = task.rows_x @ is_inside_xk, task.variance_x @ is_inside_xk
+    is_inside_xk = (outside_xk == 0).astype(np.float32)
+    rows_k = np.einsum("x,xk->k", task.rows_x, is_inside_xk)
+    variance_k = np.einsum("x,xk->k", task.variance_x, is_inside_xk)
     size_k = is_in_kw.sum(axis=1).astype(np.float32)
     score_k = task.score(rows_k, variance_k, size_k)
     k = np.argsort(-score_k, kind="stable")[:POOL_SIZE]

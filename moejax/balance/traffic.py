@@ -1,9 +1,11 @@
 """Where rows go under a plan, in NumPy: what the device's split does, for loads that
 need not be whole numbers.
 
-`load_we` is the load of one layer by source device w and expert e, of one group of the
-expert axis (with several groups: their mean).
+`load_we` is the load of one layer by source device w and expert e, of one group
+(with several: their mean).
 """
+
+import functools
 
 import numpy as np
 
@@ -19,7 +21,7 @@ def rows_by_slot(
     even: each replica of an expert takes an equal share of every source's rows.
     local_first: a source that holds replicas shares its rows among those; the others
     share theirs among all replicas.
-    water_filling: as the fullest device needs it, of loads rounded up to whole rows, as
+    water_filling: as the fullest device needs it, of loads rounded to whole rows, as
     near to the certificate as in training; each source as all sources together. (A
     device keeps more at home, as far as round 0 carries them.)
     dynamic: slots as `moejax.pairing` fills them for this load, also rounded; `row_p`
@@ -62,11 +64,18 @@ def max_over_mean(rows_w: np.ndarray) -> float:
 
 
 def _water_filling(load_we: np.ndarray, row_p: np.ndarray) -> np.ndarray:
-    load_e, num_devices = _whole(load_we), len(load_we)
+    tables = _whole(load_we), np.asarray(row_p, np.int32)
+    rows_p = _filled(*(table.tobytes() for table in tables), len(load_we))
+    return _shared(load_we, rows_p, row_p)
+
+
+@functools.lru_cache(maxsize=4096)
+def _filled(load_e: bytes, row_p: bytes, num_devices: int) -> np.ndarray:
+    """Rows of each slot. A question of the balancer asks for the same again and again:
+    the ratio, the pairs and the seconds of one plan."""
+    load_e, row_p = np.frombuffer(load_e, np.int64), np.frombuffer(row_p, np.int32)
     tolerance = water.tolerance_of(load_e.sum(), num_devices)
-    return _shared(
-        load_we, water.fill(load_e, row_p, num_devices, tolerance).rows_p, row_p
-    )
+    return water.fill(load_e, row_p, num_devices, tolerance).rows_p
 
 
 def _dynamic(load_we: np.ndarray, row_p: np.ndarray) -> np.ndarray:
@@ -96,5 +105,6 @@ def _shared(load_we: np.ndarray, rows_p: np.ndarray, row_p: np.ndarray) -> np.nd
 
 
 def _whole(load_we: np.ndarray) -> np.ndarray:
-    """Load of each expert, at least a row where there is any."""
-    return np.ceil(load_we.sum(axis=0)).astype(np.int64)
+    """Load of each expert, rounded, and a row at least where there is any."""
+    load_e = load_we.sum(axis=0)
+    return np.maximum(np.rint(load_e), load_e > 0).astype(np.int64)

@@ -60,12 +60,12 @@ def deal(
     if layout.wire is not None:
         near_qw = _near(left_ew, left_q, expert_q, device_q, layout.wire)
         left_ew = left_ew.at[expert_q].add(-near_qw)
-        left_q = left_q - jnp.sum(near_qw, axis=1)
+        left_q = left_q - jnp.sum(near_qw, axis=1, dtype=jnp.int32)
         dealt_qw = dealt_qw + near_qw
 
     share_qw = _shares(left_ew, left_q, expert_q)
     left_ew = left_ew.at[expert_q].add(-share_qw)
-    left_q = left_q - jnp.sum(share_qw, axis=1)
+    left_q = left_q - jnp.sum(share_qw, axis=1, dtype=jnp.int32)
     rest_qw = _overlap(left_ew, left_q, expert_q, first_q, layout.num_devices)
     return (dealt_qw + share_qw + rest_qw).T
 
@@ -82,15 +82,18 @@ def _local(counts_we, here_q, rows_q, placement: Placement, layout: Layout):
     """Rows that stay on their device: as many as leave room in its round 0 for its
     share of the other ones."""
     expert_q = jnp.maximum(placement.expert_lq, 0)
-    load_q = jnp.sum(counts_we, axis=0)[expert_q]
-    share_q = _product_over(here_q, rows_q, load_q) + 1
+    load_q = jnp.sum(counts_we, axis=0, dtype=jnp.int32)[expert_q]
+    is_mine_q = active(placement, layout)[2].astype(jnp.int32)
+    share_q = _product_over(here_q, rows_q, load_q) + is_mine_q
     most_q = jnp.minimum(here_q, rows_q)
     slot_q, shape = placement.slot_lq, (2, layout.num_devices, layout.slots_per_device)
     both_p = jnp.zeros((2, len(slot_q)), jnp.int32)
     both_p = both_p.at[:, slot_q].set(jnp.stack([most_q, share_q]))
     most_ws, share_ws = both_p.reshape(shape)
-    before_ws = jnp.cumsum(most_ws, axis=1) - most_ws
-    room_w1 = layout.rows_per_peer - jnp.sum(share_ws, axis=1, keepdims=True)
+    before_ws = jnp.cumsum(most_ws, axis=1, dtype=jnp.int32) - most_ws
+    room_w1 = layout.rows_per_peer - jnp.sum(
+        share_ws, axis=1, keepdims=True, dtype=jnp.int32
+    )
     stays_ws = jnp.clip(room_w1 - before_ws, 0, most_ws)
     return stays_ws.reshape(-1)[slot_q]
 
@@ -111,14 +114,14 @@ def _near(left_ew, left_q, expert_q, device_q, wire: Wire) -> Int[Array, "q w"]:
     share_qw = _product_over(left_ew[expert_q], left_q[:, None], most_q1)
     share_qw = jnp.where(is_near_qw, share_qw, 0)
     left_ew = left_ew.at[expert_q].add(-share_qw)
-    left_q = left_q - jnp.sum(share_qw, axis=1)
+    left_q = left_q - jnp.sum(share_qw, axis=1, dtype=jnp.int32)
     rest_qw = _overlap(left_ew, left_q, expert_q, first_q, per_node)
     return share_qw + jnp.where(is_near_qw, rest_qw, 0)
 
 
 def _shares(left_ew, left_q, expert_q) -> Int[Array, "q w"]:
     """Of each slot in what each source has left of its expert; less by little."""
-    load_q = jnp.sum(left_ew, axis=1)[expert_q]
+    load_q = jnp.sum(left_ew, axis=1, dtype=jnp.int32)[expert_q]
     return _product_over(left_ew[expert_q], left_q[:, None], load_q[:, None])
 
 
@@ -138,8 +141,8 @@ def _excess_bits(value):
 def _overlap(left_ew, left_q, expert_q, first_q, span: int) -> Int[Array, "q w"]:
     """Each `span` sources have a line of their own."""
     left_enw = left_ew.reshape(len(left_ew), -1, span)
-    end_ew = jnp.cumsum(left_enw, axis=2).reshape(left_ew.shape)
-    end_q = jnp.cumsum(left_q)
+    end_ew = jnp.cumsum(left_enw, axis=2, dtype=jnp.int32).reshape(left_ew.shape)
+    end_q = jnp.cumsum(left_q, dtype=jnp.int32)
     end_q1 = (end_q - (end_q - left_q)[first_q])[:, None]
     begin_q1 = end_q1 - left_q[:, None]
     end_qw, begin_qw = end_ew[expert_q], (end_ew - left_ew)[expert_q]

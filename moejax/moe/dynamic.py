@@ -42,7 +42,7 @@ def pair(
     w, own = layout.num_devices, layout.experts_per_device
     owned_wi = placement.owned_le.reshape(w, own)
     load_wi = load_e[owned_wi]
-    pairs = _paired(jnp.sum(load_wi, axis=1))
+    pairs = _paired(jnp.sum(load_wi, axis=1, dtype=jnp.int32))
     given_wi = _granted(pairs, load_wi)
     is_giver_vw = pairs.giver_w == jnp.arange(w)[:, None]
 
@@ -55,8 +55,8 @@ def pair(
     given_wi = jnp.where(is_kept_wi, given_wi, 0)
 
     kept_wi = load_wi - _by_giver(is_giver_vw, given_wi)
-    after_w = jnp.sum(kept_wi + given_wi, axis=1)
-    is_better = jnp.max(after_w) <= jnp.max(jnp.sum(load_wi, axis=1))
+    after_w = jnp.sum(kept_wi + given_wi, axis=1, dtype=jnp.int32)
+    is_better = jnp.max(after_w) <= jnp.max(jnp.sum(load_wi, axis=1, dtype=jnp.int32))
     given_wi, is_kept_wi = is_better * given_wi, is_better & is_kept_wi
     kept_wi = jnp.where(is_better, kept_wi, load_wi)
     index_wc = _compacted(is_kept_wi, layout.copies_per_device)
@@ -66,7 +66,7 @@ def pair(
     )
     offer_wo = _compacted(is_offered_wi, layout.offers_per_device)
     first_offer_w = pairs.giver_w * layout.offers_per_device
-    offer_wi = (jnp.cumsum(is_offered_wi, axis=1) - 1)[pairs.giver_w]
+    offer_wi = (jnp.cumsum(is_offered_wi, axis=1, dtype=jnp.int32) - 1)[pairs.giver_w]
     want_wc = first_offer_w[:, None] + _taken(offer_wi, index_wc)
     copy_c = own + jnp.arange(layout.copies_per_device)
     own_i = jnp.broadcast_to(jnp.arange(own), (w, own))
@@ -87,7 +87,7 @@ def pair(
 def _paired(load_w: Int[Array, " w"]) -> _Pairs:
     """The fullest gives the emptiest all that this lacks, until nobody lacks: a giver
     that gave too much is a taker then."""
-    w, total = len(load_w), jnp.sum(load_w)
+    w, total = len(load_w), jnp.sum(load_w, dtype=jnp.int32)
     device_w = jnp.arange(w, dtype=jnp.int32)
     mean_w = total // w + (device_w < total % w)
 
@@ -131,7 +131,9 @@ def _granted(pairs: _Pairs, load_wi: Int[Array, "w i"]) -> Int[Array, "w i"]:
 
 def _by_giver(is_giver_vw, given_wi):
     """What each device gives away of its own experts, [v, i]."""
-    return jnp.sum(jnp.where(is_giver_vw[:, :, None], given_wi, 0), axis=1)
+    return jnp.sum(
+        jnp.where(is_giver_vw[:, :, None], given_wi, 0), axis=1, dtype=jnp.int32
+    )
 
 
 def _is_among(rows_wi, limit: int):
@@ -139,12 +141,12 @@ def _is_among(rows_wi, limit: int):
     index_i = jnp.arange(rows_wi.shape[1])
     one, other = rows_wi[:, :, None], rows_wi[:, None, :]
     is_before_wii = (other > one) | ((other == one) & (index_i < index_i[:, None]))
-    return jnp.sum(is_before_wii, axis=2) < limit
+    return jnp.sum(is_before_wii, axis=2, dtype=jnp.int32) < limit
 
 
 def _compacted(is_wi, size: int):
     """Indices i of what is true, rising, in `size` places; -1 in the rest."""
-    place_wi = jnp.where(is_wi, jnp.cumsum(is_wi, axis=1) - 1, EMPTY)
+    place_wi = jnp.where(is_wi, jnp.cumsum(is_wi, axis=1, dtype=jnp.int32) - 1, EMPTY)
     hit_wxi = place_wi[:, None, :] == jnp.arange(size)[:, None]
     index_i = jnp.arange(is_wi.shape[1], dtype=jnp.int32)
     index_wx = jnp.sum(jnp.where(hit_wxi, index_i, 0), axis=2, dtype=jnp.int32)

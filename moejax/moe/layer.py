@@ -11,14 +11,16 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from moejax import axes
+from moejax.colours import most_colours
 from moejax.config import Moe, Router
 from moejax.kernels import varying_alike
+from moejax.kernels.water_fill import fits_fused
 from moejax.layout import Layout
 from moejax.moe import route as routing
 from moejax.moe import stores
 from moejax.moe.exchange import Experts, exchange, num_rounds
 from moejax.moe.experts import swiglu
-from moejax.moe.manifest import fullest_pair, manifest, rows_here
+from moejax.moe.manifest import manifest, pair_to_fit, rows_here
 from moejax.types import LayerSums, Placement
 
 ROUTER_FAN = 10
@@ -135,14 +137,15 @@ def _body(
     weights = whole(slots, x_nd, mesh, layout)
     if layout.split == "dynamic":  # these are the own experts; here come copies of some
         used = checkpoint_name(used, routing.ROUTES)
-        weights = stores.copied(weights, used, layout)
+        with jax.named_scope("slots"):
+            weights = stores.copied(weights, used, layout)
     y_nd = exchange(x_nd, gate_nk, weights, sent, experts, layout, layout.axes)
     sums = LayerSums(
         **routing.balance_sums(score_ne, logit_ne, routes.expert_nk, t),
         rows=rows_here(sent, layout, layout.axes),
         rounds=num_rounds(sent, layout),
         dropped=sent.dropped,
-        fullest_pair=fullest_pair(sent, layout),
+        fullest_pair=pair_to_fit(sent, layout),
         bound=sent.bound,
     )
     sums = jax.tree.map(lambda leaf: varying_alike(leaf, x_nd)[0][None], sums)
@@ -180,17 +183,23 @@ def _param(rngs: nnx.Rngs, shape, fan_in: int, *split: str | None) -> nnx.Param:
     return nnx.Param(init(rngs.params(), shape, jnp.float32), split=split or None)
 
 
-def check_platform(layout: Layout, platform: str) -> None:
-    """NotImplementedError when a layer of this layout cannot run on this platform."""
-    if platform != "cpu":
-        return
-    if layout.transport == "ragged":
+HOPPER = 9.0
+
+
+def check_device(layout: Layout, device: jax.Device) -> None:
+    """NotImplementedError when a layer of this layout cannot run on such devices."""
+    if layout.transport == "ragged" and device.platform == "cpu":
         raise NotImplementedError(
             "XLA:CPU has no ragged_all_to_all (jax issue 34755): use "
             "Moe.transport = 'padded' on the CPU"
         )
-    if layout.fused_split:
+    if not layout.fused_split:
+        return
+    capability = float(getattr(device, "compute_capability", None) or 0.0)
+    num_colours = most_colours(layout.num_experts, layout.num_slots)
+    if capability < HOPPER or not fits_fused(num_colours, layout.num_devices):
         raise NotImplementedError(
-            "the fused split is a kernel for Hopper GPUs: use Moe.fused_split = False "
-            "on the CPU"
+            "the fused split is a kernel for Hopper GPUs and groups of at most 128 "
+            f"devices, and this is {layout.num_experts} experts on "
+            f"{layout.num_devices} x {device.device_kind}: use Moe.fused_split = False"
         )

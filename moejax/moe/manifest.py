@@ -101,6 +101,17 @@ def fullest_pair(sent: Manifest, layout: Layout) -> Int[Array, ""]:
     return jnp.max(jnp.sum(pair_ww, axis=-1))
 
 
+def pair_to_fit(sent: Manifest, layout: Layout) -> Int[Array, ""]:
+    """What a buffer of round 0 should hold. Where rows at home yield to the buffer
+    (moejax.moe.deal), a device's rows for itself do not count: they would grow with
+    whatever it holds."""
+    if layout.num_devices == 1 or not layout.yields_home_rows:
+        return fullest_pair(sent, layout)
+    pair_ww = sent.counts_wp.reshape(-1, layout.num_devices, layout.slots_per_device)
+    is_home_ww = jnp.eye(layout.num_devices, dtype=bool)
+    return jnp.max(jnp.where(is_home_ww, 0, jnp.sum(pair_ww, axis=-1)))
+
+
 def rows_here(sent: Manifest, layout: Layout, axis: AxisNames) -> Int[Array, ""]:
     """Rows that this device computes."""
     rows_w = jnp.sum(sent.counts_wp, axis=0).reshape(layout.num_devices, -1).sum(axis=1)

@@ -7,6 +7,7 @@ that an exact split can even out what each micro-batch brings.
 Every device keeps its own experts in either, and only the others it holds are copies.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -73,9 +74,18 @@ def symmetric(num_experts: int, room: Room) -> np.ndarray:
 
 
 def replaced(load_e: np.ndarray, room: Room, current_p: np.ndarray) -> np.ndarray:
+    """As `_replaced` says; once for the layouts of a question that differ in nothing
+    that counts."""
+    tables = np.asarray(load_e, np.float64), np.asarray(current_p, np.int32)
+    return _replaced(*(table.tobytes() for table in tables), room)
+
+
+@functools.lru_cache(maxsize=512)
+def _replaced(load_e: bytes, current_p: bytes, room: Room) -> np.ndarray:
     """The plan that a search from `current_p` ends at, or one from home where that ends
     uneven; `current_p` itself where neither is clearly better, and where it has no
     copies and needs none."""
+    load_e, current_p = np.frombuffer(load_e), np.frombuffer(current_p, np.int32)
     current_ws = current_p.reshape(room.num_devices, -1)
     may_copy_e = _offered(load_e, room)
     slots = _with_free_slots(current_ws, may_copy_e, room)

@@ -11,7 +11,14 @@ from jaxtyping import Array, Int
 from moejax.kernels.water_fill.xla import MAX_SWEEPS, Filled
 from moejax.kernels.water_fill.xla import water_fill as xla_water_fill
 
-__all__ = ["MAX_SWEEPS", "Filled", "water_fill"]
+__all__ = ["MAX_SWEEPS", "Filled", "fits_fused", "water_fill"]
+
+
+def fits_fused(num_colours: int, num_bins: int) -> bool:
+    """Whether the fused kernel has room for so many cells."""
+    from moejax.kernels.water_fill import hopper
+
+    return hopper.fits(num_colours, num_bins)
 
 
 def water_fill(

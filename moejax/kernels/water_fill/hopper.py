@@ -6,10 +6,9 @@ columns are taken a block at a time. A vector is held per row (letter w) or per 
 (letter v); from w to v it goes through a line of shared memory. Amounts live in shared
 memory, and items too where they fit.
 
-Bins are padded to 64 or 128: no item, nothing in them. Such a bin shares its item with
-none, ranks behind all others (levels are not negative, ties go to the lower number),
-and what is inside of the k fullest for k beyond the last bin is the total, divided by
-more: neither ranks nor certificate nor remainders see it.
+Bins are padded to 64 or 128, with no item and nothing in them: they share no item, rank
+last (levels are not negative, ties go to the lower number), and in a certificate stand
+for the total over more bins. Neither ranks nor bounds nor remainders see them.
 """
 
 import dataclasses
@@ -77,6 +76,17 @@ class _Board:
         return row_wv, column_wv + b * self.block
 
 
+def fits(num_colours: int, num_bins: int) -> bool:
+    """Whether a table of cells fits into shared memory, and bins into a matrix."""
+    bytes_of_table = 4 * math.prod(_table(num_colours, num_bins))
+    return num_bins <= WIDEST and bytes_of_table <= SHARED_BYTES
+
+
+def _table(num_colours: int, num_bins: int) -> tuple[int, int]:
+    """Colours and bins with their padding."""
+    return _up(num_colours, _COPIED_ROWS), _up(num_bins, _ROW_TILE)
+
+
 _LEVEL, _FIXED, _FULL, _RANK, _LAST, _NUM_LINES = range(6)
 
 
@@ -92,17 +102,14 @@ def water_fill(
 ) -> Filled:
     """As moejax.kernels.water_fill.water_fill says."""
     num_colours, num_bins = item_cw.shape
-    num_rows = _up(num_bins, _ROW_TILE)
-    table = (_up(num_colours, _COPIED_ROWS), num_rows)
-    table_bytes = math.prod(table) * 4
-    if num_bins > WIDEST or table_bytes > SHARED_BYTES:
+    if not fits(num_colours, num_bins):
         raise NotImplementedError(
-            f"the fused water_fill holds {SHARED_BYTES} bytes of cells and at most "
-            f"{WIDEST} bins, found {num_colours} colours of {num_bins} bins "
-            f"({table_bytes} bytes with padding): use fused=False"
+            f"{num_colours} colours of {num_bins} bins are more than {SHARED_BYTES} "
+            f"bytes of shared memory, or {WIDEST} bins: use fused=False"
         )
+    table = (_, num_rows) = _table(num_colours, num_bins)
     shapes = table, (_NUM_LINES, num_rows), table
-    num_shared = 3 if 2 * table_bytes <= SHARED_BYTES else 2
+    num_shared = 3 if 8 * math.prod(table) <= SHARED_BYTES else 2
     block = min(_up(num_bins, _COLUMN_TILE), _BLOCK // num_rows)
     sizes = {"max_sweeps": max_sweeps, "block": block, "num_bins": num_bins}
     solve = plgpu.kernel(
