@@ -86,7 +86,7 @@ def test_one_sender_to_a_receiver():
 def test_small_budgets_lose_nothing_and_never_harm():
     for seed, (load_e, owned_e, w) in enumerate(instances()):
         own = len(load_e) // w
-        offers, copies = np.random.default_rng(seed).integers(0, own + 1, 2).tolist()
+        offers, copies = np.random.default_rng(seed).integers(1, own + 1, 2).tolist()
         layout = layout_of(w, own, offers, copies)
         paired = pairing.pair(load_e, owned_e, layout)
         check_is_sound(paired, load_e, owned_e, layout)
