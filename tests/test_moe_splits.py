@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from close import assert_close
 from jax.sharding import PartitionSpec as P
-from random_plans import owners_alone, random_owners
+from random_plans import make_model, owners_alone, random_owners
 from test_merged_group import MERGED, MESHES, make_layer
 from test_moe_layer import EXPERTS, SEQ, WIDTH
 from test_stores import (
@@ -21,6 +21,7 @@ from test_stores import (
     in_order,
     make_reference,
 )  # fmt: skip
+from test_trajectories import equations
 
 from moejax.axes import BATCH_AXES, make_mesh, sharding
 from moejax.balance.density import densest
@@ -30,6 +31,7 @@ from moejax.layout import GROUP_AXES, Layout, Topology
 from moejax.moe.manifest import fullest_pair, manifest, pair_to_fit
 from moejax.plan import ExpertPlan
 from moejax.types import Placement
+from train.compiled import trace_train_step
 
 ALONE = GROUP_AXES["expert"]
 ALSO = pytest.mark.long
@@ -196,3 +198,26 @@ def assert_bounds(sums, layout: Layout, plan: ExpertPlan) -> None:
             optimum = int(np.ceil(found.rows / found.is_in_w.sum()))
             assert bound <= optimum
             assert rows_w.max() <= bound + (-(-total // w) >> 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["filled", "dynamic"])
+def test_a_split_is_saved_and_not_made_again_under_remat(store):
+    """The backward pass of a train step gathers no counts and solves nothing."""
+    found = [solved(store, remat) for remat in ("none", "full")]
+    assert found[0] == found[1]
+    assert found[0]["all_gather"] > 0
+    assert (found[0]["while"] > 0) == (store == "filled")
+
+
+def solved(store: str, remat: str) -> dict[str, int]:
+    """Gathers of the manifest, and loops of water-filling, in a traced train step."""
+    traced = trace_train_step(make_model(store, "float32", remat=remat))
+    found = {"all_gather": 0, "while": 0}
+    for eqn, times in equations(traced.jaxpr):
+        scope = str(eqn.source_info.name_stack)
+        is_solving = eqn.primitive.name == "while" and "water" in scope
+        is_gathering = eqn.primitive.name == "all_gather" and "manifest" in scope
+        if is_solving or is_gathering:
+            found[eqn.primitive.name] += times
+    return found
