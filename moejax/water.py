@@ -26,7 +26,9 @@ from moejax.plan import EMPTY
 
 MAX_SWEEPS = 16
 PATHS_PER_DEVICE = 8
+"""How often rows move along paths before the bound is left as it is."""
 TOLERANCE_BITS = 9
+"""In a step the fullest device may have mean >> 9 rows more than the bound: 0.2 %."""
 
 
 class Filling(NamedTuple):

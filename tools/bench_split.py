@@ -184,6 +184,7 @@ def compiled(case: Case, **changes) -> tuple[Callable, Callable]:
     from moejax.moe.split import SPLITS, mean_rows
     from moejax.plan import ExpertPlan
     from moejax.types import Placement
+    from moejax.water import TOLERANCE_BITS
 
     e, w, _ = case.size
     layout = Layout(
@@ -192,7 +193,7 @@ def compiled(case: Case, **changes) -> tuple[Callable, Callable]:
     )  # fmt: skip
     plan = ExpertPlan(case.row_p[None], e).validate(layout)
     placement = jax.device_put(Placement.of_plan(plan, layout).layer(0))
-    tolerance = mean_rows(case.counts_nwe[0]) >> water.TOLERANCE_BITS
+    tolerance = mean_rows(case.counts_nwe[0]) >> TOLERANCE_BITS
     rows_above = (jnp.int32(0), jnp.asarray(tolerance, jnp.int32))
 
     @jax.jit

@@ -21,6 +21,7 @@ from moejax.layout import Layout
 from moejax.moe import dynamic, near, water
 from moejax.moe.deal import Division, deal
 from moejax.types import Placement
+from moejax.water import TOLERANCE_BITS
 
 Splitter = Callable[[Array, Placement, Layout], Division]
 
@@ -72,7 +73,7 @@ def water_filling(
     With Layout.wire rows that cross wires weigh too (moejax.moe.near), and the better
     one of both divisions is taken."""
     mean = mean_rows(counts_we)
-    tolerance = mean >> water.TOLERANCE_BITS
+    tolerance = mean >> TOLERANCE_BITS
     filling = water.fill(
         jnp.sum(counts_we, axis=0, dtype=jnp.int32), placement, layout, tolerance
     )

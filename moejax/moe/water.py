@@ -24,11 +24,7 @@ from moejax.kernels.water_fill import water_fill
 from moejax.layout import Layout
 from moejax.moe.deal import active
 from moejax.types import Placement
-
-TOLERANCE_BITS = 9
-"""In a step the fullest device may have mean >> 9 rows more than the bound: 0.2 %."""
-PATHS_PER_DEVICE = 8
-"""How often rows move before the bound is left as it is."""
+from moejax.water import PATHS_PER_DEVICE
 
 
 class Filling(NamedTuple):

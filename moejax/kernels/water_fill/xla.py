@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from moejax.kernels import varying_alike
-
-MAX_SWEEPS = 16
+from moejax.water import MAX_SWEEPS
 
 
 class Filled(NamedTuple):
