@@ -2,9 +2,8 @@
 
 The same integer programme as xla.py. A matrix [w, v] compares bins with bins: its rows
 are spread over threads, so that sums over v need two shuffles and no barrier, and its
-columns are taken a block at a time. A vector is held per row (letter w) or per column
-(letter v); from w to v it goes through a line of shared memory. Amounts live in shared
-memory, and items too where they fit.
+columns are taken a block at a time. A vector is held per row (w) or per column (v), and
+goes from w to v through shared memory, where amounts live, and items if they fit.
 
 Bins are padded to 64 or 128, with no item and nothing in them: they share no item, rank
 last (levels are not negative, ties go to the lower number), and in a certificate stand
