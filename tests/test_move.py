@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moejax.axes import everywhere, make_mesh
+from moejax.axes import EXPERT, everywhere, make_mesh
 from moejax.layout import Topology
 from moejax.moe.move import ROUNDS_PER_CALL, Rounds, exchanges, move, reshard
 from moejax.moe.stores import MASTERS
@@ -67,10 +67,16 @@ def programs():
     leaves = on_devices(mesh, arrays(), BY_EXPERT)
     rounds = everywhere(next(exchanges(owners(0), owners(1), 4)), mesh)
     to = {
-        store: jax.jit(functools.partial(reshard, names=NAMES, mesh=mesh, to=store))
+        store: jax.jit(
+            functools.partial(
+                reshard, names=NAMES, mesh=mesh, to=store, group=(EXPERT,)
+            )
+        )
         for store in ("sharded", "owned")
     }
-    run = jax.jit(lambda *args: move(args[0], NAMES, args[1], mesh), donate_argnums=0)
+    run = jax.jit(
+        lambda *args: move(args[0], NAMES, args[1], mesh, (EXPERT,)), donate_argnums=0
+    )
     traced = {
         "move": run.trace(leaves, rounds),
         "sharded": to["sharded"].trace(leaves),

@@ -149,22 +149,22 @@ def _sizes_of(cfg: Config, store: Store) -> tuple[int, int, int]:
     each own expert, which always is enough.
     """
     moe, own = cfg.moe, cfg.moe.num_experts // cfg.group_size
+    alone, is_dynamic = moe.num_experts // cfg.mesh.expert, moe.split == "dynamic"
+    offers, copies, slots = (
+        moe.offers_per_device, moe.copies_per_device, moe.slots_per_device,
+    )  # fmt: skip
+    if is_dynamic and copies is None:
+        copies = min(own, moe.num_experts - own)
+    if slots is None:
+        slots = own
+        if is_dynamic:
+            slots = own + copies
+        elif check_policy(cfg.balance.policy).has_replicas and store != "owned":
+            slots = min(max(alone, own + 1), moe.num_experts)
     if store not in ("transient", "resident"):
-        spare = check_policy(cfg.balance.policy).has_replicas and store != "owned"
-        slots = min(own + spare, moe.num_experts)
-        slots = slots if moe.slots_per_device is None else moe.slots_per_device
-        return slots, moe.offers_per_device or 0, moe.copies_per_device or 0
-    alone = moe.num_experts // cfg.mesh.expert
-    is_dynamic = moe.split == "dynamic"
-    most = own if is_dynamic or alone > own else min(2, own)
-    offers = most if moe.offers_per_device is None else moe.offers_per_device
-    copies, slots = moe.copies_per_device, moe.slots_per_device
-    if is_dynamic:
-        copies = min(own, moe.num_experts - own) if copies is None else copies
-        slots = own + copies if slots is None else slots
-    elif slots is None:
-        slots = max(alone, own + check_policy(cfg.balance.policy).has_replicas)
-        slots = min(slots, moe.num_experts)
+        return slots, offers or 0, copies or 0
+    if offers is None:
+        offers = own if is_dynamic or alone > own else min(2, own)
     return slots, offers, max(slots - own, 1) if copies is None else copies
 
 

@@ -25,7 +25,7 @@ from jaxtyping import Array, Int
 
 from moejax import axes, owners
 from moejax.axes import AxisNames
-from moejax.layout import GROUP_AXES, Store
+from moejax.layout import Store
 from moejax.moe.stores import MASTERS, master_spec, pick, travel
 
 ROUNDS_PER_CALL = 8
@@ -71,7 +71,7 @@ def move(
     names: list[str],
     rounds: Rounds,
     mesh: Mesh,
-    group: AxisNames = GROUP_AXES["expert"],
+    group: AxisNames,
 ):
     """Arrays [l, e, ..] of masters or moments (by parameter `names`) after the rounds.
     Rows are copied, bit for bit."""
@@ -92,7 +92,7 @@ def reshard(
     names: list[str],
     mesh: Mesh,
     to: Store,
-    group: AxisNames = GROUP_AXES["expert"],
+    group: AxisNames,
 ):
     """Arrays [l, e, ..] in logical order as `to` wants them, from the other way."""
     by_expert = [_spec(name, "owned", group) for name in names]

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from moejax.kernels import varying_alike
-from moejax.kernels.water_fill.xla import MAX_SWEEPS
+from moejax.kernels.water_fill.xla import HUGE, MAX_SWEEPS, same_item, sum_over
 
 Prices = tuple[int, int, int]
 POWER = 8
@@ -110,7 +110,7 @@ class _Tiers(NamedTuple):
         """
         own_w, near_w = self.room_jw
         starts = (base_w, own_w * self.prices[0], near_w * self.prices[1])
-        rooms = (own_w, near_w, _HUGE)
+        rooms = (own_w, near_w, HUGE)
         start_w, units_w = 0, 0
         for price, pull, more_w, room_w in zip(
             self.prices, pulls(self.prices), starts, rooms
@@ -141,10 +141,10 @@ def tier_cost(amount_w, room_jw, prices: Prices):
 def _poured(tiers: _Tiers, item_w, amount_w, base_w):
     """One colour's items, each spread anew: every unit where its margin is least; of
     equal ones the first bins get more."""
-    same_vw = (item_w[:, None] == item_w) & (item_w >= 0)
-    total_w = _sum(same_vw, amount_w)
+    same_vw = same_item(item_w)
+    total_w = sum_over(same_vw, amount_w)
     next_w = _margin_level(tiers, amount_w, base_w)
-    low_w = jnp.min(jnp.where(same_vw, next_w[:, None], _HUGE), axis=0) - 1
+    low_w = jnp.min(jnp.where(same_vw, next_w[:, None], HUGE), axis=0) - 1
     high_w = jnp.max(jnp.where(same_vw, next_w[:, None], 0), axis=0)
     low_w, high_w = jnp.where(item_w < 0, 0, low_w), jnp.where(item_w < 0, 1, high_w)
 
@@ -156,12 +156,12 @@ def _poured(tiers: _Tiers, item_w, amount_w, base_w):
     def halve(state):
         low_w, high_w = state
         middle_w = low_w + (high_w - low_w) // 2
-        fits_w = _sum(same_vw, tiers.up_to(middle_w, base_w)) <= total_w
+        fits_w = sum_over(same_vw, tiers.up_to(middle_w, base_w)) <= total_w
         return jnp.where(fits_w, middle_w, low_w), jnp.where(fits_w, high_w, middle_w)
 
     low_w, _ = jax.lax.while_loop(goes_on, halve, (low_w, high_w))
     new_w = jnp.where(item_w < 0, 0, tiers.up_to(low_w, base_w))
-    left_w = total_w - _sum(same_vw, new_w)
+    left_w = total_w - sum_over(same_vw, new_w)
     return new_w + _gets_one(tiers, same_vw, new_w, base_w, low_w, left_w)
 
 
@@ -186,10 +186,3 @@ def _margin_level(tiers: _Tiers, amount_w, base_w):
     twice_w = 2 * (base_w + tiers.cost(amount_w)) + price_w
     rest_w = twice_w % (2 * STEP) * pull_w
     return twice_w // (2 * STEP) * pull_w - (-rest_w // (2 * STEP))
-
-
-_HUGE = jnp.iinfo(jnp.int32).max
-
-
-def _sum(mask_vw, value_v):
-    return jnp.sum(jnp.where(mask_vw, value_v[:, None], 0), axis=0, dtype=jnp.int32)

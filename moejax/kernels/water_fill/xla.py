@@ -68,15 +68,15 @@ def poured(
 ) -> Int[Array, " w"]:
     """One colour's items, each spread anew over its bins as water finds its level: the
     least sum of squared levels. Left-over units go to the lowest bins by number."""
-    same_vw = _same(item_w)
+    same_vw = same_item(item_w)
     ground_w = level_w - amount_w
     lower_vw = _before(ground_w) & same_vw
     count_w = _count(lower_vw)
-    total_w = _sum(same_vw, amount_w) + _sum(lower_vw, ground_w)
+    total_w = sum_over(same_vw, amount_w) + sum_over(lower_vw, ground_w)
     full_w = jax.lax.div(total_w, jnp.maximum(count_w, 1))
-    surface_w = jnp.min(jnp.where(same_vw, full_w[:, None], _HUGE), axis=0)
+    surface_w = jnp.min(jnp.where(same_vw, full_w[:, None], HUGE), axis=0)
     new_w = jnp.where(item_w < 0, 0, jnp.maximum(surface_w - ground_w, 0))
-    left_w = _sum(same_vw, amount_w - new_w)
+    left_w = sum_over(same_vw, amount_w - new_w)
     is_wet_w = ground_w <= surface_w
     bin_w = jnp.arange(len(item_w))
     place_w = _count(same_vw & is_wet_w[:, None] & (bin_w[:, None] < bin_w))
@@ -90,20 +90,20 @@ def certificate(item_cw, amount_cw, fixed_w, level_w, colours) -> Int[Array, ""]
 
     def step(c, inside_k):
         # All of an item counts from its last bin on.
-        same_vw = _same(item_cw[c])
+        same_vw = same_item(item_cw[c])
         last_w = jnp.max(jnp.where(same_vw, rank_w[:, None], -1), axis=0)
-        return inside_k + _sum(last_w[:, None] == rank_k, amount_cw[c])
+        return inside_k + sum_over(last_w[:, None] == rank_k, amount_cw[c])
 
-    inside_k = _sum(rank_w[:, None] == rank_k, fixed_w)
+    inside_k = sum_over(rank_w[:, None] == rank_k, fixed_w)
     inside_k = jax.lax.fori_loop(0, colours, step, inside_k)
     inside_k = jnp.cumsum(inside_k, dtype=jnp.int32)
     return jnp.max(jax.lax.div(inside_k + rank_k, rank_k + 1))
 
 
-_HUGE = jnp.iinfo(jnp.int32).max
+HUGE = jnp.iinfo(jnp.int32).max
 
 
-def _same(item_w):
+def same_item(item_w):
     """Whether two bins hold the same item. Reductions are over the first dim: the CPU
     does those four times faster."""
     return (item_w[:, None] == item_w) & (item_w >= 0)
@@ -116,7 +116,7 @@ def _before(height_w):
     return (height_v1 < height_w) | ((height_v1 == height_w) & (bin_v1 <= bin_w))
 
 
-def _sum(mask_vw, value_v):
+def sum_over(mask_vw, value_v):
     return jnp.sum(jnp.where(mask_vw, value_v[:, None], 0), axis=0, dtype=jnp.int32)
 
 
