@@ -8,7 +8,15 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from moejax.config_network import Model, Moe, Recorded, Router, at_least, require
+from moejax.config_network import (
+    Model,
+    Moe,
+    Recorded,
+    Router,
+    at_least,
+    check_shards,
+    require,
+)
 from moejax.layout import Topology, uneven_group
 
 __all__ = [
@@ -28,11 +36,6 @@ class Mesh:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "dc", "data", "expert", "tensor")
-        require(
-            self.tensor == 1,
-            f"Mesh.tensor={self.tensor}: no schedule for tensor yet: use 1 and "
-            "give the devices to Mesh.expert or Mesh.data",
-        )
 
     @property
     def topology(self) -> Topology:
@@ -233,7 +236,8 @@ class Config:
 
     def __post_init__(self) -> None:
         moe, mesh, train = self.moe, self.mesh, self.train
-        uneven = uneven_group(moe.num_experts, self.group_size, moe.group_axes)
+        check_shards(moe, mesh, self.expert_shards)
+        uneven = uneven_group(moe.num_experts, self.group_size, self.group_axes)
         require(not uneven, f"Moe.{uneven}")
         shards = mesh.topology.num_batch_shards * train.accumulate_steps
         require(
@@ -262,9 +266,23 @@ class Config:
         )
 
     @property
+    def expert_shards(self) -> int:
+        """Parts of one expert's hidden width."""
+        return self.moe.expert_shards or self.mesh.tensor
+
+    @property
+    def group_axes(self) -> tuple[str, ...]:
+        """Mesh axes of the experts' owners."""
+        return ("tensor",) if self.moe.schedule == "local" else self.moe.group_axes
+
+    @property
     def group_size(self) -> int:
-        """Devices between which rows travel (Moe.group)."""
-        return math.prod(getattr(self.mesh, axis) for axis in self.moe.group_axes)
+        """Owners of experts: devices of the group (Moe.group), times what the tensor
+        axis has beside expert shards, over the shards that it has not."""
+        size = math.prod(getattr(self.mesh, axis) for axis in self.group_axes)
+        if self.moe.schedule == "local":
+            return size
+        return size * self.mesh.tensor // self.expert_shards
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         return dataclasses.asdict(self)

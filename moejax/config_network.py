@@ -3,7 +3,9 @@
 import dataclasses
 from typing import Any, Literal
 
+from moejax.domain import Domain, Form
 from moejax.layout import GROUP_AXES, Group, Split, Store
+from moejax.tensor import Schedule, Tensor
 
 
 def require(claim: bool, message: str) -> None:
@@ -33,6 +35,9 @@ class Model:
     """Hidden width of the SwiGLU in dense layers."""
     first_k_dense: int = 0
     moe_every: int = 1
+    block: Literal["standard", "shortcut"] = "standard"
+    """Shortcut: routed experts read the input of their layer's attention, and shared
+    ones its output (docs/blocks.md)."""
     qk_norm: Literal["none", "head", "full"] = "none"
     """RMSNorm of queries and keys before RoPE: per head, or over all heads (OLMoE)."""
     tie_embeddings: bool = True
@@ -85,11 +90,29 @@ class Moe:
     """Every token passes a dense SwiGLU of width num_shared_experts * d_expert too."""
     exchange: Literal["exact", "capacity"] = "exact"
     """Exact carries every row, in as many rounds as it takes; capacity drops some."""
-    transport: Literal["padded", "ragged"] = "padded"
+    transport: Literal["padded", "ragged", "hierarchical"] = "padded"
+    """all_to_all of whole buffers; of their rows alone (GPUs); and over one mesh axis
+    of the group after the other."""
     group: Group = "expert"
     """Devices between which rows travel: those of one expert axis, each index of data a
     group of its own; or all of data x expert, so that the copies of experts that data
-    parallelism holds anyway are replicas."""
+    parallelism holds anyway are replicas; or all of dc x expert: experts exist once
+    over all data centres."""
+    schedule: Literal["auto"] | Schedule = "auto"
+    """Order of collectives where there is a tensor axis (docs/wires.md); 'auto' takes
+    what Balance.calibration makes fastest."""
+    expert_shards: int | None = None
+    """Parts of one expert's hidden width, over the tensor axis and, if that has fewer
+    devices, part of the expert axis; None: as many as the tensor axis has devices."""
+    domain: Literal["auto"] | tuple[int, int] = (1, 1)
+    """Devices along (dc, expert) that gather one another's experts, so that rows travel
+    between such domains only; 'auto' takes what Balance.calibration makes fastest."""
+    compression: Form = "none"
+    """How gathered experts travel: whole, or in training as the largest entries of
+    their weights (top_k), of the difference to the experts' mean (residual), or to what
+    the others hold already (delta). docs/compression.md."""
+    compression_ratio: float = 50.0
+    """So many times fewer bytes."""
     rows_per_peer: int | None = None
     """Rows that one device sends to one other in round 0; None derives it from
     buffer_factor times the even share."""
@@ -121,7 +144,7 @@ class Moe:
     def __post_init__(self) -> None:
         at_least(
             self, 1, "num_experts", "top_k", "d_expert", "rows_per_peer",
-            "slots_per_device", "devices_per_node",
+            "slots_per_device", "devices_per_node", "expert_shards",
         )  # fmt: skip
         at_least(
             self, 0, "num_shared_experts", "offers_per_device", "copies_per_device",
@@ -130,6 +153,12 @@ class Moe:
         require(
             self.top_k <= self.num_experts,
             f"Moe.top_k={self.top_k} is more than num_experts={self.num_experts}",
+        )
+        at_least(self, 1, "compression_ratio")
+        require(
+            self.compression == "none" or self.domain != (1, 1),
+            f"Moe.compression='{self.compression}' is of experts that a domain "
+            "gathers, and Moe.domain is (1, 1): use 'auto' or a larger domain",
         )
         require(
             self.buffer_factor > 0,
@@ -162,6 +191,12 @@ class Router:
     sequence_balance_loss: float = 0.0
     """Weight of the same loss within each sequence (DeepSeek-V3)."""
     z_loss: float = 0.001
+    mutual_information_loss: float = 0.0
+    """Weight of minus the mutual information of token and expert: of few sure experts
+    for each token and many for all (DS-MoE)."""
+    training: Literal["sparse", "dense"] = "sparse"
+    """Dense: in training every expert computes every token; evaluation and generation
+    take the best top_k (docs/blocks.md)."""
     bias_rate: float = 0.0
     """Sigmoid: the expert bias moves by this much against the load each step."""
     allow_expert_choice_in_decoder: bool = False
@@ -175,6 +210,7 @@ class Router:
             "balance_loss",
             "sequence_balance_loss",
             "z_loss",
+            "mutual_information_loss",
             "bias_rate",
         )
         at_least(self, 1, "num_groups", "top_groups")
@@ -186,6 +222,11 @@ class Router:
             self.bias_rate == 0 or self.kind == "sigmoid",
             f"Router.bias_rate={self.bias_rate} steers kind='sigmoid' only, and kind "
             f"is '{self.kind}': set it to 0",
+        )
+        require(
+            self.training == "sparse" or self.kind in ("softmax", "sigmoid"),
+            f"Router.training='dense' weighs all experts by their scores, and kind is "
+            f"'{self.kind}': use 'softmax' or 'sigmoid'",
         )
         require(
             self.kind != "expert_choice" or self.allow_expert_choice_in_decoder,
@@ -220,3 +261,32 @@ class Recorded:
     def __post_init__(self) -> None:
         at_least(self, 0, "zipf", "hot_share")
         at_least(self, 1, "period_steps", "steps_per_sample")
+
+
+def check_shards(moe: Moe, mesh: Any, shards: int) -> None:
+    """Tensor axis, expert shards, schedule and domain go together; `mesh` has sizes of
+    its axes."""
+    if mesh.tensor > 1 or shards > 1 or moe.schedule != "auto":
+        schedule = "s1h" if moe.schedule == "auto" else moe.schedule
+        inner = Tensor(schedule, mesh.tensor, shards).inner.get("expert", 1)
+        require(
+            mesh.expert % inner == 0,
+            f"Moe.expert_shards={shards} takes {inner} devices of the expert axis "
+            f"({mesh.expert}) for each of tensor={mesh.tensor}: use a divisor",
+        )
+        require(
+            moe.d_expert % shards == 0,
+            f"Moe.d_expert={moe.d_expert} must be divisible by expert_shards={shards}",
+        )
+    require(
+        moe.schedule != "local" or (moe.group == "expert" and moe.domain == (1, 1)),
+        "Moe.schedule='local' has the experts along the tensor axis alone: use "
+        f"Moe.group='expert' and Moe.domain=(1, 1), not '{moe.group}' and {moe.domain}",
+    )
+    require(
+        moe.domain == (1, 1) or moe.group != "data_expert",
+        f"Moe.domain={moe.domain} has sizes along dc and expert: use "
+        "Moe.group='dc_expert' or 'expert', not 'data_expert'",
+    )
+    if isinstance(moe.domain, tuple):
+        Domain((mesh.dc if moe.group == "dc_expert" else 1, mesh.expert), moe.domain)

@@ -15,21 +15,33 @@ import dataclasses
 import math
 from typing import Literal
 
+from moejax import layout_rules
+from moejax.domain import Domain
+from moejax.layout_rules import group_name, uneven_group
+from moejax.tensor import Tensor
 from moejax.wire import Wire
 
-Transport = Literal["local", "padded", "ragged"]
+__all__ = [
+    "GROUP_AXES", "ITEMSIZE", "ROW_MULTIPLE", "Exchange", "Group", "Layout", "Split",
+    "Store", "Topology", "Transport", "group_name", "uneven_group",
+]  # fmt: skip
+
+Transport = Literal["local", "padded", "ragged", "hierarchical"]
 Exchange = Literal["exact", "capacity"]
 Store = Literal["owned", "transient", "resident", "sharded"]
 Split = Literal["even", "local_first", "water_filling", "dynamic"]
 
-Group = Literal["expert", "data_expert"]
+Group = Literal["expert", "data_expert", "dc_expert"]
 GROUP_AXES: dict[Group, tuple[str, ...]] = {
     "expert": ("expert",),
     "data_expert": ("data", "expert"),
+    "dc_expert": ("dc", "expert"),
 }
 """Mesh axes of a *group*: the devices between which rows travel, and that may hold
-replicas of one expert. In the merged group devices are numbered data-major."""
+replicas of one expert. In merged groups the expert axis is innermost."""
 
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+"""Bytes of an element, by compute dtype."""
 ROW_MULTIPLE = 8
 """Buffers are whole multiples of 8 rows, so that vector units and tiles divide them."""
 
@@ -63,6 +75,10 @@ class Topology:
 
     def __str__(self) -> str:
         return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in _fields(self))
+
+
+PARTS = {"wire": Wire, "tensor": Tensor, "domain": Domain}
+"""Fields of a Layout that are dataclasses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,113 +115,17 @@ class Layout:
     wire: Wire | None = None
     """Makes water_filling weigh rows that devices receive too; None: rows computed."""
 
+    tensor: Tensor | None = None
+    """Tensor axis and expert shards, if there are any."""
+    domain: Domain | None = None
+    """Devices that share gathered experts, if any do."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple(self.axes))  # JSON makes it a list
-        if isinstance(self.wire, dict):  # and of this a dict
-            object.__setattr__(self, "wire", Wire(**self.wire))
-        if self.axes not in GROUP_AXES.values():
-            raise ValueError(
-                f"axes={self.axes} are no group: use ('expert',) or ('data', 'expert')"
-            )
-        self._check_store()
-        self._check_wire()
-        if self.num_slots < self.num_experts:
-            raise ValueError(
-                f"{self.num_devices} x {self.slots_per_device} slots hold fewer than "
-                f"num_experts={self.num_experts}: raise slots_per_device to at least "
-                f"{-(-self.num_experts // self.num_devices)}"
-            )
-        if self.rows_per_peer < 1:
-            raise ValueError(f"rows_per_peer={self.rows_per_peer} must be at least 1")
-        if self.exchange == "capacity" and self.rows_per_peer < self.slots_per_device:
-            raise ValueError(
-                f"rows_per_peer={self.rows_per_peer} is less than a row for each of "
-                f"{self.slots_per_device} slots: raise Moe.rows_per_peer or "
-                "Moe.buffer_factor, or use Moe.exchange = 'exact'"
-            )
-        if self.transport == "local" and self.num_devices != 1:
-            raise ValueError(
-                f"transport='local' sends nothing, and {group_name(self.axes)} has "
-                f"{self.num_devices} devices: use 'padded' or 'ragged'"
-            )
-
-    def _check_store(self) -> None:
-        uneven = uneven_group(self.num_experts, self.num_devices, self.axes)
-        if uneven:
-            raise ValueError(uneven)
-        budgets = (self.offers_per_device, self.copies_per_device)
-        limits = (self.experts_per_device, self.slots_per_device)
-        if self.has_copies and any(not 0 <= b <= n for b, n in zip(budgets, limits)):
-            raise ValueError(
-                f"offers_per_device={budgets[0]} and copies_per_device={budgets[1]} "
-                f"must be at most the {limits[0]} experts and {limits[1]} slots of a "
-                "device, and not negative"
-            )
-        if not self.has_copies and any(budgets):
-            raise ValueError(
-                f"store='{self.store}' has no copies: offers_per_device and "
-                f"copies_per_device must be 0, and are {budgets[0]} and {budgets[1]}"
-            )
-        if self.store == "owned" and self.num_slots > self.num_experts:
-            raise ValueError(
-                f"store='owned' has a slot for each of {self.num_experts} experts and "
-                f"no more, and the layout has {self.num_slots}: use 'transient', "
-                "'resident' or 'sharded'"
-            )
-        self._check_dynamic()
-        if self.fused_split and self.split != "water_filling":
-            raise ValueError(
-                "fused_split is for split='water_filling', and split is "
-                f"'{self.split}': leave it out"
-            )
-        if self.prefetch and self.store != "transient":
-            raise ValueError(
-                f"prefetch is for store='transient', and store is '{self.store}'"
-            )
-
-    def _check_dynamic(self) -> None:
-        if self.split != "dynamic":
-            return
-        if self.store != "transient" or self.prefetch:
-            raise ValueError(
-                "split='dynamic' plans the copies of a layer when its loads are known: "
-                f"it takes store='transient' without prefetch, and has '{self.store}', "
-                f"prefetch={self.prefetch}"
-            )
-        budgets = (self.offers_per_device, self.copies_per_device)
-        if self.num_devices > 1 and not all(budgets):
-            raise ValueError(
-                "split='dynamic' needs offers_per_device and copies_per_device of 1 or "
-                f"more, and has {budgets[0]} and {budgets[1]}: "
-                f"{self.experts_per_device} of each are always enough"
-            )
-        if self.exchange == "capacity":
-            raise ValueError(
-                "split='dynamic' makes other replicas for each micro-batch, and "
-                "exchange='capacity' would drop other rows with them: use 'exact'"
-            )
-        slots = self.experts_per_device + self.copies_per_device
-        if self.slots_per_device != slots:
-            raise ValueError(
-                f"split='dynamic' has a slot for each of {self.experts_per_device} own "
-                f"experts and {self.copies_per_device} copies, and slots_per_device="
-                f"{self.slots_per_device}: use {slots}, or other copies_per_device"
-            )
-
-    def _check_wire(self) -> None:
-        if self.wire is None:
-            return
-        if self.split != "water_filling":
-            raise ValueError(
-                "near_weight and far_weight are for split='water_filling', and split "
-                f"is '{self.split}': set both to 0, or use 'water_filling'"
-            )
-        per_node = self.wire.devices_per_node
-        if per_node < 1 or self.num_devices % per_node:
-            raise ValueError(
-                f"devices_per_node={per_node} must divide {group_name(self.axes)} "
-                f"({self.num_devices}): nodes have the same number of its devices"
-            )
+        for name, kind in PARTS.items():  # and of these a dict
+            if isinstance(given := getattr(self, name), dict):
+                object.__setattr__(self, name, kind(**given))
+        layout_rules.check(self)
 
     @property
     def num_slots(self) -> int:
@@ -214,6 +134,60 @@ class Layout:
     @property
     def has_copies(self) -> bool:
         return self.store in ("transient", "resident")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether experts lie along the tensor axis, and no row travels."""
+        return self.tensor is not None and self.tensor.schedule == "local"
+
+    @property
+    def num_sources(self) -> int:
+        """Different sets of tokens between which and the devices rows travel."""
+        num_owners = self.num_devices
+        return (
+            num_owners if self.tensor is None else self.tensor.num_sources(num_owners)
+        )
+
+    @property
+    def num_senders(self) -> int:
+        """Devices that a device gets rows from, itself included."""
+        num_owners = self.num_devices
+        return (
+            num_owners if self.tensor is None else self.tensor.num_senders(num_owners)
+        )
+
+    @property
+    def source_share(self) -> float:
+        """Rows that one source has, over those of the tokens of one owner's devices."""
+        if self.tensor is None:
+            return 1.0
+        if self.tensor.schedule == "base":  # with copies of its tokens
+            return float(min(self.tensor.size, self.tensor.expert_shards))
+        return self.num_devices / self.num_sources
+
+    @property
+    def num_windows(self) -> int:
+        """Parts in which the tensor axis sends each buffer."""
+        return 1 if self.tensor is None else self.tensor.num_windows
+
+    @property
+    def domain_size(self) -> int:
+        """Devices that share gathered experts."""
+        return 1 if self.domain is None else self.domain.num_devices
+
+    @property
+    def exchanged(self) -> "Layout":
+        """As rows see it: each domain is one device, that has the slots of all of its
+        devices, one after the other."""
+        if self.domain is None:
+            return self
+        return dataclasses.replace(
+            self,
+            num_devices=self.num_devices // self.domain_size,
+            slots_per_device=self.slots_per_device * self.domain_size,
+            domain=None,
+            prefetch=False,
+        )
 
     @property
     def yields_home_rows(self) -> bool:
@@ -228,7 +202,8 @@ class Layout:
     @property
     def rows_per_round(self) -> int:
         """Rows per peer in each round after the first: a quarter of round 0's."""
-        return max(1, -(-self.rows_per_peer // 4))
+        parts = 4 * self.num_windows
+        return -(-self.rows_per_peer // parts) * self.num_windows
 
     @property
     def rows_per_slot(self) -> int:
@@ -250,41 +225,28 @@ class Layout:
         `slots_per_device` and a store in `kwargs` say otherwise.
 
         Without `rows_per_peer` the buffer is `buffer_factor` times the even share
-        n*k/w, rounded up to a multiple of 8; with one device it is the exact n*k.
+        n*k/w, rounded up to a multiple of 8; with one device it is the exact n*k. With
+        domains w counts those; n are the tokens of one source (num_sources).
         """
-        if num_devices == 1:
+        tensor, domain = kwargs.get("tensor"), kwargs.get("domain")
+        num_peers = num_devices if domain is None else num_devices // domain.num_devices
+        senders = num_peers if tensor is None else tensor.num_senders(num_peers)
+        if senders == 1:
             kwargs["transport"] = "local"
+        if num_peers == 1:
             buffer_factor = 1.0
         if rows_per_peer is None:
-            rows = math.ceil(buffer_factor * assignments_per_device / num_devices)
+            rows = math.ceil(buffer_factor * assignments_per_device / num_peers)
             rows_per_peer = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+        rows_per_peer = min(rows_per_peer, max(assignments_per_device, 1))
+        windows = 1 if tensor is None else tensor.num_windows
         return cls(
             num_experts=num_experts,
             num_devices=num_devices,
             slots_per_device=slots_per_device or num_experts // num_devices,
-            rows_per_peer=min(rows_per_peer, max(assignments_per_device, 1)),
+            rows_per_peer=-(-rows_per_peer // windows) * windows,
             **kwargs,
         )
-
-
-def group_name(axes: tuple[str, ...]) -> str:
-    """As errors call it."""
-    return "the expert axis" if axes == ("expert",) else f"the group {' x '.join(axes)}"
-
-
-def uneven_group(num_experts: int, num_devices: int, axes: tuple[str, ...]) -> str:
-    """What is wrong with so many experts in a group of so many devices; '' if nothing:
-    each device owns as many as any other."""
-    if num_experts % num_devices == 0:
-        return ""
-    near = num_experts // num_devices * num_devices or num_devices
-    found, fix = f"({num_devices})", "Mesh.expert"
-    if len(axes) > 1:
-        found, fix = f"({num_devices}), and is a group of uneven size", "Moe.group"
-    return (
-        f"num_experts={num_experts} must be divisible by {group_name(axes)} {found}: "
-        f"use {near} or {near + num_devices}, or another {fix}"
-    )
 
 
 def _fields(instance) -> tuple[dataclasses.Field, ...]:

@@ -42,7 +42,8 @@ class Placement:
     """An ExpertPlan as arrays; swapped between two steps without a recompilation.
 
     Slots stand twice: by number (p), and by expert (q: sorted by expert, then by slot,
-    empty ones last). A scan over layers takes the leading dim away.
+    empty ones last). With domains q counts slots as rows see them (Layout.exchanged).
+    A scan over layers takes the leading dim away.
     """
 
     slot_to_expert_lp: Int[Array, "l p"]
@@ -70,7 +71,8 @@ class Placement:
         """NumPy arrays of a plan that is valid for the layout; the caller places them
         on devices."""
         layers = [
-            _by_expert(row_p, layout) | copy_tables(row_p, owned_e, layout)._asdict()
+            _by_expert(_as_gathered(row_p, layout), layout.exchanged)
+            | copy_tables(row_p, owned_e, layout)._asdict()
             for row_p, owned_e in zip(plan.slot_to_expert_lp, plan.owned_le)
         ]
         tables = {name: np.stack([row[name] for row in layers]) for name in layers[0]}
@@ -91,6 +93,16 @@ class Placement:
     def layer(self, index: int) -> "Placement":
         """Of one layer, as an MoE layer takes it."""
         return jax.tree.map(lambda leaf: leaf[index], self)
+
+
+def _as_gathered(row_p: np.ndarray, layout: Layout) -> np.ndarray:
+    """Slots of all devices in the order of domains, each as its devices gather it."""
+    if layout.domain is None:
+        return row_p
+    row_ws = row_p.reshape(layout.num_devices, -1)
+    return np.concatenate(
+        [row_ws[members].ravel() for members in layout.domain.members()]
+    )
 
 
 def _by_expert(row_p: np.ndarray, layout: Layout) -> dict[str, np.ndarray]:
@@ -131,6 +143,7 @@ class LayerSums:
     """
 
     prob_e: Float[Array, " e"]
+    entropy: Float[Array, ""]
     sequence: Float[Array, ""]
     z: Float[Array, ""]
     tokens_e: Int[Array, " e"]
@@ -148,6 +161,8 @@ class RouterLosses:
     balance: Float[Array, ""]
     sequence_balance: Float[Array, ""]
     z: Float[Array, ""]
+    mutual_information: Float[Array, ""]
+    """Of token and expert, negative: nats by which a token tells its expert."""
 
 
 @struct.dataclass

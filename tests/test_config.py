@@ -49,13 +49,13 @@ LEAST = {
     },
     Moe: {
         **dict.fromkeys(["num_experts", "top_k", "d_expert", "rows_per_peer"], 1),
-        "slots_per_device": 1,
+        **dict.fromkeys(["slots_per_device", "expert_shards"], 1),
         **dict.fromkeys(["num_shared_experts", "offers_per_device"], 0),
         "copies_per_device": 0,
     },
     Router: {
         **dict.fromkeys(["jitter", "balance_loss", "sequence_balance_loss"], 0),
-        **dict.fromkeys(["z_loss", "bias_rate"], 0),
+        **dict.fromkeys(["z_loss", "bias_rate", "mutual_information_loss"], 0),
         **dict.fromkeys(["num_groups", "top_groups"], 1),
     },
     Recorded: {
@@ -77,7 +77,6 @@ def test_lowest_values(part, field, least):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Mesh(tensor=2), ["Mesh.tensor=2", "use 1"]),
         (lambda: Data(corpus=()), ["Data.corpus=() names no data"]),
         (lambda: Data(weights=(1.0, 2.0)), ["one weight for each of 1 corpora"]),
         (lambda: Data(weights=(0.0,)), ["must all be above 0", "leave a corpus out"]),

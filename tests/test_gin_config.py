@@ -16,7 +16,10 @@ from train.config_names import CLASSES, KINDS, convert
 from train.gin_config import ConfigError, load, render
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-SHIPPED = ["mixtral_8x7b", "olmoe_1b_7b", "qwen3_30b_a3b", "skewed_cpu", "tiny_cpu"]
+SHIPPED = [
+    "mixtral_8x7b", "olmoe_1b_7b", "qwen3_30b_a3b", "skewed_cpu", "testbed_skew",
+    "tiny_cpu",
+]  # fmt: skip
 
 
 def test_later_files_win_then_params_in_order(tmp_path: pathlib.Path) -> None:

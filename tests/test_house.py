@@ -22,7 +22,8 @@ from moejax.config import Balance
 from moejax.layout import Layout, Store, Topology
 from moejax.moe.dispatch import Window, receipt_of
 from moejax.moe.exchange import exchange, num_rounds
-from moejax.moe.manifest import manifest
+from moejax.moe.groups import Groups
+from moejax.moe.manifest import manifest, num_dropped
 from moejax.plan import ExpertPlan
 from moejax.types import Placement
 
@@ -152,7 +153,8 @@ def on_two_devices(example: str, mode: str):
     placement = jax.tree.map(jnp.asarray, Placement.of_plan(plan, layout).layer(0))
 
     def body(x_n1, gate_nk, expert_nk):
-        sent, _ = manifest(expert_nk, placement, layout, EXPERT)
+        groups = Groups.along(EXPERT)
+        sent, _ = manifest(expert_nk, placement, layout, groups)
 
         def experts(x_m1, rows_s, weights):
             end_s = jnp.cumsum(rows_s)
@@ -161,10 +163,11 @@ def on_two_devices(example: str, mode: str):
 
         times_ws = jnp.asarray(TIMES_E[np.maximum(row_p, 0)].reshape(2, 3))
         weights = {"times_s": times_ws[jax.lax.axis_index(EXPERT)]}
-        y_n1 = exchange(x_n1, gate_nk, weights, sent, experts, layout, EXPERT)
-        receipt, _ = receipt_of(sent, Window(0, layout.rows_per_peer), layout, EXPERT)
+        y_n1 = exchange(x_n1, gate_nk, weights, sent, experts, layout, groups)
+        receipt, _ = receipt_of(sent, Window(0, layout.rows_per_peer), layout, groups)
         rounds = num_rounds(sent, layout)
-        each = (sent.counts_wp, sent.assignment_a, sent.dropped, rounds)
+        dropped = num_dropped(expert_nk, sent.peer_nk)
+        each = (sent.counts_up, sent.assignment_a, dropped, rounds)
         return y_n1[:, 0], receipt.position_nk, *(leaf[None] for leaf in each)
 
     mesh, split = make_mesh(Topology(expert=2), jax.devices()[:2]), P(EXPERT)

@@ -11,7 +11,14 @@ from test_split import E, W, quotas, rows_of
 
 from moejax.axes import EXPERT, make_mesh
 from moejax.layout import Layout, Topology
-from moejax.moe.manifest import Manifest, fullest_pair, manifest, rows_here
+from moejax.moe.groups import Groups
+from moejax.moe.manifest import (
+    Manifest,
+    fullest_pair,
+    manifest,
+    num_dropped,
+    rows_here,
+)
 from moejax.plan import ExpertPlan
 from moejax.types import Placement
 
@@ -28,9 +35,10 @@ def program(split: str, exchange: str):
     mesh = make_mesh(Topology(expert=W), jax.devices()[:W])
 
     def body(expert_wnk, placement):
-        sent, _ = manifest(expert_wnk[0], placement, layout, EXPERT)
-        rows, pair = rows_here(sent, layout, EXPERT), fullest_pair(sent, layout)
-        out = sent, sent.dropped, rows, pair
+        groups = Groups.along(EXPERT)
+        sent, _ = manifest(expert_wnk[0], placement, layout, groups)
+        rows, pair = rows_here(sent, layout, groups), fullest_pair(sent, layout)
+        out = sent, num_dropped(expert_wnk[0], sent.peer_nk), rows, pair
         return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], out)
 
     specs = {"in_specs": (P(EXPERT), P()), "out_specs": P(EXPERT), "check_vma": False}
@@ -55,7 +63,7 @@ def case(seed: int, split: str, exchange: str = "exact"):
 
 def blocks(sent: Manifest, me: int) -> list[np.ndarray]:
     """Assignments that device `me` sends to each slot, in order."""
-    ends_p = np.cumsum(sent.counts_wp[me, me])
+    ends_p = np.cumsum(sent.counts_up[me, me])
     return np.split(sent.assignment_a[me], ends_p)[:-1]
 
 
@@ -65,7 +73,7 @@ def test_every_choice_is_sent_once_to_a_slot_of_its_expert(split):
         expert_wnk, row_p, sent, dropped, _, _ = case(seed, split)
         counts_we = (expert_wnk[..., None] == np.arange(E)).sum((1, 2)).astype(np.int32)
         assert not dropped.any()
-        assert (sent.counts_wp == quotas(counts_we, row_p, split)).all()
+        assert (sent.counts_up == quotas(counts_we, row_p, split)).all()
         for me in range(W):
             expert_a = expert_wnk[me].reshape(-1)
             for expert, assignment_x in zip(row_p, blocks(sent, me)):
@@ -86,9 +94,9 @@ def test_peer_and_place_find_each_choice_among_the_rows(exchange):
             sent_a = np.flatnonzero(peer_a >= 0)
             rank_a = sent.first_w[me][peer_a[sent_a]] + place_a[sent_a]
             assert np.array_equal(sent.assignment_a[me][rank_a], sent_a)
-            assert len(sent_a) == sent.counts_wp[me, me].sum()
+            assert len(sent_a) == sent.counts_up[me, me].sum()
             slot_a = np.searchsorted(
-                np.cumsum(sent.counts_wp[me, me]), rank_a, side="right"
+                np.cumsum(sent.counts_up[me, me]), rank_a, side="right"
             )
             assert np.array_equal(slot_a // SLOTS, peer_a[sent_a])
 
@@ -96,8 +104,8 @@ def test_peer_and_place_find_each_choice_among_the_rows(exchange):
 def test_all_devices_know_who_receives_how_much():
     for seed in range(4):
         _, _, sent, _, rows_w, fullest_w = case(seed, "local_first")
-        assert (sent.counts_wp == sent.counts_wp[0]).all()
-        pair_ww = sent.counts_wp[0].reshape(W, W, SLOTS).sum(axis=2)
+        assert (sent.counts_up == sent.counts_up[0]).all()
+        pair_ww = sent.counts_up[0].reshape(W, W, SLOTS).sum(axis=2)
         assert np.array_equal(rows_w, pair_ww.sum(axis=0))
         assert (fullest_w == pair_ww.max()).all()
 
@@ -111,9 +119,9 @@ def test_capacity_drops_the_last_choices_and_counts_them(split):
         expert_wnk, _, sent, dropped, _, _ = case(seed, split, "capacity")
         _, _, whole, _, _, _ = case(seed, split)
         limit = ROWS_PER_PEER // SLOTS
-        assert (sent.counts_wp == np.minimum(whole.counts_wp, limit)).all()
+        assert (sent.counts_up == np.minimum(whole.counts_up, limit)).all()
         for me in range(W):
-            lost = whole.counts_wp[me, me].sum() - sent.counts_wp[me, me].sum()
+            lost = whole.counts_up[me, me].sum() - sent.counts_up[me, me].sum()
             assert dropped[me] == lost
             some_dropped |= lost > 0
             expert_a = expert_wnk[me].reshape(-1)

@@ -33,11 +33,13 @@ from moejax.axes import BATCH_AXES, everywhere, make_mesh, sharding
 from moejax.balance.calibration import cost_model
 from moejax.config import Config, Mesh, Moe, Router
 from moejax.layout import GROUP_AXES, Layout, Topology
+from moejax.moe.groups import groups_of
 from moejax.moe.move import exchanges, move, reshard
 from moejax.moe.stores import MASTERS
 from moejax.plan import ExpertPlan
 from moejax.types import Placement
-from train.layouts import layout_of, presumed, settings_of
+from train.calibrated import presumed
+from train.layouts import layout_of, settings_of
 
 MERGED = GROUP_AXES["data_expert"]
 MESHES = {
@@ -152,6 +154,7 @@ def test_merged_with_one_index_of_data_is_the_expert_axis_alone():
 def test_masters_move_between_all_devices_of_the_group():
     """Bit for bit, to new owners; and to hidden width and back."""
     mesh, names = make_mesh(MESHES["data2_expert4"]), list(MASTERS)
+    groups = groups_of(mesh, layer_layout(MESHES["data2_expert4"], "owned"))
     old_le, new_le = owners(0, 16, 3), owners(1, 16, 3)
     rng, layer_l1 = np.random.default_rng(0), np.arange(3)[:, None]
     logical = [
@@ -161,13 +164,13 @@ def test_masters_move_between_all_devices_of_the_group():
     by_expert = sharding(mesh, None, MERGED)
     leaves = [leaf[layer_l1, old_le] for leaf in logical]
     leaves = jax.device_put(leaves, [by_expert] * 3)
-    run_move = jax.jit(lambda *args: move(args[0], names, args[1], mesh, MERGED))
+    run_move = jax.jit(lambda *args: move(args[0], names, args[1], groups))
     for rounds in exchanges(old_le, new_le, 8):
         leaves = run_move(leaves, everywhere(rounds, mesh))
     assert are_same_bits(leaves, [leaf[layer_l1, new_le] for leaf in logical])
-    wide = jax.jit(lambda x: reshard(x, names, mesh, "sharded", MERGED))(leaves)
+    wide = jax.jit(lambda x: reshard(x, names, "sharded", groups))(leaves)
     assert wide[0].sharding.shard_shape(wide[0].shape) == (3, 16, 4, 1)
-    back = jax.jit(lambda x: reshard(x, names, mesh, "owned", MERGED))(wide)
+    back = jax.jit(lambda x: reshard(x, names, "owned", groups))(wide)
     assert are_same_bits(wide, leaves)
     assert are_same_bits(back, leaves)
     assert all(leaf.sharding.is_equivalent_to(by_expert, 4) for leaf in back)

@@ -28,6 +28,7 @@ from moejax.balance.density import densest
 from moejax.balance.graphs import symmetric
 from moejax.kernels import varying_alike
 from moejax.layout import GROUP_AXES, Layout, Topology
+from moejax.moe.groups import groups_of
 from moejax.moe.manifest import fullest_pair, manifest, pair_to_fit
 from moejax.plan import ExpertPlan
 from moejax.types import Placement
@@ -126,15 +127,16 @@ def test_large_buffers_are_not_taken_for_needed():
         layout = dataclasses.replace(layout, rows_per_peer=rows_per_peer)
         placement = placed(plan_of(layout), layout)
 
-        def body(expert_nk, placement, layout=layout):
-            sent, _ = manifest(expert_nk, placement, layout, layout.axes)
+        mesh = make_mesh(EIGHT)
+        groups = groups_of(mesh, layout)
+
+        def body(expert_nk, placement, layout=layout, groups=groups):
+            sent, _ = manifest(expert_nk, placement, layout, groups)
             both = fullest_pair(sent, layout), pair_to_fit(sent, layout)
             return jnp.stack(both)[None]
 
         spec = P(BATCH_AXES)
-        run = jax.shard_map(
-            body, mesh=make_mesh(EIGHT), in_specs=(spec, P()), out_specs=spec
-        )
+        run = jax.shard_map(body, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
         rng = np.random.default_rng(0)
         first_n1 = rng.integers(0, EXPERTS, (1024, 1))
         expert_nk = np.concatenate([first_n1, first_n1 + 1], axis=1)
@@ -151,10 +153,11 @@ def test_every_device_decides_the_same(split):
     store = "transient"
     layout = layout_of(EIGHT, ALONE, store, split)
     mesh, placement = make_mesh(EIGHT), placed(plan_of(layout), layout)
+    groups = groups_of(mesh, layout)
 
     def body(expert_nk, placement):
-        sent, used = manifest(expert_nk, placement, layout, layout.axes)
-        decided = (sent.counts_wp, sent.bound, used)
+        sent, used = manifest(expert_nk, placement, layout, groups)
+        decided = (sent.counts_up, sent.bound, used)
         return jax.tree.map(
             lambda leaf: varying_alike(leaf, expert_nk)[0][None], decided
         )
@@ -215,9 +218,9 @@ def solved(store: str, remat: str) -> dict[str, int]:
     traced = trace_train_step(make_model(store, "float32", remat=remat))
     found = {"all_gather": 0, "while": 0}
     for eqn, times in equations(traced.jaxpr):
-        scope = str(eqn.source_info.name_stack)
-        is_solving = eqn.primitive.name == "while" and "water" in scope
-        is_gathering = eqn.primitive.name == "all_gather" and "manifest" in scope
-        if is_solving or is_gathering:
-            found[eqn.primitive.name] += times
+        scope, name = str(eqn.source_info.name_stack), eqn.primitive.name
+        if name == "while" and "water" in scope:
+            found["while"] += times
+        if name.startswith("all_gather") and "manifest" in scope:
+            found["all_gather"] += times
     return found

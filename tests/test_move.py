@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moejax.axes import EXPERT, everywhere, make_mesh
-from moejax.layout import Topology
+from moejax.axes import everywhere, make_mesh
+from moejax.layout import Layout, Topology
+from moejax.moe.groups import groups_of
 from moejax.moe.move import ROUNDS_PER_CALL, Rounds, exchanges, move, reshard
 from moejax.moe.stores import MASTERS
 
@@ -64,19 +65,14 @@ def are_same_bits(actual, expected) -> bool:
 def programs():
     """The mesh, and the compiled move and reshards."""
     mesh = make_mesh(TOPOLOGY)
+    groups = groups_of(mesh, Layout.home(E, TOPOLOGY.expert, 8))
     leaves = on_devices(mesh, arrays(), BY_EXPERT)
     rounds = everywhere(next(exchanges(owners(0), owners(1), 4)), mesh)
     to = {
-        store: jax.jit(
-            functools.partial(
-                reshard, names=NAMES, mesh=mesh, to=store, group=(EXPERT,)
-            )
-        )
+        store: jax.jit(functools.partial(reshard, names=NAMES, to=store, groups=groups))
         for store in ("sharded", "owned")
     }
-    run = jax.jit(
-        lambda *args: move(args[0], NAMES, args[1], mesh, (EXPERT,)), donate_argnums=0
-    )
+    run = jax.jit(lambda *args: move(args[0], NAMES, args[1], groups), donate_argnums=0)
     traced = {
         "move": run.trace(leaves, rounds),
         "sharded": to["sharded"].trace(leaves),

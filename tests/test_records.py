@@ -21,7 +21,7 @@ def metrics_of(rng) -> StepMetrics:
         fullest_device_l=np.full(2, 25),
         bound_l=np.full(2, 20),
     )
-    losses = RouterLosses(balance=np.ones(2), sequence_balance=np.ones(2), z=np.ones(2))
+    losses = RouterLosses(*[np.ones(2)] * 4)
     return StepMetrics(2.0, 2.5, losses, 1.0, 1e-3, False, 0, routing)
 
 

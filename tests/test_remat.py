@@ -75,7 +75,7 @@ def counts(cfg, remat):
         found[name] += 1
         if name == "sort" and operand.size == NUM_ASSIGNMENTS[cfg.router.kind]:
             found["sort of all choices"] += 1
-        if name == "all_gather" and operand.dtype == jnp.int32:
+        if name.startswith("all_gather") and operand.dtype == jnp.int32:
             found["all_gather of counts"] += 1
     return found
 

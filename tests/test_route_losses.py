@@ -173,10 +173,13 @@ def test_jitter_is_drawn_in_training_and_nowhere_else(jitter):
 
 def test_every_loss_has_its_weight():
     """The step's total is its cross-entropy plus weighted means over layers."""
-    router = Router(balance_loss=0.5, sequence_balance_loss=0.25, z_loss=0.125)
-    losses = routing.RouterLosses(*(jnp.array([i, i + 2.0]) for i in (1, 2, 3)))
+    router = Router(
+        balance_loss=0.5, sequence_balance_loss=0.25, z_loss=0.125,
+        mutual_information_loss=0.0625,
+    )  # fmt: skip
+    losses = routing.RouterLosses(*(jnp.array([i, i + 2.0]) for i in (1, 2, 3, 4)))
     cfg = Config(router=router)
     total = training._weighted(cfg, losses)
-    assert_close(total, np.float32(0.5 * 2 + 0.25 * 3 + 0.125 * 4))
+    assert_close(total, np.float32(0.5 * 2 + 0.25 * 3 + 0.125 * 4 + 0.0625 * 5))
     recorded = dataclasses.replace(router, kind="recorded")
     assert training._weighted(dataclasses.replace(cfg, router=recorded), losses) == 0

@@ -38,7 +38,7 @@ TOY_WIDTH = [
 
 
 def test_these_are_all():
-    assert sorted([*BILLIONS, "tiny_cpu", "skewed_cpu"]) == NAMES
+    assert sorted([*BILLIONS, "tiny_cpu", "skewed_cpu", "testbed_skew"]) == NAMES
 
 
 @pytest.mark.slow

@@ -9,22 +9,25 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from moejax.axes import EXPERT, make_mesh
-from moejax.layout import Layout, Topology
+from moejax.axes import DATA, DC, EXPERT, make_mesh
+from moejax.layout import GROUP_AXES, Layout, Topology
 from moejax.moe.layer import check_device
-from moejax.moe.transport import TRANSPORTS, local, padded, ragged
+from moejax.moe.transport import TRANSPORTS, hierarchical, local, padded, ragged
 
 DEVICES, ROWS, WIDTH = 8, 3, 2
 
 
-def exchanged(transport, rows, counts_ww):
+EIGHT = Topology(expert=DEVICES)
+
+
+def exchanged(transport, rows, counts_ww, topology=EIGHT, axes=(EXPERT,)):
     """rows [sender, receiver, row, d] through one transport on eight devices."""
-    mesh = make_mesh(Topology(expert=DEVICES))
+    mesh = make_mesh(topology)
 
     def body(rows_wcd, count_w, incoming_w):
-        return transport(rows_wcd[0], count_w[0], incoming_w[0], EXPERT)[None]
+        return transport(rows_wcd[0], count_w[0], incoming_w[0], axes)[None]
 
-    shard = P(EXPERT)
+    shard = P(axes)
     run = jax.shard_map(body, mesh=mesh, in_specs=(shard,) * 3, out_specs=shard)
     return jax.jit(run), (rows, counts_ww, counts_ww.T)
 
@@ -40,6 +43,26 @@ def test_padded_swaps_sender_and_receiver():
     rows, counts_ww = case()
     run, args = exchanged(padded, rows, counts_ww)
     assert np.array_equal(run(*args), rows.swapaxes(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("topology", "axes"),
+    [
+        (Topology(dc=2, expert=4), (DC, EXPERT)),
+        (Topology(data=4, expert=2), (DATA, EXPERT)),
+        (Topology(dc=2, data=2, expert=2), (DC, DATA, EXPERT)),
+    ],
+)
+def test_hierarchical_is_padded_over_one_axis_after_the_other(topology, axes):
+    """Bit for bit; gradients too, by the transpose of each."""
+    rows, counts_ww = case()
+    results = []
+    for transport in (hierarchical, padded):
+        run, args = exchanged(transport, rows, counts_ww, topology, axes)
+        out, pull = jax.vjp(lambda rows, run=run, args=args: run(rows, *args[1:]), rows)
+        results.append((out, *pull(2 * out + 1)))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    assert np.array_equal(results[0][0], rows.swapaxes(0, 1))
 
 
 def test_local_is_the_identity():
@@ -95,5 +118,6 @@ def test_the_fused_split_declines_where_its_kernel_would(layout, device):
 def test_every_transport_of_a_layout_exists():
     for name in TRANSPORTS:
         devices = 1 if name == "local" else 2
-        make = partial(Layout, 4, devices, 4 // devices, 8)
+        axes = GROUP_AXES["dc_expert" if name == "hierarchical" else "expert"]
+        make = partial(Layout, 4, devices, 4 // devices, 8, axes=axes)
         assert make(transport=name).transport == name

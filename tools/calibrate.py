@@ -5,7 +5,9 @@
 
 collectives   seconds = latency + bytes / bandwidth of all_to_all, all_gather,
               reduce_scatter, all_reduce and ppermute, over each axis of more than one
-              device; bytes are those that leave one device
+              device, and over dc x expert, data x expert and expert x tensor together
+              (dc_expert ..); bytes are those that leave one device, and all groups
+              of the mesh send at once: a link that they share is in the line
 grouped_dot   FLOPs per second of one device, in the configuration's widths and dtype
 compile       seconds of the train step's compilation (--compile, needs --gin_file)
 
@@ -90,7 +92,9 @@ def config_of(args: argparse.Namespace) -> Config:
     if args.turns < 1:
         raise ValueError(f"--turns {args.turns} must be at least 1")
     params = mesh_params(args) if args.mesh else []
-    return gin_config.load(args.gin_file, [*params, *args.gin_param])
+    cfg = gin_config.load(args.gin_file, [*params, *args.gin_param])
+    balance = dataclasses.replace(cfg.balance, calibration=None)  # is being made
+    return dataclasses.replace(cfg, balance=balance)
 
 
 def mesh_params(args: argparse.Namespace) -> list[str]:
@@ -128,8 +132,8 @@ def measure(cfg: Config, args: argparse.Namespace):
     programs = collective_programs(mesh, dtype)
     lines = fitted(programs, seconds(programs, args.turns))
     collectives = {}
-    for (name, axis), line in lines.items():
-        collectives.setdefault(name, {})[axis] = {
+    for (name, axes), line in lines.items():
+        collectives.setdefault(name, {})[axes] = {
             "latency_sec": line.latency_sec,
             "bytes_per_sec": line.amount_per_sec,
             "r2": line.r2,
@@ -206,11 +210,11 @@ def fit(amount_n: np.ndarray, sec_n: np.ndarray) -> Line:
 def show(calibration) -> None:
     sizes = ", ".join(f"{axis}={size}" for axis, size in calibration.mesh.items())
     print(f"{calibration.device_kind}, mesh {sizes}, {calibration.compute_dtype}")
-    print(f"{'collective':16s}{'axis':8s}{'latency us':>12s}{'GB/s':>10s}{'r2':>8s}")
-    for name, axes in calibration.collectives.items():
-        for axis, line in axes.items():
+    print(f"{'collective':16s}{'axes':14s}{'latency us':>12s}{'GB/s':>10s}{'r2':>8s}")
+    for name, lines in calibration.collectives.items():
+        for axes, line in lines.items():
             print(
-                f"{name:16s}{axis:8s}{1e6 * line['latency_sec']:12.1f}"
+                f"{name:16s}{axes:14s}{1e6 * line['latency_sec']:12.1f}"
                 f"{1e-9 * line['bytes_per_sec']:10.3f}{line['r2']:8.3f}"
             )
     tflops = 1e-12 * calibration.flops_per_sec

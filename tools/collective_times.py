@@ -1,5 +1,5 @@
-"""Measured on the live mesh: seconds of each collective over each axis, by size, and of
-the grouped product, by rows.
+"""Measured on the live mesh: seconds of each collective over each axis and over groups
+of two axes, by size, and of the grouped product, by rows.
 
 Each program repeats its collective in a loop that needs every result, so that a
 program's start counts once in REPEATS. All programs take turns, and medians are kept:
@@ -19,13 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moejax.axes import AXES
+from moejax.axes import AXES, AxisNames, axis_size
+from moejax.balance.calibration import leaving_bytes
 from moejax.kernels.grouped_dot import grouped_dot
 
 REPEATS = 8
 """Of a collective in one program."""
 ELEMENTS = (2**10, 2**13, 2**16, 2**18, 2**20)
 """Of the array on each device."""
+GROUPS = (*((axis,) for axis in AXES),
+          ("dc", "expert"), ("data", "expert"), ("expert", "tensor"))  # fmt: skip
+"""Mesh axes that collectives of the MoE layer run over together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,62 +44,63 @@ class Program:
 
 
 def collective_programs(mesh: Mesh, dtype: str) -> list[Program]:
-    """Compiled; lines are (collective, axis), of axes with more than one device."""
+    """Compiled; lines are (collective, axes joined by "_"), of groups each of whose
+    axes has more than one device: of any other the single axis has the line."""
     return [
-        _collective(mesh, name, axis, elements, dtype)
-        for axis in AXES
-        if mesh.shape[axis] > 1
+        _collective(mesh, name, axes, elements, dtype)
+        for axes in GROUPS
+        if all(mesh.shape[axis] > 1 for axis in axes)
         for name in COLLECTIVES
         for elements in ELEMENTS
     ]
 
 
-def _all_to_all(x_n, axis: str, w: int):
-    return jax.lax.all_to_all(x_n.reshape(w, -1), axis, 0, 0).reshape(-1)
+def _all_to_all(x_n, axes: AxisNames, w: int):
+    return jax.lax.all_to_all(x_n.reshape(w, -1), axes, 0, 0).reshape(-1)
 
 
-def _all_gather(x_n, axis: str, w: int):
-    all_n = jax.lax.all_gather(x_n[: x_n.size // w], axis, tiled=True)
+def _all_gather(x_n, axes: AxisNames, w: int):
+    all_n = jax.lax.all_gather(x_n[: x_n.size // w], axes, tiled=True)
     return jax.lax.optimization_barrier(all_n)
 
 
-def _reduce_scatter(x_n, axis: str, w: int):
-    part_n = jax.lax.psum_scatter(x_n, axis, tiled=True)
+def _reduce_scatter(x_n, axes: AxisNames, w: int):
+    part_n = jax.lax.psum_scatter(x_n, axes, tiled=True)
     return jax.lax.dynamic_update_slice(x_n, part_n, (0,))
 
 
-def _all_reduce(x_n, axis: str, w: int):
-    return jax.lax.pcast(jax.lax.psum(x_n, axis), (axis,), to="varying")
+def _all_reduce(x_n, axes: AxisNames, w: int):
+    return jax.lax.pcast(jax.lax.psum(x_n, axes), axes, to="varying")
 
 
-def _ppermute(x_n, axis: str, w: int):
-    return jax.lax.ppermute(x_n, axis, [(i, (i + 1) % w) for i in range(w)])
+def _ppermute(x_n, axes: AxisNames, w: int):
+    return jax.lax.ppermute(x_n, axes, [(i, (i + 1) % w) for i in range(w)])
 
 
-COLLECTIVES: dict[str, tuple[Callable, Callable[[int], float]]] = {
-    "all_to_all": (_all_to_all, lambda w: (w - 1) / w),
-    "all_gather": (_all_gather, lambda w: (w - 1) / w),
-    "reduce_scatter": (_reduce_scatter, lambda w: (w - 1) / w),
-    "all_reduce": (_all_reduce, lambda w: 2 * (w - 1) / w),
-    "ppermute": (_ppermute, lambda w: 1.0),
+COLLECTIVES: dict[str, Callable] = {
+    "all_to_all": _all_to_all,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "ppermute": _ppermute,
 }
-"""Shape to shape, and the share of the larger array's bytes that leaves a device (of a
-ring's all-reduce, and of the others in any form)."""
+"""Shape to shape."""
 
 
-def _collective(mesh: Mesh, name: str, axis: str, elements: int, dtype: str) -> Program:
-    once, share = COLLECTIVES[name]
-    w = mesh.shape[axis]
+def _collective(
+    mesh: Mesh, name: str, axes: tuple[str, ...], elements: int, dtype: str
+) -> Program:
+    once, w = COLLECTIVES[name], axis_size(mesh, axes)
     elements = -(-elements // w) * w
 
     def body(x_n):
-        step = lambda _, x_n: once(x_n, axis, w)  # noqa: E731
+        step = lambda _, x_n: once(x_n, axes, w)  # noqa: E731
         return jax.lax.fori_loop(0, REPEATS, step, x_n)
 
     x_n = _zeros(mesh, (elements,), dtype)
     run = _compiled(mesh, body, x_n)
-    amount = share(w) * elements * jnp.dtype(dtype).itemsize
-    return Program((name, axis), amount, run, (x_n,))
+    amount = leaving_bytes(name, elements * jnp.dtype(dtype).itemsize, w)
+    return Program((name, "_".join(axes)), amount, run, (x_n,))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,9 @@ import pathlib
 import signal
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from tools.gang_lines import pass_on, say
 from train.cluster import (
@@ -52,6 +53,8 @@ class Asked:
 
     to_stop: bool = False
     to_kill: bool = False
+    has_enough: bool = False
+    """The gang has done what it was started for, and is ended at once."""
 
     def note(self, number: int, _frame: object) -> None:
         """A second Ctrl-C kills; schedulers may send SIGTERM more than once."""
@@ -87,8 +90,14 @@ class Gang:
     command: list[str]
     count: int
     port: int
-    attempt: int
+    attempt: int = 0
     """How many gangs of this run came before."""
+    host: str = LOOPBACK
+    """Address of process 0, where the coordinator listens."""
+    prefixes: tuple[tuple[str, ...], ...] = ()
+    """Words before the command of each process, by index; none for all without."""
+    listen: Callable[[subprocess.Popen, int], list[threading.Thread]] = pass_on
+    """Threads that read what a process prints."""
 
 
 def run(gang: Gang, waits: Waits, asked: Asked) -> Verdict:
@@ -102,11 +111,11 @@ def run(gang: Gang, waits: Waits, asked: Asked) -> Verdict:
     try:
         for index in range(gang.count):
             children.append(_start(gang, index))
-        readers = [x for c in children for x in pass_on(c.process, c.index)]
+        readers = [x for c in children for x in gang.listen(c.process, c.index)]
         verdict = _watch(children, waits, asked)
         codes = tuple(_code(child) for child in children)
         verdict = dataclasses.replace(verdict, codes=codes)
-        if None in codes:
+        if None in codes and verdict.exit_code != DONE:
             say(verdict.cause + "; ending all")
             if verdict.exit_code not in (BAD_INPUT, FAILED):  # its one line says why
                 _ask_for_stacks(children, waits.stacks_sec)
@@ -141,7 +150,7 @@ def _start(gang: Gang, index: int) -> _Child:
     # One process alone keeps the terminal, and with it its progress bar.
     pipe = None if gang.count == 1 else subprocess.PIPE
     process = subprocess.Popen(
-        gang.command,
+        [*(gang.prefixes[index] if gang.prefixes else ()), *gang.command],
         env=_environment(os.environ, gang, index),
         stdin=subprocess.DEVNULL,
         stdout=pipe,
@@ -154,7 +163,7 @@ def _start(gang: Gang, index: int) -> _Child:
 
 def _environment(environ: Mapping[str, str], gang: Gang, index: int) -> dict[str, str]:
     return dict(environ) | {
-        COORDINATOR: f"{LOOPBACK}:{gang.port}",
+        COORDINATOR: f"{gang.host}:{gang.port}",
         NUM_PROCESSES: str(gang.count),
         PROCESS_ID: str(index),
         LOCAL_NUM_PROCESSES: str(gang.count),
@@ -181,6 +190,8 @@ def _watch(children: list[_Child], waits: Waits, asked: Asked) -> Verdict:
         codes = {child.name: _code(child) for child in children}
         if verdict := _of_codes(codes):
             return verdict
+        if asked.has_enough:
+            return Verdict(DONE, "enough is done")
         if asked.to_kill:
             return Verdict(INTERRUPTED, "interrupted twice")
         if asked.to_stop and not is_passed_on:

@@ -10,7 +10,6 @@ experts are in logical order; plan and balancer are in its meta.
 
 import dataclasses
 import json
-import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,16 +20,20 @@ import numpy as np
 from moejax.balance import controller
 from moejax.balance.decision import Decision
 from moejax.balance.policies import check_policy
-from moejax.layout import GROUP_AXES, Layout
+from moejax.layout import Layout
 from moejax.plan import ExpertPlan
 from moejax.types import Placement, RoutingStats
 from train.ahead import Ahead, Steps
+from train.calibrated import cost_of
 from train.compiled import compile_steps, home_plan, on_devices
-from train.layouts import cost_of, settings_of
+from train.config_names import config_of
+from train.layouts import settings_of
+from train.loads import by_owner
 from train.moves import Mover
 from train.prepare import Job
 from train.processes import any_of, is_first, published, withdraw
 from train.records import Records
+from train.wires import wires_of
 
 SAME = {
     "mesh": None, "moe": None, "balance": None,
@@ -93,7 +96,8 @@ class Balancing:
             self._state = controller.from_json(meta["balance"])
             return
         plan = ExpertPlan.from_json(meta["plan"])
-        sizes = (plan.num_experts, _group_size(meta["config"]))
+        owners = wires_of(config_of(meta["config"])).parts.num_owners
+        sizes = (plan.num_experts, owners)
         fits = sizes == (self.layout.num_experts, self.layout.num_devices)
         # Home would take the replicas away that this policy begins with.
         if fits and _has_replicas(plan) >= _has_replicas(self.plan):
@@ -193,13 +197,9 @@ class Balancing:
         """One step's statistics, on the host; decides when it is time."""
         if not self._is_on:
             return
-        tokens_lwe = stats.tokens_lwe
-        num_layers, _, num_experts = tokens_lwe.shape
-        groups = tokens_lwe.reshape(
-            num_layers, -1, self.layout.num_devices, num_experts
-        )
+        load_lwe = by_owner(stats.tokens_lwe, self._job.cfg.mesh, self.layout)
         self._state = controller.observe(
-            self._settings, self._state, step, groups.mean(axis=1), stats.fullest_pair_l
+            self._settings, self._state, step, load_lwe, stats.fullest_pair_l
         )
         if step % self._settings.every_steps or self._state.pending is not None:
             return
@@ -267,12 +267,6 @@ class Balancing:
 def _has_replicas(plan: ExpertPlan) -> bool:
     num_full = np.count_nonzero(plan.slot_to_expert_lp >= 0)
     return bool(num_full > plan.num_layers * plan.num_experts)
-
-
-def _group_size(config: dict) -> int:
-    """Devices of a group in a run with that configuration."""
-    axes = GROUP_AXES[config["moe"].get("group", "expert")]
-    return math.prod(config["mesh"][axis] for axis in axes)
 
 
 def _logical(plan: ExpertPlan) -> ExpertPlan:

@@ -9,7 +9,7 @@ from moejax.config import Config
 from moejax.layout import Layout
 from moejax.plan import ExpertPlan
 from moejax.types import Placement, Windows
-from train.layouts import layout_of
+from train.layouts import layout_of, owning_layout
 from train.optim import make_optimizer
 from train.state import abstract_state
 from train.step import Model, make_eval_step, make_train_step, window_sharding
@@ -31,8 +31,7 @@ def on_devices(plan: ExpertPlan, layout: Layout, mesh: Mesh) -> Placement:
 
 def home_placement(cfg: Config, mesh: Mesh) -> Placement:
     """Of layouts without copies: every expert at its owner."""
-    group = cfg.moe.group_axes
-    layout = Layout.home(cfg.moe.num_experts, cfg.group_size, 1, axes=group)
+    layout = owning_layout(cfg)
     return on_devices(home_plan(cfg, layout), layout, mesh)
 
 

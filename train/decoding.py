@@ -151,9 +151,8 @@ def _programs(cfg: Config, mesh: jax.sharding.Mesh, num_ids: int):
         rows = token_b[:, None], position_b[:, None]
         return extend(params, bias, placement, *rows, how, cache)
 
-    whole, rows = sharding(mesh), sharding(mesh, BATCH_AXES)
-    kept = sharding(mesh, None, BATCH_AXES)
-    outs = whole, whole, Cache(kept, kept, rows, whole)
+    whole = sharding(mesh)
+    outs = whole, whole, Cache.shardings(mesh)
     return (
         jax.jit(prefill, static_argnums=6, out_shardings=outs),
         jax.jit(step, donate_argnums=6, out_shardings=outs),

@@ -13,6 +13,7 @@ from moejax.plan import ExpertPlan
 from train.layouts import layout_of
 from train.optim import make_optimizer
 from train.state import abstract_state, bytes_per_device
+from train.wires import wires_of
 
 GIB = 2**30
 
@@ -41,14 +42,21 @@ def dry_run(cfg: Config) -> dict:
 
 
 def layer_bytes(cfg: Config, layout: Layout) -> dict[str, int]:
-    """Of one MoE layer at work on one device: slots in the compute dtype, and the four
-    buffers of rows (sent, received, and both on the way back)."""
+    """Of one MoE layer at work on one device: slots in the compute dtype (those that a
+    domain prefetched, of all layers), and the four buffers of rows (sent, received, and
+    both on the way back)."""
     itemsize = jax.numpy.dtype(cfg.model.compute_dtype).itemsize
-    d = cfg.model.d_model
-    rows = layout.num_devices * layout.rows_per_peer
+    d, view = cfg.model.d_model, layout.exchanged
+    shards = 1 if layout.is_local else cfg.expert_shards
+    arriving = view.num_senders * view.rows_per_peer // view.num_windows
+    rows = 1 if layout.is_local else view.num_devices
+    rows = rows * view.rows_per_peer + arriving
+    slots = view.slots_per_device
+    if layout.domain is not None and layout.prefetch:  # kept for the way back
+        slots *= cfg.model.num_moe_layers
     return {
-        "slots": layout.slots_per_device * 3 * d * cfg.moe.d_expert * itemsize,
-        "exchange": 4 * rows * d * itemsize,
+        "slots": slots * 3 * d * cfg.moe.d_expert // shards * itemsize,
+        "exchange": 2 * rows * d * itemsize,
     }
 
 
@@ -68,6 +76,8 @@ def _print(cfg: Config, record: dict, plan: ExpertPlan) -> None:
             print(f"  {part:<22} {count:.4g}")
     print(f"training FLOPs per token {flops['train']:.4g}")
     print(f"layout             {layout}")
+    for line in wires_of(cfg).lines():
+        print(line)
     home = "home: slot p holds expert p" if plan.is_home else "not home"
     print(f"plan               {plan.digest} ({home}; {plan.num_layers} layers)")
     tokens = f"{record['tokens']:,} tokens"

@@ -21,6 +21,23 @@ remat, learning rate, number of steps) may differ between a checkpoint and the r
 that it goes on in."""
 
 
+CUT = {
+    "mesh": {"dc", "data", "expert", "tensor"},
+    "moe": {"group", "domain", "expert_shards", "schedule", "compression"},
+}
+"""Fields that say in which order compression's state lies."""
+
+
+def is_cut_alike(saved: dict[str, Any], cfg: Config) -> bool:
+    """Whether compression's state lies in a checkpoint as it does in this run."""
+    current = json.loads(json.dumps(cfg.to_dict()))
+    return all(
+        saved["config"].get(part, {}).get(field) == current[part][field]
+        for part, fields in CUT.items()
+        for field in fields
+    )
+
+
 def check(
     saved: dict[str, Any], cfg: Config, data_identity: dict[str, Any]
 ) -> list[str]:
@@ -33,7 +50,10 @@ def check(
             before = saved["config"].get(part, {}).get(field, value)
             if before != value and (part, field) != ("train", "run_dir"):
                 line = f"{part}.{field}: {before!r} there, {value!r} here"
-                (refused if field in FIXED.get(part, ()) else changed).append(line)
+                is_fixed = field in FIXED.get(part, ())
+                # Then there is a state of compression, or there is none.
+                is_fixed |= field == "compression" and "none" in (before, value)
+                (refused if is_fixed else changed).append(line)
     if refused:
         raise ValueError(
             f"checkpoint of another model: {'; '.join(refused)}: go on with the old "

@@ -1,53 +1,55 @@
 """Which layouts a run has: what its policy is made for, unless the configuration says
 otherwise."""
 
-import pathlib
 import typing
 
-from moejax.balance.calibration import (
-    Calibration,
-    check,
-    cost_model,
-    read_calibration,
-)
 from moejax.balance.controller import Settings
-from moejax.balance.cost import NOTES, CostModel
 from moejax.balance.policies import check_policy
 from moejax.config import Config
 from moejax.layout import Layout, Store
-from moejax.model.flops import flops_per_token
 from moejax.wire import Wire
-
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
+from train.parts import micro_batch_tokens
+from train.wires import wires_of
 
 
 def layout_of(cfg: Config) -> Layout:
     """For one micro-batch of this run, at its start."""
-    shards = cfg.mesh.topology.num_batch_shards * cfg.train.accumulate_steps
-    tokens_per_device = cfg.train.batch_size // shards * cfg.data.seq_len
+    parts = wires_of(cfg).parts
     return Layout.home(
         cfg.moe.num_experts,
-        cfg.group_size,
-        tokens_per_device * cfg.moe.top_k,
+        parts.num_owners,
+        parts.source_tokens(micro_batch_tokens(cfg)) * cfg.moe.top_k,
         cfg.moe.rows_per_peer,
         cfg.moe.buffer_factor,
         transport=cfg.moe.transport,
         exchange=cfg.moe.exchange,
-        axes=cfg.moe.group_axes,
+        **parts.fields,
         **_store_of(cfg),
     )
+
+
+def owning_layout(cfg: Config) -> Layout:
+    """With every expert at its owner and nowhere else, and no domain: how parameters
+    rest, and an evaluation of another batch may run."""
+    parts = wires_of(cfg).parts
+    fields = parts.fields | {"domain": None}
+    return Layout.home(cfg.moe.num_experts, parts.num_owners, 8, **fields)
 
 
 def exact_layout(cfg: Config, batch_size: int, width: int) -> Layout:
     """The home layout for these tokens, that drops none whatever the run does."""
     tokens_per_device = batch_size // cfg.mesh.topology.num_batch_shards * width
+    run_parts, transport = wires_of(cfg).parts, cfg.moe.transport
+    parts = run_parts.of_any_batch(tokens_per_device)
+    if parts != run_parts and transport == "ragged":
+        transport = "padded"
     return Layout.home(
         cfg.moe.num_experts,
-        cfg.group_size,
-        tokens_per_device * cfg.moe.top_k,
+        parts.num_owners,
+        parts.source_tokens(tokens_per_device) * cfg.moe.top_k,
         buffer_factor=cfg.moe.buffer_factor,
-        transport=cfg.moe.transport,
-        axes=cfg.moe.group_axes,
+        transport=transport,
+        **parts.fields | {"domain": None},
     )
 
 
@@ -59,7 +61,7 @@ def settings_of(cfg: Config) -> Settings:
             "Moe.split='water_filling' divides rows over replicas, and Balance.policy="
             f"'{cfg.balance.policy}' makes none: use 'micromoe' or another that does"
         )
-    balance, own = cfg.balance, cfg.moe.num_experts // cfg.group_size
+    balance, own = cfg.balance, cfg.moe.num_experts // wires_of(cfg).parts.num_owners
     most = balance.max_slots_per_device
     if most is None:
         most = max(2 * own + 2, layout_of(cfg).slots_per_device)
@@ -79,62 +81,12 @@ def settings_of(cfg: Config) -> Settings:
     )
 
 
-def cost_of(cfg: Config, device_kind: str) -> CostModel:
-    """Of this model's sizes at presumed speeds, or at those that Balance.calibration
-    has; ValueError if that was measured elsewhere."""
-    sizes = dict(zip(("dc", "data", "expert", "tensor"), cfg.mesh.topology.sizes))
-    if cfg.balance.calibration is None:
-        calibration = presumed(sizes, device_kind)
-    else:
-        calibration = read_calibration(_found(cfg.balance.calibration))
-        check(calibration, sizes, device_kind, cfg.model.compute_dtype)
-    flops, accumulate = flops_per_token(cfg), cfg.train.accumulate_steps
-    rest = flops.attention_projections + flops.attention_scores + flops.shared
-    tokens = cfg.train.batch_size * cfg.data.seq_len / accumulate
-    tokens_per_device = tokens / cfg.mesh.topology.num_batch_shards
-    return cost_model(
-        calibration,
-        d_model=cfg.model.d_model,
-        d_expert=cfg.moe.d_expert,
-        itemsize=ITEMSIZE[cfg.model.compute_dtype],
-        micro_batches=accumulate,
-        other_flops_per_device=rest / cfg.model.num_layers * tokens_per_device,
-        remat=cfg.model.remat,
-        group=cfg.moe.group_axes,
-    )
-
-
-def presumed(mesh_sizes: dict[str, int], device_kind: str) -> Calibration:
-    """The speeds of moejax.balance.cost.NOTES, and half a minute to compile."""
-    line = {"latency_sec": 0.0, "bytes_per_sec": NOTES.bytes_per_sec, "r2": 1.0}
-    return Calibration(
-        device_kind=device_kind,
-        mesh=mesh_sizes,
-        compute_dtype="bfloat16",
-        collectives={
-            "all_to_all": {"data": line, "expert": line},
-            "all_gather": {"data": line},
-        },
-        flops_per_sec=NOTES.flops_per_sec,
-        matmul_r2=1.0,
-        compile_sec=30.0,
-        when="presumed",
-    )
-
-
-def _found(path: str) -> pathlib.Path:
-    """A path from the working directory or, as shipped configs have it, from the folder
-    that holds train/."""
-    here = pathlib.Path(path)
-    return here if here.exists() else pathlib.Path(__file__).parents[1] / path
-
-
 def _possible_stores(cfg: Config) -> tuple[Store, ...]:
     """The one that is named, else all, but 'sharded' only where hidden width divides
     over data x expert."""
     if cfg.moe.store is not None:
         return (cfg.moe.store,)
-    shards = cfg.mesh.data * cfg.mesh.expert
+    shards = cfg.mesh.data * cfg.mesh.expert * cfg.mesh.tensor
     stores = typing.get_args(Store)
     return (
         stores if cfg.moe.d_expert % shards == 0 else tuple(set(stores) - {"sharded"})
@@ -148,7 +100,7 @@ def _sizes_of(cfg: Config, store: Store) -> tuple[int, int, int]:
     holds as many copies anyway. For dynamic replication it has a slot for a copy beside
     each own expert, which always is enough.
     """
-    moe, own = cfg.moe, cfg.moe.num_experts // cfg.group_size
+    moe, own = cfg.moe, cfg.moe.num_experts // wires_of(cfg).parts.num_owners
     alone, is_dynamic = moe.num_experts // cfg.mesh.expert, moe.split == "dynamic"
     offers, copies, slots = (
         moe.offers_per_device, moe.copies_per_device, moe.slots_per_device,
@@ -182,25 +134,34 @@ def _store_of(cfg: Config) -> dict:
             "Moe.split='dynamic' makes the replicas that each micro-batch needs: use "
             f"Balance.policy='home' with it, and not '{cfg.balance.policy}'"
         )
+    parts = wires_of(cfg).parts
+    is_local = parts.tensor is not None and parts.tensor.schedule == "local"
+    if (parts.domain is not None or is_local) and cfg.balance.policy != "home":
+        raise ValueError(
+            f"Balance.policy='{cfg.balance.policy}' plans for owners between which all "
+            "rows travel, and a domain or schedule='local' keeps some at home: use "
+            "Balance.policy='home', or Moe.domain=(1, 1) and another Moe.schedule"
+        )
     store = "transient" if is_dynamic else policy.stores[0]
     store = store if moe.store is None else moe.store
     slots, offers, copies = _sizes_of(cfg, store)
     if slots > moe.num_experts:
         raise ValueError(
             f"Moe.slots_per_device={slots} is more replicas than devices "
-            f"({cfg.group_size}) for some expert: a device needs each once, use "
-            f"num_experts={moe.num_experts} at most"
+            f"({wires_of(cfg).parts.num_owners}) for some expert: a device needs each "
+            f"once, use num_experts={moe.num_experts} at most"
         )
-    shards = cfg.mesh.data * cfg.mesh.expert
+    shards = cfg.mesh.data * cfg.mesh.expert * cfg.mesh.tensor
     if store == "sharded" and moe.d_expert % shards:
         raise ValueError(
-            f"store='sharded' splits Moe.d_expert={moe.d_expert} over data x expert = "
-            f"{shards} devices: use a multiple of {shards}, or another Moe.store and "
-            "Balance.policy"
+            f"store='sharded' splits Moe.d_expert={moe.d_expert} over data x expert x "
+            f"tensor = {shards} devices: use a multiple of {shards}, or another "
+            "Moe.store and Balance.policy"
         )
     prefetch = moe.prefetch
     if prefetch is None:
         prefetch = policy.prefetch and store == "transient" and not is_dynamic
+        prefetch = prefetch or wires_of(cfg).parts.domain is not None
     return {
         "slots_per_device": slots,
         "store": store,
@@ -217,5 +178,5 @@ def _wire_of(cfg: Config) -> Wire | None:
     moe = cfg.moe
     if not (moe.near_weight or moe.far_weight):
         return None
-    per_node = moe.devices_per_node or cfg.group_size
+    per_node = moe.devices_per_node or wires_of(cfg).parts.num_owners
     return Wire(per_node, moe.near_weight, moe.far_weight)

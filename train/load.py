@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
     from moejax.types import Placement
 
+UNCUT = {
+    "schedule": "auto", "expert_shards": None, "domain": (1, 1), "compression": "none",
+}  # fmt: skip
+"""Fields of Moe that follow a run's mesh, as another mesh takes them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Found:
@@ -177,6 +182,10 @@ def _rebound(trained: Config, bound: dict[str, Any], is_mesh_given: bool) -> Con
     elif train["num_simulated_devices"] and not is_mesh_given:
         mesh = _fitting(trained.moe.num_experts, train["num_simulated_devices"])
         train["num_simulated_devices"] = mesh.topology.num_devices
+    if mesh != trained.mesh:
+        kept = {name.split(".")[1] for name in bound if name.startswith("Moe.")}
+        values["moe"] |= {n: value for n, value in UNCUT.items() if n not in kept}
+    values["balance"] |= {"policy": "home", "calibration": None}
     values["mesh"] = dataclasses.asdict(mesh)
     train |= {"accumulate_steps": 1, "batch_size": mesh.topology.num_batch_shards}
     return config_of(values)
@@ -204,6 +213,8 @@ def _on_these_devices(found: Found, devices: "Sequence[jax.Device]") -> Config:
     if devices[0].platform != "gpu":
         model = dataclasses.replace(model, attention="xla")
         moe = dataclasses.replace(moe, transport="padded")
+    if mesh != cfg.mesh:  # what was cut for the run's devices
+        moe = dataclasses.replace(moe, **UNCUT)
     rows = mesh.topology.num_batch_shards
     train = dataclasses.replace(cfg.train, batch_size=rows)
     return dataclasses.replace(cfg, mesh=mesh, model=model, moe=moe, train=train)

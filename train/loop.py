@@ -24,7 +24,8 @@ from train.profile import Window
 from train.progress import Bar
 from train.records import Records
 from train.run_dir import RunDir, say_loudly, write_whole
-from train.state import TrainState, abstract_state, init_state
+from train.state import TrainState, abstract_state, init_state, tracked_anew
+from train.wires import wires_of
 
 
 class Diverged(ArithmeticError):
@@ -122,6 +123,8 @@ def _compile(job: Job, meta: dict | None, say) -> tuple[Balancing, float]:
     """Balancing with its steps compiled, and the seconds that they took. All processes
     have theirs when it returns, for the watchdog knows of no compilation."""
     start_sec, mesh = time.monotonic(), job.model.mesh
+    for line in wires_of(job.cfg).lines():
+        say(line)
     balancing = Balancing(job, say)
     balancing.restore(meta)
     balancing.compile()
@@ -146,7 +149,11 @@ def restore(job: Job, checkpointer: Checkpointer, say):
     if restored is None:
         return None, None
     say(f"resumed at step {restored.step}")
-    return restored.state, restored.meta
+    state = restored.state
+    if state.tracked is not None and not identity.is_cut_alike(restored.meta, job.cfg):
+        say("what domains hold of one another's experts begins anew: they changed")
+        state = tracked_anew(state, job.cfg, model.mesh)
+    return state, restored.meta
 
 
 def _steps(run: Run, state: TrainState, bar: Bar):

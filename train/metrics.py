@@ -27,6 +27,9 @@ def step_record(step: int, metrics: StepMetrics, step_sec: float, tokens: int) -
         "balance_loss": [float(x) for x in metrics.router.balance],
         "sequence_balance_loss": [float(x) for x in metrics.router.sequence_balance],
         "router_z_loss": [float(x) for x in metrics.router.z],
+        "mutual_information_loss": [
+            float(x) for x in metrics.router.mutual_information
+        ],
         "grad_norm": float(metrics.grad_norm),
         "lr": float(metrics.learning_rate),
         "tok_per_sec": tokens / step_sec,

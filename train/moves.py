@@ -3,9 +3,11 @@
 import jax
 
 from moejax.axes import everywhere, sharding
+from moejax.moe.groups import groups_of
 from moejax.moe.move import exchanges, move, no_rounds, reshard
 from moejax.plan import ExpertPlan
 from train.experts import is_expert
+from train.layouts import owning_layout
 from train.state import TrainState, abstract_state
 from train.step import Model
 
@@ -59,10 +61,8 @@ def _compile_move(model: Model):
     )
 
     def run(state, rounds):
-        group = model.layout.axes
-        return _changed(
-            state, lambda *experts: move(*experts, rounds, model.mesh, group)
-        )
+        groups = groups_of(model.mesh, owning_layout(model.cfg))
+        return _changed(state, lambda *experts: move(*experts, rounds, groups))
 
     return _jitted(run, state).lower(state, rounds).compile()
 
@@ -75,10 +75,8 @@ def _compile_reshard(model: Model, store: str):
     )
 
     def run(state):
-        group = model.layout.axes
-        return _changed(
-            state, lambda *experts: reshard(*experts, model.mesh, store, group)
-        )
+        groups = groups_of(model.mesh, owning_layout(model.cfg))
+        return _changed(state, lambda *experts: reshard(*experts, store, groups))
 
     return _jitted(run, after).lower(before).compile()
 

@@ -14,8 +14,9 @@ from moejax.config import Config
 from moejax.moe import recorded
 from moejax.moe.layer import check_device
 from train import data
+from train.calibrated import cost_of
 from train.compiled import make_model
-from train.layouts import cost_of, settings_of
+from train.layouts import settings_of
 from train.step import Model, window_sharding
 
 

@@ -14,9 +14,14 @@ from jax.sharding import Mesh
 from moejax import axes
 from moejax.config import Config
 from moejax.layout import Store
-from moejax.model.sharding import param_spec
+from moejax.model.sharding import param_sharding
 from moejax.model.transformer import Transformer
+from moejax.moe import stores
+from moejax.moe.domains import tracked_axes
+from moejax.moe.groups import groups_of
 from moejax.moe.layer import RouterBias
+from train import experts
+from train.layouts import layout_of, owning_layout
 
 
 @struct.dataclass
@@ -30,6 +35,9 @@ class TrainState:
     key: jax.Array
     """Data of the random key that step keys are folded from."""
     skipped_in_a_row: jax.Array
+    tracked: jax.Array | None = None
+    """What domains hold of experts that travel compressed, [l, s, x] in the order of
+    moejax.moe.domains.tracked_axes; None where none do."""
 
 
 def graph_of(cfg: Config, mesh: Mesh) -> nnx.GraphDef:
@@ -42,7 +50,7 @@ def init_state(
 ) -> TrainState:
     """A new state on its devices, the same numbers on any mesh."""
     make = jax.jit(
-        lambda: _make_state(cfg, mesh, optimizer),
+        lambda: with_tracked(_make_state(cfg, mesh, optimizer), cfg, mesh),
         out_shardings=jax.tree.map(
             lambda leaf: leaf.sharding, abstract_state(cfg, mesh, optimizer, store)
         ),
@@ -55,26 +63,20 @@ def abstract_state(
 ) -> TrainState:
     """Shapes, dtypes and shardings of the state: masters and moments fully sharded,
     those of experts as the store wants them."""
-    shapes = jax.eval_shape(lambda: _make_state(cfg, mesh, optimizer))
+    shapes = jax.eval_shape(
+        lambda: with_tracked(_make_state(cfg, mesh, optimizer), cfg, mesh)
+    )
     _, params, _ = nnx.split(_abstract_model(cfg, mesh), nnx.Param, RouterBias)
-    specs = nnx.to_pure_dict(
+    groups = groups_of(mesh, owning_layout(cfg))
+    param_shardings = nnx.to_pure_dict(
         nnx.map_state(
-            lambda path, variable: param_spec(
-                variable,
-                mesh,
-                path[0] in ("prefix", "cycles"),
-                store,
-                cfg.moe.group_axes,
+            lambda path, variable: param_sharding(
+                variable, mesh, groups, path[0] in ("prefix", "cycles"), store
             ),
             params,
         )
     )
-
-    def on(spec):
-        return jax.sharding.NamedSharding(mesh, spec)
-
     whole = axes.sharding(mesh)
-    param_shardings = jax.tree.map(on, specs, is_leaf=_is_spec)
     shardings = TrainState(
         step=whole,
         params=param_shardings,
@@ -88,6 +90,7 @@ def abstract_state(
         ),
         key=whole,
         skipped_in_a_row=whole,
+        tracked=None if shapes.tracked is None else _where_tracked(cfg, mesh),
     )
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(
@@ -96,6 +99,34 @@ def abstract_state(
         shapes,
         shardings,
     )
+
+
+def with_tracked(state: TrainState, cfg: Config, mesh: Mesh) -> TrainState:
+    """The state with what domains hold of its experts: moved on by what compression
+    lets through; begun where there was nothing yet."""
+    layout = layout_of(cfg)
+    if layout.domain is None or layout.domain.form == "none":
+        return state
+    dtype = jnp.dtype(cfg.model.compute_dtype)
+    masters, _ = experts.take(state.params)
+    tracked = stores.tracked(masters, state.tracked, layout, mesh, dtype)
+    return state.replace(tracked=tracked)
+
+
+def tracked_anew(state: TrainState, cfg: Config, mesh: Mesh) -> TrainState:
+    """The state with what domains hold as at a run's beginning."""
+    begin = jax.jit(
+        lambda params: (
+            with_tracked(state.replace(params=params, tracked=None), cfg, mesh).tracked
+        ),
+        out_shardings=_where_tracked(cfg, mesh),
+    )
+    return state.replace(tracked=begin(state.params))
+
+
+def _where_tracked(cfg: Config, mesh: Mesh) -> jax.sharding.NamedSharding:
+    groups = groups_of(mesh, layout_of(cfg))
+    return axes.sharding(groups.mesh, *(dim or None for dim in tracked_axes(groups)))
 
 
 def bytes_per_device(state: TrainState) -> dict[str, int]:
@@ -109,7 +140,8 @@ def bytes_per_device(state: TrainState) -> dict[str, int]:
             jnp.dtype(x.dtype).itemsize * int(jnp.prod(jnp.array(s))) for x, s in sizes
         )
 
-    return {"params": held(state.params), "moments": held(state.opt_state)}
+    kinds = {"params": held(state.params), "moments": held(state.opt_state)}
+    return kinds | ({} if state.tracked is None else {"tracked": held(state.tracked)})
 
 
 def _abstract_model(cfg: Config, mesh: Mesh) -> Transformer:
@@ -128,7 +160,3 @@ def _make_state(cfg: Config, mesh: Mesh, optimizer) -> TrainState:
         key=jax.random.key_data(jax.random.key(cfg.train.seed)),
         skipped_in_a_row=jnp.zeros((), jnp.int32),
     )
-
-
-def _is_spec(leaf) -> bool:
-    return isinstance(leaf, jax.sharding.PartitionSpec)

@@ -19,7 +19,7 @@ from moejax.types import Batch, RouterLosses, RoutingStats
 from train import experts
 from train.loss import cross_entropy
 from train.optim import learning_rate
-from train.state import TrainState, abstract_state, graph_of
+from train.state import TrainState, abstract_state, graph_of, with_tracked
 
 
 @struct.dataclass
@@ -72,8 +72,9 @@ def make_eval_step(model: Model):
 
 
 def make_loss(model: Model):
-    """loss_of(params, router_bias, placement, windows, key, step, is_training, slots);
-    slots None are made of the parameters."""
+    """loss_of(params, router_bias, placement, windows, key, step, is_training, slots,
+    tracked); slots None are made of the parameters, those of a domain whole where
+    tracked is None."""
     cfg, mesh, layout, _ = model
     graph = graph_of(cfg, mesh)
     chance_tle = None
@@ -82,7 +83,15 @@ def make_loss(model: Model):
         chance_tle = recorded.loads(cfg.recorded, *sizes)
 
     def loss_of(
-        params, router_bias, placement, windows, key, step, is_training, slots=None
+        params,
+        router_bias,
+        placement,
+        windows,
+        key,
+        step,
+        is_training,
+        slots=None,
+        tracked=None,
     ):
         """Total loss; (cross-entropy, router losses, stats) of one micro-batch."""
         batch = Batch.of_windows(windows)
@@ -92,9 +101,16 @@ def make_loss(model: Model):
             chance_le = jnp.asarray(chance_tle)[sample]
         jitter = cfg.router.jitter if is_training else 0.0
         network = nnx.merge(graph, params, router_bias)
-        noise = Noise(key, chance_le, jitter)
+        is_dense = is_training and cfg.router.training == "dense"
+        noise = Noise(key, chance_le, jitter, is_dense)
         hidden_btd, sums = network(
-            batch.tokens_bt, batch.position_bt, placement, layout, noise, slots
+            batch.tokens_bt,
+            batch.position_bt,
+            placement,
+            layout,
+            noise,
+            slots,
+            tracked,
         )
         nats, square = cross_entropy(
             hidden_btd, network.head(), batch.targets_bt, cfg.train.loss_chunk
@@ -121,11 +137,15 @@ def _weighted(cfg: Config, router: RouterLosses) -> jax.Array:
     at every depth (as in the trainers of OLMoE and Mixtral)."""
     if cfg.router.kind == "recorded":
         return jnp.float32(0)  # choices follow the record: there is nothing to even
-    return jnp.mean(
+    weighted = (
         cfg.router.balance_loss * router.balance
         + cfg.router.sequence_balance_loss * router.sequence_balance
         + cfg.router.z_loss * router.z
     )
+    weight = cfg.router.mutual_information_loss
+    if weight:  # its gradient waits for the sum over all devices, even at weight 0
+        weighted += weight * router.mutual_information
+    return jnp.mean(weighted)
 
 
 def _train_step(model: Model, loss_of, state: TrainState, placement, windows):
@@ -136,7 +156,8 @@ def _train_step(model: Model, loss_of, state: TrainState, placement, windows):
         params, slots = params_of(trained)
         key_of_part = jax.random.fold_in(key, index)
         fixed = (state.router_bias, placement, part, key_of_part, state.step)
-        return loss_of(params, *fixed, is_training=True, slots=slots)
+        made = {"slots": slots, "tracked": state.tracked}
+        return loss_of(params, *fixed, is_training=True, **made)
 
     grad_of = jax.value_and_grad(loss_of_part, has_aux=True)
 
@@ -192,7 +213,8 @@ def _trained(model: Model, params, placement):
 
 @jax.named_scope("optimizer")
 def _update(model: Model, state: TrainState, grads, total_a, aux):
-    """AdamW, unless loss or gradient is not finite: then only counters change."""
+    """AdamW, unless loss or gradient is not finite: then only counters change. What
+    domains hold of experts that travel compressed follows the masters."""
     cfg, nats_a, router_a, stats_a = model.cfg, *aux
     loss, grad_norm = jnp.mean(nats_a), optax.tree.norm(grads)
     stats = _over_micro_batches(stats_a)
@@ -225,8 +247,9 @@ def _update(model: Model, state: TrainState, grads, total_a, aux):
         opt_state=opt_state,
         key=state.key,
         skipped_in_a_row=skipped_in_a_row,
+        tracked=state.tracked,
     )
-    return state, metrics
+    return with_tracked(state, cfg, model.mesh), metrics
 
 
 def _over_micro_batches(stats: RoutingStats) -> RoutingStats:

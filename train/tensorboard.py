@@ -56,6 +56,7 @@ MEAN_TAGS = {
     "balance_loss": "loss/balance",
     "sequence_balance_loss": "loss/sequence_balance",
     "router_z_loss": "loss/router_z",
+    "mutual_information_loss": "loss/mutual_information",
 }
 DECISION_TAGS = {
     "ratio_before": ("balance/ratio_before", 1.0),

@@ -10,19 +10,28 @@ from moejax.layout import GROUP_AXES
 LINE_KEYS = ("latency_sec", "bytes_per_sec", "r2")
 BYTES_PER_MOVED_WEIGHT = 3 * 4
 """A float32 master and two float32 moments."""
+LEAVING_SHARE = {
+    "all_to_all": lambda w: (w - 1) / w,
+    "all_gather": lambda w: (w - 1) / w,
+    "reduce_scatter": lambda w: (w - 1) / w,
+    "all_reduce": lambda w: 2 * (w - 1) / w,
+    "ppermute": lambda w: 1.0,
+}
+"""Of the larger array's bytes, what leaves a device of a group of w."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Straight lines of time over bytes, per collective and mesh axis, and the speed
-    of the grouped matmul."""
+    """Straight lines of time over bytes that leave a device, per collective and mesh
+    axes, and the speed of the grouped matmul."""
 
     device_kind: str
     mesh: dict[str, int]
     """Sizes of the axes dc, data, expert and tensor."""
     compute_dtype: str
     collectives: dict[str, dict[str, dict[str, float]]]
-    """collectives[name][axis] has latency_sec, bytes_per_sec and r2."""
+    """collectives[name][axes] has latency_sec, bytes_per_sec and r2; axes is one mesh
+    axis, or several joined: "expert_tensor"."""
     flops_per_sec: float
     matmul_r2: float
     compile_sec: float
@@ -107,12 +116,13 @@ def cost_model(
     weights = 3 * d_model * d_expert
     gather_sec = 0.0
     if data > 1:
-        gather = _line(calibration, "all_gather", "data")
+        gather = line_of(calibration, "all_gather", ("data",))
         share_bytes = weights * itemsize / data
         gather_sec = (data - 1) * share_bytes / gather["bytes_per_sec"]
     line = {"latency_sec": 0.0, "bytes_per_sec": float("inf")}
-    if any(calibration.mesh[axis] > 1 for axis in group):
-        line = _line(calibration, "all_to_all", _measured(calibration, group))
+    several = tuple(axis for axis in group if calibration.mesh[axis] > 1)
+    if several:
+        line = line_of(calibration, "all_to_all", several)
     return CostModel(
         flops_per_row=2 * weights,
         bytes_per_row=d_model * itemsize,
@@ -129,25 +139,31 @@ def cost_model(
     )
 
 
-def _measured(calibration: Calibration, group: tuple[str, ...]) -> str:
-    """Which line stands for exchanges in the group: its own, else the slowest of those
-    of its axes of several devices."""
-    own = "_".join(group)
-    if own in calibration.collectives.get("all_to_all", {}):
-        return own
-    lines = [axis for axis in group if calibration.mesh[axis] > 1]
-    speed = {a: _line(calibration, "all_to_all", a)["bytes_per_sec"] for a in lines}
-    return min(lines, key=speed.get)
+def line_of(
+    calibration: Calibration, collective: str, axes: tuple[str, ...]
+) -> dict[str, float]:
+    """The line of a collective over these mesh axes together, each of several devices:
+    that of their product ("expert_tensor") where it was measured, else the slowest of
+    those of the axes. All groups of the mesh ran at once when it was measured, so a
+    link that they share is in it. ValueError, one line, where there is none."""
+    lines = calibration.collectives.get(collective, {})
+    own = "_".join(axes)
+    if own in lines:
+        return lines[own]
+    for axis in axes:
+        if axis not in lines:
+            raise ValueError(
+                f"the calibration has no {collective} over the {axis!r} axis (it has "
+                f"{sorted(lines)}): run tools/calibrate.py on this mesh"
+            )
+    return min((lines[axis] for axis in axes), key=lambda line: line["bytes_per_sec"])
 
 
-def _line(calibration: Calibration, name: str, axis: str) -> dict[str, float]:
-    axes = calibration.collectives.get(name, {})
-    if axis not in axes:
-        raise ValueError(
-            f"the calibration has no {name} over the {axis!r} axis (it has "
-            f"{sorted(axes)}): run tools/calibrate.py on this mesh"
-        )
-    return axes[axis]
+def leaving_bytes(collective: str, size_bytes: float, num_devices: int) -> float:
+    """What leaves each device of a group in one collective. The size is that of the
+    larger array on a device: what it sends in an all_to_all, the output of an
+    all_gather, the input of a reduce_scatter or all_reduce (a ring's)."""
+    return LEAVING_SHARE[collective](num_devices) * size_bytes
 
 
 def _check_collectives(collectives) -> None:

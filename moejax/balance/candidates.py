@@ -85,10 +85,11 @@ def ratio_by_layer(
 def fullest_pair_by_layer(
     load_lwe: np.ndarray, plan: ExpertPlan, layout: Layout
 ) -> np.ndarray:
-    """Most rows of a step that one device has for one other, float [l]."""
+    """Most rows of a step that one source has for one device, float [l]."""
     w, split = layout.num_devices, layout.split
     rows = zip(load_lwe, plan.slot_to_expert_lp)
-    return np.array([pair_rows(rows_by_slot(x, p, w, split)).max() for x, p in rows])
+    most_l = [pair_rows(rows_by_slot(x, p, w, split)).max() for x, p in rows]
+    return layout.source_share * np.array(most_l)
 
 
 def sec_by_layer(question: Question, plan: ExpertPlan, layout: Layout) -> np.ndarray:
@@ -156,7 +157,9 @@ def fitted(question: Question, plan: ExpertPlan, layout: Layout) -> Layout:
     fullest = (question.peak_l * pair_l).max() / micro_batches
     most = math.ceil(round(question.load_lwe.sum(axis=2).max() / micro_batches, 6))
     rows = math.ceil(round(fullest / ROW_MULTIPLE, 6)) * ROW_MULTIPLE
-    return dataclasses.replace(layout, rows_per_peer=max(1, min(rows, most)))
+    windows = layout.num_windows
+    rows = -(-max(1, min(rows, most)) // windows) * windows
+    return dataclasses.replace(layout, rows_per_peer=rows)
 
 
 def objection(question: Question, candidate: Candidate) -> str:

@@ -81,7 +81,7 @@ class CostModel:
         """
         if layout.num_devices == 1:
             return 0.0
-        per_micro_batch_ww = pair_ww / self.micro_batches
+        per_micro_batch_ww = layout.source_share * pair_ww / self.micro_batches
         rounds, rows = _padded(float(per_micro_batch_ww.max()), layout)
         if layout.transport == "ragged":
             rows = _most_off_device(per_micro_batch_ww)

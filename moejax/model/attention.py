@@ -1,4 +1,8 @@
-"""Causal grouped-query attention with RoPE and optional QK-norm."""
+"""Causal grouped-query attention with RoPE and optional QK-norm.
+
+Heads are split over the tensor axis: each device has whole groups, of one key head and
+the query heads that read it.
+"""
 
 from typing import NamedTuple
 
@@ -8,10 +12,11 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from moejax import axes
 from moejax.config import Model
 from moejax.model.cache import Cache, Memory
-from moejax.model.layers import RmsNorm, Rotation, rope, rotation, weight
-from moejax.model.sharding import gathered
+from moejax.model.layers import RmsNorm, Rotation, into, out_of, rope, rotation
+from moejax.model.sharding import batch_sharded, check_tensor, gathered
 
 
 class Sight(NamedTuple):
@@ -57,14 +62,21 @@ class Sight(NamedTuple):
         return cls(turn, mask_btu[:, None], is_causal=False, start=start), document_bu
 
 
+def check_heads(cfg: Model, tensor: int) -> None:
+    """ValueError when a tensor axis of so many devices cannot split the heads. Query
+    heads are whole multiples of key heads, so that these decide."""
+    check_tensor("Model.num_kv_heads", cfg.num_kv_heads, tensor)
+
+
 class Attention(nnx.Module):
     def __init__(self, cfg: Model, mesh: Mesh, rngs: nnx.Rngs):
         d, h, g, i = cfg.d_model, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        check_heads(cfg, mesh.shape[axes.TENSOR])
         self.cfg, self.mesh = cfg, mesh
-        self.q_dhi = weight(rngs, (d, h * i), d)
-        self.k_dgi = weight(rngs, (d, g * i), d)
-        self.v_dgi = weight(rngs, (d, g * i), d)
-        self.out_hid = weight(rngs, (h * i, d), h * i)
+        self.q_dhi = into(rngs, d, h * i)
+        self.k_dgi = into(rngs, d, g * i)
+        self.v_dgi = into(rngs, d, g * i)
+        self.out_hid = out_of(rngs, h * i, d)
         widths = {"none": (None, None), "head": (i, i), "full": (h * i, g * i)}
         self.q_norm, self.k_norm = (
             width and RmsNorm(width, cfg.norm_eps) for width in widths[cfg.qk_norm]
@@ -76,9 +88,9 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "b t d"], Memory | None]:
         """The output, and the memory with these tokens in it."""
         b, t, _ = x_btd.shape
-        q_bthi = rope(self._project(x_btd, self.q_dhi, self.q_norm), sight.rotation)
-        k_bugi = rope(self._project(x_btd, self.k_dgi, self.k_norm), sight.rotation)
-        v_bugi = self._project(x_btd, self.v_dgi, None)
+        q_bthi, k_bugi, v_bugi = self._projected(x_btd)
+        q_bthi = rope(self._normed(q_bthi, self.q_norm), sight.rotation)
+        k_bugi = rope(self._normed(k_bugi, self.k_norm), sight.rotation)
         implementation = self.cfg.attention
         if memory is not None:
             memory, k_bugi, v_bugi = memory.extended(sight.start, k_bugi, v_bugi)
@@ -91,17 +103,32 @@ class Attention(nnx.Module):
             is_causal=sight.is_causal,
             implementation=implementation,
         )
+        out_bthi = batch_sharded(out_bthi, self.mesh, tensor_dim=2)
         out_btd = out_bthi.reshape(b, t, -1) @ gathered(
             self.out_hid, self.mesh, x_btd.dtype
         )
-        return out_btd, memory
+        return batch_sharded(out_btd, self.mesh), memory
 
-    def _project(self, x_btd, weight: nnx.Param, norm: RmsNorm | None) -> Array:
-        """Heads [b, t, heads, i], normalised per head or over all of them."""
-        y = x_btd @ gathered(weight, self.mesh, x_btd.dtype)
-        heads = (*x_btd.shape[:2], -1, self.cfg.head_dim)
+    def _projected(self, x_btd: Float[Array, "b t d"]) -> list[Array]:
+        """Queries, keys and values [b, t, heads, i] of one product, group by group:
+        three would sum x's gradient over tensor three times."""
+        x_btd, dtype = batch_sharded(x_btd, self.mesh), x_btd.dtype
+        (b, t, d), g, i = x_btd.shape, self.cfg.num_kv_heads, self.cfg.head_dim
+        parts = [
+            gathered(param, self.mesh, dtype).reshape(d, g, -1, i)
+            for param in (self.q_dhi, self.k_dgi, self.v_dgi)
+        ]
+        # Of each group its query heads, its key head and its value head.
+        y_btgci = jnp.einsum("btd,dgci->btgci", x_btd, jnp.concatenate(parts, axis=2))
+        y_btgci = batch_sharded(y_btgci, self.mesh, tensor_dim=2)
+        last = y_btgci.shape[3] - 1
+        parts = jnp.split(y_btgci, [last - 1, last], axis=3)
+        return [part.reshape(b, t, -1, i) for part in parts]
+
+    def _normed(self, y_bthi: Array, norm: RmsNorm | None) -> Array:
+        """Normalised per head or over all of them."""
         if norm is None:
-            return y.reshape(heads)
+            return y_bthi
         if self.cfg.qk_norm == "full":
-            return norm(y).reshape(heads)
-        return norm(y.reshape(heads))
+            return norm(y_bthi.reshape(*y_bthi.shape[:2], -1)).reshape(y_bthi.shape)
+        return norm(y_bthi)

@@ -11,8 +11,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from moejax import axes
 from moejax.config import Model
 
 
@@ -61,3 +63,10 @@ class Cache:
         zeros_lbugi = jnp.zeros(shape, jnp.dtype(cfg.compute_dtype))
         document_bu = jnp.zeros((batch_size, capacity), jnp.int32)
         return cls(zeros_lbugi, zeros_lbugi, document_bu, jnp.int32(0))
+
+    @classmethod
+    def shardings(cls, mesh: Mesh) -> "Cache":
+        """Where each part lies: rows along the batch axes, heads along tensor."""
+        heads = axes.sharding(mesh, None, axes.BATCH_AXES, None, axes.TENSOR)
+        rows, whole = axes.sharding(mesh, axes.BATCH_AXES), axes.sharding(mesh)
+        return cls(heads, heads, rows, whole)

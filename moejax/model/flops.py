@@ -33,6 +33,7 @@ class Flops:
 
 
 def flops_per_token(cfg: Config) -> Flops:
+    """In training: every expert's, where that is dense."""
     model, moe = cfg.model, cfg.moe
     d, layers, moe_layers = model.d_model, model.num_layers, model.num_moe_layers
     query, key_value = (
@@ -40,12 +41,14 @@ def flops_per_token(cfg: Config) -> Flops:
         model.num_kv_heads * model.head_dim,
     )
     swiglu = 2 * 3 * d  # three matrices, per hidden unit
+    is_dense = cfg.router.training == "dense"
+    experts = moe.num_experts if is_dense else moe.top_k
     return Flops(
         attention_projections=layers * 2 * d * (2 * query + 2 * key_value),
         attention_scores=layers * 2 * 2 * query * (cfg.data.seq_len + 1) / 2,
         dense=(layers - moe_layers) * swiglu * model.d_ff,
         shared=moe_layers * swiglu * moe.num_shared_experts * moe.d_expert,
-        routed=moe_layers * swiglu * moe.top_k * moe.d_expert,
+        routed=moe_layers * swiglu * experts * moe.d_expert,
         router=moe_layers * 2 * d * moe.num_experts,
         head=2 * d * model.vocab_size,
     )
@@ -65,6 +68,7 @@ def num_params(cfg: Config) -> dict[str, int]:
     every += model.vocab_size * d * (1 if model.tie_embeddings else 2)
     every += (layers - moe_layers) * 3 * d * model.d_ff
     every += moe_layers * (d * moe.num_experts)
+    every += moe_layers * (d if model.block == "shortcut" else 0)
     every += moe_layers * 3 * d * moe.num_shared_experts * moe.d_expert
     expert = 3 * d * moe.d_expert * moe_layers
     return {

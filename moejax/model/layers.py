@@ -8,13 +8,24 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from moejax.model.sharding import gathered
+from moejax import axes
+from moejax.model.sharding import batch_sharded, check_tensor, gathered
 
 
-def weight(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int) -> nnx.Param:
-    """Truncated normal of variance 1 / fan_in; where it is split is decided by size."""
-    init = jax.nn.initializers.truncated_normal(fan_in**-0.5)
-    return nnx.Param(init(rngs.params(), shape, jnp.float32))
+def into(rngs: nnx.Rngs, d_model: int, width: int) -> nnx.Param:
+    """A matrix that reads x; its columns are split over tensor."""
+    return _weight(rngs, (d_model, width), tensor_dim=1)
+
+
+def out_of(rngs: nnx.Rngs, width: int, d_model: int) -> nnx.Param:
+    """A matrix that writes what is added to x; its rows are split over tensor."""
+    return _weight(rngs, (width, d_model), tensor_dim=0)
+
+
+def _weight(rngs: nnx.Rngs, shape: tuple[int, int], tensor_dim: int) -> nnx.Param:
+    """Truncated normal of variance 1 / rows."""
+    init = jax.nn.initializers.truncated_normal(shape[0] ** -0.5)
+    return nnx.Param(init(rngs.params(), shape, jnp.float32), tensor_dim=tensor_dim)
 
 
 class RmsNorm(nnx.Module):
@@ -32,16 +43,26 @@ class RmsNorm(nnx.Module):
 
 class SwiGlu(nnx.Module):
     def __init__(self, d_model: int, d_ff: int, mesh: Mesh, rngs: nnx.Rngs):
+        name = "Model.d_ff or Moe.num_shared_experts * d_expert"
+        check_tensor(name, d_ff, mesh.shape[axes.TENSOR])
         self.mesh = mesh
-        self.gate_df = weight(rngs, (d_model, d_ff), d_model)
-        self.up_df = weight(rngs, (d_model, d_ff), d_model)
-        self.down_fd = weight(rngs, (d_ff, d_model), d_ff)
+        self.gate_df = into(rngs, d_model, d_ff)
+        self.up_df = into(rngs, d_model, d_ff)
+        self.down_fd = out_of(rngs, d_ff, d_model)
 
     @jax.named_scope("dense")
-    def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        hidden = jax.nn.silu(x @ gathered(self.gate_df, self.mesh, x.dtype))
-        hidden = hidden * (x @ gathered(self.up_df, self.mesh, x.dtype))
-        return hidden @ gathered(self.down_fd, self.mesh, x.dtype)
+    def __call__(self, x_btd: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        """Gate and up are one product: two would sum x's gradient over tensor twice."""
+        x_btd, dtype = batch_sharded(x_btd, self.mesh), x_btd.dtype
+        gate_df, up_df = (
+            gathered(param, self.mesh, dtype) for param in (self.gate_df, self.up_df)
+        )
+        into_d2f = jnp.stack([gate_df, up_df], axis=1)
+        y_bt2f = jnp.einsum("btd,dcf->btcf", x_btd, into_d2f)
+        y_bt2f = batch_sharded(y_bt2f, self.mesh, tensor_dim=3)
+        hidden_btf = jax.nn.silu(y_bt2f[:, :, 0]) * y_bt2f[:, :, 1]
+        y_btd = hidden_btf @ gathered(self.down_fd, self.mesh, dtype)
+        return batch_sharded(y_btd, self.mesh)
 
 
 class Rotation(NamedTuple):

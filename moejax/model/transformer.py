@@ -17,13 +17,14 @@ from jaxtyping import Array, Float, Int
 
 from moejax.config import Config, Model
 from moejax.layout import Layout
-from moejax.model.attention import Attention, Sight
+from moejax.model.attention import Sight
+from moejax.model.block import Block, Cycle
 from moejax.model.cache import Cache, Memory
-from moejax.model.layers import RmsNorm, SwiGlu
+from moejax.model.layers import RmsNorm
 from moejax.model.sharding import batch_sharded, gathered
 from moejax.moe import recorded, stores
+from moejax.moe.dense import check_dense, dense
 from moejax.moe.dispatch import ROWS
-from moejax.moe.layer import MoeLayer
 from moejax.moe.route import ROUTES
 from moejax.moe.stores import Weights
 from moejax.types import LayerSums, Placement
@@ -32,12 +33,15 @@ EMBED_SCALE = 0.02
 
 
 class Noise(NamedTuple):
-    """What randomises routing: None in evaluation (the recorded choice is kept)."""
+    """What is otherwise in training: None in evaluation (the recorded choice is
+    kept)."""
 
     key: Array
     chance_le: Float[Array, "l e"] | None
     """Recorded routing: chance of each expert this step."""
     jitter: float = 0.0
+    is_dense: bool = False
+    """Every expert computes every token."""
 
 
 class Supply(NamedTuple):
@@ -53,57 +57,14 @@ class Supply(NamedTuple):
     ahead: tuple[Weights, Placement] | None = None
     """Masters and placement of the layer after each; the first's after the last."""
     make: Callable[..., Weights] | None = None
-
-
-class Block(nnx.Module):
-    """Attention and a feed-forward part: MoE (with shared experts) or dense."""
-
-    def __init__(self, cfg: Config, is_moe: bool, mesh: Mesh, rngs: nnx.Rngs):
-        model, moe = cfg.model, cfg.moe
-        self.attention_norm = RmsNorm(model.d_model, model.norm_eps)
-        self.attention = Attention(model, mesh, rngs)
-        self.ff_norm = RmsNorm(model.d_model, model.norm_eps)
-        self.mesh = mesh
-        width = moe.num_shared_experts * moe.d_expert if is_moe else model.d_ff
-        self.dense = SwiGlu(model.d_model, width, mesh, rngs) if width else None
-        layer = partial(MoeLayer, moe, cfg.router, model.d_model, mesh, rngs)
-        self.moe = layer() if is_moe else None
-
-    def __call__(
-        self,
-        x_btd: Float[Array, "b t d"],
-        sight: Sight,
-        route_args: tuple,
-        memory: Memory | None,
-    ):
-        """The block's output, the MoE layer's sums (None when dense), the memory."""
-        y_btd, memory = self.attention(self.attention_norm(x_btd), sight, memory)
-        x_btd = batch_sharded(x_btd + y_btd, self.mesh)
-        normed_btd, sums, y_btd = self.ff_norm(x_btd), None, 0.0
-        if self.moe is not None:
-            y_btd, sums = self.moe(normed_btd, *route_args)
-        if self.dense is not None:
-            y_btd = y_btd + self.dense(normed_btd)
-        return batch_sharded(x_btd + y_btd, self.mesh), sums, memory
-
-
-class Cycle(nnx.Module):
-    """moe_every - 1 dense blocks, then one MoE block: what the scan repeats."""
-
-    def __init__(self, cfg: Config, mesh: Mesh, rngs: nnx.Rngs):
-        last = cfg.model.moe_every - 1
-        self.blocks = nnx.List(
-            [Block(cfg, i == last, mesh, rngs) for i in range(cfg.model.moe_every)]
-        )
-
-    def __call__(self, x_btd, sight, route_args, memory):
-        for block in self.blocks:
-            x_btd, sums, memory = block(x_btd, sight, route_args, memory)
-        return x_btd, sums, memory
+    tracked_lsx: Array | None = None
+    """What domains hold of experts that travel compressed, for the layers that make
+    their slots of it."""
 
 
 class Transformer(nnx.Module):
     def __init__(self, cfg: Config, mesh: Mesh, rngs: nnx.Rngs):
+        check_dense(cfg)
         model = cfg.model
         self.cfg, self.mesh = cfg, mesh
         embed = jax.nn.initializers.normal(EMBED_SCALE)
@@ -128,13 +89,18 @@ class Transformer(nnx.Module):
         layout: Layout,
         noise: Noise | None = None,
         slots: Weights | None = None,
+        tracked_lsx: Float[Array, "l s x"] | None = None,
     ) -> tuple[Float[Array, "b t d"], LayerSums]:
         """Final hidden states in the compute dtype, and the sums of all MoE layers with
         leading dims [layer, device]. `slots` of all layers, where they exist already:
-        store 'resident' makes them once for several micro-batches."""
+        store 'resident' makes them once for several micro-batches. `tracked_lsx` is
+        what domains hold of experts that travel compressed; None: they travel whole."""
         is_separate = self.cfg.data.documents == "separate"
         sight = Sight.of_windows(position_bt, self.cfg.model, is_separate)
-        supply = self._supply(placement, layout, slots)
+        if noise is not None and noise.is_dense:  # of the masters where they rest
+            supply = Supply(placement, layout)
+        else:
+            supply = self._supply(placement, layout, slots, tracked_lsx)
         hidden_btd, sums, _ = self._run(tokens_bt, sight, supply, noise)
         return hidden_btd, sums
 
@@ -160,14 +126,14 @@ class Transformer(nnx.Module):
         )
         return hidden_btd, cache
 
-    def _supply(self, placement, layout, slots=None) -> Supply:
+    def _supply(self, placement, layout, slots=None, tracked_lsx=None) -> Supply:
         """How slots come to the layers: at once, one layer ahead, or in each layer."""
         make = partial(stores.slots, layout=layout, mesh=self.mesh, dtype=self._dtype)
         weights = self.cycles.blocks[-1].moe.masters()
         if layout.store == "resident" and slots is None:
             slots = stores.slots_of_layers(make, weights, placement)
-        if not layout.prefetch:
-            return Supply(placement, layout, slots)
+        if not layout.prefetch or tracked_lsx is not None:
+            return Supply(placement, layout, slots, tracked_lsx=tracked_lsx)
         weights = jax.tree.map(lambda leaf: leaf.astype(self._dtype), weights)
         first = jax.tree.map(lambda leaf: leaf[0], (weights, placement))
         ahead = jax.tree.map(lambda leaf: jnp.roll(leaf, -1, 0), (weights, placement))
@@ -182,8 +148,8 @@ class Transformer(nnx.Module):
         if self.prefix is not None:
             carry, _ = _scan(self.prefix, carry, sight, None, None, model)
 
-        def route_args(per_layer, slots):
-            placement, chance_e, key = per_layer
+        def routed_by(per_layer, slots):
+            placement, chance_e, key, tracked_sx = per_layer
             jitter_btd = forced_btk = None
             if noise is not None and noise.jitter:
                 low, high = 1 - noise.jitter, 1 + noise.jitter
@@ -192,13 +158,18 @@ class Transformer(nnx.Module):
             if chance_e is not None:
                 start_bt = jax.random.uniform(key, tokens_bt.shape)
                 forced_btk = recorded.choose(chance_e, start_bt, moe.top_k)
-            return placement, supply.layout, jitter_btd, forced_btk, slots
+            args = placement, supply.layout, jitter_btd
+            if noise is not None and noise.is_dense:
+                return lambda layer, x_btd: dense(layer, x_btd, *args)
+            args = *args, forced_btk, slots, tracked_sx
+            return lambda layer, x_btd: layer(x_btd, *args)
 
         chance_le = None if noise is None else noise.chance_le
         keys_l = None
         if noise is not None and (noise.jitter or chance_le is not None):
             keys_l = jax.random.split(noise.key, model.num_moe_layers)
-        routing = (supply.placement, chance_le, keys_l), route_args
+        per_layer = supply.placement, chance_le, keys_l, supply.tracked_lsx
+        routing = per_layer, routed_by
         carry = (*carry[:2], supply.first)
         carry, sums = _scan(self.cycles, carry, sight, routing, supply, model)
         return self.norm(carry[0]), sums, carry[1]
@@ -225,11 +196,11 @@ def _scan(stack: nnx.Module, carry, sight, routing, supply, model: Model):
     """Run stacked modules one after the other; `carry` is x, memory and, when they are
     fetched a layer ahead, slots. Returns it, and the modules' sums stacked.
 
-    `routing` is what differs between layers, and what makes of it the arguments of one;
-    None where nothing is routed.
+    `routing` is what differs between layers, and what makes of it the call of one MoE
+    layer; None where nothing is routed.
     """
     graph, params = nnx.split(stack)
-    per_layer, route_args = routing or (None, lambda *_: ())
+    per_layer, routed_by = routing or (None, lambda *_: None)
     ready, ahead = (supply.slots, supply.ahead) if supply else (None, None)
 
     def body(carry, layer):
@@ -238,8 +209,8 @@ def _scan(stack: nnx.Module, carry, sight, routing, supply, model: Model):
         # The next layer's slots depend on nothing here: they may travel meanwhile.
         following = None if ahead is None else supply.make(*ahead)
         block = nnx.merge(graph, params)
-        args = route_args(per_layer, slots if ready is None else ready)
-        x_btd, sums, memory = block(x_btd, sight, args, memory)
+        routed = routed_by(per_layer, slots if ready is None else ready)
+        x_btd, sums, memory = block(x_btd, sight, routed, memory)
         return (x_btd, memory, following), sums
 
     if model.remat != "none":

@@ -21,11 +21,11 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moejax.axes import AxisNames
 from moejax.kernels.permute import combine_rows, gather_rows
 from moejax.layout import Layout
+from moejax.moe import schedules
+from moejax.moe.groups import Groups, index_along
 from moejax.moe.manifest import EMPTY, Manifest
-from moejax.moe.transport import TRANSPORTS
 
 ROWS = "rows"
 """Name of what has travelled: the remat policy 'dispatch' saves it, so that the
@@ -50,7 +50,9 @@ class Receipt:
     sorted_m1: Int[Array, "m 1"]
     """Inverse of arrival_m, -1 for empty rows."""
     count_w: Int[Array, " w"]
-    incoming_w: Int[Array, " w"]
+    """Rows of this window for each peer."""
+    incoming_v: Int[Array, " v"]
+    """Rows from each sender: the peers, and with expert shards more of them."""
 
 
 @jax.named_scope("dispatch")
@@ -59,21 +61,20 @@ def dispatch(
     sent: Manifest,
     window: Window,
     layout: Layout,
-    axis: AxisNames,
+    groups: Groups,
 ) -> tuple[Float[Array, "m d"], Int[Array, " s"], Receipt]:
     """Rows of this window at their slots' device, sorted by slot, and rows per slot."""
-    receipt, rows_s = receipt_of(sent, window, layout, axis)
+    receipt, rows_s = receipt_of(sent, window, layout, groups)
     k = sent.peer_nk.shape[1]
     token_m = jnp.where(receipt.assignment_m < 0, EMPTY, receipt.assignment_m // k)
     send_md = gather_rows(x_nd, token_m, receipt.position_nk)
-    arrived_md = _send(send_md, receipt.count_w, receipt.incoming_w, layout, axis)
-    if layout.num_devices == 1:  # already by slot
-        return arrived_md, rows_s, receipt
-    return (
-        gather_rows(arrived_md, receipt.arrival_m, receipt.sorted_m1),
-        rows_s,
-        receipt,
-    )
+    send_wcd = send_md.reshape(-1, window.rows, x_nd.shape[1])
+    counts = (receipt.count_w, receipt.incoming_v)
+    arrived_vcd = schedules.out(send_wcd, *counts, layout, groups)
+    arrived_md = checkpoint_name(arrived_vcd.reshape(-1, x_nd.shape[1]), ROWS)
+    if not _is_sorted(layout):
+        arrived_md = gather_rows(arrived_md, receipt.arrival_m, receipt.sorted_m1)
+    return arrived_md, rows_s, receipt
 
 
 @jax.named_scope("combine")
@@ -82,59 +83,78 @@ def combine(
     gate_nk: Float[Array, "n k"],
     receipt: Receipt,
     layout: Layout,
-    axis: AxisNames,
+    groups: Groups,
 ) -> Float[Array, "n d"]:
     """Results back at their tokens, summed with their gates (in float32)."""
-    if layout.num_devices > 1:
+    if not _is_sorted(layout):
         sorted_m, arrival_m1 = receipt.sorted_m1[:, 0], receipt.arrival_m[:, None]
         y_md = gather_rows(y_md, sorted_m, arrival_m1)
-    home_md = _send(y_md, receipt.incoming_w, receipt.count_w, layout, axis)
-    return combine_rows(home_md, gate_nk, receipt.position_nk, receipt.assignment_m)
+    back_vcd = y_md.reshape(layout.num_senders, -1, y_md.shape[1])
+    counts = (receipt.incoming_v, receipt.count_w)
+    home_wcd = schedules.home(back_vcd, *counts, layout, groups)
+    home_md = checkpoint_name(home_wcd.reshape(-1, y_md.shape[1]), ROWS)
+    y_nd = combine_rows(home_md, gate_nk, receipt.position_nk, receipt.assignment_m)
+    return jax.lax.psum(y_nd, groups.parts) if layout.is_local else y_nd
 
 
 def receipt_of(
-    sent: Manifest, window: Window, layout: Layout, axis: AxisNames
+    sent: Manifest, window: Window, layout: Layout, groups: Groups
 ) -> tuple[Receipt, Int[Array, " s"]]:
     """Integers of one window: pure arithmetic on the manifest, no communication."""
     w, s = layout.num_devices, layout.slots_per_device
     start, rows = window
-    me = 0 if w == 1 else jax.lax.axis_index(axis)
-    count_w = sent.counts_wp.reshape(w, w, s).sum(axis=-1)[me]
+    source, owner = index_along(groups.sources(layout)), index_along(groups.peers)
+    pair_uws = sent.counts_up.reshape(-1, w, s)
+    count_w, first_w = pair_uws[source].sum(axis=-1), sent.first_w
+    peer_nk = sent.peer_nk
+    if layout.is_local:  # of all devices' rows those of this one
+        count_w, first_w = count_w[owner][None], first_w[owner][None]
+        peer_nk = jnp.where(peer_nk == owner, 0, EMPTY)
 
     row_c = jnp.arange(rows, dtype=jnp.int32)
-    index_wc = sent.first_w[:, None] + start + row_c
+    index_wc = first_w[:, None] + start + row_c
     real_wc = start + row_c < count_w[:, None]
     last = sent.assignment_a.shape[0] - 1
     assignment_wc = sent.assignment_a[jnp.minimum(index_wc, last)]
     assignment_m = jnp.where(real_wc, assignment_wc, EMPTY).reshape(-1)
     inside_nk = (sent.place_nk >= start) & (sent.place_nk < start + rows)
-    inside_nk &= sent.peer_nk >= 0
-    position_nk = sent.peer_nk * rows + sent.place_nk - start
+    inside_nk &= peer_nk >= 0
+    position_nk = peer_nk * rows + sent.place_nk - start
 
-    counts_ws = sent.counts_wp.reshape(w, w, s)[:, me]
-    end_ws = jnp.cumsum(counts_ws, axis=1)
-    end_ws, begin_ws = (
-        jnp.clip(edge_ws - start, 0, rows) for edge_ws in (end_ws, end_ws - counts_ws)
+    windows = layout.num_windows
+    piece = rows // windows
+    counts_vs = jnp.repeat(pair_uws[:, owner], windows, axis=0)
+    start_v1 = start + (jnp.arange(len(counts_vs)) % windows * piece)[:, None]
+    end_vs = jnp.cumsum(counts_vs, axis=1)
+    end_vs, begin_vs = (
+        jnp.clip(edge_vs - start_v1, 0, piece)
+        for edge_vs in (end_vs, end_vs - counts_vs)
     )
-    arrival_m, sorted_m1 = _sort_arrivals(begin_ws, end_ws, rows)
-    part_ws = end_ws - begin_ws
+    arrival_m, sorted_m1 = _sort_arrivals(begin_vs, end_vs, piece)
+    part_vs = end_vs - begin_vs
     receipt = Receipt(
         position_nk=jnp.where(inside_nk, position_nk, EMPTY),
         assignment_m=assignment_m,
         arrival_m=arrival_m,
         sorted_m1=sorted_m1,
         count_w=jnp.clip(count_w - start, 0, rows),
-        incoming_w=jnp.sum(part_ws, axis=1),
+        incoming_v=jnp.sum(part_vs, axis=1),
     )
-    return receipt, jnp.sum(part_ws, axis=0)
+    return receipt, jnp.sum(part_vs, axis=0)
+
+
+def _is_sorted(layout: Layout) -> bool:
+    """Whether rows arrive by slot: from one sender alone."""
+    return layout.num_senders == 1
 
 
 def _sort_arrivals(
     begin_ws: Int[Array, "w s"], end_ws: Int[Array, "w s"], rows: int
 ) -> tuple[Int[Array, " m"], Int[Array, "m 1"]]:
-    """Rows arrive by (peer, slot) and are wanted by (slot, peer): both permutations.
+    """Rows arrive by (sender, slot) and are wanted by (slot, sender): both
+    permutations. `w` counts senders here.
 
-    begin/end are where a slot's rows lie within its peer's chunk of `rows` rows.
+    begin/end are where a slot's rows lie within its sender's chunk of `rows` rows.
     """
     w, s = begin_ws.shape
     part_sw = (end_ws - begin_ws).T
@@ -157,10 +177,3 @@ def _sort_arrivals(
     sorted_wc = first_sw[slot_wc, peer_w1] + row_c - begin_ws[peer_w1, slot_wc]
     sorted_m1 = jnp.where(here_wc, sorted_wc, EMPTY).reshape(-1, 1)
     return jnp.where(real_m, arrival_m, EMPTY), sorted_m1
-
-
-def _send(rows_md, count_w, incoming_w, layout: Layout, axis: AxisNames):
-    w, d = layout.num_devices, rows_md.shape[-1]
-    send = TRANSPORTS[layout.transport]
-    arrived_wcd = send(rows_md.reshape(w, -1, d), count_w, incoming_w, axis)
-    return checkpoint_name(arrived_wcd.reshape(-1, d), ROWS)

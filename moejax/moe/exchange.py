@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moejax.axes import AxisNames
 from moejax.kernels import zeros_varying_as
 from moejax.layout import Layout
 from moejax.moe.dispatch import Window, combine, dispatch
+from moejax.moe.groups import Groups
 from moejax.moe.manifest import Manifest, fullest_pair
 
 Experts = Callable[..., Array]
@@ -36,14 +36,14 @@ def exchange(
     sent: Manifest,
     experts: Experts,
     layout: Layout,
-    axis: AxisNames,
+    groups: Groups,
 ) -> Float[Array, "n d"]:
     """Every row to its slot, through `experts`, home, weighted and summed.
 
     `weights` are the slots' weights, varying over all mesh axes like x. In capacity
     mode the manifest holds no more than round 0 carries.
     """
-    window = partial(_window, experts=experts, layout=layout, axis=axis)
+    window = partial(_window, experts=experts, layout=layout, groups=groups)
     rest_nd = None
     if layout.exchange == "exact" and layout.rows_per_peer < gate_nk.size:
         rest_nd, x_nd, gate_nk, weights = later_rounds(
@@ -54,10 +54,10 @@ def exchange(
     return out_nd if rest_nd is None else out_nd + rest_nd
 
 
-def _window(window, x_nd, gate_nk, weights, sent, *, experts, layout, axis):
+def _window(window, x_nd, gate_nk, weights, sent, *, experts, layout, groups):
     """What the rows of one window add to the output."""
-    x_md, rows_s, receipt = dispatch(x_nd, sent, window, layout, axis)
-    return combine(experts(x_md, rows_s, weights), gate_nk, receipt, layout, axis)
+    x_md, rows_s, receipt = dispatch(x_nd, sent, window, layout, groups)
+    return combine(experts(x_md, rows_s, weights), gate_nk, receipt, layout, groups)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

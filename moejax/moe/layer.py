@@ -10,17 +10,17 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from moejax import axes
 from moejax.colours import most_colours
 from moejax.config import Moe, Router
 from moejax.kernels import varying_alike
 from moejax.kernels.water_fill import fits_fused
 from moejax.layout import Layout
 from moejax.moe import route as routing
-from moejax.moe import stores
+from moejax.moe import schedules, stores
 from moejax.moe.exchange import Experts, exchange, num_rounds
 from moejax.moe.experts import swiglu
-from moejax.moe.manifest import manifest, pair_to_fit, rows_here
+from moejax.moe.groups import Groups, groups_of
+from moejax.moe.manifest import manifest, num_dropped, pair_to_fit, rows_here
 from moejax.types import LayerSums, Placement
 
 ROUTER_FAN = 10
@@ -35,9 +35,8 @@ class RouterBias(nnx.Variable):
 class MoeLayer(nnx.Module):
     """Router, experts e of width f, in logical order; float32 masters.
 
-    Expert weights are split over the expert axis by e and over data by their hidden
-    width f (store 'sharded': over both by f; merged groups: over both by e), and
-    gathered over data for compute.
+    Expert weights are split over their owners by e, and by their hidden width f over
+    shards and, where they rest, over data (moejax.moe.stores.master_spec).
     """
 
     def __init__(
@@ -47,9 +46,9 @@ class MoeLayer(nnx.Module):
         self.cfg, self.router, self.mesh = cfg, router, mesh
         self.router_de = _param(rngs, (d, e), ROUTER_FAN * d)
         self.bias_e = RouterBias(jnp.zeros(e, jnp.float32))
-        self.gate_edf = _param(rngs, (e, d, f), d, axes.EXPERT, None, axes.DATA)
-        self.up_edf = _param(rngs, (e, d, f), d, axes.EXPERT, None, axes.DATA)
-        self.down_efd = _param(rngs, (e, f, d), f, axes.EXPERT, axes.DATA, None)
+        self.gate_edf = _param(rngs, (e, d, f), d, "edf")
+        self.up_edf = _param(rngs, (e, d, f), d, "edf")
+        self.down_efd = _param(rngs, (e, f, d), f, "efd")
 
     def __call__(
         self,
@@ -59,50 +58,47 @@ class MoeLayer(nnx.Module):
         jitter_btd: Float[Array, "b t d"] | None = None,
         forced_btk: Int[Array, "b t k"] | None = None,
         slots: stores.Weights | None = None,
+        tracked_sx: Float[Array, "s x"] | None = None,
         experts: Experts = swiglu,
     ) -> tuple[Float[Array, "b t d"], LayerSums]:
         """Output and every device's sums (leading dim: dc * data * expert devices).
 
         `placement` is of this layer alone. `jitter_btd` multiplies the router's input;
         `forced_btk` replaces its choice; `slots` are this layer's, where they exist
-        already; `experts` computes the rows of this device's slots.
+        already; `tracked_sx` is what its domains hold of experts that travel compressed
+        (None: they travel whole); `experts` computes the rows of this device's slots.
         """
         if layout.split == "dynamic":  # copies travel when the loads are known
             slots = stores.joined(self.masters(), x_btd.dtype)
         elif slots is None:
-            slots = self.slots(placement, layout, x_btd.dtype)
+            slots = self.slots(placement, layout, x_btd.dtype, tracked_sx)
         optional = {"jitter_btd": jitter_btd, "forced_btk": forced_btk}
         optional = {k: v for k, v in optional.items() if v is not None}
-        batch, mesh = P(axes.BATCH_AXES), self.mesh
-        static = {"cfg": self.cfg, "router": self.router, "mesh": mesh}
-        out_specs = (batch, jax.tree.map(lambda _: batch, _SUMS))
+        groups = groups_of(self.mesh, layout)
+        batch, slot_specs = P(groups.batch), stores.slot_specs(groups)
+        static = {"cfg": self.cfg, "router": self.router, "groups": groups}
         body = jax.shard_map(
             partial(_body, **static, layout=layout, experts=experts),
-            mesh=mesh,
-            in_specs=(
-                batch,
-                P(),
-                P(),
-                P(),
-                stores.slot_specs(layout),
-                dict.fromkeys(optional, batch),
-            ),
-            out_specs=out_specs,
+            mesh=groups.mesh,
+            in_specs=(batch, P(), P(), P(), slot_specs, dict.fromkeys(optional, batch)),
+            out_specs=(batch, jax.tree.map(lambda _: batch, SUMS)),
         )
         y_btd, sums = body(
             x_btd, self.router_de[...], self.bias_e[...], placement, slots, optional
         )
         return y_btd, sums
 
-    def slots(self, placement: Placement, layout: Layout, dtype) -> stores.Weights:
+    def slots(self, placement, layout: Layout, dtype, tracked_sx) -> stores.Weights:
         """The weights of all slots, from the masters."""
-        return stores.slots(self.masters(), placement, layout, self.mesh, dtype)
+        masters, mesh = self.masters(), self.mesh
+        return stores.slots(masters, placement, layout, mesh, dtype, tracked_sx)
 
     def masters(self) -> stores.Weights:
         return {name: getattr(self, name)[...] for name in stores.MASTERS}
 
 
-_SUMS = LayerSums(*[0] * 9)
+SUMS = LayerSums(*[0] * 10)
+"""Their structure."""
 
 
 def _body(
@@ -115,58 +111,72 @@ def _body(
     *,
     cfg,
     router,
-    mesh,
+    groups,
     layout,
     experts,
 ):
-    """One device's share of the layer; x_btd holds its own sequences."""
+    """One device's share of the layer; x_btd holds its own sequences, whole on the
+    tensor axis."""
     b, t, d = x_btd.shape
-    x_nd = x_btd.reshape(b * t, d)
-    routed_nd, forced_nk = x_nd, None
-    if "jitter_btd" in optional:
-        routed_nd = x_nd * optional["jitter_btd"].reshape(b * t, d)
-    if "forced_btk" in optional:
-        forced_nk = optional["forced_btk"].reshape(b * t, -1)
+    view = layout.exchanged
+    given = {"x_btd": x_btd} | optional
+    given = {k: v.reshape(b * t, -1) for k, v in given.items()}
+    given = {k: schedules.enter(v, view, groups) for k, v in given.items()}
+    x_nd = given["x_btd"]
+    routed_nd = x_nd * given["jitter_btd"] if "jitter_btd" in given else x_nd
 
     routes, score_ne, logit_ne = routing.route(
-        routed_nd, router_de, bias_e, router, cfg.top_k, t, forced_nk
+        routed_nd, router_de, bias_e, router, cfg.top_k, t, given.get("forced_btk")
     )
-    sent, used = manifest(routes.expert_nk, placement, layout, layout.axes)
+    sent, used = manifest(routes.expert_nk, placement, view, groups)
     gate_nk, sent = checkpoint_name((routes.gate_nk, sent), routing.ROUTES)
 
-    weights = whole(slots, x_nd, mesh, layout)
+    weights = whole(slots, x_nd, groups)
     if layout.split == "dynamic":  # these are the own experts; here come copies of some
         used = checkpoint_name(used, routing.ROUTES)
         with jax.named_scope("slots"):
-            weights = stores.copied(weights, used, layout)
-    y_nd = exchange(x_nd, gate_nk, weights, sent, experts, layout, layout.axes)
-    sums = LayerSums(
-        **routing.balance_sums(score_ne, logit_ne, routes.expert_nk, t),
-        rows=rows_here(sent, layout, layout.axes),
-        rounds=num_rounds(sent, layout),
-        dropped=sent.dropped,
-        fullest_pair=pair_to_fit(sent, layout),
-        bound=sent.bound,
-    )
-    sums = jax.tree.map(lambda leaf: varying_alike(leaf, x_nd)[0][None], sums)
+            weights = stores.copied(weights, used, layout, groups)
+    y_nd = exchange(x_nd, gate_nk, weights, sent, experts, view, groups)
+    y_nd = schedules.leave(y_nd, view, groups)
+
+    own = (score_ne, logit_ne, routes.expert_nk, sent.peer_nk)
+    own = (schedules.mine(value, view, groups) for value in own)
+    sums = _sums(*own, sent, t, view, groups)
+    sums = jax.tree.map(lambda leaf: varying_alike(leaf, x_btd)[0][None], sums)
     return y_nd.reshape(b, t, d).astype(x_btd.dtype), sums
 
 
-@jax.named_scope("slots")
-def whole(
-    slots: stores.Weights, x_nd: Array, mesh: Mesh, layout: Layout
-) -> stores.Weights:
-    """This device's slots, gathered over data, as varied as x; gate beside up. Merged
-    groups split no slot over data.
+def _sums(score_ne, logit_ne, expert_nk, peer_nk, sent, seq_len, layout, groups):
+    """What this device's tokens add to losses and statistics, equal on the devices of
+    its tensor axis."""
+    parts = schedules.split_axes(layout, groups)
+    added = routing.balance_sums(score_ne, logit_ne, expert_nk, seq_len, parts)
+    added["dropped"] = num_dropped(expert_nk, peer_nk)
+    rows, owners = (
+        rows_here(sent, layout, groups),
+        set(groups.parts) & set(groups.peers),
+    )
+    return LayerSums(
+        **(jax.lax.psum(added, parts) if parts else added),
+        rows=jax.lax.pmax(rows, tuple(sorted(owners))) if owners else rows,
+        rounds=num_rounds(sent, layout),
+        fullest_pair=pair_to_fit(sent, layout),
+        bound=sent.bound,
+    )
 
-    The transpose scatters the summed gradient back to the shards.
+
+@jax.named_scope("slots")
+def whole(slots: stores.Weights, x_nd: Array, groups: Groups) -> stores.Weights:
+    """This device's slots, gathered from where their width rests, as varied as x; gate
+    beside up.
+
+    The transpose scatters the summed gradient back.
     """
-    is_split = mesh.shape[axes.DATA] > 1 and axes.DATA not in layout.axes
 
     def gathered(leaf, hidden_dim):
         leaf, _ = varying_alike(leaf, x_nd)  # gradients meet over dc as shards
-        if is_split:
-            leaf = jax.lax.all_gather(leaf, axes.DATA, axis=hidden_dim, tiled=True)
+        if groups.masters:
+            leaf = jax.lax.all_gather(leaf, groups.masters, axis=hidden_dim, tiled=True)
         return leaf
 
     into_sd2f = slots["into"]
@@ -177,10 +187,10 @@ def whole(
     }
 
 
-def _param(rngs: nnx.Rngs, shape, fan_in: int, *split: str | None) -> nnx.Param:
-    """Normal with variance 1 / fan_in, truncated; `split` names the dims' mesh axes."""
+def _param(rngs: nnx.Rngs, shape, fan_in: int, dims: str | None = None) -> nnx.Param:
+    """Normal with variance 1 / fan_in, truncated; `dims` are those of experts."""
     init = jax.nn.initializers.truncated_normal(fan_in**-0.5)
-    return nnx.Param(init(rngs.params(), shape, jnp.float32), split=split or None)
+    return nnx.Param(init(rngs.params(), shape, jnp.float32), dims=dims)
 
 
 HOPPER = 9.0

@@ -2,10 +2,8 @@
 
     exchanges(owned_le, new_le, num_devices)   host: bounded rounds, each through a
                                                valid permutation of owners
-    move(arrays, names, rounds, mesh, group)   device: some rounds, in place
-    reshard(arrays, names, mesh, to, group)    device: by expert <-> by hidden width
-
-`group` is the mesh axes of the group (Layout.axes).
+    move(arrays, names, rounds, groups)        device: some rounds, in place
+    reshard(arrays, names, to, groups)         device: by expert <-> by hidden width
 
 In a round a device sends at most one expert, and takes at most one, in slices as copies
 travel (moejax.moe.stores): two experts' bytes per device, and two more in memory,
@@ -19,17 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from moejax import axes, owners
 from moejax.axes import AxisNames
 from moejax.layout import Store
+from moejax.moe.groups import Groups, index_along
 from moejax.moe.stores import MASTERS, master_spec, pick, travel
 
 ROUNDS_PER_CALL = 8
-HIDDEN_DIMS = {"gate_edf": 2, "up_edf": 2, "down_efd": 1}
+HIDDEN_DIMS = {name: name.rpartition("_")[2].index("f") for name in MASTERS}
 
 
 @struct.dataclass
@@ -70,33 +68,30 @@ def move(
     arrays: list[Array],
     names: list[str],
     rounds: Rounds,
-    mesh: Mesh,
-    group: AxisNames,
+    groups: Groups,
 ):
     """Arrays [l, e, ..] of masters or moments (by parameter `names`) after the rounds.
     Rows are copied, bit for bit."""
-    specs = [_spec(name, "owned", group) for name in names]
-    own = arrays[0].shape[1] // axes.axis_size(mesh, group)
+    specs = [_spec(name, "owned", groups) for name in names]
+    own = arrays[0].shape[1] // axes.axis_size(groups.mesh, groups.owners)
 
     def body(arrays, rounds):
-        one = partial(_one, rounds, own, group)
+        one = partial(_one, rounds, own, groups.owners)
         return jax.lax.fori_loop(0, rounds.count, one, arrays)
 
-    return jax.shard_map(body, mesh=mesh, in_specs=(specs, P()), out_specs=specs)(
-        arrays, rounds
-    )
+    run = jax.shard_map(body, mesh=groups.mesh, in_specs=(specs, P()), out_specs=specs)
+    return run(arrays, rounds)
 
 
 def reshard(
     arrays: list[Array],
     names: list[str],
-    mesh: Mesh,
     to: Store,
-    group: AxisNames,
+    groups: Groups,
 ):
     """Arrays [l, e, ..] in logical order as `to` wants them, from the other way."""
-    by_expert = [_spec(name, "owned", group) for name in names]
-    by_width = [_spec(name, "sharded", group) for name in names]
+    by_expert = [_spec(name, "owned", groups) for name in names]
+    by_width = [_spec(name, "sharded", groups) for name in names]
     is_widening = to == "sharded"
 
     def body(arrays):
@@ -104,7 +99,7 @@ def reshard(
         return [
             jax.lax.all_to_all(
                 leaf,
-                group,
+                groups.owners,
                 split_axis=dim if is_widening else 1,
                 concat_axis=1 if is_widening else dim,
                 tiled=True,
@@ -113,13 +108,14 @@ def reshard(
         ]
 
     before, after = (by_expert, by_width) if is_widening else (by_width, by_expert)
-    return jax.shard_map(body, mesh=mesh, in_specs=(before,), out_specs=after)(arrays)
+    run = jax.shard_map(body, mesh=groups.mesh, in_specs=(before,), out_specs=after)
+    return run(arrays)
 
 
 def _one(
     rounds: Rounds, own: int, group: AxisNames, r, arrays: list[Array]
 ) -> list[Array]:
-    me = jax.lax.axis_index(group)
+    me = index_along(group)
     layer, offer_o = rounds.layer_r[r], rounds.offer_rw[r, me][None]
     take_s = jax.lax.dynamic_slice_in_dim(rounds.take_re[r], me * own, own)
     rows = [jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False) for x in arrays]
@@ -132,11 +128,10 @@ def _one(
     ]
 
 
-def _spec(name: str, store: Store, group: AxisNames) -> P:
+def _spec(name: str, store: Store, groups: Groups) -> P:
     """Of a stacked parameter; the layer dim is never split."""
-    split = [axes.EXPERT, None, None]
-    split[HIDDEN_DIMS[name]] = axes.DATA
-    return P(None, *master_spec(tuple(split), store, group))
+    dims = name.rpartition("_")[2]
+    return P(None, *master_spec(dims, store, groups))
 
 
 def _tables(part: list, num_experts: int, num_devices: int) -> Rounds:
@@ -157,6 +152,3 @@ def _tables(part: list, num_experts: int, num_devices: int) -> Rounds:
                     want_rw[r, to // own] = source // own
                     take_re[r, to] = own
     return Rounds(np.int32(len(part)), layer_r, offer_rw, want_rw, take_re)
-
-
-assert set(HIDDEN_DIMS) == set(MASTERS)

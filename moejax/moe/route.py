@@ -4,6 +4,8 @@ Everything is float32: a bfloat16 router picks other experts. `b` sequences of `
 tokens are the n local tokens; only the sequence-wise parts look at that shape.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -13,6 +15,8 @@ from moejax.config import Router
 from moejax.types import LayerSums, RouterLosses, Routes
 
 EMPTY = -1
+LEAST = 1e-30
+"""Of a probability whose logarithm is taken."""
 ROUTES = "routes"
 """Name of what every remat policy saves: ids, gates, manifest. A top-k that flips when
 it is recomputed is a wrong gradient, so ids are named before anything reads them."""
@@ -44,10 +48,15 @@ def route(
         biased_ne = jax.lax.stop_gradient(score_ne + bias_e)
         forced_nk = choose_experts(biased_ne, top_k, cfg)
     expert_nk = checkpoint_name(forced_nk, ROUTES)
-    gate_nk = pick(score_ne, expert_nk)
+    gate_nk = gates(pick(score_ne, expert_nk), cfg)
+    return Routes(expert_nk, gate_nk), score_ne, logit_ne
+
+
+def gates(score_nk: Float[Array, "n k"], cfg: Router) -> Float[Array, "n k"]:
+    """Of the experts that compute a token, by their scores."""
     if cfg.normalise_gates:
-        gate_nk = gate_nk / (jnp.sum(gate_nk, axis=-1, keepdims=True) + 1e-20)
-    return Routes(expert_nk, gate_nk * cfg.gate_scale), score_ne, logit_ne
+        score_nk = score_nk / (jnp.sum(score_nk, axis=-1, keepdims=True) + 1e-20)
+    return score_nk * cfg.gate_scale
 
 
 def scores(logit_ne: Float[Array, "n e"], cfg: Router) -> Float[Array, "n e"]:
@@ -84,6 +93,11 @@ def choose_tokens(score_ne: Float[Array, "n e"], top_k: int, seq_len: int) -> Ro
     """Expert choice (Zhou et al. 2022): each expert takes its t*k/e best tokens of each
     sequence. A token may get none or all: k is e here, and -1 marks who did not."""
     n, num_experts = score_ne.shape
+    if n % seq_len:
+        raise ValueError(
+            f"Router.kind='expert_choice' chooses within sequences of {seq_len} "
+            f"tokens, and this schedule routes {n} at a time: use Moe.schedule='s2'"
+        )
     per_expert = min(seq_len, max(1, seq_len * top_k // num_experts))
     score_bet = score_ne.reshape(-1, seq_len, num_experts).swapaxes(1, 2)
     token_bec = jax.lax.top_k(score_bet, per_expert)[1]
@@ -111,21 +125,50 @@ def balance_sums(
     logit_ne: Float[Array, "n e"],
     expert_nk: Int[Array, "n k"],
     seq_len: int,
+    parts: tuple[str, ...] = (),
 ) -> dict[str, Array]:
-    """What this device adds to the losses and loads of the batch (see LayerSums)."""
-    num_experts = score_ne.shape[-1]
+    """What this device adds to the losses and loads of the batch (see LayerSums).
+
+    `parts`: mesh axes along which tokens that follow one another are split. They may
+    cut sequences, whose sums then meet first.
+    """
+    n, num_experts = score_ne.shape
     prob_ne = score_ne / jnp.sum(score_ne, axis=-1, keepdims=True)
-    prob_bte = prob_ne.reshape(-1, seq_len, num_experts)
-    expert_btk = expert_nk.reshape(-1, seq_len, expert_nk.shape[-1])
+    width = math.gcd(n, seq_len)
+    prob_bte = prob_ne.reshape(-1, width, num_experts)
+    expert_btk = expert_nk.reshape(-1, width, expert_nk.shape[-1])
     tokens_be = jax.vmap(lambda choice: count(choice, num_experts))(expert_btk)
-    share_be = tokens_be / jnp.maximum(jnp.sum(tokens_be, -1, keepdims=True), 1)
-    sequence_b = num_experts * jnp.sum(share_be * jnp.mean(prob_bte, axis=1), axis=-1)
+    mean_be, sequence_be, weight = jnp.mean(prob_bte, axis=1), tokens_be, num_experts
+    if width != seq_len:
+        pieces = _sequence_sums((tokens_be, width * mean_be), width, seq_len, parts)
+        sequence_be, mean_be = pieces[0], pieces[1] / seq_len
+        weight = num_experts / jax.lax.axis_size(parts)  # all of them have all of it
+    share_be = sequence_be / jnp.maximum(jnp.sum(sequence_be, -1, keepdims=True), 1)
+    sequence_b = weight * jnp.sum(share_be * mean_be, axis=-1)
     return {
         "prob_e": jnp.sum(prob_ne, axis=0),
+        "entropy": jnp.sum(entropy(prob_ne)),
         "sequence": jnp.sum(sequence_b),
         "z": jnp.sum(jax.nn.logsumexp(logit_ne, axis=-1) ** 2),
         "tokens_e": jnp.sum(tokens_be, axis=0),
     }
+
+
+def entropy(prob_ne: Float[Array, "n e"]) -> Float[Array, " n"]:
+    """Nats; an expert of no chance adds nothing, and has no gradient."""
+    return -jnp.sum(prob_ne * jnp.log(jnp.maximum(prob_ne, LEAST)), axis=-1)
+
+
+def _sequence_sums(piece_be, width: int, seq_len: int, parts: tuple[str, ...]):
+    """Sums of pieces of `width` tokens by the sequence that they are of: all sequences
+    of the devices along `parts`, on each of them."""
+    num_pieces, _ = piece_be[0].shape
+    first = jax.lax.axis_index(parts) * num_pieces
+    num_sequences = num_pieces * jax.lax.axis_size(parts) * width // seq_len
+    sequence_b = (first + jnp.arange(num_pieces)) * width // seq_len
+    is_of_qb = jnp.arange(num_sequences)[:, None] == sequence_b
+    sums = [is_of_qb.astype(x_be.dtype) @ x_be for x_be in piece_be]
+    return jax.lax.psum(sums, parts)
 
 
 def losses(sums: LayerSums, num_tokens: int, seq_len: int) -> RouterLosses:
@@ -134,10 +177,13 @@ def losses(sums: LayerSums, num_tokens: int, seq_len: int) -> RouterLosses:
     balance            e * sum_e share_e * mean prob_e     (Switch, eq. 4-6)
     sequence_balance   the same within each sequence, averaged (DeepSeek-V3, eq. 17-20)
     z                  mean logsumexp(logits)^2            (ST-MoE, eq. 5)
+    mutual_information mean entropy(prob) - entropy(mean prob)    (DS-MoE, L_MI)
 
-    Shares are of choices, so perfect balance is 1 for every k. Under accumulation a
-    step's loss is the mean over its micro-batches: the last two do not depend on how
-    the batch was cut; `balance` is the balance within each micro-batch.
+    Shares are of choices, so perfect balance is 1 for every k. The last one is between
+    -log(e), all experts used alike and each token sure of its own, and 0. Under
+    accumulation a step's loss is the mean over its micro-batches: `sequence_balance`
+    and `z` do not depend on how the batch was cut; the others are those within each
+    micro-batch.
     """
     num_experts = sums.prob_e.shape[-1]
     share_e = sums.tokens_e / jnp.maximum(jnp.sum(sums.tokens_e, -1, keepdims=True), 1)
@@ -146,6 +192,8 @@ def losses(sums: LayerSums, num_tokens: int, seq_len: int) -> RouterLosses:
         balance=balance,
         sequence_balance=sums.sequence / (num_tokens // seq_len),
         z=sums.z / num_tokens,
+        mutual_information=sums.entropy / num_tokens
+        - entropy(sums.prob_e / num_tokens),
     )
 
 

@@ -12,6 +12,7 @@ source's count.
     dynamic         replicas are chosen from the loads themselves: all devices the mean
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -26,6 +27,38 @@ from moejax.water import TOLERANCE_BITS
 Splitter = Callable[[Array, Placement, Layout], Division]
 
 
+def divided(
+    counts_ue: Int[Array, "u e"], placement: Placement, layout: Layout
+) -> Division:
+    """As layout.split says, of rows from the sources of a layer (Layout.num_sources).
+
+    Where several sources are at one device, they are one for the split, and its rows
+    for each slot are then theirs in order.
+    """
+    split, w = SPLITS[layout.split], layout.num_devices
+    if layout.split == "even" or len(counts_ue) == w:
+        return split(counts_ue, placement, layout)
+    counts_wie = counts_ue.reshape(w, -1, counts_ue.shape[1])
+    per_device = counts_wie.shape[1]
+    rows_per_peer = layout.rows_per_peer * per_device
+    layout = dataclasses.replace(layout, rows_per_peer=rows_per_peer)
+    counts_we = jnp.sum(counts_wie, axis=1, dtype=jnp.int32)
+    quota_wq, bound, placement = split(counts_we, placement, layout)
+
+    expert_q = jnp.maximum(placement.expert_lq, 0)
+    first_q = jnp.arange(len(expert_q)) - placement.replica_lq
+    before_wq = jnp.cumsum(quota_wq, axis=1, dtype=jnp.int32) - quota_wq
+    begin_w1q = (before_wq - before_wq[:, first_q])[:, None]
+    end_w1q = begin_w1q + quota_wq[:, None]
+    end_wie = jnp.cumsum(counts_wie, axis=1, dtype=jnp.int32)
+    end_wiq, begin_wiq = (
+        edge_wie[:, :, expert_q] for edge_wie in (end_wie, end_wie - counts_wie)
+    )
+    quota_wiq = jnp.minimum(end_wiq, end_w1q) - jnp.maximum(begin_wiq, begin_w1q)
+    quota_uq = jnp.maximum(quota_wiq, 0).reshape(-1, len(expert_q))
+    return Division(quota_uq, bound, placement)
+
+
 def even(
     counts_we: Int[Array, "w e"], placement: Placement, layout: Layout
 ) -> Division:
@@ -37,7 +70,7 @@ def even(
     count_wq = jnp.where(placement.expert_lq < 0, 0, counts_we[:, expert_q])
     before_wq = jnp.cumsum(count_wq, axis=0) - count_wq
     quota_wq = _dealt(before_wq, count_wq, placement.replica_lq, replicas_q)
-    return Division(quota_wq, mean_rows(counts_we), placement)
+    return Division(quota_wq, mean_rows(counts_we, layout), placement)
 
 
 def local_first(
@@ -61,7 +94,7 @@ def local_first(
     near_wq = _dealt(0, count_wq, placement.local_lq, jnp.maximum(held_wq, 1))
     is_here_wq = device_q == jnp.arange(layout.num_devices)[:, None]
     quota_wq = jnp.where(held_wq > 0, jnp.where(is_here_wq, near_wq, 0), far_wq)
-    return Division(quota_wq, mean_rows(counts_we), placement)
+    return Division(quota_wq, mean_rows(counts_we, layout), placement)
 
 
 def water_filling(
@@ -72,7 +105,7 @@ def water_filling(
 
     With Layout.wire rows that cross wires weigh too (moejax.moe.near), and the better
     one of both divisions is taken."""
-    mean = mean_rows(counts_we)
+    mean = mean_rows(counts_we, layout)
     tolerance = mean >> TOLERANCE_BITS
     filling = water.fill(
         jnp.sum(counts_we, axis=0, dtype=jnp.int32), placement, layout, tolerance
@@ -97,7 +130,7 @@ def dynamically(
         jnp.sum(counts_we, axis=0, dtype=jnp.int32), placement, layout
     )
     quota_wq = deal(counts_we, rows_q, placement, layout)
-    return Division(quota_wq, mean_rows(counts_we), placement)
+    return Division(quota_wq, mean_rows(counts_we, layout), placement)
 
 
 SPLITS: dict[str, Splitter] = {
@@ -108,9 +141,9 @@ SPLITS: dict[str, Splitter] = {
 }
 
 
-def mean_rows(counts_we: Int[Array, "w e"]) -> Int[Array, ""]:
+def mean_rows(counts_ue: Int[Array, "u e"], layout: Layout) -> Int[Array, ""]:
     """Rows of a device where all have the same, rounded up."""
-    return -(-jnp.sum(counts_we, dtype=jnp.int32) // len(counts_we))
+    return -(-jnp.sum(counts_ue, dtype=jnp.int32) // layout.num_devices)
 
 
 def _replicas(placement: Placement, layout: Layout):

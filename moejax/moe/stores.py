@@ -9,14 +9,12 @@
     sharded     masters are split by hidden width over all devices: each gathers the
                 slices of all its slots
 
-Devices are those of a group (Layout.axes). Along expert alone, data splits the hidden
+Devices are those of a group (Groups.owners). Along expert alone, data splits the hidden
 width of masters and slots until a layer computes; merged, nothing else splits them.
 
 Gradients go back the same way. Replicas are summed where their slices meet, in float32
 and in a fixed order, then once more at the owner.
 """
-
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,56 +23,75 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from moejax import axes
 from moejax.axes import AxisNames
 from moejax.layout import Layout
+from moejax.moe.domains import gathered_in_domain, track, tracked_axes
+from moejax.moe.groups import Groups, groups_of, index_along, spec
 from moejax.types import Placement
 
 Weights = dict[str, Array]
 
 MASTERS = ("gate_edf", "up_edf", "down_efd")
 """Names of an MoE layer's expert parameters."""
-SLOT_SPLITS = {
-    "into": (axes.EXPERT, None, None, axes.DATA),
-    "down": (axes.EXPERT, axes.DATA, None),
-}
+SLOT_DIMS = {"into": "ed2f", "down": "efd"}
 """Slots of all devices: into_sd2f, gate beside up, and down_sfd."""
 
 
-def master_spec(split: tuple, store: str, group: AxisNames) -> P:
-    """Where an expert parameter lies, of its split (expert, .., data, ..) under a store
-    of owners in groups along expert. Under 'sharded' all devices have a part of every
-    expert's width; merged groups split experts over data too, and no width."""
-    instead = {}
+def master_spec(dims: str, store: str, groups: Groups) -> P:
+    """Where an expert parameter of these dims ('edf') lies: experts by owner, hidden
+    width by shard and, where it rests, over data. Under 'sharded' all devices have a
+    part of every expert's width; groups that data belongs to split no width over it."""
+    where = {"e": groups.owners, "f": groups.shards + groups.masters}
     if store == "sharded":
-        instead = {axes.EXPERT: None, axes.DATA: (axes.DATA, axes.EXPERT)}
-    elif axes.DATA in group:
-        instead = {axes.EXPERT: group, axes.DATA: None}
-    return P(*(instead.get(axis, axis) for axis in split))
+        where = {"e": (), "f": groups.shards + groups.masters + groups.owners}
+    return spec(*(where.get(dim, ()) for dim in dims))
 
 
-def slot_specs(layout: Layout) -> dict[str, P]:
-    """Where slots lie: with each device, what is split over data still is."""
-    return {n: master_spec(s, "owned", layout.axes) for n, s in SLOT_SPLITS.items()}
+def slot_specs(groups: Groups) -> dict[str, P]:
+    """Where slots lie: with each device; what rests over data still does."""
+    return {n: master_spec(dims, "owned", groups) for n, dims in SLOT_DIMS.items()}
 
 
 def slots(
-    weights: Weights, placement: Placement, layout: Layout, mesh: Mesh, dtype
+    weights: Weights,
+    placement: Placement,
+    layout: Layout,
+    mesh: Mesh,
+    dtype,
+    tracked_sx: Float[Array, "s x"] | None = None,
 ) -> Weights:
     """One layer's slots in `dtype`: into_sd2f and down_sfd, split as slot_specs says.
 
     weights: gate_edf, up_edf, down_efd, masters in the order of the plan's `owned_le`.
-    An empty slot is zeros.
+    An empty slot is zeros. In a domain each device has the slots of all: as they are,
+    or, with `tracked_sx`, its own as they are and others as tracked.
     """
-    store, group = layout.store, layout.axes
-    specs = {n: master_spec(s, store, group) for n, s in SLOT_SPLITS.items()}
-    body = partial(STORES[layout.store], layout=layout)
+    groups = groups_of(mesh, layout)
+    specs = {n: master_spec(d, layout.store, groups) for n, d in SLOT_DIMS.items()}
+
+    def body(masters, placement, tracked_sx):
+        slots = STORES[layout.store](masters, placement, layout, groups)
+        return gathered_in_domain(slots, groups, tracked_sx)
+
+    where = None if tracked_sx is None else spec(*tracked_axes(groups)[1:])
     return jax.shard_map(
         jax.named_scope("slots")(body),
-        mesh=mesh,
-        in_specs=(specs, P()),
-        out_specs=slot_specs(layout),
-    )(joined(weights, dtype), placement)
+        mesh=groups.mesh,
+        in_specs=(specs, P(), where),
+        out_specs=slot_specs(groups),
+    )(joined(weights, dtype), placement, tracked_sx)
+
+
+def tracked(
+    weights: Weights, tracked_lsx: Array | None, layout: Layout, mesh: Mesh, dtype
+) -> Float[Array, "l s x"]:
+    """moejax.moe.domains.track, of the masters of all layers, weights [l, e, ..]."""
+    groups = groups_of(mesh, layout)
+    specs = {
+        n: P(None, *master_spec(d, layout.store, groups)) for n, d in SLOT_DIMS.items()
+    }
+    experts = jax.vmap(lambda weights: joined(weights, dtype))(weights)
+    return track(experts, tracked_lsx, layout, mesh, specs)
 
 
 def joined(weights: Weights, dtype) -> Weights:
@@ -95,18 +112,21 @@ def slots_of_layers(make, weights: Weights, placement: Placement) -> Weights:
     return jax.lax.scan(layer, None, (weights, placement))[1]
 
 
-def owned(masters: Weights, placement: Placement, layout: Layout) -> Weights:
+def owned(masters, placement, layout: Layout, groups: Groups) -> Weights:
     return masters
 
 
-def copied(masters: Weights, placement: Placement, layout: Layout) -> Weights:
+def copied(
+    masters: Weights, placement: Placement, layout: Layout, groups: Groups
+) -> Weights:
     """Slots from own experts and from copies."""
-    fill_s = _mine(placement.fill_lws, layout)
+    me = index_along(groups.owners)
+    fill_s = placement.fill_lws[me]
     copies = [own[:0] for own in masters.values()]
     if layout.copies_per_device and layout.offers_per_device:
-        offer_o = _mine(placement.offer_lwo, layout)
+        offer_o = placement.offer_lwo[me]
         offered = [pick(own, offer_o) for own in masters.values()]
-        copies = travel(offered, placement.want_lwc, layout.axes)
+        copies = travel(offered, placement.want_lwc, groups.owners)
     return {
         name: pick(jnp.concatenate([own, copy]), fill_s)
         for (name, own), copy in zip(masters.items(), copies)
@@ -134,14 +154,18 @@ def travel(
     return [part.reshape(copies, *x.shape[1:]) for part, x in zip(parts, offered)]
 
 
-def sharded(masters: Weights, placement: Placement, layout: Layout) -> Weights:
+def sharded(
+    masters: Weights, placement: Placement, layout: Layout, groups: Groups
+) -> Weights:
     """Slots from the slices of every expert that all devices have."""
     table_p = placement.slot_to_expert_lp
 
     def gathered(part_exx: Array, hidden_dim: int) -> Array:
         slices_pxx = pick(part_exx, table_p)
+        if not groups.owners:
+            return slices_pxx
         return jax.lax.all_to_all(
-            slices_pxx, layout.axes, split_axis=0, concat_axis=hidden_dim, tiled=True
+            slices_pxx, groups.owners, split_axis=0, concat_axis=hidden_dim, tiled=True
         )
 
     return {
@@ -186,11 +210,7 @@ def _pick_backward(saved, d_taken_sx):
 pick.defvjp(_pick_forward, _pick_backward)
 
 
-def _mine(table_wx: Int[Array, "w x"], layout: Layout) -> Int[Array, " x"]:
-    """This device's row of a table."""
-    me = 0 if layout.num_devices == 1 else jax.lax.axis_index(layout.axes)
-    return table_wx[me]
-
-
 def _to_all(chunk_wx: Array, group: AxisNames) -> Array:
+    if not group:
+        return chunk_wx
     return jax.lax.all_to_all(chunk_wx, group, split_axis=0, concat_axis=0, tiled=True)

@@ -2,7 +2,7 @@
 
     send(rows_wcd, count_w, incoming_w, axis) -> rows_wcd
 
-`axis` is the mesh axes of the group (Layout.axes).
+`axis` is the mesh axes along which w devices exchange; () is one device alone.
 
 Chunk w of the argument goes to device w, chunk w of the result came from it. Of each
 chunk the first `count_w[w]` rows are real; `incoming_w` is the same of the result,
@@ -29,12 +29,27 @@ def local(rows_wcd, count_w, incoming_w, axis):
 
 def padded(rows_wcd, count_w, incoming_w, axis):
     """lax.all_to_all of whole chunks; runs on every backend."""
+    if not axis:
+        return rows_wcd
     return jax.lax.all_to_all(rows_wcd, axis, split_axis=0, concat_axis=0, tiled=True)
+
+
+def hierarchical(rows_wcd, count_w, incoming_w, axis):
+    """lax.all_to_all over one axis after the other, the first one (the slowest) first:
+    as many bytes on its links, in messages to w / size fewer devices (Tutel,
+    arXiv 2206.03382, section 3.3)."""
+    sizes = [jax.lax.axis_size(name) for name in axis]
+    rows = rows_wcd.reshape(*sizes, *rows_wcd.shape[1:])
+    for dim, name in enumerate(axis):
+        rows = jax.lax.all_to_all(rows, name, dim, dim, tiled=True)
+    return rows.reshape(rows_wcd.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def ragged(rows_wcd, count_w, incoming_w, axis):
     """lax.ragged_all_to_all: only real rows are sent. Not on CPUs."""
+    if not axis:
+        return rows_wcd
     w, c, d = rows_wcd.shape
     me = jax.lax.axis_index(axis)
     chunk_w = jnp.arange(w, dtype=jnp.int32) * c
@@ -61,4 +76,9 @@ def _ragged_backward(axis, counts, d_rows_wcd):
 
 ragged.defvjp(_ragged_forward, _ragged_backward)
 
-TRANSPORTS: dict[str, Send] = {"local": local, "padded": padded, "ragged": ragged}
+TRANSPORTS: dict[str, Send] = {
+    "local": local,
+    "padded": padded,
+    "ragged": ragged,
+    "hierarchical": hierarchical,
+}

@@ -1,0 +1,145 @@
+"""An MoE layer in which every expert computes every token: dense training (DS-MoE).
+
+    tokens of a group, gathered   [n w, d]    on each of its w devices
+    own experts, one by one       [n w, d]    times their gates, added up
+    sums, scattered               [n, d]      home again
+
+The router gets the gradient of every expert's gate, and evaluation goes the usual way,
+through the best top_k experts (Pan et al. 2024, arXiv 2404.05567). No row is chosen, so
+none is sorted, and no expert moves: owners compute, as in a wide dense layer that is
+split over the group.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from moejax.config import Config, Router
+from moejax.kernels import varying_alike, zeros_varying_as
+from moejax.layout import Layout
+from moejax.moe import route as routing
+from moejax.moe import stores
+from moejax.moe.groups import Groups, groups_of, index_along
+from moejax.moe.layer import SUMS, MoeLayer, whole
+from moejax.types import LayerSums, Placement
+
+
+def check_dense(cfg: Config) -> None:
+    """ValueError where dense training meets what moves experts to even the load."""
+    is_home = cfg.balance.policy == "home" and cfg.moe.store in (None, "owned")
+    if cfg.router.training == "dense" and not (is_home and cfg.moe.split != "dynamic"):
+        raise ValueError(
+            "Router.training='dense' loads every expert alike, so that nothing is to "
+            f"be balanced, and Balance.policy='{cfg.balance.policy}', Moe.store="
+            f"{cfg.moe.store!r}, Moe.split={cfg.moe.split!r}: use 'home', None and None"
+        )
+
+
+def dense(
+    layer: MoeLayer,
+    x_btd: Float[Array, "b t d"],
+    placement: Placement,
+    layout: Layout,
+    jitter_btd: Float[Array, "b t d"] | None = None,
+) -> tuple[Float[Array, "b t d"], LayerSums]:
+    """Sum over all experts of gate times output, and every device's sums, as of
+    MoeLayer with top_k = num_experts; tokens_e counts the top_k that evaluation would
+    take. `placement` is of this layer alone, without replicas.
+
+    Tokens travel and not experts: n w d elements out and n w d home, whatever the width
+    of experts, and no device ever holds another's weights. Of activations it has the
+    group's tokens and the hidden width of one expert for them: that is computed again
+    in the backward pass.
+    """
+    groups = groups_of(layer.mesh, layout)
+    batch, specs = P(groups.batch), stores.slot_specs(groups)
+    optional = {} if jitter_btd is None else {"jitter_btd": jitter_btd}
+    static = {"top_k": layer.cfg.top_k, "router": layer.router, "groups": groups}
+    body = jax.shard_map(
+        partial(_body, **static),
+        mesh=groups.mesh,
+        in_specs=(batch, *[P()] * 3, specs, dict.fromkeys(optional, batch)),
+        out_specs=(batch, jax.tree.map(lambda _: batch, SUMS)),
+    )
+    masters = stores.joined(layer.masters(), x_btd.dtype)
+    router = layer.router_de[...], layer.bias_e[...]
+    return body(x_btd, *router, placement.owned_le, masters, optional)
+
+
+def _body(
+    x_btd, router_de, bias_e, owned_e, masters, optional,
+    *, top_k: int, router: Router, groups: Groups,
+):  # fmt: skip
+    """One device's share; x_btd holds its own sequences, whole on the tensor axis."""
+    b, t, d = x_btd.shape
+    x_nd = x_btd.reshape(b * t, d)
+    routed_nd = x_nd
+    if optional:
+        routed_nd = x_nd * optional["jitter_btd"].reshape(b * t, d)
+    routes, score_ne, logit_ne = routing.route(
+        routed_nd, router_de, bias_e, router, top_k, t
+    )
+    gate_ne = routing.gates(score_ne, router)
+    own_e = owned_e.reshape(-1, len(masters["down"]))[index_along(groups.owners)]
+    y_nd = everywhere(x_nd, gate_ne, own_e, whole(masters, x_nd, groups), groups)
+
+    added = routing.balance_sums(score_ne, logit_ne, routes.expert_nk, t)
+    rows = jnp.int32(b * t * _num_sources(groups) * len(own_e))
+    sums = LayerSums(
+        **added,
+        rows=rows, rounds=jnp.int32(1), dropped=jnp.int32(0),
+        fullest_pair=jnp.int32(b * t), bound=rows,
+    )  # fmt: skip
+    sums = jax.tree.map(lambda leaf: varying_alike(leaf, x_btd)[0][None], sums)
+    return y_nd.reshape(b, t, d).astype(x_btd.dtype), sums
+
+
+@jax.named_scope("experts")
+def everywhere(
+    x_nd: Float[Array, "n d"],
+    gate_ne: Float[Array, "n e"],
+    own_e: Array,
+    weights: stores.Weights,
+    groups: Groups,
+) -> Float[Array, "n d"]:
+    """Own tokens through the experts of all owners and shards; `own_e` numbers those
+    of this device, whose `weights` are into_sdh and down_sfd."""
+    axes, parts = _source_axes(groups), groups.parts
+    if parts:  # before tokens travel: gradients are summed over tensor at home
+        x_nd, gate_ne = (jax.lax.pcast(v, parts, to="varying") for v in (x_nd, gate_ne))
+    x_md, gate_me = x_nd, gate_ne
+    if axes:
+        x_md, gate_me = (
+            jax.lax.all_gather(v, axes, tiled=True) for v in (x_nd, gate_ne)
+        )
+
+    @jax.checkpoint
+    def one(x_md, gate_m, into_dh, down_fd):
+        gate_mf, up_mf = jnp.split(x_md @ into_dh, 2, axis=-1)
+        y_md = (jax.nn.silu(gate_mf) * up_mf) @ down_fd
+        return gate_m[:, None] * y_md.astype(gate_m.dtype)
+
+    def add(y_md, expert):
+        return y_md + one(x_md, *expert), None
+
+    operands = (gate_me.T[own_e], weights["into_sdh"], weights["down_sfd"])
+    x_md, *operands = varying_alike(x_md, *operands)
+    zeros_md = zeros_varying_as(x_md, x_md.shape, gate_ne.dtype)
+    y_md, _ = jax.lax.scan(add, zeros_md, tuple(operands))
+    y_nd = y_md.astype(x_nd.dtype)
+    if axes:
+        y_nd = jax.lax.psum_scatter(y_nd, axes, scatter_dimension=0, tiled=True)
+    return jax.lax.psum(y_nd, parts) if parts else y_nd
+
+
+def _source_axes(groups: Groups) -> tuple[str, ...]:
+    """Along which both experts and tokens differ."""
+    return tuple(a for a in groups.owners + groups.shards if a not in groups.parts)
+
+
+def _num_sources(groups: Groups) -> int:
+    axes = _source_axes(groups)
+    return jax.lax.axis_size(axes) if axes else 1

@@ -1,0 +1,173 @@
+"""Network namespaces as data centres (DCs), with links of a given rate between them.
+
+    moejax-dc0  uplink ──┐                    every cable is a veth pair; the bucket on
+    moejax-dc1  uplink ──┼── bridge           its DC end shapes what leaves, the one on
+    moejax-dc2  uplink ──┘   in moejax-hub    the hub's end what comes in
+
+Processes of one DC talk over its loopback interface, unshaped. Both ends of each cable
+lie in namespaces of ours, so links go with them. What is removed is found by its name
+alone: 'moejax-hub', 'moejax-dc<number>' and the folders of those names in /etc/netns.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+
+HUB = "moejax-hub"
+UPLINK = "uplink"
+"""A DC's interface, in each of them."""
+MOST_DCS = 64
+ETC_NETNS = pathlib.Path("/etc/netns")
+BURST_SEC, LEAST_BURST_BYTES = 0.004, 128 * 1024
+"""A bucket holds this: enough for the clock of the kernel at 1 Gb/s."""
+QUEUE_BYTES = 32 * 2**20
+"""Deep enough that TCP is slowed down and loses nothing."""
+END_SEC = 30.0
+"""For processes to be gone after SIGKILL: on a busy machine that took seconds."""
+_OURS = re.compile(r"moejax-(hub|dc\d{1,3})")
+
+
+class Unavailable(OSError):
+    """This machine, or this user, cannot have what is asked; the text is one line."""
+
+
+def dc_name(dc: int) -> str:
+    return f"moejax-dc{dc}"
+
+
+def address(dc: int) -> str:
+    """IPv4 address of a DC: all processes there share it."""
+    return f"10.77.0.{dc + 1}"
+
+
+def set_up(dcs: int, rate_mbit: float | None) -> None:
+    """Namespaces, cables and buckets of so many DCs; rate None leaves them unshaped.
+
+    Raises Unavailable; what was made before that stays for `remove`.
+    """
+    if os.geteuid() != 0:
+        raise Unavailable("network namespaces need root")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise Unavailable(f"there is no {tool} (iproute2)")
+    _call(f"ip netns add {HUB}")
+    _call(f"ip -n {HUB} link add hub type bridge")
+    _call(f"ip -n {HUB} link set hub up")
+    for dc in range(dcs):
+        name, port = dc_name(dc), f"dc{dc}"
+        _call(f"ip netns add {name}")
+        _call(f"ip -n {name} link set lo up")
+        _call(f"ip link add {UPLINK} netns {name} type veth peer {port} netns {HUB}")
+        _call(f"ip -n {name} address add {address(dc)}/24 dev {UPLINK}")
+        _call(f"ip -n {name} link set {UPLINK} up")
+        _call(f"ip -n {HUB} link set {port} master hub up")
+        if rate_mbit is not None:
+            bucket = f"root tbf {_bucket(rate_mbit)}"
+            _call(f"tc -n {name} qdisc add dev {UPLINK} {bucket}")
+            _call(f"tc -n {HUB} qdisc add dev {port} {bucket}")
+        # Gloo listens on the address that the machine's own name resolves to.
+        folder = ETC_NETNS / name
+        folder.mkdir(parents=True, exist_ok=True)
+        hosts = f"127.0.0.1 localhost\n{address(dc)} {socket.gethostname()}\n"
+        (folder / "hosts").write_text(hosts)
+
+
+def prefix(dc: int) -> tuple[str, ...]:
+    """Words that run a command in a DC, in the same process."""
+    return ("ip", "netns", "exec", dc_name(dc))
+
+
+def sent_bytes(dcs: int) -> tuple[int, ...]:
+    """What has left each DC over its uplink, headers included, as
+    /sys/class/net/uplink/statistics/tx_bytes says inside its namespace."""
+    sent = []
+    for dc in range(dcs):
+        link = json.loads(_call(f"ip -n {dc_name(dc)} -s -j link show {UPLINK}"))[0]
+        sent.append(link["stats64"]["tx"]["bytes"])
+    return tuple(sent)
+
+
+def leftovers() -> list[str]:
+    """Names of ours that are there: namespaces, and folders of /etc/netns."""
+    found = [x for x in _namespaces() if _OURS.fullmatch(x)]
+    return found + [str(folder) for folder in _folders()]
+
+
+def remove() -> list[str]:
+    """Ends the processes in namespaces of ours and removes these; what was removed."""
+    removed = leftovers()
+    for name in _namespaces():
+        if _OURS.fullmatch(name):
+            pids = _call(f"ip netns pids {name}").split()
+            end_processes([int(pid) for pid in pids])
+            _call(f"ip netns delete {name}")
+    folders = _folders()
+    for folder in folders:
+        (folder / "hosts").unlink(missing_ok=True)
+        folder.rmdir()
+    if folders and not any(ETC_NETNS.iterdir()):
+        ETC_NETNS.rmdir()
+    return removed
+
+
+def end_processes(pids: list[int], limit_sec: float = END_SEC) -> None:
+    """SIGKILLs them and returns when they are gone. Raises OSError where one stays."""
+    for pid in pids:
+        _kill(pid)
+    end_sec = time.monotonic() + limit_sec
+    while left := [pid for pid in pids if _is_alive(pid)]:
+        if time.monotonic() > end_sec:
+            raise OSError(f"processes {left} outlive SIGKILL: they wait for the kernel")
+        time.sleep(0.01)
+
+
+def _namespaces() -> list[str]:
+    """All of this machine that `ip netns` knows."""
+    if shutil.which("ip") is None:
+        return []
+    return [line.split()[0] for line in _call("ip netns list").splitlines() if line]
+
+
+def _folders() -> list[pathlib.Path]:
+    if not ETC_NETNS.is_dir():
+        return []
+    return [x for x in sorted(ETC_NETNS.iterdir()) if _OURS.fullmatch(x.name)]
+
+
+def _bucket(rate_mbit: float) -> str:
+    bits_per_sec = round(rate_mbit * 1e6)
+    burst_bytes = max(LEAST_BURST_BYTES, round(bits_per_sec / 8 * BURST_SEC))
+    return f"rate {bits_per_sec}bit burst {burst_bytes} limit {QUEUE_BYTES}"
+
+
+def _call(words: str) -> str:
+    """What it prints. It is no part of our process group, so Ctrl-C is ours alone.
+    Raises Unavailable with what it complains of."""
+    done = subprocess.run(
+        words.split(), capture_output=True, text=True, check=False, process_group=0
+    )
+    if done.returncode:
+        complaint = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise Unavailable(f"{words}: {complaint}")
+    return done.stdout
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(") ")[2][0] not in "ZX"

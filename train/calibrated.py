@@ -1,0 +1,78 @@
+"""Speeds that a run reckons with: measured ones, or presumed."""
+
+import pathlib
+
+from moejax.balance.calibration import (
+    Calibration,
+    check,
+    cost_model,
+    read_calibration,
+)
+from moejax.balance.cost import NOTES, CostModel
+from moejax.config import Config
+from moejax.layout import ITEMSIZE
+from moejax.model.flops import flops_per_token
+
+COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+
+
+def cost_of(cfg: Config, device_kind: str) -> CostModel:
+    """Of this model's sizes at presumed speeds, or at those that Balance.calibration
+    has; ValueError if that was measured elsewhere."""
+    return cost_model(
+        calibration_of(cfg, device_kind),
+        d_model=cfg.model.d_model,
+        d_expert=cfg.moe.d_expert // cfg.expert_shards,
+        itemsize=ITEMSIZE[cfg.model.compute_dtype],
+        micro_batches=cfg.train.accumulate_steps,
+        other_flops_per_device=other_flops_per_device(cfg),
+        remat=cfg.model.remat,
+        group=cfg.moe.group_axes,
+    )
+
+
+def calibration_of(cfg: Config, device_kind: str | None = None) -> Calibration:
+    """That of Balance.calibration, which must be of this mesh and, where one is given,
+    kind of device; else presumed speeds."""
+    if cfg.balance.calibration is None:
+        return presumed(_sizes(cfg), device_kind or "any device")
+    calibration = read_calibration(_found(cfg.balance.calibration))
+    kind = calibration.device_kind if device_kind is None else device_kind
+    check(calibration, _sizes(cfg), kind, cfg.model.compute_dtype)
+    return calibration
+
+
+def presumed(mesh_sizes: dict[str, int], device_kind: str) -> Calibration:
+    """The speeds of moejax.balance.cost.NOTES on every axis, and half a minute to
+    compile."""
+    line = {"latency_sec": 0.0, "bytes_per_sec": NOTES.bytes_per_sec, "r2": 1.0}
+    return Calibration(
+        device_kind=device_kind,
+        mesh=mesh_sizes,
+        compute_dtype="bfloat16",
+        collectives={name: dict.fromkeys(mesh_sizes, line) for name in COLLECTIVES},
+        flops_per_sec=NOTES.flops_per_sec,
+        matmul_r2=1.0,
+        compile_sec=30.0,
+        when="presumed",
+    )
+
+
+def other_flops_per_device(cfg: Config) -> float:
+    """Forward, of a block without its routed experts, in one micro-batch."""
+    flops = flops_per_token(cfg)
+    rest = flops.attention_projections + flops.attention_scores + flops.shared
+    tokens = cfg.train.batch_size * cfg.data.seq_len / cfg.train.accumulate_steps
+    devices = cfg.mesh.topology.num_batch_shards * cfg.mesh.tensor
+    return rest / cfg.model.num_layers * tokens / devices
+
+
+def _sizes(cfg: Config) -> dict[str, int]:
+    return dict(zip(("dc", "data", "expert", "tensor"), cfg.mesh.topology.sizes))
+
+
+def _found(path: str) -> pathlib.Path:
+    """A path from the working directory or, as shipped configs have it, from the folder
+    that holds train/."""
+    here = pathlib.Path(path)
+    return here if here.exists() else pathlib.Path(__file__).parents[1] / path
