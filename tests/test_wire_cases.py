@@ -102,7 +102,8 @@ def test_figures_of_the_headline():
         ]
     }
     found = testbed_wires.domain_figures(record)
-    assert (found["domains_speedup"], found["domains_worst"]) == (6.0, 0.9)
+    assert (found["domains_speedup"], found["domains_worst"]) == (6.667, 1.0)
+    assert list(found["domains_again"].values()) == [1.111, 1.111]
     record = {
         "cases": [
             case("1 MiB kf=1.2", "s1h", base=1.0, s1=1.0, s2=1.0, s1h=1.0),
