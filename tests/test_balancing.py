@@ -230,7 +230,7 @@ def test_owners_are_permuted_and_a_checkpoint_is_not(house, owners, home):
         ),
         (
             ["Moe.store = 'sharded'", "Moe.d_expert = 12"],
-            "Moe.d_expert=12 over data x expert = 8 devices: use a multiple of 8",
+            "over data x expert x tensor = 8 devices: use a multiple of 8",
         ),
     ],
 )
