@@ -127,8 +127,9 @@ def test_a_tracked_expert_follows_its_masters_by_few_entries():
     assert (is_moved.sum(axis=2) <= k).all()
     assert is_moved.sum(axis=2).mean() > k / 2
     now = masters[:, order_of(before, rows_of(init(model)))]
-    off = np.abs(after - now)[is_moved].max()
-    assert off < np.abs(before - now)[is_moved].max() / 100
+    off = np.abs(after - now)[is_moved]
+    # An entry is rounded to two bits behind its first.
+    assert (off <= np.abs(before - now)[is_moved] / 8 + 1e-7).all()
 
 
 def init(model: Model):

@@ -193,7 +193,7 @@ def compiled(case: Case, **changes) -> tuple[Callable, Callable]:
     )  # fmt: skip
     plan = ExpertPlan(case.row_p[None], e).validate(layout)
     placement = jax.device_put(Placement.of_plan(plan, layout).layer(0))
-    tolerance = mean_rows(case.counts_nwe[0]) >> TOLERANCE_BITS
+    tolerance = mean_rows(case.counts_nwe[0], layout) >> TOLERANCE_BITS
     rows_above = (jnp.int32(0), jnp.asarray(tolerance, jnp.int32))
 
     @jax.jit
