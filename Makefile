@@ -39,7 +39,7 @@ lint: $(VENV)/.stamp  ## ruff (format, rules) and the import layers
 format: $(VENV)/.stamp  ## let ruff rewrite what it can
 	@$(VENV)/bin/ruff format --quiet . && $(VENV)/bin/ruff check --fix --quiet .
 
-test: lint  ## every check and test (11 minutes on two cores and cold caches)
+test: lint  ## every check and test (20 minutes of CPU time with cold caches)
 	@$(RUN) -m pytest $(SPREAD) -m 'not long' $(ARGS)
 
 test-fast: $(VENV)/.stamp  ## the tests that take seconds (90 s at most)

@@ -60,6 +60,9 @@ def work(args: argparse.Namespace) -> int:
     start(next(iter(cfgs.values())), flags_of(args))
     from train.processes import is_first, wait_for_all
 
+    # Gloo's processes wait 30 s for one another at their first meeting: before some
+    # have compiled, or found in jax's cache, what others have not.
+    wait_for_all("begun")
     arms = {}
     for name, cfg in cfgs.items():
         arms[name] = make_arm(cfg)
