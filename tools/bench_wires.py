@@ -31,7 +31,7 @@ from functools import partial
 
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
-from moejax.balance.calibration import LINE_KEYS, Calibration, leaving_bytes  # noqa: E402
+from moejax.balance.calibration import LINE_KEYS, Calibration  # noqa: E402
 from moejax.layout import Topology  # noqa: E402
 from tools.calibrate import fitted, mesh_params  # noqa: E402
 from train import gin_config  # noqa: E402
@@ -42,7 +42,7 @@ UPLINK = pathlib.Path("/sys/class/net/uplink/statistics/tx_bytes")
 """Of this process's DC on a testbed."""
 ELEMENTS, REPEATS = (2**10, 2**13, 2**16), 3
 """Of arrays in calibration, beside the largest; of a collective in a program."""
-AUTO = "auto"
+AUTO, DTYPE = "auto", "float32"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -152,11 +152,11 @@ def calibrated(mesh, shape, args: argparse.Namespace):
 
 
 def collectives(mesh, largest: int) -> list:
-    """Programs as those of tools/collective_times.py, but fewer, repeated less."""
-    from tools.collective_times import COLLECTIVES, GROUPS
+    """Programs of tools/collective_times.py, but fewer, repeated less."""
+    from tools.collective_times import COLLECTIVES, GROUPS, collective
 
     return [
-        _collective(mesh, name, along, elements)
+        collective(mesh, name, along, elements, DTYPE, REPEATS)
         for along in GROUPS
         if all(mesh.shape[axis] > 1 for axis in along)
         for name in COLLECTIVES
@@ -165,39 +165,14 @@ def collectives(mesh, largest: int) -> list:
     ]
 
 
-def _collective(mesh, name: str, along: tuple[str, ...], elements: int):
-    import jax
-    import numpy as np
-    from jax.sharding import PartitionSpec
-
-    from moejax.axes import AXES, axis_size, sharding
-    from tools.collective_times import COLLECTIVES, Program
-    from tools.wire_cases import ITEMSIZE
-
-    once, w = COLLECTIVES[name], axis_size(mesh, along)
-
-    def body(x_n):
-        step = lambda _, x_n: once(x_n, along, w)  # noqa: E731
-        return jax.lax.fori_loop(0, REPEATS, step, x_n)
-
-    split = PartitionSpec(AXES)
-    x_n = jax.make_array_from_callback(
-        (mesh.size * elements,),
-        sharding(mesh, AXES),
-        lambda at: np.zeros(mesh.size * elements, np.float32)[at],
-    )
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=split, out_specs=split)
-    program = jax.jit(mapped).lower(x_n).compile()
-    amount = leaving_bytes(name, elements * ITEMSIZE, w)
-    return Program((name, "_".join(along)), amount, program, (x_n,))
-
-
 def barrier_of(mesh) -> Callable[[], object]:
     """All processes leave it when all have come; cheaper than jax's own."""
     import jax
 
+    from tools.collective_times import collective
+
     several = tuple(axis for axis, size in mesh.shape.items() if size > 1)
-    meet = _collective(mesh, "all_reduce", several, 1)
+    meet = collective(mesh, "all_reduce", several, 1, DTYPE, REPEATS)
     return lambda: jax.block_until_ready(meet.run(*meet.arguments))
 
 

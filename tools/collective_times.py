@@ -47,7 +47,7 @@ def collective_programs(mesh: Mesh, dtype: str) -> list[Program]:
     """Compiled; lines are (collective, axes joined by "_"), of groups each of whose
     axes has more than one device: of any other the single axis has the line."""
     return [
-        _collective(mesh, name, axes, elements, dtype)
+        collective(mesh, name, axes, elements, dtype, REPEATS)
         for axes in GROUPS
         if all(mesh.shape[axis] > 1 for axis in axes)
         for name in COLLECTIVES
@@ -87,15 +87,21 @@ COLLECTIVES: dict[str, Callable] = {
 """Shape to shape."""
 
 
-def _collective(
-    mesh: Mesh, name: str, axes: tuple[str, ...], elements: int, dtype: str
+def collective(
+    mesh: Mesh,
+    name: str,
+    axes: tuple[str, ...],
+    elements: int,
+    dtype: str,
+    repeats: int,
 ) -> Program:
+    """Compiled: `repeats` of one collective of arrays of so many elements a device."""
     once, w = COLLECTIVES[name], axis_size(mesh, axes)
     elements = -(-elements // w) * w
 
     def body(x_n):
         step = lambda _, x_n: once(x_n, axes, w)  # noqa: E731
-        return jax.lax.fori_loop(0, REPEATS, step, x_n)
+        return jax.lax.fori_loop(0, repeats, step, x_n)
 
     x_n = _zeros(mesh, (elements,), dtype)
     run = _compiled(mesh, body, x_n)

@@ -152,10 +152,8 @@ def _sums(score_ne, logit_ne, expert_nk, peer_nk, sent, seq_len, layout, groups)
     parts = schedules.split_axes(layout, groups)
     added = routing.balance_sums(score_ne, logit_ne, expert_nk, seq_len, parts)
     added["dropped"] = num_dropped(expert_nk, peer_nk)
-    rows, owners = (
-        rows_here(sent, layout, groups),
-        set(groups.parts) & set(groups.peers),
-    )
+    rows = rows_here(sent, layout, groups)
+    owners = set(groups.parts) & set(groups.peers)
     return LayerSums(
         **(jax.lax.psum(added, parts) if parts else added),
         rows=jax.lax.pmax(rows, tuple(sorted(owners))) if owners else rows,
