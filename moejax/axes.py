@@ -70,7 +70,8 @@ def split(mesh: Mesh | AbstractMesh, inner: dict[str, int]):
     names, shape = tuple(sizes), tuple(sizes.values())
     types = {"axis_types": AUTO * len(sizes)}
     if isinstance(mesh, AbstractMesh):
-        return AbstractMesh(shape, names, **types)
+        device = mesh.abstract_device
+        return AbstractMesh(shape, names, **types, abstract_device=device)
     return Mesh(mesh.devices.reshape(shape), names, **types)
 
 

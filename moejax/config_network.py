@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from moejax.domain import Domain, Form
-from moejax.layout import GROUP_AXES, Group, Split, Store
+from moejax.layout import GROUP_AXES, Group, Kernels, Split, Store
 from moejax.tensor import Schedule, Tensor
 
 
@@ -131,6 +131,9 @@ class Moe:
     replicas too, for each micro-batch."""
     fused_split: bool = False
     """Water-filling as one kernel, on Hopper GPUs."""
+    kernels: Kernels = "auto"
+    """Kernels of the device for experts and rows, where it has some (docs/kernels.md),
+    or XLA's operations alone (plain)."""
     prefetch: bool | None = None
     """Transient copies travel a layer ahead; None: as the policy reckons."""
     near_weight: float = 0.0

@@ -22,14 +22,15 @@ from moejax.tensor import Tensor
 from moejax.wire import Wire
 
 __all__ = [
-    "GROUP_AXES", "ITEMSIZE", "ROW_MULTIPLE", "Exchange", "Group", "Layout", "Split",
-    "Store", "Topology", "Transport", "group_name", "uneven_group",
+    "GROUP_AXES", "ITEMSIZE", "ROW_MULTIPLE", "Exchange", "Group", "Kernels", "Layout",
+    "Split", "Store", "Topology", "Transport", "group_name", "uneven_group",
 ]  # fmt: skip
 
 Transport = Literal["local", "padded", "ragged", "hierarchical"]
 Exchange = Literal["exact", "capacity"]
 Store = Literal["owned", "transient", "resident", "sharded"]
 Split = Literal["even", "local_first", "water_filling", "dynamic"]
+Kernels = Literal["auto", "plain"]
 
 Group = Literal["expert", "data_expert", "dc_expert"]
 GROUP_AXES: dict[Group, tuple[str, ...]] = {
@@ -104,6 +105,9 @@ class Layout:
     the replicas too, in each layer of each micro-batch, from the loads there."""
     fused_split: bool = False
     """Water-filling as one kernel, on Hopper GPUs."""
+    kernels: Kernels = "auto"
+    """What computes experts and permutes rows: kernels of the device where it has some
+    (auto), or XLA's operations alone (plain)."""
     offers_per_device: int = 0
     """Own experts that one device can give to others as copies, per layer."""
     copies_per_device: int = 0

@@ -85,6 +85,16 @@ def test_any_block_size(block_rows):
     assert_close(actual, reference(x_md, w_gdf, rows_g, dy_mf))
 
 
+def test_blocks_of_two_sizes_and_a_tail():
+    """Groups that end behind a whole block, behind half a one, and in tails."""
+    rows_g = np.array([940, 90, 0, 768, 513, 257], np.int32)
+    x_md, w_gdf, dy_mf = operands(num_rows=2600)
+    actual = value_and_grads_jit(
+        x_md, w_gdf, rows_g, dy_mf, implementation="blocked", block_rows=512
+    )
+    assert_close(actual, reference(x_md, w_gdf, rows_g, dy_mf))
+
+
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "xla"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_accumulates_in_float32(dtype, implementation):
@@ -171,7 +181,7 @@ def test_bad_arguments():
     rows_g = rows_of("uniform", NUM_OWNED, NUM_GROUPS, seed=0)
     with pytest.raises(ValueError, match="x_md is bfloat16 and w_gdf is float32"):
         grouped_dot(x_md.astype(jnp.bfloat16), w_gdf, rows_g)
-    with pytest.raises(ValueError, match="'dense' is not one of reference, blocked"):
+    with pytest.raises(ValueError, match="'dense' is not one of auto, reference"):
         grouped_dot(x_md, w_gdf, rows_g, implementation="dense")
 
 
@@ -194,6 +204,7 @@ def test_rows_of(skew, num_groups):
 
 
 def test_default_block_rows():
-    assert blocked.default_block_rows(4096, 16) == 256
+    assert blocked.default_block_rows(4096, 16) == 512
+    assert blocked.default_block_rows(640, 8) == 128
     assert blocked.default_block_rows(8, 64) == 128
     assert blocked.default_block_rows(10**6, 8) == 512

@@ -1,6 +1,7 @@
 """Rows to a buffer and back, against the definition differentiated by JAX."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,48 +11,62 @@ from close import assert_close
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from moejax.kernels.permute import combine_rows, gather_rows, reference, xla
+from moejax.kernels.permute import combine_rows, gather_rows
 
-NUM_DEVICES, NUM_TOKENS, NUM_CHOICES, NUM_ROWS, D = 8, 30, 3, 100, 16
+NUM_DEVICES = 8
 
 
-def tables(kept, seed=0):
+class Sizes(NamedTuple):
+    tokens: int
+    choices: int
+    rows: int
+    d: int
+
+
+SIZES = Sizes(tokens=30, choices=3, rows=100, d=16)
+
+
+def tables(kept, seed=0, sizes=SIZES):
     """positions_nk, assignment_m and source_m of a random dispatch in which the share
     `kept` of all choices got a row."""
     random = np.random.default_rng(seed)
-    num_assignments = NUM_TOKENS * NUM_CHOICES
+    num_assignments = sizes.tokens * sizes.choices
     num_kept = round(kept * num_assignments)
     kept_a = random.permutation(num_assignments)[:num_kept]
-    row_a = random.permutation(NUM_ROWS)[:num_kept]
+    row_a = random.permutation(sizes.rows)[:num_kept]
     positions_a = np.full(num_assignments, -1, np.int32)
-    assignment_m = np.full(NUM_ROWS, -1, np.int32)
+    assignment_m = np.full(sizes.rows, -1, np.int32)
     positions_a[kept_a] = row_a
     assignment_m[row_a] = kept_a
-    source_m = np.where(assignment_m < 0, -1, assignment_m // NUM_CHOICES)
-    return positions_a.reshape(NUM_TOKENS, NUM_CHOICES), assignment_m, source_m
+    source_m = np.where(assignment_m < 0, -1, assignment_m // sizes.choices)
+    return positions_a.reshape(sizes.tokens, sizes.choices), assignment_m, source_m
 
 
-def arrays(dtype=jnp.float32, seed=0):
+def arrays(dtype=jnp.float32, seed=0, sizes=SIZES):
     """x_nd, dout_nd, y_md and gate_nk; y_md is the cotangent of gathered rows too."""
     random = np.random.default_rng(seed)
     x_nd, dout_nd = (
-        jnp.asarray(random.standard_normal((NUM_TOKENS, D)), dtype) for _ in range(2)
+        jnp.asarray(random.standard_normal((sizes.tokens, sizes.d)), dtype)
+        for _ in range(2)
     )
-    y_md = jnp.asarray(random.standard_normal((NUM_ROWS, D)), dtype)
-    gate_nk = random.uniform(0.1, 1, (NUM_TOKENS, NUM_CHOICES)).astype(np.float32)
+    y_md = jnp.asarray(random.standard_normal((sizes.rows, sizes.d)), dtype)
+    gate_nk = random.uniform(0.1, 1, (sizes.tokens, sizes.choices)).astype(np.float32)
     return x_nd, dout_nd, y_md, jnp.asarray(gate_nk)
 
 
-def both_ways(room, floats, integers):
-    """Results of both permutations of `room`, and all their gradients."""
+def both_ways(how, floats, integers):
+    """Results of both permutations and all their gradients. `how` is a name of an
+    implementation; '(interpreted)' after it interprets its kernels."""
     x_nd, dout_nd, y_md, gate_nk = floats
     positions_nk, assignment_m, source_m = integers
+    implementation, _, interpreted = how.partition(" ")
+    how = {"implementation": implementation, "interpret": bool(interpreted)}
     gathered_md, gather_vjp = jax.vjp(
-        lambda x_nd: room.gather_rows(x_nd, source_m, positions_nk), x_nd
+        lambda x_nd: gather_rows(x_nd, source_m, positions_nk, **how), x_nd
     )
     combined_nd, combine_vjp = jax.vjp(
-        lambda y_md, gate_nk: room.combine_rows(
-            y_md, gate_nk, positions_nk, assignment_m
+        lambda y_md, gate_nk: combine_rows(
+            y_md, gate_nk, positions_nk, assignment_m, **how
         ),
         y_md,
         gate_nk,
@@ -89,7 +104,7 @@ def test_reference_is_the_definition(kept):
             expected["combined"][n] += gate_nk[n, k] * y_md[j]
             expected["dy"][j] = gate_nk[n, k] * dout_nd[n]
             expected["dgate"][n, k] = dout_nd[n] @ y_md[j]
-    actual = both_ways_jit(reference, arrays(), tables(kept))
+    actual = both_ways_jit("reference", arrays(), tables(kept))
     assert_close(actual, expected)
 
 
@@ -97,32 +112,40 @@ def test_reference_is_the_definition(kept):
 @pytest.mark.parametrize("kept", [0.0, 0.6, 1.0])
 def test_equals_reference(kept, dtype):
     args = arrays(dtype), tables(kept)
-    actual = both_ways_jit(xla, *args)
-    expected = both_ways_jit(reference, *args)
+    actual = both_ways_jit("xla", *args)
+    expected = both_ways_jit("reference", *args)
     assert_close(actual, expected)
     for name, leaf in expected.items():
         assert actual[name].dtype == leaf.dtype, name
 
 
-@pytest.mark.parametrize("room", [reference, xla], ids=["reference", "xla"])
-def test_nan_in_rows_without_a_name_reaches_nothing(room):
+@pytest.mark.parametrize("how", ["reference", "xla"])
+def test_nan_in_rows_without_a_name_reaches_nothing(how):
     x_nd, dout_nd, y_md, gate_nk = arrays()
     positions_nk, assignment_m, source_m = tables(0.6)
     integers = positions_nk, assignment_m, source_m
-    clean = both_ways_jit(room, (x_nd, dout_nd, y_md, gate_nk), integers)
+    clean = both_ways_jit(how, (x_nd, dout_nd, y_md, gate_nk), integers)
     y_nan_md = y_md.at[assignment_m < 0].set(jnp.nan)
     gate_nan_nk = jnp.where(positions_nk < 0, jnp.nan, gate_nk)
-    dirty = both_ways_jit(room, (x_nd, dout_nd, y_nan_md, gate_nan_nk), integers)
+    dirty = both_ways_jit(how, (x_nd, dout_nd, y_nan_md, gate_nan_nk), integers)
     for name, leaf in clean.items():
         np.testing.assert_array_equal(dirty[name], leaf, err_msg=name)
 
 
 def test_no_scatter_in_either_direction():
     args = arrays(), tables(0.6)
-    assert "scatter" in str(
-        jax.make_jaxpr(both_ways, static_argnums=0)(reference, *args)
-    )
-    assert "scatter" not in str(jax.make_jaxpr(both_ways, static_argnums=0)(xla, *args))
+    jaxpr = jax.make_jaxpr(both_ways, static_argnums=0)
+    assert "scatter" in str(jaxpr("reference", *args))
+    assert "scatter" not in str(jaxpr("xla", *args))
+
+
+def test_an_implementation_that_is_none():
+    x_nd, *_ = arrays()
+    positions_nk, _, source_m = tables(0.6)
+    with pytest.raises(
+        ValueError, match="'xls' is not one of auto, reference, xla, hopper"
+    ):
+        gather_rows(x_nd, source_m, positions_nk, implementation="xls")
 
 
 def test_there_and_back_is_the_sum_of_gates():
@@ -145,12 +168,12 @@ def test_inside_shard_map(x_is_shared):
     if x_is_shared:
         floats = [(floats[0][0], *others) for _, *others in floats]
     expected = [
-        both_ways_jit(reference, *args) for args in zip(floats, integers, strict=True)
+        both_ways_jit("reference", *args) for args in zip(floats, integers, strict=True)
     ]
     split = P("expert")
     x_spec = P() if x_is_shared else split
     body = jax.shard_map(
-        partial(both_ways, xla),
+        partial(both_ways, "xla"),
         mesh=mesh,
         in_specs=((x_spec, split, split, split), split),
         out_specs=dict.fromkeys(expected[0], split) | {"dx": x_spec},

@@ -186,7 +186,7 @@ def split_arms(case: Case) -> dict[str, Arm]:
     }
 
 
-def _ours(case, layout, plan, params, x_btd, implementation="blocked"):
+def _ours(case, layout, plan, params, x_btd, implementation="auto"):
     layer = nnx.merge(case.graph, params, case.rest)
     placement = Placement.of_plan(plan, layout).layer(0)
     experts = partial(swiglu, implementation=implementation)

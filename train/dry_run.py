@@ -10,6 +10,7 @@ from moejax.config import Config
 from moejax.layout import Layout
 from moejax.model.flops import flops_per_token, num_params
 from moejax.plan import ExpertPlan
+from train.kernels import kernel_line, kernels_of
 from train.layouts import layout_of
 from train.optim import make_optimizer
 from train.state import abstract_state, bytes_per_device
@@ -33,6 +34,7 @@ def dry_run(cfg: Config) -> dict:
         "bytes_per_device": held,
         "flops_per_token": dataclasses.asdict(flops) | {"train": flops.train},
         "layout": dataclasses.asdict(layout),
+        "kernels": {k: c._asdict() for k, c in kernels_of(cfg, layout).items()},
         "plan": plan.digest,
         "steps": cfg.train.num_steps,
         "tokens": cfg.train.num_steps * cfg.train.batch_size * cfg.data.seq_len,
@@ -78,6 +80,7 @@ def _print(cfg: Config, record: dict, plan: ExpertPlan) -> None:
     print(f"layout             {layout}")
     for line in wires_of(cfg).lines():
         print(line)
+    print(kernel_line(cfg, layout))
     home = "home: slot p holds expert p" if plan.is_home else "not home"
     print(f"plan               {plan.digest} ({home}; {plan.num_layers} layers)")
     tokens = f"{record['tokens']:,} tokens"

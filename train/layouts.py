@@ -23,6 +23,7 @@ def layout_of(cfg: Config) -> Layout:
         cfg.moe.buffer_factor,
         transport=cfg.moe.transport,
         exchange=cfg.moe.exchange,
+        kernels=cfg.moe.kernels,
         **parts.fields,
         **_store_of(cfg),
     )
@@ -49,6 +50,7 @@ def exact_layout(cfg: Config, batch_size: int, width: int) -> Layout:
         parts.source_tokens(tokens_per_device) * cfg.moe.top_k,
         buffer_factor=cfg.moe.buffer_factor,
         transport=transport,
+        kernels=cfg.moe.kernels,
         **parts.fields | {"domain": None},
     )
 

@@ -32,6 +32,20 @@ all groups on one device. Widths are those of the published configurations;
 fine_grained has the widths of Qwen3-Next-80B-A3B."""
 
 
+def scaled(shape: Shape) -> Shape:
+    """Rows, widths and groups by eight, for a processor; groups stay at least 8, and a
+    group has as many rows as before where there were 64."""
+    groups = max(8, shape.groups // 8)
+    return Shape(shape.rows // 8, shape.d // 8, shape.f // 8, groups)
+
+
+CPU_SHAPES = {name: scaled(shape) for name, shape in MODEL_SHAPES.items()} | {
+    "narrow": Shape(rows=4096, d=256, f=512, groups=16),
+    "wide": Shape(rows=8192, d=512, f=2048, groups=16),
+}
+"""The same for a processor, and two of a small trainer's layers."""
+
+
 def rows_of(skew: Skew, total_rows: int, num_groups: int, seed: int) -> np.ndarray:
     """int32 [g] rows of each group, with sum total_rows; the seed says which are hot.
 

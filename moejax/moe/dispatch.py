@@ -13,6 +13,7 @@ Round 0 is one window; `moejax.moe.exchange` adds later ones until nothing is le
     window 3..6:     to device 0: 1 - -   to device 1: - - -
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -67,13 +68,14 @@ def dispatch(
     receipt, rows_s = receipt_of(sent, window, layout, groups)
     k = sent.peer_nk.shape[1]
     token_m = jnp.where(receipt.assignment_m < 0, EMPTY, receipt.assignment_m // k)
-    send_md = gather_rows(x_nd, token_m, receipt.position_nk)
+    gather = partial(gather_rows, implementation=_moves(layout))
+    send_md = gather(x_nd, token_m, receipt.position_nk)
     send_wcd = send_md.reshape(-1, window.rows, x_nd.shape[1])
     counts = (receipt.count_w, receipt.incoming_v)
     arrived_vcd = schedules.out(send_wcd, *counts, layout, groups)
     arrived_md = checkpoint_name(arrived_vcd.reshape(-1, x_nd.shape[1]), ROWS)
     if not _is_sorted(layout):
-        arrived_md = gather_rows(arrived_md, receipt.arrival_m, receipt.sorted_m1)
+        arrived_md = gather(arrived_md, receipt.arrival_m, receipt.sorted_m1)
     return arrived_md, rows_s, receipt
 
 
@@ -88,12 +90,13 @@ def combine(
     """Results back at their tokens, summed with their gates (in float32)."""
     if not _is_sorted(layout):
         sorted_m, arrival_m1 = receipt.sorted_m1[:, 0], receipt.arrival_m[:, None]
-        y_md = gather_rows(y_md, sorted_m, arrival_m1)
+        y_md = gather_rows(y_md, sorted_m, arrival_m1, implementation=_moves(layout))
     back_vcd = y_md.reshape(layout.num_senders, -1, y_md.shape[1])
     counts = (receipt.incoming_v, receipt.count_w)
     home_wcd = schedules.home(back_vcd, *counts, layout, groups)
     home_md = checkpoint_name(home_wcd.reshape(-1, y_md.shape[1]), ROWS)
-    y_nd = combine_rows(home_md, gate_nk, receipt.position_nk, receipt.assignment_m)
+    tables = receipt.position_nk, receipt.assignment_m
+    y_nd = combine_rows(home_md, gate_nk, *tables, implementation=_moves(layout))
     return jax.lax.psum(y_nd, groups.parts) if layout.is_local else y_nd
 
 
@@ -141,6 +144,10 @@ def receipt_of(
         incoming_v=jnp.sum(part_vs, axis=1),
     )
     return receipt, jnp.sum(part_vs, axis=0)
+
+
+def _moves(layout: Layout) -> str:
+    return "xla" if layout.kernels == "plain" else "auto"
 
 
 def _is_sorted(layout: Layout) -> bool:

@@ -1,10 +1,9 @@
 """Grouped SwiGLU over the slots of this device."""
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moejax.kernels.grouped_dot import grouped_dot
+from moejax.kernels.grouped_dot import grouped_swiglu
 
 
 @jax.named_scope("experts")
@@ -12,7 +11,7 @@ def swiglu(
     x_md: Float[Array, "m d"],
     rows_s: Int[Array, " s"],
     weights: dict[str, Array],
-    implementation: str = "blocked",
+    implementation: str = "auto",
 ) -> Float[Array, "m d"]:
     """Rows sorted by slot through their slot's silu(x gate) * (x up) down.
 
@@ -20,9 +19,7 @@ def swiglu(
     rows once, and down_sfd, in the dtype of x. Rows past sum(rows_s) are padding and
     come out as zeros.
     """
-
-    def dot(rows, weight):
-        return grouped_dot(rows, weight, rows_s, implementation=implementation)
-
-    gate_mf, up_mf = jnp.split(dot(x_md, weights["into_sdh"]), 2, axis=-1)
-    return dot(jax.nn.silu(gate_mf) * up_mf, weights["down_sfd"])
+    into_sdh, down_sfd = weights["into_sdh"], weights["down_sfd"]
+    return grouped_swiglu(
+        x_md, into_sdh, down_sfd, rows_s, implementation=implementation
+    )

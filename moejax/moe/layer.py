@@ -59,15 +59,19 @@ class MoeLayer(nnx.Module):
         forced_btk: Int[Array, "b t k"] | None = None,
         slots: stores.Weights | None = None,
         tracked_sx: Float[Array, "s x"] | None = None,
-        experts: Experts = swiglu,
+        experts: Experts | None = None,
     ) -> tuple[Float[Array, "b t d"], LayerSums]:
         """Output and every device's sums (leading dim: dc * data * expert devices).
 
         `placement` is of this layer alone. `jitter_btd` multiplies the router's input;
         `forced_btk` replaces its choice; `slots` are this layer's, where they exist
         already; `tracked_sx` is what its domains hold of experts that travel compressed
-        (None: they travel whole); `experts` computes the rows of this device's slots.
+        (None: they travel whole); `experts` computes the rows of this device's slots
+        (None: `swiglu`, by the layout's kernels).
         """
+        if experts is None:
+            grouped = "blocked" if layout.kernels == "plain" else "auto"
+            experts = partial(swiglu, implementation=grouped)
         if layout.split == "dynamic":  # copies travel when the loads are known
             slots = stores.joined(self.masters(), x_btd.dtype)
         elif slots is None:

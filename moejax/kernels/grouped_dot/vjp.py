@@ -1,16 +1,17 @@
-"""grouped_dot: which implementation, and its gradients."""
+"""grouped_dot and grouped_swiglu: which implementation, and their gradients."""
 
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moejax.kernels import varying_alike
-from moejax.kernels.grouped_dot import blocked, reference
+from moejax.kernels import choice, varying_alike
+from moejax.kernels.grouped_dot import reference
+from moejax.kernels.grouped_dot.products import Products, products
 
-Implementation = Literal["reference", "blocked", "xla"]
+Implementation = Literal["auto", "reference", "blocked", "xla", "hopper"]
 
 
 def grouped_dot(
@@ -18,7 +19,7 @@ def grouped_dot(
     w_gdf: Float[Array, "g d f"],
     rows_g: Int[Array, " g"],
     *,
-    implementation: Implementation = "blocked",
+    implementation: Implementation = "auto",
     block_rows: int | None = None,
 ) -> Float[Array, "m f"]:
     """x_md[j] @ w_gdf[i] for each row j of group i; differentiable in x_md and w_gdf.
@@ -26,16 +27,17 @@ def grouped_dot(
     Group i owns the next rows_g[i] (int32) rows of x_md. Rows past sum(rows_g) <= m are
     padding: zero in the result and in the gradient, and whatever they or their
     cotangents hold, NaN too, reaches nothing. The gradient of an empty group's matrix
-    is zero. Sums are taken in float32 at least. `block_rows` is static, of `blocked`
-    only; `xla` is jax.lax.ragged_dot. Raises ValueError when the dtypes differ.
+    is zero. Sums are taken in float32 at least. 'auto' takes the Hopper kernels where
+    the device and the arrays allow, 'blocked' elsewhere; 'xla' is jax.lax.ragged_dot.
+    `block_rows` is static, of `blocked` only. Raises ValueError when the dtypes differ,
+    NotImplementedError where 'hopper' cannot take the arrays.
 
         rows_g = [2, 0, 1], m = 4:  y = [x0 @ w0, x1 @ w0, x2 @ w2, 0]
     """
-    if x_md.dtype != w_gdf.dtype:
-        raise ValueError(
-            f"x_md is {x_md.dtype} and w_gdf is {w_gdf.dtype}: cast one to the other"
-        )
-    x_md, w_gdf, rows_g = varying_alike(x_md, w_gdf, rows_g)
+    x_md, w_gdf, rows_g = _alike(x_md, w_gdf, rows_g)
+    (num_rows, d), f = x_md.shape, w_gdf.shape[2]
+    if implementation == "auto":
+        implementation, _ = choice.grouped_dot_here(x_md.dtype, num_rows, d, f)
     match implementation:
         case "reference":
             return reference.grouped_dot(x_md, w_gdf, rows_g)
@@ -45,29 +47,86 @@ def grouped_dot(
                 x_md, w_gdf, rows_g, preferred_element_type=accumulate
             )
             return y_mf.astype(x_md.dtype)
-        case "blocked":
-            num_rows, num_groups = x_md.shape[0], w_gdf.shape[0]
-            block_rows = block_rows or blocked.default_block_rows(num_rows, num_groups)
-            return _blocked(x_md, w_gdf, rows_g, min(block_rows, num_rows))
-    raise ValueError(
-        f"implementation={implementation!r} is not one of reference, blocked, xla"
-    )
+        case "blocked" | "hopper":
+            return _dot(x_md, w_gdf, rows_g, products(implementation, block_rows))
+    raise ValueError(_unknown(implementation))
+
+
+def grouped_swiglu(
+    x_md: Float[Array, "m d"],
+    into_gdh: Float[Array, "g d 2f"],
+    down_gfd: Float[Array, "g f d"],
+    rows_g: Int[Array, " g"],
+    *,
+    implementation: Implementation = "auto",
+) -> Float[Array, "m d"]:
+    """(silu(x gate) * (x up)) down of each row's group, with [gate, up] = into side by
+    side; differentiable in x_md and both weights. The rest is as in grouped_dot.
+
+    The activation is part of the first product, and its gradient of the second one's:
+    the backward pass keeps x and x @ into, and computes silu(gate) * up again.
+    """
+    x_md, into_gdh, down_gfd, rows_g = _alike(x_md, into_gdh, down_gfd, rows_g)
+    (num_rows, d), f = x_md.shape, down_gfd.shape[1]
+    if implementation == "auto":
+        implementation, _ = choice.grouped_dot_here(x_md.dtype, num_rows, d, f)
+    if implementation in ("blocked", "hopper"):
+        return _swiglu(x_md, into_gdh, down_gfd, rows_g, products(implementation))
+    dot = partial(grouped_dot, rows_g=rows_g, implementation=implementation)
+    gate_mf, up_mf = jnp.split(dot(x_md, into_gdh), 2, axis=-1)
+    return dot(jax.nn.silu(gate_mf) * up_mf, down_gfd)
+
+
+def _alike(x_md: Array, *others: Array) -> tuple[Array, ...]:
+    for w_gdf in others[:-1]:
+        if x_md.dtype != w_gdf.dtype:
+            raise ValueError(
+                f"x_md is {x_md.dtype} and w_gdf is {w_gdf.dtype}: cast one to the "
+                "other"
+            )
+    return varying_alike(x_md, *others)
+
+
+def _unknown(implementation: str) -> str:
+    known = ", ".join(get_args(Implementation))
+    return f"implementation={implementation!r} is not one of {known}"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _blocked(x_md: Array, w_gdf: Array, rows_g: Array, block_rows: int) -> Array:
-    return blocked.forward(x_md, w_gdf, rows_g, block_rows)
+def _dot(x_md: Array, w_gdf: Array, rows_g: Array, p: Products) -> Array:
+    return p.forward(x_md, w_gdf, rows_g)
 
 
-def _blocked_fwd(x_md: Array, w_gdf: Array, rows_g: Array, block_rows: int):
-    return _blocked(x_md, w_gdf, rows_g, block_rows), (x_md, w_gdf, rows_g)
+def _dot_fwd(x_md: Array, w_gdf: Array, rows_g: Array, p: Products):
+    return p.forward(x_md, w_gdf, rows_g), (x_md, w_gdf, rows_g)
 
 
-def _blocked_bwd(block_rows: int, saved: tuple[Array, Array, Array], dy_mf: Array):
+def _dot_bwd(p: Products, saved: tuple[Array, ...], dy_mf: Array):
     x_md, w_gdf, rows_g = saved
-    dx_md = blocked.dgrad(dy_mf, w_gdf, rows_g, block_rows)
-    dw_gdf = blocked.wgrad(x_md, dy_mf, rows_g, block_rows)
-    return dx_md, dw_gdf, None
+    dx_md = p.dgrad(dy_mf, w_gdf, rows_g)
+    return dx_md, p.wgrad(x_md, dy_mf, rows_g), None
 
 
-_blocked.defvjp(_blocked_fwd, _blocked_bwd)
+_dot.defvjp(_dot_fwd, _dot_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _swiglu(x_md, into_gdh, down_gfd, rows_g, p: Products) -> Array:
+    return _swiglu_fwd(x_md, into_gdh, down_gfd, rows_g, p)[0]
+
+
+def _swiglu_fwd(x_md, into_gdh, down_gfd, rows_g, p: Products):
+    h_mf, into_mh = p.swiglu(x_md, into_gdh, rows_g)
+    y_md = p.forward(h_mf, down_gfd, rows_g)
+    return y_md, (x_md, into_gdh, down_gfd, rows_g, into_mh)
+
+
+def _swiglu_bwd(p: Products, saved: tuple[Array, ...], dy_md: Array):
+    x_md, into_gdh, down_gfd, rows_g, into_mh = saved
+    dinto_mh, h_mf = p.swiglu_dgrad(dy_md, down_gfd, into_mh, rows_g)
+    dx_md = p.dgrad(dinto_mh, into_gdh, rows_g)
+    dinto_gdh = p.wgrad(x_md, dinto_mh, rows_g)
+    return dx_md, dinto_gdh, p.wgrad(h_mf, dy_md, rows_g), None
+
+
+_swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)

@@ -1,5 +1,11 @@
-"""Rows from tokens to a buffer and back, by gathers alone, forward and backward."""
+"""Rows from tokens to a buffer and back, by gathers alone, forward and backward.
 
-from moejax.kernels.permute.xla import combine_rows, gather_rows
+reference.py    the definition, differentiated by JAX
+xla.py          plain XLA operations, on any device
+hopper.py       Pallas kernels (Mosaic GPU), for Hopper
+vjp.py          which of them, and the gradients
+"""
+
+from moejax.kernels.permute.vjp import combine_rows, gather_rows
 
 __all__ = ["combine_rows", "gather_rows"]

@@ -1,0 +1,149 @@
+"""gather_rows and combine_rows: which implementation, and their gradients.
+
+A dispatch is known from both sides: each buffer row names where it comes from
+(source_m, assignment_m), each choice of a token where it went (positions_nk). One side
+serves the forward pass, the other the backward pass. Here n = 2, k = 2, m = 4:
+
+    positions_nk = [[2, 0], [-1, 1]]    assignment_m = [1, 3, 0, -1]    n * 2 + k
+                                            source_m = [0, 1, 0, -1]    assignment // 2
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from moejax.kernels import choice, varying_alike
+from moejax.kernels.permute import reference, xla
+
+Implementation = Literal["auto", "reference", "xla", "hopper"]
+
+
+class Moves(NamedTuple):
+    """What both permutations and their gradients are made of, in one implementation.
+    Rows that no table names are not looked at, and zero in results; sums are taken in
+    float32, and results have their rows' dtype."""
+
+    take: Callable[[Array, Array], Array]
+    """(x_nd, source_m) -> x_md"""
+    weighted_sum: Callable[[Array, Array | None, Array], Array]
+    """(y_md, gate_nk, positions_nk) -> out_nd; without gates the plain sum"""
+    combine_backward: Callable[..., tuple[Array, Array]]
+    """(dout_nd, y_md, gate_nk, positions_nk, assignment_m) -> dy_md, dgate_nk"""
+
+
+def gather_rows(
+    x_nd: Float[Array, "n d"],
+    source_m: Int[Array, " m"],
+    positions_nk: Int[Array, "n k"],
+    *,
+    implementation: Implementation = "auto",
+    interpret: bool = False,
+) -> Float[Array, "m d"]:
+    """Row j is x_nd[source_m[j]], or 0 where source_m[j] is -1;
+    differentiable in x_nd.
+
+    positions_nk names the buffer row of choice k of token n, or -1 when it has none.
+    The backward pass sums over k in float32.
+
+    'auto' takes the kernels where the device and the rows allow, 'xla' elsewhere.
+    `hopper` is for Hopper GPUs and raises NotImplementedError for rows that
+    hopper.declines names; `interpret` runs it on any device, slowly, for tests.
+    """
+    arrays = varying_alike(x_nd, source_m, positions_nk)
+    if implementation == "auto":
+        implementation, _ = choice.permute_here(x_nd.dtype, x_nd.shape[1])
+    if implementation == "reference":
+        return reference.gather_rows(*arrays)
+    return _gather_rows(*arrays, _moves(implementation, interpret))
+
+
+def combine_rows(
+    y_md: Float[Array, "m d"],
+    gate_nk: Float[Array, "n k"],
+    positions_nk: Int[Array, "n k"],
+    assignment_m: Int[Array, " m"],
+    *,
+    implementation: Implementation = "auto",
+    interpret: bool = False,
+) -> Float[Array, "n d"]:
+    """Row n is the sum over k of gate_nk[n, k] * y_md[positions_nk[n, k]], without the
+    choices whose position is -1; differentiable in y_md and gate_nk.
+
+    Sums are taken in float32, the result has y_md's dtype. assignment_m is n * K + k
+    for the buffer row of choice k of token n, -1 for an empty row. Buffer rows that no
+    position names are not looked at. `implementation` and `interpret` are as in
+    gather_rows.
+    """
+    arrays = varying_alike(y_md, gate_nk, positions_nk, assignment_m)
+    if implementation == "auto":
+        implementation, _ = choice.permute_here(y_md.dtype, y_md.shape[1])
+    if implementation == "reference":
+        return reference.combine_rows(*arrays)
+    return _combine_rows(*arrays, _moves(implementation, interpret))
+
+
+@functools.cache
+def _moves(implementation: Literal["xla", "hopper"], interpret: bool) -> Moves:
+    """Always the same object: it is part of what a trace is cached by."""
+    if implementation == "xla":
+        return Moves(xla.take, xla.weighted_sum, xla.combine_backward)
+    if implementation != "hopper":
+        known = ", ".join(get_args(Implementation))
+        raise ValueError(f"implementation={implementation!r} is not one of {known}")
+    # Pallas takes half a second to import, and only this needs it.
+    from moejax.kernels.permute import hopper
+
+    moves = hopper.take, hopper.weighted_sum, hopper.combine_backward
+    return Moves(*(functools.partial(move, interpret=interpret) for move in moves))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _gather_rows(
+    x_nd: Array, source_m: Array, positions_nk: Array, moves: Moves
+) -> Array:
+    return moves.take(x_nd, source_m)
+
+
+def _gather_rows_fwd(x_nd: Array, source_m: Array, positions_nk: Array, moves: Moves):
+    return moves.take(x_nd, source_m), positions_nk
+
+
+def _gather_rows_bwd(moves: Moves, positions_nk: Array, dout_md: Array):
+    return moves.weighted_sum(dout_md, None, positions_nk), None, None
+
+
+_gather_rows.defvjp(_gather_rows_fwd, _gather_rows_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _combine_rows(
+    y_md: Array,
+    gate_nk: Array,
+    positions_nk: Array,
+    assignment_m: Array,
+    moves: Moves,
+) -> Array:
+    return moves.weighted_sum(y_md, gate_nk, positions_nk)
+
+
+def _combine_rows_fwd(
+    y_md: Array,
+    gate_nk: Array,
+    positions_nk: Array,
+    assignment_m: Array,
+    moves: Moves,
+):
+    out_nd = moves.weighted_sum(y_md, gate_nk, positions_nk)
+    return out_nd, (y_md, gate_nk, positions_nk, assignment_m)
+
+
+def _combine_rows_bwd(moves: Moves, saved: tuple[Array, ...], dout_nd: Array):
+    _, gate_nk, *_ = saved
+    dy_md, dgate_nk = moves.combine_backward(dout_nd, *saved)
+    return dy_md, dgate_nk.astype(gate_nk.dtype), None, None
+
+
+_combine_rows.defvjp(_combine_rows_fwd, _combine_rows_bwd)

@@ -1,0 +1,194 @@
+"""Which kernels a device and a shape get; the whole layer with each of them."""
+
+import dataclasses
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from close import assert_close
+from flax import nnx
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from moejax.axes import AXES, make_mesh
+from moejax.config import Config, Mesh, Model, Moe, Router
+from moejax.kernels import choice
+from moejax.kernels.grouped_dot import hopper, vjp
+from moejax.kernels.grouped_dot.ring import Run
+from moejax.layout import Layout, Topology
+from moejax.moe import reference, route
+from moejax.moe.experts import swiglu
+from moejax.moe.layer import MoeLayer
+from moejax.plan import ExpertPlan
+from moejax.types import Placement
+from train.kernels import kernel_line, kernels_of
+from train.layouts import layout_of
+
+H200 = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
+D, F, EXPERTS, TOKENS, TOP_K = 128, 64, 4, 48, 2
+
+
+def on(device: AbstractDevice):
+    mesh = AbstractMesh((), (), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (H200, True),
+        (AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"), True),
+        (AbstractDevice("NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu"), False),
+        (AbstractDevice("NVIDIA B200", num_cores=148, platform="gpu"), False),
+        (AbstractDevice("cpu", num_cores=None, platform="cpu"), False),
+        (SimpleNamespace(device_kind="any", compute_capability="9.0"), True),
+        (SimpleNamespace(device_kind="H200-like", compute_capability="10.0"), False),
+    ],
+)
+def test_is_hopper(device, expected):
+    assert choice.is_hopper(device) is expected
+
+
+def test_here_is_a_cpu():
+    found = choice.grouped_dot_here("bfloat16", 4096, 4096, 1024)
+    assert found == ("blocked", "the kernels are for Hopper, not cpu")
+    assert choice.permute_here("bfloat16", 4096).implementation == "xla"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_rows", "widths", "expected", "why"),
+    [
+        ("bfloat16", 4096, (4096, 14336), "hopper", "NVIDIA H200"),
+        ("float32", 4096, (4096, 14336), "blocked", "dtype float32"),
+        ("float16", 4096, (4096, 100), "blocked", "100 "),
+        ("bfloat16", 8, (4096, 14336), "blocked", "8 rows"),
+    ],
+)
+def test_grouped_dot_on_hopper(dtype, num_rows, widths, expected, why):
+    with on(H200):
+        found = choice.grouped_dot_here(dtype, num_rows, *widths)
+    assert found.implementation == expected
+    assert why in found.why
+
+
+def test_permute_on_hopper_declines_narrow_rows():
+    with on(H200):
+        assert choice.permute_here("bfloat16", 4096).implementation == "hopper"
+        found = choice.permute_here("bfloat16", 24)
+    assert found.implementation == "xla"
+    assert "d=24 must be a multiple of" in found.why
+
+
+def config(**moe) -> Config:
+    return Config(
+        model=Model(d_model=1024, compute_dtype="bfloat16"),
+        moe=Moe(num_experts=8, d_expert=256, **moe),
+        mesh=Mesh(expert=4),
+    )
+
+
+def test_the_run_says_what_it_takes_and_why():
+    cfg = config()
+    line = kernel_line(cfg, layout_of(cfg))
+    assert "grouped_dot blocked (the kernels are for Hopper, not cpu)" in line
+    with on(H200):
+        line = kernel_line(cfg, layout_of(cfg))
+    assert "grouped_dot hopper (NVIDIA H200), permute hopper (NVIDIA H200)" in line
+
+
+def test_plain_kernels_on_any_device():
+    cfg = config(kernels="plain")
+    layout = layout_of(cfg)
+    assert layout.kernels == "plain"
+    with on(H200):
+        found = kernels_of(cfg, layout)
+    assert [c.implementation for c in found.values()] == ["blocked", "xla"]
+    assert "Moe.kernels='plain'" in kernel_line(cfg, layout)
+
+
+def test_the_layer_is_lowered_with_the_kernels_of_its_device():
+    """On an H200, and with kernels='plain' none."""
+    types = (AxisType.Auto,) * len(AXES)
+    mesh = AbstractMesh((1,) * len(AXES), AXES, types, abstract_device=H200)
+    layer, arguments = layer_case(1024, 256, jnp.bfloat16, mesh)
+
+    def kernels(layout):
+        step = jax.jit(partial(loss_and_grads, layer, layout=layout))
+        text = step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        return text.count("custom_call @mosaic_gpu_v2")
+
+    # Forward: rows to experts, two products, and rows back. Backward: combine, the
+    # activation's gradient, that of x, those of two weights, and gather.
+    assert kernels(layout_of_case()) == 10
+    assert kernels(dataclasses.replace(layout_of_case(), kernels="plain")) == 0
+
+
+def layout_of_case() -> Layout:
+    return Layout.home(EXPERTS, 1, TOKENS * TOP_K)
+
+
+def layer_case(d: int, f: int, dtype, mesh=None):
+    """A layer on one device, and (parameters, x): rounded to dtype, so that every arm
+    begins with the same numbers."""
+    mesh = mesh or make_mesh(Topology(), jax.devices()[:1])
+    moe = Moe(num_experts=EXPERTS, top_k=TOP_K, d_expert=f)
+    layer = MoeLayer(moe, Router(), d, mesh, nnx.Rngs(0))
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+    params = jax.tree.map(lambda p: p.astype(dtype).astype(jnp.float32), params)
+    x_btd = np.random.default_rng(0).standard_normal((1, TOKENS, d))
+    return (graph, rest), (params, jnp.asarray(x_btd, dtype))
+
+
+def loss_and_grads(layer, params, x_btd, *, layout, experts=None):
+    graph, rest = layer
+    plan = ExpertPlan.home_in(layout, 1)
+    placement = Placement.of_plan(plan, layout).layer(0)
+
+    def loss(params, x_btd):
+        merged = nnx.merge(graph, params, rest)
+        y_btd, _ = merged(x_btd, placement, layout, experts=experts)
+        return jnp.sum(y_btd.astype(jnp.float32) ** 2), y_btd
+
+    (_, y_btd), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
+        params, x_btd
+    )
+    return y_btd, grads
+
+
+def by_definition(layer, params, x_btd):
+    graph, rest = layer
+
+    def loss(params, x_btd):
+        merged = nnx.merge(graph, params, rest)
+        x_nd = x_btd.reshape(TOKENS, -1)
+        router = merged.router_de[...], merged.bias_e[...], merged.router
+        routes, _, _ = route.route(x_nd, *router, TOP_K, TOKENS)
+        names = ("gate_edf", "up_edf", "down_efd")
+        weights = {name: getattr(merged, name)[...] for name in names}
+        y_btd = reference.moe(x_nd, routes, weights).reshape(x_btd.shape)
+        return jnp.sum(y_btd**2), y_btd
+
+    (_, y_btd), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
+        params, x_btd.astype(jnp.float32)
+    )
+    return y_btd, grads
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blocked", "xla", "hopper"])
+def test_layer_equals_its_definition_with_each(implementation, monkeypatch):
+    """Values and all gradients, in bfloat16; `hopper` interpreted."""
+    interpreted = hopper.products(Run(2, plgpu.InterpretGPUParams()))
+    own = vjp.products
+    monkeypatch.setattr(
+        vjp, "products", lambda name, *a: interpreted if name == "hopper" else own(name)
+    )
+    layer, arguments = layer_case(D, F, jnp.bfloat16)
+    experts = partial(swiglu, implementation=implementation)
+    step = jax.jit(
+        partial(loss_and_grads, layer, layout=layout_of_case(), experts=experts)
+    )
+    expected = jax.jit(partial(by_definition, layer))(*arguments)
+    assert_close(step(*arguments), expected, dtype=jnp.bfloat16)
