@@ -24,8 +24,9 @@ UPLINK = "uplink"
 """A DC's interface, in each of them."""
 MOST_DCS = 64
 ETC_NETNS = pathlib.Path("/etc/netns")
-BURST_SEC, LEAST_BURST_BYTES = 0.004, 128 * 1024
-"""A bucket holds this: enough for the clock of the kernel at 1 Gb/s."""
+BURST_SEC, LEAST_BURST_BYTES = 0.001, 16 * 1024
+"""A bucket holds this, which passes at once: small beside the messages of a layer, or
+collectives that are measured alone look faster than the link."""
 QUEUE_BYTES = 32 * 2**20
 """Deep enough that TCP is slowed down and loses nothing."""
 END_SEC = 30.0

@@ -22,7 +22,7 @@ from tools.testbed_lock import say
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PROGRAM = ROOT / "tools" / "bench_wires.py"
 RATE_MBIT = 100.0
-LIMIT_SEC = 1800.0
+LIMIT_SEC = 3600.0
 WIDE = 2048
 """d_model: wide tokens take few FLOPs a byte; two cores compute for four devices."""
 PLAIN, DOMAINS = "1x1", ("1x1", "2x1", "1x2", "2x2")

@@ -124,13 +124,15 @@ def layout_of(shape: Shape, arm: str, topology: Topology) -> Layout:
         )
     shards = shape.expert_shards or tensor
     parts = {"s1": tensor, "s1h": tensor, "base": max(1, tensor // shards)}
-    copies = shards if arm == "base" else 1
+    choices = choices * (shards if arm == "base" else 1) // parts.get(arm, 1)
     is_local = arm == "local"
+    num_devices = tensor if is_local else topology.expert * tensor // shards
     return Layout.home(
         shape.num_experts,
-        tensor if is_local else topology.expert * tensor // shards,
-        copies * choices // parts.get(arm, 1),
-        buffer_factor=shape.buffer_factor,
+        num_devices,
+        choices,
+        # As the models count them: not rounded up, which tells in buffers so small.
+        rows_per_peer=math.ceil(shape.buffer_factor * choices / num_devices),
         exchange="capacity",
         tensor=Tensor(arm, tensor, shards),
         axes=("tensor",) if is_local else GROUP_AXES["expert"],
@@ -235,8 +237,7 @@ def _groups(rest: str) -> list[list[int]]:
         numbers = np.arange(math.prod(size_of.values())).reshape(*size_of.values())
         width = math.prod(size_of[name] for name in along)
         return numbers.transpose(order).reshape(-1, width).tolist()
-    found = COUNTED.search(rest)
-    if found is None:
+    if not (found := COUNTED.search(rest)):
         raise ValueError(f"a collective without replica_groups: {rest}")
     shape, dims = ([int(n) for n in found[i].split(",")] for i in (1, 2))
     numbers = np.arange(math.prod(dims)).reshape(dims)
