@@ -74,6 +74,8 @@ def _check_copies(layout: "Layout") -> None:
             f"no more, and the layout has {layout.num_slots}: use 'transient', "
             "'resident' or 'sharded'"
         )
+    if layout.kernels not in ("auto", "plain"):
+        raise ValueError(f"kernels='{layout.kernels}' must be 'auto' or 'plain'")
     if layout.fused_split and layout.split != "water_filling":
         raise ValueError(
             "fused_split is for split='water_filling', and split is "

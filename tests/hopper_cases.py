@@ -3,6 +3,7 @@ run of it in the interpreter that fails where the race detector sees anything.""
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moejax.kernels.grouped_dot import hopper, reference
-from moejax.kernels.grouped_dot.ring import Run
+from moejax.kernels.grouped_dot.ring import Ring, Run
 from moejax.kernels.shapes import Shape
 from moejax.kernels.tuning import PASSES, Pass, Tiles
 
@@ -124,3 +125,17 @@ def _definition(which: Pass, *arrays):
 def activated(into_mh: jax.Array) -> jax.Array:
     gate_mf, up_mf = jnp.split(into_mh, 2, axis=-1)
     return jax.nn.silu(gate_mf) * up_mf
+
+
+def leave_out(monkeypatch, holder, names):
+    """Of a Ring's methods; of plgpu's functions, in this module of a kernel alone."""
+
+    def does_nothing(*args, **kwargs):
+        pass
+
+    if holder is Ring:
+        for name in names:
+            monkeypatch.setattr(holder, name, does_nothing)
+        return
+    rest = types.SimpleNamespace(**vars(plgpu) | dict.fromkeys(names, does_nothing))
+    monkeypatch.setattr(holder, "plgpu", rest)

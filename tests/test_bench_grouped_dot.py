@@ -13,7 +13,7 @@ from close import assert_close
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 
-from moejax.kernels import shapes, tuning
+from moejax.kernels import shapes
 from moejax.kernels.grouped_dot import reference
 from moejax.kernels.shapes import SKEWS, Shape
 from tools import bench_grouped_dot, grouped_dot_jobs, grouped_dot_table
@@ -21,7 +21,7 @@ from tools import grouped_dot_cases as cases
 from tools import grouped_dot_peers as peers
 
 TINY = Shape(rows=96, d=16, f=24, groups=4)
-PASSES = list(cases.OPERANDS)
+PASSES = list(cases.PASSES)
 KEYS = {
     "device", "shape", "skew", "pass", "impl", "msec", "tflops", "dtype", "rows", "d",
     "f", "groups", "share_of_dense", "least_bytes", "gb_per_sec", "error", "commit",
@@ -256,19 +256,6 @@ def test_the_fastest_variant_that_can_run_is_kept(fresh_arms, monkeypatch):
     assert grouped_dot_jobs.fastest(jobs).arm.tiles == "fast"
     with pytest.raises(KeyError):
         grouped_dot_jobs.fastest(jobs[-1:])
-
-
-def test_hopper_needs_measured_tiles():
-    some = {"tiny": TINY}
-    kind = "no such device"
-    for which, kernel in {"fused": "swiglu", "grads": "forward"}.items():
-        with pytest.raises(ValueError, match=f"no measured tiles for '{kernel} "):
-            bench_grouped_dot.require_tuned(some, [which], "bfloat16", kind)
-
-
-def test_measured_tiles_are_enough(monkeypatch):
-    monkeypatch.setattr(tuning, "tuned", lambda *bucket: tuning.Tiles(128, 128))
-    bench_grouped_dot.require_tuned({"tiny": TINY}, PASSES, "bfloat16", "any")
 
 
 @pytest.mark.parametrize(

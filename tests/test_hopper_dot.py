@@ -10,15 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from close import assert_close
-from hopper_cases import Setup, expected, fitting, interpreted, kernel, operands
+from hopper_cases import (
+    INTERPRET,
+    Setup,
+    dims_of,
+    expected,
+    fitting,
+    interpreted,
+    kernel,
+    leave_out,
+    operands,
+)
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
     get_races,
     reset_gpu_interpret_mode_state,
 )
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moejax.kernels.grouped_dot import hopper, ring
+from moejax.kernels.grouped_dot import hopper, ring, rows_kernel, wgrad_kernel
 from moejax.kernels.shapes import Shape
 from moejax.kernels.tuning import PASSES, Tiles
 
@@ -29,6 +38,7 @@ PLAIN = Setup(
     num_blocks=2,
 )
 """Small, for hundreds of calls; 200 rows end inside a tile."""
+INTERPRETED = ring.Run(1, INTERPRET)
 FEW_ROWS = (1, 7, 8, 9, 15, 16, 24, 25)
 """Around multiples of 8, where tiles may begin."""
 
@@ -175,32 +185,51 @@ def test_both_passes_of_swiglu_give_the_same_h():
     np.testing.assert_array_equal(h_mf, again_mf)
 
 
-def does_nothing(*args, **kwargs):
-    pass
+UNSEEN = "observed .*phase|observe each barrier completion|must do so in all phases"
+"""Of the interpreter's errors where a barrier completes and nobody waits for it."""
+COMMIT, STORED, WAIT = ("commit_smem",), ("wait_smem_to_gmem",), ("barrier_wait",)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("holder", "name", "which"),
+    ("holder", "names", "which", "seen"),
     [
-        pytest.param(ring.Ring, "await_empty", "forward", id="slots refilled in use"),
-        pytest.param(ring.Ring, "await_full", "forward", id="slots read unfilled"),
-        pytest.param(plgpu, "commit_smem", "forward", id="stores not fenced"),
-        pytest.param(plgpu, "commit_smem", "wgrad", id="stores of matrices not fenced"),
-        pytest.param(plgpu, "wait_smem_to_gmem", "forward", id="slots stored over"),
+        pytest.param(*case, id=name)
+        for name, case in {
+            "slots refilled in use": (ring.Ring, ("await_empty",), "forward", UNSEEN),
+            "slots read unfilled": (ring.Ring, ("await_full",), "forward", UNSEEN),
+            "stores not fenced": (rows_kernel, COMMIT, "forward", "a race"),
+            "stores of matrices not fenced": (wgrad_kernel, COMMIT, "wgrad", "a race"),
+            "slots stored over": (rows_kernel, STORED, "forward", "a race"),
+            "sources read too early": (rows_kernel, WAIT, "swiglu_dgrad", UNSEEN),
+        }.items()
     ],
 )
-def test_what_is_left_out_is_seen(monkeypatch, holder, name, which):
-    """Each kind of synchronisation: without it the interpreter reports a race, or that
-    a barrier was passed unseen."""
-    monkeypatch.setattr(holder, name, does_nothing)
-    run = ring.Run(1, plgpu.InterpretGPUParams(detect_races=True))
+def test_what_is_left_out_is_seen(monkeypatch, holder, names, which, seen):
+    """By the interpreter: it reports a race, or a barrier that nobody waited for."""
+    leave_out(monkeypatch, holder, names)
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError), match=seen):
+        run_afresh(which, np.array([130, 0, 0, 0], np.int32))
+    assert get_races().races_found or seen == UNSEEN
+
+
+@pytest.mark.slow
+def test_blanking_that_nobody_waits_for_is_seen(monkeypatch):
+    """By values alone: the interpreter takes a WGMMA's operands when it is begun, and
+    reports no race. Each group here has steps that are cut, in each tile."""
+    leave_out(monkeypatch, wgrad_kernel, ("barrier_arrive", "barrier_wait"))
+    rows_g = np.array([60, 50, 49, 30], np.int32)
+    actual = run_afresh("wgrad", rows_g)
+    with pytest.raises(AssertionError, match="values off"):
+        assert_close(actual, expected("wgrad", fitting("wgrad", STEEP), rows_g))
+
+
+def run_afresh(which, rows_g):
+    """STEEP on one block, traced again: what is left out is part of the trace."""
     setup = fitting(which, STEEP)
-    call = functools.partial(getattr(hopper, which), tiles=setup.tiles, run=run)
-    rows_g = np.array([130, 0, 0, 0], np.int32)
-    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
-        interpreted(which, setup, rows_g, jax.jit(call))
-    assert get_races().races_found or name.startswith("await")
+    static = {"tiles": setup.tiles, "run": INTERPRETED}
+    call = functools.partial(getattr(hopper, which), **static)
+    return interpreted(which, setup, rows_g, jax.jit(call))
 
 
 def test_single_rows_leave_from_places_that_a_copy_may_have(monkeypatch):
@@ -232,23 +261,25 @@ def test_single_rows_leave_from_places_that_a_copy_may_have(monkeypatch):
 )
 def test_declines(dtype, rows, d, why):
     assert hopper.declines(dtype, rows, d, 64) == why
-    x_md, w_gdf = jnp.zeros((rows, d), dtype), jnp.zeros((2, d, 64), dtype)
-    rows_g, tiles = jnp.zeros(2, jnp.int32), Tiles(128, 128)
-    for call in (
-        lambda: hopper.forward(x_md, w_gdf, rows_g, tiles),
-        lambda: hopper.dgrad(x_md, jnp.swapaxes(w_gdf, 1, 2), rows_g, tiles),
-        lambda: hopper.wgrad(x_md, jnp.zeros((rows, 64), dtype), rows_g, tiles),
-        lambda: hopper.swiglu(x_md, w_gdf.repeat(2, 2), rows_g, tiles),
-        lambda: hopper.swiglu_dgrad(
-            x_md,
-            jnp.swapaxes(w_gdf, 1, 2),
-            jnp.zeros((rows, 128), dtype),
-            rows_g,
-            tiles,
-        ),
-    ):
+    for call in calls(dtype, rows, d, INTERPRETED):
         with pytest.raises(NotImplementedError, match=f"{why}: use implementation="):
             call()
+
+
+def test_declines_a_device_that_is_no_hopper():
+    why = "the kernels are for Hopper, not cpu: use implementation='blocked'"
+    for call in calls("bfloat16", 128, 64, ring.Run(1)):
+        with pytest.raises(NotImplementedError, match=why):
+            call()
+
+
+def calls(dtype, rows, d, run):
+    """Of each pass, on arrays of so many rows."""
+    shape, static = Shape(rows, d, 64, 2), {"tiles": Tiles(128, 128), "run": run}
+    for which in PASSES:
+        arrays = [jnp.zeros(dims, dtype) for dims in dims_of(which, shape)]
+        rows_g = jnp.zeros(shape.groups, jnp.int32)
+        yield functools.partial(getattr(hopper, which), *arrays, rows_g, **static)
 
 
 def test_takes_widths_of_real_models():

@@ -1,6 +1,7 @@
 """Every Hopper kernel of the grouped product lowers for CUDA under an H200 that is not
 here: on the shapes of real models with the tiles of the rule, and with others that a
-search would try. Lowering takes a second or two, so `make test` has a handful."""
+search would try. Lowering takes a second or two, so `make test` has a handful. And in
+what is traced, no slot is given back while a WGMMA may read it."""
 
 import functools
 import re
@@ -9,7 +10,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hopper_cases import dims_of, fitting
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from primitives import equations
 from test_hopper_dot import FEW_STEPS, ONE_GROUP, PLAIN, STEEP
 
 from moejax.kernels.grouped_dot import hopper
@@ -56,12 +60,18 @@ WITHIN = {
 """What else would not fit registers or shared memory, or cut a swizzle in two."""
 
 
-def lowered(which, shape, tiles, dtype=jnp.bfloat16) -> str:
+def traced(which, shape, tiles, dtype=jnp.bfloat16):
     floats = [jax.ShapeDtypeStruct(dims, dtype) for dims in dims_of(which, shape)]
     rows_g = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
     call = jax.jit(functools.partial(getattr(hopper, which), tiles=tiles))
     with use_abstract_mesh(H200):
-        return call.trace(*floats, rows_g).lower(lowering_platforms=("cuda",)).as_text()
+        return call.trace(*floats, rows_g)
+
+
+def lowered(which, shape, tiles, dtype=jnp.bfloat16) -> str:
+    with use_abstract_mesh(H200):
+        found = traced(which, shape, tiles, dtype)
+        return found.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def check(which, shape, tiles, dtype=jnp.bfloat16):
@@ -125,3 +135,56 @@ def test_what_is_interpreted_lowers_too(which, setup):
 def test_tiles_that_do_not_lower_say_so(which, tiles, why):
     with pytest.raises(ValueError, match=why):
         lowered(which, RAGGED, tiles)
+
+
+def order(jaxpr, stages):
+    """What a WGMMA and its slot go through, in the order of the program: begun; how
+    many may still run behind a wait; whose slot is given back, in steps before."""
+    made_by, found = {}, []
+    for eqn, _ in equations(jaxpr):
+        made_by |= dict.fromkeys(eqn.outvars, eqn)
+        match eqn.primitive.name:
+            case "wgmma_ref":
+                found.append("wgmma")
+            case "wgmma_wait":
+                found.append(("left", eqn.params["n"]))
+            case "wgmma_accumulator_deref_p":
+                found.append(("left", eqn.params["wait_n"]))
+            # The barrier of blanked rows is a single one.
+            case "barrier_arrive" if eqn.invars[0].aval.shape == (stages,):
+                step = made_by.get(made_by[eqn.invars[1]].invars[0])  # % stages
+                is_before = step is not None and step.primitive.name == "sub"
+                found.append(("released", step.invars[1].val if is_before else 0))
+    return found
+
+
+def loop_over_steps(jaxpr):
+    """The body that begins WGMMAs; there is one."""
+    bodies = (b for eqn, _ in equations(jaxpr) for b in jaxprs_in_params(eqn.params))
+    names = ((body, [eqn.primitive.name for eqn in body.eqns]) for body in bodies)
+    (found,) = (body for body, named in names if "wgmma_ref" in named)
+    return found
+
+
+def orders(which):
+    """Of the loop over steps, and of the whole kernel."""
+    tiles = Tiles(128, 128, stages=3)
+    jaxpr = traced(which, RAGGED, tiles).jaxpr
+    return [order(j, tiles.stages) for j in (loop_over_steps(jaxpr), jaxpr)]
+
+
+@pytest.mark.parametrize("which", PASSES)
+def test_a_slot_is_given_back_when_no_wgmma_reads_it(which):
+    """In no order does the interpreter see a race: to it a WGMMA is done when begun."""
+    num_products = 2 if which == "swiglu" else 1
+    # Behind the wait this step's products run on, and those of the one before do not.
+    step = ["wgmma"] * num_products + [("left", num_products), ("released", 1)]
+    # The accumulators are read when nothing runs, and the last step's slot can go.
+    end = [("left", 0)] * num_products + [("released", 1)]
+    assert orders(which) == [step, step + end]
+
+
+@pytest.mark.parametrize("which", ["forward", "wgrad"])
+def test_the_order_has_no_wait_where_the_kernel_has_none(which, monkeypatch):
+    monkeypatch.setattr(plgpu, "wgmma_wait", lambda n: None)
+    assert orders(which)[0] == ["wgmma", ("released", 1)]

@@ -1,6 +1,7 @@
 """Which kernels a device and a shape get; the whole layer with each of them."""
 
 import dataclasses
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from moejax.config import Config, Mesh, Model, Moe, Router
 from moejax.kernels import choice
 from moejax.kernels.grouped_dot import hopper, vjp
 from moejax.kernels.grouped_dot.ring import Run
+from moejax.kernels.tuning import Tiles
 from moejax.layout import Layout, Topology
 from moejax.moe import reference, route
 from moejax.moe.experts import swiglu
@@ -96,7 +98,17 @@ def test_the_run_says_what_it_takes_and_why():
     assert "grouped_dot blocked (the kernels are for Hopper, not cpu)" in line
     with on(H200):
         line = kernel_line(cfg, layout_of(cfg))
-    assert "grouped_dot hopper (NVIDIA H200), permute hopper (NVIDIA H200)" in line
+    said = r"hopper \(NVIDIA H200, \d of 6 products with measured tiles\)"
+    assert re.search(rf"grouped_dot {said}, permute hopper \(NVIDIA H200\)$", line)
+
+
+def test_the_run_says_where_later_rounds_have_less_than_a_tile():
+    cfg = config(rows_per_peer=32)
+    with on(H200):
+        line = kernel_line(cfg, layout_of(cfg))
+    assert "grouped_dot hopper (NVIDIA H200," in line
+    why = "the Hopper kernels decline: 32 rows are less than a tile's 64"
+    assert f"grouped_dot in later rounds blocked ({why})" in line
 
 
 def test_plain_kernels_on_any_device():
@@ -109,21 +121,47 @@ def test_plain_kernels_on_any_device():
     assert "Moe.kernels='plain'" in kernel_line(cfg, layout)
 
 
+@pytest.fixture
+def low_tiles(monkeypatch):
+    """With one chunk a warpgroup, where that can be: they lower faster than the rule's,
+    which test_hopper_lowers.py has."""
+    low = Tiles(64, 128, stages=3, halves="columns", chunk=64)
+    tiles = {"wgrad": Tiles(128, 128, stages=3, chunk=64)}
+    monkeypatch.setattr(hopper, "tiles_for", lambda which, *_: tiles.get(which, low))
+
+
+@pytest.mark.usefixtures("low_tiles")
 def test_the_layer_is_lowered_with_the_kernels_of_its_device():
     """On an H200, and with kernels='plain' none."""
-    types = (AxisType.Auto,) * len(AXES)
-    mesh = AbstractMesh((1,) * len(AXES), AXES, types, abstract_device=H200)
-    layer, arguments = layer_case(1024, 256, jnp.bfloat16, mesh)
-
-    def kernels(layout):
-        step = jax.jit(partial(loss_and_grads, layer, layout=layout))
-        text = step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-        return text.count("custom_call @mosaic_gpu_v2")
-
     # Forward: rows to experts, two products, and rows back. Backward: combine, the
     # activation's gradient, that of x, those of two weights, and gather.
-    assert kernels(layout_of_case()) == 10
-    assert kernels(dataclasses.replace(layout_of_case(), kernels="plain")) == 0
+    assert num_kernels(layout_of_case()) == 10
+    assert num_kernels(dataclasses.replace(layout_of_case(), kernels="plain")) == 0
+
+
+@pytest.mark.usefixtures("low_tiles")
+def test_later_rounds_are_lowered_with_kernels_too():
+    """On four H200s, under remat, with buffers so small that there may be such rounds:
+    64 rows for each peer, and 16 in a later round, where four peers' are a tile."""
+    layout = Layout.home(EXPERTS, 4, TOKENS * TOP_K, rows_per_peer=64)
+    assert layout.rows_per_round == 16
+    # With peers a window also sorts what arrives, and back: 6 kernels forward and 8
+    # backward. Round 0 has these, and under remat the 6 again: 20. Later rounds have 6
+    # in the loop forward, again under remat, and 6 + 8 in the loop backward: 26.
+    assert num_kernels(layout, jax.checkpoint) == 20 + 26
+
+
+def num_kernels(layout: Layout, remat=None) -> int:
+    """In the step of a layer on H200s, as it is lowered for them."""
+    sizes = dataclasses.replace(Topology(), expert=layout.num_devices).sizes
+    types = (AxisType.Auto,) * len(AXES)
+    mesh = AbstractMesh(sizes, AXES, types, abstract_device=H200)
+    layer, (params, x_btd) = layer_case(1024, 256, jnp.bfloat16, mesh)
+    x_btd = jnp.tile(x_btd, (layout.num_devices, 1, 1))
+    step = jax.jit(partial(loss_and_grads, layer, layout=layout, remat=remat))
+    arguments = jax.tree.map(jax.typeof, (params, x_btd))
+    text = step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("custom_call @mosaic_gpu_v2")
 
 
 def layout_of_case() -> Layout:
@@ -142,7 +180,7 @@ def layer_case(d: int, f: int, dtype, mesh=None):
     return (graph, rest), (params, jnp.asarray(x_btd, dtype))
 
 
-def loss_and_grads(layer, params, x_btd, *, layout, experts=None):
+def loss_and_grads(layer, params, x_btd, *, layout, experts=None, remat=None):
     graph, rest = layer
     plan = ExpertPlan.home_in(layout, 1)
     placement = Placement.of_plan(plan, layout).layer(0)
@@ -152,6 +190,7 @@ def loss_and_grads(layer, params, x_btd, *, layout, experts=None):
         y_btd, _ = merged(x_btd, placement, layout, experts=experts)
         return jnp.sum(y_btd.astype(jnp.float32) ** 2), y_btd
 
+    loss = remat(loss) if remat else loss
     (_, y_btd), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
         params, x_btd
     )

@@ -1,11 +1,13 @@
-"""The search for tiles: what it tries, checks and keeps. It runs here with a definition
-in place of the kernels, and with told times."""
+"""The search for tiles: what it checks and keeps. It runs here with a definition in
+place of the kernels, and with told times."""
 
 import dataclasses
 import functools
 import itertools
 import json
 import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,54 +22,14 @@ from moejax.kernels.grouped_dot import hopper, reference
 from moejax.kernels.grouped_dot.ring import Run
 from moejax.kernels.shapes import MODEL_SHAPES, SKEWS, Shape, rows_of
 from moejax.kernels.tuning import PASSES, Tiles, by_rule
+from tools import grouped_dot_cases as cases
+from tools import grouped_dot_jobs as jobs
 from tools import tune_cases, tune_kernels, tune_search
 
 TINY = Shape(rows=192, d=64, f=128, groups=3)
-MIXTRAL = MODEL_SHAPES["mixtral_8x7b"]
+WIDE = Shape(rows=96, d=640, f=544, groups=2)
+"""Wider than a sample."""
 KIND = "NVIDIA H200"
-
-
-def searched(msec_of, first, around=lambda tiles: [], is_over=lambda: False):
-    batches = []
-
-    def measure(batch):
-        batches.append(list(batch))
-        return [msec_of(tiles) for tiles in batch]
-
-    return tune_search.search(first, around, measure, is_over), batches
-
-
-def test_search_goes_downhill_from_the_fastest():
-    """Time grows with the distance to span 32, chunk 64; both are two steps away."""
-    first = tune_search.candidates("wgrad", MIXTRAL, 2)
-    around = functools.partial(tune_search.neighbours, "wgrad", itemsize=2)
-
-    def msec_of(tiles):
-        if tiles.halves == "columns":
-            return "does not lower"
-        return 10 - tiles.span / 32 - tiles.chunk / 64 + (tiles.rows != 128)
-
-    found, batches = searched(msec_of, first, around)
-    tried = list(itertools.chain(*batches))
-    assert (found.best.rows, found.best.span, found.best.chunk) == (128, 32, 64)
-    assert found.is_whole
-    assert len(tried) == len(set(tried)) == len(found.msec) + len(found.skipped)
-    assert set(found.skipped.values()) == {"does not lower"}
-    assert max(map(len, batches)) == tune_search.BATCH
-
-
-def test_search_ends_when_the_time_is_up():
-    first = tune_search.candidates("forward", MIXTRAL, 2)
-    found, batches = searched(lambda tiles: 1.0, first, is_over=lambda: True)
-    assert batches == [first[: tune_search.BATCH]]
-    assert not found.is_whole
-    found, _ = searched(lambda tiles: 1.0, first[:1], is_over=lambda: True)
-    assert found.is_whole
-
-
-def test_search_where_nothing_runs():
-    found, _ = searched(lambda tiles: "no", tune_search.candidates("dgrad", TINY, 2))
-    assert found.best is None
 
 
 def defined(which, *arrays):
@@ -105,22 +67,27 @@ def prepare(which, product=plain, skews=("zipf", "with_empty"), shape=TINY):
     return tune_cases.prepare(which, shape, "bfloat16", skews, 7, product)
 
 
+@pytest.mark.parametrize("shape", [TINY, WIDE], ids=["tiny", "wide"])
 @pytest.mark.parametrize("which", PASSES)
-def test_the_sample_is_the_definition(which):
+def test_the_sample_is_the_definition(which, shape):
     """In float64 on the host against the definition on the device; and it sees when one
     row, or an entry of a matrix, is off."""
-    arrays = tune_cases.operands(which, TINY, "float32", 1)
-    assert [a.shape for a in arrays] == dims_of(which, TINY)
+    arrays = cases.operands(which, shape, "float32", 1)
+    assert [a.shape for a in arrays] == dims_of(which, shape)
     for skew in SKEWS:
-        rows_g = rows_of(skew, TINY.rows, TINY.groups, 3)
-        out = jax.tree.leaves(defined(which, *arrays, jnp.asarray(rows_g)))
-        error = tune_cases.sampled_error(which, arrays, rows_g, out)
-        assert_close(np.float32(1 + error), np.float32(1))
-        place = (rows_g.argmax(), 0, 0) if which == "wgrad" else (-1, 0)
-        out[-1] = out[-1].at[place].add(10)
-        assert tune_cases.sampled_error(which, arrays, rows_g, out) > 0.01
-        out[-1] = out[-1].at[place].set(jnp.nan)
-        assert np.isnan(tune_cases.sampled_error(which, arrays, rows_g, out))
+        case = cases.Case(arrays, rows_of(skew, shape.rows, shape.groups, 3))
+        out = defined(which, *arrays, jnp.asarray(case.rows_g))
+        for part, made_of, whole in cases.parts_of(which, case, out):
+            sampled, found, rows_g = cases.sample(part, made_of, whole, case.rows_g)
+            expected = cases.defined(part, sampled, rows_g)
+            assert_close(found, expected, dtype=np.float32)
+        leaves, tree = jax.tree.flatten(out)
+        place = (case.rows_g.argmax(), 0, 0) if which == "wgrad" else (-1, 0)
+        for value in (1000, jnp.nan):
+            leaves[-1] = leaves[-1].at[place].set(value)
+            wrong = jax.tree.unflatten(tree, leaves)
+            error = cases.sampled_error_of(which, wrong, case)
+            assert error > max(cases.MOST_ERROR.values())
 
 
 def spoiled(which, tiles):
@@ -168,9 +135,14 @@ def test_a_rule_that_is_wrong_ends_the_search():
 def test_time_is_the_median_of_calls():
     calls = []
     msec = tune_cases.time_msec(Tiles(128, 128), lambda: calls.append(None))
-    fewest = 1 + tune_cases.QUICK_CALLS * (1 + tune_cases.REPEATS)
-    assert fewest <= len(calls) <= fewest + tune_cases.REPEATS * tune_cases.MOST_CALLS
-    assert 0 < msec < tune_cases.SAMPLE_MSEC
+    fewest = 1 + jobs.FEWEST_CALLS * (1 + tune_cases.REPEATS)
+    assert fewest <= len(calls) <= fewest + tune_cases.REPEATS * jobs.MOST_CALLS
+    assert 0 < msec < jobs.SAMPLE_MSEC
+
+
+def test_calls_between_two_waits():
+    """As many as last 20 msec together, but 3 at least and 50 at most."""
+    assert [jobs.num_calls_of(msec) for msec in (0.1, 1, 5, 100)] == [50, 20, 4, 3]
 
 
 @pytest.mark.slow
@@ -189,8 +161,8 @@ def test_the_kernel_itself_is_measured():
 
 
 def settings_of(path, **changes):
-    buckets = list(tune_kernels.buckets_of({"tiny": TINY}, is_layer=False))
-    made = tune_kernels.Settings(buckets[:2], ["zipf"], "bfloat16", 60, 1, False, path)
+    buckets = list(tune_search.buckets_of({"tiny": TINY}, is_layer=False))
+    made = tune_search.Settings(buckets[:2], ["zipf"], "bfloat16", 60, 1, False, path)
     return dataclasses.replace(made, **changes)
 
 
@@ -235,7 +207,7 @@ def test_buckets_share_the_time(tmp_path, capsys):
 
 
 def test_a_layer_has_its_own_products():
-    of = [b[1:] for b in tune_kernels.buckets_of({"tiny": TINY}, is_layer=True)]
+    of = [b[1:] for b in tune_search.buckets_of({"tiny": TINY}, is_layer=True)]
     into, down = Shape(192, 64, 256, 3), Shape(192, 128, 64, 3)
     assert of == [
         *(("swiglu", TINY), ("forward", down), ("swiglu_dgrad", TINY)),
@@ -276,6 +248,19 @@ def test_a_wrong_kernel_is_exit_1(capsys, monkeypatch, tmp_path):
         in json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
     )
     assert not out.exists()
+
+
+def test_what_it_compiles_is_kept(repo):
+    """JAX reads the folder of its cache once, when it is imported."""
+    code = (
+        "from tools import tune_kernels; code = tune_kernels.main(['--limit_sec', '0'])"
+        "; import jax; print(code, jax.config.jax_compilation_cache_dir)"
+    )
+    env = os.environ.copy()
+    env.pop("JAX_COMPILATION_CACHE_DIR", None)
+    words = [sys.executable, "-c", code]
+    told = subprocess.check_output(words, cwd=repo, env=env, text=True)
+    assert told == f"2 {repo / '.cache' / 'jax'}\n"
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import itertools
+import json
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +14,12 @@ import pytest
 from hopper_cases import dims_of
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from moejax.kernels import tuning
+from moejax.kernels import choice, tuning
 from moejax.kernels.grouped_dot import hopper
 from moejax.kernels.shapes import MODEL_SHAPES, Shape
 from moejax.kernels.tuning import PASSES, SHARED_BYTES, Tiles, by_rule, shared_bytes
-from tools import tune_search
+from tools import bench_grouped_dot, tune_search
+from tools import grouped_dot_cases as cases
 
 H200 = AbstractMesh(
     (), (), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
@@ -101,11 +105,55 @@ def test_likely_tiles_come_first():
     assert tune_search.guessed_cost("forward", MIXTRAL, many[0]) == 1.375
 
 
+def searched(msec_of, first, around=lambda tiles: [], is_over=lambda: False):
+    batches = []
+
+    def measure(batch):
+        batches.append(list(batch))
+        return [msec_of(tiles) for tiles in batch]
+
+    return tune_search.search(first, around, measure, is_over), batches
+
+
+def test_search_goes_downhill_from_the_fastest():
+    """Time grows with the distance to span 32, chunk 64; both are two steps away."""
+    first = tune_search.candidates("wgrad", MIXTRAL, 2)
+    around = functools.partial(tune_search.neighbours, "wgrad", itemsize=2)
+
+    def msec_of(tiles):
+        if tiles.halves == "columns":
+            return "does not lower"
+        return 10 - tiles.span / 32 - tiles.chunk / 64 + (tiles.rows != 128)
+
+    found, batches = searched(msec_of, first, around)
+    tried = list(itertools.chain(*batches))
+    assert (found.best.rows, found.best.span, found.best.chunk) == (128, 32, 64)
+    assert found.is_whole
+    assert len(tried) == len(set(tried)) == len(found.msec) + len(found.skipped)
+    assert set(found.skipped.values()) == {"does not lower"}
+    assert max(map(len, batches)) == tune_search.BATCH
+
+
+def test_search_ends_when_the_time_is_up():
+    first = tune_search.candidates("forward", MIXTRAL, 2)
+    found, batches = searched(lambda tiles: 1.0, first, is_over=lambda: True)
+    assert batches == [first[: tune_search.BATCH]]
+    assert not found.is_whole
+    found, _ = searched(lambda tiles: 1.0, first[:1], is_over=lambda: True)
+    assert found.is_whole
+
+
+def test_search_where_nothing_runs():
+    found, _ = searched(lambda tiles: "no", tune_search.candidates("dgrad", TINY, 2))
+    assert found.best is None
+
+
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        ({"rows": 64, "columns": 128}, "32 x 128 of .* multiple of 64 x 64"),
-        ({"rows": 128, "columns": 96}, "64 x 96 of .* multiple of 64 x 64"),
+        ({"rows": 64, "columns": 128}, "32 x 128 of .* 64 or 128 rows"),
+        ({"rows": 128, "columns": 96}, "64 x 96 of .* a multiple of 64"),
+        ({"rows": 512, "columns": 128}, "256 x 128 of .* 64 or 128 rows"),
         ({"rows": 128, "columns": 512}, "at most 256 columns"),
         ({"rows": 128, "columns": 128, "chunk": 96}, "chunk=96 must divide 128"),
         ({"rows": 128, "columns": 128, "chunk": 16}, "be a multiple of 32"),
@@ -154,6 +202,41 @@ def test_a_benchmark_is_told_how_to_measure(folder):
     assert "\n" not in text
     with pytest.raises(ValueError, match=r"name Shape\(rows=192, .* in moejax/kernels"):
         tuning.require("wgrad", TINY, "float16", KIND)
+
+
+def test_hopper_needs_measured_tiles():
+    some = {"tiny": TINY}
+    kind = "no such device"
+    for which, kernel in {"fused": "swiglu", "grads": "forward"}.items():
+        with pytest.raises(ValueError, match=f"no measured tiles for '{kernel} "):
+            bench_grouped_dot.require_tuned(some, [which], "bfloat16", kind)
+
+
+def test_measured_tiles_are_enough(monkeypatch):
+    monkeypatch.setattr(tuning, "tuned", lambda *bucket: tuning.Tiles(128, 128))
+    bench_grouped_dot.require_tuned({"tiny": TINY}, cases.PASSES, "bfloat16", "any")
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "why"),
+    [
+        (TINY, "float32", "dtype float32 is not one of bfloat16, float16"),
+        (Shape(96, 16, 24, 4), "bfloat16", "is no multiple of 64 in bfloat16"),
+    ],
+)
+def test_what_hopper_declines_needs_no_measured_tiles(
+    capsys, monkeypatch, shape, dtype, why
+):
+    monkeypatch.setitem(MODEL_SHAPES, "tiny", shape)
+    kind = "no such device"
+    device = types.SimpleNamespace(device_kind=kind, compute_capability="9.0")
+    monkeypatch.setattr(choice, "device_here", lambda: device)
+    monkeypatch.setattr(bench_grouped_dot, "about", lambda settings: {"device": kind})
+    options = f"--device gpu --shapes tiny --skews zipf --impls hopper --dtype {dtype}"
+    assert bench_grouped_dot.main([*options.split(), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["pass"] for row in rows] == list(cases.PASSES)
+    assert all(why in row["declined"] for row in rows)
 
 
 @pytest.mark.parametrize(

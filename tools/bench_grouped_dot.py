@@ -76,7 +76,7 @@ def work(args: argparse.Namespace) -> int:
 
     known = CPU_SHAPES if args.device == "cpu" else MODEL_SHAPES
     shapes = {name: known[name] for name in named("shapes", args.shapes, known)}
-    passes = named("passes", args.passes, cases.OPERANDS)
+    passes = named("passes", args.passes, cases.PASSES)
     here = peers.ON_CPU if args.device == "cpu" else peers.VARIANTS
     if args.repeats < 1:
         raise ValueError(f"--repeats {args.repeats} must be at least 1")
@@ -159,12 +159,16 @@ def commit() -> str:
 def require_tuned(
     shapes: dict, passes: list[str], dtype: str, device_kind: str
 ) -> None:
-    """ValueError where `hopper` would run with tiles that were never measured."""
+    """ValueError where `hopper` would run with tiles that were never measured. What it
+    declines needs none: the rows say why."""
     from moejax.kernels import tuning
+    from moejax.kernels.grouped_dot import hopper
     from tools.grouped_dot_cases import PARTS
 
     kernels = PARTS | {"fused": ("swiglu",)}
     for shape in shapes.values():
+        if hopper.declines(dtype, shape.rows, shape.d, shape.f):
+            continue
         for which in passes:
             for kernel in kernels.get(which, (which,)):
                 try:

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from moejax.axes import AXES, AxisNames, axis_size
 from moejax.balance.calibration import leaving_bytes
 from moejax.kernels.grouped_dot import grouped_dot
+from moejax.layout import ROW_MULTIPLE
 
 REPEATS = 8
 """Of a collective in one program."""
@@ -128,7 +129,8 @@ def matmul_programs(mesh: Mesh, widths: Widths) -> list[Program]:
     down_gfd = _zeros(mesh, (groups, f, d), widths.dtype)
     programs = []
     for part in (0.5, 1, 2, 4):
-        rows = max(groups, math.ceil(part * widths.rows / groups) * groups)
+        multiple = math.lcm(groups, ROW_MULTIPLE)  # no size that a kernel declines
+        rows = max(multiple, math.ceil(part * widths.rows / multiple) * multiple)
         rows_g = np.full(groups, rows // groups, np.int32)
 
         def body(x_md, into_gdf, down_gfd, rows_g=rows_g):

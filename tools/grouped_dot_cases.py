@@ -1,16 +1,23 @@
-"""What tools/bench_grouped_dot.py measures: inputs, FLOPs, bytes, and what is right.
+"""What the benchmark and the search for tiles measure: inputs, FLOPs, bytes, and what
+is right.
 
     forward  y = x w             dgrad  dx = dy w.T           wgrad  dw = x.T dy
     fused    into_mh = x [gate, up], and h = silu(x gate) * (x up): the first product of
              a feed-forward, with what its backward pass keeps; 2f columns
     grads    y, dx and dw in one program, as training runs them
 
+Those are the passes of tools/bench_grouped_dot.py. tools/tune_kernels.py has the first
+three, `swiglu`, which is `fused`, and
+
+    swiglu_dgrad  dinto_mh, the gradient of into_mh where dy is that of h @ down, and h
+                  once more
+
 Right is what NumPy computes in float64 from the same inputs; an error is
 ||out - ref|| / ||ref||.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,24 +27,39 @@ from jaxtyping import Array
 
 from moejax.kernels.shapes import Shape, Skew, rows_of
 
+PASSES = ("forward", "dgrad", "wgrad", "fused", "grads")
+"""Of the benchmark."""
 OPERANDS = {
     "forward": ("x_md", "w_gdf"),
     "dgrad": ("dy_mf", "w_gdf"),
     "wgrad": ("x_md", "dy_mf"),
     "fused": ("x_md", "into_gdh"),
     "grads": ("x_md", "w_gdf", "dy_mf"),
+    "swiglu": ("x_md", "into_gdh"),
+    "swiglu_dgrad": ("dy_md", "down_gfd", "into_mh"),
 }
 """Of each pass, before rows_g."""
-PARTS = {"grads": ("forward", "dgrad", "wgrad"), "fused": ("swiglu", "into")}
+PARTS = {
+    "grads": ("forward", "dgrad", "wgrad"),
+    "fused": ("h", "into"),
+    "swiglu": ("h", "into"),
+    "swiglu_dgrad": ("dinto", "h_again"),
+}
 """What a pass returns, where it is not one array of its own name."""
-OPERANDS_OF_PARTS = OPERANDS | dict.fromkeys(PARTS["fused"], OPERANDS["fused"])
+OPERANDS_OF_PARTS = {
+    part: OPERANDS[part if part in OPERANDS else which]
+    for which in OPERANDS
+    for part in PARTS.get(which, (which,))
+}
 PRODUCTS = {"forward": 1, "dgrad": 1, "wgrad": 1, "fused": 2, "grads": 3}
-"""Of 2 * rows * d * f FLOPs."""
+"""Of 2 * rows * d * f FLOPs, in the passes of the benchmark."""
 MOST_ERROR = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 MOST_ERROR_TF32 = 1e-3
 """Of float32 on a GPU, whose matrix units round its inputs to 10 bits."""
 SEED_OF_ROWS = 0
 SAMPLED_ENDS, SAMPLED_WIDTH = 8, 64
+SAMPLED_COLUMNS = 512
+"""Of rows: of a width of 14336 one in 28, so that no chunk of 32 goes unseen."""
 
 
 class Case(NamedTuple):
@@ -68,13 +90,17 @@ class Case(NamedTuple):
 
 
 def operands(which: str, shape: Shape, dtype: str, seed: int) -> tuple[Array, ...]:
-    """Fresh normal numbers on the device; matrices so that products have variance 1."""
+    """Fresh normal numbers on the device; matrices over the root of their height, so
+    that x @ w has variance 1."""
     rows, d, f, groups = shape.rows, shape.d, shape.f, shape.groups
     dims = {
         "x_md": (rows, d),
+        "dy_md": (rows, d),
         "dy_mf": (rows, f),
+        "into_mh": (rows, 2 * f),
         "w_gdf": (groups, d, f),
         "into_gdh": (groups, d, 2 * f),
+        "down_gfd": (groups, f, d),
     }
     keys = jax.random.split(jax.random.key(seed), len(OPERANDS[which]))
     return tuple(
@@ -86,11 +112,11 @@ def operands(which: str, shape: Shape, dtype: str, seed: int) -> tuple[Array, ..
 def _normal(key: Array, dims: tuple[int, ...], dtype: str) -> Array:
     if len(dims) == 2:
         return jax.random.normal(key, dims, dtype)
-    groups, d, _ = dims
+    groups, height, _ = dims
     # A matrix at a time: random bits of all would take several times their memory.
     return jax.lax.map(
         lambda key: (
-            jax.random.normal(key, dims[1:], dtype) * jnp.asarray(d**-0.5, dtype)
+            jax.random.normal(key, dims[1:], dtype) * jnp.asarray(height**-0.5, dtype)
         ),
         jax.random.split(key, groups),
     )
@@ -141,67 +167,93 @@ def most_error(dtype: str, device: str) -> float:
 def error_of(which: str, results, case: Case, *, has_zero_padding: bool) -> float:
     """The largest error of the results, whole; infinite where one is not finite.
     Padding counts where it must be zero."""
-    by_name = dict(zip(OPERANDS[which], case.operands))
     errors = []
-    for part, out in _parts(which, results):
-        a, b = (_float64(by_name[name]) for name in OPERANDS_OF_PARTS[part])
+    for part, arrays, out in parts_of(which, case, results):
         has_all = part == "wgrad" or has_zero_padding
         rows = slice(None if has_all else case.num_rows)
-        reference = defined(part, a, b, case.rows_g)
+        reference = defined(part, [*map(_float64, arrays)], case.rows_g)
         errors.append(relative_error(_float64(out)[rows], reference[rows]))
     return max(errors)
 
 
 def sampled_error_of(which: str, results, case: Case) -> float:
-    """The same for a case of full size, of a few groups: of their first and last rows,
-    or of some rows and columns of their gradients. All results must be finite."""
-    by_name = dict(zip(OPERANDS[which], case.operands))
+    """The same for a case of full size, the largest of a few groups: of some columns of
+    their first and last rows, or of some rows and columns of their gradients. All
+    results must be finite."""
     errors = []
-    for part, out in _parts(which, results):
+    for part, arrays, out in parts_of(which, case, results):
         if not _is_finite(out):
             return np.inf
-        pair = (by_name[name] for name in OPERANDS_OF_PARTS[part])
-        *sampled, rows_g = sample(part, *pair, out, case.rows_g)
-        a, b, found = map(_float64, sampled)
-        errors.append(relative_error(found, defined(part, a, b, rows_g)))
+        sampled, found, rows_g = sample(part, arrays, out, case.rows_g)
+        reference = defined(part, sampled, rows_g)
+        ends_g = range(1, len(rows_g)) if part == "wgrad" else np.cumsum(rows_g)[:-1]
+        by_group = (np.split(whole, ends_g) for whole in (found, reference))
+        errors += map(relative_error, *by_group)
     return max(errors)
 
 
-def defined(part: str, a: np.ndarray, b: np.ndarray, rows_g: np.ndarray) -> np.ndarray:
+def parts_of(which: str, case: Case, results) -> Iterator[tuple]:
+    """(part, what it is made of, out) of each array that a pass returns."""
+    by_name = dict(zip(OPERANDS[which], case.operands, strict=True))
+    parts = PARTS.get(which, (which,))
+    outs = results if which in PARTS else (results,)
+    for part, out in zip(parts, outs, strict=True):
+        yield part, [by_name[name] for name in OPERANDS_OF_PARTS[part]], out
+
+
+def defined(part: str, arrays: Sequence[np.ndarray], rows_g: np.ndarray) -> np.ndarray:
     """The definition, group by group; zero in padding."""
     ends_g = np.cumsum(rows_g)
     spans = [slice(end - rows, end) for rows, end in zip(rows_g, ends_g)]
+    x, other, *more = arrays
     if part == "wgrad":
-        return np.stack([a[span].T @ b[span] for span in spans])
-    width = {"dgrad": b.shape[1], "swiglu": b.shape[2] // 2}.get(part, b.shape[2])
-    out = np.zeros((len(a), width))
-    for span, matrix in zip(spans, b):
-        product = a[span] @ (matrix.T if part == "dgrad" else matrix)
-        if part == "swiglu":
-            gate, up = np.split(product, 2, axis=1)
-            product = gate / (1 + np.exp(-gate)) * up
-        out[span] = product
-    return out
+        return np.stack([x[span].T @ other[span] for span in spans])
+    found = [
+        _of_group(part, x[span], matrix, *(a[span] for a in more))
+        for span, matrix in zip(spans, other)
+    ]
+    padding = np.zeros((len(x) - ends_g[-1], found[0].shape[1]))
+    return np.concatenate([*found, padding])
 
 
-def sample(part: str, a: Array, b: Array, out: Array, rows_g: np.ndarray) -> tuple:
-    """A case of fewer groups, and rows or columns, with the results that belong to it:
-    the fullest group, the first and last that have rows, and an empty one."""
+def _of_group(part: str, x, matrix, into=None) -> np.ndarray:
+    if part in ("forward", "into"):
+        return x @ matrix
+    if part == "dgrad":
+        return x @ matrix.T
+    gate, up = np.split(x @ matrix if part == "h" else into, 2, axis=1)
+    sigmoid = 1 / (1 + np.exp(-gate))
+    silu = gate * sigmoid
+    if part != "dinto":
+        return silu * up
+    dh = x @ matrix.T
+    dgate = dh * up * (sigmoid + silu * (1 - sigmoid))
+    return np.concatenate([dgate, dh * silu], axis=1)
+
+
+def sample(part: str, arrays: Sequence[Array], out: Array, rows_g: np.ndarray) -> tuple:
+    """A case of fewer groups, rows and columns in float64, with the results that belong
+    to it: the fullest group, the first and last that have rows, and an empty one."""
     full = np.flatnonzero(rows_g)
     empty = np.flatnonzero(rows_g == 0)[:1]
     chosen = np.unique([*full[[0, -1]], rows_g.argmax(), *empty])
     first_g = np.cumsum(rows_g) - rows_g
-    if part != "wgrad":
-        near = [_ends_of(first_g[i], rows_g[i]) for i in chosen]
-        rows = np.concatenate(near)
-        return a[rows], b[chosen], out[rows], np.array([len(r) for r in near])
-    random = np.random.default_rng(0)
-    from_a, from_b = (
-        np.sort(random.permutation(width.shape[1])[:SAMPLED_WIDTH]) for width in (a, b)
-    )
-    rows = np.concatenate([first_g[i] + np.arange(rows_g[i]) for i in chosen])
-    a, b = a[:, from_a][rows], b[:, from_b][rows]
-    return a, b, out[chosen][:, from_a][:, :, from_b], rows_g[chosen]
+    if part == "wgrad":
+        from_x, from_dy = (_spread(a.shape[1], SAMPLED_WIDTH) for a in arrays)
+        rows = np.concatenate([first_g[i] + np.arange(rows_g[i]) for i in chosen])
+        x, dy = (a[:, own][rows] for a, own in zip(arrays, (from_x, from_dy)))
+        out = out[chosen][:, from_x][:, :, from_dy]
+        return [_float64(x), _float64(dy)], _float64(out), rows_g[chosen]
+    near = [_ends_of(first_g[i], rows_g[i]) for i in chosen]
+    rows = np.concatenate(near)
+    width = out.shape[1] // (2 if part in ("into", "dinto") else 1)
+    x, matrix, *more = arrays
+    axis = 1 if part in ("dgrad", *PARTS["swiglu_dgrad"]) else 2
+    matrix = _columns(matrix[chosen], width, axis)
+    more = (_columns(a[rows], width) for a in more)
+    sampled = [_float64(a) for a in (x[rows], matrix, *more)]
+    counts = np.array([len(r) for r in near])
+    return sampled, _float64(_columns(out[rows], width)), counts
 
 
 def _ends_of(first: int, count: int) -> np.ndarray:
@@ -209,17 +261,22 @@ def _ends_of(first: int, count: int) -> np.ndarray:
     return first + row[(row < SAMPLED_ENDS) | (row >= count - SAMPLED_ENDS)]
 
 
+def _spread(width: int, count: int) -> np.ndarray:
+    """So many of `width` columns, the first and the last among them, or all."""
+    return np.unique(np.linspace(0, width - 1, count).astype(int))
+
+
+def _columns(array: Array, width: int, axis: int = 1) -> Array:
+    """Some of each part of `width`: gate and up lie side by side."""
+    first = np.arange(0, array.shape[axis], width)[:, None]
+    return jnp.take(array, (first + _spread(width, SAMPLED_COLUMNS)).ravel(), axis)
+
+
 def relative_error(out: np.ndarray, reference: np.ndarray) -> float:
     """Frobenius norms; infinite for what is not finite."""
     norm = np.linalg.norm(reference)
     error = np.linalg.norm(out - reference) / (norm if norm > 0 else 1)
     return float(error) if np.isfinite(error) else np.inf
-
-
-def _parts(which: str, results) -> Sequence[tuple[str, Array]]:
-    if which in PARTS:
-        return tuple(zip(PARTS[which], results, strict=True))
-    return ((which, results),)
 
 
 def _float64(array: Array) -> np.ndarray:

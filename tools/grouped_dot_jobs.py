@@ -3,9 +3,10 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,10 +21,9 @@ ROTATED_BYTES = 256 * 2**20
 """Inputs that calls on a GPU go through: four times the L2 of a Hopper GPU."""
 MOST_SETS = 8
 SAMPLE_MSEC = 20
-"""Calls between two waits for a GPU last about so long together."""
-MOST_CALLS = 50
-QUICK_CALLS = 3
-"""Of a variant, to find the fastest."""
+"""Calls between two waits for a GPU last about so long together, where they are not the
+fewest or the most."""
+FEWEST_CALLS, MOST_CALLS = 3, 50
 
 
 class WrongArm(Exception):
@@ -56,11 +56,11 @@ class Job:
 
     def call_msec(self, num_calls: int) -> float:
         """Of one call, the mean over so many between two waits."""
-        begin = time.perf_counter()
-        for i in range(num_calls):
-            out = self.arm.run(*self.arguments[i % len(self.arguments)])
-        self.arm.wait(out)
-        return 1e3 * (time.perf_counter() - begin) / num_calls
+
+        def call(i: int):
+            return self.arm.run(*self.arguments[i % len(self.arguments)])
+
+        return mean_msec(call, num_calls, self.arm.wait)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +176,7 @@ def fastest(jobs: list[Job]) -> Job:
     for job in jobs:
         try:
             job.call_msec(1)
-            timed.append((job.call_msec(QUICK_CALLS), job))
+            timed.append((job.call_msec(FEWEST_CALLS), job))
         except Exception as error:
             last = error
     if not timed:
@@ -212,11 +212,26 @@ def take_turns(jobs: list[Job], settings: Settings) -> None:
     """Every other turn goes backwards, so that none always follows the same one. All
     have run before: nothing is compiled here."""
     for job in jobs if settings.device == "gpu" else ():
-        calls = round(SAMPLE_MSEC / job.call_msec(QUICK_CALLS))
-        job.num_calls = min(MOST_CALLS, max(QUICK_CALLS, calls))
+        job.num_calls = num_calls_of(job.call_msec(FEWEST_CALLS))
     for turn in range(settings.repeats):
         for job in jobs if turn % 2 else reversed(jobs):
             job.msec.append(job.call_msec(job.num_calls))
+
+
+def mean_msec(
+    call: Callable[[int], Any], num_calls: int, wait: Callable = jax.block_until_ready
+) -> float:
+    """Of call(i), over so many back to back and one wait."""
+    begin = time.perf_counter()
+    for i in range(num_calls):
+        out = call(i)
+    wait(out)
+    return 1e3 * (time.perf_counter() - begin) / num_calls
+
+
+def num_calls_of(msec: float) -> int:
+    """Calls of so long each between two waits for a GPU."""
+    return min(MOST_CALLS, max(FEWEST_CALLS, round(SAMPLE_MSEC / msec)))
 
 
 def figures(job: Job, dense: Job | None, num_flops: int) -> dict:

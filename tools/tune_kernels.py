@@ -15,7 +15,6 @@ input; 3 there is no Hopper GPU here.
 """
 
 import argparse
-import dataclasses
 import datetime
 import functools
 import os
@@ -23,40 +22,20 @@ import pathlib
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
-from moejax.kernels import tuning  # noqa: E402
-from moejax.kernels.shapes import MODEL_SHAPES, SKEWS, Shape  # noqa: E402
-from tools import tune_search  # noqa: E402
 from tools.bench_grouped_dot import commit, named  # noqa: E402
 from train.ending import CRASHED, DONE, emit, guarded, refuse  # noqa: E402
 
 LIMIT_SEC = 300
 
 
-class Bucket(NamedTuple):
-    name: str
-    which: tuning.Pass
-    shape: Shape
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    buckets: list[Bucket]
-    skews: list[str]
-    dtype: str
-    limit_sec: float
-    seed: int
-    is_again: bool
-    path: pathlib.Path
-
-
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    # JAX reads it when it is imported: here only functions that come after import it.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
     return guarded(lambda: work(args), as_json=args.json)
 
@@ -67,8 +46,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--shapes", default="all", help="names with commas")
-    add("--passes", default="all", help=", ".join(tuning.PASSES))
-    add("--skews", default="zipf,uniform", help=", ".join(SKEWS))
+    add("--passes", default="all", help="forward, dgrad, wgrad, swiglu, swiglu_dgrad")
+    add("--skews", default="zipf,uniform", help="uniform, zipf, one_hot, with_empty")
     add("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     add("--layer", action="store_true", help="the products of a layer in training")
     add("--limit_sec", type=float, default=LIMIT_SEC, help="of the whole search: 300")
@@ -80,14 +59,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def work(args: argparse.Namespace) -> int:
-    shapes = {name: MODEL_SHAPES[name] for name in named_shapes(args.shapes)}
+    from moejax.kernels import tuning
+    from moejax.kernels.grouped_dot import hopper
+    from moejax.kernels.shapes import MODEL_SHAPES, SKEWS
+    from tools import tune_cases, tune_search
+
+    names = named("shapes", args.shapes, MODEL_SHAPES)
+    shapes = {name: MODEL_SHAPES[name] for name in names}
     passes = named("passes", args.passes, tuning.PASSES)
     skews = named("skews", args.skews, SKEWS)
     if not args.limit_sec > 0:
         raise ValueError(f"--limit_sec {args.limit_sec} must be above 0")
     kind = hopper_here()
-    settings = Settings(
-        buckets=[b for b in buckets_of(shapes, args.layer) if b.which in passes],
+    buckets = tune_search.buckets_of(shapes, args.layer)
+    settings = tune_search.Settings(
+        buckets=[bucket for bucket in buckets if bucket.which in passes],
         skews=skews,
         dtype=args.dtype,
         limit_sec=args.limit_sec,
@@ -95,8 +81,6 @@ def work(args: argparse.Namespace) -> int:
         is_again=args.again,
         path=args.out or tuning.file_of(kind),
     )
-    from moejax.kernels.grouped_dot import hopper
-    from tools import tune_cases
 
     def product(which: tuning.Pass, tiles: tuning.Tiles) -> Callable:
         return functools.partial(getattr(hopper, which), tiles=tiles)
@@ -107,10 +91,6 @@ def work(args: argparse.Namespace) -> int:
         return refuse(error, CRASHED, args.json)
     emit(summary, args.json)
     return DONE
-
-
-def named_shapes(text: str) -> list[str]:
-    return named("shapes", text, MODEL_SHAPES)
 
 
 def hopper_here() -> str:
@@ -134,32 +114,19 @@ def hopper_here() -> str:
     return device.device_kind
 
 
-def buckets_of(shapes: dict[str, Shape], is_layer: bool) -> Iterator[Bucket]:
-    """Every pass of each shape; of a layer, what grouped_swiglu and its gradient run:
-    gate and up lie side by side in one matrix, and the second product goes back."""
-    for name, shape in shapes.items():
-        into = dataclasses.replace(shape, f=2 * shape.f)
-        down = dataclasses.replace(shape, d=shape.f, f=shape.d)
-        layer = [
-            *(("swiglu", shape), ("forward", down), ("swiglu_dgrad", shape)),
-            *(("dgrad", into), ("wgrad", into), ("wgrad", down)),
-        ]
-        plain = [(which, shape) for which in tuning.PASSES]
-        for which, of in layer if is_layer else plain:
-            yield Bucket(name, which, of)
-
-
 def tune(
-    settings: Settings,
+    settings,
     kind: str,
     product: Callable,
     timer: Callable,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict:
-    """Search bucket after bucket, and keep each; a summary. `product` and `timer` are
-    those of tune_cases."""
+    """Search bucket after bucket, and keep each; a summary. `settings` are those of
+    tune_search, `product` and `timer` those of tune_cases."""
+    from tools import tune_cases, tune_search
+
     record = tune_search.load(settings.path, kind)
-    by_key = {key_of(bucket, settings): bucket for bucket in settings.buckets}
+    by_key = {b.key(settings.dtype): b for b in settings.buckets}
     known = () if settings.is_again else record["tiles"]
     todo = [bucket for key, bucket in by_key.items() if key not in known]
     print(f"{kind}: {len(todo)} buckets for {settings.path}", flush=True)
@@ -170,7 +137,8 @@ def tune(
         def is_over(share_end=share_end):
             return clock() >= share_end
 
-        row = searched(todo.pop(0), settings, product, timer, is_over)
+        bucket = todo.pop(0)
+        row = tune_cases.searched(bucket, settings, product, timer, is_over)
         record = recorded(record, row)
         tune_search.keep(settings.path, record)
         rows.append(row)
@@ -178,54 +146,6 @@ def tune(
         print(f"the time is up: {len(todo)} buckets are left, run it again")
     file = str(settings.path)
     return {"device": kind, "file": file, "measured": rows, "num_left": len(todo)}
-
-
-def searched(
-    bucket: Bucket,
-    settings: Settings,
-    product: Callable,
-    timer: Callable,
-    is_over: Callable[[], bool],
-) -> dict:
-    """The fastest tiles of one bucket, and how they were found."""
-    import jax.numpy as jnp
-
-    from tools import tune_cases
-
-    name, which, shape = bucket
-    itemsize = jnp.dtype(settings.dtype).itemsize
-    case = tune_cases.prepare(
-        which, shape, settings.dtype, settings.skews, settings.seed, product
-    )
-    found = tune_search.search(
-        tune_search.candidates(which, shape, itemsize),
-        lambda tiles: tune_search.neighbours(which, tiles, itemsize),
-        tune_cases.measurer(case, product, timer),
-        is_over,
-    )
-    rule = tuning.by_rule(which, shape)
-    if rule not in found.msec:
-        raise RuntimeError(f"{rule} of the rule has no time: {found.skipped[rule]}")
-    for tiles, why in found.skipped.items():
-        print(f"  skipped {tiles}: {why}")
-    best, best_msec = found.best, found.msec[found.best]
-    print(
-        f"{which} of {name}, {shape.d} -> {shape.f}: {best_msec:.3f} ms by {best}; "
-        f"{found.msec[rule]:.3f} ms by the rule; {len(found.msec)} timed, "
-        f"{len(found.skipped)} skipped" + ("" if found.is_whole else ", not whole"),
-        flush=True,
-    )
-    return {
-        "bucket": key_of(bucket, settings),
-        "shape": name,
-        "tiles": dataclasses.asdict(best),
-        "msec": best_msec,
-        "rule_msec": found.msec[rule],
-        "skews": settings.skews,
-        "num_timed": len(found.msec),
-        "num_skipped": len(found.skipped),
-        "is_whole": found.is_whole,
-    }
 
 
 def recorded(record: dict, row: dict) -> dict:
@@ -243,10 +163,6 @@ def recorded(record: dict, row: dict) -> dict:
         "tiles": record["tiles"] | {key: tiles},
         "measured": record["measured"] | {key: told | about},
     }
-
-
-def key_of(bucket: Bucket, settings: Settings) -> str:
-    return tuning.bucket(bucket.which, bucket.shape, settings.dtype)
 
 
 if __name__ == "__main__":

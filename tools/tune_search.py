@@ -1,5 +1,6 @@
-"""What tools/tune_kernels.py tries, in which order, and what it keeps. No JAX.
+"""What tools/tune_kernels.py tries, in which order, and what it keeps.
 
+    buckets_of   a bucket for each pass of each shape, or for each product of a layer
     candidates   the rule's tiles, then all shapes of a tile, likely ones first
     neighbours   of the fastest: one setting of it changed; and again, while it helps
 
@@ -12,13 +13,17 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from moejax.kernels.shapes import Shape
 from moejax.kernels.tuning import (
+    PASSES,
     SHARED_BYTES,
     Pass,
     Tiles,
+    bucket,
     by_rule,
+    of_layer,
     shared_bytes,
 )
 from moejax.kernels.tuning import read as read_file
@@ -37,6 +42,35 @@ multiplies."""
 MOST_GUESSED = 1.25
 BATCH = 4
 """Candidates that are compiled at the same time, and then timed one by one."""
+
+
+class Bucket(NamedTuple):
+    name: str
+    which: Pass
+    shape: Shape
+
+    def key(self, dtype: str) -> str:
+        """In the file of tiles."""
+        return bucket(self.which, self.shape, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    buckets: list[Bucket]
+    skews: list[str]
+    dtype: str
+    limit_sec: float
+    seed: int
+    is_again: bool
+    path: pathlib.Path
+
+
+def buckets_of(shapes: dict[str, Shape], is_layer: bool) -> Iterator[Bucket]:
+    """Every pass of each shape, or what layers of these widths run."""
+    for name, shape in shapes.items():
+        plain = [(which, shape) for which in PASSES]
+        for which, of in of_layer(shape) if is_layer else plain:
+            yield Bucket(name, which, of)
 
 
 def candidates(which: Pass, shape: Shape, itemsize: int) -> list[Tiles]:

@@ -275,9 +275,10 @@ def _logical(plan: ExpertPlan) -> ExpertPlan:
 
 
 def _is_same(saved: dict, current: dict) -> bool:
+    """A field that there was not yet when it was saved counts as unchanged."""
     current = json.loads(json.dumps(current))
     return all(
-        saved.get(part, {}).get(name) == value
+        saved.get(part, {}).get(name, value) == value
         for part, names in SAME.items()
         for name, value in current[part].items()
         if names is None or name in names

@@ -1,26 +1,46 @@
 """Which kernels a run's layers use, in words for its start."""
 
 from moejax.config import Config
-from moejax.kernels.choice import Choice, grouped_dot_here, permute_here
+from moejax.kernels import choice
+from moejax.kernels.choice import Choice
+from moejax.kernels.shapes import Shape
+from moejax.kernels.tuning import of_layer, tuned
 from moejax.layout import Layout
 
 
 def kernels_of(cfg: Config, layout: Layout) -> dict[str, Choice]:
-    """By kernel, for round 0 of a layer of this layout on the device that is here."""
+    """By kernel, for a layer of this layout on the device that is here; of later rounds
+    where these get another one."""
     if layout.kernels == "plain":
         why = "Moe.kernels='plain'"
         return {"grouped_dot": Choice("blocked", why), "permute": Choice("xla", why)}
     view, d = layout.exchanged, cfg.model.d_model
-    num_rows = view.num_senders * view.rows_per_peer // view.num_windows
-    shards = 1 if layout.is_local else cfg.expert_shards
     dtype = cfg.model.compute_dtype
-    return {
-        "grouped_dot": grouped_dot_here(dtype, num_rows, d, cfg.moe.d_expert // shards),
-        "permute": permute_here(dtype, d),
-    }
+    first, later = (
+        _grouped_dot(cfg, layout, view.num_senders * rows // view.num_windows)
+        for rows in (view.rows_per_peer, view.rows_per_round)
+    )
+    kernels = {"grouped_dot": first, "permute": choice.permute_here(dtype, d)}
+    if layout.exchange == "exact" and later.implementation != first.implementation:
+        kernels["grouped_dot in later rounds"] = later
+    return kernels
+
+
+def _grouped_dot(cfg: Config, layout: Layout, num_rows: int) -> Choice:
+    shards = 1 if layout.is_local else cfg.expert_shards
+    d, f, dtype = cfg.model.d_model, cfg.moe.d_expert // shards, cfg.model.compute_dtype
+    found = choice.grouped_dot_here(dtype, num_rows, d, f)
+    if found.implementation != "hopper":
+        return found
+    shape = Shape(num_rows, d, f, layout.slots_per_device)
+    kind = choice.device_here().device_kind
+    products = of_layer(shape)
+    count = sum(tuned(which, of, dtype, kind) is not None for which, of in products)
+    said = f"{count} of {len(products)} products with measured tiles"
+    return Choice("hopper", f"{found.why}, {said}")
 
 
 def kernel_line(cfg: Config, layout: Layout) -> str:
     said = kernels_of(cfg, layout).items()
-    parts = [f"{name} {choice.implementation} ({choice.why})" for name, choice in said]
+    parts = [f"{name} {found.implementation} ({found.why})" for name, found in said]
     return f"kernels            {', '.join(parts)}"

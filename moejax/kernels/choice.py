@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 HOPPER_KINDS = re.compile(r"\b(H100|H200|H800|H20|GH200)\b")
-HOPPER = 9.0
+HOPPER = "9.0"
 """Compute capability; its WGMMA is of no earlier and no later device."""
 
 
@@ -27,7 +27,7 @@ def device_here() -> Any:
 def is_hopper(device: Any) -> bool:
     capability = getattr(device, "compute_capability", None)
     if capability is not None:
-        return float(capability) == HOPPER
+        return str(capability) == HOPPER
     return HOPPER_KINDS.search(device.device_kind) is not None
 
 

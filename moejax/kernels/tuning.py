@@ -56,10 +56,10 @@ class Tiles:
 
     def __post_init__(self) -> None:
         own_rows, own_columns = self.own
-        if own_rows % 64 or own_columns % 64 or own_columns > 256:
+        if own_rows not in (64, 128) or own_columns not in (64, 128, 192, 256):
             raise ValueError(
-                f"a warpgroup has {own_rows} x {own_columns} of {self}: it must be a "
-                "multiple of 64 x 64 with at most 256 columns"
+                f"a warpgroup has {own_rows} x {own_columns} of {self}: it must have "
+                "64 or 128 rows, and a multiple of 64 and at most 256 columns"
             )
         if self.depth % 64:
             raise ValueError(f"depth={self.depth} must be a multiple of 64")
@@ -78,6 +78,21 @@ class Tiles:
         if self.halves == "rows":
             return self.rows // 2, self.columns
         return self.rows, self.columns // 2
+
+
+def of_layer(shape: Shape) -> list[tuple[Pass, Shape]]:
+    """What grouped_swiglu of rows x d -> f and its gradient run: the first product has
+    gate and up, and the second is turned round."""
+    wide = dataclasses.replace(shape, f=2 * shape.f)
+    back = dataclasses.replace(shape, d=shape.f, f=shape.d)
+    return [
+        ("swiglu", shape),
+        ("forward", back),
+        ("swiglu_dgrad", shape),
+        ("dgrad", wide),
+        ("wgrad", wide),
+        ("wgrad", back),
+    ]
 
 
 def tiles_for(which: Pass, shape: Shape, dtype: str, device_kind: str) -> Tiles:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from moejax.colours import most_colours
 from moejax.config import Moe, Router
 from moejax.kernels import varying_alike
+from moejax.kernels.choice import is_hopper
 from moejax.kernels.water_fill import fits_fused
 from moejax.layout import Layout
 from moejax.moe import route as routing
@@ -195,9 +196,6 @@ def _param(rngs: nnx.Rngs, shape, fan_in: int, dims: str | None = None) -> nnx.P
     return nnx.Param(init(rngs.params(), shape, jnp.float32), dims=dims)
 
 
-HOPPER = 9.0
-
-
 def check_device(layout: Layout, device: jax.Device) -> None:
     """NotImplementedError when a layer of this layout cannot run on such devices."""
     if layout.transport == "ragged" and device.platform == "cpu":
@@ -207,9 +205,8 @@ def check_device(layout: Layout, device: jax.Device) -> None:
         )
     if not layout.fused_split:
         return
-    capability = float(getattr(device, "compute_capability", None) or 0.0)
     num_colours = most_colours(layout.num_experts, layout.num_slots)
-    if capability < HOPPER or not fits_fused(num_colours, layout.num_devices):
+    if not is_hopper(device) or not fits_fused(num_colours, layout.num_devices):
         raise NotImplementedError(
             "the fused split is a kernel for Hopper GPUs and groups of at most 128 "
             f"devices, and this is {layout.num_experts} experts on "

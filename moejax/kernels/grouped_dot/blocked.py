@@ -129,7 +129,7 @@ def _for_each_group(
     rows_g: Array, of_group: Callable[[Array, Array, Array, Array], Array], carry: Array
 ) -> Array:
     """carry = of_group(group, first row, row past its last, carry), where not empty."""
-    ends_g = jnp.cumsum(rows_g)
+    ends_g = jnp.cumsum(rows_g, dtype=jnp.int32)  # whatever the rows' dtype
 
     def has_rows(state: tuple[Array, Array]) -> Array:
         return state[0] < ends_g[-1]
@@ -203,6 +203,7 @@ def _take(x_md: Array, first: Array, size: int) -> Array:
 
 
 def _put(y: Array, block: Array, first: tuple) -> Array:
+    first = tuple(jnp.int32(index) for index in first)
     return lax.dynamic_update_slice(y, block, first, allow_negative_indices=False)
 
 

@@ -22,7 +22,7 @@ def swiglu(
 ) -> tuple[Float[Array, "m f"], Float[Array, "m h"]]:
     """(h_mf, into_mh); both zero in rows past sum(rows_g), and in the dtype of x_md.
 
-    The activation is taken in float32. into_mh is what swiglu_dgrad needs.
+    The activation is taken in float32 at least. into_mh is what swiglu_dgrad needs.
     block_rows <= m.
     """
     into_mh = blocked.forward(x_md, into_gdh, rows_g, block_rows)
@@ -43,7 +43,7 @@ def swiglu_dgrad(
     h_mf is swiglu's once more, for the gradient of down: it need not be kept.
     block_rows <= m.
     """
-    dh_mf = blocked.dgrad(dy_md, down_gfd, rows_g, block_rows).astype(jnp.float32)
+    dh_mf = _wide(blocked.dgrad(dy_md, down_gfd, rows_g, block_rows))
     gate_mf, up_mf = _gate_and_up(into_mh)
     sigmoid_mf = jax.nn.sigmoid(gate_mf)
     silu_mf = gate_mf * sigmoid_mf
@@ -54,4 +54,8 @@ def swiglu_dgrad(
 
 
 def _gate_and_up(into_mh: Array) -> list[Array]:
-    return jnp.split(into_mh.astype(jnp.float32), 2, axis=1)
+    return jnp.split(_wide(into_mh), 2, axis=1)
+
+
+def _wide(value: Array) -> Array:
+    return value.astype(jnp.promote_types(value.dtype, jnp.float32))

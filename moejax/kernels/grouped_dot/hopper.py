@@ -103,7 +103,7 @@ def wgrad(
     run: Run = ON_DEVICE,
 ) -> Float[Array, "g d f"]:
     """x.T @ dy over the rows of each group; zero for an empty one."""
-    _check(x_md, x_md.shape[1], dy_mf.shape[1])
+    _check(run, x_md, x_md.shape[1], dy_mf.shape[1])
     return wgrad_kernel.call(x_md, dy_mf, rows_g, tiles, run)
 
 
@@ -118,7 +118,7 @@ def swiglu(
     backward pass needs. A block has the same columns of gate and of up."""
     (num_rows, d), num_groups = x_md.shape, into_gdh.shape[0]
     f = into_gdh.shape[2] // 2
-    _check(x_md, d, f)
+    _check(run, x_md, d, f)
 
     def finish(products, sources, is_padding):
         # Rounded first, so that the backward pass, which reads them, sees the same h.
@@ -152,7 +152,7 @@ def swiglu_dgrad(
     """Gradients of [gate, up] where dy is that of (silu(gate) * up) @ down, and
     silu(gate) * up once more, for the gradient of down: nothing else keeps it."""
     (num_rows, d), (num_groups, f, _) = dy_md.shape, down_gfd.shape
-    _check(dy_md, d, f)
+    _check(run, dy_md, d, f)
 
     def finish(products, sources, is_padding):
         (dh,), (gate, up) = products, sources
@@ -185,7 +185,7 @@ def swiglu_dgrad(
 def _product(x, w, rows_g, tiles, run, *, is_transposed):
     num_rows, depth = x.shape
     width = w.shape[1 if is_transposed else 2]
-    _check(x, depth, width)
+    _check(run, x, depth, width)
     job = Job(
         tiles=tiles,
         is_transposed=is_transposed,
@@ -199,7 +199,10 @@ def _product(x, w, rows_g, tiles, run, *, is_transposed):
     return y
 
 
-def _check(rows, *widths: int) -> None:
+def _check(run: Run, rows, *widths: int) -> None:
     why = declines(rows.dtype, rows.shape[0], *widths)
+    device = choice.device_here()
+    if run.interpret is None and not choice.is_hopper(device):
+        why = f"the kernels are for Hopper, not {device.device_kind}"
     if why:
         raise NotImplementedError(f"{why}: use implementation='blocked'")

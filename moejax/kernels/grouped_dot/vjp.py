@@ -29,13 +29,14 @@ def grouped_dot(
     cotangents hold, NaN too, reaches nothing. The gradient of an empty group's matrix
     is zero. Sums are taken in float32 at least. 'auto' takes the Hopper kernels where
     the device and the arrays allow, 'blocked' elsewhere; 'xla' is jax.lax.ragged_dot.
-    `block_rows` is static, of `blocked` only. Raises ValueError when the dtypes differ,
-    NotImplementedError where 'hopper' cannot take the arrays.
+    `block_rows` is static, of `blocked` only. Raises ValueError when dtypes or sizes
+    do not fit, NotImplementedError where 'hopper' cannot take the arrays.
 
         rows_g = [2, 0, 1], m = 4:  y = [x0 @ w0, x1 @ w0, x2 @ w2, 0]
     """
-    x_md, w_gdf, rows_g = _alike(x_md, w_gdf, rows_g)
-    (num_rows, d), f = x_md.shape, w_gdf.shape[2]
+    (num_rows, d), (num_groups, _, f) = x_md.shape, w_gdf.shape
+    _check(x_md, rows_g, w_gdf=(w_gdf, (num_groups, d, f)))
+    x_md, w_gdf, rows_g = varying_alike(x_md, w_gdf, rows_g)
     if implementation == "auto":
         implementation, _ = choice.grouped_dot_here(x_md.dtype, num_rows, d, f)
     match implementation:
@@ -66,8 +67,11 @@ def grouped_swiglu(
     The activation is part of the first product, and its gradient of the second one's:
     the backward pass keeps x and x @ into, and computes silu(gate) * up again.
     """
-    x_md, into_gdh, down_gfd, rows_g = _alike(x_md, into_gdh, down_gfd, rows_g)
-    (num_rows, d), f = x_md.shape, down_gfd.shape[1]
+    (num_rows, d), (num_groups, f, _) = x_md.shape, down_gfd.shape
+    into, down = (into_gdh, (num_groups, d, 2 * f)), (down_gfd, (num_groups, f, d))
+    _check(x_md, rows_g, into_gdh=into, down_gfd=down)
+    arrays = varying_alike(x_md, into_gdh, down_gfd, rows_g)
+    x_md, into_gdh, down_gfd, rows_g = arrays
     if implementation == "auto":
         implementation, _ = choice.grouped_dot_here(x_md.dtype, num_rows, d, f)
     if implementation in ("blocked", "hopper"):
@@ -77,14 +81,24 @@ def grouped_swiglu(
     return dot(jax.nn.silu(gate_mf) * up_mf, down_gfd)
 
 
-def _alike(x_md: Array, *others: Array) -> tuple[Array, ...]:
-    for w_gdf in others[:-1]:
+def _check(x_md: Array, rows_g: Array, **matrices: tuple[Array, tuple[int, ...]]):
+    """ValueError unless matrices have x's dtype and the shape beside each, and there
+    is a number of rows for each group."""
+    for name, (w_gdf, shape) in matrices.items():
         if x_md.dtype != w_gdf.dtype:
             raise ValueError(
-                f"x_md is {x_md.dtype} and w_gdf is {w_gdf.dtype}: cast one to the "
+                f"x_md is {x_md.dtype} and {name} is {w_gdf.dtype}: cast one to the "
                 "other"
             )
-    return varying_alike(x_md, *others)
+        if w_gdf.shape != shape:
+            raise ValueError(
+                f"{name} has shape {w_gdf.shape}, and must have {shape} for x_md "
+                f"{x_md.shape}"
+            )
+        if rows_g.shape != shape[:1]:
+            raise ValueError(
+                f"rows_g has shape {rows_g.shape}, and {name} has {shape[0]} groups"
+            )
 
 
 def _unknown(implementation: str) -> str:

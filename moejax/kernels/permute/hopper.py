@@ -155,7 +155,8 @@ def _weighted_sum(y, positions, *refs, width, rows):
         _store(out, rows[i], values.astype(out.dtype))
 
 
-def _combine_backward(dout, y, gate, assignment, dy, dots, *, width, rows, num_choices):
+def _combine_backward(*refs, width, rows, num_choices):
+    dout, y, gate, assignment, dy, dots = refs
     rows = _rows(rows)
     named = [_named(assignment, row) for row in rows]
     found = []
