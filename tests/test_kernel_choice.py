@@ -139,6 +139,7 @@ def test_the_layer_is_lowered_with_the_kernels_of_its_device():
     assert num_kernels(dataclasses.replace(layout_of_case(), kernels="plain")) == 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("low_tiles")
 def test_later_rounds_are_lowered_with_kernels_too():
     """On four H200s, under remat, with buffers so small that there may be such rounds:

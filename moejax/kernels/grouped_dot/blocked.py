@@ -1,7 +1,7 @@
 """The three grouped products as loops over blocks that hold rows, for any XLA device.
 
     rows of x     | group 0: 940 rows                 | group 1: 90 | group 3: 40 |
-    blocks of 512 | 512 whole | 256 whole | tail 192  | tail of 96  | tail of 48  |
+    blocks of 512 | 512 whole | 256 whole | tail 192  | tail of 96  | tail of 64  |
 
 Trip counts are known at run time only: empty groups and padding cost nothing. A
 group's matrix is sliced once. Its blocks begin at the group's own first row; the whole
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from moejax.kernels import zeros_varying_as
 
-TAIL_ROWS = (32, 48, 64, 80, 96, 128, 160, 192, 224, 256)
+TAIL_ROWS = (32, 64, 96, 128, 160, 192, 224, 256)
 """Sizes of tail blocks, up to the block's own. What fills up the tails was most of what
 a product cost above a dense one; but each size is compiled in every product."""
 
