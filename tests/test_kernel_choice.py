@@ -94,10 +94,10 @@ def config(**moe) -> Config:
 
 def test_the_run_says_what_it_takes_and_why():
     cfg = config()
-    line = kernel_line(cfg, layout_of(cfg))
+    line = kernel_line(kernels_of(cfg, layout_of(cfg)))
     assert "grouped_dot blocked (the kernels are for Hopper, not cpu)" in line
     with on(H200):
-        line = kernel_line(cfg, layout_of(cfg))
+        line = kernel_line(kernels_of(cfg, layout_of(cfg)))
     said = r"hopper \(NVIDIA H200, \d of 6 products with measured tiles\)"
     assert re.search(rf"grouped_dot {said}, permute hopper \(NVIDIA H200\)$", line)
 
@@ -105,7 +105,7 @@ def test_the_run_says_what_it_takes_and_why():
 def test_the_run_says_where_later_rounds_have_less_than_a_tile():
     cfg = config(rows_per_peer=32)
     with on(H200):
-        line = kernel_line(cfg, layout_of(cfg))
+        line = kernel_line(kernels_of(cfg, layout_of(cfg)))
     assert "grouped_dot hopper (NVIDIA H200," in line
     why = "the Hopper kernels decline: 32 rows are less than a tile's 64"
     assert f"grouped_dot in later rounds blocked ({why})" in line
@@ -118,7 +118,7 @@ def test_plain_kernels_on_any_device():
     with on(H200):
         found = kernels_of(cfg, layout)
     assert [c.implementation for c in found.values()] == ["blocked", "xla"]
-    assert "Moe.kernels='plain'" in kernel_line(cfg, layout)
+    assert "Moe.kernels='plain'" in kernel_line(kernels_of(cfg, layout))
 
 
 @pytest.fixture

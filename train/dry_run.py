@@ -7,6 +7,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from moejax.axes import AXES
 from moejax.config import Config
+from moejax.kernels.choice import Choice
 from moejax.layout import Layout
 from moejax.model.flops import flops_per_token, num_params
 from moejax.plan import ExpertPlan
@@ -80,7 +81,8 @@ def _print(cfg: Config, record: dict, plan: ExpertPlan) -> None:
     print(f"layout             {layout}")
     for line in wires_of(cfg).lines():
         print(line)
-    print(kernel_line(cfg, layout))
+    kernels = {name: Choice(**found) for name, found in record["kernels"].items()}
+    print(kernel_line(kernels))
     home = "home: slot p holds expert p" if plan.is_home else "not home"
     print(f"plan               {plan.digest} ({home}; {plan.num_layers} layers)")
     tokens = f"{record['tokens']:,} tokens"

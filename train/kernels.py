@@ -40,7 +40,7 @@ def _grouped_dot(cfg: Config, layout: Layout, num_rows: int) -> Choice:
     return Choice("hopper", f"{found.why}, {said}")
 
 
-def kernel_line(cfg: Config, layout: Layout) -> str:
-    said = kernels_of(cfg, layout).items()
+def kernel_line(kernels: dict[str, Choice]) -> str:
+    said = kernels.items()
     parts = [f"{name} {found.implementation} ({found.why})" for name, found in said]
     return f"kernels            {', '.join(parts)}"

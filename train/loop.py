@@ -16,7 +16,7 @@ from train.balancing import Balancing
 from train.checkpoint import Checkpointer, CheckpointError
 from train.feed import feed
 from train.held_out import Evaluation, evaluate
-from train.kernels import kernel_line
+from train.kernels import kernel_line, kernels_of
 from train.metrics import step_record
 from train.peak import peak_tflops
 from train.prepare import Job
@@ -126,7 +126,7 @@ def _compile(job: Job, meta: dict | None, say) -> tuple[Balancing, float]:
     start_sec, mesh = time.monotonic(), job.model.mesh
     for line in wires_of(job.cfg).lines():
         say(line)
-    say(kernel_line(job.cfg, job.model.layout))
+    say(kernel_line(kernels_of(job.cfg, job.model.layout)))
     balancing = Balancing(job, say)
     balancing.restore(meta)
     balancing.compile()
