@@ -132,10 +132,8 @@ def test_stopped_and_resumed_is_the_same_run(whole, stopped, tmp_path):
     assert_same_run(tmp_path / "run", ended, *whole)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("data", "expert"), [pytest.param(2, 2, marks=pytest.mark.long), (1, 1)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("data", "expert"), [(2, 2), (1, 1)])
 def test_continues_on_fewer_devices(whole, stopped, tmp_path, data, expert):
     """And to another step: what was logged stays, and the configuration is the new."""
     shutil.copytree(stopped[0], tmp_path / "run")

@@ -81,7 +81,7 @@ def with_mesh(cfg: Config, **sizes) -> Config:
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.long),
         pytest.param({"expert": 4}, marks=pytest.mark.long),
         pytest.param({"dc": 2, "expert": 2}, marks=pytest.mark.long),
     ],

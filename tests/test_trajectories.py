@@ -127,7 +127,7 @@ def test_trajectory_of_100_steps_in_float64(doubles, stores):
 @pytest.mark.parametrize(
     ("plain", "stores", "num_steps"),
     [
-        ("sharded", ["sharded"], 20),
+        pytest.param("sharded", ["sharded"], 20, marks=pytest.mark.long),
         pytest.param("owned", list(STORES), 100, marks=pytest.mark.long),
     ],
 )
