@@ -134,6 +134,7 @@ def test_a_swap_takes_less_than_a_step(swaps, owners):
         assert max(waited_msec) < 1
 
 
+@pytest.mark.long
 def test_killed_while_a_relayout_is_pending_is_the_same_run(
     house, relayout, tmp_path, cheap
 ):

@@ -13,6 +13,7 @@ BATCH = 64
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_exact_costs_little_more_than_capacity():
     """Temporary bytes of forward and backward, at the same rows_per_peer."""
     temporary = {}

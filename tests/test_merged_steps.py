@@ -115,7 +115,8 @@ def test_no_expert_weight_is_gathered_over_data(store):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_back", [False, pytest.param(True, marks=ALSO)])
+@pytest.mark.long
+@pytest.mark.parametrize("is_back", [False, True])
 def test_a_checkpoint_goes_on_merged_and_back(tmp_path, is_back):
     """With the balancer on: each leg starts from the other's checkpoint, and its losses
     are those of a run that was never merged."""

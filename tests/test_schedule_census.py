@@ -119,8 +119,11 @@ def sent_by(schedule: str, mp: int, esp: int, expert: int) -> tuple[Counter, Cou
     return forward, sent
 
 
+QUICK = [(2, 2, 4, schedule) for schedule in ("s1", "s1h", "local")]
 GRID = [
-    pytest.param(*sizes, schedule, marks=() if sizes == (2, 2, 4) else pytest.mark.long)
+    pytest.param(
+        *sizes, schedule, marks=() if (*sizes, schedule) in QUICK else pytest.mark.long
+    )
     for sizes in CUTS
     if sizes[0] * sizes[2] == 8
     for schedule in (*SCHEDULES, "local")
