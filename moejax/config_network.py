@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from moejax.domain import Domain, Form
-from moejax.layout import GROUP_AXES, Group, Kernels, Split, Store
+from moejax.layout import GROUP_AXES, Fp8, Group, Kernels, Split, Store
 from moejax.tensor import Schedule, Tensor
 
 
@@ -134,6 +134,9 @@ class Moe:
     kernels: Kernels = "auto"
     """Kernels of the device for experts and rows, where it has some (docs/kernels.md),
     or XLA's operations alone (plain)."""
+    fp8: Fp8 = "none"
+    """Experts multiply 8-bit values: rows and weights in e4m3, and gradients in the
+    format named. Gradients of weights stay as they are (docs/kernels.md)."""
     prefetch: bool | None = None
     """Transient copies travel a layer ahead; None: as the policy reckons."""
     near_weight: float = 0.0

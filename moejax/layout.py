@@ -22,8 +22,8 @@ from moejax.tensor import Tensor
 from moejax.wire import Wire
 
 __all__ = [
-    "GROUP_AXES", "ITEMSIZE", "ROW_MULTIPLE", "Exchange", "Group", "Kernels", "Layout",
-    "Split", "Store", "Topology", "Transport", "group_name", "uneven_group",
+    "GROUP_AXES", "ITEMSIZE", "ROW_MULTIPLE", "Exchange", "Fp8", "Group", "Kernels",
+    "Layout", "Split", "Store", "Topology", "Transport", "group_name", "uneven_group",
 ]  # fmt: skip
 
 Transport = Literal["local", "padded", "ragged", "hierarchical"]
@@ -31,6 +31,7 @@ Exchange = Literal["exact", "capacity"]
 Store = Literal["owned", "transient", "resident", "sharded"]
 Split = Literal["even", "local_first", "water_filling", "dynamic"]
 Kernels = Literal["auto", "plain"]
+Fp8 = Literal["none", "e4m3", "e5m2"]
 
 Group = Literal["expert", "data_expert", "dc_expert"]
 GROUP_AXES: dict[Group, tuple[str, ...]] = {
@@ -108,6 +109,9 @@ class Layout:
     kernels: Kernels = "auto"
     """What computes experts and permutes rows: kernels of the device where it has some
     (auto), or XLA's operations alone (plain)."""
+    fp8: Fp8 = "none"
+    """What experts multiply: rows and weights as they are, or rounded to 8 bits, with
+    gradients in this format."""
     offers_per_device: int = 0
     """Own experts that one device can give to others as copies, per layer."""
     copies_per_device: int = 0

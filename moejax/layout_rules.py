@@ -76,6 +76,8 @@ def _check_copies(layout: "Layout") -> None:
         )
     if layout.kernels not in ("auto", "plain"):
         raise ValueError(f"kernels='{layout.kernels}' must be 'auto' or 'plain'")
+    if layout.fp8 not in ("none", "e4m3", "e5m2"):
+        raise ValueError(f"fp8='{layout.fp8}' must be 'none', 'e4m3' or 'e5m2'")
     if layout.fused_split and layout.split != "water_filling":
         raise ValueError(
             "fused_split is for split='water_filling', and split is "

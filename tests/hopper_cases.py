@@ -11,10 +11,10 @@ import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moejax.kernels.grouped_dot import hopper, reference
+from moejax.kernels.grouped_dot import fp8, hopper, reference
 from moejax.kernels.grouped_dot.ring import Ring, Run
 from moejax.kernels.shapes import Shape
-from moejax.kernels.tuning import PASSES, Pass, Tiles
+from moejax.kernels.tuning import FP8, PASSES, Pass, Tiles
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -31,7 +31,12 @@ class Setup:
 
 def fitting(which: Pass, setup: Setup) -> Setup:
     """With tiles that lower: of wgrad a warpgroup must have 64 columns of x and of dy
-    to blank, which is no part of a swizzle."""
+    to blank, which is no part of a swizzle. In fp8 steps are twice as deep, and so are
+    the arrays: as many steps."""
+    if which in FP8:
+        tiles, shape = dataclasses.replace(setup.tiles, depth=128), setup.shape
+        shape = dataclasses.replace(shape, d=2 * shape.d, f=2 * shape.f)
+        return dataclasses.replace(setup, tiles=tiles, shape=shape)
     if which != "wgrad":
         return setup
     sizes = {"rows": 128, "columns": 128, "halves": "rows", "chunk": 64}
@@ -41,6 +46,7 @@ def fitting(which: Pass, setup: Setup) -> Setup:
 def dims_of(which: Pass, shape: Shape) -> list[tuple[int, ...]]:
     """Shapes of the arrays that a pass takes before rows_g."""
     m, d, f, g = shape.rows, shape.d, shape.f, shape.groups
+    which = which.removeprefix("fp8_")
     return {
         "forward": [(m, d), (g, d, f)],
         "dgrad": [(m, f), (g, d, f)],
@@ -101,11 +107,13 @@ def _definition(which: Pass, *arrays):
     JAX makes of that."""
     *floats, rows_g = arrays
     first, other, *into_mh = (a.astype(jnp.float32) for a in floats)
+    if which in FP8:
+        first, other = fp8.rounded_rows(first), fp8.rounded_matrices(other)
 
     def dot(x_md, w_gdf):
         return reference.grouped_dot(x_md, w_gdf, rows_g)
 
-    match which:
+    match which.removeprefix("fp8_"):
         case "forward":
             return dot(first, other)
         case "dgrad":

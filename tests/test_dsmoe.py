@@ -272,6 +272,10 @@ def losses_of(sums):
             lambda: transformer_of(moe=Moe(store="resident")),
             ["Router.training='dense'", "Moe.store='resident'", "use 'home'"],
         ),
+        (
+            lambda: transformer_of(moe=Moe(fp8="e5m2")),
+            ["Router.training='dense'", "Moe.fp8='e5m2': use 'none'"],
+        ),
     ],
 )
 def test_bad_combinations_are_refused_in_one_line(make, words):

@@ -29,8 +29,10 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
 
 from moejax.kernels.grouped_dot import hopper, ring, rows_kernel, wgrad_kernel
 from moejax.kernels.shapes import Shape
-from moejax.kernels.tuning import PASSES, Tiles
+from moejax.kernels.tuning import FP8, PASSES, Tiles
 
+OWN_DTYPE = tuple(which for which in PASSES if which not in FP8)
+"""Those of 8-bit values are in test_hopper_fp8.py."""
 NUM_GROUPS = 8
 PLAIN = Setup(
     Shape(rows=200, d=64, f=64, groups=NUM_GROUPS),
@@ -101,7 +103,7 @@ def test_patterns_cover_every_pair(patterns):
     ("which", "patterns"),
     [
         pytest.param(which, patterns, id=f"{which} {len(patterns)}")
-        for which in PASSES
+        for which in OWN_DTYPE
         for patterns in [covering() if which == "forward" else least_cover()]
     ],
 )
@@ -111,7 +113,7 @@ def test_patterns_of_empty_groups(which, patterns):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("which", PASSES)
+@pytest.mark.parametrize("which", OWN_DTYPE)
 def test_all_patterns_of_empty_groups(which):
     for pattern in ALL_PATTERNS:
         check(which, PLAIN, rows_of_pattern(pattern))
@@ -276,7 +278,7 @@ def test_declines_a_device_that_is_no_hopper():
 def calls(dtype, rows, d, run):
     """Of each pass, on arrays of so many rows."""
     shape, static = Shape(rows, d, 64, 2), {"tiles": Tiles(128, 128), "run": run}
-    for which in PASSES:
+    for which in OWN_DTYPE:
         arrays = [jnp.zeros(dims, dtype) for dims in dims_of(which, shape)]
         rows_g = jnp.zeros(shape.groups, jnp.int32)
         yield functools.partial(getattr(hopper, which), *arrays, rows_g, **static)

@@ -14,11 +14,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from primitives import equations
-from test_hopper_dot import FEW_STEPS, ONE_GROUP, PLAIN, STEEP
+from test_hopper_dot import FEW_STEPS, ONE_GROUP, OWN_DTYPE, PLAIN, STEEP
 
 from moejax.kernels.grouped_dot import hopper
 from moejax.kernels.shapes import MODEL_SHAPES, Shape
-from moejax.kernels.tuning import PASSES, Tiles, by_rule
+from moejax.kernels.tuning import Tiles, by_rule
 
 H200 = AbstractMesh(
     (), (), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
@@ -36,7 +36,7 @@ IN_TEST = [
 IN_ALL = [
     (name, which)
     for name in MODEL_SHAPES
-    for which in PASSES
+    for which in OWN_DTYPE
     if (name, which) not in IN_TEST
 ]
 FITTING = [
@@ -109,7 +109,7 @@ def test_float16_and_sizes_that_no_tile_divides(which):
     ("which", "tiles"),
     [
         pytest.param(which, tiles, id=f"{which} {tiles}")
-        for which in PASSES
+        for which in OWN_DTYPE
         for tiles in filter(WITHIN.get(which), FITTING)
     ],
 )
@@ -119,7 +119,7 @@ def test_tiles_of_a_search(which, tiles, dtype):
 
 @pytest.mark.long
 @pytest.mark.parametrize("setup", [PLAIN, STEEP, FEW_STEPS, ONE_GROUP])
-@pytest.mark.parametrize("which", PASSES)
+@pytest.mark.parametrize("which", OWN_DTYPE)
 def test_what_is_interpreted_lowers_too(which, setup):
     setup = fitting(which, setup)
     check(which, setup.shape, setup.tiles, setup.dtype)
@@ -173,7 +173,7 @@ def orders(which):
     return [order(j, tiles.stages) for j in (loop_over_steps(jaxpr), jaxpr)]
 
 
-@pytest.mark.parametrize("which", PASSES)
+@pytest.mark.parametrize("which", OWN_DTYPE)
 def test_a_slot_is_given_back_when_no_wgmma_reads_it(which):
     """In no order does the interpreter see a race: to it a WGMMA is done when begun."""
     num_products = 2 if which == "swiglu" else 1

@@ -76,6 +76,14 @@ def test_grouped_dot_on_hopper(dtype, num_rows, widths, expected, why):
     assert why in found.why
 
 
+def test_fp8_on_hopper_declines_parts_of_a_block():
+    with on(H200):
+        found = choice.grouped_dot_here("bfloat16", 4096, 1024, 192, is_fp8=True)
+        assert choice.grouped_dot_here("bfloat16", 4096, 1024, 192)[0] == "hopper"
+    why = "a width of 192 is no multiple of 128, a block in fp8"
+    assert found == ("blocked", f"the Hopper kernels decline: {why}")
+
+
 def test_permute_on_hopper_declines_narrow_rows():
     with on(H200):
         assert choice.permute_here("bfloat16", 4096).implementation == "hopper"
@@ -121,12 +129,32 @@ def test_plain_kernels_on_any_device():
     assert "Moe.kernels='plain'" in kernel_line(kernels_of(cfg, layout))
 
 
+@pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
+def test_the_run_says_what_fp8_is_there(fp8):
+    """Emulated, or of 8-bit values: with other products, of which tiles are told."""
+    cfg = config(fp8=fp8)
+    layout = layout_of(cfg)
+    assert layout.fp8 == fp8
+    emulated = f"; fp8 with gradients in {fp8} is emulated, no faster"
+    line = kernel_line(kernels_of(cfg, layout))
+    assert f"blocked (the kernels are for Hopper, not cpu{emulated}), permute" in line
+    plain = dataclasses.replace(layout, kernels="plain")
+    line = kernel_line(kernels_of(cfg, plain))
+    assert f"grouped_dot blocked (Moe.kernels='plain'{emulated}), permute" in line
+    with on(H200):
+        line = kernel_line(kernels_of(cfg, layout))
+    said = f"fp8 with gradients in {fp8}, 0 of 6 products with measured tiles"
+    assert f"hopper (NVIDIA H200, {said}), permute" in line
+
+
 @pytest.fixture
 def low_tiles(monkeypatch):
     """With one chunk a warpgroup, where that can be: they lower faster than the rule's,
     which test_hopper_lowers.py has."""
     low = Tiles(64, 128, stages=3, halves="columns", chunk=64)
+    fp8 = dataclasses.replace(low, depth=128)
     tiles = {"wgrad": Tiles(128, 128, stages=3, chunk=64)}
+    tiles |= {"fp8_forward": fp8, "fp8_dgrad": fp8}
     monkeypatch.setattr(hopper, "tiles_for", lambda which, *_: tiles.get(which, low))
 
 
@@ -137,6 +165,12 @@ def test_the_layer_is_lowered_with_the_kernels_of_its_device():
     # activation's gradient, that of x, those of two weights, and gather.
     assert num_kernels(layout_of_case()) == 10
     assert num_kernels(dataclasses.replace(layout_of_case(), kernels="plain")) == 0
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("low_tiles")
+def test_the_layer_in_fp8_is_lowered_with_as_many():
+    assert num_kernels(dataclasses.replace(layout_of_case(), fp8="e5m2")) == 10
 
 
 @pytest.mark.long
@@ -217,14 +251,20 @@ def by_definition(layer, params, x_btd):
     return y_btd, grads
 
 
+def interpret(monkeypatch):
+    own, run = vjp.products, Run(2, plgpu.InterpretGPUParams())
+
+    def products(name, block_rows, fp8):
+        is_hopper = name == "hopper"
+        return hopper.products(run, fp8) if is_hopper else own(name, block_rows, fp8)
+
+    monkeypatch.setattr(vjp, "products", products)
+
+
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "xla", "hopper"])
 def test_layer_equals_its_definition_with_each(implementation, monkeypatch):
     """Values and all gradients, in bfloat16; `hopper` interpreted."""
-    interpreted = hopper.products(Run(2, plgpu.InterpretGPUParams()))
-    own = vjp.products
-    monkeypatch.setattr(
-        vjp, "products", lambda name, *a: interpreted if name == "hopper" else own(name)
-    )
+    interpret(monkeypatch)
     layer, arguments = layer_case(D, F, jnp.bfloat16)
     experts = partial(swiglu, implementation=implementation)
     step = jax.jit(
@@ -232,3 +272,29 @@ def test_layer_equals_its_definition_with_each(implementation, monkeypatch):
     )
     expected = jax.jit(partial(by_definition, layer))(*arguments)
     assert_close(step(*arguments), expected, dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "implementation", ["auto", pytest.param("hopper", marks=pytest.mark.long)]
+)
+def test_layer_in_fp8_equals_its_definition_with_each(implementation, monkeypatch):
+    """That of rounded arrays on the grouped product's definition; `auto` by the
+    layout's option. And it is not the layer without."""
+    interpret(monkeypatch)
+    layer, arguments = layer_case(D, D, jnp.bfloat16)
+
+    def found(implementation=None, **options):
+        layout = dataclasses.replace(layout_of_case(), **options)
+        experts = None
+        if implementation:
+            experts = partial(swiglu, implementation=implementation, fp8="e5m2")
+        step = partial(loss_and_grads, layer, layout=layout, experts=experts)
+        return jax.jit(step)(*arguments)
+
+    is_own = implementation == "auto"
+    actual = found(fp8="e5m2") if is_own else found(implementation)
+    expected = found("reference")
+    assert_close(actual, expected, dtype=jnp.bfloat16)
+    if is_own:
+        with pytest.raises(AssertionError, match="values off"):
+            assert_close(actual, found(), dtype=jnp.bfloat16)

@@ -139,6 +139,10 @@ def test_layouts_are_keys():
             lambda: Layout(4, 2, 2, 8, fused_split=True),
             ["fused_split", "split='water_filling'", "'even'"],
         ),
+        (
+            lambda: Layout(4, 2, 2, 8, fp8="e3m4"),
+            ["fp8='e3m4'", "'none', 'e4m3' or 'e5m2'"],
+        ),
     ],
 )  # fmt: skip
 def test_complaint_names_the_rule_the_value_and_what_to_do(make, words):

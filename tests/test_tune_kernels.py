@@ -35,6 +35,7 @@ KIND = "NVIDIA H200"
 def defined(which, *arrays):
     """The passes by moejax's definition and its gradients."""
     *floats, rows_g = arrays
+    which = which.removeprefix("fp8_")
 
     def dot(x, w):
         return reference.grouped_dot(x, w, rows_g)
@@ -212,6 +213,8 @@ def test_a_layer_has_its_own_products():
     assert of == [
         *(("swiglu", TINY), ("forward", down), ("swiglu_dgrad", TINY)),
         *(("dgrad", into), ("wgrad", into), ("wgrad", down)),
+        *(("fp8_forward", into), ("fp8_forward", down)),
+        *(("fp8_dgrad", into), ("fp8_dgrad", down)),
     ]
 
 

@@ -89,8 +89,9 @@ def work(args: argparse.Namespace) -> int:
         secrets.randbits(31) if args.seed is None else args.seed,
     )
     record = about(settings)
-    if "hopper" in settings.impls and not args.untuned:
-        require_tuned(shapes, passes, settings.dtype, record["device"])
+    needing = [impl for impl in settings.impls if impl in KERNELS]
+    for impl in () if args.untuned else needing:
+        require_tuned(shapes, passes, settings.dtype, record["device"], impl)
     settings = dataclasses.replace(settings, impls=installed(settings.impls))
     print(", ".join(f"{name} {value}" for name, value in record.items()), flush=True)
     rows = []
@@ -156,23 +157,43 @@ def commit() -> str:
     return name.strip() + ("+" if changed.strip() else "")
 
 
+KERNELS = {
+    "hopper": {
+        "forward": ["forward"],
+        "dgrad": ["dgrad"],
+        "wgrad": ["wgrad"],
+        "fused": ["swiglu"],
+        "grads": ["forward", "dgrad", "wgrad"],
+    },
+    "hopper_fp8": {
+        "forward": ["fp8_forward"],
+        "dgrad": ["fp8_dgrad"],
+        "wgrad": [],
+        "fused": ["fp8_forward"],
+        "grads": ["fp8_forward", "fp8_dgrad", "wgrad"],
+    },
+}
+"""What an arm runs in a pass, as tiles know it."""
+
+
 def require_tuned(
-    shapes: dict, passes: list[str], dtype: str, device_kind: str
+    shapes: dict, passes: list[str], dtype: str, device_kind: str, impl: str = "hopper"
 ) -> None:
-    """ValueError where `hopper` would run with tiles that were never measured. What it
+    """ValueError where an arm would run with tiles that were never measured. What it
     declines needs none: the rows say why."""
     from moejax.kernels import tuning
     from moejax.kernels.grouped_dot import hopper
-    from tools.grouped_dot_cases import PARTS
 
-    kernels = PARTS | {"fused": ("swiglu",)}
+    is_fp8 = impl == "hopper_fp8"
     for shape in shapes.values():
-        if hopper.declines(dtype, shape.rows, shape.d, shape.f):
+        if hopper.declines(dtype, shape.rows, shape.d, shape.f, is_fp8=is_fp8):
             continue
         for which in passes:
-            for kernel in kernels.get(which, (which,)):
+            is_wide = is_fp8 and which == "fused"
+            of = dataclasses.replace(shape, f=2 * shape.f) if is_wide else shape
+            for kernel in KERNELS[impl][which]:
                 try:
-                    tuning.require(kernel, shape, dtype, device_kind)
+                    tuning.require(kernel, of, dtype, device_kind)
                 except ValueError as error:
                     raise ValueError(f"{error}; or give --untuned") from error
 

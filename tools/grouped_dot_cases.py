@@ -11,6 +11,8 @@ three, `swiglu`, which is `fused`, and
 
     swiglu_dgrad  dinto_mh, the gradient of into_mh where dy is that of h @ down, and h
                   once more
+    fp8_forward   forward and dgrad of 8-bit values; what is right is the same
+    fp8_dgrad
 
 Right is what NumPy computes in float64 from the same inputs; an error is
 ||out - ref|| / ||ref||.
@@ -37,6 +39,8 @@ OPERANDS = {
     "grads": ("x_md", "w_gdf", "dy_mf"),
     "swiglu": ("x_md", "into_gdh"),
     "swiglu_dgrad": ("dy_md", "down_gfd", "into_mh"),
+    "fp8_forward": ("x_md", "w_gdf"),
+    "fp8_dgrad": ("dy_mf", "w_gdf"),
 }
 """Of each pass, before rows_g."""
 PARTS = {
@@ -56,6 +60,9 @@ PRODUCTS = {"forward": 1, "dgrad": 1, "wgrad": 1, "fused": 2, "grads": 3}
 MOST_ERROR = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 MOST_ERROR_TF32 = 1e-3
 """Of float32 on a GPU, whose matrix units round its inputs to 10 bits."""
+MOST_ERROR_FP8 = 2**0.5 * 2**-4
+"""Of values with 3 bits behind the leading one: each is off by 1/16 of itself at most,
+those of both operands independently. It is half of that on the average."""
 SEED_OF_ROWS = 0
 SAMPLED_ENDS, SAMPLED_WIDTH = 8, 64
 SAMPLED_COLUMNS = 512
@@ -158,7 +165,9 @@ def least_bytes(which: str, shape: Shape, rows_g: np.ndarray, itemsize: int) -> 
     return counts[which] * itemsize
 
 
-def most_error(dtype: str, device: str) -> float:
+def most_error(dtype: str, device: str, which: str = "", *, is_fp8=False) -> float:
+    if is_fp8:  # h is a product of two results
+        return MOST_ERROR_FP8 * (2 if which == "fused" else 1)
     if (dtype, device) == ("float32", "gpu"):
         return MOST_ERROR_TF32
     return MOST_ERROR[dtype]
@@ -194,6 +203,7 @@ def sampled_error_of(which: str, results, case: Case) -> float:
 
 def parts_of(which: str, case: Case, results) -> Iterator[tuple]:
     """(part, what it is made of, out) of each array that a pass returns."""
+    which = which.removeprefix("fp8_")
     by_name = dict(zip(OPERANDS[which], case.operands, strict=True))
     parts = PARTS.get(which, (which,))
     outs = results if which in PARTS else (results,)

@@ -197,12 +197,13 @@ def judge(own: Pass, impl: str, skew: Skew, trial: Trial) -> None:
         cases.error_of(which, small_results, small, has_zero_padding=is_ours),
         cases.sampled_error_of(which, whole_results, whole),
     )
-    most = cases.most_error(settings.dtype, settings.device)
+    is_fp8 = impl in peers.IN_FP8
+    most = cases.most_error(settings.dtype, settings.device, which, is_fp8=is_fp8)
     if job.error > most:
         raise WrongArm(
             f"{impl} {job.arm.tiles} computes something else: {which}, {skew}, {shape} "
             f"in {settings.dtype}: ||out - ref|| / ||ref|| is {job.error:.2g} and may "
-            f"be {most:.0e}; leave it out with --impls to measure the others"
+            f"be {most:.1g}; leave it out with --impls to measure the others"
         )
     itemsize = jnp.dtype(settings.dtype).itemsize
     job.least_bytes = cases.least_bytes(which, shape, whole.rows_g, itemsize)

@@ -1,6 +1,8 @@
 """Arms of tools/bench_grouped_dot.py: ours, and what computes the same elsewhere.
 
     hopper, blocked  ours: moejax.kernels.grouped_dot.products
+    hopper_fp8       ours too: forward and dgrad of 8-bit values, with what rounds x, dy
+                     and w to them, all gradients in e4m3
     ragged_dot       jax.lax.ragged_dot_general, with the dims of ragged_dot's gradients
     mgpu             ragged_dot and transposed_ragged_dot of JAX's pallas.ops.gpu
     tokamax_mosaic   tokamax.ragged_dot_general by its Pallas kernels for Hopper
@@ -24,7 +26,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-OURS = ("hopper", "blocked")
+OURS = ("hopper", "blocked", "hopper_fp8")
+IN_FP8 = ("hopper_fp8",)
 MGPU_TILES = ((128, 128, 64, 4, 4), (64, 128, 64, 6, 4), (128, 192, 64, 4, 2))
 """block_m, block_n, block_k, max_concurrent_steps, grid_block_n of JAX's kernels."""
 MGPU_WGRAD_TILES = ((128, 128, 64, 4, 4), (64, 128, 64, 6, 4), (128, 128, 128, 2, 4))
@@ -72,6 +75,8 @@ class Arm:
 def arms(impl: str, which: str, fullest_rows: int) -> tuple[Arm, ...]:
     """The variants of an arm. `fullest_rows` is the capacity of `batched`; give 0 to
     the others. Raises ImportError where what it needs is not installed."""
+    if impl in IN_FP8 and which == "wgrad":
+        raise NotImplementedError("wgrad has no 8-bit values: see hopper")
     variants = VARIANTS[impl](fullest_rows) if fullest_rows else VARIANTS[impl]()
     if impl == "torch":
         return (_torch_arm(of_pass(variants[""], which)),)
@@ -95,10 +100,10 @@ def of_pass(products: Products, which: str) -> Callable:
     return grads
 
 
-def ours(implementation: str) -> dict[str, Products]:
+def ours(implementation: str, fp8: str = "none") -> dict[str, Products]:
     from moejax.kernels.grouped_dot.products import products
 
-    return {"": products(implementation)}
+    return {"": products(implementation, fp8=fp8)}
 
 
 def ragged_dot() -> dict[str, Products]:
@@ -212,6 +217,7 @@ def dense() -> dict[str, Products]:
 
 VARIANTS: dict[str, Callable[..., dict[str, Products]]] = {
     "hopper": partial(ours, "hopper"),
+    "hopper_fp8": partial(ours, "hopper", "e4m3"),
     "blocked": partial(ours, "blocked"),
     "ragged_dot": ragged_dot,
     "mgpu": mgpu,

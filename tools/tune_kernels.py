@@ -46,7 +46,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--shapes", default="all", help="names with commas")
-    add("--passes", default="all", help="forward, dgrad, wgrad, swiglu, swiglu_dgrad")
+    add("--passes", default="all", help="as moejax/kernels/tuning.py has them")
     add("--skews", default="zipf,uniform", help="uniform, zipf, one_hot, with_empty")
     add("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     add("--layer", action="store_true", help="the products of a layer in training")

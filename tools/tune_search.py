@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from moejax.kernels.shapes import Shape
 from moejax.kernels.tuning import (
+    FP8,
     PASSES,
     SHARED_BYTES,
     Pass,
@@ -29,10 +30,11 @@ from moejax.kernels.tuning import (
 from moejax.kernels.tuning import read as read_file
 
 ROWS, COLUMNS = (64, 128, 256), (64, 128, 192, 256)
-MOST_SUMS = {"swiglu": 128, "swiglu_dgrad": 96}
+MOST_SUMS = {"swiglu": 128, "swiglu_dgrad": 96, "fp8_forward": 64, "fp8_dgrad": 64}
 MOST_SUMS_PLAIN = 192
 """Registers of a thread, of the 232 that it has; of more, and in the fused passes' long
 epilogues at about these, the compiler spills."""
+FP8_DEPTH = 128
 SWIZZLED_COLUMNS = 64
 """Of two bytes: a part of a swizzled array begins at a multiple of it."""
 MOST_STAGES = 6
@@ -66,10 +68,12 @@ class Settings:
 
 
 def buckets_of(shapes: dict[str, Shape], is_layer: bool) -> Iterator[Bucket]:
-    """Every pass of each shape, or what layers of these widths run."""
+    """Every pass of each shape, or what layers of these widths run, in fp8 too."""
     for name, shape in shapes.items():
-        plain = [(which, shape) for which in PASSES]
-        for which, of in of_layer(shape) if is_layer else plain:
+        found = [(which, shape) for which in PASSES]
+        if is_layer:
+            found = dict.fromkeys(of_layer(shape) + of_layer(shape, is_fp8=True))
+        for which, of in found:
             yield Bucket(name, which, of)
 
 
@@ -91,7 +95,7 @@ def guessed_cost(which: Pass, shape: Shape, tiles: Tiles) -> float:
     """Time for a useful FLOP, as a ratio: what a tile multiplies for each row and
     column that the result has, and how long it waits for what it reads."""
     high = shape.d if which == "wgrad" else shape.rows / shape.groups
-    wide = shape.d if which == "dgrad" else shape.f
+    wide = shape.d if which in ("dgrad", "fp8_dgrad") else shape.f
     filled = _filled(high, tiles.rows) * _filled(wide, tiles.columns)
     columns = tiles.columns * (2 if which == "swiglu" else 1)
     waits = OPERAND_ROWS / 2 * (1 / tiles.rows + 1 / columns)
@@ -127,6 +131,8 @@ def is_possible(which: Pass, tiles: Tiles) -> bool:
     sums = own_rows * own_columns // 128 * (2 if which == "swiglu" else 1)
     if sums > MOST_SUMS.get(which, MOST_SUMS_PLAIN):
         return False
+    if which in FP8:  # a step and a warpgroup's columns have one scale of w
+        return tiles.depth == FP8_DEPTH and own_columns in (64, 128) and own_rows == 64
     if which == "wgrad":  # each warpgroup blanks half of both operands
         parts = (tiles.rows // 2, tiles.columns // 2)
     elif which in ("forward", "swiglu"):
@@ -210,9 +216,11 @@ def keep(path: pathlib.Path, record: dict) -> None:
 
 
 def _shapes(which: Pass) -> Iterator[Tiles]:
+    depth = FP8_DEPTH if which in FP8 else Tiles.depth
     for rows in ROWS:
         for columns in COLUMNS:
-            tiles = _made(Tiles(128, 128), {"rows": rows, "columns": columns})
+            sizes = {"rows": rows, "columns": columns, "depth": depth}
+            tiles = _made(Tiles(128, 128), sizes)
             if tiles is not None and is_possible(which, tiles):
                 yield tiles
 

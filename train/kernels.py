@@ -13,7 +13,8 @@ def kernels_of(cfg: Config, layout: Layout) -> dict[str, Choice]:
     where these get another one."""
     if layout.kernels == "plain":
         why = "Moe.kernels='plain'"
-        return {"grouped_dot": Choice("blocked", why), "permute": Choice("xla", why)}
+        grouped = Choice("blocked", why + _emulated(layout))
+        return {"grouped_dot": grouped, "permute": Choice("xla", why)}
     view, d = layout.exchanged, cfg.model.d_model
     dtype = cfg.model.compute_dtype
     first, later = (
@@ -29,15 +30,24 @@ def kernels_of(cfg: Config, layout: Layout) -> dict[str, Choice]:
 def _grouped_dot(cfg: Config, layout: Layout, num_rows: int) -> Choice:
     shards = 1 if layout.is_local else cfg.expert_shards
     d, f, dtype = cfg.model.d_model, cfg.moe.d_expert // shards, cfg.model.compute_dtype
-    found = choice.grouped_dot_here(dtype, num_rows, d, f)
+    is_fp8 = layout.fp8 != "none"
+    found = choice.grouped_dot_here(dtype, num_rows, d, f, is_fp8=is_fp8)
     if found.implementation != "hopper":
-        return found
+        return found._replace(why=found.why + _emulated(layout))
     shape = Shape(num_rows, d, f, layout.slots_per_device)
     kind = choice.device_here().device_kind
-    products = of_layer(shape)
+    products = of_layer(shape, is_fp8=is_fp8)
     count = sum(tuned(which, of, dtype, kind) is not None for which, of in products)
     said = f"{count} of {len(products)} products with measured tiles"
-    return Choice("hopper", f"{found.why}, {said}")
+    fp8 = f"fp8 with gradients in {layout.fp8}, " if is_fp8 else ""
+    return Choice("hopper", f"{found.why}, {fp8}{said}")
+
+
+def _emulated(layout: Layout) -> str:
+    """What is said of fp8 where nothing multiplies 8-bit values."""
+    if layout.fp8 == "none":
+        return ""
+    return f"; fp8 with gradients in {layout.fp8} is emulated, no faster"
 
 
 def kernel_line(kernels: dict[str, Choice]) -> str:

@@ -24,6 +24,7 @@ def layout_of(cfg: Config) -> Layout:
         transport=cfg.moe.transport,
         exchange=cfg.moe.exchange,
         kernels=cfg.moe.kernels,
+        fp8=cfg.moe.fp8,
         **parts.fields,
         **_store_of(cfg),
     )
@@ -51,6 +52,7 @@ def exact_layout(cfg: Config, batch_size: int, width: int) -> Layout:
         buffer_factor=cfg.moe.buffer_factor,
         transport=transport,
         kernels=cfg.moe.kernels,
+        fp8=cfg.moe.fp8,
         **parts.fields | {"domain": None},
     )
 

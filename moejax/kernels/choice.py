@@ -31,7 +31,9 @@ def is_hopper(device: Any) -> bool:
     return HOPPER_KINDS.search(device.device_kind) is not None
 
 
-def grouped_dot_here(dtype: jax.typing.DTypeLike, num_rows: int, *widths: int):
+def grouped_dot_here(
+    dtype: jax.typing.DTypeLike, num_rows: int, *widths: int, is_fp8: bool = False
+) -> Choice:
     """Choice of a grouped product of so many rows between arrays of these widths."""
     device = device_here()
     if not is_hopper(device):
@@ -41,7 +43,8 @@ def grouped_dot_here(dtype: jax.typing.DTypeLike, num_rows: int, *widths: int):
     # Pallas takes half a second to import, and only this needs it.
     from moejax.kernels.grouped_dot.hopper import declines
 
-    return _hopper_or("blocked", device, declines(jnp.dtype(dtype), num_rows, *widths))
+    declined = declines(jnp.dtype(dtype), num_rows, *widths, is_fp8=is_fp8)
+    return _hopper_or("blocked", device, declined)
 
 
 def permute_here(dtype: jax.typing.DTypeLike, d: int) -> Choice:

@@ -16,16 +16,19 @@ from typing import Literal, get_args
 
 from moejax.kernels.shapes import MODEL_SHAPES, Shape
 
-Pass = Literal["forward", "dgrad", "wgrad", "swiglu", "swiglu_dgrad"]
+Pass = Literal[
+    "forward", "dgrad", "wgrad", "swiglu", "swiglu_dgrad", "fp8_forward", "fp8_dgrad"
+]
 PASSES: tuple[Pass, ...] = get_args(Pass)
 FUSED: tuple[Pass, ...] = ("swiglu", "swiglu_dgrad")
+FP8: tuple[Pass, ...] = ("fp8_forward", "fp8_dgrad")
 FOLDER = pathlib.Path(__file__).parent / "tuned"
 
 SHARED_BYTES = 227 * 1024
 """That a block may have on Hopper."""
 BUFFER_ALIGNMENT = 1024
 """Bytes, of each array in shared memory: where the pattern of a swizzle repeats."""
-BARRIER_BYTES = 8
+BARRIER_BYTES, SCALE_BYTES = 8, 4
 WARPGROUPS = 2
 """That multiply; one more copies."""
 EDGE_ROWS, LEAST_CHUNK = 2, 32
@@ -44,7 +47,7 @@ class Tiles:
     columns: int
     """Of the same; in `swiglu` of each of gate and up."""
     depth: int = 64
-    """Of one step of the contraction: 128 bytes, the widest swizzle."""
+    """Of one step of the contraction: 128 bytes, the widest swizzle; 128 in fp8."""
     stages: int = RULE_STAGES
     """Steps that shared memory holds."""
     span: int = 8
@@ -80,11 +83,14 @@ class Tiles:
         return self.rows, self.columns // 2
 
 
-def of_layer(shape: Shape) -> list[tuple[Pass, Shape]]:
+def of_layer(shape: Shape, *, is_fp8: bool = False) -> list[tuple[Pass, Shape]]:
     """What grouped_swiglu of rows x d -> f and its gradient run: the first product has
     gate and up, and the second is turned round."""
     wide = dataclasses.replace(shape, f=2 * shape.f)
     back = dataclasses.replace(shape, d=shape.f, f=shape.d)
+    if is_fp8:
+        plain: list[tuple[Pass, Shape]] = [("wgrad", wide), ("wgrad", back)]
+        return [(which, of) for which in FP8 for of in (wide, back)] + plain
     return [
         ("swiglu", shape),
         ("forward", back),
@@ -140,12 +146,15 @@ def by_rule(which: Pass, shape: Shape) -> Tiles:
     """Without a measurement. 128 x 256 reads least from shared memory for a FLOP that
     two warpgroups' registers can hold; groups of few rows would fill a part of it, and
     take lower tiles. The fused passes have two accumulators, or two more operands in
-    the epilogue, and half of the columns. All fit in 2-byte dtypes."""
+    the epilogue, and half of the columns; those in fp8 a sum beside each accumulator.
+    All fit in 2-byte dtypes."""
     mean_rows = shape.rows // max(1, shape.groups)
     rows = 64 if mean_rows <= 192 and which != "wgrad" else 128
     halves = "rows" if rows == 128 else "columns"
     if which in FUSED:
         return Tiles(rows, 128, halves=halves)
+    if which in FP8:
+        return Tiles(rows, 128, depth=128, halves=halves)
     columns = 256 if _width(which, shape) >= 256 else 128
     return Tiles(rows, columns, halves=halves)
 
@@ -155,25 +164,27 @@ def _width(which: Pass, shape: Shape) -> int:
 
 
 def shared_bytes(which: Pass, tiles: Tiles, itemsize: int) -> int:
-    """Shared memory of a block: what rows_kernel.py and wgrad_kernel.py allocate."""
+    """Shared memory of a block: what the kernels allocate for results of this size."""
     own_rows, own_columns = tiles.own
     num_results = 3 if which in FUSED else 1
     in_turns = num_results == 1 and own_columns // tiles.chunk % 2 == 0
     num_slots = 2 if in_turns else num_results
-    step = tiles.stages * tiles.depth
+    step = tiles.stages * tiles.depth * (1 if which in FP8 else itemsize)
     sizes = [
         step * tiles.rows,
         step * tiles.columns * (2 if which == "swiglu" else 1),
-        WARPGROUPS * num_slots * own_rows * tiles.chunk,
+        WARPGROUPS * num_slots * own_rows * tiles.chunk * itemsize,
     ]
     num_barriers = 2 * tiles.stages
     if which == "wgrad":
         num_barriers += 1
     else:
-        sizes.append(WARPGROUPS * (own_rows + EDGE_ROWS) * tiles.chunk)
+        sizes.append(WARPGROUPS * (own_rows + EDGE_ROWS) * tiles.chunk * itemsize)
+    if which in FP8:
+        sizes.append(tiles.stages * tiles.rows * SCALE_BYTES)
     if which == "swiglu_dgrad":
         num_barriers += WARPGROUPS
-    aligned = (-(-size * itemsize // BUFFER_ALIGNMENT) for size in sizes)
+    aligned = (-(-size // BUFFER_ALIGNMENT) for size in sizes)
     return sum(aligned) * BUFFER_ALIGNMENT + num_barriers * BARRIER_BYTES
 
 

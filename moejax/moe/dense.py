@@ -28,13 +28,19 @@ from moejax.types import LayerSums, Placement
 
 
 def check_dense(cfg: Config) -> None:
-    """ValueError where dense training meets what moves experts to even the load."""
+    """ValueError where dense training meets what moves experts to even the load, or
+    what rounds grouped products."""
     is_home = cfg.balance.policy == "home" and cfg.moe.store in (None, "owned")
     if cfg.router.training == "dense" and not (is_home and cfg.moe.split != "dynamic"):
         raise ValueError(
             "Router.training='dense' loads every expert alike, so that nothing is to "
             f"be balanced, and Balance.policy='{cfg.balance.policy}', Moe.store="
             f"{cfg.moe.store!r}, Moe.split={cfg.moe.split!r}: use 'home', None and None"
+        )
+    if cfg.router.training == "dense" and cfg.moe.fp8 != "none":
+        raise ValueError(
+            "Router.training='dense' has no grouped products to take in 8 bits, and "
+            f"Moe.fp8='{cfg.moe.fp8}': use 'none'"
         )
 
 

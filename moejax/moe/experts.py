@@ -4,6 +4,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from moejax.kernels.grouped_dot import grouped_swiglu
+from moejax.layout import Fp8
 
 
 @jax.named_scope("experts")
@@ -12,6 +13,7 @@ def swiglu(
     rows_s: Int[Array, " s"],
     weights: dict[str, Array],
     implementation: str = "auto",
+    fp8: Fp8 = "none",
 ) -> Float[Array, "m d"]:
     """Rows sorted by slot through their slot's silu(x gate) * (x up) down.
 
@@ -21,5 +23,5 @@ def swiglu(
     """
     into_sdh, down_sfd = weights["into_sdh"], weights["down_sfd"]
     return grouped_swiglu(
-        x_md, into_sdh, down_sfd, rows_s, implementation=implementation
+        x_md, into_sdh, down_sfd, rows_s, implementation=implementation, fp8=fp8
     )

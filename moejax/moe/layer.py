@@ -72,7 +72,7 @@ class MoeLayer(nnx.Module):
         """
         if experts is None:
             grouped = "blocked" if layout.kernels == "plain" else "auto"
-            experts = partial(swiglu, implementation=grouped)
+            experts = partial(swiglu, implementation=grouped, fp8=layout.fp8)
         if layout.split == "dynamic":  # copies travel when the loads are known
             slots = stores.joined(self.masters(), x_btd.dtype)
         elif slots is None:

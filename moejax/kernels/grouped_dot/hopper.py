@@ -5,6 +5,7 @@ and zero in results. `declines` says what cannot be taken. Interpreted and lower
 the tests; it has never run on a GPU. docs/kernels.md says how it works.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -13,12 +14,21 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from moejax.kernels import choice
-from moejax.kernels.grouped_dot import ring, rows_kernel, wgrad_kernel
-from moejax.kernels.grouped_dot.products import Products
+from moejax.kernels.grouped_dot import fp8_kernel, ring, rows_kernel, wgrad_kernel
+from moejax.kernels.grouped_dot.fp8 import (
+    BLOCK,
+    GRADIENTS,
+    OF_MATRICES,
+    OF_ROWS,
+    VALUES,
+    scaled,
+)
+from moejax.kernels.grouped_dot.products import Products, composed
 from moejax.kernels.grouped_dot.ring import Run
 from moejax.kernels.grouped_dot.rows_kernel import Job
 from moejax.kernels.shapes import Shape
 from moejax.kernels.tuning import Pass, Tiles, tiles_for
+from moejax.layout import Fp8
 
 DTYPES = ("bfloat16", "float16")
 WIDTH_BYTES = 128
@@ -29,7 +39,9 @@ LEAST_ROWS = 64
 ON_DEVICE = Run()
 
 
-def declines(dtype: jax.typing.DTypeLike, num_rows: int, *widths: int) -> str | None:
+def declines(
+    dtype: jax.typing.DTypeLike, num_rows: int, *widths: int, is_fp8: bool = False
+) -> str | None:
     """Why the kernels cannot take arrays of such rows; None if they can."""
     dtype = jnp.dtype(dtype)
     if dtype.name not in DTYPES:
@@ -38,6 +50,8 @@ def declines(dtype: jax.typing.DTypeLike, num_rows: int, *widths: int) -> str | 
     for width in widths:
         if width % multiple:
             return f"a width of {width} is no multiple of {multiple} in {dtype.name}"
+        if is_fp8 and width % BLOCK:
+            return f"a width of {width} is no multiple of {BLOCK}, a block in fp8"
     if num_rows < LEAST_ROWS:
         return f"{num_rows} rows are less than a tile's {LEAST_ROWS}"
     if num_rows % ROWS:
@@ -45,8 +59,9 @@ def declines(dtype: jax.typing.DTypeLike, num_rows: int, *widths: int) -> str | 
     return None
 
 
-def products(run: Run = ON_DEVICE) -> Products:
-    """All of this room, each call with the tiles of its shape and device."""
+def products(run: Run = ON_DEVICE, fp8: Fp8 = "none") -> Products:
+    """All of this room, each call with the tiles of its shape and device. In fp8 the
+    halves of SwiGLU are passes after the products, and wgrad is as without."""
 
     def of(which: Pass, product: Callable, dims: Callable) -> Callable:
         def bound(*arrays):
@@ -60,10 +75,18 @@ def products(run: Run = ON_DEVICE) -> Products:
 
         return bound
 
+    def of_w(_, w, *others):
+        return w.shape[1:]
+
+    of_wgrad = of("wgrad", wgrad, lambda x, dy, _: (x.shape[1], dy.shape[1]))
+    if fp8 != "none":
+        back = functools.partial(fp8_dgrad, gradients=fp8)
+        of_dgrad = of("fp8_dgrad", back, of_w)
+        return composed(of("fp8_forward", fp8_forward, of_w), of_dgrad, of_wgrad)
     return Products(
-        forward=of("forward", forward, lambda x, w, _: w.shape[1:]),
-        dgrad=of("dgrad", dgrad, lambda dy, w, _: w.shape[1:]),
-        wgrad=of("wgrad", wgrad, lambda x, dy, _: (x.shape[1], dy.shape[1])),
+        forward=of("forward", forward, of_w),
+        dgrad=of("dgrad", dgrad, of_w),
+        wgrad=of_wgrad,
         swiglu=of(
             "swiglu", swiglu, lambda x, into, _: (x.shape[1], into.shape[2] // 2)
         ),
@@ -105,6 +128,36 @@ def wgrad(
     """x.T @ dy over the rows of each group; zero for an empty one."""
     _check(run, x_md, x_md.shape[1], dy_mf.shape[1])
     return wgrad_kernel.call(x_md, dy_mf, rows_g, tiles, run)
+
+
+def fp8_forward(
+    x_md: Float[Array, "m d"],
+    w_gdf: Float[Array, "g d f"],
+    rows_g: Int[Array, " g"],
+    tiles: Tiles,
+    run: Run = ON_DEVICE,
+) -> Float[Array, "m f"]:
+    """x @ w of each row's group, both in e4m3. XLA rounds them first, and writes w
+    transposed."""
+    _check(run, x_md, *w_gdf.shape[1:], is_fp8=True)
+    x, w = scaled(x_md, VALUES, OF_ROWS), scaled(w_gdf, VALUES, OF_MATRICES)
+    w = jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), w)
+    return fp8_kernel.call(x, w, rows_g, x_md.dtype, tiles, run)
+
+
+def fp8_dgrad(
+    dy_mf: Float[Array, "m f"],
+    w_gdf: Float[Array, "g d f"],
+    rows_g: Int[Array, " g"],
+    tiles: Tiles,
+    run: Run = ON_DEVICE,
+    gradients: Fp8 = "e4m3",
+) -> Float[Array, "m d"]:
+    """dy @ w.T of each row's group, dy in this format and w in e4m3, as it lies."""
+    _check(run, dy_mf, *w_gdf.shape[1:], is_fp8=True)
+    dy = scaled(dy_mf, GRADIENTS[gradients], OF_ROWS)
+    w = scaled(w_gdf, VALUES, OF_MATRICES)
+    return fp8_kernel.call(dy, w, rows_g, dy_mf.dtype, tiles, run)
 
 
 def swiglu(
@@ -199,8 +252,8 @@ def _product(x, w, rows_g, tiles, run, *, is_transposed):
     return y
 
 
-def _check(run: Run, rows, *widths: int) -> None:
-    why = declines(rows.dtype, rows.shape[0], *widths)
+def _check(run: Run, rows, *widths: int, is_fp8: bool = False) -> None:
+    why = declines(rows.dtype, rows.shape[0], *widths, is_fp8=is_fp8)
     device = choice.device_here()
     if run.interpret is None and not choice.is_hopper(device):
         why = f"the kernels are for Hopper, not {device.device_kind}"

@@ -2,11 +2,17 @@
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
-from moejax.kernels.grouped_dot import blocked, blocked_swiglu
+from moejax.kernels import zeros_varying_as
+from moejax.kernels.grouped_dot import blocked, reference, swiglu
+from moejax.kernels.grouped_dot.fp8 import GRADIENTS, rounded_matrices, rounded_rows
+from moejax.layout import Fp8
 
 
 class Products(NamedTuple):
@@ -28,15 +34,68 @@ class Products(NamedTuple):
 
 
 @functools.cache
-def products(implementation: str, block_rows: int | None = None) -> Products:
-    """Of 'blocked' or 'hopper'; `block_rows` is of the former."""
-    if implementation == "blocked":
-        return _blocked(block_rows)
-    assert implementation == "hopper", implementation
-    # Pallas takes half a second to import, and only this needs it.
-    from moejax.kernels.grouped_dot import hopper
+def products(
+    implementation: str, block_rows: int | None = None, fp8: Fp8 = "none"
+) -> Products:
+    """Of 'blocked' (`block_rows` is of this one), 'hopper', 'reference' and 'xla'.
 
-    return hopper.products()
+    With fp8, forward and dgrad are those of rounded arrays (fp8.py): x and w in e4m3,
+    dy as `fp8` says; wgrad is of x and dy as they are. Only 'hopper' multiplies 8-bit
+    values: the others multiply what they stand for, and have the accuracy without the
+    speed.
+    """
+    if implementation == "hopper":
+        # Pallas takes half a second to import, and only this needs it.
+        from moejax.kernels.grouped_dot import hopper
+
+        return hopper.products(fp8=fp8)
+    if implementation == "blocked":
+        own = _blocked(block_rows)
+    else:
+        own = _derived(DERIVED[implementation])
+    return own if fp8 == "none" else _of_rounded(own, fp8)
+
+
+def composed(forward: Callable, dgrad: Callable, wgrad: Callable) -> Products:
+    """With the halves of SwiGLU as passes after the products."""
+    fused = partial(swiglu.swiglu, forward), partial(swiglu.swiglu_dgrad, dgrad)
+    return Products(forward, dgrad, wgrad, *fused)
+
+
+def ragged_dot(x_md: Array, w_gdf: Array, rows_g: Array) -> Array:
+    accumulate = jnp.promote_types(x_md.dtype, jnp.float32)
+    y_mf = jax.lax.ragged_dot(x_md, w_gdf, rows_g, preferred_element_type=accumulate)
+    return y_mf.astype(x_md.dtype)
+
+
+DERIVED = {"reference": reference.grouped_dot, "xla": ragged_dot}
+"""Products whose gradients JAX derives."""
+
+
+def _of_rounded(own: Products, fp8: Fp8) -> Products:
+    def forward(x_md: Array, w_gdf: Array, rows_g: Array) -> Array:
+        arrays = rounded_rows(x_md), rounded_matrices(w_gdf)
+        return own.forward(*arrays, rows_g).astype(x_md.dtype)
+
+    def dgrad(dy_mf: Array, w_gdf: Array, rows_g: Array) -> Array:
+        arrays = rounded_rows(dy_mf, GRADIENTS[fp8]), rounded_matrices(w_gdf)
+        return own.dgrad(*arrays, rows_g).astype(dy_mf.dtype)
+
+    return composed(forward, dgrad, own.wgrad)
+
+
+def _derived(dot: Callable) -> Products:
+    def dgrad(dy_mf: Array, w_gdf: Array, rows_g: Array) -> Array:
+        shape = (dy_mf.shape[0], w_gdf.shape[1])
+        zeros_md = zeros_varying_as(dy_mf, shape, dy_mf.dtype)
+        return jax.vjp(lambda x_md: dot(x_md, w_gdf, rows_g), zeros_md)[1](dy_mf)[0]
+
+    def wgrad(x_md: Array, dy_mf: Array, rows_g: Array) -> Array:
+        shape = (rows_g.shape[0], x_md.shape[1], dy_mf.shape[1])
+        zeros_gdf = zeros_varying_as(dy_mf, shape, dy_mf.dtype)
+        return jax.vjp(lambda w_gdf: dot(x_md, w_gdf, rows_g), zeros_gdf)[1](dy_mf)[0]
+
+    return composed(dot, dgrad, wgrad)
 
 
 def _blocked(block_rows: int | None) -> Products:
@@ -48,6 +107,4 @@ def _blocked(block_rows: int | None) -> Products:
 
         return bound
 
-    plain = blocked.forward, blocked.dgrad, blocked.wgrad
-    fused = blocked_swiglu.swiglu, blocked_swiglu.swiglu_dgrad
-    return Products(*map(of, plain + fused))
+    return composed(*map(of, (blocked.forward, blocked.dgrad, blocked.wgrad)))

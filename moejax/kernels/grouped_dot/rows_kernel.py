@@ -69,7 +69,7 @@ class _Tile:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Block:
+class Block:
     """The references of a running block."""
 
     job: Job
@@ -105,32 +105,38 @@ class _Block:
 
     def copy_in(self, tile, done):
         """All steps of a tile, into the ring."""
-        tiles = self.job.tiles
-        rows = pl.ds(tile.row, tiles.rows)
-        columns = pl.ds(tile.column, tiles.columns)
 
         def step(number, done):
-            depth = pl.ds(number * tiles.depth, tiles.depth)
             self.ring.await_empty(done)
-            slot = self.ring.slot(done)
-            full = self.ring.full.at[slot]
-            plgpu.copy_gmem_to_smem(self.x.at[rows, depth], self.x_slots.at[slot], full)
-            window = (columns, depth) if self.job.is_transposed else (depth, columns)
-            for p, half in enumerate(self.job.products):
-                matrix = _windowed(self.w.at[tile.group], half, *window)
-                plgpu.copy_gmem_to_smem(matrix, self.w_slots.at[slot, p], full)
+            self.copy_step(tile, number, self.ring.slot(done))
             return done + 1
 
         return lax.fori_loop(0, tile.num_steps, step, done)
 
+    def copy_step(self, tile, number, slot):
+        tiles, full = self.job.tiles, self.ring.full.at[slot]
+        rows = pl.ds(tile.row, tiles.rows)
+        columns = pl.ds(tile.column, tiles.columns)
+        depth = pl.ds(number * tiles.depth, tiles.depth)
+        plgpu.copy_gmem_to_smem(self.x.at[rows, depth], self.x_slots.at[slot], full)
+        window = (columns, depth) if self.job.is_transposed else (depth, columns)
+        for p, half in enumerate(self.job.products):
+            matrix = _windowed(self.w.at[tile.group], half, *window)
+            plgpu.copy_gmem_to_smem(matrix, self.w_slots.at[slot, p], full)
+
     def compute(self, warpgroup, tile, done):
         """The products of a tile, and the epilogue."""
+        self._store(warpgroup, tile, self.multiply(warpgroup, tile, done))
+        return done + tile.num_steps
+
+    def multiply(self, warpgroup, tile, done):
+        """This warpgroup's part of each product, in registers."""
         num_products = len(self.job.products)
 
-        def multiply(*sums):
+        def steps(*sums):
             def step(number, done):
                 self.ring.await_full(done)
-                x, w_p = self._operands(warpgroup, self.ring.slot(done))
+                x, w_p = self.operands(warpgroup, self.ring.slot(done))
                 for total, w in zip(sums, w_p, strict=True):
                     plgpu.wgmma(total, x, w)
                 # This step goes on while the next is begun; the one before is through.
@@ -151,11 +157,9 @@ class _Block:
 
             return values
 
-        sums = [plgpu.ACC(self.job.tiles.own)] * num_products
-        self._store(warpgroup, tile, pl.run_scoped(multiply, *sums))
-        return done + tile.num_steps
+        return pl.run_scoped(steps, *[plgpu.ACC(self.job.tiles.own)] * num_products)
 
-    def _operands(self, warpgroup, slot):
+    def operands(self, warpgroup, slot):
         """Of one step: this warpgroup's part of x, and of each product's matrix."""
         tiles, is_transposed = self.job.tiles, self.job.is_transposed
         own_rows, own_columns = tiles.own
@@ -202,7 +206,7 @@ class _Block:
                     plgpu.wait_smem_to_gmem(int(is_in_turns), wait_read_only=True)
                 slot = self.out.at[warpgroup, c % 2 if is_in_turns else number]
                 slot = slot if part is None else edge.at[pl.ds(shift, own_rows)]
-                slot[...] = values[number].astype(self.x.dtype)
+                slot[...] = values[number].astype(self.out.dtype)
                 plgpu.commit_smem()
                 target = _windowed(self.outputs[output], half, rows, columns)
                 if part is None:
@@ -253,35 +257,37 @@ def _kernel(job: Job, table, count, x, w, *rest, **scratch):
     barriers = ring.Ring(scratch.pop("full"), scratch.pop("empty"), job.tiles.stages)
     loaded = scratch.pop("loaded", None)
     arrays = table, count, x, w, sources, outputs
-    block = _Block(job, *arrays, **scratch, loaded=loaded, ring=barriers)
+    block = Block(job, *arrays, **scratch, loaded=loaded, ring=barriers)
     ring.run_roles(barriers, block.each_tile, block.copy_in, block.compute)
 
 
-def _scratch(job: Job, dtype) -> dict[str, Any]:
+def scratch(job: Job, x_dtype, w_dtype, out_dtype) -> dict[str, Any]:
+    """What a block allocates, but for the barriers of its ring."""
     tiles, (own_rows, _) = job.tiles, job.tiles.own
     matrix = (tiles.depth, tiles.columns)
     matrix = matrix[::-1] if job.is_transposed else matrix
     chunk = (own_rows, tiles.chunk)
     slots = {
-        "x_slots": ring.swizzled((tiles.stages, tiles.rows, tiles.depth), dtype),
-        "w_slots": ring.swizzled((tiles.stages, len(job.products), *matrix), dtype),
-        "out": ring.swizzled((WARPGROUPS, job.num_slots, *chunk), dtype),
-        "edge": plgpu.SMEM((WARPGROUPS, own_rows + EDGE_ROWS, tiles.chunk), dtype),
+        "x_slots": ring.swizzled((tiles.stages, tiles.rows, tiles.depth), x_dtype),
+        "w_slots": ring.swizzled((tiles.stages, len(job.products), *matrix), w_dtype),
+        "out": ring.swizzled((WARPGROUPS, job.num_slots, *chunk), out_dtype),
+        "edge": plgpu.SMEM((WARPGROUPS, own_rows + EDGE_ROWS, tiles.chunk), out_dtype),
     }
     if job.sources:
         slots["loaded"] = plgpu.Barrier(
             num_arrivals=len(job.sources), num_barriers=WARPGROUPS
         )
-    return slots | ring.ring_barriers(tiles.stages, 1 + len(job.products))
+    return slots
 
 
 def call(job: Job, out_shapes: list[tuple[int, ...]], run: ring.Run, rows_g, *arrays):
     x = arrays[0]
     table, count = row_tiles(rows_g, x.shape[0], job.tiles.rows)
+    barriers = ring.ring_barriers(job.tiles.stages, 1 + len(job.products))
     kernel = plgpu.kernel(
         functools.partial(_kernel, job),
         out_type=tuple(jax.ShapeDtypeStruct(shape, x.dtype) for shape in out_shapes),
-        scratch_types=_scratch(job, x.dtype),
+        scratch_types=scratch(job, x.dtype, x.dtype, x.dtype) | barriers,
         kernel_name="grouped_rows",
         **ring.grid_of(run),
     )

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moejax.kernels import choice, varying_alike
-from moejax.kernels.grouped_dot import reference
-from moejax.kernels.grouped_dot.products import Products, products
+from moejax.kernels.grouped_dot.fp8 import check_option
+from moejax.kernels.grouped_dot.products import DERIVED, Products, products
+from moejax.layout import Fp8
 
 Implementation = Literal["auto", "reference", "blocked", "xla", "hopper"]
 
@@ -21,6 +22,7 @@ def grouped_dot(
     *,
     implementation: Implementation = "auto",
     block_rows: int | None = None,
+    fp8: Fp8 = "none",
 ) -> Float[Array, "m f"]:
     """x_md[j] @ w_gdf[i] for each row j of group i; differentiable in x_md and w_gdf.
 
@@ -29,28 +31,21 @@ def grouped_dot(
     cotangents hold, NaN too, reaches nothing. The gradient of an empty group's matrix
     is zero. Sums are taken in float32 at least. 'auto' takes the Hopper kernels where
     the device and the arrays allow, 'blocked' elsewhere; 'xla' is jax.lax.ragged_dot.
-    `block_rows` is static, of `blocked` only. Raises ValueError when dtypes or sizes
-    do not fit, NotImplementedError where 'hopper' cannot take the arrays.
+    `block_rows` is static, of `blocked` only. `fp8` rounds what is multiplied, but for
+    the gradient of w (products.py): 'e4m3' and 'e5m2' are the format of gradients.
+    Raises ValueError when dtypes or sizes do not fit, NotImplementedError where
+    'hopper' cannot take the arrays.
 
         rows_g = [2, 0, 1], m = 4:  y = [x0 @ w0, x1 @ w0, x2 @ w2, 0]
     """
-    (num_rows, d), (num_groups, _, f) = x_md.shape, w_gdf.shape
+    (_, d), (num_groups, _, f) = x_md.shape, w_gdf.shape
     _check(x_md, rows_g, w_gdf=(w_gdf, (num_groups, d, f)))
+    check_option(fp8, x_md.dtype)
     x_md, w_gdf, rows_g = varying_alike(x_md, w_gdf, rows_g)
-    if implementation == "auto":
-        implementation, _ = choice.grouped_dot_here(x_md.dtype, num_rows, d, f)
-    match implementation:
-        case "reference":
-            return reference.grouped_dot(x_md, w_gdf, rows_g)
-        case "xla":
-            accumulate = jnp.promote_types(x_md.dtype, jnp.float32)
-            y_mf = jax.lax.ragged_dot(
-                x_md, w_gdf, rows_g, preferred_element_type=accumulate
-            )
-            return y_mf.astype(x_md.dtype)
-        case "blocked" | "hopper":
-            return _dot(x_md, w_gdf, rows_g, products(implementation, block_rows))
-    raise ValueError(_unknown(implementation))
+    implementation = _chosen(implementation, x_md, d, f, fp8)
+    if implementation in DERIVED and fp8 == "none":
+        return DERIVED[implementation](x_md, w_gdf, rows_g)
+    return _dot(x_md, w_gdf, rows_g, products(implementation, block_rows, fp8))
 
 
 def grouped_swiglu(
@@ -60,6 +55,7 @@ def grouped_swiglu(
     rows_g: Int[Array, " g"],
     *,
     implementation: Implementation = "auto",
+    fp8: Fp8 = "none",
 ) -> Float[Array, "m d"]:
     """(silu(x gate) * (x up)) down of each row's group, with [gate, up] = into side by
     side; differentiable in x_md and both weights. The rest is as in grouped_dot.
@@ -67,18 +63,29 @@ def grouped_swiglu(
     The activation is part of the first product, and its gradient of the second one's:
     the backward pass keeps x and x @ into, and computes silu(gate) * up again.
     """
-    (num_rows, d), (num_groups, f, _) = x_md.shape, down_gfd.shape
+    (_, d), (num_groups, f, _) = x_md.shape, down_gfd.shape
     into, down = (into_gdh, (num_groups, d, 2 * f)), (down_gfd, (num_groups, f, d))
     _check(x_md, rows_g, into_gdh=into, down_gfd=down)
+    check_option(fp8, x_md.dtype)
     arrays = varying_alike(x_md, into_gdh, down_gfd, rows_g)
-    x_md, into_gdh, down_gfd, rows_g = arrays
-    if implementation == "auto":
-        implementation, _ = choice.grouped_dot_here(x_md.dtype, num_rows, d, f)
-    if implementation in ("blocked", "hopper"):
-        return _swiglu(x_md, into_gdh, down_gfd, rows_g, products(implementation))
-    dot = partial(grouped_dot, rows_g=rows_g, implementation=implementation)
-    gate_mf, up_mf = jnp.split(dot(x_md, into_gdh), 2, axis=-1)
-    return dot(jax.nn.silu(gate_mf) * up_mf, down_gfd)
+    implementation = _chosen(implementation, x_md, d, f, fp8)
+    if implementation in DERIVED and fp8 == "none":
+        x_md, into_gdh, down_gfd, rows_g = arrays
+        dot = partial(DERIVED[implementation], rows_g=rows_g)
+        gate_mf, up_mf = jnp.split(dot(x_md, into_gdh), 2, axis=-1)
+        return dot(jax.nn.silu(gate_mf) * up_mf, down_gfd)
+    return _swiglu(*arrays, products(implementation, None, fp8))
+
+
+def _chosen(implementation: str, x_md: Array, d: int, f: int, fp8: Fp8) -> str:
+    """What 'auto' stands for here; ValueError for what there is not."""
+    if implementation not in get_args(Implementation):
+        known = ", ".join(get_args(Implementation))
+        raise ValueError(f"implementation={implementation!r} is not one of {known}")
+    if implementation != "auto":
+        return implementation
+    is_fp8 = fp8 != "none"
+    return choice.grouped_dot_here(x_md.dtype, len(x_md), d, f, is_fp8=is_fp8)[0]
 
 
 def _check(x_md: Array, rows_g: Array, **matrices: tuple[Array, tuple[int, ...]]):
@@ -99,11 +106,6 @@ def _check(x_md: Array, rows_g: Array, **matrices: tuple[Array, tuple[int, ...]]
             raise ValueError(
                 f"rows_g has shape {rows_g.shape}, and {name} has {shape[0]} groups"
             )
-
-
-def _unknown(implementation: str) -> str:
-    known = ", ".join(get_args(Implementation))
-    return f"implementation={implementation!r} is not one of {known}"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
