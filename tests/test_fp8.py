@@ -32,18 +32,24 @@ def some_rows(dtype="float32", shape=(6, 300)):
     return jnp.asarray(values * np.repeat(size, 64, axis=1)[:, : shape[1]], dtype)
 
 
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_values_and_scales_are_those_of_the_definition(name, dtype, is_compiled):
-    """To the bit, compiled too: a compiler could drop what is widened again."""
+def test_values_and_scales_are_those_of_the_definition(name, dtype):
+    """To the bit, and compiled: a compiler could drop what is widened again."""
     x_md = some_rows(dtype)
     call = functools.partial(fp8.rounded, dtype=fp8.GRADIENTS[name])
     for block in (fp8.OF_ROWS, fp8.OF_MATRICES):
         of = functools.partial(call, block=block)
-        actual = (jax.jit(of) if is_compiled else of)(x_md)
+        actual = jax.jit(of)(x_md)
         expected = definition.rounded(x_md, name, block)
         np.testing.assert_array_equal(np.asarray(actual, np.float64), expected)
+
+
+def test_a_barrier_keeps_compilers_from_dropping_the_rounding():
+    """XLA for GPUs does, as seen in what it compiled for one; for CPUs it does not."""
+    equations = jax.make_jaxpr(fp8.rounded_rows)(some_rows()).eqns
+    held = [e.invars for e in equations if e.primitive.name == "optimization_barrier"]
+    assert [var.aval.dtype for vars_ in held for var in vars_] == [fp8.VALUES]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -159,7 +165,7 @@ def defined(x_md, w_gdf, dy_mf, rows_g, name):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("e4m3", "bfloat16"), ("e5m2", "float16"), ("e5m2", "float32")],
+    [("e4m3", "bfloat16"), ("e5m2", "float16")],
 )
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_products_are_those_of_rounded_arrays(implementation, name, dtype):
@@ -207,15 +213,14 @@ def test_a_row_that_is_not_finite_shows_in_its_results_and_gradients(bad):
     assert np.isfinite(dw_gdf[1:]).all()
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_swiglu_is_made_of_such_products(name):
+def test_swiglu_is_made_of_such_products():
     """Each product from what it was given: an array that is a last bit off may round
     to the next of 8 bits."""
     x_md, into_gdh, dinto_mh = operands("bfloat16")
     random, f = np.random.default_rng(2), F // 2
     down_gfd = jnp.asarray(random.standard_normal((GROUPS, f, D)) / f**0.5, x_md.dtype)
     dy_md, rows_g = x_md[::-1], rows_of("zipf", ROWS, GROUPS, seed=1)
-    p = products("reference", None, name)
+    p = products("reference", None, "e5m2")
     p = p._replace(**{n: jax.jit(product) for n, product in p._asdict().items()})
     h_mf, into_mh = p.swiglu(x_md, into_gdh, rows_g)
     assert_close(into_mh, definition.forward(x_md, into_gdh, rows_g))
@@ -223,12 +228,12 @@ def test_swiglu_is_made_of_such_products(name):
     assert_close(h_mf, jax.nn.silu(gate_mf) * up_mf)
     dinto_mh, again_mf = p.swiglu_dgrad(dy_md, down_gfd, into_mh, rows_g)
     np.testing.assert_array_equal(again_mf, h_mf)
-    dh_mf = definition.dgrad(dy_md, down_gfd, rows_g, name).astype(np.float32)
+    dh_mf = definition.dgrad(dy_md, down_gfd, rows_g, "e5m2").astype(np.float32)
     back = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate_mf, up_mf)[1]
     assert_close(dinto_mh, jnp.concatenate(back(jnp.asarray(dh_mf)), axis=1))
 
     def ffn(*floats):
-        return grouped_swiglu(*floats, rows_g, implementation="reference", fp8=name)
+        return grouped_swiglu(*floats, rows_g, implementation="reference", fp8="e5m2")
 
     def ffn_and_grads(*floats):
         y_md, vjp = jax.vjp(ffn, *floats)

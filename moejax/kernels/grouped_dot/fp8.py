@@ -60,6 +60,8 @@ def rounded(array: Array, dtype, block: tuple[int, int]) -> Array:
     """What `scaled` stands for: in bfloat16 where the array is, else in float32, for
     float16 ends before the next power of two does."""
     values, scale = scaled(array, dtype, block)
+    # XLA for GPUs drops a rounding that is widened again (xla_allow_excess_precision).
+    values = lax.optimization_barrier(values)
     wide = _parts(values, block).astype(jnp.float32) * _spread(scale)
     kept = jnp.bfloat16 if array.dtype == jnp.bfloat16 else jnp.float32
     return _whole(wide, array.shape).astype(kept)
