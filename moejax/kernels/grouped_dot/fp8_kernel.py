@@ -75,13 +75,12 @@ def _product(x, w, total):
     return total[...]  # which waits for it
 
 
-def _kernel(
-    job, table, count, x, w, x_scale, w_scale, y, *, scale_slots, full, empty, **scratch
-):
-    barriers = ring.Ring(full, empty, job.tiles.stages)
-    arrays = table, count, x, w, (), (y,)
-    scales = {"x_scale": x_scale, "w_scale": w_scale, "scale_slots": scale_slots}
-    block = _Block(job, *arrays, **scratch, loaded=None, ring=barriers, **scales)
+def _kernel(job, table, count, *arrays, **scratch):
+    x, w, x_scale, w_scale, y = arrays
+    barriers = ring.Ring(scratch.pop("full"), scratch.pop("empty"), job.tiles.stages)
+    scales = {"x_scale": x_scale, "w_scale": w_scale}
+    held = {"loaded": None, "ring": barriers, **scratch, **scales}
+    block = _Block(job, table, count, x, w, (), (y,), **held)
     ring.run_roles(barriers, block.each_tile, block.copy_in, block.compute)
 
 
