@@ -113,6 +113,9 @@ class Moe:
     the others hold already (delta). docs/compression.md."""
     compression_ratio: float = 50.0
     """So many times fewer bytes."""
+    gradient_compression: float | None = None
+    """So many times fewer bytes for their gradients too: the largest entries travel,
+    once a step, and a device keeps the rest for the next one. None: whole."""
     rows_per_peer: int | None = None
     """Rows that one device sends to one other in round 0; None derives it from
     buffer_factor times the even share."""
@@ -160,12 +163,14 @@ class Moe:
             self.top_k <= self.num_experts,
             f"Moe.top_k={self.top_k} is more than num_experts={self.num_experts}",
         )
-        at_least(self, 1, "compression_ratio")
-        require(
-            self.compression == "none" or self.domain != (1, 1),
-            f"Moe.compression='{self.compression}' is of experts that a domain "
-            "gathers, and Moe.domain is (1, 1): use 'auto' or a larger domain",
-        )
+        at_least(self, 1, "compression_ratio", "gradient_compression")
+        for field, off in (("compression", "none"), ("gradient_compression", None)):
+            value = getattr(self, field)
+            require(
+                value == off or self.domain != (1, 1),
+                f"Moe.{field}={value!r} is of experts that a domain gathers, and "
+                f"Moe.domain is (1, 1): use 'auto', a larger domain, or {off!r}",
+            )
         require(
             self.buffer_factor > 0,
             f"Moe.buffer_factor={self.buffer_factor} must be > 0",

@@ -27,6 +27,8 @@ class Domain:
     form: Form = "none"
     ratio: float = 1.0
     """Compressed experts take so many times fewer bytes."""
+    gradient_compression: float | None = None
+    """And their gradients, on the way to the owners; None: they travel whole."""
 
     def __post_init__(self) -> None:
         forms = typing.get_args(Form)
@@ -34,6 +36,11 @@ class Domain:
             raise ValueError(
                 f"a domain's form='{self.form}' and ratio={self.ratio} must be one of "
                 f"{', '.join(forms)}, and at least 1"
+            )
+        if self.gradient_compression is not None and not self.gradient_compression >= 1:
+            raise ValueError(
+                f"a domain's gradient_compression={self.gradient_compression} must be "
+                "at least 1, or None"
             )
         for name in ("sizes", "shared"):  # JSON makes them lists
             object.__setattr__(self, name, tuple(getattr(self, name)))

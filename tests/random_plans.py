@@ -101,7 +101,10 @@ def make_model(store: str, dtype: str, split=None, **model_changes) -> Model:
 
 @functools.cache
 def make_case(*args, **kwargs) -> Case:
-    model = make_model(*args, **kwargs)
+    return make_case_of(make_model(*args, **kwargs))
+
+
+def make_case_of(model: Model) -> Case:
     traced = trace_train_step(model)
     step = traced.lower().compile(compiler_options=QUICK)
     args = (model.cfg, model.mesh, model.optimizer, model.layout.store)

@@ -18,6 +18,7 @@ from moejax.balance.domains import (
     predict,
 )
 
+ROWS = ("all_to_all dc", "all_to_all expert")
 KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -143,7 +144,8 @@ def random_case(rng) -> tuple[Stream, Calibration]:
         row_bytes=10 ** rng.uniform(5, 8), expert_bytes=10 ** rng.uniform(5, 8),
         pre_expert_sec=10 ** rng.uniform(-4, -1), expert_sec=2e-3,
         sizes={"dc": dcs, "expert": experts}, compression=float(rng.choice([1, 50])),
-        gradient_compression=float(rng.choice([1, 10])),
+        gradient_compression=[None, 1.0, 10.0][rng.integers(3)],
+        num_micro_batches=int(rng.integers(1, 4)),
         is_training=bool(rng.integers(2)), remat=str(rng.choice(["none", "full"])),
         dense_sec=1e-3, is_prefetched=bool(rng.integers(2)),
     )  # fmt: skip
@@ -157,16 +159,21 @@ def defined_sec(s: Stream, domain, lines: Calibration) -> float:
         lines.collectives["all_to_all"][a]["bytes_per_sec"] for a in ("dc", "expert")
     )
     experts = (s0 - 1) / dc + s0 * (s1 - 1) / near
+    is_once, ratio = s.compression > 1 or s.gradient_compression, s.gradient_compression
     out = s.expert_bytes / s.compression * experts
+    out /= s.num_micro_batches if is_once else 1
     pair = 2 * s.row_bytes * ((1 - s0 / slow) / dc + (1 - s1 / fast) / near)
     before = s.pre_expert_sec
-    is_kept = s.is_prefetched or s.compression > 1
-    is_hidden = s.is_prefetched and s.compression == 1
+    is_kept = s.is_prefetched or is_once
+    is_hidden = s.is_prefetched and not is_once
     forward = (max(before, out) if is_hidden else before + out) + pair
     forward += s.expert_sec
     if not s.is_training:
         return forward
-    back = s.expert_bytes / s.gradient_compression * experts
+    back = s.expert_bytes * experts
+    if ratio:  # to each other member, on the slowest line of the axes between them
+        rate = min([dc] * (s0 > 1) + [near] * (s1 > 1), default=math.inf)
+        back = (s0 * s1 - 1) * s.expert_bytes / ratio / rate / s.num_micro_batches
     again = 0.0
     if s.remat == "full":
         again = before + s.expert_sec + pair + (0.0 if is_kept else out)
@@ -229,14 +236,15 @@ def test_more_rows_or_a_slower_dc_mean_fewer_bytes_of_them():
         for row_bytes in np.geomspace(1e4, 1e9, 12):
             more = dataclasses.replace(here, row_bytes=row_bytes)
             choice = choose(more, lines)
-            rows_sec = choice.predictions[choice.domain].sec_of("all_to_all")
-            waits.append(rows_sec / row_bytes)
+            terms = choice.predictions[choice.domain].terms
+            rows = [t.sec for t in terms if t.name in ROWS]
+            waits.append(sum(rows) / row_bytes)
         assert all(b <= a * (1 + 1e-9) for a, b in itertools.pairwise(waits))
         sent, sizes = [], []
         for rate in np.geomspace(1e9, 1e5, 12):
             choice = choose(here, ideal(1, dc=rate, expert=1e9))
             terms = choice.predictions[choice.domain].terms
-            sent.append(sum(t.bytes for t in terms if t.name.endswith(" dc")))
+            sent.append(sum(t.bytes for t in terms if "dc" in t.name))
         assert all(b <= a * (1 + 1e-9) for a, b in itertools.pairwise(sent))
         for ratio in (1, 5, 50, 500):
             one = dataclasses.replace(
@@ -252,6 +260,8 @@ def test_compression_of_weights_alone_at_most_halves_what_experts_cost():
     packed = dataclasses.replace(whole, compression=50.0)
     sec, fewer = (predict(s, (8,), ideal(dc=1e8)).sec for s in (whole, packed))
     assert sec / fewer == pytest.approx(2 / 1.02)
+    both = dataclasses.replace(packed, gradient_compression=50.0)
+    assert sec / predict(both, (8,), ideal(dc=1e8)).sec == pytest.approx(50)
 
 
 def test_a_flat_all_to_all_is_on_the_line_of_the_product():

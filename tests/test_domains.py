@@ -16,9 +16,10 @@ from random_plans import SMALL, random_plan
 from test_moe_layer import SKEWS
 from test_schedules import check, config, make_case, mesh_of
 
-from moejax.config import Mesh
+from moejax.config import Mesh, Router
 from moejax.domain import Domain
 from moejax.layout import Layout
+from moejax.moe.dense import check_dense
 from moejax.tensor import Tensor
 from train.compiled import home_plan
 from train.layouts import layout_of
@@ -184,6 +185,11 @@ OWNED = {"num_experts": 8, "slots_per_device": 1, "rows_per_peer": 8}
 DC_EXPERT = {"axes": ("dc", "expert"), "num_devices": 8, **OWNED}
 
 
+def init(cfg) -> None:
+    optimizer = make_optimizer(cfg.optimizer, cfg.train.num_steps)
+    abstract_state(cfg, mesh_of(cfg.mesh.topology), optimizer)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -208,6 +214,31 @@ DC_EXPERT = {"axes": ("dc", "expert"), "num_devices": 8, **OWNED}
                 **DC_EXPERT, domain=Domain((2, 4), (2, 1)), tensor=Tensor("s1", 2, 1)
             ),
             ["domain=(2, 1)", "(2)", "and there are 1"],
+        ),
+        (
+            lambda: config(PLAIN, gradient_compression=8.0),
+            ["Moe.gradient_compression=8.0", "Moe.domain is (1, 1)", "or None"],
+        ),
+        (
+            lambda: domain_config(PLAIN, (2, 2), gradient_compression=0.5),
+            ["Moe.gradient_compression=0.5", "at least 1"],
+        ),
+        (
+            lambda: init(domain_config(PLAIN, (2, 2), gradient_compression=5000.0)),
+            ["one entry in each", "use at most ratio="],
+        ),
+        (
+            lambda: check_dense(
+                dataclasses.replace(
+                    domain_config(PLAIN, (2, 2), gradient_compression=8.0),
+                    router=Router(training="dense"),
+                )
+            ),
+            ["Router.training='dense'", "Moe.gradient_compression=8.0", "use None"],
+        ),
+        (
+            lambda: Domain((2, 4), (2, 1), gradient_compression=0.0),
+            ["gradient_compression=0.0", "at least 1"],
         ),
         (lambda: config(PLAIN, schedule="s1"), ["'s1'", "use Mesh.tensor = 2"]),
         (

@@ -10,13 +10,13 @@ import numpy as np
 import optax
 import pytest
 from random_plans import (
-    QUICK,
     SMALL,
     Case,
     E,
     L,
     keep_gradients,
     make_case,
+    make_case_of,
     one_step,
     run,
     warm_state,
@@ -27,13 +27,12 @@ from moejax.axes import make_mesh
 from moejax.config import Mesh
 from moejax.moe.domains import entries
 from moejax.plan import ExpertPlan
-from train.compiled import home_plan, trace_train_step
+from train.compiled import home_plan
 from train.experts import take
 from train.identity import is_cut_alike
 from train.layouts import exact_layout, layout_of, owning_layout
-from train.moves import Mover
 from train.optim import make_optimizer
-from train.state import abstract_state, init_state, tracked_anew
+from train.state import init_state, tracked_anew
 from train.step import Model
 
 ALSO = pytest.mark.long
@@ -83,12 +82,7 @@ def model_of(name: str, dtype: str) -> Model:
 
 @functools.cache
 def wire_case(name: str, dtype: str) -> Case:
-    model = model_of(name, dtype)
-    traced = trace_train_step(model)
-    state = abstract_state(model.cfg, model.mesh, model.optimizer)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    step = traced.lower().compile(compiler_options=QUICK)
-    return Case(model, traced, step, Mover(model), shardings)
+    return make_case_of(model_of(name, dtype))
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ import optax
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from moejax.config import Data  # noqa: E402
-from moejax.moe import compress  # noqa: E402
+from moejax.moe import compress, gradients  # noqa: E402
 from train import data  # noqa: E402
 from train.ending import DONE, emit, guarded  # noqa: E402
 
@@ -223,7 +223,7 @@ def summed(arm: Arm, grad_jex, error_jex) -> tuple[jax.Array, jax.Array]:
     if arm.gradients == "whole":
         return jnp.sum(grad_jex, axis=0), error_jex
     scatter = functools.partial(
-        compress.scattered, k=arm.k, axes=("member",), blocks=arm.blocks
+        gradients.scattered, k=arm.k, axes=("member",), blocks=arm.blocks
     )
     own_jex, new_jex = jax.vmap(scatter, axis_name="member")(grad_jex, error_jex)
     kept_jex = new_jex if arm.gradients == "kept" else error_jex

@@ -123,13 +123,18 @@ class Checkpointer:
         remove_unfinished(self._directory)
 
     def restore(
-        self, abstract_state, *, check: Callable[[dict], None] | None = None
+        self,
+        abstract_state,
+        *,
+        check: Callable[[dict], None] | None = None,
+        without: Callable[[dict], tuple[str, ...]] | None = None,
     ) -> Restored | None:
         """The newest checkpoint that is whole, or None; damaged ones are set aside.
 
         `abstract_state` holds ShapeDtypeStructs with the shardings to restore to, of
         any mesh. `check(meta)` may raise ValueError; so do we when the arrays have
         other names, dtypes or shapes: the checkpoint of another model is not damaged.
+        `without(meta)` names fields of the state to leave out, there or not: None.
         """
         self.wait()
         steps = of_first(lambda: steps_in(self._directory))
@@ -139,8 +144,10 @@ class Checkpointer:
             if record is not None:
                 if check is not None:
                     check(record["meta"])
-                require_same_arrays(record["arrays"], abstract_state)
-                state, damage = arrays_for_all(self._directory, record, abstract_state)
+                left_out = () if without is None else without(record["meta"])
+                record, wanted = _left_out(record, abstract_state, left_out)
+                require_same_arrays(record["arrays"], wanted)
+                state, damage = arrays_for_all(self._directory, record, wanted)
             if state is not None:
                 self._current = step
                 return Restored(step, state, record["meta"])
@@ -236,6 +243,15 @@ class _Retention:
         scored = [s for s in steps if self.eval_loss[s] is not None]
         best = sorted(scored, key=lambda s: self.eval_loss[s])[: self.cfg.keep_best]
         return [info.step >= oldest or info.step in best for info in checkpoints]
+
+
+def _left_out(record: dict, state, fields: tuple[str, ...]) -> tuple[dict, object]:
+    """A checkpoint's record and a state, both without these fields."""
+    if not fields:
+        return record, state
+    arrays = record["arrays"].items()
+    arrays = {name: one for name, one in arrays if name.split("/")[0] not in fields}
+    return record | {"arrays": arrays}, state.replace(**dict.fromkeys(fields))
 
 
 def _new_record(step: int, state, meta: dict, eval_loss: float | None) -> dict:

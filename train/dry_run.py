@@ -14,7 +14,7 @@ from moejax.plan import ExpertPlan
 from train.kernels import kernel_line, kernels_of
 from train.layouts import layout_of
 from train.optim import make_optimizer
-from train.state import abstract_state, bytes_per_device
+from train.state import abstract_state, bytes_per_device, compresses_gradients
 from train.wires import wires_of
 
 GIB = 2**30
@@ -47,20 +47,24 @@ def dry_run(cfg: Config) -> dict:
 def layer_bytes(cfg: Config, layout: Layout) -> dict[str, int]:
     """Of one MoE layer at work on one device: slots in the compute dtype (those that a
     domain prefetched, of all layers), and the four buffers of rows (sent, received, and
-    both on the way back)."""
+    both on the way back). Where gradients travel compressed, slots of all layers and
+    their gradients, which are float32 at least if micro-batches add to them."""
     itemsize = jax.numpy.dtype(cfg.model.compute_dtype).itemsize
     d, view = cfg.model.d_model, layout.exchanged
     shards = 1 if layout.is_local else cfg.expert_shards
     arriving = view.num_senders * view.rows_per_peer // view.num_windows
     rows = 1 if layout.is_local else view.num_devices
     rows = rows * view.rows_per_peer + arriving
-    slots = view.slots_per_device
-    if layout.domain is not None and layout.prefetch:  # kept for the way back
+    slots, is_compressed = view.slots_per_device, compresses_gradients(cfg)
+    is_kept = layout.prefetch or is_compressed
+    if layout.domain is not None and is_kept:  # for the way back
         slots *= cfg.model.num_moe_layers
-    return {
-        "slots": slots * 3 * d * cfg.moe.d_expert // shards * itemsize,
-        "exchange": 2 * rows * d * itemsize,
-    }
+    weights = slots * 3 * d * cfg.moe.d_expert // shards
+    held = {"slots": weights * itemsize, "exchange": 2 * rows * d * itemsize}
+    if is_compressed:
+        wide = itemsize if cfg.train.accumulate_steps == 1 else max(itemsize, 4)
+        held["slot_gradients"] = weights * wide
+    return held
 
 
 def _print(cfg: Config, record: dict, plan: ExpertPlan) -> None:

@@ -38,6 +38,15 @@ def is_cut_alike(saved: dict[str, Any], cfg: Config) -> bool:
     )
 
 
+def keeps_alike(saved: dict[str, Any], cfg: Config) -> bool:
+    """Whether both compress gradients or neither does, and what is kept of them lies in
+    a checkpoint as it does in this run."""
+    ratio = saved["config"].get("moe", {}).get("gradient_compression")
+    if ratio is None or cfg.moe.gradient_compression is None:
+        return ratio is cfg.moe.gradient_compression
+    return is_cut_alike(saved, cfg)
+
+
 def check(
     saved: dict[str, Any], cfg: Config, data_identity: dict[str, Any]
 ) -> list[str]:

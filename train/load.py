@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 UNCUT = {
     "schedule": "auto", "expert_shards": None, "domain": (1, 1), "compression": "none",
+    "gradient_compression": None,
 }  # fmt: skip
 """Fields of Moe that follow a run's mesh, as another mesh takes them."""
 

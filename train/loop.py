@@ -25,7 +25,14 @@ from train.profile import Window
 from train.progress import Bar
 from train.records import Records
 from train.run_dir import RunDir, say_loudly, write_whole
-from train.state import TrainState, abstract_state, init_state, tracked_anew
+from train.state import (
+    TrainState,
+    abstract_state,
+    compresses_gradients,
+    init_state,
+    keeping_nothing,
+    tracked_anew,
+)
 from train.wires import wires_of
 
 
@@ -147,14 +154,22 @@ def restore(job: Job, checkpointer: Checkpointer, say):
 
     model = job.model
     abstract = abstract_state(job.cfg, model.mesh, model.optimizer, model.layout.store)
-    restored = checkpointer.restore(abstract, check=check)
+    cfg, kept = job.cfg, "kept_gradients"
+    restored = checkpointer.restore(
+        abstract,
+        check=check,
+        without=lambda meta: () if identity.keeps_alike(meta, cfg) else (kept,),
+    )
     if restored is None:
         return None, None
     say(f"resumed at step {restored.step}")
     state = restored.state
-    if state.tracked is not None and not identity.is_cut_alike(restored.meta, job.cfg):
+    if state.tracked is not None and not identity.is_cut_alike(restored.meta, cfg):
         say("what domains hold of one another's experts begins anew: they changed")
-        state = tracked_anew(state, job.cfg, model.mesh)
+        state = tracked_anew(state, cfg, model.mesh)
+    if compresses_gradients(cfg) and state.kept_gradients is None:
+        say("what devices keep of gradients begins at zero: the checkpoint has no such")
+        state = keeping_nothing(state, cfg, model.mesh)
     return state, restored.meta
 
 

@@ -17,7 +17,9 @@ from moejax.layout import Store
 from moejax.model.sharding import param_sharding
 from moejax.model.transformer import Transformer
 from moejax.moe import stores
-from moejax.moe.domains import tracked_axes
+from moejax.moe.compress import wide
+from moejax.moe.domains import entries, tracked_axes
+from moejax.moe.gradients import kept_axes
 from moejax.moe.groups import groups_of
 from moejax.moe.layer import RouterBias
 from train import experts
@@ -38,6 +40,10 @@ class TrainState:
     tracked: jax.Array | None = None
     """What domains hold of experts that travel compressed, [l, s, x] in the order of
     moejax.moe.domains.tracked_axes; None where none do."""
+    kept_gradients: jax.Array | None = None
+    """What each device has kept back of gradients that travel compressed, [l, s, x] in
+    the order of moejax.moe.gradients.kept_axes: its own for every expert of its domain.
+    A gradient of the mean loss per token. None where they travel whole."""
 
 
 def graph_of(cfg: Config, mesh: Mesh) -> nnx.GraphDef:
@@ -50,7 +56,7 @@ def init_state(
 ) -> TrainState:
     """A new state on its devices, the same numbers on any mesh."""
     make = jax.jit(
-        lambda: with_tracked(_make_state(cfg, mesh, optimizer), cfg, mesh),
+        lambda: _with_domains(_make_state(cfg, mesh, optimizer), cfg, mesh),
         out_shardings=jax.tree.map(
             lambda leaf: leaf.sharding, abstract_state(cfg, mesh, optimizer, store)
         ),
@@ -64,7 +70,7 @@ def abstract_state(
     """Shapes, dtypes and shardings of the state: masters and moments fully sharded,
     those of experts as the store wants them."""
     shapes = jax.eval_shape(
-        lambda: with_tracked(_make_state(cfg, mesh, optimizer), cfg, mesh)
+        lambda: _with_domains(_make_state(cfg, mesh, optimizer), cfg, mesh)
     )
     _, params, _ = nnx.split(_abstract_model(cfg, mesh), nnx.Param, RouterBias)
     groups = groups_of(mesh, owning_layout(cfg))
@@ -91,6 +97,9 @@ def abstract_state(
         key=whole,
         skipped_in_a_row=whole,
         tracked=None if shapes.tracked is None else _where_tracked(cfg, mesh),
+        kept_gradients=(
+            None if shapes.kept_gradients is None else _where_kept(cfg, mesh)
+        ),
     )
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(
@@ -124,6 +133,44 @@ def tracked_anew(state: TrainState, cfg: Config, mesh: Mesh) -> TrainState:
     return state.replace(tracked=begin(state.params))
 
 
+def keeping_nothing(state: TrainState, cfg: Config, mesh: Mesh) -> TrainState:
+    """The state with nothing kept back of gradients, where a run's travel compressed:
+    as at its beginning."""
+    kept = None
+    if compresses_gradients(cfg):
+        zeros = jax.jit(
+            lambda: _nothing_kept(cfg, mesh), out_shardings=_where_kept(cfg, mesh)
+        )
+        kept = zeros()
+    return state.replace(kept_gradients=kept)
+
+
+def compresses_gradients(cfg: Config) -> bool:
+    domain = layout_of(cfg).domain
+    return domain is not None and domain.gradient_compression is not None
+
+
+def _with_domains(state: TrainState, cfg: Config, mesh: Mesh) -> TrainState:
+    """The state with what domains hold at a run's beginning."""
+    kept = _nothing_kept(cfg, mesh) if compresses_gradients(cfg) else None
+    return with_tracked(state.replace(kept_gradients=kept), cfg, mesh)
+
+
+def _nothing_kept(cfg: Config, mesh: Mesh) -> jax.Array:
+    """Zeros; ValueError where not one entry fits."""
+    layout, size = layout_of(cfg), 3 * cfg.model.d_model * cfg.moe.d_expert
+    groups, dtype = groups_of(mesh, layout), jnp.dtype(cfg.model.compute_dtype)
+    parts = axes.axis_size(groups.mesh, groups.shards + groups.masters)
+    entries(size // parts, dtype, layout.domain.gradient_compression)
+    num_held = cfg.moe.num_experts * layout.domain_size
+    return jnp.zeros((cfg.model.num_moe_layers, num_held, size), wide(dtype))
+
+
+def _where_kept(cfg: Config, mesh: Mesh) -> jax.sharding.NamedSharding:
+    groups = groups_of(mesh, layout_of(cfg))
+    return axes.sharding(groups.mesh, *(dim or None for dim in kept_axes(groups)))
+
+
 def _where_tracked(cfg: Config, mesh: Mesh) -> jax.sharding.NamedSharding:
     groups = groups_of(mesh, layout_of(cfg))
     return axes.sharding(groups.mesh, *(dim or None for dim in tracked_axes(groups)))
@@ -141,7 +188,9 @@ def bytes_per_device(state: TrainState) -> dict[str, int]:
         )
 
     kinds = {"params": held(state.params), "moments": held(state.opt_state)}
-    return kinds | ({} if state.tracked is None else {"tracked": held(state.tracked)})
+    of_domains = {"tracked": state.tracked, "kept_gradients": state.kept_gradients}
+    there = {name: leaf for name, leaf in of_domains.items() if leaf is not None}
+    return kinds | {name: held(leaf) for name, leaf in there.items()}
 
 
 def _abstract_model(cfg: Config, mesh: Mesh) -> Transformer:

@@ -13,13 +13,13 @@ from moejax import axes
 from moejax.config import Config
 from moejax.layout import Layout
 from moejax.model.transformer import Noise
-from moejax.moe import recorded, stores
+from moejax.moe import recorded
 from moejax.moe import route as routing
 from moejax.types import Batch, RouterLosses, RoutingStats
-from train import experts
 from train.loss import cross_entropy
 from train.optim import learning_rate
 from train.state import TrainState, abstract_state, graph_of, with_tracked
+from train.trained import trained
 
 
 @struct.dataclass
@@ -150,13 +150,13 @@ def _weighted(cfg: Config, router: RouterLosses) -> jax.Array:
 
 def _train_step(model: Model, loss_of, state: TrainState, placement, windows):
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-    trained, params_of, grads_of = _trained(model, state.params, placement)
+    by = trained(model.cfg, model.mesh, model.layout, state, placement)
 
-    def loss_of_part(trained, index, part):
-        params, slots = params_of(trained)
+    def loss_of_part(values, index, part):
+        params, slots = by.split(values)
         key_of_part = jax.random.fold_in(key, index)
         fixed = (state.router_bias, placement, part, key_of_part, state.step)
-        made = {"slots": slots, "tracked": state.tracked}
+        made = {"slots": slots, "tracked": state.tracked if slots is None else None}
         return loss_of(params, *fixed, is_training=True, **made)
 
     grad_of = jax.value_and_grad(loss_of_part, has_aux=True)
@@ -164,7 +164,7 @@ def _train_step(model: Model, loss_of, state: TrainState, placement, windows):
     count = windows.token_bt.shape[0]
 
     def micro(grads, args):
-        (total, aux), new = grad_of(trained, *args)
+        (total, aux), new = grad_of(by.values, *args)
         if count > 1:  # slots' gradients are in the compute dtype: too coarse to add up
             new = jax.tree.map(_wide, new)
         return new if grads is None else jax.tree.map(jnp.add, grads, new), (total, aux)
@@ -177,45 +177,22 @@ def _train_step(model: Model, loss_of, state: TrainState, placement, windows):
         grads, more = jax.lax.scan(micro, grads, (jnp.arange(1, count), rest))
         reports = jax.tree.map(lambda *pair: jnp.concatenate(pair), reports, more)
         grads = jax.tree.map(lambda leaf: leaf / count, grads)
-    return _update(model, state, grads_of(grads), *reports)
+    return _update(model, state, by.home(grads), *reports)
 
 
 def _wide(leaf):
     return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
 
 
-def _trained(model: Model, params, placement):
-    """What each micro-batch differentiates by; parameters and slots of it; and
-    gradients of the parameters from its gradients.
-
-    Resident copies: slots stand for the experts' masters, are made once, and their
-    gradients, summed over micro-batches, travel back once.
-    """
-    if model.layout.store != "resident":
-        return params, lambda params: (params, None), lambda grads: grads
-    masters, others = experts.take(params)
-    dtype = jnp.dtype(model.cfg.model.compute_dtype)
-    make = partial(stores.slots, layout=model.layout, mesh=model.mesh, dtype=dtype)
-    slots, pull = jax.vjp(
-        lambda masters: stores.slots_of_layers(make, masters, placement), masters
-    )
-
-    def params_of(trained):
-        return experts.put(trained[0], masters), trained[1]
-
-    def grads_of(grads):
-        others, of_slots = grads
-        of_slots = jax.tree.map(lambda g, s: g.astype(s.dtype), of_slots, slots)
-        return experts.put(others, pull(of_slots)[0])
-
-    return (others, slots), params_of, grads_of
-
-
 @jax.named_scope("optimizer")
-def _update(model: Model, state: TrainState, grads, total_a, aux):
+def _update(model: Model, state: TrainState, gradients, total_a, aux):
     """AdamW, unless loss or gradient is not finite: then only counters change. What
-    domains hold of experts that travel compressed follows the masters."""
+    domains hold of experts that travel compressed follows the masters.
+
+    `gradients`: of parameters, and what is kept of those that travel compressed.
+    """
     cfg, nats_a, router_a, stats_a = model.cfg, *aux
+    grads, kept = gradients
     loss, grad_norm = jnp.mean(nats_a), optax.tree.norm(grads)
     stats = _over_micro_batches(stats_a)
     updates, opt_state = model.optimizer.update(grads, state.opt_state, state.params)
@@ -223,10 +200,13 @@ def _update(model: Model, state: TrainState, grads, total_a, aux):
         optax.apply_updates(state.params, updates),
         opt_state,
         _move_bias(cfg, state.router_bias, stats.tokens_le),
+        kept,
     )
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    old = (state.params, state.opt_state, state.router_bias)
-    params, opt_state, router_bias = jax.tree.map(
+    if kept is not None:  # what has not arrived is in no norm
+        is_finite &= jnp.all(jnp.isfinite(kept))
+    old = (state.params, state.opt_state, state.router_bias, state.kept_gradients)
+    params, opt_state, router_bias, kept = jax.tree.map(
         lambda after, before: jnp.where(is_finite, after, before), new, old
     )
     skipped_in_a_row = jnp.where(is_finite, 0, state.skipped_in_a_row + 1)
@@ -248,6 +228,7 @@ def _update(model: Model, state: TrainState, grads, total_a, aux):
         key=state.key,
         skipped_in_a_row=skipped_in_a_row,
         tracked=state.tracked,
+        kept_gradients=kept,
     )
     return with_tracked(state, cfg, model.mesh), metrics
 

@@ -64,8 +64,9 @@ def wires_of(cfg: Config) -> Wires:
     domain = None
     if max(shared) > 1:
         form, ratio = cfg.moe.compression, cfg.moe.compression_ratio
-        how = () if form == "none" else (form, ratio)
-        domain = Domain(tuple(sizes.values()), shared, *how)
+        how = ("none", 1.0) if form == "none" else (form, ratio)
+        back = cfg.moe.gradient_compression
+        domain = Domain(tuple(sizes.values()), shared, *how, back)
     parts = Parts(tuple(sizes), cfg.group_size, tensor, domain)
     return Wires(parts, schedule, choice)
 
@@ -118,11 +119,29 @@ def stream_of(cfg: Config, calibration: Calibration) -> domains.Stream:
         pre_expert_sec=other_flops_per_device(cfg) / calibration.flops_per_sec,
         expert_sec=2 * rows * expert_weights / calibration.flops_per_sec,
         sizes=_group_sizes(cfg),
-        compression=1.0 if moe.compression == "none" else moe.compression_ratio,
+        **_fewer_bytes(cfg),
+        num_micro_batches=cfg.train.accumulate_steps,
         remat=cfg.model.remat,
         is_prefetched=moe.prefetch is not False,
         is_hierarchical=moe.transport == "hierarchical",
     )
+
+
+def _fewer_bytes(cfg: Config) -> dict[str, float]:
+    """How many times, as blocks and whole entries come out."""
+    from moejax.moe.domains import ratio_of
+    from moejax.moe.gradients import SCALE_BYTES
+
+    moe, mesh, dtype = cfg.moe, cfg.mesh, cfg.model.compute_dtype
+    size = 3 * cfg.model.d_model * moe.d_expert // cfg.expert_shards
+    size //= 1 if "data" in moe.group_axes else mesh.data
+    found = {}
+    if moe.compression != "none":
+        found["compression"] = ratio_of(size, dtype, moe.compression_ratio)
+    if moe.gradient_compression is not None:
+        sizes = (size, dtype, moe.gradient_compression, SCALE_BYTES)
+        found["gradient_compression"] = ratio_of(*sizes)
+    return found
 
 
 def _group_sizes(cfg: Config) -> dict[str, int]:

@@ -10,6 +10,7 @@ travel between domains alone (HybridEP's stream model, arXiv 2510.19470, for tra
     all_gather   P_E (S of slower levels) (S - 1)   forward; again with remat
     all_to_all   D (1 - S / G)                      2 forward, 2 back; 2 again, 'full'
     reduce_scatter   as the all_gather              back: gradients of gathered experts
+    all_to_all   P_E (S - 1) over all levels        back instead: compressed gradients
 
 Experts cross the slow level first, alone; then the fast level, with what came. The
 paper counts neither the reduce_scatter nor an uplink that devices share. Here the lines
@@ -41,7 +42,10 @@ class Stream:
     """Devices along each mesh axis of the group, slow to fast: {"dc": 2, ..}"""
     compression: float = 1.0
     """Moved experts take so many times fewer bytes; 1 is exact."""
-    gradient_compression: float = 1.0
+    gradient_compression: float | None = None
+    """And so many times fewer their gradients, once a step; None: whole."""
+    num_micro_batches: int = 1
+    """Of a step; what moves once a step counts for each by its share."""
     is_training: bool = True
     remat: str = "none"
     dense_sec: float = 0.0
@@ -64,10 +68,15 @@ class Stream:
 
     @property
     def num_gathered(self) -> int:
-        """How often experts travel. Prefetched ones are kept for the way back, and
-        compressed ones move once a step."""
-        is_kept = self.is_prefetched or self.compression > 1
+        """How often experts travel. Prefetched ones are kept for the way back."""
+        is_kept = self.is_prefetched or self.moves_once
         return 1 + self.is_training * (self.remat != "none" and not is_kept)
+
+    @property
+    def moves_once(self) -> bool:
+        """Whether experts move once a step, before its first micro-batch: compressed
+        ones, and those that gradients are summed by over micro-batches."""
+        return self.compression > 1 or self.gradient_compression is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +141,10 @@ def predict(stream: Stream, domain: Domain, calibration: Calibration) -> Predict
     _check(stream, domain)
     out = _moved(stream, domain, calibration, "all_gather")
     back = _moved(stream, domain, calibration, "reduce_scatter")
+    if stream.gradient_compression is not None:
+        back = [_scattered(stream, domain, calibration)]
     out_sec = sum(term.sec for term in out) / stream.num_gathered
-    is_hidden = stream.is_prefetched and stream.compression == 1
+    is_hidden = stream.is_prefetched and not stream.moves_once
     hidden_sec = min(stream.pre_expert_sec, out_sec) if is_hidden else 0.0
     is_summed = stream.is_training and stream.dense_sec > 0
     passes, times = 1 + 2 * stream.is_training, stream.num_computed
@@ -155,17 +166,30 @@ def _moved(
     """Experts on their way out, or their gradients on their way back: level by level,
     in a set that grows."""
     size_bytes, count = stream.expert_bytes / stream.compression, stream.num_gathered
+    parts = stream.num_micro_batches if stream.moves_once else 1
     if collective == "reduce_scatter":
-        size_bytes = stream.expert_bytes / stream.gradient_compression
-        count = int(stream.is_training)
+        size_bytes, count, parts = stream.expert_bytes, int(stream.is_training), 1
     moved = []
     for axis, size in zip(stream.sizes, domain, strict=True):
         size_bytes *= size
         leaving = leaving_bytes(collective, size_bytes, size)
-        moved.append(
-            terms.collective_term(calibration, collective, {axis: size}, leaving, count)
+        term = terms.collective_term(
+            calibration, collective, {axis: size}, leaving, count
         )
+        moved.append(terms.share_of(term, parts))
     return moved
+
+
+def _scattered(stream: Stream, domain: Domain, calibration: Calibration) -> Term:
+    """Compressed gradients: to each other member at once, for entries do not add up on
+    their way."""
+    group = dict(zip(stream.sizes, domain, strict=True))
+    size_bytes = math.prod(domain) * stream.expert_bytes / stream.gradient_compression
+    leaving = leaving_bytes("all_to_all", size_bytes, math.prod(domain))
+    count = int(stream.is_training)
+    sizes = (group, leaving, count, "gradients")
+    term = terms.collective_term(calibration, "all_to_all", *sizes)
+    return terms.share_of(term, stream.num_micro_batches)
 
 
 def _exchanged(stream: Stream, domain: Domain, calibration: Calibration) -> list[Term]:

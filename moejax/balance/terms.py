@@ -85,6 +85,11 @@ def collective_term(
     return Term(name, count, count * leaving_bytes, count * sec)
 
 
+def share_of(term: Term, parts: int) -> Term:
+    """Of one of so many that a term is for together."""
+    return dataclasses.replace(term, bytes=term.bytes / parts, sec=term.sec / parts)
+
+
 @functools.cache
 def _whole(axes: tuple[str, ...]) -> tuple[str, ...]:
     """The mesh axes that these are, or are parts of."""

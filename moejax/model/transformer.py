@@ -93,8 +93,9 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "b t d"], LayerSums]:
         """Final hidden states in the compute dtype, and the sums of all MoE layers with
         leading dims [layer, device]. `slots` of all layers, where they exist already:
-        store 'resident' makes them once for several micro-batches. `tracked_lsx` is
-        what domains hold of experts that travel compressed; None: they travel whole."""
+        made once a step, where their gradients are summed over micro-batches.
+        `tracked_lsx` is what domains hold of experts that travel compressed; None: they
+        travel whole."""
         is_separate = self.cfg.data.documents == "separate"
         sight = Sight.of_windows(position_bt, self.cfg.model, is_separate)
         if noise is not None and noise.is_dense:  # of the masters where they rest
@@ -132,7 +133,8 @@ class Transformer(nnx.Module):
         weights = self.cycles.blocks[-1].moe.masters()
         if layout.store == "resident" and slots is None:
             slots = stores.slots_of_layers(make, weights, placement)
-        if not layout.prefetch or tracked_lsx is not None:
+        is_there = slots is not None or tracked_lsx is not None
+        if not layout.prefetch or is_there:
             return Supply(placement, layout, slots, tracked_lsx=tracked_lsx)
         weights = jax.tree.map(lambda leaf: leaf.astype(self._dtype), weights)
         first = jax.tree.map(lambda leaf: leaf[0], (weights, placement))

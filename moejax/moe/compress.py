@@ -9,7 +9,7 @@
     w_sx   = gathered(own_ex, packed, base_sx, axes)   own experts stay exact
 
 Gradients go back as from an all_gather of weights: summed whole to the owner (straight-
-through), or by `scattered`, top-k again, with what stayed behind kept.
+through), or as entries too (moejax.moe.gradients).
 
 top_k and residual are HybridEP's (arXiv 2510.19470, IV-B: without and with its shared
 expert); delta is ours, after EF21 (Richtarik et al. 2021, arXiv 2106.05203) and EF21-P.
@@ -18,7 +18,6 @@ Letters: x the weights of one expert, flat; k its entries; e own experts; s expe
 the domain, in the row-major order of its axes. More in docs/compression.md.
 """
 
-import math
 from functools import partial
 
 import jax
@@ -128,8 +127,8 @@ def encode(
     The target is rounded to the base's dtype first: what receivers cannot hold would be
     sent again and again.
     """
-    wide, target_ex = _wide(base_ex.dtype), target_ex.astype(base_ex.dtype)
-    diff_ex = target_ex.astype(wide) - base_ex.astype(wide)
+    dtype, target_ex = wide(base_ex.dtype), target_ex.astype(base_ex.dtype)
+    diff_ex = target_ex.astype(dtype) - base_ex.astype(dtype)
     e, size = diff_ex.shape
     apart_ebx = jnp.abs(diff_ex).reshape(e, blocks, size // blocks)
     _, place_ebk = jax.lax.top_k(apart_ebx, k // blocks)
@@ -146,11 +145,11 @@ def decode(base_ex: Float[Array, "#e x"], packed: Packed) -> Float[Array, "e x"]
     base_ex = jnp.broadcast_to(base_ex, (e, size))
     arrays = base_ex, packed.value_ek, packed.index_ek
     base_ex, value_ek, index_ek = varying_alike(*arrays)
-    wide = _wide(base_ex.dtype)
+    dtype = wide(base_ex.dtype)
     if value_ek.dtype.itemsize > 1:  # 8-bit floats promote to nothing by themselves
-        wide = jnp.promote_types(wide, value_ek.dtype)
-    at_ek = jnp.take_along_axis(base_ex, index_ek, axis=1).astype(wide)
-    new_ek = _rounded(at_ek + value_ek.astype(wide), base_ex.dtype)
+        dtype = jnp.promote_types(dtype, value_ek.dtype)
+    at_ek = jnp.take_along_axis(base_ex, index_ek, axis=1).astype(dtype)
+    new_ek = _rounded(at_ek + value_ek.astype(dtype), base_ex.dtype)
     row_e1 = jnp.arange(e, dtype=jnp.int32)[:, None]
     return base_ex.at[row_e1, index_ek].set(new_ek, unique_indices=True)
 
@@ -217,44 +216,6 @@ def _with_own_backward(axes, _, d_sx):
 _with_own.defvjp(_with_own_forward, _with_own_backward)
 
 
-@jax.named_scope("scatter_gradients")
-def scattered(
-    grad_sx: Float[Array, "s x"],
-    error_sx: Float[Array, "s x"],
-    k: int,
-    axes: tuple[str, ...],
-    value_dtype: str = "bfloat16",
-    blocks: int = 1,
-) -> tuple[Float[Array, "e x"], Float[Array, "s x"]]:
-    """Gradients of a domain's experts, summed at their owners; and the new error.
-
-    Each member sends k entries of gradient + error per expert of another one and keeps
-    the rest as error (float32 at least), so over steps nothing is lost (Seide et al.
-    2014). What it has of its own experts arrives whole. Sums are in member order.
-    """
-    wanted_sx = grad_sx.astype(_wide(grad_sx.dtype)) + error_sx
-    (s, size), me = wanted_sx.shape, jax.lax.axis_index(axes)
-    members = math.prod(jax.lax.axis_size(axis) for axis in axes)
-    e = s // members
-    packed = encode(wanted_sx, jnp.zeros_like(wanted_sx[:1]), k, value_dtype, blocks)
-    left_sx = decode(wanted_sx, packed.replace(value_ek=-packed.value_ek))
-    is_own_s1 = (jnp.arange(s, dtype=jnp.int32) // e == me)[:, None]
-
-    words = to_words(packed, size)
-    words = jax.lax.all_to_all(words, axes, split_axis=0, concat_axis=0, tiled=True)
-    came = from_words(words, packed.value_ek.dtype, size, blocks)  # s: senders' now
-    value_sk = jnp.where(is_own_s1, 0, came.value_ek)
-    parts = (value_sk.reshape(-1, e, k), came.index_ek.reshape(-1, e, k))
-
-    own_ex = jax.lax.dynamic_slice_in_dim(wanted_sx, me * e, e)
-    own_ex, *parts = varying_alike(own_ex, *parts)
-
-    def add(sum_ex, part):
-        return decode(sum_ex, Packed(*part, blocks)), None
-
-    return jax.lax.scan(add, own_ex, tuple(parts))[0], jnp.where(is_own_s1, 0, left_sx)
-
-
 def to_words(packed: Packed, size: int) -> UInt8[Array, "e words"]:
     """One buffer of values, then of places in blocks: exactly `wire_bytes`."""
     e, k = packed.value_ek.shape
@@ -296,5 +257,6 @@ def _rounded(value: Array, dtype) -> Array:
     return jax.lax.reduce_precision(value, info.nexp, info.nmant).astype(dtype)
 
 
-def _wide(dtype):
+def wide(dtype):
+    """In what differences and sums are taken: float32 at least."""
     return jnp.promote_types(dtype, jnp.float32)

@@ -42,6 +42,12 @@ def check_dense(cfg: Config) -> None:
             "Router.training='dense' has no grouped products to take in 8 bits, and "
             f"Moe.fp8='{cfg.moe.fp8}': use 'none'"
         )
+    if cfg.router.training == "dense" and cfg.moe.gradient_compression is not None:
+        raise ValueError(
+            "Router.training='dense' gathers no experts whose gradients could travel "
+            f"back, and Moe.gradient_compression={cfg.moe.gradient_compression}: use "
+            "None"
+        )
 
 
 def dense(

@@ -111,6 +111,15 @@ def _tracked(own_ex, tracked_sx, layout: Layout, groups: Groups):
     return compress.received(packed, base_sx, groups.domain)
 
 
+def ratio_of(size: int, dtype, ratio: float, more_bytes: int = 0) -> float:
+    """How many times fewer bytes the `entries` of this ratio take, with `more_bytes`
+    beside those of each expert."""
+    k, blocks = entries(size, dtype, ratio)
+    index_bytes = compress.index_bytes_of(size, blocks)
+    sent = compress.wire_bytes(1, k, VALUE_BYTES, index_bytes) + more_bytes
+    return size * jnp.dtype(dtype).itemsize / sent
+
+
 def entries(size: int, dtype, ratio: float) -> tuple[int, int]:
     """How many entries of an expert's `size` weights travel, and in how many blocks."""
     blocks = compress.blocks_of(size)

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int
 from moejax.axes import AxisNames
 from moejax.layout import Layout
 from moejax.moe.domains import gathered_in_domain, track, tracked_axes
+from moejax.moe.gradients import scatter
 from moejax.moe.groups import Groups, groups_of, index_along, spec
 from moejax.types import Placement
 
@@ -94,6 +95,17 @@ def tracked(
     return track(experts, tracked_lsx, layout, mesh, specs)
 
 
+def scattered(
+    grads: Weights, kept_lsx: Array, layout: Layout, mesh: Mesh, dtype
+) -> tuple[Weights, Float[Array, "l s x"]]:
+    """moejax.moe.gradients.scatter, of the slots of all layers; gradients of masters,
+    and what is kept."""
+    specs = {n: P(None, *s) for n, s in slot_specs(groups_of(mesh, layout)).items()}
+    own, kept_lsx = scatter(grads, kept_lsx, layout, mesh, specs, dtype)
+    gate_ledf, up_ledf = jnp.moveaxis(own["into"], 3, 0)
+    return dict(zip(MASTERS, (gate_ledf, up_ledf, own["down"]))), kept_lsx
+
+
 def joined(weights: Weights, dtype) -> Weights:
     """Masters in `dtype` as slots are: gate and up beside one another."""
     gate_edf, up_edf = weights["gate_edf"], weights["up_edf"]
@@ -103,13 +115,13 @@ def joined(weights: Weights, dtype) -> Weights:
     }
 
 
-def slots_of_layers(make, weights: Weights, placement: Placement) -> Weights:
-    """Slots of all layers, one after the other; make(weights, placement) of one."""
+def slots_of_layers(make, *of_layers) -> Weights:
+    """Slots of all layers, one after the other; make(weights, placement, ..) of one."""
 
     def layer(_, args):
         return None, make(*args)
 
-    return jax.lax.scan(layer, None, (weights, placement))[1]
+    return jax.lax.scan(layer, None, of_layers)[1]
 
 
 def owned(masters, placement, layout: Layout, groups: Groups) -> Weights:
