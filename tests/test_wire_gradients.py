@@ -14,9 +14,11 @@ from random_plans import SMALL, Case, E, L, make_case_of
 from random_plans import run as run_step
 from run_main import TOY, checkpoint_record, corpus, lines_of, run
 from test_domain_choice import ideal, stream
-from test_wire_steps import home_plan_of, model_of, whole
+from test_wire_steps import TWO_DCS, home_plan_of, model_of, whole
 
+from moejax.axes import make_mesh
 from moejax.balance.domains import predict
+from moejax.config import Mesh
 from moejax.moe import domains, gradients, stores
 from moejax.moe.gradients import SCALE_BYTES
 from tools.census import HLO, of_compiled
@@ -38,17 +40,21 @@ SIZE = 3 * SMALL.model.d_model * SMALL.moe.d_expert
 
 
 @functools.cache
-def delta(ratio: float | None) -> Case:
+def delta(ratio: float | None, mesh: Mesh = TWO_DCS, remat: str = "none") -> Case:
     """'delta' of test_wire_steps, gradients too, in two micro-batches."""
-    model = model_of("delta", "float32")
-    moe = dataclasses.replace(model.cfg.moe, gradient_compression=ratio)
-    train = dataclasses.replace(model.cfg.train, accumulate_steps=MICRO_BATCHES)
-    return make_case_of(changed(model, moe=moe, train=train))
+    cfg = (model := model_of("delta", "float32")).cfg
+    parts = {
+        "moe": dataclasses.replace(cfg.moe, gradient_compression=ratio),
+        "train": dataclasses.replace(cfg.train, accumulate_steps=MICRO_BATCHES),
+        "model": dataclasses.replace(cfg.model, remat=remat),
+    }
+    return make_case_of(changed(model, mesh=mesh, **parts))
 
 
-def changed(model: Model, **parts) -> Model:
+def changed(model: Model, /, **parts) -> Model:
     cfg = dataclasses.replace(model.cfg, **parts)
-    return model._replace(cfg=cfg, layout=layout_of(cfg))
+    mesh = make_mesh(cfg.mesh.topology)
+    return model._replace(cfg=cfg, mesh=mesh, layout=layout_of(cfg))
 
 
 def begun(case: Case):
@@ -93,6 +99,27 @@ def test_what_arrives_and_what_is_kept_is_the_gradient():
         whole_lex = rows(expected.opt_state[0])
         assert_close(arrived_lex + kept_lex, whole_lex + before_lex)
         assert np.abs(kept_lex).max() > 0.01 * np.abs(whole_lex).max() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("mesh", "remat"),
+    [(Mesh(dc=2, data=2, expert=2), "full"), (Mesh(dc=2, expert=2, tensor=2), "none")],
+)
+def test_the_same_where_experts_are_split_otherwise(mesh, remat):
+    """Hidden widths over data or tensor: sums over all weights of each layer, for kept
+    ones lie as shards do."""
+    case, exact = (delta(ratio, mesh, remat) for ratio in (RATIO, None))
+    plan = home_plan_of(case)
+    expected, _ = run_step(exact, begun(exact), plan, 0)
+    state, _ = run_step(case, begun(case), plan, 0)
+    arrived_lex, whole_lex = rows(state.opt_state[0]), rows(expected.opt_state[0])
+    kept_lsx = whole(state.kept_gradients)
+    assert np.abs(kept_lsx).max() > 0.01 * np.abs(whole_lex).max() > 0
+    sums = [array.astype(np.float64).sum((1, 2)) for array in (arrived_lex, kept_lsx)]
+    assert_close(sum(sums), whole_lex.astype(np.float64).sum((1, 2)), dtype=np.float32)
+    assert np.abs(sums[1]).min() > 1e-4 * np.abs(sum(sums)).max()
 
 
 @pytest.mark.slow
@@ -191,14 +218,14 @@ def test_all_entries_are_whole_gradients_bit_for_bit(monkeypatch):
     assert not kept.any()
 
 
-TWO_DCS = ("Mesh.dc = 2", "Mesh.data = 1", "Moe.group = 'dc_expert'")
+TWO_DCS_GIN = ("Mesh.dc = 2", "Mesh.data = 1", "Moe.group = 'dc_expert'")
 BOTH = ("Moe.compression = 'delta'", "Moe.gradient_compression = 8")
 
 
 def job_of(domain: str, *params: str):
     params = (
         f"Data.corpus = '{corpus()}'",
-        *TWO_DCS,
+        *TWO_DCS_GIN,
         f"Moe.domain = {domain}",
         *params,
     )
@@ -262,14 +289,12 @@ def test_a_dry_run_counts_what_is_kept(capsys):
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_run_that_was_stopped_is_the_same_run(tmp_path):
-    params = (*TWO_DCS, "Moe.domain = (2, 2)", *BOTH, "Train.eval_every_steps = 4")
-    at_once = run(tmp_path / "whole", *params, "Train.num_steps = 8")
-    run(tmp_path / "parts", *params, "Train.num_steps = 4")
-    parts = run(tmp_path / "parts", *params, "Train.num_steps = 8")
-    assert (at_once.code, parts.code) == (0, 0), parts.err
-    assert lines_of(tmp_path / "parts") == lines_of(tmp_path / "whole")
-    arrays = [
-        checkpoint_record(tmp_path / name, 8)["arrays"] for name in ("whole", "parts")
-    ]
-    assert arrays[0] == arrays[1]
+    params = (*TWO_DCS_GIN, "Moe.domain = (2, 2)", *BOTH, "Train.eval_every_steps = 4")
+    dirs = tmp_path / "whole", tmp_path / "parts"
+    for run_dir, steps in zip((dirs[0], dirs[1], dirs[1]), (8, 4, 8)):
+        ended = run(run_dir, *params, f"Train.num_steps = {steps}")
+        assert ended.code == 0, ended.err
+    assert lines_of(dirs[0]) == lines_of(dirs[1])
+    arrays = [checkpoint_record(run_dir, 8)["arrays"] for run_dir in dirs]
     assert "kept_gradients" in arrays[0]
+    assert arrays[0] == arrays[1]
