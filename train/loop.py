@@ -168,7 +168,7 @@ def restore(job: Job, checkpointer: Checkpointer, say):
         say("what domains hold of one another's experts begins anew: they changed")
         state = tracked_anew(state, cfg, model.mesh)
     if compresses_gradients(cfg) and state.kept_gradients is None:
-        say("what devices keep of gradients begins at zero: the checkpoint has no such")
+        say("what devices keep of gradients begins at zero: no such in the checkpoint")
         state = keeping_nothing(state, cfg, model.mesh)
     return state, restored.meta
 
