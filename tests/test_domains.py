@@ -32,9 +32,9 @@ DATA = Mesh(dc=2, data=2, expert=2)
 TENSOR = Mesh(dc=2, expert=2, tensor=2)
 HIERARCHICAL = {"transport": "hierarchical"}
 GRID = [
-    (PLAIN, (2, 2), {}),
     (PLAIN, (1, 2), HIERARCHICAL),
     (DATA, (2, 1), {}),
+    pytest.param(PLAIN, (2, 2), {}, marks=ALSO),
     *(pytest.param(PLAIN, s, {}, marks=ALSO) for s in ((1, 1), (2, 1), (1, 2), (1, 4))),
     pytest.param(PLAIN, (2, 4), {}, marks=ALSO),
     pytest.param(PLAIN, (1, 1), HIERARCHICAL, marks=ALSO),

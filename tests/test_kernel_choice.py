@@ -261,7 +261,14 @@ def interpret(monkeypatch):
     monkeypatch.setattr(vjp, "products", products)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blocked", "xla", "hopper"])
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        "blocked",
+        "hopper",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("reference", "xla")),
+    ],
+)
 def test_layer_equals_its_definition_with_each(implementation, monkeypatch):
     """Values and all gradients, in bfloat16; `hopper` interpreted."""
     interpret(monkeypatch)

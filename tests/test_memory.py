@@ -44,6 +44,7 @@ def test_a_hot_expert_takes_no_more_memory(repo):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_capacity_drops_what_exact_carries():
     """The same hot expert in capacity mode: counted, and only there."""
     step, params, mesh = layer_step("capacity", BATCH)

@@ -111,7 +111,7 @@ def check_layer(topology: Topology, layout: Layout, plan: ExpertPlan, seed: int)
     ("mesh_name", "store", "split"),
     [
         ("data2_expert4", "transient", "even"),
-        ("data2_expert4", "sharded", "local_first"),
+        pytest.param("data2_expert4", "sharded", "local_first", marks=ALSO),
         ("dc2_data2_expert2", "transient", "local_first"),
         pytest.param("data2_expert4", "owned", "even", marks=ALSO),
         pytest.param("dc2_data2_expert2", "owned", "even", marks=ALSO),

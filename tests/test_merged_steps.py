@@ -42,7 +42,7 @@ from train.optim import make_optimizer
 from train.state import abstract_state
 from train.step import Model
 
-ALSO = pytest.mark.long
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @functools.cache
@@ -69,13 +69,9 @@ def merged_case(store: str) -> Case:
     return Case(model, traced, step, Mover(model), shardings)
 
 
-CASES = [
-    "resident",
-    *(pytest.param(s, marks=ALSO) for s in ("owned", "prefetched", "sharded")),
-]
+CASES = ["resident", "owned", "prefetched", "sharded"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("store", CASES)
 def test_a_merged_step_is_the_step_of_one_expert_axis(store):
     """Loss, gradients, moments and parameters, from one state under any plan."""
@@ -99,7 +95,6 @@ def gathered_over_data(case: Case) -> list[int]:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("store", CASES)
 def test_no_expert_weight_is_gathered_over_data(store):
     """By us or by XLA's partitioner, as it is where groups lie along expert."""
@@ -114,8 +109,6 @@ def test_no_expert_weight_is_gathered_over_data(store):
             assert all(size < ONE_EXPERT for size in sizes), line
 
 
-@pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.parametrize("is_back", [False, True])
 def test_a_checkpoint_goes_on_merged_and_back(tmp_path, is_back):
     """With the balancer on: each leg starts from the other's checkpoint, and its losses

@@ -135,9 +135,9 @@ ALSO = pytest.mark.long
 
 GRID = list(itertools.product(MESHES, (1, 2, 4), (0, 1)))
 FIRST = (
-    ("1", 1, 1), ("expert8", 4, 0), ("data2_expert4", 1, 0), ("dc2_data2_expert2", 2, 1)
+    ("expert8", 4, 0), ("data2_expert4", 1, 0), ("dc2_data2_expert2", 2, 1)
 )  # fmt: skip
-"""Each mesh, each k with and without shared experts; (2, 0) is the smallest part's."""
+"""Each mesh of several devices, each k; one device is the smallest part's."""
 
 
 @pytest.mark.parametrize(

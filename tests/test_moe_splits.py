@@ -38,9 +38,9 @@ ALONE = GROUP_AXES["expert"]
 ALSO = pytest.mark.long
 EIGHT = Topology(expert=8)
 CASES = [
-    (EIGHT, ALONE, "resident", "water_filling"),
     (EIGHT, ALONE, "transient", "dynamic"),
-    (MESHES["data2_expert4"], ALONE, "transient", "dynamic"),
+    pytest.param(EIGHT, ALONE, "resident", "water_filling", marks=ALSO),
+    pytest.param(MESHES["data2_expert4"], ALONE, "transient", "dynamic", marks=ALSO),
     (MESHES["dc2_data2_expert2"], MERGED, "sharded", "water_filling"),
     pytest.param(EIGHT, ALONE, "sharded", "water_filling", marks=ALSO),
     pytest.param(

@@ -146,6 +146,7 @@ def test_objective_is_near_the_linear_program_and_never_over_the_plain_split(see
     assert of_us < 0.8 * of_plain
 
 
+@pytest.mark.long
 def test_sweeps_lessen_the_sum_of_powers():
     for seed in range(6):
         counts_we, row_p, layout = instance(seed)

@@ -68,6 +68,7 @@ def plain_logits(cfg: Config, params: dict, tokens_bt):
 @pytest.mark.parametrize(
     "cfg", [LAYERS, pytest.param(ON_MESH, marks=pytest.mark.long)], ids=["two", "mixed"]
 )
+@pytest.mark.slow
 def test_equals_its_formula(cfg):
     """Values and every gradient: scanned, on a mesh; then between dense layers, in
     rounds, and computed again going back."""

@@ -180,7 +180,13 @@ def test_prefetched_copies_are_the_same_bits(dtype):
         assert all(np.array_equal(a, b) for a, b in pairs)
 
 
-CASES = (*DOUBLES, "sharded", pytest.param("transient", marks=pytest.mark.long))
+CASES = (
+    *DOUBLES,
+    *(
+        pytest.param(store, marks=pytest.mark.long)
+        for store in ("sharded", "transient")
+    ),
+)
 
 
 def type_of(store: str, request) -> str:

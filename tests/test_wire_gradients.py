@@ -232,6 +232,7 @@ def job_of(domain: str, *params: str):
     return prepare(gin_config.load([TOY], params))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_goes_on_with_what_was_kept(tmp_path):
     """Bit for bit where it is cut alike; else it begins at zero, and a line says so. A
