@@ -143,6 +143,7 @@ def test_a_checkpoint_of_another_run_is_left_alone(
     assert listing(trained) == before
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_directory_in_use_is_left_alone(trained, run_here):
     with Live(trained, "Train.num_steps = 100000") as live:

@@ -67,6 +67,7 @@ def all_at_once(cfg):
     return jnp.take_along_axis(hidden_btd, at_bt[..., None], axis=1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",

@@ -121,6 +121,7 @@ def run(*words, **options):
     )
 
 
+@pytest.mark.long
 def test_the_program_streams_and_ends_with_a_record(saved, tmp_path):
     file = tmp_path / "a prompt.txt"
     file.write_text(PROMPTS[3])

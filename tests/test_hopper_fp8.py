@@ -85,6 +85,7 @@ def test_all_patterns_of_empty_groups(which):
         check(which, PLAIN, rows_of_pattern(pattern))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "setup", "rows_g"),

@@ -281,6 +281,7 @@ def test_layer_equals_its_definition_with_each(implementation, monkeypatch):
     assert_close(step(*arguments), expected, dtype=jnp.bfloat16)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "implementation", ["auto", pytest.param("hopper", marks=pytest.mark.long)]
 )

@@ -171,6 +171,7 @@ def test_bfloat16_computes_and_float32_decides():
     assert sums.tokens_e.shape == (2, 1, 4)
 
 
+@pytest.mark.long
 def test_jitter_is_the_same_noise_on_one_device_and_on_eight():
     """It is drawn for the global batch, so it does not depend on who holds which part.
     Another key is other noise."""

@@ -172,6 +172,7 @@ def test_later_rounds_carry_what_round_0_could_not(rows_per_peer):
     assert int(np.max(sums.rounds)) == 1 + later
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("sigmoid", marks=ALSO), "expert_choice"])
 def test_other_routers_travel_the_same_way(kind):

@@ -120,6 +120,7 @@ def pairs(quota_wp: np.ndarray) -> np.ndarray:
     return quota_wp.reshape(len(quota_wp), len(quota_wp), -1).sum(axis=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seeds", [20, pytest.param(60, marks=pytest.mark.long)])
 def test_objective_is_near_the_linear_program_and_never_over_the_plain_split(seeds):
     ratios, far_rows = [], []

@@ -122,6 +122,7 @@ def results(remat):
     return run(params, *operands())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "remat", [pytest.param("dispatch", marks=pytest.mark.long), "full"]

@@ -119,7 +119,7 @@ def sent_by(schedule: str, mp: int, esp: int, expert: int) -> tuple[Counter, Cou
     return forward, sent
 
 
-QUICK = [(2, 2, 4, schedule) for schedule in ("s1", "s1h", "local")]
+QUICK = [(2, 2, 4, schedule) for schedule in ("s1h", "local")]
 GRID = [
     pytest.param(
         *sizes, schedule, marks=() if (*sizes, schedule) in QUICK else pytest.mark.long

@@ -224,6 +224,7 @@ def doubles(monkeypatch):
         yield "float64"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mp", "esp", "expert", "schedule"),

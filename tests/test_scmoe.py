@@ -65,6 +65,7 @@ def plain_logits(cfg: Config, params: dict, tokens_bt):
     return plain_model.norm(x_btd, params["norm"], model) @ params["embed_vd"].T
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "cfg", [LAYERS, pytest.param(ON_MESH, marks=pytest.mark.long)], ids=["two", "mixed"]
 )

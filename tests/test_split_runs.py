@@ -17,9 +17,9 @@ DYNAMIC = (*HOME, "Moe.split = 'dynamic'")
 MERGED = "Moe.group = 'data_expert'"
 COUNTED = ("rows_lw", "fullest_pair", "rounds", "max_over_bound", "load_max_over_mean")
 RUNS = [
-    (*MICROMOE, MERGED),
+    MICROMOE,
+    pytest.param((*MICROMOE, MERGED), marks=pytest.mark.long),
     pytest.param(DYNAMIC, marks=pytest.mark.long),
-    pytest.param(MICROMOE, marks=pytest.mark.long),
     pytest.param((*DYNAMIC, MERGED), marks=pytest.mark.long),
     pytest.param((*DYNAMIC, "Model.remat = 'full'"), marks=pytest.mark.long),
 ]

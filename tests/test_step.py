@@ -122,6 +122,7 @@ def test_accumulation_is_the_mean_over_micro_batches():
     assert np.abs(metrics.router.balance - expected.router.balance).max() > 1e-4
 
 
+@pytest.mark.long
 def test_a_non_finite_update_changes_only_counters():
     """NaN in one parameter: nothing moves but the step and the count of skips."""
     optimizer = make_optimizer(SMALL.optimizer, 10)

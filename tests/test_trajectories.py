@@ -104,17 +104,21 @@ def adopted(state, mover: Mover, old: tuple, new: tuple):
 
 
 DOUBLES = ("owned", "prefetched", "filled", "dynamic")
+STEPS = (
+    *DOUBLES[:2],
+    *(pytest.param(store, marks=pytest.mark.long) for store in DOUBLES[2:]),
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("store", DOUBLES)
+@pytest.mark.parametrize("store", STEPS)
 def test_one_step_in_float64(doubles, store):
     check_all_plans(store, doubles)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "stores", [DOUBLES[::-1], pytest.param(tuple(STORES), marks=pytest.mark.long)]
+    "stores", [DOUBLES[1::-1], pytest.param(tuple(STORES), marks=pytest.mark.long)]
 )
 def test_trajectory_of_100_steps_in_float64(doubles, stores):
     """Stores, plans and owners change every five steps, and nothing else."""
@@ -180,13 +184,8 @@ def test_prefetched_copies_are_the_same_bits(dtype):
         assert all(np.array_equal(a, b) for a, b in pairs)
 
 
-CASES = (
-    *DOUBLES,
-    *(
-        pytest.param(store, marks=pytest.mark.long)
-        for store in ("sharded", "transient")
-    ),
-)
+REST = (pytest.param(s, marks=pytest.mark.long) for s in ("sharded", "transient"))
+CASES = (*STEPS, *REST)
 
 
 def type_of(store: str, request) -> str:

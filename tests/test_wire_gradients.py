@@ -82,6 +82,7 @@ def kept_rows(case: Case, state) -> np.ndarray:
     return sum_lex
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_arrives_and_what_is_kept_is_the_gradient():
     """Step after step: of whole gradients from the same state, and of what was kept
