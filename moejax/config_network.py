@@ -135,16 +135,13 @@ class Moe:
     fused_split: bool = False
     """Water-filling as one kernel, on Hopper GPUs."""
     kernels: Kernels = "auto"
-    """Kernels of the device for experts and rows, where it has some (docs/kernels.md),
-    or XLA's operations alone (plain)."""
+    """The device's own, where it has some (docs/kernels.md), or XLA's alone (plain)."""
     fp8: Fp8 = "none"
-    """Experts multiply 8-bit values: rows and weights in e4m3, and gradients in the
-    format named. Gradients of weights stay as they are (docs/kernels.md)."""
+    """Experts multiply 8-bit values, gradients in this format (docs/kernels.md)."""
     prefetch: bool | None = None
     """Transient copies travel a layer ahead; None: as the policy reckons."""
     near_weight: float = 0.0
-    """water_filling: what a row from another device of the node costs, in rows
-    computed; a multiple of 1/16."""
+    """water_filling: rows computed that one from elsewhere in the node costs; n/16."""
     far_weight: float = 0.0
     """And one from another node."""
     devices_per_node: int | None = None
