@@ -147,7 +147,7 @@ CASES = [
     pytest.param(ONE_GROUP, (201,), id="one group and padding"),
     pytest.param(ONE_GROUP, (328,), id="one group alone"),
 ]
-# As above: forward and wgrad have all in `make test`, the others a part.
+# As above: forward and wgrad have all in `make test`.
 FOR_OTHERS = {STEEP: ("swiglu_dgrad",), FEW_STEPS: ("swiglu",), ONE_GROUP: ("dgrad",)}
 
 
@@ -158,6 +158,7 @@ def test_cases(which, setup, rows_g):
     check(which, setup, np.array(rows_g, np.int32))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("setup", "rows_g"), [CASES[0], CASES[2], CASES[3]])
 def test_a_case_of_each_other(setup, rows_g):
@@ -192,6 +193,7 @@ UNSEEN = "observed .*phase|observe each barrier completion|must do so in all pha
 COMMIT, STORED, WAIT = ("commit_smem",), ("wait_smem_to_gmem",), ("barrier_wait",)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("holder", "names", "which", "seen"),

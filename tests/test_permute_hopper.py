@@ -26,7 +26,10 @@ def random_case(kept, dtype=jnp.float32, seed=0, sizes=SIZES):
     return arrays(dtype, seed, sizes), tables(kept, seed, sizes)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("kept", [0.0, 0.6, 1.0])
 def test_equals_reference(kept, dtype):
     args = random_case(kept, dtype)

@@ -68,7 +68,13 @@ def prepare(which, product=plain, skews=("zipf", "with_empty"), shape=TINY):
     return tune_cases.prepare(which, shape, "bfloat16", skews, 7, product)
 
 
-@pytest.mark.parametrize("shape", [TINY, WIDE], ids=["tiny", "wide"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(TINY, id="tiny"),
+        pytest.param(WIDE, id="wide", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("which", PASSES)
 def test_the_sample_is_the_definition(which, shape):
     """In float64 on the host against the definition on the device; and it sees when one
