@@ -64,7 +64,7 @@ def scanned(solve, arrays):
 @pytest.mark.parametrize(
     ("sizes", "count", "max_sweeps"),
     [
-        pytest.param((20, 24, 8), 8, 16, id="one block"),
+        pytest.param((20, 24, 8), 20, 16, id="one block"),
         pytest.param((40, 24, 40), 6, 3, id="two blocks"),
         pytest.param((50, 256, 70), 3, 2, id="items outside shared memory"),
         pytest.param((4, 1, 1), 3, 16, id="one bin"),
