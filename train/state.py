@@ -134,15 +134,11 @@ def tracked_anew(state: TrainState, cfg: Config, mesh: Mesh) -> TrainState:
 
 
 def keeping_nothing(state: TrainState, cfg: Config, mesh: Mesh) -> TrainState:
-    """The state with nothing kept back of gradients, where a run's travel compressed:
-    as at its beginning."""
-    kept = None
-    if compresses_gradients(cfg):
-        zeros = jax.jit(
-            lambda: _nothing_kept(cfg, mesh), out_shardings=_where_kept(cfg, mesh)
-        )
-        kept = zeros()
-    return state.replace(kept_gradients=kept)
+    """The state with nothing kept back of gradients that travel compressed, as at a
+    run's beginning."""
+    where = _where_kept(cfg, mesh)
+    zeros = jax.jit(lambda: _nothing_kept(cfg, mesh), out_shardings=where)
+    return state.replace(kept_gradients=zeros())
 
 
 def compresses_gradients(cfg: Config) -> bool:
