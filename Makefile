@@ -49,7 +49,7 @@ test-all: lint  ## with the long repetitions (kills, corruptions)
 	@$(RUN) -m pytest $(SPREAD) $(ARGS)
 
 bench: $(VENV)/.stamp  ## one MoE layer against its rivals
-	@$(RUN) tools/bench_moe_layer.py $(ARGS)
+	@$(RUN) tools/bench/moe_layer.py $(ARGS)
 
 clean:  ## remove the environment and the compilation cache, never a run
 	@rm -rf $(VENV) .cache *.egg-info

@@ -1,18 +1,19 @@
 """moejax: Mixture-of-Experts training on SPMD meshes with JAX, exact and balanced.
 
-Names load when they are first used, so `import moejax` and `moejax.layout` need no jax.
+Names load when they are first used, so `import moejax` and `moejax.plan.layout` need no
+jax.
 """
 
 import importlib
 
 _HOME = {
     "Config": "moejax.config",
-    "ExpertPlan": "moejax.plan",
-    "Layout": "moejax.layout",
-    "Topology": "moejax.layout",
+    "ExpertPlan": "moejax.plan.expert_plan",
+    "Layout": "moejax.plan.layout",
+    "Topology": "moejax.plan.layout",
     "make_mesh": "moejax.axes",
-    "Placement": "moejax.types",
-    "RoutingStats": "moejax.types",
+    "Placement": "moejax.moe.types",
+    "RoutingStats": "moejax.moe.types",
     "MoeLayer": "moejax.moe.layer",
     "Transformer": "moejax.model.transformer",
 }

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from moejax.layout import Topology
+from moejax.plan.layout import Topology
 
 AxisNames = str | tuple[str, ...]
 DC, DATA, EXPERT, TENSOR = AXES = ("dc", "data", "expert", "tensor")

@@ -17,7 +17,7 @@ from moejax.config_network import (
     check_shards,
     require,
 )
-from moejax.layout import Topology, uneven_group
+from moejax.plan.layout import Topology, uneven_group
 
 __all__ = [
     "Balance", "Checkpoint", "Config", "Data", "Mesh", "Model", "Moe", "Optimizer",

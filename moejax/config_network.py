@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any, Literal
 
-from moejax.domain import Domain, Form
-from moejax.layout import GROUP_AXES, Fp8, Group, Kernels, Split, Store
-from moejax.tensor import Schedule, Tensor
+from moejax.plan.domain import Domain, Form
+from moejax.plan.layout import GROUP_AXES, Fp8, Group, Kernels, Split, Store
+from moejax.plan.tensor import Schedule, Tensor
 
 
 def require(claim: bool, message: str) -> None:

@@ -12,7 +12,7 @@ TRACE = ROOT.parent / "shared" / "data" / "routing_gpt_e32.npz"
 NUM_DEVICES = 8
 LONGEST = (
     "test_processes", "test_runs", "test_balancing", "test_faults", "test_step",
-    "test_trajectories", "test_moe_layer", "test_generate",
+    "test_trajectories", "test_layer", "test_generate",
 )  # fmt: skip
 """Files of minutes, which begin first: one at the end would run alone."""
 
@@ -31,7 +31,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 # Tests compile far longer than they compute: two thirds of the time without LLVM's
 # optimisations. Programs that tests start inherit this; XLA's own passes all run.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-os.environ.setdefault("PJRT_NPROC", "32")  # train/start.py says why
+os.environ.setdefault("PJRT_NPROC", "32")  # train/launch/start.py says why
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 PREPARED = tempfile.TemporaryDirectory(prefix="prepared-")
 os.environ["MOEJAX_CACHE_DIR"] = PREPARED.name
@@ -80,9 +80,8 @@ def repo() -> pathlib.Path:
 @pytest.fixture
 def policies_of_tests(monkeypatch) -> None:
     """The small policies of balanced_run stand among the real ones."""
-    from balanced_run import POLICIES_OF_TESTS
-
     from moejax.balance.policies import POLICIES
+    from tests.support.balanced_run import POLICIES_OF_TESTS
 
     for name, policy in POLICIES_OF_TESTS.items():
         monkeypatch.setitem(POLICIES, name, policy)

@@ -18,7 +18,7 @@ from moejax.config import (
     Router,
     Train,
 )
-from train.config_names import config_of
+from train.config.names import config_of
 
 # Fields with a lowest value.
 LEAST = {

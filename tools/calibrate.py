@@ -27,10 +27,10 @@ import numpy as np
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from moejax.config import Config  # noqa: E402
-from train import gin_config  # noqa: E402
-from train.cluster import add_flags, flags_of  # noqa: E402
-from train.ending import DONE, emit, guarded  # noqa: E402
-from train.start import start  # noqa: E402
+from train.config import gin_reader  # noqa: E402
+from train.launch.cluster import add_flags, flags_of  # noqa: E402
+from train.launch.ending import DONE, emit, guarded  # noqa: E402
+from train.launch.start import start  # noqa: E402
 
 MESH_AXES = ("dc", "data", "expert", "tensor")
 
@@ -69,7 +69,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def work(args: argparse.Namespace) -> int:
     cfg = config_of(args)
     start(cfg, flags_of(args))
-    from train.processes import is_first
+    from train.launch.processes import is_first
 
     calibration = measure(cfg, args)
     if is_first():
@@ -92,7 +92,7 @@ def config_of(args: argparse.Namespace) -> Config:
     if args.turns < 1:
         raise ValueError(f"--turns {args.turns} must be at least 1")
     params = mesh_params(args) if args.mesh else []
-    cfg = gin_config.load(args.gin_file, [*params, *args.gin_param])
+    cfg = gin_reader.load(args.gin_file, [*params, *args.gin_param])
     balance = dataclasses.replace(cfg.balance, calibration=None)  # is being made
     return dataclasses.replace(cfg, balance=balance)
 
@@ -124,8 +124,12 @@ def measure(cfg: Config, args: argparse.Namespace):
     import jax
 
     from moejax.axes import make_mesh
-    from moejax.balance.calibration import Calibration
-    from tools.collective_times import collective_programs, matmul_programs, seconds
+    from moejax.perf.calibration import Calibration
+    from tools.bench.collective_times import (
+        collective_programs,
+        matmul_programs,
+        seconds,
+    )
 
     mesh = make_mesh(cfg.mesh.topology)
     dtype = cfg.model.compute_dtype
@@ -153,7 +157,7 @@ def measure(cfg: Config, args: argparse.Namespace):
 
 
 def widths_of(cfg: Config):
-    from tools.collective_times import Widths
+    from tools.bench.collective_times import Widths
 
     shards = cfg.mesh.topology.num_batch_shards * cfg.train.accumulate_steps
     tokens = cfg.train.batch_size // shards * cfg.data.seq_len
@@ -170,7 +174,7 @@ def compile_sec(cfg: Config, mesh) -> float:
     """Of the train step, traced, lowered and compiled anew."""
     import jax
 
-    from train.compiled import make_model, trace_train_step
+    from train.step.compiled import make_model, trace_train_step
 
     is_cached = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)

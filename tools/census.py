@@ -21,8 +21,8 @@ import sys
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from moejax.config import Config  # noqa: E402
-from train import gin_config  # noqa: E402
-from train.start import set_up_backend  # noqa: E402
+from train.config import gin_reader  # noqa: E402
+from train.launch.start import set_up_backend  # noqa: E402
 
 HLO = re.compile(
     r"= .*? (all-to-all|ragged-all-to-all|all-gather|all-reduce|reduce-scatter|"
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--gin_param", action="append", default=[])
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    cfg = gin_config.load(args.gin_file, args.gin_param)
+    cfg = gin_reader.load(args.gin_file, args.gin_param)
     set_up_backend(cfg)
     record = census(cfg)
     for backend, groups in record.items():
@@ -66,7 +66,7 @@ def census(cfg: Config) -> dict:
 def lowered(cfg: Config, transport: str):
     """The traced step of cfg with this transport."""
     from moejax.axes import make_mesh
-    from train.compiled import make_model, trace_train_step
+    from train.step.compiled import make_model, trace_train_step
 
     moe = dataclasses.replace(cfg.moe, transport=transport)
     cfg = dataclasses.replace(cfg, moe=moe)

@@ -25,7 +25,7 @@ from rich.console import Console
 from train.data.encoding import Recipe
 from train.data.prepared import prepare
 from train.data.shards import Progress
-from train.ending import DONE, emit, guarded
+from train.launch.ending import DONE, emit, guarded
 
 SECONDS_BETWEEN_LINES = 10.0
 

@@ -25,15 +25,15 @@ import numpy as np
 
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
-from moejax.balance import cost as cost_models  # noqa: E402
-from moejax.balance import traffic  # noqa: E402
-from moejax.balance.cost import CostModel  # noqa: E402
 from moejax.balance.policies import POLICIES, Policy, check_policy  # noqa: E402
-from moejax.layout import Layout, Split  # noqa: E402
-from moejax.plan import ExpertPlan  # noqa: E402
+from moejax.perf import cost_model as cost_models  # noqa: E402
+from moejax.perf import traffic  # noqa: E402
+from moejax.perf.cost_model import CostModel  # noqa: E402
+from moejax.plan.expert_plan import ExpertPlan  # noqa: E402
+from moejax.plan.layout import Layout, Split  # noqa: E402
 from tools import loads_file  # noqa: E402
 from tools.loads_file import Loads  # noqa: E402
-from train.ending import DONE, emit, guarded  # noqa: E402
+from train.launch.ending import DONE, emit, guarded  # noqa: E402
 
 HEADS = ("p50", "p90", "max", "msec", "speedup", "moves", "changes", "plan ms")
 FIELDS = (
@@ -147,7 +147,7 @@ def check_split(split: Split | None, names: list[str]) -> None:
 def cost_model(args: argparse.Namespace) -> CostModel:
     if args.calibration is None:
         return cost_models.NOTES
-    from moejax.balance import calibration
+    from moejax.perf import calibration
 
     found = calibration.read_calibration(args.calibration)
     mesh = found.mesh | {"expert": args.devices}

@@ -4,7 +4,7 @@
 
 Stored are sources, outputs and their order: no timings, no state of an editor, nothing
 of this machine. A notebook in which a cell fails or warns is left as it was. Tests
-compare stored texts word for word (tests/test_notebooks.py).
+compare stored texts word for word (tests/docs/test_notebooks.py).
 Exit codes: 0 done, 2 a cell failed, or no notebook.
 """
 
@@ -20,7 +20,7 @@ from nbclient.exceptions import CellExecutionError
 
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
-from train.ending import DONE, guarded  # noqa: E402
+from train.launch.ending import DONE, guarded  # noqa: E402
 
 CELL_LIMIT_SEC = 120
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}

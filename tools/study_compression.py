@@ -4,9 +4,9 @@
     python tools/study_compression.py --steps 400 --ratios 50 --json
 
 A domain of four devices with two experts each, in one program: device j reads its own
-rows, and holds the others' experts as `moejax.moe.compress` encodes and decodes them.
-`everywhere` puts the decoded experts in the place of own ones too. Bytes are counted
-against experts that move in bfloat16. docs/compression.md has the table.
+rows, and holds the others' experts as `moejax.moe.weights.compression` encodes and
+decodes them. `everywhere` puts the decoded experts in the place of own ones too. Bytes
+are counted against experts that move in bfloat16. docs/compression.md has the table.
 """
 
 import argparse
@@ -24,9 +24,10 @@ import optax
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from moejax.config import Data  # noqa: E402
-from moejax.moe import compress, gradients  # noqa: E402
+from moejax.moe.weights import compression  # noqa: E402
+from moejax.moe.weights import gradient_compression as gradients  # noqa: E402
 from train import data  # noqa: E402
-from train.ending import DONE, emit, guarded  # noqa: E402
+from train.launch.ending import DONE, emit, guarded  # noqa: E402
 
 MEMBERS, OWN, CONTEXT = 4, 2, 16
 EXPERTS = MEMBERS * OWN
@@ -42,7 +43,7 @@ ENTRY = {"value_bytes": 2, "index_bytes": 2}
 class Arm:
     """One run of the study."""
 
-    form: compress.Form
+    form: compression.Form
     ratio: float = 1.0
     everywhere: bool = False
     base: str = "float32"
@@ -54,19 +55,19 @@ class Arm:
 
     @property
     def blocks(self) -> int:
-        return compress.blocks_of(SIZE, self.longest_block)
+        return compression.blocks_of(SIZE, self.longest_block)
 
     @property
     def k(self) -> int:
         sizes = (*ENTRY.values(), WEIGHT_BYTES, self.blocks)
-        return compress.entries_of(SIZE, self.ratio, *sizes)
+        return compression.entries_of(SIZE, self.ratio, *sizes)
 
     @property
     def bytes(self) -> int:
         """Of one expert on the wire."""
         if self.form == "none":
             return SIZE * WEIGHT_BYTES
-        return compress.wire_bytes(1, self.k, **ENTRY)
+        return compression.wire_bytes(1, self.k, **ENTRY)
 
 
 def main() -> int:
@@ -202,8 +203,8 @@ def track(arm: Arm, experts_ex, tracked_ex) -> jax.Array:
         "residual": jnp.mean(experts_ex, axis=0, keepdims=True),
         "delta": tracked_ex,
     }[arm.form]
-    packed = compress.encode(experts_ex, base_ex, arm.k, "bfloat16", arm.blocks)
-    return compress.decode(base_ex, packed)
+    packed = compression.encode(experts_ex, base_ex, arm.k, "bfloat16", arm.blocks)
+    return compression.decode(base_ex, packed)
 
 
 def own_of(arm: Arm) -> np.ndarray:
@@ -259,7 +260,7 @@ def loss_of(params: dict, held_jex, windows_nc):
     balance = EXPERTS / TOP_K * jnp.sum(load_e * jnp.mean(score_ne, axis=0))
 
     x_jnd = x_nd.reshape(MEMBERS, -1, WIDTH)
-    weights = jax.vmap(lambda held_ex: compress.unflat(held_ex, WIDTH))(held_jex)
+    weights = jax.vmap(lambda held_ex: compression.unflat(held_ex, WIDTH))(held_jex)
     into = jnp.einsum("jnd,jedgf->jnegf", x_jnd, weights["into"])
     hidden = jax.nn.silu(into[..., 0, :]) * into[..., 1, :]
     gate_jne = gate_ne.reshape(MEMBERS, -1, EXPERTS)

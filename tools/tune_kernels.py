@@ -5,10 +5,10 @@
 
 Shapes are named in moejax/kernels/shapes.py; each is one bucket of a pass, or with
 --layer those that a feed-forward layer of these widths runs in training. Tiles are
-tried as tools/tune_search.py says, checked as tools/tune_cases.py says, and the fastest
-go to moejax/kernels/tuned/<device>.json after every bucket. A run goes on where the
-file ends; --again measures anew. The buckets that are left share --limit_sec evenly,
-and one that got less than it wanted is marked `is_whole: false`.
+tried as tools/bench/tune_search.py says, checked as tools/bench/tune_cases.py says, and
+the fastest go to moejax/kernels/tuned/<device>.json after every bucket. A run goes on
+where the file ends; --again measures anew. The buckets that are left share --limit_sec
+evenly, and one that got less than it wanted is marked `is_whole: false`.
 
 Exit codes: 0 done, or the time is up; 1 the rule's tiles compute something else; 2 bad
 input; 3 there is no Hopper GPU here.
@@ -27,8 +27,8 @@ from collections.abc import Callable
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
-from tools.bench_grouped_dot import commit, named  # noqa: E402
-from train.ending import CRASHED, DONE, emit, guarded, refuse  # noqa: E402
+from tools.bench.grouped_dot import commit, named  # noqa: E402
+from train.launch.ending import CRASHED, DONE, emit, guarded, refuse  # noqa: E402
 
 LIMIT_SEC = 300
 
@@ -60,9 +60,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def work(args: argparse.Namespace) -> int:
     from moejax.kernels import tuning
-    from moejax.kernels.grouped_dot import hopper
+    from moejax.kernels.grouped_dot.hopper import kernels
     from moejax.kernels.shapes import MODEL_SHAPES, SKEWS
-    from tools import tune_cases, tune_search
+    from tools.bench import tune_cases, tune_search
 
     names = named("shapes", args.shapes, MODEL_SHAPES)
     shapes = {name: MODEL_SHAPES[name] for name in names}
@@ -83,7 +83,7 @@ def work(args: argparse.Namespace) -> int:
     )
 
     def product(which: tuning.Pass, tiles: tuning.Tiles) -> Callable:
-        return functools.partial(getattr(hopper, which), tiles=tiles)
+        return functools.partial(getattr(kernels, which), tiles=tiles)
 
     try:
         summary = tune(settings, kind, product, tune_cases.time_msec)
@@ -97,7 +97,7 @@ def hopper_here() -> str:
     """Its device_kind. Raises OSError, the machine's failure, where there is none."""
     import jax
 
-    from moejax.kernels.choice import is_hopper
+    from moejax.kernels.device import is_hopper
 
     try:
         device = jax.devices("gpu")[0]
@@ -123,7 +123,7 @@ def tune(
 ) -> dict:
     """Search bucket after bucket, and keep each; a summary. `settings` are those of
     tune_search, `product` and `timer` those of tune_cases."""
-    from tools import tune_cases, tune_search
+    from tools.bench import tune_cases, tune_search
 
     record = tune_search.load(settings.path, kind)
     by_key = {b.key(settings.dtype): b for b in settings.buckets}

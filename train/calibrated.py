@@ -2,16 +2,11 @@
 
 import pathlib
 
-from moejax.balance.calibration import (
-    Calibration,
-    check,
-    cost_model,
-    read_calibration,
-)
-from moejax.balance.cost import NOTES, CostModel
 from moejax.config import Config
-from moejax.layout import ITEMSIZE
 from moejax.model.flops import flops_per_token
+from moejax.perf.calibration import Calibration, check, cost_model, read_calibration
+from moejax.perf.cost_model import NOTES, CostModel
+from moejax.plan.layout import ITEMSIZE
 
 COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 
@@ -43,7 +38,7 @@ def calibration_of(cfg: Config, device_kind: str | None = None) -> Calibration:
 
 
 def presumed(mesh_sizes: dict[str, int], device_kind: str) -> Calibration:
-    """The speeds of moejax.balance.cost.NOTES on every axis, and half a minute to
+    """The speeds of moejax.perf.cost_model.NOTES on every axis, and half a minute to
     compile."""
     line = {"latency_sec": 0.0, "bytes_per_sec": NOTES.bytes_per_sec, "r2": 1.0}
     return Calibration(

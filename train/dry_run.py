@@ -7,15 +7,15 @@ from jax.sharding import AbstractMesh, AxisType
 
 from moejax.axes import AXES
 from moejax.config import Config
-from moejax.kernels.choice import Choice
-from moejax.layout import Layout
+from moejax.kernels.device import Choice
 from moejax.model.flops import flops_per_token, num_params
-from moejax.plan import ExpertPlan
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout
+from train.communication import wires_of
 from train.kernels import kernel_line, kernels_of
 from train.layouts import layout_of
-from train.optim import make_optimizer
-from train.state import abstract_state, bytes_per_device, compresses_gradients
-from train.wires import wires_of
+from train.step.optimizer import make_optimizer
+from train.step.state import abstract_state, bytes_per_device, compresses_gradients
 
 GIB = 2**30
 

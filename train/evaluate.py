@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING
 if __name__ == "__main__":
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
-from train import data, program
+from train import cli, data
+from train.checkpoint.load import Loaded, config_of
 from train.data.lines import Line, read_positions, read_tokens
 from train.data.tokenizer import Tokenizer, stream_decoder
-from train.load import Loaded, config_of
-from train.processes import is_first
-from train.run_dir import say_loudly
+from train.launch.processes import is_first
+from train.logs.run_dir import say_loudly
 
 if TYPE_CHECKING:
     import numpy as np
 
     from moejax.config import Data
-    from moejax.types import Windows
+    from moejax.moe.types import Windows
 
 CHUNK_TOKENS = 2**15
 """Computed at a time on each device, at most, where that is a window or more."""
@@ -39,11 +39,11 @@ PART_TOKENS = 2**16
 
 
 def main(argv: list[str] | None = None) -> int:
-    return program.run(parse(argv), check, measure, is_program=argv is None)
+    return cli.run(parse(argv), check, measure, is_program=argv is None)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = program.parser_of(__doc__)
+    parser = cli.parser_of(__doc__)
     add = parser.add_argument
     add(
         "--files",
@@ -65,9 +65,9 @@ def check(args: argparse.Namespace) -> None:
 
 def measure(loaded: Loaded, args: argparse.Namespace) -> dict:
     """Prints the figures and returns them. Raises ValueError."""
-    from train.scoring import score
+    from train.eval.scoring import score
 
-    tokenizer, batch_size = program.tokenizer_of(loaded), batch_size_for(loaded)
+    tokenizer, batch_size = cli.tokenizer_of(loaded), batch_size_for(loaded)
     if args.files:
         text, lines = ", ".join(args.files), lines_of(loaded, args.files)
         windows = of_lines(lines, loaded.cfg.data, batch_size)
@@ -146,7 +146,7 @@ def of_lines(lines: list[Line], cfg: "Data", batch_size: int) -> Iterator["Windo
     """Windows at stride seq_len of each line, the last of what is left."""
     import numpy as np
 
-    from moejax.types import Windows
+    from moejax.moe.types import Windows
 
     for line in lines:
         num_whole, rest = divmod(max(line.num_tokens - 1, 0), cfg.seq_len)
@@ -241,7 +241,7 @@ class Bytes:
 
 
 def show(record: dict, tokens_le: "np.ndarray", say: Callable[[str], None] = print):
-    from train.held_out import load_lines
+    from train.eval.held_out import load_lines
 
     perplexity = record["perplexity"]
     shown = "more than e700" if perplexity is None else f"{perplexity:.4g}"

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 if __name__ == "__main__":
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
-from train import program
+from train import cli
+from train.checkpoint.load import Loaded
 from train.data.tokenizer import StreamDecoder, Tokenizer, stream_decoder
-from train.load import Loaded
-from train.processes import is_first
-from train.run_dir import say_loudly
+from train.launch.processes import is_first
+from train.logs.run_dir import say_loudly
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,11 +49,11 @@ class Text:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return program.run(parse(argv), check, generate, is_program=argv is None)
+    return cli.run(parse(argv), check, generate, is_program=argv is None)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = program.parser_of(__doc__)
+    parser = cli.parser_of(__doc__)
     add = parser.add_argument
     add("--prompt", action="append", default=[], help="several are made together")
     add("--prompt_file", action="append", default=[], help="its whole text is a prompt")
@@ -68,9 +68,9 @@ def generate(loaded: Loaded, args: argparse.Namespace) -> dict:
     """Prints the texts, and returns them with what it took. Raises ValueError."""
     import numpy as np
 
-    from train.decoding import Sampling, decode, make_decoder
+    from train.eval.decoding import Sampling, decode, make_decoder
 
-    tokenizer = program.tokenizer_of(loaded)
+    tokenizer = cli.tokenizer_of(loaded)
     given = texts_of(args)
     prompts = [encoded(tokenizer, text) for text in given]
     note_length(loaded, prompts, args)

@@ -6,10 +6,10 @@ import typing
 from moejax.balance.controller import Settings
 from moejax.balance.policies import check_policy
 from moejax.config import Config
-from moejax.layout import Layout, Store
-from moejax.wire import Wire
+from moejax.plan.layout import Layout, Store
+from moejax.plan.wire import Wire
+from train.communication import wires_of
 from train.parts import micro_batch_tokens
-from train.wires import wires_of
 
 
 def layout_of(cfg: Config) -> Layout:

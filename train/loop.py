@@ -11,21 +11,22 @@ import time
 import jax
 
 from moejax.model.flops import flops_per_token
-from train import identity
-from train.balancing import Balancing
-from train.checkpoint import Checkpointer, CheckpointError
-from train.feed import feed
-from train.held_out import Evaluation, evaluate
+from train.balance.balancing import Balancing
+from train.checkpoint import identity
+from train.checkpoint.checkpoints import Checkpointer, CheckpointError
+from train.communication import wires_of
+from train.data.feed import feed
+from train.eval.held_out import Evaluation, evaluate
+from train.job import Job
 from train.kernels import kernel_line, kernels_of
-from train.metrics import step_record
-from train.peak import peak_tflops
-from train.prepare import Job
-from train.processes import Stop, Watchdog, are_several, of_first, wait_for_all
-from train.profile import Window
-from train.progress import Bar
-from train.records import Records
-from train.run_dir import RunDir, say_loudly, write_whole
-from train.state import (
+from train.launch.processes import Stop, Watchdog, are_several, of_first, wait_for_all
+from train.logs.metrics import step_record
+from train.logs.peak import peak_tflops
+from train.logs.profile import Window
+from train.logs.progress import Bar
+from train.logs.records import Records
+from train.logs.run_dir import RunDir, say_loudly, write_whole
+from train.step.state import (
     TrainState,
     abstract_state,
     compresses_gradients,
@@ -33,7 +34,6 @@ from train.state import (
     keeping_nothing,
     tracked_anew,
 )
-from train.wires import wires_of
 
 
 class Diverged(ArithmeticError):

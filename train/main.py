@@ -5,7 +5,7 @@
 
 Exit codes: 0 done, 2 bad input, 3 diverged or the disk did not take what was written,
 75 stopped by a signal with everything saved. One program of several processes is
-started by tools/launch_local.py, SLURM, Open MPI or Kubernetes (docs/processes.md).
+started by tools/launch/local.py, SLURM, Open MPI or Kubernetes (docs/processes.md).
 """
 
 import argparse
@@ -19,10 +19,10 @@ sys.path[0] = str(
 )  # this folder would offer data.py, loss.py, .. as top-level names
 
 from moejax.config import Config  # noqa: E402
-from train import gin_config  # noqa: E402
-from train.allocator import restart_with_huge_pages  # noqa: E402
-from train.cluster import ATTEMPT, Place, add_flags, flags_of  # noqa: E402
-from train.ending import (  # noqa: E402
+from train.config import gin_reader  # noqa: E402
+from train.launch.allocator import restart_with_huge_pages  # noqa: E402
+from train.launch.cluster import ATTEMPT, Place, add_flags, flags_of  # noqa: E402
+from train.launch.ending import (  # noqa: E402
     DONE,
     FAILED,
     PREEMPTED,
@@ -32,9 +32,9 @@ from train.ending import (  # noqa: E402
     leave,
     refuse,
 )
-from train.processes import of_first  # noqa: E402
-from train.profile import HELP, parse_steps  # noqa: E402
-from train.start import start  # noqa: E402
+from train.launch.processes import of_first  # noqa: E402
+from train.launch.start import start  # noqa: E402
+from train.logs.profile import HELP, parse_steps  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def work(args: argparse.Namespace, *, is_program: bool) -> int:
     """The exit code. A program, unlike a call, may start itself anew."""
-    cfg = gin_config.load(args.gin_file, args.gin_param)
+    cfg = gin_reader.load(args.gin_file, args.gin_param)
     args.profile_steps = parse_steps(args.profile_steps)
     if is_program and cfg.train.num_simulated_devices:
         restart_with_huge_pages()
@@ -81,12 +81,12 @@ def run_directory(cfg: Config, args: argparse.Namespace) -> pathlib.Path:
 
 def run(cfg: Config, args: argparse.Namespace, place: Place | None) -> int:
     """Everything that needs jax."""
-    from train.checkpoint import CheckpointError
+    from train.checkpoint.checkpoints import CheckpointError
     from train.dry_run import dry_run
+    from train.job import prepare
+    from train.logs.run_dir import share
+    from train.logs.summary import finished_summary, summarise
     from train.loop import Diverged, Extras, train
-    from train.prepare import prepare
-    from train.run_dir import share
-    from train.summary import finished_summary, summarise
 
     if args.dry_run:
         if place is None or place.index == 0:
@@ -103,7 +103,7 @@ def run(cfg: Config, args: argparse.Namespace, place: Place | None) -> int:
             say_finished(done, cfg)
             emit(done, args.json)
             return DONE
-        text = gin_config.render(cfg)
+        text = gin_reader.render(cfg)
         print(text, flush=True)
         extras = Extras(args.tensorboard, args.profile_steps)
         try:

@@ -3,8 +3,8 @@
 import dataclasses
 
 from moejax.config import Config
-from moejax.domain import Domain
-from moejax.tensor import Tensor
+from moejax.plan.domain import Domain
+from moejax.plan.tensor import Tensor
 
 
 @dataclasses.dataclass(frozen=True)

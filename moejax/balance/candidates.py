@@ -13,12 +13,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from moejax.balance.cost import CostModel, tight
 from moejax.balance.decision import duration
 from moejax.balance.policies import Policy
-from moejax.balance.traffic import device_rows, max_over_mean, pair_rows, rows_by_slot
-from moejax.layout import ROW_MULTIPLE, Layout, Store
-from moejax.plan import ExpertPlan
+from moejax.perf.cost_model import CostModel, tight
+from moejax.perf.traffic import device_rows, max_over_mean, pair_rows, rows_by_slot
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import ROW_MULTIPLE, Layout, Store
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,12 +18,12 @@ import numpy as np
 
 from moejax.balance import candidates, loads
 from moejax.balance.candidates import Candidate, Question
-from moejax.balance.cost import CostModel
 from moejax.balance.decision import Decision, duration
 from moejax.balance.loads import LoadTracker
 from moejax.balance.settings import Settings, policy_of
-from moejax.layout import Layout
-from moejax.plan import ExpertPlan
+from moejax.perf.cost_model import CostModel
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout
 
 MOST_SPARE = 2.0
 """Buffers of more than so many times the fullest pair are worth a question."""

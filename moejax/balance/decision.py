@@ -10,8 +10,8 @@ import json
 import math
 from typing import Any, Literal
 
-from moejax.layout import Layout
-from moejax.plan import ExpertPlan
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout
 
 Kind = Literal["keep", "swap", "relayout"]
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from moejax.balance.policies import POLICIES, Policy, check_policy
-from moejax.layout import Store
+from moejax.plan.layout import Store
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,9 +20,9 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from moejax import axes
-from moejax.layout import Store
-from moejax.moe.groups import Groups
-from moejax.moe.stores import master_spec
+from moejax.moe.mesh_roles import Groups
+from moejax.moe.weights.stores import master_spec
+from moejax.plan.layout import Store
 
 MIN_SHARDED_SIZE = 4096
 """Elements below which a parameter is replicated (norms, small routers)."""

@@ -16,18 +16,19 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from moejax.config import Config, Model
-from moejax.layout import Layout
 from moejax.model.attention import Sight
-from moejax.model.block import Block, Cycle
+from moejax.model.blocks import Block, Cycle
 from moejax.model.cache import Cache, Memory
 from moejax.model.layers import RmsNorm
 from moejax.model.sharding import batch_sharded, gathered
-from moejax.moe import recorded, stores
+from moejax.moe import recorded
 from moejax.moe.dense import check_dense, dense
-from moejax.moe.dispatch import ROWS
+from moejax.moe.exchange.dispatch import ROWS
 from moejax.moe.route import ROUTES
-from moejax.moe.stores import Weights
-from moejax.types import LayerSums, Placement
+from moejax.moe.types import LayerSums, Placement
+from moejax.moe.weights import stores
+from moejax.moe.weights.stores import Weights
+from moejax.plan.layout import Layout
 
 EMBED_SCALE = 0.02
 

@@ -19,12 +19,12 @@ from jaxtyping import Array, Float
 
 from moejax.config import Config, Router
 from moejax.kernels import varying_alike, zeros_varying_as
-from moejax.layout import Layout
 from moejax.moe import route as routing
-from moejax.moe import stores
-from moejax.moe.groups import Groups, groups_of, index_along
 from moejax.moe.layer import SUMS, MoeLayer, whole
-from moejax.types import LayerSums, Placement
+from moejax.moe.mesh_roles import Groups, groups_of, index_along
+from moejax.moe.types import LayerSums, Placement
+from moejax.moe.weights import stores
+from moejax.plan.layout import Layout
 
 
 def check_dense(cfg: Config) -> None:

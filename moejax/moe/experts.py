@@ -4,7 +4,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from moejax.kernels.grouped_dot import grouped_swiglu
-from moejax.layout import Fp8
+from moejax.plan.layout import Fp8
 
 
 @jax.named_scope("experts")

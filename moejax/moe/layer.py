@@ -10,19 +10,20 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from moejax.colours import most_colours
 from moejax.config import Moe, Router
 from moejax.kernels import varying_alike
-from moejax.kernels.choice import is_hopper
+from moejax.kernels.device import is_hopper
 from moejax.kernels.water_fill import fits_fused
-from moejax.layout import Layout
 from moejax.moe import route as routing
-from moejax.moe import schedules, stores
-from moejax.moe.exchange import Experts, exchange, num_rounds
+from moejax.moe.exchange import schedules
+from moejax.moe.exchange.manifest import manifest, num_dropped, pair_to_fit, rows_here
+from moejax.moe.exchange.rounds import Experts, exchange, num_rounds
 from moejax.moe.experts import swiglu
-from moejax.moe.groups import Groups, groups_of
-from moejax.moe.manifest import manifest, num_dropped, pair_to_fit, rows_here
-from moejax.types import LayerSums, Placement
+from moejax.moe.mesh_roles import Groups, groups_of
+from moejax.moe.types import LayerSums, Placement
+from moejax.moe.weights import stores
+from moejax.plan.edge_coloring import most_colours
+from moejax.plan.layout import Layout
 
 ROUTER_FAN = 10
 """The router starts with a tenth of the usual variance (Switch, section 2.4): logits
@@ -37,7 +38,7 @@ class MoeLayer(nnx.Module):
     """Router, experts e of width f, in logical order; float32 masters.
 
     Expert weights are split over their owners by e, and by their hidden width f over
-    shards and, where they rest, over data (moejax.moe.stores.master_spec).
+    shards and, where they rest, over data (moejax.moe.weights.stores.master_spec).
     """
 
     def __init__(

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moejax.types import Routes
+from moejax.moe.types import Routes
 
 Weights = dict[str, Array]
 """gate_edf, up_edf, down_efd."""

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moejax.config import Router
-from moejax.types import LayerSums, RouterLosses, Routes
+from moejax.moe.types import LayerSums, RouterLosses, Routes
 
 EMPTY = -1
 LEAST = 1e-30

@@ -22,7 +22,7 @@ from train.data.lines import Line, read_positions, read_tokens
 from train.data.mixture import mix, pick, shares
 
 if TYPE_CHECKING:
-    from moejax.types import Windows
+    from moejax.moe.types import Windows
 
 
 class TrainBatches:
@@ -147,7 +147,7 @@ def _hash(text: str) -> int:
 def _read(
     lines: Sequence[Line], corpora: list[int], starts: list[int], cfg: Data
 ) -> "Windows":
-    from moejax.types import Windows  # it imports jax
+    from moejax.moe.types import Windows  # it imports jax
 
     shape = (len(starts), cfg.seq_len + 1)
     token_bt = np.empty(shape, np.int32)

@@ -11,17 +11,11 @@ import dataclasses
 import difflib
 from collections.abc import Callable
 
-from moejax.balance.policies import (
-    eplb,
-    fastermoe,
-    flexmoe,
-    home,
-    micromoe,
-    prophet,
-    smartmoe,
-)
-from moejax.layout import Split, Store
-from moejax.plan import ExpertPlan
+from moejax.balance.policies import eplb, fastermoe, home, prophet, smartmoe
+from moejax.balance.policies.flexmoe import policy as flexmoe
+from moejax.balance.policies.micromoe import policy as micromoe
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Split, Store
 
 
 @dataclasses.dataclass(frozen=True)

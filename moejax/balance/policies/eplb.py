@@ -12,9 +12,9 @@ import heapq
 
 import numpy as np
 
-from moejax.balance.cost import CostModel
-from moejax.layout import Layout
-from moejax.plan import EMPTY, ExpertPlan
+from moejax.perf.cost_model import CostModel
+from moejax.plan.expert_plan import EMPTY, ExpertPlan
+from moejax.plan.layout import Layout
 
 
 def plan(

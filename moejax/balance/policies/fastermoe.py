@@ -10,9 +10,9 @@ A device computes its own rows of a shadowed expert (split 'local_first').
 
 import numpy as np
 
-from moejax.balance.cost import CostModel
-from moejax.layout import Layout
-from moejax.plan import EMPTY, ExpertPlan
+from moejax.perf.cost_model import CostModel
+from moejax.plan.expert_plan import EMPTY, ExpertPlan
+from moejax.plan.layout import Layout
 
 PATIENCE = 2
 """The paper stops at the first shadow that does not pay (1). With several experts a

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from moejax.balance.cost import CostModel
-from moejax.layout import Layout
-from moejax.plan import ExpertPlan
+from moejax.perf.cost_model import CostModel
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout
 
 
 def plan(

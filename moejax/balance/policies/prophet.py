@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moejax.balance.cost import CostModel
 from moejax.balance.policies.fastermoe import next_expert, shadow_row
-from moejax.layout import Layout
-from moejax.plan import ExpertPlan
+from moejax.perf.cost_model import CostModel
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout
 
 ALPHA = 0.5
 """Eq. 7: balanced when no two devices differ by this share of an expert's mean load."""

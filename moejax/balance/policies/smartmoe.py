@@ -6,9 +6,9 @@ still has room (longest processing time first). Masters and moments move along.
 
 import numpy as np
 
-from moejax.balance.cost import CostModel
-from moejax.layout import Layout
-from moejax.plan import ExpertPlan
+from moejax.perf.cost_model import CostModel
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout
 
 
 def plan(

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from moejax.layout import Fp8
+from moejax.plan.layout import Fp8
 
 BLOCK = 128
 VALUES = jnp.float8_e4m3fn

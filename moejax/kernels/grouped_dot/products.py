@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from moejax.kernels import zeros_varying_as
-from moejax.kernels.grouped_dot import blocked, reference, swiglu
+from moejax.kernels.grouped_dot import portable, reference, swiglu
 from moejax.kernels.grouped_dot.fp8 import GRADIENTS, rounded_matrices, rounded_rows
-from moejax.layout import Fp8
+from moejax.plan.layout import Fp8
 
 
 class Products(NamedTuple):
@@ -46,9 +46,9 @@ def products(
     """
     if implementation == "hopper":
         # Pallas takes half a second to import, and only this needs it.
-        from moejax.kernels.grouped_dot import hopper
+        from moejax.kernels.grouped_dot.hopper import kernels
 
-        return hopper.products(fp8=fp8)
+        return kernels.products(fp8=fp8)
     if implementation == "blocked":
         own = _blocked(block_rows)
     else:
@@ -102,9 +102,9 @@ def _blocked(block_rows: int | None) -> Products:
     def of(product):
         def bound(*arrays):
             num_rows, num_groups = arrays[0].shape[0], arrays[-1].shape[0]
-            rows = block_rows or blocked.default_block_rows(num_rows, num_groups)
+            rows = block_rows or portable.default_block_rows(num_rows, num_groups)
             return product(*arrays, min(rows, num_rows))
 
         return bound
 
-    return composed(*map(of, (blocked.forward, blocked.dgrad, blocked.wgrad)))
+    return composed(*map(of, (portable.forward, portable.dgrad, portable.wgrad)))

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moejax.kernels import choice, varying_alike
+from moejax.kernels import device, varying_alike
 from moejax.kernels.grouped_dot.fp8 import check_option
 from moejax.kernels.grouped_dot.products import DERIVED, Products, products
-from moejax.layout import Fp8
+from moejax.plan.layout import Fp8
 
 Implementation = Literal["auto", "reference", "blocked", "xla", "hopper"]
 
@@ -85,7 +85,7 @@ def _chosen(implementation: str, x_md: Array, d: int, f: int, fp8: Fp8) -> str:
     if implementation != "auto":
         return implementation
     is_fp8 = fp8 != "none"
-    return choice.grouped_dot_here(x_md.dtype, len(x_md), d, f, is_fp8=is_fp8)[0]
+    return device.grouped_dot_here(x_md.dtype, len(x_md), d, f, is_fp8=is_fp8)[0]
 
 
 def _check(x_md: Array, rows_g: Array, **matrices: tuple[Array, tuple[int, ...]]):

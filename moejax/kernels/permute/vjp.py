@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple, get_args
 import jax
 from jaxtyping import Array, Float, Int
 
-from moejax.kernels import choice, varying_alike
-from moejax.kernels.permute import reference, xla
+from moejax.kernels import device, varying_alike
+from moejax.kernels.permute import portable, reference
 
 Implementation = Literal["auto", "reference", "xla", "hopper"]
 
@@ -54,7 +54,7 @@ def gather_rows(
     """
     arrays = varying_alike(x_nd, source_m, positions_nk)
     if implementation == "auto":
-        implementation, _ = choice.permute_here(x_nd.dtype, x_nd.shape[1])
+        implementation, _ = device.permute_here(x_nd.dtype, x_nd.shape[1])
     if implementation == "reference":
         return reference.gather_rows(*arrays)
     return _gather_rows(*arrays, _moves(implementation, interpret))
@@ -79,7 +79,7 @@ def combine_rows(
     """
     arrays = varying_alike(y_md, gate_nk, positions_nk, assignment_m)
     if implementation == "auto":
-        implementation, _ = choice.permute_here(y_md.dtype, y_md.shape[1])
+        implementation, _ = device.permute_here(y_md.dtype, y_md.shape[1])
     if implementation == "reference":
         return reference.combine_rows(*arrays)
     return _combine_rows(*arrays, _moves(implementation, interpret))
@@ -89,7 +89,7 @@ def combine_rows(
 def _moves(implementation: Literal["xla", "hopper"], interpret: bool) -> Moves:
     """Always the same object: it is part of what a trace is cached by."""
     if implementation == "xla":
-        return Moves(xla.take, xla.weighted_sum, xla.combine_backward)
+        return Moves(portable.take, portable.weighted_sum, portable.combine_backward)
     if implementation != "hopper":
         known = ", ".join(get_args(Implementation))
         raise ValueError(f"implementation={implementation!r} is not one of {known}")

@@ -3,13 +3,13 @@
     xla.py       plain XLA operations, on any device
     hopper.py    the same sweeps as one Pallas kernel (Mosaic GPU), for Hopper
 
-The definition is moejax.water.swept.
+The definition is moejax.plan.water_filling.swept.
 """
 
 from jaxtyping import Array, Int
 
-from moejax.kernels.water_fill.xla import MAX_SWEEPS, Filled
-from moejax.kernels.water_fill.xla import water_fill as xla_water_fill
+from moejax.kernels.water_fill.portable import MAX_SWEEPS, Filled
+from moejax.kernels.water_fill.portable import water_fill as xla_water_fill
 
 __all__ = ["MAX_SWEEPS", "Filled", "fits_fused", "water_fill"]
 

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from moejax.kernels import varying_alike
-from moejax.kernels.water_fill.xla import MAX_SWEEPS, Filled
+from moejax.kernels.water_fill.portable import MAX_SWEEPS, Filled
 
 WIDEST = 128
 SHARED_BYTES = 220 * 1024

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from moejax.kernels import varying_alike
-from moejax.kernels.water_fill.xla import HUGE, MAX_SWEEPS, same_item, sum_over
+from moejax.kernels.water_fill.portable import HUGE, MAX_SWEEPS, same_item, sum_over
 
 Prices = tuple[int, int, int]
 POWER = 8

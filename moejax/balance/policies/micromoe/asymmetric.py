@@ -1,0 +1,253 @@
+"""Asymmetric plans: copies of experts where an exact split of a drifting load needs
+them, in NumPy.
+
+A plan is scored by its densest set of devices
+(`moejax.balance.policies.micromoe.density`), rows counted with one standard deviation
+of what they may have drifted to by the time it runs. Every device keeps its own
+experts; what changes is the copies in its other slots.
+
+    fill       the expert with the most rows per replica on the least filled device
+    replace    a copy outside the densest set gives way to an expert inside it
+    exchange   a copy inside changes places with one outside
+
+Changes are tried against a pool of the dense sets met so far; the best one is scored
+against all sets, and those that stop it join the pool: a search by cutting planes.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from moejax.balance.policies.micromoe.density import (
+    MOST_DEVICES,
+    dense_prefix,
+    held,
+    in_sets,
+    set_sizes,
+    subset_sums,
+)
+from moejax.plan.expert_plan import EMPTY
+
+DRIFT = 0.1
+"""Standard deviation to the next sample of an expert with the rows of a mean device,
+over those rows; that of others goes with the root of their rows. Seen on a recorded GPT
+of 32 experts: 0.09 to 0.12."""
+EVEN = 1e-3
+"""A score this close to 1 is as good as 1, and a gain of less is none."""
+NUM_TRIALS = 24
+"""Changes scored against all sets, at most."""
+POOL_SIZE, NEW_SETS = 48, 6
+NUM_MOVED = 24
+"""Experts and copies inside the densest set that a change may move: the fullest."""
+NUM_DRIFTS = 4
+"""Drifted loads that stand for all where there are too many sets to look at each."""
+LEAST_GAIN = 1e-4
+"""Of a step of the search."""
+NOWHERE = -1
+"""Device of a replica before it is made and after it is given up."""
+NEAR = 0.97
+"""Score from which a set counts a little besides the densest: changes that leave the
+densest as it is differ in these."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Drifting:
+    """A load of one layer over the mean device's; the last entry is EMPTY's, 0."""
+
+    rows_x: np.ndarray
+    variance_x: np.ndarray
+    num_devices: int
+
+    def score(self, rows, variance, size):
+        """Rows per device of sets that have `rows` inside, and one standard deviation
+        of them given that the total does not drift."""
+        outside = np.maximum(1 - variance / self.variance_x.sum(), 0)
+        return (rows + np.sqrt(np.maximum(variance, 0) * outside)) / size
+
+    @functools.cached_property
+    def drawn_ne(self) -> np.ndarray:
+        """Drifted loads, the same draws always, in pairs of opposite signs."""
+        rng = np.random.default_rng(0)
+        drawn_ne = rng.standard_normal((NUM_DRIFTS // 2, len(self.rows_x) - 1))
+        drift_ne = np.concatenate([drawn_ne, -drawn_ne]) * np.sqrt(self.variance_x[:-1])
+        return np.maximum(self.rows_x[:-1] + drift_ne, 0).astype(float)
+
+
+class Crowds(NamedTuple):
+    """A pool of sets of devices under one plan; the last expert x is EMPTY."""
+
+    is_in_kw: np.ndarray
+    absent_wk: np.ndarray
+    """1 for devices that are not in the set; 0 for NOWHERE, the last."""
+    outside_xk: np.ndarray
+    """Replicas outside the set: an expert with none is inside."""
+    rows_k: np.ndarray
+    variance_k: np.ndarray
+    size_k: np.ndarray
+    score_k: np.ndarray
+
+
+class Slots(NamedTuple):
+    """One layer's slots; the search changes those of copies."""
+
+    row_ws: np.ndarray
+    is_free_ws: np.ndarray
+
+
+def drifting(load_e: np.ndarray, num_devices: int) -> Drifting:
+    """Of a load that is not zero."""
+    rows_x = np.append(load_e / (load_e.sum() / num_devices), 0).astype(np.float32)
+    return Drifting(rows_x, DRIFT**2 * rows_x, num_devices)
+
+
+def improved(
+    slots: Slots, may_copy_e: np.ndarray, task: Drifting
+) -> tuple[np.ndarray, float]:
+    """Slots [w, s] after filling and search, and their score."""
+    row_ws = fill(slots, may_copy_e, task)
+    score, pool_kw = scored(row_ws, task)
+    for _ in range(NUM_TRIALS):
+        if score <= 1 + EVEN:
+            break
+        crowds = _crowds(row_ws, pool_kw, task)
+        score = max(score, float(crowds.score_k.max()))
+        tried = Slots(row_ws, slots.is_free_ws)
+        trial_ws = _best_change(tried, crowds, may_copy_e, task)
+        if trial_ws is None:
+            break
+        trial_score, dense_kw = scored(trial_ws, task)
+        pool_kw = np.unique(np.concatenate([crowds.is_in_kw, dense_kw]), axis=0)
+        known_score = float(_crowds(trial_ws, pool_kw, task).score_k.max())
+        trial_score = max(trial_score, known_score)
+        if trial_score < score - LEAST_GAIN:
+            row_ws, score = trial_ws, trial_score
+    return row_ws, score
+
+
+def fill(slots: Slots, may_copy_e: np.ndarray, task: Drifting) -> np.ndarray:
+    """Slots [w, s] without empty ones where a copy may be and some expert has rows."""
+    row_ws = slots.row_ws.copy()
+    has_load_e = task.rows_x[:-1] > 0
+    held_we = held(row_ws.reshape(-1), len(has_load_e), len(row_ws))
+    while True:
+        room_w = ((row_ws == EMPTY) & slots.is_free_ws).sum(axis=1)
+        allowed_we = ~held_we & (room_w > 0)[:, None]
+        allowed_e = allowed_we.any(axis=0) & may_copy_e & has_load_e
+        if not allowed_e.any():
+            return row_ws
+        share_e = task.rows_x[:-1] / held_we.sum(axis=0)
+        expert = int(np.where(allowed_e, share_e, -1).argmax())
+        filled_w = np.where(held_we, share_e, 0).sum(axis=1)
+        device = int(np.where(allowed_we[:, expert], filled_w, np.inf).argmin())
+        is_room_s = (row_ws[device] == EMPTY) & slots.is_free_ws[device]
+        row_ws[device, is_room_s.argmax()] = expert
+        held_we[device, expert] = True
+
+
+def scored(row_ws: np.ndarray, task: Drifting) -> tuple[float, np.ndarray]:
+    """The score of a plan, and some of its densest sets, bool [k, w]; of more than 16
+    devices that of the sets which are dense under drawn drifts: a lower bound."""
+    held_we = held(row_ws.reshape(-1), len(task.rows_x) - 1, len(row_ws))
+    if len(row_ws) > MOST_DEVICES:
+        dense = [dense_prefix(held_we, load_e) for load_e in task.drawn_ne]
+        dense_kw = np.array(dense)
+        return float(_crowds(row_ws, dense_kw, task).score_k.max()), dense_kw
+    rows_d, variance_d = (
+        subset_sums(held_we, x[:-1]) for x in (task.rows_x, task.variance_x)
+    )
+    score_d = task.score(rows_d, variance_d, set_sizes(len(row_ws)))
+    score = float(score_d.max())
+    near_d = np.flatnonzero(score_d > score - 2 * EVEN)
+    densest_d = near_d[np.argsort(-score_d[near_d], kind="stable")[:NEW_SETS]]
+    return score, in_sets(densest_d, len(row_ws))
+
+
+def _crowds(row_ws: np.ndarray, is_in_kw: np.ndarray, task: Drifting) -> Crowds:
+    """The densest of the pool."""
+    num_experts = len(task.rows_x) - 1
+    held_we = held(row_ws.reshape(-1), num_experts, len(row_ws))
+    absent_wk = np.zeros((len(row_ws) + 1, len(is_in_kw)), np.float32)
+    absent_wk[:-1] = ~is_in_kw.T
+    outside_xk = np.ones((num_experts + 1, len(is_in_kw)), np.float32)
+    # No BLAS: its threads wait in turn, and its last bits depend on how many there are.
+    expert_q, device_q = np.nonzero(held_we.T)
+    begin_e = np.searchsorted(expert_q, np.arange(num_experts))
+    outside_xk[:-1] = np.add.reduceat(absent_wk[device_q], begin_e)
+    is_inside_xk = (outside_xk == 0).astype(np.float32)
+    rows_k = np.einsum("x,xk->k", task.rows_x, is_inside_xk)
+    variance_k = np.einsum("x,xk->k", task.variance_x, is_inside_xk)
+    size_k = is_in_kw.sum(axis=1).astype(np.float32)
+    score_k = task.score(rows_k, variance_k, size_k)
+    k = np.argsort(-score_k, kind="stable")[:POOL_SIZE]
+    columns = (rows_k[k], variance_k[k], size_k[k], score_k[k])
+    return Crowds(is_in_kw[k], absent_wk[:, k], outside_xk[:, k], *columns)
+
+
+def _best_change(
+    slots: Slots, crowds: Crowds, may_copy_e: np.ndarray, task: Drifting
+) -> np.ndarray | None:
+    """Slots [w, s] after the change that lowers the pool's costs most; None if none
+    does.
+
+    Expert m, inside the densest set, comes into slot p outside it, from device from_m.
+    What slot p held goes there. Both are NOWHERE where a replica is new."""
+    row_p, is_free_p = slots.row_ws.reshape(-1), slots.is_free_ws.reshape(-1)
+    num_devices, slots_per_device = slots.row_ws.shape
+    device_p = np.arange(len(row_p)) // slots_per_device
+    is_in_p = crowds.is_in_kw[0][device_p]
+    slot_p = np.flatnonzero(is_free_p & ~is_in_p)
+    is_inside_x = (crowds.outside_xk[:, 0] == 0) & (task.rows_x > 0)
+    is_inside_x[:-1] &= may_copy_e
+    new_x = _fullest(np.flatnonzero(is_inside_x), task.rows_x)
+    copy_q = np.flatnonzero(is_free_p & is_in_p & is_inside_x[row_p])
+    copy_q = copy_q[_fullest(np.arange(len(copy_q)), task.rows_x[row_p[copy_q]])]
+    expert_m = np.concatenate([new_x, row_p[copy_q]])
+    from_m = np.concatenate([np.full(len(new_x), NOWHERE), device_p[copy_q]])
+    gone_p, to_p = row_p[slot_p], device_p[slot_p]
+
+    held_wx = np.zeros((num_devices + 1, len(task.rows_x)), bool)
+    held_wx[:-1, :-1] = held(row_p, len(may_copy_e), num_devices)
+    allowed_mp = ~held_wx[to_p][:, expert_m].T & ~held_wx[from_m][:, gone_p]
+    if not allowed_mp.any():
+        return None
+    cost_mp = _cost(_score_after(crowds, (expert_m, from_m), (gone_p, to_p), task))
+    cost_mp[~allowed_mp] = np.inf
+    m, p = divmod(int(cost_mp.argmin()), len(slot_p))
+    if not cost_mp[m, p] < _cost(crowds.score_k) - LEAST_GAIN:
+        return None
+    changed_p = row_p.copy()
+    changed_p[slot_p[p]] = expert_m[m]
+    if m >= len(new_x):
+        changed_p[copy_q[m - len(new_x)]] = gone_p[p]
+    return changed_p.reshape(num_devices, slots_per_device)
+
+
+def _score_after(crowds: Crowds, moved, met, task: Drifting) -> np.ndarray:
+    """Scores [m, p, k] of the pool after each change."""
+    (expert_m, from_m), (gone_p, to_p) = moved, met
+    outside_mk, outside_pk = crowds.outside_xk[expert_m], crowds.outside_xk[gone_p]
+    path_mpk = crowds.absent_wk[to_p] - crowds.absent_wk[from_m][:, None]
+    gains_mpk = outside_mk[:, None] + path_mpk == 0
+    gains_mpk = gains_mpk.astype(np.float32) - (outside_mk == 0)[:, None]
+    comes_mpk = outside_pk - path_mpk == 0
+    comes_mpk = comes_mpk.astype(np.float32) - (outside_pk == 0)
+    rows, variance = (
+        of_k + gains_mpk * of_x[expert_m, None, None] + comes_mpk * of_x[gone_p, None]
+        for of_k, of_x in (
+            (crowds.rows_k, task.rows_x),
+            (crowds.variance_k, task.variance_x),
+        )
+    )
+    return task.score(rows, variance, crowds.size_k)
+
+
+def _cost(score_xk: np.ndarray) -> np.ndarray:
+    """The densest set's score; at the same, fewer and less dense others are better."""
+    near_xk = np.maximum(score_xk - NEAR, 0)
+    return score_xk.max(axis=-1) + EVEN * near_xk.sum(axis=-1)
+
+
+def _fullest(index: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    return index[np.argsort(-rows[index], kind="stable")[:NUM_MOVED]]

@@ -1,0 +1,266 @@
+"""The grouped products on Hopper GPUs (Pallas, Mosaic GPU): WGMMA fed by TMA.
+
+bfloat16 or float16 in and out, float32 sums. Rows past sum(rows_g) are not looked at,
+and zero in results. `declines` says what cannot be taken. Interpreted and lowered in
+the tests; it has never run on a GPU. docs/kernels.md says how it works.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from moejax.kernels import device as choice
+from moejax.kernels.grouped_dot.fp8 import (
+    BLOCK,
+    GRADIENTS,
+    OF_MATRICES,
+    OF_ROWS,
+    VALUES,
+    scaled,
+)
+from moejax.kernels.grouped_dot.hopper import (
+    fp8_kernel,
+    ring,
+    rows_kernel,
+    wgrad_kernel,
+)
+from moejax.kernels.grouped_dot.hopper.ring import Run
+from moejax.kernels.grouped_dot.hopper.rows_kernel import Job
+from moejax.kernels.grouped_dot.products import Products, composed
+from moejax.kernels.shapes import Shape
+from moejax.kernels.tuning import Pass, Tiles, tiles_for
+from moejax.plan.layout import Fp8
+
+DTYPES = ("bfloat16", "float16")
+WIDTH_BYTES = 128
+"""Of the widest swizzle. Tiled copies (TMA) see an array as tiles of ROWS x so much,
+and Mosaic lowers none where these leave a rest: it would lie in the next row."""
+ROWS = ring.SWIZZLED_ROWS
+LEAST_ROWS = 64
+ON_DEVICE = Run()
+
+
+def declines(
+    dtype: jax.typing.DTypeLike, num_rows: int, *widths: int, is_fp8: bool = False
+) -> str | None:
+    """Why the kernels cannot take arrays of such rows; None if they can."""
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in DTYPES:
+        return f"dtype {dtype.name} is not one of {', '.join(DTYPES)}"
+    multiple = WIDTH_BYTES // dtype.itemsize
+    for width in widths:
+        if width % multiple:
+            return f"a width of {width} is no multiple of {multiple} in {dtype.name}"
+        if is_fp8 and width % BLOCK:
+            return f"a width of {width} is no multiple of {BLOCK}, a block in fp8"
+    if num_rows < LEAST_ROWS:
+        return f"{num_rows} rows are less than a tile's {LEAST_ROWS}"
+    if num_rows % ROWS:
+        return f"{num_rows} rows are no multiple of {ROWS}"
+    return None
+
+
+def products(run: Run = ON_DEVICE, fp8: Fp8 = "none") -> Products:
+    """All of this room, each call with the tiles of its shape and device. In fp8 the
+    halves of SwiGLU are passes after the products, and wgrad is as without."""
+
+    def of(which: Pass, product: Callable, dims: Callable) -> Callable:
+        def bound(*arrays):
+            d, f = dims(*arrays)
+            rows_g = arrays[-1]
+            shape = Shape(arrays[0].shape[0], d, f, rows_g.shape[0])
+            kind = choice.device_here().device_kind
+            return product(
+                *arrays, tiles_for(which, shape, arrays[0].dtype.name, kind), run
+            )
+
+        return bound
+
+    def of_w(_, w, *others):
+        return w.shape[1:]
+
+    of_wgrad = of("wgrad", wgrad, lambda x, dy, _: (x.shape[1], dy.shape[1]))
+    if fp8 != "none":
+        back = functools.partial(fp8_dgrad, gradients=fp8)
+        of_dgrad = of("fp8_dgrad", back, of_w)
+        return composed(of("fp8_forward", fp8_forward, of_w), of_dgrad, of_wgrad)
+    return Products(
+        forward=of("forward", forward, of_w),
+        dgrad=of("dgrad", dgrad, of_w),
+        wgrad=of_wgrad,
+        swiglu=of(
+            "swiglu", swiglu, lambda x, into, _: (x.shape[1], into.shape[2] // 2)
+        ),
+        swiglu_dgrad=of(
+            "swiglu_dgrad", swiglu_dgrad, lambda dy, down, *_: down.shape[1:][::-1]
+        ),
+    )
+
+
+def forward(
+    x_md: Float[Array, "m d"],
+    w_gdf: Float[Array, "g d f"],
+    rows_g: Int[Array, " g"],
+    tiles: Tiles,
+    run: Run = ON_DEVICE,
+) -> Float[Array, "m f"]:
+    """x @ w of each row's group."""
+    return _product(x_md, w_gdf, rows_g, tiles, run, is_transposed=False)
+
+
+def dgrad(
+    dy_mf: Float[Array, "m f"],
+    w_gdf: Float[Array, "g d f"],
+    rows_g: Int[Array, " g"],
+    tiles: Tiles,
+    run: Run = ON_DEVICE,
+) -> Float[Array, "m d"]:
+    """dy @ w.T of each row's group; w is read as it lies."""
+    return _product(dy_mf, w_gdf, rows_g, tiles, run, is_transposed=True)
+
+
+def wgrad(
+    x_md: Float[Array, "m d"],
+    dy_mf: Float[Array, "m f"],
+    rows_g: Int[Array, " g"],
+    tiles: Tiles,
+    run: Run = ON_DEVICE,
+) -> Float[Array, "g d f"]:
+    """x.T @ dy over the rows of each group; zero for an empty one."""
+    _check(run, x_md, x_md.shape[1], dy_mf.shape[1])
+    return wgrad_kernel.call(x_md, dy_mf, rows_g, tiles, run)
+
+
+def fp8_forward(
+    x_md: Float[Array, "m d"],
+    w_gdf: Float[Array, "g d f"],
+    rows_g: Int[Array, " g"],
+    tiles: Tiles,
+    run: Run = ON_DEVICE,
+) -> Float[Array, "m f"]:
+    """x @ w of each row's group, both in e4m3. XLA rounds them first, and writes w
+    transposed."""
+    _check(run, x_md, *w_gdf.shape[1:], is_fp8=True)
+    x, w = scaled(x_md, VALUES, OF_ROWS), scaled(w_gdf, VALUES, OF_MATRICES)
+    w = jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), w)
+    return fp8_kernel.call(x, w, rows_g, x_md.dtype, tiles, run)
+
+
+def fp8_dgrad(
+    dy_mf: Float[Array, "m f"],
+    w_gdf: Float[Array, "g d f"],
+    rows_g: Int[Array, " g"],
+    tiles: Tiles,
+    run: Run = ON_DEVICE,
+    gradients: Fp8 = "e4m3",
+) -> Float[Array, "m d"]:
+    """dy @ w.T of each row's group, dy in this format and w in e4m3, as it lies."""
+    _check(run, dy_mf, *w_gdf.shape[1:], is_fp8=True)
+    dy = scaled(dy_mf, GRADIENTS[gradients], OF_ROWS)
+    w = scaled(w_gdf, VALUES, OF_MATRICES)
+    return fp8_kernel.call(dy, w, rows_g, dy_mf.dtype, tiles, run)
+
+
+def swiglu(
+    x_md: Float[Array, "m d"],
+    into_gdh: Float[Array, "g d 2f"],
+    rows_g: Int[Array, " g"],
+    tiles: Tiles,
+    run: Run = ON_DEVICE,
+) -> tuple[Float[Array, "m f"], Float[Array, "m 2f"]]:
+    """silu(gate) * up, and [gate, up] = x @ into of each row's group, which the
+    backward pass needs. A block has the same columns of gate and of up."""
+    (num_rows, d), num_groups = x_md.shape, into_gdh.shape[0]
+    f = into_gdh.shape[2] // 2
+    _check(run, x_md, d, f)
+
+    def finish(products, sources, is_padding):
+        # Rounded first, so that the backward pass, which reads them, sees the same h.
+        gate, up = (p.astype(x_md.dtype).astype(jnp.float32) for p in products)
+        return gate * jax.nn.sigmoid(gate) * up, gate, up
+
+    job = Job(
+        tiles=tiles,
+        is_transposed=False,
+        num_steps=pl.cdiv(d, tiles.depth),
+        num_groups=num_groups,
+        num_columns=pl.cdiv(f, tiles.columns),
+        finish=finish,
+        products=(0, 1),
+        results=((0, None), (1, 0), (1, 1)),
+    )
+    shapes = [(num_rows, f), (num_rows, 2, f)]
+    into_gd2f = into_gdh.reshape(num_groups, d, 2, f)
+    h_mf, into_m2f = rows_kernel.call(job, shapes, run, rows_g, x_md, into_gd2f)
+    return h_mf, into_m2f.reshape(num_rows, 2 * f)
+
+
+def swiglu_dgrad(
+    dy_md: Float[Array, "m d"],
+    down_gfd: Float[Array, "g f d"],
+    into_mh: Float[Array, "m 2f"],
+    rows_g: Int[Array, " g"],
+    tiles: Tiles,
+    run: Run = ON_DEVICE,
+) -> tuple[Float[Array, "m 2f"], Float[Array, "m f"]]:
+    """Gradients of [gate, up] where dy is that of (silu(gate) * up) @ down, and
+    silu(gate) * up once more, for the gradient of down: nothing else keeps it."""
+    (num_rows, d), (num_groups, f, _) = dy_md.shape, down_gfd.shape
+    _check(run, dy_md, d, f)
+
+    def finish(products, sources, is_padding):
+        (dh,), (gate, up) = products, sources
+        sigmoid = jax.nn.sigmoid(gate)
+        silu = gate * sigmoid
+        dgate = dh * up * (sigmoid + silu * (1 - sigmoid))
+        # What padding holds in [gate, up] may be NaN.
+        is_padding = jnp.broadcast_to(is_padding, dh.shape)
+        zero = jnp.zeros_like(dh)
+        return [jnp.where(is_padding, zero, v) for v in (dgate, dh * silu, silu * up)]
+
+    job = Job(
+        tiles=tiles,
+        is_transposed=True,
+        num_steps=pl.cdiv(d, tiles.depth),
+        num_groups=num_groups,
+        num_columns=pl.cdiv(f, tiles.columns),
+        finish=finish,
+        products=(None,),
+        sources=(0, 1),
+        results=((0, 0), (0, 1), (1, None)),
+    )
+    into_m2f = into_mh.reshape(num_rows, 2, f)
+    shapes = [(num_rows, 2, f), (num_rows, f)]
+    arrays = dy_md, down_gfd, into_m2f
+    dinto_m2f, h_mf = rows_kernel.call(job, shapes, run, rows_g, *arrays)
+    return dinto_m2f.reshape(num_rows, 2 * f), h_mf
+
+
+def _product(x, w, rows_g, tiles, run, *, is_transposed):
+    num_rows, depth = x.shape
+    width = w.shape[1 if is_transposed else 2]
+    _check(run, x, depth, width)
+    job = Job(
+        tiles=tiles,
+        is_transposed=is_transposed,
+        num_steps=pl.cdiv(depth, tiles.depth),
+        num_groups=w.shape[0],
+        num_columns=pl.cdiv(width, tiles.columns),
+        finish=lambda products, sources, is_padding: products,
+        products=(None,),
+    )
+    (y,) = rows_kernel.call(job, [(num_rows, width)], run, rows_g, x, w)
+    return y
+
+
+def _check(run: Run, rows, *widths: int, is_fp8: bool = False) -> None:
+    why = declines(rows.dtype, rows.shape[0], *widths, is_fp8=is_fp8)
+    device = choice.device_here()
+    if run.interpret is None and not choice.is_hopper(device):
+        why = f"the kernels are for Hopper, not {device.device_kind}"
+    if why:
+        raise NotImplementedError(f"{why}: use implementation='blocked'")

@@ -1,0 +1,296 @@
+"""Grouped products whose result is rows, as one persistent kernel for Hopper GPUs.
+
+    warpgroup 2   TMA: x and w of step after step into the ring, tile after tile
+    warpgroup 0   WGMMA on its half of the tile, then the epilogue: registers -> shared
+    warpgroup 1     memory -> TMA to the result, while the next tile's steps come in
+
+A tile has rows of one group (row_tiles.py), so one matrix. Where all of its rows are
+the group's, it leaves by copies of the whole; else rows LOW to HIGH leave in pieces of
+1, 2, 4 .. rows, a copy each, and no row of another group is written. Matrices are read
+as they lie: where the contraction is over their last dim, WGMMA takes the tile
+transposed from shared memory. docs/kernels.md has the picture.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from moejax.kernels import varying_alike
+from moejax.kernels.grouped_dot.hopper import ring
+from moejax.kernels.grouped_dot.hopper.row_tiles import ALIGNMENT, row_tiles
+from moejax.kernels.tuning import EDGE_ROWS, WARPGROUPS, Tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a kernel computes; all of it is static."""
+
+    tiles: Tiles
+    is_transposed: bool
+    """Whether the contraction is over the last dim of w."""
+    num_steps: int
+    """Of a contraction."""
+    num_groups: int
+    num_columns: int
+    """Tiles of columns."""
+    finish: Callable
+    """(products, sources, is_padding) -> results: chunks in registers, float32."""
+    products: tuple[int | None, ...]
+    """Halves of w, None for all of it, with an accumulator each."""
+    sources: tuple[int | None, ...] = ()
+    """Halves of the array that the epilogue reads."""
+    results: tuple[tuple[int, int | None], ...] = ((0, None),)
+    """Output and half of it."""
+
+    @property
+    def num_slots(self) -> int:
+        """Of chunks on their way out: one result alone has two, in turns."""
+        chunks = self.tiles.own[1] // self.tiles.chunk
+        return 2 if len(self.results) == 1 and chunks % 2 == 0 else len(self.results)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """Scalars of a tile, at run time."""
+
+    group: Any
+    row: Any
+    low: Any
+    high: Any
+    column: Any
+    num_steps: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The references of a running block."""
+
+    job: Job
+    table: Any
+    count: Any
+    x: Any
+    w: Any
+    sources: tuple
+    outputs: tuple
+    x_slots: Any
+    w_slots: Any
+    out: Any
+    edge: Any
+    loaded: Any
+    ring: ring.Ring
+
+    def each_tile(self, step):
+        """step(tile, done) -> done, for each tile of this block; the last `done`."""
+        tiles, wide = self.job.tiles, self.job.num_columns
+        first, blocks = lax.axis_index("block"), lax.axis_size("block")
+        total = self.count[0] * wide
+
+        def number(i, done):
+            t, column = ring.walk(first + i * blocks, self.count[0], wide, tiles.span)
+            group, row, low, high = (self.table[row, t] for row in range(4))
+            # A tile of padding has no steps, and stores its accumulators: zeros.
+            steps = jnp.where(group < self.job.num_groups, self.job.num_steps, 0)
+            row = pl.multiple_of(row, ALIGNMENT)
+            column = pl.multiple_of(column * tiles.columns, tiles.columns)
+            return step(_Tile(group, row, low, high, column, steps), done)
+
+        return lax.fori_loop(0, pl.cdiv(total - first, blocks), number, jnp.int32(0))
+
+    def copy_in(self, tile, done):
+        """All steps of a tile, into the ring."""
+
+        def step(number, done):
+            self.ring.await_empty(done)
+            self.copy_step(tile, number, self.ring.slot(done))
+            return done + 1
+
+        return lax.fori_loop(0, tile.num_steps, step, done)
+
+    def copy_step(self, tile, number, slot):
+        tiles, full = self.job.tiles, self.ring.full.at[slot]
+        rows = pl.ds(tile.row, tiles.rows)
+        columns = pl.ds(tile.column, tiles.columns)
+        depth = pl.ds(number * tiles.depth, tiles.depth)
+        plgpu.copy_gmem_to_smem(self.x.at[rows, depth], self.x_slots.at[slot], full)
+        window = (columns, depth) if self.job.is_transposed else (depth, columns)
+        for p, half in enumerate(self.job.products):
+            matrix = _windowed(self.w.at[tile.group], half, *window)
+            plgpu.copy_gmem_to_smem(matrix, self.w_slots.at[slot, p], full)
+
+    def compute(self, warpgroup, tile, done):
+        """The products of a tile, and the epilogue."""
+        self._store(warpgroup, tile, self.multiply(warpgroup, tile, done))
+        return done + tile.num_steps
+
+    def multiply(self, warpgroup, tile, done):
+        """This warpgroup's part of each product, in registers."""
+        num_products = len(self.job.products)
+
+        def steps(*sums):
+            def step(number, done):
+                self.ring.await_full(done)
+                x, w_p = self.operands(warpgroup, self.ring.slot(done))
+                for total, w in zip(sums, w_p, strict=True):
+                    plgpu.wgmma(total, x, w)
+                # This step goes on while the next is begun; the one before is through.
+                plgpu.wgmma_wait(num_products)
+
+                @pl.when(number > 0)
+                def _():
+                    self.ring.release(done - 1)
+
+                return done + 1
+
+            after = lax.fori_loop(0, tile.num_steps, step, done)
+            values = [total[...] for total in sums]
+
+            @pl.when(tile.num_steps > 0)
+            def _():
+                self.ring.release(after - 1)
+
+            return values
+
+        return pl.run_scoped(steps, *[plgpu.ACC(self.job.tiles.own)] * num_products)
+
+    def operands(self, warpgroup, slot):
+        """Of one step: this warpgroup's part of x, and of each product's matrix."""
+        tiles, is_transposed = self.job.tiles, self.job.is_transposed
+        own_rows, own_columns = tiles.own
+        first_row, first_column = ring.own_part(tiles, warpgroup)
+        x, w_p = self.x_slots.at[slot], []
+        if tiles.halves == "rows":
+            x = x.at[pl.ds(first_row, own_rows)]
+        for p in range(len(self.job.products)):
+            w = self.w_slots.at[slot, p]
+            if tiles.halves == "columns":
+                own = pl.ds(first_column, own_columns)
+                w = w.at[own] if is_transposed else w.at[:, own]
+            w_p.append(w.T if is_transposed else w)
+        return x, w_p
+
+    def _store(self, warpgroup, tile, sums):
+        own_rows, _ = self.job.tiles.own
+        first_row, first_column = ring.own_part(self.job.tiles, warpgroup)
+        low = jnp.maximum(tile.low - first_row, 0)
+        high = jnp.minimum(tile.high - first_row, own_rows)
+        is_whole = (low == 0) & (high == own_rows)
+        at = (tile.row + first_row, tile.column + first_column)
+        leave = functools.partial(self._leave, warpgroup, at, tile, sums)
+        pl.when(is_whole)(leave)
+        pl.when(~is_whole & (low < high))(functools.partial(leave, (low, high)))
+
+    def _leave(self, warpgroup, at, tile, sums, part=None):
+        """Chunk after chunk of columns through slots of this warpgroup; `part`: of
+        these rows alone."""
+        job, tiles = self.job, self.job.tiles
+        (own_rows, own_columns), (row, column) = tiles.own, at
+        rows = pl.ds(pl.multiple_of(row, ALIGNMENT), own_rows)
+        is_padding = tile.group == job.num_groups
+        is_in_turns = part is None and job.num_slots > len(job.results)
+        edge = self.edge.at[warpgroup]
+        shift = 0 if part is None else lax.rem(part[0], EDGE_ROWS)
+        for c in range(own_columns // tiles.chunk):
+            inside = slice(c * tiles.chunk, (c + 1) * tiles.chunk)
+            columns = pl.ds(column + inside.start, tiles.chunk)
+            read = self._read_sources(warpgroup, rows, columns)
+            values = job.finish([x[:, inside] for x in sums], read, is_padding)
+            for number, (output, half) in enumerate(job.results):
+                if number == 0 or part is not None:
+                    plgpu.wait_smem_to_gmem(int(is_in_turns), wait_read_only=True)
+                slot = self.out.at[warpgroup, c % 2 if is_in_turns else number]
+                slot = slot if part is None else edge.at[pl.ds(shift, own_rows)]
+                slot[...] = values[number].astype(self.out.dtype)
+                plgpu.commit_smem()
+                target = _windowed(self.outputs[output], half, rows, columns)
+                if part is None:
+                    plgpu.copy_smem_to_gmem(slot, target)
+                else:
+                    _copy_rows(edge, shift, target, *part)
+
+    def _read_sources(self, warpgroup, rows, columns):
+        """Chunks that the epilogue needs, through the slots of results."""
+        if not self.job.sources:
+            return []
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        loaded = self.loaded.at[warpgroup]
+        for slot, half in enumerate(self.job.sources):
+            window = _windowed(self.sources[0], half, rows, columns)
+            plgpu.copy_gmem_to_smem(window, self.out.at[warpgroup, slot], loaded)
+        plgpu.barrier_wait(loaded)
+        count = len(self.job.sources)
+        read = [self.out[warpgroup, slot].astype(jnp.float32) for slot in range(count)]
+        plgpu.commit_smem()  # all threads have read, before any writes
+        return read
+
+
+def _windowed(ref, half: int | None, first, second):
+    return ref.at[first, second] if half is None else ref.at[first, half, second]
+
+
+def _copy_rows(edge, shift, target, low, high):
+    """Rows low to high of a chunk, in pieces of a static number of rows each. Largest
+    first: so each begins at a row as even or odd as low, and with `shift` at an even
+    one of `edge`."""
+    piece, count = target.shape[0] // 2, high - low
+    while piece:
+        first = low + (count & ~(2 * piece - 1))
+
+        @pl.when(count & piece != 0)
+        def _(first=first, piece=piece):
+            source = edge.at[pl.ds(first + shift, piece)]
+            rows = target.at[pl.ds(first, piece)]
+            plgpu.copy_smem_to_gmem(source, rows, commit_group=False)
+
+        piece //= 2
+    plgpu.commit_smem_to_gmem_group()
+
+
+def _kernel(job: Job, table, count, x, w, *rest, **scratch):
+    sources, outputs = rest[: bool(job.sources)], rest[bool(job.sources) :]
+    barriers = ring.Ring(scratch.pop("full"), scratch.pop("empty"), job.tiles.stages)
+    loaded = scratch.pop("loaded", None)
+    arrays = table, count, x, w, sources, outputs
+    block = Block(job, *arrays, **scratch, loaded=loaded, ring=barriers)
+    ring.run_roles(barriers, block.each_tile, block.copy_in, block.compute)
+
+
+def scratch(job: Job, x_dtype, w_dtype, out_dtype) -> dict[str, Any]:
+    """What a block allocates, but for the barriers of its ring."""
+    tiles, (own_rows, _) = job.tiles, job.tiles.own
+    matrix = (tiles.depth, tiles.columns)
+    matrix = matrix[::-1] if job.is_transposed else matrix
+    chunk = (own_rows, tiles.chunk)
+    slots = {
+        "x_slots": ring.swizzled((tiles.stages, tiles.rows, tiles.depth), x_dtype),
+        "w_slots": ring.swizzled((tiles.stages, len(job.products), *matrix), w_dtype),
+        "out": ring.swizzled((WARPGROUPS, job.num_slots, *chunk), out_dtype),
+        "edge": plgpu.SMEM((WARPGROUPS, own_rows + EDGE_ROWS, tiles.chunk), out_dtype),
+    }
+    if job.sources:
+        slots["loaded"] = plgpu.Barrier(
+            num_arrivals=len(job.sources), num_barriers=WARPGROUPS
+        )
+    return slots
+
+
+def call(job: Job, out_shapes: list[tuple[int, ...]], run: ring.Run, rows_g, *arrays):
+    x = arrays[0]
+    table, count = row_tiles(rows_g, x.shape[0], job.tiles.rows)
+    barriers = ring.ring_barriers(job.tiles.stages, 1 + len(job.products))
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, job),
+        out_type=tuple(jax.ShapeDtypeStruct(shape, x.dtype) for shape in out_shapes),
+        scratch_types=scratch(job, x.dtype, x.dtype, x.dtype) | barriers,
+        kernel_name="grouped_rows",
+        **ring.grid_of(run),
+    )
+    outputs = kernel(table, count, *arrays)
+    # A kernel's outputs are typed as the same on all devices, whatever its inputs are.
+    return varying_alike(*outputs, rows_g, *arrays)[: len(outputs)]

@@ -1,0 +1,198 @@
+"""The grouped product whose result is matrices, x.T @ dy, as one kernel for Hopper.
+
+A tile is a part of one group's matrix, and its steps are that group's rows, DEPTH at a
+time: as many as there are, known at run time. Steps begin at multiples of ALIGNMENT
+rows, so the first and the last may hold rows of other groups, or padding. There the two
+computing warpgroups blank those in shared memory, half of the columns each, of x and of
+dy: both, for 0 times NaN is NaN. An empty group has no step, and stores zeros.
+
+Groups go in the order of falling rows, so that the longest tiles begin first.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int
+
+from moejax.kernels import varying_alike
+from moejax.kernels.grouped_dot.hopper import ring
+from moejax.kernels.grouped_dot.hopper.row_tiles import ALIGNMENT, bounds
+from moejax.kernels.tuning import WARPGROUPS, Tiles
+
+GROUP, START, LOW, HIGH, STEPS = range(5)
+
+
+def groups_table(
+    rows_g: Int[Array, " g"], num_rows: int, depth: int
+) -> Int[Array, "5 g"]:
+    """Of each group, most rows first: its number, the first row of its first step,
+    which rows from there on are its own (LOW to HIGH), and how many steps it has."""
+    first_g, end_g = (bound_g[:-1] for bound_g in bounds(rows_g, num_rows))
+    start_g = first_g - first_g % ALIGNMENT
+    steps_g = jnp.where(rows_g > 0, -(-(end_g - start_g) // depth), 0)
+    group_g = jnp.argsort(-rows_g)
+    table = [start_g, first_g - start_g, end_g - start_g, steps_g]
+    return jnp.stack([group_g, *(a[group_g] for a in table)]).astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """The references of a running block, and what is static."""
+
+    tiles: Tiles
+    table: Any
+    x: Any
+    dy: Any
+    dw: Any
+    x_slots: Any
+    dy_slots: Any
+    out: Any
+    blanked: Any
+    ring: ring.Ring
+
+    def each_tile(self, step):
+        """step(i, row, column, done) -> done, for each tile of this block: rank i of
+        the group, and where in its matrix; the last `done`."""
+        num_groups, d, f = self.dw.shape
+        tiles = self.tiles
+        high, wide = pl.cdiv(d, tiles.rows), pl.cdiv(f, tiles.columns)
+        first, blocks = lax.axis_index("block"), lax.axis_size("block")
+        total = num_groups * high * wide
+
+        def number(n, done):
+            item = first + n * blocks
+            i = lax.div(item, high * wide)
+            inside = item - i * high * wide
+            row, column = ring.walk(inside, high, wide, tiles.span)
+            row = pl.multiple_of(row * tiles.rows, tiles.rows)
+            column = pl.multiple_of(column * tiles.columns, tiles.columns)
+            return step(i, row, column, done)
+
+        return lax.fori_loop(0, pl.cdiv(total - first, blocks), number, jnp.int32(0))
+
+    def copy_in(self, i, row, column, done):
+        tiles = self.tiles
+        start = pl.multiple_of(self.table[START, i], ALIGNMENT)
+
+        def step(number, done):
+            depth = pl.ds(start + number * tiles.depth, tiles.depth)
+            self.ring.await_empty(done)
+            slot = self.ring.slot(done)
+            full = self.ring.full.at[slot]
+            x, dy = self.x.at[depth, pl.ds(row, tiles.rows)], self.dy.at[depth]
+            plgpu.copy_gmem_to_smem(x, self.x_slots.at[slot], full)
+            dy = dy.at[:, pl.ds(column, tiles.columns)]
+            plgpu.copy_gmem_to_smem(dy, self.dy_slots.at[slot], full)
+            return done + 1
+
+        return lax.fori_loop(0, self.table[STEPS, i], step, done)
+
+    def compute(self, warpgroup, i, row, column, done):
+        num_steps = self.table[STEPS, i]
+        low, high = self.table[LOW, i], self.table[HIGH, i]
+
+        def multiply(total):
+            def step(number, done):
+                self.ring.await_full(done)
+                slot, first = self.ring.slot(done), number * self.tiles.depth
+                low_here, high_here = low - first, high - first
+                is_cut = (low_here > 0) | (high_here < self.tiles.depth)
+                blank = functools.partial(
+                    self._blank, warpgroup, slot, low_here, high_here
+                )
+                pl.when(is_cut)(blank)
+                plgpu.wgmma(total, *self._operands(warpgroup, slot))
+                plgpu.wgmma_wait(1)
+
+                @pl.when(number > 0)
+                def _():
+                    self.ring.release(done - 1)
+
+                return done + 1
+
+            after = lax.fori_loop(0, num_steps, step, done)
+            value = total[...]
+
+            @pl.when(num_steps > 0)
+            def _():
+                self.ring.release(after - 1)
+
+            return value
+
+        value = pl.run_scoped(multiply, plgpu.ACC(self.tiles.own))
+        self._store(warpgroup, self.table[GROUP, i], row, column, value)
+        return done + num_steps
+
+    def _own(self, warpgroup):
+        """Columns of x and of dy of this warpgroup's part of the tile."""
+        tiles = self.tiles
+        own_rows, own_columns = tiles.own
+        first_row, first_column = ring.own_part(tiles, warpgroup)
+        return pl.ds(first_row, own_rows), pl.ds(first_column, own_columns)
+
+    def _operands(self, warpgroup, slot):
+        of_x, of_dy = self._own(warpgroup)
+        return self.x_slots.at[slot, :, of_x].T, self.dy_slots.at[slot, :, of_dy]
+
+    def _blank(self, warpgroup, slot, low, high):
+        """Zeros in rows of this step that are not the group's: half of the columns
+        of x and of dy by each warpgroup."""
+        for slots in (self.x_slots, self.dy_slots):
+            half = slots.shape[-1] // WARPGROUPS
+            columns = pl.ds(pl.multiple_of(warpgroup * half, half), half)
+            value = slots[slot, :, columns]
+            row = lax.broadcasted_iota(jnp.int32, value.shape, 0)
+            is_own = (low <= row) & (row < high)
+            slots[slot, :, columns] = jnp.where(is_own, value, jnp.zeros_like(value))
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.blanked)
+        plgpu.barrier_wait(self.blanked)
+
+    def _store(self, warpgroup, group, row, column, value):
+        tiles = self.tiles
+        own_rows, own_columns = tiles.own
+        first_row, first_column = ring.own_part(tiles, warpgroup)
+        rows = pl.ds(row + first_row, own_rows)
+        for c in range(own_columns // tiles.chunk):
+            inside = slice(c * tiles.chunk, (c + 1) * tiles.chunk)
+            columns = pl.ds(column + first_column + inside.start, tiles.chunk)
+            slot = self.out.at[warpgroup, c % self.out.shape[1]]
+            plgpu.wait_smem_to_gmem(self.out.shape[1] - 1, wait_read_only=True)
+            slot[...] = value[:, inside].astype(self.dw.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(slot, self.dw.at[group, rows, columns])
+
+
+def _kernel(tiles: Tiles, table, x, dy, dw, *, full, empty, **scratch):
+    barriers = ring.Ring(full, empty, tiles.stages)
+    block = _Block(tiles, table, x, dy, dw, **scratch, ring=barriers)
+    ring.run_roles(barriers, block.each_tile, block.copy_in, block.compute)
+
+
+def call(x_md, dy_mf, rows_g, tiles: Tiles, run: ring.Run):
+    """dw_gdf."""
+    (num_rows, d), f = x_md.shape, dy_mf.shape[1]
+    own_rows, own_columns = tiles.own
+    num_slots = 2 if own_columns // tiles.chunk % 2 == 0 else 1
+    dtype, slots = x_md.dtype, (tiles.stages, tiles.depth)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, tiles),
+        out_type=jax.ShapeDtypeStruct((rows_g.shape[0], d, f), dtype),
+        scratch_types={
+            "x_slots": ring.swizzled((*slots, tiles.rows), dtype),
+            "dy_slots": ring.swizzled((*slots, tiles.columns), dtype),
+            "out": ring.swizzled((WARPGROUPS, num_slots, own_rows, tiles.chunk), dtype),
+            "blanked": plgpu.Barrier(num_arrivals=WARPGROUPS),
+            **ring.ring_barriers(tiles.stages, 2),
+        },
+        kernel_name="grouped_matrices",
+        **ring.grid_of(run),
+    )
+    dw_gdf = kernel(groups_table(rows_g, num_rows, tiles.depth), x_md, dy_mf)
+    return varying_alike(dw_gdf, rows_g, x_md, dy_mf)[0]

@@ -1,0 +1,106 @@
+"""Exact exchange: round 0 as ordinary differentiable code, then rounds until done.
+
+Buffers are static and bounded: round 0 carries `rows_per_peer` rows per peer, each
+later round a quarter of that. All devices of a group know all counts, so they agree on
+the number of rounds without a reduction, and a loop of zero trips costs nothing. The
+later rounds save nothing for the backward pass: it dispatches again.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moejax.kernels import zeros_varying_as
+from moejax.moe.exchange.dispatch import Window, combine, dispatch
+from moejax.moe.exchange.manifest import Manifest, fullest_pair
+from moejax.moe.mesh_roles import Groups
+from moejax.plan.layout import Layout
+
+Experts = Callable[..., Array]
+"""experts(x_md, rows_s, weights) -> y_md."""
+
+
+def num_rounds(sent: Manifest, layout: Layout) -> Int[Array, ""]:
+    """Windows that this group's fullest pair of devices needs; 1 is round 0 alone."""
+    left = jnp.maximum(fullest_pair(sent, layout) - layout.rows_per_peer, 0)
+    return 1 + -(-left // layout.rows_per_round)
+
+
+def exchange(
+    x_nd: Float[Array, "n d"],
+    gate_nk: Float[Array, "n k"],
+    weights: dict[str, Array],
+    sent: Manifest,
+    experts: Experts,
+    layout: Layout,
+    groups: Groups,
+) -> Float[Array, "n d"]:
+    """Every row to its slot, through `experts`, home, weighted and summed.
+
+    `weights` are the slots' weights, varying over all mesh axes like x. In capacity
+    mode the manifest holds no more than round 0 carries.
+    """
+    window = partial(_window, experts=experts, layout=layout, groups=groups)
+    rest_nd = None
+    if layout.exchange == "exact" and layout.rows_per_peer < gate_nk.size:
+        rest_nd, x_nd, gate_nk, weights = later_rounds(
+            window, layout, x_nd, gate_nk, weights, sent
+        )
+    first = Window(0, layout.rows_per_peer)
+    out_nd = window(first, x_nd, gate_nk, weights, sent)
+    return out_nd if rest_nd is None else out_nd + rest_nd
+
+
+def _window(window, x_nd, gate_nk, weights, sent, *, experts, layout, groups):
+    """What the rows of one window add to the output."""
+    x_md, rows_s, receipt = dispatch(x_nd, sent, window, layout, groups)
+    return combine(experts(x_md, rows_s, weights), gate_nk, receipt, layout, groups)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def later_rounds(window, layout: Layout, x_nd, gate_nk, weights, sent: Manifest):
+    """Rounds 1, 2, ..: what they add, and the operands for round 0 to use.
+
+    Round 0 reads its operands through this function, so its gradients are what the
+    backward loop starts from: no second accumulator exists, and none is added.
+    """
+
+    @jax.named_scope("later_rounds")
+    def body(r, out_nd):
+        return out_nd + window(_later(layout, r), x_nd, gate_nk, weights, sent)
+
+    zero_nd = zeros_varying_as(x_nd, x_nd.shape, x_nd.dtype)
+    out_nd = jax.lax.fori_loop(1, num_rounds(sent, layout), body, zero_nd)
+    return out_nd, x_nd, gate_nk, weights
+
+
+def _later(layout: Layout, r) -> Window:
+    start = layout.rows_per_peer + (r - 1) * layout.rows_per_round
+    return Window(start, layout.rows_per_round)
+
+
+def _forward(window, layout, x_nd, gate_nk, weights, sent):
+    out = later_rounds(window, layout, x_nd, gate_nk, weights, sent)
+    return out, (x_nd, gate_nk, weights, sent)
+
+
+def _backward(window, layout, saved, cotangents):
+    *operands, sent = saved
+    d_out_nd, *d_operands = cotangents
+
+    @jax.named_scope("later_rounds")
+    def body(r, sums):
+        def again(*operands):
+            return window(_later(layout, r), *operands, sent)
+
+        _, vjp = jax.vjp(again, *operands)
+        return jax.tree.map(jnp.add, sums, vjp(d_out_nd))
+
+    sums = jax.lax.fori_loop(1, num_rounds(sent, layout), body, tuple(d_operands))
+    return *sums, None
+
+
+later_rounds.defvjp(_forward, _backward)

@@ -1,0 +1,149 @@
+"""From rows per slot to rows from each source to each slot, both margins exact.
+
+1. Rows stay on their device, as far as its replica and the buffer of round 0 have room.
+2. With Layout.wire steps 3 and 4 are first done within each node by itself.
+3. Of the rest each source gives each replica its share of that expert's rows, rounded
+   down: pairs of devices are then about as full as one another, which is what decides
+   the rounds of an exchange.
+4. What is left, a few rows, is laid out twice on one line, by source and by replica;
+   what overlaps travels (FineMoE, arXiv 2511.16947, Algorithm 1, without its loops):
+
+    sources     |0 0 0 0|1 1|3 3 3|
+    replicas    |a a|b b b b b|c c|        0 -> a 2, b 2; 1 -> b 2; 3 -> b 1, c 2
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from moejax.moe.types import Placement
+from moejax.plan.layout import Layout
+from moejax.plan.wire import Wire
+
+SHARE_BITS = 15
+"""Of factors, so that their products are int32."""
+
+
+class Division(NamedTuple):
+    """What a split decides."""
+
+    quota_wq: Int[Array, "w q"]
+    """Rows from each source device to the q-th slot."""
+    bound: Int[Array, ""]
+    """Certificate: no split over these replicas leaves the fullest device fewer."""
+    placement: Placement
+    """With the replicas that the split made; as given where it makes none."""
+
+
+def deal(
+    counts_we: Int[Array, "w e"],
+    rows_q: Int[Array, " q"],
+    placement: Placement,
+    layout: Layout,
+) -> Int[Array, "w q"]:
+    """Rows from each source to each slot, where `rows_q` of an expert sum to its load.
+
+    Of the slots of one expert on one device, all but the first have no rows.
+    """
+    # Rows of arrays are gathered and scattered whole, columns one by one: q before w.
+    expert_q, device_q, is_active_q = active(placement, layout)
+    here_q = jnp.where(is_active_q, counts_we[device_q, expert_q], 0)
+    local_q = _local(counts_we, here_q, rows_q, placement, layout)
+    is_here_qw = device_q[:, None] == jnp.arange(layout.num_devices)
+
+    left_ew = counts_we.T.at[expert_q, device_q].add(-local_q)
+    left_q = rows_q - local_q
+    first_q = jnp.arange(len(expert_q)) - placement.replica_lq
+    dealt_qw = jnp.where(is_here_qw, local_q[:, None], 0)
+    if layout.wire is not None:
+        near_qw = _near(left_ew, left_q, expert_q, device_q, layout.wire)
+        left_ew = left_ew.at[expert_q].add(-near_qw)
+        left_q = left_q - jnp.sum(near_qw, axis=1, dtype=jnp.int32)
+        dealt_qw = dealt_qw + near_qw
+
+    share_qw = _shares(left_ew, left_q, expert_q)
+    left_ew = left_ew.at[expert_q].add(-share_qw)
+    left_q = left_q - jnp.sum(share_qw, axis=1, dtype=jnp.int32)
+    rest_qw = _overlap(left_ew, left_q, expert_q, first_q, layout.num_devices)
+    return (dealt_qw + share_qw + rest_qw).T
+
+
+def active(placement: Placement, layout: Layout):
+    """Of the q-th slot: expert (0 where it is empty), device, and whether it is its
+    expert's first on that device."""
+    expert_q = jnp.maximum(placement.expert_lq, 0)
+    device_q = placement.slot_lq // layout.slots_per_device
+    return expert_q, device_q, (placement.expert_lq >= 0) & (placement.local_lq == 0)
+
+
+def _local(counts_we, here_q, rows_q, placement: Placement, layout: Layout):
+    """Rows that stay on their device: as many as leave room in its round 0 for its
+    share of the other ones."""
+    expert_q = jnp.maximum(placement.expert_lq, 0)
+    load_q = jnp.sum(counts_we, axis=0, dtype=jnp.int32)[expert_q]
+    is_mine_q = active(placement, layout)[2].astype(jnp.int32)
+    share_q = _product_over(here_q, rows_q, load_q) + is_mine_q
+    most_q = jnp.minimum(here_q, rows_q)
+    slot_q, shape = placement.slot_lq, (2, layout.num_devices, layout.slots_per_device)
+    both_p = jnp.zeros((2, len(slot_q)), jnp.int32)
+    both_p = both_p.at[:, slot_q].set(jnp.stack([most_q, share_q]))
+    most_ws, share_ws = both_p.reshape(shape)
+    before_ws = jnp.cumsum(most_ws, axis=1, dtype=jnp.int32) - most_ws
+    room_w1 = layout.rows_per_peer - jnp.sum(
+        share_ws, axis=1, keepdims=True, dtype=jnp.int32
+    )
+    stays_ws = jnp.clip(room_w1 - before_ws, 0, most_ws)
+    return stays_ws.reshape(-1)[slot_q]
+
+
+def _near(left_ew, left_q, expert_q, device_q, wire: Wire) -> Int[Array, "q w"]:
+    """Rows from sources to replicas of their own node: all that either side has."""
+    e, w = left_ew.shape
+    per_node = wire.devices_per_node
+    node_q, node_w = device_q // per_node, jnp.arange(w) // per_node
+    is_near_qw = node_q[:, None] == node_w
+    piece_q = expert_q * (w // per_node) + node_q
+    is_new_q = jnp.r_[True, piece_q[1:] != piece_q[:-1]]
+    first_q = jax.lax.cummax(jnp.where(is_new_q, jnp.arange(len(piece_q)), 0))
+
+    has_en = left_ew.reshape(e, -1, per_node).sum(axis=2)
+    takes_en = jnp.zeros_like(has_en).at[expert_q, node_q].add(left_q)
+    most_q1 = jnp.maximum(has_en, takes_en)[expert_q, node_q][:, None]
+    share_qw = _product_over(left_ew[expert_q], left_q[:, None], most_q1)
+    share_qw = jnp.where(is_near_qw, share_qw, 0)
+    left_ew = left_ew.at[expert_q].add(-share_qw)
+    left_q = left_q - jnp.sum(share_qw, axis=1, dtype=jnp.int32)
+    rest_qw = _overlap(left_ew, left_q, expert_q, first_q, per_node)
+    return share_qw + jnp.where(is_near_qw, rest_qw, 0)
+
+
+def _shares(left_ew, left_q, expert_q) -> Int[Array, "q w"]:
+    """Of each slot in what each source has left of its expert; less by little."""
+    load_q = jnp.sum(left_ew, axis=1, dtype=jnp.int32)[expert_q]
+    return _product_over(left_ew[expert_q], left_q[:, None], load_q[:, None])
+
+
+def _product_over(x, y, total):
+    """x * y / total for y <= total, not more and less by little; 0 for total 0. Factors
+    are cut to SHARE_BITS bits."""
+    low, x_low = _excess_bits(total), _excess_bits(x)
+    share = (x >> x_low) * (y >> low) // ((total >> low) + 1)
+    return share << x_low
+
+
+def _excess_bits(value):
+    """By how many bits a value is longer than SHARE_BITS."""
+    return jnp.maximum(32 - SHARE_BITS - jax.lax.clz(value), 0)
+
+
+def _overlap(left_ew, left_q, expert_q, first_q, span: int) -> Int[Array, "q w"]:
+    """Each `span` sources have a line of their own."""
+    left_enw = left_ew.reshape(len(left_ew), -1, span)
+    end_ew = jnp.cumsum(left_enw, axis=2, dtype=jnp.int32).reshape(left_ew.shape)
+    end_q = jnp.cumsum(left_q, dtype=jnp.int32)
+    end_q1 = (end_q - (end_q - left_q)[first_q])[:, None]
+    begin_q1 = end_q1 - left_q[:, None]
+    end_qw, begin_qw = end_ew[expert_q], (end_ew - left_ew)[expert_q]
+    return jnp.maximum(jnp.minimum(end_qw, end_q1) - jnp.maximum(begin_qw, begin_q1), 0)

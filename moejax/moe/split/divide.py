@@ -1,0 +1,165 @@
+"""Which replica computes a row: int32 programs on counts that all devices have.
+
+    split(counts_we, placement, layout) -> Division
+
+Every device computes all of it, and the same bits: no float takes part. Slots are
+sorted by expert (q, see Placement). Over the replicas of an expert quotas sum to the
+source's count.
+
+    even            every replica an equal share
+    local_first     rows stay on a device that has their expert
+    water_filling   the fullest device has as few rows as these replicas allow
+    dynamic         replicas are chosen from the loads themselves: all devices the mean
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from moejax.moe.split import dynamic, near
+from moejax.moe.split import water_filling as water
+from moejax.moe.split.deal import Division, deal
+from moejax.moe.types import Placement
+from moejax.plan.layout import Layout
+from moejax.plan.water_filling import TOLERANCE_BITS
+
+Splitter = Callable[[Array, Placement, Layout], Division]
+
+
+def divided(
+    counts_ue: Int[Array, "u e"], placement: Placement, layout: Layout
+) -> Division:
+    """As layout.split says, of rows from the sources of a layer (Layout.num_sources).
+
+    Where several sources are at one device, they are one for the split, and its rows
+    for each slot are then theirs in order.
+    """
+    split, w = SPLITS[layout.split], layout.num_devices
+    if layout.split == "even" or len(counts_ue) == w:
+        return split(counts_ue, placement, layout)
+    counts_wie = counts_ue.reshape(w, -1, counts_ue.shape[1])
+    per_device = counts_wie.shape[1]
+    rows_per_peer = layout.rows_per_peer * per_device
+    layout = dataclasses.replace(layout, rows_per_peer=rows_per_peer)
+    counts_we = jnp.sum(counts_wie, axis=1, dtype=jnp.int32)
+    quota_wq, bound, placement = split(counts_we, placement, layout)
+
+    expert_q = jnp.maximum(placement.expert_lq, 0)
+    first_q = jnp.arange(len(expert_q)) - placement.replica_lq
+    before_wq = jnp.cumsum(quota_wq, axis=1, dtype=jnp.int32) - quota_wq
+    begin_w1q = (before_wq - before_wq[:, first_q])[:, None]
+    end_w1q = begin_w1q + quota_wq[:, None]
+    end_wie = jnp.cumsum(counts_wie, axis=1, dtype=jnp.int32)
+    end_wiq, begin_wiq = (
+        edge_wie[:, :, expert_q] for edge_wie in (end_wie, end_wie - counts_wie)
+    )
+    quota_wiq = jnp.minimum(end_wiq, end_w1q) - jnp.maximum(begin_wiq, begin_w1q)
+    quota_uq = jnp.maximum(quota_wiq, 0).reshape(-1, len(expert_q))
+    return Division(quota_uq, bound, placement)
+
+
+def even(
+    counts_we: Int[Array, "w e"], placement: Placement, layout: Layout
+) -> Division:
+    """Every replica an equal share of each source's rows, and of all rows, to one row.
+
+    Rows of an expert are numbered over all sources; the i-th goes to replica i mod r.
+    """
+    expert_q, replicas_q = _replicas(placement, layout)
+    count_wq = jnp.where(placement.expert_lq < 0, 0, counts_we[:, expert_q])
+    before_wq = jnp.cumsum(count_wq, axis=0) - count_wq
+    quota_wq = _dealt(before_wq, count_wq, placement.replica_lq, replicas_q)
+    return Division(quota_wq, mean_rows(counts_we, layout), placement)
+
+
+def local_first(
+    counts_we: Int[Array, "w e"], placement: Placement, layout: Layout
+) -> Division:
+    """Rows stay on a device that has their expert, evenly over its replicas there;
+    those of other devices are shared as in `even`."""
+    expert_q, replicas_q = _replicas(placement, layout)
+    is_full_q = placement.expert_lq >= 0
+    count_wq = jnp.where(is_full_q, counts_we[:, expert_q], 0)
+    device_q = placement.slot_lq // layout.slots_per_device
+    held_we = (
+        jnp.zeros_like(counts_we)
+        .at[device_q, expert_q]
+        .add(is_full_q.astype(jnp.int32))
+    )
+    held_wq = held_we[:, expert_q]
+    far_wq = jnp.where(held_wq > 0, 0, count_wq)
+    before_wq = jnp.cumsum(far_wq, axis=0) - far_wq
+    far_wq = _dealt(before_wq, far_wq, placement.replica_lq, replicas_q)
+    near_wq = _dealt(0, count_wq, placement.local_lq, jnp.maximum(held_wq, 1))
+    is_here_wq = device_q == jnp.arange(layout.num_devices)[:, None]
+    quota_wq = jnp.where(held_wq > 0, jnp.where(is_here_wq, near_wq, 0), far_wq)
+    return Division(quota_wq, mean_rows(counts_we, layout), placement)
+
+
+def water_filling(
+    counts_we: Int[Array, "w e"], placement: Placement, layout: Layout
+) -> Division:
+    """The linear program of MicroMoE (arXiv 2511.16947, LPP 1) in integers, within
+    1/512 of its certified optimum; rows stay on their device as far as they can.
+
+    With Layout.wire rows that cross wires weigh too (moejax.moe.split.near), and the
+    better one of both divisions is taken."""
+    mean = mean_rows(counts_we, layout)
+    tolerance = mean >> TOLERANCE_BITS
+    filling = water.fill(
+        jnp.sum(counts_we, axis=0, dtype=jnp.int32), placement, layout, tolerance
+    )
+    quota_wq = deal(counts_we, filling.rows_q, placement, layout)
+    if layout.wire is not None:
+        rows_q = near.evened(counts_we, filling.rows_q, placement, layout)
+        other_wq = deal(counts_we, rows_q, placement, layout)
+        is_less = near.objective(other_wq, placement, layout) < near.objective(
+            quota_wq, placement, layout
+        )
+        quota_wq = jnp.where(is_less, other_wq, quota_wq)
+    return Division(quota_wq, filling.bound, placement)
+
+
+def dynamically(
+    counts_we: Int[Array, "w e"], placement: Placement, layout: Layout
+) -> Division:
+    """Copies for this layer and micro-batch alone, so that every device has the mean:
+    moejax.moe.split.dynamic."""
+    placement, rows_q = dynamic.pair(
+        jnp.sum(counts_we, axis=0, dtype=jnp.int32), placement, layout
+    )
+    quota_wq = deal(counts_we, rows_q, placement, layout)
+    return Division(quota_wq, mean_rows(counts_we, layout), placement)
+
+
+SPLITS: dict[str, Splitter] = {
+    "even": even,
+    "local_first": local_first,
+    "water_filling": water_filling,
+    "dynamic": dynamically,
+}
+
+
+def mean_rows(counts_ue: Int[Array, "u e"], layout: Layout) -> Int[Array, ""]:
+    """Rows of a device where all have the same, rounded up."""
+    return -(-jnp.sum(counts_ue, dtype=jnp.int32) // layout.num_devices)
+
+
+def _replicas(placement: Placement, layout: Layout):
+    """Expert of the q-th slot (0 where it is empty), and how many replicas that has."""
+    expert_q = jnp.maximum(placement.expert_lq, 0)
+    full_q = (placement.expert_lq >= 0).astype(jnp.int32)
+    replicas_e = jnp.zeros(layout.num_experts, jnp.int32).at[expert_q].add(full_q)
+    return expert_q, jnp.maximum(replicas_e, 1)[expert_q]
+
+
+def _dealt(before_wq, count_wq, place_q, players_q):
+    """How many of the numbers before .. before + count - 1 leave `place` when divided
+    by `players`."""
+
+    def up_to(end_wq):
+        return (end_wq + players_q - 1 - place_q) // players_q
+
+    return up_to(before_wq + count_wq) - up_to(before_wq)

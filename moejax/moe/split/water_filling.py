@@ -1,0 +1,184 @@
+"""Rows per replica so that the fullest device has as few as can be, in int32.
+
+    load_e -> rows_q
+
+Water-filling (moejax.kernels.water_fill) comes within a row or two of the optimum in a
+few sweeps on plans whose experts spread widely. Where it stands still above its
+certificate, rows move along shortest paths of replicas from devices above the
+certified bound to devices below it. No such path left: the devices that can be reached
+hold nothing that could go elsewhere, and their mean is a higher bound. So the end is
+the integer optimum, ceil(max density) (docs/decisions/0011).
+
+The definition, in NumPy, is moejax.plan.water_filling.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from moejax.kernels import varying_alike
+from moejax.kernels.water_fill import water_fill
+from moejax.moe.split.deal import active
+from moejax.moe.types import Placement
+from moejax.plan.edge_coloring import most_colours
+from moejax.plan.layout import Layout
+from moejax.plan.water_filling import PATHS_PER_DEVICE
+
+
+class Filling(NamedTuple):
+    rows_q: Int[Array, " q"]
+    bound: Int[Array, ""]
+    """No split has a fullest device of fewer rows."""
+    sweeps: Int[Array, ""]
+    paths: Int[Array, ""]
+    """Moves along paths, and bounds raised for want of one."""
+
+
+@jax.named_scope("water")
+def fill(
+    load_e: Int[Array, " e"],
+    placement: Placement,
+    layout: Layout,
+    tolerance: Int[Array, ""],
+) -> Filling:
+    """Rows of the q-th slot; over an expert's slots they sum to its load. `tolerance`
+    is how many rows above the bound the fullest device may have."""
+    w, num_colours = layout.num_devices, placement.num_colours_l
+    expert_q, device_q, is_active_q = active(placement, layout)
+    rows_q = _even(load_e, expert_q, is_active_q, placement)
+
+    colour_q = placement.colour_lq
+    item_cw = cells(expert_q, placement, layout, empty=-1)
+    amount_cw = cells(rows_q, placement, layout)
+    is_fixed_q = is_active_q & (colour_q < 0)
+    fixed_w = jnp.zeros(w, jnp.int32).at[device_q].add(jnp.where(is_fixed_q, rows_q, 0))
+    filled = water_fill(
+        item_cw, amount_cw, fixed_w, num_colours, tolerance, fused=layout.fused_split
+    )
+    rows_q = jnp.where(colour_q < 0, rows_q, filled.amount_cw[colour_q, device_q])
+
+    graph = _Graph(expert_q, device_q, is_active_q, layout.num_experts)
+    rows_q, bound, paths = _levelled(
+        graph, rows_q, filled.level_w, filled.bound, tolerance
+    )
+    return Filling(rows_q, bound, filled.sweeps, paths)
+
+
+def cells(
+    value_q: Int[Array, " q"], placement: Placement, layout: Layout, empty: int = 0
+) -> Int[Array, "c w"]:
+    """Values of slots that have a colour, where water-filling looks for them."""
+    colours = most_colours(layout.num_experts, layout.num_slots)
+    colour_q = jnp.where(placement.colour_lq < 0, colours, placement.colour_lq)
+    device_q = placement.slot_lq // layout.slots_per_device
+    blank_cw = jnp.full((colours, layout.num_devices), empty, jnp.int32)
+    return blank_cw.at[colour_q, device_q].set(value_q, mode="drop")
+
+
+def _even(load_e, expert_q, is_active_q, placement):
+    """An equal share for each device that has the expert, the first ones one row more;
+    nothing for a second slot on the same device."""
+    active_q = is_active_q.astype(jnp.int32)
+    replicas_e = jnp.zeros_like(load_e).at[expert_q].add(active_q)
+    before_q = jnp.cumsum(active_q, dtype=jnp.int32) - active_q
+    first_q = jnp.arange(len(expert_q)) - placement.replica_lq
+    place_q = before_q - before_q[first_q]
+    replicas_q, load_q = jnp.maximum(replicas_e, 1)[expert_q], load_e[expert_q]
+    share_q = load_q // replicas_q + (place_q < load_q % replicas_q)
+    return jnp.where(is_active_q, share_q, 0)
+
+
+class _Graph(NamedTuple):
+    """An expert joins the devices that have it."""
+
+    expert_q: Array
+    device_q: Array
+    is_active_q: Array
+    num_experts: int
+
+    def at_device(self, is_q: Array, num_devices: int) -> Array:
+        """Whether a device has such a slot."""
+        is_q = is_q & self.is_active_q
+        return jnp.zeros(num_devices, bool).at[self.device_q].max(is_q)
+
+    def of_expert(self, is_q: Array) -> Array:
+        """Whether the slot's expert has such a slot."""
+        is_q = is_q & self.is_active_q
+        has_e = jnp.zeros(self.num_experts, bool).at[self.expert_q].max(is_q)
+        return has_e[self.expert_q]
+
+
+def _levelled(graph: _Graph, rows_q, load_w, bound, tolerance):
+    """Rows moved until the fullest device is within `tolerance` of the bound."""
+    w = len(load_w)
+
+    def goes_on(state):
+        _, load_w, bound, paths = state
+        is_above = jnp.max(load_w) > bound + tolerance
+        return is_above & (paths < PATHS_PER_DEVICE * w)
+
+    def step(state):
+        rows_q, load_w, bound, paths = state
+        hops_w, hops = _hops(graph, rows_q, load_w, bound)
+        is_reached_w, is_low_w = hops_w < w, load_w < bound
+        sink = jnp.argmax(is_reached_w & is_low_w)
+        has_path = is_reached_w[sink] & is_low_w[sink]
+        hops = jnp.where(has_path, hops, 0)
+        moved_q, source, amount = _along(graph, rows_q, hops_w, hops, sink)
+        room = jnp.minimum(load_w[source] - bound, bound - load_w[sink])
+        amount = jnp.where(has_path, jnp.minimum(amount, room), 0)
+        inside = jnp.sum(jnp.where(is_reached_w, load_w, 0), dtype=jnp.int32)
+        num_reached = jnp.sum(is_reached_w, dtype=jnp.int32)
+        raised = -(-inside // jnp.maximum(num_reached, 1))
+        load_w = load_w.at[source].add(-amount).at[sink].add(amount)
+        bound = jnp.where(has_path, bound, raised)
+        return rows_q + amount * moved_q, load_w, bound, paths + 1
+
+    state = varying_alike(rows_q, load_w, bound, jnp.int32(0))
+    rows_q, _, bound, paths = jax.lax.while_loop(goes_on, step, state)
+    return rows_q, bound, paths
+
+
+def _hops(graph: _Graph, rows_q, load_w, bound):
+    """Least replicas between a device above the bound and each other, as far as the
+    nearest devices below it; w where there is none. And how far those are."""
+    w = len(load_w)
+
+    def goes_on(state):
+        hops_w, _, has_grown = state
+        return has_grown & ~jnp.any((hops_w < w) & (load_w < bound))
+
+    def step(state):
+        hops_w, hops, _ = state
+        gives_q = graph.of_expert((hops_w[graph.device_q] == hops) & (rows_q > 0))
+        is_new_w = graph.at_device(gives_q, w) & (hops_w == w)
+        return jnp.where(is_new_w, hops + 1, hops_w), hops + 1, jnp.any(is_new_w)
+
+    hops_w = jnp.where(load_w > bound, 0, w).astype(jnp.int32)
+    state = varying_alike(hops_w, jnp.int32(0), jnp.bool_(True), load_w)[:3]
+    hops_w, hops, _ = jax.lax.while_loop(goes_on, step, state)
+    return hops_w, hops
+
+
+def _along(graph: _Graph, rows_q, hops_w, hops, sink):
+    """The path to `sink` backwards: +1 and -1 at slots that take and give, the device
+    where it begins, and what its slots can give at most."""
+    slot_q = jnp.arange(len(rows_q))
+
+    def step(i, state):
+        moved_q, device, amount = state
+        is_before_q = hops_w[graph.device_q] == hops - 1 - i
+        gives_q = is_before_q & (rows_q > 0) & graph.is_active_q
+        is_here_q = (graph.device_q == device) & graph.is_active_q
+        taker = jnp.argmax(is_here_q & graph.of_expert(gives_q))
+        same_q = graph.expert_q == graph.expert_q[taker]
+        giver = jnp.argmax(gives_q & same_q)
+        change_q = (slot_q == taker).astype(jnp.int32) - (slot_q == giver)
+        amount = jnp.minimum(amount, rows_q[giver])
+        return moved_q + change_q, graph.device_q[giver], amount
+
+    most = jnp.int32(jnp.iinfo(jnp.int32).max)
+    state = varying_alike(jnp.zeros_like(rows_q), sink.astype(jnp.int32), most, rows_q)
+    return jax.lax.fori_loop(0, hops, step, state[:3])

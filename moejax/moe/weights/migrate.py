@@ -1,0 +1,155 @@
+"""Masters and moments on their way: to new owners, or between two ways of lying.
+
+    exchanges(owned_le, new_le, num_devices)   host: bounded rounds, each through a
+                                               valid permutation of owners
+    move(arrays, names, rounds, groups)        device: some rounds, in place
+    reshard(arrays, names, to, groups)         device: by expert <-> by hidden width
+
+In a round a device sends at most one expert, and takes at most one, in slices as copies
+travel (moejax.moe.weights.stores): two experts' bytes per device, and two more in
+memory, however much has to move.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
+
+from moejax import axes
+from moejax.axes import AxisNames
+from moejax.moe.mesh_roles import Groups, index_along
+from moejax.moe.weights.stores import MASTERS, master_spec, pick, travel
+from moejax.plan import owner_moves
+from moejax.plan.layout import Store
+
+ROUNDS_PER_CALL = 8
+HIDDEN_DIMS = {name: name.rpartition("_")[2].index("f") for name in MASTERS}
+
+
+@struct.dataclass
+class Rounds:
+    """At most ROUNDS_PER_CALL exchanges of owners, int32."""
+
+    count: Int[Array, ""]
+    layer_r: Int[Array, " r"]
+    offer_rw: Int[Array, "r w"]
+    """Position among a device's experts of the one that it sends, -1 for none."""
+    want_rw: Int[Array, "r w"]
+    """Device whose expert a device takes, -1 for none."""
+    take_re: Int[Array, "r e"]
+    """Where each position's expert comes from: (own experts, the one that came)."""
+
+
+def exchanges(
+    owned_le: np.ndarray, new_le: np.ndarray, num_devices: int
+) -> Iterator[Rounds]:
+    """What turns one table of owners into another; each call of `move` takes one item,
+    and the owners are a permutation after every round."""
+    rounds = [
+        (layer, pairs)
+        for layer, (old_e, new_e) in enumerate(zip(owned_le, new_le))
+        for pairs in owner_moves.rounds(old_e, new_e, num_devices)
+    ]
+    for begin in range(0, len(rounds), ROUNDS_PER_CALL):
+        part = rounds[begin : begin + ROUNDS_PER_CALL]
+        yield _tables(part, owned_le.shape[1], num_devices)
+
+
+def no_rounds(num_experts: int, num_devices: int) -> Rounds:
+    """Shapes and dtypes; nothing moves."""
+    return _tables([], num_experts, num_devices)
+
+
+def move(
+    arrays: list[Array],
+    names: list[str],
+    rounds: Rounds,
+    groups: Groups,
+):
+    """Arrays [l, e, ..] of masters or moments (by parameter `names`) after the rounds.
+    Rows are copied, bit for bit."""
+    specs = [_spec(name, "owned", groups) for name in names]
+    own = arrays[0].shape[1] // axes.axis_size(groups.mesh, groups.owners)
+
+    def body(arrays, rounds):
+        one = partial(_one, rounds, own, groups.owners)
+        return jax.lax.fori_loop(0, rounds.count, one, arrays)
+
+    run = jax.shard_map(body, mesh=groups.mesh, in_specs=(specs, P()), out_specs=specs)
+    return run(arrays, rounds)
+
+
+def reshard(
+    arrays: list[Array],
+    names: list[str],
+    to: Store,
+    groups: Groups,
+):
+    """Arrays [l, e, ..] in logical order as `to` wants them, from the other way."""
+    by_expert = [_spec(name, "owned", groups) for name in names]
+    by_width = [_spec(name, "sharded", groups) for name in names]
+    is_widening = to == "sharded"
+
+    def body(arrays):
+        dims = [HIDDEN_DIMS[name] + 1 for name in names]
+        return [
+            jax.lax.all_to_all(
+                leaf,
+                groups.owners,
+                split_axis=dim if is_widening else 1,
+                concat_axis=1 if is_widening else dim,
+                tiled=True,
+            )
+            for leaf, dim in zip(arrays, dims)
+        ]
+
+    before, after = (by_expert, by_width) if is_widening else (by_width, by_expert)
+    run = jax.shard_map(body, mesh=groups.mesh, in_specs=(before,), out_specs=after)
+    return run(arrays)
+
+
+def _one(
+    rounds: Rounds, own: int, group: AxisNames, r, arrays: list[Array]
+) -> list[Array]:
+    me = index_along(group)
+    layer, offer_o = rounds.layer_r[r], rounds.offer_rw[r, me][None]
+    take_s = jax.lax.dynamic_slice_in_dim(rounds.take_re[r], me * own, own)
+    rows = [jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False) for x in arrays]
+    offered, want_w1 = [pick(row, offer_o) for row in rows], rounds.want_rw[r][:, None]
+    came = travel(offered, want_w1, group)
+    new = [jnp.concatenate(pair)[take_s] for pair in zip(rows, came)]
+    return [
+        jax.lax.dynamic_update_index_in_dim(x, row, layer, 0)
+        for x, row in zip(arrays, new)
+    ]
+
+
+def _spec(name: str, store: Store, groups: Groups) -> P:
+    """Of a stacked parameter; the layer dim is never split."""
+    dims = name.rpartition("_")[2]
+    return P(None, *master_spec(dims, store, groups))
+
+
+def _tables(part: list, num_experts: int, num_devices: int) -> Rounds:
+    own = num_experts // num_devices
+    offer_rw = np.full((ROUNDS_PER_CALL, num_devices), -1, np.int32)
+    want_rw = np.full((ROUNDS_PER_CALL, num_devices), -1, np.int32)
+    layer_r = np.zeros(ROUNDS_PER_CALL, np.int32)
+    stay_e = np.arange(num_experts, dtype=np.int32) % own
+    take_re = np.tile(stay_e, (ROUNDS_PER_CALL, 1))
+    for r, (layer, pairs) in enumerate(part):
+        layer_r[r] = layer
+        for i, j in pairs:
+            for to, source in ((i, j), (j, i)):
+                if to // own == source // own:
+                    take_re[r, to] = source % own
+                else:
+                    offer_rw[r, source // own] = source % own
+                    want_rw[r, to // own] = source // own
+                    take_re[r, to] = own
+    return Rounds(np.int32(len(part)), layer_r, offer_rw, want_rw, take_re)

@@ -1,0 +1,111 @@
+"""Where rows go under a plan, in NumPy: what the device's split does, for loads that
+need not be whole numbers.
+
+`load_we` is the load of one layer by source device w and expert e, of one group
+(with several: their mean).
+"""
+
+import functools
+
+import numpy as np
+
+from moejax.plan import dynamic_replication, water_filling
+from moejax.plan.layout import Layout, Split
+
+
+def rows_by_slot(
+    load_we: np.ndarray, row_p: np.ndarray, num_devices: int, split: Split = "even"
+) -> np.ndarray:
+    """Rows from each source device to each slot, float [w, p].
+
+    even: each replica of an expert takes an equal share of every source's rows.
+    local_first: a source that holds replicas shares its rows among those; the others
+    share theirs among all replicas.
+    water_filling: as the fullest device needs it, of loads rounded to whole rows, as
+    near to the certificate as in training; each source as all sources together. (A
+    device keeps more at home, as far as round 0 carries them.)
+    dynamic: slots as `moejax.plan.dynamic_replication` fills them for this load, also
+    rounded; `row_p` has the own experts first and the copies are of any of them, as
+    many as fit.
+    """
+    if split == "water_filling":
+        return _water_filling(load_we, row_p)
+    if split == "dynamic":
+        return _dynamic(load_we, row_p)
+    num_experts = load_we.shape[1]
+    full_p = row_p >= 0
+    expert_p = np.where(full_p, row_p, 0)
+    replicas_e = np.bincount(row_p[full_p], minlength=num_experts)
+    share_wp = np.tile(full_p / np.maximum(replicas_e, 1)[expert_p], (num_devices, 1))
+    if split == "local_first":
+        device_p = np.arange(len(row_p)) // (len(row_p) // num_devices)
+        here_wp = (device_p == np.arange(num_devices)[:, None]) & full_p
+        local_we = np.zeros((num_devices, num_experts))
+        np.add.at(local_we, (device_p[full_p], row_p[full_p]), 1)
+        local_wp = local_we[:, expert_p]
+        share_wp = np.where(local_wp > 0, here_wp / np.maximum(local_wp, 1), share_wp)
+    return load_we[:, expert_p] * share_wp
+
+
+def pair_rows(rows_wp: np.ndarray) -> np.ndarray:
+    """Rows from each source device to each device, [w, w]."""
+    num_devices = len(rows_wp)
+    return rows_wp.reshape(num_devices, num_devices, -1).sum(axis=-1)
+
+
+def device_rows(rows_wp: np.ndarray) -> np.ndarray:
+    """Rows that each device computes, [w]."""
+    return pair_rows(rows_wp).sum(axis=0)
+
+
+def max_over_mean(rows_w: np.ndarray) -> float:
+    """1 is even; 1 too where there is no load at all."""
+    mean = rows_w.mean()
+    return float(rows_w.max() / mean) if mean > 0 else 1.0
+
+
+def _water_filling(load_we: np.ndarray, row_p: np.ndarray) -> np.ndarray:
+    tables = _whole(load_we), np.asarray(row_p, np.int32)
+    rows_p = _filled(*(table.tobytes() for table in tables), len(load_we))
+    return _shared(load_we, rows_p, row_p)
+
+
+@functools.lru_cache(maxsize=4096)
+def _filled(load_e: bytes, row_p: bytes, num_devices: int) -> np.ndarray:
+    """Rows of each slot. A question of the balancer asks for the same again and again:
+    the ratio, the pairs and the seconds of one plan."""
+    load_e, row_p = np.frombuffer(load_e, np.int64), np.frombuffer(row_p, np.int32)
+    tolerance = water_filling.tolerance_of(load_e.sum(), num_devices)
+    return water_filling.fill(load_e, row_p, num_devices, tolerance).rows_p
+
+
+def _dynamic(load_we: np.ndarray, row_p: np.ndarray) -> np.ndarray:
+    num_devices, num_experts = load_we.shape
+    slots, own = len(row_p) // num_devices, num_experts // num_devices
+    layout = Layout(
+        num_experts,
+        num_devices,
+        slots,
+        rows_per_peer=1,
+        transport="padded" if num_devices > 1 else "local",
+        store="transient",
+        split="dynamic",
+        offers_per_device=own,
+        copies_per_device=slots - own,
+    )
+    owned_e = row_p.reshape(num_devices, slots)[:, :own].reshape(-1)
+    paired = dynamic_replication.pair(_whole(load_we), owned_e, layout)
+    return _shared(load_we, paired.rows_p, paired.row_p)
+
+
+def _shared(load_we: np.ndarray, rows_p: np.ndarray, row_p: np.ndarray) -> np.ndarray:
+    """Each source's rows in proportion to what the replicas take."""
+    expert_p = np.maximum(row_p, 0)
+    total_e = np.bincount(expert_p, rows_p, load_we.shape[1])
+    return load_we[:, expert_p] * (rows_p / np.maximum(total_e, 1)[expert_p])
+
+
+def _whole(load_we: np.ndarray) -> np.ndarray:
+    """Load of each expert, rounded, and a row at least where there is any."""
+    load_e = load_we.sum(axis=0)
+    return np.maximum(np.rint(load_e), load_e > 0).astype(np.int64)

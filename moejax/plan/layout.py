@@ -1,0 +1,262 @@
+"""What is compiled, in plain Python: Topology and Layout.
+
+A *Topology* says which devices there are. A *Layout* holds what is compiled into the
+step: shapes of buffers and the order of collectives. What may change between two steps
+is an `moejax.plan.expert_plan.ExpertPlan`. Both sides, host and device, import these
+two modules.
+
+    store       how expert weights reach the slots            expert weights lie
+    owned       a slot is the place of its expert's masters   by expert
+    transient   copies travel in the step, layer by layer     by expert
+    resident    copies travel once a step, all layers         by expert
+    sharded     every slot is gathered from all devices       by hidden width
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+from moejax.plan import layout_rules
+from moejax.plan.domain import Domain
+from moejax.plan.layout_rules import group_name, uneven_group
+from moejax.plan.tensor import Tensor
+from moejax.plan.wire import Wire
+
+__all__ = [
+    "GROUP_AXES", "ITEMSIZE", "ROW_MULTIPLE", "Exchange", "Fp8", "Group", "Kernels",
+    "Layout", "Split", "Store", "Topology", "Transport", "group_name", "uneven_group",
+]  # fmt: skip
+
+Transport = Literal["local", "padded", "ragged", "hierarchical"]
+Exchange = Literal["exact", "capacity"]
+Store = Literal["owned", "transient", "resident", "sharded"]
+Split = Literal["even", "local_first", "water_filling", "dynamic"]
+Kernels = Literal["auto", "plain"]
+Fp8 = Literal["none", "e4m3", "e5m2"]
+
+Group = Literal["expert", "data_expert", "dc_expert"]
+GROUP_AXES: dict[Group, tuple[str, ...]] = {
+    "expert": ("expert",),
+    "data_expert": ("data", "expert"),
+    "dc_expert": ("dc", "expert"),
+}
+"""Mesh axes of a *group*: the devices between which rows travel, and that may hold
+replicas of one expert. In merged groups the expert axis is innermost."""
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+"""Bytes of an element, by compute dtype."""
+ROW_MULTIPLE = 8
+"""Buffers are whole multiples of 8 rows, so that vector units and tiles divide them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Sizes of the mesh axes: data centres, data, expert and tensor parallelism."""
+
+    dc: int = 1
+    data: int = 1
+    expert: int = 1
+    tensor: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return (self.dc, self.data, self.expert, self.tensor)
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def num_batch_shards(self) -> int:
+        """Over how many devices a batch is split: dc * data * expert."""
+        return self.dc * self.data * self.expert
+
+    def _repr_html_(self) -> str:
+        from moejax import show
+
+        return show.mesh(self)._repr_html_()
+
+    def __str__(self) -> str:
+        return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in _fields(self))
+
+
+PARTS = {"wire": Wire, "tensor": Tensor, "domain": Domain}
+"""Fields of a Layout that are dataclasses."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What the compiled step of an MoE layer is shaped by. A new one is a new program.
+
+    `rows_per_peer` (c) is how many rows one device can send to one other in round 0; in
+    exact mode later rounds carry `rows_per_round` each until all rows have come, in
+    capacity mode what does not fit is dropped and counted.
+    """
+
+    num_experts: int
+    num_devices: int
+    """Devices w of the group."""
+    slots_per_device: int
+    rows_per_peer: int
+    transport: Transport = "padded"
+    exchange: Exchange = "exact"
+    store: Store = "owned"
+    split: Split = "even"
+    """Which replica a row goes to: an even share each; one on its own device where it
+    has one; as the fullest device needs it (water_filling); and 'dynamic', which makes
+    the replicas too, in each layer of each micro-batch, from the loads there."""
+    fused_split: bool = False
+    """Water-filling as one kernel, on Hopper GPUs."""
+    kernels: Kernels = "auto"
+    """What computes experts and permutes rows: kernels of the device where it has some
+    (auto), or XLA's operations alone (plain)."""
+    fp8: Fp8 = "none"
+    """What experts multiply: rows and weights as they are, or rounded to 8 bits, with
+    gradients in this format."""
+    offers_per_device: int = 0
+    """Own experts that one device can give to others as copies, per layer."""
+    copies_per_device: int = 0
+    """Copies of others' experts that one device can hold, per layer."""
+    prefetch: bool = False
+    """Transient copies of the next layer travel under the work of this one."""
+    axes: tuple[str, ...] = GROUP_AXES["expert"]
+    """Mesh axes of the group."""
+    wire: Wire | None = None
+    """Makes water_filling weigh rows that devices receive too; None: rows computed."""
+
+    tensor: Tensor | None = None
+    """Tensor axis and expert shards, if there are any."""
+    domain: Domain | None = None
+    """Devices that share gathered experts, if any do."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", tuple(self.axes))  # JSON makes it a list
+        for name, kind in PARTS.items():  # and of these a dict
+            if isinstance(given := getattr(self, name), dict):
+                object.__setattr__(self, name, kind(**given))
+        layout_rules.check(self)
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_devices * self.slots_per_device
+
+    @property
+    def has_copies(self) -> bool:
+        return self.store in ("transient", "resident")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether experts lie along the tensor axis, and no row travels."""
+        return self.tensor is not None and self.tensor.schedule == "local"
+
+    @property
+    def num_sources(self) -> int:
+        """Different sets of tokens between which and the devices rows travel."""
+        num_owners = self.num_devices
+        return (
+            num_owners if self.tensor is None else self.tensor.num_sources(num_owners)
+        )
+
+    @property
+    def num_senders(self) -> int:
+        """Devices that a device gets rows from, itself included."""
+        num_owners = self.num_devices
+        return (
+            num_owners if self.tensor is None else self.tensor.num_senders(num_owners)
+        )
+
+    @property
+    def source_share(self) -> float:
+        """Rows that one source has, over those of the tokens of one owner's devices."""
+        if self.tensor is None:
+            return 1.0
+        if self.tensor.schedule == "base":  # with copies of its tokens
+            return float(min(self.tensor.size, self.tensor.expert_shards))
+        return self.num_devices / self.num_sources
+
+    @property
+    def num_windows(self) -> int:
+        """Parts in which the tensor axis sends each buffer."""
+        return 1 if self.tensor is None else self.tensor.num_windows
+
+    @property
+    def domain_size(self) -> int:
+        """Devices that share gathered experts."""
+        return 1 if self.domain is None else self.domain.num_devices
+
+    @property
+    def exchanged(self) -> "Layout":
+        """As rows see it: each domain is one device, that has the slots of all of its
+        devices, one after the other."""
+        if self.domain is None:
+            return self
+        return dataclasses.replace(
+            self,
+            num_devices=self.num_devices // self.domain_size,
+            slots_per_device=self.slots_per_device * self.domain_size,
+            domain=None,
+            prefetch=False,
+        )
+
+    @property
+    def yields_home_rows(self) -> bool:
+        """Whether rows stay on their device only as far as round 0 has room."""
+        return self.split in ("water_filling", "dynamic")
+
+    @property
+    def experts_per_device(self) -> int:
+        """Experts whose masters one device owns."""
+        return self.num_experts // self.num_devices
+
+    @property
+    def rows_per_round(self) -> int:
+        """Rows per peer in each round after the first: a quarter of round 0's."""
+        parts = 4 * self.num_windows
+        return -(-self.rows_per_peer // parts) * self.num_windows
+
+    @property
+    def rows_per_slot(self) -> int:
+        """Capacity mode: rows that one device may send to one slot."""
+        return max(1, self.rows_per_peer // self.slots_per_device)
+
+    @classmethod
+    def home(
+        cls,
+        num_experts: int,
+        num_devices: int,
+        assignments_per_device: int,
+        rows_per_peer: int | None = None,
+        buffer_factor: float = 1.5,
+        slots_per_device: int | None = None,
+        **kwargs,
+    ) -> "Layout":
+        """The layout of plain expert parallelism, as many slots as experts, unless
+        `slots_per_device` and a store in `kwargs` say otherwise.
+
+        Without `rows_per_peer` the buffer is `buffer_factor` times the even share
+        n*k/w, rounded up to a multiple of 8; with one device it is the exact n*k. With
+        domains w counts those; n are the tokens of one source (num_sources).
+        """
+        tensor, domain = kwargs.get("tensor"), kwargs.get("domain")
+        num_peers = num_devices if domain is None else num_devices // domain.num_devices
+        senders = num_peers if tensor is None else tensor.num_senders(num_peers)
+        if senders == 1:
+            kwargs["transport"] = "local"
+        if num_peers == 1:
+            buffer_factor = 1.0
+        if rows_per_peer is None:
+            rows = math.ceil(buffer_factor * assignments_per_device / num_peers)
+            rows_per_peer = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+        rows_per_peer = min(rows_per_peer, max(assignments_per_device, 1))
+        windows = 1 if tensor is None else tensor.num_windows
+        return cls(
+            num_experts=num_experts,
+            num_devices=num_devices,
+            slots_per_device=slots_per_device or num_experts // num_devices,
+            rows_per_peer=-(-rows_per_peer // windows) * windows,
+            **kwargs,
+        )
+
+
+def _fields(instance) -> tuple[dataclasses.Field, ...]:
+    return dataclasses.fields(instance)

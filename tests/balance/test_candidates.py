@@ -1,0 +1,260 @@
+"""What could be done: where it pays, what it may cost, and buffers that fit."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from moejax.balance import candidates, controller
+from moejax.balance.policies import POLICIES, Policy
+from moejax.perf.traffic import pair_rows, rows_by_slot
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout
+from tests.support.balanced_run import (
+    COST,
+    EVEN,
+    LAYOUT,
+    OWN,
+    PADDED,
+    ROWS,
+    E,
+    L,
+    Run,
+    W,
+    hot,
+    noisy,
+    permute,
+    settings,
+    worst,
+)
+
+pytestmark = pytest.mark.usefixtures("policies_of_tests")
+
+
+def test_a_layer_is_replanned_only_where_that_pays():
+    """Layer 0 is uneven; layer 1 has an odd but even plan of its own, and keeps it."""
+    home = ExpertPlan.home_in(LAYOUT, L).slot_to_expert_lp.copy()
+    home[1, [0, 3]] = home[1, [3, 0]]
+    odd = ExpertPlan(home, E)
+    load_lwe = np.stack([hot(0, 0.5)[0], EVEN[0]])
+    run = Run.of(settings(), plan=odd, layout=LAYOUT)
+    run.go([0], lambda step: load_lwe)
+    (swap,) = run.decisions
+    assert swap.kind == "swap"
+    assert np.array_equal(swap.plan.slot_to_expert_lp[1], odd.slot_to_expert_lp[1])
+    assert not np.array_equal(swap.plan.slot_to_expert_lp[0], home[0])
+    assert "changes 1 of 2 layers" in swap.why
+
+
+@pytest.mark.parametrize(("margin", "num_layers"), [(0.0, 2), (0.05, 1), (0.4, 1)])
+def test_the_margin_is_of_what_a_swap_changes(margin, num_layers):
+    """Half of layer 0's time can be saved, a third of both's, 1 % of layer 1's."""
+    load_lwe = np.stack([hot(0, 0.5)[0], hot(0, 0.18)[0]])
+    run = Run.of(settings(margin=margin)).go([0], lambda step: load_lwe)
+    assert run.kinds() == ["swap"]
+    assert f"changes {num_layers} of 2 layers" in run.decisions[0].why
+
+
+def test_where_one_expert_exceeds_a_devices_share_more_slots_pay():
+    """Two slots hold the own experts and no copy: half of all rows on one of four
+    devices. With three slots each, all hold the hot expert."""
+    two = Layout(E, W, 2, 1024, store="resident", offers_per_device=1,
+                 copies_per_device=1)  # fmt: skip
+    run = Run.of(settings(), layout=two).go(range(60), lambda step: hot(0, 0.5))
+    assert run.kinds() == ["keep", "relayout"], "no relayout before a half life"
+    relayout = run.decisions[1]
+    assert relayout.changes["slots_per_device"] == (2, 3)
+    assert relayout.gain_sec * 500 > relayout.cost_sec == COST.compile_sec
+    assert run.state.layout.slots_per_device == 3
+    assert worst(run.state, hot(0, 0.5)) < 1.2
+    relayout.plan.validate(relayout.layout)
+    capped = Run.of(settings(max_slots_per_device=2), layout=two)
+    capped.go(range(60), lambda step: hot(0, 0.5))
+    assert all("slots_per_device" not in d.changes for d in capped.decisions)
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_a_compile_that_never_ends_is_never_asked_for(slots):
+    layout = dataclasses.replace(LAYOUT, slots_per_device=slots)
+    never = dataclasses.replace(COST, compile_sec=np.inf)
+    rng = np.random.default_rng(slots)
+    run = Run.of(settings(cooldown_steps=0), never, layout)
+    run.go(range(200), lambda step: noisy(hot(step // 30 % E, 0.5), rng))
+    assert "relayout" not in run.kinds()
+    assert ("swap" in run.kinds()) == (slots == 3)
+
+
+def test_owners_that_cost_infinitely_much_to_move_stay():
+    owned = Layout(E, W, 2, 1024)
+    load_lwe = EVEN.copy()
+    load_lwe[..., :2] = 2 * ROWS // E  # both hot experts at home on device 0
+    permuting = settings(policy="permute")
+    run = Run.of(permuting, layout=owned).go(range(40), lambda step: load_lwe)
+    assert [d.kind for d in run.changes()] == ["swap"]
+    assert not run.state.plan.is_logical
+    assert run.decisions[0].cost_sec > 0
+    never = dataclasses.replace(COST, bytes_per_move=np.inf)
+    run = Run.of(permuting, never, owned).go(range(40), lambda step: load_lwe)
+    assert set(run.kinds()) == {"keep"}
+    assert run.state.plan.is_logical
+
+
+def test_owners_move_in_the_layers_where_that_pays():
+    """A move costs less than layer 0 gains in the horizon and more than layer 1."""
+    owned = Layout(E, W, 2, 1024, "ragged")
+    load_lwe = EVEN.copy()
+    load_lwe[0, :, :2] *= 4
+    load_lwe[1, :, :2] = load_lwe[1, :, :2] * 3 // 2
+    home = ExpertPlan.home_in(owned, L)
+    new = permute(load_lwe, owned, COST, home)
+    tables = zip(load_lwe, home.slot_to_expert_lp, new.slot_to_expert_lp)
+    sec = COST.layer_sec
+    gain_l = [sec(x, a, owned) - sec(x, b, owned) for x, a, b in tables]
+    one_move = dataclasses.replace(COST, bytes_per_move=COST.bytes_per_sec)
+    moves = one_move.move_sec(home, new, owned) / L  # both layers move alike
+    for share, moved in ((0.5, [True, True]), (2.0, [True, False])):
+        move_sec = share * gain_l[1] * 500 / moves
+        assert gain_l[0] * 500 > move_sec * moves
+        cost = dataclasses.replace(COST, bytes_per_move=move_sec * COST.bytes_per_sec)
+        chosen = settings(policy="permute", margin=0.0, act_above=1.1, rest_below=1.05)
+        run = Run.of(chosen, cost, owned).go([0], lambda step: load_lwe)
+        (swap,) = run.changes()
+        is_moved_l = (swap.plan.owned_le != home.owned_le).any(axis=1)
+        assert is_moved_l.tolist() == moved
+
+
+def test_what_saves_time_by_less_even_devices_is_not_taken(monkeypatch):
+    """Rows cost nothing to compute, only to send: expert 2 beside the source that wants
+    it saves all, and makes that device fuller than any was."""
+    load_we = np.zeros((W, E), np.int64)
+    load_we[[0, 1, 2, 3], [0, 3, 4, 6]] = 200, 100, 200, 200
+    load_we[0, 2] = 150
+    row_e = np.array([[0, 2, 1, 3, 4, 5, 6, 7]], np.int32)
+    near = ExpertPlan(row_e, E, row_e)
+    stay = Policy(lambda *_: near, ("owned",), has_replicas=False)
+    monkeypatch.setitem(POLICIES, "near", stay)
+    cost = dataclasses.replace(COST, flops_per_row=0.0, bytes_per_move=0.0)
+    owned = Layout(E, W, 2, 1024, "ragged")
+    home = ExpertPlan.home_in(owned, 1)
+    near_sec = cost.layer_sec(load_we, near.slot_to_expert_lp[0], owned)
+    assert near_sec < cost.layer_sec(load_we, home.slot_to_expert_lp[0], owned)
+    chosen = settings(policy="near", act_above=1.1, rest_below=1.05)
+    state = controller.init(chosen, owned, home, 1)
+    state = controller.observe(chosen, state, 0, load_we[None], np.zeros(1, int))
+    _, keep = controller.decide(chosen, cost, state, 0)
+    assert keep.why == "no plan for this layout is cheaper"
+    worse = candidates.Candidate(near, owned, 1.65, 1.0, 1.0, 0.0, 0.0, 1)
+    load_lwe = load_we[None].astype(float)
+    ask = candidates.Question(
+        load_lwe, np.ones(1), True, 1.18, home, owned, cost, stay, 0.05, 500, 2
+    )
+    assert "max/mean would be 1.65" in candidates.objection(ask, worse)
+    assert candidates.objection(ask, dataclasses.replace(worse, ratio=1.18)) == ""
+
+
+def full_pairs(rows):
+    return lambda step: np.full(L, rows)
+
+
+def test_buffers_grow_to_what_is_seen_and_shrink_from_what_is_not():
+    """The load is even, and each device has 200 rows for each other in a step: with two
+    micro-batches 100 in each. Chance fills one pair to 160."""
+    cost = dataclasses.replace(COST, micro_batches=2, latency_sec=1e-3)
+    for rows_per_peer, becomes in ((64, 160), (512, 160), (160, 160), (192, 192)):
+        layout = dataclasses.replace(PADDED, rows_per_peer=rows_per_peer)
+        run = Run.of(settings(margin=0.0, horizon_steps=10**6), cost, layout)
+        run.go(range(40), lambda step: EVEN, full_pairs(160))
+        assert run.state.layout.rows_per_peer == becomes, rows_per_peer
+        assert len(run.changes()) == len(run.decisions) == (rows_per_peer != becomes)
+
+
+def test_buffers_stay_where_another_program_does_not_pay_or_drops_would_change():
+    dear = dataclasses.replace(COST, compile_sec=1e9)
+    layout = dataclasses.replace(PADDED, rows_per_peer=64)
+    run = Run.of(settings(), dear, layout)
+    assert run.go(range(40), lambda step: EVEN, full_pairs(160)).decisions == []
+    roomy = dataclasses.replace(PADDED, rows_per_peer=512)
+    for exchange, kinds in (("exact", ["relayout"]), ("capacity", [])):
+        layout = dataclasses.replace(roomy, exchange=exchange)
+        chosen = settings(margin=0.0, horizon_steps=10**6)
+        run = Run.of(chosen, COST, layout)
+        run.go(range(40), lambda step: EVEN, full_pairs(160))
+        assert run.kinds() == kinds
+    layout = dataclasses.replace(roomy, exchange="capacity", slots_per_device=2)
+    run = Run.of(settings(), COST, layout).go(range(40), lambda step: hot(0, 0.5))
+    assert "relayout" not in run.kinds()
+
+
+def test_few_pairs_are_no_percentile_to_fit_buffers_to():
+    layout = dataclasses.replace(PADDED, slots_per_device=2)
+    run = Run.of(settings(lag_steps=2), COST, layout)
+    run.go(range(15), lambda step: hot(0, 0.5), full_pairs(160))
+    (relayout,) = run.changes()
+    assert "slots_per_device" in relayout.changes
+    assert "rows_per_peer" not in relayout.changes
+
+
+def test_the_padded_wire_is_priced_by_the_pairs_that_are_seen():
+    """A pair seen twice as full as the model's needs its later rounds paid."""
+    cost = dataclasses.replace(COST, latency_sec=1e-3)
+    layout = dataclasses.replace(PADDED, rows_per_peer=256)
+    plan = ExpertPlan.home_in(layout, L)
+    pair_ww = pair_rows(rows_by_slot(EVEN[0], plan.slot_to_expert_lp[0], W))
+    assert pair_ww.max() == 200
+    ask = candidates.Question(
+        EVEN.astype(float), np.array([1.0, 2.0]), True, 1.0, plan, layout, cost,
+        POLICIES["spread"], 0.05, 500, 3,
+    )  # fmt: skip
+    sec_l = candidates.sec_by_layer(ask, plan, layout)
+    more = cost.wire_sec(2 * pair_ww, layout) - cost.wire_sec(pair_ww, layout)
+    assert more > 0
+    assert np.isclose(sec_l[1] - sec_l[0], 4 * more)
+    assert candidates.fitted(ask, plan, layout).rows_per_peer == 400
+
+
+def layout_for(policy, slots_per_device):
+    store = policy.stores[0]
+    budget = 2 if store in ("transient", "resident") else 0
+    return Layout(
+        E, W, OWN if store == "owned" else slots_per_device, 1024, "ragged",
+        store=store, split=policy.split, prefetch=policy.prefetch,
+        offers_per_device=budget, copies_per_device=budget,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_policy_is_held_to_the_same_laws(name):
+    """Hot experts move every 40 steps; both of device 1 are hot at first."""
+    rng = np.random.default_rng(5)
+
+    def load_of_step(step):
+        load_lwe = hot(step // 40 % E, 0.4)
+        load_lwe[..., 2:4] *= 1 + (step < 40)
+        return noisy(load_lwe, rng)
+
+    layout = layout_for(POLICIES[name], 3)
+    plan = ExpertPlan.home_in(layout, L)
+    run = Run.of(settings(policy=name), layout=layout, plan=plan)
+    run.go(range(200), load_of_step)
+    for decision in run.changes():
+        decision.plan.validate(decision.layout)
+        assert decision.ratio_after <= decision.ratio_before
+        assert decision.gain_sec * 500 > decision.cost_sec
+    assert bool(run.changes()) == (name != "home")
+    assert len(run.changes()) <= 200 // 23 + 1
+    assert (
+        Run.of(settings(policy=name), layout=layout)
+        .go(range(30), lambda step: EVEN)
+        .decisions
+        == []
+    )
+
+
+@pytest.mark.parametrize("name", ["flexmoe", "eplb"])
+def test_published_policies_even_out_a_lasting_hot_expert(name):
+    layout = layout_for(POLICIES[name], 2)
+    run = Run.of(settings(policy=name), layout=layout)
+    run.go(range(200), lambda step: hot(0, 0.5))
+    assert "relayout" in run.kinds()
+    assert run.state.layout.slots_per_device == 3
+    assert worst(run.state, hot(0, 0.5)) < 1.2

@@ -1,0 +1,95 @@
+"""A decision: the exact text of its log line, its record, and its JSON."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from moejax.balance.decision import Decision, duration
+from moejax.balance.policies import POLICIES
+from moejax.plan.expert_plan import ExpertPlan
+from tests.support.balanced_run import (
+    COST,
+    LAYOUT,
+    POLICIES_OF_TESTS,
+    L,
+    Run,
+    hot,
+    settings,
+)
+
+
+@pytest.fixture(autouse=True)
+def _policies(monkeypatch):
+    for name, policy in POLICIES_OF_TESTS.items():
+        monkeypatch.setitem(POLICIES, name, policy)
+
+
+HOME = ExpertPlan.home_in(LAYOUT, L)
+GOLDEN = Decision(
+    kind="swap", step=4200, adopt_step=4210, plan=HOME, layout=LAYOUT,
+    policy="flexmoe", ratio_before=1.834, ratio_after=1.0666, num_moves=6,
+    gain_sec=3.14e-3, cost_sec=0.0412, why="it pays", digest_before="7c1f",
+    layout_before=LAYOUT,
+)  # fmt: skip
+
+
+def test_log_lines_are_of_one_form():
+    after = HOME.digest
+    assert GOLDEN.line() == (
+        f"step 4200  swap 7c1f->{after}  flexmoe  max/mean 1.83->1.07  moves 6  "
+        "gain 3.1 ms/step  cost 41 ms"
+    )
+    two = dataclasses.replace(LAYOUT, slots_per_device=2)
+    relayout = dataclasses.replace(
+        GOLDEN, kind="relayout", step=4400, layout_before=two, num_moves=9,
+        gain_sec=4e-3, cost_sec=8.12,
+    )  # fmt: skip
+    assert relayout.line() == (
+        f"step 4400  relayout 7c1f->{after}  flexmoe  slots 2->3  "
+        "max/mean 1.83->1.07  moves 9  gain 4.0 ms/step  cost 8.1 s"
+    )
+    others = dataclasses.replace(
+        two, slots_per_device=3, rows_per_peer=96, store="transient"
+    )
+    line = dataclasses.replace(relayout, layout_before=others).line()
+    assert "  rows_per_peer 96->1024  store transient->resident  " in line
+    roomier = dataclasses.replace(LAYOUT, copies_per_device=2)
+    line = dataclasses.replace(relayout, layout_before=roomier).line()
+    assert "  copies_per_device 2->1  max/mean" in line
+    keep = dataclasses.replace(GOLDEN, kind="keep", ratio_before=1.41, why="no reason")
+    assert keep.line() == "step 4200  keep 7c1f  flexmoe  max/mean 1.41  no reason"
+
+
+def test_a_kept_plan_says_why():
+    """At a row a millisecond: device 0 has 1600 rows of expert 0 and 228 of expert 1;
+    with a replica on each, the fullest has 400 + 2 * 228. Three times forward, in two
+    layers: 6 * (1.828 - 0.856) s are saved."""
+    dear = dataclasses.replace(COST, compile_sec=1e4)
+    capped = dataclasses.replace(LAYOUT, slots_per_device=2)
+    run = Run.of(settings(), dear, capped).go(range(9), lambda step: hot(0, 0.5))
+    early, late = run.decisions
+    head = f"keep {early.digest_before}  spread  max/mean 2.29  "
+    assert early.line() == f"step 0  {head}no plan for this layout is cheaper"
+    assert late.line() == (
+        f"step 5  {head}relayout saves 5.8 s/step, too little in 500 steps for 10000 s"
+    )
+
+
+def test_a_record_is_plain_and_a_decision_survives_json():
+    run = Run.of(settings(), layout=dataclasses.replace(LAYOUT, slots_per_device=2))
+    (decision,) = run.go(range(9), lambda step: hot(0, 0.5)).changes()
+    record = json.loads(json.dumps(decision.record()))
+    assert record["changes"]["slots_per_device"] == [2, 3]
+    assert (record["digest"], record["kind"]) == (decision.plan.digest, "relayout")
+    assert Decision.from_json(decision.to_json()) == decision
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"),
+    [(0, "0 ms"), (3.14e-3, "3.1 ms"), (4e-3, "4.0 ms"), (0.0412, "41 ms"),
+     (0.412, "412 ms"), (3.1e-5, "0.031 ms"), (8.12, "8.1 s"), (np.inf, "inf s")],
+)  # fmt: skip
+def test_durations_have_two_digits_or_more(seconds, says):
+    assert duration(seconds) == says

@@ -1,0 +1,169 @@
+"""The load tracker: what it remembers, what it foretells, and its JSON."""
+
+import base64
+import json
+
+import numpy as np
+import pytest
+
+from moejax.balance import loads
+from tests.support.close import assert_close
+
+L, W, E = 2, 4, 8
+NO_PAIR_L = np.zeros(L, np.int64)
+
+
+def random_loads(seed, steps, scale=1000):
+    return np.random.default_rng(seed).integers(0, scale, (steps, L, W, E))
+
+
+def watch(load_tlwe, half_life_steps, first_step=0, pair_tl=None):
+    tracker = loads.init(L, W, E, half_life_steps)
+    for step, load_lwe in enumerate(load_tlwe, first_step):
+        pair_l = NO_PAIR_L if pair_tl is None else pair_tl[step - first_step]
+        tracker = loads.observe(tracker, step, load_lwe, pair_l)
+    return tracker
+
+
+def test_an_even_load_is_its_own_forecast():
+    load_lwe = random_loads(0, 1)[0]
+    for steps in (1, 2, 30):
+        tracker = watch([load_lwe] * steps, 5.0)
+        assert_close(loads.forecast(tracker, 3), load_lwe.astype(float))
+        assert_close(loads.drift(tracker), np.zeros(L), dtype=np.float64)
+
+
+def test_the_average_weighs_a_step_by_half_for_each_half_life():
+    """The definition: weights 2^(-age / half life), over their sum."""
+    load_tlwe = random_loads(1, 40)
+    age_t = np.arange(40)[::-1]
+    weight_t = 2.0 ** (-age_t / 6.0)
+    expected_lwe = np.einsum("t,tlwe->lwe", weight_t / weight_t.sum(), load_tlwe)
+    assert_close(watch(load_tlwe, 6.0).mean_lwe, expected_lwe)
+
+
+def test_missed_steps_age_what_was_seen():
+    old_lwe, new_lwe = random_loads(2, 2)
+    tracker = watch([old_lwe], 4.0, first_step=7)
+    tracker = loads.observe(tracker, 7 + 8, new_lwe, NO_PAIR_L)
+    assert_close(tracker.mean_lwe, (old_lwe / 4 + new_lwe) / (1 + 1 / 4))
+
+
+def test_a_ramp_is_foretold_and_its_drift_is_known():
+    """Each source's rows pass from expert 0 to expert 1, three a step of a thousand."""
+    steps, half_life = 150, 5.0
+    load_tlwe = np.zeros((steps, L, W, E), np.int64)
+    load_tlwe[..., 0] = (1000 - 3 * np.arange(steps))[:, None, None]
+    load_tlwe[..., 1] = (3 * np.arange(steps))[:, None, None]
+    tracker = watch(load_tlwe, half_life)
+    ahead_lwe = np.zeros((L, W, E))
+    ahead_lwe[..., 0] = 1000 - 3 * (steps - 1 + 4)
+    ahead_lwe[..., 1] = 3 * (steps - 1 + 4)
+    assert np.allclose(loads.forecast(tracker, 4), ahead_lwe, atol=1e-3)
+    assert np.allclose(loads.drift(tracker), 3 * half_life / 1000, atol=1e-6)
+
+
+def test_no_drift_reaches_further_than_a_half_life():
+    tracker = watch(random_loads(3, 20), 5.0)
+    near, at, beyond = (loads.forecast(tracker, ahead) for ahead in (1, 5.0, 500))
+    assert np.array_equal(at, beyond)
+    assert not np.array_equal(near, at)
+
+
+def test_a_forecast_is_never_negative_and_keeps_each_layers_rows():
+    """A load that collapses within a few steps would extrapolate below zero."""
+    load_tlwe = np.zeros((12, L, W, E), np.int64)
+    load_tlwe[:8, ..., 0] = 512
+    load_tlwe[8:, ..., 5] = 512
+    tracker = watch(load_tlwe, 2.0)
+    assert (2 * tracker.mean_lwe - tracker.mean_of_means_lwe).min() < 0
+    load_lwe = loads.forecast(tracker, 2)
+    assert load_lwe.min() >= 0
+    assert_close(load_lwe.sum(axis=(1, 2)), np.full(L, 512.0 * W))
+
+
+def test_no_rows_at_all_are_no_forecast():
+    tracker = watch(np.zeros((3, L, W, E), np.int64), 5.0)
+    assert not loads.forecast(tracker, 2).any()
+    assert not loads.drift(tracker).any()
+
+
+@pytest.mark.trace
+def test_on_the_recorded_trace_the_drift_helps(trace):
+    """Total variation to the sample one ahead: 2.3 % with the drift, 2.6 % without."""
+    tokens_tlwe = np.load(trace)["tokens"]
+    tracker = loads.init(*tokens_tlwe.shape[1:], 5.0)
+    pair_l = np.zeros(tokens_tlwe.shape[1], np.int64)
+    with_drift, without = [], []
+    for step in range(len(tokens_tlwe) - 1):
+        tracker = loads.observe(tracker, step, tokens_tlwe[step], pair_l)
+        next_le = tokens_tlwe[step + 1].sum(axis=1, dtype=float)
+        guesses = loads.forecast(tracker, 1), tracker.mean_lwe
+        for guess_lwe, errors in zip(guesses, (with_drift, without)):
+            errors.append(np.abs(guess_lwe.sum(axis=1) - next_le).sum())
+    assert np.mean(with_drift[20:]) < 0.95 * np.mean(without[20:])
+
+
+def test_the_fullest_pair_is_a_percentile_of_the_last_steps():
+    steps = loads.WINDOW_STEPS + 30
+    pair_tl = np.random.default_rng(4).integers(0, 10_000, (steps, L))
+    pair_tl[:30] = 1_000_000  # forgotten
+    tracker = watch(np.zeros((steps, L, W, E), np.int64), 5.0, pair_tl=pair_tl)
+    p95_l = loads.fullest_pair_p95(tracker)
+    above_l = (pair_tl[30:] > p95_l).sum(axis=0)
+    assert (above_l == loads.WINDOW_STEPS // 20).all(), above_l
+    assert p95_l.max() < 10_000
+
+
+def test_forgotten_pairs_leave_the_loads():
+    tracker = watch(random_loads(5, 9), 5.0, pair_tl=np.full((9, L), 77))
+    assert (loads.fullest_pair_p95(tracker) == 77).all()
+    forgot = loads.forget_pairs(tracker)
+    assert (loads.fullest_pair_p95(forgot) == 0).all()
+    assert np.array_equal(loads.forecast(forgot, 2), loads.forecast(tracker, 2))
+
+
+@pytest.mark.parametrize("steps", [0, 1, 130])
+def test_json_keeps_every_bit(steps):
+    pair_tl = np.random.default_rng(6).integers(0, 99, (max(steps, 1), L))
+    tracker = watch(random_loads(7, steps), 3.3, pair_tl=pair_tl)
+    again = loads.LoadTracker.from_json(tracker.to_json())
+    for name in loads.ARRAYS:
+        before, after = getattr(tracker, name), getattr(again, name)
+        assert before.dtype == after.dtype
+        assert before.shape == after.shape
+        assert before.tobytes() == after.tobytes()
+    scalars = ("half_life_steps", "step", "weight")
+    assert [getattr(tracker, n) for n in scalars] == [
+        getattr(again, n) for n in scalars
+    ]
+    assert again.is_empty == (steps == 0)
+
+
+def test_json_is_little_endian_whatever_the_machine():
+    tracker = watch(np.full((1, L, W, E), 3), 5.0)
+    raw = base64.b64decode(json.loads(tracker.to_json())["mean_lwe"]["base64"])
+    assert raw[:8] == bytes.fromhex("0000000000000840")  # 3.0
+
+
+def test_arrays_of_an_older_tracker_stay():
+    tracker = watch(random_loads(8, 3), 5.0)
+    before = tracker.to_json()
+    loads.observe(tracker, 3, random_loads(9, 1)[0], NO_PAIR_L)
+    assert tracker.to_json() == before
+
+
+@pytest.mark.parametrize(
+    ("step", "shape", "says"),
+    [
+        (9, (L, W, E + 1), "use a tracker of this run's shape"),
+        (9, (L + 1, W, E), "use a tracker of this run's shape"),
+        (2, (L, W, E), "step 2 was observed after step 2: steps must rise"),
+    ],
+)
+def test_bad_observations_say_so_in_a_line(step, shape, says):
+    tracker = watch(random_loads(10, 3), 5.0)
+    with pytest.raises(ValueError) as info:
+        loads.observe(tracker, step, np.zeros(shape, np.int64), NO_PAIR_L)
+    assert says in str(info.value)
+    assert "\n" not in str(info.value)

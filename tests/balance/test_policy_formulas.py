@@ -1,0 +1,267 @@
+"""The papers' formulas by hand, their toy examples, EPLB's published vector, and greedy
+searches against brute force."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from moejax.balance.policies import eplb, fastermoe, prophet, smartmoe
+from moejax.balance.policies.flexmoe import policy as flexmoe
+from moejax.perf.cost_model import NOTES, CostModel, tight
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout
+
+# A row takes 1 s to compute and 0.5 s to send; an expert takes 2 s to send.
+COST = CostModel(
+    flops_per_row=1,
+    bytes_per_row=1,
+    bytes_per_expert=4,
+    bytes_per_move=1,
+    flops_per_sec=1,
+    bytes_per_sec=2,
+)
+TOY_WE = np.array([[3.0, 0, 0], [1, 1, 1], [1, 1, 1]])
+"""Pro-Prophet, Fig. 6: experts with 5, 2 and 2 rows on 3 devices of 3 rows each."""
+
+
+def three(slots=2, copies=None, **kwargs) -> Layout:
+    """Three devices that own an expert each."""
+    copies = slots if copies is None else copies
+    given = {"store": "resident", "offers_per_device": 1, "copies_per_device": copies}
+    return Layout(3, 3, slots, 8, transport="ragged", **{**given, **kwargs})
+
+
+def test_fastermoe_equations_7_and_8():
+    rows_w = np.array([7.0, 2, 3])
+    assert fastermoe.imbalance_sec(COST, rows_w) == pytest.approx(3 * 7 + 4 * 7 * 0.5)
+    assert fastermoe.shadow_sec(COST, 2, rows_w) == pytest.approx(3 * 7 + 2 * 2 * 2)
+    assert fastermoe.shadow_sec(COST, 0, rows_w) == pytest.approx(3 * 7)
+
+
+def test_fastermoe_equations_9_and_10_follow_from_7_and_8():
+    """It pays to shadow r experts if 3 (B - B') F / P + 4 B H / W > 2 r |W| / W."""
+    for most, after, r in itertools.product((2, 5, 9), (1, 4), (1, 3)):
+        gain = 3 * (most - after) + 4 * most * 0.5 - 2 * r * 2
+        before = fastermoe.imbalance_sec(COST, np.array([most, 0.0]))
+        shadowed = fastermoe.shadow_sec(COST, r, np.array([after, 0.0]))
+        assert before - shadowed == pytest.approx(gain)
+
+
+def test_fastermoe_never_expects_to_lose():
+    """Eq. 8 of what it shadows is below Eq. 7 of home."""
+    layout = Layout(
+        16, 4, 8, 8, store="transient", offers_per_device=4, copies_per_device=8
+    )
+    rng = np.random.default_rng(4)
+    for _ in range(10):
+        load_we = rng.pareto(0.7, (4, 16)) * 1000
+        load_e = load_we.sum(axis=0)
+        rows_w = load_e.reshape(4, 4).sum(axis=1)
+        home_sec = fastermoe.imbalance_sec(NOTES, rows_w)
+        shadows = fastermoe.search(load_we, layout, NOTES)
+        for expert in shadows:
+            rows_w += load_we[:, expert]
+            rows_w[expert // 4] -= load_e[expert]
+        sec = fastermoe.shadow_sec(NOTES, len(shadows), rows_w)
+        assert shadows
+        assert sec < home_sec
+
+
+def test_prophet_equations_1_to_8():
+    rows_w = np.array([4.0, 6, 1])
+    a2a = prophet.a2a_sec(COST, rows_w)
+    assert a2a == pytest.approx(6 * 0.5)
+    fec = COST.compute_sec(rows_w)  # Eq. 2; Eq. 3 is twice that
+    assert fec == pytest.approx(6)
+    # s = 3 experts to all but n = 1 of 8 devices: 3 * 7 / 8 experts of 2 s
+    trans = prophet.trans_sec(COST, 3, 1, 8)
+    assert trans == pytest.approx(3 * 7 / 8 * 2)
+    assert prophet.trans_sec(COST, 3, 7, 8) == pytest.approx(3 / 8 * 2)
+    assert prophet.trans_sec(COST, 0, 0, 8) == 0
+    assert prophet.trans_sec(COST, 3, 1, 8, 1) == pytest.approx((3 * 7 / 8 + 1) * 2)
+    assert prophet.planner_sec(3, 6, 5.25, 5) == pytest.approx(12 + 18 + 10.25)
+    # of 10 s out, 6 + 1.5 hide; of 17 s back, 12 + 3
+    coupled = prophet.coupled_sec(3, 6, 10, 17, 1.5)
+    assert coupled == pytest.approx(12 + 18 + 2.5 + 2)
+    assert prophet.coupled_sec(3, 6, 7, 14, 1.5) == pytest.approx(12 + 18)
+
+
+def test_prophet_is_balanced_within_alpha_of_an_expert():
+    """Eq. 7: I / E = 3; 4 - 2 is less than 0.7 * 3 and not less than 0.6 * 3."""
+    rows_w = np.array([4.0, 3, 2])
+    assert prophet.is_balanced(rows_w, 0.7, 3)
+    assert not prophet.is_balanced(rows_w, 0.6, 3)
+    assert prophet.is_balanced(np.zeros(3), 0.5, 3)
+
+
+def test_prophet_toy():
+    """Expert 0 copied to both others: everyone computes three rows, and only experts 1
+    and 2 receive any. T' = 4 * 2 / 2 + 3 * 3 + 2 T_Trans."""
+    layout = three(store="transient", split="local_first")
+    start = prophet.Traffic(np.array([5.0, 2, 2]), np.array([3.0, 1, 1]))
+    everywhere = np.ones(3, bool)
+    after = prophet.replace_inputs(start, TOY_WE[:, 0], 0, everywhere)
+    assert after.computed_w.tolist() == [3, 3, 3]
+    assert after.local_w.tolist() == [3, 2, 2]
+    rows_w = TOY_WE.sum(axis=1)
+    before_sec = prophet.plan_sec(COST, layout, start, rows_w, [])
+    assert before_sec == pytest.approx(4 * 2 * 0.5 + 3 * 5)
+    after_sec = prophet.plan_sec(COST, layout, after, rows_w, [(0, everywhere)])
+    assert after_sec == pytest.approx(4 * 1 * 0.5 + 3 * 3 + 2 * (1 + 1) * 2)
+    cheap = CostModel(**{**COST.as_dict(), "bytes_per_expert": 0.4})
+    (shadow,) = prophet.search(TOY_WE, layout, cheap)
+    assert (shadow[0], shadow[1].tolist()) == (0, [True] * 3)
+    plan = prophet.plan(TOY_WE[None], layout, cheap, ExpertPlan.home_in(layout, 1))
+    assert plan.slot_to_expert_lp.tolist() == [[0, -1, 1, 0, 2, 0]]
+    assert fastermoe.search(TOY_WE, layout, cheap) == [0]
+
+
+def test_prophet_leaves_out_the_devices_with_the_fewest_rows():
+    """n = 1: device 1 has fewest rows for expert 0 and sends them to both holders."""
+    load_w = np.array([4.0, 1, 3])
+    assert prophet.holders(load_w, 0, 1).tolist() == [True, False, True]
+    assert prophet.holders(load_w, 1, 2).tolist() == [False, True, False]
+    start = prophet.Traffic(np.array([8.0, 0, 0]), np.array([4.0, 0, 0]))
+    after = prophet.replace_inputs(start, load_w, 0, prophet.holders(load_w, 0, 1))
+    assert after.computed_w.tolist() == [4.5, 0, 3.5]
+    assert after.local_w.tolist() == [4, 0, 3]
+
+
+def test_prophet_walks_past_a_step_that_does_not_pay():
+    """Two equally full devices: one shadow saves nothing, two do. The paper's form
+    keeps both (cnt = s); stopping at the first, as FasterMoE's, keeps neither."""
+    load_we = np.full((4, 4), 1.0)
+    load_we[:, :2] = 9
+    layout = Layout(
+        4, 4, 3, 8, store="transient", offers_per_device=1, copies_per_device=2
+    )
+    dear = CostModel(**{**COST.as_dict(), "bytes_per_expert": 8, "bytes_per_row": 1e-6})
+    assert [expert for expert, _ in prophet.search(load_we, layout, dear)] == [0, 1]
+    assert fastermoe.search(load_we, layout, dear, patience=1) == []
+
+
+def test_flexmoe_equations_6_7_and_9():
+    assert flexmoe.balance_ratio(np.array([6.0, 2, 1])) == pytest.approx(2)
+    assert flexmoe.balance_ratio(np.zeros(3)) == 1
+    assert flexmoe.expert_sec(7, COST) == pytest.approx(7)
+    assert flexmoe.sync_sec(3, COST) == pytest.approx(3 * 2)
+
+
+@pytest.mark.parametrize("store", ["transient", "resident"])
+def test_flexmoe_charges_what_the_cost_model_charges(store):
+    late = {**COST.as_dict(), "latency_sec": 0.25, "micro_batches": 3}
+    cost = CostModel(**late)
+    table_oc = flexmoe.sync_table(three(store=store), cost, (1, 2))
+    for offers, copies in np.ndindex(2, 3):
+        layout = three(store=store, offers_per_device=offers, copies_per_device=copies)
+        assert table_oc[offers, copies] == pytest.approx(cost.sync_sec(layout))
+
+
+# The example of the README of github.com/deepseek-ai/EPLB.
+PUBLISHED_LOAD_LE = [
+    [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+    [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+]
+PUBLISHED_LP = [
+    [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
+    [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
+]
+
+
+def test_eplb_published_vector():
+    """16 replicas, 4 groups, 2 nodes, 8 devices. No replicas share a device there, so
+    the rule that forbids it leaves the vector as it is."""
+    rows = [
+        eplb.rebalance(
+            np.array(load_e, float), 8, 2, num_groups=4, num_nodes=2
+        ).tolist()
+        for load_e in PUBLISHED_LOAD_LE
+    ]
+    assert rows == PUBLISHED_LP
+
+
+def test_eplb_is_global_where_nodes_do_not_divide_groups():
+    load_e = np.array(PUBLISHED_LOAD_LE[0], float)
+    want = eplb.rebalance(load_e, 8, 2).tolist()
+    assert eplb.rebalance(load_e, 8, 2, num_groups=3, num_nodes=2).tolist() == want
+    assert want != PUBLISHED_LP[0]
+
+
+def test_eplb_replicates_where_a_replica_has_most():
+    """9, 4, 1 in 6 slots: 9 -> 4.5, 4.5; 4.5 -> 3 each; then 4 -> 2 each."""
+    expert_x, replicas_e = eplb.replicate(np.array([9.0, 4, 1]), 6, 3)
+    assert (expert_x.tolist(), replicas_e.tolist()) == ([0, 1, 2, 0, 0, 1], [3, 2, 1])
+    _, replicas_e = eplb.replicate(np.array([9.0, 0, 0]), 9, 3)
+    assert replicas_e.tolist() == [3, 1, 1]  # as many as devices; none without load
+
+
+def test_eplb_makes_room_where_only_a_device_of_the_same_expert_has_any():
+    """Heaviest first, items 4 and 5 of expert 2 would both end on device 1."""
+    load, expert = [9.0, 5, 4, 4, 3, 3], [0, 1, 3, 4, 2, 2]
+    packs = eplb.pack(load, expert, 2, 3)
+    assert sorted(item for items in packs for item in items) == list(range(6))
+    for items in packs:
+        assert len({expert[i] for i in items}) == len(items) == 3
+
+
+def test_smartmoe_packs_from_the_hottest_down():
+    """8, 7, 6, 5, 2, 1 on three devices: 8+1, 7+2, 6+5; ties stay where they are."""
+    load_e = np.array([8.0, 7, 6, 5, 2, 1])
+    owned_e = np.arange(6, dtype=np.int32)
+    held = smartmoe.pack(load_e, owned_e, 3)
+    assert [load_e[h].sum() for h in held] == [9, 9, 11]
+    placed_e = smartmoe.place(load_e, owned_e, 3)
+    assert placed_e.reshape(3, 2)[0].tolist() == [0, 5]  # expert 0 stays in its place
+    assert np.array_equal(smartmoe.place(load_e, placed_e, 3), placed_e)
+    even_e = np.ones(6)
+    assert smartmoe.place(even_e, owned_e, 3) is owned_e
+
+
+def fillings():
+    """All valid ones of 4^6: two slots on three devices."""
+    for row in itertools.product(range(-1, 3), repeat=6):
+        if set(row) >= {0, 1, 2}:
+            yield ExpertPlan(np.array([row], np.int32), 3)
+
+
+def sec_of(load_we: np.ndarray, plan: ExpertPlan, layout: Layout) -> float:
+    """At budgets of what the plan needs."""
+    return NOTES.layer_sec(load_we, plan.slot_to_expert_lp[0], tight(layout, plan))
+
+
+@pytest.mark.parametrize("skew", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("store", ["resident", "sharded"])
+def test_flexmoe_against_brute_force(store, skew):
+    """Three devices, three experts, two slots each: time within three tenths of the
+    best of all fillings. Replicas that only help two at a time stay unfound."""
+    budgets = {"offers_per_device": 0, "copies_per_device": 0}
+    layout = three(store=store, **(budgets if store == "sharded" else {}))
+    home = ExpertPlan.home_in(layout, 1)
+    rng = np.random.default_rng(7)
+    share_e = rng.permutation(1 / np.arange(1, 4) ** skew)
+    load_we = rng.poisson(30000 * share_e, (3, 3)).astype(float)
+    best = min(fillings(), key=lambda plan: sec_of(load_we, plan, layout))
+    plan = flexmoe.plan(load_we[None], layout, NOTES, home)
+    best_sec, plan_sec = (sec_of(load_we, p, layout) for p in (best, plan))
+    assert plan_sec <= 1.3 * best_sec
+    assert plan_sec < 0.9 * sec_of(load_we, home, layout) or skew == 0.5
+
+
+def test_prophet_against_brute_force():
+    """The cheapest of all sets of shadows, by the cost of each at its own budgets."""
+    layout = three(slots=3, store="transient", split="local_first", prefetch=True)
+    home = ExpertPlan.home_in(layout, 1)
+    rng = np.random.default_rng(8)
+    everywhere = np.ones(3, bool)
+    for _ in range(10):
+        load_we = rng.poisson(rng.permutation([9000, 3000, 500]), (3, 3)).astype(float)
+
+        def shadowed_sec(shadows, load_we=load_we):
+            row_p = fastermoe.shadow_row([(e, everywhere) for e in shadows], layout)
+            return sec_of(load_we, ExpertPlan(row_p[None], 3), layout)
+
+        sets = [s for n in range(3) for s in itertools.combinations(range(3), n)]
+        plan = prophet.plan(load_we[None], layout, NOTES, home).validate(layout)
+        best_sec = min(map(shadowed_sec, sets))
+        assert sec_of(load_we, plan, layout) <= 1.05 * best_sec

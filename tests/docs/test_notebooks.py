@@ -1,0 +1,159 @@
+"""Notebooks: stored outputs are whole, clean, and what a fresh kernel gives again."""
+
+import copy
+import pathlib
+import re
+import subprocess
+import sys
+
+import nbformat
+import pytest
+
+from tools import store_notebook
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+MAX_BYTES, MAX_CELL_LINES = 400_000, 25
+MACHINE_PATH = re.compile(r"(?<![\w.:/])(/[\w.-]+){2,}|~/|[A-Z]:\\")
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def code_cells(notebook) -> list:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def texts(cell) -> list[tuple[str, str]]:
+    """What a cell printed and showed, without pictures; streams in one piece."""
+    printed = "".join(o.text for o in cell.outputs if o.output_type == "stream")
+    shown = [
+        (kind, text)
+        for output in cell.outputs
+        for kind, text in sorted(output.get("data", {}).items())
+        if kind.startswith("text/")
+    ]
+    return [("stream", printed), *shown]
+
+
+def num_pictures(notebook) -> int:
+    outputs = (o for cell in code_cells(notebook) for o in cell.outputs)
+    return sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+def test_there_are_notebooks_and_the_list_names_them():
+    listed = (ROOT / "notebooks" / "README.md").read_text()
+    assert NOTEBOOKS
+    for path in NOTEBOOKS:
+        assert f"]({path.name})" in listed
+
+
+@each_notebook
+def test_stored_outputs_are_whole_and_clean(path):
+    """Run once from the top, with pictures, no errors, and nothing of a machine."""
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    cells = code_cells(notebook)
+    assert [c.execution_count for c in cells] == list(range(1, len(cells) + 1))
+    for cell in cells:
+        kinds = {(o.output_type, o.get("name", "stdout")) for o in cell.outputs}
+        assert kinds.isdisjoint({("error", "stdout"), ("stream", "stderr")})
+        assert not cell.outputs or any(text for _, text in texts(cell))
+        assert len(cell.source.splitlines()) <= MAX_CELL_LINES, cell.source
+    assert num_pictures(notebook) >= 3
+    assert path.stat().st_size < MAX_BYTES
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    for cell in notebook.cells:
+        assert not cell.metadata, "no timings, no state of an editor"
+        shown = texts(cell) if cell.cell_type == "code" else []
+        words = [cell.source, *(text for _, text in shown)]
+        found = [m[0] for m in map(MACHINE_PATH.search, words) if m]
+        assert not found, f"paths of a machine: {found}"
+
+
+@each_notebook
+def test_sources_are_formatted(path):
+    ruff = [sys.executable, "-m", "ruff"]
+    for words in (["format", "--check"], ["check"]):
+        done = subprocess.run(
+            [*ruff, *words, "--no-cache", path],
+            capture_output=True, text=True, check=False, cwd=ROOT,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@each_notebook
+def test_a_fresh_kernel_gives_the_stored_outputs(path, tmp_path, monkeypatch):
+    """Text, figures and tables again, word for word; the notebook's own asserts hold.
+
+    The kernel is this Python's, on a machine without any settings for Jupyter.
+    """
+    for name, value in store_notebook.settings(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    for name in (*store_notebook.UNSET, "JAX_DISABLE_MOST_OPTIMIZATIONS"):
+        monkeypatch.delenv(name, raising=False)  # compiled as for a reader
+    stored = nbformat.read(path, as_version=4)
+    notebook = copy.deepcopy(stored)
+    asks = nbformat.v4.new_code_cell("import sys; print(sys.prefix)")
+    notebook.cells.append(asks)
+    store_notebook.execute(notebook, tmp_path)
+    *again, last = code_cells(notebook)
+    assert last.outputs[0].text.strip() == sys.prefix
+    for cell, expected in zip(again, code_cells(stored), strict=True):
+        assert texts(cell) == texts(expected), cell.source
+    assert num_pictures(notebook) == num_pictures(stored)
+
+
+def small(*sources: str):
+    """A notebook as an editor leaves it: its state, and cells run out of order."""
+    cells = [nbformat.v4.new_code_cell(source, execution_count=7) for source in sources]
+    cells[0].metadata = {"editable": True}
+    cells[0].outputs = [nbformat.v4.new_output("stream", text="of before")]
+    return nbformat.v4.new_notebook(cells=cells, metadata={"widgets": {}})
+
+
+def store(path):
+    tool = [sys.executable, ROOT / "tools" / "store_notebook.py", path]
+    return subprocess.run(tool, capture_output=True, text=True, check=False)
+
+
+def test_a_stored_notebook_is_run_and_clean(tmp_path):
+    path = tmp_path / "small.ipynb"
+    prints = "print(1, flush=True)\nprint(2, flush=True)"
+    nbformat.write(small("value = 6", prints, "7 * value"), path)
+    done = store(path)
+    assert done.returncode == 0, done.stderr
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert [cell.execution_count for cell in notebook.cells] == [1, 2, 3]
+    assert not any(cell.metadata for cell in notebook.cells)
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    first, second, third = notebook.cells
+    assert first.outputs == []
+    assert [output.text for output in second.outputs] == ["1\n2\n"]
+    assert third.outputs[0].data["text/plain"] == "42"
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("1 / 0", "a cell failed: ZeroDivisionError: division by zero"),
+        ("import warnings; warnings.warn('odd')", "cell-01 warns: .*odd"),
+    ],
+)
+def test_a_notebook_that_fails_stays_as_it_was(source, why, tmp_path):
+    path = tmp_path / "small.ipynb"
+    nbformat.write(small("print('fine')", source), path)
+    before = path.read_bytes()
+    done = store(path)
+    assert done.returncode == 2
+    assert re.search(f"^error: .*{why}", done.stderr, re.MULTILINE), done.stderr
+    assert path.read_bytes() == before
+
+
+def test_what_is_no_notebook_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "no.ipynb"
+    path.write_text("no notebook")
+    with pytest.raises(ValueError, match="is no notebook"):
+        store_notebook.read(path)

@@ -1,0 +1,309 @@
+"""Which kernels a device and a shape get; the whole layer with each of them."""
+
+import dataclasses
+import re
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from moejax.axes import AXES, make_mesh
+from moejax.config import Config, Mesh, Model, Moe, Router
+from moejax.kernels import device as choice
+from moejax.kernels.grouped_dot import vjp
+from moejax.kernels.grouped_dot.hopper import kernels
+from moejax.kernels.grouped_dot.hopper.ring import Run
+from moejax.kernels.tuning import Tiles
+from moejax.moe import reference, route
+from moejax.moe.experts import swiglu
+from moejax.moe.layer import MoeLayer
+from moejax.moe.types import Placement
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout, Topology
+from tests.support.close import assert_close
+from train.kernels import kernel_line, kernels_of
+from train.layouts import layout_of
+
+H200 = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
+D, F, EXPERTS, TOKENS, TOP_K = 128, 64, 4, 48, 2
+
+
+def on(device: AbstractDevice):
+    mesh = AbstractMesh((), (), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (H200, True),
+        (AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"), True),
+        (AbstractDevice("NVIDIA A100-SXM4-80GB", num_cores=108, platform="gpu"), False),
+        (AbstractDevice("NVIDIA B200", num_cores=148, platform="gpu"), False),
+        (AbstractDevice("cpu", num_cores=None, platform="cpu"), False),
+        (SimpleNamespace(device_kind="any", compute_capability="9.0"), True),
+        (SimpleNamespace(device_kind="H200-like", compute_capability="10.0"), False),
+    ],
+)
+def test_is_hopper(device, expected):
+    assert choice.is_hopper(device) is expected
+
+
+def test_here_is_a_cpu():
+    found = choice.grouped_dot_here("bfloat16", 4096, 4096, 1024)
+    assert found == ("blocked", "the kernels are for Hopper, not cpu")
+    assert choice.permute_here("bfloat16", 4096).implementation == "xla"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_rows", "widths", "expected", "why"),
+    [
+        ("bfloat16", 4096, (4096, 14336), "hopper", "NVIDIA H200"),
+        ("float32", 4096, (4096, 14336), "blocked", "dtype float32"),
+        ("float16", 4096, (4096, 100), "blocked", "100 "),
+        ("bfloat16", 8, (4096, 14336), "blocked", "8 rows"),
+    ],
+)
+def test_grouped_dot_on_hopper(dtype, num_rows, widths, expected, why):
+    with on(H200):
+        found = choice.grouped_dot_here(dtype, num_rows, *widths)
+    assert found.implementation == expected
+    assert why in found.why
+
+
+def test_fp8_on_hopper_declines_parts_of_a_block():
+    with on(H200):
+        found = choice.grouped_dot_here("bfloat16", 4096, 1024, 192, is_fp8=True)
+        assert choice.grouped_dot_here("bfloat16", 4096, 1024, 192)[0] == "hopper"
+    why = "a width of 192 is no multiple of 128, a block in fp8"
+    assert found == ("blocked", f"the Hopper kernels decline: {why}")
+
+
+def test_permute_on_hopper_declines_narrow_rows():
+    with on(H200):
+        assert choice.permute_here("bfloat16", 4096).implementation == "hopper"
+        found = choice.permute_here("bfloat16", 24)
+    assert found.implementation == "xla"
+    assert "d=24 must be a multiple of" in found.why
+
+
+def config(**moe) -> Config:
+    return Config(
+        model=Model(d_model=1024, compute_dtype="bfloat16"),
+        moe=Moe(num_experts=8, d_expert=256, **moe),
+        mesh=Mesh(expert=4),
+    )
+
+
+def test_the_run_says_what_it_takes_and_why():
+    cfg = config()
+    line = kernel_line(kernels_of(cfg, layout_of(cfg)))
+    assert "grouped_dot blocked (the kernels are for Hopper, not cpu)" in line
+    with on(H200):
+        line = kernel_line(kernels_of(cfg, layout_of(cfg)))
+    said = r"hopper \(NVIDIA H200, \d of 6 products with measured tiles\)"
+    assert re.search(rf"grouped_dot {said}, permute hopper \(NVIDIA H200\)$", line)
+
+
+def test_the_run_says_where_later_rounds_have_less_than_a_tile():
+    cfg = config(rows_per_peer=32)
+    with on(H200):
+        line = kernel_line(kernels_of(cfg, layout_of(cfg)))
+    assert "grouped_dot hopper (NVIDIA H200," in line
+    why = "the Hopper kernels decline: 32 rows are less than a tile's 64"
+    assert f"grouped_dot in later rounds blocked ({why})" in line
+
+
+def test_plain_kernels_on_any_device():
+    cfg = config(kernels="plain")
+    layout = layout_of(cfg)
+    assert layout.kernels == "plain"
+    with on(H200):
+        found = kernels_of(cfg, layout)
+    assert [c.implementation for c in found.values()] == ["blocked", "xla"]
+    assert "Moe.kernels='plain'" in kernel_line(kernels_of(cfg, layout))
+
+
+@pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
+def test_the_run_says_what_fp8_is_there(fp8):
+    """Emulated, or of 8-bit values: with other products, of which tiles are told."""
+    cfg = config(fp8=fp8)
+    layout = layout_of(cfg)
+    assert layout.fp8 == fp8
+    emulated = f"; fp8 with gradients in {fp8} is emulated, no faster"
+    line = kernel_line(kernels_of(cfg, layout))
+    assert f"blocked (the kernels are for Hopper, not cpu{emulated}), permute" in line
+    plain = dataclasses.replace(layout, kernels="plain")
+    line = kernel_line(kernels_of(cfg, plain))
+    assert f"grouped_dot blocked (Moe.kernels='plain'{emulated}), permute" in line
+    with on(H200):
+        line = kernel_line(kernels_of(cfg, layout))
+    said = f"fp8 with gradients in {fp8}, 0 of 6 products with measured tiles"
+    assert f"hopper (NVIDIA H200, {said}), permute" in line
+
+
+@pytest.fixture
+def low_tiles(monkeypatch):
+    """With one chunk a warpgroup, where that can be: they lower faster than the rule's,
+    which test_hopper_lowers.py has."""
+    low = Tiles(64, 128, stages=3, halves="columns", chunk=64)
+    fp8 = dataclasses.replace(low, depth=128)
+    tiles = {"wgrad": Tiles(128, 128, stages=3, chunk=64)}
+    tiles |= {"fp8_forward": fp8, "fp8_dgrad": fp8}
+    monkeypatch.setattr(kernels, "tiles_for", lambda which, *_: tiles.get(which, low))
+
+
+@pytest.mark.usefixtures("low_tiles")
+def test_the_layer_is_lowered_with_the_kernels_of_its_device():
+    """On an H200, and with kernels='plain' none."""
+    # Forward: rows to experts, two products, and rows back. Backward: combine, the
+    # activation's gradient, that of x, those of two weights, and gather.
+    assert num_kernels(layout_of_case()) == 10
+    assert num_kernels(dataclasses.replace(layout_of_case(), kernels="plain")) == 0
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("low_tiles")
+def test_the_layer_in_fp8_is_lowered_with_as_many():
+    assert num_kernels(dataclasses.replace(layout_of_case(), fp8="e5m2")) == 10
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("low_tiles")
+def test_later_rounds_are_lowered_with_kernels_too():
+    """On four H200s, under remat, with buffers so small that there may be such rounds:
+    64 rows for each peer, and 16 in a later round, where four peers' are a tile."""
+    layout = Layout.home(EXPERTS, 4, TOKENS * TOP_K, rows_per_peer=64)
+    assert layout.rows_per_round == 16
+    # With peers a window also sorts what arrives, and back: 6 kernels forward and 8
+    # backward. Round 0 has these, and under remat the 6 again: 20. Later rounds have 6
+    # in the loop forward, again under remat, and 6 + 8 in the loop backward: 26.
+    assert num_kernels(layout, jax.checkpoint) == 20 + 26
+
+
+def num_kernels(layout: Layout, remat=None) -> int:
+    """In the step of a layer on H200s, as it is lowered for them."""
+    sizes = dataclasses.replace(Topology(), expert=layout.num_devices).sizes
+    types = (AxisType.Auto,) * len(AXES)
+    mesh = AbstractMesh(sizes, AXES, types, abstract_device=H200)
+    layer, (params, x_btd) = layer_case(1024, 256, jnp.bfloat16, mesh)
+    x_btd = jnp.tile(x_btd, (layout.num_devices, 1, 1))
+    step = jax.jit(partial(loss_and_grads, layer, layout=layout, remat=remat))
+    arguments = jax.tree.map(jax.typeof, (params, x_btd))
+    text = step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("custom_call @mosaic_gpu_v2")
+
+
+def layout_of_case() -> Layout:
+    return Layout.home(EXPERTS, 1, TOKENS * TOP_K)
+
+
+def layer_case(d: int, f: int, dtype, mesh=None):
+    """A layer on one device, and (parameters, x): rounded to dtype, so that every arm
+    begins with the same numbers."""
+    mesh = mesh or make_mesh(Topology(), jax.devices()[:1])
+    moe = Moe(num_experts=EXPERTS, top_k=TOP_K, d_expert=f)
+    layer = MoeLayer(moe, Router(), d, mesh, nnx.Rngs(0))
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+    params = jax.tree.map(lambda p: p.astype(dtype).astype(jnp.float32), params)
+    x_btd = np.random.default_rng(0).standard_normal((1, TOKENS, d))
+    return (graph, rest), (params, jnp.asarray(x_btd, dtype))
+
+
+def loss_and_grads(layer, params, x_btd, *, layout, experts=None, remat=None):
+    graph, rest = layer
+    plan = ExpertPlan.home_in(layout, 1)
+    placement = Placement.of_plan(plan, layout).layer(0)
+
+    def loss(params, x_btd):
+        merged = nnx.merge(graph, params, rest)
+        y_btd, _ = merged(x_btd, placement, layout, experts=experts)
+        return jnp.sum(y_btd.astype(jnp.float32) ** 2), y_btd
+
+    loss = remat(loss) if remat else loss
+    (_, y_btd), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
+        params, x_btd
+    )
+    return y_btd, grads
+
+
+def by_definition(layer, params, x_btd):
+    graph, rest = layer
+
+    def loss(params, x_btd):
+        merged = nnx.merge(graph, params, rest)
+        x_nd = x_btd.reshape(TOKENS, -1)
+        router = merged.router_de[...], merged.bias_e[...], merged.router
+        routes, _, _ = route.route(x_nd, *router, TOP_K, TOKENS)
+        names = ("gate_edf", "up_edf", "down_efd")
+        weights = {name: getattr(merged, name)[...] for name in names}
+        y_btd = reference.moe(x_nd, routes, weights).reshape(x_btd.shape)
+        return jnp.sum(y_btd**2), y_btd
+
+    (_, y_btd), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
+        params, x_btd.astype(jnp.float32)
+    )
+    return y_btd, grads
+
+
+def interpret(monkeypatch):
+    own, run = vjp.products, Run(2, plgpu.InterpretGPUParams())
+
+    def products(name, block_rows, fp8):
+        is_hopper = name == "hopper"
+        return kernels.products(run, fp8) if is_hopper else own(name, block_rows, fp8)
+
+    monkeypatch.setattr(vjp, "products", products)
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        "blocked",
+        "hopper",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("reference", "xla")),
+    ],
+)
+def test_layer_equals_its_definition_with_each(implementation, monkeypatch):
+    """Values and all gradients, in bfloat16; `hopper` interpreted."""
+    interpret(monkeypatch)
+    layer, arguments = layer_case(D, F, jnp.bfloat16)
+    experts = partial(swiglu, implementation=implementation)
+    step = jax.jit(
+        partial(loss_and_grads, layer, layout=layout_of_case(), experts=experts)
+    )
+    expected = jax.jit(partial(by_definition, layer))(*arguments)
+    assert_close(step(*arguments), expected, dtype=jnp.bfloat16)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "implementation", ["auto", pytest.param("hopper", marks=pytest.mark.long)]
+)
+def test_layer_in_fp8_equals_its_definition_with_each(implementation, monkeypatch):
+    """That of rounded arrays on the grouped product's definition; `auto` by the
+    layout's option. And it is not the layer without."""
+    interpret(monkeypatch)
+    layer, arguments = layer_case(D, D, jnp.bfloat16)
+
+    def found(implementation=None, **options):
+        layout = dataclasses.replace(layout_of_case(), **options)
+        experts = None
+        if implementation:
+            experts = partial(swiglu, implementation=implementation, fp8="e5m2")
+        step = partial(loss_and_grads, layer, layout=layout, experts=experts)
+        return jax.jit(step)(*arguments)
+
+    is_own = implementation == "auto"
+    actual = found(fp8="e5m2") if is_own else found(implementation)
+    expected = found("reference")
+    assert_close(actual, expected, dtype=jnp.bfloat16)
+    if is_own:
+        with pytest.raises(AssertionError, match="values off"):
+            assert_close(actual, found(), dtype=jnp.bfloat16)

@@ -1,0 +1,258 @@
+"""8-bit values with scales: the laws of their rounding, and products of them on any
+device against NumPy in float64. The Hopper kernel of them is in test_hopper_fp8.py."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from moejax.kernels.grouped_dot import fp8, grouped_dot, grouped_swiglu
+from moejax.kernels.grouped_dot.products import products
+from moejax.kernels.shapes import rows_of
+from tests.support import fp8_definition as definition
+from tests.support.close import assert_close
+
+FORMATS = ("e4m3", "e5m2")
+DTYPES = ("float32", "bfloat16", "float16")
+IMPLEMENTATIONS = ("reference", "blocked", "xla")
+ROWS, OWNED, GROUPS, D, F = 100, 90, 5, 160, 136
+"""Both widths end in a part of a block."""
+KEPT_BITS = {"e4m3": 3, "e5m2": 2}
+"""Behind the leading one."""
+
+
+def some_rows(dtype="float32", shape=(6, 300)):
+    """Blocks of unlike size, from 1e-4 on to 1e3."""
+    random = np.random.default_rng(0)
+    size = 10 ** random.uniform(-4, 3, (shape[0], -(-shape[1] // 64)))
+    values = random.standard_normal(shape)
+    return jnp.asarray(values * np.repeat(size, 64, axis=1)[:, : shape[1]], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_and_scales_are_those_of_the_definition(name, dtype):
+    """To the bit, and compiled: a compiler could drop what is widened again."""
+    x_md = some_rows(dtype)
+    call = functools.partial(fp8.rounded, dtype=fp8.GRADIENTS[name])
+    for block in (fp8.OF_ROWS, fp8.OF_MATRICES):
+        of = functools.partial(call, block=block)
+        actual = jax.jit(of)(x_md)
+        expected = definition.rounded(x_md, name, block)
+        np.testing.assert_array_equal(np.asarray(actual, np.float64), expected)
+
+
+def test_a_barrier_keeps_compilers_from_dropping_the_rounding():
+    """XLA for GPUs does, as seen in what it compiled for one; for CPUs it does not."""
+    equations = jax.make_jaxpr(fp8.rounded_rows)(some_rows()).eqns
+    held = [e.invars for e in equations if e.primitive.name == "optimization_barrier"]
+    assert [var.aval.dtype for vars_ in held for var in vars_] == [fp8.VALUES]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_scale_is_the_least_power_of_two_that_serves(name):
+    x_md, most = some_rows(), float(ml_dtypes.finfo(definition.FORMATS[name]).max)
+    values, scale = fp8.scaled(x_md, fp8.GRADIENTS[name], fp8.OF_ROWS)
+    assert values.dtype == fp8.GRADIENTS[name]
+    assert (scale.shape, scale.dtype) == ((6, 3), jnp.float32)
+    assert np.all(np.frexp(scale)[0] == 0.5), "a power of two"
+    parts = np.pad(np.abs(x_md), [(0, 0), (0, 84)]).reshape(6, 3, 128)
+    largest = parts.max(axis=2).astype(np.float64)
+    assert np.all((largest / scale <= most) & (largest / scale > most / 2))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_largest_value_at_the_edge_of_the_format(name):
+    """At 1.75 times a power of two the scale is that power's, and above the next."""
+    edge = float(ml_dtypes.finfo(definition.FORMATS[name]).max)
+    largest = np.float32([edge, np.nextafter(np.float32(edge), np.float32(np.inf))])
+    _, scale = fp8.scaled(largest[:, None], fp8.GRADIENTS[name], fp8.OF_ROWS)
+    np.testing.assert_array_equal(scale[:, 0], [1, 2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_rounding_once_more_changes_nothing(name, dtype):
+    once = fp8.rounded_rows(some_rows(dtype), fp8.GRADIENTS[name])
+    again = fp8.rounded_rows(once, fp8.GRADIENTS[name])
+    np.testing.assert_array_equal(again, once)
+    in_bfloat16 = once.astype(jnp.bfloat16).astype(once.dtype)
+    np.testing.assert_array_equal(in_bfloat16, once, err_msg="bfloat16 holds them all")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_error_has_a_bound(name):
+    """Half of the last bit kept, of each value, or of the least one of its block."""
+    x_md = np.asarray(some_rows(), np.float64)
+    found = np.asarray(fp8.rounded_rows(some_rows(), fp8.GRADIENTS[name]), np.float64)
+    _, scale = fp8.scaled(some_rows(), fp8.GRADIENTS[name], fp8.OF_ROWS)
+    info = ml_dtypes.finfo(definition.FORMATS[name])
+    least = np.repeat(scale, 128, axis=1)[:, :300] * float(info.smallest_subnormal) / 2
+    bound = np.maximum(np.abs(x_md) * 2.0 ** -(KEPT_BITS[name] + 1), least)
+    assert np.all(np.abs(found - x_md) <= bound)
+    assert np.max(np.abs(found - x_md) / bound) > 0.85, "and no better one"
+
+
+def test_a_matrix_and_its_transpose_have_the_same_values():
+    w_gdf = some_rows().reshape(1, 6, 300)
+    values, scale = fp8.scaled(w_gdf, fp8.VALUES, fp8.OF_MATRICES)
+    turned = fp8.scaled(jnp.swapaxes(w_gdf, 1, 2), fp8.VALUES, fp8.OF_MATRICES)
+    same = jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), fp8.Scaled(values, scale))
+    for a, b in zip(turned, same, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), b.astype(np.float32))
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-40, 1e-30, 2.0**-80])
+def test_zeros_and_what_is_all_but_zero(value):
+    """Zeros stay zero; so far below 5e-17 a block is lost, and nothing is made up."""
+    x_md = jnp.full((1, 128), value, jnp.float32)
+    values, scale = fp8.scaled(x_md, fp8.VALUES, fp8.OF_ROWS)
+    assert np.all(scale == 2.0**fp8.LEAST_EXPONENT)
+    assert np.all(values.astype(jnp.float32) == 0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_not_finite_is_seen_in_all_of_its_block(name, bad):
+    x_md = some_rows().at[2, 130].set(bad)
+    found = np.asarray(fp8.rounded_rows(x_md, fp8.GRADIENTS[name]))
+    is_bad = np.zeros((6, 300), bool)
+    is_bad[2, 128:256] = True
+    np.testing.assert_array_equal(np.isnan(found), is_bad)
+    same = np.asarray(fp8.rounded_rows(some_rows(), fp8.GRADIENTS[name]))
+    np.testing.assert_array_equal(found[~is_bad], same[~is_bad])
+
+
+def test_float16_ends_before_the_next_power_of_two():
+    """65504 stands for 65536, which float16 has not: it is held in float32."""
+    found = fp8.rounded_rows(jnp.full((1, 4), 65504, jnp.float16))
+    assert found.dtype == jnp.float32
+    assert np.all(found == 65536)
+
+
+def operands(dtype):
+    """x_md, w_gdf, dy_mf; rows of unlike size."""
+    random = np.random.default_rng(1)
+    size_m1 = np.exp(random.standard_normal((ROWS, 1)))
+    arrays = (
+        size_m1 * random.standard_normal((ROWS, D)),
+        random.standard_normal((GROUPS, D, F)) / D**0.5,
+        size_m1 * random.standard_normal((ROWS, F)),
+    )
+    return [jnp.asarray(a, dtype) for a in arrays]
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "name"))
+def value_and_grads(x_md, w_gdf, dy_mf, rows_g, implementation, name):
+    def dot(x_md, w_gdf):
+        options = {"implementation": implementation, "fp8": name}
+        return grouped_dot(x_md, w_gdf, rows_g, **options)
+
+    y_mf, vjp = jax.vjp(dot, x_md, w_gdf)
+    return y_mf, *vjp(dy_mf)
+
+
+def defined(x_md, w_gdf, dy_mf, rows_g, name):
+    return (
+        definition.forward(x_md, w_gdf, rows_g),
+        definition.dgrad(dy_mf, w_gdf, rows_g, name),
+        definition.wgrad(x_md, dy_mf, rows_g),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("e4m3", "bfloat16"), ("e5m2", "float16")],
+)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_products_are_those_of_rounded_arrays(implementation, name, dtype):
+    """dx is of dy in the format named; dw is of x and dy as they are."""
+    arrays = operands(dtype)
+    rows_g = rows_of("with_empty", OWNED, GROUPS, seed=0)
+    found = value_and_grads(*arrays, rows_g, implementation, name)
+    assert {leaf.dtype for leaf in found} == {jnp.dtype(dtype)}
+    assert_close(found, defined(*arrays, rows_g, name))
+
+
+def test_gradients_in_e5m2_are_others():
+    """The option reaches dgrad, and that alone."""
+    arrays, rows_g = operands("float32"), rows_of("zipf", OWNED, GROUPS, seed=0)
+    one, other = (value_and_grads(*arrays, rows_g, "blocked", n) for n in FORMATS)
+    assert_close((one[0], one[2]), (other[0], other[2]))
+    with pytest.raises(AssertionError, match="values off"):
+        assert_close(one[1], other[1])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_nan_in_padding_reaches_nothing(implementation):
+    x_md, w_gdf, dy_mf = operands("float32")
+    rows_g = rows_of("zipf", OWNED, GROUPS, seed=0)
+    clean = value_and_grads(x_md, w_gdf, dy_mf, rows_g, implementation, "e4m3")
+    x_md, dy_mf = (a.at[OWNED:].set(jnp.nan) for a in (x_md, dy_mf))
+    dirty = value_and_grads(x_md, w_gdf, dy_mf, rows_g, implementation, "e4m3")
+    for a, b in zip(clean, dirty, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not np.any(dirty[0][OWNED:])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_row_that_is_not_finite_shows_in_its_results_and_gradients(bad):
+    """A step that skips such an update must see it."""
+    x_md, w_gdf, dy_mf = operands("float32")
+    rows_g = rows_of("uniform", OWNED, GROUPS, seed=0)
+    x_md, dy_mf = x_md.at[0, 3].set(bad), dy_mf.at[1, 5].set(bad)
+    y_mf, dx_md, dw_gdf = value_and_grads(x_md, w_gdf, dy_mf, rows_g, "blocked", "e4m3")
+    for out, row in ((y_mf, 0), (dx_md, 1)):
+        is_bad = ~np.isfinite(out)
+        assert is_bad[row].all()
+        assert is_bad.sum() == is_bad[row].sum()
+    assert not np.isfinite(dw_gdf[0]).all()
+    assert np.isfinite(dw_gdf[1:]).all()
+
+
+def test_swiglu_is_made_of_such_products():
+    """Each product from what it was given: an array that is a last bit off may round
+    to the next of 8 bits."""
+    x_md, into_gdh, dinto_mh = operands("bfloat16")
+    random, f = np.random.default_rng(2), F // 2
+    down_gfd = jnp.asarray(random.standard_normal((GROUPS, f, D)) / f**0.5, x_md.dtype)
+    dy_md, rows_g = x_md[::-1], rows_of("zipf", ROWS, GROUPS, seed=1)
+    p = products("reference", None, "e5m2")
+    p = p._replace(**{n: jax.jit(product) for n, product in p._asdict().items()})
+    h_mf, into_mh = p.swiglu(x_md, into_gdh, rows_g)
+    assert_close(into_mh, definition.forward(x_md, into_gdh, rows_g))
+    gate_mf, up_mf = jnp.split(into_mh.astype(jnp.float32), 2, axis=1)
+    assert_close(h_mf, jax.nn.silu(gate_mf) * up_mf)
+    dinto_mh, again_mf = p.swiglu_dgrad(dy_md, down_gfd, into_mh, rows_g)
+    np.testing.assert_array_equal(again_mf, h_mf)
+    dh_mf = definition.dgrad(dy_md, down_gfd, rows_g, "e5m2").astype(np.float32)
+    back = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate_mf, up_mf)[1]
+    assert_close(dinto_mh, jnp.concatenate(back(jnp.asarray(dh_mf)), axis=1))
+
+    def ffn(*floats):
+        return grouped_swiglu(*floats, rows_g, implementation="reference", fp8="e5m2")
+
+    def ffn_and_grads(*floats):
+        y_md, vjp = jax.vjp(ffn, *floats)
+        return y_md, *vjp(dy_md)
+
+    parts = (
+        p.forward(h_mf, down_gfd, rows_g),
+        p.dgrad(dinto_mh, into_gdh, rows_g),
+        p.wgrad(x_md, dinto_mh, rows_g),
+        p.wgrad(h_mf, dy_md, rows_g),
+    )
+    assert_close(jax.jit(ffn_and_grads)(x_md, into_gdh, down_gfd), parts)
+
+
+def test_bad_options():
+    x_md, w_gdf, _ = operands("float32")
+    rows_g = rows_of("uniform", OWNED, GROUPS, seed=0)
+    with pytest.raises(ValueError, match="fp8='e3m4' is not one of none, e4m3, e5m2"):
+        grouped_dot(x_md, w_gdf, rows_g, fp8="e3m4")
+    x_md, w_gdf = (a.astype(jnp.int32) for a in (x_md, w_gdf))
+    with pytest.raises(ValueError, match="rounds arrays of float32, bfloat16, float16"):
+        grouped_dot(x_md, w_gdf, rows_g, fp8="e4m3")

@@ -1,0 +1,210 @@
+"""Every grouped product against its definition: values, both gradients, padding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from moejax.kernels.grouped_dot import grouped_dot, portable
+from moejax.kernels.shapes import SKEWS, rows_of
+from tests.support.close import assert_close
+
+NUM_DEVICES, NUM_ROWS, D, F, NUM_GROUPS = 8, 200, 16, 24, 6
+NUM_OWNED = 170
+"""The other thirty rows are padding."""
+BLOCK_ROWS = 32
+"""Small against NUM_ROWS, so that whole blocks, tails and clamping all happen."""
+
+
+def operands(dtype=jnp.float32, num_rows=NUM_ROWS, seed=0):
+    """x_md, w_gdf and a cotangent dy_mf."""
+    random = np.random.default_rng(seed)
+    shapes = (num_rows, D), (NUM_GROUPS, D, F), (num_rows, F)
+    return [jnp.asarray(random.standard_normal(s), dtype) for s in shapes]
+
+
+def value_and_grads(x_md, w_gdf, rows_g, dy_mf, **options):
+    """y_mf, dx_md and dw_gdf under the cotangent dy_mf."""
+
+    def product(x_md, w_gdf):
+        return grouped_dot(x_md, w_gdf, rows_g, **options)
+
+    y_mf, vjp = jax.vjp(product, x_md, w_gdf)
+    return {"y": y_mf, **dict(zip(("dx", "dw"), vjp(dy_mf), strict=True))}
+
+
+value_and_grads_jit = jax.jit(
+    value_and_grads, static_argnames=("implementation", "block_rows")
+)
+
+
+def reference(*args):
+    return value_and_grads_jit(*args, implementation="reference")
+
+
+def by_hand(x_md, w_gdf, rows_g, dy_mf):
+    """The sentence of the docstring in NumPy, in double precision."""
+    x_md, w_gdf, dy_mf = (np.asarray(a, np.float64) for a in (x_md, w_gdf, dy_mf))
+    y_mf, dx_md = np.zeros_like(dy_mf), np.zeros_like(x_md)
+    dw_gdf = np.zeros_like(w_gdf)
+    owner_m = np.repeat(np.arange(len(rows_g)), rows_g)
+    for j, i in enumerate(owner_m):
+        y_mf[j] = x_md[j] @ w_gdf[i]
+        dx_md[j] = dy_mf[j] @ w_gdf[i].T
+        dw_gdf[i] += np.outer(x_md[j], dy_mf[j])
+    return {"y": y_mf, "dx": dx_md, "dw": dw_gdf}
+
+
+@pytest.mark.parametrize("skew", SKEWS)
+def test_reference_is_the_definition(skew):
+    x_md, w_gdf, dy_mf = operands()
+    rows_g = rows_of(skew, NUM_OWNED, NUM_GROUPS, seed=1)
+    actual = reference(x_md, w_gdf, rows_g, dy_mf)
+    assert_close(actual, by_hand(x_md, w_gdf, rows_g, dy_mf))
+
+
+@pytest.mark.parametrize("num_owned", [0, 1, NUM_OWNED, NUM_ROWS])
+@pytest.mark.parametrize("skew", SKEWS)
+@pytest.mark.parametrize("implementation", ["blocked", "xla"])
+def test_equals_reference(implementation, skew, num_owned):
+    x_md, w_gdf, dy_mf = operands()
+    rows_g = rows_of(skew, num_owned, NUM_GROUPS, seed=2)
+    actual = value_and_grads_jit(
+        x_md, w_gdf, rows_g, dy_mf, implementation=implementation, block_rows=BLOCK_ROWS
+    )
+    assert_close(actual, reference(x_md, w_gdf, rows_g, dy_mf))
+
+
+@pytest.mark.parametrize("block_rows", [None, 1, 7, NUM_ROWS, 1000])
+def test_any_block_size(block_rows):
+    x_md, w_gdf, dy_mf = operands()
+    rows_g = rows_of("zipf", NUM_OWNED, NUM_GROUPS, seed=3)
+    actual = value_and_grads_jit(x_md, w_gdf, rows_g, dy_mf, block_rows=block_rows)
+    assert_close(actual, reference(x_md, w_gdf, rows_g, dy_mf))
+
+
+def test_blocks_of_two_sizes_and_a_tail():
+    """Groups that end behind a whole block, behind half a one, and in tails."""
+    rows_g = np.array([940, 90, 0, 768, 513, 257], np.int32)
+    x_md, w_gdf, dy_mf = operands(num_rows=2600)
+    actual = value_and_grads_jit(
+        x_md, w_gdf, rows_g, dy_mf, implementation="blocked", block_rows=512
+    )
+    assert_close(actual, reference(x_md, w_gdf, rows_g, dy_mf))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blocked", "xla"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_accumulates_in_float32(dtype, implementation):
+    """Against double precision: the only error is one rounding of the result."""
+    x_md, w_gdf, dy_mf = operands(dtype)
+    rows_g = rows_of("one_hot", NUM_OWNED, NUM_GROUPS, seed=4)
+    actual = value_and_grads_jit(
+        x_md, w_gdf, rows_g, dy_mf, implementation=implementation, block_rows=BLOCK_ROWS
+    )
+    assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(actual))
+    assert_close(
+        actual,
+        by_hand(x_md, w_gdf, rows_g, dy_mf),
+        factor=0.2,
+        reason="a single rounding is a fifth of what the table grants half precision",
+    )
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blocked", "xla"])
+def test_nan_in_padding_reaches_nothing(implementation):
+    x_md, w_gdf, dy_mf = operands()
+    rows_g = rows_of("with_empty", NUM_OWNED, NUM_GROUPS, seed=5)
+    options = {"implementation": implementation, "block_rows": BLOCK_ROWS}
+    clean = value_and_grads_jit(x_md, w_gdf, rows_g, dy_mf, **options)
+    x_nan_md = x_md.at[NUM_OWNED:].set(jnp.nan)
+    dy_nan_mf = dy_mf.at[NUM_OWNED:].set(jnp.nan)
+    dirty = value_and_grads_jit(x_nan_md, w_gdf, rows_g, dy_nan_mf, **options)
+    for name, leaf in clean.items():
+        np.testing.assert_array_equal(dirty[name], leaf, err_msg=name)
+    assert not np.any(dirty["y"][NUM_OWNED:]), "padding must be zero"
+    assert not np.any(dirty["dx"][NUM_OWNED:]), "padding must get no gradient"
+    assert not np.any(dirty["dw"][rows_g == 0]), "an empty group has no gradient"
+
+
+def test_a_group_sees_its_own_rows_only():
+    """NaN in the rows of one group stays in it, though blocks reach over the border."""
+    x_md, w_gdf, dy_mf = operands()
+    rows_g = np.array([40, 45, 0, 30, 25, 30], np.int32)
+    poisoned = x_md.at[40:85].set(jnp.nan)
+    actual = value_and_grads_jit(
+        poisoned, w_gdf, rows_g, dy_mf, block_rows=BLOCK_ROWS, implementation="blocked"
+    )
+    clean = reference(x_md, w_gdf, rows_g, dy_mf)
+    keep_g = np.arange(NUM_GROUPS) != 1
+    assert_close(actual["y"][:40], clean["y"][:40])
+    assert_close(actual["y"][85:], clean["y"][85:])
+    assert_close(actual["dw"][keep_g], clean["dw"][keep_g])
+
+
+@pytest.mark.parametrize("w_is_shared", [False, True])
+def test_inside_shard_map(w_is_shared):
+    """Other rows_g on each of 8 devices; a weight they share gets summed gradients."""
+    mesh = jax.make_mesh((NUM_DEVICES,), ("expert",), axis_types=(AxisType.Auto,))
+    pieces = [operands(seed=i) for i in range(NUM_DEVICES)]
+    if w_is_shared:
+        pieces = [(x_md, pieces[0][1], dy_mf) for x_md, _, dy_mf in pieces]
+    rows = [
+        rows_of(SKEWS[i % 4], NUM_OWNED - 9 * i, NUM_GROUPS, i)
+        for i in range(NUM_DEVICES)
+    ]
+    expected = [
+        reference(x_md, w_gdf, rows_g, dy_mf)
+        for (x_md, w_gdf, dy_mf), rows_g in zip(pieces, rows, strict=True)
+    ]
+    split = P("expert")
+    w_spec = P() if w_is_shared else split
+    body = jax.shard_map(
+        lambda *args: value_and_grads(*args, block_rows=BLOCK_ROWS),
+        mesh=mesh,
+        in_specs=(split, w_spec, split, split),
+        out_specs={"y": split, "dx": split, "dw": w_spec},
+    )
+    x_md, w_gdf, dy_mf = (jnp.concatenate(a) for a in zip(*pieces, strict=True))
+    w_gdf = pieces[0][1] if w_is_shared else w_gdf
+    actual = jax.jit(body)(x_md, w_gdf, jnp.concatenate(rows), dy_mf)
+    joined = {name: jnp.concatenate([e[name] for e in expected]) for name in actual}
+    if w_is_shared:
+        joined["dw"] = sum(e["dw"] for e in expected)
+    assert_close(actual, joined)
+
+
+def test_bad_arguments():
+    x_md, w_gdf, _ = operands()
+    rows_g = rows_of("uniform", NUM_OWNED, NUM_GROUPS, seed=0)
+    with pytest.raises(ValueError, match="x_md is bfloat16 and w_gdf is float32"):
+        grouped_dot(x_md.astype(jnp.bfloat16), w_gdf, rows_g)
+    with pytest.raises(ValueError, match="'dense' is not one of auto, reference"):
+        grouped_dot(x_md, w_gdf, rows_g, implementation="dense")
+
+
+@pytest.mark.parametrize("num_groups", [1, 7, 64])
+@pytest.mark.parametrize("skew", SKEWS)
+def test_rows_of(skew, num_groups):
+    rows_g = rows_of(skew, 1000, num_groups, seed=7)
+    assert rows_g.dtype == np.int32
+    assert rows_g.shape == (num_groups,)
+    assert rows_g.sum() == 1000
+    assert (rows_g >= 0).all()
+    np.testing.assert_array_equal(rows_g, rows_of(skew, 1000, num_groups, seed=7))
+    num_empty = {"one_hot": num_groups - 1, "with_empty": num_groups // 2}
+    assert np.sum(rows_g == 0) == num_empty.get(skew, 0)
+    if skew == "uniform":
+        assert np.ptp(rows_g) <= 1
+    if skew == "zipf" and num_groups > 1:
+        largest, second = np.sort(rows_g)[:-3:-1]
+        assert largest / second == pytest.approx(2, rel=0.02)
+
+
+def test_default_block_rows():
+    assert portable.default_block_rows(4096, 16) == 512
+    assert portable.default_block_rows(640, 8) == 128
+    assert portable.default_block_rows(8, 64) == 128
+    assert portable.default_block_rows(10**6, 8) == 512

@@ -1,0 +1,160 @@
+"""grouped_swiglu and its gradients against the formula on the definition of a grouped
+product, as JAX derives it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from moejax.kernels.grouped_dot import grouped_swiglu, reference
+from moejax.kernels.grouped_dot.products import products
+from moejax.kernels.shapes import SKEWS, rows_of
+from tests.support.close import assert_close
+
+NUM_DEVICES, NUM_ROWS, NUM_OWNED, NUM_GROUPS, D, F = 8, 200, 170, 6, 16, 24
+BLOCK_ROWS = 48
+IMPLEMENTATIONS = ("reference", "xla", "blocked")
+GRADIENTS = ("dx", "dinto", "ddown")
+
+
+def operands(dtype=jnp.float32, seed=0):
+    """x_md, into_gdh, down_gfd and a cotangent dy_md."""
+    random = np.random.default_rng(seed)
+    shapes = (NUM_ROWS, D), (NUM_GROUPS, D, 2 * F), (NUM_GROUPS, F, D), (NUM_ROWS, D)
+    return [jnp.asarray(random.standard_normal(shape) / 4, dtype) for shape in shapes]
+
+
+def value_and_grads(x_md, into_gdh, down_gfd, dy_md, rows_g, implementation="blocked"):
+    """y_md, and the gradients of all three under the cotangent dy_md."""
+
+    def ffn(*floats):
+        return grouped_swiglu(*floats, rows_g, implementation=implementation)
+
+    y_md, vjp = jax.vjp(ffn, x_md, into_gdh, down_gfd)
+    return {"y": y_md, **dict(zip(GRADIENTS, vjp(dy_md), strict=True))}
+
+
+def defined(x_md, into_gdh, down_gfd, dy_md, rows_g):
+    """The same from the definition, in float32 whatever the operands are."""
+    wide = [a.astype(jnp.float32) for a in (x_md, into_gdh, down_gfd)]
+
+    def ffn(x_md, into_gdh, down_gfd):
+        into_mh = reference.grouped_dot(x_md, into_gdh, rows_g)
+        h_mf = jax.nn.silu(into_mh[:, :F]) * into_mh[:, F:]
+        return reference.grouped_dot(h_mf, down_gfd, rows_g)
+
+    y_md, vjp = jax.vjp(ffn, *wide)
+    grads = vjp(dy_md.astype(jnp.float32))
+    return {"y": y_md, **dict(zip(GRADIENTS, grads, strict=True))}
+
+
+value_and_grads_jit = jax.jit(value_and_grads, static_argnames="implementation")
+defined_jit = jax.jit(defined)
+
+
+@pytest.mark.parametrize("num_owned", [0, NUM_OWNED, NUM_ROWS])
+@pytest.mark.parametrize("skew", SKEWS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_equals_definition(implementation, skew, num_owned):
+    arrays = operands()
+    rows_g = rows_of(skew, num_owned, NUM_GROUPS, seed=1)
+    actual = value_and_grads_jit(*arrays, rows_g, implementation=implementation)
+    assert_close(actual, defined_jit(*arrays, rows_g))
+
+
+@pytest.mark.parametrize("skew", SKEWS)
+def test_both_passes_in_small_blocks(skew):
+    """Of fewer rows than the rule's, so that a group has several and a tail."""
+    x_md, into_gdh, down_gfd, dy_md = operands()
+    rows_g = rows_of(skew, NUM_OWNED, NUM_GROUPS, seed=4)
+    p = products("blocked", BLOCK_ROWS)
+    h_mf, into_mh = p.swiglu(x_md, into_gdh, rows_g)
+    dinto_mh, again_mf = p.swiglu_dgrad(dy_md, down_gfd, into_mh, rows_g)
+    actual = {
+        "y": p.forward(h_mf, down_gfd, rows_g),
+        "dx": p.dgrad(dinto_mh, into_gdh, rows_g),
+        "dinto": p.wgrad(x_md, dinto_mh, rows_g),
+        "ddown": p.wgrad(again_mf, dy_md, rows_g),
+    }
+    assert_close(actual, defined_jit(x_md, into_gdh, down_gfd, dy_md, rows_g))
+    assert_close(again_mf, h_mf)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [(i, jnp.bfloat16) for i in IMPLEMENTATIONS] + [("blocked", jnp.float16)],
+)
+def test_half_precision(implementation, dtype):
+    arrays = operands(dtype)
+    rows_g = rows_of("zipf", NUM_OWNED, NUM_GROUPS, seed=2)
+    actual = value_and_grads_jit(*arrays, rows_g, implementation=implementation)
+    assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(actual))
+    assert_close(actual, defined_jit(*arrays, rows_g))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_nan_in_padding_reaches_nothing(implementation):
+    """Nor does NaN in the cotangent of padding, through the whole rule."""
+    x_md, *weights, dy_md = operands()
+    rows_g = rows_of("with_empty", NUM_OWNED, NUM_GROUPS, seed=3)
+    run = functools.partial(value_and_grads_jit, implementation=implementation)
+    clean = run(x_md, *weights, dy_md, rows_g)
+    x_md, dy_md = (a.at[NUM_OWNED:].set(jnp.nan) for a in (x_md, dy_md))
+    dirty = run(x_md, *weights, dy_md, rows_g)
+    for name, leaf in clean.items():
+        np.testing.assert_array_equal(dirty[name], leaf, err_msg=name)
+    assert not np.any(dirty["y"][NUM_OWNED:]), "padding must be zero"
+    assert not np.any(dirty["dx"][NUM_OWNED:]), "padding must get no gradient"
+    for name in ("dinto", "ddown"):
+        assert not np.any(dirty[name][rows_g == 0]), "an empty group has no gradient"
+
+
+def test_inside_shard_map():
+    """Other rows_g on each of 8 devices, with check_vma; the weight that they share
+    gets summed gradients, and the other one its own."""
+    mesh = jax.make_mesh((NUM_DEVICES,), ("expert",), axis_types=(AxisType.Auto,))
+    pieces = [operands(seed=i) for i in range(NUM_DEVICES)]
+    shared_gdh = pieces[0][1]
+    pieces = [(x_md, shared_gdh, *others) for x_md, _, *others in pieces]
+    rows = [
+        rows_of(SKEWS[i % 4], NUM_OWNED - 9 * i, NUM_GROUPS, i)
+        for i in range(NUM_DEVICES)
+    ]
+    expected = [defined_jit(*a, r) for a, r in zip(pieces, rows, strict=True)]
+    split = P("expert")
+    body = jax.shard_map(
+        value_and_grads,
+        mesh=mesh,
+        in_specs=(split, P(), split, split, split),
+        out_specs={"y": split, "dx": split, "dinto": P(), "ddown": split},
+    )
+    x_md, _, *others = map(jnp.concatenate, zip(*pieces, strict=True))
+    actual = jax.jit(body)(x_md, shared_gdh, *others, jnp.concatenate(rows))
+    joined = {name: jnp.concatenate([e[name] for e in expected]) for name in actual}
+    assert_close(actual, joined | {"dinto": sum(e["dinto"] for e in expected)})
+
+
+def test_bad_arguments():
+    x_md, into_gdh, down_gfd, _ = operands()
+    rows_g = rows_of("uniform", NUM_OWNED, NUM_GROUPS, seed=0)
+    for name, wrong in (
+        ("into_gdh", (into_gdh.astype(jnp.bfloat16), down_gfd)),
+        ("down_gfd", (into_gdh, down_gfd.astype(jnp.bfloat16))),
+    ):
+        with pytest.raises(ValueError, match=f"float32 and {name} is bfloat16: cast"):
+            grouped_swiglu(x_md, *wrong, rows_g)
+    for name, wrong in (
+        ("into_gdh", (into_gdh[:, 1:], down_gfd)),
+        ("into_gdh", (into_gdh, down_gfd[:, 1:])),
+        ("down_gfd", (into_gdh, down_gfd[:, :, 1:])),
+    ):
+        with pytest.raises(ValueError, match=f"{name} has shape .* and must have"):
+            grouped_swiglu(x_md, *wrong, rows_g)
+    with pytest.raises(ValueError, match=r"rows_g has shape .* has 6 groups"):
+        grouped_swiglu(x_md, into_gdh, down_gfd, rows_g[1:])
+    with pytest.raises(ValueError, match="'dense' is not one of auto, reference"):
+        grouped_swiglu(x_md, into_gdh, down_gfd, rows_g, implementation="dense")

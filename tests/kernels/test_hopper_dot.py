@@ -1,0 +1,291 @@
+"""Every Hopper kernel of the grouped product against its definition, in the Mosaic GPU
+interpreter with its race detector: empty groups, single rows, boundaries in a tile and
+at its edge, padding that holds NaN, and sizes that no tile divides."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
+    get_races,
+    reset_gpu_interpret_mode_state,
+)
+
+from moejax.kernels.grouped_dot.hopper import kernels, ring, rows_kernel, wgrad_kernel
+from moejax.kernels.shapes import Shape
+from moejax.kernels.tuning import FP8, PASSES, Tiles
+from tests.support.close import assert_close
+from tests.support.hopper_cases import (
+    INTERPRET,
+    Setup,
+    dims_of,
+    expected,
+    fitting,
+    interpreted,
+    kernel,
+    leave_out,
+    operands,
+)
+
+OWN_DTYPE = tuple(which for which in PASSES if which not in FP8)
+"""Those of 8-bit values are in test_hopper_fp8.py."""
+NUM_GROUPS = 8
+PLAIN = Setup(
+    Shape(rows=200, d=64, f=64, groups=NUM_GROUPS),
+    Tiles(128, 64, stages=3),
+    num_blocks=2,
+)
+"""Small, for hundreds of calls; 200 rows end inside a tile."""
+INTERPRETED = ring.Run(1, INTERPRET)
+FEW_ROWS = (1, 7, 8, 9, 15, 16, 24, 25)
+"""Around multiples of 8, where tiles may begin."""
+
+ALL_PATTERNS = list(itertools.product((False, True), repeat=NUM_GROUPS))
+
+
+def least_cover():
+    """Six patterns in which each pair of groups takes all four combinations: none, and
+    group i in the i-th three of the other five (Kleitman and Spencer, 1973)."""
+    threes = list(itertools.combinations(range(1, 6), 3))[:NUM_GROUPS]
+    return [tuple(number in three for three in threes) for number in range(6)]
+
+
+def covering():
+    """32 patterns: those six, and others at random."""
+    least = least_cover()
+    others = [pattern for pattern in ALL_PATTERNS if pattern not in least]
+    chosen = np.random.default_rng(0).choice(
+        len(others), 32 - len(least), replace=False
+    )
+    return least + [others[i] for i in chosen]
+
+
+def rows_of_pattern(pattern) -> np.ndarray:
+    """Few rows for each group that has some; in each third pattern the last of those
+    takes all that is left, many tiles of it, and nothing is padding."""
+    number = ALL_PATTERNS.index(pattern)
+    random = np.random.default_rng(number)
+    rows_g = np.where(pattern, random.choice(FEW_ROWS, NUM_GROUPS), 0).astype(np.int32)
+    if number % 3 == 0 and any(pattern):
+        rows_g[np.flatnonzero(pattern)[-1]] += PLAIN.shape.rows - rows_g.sum()
+    return rows_g
+
+
+@pytest.fixture(autouse=True)
+def _fresh_interpreter():
+    """What a failed kernel leaves behind would fail the next one."""
+    yield
+    reset_gpu_interpret_mode_state()
+
+
+def check(which, setup, rows_g):
+    setup = fitting(which, setup)
+    actual = interpreted(which, setup, rows_g)
+    assert all(leaf.dtype == setup.dtype for leaf in jax.tree.leaves(actual))
+    assert_close(actual, expected(which, setup, rows_g))
+
+
+@pytest.mark.parametrize("patterns", [least_cover(), covering()], ids=["6", "32"])
+def test_patterns_cover_every_pair(patterns):
+    assert len(set(patterns)) == len(patterns)
+    for i, j in itertools.combinations(range(NUM_GROUPS), 2):
+        assert len({(pattern[i], pattern[j]) for pattern in patterns}) == 4
+
+
+# The other passes share tiles, ring and edges with forward: six patterns, which cover
+# every pair too, are enough of them. One call takes up to half a second.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("which", "patterns"),
+    [
+        pytest.param(which, patterns, id=f"{which} {len(patterns)}")
+        for which in OWN_DTYPE
+        for patterns in [covering() if which == "forward" else least_cover()]
+    ],
+)
+def test_patterns_of_empty_groups(which, patterns):
+    for pattern in patterns:
+        check(which, PLAIN, rows_of_pattern(pattern))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("which", OWN_DTYPE)
+def test_all_patterns_of_empty_groups(which):
+    for pattern in ALL_PATTERNS:
+        check(which, PLAIN, rows_of_pattern(pattern))
+
+
+STEEP = Setup(
+    Shape(rows=200, d=192, f=192, groups=4),
+    Tiles(128, 128, stages=2, span=1),
+    num_blocks=3,
+    dtype="float16",
+)
+"""Three steps in two stages; tiles of columns end outside, those of rows too, and the
+second warpgroup of these has nothing to store."""
+FEW_STEPS = Setup(
+    Shape(rows=72, d=64, f=64, groups=9),
+    Tiles(64, 128, stages=4, halves="columns", chunk=64),
+    num_blocks=40,
+)
+"""One step in four stages; more blocks than tiles, and the columns of one warpgroup all
+lie outside."""
+ONE_GROUP = Setup(
+    Shape(rows=328, d=128, f=192, groups=1),
+    Tiles(64, 128, stages=4, span=64, halves="columns"),
+    num_blocks=1,
+    dtype="float16",
+)
+CASES = [
+    pytest.param(STEEP, (128, 8, 63, 1), id="boundaries at and beside edges"),
+    pytest.param(STEEP, (3, 0, 130, 20), id="boundaries inside a tile"),
+    pytest.param(FEW_STEPS, (0, 1, 0, 0, 1, 0, 0, 2, 0), id="fewer rows than groups"),
+    pytest.param(ONE_GROUP, (201,), id="one group and padding"),
+    pytest.param(ONE_GROUP, (328,), id="one group alone"),
+]
+# As above: forward and wgrad have all in `make test`.
+FOR_OTHERS = {STEEP: ("swiglu_dgrad",), FEW_STEPS: ("swiglu",), ONE_GROUP: ("dgrad",)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("setup", "rows_g"), CASES)
+@pytest.mark.parametrize("which", ["forward", "wgrad"])
+def test_cases(which, setup, rows_g):
+    check(which, setup, np.array(rows_g, np.int32))
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize(("setup", "rows_g"), [CASES[0], CASES[2], CASES[3]])
+def test_a_case_of_each_other(setup, rows_g):
+    (which,) = FOR_OTHERS[setup]
+    check(which, setup, np.array(rows_g, np.int32))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("setup", "rows_g"), CASES)
+@pytest.mark.parametrize("which", ["dgrad", "swiglu", "swiglu_dgrad"])
+def test_cases_of_the_others(which, setup, rows_g):
+    check(which, setup, np.array(rows_g, np.int32))
+
+
+def test_a_plain_case():
+    check("forward", PLAIN, rows_of_pattern(ALL_PATTERNS[-1]))
+
+
+@pytest.mark.slow
+def test_both_passes_of_swiglu_give_the_same_h():
+    """To the bit: the gradient of down is of the h that the forward pass had."""
+    rows_g = rows_of_pattern(ALL_PATTERNS[-1])
+    x_md, into_gdh = operands(PLAIN)["swiglu"]
+    dy_md, down_gfd, _ = operands(PLAIN)["swiglu_dgrad"]
+    h_mf, into_mh = kernel("swiglu", PLAIN)(x_md, into_gdh, rows_g)
+    _, again_mf = kernel("swiglu_dgrad", PLAIN)(dy_md, down_gfd, into_mh, rows_g)
+    np.testing.assert_array_equal(h_mf, again_mf)
+
+
+UNSEEN = "observed .*phase|observe each barrier completion|must do so in all phases"
+"""Of the interpreter's errors where a barrier completes and nobody waits for it."""
+COMMIT, STORED, WAIT = ("commit_smem",), ("wait_smem_to_gmem",), ("barrier_wait",)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("holder", "names", "which", "seen"),
+    [
+        pytest.param(*case, id=name)
+        for name, case in {
+            "slots refilled in use": (ring.Ring, ("await_empty",), "forward", UNSEEN),
+            "slots read unfilled": (ring.Ring, ("await_full",), "forward", UNSEEN),
+            "stores not fenced": (rows_kernel, COMMIT, "forward", "a race"),
+            "stores of matrices not fenced": (wgrad_kernel, COMMIT, "wgrad", "a race"),
+            "slots stored over": (rows_kernel, STORED, "forward", "a race"),
+            "sources read too early": (rows_kernel, WAIT, "swiglu_dgrad", UNSEEN),
+        }.items()
+    ],
+)
+def test_what_is_left_out_is_seen(monkeypatch, holder, names, which, seen):
+    """By the interpreter: it reports a race, or a barrier that nobody waited for."""
+    leave_out(monkeypatch, holder, names)
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError), match=seen):
+        run_afresh(which, np.array([130, 0, 0, 0], np.int32))
+    assert get_races().races_found or seen == UNSEEN
+
+
+@pytest.mark.slow
+def test_blanking_that_nobody_waits_for_is_seen(monkeypatch):
+    """By values alone: the interpreter takes a WGMMA's operands when it is begun, and
+    reports no race. Each group here has steps that are cut, in each tile."""
+    leave_out(monkeypatch, wgrad_kernel, ("barrier_arrive", "barrier_wait"))
+    rows_g = np.array([60, 50, 49, 30], np.int32)
+    actual = run_afresh("wgrad", rows_g)
+    with pytest.raises(AssertionError, match="values off"):
+        assert_close(actual, expected("wgrad", fitting("wgrad", STEEP), rows_g))
+
+
+def run_afresh(which, rows_g):
+    """STEEP on one block, traced again: what is left out is part of the trace."""
+    setup = fitting(which, STEEP)
+    static = {"tiles": setup.tiles, "run": INTERPRETED}
+    call = functools.partial(getattr(kernels, which), **static)
+    return interpreted(which, setup, rows_g, jax.jit(call))
+
+
+def test_single_rows_leave_from_places_that_a_copy_may_have(monkeypatch):
+    """Multiples of 128 bytes: a GPU faults at others, and the interpreter does not."""
+    copy, offsets = gpu_callbacks.AsyncCopySmemToGmemTask, []
+    before = copy.pre_read
+
+    def recorded(self, number, memory):
+        held = memory.buffer_shape_and_dtype(self.src_allocation_key)
+        first = [getattr(at, "start", at) or 0 for at in self.src_access.range]
+        place = np.ravel_multi_index(first, held.shape)
+        offsets.append(int(place) * np.dtype(held.dtype).itemsize)
+        return before(self, number, memory)
+
+    monkeypatch.setattr(copy, "pre_read", recorded)
+    check("forward", PLAIN, np.array([1, 7, 9, 14, 3, 40, 5, 63], np.int32))
+    assert max(offsets), "nothing was seen"
+    assert not any(offset % 128 for offset in offsets)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "d", "why"),
+    [
+        ("float32", 128, 64, "dtype float32 is not one of bfloat16, float16"),
+        ("bfloat16", 128, 96, "a width of 96 is no multiple of 64 in bfloat16"),
+        ("float16", 56, 64, "56 rows are less than a tile's 64"),
+        ("bfloat16", 100, 64, "100 rows are no multiple of 8"),
+    ],
+)
+def test_declines(dtype, rows, d, why):
+    assert kernels.declines(dtype, rows, d, 64) == why
+    for call in calls(dtype, rows, d, INTERPRETED):
+        with pytest.raises(NotImplementedError, match=f"{why}: use implementation="):
+            call()
+
+
+def test_declines_a_device_that_is_no_hopper():
+    why = "the kernels are for Hopper, not cpu: use implementation='blocked'"
+    for call in calls("bfloat16", 128, 64, ring.Run(1)):
+        with pytest.raises(NotImplementedError, match=why):
+            call()
+
+
+def calls(dtype, rows, d, run):
+    """Of each pass, on arrays of so many rows."""
+    shape, static = Shape(rows, d, 64, 2), {"tiles": Tiles(128, 128), "run": run}
+    for which in OWN_DTYPE:
+        arrays = [jnp.zeros(dims, dtype) for dims in dims_of(which, shape)]
+        rows_g = jnp.zeros(shape.groups, jnp.int32)
+        yield functools.partial(getattr(kernels, which), *arrays, rows_g, **static)
+
+
+def test_takes_widths_of_real_models():
+    for width in (512, 768, 1408, 2048, 2880, 7168, 14336):
+        assert kernels.declines("bfloat16", 65536, width) is None

@@ -1,0 +1,225 @@
+"""The Hopper kernel of 8-bit values against the definition of such products: in the
+interpreter with its race detector, and lowered for an H200 that is not here. What it
+shares with the others (tiles, ring, edges) test_hopper_dot.py has in more cases."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
+    reset_gpu_interpret_mode_state,
+)
+from jax.sharding import use_abstract_mesh
+
+from moejax.kernels.grouped_dot.hopper import fp8_kernel, kernels
+from moejax.kernels.shapes import MODEL_SHAPES, Shape
+from moejax.kernels.tuning import FP8, Tiles, by_rule
+from tests.kernels.test_hopper_dot import (
+    ALL_PATTERNS,
+    CASES,
+    FEW_STEPS,
+    INTERPRETED,
+    PLAIN,
+    STEEP,
+    least_cover,
+    rows_of_pattern,
+)
+from tests.kernels.test_hopper_lowers import H200, order
+from tests.support import fp8_definition as definition
+from tests.support.close import assert_close
+from tests.support.hopper_cases import (
+    Setup,
+    dims_of,
+    expected,
+    fitting,
+    interpreted,
+    kernel,
+    leave_out,
+    operands,
+    padded_with,
+)
+
+OUTSIDE = Setup(
+    Shape(rows=72, d=64, f=192, groups=3),
+    Tiles(64, 256, stages=3, halves="columns"),
+    num_blocks=2,
+    dtype="float16",
+)
+"""With twice the widths, 384 columns: in the second tile those of one warpgroup all lie
+outside, where w has no scale."""
+
+
+@pytest.fixture(autouse=True)
+def _fresh_interpreter():
+    """What a failed kernel leaves behind would fail the next one."""
+    yield
+    reset_gpu_interpret_mode_state()
+
+
+def check(which, setup, rows_g):
+    setup, rows_g = fitting(which, setup), np.array(rows_g, np.int32)
+    actual = interpreted(which, setup, rows_g)
+    assert actual.dtype == setup.dtype
+    assert_close(actual, expected(which, setup, rows_g))
+
+
+def test_a_plain_case():
+    check("fp8_forward", PLAIN, rows_of_pattern(ALL_PATTERNS[-1]))
+
+
+@pytest.mark.slow
+def test_patterns_of_empty_groups():
+    """Three; and all of them in `make test-all`."""
+    for pattern in least_cover()[::2]:
+        check("fp8_forward", PLAIN, rows_of_pattern(pattern))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("which", FP8)
+def test_all_patterns_of_empty_groups(which):
+    for pattern in ALL_PATTERNS:
+        check(which, PLAIN, rows_of_pattern(pattern))
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("which", "setup", "rows_g"),
+    [
+        pytest.param("fp8_dgrad", STEEP, (3, 0, 130, 20), id="inside a tile"),
+        pytest.param("fp8_forward", OUTSIDE, (9, 0, 50), id="columns outside"),
+    ],
+)
+def test_cases(which, setup, rows_g):
+    check(which, setup, rows_g)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("setup", "rows_g"), CASES)
+@pytest.mark.parametrize("which", FP8)
+def test_all_cases(which, setup, rows_g):
+    check(which, setup, rows_g)
+
+
+@pytest.mark.slow
+def test_gradients_in_e5m2():
+    """dy in e5m2 times w in e4m3, against NumPy in float64."""
+    setup, rows_g = fitting("fp8_dgrad", FEW_STEPS), np.array([1, 20, 0, 7] + [3] * 5)
+    static = {"tiles": setup.tiles, "run": INTERPRETED, "gradients": "e5m2"}
+    call = jax.jit(functools.partial(kernels.fp8_dgrad, **static))
+    actual = interpreted("fp8_dgrad", setup, rows_g.astype(np.int32), call)
+    dy_mf, w_gdf = padded_with(0, "fp8_dgrad", setup, rows_g)
+    assert_close(actual, definition.dgrad(dy_mf, w_gdf, rows_g, "e5m2"))
+
+
+@pytest.mark.slow
+def test_scales_that_are_refilled_in_use_are_seen(monkeypatch):
+    """A fence stands between the reads of a step's scales and the next copy there."""
+    leave_out(monkeypatch, fp8_kernel, ("commit_smem",))
+    setup = fitting("fp8_forward", STEEP)
+    static = {"tiles": setup.tiles, "run": INTERPRETED}
+    call = jax.jit(functools.partial(kernels.fp8_forward, **static))
+    with pytest.raises(AssertionError, match="a race"):
+        interpreted("fp8_forward", setup, np.array([130, 0, 0, 0], np.int32), call)
+
+
+def test_a_row_that_is_not_finite_stays_alone():
+    setup = fitting("fp8_forward", PLAIN)
+    x_md, w_gdf = operands(setup)["fp8_forward"]
+    rows_g = np.array([200] + [0] * 7, np.int32)
+    call = kernel("fp8_forward", setup)
+    is_bad = np.isnan(call(x_md.at[70, 3].set(jnp.inf), w_gdf, rows_g))
+    assert is_bad[70].all()
+    assert is_bad.sum() == is_bad[70].sum()
+
+
+def traced(which, shape, tiles, dtype=jnp.bfloat16, **options):
+    floats = [jax.ShapeDtypeStruct(dims, dtype) for dims in dims_of(which, shape)]
+    rows_g = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
+    call = functools.partial(getattr(kernels, which), tiles=tiles, **options)
+    with use_abstract_mesh(H200):
+        return jax.jit(call).trace(*floats, rows_g)
+
+
+def lowers(which, shape, tiles, dtype=jnp.bfloat16, **options):
+    """One kernel, which reads 8-bit values; too much shared memory would raise."""
+    with use_abstract_mesh(H200):
+        found = traced(which, shape, tiles, dtype, **options)
+        text = found.lower(lowering_platforms=("cuda",)).as_text()
+    (line,) = re.findall(r"custom_call @mosaic_gpu_v2.*", text)
+    of_rows = "f8E5M2" if options.get("gradients") == "e5m2" else "f8E4M3FN"
+    read = re.findall(r"x(f8\w+)>", line)
+    assert read == [of_rows, "f8E4M3FN"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "which", "options"),
+    [
+        ("mixtral_8x7b", "fp8_forward", {}),
+        ("fine_grained", "fp8_dgrad", {"gradients": "e5m2"}),
+    ],
+)
+def test_model_shapes_lower(name, which, options):
+    shape = MODEL_SHAPES[name]
+    lowers(which, shape, by_rule(which, shape), **options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODEL_SHAPES)
+@pytest.mark.parametrize("which", FP8)
+def test_all_model_shapes_lower(name, which):
+    shape = MODEL_SHAPES[name]
+    lowers(which, shape, by_rule(which, shape))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("sizes", [(64, 128), (64, 256), (128, 64), (128, 128)])
+@pytest.mark.parametrize("which", FP8)
+def test_tiles_of_a_search_lower(which, sizes, dtype):
+    halves = "columns" if sizes[0] == 64 else "rows"
+    for chunk in (32, 64):
+        tiles = Tiles(*sizes, depth=128, stages=3, halves=halves, chunk=chunk)
+        lowers(which, Shape(1016, 640, 1152, 9), tiles, dtype)
+
+
+@pytest.mark.parametrize("which", FP8)
+def test_a_slot_is_given_back_when_no_wgmma_reads_it(which):
+    """The interpreter's WGMMA is done when begun. Here each step's is waited for, and
+    then its own slot can go."""
+    tiles = Tiles(128, 128, depth=128, stages=3)
+    jaxpr = traced(which, Shape(1016, 640, 1152, 9), tiles).jaxpr
+    assert order(jaxpr, tiles.stages) == ["wgmma", ("left", 0), ("released", 0)]
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        Tiles(128, 128),
+        Tiles(128, 256, depth=128),
+        Tiles(256, 128, depth=128, stages=2),
+    ],
+    ids=str,
+)
+def test_tiles_that_a_scale_does_not_fit(tiles):
+    with pytest.raises(ValueError, match="must have depth=128, and 64 x 64 or 64 x"):
+        traced("fp8_forward", Shape(1016, 640, 1152, 9), tiles)
+
+
+def test_declines():
+    assert kernels.declines("bfloat16", 128, 4096, 14336, is_fp8=True) is None
+    why = "a width of 192 is no multiple of 128, a block in fp8"
+    assert kernels.declines("bfloat16", 128, 128, 192, is_fp8=True) == why
+    assert kernels.declines("bfloat16", 128, 128, 192) is None
+    shape = dataclasses.replace(PLAIN.shape, d=192, f=128)
+    for which in FP8:
+        arrays = [jnp.zeros(dims, "bfloat16") for dims in dims_of(which, shape)]
+        rows_g = jnp.zeros(shape.groups, jnp.int32)
+        static = {"tiles": by_rule(which, shape), "run": INTERPRETED}
+        with pytest.raises(NotImplementedError, match=f"{why}: use implementation="):
+            getattr(kernels, which)(*arrays, rows_g, **static)

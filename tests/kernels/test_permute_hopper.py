@@ -1,0 +1,205 @@
+"""The Hopper kernels move what the definition says. They are interpreted here, and
+lowered for CUDA."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+from jax.sharding import PartitionSpec as P
+
+from moejax.kernels.permute import hopper
+from tests.kernels.test_permute import Sizes, arrays, both_ways, both_ways_jit, tables
+from tests.support.close import assert_close
+
+SIZES = Sizes(tokens=5, choices=3, rows=19, d=1024)
+"""No block divides them; a row is two pieces in float32 and one in the others."""
+HOW = "hopper (interpreted)"
+
+
+def random_case(kept, dtype=jnp.float32, seed=0, sizes=SIZES):
+    return arrays(dtype, seed, sizes), tables(kept, seed, sizes)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.long)],
+)
+@pytest.mark.parametrize("kept", [0.0, 0.6, 1.0])
+def test_equals_reference(kept, dtype):
+    args = random_case(kept, dtype)
+    actual = both_ways_jit(HOW, *args)
+    expected = both_ways_jit("reference", *args)
+    assert_close(actual, expected)
+    for name, leaf in expected.items():
+        assert actual[name].dtype == leaf.dtype, name
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(Sizes(tokens=1, choices=1, rows=1, d=1024), id="one row"),
+        pytest.param(Sizes(tokens=9, choices=1, rows=9, d=1024), id="one choice"),
+        pytest.param(Sizes(tokens=2, choices=10, rows=20, d=2048), id="ten choices"),
+    ],
+)
+def test_other_sizes(sizes):
+    args = random_case(1.0, jnp.bfloat16, sizes=sizes)
+    assert_close(both_ways_jit(HOW, *args), both_ways_jit("reference", *args))
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.6])
+def test_nan_in_rows_without_a_name_reaches_nothing(kept):
+    """Nor do tokens of which no choice was kept, nor gates of choices that were not."""
+    floats, integers = random_case(kept)
+    x_nd, dout_nd, y_md, gate_nk = floats
+    positions_nk, assignment_m, _ = integers
+    clean = both_ways_jit(HOW, floats, integers)
+    is_lost_n = (positions_nk < 0).all(axis=1)
+    dirty = (
+        x_nd.at[is_lost_n].set(jnp.nan),
+        dout_nd.at[is_lost_n].set(jnp.nan),
+        y_md.at[assignment_m < 0].set(jnp.nan),
+        jnp.where(positions_nk < 0, jnp.nan, gate_nk),
+    )
+    actual = both_ways_jit(HOW, dirty, integers)
+    for name, leaf in clean.items():
+        np.testing.assert_array_equal(actual[name], leaf, err_msg=name)
+
+
+def test_gates_may_have_another_dtype():
+    (*rows, gate_nk), integers = random_case(0.6)
+    args = (*rows, gate_nk.astype(jnp.bfloat16)), integers
+    expected = both_ways_jit("reference", *args)
+    actual = both_ways_jit(HOW, *args)
+    assert actual["dgate"].dtype == jnp.bfloat16
+    assert_close(actual, expected)
+
+
+def test_inside_shard_map():
+    """Other tables on each device; x is shared, and its gradients are summed."""
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,))
+    (floats, integers), (others, other_integers) = (
+        random_case(kept, seed=i) for i, kept in enumerate((0.4, 0.9))
+    )
+    others = floats[0], *others[1:]
+    one = both_ways_jit("reference", floats, integers)
+    two = both_ways_jit("reference", others, other_integers)
+    split = P("expert")
+
+    def body(floats, integers):
+        results = both_ways(HOW, floats, integers)
+        for name, leaf in results.items():
+            varies_on = set() if name == "dx" else {"expert"}
+            assert jax.typeof(leaf).manual_axis_type.varying == varies_on, name
+        return results
+
+    on_devices = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=((P(), split, split, split), split),
+        out_specs=dict.fromkeys(one, split) | {"dx": P()},
+    )
+    joined = [jnp.concatenate(pair) for pair in zip(floats, others, strict=True)]
+    actual = jax.jit(on_devices)(
+        (floats[0], *joined[1:]),
+        tuple(map(np.concatenate, zip(integers, other_integers, strict=True))),
+    )
+    expected = {name: jnp.concatenate([one[name], two[name]]) for name in one}
+    assert_close(actual, expected | {"dx": one["dx"] + two["dx"]})
+
+
+def watched(kernel, *args):
+    """What the interpreter's race detector saw of a kernel."""
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        jax.block_until_ready(jax.jit(kernel)(*args))
+    return get_races()  # of the last kernel alone
+
+
+@pytest.mark.parametrize("move", ["take", "weighted_sum", "combine_backward"])
+def test_what_is_loaded_and_that_blocks_do_not_race(move):
+    """Each piece of a row once for each time that a table names it, and no other."""
+    (x_nd, dout_nd, y_md, gate_nk), integers = random_case(0.6)
+    positions_nk, assignment_m, source_m = integers
+    args, loads_per_name = {
+        "take": ((x_nd, source_m), 1),
+        "weighted_sum": ((y_md, gate_nk, positions_nk), 1),
+        "combine_backward": (
+            (dout_nd, y_md, gate_nk, positions_nk, assignment_m),
+            2,
+        ),
+    }[move]
+    seen = watched(getattr(hopper, move), *args)
+    assert not seen.races_found
+    ranges = [rnge for reads in seen.reads.values() for _, _, rnge, _ in reads]
+    loads = [rnge for rnge in ranges if isinstance(rnge[-1], slice)]
+    pieces = SIZES.d // 512
+    assert len(loads) == np.sum(assignment_m >= 0) * pieces * loads_per_name
+
+
+def test_the_detector_finds_a_race():
+    def write_one_place(out):
+        out[0] = jax.lax.axis_index("block")
+
+    one = jax.ShapeDtypeStruct((1,), jnp.int32)
+    kernel = plgpu.kernel(
+        write_one_place, out_type=one, grid=(2,), grid_names=("block",)
+    )
+    assert watched(kernel).races_found
+
+
+def lowered(dtype, sizes):
+    """Both ways on each of two H200s, which are not here, as text."""
+    as_struct = partial(jax.tree.map, lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype))
+    args = as_struct(random_case(1.0, dtype, sizes=sizes))
+    h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    mesh = AbstractMesh((2,), ("expert",), (AxisType.Auto,), abstract_device=h200)
+    split = P("expert")
+    on_devices = jax.shard_map(
+        partial(both_ways, "hopper"), mesh=mesh, in_specs=split, out_specs=split
+    )
+    with use_abstract_mesh(mesh):
+        traced = jax.jit(on_devices).trace(*args)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("choices", "dtype"),
+    [
+        (1, jnp.bfloat16),
+        (3, jnp.bfloat16),
+        (10, jnp.bfloat16),
+        (8, jnp.float16),
+        (8, jnp.float32),
+    ],
+)
+def test_each_move_is_one_kernel_for_cuda(choices, dtype):
+    text = lowered(dtype, Sizes(tokens=66, choices=choices, rows=800, d=7168))
+    assert re.findall(r"custom_call @(\w+)", text) == ["mosaic_gpu_v2"] * 4
+    assert "scatter" not in text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d", "why"),
+    [
+        (jnp.int8, 2048, "rows of int8 are not moved, only bfloat16, float16, float32"),
+        (jnp.bfloat16, 1536, "d=1536 must be a multiple of 1024 in bfloat16: .* bytes"),
+        (jnp.float32, 768, "d=768 must be a multiple of 512 in float32: .* bytes"),
+    ],
+)
+def test_declines_rows_that_it_cannot_move(dtype, d, why):
+    sizes = SIZES._replace(d=d)
+    assert re.search(why, hopper.declines(dtype, d))
+    with pytest.raises(NotImplementedError, match=f"{why}.*: use implementation='xla'"):
+        hopper.take(jnp.zeros((sizes.tokens, d), dtype), tables(1.0, sizes=sizes)[2])
+
+
+def test_takes_rows_of_real_models():
+    for d in (2048, 4096, 7168):
+        assert hopper.declines(jnp.bfloat16, d) is None
+        assert hopper.declines(jnp.float32, d) is None

@@ -1,0 +1,141 @@
+"""Documents of one window know nothing of one another, and joined ones do."""
+
+import dataclasses
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+
+from moejax.config import Config, Data, Model, Moe, Train
+from tests.support import plain_model
+from tests.support.close import assert_close
+from tests.support.plain_model import network
+
+LENGTHS = (5, 1, 6)
+T = sum(LENGTHS)
+B = len(LENGTHS)
+SEPARATE = Config(
+    model=Model(
+        vocab_size=32, d_model=16, num_layers=3, num_heads=4, num_kv_heads=2,
+        head_dim=8, d_ff=24, first_k_dense=1, qk_norm="head", rope_theta=100.0,
+        compute_dtype="float32",
+    ),
+    moe=Moe(num_experts=4, top_k=2, d_expert=8),
+    data=Data(seq_len=T),
+    train=Train(batch_size=B, loss_chunk=T),
+)  # fmt: skip
+JOINED = dataclasses.replace(SEPARATE, data=Data(seq_len=T, documents="joined"))
+EDGES = np.cumsum((0, *LENGTHS))
+
+
+def tokens():
+    return np.random.default_rng(0).integers(0, 32, (B, T)).astype(np.int32)
+
+
+def in_one_window():
+    """Three documents in row 0; the other rows are of one document each."""
+    position_bt = np.tile(np.arange(T), (B, 1))
+    position_bt[0] = np.concatenate([np.arange(length) for length in LENGTHS])
+    return tokens(), position_bt
+
+
+def each_in_its_own():
+    """Document i of row 0 at the start of row i, and then what no one asks about."""
+    token_bt = tokens()
+    for row, (first, last) in enumerate(itertools.pairwise(EDGES)):
+        token_bt[row, : last - first] = tokens()[0, first:last]
+    return token_bt, np.tile(np.arange(T), (B, 1))
+
+
+def results(cfg, windows, is_asked_bt):
+    """Hidden states and, of a loss that reads those asked for, every gradient."""
+    ours = network(cfg)
+
+    def loss(params, token_bt, position_bt, is_asked_bt):
+        hidden_btd, _, head_vd = ours.apply(params, token_bt, position_bt)
+        nats_bt = jax.nn.logsumexp(hidden_btd @ head_vd.T, axis=-1)
+        return jnp.sum(jnp.where(is_asked_bt, nats_bt, 0.0)), hidden_btd
+
+    run = jax.jit(jax.grad(loss, has_aux=True))
+    return run(ours.params, *windows, is_asked_bt)
+
+
+@pytest.mark.slow
+def test_a_window_of_three_documents_is_three_windows():
+    """For each token the same hidden state, for all parameters the same gradient."""
+    is_first_row_bt = np.broadcast_to(np.arange(B)[:, None] == 0, (B, T))
+    is_begun_bt = np.arange(T) < np.array(LENGTHS)[:, None]
+    gradients, hidden_btd = results(SEPARATE, in_one_window(), is_first_row_bt)
+    alone_gradients, alone_btd = results(SEPARATE, each_in_its_own(), is_begun_bt)
+    assert_close(hidden_btd[0], np.asarray(alone_btd)[is_begun_bt])
+    assert_close(
+        gradients,
+        alone_gradients,
+        factor=3,
+        reason="sums over the tokens of one row, and over those of three",
+    )
+
+
+@pytest.mark.parametrize("cfg", [SEPARATE, JOINED], ids=["separate", "joined"])
+def test_equals_its_formulas(cfg):
+    ours, windows = network(cfg), in_one_window()
+    hidden_btd, _, head_vd = ours.jit(ours.params, *windows)
+    expected = jax.jit(lambda *args: plain_model.logits(cfg, *args))
+    assert_close(
+        hidden_btd @ head_vd.T,
+        expected(ours.params, *windows),
+        factor=3,
+        reason="three layers, each summed in another order",
+    )
+
+
+def test_no_hidden_state_knows_another_document():
+    """Not one bit of it; joined, a later document does."""
+    token_bt, position_bt = in_one_window()
+    other_bt = token_bt.copy()
+    other_bt[0, : LENGTHS[0]] = (other_bt[0, : LENGTHS[0]] + 1) % 32
+    for cfg, knows in ((SEPARATE, False), (JOINED, True)):
+        ours = network(cfg)
+        hidden_btd, again_btd = (
+            np.asarray(ours.jit(ours.params, each, position_bt)[0])
+            for each in (token_bt, other_bt)
+        )
+        later = slice(LENGTHS[0], None)
+        assert (hidden_btd[0, later] != again_btd[0, later]).any() == knows
+        assert (hidden_btd[0, :1] != again_btd[0, :1]).any()
+
+
+class Cudnn:
+    """A version that has the kernels, on machines that have none."""
+
+    @staticmethod
+    def cudnn_get_version() -> int:
+        return 91000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("documents", ["separate", "joined"])
+def test_lowers_for_cuda_with_the_fused_kernel(documents, monkeypatch):
+    """Forwards and backwards; the mask goes into the kernel as a bias."""
+    monkeypatch.setattr(fused_attention_stablehlo, "cuda_versions", Cudnn)
+    model = dataclasses.replace(
+        SEPARATE.model, attention="cudnn", compute_dtype="bfloat16", head_dim=64
+    )
+    data = Data(seq_len=64, documents=documents)
+    train = dataclasses.replace(SEPARATE.train, loss_chunk=64)
+    cfg = dataclasses.replace(SEPARATE, model=model, data=data, train=train)
+    ours = network(cfg)
+
+    def loss(params, windows_bt):
+        return jnp.sum(ours.apply(params, *windows_bt)[0].astype(jnp.float32))
+
+    windows_bt = np.zeros((2, B, 64), np.int32)
+    traced = jax.jit(jax.grad(loss)).trace(ours.params, windows_bt)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    kernels = set(re.findall(r"__cudnn\$fmha\w*", text))
+    assert len(kernels) == 2, "one forwards, one backwards"
+    assert all(("ScaleBias" in name) == (documents == "separate") for name in kernels)

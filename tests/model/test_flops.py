@@ -1,0 +1,112 @@
+"""FLOPs and parameters against counts of programs and arrays."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from moejax.config import Config, Data, Model, Moe, Router, Train
+from moejax.model.flops import flops_per_token, num_params
+from tests.support import plain_model
+from tests.support.plain_model import network
+from tests.support.primitives import equations
+
+B, T = 2, 6
+BASE = Config(
+    model=Model(
+        vocab_size=48, d_model=16, num_layers=2, num_heads=4, num_kv_heads=4,
+        head_dim=8, d_ff=40,
+    ),
+    moe=Moe(num_experts=4, top_k=2, d_expert=24),
+    data=Data(seq_len=T),
+    train=Train(batch_size=B, loss_chunk=T),
+)  # fmt: skip
+
+
+def varied(moe=None, router=None, **model):
+    return dataclasses.replace(
+        BASE,
+        model=dataclasses.replace(BASE.model, **model),
+        moe=dataclasses.replace(BASE.moe, **(moe or {})),
+        router=router or BASE.router,
+    )
+
+
+CONFIGS = {
+    "base": BASE,
+    "untied": varied(tie_embeddings=False),
+    "grouped queries, norms per head": varied(num_kv_heads=2, qk_norm="head"),
+    "one key head, norms over all": varied(num_kv_heads=1, qk_norm="full"),
+    "wide heads": varied(head_dim=32),
+    "dense prefix": varied(num_layers=3, first_k_dense=2),
+    "every second": varied(num_layers=4, moe_every=2),
+    "prefix, every second": varied(num_layers=3, first_k_dense=1, moe_every=2),
+    "shared experts": varied(moe={"num_shared_experts": 2}, num_layers=1),
+    "all experts": varied(moe={"top_k": 4}),
+    "sigmoid, one of eight": varied(
+        moe={"num_experts": 8, "top_k": 1}, router=Router(kind="sigmoid")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_num_params_counts_the_elements_of_the_model(name):
+    """All of them; and without the experts, of each layer, that a token passes by."""
+    cfg, moe = CONFIGS[name], CONFIGS[name].moe
+    leaves = jax.tree_util.tree_leaves_with_path(network(cfg).params)
+    total = sum(leaf.size for _, leaf in leaves)
+    routed = [leaf for path, leaf in leaves if path[-1].key.split("_")[1][0] == "e"]
+    assert len(routed) == 3, "gate_edf, up_edf, down_efd"
+    idle = sum(leaf.size for leaf in routed) * (moe.num_experts - moe.top_k)
+    expected = {"total": total, "active": total - idle // moe.num_experts}
+    assert num_params(cfg) == expected
+
+
+def dot_flops(function, *args):
+    """Two FLOPs for each multiply-add of every dot_general that runs."""
+    total = 0
+    for eqn, times in equations(jax.make_jaxpr(function)(*args)):
+        assert eqn.primitive.name not in ("while", "conv_general_dilated")
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            depth = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
+            total += times * 2 * depth * math.prod(eqn.outvars[0].aval.shape)
+    return total
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_flops_are_those_of_the_plain_program(name):
+    """Forwards; and three times as many with the gradient of every parameter."""
+    cfg = CONFIGS[name]
+    params, tokens_bt = network(cfg).params, np.zeros((B, T), np.int32)
+
+    def total(params):
+        return plain_model.logits(cfg, params, tokens_bt).sum()
+
+    flops = flops_per_token(cfg)
+    assert flops.forward * B * T == dot_flops(total, params)
+    assert flops.train * B * T == dot_flops(jax.value_and_grad(total), params)
+
+
+def test_flops_by_part_by_hand():
+    """d = 16, 4 query heads and 2 key heads of 8, t = 6, 1 dense layer and 2 MoE."""
+    cfg = varied(
+        moe={"num_shared_experts": 2}, num_layers=3, first_k_dense=1, num_kv_heads=2
+    )
+    flops = flops_per_token(cfg)
+    assert flops.attention_projections == 3 * 2 * 16 * (32 + 16 + 16 + 32)
+    assert flops.attention_scores == 3 * 2 * (2 * 32 * (1 + 2 + 3 + 4 + 5 + 6) / 6)
+    assert flops.dense == 1 * 3 * 2 * 16 * 40
+    assert flops.shared == 2 * 3 * 2 * 16 * 48
+    assert flops.routed == 2 * 2 * 3 * 2 * 16 * 24
+    assert flops.router == 2 * 2 * 16 * 4
+    assert flops.head == 2 * 16 * 48
+    assert flops.train == 3 * flops.forward == 3 * sum(dataclasses.astuple(flops))
+
+
+def test_padding_and_remat_are_no_useful_work():
+    """Utilisation can't be bought by wider buffers or by computing twice."""
+    cfg = varied(moe={"buffer_factor": 4.0, "exchange": "capacity"}, remat="full")
+    assert flops_per_token(cfg) == flops_per_token(BASE)

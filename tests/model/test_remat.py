@@ -1,0 +1,134 @@
+"""What the backward pass repeats under each remat policy, and that it changes nothing.
+
+Routes are never chosen again: a top-k that flips in the backward pass is a wrong
+gradient. They are counted in the jaxpr of the gradient; XLA can only remove from it.
+"""
+
+import dataclasses
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moejax.config import Config, Data, Mesh, Model, Moe, Router, Train
+from moejax.model.transformer import Noise
+from tests.support.close import assert_close
+from tests.support.plain_model import network
+from tests.support.primitives import equations
+
+POLICIES = ("none", "dispatch", "full")
+B, T, E, K, L = 8, 8, 8, 2, 2
+# Of one device of eight; in expert choice every expert may take a token.
+NUM_ASSIGNMENTS = dict.fromkeys(("softmax", "sigmoid", "recorded"), B * T // 8 * K)
+NUM_ASSIGNMENTS["expert_choice"] = B * T // 8 * E
+ROUTERS = {
+    "softmax": Router(),
+    "sigmoid, groups": Router(kind="sigmoid", num_groups=4, top_groups=2),
+    "expert_choice": Router(kind="expert_choice", allow_expert_choice_in_decoder=True),
+    "recorded": Router(kind="recorded"),
+}
+SMALL = Config(
+    mesh=Mesh(data=2, expert=4),
+    model=Model(
+        vocab_size=16, d_model=16, num_layers=L, num_heads=2, num_kv_heads=1,
+        head_dim=8, d_ff=16, compute_dtype="float32",
+    ),
+    moe=Moe(num_experts=E, top_k=K, d_expert=8, rows_per_peer=3),
+    data=Data(seq_len=T),
+    train=Train(batch_size=B, loss_chunk=T),
+)  # fmt: skip
+
+
+def loss_of(cfg, remat):
+    """loss(params, tokens, key) that reads every output of the model."""
+    model = dataclasses.replace(cfg.model, remat=remat)
+    ours = network(dataclasses.replace(cfg, model=model))
+    chance_le = None
+    if cfg.router.kind == "recorded":
+        chance_le = np.full((L, E), K / E, np.float32)
+
+    def loss(params, tokens_bt, key):
+        noise = Noise(key, chance_le, cfg.router.jitter)
+        hidden_btd, sums, head_vd = ours.apply(params, tokens_bt, noise=noise)
+        nats = jax.nn.logsumexp(hidden_btd @ head_vd.T, axis=-1).mean()
+        losses = sums.sequence.mean() + 0.01 * sums.z.mean() + sums.prob_e[0, 0, 0]
+        return nats + losses, (jnp.max(sums.rounds), jnp.sum(sums.tokens_e, axis=1))
+
+    return loss, ours.params
+
+
+def operands():
+    tokens_bt = np.random.default_rng(0).integers(0, 16, (B, T))
+    return tokens_bt, jax.random.key(0)
+
+
+def counts(cfg, remat):
+    """Primitives of one layer, forwards and backwards."""
+    loss, params = loss_of(cfg, remat)
+    jaxpr = jax.make_jaxpr(jax.grad(loss, has_aux=True))(params, *operands())
+    found = Counter()
+    for eqn, _ in equations(jaxpr):
+        name, operand = eqn.primitive.name, eqn.invars[0].aval if eqn.invars else None
+        found[name] += 1
+        if name == "sort" and operand.size == NUM_ASSIGNMENTS[cfg.router.kind]:
+            found["sort of all choices"] += 1
+        if name.startswith("all_gather") and operand.dtype == jnp.int32:
+            found["all_gather of counts"] += 1
+    return found
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_routes_are_chosen_once(kind):
+    """Under 'full', which saves least, no top-k, no draw, no sort of the manifest and
+    no exchange of counts is repeated."""
+    found = counts(dataclasses.replace(SMALL, router=ROUTERS[kind]), "full")
+    assert found["top_k"] == {"sigmoid, groups": 3, "recorded": 0}.get(kind, 1)
+    assert found["random_bits"] == (kind == "recorded")
+    assert found["sort of all choices"] == 1
+    assert found["all_gather of counts"] == 1
+
+
+@pytest.mark.parametrize(
+    ("exchange", "none", "full"),
+    [
+        # Round 0: 2 forwards, 2 of gradients. Later rounds: 2 forwards; the backward
+        # loop dispatches again, 2 and 2. 'full' repeats the two of round 0 only.
+        ("exact", 10, 12),
+        ("capacity", 4, 6),
+    ],
+)
+def test_exchanges(exchange, none, full):
+    """'dispatch' repeats no exchange; no policy runs the loop of later rounds again.
+    Multiplications are repeated: else all this would show nothing."""
+    moe = dataclasses.replace(SMALL.moe, exchange=exchange)
+    cfg = dataclasses.replace(SMALL, moe=moe)
+    found = [counts(cfg, remat) for remat in POLICIES]
+    assert [each["all_to_all"] for each in found] == [none, none, full]
+    assert [each["all_gather of counts"] for each in found] == [1, 1, 1]
+    dots = [each["dot_general"] for each in found]
+    assert dots[0] < dots[1] < dots[2]
+
+
+@functools.cache
+def results(remat):
+    """With jitter, and buffers so small that later rounds run."""
+    router = Router(kind="sigmoid", jitter=0.1)
+    cfg = dataclasses.replace(SMALL, router=router, mesh=Mesh(expert=2))
+    loss, params = loss_of(cfg, remat)
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    return run(params, *operands())
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "remat", [pytest.param("dispatch", marks=pytest.mark.long), "full"]
+)
+def test_policies_agree_in_loss_and_every_gradient(remat):
+    (_, (rounds, _)), gradients = results("none")
+    assert rounds > 1
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradients))
+    assert_close(results(remat), results("none"))

@@ -1,0 +1,182 @@
+"""Shortcut-connected layers: their formula; and no exchange waits for attention."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
+
+from moejax import axes
+from moejax.config import Config, Mesh, Moe
+from moejax.model.blocks import Block
+from moejax.model.flops import flops_per_token, num_params
+from moejax.plan.layout import Topology
+from tests.model.test_cache import CFG, LENGTHS, one_by_one, tokens
+from tests.model.test_flops import dot_flops
+from tests.support import plain_model
+from tests.support.close import assert_close
+from tests.support.plain_model import network
+
+B, T = tokens().shape[0], 4
+QUICK = {"xla_backend_optimization_level": 0}  # compiled in half the time
+SHORTCUT = dataclasses.replace(
+    CFG,
+    model=dataclasses.replace(
+        CFG.model, block="shortcut", num_layers=4, first_k_dense=0, remat="dispatch"
+    ),
+)
+"""Twice a dense and an MoE layer."""
+ON_MESH = dataclasses.replace(
+    SHORTCUT,
+    mesh=Mesh(data=2, expert=2),
+    moe=dataclasses.replace(SHORTCUT.moe, rows_per_peer=3),
+)
+"""In rounds."""
+LAYERS = dataclasses.replace(
+    SHORTCUT,
+    mesh=Mesh(expert=2),
+    model=dataclasses.replace(SHORTCUT.model, num_layers=2, moe_every=1, remat="none"),
+    moe=dataclasses.replace(SHORTCUT.moe, rows_per_peer=B * T * 2),
+)
+"""Two MoE layers and no more."""
+
+
+def plain_logits(cfg: Config, params: dict, tokens_bt):
+    """x + attention(norm(x)) + shared(norm(of that)) + moe(norm(x)), layer by layer."""
+    model, position_bt = cfg.model, plain_model.of_one_document(tokens_bt)
+    x_btd = params["embed_vd"][tokens_bt]
+    for layer in range(model.num_layers):
+        block, is_moe = plain_model._block_of(model, params, layer)
+        given_btd = x_btd
+        args = (
+            block["attention"],
+            plain_model.norm(x_btd, block["attention_norm"], model),
+        )
+        x_btd = x_btd + plain_model.attention(cfg, *args, position_bt)
+        seen_btd = plain_model.norm(x_btd, block["ff_norm"], model)
+        x_btd = x_btd + plain_model.swiglu(block["dense"], seen_btd)
+        assert ("routed_norm" in block) == is_moe
+        if is_moe:
+            routed_btd = plain_model.norm(given_btd, block["routed_norm"], model)
+            x_btd = x_btd + plain_model.moe(cfg, block["moe"], routed_btd)
+    return plain_model.norm(x_btd, params["norm"], model) @ params["embed_vd"].T
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "cfg", [LAYERS, pytest.param(ON_MESH, marks=pytest.mark.long)], ids=["two", "mixed"]
+)
+@pytest.mark.slow
+def test_equals_its_formula(cfg):
+    """Values and every gradient: scanned, on a mesh; then between dense layers, in
+    rounds, and computed again going back."""
+    ours, tokens_bt = network(cfg), tokens()[:, :T]
+    pull_btv = np.cos(np.arange(B * T * 32, dtype=np.float32)).reshape(B, T, 32)
+
+    def scanned(params):
+        hidden_btd, _, head_vd = ours.apply(params, tokens_bt)
+        logits_btv = hidden_btd @ head_vd.T
+        return jnp.vdot(pull_btv, logits_btv), logits_btv
+
+    def plain(params):
+        logits_btv = plain_logits(cfg, params, tokens_bt)
+        return jnp.vdot(pull_btv, logits_btv), logits_btv
+
+    actual, expected = (
+        jax.device_get(jax.jit(f, compiler_options=QUICK)(ours.params))
+        for f in (jax.value_and_grad(f, has_aux=True) for f in (scanned, plain))
+    )
+    reason = "four layers, each summed in another order"
+    assert_close(actual[0][1], expected[0][1], factor=3, reason=reason)
+    assert_close(actual[1], expected[1], factor=20, reason=reason)
+    moved = expected[1]["cycles"]["blocks"][cfg.model.moe_every - 1]["routed_norm"][
+        "scale_d"
+    ]
+    assert np.abs(moved).max() > 1e-3
+
+
+def test_one_token_at_a_time_with_a_cache():
+    """The router's input is never in the cache: it is the token's own."""
+    cfg = dataclasses.replace(LAYERS, mesh=Mesh())
+    whole_btd = network(cfg).jit(network(cfg).params, tokens())[0]
+    row_b = np.arange(B)
+    found_bsd = one_by_one(cfg)
+    for step in range(found_bsd.shape[1]):
+        last_b = LENGTHS - 1 + step
+        assert_close(
+            found_bsd[:, step], whole_btd[row_b, last_b],
+            factor=3, reason="two layers, each summed in another order",
+        )  # fmt: skip
+
+
+def test_no_exchange_depends_on_attention():
+    """In a standard layer each does. There and back, later rounds too."""
+    found = {}
+    for block in ("standard", "shortcut"):
+        model = dataclasses.replace(ON_MESH.model, block=block, moe_every=1)
+        cfg = dataclasses.replace(ON_MESH, model=model)
+        found[block] = exchanges(scan_body(cfg))
+    after, before = found["standard"], found["shortcut"]
+    assert after == ["after"] * len(after)
+    assert before == ["before"] * len(after)
+    assert len(after) >= 4
+
+
+def scan_body(cfg: Config):
+    """The jaxpr of the layer that the model's scan over MoE layers repeats."""
+    ours, tokens_bt = network(cfg), tokens()[:, :T]
+    jaxpr = jax.make_jaxpr(ours.apply)(ours.params, tokens_bt).jaxpr
+    scans = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    return scans[-1].params["jaxpr"].jaxpr
+
+
+def exchanges(body) -> list[str]:
+    """Of each all_to_all of a layer, in program order, whether any path of data leads
+    to it from what attention computes, and whether it stands before or after that."""
+    found: list[str] = []
+
+    def walk(jaxpr, tainted: set, all_inside: bool):
+        """Outputs that depend on attention."""
+        for eqn in jaxpr.eqns:
+            inputs = [v for v in eqn.invars if not isinstance(v, Literal)]
+            is_tainted = all_inside or any(v in tainted for v in inputs)
+            is_attention = "attention" in str(eqn.source_info.name_stack)
+            if eqn.primitive.name == "all_to_all":
+                found.append("after" if is_tainted else "before")
+            outputs = [is_tainted or is_attention] * len(eqn.outvars)
+            for inner in jaxprs_in_params(eqn.params):
+                body = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+                if len(body.invars) != len(eqn.invars):
+                    walk(body, set(), is_tainted)
+                    continue
+                pairs = zip(body.invars, eqn.invars)
+                given = {
+                    i for i, o in pairs if not isinstance(o, Literal) and o in tainted
+                }
+                of_inner = walk(body, given, all_inside)
+                if len(of_inner) == len(outputs) and not is_attention:
+                    outputs = of_inner
+            tainted |= {v for v, is_one in zip(eqn.outvars, outputs) if is_one}
+        return [not isinstance(v, Literal) and v in tainted for v in jaxpr.outvars]
+
+    walk(body, set(), False)
+    return found
+
+
+def test_flops_and_parameters():
+    cfg, params = SHORTCUT, network(SHORTCUT).params
+    leaves = jax.tree.leaves(params)
+    assert num_params(cfg)["total"] == sum(leaf.size for leaf in leaves)
+    tokens_bt = np.zeros((B, cfg.data.seq_len), np.int32)
+    found = dot_flops(lambda params: plain_logits(cfg, params, tokens_bt), params)
+    assert flops_per_token(cfg).forward * tokens_bt.size == found
+
+
+def test_needs_a_shared_expert():
+    cfg = dataclasses.replace(SHORTCUT, moe=Moe(num_experts=4, num_shared_experts=0))
+    mesh = axes.make_mesh(Topology(), jax.devices()[:1])
+    with pytest.raises(ValueError, match=r"Model\.block='shortcut'.*=0: use 1 or more"):
+        nnx.eval_shape(lambda: Block(cfg, True, mesh, nnx.Rngs(0)))

@@ -1,0 +1,271 @@
+"""Attention and dense parts split over tensor: the numbers of one device, and one sum
+over tensor for each part and for its gradient."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moejax import axes
+from moejax.config import Model
+from moejax.model.attention import Attention, Sight
+from moejax.model.cache import Cache, Memory
+from moejax.model.layers import SwiGlu
+from moejax.model.sharding import param_sharding
+from moejax.moe.mesh_roles import Groups
+from moejax.plan.layout import Topology
+from tests.support.close import assert_close
+
+B, T, D, F = 4, 16, 64, 128
+POSITION_BT = np.tile(np.r_[0:6, 0:10], (B, 1)).astype(np.int32)
+"""Two documents in each row."""
+CFG = Model(
+    d_model=D, num_heads=8, num_kv_heads=4, head_dim=16, compute_dtype="float32"
+)
+SPLITS = (
+    Topology(expert=2, tensor=4),
+    Topology(data=2, expert=2, tensor=2),
+)
+TENSOR_ALONE = Topology(tensor=4)
+"""Every collective here is one over tensor."""
+
+
+class Part(NamedTuple):
+    make: Callable
+    """make(mesh) -> module"""
+    call: Callable
+    """call(module, x_btd) -> y_btd"""
+
+
+def attention(qk_norm: str) -> Part:
+    cfg = dataclasses.replace(CFG, qk_norm=qk_norm)
+
+    def call(module, x_btd):
+        sight = Sight.of_windows(jnp.asarray(POSITION_BT), cfg, is_separate=True)
+        return module(x_btd, sight)[0]
+
+    return Part(lambda mesh: Attention(cfg, mesh, nnx.Rngs(0)), call)
+
+
+PARTS = {
+    "attention": attention("none"),
+    "norms per head": attention("head"),
+    "norms over all heads": attention("full"),
+    "swiglu": Part(
+        lambda mesh: SwiGlu(D, F, mesh, nnx.Rngs(0)), lambda module, x: module(x)
+    ),
+}
+
+
+def mesh_of(topology: Topology) -> jax.sharding.Mesh:
+    return axes.make_mesh(topology, jax.devices()[: topology.num_devices])
+
+
+def rows(mesh) -> NamedSharding:
+    return axes.sharding(mesh, axes.BATCH_AXES)
+
+
+def parted(part: Part, mesh, dtype=jnp.float32):
+    """Structure of the part, and shapes of its parameters with their shardings."""
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: part.make(mesh)))
+
+    def placed(_, variable):
+        where = param_sharding(variable, mesh, Groups(), stacked=False, store="owned")
+        return jax.ShapeDtypeStruct(variable.shape, dtype, sharding=where)
+
+    return graph, nnx.to_pure_dict(nnx.map_state(placed, shapes))
+
+
+def program(part: Part, mesh, dtype=jnp.float32):
+    """Compiled: output and all gradients of what is no linear function of it."""
+    graph, shapes = parted(part, mesh, dtype)
+    where = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+
+    def loss(params, x_btd):
+        y_btd = part.call(nnx.merge(graph, params), x_btd)
+        return jnp.sum(jnp.sin(y_btd)), y_btd
+
+    both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    x_btd = jax.ShapeDtypeStruct((B, T, D), dtype, sharding=rows(mesh))
+    outs = ((axes.sharding(mesh), rows(mesh)), (where, rows(mesh)))
+    return jax.jit(both, out_shardings=outs).lower(shapes, x_btd).compile()
+
+
+@functools.cache
+def numbers(name: str, topology: Topology, dtype=jnp.float32):
+    """Output, and the gradients of parameters and input."""
+    mesh = mesh_of(topology)
+    _, shapes = parted(PARTS[name], mesh, dtype)
+    random = np.random.default_rng(0)
+
+    def draw(leaf):
+        values = random.standard_normal(leaf.shape) / 8
+        is_scale = len(leaf.shape) == 1
+        return jax.device_put((values + is_scale).astype(dtype), leaf.sharding)
+
+    x_btd = random.standard_normal((B, T, D)).astype(dtype)
+    args = jax.tree.map(draw, shapes), jax.device_put(x_btd, rows(mesh))
+    (_, y_btd), grads = program(PARTS[name], mesh, dtype)(*args)
+    return jax.device_get((y_btd, grads))
+
+
+@pytest.mark.parametrize(
+    ("name", "topology"),
+    [
+        ("norms per head", SPLITS[0]),
+        ("norms over all heads", SPLITS[0]),
+        ("norms over all heads", SPLITS[1]),
+        ("swiglu", SPLITS[0]),
+    ],
+    ids=str,
+)
+def test_values_and_gradients_are_those_of_one_device(name, topology):
+    """Grouped queries and documents apart among them."""
+    assert_close(numbers(name, topology), numbers(name, Topology()))
+
+
+def test_parameters_are_drawn_alike_on_any_mesh():
+    drawn = []
+    for topology in (Topology(), SPLITS[1]):
+        part, mesh = PARTS["attention"], mesh_of(topology)
+        _, shapes = parted(part, mesh)
+        where = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+
+        def new(part=part, mesh=mesh):
+            return nnx.to_pure_dict(nnx.split(part.make(mesh))[1])
+
+        drawn.append(jax.device_get(jax.jit(new, out_shardings=where)()))
+    jax.tree.map(np.testing.assert_array_equal, *drawn)
+
+
+def test_a_dense_part_in_float64():
+    """Attention has no such test: jax.nn.dot_product_attention weighs in float32."""
+    with jax.enable_x64(True):
+        found, expected = (
+            numbers("swiglu", topology, jnp.float64)
+            for topology in (SPLITS[0], Topology())
+        )
+        assert_close(found, expected)
+
+
+ARRAY = re.compile(r"[a-z]+\d+\[([\d,]*)\]")
+COLLECTIVE = re.compile(
+    r"= (.*?) (all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute)"
+    r"(?:-start)?\("
+)
+
+
+def collectives(compiled) -> Counter:
+    """How often an array of so many elements comes out of a collective, by kind."""
+    found = Counter()
+    for arrays, kind in COLLECTIVE.findall(compiled.as_text()):
+        for dims in ARRAY.findall(arrays):
+            found[kind, math.prod(int(n) for n in dims.split(",") if n)] += 1
+    return found
+
+
+def test_one_sum_for_each_part_and_one_for_its_gradient():
+    """Norms over all heads add two numbers per token each way, and their scales."""
+    for name, part in PARTS.items():
+        expected = Counter({("all-reduce", B * T * D): 2})
+        if name == "norms over all heads":
+            expected["all-reduce", B * T] = 4
+            expected["all-gather", 8 * 16] = expected["all-gather", 4 * 16] = 1
+        if name == "norms per head":
+            expected["all-reduce", 16] = 2  # gradients of the scales
+        run = program(part, mesh_of(TENSOR_ALONE))
+        assert collectives(run) == expected, name
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_matrices_lie_split_over_tensor_and_fsdp(name):
+    """Along two dims; the axes of a batch gather theirs, and tensor never does."""
+    sizes = {"data": 2, "expert": 2}
+    whole, split = (
+        parted(PARTS[name], mesh_of(Topology(**sizes, tensor=tensor)))[1]
+        for tensor in (1, 2)
+    )
+    for key in whole:
+        if not key.endswith("_norm"):
+            held = [
+                math.prod(leaf[key].sharding.shard_shape(leaf[key].shape))
+                for leaf in (whole, split)
+            ]
+            assert held[0] == 2 * held[1] == whole[key].size // 4
+            dims = (axes.FSDP_AXES, "tensor")
+            is_out = key in ("out_hid", "down_fd")
+            assert split[key].sharding.spec == P(*(dims[::-1] if is_out else dims))
+
+
+def test_small_matrices_are_split_over_tensor_alone():
+    """Computing is split there, so that nothing is gathered."""
+    part = Part(lambda mesh: SwiGlu(8, 16, mesh, nnx.Rngs(0)), None)
+    _, shapes = parted(part, mesh_of(SPLITS[1]))
+    assert shapes["up_df"].sharding.spec == P(None, "tensor")
+    assert shapes["down_fd"].sharding.spec == P("tensor", None)
+
+
+def decoded(topology: Topology):
+    """Output of a token that follows three in a cache, the cache then, and the compiled
+    program."""
+    mesh = mesh_of(topology)
+    cfg = dataclasses.replace(CFG, num_layers=1)
+    graph, shapes = parted(PARTS["attention"], mesh)
+    where = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+    random = np.random.default_rng(0)
+
+    def draw(shape):
+        return random.standard_normal(shape).astype(np.float32)
+
+    params = {name: draw(leaf.shape) / 8 for name, leaf in shapes.items()}
+
+    def step(params, cache, x_b1d, position_b1):
+        sight, document_bu = Sight.of_cache(position_b1, cfg, cache)
+        memory = Memory(cache.key_lbugi, cache.value_lbugi, jnp.int32(0))
+        y_b1d, memory = nnx.merge(graph, params)(x_b1d, sight, memory)
+        after = Cache(
+            memory.key_lbugi, memory.value_lbugi, document_bu, cache.num_tokens
+        )
+        return y_b1d, after
+
+    empty = Cache.empty(cfg, B, capacity=8)
+    kept_lbugi = draw(empty.key_lbugi.shape)
+    documents_bu = np.tile(np.r_[[1] * 3, [0] * 5], (B, 1)).astype(np.int32)
+    cache = Cache(kept_lbugi, kept_lbugi, documents_bu, np.int32(3))
+    args = (params, cache, draw((B, 1, D)), np.full((B, 1), 3, np.int32))
+    lie = (where, Cache.shardings(mesh), rows(mesh), rows(mesh))
+    args = jax.tree.map(jax.device_put, args, lie)
+    run = jax.jit(step, out_shardings=(rows(mesh), lie[1])).lower(*args).compile()
+    return *run(*args), run
+
+
+def test_a_cache_stays_split_by_head():
+    """One device has a quarter of it; a token costs one sum of its output, no more."""
+    y_b1d, cache, run = decoded(TENSOR_ALONE)
+    expected = decoded(Topology())
+    assert_close((y_b1d, cache), expected[:2])
+    kept_lbugi = cache.value_lbugi
+    shard = kept_lbugi.sharding.shard_shape(kept_lbugi.shape)
+    assert shard == (1, B, 8, 1, 16)
+    assert collectives(run) == Counter({("all-reduce", B * D): 1})
+
+
+def test_what_tensor_cannot_split_is_declined():
+    mesh = mesh_of(Topology(tensor=4))
+    with pytest.raises(
+        ValueError, match=r"num_kv_heads=2 .* use 4, or Mesh.tensor = 2"
+    ):
+        Attention(dataclasses.replace(CFG, num_kv_heads=2), mesh, nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"d_ff .*=30 .* use 32, or Mesh.tensor = 2"):
+        SwiGlu(D, 30, mesh, nnx.Rngs(0))

@@ -1,0 +1,192 @@
+"""The decoder: equal to its formulas, causal, and built of the layers that it says."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from moejax import axes
+from moejax.config import Config, Data, Mesh, Model, Moe, Router, Train
+from moejax.model.attention import Attention, Sight
+from moejax.model.layers import rope, rotation
+from moejax.model.transformer import Noise
+from tests.support import plain_model
+from tests.support.close import assert_close
+from tests.support.plain_model import network
+
+B, T = 8, 6
+SMALL = Model(
+    vocab_size=32, d_model=16, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8,
+    d_ff=24, compute_dtype="float32",
+)  # fmt: skip
+DATA, TRAIN = Data(seq_len=T), Train(batch_size=B, loss_chunk=T)
+MIXED = Config(
+    model=dataclasses.replace(
+        SMALL, num_layers=5, first_k_dense=1, moe_every=2, num_kv_heads=2,
+        qk_norm="full", rope_theta=100.0,
+    ),
+    moe=Moe(num_experts=4, top_k=2, d_expert=8, num_shared_experts=3),
+    data=DATA,
+    train=TRAIN,
+)  # fmt: skip
+PLAIN = Config(
+    model=dataclasses.replace(
+        SMALL, qk_norm="head", tie_embeddings=False, num_kv_heads=1
+    ),
+    moe=Moe(num_experts=4, top_k=1, d_expert=8),
+    router=Router(kind="sigmoid", gate_scale=2.5, normalise_gates=False),
+    data=DATA,
+    train=TRAIN,
+)
+
+
+def tokens(seed=0):
+    return np.random.default_rng(seed).integers(0, SMALL.vocab_size, (B, T))
+
+
+@pytest.mark.parametrize("cfg", [MIXED, PLAIN], ids=["mixed", "plain"])
+def test_equals_its_formulas(cfg):
+    """Dense prefix, cycles, shared experts, grouped queries, both QK-norms, RoPE, tied
+    and untied embeddings, softmax and sigmoid gates."""
+    ours = network(cfg)
+    hidden_btd, _, head_vd = ours.jit(ours.params, tokens())
+    expected = jax.jit(lambda *args: plain_model.logits(cfg, *args))
+    assert_close(
+        hidden_btd @ head_vd.T,
+        expected(ours.params, tokens()),
+        factor=3,
+        reason="five layers, each summed in another order",
+    )
+
+
+def changed_before(cfg, position):
+    """Whether hidden states before `position` know its token; they differ after it."""
+    ours = network(cfg)
+    before, after = tokens(), tokens()
+    after[:, position] = (after[:, position] + 1) % SMALL.vocab_size
+    hidden_btd, again_btd = (
+        np.asarray(ours.jit(ours.params, each)[0]) for each in (before, after)
+    )
+    assert (hidden_btd[:, position:] != again_btd[:, position:]).any()
+    return (hidden_btd[:, :position] != again_btd[:, :position]).any()
+
+
+@pytest.mark.parametrize("position", [1, 3, T - 1])
+def test_no_hidden_state_knows_a_later_token(position):
+    """Not one bit of it: routing, too, is a function of the past alone."""
+    assert not changed_before(MIXED, position)
+
+
+def test_expert_choice_knows_the_future():
+    """Why it is refused in a decoder unless asked for by name."""
+    router = Router(kind="expert_choice", allow_expert_choice_in_decoder=True)
+    cfg = dataclasses.replace(PLAIN, router=router)
+    assert changed_before(cfg, T - 1)
+
+
+def test_rope_knows_relative_positions_only():
+    random = np.random.default_rng(0)
+    q_bthi, k_bthi = random.standard_normal((2, 1, 5, 2, 8)).astype(np.float32)
+
+    def scores(first):
+        turn = rotation(first + jnp.arange(5)[None], 8, 100.0)
+        q, k = (rope(y, turn) for y in (q_bthi, k_bthi))
+        return jnp.einsum("bthi,bshi->bhts", q, k)
+
+    assert_close(scores(40), scores(0), factor=3, reason="angles are 40 radians large")
+    still = jnp.einsum("bthi,bshi->bhts", q_bthi, k_bthi)
+    off_diagonal = ~np.eye(5, dtype=bool)
+    difference = np.abs(scores(0) - still)
+    assert difference[..., off_diagonal].min() > 1e-4
+    assert_close(
+        jnp.diagonal(scores(0), axis1=2, axis2=3),
+        jnp.diagonal(still, axis1=2, axis2=3),
+    )
+
+
+def test_rope_keeps_norms_and_dtype():
+    x_bthi = np.random.default_rng(0).standard_normal((1, 5, 2, 8)).astype(np.float32)
+    turn = rotation(jnp.arange(5)[None], 8, 10_000.0)
+    turned_bthi = rope(x_bthi, turn)
+    norms = (jnp.linalg.norm(y, axis=-1) for y in (turned_bthi, x_bthi))
+    assert_close(*norms)
+    assert rope(jnp.asarray(x_bthi, jnp.bfloat16), turn).dtype == jnp.bfloat16
+
+
+def test_grouped_queries_are_repeated_keys_and_values():
+    """Query heads 0, 1 read key head 0 and 2, 3 head 1: as if it stood there twice."""
+    mesh = axes.make_mesh(Mesh().topology, jax.devices()[:1])
+    grouped_cfg = dataclasses.replace(SMALL, num_kv_heads=2)
+    grouped, full = (Attention(cfg, mesh, nnx.Rngs(0)) for cfg in (grouped_cfg, SMALL))
+    full.q_dhi[...], full.out_hid[...] = grouped.q_dhi[...], grouped.out_hid[...]
+    for name in ("k_dgi", "v_dgi"):
+        heads_dgi = getattr(grouped, name)[...].reshape(SMALL.d_model, 2, -1)
+        twice_dgi = jnp.repeat(heads_dgi, 2, axis=1).reshape(SMALL.d_model, -1)
+        getattr(full, name)[...] = twice_dgi
+    x_btd = np.random.default_rng(0).standard_normal((2, T, SMALL.d_model))
+    x_btd = x_btd.astype(np.float32)
+    sight = Sight.of_windows(jnp.arange(T)[None], SMALL, is_separate=False)
+    assert_close(grouped(x_btd, sight)[0], full(x_btd, sight)[0])
+
+
+def test_layers_are_where_the_rule_puts_them():
+    """1 dense, then 2 cycles of dense and MoE; shared experts stand by the routed."""
+    params = network(MIXED).params
+    d = SMALL.d_model
+    assert params["prefix"]["dense"]["gate_df"].shape == (1, d, 24)
+    assert "moe" not in params["prefix"]
+    dense, moe = params["cycles"]["blocks"].values()
+    assert dense["dense"]["gate_df"].shape == (2, d, 24)
+    assert "moe" not in dense
+    assert moe["dense"]["gate_df"].shape == (2, d, 3 * 8)
+    assert moe["moe"]["gate_edf"].shape == (2, 4, d, 8)
+    (only,) = network(PLAIN).params["cycles"]["blocks"].values()
+    assert "dense" not in only
+    assert "prefix" not in network(PLAIN).params
+
+
+def test_tied_embeddings_are_one_parameter():
+    tied, untied = network(MIXED), network(PLAIN)
+    assert "head_vd" not in tied.params
+    np.testing.assert_array_equal(
+        tied.jit(tied.params, tokens())[2], tied.params["embed_vd"]
+    )
+    np.testing.assert_array_equal(
+        untied.jit(untied.params, tokens())[2], untied.params["head_vd"]
+    )
+    assert not (untied.params["head_vd"] == untied.params["embed_vd"]).any()
+
+
+def test_bfloat16_computes_and_float32_decides():
+    """Hidden states and the head travel narrow; what losses are made of does not."""
+    model = dataclasses.replace(MIXED.model, compute_dtype="bfloat16")
+    ours = network(dataclasses.replace(MIXED, model=model))
+    hidden, sums, head = jax.eval_shape(ours.apply, ours.params, tokens())
+    assert hidden.dtype == head.dtype == jnp.bfloat16
+    assert sums.prob_e.dtype == sums.z.dtype == jnp.float32
+    assert sums.tokens_e.dtype == jnp.int32
+    assert sums.tokens_e.shape == (2, 1, 4)
+
+
+@pytest.mark.long
+def test_jitter_is_the_same_noise_on_one_device_and_on_eight():
+    """It is drawn for the global batch, so it does not depend on who holds which part.
+    Another key is other noise."""
+    cfg = dataclasses.replace(PLAIN, moe=Moe(num_experts=8, top_k=2, d_expert=8))
+    runs = {}
+    for mesh in (Mesh(), Mesh(data=2, expert=4)):
+        ours = network(dataclasses.replace(cfg, mesh=mesh))
+
+        def noisy(params, seed, ours=ours):
+            noise = Noise(jax.random.key(seed), None, 0.5)
+            hidden_btd, sums, _ = ours.apply(params, tokens(), noise=noise)
+            return hidden_btd, jnp.sum(sums.tokens_e, axis=1)
+
+        run = jax.jit(noisy)
+        runs[mesh] = [run(ours.params, seed) for seed in (0, 1)]
+    one, eight = runs.values()
+    assert_close(eight, one)
+    assert (one[0][1] != one[1][1]).any()

@@ -1,0 +1,129 @@
+"""Transports: what moves where, and who declines."""
+
+import types
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from moejax.axes import DATA, DC, EXPERT, make_mesh
+from moejax.moe.exchange.transport import (
+    TRANSPORTS,
+    hierarchical,
+    local,
+    padded,
+    ragged,
+)
+from moejax.moe.layer import check_device
+from moejax.plan.layout import GROUP_AXES, Layout, Topology
+
+DEVICES, ROWS, WIDTH = 8, 3, 2
+
+
+EIGHT = Topology(expert=DEVICES)
+
+
+def exchanged(transport, rows, counts_ww, topology=EIGHT, axes=(EXPERT,)):
+    """rows [sender, receiver, row, d] through one transport on eight devices."""
+    mesh = make_mesh(topology)
+
+    def body(rows_wcd, count_w, incoming_w):
+        return transport(rows_wcd[0], count_w[0], incoming_w[0], axes)[None]
+
+    shard = P(axes)
+    run = jax.shard_map(body, mesh=mesh, in_specs=(shard,) * 3, out_specs=shard)
+    return jax.jit(run), (rows, counts_ww, counts_ww.T)
+
+
+def case():
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(DEVICES, DEVICES, ROWS, WIDTH)).astype(np.float32)
+    counts_ww = rng.integers(0, ROWS + 1, (DEVICES, DEVICES)).astype(np.int32)
+    return rows, counts_ww
+
+
+def test_padded_swaps_sender_and_receiver():
+    rows, counts_ww = case()
+    run, args = exchanged(padded, rows, counts_ww)
+    assert np.array_equal(run(*args), rows.swapaxes(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("topology", "axes"),
+    [
+        (Topology(dc=2, expert=4), (DC, EXPERT)),
+        (Topology(data=4, expert=2), (DATA, EXPERT)),
+        (Topology(dc=2, data=2, expert=2), (DC, DATA, EXPERT)),
+    ],
+)
+def test_hierarchical_is_padded_over_one_axis_after_the_other(topology, axes):
+    """Bit for bit; gradients too, by the transpose of each."""
+    rows, counts_ww = case()
+    results = []
+    for transport in (hierarchical, padded):
+        run, args = exchanged(transport, rows, counts_ww, topology, axes)
+        out, pull = jax.vjp(lambda rows, run=run, args=args: run(rows, *args[1:]), rows)
+        results.append((out, *pull(2 * out + 1)))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    assert np.array_equal(results[0][0], rows.swapaxes(0, 1))
+
+
+def test_local_is_the_identity():
+    rows = case()[0][0]
+    assert local(rows, None, None, EXPERT) is rows
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_ragged_lowers_for_cuda(pass_):
+    """Both ways are ragged, and no dense all_to_all is left."""
+    run, args = exchanged(ragged, *case())
+    if pass_ == "backward":
+        forward = run
+        run = jax.jit(jax.grad(lambda *args: jnp.sum(forward(*args) ** 2)))
+    text = run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("ragged_all_to_all") >= (2 if pass_ == "backward" else 1)
+    assert "stablehlo.all_to_all" not in text
+
+
+HOPPER, AMPERE = (
+    types.SimpleNamespace(platform="gpu", compute_capability=x, device_kind="a GPU")
+    for x in ("9.0", "8.0")
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [
+        ({"transport": "ragged"}, r"use Moe\.transport"),
+        ({"split": "water_filling", "fused_split": True}, r"use Moe\.fused_split"),
+    ],
+)
+def test_what_needs_a_gpu_declines_on_the_cpu(changes, fix):
+    layout, here = Layout(4, 2, 2, 8, **changes), jax.devices()[0]
+    with pytest.raises(NotImplementedError, match=fix):
+        check_device(layout, here)
+    check_device(layout, HOPPER)
+    check_device(Layout(4, 2, 2, 8), here)
+
+
+@pytest.mark.parametrize(
+    ("layout", "device"),
+    [
+        (Layout(4, 2, 2, 8, split="water_filling", fused_split=True), AMPERE),
+        (Layout(256, 256, 1, 8, split="water_filling", fused_split=True), HOPPER),
+    ],
+)
+def test_the_fused_split_declines_where_its_kernel_would(layout, device):
+    with pytest.raises(NotImplementedError, match=r"use Moe\.fused_split = False"):
+        check_device(layout, device)
+
+
+def test_every_transport_of_a_layout_exists():
+    for name in TRANSPORTS:
+        devices = 1 if name == "local" else 2
+        axes = GROUP_AXES["dc_expert" if name == "hierarchical" else "expert"]
+        make = partial(Layout, 4, devices, 4 // devices, 8, axes=axes)
+        assert make(transport=name).transport == name

@@ -1,0 +1,85 @@
+"""From rows per slot to rows from each source: both margins exact, pairs about as full
+as one another, rows at home as far as round 0 carries them."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from moejax.moe.split.deal import deal
+from moejax.moe.types import Placement
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout
+from tests.moe.split.test_divide import CASES, MANY, E
+
+
+@functools.cache
+def compiled(layout: Layout):
+    return jax.jit(functools.partial(deal, layout=layout))
+
+
+def dealt(counts_we, row_p, rows_p, rows_per_peer: int) -> np.ndarray:
+    """Rows from each source to each slot by number, [w, p]."""
+    w, e = counts_we.shape
+    layout = Layout(e, w, len(row_p) // w, rows_per_peer, store="sharded")
+    placement = Placement.of_plan(ExpertPlan(row_p[None], e).validate(layout), layout)
+    placement = placement.layer(0)
+    rows_q = rows_p[placement.slot_lq].astype(np.int32)
+    quota_wq = np.asarray(compiled(layout)(counts_we, rows_q, placement))
+    quota_wp = np.empty_like(quota_wq)
+    quota_wp[:, placement.slot_lq] = quota_wq
+    return quota_wp
+
+
+def any_rows(counts_we: np.ndarray, row_p: np.ndarray, seed: int) -> np.ndarray:
+    """An expert's load over its devices at random; nothing for a second slot there."""
+    rng, rows_p = np.random.default_rng(seed), np.zeros(len(row_p), np.int64)
+    device_p = np.arange(len(row_p)) // (len(row_p) // len(counts_we))
+    for expert, load in enumerate(counts_we.sum(axis=0)):
+        slots = np.flatnonzero(row_p == expert)
+        slots = slots[np.unique(device_p[slots], return_index=True)[1]]
+        cuts = np.sort(rng.integers(0, load + 1, len(slots) - 1))
+        rows_p[slots] = np.diff(np.r_[0, cuts, load])
+    return rows_p
+
+
+@pytest.mark.parametrize("rows_per_peer", [8, MANY])
+def test_both_margins_are_exact(rows_per_peer):
+    for seed, (row_p, counts_we) in enumerate(CASES):
+        rows_p = any_rows(counts_we, row_p, seed)
+        quota_wp = dealt(counts_we, row_p, rows_p, rows_per_peer)
+        assert quota_wp.min() >= 0
+        assert np.array_equal(quota_wp.sum(axis=0), rows_p)
+        for expert in range(E):
+            from_w = quota_wp[:, row_p == expert].sum(axis=1)
+            assert np.array_equal(from_w, counts_we[:, expert])
+
+
+def test_with_room_rows_stay_at_home():
+    """As many as are there and the replica takes; no other split of the same rows per
+    slot leaves more at home."""
+    device_p = np.arange(len(CASES[0][0])) // 5
+    for seed, (row_p, counts_we) in enumerate(CASES):
+        rows_p = any_rows(counts_we, row_p, seed)
+        quota_wp = dealt(counts_we, row_p, rows_p, 2**30)
+        here_p = counts_we[device_p, np.maximum(row_p, 0)]
+        stays_p = quota_wp[device_p, np.arange(len(row_p))]
+        assert np.array_equal(stays_p, np.minimum(here_p, rows_p))
+
+
+def test_one_hot_expert_on_half_of_the_devices_fills_pairs_evenly():
+    """Every source has as much for each of its replicas, to the rounding, and keeps no
+    more at home than its round 0 carries."""
+    w, rows = 16, 1024
+    counts_we = np.zeros((w, w), np.int32)
+    counts_we[:, 0] = rows
+    row_ws = np.full((w, 2), -1, np.int32)
+    row_ws[:, 0] = np.arange(w)
+    row_ws[1:8, 1] = 0
+    rows_p = np.where(row_ws.reshape(-1) == 0, w * rows // 8, 0)
+    pair_ww = dealt(counts_we, row_ws.reshape(-1), rows_p, 256).reshape(w, w, 2).sum(2)
+    away_ww = np.where(np.eye(w, dtype=bool), 0, pair_ww)
+    assert pair_ww.max() <= 256
+    assert (np.diagonal(pair_ww)[:8] > rows // 8).all()
+    assert away_ww.max() <= rows // 8 + w

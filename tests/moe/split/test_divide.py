@@ -1,0 +1,110 @@
+"""Splits on a device against the planner's float model, and laws that counts obey."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from moejax.moe.split.divide import SPLITS
+from moejax.moe.types import Placement
+from moejax.perf.traffic import rows_by_slot
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout
+
+W, E = 4, 8
+STATIC = [split for split in SPLITS if split != "dynamic"]
+"""Those that leave the plan's replicas as they are."""
+MANY = 2**24
+"""Rows of one source and expert: w times as many, and sums over experts, are int32."""
+
+
+def layout_of(slots: int, split: str) -> Layout:
+    return Layout(E, W, slots, 8, store="sharded", split=split)
+
+
+@functools.cache
+def compiled(layout: Layout):
+    return jax.jit(functools.partial(SPLITS[layout.split], layout=layout))
+
+
+def quotas(counts_we: np.ndarray, row_p: np.ndarray, split: str) -> np.ndarray:
+    """Rows from each source to each slot by number, [w, p], as a device deals them."""
+    layout = layout_of(len(row_p) // W, split)
+    placement = Placement.of_plan(ExpertPlan(row_p[None], E).validate(layout), layout)
+    placement = placement.layer(0)
+    quota_wq = np.asarray(compiled(layout)(counts_we, placement).quota_wq)
+    assert quota_wq.dtype == np.int32
+    quota_wp = np.empty_like(quota_wq)
+    quota_wp[:, placement.slot_lq] = quota_wq
+    return quota_wp
+
+
+def rows_of(seed: int, slots: int = 5) -> np.ndarray:
+    """A plan's slots: replicas anywhere, side by side too, and empty slots."""
+    rng = np.random.default_rng(seed)
+    rest = rng.choice([-1, -1, 0, 0, 1, 5], W * slots - E)
+    return rng.permutation(np.r_[np.arange(E), rest]).astype(np.int32)
+
+
+def counts_of(seed: int) -> np.ndarray:
+    """Some nothing, some few, some many."""
+    rng = np.random.default_rng(seed)
+    return rng.choice([0, 0, 1, 2, 3, 17, MANY - 1, MANY], (W, E)).astype(np.int32)
+
+
+CASES = [(rows_of(seed), counts_of(seed)) for seed in range(20)]
+
+
+@pytest.mark.parametrize("split", ["even", "local_first"])
+def test_device_deals_whole_rows_of_what_the_planner_reckons(split):
+    """Each source's quota is the float share, rounded up or down."""
+    for row_p, counts_we in CASES:
+        quota_wp = quotas(counts_we, row_p, split)
+        share_wp = rows_by_slot(counts_we.astype(float), row_p, W, split)
+        assert np.all(np.abs(quota_wp - share_wp) < 1)
+        assert np.all(quota_wp >= 0)
+
+
+@pytest.mark.parametrize("split", STATIC)
+def test_no_row_is_lost_and_none_invented(split):
+    """An expert's quotas sum to each source's count; empty slots get none."""
+    for row_p, counts_we in CASES:
+        quota_wp = quotas(counts_we, row_p, split)
+        for expert in range(E):
+            sums_w = quota_wp[:, row_p == expert].sum(axis=1)
+            assert np.array_equal(sums_w, counts_we[:, expert])
+        assert not quota_wp[:, row_p < 0].any()
+
+
+def test_even_is_even_over_all_sources_too():
+    """To one row, however many sources there are: roundings do not add up."""
+    for row_p, counts_we in CASES:
+        quota_wp = quotas(counts_we, row_p, "even")
+        for expert in range(E):
+            of_expert_wr = quota_wp[:, row_p == expert]
+            assert np.ptp(of_expert_wr, axis=1).max() <= 1
+            assert np.ptp(of_expert_wr.sum(axis=0)) <= 1
+
+
+def test_local_rows_stay_and_the_others_are_shared_evenly():
+    device_p = np.arange(len(CASES[0][0])) // 5
+    for row_p, counts_we in CASES:
+        quota_wp = quotas(counts_we, row_p, "local_first")
+        for expert in range(E):
+            slots = np.flatnonzero(row_p == expert)
+            is_here_wr = device_p[slots] == np.arange(W)[:, None]
+            has_w = is_here_wr.any(axis=1)
+            of_expert_wr = quota_wp[:, slots]
+            assert not of_expert_wr[has_w][~is_here_wr[has_w]].any()
+            for source in np.flatnonzero(has_w):
+                assert np.ptp(of_expert_wr[source, is_here_wr[source]]) <= 1
+            if not has_w.all():
+                assert np.ptp(of_expert_wr[~has_w].sum(axis=0)) <= 1
+
+
+def test_without_replicas_all_splits_are_the_plan():
+    row_p = np.random.default_rng(0).permutation(E).astype(np.int32)
+    counts_we = counts_of(1)
+    for split in STATIC:
+        assert np.array_equal(quotas(counts_we, row_p, split), counts_we[:, row_p])

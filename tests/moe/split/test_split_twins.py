@@ -1,0 +1,106 @@
+"""What a device computes of water-filling and of dynamic replication is what their
+definitions in NumPy say, bit for bit: paths, bounds and copies included."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moejax.moe.split import dynamic
+from moejax.moe.split import water_filling as moe_water
+from moejax.moe.types import Placement
+from moejax.plan import dynamic_replication, water_filling
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout
+from tests.plan.test_water_filling import replicated, ring, scattered, zipf
+
+
+def by_slot(value_q, slot_q) -> np.ndarray:
+    value_p = np.empty_like(np.asarray(value_q))
+    value_p[np.asarray(slot_q)] = np.asarray(value_q)
+    return value_p
+
+
+@pytest.mark.parametrize(("e", "w", "s"), [(8, 4, 4), (64, 16, 8)])
+def test_water_filling_with_its_paths(e, w, s):
+    layout = Layout(e, w, s, 8, store="sharded", split="water_filling")
+    fill = jax.jit(functools.partial(moe_water.fill, layout=layout))
+    for seed in range(24):
+        rng = np.random.default_rng(seed)
+        make = (
+            scattered(rng, e, w, s) if seed % 2 else replicated(rng, e, w, s * w // e)
+        )
+        row_p = make.astype(np.int32)
+        load_e = zipf(rng, e, 1000 * w, rng.uniform(0, 2))
+        check_filling(fill, layout, load_e, row_p, tolerance=int(rng.choice([0, 0, 5])))
+
+
+def check_filling(fill, layout, load_e, row_p, tolerance: int):
+    """Equal to the definition; how many paths it took."""
+    plan = ExpertPlan(row_p[None], layout.num_experts).validate(layout)
+    placement = Placement.of_plan(plan, layout).layer(0)
+    found = fill(
+        jnp.asarray(load_e, jnp.int32), placement, tolerance=jnp.int32(tolerance)
+    )
+    expected = water_filling.fill(load_e, row_p, layout.num_devices, tolerance)
+    assert np.array_equal(by_slot(found.rows_q, placement.slot_lq), expected.rows_p)
+    assert int(found.bound) == expected.bound
+    assert int(found.sweeps) == expected.sweeps
+    return int(found.paths)
+
+
+def test_a_ring_needs_many_paths():
+    """Each device shares an expert with the next alone, and the load is a wave."""
+    load_e, row_p, w = ring()
+    layout = Layout(len(load_e), w, len(row_p) // w, 8, store="sharded",
+                    split="water_filling")  # fmt: skip
+    fill = jax.jit(functools.partial(moe_water.fill, layout=layout))
+    assert check_filling(fill, layout, load_e, row_p.astype(np.int32), 0) > w // 4
+
+
+@pytest.mark.parametrize(
+    ("w", "own", "offers", "copies"), [(4, 2, 2, 2), (8, 4, 2, 1), (8, 4, 1, 3)]
+)
+def test_dynamic_replication_with_its_tables(w, own, offers, copies):
+    e = w * own
+    layout = Layout(
+        e, w, own + copies, 8, store="transient", split="dynamic",
+        offers_per_device=offers, copies_per_device=copies,
+    )  # fmt: skip
+    pair = jax.jit(functools.partial(dynamic.pair, layout=layout))
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        load_e = zipf(rng, e, int(rng.choice([5, 1000, 100_000])), rng.uniform(0, 2.5))
+        owned_e = rng.permutation(e).astype(np.int32)
+        home_p = ExpertPlan.home_in(layout, 1).slot_to_expert_lp[0].copy()
+        home_p[home_p >= 0] = owned_e
+        plan = ExpertPlan(home_p[None], e, owned_e[None]).validate(layout)
+        placement, rows_q = pair(
+            jnp.asarray(load_e, jnp.int32), Placement.of_plan(plan, layout).layer(0)
+        )
+        expected = dynamic_replication.pair(load_e, owned_e, layout)
+        slot_q = placement.slot_lq
+        assert np.array_equal(by_slot(rows_q, slot_q), expected.rows_p)
+        assert np.array_equal(by_slot(placement.expert_lq, slot_q), expected.row_p)
+        assert np.array_equal(placement.slot_to_expert_lp, expected.row_p)
+        assert_copies(placement, owned_e, layout)
+
+
+def assert_copies(placement, owned_e, layout: Layout) -> None:
+    """Each slot is filled from an own expert, or from a copy of an owner's offer."""
+    w, own = layout.num_devices, layout.experts_per_device
+    row_ws = np.asarray(placement.slot_to_expert_lp).reshape(w, -1)
+    owned_wi = owned_e.reshape(w, own)
+    for device in range(w):
+        for slot, fill in enumerate(np.asarray(placement.fill_lws)[device]):
+            expert = row_ws[device, slot]
+            if fill < 0:
+                assert expert == -1
+            elif fill < own:
+                assert expert == owned_wi[device, fill]
+            else:
+                offer = int(placement.want_lwc[device, fill - own])
+                owner, place = divmod(offer, layout.offers_per_device)
+                assert expert == owned_wi[owner, placement.offer_lwo[owner, place]]

@@ -1,0 +1,226 @@
+"""An MoE layer under water-filling and dynamic replication: the function is that of the
+definition, the fullest device is at the certified bound, and every device decides
+the same, bit for bit."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from moejax.axes import BATCH_AXES, make_mesh, sharding
+from moejax.balance.policies.micromoe.density import densest
+from moejax.balance.policies.micromoe.symmetric import symmetric
+from moejax.kernels import varying_alike
+from moejax.moe.exchange.manifest import fullest_pair, manifest, pair_to_fit
+from moejax.moe.mesh_roles import groups_of
+from moejax.moe.types import Placement
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import GROUP_AXES, Layout, Topology
+from tests.moe.test_layer import EXPERTS, SEQ, WIDTH
+from tests.moe.test_merged_group import MERGED, MESHES, make_layer
+from tests.moe.weights.test_stores import (  # fmt: skip
+    BATCH,
+    PULL_BTD,
+    TOP_K,
+    compiled,
+    in_order,
+    make_reference,
+)  # fmt: skip
+from tests.support.close import assert_close
+from tests.support.random_plans import make_model, owners_alone, random_owners
+from tests.train.step.test_trajectories import equations
+from train.step.compiled import trace_train_step
+
+ALONE = GROUP_AXES["expert"]
+ALSO = pytest.mark.long
+EIGHT = Topology(expert=8)
+CASES = [
+    (EIGHT, ALONE, "transient", "dynamic"),
+    pytest.param(EIGHT, ALONE, "resident", "water_filling", marks=ALSO),
+    pytest.param(MESHES["data2_expert4"], ALONE, "transient", "dynamic", marks=ALSO),
+    (MESHES["dc2_data2_expert2"], MERGED, "sharded", "water_filling"),
+    pytest.param(EIGHT, ALONE, "sharded", "water_filling", marks=ALSO),
+    pytest.param(
+        MESHES["data2_expert4"], ALONE, "transient", "water_filling", marks=ALSO
+    ),
+    pytest.param(MESHES["data2_expert4"], MERGED, "transient", "dynamic", marks=ALSO),
+    pytest.param(
+        MESHES["dc2_data2_expert2"], MERGED, "transient", "dynamic", marks=ALSO
+    ),
+    pytest.param(
+        MESHES["dc2_data2_expert2"], ALONE, "transient", "dynamic", marks=ALSO
+    ),
+]
+
+
+def layout_of(topology: Topology, axes, store: str, split: str, **changes) -> Layout:
+    """Twice the slots of a device's own experts; many rounds: few rows per peer."""
+    devices = topology.expert * (topology.data if axes == MERGED else 1)
+    own = EXPERTS // devices
+    budgets = {"offers_per_device": own, "copies_per_device": own}
+    return Layout.home(
+        EXPERTS,
+        devices,
+        BATCH * SEQ * TOP_K // 8,
+        16,
+        slots_per_device=2 * own,
+        store=store,
+        split=split,
+        axes=axes,
+        **(budgets if store != "sharded" else {}) | changes,
+    )
+
+
+def plan_of(layout: Layout) -> ExpertPlan:
+    """Two replicas of each expert; for dynamic replication owners alone, permuted."""
+    if layout.split == "dynamic":
+        owned_le = random_owners(np.random.default_rng(0), EXPERTS, 1)
+        return owners_alone(layout, owned_le)
+    row_p = symmetric(EXPERTS, layout.num_devices, layout.slots_per_device)
+    return ExpertPlan(row_p[None].astype(np.int32), EXPERTS)
+
+
+def choices(seed: int, zipf: float) -> np.ndarray:
+    """[b, t, k] different experts for each token, some much hotter than others."""
+    rng = np.random.default_rng(seed)
+    chance_e = rng.permutation((1.0 + np.arange(EXPERTS)) ** -zipf)
+    noise_bte = rng.gumbel(size=(BATCH, SEQ, EXPERTS))
+    order_bte = np.argsort(-(np.log(chance_e) + noise_bte), axis=-1)
+    return order_bte[..., :TOP_K].astype(np.int32)
+
+
+@pytest.mark.parametrize(("topology", "axes", "store", "split"), CASES)
+def test_the_layer_is_its_definition_and_the_fullest_device_at_its_bound(
+    topology, axes, store, split
+):
+    layout = layout_of(topology, axes, store, split)
+    mesh, step, params = make_layer(topology, layout)
+    plan = plan_of(layout)
+    owned_e, placement = plan.owned_le[0], placed(plan, layout)
+    for seed, zipf in enumerate((0.3, 1.0, 4.0)):
+        forced_btk = choices(seed, zipf)
+        x_btd = np.random.default_rng(seed).normal(size=PULL_BTD.shape)
+        args = jax.device_put(
+            (x_btd.astype(np.float32), forced_btk), sharding(mesh, BATCH_AXES)
+        )
+        (_, (y_btd, sums)), grads = step(in_order(params, owned_e), placement, *args)
+        (_, y_nd), expected = make_reference()(params, *args)
+        assert_close(y_btd.reshape(-1, WIDTH), y_nd)
+        expected = (in_order(expected[0], owned_e), expected[1])
+        assert_close(jax.device_get(grads), jax.device_get(expected))
+        assert_bounds(jax.device_get(sums), layout, plan)
+
+
+def placed(plan: ExpertPlan, layout: Layout) -> Placement:
+    return Placement.of_plan(plan.validate(layout), layout).layer(0)
+
+
+def test_large_buffers_are_not_taken_for_needed():
+    """Rows stay at home while a buffer has room; the fullest pair that is reported, for
+    buffers to fit, is the same for one that is four times as large."""
+    reported = []
+    for rows_per_peer in (32, 128):
+        layout = layout_of(EIGHT, ALONE, "transient", "water_filling")
+        layout = dataclasses.replace(layout, rows_per_peer=rows_per_peer)
+        placement = placed(plan_of(layout), layout)
+
+        mesh = make_mesh(EIGHT)
+        groups = groups_of(mesh, layout)
+
+        def body(expert_nk, placement, layout=layout, groups=groups):
+            sent, _ = manifest(expert_nk, placement, layout, groups)
+            both = fullest_pair(sent, layout), pair_to_fit(sent, layout)
+            return jnp.stack(both)[None]
+
+        spec = P(BATCH_AXES)
+        run = jax.shard_map(body, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
+        rng = np.random.default_rng(0)
+        first_n1 = rng.integers(0, EXPERTS, (1024, 1))
+        expert_nk = np.concatenate([first_n1, first_n1 + 1], axis=1)
+        expert_nk = (expert_nk % EXPERTS).astype(np.int32)
+        reported.append(np.asarray(compiled(run)(expert_nk, placement))[0])
+    (small, small_fit), (large, large_fit) = reported
+    assert large > 1.2 * small
+    assert large_fit <= small_fit
+
+
+@pytest.mark.parametrize("split", ["water_filling", "dynamic"])
+def test_every_device_decides_the_same(split):
+    """Bit for bit: who sends how much where, the certificate, and the copies."""
+    store = "transient"
+    layout = layout_of(EIGHT, ALONE, store, split)
+    mesh, placement = make_mesh(EIGHT), placed(plan_of(layout), layout)
+    groups = groups_of(mesh, layout)
+
+    def body(expert_nk, placement):
+        sent, used = manifest(expert_nk, placement, layout, groups)
+        decided = (sent.counts_up, sent.bound, used)
+        return jax.tree.map(
+            lambda leaf: varying_alike(leaf, expert_nk)[0][None], decided
+        )
+
+    spec = P(BATCH_AXES)
+    run = jax.shard_map(body, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
+    run = compiled(run)
+    for seed in range(3):
+        expert_nk = choices(seed, 1.5).reshape(-1, TOP_K)
+        for leaf in jax.tree.leaves(jax.device_get(run(expert_nk, placement))):
+            assert (leaf == leaf[0]).all()
+            assert len(leaf) == 8
+
+
+def test_the_fused_split_is_one_kernel_in_the_layer():
+    """Lowered for CUDA: with it no loop over colours is left; forward and backward."""
+    layout = layout_of(EIGHT, ALONE, "resident", "water_filling", fused_split=True)
+    mesh, step, params = make_layer(EIGHT, layout)
+    x_btd = jnp.zeros(PULL_BTD.shape, jnp.float32, device=sharding(mesh, BATCH_AXES))
+    args = (params, placed(plan_of(layout), layout), x_btd, choices(0, 1.0))
+    text = step.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == 1
+
+
+def assert_bounds(sums, layout: Layout, plan: ExpertPlan) -> None:
+    """In each group: rows computed, the certificate, and the exact optimum."""
+    w = layout.num_devices
+    for rows_w, bound_w, load_we in zip(
+        sums.rows.reshape(-1, w),
+        sums.bound.reshape(-1, w),
+        sums.tokens_e.reshape(-1, w, EXPERTS),
+    ):
+        total, bound = int(rows_w.sum()), int(bound_w[0])
+        assert (bound_w == bound).all()
+        assert total == load_we.sum()
+        if layout.split == "dynamic":
+            assert rows_w.max() == bound == -(-total // w)
+            assert np.ptp(rows_w) <= 1
+        else:
+            found = densest(plan.slot_to_expert_lp[0], load_we.sum(axis=0), w)
+            optimum = int(np.ceil(found.rows / found.is_in_w.sum()))
+            assert bound <= optimum
+            assert rows_w.max() <= bound + (-(-total // w) >> 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["filled", "dynamic"])
+def test_a_split_is_saved_and_not_made_again_under_remat(store):
+    """The backward pass of a train step gathers no counts and solves nothing."""
+    found = [solved(store, remat) for remat in ("none", "full")]
+    assert found[0] == found[1]
+    assert found[0]["all_gather"] > 0
+    assert (found[0]["while"] > 0) == (store == "filled")
+
+
+def solved(store: str, remat: str) -> dict[str, int]:
+    """Gathers of the manifest, and loops of water-filling, in a traced train step."""
+    traced = trace_train_step(make_model(store, "float32", remat=remat))
+    found = {"all_gather": 0, "while": 0}
+    for eqn, times in equations(traced.jaxpr):
+        scope, name = str(eqn.source_info.name_stack), eqn.primitive.name
+        if name == "while" and "water" in scope:
+            found["while"] += times
+        if name.startswith("all_gather") and "manifest" in scope:
+            found["all_gather"] += times
+    return found

@@ -1,0 +1,181 @@
+"""The grid: the MoE layer against moe/reference.py, outputs and all gradients.
+
+transport x mesh x k x skew x shared experts, float32. Skews are choices given to the
+layer, so that one compiled layer serves them all; gates stay the router's, and their
+gradient is compared too.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from moejax.axes import BATCH_AXES, make_mesh, sharding
+from moejax.config import Moe, Router
+from moejax.model.layers import SwiGlu
+from moejax.moe import reference, route
+from moejax.moe.layer import MoeLayer
+from moejax.moe.types import Placement
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout, Topology
+from tests.support.close import assert_close
+
+BATCH, SEQ, WIDTH, EXPERTS = 16, 8, 24, 16
+MESHES = {
+    "1": Topology(),
+    "expert8": Topology(expert=8),
+    "data2_expert4": Topology(data=2, expert=4),
+    "dc2_data2_expert2": Topology(dc=2, data=2, expert=2),
+}
+SKEWS = ("uniform", "zipf", "one_hot", "empty")
+TRANSPORT_OF = {1: "local"}  # ragged has no CPU form: test_transport.py lowers it
+
+
+def skewed_choices(skew: str, k: int) -> np.ndarray:
+    """k distinct experts for every token, int32 [b, t, k]."""
+    rng = np.random.default_rng(SKEWS.index(skew))
+    chance_e = {
+        "uniform": np.ones(EXPERTS),
+        "zipf": np.arange(1, EXPERTS + 1) ** -1.5,
+        "one_hot": np.eye(EXPERTS)[0] + 1e-9,
+        "empty": np.arange(EXPERTS) % 3 == 0,
+    }[skew] * 1.0
+    noise = rng.gumbel(size=(BATCH, SEQ, EXPERTS))
+    with np.errstate(divide="ignore"):
+        score = np.log(chance_e) + noise
+    return np.argsort(-score, axis=-1, kind="stable")[..., :k].astype(np.int32)
+
+
+def devices_of(topology: Topology) -> list:
+    return jax.devices()[: topology.num_devices]
+
+
+def split_modules(mesh, moe: Moe, router: Router):
+    """Graph, parameters and the rest of an MoE layer and its shared experts."""
+    rngs = nnx.Rngs(0)
+    modules = {"moe": MoeLayer(moe, router, WIDTH, mesh, rngs)}
+    if moe.num_shared_experts:
+        modules["dense"] = SwiGlu(WIDTH, 32, mesh, rngs)
+    return nnx.split(nnx.Dict(modules), nnx.Param, ...)
+
+
+@functools.cache
+def make_case(mesh_name: str, k: int, shared: int, rows_per_peer=None, kind="softmax"):
+    """(layer step, reference step, parameters, x): each step is jitted once."""
+    topology = MESHES[mesh_name]
+    mesh = make_mesh(topology, devices_of(topology))
+    moe = Moe(num_experts=EXPERTS, top_k=k, d_expert=32, num_shared_experts=shared)
+    router = Router(
+        kind=kind,
+        normalise_gates=k > 1,  # one normalised gate is 1, and has no gradient
+        allow_expert_choice_in_decoder=True,
+    )
+    layout = Layout.home(
+        EXPERTS,
+        topology.expert,
+        BATCH * SEQ * k // topology.num_batch_shards,
+        rows_per_peer,
+    )
+    placement = Placement.of_plan(ExpertPlan.home_in(layout, 1), layout).layer(0)
+    graph, params, rest = split_modules(mesh, moe, router)
+    here = make_mesh(Topology(), jax.devices()[:1])
+    graph_here, _, _ = split_modules(here, moe, router)
+    x_btd = jax.random.normal(jax.random.key(1), (BATCH, SEQ, WIDTH))
+    weight_btd = jax.random.normal(jax.random.key(2), x_btd.shape)
+
+    def distributed(params, x_btd, forced_btk):
+        modules = nnx.merge(graph, params, rest)
+        args = (placement, layout, None, forced_btk)
+        y_btd, sums = modules["moe"](x_btd, *args)
+        y_btd = y_btd + (modules["dense"](x_btd) if shared else 0.0)
+        return jnp.sum(y_btd * weight_btd), (y_btd, sums)
+
+    def defined(params, x_btd, forced_btk):
+        modules = nnx.merge(graph_here, params, rest)
+        layer, x_nd = modules["moe"], x_btd.reshape(-1, WIDTH)
+        forced_nk = None if forced_btk is None else forced_btk.reshape(-1, k)
+        weights = (layer.router_de[...], layer.bias_e[...], router, k, SEQ)
+        routes, _, _ = route.route(x_nd, *weights, forced_nk)
+        names = ("gate_edf", "up_edf", "down_efd")
+        y_nd = reference.moe(x_nd, routes, {n: getattr(layer, n)[...] for n in names})
+        y_btd = y_nd.reshape(x_btd.shape)
+        y_btd = y_btd + (modules["dense"](x_btd) if shared else 0.0)
+        return jnp.sum(y_btd * weight_btd), (y_btd, routes)
+
+    step = functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    run, define = jax.jit(step(distributed)), jax.jit(step(defined))
+
+    def on_mesh(params, x_btd, forced_btk):
+        x_btd = jax.device_put(x_btd, sharding(mesh, BATCH_AXES))
+        return run(jax.device_put(params, sharding(mesh)), x_btd, forced_btk)
+
+    return on_mesh, define, params, x_btd
+
+
+def check_case(case, forced_btk):
+    """Outputs and all gradients agree and no row is lost; returns the layer's sums."""
+    step, defined, params, x_btd = case
+    (_, (y_btd, sums)), grads = step(params, x_btd, forced_btk)
+    (_, (expected_btd, routes)), expected = defined(params, x_btd, forced_btk)
+    assert_close(y_btd, expected_btd)
+    assert_close(jax.device_get(grads), jax.device_get(expected))
+    num_choices = int(np.sum(np.asarray(routes.expert_nk) >= 0))
+    assert int(np.sum(sums.tokens_e)) == num_choices
+    assert int(np.sum(sums.dropped)) == 0
+    return sums
+
+
+ALSO = pytest.mark.long
+"""What differs from a case of `make test` in one respect, and in nothing new."""
+
+
+GRID = list(itertools.product(MESHES, (1, 2, 4), (0, 1)))
+FIRST = (
+    ("expert8", 4, 0), ("data2_expert4", 1, 0), ("dc2_data2_expert2", 2, 1)
+)  # fmt: skip
+"""Each mesh of several devices, each k; one device is the smallest part's."""
+
+
+@pytest.mark.parametrize(
+    ("mesh_name", "k", "shared"),
+    [*FIRST, *(pytest.param(*x, marks=ALSO) for x in GRID if x not in FIRST)],
+)
+@pytest.mark.slow
+def test_grid_equals_the_reference(mesh_name, k, shared):
+    case = make_case(mesh_name, k, shared)
+    for skew in SKEWS:
+        check_case(case, skewed_choices(skew, k))
+
+
+@pytest.mark.parametrize("mesh_name", ["1", "data2_expert4"])
+def test_one_layer_equals_the_reference(mesh_name):
+    """The smallest part of the grid, for `make test-fast`."""
+    for skew in SKEWS:
+        check_case(make_case(mesh_name, 2, 0), skewed_choices(skew, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "rows_per_peer", [3, *(pytest.param(rows, marks=ALSO) for rows in (1, 8))]
+)
+def test_later_rounds_carry_what_round_0_could_not(rows_per_peer):
+    """One expert that takes every token: as many rounds as the fullest pair needs."""
+    case = make_case("data2_expert4", 2, 0, rows_per_peer)
+    sums = check_case(case, skewed_choices("one_hot", 2))
+    fullest = int(np.max(sums.fullest_pair))
+    assert fullest >= BATCH * SEQ // 8, "the hot expert takes all of a device's tokens"
+    later = -(-(fullest - rows_per_peer) // -(-rows_per_peer // 4))
+    assert int(np.max(sums.rounds)) == 1 + later
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [pytest.param("sigmoid", marks=ALSO), "expert_choice"])
+def test_other_routers_travel_the_same_way(kind):
+    """Choices of the router itself; expert choice leaves choices empty."""
+    step, defined, params, x_btd = make_case("data2_expert4", 2, 0, None, kind)
+    check_case((step, defined, params, x_btd), None)

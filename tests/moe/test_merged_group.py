@@ -1,0 +1,253 @@
+"""Groups over data and expert merged: the same layer as by definition, masters that
+move between all devices of a group, and what a layout and a cost model say of it."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from moejax.axes import BATCH_AXES, everywhere, make_mesh, sharding
+from moejax.config import Config, Mesh, Moe, Router
+from moejax.moe.mesh_roles import groups_of
+from moejax.moe.types import Placement
+from moejax.moe.weights.migrate import exchanges, move, reshard
+from moejax.moe.weights.stores import MASTERS
+from moejax.perf.calibration import cost_model
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import GROUP_AXES, Layout, Topology
+from tests.moe.test_layer import EXPERTS, SEQ, WIDTH, split_modules
+from tests.moe.weights.test_migrate import are_same_bits, owners
+from tests.moe.weights.test_stores import (  # fmt: skip
+    BATCH,
+    MOE,
+    PULL_BTD,
+    TOP_K,
+    compiled,
+    gradients,
+    in_order,
+    make_reference,
+    skewed,
+)  # fmt: skip
+from tests.support.close import assert_close
+from tests.support.random_plans import odd_plans, random_plan  # fmt: skip
+from train.calibrated import presumed
+from train.layouts import layout_of, settings_of
+
+MERGED = GROUP_AXES["data_expert"]
+MESHES = {
+    "data2_expert4": Topology(data=2, expert=4),
+    "data4_expert2": Topology(data=4, expert=2),
+    "dc2_data2_expert2": Topology(dc=2, data=2, expert=2),
+}
+ALSO = pytest.mark.long
+
+
+def layer_layout(topology: Topology, store: str, axes=MERGED, **changes) -> Layout:
+    """Two slots beside a device's own experts, and room for any copies in them."""
+    devices, assignments = topology.data * topology.expert, BATCH * SEQ * TOP_K // 8
+    own, slots = EXPERTS // devices, EXPERTS // devices + 2
+    copies = {"offers_per_device": own, "copies_per_device": slots}
+    return Layout.home(
+        EXPERTS,
+        devices,
+        assignments,
+        assignments,
+        slots_per_device=own if store == "owned" else slots,
+        store=store,
+        axes=axes,
+        **(copies if store in ("transient", "resident") else {}),
+        **changes,
+    )
+
+
+@functools.cache
+def make_layer(topology: Topology, layout: Layout):
+    """step(params, placement, x, choices), and its parameters."""
+    mesh = make_mesh(topology)
+    graph, params, rest = split_modules(mesh, MOE, Router())
+
+    def step(params, placement, x_btd, forced_btk):
+        layer = nnx.merge(graph, params, rest)["moe"]
+        y_btd, sums = layer(x_btd, placement, layout, None, forced_btk)
+        return jnp.sum(y_btd * PULL_BTD), (y_btd, sums)
+
+    return mesh, compiled(gradients(step, (0, 2))), params
+
+
+def layer_run(topology: Topology, layout: Layout, plan: ExpertPlan, seed: int):
+    """Output, sums and gradients of the layer, its masters in the plan's order; and
+    the input."""
+    mesh, step, params = make_layer(topology, layout)
+    forced_btk = skewed(np.random.default_rng(seed))
+    x_btd = np.random.default_rng(seed).normal(size=PULL_BTD.shape).astype(np.float32)
+    placement = Placement.of_plan(plan.validate(layout), layout).layer(0)
+    args = jax.device_put((x_btd, forced_btk), sharding(mesh, BATCH_AXES))
+    params = in_order(params, plan.owned_le[0])
+    (_, (y_btd, sums)), grads = step(params, placement, *args)
+    return (y_btd, sums, jax.device_get(grads)), (x_btd, forced_btk)
+
+
+def check_layer(topology: Topology, layout: Layout, plan: ExpertPlan, seed: int):
+    """Output and every gradient as by definition; no row is lost."""
+    params = make_layer(topology, layout)[2]
+    (y_btd, sums, grads), args = layer_run(topology, layout, plan, seed)
+    (_, y_nd), expected = make_reference()(params, *args)
+    assert_close(y_btd.reshape(-1, WIDTH), y_nd)
+    expected = (in_order(expected[0], plan.owned_le[0]), expected[1])
+    assert_close(grads, jax.device_get(expected))
+    assert int(jnp.sum(sums.rows)) == args[1].size
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("mesh_name", "store", "split"),
+    [
+        ("data2_expert4", "transient", "even"),
+        pytest.param("data2_expert4", "sharded", "local_first", marks=ALSO),
+        ("dc2_data2_expert2", "transient", "local_first"),
+        pytest.param("data2_expert4", "owned", "even", marks=ALSO),
+        pytest.param("dc2_data2_expert2", "owned", "even", marks=ALSO),
+        pytest.param("dc2_data2_expert2", "sharded", "even", marks=ALSO),
+        pytest.param("data4_expert2", "owned", "even", marks=ALSO),
+        pytest.param("data4_expert2", "transient", "even", marks=ALSO),
+        pytest.param("data4_expert2", "sharded", "even", marks=ALSO),
+    ],
+)
+def test_any_plan_is_the_same_layer(mesh_name, store, split):
+    """('transient' and 'resident' are one function in a layer.)"""
+    topology = MESHES[mesh_name]
+    layout = layer_layout(topology, store, split=split)
+    rng = np.random.default_rng(1)
+    odd = [] if store == "owned" else odd_plans(layout, 1).values()
+    plans = [*odd, *(random_plan(rng, layout, 1) for _ in range(3))]
+    for seed, plan in enumerate(plans):
+        check_layer(topology, layout, plan, seed)
+
+
+@ALSO
+def test_later_rounds_carry_rows_over_both_axes():
+    layout = layer_layout(MESHES["data2_expert4"], "transient")
+    layout = dataclasses.replace(layout, rows_per_peer=2)
+    plan = random_plan(np.random.default_rng(2), layout, 1)
+    sums = check_layer(MESHES["data2_expert4"], layout, plan, 0)
+    assert int(np.max(sums.rounds)) > 1
+
+
+@ALSO
+def test_merged_with_one_index_of_data_is_the_expert_axis_alone():
+    topology, rng = Topology(expert=8), np.random.default_rng(3)
+    merged = layer_layout(topology, "transient")
+    alone = layer_layout(topology, "transient", GROUP_AXES["expert"])
+    plan = random_plan(rng, merged, 1)
+    results = [layer_run(topology, layout, plan, 0)[0] for layout in (merged, alone)]
+    assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, results)))
+
+
+def test_masters_move_between_all_devices_of_the_group():
+    """Bit for bit, to new owners; and to hidden width and back."""
+    mesh, names = make_mesh(MESHES["data2_expert4"]), list(MASTERS)
+    groups = groups_of(mesh, layer_layout(MESHES["data2_expert4"], "owned"))
+    old_le, new_le = owners(0, 16, 3), owners(1, 16, 3)
+    rng, layer_l1 = np.random.default_rng(0), np.arange(3)[:, None]
+    logical = [
+        rng.integers(0, 2**32, shape, dtype=np.uint32).view(np.float32)
+        for shape in ((3, 16, 4, 8), (3, 16, 4, 8), (3, 16, 8, 4))
+    ]
+    by_expert = sharding(mesh, None, MERGED)
+    leaves = [leaf[layer_l1, old_le] for leaf in logical]
+    leaves = jax.device_put(leaves, [by_expert] * 3)
+    run_move = jax.jit(lambda *args: move(args[0], names, args[1], groups))
+    for rounds in exchanges(old_le, new_le, 8):
+        leaves = run_move(leaves, everywhere(rounds, mesh))
+    assert are_same_bits(leaves, [leaf[layer_l1, new_le] for leaf in logical])
+    wide = jax.jit(lambda x: reshard(x, names, "sharded", groups))(leaves)
+    assert wide[0].sharding.shard_shape(wide[0].shape) == (3, 16, 4, 1)
+    back = jax.jit(lambda x: reshard(x, names, "owned", groups))(wide)
+    assert are_same_bits(wide, leaves)
+    assert are_same_bits(back, leaves)
+    assert all(leaf.sharding.is_equivalent_to(by_expert, 4) for leaf in back)
+
+
+def test_a_group_is_of_all_devices_over_its_axes():
+    cfg = Config(
+        mesh=Mesh(dc=2, data=2, expert=4),
+        moe=Moe(num_experts=16, group="data_expert", store="resident"),
+    )
+    layout = layout_of(cfg)
+    assert (cfg.group_size, layout.num_devices, layout.axes) == (8, 8, MERGED)
+    assert (layout.experts_per_device, settings_of(cfg).max_slots_per_device) == (2, 6)
+    alone = dataclasses.replace(cfg, moe=Moe(num_experts=16))
+    assert (alone.group_size, layout_of(alone).axes) == (4, ("expert",))
+    assert Layout(**json.loads(json.dumps(dataclasses.asdict(layout)))) == layout
+
+
+SIZES = {"d_model": 8, "d_expert": 16, "itemsize": 2, "micro_batches": 1,
+         "other_flops_per_device": 0.0}  # fmt: skip
+
+
+def test_merged_slots_are_whole_and_nothing_gathers_them():
+    """Copies of whole experts travel; the group's own line, else the slower axis's."""
+    lines = {
+        name: {"latency_sec": 0.0, "bytes_per_sec": speed, "r2": 1.0}
+        for name, speed in (("data", 1e9), ("expert", 2e9), ("data_expert", 3e9))
+    }
+
+    def cost(group, data, expert, *names):
+        mesh = {"dc": 1, "data": data, "expert": expert, "tensor": 1}
+        to_all = {name: lines[name] for name in names}
+        measured = dataclasses.replace(
+            presumed(mesh, "cpu"),
+            collectives={"all_to_all": to_all, "all_gather": {"data": lines["data"]}},
+        )
+        return cost_model(measured, **SIZES, group=GROUP_AXES[group])
+
+    weights = 3 * 8 * 16
+    alone = cost("expert", 2, 4, "data", "expert", "data_expert")
+    assert alone.bytes_per_expert == weights * 2 / 2
+    assert alone.gather_sec > 0
+    merged = cost("data_expert", 2, 4, "data", "expert")
+    assert merged.bytes_per_expert == weights * 2
+    assert merged.bytes_per_move == weights * 12
+    assert merged.gather_sec == 0
+    assert (merged.bytes_per_sec, alone.bytes_per_sec) == (1e9, 2e9)
+    assert cost("data_expert", 2, 4, *lines).bytes_per_sec == 3e9
+    assert cost("data_expert", 8, 1, "data").bytes_per_sec == 1e9
+    with pytest.raises(ValueError, match="no all_to_all over the 'data' axis"):
+        cost("data_expert", 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: Config(
+                mesh=Mesh(data=4, expert=4),
+                moe=Moe(num_experts=24, group="data_expert"),
+            ),
+            ["Moe.num_experts=24", "group data x expert (16)", "uneven", "16 or 32"],
+        ),
+        (
+            lambda: Layout.home(12, 8, 64, axes=MERGED),
+            ["num_experts=12", "uneven size"],
+        ),
+        (
+            lambda: Layout(8, 8, 1, 8, transport="local", axes=MERGED),
+            ["transport='local'", "group data x expert has 8 devices"],
+        ),
+        (
+            lambda: Layout(8, 8, 1, 8, axes=("expert", "data")),
+            ["axes=('expert', 'data')", "('data', 'expert')"],
+        ),
+    ],
+)
+def test_complaint_names_the_group_and_what_to_do(make, words):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)

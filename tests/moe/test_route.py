@@ -1,0 +1,236 @@
+"""The router against loops written from the papers' formulas, in NumPy."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moejax.config import Router
+from moejax.moe import route as routing
+from tests.support.close import assert_close
+
+B, T, D, E, K = 3, 8, 8, 8, 2
+N = B * T
+SOFTMAX = Router(normalise_gates=False)
+SIGMOID = Router(kind="sigmoid")
+EXPERT_CHOICE = Router(kind="expert_choice", allow_expert_choice_in_decoder=True)
+KINDS = {
+    "softmax": SOFTMAX,
+    "softmax, gates normalised": Router(),
+    "softmax, groups": Router(num_groups=4, top_groups=2),
+    "sigmoid": SIGMOID,
+    "sigmoid, scaled": Router(kind="sigmoid", gate_scale=2.5, normalise_gates=False),
+    "sigmoid, groups": Router(kind="sigmoid", num_groups=4, top_groups=2),
+    "sigmoid, groups of one": Router(kind="sigmoid", num_groups=8, top_groups=4),
+}
+route = jax.jit(routing.route, static_argnums=(3, 4, 5))
+
+
+def operands(seed=0):
+    """x_nd, router_de and a bias that is large enough to change choices."""
+    random = np.random.default_rng(seed)
+    x_nd = random.standard_normal((N, D)).astype(np.float32)
+    router_de = random.standard_normal((D, E)).astype(np.float32) / 2
+    bias_e = random.standard_normal(E).astype(np.float32) / 3
+    return x_nd, router_de, bias_e
+
+
+def plain_scores(x_nd, router_de, cfg):
+    logit_ne = x_nd.astype(np.float64) @ router_de
+    if cfg.kind == "sigmoid":
+        return logit_ne, 1 / (1 + np.exp(-logit_ne))
+    score_ne = np.exp(logit_ne)
+    return logit_ne, score_ne / score_ne.sum(axis=1, keepdims=True)
+
+
+def best(values, count):
+    """Indices of the largest values, the lower index first where two are equal."""
+    return sorted(range(len(values)), key=lambda i: (-values[i], i))[:count]
+
+
+def plain_choice(score_e, cfg, top_k):
+    """DeepSeek-V3 section 2.1.2: a group is worth its two best experts together;
+    DeepSeek-V2, whose scores are softmax: its best one."""
+    size = E // cfg.num_groups
+    taken = min(size, 2 if cfg.kind == "sigmoid" else 1)
+    groups = score_e.reshape(cfg.num_groups, size)
+    worth_q = [sum(sorted(group, reverse=True)[:taken]) for group in groups]
+    top_groups = best(worth_q, cfg.top_groups if cfg.num_groups > 1 else 1)
+    allowed = [e for e in range(E) if e // size in top_groups]
+    return [allowed[i] for i in best(score_e[allowed], top_k)]
+
+
+def plain_routes(x_nd, router_de, bias_e, cfg, top_k):
+    _, score_ne = plain_scores(x_nd, router_de, cfg)
+    expert_nk = np.array(
+        [plain_choice(row_e, cfg, top_k) for row_e in score_ne + bias_e]
+    )
+    gate_nk = np.take_along_axis(score_ne, expert_nk, axis=1)
+    if cfg.normalise_gates:
+        gate_nk /= gate_nk.sum(axis=1, keepdims=True)
+    return expert_nk, gate_nk * cfg.gate_scale
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("name", KINDS)
+def test_token_choice_is_the_papers(name, top_k):
+    cfg, (x_nd, router_de, bias_e) = KINDS[name], operands()
+    routes, score_ne, logit_ne = route(x_nd, router_de, bias_e, cfg, top_k, T)
+    expert_nk, gate_nk = plain_routes(x_nd, router_de, bias_e, cfg, top_k)
+    np.testing.assert_array_equal(routes.expert_nk, expert_nk)
+    expected = (gate_nk, *plain_scores(x_nd, router_de, cfg)[::-1])
+    assert_close((routes.gate_nk, score_ne, logit_ne), expected, dtype=np.float32)
+
+
+def test_bias_changes_the_choice_and_never_the_gates():
+    """DeepSeek-V3 eq. 16: with the choice held, no bit of a gate knows the bias."""
+    x_nd, router_de, _ = operands()
+    bias_e = np.where(np.arange(E) == 5, 10.0, 0.0).astype(np.float32)
+    plain, *_ = route(x_nd, router_de, 0 * bias_e, SIGMOID, K, T)
+    biased, *_ = route(x_nd, router_de, bias_e, SIGMOID, K, T)
+    assert (np.asarray(plain.expert_nk) == 5).any(axis=1).mean() < 0.5
+    assert (np.asarray(biased.expert_nk)[:, 0] == 5).all()
+    forced, *_ = route(x_nd, router_de, 0 * bias_e, SIGMOID, K, T, biased.expert_nk)
+    np.testing.assert_array_equal(biased.gate_nk, forced.gate_nk)
+
+
+@pytest.mark.parametrize("cfg", [Router(), SOFTMAX, SIGMOID])
+def test_forced_choice_keeps_the_experts_and_takes_their_scores(cfg):
+    x_nd, router_de, bias_e = operands()
+    forced_nk = np.random.default_rng(1).permuted(np.tile(np.arange(E), (N, 1)), axis=1)
+    forced_nk = forced_nk[:, :K].astype(np.int32)
+    routes, *_ = route(x_nd, router_de, bias_e, cfg, K, T, forced_nk)
+    np.testing.assert_array_equal(routes.expert_nk, forced_nk)
+    gate_nk = np.take_along_axis(plain_scores(x_nd, router_de, cfg)[1], forced_nk, 1)
+    if cfg.normalise_gates:
+        gate_nk /= gate_nk.sum(axis=1, keepdims=True)
+    assert_close(routes.gate_nk, gate_nk, dtype=np.float32)
+
+
+def test_normalised_gates_sum_to_the_scale():
+    cfg = Router(gate_scale=1.5)
+    routes, *_ = route(*operands(), cfg, K, T)
+    assert_close(jnp.sum(routes.gate_nk, axis=1), np.full(N, 1.5, np.float32))
+
+
+def test_routing_is_float32_whatever_comes_in():
+    """The same tokens in bfloat16 are routed as their exact float32 values."""
+    x_nd, router_de, bias_e = operands()
+    x_nd = jnp.asarray(x_nd, jnp.bfloat16)
+    narrow = route(x_nd, router_de, bias_e, SIGMOID, K, T)
+    wide = route(x_nd.astype(jnp.float32), router_de, bias_e, SIGMOID, K, T)
+    jax.tree.map(np.testing.assert_array_equal, narrow, wide)
+    assert narrow[0].gate_nk.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("cfg", "chosen"),
+    [
+        (Router(), [0, 1, 2]),
+        (SIGMOID, [0, 1, 2]),
+        (Router(num_groups=4, top_groups=2), [0, 1, 2]),
+        (dataclasses.replace(SIGMOID, num_groups=4, top_groups=2), [0, 1, 2]),
+    ],
+    ids=["softmax", "sigmoid", "softmax, groups", "sigmoid, groups"],
+)
+def test_ties_go_to_the_lower_index(cfg, chosen):
+    x_nd, router_de, bias_e = operands()
+    routes, *_ = route(x_nd, 0 * router_de, 0 * bias_e, cfg, 3, T)
+    assert np.asarray(routes.expert_nk).tolist() == [chosen] * N
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 8])
+def test_expert_choice_takes_its_best_tokens_of_each_sequence(top_k):
+    """Zhou et al. 2022: exactly t * k / e tokens for every expert and sequence."""
+    x_nd, router_de, bias_e = operands()
+    routes, *_ = route(x_nd, router_de, bias_e, EXPERT_CHOICE, top_k, T)
+    _, score_ne = plain_scores(x_nd, router_de, EXPERT_CHOICE)
+    expert_nk, gate_nk = np.full((N, E), -1), np.zeros((N, E))
+    for first in range(0, N, T):
+        for expert in range(E):
+            score_t = score_ne[first : first + T, expert]
+            for n in (first + t for t in best(score_t, T * top_k // E)):
+                expert_nk[n, expert] = expert
+                gate_nk[n, expert] = score_ne[n, expert]
+    np.testing.assert_array_equal(routes.expert_nk, expert_nk)
+    assert_close(routes.gate_nk, gate_nk, dtype=np.float32)
+    taken_be = (np.asarray(routes.expert_nk).reshape(B, T, E) >= 0).sum(axis=1)
+    assert (taken_be == T * top_k // E).all()
+
+
+def test_expert_choice_breaks_ties_towards_the_first_tokens():
+    x_nd, router_de, bias_e = operands()
+    routes, *_ = route(x_nd, 0 * router_de, bias_e, EXPERT_CHOICE, K, T)
+    taken_bte = np.asarray(routes.expert_nk).reshape(B, T, E) >= 0
+    num_taken = T * K // E
+    assert taken_bte[:, :num_taken].all()
+    assert not taken_bte[:, num_taken:].any()
+
+
+def test_pick_and_its_gradient():
+    """Also where an expert is named twice or nobody is (-1 picks zero)."""
+    random = np.random.default_rng(0)
+    value_ne, weight_nk = random.standard_normal((N, E)), random.standard_normal((N, 3))
+    expert_nk = random.integers(-1, E, (N, 3))
+    expert_nk[0] = [2, 2, -1]
+    expected_nk, gradient_ne = np.zeros((N, 3)), np.zeros((N, E))
+    for (n, k), expert in np.ndenumerate(expert_nk):
+        if expert >= 0:
+            expected_nk[n, k] = value_ne[n, expert]
+            gradient_ne[n, expert] += weight_nk[n, k]
+    picked_nk, vjp = jax.vjp(
+        lambda value_ne: routing.pick(value_ne, expert_nk), value_ne.astype(np.float32)
+    )
+    assert_close(picked_nk, expected_nk, dtype=np.float32)
+    assert_close(vjp(weight_nk.astype(np.float32))[0], gradient_ne, dtype=np.float32)
+
+
+def test_count_ignores_empty_choices():
+    expert_nk = np.array([[0, 3], [3, -1], [-1, -1], [3, 1]])
+    assert routing.count(expert_nk, 5).tolist() == [1, 1, 0, 3, 0]
+
+
+def test_gradient_of_gates_flows_through_scores_alone():
+    """d gates / d router equals that of the same choice forced: the choice and the
+    bias have no gradient."""
+    x_nd, router_de, bias_e = operands()
+    weight_nk = np.random.default_rng(2).standard_normal((N, K)).astype(np.float32)
+
+    def weighed(router_de, bias_e, forced_nk=None):
+        routes, *_ = route(x_nd, router_de, bias_e, SIGMOID, K, T, forced_nk)
+        return jnp.sum(weight_nk * routes.gate_nk), routes.expert_nk
+
+    grad = jax.grad(weighed, argnums=(0, 1), has_aux=True)
+    (d_router_de, d_bias_e), expert_nk = grad(router_de, bias_e)
+    (d_forced_de, _), _ = grad(router_de, bias_e, expert_nk)
+    assert np.abs(d_router_de).max() > 0
+    assert_close(d_router_de, d_forced_de)
+    assert not np.asarray(d_bias_e).any()
+
+
+def test_update_bias_evens_loads():
+    """Wang et al. 2024, section 3: with the router held, moving the bias against the
+    load brings max/mean from more than 2.5 near 1, and the worst experts furthest."""
+    random = np.random.default_rng(0)
+    logit_sne = np.linspace(-2, 2, E) + random.standard_normal((20, 512, E))
+    score_sne = jax.nn.sigmoid(jnp.asarray(logit_sne, jnp.float32))
+
+    def one(bias_1e, score_ne):
+        expert_nk = routing.choose_experts(score_ne + bias_1e[0], K, SIGMOID)
+        tokens_1e = routing.count(expert_nk, E)[None]
+        return routing.update_bias(bias_1e, tokens_1e, 0.004), tokens_1e[0]
+
+    run = jax.jit(lambda bias, scores: jax.lax.scan(one, bias, scores))
+    bias_1e, tokens_se = run(jnp.zeros((1, E)), jnp.tile(score_sne, (15, 1, 1)))
+    violation_s = np.max(tokens_se, axis=1) / (512 * K / E)
+    assert violation_s[0] > 2.5
+    assert violation_s[-20:].mean() < 1.2
+    assert bias_1e[0, 0] == bias_1e.max() > 0 > bias_1e.min() == bias_1e[0, -1]
+
+
+def test_update_bias_goes_up_below_the_mean_and_down_above():
+    tokens_le = np.array([[4, 4, 4], [0, 6, 3]], np.int32)
+    bias_le = routing.update_bias(jnp.ones((2, 3)), tokens_le, 0.25)
+    assert bias_le.tolist() == [[1, 1, 1], [1.25, 0.75, 1]]

@@ -1,0 +1,185 @@
+"""The router's losses against naive formulas, cut batches, and jitter."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from moejax import axes
+from moejax.config import Config, Data, Mesh, Model, Moe, Router, Train
+from moejax.moe import route as routing
+from moejax.moe.types import LayerSums, Placement, Windows
+from moejax.plan.expert_plan import ExpertPlan
+from tests.support.close import assert_close
+from tests.support.primitives import primitives
+from train.layouts import layout_of
+from train.step import step as training
+from train.step.state import abstract_state
+
+B, T, E, K = 4, 8, 8, 2
+N = B * T
+KINDS = {"softmax": Router(), "sigmoid": Router(kind="sigmoid")}
+
+
+def operands(seed=0, skew=1.0):
+    """Logits that favour the first experts, and every token's choice by them."""
+    random = np.random.default_rng(seed)
+    logit_ne = random.standard_normal((N, E)) - skew * np.arange(E) / 2
+    logit_ne = logit_ne.astype(np.float32)
+    return logit_ne, np.argsort(-logit_ne, axis=1)[:, :K].astype(np.int32)
+
+
+def sums_of(logit_ne, expert_nk, cfg):
+    score_ne = routing.scores(logit_ne, cfg)
+    sums = routing.balance_sums(score_ne, logit_ne, expert_nk, T)
+    return LayerSums(**sums, rows=0, rounds=1, dropped=0, fullest_pair=0, bound=0)
+
+
+def losses_of(logit_ne, expert_nk, cfg):
+    sums = sums_of(logit_ne, expert_nk, cfg)
+    return routing.losses(sums, len(logit_ne), T)
+
+
+def plain_losses(logit_ne, expert_nk, cfg):
+    """Switch eq. 4-6, DeepSeek-V3 eq. 17-20 and ST-MoE eq. 5, sequence by sequence."""
+    score_ne = jnp.exp(logit_ne) / jnp.exp(logit_ne).sum(1, keepdims=True)
+    if cfg.kind == "sigmoid":
+        score_ne = 1 / (1 + jnp.exp(-logit_ne))
+        score_ne = score_ne / score_ne.sum(1, keepdims=True)
+
+    def balance(rows):
+        chosen_nk = expert_nk[rows]
+        total = 0.0
+        for e in range(E):
+            share = (chosen_nk == e).sum() / chosen_nk.size
+            total += share * score_ne[rows, e].mean()
+        return E * total
+
+    sequences = [slice(first, first + T) for first in range(0, len(logit_ne), T)]
+    z = jnp.log(jnp.exp(logit_ne).sum(1)) ** 2
+    return {
+        "balance": balance(slice(None)),
+        "sequence_balance": sum(map(balance, sequences)) / len(sequences),
+        "z": z.mean(),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_gradients_are_the_papers(kind):
+    cfg, (logit_ne, expert_nk) = KINDS[kind], operands()
+    names = ("balance", "sequence_balance", "z")
+
+    @jax.jit
+    def both(logit_ne):
+        def ours(logit_ne):
+            losses = losses_of(logit_ne, expert_nk, cfg)
+            return {name: getattr(losses, name) for name in names}
+
+        def plain(logit_ne):
+            return plain_losses(logit_ne, expert_nk, cfg)
+
+        return [(f(logit_ne), jax.jacrev(f)(logit_ne)) for f in (ours, plain)]
+
+    actual, expected = both(logit_ne)
+    assert_close(actual, expected)
+    for name in names:
+        assert np.abs(expected[1][name]).max() > 1e-4, name
+    assert len({round(float(loss), 3) for loss in expected[0].values()}) == 3
+
+
+@pytest.mark.parametrize("cfg", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_even_load_costs_one(cfg, top_k):
+    """Whatever k: each expert chosen equally often in every sequence, all scores equal
+    in the mean."""
+    first_nk = np.arange(N)[:, None] * top_k + np.arange(top_k)
+    losses = losses_of(np.zeros((N, E), np.float32), first_nk % E, cfg)
+    one = np.float32(1)
+    assert_close((losses.balance, losses.sequence_balance), (one, one))
+
+
+def test_collapse_costs_e():
+    """One expert with every token and all of its probability: e times the least."""
+    logit_ne = np.where(np.arange(E) == 3, 50.0, 0.0) * np.ones((N, 1))
+    choice_n1 = np.full((N, 1), 3)
+    losses = losses_of(logit_ne.astype(np.float32), choice_n1, Router())
+    assert_close(losses.balance, np.float32(E))
+
+
+def test_sums_of_devices_add_up_to_those_of_the_batch():
+    cfg, (logit_ne, expert_nk) = Router(), operands()
+    parts = [
+        sums_of(logit_ne[rows], expert_nk[rows], cfg)
+        for rows in (slice(0, N // 2), slice(N // 2, N))
+    ]
+    added = jax.tree.map(lambda a, b: a + b, *parts)
+    whole = sums_of(logit_ne, expert_nk, cfg)
+    for name in ("prob_e", "sequence", "z", "tokens_e"):
+        assert_close(getattr(added, name), getattr(whole, name))
+
+
+def test_accumulation_leaves_z_and_sequence_losses_and_redefines_balance():
+    """Two micro-batches that are skewed towards other experts are unbalanced each, and
+    less so together: balance is that within a micro-batch, by definition."""
+    cfg, (logit_ne, _) = Router(), operands(skew=2.0)
+    logit_ne = np.concatenate([logit_ne[: N // 2], logit_ne[N // 2 :, ::-1]])
+    expert_nk = np.argsort(-logit_ne, axis=1)[:, :K]
+    halves = [
+        losses_of(logit_ne[rows], expert_nk[rows], cfg)
+        for rows in (slice(0, N // 2), slice(N // 2, N))
+    ]
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, *halves)
+    whole = losses_of(logit_ne, expert_nk, cfg)
+    assert_close(mean.z, whole.z)
+    assert_close(mean.sequence_balance, whole.sequence_balance)
+    assert mean.balance > 1.5 * whole.balance
+    assert_close(whole.balance, plain_losses(logit_ne, expert_nk, cfg)["balance"])
+
+
+def step_of(router, accumulate_steps=1):
+    """A small model to train on 8 devices, its state's shapes, and its arguments."""
+    cfg = Config(
+        mesh=Mesh(data=2, expert=4),
+        model=Model(
+            vocab_size=16, d_model=16, num_layers=2, num_heads=2, num_kv_heads=2,
+            head_dim=8, compute_dtype="float32",
+        ),
+        moe=Moe(num_experts=8, d_expert=8),
+        router=router,
+        data=Data(seq_len=T),
+        train=Train(batch_size=16, loss_chunk=T, accumulate_steps=accumulate_steps),
+    )  # fmt: skip
+    mesh = axes.make_mesh(cfg.mesh.topology)
+    model = training.Model(cfg, mesh, layout_of(cfg), optax.sgd(0.1))
+    state = abstract_state(cfg, mesh, model.optimizer)
+    placement = Placement.of_plan(ExpertPlan.home_in(model.layout, 2), model.layout)
+    zeros_abt = np.zeros((accumulate_steps, 16 // accumulate_steps, T + 1), np.int32)
+    return model, state, placement, Windows(zeros_abt, zeros_abt)
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.01])
+def test_jitter_is_drawn_in_training_and_nowhere_else(jitter):
+    model, state, placement, windows = step_of(Router(jitter=jitter))
+    train_step = training.make_train_step(model)
+    traced = train_step.trace(state, placement, windows)
+    assert bool(primitives(traced.jaxpr)["random_bits"]) == (jitter > 0)
+    eval_step = training.make_eval_step(model)
+    args = (state.params, state.router_bias, placement, windows)
+    assert primitives(eval_step.trace(*args).jaxpr)["random_bits"] == 0
+
+
+def test_every_loss_has_its_weight():
+    """The step's total is its cross-entropy plus weighted means over layers."""
+    router = Router(
+        balance_loss=0.5, sequence_balance_loss=0.25, z_loss=0.125,
+        mutual_information_loss=0.0625,
+    )  # fmt: skip
+    losses = routing.RouterLosses(*(jnp.array([i, i + 2.0]) for i in (1, 2, 3, 4)))
+    cfg = Config(router=router)
+    total = training._weighted(cfg, losses)
+    assert_close(total, np.float32(0.5 * 2 + 0.25 * 3 + 0.125 * 4 + 0.0625 * 5))
+    recorded = dataclasses.replace(router, kind="recorded")
+    assert training._weighted(dataclasses.replace(cfg, router=recorded), losses) == 0

@@ -1,0 +1,294 @@
+"""Domains change where experts are computed, and nothing else: the layer against
+moe/reference.py, devices against the paper's Algorithm 1, and where parameters rest.
+
+HybridEP, arXiv 2510.19470. Levels are mesh axes, the slowest first.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+
+from moejax.config import Mesh, Router
+from moejax.moe.dense import check_dense
+from moejax.plan.domain import Domain
+from moejax.plan.layout import Layout
+from moejax.plan.tensor import Tensor
+from tests.moe.exchange.test_schedules import check, config, make_case, mesh_of
+from tests.moe.test_layer import SKEWS
+from tests.support.random_plans import SMALL, random_plan
+from train.layouts import layout_of
+from train.step.compiled import home_plan
+from train.step.optimizer import make_optimizer
+from train.step.state import abstract_state
+
+ALSO = pytest.mark.long
+PLAIN = Mesh(dc=2, expert=4)
+DATA = Mesh(dc=2, data=2, expert=2)
+TENSOR = Mesh(dc=2, expert=2, tensor=2)
+HIERARCHICAL = {"transport": "hierarchical"}
+GRID = [
+    (PLAIN, (1, 2), HIERARCHICAL),
+    (DATA, (2, 1), {}),
+    pytest.param(PLAIN, (2, 2), {}, marks=ALSO),
+    *(pytest.param(PLAIN, s, {}, marks=ALSO) for s in ((1, 1), (2, 1), (1, 2), (1, 4))),
+    pytest.param(PLAIN, (2, 4), {}, marks=ALSO),
+    pytest.param(PLAIN, (1, 1), HIERARCHICAL, marks=ALSO),
+    pytest.param(DATA, (1, 2), {}, marks=ALSO),
+    pytest.param(DATA, (2, 2), {}, marks=ALSO),
+    *(
+        pytest.param(TENSOR, shared, {"schedule": name}, marks=ALSO)
+        for shared, name in (((2, 1), "s1h"), ((1, 2), "s1"), ((2, 2), "s2"),
+                             ((2, 1), "base"))
+    ),
+]  # fmt: skip
+
+
+def domain_config(mesh: Mesh, shared: tuple[int, int], **changes):
+    """Small buffers: later rounds run between domains."""
+    return config(mesh, group="dc_expert", domain=shared, rows_per_peer=4, **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "shared", "changes"), GRID)
+def test_every_domain_equals_the_reference(mesh, shared, changes):
+    """Whoever owns the experts; masters rest over data where there is one."""
+    case, rng = (
+        make_case(domain_config(mesh, shared, **changes)),
+        np.random.default_rng(0),
+    )
+    assert case.layout.domain_size == math.prod(shared)
+    for skew in SKEWS:
+        sums = check(case, skew)
+        check(case, skew, random_plan(rng, case.layout, 1))
+    assert int(np.max(sums.rounds)) > 1
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+SIZES = [(2, 4), (4, 4), (3, 2, 4), (6,), (1, 5)]
+EVERY = [
+    (sizes, shared)
+    for sizes in SIZES
+    for shared in itertools.product(*map(divisors, sizes))
+]
+
+
+def place(device: int, sizes) -> tuple[int, ...]:
+    """Location renumbering, section 4.2: an index for each level."""
+    index = []
+    for size in sizes[::-1]:
+        index.append(device % size)
+        device //= size
+    return tuple(index[::-1])
+
+
+def links(sizes, shared, *, checks_prefix: bool = True) -> list[dict[str, set]]:
+    """Ordered pairs of devices by level and kind. Algorithm 1 wants equal indices at
+    later levels; as it is printed, not at earlier ones."""
+    devices = range(math.prod(sizes))
+    found = [{"gather": set(), "rows": set()} for _ in sizes]
+    for m, n in itertools.permutations(devices, 2):
+        x, y = place(m, sizes), place(n, sizes)
+        for level, size in enumerate(shared):
+            if x[level + 1 :] != y[level + 1 :]:
+                continue
+            if checks_prefix and x[:level] != y[:level]:
+                continue
+            (domain_x, offset_x), (domain_y, offset_y) = (
+                divmod(z[level], size) for z in (x, y)
+            )
+            if domain_x == domain_y and offset_x != offset_y:
+                found[level]["gather"].add((m, n))
+            if domain_x != domain_y and offset_x == offset_y:
+                found[level]["rows"].add((m, n))
+    return found
+
+
+def reached(device: int, kind: str, found) -> Counter:
+    """Devices that are reached by a link of this kind or none at each level, and in how
+    many ways."""
+    ways = Counter([device])
+    for level in found:
+        steps = Counter(ways)
+        for m, n in level[kind]:
+            steps[n] += ways[m]
+        ways = +steps
+    return ways
+
+
+@pytest.mark.parametrize(("sizes", "shared"), EVERY)
+def test_domains_are_those_of_algorithm_1(sizes, shared):
+    """Experts reach all of a domain; rows the same place in every domain."""
+    found, members = links(sizes, shared), Domain(sizes, shared).members()
+    for domain in members:
+        for device in domain:
+            assert reached(device, "gather", found) == Counter(domain)
+    for same in zip(*members):
+        for device in same:
+            assert reached(device, "rows", found) == Counter(same)
+        assert domain == sorted(domain)
+    assert sorted(itertools.chain(*members)) == list(range(math.prod(sizes)))
+
+
+@pytest.mark.parametrize(("sizes", "shared"), EVERY)
+def test_every_row_meets_its_expert_at_one_device(sizes, shared):
+    """And each pair of devices has at most one link; as many as Table VII says."""
+    found, num_devices = links(sizes, shared), math.prod(sizes)
+    kinds = [kind for level in found for kind in level.values()]
+    assert len(set().union(*kinds)) == sum(map(len, kinds))
+    for level, size, s in zip(found, sizes, shared):
+        assert len(level["gather"]) == num_devices * (s - 1)
+        assert len(level["rows"]) == num_devices * (size // s - 1)
+    for source, owner in itertools.product(range(num_devices), repeat=2):
+        rows, experts = reached(source, "rows", found), reached(owner, "gather", found)
+        assert sum(rows[device] * experts[device] for device in rows) == 1
+
+
+def test_algorithm_1_as_printed_links_devices_of_other_data_centres():
+    """Figure 8, 4 x 4 devices in domains of 2 x 4: without equal indices at earlier
+    levels, level 1 gathers across them, and experts come many times."""
+    sizes, shared = (4, 4), (2, 4)
+    right, printed = links(sizes, shared), links(sizes, shared, checks_prefix=False)
+    assert [len(level["gather"]) for level in right] == [16, 48]
+    assert len(printed[1]["gather"]) == 192
+    assert max(reached(0, "gather", printed).values()) > 1
+    of_5 = [{kind: {n for m, n in pairs if m == 5} for kind, pairs in level.items()}
+            for level in right]  # fmt: skip
+    assert of_5 == [{"gather": {1}, "rows": {13}}, {"gather": {4, 6, 7}, "rows": set()}]
+
+
+@pytest.mark.parametrize("mesh", [PLAIN, DATA, TENSOR])
+def test_owners_and_their_masters_stay_whatever_the_domain(mesh):
+    """Shardings of the whole state, moments too."""
+    moe = dataclasses.replace(SMALL.moe, group="dc_expert")
+    model = dataclasses.replace(SMALL.model, num_heads=2, num_kv_heads=2)
+    states = []
+    for shared in itertools.product(divisors(mesh.dc), divisors(mesh.expert)):
+        cfg = dataclasses.replace(
+            SMALL, mesh=mesh, model=model, moe=dataclasses.replace(moe, domain=shared)
+        )
+        optimizer = make_optimizer(cfg.optimizer, cfg.train.num_steps)
+        state = abstract_state(cfg, mesh_of(mesh.topology), optimizer)
+        owned_le = home_plan(cfg, layout_of(cfg)).owned_le
+        states.append((owned_le.tolist(), jax.tree.map(lambda x: x.sharding, state)))
+    assert all(state == states[0] for state in states)
+
+
+OWNED = {"num_experts": 8, "slots_per_device": 1, "rows_per_peer": 8}
+DC_EXPERT = {"axes": ("dc", "expert"), "num_devices": 8, **OWNED}
+
+
+def init(cfg) -> None:
+    optimizer = make_optimizer(cfg.optimizer, cfg.train.num_steps)
+    abstract_state(cfg, mesh_of(cfg.mesh.topology), optimizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: domain_config(PLAIN, (2, 3)), ["(2, 3)", "divisor", "use (2, 1)"]),
+        (lambda: domain_config(PLAIN, (0, 1)), ["(0, 1)", "divisor"]),
+        (lambda: config(PLAIN, domain=(2, 1)), ["(2, 1)", "(1, 4)", "use (1, 1)"]),
+        (
+            lambda: config(
+                Mesh(data=2, expert=4), group="data_expert", domain=(1, 2)
+            ),
+            ["domain=(1, 2)", "use Moe.group", "not 'data_expert'"],
+        ),
+        (
+            lambda: Layout(
+                **DC_EXPERT | {"slots_per_device": 2}, domain=Domain((2, 4), (2, 1)),
+                store="sharded",
+            ),
+            ["domain=(2, 1)", "store='owned'", "'sharded'"],
+        ),
+        (
+            lambda: Layout(
+                **DC_EXPERT, domain=Domain((2, 4), (2, 1)), tensor=Tensor("s1", 2, 1)
+            ),
+            ["domain=(2, 1)", "(2)", "and there are 1"],
+        ),
+        (
+            lambda: config(PLAIN, gradient_compression=8.0),
+            ["Moe.gradient_compression=8.0", "Moe.domain is (1, 1)", "or None"],
+        ),
+        (
+            lambda: domain_config(PLAIN, (2, 2), gradient_compression=0.5),
+            ["Moe.gradient_compression=0.5", "at least 1"],
+        ),
+        (
+            lambda: init(domain_config(PLAIN, (2, 2), gradient_compression=5000.0)),
+            ["one entry in each", "use at most ratio="],
+        ),
+        (
+            lambda: check_dense(
+                dataclasses.replace(
+                    domain_config(PLAIN, (2, 2), gradient_compression=8.0),
+                    router=Router(training="dense"),
+                )
+            ),
+            ["Router.training='dense'", "Moe.gradient_compression=8.0", "use None"],
+        ),
+        (
+            lambda: Domain((2, 4), (2, 1), gradient_compression=0.0),
+            ["gradient_compression=0.0", "at least 1"],
+        ),
+        (lambda: config(PLAIN, schedule="s1"), ["'s1'", "use Mesh.tensor = 2"]),
+        (
+            lambda: config(Mesh(expert=4), schedule="local", expert_shards=2),
+            ["'local'", "use 's1h', or Mesh.tensor = 2"],
+        ),
+        (
+            lambda: config(Mesh(expert=4, tensor=2), expert_shards=3),
+            ["expert_shards=3", "tensor axis (2)", "use 2"],
+        ),
+        (
+            lambda: config(Mesh(expert=2, tensor=2), expert_shards=8),
+            ["expert_shards=8", "expert axis (2)", "use a divisor"],
+        ),
+        (
+            lambda: config(Mesh(expert=4, tensor=2), d_expert=15),
+            ["d_expert=15", "divisible by expert_shards=2"],
+        ),
+        (
+            lambda: config(TENSOR, group="dc_expert", schedule="local"),
+            ["'local'", "use Moe.group='expert'", "not 'dc_expert'"],
+        ),
+        (
+            lambda: layout_of(
+                config(Mesh(expert=4, tensor=2), schedule="local", store="sharded")
+            ),
+            ["'local'", "store='owned'", "'sharded'"],
+        ),
+        (lambda: Tensor("s3", 2, 2), ["'s3' is none of base, s1, s2, s1h, local"]),
+        (
+            lambda: Layout(4, 2, 2, 9, tensor=Tensor("s2", 2, 2)),
+            ["rows_per_peer=9", "in 2 parts", "use a multiple"],
+        ),
+        (
+            lambda: Layout(4, 2, 2, 8, tensor=Tensor("s1", 2, 2), transport="ragged"),
+            ["transport='ragged' is for schedule='s1h'", "'s1'"],
+        ),
+        (
+            lambda: Layout(4, 2, 2, 8, transport="hierarchical"),
+            ["transport='hierarchical'", "the expert axis", "use Moe.group"],
+        ),
+        (
+            lambda: layout_of(config(Mesh(expert=8, tensor=16), 8, schedule="s1h")),
+            ["8 tokens", "Mesh.tensor=16", "use a batch"],
+        ),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(make, words):
+    with pytest.raises(ValueError) as error:
+        make()
+    for word in words:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)

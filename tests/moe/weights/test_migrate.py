@@ -1,0 +1,177 @@
+"""Moves of masters and moments: NumPy's permutation, bit for bit, in bounded rounds;
+and from expert to hidden width and back."""
+
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moejax.axes import everywhere, make_mesh
+from moejax.moe.mesh_roles import groups_of
+from moejax.moe.weights.migrate import ROUNDS_PER_CALL, Rounds, exchanges, move, reshard
+from moejax.moe.weights.stores import MASTERS
+from moejax.plan.layout import Layout, Topology
+
+L, E, WIDTH, HIDDEN, TOPOLOGY = 12, 12, 4, 16, Topology(data=2, expert=4)
+NAMES = [*MASTERS, *MASTERS]  # masters, and moments that are shaped alike
+BY_EXPERT = {
+    "gate_edf": P(None, "expert", None, "data"),
+    "up_edf": P(None, "expert", None, "data"),
+    "down_efd": P(None, "expert", "data", None),
+}
+BY_WIDTH = {
+    "gate_edf": P(None, None, None, ("data", "expert")),
+    "up_edf": P(None, None, None, ("data", "expert")),
+    "down_efd": P(None, None, ("data", "expert"), None),
+}
+
+
+def owners(seed: int, num_experts: int = E, num_layers: int = L) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    order = [rng.permutation(num_experts) for _ in range(num_layers)]
+    return np.stack(order).astype(np.int32)
+
+
+def arrays() -> list[np.ndarray]:
+    """Any bits at all: infinities and every kind of NaN too."""
+    rng = np.random.default_rng(0)
+    shapes = dict.fromkeys(MASTERS, (L, E, WIDTH, HIDDEN))
+    shapes["down_efd"] = (L, E, HIDDEN, WIDTH)
+    raw = [rng.integers(0, 2**32, shapes[name], dtype=np.uint32) for name in NAMES]
+    return [bits.view(np.float32) for bits in raw]
+
+
+def on_devices(mesh, leaves, specs):
+    places = [NamedSharding(mesh, specs[name]) for name in NAMES]
+    return jax.device_put(leaves, places)
+
+
+def lie(leaves, specs) -> bool:
+    """Whether they are split as these say."""
+    places = [NamedSharding(leaves[0].sharding.mesh, specs[name]) for name in NAMES]
+    return all(x.sharding.is_equivalent_to(p, 4) for x, p in zip(leaves, places))
+
+
+def are_same_bits(actual, expected) -> bool:
+    pairs = zip(jax.device_get(actual), jax.device_get(expected), strict=True)
+    return all(np.array_equal(a.view(np.uint32), b.view(np.uint32)) for a, b in pairs)
+
+
+@functools.cache
+def programs():
+    """The mesh, and the compiled move and reshards."""
+    mesh = make_mesh(TOPOLOGY)
+    groups = groups_of(mesh, Layout.home(E, TOPOLOGY.expert, 8))
+    leaves = on_devices(mesh, arrays(), BY_EXPERT)
+    rounds = everywhere(next(exchanges(owners(0), owners(1), 4)), mesh)
+    to = {
+        store: jax.jit(functools.partial(reshard, names=NAMES, to=store, groups=groups))
+        for store in ("sharded", "owned")
+    }
+    run = jax.jit(lambda *args: move(args[0], NAMES, args[1], groups), donate_argnums=0)
+    traced = {
+        "move": run.trace(leaves, rounds),
+        "sharded": to["sharded"].trace(leaves),
+        "owned": to["owned"].trace(on_devices(mesh, arrays(), BY_WIDTH)),
+    }
+    return mesh, traced, {name: t.lower().compile() for name, t in traced.items()}
+
+
+def moved(leaves, old_le: np.ndarray, new_le: np.ndarray):
+    mesh, _, compiled = programs()
+    for rounds in exchanges(old_le, new_le, TOPOLOGY.expert):
+        leaves = compiled["move"](leaves, everywhere(rounds, mesh))
+    return leaves
+
+
+def after_each_round(owned_le: np.ndarray, rounds: Rounds, num_devices: int):
+    """Owners after each round, as its tables say: a device sends and takes at most one
+    expert."""
+    owned_le = owned_le.copy()
+    own = owned_le.shape[1] // num_devices
+    for r in range(rounds.count):
+        layer = rounds.layer_r[r]
+        before_we = owned_le[layer].reshape(num_devices, own)
+        after_we = before_we.copy()
+        for device in range(num_devices):
+            source = rounds.want_rw[r, device]
+            have = before_we[device]
+            if source >= 0:
+                assert rounds.offer_rw[r, source] >= 0
+                have = np.r_[have, before_we[source, rounds.offer_rw[r, source]]]
+            after_we[device] = have[
+                rounds.take_re[r, device * own : (device + 1) * own]
+            ]
+        owned_le[layer] = after_we.reshape(-1)
+        yield owned_le
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_devices"), [(12, 4), (8, 8), (16, 2), (64, 16), (5, 1)]
+)
+def test_owners_are_a_permutation_after_every_round(num_experts, num_devices):
+    for seed in range(4):
+        old_le, new_le = (owners(2 * seed + i, num_experts) for i in (0, 1))
+        owned_le = old_le
+        for rounds in exchanges(old_le, new_le, num_devices):
+            assert 1 <= rounds.count <= ROUNDS_PER_CALL
+            for now_le in after_each_round(owned_le, rounds, num_devices):
+                assert (np.sort(now_le, axis=1) == np.arange(num_experts)).all()
+                owned_le = now_le
+        assert np.array_equal(owned_le, new_le)
+        assert not list(exchanges(old_le, old_le, num_devices))
+
+
+def test_move_is_the_permutation_of_all_arrays():
+    """Many rounds, several calls; layers differ."""
+    mesh, _, _ = programs()
+    layer_l1, old_le = np.arange(L)[:, None], owners(5)
+    logical = arrays()
+    for seed in (6, 7):
+        new_le = owners(seed)
+        assert len(list(exchanges(old_le, new_le, TOPOLOGY.expert))) > 1
+        leaves = [leaf[layer_l1, old_le] for leaf in logical]
+        leaves = moved(on_devices(mesh, leaves, BY_EXPERT), old_le, new_le)
+        assert are_same_bits(leaves, [leaf[layer_l1, new_le] for leaf in logical])
+        assert lie(leaves, BY_EXPERT)
+
+
+def test_there_and_back_is_the_identity():
+    mesh, _, _ = programs()
+    there = moved(on_devices(mesh, arrays(), BY_EXPERT), owners(1), owners(2))
+    assert are_same_bits(moved(there, owners(2), owners(1)), arrays())
+
+
+def test_reshard_changes_where_values_lie_and_none_of_them():
+    mesh, _, compiled = programs()
+    wide = compiled["sharded"](on_devices(mesh, arrays(), BY_EXPERT))
+    assert are_same_bits(wide, arrays())
+    assert lie(wide, BY_WIDTH)
+    back = compiled["owned"](wide)
+    assert are_same_bits(back, arrays())
+    assert lie(back, BY_EXPERT)
+
+
+@pytest.mark.parametrize("name", ["move", "sharded", "owned"])
+def test_nothing_is_gathered(name):
+    """Compiled here, and lowered for CUDA: a move scatters and gathers slices of all
+    arrays at once, a change of store exchanges each; there is no other collective."""
+    _, traced, compiled = programs()
+    collective = r"= \S.* (all-[a-z-]+|reduce-scatter|collective-[a-z-]+)\("
+    found = re.findall(collective, compiled[name].as_text())
+    assert set(found) == {"all-to-all"}
+    text = traced[name].lower(lowering_platforms=("cuda",)).as_text()
+    found = re.findall(r"stablehlo\.(all_\w+|reduce_scatter|collective_\w+)", text)
+    assert found == ["all_to_all"] * (2 if name == "move" else len(NAMES))
+
+
+def test_a_move_needs_little_room():
+    """Arrays are updated where they lie; beside them is room for a layer on its way."""
+    memory = programs()[2]["move"].memory_analysis()
+    state_bytes = sum(leaf.nbytes for leaf in arrays()) // TOPOLOGY.num_devices
+    assert memory.alias_size_in_bytes == state_bytes
+    assert memory.temp_size_in_bytes < state_bytes / 3

@@ -1,0 +1,296 @@
+"""The domain selector against HybridEP's tables, its formulas, and laws."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from moejax.perf.calibration import Calibration
+from moejax.perf.choose_domain import (
+    Stream,
+    candidates,
+    choose,
+    gathered_bytes,
+    p_of,
+    predict,
+)
+from tests.support.close import assert_close
+
+ROWS = ("all_to_all dc", "all_to_all expert")
+KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+
+
+def ideal(sharers: int = 1, **bytes_per_sec: float) -> Calibration:
+    """No latency. The slowest level is a link that so many devices share."""
+    slowest = min(bytes_per_sec, key=bytes_per_sec.get)
+    lines = {
+        axis: {
+            "latency_sec": 0.0,
+            "bytes_per_sec": rate / (sharers if axis == slowest else 1),
+        }
+        for axis, rate in bytes_per_sec.items()
+    }
+    return Calibration(
+        "paper", {}, "float32", dict.fromkeys(KINDS, lines), 1.0, 1.0, 0.0, "never"
+    )
+
+
+def stream(row_bytes, expert_bytes, pre_expert_sec=0.0, **changes) -> Stream:
+    """Forward alone, on eight devices in one level."""
+    fields = {"sizes": {"dc": 8}, "is_training": False, "expert_sec": 0.0, **changes}
+    return Stream(row_bytes, expert_bytes, pre_expert_sec, **fields)
+
+
+# Table VII: pairs of devices that exchange rows, and that gather; S is 1, 2, 4 ..
+FREQUENCIES = {
+    8: ([56, 24, 8, 0], [0, 8, 24, 56]),
+    16: ([240, 112, 48, 16, 0], [0, 16, 48, 112, 240]),
+    32: ([992, 480, 224, 96, 32, 0], [0, 32, 96, 224, 480, 992]),
+}
+
+
+@pytest.mark.parametrize("devices", FREQUENCIES)
+def test_partners_are_those_of_table_vii(devices):
+    """A device sends each partner D S / G bytes of rows, or its P_E of experts."""
+    here = stream(1e6, 3e5, sizes={"dc": devices})
+    for power, pairs in enumerate(zip(*FREQUENCIES[devices], strict=True)):
+        size = 2**power
+        prediction = predict(here, (size,), ideal(dc=1e9))
+        rows = prediction.bytes_of("all_to_all") / 2 / (1e6 * size / devices)
+        experts = prediction.bytes_of("all_gather") / 3e5
+        found = devices * rows, devices * experts
+        assert found == pytest.approx(pairs)
+        assert p_of(size, devices) == pytest.approx(
+            1 - pairs[1] / devices / (devices - 1)
+        )
+
+
+# Table IV: Lat_PE in sec, D and P_E in bytes; domains at 128 Gb/s and at 128 GB/s.
+TABLE_IV = {
+    "Mix-1": (4.9e-5, 8e6, 4.7e6, 1, 2),
+    "Mix-2": (4.9e-5, 8e6, 2.35e6, 2, 4),
+    "AG-only-1": (9.9e-5, 3e6, 9.4e4, 8, 8),
+    "AG-only-2": (9.9e-5, 3e6, 4.7e4, 8, 8),
+}
+
+
+@pytest.mark.parametrize("name", TABLE_IV)
+def test_table_iv_comes_out_if_its_gigabits_are_gigabytes(name):
+    """128 Gb/s are 16 GB/s, and give smaller domains than the 2 and 4 published."""
+    pre_expert_sec, row_bytes, expert_bytes, gigabits, gigabytes = TABLE_IV[name]
+    here = stream(row_bytes, expert_bytes, pre_expert_sec)
+    assert choose(here, ideal(dc=128e9 / 8)).domain == (gigabits,)
+    assert choose(here, ideal(dc=128e9)).domain == (gigabytes,)
+
+
+def test_table_iv_in_milliseconds():
+    here = stream(8e6, 4.7e6, 4.9e-5)
+    sec = {d: p.sec for d, p in choose(here, ideal(dc=16e9)).predictions.items()}
+    assert 1e3 * sec[1,] == pytest.approx(0.924, abs=5e-4)
+    assert 1e3 * sec[2,] == pytest.approx(1.044, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("dcs", "measured_sec", "error"),
+    [(2, (20.35 - 12.65) / 96, 0.05), (4, (28.46 - 18.59) / 96, 0.13)],
+)
+def test_table_v_rises_as_24_all_to_alls_through_a_shared_card(
+    dcs, measured_sec, error
+):
+    """Tutel's seconds per further MB of D, from 96 to 192: 8 GPUs share 10 Gb/s, and 24
+    all_to_alls are 6 layers of 4. 4 % below for 2 DCs, 12 % above for 4."""
+    here = stream(1e6, 3.6e5, sizes={"dc": dcs, "expert": 8}, is_training=True)
+    lines = ideal(sharers=8, dc=10e9 / 8, expert=16e9)
+    term = next(
+        t for t in predict(here, (1, 1), lines).terms if t.name == "all_to_all dc"
+    )
+    assert term.count == 4
+    assert 6 * term.sec == pytest.approx(measured_sec, rel=error)
+
+
+# Measured between two DCs of two processes over 200 Mb/s, in msec: D and P_E in MB,
+# then plain and gathered over dc, forward; and both with backward.
+MEASURED = [
+    (0.5, 0.25, 44, 24, 95, 58), (0.5, 1, 55, 98, 104, 181),
+    (0.5, 4, 58, 471, 140, 803), (2, 0.25, 241, 27, 514, 106),
+    (2, 1, 263, 98, 470, 214), (2, 4, 282, 453, 585, 837),
+    (8, 0.25, 1057, 56, 1991, 136), (8, 1, 1095, 190, 2123, 291),
+    (8, 4, 1038, 534, 2308, 1061),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=str)
+def test_the_model_picks_what_was_fastest_in_nine_of_nine(row):
+    """At the shaped rate it says D / 25 MB/s a pair of all_to_alls, P_E a gather."""
+    rows, experts, *msec = row
+    lines = ideal(sharers=2, dc=200e6 / 8, expert=math.inf)
+    for is_training, plain, moved in ((False, *msec[:2]), (True, *msec[2:])):
+        here = stream(
+            rows * 1e6, experts * 1e6, sizes={"dc": 2, "expert": 2},
+            is_training=is_training,
+        )  # fmt: skip
+        sec = [predict(here, domain, lines).sec for domain in ((1, 1), (2, 1))]
+        passes = 1 + is_training
+        assert sec == pytest.approx([passes * 0.08 * rows, passes * 0.08 * experts])
+        assert (sec[0] < sec[1]) == (plain < moved)
+
+
+def random_case(rng) -> tuple[Stream, Calibration]:
+    dcs, experts = (int(n) for n in rng.choice([1, 2, 3, 4, 6], 2))
+    lines = ideal(1, dc=10 ** rng.uniform(6, 9), expert=10 ** rng.uniform(8, 11))
+    here = Stream(
+        row_bytes=10 ** rng.uniform(5, 8), expert_bytes=10 ** rng.uniform(5, 8),
+        pre_expert_sec=10 ** rng.uniform(-4, -1), expert_sec=2e-3,
+        sizes={"dc": dcs, "expert": experts}, compression=float(rng.choice([1, 50])),
+        gradient_compression=[None, 1.0, 10.0][rng.integers(3)],
+        num_micro_batches=int(rng.integers(1, 4)),
+        is_training=bool(rng.integers(2)), remat=str(rng.choice(["none", "full"])),
+        dense_sec=1e-3, is_prefetched=bool(rng.integers(2)),
+    )  # fmt: skip
+    return here, lines
+
+
+def defined_sec(s: Stream, domain, lines: Calibration) -> float:
+    """The two-level form of Equations 8 to 12, with its backward."""
+    (slow, fast), (s0, s1) = s.sizes.values(), domain
+    dc, near = (
+        lines.collectives["all_to_all"][a]["bytes_per_sec"] for a in ("dc", "expert")
+    )
+    experts = (s0 - 1) / dc + s0 * (s1 - 1) / near
+    is_once, ratio = s.compression > 1 or s.gradient_compression, s.gradient_compression
+    out = s.expert_bytes / s.compression * experts
+    out /= s.num_micro_batches if is_once else 1
+    pair = 2 * s.row_bytes * ((1 - s0 / slow) / dc + (1 - s1 / fast) / near)
+    before = s.pre_expert_sec
+    is_kept = s.is_prefetched or is_once
+    is_hidden = s.is_prefetched and not is_once
+    forward = (max(before, out) if is_hidden else before + out) + pair
+    forward += s.expert_sec
+    if not s.is_training:
+        return forward
+    back = s.expert_bytes * experts
+    if ratio:  # to each other member, on the slowest line of the axes between them
+        rate = min([dc] * (s0 > 1) + [near] * (s1 > 1), default=math.inf)
+        back = (s0 * s1 - 1) * s.expert_bytes / ratio / rate / s.num_micro_batches
+    again = 0.0
+    if s.remat == "full":
+        again = before + s.expert_sec + pair + (0.0 if is_kept else out)
+    work = 2 * (before + s.expert_sec)
+    return forward + again + work + pair + back + s.dense_sec
+
+
+def test_choose_is_brute_force_over_the_divisors():
+    rng = np.random.default_rng(0)
+    chosen = set()
+    for _ in range(200):
+        here, lines = random_case(rng)
+        choice = choose(here, lines)
+        every = [
+            (i, j)
+            for i, j in itertools.product(range(1, 7), repeat=2)
+            if here.sizes["dc"] % i == here.sizes["expert"] % j == 0
+        ]
+        want = {domain: defined_sec(here, domain, lines) for domain in every}
+        found = {domain: p.sec for domain, p in choice.predictions.items()}
+        assert_close({d: found[d] for d in sorted(found)}, dict(sorted(want.items())))
+        least = [d for d in every if want[d] <= min(want.values()) * (1 + 1e-9)]
+        assert choice.domain == min(least, key=lambda d: (math.prod(d), d))
+        assert "\n" not in choice.why
+        for prediction in choice.predictions.values():
+            assert prediction.sec == sum(t.sec for t in prediction.terms)
+        chosen.add(choice.domain)
+    assert len(chosen) > 5
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_all_experts_move_iff_two_chunks_of_rows_are_more(is_training):
+    """2 D > G P_E; trained the same: 4 D against 2 G P_E. A tie stays at home."""
+    for ratio in (0.3, 0.99, 1.0, 1.01, 4.0):
+        here = stream(1e6, ratio * 2e6 / 8, is_training=is_training)  # G P_E = 2 D r
+        want = (8,) if ratio < 1 else (1,)
+        assert choose(here, ideal(dc=1e8)).domain == want
+
+
+def test_the_best_divisor_is_next_to_the_papers_ratio():
+    """p* = 1 - B Lat_PE / (P_E (G - 1)) where 2 D < G P_E: as many as hide."""
+    for pre_expert_sec in np.linspace(0, 0.5, 21):
+        here = stream(1e6, 1e6, pre_expert_sec, sizes={"dc": 12})
+        p = 1 - min(1.0, 1e8 * pre_expert_sec / (1e6 * 11))
+        best = 12 - p * 11
+        divisors = np.array([1, 2, 3, 4, 6, 12])
+        below = divisors[divisors <= best + 1e-9].max()
+        above = divisors[divisors >= best - 1e-9].min()
+        assert choose(here, ideal(dc=1e8)).domain[0] in (below, above)
+
+
+def test_more_rows_or_a_slower_dc_mean_fewer_bytes_of_them():
+    """D up: fewer seconds a byte for rows. dc slower: fewer bytes over it. Experts
+    compressed: more of them travel."""
+    rng = np.random.default_rng(1)
+    for _ in range(40):
+        here, lines = random_case(rng)
+        here = dataclasses.replace(here, is_prefetched=False)
+        waits = []
+        for row_bytes in np.geomspace(1e4, 1e9, 12):
+            more = dataclasses.replace(here, row_bytes=row_bytes)
+            choice = choose(more, lines)
+            terms = choice.predictions[choice.domain].terms
+            rows = [t.sec for t in terms if t.name in ROWS]
+            waits.append(sum(rows) / row_bytes)
+        assert all(b <= a * (1 + 1e-9) for a, b in itertools.pairwise(waits))
+        sent, sizes = [], []
+        for rate in np.geomspace(1e9, 1e5, 12):
+            choice = choose(here, ideal(1, dc=rate, expert=1e9))
+            terms = choice.predictions[choice.domain].terms
+            sent.append(sum(t.bytes for t in terms if "dc" in t.name))
+        assert all(b <= a * (1 + 1e-9) for a, b in itertools.pairwise(sent))
+        for ratio in (1, 5, 50, 500):
+            one = dataclasses.replace(
+                here, sizes={"dc": 12}, compression=ratio, gradient_compression=ratio
+            )
+            sizes.append(choose(one, lines).domain[0])
+        assert sizes == sorted(sizes)
+
+
+def test_compression_of_weights_alone_at_most_halves_what_experts_cost():
+    """Gradients come back whole: P_E / 50 + P_E instead of 2 P_E."""
+    whole = stream(1e6, 1e6, is_training=True, is_prefetched=False)
+    packed = dataclasses.replace(whole, compression=50.0)
+    sec, fewer = (predict(s, (8,), ideal(dc=1e8)).sec for s in (whole, packed))
+    assert sec / fewer == pytest.approx(2 / 1.02)
+    both = dataclasses.replace(packed, gradient_compression=50.0)
+    assert sec / predict(both, (8,), ideal(dc=1e8)).sec == pytest.approx(50)
+
+
+def test_a_flat_all_to_all_is_on_the_line_of_the_product():
+    """16 devices in domains of 2 x 1: (1 - 1/8) D leaves a device, at once; with
+    domains of whole DCs rows stay on the fast axis."""
+    here = stream(8e6, 1e6, sizes={"dc": 2, "expert": 8}, is_hierarchical=False)
+    lines = ideal(dc=1e6, expert=1e9, dc_expert=1e7)
+    terms = {t.name: t for t in predict(here, (1, 2), lines).terms}
+    assert terms["all_to_all dc_expert"].sec == pytest.approx(2 * 8e6 * 7 / 8 / 1e7)
+    terms = {t.name: t for t in predict(here, (2, 1), lines).terms}
+    assert terms["all_to_all expert"].sec == pytest.approx(2 * 8e6 * 7 / 8 / 1e9)
+
+
+def test_memory_of_gathered_experts_excludes_domains():
+    here = stream(1e9, 1e6, sizes={"dc": 4, "expert": 2})
+    lines = ideal(dc=1e8, expert=1e9)
+    assert choose(here, lines).domain == (4, 2)
+    assert gathered_bytes(here, (4, 2)) == 8e6
+    assert gathered_bytes(here, (1, 1)) == 0
+    less = choose(here, lines, max_bytes=5e6)
+    assert less.domain == (4, 1)
+    assert "1 larger ones need more than 5 MB" in less.why
+    assert choose(here, lines, max_bytes=0).domain == (1, 1)
+
+
+@pytest.mark.parametrize("domain", [(3, 1), (2,), (0, 1), (2, 4)])
+def test_a_domain_that_does_not_divide_is_refused_in_a_line(domain):
+    here = stream(1e6, 1e6, sizes={"dc": 4, "expert": 2})
+    with pytest.raises(ValueError, match="a divisor of each level") as error:
+        predict(here, domain, ideal(dc=1e8, expert=1e9))
+    assert "\n" not in str(error.value)
+    assert candidates(here.sizes)[0] == (1, 1)

@@ -1,0 +1,274 @@
+"""The schedule selector against Parm's equations, counted collectives, and laws."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from moejax.perf import choose_schedule
+from moejax.perf.calibration import Calibration, leaving_bytes
+from moejax.perf.choose_schedule import SCHEDULES, Shape, candidates, choose, predict
+from moejax.perf.terms import Term
+
+KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+SHAPE = Shape(
+    tokens=96, d_model=6, d_expert=16, num_experts=8, top_k=2, buffer_factor=1.5,
+    itemsize=4, tensor=2, expert_shards=2, sizes={"expert": 4}, is_training=False,
+)  # fmt: skip
+
+
+def line(bytes_per_sec: float, latency_sec: float = 0.0) -> dict[str, float]:
+    return {"latency_sec": latency_sec, "bytes_per_sec": bytes_per_sec, "r2": 1.0}
+
+
+def calibration(flops_per_sec=1e12, **line_of_axes) -> Calibration:
+    """The same line for every collective over those axes."""
+    mesh = {"dc": 1, "data": 1, "expert": 4, "tensor": 2}
+    collectives = {kind: dict(line_of_axes) for kind in KINDS}
+    return Calibration(
+        "paper", mesh, "float32", collectives, flops_per_sec, 1.0, 0.0, "never"
+    )
+
+
+TWO_LEVELS = calibration(expert=line(1e8, 1e-4), tensor=line(1e10, 1e-5))
+
+
+def sec_of_wire(prediction) -> float:
+    """Of what the papers count: rows and tokens."""
+    others = ("router", "experts", "counts", "weights")
+    return sum(t.sec for t in prediction.terms if not t.name.endswith(others))
+
+
+# Elements of each collective, counted in programs compiled for 8 devices; n d = 96 and
+# T d = 1536. base: gather, all_to_all, all_reduce; s1, s2: all_to_all, gather; s1h:
+# all_to_all, gather, reduce_scatter, gather. Of 4, 2 base goes by its own formula: each
+# half of the tensor axis takes half of the tokens, and gathers them in the end.
+COUNTED = {
+    (2, 2): ([192, 3072, 3072], [1536, 96], [1536, 1536], [768, 1536, 1536, 96]),
+    (2, 4): ([384, 6144, 6144], [3072, 96], [3072, 1536], [768, 3072, 3072, 96]),
+    (4, 2): ([96, 1536, 1536, 96], [768, 96], [768, 1536], [384, 768, 768, 96]),
+    (4, 4): ([384, 6144, 6144], [1536, 96], [1536, 1536], [384, 1536, 1536, 96]),
+}
+DEVICES_OF = {
+    (2, 2): {"tensor": 2, "expert": 4, "expert_tensor": 8},
+    (2, 4): {"tensor": 2, "expert_outer": 2, "expert_inner_tensor": 4,
+             "expert_tensor": 8},
+    (4, 2): {"tensor": 4, "tensor_outer": 2, "tensor_inner": 2,
+             "expert_tensor_outer": 4, "expert_tensor": 8},
+    (4, 4): {"tensor": 4, "expert": 2, "expert_tensor": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("tensor", "shards"), COUNTED)
+def test_sizes_are_those_counted_in_compiled_programs(tensor, shards):
+    shape = dataclasses.replace(
+        SHAPE, tokens=16, top_k=2, buffer_factor=8, tensor=tensor, expert_shards=shards,
+        sizes={"expert": 8 // tensor},
+    )  # fmt: skip
+    names = ("base", "s1", "s2", "s1h")
+    for name, want in zip(names, COUNTED[tensor, shards], strict=True):
+        found = []
+        for term in predict(shape, TWO_LEVELS, name).terms:
+            kind, _, rest = term.name.partition(" ")
+            group, _, cargo = rest.partition(" ")
+            if kind in KINDS and cargo != "counts":
+                assert term.count == (2 if kind == "all_to_all" else 1)
+                w = DEVICES_OF[tensor, shards][group]
+                share = term.count * leaving_bytes(kind, shape.itemsize, w)
+                found.append(round(term.bytes / share, 6))
+        assert found == want
+
+
+def by_name(prediction) -> dict[str, Term]:
+    assert len({t.name for t in prediction.terms}) == len(prediction.terms)
+    return {t.name: t for t in prediction.terms}
+
+
+TRAINED = dataclasses.replace(SHAPE, is_training=True)
+DATA = calibration(expert=line(1e8, 1e-4), tensor=line(1e9), data=line(1e9))
+DATA = dataclasses.replace(DATA, mesh={**DATA.mesh, "data": 2})
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("tensor", "shards"), [(2, 2), (2, 4), (2, 1), (1, 2)])
+def test_a_prediction_is_the_sum_of_its_named_terms(name, tensor, shards):
+    for remat, overlap in (("none", 0.0), ("dispatch", 0.5), ("full", 1.0)):
+        shape = dataclasses.replace(
+            TRAINED, tensor=tensor, expert_shards=shards, remat=remat, overlap=overlap
+        )
+        prediction = predict(shape, DATA, name)
+        terms = by_name(prediction).values()
+        assert prediction.sec == sum(t.sec for t in terms)
+        assert prediction.bytes_of("") == sum(t.bytes for t in terms)
+        lines = prediction.table().splitlines()
+        assert [text.split("  ")[0] for text in lines[:-1]] == [
+            f"{t.name} x{t.count}" for t in terms
+        ]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_backward_moves_what_forward_moved(name):
+    """And 'full' goes forward again, but for the last tokens; weights in parts are
+    gathered again by both kinds of remat. The transpose of base's gather of copies
+    sends nothing."""
+    forward, back, again = (
+        by_name(predict(dataclasses.replace(SHAPE, **changes), DATA, name))
+        for changes in (
+            {}, {"is_training": True}, {"is_training": True, "remat": "full"},
+        )
+    )  # fmt: skip
+    once_more = "all_gather tensor tokens" if name == "base" else ""
+    group = "data_expert" if name == "local" else "data"
+    assert set(back) - set(forward) == {f"reduce_scatter {group} weights"}
+    for term, once in forward.items():
+        times = {
+            "experts": (3, 4), "router": (3, 3), "counts": (1, 1), "weights": (1, 2),
+            "tokens": (1, 2) if term == once_more else (2, 2),
+        }.get(term.split()[-1], (2, 3))  # fmt: skip
+        found = (back[term].sec / once.sec, again[term].sec / once.sec)
+        assert found == pytest.approx(times)
+
+
+def test_base_gathers_gradients_of_tokens_that_tensor_groups_share():
+    """Two groups, each of 96 tokens of 24 bytes, whose copies add up theirs."""
+    shape = dataclasses.replace(TRAINED, expert_shards=4)
+    terms = by_name(predict(shape, TWO_LEVELS, "base"))
+    assert terms["all_gather expert_inner gradients"].bytes == 2 * 96 * 24 / 2
+    assert terms["all_gather expert_inner_tensor tokens"].bytes == 4 * 96 * 24 * 3 / 4
+
+
+def test_computing_by_hand():
+    """96 tokens, 2 choices each, on a tensor group of 2 with 2 shards: 96 x 2 rows a
+    device, 6 x 6 x 8 FLOPs each; base has twice the rows, and routes 192 tokens."""
+    slow = calibration(1e6, expert=line(1e8), tensor=line(1e9))
+    sec = {
+        name: {t: term.sec for t, term in by_name(predict(SHAPE, slow, name)).items()}
+        for name in SCHEDULES
+    }
+    rows = 96 * 2 * 6 * 6 * 8 / 1e6
+    one = 2 * 6 * 8 / 1e6
+    for name, computed, routed in (
+        ("s1", 1, 48), ("s1h", 1, 48), ("s2", 1, 96), ("base", 2, 192),
+        ("local", 1, 96),
+    ):  # fmt: skip
+        assert sec[name]["experts"] == pytest.approx(computed * rows)
+        assert sec[name]["router"] == pytest.approx(routed * one)
+
+
+def test_local_gathers_weights_and_sums_tokens():
+    """Half of 8 experts of 3 x 6 x 16 float32, in 8 parts; 96 tokens of 24 bytes."""
+    terms = by_name(predict(TRAINED, DATA, "local"))
+    weights = 4 * 3 * 6 * 16 * 4 * 7 / 8
+    assert terms["all_gather data_expert weights"].bytes == pytest.approx(weights)
+    assert terms["reduce_scatter data_expert weights"].bytes == pytest.approx(weights)
+    assert terms["all_reduce tensor tokens"].bytes == pytest.approx(2 * 96 * 24)
+    assert not any(name.startswith("all_to_all") for name in terms)
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.3, 1.0])
+def test_s1_or_s2_by_the_rule_of_equation_4(overlap):
+    """s1 iff G2 - G1 > overlap min(A, G2); so always, where nothing overlaps and more
+    rows than tokens are gathered (k f > 1)."""
+    rng = np.random.default_rng(0)
+    seen = set()
+    for _ in range(200):
+        shape = dataclasses.replace(
+            SHAPE, tokens=int(2 ** rng.integers(4, 12)), overlap=overlap,
+            top_k=int(rng.integers(1, 4)), buffer_factor=rng.uniform(0.6, 2.4),
+        )  # fmt: skip
+        lines = calibration(
+            expert_tensor=line(10 ** rng.uniform(7, 11), 1e-5), tensor=line(1e9, 1e-5),
+            expert=line(1e9),
+        )  # fmt: skip
+        sec = {n: sec_of_wire(predict(shape, lines, n)) for n in ("s1", "s2")}
+        s1, s2 = (by_name(predict(shape, lines, n)) for n in ("s1", "s2"))
+        g1, g2 = s1["all_gather tensor tokens"].sec, s2["all_gather tensor rows"].sec
+        one_sec = s2["all_to_all expert_tensor"].sec / 2
+        is_s1 = g2 - g1 > overlap * min(one_sec, g2)
+        assert (sec["s1"] < sec["s2"]) == is_s1
+        if overlap == 0:
+            assert is_s1 == (shape.top_k * shape.buffer_factor > 1)
+        seen.add(is_s1)
+    assert seen == {True, False}
+
+
+def test_the_choice_is_the_first_of_the_fastest():
+    rng = np.random.default_rng(1)
+    chosen = set()
+    for _ in range(300):
+        tensor = int(rng.choice([1, 2, 4]))
+        shape = dataclasses.replace(
+            TRAINED, tokens=int(2 ** rng.integers(4, 12)), d_model=2048, tensor=tensor,
+            expert_shards=int(rng.choice([1, 2, 4])), d_expert=64, overlap=0.9,
+        )  # fmt: skip
+        lines = calibration(
+            10 ** rng.uniform(10, 14),
+            expert=line(10 ** rng.uniform(7, 10), 10 ** rng.uniform(-6, -2)),
+            tensor=line(10 ** rng.uniform(8, 11), 10 ** rng.uniform(-7, -4)),
+        )
+        choice = choose(shape, lines)
+        sec = {n: predict(shape, lines, n).sec for n in candidates(shape)}
+        assert sec[choice.schedule] <= min(sec.values()) * (1 + 1e-9)
+        for name in SCHEDULES[: SCHEDULES.index(choice.schedule)]:
+            assert sec.get(name, np.inf) > sec[choice.schedule]
+        chosen.add(choice.schedule)
+        assert "\n" not in choice.why
+        assert choice.why.startswith(f"{choice.schedule}: ")
+        assert all(f"\n{name}\n" in f"\n{choice.table()}" for name in sec)
+    assert {"s1h", "s1", "s2", "local"} <= chosen
+    alone = dataclasses.replace(SHAPE, tensor=1, expert_shards=1)
+    assert choose(alone, TWO_LEVELS).schedule == "s1h"  # all are the same
+
+
+def test_a_slower_link_never_leads_to_more_bytes_over_it():
+    """With no latency: what the chosen one sends along the expert axis falls as it
+    slows, and in the end s1h or local is left."""
+    for tokens, k in itertools.product((64, 1024, 16384), (1, 2, 4)):
+        shape = dataclasses.replace(
+            TRAINED, tokens=tokens, top_k=k, d_model=512, d_expert=1024
+        )
+        sent = []
+        for rate in np.geomspace(1e10, 1e5, 30):
+            choice = choose(shape, calibration(expert=line(rate), tensor=line(1e10)))
+            terms = choice.predictions[choice.schedule].terms
+            sent.append(sum(t.bytes for t in terms if "expert" in t.name))
+        assert sent == sorted(sent, reverse=True)
+        assert choice.schedule in ("s1h", "local")
+
+
+ALL_BUT_LOCAL = ("s1h", "s1", "s2", "base")
+
+
+@pytest.mark.parametrize(
+    ("changes", "names", "rule"),
+    [
+        ({"expert_shards": 3}, ALL_BUT_LOCAL, "must divide tensor=2"),
+        ({"expert_shards": 16}, ALL_BUT_LOCAL, "divisor of the expert axis (4)"),
+        ({"d_expert": 15}, ALL_BUT_LOCAL, "must divide d_expert=15"),
+        ({"num_experts": 6}, ALL_BUT_LOCAL, "divisible by their 4 owners: use 8"),
+        ({"num_experts": 12, "tensor": 8, "expert_shards": 8}, ("local",), "use 16"),
+        ({"tokens": 95}, ("s1h", "s1"), "(95) in 2 parts"),
+        ({"tokens": 95, "expert_shards": 1}, ("s1h", "s1", "base"), "(95) in 2 parts"),
+        ({"tensor": 1, "expert_shards": 1}, ("local",), "a tensor axis of several"),
+        ({"sizes": {"dc": 2, "expert": 4}}, ("local",), "it is 'dc_expert'"),
+    ],
+)
+def test_what_cannot_run_says_its_rule(changes, names, rule):
+    """And only those that the rule is for."""
+    shape = dataclasses.replace(SHAPE, **changes)
+    refused = tuple(name for name in SCHEDULES if choose_schedule.refusal(shape, name))
+    assert refused == names
+    for name in refused:
+        assert rule in choose_schedule.refusal(shape, name)
+        assert "\n" not in choose_schedule.refusal(shape, name)
+    assert candidates(shape) == tuple(n for n in SCHEDULES if n not in refused)
+
+
+def test_everything_runs_on_the_usual_mesh_and_nothing_is_one_line():
+    assert candidates(SHAPE) == SCHEDULES
+    odd = dataclasses.replace(SHAPE, num_experts=7)
+    with pytest.raises(ValueError, match="no schedule can run: num_experts=7") as error:
+        choose(odd, TWO_LEVELS)
+    assert "\n" not in str(error.value)
+    assert "local needs num_experts=7" in str(error.value)

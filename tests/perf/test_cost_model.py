@@ -1,0 +1,286 @@
+"""The cost model: each term by hand, the notes' anchor, and calibrations."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from moejax.perf.calibration import Calibration, check, cost_model, read_calibration
+from moejax.perf.cost_model import NOTES, CostModel, tight
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout
+
+# 10 FLOPs and 2 bytes a row at 100 FLOP/s and 4 bytes/s: 0.1 s to compute, 0.5 to send.
+COST = CostModel(
+    flops_per_row=10,
+    bytes_per_row=2,
+    bytes_per_expert=40,
+    bytes_per_move=120,
+    flops_per_sec=100,
+    bytes_per_sec=4,
+)
+PAIR_WW = np.array([[5.0, 1, 2], [3, 7, 0], [4, 4, 1]])
+
+
+def layout_of(store="owned", slots=2, transport="ragged", **kwargs) -> Layout:
+    return Layout(6, 3, slots, 3, transport=transport, store=store, **kwargs)
+
+
+def test_compute_is_the_fullest_device():
+    assert COST.compute_sec(np.array([3.0, 9, 1])) == pytest.approx(9 * 10 / 100)
+
+
+def test_ragged_wire_is_the_most_sent_or_received_off_the_device():
+    """Sent to others 3, 3, 8; received 7, 5, 2: the 8 rows of device 2. The fullest
+    pair has 7 rows, in 5 rounds of the buffers that padded has too."""
+    assert COST.wire_sec(PAIR_WW, layout_of()) == pytest.approx(8 * 2 / 4)
+    late = dataclasses.replace(COST, latency_sec=0.25)
+    assert late.wire_sec(PAIR_WW, layout_of()) == pytest.approx(8 * 2 / 4 + 5 * 0.25)
+
+
+def test_padded_wire_is_whole_buffers_and_the_fullest_pair_decides_the_rounds():
+    """The fullest pair has 7 rows: 3 in round 0, then 4 rounds of ceil(3 / 4) = 1."""
+    cost = dataclasses.replace(COST, latency_sec=0.25)
+    padded = layout_of(transport="padded")
+    assert cost.wire_sec(PAIR_WW, padded) == pytest.approx(2 * (3 + 4) * 0.5 + 5 * 0.25)
+    empty = cost.wire_sec(np.zeros((3, 3)), padded)
+    assert empty == pytest.approx(2 * 3 * 0.5 + 0.25)
+    dropping = dataclasses.replace(padded, exchange="capacity")
+    assert cost.wire_sec(PAIR_WW, dropping) == pytest.approx(empty)
+
+
+def test_micro_batches_share_rows_but_not_latency_or_buffers():
+    cost = dataclasses.replace(COST, latency_sec=0.25, micro_batches=7)
+    ragged, padded = layout_of(), layout_of(transport="padded")
+    assert cost.wire_sec(PAIR_WW, ragged) == pytest.approx(8 * 2 / 4 + 7 * 0.25)
+    # one row per pair and micro-batch at most: round 0 holds it, seven times over
+    assert cost.wire_sec(PAIR_WW, padded) == pytest.approx(7 * (2 * 3 * 0.5 + 0.25))
+
+
+def test_sync_by_store():
+    """Each expert that a device carries is 40 bytes at 4 bytes/s, two thirds of them
+    to or from others: 20/3 s out and as much back."""
+    one = 40 / 4 * 2 / 3
+    assert COST.sync_sec(layout_of()) == 0
+    budgets = {"offers_per_device": 1, "copies_per_device": 2}
+    resident = layout_of("resident", 4, **budgets)
+    assert COST.sync_sec(resident) == pytest.approx(2 * 3 * one)
+    transient = layout_of("transient", 4, **budgets)
+    twice = dataclasses.replace(COST, micro_batches=2)
+    assert twice.sync_sec(resident) == pytest.approx(2 * 3 * one)
+    assert twice.sync_sec(transient) == pytest.approx(2 * 2 * 3 * one)
+    assert COST.sync_sec(layout_of("sharded", 4)) == pytest.approx(2 * 4 * one)
+    unused = dataclasses.replace(COST, bytes_per_expert=float("inf"))
+    assert unused.sync_sec(layout_of("resident", 4)) == 0
+
+
+def test_prefetched_copies_hide_under_the_block():
+    """20 s out: 12 s of forward and 3 of attention hide 15; 20 s back hide under 30."""
+    layout = layout_of(
+        "transient", 4, offers_per_device=1, copies_per_device=2, prefetch=True
+    )
+    cost = dataclasses.replace(COST, other_sec=3)
+    assert cost.sync_sec(layout, 12) == pytest.approx(20 - 15)
+    assert cost.sync_sec(layout, 4) == pytest.approx(20 - 7 + 20 - 14)
+    assert cost.sync_sec(layout, 100) == 0
+
+
+def test_a_layer_by_hand():
+    """Expert 0 with 12 rows from device 0 in two replicas, on devices 0 and 2."""
+    load_we = np.zeros((3, 6))
+    load_we[0, 0], load_we[1, 2] = 12, 4
+    row_p = np.array([0, 1, -1, 2, 3, -1, 4, 5, 0])
+    layout = layout_of("resident", 3, offers_per_device=1, copies_per_device=1)
+    compute, wire = 6 * 0.1, 6 * 0.5
+    sync = 2 * 2 * 40 / 4 * 2 / 3
+    want = 3 * compute + 4 * wire + sync
+    assert COST.layer_sec(load_we, row_p, layout) == pytest.approx(want)
+    plan = ExpertPlan(np.stack([row_p, row_p]).astype(np.int32), 6).validate(layout)
+    load_lwe = np.stack([load_we, 0 * load_we])
+    assert COST.step_sec(load_lwe, plan, layout) == pytest.approx(want + sync)
+
+
+def test_moves_charge_the_busiest_device_and_only_new_owners():
+    layout = layout_of()
+    home = ExpertPlan.home(2, 6)
+    assert COST.move_sec(home, home, layout) == 0
+    free = dataclasses.replace(COST, bytes_per_move=float("inf"))
+    assert free.move_sec(home, home, layout) == 0
+    owned = np.array([[2, 3, 0, 1, 4, 5], [0, 1, 2, 4, 3, 5]], np.int32)
+    moved = ExpertPlan(owned, 6, owned)  # layer 0: two each way; layer 1: one each way
+    # Two rounds and one; in each a device scatters one expert and gathers one.
+    assert COST.move_sec(home, moved, layout) == pytest.approx(3 * 2 * 2 / 3 * 120 / 4)
+    copies = ExpertPlan(np.array([[0, 1, 2, 2, 3, -1, 4, 5, 0]] * 2, np.int32), 6)
+    assert COST.move_sec(home, copies, layout) == 0
+
+
+def test_a_change_between_lying_by_expert_and_by_width_moves_everything_once():
+    home, by_width = ExpertPlan.home(2, 6), layout_of("sharded")
+    all_sec = 2 * 2 * 2 / 3 * 120 / 4  # layers, own experts, share that leaves
+    assert COST.move_sec(home, home, by_width, layout_of()) == pytest.approx(all_sec)
+    assert COST.move_sec(home, home, layout_of(), by_width) == pytest.approx(all_sec)
+    assert COST.move_sec(home, home, by_width, by_width) == 0
+    assert COST.move_sec(home, home, layout_of("resident"), layout_of()) == 0
+
+
+def test_tight_budgets_are_what_the_plan_needs():
+    loose = layout_of("resident", 3, offers_per_device=2, copies_per_device=3)
+    plan = ExpertPlan(np.array([[0, 1, -1, 2, 3, 0, 4, 5, 0]], np.int32), 6)
+    layout = tight(loose, plan)
+    assert (layout.offers_per_device, layout.copies_per_device) == (1, 1)
+    assert tight(layout_of("sharded", 3), plan) == layout_of("sharded", 3)
+
+
+def test_128_gigabits_are_16_gigabytes_per_second():
+    assert 128e9 / 8 == 16e9
+    cost = dataclasses.replace(NOTES, bytes_per_sec=128e9 / 8)
+    one_gigabyte_of_rows = 1e9 / NOTES.bytes_per_row
+    pair_ww = np.array([[0, one_gigabyte_of_rows], [0, 0]])
+    sec = cost.wire_sec(pair_ww, Layout(2, 2, 1, 8, transport="ragged"))
+    assert sec == pytest.approx(1 / 16)
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_sec", "msec"), [(3e9, 133), (12.5e9, 55), (50e9, 36.5)]
+)
+def test_the_notes_preset_gives_the_notes_anchor(bytes_per_sec, msec):
+    """Their table for plain expert parallelism: 16 devices with 4096 rows each, the
+    fullest with 6.54 times the mean."""
+    fullest = 6.54 * 4096 / 16
+    load_we = np.full((16, 16), (4096 - fullest) / 15)
+    load_we[:, 3] = fullest
+    cost = dataclasses.replace(NOTES, bytes_per_sec=bytes_per_sec)
+    layout = Layout.home(16, 16, 4096, transport="ragged")
+    sec = cost.layer_sec(load_we, np.arange(16), layout)
+    assert 1e3 * sec == pytest.approx(msec, rel=0.01)
+
+
+CALIBRATION = Calibration(
+    device_kind="cpu",
+    mesh={"dc": 1, "data": 1, "expert": 8, "tensor": 1},
+    compute_dtype="float32",
+    collectives={
+        "all_to_all": {
+            "expert": {"latency_sec": 1e-5, "bytes_per_sec": 2e9, "r2": 0.99}
+        }
+    },
+    flops_per_sec=3e12,
+    matmul_r2=0.98,
+    compile_sec=7.5,
+    when="2026-01-01T00:00:00+00:00",
+)
+SIZES = {
+    "d_model": 8,
+    "d_expert": 16,
+    "itemsize": 2,
+    "micro_batches": 4,
+    "other_flops_per_device": 6e9,
+}
+
+
+def test_a_cost_model_of_a_calibration():
+    assert cost_model(CALIBRATION, **SIZES) == CostModel(
+        flops_per_row=6 * 8 * 16,
+        bytes_per_row=16,
+        bytes_per_expert=3 * 8 * 16 * 2,
+        bytes_per_move=3 * 8 * 16 * 12,
+        flops_per_sec=3e12,
+        bytes_per_sec=2e9,
+        latency_sec=1e-5,
+        other_sec=2e-3,
+        compile_sec=7.5,
+        micro_batches=4,
+    )
+
+
+def test_one_device_on_the_expert_axis_needs_no_all_to_all():
+    mesh = {**CALIBRATION.mesh, "expert": 1}
+    alone = dataclasses.replace(CALIBRATION, mesh=mesh, collectives={})
+    assert cost_model(alone, **SIZES).latency_sec == 0
+    without = dataclasses.replace(CALIBRATION, collectives={})
+    with pytest.raises(ValueError, match="no all_to_all over the 'expert' axis"):
+        cost_model(without, **SIZES)
+
+
+def test_calibrations_and_cost_models_survive_json(tmp_path):
+    path = tmp_path / "calibration.json"
+    path.write_text(CALIBRATION.to_json())
+    assert read_calibration(path) == CALIBRATION
+    assert json.loads(json.dumps(NOTES.as_dict())) == NOTES.as_dict()
+
+
+def broken(**changes) -> str:
+    return json.dumps({**dataclasses.asdict(CALIBRATION), **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "damaged"),
+        ("[]", "fields missing"),
+        (broken(extra=1), "unknown"),
+        (broken(flops_per_sec=0), "flops_per_sec must be above 0"),
+        (broken(collectives={"all_to_all": {"expert": {"r2": 1}}}), "must have"),
+        (
+            broken(
+                collectives={
+                    "psum": {"data": {"latency_sec": -1, "bytes_per_sec": 1, "r2": 1}}
+                }
+            ),
+            "latency_sec >= 0",
+        ),
+    ],
+)
+def test_a_damaged_calibration_is_one_clear_line(tmp_path, text, complaint):
+    path = tmp_path / "calibration.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=complaint) as error:
+        read_calibration(path)
+    assert "\n" not in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_no_file_is_one_clear_line(tmp_path):
+    with pytest.raises(ValueError, match="cannot use"):
+        read_calibration(tmp_path / "none.json")
+
+
+def test_a_calibration_of_another_mesh_or_device_is_refused():
+    mesh, dtype = CALIBRATION.mesh, CALIBRATION.compute_dtype
+    check(CALIBRATION, mesh, "cpu", dtype)
+    with pytest.raises(ValueError, match="measured on 'cpu'"):
+        check(CALIBRATION, mesh, "NVIDIA H200", dtype)
+    with pytest.raises(ValueError, match="measured on mesh"):
+        check(CALIBRATION, {**mesh, "expert": 4}, "cpu", dtype)
+    with pytest.raises(ValueError, match="compute_dtype is float64"):
+        check(CALIBRATION, mesh, "cpu", "float64")
+
+
+def test_what_remat_does_again_is_charged_again():
+    """One row of each device to each: 0.3 s forward, 1 s an exchange."""
+    load_we, row_p = np.ones((3, 6)) / 2, np.arange(6)
+    layout = layout_of("transient", offers_per_device=1, copies_per_device=1)
+    out_sec = COST.sync_sec(layout) / 2
+    for remat, computed, exchanged, fetched in (
+        ("none", 3, 4, 1), ("dispatch", 4, 4, 2), ("full", 4, 6, 2),
+    ):  # fmt: skip
+        cost = dataclasses.replace(COST, remat=remat)
+        expected = computed * 0.3 + exchanged * 1.0 + (fetched + 1) * out_sec
+        assert cost.layer_sec(load_we, row_p, layout) == pytest.approx(expected)
+
+
+def test_data_parallel_devices_share_an_expert():
+    """Each sends its part of the hidden width; the layer gathers whole slots."""
+    line = {"latency_sec": 0.0, "bytes_per_sec": 4e9, "r2": 1.0}
+    collectives = CALIBRATION.collectives | {"all_gather": {"data": line}}
+    mesh = {**CALIBRATION.mesh, "data": 4}
+    shared = dataclasses.replace(CALIBRATION, mesh=mesh, collectives=collectives)
+    one, four = (
+        cost_model(c, **SIZES)
+        for c in (dataclasses.replace(shared, mesh={**mesh, "data": 1}), shared)
+    )
+    assert four.bytes_per_expert == one.bytes_per_expert / 4
+    assert four.bytes_per_move == one.bytes_per_move / 4
+    assert one.gather_sec == 0
+    assert four.gather_sec == pytest.approx(3 / 4 * one.bytes_per_expert / 4e9)

@@ -1,0 +1,91 @@
+"""Splits that look at the load, as the planner reckons them."""
+
+import numpy as np
+import pytest
+
+from moejax.balance.policies.micromoe.density import density
+from moejax.perf.traffic import device_rows, rows_by_slot
+from moejax.plan import water_filling
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout
+
+W, E = 4, 8
+
+
+def load_of(seed: int) -> np.ndarray:
+    """Whole rows by source and expert, skewed; [w, e]."""
+    rng = np.random.default_rng(seed)
+    chance_e = rng.permutation(np.arange(1.0, E + 1) ** -rng.uniform(0.0, 2.0))
+    total = int(rng.choice([10, 10_000]))
+    return rng.multinomial(total, chance_e / chance_e.sum(), size=W).astype(float)
+
+
+def row_of(seed: int, slots: int = 4) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    rest = rng.integers(-1, E, W * slots - E)
+    return rng.permutation(np.r_[np.arange(E), rest]).astype(np.int32)
+
+
+def home_in(slots: int) -> np.ndarray:
+    copies = slots - E // W
+    layout = Layout(
+        E, W, slots, 8, store="transient", split="dynamic", offers_per_device=E // W,
+        copies_per_device=copies,
+    )  # fmt: skip
+    return ExpertPlan.home_in(layout, 1).slot_to_expert_lp[0]
+
+
+def test_water_filling_deals_every_row_as_near_to_the_optimum_as_a_step_does():
+    for seed in range(40):
+        load_we, row_p = load_of(seed), row_of(seed)
+        rows_wp = rows_by_slot(load_we, row_p, W, "water_filling")
+        for expert in range(E):
+            sums_w = rows_wp[:, row_p == expert].sum(axis=1)
+            assert np.allclose(sums_w, load_we[:, expert])
+        assert not rows_wp[:, row_p < 0].any()
+        best = np.ceil(density(row_p, load_we.sum(axis=0), W))
+        fullest = device_rows(rows_wp).max()
+        tolerance = water_filling.tolerance_of(load_we.sum(), W)
+        assert best - 1e-6 <= fullest <= best + tolerance + 1e-6
+
+
+def test_each_source_gives_its_replicas_the_same_shares():
+    """60 and 20 rows: expert 0 must give device 1 two fifths of its rows."""
+    load_we = np.array([[30.0, 10.0], [20.0, 20.0]])
+    load_we[:, 1] = [10, 20]
+    rows_wp = rows_by_slot(load_we, np.array([0, -1, 0, 1]), 2, "water_filling")
+    assert np.allclose(rows_wp, [[24, 0, 6, 10], [16, 0, 4, 20]])
+
+
+def test_dynamic_gives_every_device_the_mean_to_one_row():
+    for seed in range(40):
+        load_we = load_of(seed)
+        rows_wp = rows_by_slot(load_we, home_in(2 * E // W), W, "dynamic")
+        assert np.ptp(device_rows(rows_wp)) <= 1 + 1e-6
+        assert np.allclose(rows_wp.sum(axis=1), load_we.sum(axis=1))
+
+
+def test_dynamic_copies_go_to_empty_slots_and_owners_may_be_any():
+    """One expert has all rows, and its owner is device 1: each other device takes a
+    quarter in its first slot for copies."""
+    load_we = np.zeros((W, E))
+    load_we[:, 5] = 100
+    row_p = home_in(4).copy()
+    row_p[[4, 9]] = row_p[[9, 4]]  # owners of experts 2 and 5
+    rows_wp = rows_by_slot(load_we, row_p, W, "dynamic")
+    used = np.flatnonzero(rows_wp.sum(axis=0))
+    assert used.tolist() == [2, 4, 10, 14]
+    assert np.allclose(rows_wp[:, used], 100 / W)
+
+
+@pytest.mark.parametrize("split", ["water_filling", "dynamic"])
+def test_loads_are_rounded_to_whole_rows(split):
+    """A mean over steps is no whole number: replicas take shares of whole ones, and
+    which way a half goes does not matter."""
+    load_we, row_p = load_of(1), home_in(4)
+    noise_we = np.random.default_rng(0).uniform(-0.4, 0.4, (W, E)) / W
+    shares_wp, near_wp = (
+        rows_by_slot(x_we, row_p, W, split) / x_we.sum() * load_we.sum()
+        for x_we in (load_we, np.maximum(load_we + noise_we, 0))
+    )
+    assert np.abs(shares_wp - near_wp).max() < 1

@@ -1,0 +1,281 @@
+"""Water-filling against the linear program, in whole rows: equal to its ceiling."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.optimize import linprog
+
+from moejax.kernels.water_fill.portable import water_fill
+from moejax.plan import water_filling
+from moejax.plan.edge_coloring import colours
+from tests.support.close import assert_close
+
+RING = 64
+
+
+def optimum(load_e, row_p, w) -> int:
+    """Ceiling of the linear program's value, by HiGHS. The value is rows over at most w
+    devices, so half of 1/w is far from rounding errors and from the next whole row."""
+    slot_x = np.flatnonzero(row_p >= 0)
+    num_x = len(slot_x)
+    of_expert = np.zeros((len(load_e), num_x + 1))
+    of_expert[row_p[slot_x], np.arange(num_x)] = 1
+    on_device = np.zeros((w, num_x + 1))
+    on_device[slot_x // (len(row_p) // w), np.arange(num_x)] = 1
+    on_device[:, -1] = -1
+    found = linprog(
+        np.append(np.zeros(num_x), 1.0), A_ub=on_device, b_ub=np.zeros(w),
+        A_eq=of_expert, b_eq=load_e, method="highs",
+    )  # fmt: skip
+    assert found.status == 0, found.message
+    return int(np.ceil(found.fun - 1 / (2 * w)))
+
+
+def zipf(rng, num_experts: int, total: int, exponent: float) -> np.ndarray:
+    chance_e = np.arange(1.0, num_experts + 1) ** -exponent
+    return rng.multinomial(total, rng.permutation(chance_e / chance_e.sum()))
+
+
+def scattered(rng, num_experts: int, w: int, slots: int) -> np.ndarray:
+    """Slots of w devices: replicas anywhere, side by side too, some slots empty."""
+    rest = rng.integers(-1, num_experts, w * slots - num_experts)
+    return rng.permutation(np.r_[np.arange(num_experts), rest]).astype(np.int32)
+
+
+def replicated(rng, num_experts: int, w: int, replicas: int) -> np.ndarray:
+    """Each expert in as many slots, as chance has it; two may share a device."""
+    rounds = [rng.permutation(num_experts) for _ in range(replicas)]
+    return np.concatenate(rounds).reshape(replicas, w, -1).swapaxes(0, 1).reshape(-1)
+
+
+def random_instances():
+    for seed in range(150):
+        rng = np.random.default_rng(seed)
+        w = int(rng.choice([2, 3, 4, 8, 16]))
+        num_experts = int(rng.choice([max(1, w // 2), w, 2 * w, 4 * w]))
+        slots = -(-num_experts // w) + int(rng.integers(0, 4))
+        total = int(rng.choice([7, 300, 20_000, 1_000_000]))
+        load_e = zipf(rng, num_experts, total, rng.uniform(0.4, 2.0))
+        yield load_e, scattered(rng, num_experts, w, slots), w
+
+
+def adversarial_instances():
+    for seed, (w, num_experts) in itertools.product(range(6), ((4, 8), (8, 16))):
+        rng = np.random.default_rng(seed)
+        load_e = zipf(rng, num_experts, 5000, 1.0)
+        row_p = replicated(rng, num_experts, w, 2)
+        one_hot_e = np.where(np.arange(num_experts) == seed, 9999, 0)
+        yield one_hot_e, row_p, w
+        yield np.where(rng.random(num_experts) < 0.6, 0, load_e), row_p, w
+        yield np.full(num_experts, 1001), row_p, w
+        yield np.zeros(num_experts, int), row_p, w
+        yield load_e[: w // 2], scattered(rng, w // 2, w, 3), w  # fewer than devices
+        yield load_e, np.tile(np.arange(num_experts), w), w  # each on every device
+        twins_ws = np.arange(num_experts).reshape(w // 2, -1).repeat(2, axis=0)
+        yield load_e, twins_ws.reshape(-1), w  # devices in equal pairs
+
+
+def large_instances():
+    sizes = ((64, 8, 2), (64, 16, 2), (128, 32, 2), (256, 64, 2), (256, 64, 4))
+    for (num_experts, w, replicas), exponent in itertools.product(sizes, (0.4, 0.8)):
+        rng = np.random.default_rng(num_experts + w)
+        load_e = zipf(rng, num_experts, 4096 * w, exponent)
+        yield load_e, replicated(rng, num_experts, w, replicas), w
+
+
+def ring() -> tuple:
+    """Expert e on devices e and e + 1, loads a wave of 5 %: rows must travel far."""
+    device = np.arange(RING)
+    load_e = np.rint(4096 * (1 + 0.05 * np.sin(2 * np.pi * device / RING))).astype(int)
+    row_ws = np.stack([device, (device - 1) % RING], axis=1)
+    return load_e, row_ws.reshape(-1).astype(np.int32), RING
+
+
+@functools.cache
+def instances() -> list:
+    kinds = (random_instances(), adversarial_instances(), large_instances(), [ring()])
+    found = [
+        (load_e, row_p.astype(np.int32), w)
+        for load_e, row_p, w in itertools.chain(*kinds)
+    ]
+    assert len(found) > 200
+    return found
+
+
+def even(load_e, row_p, w) -> np.ndarray:
+    """An equal share for each device with the expert, the first ones one more: [w]."""
+    level_w = np.zeros(w, int)
+    for expert, load in enumerate(load_e):
+        devices = np.unique(np.flatnonzero(row_p == expert) // (len(row_p) // w))
+        level_w[devices] += load // len(devices)
+        level_w[devices[: load % len(devices)]] += 1
+    return level_w
+
+
+def test_fullest_device_has_the_ceiling_of_the_optimum_and_the_bound_says_so():
+    for load_e, row_p, w in instances():
+        best = optimum(load_e, row_p, w)
+        swept, filling = (
+            water_filling.swept(load_e, row_p, w),
+            water_filling.fill(load_e, row_p, w),
+        )
+        assert filling.level_w(w).max() == filling.bound == best
+        assert swept.bound <= best <= swept.level_w(w).max()
+        assert swept.level_w(w).max() <= even(load_e, row_p, w).max()
+
+
+def test_rows_are_whole_and_sum_to_the_load_of_their_expert():
+    """Empty slots get none, and a second slot on the same device gets none."""
+    for load_e, row_p, w in instances():
+        slots = len(row_p) // w
+        for filling in (
+            water_filling.swept(load_e, row_p, w),
+            water_filling.fill(load_e, row_p, w),
+        ):
+            rows_p = filling.rows_p
+            assert np.issubdtype(rows_p.dtype, np.integer)
+            assert rows_p.min() >= 0
+            assert not rows_p[row_p < 0].any()
+            summed_e = np.zeros(len(load_e), int)
+            np.add.at(summed_e, row_p[row_p >= 0], rows_p[row_p >= 0])
+            assert np.array_equal(summed_e, load_e)
+            used = np.flatnonzero(rows_p)
+            on_device = row_p[used] * w + used // slots
+            assert len(np.unique(on_device)) == len(on_device)
+
+
+def test_tolerance_is_kept_and_the_bound_stays_below_the_optimum():
+    for load_e, row_p, w in instances()[:60]:
+        tolerance = 8 * water_filling.tolerance_of(load_e.sum(), w)
+        filling = water_filling.fill(load_e, row_p, w, tolerance)
+        best = water_filling.fill(load_e, row_p, w).bound
+        assert filling.bound <= best <= filling.level_w(w).max()
+        assert filling.level_w(w).max() <= filling.bound + tolerance
+
+
+def test_tolerance_of_a_step_is_a_512th_of_the_mean():
+    assert water_filling.tolerance_of(8 * 5120, 8) == 10
+    assert water_filling.tolerance_of(8 * 5120 - 1, 8) == 10  # the mean is rounded up
+    assert water_filling.tolerance_of(8 * 511, 8) == 0
+
+
+def test_a_ring_needs_paths():
+    """Sweeps carry rows one device further at a time, and stop far from the optimum."""
+    load_e, row_p, w = ring()
+    swept = water_filling.swept(load_e, row_p, w)
+    assert swept.sweeps == water_filling.MAX_SWEEPS
+    assert swept.level_w(w).max() > swept.bound + 50
+    assert water_filling.fill(load_e, row_p, w).bound == optimum(load_e, row_p, w)
+
+
+def test_bound_stays_below_where_paths_run_out(monkeypatch):
+    monkeypatch.setattr(water_filling, "PATHS_PER_DEVICE", 0)
+    load_e, row_p, w = ring()
+    filling = water_filling.fill(load_e, row_p, w)
+    assert filling.bound < filling.level_w(w).max()
+
+
+def test_no_sweep_makes_squares_or_the_fullest_device_larger():
+    for load_e, row_p, w in instances()[:60]:
+        levels = [
+            water_filling.swept(load_e, row_p, w, max_sweeps=sweeps).level_w(w)
+            for sweeps in range(6)
+        ]
+        assert np.array_equal(levels[0], even(load_e, row_p, w))
+        for before_w, after_w in itertools.pairwise(levels):
+            assert (after_w**2).sum() <= (before_w**2).sum()
+            assert after_w.max() <= before_w.max()
+
+
+def test_without_replicas_rows_are_the_loads():
+    rng = np.random.default_rng(0)
+    load_e, row_p = zipf(rng, 16, 9999, 1.2), rng.permutation(16)
+    filling = water_filling.fill(load_e, row_p, 4)
+    assert np.array_equal(filling.rows_p, load_e[row_p])
+    assert filling.sweeps == 0
+
+
+def test_k_times_the_load_has_k_times_the_optimum():
+    """ceil(k x) is at most k ceil(x), and above k (ceil(x) - 1)."""
+    for load_e, row_p, w in instances()[:60]:
+        bound = water_filling.fill(load_e, row_p, w).bound
+        assert (
+            7 * (bound - 1)
+            < water_filling.fill(7 * load_e, row_p, w).bound
+            <= 7 * bound
+        )
+
+
+def test_poured_is_the_least_sum_of_squares_and_the_first_get_the_rest():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        ground = rng.integers(0, 6, rng.integers(1, 5)).tolist()
+        load = int(rng.integers(0, 8))
+        splits = [
+            split
+            for split in itertools.product(range(load + 1), repeat=len(ground))
+            if sum(split) == load
+        ]
+        squares = [sum((g + x) ** 2 for g, x in zip(ground, s)) for s in splits]
+        least = [s for s, square in zip(splits, squares) if square == min(squares)]
+        assert tuple(water_filling.poured(ground, load)) == max(least)
+
+
+def test_picture_of_the_module():
+    row_p = np.array([0, -1, 1, 0, 2, 1])
+    even_rows = water_filling.swept([6, 4, 2], row_p, 3, max_sweeps=0)
+    assert even_rows.rows_p.tolist() == [3, 0, 2, 3, 2, 2]
+    assert water_filling.swept([6, 4, 2], row_p, 3).rows_p.tolist() == [
+        4,
+        0,
+        2,
+        2,
+        2,
+        2,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "w", "slots", "max_sweeps"),
+    [
+        (8, 4, 4, 1),
+        (8, 4, 4, water_filling.MAX_SWEEPS),
+        (64, 16, 8, water_filling.MAX_SWEEPS),
+    ],
+)
+def test_sweeps_of_the_device_give_the_same_bits(num_experts, w, slots, max_sweeps):
+    swept = jax.jit(functools.partial(water_fill, max_sweeps=max_sweeps))
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        row_p = scattered(rng, num_experts, w, slots)
+        load_e = zipf(rng, num_experts, 1000 * w, rng.uniform(0.0, 2.0))
+        tolerance = int(rng.choice([0, 0, 5]))
+        start = water_filling.swept(load_e, row_p, w, max_sweeps=0)
+        slot_cw = cells(row_p, w, num_experts)
+        cell = slot_cw >= 0
+        amount_cw = np.where(cell, start.rows_p[slot_cw], 0)
+        on_device = swept(
+            jnp.asarray(np.where(cell, row_p[slot_cw], -1), jnp.int32),
+            jnp.asarray(amount_cw, jnp.int32),
+            jnp.asarray(start.level_w(w) - amount_cw.sum(axis=0), jnp.int32),
+            jnp.int32(colours(row_p, w).max() + 1),
+            jnp.int32(tolerance),
+        )
+        expected = water_filling.swept(load_e, row_p, w, tolerance, max_sweeps)
+        amount_cw = np.where(cell, expected.rows_p[slot_cw], 0)
+        assert_close(np.asarray(on_device.amount_cw), amount_cw)
+        assert_close(np.asarray(on_device.level_w), expected.level_w(w))
+        assert int(on_device.bound) == expected.bound
+        assert int(on_device.sweeps) == expected.sweeps
+
+
+def cells(row_p: np.ndarray, w: int, num_colours: int) -> np.ndarray:
+    """Slot of each colour on each device, -1 for none; [c, w]."""
+    colour_p, slot_cw = colours(row_p, w), np.full((num_colours, w), -1)
+    slot_q = np.flatnonzero(colour_p >= 0)
+    slot_cw[colour_p[slot_q], slot_q // (len(row_p) // w)] = slot_q
+    return slot_cw

@@ -1,0 +1,1 @@
+"""Builders of inputs, runs and definitions that several test files share."""

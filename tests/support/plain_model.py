@@ -1,0 +1,167 @@
+"""The whole decoder once more, from its formulas: no scan, no exchange, no kernels.
+
+Everything is a loop over layers, positions or choices, so that the jaxpr holds exactly
+the multiplications that a causal, dropless model needs. `network` makes the real one.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from moejax import axes
+from moejax.config import Config, Model
+from moejax.model.transformer import Transformer
+from moejax.moe import route as routing
+from moejax.moe.layer import RouterBias
+from moejax.moe.types import Placement
+from moejax.plan.expert_plan import ExpertPlan
+from train.layouts import layout_of
+
+
+class Network(NamedTuple):
+    """A Transformer of a configuration on the first devices, with random parameters."""
+
+    apply: Callable
+    """apply(params, tokens_bt, position_bt=None, noise=None) -> hidden_btd, sums,
+    head_vd; not jitted. Without positions a row is one document from its start."""
+    jit: Callable
+    extend: Callable
+    """extend(params, tokens_bt, position_bt, cache, layout) -> hidden_btd, cache."""
+    params: dict
+    """float32 NumPy arrays; norms' scales and router are random too."""
+
+
+@functools.cache
+def network(cfg: Config) -> Network:
+    devices = jax.devices()[: cfg.mesh.topology.num_devices]
+    mesh = axes.make_mesh(cfg.mesh.topology, devices)
+    model = nnx.eval_shape(lambda: Transformer(cfg, mesh, nnx.Rngs(0)))
+    graph, shapes, bias = nnx.split(model, nnx.Param, RouterBias)
+    bias = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), nnx.to_pure_dict(bias))
+    layout = layout_of(cfg)
+    plan = ExpertPlan.home_in(layout, cfg.model.num_moe_layers)
+    placement = Placement.of_plan(plan, layout)
+
+    def apply(params, tokens_bt, position_bt=None, noise=None):
+        model = nnx.merge(graph, params, bias)
+        position_bt = of_one_document(tokens_bt) if position_bt is None else position_bt
+        hidden_btd, sums = model(tokens_bt, position_bt, placement, layout, noise)
+        return hidden_btd, sums, model.head()
+
+    def extend(params, tokens_bt, position_bt, cache, layout):
+        model = nnx.merge(graph, params, bias)
+        return model.extend(tokens_bt, position_bt, placement, layout, cache)
+
+    random = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        values = random.standard_normal(leaf.shape).astype(np.float32)
+        is_scale = path[-1].key == "scale_d"
+        return 1 + values / 5 if is_scale else values * leaf.shape[-2] ** -0.5
+
+    params = jax.tree_util.tree_map_with_path(draw, nnx.to_pure_dict(shapes))
+    return Network(apply, jax.jit(apply), extend, params)
+
+
+def of_one_document(tokens_bt):
+    """Positions 0, 1, 2 .. in every row."""
+    return jnp.broadcast_to(jnp.arange(tokens_bt.shape[1]), tokens_bt.shape)
+
+
+def hidden_states(cfg: Config, params: dict, tokens_bt, position_bt=None):
+    """Final hidden states [b, t, d] in float32, from the parameters of a Transformer
+    as nested dicts, whose layers are stacked."""
+    model = cfg.model
+    position_bt = of_one_document(tokens_bt) if position_bt is None else position_bt
+    x_btd = params["embed_vd"][tokens_bt]
+    for layer in range(model.num_layers):
+        block, is_moe = _block_of(cfg.model, params, layer)
+        normed_btd = norm(x_btd, block["attention_norm"], model)
+        x_btd = x_btd + attention(cfg, block["attention"], normed_btd, position_bt)
+        normed_btd = norm(x_btd, block["ff_norm"], model)
+        if is_moe:
+            x_btd = x_btd + moe(cfg, block["moe"], normed_btd)
+        if "dense" in block:
+            x_btd = x_btd + swiglu(block["dense"], normed_btd)
+    return norm(x_btd, params["norm"], model)
+
+
+def logits(cfg: Config, params: dict, tokens_bt, position_bt=None):
+    head = "embed_vd" if cfg.model.tie_embeddings else "head_vd"
+    return hidden_states(cfg, params, tokens_bt, position_bt) @ params[head].T
+
+
+def _block_of(model: Model, params: dict, layer: int):
+    """(parameters, is_moe) of one layer: the dense prefix, then cycles of moe_every."""
+    if layer < model.first_k_dense:
+        return jax.tree.map(lambda leaf: leaf[layer], params["prefix"]), False
+    cycle, place = divmod(layer - model.first_k_dense, model.moe_every)
+    block = params["cycles"]["blocks"][place]
+    is_moe = (layer - model.first_k_dense + 1) % model.moe_every == 0
+    return jax.tree.map(lambda leaf: leaf[cycle], block), is_moe
+
+
+def norm(x, params: dict, model: Model):
+    mean_square = (x * x).mean(axis=-1, keepdims=True)
+    return x / jnp.sqrt(mean_square + model.norm_eps) * params["scale_d"]
+
+
+def swiglu(params: dict, x):
+    hidden = jax.nn.silu(x @ params["gate_df"]) * (x @ params["up_df"])
+    return hidden @ params["down_fd"]
+
+
+def attention(cfg: Config, params: dict, x_btd, position_bt):
+    """Token by token: each query sees the keys of its document up to its own, and query
+    heads r of group g share one key head. A document begins at position 0."""
+    model, (b, t, _) = cfg.model, x_btd.shape
+    q, k, v = (x_btd @ params[name] for name in ("q_dhi", "k_dgi", "v_dgi"))
+    if model.qk_norm == "full":
+        q, k = norm(q, params["q_norm"], model), norm(k, params["k_norm"], model)
+    q, k, v = (y.reshape(b, t, -1, model.head_dim) for y in (q, k, v))
+    if model.qk_norm == "head":
+        q, k = norm(q, params["q_norm"], model), norm(k, params["k_norm"], model)
+    q, k = (turn(y, position_bt, model.rope_theta) for y in (q, k))
+    q = q.reshape(b, t, model.num_kv_heads, -1, model.head_dim)
+    rows = []
+    for now in range(t):
+        seen = slice(0, now + 1)
+        score = jnp.einsum("bgri,bsgi->bgrs", q[:, now], k[:, seen])
+        if cfg.data.documents == "separate":
+            later_bs = jnp.cumsum(position_bt[:, now::-1] == 0, axis=1)[:, ::-1]
+            is_own_bs = jnp.pad(later_bs, ((0, 0), (0, 1)))[:, 1:] == 0
+            score = jnp.where(is_own_bs[:, None, None], score, -jnp.inf)
+        share = jax.nn.softmax(score / model.head_dim**0.5, axis=-1)
+        rows.append(jnp.einsum("bgrs,bsgi->bgri", share, v[:, seen]).reshape(b, -1))
+    return jnp.stack(rows, axis=1) @ params["out_hid"]
+
+
+def turn(x_bthi, position_bt, theta: float):
+    """RoFormer eq. 34 as complex numbers: the j-th pair turned by t * theta^(-2j/i)."""
+    half = x_bthi.shape[-1] // 2
+    angle_btj = position_bt[..., None] * theta ** (-jnp.arange(half) / half)
+    pair = jax.lax.complex(x_bthi[..., :half], x_bthi[..., half:])
+    pair = pair * jnp.exp(1j * angle_btj)[:, :, None]
+    return jnp.concatenate([pair.real, pair.imag], axis=-1)
+
+
+def moe(cfg: Config, params: dict, x_btd):
+    """Choice by choice: each token times the weights of its k-th expert."""
+    b, t, d = x_btd.shape
+    x_nd = x_btd.reshape(b * t, d)
+    bias_e = jnp.zeros(cfg.moe.num_experts)
+    args = params["router_de"], bias_e, cfg.router, cfg.moe.top_k, t
+    routes, *_ = routing.route(x_nd, *args)
+    y_nd = jnp.zeros_like(x_nd)
+    for expert_n, gate_n in zip(routes.expert_nk.T, routes.gate_nk.T):
+        weights = (params[name][expert_n] for name in ("gate_edf", "up_edf"))
+        gate_nf, up_nf = (jnp.einsum("nd,ndf->nf", x_nd, w) for w in weights)
+        hidden_nf = jax.nn.silu(gate_nf) * up_nf
+        down_nfd = params["down_efd"][expert_n]
+        y_nd += gate_n[:, None] * jnp.einsum("nf,nfd->nd", hidden_nf, down_nfd)
+    return y_nd.reshape(b, t, d)

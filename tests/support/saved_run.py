@@ -1,0 +1,44 @@
+"""A run directory with two checkpoints of a toy model that has learned nothing."""
+
+import pathlib
+
+import jax
+import numpy as np
+
+from moejax.axes import sharding
+from tests.support.run_main import TOY, corpus
+from train.checkpoint.checkpoints import Checkpointer
+from train.config import gin_reader
+from train.job import prepare
+from train.step.state import init_state
+
+STEPS = (3, 7)
+
+
+def save_run(folder: pathlib.Path, *params: str) -> pathlib.Path:
+    """Of the toy configuration with `params`; the older checkpoint is of zeros.
+
+    Dense weights are made larger than they start, so that logits differ by more than
+    the order of summation.
+    """
+    cfg = gin_reader.load([TOY], (f"Data.corpus = '{corpus()}'", *params))
+    job = prepare(cfg)
+    mesh = job.model.mesh
+    state = init_state(cfg, mesh, job.model.optimizer)
+    random = np.random.default_rng(0)
+    bias = jax.tree.map(
+        lambda leaf: jax.device_put(
+            random.uniform(0, 0.1, leaf.shape).astype(np.float32), sharding(mesh)
+        ),
+        state.router_bias,
+    )
+    larger = jax.tree.map(lambda leaf: 3 * leaf, state.params)
+    states = (
+        state.replace(params=jax.tree.map(lambda leaf: 0 * leaf, state.params)),
+        state.replace(params=larger, router_bias=bias),
+    )
+    checkpointer = Checkpointer(folder / "checkpoints", cfg.checkpoint)
+    for step, each in zip(STEPS, states):
+        checkpointer.save(step, each, job.meta)
+    checkpointer.close()
+    return folder

@@ -1,0 +1,286 @@
+"""The benchmark of grouped products: its peers, tiny runs, and what it refuses."""
+
+import dataclasses
+import functools
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
+
+from moejax.kernels import shapes
+from moejax.kernels.grouped_dot import reference
+from moejax.kernels.shapes import SKEWS, Shape
+from tests.support.close import assert_close
+from tools.bench import grouped_dot, grouped_dot_jobs, grouped_dot_table
+from tools.bench import grouped_dot_cases as cases
+from tools.bench import grouped_dot_peers as peers
+
+TINY = Shape(rows=96, d=16, f=24, groups=4)
+PASSES = list(cases.PASSES)
+KEYS = {
+    "device", "shape", "skew", "pass", "impl", "msec", "tflops", "dtype", "rows", "d",
+    "f", "groups", "share_of_dense", "least_bytes", "gb_per_sec", "error", "commit",
+    "date", "jax", "repeats", "seed", "msec_least", "msec_most", "num_calls", "tiles",
+}  # fmt: skip
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setitem(shapes.CPU_SHAPES, "tiny", TINY)
+
+
+@pytest.fixture
+def fresh_arms():
+    """Arms are kept by name: a test that changes what a name means leaves none."""
+    peers.arms.cache_clear()
+    yield
+    peers.arms.cache_clear()
+
+
+def bench(capsys, *arguments):
+    """Exit code, what people read, and the rows."""
+    argv = ["--shapes=tiny", "--repeats=1", "--json", *arguments]
+    code = grouped_dot.main(argv)
+    text, _, last = capsys.readouterr().out.rstrip().rpartition("\n")
+    return code, text, json.loads(last)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def by_reference(which, operands, rows_g):
+    """What a pass returns, by moejax's own definition and its gradients."""
+
+    def dot(x_md, w_gdf):
+        return reference.grouped_dot(x_md, w_gdf, rows_g)
+
+    x, other, *more = operands
+    if which == "forward":
+        return dot(x, other)
+    if which == "fused":
+        into_mh = dot(x, other)
+        gate_mf, up_mf = jnp.split(into_mh, 2, axis=1)
+        return jax.nn.silu(gate_mf) * up_mf, into_mh
+    if which == "grads":
+        y_mf, vjp = jax.vjp(dot, x, other)
+        return y_mf, *vjp(more[0])
+    if which == "dgrad":
+        dims = x.shape[0], other.shape[1]
+        return jax.linear_transpose(lambda a: dot(a, other), jnp.zeros(dims))(x)[0]
+    w_gdf = jnp.zeros((len(rows_g), x.shape[1], other.shape[1]))
+    return jax.vjp(lambda w: dot(x, w), w_gdf)[1](other)[0]
+
+
+@pytest.mark.parametrize("which", PASSES)
+def test_the_definition_in_float64_is_the_reference(which):
+    for skew in SKEWS:
+        case = cases.small_case(which, TINY, "float32", 3, skew)
+        out = by_reference(which, case.operands, case.rows_g)
+        error = cases.error_of(which, out, case, has_zero_padding=True)
+        assert error < cases.most_error("float32", "cpu")
+
+
+@pytest.mark.parametrize("which", PASSES)
+@pytest.mark.parametrize("impl", peers.ON_CPU)
+def test_arms_equal_the_reference(impl, which):
+    case = cases.small_case(which, TINY, "float32", 4, "with_empty")
+    fullest = int(case.rows_g.max()) if impl == "batched" else 0
+    (arm,) = peers.arms(impl, which, fullest)
+    rows_g = jnp.asarray(case.rows_g)
+    found = arm.results_of(arm.arguments(case.operands, rows_g))
+    if impl == "dense":
+        case = case.without_groups()
+    expected = by_reference(which, case.operands, case.rows_g)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        own = case.num_rows if a.ndim == 2 else None  # peers leave padding undefined
+        assert_close(a[:own], b[:own])
+
+
+@pytest.mark.parametrize("which", ["forward", "dgrad", "wgrad"])
+def test_arms_of_pallas_are_called_as_they_ask(which, monkeypatch, fresh_arms):
+    """JAX's kernels, interpreted."""
+    options = {"interpret": plgpu.InterpretGPUParams()}
+    monkeypatch.setattr(plgpu, "kernel", functools.partial(plgpu.kernel, **options))
+    here = types.SimpleNamespace(**vars(jax))
+    here.devices = lambda: [types.SimpleNamespace(core_count=1)]
+    monkeypatch.setattr(transposed_ragged_dot_mgpu, "jax", here)
+    shape = Shape(rows=72, d=128, f=128, groups=3)
+    case = cases.small_case(which, shape, "bfloat16", 5, "with_empty")
+    arm = peers.arms("mgpu", which, 0)[1]
+    out = arm.results_of(arm.arguments(case.operands, jnp.asarray(case.rows_g)))
+    error = cases.error_of(which, out, case, has_zero_padding=False)
+    assert error < cases.most_error("bfloat16", "gpu")
+
+
+def test_a_sample_finds_what_is_wrong_and_what_is_not_finite():
+    rows_g = np.array([40, 0, 25, 31], np.int32)
+    most = cases.most_error("float32", "cpu")
+    for which in ("forward", "wgrad"):
+        case = cases.Case(cases.operands(which, TINY, "float32", 6), rows_g)
+        right = by_reference(which, case.operands, rows_g)
+        assert cases.sampled_error_of(which, right, case) < most
+        for value, least in ((2, most), (np.nan, 1)):
+            wrong = np.array(right)
+            wrong[-1, 0] = value
+            assert cases.sampled_error_of(which, wrong, case) > least
+
+
+def test_all_arms_run_and_are_reported(capsys, tiny, tmp_path):
+    out = tmp_path / "rows.json"
+    skews = "uniform,with_empty"
+    code, text, rows = bench(capsys, f"--skews={skews}", f"--out={out}")
+    assert code == 0
+    assert json.loads(out.read_text()) == rows
+    who = [(row["pass"], row["skew"], row["impl"]) for row in rows]
+    expected = [
+        (which, skew, impl)
+        for which in PASSES
+        for skew in skews.split(",")
+        for impl in peers.ON_CPU
+    ]
+    assert who == expected
+    for row in rows:
+        assert set(row) == KEYS
+        assert row["shape"] == "tiny"
+        assert row["dtype"] == "float32"
+        assert Shape(*(row[name] for name in ("rows", "d", "f", "groups"))) == TINY
+        assert 0 < row["msec_least"] <= row["msec"] <= row["msec_most"]
+        flops = cases.flops(row["pass"], TINY)
+        assert row["tflops"] == pytest.approx(flops / row["msec"] / 1e9)
+        assert row["error"] < cases.most_error("float32", "cpu")
+        assert (row["share_of_dense"] == 1) == (row["impl"] == "dense")
+    summary = text[text.index("blocked: the least") :]
+    lines = summary.splitlines()[1:]
+    assert [line.split(" | ")[0] for line in lines[2:]] == [f"| {n}" for n in PASSES]
+    assert {line.count("|") for line in lines} == {6}
+
+
+def test_the_summary_has_the_least_and_where(capsys):
+    msec = {
+        ("even", "uniform"): {"blocked": 4, "ragged_dot": 40, "batched": 8, "dense": 3},
+        ("even", "zipf"): {"blocked": 5, "ragged_dot": 30, "batched": 40, "dense": 3},
+    }
+    rows = [
+        {"shape": shape, "skew": skew, "pass": "forward", "impl": impl, "msec": time}
+        for (shape, skew), times in msec.items()
+        for impl, time in times.items()
+    ]
+    grouped_dot_table.show_summary(rows, peers.OURS)
+    cells = capsys.readouterr().out.splitlines()[-1].split(" | ")[1:]
+    found = [cell.strip(" |") for cell in cells]
+    where = ["uniform", "zipf", "zipf", "zipf"]
+    least = ["2.00", "6.00", "0.60", "0.80"]
+    assert found == [f"{n} (even, {skew})" for n, skew in zip(least, where)]
+
+
+def test_bytes_of_empty_groups_are_not_counted():
+    rows_g = np.array([96, 0, 0, 0])
+    x, dy, matrix = 96 * 16, 96 * 24, 16 * 24
+    assert cases.least_bytes("forward", TINY, rows_g, 2) == 2 * (x + dy + matrix)
+    assert cases.least_bytes("wgrad", TINY, rows_g, 2) == 2 * (x + dy + 4 * matrix)
+
+
+def test_a_wrong_arm_ends_it(capsys, tiny, monkeypatch, fresh_arms):
+    right = peers.ragged_dot()[""]
+
+    def wrong(x_md, w_gdf, rows_g):
+        return 1.001 * right.forward(x_md, w_gdf, rows_g)
+
+    def variants():
+        return {"": right._replace(forward=wrong)}
+
+    monkeypatch.setitem(peers.VARIANTS, "ragged_dot", variants)
+    code, _, last = bench(capsys, "--skews=zipf", "--passes=forward")
+    assert code == 1
+    assert last["exit_code"] == 1
+    assert "ragged_dot computes something else: forward, zipf" in last["error"]
+
+
+def test_padding_that_reaches_a_result_of_ours_is_wrong(
+    capsys, tiny, monkeypatch, fresh_arms
+):
+    """A peer's padding is its own affair; ours meets NaN there."""
+    right = peers.ragged_dot()[""]
+
+    def reads_all(x_md, w_gdf, rows_g):
+        return right.forward(x_md, w_gdf, rows_g) + 0 * x_md.sum()
+
+    def variants():
+        return {"": right._replace(forward=reads_all)}
+
+    for impl, expected in (("ragged_dot", 0), ("blocked", 1)):
+        monkeypatch.setitem(peers.VARIANTS, impl, variants)
+        options = f"--impls={impl}", "--skews=zipf", "--passes=forward"
+        code, _, last = bench(capsys, *options)
+        assert code == expected
+    assert "blocked computes something else: forward" in last["error"]
+
+
+def test_an_arm_that_cannot_says_why(capsys, tiny, monkeypatch):
+    monkeypatch.setitem(grouped_dot_jobs.BATCHED_GIB, "cpu", 0)
+    code, text, rows = bench(capsys, "--skews=zipf", "--passes=forward")
+    assert code == 0
+    (declined,) = (row for row in rows if "declined" in row)
+    assert declined["impl"] == "batched"
+    assert declined["msec"] is None
+    assert "padding takes" in declined["declined"]
+    assert "| zipf | batched | declined: padding takes" in text
+
+
+def test_an_arm_that_is_not_installed_is_told_once(
+    capsys, tiny, monkeypatch, fresh_arms
+):
+    def missing(capacity):
+        raise ImportError("no module of that name")
+
+    monkeypatch.setitem(peers.VARIANTS, "batched", missing)
+    code, text, rows = bench(capsys, "--skews=zipf,uniform", "--passes=forward")
+    assert code == 0
+    assert text.count("batched is not here: no module of that name") == 1
+    assert {row["impl"] for row in rows} == set(peers.ON_CPU) - {"batched"}
+
+
+def test_the_fastest_variant_that_can_run_is_kept(fresh_arms, monkeypatch):
+    @dataclasses.dataclass
+    class Timed(grouped_dot_jobs.Job):
+        def call_msec(self, num_calls):
+            return {"slow": 2, "fast": 1}[self.arm.tiles]
+
+    def job(tiles):
+        return Timed(peers.Arm(run=print, tiles=tiles), [])
+
+    jobs = [job("slow"), job("fast"), job("raises KeyError")]
+    assert grouped_dot_jobs.fastest(jobs).arm.tiles == "fast"
+    with pytest.raises(KeyError):
+        grouped_dot_jobs.fastest(jobs[-1:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ("--shapes mixtral", "did you mean 'mixtral_8x7b'?"),
+        ("--skews unifrom", "did you mean 'uniform'?"),
+        ("--passes backward", "none of forward, dgrad, wgrad, fused, grads"),
+        ("--impls hopper", "none of blocked, ragged_dot, batched, dense here"),
+        ("--repeats 0", "--repeats 0 must be at least 1"),
+        ("--device gpu --shapes olmoe_1b_7b", "there is no GPU here: use cpu"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(capsys, arguments, rule):
+    assert grouped_dot.main([*arguments.split(), "--json"]) == 2
+    found = capsys.readouterr()
+    assert rule in found.err
+    assert found.err.count("\n") == 1
+    assert json.loads(found.out)["exit_code"] == 2
+
+
+def test_shapes_for_a_processor_are_an_eighth():
+    assert set(shapes.CPU_SHAPES) == {*shapes.MODEL_SHAPES, "narrow", "wide"}
+    for name, whole in shapes.MODEL_SHAPES.items():
+        eighth = shapes.CPU_SHAPES[name]
+        sizes = dataclasses.astuple(whole)
+        groups = max(64, whole.groups)
+        assert [8 * n for n in dataclasses.astuple(eighth)] == [*sizes[:3], groups]

@@ -1,0 +1,61 @@
+"""The benchmark of the layer: a tiny run as a user makes it, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+ARMS = ["dense", "einsum", "ragged_dot", "moejax"]
+TINY = "--d 32 --f 16 --tokens 32 --experts 16 --devices 4 --repeats 1"
+
+
+def bench(repo, *arguments: str) -> subprocess.CompletedProcess:
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}  # it sets its own
+    command = [
+        sys.executable,
+        str(repo / "tools" / "bench" / "moe_layer.py"),
+        *arguments,
+    ]
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("skew", ["uniform", "zipf"])
+def test_all_arms_run_and_are_reported(repo, skew):
+    done = bench(repo, "--json", "--skew", skew, *TINY.split())
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout.splitlines()[-1])
+    assert record["device"] == "cpu"
+    assert record["shape"]["devices"] == 4
+    assert record["shape"]["skew"] == skew
+
+    rows = {(row["impl"], row["pass"]): row for row in record["rows"]}
+    assert list(rows) == [(arm, which) for arm in ARMS for which in ("fwd", "fwd_bwd")]
+    for (_, which), row in rows.items():
+        ours = rows["moejax", which]["msec"]
+        assert row["msec"] > 0
+        assert row["temp_mib"] > 0
+        assert row["ratio_to_moejax"] == pytest.approx(row["msec"] / ours)
+    for rival in ("einsum", "ragged_dot"):
+        for which in ("fwd", "fwd_bwd"):
+            ratio = rows[rival, which]["ratio_to_moejax"]
+            assert record[f"speedup_over_{rival}_{which}"] == ratio
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ("--experts 20 --devices 8", "num_experts=20 must be divisible"),
+        ("--experts 64 --d 32", "--experts 64 <= --d 32"),
+        ("--repeats 0", "--repeats 0 must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(repo, arguments, rule):
+    done = bench(repo, *arguments.split())
+    assert done.returncode == 2
+    assert rule in done.stderr
+    assert done.stderr.count("\n") == 1

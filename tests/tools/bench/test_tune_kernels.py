@@ -1,0 +1,290 @@
+"""The search for tiles: what it checks and keeps. It runs here with a definition in
+place of the kernels, and with told times."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from moejax.kernels import tuning
+from moejax.kernels.grouped_dot import reference
+from moejax.kernels.grouped_dot.hopper import kernels
+from moejax.kernels.grouped_dot.hopper.ring import Run
+from moejax.kernels.shapes import MODEL_SHAPES, SKEWS, Shape, rows_of
+from moejax.kernels.tuning import PASSES, Tiles, by_rule
+from tests.support.close import assert_close
+from tests.support.hopper_cases import dims_of
+from tools import tune_kernels
+from tools.bench import grouped_dot_cases as cases
+from tools.bench import grouped_dot_jobs as jobs
+from tools.bench import tune_cases, tune_search
+
+TINY = Shape(rows=192, d=64, f=128, groups=3)
+WIDE = Shape(rows=96, d=640, f=544, groups=2)
+"""Wider than a sample."""
+KIND = "NVIDIA H200"
+
+
+def defined(which, *arrays):
+    """The passes by moejax's definition and its gradients."""
+    *floats, rows_g = arrays
+    which = which.removeprefix("fp8_")
+
+    def dot(x, w):
+        return reference.grouped_dot(x, w, rows_g)
+
+    def swiglu(into):
+        gate, up = jnp.split(into.astype(jnp.float32), 2, axis=1)
+        return (jax.nn.silu(gate) * up).astype(into.dtype)
+
+    if which == "forward":
+        return dot(*floats)
+    if which == "dgrad":
+        return dot(floats[0], jnp.swapaxes(floats[1], 1, 2))
+    if which == "wgrad":
+        x, dy = floats
+        zeros = jnp.zeros((len(rows_g), x.shape[1], dy.shape[1]), x.dtype)
+        return jax.vjp(lambda w: dot(x, w), zeros)[1](dy)[0]
+    if which == "swiglu":
+        into = dot(*floats)
+        return swiglu(into), into
+    dy, down, into = floats
+    h, back = jax.vjp(swiglu, into)
+    return back(dot(dy, jnp.swapaxes(down, 1, 2)))[0], h
+
+
+def plain(which, tiles):
+    return functools.partial(defined, which)
+
+
+def prepare(which, product=plain, skews=("zipf", "with_empty"), shape=TINY):
+    return tune_cases.prepare(which, shape, "bfloat16", skews, 7, product)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(TINY, id="tiny"),
+        pytest.param(WIDE, id="wide", marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.parametrize("which", PASSES)
+def test_the_sample_is_the_definition(which, shape):
+    """In float64 on the host against the definition on the device; and it sees when one
+    row, or an entry of a matrix, is off."""
+    arrays = cases.operands(which, shape, "float32", 1)
+    assert [a.shape for a in arrays] == dims_of(which, shape)
+    for skew in SKEWS:
+        case = cases.Case(arrays, rows_of(skew, shape.rows, shape.groups, 3))
+        out = defined(which, *arrays, jnp.asarray(case.rows_g))
+        for part, made_of, whole in cases.parts_of(which, case, out):
+            sampled, found, rows_g = cases.sample(part, made_of, whole, case.rows_g)
+            expected = cases.defined(part, sampled, rows_g)
+            assert_close(found, expected, dtype=np.float32)
+        leaves, tree = jax.tree.flatten(out)
+        place = (case.rows_g.argmax(), 0, 0) if which == "wgrad" else (-1, 0)
+        for value in (1000, jnp.nan):
+            leaves[-1] = leaves[-1].at[place].set(value)
+            wrong = jax.tree.unflatten(tree, leaves)
+            error = cases.sampled_error_of(which, wrong, case)
+            assert error > max(cases.MOST_ERROR.values())
+
+
+def spoiled(which, tiles):
+    """Right for the rule's tiles; of others, by their span, wrong or not to be had."""
+
+    def product(*arrays):
+        out = defined(which, *arrays)
+        if tiles.span == 4:
+            return jax.tree.map(lambda a: a.at[-1].add(5), out)
+        if tiles.span == 16:
+            raise NotImplementedError("no span of 16:\nuse another")
+        if tiles.span == 1:
+            return jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), out)
+        return out
+
+    return product
+
+
+def test_a_wrong_candidate_has_no_time():
+    case = prepare("swiglu", spoiled)
+    rule = by_rule("swiglu", TINY)
+    batch = [dataclasses.replace(rule, span=span) for span in (rule.span, 4, 16, 1, 32)]
+    timed = []
+
+    def timer(tiles, call):
+        timed.append(tiles.span)
+        return float(len(timed))
+
+    msec = tune_cases.measurer(case, spoiled, timer)(batch)
+    assert timed == [rule.span, rule.span, 32, 32]
+    assert (msec[0], msec[4]) == (1.5, 3.5), "the mean over skews"
+    assert "computes something else: error" in msec[1]
+    assert msec[2] == "no span of 16: use another"
+    assert msec[3] == "computes something else: error nan"
+
+
+def test_a_rule_that_is_wrong_ends_the_search():
+    def product(which, tiles):
+        return lambda *arrays: 1.1 * defined(which, *arrays)
+
+    with pytest.raises(tune_cases.WrongKernel, match=r"forward of Shape.*may be 0\.01"):
+        prepare("forward", product)
+
+
+def test_time_is_the_median_of_calls():
+    calls = []
+    msec = tune_cases.time_msec(Tiles(128, 128), lambda: calls.append(None))
+    fewest = 1 + jobs.FEWEST_CALLS * (1 + tune_cases.REPEATS)
+    assert fewest <= len(calls) <= fewest + tune_cases.REPEATS * jobs.MOST_CALLS
+    assert 0 < msec < jobs.SAMPLE_MSEC
+
+
+def test_calls_between_two_waits():
+    """As many as last 20 msec together, but 3 at least and 50 at most."""
+    assert [jobs.num_calls_of(msec) for msec in (0.1, 1, 5, 100)] == [50, 20, 4, 3]
+
+
+@pytest.mark.slow
+def test_the_kernel_itself_is_measured():
+    """In the interpreter, as the tool measures it on a GPU."""
+    run = Run(2, plgpu.InterpretGPUParams())
+
+    def product(which, tiles):
+        return functools.partial(getattr(kernels, which), tiles=tiles, run=run)
+
+    case = prepare("forward", product, skews=("zipf",))
+    rule = by_rule("forward", TINY)
+    other = dataclasses.replace(rule, stages=2)
+    msec = tune_cases.measurer(case, product, lambda *_: 1.0)([rule, other])
+    assert msec == [1.0, 1.0]
+
+
+def settings_of(path, **changes):
+    buckets = list(tune_search.buckets_of({"tiny": TINY}, is_layer=False))
+    made = tune_search.Settings(buckets[:2], ["zipf"], "bfloat16", 60, 1, False, path)
+    return dataclasses.replace(made, **changes)
+
+
+def told_msec(tiles, call):
+    return float(tiles.span + tiles.stages)
+
+
+def test_a_run_goes_on_where_the_file_ends(tmp_path, capsys):
+    path = tmp_path / "some.json"
+    first = settings_of(path)
+    summary = tune_kernels.tune(first, KIND, plain, told_msec)
+    assert (summary["num_left"], len(summary["measured"])) == (0, 2)
+    record = json.loads(path.read_text())
+    assert {"device", "when", "jax", "commit", "tiles", "measured"} == set(record)
+    assert record["device"] == KIND
+    keys = [tuning.bucket(b.which, TINY, "bfloat16") for b in first.buckets]
+    assert list(record["tiles"]) == list(record["measured"]) == keys
+    for row in record["measured"].values():
+        assert row["msec"] < row["rule_msec"]
+        assert row["is_whole"]
+        assert row["shape"] == "tiny"
+    assert all(Tiles(**tiles).span == 1 for tiles in record["tiles"].values())
+    again = tune_kernels.tune(first, KIND, plain, told_msec)
+    assert (again["measured"], json.loads(path.read_text())) == ([], record)
+    anew = tune_kernels.tune(settings_of(path, is_again=True), KIND, plain, told_msec)
+    assert len(anew["measured"]) == 2
+    assert "forward of tiny, 64 -> 128: 3.000 ms by Tiles(" in capsys.readouterr().out
+
+
+def test_buckets_share_the_time(tmp_path, capsys):
+    """A clock of a second a look: the first bucket has half, and both are cut off."""
+    path = tmp_path / "some.json"
+    seconds = itertools.count()
+    settings = settings_of(path, limit_sec=4)
+    summary = tune_kernels.tune(
+        settings, KIND, plain, told_msec, clock=lambda: float(next(seconds))
+    )
+    assert [row["is_whole"] for row in summary["measured"]] == [False]
+    assert summary["num_left"] == 1
+    assert "the time is up: 1 buckets are left" in capsys.readouterr().out
+    assert len(tune_search.load(path, KIND)["tiles"]) == 1
+
+
+def test_a_layer_has_its_own_products():
+    of = [b[1:] for b in tune_search.buckets_of({"tiny": TINY}, is_layer=True)]
+    into, down = Shape(192, 64, 256, 3), Shape(192, 128, 64, 3)
+    assert of == [
+        *(("swiglu", TINY), ("forward", down), ("swiglu_dgrad", TINY)),
+        *(("dgrad", into), ("wgrad", into), ("wgrad", down)),
+        *(("fp8_forward", into), ("fp8_forward", down)),
+        *(("fp8_dgrad", into), ("fp8_dgrad", down)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "rule"),
+    [
+        ("", 3, "there is no GPU here, and tiles are measured on one"),
+        ("--shapes mixtral", 2, "did you mean 'mixtral_8x7b'?"),
+        ("--passes backward", 2, "none of forward, dgrad, wgrad, swiglu, swiglu_dgrad"),
+        ("--skews unifrom", 2, "did you mean 'uniform'?"),
+        ("--limit_sec 0", 2, "--limit_sec 0.0 must be above 0"),
+    ],
+)
+def test_what_ends_it_is_one_line(capsys, arguments, code, rule):
+    assert tune_kernels.main([*arguments.split(), "--json"]) == code
+    found = capsys.readouterr()
+    assert rule in found.err
+    assert found.err.count("\n") == 1
+    assert json.loads(found.out)["exit_code"] == code
+
+
+def test_a_wrong_kernel_is_exit_1(capsys, monkeypatch, tmp_path):
+    def wrong(*arrays, tiles):
+        return 2 * defined("forward", *arrays)
+
+    monkeypatch.setattr(kernels, "forward", wrong)
+    monkeypatch.setattr(tune_kernels, "hopper_here", lambda: KIND)
+    monkeypatch.setitem(MODEL_SHAPES, "tiny", TINY)
+    out = tmp_path / "some.json"
+    argv = f"--shapes tiny --passes forward --out {out} --json".split()
+    assert tune_kernels.main(argv) == 1
+    assert (
+        "computes something else"
+        in json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
+    )
+    assert not out.exists()
+
+
+def test_what_it_compiles_is_kept(repo):
+    """JAX reads the folder of its cache once, when it is imported."""
+    code = (
+        "from tools import tune_kernels; code = tune_kernels.main(['--limit_sec', '0'])"
+        "; import jax; print(code, jax.config.jax_compilation_cache_dir)"
+    )
+    env = os.environ.copy()
+    env.pop("JAX_COMPILATION_CACHE_DIR", None)
+    words = [sys.executable, "-c", code]
+    told = subprocess.check_output(words, cwd=repo, env=env, text=True)
+    assert told == f"2 {repo / '.cache' / 'jax'}\n"
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "new" / "some.json"
+    tune_search.keep(path, {"device": KIND, "tiles": {"a": 1}})
+
+    def cut_off(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        tune_search.keep(path, {"device": KIND, "tiles": {"a": 2}})
+    assert tune_search.load(path, KIND)["tiles"] == {"a": 1}
+    assert [name.name for name in path.parent.iterdir()] == ["some.json"]
+    with pytest.raises(ValueError, match="is of NVIDIA H200 and this is other"):
+        tune_search.load(path, "other")

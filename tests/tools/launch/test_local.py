@@ -1,0 +1,301 @@
+"""tools/launch/local.py with small programs that end, hang, stop or ignore signals."""
+
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+LAUNCHER = pathlib.Path(__file__).resolve().parents[3] / "tools" / "launch" / "local.py"
+LIMIT_SEC = 30.0
+"""Ten times what tools/launch/workers.py promises, for a busy machine; --grace_sec is
+60."""
+START = """
+import faulthandler, os, pathlib, signal, subprocess, sys, time
+faulthandler.register(signal.SIGUSR1)
+me, folder = int(os.environ["MOEJAX_PROCESS_ID"]), pathlib.Path(sys.argv[1])
+def attempt():
+    with open(folder / f"starts-{me}", "a") as f: f.write(os.environ["MOEJAX_ATTEMPT"])
+    return (folder / f"starts-{me}").stat().st_size
+def exit_on_term(code): signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+def ready(): (folder / f"ready-{me}").write_text(str(os.getpid()))
+def wait_forever():
+    ready()
+    while True: time.sleep(0.05)
+"""
+
+
+@dataclasses.dataclass
+class Gang:
+    """A launcher that runs; it is killed when the block that uses it ends."""
+
+    folder: pathlib.Path
+    process: subprocess.Popen
+
+    def __enter__(self) -> "Gang":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def wait_for_ready(self, count: int) -> list[int]:
+        """Pids of the processes, once all have called ready()."""
+        return [int(self.wait_for(f"ready-{i}")) for i in range(count)]
+
+    def wait_for(self, name: str) -> str:
+        end_sec = time.monotonic() + 60
+        path = self.folder / name
+        while not (path.exists() and path.read_text()):
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < end_sec, f"never saw {name}"
+            time.sleep(0.01)
+        return path.read_text()
+
+    def end(self) -> tuple[dict, str, str]:
+        """Its record, what it printed before that, and its stderr."""
+        out, err = self.process.communicate(timeout=2 * LIMIT_SEC)
+        *lines, last = out.splitlines()
+        record = json.loads(last)
+        assert record["exit_code"] == self.process.returncode
+        return record, "\n".join(lines), err
+
+
+def launch(
+    folder: pathlib.Path, program: str, count: int = 3, err=subprocess.PIPE, **options
+) -> Gang:
+    waits = {"stacks_sec": 0.3, "backoff_sec": 0.01, "max_restarts": 0} | options
+    flags = [f"--{name}={value}" for name, value in waits.items()]
+    child = [sys.executable, "-S", "-c", START + program, str(folder)]
+    words = [sys.executable, str(LAUNCHER), "-n", str(count), "--json", *flags, "--"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": err}
+    return Gang(folder, subprocess.Popen(words + child, **pipes, text=True))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2]
+    except (FileNotFoundError, ProcessLookupError):  # before it is opened, or after
+        return False
+    return state[0] not in "ZX"
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    end_sec = time.monotonic() + LIMIT_SEC
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < end_sec, f"still alive: {pids}"
+        time.sleep(0.01)
+
+
+def test_each_process_learns_its_place_and_lines_stay_whole(tmp_path):
+    program = """
+names = ("MOEJAX_COORDINATOR", "MOEJAX_NUM_PROCESSES", "PYTHONUNBUFFERED")
+print(*[os.environ[name] for name in names], flush=True)
+for i in range(200):
+    os.write(1, b"abc"); os.write(1, b"def\\n")
+"""
+    with launch(tmp_path, program) as gang:
+        record, out, err = gang.end()
+    port = record["attempts"][0]["port"]
+    for prefix in ("", "[1] ", "[2] "):
+        assert f"{prefix}127.0.0.1:{port} 3 1" in out.splitlines()
+        assert out.splitlines().count(prefix + "abcdef") == 200
+    assert record["exit_code"] == 0
+    assert record["restarts"] == 0
+    assert record["attempts"][0]["codes"] == [0, 0, 0]
+    assert all(line.startswith("launch_local: ") for line in err.splitlines())
+
+
+def test_one_death_ends_all_within_the_bound_with_their_stacks(tmp_path):
+    with launch(tmp_path, "wait_forever()", stacks_sec=1) as gang:
+        pids = gang.wait_for_ready(3)
+        os.kill(pids[1], signal.SIGKILL)
+        wait_until_gone(pids)
+        record, _, err = gang.end()
+    assert record["attempts"][0]["codes"] == [None, 137, None]
+    assert record["exit_code"] == 137
+    assert f"process 1 (pid {pids[1]}): was killed by SIGKILL" in err
+    assert f"process 0 (pid {pids[0]}): running" in err
+    assert "\n[2]   File" in err
+    assert err.count("in wait_forever") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-n", "2"], "there is no --"),
+        (["-n", "2", "--"], "nothing stands behind it"),
+        (["-n", "0", "--", "true"], "--num_processes=0 must be 1 or more"),
+        (["-n", "2", "--grace_sec=nan", "--", "true"], "--grace_sec=nan must be"),
+        (["-n", "2", "--", "no/such.py"], "no/such.py is no file"),
+        (["-n", "2", "--", "no-such-program"], "no-such-program is no program"),
+    ],
+)
+def test_bad_usage_is_one_line_and_code_2(words, said):
+    command = [sys.executable, str(LAUNCHER), *words]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: ")
+    assert said in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [2, 3])
+def test_what_cannot_get_better_is_not_restarted(tmp_path, code):
+    program = f"attempt(); ready(); sys.exit({code}) if me == 1 else wait_forever()"
+    with launch(tmp_path, program, max_restarts=3) as gang:
+        record, _, err = gang.end()
+    assert record["exit_code"] == code
+    assert record["restarts"] == 0
+    assert "in wait_forever" not in err
+
+
+@pytest.mark.slow
+def test_restarts_are_counted_and_have_ports_of_their_own(tmp_path):
+    program = "sys.exit(5) if me and attempt() else wait_forever()"
+    with launch(tmp_path, program, 2, max_restarts=2) as gang:
+        record, _, err = gang.end()
+    assert record["exit_code"] == 5
+    assert record["restarts"] == 2
+    assert (tmp_path / "starts-1").read_text() == "012"
+    ports = [attempt["port"] for attempt in record["attempts"]]
+    assert all(a != b for a, b in itertools.pairwise(ports))
+    assert "--max_restarts=2 are used up" in err
+    assert "starting again in 0.01 s" in err
+    assert "starting again in 0.02 s" in err
+
+
+@pytest.mark.slow
+def test_a_gang_that_recovers_ends_with_0(tmp_path):
+    program = "attempt() == 1 == me and os.kill(os.getpid(), 9); time.sleep(.2)"
+    with launch(tmp_path, program, max_restarts=1) as gang:
+        record, _, _ = gang.end()
+    assert record["exit_code"] == 0
+    assert record["restarts"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("short_sec", "code"), [(0, 0), (60, 75)])
+def test_a_saved_attempt_is_counted_only_when_it_was_short(tmp_path, short_sec, code):
+    program = "sys.exit(75 if attempt() < 3 else 0)"
+    with launch(tmp_path, program, 2, short_sec=short_sec) as gang:
+        record, _, _ = gang.end()
+    assert record["exit_code"] == code
+    assert record["restarts"] == (2 if code == 0 else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_is_passed_on_as_sigterm_and_all_may_save(tmp_path, number):
+    with launch(tmp_path, "exit_on_term(75); wait_forever()", max_restarts=3) as gang:
+        gang.wait_for_ready(3)
+        gang.process.send_signal(number)
+        record, _, _ = gang.end()
+    assert record["exit_code"] == 75
+    assert record["restarts"] == 0
+    assert record["attempts"][0]["codes"] == [75, 75, 75]
+
+
+@pytest.mark.slow
+def test_who_ignores_sigterm_is_killed_after_the_grace(tmp_path):
+    program = "exit_on_term(75)\nif me: signal.signal(15, signal.SIG_IGN)\n"
+    program += "wait_forever()"
+    with launch(tmp_path, program, grace_sec=0.3) as gang:
+        pids = gang.wait_for_ready(3)
+        gang.process.terminate()
+        record, _, err = gang.end()
+        wait_until_gone(pids)
+    assert record["exit_code"] == 137
+    assert record["attempts"][0]["codes"] == [75, None, None]
+    assert "within --grace_sec=0.3 of SIGTERM" in err
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_kills_at_once(tmp_path):
+    program = "signal.signal(15, lambda *_: ready2())\ndef ready2(): \n"
+    program += "  (folder / f'term-{me}').write_text('x')\nwait_forever()"
+    with launch(tmp_path, program) as gang:
+        pids = gang.wait_for_ready(3)
+        gang.process.send_signal(signal.SIGINT)
+        gang.wait_for("term-2")
+        gang.process.send_signal(signal.SIGINT)
+        wait_until_gone(pids)
+        record, _, _ = gang.end()
+    assert record["exit_code"] == 130
+
+
+@pytest.mark.slow
+def test_a_stopped_process_is_reported_with_stacks(tmp_path):
+    with launch(tmp_path, "wait_forever()", stopped_sec=0.2, stacks_sec=1) as gang:
+        pids = gang.wait_for_ready(3)
+        os.kill(pids[2], signal.SIGSTOP)
+        wait_until_gone(pids)
+        record, _, err = gang.end()
+    assert record["exit_code"] == 137
+    name = f"process 2 (pid {pids[2]})"
+    assert f"{name} has been stopped for --stopped_sec=0.2; ending all" in err
+    assert f"{name}: stopped" in err
+    assert err.count("in wait_forever") == 3
+
+
+@pytest.mark.slow
+def test_others_that_run_on_after_a_good_end_are_ended(tmp_path):
+    with launch(tmp_path, "me and wait_forever()", grace_sec=0.3) as gang:
+        record, _, err = gang.end()
+    assert record["attempts"][0]["codes"] == [0, None, None]
+    assert record["exit_code"] == 137
+    assert "ended well, and others run on" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [0, 1])
+def test_grandchildren_end_with_the_gang(tmp_path, code):
+    program = f"""
+child = subprocess.Popen(["sleep", "60"])
+(folder / f"new-{{me}}").write_text(str(child.pid))
+(folder / f"new-{{me}}").rename(folder / f"child-{{me}}")
+while not all(os.path.exists(folder / f"child-{{i}}") for i in range(2)):
+    time.sleep(0.01)
+os._exit({code})
+"""
+    with launch(tmp_path, program, 2) as gang:
+        record, _, _ = gang.end()
+    assert record["exit_code"] == code
+    wait_until_gone([int((tmp_path / f"child-{i}").read_text()) for i in range(2)])
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_takes_its_processes_along(tmp_path):
+    with launch(tmp_path, "wait_forever()") as gang:
+        pids = gang.wait_for_ready(3)
+        gang.process.kill()
+        wait_until_gone(pids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [["stdout"], ["stderr"], ["stdout", "stderr"]])
+def test_a_reader_that_leaves_stops_the_gang_which_saves(tmp_path, names):
+    program = """
+def save(*_): time.sleep(0.3); (folder / f"saved-{me}").touch(); os._exit(75)
+signal.signal(signal.SIGTERM, save); ready()
+while True: print(me, flush=True); print(me, file=sys.stderr); time.sleep(0.01)
+"""
+    with launch(tmp_path, program) as gang:
+        pids = gang.wait_for_ready(3)
+        for name in names:
+            getattr(gang.process, name).close()
+        wait_until_gone(pids)
+    assert len(list(tmp_path.glob("saved-*"))) == 3
+
+
+def test_a_full_disk_under_the_launcher_does_not_end_the_gang(tmp_path):
+    program = "for _ in range(99): print(me, file=sys.stderr); time.sleep(0.002)"
+    with open("/dev/full", "w") as full, launch(tmp_path, program, err=full) as gang:
+        assert gang.end()[0]["attempts"][0]["codes"] == [0, 0, 0]

@@ -1,0 +1,267 @@
+import dataclasses
+import itertools
+import json
+import os
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from moejax import axes
+from moejax.perf.calibration import (
+    Calibration,
+    leaving_bytes,
+    line_of,
+    read_calibration,
+)
+from moejax.perf.choose_schedule import Shape, choose, predict
+from moejax.perf.terms import Term, collective_term, prediction_of
+from moejax.plan.layout import Topology
+from tests.support.close import assert_close
+from tools import calibrate
+from tools.bench import collective_times
+
+OPS = {
+    "all_to_all": "all-to-all", "all_gather": "all-gather", "all_reduce": "all-reduce",
+    "reduce_scatter": "reduce-scatter", "ppermute": "collective-permute",
+}  # fmt: skip
+
+
+def test_points_on_a_line_give_the_line():
+    amount_n = np.array([1e3, 1e4, 1e5, 1e6])
+    line = calibrate.fit(amount_n, 2e-5 + amount_n / 3e9)
+    assert_close(
+        np.array([line.latency_sec, line.amount_per_sec, line.r2]),
+        np.array([2e-5, 3e9, 1.0]),
+        factor=100,
+        reason="the solver divides numbers eight orders apart",
+    )
+
+
+def test_no_line_through_noise_has_less_relative_error():
+    rng = np.random.default_rng(0)
+    amount_n = np.geomspace(1e3, 1e7, 9)
+    sec_n = (5e-5 + amount_n / 1e9) * rng.uniform(0.8, 1.2, 9)
+    line = calibrate.fit(amount_n, sec_n)
+    assert 0.8 < line.r2 < 1
+
+    def error(latency_sec, rate):
+        return np.sum((1 - (latency_sec + amount_n / rate) / sec_n) ** 2)
+
+    least = error(line.latency_sec, line.amount_per_sec)
+    for a, b in ((0.99, 1), (1.01, 1), (1, 0.99), (1, 1.01)):
+        assert error(a * line.latency_sec, b * line.amount_per_sec) > least
+
+
+def test_latency_is_not_negative_and_rates_are_finite():
+    amount_n = np.array([1e3, 1e4, 1e5])
+    bent = calibrate.fit(amount_n, np.array([1e-6, 2e-5, 4e-4]))
+    assert bent.latency_sec == 0
+    assert 1e8 < bent.amount_per_sec < 1e9
+    falling = calibrate.fit(amount_n, np.array([3e-5, 2e-5, 1e-5]))
+    assert falling.latency_sec == 0
+    assert 0 < falling.amount_per_sec < np.inf
+    assert falling.r2 <= 0
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return axes.make_mesh(Topology(data=2, expert=4))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_program_runs_its_collective(mesh, name, monkeypatch):
+    """It stands in the compiled loop, and keeps what it must: what every device sends
+    arrives, so no result is a constant."""
+    monkeypatch.setattr(collective_times, "COLLECTIVES", {
+        name: collective_times.COLLECTIVES[name]
+    })  # fmt: skip
+    monkeypatch.setattr(collective_times, "ELEMENTS", (64,))
+    programs = collective_times.collective_programs(mesh, "float32")
+    axes = ("data", "expert", "data_expert")
+    assert [program.line for program in programs] == [(name, a) for a in axes]
+    for program, w in zip(programs, (2, 4, 8), strict=True):
+        sent = {"all_reduce": 2 * (w - 1) / w, "ppermute": 1}.get(name, (w - 1) / w)
+        assert program.amount == sent * 64 * 4
+    for program in programs:
+        text = program.run.as_text()
+        assert "while" in text
+        assert OPS[name] in text
+    (sec,) = collective_times.seconds(programs[2:], turns=1)
+    assert sec > 0
+
+
+def test_products_of_axes_of_several_devices_are_measured(monkeypatch):
+    monkeypatch.setattr(collective_times, "collective", lambda m, name, axes, *_: axes)
+    mesh = axes.make_mesh(Topology(dc=2, expert=2, tensor=2))
+    groups = collective_times.collective_programs(mesh, "float32")
+    pairs = {("dc", "expert"), ("expert", "tensor")}
+    assert set(groups) == {("dc",), ("expert",), ("tensor",)} | pairs
+
+
+def test_calibration_of_the_live_mesh(tmp_path, capfd, monkeypatch):
+    """What it writes is what the cost model reads."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # start() adds to them
+    monkeypatch.setattr(collective_times, "ELEMENTS", (2**8, 2**12))
+    path = tmp_path / "calibration.json"
+    words = ["--mesh=data=2,expert=4", "--turns=2", f"--out={path}", "--json"]
+    small = "--gin_param=Data.seq_len = 16"
+    assert calibrate.main([*words, small]) == 0
+    out = capfd.readouterr().out
+    calibration = read_calibration(path)
+    assert calibration.mesh == {"dc": 1, "data": 2, "expert": 4, "tensor": 1}
+    assert calibration.device_kind == jax.devices()[0].device_kind
+    assert set(calibration.collectives) == set(OPS)
+    for lines in calibration.collectives.values():
+        assert set(lines) == {"data", "expert", "data_expert"}
+    assert calibration.flops_per_sec > 0
+    assert "all_to_all      expert" in out
+    assert json.loads(out.splitlines()[-1])["flops_per_sec"] == (
+        calibration.flops_per_sec
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ([], "give --gin_file"),
+        (["--mesh=data=2,experts=4"], "'experts=4' is no axis"),
+        (["--mesh=data=0"], "'data=0'"),
+        (["--mesh=data=2", "--compile"], "--gin_file"),
+        (["--mesh=expert=4", "--turns=0"], "--turns 0"),
+        (["--gin_file=none.gin"], "none.gin"),
+    ],
+)
+def test_bad_options_are_one_line(capsys, words, what):
+    assert calibrate.main([*words, "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert what in err
+    assert json.loads(out)["exit_code"] == 2
+
+
+def test_a_product_has_its_own_line_or_the_slowest_of_its_axes():
+    rates = {"expert": 1e8, "tensor": 1e9, "expert_tensor": 3e7}
+    lines = {a: {"latency_sec": 0.0, "bytes_per_sec": r} for a, r in rates.items()}
+    kinds = {"all_to_all": lines, "all_gather": lines, "all_reduce": dict(lines)}
+    del kinds["all_reduce"]["expert_tensor"]
+    both = Calibration("cpu", {}, "float32", kinds, 1.0, 1.0, 0.0, "never")
+    product = ("expert", "tensor")
+    assert line_of(both, "all_to_all", product) == lines["expert_tensor"]
+    assert line_of(both, "all_reduce", product) == lines["expert"]
+    assert line_of(both, "all_to_all", ("tensor",)) == lines["tensor"]
+    with pytest.raises(ValueError, match="no all_gather over the 'data' axis"):
+        line_of(both, "all_gather", ("data", "expert"))
+    part = collective_term(both, "all_gather", {"tensor_inner": 2}, 1e9, 3, "rows")
+    assert part == Term("all_gather tensor_inner rows", 3, 3e9, 3.0)
+    alone = collective_term(both, "all_gather", {"tensor": 1}, 0.0, 3)
+    assert prediction_of(alone).terms == ()
+
+
+# FSMoE, Figure 5: start in msec and msec per float32 element, 32 GPUs of Testbed-B.
+CLUSTER_B = {
+    "all_to_all": (0.175, 3.06e-7), "all_gather": (0.0320, 1.68e-7),
+    "reduce_scatter": (0.0391, 1.67e-7), "all_reduce": (0.0837, 5.99e-7),
+}  # fmt: skip
+
+
+def sec_of_wire(prediction) -> float:
+    """Of what the papers count: rows and tokens."""
+    others = ("router", "experts", "counts", "weights")
+    return sum(t.sec for t in prediction.terms if not t.name.endswith(others))
+
+
+def cluster_b(tensor: int, shards: int) -> Calibration:
+    """Lines with which a collective of n elements takes start + slope n, in groups of
+    the sizes that schedules with these run over. Of two sizes of group on one axis it
+    is the larger, only where shards < tensor."""
+    expert, inner = 32 // tensor, max(1, shards // tensor)
+    sizes = {
+        "expert": expert // inner,
+        "tensor": tensor,
+        "expert_tensor": tensor * inner,
+    }
+    collectives = {}
+    for kind, (start, slope) in CLUSTER_B.items():
+        sizes_of_kind = (
+            {**sizes, "expert_tensor": 32} if kind == "all_to_all" else sizes
+        )
+        collectives[kind] = {
+            axes: {
+                "latency_sec": start / 1e3,
+                "bytes_per_sec": leaving_bytes(kind, 4, w) / slope * 1e3,
+            }
+            for axes, w in sizes_of_kind.items()
+        }
+    mesh = {"dc": 1, "data": 1, "expert": expert, "tensor": tensor}
+    return Calibration("2080", mesh, "float32", collectives, 1e13, 1.0, 0.0, "never")
+
+
+def grid(tensor: int, shards: int) -> list[Shape]:
+    """A quarter of 1296 layers, the count of the paper, whose own are not known."""
+    return [
+        Shape(batch * seq, d, times * d, 32, k, factor, 4, tensor, shards,
+              {"expert": 32 // tensor}, is_training=False)
+        for batch, seq, d, times, factor, k in itertools.product(
+            (2, 4, 8), (512, 1024, 2048), (1024, 2048, 4096), (2, 3, 4), (1.2, 2.4),
+            (1, 2),
+        )
+    ]  # fmt: skip
+
+
+SPLITS = [(2, 2), (2, 4), (4, 4), (4, 2)]
+
+
+def equations(shape: Shape) -> dict[str, float]:
+    """Parm's (1) to (3), collectives serial, and FSMoE's order, as the papers write
+    them, in seconds."""
+    mp, esp = shape.tensor, shape.expert_shards
+    blm = shape.tokens * shape.d_model
+    etm = shape.buffer_factor * shape.top_k * blm
+    a2a, ag, rs, ar = (
+        lambda n, c=c: (c[0] + c[1] * n) / 1e3 for c in CLUSTER_B.values()
+    )
+    y = etm * esp / mp
+    return {
+        "base": ag(blm * esp) + 2 * a2a(etm * esp) + ar(etm * esp),
+        "s1": 2 * a2a(y) + ag(blm),
+        "s2": 2 * a2a(y) + ag(etm),
+        "s1h": 2 * a2a(etm / mp) + ag(y) + rs(y) + ag(blm),
+    }
+
+
+@pytest.mark.parametrize(("tensor", "shards"), SPLITS[:3])
+def test_predictions_are_the_papers_equations(tensor, shards):
+    lines = cluster_b(tensor, shards)
+    for shape in grid(tensor, shards)[::7]:
+        want = equations(shape)
+        got = {name: sec_of_wire(predict(shape, lines, name)) for name in want}
+        assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "start_sec", "figures"),
+    [(0.0, 0.0, (2.91, 5.27, 7.69)), (1.0, 3.2e-5, (3.36, 5.97, 8.77))],
+)
+def test_the_grid_of_1296_layers_in_less_than_a_second(overlap, start_sec, figures):
+    """Least, mean and most of base over the better of s1 and s2, of what travels
+    forward; serial, and where s2 hides all it can but a start. base is DeepSpeed-MoE's:
+    each of its devices sends all tokens; with shards < tensor ours sends a part."""
+    lines = {split: cluster_b(*split) for split in SPLITS}
+    shapes = [
+        dataclasses.replace(shape, overlap=overlap)
+        for split in SPLITS
+        for shape in grid(*split)
+    ]
+    begin = time.process_time()
+    choices = [choose(s, lines[s.tensor, s.expert_shards]) for s in shapes]
+    assert time.process_time() - begin < 1
+    ratio_n = []
+    for shape, choice in zip(shapes, choices, strict=True):
+        s1, s2 = (sec_of_wire(choice.predictions[name]) for name in ("s1", "s2"))
+        ratio_n.append(equations(shape)["base"] / min(s1, s2 + start_sec))
+    assert len(ratio_n) == 1296
+    found = (np.min(ratio_n), np.mean(ratio_n), np.max(ratio_n))
+    assert found == pytest.approx(figures, abs=0.006)

@@ -1,0 +1,300 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from moejax.balance.policies import POLICIES
+from moejax.perf.cost_model import NOTES
+from tools import loads_file, replay
+
+DEVICES, EXPERTS = 4, 8
+FIELDS = {
+    "max_over_mean_p50", "max_over_mean_p90", "max_over_mean_max", "layer_msec",
+    "speedup", "moves", "changes", "plan_msec",
+}  # fmt: skip
+
+
+def counts(num_samples: int = 6, num_layers: int = 2) -> np.ndarray:
+    """Skewed, and another expert is hot in the last two samples."""
+    rng = np.random.default_rng(0)
+    chance_e = np.arange(1.0, EXPERTS + 1) ** -1.5
+    shape = (num_samples, num_layers, DEVICES)
+    table = rng.multinomial(40_000, chance_e / chance_e.sum(), size=shape)
+    table[-2:] = table[-2:, ..., ::-1]
+    return table.astype(np.uint16)
+
+
+def write(path, tokens=None, **arrays):
+    np.savez(path, tokens=counts() if tokens is None else tokens, **arrays)
+    return path
+
+
+def replayed(capsys, *words) -> dict:
+    assert replay.main([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def of_trace(path) -> list:
+    return ["--trace", path, "--devices", DEVICES]
+
+
+def test_figures_of_home_are_those_of_the_definition(tmp_path, capsys):
+    path = write(tmp_path / "a.npz", layer=np.array([3, 9]))
+    record = replayed(capsys, *of_trace(path), "--policies", "home")
+    tokens = counts().astype(float)[1:]
+    device_nlw = tokens.sum(axis=2).reshape(5, 2, DEVICES, -1).sum(axis=-1)
+    ratio_nl = device_nlw.max(axis=-1) / device_nlw.mean(axis=-1)
+    home = record["policies"]["home"]
+    assert set(home) == {"3", "9", "all"}
+    for index, name in enumerate(("3", "9")):
+        assert set(home[name]) == FIELDS
+        ratio_n = ratio_nl[:, index]
+        assert np.isclose(home[name]["max_over_mean_p50"], np.median(ratio_n))
+        assert np.isclose(home[name]["max_over_mean_p90"], np.percentile(ratio_n, 90))
+        assert np.isclose(home[name]["max_over_mean_max"], ratio_n.max())
+    assert np.isclose(home["all"]["max_over_mean_max"], ratio_nl.max())
+    assert (home["all"]["moves"], home["all"]["speedup"]) == (0, 1)
+
+
+def test_layer_msec_of_home_is_compute_and_four_exchanges(tmp_path, capsys):
+    tokens = np.repeat(counts(1, 1), 3, axis=0)
+    path = write(tmp_path / "a.npz", tokens)
+    record = replayed(capsys, *of_trace(path), "--policies", "home")
+    pair_ww = tokens[0, 0].astype(float).reshape(DEVICES, DEVICES, -1).sum(axis=-1)
+    others_ww = pair_ww * (1 - np.eye(DEVICES))
+    rows = max(others_ww.sum(axis=0).max(), others_ww.sum(axis=1).max())
+    compute = pair_ww.sum(axis=0).max() * NOTES.flops_per_row / NOTES.flops_per_sec
+    wire = rows * NOTES.bytes_per_row / NOTES.bytes_per_sec
+    layer_msec = record["policies"]["home"]["0"]["layer_msec"]
+    assert np.isclose(layer_msec, 1e3 * (3 * compute + 4 * wire))
+
+
+def test_all_policies_on_loads_that_stay(tmp_path, capsys):
+    """What is planned from is what comes, so nothing is worse than home, no plan that
+    starts from its own result changes, and --same says the same."""
+    path = write(tmp_path / "a.npz", np.repeat(counts(1), 5, axis=0))
+    words = [*of_trace(path), "--policies", "all"]
+    policies = replayed(capsys, *words)["policies"]
+    assert list(policies) == list(POLICIES)
+    same = replayed(capsys, *words, "--same")["policies"]
+    for name, parts in policies.items():
+        assert parts["all"]["speedup"] >= 1 - 1e-9, name
+        assert parts["all"]["moves"] == 0, name
+        for field in FIELDS - {"plan_msec", "speedup"}:
+            assert np.isclose(parts["all"][field], same[name]["all"][field]), name
+    for name in ("fastermoe", "prophet", "flexmoe", "eplb", "micromoe"):
+        ratio = policies[name]["all"]["max_over_mean_p50"]
+        assert ratio < policies["home"]["all"]["max_over_mean_p50"], name
+
+
+def test_next_sample_is_what_a_plan_is_scored_on(tmp_path, capsys):
+    """The hot expert moves between samples 3 and 4: only plans for the next meet it."""
+    words = [*of_trace(write(tmp_path / "a.npz")), "--policies", "eplb"]
+    after = replayed(capsys, *words)["policies"]["eplb"]["all"]
+    same = replayed(capsys, *words, "--same")["policies"]["eplb"]["all"]
+    assert after["max_over_mean_max"] > 1.5 * same["max_over_mean_max"]
+    assert after["changes"] > 0
+    assert after["moves"] > 0
+    strided = replayed(capsys, *words, "--stride", 2)  # plans from 0, 2, 4
+    assert strided["num_samples"] == 3
+    ratio = strided["policies"]["eplb"]["all"]["max_over_mean_max"]
+    assert ratio < after["max_over_mean_max"]
+
+
+def test_split_is_the_policys_own_or_the_one_given(tmp_path, capsys):
+    """An exact split leaves the fullest device less than the even one, by one plan."""
+    words = [*of_trace(write(tmp_path / "a.npz")), "--policies"]
+    records = {"policy": replayed(capsys, *words, "eplb")}
+    for split in ("even", "water_filling"):
+        records[split] = replayed(capsys, *words, "eplb,home", "--split", split)
+    assert [record["split"] for record in records.values()] == list(records)
+    for part in ("0", "1", "all"):
+        own, even, filled = (r["policies"]["eplb"][part] for r in records.values())
+        for field in FIELDS - {"plan_msec"}:
+            assert even[field] == own[field]
+        assert filled["max_over_mean_p50"] < even["max_over_mean_p50"]
+        assert filled["max_over_mean_max"] < even["max_over_mean_max"]
+        assert (filled["moves"], filled["changes"]) == (even["moves"], even["changes"])
+    # With one replica each there is nothing to split.
+    assert records["water_filling"]["policies"]["home"]["all"]["speedup"] == 1
+
+
+def test_dynamic_split_evens_out_what_no_plan_foresaw(tmp_path, capsys):
+    """40,000 rows of each source are 40,000 of each device, whatever is hot."""
+    words = [*of_trace(write(tmp_path / "a.npz")), "--split", "dynamic", "--policies"]
+    parts = replayed(capsys, *words, "home")["policies"]["home"]
+    assert set(parts) == {"0", "1", "all"}
+    assert max(part["max_over_mean_max"] for part in parts.values()) < 1 + 1 / 40_000
+    assert parts["all"]["speedup"] > 1
+
+
+def test_slots_and_shadows_of_a_layout():
+    args = replay.parse(
+        ["--synthetic", "uniform", "--devices=4", "--slots=5", "--shadows=3"]
+    )
+    slots = {
+        name: replay.layout_for(policy, EXPERTS, args).slots_per_device
+        for name, policy in POLICIES.items()
+    }
+    assert slots == {
+        "home": 2, "smartmoe": 2, "fastermoe": 5, "prophet": 5, "flexmoe": 5, "eplb": 5,
+        "micromoe": 5,
+    }  # fmt: skip
+    dynamic = replay.layout_for(POLICIES["home"], EXPERTS, args, "dynamic")
+    assert dynamic.slots_per_device == 4  # own, and as many copies
+    assert (dynamic.offers_per_device, dynamic.copies_per_device) == (2, 2)
+
+
+def test_micro_batches_are_summed(tmp_path):
+    tokens = counts(4).astype(np.uint16)
+    path = write(tmp_path / "a.npz", np.stack([tokens, tokens], axis=2))
+    load_tlwe = loads_file.read_trace(path).load_tlwe
+    assert np.array_equal(load_tlwe, 2.0 * tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "share"),
+    [("uniform", 1 / 8), ("zipf:1.0", 1 / 2.717857), ("one_hot", 1), ("burst:0.7", 0.7),
+     ("rotating:0.6", 0.6)],
+)  # fmt: skip
+def test_synthetic_loads_have_their_hottest_expert(kind, share):
+    load_tlwe = loads_file.synthetic(kind, DEVICES, EXPERTS, 20).load_tlwe
+    assert np.all(load_tlwe.sum(axis=-1) == loads_file.ROWS_PER_DEVICE)
+    hottest = load_tlwe[0].sum(axis=1).max(axis=-1) / load_tlwe[0].sum(axis=(1, 2))
+    assert np.all(np.abs(hottest - share) < 0.02)  # chance, of 65,536 rows
+    hot_tl = load_tlwe.sum(axis=2).argmax(axis=-1)
+    assert np.any(hot_tl[0] != hot_tl[-1]) == kind.startswith(("uni", "burst", "rot"))
+
+
+def test_a_calibration_sets_the_times(tmp_path, capsys):
+    def calibration(flops_per_sec):
+        line = {"latency_sec": 1e-5, "bytes_per_sec": 1e9, "r2": 1.0}
+        mesh = {"dc": 1, "data": 1, "expert": DEVICES, "tensor": 1}
+        record = {
+            "device_kind": "cpu", "mesh": mesh, "compute_dtype": "float32",
+            "collectives": {"all_to_all": {"expert": line}}, "matmul_r2": 1.0,
+            "flops_per_sec": flops_per_sec, "compile_sec": 0.0, "when": "2026-01-01",
+        }  # fmt: skip
+        path = tmp_path / f"{flops_per_sec}.json"
+        path.write_text(json.dumps(record))
+        return path
+
+    words = [*of_trace(write(tmp_path / "a.npz")), "--policies", "home"]
+    slow, fast = (
+        replayed(capsys, *words, "--calibration", calibration(flops))["policies"]
+        for flops in (1e9, 1e12)
+    )
+    assert slow["home"]["all"]["layer_msec"] > 10 * fast["home"]["all"]["layer_msec"]
+    words = ["--synthetic", "uniform", "--devices", "8", "--json", "--calibration"]
+    assert replay.main([*words, str(calibration(1e9))]) == 2
+    assert "mesh" in json.loads(capsys.readouterr().out)["error"]
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--devices=8"], "give --devices 4"),
+        (["--experts=16"], "is of 8 experts"),
+        (["--policies=flexmo"], "flexmoe"),
+        (["--policies=eplb", "--slots=1"], "raise slots_per_device to at least 2"),
+        (["--policies=flexmoe", "--slots=1"], "raise slots_per_device to at least 2"),
+        (["--layers=5"], "no layer '5'"),
+        (["--array=counts"], "holds tokens"),
+        (["--stride=0"], "--stride 0"),
+        (["--split=dynamic"], "fastermoe, prophet, flexmoe, smartmoe, eplb, micromoe"),
+        (["--split=dynamic", "--policies=home,eplb"], "eplb would plan too"),
+        (["--calibration=none.json"], "none.json"),
+    ],
+)
+def test_bad_options_are_one_line(tmp_path, capsys, words, what):
+    path = write(tmp_path / "a.npz")
+    code = replay.main(["--trace", str(path), "--devices=4", "--json", *words])
+    refused(code, capsys, what)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "what"),
+    [
+        (np.ones((4, 2, 8)), "[4, 2, 8]"),
+        (np.ones((4, 2, 4, 6)), "num_experts=6"),
+        (np.ones((1, 2, 4, 8)), "--same"),
+        (-np.ones((4, 2, 4, 8)), "negative"),
+        (np.full((4, 2, 4, 8), "x"), "<U1"),
+        (np.zeros((0, 2, 4, 8)), "[0, 2, 4, 8]"),
+    ],
+)
+def test_traces_of_another_shape_are_one_line(tmp_path, capsys, tokens, what):
+    path = write(tmp_path / "a.npz", tokens)
+    code = replay.main(["--trace", str(path), "--devices=4", "--json"])
+    refused(code, capsys, what)
+
+
+def test_missing_and_damaged_files_are_one_line(tmp_path, capsys):
+    whole = write(tmp_path / "whole.npz").read_bytes()
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :]
+    contents = {"missing": None, "text": b"no zip", "cut": whole[:middle]}
+    for name, content in (contents | {"flipped": flipped}).items():
+        path = tmp_path / f"{name}.npz"
+        if content is not None:
+            path.write_bytes(content)
+        code = replay.main(["--trace", str(path), "--devices=4", "--json"])
+        refused(code, capsys, path.name)
+
+
+@pytest.mark.parametrize("kind", ["zip:1", "one_hot:2", "zipf:x", "burst:1.5"])
+def test_unknown_synthetic_loads_are_one_line(capsys, kind):
+    refused(replay.main(["--synthetic", kind, "--json"]), capsys, kind)
+
+
+def refused(code: int, capsys, what: str) -> None:
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert what in err
+    assert json.loads(out.splitlines()[-1])["exit_code"] == 2
+
+
+def test_program_runs_from_anywhere_without_jax(repo, tmp_path):
+    program = (
+        f"import sys; sys.argv = ['x', '--synthetic', 'zipf', '--samples=3', "
+        f"'--by_layer']; sys.path.insert(0, {str(repo)!r})\n"
+        "from tools import replay\n"
+        "assert replay.main() == 0 and 'jax' not in sys.modules"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "layer 1" in run.stdout
+    assert all(name in run.stdout for name in POLICIES)
+
+
+@pytest.mark.trace
+def test_policies_even_a_recorded_run(trace, capsys):
+    """A GPT of 24 MoE layers without a balancing loss: 16 devices, 32 experts."""
+    words = ["--trace", trace, "--stride", "20"]
+    three = replayed(capsys, *words)["policies"]
+    four = replayed(capsys, *words, "--slots", 4, "--policies", "eplb")["policies"]
+    limits = {"fastermoe": 2.3, "prophet": 2.3, "flexmoe": 1.5, "eplb": 1.5}
+    for layer in three["home"]:
+        ratios = {name: three[name][layer]["max_over_mean_p50"] for name in three}
+        assert 3.8 < ratios["home"] < 8.8, layer
+        for name, limit in limits.items():
+            assert ratios[name] <= limit, (name, layer)
+        assert four["eplb"][layer]["max_over_mean_p50"] <= 1.2, layer
+        msec = {name: three[name][layer]["layer_msec"] for name in three}
+        assert msec["prophet"] <= msec["fastermoe"], layer
+
+
+@pytest.mark.trace
+def test_dynamic_replication_evens_out_every_recorded_sample(trace, capsys):
+    """Those where another expert becomes hot too. A device's mean is whole: 16384."""
+    words = ["--trace", trace, "--split", "dynamic", "--policies", "home"]
+    parts = replayed(capsys, *words, "--stride", 5)["policies"]["home"]
+    assert max(part["max_over_mean_max"] for part in parts.values()) < 1 + 1 / 16_384
+    assert min(part["speedup"] for part in parts.values()) > 3

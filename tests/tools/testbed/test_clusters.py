@@ -1,0 +1,234 @@
+"""Beds that stand: what they shape, how runs on them end, and that nothing is left."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.support.run_main import ROOT
+from tools.testbed import network, quota
+from tools.testbed.lock import locked, remove_leftovers
+
+TOOL = ROOT / "tools" / "testbed" / "run.py"
+WAIT_SEC = 60
+"""For other beds of this machine."""
+PEERS = """
+import json, os, pathlib, socket, sys, time
+me = int(os.environ["MOEJAX_PROCESS_ID"])
+host, port = os.environ["MOEJAX_COORDINATOR"].split(":")
+folder = pathlib.Path(sys.argv[1])
+def ready(): (folder / f"ready-{me}").write_text(str(os.getpid()))
+def wait_forever():
+    ready()
+    while True: time.sleep(0.05)
+def connected():
+    while True:
+        try: return socket.create_connection((host, int(port)), timeout=5)
+        except OSError: time.sleep(0.01)
+"""
+TRANSFER = """
+num_bytes = int(sys.argv[2])
+if me:
+    with connected() as door: door.sendall(bytes(num_bytes))
+else:
+    with socket.create_server((host, int(port))) as server:
+        door, (peer, _) = server.accept()
+        start_sec, received = time.monotonic(), 0
+        while part := door.recv(1 << 20): received += len(part)
+        mbit = 8e-6 * received / (time.monotonic() - start_sec)
+    mine = socket.gethostbyname(socket.gethostname())
+    print(json.dumps({"mbit": mbit, "peer": peer, "mine": mine}))
+"""
+
+
+def write(folder: pathlib.Path, program: str) -> str:
+    path = folder / "program.py"
+    path.write_text(PEERS + program)
+    return str(path)
+
+
+def on_a_bed(code: str, *words: str) -> subprocess.CompletedProcess:
+    """Runs code that uses beds and ends well; in a process that has no jax, for beds
+    fork. `program` is words[0] and what follows, `say` prints results as JSON."""
+    start = f"""
+import dataclasses, json, os, pathlib, sys; sys.path.insert(0, {str(ROOT)!r})
+from tools.testbed.cluster import Bed, make_bed
+def say(*results): print(json.dumps([dataclasses.asdict(x) for x in results]))
+program, WAIT_SEC = sys.argv[1:], {WAIT_SEC}
+"""
+    command = [sys.executable, "-c", start + code, *words]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended
+
+
+def left() -> list[str]:
+    """Of any testbed, when none stands."""
+    with locked(WAIT_SEC):
+        return network.leftovers() + quota.leftovers()
+
+
+@contextlib.contextmanager
+def tool(folder: pathlib.Path, program: str, *flags: str):
+    """`testbed.py run` of two DCs, once both processes are ready; then its pids."""
+    words = [sys.executable, str(TOOL), "run", f"--wait_sec={WAIT_SEC}", *flags, "--"]
+    words += [write(folder, program), str(folder)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, **pipes) as process:
+        paths = [folder / f"ready-{index}" for index in range(2)]
+        end_sec = time.monotonic() + 2 * WAIT_SEC
+        while not all(path.exists() and path.read_text() for path in paths):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end_sec, "the processes never began"
+            time.sleep(0.01)
+        yield process, [int(path.read_text()) for path in paths]
+        process.kill()
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    end_sec = time.monotonic() + 30
+    while any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < end_sec, f"still alive: {pids}"
+        time.sleep(0.01)
+
+
+def test_without_root_it_says_so_and_runs_on_the_loopback(tmp_path):
+    code = """
+os.geteuid = lambda: 1000
+with make_bed(Bed(rate_mbit=1.0, quota=0.5)) as bed:
+    say(bed.run(program, timeout_sec=60))
+"""
+    ended = on_a_bed(code, write(tmp_path, TRANSFER), str(tmp_path), "8000")
+    (result,) = json.loads(ended.stdout)
+    assert json.loads(result["lines"][-1])["peer"] == "127.0.0.1"
+    assert (result["exit_code"], result["uplink_bytes"]) == (0, [])
+    assert not result["is_shaped"]
+    assert ended.stderr.splitlines() == [
+        "testbed: network namespaces need root: links are NOT shaped, processes meet "
+        "on 127.0.0.1",
+        "testbed: cpu quotas need root: processes run WITHOUT a quota",
+    ]
+
+
+@pytest.mark.root
+def test_links_have_their_rate_and_nothing_is_left(tmp_path):
+    """100 Mb/s; one program after the other on the same bed."""
+    num_bytes = 5_000_000
+    code = """
+with make_bed(Bed(rate_mbit=100.0), wait_sec=WAIT_SEC) as bed:
+    say(*[bed.run(program, timeout_sec=60) for _ in range(2)])
+"""
+    ended = on_a_bed(code, write(tmp_path, TRANSFER), str(tmp_path), str(num_bytes))
+    results = json.loads(ended.stdout)
+    assert len(results) == 2
+    for result in results:
+        said = json.loads(result["lines"][-1])
+        assert (result["exit_code"], result["is_shaped"]) == (0, True)
+        assert (said["peer"], said["mine"]) == ("10.77.0.2", "10.77.0.1")
+        assert 100 / 1.5 < said["mbit"] < 100 * 1.5
+        from_receiver, from_sender = result["uplink_bytes"]
+        assert from_receiver < 0.1 * num_bytes < num_bytes < from_sender
+        assert from_sender < 1.1 * num_bytes
+    assert left() == []
+
+
+@pytest.mark.root
+def test_one_dc_is_unshaped_and_a_quota_changes_while_the_bed_stands(tmp_path):
+    """0.2 cores, then 0.6, of a process that would take a whole one."""
+    spin = """
+start_sec = time.monotonic()
+while time.monotonic() < start_sec + 0.8: pass
+print(time.process_time())
+"""
+    code = """
+with make_bed(Bed(dcs=1, per_dc=2, quota=0.2), wait_sec=WAIT_SEC) as bed:
+    slow = bed.run(program, timeout_sec=60)
+    bed.set_quota(0.6)
+    say(slow, bed.run(program, timeout_sec=60))
+"""
+    ended = on_a_bed(code, write(tmp_path, spin), str(tmp_path))
+    slow, quick = json.loads(ended.stdout)
+    assert not slow["is_shaped"]
+    assert float(slow["lines"][-1]) < 0.3 * slow["wall_sec"]
+    assert float(quick["lines"][-1]) < 0.7 * quick["wall_sec"]
+    assert left() == []
+
+
+@pytest.mark.root
+def test_one_death_ends_all_with_one_message(tmp_path):
+    with tool(tmp_path, "wait_forever()") as (process, pids):
+        os.kill(pids[1], signal.SIGKILL)
+        _, err = process.communicate(timeout=60)
+        wait_until_gone(pids)
+    cause = f"process 1 (pid {pids[1]}) was killed by SIGKILL"
+    assert f"testbed: {cause}: no process of this run is left" in err
+    assert process.returncode == 128 + signal.SIGKILL
+    assert left() == []
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_and_cleans_up(tmp_path, number):
+    with tool(tmp_path, "wait_forever()") as (process, pids):
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+        wait_until_gone(pids)
+    assert process.returncode == 130
+    assert err.endswith("error: interrupted\n")
+    assert left() == []
+
+
+@pytest.mark.root
+def test_what_a_killed_testbed_has_left_the_next_one_removes(tmp_path):
+    """Also a process that has left its group: it is found in its namespace."""
+    program = """
+child = os.spawnlp(os.P_NOWAIT, "setsid", "setsid", "sleep", "600")
+(folder / f"child-{me}").write_text(str(child)); wait_forever()
+"""
+    with tool(tmp_path, program) as (process, pids):
+        children = [int((tmp_path / f"child-{i}").read_text()) for i in range(2)]
+        refused = [sys.executable, str(TOOL), "clean"]
+        ended = subprocess.run(refused, capture_output=True, text=True, check=False)
+        assert ended.returncode == 2
+        assert f"another testbed (pid {process.pid}) stands" in ended.stderr
+        process.kill()
+        process.communicate()
+        wait_until_gone(pids)
+    assert all(pathlib.Path(f"/proc/{pid}").exists() for pid in children)
+    assert {"moejax-hub", "moejax-dc0", "moejax-dc1"} <= set(left())
+    on_a_bed("with make_bed(Bed(), wait_sec=WAIT_SEC) as bed: assert bed.is_shaped")
+    wait_until_gone(children)
+    assert left() == []
+
+
+@pytest.mark.root
+def test_time_out_and_enough_end_a_run(tmp_path):
+    code = """
+with make_bed(Bed(rate_mbit=None), wait_sec=WAIT_SEC) as bed:
+    enough = bed.run(program, watch=(pathlib.Path(program[1]) / "ready-1").exists)
+    say(bed.run(program, timeout_sec=0.1), enough)
+"""
+    ended = on_a_bed(code, write(tmp_path, "wait_forever()"), str(tmp_path))
+    assert [x["exit_code"] for x in json.loads(ended.stdout)] == [124, 0]
+    assert "no end within 0.1 s: all processes were ended" in ended.stderr
+
+
+@pytest.mark.root
+def test_names_of_others_are_left_alone():
+    name = "moejax-dcx"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    try:
+        with locked(WAIT_SEC):
+            assert name not in remove_leftovers()
+        found = subprocess.run(
+            ["ip", "netns", "list"], check=True, capture_output=True, text=True
+        )
+        assert name in found.stdout.split()
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=True)

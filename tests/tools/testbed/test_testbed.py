@@ -1,0 +1,122 @@
+"""tools/testbed/run.py without a bed: what is refused, and what is reckoned."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.support.run_main import ROOT
+from tools.testbed import quota
+from tools.testbed import trace as testbed_trace
+from tools.testbed.balancer import Options, record_of
+from tools.testbed.cluster import Bed
+from tools.testbed.headline import headline
+from tools.testbed.steps import median_sec, run_dir_of, step_records
+
+TOOL = ROOT / "tools" / "testbed" / "run.py"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rule"),
+    [
+        ({"dcs": 0}, "dcs=0 must be 1 to 64"),
+        ({"dcs": 65}, "dcs=65 must be 1 to 64"),
+        ({"per_dc": 0}, "per_dc=0 must be 1 or more"),
+        ({"dcs": 1}, "one process: a bed has 2 at least"),
+        ({"rate_mbit": -1.0}, "rate_mbit=-1.0 must be 0.1 to 100000"),
+        ({"rate_mbit": float("nan")}, "rate_mbit=nan must be"),
+        ({"quota": 0.0}, "quota=0.0 must be 0.02 cores or more"),
+    ],
+)
+def test_a_bed_that_cannot_be_is_refused(sizes, rule):
+    with pytest.raises(ValueError, match=rule):
+        Bed(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "--dcs=0", "--", "true"], "dcs=0 must be 1 to 64"),
+        (["run", "--rate_mbit=-3", "--", "true"], "rate_mbit=-3.0 must be"),
+        (["run"], "no program is named"),
+        (["run", "--", "no/such.py"], "no/such.py is no file"),
+        (["run", "--", "no-such-program"], "no-such-program is no program"),
+        (["headline", "--only=balancer,speed"], "--only speed is no part: choose of"),
+        (["headline", "--repeats=0"], "repeats=0 must be 1 or more"),
+    ],
+)
+def test_bad_usage_is_one_line_and_code_2(words, said):
+    ended = subprocess.run(
+        [sys.executable, TOOL, *words], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert ended.stderr.startswith("error: ")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_parts_are_named_before_any_runs(tmp_path):
+    with pytest.raises(ValueError, match="--only nothing is no part"):
+        headline("nothing", Options(tmp_path))
+
+
+def test_a_speedup_is_the_ratio_of_medians_beside_the_ratio_of_loads():
+    """Of the faster rival; and no figure where nothing slowed the devices."""
+    medians = {"home": (5.0, 3.9), "micromoe": (2.0, 1.3), "dynamic": (3.0, 1.0)}
+    arms = {
+        name: {"median_sec": sec, "max_over_mean": ratio}
+        for name, (sec, ratio) in medians.items()
+    }
+    record = record_of(arms, is_slowed=True)
+    assert record["balancer_speedup"] == 2.5
+    assert record["balancer_modelled"] == 3.0
+    assert record["balancer_rival"] == "micromoe"
+    assert record_of(arms, is_slowed=False)["balancer_speedup"] is None
+
+
+def test_quotas_in_the_words_of_both_versions():
+    period = "50000"
+    v1 = {"cpu.cfs_period_us": period, "cpu.cfs_quota_us": "12500"}
+    assert quota.quota_files(0.25, is_v2=False) == v1
+    assert quota.quota_files(None, is_v2=False)["cpu.cfs_quota_us"] == "-1"
+    assert quota.quota_files(0.25, is_v2=True) == {"cpu.max": "12500 50000"}
+    assert quota.quota_files(None, is_v2=True) == {"cpu.max": "max 50000"}
+
+
+def test_steps_are_found_where_the_run_writes_them(tmp_path):
+    gin = ["train/main.py", "--gin_file", "configs/tiny_cpu.gin"]
+    assert run_dir_of(gin) == pathlib.Path("runs/tiny_cpu")
+    assert run_dir_of([*gin, "--run_dir=a/b"]) == pathlib.Path("a/b")
+    assert run_dir_of(["program.py"]) is None
+    assert step_records(tmp_path) == []
+    lines = [{"step": 1, "step_msec": 10.0}, {"eval_loss": 1.0}]
+    lines += [{"step": 2, "step_msec": 30.0}, {"step": 3, "step_msec": 20.0}]
+    text = "\n".join(map(json.dumps, lines)) + '\n{"step": 4, "step_ms'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    records = step_records(tmp_path)
+    assert [x["step"] for x in records] == [1, 2, 3]
+    assert median_sec(records) == 0.02
+
+
+def test_one_layer_of_a_trace(tmp_path, capsys):
+    tokens = np.arange(3 * 2 * 4 * 8, dtype=np.uint16).reshape(3, 2, 4, 8)
+    trace, out = tmp_path / "trace.npz", tmp_path / "layer.npz"
+    np.savez(trace, tokens=tokens, layer=[4, 16])
+    counts = testbed_trace.cut_layer(trace, 16, out, first=1)
+    assert (counts == tokens[1:, 1].sum(axis=1)).all()
+    assert (np.load(out)["tokens"] == tokens[1:, 1:]).all()
+    with pytest.raises(ValueError, match=r"has layers \[4, 16\], not 5"):
+        testbed_trace.cut_layer(trace, 5, out)
+    with pytest.raises(ValueError, match="has 3 samples: the first must be below"):
+        testbed_trace.cut_layer(trace, 4, out, first=3)
+    np.savez(trace, counts=tokens)
+    with pytest.raises(ValueError, match="has no array 'layer'"):
+        testbed_trace.cut_layer(trace, 4, out)
+    (tmp_path / "text.npz").write_text("no zip")
+    with pytest.raises(ValueError, match=r"is no \.npz file"):
+        testbed_trace.cut_layer(tmp_path / "text.npz", 4, out)
+    assert testbed_trace.bindings(tmp_path / "none.npz", 4, tmp_path) == ()
+    assert "synthetic load stands in" in capsys.readouterr().err

@@ -1,0 +1,272 @@
+"""Runs with the balancer on: swaps without a compilation, relayouts behind the loop's
+back, and one run, whoever kills it and whatever it goes on under.
+
+Programs and runs are shared by all tests here.
+"""
+
+import os
+import random
+import shutil
+import signal
+import statistics
+import time
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from moejax.balance import controller
+from tests.support.close import assert_close
+from tests.support.run_main import Live, checkpoint_record, command, run
+from tests.support.watched_run import (
+    BALANCED,
+    MESH,
+    WAITED_STEPS,
+    Done,
+    House,
+    assert_same_run,
+    restored,
+    run_here,
+    speeds,
+    watched,
+)
+from train.checkpoint.checksum import describe
+from train.data.feed import feed
+from train.eval import held_out
+from train.main import main
+from train.step.compiled import on_devices
+from train.step.step import make_eval_step
+
+pytestmark = pytest.mark.slow
+NUM_STEPS, SAVED_STEP = 39, 30
+PENDING_STEP = 20
+"""Between the decision for a relayout and its adoption."""
+HOME = "Balance.policy = 'home'"
+PATIENT = "Balance.horizon_steps = 1000000"
+"""At presumed speeds to move owners pays, in the end."""
+
+
+@pytest.fixture(scope="module")
+def house():
+    with watched() as house:
+        yield house
+
+
+@pytest.fixture(scope="module")
+def cheap(tmp_path_factory):
+    """A calibration with which relayouts pay: collectives and devices are slow."""
+    path = tmp_path_factory.mktemp("calibration") / "cheap.json"
+    return speeds(path, MESH)
+
+
+@pytest.fixture(scope="module")
+def swaps(house, tmp_path_factory):
+    return run_here(house, tmp_path_factory.mktemp("swaps") / "run")
+
+
+@pytest.fixture(scope="module")
+def owners(house, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("owners") / "run"
+    return run_here(house, run_dir, "Balance.policy = 'smartmoe'", PATIENT)
+
+
+@pytest.fixture(scope="module")
+def home(house, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("home") / "run"
+    return run_here(house, run_dir, HOME)
+
+
+@pytest.fixture(scope="module")
+def relayout(house, tmp_path_factory, cheap):
+    return run_here(house, tmp_path_factory.mktemp("relayout") / "run", *pending(cheap))
+
+
+def test_swaps_compile_nothing(swaps, owners):
+    for done in (swaps, owners):
+        assert {x["kind"] for x in done.decisions} <= {"swap", "keep"}
+        assert len(done.adopted) >= 3
+        first, third = done.adopted[0], done.adopted[2]
+        assert third + 1 < SAVED_STEP, "a save may compile something"
+        there = done.compiled_before
+        assert there[2] == there[first] == there[third + 1]
+
+
+def test_a_decision_is_adopted_lag_steps_after(swaps, relayout):
+    """Its plan is that of the steps from there on, up to the next adoption."""
+    for done in (swaps, relayout):
+        changes = [x for x in done.decisions if x["kind"] != "keep"]
+        assert [x["adopt_step"] for x in changes] == done.adopted
+        for x in changes:
+            lag_steps = {"swap": 2, "relayout": 20}[x["kind"]]
+            assert x["adopt_step"] == x["step"] + lag_steps
+        digests = [changes[0]["digest_before"], *(x["digest"] for x in changes)]
+        for step, line in done.steps.items():
+            num_adopted = sum(adopted <= step for adopted in done.adopted)
+            assert line["plan"] == digests[num_adopted]
+
+
+def test_a_swap_evens_the_devices(swaps):
+    """From its first step on: the hot expert stays where it is for ten steps."""
+    for step in swaps.adopted[:3]:
+        before, after = (
+            max(swaps.steps[s]["device_max_over_mean"]) for s in (step - 1, step)
+        )
+        assert after < 1.5
+        assert before > 2
+
+
+def test_steps_go_on_while_a_relayout_compiles(relayout):
+    (change,) = [x for x in relayout.decisions if x["kind"] == "relayout"]
+    ((begin, end),) = relayout.background
+    assert change["step"] <= begin
+    assert begin + WAITED_STEPS <= end <= change["adopt_step"]
+    before = [relayout.steps[s]["plan"] for s in range(begin, end)]
+    assert set(before) == {change["digest_before"]}
+
+
+def test_a_swap_takes_less_than_a_step(swaps, owners):
+    for done in (swaps, owners):
+        adopt_msec = [done.steps[s]["adopt_msec"] for s in done.adopted]
+        waited_msec = [done.steps[s]["adopt_wait_msec"] for s in done.adopted]
+        step_msec = [line["step_msec"] for line in done.steps.values()]
+        print(f"swaps {adopt_msec} ms, steps {statistics.median(step_msec)} ms")
+        assert statistics.median(adopt_msec) < statistics.median(step_msec)
+        assert max(waited_msec) < 1
+
+
+@pytest.mark.long
+def test_killed_while_a_relayout_is_pending_is_the_same_run(
+    house, relayout, tmp_path, cheap
+):
+    """Killed after a save at which the decision had been made, and not adopted."""
+    run_dir, params = tmp_path / "run", pending(cheap)
+    with Live(run_dir, *params, gin_file=BALANCED) as live:
+        saved = run_dir / "checkpoints" / str(PENDING_STEP)
+        live.wait_until(saved.is_dir, f"checkpoint {PENDING_STEP}")
+        assert live.end(signal.SIGKILL).code == -signal.SIGKILL
+    record = checkpoint_record(run_dir, PENDING_STEP)
+    state = controller.from_json(record["meta"]["balance"])
+    assert state.pending.kind == "relayout"
+    assert state.pending.adopt_step > PENDING_STEP
+    run_here(house, run_dir, *params)
+    assert_same_run(run_dir, relayout.run_dir)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["flexmoe", "smartmoe", "prophet"])
+def test_killed_at_random_is_the_same_run(house, tmp_path, cheap, policy):
+    params = [*pending(cheap), f"Balance.policy = '{policy}'"]
+    params += ["Train.num_steps = 99", "Checkpoint.every_steps = 7"]
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    assert run(whole, *params, gin_file=BALANCED).code == 0
+    rng = random.Random(4)
+    for _ in range(6):
+        with Live(run_dir, *params, gin_file=BALANCED) as live:
+            live.wait_for_steps(rng.randint(1, 25))
+            time.sleep(0.04 * rng.random())
+            assert live.end(signal.SIGKILL).code == -signal.SIGKILL
+    assert run(run_dir, *params, gin_file=BALANCED).code == 0
+    assert_same_run(run_dir, whole)
+
+
+@pytest.mark.parametrize("policy", ["flexmoe", "home", "eplb", "smartmoe"])
+def test_a_checkpoint_goes_on_under_any_other_policy(
+    house, swaps, relayout, owners, tmp_path, policy
+):
+    """The same arrays, in logical order, and the next step's loss."""
+    there = tmp_path / "checkpoints" / str(SAVED_STEP)
+    shutil.copytree(swaps.run_dir / "checkpoints" / str(SAVED_STEP), there)
+    job, state, now = restored(tmp_path, f"Balance.policy = '{policy}'")
+    state = now.logical(now.begin(state))
+    assert describe(state) == checkpoint_record(tmp_path, SAVED_STEP)["arrays"]
+    placement = on_devices(now.plan, now.layout, job.model.mesh)
+    batch_size, sharding = job.cfg.train.batch_size, job.window_sharding
+    windows = feed(job.batches, SAVED_STEP, batch_size, 1, sharding)
+    step = house.programs[now.layout, job.model.mesh][0]
+    _, metrics = step(now.physical(state), placement, windows)
+    expected = swaps.steps[SAVED_STEP + 1]["loss"]
+    assert_close(np.asarray(metrics.loss), np.float32(expected))
+
+
+def test_a_checkpoint_goes_on_on_four_devices(house, swaps):
+    params = ("Mesh.expert = 2", "Train.num_simulated_devices = 4")
+    _, state, now = restored(swaps.run_dir, *params)
+    record = checkpoint_record(swaps.run_dir, NUM_STEPS)
+    assert describe(now.logical(now.begin(state))) == record["arrays"]
+    assert_evaluates_alike(house, swaps, *params)
+
+
+def test_what_a_store_of_slices_saves_is_whole(house, relayout, home):
+    """The run ends under another store than it saves for; its evaluation there is that
+    of the arrays in their logical order."""
+    (change,) = [x for x in relayout.decisions if x["kind"] == "relayout"]
+    assert change["changes"]["store"] == ["resident", "sharded"]
+    assert_evaluates_alike(house, relayout, HOME)
+
+
+def test_owners_are_permuted_and_a_checkpoint_is_not(house, owners, home):
+    """Smartmoe moves masters and both moments; all of them are those of home."""
+    assert not owners.plan(NUM_STEPS).is_logical
+    _, moved, _ = restored(owners.run_dir, HOME)
+    _, stayed, _ = restored(home.run_dir, HOME)
+    assert_close(moved, stayed)
+    assert_evaluates_alike(house, owners, HOME)
+
+
+@pytest.mark.parametrize(
+    ("params", "match"),
+    [
+        (["Balance.rest_below = 1.2"], "rest_below=1.2 must be below act_above=1.2"),
+        (["Balance.calibration = '{other}'"], "was measured on mesh {'dc': 1, 'data'"),
+        (["Balance.calibration = '{none}'"], "as a calibration: [Errno 2]"),
+        (
+            ["Balance.policy = 'flexmo'"],
+            "did you mean 'flexmoe'?",
+        ),
+        (["Balance.lag_steps = 1"], "Balance.lag_steps=1 must be at least 2"),
+        (["Moe.slots_per_device = 1"], "4 x 1 slots hold fewer than num_experts=8"),
+        (
+            ["Moe.slots_per_device = 3", "Moe.store = 'owned'"],
+            "store='owned' has a slot for each of 8 experts and no more",
+        ),
+        (
+            ["Moe.store = 'sharded'", "Moe.d_expert = 12"],
+            "over data x expert x tensor = 8 devices: use a multiple of 8",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, capfd, params, match):
+    other = speeds(tmp_path / "other.json", MESH | {"data": 1, "expert": 8})
+    names = {"{other}": str(other), "{none}": str(tmp_path / "none.json")}
+    for name, path in names.items():
+        params = [param.replace(name, path) for param in params]
+    run_dir = tmp_path / "run"
+    with mock.patch.dict(os.environ):
+        assert main(command(run_dir, *params, gin_file=BALANCED)[2:]) == 2
+    _, err = capfd.readouterr()
+    assert match in err
+    assert (err[:7], err.count("\n")) == ("error: ", 1)
+    assert not run_dir.exists()
+
+
+def pending(calibration) -> list[str]:
+    """From copies to slices, which take fewer collectives: decided at step 10, adopted
+    at 30."""
+    words = [f"Balance.calibration = '{calibration}'"]
+    words += ["Balance.max_slots_per_device = 3"]
+    return [*words, f"Checkpoint.every_steps = {PENDING_STEP}"]
+
+
+def assert_evaluates_alike(house: House, done: Done, *params: str) -> None:
+    """The run's own last evaluation, from its checkpoint, under `params`."""
+    job, state, now = restored(done.run_dir, *params)
+    model = job.model._replace(layout=now.layout)
+    steps = house.programs.get((model.layout, model.mesh))
+    found = held_out.evaluate(
+        steps[1] if steps else make_eval_step(model),
+        now.begin(state),
+        on_devices(now.plan, now.layout, model.mesh),
+        job.held_out,
+        job.window_sharding,
+    )
+    assert_close(np.float32(found.loss), np.float32(done.evaluated[NUM_STEPS]))

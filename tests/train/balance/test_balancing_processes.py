@@ -1,0 +1,87 @@
+"""All processes of a run adopt the same plan at the same step, however slow one is."""
+
+import contextlib
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.support.close import assert_close
+from tests.support.gang import LiveGang
+from tests.support.run_main import lines_of
+from tests.support.watched_run import BALANCED, MESH, run_here, speeds, watched
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # minutes, with all programs cold
+PROMISED = "one in a million: only the order of sums between devices differs"
+RELAYOUTS = ("Balance.max_slots_per_device = 3",)
+STOPPED_SEC, RUNNING_SEC = 0.1, 0.2
+
+
+@pytest.mark.parametrize(
+    ("count", "slow", "kinds"),
+    [
+        (2, 1, {"swap"}),
+        (4, 2, {"swap", "relayout"}),
+        (4, 0, {"swap", "relayout"}),
+    ],
+)
+def test_a_slow_process_adopts_with_the_others(tmp_path, count, slow, kinds):
+    params = []
+    if "relayout" in kinds:
+        path = speeds(tmp_path / "speeds.json", MESH)
+        params = [*RELAYOUTS, f"Balance.calibration = '{path}'"]
+    alone, run_dir = tmp_path / "alone", tmp_path / "gang"
+    with watched() as house:
+        run_here(house, alone, *params)
+    balanced = [f"--gin_file={BALANCED}"]  # the later one wins
+    with LiveGang(run_dir, count, *params, of_main=balanced) as live:
+        live.wait_for_text("compiled for")
+        with slowed(live.pids()[slow]):
+            ended = live.end()
+    assert ended.code == 0, ended.err
+    decisions, expected = decided(run_dir), decided(alone)
+    assert {x["kind"] for x in decisions} >= kinds
+    assert decisions == expected
+    logs = [run_dir / "logs" / f"process-{i}.log" for i in range(1, count)]
+    adopted = [adoptions(text) for text in (ended.out, *(x.read_text() for x in logs))]
+    assert len(adopted[0]) >= 3
+    assert all(each == adopted[0] for each in adopted)
+    assert_close(losses(run_dir), losses(alone), factor=0.1, reason=PROMISED)
+
+
+@contextlib.contextmanager
+def slowed(pid: int) -> Iterator[None]:
+    """The process stands still a third of the time."""
+    is_over = threading.Event()
+
+    def brake() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            while not is_over.wait(RUNNING_SEC):
+                os.kill(pid, signal.SIGSTOP)
+                is_over.wait(STOPPED_SEC)
+                os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=brake)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def decided(run_dir) -> list[dict]:
+    return [x["decision"] for x in lines_of(run_dir) if "decision" in x]
+
+
+def adoptions(text: str) -> list[tuple[str, str]]:
+    """Step and digest of each plan that this process has adopted."""
+    return re.findall(r"step (\d+)  adopted (\w+)", text)
+
+
+def losses(run_dir) -> np.ndarray:
+    return np.float32([x["loss"] for x in lines_of(run_dir) if "loss" in x])

@@ -1,0 +1,236 @@
+"""Saves that overlap training, fail, and are kept; restores to other meshes."""
+
+import logging
+import subprocess
+import time
+
+import jax
+import numpy as np
+import pytest
+from orbax.checkpoint._src.serialization import serialization
+
+from moejax import config
+from moejax.axes import sharding
+from tests.support.checkpoint_state import (
+    DISK_FULL,
+    META,
+    Disk,
+    Writer,
+    abstract,
+    are_same_bits,
+    mesh_of,
+    state_of,
+)
+from train.checkpoint.checkpoints import CheckpointError
+
+
+@pytest.fixture
+def mesh():
+    return mesh_of(8, 2)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    disk = Disk(tmp_path / "ck")
+    yield disk
+    disk.close()
+
+
+@pytest.fixture
+def writer(monkeypatch):
+    writer = Writer()
+    monkeypatch.setattr(serialization, "async_serialize_from_host", writer)
+    return writer
+
+
+def test_round_trip_to_other_meshes(mesh, disk):
+    state = state_of(mesh, 7)
+    first = disk.open()
+    assert first.restore(abstract(state)) is None
+    first.save(10, state, META, eval_loss=2.5)
+    assert first.wait()
+    for other in (mesh, mesh_of(4, 2), mesh_of(4, 1), mesh_of(1, 1)):
+        target = abstract(state_of(other, 0))
+        restored = disk.open().restore(target)
+        assert (restored.step, restored.meta) == (10, META)
+        assert are_same_bits(restored.state, state)
+        for x, y in zip(jax.tree.leaves(restored.state), jax.tree.leaves(target)):
+            assert x.sharding == y.sharding
+    assert disk.said == []
+
+
+def test_a_step_is_saved_once(mesh, disk):
+    first = disk.open()
+    first.save(1, state_of(mesh, 1), META)
+    first.save(1, state_of(mesh, 1), {"other": 1})
+    assert first.wait()
+    restored = disk.open().restore(abstract(state_of(mesh, 1)))
+    assert restored.meta == META
+    with pytest.raises(
+        ValueError, match="has a checkpoint of step 1 that this run did"
+    ):
+        disk.open().save(1, state_of(mesh, 1), META)
+
+
+def test_orbax_is_quiet_and_others_are_not(mesh, disk, capfd, caplog):
+    first = disk.open()
+    first.save(1, state_of(mesh, 1), META)
+    first.wait()
+    disk.open().restore(abstract(state_of(mesh, 1)))
+    logging.getLogger("absl").warning("of another library")
+    out, err = capfd.readouterr()
+    assert out + err.replace("of another library", "").strip() in ("", "WARNING:absl:")
+    assert [r.message for r in caplog.records] == ["of another library"]
+
+
+def test_donated_right_after_save(mesh, disk, writer):
+    """The writer sleeps until the steps after save have overwritten their input."""
+    split = sharding(mesh, "data", "expert")
+    make = jax.jit(
+        lambda k: {"w": jax.random.normal(jax.random.key(k), (512, 512))},
+        out_shardings=split,
+    )
+    step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+    plain = make(0)
+    step(plain)
+    assert plain["w"].is_deleted(), "nothing is donated here: this test is void"
+
+    first = disk.open()
+    writer.delay_sec = 0.5
+    state = make(1)
+    want = jax.tree.map(np.array, state)
+    first.save(1, state, META)
+    for _ in range(5):
+        state = step(state)
+    jax.block_until_ready(state)
+    assert not (disk.directory / "1").exists(), "the writer did not wait"
+    assert first.wait()
+    restored = first.restore(abstract(make(1)))
+    assert are_same_bits(restored.state, want)
+    twice = step(step(restored.state))
+    np.testing.assert_array_equal(twice["w"], want["w"] + 1 + 1)
+
+
+def test_keeps_the_last_and_the_best(mesh, disk):
+    cfg = config.Checkpoint(keep_last=2, keep_best=1)
+    first = disk.open(cfg)
+    loss = {1: 3.0, 2: 1.0, 3: 2.0, 4: float("nan"), 5: None, 6: 1.5}
+    for step in (1, 2, 3):
+        first.save(step, state_of(mesh, step), META, loss[step])
+    first.close()
+    again = disk.open(cfg)
+    assert again.restore(abstract(state_of(mesh, 0))).step == 3
+    for step in (4, 5, 6):
+        again.save(step, state_of(mesh, step), META, loss[step])
+    again.wait()
+    assert disk.names() == ["2", "5", "6"]
+    again.save(7, state_of(mesh, 7), META, 0.5)
+    again.wait()
+    assert disk.names() == ["6", "7"]
+
+
+def test_the_last_good_one_stays_until_the_next_is_complete(mesh, disk, writer):
+    first = disk.open(config.Checkpoint(keep_last=1, keep_best=0))
+    first.save(1, state_of(mesh, 1), META)
+    first.wait()
+    writer.delay_sec = 0.3
+    first.save(2, state_of(mesh, 2), META)
+    assert "1" in disk.names()
+    first.wait()
+    assert disk.names() == ["2"]
+    writer.fault = DISK_FULL
+    first.save(3, state_of(mesh, 3), META)
+    assert not first.wait()
+    assert disk.names() == ["2"]
+    assert are_same_bits(
+        first.restore(abstract(state_of(mesh, 0))).state, state_of(mesh, 2)
+    )
+
+
+# Failed saves
+
+
+def test_a_failed_save_is_told_and_the_next_is_attempted(mesh, disk, writer, capfd):
+    first = disk.open()
+    first.save(1, state_of(mesh, 1), META)
+    assert first.wait()
+    for step in (2, 4, 6, 8):  # each success between them starts the count again
+        writer.fault = DISK_FULL
+        first.save(step, state_of(mesh, step), META)
+        time.sleep(0.2)
+        writer.fault = None
+        first.save(step + 1, state_of(mesh, step + 1), META)
+        assert first.wait()
+        assert disk.names() == [str(max(1, step - 1)), str(step + 1)]
+    assert len(disk.said) == 4
+    assert disk.said[0].startswith(
+        "SAVE FAILED, 1 of 3 in a row: checkpoint 2: OSError"
+    )
+    assert "No space left on device" in disk.said[0]
+    assert "the last good one is 1" in disk.said[0]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_too_many_failed_saves_stop(mesh, disk, writer):
+    first = disk.open()
+    first.save(1, state_of(mesh, 1), META)
+    assert first.wait()
+    writer.fault = DISK_FULL
+    first.save(2, state_of(mesh, 2), META)
+    assert not first.wait()
+    first.save(3, state_of(mesh, 3), META)
+    first.save(4, state_of(mesh, 4), META)
+    assert len(disk.said) == 2
+    with pytest.raises(
+        CheckpointError, match="3 of 3 in a row: checkpoint 4"
+    ) as caught:
+        first.wait()
+    assert "No space left on device" in str(caught.value)
+    assert "the last good one is 1" in str(caught.value)
+    assert disk.names() == ["1"]
+
+
+def test_a_save_that_fails_at_once_counts_too(mesh, disk, monkeypatch):
+    first = disk.open()
+    monkeypatch.setattr(
+        type(first._manager),
+        "save",
+        lambda *a, **k: (_ for _ in ()).throw(OSError("no")),
+    )
+    for step in (1, 2):
+        first.save(step, state_of(mesh, 1), META)
+        assert not first.wait()
+    with pytest.raises(CheckpointError, match="the last good one is none"):
+        first.save(3, state_of(mesh, 1), META)
+    assert len(disk.said) == 2
+
+
+@pytest.mark.root
+def test_full_disk(mesh, tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", tmp_path]
+    subprocess.run(mount, check=True)
+    try:
+        split = sharding(mesh, "data", "expert")
+        rng = np.random.default_rng(0)
+        state_k = [
+            {"w": jax.device_put(rng.normal(size=(1024, 1024)).astype("f"), split)}
+            for _ in range(3)
+        ]
+        disk = Disk(tmp_path / "ck")
+        first = disk.open(config.Checkpoint(keep_last=1, keep_best=0))
+        first.save(1, state_k[0], META)
+        assert first.wait()
+        (tmp_path / "other").write_bytes(bytes(6 * 2**20))
+        first.save(2, state_k[1], META)
+        assert not first.wait()
+        assert "No space left on device" in disk.said[0]
+        assert disk.names() == ["1"]
+        assert are_same_bits(first.restore(abstract(state_k[1])).state, state_k[0])
+        (tmp_path / "other").unlink()
+        first.save(3, state_k[2], META)
+        assert first.wait()
+        assert disk.names() == ["3"]
+        assert are_same_bits(first.restore(abstract(state_k[1])).state, state_k[2])
+        disk.close()
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)

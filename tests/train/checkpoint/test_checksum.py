@@ -1,0 +1,101 @@
+"""A checksum is its definition, on any mesh, and nothing flips unseen."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moejax.axes import sharding
+from tests.support.checkpoint_state import mesh_of, state_of
+from train.checkpoint import checksum
+from train.checkpoint.checksum import checksums, digest
+
+
+@pytest.fixture
+def mesh():
+    return mesh_of(8, 2)
+
+
+def definition(x: np.ndarray) -> int:
+    """The docstring of train/checkpoint/checksum.py, one element after the other."""
+    x = x.astype(np.uint8) if x.dtype == bool else x
+    word_n = x.reshape(-1).view(f"uint{8 * x.dtype.itemsize}").tolist()
+    total = 0
+    for i, bits in enumerate(word_n):
+        h = (bits + i * checksum.GOLDEN) % 2**32
+        h = (h ^ (h >> 16)) * 0x85EBCA6B % 2**32
+        h = (h ^ (h >> 13)) * 0xC2B2AE35 % 2**32
+        total += h ^ (h >> 16)
+    return total % 2**32
+
+
+def test_checksums_equal_the_definition_on_every_sharding(mesh):
+    want = checksums(state := state_of(mesh, 1))
+    for name, leaf in checksum.named_leaves(state).items():
+        assert want[name] == definition(np.asarray(leaf)), name
+    assert next(iter(want)) == "extra/step"
+    assert "params/blocks/w_lef" in want
+    assert "opt/0/mu/embed_vd" in want
+    for other in (mesh_of(4, 1), mesh_of(1, 1)):
+        assert checksums(state_of(other, 1)) == want
+    host = jax.tree.map(np.asarray, state)
+    assert checksums(jax.tree.map(jnp.asarray, host)) == want
+    assert checksums({}) == {}
+
+
+@pytest.mark.parametrize("shape", [(2**18,), (5, 70_000), (3, 1000, 130), (0, 4), ()])
+def test_checksums_of_many_blocks(mesh, shape):
+    x = np.random.default_rng(0).integers(2**32, size=shape, dtype=np.uint32)
+    index = np.arange(x.size, dtype=np.uint64).reshape(shape)
+    h = (x + index * checksum.GOLDEN) % 2**32
+    h = (h ^ (h >> 16)) * 0x85EBCA6B % 2**32
+    h = (h ^ (h >> 13)) * 0xC2B2AE35 % 2**32
+    want = {"x": int((h ^ (h >> 16)).sum()) % 2**32}
+    for dims in ((), ("data",), (None, "expert"), (("data", "expert"),)):
+        even = all(size % 8 == 0 for size in shape[: len(dims)])
+        if len(dims) <= len(shape) and (even or not dims):
+            array = jax.device_put(x, sharding(mesh, *dims))
+            assert checksums({"x": array}) == want
+
+
+def test_every_flipped_bit_shows(mesh):
+    state = jax.tree.map(np.asarray, state_of(mesh, 2))
+    want = checksums(jax.tree.map(jnp.asarray, state))
+    rng = random.Random(0)
+    for name, leaf in checksum.named_leaves(state).items():
+        for _ in range(20):
+            byte_n = bytearray(leaf.tobytes())
+            bit = 0 if leaf.dtype == bool else rng.randrange(8)
+            byte_n[rng.randrange(len(byte_n))] ^= 1 << bit
+            flipped = np.frombuffer(byte_n, leaf.dtype).reshape(leaf.shape)
+            assert checksums({"x": jnp.asarray(flipped)})["x"] != want[name], name
+
+
+def test_what_a_plain_weighted_sum_would_miss():
+    x = np.ones(16, np.float32)
+    sums = [checksums({"x": jnp.asarray(x)})["x"]]
+    for flips in ([2, 5], [0, 9], [3, 4, 6, 7]):
+        y = x.copy()
+        y[flips] *= -1
+        sums.append(checksums({"x": jnp.asarray(y)})["x"])
+    sums.append(checksums({"x": jnp.asarray(np.concatenate([x[:8], 0 * x[:8]]))})["x"])
+    assert len(set(sums)) == len(sums)
+
+
+def test_checksums_keep_no_copy_of_the_state(mesh):
+    dims = (("data", "expert"), None)
+    x = jax.device_put(np.zeros((4096, 1024), np.float32), sharding(mesh, *dims))
+    lowered = checksum._sums_on_mesh.lower([x] * 3, mesh, (x.sharding.spec,) * 3)
+    memory = lowered.compile().memory_analysis()
+    assert memory.argument_size_in_bytes >= 3 * x.nbytes // 8
+    assert memory.temp_size_in_bytes < memory.argument_size_in_bytes / 4
+
+
+def test_digest_names_the_whole():
+    sums = {"b": 1, "a": 2}
+    assert digest(sums) == digest({"a": 2, "b": 1})
+    assert len({digest(s) for s in (sums, {"a": 1, "b": 2}, {"a": 2}, {})}) == 4
+    assert len(digest(sums)) == 16
+    assert int(digest(sums), 16) >= 0

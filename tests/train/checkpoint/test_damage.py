@@ -1,0 +1,269 @@
+"""Whatever happens to the files or the process, no wrong state comes back."""
+
+import json
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moejax.axes import sharding
+from tests.support.checkpoint_state import (
+    CFG,
+    META,
+    Disk,
+    abstract,
+    are_same_bits,
+    mesh_of,
+    state_of,
+)
+from train.checkpoint.checkpoints import Checkpointer
+
+NUM_CORRUPTIONS = 48
+NUM_KILLS = 4
+
+WORKER = """
+import asyncio, sys
+import jax, numpy as np
+from orbax.checkpoint._src.serialization import serialization
+from moejax import config
+from train.checkpoint.checkpoints import Checkpointer
+
+write = serialization.async_serialize_from_host
+
+async def slow(*args, **kwargs):
+    await asyncio.sleep(0.05)
+    return await write(*args, **kwargs)
+
+serialization.async_serialize_from_host = slow
+cfg = config.Checkpoint(keep_last=2, keep_best=0)
+checkpointer = Checkpointer(sys.argv[1], cfg)
+
+def state(step):
+    w_n = np.random.default_rng(step).random(2**19, dtype=np.float32)
+    return {"w_n": jax.device_put(w_n, jax.devices()[0])}
+
+x = state(0)["w_n"]
+target = {"w_n": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)}
+restored = checkpointer.restore(target)
+step = restored.step if restored else 0
+while True:
+    step += 1
+    checkpointer.save(step, state(step), {"step": step})
+    print(step - 1, flush=True)  # save has waited for that one: it is complete
+"""
+
+
+@pytest.fixture
+def mesh():
+    return mesh_of(8, 2)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    disk = Disk(tmp_path / "ck")
+    yield disk
+    disk.close()
+
+
+def test_another_model_is_refused_and_left_alone(mesh, disk):
+    first = disk.open()
+    first.save(1, state_of(mesh, 1), META)
+    assert first.wait()
+
+    def refused(change) -> str:
+        target = abstract(state_of(mesh, 1))
+        change(target)
+        with pytest.raises(ValueError, match="checkpoint of another model: ") as caught:
+            first.restore(target)
+        assert "\n" not in str(caught.value)
+        return str(caught.value).removeprefix("checkpoint of another model: ")
+
+    def struct(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh))
+
+    assert refused(
+        lambda s: s["params"].update(embed_vd=struct(jnp.float32, 64, 32))
+    ) == ("params/embed_vd is float32[64,16] there and float32[64,32] here")
+    assert refused(
+        lambda s: s["params"].update(embed_vd=struct(jnp.bfloat16, 64, 16))
+    ) == ("params/embed_vd is float32[64,16] there and bfloat16[64,16] here")
+    assert (
+        refused(lambda s: s.pop("mask_e")) == "mask_e is bool[8] there and missing here"
+    )
+    assert refused(
+        lambda s: s["params"].update(new=struct(jnp.int32), norm_d=struct(jnp.int32))
+    ) == ("params/new is missing there and int32[] here, and 1 more differ")
+    assert disk.names() == ["1"]
+    assert disk.said == []
+
+
+def test_check_refuses_before_the_arrays_are_read(mesh, disk):
+    first = disk.open()
+    first.save(1, state_of(mesh, 1), META)
+    assert first.wait()
+    shutil.rmtree(disk.directory / "1" / "state")
+    seen = []
+
+    def check(meta):
+        seen.append(meta)
+        raise ValueError("trained on other data")
+
+    with pytest.raises(ValueError, match="trained on other data"):
+        first.restore(abstract(state_of(mesh, 1)), check=check)
+    assert seen == [META]
+    assert disk.names() == ["1"]
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    """A directory with good checkpoints of steps 10 and 20."""
+    directory = tmp_path_factory.mktemp("two") / "ck"
+    checkpointer = Checkpointer(directory, CFG)
+    for step in (10, 20):
+        checkpointer.save(step, state_of(mesh_of(8, 2), step), {"step": step})
+    assert checkpointer.wait()
+    checkpointer.close()
+    return directory
+
+
+def corrupt(directory: pathlib.Path, rng: random.Random) -> str:
+    """Damages one file of step 20, or adds an empty step; says what it did."""
+    kind = rng.choice(
+        ["flip", "flip", "flip", "truncate", "truncate", "delete", "empty"]
+    )
+    if kind == "empty":
+        (directory / "30").mkdir()
+        return "empty 30"
+    files = sorted(p for p in (directory / "20").rglob("*") if p.is_file())
+    weight = [p.stat().st_size + 100 for p in files]
+    path = rng.choices(files, weight)[0]
+    data = bytearray(path.read_bytes())
+    if kind == "delete":
+        path.unlink()
+    elif kind == "truncate" or not data:
+        path.write_bytes(data[: rng.randrange(len(data) or 1)])
+    else:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+    return f"{kind} {path.relative_to(directory)}"
+
+
+def test_no_wrong_state_is_accepted(two_steps, tmp_path, mesh):
+    want = {step: state_of(mesh, step) for step in (10, 20)}
+    target = abstract(want[10])
+    rng = random.Random(0)
+    num_detected = 0
+    for case in range(NUM_CORRUPTIONS):
+        disk = Disk(tmp_path / str(case))
+        shutil.copytree(two_steps, disk.directory)
+        what = corrupt(disk.directory, rng)
+        restored = disk.open().restore(target)
+        disk.close()
+        assert restored is not None, what
+        assert restored.meta == {"step": restored.step}, what
+        assert are_same_bits(restored.state, want[restored.step]), what
+        aside = [name for name in disk.names() if "corrupt" in name]
+        assert len(disk.said) == len(aside), what
+        assert all(line.startswith("CORRUPT CHECKPOINT") for line in disk.said)
+        expected = ["30.corrupt"] if "empty" in what else ["20.corrupt"]
+        assert aside == expected or (restored.step == 20 and not aside), what
+        num_detected += bool(aside)
+    # Where damage mattered it was seen; were it nowhere, nothing would be shown.
+    assert num_detected > NUM_CORRUPTIONS / 3
+
+
+def test_a_flipped_bit_that_orbax_restores_is_seen(two_steps, disk, mesh):
+    shutil.copytree(two_steps, disk.directory)
+    files = (disk.directory / "20" / "state").rglob("d/*")
+    path = max(files, key=lambda path: path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+    assert disk.open().restore(abstract(state_of(mesh, 0))).step == 10
+    assert (
+        "1 of 17 arrays differ from their checksums, params/blocks/w_lef"
+        in disk.said[0]
+    )
+
+
+def edit_record(directory, step, edit) -> None:
+    path = directory / str(step) / "record" / "metadata"
+    path.write_text(edit(path.read_text()))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    {
+        "empty directory": lambda d: (d / "30").mkdir(),
+        "file": lambda d: (d / "30").touch(),
+        "no record": lambda d: shutil.rmtree(d / "20" / "record"),
+        "no arrays": lambda d: shutil.rmtree(d / "20" / "state"),
+        "other meta": lambda d: edit_record(
+            d, 20, lambda t: t.replace('"meta": {"step": 20}', '"meta": {"step": 21}')
+        ),
+        "no JSON": lambda d: edit_record(d, 20, lambda t: t[1:]),
+        "a list": lambda d: edit_record(d, 20, lambda t: "[]"),
+        "copied from 10": lambda d: shutil.copytree(d / "10", d / "30"),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_damage_is_set_aside_and_training_continues_over_it(
+    damage, two_steps, disk, mesh
+):
+    shutil.copytree(two_steps, disk.directory)
+    damage[1](disk.directory)
+    bad = "30" if (disk.directory / "30").exists() else "20"
+    (disk.directory / f"{bad}.corrupt").mkdir()
+    first = disk.open()
+    restored = first.restore(abstract(state_of(mesh, 0)))
+    assert restored.step == (20 if bad == "30" else 10)
+    assert len(disk.said) == 1
+    assert f"CORRUPT CHECKPOINT {bad} set aside as " in disk.said[0]
+    assert f"{bad}.corrupt-2" in disk.names()
+    first.save(int(bad), state_of(mesh, 5), META)
+    assert first.wait()
+    assert are_same_bits(
+        disk.open().restore(abstract(state_of(mesh, 0))).state, state_of(mesh, 5)
+    )
+
+
+def test_none_is_good(two_steps, disk, mesh):
+    shutil.copytree(two_steps, disk.directory)
+    for step in (10, 20):
+        edit_record(disk.directory, step, lambda text: json.dumps({"sha256": text}))
+    assert disk.open().restore(abstract(state_of(mesh, 0))) is None
+    assert len(disk.said) == 3
+    assert disk.said[2].startswith("NO GOOD CHECKPOINT of 2 in ")
+    assert disk.names() == ["10.corrupt", "20.corrupt"]
+
+
+def test_killed_in_the_middle_of_a_save(repo, disk, mesh):
+    """Runs that resume and save each step, each killed while it writes one."""
+    rng = random.Random(0)
+    split = sharding(mesh, ("data", "expert"))
+    target = {"w_n": jax.ShapeDtypeStruct((2**19,), jnp.float32, sharding=split)}
+    num_torn = 0
+    for _ in range(NUM_KILLS):
+        command = [sys.executable, "-c", WORKER, disk.directory]
+        process = subprocess.Popen(command, cwd=repo, stdout=subprocess.PIPE, text=True)
+        for _ in range(3):
+            complete = int(process.stdout.readline())
+        time.sleep(rng.uniform(0, 0.08))
+        process.kill()
+        complete = max([complete, *map(int, process.communicate()[0].split())])
+        num_torn += any("tmp" in name for name in disk.names())
+        restored = disk.open().restore(target)
+        assert restored.step >= complete
+        assert restored.meta == {"step": restored.step}
+        want = np.random.default_rng(restored.step).random(2**19, dtype=np.float32)
+        np.testing.assert_array_equal(restored.state["w_n"], want)
+        assert not any("tmp" in name for name in disk.names())
+    assert disk.said == []
+    assert num_torn > 0

@@ -1,0 +1,142 @@
+"""A checkpoint on another mesh: the same numbers; damage is found, nothing moves."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import pytest
+
+from moejax.config import Mesh
+from tests.support.run_main import listing
+from tests.support.saved_run import STEPS, save_run
+from train.checkpoint.checksum import checksums
+from train.checkpoint.load import config_of, find, load
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> pathlib.Path:
+    return save_run(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture
+def copied(saved, tmp_path) -> pathlib.Path:
+    """A copy of the run that a test may damage."""
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+def record_of(run_dir: pathlib.Path, step: int) -> dict:
+    path = run_dir / "checkpoints" / str(step) / "record" / "metadata"
+    return json.loads(path.read_text())
+
+
+def flip_bits(run_dir: pathlib.Path, step: int) -> None:
+    """In every file of the arrays."""
+    files = (run_dir / "checkpoints" / str(step) / "state").rglob("*")
+    for path in sorted(f for f in files if f.is_file() and "/d/" in str(f)):
+        content = bytearray(path.read_bytes())
+        for at in range(0, len(content), 97):
+            content[at] ^= 1
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("params", "mesh"),
+    [
+        ((), Mesh(data=2, expert=4)),
+        (("Mesh.expert = 2",), Mesh(data=2, expert=2)),
+        (("Mesh.expert=8", "Mesh.data=1"), Mesh(expert=8)),
+        (("Train.num_simulated_devices = 3",), Mesh(expert=2)),
+    ],
+)
+def test_every_mesh_has_the_numbers_that_were_saved(saved, params, mesh):
+    """Parameters and router bias, bit for bit; the directory stays as it is."""
+    before = listing(saved)
+    loaded = load(find(saved, params=params))
+    assert loaded.cfg.mesh == mesh
+    assert dict(loaded.mesh.shape) == dict(
+        zip(loaded.mesh.axis_names, mesh.topology.sizes)
+    )
+    found = checksums({"params": loaded.params, "router_bias": loaded.router_bias})
+    arrays = record_of(saved, max(STEPS))["arrays"]
+    names = [name for name in arrays if name.startswith(("params", "router_bias"))]
+    assert found == {name: arrays[name]["checksum"] for name in names}
+    assert loaded.step == max(STEPS)
+    assert loaded.meta == record_of(saved, max(STEPS))["meta"]
+    assert listing(saved) == before
+
+
+def test_a_relative_path_is_a_run_directory(saved, monkeypatch):
+    monkeypatch.chdir(saved.parent)
+    assert load(find(saved.name)).step == load(find(saved)).step
+
+
+def test_a_run_configuration_survives_its_record(saved):
+    record = record_of(saved, STEPS[0])["meta"]["config"]
+    cfg = config_of(record)
+    assert json.loads(json.dumps(cfg.to_dict())) == record
+    assert cfg.mesh == Mesh(data=2, expert=4)
+
+
+def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_used(copied):
+    flip_bits(copied, 7)
+    before, said = listing(copied), []
+    assert load(find(copied), said.append).step == 3
+    (line,) = said
+    assert line.startswith(f"checkpoint 7 in {copied}/checkpoints is damaged: ")
+    with pytest.raises(ValueError, match=r"^checkpoint 7 in .* damaged: .*use another"):
+        load(find(copied, step=7), said.append)
+    assert listing(copied) == before
+
+
+def test_a_record_that_is_no_record_is_told_of(copied):
+    metadata = copied / "checkpoints" / "7" / "record" / "metadata"
+    metadata.write_text("{")
+    assert load(find(copied), [].append).step == 3
+    with pytest.raises(ValueError, match=r"checkpoint 7 in .* is damaged: its record"):
+        find(copied, step=7)
+    metadata.unlink()
+    with pytest.raises(ValueError, match=r"checkpoint 7 in .* is damaged: its record"):
+        find(copied, step=7)
+
+
+@pytest.mark.parametrize(
+    ("step", "params", "message"),
+    [
+        (5, (), "no checkpoint of step 5: it has 3, 7"),
+        (None, ("Mesh.expet = 2",), "Mesh has no field expet; nearest is Mesh.expert"),
+        (None, ("Mesh.expert",), "write Class.field = value"),
+        (None, ("expert = 2",), "there is no class expert"),
+        (None, ("Mesh.expert = 'two'",), "must be an int, and is of type str"),
+        (None, ("Mesh.expert = 3",), "Moe.num_experts=8 must be divisible"),
+        (None, ("Model.d_model = 64",), "parameters of the checkpoint depend on it"),
+    ],
+)
+def test_what_cannot_be_is_one_line(saved, step, params, message):
+    with pytest.raises(ValueError) as caught:
+        find(saved, step, params)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_router_that_follows_a_record_is_refused(copied):
+    path = copied / "checkpoints" / "7" / "record" / "metadata"
+    text = path.read_text().replace('"kind": "sigmoid"', '"kind": "recorded"')
+    path.write_text(text.replace('"bias_rate": 0.01', '"bias_rate": 0.0'))
+    with pytest.raises(ValueError, match="nothing to evaluate or to generate"):
+        find(copied)
+
+
+def test_more_devices_than_there_are_is_one_line(saved):
+    found = find(saved, params=("Mesh.data = 4",))
+    with pytest.raises(ValueError, match="needs 16 devices, and 8 are here"):
+        load(found)
+    assert len(jax.devices()) == 8
+
+
+def test_no_run_is_one_line(tmp_path):
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(ValueError, match="has no checkpoints: name the run"):
+            find(folder)

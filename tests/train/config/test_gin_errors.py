@@ -1,0 +1,187 @@
+"""The wrapper around gin refuses what is wrong: one line, its place, a valid name."""
+
+import pathlib
+import re
+from typing import Literal
+
+import pytest
+
+from train.config.gin_reader import ConfigError, load
+from train.config.names import convert
+
+# What a file says, the line that is to blame, and what the message must hold.
+WRONG = [
+    ("Trian.num_steps = 5", 1, "no class Trian; nearest is Train"),
+    ("train.num_steps = 5", 1, "no class train; nearest is Train"),
+    ("Config.mesh = 5", 1, "no class Config; valid are Balance, Checkpoint"),
+    ("moejax.config.Trainer.seed = 5", 1, "nearest is Train"),
+    ("Train.num_step = 5", 1, "no field num_step; nearest is Train.num_steps"),
+    ("\n\nMoe.topk = 5", 3, "Moe has no field topk; nearest is Moe.top_k"),
+    ("Train.top_k = 5", 1, "nearest is Moe.top_k"),
+    ("Train.zzz = 5", 1, "valid are Train.num_steps, Train.batch_size"),
+    ("Train.num_steps.x = 5", 1, "no class Train.num_steps"),
+    ("Train:\n  seed = 1\n  num_step = 5", 3, "nearest is Train.num_steps"),
+    ("Trian:\n  seed = 1", 1, "nearest is Train"),
+    ("Train.num_steps = 'abc'", 1, "'abc' must be an int, and is of type str"),
+    ("Train.num_steps = 1e3", 1, "1000.0 must be an int, and is of type float"),
+    ("Train.num_steps = True", 1, "must be an int, and is of type bool"),
+    ("Train.num_steps = None", 1, "must be an int, and is of type NoneType"),
+    ("Train.run_dir = 3", 1, "must be a str or None, and is of type int"),
+    ("Train.peak_tflops = 'a'", 1, "must be a finite float or None"),
+    ("Model.tie_embeddings = 1", 1, "must be True or False, and is of type int"),
+    (
+        "Model.attention = 'cudn'",
+        1,
+        "one of 'xla', 'cudnn', and is of type str; nearest",
+    ),
+    ("Model.attention = 'cudn'", 1, "nearest is 'cudnn'"),
+    ("Optimizer.learning_rate = '1e-3'", 1, "must be a finite float"),
+    ("Optimizer.learning_rate = 1e999", 1, "must be a finite float"),
+    ("Optimizer.learning_rate = True", 1, "must be a finite float"),
+    ("Data.corpus = [1]", 1, "a tuple of (a str, ...), and is of type list"),
+    (
+        "Data.corpus = {'a': @os.system}",
+        1,
+        "must be a str or a tuple of (a str, ...), and is",
+    ),
+    ("STEPS = 5", 1, "macro STEPS is never used; use it as %STEPS"),
+    ("num_steps = 5", 1, "never used; nearest is Train.num_steps"),
+    (
+        "EXPERT=4\nMoe.num_experts=%EXPERTS",
+        2,
+        "%EXPERTS has no value; nearest is %EXPERT",
+    ),
+    ("EXPERTS=8\nMoe.num_experts=%EXPERTS\nEXPERT=4", 3, "nearest is %EXPERTS"),
+    ("Train.seed = %NONE", 1, "%NONE has no value; define it with NONE = ..."),
+    ("Train.seed = %gin.REQUIRED", 1, "%gin.REQUIRED has no value"),
+    ("A = %B\nB = %A\nTrain.seed = %A", 2, "macros in a circle: A -> B -> A"),
+    ("A = %A", 1, "macro A is never used"),
+    ("A = 'x'\nTrain.seed = %A", 2, "Train.seed = 'x' (from %A) must be an int"),
+    ("a/Train.num_steps = 5", 1, "nothing reads the scope 'a'; write Train.num_steps"),
+    ("a/Train:\n  num_steps = 5", 1, "nothing reads the scope 'a'; write Train"),
+    ("A/macro.value = 5", 1, "nothing reads the scope 'A'"),
+    ("Train.run_dir = @print", 1, "@print is refused"),
+    ("Train.run_dir = @print()", 1, "@print is refused"),
+    ("Train.run_dir = [1, @print]", 1, "@print is refused"),
+    ("A = @print\nTrain.run_dir = %A", 1, "@print is refused"),
+    ("import os", 1, "'import os' is refused"),
+    ("import os as Train", 1, "'import os as Train' is refused"),
+    ("from os import path", 1, "'from os import path' is refused"),
+    (
+        "# x\nfrom __gin__ import dynamic_registration",
+        2,
+        "dynamic_registration' is refused",
+    ),
+    ("Train.seed = 1\nTrain.seed = 1", 2, "Train.seed is bound twice, first at"),
+    ("Train.seed = 1\nTrain:\n  seed = 1", 3, "Train.seed is bound twice, first at"),
+    ("A = 1\nA = 2\nTrain.seed = %A", 2, "A is bound twice, first at"),
+    ("Train.seed = 1\nTrain.num_steps = 1e", 2, "syntax error"),
+    ("Train.seed = 10**6", 1, "syntax error: Expected newline"),
+    ("Train.run_dir = runs/a", 1, "Failed to parse token 'runs'; write Class.field"),
+    ("Train.run_dir = 'a", 1, "unterminated string literal"),
+    ("Train.run_dir = 'a\\p'", 1, "Failed to parse token"),
+    ("Train.seed = (1,\n", 1, "EOF in multi-line"),
+    ("Train.seed = {[]: 1}", 1, "unhashable type"),
+    ("Train.seed", 1, "expected ':' or '='"),
+    ("Train:\nseed = 1", 2, "Expected indentation"),
+    ("Train.seed = 1\n\0", 2, "a null byte"),
+    ("include 'nope.gin'", 1, "include 'nope.gin': there is no file"),
+    ("include 'bed.gin'", 1, "bad.gin"),
+    ("include 'bad.gin'", 1, "includes in a circle"),
+    ("include 3", 1, "Expected file path as string"),
+    # Rules of the dataclasses, blamed on the line that bound what they name.
+    ("Train.seed = 1\nTrain.num_steps = 0", 2, "num_steps=0 must be at least 1"),
+    ("Train.seed=1\nModel.num_kv_heads=3", 2, "num_heads=4 must be a multiple of"),
+    ("Mesh.tensor = 2\nMoe.expert_shards = 3", 2, "must divide the tensor axis (2)"),
+    (
+        "\nMoe.num_experts = 60\nMesh.expert = 8",
+        2,
+        "use 56 or 64, or another Mesh.expert",
+    ),
+    ("\nMesh.expert = 3", 2, "must be divisible by the expert axis (3)"),
+    ("\nMesh.data = 64", 2, "must be a multiple of 64: dc x data x expert"),
+    ("Router.bias_rate = 0.1", 1, "steers kind='sigmoid' only"),
+]
+
+
+@pytest.mark.parametrize(("text", "line", "fragment"), WRONG)
+def test_wrong_file_is_one_line_with_its_place(
+    tmp_path: pathlib.Path, text: str, line: int, fragment: str
+) -> None:
+    path = tmp_path / "bad.gin"
+    path.write_text(text)
+    message = refusal([path])
+    assert message.startswith(f"{path}:{line}: ")
+    assert fragment in message
+
+
+@pytest.mark.parametrize(
+    ("params", "blamed", "fragment"),
+    [
+        (["Train.num_step = 3"], "Train.num_step = 3", "nearest is Train.num_steps"),
+        (["Train.seed = 'a'"], "Train.seed = 'a'", "must be an int"),
+        (["Data.seed = 1", "seed = 3"], "seed = 3", "nearest is Train.seed"),
+        (["import os"], "import os", "refused"),
+        (["include 'nope.gin'"], "include 'nope.gin'", "there is no file"),
+        (["Mesh.expert = 3", "Mesh.data = 2"], "Mesh.expert = 3", "divisible"),
+        (["Train.run_dir = '\udcff'"], "Train.run_dir = '\udcff'", "syntax error"),
+        (["Train.seed = 1\nTrain.seed = 2"], "Train.seed = 1\nTrain.seed = 2", "twice"),
+    ],
+)
+def test_wrong_param_is_one_line_with_the_param(
+    params: list[str], blamed: str, fragment: str
+) -> None:
+    message = refusal([], params)
+    assert message.startswith(f"--gin_param {blamed!r}: ")
+    assert fragment in message
+
+
+def test_files_that_cannot_be_read(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "tiny.gin").write_text("Train.seed = 1")
+    message = refusal([tmp_path / "tinny.gin"])
+    assert "No such file" in message
+    assert f"nearest is {tmp_path / 'tiny.gin'}" in message
+    (tmp_path / "folder.gin").mkdir()
+    assert "Is a directory" in refusal([tmp_path / "folder.gin"])
+    (tmp_path / "binary.gin").write_bytes(b"Train.seed = \xff\xfe")
+    assert "byte 13 is not UTF-8" in refusal([tmp_path / "binary.gin"])
+
+
+def test_error_in_an_included_file_names_that_file(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "base.gin").write_text("\nTrain.num_step = 1")
+    (tmp_path / "top.gin").write_text("include 'base.gin'")
+    assert refusal([tmp_path / "top.gin"]).startswith(f"{tmp_path / 'base.gin'}:2: ")
+    (tmp_path / "base.gin").write_text("include 'top.gin'")
+    circle = " -> ".join(str(tmp_path / n) for n in ("top.gin", "base.gin", "top.gin"))
+    assert f"includes in a circle: {circle}" in refusal([tmp_path / "top.gin"])
+
+
+def test_a_value_that_is_replaced_later_is_still_checked(
+    tmp_path: pathlib.Path,
+) -> None:
+    (tmp_path / "a.gin").write_text("Train.num_steps = 'ten'")
+    message = refusal([tmp_path / "a.gin"], ["Train.num_steps = 10"])
+    assert message.startswith(f"{tmp_path / 'a.gin'}:1: ")
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "fragment"),
+    [
+        ((1, 2, 3), tuple[int, int], "a tuple of (an int, an int)"),
+        ((1, "a"), tuple[int, ...], "a tuple of (an int, ...)"),
+        (True, Literal[1, 2], "one of 1, 2"),
+        (1, tuple[int, ...], "a tuple of (an int, ...), and is of type int"),
+    ],
+)
+def test_convert_refuses(value: object, kind: object, fragment: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(fragment)):
+        convert(value, kind)
+
+
+def refusal(files: list[pathlib.Path], params: list[str] | None = None) -> str:
+    """The one line with which `load` refuses."""
+    with pytest.raises(ConfigError) as caught:
+        load(files, params or [])
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    return message

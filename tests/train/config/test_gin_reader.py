@@ -1,0 +1,219 @@
+"""The wrapper around gin reads what it accepts as gin does, and runs nothing."""
+
+import ast
+import dataclasses
+import json
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Literal
+
+import pytest
+
+from moejax.config import Config, Mesh, Train
+from train.config.gin_reader import ConfigError, load, render
+from train.config.names import CLASSES, KINDS, convert
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+SHIPPED = [
+    "mixtral_8x7b", "olmoe_1b_7b", "qwen3_30b_a3b", "skewed_cpu", "testbed_skew",
+    "tiny_cpu",
+]  # fmt: skip
+
+
+def test_later_files_win_then_params_in_order(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.gin").write_text(
+        "Train.seed = 1\nTrain.num_steps = 11\nData.seed = 7"
+    )
+    (tmp_path / "b.gin").write_text("Train.seed = 2\nTrain.num_steps = 12")
+    files = [tmp_path / "a.gin", tmp_path / "b.gin"]
+    config = load(files, ["Train.num_steps = 13", "Train.num_steps = 14"])
+    assert (config.train.seed, config.train.num_steps, config.data.seed) == (2, 14, 7)
+    assert load(files[::-1], []).train.seed == 1
+    assert load([], []) == Config()
+
+
+def test_macros_bind_late(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.gin").write_text("A = 5\nB = %A\nTrain.seed = %B\nData.seed = %A")
+    assert load([tmp_path / "a.gin"]).train.seed == 5
+    config = load([tmp_path / "a.gin"], ["A = 6"])
+    assert (config.train.seed, config.data.seed) == (6, 6)
+
+
+def test_include_is_relative_to_the_file_then_to_the_working_directory(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "beside.gin").write_text("Train.seed = 1\nTrain.num_steps = 3")
+    (tmp_path / "beside.gin").write_text("Train.seed = 99")
+    (tmp_path / "here.gin").write_text("Data.seed = 2")
+    (tmp_path / "sub" / "top.gin").write_text(
+        "include 'beside.gin'\ninclude 'here.gin'\nTrain:\n  num_steps = 4"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = load(["sub/top.gin"])
+    assert (config.train.seed, config.data.seed, config.train.num_steps) == (1, 2, 4)
+    assert load([], ["include 'here.gin'"]).data.seed == 2
+
+
+def test_an_int_is_a_float_and_stays_one() -> None:
+    rate = load([], ["Optimizer.learning_rate = 1"]).optimizer.learning_rate
+    assert rate == 1.0
+    assert type(rate) is float
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "expected"),
+    [
+        ([1, 2], tuple[int, ...], (1, 2)),
+        ((1, 2), tuple[int, float], (1, 2.0)),
+        ((), tuple[int, ...], ()),
+        (None, tuple[int, int] | None, None),
+        (2, Literal[1, 2], 2),
+    ],
+)
+def test_convert_accepts(value: object, kind: object, expected: object) -> None:
+    result = convert(value, kind)
+    assert (result, repr(result)) == (expected, repr(expected))
+
+
+def test_configurables_are_the_dataclasses_of_config() -> None:
+    assert set(CLASSES) == {
+        "Mesh", "Model", "Moe", "Router", "Recorded", "Optimizer", "Data", "Train",
+        "Checkpoint", "Processes", "Balance",
+    }  # fmt: skip
+    assert KINDS["Train.num_steps"] is int
+
+
+def test_render_holds_every_field_and_loads_again(tmp_path: pathlib.Path) -> None:
+    config = dataclasses.replace(
+        load([ROOT / "configs" / "skewed_cpu.gin"]),
+        train=Train(
+            run_dir='it\'s "a"\n\\dir é', num_simulated_devices=2, peak_tflops=1e-30
+        ),
+        mesh=Mesh(expert=2),
+    )
+    text = render(config)
+    names = [line.split(" = ")[0] for line in text.splitlines() if line]
+    assert sorted(names) == sorted(KINDS)
+    classes = list(dict.fromkeys(name.split(".")[0] for name in names))
+    assert classes == sorted(CLASSES)
+    path = tmp_path / "saved.gin"
+    path.write_text(text)
+    assert load([path]) == config
+    assert render(load([path])) == text
+
+
+def test_loads_of_one_process_do_not_know_of_each_other(tmp_path: pathlib.Path) -> None:
+    tiny = [ROOT / "configs" / "tiny_cpu.gin"]
+    first = load(tiny, ["Train.seed = 5"])
+    for param in ("SEED = 3", "Train.seed = 'x'", "Train.seed = 3 4"):
+        with pytest.raises(ConfigError):
+            load(tiny, [param])
+    assert load(tiny, ["Train.seed = 5"]) == first
+    assert load(tiny).train.seed == 0
+    assert load([]) == Config()
+
+
+def test_gin_files_run_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "mark"
+    (tmp_path / "moejax_evil.py").write_text(f"open({str(mark)!r}, 'w').close()")
+    monkeypatch.syspath_prepend(tmp_path)
+    dynamic = "from __gin__ import dynamic_registration\nimport subprocess\n"
+    call = "Train.run_dir = @subprocess.getoutput()\nsubprocess.getoutput.cmd = "
+    for text in (
+        "import moejax_evil",
+        "from moejax_evil import anything",
+        "from __gin__ import dynamic_registration\nimport moejax_evil",
+        f"{dynamic}{call}'touch {mark}'",
+        f"{call}'touch {mark}'",
+    ):
+        (tmp_path / "evil.gin").write_text(text)
+        for params in ([text], [f"include '{tmp_path / 'evil.gin'}'"]):
+            with pytest.raises(ConfigError, match=r"is refused|no class subprocess"):
+                load([], params)
+    assert "moejax_evil" not in sys.modules
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_config_loads_and_says_what_it_is(name: str) -> None:
+    path = ROOT / "configs" / f"{name}.gin"
+    config = load([path])
+    assert load([], [render(config)]) == config
+    header = path.read_text().split("\n\n")[0]
+    own = f"python train/main.py --gin_file=configs/{name}.gin"
+    measured = "python tools/testbed/run.py headline --only balancer"
+    assert own in header or (name == "testbed_skew" and measured in header)
+    for word in ("command", "hardware", "duration", "expected"):
+        assert re.search(rf"^#   {word}    ?\S", header, re.MULTILINE)
+
+
+def test_every_shipped_config_is_listed() -> None:
+    assert sorted(p.stem for p in (ROOT / "configs").glob("*.gin")) == SHIPPED
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("olmoe_1b_7b", 6_919_161_856),
+        ("qwen3_30b_a3b", 30_532_122_624),
+        ("mixtral_8x7b", 46_702_792_704),
+    ],
+)
+def test_gpu_configs_have_the_published_number_of_parameters(
+    name: str, published: int
+) -> None:
+    config = load([ROOT / "configs" / f"{name}.gin"])
+    model, moe = config.model, config.moe
+    heads = 2 * model.num_heads + 2 * model.num_kv_heads
+    layer = (
+        heads * model.head_dim * model.d_model
+        + moe.num_experts * model.d_model * (1 + 3 * moe.d_expert)
+        + 2 * model.d_model
+        + {
+            "none": 0,
+            "head": 2 * model.head_dim,
+            "full": heads // 2 * model.head_dim,
+        }[model.qk_norm]
+    )
+    embeddings = (2 - model.tie_embeddings) * model.vocab_size * model.d_model
+    assert model.num_layers * layer + embeddings + model.d_model == published
+
+
+def test_gin_has_one_importer() -> None:
+    importers = set()
+    for path in [*(ROOT / "moejax").rglob("*.py"), *(ROOT / "train").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            if any(name.split(".")[0] == "gin" for name in names):
+                importers.add(path.relative_to(ROOT).as_posix())
+    assert importers == {"train/config/gin_reader.py"}
+
+
+def test_load_is_quick_and_needs_no_jax() -> None:
+    script = """if True:
+        import json, sys, time
+        start_sec = time.process_time()
+        from train.config.gin_reader import load
+        load(["configs/skewed_cpu.gin"], ["Train.num_steps = 5"])
+        took_sec = time.process_time() - start_sec
+        print(json.dumps({"took_sec": took_sec, "modules": sorted(sys.modules)}))
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    result = json.loads(run.stdout)
+    assert result["took_sec"] < 2
+    assert not {"jax", "jaxlib", "flax"} & set(result["modules"])

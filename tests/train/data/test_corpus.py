@@ -1,0 +1,293 @@
+"""What Data.corpus names: every kind of file, how it is split, and what is refused."""
+
+import dataclasses
+import hashlib
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from moejax.config import Data
+from tests.support.corpora import random_documents, write_bin
+from train import data
+from train.data.encoding import Recipe
+from train.data.lines import read_tokens
+from train.data.prepared import prepare
+
+SMALL = Data(seq_len=4, held_out_every=3)
+TEXTS = [f"text {i} " + "x" * i for i in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("MOEJAX_CACHE_DIR", str(folder))
+    return folder
+
+
+def load(corpus, vocab_size=256, **fields):
+    names = tuple(map(str, corpus)) if isinstance(corpus, list | tuple) else str(corpus)
+    cfg = dataclasses.replace(SMALL, corpus=names, **fields)
+    return data.load_corpus(cfg, vocab_size, say=lambda _: None)
+
+
+def tokens_of(line):
+    return read_tokens(line, [0], line.num_tokens)[0].tolist()
+
+
+def refusal(corpus, **fields):
+    with pytest.raises(ValueError) as error:
+        load(corpus, **fields)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def write_lines(path, texts=TEXTS):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def joined(texts):
+    return [x for text in texts for x in (0, *text.encode())]
+
+
+def sides(texts):
+    held_out = texts[2::3]
+    return joined([t for t in texts if t not in held_out]), joined(held_out)
+
+
+def found(corpus):
+    (source,) = corpus.sources
+    return tokens_of(source.train), tokens_of(source.held_out)
+
+
+def test_one_text_file_is_its_bytes_split_at_its_end(tmp_path):
+    text = bytes(range(256)) * 4
+    (tmp_path / "text.txt").write_bytes(text)
+    corpus = load(tmp_path / "text.txt", held_out_every=10)
+    train, held_out = found(corpus)
+    assert (len(train), len(held_out)) == (922, 102)
+    assert bytes(train + held_out) == text
+    assert corpus.name == "text.txt"
+    assert corpus.sha256 == hashlib.sha256(text).hexdigest()
+    assert corpus.sources[0].train.start_d.tolist() == [0]
+
+
+def test_jsonl_is_made_into_documents(tmp_path):
+    corpus = load(write_lines(tmp_path / "a.jsonl"))
+    assert found(corpus) == sides(TEXTS)
+    assert corpus.sources[0].train.start_d.size == 8
+
+
+def test_a_glob_of_texts_and_one_of_parquet(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder = tmp_path / "with space [1]"
+    folder.mkdir()
+    for i, text in enumerate(TEXTS):
+        (folder / f"{i:02d}.txt").write_text(text)
+    pq.write_table(pa.table({"text": TEXTS}), folder / "all.parquet")
+    (tmp_path / "link").symlink_to(folder)
+    for name in ("link/*.txt", "with space ?1?/*.txt", "link/all.parquet"):
+        assert found(load(tmp_path / name)) == sides(TEXTS)
+    assert found(load(folder / "all.parquet")) == sides(TEXTS)
+
+
+def test_npy_documents_start_at_separators(tmp_path):
+    np.save(tmp_path / "a.npy", np.array(joined(TEXTS), np.uint16))
+    assert found(load(tmp_path / "a.npy")) == sides(TEXTS)
+
+
+def test_bin_by_its_name_that_of_its_index_or_a_glob(tmp_path):
+    documents = random_documents(0, 20)
+    write_bin(tmp_path / "a.bin", documents[:9])
+    write_bin(tmp_path / "b.bin", documents[9:], np.int32)
+    corpus = load(tmp_path / "*")
+    assert (
+        tokens_of(corpus.sources[0].held_out)
+        == np.concatenate(documents[2::3]).tolist()
+    )
+    assert load(tmp_path / "*.idx").sha256 == corpus.sha256
+    one = load(tmp_path / "a.bin")
+    assert one.sha256 == load(tmp_path / "a.idx").sha256
+    digest = hashlib.sha256((tmp_path / "a.bin").read_bytes())
+    digest.update((tmp_path / "a.idx").read_bytes())
+    assert one.sha256 == digest.hexdigest()
+
+
+def test_a_prepared_folder_is_the_same_data_as_its_sources(tmp_path):
+    source = write_lines(tmp_path / "a.jsonl")
+    prepare([source], tmp_path / "shards", Recipe())
+    corpus = load(tmp_path / "shards")
+    assert found(corpus) == sides(TEXTS)
+    assert corpus.sha256 == load(source).sha256
+
+
+def write_tokenizer(path, words):
+    import tokenizers as hf
+
+    vocab = {word: i for i, word in enumerate(["[UNK]", "</s>", *words])}
+    tokenizer = hf.Tokenizer(hf.models.WordLevel(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = hf.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path))
+    return str(path)
+
+
+def test_a_tokenizers_file_makes_the_tokens_and_is_part_of_the_data(tmp_path):
+    source = write_lines(tmp_path / "a.jsonl", ["the cat sat"] * 9)
+    words = write_tokenizer(tmp_path / "words.json", ["cat", "sat", "the"])
+    corpus = load(source, tokenizer=words)
+    assert found(corpus) == ([1, 4, 2, 3] * 6, [1, 4, 2, 3] * 3)
+    assert data.byte_sample(corpus, 100) is None
+    (tmp_path / "plain.txt").write_text("the cat sat " * 9)
+    assert found(load(tmp_path / "plain.txt", tokenizer=words))[0][:4] == [1, 4, 2, 3]
+    saved = data.identity(corpus, SMALL, 2)
+    write_tokenizer(words, ["the", "cat", "sat"])
+    other = load(source, tokenizer=words)
+    with pytest.raises(ValueError, match="tokenizer_sha256 was"):
+        data.check_identity(saved, data.identity(other, SMALL, 2))
+    assert "5 ids, and Model.vocab_size=4" in refusal(
+        source, tokenizer=words, vocab_size=4
+    )
+
+
+def test_several_corpora_have_weights(tmp_path):
+    source = write_lines(tmp_path / "a.jsonl")
+    plain = tmp_path / "b.txt"
+    plain.write_text("abcdefghij" * 30)
+    by_size = load([source, plain])
+    assert by_size.weights[1] == 200 / by_size.num_train_tokens
+    given = load([source, plain, "pysrc"], weights=(2.0, 1.0, 1.0))
+    assert given.weights == (0.5, 0.25, 0.25)
+    assert given.name == "a.jsonl + b.txt + pysrc"
+    assert len({corpus.sha256 for corpus in (by_size, given)}) == 2
+
+
+def test_whole_documents_for_evaluation(tmp_path):
+    source = write_lines(tmp_path / "a.jsonl", TEXTS[:1])
+    cfg = dataclasses.replace(SMALL, corpus=str(source))
+    tokenizer, (line,) = data.load_whole(cfg, 256, lambda _: None)
+    assert tokenizer.separator == 0
+    assert tokens_of(line) == joined(TEXTS[:1])
+
+
+def test_the_shortest_file_is_one_window_over_and_over(tmp_path):
+    text = bytes(range(10))
+    (tmp_path / "text.txt").write_bytes(text)
+    cfg = Data(corpus=str(tmp_path / "text.txt"), seq_len=4, held_out_every=2)
+    corpus = data.load_corpus(cfg, 256)
+    batches = data.TrainBatches(corpus, cfg, batch_size=3)
+    assert batches.rows(7, 0, 3).token_bt.tolist() == [list(text[:5])] * 3
+    held_out = data.HeldOut(corpus, cfg, 1, 1).rows(0, 0, 1)
+    assert held_out.token_bt.tolist() == [list(text[5:])]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "' is no file: check the path"),
+        (b"", "' is empty: give a file that holds text"),
+        (b"x" * 14, "' has 10 tokens to train on and 4 held out, and a window of "),
+    ],
+)
+def test_a_bad_file_is_one_clear_line(tmp_path, text, message):
+    path = tmp_path / "text.txt"
+    if text is not None:
+        path.write_bytes(text)
+    assert refusal(path).startswith(f"Data.corpus='{path}{message}")
+
+
+def test_files_that_make_no_corpus(tmp_path):
+    write_bin(tmp_path / "a.bin", random_documents(0, 20))
+    write_lines(tmp_path / "a.jsonl")
+    (tmp_path / "a.txt.xz").write_bytes(b"")
+    assert "name them as two corpora" in refusal(tmp_path / "a.[bj]*")
+    assert "a folder without manifest.json: name its files" in refusal(tmp_path)
+    assert "is compressed in a way that is not read" in refusal(tmp_path / "a.txt.xz")
+    assert "matches no file" in refusal(tmp_path / "*.none")
+    (tmp_path / "a.idx").unlink()
+    assert "a.idx' cannot be read" in refusal(tmp_path / "a.bin")
+
+
+def test_ids_beyond_the_vocabulary(tmp_path):
+    write_bin(tmp_path / "a.bin", [np.array([0, 1, 700]) for _ in range(20)])
+    message = refusal(tmp_path / "a.bin", vocab_size=700)
+    assert "has the id 700, and Model.vocab_size=700: set Model.vocab_size to 701" in (
+        message
+    )
+    corpus = load(tmp_path / "a.bin", vocab_size=701)
+    assert data.byte_sample(corpus, 100) is None
+    assert "has 256 ids, and Model.vocab_size=255" in refusal("x.txt", vocab_size=255)
+
+
+@pytest.fixture
+def shards(tmp_path, monkeypatch):
+    """A prepared folder of several shards."""
+    monkeypatch.setattr("train.data.shards.SHARD_DOCUMENTS", 4)
+    monkeypatch.setattr("train.data.encoding.BLOCK_CHARS", 20)
+    folder = tmp_path / "shards"
+    prepare([write_lines(tmp_path / "a.jsonl")], folder, Recipe())
+    assert (folder / "shard-00001.bin").is_file()
+    return folder
+
+
+@pytest.mark.parametrize("name", ["shard-00001.bin", "shard-00001.idx"])
+def test_a_missing_shard_is_named(shards, name):
+    (shards / name).unlink()
+    assert f"{name}, which its manifest.json names, is missing" in refusal(shards)
+
+
+def test_a_changed_shard_is_named(shards):
+    path = shards / "shard-00001.bin"
+    path.write_bytes(path.read_bytes()[:-2] + b"aa")
+    assert "shard-00001.bin' differs from its sha256 in manif" in refusal(shards)
+    path.write_bytes(path.read_bytes()[:-2])
+    assert "one of the two is cut short" in refusal(shards)
+
+
+def test_another_tokenizer_than_that_of_the_manifest(shards):
+    assert "made with the tokenizer 'bytes' (sha256 " in refusal(shards, separator=1)
+    path = shards / "manifest.json"
+    path.write_text(path.read_text().replace('"sha256"', '"sha"'))
+    assert "is damaged: it names no tokenizer" in refusal(shards)
+
+
+def test_a_changed_corpus_is_other_data_and_a_moved_one_is_not(tmp_path):
+    source = write_lines(tmp_path / "a.jsonl")
+
+    def identity(path):
+        cfg = dataclasses.replace(SMALL, corpus=str(path))
+        return data.identity(load(path), cfg, 2)
+
+    saved = json.loads(json.dumps(identity(source)))
+    (tmp_path / "far").mkdir()
+    moved = source.rename(tmp_path / "far" / "b.jsonl")
+    data.check_identity(saved, identity(moved))
+    write_lines(moved, [*TEXTS[:-1], "another"])
+    with pytest.raises(
+        ValueError, match=r"other data: name was a.*; sha256 was"
+    ) as error:
+        data.check_identity(saved, identity(moved))
+    assert "\n" not in str(error.value)
+
+
+def test_a_byte_sample_is_spread_and_shared(tmp_path):
+    for name in "ab":
+        text = name.encode() * 100_000 + name.upper().encode() * 300_000
+        (tmp_path / name).write_bytes(text)
+    corpus = load([tmp_path / "a", tmp_path / "b"], weights=(3.0, 1.0))
+    sample = data.byte_sample(corpus, 2**18)
+    assert sample.size == 2**18
+    count = {x: int((sample == ord(x)).sum()) for x in "aAbB"}
+    assert count["a"] + count["A"] == 3 * 2**16
+    assert count["A"] > 0
+    assert count["a"] > 0
+    assert data.byte_sample(corpus, 2**26).size == corpus.num_train_tokens
+
+
+def test_jax_is_not_imported_with_the_module():
+    code = "import sys, train.data, train.eval.ngram; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,223 @@
+"""Several processes are one run: like one process, whoever dies, stops or leaves."""
+
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from tests.support.close import assert_close
+from tests.support.gang import GANG, LiveGang, run_gang, sample_ids
+from tests.support.run_main import checkpoint_record, lines_of, run
+
+PREEMPTED = 75
+NUM_STEPS = 20
+LIMIT_SEC = 30.0
+"""From the death of one process to the end of all others, on a busy machine; left to
+themselves they would wait for ALONE."""
+ALONE = "Processes.heartbeat_sec = 100"
+PROMISED = "one in a million: only the order of sums between devices differs"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run of one process with eight devices."""
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    ended = run(run_dir, gin_file=GANG)
+    assert (ended.code, ended.err) == (0, "")
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """The undisturbed run of two processes with four devices each."""
+    run_dir = tmp_path_factory.mktemp("pair") / "run"
+    ended = run_gang(run_dir, 2)
+    assert ended.code == 0, ended.err
+    return run_dir
+
+
+def losses(run_dir) -> np.ndarray:
+    lines = [x for x in lines_of(run_dir) if "loss" in x]
+    assert [x["step"] for x in lines] == list(range(1, len(lines) + 1))
+    return np.float32([x["loss"] for x in lines])
+
+
+def assert_same_end(run_dir, expected_dir) -> None:
+    """Every metrics line, every sample and every array, bit for bit."""
+    assert lines_of(run_dir) == lines_of(expected_dir)
+    assert sample_ids(run_dir) == sample_ids(expected_dir)
+    arrays, expected = (
+        checkpoint_record(x, NUM_STEPS)["arrays"] for x in (run_dir, expected_dir)
+    )
+    assert arrays == expected
+
+
+def assert_equal_to_one(run_dir, alone) -> None:
+    assert_close(losses(run_dir), losses(alone), factor=0.1, reason=PROMISED)
+    assert len(losses(run_dir)) == NUM_STEPS
+    ids = sample_ids(run_dir)
+    assert ids == sample_ids(alone)
+    assert sorted(ids) == list(range(1, NUM_STEPS + 1))
+    assert {len(of_step) for of_step in ids.values()} == {16}
+
+
+@pytest.mark.slow
+def test_two_processes_are_one(pair, alone):
+    assert_equal_to_one(pair, alone)
+    log = (pair / "logs" / "process-1.log").read_text()
+    assert "compiled for 8 devices" in log
+    assert "step 20/20" in log
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_four_processes_are_one(alone, tmp_path):
+    ended = run_gang(tmp_path / "run", 4)
+    assert ended.code == 0, ended.err
+    assert_equal_to_one(tmp_path / "run", alone)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("second", [2, 4])
+def test_other_numbers_of_processes_lose_and_repeat_no_sample(alone, tmp_path, second):
+    """Two, then two or four, then one; nor when the newest checkpoint is damaged, which
+    all must agree on."""
+    run_dir = tmp_path / "run"
+    assert run_gang(run_dir, 2, "Train.num_steps = 8").code == 0
+    damage(run_dir / "checkpoints" / "8" / "state")
+    gang = run_gang(run_dir, second, "Train.num_steps = 14")
+    assert gang.code == 0, gang.err
+    assert "CORRUPT CHECKPOINT 8 set aside" in gang.out
+    assert "resumed at step 4\n" in gang.out
+    ended = run(run_dir, gin_file=GANG)
+    assert (ended.code, ended.err) == (0, "")
+    assert "resumed at step 14" in ended.out
+    assert_equal_to_one(run_dir, alone)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("count", [1, 20], ids=["once", "twenty"])
+def test_a_gang_that_loses_a_process_restarts_and_is_the_same_run(
+    pair, tmp_path, count
+):
+    """Killed at any time: as it starts or compiles, as it trains, and once more."""
+    rng = random.Random(count)
+    for trial in range(count):
+        run_dir = tmp_path / f"run{trial}"
+        num_kills = 1 + trial % 2
+        restarts = ["--max_restarts", "3"]
+        with LiveGang(run_dir, 2, ALONE, flags=restarts, of_main=["--fresh"]) as live:
+            for kill in range(num_kills):
+                if trial % 3 == 1:
+                    live.wait_until(lambda: len(live.pids()) == 2, "two processes")
+                    time.sleep(rng.uniform(0, 6))
+                else:
+                    live.wait_for_text("compiled for", kill + 1)
+                    time.sleep(rng.uniform(0, 1.5))
+                kill_one(live, rng)
+            ended = live.end()
+        assert ended.code == 0, ended.err
+        assert ended.record["restarts"] == num_kills
+        assert not list(tmp_path.glob(f"run{trial}.*")), "--fresh archives no restart"
+        assert_same_end(run_dir, pair)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_sigterm_saves_one_step_on_all_processes(pair, tmp_path):
+    rng = random.Random(10)
+    for trial in range(10):
+        run_dir = tmp_path / f"run{trial}"
+        with LiveGang(run_dir, 2, "Train.num_steps = 100000") as live:
+            live.wait_for_text("compiled for")
+            time.sleep(rng.uniform(0.5, 2.0))
+            ended = live.end(signal.SIGTERM)
+        assert ended.code == PREEMPTED, ended.err
+        assert set(ended.record["attempts"][-1]["codes"]) == {PREEMPTED}
+        stopped = re.search(r"stopped by signal 15 at step (\d+)", ended.out)
+        step = int(stopped[1])
+        log = (run_dir / "logs" / "process-1.log").read_text()
+        assert f"stopped by signal 15 at step {step};" in log
+        assert checkpoint_record(run_dir, step)["step"] == step
+        assert len(losses(run_dir)) == step
+    shared = min(step, NUM_STEPS)
+    np.testing.assert_array_equal(losses(run_dir)[:shared], losses(pair)[:shared])
+
+
+@pytest.mark.long
+def test_sigterm_before_the_first_step_of_a_resumed_gang_is_not_lost(pair, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(pair, run_dir)
+    with LiveGang(run_dir, 2, "Train.num_steps = 100000") as live:
+        live.wait_for_text(f"resumed at step {NUM_STEPS}")
+        ended = live.end(signal.SIGTERM)
+    assert ended.code == PREEMPTED, ended.err
+    assert f"stopped by signal 15 at step {NUM_STEPS + 1}; all is saved" in ended.out
+
+
+@pytest.mark.long
+def test_a_stopped_process_is_reported_with_stacks(tmp_path):
+    """As in test_local.py, of the trainer."""
+    run_dir = tmp_path / "run"
+    flags = ["--max_restarts", "0", "--stopped_sec", "2"]
+    with LiveGang(run_dir, 2, "Train.num_steps = 100000", flags=flags) as live:
+        live.wait_for_steps(2)
+        victim = live.pids()[1]
+        os.kill(victim, signal.SIGSTOP)
+        ended = live.end()
+    assert ended.code not in (0, PREEMPTED)
+    text = ended.out + ended.err
+    assert re.search(rf"process 1 .*{victim}.*stopped", text)
+    assert re.search(r"\[1\] .*most recent call first", text)
+    assert "train/loop.py" in text
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_process_that_hangs_ends_with_stacks(tmp_path):
+    """The launcher sees nothing here: the other process' own watchdog must."""
+    run_dir = tmp_path / "run"
+    flags = ["--max_restarts", "0", "--stopped_sec", "1000"]
+    limits = ("Processes.watchdog_sec = 4", "Processes.heartbeat_sec = 100")
+    with LiveGang(run_dir, 2, "Train.num_steps = 100000", *limits, flags=flags) as live:
+        live.wait_for_steps(2)
+        os.kill(live.pids()[1], signal.SIGSTOP)
+        ended = live.end()
+    assert ended.code not in (0, PREEMPTED)
+    text = ended.out + ended.err
+    assert "Timeout (0:00:04)!" in text
+    assert re.search(r"WATCHDOG step \d+ goes on for", text)
+
+
+def test_a_mesh_that_processes_cannot_share_is_refused(tmp_path):
+    ended = run_gang(tmp_path / "run", 3)
+    assert ended.code == 2
+    assert "num_simulated_devices=8 cannot be shared by 3 processes" in ended.err
+    assert ended.record["restarts"] == 0
+
+
+def kill_one(live: LiveGang, rng: random.Random) -> None:
+    """Kills one of the processes; all have ended soon after."""
+    pids = live.pids()
+    os.kill(rng.choice(pids), signal.SIGKILL)
+    killed_sec = time.monotonic()
+    live.wait_until(lambda: not alive(pids), "the end of all processes")
+    assert time.monotonic() - killed_sec < LIMIT_SEC
+
+
+def damage(folder: pathlib.Path) -> None:
+    """Flips a bit in the middle of the largest file."""
+    path = max((x for x in folder.rglob("*") if x.is_file()), key=os.path.getsize)
+    text = bytearray(path.read_bytes())
+    text[len(text) // 2] ^= 1
+    path.write_bytes(text)
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if pathlib.Path(f"/proc/{pid}").exists()]

@@ -1,0 +1,223 @@
+import gzip
+import json
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tools import read_profile
+from train.logs.profile import Window, op_names, parse_steps
+
+
+def test_steps_are_those_from_a_to_before_b():
+    assert list(parse_steps("10:13")) == [10, 11, 12]
+    assert list(parse_steps(" 1:2 ")) == [1]
+    assert list(parse_steps("")) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [" ", "10", "10:", ":3", "13:10", "5:5", "0:3", "-1:3", "1:2:3", "a:b", "１:３"],
+)
+def test_what_is_no_window_is_refused_in_one_line(text):
+    with pytest.raises(ValueError, match="must be A:B with 1 <= A < B") as caught:
+        parse_steps(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def step():
+    """A compiled step that exchanges among eight devices in a named part."""
+    mesh = jax.make_mesh((8,), ("expert",))
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+    def exchange(x_nd):
+        with jax.named_scope("dispatch"):
+            x_nd = jax.lax.all_to_all(x_nd, "expert", 0, 0, tiled=True)
+        with jax.named_scope("experts"):
+            return jnp.tanh(x_nd @ x_nd.T @ x_nd)
+
+    x_nd = jax.device_put(jnp.ones((64, 8)), jax.NamedSharding(mesh, P("expert")))
+    return jax.jit(exchange).lower(x_nd).compile(), x_nd
+
+
+def go(window, step, steps):
+    compiled, x_nd = step
+    edges = []
+    with window:
+        for number in steps:
+            window.before(number)
+            x_nd = compiled(x_nd)
+            edges += [number] * window.is_edge(number)
+            window.after(number, x_nd)
+    return edges
+
+
+def test_trace_holds_the_steps_of_the_window_and_the_names_of_our_parts(step, tmp_path):
+    said = []
+    window = Window(tmp_path, range(3, 5), said.append, hlo_text=step[0].as_text)
+    assert go(window, step, range(1, 8)) == [2, 4]
+    folder = tmp_path / "step-3-5"
+    assert len(said) == 1
+    assert said[0].startswith(f"profile of steps 3 to 4: {folder} ")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "op_names.json.gz",
+        "perfetto_trace.json.gz",
+        "plugins",
+    ]
+    assert len(list(folder.glob("plugins/profile/*/*.xplane.pb"))) == 1
+    events, names = read_profile.read(folder)
+    marks = [event for event in events if event.get("name") == "train_step"]
+    assert sorted(int(mark["args"]["step_num"]) for mark in marks) == [3, 4]
+    record = read_profile.summary(events, names)
+    assert (record["num_steps"], record["num_devices"]) == (2, 8)
+    # Per device and step: one exchange, and two products.
+    assert record["kinds"]["all_to_all"]["num_ops"] == 1
+    assert {"dispatch", "experts"} <= set(record["parts"])
+    for rows in (record["kinds"], record["parts"]):
+        assert all(row["busy_msec"] >= 0 for row in rows.values())
+
+
+def test_resumed_run_past_the_window_says_so(step, tmp_path):
+    said = []
+    go(Window(tmp_path, range(3, 5), said.append), step, range(5, 8))
+    assert said == ["no profile: steps 3:5 lie before step 5, where this run goes on"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_steps_is_no_window(step, tmp_path):
+    said = []
+    assert go(Window(tmp_path, parse_steps(""), said.append), step, range(1, 4)) == []
+    assert (said, list(tmp_path.iterdir())) == ([], [])
+
+
+def test_run_that_ends_before_the_window_says_so(step, tmp_path):
+    said = []
+    go(Window(tmp_path, range(30, 50), said.append), step, range(1, 4))
+    assert said == ["no profile: the run ended before step 30"]
+
+
+def test_run_that_ends_or_begins_within_the_window_keeps_its_part(step, tmp_path):
+    for first, last, kept in ((1, 4, "3 to 4"), (4, 9, "4 to 5")):
+        said = []
+        window = Window(tmp_path / kept, range(3, 6), said.append)
+        go(window, step, range(first, last + 1))
+        assert len(said) == 1
+        assert said[0].startswith(f"profile of steps {kept}: ")
+
+
+def test_folder_that_cannot_be_written_costs_the_trace_and_not_the_run(step, tmp_path):
+    (tmp_path / "profile").touch()
+    said = []
+    window = Window(tmp_path / "profile", range(2, 4), said.append)
+    assert go(window, step, range(1, 6)) == [1]
+    assert len(said) == 1
+    assert said[0].startswith("NO PROFILE of steps 2:4: ")
+    assert said[0].endswith("; training goes on")
+
+
+def test_op_names_of_compiled_text():
+    text = """
+  %all-to-all.7 = f32[8]{0} all-to-all(%x), metadata={op_name="jit(f)/dispatch/a2a"}
+  ROOT %dot.1 = f32[8,2]{1,0} dot(%y, %z), metadata={op_type="d" op_name="jit(f)/dot"}
+  %plain = f32[] constant(0)
+  %last = f32[] add(%plain, %plain), metadata={op_name="jit(f)/add"}
+"""
+    assert op_names(text) == {
+        "all-to-all.7": "jit(f)/dispatch/a2a",
+        "dot.1": "jit(f)/dot",
+        "last": "jit(f)/add",
+    }
+
+
+def span(name, start, dur, is_op=True, thread=1):
+    args = {"args": {"hlo_op": name}} if is_op else {}
+    return {"ph": "X", "pid": 1, "tid": thread, "name": name, "ts": start, "dur": dur,
+            **args}  # fmt: skip
+
+
+def test_self_times_leave_out_the_ops_within():
+    spans = [
+        span("while.1", 0, 100),
+        span("ThunkExecutor::Execute", 5, 80, is_op=False),
+        span("dot.1", 10, 30),
+        span("all-to-all.1", 45, 35),
+        span("Rendezvous", 50, 20, is_op=False),
+        span("Wait: pending_threads=1/8", 52, 10, is_op=False),
+        span("dot.2", 100, 7),
+        span("dot.3", 20, 5, thread=2),
+    ]
+    found = {op["name"]: times for op, *times in read_profile.self_times(spans)}
+    assert found == {
+        "while.1": [35, 0],
+        "dot.1": [30, 0],
+        "all-to-all.1": [35, 20],
+        "dot.2": [7, 0],
+        "dot.3": [5, 0],
+    }
+    busy_usec = sum(busy for busy, _ in found.values())
+    assert busy_usec == 107 + 5  # what the two threads spent in ops
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("all-to-all-start.3 ncclDevKernel_SendRecv", "all_to_all"),
+        ("all_gather.117", "all_gather"),
+        ("reduce_scatter.72", "reduce_scatter"),
+        ("all-reduce.2", "all_reduce"),
+        ("dot_general.5", "dot"),
+        ("ynn_fusion.46", "dot"),
+        ("while.1889", "while"),
+        ("bitcast_gather_fusion.3", "gather"),
+        ("dynamic-slice_bitcast_fusion.12", "copy"),
+        ("wrapped_compare.10", "fusion"),
+        ("iota.1", "other"),
+    ],
+)
+def test_kinds(text, kind):
+    assert read_profile.kind_of(text) == kind
+
+
+def test_parts_of_forward_backward_and_later_rounds():
+    path = "jit(f)/transpose(jvp())/while/body/shard_map/{}/all_to_all"
+    assert read_profile.part_of(path.format("transpose(jvp(dispatch))")) == "dispatch"
+    later = path.format("later_rounds/jvp(experts)")
+    assert read_profile.part_of(later) == "later_rounds experts"
+    assert read_profile.part_of("jit(f)/dispatcher/add") == "other"
+    assert read_profile.part_of("state.params['embed_vd']") == "gathered"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        b"",
+        b"no gzip",
+        gzip.compress(b"no json", mtime=0),
+        gzip.compress(b"[]", mtime=0),
+        gzip.compress(b'{"traceEvents": [1, {"ph": "X"}]}', mtime=0),
+        gzip.compress(b'{"traceEvents": []}', mtime=0)[:-9],
+        gzip.compress(b"x" * 1000, mtime=0)[:40] + b"\0" * 40,
+    ],
+)
+def test_what_is_no_trace_is_one_line(content, tmp_path, capsys):
+    if content is not None:
+        (tmp_path / "perfetto_trace.json.gz").write_bytes(content)
+    assert read_profile.main([str(tmp_path), "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert json.loads(out)["exit_code"] == 2
+
+
+def test_module_does_not_import_jax(repo):
+    code = (
+        "import sys, train.logs.profile, train.logs.tensorboard; "
+        "print('jax' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=repo) == b"False\n"

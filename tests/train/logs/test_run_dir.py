@@ -1,0 +1,227 @@
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from train.logs import run_dir
+from train.logs.run_dir import MetricsLog, RunDirInUse, claim
+
+HOLD = """
+import sys
+from train.logs.run_dir import claim
+with claim(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(repo, tmp_path):
+    """A process that holds tmp_path/run until its standard input ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "run")],
+        cwd=repo,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_claim_creates_and_frees(tmp_path):
+    for _ in range(2):
+        with claim(tmp_path / "a" / "run") as run:
+            assert run == run_dir.RunDir(tmp_path / "a" / "run", archived=None)
+            (run.path / "metrics.jsonl").touch()
+    assert os.listdir(tmp_path / "a") == ["run"]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_directory_in_use_names_the_process(holder, tmp_path, fresh):
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    with pytest.raises(RunDirInUse, match=f"in use by pid {holder.pid} on ") as caught:
+        claim(tmp_path / "run", fresh=fresh).__enter__()
+    assert "\n" not in str(caught.value)
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_a_killed_holder_leaves_the_directory_free(holder, tmp_path):
+    holder.kill()
+    holder.wait()
+    with claim(tmp_path / "run") as run:
+        assert str(os.getpid()) in (run.path / ".lock").read_text()
+
+
+def test_in_use_within_one_process_and_freed_by_an_error(tmp_path):
+    def fail_inside():
+        with claim(tmp_path / "run"):
+            with pytest.raises(RunDirInUse):
+                claim(tmp_path / "run").__enter__()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
+    with claim(tmp_path / "run"):
+        pass
+
+
+def test_fresh_archives_under_the_next_number(tmp_path):
+    for name in ("run.2", "run.x", "running.7"):
+        (tmp_path / name).mkdir()
+    for number in (3, 4):
+        with claim(tmp_path / "run") as run:
+            (run.path / "text").write_text(str(number))
+        with claim(tmp_path / "run", fresh=True) as run:
+            assert run.archived == tmp_path / f"run.{number}"
+            assert os.listdir(run.path) == [".lock"]
+            assert os.listdir(run.archived) == ["text"]
+            assert (run.archived / "text").read_text() == str(number)
+            with pytest.raises(RunDirInUse):
+                claim(tmp_path / "run").__enter__()
+
+
+def test_fresh_archives_nothing_where_nothing_is(tmp_path):
+    for _ in range(2):
+        with claim(tmp_path / "run", fresh=True) as run:
+            assert run.archived is None
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_failed_archive_changes_nothing_and_frees(tmp_path, monkeypatch):
+    with claim(tmp_path / "run") as run:
+        (run.path / "text").write_text("old")
+    taken = tmp_path / "run.1"
+    monkeypatch.setattr(run_dir, "_archive_name", lambda path: taken / "no" / "where")
+    with pytest.raises(FileNotFoundError):
+        claim(tmp_path / "run", fresh=True).__enter__()
+    assert (tmp_path / "run" / "text").read_text() == "old"
+    with claim(tmp_path / "run"):
+        pass
+
+
+def test_lock_of_an_archived_directory_is_not_taken_for_the_new_one(
+    tmp_path, monkeypatch
+):
+    """Another process archives the run between our open and our flock."""
+    path = tmp_path / "run"
+    flock = run_dir.fcntl.flock
+
+    def late(descriptor, operation):
+        monkeypatch.setattr(run_dir.fcntl, "flock", flock)
+        path.rename(tmp_path / "run.1")
+        path.mkdir()
+        return flock(descriptor, operation)
+
+    monkeypatch.setattr(run_dir.fcntl, "flock", late)
+    with claim(path):
+        assert (path / ".lock").read_text().startswith(f"pid {os.getpid()} ")
+        with pytest.raises(RunDirInUse):
+            claim(path).__enter__()
+
+
+def test_file_in_place_of_the_directory(tmp_path):
+    (tmp_path / "run").touch()
+    for path in (tmp_path / "run", tmp_path / "run" / "below"):
+        with pytest.raises(ValueError, match="is a file"):
+            claim(path).__enter__()
+
+
+def steps_of(path):
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_metrics_are_valid_json(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append(
+        {
+            "step": 1,
+            "loss": np.float32(1.5),
+            "bad": [math.nan, -math.inf, {"deep": (np.float64("inf"), 2.0)}],
+            "rounds_l": np.array([1, 2]),
+            "ratio_l": np.array([np.nan, 1.25], np.float32),
+        }
+    )
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text.endswith("}\n")
+    assert json.loads(text, parse_constant=refuse) == {
+        "step": 1,
+        "loss": 1.5,
+        "bad": [None, None, {"deep": [None, 2.0]}],
+        "rounds_l": [1, 2],
+        "ratio_l": [None, 1.25],
+    }
+    log.close()
+
+
+@pytest.mark.parametrize(
+    "torn", [b"", b'{"step": 2, "lo', b'{"step": 2}', b"\0\0\0\n", b"[2]\n", b"\xff\n"]
+)
+@pytest.mark.parametrize("step", [0, 1, 3, 9])
+def test_cut_back(tmp_path, step, torn):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    for k in (1, 2, 2, 3):
+        log.append({"step": k})
+    log.close()
+    with path.open("ab") as file:
+        file.write(torn)
+    log = MetricsLog(path)
+    log.cut_back(step)
+    kept = [k for k in (1, 2, 2, 3) if k <= step]
+    assert steps_of(path) == kept
+    log.append({"step": step + 1})
+    assert steps_of(path) == [*kept, step + 1]
+    log.close()
+    log.close()
+
+
+def test_lines_are_there_before_close(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for k in range(3):
+        log.append({"step": k})
+        assert steps_of(tmp_path / "metrics.jsonl") == list(range(k + 1))
+    log.close()
+
+
+def test_full_disk_costs_lines_and_not_the_run():
+    said = []
+    log = MetricsLog("/dev/full", say=said.append)
+    for k in range(3):
+        log.append({"step": k})
+    assert len(said) == 1
+    assert "METRICS NOT WRITTEN from step 0 on" in said[0]
+    assert "No space left" in said[0]
+
+
+def test_line_that_fits_in_part_is_taken_back(tmp_path, monkeypatch):
+    """A write may end short on a disk that fills up: the file keeps whole lines."""
+    said = []
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, say=said.append)
+    log.append({"step": 1})
+    whole = log._file
+
+    class Short:
+        write = staticmethod(lambda line: whole.write(line[:4]))
+        fileno, truncate = whole.fileno, whole.truncate
+
+    monkeypatch.setattr(log, "_file", Short)
+    log.append({"step": 2})
+    log.append({"step": 3})
+    monkeypatch.setattr(log, "_file", whole)
+    log.append({"step": 4})
+    assert steps_of(path) == [1, 4]
+    assert len(said) == 2
+    assert "written again, without 2 lines" in said[1]
+    log.close()

@@ -1,0 +1,180 @@
+"""The trainer's own step under schedules, domains and compression, from one state:
+that of one expert axis."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from moejax.axes import make_mesh
+from moejax.config import Mesh
+from moejax.moe.weights.domains import entries
+from moejax.plan.expert_plan import ExpertPlan
+from tests.support.random_plans import (
+    SMALL,
+    Case,
+    E,
+    L,
+    keep_gradients,
+    make_case,
+    make_case_of,
+    one_step,
+    run,
+    warm_state,
+)
+from tests.train.step.test_trajectories import check_step, doubles  # noqa: F401
+from train.checkpoint.identity import is_cut_alike
+from train.layouts import exact_layout, layout_of, owning_layout
+from train.step.compiled import home_plan
+from train.step.expert_params import take
+from train.step.optimizer import make_optimizer
+from train.step.state import init_state, tracked_anew
+from train.step.step import Model
+
+ALSO = pytest.mark.long
+HEADS = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 4}
+"""As many weights as SMALL's one head of 8, and two devices can have one each."""
+TENSOR = Mesh(data=2, expert=2, tensor=2)
+TWO_DCS = Mesh(dc=2, expert=4)
+WIRES = {
+    "s1h": (TENSOR, {"schedule": "s1h"}),
+    "s1": (TENSOR, {"schedule": "s1"}),
+    "s2": (TENSOR, {"schedule": "s2"}),
+    "base": (TENSOR, {"schedule": "base"}),
+    "local": (TENSOR, {"schedule": "local"}),
+    "one_shard": (TENSOR, {"schedule": "s1h", "expert_shards": 1}),
+    "domain": (TWO_DCS, {"group": "dc_expert", "domain": (2, 2)}),
+    "whole_domain": (TWO_DCS, {"group": "dc_expert", "domain": (2, 4)}),
+    "unfetched": (
+        TWO_DCS,
+        {"group": "dc_expert", "domain": (2, 1), "prefetch": False},
+    ),
+    "hierarchical": (TWO_DCS, {"group": "dc_expert", "transport": "hierarchical"}),
+    "delta": (
+        TWO_DCS,
+        {
+            "group": "dc_expert",
+            "domain": (2, 2),
+            "compression": "delta",
+            "compression_ratio": 8.0,
+        },
+    ),
+}
+
+
+def model_of(name: str, dtype: str) -> Model:
+    mesh, moe = WIRES[name]
+    cfg = dataclasses.replace(
+        SMALL,
+        mesh=mesh,
+        model=dataclasses.replace(SMALL.model, **HEADS),
+        moe=dataclasses.replace(SMALL.moe, **moe),
+    )
+    object.__setattr__(cfg.model, "compute_dtype", dtype)  # float64 is no choice
+    adamw = make_optimizer(cfg.optimizer, cfg.train.num_steps)
+    optimizer = optax.chain(keep_gradients(), adamw)
+    return Model(cfg, make_mesh(mesh.topology), layout_of(cfg), optimizer)
+
+
+@functools.cache
+def wire_case(name: str, dtype: str) -> Case:
+    return make_case_of(model_of(name, dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n == "domain" else pytest.param(n, marks=ALSO)
+        for n in WIRES
+        if n != "delta"
+    ],
+)
+def test_a_step_is_that_of_one_expert_axis(name, doubles):  # noqa: F811
+    """Loss, gradients, moments and parameters in float64, to 1e-12."""
+    start = warm_state(doubles)
+    expected = make_case("owned", doubles, **HEADS)
+    expected = one_step(expected, start, ExpertPlan.home(L, E))
+    case = wire_case(name, doubles)
+    check_step(one_step(case, start, home_plan_of(case)), expected, doubles)
+
+
+def home_plan_of(case: Case) -> ExpertPlan:
+    return home_plan(case.model.cfg, case.model.layout)
+
+
+@pytest.mark.slow
+def test_a_tracked_expert_follows_its_masters_by_few_entries():
+    """Every device of a domain starts with the experts as they are. A step then moves
+    what it holds by as many entries as the ratio lets through, each to where the
+    masters now are; nothing else."""
+    case = wire_case("delta", "float32")
+    model = case.model
+    state = init_state(model.cfg, model.mesh, model.optimizer)
+    before, masters = whole(state.tracked), rows_of(state)
+    # Domains are four devices of two expert indices: slots by (dc, expert, own).
+    assert np.array_equal(np.sort(before, axis=1), np.sort(masters, axis=1))
+    state, _ = run(case, state, home_plan_of(case), 0)
+    after, masters = whole(state.tracked), rows_of(state)
+    k, _ = entries(before.shape[2], np.float32, 8.0)
+    is_moved = after != before
+    assert (is_moved.sum(axis=2) <= k).all()
+    assert is_moved.sum(axis=2).mean() > k / 2
+    now = masters[:, order_of(before, rows_of(init(model)))]
+    off = np.abs(after - now)[is_moved]
+    # An entry is rounded to two bits behind its first.
+    assert (off <= np.abs(before - now)[is_moved] / 8 + 1e-7).all()
+
+
+def init(model: Model):
+    return init_state(model.cfg, model.mesh, model.optimizer)
+
+
+def whole(array) -> np.ndarray:
+    return np.asarray(jax.device_get(array))
+
+
+def rows_of(state) -> np.ndarray:
+    """Masters as compression has them, [l, e, x]."""
+    masters, _ = take(jax.device_get(state.params))
+    gate, up, down = (masters[n] for n in ("gate_edf", "up_edf", "down_efd"))
+    into = np.stack([gate, up], axis=3)
+    return np.concatenate([into.reshape(L, E, -1), down.reshape(L, E, -1)], axis=2)
+
+
+def order_of(tracked_lsx: np.ndarray, masters_lex: np.ndarray) -> np.ndarray:
+    """Which expert each tracked one is, by its first weights."""
+    same_se = (tracked_lsx[0, :, None] == masters_lex[0][None]).all(axis=-1)
+    assert (same_se.sum(axis=1) == 1).all()
+    return same_se.argmax(axis=1)
+
+
+@pytest.mark.slow
+def test_what_is_tracked_begins_anew_where_a_run_is_cut_otherwise():
+    """As at a run's beginning; and only then is it asked for."""
+    model = wire_case("delta", "float32").model
+    state = init(model)
+    lost = state.replace(tracked=jax.numpy.zeros_like(state.tracked))
+    again = tracked_anew(lost, model.cfg, model.mesh)
+    assert np.array_equal(whole(again.tracked), whole(state.tracked))
+    meta = {"config": json.loads(json.dumps(model.cfg.to_dict()))}
+    assert is_cut_alike(meta, model.cfg)
+    other = dataclasses.replace(model.cfg.moe, domain=(2, 1))
+    assert not is_cut_alike(meta, dataclasses.replace(model.cfg, moe=other))
+
+
+def test_a_batch_of_another_size_is_scored_without_a_domain():
+    """Its placement is that of owners (train.step.compiled.home_placement)."""
+    cfg = model_of("domain", "float32").cfg
+    assert layout_of(cfg).domain is not None
+    assert exact_layout(cfg, 8, 16).domain is owning_layout(cfg).domain is None
+
+
+def test_a_token_at_a_time_is_routed_whole():
+    cfg = model_of("s1h", "float32").cfg
+    assert exact_layout(cfg, 4, 1).tensor.schedule == "s2"
+    assert exact_layout(cfg, 4, 2).tensor.schedule == "s1h"

@@ -1,0 +1,307 @@
+"""Compressed gradients in the trainer's own step: what arrives, what is kept and what
+travels; and what becomes of it when an update is skipped or a run goes on."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moejax.axes import make_mesh
+from moejax.config import Mesh
+from moejax.moe.weights import domains, gradient_compression, stores
+from moejax.moe.weights.gradient_compression import SCALE_BYTES
+from moejax.perf.choose_domain import predict
+from tests.perf.test_choose_domain import ideal, stream
+from tests.support.close import assert_close
+from tests.support.random_plans import SMALL, Case, E, L, make_case_of
+from tests.support.random_plans import run as run_step
+from tests.support.run_main import TOY, checkpoint_record, corpus, lines_of, run
+from tests.train.step.test_communication_steps import (
+    TWO_DCS,
+    home_plan_of,
+    model_of,
+    whole,
+)
+from tools.census import HLO, of_compiled
+from train.calibrated import calibration_of
+from train.checkpoint.checkpoints import Checkpointer
+from train.communication import stream_of
+from train.config import gin_reader
+from train.dry_run import dry_run
+from train.job import prepare
+from train.layouts import layout_of
+from train.loop import restore
+from train.step.compiled import home_placement
+from train.step.expert_params import take
+from train.step.state import init_state
+from train.step.step import Model
+
+RATIO, MICRO_BATCHES, MEMBERS = 8.0, 2, 4
+SIZE = 3 * SMALL.model.d_model * SMALL.moe.d_expert
+
+
+@functools.cache
+def delta(ratio: float | None, mesh: Mesh = TWO_DCS, remat: str = "none") -> Case:
+    """'delta' of test_wire_steps, gradients too, in two micro-batches."""
+    cfg = (model := model_of("delta", "float32")).cfg
+    parts = {
+        "moe": dataclasses.replace(cfg.moe, gradient_compression=ratio),
+        "train": dataclasses.replace(cfg.train, accumulate_steps=MICRO_BATCHES),
+        "model": dataclasses.replace(cfg.model, remat=remat),
+    }
+    return make_case_of(changed(model, mesh=mesh, **parts))
+
+
+def changed(model: Model, /, **parts) -> Model:
+    cfg = dataclasses.replace(model.cfg, **parts)
+    mesh = make_mesh(cfg.mesh.topology)
+    return model._replace(cfg=cfg, mesh=mesh, layout=layout_of(cfg))
+
+
+def begun(case: Case):
+    return init_state(case.model.cfg, case.model.mesh, case.model.optimizer)
+
+
+def rows(tree) -> np.ndarray:
+    """Experts of all layers, flat, [l, e, x]."""
+    masters, _ = take(jax.device_get(tree))
+    gate, up, down = (masters[n] for n in stores.MASTERS)
+    into = np.stack([gate, up], axis=3)
+    return np.concatenate([into.reshape(L, E, -1), down.reshape(L, E, -1)], axis=2)
+
+
+def kept_rows(case: Case, state) -> np.ndarray:
+    """What all members together keep of each expert's gradient, [l, e, x]: each device
+    has rows of its own, member by member."""
+    kept_lwsx = whole(state.kept_gradients).reshape(L, E, MEMBERS, SIZE)
+    sum_lex = np.zeros((L, E, SIZE), np.float32)
+    for members in case.model.layout.domain.members():
+        for device in members:
+            sum_lex[:, members] += kept_lwsx[:, device]
+            place = members.index(device)
+            assert not kept_lwsx[:, device, place].any()  # its own arrived whole
+    return sum_lex
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_what_arrives_and_what_is_kept_is_the_gradient():
+    """Step after step: of whole gradients from the same state, and of what was kept
+    before."""
+    case, exact = delta(RATIO), delta(None)
+    state, plan = begun(case), home_plan_of(case)
+    for step in range(3):
+        before_lex = kept_rows(case, state)
+        alike = jax.device_get(state.replace(kept_gradients=None))
+        alike = jax.device_put(alike, exact.shardings)
+        expected, _ = run_step(exact, alike, plan, step)
+        state, metrics = run_step(case, state, plan, step)
+        assert not metrics.is_skipped
+        arrived_lex, kept_lex = rows(state.opt_state[0]), kept_rows(case, state)
+        whole_lex = rows(expected.opt_state[0])
+        assert_close(arrived_lex + kept_lex, whole_lex + before_lex)
+        assert np.abs(kept_lex).max() > 0.01 * np.abs(whole_lex).max() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("mesh", "remat"),
+    [(Mesh(dc=2, data=2, expert=2), "full"), (Mesh(dc=2, expert=2, tensor=2), "none")],
+)
+def test_the_same_where_experts_are_split_otherwise(mesh, remat):
+    """Hidden widths over data or tensor: sums over all weights of each layer, for kept
+    ones lie as shards do."""
+    case, exact = (delta(ratio, mesh, remat) for ratio in (RATIO, None))
+    plan = home_plan_of(case)
+    expected, _ = run_step(exact, begun(exact), plan, 0)
+    state, _ = run_step(case, begun(case), plan, 0)
+    arrived_lex, whole_lex = rows(state.opt_state[0]), rows(expected.opt_state[0])
+    kept_lsx = whole(state.kept_gradients)
+    assert np.abs(kept_lsx).max() > 0.01 * np.abs(whole_lex).max() > 0
+    sums = [array.astype(np.float64).sum((1, 2)) for array in (arrived_lex, kept_lsx)]
+    assert_close(sum(sums), whole_lex.astype(np.float64).sum((1, 2)), dtype=np.float32)
+    assert np.abs(sums[1]).min() > 1e-4 * np.abs(sum(sums)).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["params", "kept"])
+def test_a_skipped_update_keeps_what_was_kept(where):
+    """Bit for bit, and parameters too; also where only what stays is not finite."""
+    case = delta(RATIO)
+    plan = home_plan_of(case)
+    state, _ = run_step(case, begun(case), plan, 0)
+    state = jax.device_get(state)
+    if where == "params":
+        bad = state.params["norm"]["scale_d"] * np.nan
+        state = state.replace(params=state.params | {"norm": {"scale_d": bad}})
+    else:
+        kept = state.kept_gradients.copy()
+        kept[0, 1, 5] = np.inf
+        state = state.replace(kept_gradients=kept)
+    after, metrics = run_step(case, jax.device_put(state, case.shardings), plan, 1)
+    assert metrics.is_skipped
+    assert np.array_equal(whole(after.kept_gradients), state.kept_gradients)
+    same = jax.tree.map(
+        lambda x, y: np.array_equal(x, y, equal_nan=True),
+        jax.device_get(after.params),
+        state.params,
+    )
+    assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.slow
+def test_entries_alone_travel_and_the_prediction_says_so():
+    """One all_to_all of bytes in the loop over layers, where whole gradients are
+    reduce-scattered; in each step once, however many micro-batches."""
+    case, exact = delta(RATIO), delta(None)
+    ours = of_compiled(case.step.as_text())["ours"]
+    before = of_compiled(exact.step.as_text())["ours"]
+    assert "reduce-scatter" in before
+    assert "reduce-scatter" not in ours
+    lines = [line for line in case.step.as_text().splitlines() if HLO.search(line)]
+    (line,) = [x for x in lines if "all-to-all(" in x and "u8[" in x]
+    dims = re.findall(r"u8\[([\d,]*)\]", line.split("all-to-all(")[0])
+    sent = sum(int(np.prod([int(n) for n in one.split(",")])) for one in dims)
+    k, _ = domains.entries(SIZE, np.float32, RATIO)
+    assert sent == MEMBERS * (2 * k + SCALE_BYTES)
+    cfg = case.model.cfg
+    calibration = calibration_of(cfg)
+    found = predict(stream_of(cfg, calibration), (2, 2), calibration)
+    leaving = MICRO_BATCHES * found.bytes_of("all_to_all dc_expert gradients")
+    assert leaving == pytest.approx(sent * (MEMBERS - 1) / MEMBERS)
+    assert not found.bytes_of("reduce_scatter")
+
+
+def test_what_moves_once_a_step_counts_for_each_micro_batch_by_its_share():
+    """Experts whose gradients are compressed, and compressed experts."""
+    here = stream(1e6, 1e6, is_training=True, num_micro_batches=4)
+    for out, back in ((1.0, 50.0), (50.0, None)):
+        ratios = {"compression": out, "gradient_compression": back}
+        found = predict(dataclasses.replace(here, **ratios), (8,), ideal(dc=1e8))
+        sent = 7e6 / out / 4, *((7e6 / back / 4, 0) if back else (0, 7e6))
+        kinds = "all_gather", "all_to_all", "reduce_scatter"
+        assert [found.bytes_of(kind) for kind in kinds] == pytest.approx(sent)
+
+
+@pytest.mark.slow
+def test_all_entries_are_whole_gradients_bit_for_bit(monkeypatch):
+    """In float32, between pairs: as the transpose of the gather has them."""
+    model = model_of("delta", "float32")
+    moe = {"domain": (2, 1), "gradient_compression": 1.0, "compression": "none"}
+    model = changed(model, moe=dataclasses.replace(model.cfg.moe, **moe))
+    cfg, mesh, layout, _ = model
+    monkeypatch.setattr(gradient_compression, "entries", lambda size, *_: (size, 1))
+    monkeypatch.setattr(gradient_compression, "VALUE_DTYPE", "float32")
+    state = init_state(cfg, mesh, model.optimizer)
+    masters, _ = take(state.params)
+    placement = home_placement(cfg, mesh)
+
+    @jax.jit
+    def both(masters, seed):
+        def slots(masters):
+            def make(masters, placement):
+                return stores.slots(masters, placement, layout, mesh, jnp.float32)
+
+            return stores.slots_of_layers(make, masters, placement)
+
+        held, pull = jax.vjp(slots, masters)
+        keys = jax.random.split(jax.random.key(seed), len(held))
+        grads = {
+            name: jax.random.normal(key, leaf.shape)
+            for key, (name, leaf) in zip(keys, held.items())
+        }
+        kept = state.kept_gradients
+        return pull(grads)[0], stores.scattered(grads, kept, layout, mesh, jnp.float32)
+
+    expected, (found, kept) = jax.device_get(both(masters, 0))
+    assert expected.keys() == found.keys()
+    assert all(np.array_equal(found[n], expected[n]) for n in found)
+    assert not kept.any()
+
+
+TWO_DCS_GIN = ("Mesh.dc = 2", "Mesh.data = 1", "Moe.group = 'dc_expert'")
+BOTH = ("Moe.compression = 'delta'", "Moe.gradient_compression = 8")
+
+
+def job_of(domain: str, *params: str):
+    params = (
+        f"Data.corpus = '{corpus()}'",
+        *TWO_DCS_GIN,
+        f"Moe.domain = {domain}",
+        *params,
+    )
+    return prepare(gin_reader.load([TOY], params))
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_run_goes_on_with_what_was_kept(tmp_path):
+    """Bit for bit where it is cut alike; else it begins at zero, and a line says so. A
+    run may begin to compress gradients, and may end it."""
+    job = job_of("(2, 2)", *BOTH)
+    state = init_state(job.cfg, job.model.mesh, job.model.optimizer)
+    sharding = state.kept_gradients.sharding
+    kept = np.random.default_rng(0).normal(size=state.kept_gradients.shape)
+    kept = jax.device_put(kept.astype(np.float32), sharding)
+    for name, one in (("kept", kept), ("off", None)):
+        writer = Checkpointer(tmp_path / name, job.cfg.checkpoint)
+        cfg = job.cfg
+        if one is None:
+            moe = dataclasses.replace(cfg.moe, gradient_compression=None)
+            cfg = dataclasses.replace(cfg, moe=moe)
+        meta = job.meta | {"config": cfg.to_dict()}
+        writer.save(3, state.replace(kept_gradients=one), meta)
+        writer.close()
+
+    def restored(name, job):
+        said, reader = [], Checkpointer(tmp_path / name, job.cfg.checkpoint)
+        state, _ = restore(job, reader, said.append)
+        reader.close()
+        return state, "\n".join(said)
+
+    same, said = restored("kept", job)
+    assert np.array_equal(whole(same.kept_gradients), whole(kept))
+    assert same.kept_gradients.sharding == sharding
+    assert "begins" not in said
+    pairs, said = restored("kept", job_of("(2, 1)", *BOTH))
+    held = job.cfg.moe.num_experts * 2
+    assert pairs.kept_gradients.shape == (kept.shape[0], held, kept.shape[2])
+    assert not whole(pairs.kept_gradients).any()
+    assert "gradients begins at zero" in said
+    begins, said = restored("off", job)
+    assert not whole(begins.kept_gradients).any()
+    assert begins.kept_gradients.shape == kept.shape
+    assert "gradients begins at zero" in said
+    ends, said = restored("kept", job_of("(2, 2)", BOTH[0]))
+    assert ends.kept_gradients is None
+    assert "begins" not in said
+
+
+def test_a_dry_run_counts_what_is_kept(capsys):
+    """On a device: all experts of its domain, float32; slots of all layers and their
+    gradients, at work."""
+    job = job_of("(2, 2)", *BOTH)
+    held = dry_run(job.cfg)["bytes_per_device"]
+    layers, size = job.cfg.model.num_moe_layers, 3 * 32 * 32
+    assert held["kept_gradients"] == layers * MEMBERS * size * 4
+    assert held["slots"] == held["slot_gradients"] == held["kept_gradients"]
+    assert "kept_gradients" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_run_that_was_stopped_is_the_same_run(tmp_path):
+    params = (*TWO_DCS_GIN, "Moe.domain = (2, 2)", *BOTH, "Train.eval_every_steps = 4")
+    dirs = tmp_path / "whole", tmp_path / "parts"
+    for run_dir, steps in zip((dirs[0], dirs[1], dirs[1]), (8, 4, 8)):
+        ended = run(run_dir, *params, f"Train.num_steps = {steps}")
+        assert ended.code == 0, ended.err
+    assert lines_of(dirs[0]) == lines_of(dirs[1])
+    arrays = [checkpoint_record(run_dir, 8)["arrays"] for run_dir in dirs]
+    assert "kept_gradients" in arrays[0]
+    assert arrays[0] == arrays[1]

@@ -1,0 +1,143 @@
+"""The train step over merged groups: that of one expert axis, nothing gathered over
+data, and checkpoints that go on either way."""
+
+import dataclasses
+import functools
+import math
+import re
+import shutil
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from moejax.axes import make_mesh
+from moejax.plan.expert_plan import ExpertPlan
+from tests.support.close import assert_close
+from tests.support.primitives import equations
+from tests.support.random_plans import (
+    MICRO_BATCHES,
+    ONE_EXPERT,
+    QUICK,
+    SMALL,
+    STORES,
+    Case,
+    E,
+    L,
+    keep_gradients,
+    make_case,
+    odd_plans,
+    one_step,
+    random_plan,
+    warm_state,
+)
+from tests.support.run_main import ROOT, lines_of
+from tests.support.run_main import run as run_main
+from tests.train.step.test_trajectories import check_step
+from train.balance.migrate import Mover
+from train.layouts import layout_of
+from train.step.compiled import trace_train_step
+from train.step.optimizer import make_optimizer
+from train.step.state import abstract_state
+from train.step.step import Model
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+
+@functools.cache
+def merged_case(store: str) -> Case:
+    """The small step of random_plans over a group of eight: one expert each."""
+    sizes = {"slots_per_device": 3, **STORES[store], "group": "data_expert"}
+    if "offers_per_device" in sizes:
+        sizes["offers_per_device"] = 1
+    if store == "owned":
+        sizes["slots_per_device"] = 1
+    micro_batches = MICRO_BATCHES.get(store, 1)
+    cfg = dataclasses.replace(
+        SMALL,
+        moe=dataclasses.replace(SMALL.moe, **sizes),
+        train=dataclasses.replace(SMALL.train, accumulate_steps=micro_batches),
+    )
+    adamw = make_optimizer(cfg.optimizer, cfg.train.num_steps)
+    optimizer = optax.chain(keep_gradients(), adamw)
+    model = Model(cfg, make_mesh(cfg.mesh.topology), layout_of(cfg), optimizer)
+    traced = trace_train_step(model)
+    state = abstract_state(cfg, model.mesh, optimizer, model.layout.store)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    step = traced.lower().compile(compiler_options=QUICK)
+    return Case(model, traced, step, Mover(model), shardings)
+
+
+CASES = ["resident", "owned", "prefetched", "sharded"]
+
+
+@pytest.mark.parametrize("store", CASES)
+def test_a_merged_step_is_the_step_of_one_expert_axis(store):
+    """Loss, gradients, moments and parameters, from one state under any plan."""
+    start, case = warm_state("float32"), merged_case(store)
+    expected = one_step(make_case("owned", "float32"), start, ExpertPlan.home(L, E))
+    rng, plans = np.random.default_rng(5), []
+    if store != "owned":
+        plans = list(odd_plans(case.model.layout, L).values())
+    plans += [random_plan(rng, case.model.layout, L) for _ in range(2)]
+    for plan in plans:
+        check_step(one_step(case, start, plan), expected, "float32")
+
+
+def gathered_over_data(case: Case) -> list[int]:
+    """Sizes of what our own gathers over data, and their transposes, take."""
+    return [
+        eqn.invars[0].aval.size
+        for eqn, _ in equations(case.traced.jaxpr)
+        if re.match("all_gather|reduce_scatter", eqn.primitive.name)
+        and "data" in eqn.params["axis_name"]
+    ]
+
+
+@pytest.mark.parametrize("store", CASES)
+def test_no_expert_weight_is_gathered_over_data(store):
+    """By us or by XLA's partitioner, as it is where groups lie along expert."""
+    assert max(gathered_over_data(make_case("owned", "float32"))) >= ONE_EXPERT
+    case = merged_case(store)
+    assert max(gathered_over_data(case)) < ONE_EXPERT
+    for line in case.step.as_text().splitlines():
+        named = re.search(r"= (.*) (all-gather|reduce-scatter)\(", line)
+        if named:
+            shapes = re.findall(r"\[([0-9,]+)\]", named[1])
+            sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
+            assert all(size < ONE_EXPERT for size in sizes), line
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_checkpoint_goes_on_merged_and_back(tmp_path, is_back):
+    """With the balancer on: each leg starts from the other's checkpoint, and its losses
+    are those of a run that was never merged."""
+    plain, legs = tmp_path / "plain", tmp_path / "legs"
+    gin_file = ROOT / "tests" / "support" / "balanced.gin"
+    often = ("Checkpoint.every_steps = 7", "Checkpoint.keep_last = 9")
+
+    def leg(run_dir, num_steps: int, *params: str):
+        params = (f"Train.num_steps = {num_steps}", *often, *params)
+        ended = run_main(run_dir, *params, gin_file=gin_file)
+        assert (ended.code, ended.err) == (0, "")
+        return ended.out
+
+    leg(plain, 20)
+    shutil.copytree(plain, legs)
+    (legs / "summary.json").unlink()  # as if stopped at step 7
+    for folder in (legs / "checkpoints").glob("[0-9]*"):
+        if folder.name != "7":
+            shutil.rmtree(folder)
+    said = leg(legs, 14, "Moe.group = 'data_expert'")
+    assert "resumed at step 7" in said
+    assert "moe.group: 'expert' there, 'data_expert' here" in said
+    assert re.search("step 1[0-4]  adopted", said), "a plan with replicas, merged"
+    if is_back:
+        assert "resumed at step 14" in leg(legs, 20)
+
+    def losses(run_dir):
+        return np.float32([x["loss"] for x in lines_of(run_dir) if "loss" in x])
+
+    assert losses(legs).shape == (20 if is_back else 14,)
+    assert_close(losses(legs), losses(plain)[: len(losses(legs))])

@@ -1,0 +1,183 @@
+"""One training step: the same on any mesh, under accumulation, and gone wrong."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from moejax.axes import make_mesh
+from moejax.config import Config, Data, Mesh, Moe, Optimizer, Router, Train
+from moejax.config import Model as ModelConfig
+from moejax.moe.types import Windows
+from moejax.plan.expert_plan import ExpertPlan
+from tests.support.close import assert_close
+from train.layouts import layout_of
+from train.step.compiled import on_devices
+from train.step.optimizer import is_decayed, learning_rate, make_optimizer
+from train.step.state import abstract_state, init_state
+from train.step.step import Model, make_train_step, window_sharding
+
+SMALL = Config(
+    mesh=Mesh(data=2, expert=4),
+    model=ModelConfig(
+        vocab_size=64,
+        d_model=32,
+        num_layers=3,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        d_ff=64,
+        first_k_dense=1,
+        qk_norm="head",
+        compute_dtype="float32",
+    ),
+    moe=Moe(num_experts=8, top_k=2, d_expert=32, num_shared_experts=1),
+    router=Router(balance_loss=0.02, sequence_balance_loss=0.01, jitter=0.01),
+    data=Data(seq_len=16),
+    train=Train(batch_size=16, num_steps=10, logit_z_loss=1e-4, loss_chunk=8),
+)
+WINDOWS = np.random.default_rng(0).integers(0, 64, (16, 17)).astype(np.int32)
+POSITIONS = np.tile(np.r_[0:6, 0:11], (16, 1)).astype(np.int32)
+"""Two documents in each window."""
+
+
+def keep_gradients() -> optax.GradientTransformation:
+    """An "optimizer" whose state is the last gradient and that changes nothing."""
+
+    def update(grads, _state, _params=None):
+        return jax.tree.map(jnp.zeros_like, grads), grads
+
+    return optax.GradientTransformation(
+        lambda p: jax.tree.map(jnp.zeros_like, p), update
+    )
+
+
+def take_step(cfg: Config, optimizer=None, windows_bt=WINDOWS, change=lambda s: s):
+    """The state before and after one step, and its metrics, all as NumPy."""
+    optimizer = optimizer or keep_gradients()
+    devices = jax.devices()[: cfg.mesh.topology.num_devices]
+    mesh = make_mesh(cfg.mesh.topology, devices)
+    model = Model(cfg, mesh, layout_of(cfg), optimizer)
+    plan = ExpertPlan.home_in(model.layout, cfg.model.num_moe_layers)
+    placement = on_devices(plan, model.layout, mesh)
+    state = change(init_state(cfg, mesh, optimizer))
+    before = jax.device_get(state)
+    shape = (cfg.train.accumulate_steps, -1, windows_bt.shape[1])
+    windows = Windows(windows_bt, POSITIONS[: len(windows_bt)])
+    windows = jax.tree.map(lambda leaf: leaf.reshape(shape), windows)
+    windows = jax.device_put(windows, window_sharding(mesh))
+    after, metrics = make_train_step(model)(state, placement, windows)
+    return before, jax.device_get(after), jax.device_get(metrics)
+
+
+def with_mesh(cfg: Config, **sizes) -> Config:
+    return dataclasses.replace(cfg, mesh=Mesh(**sizes))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"expert": 4}, marks=pytest.mark.long),
+        pytest.param({"dc": 2, "expert": 2}, marks=pytest.mark.long),
+    ],
+)
+def test_eight_devices_equal_four_and_one(sizes):
+    """Loss and every gradient, to 1e-5 relative: the table's float32 tolerance."""
+    _, eight, metrics = take_step(SMALL)
+    _, other, expected = take_step(with_mesh(SMALL, **sizes))
+    assert_close(eight.params, other.params)
+    assert_close(eight.opt_state, other.opt_state)
+    assert abs(metrics.loss / expected.loss - 1) < 1e-5
+    assert abs(metrics.grad_norm / expected.grad_norm - 1) < 1e-5
+    assert (metrics.routing.tokens_le == expected.routing.tokens_le).all()
+
+
+@pytest.mark.long
+def test_accumulation_is_the_mean_over_micro_batches():
+    """Every loss but `balance` is a mean over tokens, so cutting the batch changes
+    nothing; `balance` is the mean of the micro-batches' own (decision 0003)."""
+    router = dataclasses.replace(SMALL.router, balance_loss=0.0, jitter=0.0)
+    whole = dataclasses.replace(SMALL, router=router)
+    train = dataclasses.replace(SMALL.train, accumulate_steps=2)
+    halves = dataclasses.replace(whole, train=train)
+    _, expected_state, expected = take_step(whole)
+    _, state, metrics = take_step(halves)
+    assert_close(state.opt_state, expected_state.opt_state)
+    assert abs(metrics.loss / expected.loss - 1) < 1e-5
+    assert_close(metrics.router.z, expected.router.z)
+    assert_close(metrics.router.sequence_balance, expected.router.sequence_balance)
+    assert (metrics.routing.tokens_le == expected.routing.tokens_le).all()
+    half = dataclasses.replace(train, batch_size=8, accumulate_steps=1)
+    first, second = (
+        take_step(dataclasses.replace(whole, train=half), windows_bt=half_bt)[2]
+        for half_bt in np.split(WINDOWS, 2)
+    )
+    mean = (first.router.balance + second.router.balance) / 2
+    assert_close(metrics.router.balance, mean)
+    assert np.abs(metrics.router.balance - expected.router.balance).max() > 1e-4
+
+
+@pytest.mark.long
+def test_a_non_finite_update_changes_only_counters():
+    """NaN in one parameter: nothing moves but the step and the count of skips."""
+    optimizer = make_optimizer(SMALL.optimizer, 10)
+    poison = jax.jit(lambda leaf: leaf.at[0].set(jnp.nan))
+
+    def change(state):
+        norm = {"scale_d": poison(state.params["norm"]["scale_d"])}
+        return state.replace(params=state.params | {"norm": norm})
+
+    model = dataclasses.replace(SMALL.model, num_layers=1, first_k_dense=0)
+    cfg = dataclasses.replace(with_mesh(SMALL), model=model)
+    before, after, metrics = take_step(cfg, optimizer, change=change)
+    assert metrics.is_skipped
+    assert metrics.skipped_in_a_row == after.skipped_in_a_row == 1
+    assert after.step == before.step + 1
+    for part in ("params", "opt_state", "router_bias"):
+        pairs = zip(*(jax.tree.leaves(getattr(s, part)) for s in (before, after)))
+        assert all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
+
+
+def test_state_is_fully_sharded():
+    """Experts over expert and data, dense matrices over both; moments like masters."""
+    mesh = make_mesh(SMALL.mesh.topology)
+    optimizer = make_optimizer(SMALL.optimizer, 10)
+    wide_model = dataclasses.replace(SMALL.model, d_ff=256)
+    cfg = dataclasses.replace(SMALL, model=wide_model)
+    state = abstract_state(cfg, mesh, optimizer)
+    block = state.params["cycles"]["blocks"][0]
+    assert block["moe"]["gate_edf"].sharding.spec == P(None, "expert", None, "data")
+    assert block["moe"]["down_efd"].sharding.spec == P(None, "expert", "data", None)
+    wide = state.params["prefix"]["dense"]["gate_df"]
+    assert wide.sharding.spec == P(None, None, ("data", "expert"))
+    small = state.params["norm"]["scale_d"]
+    assert small.sharding.spec == P(), "what is small stays whole"
+    moments = jax.tree.leaves(state.opt_state[1].mu)
+    masters = jax.tree.leaves(state.params)
+    assert [m.sharding for m in moments] == [p.sharding for p in masters]
+
+
+def test_decay_acts_on_matrices_only():
+    decayed = is_decayed(init_state(SMALL, make_mesh(SMALL.mesh.topology),
+                                    keep_gradients()).params)  # fmt: skip
+    block = decayed["cycles"]["blocks"][0]
+    assert block["attention"]["q_dhi"]
+    assert block["moe"]["gate_edf"]
+    assert not block["ff_norm"]["scale_d"]
+    assert not decayed["embed_vd"]
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
+def test_learning_rate_rises_and_falls(decay):
+    cfg = Optimizer(learning_rate=1.0, warmup_steps=10, decay=decay, final_lr_ratio=0.1)
+    rate = learning_rate(cfg, 100)
+    assert np.isclose(rate(0), 0.1)
+    assert np.isclose(rate(9), 1.0)
+    assert np.isclose(rate(10), 1.0)
+    assert np.isclose(rate(100), 1.0 if decay == "constant" else 0.1)
+    assert all(rate(i) <= rate(i - 1) + 1e-6 for i in range(11, 100))

@@ -1,0 +1,264 @@
+"""A plan never changes the function: steps of the trainer from one state, and whole
+trajectories, under every store against plain expert parallelism."""
+
+import math
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moejax.config import Mesh
+from moejax.plan.expert_plan import ExpertPlan
+from tests.support.close import assert_close
+from tests.support.primitives import equations
+from tests.support.random_plans import (
+    ONE_EXPERT,
+    SPLITS,
+    STORES,
+    Case,
+    E,
+    L,
+    home,
+    in_order,
+    make_case,
+    odd_plans,
+    one_step,
+    policy_plans,
+    random_plan,
+    run,
+    warm_state,
+)
+from train.balance.migrate import Mover
+from train.step.expert_params import is_expert
+
+
+def plans_for(case: Case, seeds) -> dict[str, ExpertPlan]:
+    layout = case.model.layout
+    plans = {"home": home(case)}
+    if layout.split != "dynamic":
+        plans |= policy_plans(layout, L)
+    if layout.split != "dynamic" and layout.store != "owned":
+        plans |= odd_plans(layout, L)
+    rngs = {f"random {seed}": np.random.default_rng(seed) for seed in seeds}
+    return plans | {n: random_plan(rng, layout, L) for n, rng in rngs.items()}
+
+
+def check_step(actual, expected, dtype, **kwargs) -> None:
+    """Loss, gradients, moments, parameters; and every device chose the same experts."""
+    (state, metrics), (expected_state, expected_metrics) = actual, expected
+    tokens = metrics.routing.tokens_lwe, expected_metrics.routing.tokens_lwe
+    assert np.array_equal(tokens[0].sum(1), tokens[1].sum(1))
+    names = ("loss", "total_loss", "grad_norm")
+    for name in names:
+        pair = getattr(metrics, name), getattr(expected_metrics, name)
+        assert_close(*pair, dtype=dtype, **kwargs)
+    assert not metrics.is_skipped
+    assert_close(state, expected_state, dtype=dtype, **kwargs)
+
+
+@pytest.fixture
+def doubles(monkeypatch):
+    """The whole step in float64: what asks for float32 gets float64."""
+    monkeypatch.setattr(jnp, "float32", jnp.float64)
+    with jax.enable_x64(True):
+        yield "float64"
+
+
+def check_all_plans(store, dtype, seeds=range(3), **changes):
+    start = warm_state(dtype)
+    expected = one_step(make_case("owned", dtype), start, ExpertPlan.home(L, E))
+    case = make_case(store, dtype, **changes)
+    for plan in plans_for(case, seeds).values():
+        check_step(one_step(case, start, plan), expected, dtype)
+
+
+def trajectory(dtype: str, stores: tuple[str, ...], num_steps: int):
+    """Logical states after every five steps. With stores, each of those moments forces
+    another plan, at random, and the next store."""
+    rng, plain = np.random.default_rng(3), make_case("owned", dtype)
+    case, plan = plain, ExpertPlan.home(L, E)
+    state = jax.device_put(warm_state(dtype), plain.shardings)
+    for step in range(num_steps):
+        if stores and step % 5 == 0:
+            old, case = case, make_case(stores[step // 5 % len(stores)], dtype)
+            old_plan, plan = plan, random_plan(rng, case.model.layout, L)
+            state = adopted(state, plain.mover, (old, old_plan), (case, plan))
+        state, _ = run(case, state, plan, step)
+        if step % 5 == 4:
+            yield in_order(jax.device_get(state), np.argsort(plan.owned_le, axis=1))
+
+
+def adopted(state, mover: Mover, old: tuple, new: tuple):
+    """Masters and moments, on their devices, as another case and plan have them."""
+    (old_case, old_plan), (case, plan) = old, new
+    stores = old_case.model.layout.store, case.model.layout.store
+    if stores[0] == "sharded":
+        state = mover.to_store(state, *stores)
+    state = mover.to_owners(state, old_plan, plan)
+    if stores[0] != "sharded":
+        state = mover.to_store(state, *stores)
+    return state
+
+
+DOUBLES = ("owned", "prefetched", "filled", "dynamic")
+STEPS = (
+    *DOUBLES[:2],
+    *(pytest.param(store, marks=pytest.mark.long) for store in DOUBLES[2:]),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", STEPS)
+def test_one_step_in_float64(doubles, store):
+    check_all_plans(store, doubles)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stores", [DOUBLES[1::-1], pytest.param(tuple(STORES), marks=pytest.mark.long)]
+)
+def test_trajectory_of_100_steps_in_float64(doubles, stores):
+    """Stores, plans and owners change every five steps, and nothing else."""
+    pairs = zip(trajectory(doubles, stores, 100), trajectory(doubles, (), 100))
+    for actual, expected in pairs:
+        assert_close(actual, expected, factor=1e4, reason="1e-8: rounding grows")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plain", "stores", "num_steps"),
+    [
+        pytest.param("sharded", ["sharded"], 20, marks=pytest.mark.long),
+        pytest.param("owned", list(STORES), 100, marks=pytest.mark.long),
+    ],
+)
+def test_every_step_of_a_run_in_float32(plain, stores, num_steps):
+    """One step under the home plan and one from the same state under another."""
+    plain, rng = make_case(plain, "float32"), np.random.default_rng(4)
+    state = warm_state("float32")
+    for step in range(num_steps):
+        expected = one_step(plain, state, home(plain), step)
+        case = make_case(stores[step % len(stores)], "float32")
+        plan = random_plan(rng, case.model.layout, L)
+        check_step(one_step(case, state, plan, step), expected, "float32")
+        state = expected[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("store", STORES)
+def test_one_step_in_narrower_types(store, dtype):
+    check_all_plans(store, dtype, seeds=range(6))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("store", ["prefetched", "resident", "sharded"])
+def test_other_splits(store):
+    split = {"even": "local_first", "local_first": "even"}[SPLITS.get(store, "even")]
+    check_all_plans(store, "float32", split=split)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("store", ["prefetched", "resident", "sharded"])
+def test_two_data_centres(store):
+    check_all_plans(store, "float32", mesh=Mesh(dc=2, expert=4))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("store", ["transient", "prefetched"])
+def test_recomputed_slots(store):
+    check_all_plans(store, "float32", remat="full")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prefetched_copies_are_the_same_bits(dtype):
+    """What is fetched a layer ahead is what the layer itself would fetch."""
+    cases = [make_case(s, dtype, "local_first") for s in ("transient", "prefetched")]
+    for plan in plans_for(cases[0], range(3)).values():
+        results = [one_step(case, warm_state(dtype), plan) for case in cases]
+        pairs = zip(*map(jax.tree.leaves, results))
+        assert all(np.array_equal(a, b) for a, b in pairs)
+
+
+REST = (pytest.param(s, marks=pytest.mark.long) for s in ("sharded", "transient"))
+CASES = (*STEPS, *REST)
+
+
+def type_of(store: str, request) -> str:
+    """That in which this store's step has been compiled already."""
+    return request.getfixturevalue("doubles") if store in DOUBLES else "float32"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", CASES[1:])
+def test_nan_of_one_expert_stays_visible(store, request):
+    """In an expert with replicas: nothing but counters changes."""
+    dtype = type_of(store, request)
+    case = make_case(store, dtype)
+
+    def poisoned(path, leaf):
+        if not is_expert(path):
+            return leaf
+        return np.where(np.arange(E)[:, None, None] == 0, np.nan, leaf)
+
+    state = warm_state(dtype)
+    params = jax.tree_util.tree_map_with_path(poisoned, state.params)
+    state = state.replace(params=params)
+    plan = odd_plans(case.model.layout, L)["hot expert on all devices"]
+    after, metrics = one_step(case, state, plan)
+    assert metrics.is_skipped
+    assert after.skipped_in_a_row == 1
+    for before, now in zip(
+        *(jax.tree.leaves((s.params, s.opt_state)) for s in (state, after))
+    ):
+        assert np.array_equal(before, now, equal_nan=True)
+
+
+# Exchanges of expert weights and of their gradients over the expert axis, a step.
+WEIGHTS_TRAVEL = {
+    "owned": 0,
+    "transient": 4 * L,  # scattered, gathered, and back, in each layer
+    "prefetched": 4 * (L + 1),  # the first layer's twice
+    "resident": 4 * L,  # once for two micro-batches
+    "filled": 4 * L,
+    "dynamic": 4 * L,
+    "sharded": 4 * L,  # two arrays, and back
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", CASES)
+def test_expert_weights_travel_by_all_to_all_alone(store, request):
+    """No gather and no reduction of them over the expert axis is ours, and XLA's
+    partitioner adds none of an array as large as one expert."""
+    case = make_case(store, type_of(store, request))
+    found = 0
+    for eqn, times in equations(case.traced.jaxpr):
+        over = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+        if "expert" not in over or eqn.primitive.name in ("pvary", "axis_index"):
+            continue
+        if eqn.primitive.name != "all_to_all":
+            assert eqn.invars[0].aval.size < ONE_EXPERT, eqn
+        elif "slots" in str(eqn.source_info.name_stack):
+            found += times
+    assert found == WEIGHTS_TRAVEL[store]
+    for line in case.step.as_text().splitlines():
+        named = re.search(r"= (.*) (all-[a-z-]*|reduce-scatter|coll[a-z-]*)\(", line)
+        if named and "shard_map" not in line:
+            shapes = re.findall(r"\[([0-9,]+)\]", named[1])
+            sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
+            assert all(size < ONE_EXPERT for size in sizes), line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", CASES)
+def test_steps_lower_for_cuda(store, request):
+    """To as many exchanges as the program names."""
+    traced = make_case(store, type_of(store, request)).traced
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    named = Counter(eqn.primitive.name for eqn, _ in equations(traced.jaxpr))
+    assert len(re.findall(r"stablehlo.all_to_all", text)) == named["all_to_all"]

@@ -1,0 +1,220 @@
+"""train/evaluate.py: every token once, loads of those alone, the run's own figures."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from moejax.moe.types import Windows
+from tests.support.close import assert_close
+from tests.support.data_files import TEXTS as DOCUMENTS
+from tests.support.data_files import write_bpe
+from tests.support.metaspace import WORDS, load_metaspace
+from tests.support.run_main import corpus, listing
+from tests.support.saved_run import save_run
+from train import evaluate
+from train.checkpoint.load import config_of, find, load
+from train.data import lines
+from train.data.tokenizer import load_tokenizer
+from train.eval import held_out
+from train.job import prepare
+from train.layouts import exact_layout
+from train.step.state import graph_of
+from train.step.step import make_eval_step
+
+pytestmark = pytest.mark.slow
+TOKENIZER = load_tokenizer("bytes")
+TEXTS = ("a text of more than one window, and of a part of another, long", "a", "short")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Windows of the run are of 32 tokens."""
+    return save_run(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture(scope="module")
+def jsonl(tmp_path_factory):
+    path = tmp_path_factory.mktemp("files") / "some texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def measured(run_dir, *words, params=()):
+    args = evaluate.parse([str(run_dir), *map(str, words)])
+    return evaluate.measure(load(find(run_dir, args.step, params)), args)
+
+
+def plain_figures(run_dir, line_b):
+    """Nats of all tokens but the first, and loads of all but the last: window by window
+    on one device, each as long as it is."""
+    loaded = load(find(run_dir, params=("Mesh.data = 1", "Mesh.expert = 1")))
+    cfg, graph = loaded.cfg, graph_of(loaded.cfg, loaded.mesh)
+    nats, tokens_le = 0.0, 0
+    for first in range(0, len(line_b) - 1, cfg.data.seq_len):
+        window_t = line_b[first : first + cfg.data.seq_len + 1]
+        position_t = np.arange(len(window_t))
+        for edge in np.flatnonzero(window_t == TOKENIZER.separator):
+            position_t[edge:] = np.arange(len(window_t) - edge)
+        network = nnx.merge(graph, loaded.params, loaded.router_bias)
+        hidden_btd, sums = network(
+            window_t[None, :-1],
+            position_t[None, :-1],
+            loaded.placement,
+            exact_layout(cfg, 1, len(window_t) - 1),
+        )
+        share_tv = jax.nn.log_softmax(hidden_btd[0] @ network.head().T)
+        nats -= jnp.take_along_axis(share_tv, window_t[1:, None], axis=1).sum()
+        tokens_le = tokens_le + np.sum(sums.tokens_e, axis=1)
+    return nats, tokens_le
+
+
+def test_every_token_of_a_file_is_predicted_once(saved, jsonl):
+    """On eight devices, with windows that are not full and rows that are empty; loads
+    are those of the text alone."""
+    record = measured(saved, "--files", jsonl)
+    line_b = np.frombuffer(b"".join(b"\0" + t.encode() for t in TEXTS), np.uint8)
+    line_b = line_b.astype(np.int32)
+    assert record["num_tokens"] == record["num_bytes"] == len(line_b) - 1
+    nats, tokens_le = plain_figures(saved, line_b)
+    assert_close(np.float32(record["loss"] * record["num_tokens"]), nats)
+    np.testing.assert_array_equal(record["load_le"], tokens_le)
+    assert_close(np.float64(record["perplexity"]), np.exp(np.float64(record["loss"])))
+    assert math.isclose(record["bits_per_byte"] * math.log(2), record["loss"])
+
+
+def test_another_mesh_has_the_same_figures(saved, jsonl):
+    eight = measured(saved, "--files", jsonl)
+    two = measured(saved, "--files", jsonl, params=("Mesh.data=1", "Mesh.expert=2"))
+    assert_close(np.float32(two["loss"]), np.float32(eight["loss"]))
+    assert two["load_le"] == eight["load_le"]
+
+
+def test_held_out_text_is_what_the_run_evaluates(saved):
+    """The windows of the run's own evaluation: its loss and its loads."""
+    loaded = load(find(saved))
+    job = prepare(config_of(loaded.meta["config"]))
+    step = make_eval_step(job.model)
+    expected = held_out.evaluate(
+        step, loaded, loaded.placement, job.held_out, job.window_sharding
+    )
+    record = measured(saved)
+    assert_close(np.float32(record["loss"]), np.float32(expected.loss))
+    np.testing.assert_array_equal(record["load_le"], expected.tokens_le)
+
+
+def test_files_without_two_tokens_are_one_line(saved, tmp_path):
+    (tmp_path / "one.txt").write_text("a")
+    with pytest.raises(ValueError, match="no token that follows another"):
+        measured(saved, "--files", tmp_path / "one.txt")
+    with pytest.raises(ValueError, match=r"none\.txt"):
+        measured(saved, "--files", tmp_path / "none.txt")
+
+
+def test_other_held_out_text_is_refused(saved):
+    params = (f"Data.corpus = '{corpus(seed=1)}'",)
+    with pytest.raises(ValueError, match=r"trained on other data: .*sha256"):
+        measured(saved, params=params)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--batches", "0"), "--batches=0 must be at least 1"),
+        (("--batches", "1", "--files", "x"), "--batches is of held-out text"),
+        (("--gin_param", "Data.seq_len = 'a'"), "must be an int"),
+    ],
+)
+def test_bad_input_is_one_line(saved, capsys, words, message):
+    before = listing(saved)
+    assert evaluate.main([str(saved), *words]) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert err.startswith("error: ")
+    assert (out, err.count("\n")) == ("", 1)
+    assert listing(saved) == before
+
+
+def line_of(tokenizer, texts):
+    """The documents, and the bytes of their texts and of all separators but the first,
+    which is given."""
+    documents = [np.append(tokenizer.separator, tokenizer.encode(t)) for t in texts]
+    start_d = np.cumsum([0, *map(len, documents[:-1])])
+    num_bytes = sum(len(text.encode()) + 1 for text in texts) - 1
+    return lines.line_of(np.concatenate(documents).astype(np.int32), start_d), num_bytes
+
+
+@pytest.fixture(params=["bytes", "bpe", "metaspace"])
+def tokenizer(request, tmp_path):
+    if request.param == "metaspace":
+        return load_metaspace(tmp_path)
+    if request.param == "bpe":
+        return load_tokenizer(str(write_bpe(tmp_path / "t.json")))
+    return TOKENIZER
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 2**16])
+def test_bytes_of_files_are_those_of_the_texts(tokenizer, size, monkeypatch):
+    """However many tokens are decoded at a time."""
+    monkeypatch.setattr(evaluate, "PART_TOKENS", size)
+    texts = [WORDS, *DOCUMENTS, "\ufffd" * 5, "a", WORDS * 9]
+    line, num_bytes = line_of(tokenizer, texts)
+    assert evaluate.bytes_of_line(tokenizer, line) == num_bytes
+
+
+def test_bytes_of_files_do_not_depend_on_windows(saved, tmp_path):
+    (tmp_path / "a.txt").write_text(TEXTS[0] + WORDS)
+    counts = [
+        measured(saved, "--files", tmp_path / "a.txt", params=params)["num_bytes"]
+        for params in ((), ("Data.seq_len = 16", "Train.loss_chunk = 16"))
+    ]
+    assert counts == [len((TEXTS[0] + WORDS).encode()) - 1] * 2
+
+
+@pytest.mark.parametrize("seq_len", [5, 8, 40])
+def test_bytes_of_windows_leave_out_what_their_edges_cut(tokenizer, seq_len):
+    """At most a character at either end: three bytes."""
+    line, _ = line_of(tokenizer, [WORDS, *DOCUMENTS] * 3)
+    num_windows = (line.num_tokens - 1) // seq_len
+    start_w = np.arange(num_windows) * seq_len
+    token_bt, position_bt = (
+        read(line, start_w, seq_len + 1)
+        for read in (lines.read_tokens, lines.read_positions)
+    )
+    end = int(start_w[-1]) + seq_len + 1
+    whole = lines.line_of(line.arrays[0][:end], line.start_d[line.start_d < end])
+    expected = evaluate.bytes_of_line(tokenizer, whole)
+    count = evaluate.bytes_of_rows(tokenizer, Windows(token_bt, position_bt))
+    assert abs(count - expected) <= 3 * num_windows
+    if tokenizer is TOKENIZER:
+        assert count == expected
+
+
+def test_a_window_counts_its_own_characters(tmp_path):
+    """The first token is given; what begins before it or ends behind is left out."""
+    tokenizer = load_metaspace(tmp_path)
+    ids = tokenizer.encode("world the 数据 cat").tolist()
+    for first, stop, text in (
+        (0, len(ids), " the 数据 cat"),
+        (0, 2, " the"),
+        (2, 5, ""),
+        (2, 6, "数"),
+        (3, 6, "数"),
+        (4, 5, ""),
+        (4, 6, ""),
+        (4, 8, ""),
+        (4, 9, "据"),
+        (4, len(ids), "据 cat"),
+    ):
+        rows = np.array([ids[first:stop]]), np.arange(1, stop - first + 1)[None]
+        count = evaluate.bytes_of_rows(tokenizer, Windows(*rows))
+        assert count == len(text.encode()), (first, stop)
+
+
+def test_shades_stand_for_shares_of_the_mean():
+    (line,) = held_out.load_lines(np.array([[0, 10, 20, 30, 40]]))
+    assert line == "  layer  0 | :+#@|  min 0.00  max 2.00"

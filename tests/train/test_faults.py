@@ -1,0 +1,161 @@
+"""Disks that fill up and updates that are not finite: loud, bounded, and no loss."""
+
+import contextlib
+import pathlib
+import re
+import resource
+import signal
+import subprocess
+
+import pytest
+
+from tests.support.run_main import Live, checkpoint_record, lines_of, listing, run
+
+FAILED = 3
+ENDLESS = "Train.num_steps = 1000000"
+BYTES_OF_LOGS = 2**16
+"""More than the logs of these runs take, less than the arrays of a checkpoint."""
+
+
+def steps_saved(run_dir: pathlib.Path) -> list[int]:
+    names = [path.name for path in (run_dir / "checkpoints").glob("*")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+@pytest.mark.long
+def test_saves_that_keep_failing_stop_the_run(tmp_path):
+    """The limit on the size of a file stands in for a disk without room: no root."""
+    run_dir = tmp_path / "run"
+    with Live(run_dir, ENDLESS) as live:
+        live.wait_until(lambda: steps_saved(run_dir), "the first checkpoint")
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        limit = (BYTES_OF_LOGS, hard)
+        resource.prlimit(live.process.pid, resource.RLIMIT_FSIZE, limit)
+        ended = live.end()
+    assert ended.code == FAILED
+    failures = re.findall(
+        r"SAVE FAILED, (\d) of 3 in a row: checkpoint (\d+)", ended.out
+    )
+    assert [count for count, _ in failures[:2]] == ["1", "2"]
+    assert ended.out.count("training goes on") == 2
+    good, last = steps_saved(run_dir)[-1], good_and_last(ended.err)[1]
+    assert good_and_last(ended.err) == (good, last)
+    assert last == good + 21
+    assert ended.record["error"] == ended.err.removeprefix("error: ").strip()
+    steps = [x["step"] for x in lines_of(run_dir) if "loss" in x]
+    assert steps == list(range(1, steps[-1] + 1))
+    assert steps[-1] >= last
+    assert not list((run_dir / "checkpoints").glob("*tmp*"))
+    again = run(run_dir, f"Train.num_steps = {good + 1}")
+    assert (again.code, again.err) == (0, "")
+    assert f"resumed at step {good}\n" in again.out
+
+
+def good_and_last(err: str) -> tuple[int, int]:
+    """Of the one line that the run ends with: the step restored next, and the lost."""
+    found = re.fullmatch(
+        r"error: SAVE FAILED, 3 of 3 in a row: checkpoint (\d+) in .*; the last good "
+        r"one is (\d+): make room, or raise Checkpoint.max_failed_saves\n",
+        err,
+    )
+    assert found, err
+    return int(found[2]), int(found[1])
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", path]
+    subprocess.run(mount, check=True)
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.long
+def test_full_disk(small_disk):
+    """One failure, room again, one more, then a signal: nothing can be saved."""
+    run_dir = small_disk / "run"
+
+    def has_failed(times: int) -> bool:
+        fill(small_disk)
+        return live.read().out.count("SAVE FAILED, 1 of 100") == times
+
+    with Live(run_dir, ENDLESS, "Checkpoint.max_failed_saves = 100") as live:
+        live.wait_until(lambda: steps_saved(run_dir), "the first checkpoint")
+        live.wait_until(lambda: has_failed(1), "a save that failed")
+        good = steps_saved(run_dir)[-1]
+        (small_disk / "filling").unlink()
+        live.wait_until(lambda: steps_saved(run_dir)[-1] > good, "a good save")
+        live.wait_until(lambda: has_failed(2), "the second save that failed")
+        fill(small_disk)
+        ended = live.end(signal.SIGTERM)
+    assert ended.code == FAILED
+    assert "No space left on device" in ended.out
+    *lost, last_line = ended.err.splitlines()
+    assert re.fullmatch(
+        r"error: the state of step \d+ could not be saved: make room, .*", last_line
+    )
+    assert all(
+        re.match("METRICS NOT WRITTEN from|metrics are written", x) for x in lost
+    )
+    assert ended.record["error"] == last_line.removeprefix("error: ")
+
+    before = listing(small_disk)
+    refused = run(run_dir, ENDLESS)
+    assert (refused.code, refused.err.count("\n")) == (FAILED, 1)
+    assert "No space left on device" in refused.err
+    assert listing(small_disk) == before
+
+    (small_disk / "filling").unlink()
+    good = steps_saved(run_dir)[-1]
+    again = run(run_dir, f"Train.num_steps = {good + 1}")
+    assert again.code == 0
+    assert f"resumed at step {good}\n" in again.out
+
+
+def fill(folder: pathlib.Path) -> None:
+    """Takes what room is left, down to the last page."""
+    for size in (2**16, 2**12):
+        with (
+            contextlib.suppress(OSError),
+            (folder / "filling").open("ab", buffering=0) as file,
+        ):
+            while file.write(bytes(size)) == size:
+                pass
+
+
+@pytest.mark.long
+def test_updates_that_are_not_finite_change_nothing_and_stop_the_run(tmp_path):
+    """The first update of a rate of 1e30 is finite; no gradient is after it."""
+    ended = run(
+        tmp_path / "run",
+        "Optimizer.learning_rate = 1e30",
+        "Optimizer.max_skipped_in_a_row = 5",
+        "Train.accumulate_steps = 1",
+        "Checkpoint.every_steps = 1",
+        "Checkpoint.keep_last = 20",
+    )
+    assert ended.code == FAILED
+    assert ended.err.startswith(
+        "error: 5 updates in a row were not finite, up to step 6: the parameters are "
+        "still those of step 1; "
+    )
+    assert ended.err.count("\n") == 1
+    lines = [x for x in lines_of(tmp_path / "run") if "loss" in x]
+    assert [x["skipped_in_a_row"] for x in lines] == [0, 1, 2, 3, 4, 5]
+    assert [x["skipped"] for x in lines] == [False] + 5 * [True]
+    assert ended.out.count("loss or gradient not finite, update skipped") == 5
+
+    saved = {step: arrays(tmp_path / "run", step) for step in (1, 2, 5)}
+    assert saved[2] == saved[5] == saved[1]
+    assert len(saved[1]) > 10
+
+
+def arrays(run_dir: pathlib.Path, step: int) -> dict:
+    """Of a checkpoint: parameters, router bias and moments, without the counters."""
+    found = checkpoint_record(run_dir, step)["arrays"]
+    counters = ("step", "skipped_in_a_row")
+    return {k: v for k, v in found.items() if not any(c in k for c in counters)}

@@ -1,0 +1,208 @@
+"""train/generate.py: greedy tokens are those of full passes, on any mesh; its words."""
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from moejax.config import Router
+from tests.support.metaspace import load_metaspace
+from tests.support.run_main import ROOT, environment, listing
+from tests.support.saved_run import save_run
+from train import generate
+from train.checkpoint.load import find, load
+from train.data.tokenizer import load_tokenizer, stream_decoder
+from train.eval.decoding import Sampling, decode, make_decoder
+from train.layouts import exact_layout
+from train.step.state import graph_of
+
+pytestmark = pytest.mark.slow
+PROMPTS = ("the ", "a", "", "nothing here is as long as this is")
+MAX_TOKENS = 12
+WIDTH = 64
+TOKENIZER = load_tokenizer("bytes")
+ONE = ("Mesh.data = 1", "Mesh.expert = 1")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Windows of the run are of 32 tokens: shorter than the longest prompt and more."""
+    return save_run(tmp_path_factory.mktemp("saved"))
+
+
+def encoded():
+    return [generate.encoded(TOKENIZER, prompt) for prompt in PROMPTS]
+
+
+@functools.cache
+def decoder_of(run_dir, params=()):
+    loaded = load(find(run_dir, params=params))
+    return make_decoder(loaded, TOKENIZER.vocab_size, TOKENIZER.separator)
+
+
+def decoded(run_dir, how, *params, prompts=None):
+    decoder = decoder_of(run_dir, params)
+    tokens = decode(decoder, prompts or encoded(), MAX_TOKENS, how)
+    return np.stack(list(tokens), axis=1)
+
+
+def by_full_passes(run_dir):
+    """The likeliest next token by a whole pass over all so far, again and again."""
+    loaded = load(find(run_dir, params=ONE))
+    graph = graph_of(loaded.cfg, loaded.mesh)
+    layout = exact_layout(loaded.cfg, len(PROMPTS), WIDTH)
+
+    @jax.jit
+    def likeliest(params, bias, placement, windows, length_b):
+        network = nnx.merge(graph, params, bias)
+        hidden_btd, _ = network(*windows, placement, layout)
+        at_b = jnp.arange(len(PROMPTS)), length_b - 1
+        return jnp.argmax(hidden_btd[at_b] @ network.head().T, axis=-1)
+
+    token_bt = np.zeros((len(PROMPTS), WIDTH), np.int32)
+    length_b = np.array([len(prompt) for prompt in encoded()])
+    for row_t, prompt in zip(token_bt, encoded()):
+        row_t[: len(prompt)] = prompt
+    position_bt = np.tile(np.arange(WIDTH), (len(PROMPTS), 1))
+    weights = loaded.params, loaded.router_bias, loaded.placement
+    found = []
+    for _ in range(MAX_TOKENS):
+        token_b = np.asarray(likeliest(*weights, (token_bt, position_bt), length_b))
+        token_bt[np.arange(len(PROMPTS)), length_b] = token_b
+        found.append(token_b)
+        length_b += 1
+    return np.stack(found, axis=1)
+
+
+def test_greedy_tokens_are_those_of_full_passes_without_a_cache(saved):
+    """On one device and on eight, of four prompts together, beyond the windows that the
+    model was trained on."""
+    expected = by_full_passes(saved)
+    assert len({tuple(row) for row in expected.tolist()}) == len(PROMPTS)
+    np.testing.assert_array_equal(decoded(saved, Sampling(), *ONE), expected)
+    np.testing.assert_array_equal(decoded(saved, Sampling()), expected)
+
+
+def test_what_is_drawn_depends_on_neither_batch_nor_mesh(saved):
+    how = Sampling(temperature=1.0, top_p=0.95, seed=3)
+    together = decoded(saved, how)
+    np.testing.assert_array_equal(decoded(saved, how, *ONE), together)
+    alone = decoded(saved, how, prompts=encoded()[:1])
+    np.testing.assert_array_equal(alone, together[:1])
+    other = Sampling(temperature=1.0, top_p=0.95, seed=4)
+    assert (decoded(saved, other) != together).any()
+
+
+def test_no_token_compiles_anything(saved):
+    """After the second: neither tokens nor how they are drawn."""
+    decoder = decoder_of(saved)
+    decoded(saved, Sampling())
+    sizes = decoder.prefill._cache_size(), decoder.step._cache_size()
+    for how in (Sampling(), Sampling(0.7, 0.9, 5)):
+        decoded(saved, how)
+    assert (decoder.prefill._cache_size(), decoder.step._cache_size()) == sizes
+
+
+def run(*words, **options):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "train" / "generate.py"), *map(str, words)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        **options,
+    )
+
+
+@pytest.mark.long
+def test_the_program_streams_and_ends_with_a_record(saved, tmp_path):
+    file = tmp_path / "a prompt.txt"
+    file.write_text(PROMPTS[3])
+    before = listing(saved)
+    done = run(saved, "--prompt_file", file, "--max_tokens", MAX_TOKENS, "--json")
+    assert done.returncode == 0, done.stderr
+    *_, last = done.stdout.splitlines()
+    (text,) = json.loads(last)["texts"]
+    expected = decoded(saved, Sampling())[3]
+    assert text["prompt"] == PROMPTS[3]
+    assert text["num_tokens"] == MAX_TOKENS
+    assert not text["is_ended"]
+    whole = TOKENIZER.decode(expected)
+    assert whole.startswith(text["text"])
+    assert len(whole) <= len(text["text"]) + 3, "all but an unfinished character"
+    assert done.stdout.startswith(PROMPTS[3])
+    note, speed = done.stderr.splitlines()
+    assert note.startswith(
+        "note: up to 47 tokens, and the run has seen Data.seq_len=32"
+    )
+    assert speed.startswith(f"{MAX_TOKENS} tokens; the first after ")
+    assert listing(saved) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--max_tokens", "0"), "--max_tokens=0 must be at least 1"),
+        (("--temperature", "-1"), "--temperature=-1.0 must be 0 or more"),
+        (("--top_p", "0"), "--top_p=0.0 must be above 0, and at most 1"),
+        (("--step", "4"), "has no checkpoint of step 4: it has 3, 7"),
+    ],
+)
+def test_bad_input_is_one_line(saved, capsys, words, message):
+    assert generate.main([str(saved), "--json", *words]) == 2
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert json.loads(out.splitlines()[-1]) == {"error": line[7:], "exit_code": 2}
+
+
+def test_expert_choice_is_refused(saved):
+    loaded = load(find(saved))
+    router = Router(kind="expert_choice", allow_expert_choice_in_decoder=True)
+    cfg = dataclasses.replace(loaded.cfg, router=router)
+    with pytest.raises(ValueError, match="nothing can be generated"):
+        make_decoder(dataclasses.replace(loaded, cfg=cfg), 256, 0)
+
+
+def test_prompts_that_are_no_text_are_one_line(tmp_path):
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    for path, message in (("bytes", "byte 0 is not UTF-8"), ("none", "No such file")):
+        args = generate.parse(["run", "--prompt_file", str(tmp_path / path)])
+        with pytest.raises(ValueError, match=message):
+            generate.texts_of(args)
+    with pytest.raises(ValueError, match="holds the separator"):
+        generate.encoded(TOKENIZER, "a\0b")
+
+
+def test_a_text_ends_at_the_separator():
+    """The separator and what comes after it are not shown."""
+    text = generate.Text("p", lambda ids: chr(*ids))
+    assert [text.add(ord(c), 0) for c in "ab"] == ["a", "b"]
+    assert text.add(0, 0) == ""
+    assert (text.text, text.num_tokens, text.is_ended) == ("ab", 3, True)
+
+
+def test_a_text_goes_on_behind_its_prompt(tmp_path):
+    """The space between the two, which the decoder strips at the beginning, is kept."""
+    tokenizer = load_metaspace(tmp_path)
+    for prompt, expected in (("hello world", "hello world the cat"), ("", "the cat")):
+        text = generate.begun(tokenizer, prompt, generate.encoded(tokenizer, prompt))
+        for token in tokenizer.encode("the cat").tolist():
+            text.add(token, tokenizer.separator)
+        assert text.prompt + text.text == expected
+
+
+def test_a_terminal_is_not_steered(capsys):
+    texts = [generate.Text("a\x1b[2J\n", stream_decoder(TOKENIZER))]
+    screen = generate.Screen(texts)
+    screen.add(0, "\x07b\té", is_last=True)
+    screen.end()
+    assert capsys.readouterr().out == "a\ufffd[2J\n\ufffdb\té\n"

@@ -1,0 +1,195 @@
+"""Runs that are killed, stopped, moved to other devices and continued are one run."""
+
+import json
+import random
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from tests.support.close import assert_close
+from tests.support.run_main import (
+    TOY,
+    Live,
+    checkpoint_record,
+    corpus,
+    lines_of,
+    listing,
+    run,
+)
+from train.config.gin_reader import load
+
+NUM_STEPS = 60
+PREEMPTED = 75
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nobody disturbed: its directory and how it ended."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    return run_dir, run(run_dir)
+
+
+@pytest.fixture(scope="module")
+def stopped(whole, tmp_path_factory):
+    """Began afresh where a finished run was, and got SIGTERM on its way."""
+    run_dir = tmp_path_factory.mktemp("stopped") / "run"
+    shutil.copytree(whole[0], run_dir)
+    with Live(run_dir, flags=["--fresh"]) as live:
+        live.wait_for_steps(25)
+        return run_dir, live.end(signal.SIGTERM)
+
+
+def assert_same_run(run_dir, ended, expected_dir, expected) -> None:
+    """Every line once, and bit for bit: losses, gradient norms, loads, final state."""
+    assert (ended.code, ended.err) == (expected.code, expected.err) == (0, "")
+    assert lines_of(run_dir) == lines_of(expected_dir)
+    for name in ("step", "eval_loss", "digest", "load_le"):
+        assert ended.record[name] == expected.record[name]
+    step = ended.record["step"]
+    arrays = checkpoint_record(run_dir, step)["arrays"]
+    assert arrays == checkpoint_record(expected_dir, step)["arrays"]
+
+
+@pytest.mark.slow
+def test_an_undisturbed_run_leaves_a_whole_record(whole):
+    run_dir, ended = whole
+    assert (ended.code, ended.err) == (0, "")
+    lines = lines_of(run_dir)
+    assert [x["step"] for x in lines if "loss" in x] == list(range(1, NUM_STEPS + 1))
+    evaluated = [x["step"] for x in lines if "eval_loss" in x]
+    assert evaluated == list(range(10, NUM_STEPS + 1, 10))
+    losses = [x["loss"] for x in lines if "loss" in x]
+    assert np.mean(losses[-10:]) < np.mean(losses[:10]) - 0.5
+    assert ended.record["eval_loss"] == lines[-1]["eval_loss"]
+    cfg = load([TOY], [f"Data.corpus = '{corpus()}'"])
+    assert load([run_dir / "config.gin"]) == cfg
+    assert (run_dir / "config.gin").read_text() in ended.out
+    saved = checkpoint_record(run_dir, NUM_STEPS)["meta"]["config"]
+    assert saved == json.loads(json.dumps(cfg.to_dict()))  # tuples are lists there
+
+
+@pytest.mark.parametrize(
+    ("num_kills", "num_steps"),
+    [
+        pytest.param(3, NUM_STEPS, marks=pytest.mark.long),
+        pytest.param(20, 300, marks=pytest.mark.long),
+    ],
+)
+def test_killed_and_resumed_is_the_same_run(whole, tmp_path, num_kills, num_steps):
+    steps = f"Train.num_steps = {num_steps}"
+    expected = whole
+    if num_steps != NUM_STEPS:
+        expected = tmp_path / "whole", run(tmp_path / "whole", steps)
+    rng, run_dir = random.Random(num_kills), tmp_path / "run"
+    for index in range(num_kills):
+        with Live(run_dir, steps) as live:
+            if index % 3 == 1:
+                live.wait_for_save()
+            else:
+                live.wait_for_steps(rng.randint(1, 15))
+            time.sleep(0.04 * rng.random())
+            assert live.end(signal.SIGKILL).code == -signal.SIGKILL
+    assert_same_run(run_dir, run(run_dir, steps), *expected)
+
+
+@pytest.mark.long
+def test_killed_before_its_summary_is_evaluated_once(whole, tmp_path):
+    shutil.copytree(whole[0], tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    assert_same_run(tmp_path / "run", run(tmp_path / "run"), *whole)
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_exits_with_75(stopped):
+    run_dir, ended = stopped
+    assert (ended.code, ended.err) == (PREEMPTED, "")
+    step = ended.record["step"]
+    assert ended.record == {"step": step, "signal": 15, "run_dir": str(run_dir)}
+    assert 20 < step < NUM_STEPS
+    assert f"stopped by signal 15 at step {step}; all is saved" in ended.out
+    assert lines_of(run_dir)[-1]["step"] == step
+    assert checkpoint_record(run_dir, step)["step"] == step
+
+
+@pytest.mark.slow
+def test_fresh_keeps_the_old_run_under_another_name(whole, stopped):
+    run_dir, ended = stopped
+    old = run_dir.with_name("run.1")
+    assert f"the run that was here is now {old}" in ended.out
+    kept = {name: sha for name, sha in listing(whole[0]).items() if name != ".lock"}
+    assert listing(old) == kept
+    assert lines_of(run_dir) == lines_of(old)[: len(lines_of(run_dir))]
+
+
+@pytest.mark.slow
+def test_stopped_and_resumed_is_the_same_run(whole, stopped, tmp_path):
+    shutil.copytree(stopped[0], tmp_path / "run")
+    ended = run(tmp_path / "run")
+    assert f"resumed at step {stopped[1].record['step']}" in ended.out
+    assert_same_run(tmp_path / "run", ended, *whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("data", "expert"), [(2, 2), (1, 1)])
+def test_continues_on_fewer_devices(whole, stopped, tmp_path, data, expert):
+    """And to another step: what was logged stays, and the configuration is the new."""
+    shutil.copytree(stopped[0], tmp_path / "run")
+    first = stopped[1].record["step"] + 1
+    ended = run(
+        tmp_path / "run",
+        f"Mesh.data = {data}",
+        f"Mesh.expert = {expert}",
+        f"Train.num_simulated_devices = {data * expert}",
+        f"Train.num_steps = {first + 4}",
+    )
+    assert (ended.code, ended.err) == (0, "")
+    assert f"changed since the checkpoint: mesh.expert: 4 there, {expert} here" in (
+        ended.out
+    )
+
+    def losses(run_dir):
+        lines = [x for x in lines_of(run_dir) if "loss" in x]
+        assert [x["step"] for x in lines] == list(range(1, len(lines) + 1))
+        return np.float32([x["loss"] for x in lines[first - 1 : first + 4]])
+
+    assert_close(losses(tmp_path / "run"), losses(whole[0]))
+    assert losses(tmp_path / "run").shape == (5,)
+    before = lines_of(stopped[0])
+    assert lines_of(tmp_path / "run")[: len(before)] == before
+    config = (tmp_path / "run" / "config.gin").read_text()
+    assert f"Train.num_steps = {first + 4}\n" in config
+
+
+@pytest.mark.slow
+def test_a_finished_run_says_so_and_how_to_go_on(whole):
+    run_dir, first = whole
+    before = listing(run_dir)
+    ended = run(run_dir)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.record == first.record
+    said, _ = ended.out.splitlines()
+    assert said.startswith(f"{run_dir} is finished: {NUM_STEPS} of {NUM_STEPS} steps")
+    for way in ("--gin_param='Train.num_steps = 120'", "--fresh", "--run_dir"):
+        assert way in said
+    assert listing(run_dir) == before
+
+
+@pytest.mark.long
+def test_more_steps_go_on(whole, tmp_path):
+    shutil.copytree(whole[0], tmp_path / "run")
+    ended = run(tmp_path / "run", f"Train.num_steps = {NUM_STEPS + 4}")
+    assert (ended.code, ended.err) == (0, "")
+    assert f"resumed at step {NUM_STEPS}" in ended.out
+    assert "train.num_steps: 60 there, 64 here" in ended.out
+    assert (ended.record["step"], ended.record["run_dir"]) == (
+        64,
+        str(tmp_path / "run"),
+    )
+    lines = lines_of(tmp_path / "run")
+    assert lines[: len(lines_of(whole[0]))] == lines_of(whole[0])
+    steps = [x["step"] for x in lines if "loss" in x]
+    assert steps == list(range(1, NUM_STEPS + 5))
+    assert "Train.num_steps = 64\n" in (tmp_path / "run" / "config.gin").read_text()

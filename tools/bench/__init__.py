@@ -1,0 +1,1 @@
+"""Benchmarks: cases, the arms that compute them, and their tables."""

@@ -1,0 +1,195 @@
+"""Steps of one configuration under several policies, in turn in one run.
+
+    python tools/bench/balance.py --gin_file=configs/testbed_skew.gin \\
+        --arm "home" --arm "micromoe: Balance.policy = 'micromoe'" --turns 5 --json
+
+Each arm is the trainer's own step with a state of its own, and all see the same tokens
+and routing. Before the first turn a policy plans once, from the load of the first step;
+what follows it has not seen. All arms are compiled, and run once, before --ready is
+made (by process 0) and the turns begin. A step's time is that of the slowest process.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import statistics
+import sys
+import time
+
+import numpy as np
+
+sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])
+
+from train.config import gin_reader  # noqa: E402
+from train.launch.cluster import add_flags, flags_of  # noqa: E402
+from train.launch.ending import DONE, emit, guarded  # noqa: E402
+from train.launch.start import start  # noqa: E402
+
+SETTLING = 1
+"""Turns after --ready that do not count."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    return guarded(lambda: work(args), as_json=args.json)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--gin_file", action="append", default=[], required=True)
+    add("--gin_param", action="append", default=[], help="of all arms")
+    add("--arm", action="append", required=True, help="'name: Class.field = value; ..'")
+    add("--turns", type=int, default=5, help="steps of each arm that count: 5")
+    add("--ready", type=pathlib.Path, help="a file to make when the turns begin")
+    add("--json", action="store_true", help="end with one JSON object")
+    add_flags(parser)
+    return parser.parse_args(argv)
+
+
+def work(args: argparse.Namespace) -> int:
+    if args.turns < 1:
+        raise ValueError(f"--turns {args.turns} must be at least 1")
+    cfgs = {}
+    for text in args.arm:
+        name, _, params = text.partition(":")
+        own = [param.strip() for param in params.split(";") if param.strip()]
+        cfgs[name.strip()] = gin_reader.load(args.gin_file, [*args.gin_param, *own])
+    start(next(iter(cfgs.values())), flags_of(args))
+    from train.launch.processes import is_first, wait_for_all
+
+    # Gloo's processes wait 30 s for one another at their first meeting: before some
+    # have compiled, or found in jax's cache, what others have not.
+    wait_for_all("begun")
+    arms = {}
+    for name, cfg in cfgs.items():
+        arms[name] = make_arm(cfg)
+        arms[name].step()
+        if is_first():
+            print(f"{name}: compiled and run once", flush=True)
+    wait_for_all("compiled")
+    if args.ready is not None and is_first():
+        args.ready.touch()
+    timed = in_turn(arms, args.turns)
+    record = {name: record_of(*columns) for name, columns in timed.items()}
+    if is_first():
+        emit(record, args.json)
+    return DONE
+
+
+def record_of(secs: list[float], ratios: list[float], rounds: list[int]) -> dict:
+    return {
+        "step_sec": [round(sec, 4) for sec in secs],
+        "median_sec": round(statistics.median(secs), 4),
+        "max_over_mean": round(statistics.median(ratios), 4),
+        "rounds": max(rounds),
+    }
+
+
+def in_turn(arms: dict, turns: int) -> dict[str, tuple[list, list, list]]:
+    """Seconds, device max/mean and rounds of each arm's steps; every other turn goes
+    backwards."""
+    from train.launch.processes import is_first, wait_for_all
+
+    timed = {name: ([], [], []) for name in arms}
+    for turn in range(-SETTLING, turns):
+        names = list(arms) if turn % 2 else list(arms)[::-1]
+        for name in names:
+            wait_for_all(f"{name} {turn}")
+            row = arms[name].step()
+            if turn < 0:
+                continue
+            for column, value in zip(timed[name], row):
+                column.append(value)
+            if is_first():
+                print(f"turn {turn} {name}: {row[0]:.3f} s, max/mean {row[1]:.2f}")
+    return timed
+
+
+class Arm:
+    """A compiled step and its state."""
+
+    def __init__(self, run, state, placement, windows) -> None:
+        self._run, self._state = run, state
+        self._placement, self._windows = placement, windows
+
+    def step(self) -> tuple[float, float, int]:
+        """Seconds of the slowest process; device max/mean; rounds."""
+        import jax
+        from jax.experimental import multihost_utils
+
+        begin = time.perf_counter()
+        self._state, metrics = self._run(self._state, self._placement, self._windows)
+        jax.block_until_ready((self._state, metrics))
+        sec = np.float32(time.perf_counter() - begin)
+        slowest = multihost_utils.process_allgather(sec).max()
+        rows_lw = np.asarray(metrics.routing.rows_lw)
+        ratio = (rows_lw.max(axis=1) / rows_lw.mean(axis=1)).max()
+        return float(slowest), float(ratio), int(np.max(metrics.routing.rounds_l))
+
+
+def make_arm(cfg) -> Arm:
+    import jax
+
+    from moejax.axes import make_mesh
+    from train.step.compiled import make_model, on_devices, trace_train_step
+    from train.step.state import init_state
+
+    mesh = make_mesh(cfg.mesh.topology)
+    model = make_model(cfg, mesh)
+    run = trace_train_step(model).lower().compile()
+    state = init_state(cfg, mesh, model.optimizer, model.layout.store)
+    kind = jax.devices()[0].device_kind
+    placement = on_devices(planned(cfg, model.layout, kind), model.layout, mesh)
+    return Arm(run, state, placement, tokens(cfg, mesh))
+
+
+def planned(cfg, layout, device_kind: str):
+    """The policy's plan for the recorded load of step 0."""
+    from moejax.balance.policies import POLICIES
+    from moejax.moe import recorded
+    from train.calibrated import cost_of
+    from train.step.compiled import home_plan
+
+    current = home_plan(cfg, layout)
+    if cfg.balance.policy == "home":
+        return current
+    sizes = (cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k)
+    chance_le = recorded.loads(cfg.recorded, *sizes)[0]
+    each = cfg.train.batch_size * cfg.data.seq_len / layout.num_devices
+    load_lwe = np.repeat(each * chance_le[:, None], layout.num_devices, axis=1)
+    cost = cost_of(cfg, device_kind)
+    plan = POLICIES[cfg.balance.policy].plan
+    return plan(load_lwe, layout, cost, current).validate(layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class Random:
+    """Windows of random tokens, the same in every process."""
+
+    vocab_size: int
+    seq_len: int
+
+    def rows(self, index: int, first: int, last: int):
+        from moejax.moe.types import Windows
+
+        shape = (last - first, self.seq_len + 1)
+        rng = np.random.default_rng((index, first))
+        token_bt = rng.integers(0, self.vocab_size, shape, dtype=np.int32)
+        position_bt = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
+        return Windows(token_bt, position_bt)
+
+
+def tokens(cfg, mesh):
+    from train.data.feed import feed
+    from train.step.step import window_sharding
+
+    source = Random(cfg.model.vocab_size, cfg.data.seq_len)
+    sizes = (cfg.train.batch_size, cfg.train.accumulate_steps)
+    return feed(source, 0, *sizes, window_sharding(mesh))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

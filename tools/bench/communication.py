@@ -1,0 +1,270 @@
+"""Seconds of one MoE layer's step, arm against arm, beside what the models predict.
+
+    python tools/bench/communication.py --mesh dc=2,expert=2 --cases cases.json [--json]
+
+Simulates the mesh's devices, or is one of several processes that share them: that is
+how tools/testbed/run.py measures on slow links. The file is a JSON list of cases:
+
+    [{"name": "D=2", "shape": {"tokens": 128, "d_model": 2048, "d_expert": 43,
+      "num_experts": 4, "top_k": 2}, "arms": ["1x1", "2x1"]}]
+
+Arms are schedules (base, s1, ..) or domains ('2x1': two of dc share, and one of expert)
+of tools/bench/communication_cases.py. First all collectives are measured in the same
+processes, and the models of moejax/balance choose by that; 'auto' is the chosen arm,
+measured once more. The programs of a case are compiled, then its arms take turns with a
+barrier before each; a time is the slowest process's, and medians are kept.
+
+Exit codes: 0 done, 2 bad input, 3 the machine fails.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])
+
+from moejax.perf.calibration import LINE_KEYS, Calibration  # noqa: E402
+from moejax.plan.layout import Topology  # noqa: E402
+from tools.calibrate import fitted, mesh_params  # noqa: E402
+from train.config import gin_reader  # noqa: E402
+from train.launch.ending import DONE, emit, guarded  # noqa: E402
+from train.launch.start import start  # noqa: E402
+
+UPLINK = pathlib.Path("/sys/class/net/uplink/statistics/tx_bytes")
+"""Of this process's DC on a testbed."""
+ELEMENTS, REPEATS = (2**10, 2**13, 2**16), 3
+"""Of arrays in calibration, beside the largest; of a collective in a program."""
+AUTO, DTYPE = "auto", "float32"
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    return guarded(lambda: work(args), as_json=args.json)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--mesh", required=True, help="dc=2,expert=2")
+    add("--cases", type=pathlib.Path, required=True, help="JSON, as above")
+    add("--turns", type=int, default=5, help="of which medians are taken: 5")
+    add("--largest", type=int, default=2**19, help="elements, in calibration: 2^19")
+    add("--dcs", type=int, default=2, help="that devices divide evenly among: 2")
+    add("--json", action="store_true", help="end with one JSON object on the last line")
+    args = parser.parse_args(argv)
+    args.gin_file, args.gpu = [], False
+    return args
+
+
+def work(args: argparse.Namespace) -> int:
+    cases = cases_of(args)
+    cfg = gin_reader.load([], mesh_params(args))
+    topology = cfg.mesh.topology
+    if topology.num_devices % args.dcs:
+        raise ValueError(
+            f"--dcs {args.dcs} must divide the {topology.num_devices} devices of --mesh"
+        )
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # links are slower
+    start(cfg)
+    import jax
+
+    from moejax.axes import make_mesh
+    from tools.bench.communication_cases import Shape
+    from train.launch.processes import is_first
+
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    mesh = make_mesh(topology)
+    cases = [case | {"shape": Shape(**case["shape"])} for case in cases]
+    calibration = calibrated(mesh, cases[0]["shape"], args)
+    record = {
+        "mesh": {axis: size for axis, size in mesh.shape.items() if size > 1},
+        "turns": args.turns,
+        "calibration": dataclasses.asdict(calibration),
+        "cases": measured(mesh, cases, calibration, args),
+    }
+    if is_first():
+        print("\n".join(map(line_of, record["cases"])))
+        emit(record, args.json)
+    return DONE
+
+
+def cases_of(args: argparse.Namespace) -> list[dict]:
+    """Raises ValueError, one line, for what is no list of cases."""
+    for name in ("turns", "dcs"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
+    if args.largest <= ELEMENTS[-1]:
+        raise ValueError(f"--largest {args.largest} must be above {ELEMENTS[-1]}")
+    try:
+        cases = json.loads(args.cases.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"cannot read {args.cases} as JSON: {error}: give a list of cases"
+        ) from error
+    keys = {"name", "shape", "arms"}
+    if not (isinstance(cases, list) and cases):
+        raise ValueError(f"{args.cases} must hold a list of cases, and holds none")
+    for case in cases:
+        if not isinstance(case, dict) or set(case) != keys:
+            raise ValueError(f"a case must have {sorted(keys)}, and this is {case}")
+    return cases
+
+
+def calibrated(mesh, shape, args: argparse.Namespace):
+    """A Calibration of this mesh, of sizes that slow links take."""
+    import jax
+
+    from tools.bench.collective_times import Widths, matmul_programs, seconds
+
+    points = collectives(mesh, args.largest)
+    runs = [partial(point.run, *point.arguments) for point in points]
+    times = timed(runs, args.turns, barrier_of(mesh))
+    sec = [statistics.median(row) / REPEATS for row in times]
+    lines: dict[str, dict] = {}
+    for (name, along), line in fitted(points, sec).items():
+        numbers = (line.latency_sec, line.amount_per_sec, line.r2)
+        lines.setdefault(name, {})[along] = dict(zip(LINE_KEYS, numbers))
+    owned = max(1, shape.num_experts // mesh.size)
+    rows = shape.tokens * shape.top_k
+    widths = Widths(shape.d_model, shape.d_expert, owned, rows, "float32")
+    programs = matmul_programs(mesh, widths)
+    (matmul,) = fitted(programs, seconds(programs, args.turns)).values()
+    return Calibration(
+        device_kind=jax.devices()[0].device_kind,
+        mesh=dict(mesh.shape),
+        compute_dtype="float32",
+        collectives=lines,
+        flops_per_sec=matmul.amount_per_sec,
+        matmul_r2=matmul.r2,
+        compile_sec=0.0,
+        when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+
+
+def collectives(mesh, largest: int) -> list:
+    """Programs of tools/bench/collective_times.py, but fewer, repeated less."""
+    from tools.bench.collective_times import COLLECTIVES, GROUPS, collective
+
+    return [
+        collective(mesh, name, along, elements, DTYPE, REPEATS)
+        for along in GROUPS
+        if all(mesh.shape[axis] > 1 for axis in along)
+        for name in COLLECTIVES
+        if name != "ppermute"
+        for elements in (*ELEMENTS, largest)
+    ]
+
+
+def barrier_of(mesh) -> Callable[[], object]:
+    """All processes leave it when all have come; cheaper than jax's own."""
+    import jax
+
+    from tools.bench.collective_times import collective
+
+    several = tuple(axis for axis, size in mesh.shape.items() if size > 1)
+    meet = collective(mesh, "all_reduce", several, 1, DTYPE, REPEATS)
+    return lambda: jax.block_until_ready(meet.run(*meet.arguments))
+
+
+def timed(runs, turns: int, meet: Callable, sent: list | None = None) -> list[list]:
+    """Seconds of each, turn by turn, every other turn backwards; the first one warms up
+    and is left out. The slowest process counts. Into `sent` go the bytes that left
+    this DC meanwhile."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    from train.launch.processes import are_several
+
+    sec_nt = np.zeros((len(runs), turns + 1), np.float32)
+    for turn in range(1 + turns):
+        order = list(range(len(runs)))
+        for index in order if turn % 2 else reversed(order):
+            meet()
+            before, begin = sent_bytes(), time.perf_counter()
+            jax.block_until_ready(runs[index]())
+            sec_nt[index, turn] = time.perf_counter() - begin
+            if sent is not None:
+                meet()
+                sent[index].append(sent_bytes() - before)
+    if are_several():
+        sec_nt = multihost_utils.process_allgather(sec_nt).max(axis=0)
+    return sec_nt[:, 1:].astype(float).tolist()
+
+
+def sent_bytes() -> int:
+    return int(UPLINK.read_text()) if UPLINK.is_file() else 0
+
+
+def measured(mesh, cases: list[dict], calibration, args) -> list[dict]:
+    """A record of each case: seconds and bytes of its arms, and what is predicted."""
+    from tools.bench.communication_cases import compiled, prediction_of
+    from train.launch.processes import is_first, of_first
+
+    topology = Topology(*mesh.devices.shape)
+    per_dc = mesh.size // args.dcs
+    records, meet = [], barrier_of(mesh)
+    for case in cases:
+        shape, arms, begin = case["shape"], case["arms"], time.perf_counter()
+        told = of_first(lambda: prediction_of(shape, arms, topology, calibration))  # noqa: B023
+        steps = {arm: compiled(shape, arm, mesh, per_dc) for arm in arms}
+        compile_sec = time.perf_counter() - begin
+        check_kept(case["name"], steps)
+        steps[AUTO] = steps[told["chosen"]]
+        runs = [partial(step.run, *step.arguments) for step in steps.values()]
+        sent = [[] for _ in runs]
+        times = timed(runs, args.turns, meet, sent)
+        middle = [map(statistics.median, rows) for rows in (times, sent)]
+        record = {
+            "name": case["name"],
+            "shape": dataclasses.asdict(shape),
+            **told,
+            "step_sec": dict(zip(steps, middle[0])),
+            "times_sec": dict(zip(steps, times)),
+            "sent_bytes": dict(zip(steps, middle[1])),
+            "expected_bytes": {arm: s.leaving_bytes for arm, s in steps.items()},
+            "compile_sec": compile_sec,
+        }
+        records.append(record)
+        if is_first():
+            print(line_of(record), file=sys.stderr, flush=True)
+    return records
+
+
+def check_kept(name: str, steps: dict) -> None:
+    """All rows must fit, or the arms would not compute the same."""
+    for arm, step in steps.items():
+        (_, dropped), _ = step.run(*step.arguments)
+        if int(dropped):
+            raise ValueError(
+                f"case {name}: {arm} drops {int(dropped)} rows, and must drop none: "
+                "use a larger buffer_factor"
+            )
+
+
+def line_of(record: dict) -> str:
+    """Milliseconds, predictions in brackets, and MB that left the first DC."""
+    said, sent = record["predicted_sec"], record["sent_bytes"]
+    arms = [
+        f"{arm} {1e3 * sec:.0f} [{1e3 * said.get(arm, said[record['chosen']]):.0f}] ms "
+        f"{1e-6 * sent[arm]:.2f} MB"
+        for arm, sec in record["step_sec"].items()
+    ]
+    compiling = f"compiled in {record['compile_sec']:.0f} s"
+    return (
+        f"{record['name']}: {', '.join(arms)}; chosen {record['chosen']}; {compiling}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

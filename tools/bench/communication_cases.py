@@ -1,0 +1,300 @@
+"""One MoE layer's step under several schedules or domains: shapes, arms, bytes.
+
+    Shape   of a layer; an arm is 's1', 's1h', .. or a domain, '1x1' plain, '2x1', ..
+    Step    an arm, compiled: forward and backward, gradients of inputs and weights
+
+Token number i chooses experts i k, i k + 1, .. (modulo E): loads are even, and a
+capacity drops nothing. Later rounds, which would send nothing, are so not compiled. All
+arms have the same choices and the same numbers.
+"""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from moejax import axes
+from moejax.config import Moe, Router
+from moejax.moe.layer import MoeLayer
+from moejax.moe.mesh_roles import Groups, groups_of, spec
+from moejax.moe.types import Placement
+from moejax.moe.weights.stores import master_spec
+from moejax.perf import choose_domain, choose_schedule, terms
+from moejax.perf.calibration import Calibration
+from moejax.plan.domain import Domain
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import GROUP_AXES, Layout, Topology
+from moejax.plan.tensor import Tensor
+
+ITEMSIZE = 4
+"""float32: CPUs emulate bfloat16, slowly."""
+DOMAIN = re.compile(r"(\d+)x(\d+)")
+COLLECTIVE = re.compile(
+    r"= (.*?) (all-to-all|all-gather|all-reduce|reduce-scatter)(?:-start)?\((.*)"
+)
+ARRAY = re.compile(r"\b(?:f|s|u|bf)(\d+)\[([\d,]*)\]")
+LISTED = re.compile(r"replica_groups=\{\{([\d,{}]*)\}\}")
+COUNTED = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+NAMED = re.compile(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}")
+AXIS = re.compile(r"'(\w+)'=(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of one layer in one micro-batch."""
+
+    tokens: int
+    """Of one tensor group, each of whose devices holds all of them."""
+    d_model: int
+    d_expert: int
+    num_experts: int
+    top_k: int
+    buffer_factor: float = 1.0
+    expert_shards: int | None = None
+    """None: as many as the tensor axis has devices."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "d_model", "d_expert", "num_experts", "top_k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.top_k > self.num_experts:
+            most = self.num_experts
+            raise ValueError(f"top_k={self.top_k} must be num_experts={most} at most")
+        if self.buffer_factor < 1:
+            raise ValueError(f"buffer_factor={self.buffer_factor} must be at least 1")
+
+    @property
+    def row_bytes(self) -> int:
+        """Of all rows of a tensor group: D where there is no tensor axis."""
+        return self.tokens * self.top_k * self.d_model * ITEMSIZE
+
+    @property
+    def expert_bytes(self) -> int:
+        return 3 * self.d_model * self.d_expert * ITEMSIZE
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """`run(*arguments)` computes (loss, dropped) and gradients; `leaving_bytes` cross
+    from the first DC to others meanwhile, by the collectives of the program."""
+
+    run: Any
+    arguments: tuple
+    leaving_bytes: float
+
+
+def domain_of(arm: str) -> tuple[int, int] | None:
+    """(S_dc, S_expert) of an arm that is a domain, None of a schedule. Raises
+    ValueError for a name of neither."""
+    if found := DOMAIN.fullmatch(arm):
+        return int(found[1]), int(found[2])
+    if arm not in choose_schedule.SCHEDULES:
+        raise ValueError(
+            f"{arm!r} is no arm: give {', '.join(choose_schedule.SCHEDULES)}, or "
+            "a domain such as 2x1"
+        )
+    return None
+
+
+def layout_of(shape: Shape, arm: str, topology: Topology) -> Layout:
+    """Raises ValueError for what cannot run on this mesh."""
+    shared, tensor = domain_of(arm), topology.tensor
+    choices = shape.tokens * shape.top_k
+    if shared is not None:
+        if tensor > 1:
+            raise ValueError(
+                f"arm {arm} is a domain, and Mesh.tensor={tensor}: use tensor=1"
+            )
+        sizes = (topology.dc, topology.expert)
+        domain = Domain(sizes, shared) if math.prod(shared) > 1 else None
+        return Layout.home(
+            shape.num_experts,
+            math.prod(sizes),
+            choices,
+            buffer_factor=shape.buffer_factor,
+            exchange="capacity",
+            domain=domain,
+            axes=GROUP_AXES["dc_expert"],
+        )
+    shards = shape.expert_shards or tensor
+    parts = {"s1": tensor, "s1h": tensor, "base": max(1, tensor // shards)}
+    choices = choices * (shards if arm == "base" else 1) // parts.get(arm, 1)
+    is_local = arm == "local"
+    num_devices = tensor if is_local else topology.expert * tensor // shards
+    return Layout.home(
+        shape.num_experts,
+        num_devices,
+        choices,
+        # As the models count them: not rounded up, which tells in buffers so small.
+        rows_per_peer=math.ceil(shape.buffer_factor * choices / num_devices),
+        exchange="capacity",
+        tensor=Tensor(arm, tensor, shards),
+        axes=("tensor",) if is_local else GROUP_AXES["expert"],
+    )
+
+
+def compiled(shape: Shape, arm: str, mesh: Mesh, devices_per_dc: int) -> Step:
+    """Of float32 numbers that are drawn anew, the same for each arm."""
+    topology = Topology(*mesh.devices.shape)
+    layout = layout_of(shape, arm, topology)
+    groups = groups_of(mesh, layout)
+    e, k, d = shape.num_experts, shape.top_k, shape.d_model
+    moe = Moe(num_experts=e, top_k=k, d_expert=shape.d_expert)
+    layer = nnx.eval_shape(lambda: MoeLayer(moe, Router(), d, mesh, nnx.Rngs(0)))
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+    plan = ExpertPlan.home_in(layout, 1).validate(layout)
+    placement = jax.tree.map(np.asarray, Placement.of_plan(plan, layout).layer(0))
+    rest = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), rest)
+    inputs = _inputs(shape, topology, groups)
+    arguments = (_drawn(params, groups), axes.everywhere(rest, mesh), *inputs)
+
+    def loss(params, x_btd, rest, forced_btk):
+        layer = nnx.merge(graph, params, rest)
+        y_btd, sums = layer(x_btd, placement, layout, forced_btk=forced_btk)
+        return 0.5 * jnp.mean(y_btd**2), jnp.sum(sums.dropped)
+
+    def step(params, rest, x_btd, forced_btk):
+        grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        return grad(params, x_btd, rest, forced_btk)
+
+    whole = NamedSharding(groups.mesh, spec())
+    where = jax.tree.map(lambda leaf: leaf.sharding, (arguments[0], arguments[2]))
+    program = jax.jit(step, out_shardings=((whole, whole), where))
+    program = program.lower(*arguments).compile()
+    leaving = leaving_of(program.as_text(), devices_per_dc)
+    return Step(program, arguments, leaving)
+
+
+def _drawn(params, groups: Groups):
+    """Expert weights at their owners, small; whatever the mesh, the same."""
+
+    def drawn(path, leaf):
+        rng, dims = np.random.default_rng(leaf.size), str(path[0].key).split("_")[-1]
+        value = rng.standard_normal(leaf.shape, np.float32) * leaf.shape[-2] ** -0.5
+        where = spec() if leaf.ndim == 2 else master_spec(dims, "owned", groups)
+        return _placed(value, NamedSharding(groups.mesh, where))
+
+    return jax.tree_util.tree_map_with_path(drawn, params)
+
+
+def _inputs(shape: Shape, topology: Topology, groups: Groups) -> tuple:
+    """x_btd and forced_btk: one sequence a tensor group."""
+    b, n, k = topology.num_batch_shards, shape.tokens, shape.top_k
+    x_btd = np.random.default_rng(0).standard_normal((b, n, shape.d_model), np.float32)
+    forced_nk = (np.arange(n * k) % shape.num_experts).reshape(n, k).astype(np.int32)
+    where = NamedSharding(groups.mesh, spec(groups.batch))
+    forced_btk = np.broadcast_to(forced_nk, (b, n, k))
+    return _placed(x_btd, where), _placed(forced_btk, where)
+
+
+def _placed(value: np.ndarray, where: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(value.shape, where, lambda at: value[at])
+
+
+def leaving_of(hlo: str, devices_per_dc: int) -> float:
+    """Bytes that the collectives of a compiled program send from the first DC to
+    others: device i lies in DC i // devices_per_dc. Rings for all but all_to_all."""
+    total = 0.0
+    for line in hlo.splitlines():
+        found = COLLECTIVE.search(line)
+        if found is None:
+            continue
+        result, kind, rest = found.groups()
+        size = sum(
+            int(bits) // 8 * math.prod(int(n) for n in dims.split(",") if n)
+            for bits, dims in ARRAY.findall(result)
+        )
+        for group in _groups(rest):
+            total += _leaving(kind, size, [i // devices_per_dc for i in group])
+    return total
+
+
+def _leaving(kind: str, size: float, dc_w: list[int]) -> float:
+    w = len(dc_w)
+    if kind == "all-to-all":
+        inside = dc_w.count(0)
+        return inside * (w - inside) * size / w
+    edges = sum(a == 0 and b != 0 for a, b in zip(dc_w, dc_w[1:] + dc_w[:1]))
+    whole = {"all-gather": size, "all-reduce": 2 * size, "reduce-scatter": w * size}
+    return edges * whole[kind] * (w - 1) / w
+
+
+def _groups(rest: str) -> list[list[int]]:
+    if found := LISTED.search(rest):
+        return [[int(i) for i in group.split(",")] for group in found[1].split("},{")]
+    if found := NAMED.search(rest):
+        size_of = {name: int(size) for name, size in AXIS.findall(found[1])}
+        along = [word.strip("' ") for word in found[2].split(",")]
+        names = list(size_of)
+        order = [names.index(n) for n in names if n not in along]
+        order += [names.index(n) for n in along]
+        numbers = np.arange(math.prod(size_of.values())).reshape(*size_of.values())
+        width = math.prod(size_of[name] for name in along)
+        return numbers.transpose(order).reshape(-1, width).tolist()
+    if not (found := COUNTED.search(rest)):
+        raise ValueError(f"a collective without replica_groups: {rest}")
+    shape, dims = ([int(n) for n in found[i].split(",")] for i in (1, 2))
+    numbers = np.arange(math.prod(dims)).reshape(dims)
+    if found[3]:
+        numbers = numbers.transpose([int(n) for n in found[3].split(",")])
+    return numbers.reshape(shape).tolist()
+
+
+def prediction_of(
+    shape: Shape, arms: list[str], topology: Topology, calibration: Calibration
+) -> dict:
+    """What is chosen among these arms, of one kind, and the seconds predicted of each;
+    all that JSON takes."""
+    predict = _of_domains if domain_of(arms[0]) else _of_schedules
+    every = predict(shape, topology, calibration)
+    missing = [arm for arm in arms if arm not in every]
+    if missing:
+        raise ValueError(f"{missing} cannot run: use arms among {', '.join(every)}")
+    kept = {name: p for name, p in every.items() if name in arms}
+    return {
+        "chosen": terms.first_fastest(kept),
+        "predicted_sec": {arm: kept[arm].sec for arm in arms},
+        "terms_sec": {a: {t.name: t.sec for t in kept[a].terms} for a in arms},
+    }
+
+
+def _of_domains(shape: Shape, topology: Topology, calibration: Calibration):
+    sizes = {"dc": topology.dc, "expert": topology.expert}
+    owned = shape.num_experts / math.prod(sizes.values())
+    flops = 6 * shape.tokens * shape.top_k * shape.d_model * shape.d_expert
+    stream = choose_domain.Stream(
+        row_bytes=shape.buffer_factor * shape.row_bytes,
+        expert_bytes=owned * shape.expert_bytes,
+        pre_expert_sec=0.0,
+        expert_sec=flops / calibration.flops_per_sec,
+        sizes=sizes,
+        is_prefetched=False,
+        is_hierarchical=False,
+    )
+    predictions = choose_domain.choose(stream, calibration).predictions
+    return {"x".join(map(str, domain)): p for domain, p in predictions.items()}
+
+
+def _of_schedules(shape: Shape, topology: Topology, calibration: Calibration):
+    choice = choose_schedule.choose(
+        choose_schedule.Shape(
+            tokens=shape.tokens,
+            d_model=shape.d_model,
+            d_expert=shape.d_expert,
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+            buffer_factor=shape.buffer_factor,
+            itemsize=ITEMSIZE,
+            tensor=topology.tensor,
+            expert_shards=shape.expert_shards or topology.tensor,
+            sizes={"expert": topology.expert},
+        ),
+        calibration,
+    )
+    return choice.predictions

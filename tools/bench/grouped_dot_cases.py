@@ -1,0 +1,299 @@
+"""What the benchmark and the search for tiles measure: inputs, FLOPs, bytes, and what
+is right.
+
+    forward  y = x w             dgrad  dx = dy w.T           wgrad  dw = x.T dy
+    fused    into_mh = x [gate, up], and h = silu(x gate) * (x up): the first product of
+             a feed-forward, with what its backward pass keeps; 2f columns
+    grads    y, dx and dw in one program, as training runs them
+
+Those are the passes of tools/bench/grouped_dot.py. tools/tune_kernels.py has the first
+three, `swiglu`, which is `fused`, and
+
+    swiglu_dgrad  dinto_mh, the gradient of into_mh where dy is that of h @ down, and h
+                  once more
+    fp8_forward   forward and dgrad of 8-bit values; what is right is the same
+    fp8_dgrad
+
+Right is what NumPy computes in float64 from the same inputs; an error is
+||out - ref|| / ||ref||.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from moejax.kernels.shapes import Shape, Skew, rows_of
+
+PASSES = ("forward", "dgrad", "wgrad", "fused", "grads")
+"""Of the benchmark."""
+OPERANDS = {
+    "forward": ("x_md", "w_gdf"),
+    "dgrad": ("dy_mf", "w_gdf"),
+    "wgrad": ("x_md", "dy_mf"),
+    "fused": ("x_md", "into_gdh"),
+    "grads": ("x_md", "w_gdf", "dy_mf"),
+    "swiglu": ("x_md", "into_gdh"),
+    "swiglu_dgrad": ("dy_md", "down_gfd", "into_mh"),
+    "fp8_forward": ("x_md", "w_gdf"),
+    "fp8_dgrad": ("dy_mf", "w_gdf"),
+}
+"""Of each pass, before rows_g."""
+PARTS = {
+    "grads": ("forward", "dgrad", "wgrad"),
+    "fused": ("h", "into"),
+    "swiglu": ("h", "into"),
+    "swiglu_dgrad": ("dinto", "h_again"),
+}
+"""What a pass returns, where it is not one array of its own name."""
+OPERANDS_OF_PARTS = {
+    part: OPERANDS[part if part in OPERANDS else which]
+    for which in OPERANDS
+    for part in PARTS.get(which, (which,))
+}
+PRODUCTS = {"forward": 1, "dgrad": 1, "wgrad": 1, "fused": 2, "grads": 3}
+"""Of 2 * rows * d * f FLOPs, in the passes of the benchmark."""
+MOST_ERROR = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+MOST_ERROR_TF32 = 1e-3
+"""Of float32 on a GPU, whose matrix units round its inputs to 10 bits."""
+MOST_ERROR_FP8 = 2**0.5 * 2**-4
+"""Of values with 3 bits behind the leading one: each is off by 1/16 of itself at most,
+those of both operands independently. It is half of that on the average."""
+SEED_OF_ROWS = 0
+SAMPLED_ENDS, SAMPLED_WIDTH = 8, 64
+SAMPLED_COLUMNS = 512
+"""Of rows: of a width of 14336 one in 28, so that no chunk of 32 goes unseen."""
+
+
+class Case(NamedTuple):
+    """A pass's inputs, in the order of OPERANDS; rows past rows_g.sum() are padding."""
+
+    operands: tuple[Array, ...]
+    rows_g: np.ndarray
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.rows_g.sum())
+
+    def without_groups(self) -> "Case":
+        """What `dense` computes: all rows, padding too, belong to the first matrix."""
+        first = tuple(a[:1] if a.ndim == 3 else a for a in self.operands)
+        rows = next(a.shape[0] for a in self.operands if a.ndim == 2)
+        return Case(first, np.array([rows], np.int32))
+
+    def poisoned(self) -> "Case":
+        """NaN in padding."""
+        is_padding_m1 = np.arange(self.operands[0].shape[0])[:, None] >= self.num_rows
+        return self._replace(
+            operands=tuple(
+                a if a.ndim == 3 else jnp.where(is_padding_m1, jnp.nan, a)
+                for a in self.operands
+            )
+        )
+
+
+def operands(which: str, shape: Shape, dtype: str, seed: int) -> tuple[Array, ...]:
+    """Fresh normal numbers on the device; matrices over the root of their height, so
+    that x @ w has variance 1."""
+    rows, d, f, groups = shape.rows, shape.d, shape.f, shape.groups
+    dims = {
+        "x_md": (rows, d),
+        "dy_md": (rows, d),
+        "dy_mf": (rows, f),
+        "into_mh": (rows, 2 * f),
+        "w_gdf": (groups, d, f),
+        "into_gdh": (groups, d, 2 * f),
+        "down_gfd": (groups, f, d),
+    }
+    keys = jax.random.split(jax.random.key(seed), len(OPERANDS[which]))
+    return tuple(
+        _normal(key, dims[name], dtype) for key, name in zip(keys, OPERANDS[which])
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: Array, dims: tuple[int, ...], dtype: str) -> Array:
+    if len(dims) == 2:
+        return jax.random.normal(key, dims, dtype)
+    groups, height, _ = dims
+    # A matrix at a time: random bits of all would take several times their memory.
+    return jax.lax.map(
+        lambda key: (
+            jax.random.normal(key, dims[1:], dtype) * jnp.asarray(height**-0.5, dtype)
+        ),
+        jax.random.split(key, groups),
+    )
+
+
+def small(shape: Shape) -> Shape:
+    """The case on which an arm is checked whole."""
+    least = Shape(rows=600, d=256, f=256, groups=16)
+    pairs = (
+        (getattr(shape, n), getattr(least, n)) for n in ("rows", "d", "f", "groups")
+    )
+    return Shape(*(min(pair) for pair in pairs))
+
+
+def small_case(which: str, shape: Shape, dtype: str, seed: int, skew: Skew) -> Case:
+    """Of the same skew, with an eighth of the rows as padding."""
+    shape = small(shape)
+    num_owned = shape.rows - shape.rows // 8
+    rows_g = rows_of(skew, num_owned, shape.groups, SEED_OF_ROWS)
+    return Case(operands(which, shape, dtype, seed), rows_g)
+
+
+def flops(which: str, shape: Shape) -> int:
+    return PRODUCTS[which] * 2 * shape.rows * shape.d * shape.f
+
+
+def least_bytes(which: str, shape: Shape, rows_g: np.ndarray, itemsize: int) -> int:
+    """Each input read once, each output written once; of weights, those of groups that
+    have rows. All of dw is written: an empty group's is zero."""
+    x, dy, matrix = shape.rows * shape.d, shape.rows * shape.f, shape.d * shape.f
+    read, written = int((rows_g > 0).sum()) * matrix, shape.groups * matrix
+    counts = {
+        "forward": x + read + dy,
+        "dgrad": dy + read + x,
+        "wgrad": x + dy + written,
+        "fused": x + 2 * read + dy + 2 * dy,
+        "grads": (x + read + dy) + (dy + x + written),
+    }
+    return counts[which] * itemsize
+
+
+def most_error(dtype: str, device: str, which: str = "", *, is_fp8=False) -> float:
+    if is_fp8:  # h is a product of two results
+        return MOST_ERROR_FP8 * (2 if which == "fused" else 1)
+    if (dtype, device) == ("float32", "gpu"):
+        return MOST_ERROR_TF32
+    return MOST_ERROR[dtype]
+
+
+def error_of(which: str, results, case: Case, *, has_zero_padding: bool) -> float:
+    """The largest error of the results, whole; infinite where one is not finite.
+    Padding counts where it must be zero."""
+    errors = []
+    for part, arrays, out in parts_of(which, case, results):
+        has_all = part == "wgrad" or has_zero_padding
+        rows = slice(None if has_all else case.num_rows)
+        reference = defined(part, [*map(_float64, arrays)], case.rows_g)
+        errors.append(relative_error(_float64(out)[rows], reference[rows]))
+    return max(errors)
+
+
+def sampled_error_of(which: str, results, case: Case) -> float:
+    """The same for a case of full size, the largest of a few groups: of some columns of
+    their first and last rows, or of some rows and columns of their gradients. All
+    results must be finite."""
+    errors = []
+    for part, arrays, out in parts_of(which, case, results):
+        if not _is_finite(out):
+            return np.inf
+        sampled, found, rows_g = sample(part, arrays, out, case.rows_g)
+        reference = defined(part, sampled, rows_g)
+        ends_g = range(1, len(rows_g)) if part == "wgrad" else np.cumsum(rows_g)[:-1]
+        by_group = (np.split(whole, ends_g) for whole in (found, reference))
+        errors += map(relative_error, *by_group)
+    return max(errors)
+
+
+def parts_of(which: str, case: Case, results) -> Iterator[tuple]:
+    """(part, what it is made of, out) of each array that a pass returns."""
+    which = which.removeprefix("fp8_")
+    by_name = dict(zip(OPERANDS[which], case.operands, strict=True))
+    parts = PARTS.get(which, (which,))
+    outs = results if which in PARTS else (results,)
+    for part, out in zip(parts, outs, strict=True):
+        yield part, [by_name[name] for name in OPERANDS_OF_PARTS[part]], out
+
+
+def defined(part: str, arrays: Sequence[np.ndarray], rows_g: np.ndarray) -> np.ndarray:
+    """The definition, group by group; zero in padding."""
+    ends_g = np.cumsum(rows_g)
+    spans = [slice(end - rows, end) for rows, end in zip(rows_g, ends_g)]
+    x, other, *more = arrays
+    if part == "wgrad":
+        return np.stack([x[span].T @ other[span] for span in spans])
+    found = [
+        _of_group(part, x[span], matrix, *(a[span] for a in more))
+        for span, matrix in zip(spans, other)
+    ]
+    padding = np.zeros((len(x) - ends_g[-1], found[0].shape[1]))
+    return np.concatenate([*found, padding])
+
+
+def _of_group(part: str, x, matrix, into=None) -> np.ndarray:
+    if part in ("forward", "into"):
+        return x @ matrix
+    if part == "dgrad":
+        return x @ matrix.T
+    gate, up = np.split(x @ matrix if part == "h" else into, 2, axis=1)
+    sigmoid = 1 / (1 + np.exp(-gate))
+    silu = gate * sigmoid
+    if part != "dinto":
+        return silu * up
+    dh = x @ matrix.T
+    dgate = dh * up * (sigmoid + silu * (1 - sigmoid))
+    return np.concatenate([dgate, dh * silu], axis=1)
+
+
+def sample(part: str, arrays: Sequence[Array], out: Array, rows_g: np.ndarray) -> tuple:
+    """A case of fewer groups, rows and columns in float64, with the results that belong
+    to it: the fullest group, the first and last that have rows, and an empty one."""
+    full = np.flatnonzero(rows_g)
+    empty = np.flatnonzero(rows_g == 0)[:1]
+    chosen = np.unique([*full[[0, -1]], rows_g.argmax(), *empty])
+    first_g = np.cumsum(rows_g) - rows_g
+    if part == "wgrad":
+        from_x, from_dy = (_spread(a.shape[1], SAMPLED_WIDTH) for a in arrays)
+        rows = np.concatenate([first_g[i] + np.arange(rows_g[i]) for i in chosen])
+        x, dy = (a[:, own][rows] for a, own in zip(arrays, (from_x, from_dy)))
+        out = out[chosen][:, from_x][:, :, from_dy]
+        return [_float64(x), _float64(dy)], _float64(out), rows_g[chosen]
+    near = [_ends_of(first_g[i], rows_g[i]) for i in chosen]
+    rows = np.concatenate(near)
+    width = out.shape[1] // (2 if part in ("into", "dinto") else 1)
+    x, matrix, *more = arrays
+    axis = 1 if part in ("dgrad", *PARTS["swiglu_dgrad"]) else 2
+    matrix = _columns(matrix[chosen], width, axis)
+    more = (_columns(a[rows], width) for a in more)
+    sampled = [_float64(a) for a in (x[rows], matrix, *more)]
+    counts = np.array([len(r) for r in near])
+    return sampled, _float64(_columns(out[rows], width)), counts
+
+
+def _ends_of(first: int, count: int) -> np.ndarray:
+    row = np.arange(count)
+    return first + row[(row < SAMPLED_ENDS) | (row >= count - SAMPLED_ENDS)]
+
+
+def _spread(width: int, count: int) -> np.ndarray:
+    """So many of `width` columns, the first and the last among them, or all."""
+    return np.unique(np.linspace(0, width - 1, count).astype(int))
+
+
+def _columns(array: Array, width: int, axis: int = 1) -> Array:
+    """Some of each part of `width`: gate and up lie side by side."""
+    first = np.arange(0, array.shape[axis], width)[:, None]
+    return jnp.take(array, (first + _spread(width, SAMPLED_COLUMNS)).ravel(), axis)
+
+
+def relative_error(out: np.ndarray, reference: np.ndarray) -> float:
+    """Frobenius norms; infinite for what is not finite."""
+    norm = np.linalg.norm(reference)
+    error = np.linalg.norm(out - reference) / (norm if norm > 0 else 1)
+    return float(error) if np.isfinite(error) else np.inf
+
+
+def _float64(array: Array) -> np.ndarray:
+    with np.errstate(invalid="ignore"):  # a peer's padding may hold NaN
+        return np.asarray(jax.device_get(array)).astype(np.float64)
+
+
+@jax.jit
+def _is_finite(array: Array) -> Array:
+    return jnp.isfinite(array).all()

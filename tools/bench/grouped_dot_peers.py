@@ -1,0 +1,301 @@
+"""Arms of tools/bench/grouped_dot.py: ours, and what computes the same elsewhere.
+
+    hopper, blocked  ours: moejax.kernels.grouped_dot.products
+    hopper_fp8       ours too: forward and dgrad of 8-bit values, with what rounds x, dy
+                     and w to them, all gradients in e4m3
+    ragged_dot       jax.lax.ragged_dot_general, with the dims of ragged_dot's gradients
+    mgpu             ragged_dot and transposed_ragged_dot of JAX's pallas.ops.gpu
+    tokamax_mosaic   tokamax.ragged_dot_general by its Pallas kernels for Hopper
+    tokamax_triton   the same by its Triton kernels
+    torch            PyTorch's grouped_mm, eager
+    batched          rows padded to the fullest group, then one batched matmul
+    dense            one matmul of equal FLOPs, without groups: the speed of light
+
+Those that take tile sizes come in variants, of which the benchmark keeps the fastest;
+sizes are from their own searches.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+OURS = ("hopper", "blocked", "hopper_fp8")
+IN_FP8 = ("hopper_fp8",)
+MGPU_TILES = ((128, 128, 64, 4, 4), (64, 128, 64, 6, 4), (128, 192, 64, 4, 2))
+"""block_m, block_n, block_k, max_concurrent_steps, grid_block_n of JAX's kernels."""
+MGPU_WGRAD_TILES = ((128, 128, 64, 4, 4), (64, 128, 64, 6, 4), (128, 128, 128, 2, 4))
+TOKAMAX_TILES = (
+    {"block_m": 128, "num_stages": 4, "persistent": True, "grid_tile_width": 4},
+    {"block_m": 128, "num_stages": 4, "persistent": False},
+    {"block_m": 64, "num_stages": 4, "persistent": True},
+)
+
+
+class Products(NamedTuple):
+    """Of one implementation; their definition is in
+    tools/bench/grouped_dot_cases.py."""
+
+    forward: Callable
+    """(x_md, w_gdf, rows_g) -> y_mf"""
+    dgrad: Callable
+    """(dy_mf, w_gdf, rows_g) -> dx_md"""
+    wgrad: Callable
+    """(x_md, dy_mf, rows_g) -> dw_gdf"""
+    swiglu: Callable
+    """(x_md, into_gdh, rows_g) -> (h_mf, into_mh)"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One implementation of one pass."""
+
+    run: Callable
+    """What is timed: run(*arguments(operands, rows_g))."""
+    arguments: Callable[[Sequence[Array], Array], tuple] = lambda ops, rows: (
+        *ops,
+        rows,
+    )
+    wait: Callable = jax.block_until_ready
+    results: Callable[[Any], Any] = lambda out: out
+    """Of run's result, as arrays of JAX."""
+    tiles: str = ""
+    """Which variant this is, where there are several."""
+
+    def results_of(self, arguments: tuple):
+        return self.results(self.wait(self.run(*arguments)))
+
+
+@functools.cache
+def arms(impl: str, which: str, fullest_rows: int) -> tuple[Arm, ...]:
+    """The variants of an arm. `fullest_rows` is the capacity of `batched`; give 0 to
+    the others. Raises ImportError where what it needs is not installed."""
+    if impl in IN_FP8 and which == "wgrad":
+        raise NotImplementedError("wgrad has no 8-bit values: see hopper")
+    variants = VARIANTS[impl](fullest_rows) if fullest_rows else VARIANTS[impl]()
+    if impl == "torch":
+        return (_torch_arm(of_pass(variants[""], which)),)
+    operands = {"arguments": _without_groups} if impl == "dense" else {}
+    return tuple(
+        Arm(jax.jit(of_pass(products, which)), tiles=tiles, **operands)
+        for tiles, products in variants.items()
+    )
+
+
+def of_pass(products: Products, which: str) -> Callable:
+    """The function of a pass; `grads` is forward and both gradients in one program."""
+    if which != "grads":
+        return getattr(products, "swiglu" if which == "fused" else which)
+
+    def grads(x_md, w_gdf, dy_mf, rows_g):
+        y_mf = products.forward(x_md, w_gdf, rows_g)
+        dx_md = products.dgrad(dy_mf, w_gdf, rows_g)
+        return y_mf, dx_md, products.wgrad(x_md, dy_mf, rows_g)
+
+    return grads
+
+
+def ours(implementation: str, fp8: str = "none") -> dict[str, Products]:
+    from moejax.kernels.grouped_dot.products import products
+
+    return {"": products(implementation, fp8=fp8)}
+
+
+def ragged_dot() -> dict[str, Products]:
+    return {"": _of_dims(lax.ragged_dot_general)}
+
+
+def mgpu() -> dict[str, Products]:
+    from jax.experimental.pallas.ops.gpu import (
+        ragged_dot_mgpu,
+        transposed_ragged_dot_mgpu,
+    )
+
+    names = "block_m", "block_n", "block_k", "max_concurrent_steps", "grid_block_n"
+
+    def of(rows_tiles: tuple, wgrad_tiles: tuple) -> Products:
+        dot = partial(ragged_dot_mgpu.ragged_dot, **dict(zip(names, rows_tiles)))
+        transposed = partial(
+            transposed_ragged_dot_mgpu.transposed_ragged_dot,
+            **dict(zip(names, wgrad_tiles)),
+        )
+
+        def forward(x_md, w_gdf, rows_g):
+            return dot(x_md, w_gdf, group_sizes=rows_g)
+
+        def dgrad(dy_mf, w_gdf, rows_g):
+            return dot(dy_mf, w_gdf, group_sizes=rows_g, transpose_rhs=True)
+
+        def wgrad(x_md, dy_mf, rows_g):
+            return transposed(x_md, dy_mf, group_sizes=rows_g)
+
+        return Products(forward, dgrad, wgrad, swiglu_over(forward))
+
+    both = zip(MGPU_TILES, MGPU_WGRAD_TILES)
+    return {f"{rows} {wgrad}": of(rows, wgrad) for rows, wgrad in both}
+
+
+def tokamax(implementation: str) -> dict[str, Products]:
+    import tokamax
+    from tokamax._src.ops.ragged_dot.api import IMPLEMENTATIONS
+
+    if implementation not in IMPLEMENTATIONS:
+        raise ImportError(f"this tokamax has no {implementation}")
+    op = IMPLEMENTATIONS[implementation]
+    variants = {"its own choice": op}
+    if implementation == "mosaic_gpu":
+        for tiles in TOKAMAX_TILES:
+            sizes = {"block_n": 64, "block_k": 128, "split_k": 1, **tiles}
+            config = type(op).config_cls(**sizes)
+            variants[str(tiles)] = op.replace(config=config)
+
+    general = tokamax.ragged_dot_general
+    return {
+        tiles: _of_dims(partial(general, implementation=[op]))
+        for tiles, op in variants.items()
+    }
+
+
+def torch() -> dict[str, Products]:
+    import torch
+
+    named = getattr(torch.nn.functional, "grouped_mm", None)
+    grouped_mm = named or getattr(torch, "_grouped_mm", None)
+    if grouped_mm is None:
+        raise ImportError(f"torch {torch.__version__} has no grouped_mm")
+
+    def forward(x_md, w_gdf, ends_g):
+        return grouped_mm(x_md, w_gdf, offs=ends_g)
+
+    def dgrad(dy_mf, w_gdf, ends_g):
+        return grouped_mm(dy_mf, w_gdf.transpose(1, 2), offs=ends_g)
+
+    def wgrad(x_md, dy_mf, ends_g):
+        return grouped_mm(x_md.t(), dy_mf, offs=ends_g)
+
+    def swiglu(x_md, into_gdh, ends_g):
+        into_mh = forward(x_md, into_gdh, ends_g)
+        gate_mf, up_mf = into_mh.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate_mf) * up_mf, into_mh
+
+    return {"": Products(forward, dgrad, wgrad, swiglu)}
+
+
+def batched(capacity: int) -> dict[str, Products]:
+    def forward(x_md, w_gdf, rows_g):
+        y_gcf = jnp.einsum("gcd,gdf->gcf", padded(x_md, rows_g, capacity), w_gdf)
+        return unpadded(y_gcf, rows_g, x_md.shape[0])
+
+    def dgrad(dy_mf, w_gdf, rows_g):
+        dx_gcd = jnp.einsum("gcf,gdf->gcd", padded(dy_mf, rows_g, capacity), w_gdf)
+        return unpadded(dx_gcd, rows_g, dy_mf.shape[0])
+
+    def wgrad(x_md, dy_mf, rows_g):
+        x_gcd, dy_gcf = (padded(a, rows_g, capacity) for a in (x_md, dy_mf))
+        return jnp.einsum("gcd,gcf->gdf", x_gcd, dy_gcf)
+
+    return {"": Products(forward, dgrad, wgrad, swiglu_over(forward))}
+
+
+def dense() -> dict[str, Products]:
+    def forward(x_md, w_df, rows_g):
+        return x_md @ w_df
+
+    def dgrad(dy_mf, w_df, rows_g):
+        return dy_mf @ w_df.T
+
+    def wgrad(x_md, dy_mf, rows_g):
+        return (x_md.T @ dy_mf)[None]
+
+    return {"": Products(forward, dgrad, wgrad, swiglu_over(forward))}
+
+
+VARIANTS: dict[str, Callable[..., dict[str, Products]]] = {
+    "hopper": partial(ours, "hopper"),
+    "hopper_fp8": partial(ours, "hopper", "e4m3"),
+    "blocked": partial(ours, "blocked"),
+    "ragged_dot": ragged_dot,
+    "mgpu": mgpu,
+    "tokamax_mosaic": partial(tokamax, "mosaic_gpu"),
+    "tokamax_triton": partial(tokamax, "triton"),
+    "torch": torch,
+    "batched": batched,
+    "dense": dense,
+}
+ON_CPU = ("blocked", "ragged_dot", "batched", "dense")
+"""The others need a GPU."""
+
+
+def swiglu_over(forward: Callable) -> Callable:
+    """silu(gate) * up after one product for both; XLA fuses what follows it."""
+
+    def swiglu(x_md, into_gdh, rows_g):
+        into_mh = forward(x_md, into_gdh, rows_g)
+        gate_mf, up_mf = jnp.split(into_mh, 2, axis=-1)
+        return jax.nn.silu(gate_mf) * up_mf, into_mh
+
+    return swiglu
+
+
+def padded(
+    x_md: Float[Array, "m d"], rows_g: Int[Array, " g"], capacity: int
+) -> Float[Array, "g c d"]:
+    """Rows of each group from its first place on, and zeros after them."""
+    place_c = jnp.arange(capacity)
+    row_gc = (jnp.cumsum(rows_g) - rows_g)[:, None] + place_c
+    is_here_gc = place_c < rows_g[:, None]
+    x_gcd = x_md.at[row_gc].get(mode="clip")
+    return jnp.where(is_here_gc[:, :, None], x_gcd, 0)
+
+
+def unpadded(
+    y_gcf: Float[Array, "g c f"], rows_g: Int[Array, " g"], num_rows: int
+) -> Float[Array, "m f"]:
+    """The inverse; rows that no group owns hold anything."""
+    row_m, ends_g = jnp.arange(num_rows), jnp.cumsum(rows_g)
+    owner_m = jnp.searchsorted(ends_g, row_m, side="right")
+    owner_m = jnp.minimum(owner_m, len(rows_g) - 1)
+    place_m = row_m - (ends_g - rows_g)[owner_m]
+    return y_gcf.at[owner_m, place_m].get(mode="clip")
+
+
+def _of_dims(general: Callable) -> Products:
+    """The products of a ragged_dot_general, of its dimension numbers."""
+
+    def of(contract: tuple[int, int], grouped: list[int]) -> Callable:
+        dot = (((contract[0],), (contract[1],)), ((), ()))
+        dims = lax.RaggedDotDimensionNumbers(dot, [0], grouped)
+        return partial(general, ragged_dot_dimension_numbers=dims)
+
+    forward = of((1, 1), [0])
+    return Products(forward, of((1, 2), [0]), of((0, 0), []), swiglu_over(forward))
+
+
+def _without_groups(operands: Sequence[Array], rows_g: Array) -> tuple:
+    """The first matrix alone, sliced here: not in what is timed."""
+    return *(a[0] if a.ndim == 3 else a for a in operands), rows_g
+
+
+def _torch_arm(run: Callable) -> Arm:
+    """Shares the arrays' memory; ends of groups are known beforehand, as it asks."""
+    import torch
+
+    def arguments(operands, rows_g):
+        ends_g = jnp.cumsum(rows_g, dtype=jnp.int32)
+        return tuple(torch.from_dlpack(a) for a in (*operands, ends_g))
+
+    def wait(out):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return out
+
+    def results(out):
+        return jax.tree.map(lambda a: jnp.from_dlpack(a.contiguous()), out)
+
+    return Arm(run, arguments, wait, results)

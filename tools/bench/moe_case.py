@@ -1,0 +1,219 @@
+"""One MoE layer with inputs of a chosen skew, and the arms that compute it."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from moejax import axes
+from moejax.balance.policies.micromoe.symmetric import symmetric
+from moejax.config import Moe, Recorded, Router
+from moejax.moe import recorded, reference, route
+from moejax.moe.experts import swiglu
+from moejax.moe.layer import MoeLayer
+from moejax.moe.types import Placement
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout, Topology
+from tools.bench import moe_baselines
+
+Arm = tuple[Callable[[Any, Array], Array], Any]
+"""apply(params, x_btd) -> y_btd, and its params."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of one layer; `tokens` is one sequence per device."""
+
+    d: int
+    f: int
+    tokens: int
+    experts: int
+    top_k: int
+    devices: int
+    skew: Literal["uniform", "zipf"]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        for field in ("d", "f", "tokens", "experts", "top_k", "devices"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"--{field} {getattr(self, field)} must be at least 1")
+        if self.top_k > self.experts or self.experts > self.d:
+            raise ValueError(
+                f"--top_k {self.top_k} <= --experts {self.experts} <= --d {self.d} "
+                "must hold: inputs are made so that the router tells experts apart"
+            )
+
+    @property
+    def router(self) -> Router:
+        return Router(normalise_gates=self.top_k > 1)  # one normalised gate is 1
+
+    @property
+    def layout(self) -> Layout:
+        """The default one of a run: buffers of 1.5 times the even share."""
+        factor = Moe().buffer_factor
+        choices = self.tokens * self.top_k
+        return Layout.home(self.experts, self.devices, choices, buffer_factor=factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Layer, inputs, and the loads that its router sees there."""
+
+    shape: Shape
+    mesh: Mesh
+    graph: Any
+    params: Any
+    rest: Any
+    x_btd: Array
+    counts_we: np.ndarray
+    """Rows from every device to every expert."""
+
+    @property
+    def fullest_pair(self) -> int:
+        w = self.shape.devices
+        return int(self.counts_we.reshape(w, w, -1).sum(axis=-1).max())
+
+    def dropped_share(self, capacity: int) -> float:
+        over_we = np.maximum(self.counts_we - capacity, 0)
+        return float(over_we.sum() / self.counts_we.sum())
+
+
+def make_case(shape: Shape) -> Case:
+    mesh = axes.make_mesh(
+        Topology(expert=shape.devices), jax.devices()[: shape.devices]
+    )
+    moe = Moe(num_experts=shape.experts, top_k=shape.top_k, d_expert=shape.f)
+    layer = MoeLayer(moe, shape.router, shape.d, mesh, nnx.Rngs(0))
+    expert_btk = choices(shape)
+    x_btd = inputs(expert_btk, np.asarray(layer.router_de[...]))
+    counts_we = np.stack(
+        [np.bincount(c.reshape(-1), minlength=shape.experts) for c in expert_btk]
+    )
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+    by_expert, whole = axes.sharding(mesh, axes.EXPERT), axes.sharding(mesh)
+    where = jax.tree.map(lambda leaf: by_expert if leaf.ndim == 3 else whole, params)
+    return Case(
+        shape=shape,
+        mesh=mesh,
+        graph=graph,
+        params=jax.device_put(params, where),
+        rest=jax.device_put(rest, whole),
+        x_btd=jax.device_put(
+            x_btd.astype(shape.dtype), axes.sharding(mesh, axes.BATCH_AXES)
+        ),
+        counts_we=counts_we,
+    )
+
+
+def choices(shape: Shape) -> Int[np.ndarray, "b t k"]:
+    """Experts drawn with chances that follow the skew; which are hot is drawn too."""
+    rng = np.random.default_rng(0)
+    source = Recorded(source=shape.skew)
+    chance_e = recorded.loads(source, 1, shape.experts, shape.top_k)[0, 0]
+    start_bt = rng.random((shape.devices, shape.tokens), np.float32)
+    drawn_btk = recorded.choose(
+        jnp.asarray(chance_e), jnp.asarray(start_bt), shape.top_k
+    )
+    return rng.permutation(shape.experts)[np.asarray(drawn_btk)]
+
+
+def inputs(
+    expert_btk: Int[np.ndarray, "b t k"], router_de: Float[np.ndarray, "d e"]
+) -> Float[np.ndarray, "b t d"]:
+    """Inputs for which the router itself chooses these experts, so that an arm pays
+    for its router: noise, moved so that the chosen logits are 3 to 4, others < 2."""
+    b, t, k = expert_btk.shape
+    x_btd = np.random.default_rng(1).standard_normal((b, t, len(router_de)))
+    logit_bte = x_btd @ router_de
+    wanted_bte = np.minimum(logit_bte, 2.0)
+    rank_k = np.broadcast_to(4 - np.arange(k) / k, expert_btk.shape)
+    np.put_along_axis(wanted_bte, expert_btk, rank_k, axis=-1)
+    x_btd += (wanted_bte - logit_bte) @ np.linalg.pinv(router_de)
+    chosen_btk = np.argsort(-(x_btd @ router_de), axis=-1)[..., :k]
+    assert np.array_equal(chosen_btk, expert_btk), "the router chooses otherwise"
+    return x_btd.astype(np.float32)
+
+
+def arms(case: Case, capacity: int, *, has_splits: bool = False) -> dict[str, Arm]:
+    """All arms by name. `capacity` is of einsum alone."""
+    layout = case.shape.layout
+    ours = partial(_ours, case, layout, ExpertPlan.home_in(layout, 1))
+
+    def einsum(params, x_btd):
+        layer = nnx.merge(case.graph, params, case.rest)
+        return moe_baselines.einsum_layer(layer, x_btd, capacity)
+
+    return {
+        "dense": (partial(moe_baselines.dense, mesh=case.mesh), dense_params(case)),
+        "einsum": (einsum, case.params),
+        "ragged_dot": (partial(ours, implementation="xla"), case.params),
+        "moejax": (ours, case.params),
+        **(split_arms(case) if has_splits else {}),
+    }
+
+
+def split_arms(case: Case) -> dict[str, Arm]:
+    """The layer with twice the slots, filled with copies in each pass: two replicas of
+    each expert under either split, or those that the loads ask for."""
+    layout, own = case.shape.layout, case.shape.layout.experts_per_device
+    layout = dataclasses.replace(
+        layout,
+        store="transient",
+        slots_per_device=2 * own,
+        offers_per_device=own,
+        copies_per_device=own,
+    )
+    row_p = symmetric(layout.num_experts, layout.num_devices, 2 * own)
+    twice = ExpertPlan(row_p[None], layout.num_experts)
+    plans = {
+        "even": twice,
+        "water_filling": twice,
+        "dynamic": ExpertPlan.home_in(layout, 1),
+    }
+    return {
+        split: (
+            partial(_ours, case, dataclasses.replace(layout, split=split), plan),
+            case.params,
+        )
+        for split, plan in plans.items()
+    }
+
+
+def _ours(case, layout, plan, params, x_btd, implementation="auto"):
+    layer = nnx.merge(case.graph, params, case.rest)
+    placement = Placement.of_plan(plan, layout).layer(0)
+    experts = partial(swiglu, implementation=implementation)
+    return layer(x_btd, placement, layout, experts=experts)[0]
+
+
+def dense_params(case: Case) -> dict[str, Array]:
+    d, width = case.shape.d, case.shape.f * case.shape.top_k
+    rng = np.random.default_rng(2)
+
+    def matrix(fan_in: int, fan_out: int) -> np.ndarray:
+        return rng.standard_normal((fan_in, fan_out), np.float32) * fan_in**-0.5
+
+    params = {
+        "gate_df": matrix(d, width),
+        "up_df": matrix(d, width),
+        "down_fd": matrix(width, d),
+    }
+    return jax.device_put(params, axes.sharding(case.mesh))
+
+
+def defined(case: Case, params: Any, x_btd: Array) -> Array:
+    """The layer by its definition; for jit, on one device's copies."""
+    layer = nnx.merge(case.graph, params, case.rest)
+    x_nd = x_btd.reshape(-1, case.shape.d)
+    router = (layer.router_de[...], layer.bias_e[...], layer.router)
+    routes, _, _ = route.route(x_nd, *router, case.shape.top_k, case.shape.tokens)
+    names = ("gate_edf", "up_edf", "down_efd")
+    weights = {name: getattr(layer, name)[...] for name in names}
+    return reference.moe(x_nd, routes, weights).reshape(x_btd.shape)

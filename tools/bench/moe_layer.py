@@ -1,0 +1,234 @@
+"""Time of one MoE layer, forward and with backward, against three others.
+
+    python tools/bench/moe_layer.py [--json] [--skew zipf] [--splits] [--gpu]
+
+    dense       a SwiGLU of equal FLOPs (width k*f), data parallel: the speed of light
+    einsum      GShard's one-hot dispatch, one group per device; its capacity gives it
+                as many buffer rows as the layer has, and what exceeds it is dropped
+    ragged_dot  the layer with jax.lax.ragged_dot as grouped product
+    moejax      the layer: exact exchange, blocked grouped product
+
+With --splits also the layer with twice the slots, whose copies travel in each pass:
+
+    even            two replicas of each expert, which share its rows evenly
+    water_filling   the same, and the fullest device has as few rows as it can
+    dynamic         copies as the loads ask for them, every device has the mean
+
+First all but dense must equal the definition of the layer, values and gradients, on
+a small case. Then all run in turn, and medians are shown. Exit codes: 0 done, 1 an arm
+computes something else, 2 bad input.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
+
+from train.launch.allocator import restart_with_huge_pages  # noqa: E402
+from train.launch.ending import BAD_INPUT, CRASHED, refuse  # noqa: E402
+from train.launch.start import COLLECTIVE_FLAGS  # noqa: E402
+
+PASSES = ("fwd", "fwd_bwd")
+SIZES = {
+    "d": 256, "f": 512, "tokens": 2048, "experts": 64, "top_k": 2, "devices": 8,
+    "repeats": 7,
+}  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if argv is None and not args.gpu:
+        restart_with_huge_pages()
+    set_up_backend(args)
+    try:
+        record = run(args)
+    except ValueError as error:
+        return refuse(error, BAD_INPUT, args.json)
+    except AssertionError as error:
+        return refuse(error, CRASHED, args.json)
+    show(record)
+    if args.json:
+        print(json.dumps(record), flush=True)
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="last line: one object")
+    parser.add_argument("--gpu", action="store_true", help="GPUs that are here, bf16")
+    parser.add_argument("--splits", action="store_true", help="splits and copies too")
+    parser.add_argument("--skew", choices=("uniform", "zipf"), default="uniform")
+    for name, default in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{default}")
+    return parser.parse_args(argv)
+
+
+def set_up_backend(args: argparse.Namespace) -> None:
+    """Flags that must stand before jax is imported."""
+    flags = [os.environ.get("XLA_FLAGS", ""), *COLLECTIVE_FLAGS]
+    if not args.gpu:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        flags.append(f"--xla_force_host_platform_device_count={args.devices}")
+    os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+
+
+def run(args: argparse.Namespace) -> dict:
+    import jax
+
+    from tools.bench.moe_case import Shape, make_case
+
+    if args.repeats < 1:
+        raise ValueError(f"--repeats {args.repeats} must be at least 1")
+    sizes = {name: getattr(args, name) for name in SIZES if name != "repeats"}
+    dtype = "float32"
+    if args.gpu:
+        dtype, sizes["devices"] = "bfloat16", len(jax.devices("gpu"))
+    shape = Shape(**sizes, skew=args.skew, dtype=dtype)
+    layout, capacity = shape.layout, shape.layout.rows_per_slot
+    check(shape, has_splits=args.splits)
+    case = make_case(shape)
+    later = max(case.fullest_pair - layout.rows_per_peer, 0)
+    described = dataclasses.asdict(shape) | {
+        "rows_per_peer": layout.rows_per_peer,
+        "fullest_pair": case.fullest_pair,
+        "rounds": 1 + -(-later // layout.rows_per_round),
+        "einsum_capacity": capacity,
+        "einsum_dropped_share": case.dropped_share(capacity),
+    }
+    compiled = compile_arms(case, capacity, has_splits=args.splits)
+    median_msec = measure(compiled, args.repeats)
+    return report(jax.devices()[0].device_kind, described, compiled, median_msec)
+
+
+def check(shape, *, has_splits: bool) -> None:
+    """AssertionError unless all arms but dense compute the layer, and its gradients."""
+    import jax
+
+    from tools.bench.moe_case import arms, defined, make_case
+
+    small = dataclasses.replace(
+        shape, d=max(64, shape.experts), f=32, tokens=64, dtype="float32"
+    )
+    case = make_case(small)
+
+    def results(apply, params):
+        def loss(params, x_btd):
+            y_btd = apply(params, x_btd)
+            return (y_btd**2).sum(), y_btd
+
+        step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+        (_, y_btd), gradients = step(params, case.x_btd)
+        return jax.device_get((y_btd, gradients))
+
+    with jax.default_matmul_precision("highest"):
+        expected = results(lambda p, x: defined(case, p, x), case.params)
+        all_arms = arms(case, small.tokens, has_splits=has_splits)
+        for name, (apply, params) in all_arms.items():
+            if name != "dense":
+                assert_equal(name, results(apply, params), expected)
+
+
+def assert_equal(name: str, actual, expected) -> None:
+    """Each leaf to 1e-5 of its largest value: what float32 sums in another order do."""
+    import jax
+    import numpy as np
+
+    leaves = jax.tree_util.tree_leaves_with_path(expected)
+    for (path, b), a in zip(leaves, jax.tree.leaves(actual), strict=True):
+        error, largest = np.max(np.abs(a - b)), np.max(np.abs(b))
+        assert error <= 1e-5 * largest, (
+            f"{name} computes something else: leaf {jax.tree_util.keystr(path)} is off "
+            f"by {error:.3g}, and its largest value is {largest:.3g}"
+        )
+
+
+def compile_arms(case, capacity: int, *, has_splits: bool) -> dict:
+    """{(arm, pass): (compiled, its arguments)}"""
+    import jax
+    import jax.numpy as jnp
+
+    from tools.bench.moe_case import arms
+
+    compiled = {}
+    for name, (apply, params) in arms(case, capacity, has_splits=has_splits).items():
+
+        def loss(params, x_btd, apply=apply):
+            return jnp.sum(apply(params, x_btd).astype(jnp.float32) ** 2)
+
+        steps = {"fwd": apply, "fwd_bwd": jax.value_and_grad(loss, argnums=(0, 1))}
+        for which, step in steps.items():
+            arguments = (params, case.x_btd)
+            compiled[name, which] = jax.jit(step).lower(*arguments).compile(), arguments
+    return compiled
+
+
+def measure(compiled: dict, repeats: int) -> dict[tuple[str, str], float]:
+    """Medians; arms take turns, so that a slow minute of the machine meets them all,
+    every other time backwards, so that none always follows the same one."""
+    import jax
+
+    msec = {key: [] for key in compiled}
+    turns = [(which, repeat) for which in PASSES for repeat in range(1 + repeats)]
+    for which, repeat in turns:
+        keys = [key for key in compiled if key[1] == which]
+        for key in keys if repeat % 2 else reversed(keys):
+            step, arguments = compiled[key]
+            begin = time.perf_counter()
+            jax.block_until_ready(step(*arguments))
+            if repeat > 0:  # the first turn warms up
+                msec[key].append(1e3 * (time.perf_counter() - begin))
+    return {key: statistics.median(times) for key, times in msec.items()}
+
+
+def report(device: str, shape: dict, compiled: dict, msec: dict) -> dict:
+    rows = [
+        {
+            "impl": name,
+            "pass": which,
+            "msec": msec[name, which],
+            "ratio_to_moejax": msec[name, which] / msec["moejax", which],
+            "share_of_dense_rate": msec["dense", which] / msec[name, which],
+            "temp_mib": step.memory_analysis().temp_size_in_bytes / 2**20,
+        }
+        for (name, which), (step, _) in compiled.items()
+    ]
+    speedups = {
+        f"speedup_over_{rival}_{which}": msec[rival, which] / msec["moejax", which]
+        for rival in ("einsum", "ragged_dot")
+        for which in PASSES
+    }
+    return {"device": device, "shape": shape, "rows": rows, **speedups}
+
+
+def show(record: dict) -> None:
+    """The table; temporary MiB are of one device and the pass with backward."""
+    shape = record["shape"]
+    print(f"{shape['devices']} x {record['device']}")
+    print(", ".join(f"{name}={value}" for name, value in shape.items()))
+    print("| arm | fwd ms | fwd+bwd ms | / moejax | share of dense rate | temp MiB |")
+    print("|---|--:|--:|--:|--:|--:|")
+    by_arm = {}
+    for row in record["rows"]:
+        by_arm.setdefault(row["impl"], {})[row["pass"]] = row
+    for name, passes in by_arm.items():
+        fwd, both = (passes[which] for which in PASSES)
+        print(
+            f"| {name} | {fwd['msec']:.1f} | {both['msec']:.1f} "
+            f"| {fwd['ratio_to_moejax']:.2f}, {both['ratio_to_moejax']:.2f} "
+            f"| {fwd['share_of_dense_rate']:.0%}, {both['share_of_dense_rate']:.0%} "
+            f"| {fwd['temp_mib']:.0f}, {both['temp_mib']:.0f} |"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

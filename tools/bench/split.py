@@ -1,0 +1,283 @@
+"""Time and gap of splitting loads over replicas, ours against solvers of others.
+
+    python tools/bench/split.py [--sizes 64/8/2,256/64/2] [--json] [--gpu]
+
+    water_fill        load_e -> rows of each replica, inside a compiled step, with the
+                      tolerance of training: the fullest device 0.2 % above the bound
+    water_fill_exact  the same to the integer optimum
+    water_fill_fused  on Hopper GPUs, with --gpu: its sweeps as one kernel
+    split             all that the step does: counts_we -> rows of each source device to
+                      each replica
+    highs_cold        the linear program by HiGHS, a new model each time
+    highs_warm        its model and basis kept, as MicroMoE runs it on the host
+    highs_callback    the same from inside a compiled step (jax.pure_callback)
+    lplb              LPLB's five steps of affine scaling, compiled
+
+A size is experts / devices / replicas of each expert. Loads are Zipf's, at three skews,
+each on a random Cayley plan; a twentieth of the experts changes places from one
+micro-batch to the next, and warm solvers go through them in that order. Arms take turns
+on every micro-batch. A gap is over the optimum, which max-flow gives as a fraction.
+
+docs/split_tools.md lists the fields of --json. Exit codes: 0 done, 2 bad input.
+"""
+
+import argparse
+import math
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
+
+from tools.bench.split_cases import SKEWS, Case, Size, make_case  # noqa: E402
+from train.launch.ending import DONE, emit, guarded  # noqa: E402
+
+SIZES = "64/8/2,128/16/2,256/64/2,256/64/4"
+OURS, RIVAL = "water_fill", "highs_callback"
+"""The speed-up is of one over the other: both are inside a compiled step."""
+
+
+class Arm(NamedTuple):
+    solve: Callable
+    inputs: list
+    """Of each micro-batch."""
+    rows_of: Callable
+    """Rows [r] of each replica, of a result."""
+    is_accepted: Callable = lambda result: True
+    """Whether the solver took its own result, or fell back."""
+
+
+class Measured(NamedTuple):
+    """One arm on the micro-batches n."""
+
+    msec_n: np.ndarray
+    """Median over turns."""
+    gap_n: np.ndarray
+    above_n: np.ndarray
+    """Whole rows of the fullest device over the integer optimum."""
+    is_accepted_n: np.ndarray
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if not args.gpu:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+    return guarded(lambda: work(args), as_json=args.json)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--sizes", default=SIZES, help=f"experts/devices/replicas: {SIZES}")
+    add("--repeats", type=int, default=5, help="turns of which the median counts: 5")
+    add("--micro_batches", type=int, default=6, help="of each skew: 6")
+    add("--tokens", type=int, default=512, help="of each device: 512")
+    add("--seed", type=int, default=0)
+    add("--json", action="store_true", help="end with one JSON object on the last line")
+    add("--gpu", action="store_true", help="compile for the GPU that is here")
+    return parser.parse_args(argv)
+
+
+def work(args: argparse.Namespace) -> int:
+    sizes = [Size.of(text) for text in args.sizes.split(",")]
+    for name in ("repeats", "micro_batches", "tokens"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
+    import jax
+
+    try:
+        device = jax.devices("gpu" if args.gpu else "cpu")[0]
+    except RuntimeError:
+        raise ValueError("--gpu, and there is no GPU here: leave it out") from None
+    record = {
+        "device": device.device_kind,
+        "cores": os.cpu_count(),
+        "repeats": args.repeats,
+        "num_micro_batches": args.micro_batches * len(SKEWS),
+        "tokens_per_device": args.tokens,
+        "sizes": {},
+    }
+    for size in sizes:
+        rng = np.random.default_rng((args.seed, *size))
+        busy = os.getloadavg()[0]
+        shape = (args.micro_batches, args.tokens)
+        cases = [make_case(rng, size, skew, *shape) for skew in SKEWS]
+        parts = [measure(case, args.repeats) for case in cases]
+        arms = {name: figures([part[name] for part in parts]) for name in parts[0]}
+        record["sizes"][str(size)] = {
+            "cpu_load": busy,
+            "speedup_over_highs_callback": (
+                arms[RIVAL]["msec_p50"] / arms[OURS]["msec_p50"]
+            ),
+            "arms": arms,
+        }
+        show(size, record)
+    emit(record, args.json)
+    return DONE
+
+
+def make_arms(case: Case) -> dict[str, Arm]:
+    import jax
+    import jax.numpy as jnp
+
+    from tools.bench import split_baselines as rivals
+
+    problem = rivals.Problem.of(case.row_p, case.size.experts, case.size.devices)
+    loads, counts = list(jnp.array(case.load_ne)), list(jnp.array(case.counts_nwe))
+    warm, from_step = rivals.warm(problem), rivals.warm(problem)
+    fill, split = compiled(case)
+    jax.block_until_ready((loads, counts))
+
+    def second(result):
+        return result[1]
+
+    def cold(load_e):
+        return rivals.highs_cold(problem, load_e)
+
+    return {
+        "water_fill": Arm(lambda load_e: fill(load_e, 1), loads, np.asarray),
+        "water_fill_exact": Arm(lambda load_e: fill(load_e, 0), loads, np.asarray),
+        "split": Arm(split, counts, lambda quota_wq: quota_wq.sum(axis=0)),
+        **fused_arm(case, loads),
+        "highs_cold": Arm(cold, case.load_ne, second),
+        "highs_warm": Arm(
+            lambda load_e: rivals.solve_warm(warm, load_e), case.load_ne, second
+        ),
+        "highs_callback": Arm(rivals.with_callback(from_step), loads, np.asarray),
+        "lplb": Arm(
+            rivals.affine_scaling(problem),
+            loads,
+            lambda result: result[0],
+            lambda result: bool(result[1]),
+        ),
+    }
+
+
+def fused_arm(case: Case, loads: list) -> dict[str, Arm]:
+    """On Hopper GPUs: `water_fill` with its sweeps in one kernel."""
+    import jax
+
+    if getattr(jax.devices()[0], "compute_capability", "") != "9.0":
+        return {}
+    fill, _ = compiled(case, fused_split=True)
+    return {"water_fill_fused": Arm(lambda x: fill(x, 1), loads, np.asarray)}
+
+
+def compiled(case: Case, **changes) -> tuple[Callable, Callable]:
+    """(load_e, whether with tolerance) -> rows_q, and counts_we -> quota_wq. All slots
+    are full, and none is an expert's second on its device, so that slots by expert (q)
+    are the replicas (r) of the rivals."""
+    import jax
+    import jax.numpy as jnp
+
+    from moejax.moe.split import water_filling
+    from moejax.moe.split.divide import SPLITS, mean_rows
+    from moejax.moe.types import Placement
+    from moejax.plan.expert_plan import ExpertPlan
+    from moejax.plan.layout import Layout
+    from moejax.plan.water_filling import TOLERANCE_BITS
+
+    e, w, _ = case.size
+    layout = Layout(
+        e, w, len(case.row_p) // w, rows_per_peer=1, store="sharded",
+        split="water_filling", **changes,
+    )  # fmt: skip
+    plan = ExpertPlan(case.row_p[None], e).validate(layout)
+    placement = jax.device_put(Placement.of_plan(plan, layout).layer(0))
+    tolerance = mean_rows(case.counts_nwe[0], layout) >> TOLERANCE_BITS
+    rows_above = (jnp.int32(0), jnp.asarray(tolerance, jnp.int32))
+
+    @jax.jit
+    def fill(load_e, placement, tolerance):
+        return water_filling.fill(load_e, placement, layout, tolerance).rows_q
+
+    @jax.jit
+    def split(counts_we, placement):
+        return SPLITS["water_filling"](counts_we, placement, layout).quota_wq
+
+    return (
+        lambda load_e, tolerant: fill(load_e, placement, rows_above[tolerant]),
+        lambda counts_we: split(counts_we, placement),
+    )
+
+
+def measure(case: Case, repeats: int) -> dict[str, Measured]:
+    """Each arm on each micro-batch in order; arms take turns, every other time
+    backwards, so that none always follows the same one."""
+    import jax
+
+    arms = make_arms(case)
+    count = len(case.load_ne)
+    msec = {name: np.zeros((repeats, count)) for name in arms}
+    found = {name: [None] * count for name in arms}
+    for turn in range(-1, repeats):  # the first one warms up
+        for n in range(count):
+            for name in arms if turn % 2 else reversed(arms):
+                arm = arms[name]
+                begin = time.perf_counter()
+                found[name][n] = jax.block_until_ready(arm.solve(arm.inputs[n]))
+                if turn >= 0:
+                    msec[name][turn, n] = 1e3 * (time.perf_counter() - begin)
+    return {
+        name: judged(case, arm, np.median(msec[name], axis=0), found[name])
+        for name, arm in arms.items()
+    }
+
+
+def judged(case: Case, arm: Arm, msec_n: np.ndarray, found: list) -> Measured:
+    from tools.bench import split_baselines as rivals
+
+    problem = rivals.Problem.of(case.row_p, case.size.experts, case.size.devices)
+    gap_n, above_n = np.zeros((2, len(found)))
+    for n, (load_e, result) in enumerate(zip(case.load_ne, found, strict=True)):
+        optimum = rivals.flow_optimum(problem, load_e)
+        rows_r = np.asarray(arm.rows_of(result), np.float64)
+        whole_r = rivals.rounded(problem, rows_r, load_e)
+        gap_n[n] = rivals.fullest(problem, rows_r) / float(optimum) - 1
+        above_n[n] = rivals.fullest(problem, whole_r) - math.ceil(optimum)
+    is_accepted_n = np.array([arm.is_accepted(result) for result in found])
+    return Measured(msec_n, gap_n, above_n, is_accepted_n)
+
+
+def figures(parts: list[Measured]) -> dict[str, float]:
+    """Over the micro-batches of all skews."""
+    whole = Measured(*map(np.concatenate, zip(*parts)))
+    return {
+        "msec_p50": float(np.percentile(whole.msec_n, 50)),
+        "msec_p90": float(np.percentile(whole.msec_n, 90)),
+        "gap_mean": float(whole.gap_n.mean()),
+        "gap_max": float(whole.gap_n.max()),
+        "rows_above_ceil_max": int(whole.above_n.max()),
+        "accepted_share": float(whole.is_accepted_n.mean()),
+    }
+
+
+def show(size: Size, record: dict) -> None:
+    part = record["sizes"][str(size)]
+    print(
+        f"\n{size}: {record['num_micro_batches']} micro-batches on {record['device']}, "
+        f"{record['cores']} cores, load average {part['cpu_load']:.1f}"
+    )
+    print("| arm | ms p50 | ms p90 | gap mean | gap max | rows above | accepted |")
+    print("|---|--:|--:|--:|--:|--:|--:|")
+    for name, arm in part["arms"].items():
+        print(
+            f"| {name} | {arm['msec_p50']:.3f} | {arm['msec_p90']:.3f} "
+            f"| {max(arm['gap_mean'], 0):.2%} | {max(arm['gap_max'], 0):.2%} "
+            f"| {arm['rows_above_ceil_max']} | {arm['accepted_share']:.0%} |"
+        )
+    faster = part["speedup_over_highs_callback"]
+    print(f"{OURS} is {faster:.1f} times as fast as {RIVAL}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

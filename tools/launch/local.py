@@ -1,0 +1,173 @@
+"""Run one program as a gang of processes on this machine, and restart it as a whole.
+
+    python tools/launch/local.py -n 4 -- train/main.py --gin_file=configs/tiny_cpu.gin
+
+A program that ends in .py is run by this Python. Every attempt has a port of its own
+on the loopback interface, and each process finds its place in MOEJAX_COORDINATOR,
+MOEJAX_NUM_PROCESSES and MOEJAX_PROCESS_ID, and in MOEJAX_ATTEMPT 0, 1, 2, ..
+
+    how the gang ended                     what follows
+    0   all are done                       exit 0
+    2   bad input, 3 cannot go on          exit with that code, never a restart
+    75  saved, and we were asked to stop   exit 75
+    75  saved, and nobody asked us         restart at once; counted only when the
+                                           attempt was shorter than --short_sec
+    other, or killed by a signal           restart after 1, 2, 4, .. 60 s, counted
+
+After --max_restarts counted restarts the code of the last attempt's first failure is
+the launcher's; 128 + n stands for signal n, and 137 for a process that the launcher
+had to end.
+"""
+
+import argparse
+import pathlib
+import shutil
+import signal
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
+
+from tools.launch import workers  # noqa: E402
+from tools.launch.lines import say  # noqa: E402
+from train.launch.ending import BAD_INPUT, DONE, FAILED, PREEMPTED, emit, refuse  # noqa: E402
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+LONGEST_BACKOFF_SEC = 60.0
+
+
+def main(argv: list[str]) -> int:
+    words, dashes, program = _split(argv)
+    args = parse(words)
+    try:
+        _check(args)
+        command = _command(program, bool(dashes))
+        exit_code, attempts = supervise(command, args)
+    except (ValueError, OSError) as error:
+        return refuse(error, BAD_INPUT, args.json)
+    restarts = max(0, len(attempts) - 1)
+    record = {"exit_code": exit_code, "restarts": restarts, "attempts": attempts}
+    emit(record, args.json)
+    return exit_code
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="launch_local.py -n N [options] -- PROGRAM [argument ..]",
+    )
+    add = parser.add_argument
+    waits = workers.Waits()
+    add("-n", "--num_processes", type=int, required=True, help="of the gang")
+    add("--max_restarts", type=int, default=3, help="counted ones (default: 3)")
+    add("--backoff_sec", type=float, default=1.0, help="before the first (1)")
+    add("--short_sec", type=float, default=10.0, help="see above (10)")
+    add(
+        "--grace_sec",
+        type=float,
+        default=waits.grace_sec,
+        help="for all to end after SIGTERM, or after the first has ended well (60)",
+    )
+    add(
+        "--stopped_sec",
+        type=float,
+        default=waits.stopped_sec,
+        help="a process stopped for so long counts as dead (10)",
+    )
+    add(
+        "--stacks_sec",
+        type=float,
+        default=waits.stacks_sec,
+        help="for printing stacks before processes are killed (1)",
+    )
+    add("--json", action="store_true", help="end with one JSON object on the last line")
+    return parser.parse_args(words)
+
+
+def supervise(
+    command: list[str], args: argparse.Namespace
+) -> tuple[int, list[dict[str, object]]]:
+    """Exit code, and a record of each attempt. Sets the handlers of SIGNALS."""
+    asked = workers.Asked()
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup stays
+            signal.signal(number, asked.note)
+    waits = workers.Waits(args.grace_sec, args.stopped_sec, args.stacks_sec)
+    attempts, num_counted, port = [], 0, 0
+    while True:
+        port, start_sec = workers.free_port(but_not=port), time.monotonic()
+        group = workers.Gang(command, args.num_processes, port, attempt=len(attempts))
+        verdict = workers.run(group, waits, asked)
+        wall_sec = time.monotonic() - start_sec
+        code = verdict.exit_code
+        attempts.append(
+            {
+                "exit_code": code,
+                "cause": verdict.cause,
+                "codes": verdict.codes,
+                "port": port,
+                "wall_sec": round(wall_sec, 3),
+            }
+        )
+        may_restart = code not in (DONE, BAD_INPUT, FAILED)
+        is_free = code == PREEMPTED and wall_sec >= args.short_sec
+        num_counted += may_restart and not is_free
+        ending = f"attempt {len(attempts)} ended with {code}: {verdict.cause}"
+        if not may_restart or asked.to_stop or not verdict.are_gone:
+            say(ending)
+            return code, attempts
+        if num_counted > args.max_restarts:
+            say(f"{ending}; --max_restarts={args.max_restarts} are used up")
+            return code, attempts
+        wait_sec = _backoff_sec(code, num_counted, args.backoff_sec)
+        say(
+            f"{ending}; starting again in {wait_sec:g} s "
+            f"({num_counted} of --max_restarts={args.max_restarts} counted)"
+        )
+        end_sec = time.monotonic() + wait_sec
+        while time.monotonic() < end_sec and not asked.to_stop:
+            time.sleep(workers.POLL_SEC)
+        if asked.to_stop:
+            say("asked to stop: not starting again")
+            return code, attempts
+
+
+def _backoff_sec(code: int, num_counted: int, first_sec: float) -> float:
+    if code == PREEMPTED:
+        return 0.0
+    return min(first_sec * 2 ** (num_counted - 1), LONGEST_BACKOFF_SEC)
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """What stands before the first --, the -- itself, and what stands after."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    return argv[:at], argv[at : at + 1], argv[at + 1 :]
+
+
+def _check(args: argparse.Namespace) -> None:
+    at_least = {"num_processes": 1, "max_restarts": 0, "backoff_sec": 0, "short_sec": 0}
+    at_least |= {"grace_sec": 0, "stopped_sec": 0, "stacks_sec": 0}
+    for name, least in at_least.items():
+        value = getattr(args, name)
+        if not least <= value < float("inf"):
+            raise ValueError(f"--{name}={value} must be {least} or more: give another")
+
+
+def _command(program: list[str], has_dashes: bool) -> list[str]:
+    if not program:
+        found = "nothing stands behind it" if has_dashes else "there is no --"
+        raise ValueError(f"the program stands behind --, and {found}: -- train/main.py")
+    first = program[0]
+    if first.endswith(".py"):
+        if not pathlib.Path(first).is_file():
+            raise ValueError(f"{first} is no file: name a Python program that is there")
+        return [sys.executable, *program]
+    if shutil.which(first) is None:
+        raise ValueError(f"{first} is no program of this machine: name one, or a .py")
+    return program
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

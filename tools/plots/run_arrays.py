@@ -1,0 +1,229 @@
+"""metrics.jsonl of a run as arrays, read line by line.
+
+n training steps, m evaluations, q steps whose loads were recorded (of experts and of
+devices each its own), layers l, experts e, devices w.
+"""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import re
+
+import numpy as np
+
+from train.logs.tensorboard import load_over_mean
+
+MAX_LOADS = 800
+"""So many tables of loads at most are kept: of a long run every second, fourth, .."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Adoption:
+    """A plan (swap) or a layout (relayout) that the balancer put in place."""
+
+    step: int
+    """The first under it."""
+    kind: str
+    decided_step: int
+    changes: str
+    """What becomes of the layout, as in 'slots 2→3'; empty for a swap."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What metrics.jsonl holds; NaN where a figure is missing or was not finite."""
+
+    name: str
+    step_n: np.ndarray
+    loss_n: np.ndarray
+    tok_per_sec_n: np.ndarray
+    step_msec_n: np.ndarray
+    ratio_nl: np.ndarray
+    """Load of the fullest expert over the mean."""
+    device_ratio_nl: np.ndarray
+    """Rows of the fullest device over the mean."""
+    eval_step_m: np.ndarray
+    eval_loss_m: np.ndarray
+    load_step_q: np.ndarray
+    load_qle: np.ndarray
+    """Load over mean where tokens_le was recorded."""
+    rows_step_q: np.ndarray
+    rows_qlw: np.ndarray
+    """Rows over mean where rows_lw was recorded."""
+    adoptions: tuple[Adoption, ...]
+    """By step; of those that were decided, they alone whose step says so too."""
+    save_every_steps: int | None
+    """Of config.gin, as the next; None where there is none."""
+    act_above: float | None
+    """Device max/mean from which on the balancer acts; None without one."""
+    num_bad_lines: int
+
+
+def read_run(folder: pathlib.Path) -> Run:
+    """Line by line; a step that stands twice counts as it was written last.
+
+    ValueError for a folder without a metrics.jsonl that holds at least one step, and
+    for one in which most lines are damaged.
+    """
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        what = "has no metrics.jsonl" if folder.is_dir() else "is no folder"
+        raise ValueError(f"{folder} {what}: name the run directory of train/main.py")
+    log = _Log()
+    with path.open("rb") as file:
+        for line in file:
+            record = _record(line)
+            if record is None:
+                log.num_bad += 1
+            else:
+                log.take(record)
+    if not log.steps:
+        raise ValueError(
+            f"{path} holds no training step ({log.num_bad} damaged lines): let the run "
+            "make a step first"
+        )
+    if log.num_bad > len(log.steps) + len(log.evals):
+        raise ValueError(
+            f"{path} has {log.num_bad} damaged lines and {len(log.steps)} steps: it is "
+            "no log of a run, or was overwritten"
+        )
+    return _as_arrays(folder, log)
+
+
+class _Log:
+    """What the lines so far hold, by step."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, np.ndarray] = {}
+        self.evals: dict[int, float] = {}
+        self.tables: dict[str, dict] = {"tokens_le": {}, "rows_lw": {}}
+        self.decided: dict[int, Adoption] = {}
+        self.adopted: set[int] = set()
+        self.num_bad = 0
+        self._strides = dict.fromkeys(self.tables, 1)
+
+    def take(self, record: dict) -> None:
+        step = record["step"]
+        if "eval_loss" in record:
+            self.evals[step] = _number(record["eval_loss"])
+        if "loss" in record:
+            self.steps[step] = _row(record)
+            (self.adopted.add if "adopt_msec" in record else self.adopted.discard)(step)
+        for name in self.tables:
+            if name in record and step % self._strides[name] == 0:
+                self._take_table(name, step, _over_mean(record[name]))
+        if "decision" in record:
+            self._take_decision(step, record["decision"])
+
+    def _take_table(self, name: str, step: int, table: np.ndarray | None) -> None:
+        self.num_bad += table is None
+        if table is not None:
+            self.tables[name][step] = table
+        while len(self.tables[name]) > MAX_LOADS:  # so a long run fits in memory
+            stride = self._strides[name] = 2 * self._strides[name]
+            tables = self.tables[name].items()
+            self.tables[name] = {s: kept for s, kept in tables if s % stride == 0}
+
+    def _take_decision(self, step: int, decision) -> None:
+        try:
+            kind, adopt_step = decision["kind"], int(decision["adopt_step"])
+            text = _changes(decision["changes"])
+        except (KeyError, TypeError, ValueError, OverflowError):
+            self.num_bad += 1
+            return
+        if kind in ("swap", "relayout"):
+            self.decided[adopt_step] = Adoption(adopt_step, kind, step, text)
+
+
+def _changes(changes: dict) -> str:
+    """The slots, or else the first that changes: the rest follows or is small."""
+    for name in ("slots_per_device", "store", *changes):
+        if name in changes:
+            before, after = changes[name]
+            short = name.removesuffix("_per_device").replace("_", " ")
+            return f"{short} {before}→{after}"
+    return ""
+
+
+def _record(line: bytes) -> dict | None:
+    """None for a torn or damaged line."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return record if type(step) is int and 0 <= step < 2**53 else None
+
+
+def _row(record: dict) -> np.ndarray:
+    """Loss, throughput, step time, then for each layer max/mean of experts and of
+    devices."""
+    pairs = [
+        record.get(name) for name in ("load_max_over_mean", "device_max_over_mean")
+    ]
+    lists = [pair if isinstance(pair, list) else [] for pair in pairs]
+    first = [record.get(name) for name in ("loss", "tok_per_sec", "step_msec")]
+    row = [*first, *itertools.chain(*itertools.zip_longest(*lists))]
+    return np.array([_number(value) for value in row], np.float32)
+
+
+def _number(value) -> float:
+    """NaN for null, which stands for what was not finite, and for what is none."""
+    return float(value) if isinstance(value, int | float) else np.nan
+
+
+def _over_mean(table) -> np.ndarray | None:
+    """Load over mean, by layer; None for what is no table of numbers."""
+    try:
+        load_lx = np.asarray(table, np.float32)
+    except (ValueError, TypeError):
+        return None
+    is_table = load_lx.ndim == 2 and load_lx.size and np.isfinite(load_lx).all()
+    return load_over_mean(load_lx).astype(np.float32) if is_table else None
+
+
+def _as_arrays(folder: pathlib.Path, log: _Log) -> Run:
+    order, eval_steps = sorted(log.steps), sorted(log.evals)
+    width = max(row.size for row in log.steps.values())
+    row_nx = np.full((len(order), width), np.nan, np.float32)
+    for index, step in enumerate(order):
+        row_nx[index, : log.steps[step].size] = log.steps[step]
+    load_step_q, load_qle = _stacked(log.tables["tokens_le"])
+    rows_step_q, rows_qlw = _stacked(log.tables["rows_lw"])
+    path = folder / "config.gin"
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    save_every_steps = _number_in(text, "Checkpoint.every_steps")
+    is_balanced = "Balance.policy" in text and "Balance.policy = 'home'" not in text
+    return Run(
+        name=folder.resolve().name,
+        step_n=np.array(order),
+        loss_n=row_nx[:, 0],
+        tok_per_sec_n=row_nx[:, 1],
+        step_msec_n=row_nx[:, 2],
+        ratio_nl=row_nx[:, 3::2],
+        device_ratio_nl=row_nx[:, 4::2],
+        eval_step_m=np.array(eval_steps, int),
+        eval_loss_m=np.array([log.evals[step] for step in eval_steps]),
+        load_step_q=load_step_q,
+        load_qle=load_qle,
+        rows_step_q=rows_step_q,
+        rows_qlw=rows_qlw,
+        adoptions=tuple(log.decided[s] for s in sorted(log.adopted & set(log.decided))),
+        save_every_steps=None if save_every_steps is None else int(save_every_steps),
+        act_above=_number_in(text, "Balance.act_above") if is_balanced else None,
+        num_bad_lines=log.num_bad,
+    )
+
+
+def _stacked(tables: dict[int, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and tables, of those with the last one's shape."""
+    steps = sorted(tables)
+    steps = [step for step in steps if tables[step].shape == tables[steps[-1]].shape]
+    return np.array(steps, int), np.array([tables[step] for step in steps])
+
+
+def _number_in(text: str, name: str) -> float | None:
+    pattern = rf"^{re.escape(name)} = (\d{{1,9}}(?:\.\d{{1,9}})?)$"
+    found = re.search(pattern, text, re.MULTILINE)
+    return float(found[1]) if found else None

@@ -1,0 +1,209 @@
+"""Pictures and tables of what a testbed measured: domains, schedules, their choice.
+
+    python tools/testbed/run.py headline --only domains,schedules,selector --json >
+    h.json python tools/plots/testbed.py h.json [--out DIR] [--json]
+
+testbed_domains.png    step time over D, by P_E: every domain, and predictions
+                       (in the manner of HybridEP, arXiv 2510.19470, Fig. 13)
+testbed_schedules.png  step time of each schedule by layer, and predictions
+testbed_selector.png   predicted against measured time of each layer and schedule
+
+The last line of the file is the record; parts that it has not are not drawn. Exit
+codes: 0 done, 2 bad input, 3 the disk did not take it.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Callable
+
+sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])
+
+from train.launch.ending import DONE, emit, guarded  # noqa: E402
+
+STYLES = {
+    "1x1": ("#d55e00", "plain"),
+    "2x1": ("#0072b2", "dc 2 x expert 1"),
+    "1x2": ("#e69f00", "dc 1 x expert 2"),
+    "2x2": ("#009e73", "dc 2 x expert 2: all experts"),
+    "base": ("#d55e00", "base"),
+    "s1": ("#56b4e9", "s1"),
+    "s2": ("#cc79a7", "s2"),
+    "s1h": ("#0072b2", "s1h"),
+    "local": ("#009e73", "local"),
+}
+"""Okabe and Ito's colours, and labels, of arms."""
+CELL = re.compile(r"D=([\d.]+) P_E=([\d.]+)")
+DOTS = {"dpi": 110, "pil_kwargs": {"optimize": True}}
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    return guarded(lambda: work(args), as_json=args.json)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("record", type=pathlib.Path, help="what headline --json printed")
+    add("--out", type=pathlib.Path, default=pathlib.Path("."), help="folder: here")
+    add("--json", action="store_true", help="end with one JSON object on the last line")
+    return parser.parse_args(argv)
+
+
+def work(args: argparse.Namespace) -> int:
+    parts = parts_of(args.record)
+    args.out.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, part in parts.items():
+        print(f"\n{name}\n" + "\n".join(table(part)))
+        path = args.out / f"testbed_{name}.png"
+        PICTURES[name](part).savefig(path, **DOTS)
+        print(f"{path}  {path.stat().st_size / 1e3:.0f} kB")
+        written.append(str(path))
+    emit({"out": written}, args.json)
+    return DONE
+
+
+def parts_of(path: pathlib.Path) -> dict[str, dict]:
+    """{part: record} of a file. Raises ValueError, one line, if it has none."""
+    try:
+        lines = path.read_text(encoding="utf-8").strip().splitlines()
+        record = json.loads(lines[-1]) if lines else {}
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"cannot read {path}: {error}: give what testbed.py headline --json printed"
+        ) from error
+    found = record if isinstance(record, dict) else {}
+    parts = {name: found[name] for name in PICTURES if name in found}
+    if not parts:
+        raise ValueError(
+            f"{path} has none of {', '.join(PICTURES)}: measure them with testbed.py "
+            "headline --only domains,schedules,selector --json"
+        )
+    return parts
+
+
+def table(part: dict) -> list[str]:
+    """Milliseconds of each arm, predictions in brackets, and MB that left the first DC
+    beside those that the program's collectives say."""
+    arms = list(dict.fromkeys(arm for c in part["cases"] for arm in c["predicted_sec"]))
+    rows = [
+        "| case | " + " | ".join(arms) + " | chosen | again | MB of chosen |",
+        "|---|" + "--:|" * len(arms) + "---|--:|--:|",
+    ]
+    for case in part["cases"]:
+        cells = [_cell(case, arm) for arm in arms]
+        sent, said = (
+            1e-6 * case[name]["auto"] for name in ("sent_bytes", "expected_bytes")
+        )
+        cells += [case["chosen"], f"{1e3 * case['step_sec']['auto']:.0f}"]
+        rows.append(f"| {case['name']} | " + " | ".join(cells) + " | "
+                    f"{sent:.2f} [{said:.2f}] |")  # fmt: skip
+    return rows
+
+
+def _cell(case: dict, arm: str) -> str:
+    if arm not in case["step_sec"]:
+        return ""
+    sec, said = case["step_sec"][arm], case["predicted_sec"][arm]
+    mark = "**" if arm == case["chosen"] else ""
+    return f"{mark}{1e3 * sec:.0f}{mark} [{1e3 * said:.0f}]"
+
+
+def draw_domains(part: dict):
+    cells = {}
+    for case in part["cases"]:
+        rows, experts = map(float, CELL.fullmatch(case["name"]).groups())
+        cells.setdefault(experts, []).append((rows, case))
+    figure, axs = _panels(len(cells))
+    for ax, (experts, column) in zip(axs, sorted(cells.items())):
+        sizes = [rows for rows, _ in column]
+        for arm in column[0][1]["predicted_sec"]:
+            colour, label = STYLES[arm]
+            for key, line, width in (
+                ("step_sec", "o-", 1.6),
+                ("predicted_sec", ":", 1),
+            ):
+                times = [1e3 * case[key][arm] for _, case in column]
+                shown = label if key == "step_sec" else None
+                ax.plot(sizes, times, line, color=colour, lw=width, ms=4, label=shown)
+        chosen = [1e3 * case["step_sec"]["auto"] for _, case in column]
+        ax.plot(sizes, chosen, "o", mfc="none", mec="0.2", ms=11, label="auto")
+        ax.set(xscale="log", yscale="log", xticks=sizes, xlabel="D, MiB")
+        ax.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        ax.minorticks_off()
+        ax.set_title(f"$P_E$ = {experts:g} MiB", fontsize=10)
+    axs[0].set_ylabel("step, ms (dotted: predicted)")
+    axs[-1].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def draw_schedules(part: dict):
+    figure, (ax,) = _panels(1)
+    arms = list(part["cases"][0]["predicted_sec"])
+    for index, arm in enumerate(arms):
+        places = [n + (index - (len(arms) - 1) / 2) * 0.2 for n in _numbers(part)]
+        times = [1e3 * case["step_sec"][arm] for case in part["cases"]]
+        said = [1e3 * case["predicted_sec"][arm] for case in part["cases"]]
+        colour, label = STYLES[arm]
+        ax.bar(places, times, 0.18, color=colour, label=label)
+        shown = "predicted" if arm == arms[-1] else None
+        ax.plot(places, said, "_", color="0.1", ms=12, mew=2, label=shown)
+        for place, time, mark in zip(places, times, said):
+            above = {"ha": "center", "va": "bottom", "fontsize": 7}
+            ax.text(place, max(time, mark) * 1.01, f"{time:.0f}", **above)
+    names = [case["name"] for case in part["cases"]]
+    ax.set_xticks(list(_numbers(part)), names)
+    ax.set_ylabel("step, ms")
+    ax.legend(frameon=False)
+    return figure
+
+
+def draw_selector(part: dict):
+    figure, (ax,) = _panels(1)
+    points = [
+        (arm, 1e3 * said, 1e3 * case["step_sec"][arm], arm == case["chosen"])
+        for case in part["cases"]
+        for arm, said in case["predicted_sec"].items()
+    ]
+    for arm in dict.fromkeys(point[0] for point in points):
+        said, times = zip(*[point[1:3] for point in points if point[0] == arm])
+        colour, label = STYLES[arm]
+        ax.plot(said, times, "o", color=colour, ms=4, label=label)
+    said, times = zip(*[point[1:3] for point in points if point[3]])
+    ax.plot(said, times, "o", mfc="none", mec="0.2", ms=9, label="chosen")
+    ends = [min(min(p[1:3]) for p in points), max(max(p[1:3]) for p in points)]
+    ax.plot(ends, ends, "-", color="0.7", lw=1, zorder=0)
+    ax.set(xscale="log", yscale="log", xlabel="predicted, ms", ylabel="measured, ms")
+    ax.legend(frameon=False)
+    return figure
+
+
+def _panels(count: int):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.6 if count == 1 else 9.6, 4.2), layout="constrained")
+    axs = figure.subplots(1, count, sharey=True, squeeze=False)[0]
+    for ax in axs:
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure, axs
+
+
+def _numbers(part: dict) -> range:
+    return range(len(part["cases"]))
+
+
+PICTURES: dict[str, Callable] = {
+    "domains": draw_domains,
+    "schedules": draw_schedules,
+    "selector": draw_selector,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

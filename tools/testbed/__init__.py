@@ -1,0 +1,2 @@
+"""Data centres on one machine: processes, slow links, slow cores, and what they
+show."""

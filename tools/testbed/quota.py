@@ -1,0 +1,117 @@
+"""CPU quotas by control groups: one group for each process of a bed.
+
+    v1   <mount of the cpu controller>/moejax-testbed/p0  cpu.cfs_quota_us, .._period_us
+    v2   /sys/fs/cgroup/moejax-testbed/p0                 cpu.max
+
+A quota may change while processes run: compilation is free, steps are under quota.
+"""
+
+import dataclasses
+import errno
+import os
+import pathlib
+import time
+
+from tools.testbed.network import END_SEC, Unavailable, end_processes
+
+NAME = "moejax-testbed"
+PERIOD_USEC = 50_000
+"""A process with quota 0.25 may run 12.5 ms in each 50: short against steps."""
+MOUNT = pathlib.Path("/sys/fs/cgroup")
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """The groups of a bed, by the index of the process."""
+
+    folders: tuple[pathlib.Path, ...]
+    is_v2: bool
+
+
+def set_up(count: int) -> Groups:
+    """So many groups, no quota yet. Raises Unavailable; `remove` takes what is left."""
+    if os.geteuid() != 0:
+        raise Unavailable("cpu quotas need root")
+    found = _controller()
+    if found is None:
+        raise Unavailable(f"there is no cpu controller of cgroup v1 or v2 in {MOUNT}")
+    root, is_v2 = found
+    parent = root / NAME
+    folders = tuple(parent / f"p{index}" for index in range(count))
+    try:
+        parent.mkdir(exist_ok=True)
+        if is_v2:
+            for folder in (root, parent):
+                (folder / "cgroup.subtree_control").write_text("+cpu")
+        for folder in folders:
+            folder.mkdir(exist_ok=True)
+        groups = Groups(folders, is_v2)
+        set_quota(groups, None)
+    except OSError as error:
+        raise Unavailable(f"cgroups cannot be made: {error}") from None
+    return groups
+
+
+def set_quota(groups: Groups, cores: float | None) -> None:
+    """From now on each process gets so many cores at most; None: all there are."""
+    for folder in groups.folders:
+        for name, text in quota_files(cores, is_v2=groups.is_v2).items():
+            (folder / name).write_text(text)
+
+
+def quota_files(cores: float | None, *, is_v2: bool) -> dict[str, str]:
+    """What is written where."""
+    quota_usec = None if cores is None else round(cores * PERIOD_USEC)
+    if is_v2:
+        quota = "max" if quota_usec is None else quota_usec
+        return {"cpu.max": f"{quota} {PERIOD_USEC}"}
+    quota = -1 if quota_usec is None else quota_usec
+    return {"cpu.cfs_period_us": str(PERIOD_USEC), "cpu.cfs_quota_us": str(quota)}
+
+
+def prefix(groups: Groups, index: int) -> tuple[str, ...]:
+    """Words that run a command in the group of a process, in the same process."""
+    door = str(groups.folders[index] / "cgroup.procs")
+    return ("sh", "-c", 'echo $$ > "$0" && exec "$@"', door)
+
+
+def leftovers() -> list[str]:
+    found = _controller()
+    parent = None if found is None else found[0] / NAME
+    return [] if parent is None or not parent.is_dir() else [str(parent)]
+
+
+def remove() -> list[str]:
+    """Ends the processes in groups of ours and removes these; what was removed."""
+    removed = leftovers()
+    for parent in map(pathlib.Path, removed):
+        for folder in [*sorted(parent.glob("p*")), parent]:
+            _remove(folder)
+    return removed
+
+
+def _remove(folder: pathlib.Path) -> None:
+    """It stays busy until the last thread in it has ended, after its process's first
+    has: tried again until END_SEC is over."""
+    end_sec = time.monotonic() + END_SEC
+    while True:
+        pids = (folder / "cgroup.procs").read_text().split()
+        end_processes([int(pid) for pid in pids])
+        try:
+            folder.rmdir()
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > end_sec:
+                raise
+        time.sleep(0.02)
+
+
+def _controller() -> tuple[pathlib.Path, bool] | None:
+    """Where the groups of the cpu controller lie, and whether they are v2's."""
+    for name in ("cpu", "cpu,cpuacct"):
+        if (MOUNT / name / "cpu.cfs_period_us").is_file():
+            return MOUNT / name, False
+    controllers = MOUNT / "cgroup.controllers"
+    if controllers.is_file() and "cpu" in controllers.read_text().split():
+        return MOUNT, True
+    return None

@@ -1,0 +1,148 @@
+"""Real processes as hosts on this machine, with slow links and slow cores.
+
+    python tools/testbed/run.py run --dcs 2 --per_dc 4 --rate_mbit 100 --quota 0.25 --
+    \\
+        train/main.py --gin_file=configs/tiny_cpu.gin --run_dir=/tmp/tiny --fresh
+    python tools/testbed/run.py headline --only balancer --json
+    python tools/testbed/run.py clean
+
+Each DC is a network namespace, its uplink a veth pair shaped in both directions, each
+process a member of a control group (docs/testbed.md). It needs root; without, it says
+so and runs unshaped on the loopback interface. What a killed testbed has left, the
+next one removes, or `clean`.
+
+`run` starts one process per device: a config with Train.num_simulated_devices = dcs x
+per_dc. Exit codes: that of the program; 2 bad input, 3 the machine, 124 --timeout_sec
+is over, 130 interrupted.
+"""
+
+import argparse
+import contextlib
+import pathlib
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
+
+from tools.testbed import balancer, headline, trace  # noqa: E402
+from tools.testbed.cluster import Bed, Result, command_of, make_bed  # noqa: E402
+from tools.testbed.lock import locked, remove_leftovers, say  # noqa: E402
+from tools.testbed.steps import median_sec, run_dir_of, step_records  # noqa: E402
+from train.launch.ending import DONE, emit, guarded  # noqa: E402
+
+TRACE = ROOT.parent / "shared" / "data" / "routing_gpt_e32.npz"
+
+
+def main(argv: list[str]) -> int:
+    at = argv.index("--") if "--" in argv else len(argv)
+    args = parse(argv[:at])
+    args.program = argv[at + 1 :]
+    return guarded(lambda: args.work(args), as_json=args.json)
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="run | headline | clean")
+    _add_run(
+        commands.add_parser("run", help="a program on a bed: run .. -- PROGRAM ..")
+    )
+    _add_headline(commands.add_parser("headline", help="measure the claims"))
+    clean = commands.add_parser("clean", help="remove what killed testbeds have left")
+    clean.set_defaults(work=_clean)
+    for command in commands.choices.values():
+        command.add_argument(
+            "--json", action="store_true", help="end with one JSON object, on one line"
+        )
+    return parser.parse_args(words)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(work=_run)
+    add = parser.add_argument
+    add("--dcs", type=int, default=2, help="namespaces (2)")
+    add("--per_dc", type=int, default=1, help="processes of each (1)")
+    add("--rate_mbit", type=float, default=100.0, help="of each uplink (100); 0: any")
+    add("--quota", type=float, help="cores of each process; default: all")
+    add("--timeout_sec", type=float, help="then all are ended")
+    add("--wait_sec", type=float, default=0.0, help="for another testbed to end (0)")
+    add("--trace", type=pathlib.Path, help="recorded routing that a gin config follows")
+    add("--layer", type=int, default=balancer.LAYER, help="of the trace (16)")
+
+
+def _add_headline(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(work=_headline)
+    add = parser.add_argument
+    parts = ", ".join(headline.PARTS)
+    add("--only", default="all", help=f"parts with commas between: {parts}; or all")
+    add("--trace", type=pathlib.Path, default=TRACE, help="recorded routing")
+    add("--repeats", type=int, default=5, help="turns of each arm that count (5)")
+
+
+def _run(args: argparse.Namespace) -> int:
+    rate_mbit = None if args.rate_mbit == 0 else args.rate_mbit
+    bed = Bed(args.dcs, args.per_dc, rate_mbit, args.quota)
+    with contextlib.ExitStack() as stack:
+        program = list(args.program)
+        command_of(program)  # is it there?
+        if args.trace is not None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="testbed-"))
+            load = trace.bindings(args.trace, args.layer, pathlib.Path(folder))
+            program += [f"--gin_param={binding}" for binding in load]
+        run_dir = run_dir_of(program)
+        before = step_records(run_dir) if run_dir else []
+        live = stack.enter_context(make_bed(bed, wait_sec=args.wait_sec))
+        result = live.run(program, timeout_sec=args.timeout_sec, is_shown=True)
+    steps = [x for x in (step_records(run_dir) if run_dir else []) if x not in before]
+    record = record_of(result, steps)
+    for line in report(record):
+        say(line)
+    emit(record, args.json)
+    return result.exit_code
+
+
+def record_of(result: Result, steps: list[dict]) -> dict:
+    """Of a run: how it ended, bytes that left each DC, and times of its steps."""
+    return {
+        "exit_code": result.exit_code,
+        "is_shaped": result.is_shaped,
+        "wall_sec": round(result.wall_sec, 3),
+        "uplink_bytes": result.uplink_bytes,
+        "num_steps": len(steps),
+        "step_sec": round(median_sec(steps), 4) if steps else None,
+    }
+
+
+def report(record: dict) -> list[str]:
+    """Lines for people."""
+    lines = [
+        f"dc{dc}: {sent / 1e6:.2f} MB left over its uplink"
+        for dc, sent in enumerate(record["uplink_bytes"])
+    ]
+    if record["num_steps"]:
+        median = f"{1e3 * record['step_sec']:.1f} ms, the median"
+        lines.append(f"{record['num_steps']} steps of {median}")
+    return lines
+
+
+def _headline(args: argparse.Namespace) -> int:
+    options = balancer.Options(args.trace, args.repeats)
+    record = headline.headline(args.only, options)
+    for name, value in record.items():
+        print(f"{name:24} {value}")
+    emit(record, args.json)
+    return DONE
+
+
+def _clean(args: argparse.Namespace) -> int:
+    with locked():
+        removed = remove_leftovers()
+    print(f"removed {', '.join(removed)}" if removed else "nothing was left")
+    emit({"removed": removed}, args.json)
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

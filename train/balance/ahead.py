@@ -1,0 +1,46 @@
+"""Steps of another layout, compiled while those of today run."""
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from train.launch.ending import COMPILES_AHEAD, one_line
+from train.step.compiled import require_room
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """Compiled for one layout."""
+
+    train: Any
+    evaluate: Any
+
+
+class Ahead:
+    """Steps of another layout, compiled in a thread of their own."""
+
+    def __init__(self, make: Callable[[], Steps]) -> None:
+        self._steps: Steps | None = None
+        self._fault = ""
+        self._thread = threading.Thread(
+            target=self._run, args=(make,), name=COMPILES_AHEAD, daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, make) -> None:
+        try:
+            steps = make()
+            require_room(steps.train)
+        except Exception as fault:
+            self._fault = f"{type(fault).__name__}: {one_line(fault)}"
+        else:
+            self._steps = steps
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def result(self) -> tuple[Steps | None, str]:
+        """Waits for the steps, or for why there are none."""
+        self.wait()
+        return self._steps, self._fault

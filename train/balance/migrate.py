@@ -1,0 +1,97 @@
+"""Expert masters and moments of a whole TrainState on their way, compiled ahead."""
+
+import jax
+
+from moejax.axes import everywhere, sharding
+from moejax.moe.mesh_roles import groups_of
+from moejax.moe.weights.migrate import exchanges, move, no_rounds, reshard
+from moejax.plan.expert_plan import ExpertPlan
+from train.layouts import owning_layout
+from train.step.expert_params import is_expert
+from train.step.state import TrainState, abstract_state
+from train.step.step import Model
+
+
+class Mover:
+    """Brings a state to the owners of a plan, and to the store of a layout.
+
+    Programs are compiled by `prepare`, or when they are first needed; each donates its
+    state. Between two calls a state is whole, and its owners are a permutation.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._move = None
+        self._reshard: dict[str, object] = {}
+
+    def prepare_moves(self) -> None:
+        """Compile what changes owners."""
+        if self._move is None:
+            self._move = _compile_move(self._model)
+
+    def prepare_reshard(self, store: str) -> None:
+        """Compile what brings logical order to this store, from the other kind."""
+        if store not in self._reshard:
+            self._reshard[store] = _compile_reshard(self._model, store)
+
+    def to_owners(self, state: TrainState, old: ExpertPlan, new: ExpertPlan):
+        """The state with masters and moments where `new` has its owners."""
+        layout = self._model.layout
+        for rounds in exchanges(old.owned_le, new.owned_le, layout.num_devices):
+            self.prepare_moves()
+            state = self._move(state, everywhere(rounds, self._model.mesh))
+        return state
+
+    def to_store(self, state: TrainState, old: str, new: str):
+        """The state, in logical order, as the store `new` has it."""
+        if (old == "sharded") == (new == "sharded"):
+            return state
+        store = "sharded" if new == "sharded" else "owned"
+        self.prepare_reshard(store)
+        return self._reshard[store](state)
+
+
+def _compile_move(model: Model):
+    state = abstract_state(model.cfg, model.mesh, model.optimizer)
+    rounds = no_rounds(model.layout.num_experts, model.layout.num_devices)
+    whole = sharding(model.mesh)
+    rounds = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
+        rounds,
+    )
+
+    def run(state, rounds):
+        groups = groups_of(model.mesh, owning_layout(model.cfg))
+        return _changed(state, lambda *experts: move(*experts, rounds, groups))
+
+    return _jitted(run, state).lower(state, rounds).compile()
+
+
+def _compile_reshard(model: Model, store: str):
+    from_store = "owned" if store == "sharded" else "sharded"
+    before, after = (
+        abstract_state(model.cfg, model.mesh, model.optimizer, s)
+        for s in (from_store, store)
+    )
+
+    def run(state):
+        groups = groups_of(model.mesh, owning_layout(model.cfg))
+        return _changed(state, lambda *experts: reshard(*experts, store, groups))
+
+    return _jitted(run, after).lower(before).compile()
+
+
+def _jitted(run, after: TrainState):
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, after)
+    return jax.jit(run, donate_argnums=0, out_shardings=shardings)
+
+
+def _changed(state: TrainState, change) -> TrainState:
+    """The state with change(arrays, names) in place of its experts' arrays."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(state)
+    index = [i for i, (path, _) in enumerate(leaves) if is_expert(path)]
+    names = [leaves[i][0][-1].key for i in index]
+    flat = [leaf for _, leaf in leaves]
+    for i, new in zip(index, change([flat[i] for i in index], names), strict=True):
+        flat[i] = new
+    return jax.tree.unflatten(tree, flat)

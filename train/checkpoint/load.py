@@ -1,0 +1,238 @@
+"""Parameters of any checkpoint, on any mesh, changing nothing where they lie.
+
+    found = find(run_dir, params=["Mesh.expert = 2"])    no jax yet: found.cfg says
+    start(found.cfg)                                     which flags it needs
+    loaded = load(found)
+
+A run may be writing to the directory meanwhile. Optimizer moments are not read.
+"""
+
+import ast
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from moejax.config import Config, Mesh
+from train.checkpoint.files import arrays_for_all, record_for_all, steps_in
+from train.checkpoint.identity import FIXED
+from train.config.names import KINDS, PARTS, check_name, config_of, convert
+from train.logs.run_dir import say_loudly
+
+if TYPE_CHECKING:
+    import jax
+
+    from moejax.moe.types import Placement
+
+UNCUT = {
+    "schedule": "auto", "expert_shards": None, "domain": (1, 1), "compression": "none",
+    "gradient_compression": None,
+}  # fmt: skip
+"""Fields of Moe that follow a run's mesh, as another mesh takes them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Where to read, and what is to run."""
+
+    directory: pathlib.Path
+    steps: tuple[int, ...]
+    """Of the checkpoints to try, in order."""
+    cfg: Config
+    """The run's own, with what `params` changed; its devices are simulated or there."""
+    is_mesh_given: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A trained model on its devices."""
+
+    cfg: Config
+    """The run's own, but for mesh, batch and what else suits this machine."""
+    mesh: "jax.sharding.Mesh"
+    params: Any
+    router_bias: Any
+    placement: "Placement"
+    step: int
+    meta: dict[str, Any]
+    """Of the checkpoint: the run's configuration, data identity and plan."""
+
+
+def find(
+    run_dir: str | pathlib.Path, step: int | None = None, params: Sequence[str] = ()
+) -> Found:
+    """The checkpoints of a run: all, newest first, or the one of `step`.
+
+    `params` are bindings such as 'Mesh.expert = 2'. Raises ValueError in one line where
+    there is no checkpoint, or none that says what it is, and for a binding that the
+    parameters do not allow.
+    """
+    directory = pathlib.Path(run_dir).absolute() / "checkpoints"
+    there = steps_in(directory) if directory.is_dir() else []
+    if not there:
+        raise ValueError(
+            f"{run_dir} has no checkpoints: name the run directory of a run of "
+            "train/main.py that has saved"
+        )
+    if step is not None and step not in there:
+        shown = ", ".join(map(str, sorted(there)))
+        raise ValueError(f"{run_dir} has no checkpoint of step {step}: it has {shown}")
+    steps = tuple(there if step is None else [step])
+    trained = _config_in(directory, steps)
+    if trained.router.kind == "recorded":
+        raise ValueError(
+            "Router.kind='recorded' sends tokens where a record says, whatever the "
+            "text: there is nothing to evaluate or to generate"
+        )
+    bound = dict(_binding(param) for param in params)
+    is_mesh_given = any(name.startswith("Mesh.") for name in bound)
+    cfg = _rebound(trained, bound, is_mesh_given)
+    return Found(directory, steps, cfg, is_mesh_given)
+
+
+def load(found: Found, say: Callable[[str], None] = say_loudly) -> Loaded:
+    """The newest checkpoint of those found that is whole, on the devices of this
+    machine; its checksums are verified.
+
+    Raises ValueError in one line when none is whole, when the devices are too few, or
+    when this program builds another model than the one that was saved.
+    """
+    import jax
+
+    from moejax.axes import make_mesh
+    from train.checkpoint.orbax_quirks import quiet_orbax
+    from train.step.compiled import home_placement
+
+    quiet_orbax()
+    cfg = _on_these_devices(found, jax.devices())
+    mesh = make_mesh(cfg.mesh.topology, jax.devices()[: cfg.mesh.topology.num_devices])
+    placement = home_placement(cfg, mesh)
+    for step in found.steps:
+        record, damage = record_for_all(found.directory, step)
+        if record is not None:
+            tree, damage = _read(found.directory, record, cfg, mesh)
+            if tree is not None:
+                params, bias = tree["params"], tree["router_bias"]
+                return Loaded(cfg, mesh, params, bias, placement, step, record["meta"])
+        problem = f"checkpoint {step} in {found.directory} is damaged: {damage}"
+        if len(found.steps) == 1:
+            raise ValueError(f"{problem}: use another one")
+        say(problem)
+    raise ValueError(
+        f"none of the {len(found.steps)} checkpoints in {found.directory} is whole"
+    )
+
+
+def _config_in(directory: pathlib.Path, steps: Sequence[int]) -> Config:
+    """Of the first checkpoint whose record can be read; load() verifies the rest. All
+    checkpoints of a run are of one model."""
+    problem = ""
+    for step in steps:
+        try:
+            text = (directory / str(step) / "record" / "metadata").read_bytes()
+            return config_of(json.loads(text)["meta"]["config"])
+        except (OSError, json.JSONDecodeError, UnicodeDecodeError) as fault:
+            problem = " ".join(str(fault).split())
+        except (KeyError, TypeError, AttributeError) as fault:
+            problem = f"it lacks {fault}"
+    raise ValueError(
+        f"checkpoint {steps[-1]} in {directory} is damaged: its record: {problem}"
+    )
+
+
+def _binding(param: str) -> tuple[str, Any]:
+    """'Mesh.expert = 2' -> ('Mesh.expert', 2)."""
+    name, _, text = (part.strip() for part in param.partition("="))
+    try:
+        check_name(*name.split(".", 1) if "." in name else (name, ""))
+        value = convert(ast.literal_eval(text), KINDS[name])
+    except SyntaxError as fault:
+        raise ValueError(
+            f"--gin_param {param!r}: write Class.field = value, text in quotes"
+        ) from fault
+    except (ValueError, TypeError) as fault:
+        raise ValueError(f"--gin_param {param!r}: {fault}") from fault
+    part, field = _place(name)
+    if field in FIXED.get(part, ()):
+        raise ValueError(
+            f"--gin_param {param!r}: the parameters of the checkpoint depend on it: "
+            "leave it out"
+        )
+    return name, value
+
+
+def _place(name: str) -> tuple[str, str]:
+    """'Mesh.expert' -> ('mesh', 'expert')."""
+    cls, field = name.split(".")
+    return next(part for part, c in PARTS.items() if c.__name__ == cls), field
+
+
+def _rebound(trained: Config, bound: dict[str, Any], is_mesh_given: bool) -> Config:
+    """The configuration with `bound`, and as few rows in a batch as there are shards.
+
+    Who changes the mesh of simulated devices has that many of them.
+    """
+    values = trained.to_dict()
+    for name, value in bound.items():
+        part, field = _place(name)
+        values[part][field] = value
+    mesh, train = Mesh(**values["mesh"]), values["train"]
+    if train["num_simulated_devices"] and "Train.num_simulated_devices" not in bound:
+        train["num_simulated_devices"] = mesh.topology.num_devices
+    elif train["num_simulated_devices"] and not is_mesh_given:
+        mesh = _fitting(trained.moe.num_experts, train["num_simulated_devices"])
+        train["num_simulated_devices"] = mesh.topology.num_devices
+    if mesh != trained.mesh:
+        kept = {name.split(".")[1] for name in bound if name.startswith("Moe.")}
+        values["moe"] |= {n: value for n, value in UNCUT.items() if n not in kept}
+    values["balance"] |= {"policy": "home", "calibration": None}
+    values["mesh"] = dataclasses.asdict(mesh)
+    train |= {"accumulate_steps": 1, "batch_size": mesh.topology.num_batch_shards}
+    return config_of(values)
+
+
+def _fitting(num_experts: int, num_devices: int) -> Mesh:
+    """All on the expert axis: the most that divide the experts and are there."""
+    fits = range(1, min(num_experts, num_devices) + 1)
+    return Mesh(expert=max(n for n in fits if num_experts % n == 0))
+
+
+def _on_these_devices(found: Found, devices: "Sequence[jax.Device]") -> Config:
+    """Where the run's mesh was not asked for and is not that of these devices, another
+    one; and what every device can do, where they are no GPUs."""
+    cfg, mesh = found.cfg, found.cfg.mesh
+    is_other = mesh.topology.num_devices != len(devices)
+    if is_other and not found.is_mesh_given and not cfg.train.num_simulated_devices:
+        mesh = _fitting(cfg.moe.num_experts, len(devices))
+    if mesh.topology.num_devices > len(devices):
+        raise ValueError(
+            f"Mesh ({mesh.topology}) needs {mesh.topology.num_devices} devices, and "
+            f"{len(devices)} are here: change it with --gin_param 'Mesh.expert = 1'"
+        )
+    model, moe = cfg.model, cfg.moe
+    if devices[0].platform != "gpu":
+        model = dataclasses.replace(model, attention="xla")
+        moe = dataclasses.replace(moe, transport="padded")
+    if mesh != cfg.mesh:  # what was cut for the run's devices
+        moe = dataclasses.replace(moe, **UNCUT)
+    rows = mesh.topology.num_batch_shards
+    train = dataclasses.replace(cfg.train, batch_size=rows)
+    return dataclasses.replace(cfg, mesh=mesh, model=model, moe=moe, train=train)
+
+
+def _read(
+    directory: pathlib.Path, record: dict, cfg: Config, mesh
+) -> tuple[dict[str, Any] | None, str]:
+    """Parameters and router bias, verified; or None, and what is wrong with them."""
+    import optax
+
+    from train.checkpoint.checksum import require_same_arrays
+    from train.step.state import abstract_state
+
+    state = abstract_state(cfg, mesh, optax.identity())
+    wanted = {"params": state.params, "router_bias": state.router_bias}
+    saved = record["arrays"].items()
+    saved = {name: array for name, array in saved if name.split("/")[0] in wanted}
+    require_same_arrays(saved, wanted)
+    return arrays_for_all(directory, record | {"arrays": saved}, wanted)

@@ -1,0 +1,148 @@
+"""What 'auto' means for a layer's wires: the schedule and the domain that a calibration
+makes fastest."""
+
+import functools
+from typing import NamedTuple
+
+from moejax.config import Config
+from moejax.perf import choose_domain, choose_schedule
+from moejax.perf.calibration import Calibration
+from moejax.plan.domain import Domain
+from moejax.plan.layout import ITEMSIZE
+from moejax.plan.tensor import Tensor
+from train.calibrated import calibration_of, other_flops_per_device
+from train.parts import Parts, micro_batch_tokens
+
+
+class Wires(NamedTuple):
+    """How layers are cut, and what was predicted where 'auto' chose."""
+
+    parts: Parts
+    schedule: choose_schedule.Choice | None = None
+    domain: choose_domain.Choice | None = None
+
+    def lines(self) -> list[str]:
+        """What was chosen and why, and each candidate's time as a sum of its terms."""
+        said = []
+        for name, choice in (("schedule", self.schedule), ("domain", self.domain)):
+            if choice is None:
+                continue
+            said.append(f"{name} {choice.why.removeprefix(name).strip()}")
+            for candidate, predicted in choice.predictions.items():
+                sums = " + ".join(
+                    f"{1e3 * t.sec:.3g} {t.name}" for t in predicted.terms
+                )
+                said.append(f"  {candidate} {1e3 * predicted.sec:.3g} ms = {sums}")
+        return said
+
+
+@functools.cache
+def wires_of(cfg: Config) -> Wires:
+    """ValueError where no candidate can run, and where a calibration has not what it
+    takes."""
+    schedule, tensor = None, None
+    if cfg.mesh.tensor > 1 or cfg.expert_shards > 1:
+        name = cfg.moe.schedule
+        if name == "auto":
+            among = possible_schedules(cfg)
+            schedule = choose_schedule.choose(shape_of(cfg), calibration_of(cfg), among)
+            name = schedule.schedule
+        tensor = Tensor(name, cfg.mesh.tensor, cfg.expert_shards)
+    if tensor is not None and tensor.schedule == "local":
+        return Wires(Parts(("tensor",), cfg.mesh.tensor, tensor, None), schedule)
+    sizes = _group_sizes(cfg)
+    shared, choice = cfg.moe.domain, None
+    is_cut = tensor is not None and bool(tensor.inner)
+    if shared == "auto" and (is_cut or not _has_plain_slots(cfg)):
+        shared = (1,) * len(sizes)  # a domain takes whole owners, and no replicas
+    elif shared == "auto":
+        calibration = calibration_of(cfg)
+        choice = choose_domain.choose(stream_of(cfg, calibration), calibration)
+        shared = choice.domain
+    elif "dc" not in sizes:
+        shared = shared[1:]
+    domain = None
+    if max(shared) > 1:
+        form, ratio = cfg.moe.compression, cfg.moe.compression_ratio
+        how = ("none", 1.0) if form == "none" else (form, ratio)
+        back = cfg.moe.gradient_compression
+        domain = Domain(tuple(sizes.values()), shared, *how, back)
+    parts = Parts(tuple(sizes), cfg.group_size, tensor, domain)
+    return Wires(parts, schedule, choice)
+
+
+def possible_schedules(cfg: Config) -> tuple[str, ...]:
+    """Those that what else is configured leaves."""
+    if cfg.moe.transport == "ragged":
+        return ("s1h",)
+    left = set(choose_schedule.SCHEDULES)
+    if not _has_plain_slots(cfg) or cfg.moe.domain != (1, 1):
+        left.remove("local")
+    if not _has_plain_slots(cfg) and cfg.expert_shards < cfg.mesh.tensor:
+        left.remove("s2")  # has fewer sets of tokens than owners to balance
+    return tuple(name for name in choose_schedule.SCHEDULES if name in left)
+
+
+def _has_plain_slots(cfg: Config) -> bool:
+    """Whether every expert stays at its owner, and nowhere else."""
+    moe = cfg.moe
+    is_home = cfg.balance.policy == "home" and moe.store in (None, "owned")
+    return is_home and moe.split in (None, "even")
+
+
+def shape_of(cfg: Config) -> choose_schedule.Shape:
+    """One MoE layer and micro-batch of this run."""
+    return choose_schedule.Shape(
+        tokens=micro_batch_tokens(cfg),
+        d_model=cfg.model.d_model,
+        d_expert=cfg.moe.d_expert,
+        num_experts=cfg.moe.num_experts,
+        top_k=cfg.moe.top_k,
+        buffer_factor=cfg.moe.buffer_factor,
+        itemsize=ITEMSIZE[cfg.model.compute_dtype],
+        tensor=cfg.mesh.tensor,
+        expert_shards=cfg.expert_shards,
+        sizes=_group_sizes(cfg),
+        remat=cfg.model.remat,
+    )
+
+
+def stream_of(cfg: Config, calibration: Calibration) -> choose_domain.Stream:
+    """What one MoE layer of this run sends and computes in one micro-batch."""
+    moe, d_model = cfg.moe, cfg.model.d_model
+    itemsize = ITEMSIZE[cfg.model.compute_dtype]
+    rows = micro_batch_tokens(cfg) * moe.top_k
+    expert_weights = 3 * d_model * moe.d_expert // cfg.expert_shards
+    return choose_domain.Stream(
+        row_bytes=moe.buffer_factor * rows / cfg.mesh.tensor * d_model * itemsize,
+        expert_bytes=moe.num_experts // cfg.group_size * expert_weights * itemsize,
+        pre_expert_sec=other_flops_per_device(cfg) / calibration.flops_per_sec,
+        expert_sec=2 * rows * expert_weights / calibration.flops_per_sec,
+        sizes=_group_sizes(cfg),
+        **_fewer_bytes(cfg),
+        num_micro_batches=cfg.train.accumulate_steps,
+        remat=cfg.model.remat,
+        is_prefetched=moe.prefetch is not False,
+        is_hierarchical=moe.transport == "hierarchical",
+    )
+
+
+def _fewer_bytes(cfg: Config) -> dict[str, float]:
+    """How many times, as blocks and whole entries come out."""
+    from moejax.moe.weights.domains import ratio_of
+    from moejax.moe.weights.gradient_compression import SCALE_BYTES
+
+    moe, mesh, dtype = cfg.moe, cfg.mesh, cfg.model.compute_dtype
+    size = 3 * cfg.model.d_model * moe.d_expert // cfg.expert_shards
+    size //= 1 if "data" in moe.group_axes else mesh.data
+    found = {}
+    if moe.compression != "none":
+        found["compression"] = ratio_of(size, dtype, moe.compression_ratio)
+    if moe.gradient_compression is not None:
+        sizes = (size, dtype, moe.gradient_compression, SCALE_BYTES)
+        found["gradient_compression"] = ratio_of(*sizes)
+    return found
+
+
+def _group_sizes(cfg: Config) -> dict[str, int]:
+    return {axis: getattr(cfg.mesh, axis) for axis in cfg.moe.group_axes}

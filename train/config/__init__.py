@@ -1,0 +1,1 @@
+"""From gin files and bindings to a Config. Only this folder imports gin."""

@@ -1,0 +1,1 @@
+"""How the processes of a run start, find each other, agree and end."""

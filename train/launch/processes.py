@@ -1,0 +1,225 @@
+"""Several processes as one run: they start together, agree, and end together.
+
+Every process runs the same program. What only one may do (claim the run directory,
+write metrics) process 0 does, and `of_first` tells the others how it went. A process
+that fails ends at once, without waiting for the others: whoever launched them ends the
+rest, else their heartbeats and watchdogs do (docs/processes.md).
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from moejax.config import Config
+from train.launch.cluster import Place, is_loopback
+
+
+def join(cfg: Config, place: Place | None) -> None:
+    """Makes this process one of the run's; before any device is touched.
+
+    JAX aborts the process (exit code 134) when the others do not come in time.
+    """
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if place is None:
+        return
+    import jax
+
+    host, _, port = place.coordinator.rpartition(":")
+    limits = cfg.processes
+    print(
+        f"process {place.index} of {place.count} ({place.source}) meets the others at "
+        f"{place.coordinator}, and waits Processes.init_sec={limits.init_sec} at most",
+        flush=True,
+    )
+    jax.distributed.initialize(
+        coordinator_address=place.coordinator,
+        num_processes=place.count,
+        process_id=place.index,
+        local_device_ids=place.local_device_ids,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=f"{host}:{port}" if is_loopback(host) else None,
+        initialization_timeout=limits.init_sec,
+        heartbeat_timeout_seconds=limits.heartbeat_sec,
+        shutdown_timeout_seconds=limits.shutdown_sec,
+    )
+
+
+WEEK_MSEC = 7 * 24 * 3600 * 1000
+"""Whoever waits for process 0 for longer than Processes.watchdog_sec is ended by it."""
+
+
+def is_first() -> bool:
+    """Whether this process is the one that logs and writes."""
+    import jax
+
+    return jax.process_index() == 0
+
+
+def are_several() -> bool:
+    import jax
+
+    return jax.process_count() > 1
+
+
+def of_first(make: Callable[[], Any]) -> Any:
+    """make() of process 0 alone, a value that JSON takes, on all processes.
+
+    Its ValueError or OSError is raised on all.
+    """
+    if not are_several():
+        return make()
+    reply = {}
+    if is_first():
+        try:
+            reply = {"value": make()}
+        except (ValueError, OSError) as fault:
+            kind = "OSError" if isinstance(fault, OSError) else "ValueError"
+            reply = {"fault": str(fault), "kind": kind}
+    reply = json.loads(_broadcast(json.dumps(reply).encode()))
+    if "fault" in reply:
+        raise {"OSError": OSError, "ValueError": ValueError}[reply["kind"]](
+            reply["fault"]
+        )
+    return reply["value"]
+
+
+def any_of(claim: bool) -> bool:
+    """Whether `claim` is true on any process."""
+    if not are_several():
+        return claim
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.process_allgather(np.int32(claim)).any())
+
+
+def published(name: str, make: Callable[[], str]) -> str:
+    """make() of process 0 on all processes, through the coordinator: no device takes
+    part, so steps go on meanwhile. `name` is used once in a run."""
+    if not are_several():
+        return make()
+    from jax._src.distributed import global_state
+
+    client, key = global_state.client, f"moejax/{name}"
+    if not is_first():
+        return client.blocking_key_value_get(key, WEEK_MSEC)
+    text = make()
+    client.key_value_set(key, text)
+    return text
+
+
+def withdraw(name: str) -> None:
+    """Forget what was published, once every process has read it."""
+    if are_several() and is_first():
+        from jax._src.distributed import global_state
+
+        global_state.client.key_value_delete(f"moejax/{name}")
+
+
+def wait_for_all(name: str) -> None:
+    """Returns when every process has called it."""
+    if are_several():
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)
+
+
+def _broadcast(text: bytes) -> bytes:
+    from jax.experimental import multihost_utils
+
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    padded = np.zeros(-(-size // 4096) * 4096, np.uint8)  # few shapes to compile
+    if is_first():
+        padded[:size] = np.frombuffer(text, np.uint8)
+    return multihost_utils.broadcast_one_to_all(padded).tobytes()[:size]
+
+
+class Stop:
+    """Whether somebody has asked the run to stop, the same on all processes.
+
+    One process looks at its own signals; several ask JAX, whose handler of SIGTERM has
+    them agree on a step that all of them have still before them.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._num_asked = 0
+        self._are_several = are_several()
+        if self._are_several:
+            signal.signal(
+                signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+            )
+            return
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._set)
+
+    def is_set(self) -> bool:
+        """To be asked once after each step, by all processes."""
+        self._num_asked += 1
+        if self._are_several and self.signal is None:
+            from jax.experimental import multihost_utils
+
+            # JAX counts from 0 in each process: who had a signal before the first
+            # question stops at number 1, and never at the step of a resumed run.
+            if multihost_utils.reached_preemption_sync_point(self._num_asked):
+                self.signal = int(signal.SIGTERM)
+        return self.signal is not None
+
+    def _set(self, number, _frame) -> None:
+        if self.signal == number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = number
+
+
+class Watchdog:
+    """Ends this process, with the stack of every thread, when one thing takes too long.
+
+    The timer is faulthandler's, a C thread: it works while all of Python is stuck in a
+    collective that another process never joins. Half way there, a line says what goes
+    on; `say` is called from a thread of ours.
+    """
+
+    def __init__(self, limit_sec: int, say: Callable[[str], None]) -> None:
+        self._limit_sec, self._say = limit_sec, say
+        self._what, self._since_sec = "", time.monotonic()
+        self._is_said = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        if limit_sec:
+            self._thread.start()
+
+    def __enter__(self) -> "Watchdog":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.rest()
+        self._closed.set()
+
+    def at(self, what: str) -> None:
+        """Something begins that is to end, or to be followed, within the limit."""
+        self._what, self._since_sec, self._is_said = what, time.monotonic(), False
+        if self._limit_sec:
+            faulthandler.dump_traceback_later(self._limit_sec, exit=True)
+
+    def rest(self) -> None:
+        """Nothing is being waited for."""
+        self._what = ""
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(1.0, self._limit_sec / 8)):
+            what, taken_sec = self._what, time.monotonic() - self._since_sec
+            if what and not self._is_said and taken_sec > self._limit_sec / 2:
+                self._is_said = True
+                self._say(
+                    f"WATCHDOG {what} goes on for {taken_sec:.0f} s; at "
+                    f"{self._limit_sec} s (Processes.watchdog_sec) this process ends "
+                    "with the stacks of its threads"
+                )

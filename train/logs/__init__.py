@@ -1,0 +1,2 @@
+"""What a run writes and shows: its directory, metrics, profile, progress and
+summary."""

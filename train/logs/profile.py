@@ -1,0 +1,179 @@
+"""A profiler window by steps: `10:13` traces steps 10, 11 and 12 of a run.
+
+<folder>/step-10-13/[process-0/]
+  perfetto_trace.json.gz          for ui.perfetto.dev and tools/read_profile.py
+  op_names.json.gz                compiled op -> where in our code it stems from
+  plugins/profile/<time>/*.xplane.pb   for xprof
+
+jax is imported when a window opens, not with this module.
+"""
+
+import gzip
+import json
+import os
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+from train.logs.run_dir import say_loudly
+
+HELP = (
+    "A:B traces steps A to B - 1; the first step of a run is 1, and 10:13 is three "
+    "steps. Leave out the first two, which warm up. The trace goes to RUN_DIR/profile"
+)
+STEPS = re.compile(r"(\d{1,9}):(\d{1,9})", re.ASCII)
+OP_NAME = re.compile(
+    r'^\s*(?:ROOT )?%?([\w.-]+) = .*?\bop_name="([^"]*)"', re.MULTILINE
+)
+
+
+def parse_steps(text: str) -> range:
+    """'10:13' is range(10, 13), and '' is none; ValueError for what is no window."""
+    if not text:
+        return range(0)
+    found = STEPS.fullmatch(text.strip())
+    steps = range(int(found[1]), int(found[2])) if found else range(0)
+    if not steps or steps.start < 1:
+        raise ValueError(
+            f"--profile_steps={text} must be A:B with 1 <= A < B: 10:13 traces steps "
+            "10, 11 and 12"
+        )
+    return steps
+
+
+class Window:
+    """A context around the loop; `before` and `after` go around each dispatched step.
+
+    `after` waits for the devices at both edges of the window, so that the trace holds
+    its steps whole and nothing of others. A trace that cannot be written is said
+    loudly, and costs the trace, not the run.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        steps: range,
+        say: Callable[[str], None] = say_loudly,
+        *,
+        hlo_text: Callable[[], str] | None = None,
+    ) -> None:
+        """No steps: nothing is ever done. `hlo_text` is `as_text` of the compiled step,
+        called once, when the trace ends."""
+        self.folder = pathlib.Path(os.path.abspath(folder))
+        self._steps, self._say, self._hlo_text = steps, say, hlo_text
+        self._text = f"{steps.start}:{steps.stop}"
+        self._annotation = None
+        self._traced: list[int] = []
+        self._has_begun, self._is_open, self._is_over = False, False, not steps
+
+    def __enter__(self) -> "Window":
+        return self
+
+    def __exit__(self, *_) -> None:
+        """Keeps what has been traced when a run ends within the window."""
+        if self._is_open:
+            self._stop()
+        elif not self._is_over:
+            self._say(f"no profile: the run ended before step {self._steps.start}")
+        self._is_over = True
+
+    def is_edge(self, step: int) -> bool:
+        """Whether `after` waits for this step, and may take seconds."""
+        is_last = self._is_open and step + 1 == self._steps.stop
+        return is_last or (not self._is_over and step + 1 == self._steps.start)
+
+    def before(self, step: int) -> None:
+        """Opens the trace at the first step of the window that this process runs."""
+        if not self._has_begun and not self._is_over and step >= self._steps.stop:
+            self._say(
+                f"no profile: steps {self._text} lie before step {step}, where this "
+                "run goes on"
+            )
+            self._is_over = True
+        self._has_begun = True
+        if self._is_over or step not in self._steps:
+            return
+        import jax
+
+        if not self._is_open:
+            self._start()
+        if self._is_open:
+            name = "train_step"
+            self._annotation = jax.profiler.StepTraceAnnotation(name, step_num=step)
+            self._annotation.__enter__()
+            self._traced.append(step)
+
+    def after(self, step: int, outputs: Any) -> None:
+        """`outputs` are the arrays of the step that was dispatched."""
+        self._end_annotation()
+        if self.is_edge(step):
+            import jax
+
+            jax.block_until_ready(outputs)
+        if self._is_open and step + 1 == self._steps.stop:
+            self._stop()
+
+    def _start(self) -> None:
+        import jax
+
+        self.folder /= f"step-{self._steps.start}-{self._steps.stop}"
+        if jax.process_count() > 1:
+            self.folder /= f"process-{jax.process_index()}"
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # Python's own calls would bury the rest
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            jax.profiler.start_trace(
+                self.folder, create_perfetto_trace=True, profiler_options=options
+            )
+            self._is_open = True
+        except (OSError, RuntimeError) as fault:
+            self._fail(fault)
+
+    def _stop(self) -> None:
+        import jax
+
+        self._end_annotation()
+        self._is_open, self._is_over = False, True
+        try:
+            jax.profiler.stop_trace()
+            self._tidy()
+            if self._hlo_text is not None:
+                text = json.dumps(op_names(self._hlo_text()))
+                path = self.folder / "op_names.json.gz"
+                path.write_bytes(gzip.compress(text.encode(), mtime=0))
+        except (OSError, RuntimeError, ValueError) as fault:
+            self._fail(fault)
+            return
+        first, last = self._traced[0], self._traced[-1]
+        self._say(
+            f"profile of steps {first} to {last}: {self.folder} "
+            "(python tools/read_profile.py prints what is in it)"
+        )
+
+    def _end_annotation(self) -> None:
+        if self._annotation is not None:
+            self._annotation.__exit__(None, None, None)
+            self._annotation = None
+
+    def _tidy(self) -> None:
+        """The trace for people moves up; jax's second copy of it goes."""
+        *_, newest = sorted(self.folder.glob("plugins/profile/*"), key=os.path.getmtime)
+        name = "perfetto_trace.json.gz"
+        (newest / name).replace(self.folder / name)
+        for copy in newest.glob("*.trace.json.gz"):
+            copy.unlink()
+
+    def _fail(self, fault: Exception) -> None:
+        self._is_over = True
+        line = " ".join(str(fault).split())
+        self._say(f"NO PROFILE of steps {self._text}: {line}; training goes on")
+
+
+def op_names(hlo_text: str) -> dict[str, str]:
+    """Of each op of a compiled program, the path of function names it was traced in.
+
+    'all-to-all.7' -> 'jit(_train_step)/jvp()/while/body/shard_map/dispatch/all_to_all'
+    """
+    return dict(OP_NAME.findall(hlo_text))

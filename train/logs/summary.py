@@ -1,0 +1,90 @@
+"""The end of a run: losses beside a baseline, throughput, loads, and a digest."""
+
+import json
+import math
+import pathlib
+
+import numpy as np
+
+from train.checkpoint import identity
+from train.checkpoint.checksum import checksums, digest
+from train.checkpoint.files import newest_meta
+from train.data import byte_sample
+from train.eval.held_out import load_lines
+from train.eval.ngram import trigram_loss
+from train.job import Job
+from train.launch.processes import of_first
+from train.logs.run_dir import write_whole
+from train.loop import Outcome
+
+FILE = "summary.json"
+BASELINE_BYTES = 2**26
+"""Training bytes that the trigram table counts."""
+
+
+def finished_summary(path: pathlib.Path, job: Job) -> dict | None:
+    """Summary of the run at `path` when it has done all steps of `job` or more.
+
+    Raises ValueError when that was another model, or other data.
+    """
+    try:
+        summary = json.loads((path / FILE).read_text())
+    except FileNotFoundError:
+        return None
+    if summary["step"] < job.cfg.train.num_steps:
+        return None
+    meta = newest_meta(path / "checkpoints")
+    if meta is not None:
+        identity.check(meta, job.cfg, job.meta["data"])
+    return summary
+
+
+def summarise(job: Job, outcome: Outcome, path: pathlib.Path) -> dict:
+    """Prints the summary and returns it; process 0 writes it to summary.json."""
+    loss = outcome.evaluation.loss
+    step_sec = float(np.median(outcome.step_secs)) if outcome.step_secs else None
+    summary = {
+        "step": int(outcome.state.step),
+        "eval_loss": loss if math.isfinite(loss) else None,
+        "trigram_loss": of_first(lambda: _trigram_loss(job)),
+        "steps_per_sec": 1 / step_sec if step_sec else None,
+        "tok_per_sec": job.tokens_per_step / step_sec if step_sec else None,
+        "compile_sec": outcome.compile_sec,
+        "wall_sec": outcome.wall_sec,
+        "load_le": outcome.evaluation.tokens_le.tolist(),
+        "digest": digest(checksums(outcome.state.params)),
+        "run_dir": str(path),
+    }
+    of_first(lambda: write_whole(path / FILE, json.dumps(summary)))
+    _print(summary, loss, outcome.evaluation.tokens_le, job.unit)
+    return summary
+
+
+def _trigram_loss(job: Job) -> float | None:
+    """None where tokens are no bytes."""
+    train_b = byte_sample(job.corpus, BASELINE_BYTES)
+    if train_b is None:
+        return None
+    held_out = job.held_out
+    windows = [
+        held_out.rows(i, 0, held_out.batch_size).token_bt
+        for i in range(held_out.num_batches)
+    ]
+    return trigram_loss(train_b, np.concatenate(windows))
+
+
+def _print(summary: dict, loss: float, tokens_le: np.ndarray, unit: str) -> None:
+    print(f"\nheld-out loss   {loss:.4f} nats per {unit}")
+    if summary["trigram_loss"] is not None:
+        print(f"trigram table   {summary['trigram_loss']:.4f} (same text, same bytes)")
+    if summary["tok_per_sec"]:
+        rate = f"{summary['tok_per_sec']:,.0f} tokens/s"
+        print(
+            f"throughput      {rate}, {summary['steps_per_sec']:.2f} steps/s (median)"
+        )
+    parts = f"compilation {summary['compile_sec']:.0f} s of it"
+    print(f"wall time       {summary['wall_sec']:.0f} s, {parts}")
+    print("load per expert on held-out text over the mean (' .:-=+*#%@': 0 to 2)")
+    print("\n".join(load_lines(tokens_le)))
+    print(f"parameters      digest {summary['digest']} at step {summary['step']}")
+    print(f"run directory   {summary['run_dir']}", flush=True)

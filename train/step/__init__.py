@@ -1,0 +1,2 @@
+"""One training step, compiled: state, loss, gradients, optimizer. Nothing of the
+host."""

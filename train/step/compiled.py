@@ -1,0 +1,78 @@
+"""From a configuration to compiled steps, ahead of time: shapes alone, no arrays."""
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from moejax.axes import everywhere, sharding
+from moejax.config import Config
+from moejax.moe.types import Placement, Windows
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout
+from train.layouts import layout_of, owning_layout
+from train.step.optimizer import make_optimizer
+from train.step.state import abstract_state
+from train.step.step import Model, make_eval_step, make_train_step, window_sharding
+
+
+def make_model(cfg: Config, mesh: Mesh) -> Model:
+    optimizer = make_optimizer(cfg.optimizer, cfg.train.num_steps)
+    return Model(cfg, mesh, layout_of(cfg), optimizer)
+
+
+def home_plan(cfg: Config, layout: Layout) -> ExpertPlan:
+    return ExpertPlan.home_in(layout, cfg.model.num_moe_layers)
+
+
+def on_devices(plan: ExpertPlan, layout: Layout, mesh: Mesh) -> Placement:
+    """The plan's placement, whole on every device."""
+    return everywhere(Placement.of_plan(plan.validate(layout), layout), mesh)
+
+
+def home_placement(cfg: Config, mesh: Mesh) -> Placement:
+    """Of layouts without copies: every expert at its owner."""
+    layout = owning_layout(cfg)
+    return on_devices(home_plan(cfg, layout), layout, mesh)
+
+
+def trace_train_step(model: Model):
+    """The traced train step: lower it for any platform, or compile it for this one."""
+    return make_train_step(model).trace(*_abstract_args(model))
+
+
+def compile_steps(model: Model):
+    """The train step and the evaluation step, compiled for the mesh's devices."""
+    state, placement, windows = _abstract_args(model)
+    one = jax.tree.map(lambda leaf: leaf.update(shape=(1, *leaf.shape[1:])), windows)
+    eval_args = (state.params, state.router_bias, placement, one)
+    train_step = trace_train_step(model).lower().compile()
+    return train_step, make_eval_step(model).lower(*eval_args).compile()
+
+
+def require_room(step) -> None:
+    """MemoryError if a compiled step needs more than the devices here have, where they
+    say how much that is (GPUs do)."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    memory, limit = step.memory_analysis(), stats.get("bytes_limit")
+    if memory is None or limit is None:
+        return
+    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    needed += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    if needed > limit:
+        raise MemoryError(
+            f"the step needs {needed / 2**30:.1f} GiB of {limit / 2**30:.1f} GiB"
+        )
+
+
+def _abstract_args(model: Model):
+    cfg, mesh = model.cfg, model.mesh
+    rows = cfg.train.batch_size // cfg.train.accumulate_steps
+    shape = (cfg.train.accumulate_steps, rows, cfg.data.seq_len + 1)
+    whole = sharding(mesh)
+    placement = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
+        Placement.of_plan(home_plan(cfg, model.layout), model.layout),
+    )
+    leaf = jax.ShapeDtypeStruct(shape, np.int32, sharding=window_sharding(mesh))
+    state = abstract_state(cfg, mesh, model.optimizer, model.layout.store)
+    return state, placement, Windows(token_bt=leaf, position_bt=leaf)

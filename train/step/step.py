@@ -1,0 +1,263 @@
+"""One training step and one evaluation step: pure functions of arrays, jitted once."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx, struct
+from jax.sharding import Mesh
+
+from moejax import axes
+from moejax.config import Config
+from moejax.model.transformer import Noise
+from moejax.moe import recorded
+from moejax.moe import route as routing
+from moejax.moe.types import Batch, RouterLosses, RoutingStats
+from moejax.plan.layout import Layout
+from train.step.loss import cross_entropy
+from train.step.optimizer import learning_rate
+from train.step.state import TrainState, abstract_state, graph_of, with_tracked
+from train.step.trained import trained
+
+
+@struct.dataclass
+class StepMetrics:
+    """What one step reports; read on the host a step late."""
+
+    loss: jax.Array
+    """Cross-entropy, nats per token."""
+    total_loss: jax.Array
+    """What was differentiated: with every auxiliary loss."""
+    router: RouterLosses
+    grad_norm: jax.Array
+    learning_rate: jax.Array
+    is_skipped: jax.Array
+    skipped_in_a_row: jax.Array
+    routing: RoutingStats
+
+
+class Model(NamedTuple):
+    """What the step is compiled for, beside shapes."""
+
+    cfg: Config
+    mesh: Mesh
+    layout: Layout
+    optimizer: optax.GradientTransformation
+
+
+def window_sharding(mesh: Mesh) -> jax.sharding.NamedSharding:
+    """Of Windows [micro-batch, b, t + 1]: rows are split over all batch axes."""
+    return axes.sharding(mesh, None, axes.BATCH_AXES)
+
+
+def make_train_step(model: Model):
+    """step(state, placement, windows) -> state, StepMetrics; donates its state."""
+    # Metrics are whole on every device, so that every process can read them.
+    state = abstract_state(model.cfg, model.mesh, model.optimizer, model.layout.store)
+    state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    return jax.jit(
+        partial(_train_step, model, make_loss(model)),
+        donate_argnums=0,
+        out_shardings=(state_shardings, axes.sharding(model.mesh)),
+    )
+
+
+def make_eval_step(model: Model):
+    """step(params, router_bias, placement, windows) -> nats per token, RoutingStats, of
+    the first micro-batch."""
+    whole = axes.sharding(model.mesh)
+    return jax.jit(partial(_eval_step, make_loss(model)), out_shardings=whole)
+
+
+def make_loss(model: Model):
+    """loss_of(params, router_bias, placement, windows, key, step, is_training, slots,
+    tracked); slots None are made of the parameters, those of a domain whole where
+    tracked is None."""
+    cfg, mesh, layout, _ = model
+    graph = graph_of(cfg, mesh)
+    chance_tle = None
+    if cfg.router.kind == "recorded":
+        sizes = (cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k)
+        chance_tle = recorded.loads(cfg.recorded, *sizes)
+
+    def loss_of(
+        params,
+        router_bias,
+        placement,
+        windows,
+        key,
+        step,
+        is_training,
+        slots=None,
+        tracked=None,
+    ):
+        """Total loss; (cross-entropy, router losses, stats) of one micro-batch."""
+        batch = Batch.of_windows(windows)
+        chance_le = None
+        if chance_tle is not None:
+            sample = recorded.sample_index(cfg.recorded, len(chance_tle), step)
+            chance_le = jnp.asarray(chance_tle)[sample]
+        jitter = cfg.router.jitter if is_training else 0.0
+        network = nnx.merge(graph, params, router_bias)
+        is_dense = is_training and cfg.router.training == "dense"
+        noise = Noise(key, chance_le, jitter, is_dense)
+        hidden_btd, sums = network(
+            batch.tokens_bt,
+            batch.position_bt,
+            placement,
+            layout,
+            noise,
+            slots,
+            tracked,
+        )
+        nats, square = cross_entropy(
+            hidden_btd, network.head(), batch.targets_bt, cfg.train.loss_chunk
+        )
+        stats = RoutingStats(
+            tokens_lwe=sums.tokens_e,
+            rows_lw=sums.rows,
+            rounds_l=jnp.max(sums.rounds, axis=1),
+            dropped_l=jnp.sum(sums.dropped, axis=1),
+            fullest_pair_l=jnp.max(sums.fullest_pair, axis=1),
+            fullest_device_l=jnp.max(sums.rows, axis=1),
+            bound_l=jnp.max(sums.bound, axis=1),
+        )
+        added = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=1), sums)
+        router = routing.losses(added, batch.tokens_bt.size, cfg.data.seq_len)
+        total = nats + cfg.train.logit_z_loss * square + _weighted(cfg, router)
+        return total, (nats, router, stats)
+
+    return loss_of
+
+
+def _weighted(cfg: Config, router: RouterLosses) -> jax.Array:
+    """Router losses with their weights, averaged over layers: a weight means the same
+    at every depth (as in the trainers of OLMoE and Mixtral)."""
+    if cfg.router.kind == "recorded":
+        return jnp.float32(0)  # choices follow the record: there is nothing to even
+    weighted = (
+        cfg.router.balance_loss * router.balance
+        + cfg.router.sequence_balance_loss * router.sequence_balance
+        + cfg.router.z_loss * router.z
+    )
+    weight = cfg.router.mutual_information_loss
+    if weight:  # its gradient waits for the sum over all devices, even at weight 0
+        weighted += weight * router.mutual_information
+    return jnp.mean(weighted)
+
+
+def _train_step(model: Model, loss_of, state: TrainState, placement, windows):
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+    by = trained(model.cfg, model.mesh, model.layout, state, placement)
+
+    def loss_of_part(values, index, part):
+        params, slots = by.split(values)
+        key_of_part = jax.random.fold_in(key, index)
+        fixed = (state.router_bias, placement, part, key_of_part, state.step)
+        made = {"slots": slots, "tracked": state.tracked if slots is None else None}
+        return loss_of(params, *fixed, is_training=True, **made)
+
+    grad_of = jax.value_and_grad(loss_of_part, has_aux=True)
+
+    count = windows.token_bt.shape[0]
+
+    def micro(grads, args):
+        (total, aux), new = grad_of(by.values, *args)
+        if count > 1:  # slots' gradients are in the compute dtype: too coarse to add up
+            new = jax.tree.map(_wide, new)
+        return new if grads is None else jax.tree.map(jnp.add, grads, new), (total, aux)
+
+    first = jax.tree.map(lambda leaf: leaf[0], windows)
+    rest = jax.tree.map(lambda leaf: leaf[1:], windows)
+    grads, reports = micro(None, (jnp.int32(0), first))
+    reports = jax.tree.map(lambda leaf: leaf[None], reports)
+    if count > 1:
+        grads, more = jax.lax.scan(micro, grads, (jnp.arange(1, count), rest))
+        reports = jax.tree.map(lambda *pair: jnp.concatenate(pair), reports, more)
+        grads = jax.tree.map(lambda leaf: leaf / count, grads)
+    return _update(model, state, by.home(grads), *reports)
+
+
+def _wide(leaf):
+    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+
+
+@jax.named_scope("optimizer")
+def _update(model: Model, state: TrainState, gradients, total_a, aux):
+    """AdamW, unless loss or gradient is not finite: then only counters change. What
+    domains hold of experts that travel compressed follows the masters.
+
+    `gradients`: of parameters, and what is kept of those that travel compressed.
+    """
+    cfg, nats_a, router_a, stats_a = model.cfg, *aux
+    grads, kept = gradients
+    loss, grad_norm = jnp.mean(nats_a), optax.tree.norm(grads)
+    stats = _over_micro_batches(stats_a)
+    updates, opt_state = model.optimizer.update(grads, state.opt_state, state.params)
+    new = (
+        optax.apply_updates(state.params, updates),
+        opt_state,
+        _move_bias(cfg, state.router_bias, stats.tokens_le),
+        kept,
+    )
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    if kept is not None:  # what has not arrived is in no norm
+        is_finite &= jnp.all(jnp.isfinite(kept))
+    old = (state.params, state.opt_state, state.router_bias, state.kept_gradients)
+    params, opt_state, router_bias, kept = jax.tree.map(
+        lambda after, before: jnp.where(is_finite, after, before), new, old
+    )
+    skipped_in_a_row = jnp.where(is_finite, 0, state.skipped_in_a_row + 1)
+    metrics = StepMetrics(
+        loss=loss,
+        total_loss=jnp.mean(total_a),
+        router=jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), router_a),
+        grad_norm=grad_norm,
+        learning_rate=learning_rate(cfg.optimizer, cfg.train.num_steps)(state.step),
+        is_skipped=~is_finite,
+        skipped_in_a_row=skipped_in_a_row,
+        routing=stats,
+    )
+    state = TrainState(
+        step=state.step + 1,
+        params=params,
+        router_bias=router_bias,
+        opt_state=opt_state,
+        key=state.key,
+        skipped_in_a_row=skipped_in_a_row,
+        tracked=state.tracked,
+        kept_gradients=kept,
+    )
+    return with_tracked(state, cfg, model.mesh), metrics
+
+
+def _over_micro_batches(stats: RoutingStats) -> RoutingStats:
+    return RoutingStats(
+        tokens_lwe=jnp.sum(stats.tokens_lwe, axis=0),
+        rows_lw=jnp.sum(stats.rows_lw, axis=0),
+        rounds_l=jnp.max(stats.rounds_l, axis=0),
+        dropped_l=jnp.sum(stats.dropped_l, axis=0),
+        fullest_pair_l=jnp.max(stats.fullest_pair_l, axis=0),
+        fullest_device_l=jnp.sum(stats.fullest_device_l, axis=0),
+        bound_l=jnp.sum(stats.bound_l, axis=0),
+    )
+
+
+def _move_bias(cfg: Config, router_bias, tokens_le):
+    """Aux-loss-free balancing moves each expert's bias once per step."""
+    if not cfg.router.bias_rate:
+        return router_bias
+    rate = cfg.router.bias_rate
+    return jax.tree.map(
+        lambda bias_le: routing.update_bias(bias_le, tokens_le, rate), router_bias
+    )
+
+
+def _eval_step(loss_of, params, router_bias, placement, windows):
+    key, step = jax.random.key(0), jnp.int32(0)
+    first = jax.tree.map(lambda leaf: leaf[0], windows)
+    args = (params, router_bias, placement, first, key, step)
+    _, (nats, _, stats) = loss_of(*args, is_training=False)
+    return nats, stats

@@ -1,0 +1,69 @@
+"""What a step differentiates by: parameters, or in place of the experts' masters their
+slots, whose gradients travel to the masters once a step.
+
+    parameters             stores owned, transient, sharded
+    slots and the others   store resident; compressed gradients of a domain
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moejax.config import Config
+from moejax.moe.weights import stores
+from moejax.plan.layout import Layout
+from train.step import expert_params
+from train.step.state import TrainState
+
+
+class Trained(NamedTuple):
+    values: Any
+    """What each micro-batch differentiates by."""
+    split: Callable
+    """values -> parameters, slots of all layers or None"""
+    home: Callable
+    """Their gradients, summed over micro-batches -> those of parameters, and
+    TrainState.kept_gradients."""
+
+
+def trained(cfg: Config, mesh, layout: Layout, state: TrainState, placement) -> Trained:
+    """Slots are made once, from the masters as they are now, and stand for them."""
+    is_compressed = state.kept_gradients is not None
+    if layout.store != "resident" and not is_compressed:
+        return Trained(state.params, lambda params: (params, None), _as_they_are)
+    masters, others = expert_params.take(state.params)
+    dtype = jnp.dtype(cfg.model.compute_dtype)
+
+    def make(masters, placement, tracked_sx=None):
+        return stores.slots(masters, placement, layout, mesh, dtype, tracked_sx)
+
+    if is_compressed:
+        of_layers = (masters, placement, state.tracked)
+        slots, pull = stores.slots_of_layers(make, *of_layers), None
+    else:
+        of_all = partial(stores.slots_of_layers, make)
+        slots, pull = jax.vjp(lambda masters: of_all(masters, placement), masters)
+
+    def home(grads):
+        others, of_slots = grads
+        if pull is None:
+            kept_lsx = state.kept_gradients
+            sizes = (layout, mesh, dtype)
+            own, kept_lsx = stores.scattered(of_slots, kept_lsx, *sizes)
+            return expert_params.put(others, own), kept_lsx
+        of_slots = jax.tree.map(lambda g, s: g.astype(s.dtype), of_slots, slots)
+        return expert_params.put(others, pull(of_slots)[0]), None
+
+    return Trained((others, slots), partial(_put, masters), home)
+
+
+def _as_they_are(grads):
+    return grads, None
+
+
+def _put(masters, values):
+    others, slots = values
+    return expert_params.put(others, masters), slots
