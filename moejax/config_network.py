@@ -109,8 +109,8 @@ class Moe:
     between such domains only; 'auto' takes what Balance.calibration makes fastest."""
     compression: Form = "none"
     """How gathered experts travel: whole, or in training as the largest entries of
-    their weights (top_k), of the difference to the experts' mean (residual), or to what
-    the others hold already (delta). docs/compression.md."""
+    their difference to the experts' mean (residual, HybridEP's own baseline), or to
+    what the others hold already (delta). docs/compression.md."""
     compression_ratio: float = 50.0
     """So many times fewer bytes."""
     gradient_compression: float | None = None
@@ -140,21 +140,14 @@ class Moe:
     """Experts multiply 8-bit values, gradients in this format (docs/kernels.md)."""
     prefetch: bool | None = None
     """Transient copies travel a layer ahead; None: as the policy reckons."""
-    near_weight: float = 0.0
-    """water_filling: rows computed that one from elsewhere in the node costs; n/16."""
-    far_weight: float = 0.0
-    """And one from another node."""
-    devices_per_node: int | None = None
-    """Of the group; None: the whole group is one node."""
 
     def __post_init__(self) -> None:
         at_least(
             self, 1, "num_experts", "top_k", "d_expert", "rows_per_peer",
-            "slots_per_device", "devices_per_node", "expert_shards",
+            "slots_per_device", "expert_shards",
         )  # fmt: skip
         at_least(
             self, 0, "num_shared_experts", "offers_per_device", "copies_per_device",
-            "near_weight", "far_weight",
         )  # fmt: skip
         require(
             self.top_k <= self.num_experts,

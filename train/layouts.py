@@ -7,7 +7,6 @@ from moejax.balance.controller import Settings
 from moejax.balance.policies import check_policy
 from moejax.config import Config
 from moejax.plan.layout import Layout, Store
-from moejax.plan.wire import Wire
 from train.communication import wires_of
 from train.parts import micro_batch_tokens
 
@@ -174,13 +173,4 @@ def _store_of(cfg: Config) -> dict:
         "offers_per_device": offers,
         "copies_per_device": copies,
         "prefetch": prefetch,
-        "wire": _wire_of(cfg),
     }
-
-
-def _wire_of(cfg: Config) -> Wire | None:
-    moe = cfg.moe
-    if not (moe.near_weight or moe.far_weight):
-        return None
-    per_node = moe.devices_per_node or wires_of(cfg).parts.num_owners
-    return Wire(per_node, moe.near_weight, moe.far_weight)

@@ -12,7 +12,7 @@ import math
 import typing
 from typing import Literal
 
-Form = Literal["none", "top_k", "residual", "delta"]
+Form = Literal["none", "residual", "delta"]
 """How experts that move inside a domain are compressed
 (moejax.moe.weights.compression); 'none' is an all_gather of weights."""
 

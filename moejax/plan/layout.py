@@ -20,7 +20,6 @@ from moejax.plan import layout_rules
 from moejax.plan.domain import Domain
 from moejax.plan.layout_rules import group_name, uneven_group
 from moejax.plan.tensor import Tensor
-from moejax.plan.wire import Wire
 
 __all__ = [
     "GROUP_AXES", "ITEMSIZE", "ROW_MULTIPLE", "Exchange", "Fp8", "Group", "Kernels",
@@ -80,7 +79,7 @@ class Topology:
         return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in _fields(self))
 
 
-PARTS = {"wire": Wire, "tensor": Tensor, "domain": Domain}
+PARTS = {"tensor": Tensor, "domain": Domain}
 """Fields of a Layout that are dataclasses."""
 
 
@@ -121,9 +120,6 @@ class Layout:
     """Transient copies of the next layer travel under the work of this one."""
     axes: tuple[str, ...] = GROUP_AXES["expert"]
     """Mesh axes of the group."""
-    wire: Wire | None = None
-    """Makes water_filling weigh rows that devices receive too; None: rows computed."""
-
     tensor: Tensor | None = None
     """Tensor axis and expert shards, if there are any."""
     domain: Domain | None = None

@@ -11,7 +11,6 @@ def check(layout: "Layout") -> None:
     _check_group(layout)
     _check_copies(layout)
     _check_dynamic(layout)
-    _check_wire(layout)
     _check_tensor(layout)
     _check_domain(layout)
     _check_buffers(layout)
@@ -117,22 +116,6 @@ def _check_dynamic(layout: "Layout") -> None:
             f"split='dynamic' has a slot for each of {layout.experts_per_device} own "
             f"experts and {layout.copies_per_device} copies, and slots_per_device="
             f"{layout.slots_per_device}: use {slots}, or other copies_per_device"
-        )
-
-
-def _check_wire(layout: "Layout") -> None:
-    if layout.wire is None:
-        return
-    if layout.split != "water_filling":
-        raise ValueError(
-            "near_weight and far_weight are for split='water_filling', and split "
-            f"is '{layout.split}': set both to 0, or use 'water_filling'"
-        )
-    per_node = layout.wire.devices_per_node
-    if per_node < 1 or layout.num_devices % per_node:
-        raise ValueError(
-            f"devices_per_node={per_node} must divide {group_name(layout.axes)} "
-            f"({layout.num_devices}): nodes have the same number of its devices"
         )
 
 

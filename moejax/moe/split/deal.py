@@ -1,11 +1,10 @@
 """From rows per slot to rows from each source to each slot, both margins exact.
 
 1. Rows stay on their device, as far as its replica and the buffer of round 0 have room.
-2. With Layout.wire steps 3 and 4 are first done within each node by itself.
-3. Of the rest each source gives each replica its share of that expert's rows, rounded
+2. Of the rest each source gives each replica its share of that expert's rows, rounded
    down: pairs of devices are then about as full as one another, which is what decides
    the rounds of an exchange.
-4. What is left, a few rows, is laid out twice on one line, by source and by replica;
+3. What is left, a few rows, is laid out twice on one line, by source and by replica;
    what overlaps travels (FineMoE, arXiv 2511.16947, Algorithm 1, without its loops):
 
     sources     |0 0 0 0|1 1|3 3 3|
@@ -20,7 +19,6 @@ from jaxtyping import Array, Int
 
 from moejax.moe.types import Placement
 from moejax.plan.layout import Layout
-from moejax.plan.wire import Wire
 
 SHARE_BITS = 15
 """Of factors, so that their products are int32."""
@@ -57,16 +55,11 @@ def deal(
     left_q = rows_q - local_q
     first_q = jnp.arange(len(expert_q)) - placement.replica_lq
     dealt_qw = jnp.where(is_here_qw, local_q[:, None], 0)
-    if layout.wire is not None:
-        near_qw = _near(left_ew, left_q, expert_q, device_q, layout.wire)
-        left_ew = left_ew.at[expert_q].add(-near_qw)
-        left_q = left_q - jnp.sum(near_qw, axis=1, dtype=jnp.int32)
-        dealt_qw = dealt_qw + near_qw
 
     share_qw = _shares(left_ew, left_q, expert_q)
     left_ew = left_ew.at[expert_q].add(-share_qw)
     left_q = left_q - jnp.sum(share_qw, axis=1, dtype=jnp.int32)
-    rest_qw = _overlap(left_ew, left_q, expert_q, first_q, layout.num_devices)
+    rest_qw = _overlap(left_ew, left_q, expert_q, first_q)
     return (dealt_qw + share_qw + rest_qw).T
 
 
@@ -98,27 +91,6 @@ def _local(counts_we, here_q, rows_q, placement: Placement, layout: Layout):
     return stays_ws.reshape(-1)[slot_q]
 
 
-def _near(left_ew, left_q, expert_q, device_q, wire: Wire) -> Int[Array, "q w"]:
-    """Rows from sources to replicas of their own node: all that either side has."""
-    e, w = left_ew.shape
-    per_node = wire.devices_per_node
-    node_q, node_w = device_q // per_node, jnp.arange(w) // per_node
-    is_near_qw = node_q[:, None] == node_w
-    piece_q = expert_q * (w // per_node) + node_q
-    is_new_q = jnp.r_[True, piece_q[1:] != piece_q[:-1]]
-    first_q = jax.lax.cummax(jnp.where(is_new_q, jnp.arange(len(piece_q)), 0))
-
-    has_en = left_ew.reshape(e, -1, per_node).sum(axis=2)
-    takes_en = jnp.zeros_like(has_en).at[expert_q, node_q].add(left_q)
-    most_q1 = jnp.maximum(has_en, takes_en)[expert_q, node_q][:, None]
-    share_qw = _product_over(left_ew[expert_q], left_q[:, None], most_q1)
-    share_qw = jnp.where(is_near_qw, share_qw, 0)
-    left_ew = left_ew.at[expert_q].add(-share_qw)
-    left_q = left_q - jnp.sum(share_qw, axis=1, dtype=jnp.int32)
-    rest_qw = _overlap(left_ew, left_q, expert_q, first_q, per_node)
-    return share_qw + jnp.where(is_near_qw, rest_qw, 0)
-
-
 def _shares(left_ew, left_q, expert_q) -> Int[Array, "q w"]:
     """Of each slot in what each source has left of its expert; less by little."""
     load_q = jnp.sum(left_ew, axis=1, dtype=jnp.int32)[expert_q]
@@ -138,10 +110,9 @@ def _excess_bits(value):
     return jnp.maximum(32 - SHARE_BITS - jax.lax.clz(value), 0)
 
 
-def _overlap(left_ew, left_q, expert_q, first_q, span: int) -> Int[Array, "q w"]:
-    """Each `span` sources have a line of their own."""
-    left_enw = left_ew.reshape(len(left_ew), -1, span)
-    end_ew = jnp.cumsum(left_enw, axis=2, dtype=jnp.int32).reshape(left_ew.shape)
+def _overlap(left_ew, left_q, expert_q, first_q) -> Int[Array, "q w"]:
+    """Return the rows that the two layouts of an expert's line have in common."""
+    end_ew = jnp.cumsum(left_ew, axis=1, dtype=jnp.int32)
     end_q = jnp.cumsum(left_q, dtype=jnp.int32)
     end_q1 = (end_q - (end_q - left_q)[first_q])[:, None]
     begin_q1 = end_q1 - left_q[:, None]

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from moejax.moe.split import dynamic, near
+from moejax.moe.split import dynamic
 from moejax.moe.split import water_filling as water
 from moejax.moe.split.deal import Division, deal
 from moejax.moe.types import Placement
@@ -102,23 +102,13 @@ def water_filling(
     counts_we: Int[Array, "w e"], placement: Placement, layout: Layout
 ) -> Division:
     """The linear program of MicroMoE (arXiv 2511.16947, LPP 1) in integers, within
-    1/512 of its certified optimum; rows stay on their device as far as they can.
-
-    With Layout.wire rows that cross wires weigh too (moejax.moe.split.near), and the
-    better one of both divisions is taken."""
+    1/512 of its certified optimum; rows stay on their device as far as they can."""
     mean = mean_rows(counts_we, layout)
     tolerance = mean >> TOLERANCE_BITS
     filling = water.fill(
         jnp.sum(counts_we, axis=0, dtype=jnp.int32), placement, layout, tolerance
     )
     quota_wq = deal(counts_we, filling.rows_q, placement, layout)
-    if layout.wire is not None:
-        rows_q = near.evened(counts_we, filling.rows_q, placement, layout)
-        other_wq = deal(counts_we, rows_q, placement, layout)
-        is_less = near.objective(other_wq, placement, layout) < near.objective(
-            quota_wq, placement, layout
-        )
-        quota_wq = jnp.where(is_less, other_wq, quota_wq)
     return Division(quota_wq, filling.bound, placement)
 
 

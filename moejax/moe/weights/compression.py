@@ -1,7 +1,6 @@
 """Experts that move inside a domain, as the k largest entries of a difference.
 
     form       base (what the receivers hold)        sent: top-k of
-    top_k      zeros [1, x]                          W
     residual   the mean of all experts [1, x]        W - mean
     delta      W~ of the last step [e, x]            W - W~, and W~ moves by it
 
@@ -11,8 +10,9 @@
 Gradients go back as from an all_gather of weights: summed whole to the owner (straight-
 through), or as entries too (moejax.moe.weights.gradient_compression).
 
-top_k and residual are HybridEP's (arXiv 2510.19470, IV-B: without and with its shared
-expert); delta is ours, after EF21 (Richtarik et al. 2021, arXiv 2106.05203) and EF21-P.
+residual is HybridEP's (arXiv 2510.19470, IV-B: its shared expert is the mean) and the
+baseline that delta is measured against; delta is ours, after EF21 (Richtarik et al.
+2021, arXiv 2106.05203) and EF21-P.
 
 Letters: x the weights of one expert, flat; k its entries; e own experts; s experts of
 the domain, in the row-major order of its axes. More in docs/compression.md.

@@ -102,10 +102,8 @@ def _tracked(own_ex, tracked_sx, layout: Layout, groups: Groups):
         first = index_along(groups.domain) * e
         held_ex = jax.lax.dynamic_slice_in_dim(tracked_sx, first, e)
         base_sx = tracked_sx
-    elif form == "residual":
-        held_ex = base_sx = compression.shared_mean(own_ex, groups.owners)
     else:
-        held_ex = base_sx = jnp.zeros((1, size), own_ex.dtype)
+        held_ex = base_sx = compression.shared_mean(own_ex, groups.owners)
     k, blocks = entries(size, own_ex.dtype, layout.domain.ratio)
     packed = compression.encode(own_ex, held_ex, k, VALUE_DTYPE, blocks)
     return compression.received(packed, base_sx, groups.domain)

@@ -69,7 +69,6 @@ def test_a_run_that_goes_on_from_home_begins_spread(home):
         ((*MICROMOE, "Moe.slots_per_device = 9"), "more replicas than devices"),
         ((*DYNAMIC, "Moe.copies_per_device = 0"), "of each are always enough"),
         ((*MICROMOE, "Moe.fused_split = True"), "use Moe.fused_split = False"),
-        ((*MICROMOE, "Moe.far_weight = 0.3"), "must be multiples of 1/16"),
     ],
 )
 def test_what_cannot_be_is_said_before_the_run(params, words):
