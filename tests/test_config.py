@@ -9,7 +9,7 @@ from moejax.config import (
     Checkpoint,
     Config,
     Data,
-    Mesh,
+    Dispatch,
     Model,
     Moe,
     Optimizer,
@@ -18,11 +18,12 @@ from moejax.config import (
     Router,
     Train,
 )
+from moejax.plan.layout import Topology
 from train.config.names import config_of
 
 # Fields with a lowest value.
 LEAST = {
-    Mesh: dict.fromkeys(["dc", "data", "expert", "tensor"], 1),
+    Topology: dict.fromkeys(["dc", "data", "expert", "tensor"], 1),
     Optimizer: {
         **dict.fromkeys(["learning_rate", "warmup_steps", "final_lr_ratio"], 0),
         **dict.fromkeys(["weight_decay", "clip_norm"], 0),
@@ -48,10 +49,12 @@ LEAST = {
         "first_k_dense": 0,
     },
     Moe: {
-        **dict.fromkeys(["num_experts", "top_k", "d_expert", "rows_per_peer"], 1),
-        **dict.fromkeys(["slots_per_device", "expert_shards"], 1),
-        **dict.fromkeys(["num_shared_experts", "offers_per_device"], 0),
-        "copies_per_device": 0,
+        **dict.fromkeys(["num_experts", "top_k", "d_expert"], 1),
+        "num_shared_experts": 0,
+    },
+    Dispatch: {
+        **dict.fromkeys(["rows_per_peer", "slots_per_device", "expert_shards"], 1),
+        **dict.fromkeys(["offers_per_device", "copies_per_device"], 0),
     },
     Router: {
         **dict.fromkeys(["jitter", "balance_loss", "sequence_balance_loss"], 0),
@@ -63,6 +66,7 @@ LEAST = {
         **dict.fromkeys(["period_steps", "steps_per_sample"], 1),
     },
 }
+NAMES = {Topology: "Mesh"}
 BOUNDS = [(part, *item) for part, fields in LEAST.items() for item in fields.items()]
 
 
@@ -70,7 +74,9 @@ BOUNDS = [(part, *item) for part, fields in LEAST.items() for item in fields.ite
 def test_lowest_values(part, field, least):
     with pytest.raises(ValueError) as error:
         part(**{field: least - 1})
-    expected = f"{part.__name__}.{field}={least - 1} must be at least {least}"
+    expected = (
+        f"{NAMES.get(part, part.__name__)}.{field}={least - 1} must be at least {least}"
+    )
     assert str(error.value) == expected
 
 
@@ -106,8 +112,8 @@ def test_lowest_values(part, field, least):
             ["Moe.top_k=5", "more than num_experts=4"],
         ),
         (
-            lambda: Moe(buffer_factor=0.0),
-            ["Moe.buffer_factor=0.0", "must be > 0"],
+            lambda: Dispatch(buffer_factor=0.0),
+            ["Dispatch.buffer_factor=0.0", "must be > 0"],
         ),
         (
             lambda: Router(num_groups=2, top_groups=3),
@@ -122,22 +128,22 @@ def test_lowest_values(part, field, least):
             ["Router.kind='expert_choice'", "allow_expert_choice_in_decoder = True"],
         ),
         (
-            lambda: Config(moe=Moe(num_experts=10), mesh=Mesh(expert=4)),
+            lambda: Config(moe=Moe(num_experts=10), mesh=Topology(expert=4)),
             ["Moe.num_experts=10", "expert axis (4)", "use 8 or 12", "Mesh.expert"],
         ),
         (
-            lambda: Config(moe=Moe(num_experts=2), mesh=Mesh(expert=4)),
+            lambda: Config(moe=Moe(num_experts=2), mesh=Topology(expert=4)),
             ["Moe.num_experts=2", "use 4 or 8"],
         ),
         (
             lambda: Config(
-                mesh=Mesh(dc=2, data=2, expert=2),
+                mesh=Topology(dc=2, data=2, expert=2),
                 train=Train(batch_size=40, accumulate_steps=2),
             ),
             ["Train.batch_size=40", "a multiple of 16", "accumulate_steps=2"],
         ),
         (
-            lambda: Config(mesh=Mesh(data=4), train=Train(num_simulated_devices=8)),
+            lambda: Config(mesh=Topology(data=4), train=Train(num_simulated_devices=8)),
             ["data=4", "has 4 devices", "Train.num_simulated_devices=8", "equal"],
         ),
         (
@@ -174,7 +180,7 @@ def test_parts_are_frozen_and_keys(part):
 
 def test_values_at_the_edge_of_each_rule_are_taken():
     Config(
-        mesh=Mesh(dc=2, data=2, expert=4),
+        mesh=Topology(dc=2, data=2, expert=4),
         model=Model(num_layers=5, first_k_dense=1, moe_every=2, num_kv_heads=1),
         moe=Moe(num_experts=4, top_k=4),
         router=Router(kind="sigmoid", bias_rate=0.1, num_groups=4, top_groups=4),
@@ -198,16 +204,17 @@ def test_num_moe_layers_counts_the_layers_that_the_rule_names(
 
 
 def test_mesh_names_the_topology():
-    topology = Mesh(dc=2, data=3, expert=4).topology
+    topology = Topology(dc=2, data=3, expert=4)
     assert topology.sizes == (2, 3, 4, 1)
 
 
 def test_dict_round_trip():
     """Through JSON too, as in a checkpoint."""
     cfg = Config(
-        mesh=Mesh(data=2, expert=4),
+        mesh=Topology(data=2, expert=4),
         model=Model(qk_norm="full", tie_embeddings=False, rope_theta=5e5),
-        moe=Moe(num_experts=16, top_k=3, rows_per_peer=40),
+        moe=Moe(num_experts=16, top_k=3),
+        dispatch=Dispatch(rows_per_peer=40),
         router=Router(kind="sigmoid", bias_rate=0.001, gate_scale=2.5),
         recorded=Recorded(source="burst", hot_share=0.25),
         optimizer=Optimizer(decay="linear"),

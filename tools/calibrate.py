@@ -131,7 +131,7 @@ def measure(cfg: Config, args: argparse.Namespace):
         seconds,
     )
 
-    mesh = make_mesh(cfg.mesh.topology)
+    mesh = make_mesh(cfg.mesh)
     dtype = cfg.model.compute_dtype
     programs = collective_programs(mesh, dtype)
     lines = fitted(programs, seconds(programs, args.turns))
@@ -146,7 +146,7 @@ def measure(cfg: Config, args: argparse.Namespace):
     (matmul,) = fitted(programs, seconds(programs, args.turns)).values()
     return Calibration(
         device_kind=jax.devices()[0].device_kind,
-        mesh=dict(zip(MESH_AXES, cfg.mesh.topology.sizes)),
+        mesh=dict(zip(MESH_AXES, cfg.mesh.sizes)),
         compute_dtype=dtype,
         collectives=collectives,
         flops_per_sec=matmul.amount_per_sec,
@@ -159,7 +159,7 @@ def measure(cfg: Config, args: argparse.Namespace):
 def widths_of(cfg: Config):
     from tools.bench.collective_times import Widths
 
-    shards = cfg.mesh.topology.num_batch_shards * cfg.train.accumulate_steps
+    shards = cfg.mesh.num_batch_shards * cfg.train.accumulate_steps
     tokens = cfg.train.batch_size // shards * cfg.data.seq_len
     return Widths(
         d_model=cfg.model.d_model,

@@ -68,9 +68,9 @@ def lowered(cfg: Config, transport: str):
     from moejax.axes import make_mesh
     from train.step.compiled import make_model, trace_train_step
 
-    moe = dataclasses.replace(cfg.moe, transport=transport)
-    cfg = dataclasses.replace(cfg, moe=moe)
-    return trace_train_step(make_model(cfg, make_mesh(cfg.mesh.topology)))
+    dispatch = dataclasses.replace(cfg.dispatch, transport=transport)
+    cfg = dataclasses.replace(cfg, dispatch=dispatch)
+    return trace_train_step(make_model(cfg, make_mesh(cfg.mesh)))
 
 
 def of_compiled(text: str) -> dict[str, dict[str, int]]:

@@ -101,11 +101,11 @@ def of_run(args: argparse.Namespace) -> tuple[Compared, list[str]]:
             "saved one"
         )
     plan = ExpertPlan.from_json(meta["plan"])
-    group = GROUP_AXES[meta["config"].get("moe", {}).get("group", "expert")]
+    group = GROUP_AXES[meta["config"]["dispatch"]["group"]]
     devices = math.prod(meta["config"]["mesh"][axis] for axis in group)
-    policy = meta["config"].get("balance", {}).get("policy", "home")
+    policy = meta["config"]["balance"]["policy"]
     split = POLICIES[policy].split if policy in POLICIES else "even"
-    split = meta["config"].get("moe", {}).get("split") or split
+    split = meta["config"]["dispatch"]["split"] or split
     step, tokens_le, decisions = read_metrics(args.run / "metrics.jsonl")
     if tokens_le.shape != (plan.num_layers, plan.num_experts):
         raise ValueError(

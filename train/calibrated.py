@@ -22,7 +22,7 @@ def cost_of(cfg: Config, device_kind: str) -> CostModel:
         micro_batches=cfg.train.accumulate_steps,
         other_flops_per_device=other_flops_per_device(cfg),
         remat=cfg.model.remat,
-        group=cfg.moe.group_axes,
+        group=cfg.dispatch.group_axes,
     )
 
 
@@ -58,12 +58,12 @@ def other_flops_per_device(cfg: Config) -> float:
     flops = flops_per_token(cfg)
     rest = flops.attention_projections + flops.attention_scores + flops.shared
     tokens = cfg.train.batch_size * cfg.data.seq_len / cfg.train.accumulate_steps
-    devices = cfg.mesh.topology.num_batch_shards * cfg.mesh.tensor
+    devices = cfg.mesh.num_batch_shards * cfg.mesh.tensor
     return rest / cfg.model.num_layers * tokens / devices
 
 
 def _sizes(cfg: Config) -> dict[str, int]:
-    return dict(zip(("dc", "data", "expert", "tensor"), cfg.mesh.topology.sizes))
+    return dict(zip(("dc", "data", "expert", "tensor"), cfg.mesh.sizes))
 
 
 def _found(path: str) -> pathlib.Path:

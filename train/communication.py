@@ -42,7 +42,7 @@ def wires_of(cfg: Config) -> Wires:
     takes."""
     schedule, tensor = None, None
     if cfg.mesh.tensor > 1 or cfg.expert_shards > 1:
-        name = cfg.moe.schedule
+        name = cfg.dispatch.schedule
         if name == "auto":
             among = possible_schedules(cfg)
             schedule = choose_schedule.choose(shape_of(cfg), calibration_of(cfg), among)
@@ -51,7 +51,7 @@ def wires_of(cfg: Config) -> Wires:
     if tensor is not None and tensor.schedule == "local":
         return Wires(Parts(("tensor",), cfg.mesh.tensor, tensor, None), schedule)
     sizes = _group_sizes(cfg)
-    shared, choice = cfg.moe.domain, None
+    shared, choice = cfg.dispatch.domain, None
     is_cut = tensor is not None and bool(tensor.inner)
     if shared == "auto" and (is_cut or not _has_plain_slots(cfg)):
         shared = (1,) * len(sizes)  # a domain takes whole owners, and no replicas
@@ -63,9 +63,9 @@ def wires_of(cfg: Config) -> Wires:
         shared = shared[1:]
     domain = None
     if max(shared) > 1:
-        form, ratio = cfg.moe.compression, cfg.moe.compression_ratio
+        form, ratio = cfg.dispatch.compression, cfg.dispatch.compression_ratio
         how = ("none", 1.0) if form == "none" else (form, ratio)
-        back = cfg.moe.gradient_compression
+        back = cfg.dispatch.gradient_compression
         domain = Domain(tuple(sizes.values()), shared, *how, back)
     parts = Parts(tuple(sizes), cfg.group_size, tensor, domain)
     return Wires(parts, schedule, choice)
@@ -73,10 +73,10 @@ def wires_of(cfg: Config) -> Wires:
 
 def possible_schedules(cfg: Config) -> tuple[str, ...]:
     """Those that what else is configured leaves."""
-    if cfg.moe.transport == "ragged":
+    if cfg.dispatch.transport == "ragged":
         return ("s1h",)
     left = set(choose_schedule.SCHEDULES)
-    if not _has_plain_slots(cfg) or cfg.moe.domain != (1, 1):
+    if not _has_plain_slots(cfg) or cfg.dispatch.domain != (1, 1):
         left.remove("local")
     if not _has_plain_slots(cfg) and cfg.expert_shards < cfg.mesh.tensor:
         left.remove("s2")  # has fewer sets of tokens than owners to balance
@@ -85,9 +85,9 @@ def possible_schedules(cfg: Config) -> tuple[str, ...]:
 
 def _has_plain_slots(cfg: Config) -> bool:
     """Whether every expert stays at its owner, and nowhere else."""
-    moe = cfg.moe
-    is_home = cfg.balance.policy == "home" and moe.store in (None, "owned")
-    return is_home and moe.split in (None, "even")
+    dispatch = cfg.dispatch
+    is_home = cfg.balance.policy == "home" and dispatch.store in (None, "owned")
+    return is_home and dispatch.split in (None, "even")
 
 
 def shape_of(cfg: Config) -> choose_schedule.Shape:
@@ -98,7 +98,7 @@ def shape_of(cfg: Config) -> choose_schedule.Shape:
         d_expert=cfg.moe.d_expert,
         num_experts=cfg.moe.num_experts,
         top_k=cfg.moe.top_k,
-        buffer_factor=cfg.moe.buffer_factor,
+        buffer_factor=cfg.dispatch.buffer_factor,
         itemsize=ITEMSIZE[cfg.model.compute_dtype],
         tensor=cfg.mesh.tensor,
         expert_shards=cfg.expert_shards,
@@ -109,12 +109,12 @@ def shape_of(cfg: Config) -> choose_schedule.Shape:
 
 def stream_of(cfg: Config, calibration: Calibration) -> choose_domain.Stream:
     """What one MoE layer of this run sends and computes in one micro-batch."""
-    moe, d_model = cfg.moe, cfg.model.d_model
+    moe, dispatch, d_model = cfg.moe, cfg.dispatch, cfg.model.d_model
     itemsize = ITEMSIZE[cfg.model.compute_dtype]
     rows = micro_batch_tokens(cfg) * moe.top_k
     expert_weights = 3 * d_model * moe.d_expert // cfg.expert_shards
     return choose_domain.Stream(
-        row_bytes=moe.buffer_factor * rows / cfg.mesh.tensor * d_model * itemsize,
+        row_bytes=dispatch.buffer_factor * rows / cfg.mesh.tensor * d_model * itemsize,
         expert_bytes=moe.num_experts // cfg.group_size * expert_weights * itemsize,
         pre_expert_sec=other_flops_per_device(cfg) / calibration.flops_per_sec,
         expert_sec=2 * rows * expert_weights / calibration.flops_per_sec,
@@ -122,8 +122,8 @@ def stream_of(cfg: Config, calibration: Calibration) -> choose_domain.Stream:
         **_fewer_bytes(cfg),
         num_micro_batches=cfg.train.accumulate_steps,
         remat=cfg.model.remat,
-        is_prefetched=moe.prefetch is not False,
-        is_hierarchical=moe.transport == "hierarchical",
+        is_prefetched=dispatch.prefetch is not False,
+        is_hierarchical=dispatch.transport == "hierarchical",
     )
 
 
@@ -132,17 +132,18 @@ def _fewer_bytes(cfg: Config) -> dict[str, float]:
     from moejax.moe.weights.domains import ratio_of
     from moejax.moe.weights.gradient_compression import SCALE_BYTES
 
-    moe, mesh, dtype = cfg.moe, cfg.mesh, cfg.model.compute_dtype
+    moe, dispatch, mesh = cfg.moe, cfg.dispatch, cfg.mesh
+    dtype = cfg.model.compute_dtype
     size = 3 * cfg.model.d_model * moe.d_expert // cfg.expert_shards
-    size //= 1 if "data" in moe.group_axes else mesh.data
+    size //= 1 if "data" in dispatch.group_axes else mesh.data
     found = {}
-    if moe.compression != "none":
-        found["compression"] = ratio_of(size, dtype, moe.compression_ratio)
-    if moe.gradient_compression is not None:
-        sizes = (size, dtype, moe.gradient_compression, SCALE_BYTES)
+    if dispatch.compression != "none":
+        found["compression"] = ratio_of(size, dtype, dispatch.compression_ratio)
+    if dispatch.gradient_compression is not None:
+        sizes = (size, dtype, dispatch.gradient_compression, SCALE_BYTES)
         found["gradient_compression"] = ratio_of(*sizes)
     return found
 
 
 def _group_sizes(cfg: Config) -> dict[str, int]:
-    return {axis: getattr(cfg.mesh, axis) for axis in cfg.moe.group_axes}
+    return {axis: getattr(cfg.mesh, axis) for axis in cfg.dispatch.group_axes}

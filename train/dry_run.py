@@ -22,7 +22,7 @@ GIB = 2**30
 
 def dry_run(cfg: Config) -> dict:
     """Prints the sizes of a run and returns them; needs none of its devices."""
-    mesh = AbstractMesh(cfg.mesh.topology.sizes, AXES, axis_types=(AxisType.Auto,) * 4)
+    mesh = AbstractMesh(cfg.mesh.sizes, AXES, axis_types=(AxisType.Auto,) * 4)
     optimizer = make_optimizer(cfg.optimizer, cfg.train.num_steps)
     held = bytes_per_device(abstract_state(cfg, mesh, optimizer))
     layout = layout_of(cfg)
@@ -72,7 +72,7 @@ def _print(cfg: Config, record: dict, plan: ExpertPlan) -> None:
         record[name] for name in ("params", "bytes_per_device", "flops_per_token")
     )
     layout = record["layout"]
-    print(f"mesh               {cfg.mesh.topology}")
+    print(f"mesh               {cfg.mesh}")
     print(f"parameters         {params['total']:,} ({params['active']:,} per token)")
     print("bytes per device")
     for kind, size in held.items():

@@ -106,7 +106,7 @@ def measure(loaded: Loaded, args: argparse.Namespace) -> dict:
 def batch_size_for(loaded: Loaded) -> int:
     """Rows computed at a time: as in the run's micro-batches, or fewer."""
     train = config_of(loaded.meta["config"]).train
-    shards = loaded.cfg.mesh.topology.num_batch_shards
+    shards = loaded.cfg.mesh.num_batch_shards
     most = max(1, CHUNK_TOKENS // loaded.cfg.data.seq_len)
     rows = -(-train.batch_size // train.accumulate_steps // shards)
     return shards * min(rows, most)

@@ -15,6 +15,7 @@ from moejax.moe import recorded
 from moejax.moe.layer import check_device
 from train import data
 from train.calibrated import cost_of
+from train.checkpoint.identity import FORMAT
 from train.layouts import settings_of
 from train.step.compiled import make_model
 from train.step.step import Model, window_sharding
@@ -48,7 +49,7 @@ class Job:
 
 def prepare(cfg: Config) -> Job:
     """Raises ValueError and NotImplementedError, each with what to do instead."""
-    mesh = make_mesh(cfg.mesh.topology)
+    mesh = make_mesh(cfg.mesh)
     model = make_model(cfg, mesh)
     settings_of(cfg)
     cost_of(cfg, mesh.devices.flat[0].device_kind)
@@ -66,6 +67,7 @@ def prepare(cfg: Config) -> Job:
         batches=data.TrainBatches(corpus, cfg.data, cfg.train.batch_size),
         held_out=data.HeldOut(corpus, cfg.data, micro, eval_batches),
         meta={
+            "format": FORMAT,
             "config": cfg.to_dict(),
             "data": data.identity(corpus, cfg.data, cfg.train.batch_size),
         },

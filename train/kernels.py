@@ -12,7 +12,7 @@ def kernels_of(cfg: Config, layout: Layout) -> dict[str, Choice]:
     """By kernel, for a layer of this layout on the device that is here; of later rounds
     where these get another one."""
     if layout.kernels == "plain":
-        why = "Moe.kernels='plain'"
+        why = "Dispatch.kernels='plain'"
         grouped = Choice("blocked", why + _emulated(layout))
         return {"grouped_dot": grouped, "permute": Choice("xla", why)}
     view, d = layout.exchanged, cfg.model.d_model

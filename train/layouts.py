@@ -18,12 +18,12 @@ def layout_of(cfg: Config) -> Layout:
         cfg.moe.num_experts,
         parts.num_owners,
         parts.source_tokens(micro_batch_tokens(cfg)) * cfg.moe.top_k,
-        cfg.moe.rows_per_peer,
-        cfg.moe.buffer_factor,
-        transport=cfg.moe.transport,
-        exchange=cfg.moe.exchange,
-        kernels=cfg.moe.kernels,
-        fp8=cfg.moe.fp8,
+        cfg.dispatch.rows_per_peer,
+        cfg.dispatch.buffer_factor,
+        transport=cfg.dispatch.transport,
+        exchange=cfg.dispatch.exchange,
+        kernels=cfg.dispatch.kernels,
+        fp8=cfg.dispatch.fp8,
         **parts.fields,
         **_store_of(cfg),
     )
@@ -39,8 +39,8 @@ def owning_layout(cfg: Config) -> Layout:
 
 def exact_layout(cfg: Config, batch_size: int, width: int) -> Layout:
     """The home layout for these tokens, that drops none whatever the run does."""
-    tokens_per_device = batch_size // cfg.mesh.topology.num_batch_shards * width
-    run_parts, transport = wires_of(cfg).parts, cfg.moe.transport
+    tokens_per_device = batch_size // cfg.mesh.num_batch_shards * width
+    run_parts, transport = wires_of(cfg).parts, cfg.dispatch.transport
     parts = run_parts.of_any_batch(tokens_per_device)
     if parts != run_parts and transport == "ragged":
         transport = "padded"
@@ -48,10 +48,10 @@ def exact_layout(cfg: Config, batch_size: int, width: int) -> Layout:
         cfg.moe.num_experts,
         parts.num_owners,
         parts.source_tokens(tokens_per_device) * cfg.moe.top_k,
-        buffer_factor=cfg.moe.buffer_factor,
+        buffer_factor=cfg.dispatch.buffer_factor,
         transport=transport,
-        kernels=cfg.moe.kernels,
-        fp8=cfg.moe.fp8,
+        kernels=cfg.dispatch.kernels,
+        fp8=cfg.dispatch.fp8,
         **parts.fields | {"domain": None},
     )
 
@@ -59,9 +59,10 @@ def exact_layout(cfg: Config, batch_size: int, width: int) -> Layout:
 def settings_of(cfg: Config) -> Settings:
     """The balancer's; ValueError for thresholds in the wrong order and the like."""
     policy = check_policy(cfg.balance.policy)
-    if cfg.moe.split == "water_filling" and not policy.has_replicas:
+    if cfg.dispatch.split == "water_filling" and not policy.has_replicas:
         raise ValueError(
-            "Moe.split='water_filling' divides rows over replicas, and Balance.policy="
+            "Dispatch.split='water_filling' divides rows over replicas, and "
+            "Balance.policy="
             f"'{cfg.balance.policy}' makes none: use 'micromoe' or another that does"
         )
     balance, own = cfg.balance, cfg.moe.num_experts // wires_of(cfg).parts.num_owners
@@ -87,8 +88,8 @@ def settings_of(cfg: Config) -> Settings:
 def _possible_stores(cfg: Config) -> tuple[Store, ...]:
     """The one that is named, else all, but 'sharded' only where hidden width divides
     over data x expert."""
-    if cfg.moe.store is not None:
-        return (cfg.moe.store,)
+    if cfg.dispatch.store is not None:
+        return (cfg.dispatch.store,)
     shards = cfg.mesh.data * cfg.mesh.expert * cfg.mesh.tensor
     stores = typing.get_args(Store)
     return (
@@ -103,10 +104,12 @@ def _sizes_of(cfg: Config, store: Store) -> tuple[int, int, int]:
     holds as many copies anyway. For dynamic replication it has a slot for a copy beside
     each own expert, which always is enough.
     """
-    moe, own = cfg.moe, cfg.moe.num_experts // wires_of(cfg).parts.num_owners
-    alone, is_dynamic = moe.num_experts // cfg.mesh.expert, moe.split == "dynamic"
+    moe, dispatch = cfg.moe, cfg.dispatch
+    own = moe.num_experts // wires_of(cfg).parts.num_owners
+    alone, is_dynamic = moe.num_experts // cfg.mesh.expert, dispatch.split == "dynamic"
     offers, copies, slots = (
-        moe.offers_per_device, moe.copies_per_device, moe.slots_per_device,
+        dispatch.offers_per_device, dispatch.copies_per_device,
+        dispatch.slots_per_device,
     )  # fmt: skip
     if is_dynamic and copies is None:
         copies = min(own, moe.num_experts - own)
@@ -125,16 +128,19 @@ def _sizes_of(cfg: Config, store: Store) -> tuple[int, int, int]:
 
 def _store_of(cfg: Config) -> dict:
     """Fields of the Layout that say how experts reach slots, and rows replicas."""
-    moe, policy = cfg.moe, check_policy(cfg.balance.policy)
-    if moe.exchange == "capacity" and cfg.balance.policy != "home":
+    moe, dispatch = cfg.moe, cfg.dispatch
+    policy = check_policy(cfg.balance.policy)
+    if dispatch.exchange == "capacity" and cfg.balance.policy != "home":
         raise ValueError(
-            "Moe.exchange='capacity' drops rows by slot, and plans would change which: "
+            "Dispatch.exchange='capacity' drops rows by slot, and plans would change "
+            "which: "
             f"use 'exact' with Balance.policy='{cfg.balance.policy}'"
         )
-    is_dynamic = moe.split == "dynamic"
+    is_dynamic = dispatch.split == "dynamic"
     if is_dynamic and cfg.balance.policy != "home":
         raise ValueError(
-            "Moe.split='dynamic' makes the replicas that each micro-batch needs: use "
+            "Dispatch.split='dynamic' makes the replicas that each micro-batch "
+            "needs: use "
             f"Balance.policy='home' with it, and not '{cfg.balance.policy}'"
         )
     parts = wires_of(cfg).parts
@@ -143,14 +149,15 @@ def _store_of(cfg: Config) -> dict:
         raise ValueError(
             f"Balance.policy='{cfg.balance.policy}' plans for owners between which all "
             "rows travel, and a domain or schedule='local' keeps some at home: use "
-            "Balance.policy='home', or Moe.domain=(1, 1) and another Moe.schedule"
+            "Balance.policy='home', or Dispatch.domain=(1, 1) and another "
+            "Dispatch.schedule"
         )
     store = "transient" if is_dynamic else policy.stores[0]
-    store = store if moe.store is None else moe.store
+    store = store if dispatch.store is None else dispatch.store
     slots, offers, copies = _sizes_of(cfg, store)
     if slots > moe.num_experts:
         raise ValueError(
-            f"Moe.slots_per_device={slots} is more replicas than devices "
+            f"Dispatch.slots_per_device={slots} is more replicas than devices "
             f"({wires_of(cfg).parts.num_owners}) for some expert: a device needs each "
             f"once, use num_experts={moe.num_experts} at most"
         )
@@ -159,17 +166,17 @@ def _store_of(cfg: Config) -> dict:
         raise ValueError(
             f"store='sharded' splits Moe.d_expert={moe.d_expert} over data x expert x "
             f"tensor = {shards} devices: use a multiple of {shards}, or another "
-            "Moe.store and Balance.policy"
+            "Dispatch.store and Balance.policy"
         )
-    prefetch = moe.prefetch
+    prefetch = dispatch.prefetch
     if prefetch is None:
         prefetch = policy.prefetch and store == "transient" and not is_dynamic
         prefetch = prefetch or wires_of(cfg).parts.domain is not None
     return {
         "slots_per_device": slots,
         "store": store,
-        "split": policy.split if moe.split is None else moe.split,
-        "fused_split": moe.fused_split,
+        "split": policy.split if dispatch.split is None else dispatch.split,
+        "fused_split": dispatch.fused_split,
         "offers_per_device": offers,
         "copies_per_device": copies,
         "prefetch": prefetch,

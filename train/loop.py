@@ -139,7 +139,7 @@ def _compile(job: Job, meta: dict | None, say) -> tuple[Balancing, float]:
     balancing.compile()
     compile_sec = time.monotonic() - start_sec
     wait_for_all("compiled")
-    where = f"{mesh.size} devices ({job.cfg.mesh.topology})"
+    where = f"{mesh.size} devices ({job.cfg.mesh})"
     say(f"compiled for {where} in {compile_sec:.1f} s")
     return balancing, compile_sec
 

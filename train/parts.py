@@ -30,7 +30,8 @@ class Parts:
         size, (split, copies) = self.tensor.size, self._split_and_copies
         if tokens % split:
             raise ValueError(
-                f"Moe.schedule='{self.tensor.schedule}' splits the {tokens} tokens of "
+                f"Dispatch.schedule='{self.tensor.schedule}' splits the {tokens} "
+                "tokens of "
                 f"a micro-batch and device over Mesh.tensor={size}: use a batch and "
                 "length that it divides"
             )
@@ -57,5 +58,5 @@ class Parts:
 
 def micro_batch_tokens(cfg: Config) -> int:
     """Of one device, or of one tensor group."""
-    shards = cfg.mesh.topology.num_batch_shards * cfg.train.accumulate_steps
+    shards = cfg.mesh.num_batch_shards * cfg.train.accumulate_steps
     return cfg.train.batch_size // shards * cfg.data.seq_len

@@ -62,7 +62,8 @@ class Settings:
             raise ValueError(
                 f"Balance.policy='{self.policy}' plans for the stores "
                 f"{', '.join(POLICIES[self.policy].stores)}, and this run can have "
-                f"{', '.join(self.stores or ())}: use another Moe.store, policy, or "
+                f"{', '.join(self.stores or ())}: use another Dispatch.store, "
+                "policy, or "
                 "Moe.d_expert that data x expert devices divide"
             )
 

@@ -30,22 +30,26 @@ from moejax.plan.layout import Layout
 def check_dense(cfg: Config) -> None:
     """ValueError where dense training meets what moves experts to even the load, or
     what rounds grouped products."""
-    is_home = cfg.balance.policy == "home" and cfg.moe.store in (None, "owned")
-    if cfg.router.training == "dense" and not (is_home and cfg.moe.split != "dynamic"):
+    is_home = cfg.balance.policy == "home" and cfg.dispatch.store in (None, "owned")
+    if cfg.router.training == "dense" and not (
+        is_home and cfg.dispatch.split != "dynamic"
+    ):
         raise ValueError(
             "Router.training='dense' loads every expert alike, so that nothing is to "
-            f"be balanced, and Balance.policy='{cfg.balance.policy}', Moe.store="
-            f"{cfg.moe.store!r}, Moe.split={cfg.moe.split!r}: use 'home', None and None"
+            f"be balanced, and Balance.policy='{cfg.balance.policy}', Dispatch.store="
+            f"{cfg.dispatch.store!r}, Dispatch.split={cfg.dispatch.split!r}: use "
+            "'home', None and None"
         )
-    if cfg.router.training == "dense" and cfg.moe.fp8 != "none":
+    if cfg.router.training == "dense" and cfg.dispatch.fp8 != "none":
         raise ValueError(
             "Router.training='dense' has no grouped products to take in 8 bits, and "
-            f"Moe.fp8='{cfg.moe.fp8}': use 'none'"
+            f"Dispatch.fp8='{cfg.dispatch.fp8}': use 'none'"
         )
-    if cfg.router.training == "dense" and cfg.moe.gradient_compression is not None:
+    if cfg.router.training == "dense" and cfg.dispatch.gradient_compression is not None:
         raise ValueError(
             "Router.training='dense' gathers no experts whose gradients could travel "
-            f"back, and Moe.gradient_compression={cfg.moe.gradient_compression}: use "
+            "back, and "
+            f"Dispatch.gradient_compression={cfg.dispatch.gradient_compression}: use "
             "None"
         )
 

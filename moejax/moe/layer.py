@@ -202,7 +202,7 @@ def check_device(layout: Layout, device: jax.Device) -> None:
     if layout.transport == "ragged" and device.platform == "cpu":
         raise NotImplementedError(
             "XLA:CPU has no ragged_all_to_all (jax issue 34755): use "
-            "Moe.transport = 'padded' on the CPU"
+            "Dispatch.transport = 'padded' on the CPU"
         )
     if not layout.fused_split:
         return
@@ -211,5 +211,6 @@ def check_device(layout: Layout, device: jax.Device) -> None:
         raise NotImplementedError(
             "the fused split is a kernel for Hopper GPUs and groups of at most 128 "
             f"devices, and this is {layout.num_experts} experts on "
-            f"{layout.num_devices} x {device.device_kind}: use Moe.fused_split = False"
+            f"{layout.num_devices} x {device.device_kind}: use Dispatch.fused_split "
+            "= False"
         )

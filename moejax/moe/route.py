@@ -96,7 +96,8 @@ def choose_tokens(score_ne: Float[Array, "n e"], top_k: int, seq_len: int) -> Ro
     if n % seq_len:
         raise ValueError(
             f"Router.kind='expert_choice' chooses within sequences of {seq_len} "
-            f"tokens, and this schedule routes {n} at a time: use Moe.schedule='s2'"
+            f"tokens, and this schedule routes {n} at a time: use "
+            "Dispatch.schedule='s2'"
         )
     per_expert = min(seq_len, max(1, seq_len * top_k // num_experts))
     score_bet = score_ne.reshape(-1, seq_len, num_experts).swapaxes(1, 2)

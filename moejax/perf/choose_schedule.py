@@ -148,7 +148,7 @@ def _rules(shape: Shape, schedule: str) -> Iterator[tuple[bool, str]]:
 def _rules_of_local(shape: Shape, _: str) -> Iterator[tuple[bool, str]]:
     group, tensor = "_".join(shape.sizes), shape.tensor
     yield tensor > 1, "local needs a tensor axis of several devices: use Mesh.tensor=2"
-    yield group == "expert", f"local needs Moe.group='expert', and it is '{group}'"
+    yield group == "expert", f"local needs Dispatch.group='expert', and it is '{group}'"
     yield (
         shape.num_experts % tensor == 0,
         f"local needs num_experts={shape.num_experts} to be divisible by "

@@ -50,12 +50,18 @@ ROW_MULTIPLE = 8
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Sizes of the mesh axes: data centres, data, expert and tensor parallelism."""
+    """Sizes of the mesh axes: data centres, data, expert and tensor parallelism; their
+    product is the number of devices. gin files call it `Mesh`."""
 
     dc: int = 1
     data: int = 1
     expert: int = 1
     tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for name, size in zip(("dc", "data", "expert", "tensor"), self.sizes):
+            if size < 1:
+                raise ValueError(f"Mesh.{name}={size} must be at least 1")
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

@@ -31,7 +31,7 @@ def uneven_group(num_experts: int, num_devices: int, axes: tuple[str, ...]) -> s
     near = num_experts // num_devices * num_devices or num_devices
     found, fix = f"({num_devices})", "Mesh.expert"
     if len(axes) > 1:
-        found, fix = f"({num_devices}), and is a group of uneven size", "Moe.group"
+        found, fix = f"({num_devices}), and is a group of uneven size", "Dispatch.group"
     return (
         f"num_experts={num_experts} must be divisible by {group_name(axes)} {found}: "
         f"use {near} or {near + num_devices}, or another {fix}"
@@ -184,7 +184,8 @@ def _check_buffers(layout: "Layout") -> None:
     if layout.exchange == "capacity" and rows < slots:
         raise ValueError(
             f"rows_per_peer={rows} is less than a row for each of {slots} slots: raise "
-            "Moe.rows_per_peer or Moe.buffer_factor, or use Moe.exchange = 'exact'"
+            "Dispatch.rows_per_peer or Dispatch.buffer_factor, or use "
+            "Dispatch.exchange = 'exact'"
         )
     if layout.transport == "local" and layout.num_senders > layout.domain_size:
         raise ValueError(
@@ -194,6 +195,6 @@ def _check_buffers(layout: "Layout") -> None:
     if layout.transport == "hierarchical" and len(layout.axes) < 2:
         raise ValueError(
             "transport='hierarchical' goes over one mesh axis after the other, and "
-            f"{group_name(layout.axes)} is one: use Moe.group = 'dc_expert' or "
+            f"{group_name(layout.axes)} is one: use Dispatch.group = 'dc_expert' or "
             "'data_expert', or 'padded'"
         )

@@ -41,7 +41,8 @@ class Tensor:
         if size == shards == 1:
             raise ValueError(
                 f"schedule='{self.schedule}' orders the collectives of a tensor axis, "
-                "and Mesh.tensor and expert_shards are 1: leave Moe.schedule out, or "
+                "and Mesh.tensor and expert_shards are 1: leave Dispatch.schedule "
+                "out, or "
                 "use Mesh.tensor = 2"
             )
         if self.schedule == "local" and size == 1:

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from moejax.axes import AXES, make_mesh
-from moejax.config import Config, Mesh, Model, Moe, Router
+from moejax.config import Config, Model, Moe, Router
 from moejax.kernels import device as choice
 from moejax.kernels.grouped_dot import vjp
 from moejax.kernels.grouped_dot.hopper import kernels
@@ -27,6 +27,7 @@ from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
 from tests.support.close import assert_close
+from tests.support.expert_fields import parts_with
 from train.kernels import kernel_line, kernels_of
 from train.layouts import layout_of
 
@@ -96,8 +97,8 @@ def test_permute_on_hopper_declines_narrow_rows():
 def config(**moe) -> Config:
     return Config(
         model=Model(d_model=1024, compute_dtype="bfloat16"),
-        moe=Moe(num_experts=8, d_expert=256, **moe),
-        mesh=Mesh(expert=4),
+        **parts_with({"num_experts": 8, "d_expert": 256} | moe),
+        mesh=Topology(expert=4),
     )
 
 
@@ -127,7 +128,7 @@ def test_plain_kernels_on_any_device():
     with on(H200):
         found = kernels_of(cfg, layout)
     assert [c.implementation for c in found.values()] == ["blocked", "xla"]
-    assert "Moe.kernels='plain'" in kernel_line(kernels_of(cfg, layout))
+    assert "Dispatch.kernels='plain'" in kernel_line(kernels_of(cfg, layout))
 
 
 @pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
@@ -141,7 +142,7 @@ def test_the_run_says_what_fp8_is_there(fp8):
     assert f"blocked (the kernels are for Hopper, not cpu{emulated}), permute" in line
     plain = dataclasses.replace(layout, kernels="plain")
     line = kernel_line(kernels_of(cfg, plain))
-    assert f"grouped_dot blocked (Moe.kernels='plain'{emulated}), permute" in line
+    assert f"grouped_dot blocked (Dispatch.kernels='plain'{emulated}), permute" in line
     with on(H200):
         line = kernel_line(kernels_of(cfg, layout))
     said = f"fp8 with gradients in {fp8}, 0 of 6 products with measured tiles"

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.config import Config, Data, Mesh, Model, Moe, Train
+from moejax.config import Config, Data, Model, Moe, Train
 from moejax.model.cache import Cache
+from moejax.plan.layout import Topology
 from tests.support.close import assert_close
 from tests.support.plain_model import network
 from train.eval.decoding import Sampling, choose
@@ -72,8 +73,8 @@ def all_at_once(cfg):
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param(Mesh(), marks=pytest.mark.long, id="one device"),
-        pytest.param(Mesh(data=2, expert=4), id="eight devices"),
+        pytest.param(Topology(), marks=pytest.mark.long, id="one device"),
+        pytest.param(Topology(data=2, expert=4), id="eight devices"),
     ],
 )
 def test_one_by_one_is_all_at_once(mesh):

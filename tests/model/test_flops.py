@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from moejax.config import Config, Data, Model, Moe, Router, Train
+from moejax.config import Config, Data, Dispatch, Model, Moe, Router, Train
 from moejax.model.flops import flops_per_token, num_params
 from tests.support import plain_model
 from tests.support.plain_model import network
@@ -25,12 +25,13 @@ BASE = Config(
 )  # fmt: skip
 
 
-def varied(moe=None, router=None, **model):
+def varied(moe=None, router=None, dispatch=None, **model):
     return dataclasses.replace(
         BASE,
         model=dataclasses.replace(BASE.model, **model),
         moe=dataclasses.replace(BASE.moe, **(moe or {})),
         router=router or BASE.router,
+        dispatch=dispatch or BASE.dispatch,
     )
 
 
@@ -108,5 +109,6 @@ def test_flops_by_part_by_hand():
 
 def test_padding_and_remat_are_no_useful_work():
     """Utilisation can't be bought by wider buffers or by computing twice."""
-    cfg = varied(moe={"buffer_factor": 4.0, "exchange": "capacity"}, remat="full")
+    dispatch = Dispatch(buffer_factor=4.0, exchange="capacity")
+    cfg = varied(dispatch=dispatch, remat="full")
     assert flops_per_token(cfg) == flops_per_token(BASE)

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.config import Config, Data, Mesh, Model, Moe, Router, Train
+from moejax.config import Config, Data, Dispatch, Model, Moe, Router, Train
 from moejax.model.transformer import Noise
+from moejax.plan.layout import Topology
 from tests.support.close import assert_close
 from tests.support.plain_model import network
 from tests.support.primitives import equations
@@ -31,12 +32,13 @@ ROUTERS = {
     "recorded": Router(kind="recorded"),
 }
 SMALL = Config(
-    mesh=Mesh(data=2, expert=4),
+    mesh=Topology(data=2, expert=4),
     model=Model(
         vocab_size=16, d_model=16, num_layers=L, num_heads=2, num_kv_heads=1,
         head_dim=8, d_ff=16, compute_dtype="float32",
     ),
-    moe=Moe(num_experts=E, top_k=K, d_expert=8, rows_per_peer=3),
+    moe=Moe(num_experts=E, top_k=K, d_expert=8),
+    dispatch=Dispatch(rows_per_peer=3),
     data=Data(seq_len=T),
     train=Train(batch_size=B, loss_chunk=T),
 )  # fmt: skip
@@ -116,7 +118,7 @@ def test_exchanges(exchange, none, full):
 def results(remat):
     """With jitter, and buffers so small that later rounds run."""
     router = Router(kind="sigmoid", jitter=0.1)
-    cfg = dataclasses.replace(SMALL, router=router, mesh=Mesh(expert=2))
+    cfg = dataclasses.replace(SMALL, router=router, mesh=Topology(expert=2))
     loss, params = loss_of(cfg, remat)
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))
     return run(params, *operands())

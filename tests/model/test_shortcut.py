@@ -10,7 +10,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
 
 from moejax import axes
-from moejax.config import Config, Mesh, Moe
+from moejax.config import Config, Moe
 from moejax.model.blocks import Block
 from moejax.model.flops import flops_per_token, num_params
 from moejax.plan.layout import Topology
@@ -31,13 +31,13 @@ SHORTCUT = dataclasses.replace(
 """Twice a dense and an MoE layer."""
 ON_MESH = dataclasses.replace(
     SHORTCUT,
-    mesh=Mesh(data=2, expert=2),
+    mesh=Topology(data=2, expert=2),
     moe=dataclasses.replace(SHORTCUT.moe, rows_per_peer=3),
 )
 """In rounds."""
 LAYERS = dataclasses.replace(
     SHORTCUT,
-    mesh=Mesh(expert=2),
+    mesh=Topology(expert=2),
     model=dataclasses.replace(SHORTCUT.model, num_layers=2, moe_every=1, remat="none"),
     moe=dataclasses.replace(SHORTCUT.moe, rows_per_peer=B * T * 2),
 )
@@ -100,7 +100,7 @@ def test_equals_its_formula(cfg):
 
 def test_one_token_at_a_time_with_a_cache():
     """The router's input is never in the cache: it is the token's own."""
-    cfg = dataclasses.replace(LAYERS, mesh=Mesh())
+    cfg = dataclasses.replace(LAYERS, mesh=Topology())
     whole_btd = network(cfg).jit(network(cfg).params, tokens())[0]
     row_b = np.arange(B)
     found_bsd = one_by_one(cfg)

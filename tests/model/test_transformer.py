@@ -9,10 +9,11 @@ import pytest
 from flax import nnx
 
 from moejax import axes
-from moejax.config import Config, Data, Mesh, Model, Moe, Router, Train
+from moejax.config import Config, Data, Model, Moe, Router, Train
 from moejax.model.attention import Attention, Sight
 from moejax.model.layers import rope, rotation
 from moejax.model.transformer import Noise
+from moejax.plan.layout import Topology
 from tests.support import plain_model
 from tests.support.close import assert_close
 from tests.support.plain_model import network
@@ -118,7 +119,7 @@ def test_rope_keeps_norms_and_dtype():
 
 def test_grouped_queries_are_repeated_keys_and_values():
     """Query heads 0, 1 read key head 0 and 2, 3 head 1: as if it stood there twice."""
-    mesh = axes.make_mesh(Mesh().topology, jax.devices()[:1])
+    mesh = axes.make_mesh(Topology(), jax.devices()[:1])
     grouped_cfg = dataclasses.replace(SMALL, num_kv_heads=2)
     grouped, full = (Attention(cfg, mesh, nnx.Rngs(0)) for cfg in (grouped_cfg, SMALL))
     full.q_dhi[...], full.out_hid[...] = grouped.q_dhi[...], grouped.out_hid[...]
@@ -177,7 +178,7 @@ def test_jitter_is_the_same_noise_on_one_device_and_on_eight():
     Another key is other noise."""
     cfg = dataclasses.replace(PLAIN, moe=Moe(num_experts=8, top_k=2, d_expert=8))
     runs = {}
-    for mesh in (Mesh(), Mesh(data=2, expert=4)):
+    for mesh in (Topology(), Topology(data=2, expert=4)):
         ours = network(dataclasses.replace(cfg, mesh=mesh))
 
         def noisy(params, seed, ours=ours):

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from moejax import axes
-from moejax.config import Balance, Config, Data, Mesh, Moe, Router, Train
+from moejax.config import Balance, Config, Data, Dispatch, Router, Train
 from moejax.model.flops import flops_per_token, num_params
 from moejax.model.transformer import Transformer
 from moejax.moe import reference, route
@@ -24,6 +24,7 @@ from tests.model.test_flops import dot_flops
 from tests.moe.test_layer import devices_of
 from tests.moe.test_route_losses import step_of
 from tests.support.close import assert_close
+from tests.support.expert_fields import parts_with
 from tests.support.primitives import primitives
 from train.layouts import layout_of
 from train.step import step as training
@@ -37,11 +38,9 @@ UNNORMALISED = Router(kind="sigmoid", normalise_gates=False, training="dense")
 
 
 def config(mesh=None, router=SOFTMAX, **moe):
-    moe = Moe(
-        **{"num_experts": E, "top_k": K, "d_expert": F, "rows_per_peer": 64} | moe
-    )
+    fields = {"num_experts": E, "top_k": K, "d_expert": F, "rows_per_peer": 64} | moe
     rest = {"data": Data(seq_len=T), "train": Train(batch_size=B, loss_chunk=T)}
-    return Config(mesh or Mesh(), moe=moe, router=router, **rest)
+    return Config(mesh or Topology(), router=router, **parts_with(fields), **rest)
 
 
 @functools.cache
@@ -62,7 +61,7 @@ def case_of(cfg: Config, call=dense):
     """run(params, x) of the layer on its mesh, its experts at owners by chance, and its
     arguments; `call` is how the layer is called."""
     layout = layout_of(cfg)
-    mesh = axes.make_mesh(cfg.mesh.topology, devices_of(cfg.mesh.topology))
+    mesh = axes.make_mesh(cfg.mesh, devices_of(cfg.mesh))
     graph, params, rest = layer_of(cfg, mesh)
     x_btd, jitter_btd, owned_e = operands()
     plan = ExpertPlan(owned_e[None], E, owned_e[None]).validate(layout)
@@ -128,13 +127,15 @@ class Sums:
 
 MESHES = {
     "alone": config(),
-    "masters over data": config(Mesh(data=2, expert=4), SIGMOID),
-    "shards of half": config(Mesh(dc=2, expert=2, tensor=2), schedule="s1h"),
-    "one shard": config(Mesh(expert=2, tensor=2), expert_shards=1),
-    "more shards": config(Mesh(expert=4, tensor=2), expert_shards=4, schedule="base"),
-    "local": config(Mesh(data=2, tensor=4), UNNORMALISED, schedule="local"),
-    "domain": config(Mesh(dc=2, expert=2), group="dc_expert", domain=(2, 1)),
-    "merged": config(Mesh(data=2, expert=2), group="data_expert"),
+    "masters over data": config(Topology(data=2, expert=4), SIGMOID),
+    "shards of half": config(Topology(dc=2, expert=2, tensor=2), schedule="s1h"),
+    "one shard": config(Topology(expert=2, tensor=2), expert_shards=1),
+    "more shards": config(
+        Topology(expert=4, tensor=2), expert_shards=4, schedule="base"
+    ),
+    "local": config(Topology(data=2, tensor=4), UNNORMALISED, schedule="local"),
+    "domain": config(Topology(dc=2, expert=2), group="dc_expert", domain=(2, 1)),
+    "merged": config(Topology(data=2, expert=2), group="data_expert"),
 }
 FIRST = ("masters over data", "shards of half", "more shards")
 
@@ -160,16 +161,18 @@ def test_every_mesh_equals_the_reference(name):
 def rows_of(cfg: Config) -> int:
     """Rows of a device: tokens of all devices that its experts' width or number is
     split over, times its experts."""
-    sources = cfg.mesh.expert * (cfg.mesh.dc if cfg.moe.group == "dc_expert" else 1)
-    sources *= cfg.mesh.data if cfg.moe.group == "data_expert" else 1
-    sources = 1 if cfg.moe.schedule == "local" else sources
-    return B * T // cfg.mesh.topology.num_batch_shards * sources * E // cfg.group_size
+    sources = cfg.mesh.expert * (
+        cfg.mesh.dc if cfg.dispatch.group == "dc_expert" else 1
+    )
+    sources *= cfg.mesh.data if cfg.dispatch.group == "data_expert" else 1
+    sources = 1 if cfg.dispatch.schedule == "local" else sources
+    return B * T // cfg.mesh.num_batch_shards * sources * E // cfg.group_size
 
 
 def test_dense_is_the_sparse_layer_with_every_expert_chosen():
     """By dispatch, rounds and combine, with top_k = num_experts: outputs and gradients
     of all that makes them."""
-    cfg = config(Mesh(expert=2), SIGMOID, top_k=E, rows_per_peer=B * T * E)
+    cfg = config(Topology(expert=2), SIGMOID, top_k=E, rows_per_peer=B * T * E)
     dense_run, *args = case_of(cfg)
     sparse_run, *_ = case_of(cfg, MoeLayer.__call__)
     (_, (y_btd, losses, sums)), gradients = result(dense_run, *args)
@@ -269,12 +272,12 @@ def losses_of(sums):
             ["Router.training='dense'", "Balance.policy='eplb'", "use 'home'"],
         ),
         (
-            lambda: transformer_of(moe=Moe(store="resident")),
-            ["Router.training='dense'", "Moe.store='resident'", "use 'home'"],
+            lambda: transformer_of(dispatch=Dispatch(store="resident")),
+            ["Router.training='dense'", "Dispatch.store='resident'", "use 'home'"],
         ),
         (
-            lambda: transformer_of(moe=Moe(fp8="e5m2")),
-            ["Router.training='dense'", "Moe.fp8='e5m2': use 'none'"],
+            lambda: transformer_of(dispatch=Dispatch(fp8="e5m2")),
+            ["Router.training='dense'", "Dispatch.fp8='e5m2': use 'none'"],
         ),
     ],
 )

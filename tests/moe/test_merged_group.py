@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from moejax.axes import BATCH_AXES, everywhere, make_mesh, sharding
-from moejax.config import Config, Mesh, Moe, Router
+from moejax.config import Config, Dispatch, Moe, Router
 from moejax.moe.mesh_roles import groups_of
 from moejax.moe.types import Placement
 from moejax.moe.weights.migrate import exchanges, move, reshard
@@ -175,13 +175,14 @@ def test_masters_move_between_all_devices_of_the_group():
 
 def test_a_group_is_of_all_devices_over_its_axes():
     cfg = Config(
-        mesh=Mesh(dc=2, data=2, expert=4),
-        moe=Moe(num_experts=16, group="data_expert", store="resident"),
+        mesh=Topology(dc=2, data=2, expert=4),
+        moe=Moe(num_experts=16),
+        dispatch=Dispatch(group="data_expert", store="resident"),
     )
     layout = layout_of(cfg)
     assert (cfg.group_size, layout.num_devices, layout.axes) == (8, 8, MERGED)
     assert (layout.experts_per_device, settings_of(cfg).max_slots_per_device) == (2, 6)
-    alone = dataclasses.replace(cfg, moe=Moe(num_experts=16))
+    alone = dataclasses.replace(cfg, dispatch=Dispatch())
     assert (alone.group_size, layout_of(alone).axes) == (4, ("expert",))
     assert Layout(**json.loads(json.dumps(dataclasses.asdict(layout)))) == layout
 
@@ -226,8 +227,9 @@ def test_merged_slots_are_whole_and_nothing_gathers_them():
     [
         (
             lambda: Config(
-                mesh=Mesh(data=4, expert=4),
-                moe=Moe(num_experts=24, group="data_expert"),
+                mesh=Topology(data=4, expert=4),
+                moe=Moe(num_experts=24),
+                dispatch=Dispatch(group="data_expert"),
             ),
             ["Moe.num_experts=24", "group data x expert (16)", "uneven", "16 or 32"],
         ),

@@ -9,10 +9,11 @@ import optax
 import pytest
 
 from moejax import axes
-from moejax.config import Config, Data, Mesh, Model, Moe, Router, Train
+from moejax.config import Config, Data, Model, Moe, Router, Train
 from moejax.moe import route as routing
 from moejax.moe.types import LayerSums, Placement, Windows
 from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Topology
 from tests.support.close import assert_close
 from tests.support.primitives import primitives
 from train.layouts import layout_of
@@ -142,7 +143,7 @@ def test_accumulation_leaves_z_and_sequence_losses_and_redefines_balance():
 def step_of(router, accumulate_steps=1):
     """A small model to train on 8 devices, its state's shapes, and its arguments."""
     cfg = Config(
-        mesh=Mesh(data=2, expert=4),
+        mesh=Topology(data=2, expert=4),
         model=Model(
             vocab_size=16, d_model=16, num_layers=2, num_heads=2, num_kv_heads=2,
             head_dim=8, compute_dtype="float32",
@@ -152,7 +153,7 @@ def step_of(router, accumulate_steps=1):
         data=Data(seq_len=T),
         train=Train(batch_size=16, loss_chunk=T, accumulate_steps=accumulate_steps),
     )  # fmt: skip
-    mesh = axes.make_mesh(cfg.mesh.topology)
+    mesh = axes.make_mesh(cfg.mesh)
     model = training.Model(cfg, mesh, layout_of(cfg), optax.sgd(0.1))
     state = abstract_state(cfg, mesh, model.optimizer)
     placement = Placement.of_plan(ExpertPlan.home_in(model.layout, 2), model.layout)

@@ -38,8 +38,8 @@ class Network(NamedTuple):
 
 @functools.cache
 def network(cfg: Config) -> Network:
-    devices = jax.devices()[: cfg.mesh.topology.num_devices]
-    mesh = axes.make_mesh(cfg.mesh.topology, devices)
+    devices = jax.devices()[: cfg.mesh.num_devices]
+    mesh = axes.make_mesh(cfg.mesh, devices)
     model = nnx.eval_shape(lambda: Transformer(cfg, mesh, nnx.Rngs(0)))
     graph, shapes, bias = nnx.split(model, nnx.Param, RouterBias)
     bias = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), nnx.to_pure_dict(bias))

@@ -15,12 +15,12 @@ import optax
 
 from moejax.axes import make_mesh
 from moejax.balance.policies import POLICIES
-from moejax.config import Config, Data, Mesh, Moe, Optimizer, Router, Train
+from moejax.config import Config, Data, Dispatch, Moe, Optimizer, Router, Train
 from moejax.config import Model as ModelConfig
 from moejax.moe.types import Windows
 from moejax.perf.cost_model import NOTES
 from moejax.plan.expert_plan import ExpertPlan
-from moejax.plan.layout import Layout
+from moejax.plan.layout import Layout, Topology
 from train.balance.migrate import Mover
 from train.layouts import layout_of
 from train.step.compiled import home_plan, on_devices, trace_train_step
@@ -34,13 +34,14 @@ ONE_EXPERT = WIDTH * HIDDEN
 """Values of its smallest matrix: more than any other parameter has."""
 QUICK = {"xla_backend_optimization_level": 0}  # compiled in half the time
 SMALL = Config(
-    mesh=Mesh(data=2, expert=4),
+    mesh=Topology(data=2, expert=4),
     model=ModelConfig(
         vocab_size=16, d_model=WIDTH, num_layers=L, num_heads=1, num_kv_heads=1,
         head_dim=8, compute_dtype="float32",
     ),
     # Room for all rows of a peer: later rounds are the subject of test_layer.py.
-    moe=Moe(num_experts=E, top_k=2, d_expert=HIDDEN, rows_per_peer=BATCH * SEQ),
+    moe=Moe(num_experts=E, top_k=2, d_expert=HIDDEN),
+    dispatch=Dispatch(rows_per_peer=BATCH * SEQ),
     # Without Switch's loss, which alone would tell micro-batches from one batch.
     router=Router(balance_loss=0.0, sequence_balance_loss=0.05),
     optimizer=Optimizer(learning_rate=3e-3, warmup_steps=5, eps=1e-6),
@@ -83,18 +84,18 @@ class Case:
 
 def make_model(store: str, dtype: str, split=None, **model_changes) -> Model:
     split = split or SPLITS.get(store, "even")
-    moe = {"slots_per_device": SLOTS, "split": split, **STORES[store]}
+    fields = {"slots_per_device": SLOTS, "split": split, **STORES[store]}
     mesh_sizes = model_changes.pop("mesh", SMALL.mesh)
     micro_batches = MICRO_BATCHES.get(store, 1)
     cfg = dataclasses.replace(
         SMALL,
         mesh=mesh_sizes,
         model=dataclasses.replace(SMALL.model, **model_changes),
-        moe=dataclasses.replace(SMALL.moe, **moe),
+        dispatch=dataclasses.replace(SMALL.dispatch, **fields),
         train=dataclasses.replace(SMALL.train, accumulate_steps=micro_batches),
     )
     object.__setattr__(cfg.model, "compute_dtype", dtype)  # float64 is no choice
-    mesh = make_mesh(cfg.mesh.topology)
+    mesh = make_mesh(cfg.mesh)
     adamw = make_optimizer(cfg.optimizer, cfg.train.num_steps)
     return Model(cfg, mesh, layout_of(cfg), optax.chain(keep_gradients(), adamw))
 

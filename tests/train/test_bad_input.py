@@ -48,8 +48,8 @@ SET_UP = [
         r"need 1024 held-out windows, .* lower Train.eval_batches",
     ),
     (
-        ["Moe.transport = 'ragged'"],
-        r"XLA:CPU has no ragged_all_to_all .*: use Moe.transport = 'padded'",
+        ["Dispatch.transport = 'ragged'"],
+        r"XLA:CPU has no ragged_all_to_all .*: use Dispatch.transport = 'padded'",
     ),
     (
         [

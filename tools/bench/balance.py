@@ -137,7 +137,7 @@ def make_arm(cfg) -> Arm:
     from train.step.compiled import make_model, on_devices, trace_train_step
     from train.step.state import init_state
 
-    mesh = make_mesh(cfg.mesh.topology)
+    mesh = make_mesh(cfg.mesh)
     model = make_model(cfg, mesh)
     run = trace_train_step(model).lower().compile()
     state = init_state(cfg, mesh, model.optimizer, model.layout.store)

@@ -69,7 +69,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def work(args: argparse.Namespace) -> int:
     cases = cases_of(args)
     cfg = gin_reader.load([], mesh_params(args))
-    topology = cfg.mesh.topology
+    topology = cfg.mesh
     if topology.num_devices % args.dcs:
         raise ValueError(
             f"--dcs {args.dcs} must divide the {topology.num_devices} devices of --mesh"

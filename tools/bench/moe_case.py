@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from moejax import axes
 from moejax.balance.policies.micromoe.symmetric import symmetric
-from moejax.config import Moe, Recorded, Router
+from moejax.config import Dispatch, Moe, Recorded, Router
 from moejax.moe import recorded, reference, route
 from moejax.moe.experts import swiglu
 from moejax.moe.layer import MoeLayer
@@ -57,7 +57,7 @@ class Shape:
     @property
     def layout(self) -> Layout:
         """The default one of a run: buffers of 1.5 times the even share."""
-        factor = Moe().buffer_factor
+        factor = Dispatch().buffer_factor
         choices = self.tokens * self.top_k
         return Layout.home(self.experts, self.devices, choices, buffer_factor=factor)
 

@@ -17,8 +17,8 @@ CONFIG = ROOT / "configs" / "testbed_skew.gin"
 DEVICES, QUOTA, LAYER = 8, 0.25, 16
 ARMS = (
     "home",
-    "micromoe: Balance.policy = 'micromoe'; Moe.store = 'resident'; "
-    "Moe.slots_per_device = 5; Moe.buffer_factor = 1.5",
+    "micromoe: Balance.policy = 'micromoe'; Dispatch.store = 'resident'; "
+    "Dispatch.slots_per_device = 5; Dispatch.buffer_factor = 1.5",
 )
 """What each adds to the config, and buffers for its own fullest pair, as a balancer
 fits them (home's pairs are 2.6 times as full). The rival of home is the fastest of the

@@ -36,7 +36,7 @@ from train.logs.records import Records
 from train.step.compiled import compile_steps, home_plan, on_devices
 
 SAME = {
-    "mesh": None, "moe": None, "balance": None,
+    "mesh": None, "moe": None, "dispatch": None, "balance": None,
     "train": {"batch_size", "accumulate_steps"}, "data": {"seq_len"},
 }  # fmt: skip
 """What must be as it was for the balancer to go on where it stopped; None: all."""

@@ -3,11 +3,10 @@ them: by owner of a group."""
 
 import numpy as np
 
-from moejax.config import Mesh
-from moejax.plan.layout import Layout
+from moejax.plan.layout import Layout, Topology
 
 
-def by_owner(tokens_lwe: np.ndarray, mesh: Mesh, layout: Layout) -> np.ndarray:
+def by_owner(tokens_lwe: np.ndarray, mesh: Topology, layout: Layout) -> np.ndarray:
     """Choices of each expert by the owner that has the tokens, mean over groups.
 
     `tokens_lwe` counts devices over dc x data x expert. Where the owners of an expert

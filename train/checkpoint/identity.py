@@ -6,6 +6,10 @@ from typing import Any
 from moejax.config import Config
 from train import data
 
+FORMAT = 2
+"""The format of checkpoints that this program writes, and the only one that it reads.
+1: fields of Dispatch were fields of Moe, and no checkpoint said its format."""
+
 FIXED = {
     "model": {
         "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim",
@@ -23,7 +27,7 @@ that it goes on in."""
 
 CUT = {
     "mesh": {"dc", "data", "expert", "tensor"},
-    "moe": {"group", "domain", "expert_shards", "schedule", "compression"},
+    "dispatch": {"group", "domain", "expert_shards", "schedule", "compression"},
 }
 """Fields that say in which order compression's state lies."""
 
@@ -41,22 +45,37 @@ def is_cut_alike(saved: dict[str, Any], cfg: Config) -> bool:
 def keeps_alike(saved: dict[str, Any], cfg: Config) -> bool:
     """Whether both compress gradients or neither does, and what is kept of them lies in
     a checkpoint as it does in this run."""
-    ratio = saved["config"].get("moe", {}).get("gradient_compression")
-    if ratio is None or cfg.moe.gradient_compression is None:
-        return ratio is cfg.moe.gradient_compression
+    ratio = saved["config"]["dispatch"]["gradient_compression"]
+    if ratio is None or cfg.dispatch.gradient_compression is None:
+        return ratio is cfg.dispatch.gradient_compression
     return is_cut_alike(saved, cfg)
+
+
+def require_format(meta: dict[str, Any]) -> None:
+    """Raise ValueError unless a checkpoint with this meta is of FORMAT."""
+    found = meta.get("format", 1)
+    if found != FORMAT:
+        raise ValueError(
+            f"the checkpoint has format {found}, and this program reads format "
+            f"{FORMAT}: go on with the version of moejax that wrote it, choose another "
+            "--run_dir, or start afresh with --fresh"
+        )
 
 
 def check(
     saved: dict[str, Any], cfg: Config, data_identity: dict[str, Any]
 ) -> list[str]:
-    """Fields that changed and may; ValueError for another model or other data."""
+    """Return the fields that changed and may; raise ValueError for another format,
+    model or data. A field that the checkpoint lacks had its default."""
+    require_format(saved)
     # What is saved has been through JSON, where a tuple becomes a list.
-    current = json.loads(json.dumps(cfg.to_dict()))
+    current, default = (
+        json.loads(json.dumps(config.to_dict())) for config in (cfg, Config())
+    )
     changed, refused = [], []
     for part, fields in current.items():
         for field, value in fields.items():
-            before = saved["config"].get(part, {}).get(field, value)
+            before = saved["config"].get(part, {}).get(field, default[part][field])
             if before != value and (part, field) != ("train", "run_dir"):
                 line = f"{part}.{field}: {before!r} there, {value!r} here"
                 is_fixed = field in FIXED.get(part, ())

@@ -14,10 +14,11 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moejax.config import Config, Mesh
+from moejax.config import Config
+from moejax.plan.layout import Topology
 from train.checkpoint.files import arrays_for_all, record_for_all, steps_in
-from train.checkpoint.identity import FIXED
-from train.config.names import KINDS, PARTS, check_name, config_of, convert
+from train.checkpoint.identity import FIXED, require_format
+from train.config.names import KINDS, check_name, config_of, convert
 from train.logs.run_dir import say_loudly
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ UNCUT = {
     "schedule": "auto", "expert_shards": None, "domain": (1, 1), "compression": "none",
     "gradient_compression": None,
 }  # fmt: skip
-"""Fields of Moe that follow a run's mesh, as another mesh takes them."""
+"""Fields of Dispatch that follow a run's mesh, as another mesh takes them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,7 @@ def load(found: Found, say: Callable[[str], None] = say_loudly) -> Loaded:
 
     quiet_orbax()
     cfg = _on_these_devices(found, jax.devices())
-    mesh = make_mesh(cfg.mesh.topology, jax.devices()[: cfg.mesh.topology.num_devices])
+    mesh = make_mesh(cfg.mesh, jax.devices()[: cfg.mesh.num_devices])
     placement = home_placement(cfg, mesh)
     for step in found.steps:
         record, damage = record_for_all(found.directory, step)
@@ -131,7 +132,9 @@ def _config_in(directory: pathlib.Path, steps: Sequence[int]) -> Config:
     for step in steps:
         try:
             text = (directory / str(step) / "record" / "metadata").read_bytes()
-            return config_of(json.loads(text)["meta"]["config"])
+            meta = json.loads(text)["meta"]
+            require_format(meta)
+            return config_of(meta["config"])
         except (OSError, json.JSONDecodeError, UnicodeDecodeError) as fault:
             problem = " ".join(str(fault).split())
         except (KeyError, TypeError, AttributeError) as fault:
@@ -165,7 +168,7 @@ def _binding(param: str) -> tuple[str, Any]:
 def _place(name: str) -> tuple[str, str]:
     """'Mesh.expert' -> ('mesh', 'expert')."""
     cls, field = name.split(".")
-    return next(part for part, c in PARTS.items() if c.__name__ == cls), field
+    return cls.lower(), field
 
 
 def _rebound(trained: Config, bound: dict[str, Any], is_mesh_given: bool) -> Config:
@@ -177,48 +180,49 @@ def _rebound(trained: Config, bound: dict[str, Any], is_mesh_given: bool) -> Con
     for name, value in bound.items():
         part, field = _place(name)
         values[part][field] = value
-    mesh, train = Mesh(**values["mesh"]), values["train"]
+    mesh, train = Topology(**values["mesh"]), values["train"]
     if train["num_simulated_devices"] and "Train.num_simulated_devices" not in bound:
-        train["num_simulated_devices"] = mesh.topology.num_devices
+        train["num_simulated_devices"] = mesh.num_devices
     elif train["num_simulated_devices"] and not is_mesh_given:
         mesh = _fitting(trained.moe.num_experts, train["num_simulated_devices"])
-        train["num_simulated_devices"] = mesh.topology.num_devices
+        train["num_simulated_devices"] = mesh.num_devices
     if mesh != trained.mesh:
-        kept = {name.split(".")[1] for name in bound if name.startswith("Moe.")}
-        values["moe"] |= {n: value for n, value in UNCUT.items() if n not in kept}
+        kept = {name.split(".")[1] for name in bound if name.startswith("Dispatch.")}
+        values["dispatch"] |= {n: value for n, value in UNCUT.items() if n not in kept}
     values["balance"] |= {"policy": "home", "calibration": None}
     values["mesh"] = dataclasses.asdict(mesh)
-    train |= {"accumulate_steps": 1, "batch_size": mesh.topology.num_batch_shards}
+    train |= {"accumulate_steps": 1, "batch_size": mesh.num_batch_shards}
     return config_of(values)
 
 
-def _fitting(num_experts: int, num_devices: int) -> Mesh:
+def _fitting(num_experts: int, num_devices: int) -> Topology:
     """All on the expert axis: the most that divide the experts and are there."""
     fits = range(1, min(num_experts, num_devices) + 1)
-    return Mesh(expert=max(n for n in fits if num_experts % n == 0))
+    return Topology(expert=max(n for n in fits if num_experts % n == 0))
 
 
 def _on_these_devices(found: Found, devices: "Sequence[jax.Device]") -> Config:
     """Where the run's mesh was not asked for and is not that of these devices, another
     one; and what every device can do, where they are no GPUs."""
     cfg, mesh = found.cfg, found.cfg.mesh
-    is_other = mesh.topology.num_devices != len(devices)
+    is_other = mesh.num_devices != len(devices)
     if is_other and not found.is_mesh_given and not cfg.train.num_simulated_devices:
         mesh = _fitting(cfg.moe.num_experts, len(devices))
-    if mesh.topology.num_devices > len(devices):
+    if mesh.num_devices > len(devices):
         raise ValueError(
-            f"Mesh ({mesh.topology}) needs {mesh.topology.num_devices} devices, and "
+            f"Mesh ({mesh}) needs {mesh.num_devices} devices, and "
             f"{len(devices)} are here: change it with --gin_param 'Mesh.expert = 1'"
         )
-    model, moe = cfg.model, cfg.moe
+    model, dispatch = cfg.model, cfg.dispatch
     if devices[0].platform != "gpu":
         model = dataclasses.replace(model, attention="xla")
-        moe = dataclasses.replace(moe, transport="padded")
+        dispatch = dataclasses.replace(dispatch, transport="padded")
     if mesh != cfg.mesh:  # what was cut for the run's devices
-        moe = dataclasses.replace(moe, **UNCUT)
-    rows = mesh.topology.num_batch_shards
+        dispatch = dataclasses.replace(dispatch, **UNCUT)
+    rows = mesh.num_batch_shards
     train = dataclasses.replace(cfg.train, batch_size=rows)
-    return dataclasses.replace(cfg, mesh=mesh, model=model, moe=moe, train=train)
+    changed = {"mesh": mesh, "model": model, "dispatch": dispatch, "train": train}
+    return dataclasses.replace(cfg, **changed)
 
 
 def _read(

@@ -54,7 +54,7 @@ def load(files: Sequence[str | os.PathLike[str]], params: Sequence[str] = ()) ->
         cls, field = name.split(".")
         fields_of[cls][field] = value
     try:
-        parts = {part: cls(**fields_of[cls.__name__]) for part, cls in PARTS.items()}
+        parts = {part: cls(**fields_of[part.title()]) for part, cls in PARTS.items()}
         return Config(**parts)
     except ValueError as err:
         where_of = {binding.name: binding.where for binding in bindings}
@@ -64,10 +64,10 @@ def load(files: Sequence[str | os.PathLike[str]], params: Sequence[str] = ()) ->
 def render(config: Config) -> str:
     """Every field of every class as gin bindings, by class: `load` reads it back."""
     blocks = []
-    for part, cls in sorted(PARTS.items(), key=lambda item: item[1].__name__):
+    for part, cls in sorted(PARTS.items()):
         record = getattr(config, part)
         lines = (
-            f"{cls.__name__}.{field.name} = {getattr(record, field.name)!r}\n"
+            f"{part.title()}.{field.name} = {getattr(record, field.name)!r}\n"
             for field in dataclasses.fields(cls)
         )
         blocks.append("".join(lines))

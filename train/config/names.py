@@ -15,8 +15,9 @@ from typing import Any, Literal
 from moejax.config import Config
 
 PARTS: dict[str, type] = typing.get_type_hints(Config)
-"""'mesh' -> Mesh: the fields of Config."""
-CLASSES = {cls.__name__: cls for cls in PARTS.values()}
+"""'mesh' -> Topology: the fields of Config. gin files call each by its name in Config,
+    'Mesh'."""
+CLASSES = {part.title(): cls for part, cls in PARTS.items()}
 KINDS = {
     f"{name}.{field.name}": typing.get_type_hints(cls)[field.name]
     for name, cls in CLASSES.items()
@@ -46,16 +47,16 @@ def check_name(cls: str, field: str | None) -> str:
 
 
 def config_of(record: dict[str, dict[str, Any]]) -> Config:
-    """The configuration that a checkpoint names. Raises ValueError when it is of
-    another version of this program."""
+    """Return the configuration that a record names, {'moe': {'top_k': 2, ..}, ..}.
+    Raises ValueError for a field that this program does not have."""
     values: dict[str, dict[str, Any]] = {name: {} for name in PARTS}
     for part, fields in record.items():
         for field, value in fields.items():
-            name = f"{PARTS[part].__name__ if part in PARTS else part}.{field}"
+            name = f"{part.title() if part in PARTS else part}.{field}"
             if name not in KINDS:
                 raise ValueError(
                     f"the checkpoint's configuration has {name}, and this program does "
-                    "not: use the version that wrote it"
+                    "not: use the version of moejax that wrote it"
                 )
             values[part][field] = convert(value, KINDS[name])
     return Config(**{name: PARTS[name](**fields) for name, fields in values.items()})

@@ -162,7 +162,7 @@ def _programs(cfg: Config, mesh: jax.sharding.Mesh, num_ids: int):
 def _rows(decoder: Decoder, prompts: Sequence[np.ndarray]):
     """Tokens and positions [b, t]; b is a multiple of the batch's shards, with copies
     of the last prompt."""
-    shards = decoder.cfg.mesh.topology.num_batch_shards
+    shards = decoder.cfg.mesh.num_batch_shards
     width = _up(max(map(len, prompts)), PROMPT_MULTIPLE)
     shape = (_up(len(prompts), shards), width)
     token_bt = np.full(shape, decoder.separator, np.int32)

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import pytest
 
-from moejax.config import Mesh
 from moejax.perf.calibration import leaving_bytes
 from moejax.perf.choose_schedule import Shape, predict
+from moejax.plan.layout import Topology
 from tests.moe.exchange.test_schedules import (
     ALL_ROWS,
     CUTS,
@@ -175,7 +175,7 @@ DOMAINS = [
 @pytest.mark.parametrize("shared", DOMAINS)
 def test_domains_gather_experts_and_scatter_their_gradients(shared):
     """Each of two arrays of weights over the slow axis first; rows between domains."""
-    mesh = Mesh(dc=2, expert=4)
+    mesh = Topology(dc=2, expert=4)
     case = make_case(config(mesh, group="dc_expert", domain=shared, **ALL_ROWS))
     found, trained = map(counted, compiled(case))
     domains = 8 // math.prod(shared)

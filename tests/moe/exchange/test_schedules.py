@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 
 from moejax.axes import BATCH_AXES, make_mesh, sharding
-from moejax.config import Config, Data, Mesh, Moe, Router, Train
+from moejax.config import Config, Data, Router, Train
 from moejax.moe import reference, route
 from moejax.moe.exchange import dispatch
 from moejax.moe.layer import MoeLayer
@@ -37,6 +37,7 @@ from tests.moe.test_layer import (
 )
 from tests.moe.weights.test_stores import in_order
 from tests.support.close import assert_close
+from tests.support.expert_fields import parts_with
 from tests.support.random_plans import odd_plans, random_plan
 from train.layouts import layout_of
 
@@ -59,10 +60,12 @@ class Case(NamedTuple):
 SOFTMAX = Router()
 
 
-def config(mesh: Mesh, batch: int = BATCH, router: Router = SOFTMAX, **moe) -> Config:
-    moe = Moe(**{"num_experts": EXPERTS, "top_k": TOP_K, "d_expert": HIDDEN} | moe)
+def config(
+    mesh: Topology, batch: int = BATCH, router: Router = SOFTMAX, **moe
+) -> Config:
+    fields = {"num_experts": EXPERTS, "top_k": TOP_K, "d_expert": HIDDEN} | moe
     rest = {"data": Data(seq_len=SEQ), "train": Train(batch_size=batch, loss_chunk=SEQ)}
-    return Config(mesh, moe=moe, router=router, **rest)
+    return Config(mesh, router=router, **parts_with(fields), **rest)
 
 
 def split_layer(cfg: Config, mesh):
@@ -95,7 +98,7 @@ def differentiated(run):
 def make_case(cfg: Config, dtype: str = "float32", saved: tuple = ()) -> Case:
     """The layer on its devices; recomputed when going back but for what is `saved`, if
     anything is."""
-    layout, mesh = layout_of(cfg), mesh_of(cfg.mesh.topology)
+    layout, mesh = layout_of(cfg), mesh_of(cfg.mesh)
     graph, params, rest = split_layer(cfg, mesh)
 
     def layer(params, placement, x_btd, forced_btk):
@@ -119,7 +122,7 @@ def make_case(cfg: Config, dtype: str = "float32", saved: tuple = ()) -> Case:
 @functools.cache
 def make_reference(router: Router, dtype: str):
     """The same of one device, by definition."""
-    cfg = config(Mesh(), router=router)
+    cfg = config(Topology(), router=router)
     graph, _, rest = split_layer(cfg, mesh_of(Topology()))
 
     def run(params, placement, x_btd, forced_btk):
@@ -147,7 +150,7 @@ def home(case: Case) -> ExpertPlan:
 
 def on_mesh(case: Case, plan: ExpertPlan, args):
     """What a case's functions take."""
-    mesh = mesh_of(case.cfg.mesh.topology)
+    mesh = mesh_of(case.cfg.mesh)
     placement = Placement.of_plan(plan.validate(case.layout), case.layout).layer(0)
     params = jax.device_put(in_order(case.params, plan.owned_le[0]), sharding(mesh))
     return params, placement, *jax.device_put(args, sharding(mesh, BATCH_AXES))
@@ -169,7 +172,7 @@ def check(case: Case, skew: str = "zipf", plan=None, dtype="float32"):
     return sums
 
 
-def assert_same_bits_along_tensor(y_btd, mesh: Mesh) -> None:
+def assert_same_bits_along_tensor(y_btd, mesh: Topology) -> None:
     copies = {}
     for shard in y_btd.addressable_shards:
         copies.setdefault(shard.index[0].start, []).append(np.asarray(shard.data))
@@ -184,7 +187,7 @@ def cut(mp: int, esp: int, expert: int, schedule: str, **changes) -> Config:
     Six sequences of 8 on two devices: along a tensor axis of 4 they are cut.
     """
     changes = {"rows_per_peer": 2 * mp, "batch": 6 if expert == 2 else BATCH} | changes
-    mesh = Mesh(expert=expert, tensor=mp)
+    mesh = Topology(expert=expert, tensor=mp)
     return config(mesh, schedule=schedule, expert_shards=esp, **changes)
 
 
@@ -281,7 +284,7 @@ def test_recomputed_layers_are_the_same(saved):
 def of_capacity(expert: int, rows_per_slot: int, **changes):
     """Output, and how many choices were dropped, of a layer of this capacity."""
     changes |= {"rows_per_peer": rows_per_slot * EXPERTS // expert}
-    mesh = Mesh(expert=expert, tensor=changes.get("expert_shards", 1))
+    mesh = Topology(expert=expert, tensor=changes.get("expert_shards", 1))
     case = make_case(config(mesh, exchange="capacity", **changes))
     assert case.layout.rows_per_slot == rows_per_slot
     args = operands(BATCH, "zipf")

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 import pytest
 
-from moejax.config import Mesh, Router
+from moejax.config import Router
 from moejax.moe.dense import check_dense
 from moejax.plan.domain import Domain
-from moejax.plan.layout import Layout
+from moejax.plan.layout import Layout, Topology
 from moejax.plan.tensor import Tensor
 from tests.moe.exchange.test_schedules import check, config, make_case, mesh_of
 from tests.moe.test_layer import SKEWS
@@ -27,9 +27,9 @@ from train.step.optimizer import make_optimizer
 from train.step.state import abstract_state
 
 ALSO = pytest.mark.long
-PLAIN = Mesh(dc=2, expert=4)
-DATA = Mesh(dc=2, data=2, expert=2)
-TENSOR = Mesh(dc=2, expert=2, tensor=2)
+PLAIN = Topology(dc=2, expert=4)
+DATA = Topology(dc=2, data=2, expert=2)
+TENSOR = Topology(dc=2, expert=2, tensor=2)
 HIERARCHICAL = {"transport": "hierarchical"}
 GRID = [
     (PLAIN, (1, 2), HIERARCHICAL),
@@ -48,7 +48,7 @@ GRID = [
 ]  # fmt: skip
 
 
-def domain_config(mesh: Mesh, shared: tuple[int, int], **changes):
+def domain_config(mesh: Topology, shared: tuple[int, int], **changes):
     """Small buffers: later rounds run between domains."""
     return config(mesh, group="dc_expert", domain=shared, rows_per_peer=4, **changes)
 
@@ -167,15 +167,18 @@ def test_algorithm_1_as_printed_links_devices_of_other_data_centres():
 @pytest.mark.parametrize("mesh", [PLAIN, DATA, TENSOR])
 def test_owners_and_their_masters_stay_whatever_the_domain(mesh):
     """Shardings of the whole state, moments too."""
-    moe = dataclasses.replace(SMALL.moe, group="dc_expert")
+    dispatch = dataclasses.replace(SMALL.dispatch, group="dc_expert")
     model = dataclasses.replace(SMALL.model, num_heads=2, num_kv_heads=2)
     states = []
     for shared in itertools.product(divisors(mesh.dc), divisors(mesh.expert)):
         cfg = dataclasses.replace(
-            SMALL, mesh=mesh, model=model, moe=dataclasses.replace(moe, domain=shared)
+            SMALL,
+            mesh=mesh,
+            model=model,
+            dispatch=dataclasses.replace(dispatch, domain=shared),
         )
         optimizer = make_optimizer(cfg.optimizer, cfg.train.num_steps)
-        state = abstract_state(cfg, mesh_of(mesh.topology), optimizer)
+        state = abstract_state(cfg, mesh_of(mesh), optimizer)
         owned_le = home_plan(cfg, layout_of(cfg)).owned_le
         states.append((owned_le.tolist(), jax.tree.map(lambda x: x.sharding, state)))
     assert all(state == states[0] for state in states)
@@ -187,7 +190,7 @@ DC_EXPERT = {"axes": ("dc", "expert"), "num_devices": 8, **OWNED}
 
 def init(cfg) -> None:
     optimizer = make_optimizer(cfg.optimizer, cfg.train.num_steps)
-    abstract_state(cfg, mesh_of(cfg.mesh.topology), optimizer)
+    abstract_state(cfg, mesh_of(cfg.mesh), optimizer)
 
 
 @pytest.mark.parametrize(
@@ -198,9 +201,9 @@ def init(cfg) -> None:
         (lambda: config(PLAIN, domain=(2, 1)), ["(2, 1)", "(1, 4)", "use (1, 1)"]),
         (
             lambda: config(
-                Mesh(data=2, expert=4), group="data_expert", domain=(1, 2)
+                Topology(data=2, expert=4), group="data_expert", domain=(1, 2)
             ),
-            ["domain=(1, 2)", "use Moe.group", "not 'data_expert'"],
+            ["domain=(1, 2)", "use Dispatch.group", "not 'data_expert'"],
         ),
         (
             lambda: Layout(
@@ -217,11 +220,11 @@ def init(cfg) -> None:
         ),
         (
             lambda: config(PLAIN, gradient_compression=8.0),
-            ["Moe.gradient_compression=8.0", "Moe.domain is (1, 1)", "or None"],
+            ["Dispatch.gradient_compression=8.0", "domain is (1, 1)", "or None"],
         ),
         (
             lambda: domain_config(PLAIN, (2, 2), gradient_compression=0.5),
-            ["Moe.gradient_compression=0.5", "at least 1"],
+            ["Dispatch.gradient_compression=0.5", "at least 1"],
         ),
         (
             lambda: init(domain_config(PLAIN, (2, 2), gradient_compression=5000.0)),
@@ -234,7 +237,7 @@ def init(cfg) -> None:
                     router=Router(training="dense"),
                 )
             ),
-            ["Router.training='dense'", "Moe.gradient_compression=8.0", "use None"],
+            ["Router.training='dense'", "gradient_compression=8.0", "use None"],
         ),
         (
             lambda: Domain((2, 4), (2, 1), gradient_compression=0.0),
@@ -242,28 +245,28 @@ def init(cfg) -> None:
         ),
         (lambda: config(PLAIN, schedule="s1"), ["'s1'", "use Mesh.tensor = 2"]),
         (
-            lambda: config(Mesh(expert=4), schedule="local", expert_shards=2),
+            lambda: config(Topology(expert=4), schedule="local", expert_shards=2),
             ["'local'", "use 's1h', or Mesh.tensor = 2"],
         ),
         (
-            lambda: config(Mesh(expert=4, tensor=2), expert_shards=3),
+            lambda: config(Topology(expert=4, tensor=2), expert_shards=3),
             ["expert_shards=3", "tensor axis (2)", "use 2"],
         ),
         (
-            lambda: config(Mesh(expert=2, tensor=2), expert_shards=8),
+            lambda: config(Topology(expert=2, tensor=2), expert_shards=8),
             ["expert_shards=8", "expert axis (2)", "use a divisor"],
         ),
         (
-            lambda: config(Mesh(expert=4, tensor=2), d_expert=15),
+            lambda: config(Topology(expert=4, tensor=2), d_expert=15),
             ["d_expert=15", "divisible by expert_shards=2"],
         ),
         (
             lambda: config(TENSOR, group="dc_expert", schedule="local"),
-            ["'local'", "use Moe.group='expert'", "not 'dc_expert'"],
+            ["'local'", "use Dispatch.group='expert'", "not 'dc_expert'"],
         ),
         (
             lambda: layout_of(
-                config(Mesh(expert=4, tensor=2), schedule="local", store="sharded")
+                config(Topology(expert=4, tensor=2), schedule="local", store="sharded")
             ),
             ["'local'", "store='owned'", "'sharded'"],
         ),
@@ -278,10 +281,10 @@ def init(cfg) -> None:
         ),
         (
             lambda: Layout(4, 2, 2, 8, transport="hierarchical"),
-            ["transport='hierarchical'", "the expert axis", "use Moe.group"],
+            ["transport='hierarchical'", "the expert axis", "use Dispatch.group"],
         ),
         (
-            lambda: layout_of(config(Mesh(expert=8, tensor=16), 8, schedule="s1h")),
+            lambda: layout_of(config(Topology(expert=8, tensor=16), 8, schedule="s1h")),
             ["8 tokens", "Mesh.tensor=16", "use a batch"],
         ),
     ],

@@ -224,13 +224,16 @@ def test_owners_are_permuted_and_a_checkpoint_is_not(house, owners, home):
             "did you mean 'flexmoe'?",
         ),
         (["Balance.lag_steps = 1"], "Balance.lag_steps=1 must be at least 2"),
-        (["Moe.slots_per_device = 1"], "4 x 1 slots hold fewer than num_experts=8"),
         (
-            ["Moe.slots_per_device = 3", "Moe.store = 'owned'"],
+            ["Dispatch.slots_per_device = 1"],
+            "4 x 1 slots hold fewer than num_experts=8",
+        ),
+        (
+            ["Dispatch.slots_per_device = 3", "Dispatch.store = 'owned'"],
             "store='owned' has a slot for each of 8 experts and no more",
         ),
         (
-            ["Moe.store = 'sharded'", "Moe.d_expert = 12"],
+            ["Dispatch.store = 'sharded'", "Moe.d_expert = 12"],
             "over data x expert x tensor = 8 devices: use a multiple of 8",
         ),
     ],

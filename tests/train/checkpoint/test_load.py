@@ -7,7 +7,7 @@ import shutil
 import jax
 import pytest
 
-from moejax.config import Mesh
+from moejax.plan.layout import Topology
 from tests.support.run_main import listing
 from tests.support.saved_run import STEPS, save_run
 from train.checkpoint.checksum import checksums
@@ -45,10 +45,10 @@ def flip_bits(run_dir: pathlib.Path, step: int) -> None:
 @pytest.mark.parametrize(
     ("params", "mesh"),
     [
-        ((), Mesh(data=2, expert=4)),
-        (("Mesh.expert = 2",), Mesh(data=2, expert=2)),
-        (("Mesh.expert=8", "Mesh.data=1"), Mesh(expert=8)),
-        (("Train.num_simulated_devices = 3",), Mesh(expert=2)),
+        ((), Topology(data=2, expert=4)),
+        (("Mesh.expert = 2",), Topology(data=2, expert=2)),
+        (("Mesh.expert=8", "Mesh.data=1"), Topology(expert=8)),
+        (("Train.num_simulated_devices = 3",), Topology(expert=2)),
     ],
 )
 def test_every_mesh_has_the_numbers_that_were_saved(saved, params, mesh):
@@ -56,9 +56,7 @@ def test_every_mesh_has_the_numbers_that_were_saved(saved, params, mesh):
     before = listing(saved)
     loaded = load(find(saved, params=params))
     assert loaded.cfg.mesh == mesh
-    assert dict(loaded.mesh.shape) == dict(
-        zip(loaded.mesh.axis_names, mesh.topology.sizes)
-    )
+    assert dict(loaded.mesh.shape) == dict(zip(loaded.mesh.axis_names, mesh.sizes))
     found = checksums({"params": loaded.params, "router_bias": loaded.router_bias})
     arrays = record_of(saved, max(STEPS))["arrays"]
     names = [name for name in arrays if name.startswith(("params", "router_bias"))]
@@ -77,7 +75,7 @@ def test_a_run_configuration_survives_its_record(saved):
     record = record_of(saved, STEPS[0])["meta"]["config"]
     cfg = config_of(record)
     assert json.loads(json.dumps(cfg.to_dict())) == record
-    assert cfg.mesh == Mesh(data=2, expert=4)
+    assert cfg.mesh == Topology(data=2, expert=4)
 
 
 def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_used(copied):

@@ -11,7 +11,8 @@ from typing import Literal
 
 import pytest
 
-from moejax.config import Config, Mesh, Train
+from moejax.config import Config, Train
+from moejax.plan.layout import Topology
 from train.config.gin_reader import ConfigError, load, render
 from train.config.names import CLASSES, KINDS, convert
 
@@ -80,8 +81,8 @@ def test_convert_accepts(value: object, kind: object, expected: object) -> None:
 
 def test_configurables_are_the_dataclasses_of_config() -> None:
     assert set(CLASSES) == {
-        "Mesh", "Model", "Moe", "Router", "Recorded", "Optimizer", "Data", "Train",
-        "Checkpoint", "Processes", "Balance",
+        "Mesh", "Model", "Moe", "Dispatch", "Router", "Recorded", "Optimizer", "Data",
+        "Train", "Checkpoint", "Processes", "Balance",
     }  # fmt: skip
     assert KINDS["Train.num_steps"] is int
 
@@ -92,7 +93,7 @@ def test_render_holds_every_field_and_loads_again(tmp_path: pathlib.Path) -> Non
         train=Train(
             run_dir='it\'s "a"\n\\dir é', num_simulated_devices=2, peak_tflops=1e-30
         ),
-        mesh=Mesh(expert=2),
+        mesh=Topology(expert=2),
     )
     text = render(config)
     names = [line.split(" = ")[0] for line in text.splitlines() if line]

@@ -11,9 +11,10 @@ import optax
 import pytest
 
 from moejax.axes import make_mesh
-from moejax.config import Mesh
 from moejax.moe.weights.domains import entries
 from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Topology
+from tests.support.expert_fields import parts_with
 from tests.support.random_plans import (
     SMALL,
     Case,
@@ -38,8 +39,8 @@ from train.step.step import Model
 ALSO = pytest.mark.long
 HEADS = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 4}
 """As many weights as SMALL's one head of 8, and two devices can have one each."""
-TENSOR = Mesh(data=2, expert=2, tensor=2)
-TWO_DCS = Mesh(dc=2, expert=4)
+TENSOR = Topology(data=2, expert=2, tensor=2)
+TWO_DCS = Topology(dc=2, expert=4)
 WIRES = {
     "s1h": (TENSOR, {"schedule": "s1h"}),
     "s1": (TENSOR, {"schedule": "s1"}),
@@ -67,17 +68,17 @@ WIRES = {
 
 
 def model_of(name: str, dtype: str) -> Model:
-    mesh, moe = WIRES[name]
+    mesh, fields = WIRES[name]
     cfg = dataclasses.replace(
         SMALL,
         mesh=mesh,
         model=dataclasses.replace(SMALL.model, **HEADS),
-        moe=dataclasses.replace(SMALL.moe, **moe),
+        **parts_with(fields, SMALL),
     )
     object.__setattr__(cfg.model, "compute_dtype", dtype)  # float64 is no choice
     adamw = make_optimizer(cfg.optimizer, cfg.train.num_steps)
     optimizer = optax.chain(keep_gradients(), adamw)
-    return Model(cfg, make_mesh(mesh.topology), layout_of(cfg), optimizer)
+    return Model(cfg, make_mesh(mesh), layout_of(cfg), optimizer)
 
 
 @functools.cache
@@ -163,8 +164,8 @@ def test_what_is_tracked_begins_anew_where_a_run_is_cut_otherwise():
     assert np.array_equal(whole(again.tracked), whole(state.tracked))
     meta = {"config": json.loads(json.dumps(model.cfg.to_dict()))}
     assert is_cut_alike(meta, model.cfg)
-    other = dataclasses.replace(model.cfg.moe, domain=(2, 1))
-    assert not is_cut_alike(meta, dataclasses.replace(model.cfg, moe=other))
+    other = dataclasses.replace(model.cfg.dispatch, domain=(2, 1))
+    assert not is_cut_alike(meta, dataclasses.replace(model.cfg, dispatch=other))
 
 
 def test_a_batch_of_another_size_is_scored_without_a_domain():

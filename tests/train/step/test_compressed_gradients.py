@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from moejax.axes import make_mesh
-from moejax.config import Mesh
 from moejax.moe.weights import domains, gradient_compression, stores
 from moejax.moe.weights.gradient_compression import SCALE_BYTES
 from moejax.perf.choose_domain import predict
+from moejax.plan.layout import Topology
 from tests.perf.test_choose_domain import ideal, stream
 from tests.support.close import assert_close
 from tests.support.random_plans import SMALL, Case, E, L, make_case_of
@@ -45,11 +45,11 @@ SIZE = 3 * SMALL.model.d_model * SMALL.moe.d_expert
 
 
 @functools.cache
-def delta(ratio: float | None, mesh: Mesh = TWO_DCS, remat: str = "none") -> Case:
+def delta(ratio: float | None, mesh: Topology = TWO_DCS, remat: str = "none") -> Case:
     """'delta' of test_wire_steps, gradients too, in two micro-batches."""
     cfg = (model := model_of("delta", "float32")).cfg
     parts = {
-        "moe": dataclasses.replace(cfg.moe, gradient_compression=ratio),
+        "dispatch": dataclasses.replace(cfg.dispatch, gradient_compression=ratio),
         "train": dataclasses.replace(cfg.train, accumulate_steps=MICRO_BATCHES),
         "model": dataclasses.replace(cfg.model, remat=remat),
     }
@@ -58,7 +58,7 @@ def delta(ratio: float | None, mesh: Mesh = TWO_DCS, remat: str = "none") -> Cas
 
 def changed(model: Model, /, **parts) -> Model:
     cfg = dataclasses.replace(model.cfg, **parts)
-    mesh = make_mesh(cfg.mesh.topology)
+    mesh = make_mesh(cfg.mesh)
     return model._replace(cfg=cfg, mesh=mesh, layout=layout_of(cfg))
 
 
@@ -111,7 +111,10 @@ def test_what_arrives_and_what_is_kept_is_the_gradient():
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "remat"),
-    [(Mesh(dc=2, data=2, expert=2), "full"), (Mesh(dc=2, expert=2, tensor=2), "none")],
+    [
+        (Topology(dc=2, data=2, expert=2), "full"),
+        (Topology(dc=2, expert=2, tensor=2), "none"),
+    ],
 )
 def test_the_same_where_experts_are_split_otherwise(mesh, remat):
     """Hidden widths over data or tensor: sums over all weights of each layer, for kept
@@ -192,8 +195,9 @@ def test_what_moves_once_a_step_counts_for_each_micro_batch_by_its_share():
 def test_all_entries_are_whole_gradients_bit_for_bit(monkeypatch):
     """In float32, between pairs: as the transpose of the gather has them."""
     model = model_of("delta", "float32")
-    moe = {"domain": (2, 1), "gradient_compression": 1.0, "compression": "none"}
-    model = changed(model, moe=dataclasses.replace(model.cfg.moe, **moe))
+    fields = {"domain": (2, 1), "gradient_compression": 1.0, "compression": "none"}
+    dispatch = dataclasses.replace(model.cfg.dispatch, **fields)
+    model = changed(model, dispatch=dispatch)
     cfg, mesh, layout, _ = model
     monkeypatch.setattr(gradient_compression, "entries", lambda size, *_: (size, 1))
     monkeypatch.setattr(gradient_compression, "VALUE_DTYPE", "float32")
@@ -224,15 +228,15 @@ def test_all_entries_are_whole_gradients_bit_for_bit(monkeypatch):
     assert not kept.any()
 
 
-TWO_DCS_GIN = ("Mesh.dc = 2", "Mesh.data = 1", "Moe.group = 'dc_expert'")
-BOTH = ("Moe.compression = 'delta'", "Moe.gradient_compression = 8")
+TWO_DCS_GIN = ("Mesh.dc = 2", "Mesh.data = 1", "Dispatch.group = 'dc_expert'")
+BOTH = ("Dispatch.compression = 'delta'", "Dispatch.gradient_compression = 8")
 
 
 def job_of(domain: str, *params: str):
     params = (
         f"Data.corpus = '{corpus()}'",
         *TWO_DCS_GIN,
-        f"Moe.domain = {domain}",
+        f"Dispatch.domain = {domain}",
         *params,
     )
     return prepare(gin_reader.load([TOY], params))
@@ -252,8 +256,8 @@ def test_a_run_goes_on_with_what_was_kept(tmp_path):
         writer = Checkpointer(tmp_path / name, job.cfg.checkpoint)
         cfg = job.cfg
         if one is None:
-            moe = dataclasses.replace(cfg.moe, gradient_compression=None)
-            cfg = dataclasses.replace(cfg, moe=moe)
+            dispatch = dataclasses.replace(cfg.dispatch, gradient_compression=None)
+            cfg = dataclasses.replace(cfg, dispatch=dispatch)
         meta = job.meta | {"config": cfg.to_dict()}
         writer.save(3, state.replace(kept_gradients=one), meta)
         writer.close()
@@ -296,7 +300,12 @@ def test_a_dry_run_counts_what_is_kept(capsys):
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_run_that_was_stopped_is_the_same_run(tmp_path):
-    params = (*TWO_DCS_GIN, "Moe.domain = (2, 2)", *BOTH, "Train.eval_every_steps = 4")
+    params = (
+        *TWO_DCS_GIN,
+        "Dispatch.domain = (2, 2)",
+        *BOTH,
+        "Train.eval_every_steps = 4",
+    )
     dirs = tmp_path / "whole", tmp_path / "parts"
     for run_dir, steps in zip((dirs[0], dirs[1], dirs[1]), (8, 4, 8)):
         ended = run(run_dir, *params, f"Train.num_steps = {steps}")

@@ -56,12 +56,12 @@ def merged_case(store: str) -> Case:
     micro_batches = MICRO_BATCHES.get(store, 1)
     cfg = dataclasses.replace(
         SMALL,
-        moe=dataclasses.replace(SMALL.moe, **sizes),
+        dispatch=dataclasses.replace(SMALL.dispatch, **sizes),
         train=dataclasses.replace(SMALL.train, accumulate_steps=micro_batches),
     )
     adamw = make_optimizer(cfg.optimizer, cfg.train.num_steps)
     optimizer = optax.chain(keep_gradients(), adamw)
-    model = Model(cfg, make_mesh(cfg.mesh.topology), layout_of(cfg), optimizer)
+    model = Model(cfg, make_mesh(cfg.mesh), layout_of(cfg), optimizer)
     traced = trace_train_step(model)
     state = abstract_state(cfg, model.mesh, optimizer, model.layout.store)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -129,9 +129,9 @@ def test_a_checkpoint_goes_on_merged_and_back(tmp_path, is_back):
     for folder in (legs / "checkpoints").glob("[0-9]*"):
         if folder.name != "7":
             shutil.rmtree(folder)
-    said = leg(legs, 14, "Moe.group = 'data_expert'")
+    said = leg(legs, 14, "Dispatch.group = 'data_expert'")
     assert "resumed at step 7" in said
-    assert "moe.group: 'expert' there, 'data_expert' here" in said
+    assert "dispatch.group: 'expert' there, 'data_expert' here" in said
     assert re.search("step 1[0-4]  adopted", said), "a plan with replicas, merged"
     if is_back:
         assert "resumed at step 14" in leg(legs, 20)

@@ -13,8 +13,8 @@ from train import job
 pytestmark = pytest.mark.slow
 HOME = ("Balance.policy = 'home'", "Train.num_steps = 24")
 MICROMOE = ("Balance.policy = 'micromoe'", "Train.num_steps = 24")
-DYNAMIC = (*HOME, "Moe.split = 'dynamic'")
-MERGED = "Moe.group = 'data_expert'"
+DYNAMIC = (*HOME, "Dispatch.split = 'dynamic'")
+MERGED = "Dispatch.group = 'data_expert'"
 COUNTED = ("rows_lw", "fullest_pair", "rounds", "max_over_bound", "load_max_over_mean")
 RUNS = [
     MICROMOE,
@@ -49,7 +49,7 @@ def test_losses_are_those_of_home_and_rows_at_their_bound(
     assert worst <= 1 + 1 / 512 + 1e-3  # a row, of the hundreds that a device has
     skew = max(max(line["device_max_over_mean"]) for line in home.steps.values())
     assert skew > 1.3
-    if "Moe.split = 'dynamic'" in params:
+    if "Dispatch.split = 'dynamic'" in params:
         even = max(max(line["device_max_over_mean"]) for line in run.steps.values())
         assert even <= 1.02
 
@@ -64,11 +64,17 @@ def test_a_run_that_goes_on_from_home_begins_spread(home):
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        ((*HOME, "Moe.split = 'water_filling'"), "makes none: use 'micromoe'"),
-        ((*MICROMOE, "Moe.split = 'dynamic'"), "use Balance.policy='home' with it"),
-        ((*MICROMOE, "Moe.slots_per_device = 9"), "more replicas than devices"),
-        ((*DYNAMIC, "Moe.copies_per_device = 0"), "of each are always enough"),
-        ((*MICROMOE, "Moe.fused_split = True"), "use Moe.fused_split = False"),
+        ((*HOME, "Dispatch.split = 'water_filling'"), "makes none: use 'micromoe'"),
+        (
+            (*MICROMOE, "Dispatch.split = 'dynamic'"),
+            "use Balance.policy='home' with it",
+        ),
+        ((*MICROMOE, "Dispatch.slots_per_device = 9"), "more replicas than devices"),
+        ((*DYNAMIC, "Dispatch.copies_per_device = 0"), "of each are always enough"),
+        (
+            (*MICROMOE, "Dispatch.fused_split = True"),
+            "use Dispatch.fused_split = False",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_before_the_run(params, words):

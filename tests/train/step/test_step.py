@@ -10,10 +10,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from moejax.axes import make_mesh
-from moejax.config import Config, Data, Mesh, Moe, Optimizer, Router, Train
+from moejax.config import Config, Data, Moe, Optimizer, Router, Train
 from moejax.config import Model as ModelConfig
 from moejax.moe.types import Windows
 from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Topology
 from tests.support.close import assert_close
 from train.layouts import layout_of
 from train.step.compiled import on_devices
@@ -22,7 +23,7 @@ from train.step.state import abstract_state, init_state
 from train.step.step import Model, make_train_step, window_sharding
 
 SMALL = Config(
-    mesh=Mesh(data=2, expert=4),
+    mesh=Topology(data=2, expert=4),
     model=ModelConfig(
         vocab_size=64,
         d_model=32,
@@ -59,8 +60,8 @@ def keep_gradients() -> optax.GradientTransformation:
 def take_step(cfg: Config, optimizer=None, windows_bt=WINDOWS, change=lambda s: s):
     """The state before and after one step, and its metrics, all as NumPy."""
     optimizer = optimizer or keep_gradients()
-    devices = jax.devices()[: cfg.mesh.topology.num_devices]
-    mesh = make_mesh(cfg.mesh.topology, devices)
+    devices = jax.devices()[: cfg.mesh.num_devices]
+    mesh = make_mesh(cfg.mesh, devices)
     model = Model(cfg, mesh, layout_of(cfg), optimizer)
     plan = ExpertPlan.home_in(model.layout, cfg.model.num_moe_layers)
     placement = on_devices(plan, model.layout, mesh)
@@ -75,7 +76,7 @@ def take_step(cfg: Config, optimizer=None, windows_bt=WINDOWS, change=lambda s: 
 
 
 def with_mesh(cfg: Config, **sizes) -> Config:
-    return dataclasses.replace(cfg, mesh=Mesh(**sizes))
+    return dataclasses.replace(cfg, mesh=Topology(**sizes))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_a_non_finite_update_changes_only_counters():
 
 def test_state_is_fully_sharded():
     """Experts over expert and data, dense matrices over both; moments like masters."""
-    mesh = make_mesh(SMALL.mesh.topology)
+    mesh = make_mesh(SMALL.mesh)
     optimizer = make_optimizer(SMALL.optimizer, 10)
     wide_model = dataclasses.replace(SMALL.model, d_ff=256)
     cfg = dataclasses.replace(SMALL, model=wide_model)
@@ -163,7 +164,7 @@ def test_state_is_fully_sharded():
 
 
 def test_decay_acts_on_matrices_only():
-    decayed = is_decayed(init_state(SMALL, make_mesh(SMALL.mesh.topology),
+    decayed = is_decayed(init_state(SMALL, make_mesh(SMALL.mesh),
                                     keep_gradients()).params)  # fmt: skip
     block = decayed["cycles"]["blocks"][0]
     assert block["attention"]["q_dhi"]

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.config import Mesh
 from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Topology
 from tests.support.close import assert_close
 from tests.support.primitives import equations
 from tests.support.random_plans import (
@@ -164,7 +164,7 @@ def test_other_splits(store):
 @pytest.mark.long
 @pytest.mark.parametrize("store", ["prefetched", "resident", "sharded"])
 def test_two_data_centres(store):
-    check_all_plans(store, "float32", mesh=Mesh(dc=2, expert=4))
+    check_all_plans(store, "float32", mesh=Topology(dc=2, expert=4))
 
 
 @pytest.mark.long

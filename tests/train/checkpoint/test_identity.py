@@ -1,0 +1,84 @@
+"""What is compared when a run goes on from a checkpoint: every field, in its class."""
+
+import dataclasses
+import json
+
+import pytest
+
+from moejax.config import Config
+from train.checkpoint import identity
+from train.config.names import PARTS
+
+FIELDS = [
+    (part, field.name)
+    for part, cls in PARTS.items()
+    for field in dataclasses.fields(cls)
+    if (part, field.name) != ("train", "run_dir")  # a run may be moved
+]
+
+
+@pytest.fixture(autouse=True)
+def any_data(monkeypatch):
+    """Data identities have tests of their own (test_corpus.py)."""
+    monkeypatch.setattr(identity.data, "check_identity", lambda saved, current: None)
+
+
+def meta_of(cfg: Config) -> dict:
+    config = json.loads(json.dumps(cfg.to_dict()))
+    return {"format": identity.FORMAT, "config": config, "data": {}}
+
+
+@pytest.mark.parametrize(("part", "field"), FIELDS)
+def test_every_field_is_compared(part, field):
+    """A field that another one of the saved configuration replaced is told, or refused
+    where the parameters depend on it."""
+    meta = meta_of(Config())
+    assert identity.check(meta, Config(), {}) == []
+    meta["config"][part][field] = "another"
+    if field in identity.FIXED.get(part, ()) or field == "compression":
+        with pytest.raises(ValueError, match=rf"{part}\.{field}: 'another' there"):
+            identity.check(meta, Config(), {})
+    else:
+        (told,) = identity.check(meta, Config(), {})
+        assert told.startswith(f"{part}.{field}: 'another' there, ")
+
+
+@pytest.mark.parametrize(("part", "field"), FIELDS)
+def test_a_field_that_the_checkpoint_lacks_had_its_default(part, field):
+    meta = meta_of(Config())
+    del meta["config"][part][field]
+    assert identity.check(meta, Config(), {}) == []
+
+
+def test_fixed_fields_exist():
+    """A field that moves to another class takes its entry along."""
+    named = {(p, f) for p, fields in identity.FIXED.items() for f in fields}
+    named |= {(p, f) for p, fields in identity.CUT.items() for f in fields}
+    assert named <= set(FIELDS)
+
+
+@pytest.mark.parametrize("changes", [{"format": 1}, {"format": 3}, {}])
+def test_other_formats_are_refused_in_one_line(changes):
+    meta = meta_of(Config())
+    del meta["format"]
+    with pytest.raises(ValueError, match="this program reads format") as error:
+        identity.check(meta | changes, Config(), {})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("there", ["none", "delta"])
+def test_compression_is_neither_switched_on_nor_off(there):
+    dispatch = {"domain": (2, 1), "group": "dc_expert"}
+    of = {
+        form: Config(
+            dispatch=dataclasses.replace(
+                Config().dispatch, compression=form, **dispatch
+            ),
+            mesh=dataclasses.replace(Config().mesh, dc=2),
+        )
+        for form in ("none", "delta", "residual")
+    }
+    here = "delta" if there == "none" else "none"
+    with pytest.raises(ValueError, match=r"dispatch\.compression"):
+        identity.check(meta_of(of[there]), of[here], {})
+    assert identity.check(meta_of(of["delta"]), of["residual"], {})
