@@ -6,6 +6,7 @@ import os
 import pathlib
 import signal
 import tempfile
+from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TRACE = ROOT.parent / "shared" / "data" / "routing_gpt_e32.npz"
@@ -38,6 +39,7 @@ os.environ["MOEJAX_CACHE_DIR"] = PREPARED.name
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
 import pytest  # noqa: E402
 
 if len(jax.devices()) != NUM_DEVICES:
@@ -91,3 +93,11 @@ def policies_of_tests(monkeypatch) -> None:
 def trace() -> pathlib.Path:
     """A recorded routing; tests that use it are marked `trace`."""
     return TRACE
+
+
+@pytest.fixture
+def doubles(monkeypatch) -> Iterator[str]:
+    """Compute in float64: what asks for float32, as the router does, gets float64."""
+    monkeypatch.setattr(jnp, "float32", jnp.float64)
+    with jax.enable_x64(True):
+        yield "float64"

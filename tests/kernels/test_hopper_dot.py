@@ -17,11 +17,9 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
 
 from moejax.kernels.grouped_dot.hopper import kernels, ring, rows_kernel, wgrad_kernel
 from moejax.kernels.shapes import Shape
-from moejax.kernels.tuning import FP8, PASSES, Tiles
+from moejax.kernels.tuning import Tiles
 from tests.support.close import assert_close
 from tests.support.hopper_cases import (
-    INTERPRET,
-    Setup,
     dims_of,
     expected,
     fitting,
@@ -30,28 +28,19 @@ from tests.support.hopper_cases import (
     leave_out,
     operands,
 )
-
-OWN_DTYPE = tuple(which for which in PASSES if which not in FP8)
-"""Those of 8-bit values are in test_hopper_fp8.py."""
-NUM_GROUPS = 8
-PLAIN = Setup(
-    Shape(rows=200, d=64, f=64, groups=NUM_GROUPS),
-    Tiles(128, 64, stages=3),
-    num_blocks=2,
+from tests.support.hopper_rows import (
+    ALL_PATTERNS,
+    CASES,
+    FEW_STEPS,
+    INTERPRETED,
+    NUM_GROUPS,
+    ONE_GROUP,
+    OWN_DTYPE,
+    PLAIN,
+    STEEP,
+    least_cover,
+    rows_of_pattern,
 )
-"""Small, for hundreds of calls; 200 rows end inside a tile."""
-INTERPRETED = ring.Run(1, INTERPRET)
-FEW_ROWS = (1, 7, 8, 9, 15, 16, 24, 25)
-"""Around multiples of 8, where tiles may begin."""
-
-ALL_PATTERNS = list(itertools.product((False, True), repeat=NUM_GROUPS))
-
-
-def least_cover():
-    """Six patterns in which each pair of groups takes all four combinations: none, and
-    group i in the i-th three of the other five (Kleitman and Spencer, 1973)."""
-    threes = list(itertools.combinations(range(1, 6), 3))[:NUM_GROUPS]
-    return [tuple(number in three for three in threes) for number in range(6)]
 
 
 def covering():
@@ -62,17 +51,6 @@ def covering():
         len(others), 32 - len(least), replace=False
     )
     return least + [others[i] for i in chosen]
-
-
-def rows_of_pattern(pattern) -> np.ndarray:
-    """Few rows for each group that has some; in each third pattern the last of those
-    takes all that is left, many tiles of it, and nothing is padding."""
-    number = ALL_PATTERNS.index(pattern)
-    random = np.random.default_rng(number)
-    rows_g = np.where(pattern, random.choice(FEW_ROWS, NUM_GROUPS), 0).astype(np.int32)
-    if number % 3 == 0 and any(pattern):
-        rows_g[np.flatnonzero(pattern)[-1]] += PLAIN.shape.rows - rows_g.sum()
-    return rows_g
 
 
 @pytest.fixture(autouse=True)
@@ -119,34 +97,6 @@ def test_all_patterns_of_empty_groups(which):
         check(which, PLAIN, rows_of_pattern(pattern))
 
 
-STEEP = Setup(
-    Shape(rows=200, d=192, f=192, groups=4),
-    Tiles(128, 128, stages=2, span=1),
-    num_blocks=3,
-    dtype="float16",
-)
-"""Three steps in two stages; tiles of columns end outside, those of rows too, and the
-second warpgroup of these has nothing to store."""
-FEW_STEPS = Setup(
-    Shape(rows=72, d=64, f=64, groups=9),
-    Tiles(64, 128, stages=4, halves="columns", chunk=64),
-    num_blocks=40,
-)
-"""One step in four stages; more blocks than tiles, and the columns of one warpgroup all
-lie outside."""
-ONE_GROUP = Setup(
-    Shape(rows=328, d=128, f=192, groups=1),
-    Tiles(64, 128, stages=4, span=64, halves="columns"),
-    num_blocks=1,
-    dtype="float16",
-)
-CASES = [
-    pytest.param(STEEP, (128, 8, 63, 1), id="boundaries at and beside edges"),
-    pytest.param(STEEP, (3, 0, 130, 20), id="boundaries inside a tile"),
-    pytest.param(FEW_STEPS, (0, 1, 0, 0, 1, 0, 0, 2, 0), id="fewer rows than groups"),
-    pytest.param(ONE_GROUP, (201,), id="one group and padding"),
-    pytest.param(ONE_GROUP, (328,), id="one group alone"),
-]
 # As above: forward and wgrad have all in `make test`.
 FOR_OTHERS = {STEEP: ("swiglu_dgrad",), FEW_STEPS: ("swiglu",), ONE_GROUP: ("dgrad",)}
 

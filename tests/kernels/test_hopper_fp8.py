@@ -18,17 +18,6 @@ from jax.sharding import use_abstract_mesh
 from moejax.kernels.grouped_dot.hopper import fp8_kernel, kernels
 from moejax.kernels.shapes import MODEL_SHAPES, Shape
 from moejax.kernels.tuning import FP8, Tiles, by_rule
-from tests.kernels.test_hopper_dot import (
-    ALL_PATTERNS,
-    CASES,
-    FEW_STEPS,
-    INTERPRETED,
-    PLAIN,
-    STEEP,
-    least_cover,
-    rows_of_pattern,
-)
-from tests.kernels.test_hopper_lowers import H200, order
 from tests.support import fp8_definition as definition
 from tests.support.close import assert_close
 from tests.support.hopper_cases import (
@@ -42,6 +31,17 @@ from tests.support.hopper_cases import (
     operands,
     padded_with,
 )
+from tests.support.hopper_rows import (
+    ALL_PATTERNS,
+    CASES,
+    FEW_STEPS,
+    INTERPRETED,
+    PLAIN,
+    STEEP,
+    least_cover,
+    rows_of_pattern,
+)
+from tests.support.hopper_traces import H200, order
 
 OUTSIDE = Setup(
     Shape(rows=72, d=64, f=192, groups=3),

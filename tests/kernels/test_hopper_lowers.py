@@ -11,18 +11,16 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from jax.sharding import use_abstract_mesh
 
 from moejax.kernels.grouped_dot.hopper import kernels
 from moejax.kernels.shapes import MODEL_SHAPES, Shape
 from moejax.kernels.tuning import Tiles, by_rule
-from tests.kernels.test_hopper_dot import FEW_STEPS, ONE_GROUP, OWN_DTYPE, PLAIN, STEEP
 from tests.support.hopper_cases import dims_of, fitting
+from tests.support.hopper_rows import FEW_STEPS, ONE_GROUP, OWN_DTYPE, PLAIN, STEEP
+from tests.support.hopper_traces import H200, order
 from tests.support.primitives import equations
 
-H200 = AbstractMesh(
-    (), (), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
-)
 RAGGED = Shape(rows=1016, d=320, f=576, groups=9)
 """No tile divides its sizes."""
 IN_TEST = [
@@ -135,27 +133,6 @@ def test_what_is_interpreted_lowers_too(which, setup):
 def test_tiles_that_do_not_lower_say_so(which, tiles, why):
     with pytest.raises(ValueError, match=why):
         lowered(which, RAGGED, tiles)
-
-
-def order(jaxpr, stages):
-    """What a WGMMA and its slot go through, in the order of the program: begun; how
-    many may still run behind a wait; whose slot is given back, in steps before."""
-    made_by, found = {}, []
-    for eqn, _ in equations(jaxpr):
-        made_by |= dict.fromkeys(eqn.outvars, eqn)
-        match eqn.primitive.name:
-            case "wgmma_ref":
-                found.append("wgmma")
-            case "wgmma_wait":
-                found.append(("left", eqn.params["n"]))
-            case "wgmma_accumulator_deref_p":
-                found.append(("left", eqn.params["wait_n"]))
-            # The barrier of blanked rows is a single one.
-            case "barrier_arrive" if eqn.invars[0].aval.shape == (stages,):
-                step = made_by.get(made_by[eqn.invars[1]].invars[0])  # % stages
-                is_before = step is not None and step.primitive.name == "sub"
-                found.append(("released", step.invars[1].val if is_before else 0))
-    return found
 
 
 def loop_over_steps(jaxpr):

@@ -1,7 +1,6 @@
 """Rows to a buffer and back, against the definition differentiated by JAX."""
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,77 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from moejax.kernels.permute import combine_rows, gather_rows
 from tests.support.close import assert_close
+from tests.support.permutations import arrays, both_ways, both_ways_jit, tables
 
 NUM_DEVICES = 8
-
-
-class Sizes(NamedTuple):
-    tokens: int
-    choices: int
-    rows: int
-    d: int
-
-
-SIZES = Sizes(tokens=30, choices=3, rows=100, d=16)
-
-
-def tables(kept, seed=0, sizes=SIZES):
-    """positions_nk, assignment_m and source_m of a random dispatch in which the share
-    `kept` of all choices got a row."""
-    random = np.random.default_rng(seed)
-    num_assignments = sizes.tokens * sizes.choices
-    num_kept = round(kept * num_assignments)
-    kept_a = random.permutation(num_assignments)[:num_kept]
-    row_a = random.permutation(sizes.rows)[:num_kept]
-    positions_a = np.full(num_assignments, -1, np.int32)
-    assignment_m = np.full(sizes.rows, -1, np.int32)
-    positions_a[kept_a] = row_a
-    assignment_m[row_a] = kept_a
-    source_m = np.where(assignment_m < 0, -1, assignment_m // sizes.choices)
-    return positions_a.reshape(sizes.tokens, sizes.choices), assignment_m, source_m
-
-
-def arrays(dtype=jnp.float32, seed=0, sizes=SIZES):
-    """x_nd, dout_nd, y_md and gate_nk; y_md is the cotangent of gathered rows too."""
-    random = np.random.default_rng(seed)
-    x_nd, dout_nd = (
-        jnp.asarray(random.standard_normal((sizes.tokens, sizes.d)), dtype)
-        for _ in range(2)
-    )
-    y_md = jnp.asarray(random.standard_normal((sizes.rows, sizes.d)), dtype)
-    gate_nk = random.uniform(0.1, 1, (sizes.tokens, sizes.choices)).astype(np.float32)
-    return x_nd, dout_nd, y_md, jnp.asarray(gate_nk)
-
-
-def both_ways(how, floats, integers):
-    """Results of both permutations and all their gradients. `how` is a name of an
-    implementation; '(interpreted)' after it interprets its kernels."""
-    x_nd, dout_nd, y_md, gate_nk = floats
-    positions_nk, assignment_m, source_m = integers
-    implementation, _, interpreted = how.partition(" ")
-    how = {"implementation": implementation, "interpret": bool(interpreted)}
-    gathered_md, gather_vjp = jax.vjp(
-        lambda x_nd: gather_rows(x_nd, source_m, positions_nk, **how), x_nd
-    )
-    combined_nd, combine_vjp = jax.vjp(
-        lambda y_md, gate_nk: combine_rows(
-            y_md, gate_nk, positions_nk, assignment_m, **how
-        ),
-        y_md,
-        gate_nk,
-    )
-    (dx_nd,) = gather_vjp(y_md)
-    dy_md, dgate_nk = combine_vjp(dout_nd)
-    return {
-        "gathered": gathered_md,
-        "dx": dx_nd,
-        "combined": combined_nd,
-        "dy": dy_md,
-        "dgate": dgate_nk,
-    }
-
-
-both_ways_jit = jax.jit(both_ways, static_argnums=0)
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.6, 1.0])

@@ -14,8 +14,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_me
 from jax.sharding import PartitionSpec as P
 
 from moejax.kernels.permute import hopper
-from tests.kernels.test_permute import Sizes, arrays, both_ways, both_ways_jit, tables
 from tests.support.close import assert_close
+from tests.support.permutations import Sizes, arrays, both_ways, both_ways_jit, tables
 
 SIZES = Sizes(tokens=5, choices=3, rows=19, d=1024)
 """No block divides them; a row is two pieces in float32 and one in the others."""

@@ -1,7 +1,6 @@
 """FLOPs and parameters against counts of programs and arrays."""
 
 import dataclasses
-import math
 
 import jax
 import numpy as np
@@ -11,7 +10,7 @@ from moejax.config import Config, Data, Dispatch, Model, Moe, Router, Train
 from moejax.model.flops import flops_per_token, num_params
 from tests.support import plain_model
 from tests.support.plain_model import network
-from tests.support.primitives import equations
+from tests.support.primitives import dot_flops
 
 B, T = 2, 6
 BASE = Config(
@@ -63,18 +62,6 @@ def test_num_params_counts_the_elements_of_the_model(name):
     idle = sum(leaf.size for leaf in routed) * (moe.num_experts - moe.top_k)
     expected = {"total": total, "active": total - idle // moe.num_experts}
     assert num_params(cfg) == expected
-
-
-def dot_flops(function, *args):
-    """Two FLOPs for each multiply-add of every dot_general that runs."""
-    total = 0
-    for eqn, times in equations(jax.make_jaxpr(function)(*args)):
-        assert eqn.primitive.name not in ("while", "conv_general_dilated")
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            depth = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
-            total += times * 2 * depth * math.prod(eqn.outvars[0].aval.shape)
-    return total
 
 
 @pytest.mark.parametrize("name", CONFIGS)

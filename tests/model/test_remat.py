@@ -105,8 +105,8 @@ def test_routes_are_chosen_once(kind):
 def test_exchanges(exchange, none, full):
     """'dispatch' repeats no exchange; no policy runs the loop of later rounds again.
     Multiplications are repeated: else all this would show nothing."""
-    moe = dataclasses.replace(SMALL.moe, exchange=exchange)
-    cfg = dataclasses.replace(SMALL, moe=moe)
+    dispatch = dataclasses.replace(SMALL.dispatch, exchange=exchange)
+    cfg = dataclasses.replace(SMALL, dispatch=dispatch)
     found = [counts(cfg, remat) for remat in POLICIES]
     assert [each["all_to_all"] for each in found] == [none, none, full]
     assert [each["all_gather of counts"] for each in found] == [1, 1, 1]

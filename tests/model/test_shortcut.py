@@ -10,15 +10,15 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
 
 from moejax import axes
-from moejax.config import Config, Moe
+from moejax.config import Config, Dispatch, Moe
 from moejax.model.blocks import Block
 from moejax.model.flops import flops_per_token, num_params
 from moejax.plan.layout import Topology
-from tests.model.test_cache import CFG, LENGTHS, one_by_one, tokens
-from tests.model.test_flops import dot_flops
 from tests.support import plain_model
 from tests.support.close import assert_close
+from tests.support.decoding import CFG, LENGTHS, one_by_one, tokens
 from tests.support.plain_model import network
+from tests.support.primitives import dot_flops
 
 B, T = tokens().shape[0], 4
 QUICK = {"xla_backend_optimization_level": 0}  # compiled in half the time
@@ -32,14 +32,14 @@ SHORTCUT = dataclasses.replace(
 ON_MESH = dataclasses.replace(
     SHORTCUT,
     mesh=Topology(data=2, expert=2),
-    moe=dataclasses.replace(SHORTCUT.moe, rows_per_peer=3),
+    dispatch=Dispatch(rows_per_peer=3),
 )
 """In rounds."""
 LAYERS = dataclasses.replace(
     SHORTCUT,
     mesh=Topology(expert=2),
     model=dataclasses.replace(SHORTCUT.model, num_layers=2, moe_every=1, remat="none"),
-    moe=dataclasses.replace(SHORTCUT.moe, rows_per_peer=B * T * 2),
+    dispatch=Dispatch(rows_per_peer=B * T * 2),
 )
 """Two MoE layers and no more."""
 

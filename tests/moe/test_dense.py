@@ -20,12 +20,11 @@ from moejax.moe.layer import MoeLayer
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Topology
-from tests.model.test_flops import dot_flops
-from tests.moe.test_layer import devices_of
-from tests.moe.test_route_losses import step_of
 from tests.support.close import assert_close
 from tests.support.expert_fields import parts_with
-from tests.support.primitives import primitives
+from tests.support.layers import devices_of
+from tests.support.primitives import dot_flops, primitives
+from tests.support.steps import routed_step
 from train.layouts import layout_of
 from train.step import step as training
 
@@ -183,7 +182,7 @@ def test_dense_is_the_sparse_layer_with_every_expert_chosen():
 
 
 def test_training_is_dense_and_evaluation_sparse():
-    model, state, placement, windows = step_of(Router(training="dense", jitter=0.1))
+    model, state, placement, windows = routed_step(Router(training="dense", jitter=0.1))
     trained = training.make_train_step(model).trace(state, placement, windows)
     args = (state.params, state.router_bias, placement, windows)
     evaluated = training.make_eval_step(model).trace(*args)

@@ -16,51 +16,16 @@ from flax import nnx
 
 from moejax.axes import BATCH_AXES, make_mesh, sharding
 from moejax.config import Moe, Router
-from moejax.model.layers import SwiGlu
 from moejax.moe import reference, route
-from moejax.moe.layer import MoeLayer
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
 from tests.support.close import assert_close
+from tests.support.configured_layers import BATCH, SKEWS, skewed_choices
+from tests.support.layers import EXPERTS, SEQ, WIDTH, devices_of, split_modules
+from tests.support.layers import MESHES as MESHES_OF_EIGHT
 
-BATCH, SEQ, WIDTH, EXPERTS = 16, 8, 24, 16
-MESHES = {
-    "1": Topology(),
-    "expert8": Topology(expert=8),
-    "data2_expert4": Topology(data=2, expert=4),
-    "dc2_data2_expert2": Topology(dc=2, data=2, expert=2),
-}
-SKEWS = ("uniform", "zipf", "one_hot", "empty")
-TRANSPORT_OF = {1: "local"}  # ragged has no CPU form: test_transport.py lowers it
-
-
-def skewed_choices(skew: str, k: int) -> np.ndarray:
-    """k distinct experts for every token, int32 [b, t, k]."""
-    rng = np.random.default_rng(SKEWS.index(skew))
-    chance_e = {
-        "uniform": np.ones(EXPERTS),
-        "zipf": np.arange(1, EXPERTS + 1) ** -1.5,
-        "one_hot": np.eye(EXPERTS)[0] + 1e-9,
-        "empty": np.arange(EXPERTS) % 3 == 0,
-    }[skew] * 1.0
-    noise = rng.gumbel(size=(BATCH, SEQ, EXPERTS))
-    with np.errstate(divide="ignore"):
-        score = np.log(chance_e) + noise
-    return np.argsort(-score, axis=-1, kind="stable")[..., :k].astype(np.int32)
-
-
-def devices_of(topology: Topology) -> list:
-    return jax.devices()[: topology.num_devices]
-
-
-def split_modules(mesh, moe: Moe, router: Router):
-    """Graph, parameters and the rest of an MoE layer and its shared experts."""
-    rngs = nnx.Rngs(0)
-    modules = {"moe": MoeLayer(moe, router, WIDTH, mesh, rngs)}
-    if moe.num_shared_experts:
-        modules["dense"] = SwiGlu(WIDTH, 32, mesh, rngs)
-    return nnx.split(nnx.Dict(modules), nnx.Param, ...)
+MESHES = {"1": Topology()} | MESHES_OF_EIGHT
 
 
 @functools.cache

@@ -2,106 +2,39 @@
 move between all devices of a group, and what a layout and a cost model say of it."""
 
 import dataclasses
-import functools
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from moejax.axes import BATCH_AXES, everywhere, make_mesh, sharding
-from moejax.config import Config, Dispatch, Moe, Router
+from moejax.axes import everywhere, make_mesh, sharding
+from moejax.config import Config, Dispatch, Moe
 from moejax.moe.mesh_roles import groups_of
-from moejax.moe.types import Placement
 from moejax.moe.weights.migrate import exchanges, move, reshard
 from moejax.moe.weights.stores import MASTERS
 from moejax.perf.calibration import cost_model
-from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import GROUP_AXES, Layout, Topology
-from tests.moe.test_layer import EXPERTS, SEQ, WIDTH, split_modules
-from tests.moe.weights.test_migrate import are_same_bits, owners
-from tests.moe.weights.test_stores import (  # fmt: skip
-    BATCH,
-    MOE,
+from tests.support.close import are_same_bits
+from tests.support.layers import (
+    ALONE,
+    MERGED,
+    MESHES,
     PULL_BTD,
-    TOP_K,
-    compiled,
-    gradients,
-    in_order,
-    make_reference,
+    check_layer,
+    layer_layout,
+    layer_run,
     skewed,
-)  # fmt: skip
-from tests.support.close import assert_close
-from tests.support.random_plans import odd_plans, random_plan  # fmt: skip
+)
+from tests.support.random_plans import (
+    odd_plans,
+    random_owners,
+    random_plan,
+)
 from train.calibrated import presumed
 from train.layouts import layout_of, settings_of
 
-MERGED = GROUP_AXES["data_expert"]
-MESHES = {
-    "data2_expert4": Topology(data=2, expert=4),
-    "data4_expert2": Topology(data=4, expert=2),
-    "dc2_data2_expert2": Topology(dc=2, data=2, expert=2),
-}
 ALSO = pytest.mark.long
-
-
-def layer_layout(topology: Topology, store: str, axes=MERGED, **changes) -> Layout:
-    """Two slots beside a device's own experts, and room for any copies in them."""
-    devices, assignments = topology.data * topology.expert, BATCH * SEQ * TOP_K // 8
-    own, slots = EXPERTS // devices, EXPERTS // devices + 2
-    copies = {"offers_per_device": own, "copies_per_device": slots}
-    return Layout.home(
-        EXPERTS,
-        devices,
-        assignments,
-        assignments,
-        slots_per_device=own if store == "owned" else slots,
-        store=store,
-        axes=axes,
-        **(copies if store in ("transient", "resident") else {}),
-        **changes,
-    )
-
-
-@functools.cache
-def make_layer(topology: Topology, layout: Layout):
-    """step(params, placement, x, choices), and its parameters."""
-    mesh = make_mesh(topology)
-    graph, params, rest = split_modules(mesh, MOE, Router())
-
-    def step(params, placement, x_btd, forced_btk):
-        layer = nnx.merge(graph, params, rest)["moe"]
-        y_btd, sums = layer(x_btd, placement, layout, None, forced_btk)
-        return jnp.sum(y_btd * PULL_BTD), (y_btd, sums)
-
-    return mesh, compiled(gradients(step, (0, 2))), params
-
-
-def layer_run(topology: Topology, layout: Layout, plan: ExpertPlan, seed: int):
-    """Output, sums and gradients of the layer, its masters in the plan's order; and
-    the input."""
-    mesh, step, params = make_layer(topology, layout)
-    forced_btk = skewed(np.random.default_rng(seed))
-    x_btd = np.random.default_rng(seed).normal(size=PULL_BTD.shape).astype(np.float32)
-    placement = Placement.of_plan(plan.validate(layout), layout).layer(0)
-    args = jax.device_put((x_btd, forced_btk), sharding(mesh, BATCH_AXES))
-    params = in_order(params, plan.owned_le[0])
-    (_, (y_btd, sums)), grads = step(params, placement, *args)
-    return (y_btd, sums, jax.device_get(grads)), (x_btd, forced_btk)
-
-
-def check_layer(topology: Topology, layout: Layout, plan: ExpertPlan, seed: int):
-    """Output and every gradient as by definition; no row is lost."""
-    params = make_layer(topology, layout)[2]
-    (y_btd, sums, grads), args = layer_run(topology, layout, plan, seed)
-    (_, y_nd), expected = make_reference()(params, *args)
-    assert_close(y_btd.reshape(-1, WIDTH), y_nd)
-    expected = (in_order(expected[0], plan.owned_le[0]), expected[1])
-    assert_close(grads, jax.device_get(expected))
-    assert int(jnp.sum(sums.rows)) == args[1].size
-    return sums
 
 
 @pytest.mark.parametrize(
@@ -121,7 +54,7 @@ def check_layer(topology: Topology, layout: Layout, plan: ExpertPlan, seed: int)
 def test_any_plan_is_the_same_layer(mesh_name, store, split):
     """('transient' and 'resident' are one function in a layer.)"""
     topology = MESHES[mesh_name]
-    layout = layer_layout(topology, store, split=split)
+    layout = layer_layout(topology, store, MERGED, split=split)
     rng = np.random.default_rng(1)
     odd = [] if store == "owned" else odd_plans(layout, 1).values()
     plans = [*odd, *(random_plan(rng, layout, 1) for _ in range(3))]
@@ -131,8 +64,7 @@ def test_any_plan_is_the_same_layer(mesh_name, store, split):
 
 @ALSO
 def test_later_rounds_carry_rows_over_both_axes():
-    layout = layer_layout(MESHES["data2_expert4"], "transient")
-    layout = dataclasses.replace(layout, rows_per_peer=2)
+    layout = layer_layout(MESHES["data2_expert4"], "transient", MERGED, rows_per_peer=2)
     plan = random_plan(np.random.default_rng(2), layout, 1)
     sums = check_layer(MESHES["data2_expert4"], layout, plan, 0)
     assert int(np.max(sums.rounds)) > 1
@@ -140,20 +72,19 @@ def test_later_rounds_carry_rows_over_both_axes():
 
 @ALSO
 def test_merged_with_one_index_of_data_is_the_expert_axis_alone():
-    topology, rng = Topology(expert=8), np.random.default_rng(3)
-    merged = layer_layout(topology, "transient")
-    alone = layer_layout(topology, "transient", GROUP_AXES["expert"])
-    plan = random_plan(rng, merged, 1)
-    results = [layer_run(topology, layout, plan, 0)[0] for layout in (merged, alone)]
+    topology, rng = MESHES["expert8"], np.random.default_rng(3)
+    layouts = [layer_layout(topology, "transient", axes) for axes in (MERGED, ALONE)]
+    plan, args = random_plan(rng, layouts[0], 1), (PULL_BTD, skewed(0))
+    results = [layer_run(topology, layout, plan, *args) for layout in layouts]
     assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, results)))
 
 
 def test_masters_move_between_all_devices_of_the_group():
     """Bit for bit, to new owners; and to hidden width and back."""
     mesh, names = make_mesh(MESHES["data2_expert4"]), list(MASTERS)
-    groups = groups_of(mesh, layer_layout(MESHES["data2_expert4"], "owned"))
-    old_le, new_le = owners(0, 16, 3), owners(1, 16, 3)
+    groups = groups_of(mesh, layer_layout(MESHES["data2_expert4"], "owned", MERGED))
     rng, layer_l1 = np.random.default_rng(0), np.arange(3)[:, None]
+    old_le, new_le = (random_owners(rng, 16, 3) for _ in range(2))
     logical = [
         rng.integers(0, 2**32, shape, dtype=np.uint32).view(np.float32)
         for shape in ((3, 16, 4, 8), (3, 16, 4, 8), (3, 16, 8, 4))

@@ -5,20 +5,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from moejax import axes
-from moejax.config import Config, Data, Model, Moe, Router, Train
+from moejax.config import Config, Router
 from moejax.moe import route as routing
-from moejax.moe.types import LayerSums, Placement, Windows
-from moejax.plan.expert_plan import ExpertPlan
-from moejax.plan.layout import Topology
+from moejax.moe.types import LayerSums
 from tests.support.close import assert_close
 from tests.support.primitives import primitives
-from train.layouts import layout_of
+from tests.support.steps import routed_step
 from train.step import step as training
-from train.step.state import abstract_state
 
 B, T, E, K = 4, 8, 8, 2
 N = B * T
@@ -140,30 +135,9 @@ def test_accumulation_leaves_z_and_sequence_losses_and_redefines_balance():
     assert_close(whole.balance, plain_losses(logit_ne, expert_nk, cfg)["balance"])
 
 
-def step_of(router, accumulate_steps=1):
-    """A small model to train on 8 devices, its state's shapes, and its arguments."""
-    cfg = Config(
-        mesh=Topology(data=2, expert=4),
-        model=Model(
-            vocab_size=16, d_model=16, num_layers=2, num_heads=2, num_kv_heads=2,
-            head_dim=8, compute_dtype="float32",
-        ),
-        moe=Moe(num_experts=8, d_expert=8),
-        router=router,
-        data=Data(seq_len=T),
-        train=Train(batch_size=16, loss_chunk=T, accumulate_steps=accumulate_steps),
-    )  # fmt: skip
-    mesh = axes.make_mesh(cfg.mesh)
-    model = training.Model(cfg, mesh, layout_of(cfg), optax.sgd(0.1))
-    state = abstract_state(cfg, mesh, model.optimizer)
-    placement = Placement.of_plan(ExpertPlan.home_in(model.layout, 2), model.layout)
-    zeros_abt = np.zeros((accumulate_steps, 16 // accumulate_steps, T + 1), np.int32)
-    return model, state, placement, Windows(zeros_abt, zeros_abt)
-
-
 @pytest.mark.parametrize("jitter", [0.0, 0.01])
 def test_jitter_is_drawn_in_training_and_nowhere_else(jitter):
-    model, state, placement, windows = step_of(Router(jitter=jitter))
+    model, state, placement, windows = routed_step(Router(jitter=jitter))
     train_step = training.make_train_step(model)
     traced = train_step.trace(state, placement, windows)
     assert bool(primitives(traced.jaxpr)["random_bits"]) == (jitter > 0)

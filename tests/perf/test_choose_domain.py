@@ -16,31 +16,10 @@ from moejax.perf.choose_domain import (
     p_of,
     predict,
 )
+from tests.support.calibrations import ideal, stream
 from tests.support.close import assert_close
 
 ROWS = ("all_to_all dc", "all_to_all expert")
-KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
-
-
-def ideal(sharers: int = 1, **bytes_per_sec: float) -> Calibration:
-    """No latency. The slowest level is a link that so many devices share."""
-    slowest = min(bytes_per_sec, key=bytes_per_sec.get)
-    lines = {
-        axis: {
-            "latency_sec": 0.0,
-            "bytes_per_sec": rate / (sharers if axis == slowest else 1),
-        }
-        for axis, rate in bytes_per_sec.items()
-    }
-    return Calibration(
-        "paper", {}, "float32", dict.fromkeys(KINDS, lines), 1.0, 1.0, 0.0, "never"
-    )
-
-
-def stream(row_bytes, expert_bytes, pre_expert_sec=0.0, **changes) -> Stream:
-    """Forward alone, on eight devices in one level."""
-    fields = {"sizes": {"dc": 8}, "is_training": False, "expert_sec": 0.0, **changes}
-    return Stream(row_bytes, expert_bytes, pre_expert_sec, **fields)
 
 
 # Table VII: pairs of devices that exchange rows, and that gather; S is 1, 2, 4 ..

@@ -7,31 +7,15 @@ import numpy as np
 import pytest
 
 from moejax.perf import choose_schedule
-from moejax.perf.calibration import Calibration, leaving_bytes
+from moejax.perf.calibration import leaving_bytes
 from moejax.perf.choose_schedule import SCHEDULES, Shape, candidates, choose, predict
 from moejax.perf.terms import Term
+from tests.support.calibrations import KINDS, TWO_LEVELS, calibration, line
 
-KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 SHAPE = Shape(
     tokens=96, d_model=6, d_expert=16, num_experts=8, top_k=2, buffer_factor=1.5,
     itemsize=4, tensor=2, expert_shards=2, sizes={"expert": 4}, is_training=False,
 )  # fmt: skip
-
-
-def line(bytes_per_sec: float, latency_sec: float = 0.0) -> dict[str, float]:
-    return {"latency_sec": latency_sec, "bytes_per_sec": bytes_per_sec, "r2": 1.0}
-
-
-def calibration(flops_per_sec=1e12, **line_of_axes) -> Calibration:
-    """The same line for every collective over those axes."""
-    mesh = {"dc": 1, "data": 1, "expert": 4, "tensor": 2}
-    collectives = {kind: dict(line_of_axes) for kind in KINDS}
-    return Calibration(
-        "paper", mesh, "float32", collectives, flops_per_sec, 1.0, 0.0, "never"
-    )
-
-
-TWO_LEVELS = calibration(expert=line(1e8, 1e-4), tensor=line(1e10, 1e-5))
 
 
 def sec_of_wire(prediction) -> float:

@@ -13,13 +13,13 @@ from moejax.kernels.water_fill.portable import water_fill
 from moejax.plan import water_filling
 from moejax.plan.edge_coloring import colours
 from tests.support.close import assert_close
-
-RING = 64
+from tests.support.replica_loads import replicated, ring, scattered, zipf
 
 
 def optimum(load_e, row_p, w) -> int:
-    """Ceiling of the linear program's value, by HiGHS. The value is rows over at most w
-    devices, so half of 1/w is far from rounding errors and from the next whole row."""
+    """Return the ceiling of the linear program's value, by HiGHS. The value is rows
+    over at most w devices, so half of 1/w is far from rounding errors and from the next
+    whole row."""
     slot_x = np.flatnonzero(row_p >= 0)
     num_x = len(slot_x)
     of_expert = np.zeros((len(load_e), num_x + 1))
@@ -33,23 +33,6 @@ def optimum(load_e, row_p, w) -> int:
     )  # fmt: skip
     assert found.status == 0, found.message
     return int(np.ceil(found.fun - 1 / (2 * w)))
-
-
-def zipf(rng, num_experts: int, total: int, exponent: float) -> np.ndarray:
-    chance_e = np.arange(1.0, num_experts + 1) ** -exponent
-    return rng.multinomial(total, rng.permutation(chance_e / chance_e.sum()))
-
-
-def scattered(rng, num_experts: int, w: int, slots: int) -> np.ndarray:
-    """Slots of w devices: replicas anywhere, side by side too, some slots empty."""
-    rest = rng.integers(-1, num_experts, w * slots - num_experts)
-    return rng.permutation(np.r_[np.arange(num_experts), rest]).astype(np.int32)
-
-
-def replicated(rng, num_experts: int, w: int, replicas: int) -> np.ndarray:
-    """Each expert in as many slots, as chance has it; two may share a device."""
-    rounds = [rng.permutation(num_experts) for _ in range(replicas)]
-    return np.concatenate(rounds).reshape(replicas, w, -1).swapaxes(0, 1).reshape(-1)
 
 
 def random_instances():
@@ -85,14 +68,6 @@ def large_instances():
         rng = np.random.default_rng(num_experts + w)
         load_e = zipf(rng, num_experts, 4096 * w, exponent)
         yield load_e, replicated(rng, num_experts, w, replicas), w
-
-
-def ring() -> tuple:
-    """Expert e on devices e and e + 1, loads a wave of 5 %: rows must travel far."""
-    device = np.arange(RING)
-    load_e = np.rint(4096 * (1 + 0.05 * np.sin(2 * np.pi * device / RING))).astype(int)
-    row_ws = np.stack([device, (device - 1) % RING], axis=1)
-    return load_e, row_ws.reshape(-1).astype(np.int32), RING
 
 
 @functools.cache

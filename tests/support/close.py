@@ -38,6 +38,12 @@ def assert_close(actual, expected, *, dtype=None, factor=1.0, reason="") -> None
     assert not wrong, "\n".join(wrong)
 
 
+def are_same_bits(actual, expected) -> bool:
+    """Return whether two lists of float32 arrays agree bit for bit, NaNs too."""
+    pairs = zip(jax.device_get(actual), jax.device_get(expected), strict=True)
+    return all(np.array_equal(a.view(np.uint32), b.view(np.uint32)) for a, b in pairs)
+
+
 def _difference(path: str, actual, expected, dtype, factor: float) -> str:
     """What is wrong with one leaf, in a line; empty when nothing is."""
     name = f"leaf {path or 'itself'}"

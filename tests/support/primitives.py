@@ -1,8 +1,10 @@
 """primitives: what a program computes with, counted in its jaxpr."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 
 
@@ -20,3 +22,15 @@ def equations(jaxpr: ClosedJaxpr | Jaxpr, times: int = 1) -> Iterator[tuple]:
         inner = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
         for body in jaxprs_in_params(eqn.params):
             yield from equations(body, inner)
+
+
+def dot_flops(function, *args):
+    """Two FLOPs for each multiply-add of every dot_general that runs."""
+    total = 0
+    for eqn, times in equations(jax.make_jaxpr(function)(*args)):
+        assert eqn.primitive.name not in ("while", "conv_general_dilated")
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            depth = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
+            total += times * 2 * depth * math.prod(eqn.outvars[0].aval.shape)
+    return total

@@ -20,7 +20,7 @@ from moejax.moe.mesh_roles import Groups
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
-from tests.moe.split.test_divide import E, W, quotas, rows_of
+from tests.support.split_cases import E, W, quotas, rows_of
 
 N, K, SLOTS = 12, 2, 5
 ROWS_PER_PEER = 10  # capacity mode: two rows of one device to one slot

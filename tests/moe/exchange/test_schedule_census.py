@@ -19,8 +19,10 @@ import pytest
 from moejax.perf.calibration import leaving_bytes
 from moejax.perf.choose_schedule import Shape, predict
 from moejax.plan.layout import Topology
-from tests.moe.exchange.test_schedules import (
+from tests.support.calibrations import TWO_LEVELS
+from tests.support.configured_layers import (
     ALL_ROWS,
+    BATCH,
     CUTS,
     HIDDEN,
     SCHEDULES,
@@ -33,8 +35,7 @@ from tests.moe.exchange.test_schedules import (
     on_mesh,
     operands,
 )
-from tests.moe.test_layer import BATCH, EXPERTS, SEQ, WIDTH
-from tests.perf.test_choose_schedule import TWO_LEVELS
+from tests.support.layers import EXPERTS, SEQ, WIDTH
 
 ITEMSIZE = 4
 FEW = EXPERTS * WIDTH

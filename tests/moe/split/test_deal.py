@@ -11,7 +11,7 @@ from moejax.moe.split.deal import deal
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
-from tests.moe.split.test_divide import CASES, MANY, E
+from tests.support.split_cases import CASES, MANY, E
 
 
 @functools.cache
@@ -33,7 +33,8 @@ def dealt(counts_we, row_p, rows_p, rows_per_peer: int) -> np.ndarray:
 
 
 def any_rows(counts_we: np.ndarray, row_p: np.ndarray, seed: int) -> np.ndarray:
-    """An expert's load over its devices at random; nothing for a second slot there."""
+    """Split each expert's load over its devices at random; a second slot on a device
+    gets nothing."""
     rng, rows_p = np.random.default_rng(seed), np.zeros(len(row_p), np.int64)
     device_p = np.arange(len(row_p)) // (len(row_p) // len(counts_we))
     for expert, load in enumerate(counts_we.sum(axis=0)):

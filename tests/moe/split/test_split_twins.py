@@ -14,7 +14,7 @@ from moejax.moe.types import Placement
 from moejax.plan import dynamic_replication, water_filling
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
-from tests.plan.test_water_filling import replicated, ring, scattered, zipf
+from tests.support.replica_loads import replicated, ring, scattered, zipf
 
 
 def by_slot(value_q, slot_q) -> np.ndarray:

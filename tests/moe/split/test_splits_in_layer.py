@@ -16,27 +16,29 @@ from moejax.balance.policies.micromoe.symmetric import symmetric
 from moejax.kernels import varying_alike
 from moejax.moe.exchange.manifest import fullest_pair, manifest, pair_to_fit
 from moejax.moe.mesh_roles import groups_of
-from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
-from moejax.plan.layout import GROUP_AXES, Layout, Topology
-from tests.moe.test_layer import EXPERTS, SEQ, WIDTH
-from tests.moe.test_merged_group import MERGED, MESHES, make_layer
-from tests.moe.weights.test_stores import (  # fmt: skip
-    BATCH,
+from moejax.plan.layout import Layout, Topology
+from tests.support.layers import (
+    ALONE,
+    EXPERTS,
+    MERGED,
+    MESHES,
     PULL_BTD,
     TOP_K,
+    check_layer,
     compiled,
-    in_order,
-    make_reference,
-)  # fmt: skip
-from tests.support.close import assert_close
-from tests.support.random_plans import make_model, owners_alone, random_owners
-from tests.train.step.test_trajectories import equations
+    layer_layout,
+    make_layer,
+    placed,
+    zipf_choices,
+)
+from tests.support.primitives import equations
+from tests.support.random_plans import owners_alone, random_owners
+from tests.support.steps import make_model
 from train.step.compiled import trace_train_step
 
-ALONE = GROUP_AXES["expert"]
+EIGHT = MESHES["expert8"]
 ALSO = pytest.mark.long
-EIGHT = Topology(expert=8)
 CASES = [
     (EIGHT, ALONE, "transient", "dynamic"),
     pytest.param(EIGHT, ALONE, "resident", "water_filling", marks=ALSO),
@@ -56,26 +58,17 @@ CASES = [
 ]
 
 
-def layout_of(topology: Topology, axes, store: str, split: str, **changes) -> Layout:
-    """Twice the slots of a device's own experts; many rounds: few rows per peer."""
-    devices = topology.expert * (topology.data if axes == MERGED else 1)
-    own = EXPERTS // devices
-    budgets = {"offers_per_device": own, "copies_per_device": own}
-    return Layout.home(
-        EXPERTS,
-        devices,
-        BATCH * SEQ * TOP_K // 8,
-        16,
-        slots_per_device=2 * own,
-        store=store,
-        split=split,
-        axes=axes,
-        **(budgets if store != "sharded" else {}) | changes,
-    )
+def split_layout(topology: Topology, axes, store: str, split: str, **changes) -> Layout:
+    """Return a layout with twice the slots of a device's own experts."""
+    own = EXPERTS // (topology.expert * (topology.data if axes == MERGED else 1))
+    copies = {} if store == "sharded" else {"copies_per_device": own}
+    sizes = {"slots_per_device": 2 * own, "split": split, **copies}
+    return layer_layout(topology, store, axes, **sizes | changes)
 
 
-def plan_of(layout: Layout) -> ExpertPlan:
-    """Two replicas of each expert; for dynamic replication owners alone, permuted."""
+def split_plan(layout: Layout) -> ExpertPlan:
+    """Return two replicas of each expert; for dynamic replication permuted owners
+    alone."""
     if layout.split == "dynamic":
         owned_le = random_owners(np.random.default_rng(0), EXPERTS, 1)
         return owners_alone(layout, owned_le)
@@ -83,39 +76,16 @@ def plan_of(layout: Layout) -> ExpertPlan:
     return ExpertPlan(row_p[None].astype(np.int32), EXPERTS)
 
 
-def choices(seed: int, zipf: float) -> np.ndarray:
-    """[b, t, k] different experts for each token, some much hotter than others."""
-    rng = np.random.default_rng(seed)
-    chance_e = rng.permutation((1.0 + np.arange(EXPERTS)) ** -zipf)
-    noise_bte = rng.gumbel(size=(BATCH, SEQ, EXPERTS))
-    order_bte = np.argsort(-(np.log(chance_e) + noise_bte), axis=-1)
-    return order_bte[..., :TOP_K].astype(np.int32)
-
-
 @pytest.mark.parametrize(("topology", "axes", "store", "split"), CASES)
 def test_the_layer_is_its_definition_and_the_fullest_device_at_its_bound(
     topology, axes, store, split
 ):
-    layout = layout_of(topology, axes, store, split)
-    mesh, step, params = make_layer(topology, layout)
-    plan = plan_of(layout)
-    owned_e, placement = plan.owned_le[0], placed(plan, layout)
+    layout = split_layout(topology, axes, store, split)
+    plan = split_plan(layout)
     for seed, zipf in enumerate((0.3, 1.0, 4.0)):
-        forced_btk = choices(seed, zipf)
-        x_btd = np.random.default_rng(seed).normal(size=PULL_BTD.shape)
-        args = jax.device_put(
-            (x_btd.astype(np.float32), forced_btk), sharding(mesh, BATCH_AXES)
-        )
-        (_, (y_btd, sums)), grads = step(in_order(params, owned_e), placement, *args)
-        (_, y_nd), expected = make_reference()(params, *args)
-        assert_close(y_btd.reshape(-1, WIDTH), y_nd)
-        expected = (in_order(expected[0], owned_e), expected[1])
-        assert_close(jax.device_get(grads), jax.device_get(expected))
-        assert_bounds(jax.device_get(sums), layout, plan)
-
-
-def placed(plan: ExpertPlan, layout: Layout) -> Placement:
-    return Placement.of_plan(plan.validate(layout), layout).layer(0)
+        forced_btk = zipf_choices(seed, zipf)
+        sums = check_layer(topology, layout, plan, seed, forced_btk)
+        assert_bounds(sums, layout, plan)
 
 
 def test_large_buffers_are_not_taken_for_needed():
@@ -123,9 +93,9 @@ def test_large_buffers_are_not_taken_for_needed():
     buffers to fit, is the same for one that is four times as large."""
     reported = []
     for rows_per_peer in (32, 128):
-        layout = layout_of(EIGHT, ALONE, "transient", "water_filling")
+        layout = split_layout(EIGHT, ALONE, "transient", "water_filling")
         layout = dataclasses.replace(layout, rows_per_peer=rows_per_peer)
-        placement = placed(plan_of(layout), layout)
+        placement = placed(split_plan(layout), layout)
 
         mesh = make_mesh(EIGHT)
         groups = groups_of(mesh, layout)
@@ -151,8 +121,8 @@ def test_large_buffers_are_not_taken_for_needed():
 def test_every_device_decides_the_same(split):
     """Bit for bit: who sends how much where, the certificate, and the copies."""
     store = "transient"
-    layout = layout_of(EIGHT, ALONE, store, split)
-    mesh, placement = make_mesh(EIGHT), placed(plan_of(layout), layout)
+    layout = split_layout(EIGHT, ALONE, store, split)
+    mesh, placement = make_mesh(EIGHT), placed(split_plan(layout), layout)
     groups = groups_of(mesh, layout)
 
     def body(expert_nk, placement):
@@ -166,7 +136,7 @@ def test_every_device_decides_the_same(split):
     run = jax.shard_map(body, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
     run = compiled(run)
     for seed in range(3):
-        expert_nk = choices(seed, 1.5).reshape(-1, TOP_K)
+        expert_nk = zipf_choices(seed, 1.5).reshape(-1, TOP_K)
         for leaf in jax.tree.leaves(jax.device_get(run(expert_nk, placement))):
             assert (leaf == leaf[0]).all()
             assert len(leaf) == 8
@@ -174,10 +144,10 @@ def test_every_device_decides_the_same(split):
 
 def test_the_fused_split_is_one_kernel_in_the_layer():
     """Lowered for CUDA: with it no loop over colours is left; forward and backward."""
-    layout = layout_of(EIGHT, ALONE, "resident", "water_filling", fused_split=True)
+    layout = split_layout(EIGHT, ALONE, "resident", "water_filling", fused_split=True)
     mesh, step, params = make_layer(EIGHT, layout)
     x_btd = jnp.zeros(PULL_BTD.shape, jnp.float32, device=sharding(mesh, BATCH_AXES))
-    args = (params, placed(plan_of(layout), layout), x_btd, choices(0, 1.0))
+    args = (params, placed(split_plan(layout), layout), x_btd, zipf_choices(0, 1.0))
     text = step.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == 1
 

@@ -18,9 +18,9 @@ from moejax.moe.dense import check_dense
 from moejax.plan.domain import Domain
 from moejax.plan.layout import Layout, Topology
 from moejax.plan.tensor import Tensor
-from tests.moe.exchange.test_schedules import check, config, make_case, mesh_of
-from tests.moe.test_layer import SKEWS
-from tests.support.random_plans import SMALL, random_plan
+from tests.support.configured_layers import SKEWS, check, config, make_case, mesh_of
+from tests.support.random_plans import random_plan
+from tests.support.steps import SMALL
 from train.layouts import layout_of
 from train.step.compiled import home_plan
 from train.step.optimizer import make_optimizer

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from moejax.moe.weights import compression
 from moejax.moe.weights.gradient_compression import SCALE_BYTES, scattered
-from tests.moe.weights.test_compression import (
+from tests.support.close import assert_close
+from tests.support.compressed_domain import (
     ALL,
     BLOCKS,
     DOMAIN,
@@ -24,7 +25,6 @@ from tests.moe.weights.test_compression import (
     on_devices,
     weights,
 )
-from tests.support.close import assert_close
 
 
 def scattered_on_devices(k, value_dtype, blocks=1):

@@ -15,6 +15,8 @@ from moejax.moe.mesh_roles import groups_of
 from moejax.moe.weights.migrate import ROUNDS_PER_CALL, Rounds, exchanges, move, reshard
 from moejax.moe.weights.stores import MASTERS
 from moejax.plan.layout import Layout, Topology
+from tests.support.close import are_same_bits
+from tests.support.random_plans import random_owners
 
 L, E, WIDTH, HIDDEN, TOPOLOGY = 12, 12, 4, 16, Topology(data=2, expert=4)
 NAMES = [*MASTERS, *MASTERS]  # masters, and moments that are shaped alike
@@ -28,12 +30,6 @@ BY_WIDTH = {
     "up_edf": P(None, None, None, ("data", "expert")),
     "down_efd": P(None, None, ("data", "expert"), None),
 }
-
-
-def owners(seed: int, num_experts: int = E, num_layers: int = L) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    order = [rng.permutation(num_experts) for _ in range(num_layers)]
-    return np.stack(order).astype(np.int32)
 
 
 def arrays() -> list[np.ndarray]:
@@ -56,9 +52,8 @@ def lie(leaves, specs) -> bool:
     return all(x.sharding.is_equivalent_to(p, 4) for x, p in zip(leaves, places))
 
 
-def are_same_bits(actual, expected) -> bool:
-    pairs = zip(jax.device_get(actual), jax.device_get(expected), strict=True)
-    return all(np.array_equal(a.view(np.uint32), b.view(np.uint32)) for a, b in pairs)
+def owners(seed: int, num_experts: int = E, num_layers: int = L) -> np.ndarray:
+    return random_owners(np.random.default_rng(seed), num_experts, num_layers)
 
 
 @functools.cache

@@ -8,44 +8,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from moejax.axes import BATCH_AXES, make_mesh, sharding
-from moejax.config import Moe, Router
-from moejax.moe import reference, route
-from moejax.moe.types import Placement
+from moejax.axes import make_mesh
 from moejax.moe.weights import stores
 from moejax.plan.expert_plan import CopyTables, ExpertPlan, copied, copy_tables
-from moejax.plan.layout import Layout, Topology
-from tests.moe.test_layer import EXPERTS, SEQ, WIDTH, split_modules
+from moejax.plan.layout import Layout
 from tests.support.close import assert_close
+from tests.support.layers import (
+    EXPERTS,
+    HIDDEN,
+    MESHES,
+    QUICK,
+    WIDTH,
+    check_layer,
+    layer_layout,
+    placed,
+)
 from tests.support.random_plans import odd_plans, random_plan
-
-TOPOLOGY, BATCH, TOP_K, HIDDEN, SLOTS = Topology(data=2, expert=4), 8, 2, 32, 6
-OWN = EXPERTS // TOPOLOGY.expert
-COPIES = {"offers_per_device": OWN, "copies_per_device": SLOTS}
-QUICK = {"xla_backend_optimization_level": 0}  # compiled in half the time
-ASSIGNMENTS = BATCH * SEQ * TOP_K // TOPOLOGY.num_batch_shards
-
-
-def layout_of(store: str, split: str = "even", rows_per_peer=ASSIGNMENTS) -> Layout:
-    """With room for all rows in round 0, unless told otherwise."""
-    return Layout.home(
-        EXPERTS,
-        TOPOLOGY.expert,
-        ASSIGNMENTS,
-        rows_per_peer,
-        slots_per_device=OWN if store == "owned" else SLOTS,
-        store=store,
-        split=split,
-        **(COPIES if store in ("transient", "resident") else {}),
-    )
 
 
 def plans_for(layout: Layout, num_random: int) -> list[ExpertPlan]:
     rng = np.random.default_rng(1)
     odd = [] if layout.store == "owned" else odd_plans(layout, 1).values()
     return [*odd, *(random_plan(rng, layout, 1) for _ in range(num_random))]
+
+
+TOPOLOGY = MESHES["data2_expert4"]
 
 
 @functools.cache
@@ -78,8 +66,7 @@ def slots_case(layout: Layout, plan: ExpertPlan):
         "into": rng.normal(size=(p, WIDTH, 2, HIDDEN)).astype(np.float32),
         "down": rng.normal(size=(p, HIDDEN, WIDTH)).astype(np.float32),
     }
-    placement = Placement.of_plan(plan.validate(layout), layout).layer(0)
-    return masters, placement, d_slots
+    return masters, placed(plan, layout), d_slots
 
 
 def slots_run(layout, plan, dtype, masters, placement, d_slots):
@@ -96,7 +83,7 @@ def slots_run(layout, plan, dtype, masters, placement, d_slots):
 def test_slots_hold_their_experts_and_replicas_are_summed(store, dtype):
     """Slots bit for bit, zeros where they are empty; gradients of empty ones go
     nowhere. ('transient' and 'resident' are one function here.)"""
-    layout = layout_of(store)
+    layout = layer_layout(TOPOLOGY, store)
     for plan in plans_for(layout, 4):
         masters, placement, d_slots = slots_case(layout, plan)
         slots, grads = slots_run(layout, plan, dtype, masters, placement, d_slots)
@@ -123,83 +110,13 @@ def test_slots_hold_their_experts_and_replicas_are_summed(store, dtype):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_in_one_replica_reaches_its_expert(store, value):
     """A sum that hid it would let a step go wrong unseen."""
-    layout = layout_of(store)
+    layout = layer_layout(TOPOLOGY, store)
     for plan in plans_for(layout, 2):
         masters, placement, d_slots = slots_case(layout, plan)
         slot = int(np.flatnonzero(plan.slot_to_expert_lp[0] == 0)[-1])
         d_slots["down"][slot, 3, 5] = value
         _, grads = slots_run(layout, plan, "float32", masters, placement, d_slots)
         assert not np.isfinite(grads["down_efd"][0, 3, 5])
-
-
-MOE = Moe(num_experts=EXPERTS, top_k=TOP_K, d_expert=HIDDEN)
-PULL_BTD = np.random.default_rng(2).normal(size=(BATCH, SEQ, WIDTH)).astype(np.float32)
-gradients = functools.partial(jax.value_and_grad, has_aux=True)
-compiled = functools.partial(jax.jit, compiler_options=QUICK)
-
-
-@functools.cache
-def make_layer(layout: Layout):
-    """step(params, placement, x, choices), and its parameters."""
-    mesh = make_mesh(TOPOLOGY)
-    graph, params, rest = split_modules(mesh, MOE, Router())
-
-    def run(params, placement, x_btd, forced_btk):
-        layer = nnx.merge(graph, params, rest)["moe"]
-        y_btd, sums = layer(x_btd, placement, layout, None, forced_btk)
-        return jnp.sum(y_btd * PULL_BTD), (y_btd, sums)
-
-    return mesh, compiled(gradients(run, (0, 2))), params
-
-
-@functools.cache
-def make_reference():
-    """step(params, x, choices) by definition, on one device."""
-    here = make_mesh(Topology(), jax.devices()[:1])
-    graph, _, rest = split_modules(here, MOE, Router())
-
-    def run(params, x_btd, forced_btk):
-        layer, x_nd = nnx.merge(graph, params, rest)["moe"], x_btd.reshape(-1, WIDTH)
-        args = (layer.router_de[...], layer.bias_e[...], Router(), TOP_K, SEQ)
-        routes, _, _ = route.route(x_nd, *args, forced_btk.reshape(-1, TOP_K))
-        y_nd = reference.moe(x_nd, routes, layer.masters())
-        return jnp.sum(y_nd.reshape(x_btd.shape) * PULL_BTD), y_nd
-
-    return compiled(gradients(run, (0, 1)))
-
-
-def in_order(params, owned_e: np.ndarray):
-    """Masters as a plan's owners hold them; the router stays logical."""
-
-    def ordered(path, leaf):
-        return leaf if "router" in jax.tree_util.keystr(path) else leaf[owned_e]
-
-    return jax.tree_util.tree_map_with_path(ordered, params)
-
-
-def skewed(rng) -> np.ndarray:
-    """Distinct choices, expert 0 chosen by most tokens, some experts by none."""
-    chance_e = np.r_[8.0, 3.0, np.ones(EXPERTS - 4), 1e-9, 1e-9]
-    noise = rng.gumbel(size=(BATCH, SEQ, EXPERTS))
-    order = np.argsort(-(np.log(chance_e) + noise), axis=-1)
-    return order[..., :TOP_K].astype(np.int32)
-
-
-def check(layout: Layout, plan: ExpertPlan, seed: int = 0):
-    """Output and every gradient of the layer; no row is lost. Returns its sums."""
-    mesh, step, params = make_layer(layout)
-    forced_btk = skewed(np.random.default_rng(seed))
-    x_btd = np.random.default_rng(seed).normal(size=PULL_BTD.shape).astype(np.float32)
-    placement = Placement.of_plan(plan.validate(layout), layout).layer(0)
-    owned_e = plan.owned_le[0]
-    args = jax.device_put((x_btd, forced_btk), sharding(mesh, BATCH_AXES))
-    (_, (y_btd, sums)), grads = step(in_order(params, owned_e), placement, *args)
-    (_, y_nd), expected = make_reference()(params, x_btd, forced_btk)
-    assert_close(y_btd.reshape(-1, WIDTH), y_nd)
-    expected = (in_order(expected[0], owned_e), expected[1])
-    assert_close(jax.device_get(grads), jax.device_get(expected))
-    assert int(jnp.sum(sums.rows)) == forced_btk.size
-    return sums
 
 
 @pytest.mark.parametrize(
@@ -213,17 +130,17 @@ def check(layout: Layout, plan: ExpertPlan, seed: int = 0):
     ],
 )
 def test_any_plan_is_the_same_layer(store, split):
-    layout = layout_of(store, split)
+    layout = layer_layout(TOPOLOGY, store, split=split)
     for seed, plan in enumerate(plans_for(layout, 6)):
-        check(layout, plan, seed)
+        check_layer(TOPOLOGY, layout, plan, seed)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("store", ["transient", "sharded"])
 def test_later_rounds_carry_rows_to_replicas_too(store):
-    layout = layout_of(store, "even", 3)
+    layout = layer_layout(TOPOLOGY, store, rows_per_peer=3)
     rounds = [
-        int(np.max(check(layout, plan, seed).rounds))
+        int(np.max(check_layer(TOPOLOGY, layout, plan, seed).rounds))
         for seed, plan in enumerate(plans_for(layout, 6))
     ]
     assert max(rounds) > 1

@@ -92,7 +92,11 @@ WRONG = [
     # Rules of the dataclasses, blamed on the line that bound what they name.
     ("Train.seed = 1\nTrain.num_steps = 0", 2, "num_steps=0 must be at least 1"),
     ("Train.seed=1\nModel.num_kv_heads=3", 2, "num_heads=4 must be a multiple of"),
-    ("Mesh.tensor = 2\nDispatch.expert_shards = 3", 2, "must divide the tensor axis (2)"),
+    (
+        "Mesh.tensor = 2\nDispatch.expert_shards = 3",
+        2,
+        "must divide the tensor axis (2)",
+    ),
     (
         "\nMoe.num_experts = 60\nMesh.expert = 8",
         2,

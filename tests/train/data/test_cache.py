@@ -10,8 +10,8 @@ import time
 import pytest
 
 from moejax.config import Data
-from tests.conftest import ROOT
 from tests.support.corpora import random_documents, write_bin
+from tests.support.run_main import ROOT
 from train import data
 from train.data import cache
 

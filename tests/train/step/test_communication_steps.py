@@ -2,88 +2,30 @@
 that of one expert axis."""
 
 import dataclasses
-import functools
 import json
 
 import jax
 import numpy as np
-import optax
 import pytest
 
-from moejax.axes import make_mesh
 from moejax.moe.weights.domains import entries
 from moejax.plan.expert_plan import ExpertPlan
-from moejax.plan.layout import Topology
-from tests.support.expert_fields import parts_with
-from tests.support.random_plans import (
-    SMALL,
-    Case,
-    E,
-    L,
-    keep_gradients,
-    make_case,
-    make_case_of,
-    one_step,
-    run,
-    warm_state,
+from tests.support.communication_steps import (
+    HEADS,
+    WIRES,
+    home_plan_of,
+    model_of,
+    whole,
+    wire_case,
 )
-from tests.train.step.test_trajectories import check_step, doubles  # noqa: F401
+from tests.support.steps import E, L, check_step, make_case, one_step, run, warm_state
 from train.checkpoint.identity import is_cut_alike
 from train.layouts import exact_layout, layout_of, owning_layout
-from train.step.compiled import home_plan
 from train.step.expert_params import take
-from train.step.optimizer import make_optimizer
 from train.step.state import init_state, tracked_anew
 from train.step.step import Model
 
 ALSO = pytest.mark.long
-HEADS = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 4}
-"""As many weights as SMALL's one head of 8, and two devices can have one each."""
-TENSOR = Topology(data=2, expert=2, tensor=2)
-TWO_DCS = Topology(dc=2, expert=4)
-WIRES = {
-    "s1h": (TENSOR, {"schedule": "s1h"}),
-    "s1": (TENSOR, {"schedule": "s1"}),
-    "s2": (TENSOR, {"schedule": "s2"}),
-    "base": (TENSOR, {"schedule": "base"}),
-    "local": (TENSOR, {"schedule": "local"}),
-    "one_shard": (TENSOR, {"schedule": "s1h", "expert_shards": 1}),
-    "domain": (TWO_DCS, {"group": "dc_expert", "domain": (2, 2)}),
-    "whole_domain": (TWO_DCS, {"group": "dc_expert", "domain": (2, 4)}),
-    "unfetched": (
-        TWO_DCS,
-        {"group": "dc_expert", "domain": (2, 1), "prefetch": False},
-    ),
-    "hierarchical": (TWO_DCS, {"group": "dc_expert", "transport": "hierarchical"}),
-    "delta": (
-        TWO_DCS,
-        {
-            "group": "dc_expert",
-            "domain": (2, 2),
-            "compression": "delta",
-            "compression_ratio": 8.0,
-        },
-    ),
-}
-
-
-def model_of(name: str, dtype: str) -> Model:
-    mesh, fields = WIRES[name]
-    cfg = dataclasses.replace(
-        SMALL,
-        mesh=mesh,
-        model=dataclasses.replace(SMALL.model, **HEADS),
-        **parts_with(fields, SMALL),
-    )
-    object.__setattr__(cfg.model, "compute_dtype", dtype)  # float64 is no choice
-    adamw = make_optimizer(cfg.optimizer, cfg.train.num_steps)
-    optimizer = optax.chain(keep_gradients(), adamw)
-    return Model(cfg, make_mesh(mesh), layout_of(cfg), optimizer)
-
-
-@functools.cache
-def wire_case(name: str, dtype: str) -> Case:
-    return make_case_of(model_of(name, dtype))
 
 
 @pytest.mark.slow
@@ -95,17 +37,13 @@ def wire_case(name: str, dtype: str) -> Case:
         if n != "delta"
     ],
 )
-def test_a_step_is_that_of_one_expert_axis(name, doubles):  # noqa: F811
+def test_a_step_is_that_of_one_expert_axis(name, doubles):
     """Loss, gradients, moments and parameters in float64, to 1e-12."""
     start = warm_state(doubles)
     expected = make_case("owned", doubles, **HEADS)
     expected = one_step(expected, start, ExpertPlan.home(L, E))
     case = wire_case(name, doubles)
     check_step(one_step(case, start, home_plan_of(case)), expected, doubles)
-
-
-def home_plan_of(case: Case) -> ExpertPlan:
-    return home_plan(case.model.cfg, case.model.layout)
 
 
 @pytest.mark.slow
@@ -133,10 +71,6 @@ def test_a_tracked_expert_follows_its_masters_by_few_entries():
 
 def init(model: Model):
     return init_state(model.cfg, model.mesh, model.optimizer)
-
-
-def whole(array) -> np.ndarray:
-    return np.asarray(jax.device_get(array))
 
 
 def rows_of(state) -> np.ndarray:

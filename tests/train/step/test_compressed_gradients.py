@@ -15,17 +15,12 @@ from moejax.moe.weights import domains, gradient_compression, stores
 from moejax.moe.weights.gradient_compression import SCALE_BYTES
 from moejax.perf.choose_domain import predict
 from moejax.plan.layout import Topology
-from tests.perf.test_choose_domain import ideal, stream
+from tests.support.calibrations import ideal, stream
 from tests.support.close import assert_close
-from tests.support.random_plans import SMALL, Case, E, L, make_case_of
-from tests.support.random_plans import run as run_step
+from tests.support.communication_steps import TWO_DCS, home_plan_of, model_of, whole
 from tests.support.run_main import TOY, checkpoint_record, corpus, lines_of, run
-from tests.train.step.test_communication_steps import (
-    TWO_DCS,
-    home_plan_of,
-    model_of,
-    whole,
-)
+from tests.support.steps import SMALL, Case, E, L, make_case_of
+from tests.support.steps import run as run_step
 from tools.census import HLO, of_compiled
 from train.calibrated import calibration_of
 from train.checkpoint.checkpoints import Checkpointer
@@ -46,7 +41,7 @@ SIZE = 3 * SMALL.model.d_model * SMALL.moe.d_expert
 
 @functools.cache
 def delta(ratio: float | None, mesh: Topology = TWO_DCS, remat: str = "none") -> Case:
-    """'delta' of test_wire_steps, gradients too, in two micro-batches."""
+    """'delta' with compressed gradients too, in two micro-batches."""
     cfg = (model := model_of("delta", "float32")).cfg
     parts = {
         "dispatch": dataclasses.replace(cfg.dispatch, gradient_compression=ratio),

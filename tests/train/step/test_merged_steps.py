@@ -7,47 +7,37 @@ import math
 import re
 import shutil
 
-import jax
 import numpy as np
-import optax
 import pytest
 
-from moejax.axes import make_mesh
 from moejax.plan.expert_plan import ExpertPlan
 from tests.support.close import assert_close
 from tests.support.primitives import equations
-from tests.support.random_plans import (
+from tests.support.random_plans import odd_plans, random_plan
+from tests.support.run_main import ROOT, lines_of
+from tests.support.run_main import run as run_main
+from tests.support.steps import (
     MICRO_BATCHES,
     ONE_EXPERT,
-    QUICK,
     SMALL,
     STORES,
     Case,
     E,
     L,
-    keep_gradients,
+    check_step,
     make_case,
-    odd_plans,
+    make_case_of,
+    model_from,
     one_step,
-    random_plan,
     warm_state,
 )
-from tests.support.run_main import ROOT, lines_of
-from tests.support.run_main import run as run_main
-from tests.train.step.test_trajectories import check_step
-from train.balance.migrate import Mover
-from train.layouts import layout_of
-from train.step.compiled import trace_train_step
-from train.step.optimizer import make_optimizer
-from train.step.state import abstract_state
-from train.step.step import Model
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @functools.cache
 def merged_case(store: str) -> Case:
-    """The small step of random_plans over a group of eight: one expert each."""
+    """The small step of support/steps.py over a group of eight: one expert each."""
     sizes = {"slots_per_device": 3, **STORES[store], "group": "data_expert"}
     if "offers_per_device" in sizes:
         sizes["offers_per_device"] = 1
@@ -59,14 +49,7 @@ def merged_case(store: str) -> Case:
         dispatch=dataclasses.replace(SMALL.dispatch, **sizes),
         train=dataclasses.replace(SMALL.train, accumulate_steps=micro_batches),
     )
-    adamw = make_optimizer(cfg.optimizer, cfg.train.num_steps)
-    optimizer = optax.chain(keep_gradients(), adamw)
-    model = Model(cfg, make_mesh(cfg.mesh), layout_of(cfg), optimizer)
-    traced = trace_train_step(model)
-    state = abstract_state(cfg, model.mesh, optimizer, model.layout.store)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    step = traced.lower().compile(compiler_options=QUICK)
-    return Case(model, traced, step, Mover(model), shardings)
+    return make_case_of(model_from(cfg, "float32"))
 
 
 CASES = ["resident", "owned", "prefetched", "sharded"]
@@ -131,7 +114,7 @@ def test_a_checkpoint_goes_on_merged_and_back(tmp_path, is_back):
             shutil.rmtree(folder)
     said = leg(legs, 14, "Dispatch.group = 'data_expert'")
     assert "resumed at step 7" in said
-    assert "dispatch.group: 'expert' there, 'data_expert' here" in said
+    assert "moe.group: 'expert' there, 'data_expert' here" in said
     assert re.search("step 1[0-4]  adopted", said), "a plan with replicas, merged"
     if is_back:
         assert "resumed at step 14" in leg(legs, 20)

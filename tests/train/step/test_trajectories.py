@@ -6,7 +6,6 @@ import re
 from collections import Counter
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,20 +13,19 @@ from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Topology
 from tests.support.close import assert_close
 from tests.support.primitives import equations
-from tests.support.random_plans import (
+from tests.support.random_plans import odd_plans, policy_plans, random_plan
+from tests.support.steps import (
     ONE_EXPERT,
     SPLITS,
     STORES,
     Case,
     E,
     L,
+    check_step,
     home,
     in_order,
     make_case,
-    odd_plans,
     one_step,
-    policy_plans,
-    random_plan,
     run,
     warm_state,
 )
@@ -44,27 +42,6 @@ def plans_for(case: Case, seeds) -> dict[str, ExpertPlan]:
         plans |= odd_plans(layout, L)
     rngs = {f"random {seed}": np.random.default_rng(seed) for seed in seeds}
     return plans | {n: random_plan(rng, layout, L) for n, rng in rngs.items()}
-
-
-def check_step(actual, expected, dtype, **kwargs) -> None:
-    """Loss, gradients, moments, parameters; and every device chose the same experts."""
-    (state, metrics), (expected_state, expected_metrics) = actual, expected
-    tokens = metrics.routing.tokens_lwe, expected_metrics.routing.tokens_lwe
-    assert np.array_equal(tokens[0].sum(1), tokens[1].sum(1))
-    names = ("loss", "total_loss", "grad_norm")
-    for name in names:
-        pair = getattr(metrics, name), getattr(expected_metrics, name)
-        assert_close(*pair, dtype=dtype, **kwargs)
-    assert not metrics.is_skipped
-    assert_close(state, expected_state, dtype=dtype, **kwargs)
-
-
-@pytest.fixture
-def doubles(monkeypatch):
-    """The whole step in float64: what asks for float32 gets float64."""
-    monkeypatch.setattr(jnp, "float32", jnp.float64)
-    with jax.enable_x64(True):
-        yield "float64"
 
 
 def check_all_plans(store, dtype, seeds=range(3), **changes):

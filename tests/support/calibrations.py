@@ -1,0 +1,44 @@
+"""Calibrations of machines on paper, and a stream of rows and experts."""
+
+from moejax.perf.calibration import Calibration
+from moejax.perf.choose_domain import Stream
+
+KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+
+
+def ideal(sharers: int = 1, **bytes_per_sec: float) -> Calibration:
+    """Return a machine without latency whose slowest level is a link that `sharers`
+    devices share."""
+    slowest = min(bytes_per_sec, key=bytes_per_sec.get)
+    lines = {
+        axis: {
+            "latency_sec": 0.0,
+            "bytes_per_sec": rate / (sharers if axis == slowest else 1),
+        }
+        for axis, rate in bytes_per_sec.items()
+    }
+    return Calibration(
+        "paper", {}, "float32", dict.fromkeys(KINDS, lines), 1.0, 1.0, 0.0, "never"
+    )
+
+
+def stream(row_bytes, expert_bytes, pre_expert_sec=0.0, **changes) -> Stream:
+    """Return the rows and experts of a forward pass on eight devices in one level."""
+    fields = {"sizes": {"dc": 8}, "is_training": False, "expert_sec": 0.0, **changes}
+    return Stream(row_bytes, expert_bytes, pre_expert_sec, **fields)
+
+
+def line(bytes_per_sec: float, latency_sec: float = 0.0) -> dict[str, float]:
+    return {"latency_sec": latency_sec, "bytes_per_sec": bytes_per_sec, "r2": 1.0}
+
+
+def calibration(flops_per_sec=1e12, **line_of_axes) -> Calibration:
+    """Return a machine with the same line for every collective over an axis."""
+    mesh = {"dc": 1, "data": 1, "expert": 4, "tensor": 2}
+    collectives = {kind: dict(line_of_axes) for kind in KINDS}
+    return Calibration(
+        "paper", mesh, "float32", collectives, flops_per_sec, 1.0, 0.0, "never"
+    )
+
+
+TWO_LEVELS = calibration(expert=line(1e8, 1e-4), tensor=line(1e10, 1e-5))

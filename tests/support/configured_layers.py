@@ -1,0 +1,201 @@
+"""One MoE layer of a Config on its mesh, and the reference's answer: outputs, router
+losses and all gradients.
+
+    MP    devices of the tensor axis        ESP    expert shards (moejax.plan.tensor)
+
+Choices are given to the layer, so that one compiled layer serves all skews.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from moejax.axes import BATCH_AXES, make_mesh, sharding
+from moejax.config import Config, Data, Router, Train
+from moejax.moe import reference, route
+from moejax.moe.layer import MoeLayer
+from moejax.moe.types import Placement, RouterLosses
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout, Topology
+from tests.support.close import assert_close
+from tests.support.expert_fields import parts_with
+from tests.support.layers import EXPERTS, QUICK, SEQ, WIDTH, devices_of, in_order
+from train.layouts import layout_of
+
+BATCH, TOP_K, HIDDEN = 16, 2, 16
+SKEWS = ("uniform", "zipf", "one_hot", "empty")
+
+
+class Case(NamedTuple):
+    cfg: Config
+    layout: Layout
+    forward: Callable
+    """forward(params, placement, x_btd, forced_btk) -> y_btd, sums"""
+    run: Callable
+    """run(the same) -> value, (y_btd, losses, sums), gradients of params and x"""
+    params: Any
+
+
+SOFTMAX = Router()
+
+
+def config(
+    mesh: Topology, batch: int = BATCH, router: Router = SOFTMAX, **moe
+) -> Config:
+    fields = {"num_experts": EXPERTS, "top_k": TOP_K, "d_expert": HIDDEN} | moe
+    rest = {"data": Data(seq_len=SEQ), "train": Train(batch_size=batch, loss_chunk=SEQ)}
+    return Config(mesh, router=router, **parts_with(fields), **rest)
+
+
+def split_layer(cfg: Config, mesh):
+    layer = MoeLayer(cfg.moe, cfg.router, WIDTH, mesh, nnx.Rngs(0))
+    return nnx.split(layer, nnx.Param, ...)
+
+
+def mesh_of(topology: Topology) -> jax.sharding.Mesh:
+    return make_mesh(topology, devices_of(topology))
+
+
+def joined(losses: RouterLosses):
+    """Return the losses as one array, judged by its largest: the rounding of a small
+    difference of large entropies is large."""
+    return jnp.stack(jax.tree.leaves(losses))
+
+
+def value_of(y_btd, losses):
+    """Return a value that is linear in no output."""
+    pull_btd = jnp.cos(jnp.arange(y_btd.size, dtype=y_btd.dtype)).reshape(y_btd.shape)
+    return jnp.sum(y_btd * pull_btd) + jnp.sum(losses) ** 2
+
+
+def differentiated(run):
+    """Return run(params, placement, x_btd, forced_btk) with its gradients."""
+    step = jax.value_and_grad(run, (0, 2), has_aux=True)
+    return jax.jit(step, compiler_options=QUICK)
+
+
+@functools.cache
+def make_case(cfg: Config, dtype: str = "float32", saved: tuple = ()) -> Case:
+    """Return the layer on its devices. Where arrays are `saved` by name, the backward
+    pass computes all others again."""
+    layout, mesh = layout_of(cfg), mesh_of(cfg.mesh)
+    graph, params, rest = split_layer(cfg, mesh)
+
+    def layer(params, placement, x_btd, forced_btk):
+        args = (x_btd, placement, layout, None, forced_btk)
+        return nnx.merge(graph, params, rest)(*args)
+
+    if saved:
+        policy = jax.checkpoint_policies.save_only_these_names(*saved)
+        layer = jax.checkpoint(layer, policy=policy)
+
+    def run(params, placement, x_btd, forced_btk):
+        y_btd, sums = layer(params, placement, x_btd, forced_btk)
+        totals = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), sums)
+        losses = joined(route.losses(totals, x_btd[..., 0].size, SEQ))
+        return value_of(y_btd, losses), (y_btd, losses, sums)
+
+    forward = jax.jit(layer, compiler_options=QUICK)
+    return Case(cfg, layout, forward, differentiated(run), params)
+
+
+@functools.cache
+def make_reference(router: Router, dtype: str):
+    """Return the same step on one device, by definition."""
+    cfg = config(Topology(), router=router)
+    graph, _, rest = split_layer(cfg, mesh_of(Topology()))
+
+    def run(params, placement, x_btd, forced_btk):
+        layer, x_nd = nnx.merge(graph, params, rest), x_btd.reshape(-1, WIDTH)
+        forced_nk = None if forced_btk is None else forced_btk.reshape(-1, TOP_K)
+        args = (layer.router_de[...], layer.bias_e[...], router, TOP_K, SEQ)
+        routes, score_ne, logit_ne = route.route(x_nd, *args, forced_nk)
+        added = route.balance_sums(score_ne, logit_ne, routes.expert_nk, SEQ)
+        totals = types.SimpleNamespace(**added)
+        losses = joined(route.losses(totals, len(x_nd), SEQ))
+        y_btd = reference.moe(x_nd, routes, layer.masters()).reshape(x_btd.shape)
+        return value_of(y_btd, losses), (y_btd, losses)
+
+    return differentiated(run)
+
+
+def operands(batch: int, skew: str, dtype: str = "float32"):
+    x_btd = np.random.default_rng(1).normal(size=(BATCH, SEQ, WIDTH)).astype(dtype)
+    return x_btd[:batch], skewed_choices(skew, TOP_K)[:batch]
+
+
+def skewed_choices(skew: str, k: int) -> np.ndarray:
+    """Return k distinct experts for every token, int32 [b, t, k]."""
+    rng = np.random.default_rng(SKEWS.index(skew))
+    chance_e = {
+        "uniform": np.ones(EXPERTS),
+        "zipf": np.arange(1, EXPERTS + 1) ** -1.5,
+        "one_hot": np.eye(EXPERTS)[0] + 1e-9,
+        "empty": np.arange(EXPERTS) % 3 == 0,
+    }[skew] * 1.0
+    noise = rng.gumbel(size=(BATCH, SEQ, EXPERTS))
+    with np.errstate(divide="ignore"):
+        score = np.log(chance_e) + noise
+    return np.argsort(-score, axis=-1, kind="stable")[..., :k].astype(np.int32)
+
+
+def home(case: Case) -> ExpertPlan:
+    return ExpertPlan.home_in(case.layout, 1)
+
+
+def on_mesh(case: Case, plan: ExpertPlan, args):
+    """Return what a case's functions take, on its devices."""
+    mesh = mesh_of(case.cfg.mesh)
+    placement = Placement.of_plan(plan.validate(case.layout), case.layout).layer(0)
+    params = jax.device_put(in_order(case.params, plan.owned_le[0]), sharding(mesh))
+    return params, placement, *jax.device_put(args, sharding(mesh, BATCH_AXES))
+
+
+def check(case: Case, skew: str = "zipf", plan=None, dtype="float32"):
+    """Compare a case with the reference; return the layer's sums."""
+    plan = plan or home(case)
+    args = operands(case.cfg.train.batch_size, skew, dtype)
+    (value, (y_btd, losses, sums)), grads = case.run(*on_mesh(case, plan, args))
+    define = make_reference(case.cfg.router, dtype)
+    (expected, outs), (d_params, d_x) = define(case.params, None, *args)
+    d_params = in_order(d_params, plan.owned_le[0])
+    found = (value, (y_btd, losses), grads)
+    assert_close(*jax.device_get((found, (expected, outs, (d_params, d_x)))))
+    assert_same_bits_along_tensor(y_btd, case.cfg.mesh)
+    assert int(jnp.sum(sums.tokens_e)) == args[1].size
+    assert int(jnp.sum(sums.dropped)) == 0
+    return sums
+
+
+def assert_same_bits_along_tensor(y_btd, mesh: Topology) -> None:
+    copies = {}
+    for shard in y_btd.addressable_shards:
+        copies.setdefault(shard.index[0].start, []).append(np.asarray(shard.data))
+    assert {len(each) for each in copies.values()} == {mesh.tensor}
+    for first, *others in copies.values():
+        assert all(first.tobytes() == other.tobytes() for other in others)
+
+
+def cut(mp: int, esp: int, expert: int, schedule: str, **changes) -> Config:
+    """Return a configuration with two rows per peer and device of the tensor axis, so
+    that even loads take two rounds.
+
+    Six sequences of 8 on two devices: along a tensor axis of 4 they are cut.
+    """
+    changes = {"rows_per_peer": 2 * mp, "batch": 6 if expert == 2 else BATCH} | changes
+    mesh = Topology(expert=expert, tensor=mp)
+    return config(mesh, schedule=schedule, expert_shards=esp, **changes)
+
+
+ALL_ROWS = {"rows_per_peer": 4 * BATCH * SEQ * TOP_K}
+"""Buffers that hold all rows in round 0, copies of base too, so that no later round is
+compiled."""
+SCHEDULES = ("base", "s1", "s2", "s1h")
+CUTS = ((2, 2, 4), (2, 1, 2), (2, 4, 4), (4, 2, 2), (1, 2, 4), (2, 2, 1), (4, 4, 2))
+"""(MP, ESP, size of the expert axis)."""

@@ -1,0 +1,54 @@
+"""Counts of sources, slots of plans, and the rows that a device deals from one to the
+other."""
+
+import functools
+
+import jax
+import numpy as np
+
+from moejax.moe.split.divide import SPLITS
+from moejax.moe.types import Placement
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout
+
+W, E = 4, 8
+MANY = 2**24
+"""Rows of one source and expert: w times as many, and sums over experts, are int32."""
+
+
+def layout_of(slots: int, split: str) -> Layout:
+    return Layout(E, W, slots, 8, store="sharded", split=split)
+
+
+@functools.cache
+def compiled(layout: Layout):
+    return jax.jit(functools.partial(SPLITS[layout.split], layout=layout))
+
+
+def quotas(counts_we: np.ndarray, row_p: np.ndarray, split: str) -> np.ndarray:
+    """Return rows from each source to each slot by number, [w, p], as a device deals
+    them."""
+    layout = layout_of(len(row_p) // W, split)
+    placement = Placement.of_plan(ExpertPlan(row_p[None], E).validate(layout), layout)
+    placement = placement.layer(0)
+    quota_wq = np.asarray(compiled(layout)(counts_we, placement).quota_wq)
+    assert quota_wq.dtype == np.int32
+    quota_wp = np.empty_like(quota_wq)
+    quota_wp[:, placement.slot_lq] = quota_wq
+    return quota_wp
+
+
+def rows_of(seed: int, slots: int = 5) -> np.ndarray:
+    """Return a plan's slots: replicas anywhere, side by side too, and empty slots."""
+    rng = np.random.default_rng(seed)
+    rest = rng.choice([-1, -1, 0, 0, 1, 5], W * slots - E)
+    return rng.permutation(np.r_[np.arange(E), rest]).astype(np.int32)
+
+
+def counts_of(seed: int) -> np.ndarray:
+    """Return counts of sources: some 0, some few, some many."""
+    rng = np.random.default_rng(seed)
+    return rng.choice([0, 0, 1, 2, 3, 17, MANY - 1, MANY], (W, E)).astype(np.int32)
+
+
+CASES = [(rows_of(seed), counts_of(seed)) for seed in range(20)]

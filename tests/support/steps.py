@@ -1,0 +1,215 @@
+"""A small train step under each store, compiled once on eight devices, and steps from
+one state.
+
+    make_case(store, dtype) -> Case          the compiled step
+    one_step(case, state, plan)              from and to logical NumPy
+    check_step(actual, expected, dtype)      loss, gradients, moments and parameters
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from moejax.axes import make_mesh
+from moejax.config import Config, Data, Dispatch, Moe, Optimizer, Router, Train
+from moejax.config import Model as ModelConfig
+from moejax.moe.types import Placement, Windows
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Topology
+from tests.support.close import assert_close
+from train.balance.migrate import Mover
+from train.layouts import layout_of
+from train.step.compiled import home_plan, on_devices, trace_train_step
+from train.step.expert_params import is_expert
+from train.step.optimizer import make_optimizer
+from train.step.state import abstract_state
+from train.step.step import Model, window_sharding
+
+L, E, SLOTS, BATCH, SEQ, WIDTH, HIDDEN = 2, 8, 3, 16, 8, 16, 32
+ONE_EXPERT = WIDTH * HIDDEN
+"""Values of an expert's smallest matrix: more than any other parameter has."""
+QUICK = {"xla_backend_optimization_level": 0}  # compiled in half the time
+SMALL = Config(
+    mesh=Topology(data=2, expert=4),
+    model=ModelConfig(
+        vocab_size=16, d_model=WIDTH, num_layers=L, num_heads=1, num_kv_heads=1,
+        head_dim=8, compute_dtype="float32",
+    ),
+    # Room for all rows of a peer: later rounds are the subject of test_layer.py.
+    moe=Moe(num_experts=E, top_k=2, d_expert=HIDDEN),
+    dispatch=Dispatch(rows_per_peer=BATCH * SEQ),
+    # Without Switch's loss, which alone would tell micro-batches from one batch.
+    router=Router(balance_loss=0.0, sequence_balance_loss=0.05),
+    optimizer=Optimizer(learning_rate=3e-3, warmup_steps=5, eps=1e-6),
+    data=Data(seq_len=SEQ),
+    train=Train(batch_size=BATCH, num_steps=100, loss_chunk=SEQ),
+)  # fmt: skip
+OWN = E // SMALL.mesh.expert
+COPIES = {"offers_per_device": OWN, "copies_per_device": SLOTS}
+STORES = {
+    "owned": {"store": "owned", "slots_per_device": OWN},
+    "transient": {"store": "transient", **COPIES},
+    "prefetched": {"store": "transient", "prefetch": True, **COPIES},
+    "resident": {"store": "resident", **COPIES},
+    "filled": {"store": "resident", **COPIES},
+    "dynamic": {
+        "store": "transient", "slots_per_device": 2 * OWN, "offers_per_device": OWN,
+        "copies_per_device": OWN,
+    },
+    "sharded": {"store": "sharded"},
+}  # fmt: skip
+SPLITS = {
+    "prefetched": "local_first",
+    "sharded": "local_first",
+    "filled": "water_filling",
+    "dynamic": "dynamic",
+}
+MICRO_BATCHES = {"resident": 2, "filled": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A compiled train step, where its state lies, and the moves between owners."""
+
+    model: Model
+    traced: object
+    step: object
+    mover: Mover
+    shardings: object
+
+
+def make_model(store: str, dtype: str, split=None, **model_changes) -> Model:
+    split = split or SPLITS.get(store, "even")
+    fields = {"slots_per_device": SLOTS, "split": split, **STORES[store]}
+    mesh_sizes = model_changes.pop("mesh", SMALL.mesh)
+    micro_batches = MICRO_BATCHES.get(store, 1)
+    cfg = dataclasses.replace(
+        SMALL,
+        mesh=mesh_sizes,
+        model=dataclasses.replace(SMALL.model, **model_changes),
+        dispatch=dataclasses.replace(SMALL.dispatch, **fields),
+        train=dataclasses.replace(SMALL.train, accumulate_steps=micro_batches),
+    )
+    return model_from(cfg, dtype)
+
+
+def model_from(cfg: Config, dtype: str) -> Model:
+    """Return the model of a configuration, with an optimizer that keeps gradients."""
+    object.__setattr__(cfg.model, "compute_dtype", dtype)  # float64 is no choice
+    mesh = make_mesh(cfg.mesh)
+    adamw = make_optimizer(cfg.optimizer, cfg.train.num_steps)
+    return Model(cfg, mesh, layout_of(cfg), optax.chain(keep_gradients(), adamw))
+
+
+@functools.cache
+def make_case(*args, **kwargs) -> Case:
+    return make_case_of(make_model(*args, **kwargs))
+
+
+def make_case_of(model: Model) -> Case:
+    traced = trace_train_step(model)
+    step = traced.lower().compile(compiler_options=QUICK)
+    args = (model.cfg, model.mesh, model.optimizer, model.layout.store)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(*args))
+    return Case(model, traced, step, Mover(model), shardings)
+
+
+def keep_gradients() -> optax.GradientTransformation:
+    """Return a transformation that changes nothing and whose state is the last
+    gradient."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda grads, _state, _params=None: (grads, grads),
+    )
+
+
+def windows_of(case: Case, step: int) -> Windows:
+    """Return the tokens of one step, in micro-batches."""
+    shape = (case.model.cfg.train.accumulate_steps, -1, SEQ + 1)
+    token_bt = np.random.default_rng(step).integers(0, 16, (BATCH, SEQ + 1))
+    position_bt = np.broadcast_to(np.arange(SEQ + 1), token_bt.shape)
+    windows = Windows(token_bt, position_bt)
+    windows = jax.tree.map(lambda x: x.astype(np.int32).reshape(shape), windows)
+    return jax.device_put(windows, window_sharding(case.model.mesh))
+
+
+def run(case: Case, state, plan: ExpertPlan, step: int):
+    placement = on_devices(plan, case.model.layout, case.model.mesh)
+    return case.step(state, placement, windows_of(case, step))
+
+
+def one_step(case: Case, state, plan: ExpertPlan, step: int = 0):
+    """Return the state after a step from `state`, both logical and NumPy, and the
+    metrics."""
+    state = jax.device_put(in_order(state, plan.owned_le), case.shardings)
+    state, metrics = jax.device_get(run(case, state, plan, step))
+    return in_order(state, np.argsort(plan.owned_le, axis=1)), metrics
+
+
+def in_order(state, order_le):
+    """Return experts' masters and moments of each layer taken in this order."""
+    layer_l1 = np.arange(L)[:, None]
+
+    def ordered(path, leaf):
+        return leaf[layer_l1, order_le] if is_expert(path) else leaf
+
+    return jax.tree_util.tree_map_with_path(ordered, state)
+
+
+@functools.cache
+def warm_state(dtype: str):
+    """Return a logical NumPy state with warm moments and a bias that skews loads.
+
+    With moments at zero Adam's step is a sign, which is chance where a gradient is all
+    but zero.
+    """
+    model, rng = make_model("owned", dtype), np.random.default_rng(0)
+    values = {
+        ".params": lambda shape: 0.3 * rng.normal(size=shape),
+        ".mu": lambda shape: 1e-3 * rng.normal(size=shape),
+        ".nu": lambda shape: 1e-5 * rng.uniform(0.5, 1.5, shape),
+        ".count": lambda _: 5,
+        ".router_bias": lambda _: 0.1 * 0.5 ** np.arange(E),
+    }
+
+    def warm(path, leaf):
+        makes = [values[name] for name in map(str, path) if name in values]
+        value = makes[0](leaf.shape) if makes else 0
+        return np.full(leaf.shape, value, leaf.dtype)
+
+    state = abstract_state(model.cfg, model.mesh, model.optimizer)
+    return jax.tree_util.tree_map_with_path(warm, state)
+
+
+def home(case: Case) -> ExpertPlan:
+    return home_plan(case.model.cfg, case.model.layout)
+
+
+def check_step(actual, expected, dtype, **kwargs) -> None:
+    """Compare loss, gradients, moments and parameters; every device chose the same
+    experts."""
+    (state, metrics), (expected_state, expected_metrics) = actual, expected
+    tokens = metrics.routing.tokens_lwe, expected_metrics.routing.tokens_lwe
+    assert np.array_equal(tokens[0].sum(1), tokens[1].sum(1))
+    names = ("loss", "total_loss", "grad_norm")
+    for name in names:
+        pair = getattr(metrics, name), getattr(expected_metrics, name)
+        assert_close(*pair, dtype=dtype, **kwargs)
+    assert not metrics.is_skipped
+    assert_close(state, expected_state, dtype=dtype, **kwargs)
+
+
+def routed_step(router: Router):
+    """Return SMALL's model with this router, its abstract state and its arguments, to
+    trace."""
+    cfg = dataclasses.replace(SMALL, router=router)
+    mesh = make_mesh(cfg.mesh)
+    model = Model(cfg, mesh, layout_of(cfg), optax.sgd(0.1))
+    state = abstract_state(cfg, mesh, model.optimizer)
+    placement = Placement.of_plan(ExpertPlan.home_in(model.layout, L), model.layout)
+    zeros_abt = np.zeros((1, BATCH, SEQ + 1), np.int32)
+    return model, state, placement, Windows(zeros_abt, zeros_abt)
