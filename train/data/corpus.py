@@ -17,12 +17,13 @@ import numpy as np
 
 from moejax.config import Data
 from train.data.cache import known_scan, known_sha256, tokens_of
-from train.data.documents import expand, is_packed, kind_of
+from train.data.documents import expand, kind_of
 from train.data.indexed import Indexed, open_tokens
 from train.data.lines import Line, line_of, read_tokens, split, whole
 from train.data.mixture import shares
 from train.data.prepared import MANIFEST, read_manifest
 from train.data.pysrc import read_pysrc
+from train.data.records import is_packed
 from train.data.tokenizer import Tokenizer, load_tokenizer
 
 _SHARDS = (".npy", ".bin", ".idx")

@@ -13,26 +13,33 @@ cannot be read is an event like any other, and the reader goes on behind it.
 """
 
 import codecs
-import dataclasses
 import glob
-import gzip
 import os
 import sys
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO
 
-MAX_RECORD_BYTES = 16 * 2**20
-"""A longer line or row is a bad record: it is skipped without being held."""
+from train.data import jsonl
+from train.data.records import (
+    DAMAGED_GZIP,
+    READ_BYTES,
+    Bad,
+    End,
+    Event,
+    Kind,
+    Piece,
+    Text,
+    find_fault,
+    is_packed,
+    opened,
+    unreadable,
+)
+
 PIECE_BYTES = 4 * 2**20
 BLOCK_CHARS = 2**18
 """Longest text that is given to a tokenizer in one go: an encoding takes some 100 bytes
 a token."""
-READ_BYTES = 2**20
-DAMAGED_GZIP = (gzip.BadGzipFile, EOFError, zlib.error)
-
-Kind = Literal["text", "jsonl", "parquet"]
 _NO_STREAMS = {
     ".npy": "holds tokens, no text: name it as Data.corpus as it is",
     ".bin": "holds tokens, no text: name it as Data.corpus as it is",
@@ -41,44 +48,6 @@ _NO_STREAMS = {
     (".zst", ".xz", ".bz2", ".zip", ".tar", ".7z"),
     "is compressed in a way that is not read: unpack it, or use .gz",
 )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a file: a range of its bytes, or of its row groups."""
-
-    path: Path
-    kind: Kind
-    start: int
-    stop: int
-    num_bytes: int
-    ends_file: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Text:
-    """A document, or the next part of the document that has begun."""
-
-    text: str
-    begins: bool = True
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Bad:
-    """A record that was skipped: its number in the piece, or None for all of a file."""
-
-    record: int | None
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class End:
-    """The piece is over and held so many lines or rows."""
-
-    num_records: int
-
-
-Event = Text | Bad | End
 
 
 def expand(patterns: Iterable[str | Path]) -> list[Path]:
@@ -119,10 +88,6 @@ def kind_of(path: Path) -> Kind:
     return "jsonl" if suffix in (".jsonl", ".ndjson") else "text"
 
 
-def is_packed(path: Path) -> bool:
-    return path.suffix.lower() == ".gz"
-
-
 def pieces(path: Path, text_key: str) -> list[Piece]:
     """The pieces of a file in order; a parquet file's schema is checked.
 
@@ -154,8 +119,6 @@ def read(piece: Piece, text_key: str, forbidden: str | None) -> Iterator[Event]:
 
         events = parquet.read(piece, text_key, forbidden)
     elif piece.kind == "jsonl":
-        from train.data import jsonl
-
         events = jsonl.read(piece, text_key, forbidden)
     else:
         events = _read_text(piece.path, forbidden)
@@ -186,13 +149,6 @@ def _cut(text: str, start: int) -> int:
     after_line = text.rfind("\n", start, limit) + 1
     before_space = text.rfind(" ", start + 1, limit)
     return after_line or (before_space if before_space > 0 else limit)
-
-
-def find_fault(text: str, forbidden: str | None) -> str | None:
-    """Why a text cannot be a document, or None."""
-    if forbidden is not None and forbidden in text:
-        return f"the text holds {forbidden!r}, which separates documents"
-    return None
 
 
 def _read_text(path: Path, forbidden: str | None) -> Iterator[Event]:
@@ -228,18 +184,3 @@ def _decoded(file: BinaryIO) -> Iterator[str]:
     while part := file.read(READ_BYTES):
         yield decoder.decode(part)
     yield decoder.decode(b"", True)
-
-
-def opened(path: Path) -> BinaryIO:
-    """The file's bytes, unpacked. Raises ValueError when it cannot be opened."""
-    try:
-        return gzip.open(path) if is_packed(path) else path.open("rb")
-    except OSError as fault:
-        raise unreadable(path, fault) from fault
-
-
-def unreadable(path: Path, fault: OSError) -> ValueError:
-    return ValueError(
-        f"'{path}' cannot be read: {fault.strerror or fault}: check the path, its "
-        "rights and its disk"
-    )

@@ -20,15 +20,8 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from train.data.documents import (
-    BLOCK_CHARS,
-    Bad,
-    End,
-    Piece,
-    Text,
-    blocks,
-    read,
-)
+from train.data.documents import BLOCK_CHARS, blocks, read
+from train.data.records import Bad, End, Piece, Text
 from train.data.tokenizer import Tokenizer, load_tokenizer
 
 _AHEAD = 32

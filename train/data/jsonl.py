@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from train.data.documents import (
+from train.data.records import (
     DAMAGED_GZIP,
     MAX_RECORD_BYTES,
     READ_BYTES,

@@ -10,7 +10,7 @@ os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 import pyarrow as pa
 from pyarrow import parquet
 
-from train.data.documents import (
+from train.data.records import (
     MAX_RECORD_BYTES,
     Bad,
     End,

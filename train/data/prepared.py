@@ -22,9 +22,10 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from train.data.documents import expand, pieces, unreadable
+from train.data.documents import expand, pieces
 from train.data.encoding import Recipe, encode
 from train.data.indexed import file_sha256
+from train.data.records import unreadable
 from train.data.shards import Progress, Shards
 from train.data.tokenizer import load_tokenizer
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from train.data.documents import Bad, Piece
 from train.data.encoding import Chunk
 from train.data.indexed_writer import IndexedWriter, Shard
+from train.data.records import Bad, Piece
 
 SHARD_TOKENS = 2**29
 SHARD_DOCUMENTS = 2**22

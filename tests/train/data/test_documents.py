@@ -10,7 +10,8 @@ from pyarrow import parquet as pq
 
 from tests.support.data_files import TEXTS, write_jsonl, write_parquet, write_text
 from train.data import documents, jsonl
-from train.data.documents import Bad, End, Text, blocks, expand, kind_of, pieces, read
+from train.data.documents import blocks, expand, kind_of, pieces, read
+from train.data.records import Bad, End, Text
 
 
 def read_all(path: Path, text_key: str = "text", forbidden: str | None = "\0"):
