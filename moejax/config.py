@@ -16,7 +16,6 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from moejax.plan.domain import Domain, Form
 from moejax.plan.layout import (
     GROUP_AXES,
     Fp8,
@@ -27,7 +26,7 @@ from moejax.plan.layout import (
     Topology,
     uneven_group,
 )
-from moejax.plan.tensor import Schedule, Tensor
+from moejax.plan.parallel import Domain, Form, Schedule, Tensor
 
 
 def require(claim: bool, message: str) -> None:

@@ -7,9 +7,8 @@ from typing import NamedTuple
 from moejax.config import Config
 from moejax.perf import choose_domain, choose_schedule
 from moejax.perf.calibration import Calibration
-from moejax.plan.domain import Domain
 from moejax.plan.layout import ITEMSIZE
-from moejax.plan.tensor import Tensor
+from moejax.plan.parallel import Domain, Tensor
 from train.calibrated import calibration_of, other_flops_per_device
 from train.parts import Parts, micro_batch_tokens
 

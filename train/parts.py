@@ -3,8 +3,7 @@
 import dataclasses
 
 from moejax.config import Config
-from moejax.plan.domain import Domain
-from moejax.plan.tensor import Tensor
+from moejax.plan.parallel import Domain, Tensor
 
 
 @dataclasses.dataclass(frozen=True)

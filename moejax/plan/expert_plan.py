@@ -199,11 +199,6 @@ class ExpertPlan:
             None if owned is None else np.array(owned, dtype=np.int32),
         ).validate()
 
-    def _repr_html_(self) -> str:
-        from moejax import show
-
-        return show.plan(self)._repr_html_()
-
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, ExpertPlan)

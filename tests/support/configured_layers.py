@@ -1,7 +1,7 @@
 """One MoE layer of a Config on its mesh, and the reference's answer: outputs, router
 losses and all gradients.
 
-    MP    devices of the tensor axis        ESP    expert shards (moejax.plan.tensor)
+    MP    devices of the tensor axis        ESP    expert shards (moejax.plan.parallel)
 
 Choices are given to the layer, so that one compiled layer serves all skews.
 """

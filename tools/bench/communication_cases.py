@@ -27,10 +27,9 @@ from moejax.moe.types import Placement
 from moejax.moe.weights.stores import master_spec
 from moejax.perf import choose_domain, choose_schedule, terms
 from moejax.perf.calibration import Calibration
-from moejax.plan.domain import Domain
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import GROUP_AXES, Layout, Topology
-from moejax.plan.tensor import Tensor
+from moejax.plan.parallel import Domain, Tensor
 
 ITEMSIZE = 4
 """float32: CPUs emulate bfloat16, slowly."""

@@ -1,7 +1,7 @@
 """Every order of collectives is the same layer: outputs, router losses, all gradients
 against moe/reference.py; and what a schedule may do otherwise.
 
-    MP    devices of the tensor axis        ESP    expert shards (moejax.plan.tensor)
+    MP    devices of the tensor axis        ESP    expert shards (moejax.plan.parallel)
 
 Choices are given to the layer, so that one compiled layer serves all skews; buffers are
 small, so that later rounds run.

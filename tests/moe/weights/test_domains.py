@@ -15,9 +15,8 @@ import pytest
 
 from moejax.config import Router
 from moejax.moe.dense import check_dense
-from moejax.plan.domain import Domain
 from moejax.plan.layout import Layout, Topology
-from moejax.plan.tensor import Tensor
+from moejax.plan.parallel import Domain, Tensor
 from tests.support.configured_layers import SKEWS, check, config, make_case, mesh_of
 from tests.support.random_plans import random_plan
 from tests.support.steps import SMALL
