@@ -29,7 +29,7 @@ import numpy as np
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from moejax.kernels.grouped_dot import fp8  # noqa: E402
-from moejax.kernels.grouped_dot.products import products  # noqa: E402
+from moejax.kernels.grouped_dot.choose import products  # noqa: E402
 from moejax.kernels.shapes import Shape, rows_of  # noqa: E402
 from tools.bench.grouped_dot_cases import defined, relative_error  # noqa: E402
 from train.launch.ending import DONE, emit, guarded  # noqa: E402

@@ -1,8 +1,9 @@
 """Which kernels a run's layers use, in words for its start."""
 
 from moejax.config import Config
-from moejax.kernels import device
-from moejax.kernels.device import Choice
+from moejax.kernels.device import Choice, device_here
+from moejax.kernels.grouped_dot.choose import choose_grouped_dot
+from moejax.kernels.permute.choose import choose_permute
 from moejax.kernels.shapes import Shape
 from moejax.kernels.tuning import of_layer, tuned
 from moejax.plan.layout import Layout
@@ -21,7 +22,7 @@ def kernels_of(cfg: Config, layout: Layout) -> dict[str, Choice]:
         _grouped_dot(cfg, layout, view.num_senders * rows // view.num_windows)
         for rows in (view.rows_per_peer, view.rows_per_round)
     )
-    kernels = {"grouped_dot": first, "permute": device.permute_here(dtype, d)}
+    kernels = {"grouped_dot": first, "permute": choose_permute(dtype, d)}
     if layout.exchange == "exact" and later.implementation != first.implementation:
         kernels["grouped_dot in later rounds"] = later
     return kernels
@@ -31,11 +32,11 @@ def _grouped_dot(cfg: Config, layout: Layout, num_rows: int) -> Choice:
     shards = 1 if layout.is_local else cfg.expert_shards
     d, f, dtype = cfg.model.d_model, cfg.moe.d_expert // shards, cfg.model.compute_dtype
     is_fp8 = layout.fp8 != "none"
-    found = device.grouped_dot_here(dtype, num_rows, d, f, is_fp8=is_fp8)
+    found = choose_grouped_dot(dtype, num_rows, d, f, is_fp8=is_fp8)
     if found.implementation != "hopper":
         return found._replace(why=found.why + _emulated(layout))
     shape = Shape(num_rows, d, f, layout.slots_per_device)
-    kind = device.device_here().device_kind
+    kind = device_here().device_kind
     products = of_layer(shape, is_fp8=is_fp8)
     count = sum(tuned(which, of, dtype, kind) is not None for which, of in products)
     said = f"{count} of {len(products)} products with measured tiles"

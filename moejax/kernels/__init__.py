@@ -1,5 +1,6 @@
 """Kernels on ragged rows. Each room holds its definition (`reference.py`), what is fast
-and on what, and one public function that chooses between them.
+and on what, and one public function that chooses between them. Layouts and plans are
+not known here: what a kernel needs of them is passed in.
 """
 
 import jax

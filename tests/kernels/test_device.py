@@ -15,10 +15,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from moejax.axes import AXES, make_mesh
 from moejax.config import Config, Model, Moe, Router
-from moejax.kernels import device as choice
+from moejax.kernels.device import is_hopper
 from moejax.kernels.grouped_dot import vjp
+from moejax.kernels.grouped_dot.choose import choose_grouped_dot
 from moejax.kernels.grouped_dot.hopper import kernels
 from moejax.kernels.grouped_dot.hopper.ring import Run
+from moejax.kernels.permute.choose import choose_permute
 from moejax.kernels.tuning import Tiles
 from moejax.moe import reference, route
 from moejax.moe.experts import swiglu
@@ -53,13 +55,13 @@ def on(device: AbstractDevice):
     ],
 )
 def test_is_hopper(device, expected):
-    assert choice.is_hopper(device) is expected
+    assert is_hopper(device) is expected
 
 
 def test_here_is_a_cpu():
-    found = choice.grouped_dot_here("bfloat16", 4096, 4096, 1024)
+    found = choose_grouped_dot("bfloat16", 4096, 4096, 1024)
     assert found == ("blocked", "the kernels are for Hopper, not cpu")
-    assert choice.permute_here("bfloat16", 4096).implementation == "xla"
+    assert choose_permute("bfloat16", 4096).implementation == "xla"
 
 
 @pytest.mark.parametrize(
@@ -73,23 +75,23 @@ def test_here_is_a_cpu():
 )
 def test_grouped_dot_on_hopper(dtype, num_rows, widths, expected, why):
     with on(H200):
-        found = choice.grouped_dot_here(dtype, num_rows, *widths)
+        found = choose_grouped_dot(dtype, num_rows, *widths)
     assert found.implementation == expected
     assert why in found.why
 
 
 def test_fp8_on_hopper_declines_parts_of_a_block():
     with on(H200):
-        found = choice.grouped_dot_here("bfloat16", 4096, 1024, 192, is_fp8=True)
-        assert choice.grouped_dot_here("bfloat16", 4096, 1024, 192)[0] == "hopper"
+        found = choose_grouped_dot("bfloat16", 4096, 1024, 192, is_fp8=True)
+        assert choose_grouped_dot("bfloat16", 4096, 1024, 192)[0] == "hopper"
     why = "a width of 192 is no multiple of 128, a block in fp8"
     assert found == ("blocked", f"the Hopper kernels decline: {why}")
 
 
 def test_permute_on_hopper_declines_narrow_rows():
     with on(H200):
-        assert choice.permute_here("bfloat16", 4096).implementation == "hopper"
-        found = choice.permute_here("bfloat16", 24)
+        assert choose_permute("bfloat16", 4096).implementation == "hopper"
+        found = choose_permute("bfloat16", 24)
     assert found.implementation == "xla"
     assert "d=24 must be a multiple of" in found.why
 

@@ -2,6 +2,7 @@
 device against NumPy in float64. The Hopper kernel of them is in test_hopper_fp8.py."""
 
 import functools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 
 from moejax.kernels.grouped_dot import fp8, grouped_dot, grouped_swiglu
-from moejax.kernels.grouped_dot.products import products
+from moejax.kernels.grouped_dot.choose import products
 from moejax.kernels.shapes import rows_of
+from moejax.plan.layout import Fp8
 from tests.support import fp8_definition as definition
 from tests.support.close import assert_close
 
@@ -30,6 +32,10 @@ def some_rows(dtype="float32", shape=(6, 300)):
     size = 10 ** random.uniform(-4, 3, (shape[0], -(-shape[1] // 64)))
     values = random.standard_normal(shape)
     return jnp.asarray(values * np.repeat(size, 64, axis=1)[:, : shape[1]], dtype)
+
+
+def test_the_options_of_a_layout_are_those_of_the_kernels():
+    assert set(get_args(Fp8)) == {"none", *fp8.GRADIENTS}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

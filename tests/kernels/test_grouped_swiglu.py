@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from moejax.kernels.grouped_dot import grouped_swiglu, reference
-from moejax.kernels.grouped_dot.products import products
+from moejax.kernels.grouped_dot.choose import products
 from moejax.kernels.shapes import SKEWS, rows_of
 from tests.support.close import assert_close
 

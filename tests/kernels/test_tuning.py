@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from moejax.kernels import device as choice
+from moejax.kernels import device as device_module
 from moejax.kernels import tuning
 from moejax.kernels.grouped_dot.hopper import kernels
 from moejax.kernels.shapes import MODEL_SHAPES, Shape
@@ -241,7 +241,7 @@ def test_what_hopper_declines_needs_no_measured_tiles(
     monkeypatch.setitem(MODEL_SHAPES, "tiny", shape)
     kind = "no such device"
     device = types.SimpleNamespace(device_kind=kind, compute_capability="9.0")
-    monkeypatch.setattr(choice, "device_here", lambda: device)
+    monkeypatch.setattr(device_module, "device_here", lambda: device)
     monkeypatch.setattr(grouped_dot, "about", lambda settings: {"device": kind})
     options = f"--device gpu --shapes tiny --skews zipf --impls hopper --dtype {dtype}"
     assert grouped_dot.main([*options.split(), "--json"]) == 0

@@ -12,10 +12,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from moejax.kernels.water_fill import water_fill
+from moejax.plan.water_filling import MAX_SWEEPS
 from tests.support.close import assert_close
 
 KINDS = ("zipf", "equal", "hot", "sparse", "nothing", "none")
-FUSED = functools.partial(water_fill, fused=True, interpret=True)
+PLAIN = functools.partial(water_fill, max_sweeps=MAX_SWEEPS)
+FUSED = functools.partial(PLAIN, fused=True, interpret=True)
 
 
 def instance(seed, kind, num_items, num_colours, num_bins):
@@ -72,7 +74,7 @@ def scanned(solve, arrays):
 )
 def test_fused_gives_the_same_bits(sizes, count, max_sweeps):
     arrays = stacked(count, *sizes)
-    expected = scanned(functools.partial(water_fill, max_sweeps=max_sweeps), arrays)
+    expected = scanned(functools.partial(PLAIN, max_sweeps=max_sweeps), arrays)
     fused = scanned(functools.partial(FUSED, max_sweeps=max_sweeps), arrays)
     assert_close(fused, expected)
     num_bins = sizes[-1]
@@ -94,13 +96,13 @@ def test_every_device_solves_its_own_in_shard_map():
     on_devices = jax.shard_map(
         solve, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")
     )
-    assert_close(jax.jit(on_devices)(*arrays), scanned(water_fill, arrays))
+    assert_close(jax.jit(on_devices)(*arrays), scanned(PLAIN, arrays))
 
 
 def test_example_of_the_docstring():
     item_cw = jnp.array([[0, 0, -1], [-1, 1, 1]])
     amount_cw = jnp.array([[3, 3, 0], [0, 2, 2]])
-    filled = water_fill(item_cw, amount_cw, jnp.zeros(3, int), 2, 0)
+    filled = PLAIN(item_cw, amount_cw, jnp.zeros(3, int), 2, 0)
     assert filled.amount_cw.tolist() == [[4, 2, 0], [0, 1, 3]]
     assert filled.level_w.tolist() == [4, 3, 3]
     assert (filled.bound, filled.sweeps) == (4, 1)
@@ -109,7 +111,7 @@ def test_example_of_the_docstring():
 def lowered(num_colours, num_bins):
     table = jax.ShapeDtypeStruct((num_colours, num_bins), jnp.int32)
     line, number = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((num_bins,), ()))
-    solve = jax.jit(functools.partial(water_fill, fused=True))
+    solve = jax.jit(functools.partial(PLAIN, fused=True))
     traced = solve.trace(table, table, line, number, number)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 

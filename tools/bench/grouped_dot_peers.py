@@ -1,6 +1,6 @@
 """Arms of tools/bench/grouped_dot.py: ours, and what computes the same elsewhere.
 
-    hopper, blocked  ours: moejax.kernels.grouped_dot.products
+    hopper, blocked  ours: moejax.kernels.grouped_dot.choose
     hopper_fp8       ours too: forward and dgrad of 8-bit values, with what rounds x, dy
                      and w to them, all gradients in e4m3
     ragged_dot       jax.lax.ragged_dot_general, with the dims of ragged_dot's gradients
@@ -102,7 +102,7 @@ def of_pass(products: Products, which: str) -> Callable:
 
 
 def ours(implementation: str, fp8: str = "none") -> dict[str, Products]:
-    from moejax.kernels.grouped_dot.products import products
+    from moejax.kernels.grouped_dot.choose import products
 
     return {"": products(implementation, fp8=fp8)}
 

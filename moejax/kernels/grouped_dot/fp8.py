@@ -21,8 +21,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from moejax.plan.layout import Fp8
-
 BLOCK = 128
 VALUES = jnp.float8_e4m3fn
 """Of x and w."""
@@ -75,7 +73,7 @@ def rounded_matrices(w_gdf: Array) -> Array:
     return rounded(w_gdf, VALUES, OF_MATRICES)
 
 
-def check_option(fp8: Fp8, dtype) -> None:
+def check_option(fp8: str, dtype) -> None:
     """ValueError for another name, or arrays that have no 8-bit values."""
     if fp8 not in ("none", *GRADIENTS):
         raise ValueError(f"fp8={fp8!r} is not one of none, {', '.join(GRADIENTS)}")

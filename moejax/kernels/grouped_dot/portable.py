@@ -18,10 +18,25 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moejax.kernels import zeros_varying_as
+from moejax.kernels.grouped_dot.products import Products, composed
 
 TAIL_ROWS = (32, 64, 96, 128, 160, 192, 224, 256)
 """Sizes of tail blocks, up to the block's own. What fills up the tails was most of what
 a product cost above a dense one; but each size is compiled in every product."""
+
+
+def products(block_rows: int | None = None) -> Products:
+    """Return the products with blocks of this many rows, or else of the default."""
+
+    def of(product: Callable) -> Callable:
+        def bound(*arrays: Array) -> Array:
+            num_rows, num_groups = arrays[0].shape[0], arrays[-1].shape[0]
+            rows = block_rows or default_block_rows(num_rows, num_groups)
+            return product(*arrays, min(rows, num_rows))
+
+        return bound
+
+    return composed(of(forward), of(dgrad), of(wgrad))
 
 
 def default_block_rows(num_rows: int, num_groups: int) -> int:

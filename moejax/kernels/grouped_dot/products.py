@@ -1,23 +1,28 @@
-"""The grouped products of each implementation, without their gradients."""
+"""The grouped products that an implementation has, and SwiGLU where it fuses none.
 
-import functools
+    into_mh = x @ into_gdh, gate in columns [:f] and up in [f:]     h = 2 f
+    h_mf    = silu(gate) * up                                       dh_mf = dy @ down.T
+
+The activation is a pass over all rows after the product. In the loop over blocks, while
+a block is in cache, it gained nothing on CPUs: docs/log.md.
+"""
+
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
-from moejax.kernels import zeros_varying_as
-from moejax.kernels.grouped_dot import portable, reference, swiglu
-from moejax.kernels.grouped_dot.fp8 import GRADIENTS, rounded_matrices, rounded_rows
-from moejax.plan.layout import Fp8
+Product = Callable[[Array, Array, Array], Array]
+"""(rows, matrices, rows_g) -> rows"""
 
 
 class Products(NamedTuple):
-    """Of one implementation. Rows past sum(rows_g) are not looked at, and zero in
-    results; sums are taken in float32 at least. `into` has gate's columns first."""
+    """The products of one implementation. Rows past sum(rows_g) are not looked at, and
+    zero in results; sums are taken in float32 at least. `into` has gate's columns
+    first."""
 
     forward: Callable[[Array, Array, Array], Array]
     """(x_md, w_gdf, rows_g) -> y_mf"""
@@ -33,78 +38,52 @@ class Products(NamedTuple):
     where dy is that of h @ down, and h once more"""
 
 
-@functools.cache
-def products(
-    implementation: str, block_rows: int | None = None, fp8: Fp8 = "none"
-) -> Products:
-    """Of 'blocked' (`block_rows` is of this one), 'hopper', 'reference' and 'xla'.
-
-    With fp8, forward and dgrad are those of rounded arrays (fp8.py): x and w in e4m3,
-    dy as `fp8` says; wgrad is of x and dy as they are. Only 'hopper' multiplies 8-bit
-    values: the others multiply what they stand for, and have the accuracy without the
-    speed.
-    """
-    if implementation == "hopper":
-        # Pallas takes half a second to import, and only this needs it.
-        from moejax.kernels.grouped_dot.hopper import kernels
-
-        return kernels.products(fp8=fp8)
-    if implementation == "blocked":
-        own = _blocked(block_rows)
-    else:
-        own = _derived(DERIVED[implementation])
-    return own if fp8 == "none" else _of_rounded(own, fp8)
-
-
 def composed(forward: Callable, dgrad: Callable, wgrad: Callable) -> Products:
-    """With the halves of SwiGLU as passes after the products."""
-    fused = partial(swiglu.swiglu, forward), partial(swiglu.swiglu_dgrad, dgrad)
-    return Products(forward, dgrad, wgrad, *fused)
+    """Return products with the halves of SwiGLU as passes after them."""
+    passes = partial(_swiglu, forward), partial(_swiglu_dgrad, dgrad)
+    return Products(forward, dgrad, wgrad, *passes)
 
 
-def ragged_dot(x_md: Array, w_gdf: Array, rows_g: Array) -> Array:
-    accumulate = jnp.promote_types(x_md.dtype, jnp.float32)
-    y_mf = jax.lax.ragged_dot(x_md, w_gdf, rows_g, preferred_element_type=accumulate)
-    return y_mf.astype(x_md.dtype)
+def _swiglu(
+    forward: Product,
+    x_md: Float[Array, "m d"],
+    into_gdh: Float[Array, "g d h"],
+    rows_g: Int[Array, " g"],
+) -> tuple[Float[Array, "m f"], Float[Array, "m h"]]:
+    """Return (h_mf, into_mh), zero in rows past sum(rows_g) and in the dtype of x_md.
+
+    The activation is taken in float32 at least. into_mh is what _swiglu_dgrad needs.
+    """
+    into_mh = forward(x_md, into_gdh, rows_g)
+    gate_mf, up_mf = _gate_and_up(into_mh)
+    return (jax.nn.silu(gate_mf) * up_mf).astype(x_md.dtype), into_mh
 
 
-DERIVED = {"reference": reference.grouped_dot, "xla": ragged_dot}
-"""Products whose gradients JAX derives."""
+def _swiglu_dgrad(
+    dgrad: Product,
+    dy_md: Float[Array, "m d"],
+    down_gfd: Float[Array, "g f d"],
+    into_mh: Float[Array, "m h"],
+    rows_g: Int[Array, " g"],
+) -> tuple[Float[Array, "m h"], Float[Array, "m f"]]:
+    """Return (dinto_mh, h_mf) of y = h @ down under the cotangent dy_md, in its dtype.
+
+    into_mh is that of _swiglu, zero in rows past sum(rows_g), and so are both results.
+    h_mf is _swiglu's once more, for the gradient of down: it need not be kept.
+    """
+    dh_mf = _wide(dgrad(dy_md, down_gfd, rows_g))
+    gate_mf, up_mf = _gate_and_up(into_mh)
+    sigmoid_mf = jax.nn.sigmoid(gate_mf)
+    silu_mf = gate_mf * sigmoid_mf
+    # The derivative of silu is sigmoid + silu (1 - sigmoid).
+    dgate_mf = dh_mf * up_mf * (sigmoid_mf + silu_mf * (1 - sigmoid_mf))
+    dinto_mh = jnp.concatenate([dgate_mf, dh_mf * silu_mf], axis=1)
+    return dinto_mh.astype(dy_md.dtype), (silu_mf * up_mf).astype(dy_md.dtype)
 
 
-def _of_rounded(own: Products, fp8: Fp8) -> Products:
-    def forward(x_md: Array, w_gdf: Array, rows_g: Array) -> Array:
-        arrays = rounded_rows(x_md), rounded_matrices(w_gdf)
-        return own.forward(*arrays, rows_g).astype(x_md.dtype)
-
-    def dgrad(dy_mf: Array, w_gdf: Array, rows_g: Array) -> Array:
-        arrays = rounded_rows(dy_mf, GRADIENTS[fp8]), rounded_matrices(w_gdf)
-        return own.dgrad(*arrays, rows_g).astype(dy_mf.dtype)
-
-    return composed(forward, dgrad, own.wgrad)
+def _gate_and_up(into_mh: Array) -> list[Array]:
+    return jnp.split(_wide(into_mh), 2, axis=1)
 
 
-def _derived(dot: Callable) -> Products:
-    def dgrad(dy_mf: Array, w_gdf: Array, rows_g: Array) -> Array:
-        shape = (dy_mf.shape[0], w_gdf.shape[1])
-        zeros_md = zeros_varying_as(dy_mf, shape, dy_mf.dtype)
-        return jax.vjp(lambda x_md: dot(x_md, w_gdf, rows_g), zeros_md)[1](dy_mf)[0]
-
-    def wgrad(x_md: Array, dy_mf: Array, rows_g: Array) -> Array:
-        shape = (rows_g.shape[0], x_md.shape[1], dy_mf.shape[1])
-        zeros_gdf = zeros_varying_as(dy_mf, shape, dy_mf.dtype)
-        return jax.vjp(lambda w_gdf: dot(x_md, w_gdf, rows_g), zeros_gdf)[1](dy_mf)[0]
-
-    return composed(dot, dgrad, wgrad)
-
-
-def _blocked(block_rows: int | None) -> Products:
-    def of(product):
-        def bound(*arrays):
-            num_rows, num_groups = arrays[0].shape[0], arrays[-1].shape[0]
-            rows = block_rows or portable.default_block_rows(num_rows, num_groups)
-            return product(*arrays, min(rows, num_rows))
-
-        return bound
-
-    return composed(*map(of, (portable.forward, portable.dgrad, portable.wgrad)))
+def _wide(value: Array) -> Array:
+    return value.astype(jnp.promote_types(value.dtype, jnp.float32))

@@ -1,18 +1,21 @@
-"""grouped_dot and grouped_swiglu: which implementation, and their gradients."""
+"""grouped_dot and grouped_swiglu, by the chosen products, with their gradients."""
 
 from functools import partial
-from typing import Literal, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moejax.kernels import device, varying_alike
+from moejax.kernels import varying_alike
+from moejax.kernels.grouped_dot.choose import (
+    DERIVED,
+    Implementation,
+    choose_grouped_dot,
+    products,
+)
 from moejax.kernels.grouped_dot.fp8 import check_option
-from moejax.kernels.grouped_dot.products import DERIVED, Products, products
-from moejax.plan.layout import Fp8
-
-Implementation = Literal["auto", "reference", "blocked", "xla", "hopper"]
+from moejax.kernels.grouped_dot.products import Products
 
 
 def grouped_dot(
@@ -22,7 +25,7 @@ def grouped_dot(
     *,
     implementation: Implementation = "auto",
     block_rows: int | None = None,
-    fp8: Fp8 = "none",
+    fp8: str = "none",
 ) -> Float[Array, "m f"]:
     """x_md[j] @ w_gdf[i] for each row j of group i; differentiable in x_md and w_gdf.
 
@@ -32,7 +35,7 @@ def grouped_dot(
     is zero. Sums are taken in float32 at least. 'auto' takes the Hopper kernels where
     the device and the arrays allow, 'blocked' elsewhere; 'xla' is jax.lax.ragged_dot.
     `block_rows` is static, of `blocked` only. `fp8` rounds what is multiplied, but for
-    the gradient of w (products.py): 'e4m3' and 'e5m2' are the format of gradients.
+    the gradient of w (choose.py): 'e4m3' and 'e5m2' are the format of gradients.
     Raises ValueError when dtypes or sizes do not fit, NotImplementedError where
     'hopper' cannot take the arrays.
 
@@ -55,7 +58,7 @@ def grouped_swiglu(
     rows_g: Int[Array, " g"],
     *,
     implementation: Implementation = "auto",
-    fp8: Fp8 = "none",
+    fp8: str = "none",
 ) -> Float[Array, "m d"]:
     """(silu(x gate) * (x up)) down of each row's group, with [gate, up] = into side by
     side; differentiable in x_md and both weights. The rest is as in grouped_dot.
@@ -77,7 +80,7 @@ def grouped_swiglu(
     return _swiglu(*arrays, products(implementation, None, fp8))
 
 
-def _chosen(implementation: str, x_md: Array, d: int, f: int, fp8: Fp8) -> str:
+def _chosen(implementation: str, x_md: Array, d: int, f: int, fp8: str) -> str:
     """What 'auto' stands for here; ValueError for what there is not."""
     if implementation not in get_args(Implementation):
         known = ", ".join(get_args(Implementation))
@@ -85,7 +88,8 @@ def _chosen(implementation: str, x_md: Array, d: int, f: int, fp8: Fp8) -> str:
     if implementation != "auto":
         return implementation
     is_fp8 = fp8 != "none"
-    return device.grouped_dot_here(x_md.dtype, len(x_md), d, f, is_fp8=is_fp8)[0]
+    choice = choose_grouped_dot(x_md.dtype, len(x_md), d, f, is_fp8=is_fp8)
+    return choice.implementation
 
 
 def _check(x_md: Array, rows_g: Array, **matrices: tuple[Array, tuple[int, ...]]):

@@ -1,4 +1,4 @@
-"""gather_rows and combine_rows: which implementation, and their gradients.
+"""gather_rows and combine_rows, by the chosen moves, with their gradients.
 
 A dispatch is known from both sides: each buffer row names where it comes from
 (source_m, assignment_m), each choice of a token where it went (positions_nk). One side
@@ -9,29 +9,18 @@ serves the forward pass, the other the backward pass. Here n = 2, k = 2, m = 4:
 """
 
 import functools
-from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
 
 import jax
 from jaxtyping import Array, Float, Int
 
-from moejax.kernels import device, varying_alike
-from moejax.kernels.permute import portable, reference
-
-Implementation = Literal["auto", "reference", "xla", "hopper"]
-
-
-class Moves(NamedTuple):
-    """What both permutations and their gradients are made of, in one implementation.
-    Rows that no table names are not looked at, and zero in results; sums are taken in
-    float32, and results have their rows' dtype."""
-
-    take: Callable[[Array, Array], Array]
-    """(x_nd, source_m) -> x_md"""
-    weighted_sum: Callable[[Array, Array | None, Array], Array]
-    """(y_md, gate_nk, positions_nk) -> out_nd; without gates the plain sum"""
-    combine_backward: Callable[..., tuple[Array, Array]]
-    """(dout_nd, y_md, gate_nk, positions_nk, assignment_m) -> dy_md, dgate_nk"""
+from moejax.kernels import varying_alike
+from moejax.kernels.permute import reference
+from moejax.kernels.permute.choose import (
+    Implementation,
+    Moves,
+    choose_permute,
+    make_moves,
+)
 
 
 def gather_rows(
@@ -54,10 +43,10 @@ def gather_rows(
     """
     arrays = varying_alike(x_nd, source_m, positions_nk)
     if implementation == "auto":
-        implementation, _ = device.permute_here(x_nd.dtype, x_nd.shape[1])
+        implementation, _ = choose_permute(x_nd.dtype, x_nd.shape[1])
     if implementation == "reference":
         return reference.gather_rows(*arrays)
-    return _gather_rows(*arrays, _moves(implementation, interpret))
+    return _gather_rows(*arrays, make_moves(implementation, interpret))
 
 
 def combine_rows(
@@ -79,25 +68,10 @@ def combine_rows(
     """
     arrays = varying_alike(y_md, gate_nk, positions_nk, assignment_m)
     if implementation == "auto":
-        implementation, _ = device.permute_here(y_md.dtype, y_md.shape[1])
+        implementation, _ = choose_permute(y_md.dtype, y_md.shape[1])
     if implementation == "reference":
         return reference.combine_rows(*arrays)
-    return _combine_rows(*arrays, _moves(implementation, interpret))
-
-
-@functools.cache
-def _moves(implementation: Literal["xla", "hopper"], interpret: bool) -> Moves:
-    """Always the same object: it is part of what a trace is cached by."""
-    if implementation == "xla":
-        return Moves(portable.take, portable.weighted_sum, portable.combine_backward)
-    if implementation != "hopper":
-        known = ", ".join(get_args(Implementation))
-        raise ValueError(f"implementation={implementation!r} is not one of {known}")
-    # Pallas takes half a second to import, and only this needs it.
-    from moejax.kernels.permute import hopper
-
-    moves = hopper.take, hopper.weighted_sum, hopper.combine_backward
-    return Moves(*(functools.partial(move, interpret=interpret) for move in moves))
+    return _combine_rows(*arrays, make_moves(implementation, interpret))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -1,6 +1,6 @@
 """Water-filling: items poured over bins until the fullest is as low as a proof says.
 
-    xla.py       plain XLA operations, on any device
+    portable.py  plain XLA operations, on any device
     hopper.py    the same sweeps as one Pallas kernel (Mosaic GPU), for Hopper
 
 The definition is moejax.plan.water_filling.swept.
@@ -8,10 +8,10 @@ The definition is moejax.plan.water_filling.swept.
 
 from jaxtyping import Array, Int
 
-from moejax.kernels.water_fill.portable import MAX_SWEEPS, Filled
-from moejax.kernels.water_fill.portable import water_fill as xla_water_fill
+from moejax.kernels.water_fill.portable import Filled
+from moejax.kernels.water_fill.portable import water_fill as portable_water_fill
 
-__all__ = ["MAX_SWEEPS", "Filled", "fits_fused", "water_fill"]
+__all__ = ["Filled", "fits_fused", "water_fill"]
 
 
 def fits_fused(num_colours: int, num_bins: int) -> bool:
@@ -28,7 +28,7 @@ def water_fill(
     colours: Int[Array, ""],
     tolerance: Int[Array, ""],
     *,
-    max_sweeps: int = MAX_SWEEPS,
+    max_sweeps: int,
     fused: bool = False,
     interpret: bool = False,
 ) -> Filled:
@@ -66,7 +66,7 @@ def water_fill(
     """
     arrays = item_cw, amount_cw, fixed_w, colours, tolerance
     if not fused:
-        return xla_water_fill(*arrays, max_sweeps)
+        return portable_water_fill(*arrays, max_sweeps)
     # Pallas takes half a second to import, and only this needs it.
     from moejax.kernels.water_fill import hopper
 

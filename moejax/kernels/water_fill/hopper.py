@@ -1,9 +1,10 @@
 """Sweeps of water-filling as one Pallas kernel for Hopper: one block, one warpgroup.
 
-The same integer programme as xla.py. A matrix [w, v] compares bins with bins: its rows
-are spread over threads, so that sums over v need two shuffles and no barrier, and its
-columns are taken a block at a time. A vector is held per row (w) or per column (v), and
-goes from w to v through shared memory, where amounts live, and items if they fit.
+The same integer programme as portable.py. A matrix [w, v] compares bins with bins: its
+rows are spread over threads, so that sums over v need two shuffles and no barrier, and
+its columns are taken a block at a time. A vector is held per row (w) or per column
+(v), and goes from w to v through shared memory, where amounts live, and items if they
+fit.
 
 Bins are padded to 64 or 128, with no item and nothing in them: they share no item, rank
 last (levels are not negative, ties go to the lower number), and in a certificate stand
@@ -22,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from moejax.kernels import varying_alike
-from moejax.kernels.water_fill.portable import MAX_SWEEPS, Filled
+from moejax.kernels.water_fill.portable import Filled
 
 WIDEST = 128
 SHARED_BYTES = 220 * 1024
@@ -95,7 +96,7 @@ def water_fill(
     fixed_w: Int[Array, " w"],
     colours: Int[Array, ""],
     tolerance: Int[Array, ""],
-    max_sweeps: int = MAX_SWEEPS,
+    max_sweeps: int,
     *,
     interpret: bool = False,
 ) -> Filled:

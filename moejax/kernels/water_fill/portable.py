@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from moejax.kernels import varying_alike
-from moejax.plan.water_filling import MAX_SWEEPS
 
 
 class Filled(NamedTuple):
@@ -30,7 +29,7 @@ def water_fill(
     fixed_w: Int[Array, " w"],
     colours: Int[Array, ""],
     tolerance: Int[Array, ""],
-    max_sweeps: int = MAX_SWEEPS,
+    max_sweeps: int,
 ) -> Filled:
     """As moejax.kernels.water_fill.water_fill says."""
 

@@ -24,7 +24,7 @@ from moejax.moe.split.deal import active
 from moejax.moe.types import Placement
 from moejax.plan.edge_coloring import most_colours
 from moejax.plan.layout import Layout
-from moejax.plan.water_filling import PATHS_PER_DEVICE
+from moejax.plan.water_filling import MAX_SWEEPS, PATHS_PER_DEVICE
 
 
 class Filling(NamedTuple):
@@ -55,7 +55,13 @@ def fill(
     is_fixed_q = is_active_q & (colour_q < 0)
     fixed_w = jnp.zeros(w, jnp.int32).at[device_q].add(jnp.where(is_fixed_q, rows_q, 0))
     filled = water_fill(
-        item_cw, amount_cw, fixed_w, num_colours, tolerance, fused=layout.fused_split
+        item_cw,
+        amount_cw,
+        fixed_w,
+        num_colours,
+        tolerance,
+        max_sweeps=MAX_SWEEPS,
+        fused=layout.fused_split,
     )
     rows_q = jnp.where(colour_q < 0, rows_q, filled.amount_cw[colour_q, device_q])
 

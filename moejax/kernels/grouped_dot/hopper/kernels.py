@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from moejax.kernels import device as choice
+from moejax.kernels import device
 from moejax.kernels.grouped_dot.fp8 import (
     BLOCK,
     GRADIENTS,
@@ -33,7 +33,6 @@ from moejax.kernels.grouped_dot.hopper.rows_kernel import Job
 from moejax.kernels.grouped_dot.products import Products, composed
 from moejax.kernels.shapes import Shape
 from moejax.kernels.tuning import Pass, Tiles, tiles_for
-from moejax.plan.layout import Fp8
 
 DTYPES = ("bfloat16", "float16")
 WIDTH_BYTES = 128
@@ -64,7 +63,7 @@ def declines(
     return None
 
 
-def products(run: Run = ON_DEVICE, fp8: Fp8 = "none") -> Products:
+def products(run: Run = ON_DEVICE, fp8: str = "none") -> Products:
     """All of this room, each call with the tiles of its shape and device. In fp8 the
     halves of SwiGLU are passes after the products, and wgrad is as without."""
 
@@ -73,7 +72,7 @@ def products(run: Run = ON_DEVICE, fp8: Fp8 = "none") -> Products:
             d, f = dims(*arrays)
             rows_g = arrays[-1]
             shape = Shape(arrays[0].shape[0], d, f, rows_g.shape[0])
-            kind = choice.device_here().device_kind
+            kind = device.device_here().device_kind
             return product(
                 *arrays, tiles_for(which, shape, arrays[0].dtype.name, kind), run
             )
@@ -156,7 +155,7 @@ def fp8_dgrad(
     rows_g: Int[Array, " g"],
     tiles: Tiles,
     run: Run = ON_DEVICE,
-    gradients: Fp8 = "e4m3",
+    gradients: str = "e4m3",
 ) -> Float[Array, "m d"]:
     """dy @ w.T of each row's group, dy in this format and w in e4m3, as it lies."""
     _check(run, dy_mf, *w_gdf.shape[1:], is_fp8=True)
@@ -259,8 +258,7 @@ def _product(x, w, rows_g, tiles, run, *, is_transposed):
 
 def _check(run: Run, rows, *widths: int, is_fp8: bool = False) -> None:
     why = declines(rows.dtype, rows.shape[0], *widths, is_fp8=is_fp8)
-    device = choice.device_here()
-    if run.interpret is None and not choice.is_hopper(device):
-        why = f"the kernels are for Hopper, not {device.device_kind}"
+    if run.interpret is None:
+        why = device.why_not_hopper() or why
     if why:
         raise NotImplementedError(f"{why}: use implementation='blocked'")

@@ -1,0 +1,91 @@
+"""Which implementation of the grouped product a device and a shape get, and what each
+implementation has.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from moejax.kernels import zeros_varying_as
+from moejax.kernels.device import Choice, hopper_or, why_not_hopper
+from moejax.kernels.grouped_dot import portable, reference
+from moejax.kernels.grouped_dot.fp8 import GRADIENTS, rounded_matrices, rounded_rows
+from moejax.kernels.grouped_dot.products import Products, composed
+
+Implementation = Literal["auto", "reference", "blocked", "xla", "hopper"]
+
+
+def choose_grouped_dot(
+    dtype: jax.typing.DTypeLike, num_rows: int, *widths: int, is_fp8: bool = False
+) -> Choice:
+    """Return the choice for products of this many rows between these widths."""
+    if why := why_not_hopper():
+        return Choice("blocked", why)
+    # Pallas takes half a second to import, and only Hopper GPUs need it.
+    from moejax.kernels.grouped_dot.hopper.kernels import declines
+
+    declined = declines(jnp.dtype(dtype), num_rows, *widths, is_fp8=is_fp8)
+    return hopper_or("blocked", declined)
+
+
+@functools.cache
+def products(
+    implementation: str, block_rows: int | None = None, fp8: str = "none"
+) -> Products:
+    """Return the products of an implementation; `block_rows` is of 'blocked' only.
+
+    With fp8, forward and dgrad are those of rounded arrays (fp8.py): x and w in e4m3,
+    dy as `fp8` says; wgrad is of x and dy as they are. Only 'hopper' multiplies 8-bit
+    values: the others multiply what they stand for, and have the accuracy without the
+    speed.
+    """
+    if implementation == "hopper":
+        # Pallas takes half a second to import, and only this needs it.
+        from moejax.kernels.grouped_dot.hopper import kernels
+
+        return kernels.products(fp8=fp8)
+    if implementation == "blocked":
+        own = portable.products(block_rows)
+    else:
+        own = _derived(DERIVED[implementation])
+    return own if fp8 == "none" else _of_rounded(own, fp8)
+
+
+def ragged_dot(x_md: Array, w_gdf: Array, rows_g: Array) -> Array:
+    accumulate = jnp.promote_types(x_md.dtype, jnp.float32)
+    y_mf = jax.lax.ragged_dot(x_md, w_gdf, rows_g, preferred_element_type=accumulate)
+    return y_mf.astype(x_md.dtype)
+
+
+DERIVED = {"reference": reference.grouped_dot, "xla": ragged_dot}
+"""Products whose gradients JAX derives."""
+
+
+def _of_rounded(own: Products, fp8: str) -> Products:
+    def forward(x_md: Array, w_gdf: Array, rows_g: Array) -> Array:
+        arrays = rounded_rows(x_md), rounded_matrices(w_gdf)
+        return own.forward(*arrays, rows_g).astype(x_md.dtype)
+
+    def dgrad(dy_mf: Array, w_gdf: Array, rows_g: Array) -> Array:
+        arrays = rounded_rows(dy_mf, GRADIENTS[fp8]), rounded_matrices(w_gdf)
+        return own.dgrad(*arrays, rows_g).astype(dy_mf.dtype)
+
+    return composed(forward, dgrad, own.wgrad)
+
+
+def _derived(dot: Callable) -> Products:
+    def dgrad(dy_mf: Array, w_gdf: Array, rows_g: Array) -> Array:
+        shape = (dy_mf.shape[0], w_gdf.shape[1])
+        zeros_md = zeros_varying_as(dy_mf, shape, dy_mf.dtype)
+        return jax.vjp(lambda x_md: dot(x_md, w_gdf, rows_g), zeros_md)[1](dy_mf)[0]
+
+    def wgrad(x_md: Array, dy_mf: Array, rows_g: Array) -> Array:
+        shape = (rows_g.shape[0], x_md.shape[1], dy_mf.shape[1])
+        zeros_gdf = zeros_varying_as(dy_mf, shape, dy_mf.dtype)
+        return jax.vjp(lambda w_gdf: dot(x_md, w_gdf, rows_g), zeros_gdf)[1](dy_mf)[0]
+
+    return composed(dot, dgrad, wgrad)
