@@ -32,13 +32,13 @@ def wait_forever():
 
 
 @dataclasses.dataclass
-class Gang:
+class Launched:
     """A launcher that runs; it is killed when the block that uses it ends."""
 
     folder: pathlib.Path
     process: subprocess.Popen
 
-    def __enter__(self) -> "Gang":
+    def __enter__(self) -> "Launched":
         return self
 
     def __exit__(self, *_) -> None:
@@ -68,14 +68,25 @@ class Gang:
 
 
 def launch(
-    folder: pathlib.Path, program: str, count: int = 3, err=subprocess.PIPE, **options
-) -> Gang:
+    folder: pathlib.Path,
+    program: str,
+    count: int = 3,
+    err=subprocess.PIPE,
+    hangup=signal.SIG_DFL,
+    **options,
+) -> Launched:
+    """Start the launcher with this disposition of SIGHUP. It would inherit that of the
+    tests, which ignore SIGHUP when they run under nohup."""
     waits = {"stacks_sec": 0.3, "backoff_sec": 0.01, "max_restarts": 0} | options
     flags = [f"--{name}={value}" for name, value in waits.items()]
     child = [sys.executable, "-S", "-c", START + program, str(folder)]
     words = [sys.executable, str(LAUNCHER), "-n", str(count), "--json", *flags, "--"]
     pipes = {"stdout": subprocess.PIPE, "stderr": err}
-    return Gang(folder, subprocess.Popen(words + child, **pipes, text=True))
+    before = signal.signal(signal.SIGHUP, hangup)
+    try:
+        return Launched(folder, subprocess.Popen(words + child, **pipes, text=True))
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def is_alive(pid: int) -> bool:
@@ -100,8 +111,8 @@ print(*[os.environ[name] for name in names], flush=True)
 for i in range(200):
     os.write(1, b"abc"); os.write(1, b"def\\n")
 """
-    with launch(tmp_path, program) as gang:
-        record, out, err = gang.end()
+    with launch(tmp_path, program) as launched:
+        record, out, err = launched.end()
     port = record["attempts"][0]["port"]
     for prefix in ("", "[1] ", "[2] "):
         assert f"{prefix}127.0.0.1:{port} 3 1" in out.splitlines()
@@ -113,11 +124,11 @@ for i in range(200):
 
 
 def test_one_death_ends_all_within_the_bound_with_their_stacks(tmp_path):
-    with launch(tmp_path, "wait_forever()", stacks_sec=1) as gang:
-        pids = gang.wait_for_ready(3)
+    with launch(tmp_path, "wait_forever()", stacks_sec=1) as launched:
+        pids = launched.wait_for_ready(3)
         os.kill(pids[1], signal.SIGKILL)
         wait_until_gone(pids)
-        record, _, err = gang.end()
+        record, _, err = launched.end()
     assert record["attempts"][0]["codes"] == [None, 137, None]
     assert record["exit_code"] == 137
     assert f"process 1 (pid {pids[1]}): was killed by SIGKILL" in err
@@ -150,8 +161,8 @@ def test_bad_usage_is_one_line_and_code_2(words, said):
 @pytest.mark.parametrize("code", [2, 3])
 def test_what_cannot_get_better_is_not_restarted(tmp_path, code):
     program = f"attempt(); ready(); sys.exit({code}) if me == 1 else wait_forever()"
-    with launch(tmp_path, program, max_restarts=3) as gang:
-        record, _, err = gang.end()
+    with launch(tmp_path, program, max_restarts=3) as launched:
+        record, _, err = launched.end()
     assert record["exit_code"] == code
     assert record["restarts"] == 0
     assert "in wait_forever" not in err
@@ -160,8 +171,8 @@ def test_what_cannot_get_better_is_not_restarted(tmp_path, code):
 @pytest.mark.slow
 def test_restarts_are_counted_and_have_ports_of_their_own(tmp_path):
     program = "sys.exit(5) if me and attempt() else wait_forever()"
-    with launch(tmp_path, program, 2, max_restarts=2) as gang:
-        record, _, err = gang.end()
+    with launch(tmp_path, program, 2, max_restarts=2) as launched:
+        record, _, err = launched.end()
     assert record["exit_code"] == 5
     assert record["restarts"] == 2
     assert (tmp_path / "starts-1").read_text() == "012"
@@ -175,8 +186,8 @@ def test_restarts_are_counted_and_have_ports_of_their_own(tmp_path):
 @pytest.mark.slow
 def test_a_gang_that_recovers_ends_with_0(tmp_path):
     program = "attempt() == 1 == me and os.kill(os.getpid(), 9); time.sleep(.2)"
-    with launch(tmp_path, program, max_restarts=1) as gang:
-        record, _, _ = gang.end()
+    with launch(tmp_path, program, max_restarts=1) as launched:
+        record, _, _ = launched.end()
     assert record["exit_code"] == 0
     assert record["restarts"] == 1
 
@@ -185,8 +196,8 @@ def test_a_gang_that_recovers_ends_with_0(tmp_path):
 @pytest.mark.parametrize(("short_sec", "code"), [(0, 0), (60, 75)])
 def test_a_saved_attempt_is_counted_only_when_it_was_short(tmp_path, short_sec, code):
     program = "sys.exit(75 if attempt() < 3 else 0)"
-    with launch(tmp_path, program, 2, short_sec=short_sec) as gang:
-        record, _, _ = gang.end()
+    with launch(tmp_path, program, 2, short_sec=short_sec) as launched:
+        record, _, _ = launched.end()
     assert record["exit_code"] == code
     assert record["restarts"] == (2 if code == 0 else 0)
 
@@ -194,12 +205,27 @@ def test_a_saved_attempt_is_counted_only_when_it_was_short(tmp_path, short_sec, 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_passed_on_as_sigterm_and_all_may_save(tmp_path, number):
-    with launch(tmp_path, "exit_on_term(75); wait_forever()", max_restarts=3) as gang:
-        gang.wait_for_ready(3)
-        gang.process.send_signal(number)
-        record, _, _ = gang.end()
+    with launch(
+        tmp_path, "exit_on_term(75); wait_forever()", max_restarts=3
+    ) as launched:
+        launched.wait_for_ready(3)
+        launched.process.send_signal(number)
+        record, _, _ = launched.end()
     assert record["exit_code"] == 75
     assert record["restarts"] == 0
+    assert record["attempts"][0]["codes"] == [75, 75, 75]
+
+
+@pytest.mark.slow
+def test_a_launcher_under_nohup_outlives_a_hangup(tmp_path):
+    program = "exit_on_term(75); wait_forever()"
+    with launch(tmp_path, program, hangup=signal.SIG_IGN) as launched:
+        pids = launched.wait_for_ready(3)
+        launched.process.send_signal(signal.SIGHUP)
+        time.sleep(0.3)  # six looks of the launcher at what it was asked
+        assert all(map(is_alive, pids))
+        launched.process.terminate()
+        record, _, _ = launched.end()
     assert record["attempts"][0]["codes"] == [75, 75, 75]
 
 
@@ -207,10 +233,10 @@ def test_a_signal_is_passed_on_as_sigterm_and_all_may_save(tmp_path, number):
 def test_who_ignores_sigterm_is_killed_after_the_grace(tmp_path):
     program = "exit_on_term(75)\nif me: signal.signal(15, signal.SIG_IGN)\n"
     program += "wait_forever()"
-    with launch(tmp_path, program, grace_sec=0.3) as gang:
-        pids = gang.wait_for_ready(3)
-        gang.process.terminate()
-        record, _, err = gang.end()
+    with launch(tmp_path, program, grace_sec=0.3) as launched:
+        pids = launched.wait_for_ready(3)
+        launched.process.terminate()
+        record, _, err = launched.end()
         wait_until_gone(pids)
     assert record["exit_code"] == 137
     assert record["attempts"][0]["codes"] == [75, None, None]
@@ -221,23 +247,23 @@ def test_who_ignores_sigterm_is_killed_after_the_grace(tmp_path):
 def test_a_second_interrupt_kills_at_once(tmp_path):
     program = "signal.signal(15, lambda *_: ready2())\ndef ready2(): \n"
     program += "  (folder / f'term-{me}').write_text('x')\nwait_forever()"
-    with launch(tmp_path, program) as gang:
-        pids = gang.wait_for_ready(3)
-        gang.process.send_signal(signal.SIGINT)
-        gang.wait_for("term-2")
-        gang.process.send_signal(signal.SIGINT)
+    with launch(tmp_path, program) as launched:
+        pids = launched.wait_for_ready(3)
+        launched.process.send_signal(signal.SIGINT)
+        launched.wait_for("term-2")
+        launched.process.send_signal(signal.SIGINT)
         wait_until_gone(pids)
-        record, _, _ = gang.end()
+        record, _, _ = launched.end()
     assert record["exit_code"] == 130
 
 
 @pytest.mark.slow
 def test_a_stopped_process_is_reported_with_stacks(tmp_path):
-    with launch(tmp_path, "wait_forever()", stopped_sec=0.2, stacks_sec=1) as gang:
-        pids = gang.wait_for_ready(3)
+    with launch(tmp_path, "wait_forever()", stopped_sec=0.2, stacks_sec=1) as launched:
+        pids = launched.wait_for_ready(3)
         os.kill(pids[2], signal.SIGSTOP)
         wait_until_gone(pids)
-        record, _, err = gang.end()
+        record, _, err = launched.end()
     assert record["exit_code"] == 137
     name = f"process 2 (pid {pids[2]})"
     assert f"{name} has been stopped for --stopped_sec=0.2; ending all" in err
@@ -247,8 +273,8 @@ def test_a_stopped_process_is_reported_with_stacks(tmp_path):
 
 @pytest.mark.slow
 def test_others_that_run_on_after_a_good_end_are_ended(tmp_path):
-    with launch(tmp_path, "me and wait_forever()", grace_sec=0.3) as gang:
-        record, _, err = gang.end()
+    with launch(tmp_path, "me and wait_forever()", grace_sec=0.3) as launched:
+        record, _, err = launched.end()
     assert record["attempts"][0]["codes"] == [0, None, None]
     assert record["exit_code"] == 137
     assert "ended well, and others run on" in err
@@ -265,17 +291,17 @@ while not all(os.path.exists(folder / f"child-{{i}}") for i in range(2)):
     time.sleep(0.01)
 os._exit({code})
 """
-    with launch(tmp_path, program, 2) as gang:
-        record, _, _ = gang.end()
+    with launch(tmp_path, program, 2) as launched:
+        record, _, _ = launched.end()
     assert record["exit_code"] == code
     wait_until_gone([int((tmp_path / f"child-{i}").read_text()) for i in range(2)])
 
 
 @pytest.mark.slow
 def test_a_killed_launcher_takes_its_processes_along(tmp_path):
-    with launch(tmp_path, "wait_forever()") as gang:
-        pids = gang.wait_for_ready(3)
-        gang.process.kill()
+    with launch(tmp_path, "wait_forever()") as launched:
+        pids = launched.wait_for_ready(3)
+        launched.process.kill()
         wait_until_gone(pids)
 
 
@@ -287,15 +313,18 @@ def save(*_): time.sleep(0.3); (folder / f"saved-{me}").touch(); os._exit(75)
 signal.signal(signal.SIGTERM, save); ready()
 while True: print(me, flush=True); print(me, file=sys.stderr); time.sleep(0.01)
 """
-    with launch(tmp_path, program) as gang:
-        pids = gang.wait_for_ready(3)
+    with launch(tmp_path, program) as launched:
+        pids = launched.wait_for_ready(3)
         for name in names:
-            getattr(gang.process, name).close()
+            getattr(launched.process, name).close()
         wait_until_gone(pids)
     assert len(list(tmp_path.glob("saved-*"))) == 3
 
 
 def test_a_full_disk_under_the_launcher_does_not_end_the_gang(tmp_path):
     program = "for _ in range(99): print(me, file=sys.stderr); time.sleep(0.002)"
-    with open("/dev/full", "w") as full, launch(tmp_path, program, err=full) as gang:
-        assert gang.end()[0]["attempts"][0]["codes"] == [0, 0, 0]
+    with (
+        open("/dev/full", "w") as full,
+        launch(tmp_path, program, err=full) as launched,
+    ):
+        assert launched.end()[0]["attempts"][0]["codes"] == [0, 0, 0]
