@@ -23,10 +23,11 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from moejax.balance.policies import POLICIES, check_policy  # noqa: E402
 from moejax.perf import traffic  # noqa: E402
+from moejax.perf.traffic import over_mean  # noqa: E402
 from moejax.plan.expert_plan import ExpertPlan  # noqa: E402
 from moejax.plan.layout import GROUP_AXES, Split  # noqa: E402
 from tools import loads_file, replay  # noqa: E402
-from tools.plots.plan_picture import Compared, draw, over_mean  # noqa: E402
+from tools.plots.plan_picture import Compared, draw  # noqa: E402
 from train.checkpoint.files import newest_meta  # noqa: E402
 from train.launch.ending import DONE, emit, guarded  # noqa: E402
 

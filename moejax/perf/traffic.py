@@ -58,10 +58,17 @@ def device_rows(rows_wp: np.ndarray) -> np.ndarray:
     return pair_rows(rows_wp).sum(axis=0)
 
 
-def max_over_mean(rows_w: np.ndarray) -> float:
-    """1 is even; 1 too where there is no load at all."""
-    mean = rows_w.mean()
-    return float(rows_w.max() / mean) if mean > 0 else 1.0
+def over_mean(load_lx: np.ndarray) -> np.ndarray:
+    """Return loads over their mean along the last dim. 1 is even, and so is no load."""
+    mean_l1 = load_lx.mean(axis=-1, keepdims=True)
+    has_load_l1 = mean_l1 > 0
+    return np.where(has_load_l1, load_lx / np.where(has_load_l1, mean_l1, 1), 1.0)
+
+
+def max_over_mean(load_x: np.ndarray) -> float:
+    """Return the largest load over the mean. 1 is even, and so is no load."""
+    mean = load_x.mean()
+    return float(load_x.max() / mean) if mean > 0 else 1.0
 
 
 def _water_filling(load_we: np.ndarray, row_p: np.ndarray) -> np.ndarray:

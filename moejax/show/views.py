@@ -15,6 +15,7 @@ import math
 
 import numpy as np
 
+from moejax.perf.traffic import over_mean
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Topology
 from moejax.show.table import PALETTE, Cell, View, head, hue, tint
@@ -106,7 +107,7 @@ def loads(tokens_le) -> View:
     """Load of each expert over its layer's mean (1 is even), [layers, experts]."""
     tokens_le = _checked(tokens_le)
     num_layers, num_experts = tokens_le.shape
-    ratio_le = _over_mean(tokens_le)
+    ratio_le = over_mean(tokens_le)
     layers, experts = _groups(num_layers, MAX_ROWS), _groups(num_experts, MAX_COLUMNS)
     heads = [head(_span("", *group)) for group in experts]
     rows = [(head("expert"), head("max/mean"), *heads)]
@@ -131,7 +132,7 @@ def loads(tokens_le) -> View:
 def device_loads(tokens_le, plan: ExpertPlan, num_devices: int) -> View:
     """Rows that each device of the group computes under a plan, by layer."""
     rows_lw = rows_per_device(tokens_le, plan, num_devices)
-    ratio_lw = _over_mean(rows_lw)
+    ratio_lw = over_mean(rows_lw)
     layers = _groups(plan.num_layers, MAX_ROWS)
     devices = range(num_devices)[:MAX_COLUMNS]
     rows = [(head("device"), head("max/mean"), *(head(str(w)) for w in devices))]
@@ -213,11 +214,6 @@ def _heat(ratio: float) -> str:
 
 def _axis(axis: int) -> str:
     return tint(PALETTE[(axis + 1) % len(PALETTE)], 0.35)
-
-
-def _over_mean(value_lx: np.ndarray) -> np.ndarray:
-    mean_l1 = value_lx.mean(axis=1, keepdims=True)
-    return value_lx / np.where(mean_l1 > 0, mean_l1, 1.0)
 
 
 def _checked(tokens_le) -> np.ndarray:

@@ -4,12 +4,18 @@ import numpy as np
 import pytest
 
 from moejax.balance.policies.micromoe.density import density
-from moejax.perf.traffic import device_rows, rows_by_slot
+from moejax.perf.traffic import device_rows, max_over_mean, over_mean, rows_by_slot
 from moejax.plan import water_filling
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 
 W, E = 4, 8
+
+
+def test_loads_over_their_mean_by_layer():
+    load_lx = np.array([[6.0, 2, 1], [0, 0, 0]])
+    assert over_mean(load_lx).tolist() == [[2, 2 / 3, 1 / 3], [1, 1, 1]]
+    assert [max_over_mean(load_x) for load_x in load_lx] == [2, 1]
 
 
 def load_of(seed: int) -> np.ndarray:

@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 
+from moejax.perf.traffic import over_mean
+
 
 def log_lines(num_steps: int, num_layers: int = 3, num_experts: int = 8) -> list[str]:
     """What a run without a balancer writes, with an evaluation and the loads of experts
@@ -16,8 +18,8 @@ def log_lines(num_steps: int, num_layers: int = 3, num_experts: int = 8) -> list
         record = {
             "step": step,
             "loss": 5.0 / step + 1,
-            "load_max_over_mean": (tokens_le.max(1) / tokens_le.mean(1)).tolist(),
-            "device_max_over_mean": (rows_lw.max(1) / rows_lw.mean(1)).tolist(),
+            "load_max_over_mean": over_mean(tokens_le).max(axis=1).tolist(),
+            "device_max_over_mean": over_mean(rows_lw).max(axis=1).tolist(),
             "tok_per_sec": 1e4 + step,
             "step_msec": 50.0,
         }

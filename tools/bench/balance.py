@@ -20,6 +20,7 @@ import numpy as np
 
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])
 
+from moejax.perf.traffic import over_mean  # noqa: E402
 from train.config import gin_reader  # noqa: E402
 from train.launch.cluster import add_flags, flags_of  # noqa: E402
 from train.launch.ending import DONE, emit, guarded  # noqa: E402
@@ -126,8 +127,8 @@ class Arm:
         sec = np.float32(time.perf_counter() - begin)
         slowest = multihost_utils.process_allgather(sec).max()
         rows_lw = np.asarray(metrics.routing.rows_lw)
-        ratio = (rows_lw.max(axis=1) / rows_lw.mean(axis=1)).max()
-        return float(slowest), float(ratio), int(np.max(metrics.routing.rounds_l))
+        ratio = float(over_mean(rows_lw).max())
+        return float(slowest), ratio, int(np.max(metrics.routing.rounds_l))
 
 
 def make_arm(cfg) -> Arm:

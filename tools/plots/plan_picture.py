@@ -5,6 +5,7 @@ import dataclasses
 
 import numpy as np
 
+from moejax.perf.traffic import over_mean
 from moejax.plan.expert_plan import ExpertPlan
 from train.logs.tensorboard import COLOURS, MAX_LOG2
 
@@ -41,11 +42,6 @@ class Compared:
         row_p = self.after.slot_to_expert_lp[self.shown]
         table_ws = row_p.reshape(self.num_devices, -1)
         return table_ws[:, : 1 + np.flatnonzero((table_ws >= 0).any(axis=0))[-1]]
-
-
-def over_mean(rows_lw: np.ndarray) -> np.ndarray:
-    mean_l1 = rows_lw.mean(axis=1, keepdims=True)
-    return rows_lw / np.where(mean_l1 > 0, mean_l1, 1.0)
 
 
 def draw(compared: Compared):

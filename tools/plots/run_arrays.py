@@ -12,7 +12,7 @@ import re
 
 import numpy as np
 
-from train.logs.tensorboard import load_over_mean
+from moejax.perf.traffic import over_mean
 
 MAX_LOADS = 800
 """So many tables of loads at most are kept: of a long run every second, fourth, .."""
@@ -112,7 +112,7 @@ class _Log:
             (self.adopted.add if "adopt_msec" in record else self.adopted.discard)(step)
         for name in self.tables:
             if name in record and step % self._strides[name] == 0:
-                self._take_table(name, step, _over_mean(record[name]))
+                self._take_table(name, step, _checked_over_mean(record[name]))
         if "decision" in record:
             self._take_decision(step, record["decision"])
 
@@ -173,14 +173,14 @@ def _number(value) -> float:
     return float(value) if isinstance(value, int | float) else np.nan
 
 
-def _over_mean(table) -> np.ndarray | None:
+def _checked_over_mean(table) -> np.ndarray | None:
     """Load over mean, by layer; None for what is no table of numbers."""
     try:
         load_lx = np.asarray(table, np.float32)
     except (ValueError, TypeError):
         return None
     is_table = load_lx.ndim == 2 and load_lx.size and np.isfinite(load_lx).all()
-    return load_over_mean(load_lx).astype(np.float32) if is_table else None
+    return over_mean(load_lx).astype(np.float32) if is_table else None
 
 
 def _as_arrays(folder: pathlib.Path, log: _Log) -> Run:

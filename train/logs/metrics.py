@@ -2,13 +2,13 @@
 
 import numpy as np
 
+from moejax.perf import traffic
 from train.step.step import StepMetrics
 
 
 def max_over_mean(load_lx: np.ndarray) -> list[float]:
     """The fullest expert or device over the mean, by layer; 1.0 is even."""
-    mean_l = np.maximum(load_lx.mean(axis=1), 1e-9)
-    return [round(float(x), 4) for x in load_lx.max(axis=1) / mean_l]
+    return [round(traffic.max_over_mean(load_x), 4) for load_x in load_lx]
 
 
 def max_over_bound(fullest_l: np.ndarray, bound_l: np.ndarray) -> list[float]:

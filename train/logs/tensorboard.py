@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from moejax.perf.traffic import over_mean
 from train.logs.run_dir import say_loudly
 
 HEAT_EVERY_STEPS = 50
@@ -190,16 +191,10 @@ def heat_map(tokens_le: np.ndarray) -> np.ndarray:
     blue less, orange more; the colours end at a quarter and at four times the mean.
     """
     num_layers, num_experts = tokens_le.shape
-    ratio_le = load_over_mean(tokens_le)
+    ratio_le = over_mean(tokens_le)
     rgb_lec = colour(np.log2(np.maximum(ratio_le, 2**-MAX_LOG2)))
     side = int(np.clip(768 // max(num_layers, num_experts), 4, 24))
     return rgb_lec.repeat(side, axis=0).repeat(side, axis=1)
-
-
-def load_over_mean(tokens_le: np.ndarray) -> np.ndarray:
-    """1.0 is even; a layer without any load is even too."""
-    mean_l1 = tokens_le.mean(axis=-1, keepdims=True)
-    return np.where(mean_l1 > 0, tokens_le / np.maximum(mean_l1, 1e-9), 1.0)
 
 
 def colour(log2_ratio: np.ndarray) -> np.ndarray:

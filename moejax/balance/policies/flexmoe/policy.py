@@ -23,6 +23,7 @@ from moejax.balance.policies.flexmoe.replicas import (
     start,
 )
 from moejax.perf.cost_model import CostModel
+from moejax.perf.traffic import max_over_mean
 from moejax.plan.expert_plan import EMPTY, ExpertPlan
 from moejax.plan.layout import Layout
 
@@ -58,17 +59,11 @@ def plan(
             return start(load_we, row_p, per_row_sec, sync_oc)
 
         best_p = adjust(begun(row_p), layout)
-        if balance_ratio(begun(best_p).rows_kw[0]) > STUCK:
+        if max_over_mean(begun(best_p).rows_kw[0]) > STUCK:
             fresh_p = adjust(begun(home_p), layout)
             best_p = min(best_p, fresh_p, key=lambda row_p: plan_sec(begun(row_p)))
         rows.append(best_p)
     return ExpertPlan(np.stack(rows), layout.num_experts)
-
-
-def balance_ratio(rows_w: np.ndarray) -> float:
-    """Eq. 6: rows of the fullest device over the mean; 1 where there is no load."""
-    mean = rows_w.sum() / len(rows_w)
-    return float(rows_w.max() / mean) if mean > 0 else 1.0
 
 
 def expert_sec(num_rows: float, cost: CostModel) -> float:
@@ -112,7 +107,7 @@ def adjust(state: Replicas, layout: Layout) -> np.ndarray:
     best_sec, best_ws = plan_sec(state), state.row_ws.copy()
     for num_copies in range(first, max_copies + 1):
         before_sec = best_sec
-        while balance_ratio(state.rows_kw[0]) > THRESHOLD and (
+        while max_over_mean(state.rows_kw[0]) > THRESHOLD and (
             expand(state, num_copies)
             or migrate(state, num_copies)
             or shrink(state, num_copies)
