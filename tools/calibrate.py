@@ -16,17 +16,15 @@ Every line keeps its r2. Exit codes: 0 done, 2 bad input, 3 the disk did not tak
 
 import argparse
 import dataclasses
-import datetime
 import math
 import pathlib
 import sys
 import time
 
-import numpy as np
-
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from moejax.config import Config  # noqa: E402
+from tools.launch.arguments import new_parser  # noqa: E402
 from train.config import gin_reader  # noqa: E402
 from train.launch.cluster import add_flags, flags_of  # noqa: E402
 from train.launch.ending import DONE, emit, guarded  # noqa: E402
@@ -35,24 +33,13 @@ from train.launch.start import start  # noqa: E402
 MESH_AXES = ("dc", "data", "expert", "tensor")
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """sec = latency_sec + amount / amount_per_sec."""
-
-    latency_sec: float
-    amount_per_sec: float
-    r2: float
-
-
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     return guarded(lambda: work(args), as_json=args.json)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("--gin_file", action="append", default=[], help="a later one wins")
     add("--gin_param", action="append", default=[], help="'Moe.d_expert = 512'")
@@ -61,7 +48,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--turns", type=int, default=5, help="of which medians are taken: 5")
     add("--compile", action="store_true", help="time the train step's compilation too")
     add("--out", type=pathlib.Path, help="write the calibration there, JSON")
-    add("--json", action="store_true", help="end with it as one JSON object")
     add_flags(parser)
     return parser.parse_args(argv)
 
@@ -120,40 +106,18 @@ def mesh_params(args: argparse.Namespace) -> list[str]:
 
 
 def measure(cfg: Config, args: argparse.Namespace):
-    """A Calibration. The mesh must be of all devices that are here."""
-    import jax
-
+    """Return a Calibration. The mesh must be of all devices that are here."""
     from moejax.axes import make_mesh
-    from moejax.perf.calibration import Calibration
-    from tools.bench.collective_times import (
-        collective_programs,
-        matmul_programs,
-        seconds,
-    )
+    from tools.bench import collective_times as times
 
     mesh = make_mesh(cfg.mesh)
-    dtype = cfg.model.compute_dtype
-    programs = collective_programs(mesh, dtype)
-    lines = fitted(programs, seconds(programs, args.turns))
-    collectives = {}
-    for (name, axes), line in lines.items():
-        collectives.setdefault(name, {})[axes] = {
-            "latency_sec": line.latency_sec,
-            "bytes_per_sec": line.amount_per_sec,
-            "r2": line.r2,
-        }
-    programs = matmul_programs(mesh, widths_of(cfg))
-    (matmul,) = fitted(programs, seconds(programs, args.turns)).values()
-    return Calibration(
-        device_kind=jax.devices()[0].device_kind,
-        mesh=dict(zip(MESH_AXES, cfg.mesh.sizes)),
-        compute_dtype=dtype,
-        collectives=collectives,
-        flops_per_sec=matmul.amount_per_sec,
-        matmul_r2=matmul.r2,
-        compile_sec=compile_sec(cfg, mesh) if args.compile else 0.0,
-        when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    )
+    programs = times.collective_programs(mesh, cfg.model.compute_dtype, times.SWEEP)
+    sec = times.seconds(programs, args.turns)
+    lines = times.fitted(programs, sec)
+    calibration = times.calibration_of(mesh, lines, widths_of(cfg), args.turns)
+    if args.compile:
+        return dataclasses.replace(calibration, compile_sec=compile_sec(cfg, mesh))
+    return calibration
 
 
 def widths_of(cfg: Config):
@@ -182,33 +146,6 @@ def compile_sec(cfg: Config, mesh) -> float:
     trace_train_step(make_model(cfg, mesh)).lower().compile()
     jax.config.update("jax_enable_compilation_cache", is_cached)
     return time.perf_counter() - begin
-
-
-def fitted(programs, sec: list[float]) -> dict[tuple[str, ...], Line]:
-    points = {}
-    for program, point_sec in zip(programs, sec, strict=True):
-        points.setdefault(program.line, []).append((program.amount, point_sec))
-    return {name: fit(*np.array(pairs).T) for name, pairs in points.items()}
-
-
-def fit(amount_n: np.ndarray, sec_n: np.ndarray) -> Line:
-    """The line of least relative squares with latency >= 0 and a finite rate.
-
-    Relative, so that small messages count as much as large ones; where the best line
-    has a negative latency or slope, it is the best one through the origin. r2 is that
-    of the relative errors as well: 1 - (theirs) / (those of the best constant).
-    """
-    weight_n = 1 / sec_n
-    design_n2 = np.stack([weight_n, amount_n * weight_n], axis=1)
-    latency, slope = np.linalg.lstsq(design_n2, np.ones(len(sec_n)))[0]
-    if latency < 0 or slope <= 0:
-        scaled_n = amount_n * weight_n
-        latency, slope = 0.0, scaled_n.sum() / (scaled_n**2).sum()
-    error = np.sum((1 - (latency + slope * amount_n) * weight_n) ** 2)
-    constant = weight_n.sum() / (weight_n**2).sum()
-    spread = np.sum((1 - constant * weight_n) ** 2)
-    r2 = 1 - error / spread if spread > 0 else 1.0
-    return Line(float(latency), float(1 / slope), float(r2))
 
 
 def show(calibration) -> None:

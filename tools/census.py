@@ -10,7 +10,6 @@
 Instructions are counted: what stands in a loop (all layers, later rounds) counts once.
 """
 
-import argparse
 import collections
 import dataclasses
 import json
@@ -21,6 +20,7 @@ import sys
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from moejax.config import Config  # noqa: E402
+from tools.launch.arguments import new_parser  # noqa: E402
 from train.config import gin_reader  # noqa: E402
 from train.launch.start import set_up_backend  # noqa: E402
 
@@ -36,10 +36,9 @@ OURS = re.compile(r'op_name="[^"]*shard_map')
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = new_parser(__doc__)
     parser.add_argument("--gin_file", action="append", required=True)
     parser.add_argument("--gin_param", action="append", default=[])
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     cfg = gin_reader.load(args.gin_file, args.gin_param)
     set_up_backend(cfg)

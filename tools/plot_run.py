@@ -22,6 +22,7 @@ import numpy as np
 
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
+from tools.launch.arguments import new_parser  # noqa: E402
 from tools.plots.load_pictures import draw_devices, draw_experts, draw_load, new_figure  # noqa: E402
 from tools.plots.run_arrays import Run, read_run  # noqa: E402
 from train.launch.ending import BAD_INPUT, refuse  # noqa: E402
@@ -57,12 +58,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("run_dir", nargs="+", type=pathlib.Path)
     parser.add_argument("--out", type=pathlib.Path, help="default: the first RUN_DIR")
-    parser.add_argument("--json", action="store_true", help="end with a JSON object")
     return parser.parse_args(argv)
 
 

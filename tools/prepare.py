@@ -22,6 +22,7 @@ if __name__ == "__main__":  # this folder would offer its prepare.py to all
 import rich.progress as bars
 from rich.console import Console
 
+from tools.launch.arguments import new_parser
 from train.data.encoding import Recipe
 from train.data.prepared import prepare
 from train.data.shards import Progress
@@ -52,9 +53,7 @@ def work(args: argparse.Namespace) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("files", nargs="+", help="paths and globs; read in this order")
     add("--out", required=True, help="folder to make; its parents are made too")
@@ -64,7 +63,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--workers", type=positive, default=1, help="processes that read and encode")
     add("--max_bad_records", type=int, default=100, help="more than so many stop")
     add("--overwrite", action="store_true", help="replace the folder of an earlier run")
-    add("--json", action="store_true", help="end with one JSON object on the last line")
     return parser.parse_args(argv)
 
 

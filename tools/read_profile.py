@@ -8,7 +8,6 @@ busy    milliseconds per device and step in ops of this row, less the ops within
 waits   how much of it was seen to be waiting for other devices (simulated ones only)
 """
 
-import argparse
 import collections
 import gzip
 import json
@@ -20,6 +19,7 @@ from collections.abc import Iterator
 
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
+from tools.launch.arguments import new_parser  # noqa: E402
 from train.launch.ending import BAD_INPUT, refuse  # noqa: E402
 
 PARTS = ["later_rounds", "route", "manifest", "slots", "dispatch", "experts"]
@@ -41,11 +41,8 @@ WAITS = re.compile(r"Rendezvous|Wait\b")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("trace", type=pathlib.Path, help="a folder or .json.gz file")
-    parser.add_argument("--json", action="store_true", help="end with a JSON object")
     args = parser.parse_args(argv)
     try:
         record = summary(*read(args.trace))

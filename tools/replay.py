@@ -31,8 +31,9 @@ from moejax.perf import traffic  # noqa: E402
 from moejax.perf.cost_model import CostModel  # noqa: E402
 from moejax.plan.expert_plan import ExpertPlan  # noqa: E402
 from moejax.plan.layout import Layout, Split  # noqa: E402
-from tools import loads_file  # noqa: E402
-from tools.loads_file import Loads  # noqa: E402
+from tools.bench import expert_loads  # noqa: E402
+from tools.bench.expert_loads import Loads  # noqa: E402
+from tools.launch.arguments import new_parser  # noqa: E402
 from train.launch.ending import DONE, emit, guarded  # noqa: E402
 
 HEADS = ("p50", "p90", "max", "msec", "speedup", "moves", "changes", "plan ms")
@@ -74,10 +75,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    loads_file.add_options(parser)
+    parser = new_parser(__doc__)
+    expert_loads.add_options(parser)
     add_layout_options(parser)
     add = parser.add_argument
     add("--policies", default="all", help="names with commas between, or all")
@@ -85,7 +84,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--same", action="store_true", help="score on the sample planned from")
     add("--stride", type=int, default=1, help="plan from every so many-th sample: 1")
     add("--by_layer", action="store_true", help="print each layer too")
-    add("--json", action="store_true", help="end with one JSON object on the last line")
     return parser.parse_args(argv)
 
 
@@ -104,7 +102,7 @@ def work(args: argparse.Namespace) -> int:
     check_split(args.split, names)
     if args.stride < 1:
         raise ValueError(f"--stride {args.stride} must be at least 1")
-    loads = loads_file.from_options(args)
+    loads = expert_loads.from_options(args)
     if len(loads.load_tlwe) < 2 - args.same:
         raise ValueError(
             f"{loads.name} has one sample, too few to plan from one and score on the "

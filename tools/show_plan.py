@@ -26,7 +26,9 @@ from moejax.perf import traffic  # noqa: E402
 from moejax.perf.traffic import over_mean  # noqa: E402
 from moejax.plan.expert_plan import ExpertPlan  # noqa: E402
 from moejax.plan.layout import GROUP_AXES, Split  # noqa: E402
-from tools import loads_file, replay  # noqa: E402
+from tools import replay  # noqa: E402
+from tools.bench import expert_loads  # noqa: E402
+from tools.launch.arguments import new_parser  # noqa: E402
 from tools.plots.plan_picture import Compared, draw  # noqa: E402
 from train.checkpoint.files import newest_meta  # noqa: E402
 from train.launch.ending import DONE, emit, guarded  # noqa: E402
@@ -41,10 +43,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    source = loads_file.add_options(parser)
+    parser = new_parser(__doc__)
+    source = expert_loads.add_options(parser)
     source.add_argument("--run", type=pathlib.Path, help="RUN_DIR of train/main.py")
     replay.add_layout_options(parser)
     add = parser.add_argument
@@ -52,7 +52,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--sample", type=int, help="to plan from; default: the middle one")
     add("--layer", type=int, help="whose slots are shown")
     add("--out", type=pathlib.Path, help="of the picture: plan.png")
-    add("--json", action="store_true", help="end with one JSON object on the last line")
     return parser.parse_args(argv)
 
 
@@ -71,7 +70,7 @@ def work(args: argparse.Namespace) -> int:
 def of_loads(args: argparse.Namespace) -> tuple[Compared, list[str]]:
     """From the home plan, as if there had been no sample before."""
     check_policy(args.policy)
-    loads = loads_file.from_options(args)
+    loads = expert_loads.from_options(args)
     (num_samples, *_, num_experts) = loads.load_tlwe.shape
     sample = num_samples // 2 if args.sample is None else args.sample
     if not 0 <= sample < num_samples:

@@ -28,6 +28,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
 from tools.bench.grouped_dot import commit, named  # noqa: E402
+from tools.launch.arguments import new_parser  # noqa: E402
 from train.launch.ending import CRASHED, DONE, emit, guarded, refuse  # noqa: E402
 
 LIMIT_SEC = 300
@@ -41,9 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("--shapes", default="all", help="names with commas")
     add("--passes", default="all", help="as moejax/kernels/tuning.py has them")
@@ -53,7 +52,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--limit_sec", type=float, default=LIMIT_SEC, help="of the whole search: 300")
     add("--seed", type=int, help="of the inputs; fresh ones without it")
     add("--again", action="store_true", help="also buckets that the file has")
-    add("--json", action="store_true", help="end with one JSON object on the last line")
     add("--out", type=pathlib.Path, help="another file than tuned/<device>.json")
     return parser.parse_args(argv)
 

@@ -21,6 +21,7 @@ from moejax.plan.layout import Topology
 from tests.support.close import assert_close
 from tools import calibrate
 from tools.bench import collective_times
+from tools.bench.collective_times import fit
 
 OPS = {
     "all_to_all": "all-to-all", "all_gather": "all-gather", "all_reduce": "all-reduce",
@@ -30,7 +31,7 @@ OPS = {
 
 def test_points_on_a_line_give_the_line():
     amount_n = np.array([1e3, 1e4, 1e5, 1e6])
-    line = calibrate.fit(amount_n, 2e-5 + amount_n / 3e9)
+    line = fit(amount_n, 2e-5 + amount_n / 3e9)
     assert_close(
         np.array([line.latency_sec, line.amount_per_sec, line.r2]),
         np.array([2e-5, 3e9, 1.0]),
@@ -43,7 +44,7 @@ def test_no_line_through_noise_has_less_relative_error():
     rng = np.random.default_rng(0)
     amount_n = np.geomspace(1e3, 1e7, 9)
     sec_n = (5e-5 + amount_n / 1e9) * rng.uniform(0.8, 1.2, 9)
-    line = calibrate.fit(amount_n, sec_n)
+    line = fit(amount_n, sec_n)
     assert 0.8 < line.r2 < 1
 
     def error(latency_sec, rate):
@@ -56,10 +57,10 @@ def test_no_line_through_noise_has_less_relative_error():
 
 def test_latency_is_not_negative_and_rates_are_finite():
     amount_n = np.array([1e3, 1e4, 1e5])
-    bent = calibrate.fit(amount_n, np.array([1e-6, 2e-5, 4e-4]))
+    bent = fit(amount_n, np.array([1e-6, 2e-5, 4e-4]))
     assert bent.latency_sec == 0
     assert 1e8 < bent.amount_per_sec < 1e9
-    falling = calibrate.fit(amount_n, np.array([3e-5, 2e-5, 1e-5]))
+    falling = fit(amount_n, np.array([3e-5, 2e-5, 1e-5]))
     assert falling.latency_sec == 0
     assert 0 < falling.amount_per_sec < np.inf
     assert falling.r2 <= 0
@@ -71,14 +72,11 @@ def mesh():
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_a_program_runs_its_collective(mesh, name, monkeypatch):
+def test_a_program_runs_its_collective(mesh, name):
     """It stands in the compiled loop, and keeps what it must: what every device sends
     arrives, so no result is a constant."""
-    monkeypatch.setattr(collective_times, "COLLECTIVES", {
-        name: collective_times.COLLECTIVES[name]
-    })  # fmt: skip
-    monkeypatch.setattr(collective_times, "ELEMENTS", (64,))
-    programs = collective_times.collective_programs(mesh, "float32")
+    sweep = collective_times.Sweep((name,), (64,))
+    programs = collective_times.collective_programs(mesh, "float32", sweep)
     axes = ("data", "expert", "data_expert")
     assert [program.line for program in programs] == [(name, a) for a in axes]
     for program, w in zip(programs, (2, 4, 8), strict=True):
@@ -95,7 +93,8 @@ def test_a_program_runs_its_collective(mesh, name, monkeypatch):
 def test_products_of_axes_of_several_devices_are_measured(monkeypatch):
     monkeypatch.setattr(collective_times, "collective", lambda m, name, axes, *_: axes)
     mesh = axes.make_mesh(Topology(dc=2, expert=2, tensor=2))
-    groups = collective_times.collective_programs(mesh, "float32")
+    sweep = collective_times.SWEEP
+    groups = collective_times.collective_programs(mesh, "float32", sweep)
     pairs = {("dc", "expert"), ("expert", "tensor")}
     assert set(groups) == {("dc",), ("expert",), ("tensor",)} | pairs
 
@@ -103,7 +102,8 @@ def test_products_of_axes_of_several_devices_are_measured(monkeypatch):
 def test_calibration_of_the_live_mesh(tmp_path, capfd, monkeypatch):
     """What it writes is what the cost model reads."""
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # start() adds to them
-    monkeypatch.setattr(collective_times, "ELEMENTS", (2**8, 2**12))
+    sweep = dataclasses.replace(collective_times.SWEEP, elements=(2**8, 2**12))
+    monkeypatch.setattr(collective_times, "SWEEP", sweep)
     path = tmp_path / "calibration.json"
     words = ["--mesh=data=2,expert=4", "--turns=2", f"--out={path}", "--json"]
     small = "--gin_param=Data.seq_len = 16"

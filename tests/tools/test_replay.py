@@ -7,7 +7,8 @@ import pytest
 
 from moejax.balance.policies import POLICIES
 from moejax.perf.cost_model import NOTES
-from tools import loads_file, replay
+from tools import replay
+from tools.bench import expert_loads
 
 DEVICES, EXPERTS = 4, 8
 FIELDS = {
@@ -150,7 +151,7 @@ def test_slots_and_shadows_of_a_layout():
 def test_micro_batches_are_summed(tmp_path):
     tokens = counts(4).astype(np.uint16)
     path = write(tmp_path / "a.npz", np.stack([tokens, tokens], axis=2))
-    load_tlwe = loads_file.read_trace(path).load_tlwe
+    load_tlwe = expert_loads.read_trace(path).load_tlwe
     assert np.array_equal(load_tlwe, 2.0 * tokens)
 
 
@@ -160,8 +161,8 @@ def test_micro_batches_are_summed(tmp_path):
      ("rotating:0.6", 0.6)],
 )  # fmt: skip
 def test_synthetic_loads_have_their_hottest_expert(kind, share):
-    load_tlwe = loads_file.synthetic(kind, DEVICES, EXPERTS, 20).load_tlwe
-    assert np.all(load_tlwe.sum(axis=-1) == loads_file.ROWS_PER_DEVICE)
+    load_tlwe = expert_loads.synthetic(kind, DEVICES, EXPERTS, 20).load_tlwe
+    assert np.all(load_tlwe.sum(axis=-1) == expert_loads.ROWS_PER_DEVICE)
     hottest = load_tlwe[0].sum(axis=1).max(axis=-1) / load_tlwe[0].sum(axis=(1, 2))
     assert np.all(np.abs(hottest - share) < 0.02)  # chance, of 65,536 rows
     hot_tl = load_tlwe.sum(axis=2).argmax(axis=-1)

@@ -6,7 +6,8 @@ from PIL import Image
 
 from moejax.perf import traffic
 from moejax.plan.expert_plan import ExpertPlan
-from tools import loads_file, show_plan
+from tools import show_plan
+from tools.bench import expert_loads
 from tools.plots.plan_picture import replica_colours
 from train.checkpoint.files import record_sha256
 
@@ -25,7 +26,7 @@ def test_ratios_are_those_of_the_plan_and_the_next_sample(tmp_path, capsys):
     out = tmp_path / "plan.png"
     words = ["--synthetic", "zipf:1.5", f"--devices={DEVICES}", "--slots=3"]
     text, record = shown(capsys, *words, "--policy=eplb", "--sample=7", "--out", out)
-    load_lwe = loads_file.synthetic("zipf:1.5", DEVICES, EXPERTS, 50).load_tlwe[8]
+    load_lwe = expert_loads.synthetic("zipf:1.5", DEVICES, EXPERTS, 50).load_tlwe[8]
     plan = ExpertPlan.from_json(json.dumps(record["plan"]))
     for layer, load_we in enumerate(load_lwe):
         home_w = load_we.sum(axis=0).reshape(DEVICES, -1).sum(axis=1)

@@ -21,6 +21,8 @@ import numpy as np
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])
 
 from moejax.perf.traffic import over_mean  # noqa: E402
+from tools.bench.turns import in_turns  # noqa: E402
+from tools.launch.arguments import new_parser  # noqa: E402
 from train.config import gin_reader  # noqa: E402
 from train.launch.cluster import add_flags, flags_of  # noqa: E402
 from train.launch.ending import DONE, emit, guarded  # noqa: E402
@@ -36,16 +38,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("--gin_file", action="append", default=[], required=True)
     add("--gin_param", action="append", default=[], help="of all arms")
     add("--arm", action="append", required=True, help="'name: Class.field = value; ..'")
     add("--turns", type=int, default=5, help="steps of each arm that count: 5")
     add("--ready", type=pathlib.Path, help="a file to make when the turns begin")
-    add("--json", action="store_true", help="end with one JSON object")
     add_flags(parser)
     return parser.parse_args(argv)
 
@@ -73,7 +72,7 @@ def work(args: argparse.Namespace) -> int:
     wait_for_all("compiled")
     if args.ready is not None and is_first():
         args.ready.touch()
-    timed = in_turn(arms, args.turns)
+    timed = measured(arms, args.turns)
     record = {name: record_of(*columns) for name, columns in timed.items()}
     if is_first():
         emit(record, args.json)
@@ -89,23 +88,20 @@ def record_of(secs: list[float], ratios: list[float], rounds: list[int]) -> dict
     }
 
 
-def in_turn(arms: dict, turns: int) -> dict[str, tuple[list, list, list]]:
-    """Seconds, device max/mean and rounds of each arm's steps; every other turn goes
-    backwards."""
+def measured(arms: dict, turns: int) -> dict[str, tuple[list, list, list]]:
+    """Return seconds, device max/mean and rounds of each arm's steps."""
     from train.launch.processes import is_first, wait_for_all
 
     timed = {name: ([], [], []) for name in arms}
-    for turn in range(-SETTLING, turns):
-        names = list(arms) if turn % 2 else list(arms)[::-1]
-        for name in names:
-            wait_for_all(f"{name} {turn}")
-            row = arms[name].step()
-            if turn < 0:
-                continue
-            for column, value in zip(timed[name], row):
-                column.append(value)
-            if is_first():
-                print(f"turn {turn} {name}: {row[0]:.3f} s, max/mean {row[1]:.2f}")
+    for turn, name in in_turns(arms, turns, SETTLING):
+        wait_for_all(f"{name} {turn}")
+        row = arms[name].step()
+        if turn < 0:
+            continue
+        for column, value in zip(timed[name], row):
+            column.append(value)
+        if is_first():
+            print(f"turn {turn} {name}: {row[0]:.3f} s, max/mean {row[1]:.2f}")
     return timed
 
 

@@ -1,15 +1,13 @@
-"""Measured on the live mesh: seconds of each collective over each axis and over groups
-of two axes, by size, and of the grouped product, by rows.
+"""Seconds of collectives and products on the live mesh, and the lines through them.
 
-Each program repeats its collective in a loop that needs every result, so that a
-program's start counts once in REPEATS. All programs take turns, and medians are kept:
-a slow second of the machine meets them all.
+Collectives run over each axis and over groups of two axes, by size; the grouped product
+by rows. Each program repeats its operation in a loop that needs every result, so that a
+program's start counts once in its repeats.
 """
 
 import dataclasses
+import datetime
 import math
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,13 +19,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moejax.axes import AXES, AxisNames, axis_size
 from moejax.kernels.grouped_dot import grouped_dot
-from moejax.perf.calibration import leaving_bytes
+from moejax.perf.calibration import LINE_KEYS, Calibration, leaving_bytes
 from moejax.plan.layout import ROW_MULTIPLE
+from tools.bench.turns import median_sec
 
 REPEATS = 8
-"""Of a collective in one program."""
-ELEMENTS = (2**10, 2**13, 2**16, 2**18, 2**20)
-"""Of the array on each device."""
+"""Of an operation in one program."""
 GROUPS = (*((axis,) for axis in AXES),
           ("dc", "expert"), ("data", "expert"), ("expert", "tensor"))  # fmt: skip
 """Mesh axes that collectives of the MoE layer run over together."""
@@ -40,19 +37,39 @@ class Program:
 
     line: tuple[str, ...]
     amount: float
+    repeats: int
     run: Callable[..., Any]
     arguments: tuple[Any, ...]
 
 
-def collective_programs(mesh: Mesh, dtype: str) -> list[Program]:
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """sec = latency_sec + amount / amount_per_sec."""
+
+    latency_sec: float
+    amount_per_sec: float
+    r2: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """Which collectives are measured, and on which sizes."""
+
+    names: tuple[str, ...]
+    elements: tuple[int, ...]
+    """Of the array on each device."""
+    repeats: int = REPEATS
+
+
+def collective_programs(mesh: Mesh, dtype: str, sweep: Sweep) -> list[Program]:
     """Compiled; lines are (collective, axes joined by "_"), of groups each of whose
     axes has more than one device: of any other the single axis has the line."""
     return [
-        collective(mesh, name, axes, elements, dtype, REPEATS)
+        collective(mesh, name, axes, elements, dtype, sweep.repeats)
         for axes in GROUPS
         if all(mesh.shape[axis] > 1 for axis in axes)
-        for name in COLLECTIVES
-        for elements in ELEMENTS
+        for name in sweep.names
+        for elements in sweep.elements
     ]
 
 
@@ -86,6 +103,8 @@ COLLECTIVES: dict[str, Callable] = {
     "ppermute": _ppermute,
 }
 """Shape to shape."""
+SWEEP = Sweep(tuple(COLLECTIVES), (2**10, 2**13, 2**16, 2**18, 2**20))
+"""Of tools/calibrate.py."""
 
 
 def collective(
@@ -107,7 +126,7 @@ def collective(
     x_n = _zeros(mesh, (elements,), dtype)
     run = _compiled(mesh, body, x_n)
     amount = leaving_bytes(name, elements * jnp.dtype(dtype).itemsize, w)
-    return Program((name, "_".join(axes)), amount, run, (x_n,))
+    return Program((name, "_".join(axes)), amount, repeats, run, (x_n,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,22 +161,69 @@ def matmul_programs(mesh: Mesh, widths: Widths) -> list[Program]:
 
         arguments = (_zeros(mesh, (rows, d), widths.dtype), into_gdf, down_gfd)
         run = _compiled(mesh, body, *arguments)
-        programs.append(Program(("grouped_dot",), 4.0 * rows * d * f, run, arguments))
+        flops = 4.0 * rows * d * f
+        programs.append(Program(("grouped_dot",), flops, REPEATS, run, arguments))
     return programs
 
 
 def seconds(programs: list[Program], turns: int) -> list[float]:
-    """Of one repetition of each: medians of `turns`, every other one backwards."""
-    sec = [[] for _ in programs]
-    for turn in range(1 + turns):
-        order = range(len(programs))
-        for index in order if turn % 2 else reversed(order):
-            program = programs[index]
-            begin = time.perf_counter()
-            jax.block_until_ready(program.run(*program.arguments))
-            if turn > 0:  # the first warms up
-                sec[index].append((time.perf_counter() - begin) / REPEATS)
-    return [statistics.median(times) for times in sec]
+    """Return the median seconds of one repetition of each program."""
+    calls = {i: partial(one.run, *one.arguments) for i, one in enumerate(programs)}
+    return [
+        sec / program.repeats
+        for program, sec in zip(programs, median_sec(calls, turns).values())
+    ]
+
+
+def calibration_of(
+    mesh: Mesh, lines: dict[tuple[str, ...], Line], widths: Widths, turns: int
+) -> Calibration:
+    """Return the lines of collectives as a calibration, with the grouped product, which
+    is measured here."""
+    collectives: dict[str, dict] = {}
+    for (name, axes), line in lines.items():
+        numbers = (line.latency_sec, line.amount_per_sec, line.r2)
+        collectives.setdefault(name, {})[axes] = dict(zip(LINE_KEYS, numbers))
+    programs = matmul_programs(mesh, widths)
+    (matmul,) = fitted(programs, seconds(programs, turns)).values()
+    return Calibration(
+        device_kind=jax.devices()[0].device_kind,
+        mesh=dict(mesh.shape),
+        compute_dtype=widths.dtype,
+        collectives=collectives,
+        flops_per_sec=matmul.amount_per_sec,
+        matmul_r2=matmul.r2,
+        compile_sec=0.0,
+        when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+
+
+def fitted(programs: list[Program], sec: list[float]) -> dict[tuple[str, ...], Line]:
+    """Return the line through the points of each name."""
+    points = {}
+    for program, point_sec in zip(programs, sec, strict=True):
+        points.setdefault(program.line, []).append((program.amount, point_sec))
+    return {name: fit(*np.array(pairs).T) for name, pairs in points.items()}
+
+
+def fit(amount_n: np.ndarray, sec_n: np.ndarray) -> Line:
+    """The line of least relative squares with latency >= 0 and a finite rate.
+
+    Relative, so that small messages count as much as large ones; where the best line
+    has a negative latency or slope, it is the best one through the origin. r2 is that
+    of the relative errors as well: 1 - (theirs) / (those of the best constant).
+    """
+    weight_n = 1 / sec_n
+    design_n2 = np.stack([weight_n, amount_n * weight_n], axis=1)
+    latency, slope = np.linalg.lstsq(design_n2, np.ones(len(sec_n)))[0]
+    if latency < 0 or slope <= 0:
+        scaled_n = amount_n * weight_n
+        latency, slope = 0.0, scaled_n.sum() / (scaled_n**2).sum()
+    error = np.sum((1 - (latency + slope * amount_n) * weight_n) ** 2)
+    constant = weight_n.sum() / (weight_n**2).sum()
+    spread = np.sum((1 - constant * weight_n) ** 2)
+    r2 = 1 - error / spread if spread > 0 else 1.0
+    return Line(float(latency), float(1 / slope), float(r2))
 
 
 def _zeros(mesh: Mesh, shape: tuple[int, ...], dtype: str):

@@ -19,7 +19,6 @@ Exit codes: 0 done, 2 bad input, 3 the machine fails.
 
 import argparse
 import dataclasses
-import datetime
 import json
 import os
 import pathlib
@@ -31,9 +30,10 @@ from functools import partial
 
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])
 
-from moejax.perf.calibration import LINE_KEYS, Calibration  # noqa: E402
 from moejax.plan.layout import Topology  # noqa: E402
-from tools.calibrate import fitted, mesh_params  # noqa: E402
+from tools.bench.turns import in_turns  # noqa: E402
+from tools.calibrate import mesh_params  # noqa: E402
+from tools.launch.arguments import new_parser  # noqa: E402
 from train.config import gin_reader  # noqa: E402
 from train.launch.ending import DONE, emit, guarded  # noqa: E402
 from train.launch.start import start  # noqa: E402
@@ -51,16 +51,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("--mesh", required=True, help="dc=2,expert=2")
     add("--cases", type=pathlib.Path, required=True, help="JSON, as above")
     add("--turns", type=int, default=5, help="of which medians are taken: 5")
     add("--largest", type=int, default=2**19, help="elements, in calibration: 2^19")
     add("--dcs", type=int, default=2, help="that devices divide evenly among: 2")
-    add("--json", action="store_true", help="end with one JSON object on the last line")
     args = parser.parse_args(argv)
     args.gin_file, args.gpu = [], False
     return args
@@ -121,48 +118,24 @@ def cases_of(args: argparse.Namespace) -> list[dict]:
 
 
 def calibrated(mesh, shape, args: argparse.Namespace):
-    """A Calibration of this mesh, of sizes that slow links take."""
-    import jax
+    """Return a Calibration of this mesh, of sizes that slow links take."""
+    from tools.bench import collective_times as times
 
-    from tools.bench.collective_times import Widths, matmul_programs, seconds
-
-    points = collectives(mesh, args.largest)
-    runs = [partial(point.run, *point.arguments) for point in points]
-    times = timed(runs, args.turns, barrier_of(mesh))
-    sec = [statistics.median(row) / REPEATS for row in times]
-    lines: dict[str, dict] = {}
-    for (name, along), line in fitted(points, sec).items():
-        numbers = (line.latency_sec, line.amount_per_sec, line.r2)
-        lines.setdefault(name, {})[along] = dict(zip(LINE_KEYS, numbers))
-    owned = max(1, shape.num_experts // mesh.size)
-    rows = shape.tokens * shape.top_k
-    widths = Widths(shape.d_model, shape.d_expert, owned, rows, "float32")
-    programs = matmul_programs(mesh, widths)
-    (matmul,) = fitted(programs, seconds(programs, args.turns)).values()
-    return Calibration(
-        device_kind=jax.devices()[0].device_kind,
-        mesh=dict(mesh.shape),
-        compute_dtype="float32",
-        collectives=lines,
-        flops_per_sec=matmul.amount_per_sec,
-        matmul_r2=matmul.r2,
-        compile_sec=0.0,
-        when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    names = tuple(name for name in times.COLLECTIVES if name != "ppermute")
+    sweep = times.Sweep(names, (*ELEMENTS, args.largest), REPEATS)
+    programs = times.collective_programs(mesh, DTYPE, sweep)
+    runs = [partial(program.run, *program.arguments) for program in programs]
+    rows = timed(runs, args.turns, barrier_of(mesh))
+    sec = [statistics.median(row) / REPEATS for row in rows]
+    widths = times.Widths(
+        d_model=shape.d_model,
+        d_expert=shape.d_expert,
+        groups=max(1, shape.num_experts // mesh.size),
+        rows=shape.tokens * shape.top_k,
+        dtype=DTYPE,
     )
-
-
-def collectives(mesh, largest: int) -> list:
-    """Programs of tools/bench/collective_times.py, but fewer, repeated less."""
-    from tools.bench.collective_times import COLLECTIVES, GROUPS, collective
-
-    return [
-        collective(mesh, name, along, elements, DTYPE, REPEATS)
-        for along in GROUPS
-        if all(mesh.shape[axis] > 1 for axis in along)
-        for name in COLLECTIVES
-        if name != "ppermute"
-        for elements in (*ELEMENTS, largest)
-    ]
+    lines = times.fitted(programs, sec)
+    return times.calibration_of(mesh, lines, widths, args.turns)
 
 
 def barrier_of(mesh) -> Callable[[], object]:
@@ -177,29 +150,28 @@ def barrier_of(mesh) -> Callable[[], object]:
 
 
 def timed(runs, turns: int, meet: Callable, sent: list | None = None) -> list[list]:
-    """Seconds of each, turn by turn, every other turn backwards; the first one warms up
-    and is left out. The slowest process counts. Into `sent` go the bytes that left
-    this DC meanwhile."""
+    """Return seconds of each run, turn by turn; the slowest process counts. Into `sent`
+    go the bytes that left this DC meanwhile, in the turn that warms up too."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
 
     from train.launch.processes import are_several
 
-    sec_nt = np.zeros((len(runs), turns + 1), np.float32)
-    for turn in range(1 + turns):
-        order = list(range(len(runs)))
-        for index in order if turn % 2 else reversed(order):
+    sec_nt = np.zeros((len(runs), turns), np.float32)
+    for turn, index in in_turns(range(len(runs)), turns):
+        meet()
+        before, begin = sent_bytes(), time.perf_counter()
+        jax.block_until_ready(runs[index]())
+        passed_sec = time.perf_counter() - begin
+        if turn >= 0:
+            sec_nt[index, turn] = passed_sec
+        if sent is not None:
             meet()
-            before, begin = sent_bytes(), time.perf_counter()
-            jax.block_until_ready(runs[index]())
-            sec_nt[index, turn] = time.perf_counter() - begin
-            if sent is not None:
-                meet()
-                sent[index].append(sent_bytes() - before)
+            sent[index].append(sent_bytes() - before)
     if are_several():
         sec_nt = multihost_utils.process_allgather(sec_nt).max(axis=0)
-    return sec_nt[:, 1:].astype(float).tolist()
+    return sec_nt.astype(float).tolist()
 
 
 def sent_bytes() -> int:

@@ -32,6 +32,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
+from tools.launch.arguments import new_parser  # noqa: E402
 from train.launch.allocator import restart_with_huge_pages  # noqa: E402
 from train.launch.ending import CRASHED, DONE, emit, guarded, refuse  # noqa: E402
 
@@ -49,9 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("--device", choices=("cpu", "gpu"), default="cpu")
     add("--shapes", default="all", help="names with commas")
@@ -62,7 +61,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=7, help="turns of which the median counts: 7")
     add("--seed", type=int, help="of the inputs; fresh ones without it")
     add("--untuned", action="store_true", help="allow tiles that were never measured")
-    add("--json", action="store_true", help="end with a list of rows on the last line")
     add("--out", type=pathlib.Path, help="write the same list to this file")
     return parser.parse_args(argv)
 

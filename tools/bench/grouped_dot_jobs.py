@@ -14,6 +14,7 @@ from moejax.kernels.shapes import Shape, Skew, rows_of
 from tools.bench import grouped_dot_cases as cases
 from tools.bench import grouped_dot_peers as peers
 from tools.bench.grouped_dot_cases import Case
+from tools.bench.turns import in_turns
 
 BATCHED_GIB = {"cpu": 4, "gpu": 24}
 """`batched` is declined where its padded arrays are larger."""
@@ -210,13 +211,11 @@ def judge(own: Pass, impl: str, skew: Skew, trial: Trial) -> None:
 
 
 def take_turns(jobs: list[Job], settings: Settings) -> None:
-    """Every other turn goes backwards, so that none always follows the same one. All
-    have run before: nothing is compiled here."""
+    """All have run before: nothing is compiled here, and no turn warms up."""
     for job in jobs if settings.device == "gpu" else ():
         job.num_calls = num_calls_of(job.call_msec(FEWEST_CALLS))
-    for turn in range(settings.repeats):
-        for job in jobs if turn % 2 else reversed(jobs):
-            job.msec.append(job.call_msec(job.num_calls))
+    for _, job in in_turns(jobs, settings.repeats, num_warm_ups=0):
+        job.msec.append(job.call_msec(job.num_calls))
 
 
 def mean_msec(

@@ -24,13 +24,14 @@ import dataclasses
 import json
 import os
 import pathlib
-import statistics
 import sys
-import time
+from functools import partial
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
+from tools.bench.turns import median_sec  # noqa: E402
+from tools.launch.arguments import new_parser  # noqa: E402
 from train.launch.allocator import restart_with_huge_pages  # noqa: E402
 from train.launch.ending import BAD_INPUT, CRASHED, refuse  # noqa: E402
 from train.launch.start import COLLECTIVE_FLAGS  # noqa: E402
@@ -60,10 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="last line: one object")
+    parser = new_parser(__doc__)
     parser.add_argument("--gpu", action="store_true", help="GPUs that are here, bf16")
     parser.add_argument("--splits", action="store_true", help="splits and copies too")
     parser.add_argument("--skew", choices=("uniform", "zipf"), default="uniform")
@@ -173,21 +171,16 @@ def compile_arms(case, capacity: int, *, has_splits: bool) -> dict:
 
 
 def measure(compiled: dict, repeats: int) -> dict[tuple[str, str], float]:
-    """Medians; arms take turns, so that a slow minute of the machine meets them all,
-    every other time backwards, so that none always follows the same one."""
-    import jax
-
-    msec = {key: [] for key in compiled}
-    turns = [(which, repeat) for which in PASSES for repeat in range(1 + repeats)]
-    for which, repeat in turns:
-        keys = [key for key in compiled if key[1] == which]
-        for key in keys if repeat % 2 else reversed(keys):
-            step, arguments = compiled[key]
-            begin = time.perf_counter()
-            jax.block_until_ready(step(*arguments))
-            if repeat > 0:  # the first turn warms up
-                msec[key].append(1e3 * (time.perf_counter() - begin))
-    return {key: statistics.median(times) for key, times in msec.items()}
+    """Return medians in ms. All variants of one pass take turns, then of the other."""
+    msec = {}
+    for which in PASSES:
+        calls = {
+            key: partial(step, *arguments)
+            for key, (step, arguments) in compiled.items()
+            if key[1] == which
+        }
+        msec |= {key: 1e3 * sec for key, sec in median_sec(calls, repeats).items()}
+    return msec
 
 
 def report(device: str, shape: dict, compiled: dict, msec: dict) -> dict:

@@ -36,6 +36,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
 from tools.bench.split_cases import SKEWS, Case, Size, make_case  # noqa: E402
+from tools.launch.arguments import new_parser  # noqa: E402
 from train.launch.ending import DONE, emit, guarded  # noqa: E402
 
 SIZES = "64/8/2,128/16/2,256/64/2,256/64/4"
@@ -73,16 +74,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("--sizes", default=SIZES, help=f"experts/devices/replicas: {SIZES}")
     add("--repeats", type=int, default=5, help="turns of which the median counts: 5")
     add("--micro_batches", type=int, default=6, help="of each skew: 6")
     add("--tokens", type=int, default=512, help="of each device: 512")
     add("--seed", type=int, default=0)
-    add("--json", action="store_true", help="end with one JSON object on the last line")
     add("--gpu", action="store_true", help="compile for the GPU that is here")
     return parser.parse_args(argv)
 

@@ -30,6 +30,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
 from tools.launch import workers  # noqa: E402
+from tools.launch.arguments import new_parser  # noqa: E402
 from tools.launch.lines import say  # noqa: E402
 from train.launch.ending import BAD_INPUT, DONE, FAILED, PREEMPTED, emit, refuse  # noqa: E402
 
@@ -53,11 +54,8 @@ def main(argv: list[str]) -> int:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="launch_local.py -n N [options] -- PROGRAM [argument ..]",
-    )
+    usage = "launch_local.py -n N [options] -- PROGRAM [argument ..]"
+    parser = new_parser(__doc__, usage=usage)
     add = parser.add_argument
     waits = workers.Waits()
     add("-n", "--num_processes", type=int, required=True, help="of the gang")
@@ -82,7 +80,6 @@ def parse(words: list[str]) -> argparse.Namespace:
         default=waits.stacks_sec,
         help="for printing stacks before processes are killed (1)",
     )
-    add("--json", action="store_true", help="end with one JSON object on the last line")
     return parser.parse_args(words)
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])
 
+from tools.launch.arguments import new_parser  # noqa: E402
 from train.launch.ending import DONE, emit, guarded  # noqa: E402
 
 STYLES = {
@@ -45,13 +46,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     add = parser.add_argument
     add("record", type=pathlib.Path, help="what headline --json printed")
     add("--out", type=pathlib.Path, default=pathlib.Path("."), help="folder: here")
-    add("--json", action="store_true", help="end with one JSON object on the last line")
     return parser.parse_args(argv)
 
 
