@@ -18,20 +18,30 @@ is over, 130 interrupted.
 
 import argparse
 import contextlib
+import itertools
+import json
 import pathlib
+import statistics
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
-from tools.testbed import balancer, headline, trace  # noqa: E402
+from tools.testbed import balancer, links, trace  # noqa: E402
 from tools.testbed.cluster import Bed, Result, command_of, make_bed  # noqa: E402
 from tools.testbed.lock import locked, remove_leftovers, say  # noqa: E402
-from tools.testbed.steps import median_sec, run_dir_of, step_records  # noqa: E402
 from train.launch.ending import DONE, emit, guarded  # noqa: E402
 
 TRACE = ROOT.parent / "shared" / "data" / "routing_gpt_e32.npz"
+PARTS: dict[str, Callable[[balancer.Options], dict]] = {
+    "balancer": balancer.balancer,
+    "domains": links.domains,
+    "schedules": links.schedules,
+    "selector": links.selector,
+}
+"""Of `headline`: each measures a claim or two, and returns a dict with its figures."""
 
 
 def main(argv: list[str]) -> int:
@@ -75,7 +85,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _add_headline(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(work=_headline)
     add = parser.add_argument
-    parts = ", ".join(headline.PARTS)
+    parts = ", ".join(PARTS)
     add("--only", default="all", help=f"parts with commas between: {parts}; or all")
     add("--trace", type=pathlib.Path, default=TRACE, help="recorded routing")
     add("--repeats", type=int, default=5, help="turns of each arm that count (5)")
@@ -129,11 +139,26 @@ def report(record: dict) -> list[str]:
 
 def _headline(args: argparse.Namespace) -> int:
     options = balancer.Options(args.trace, args.repeats)
-    record = headline.headline(args.only, options)
+    record = headline(args.only, options)
     for name, value in record.items():
         print(f"{name:24} {value}")
     emit(record, args.json)
     return DONE
+
+
+def headline(only: str, options: balancer.Options) -> dict:
+    """The record of the parts named in `only`, commas between; 'all' is all.
+
+    Raises ValueError for one that there is not.
+    """
+    names = list(PARTS) if only == "all" else [x.strip() for x in only.split(",")]
+    for name in names:
+        if name not in PARTS:
+            raise ValueError(f"--only {name} is no part: choose of {', '.join(PARTS)}")
+    record = {}
+    for name in names:
+        record |= PARTS[name](options)
+    return record
 
 
 def _clean(args: argparse.Namespace) -> int:
@@ -142,6 +167,36 @@ def _clean(args: argparse.Namespace) -> int:
     print(f"removed {', '.join(removed)}" if removed else "nothing was left")
     emit({"removed": removed}, args.json)
     return DONE
+
+
+def step_records(run_dir: pathlib.Path) -> list[dict]:
+    """Whole lines of steps so far; none before there is one."""
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in records if "step_msec" in record]
+
+
+def median_sec(records: Sequence[dict]) -> float:
+    return statistics.median(record["step_msec"] for record in records) / 1e3
+
+
+def run_dir_of(program: Sequence[str]) -> pathlib.Path | None:
+    """Where a train/main.py with these arguments writes: its --run_dir, else runs/<name
+    of the first gin file>; None for what names neither."""
+    named = _values(program, "--run_dir")
+    if named:
+        return pathlib.Path(named[-1])
+    gin_files = _values(program, "--gin_file")
+    return pathlib.Path("runs", pathlib.Path(gin_files[0]).stem) if gin_files else None
+
+
+def _values(words: Sequence[str], flag: str) -> list[str]:
+    """Of --flag=value and --flag value."""
+    found = [x.partition("=")[2] for x in words if x.startswith(flag + "=")]
+    return found + [b for a, b in itertools.pairwise(words) if a == flag]
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 
-from moejax.kernels import shapes
+from moejax.kernels import shapes, tuning
 from moejax.kernels.grouped_dot import reference
 from moejax.kernels.shapes import SKEWS, Shape
 from tests.support.close import assert_close
-from tools.bench import grouped_dot, grouped_dot_jobs, grouped_dot_table
+from tools.bench import grouped_dot, grouped_dot_jobs
 from tools.bench import grouped_dot_cases as cases
 from tools.bench import grouped_dot_peers as peers
 
@@ -168,7 +168,7 @@ def test_the_summary_has_the_least_and_where(capsys):
         for (shape, skew), times in msec.items()
         for impl, time in times.items()
     ]
-    grouped_dot_table.show_summary(rows, peers.OURS)
+    grouped_dot.show_summary(rows, peers.OURS)
     cells = capsys.readouterr().out.splitlines()[-1].split(" | ")[1:]
     found = [cell.strip(" |") for cell in cells]
     where = ["uniform", "zipf", "zipf", "zipf"]
@@ -256,6 +256,46 @@ def test_the_fastest_variant_that_can_run_is_kept(fresh_arms, monkeypatch):
     assert grouped_dot_jobs.fastest(jobs).arm.tiles == "fast"
     with pytest.raises(KeyError):
         grouped_dot_jobs.fastest(jobs[-1:])
+
+
+@pytest.mark.parametrize("which", PASSES)
+def test_fp8_is_within_its_own_bound(which, monkeypatch, fresh_arms):
+    """By the emulation, on padding that holds NaN: most of the bound is used, and that
+    of bfloat16 is not enough."""
+    ours = functools.partial(peers.ours, "blocked", "e4m3")
+    monkeypatch.setitem(peers.VARIANTS, "hopper_fp8", ours)
+    if which == "wgrad":
+        with pytest.raises(NotImplementedError, match="wgrad has no 8-bit values"):
+            peers.arms("hopper_fp8", which, 0)
+        return
+    shape = Shape(rows=600, d=256, f=256, groups=4)
+    case = cases.small_case(which, shape, "bfloat16", 4, "with_empty")
+    (arm,) = peers.arms("hopper_fp8", which, 0)
+    given = case.poisoned().operands
+    found = arm.results_of(arm.arguments(given, jnp.asarray(case.rows_g)))
+    error = cases.error_of(which, found, case, has_zero_padding=True)
+    most = cases.most_error("bfloat16", "gpu", which, is_fp8=True)
+    assert most / 4 < error < most
+    assert error > 2 * cases.most_error("bfloat16", "gpu")
+
+
+def test_fp8_needs_measured_tiles_of_its_own(monkeypatch):
+    """Where it runs, and of the products that it runs."""
+    asked = []
+
+    def require(which, shape, *_):
+        asked.append((which, shape))
+
+    monkeypatch.setattr(tuning, "require", require)
+    shape = Shape(192, 128, 256, 3)
+    given = {"tiny": shape, "declined": dataclasses.replace(shape, d=64)}
+    some = "bfloat16", "any", "hopper_fp8"
+    grouped_dot.require_tuned(given, cases.PASSES, *some)
+    wide = dataclasses.replace(shape, f=512)
+    assert asked == [
+        *(("fp8_forward", shape), ("fp8_dgrad", shape), ("fp8_forward", wide)),
+        *(("fp8_forward", shape), ("fp8_dgrad", shape), ("wgrad", shape)),
+    ]
 
 
 @pytest.mark.parametrize(

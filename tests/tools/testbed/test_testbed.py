@@ -13,8 +13,7 @@ from tools.testbed import quota
 from tools.testbed import trace as testbed_trace
 from tools.testbed.balancer import Options, record_of
 from tools.testbed.cluster import Bed
-from tools.testbed.headline import headline
-from tools.testbed.steps import median_sec, run_dir_of, step_records
+from tools.testbed.run import headline, median_sec, run_dir_of, step_records
 
 TOOL = ROOT / "tools" / "testbed" / "run.py"
 
