@@ -27,6 +27,7 @@ from moejax.plan.layout import (
     uneven_group,
 )
 from moejax.plan.parallel import Domain, Form, Schedule, Tensor
+from moejax.plan.schedule_rules import SCHEDULES, UNSPLIT
 
 
 def require(claim: bool, message: str) -> None:
@@ -197,6 +198,11 @@ class Dispatch:
     def group_axes(self) -> tuple[str, ...]:
         """Mesh axes of the group."""
         return GROUP_AXES[self.group]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the schedule has experts along the tensor axis."""
+        return self.schedule != "auto" and SCHEDULES[self.schedule].is_local
 
 
 @dataclasses.dataclass(frozen=True)
@@ -523,15 +529,14 @@ class Config:
     @property
     def group_axes(self) -> tuple[str, ...]:
         """Mesh axes of the experts' owners."""
-        dispatch = self.dispatch
-        return ("tensor",) if dispatch.schedule == "local" else dispatch.group_axes
+        return ("tensor",) if self.dispatch.is_local else self.dispatch.group_axes
 
     @property
     def group_size(self) -> int:
         """Owners of experts: devices of the group (Dispatch.group), times what the
         tensor axis has beside expert shards, over the shards that it has not."""
         size = math.prod(getattr(self.mesh, axis) for axis in self.group_axes)
-        if self.dispatch.schedule == "local":
+        if self.dispatch.is_local:
             return size
         return size * self.mesh.tensor // self.expert_shards
 
@@ -547,7 +552,7 @@ def check_shards(cfg: Config) -> None:
         getattr(cfg.dispatch, name) for name in ("schedule", "group", "domain")
     )
     if mesh.tensor > 1 or shards > 1 or schedule != "auto":
-        name = "s1h" if schedule == "auto" else schedule
+        name = UNSPLIT if schedule == "auto" else schedule
         inner = Tensor(name, mesh.tensor, shards).inner.get("expert", 1)
         require(
             mesh.expert % inner == 0,
@@ -559,8 +564,9 @@ def check_shards(cfg: Config) -> None:
             f"Moe.d_expert={d_expert} must be divisible by expert_shards={shards}",
         )
     require(
-        schedule != "local" or (group == "expert" and domain == (1, 1)),
-        "Dispatch.schedule='local' has the experts along the tensor axis alone: use "
+        not cfg.dispatch.is_local or (group == "expert" and domain == (1, 1)),
+        f"Dispatch.schedule='{schedule}' has the experts along the tensor axis "
+        "alone: use "
         f"Dispatch.group='expert' and Dispatch.domain=(1, 1), not '{group}' and "
         f"{domain}",
     )

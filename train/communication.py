@@ -9,6 +9,7 @@ from moejax.perf import choose_domain, choose_schedule
 from moejax.perf.calibration import Calibration
 from moejax.plan.layout import ITEMSIZE
 from moejax.plan.parallel import Domain, Tensor
+from moejax.plan.schedule_rules import SCHEDULES
 from train.calibrated import calibration_of, other_flops_per_device
 from train.parts import Parts, micro_batch_tokens
 
@@ -47,7 +48,7 @@ def wires_of(cfg: Config) -> Wires:
             schedule = choose_schedule.choose(shape_of(cfg), calibration_of(cfg), among)
             name = schedule.schedule
         tensor = Tensor(name, cfg.mesh.tensor, cfg.expert_shards)
-    if tensor is not None and tensor.schedule == "local":
+    if tensor is not None and tensor.is_local:
         return Wires(Parts(("tensor",), cfg.mesh.tensor, tensor, None), schedule)
     sizes = _group_sizes(cfg)
     shared, choice = cfg.dispatch.domain, None
@@ -71,15 +72,19 @@ def wires_of(cfg: Config) -> Wires:
 
 
 def possible_schedules(cfg: Config) -> tuple[str, ...]:
-    """Those that what else is configured leaves."""
-    if cfg.dispatch.transport == "ragged":
-        return ("s1h",)
-    left = set(choose_schedule.SCHEDULES)
-    if not _has_plain_slots(cfg) or cfg.dispatch.domain != (1, 1):
-        left.remove("local")
-    if not _has_plain_slots(cfg) and cfg.expert_shards < cfg.mesh.tensor:
-        left.remove("s2")  # has fewer sets of tokens than owners to balance
-    return tuple(name for name in choose_schedule.SCHEDULES if name in left)
+    """Return the schedules that what else is configured leaves."""
+    return tuple(name for name in choose_schedule.TIMES if _is_possible(cfg, name))
+
+
+def _is_possible(cfg: Config, schedule: str) -> bool:
+    rules, has_plain_slots = SCHEDULES[schedule], _has_plain_slots(cfg)
+    if cfg.dispatch.transport == "ragged" and not rules.takes_ragged:
+        return False
+    if rules.is_local:
+        return has_plain_slots and cfg.dispatch.domain == (1, 1)
+    num_owners = cfg.group_size
+    num_sources = rules.num_sources(num_owners, cfg.mesh.tensor, cfg.expert_shards)
+    return has_plain_slots or num_sources % num_owners == 0  # else few to balance
 
 
 def _has_plain_slots(cfg: Config) -> bool:

@@ -144,7 +144,7 @@ def _store_of(cfg: Config) -> dict:
             f"Balance.policy='home' with it, and not '{cfg.balance.policy}'"
         )
     parts = wires_of(cfg).parts
-    is_local = parts.tensor is not None and parts.tensor.schedule == "local"
+    is_local = parts.tensor is not None and parts.tensor.is_local
     if (parts.domain is not None or is_local) and cfg.balance.policy != "home":
         raise ValueError(
             f"Balance.policy='{cfg.balance.policy}' plans for owners between which all "

@@ -4,6 +4,7 @@ import dataclasses
 
 from moejax.config import Config
 from moejax.plan.parallel import Domain, Tensor
+from moejax.plan.schedule_rules import UNSPLIT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,33 +27,23 @@ class Parts:
         """
         if self.tensor is None:
             return tokens
-        size, (split, copies) = self.tensor.size, self._split_and_copies
-        if tokens % split:
+        tensor = self.tensor
+        if tokens % tensor.num_parts:
             raise ValueError(
-                f"Dispatch.schedule='{self.tensor.schedule}' splits the {tokens} "
-                "tokens of "
-                f"a micro-batch and device over Mesh.tensor={size}: use a batch and "
-                "length that it divides"
+                f"Dispatch.schedule='{tensor.schedule}' splits the {tokens} tokens "
+                "of a "
+                f"micro-batch and device over Mesh.tensor={tensor.size}: use a batch "
+                "and length that it divides"
             )
-        return tokens // split * copies
+        return tokens // tensor.num_parts * tensor.num_gathered
 
     def of_any_batch(self, tokens: int) -> "Parts":
-        """These, or where the tensor axis does not divide so many tokens, s2, which
-        routes them whole."""
-        if self.tensor is None or tokens % self._split_and_copies[0] == 0:
+        """These, or where the tensor axis does not divide so many tokens, those of a
+        schedule that routes them whole."""
+        if self.tensor is None or tokens % self.tensor.num_parts == 0:
             return self
-        tensor = dataclasses.replace(self.tensor, schedule="s2")
+        tensor = dataclasses.replace(self.tensor, schedule=UNSPLIT)
         return dataclasses.replace(self, tensor=tensor)
-
-    @property
-    def _split_and_copies(self) -> tuple[int, int]:
-        size, shards = self.tensor.size, self.tensor.expert_shards
-        of_schedule = {
-            "s1": (size, 1),
-            "s1h": (size, 1),
-            "base": (max(size // shards, 1), shards),
-        }
-        return of_schedule.get(self.tensor.schedule, (1, 1))
 
 
 def micro_batch_tokens(cfg: Config) -> int:

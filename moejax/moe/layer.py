@@ -146,7 +146,7 @@ def _body(
     y_nd = schedules.leave(y_nd, view, groups)
 
     own = (score_ne, logit_ne, routes.expert_nk, sent.peer_nk)
-    own = (schedules.mine(value, view, groups) for value in own)
+    own = (schedules.schedule_of(view).own(value, groups) for value in own)
     sums = _sums(*own, sent, t, view, groups)
     sums = jax.tree.map(lambda leaf: varying_alike(leaf, x_btd)[0][None], sums)
     return y_nd.reshape(b, t, d).astype(x_btd.dtype), sums
@@ -155,7 +155,7 @@ def _body(
 def _sums(score_ne, logit_ne, expert_nk, peer_nk, sent, seq_len, layout, groups):
     """What this device's tokens add to losses and statistics, equal on the devices of
     its tensor axis."""
-    parts = schedules.split_axes(layout, groups)
+    parts = schedules.schedule_of(layout).split(groups)
     added = routing.balance_sums(score_ne, logit_ne, expert_nk, seq_len, parts)
     added["dropped"] = num_dropped(expert_nk, peer_nk)
     rows = rows_here(sent, layout, groups)

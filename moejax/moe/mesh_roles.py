@@ -42,18 +42,6 @@ class Groups(NamedTuple):
         """Experts and rows along one axis, and nothing else."""
         return cls(owners=(axis,), peers=(axis,))
 
-    def sources(self, layout: Layout) -> Axes:
-        """Along which tokens differ among those whose rows meet on a device."""
-        schedule = None if layout.tensor is None else layout.tensor.schedule
-        if schedule == "local":
-            return ()
-        if schedule in ("s1", "s1h"):
-            return self.peers + self.shards
-        if schedule == "s2":
-            senders = self.peers + self.shards
-            return tuple(axis for axis in senders if axis not in self.parts)
-        return self.peers
-
 
 def groups_of(mesh: Mesh, layout: Layout) -> Groups:
     """For layers of this layout on the run's mesh, whose axes are those of

@@ -20,9 +20,10 @@ from functools import cached_property
 from moejax.perf import terms
 from moejax.perf.calibration import Calibration, leaving_bytes
 from moejax.perf.terms import Prediction, Term, num_devices
+from moejax.plan.schedule_rules import SCHEDULES, UNSPLIT
 
-SCHEDULES = ("s1h", "s1", "s2", "base", "local")
-"""Of equally fast ones the earlier is taken."""
+USUAL = "base"
+"""The schedule that others are compared with: DeepSpeed-MoE's."""
 COUNT_BYTES = 4
 """Loads are exchanged as int32, one for each expert."""
 
@@ -96,28 +97,32 @@ class Choice:
 
 
 def choose(
-    shape: Shape, calibration: Calibration, among: Collection[str] = SCHEDULES
+    shape: Shape, calibration: Calibration, among: Collection[str] | None = None
 ) -> Choice:
-    """The fastest candidate, of those that are `among`; ValueError as `candidates`."""
+    """Return the fastest of the candidates that are `among` (None: of all candidates).
+
+    ValueError as `candidates`.
+    """
+    among = TIMES if among is None else among
     names = [name for name in candidates(shape) if name in among]
     predictions = {name: predict(shape, calibration, name) for name in names}
     chosen = terms.first_fastest(predictions)
-    usual = "base" if "base" in names else chosen
+    usual = USUAL if USUAL in names else chosen
     return Choice(chosen, predictions, terms.why(chosen, predictions, usual))
 
 
 def candidates(shape: Shape) -> tuple[str, ...]:
     """Those that can run; ValueError, one line with the rules, when none can."""
-    refusals = {name: refusal(shape, name) for name in SCHEDULES}
+    refusals = {name: refusal(shape, name) for name in TIMES}
     if all(refusals.values()):
         rules = "; ".join(dict.fromkeys(refusals.values()))
         raise ValueError(f"no schedule can run: {rules}")
-    return tuple(name for name in SCHEDULES if not refusals[name])
+    return tuple(name for name in TIMES if not refusals[name])
 
 
 def refusal(shape: Shape, schedule: str) -> str:
     """The rule that keeps a schedule from running, in a line; '' when none does."""
-    rules = _rules_of_local if schedule == "local" else _rules
+    rules = _rules_of_local if SCHEDULES[schedule].is_local else _rules
     return next((rule for holds, rule in rules(shape, schedule) if not holds), "")
 
 
@@ -137,21 +142,27 @@ def _rules(shape: Shape, schedule: str) -> Iterator[tuple[bool, str]]:
         f"num_experts={shape.num_experts} must be divisible by their {owners} owners: "
         f"use {-(-shape.num_experts // owners) * owners}",
     )
-    parts = {"base": max(1, tensor // shards), "s2": 1}.get(schedule, tensor)
+    parts = SCHEDULES[schedule].num_parts(tensor, shards)
     yield (
         shape.tokens % parts == 0,
         f"{schedule} splits the tokens of a tensor group ({shape.tokens}) in {parts} "
-        "parts: use another batch, or 's2'",
+        f"parts: use another batch, or '{UNSPLIT}'",
     )
 
 
-def _rules_of_local(shape: Shape, _: str) -> Iterator[tuple[bool, str]]:
+def _rules_of_local(shape: Shape, schedule: str) -> Iterator[tuple[bool, str]]:
     group, tensor = "_".join(shape.sizes), shape.tensor
-    yield tensor > 1, "local needs a tensor axis of several devices: use Mesh.tensor=2"
-    yield group == "expert", f"local needs Dispatch.group='expert', and it is '{group}'"
+    yield (
+        tensor > 1,
+        f"{schedule} needs a tensor axis of several devices: use Mesh.tensor=2",
+    )
+    yield (
+        group == "expert",
+        f"{schedule} needs Dispatch.group='expert', and it is '{group}'",
+    )
     yield (
         shape.num_experts % tensor == 0,
-        f"local needs num_experts={shape.num_experts} to be divisible by "
+        f"{schedule} needs num_experts={shape.num_experts} to be divisible by "
         f"tensor={tensor}: use {-(-shape.num_experts // tensor) * tensor}",
     )
 
@@ -162,7 +173,7 @@ def predict(shape: Shape, calibration: Calibration, schedule: str) -> Prediction
     Loads are even, no row is dropped, collectives are serial but for Shape.overlap.
     Beside Parm's there are counts, and weights in parts over data (local: group too).
     """
-    return terms.prediction_of(*_TERMS[schedule](_Parts(shape, calibration)))
+    return terms.prediction_of(*TIMES[schedule](_Parts(shape, calibration)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,4 +308,5 @@ def _local(p: _Parts) -> tuple[Term, ...]:
     )
 
 
-_TERMS = {"s1h": _s1h, "s1": _s1, "s2": _s2, "base": _base, "local": _local}
+TIMES = {"s1h": _s1h, "s1": _s1, "s2": _s2, "base": _base, "local": _local}
+"""Each schedule's time as a sum of terms; of equally fast ones the first is taken."""

@@ -17,6 +17,7 @@ import math
 from typing import Literal
 
 from moejax.plan.parallel import Domain, Tensor
+from moejax.plan.schedule_rules import SCHEDULES
 
 Transport = Literal["local", "padded", "ragged", "hierarchical"]
 Exchange = Literal["exact", "capacity"]
@@ -137,7 +138,7 @@ class Layout:
     @property
     def is_local(self) -> bool:
         """Whether experts lie along the tensor axis, and no row travels."""
-        return self.tensor is not None and self.tensor.schedule == "local"
+        return self.tensor is not None and self.tensor.is_local
 
     @property
     def num_sources(self) -> int:
@@ -160,9 +161,9 @@ class Layout:
         """Rows that one source has, over those of the tokens of one owner's devices."""
         if self.tensor is None:
             return 1.0
-        if self.tensor.schedule == "base":  # with copies of its tokens
-            return float(min(self.tensor.size, self.tensor.expert_shards))
-        return self.num_devices / self.num_sources
+        shards = 1 if self.is_local else self.tensor.expert_shards
+        routed = self.tensor.num_gathered / self.tensor.num_parts
+        return routed * self.tensor.size / shards
 
     @property
     def num_windows(self) -> int:
@@ -371,18 +372,20 @@ def _check_tensor(layout: Layout) -> None:
         )
     if layout.rows_per_peer % layout.tensor.num_windows:
         raise ValueError(
-            f"schedule='s2' cuts rows_per_peer={layout.rows_per_peer} in "
+            f"schedule='{schedule}' cuts rows_per_peer={layout.rows_per_peer} in "
             f"{layout.tensor.num_windows} parts: use a multiple of that"
         )
-    if layout.transport == "ragged" and schedule != "s1h":
+    if layout.transport == "ragged" and not layout.tensor.rules.takes_ragged:
+        known = [repr(name) for name, rules in SCHEDULES.items() if rules.takes_ragged]
         raise ValueError(
-            f"transport='ragged' is for schedule='s1h', and schedule is '{schedule}'"
+            f"transport='ragged' is for schedule={' or '.join(known)}, and schedule is "
+            f"'{schedule}'"
         )
     has = (layout.store, layout.transport)
     if layout.is_local and has != ("owned", "local"):
         raise ValueError(
-            "schedule='local' keeps each expert on one device of the tensor axis: it "
-            f"takes store='owned' and transport='local', and has {has}"
+            f"schedule='{schedule}' keeps each expert on one device of the tensor "
+            f"axis: it takes store='owned' and transport='local', and has {has}"
         )
 
 

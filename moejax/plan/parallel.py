@@ -22,8 +22,8 @@ import math
 import typing
 from typing import Literal
 
-Schedule = Literal["base", "s1", "s2", "s1h", "local"]
-"""Order of the collectives of a layer (moejax.moe.exchange.schedules)."""
+from moejax.plan.schedule_rules import SCHEDULES, Schedule, ScheduleRules
+
 Form = Literal["none", "residual", "delta"]
 """How experts that move inside a domain are compressed
 (moejax.moe.weights.compression); 'none' is an all_gather of weights."""
@@ -40,10 +40,10 @@ class Tensor:
     """Parts of one expert (N_ESP)."""
 
     def __post_init__(self) -> None:
-        known, (size, shards) = typing.get_args(Schedule), self._sizes
-        if self.schedule not in known:
+        size, shards = self._sizes
+        if self.schedule not in SCHEDULES:
             raise ValueError(
-                f"schedule='{self.schedule}' is none of {', '.join(known)}"
+                f"schedule='{self.schedule}' is none of {', '.join(SCHEDULES)}"
             )
         if size < 1 or shards < 1 or (size % shards and shards % size):
             raise ValueError(
@@ -57,10 +57,10 @@ class Tensor:
                 "out, or "
                 "use Mesh.tensor = 2"
             )
-        if self.schedule == "local" and size == 1:
+        if self.is_local and size == 1:
             raise ValueError(
-                "schedule='local' has the experts along the tensor axis, which has one "
-                "device: use 's1h', or Mesh.tensor = 2"
+                f"schedule='{self.schedule}' has the experts along the tensor axis, "
+                "which has one device: use 's1h', or Mesh.tensor = 2"
             )
 
     @property
@@ -68,10 +68,20 @@ class Tensor:
         return self.size, self.expert_shards
 
     @property
+    def rules(self) -> ScheduleRules:
+        """Sizes and limits of the schedule."""
+        return SCHEDULES[self.schedule]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether experts lie along the tensor axis, and no row travels."""
+        return self.rules.is_local
+
+    @property
     def inner(self) -> dict[str, int]:
         """Devices of the inner part, of axes that are split in two."""
         size, shards = self._sizes
-        if self.schedule == "local" or size == shards:
+        if self.is_local or size == shards:
             return {}
         return {"tensor": shards} if shards < size else {"expert": shards // size}
 
@@ -84,17 +94,25 @@ class Tensor:
     @property
     def num_windows(self) -> int:
         """Parts of a buffer that the devices of the tensor axis send."""
-        return self.size if self.schedule == "s2" else 1
+        return self.rules.num_windows(*self._sizes)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts into which a tensor group's tokens are split."""
+        return self.rules.num_parts(*self._sizes)
+
+    @property
+    def num_gathered(self) -> int:
+        """Such parts that one source routes."""
+        return self.rules.num_gathered(*self._sizes)
 
     def num_senders(self, num_owners: int) -> int:
         """Devices that a device gets rows from, itself included."""
-        if self.schedule == "local":
-            return 1
-        return num_owners * (1 if self.schedule == "base" else self.expert_shards)
+        return self.rules.num_senders(num_owners, self.expert_shards)
 
     def num_sources(self, num_owners: int) -> int:
         """Different sets of tokens among the senders."""
-        return max(self.num_senders(num_owners) // self.num_windows, 1)
+        return self.rules.num_sources(num_owners, *self._sizes)
 
 
 @dataclasses.dataclass(frozen=True)

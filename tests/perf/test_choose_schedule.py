@@ -8,10 +8,11 @@ import pytest
 
 from moejax.perf import choose_schedule
 from moejax.perf.calibration import leaving_bytes
-from moejax.perf.choose_schedule import SCHEDULES, Shape, candidates, choose, predict
+from moejax.perf.choose_schedule import TIMES, Shape, candidates, choose, predict
 from moejax.perf.terms import Term
 from tests.support.calibrations import KINDS, TWO_LEVELS, calibration, line
 
+SCHEDULES = tuple(TIMES)
 SHAPE = Shape(
     tokens=96, d_model=6, d_expert=16, num_experts=8, top_k=2, buffer_factor=1.5,
     itemsize=4, tensor=2, expert_shards=2, sizes={"expert": 4}, is_training=False,

@@ -30,6 +30,7 @@ from moejax.perf.calibration import Calibration
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import GROUP_AXES, Layout, Topology
 from moejax.plan.parallel import Domain, Tensor
+from moejax.plan.schedule_rules import SCHEDULES
 
 ITEMSIZE = 4
 """float32: CPUs emulate bfloat16, slowly."""
@@ -93,10 +94,9 @@ def domain_of(arm: str) -> tuple[int, int] | None:
     ValueError for a name of neither."""
     if found := DOMAIN.fullmatch(arm):
         return int(found[1]), int(found[2])
-    if arm not in choose_schedule.SCHEDULES:
+    if arm not in SCHEDULES:
         raise ValueError(
-            f"{arm!r} is no arm: give {', '.join(choose_schedule.SCHEDULES)}, or "
-            "a domain such as 2x1"
+            f"{arm!r} is no arm: give {', '.join(SCHEDULES)}, or a domain such as 2x1"
         )
     return None
 
@@ -122,10 +122,10 @@ def layout_of(shape: Shape, arm: str, topology: Topology) -> Layout:
             axes=GROUP_AXES["dc_expert"],
         )
     shards = shape.expert_shards or tensor
-    parts = {"s1": tensor, "s1h": tensor, "base": max(1, tensor // shards)}
-    choices = choices * (shards if arm == "base" else 1) // parts.get(arm, 1)
-    is_local = arm == "local"
-    num_devices = tensor if is_local else topology.expert * tensor // shards
+    rules = SCHEDULES[arm]
+    gathered = choices * rules.num_gathered(tensor, shards)
+    choices = gathered // rules.num_parts(tensor, shards)
+    num_devices = tensor if rules.is_local else topology.expert * tensor // shards
     return Layout.home(
         shape.num_experts,
         num_devices,
@@ -134,7 +134,7 @@ def layout_of(shape: Shape, arm: str, topology: Topology) -> Layout:
         rows_per_peer=math.ceil(shape.buffer_factor * choices / num_devices),
         exchange="capacity",
         tensor=Tensor(arm, tensor, shards),
-        axes=("tensor",) if is_local else GROUP_AXES["expert"],
+        axes=("tensor",) if rules.is_local else GROUP_AXES["expert"],
     )
 
 

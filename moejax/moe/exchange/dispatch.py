@@ -24,8 +24,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moejax.kernels.permute import combine_rows, gather_rows
-from moejax.moe.exchange import schedules
 from moejax.moe.exchange.manifest import EMPTY, Manifest
+from moejax.moe.exchange.schedules import schedule_of
 from moejax.moe.mesh_roles import Groups, index_along
 from moejax.plan.layout import Layout
 
@@ -73,7 +73,7 @@ def dispatch(
     send_md = gather(x_nd, token_m, receipt.position_nk)
     send_wcd = send_md.reshape(-1, window.rows, x_nd.shape[1])
     counts = (receipt.count_w, receipt.incoming_v)
-    arrived_vcd = schedules.out(send_wcd, *counts, layout, groups)
+    arrived_vcd = schedule_of(layout).out(send_wcd, *counts, layout, groups)
     arrived_md = checkpoint_name(arrived_vcd.reshape(-1, x_nd.shape[1]), ROWS)
     if not _is_sorted(layout):
         arrived_md = gather(arrived_md, receipt.arrival_m, receipt.sorted_m1)
@@ -92,12 +92,12 @@ def combine(
     if not _is_sorted(layout):
         sorted_m, arrival_m1 = receipt.sorted_m1[:, 0], receipt.arrival_m[:, None]
         y_md = gather_rows(y_md, sorted_m, arrival_m1, implementation=_moves(layout))
-    back_vcd = y_md.reshape(layout.num_senders, -1, y_md.shape[1])
+    y_vcd = y_md.reshape(layout.num_senders, -1, y_md.shape[1])
     counts = (receipt.incoming_v, receipt.count_w)
-    home_wcd = schedules.home(back_vcd, *counts, layout, groups)
-    home_md = checkpoint_name(home_wcd.reshape(-1, y_md.shape[1]), ROWS)
+    back_wcd = schedule_of(layout).back(y_vcd, *counts, layout, groups)
+    back_md = checkpoint_name(back_wcd.reshape(-1, y_md.shape[1]), ROWS)
     tables = receipt.position_nk, receipt.assignment_m
-    y_nd = combine_rows(home_md, gate_nk, *tables, implementation=_moves(layout))
+    y_nd = combine_rows(back_md, gate_nk, *tables, implementation=_moves(layout))
     return jax.lax.psum(y_nd, groups.parts) if layout.is_local else y_nd
 
 
@@ -107,7 +107,8 @@ def receipt_of(
     """Integers of one window: pure arithmetic on the manifest, no communication."""
     w, s = layout.num_devices, layout.slots_per_device
     start, rows = window
-    source, owner = index_along(groups.sources(layout)), index_along(groups.peers)
+    source = index_along(schedule_of(layout).sources(groups))
+    owner = index_along(groups.peers)
     pair_uws = sent.counts_up.reshape(-1, w, s)
     count_w, first_w = pair_uws[source].sum(axis=-1), sent.first_w
     peer_nk = sent.peer_nk

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
+from moejax.moe.exchange.schedules import schedule_of
 from moejax.moe.mesh_roles import Groups, index_along
 from moejax.moe.split.divide import divided
 from moejax.moe.types import Placement
@@ -53,7 +54,11 @@ def manifest(
     first choices go first.
     """
     n, k = expert_nk.shape
-    s, e, sources = layout.slots_per_device, layout.num_experts, groups.sources(layout)
+    s, e, sources = (
+        layout.slots_per_device,
+        layout.num_experts,
+        schedule_of(layout).sources(groups),
+    )
     expert_a = jnp.where(expert_nk < 0, e, expert_nk).T.reshape(-1)
     order_a = jnp.argsort(expert_a, stable=True).astype(jnp.int32)
     count_e = jnp.sum(expert_a[:, None] == jnp.arange(e), axis=0, dtype=jnp.int32)

@@ -13,7 +13,9 @@ import pytest
 
 from moejax.config import Router
 from moejax.moe import route
-from moejax.moe.exchange import dispatch
+from moejax.moe.exchange import dispatch, schedules
+from moejax.perf import choose_schedule
+from moejax.plan import schedule_rules
 from moejax.plan.layout import Topology
 from tests.support.close import assert_close
 from tests.support.configured_layers import (
@@ -44,6 +46,11 @@ GRID = [
     for name in (*SCHEDULES, "local")
     if name != "local" or 1 < sizes[0] == sizes[1]
 ]
+
+
+def test_every_schedule_has_rules_a_record_and_a_time():
+    assert set(schedule_rules.SCHEDULES) == set(choose_schedule.TIMES)
+    assert {None, *schedule_rules.SCHEDULES} == set(schedules.SCHEDULES)
 
 
 @pytest.mark.slow
