@@ -30,10 +30,11 @@ train: $(VENV)/.stamp  ## train the main job (GIN=configs/tiny_cpu.gin ARGS='--f
 dry-run: $(VENV)/.stamp  ## parameters, bytes per device, FLOPs per token and plan of GIN; runs nothing
 	@$(RUN) train/main.py --gin_file=$(GIN) --dry_run $(ARGS)
 
-lint: $(VENV)/.stamp  ## ruff (format, rules) and the import layers
+lint: $(VENV)/.stamp  ## ruff (format, rules), import layers and circles
 	@$(VENV)/bin/ruff format --check --quiet .
 	@$(VENV)/bin/ruff check --quiet .
 	@$(VENV)/bin/lint-imports --no-cache > .lint-imports.log || (cat .lint-imports.log; exit 1)
+	@$(RUN) tools/import_graph.py > /dev/null
 	@rm -f .lint-imports.log; echo "lint: ok"
 
 format: $(VENV)/.stamp  ## let ruff rewrite what it can

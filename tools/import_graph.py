@@ -1,0 +1,190 @@
+"""Check that imports lead downwards and never in a circle, and print them by room.
+
+    python tools/import_graph.py                         check, docs/house.md too
+    python tools/import_graph.py --write docs/house.md   put the graph there
+
+An import counts wherever it stands: in a function, or for a type checker alone. A room
+is a folder or a file that LAYERS names. It imports rooms of the layers below it, and
+none of its own layer. `moejax/__init__.py` has its public names as text and imports
+nothing: they load when they are first used.
+"""
+
+import argparse
+import ast
+import graphlib
+import itertools
+import pathlib
+import sys
+import textwrap
+from collections.abc import Container
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+FOLDERS = ("moejax", "train", "tools")
+LAYERS = (
+    ("tools",),
+    ("train.main", "train.evaluate", "train.generate"),
+    ("train.dry_run", "train.logs.summary"),
+    ("train.loop",),
+    ("train.balance", "train.eval", "train.cli", "train.kernels"),
+    ("train.job",),
+    ("train.checkpoint",),
+    ("train.logs",),
+    ("train.step",),
+    ("train.layouts",),
+    ("train.communication",),
+    ("train.calibrated", "train.parts"),
+    ("train.config", "train.data", "train.launch"),
+    ("moejax.model", "moejax.balance", "moejax.show"),
+    ("moejax.moe", "moejax.perf"),
+    ("moejax.kernels", "moejax.axes", "moejax.config"),
+    ("moejax.plan",),
+)
+"""Rooms from top to bottom. A module is in the room with the longest name that begins
+its own."""
+LEVELS = {room: level for level, layer in enumerate(LAYERS) for room in layer}
+STRANGERS = (
+    {"moejax.balance", "moejax.moe"},
+    {"moejax.perf", "moejax.moe"},
+    {"moejax.kernels", "moejax.plan"},
+)
+"""Rooms that do not know each other, whatever their layers."""
+BEGIN, END = "<!-- import graph -->", "<!-- end of import graph -->"
+PAGE = "docs/house.md"
+NAME_WIDTH, LINE_WIDTH = 22, 88
+
+
+class Module(NamedTuple):
+    path: pathlib.Path
+    """Below the root."""
+    imports: dict[str, int]
+    """Modules that it imports, each with the first line that does."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--root", type=pathlib.Path, default=ROOT)
+    parser.add_argument("--write", metavar="PATH", help="page to put the graph into")
+    args = parser.parse_args(argv)
+    modules = read_modules(args.root)
+    graph = draw(modules)
+    print(graph)
+    faults = find_circles(modules) + find_wrong_arrows(modules)
+    page = args.root / (args.write or PAGE)
+    text = page.read_text(encoding="utf-8")
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    new = f"{head}{BEGIN}\n```\n{graph}\n```\n{END}{tail}"
+    if not (begin and end):
+        faults.append(f"{page} must have {BEGIN}, and {END} behind it: add both")
+    elif args.write:
+        page.write_text(new, encoding="utf-8")
+    elif new != text:
+        faults.append(f"{page} has an older graph: run this with --write {PAGE}")
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    return 1 if faults else 0
+
+
+def read_modules(root: pathlib.Path) -> dict[str, Module]:
+    """Return the modules below `root` by their dotted names."""
+    paths = {}
+    for folder in FOLDERS:
+        for file in sorted((root / folder).rglob("*.py")):
+            path = file.relative_to(root)
+            name = ".".join(path.with_suffix("").parts)
+            paths[name.removesuffix(".__init__")] = path
+    return {
+        name: Module(path, find_imports(name, (root / path).read_text("utf-8"), paths))
+        for name, path in paths.items()
+    }
+
+
+def find_imports(name: str, source: str, paths: dict) -> dict[str, int]:
+    """Return which of the modules in `paths` this one imports, and in which line."""
+    found: dict[str, int] = {}
+    is_package = paths[name].stem == "__init__"
+    package = name if is_package else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            origin = ".".join(filter(None, (base, node.module)))
+            targets = [f"{origin}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            module = longest_prefix(target, paths)  # a function's module, say
+            if module and module != name:
+                found[module] = min(node.lineno, found.get(module, node.lineno))
+    return found
+
+
+def longest_prefix(name: str, known: Container[str]) -> str:
+    """Return the longest of the known dotted names that `name` begins with, or ''."""
+    while name and name not in known:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def find_circles(modules: dict[str, Module]) -> list[str]:
+    """Return circles of modules, each as a text with a line for every import in it."""
+    graph = {name: set(module.imports) for name, module in modules.items()}
+    circles = []
+    while True:
+        try:
+            graphlib.TopologicalSorter(graph).prepare()
+            return circles
+        except graphlib.CycleError as error:
+            pairs = list(itertools.pairwise(error.args[1][::-1]))
+        lines = [arrow(modules, *pair) for pair in pairs]
+        circles.append("\n  ".join(["a circle of imports:", *lines]))
+        graph[pairs[0][0]].remove(pairs[0][1])
+
+
+def find_wrong_arrows(modules: dict[str, Module]) -> list[str]:
+    """Return the imports that lead from a room to one that is not below it."""
+    faults = []
+    for name, module in modules.items():
+        for imported in module.imports:
+            pair = here, there = [longest_prefix(m, LEVELS) for m in (name, imported)]
+            where = arrow(modules, name, imported)
+            if not all(pair):
+                faults.append(f"{where}: one of both is in no room: add it to LAYERS")
+            elif set(pair) in STRANGERS:
+                faults.append(f"{where}: {here} and {there} do not know each other")
+            elif here != there and LEVELS[here] >= LEVELS[there]:
+                faults.append(f"{where}: {there} is not below {here} in LAYERS")
+    return faults
+
+
+def arrow(modules: dict[str, Module], importer: str, imported: str) -> str:
+    path, imports = modules[importer]
+    return f"{path}:{imports[imported]} imports {modules[imported].path}"
+
+
+def draw(modules: dict[str, Module]) -> str:
+    """Return the rooms from top to bottom, each with the rooms that it imports."""
+    targets: dict[str, set[str]] = {}
+    for name, module in modules.items():
+        room = longest_prefix(name, LEVELS)
+        rooms = {longest_prefix(imported, LEVELS) for imported in module.imports}
+        targets.setdefault(room, set()).update(rooms - {room, ""})
+    layers = []
+    for layer in LAYERS:
+        lines = [
+            textwrap.fill(
+                f"{room:{NAME_WIDTH}}{', '.join(sorted(targets[room])) or '-'}",
+                LINE_WIDTH,
+                subsequent_indent=" " * NAME_WIDTH,
+            )
+            for room in layer
+            if room in targets
+        ]
+        layers.append("\n".join(lines))
+    return "\n\n".join(filter(None, layers))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
