@@ -49,7 +49,7 @@ test-fast: $(VENV)/.stamp  ## the tests that take seconds (90 s at most)
 test-all: lint  ## with the long repetitions (kills, corruptions)
 	@$(RUN) -m pytest $(SPREAD) $(ARGS)
 
-bench: $(VENV)/.stamp  ## one MoE layer against its rivals
+bench: $(VENV)/.stamp  ## one MoE layer against its baselines
 	@$(RUN) tools/bench/moe_layer.py $(ARGS)
 
 clean:  ## remove the environment and the compilation cache, never a run

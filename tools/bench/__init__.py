@@ -1,1 +1,1 @@
-"""Benchmarks: cases, the arms that compute them, and their tables."""
+"""Benchmarks: cases, the variants that compute them, and their tables."""

@@ -1,12 +1,13 @@
 """Steps of one configuration under several policies, in turn in one run.
 
     python tools/bench/balance.py --gin_file=configs/testbed_skew.gin \\
-        --arm "home" --arm "micromoe: Balance.policy = 'micromoe'" --turns 5 --json
+        --variant home --variant "micromoe: Balance.policy = 'micromoe'" --json
 
-Each arm is the trainer's own step with a state of its own, and all see the same tokens
-and routing. Before the first turn a policy plans once, from the load of the first step;
-what follows it has not seen. All arms are compiled, and run once, before --ready is
-made (by process 0) and the turns begin. A step's time is that of the slowest process.
+Each variant is the trainer's own step with a state of its own, and all see the same
+tokens and routing. Before the first turn a policy plans once, from the load of the
+first step; what follows it has not seen. All variants are compiled, and run once,
+before --ready is made (by process 0) and the turns begin. A step's time is that of the
+slowest process.
 """
 
 import argparse
@@ -41,9 +42,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--gin_file", action="append", default=[], required=True)
-    add("--gin_param", action="append", default=[], help="of all arms")
-    add("--arm", action="append", required=True, help="'name: Class.field = value; ..'")
-    add("--turns", type=int, default=5, help="steps of each arm that count: 5")
+    add("--gin_param", action="append", default=[], help="of all variants")
+    add(
+        "--variant",
+        action="append",
+        required=True,
+        help="'name: Class.field = value; ..'",
+    )
+    add("--turns", type=int, default=5, help="steps of each variant that count: 5")
     add("--ready", type=pathlib.Path, help="a file to make when the turns begin")
     add_flags(parser)
     return parser.parse_args(argv)
@@ -53,7 +59,7 @@ def work(args: argparse.Namespace) -> int:
     if args.turns < 1:
         raise ValueError(f"--turns {args.turns} must be at least 1")
     cfgs = {}
-    for text in args.arm:
+    for text in args.variant:
         name, _, params = text.partition(":")
         own = [param.strip() for param in params.split(";") if param.strip()]
         cfgs[name.strip()] = gin_reader.load(args.gin_file, [*args.gin_param, *own])
@@ -63,16 +69,16 @@ def work(args: argparse.Namespace) -> int:
     # Gloo's processes wait 30 s for one another at their first meeting: before some
     # have compiled, or found in jax's cache, what others have not.
     wait_for_all("begun")
-    arms = {}
+    variants = {}
     for name, cfg in cfgs.items():
-        arms[name] = make_arm(cfg)
-        arms[name].step()
+        variants[name] = make_variant(cfg)
+        variants[name].step()
         if is_first():
             print(f"{name}: compiled and run once", flush=True)
     wait_for_all("compiled")
     if args.ready is not None and is_first():
         args.ready.touch()
-    timed = measured(arms, args.turns)
+    timed = measured(variants, args.turns)
     record = {name: record_of(*columns) for name, columns in timed.items()}
     if is_first():
         emit(record, args.json)
@@ -88,14 +94,14 @@ def record_of(secs: list[float], ratios: list[float], rounds: list[int]) -> dict
     }
 
 
-def measured(arms: dict, turns: int) -> dict[str, tuple[list, list, list]]:
-    """Return seconds, device max/mean and rounds of each arm's steps."""
+def measured(variants: dict, turns: int) -> dict[str, tuple[list, list, list]]:
+    """Return seconds, device max/mean and rounds of each variant's steps."""
     from train.launch.processes import is_first, wait_for_all
 
-    timed = {name: ([], [], []) for name in arms}
-    for turn, name in in_turns(arms, turns, SETTLING):
+    timed = {name: ([], [], []) for name in variants}
+    for turn, name in in_turns(variants, turns, SETTLING):
         wait_for_all(f"{name} {turn}")
-        row = arms[name].step()
+        row = variants[name].step()
         if turn < 0:
             continue
         for column, value in zip(timed[name], row):
@@ -105,7 +111,7 @@ def measured(arms: dict, turns: int) -> dict[str, tuple[list, list, list]]:
     return timed
 
 
-class Arm:
+class Variant:
     """A compiled step and its state."""
 
     def __init__(self, run, state, placement, windows) -> None:
@@ -127,7 +133,7 @@ class Arm:
         return float(slowest), ratio, int(np.max(metrics.routing.rounds_l))
 
 
-def make_arm(cfg) -> Arm:
+def make_variant(cfg) -> Variant:
     import jax
 
     from moejax.axes import make_mesh
@@ -140,7 +146,7 @@ def make_arm(cfg) -> Arm:
     state = init_state(cfg, mesh, model.optimizer, model.layout.store)
     kind = jax.devices()[0].device_kind
     placement = on_devices(planned(cfg, model.layout, kind), model.layout, mesh)
-    return Arm(run, state, placement, tokens(cfg, mesh))
+    return Variant(run, state, placement, tokens(cfg, mesh))
 
 
 def planned(cfg, layout, device_kind: str):

@@ -1,4 +1,5 @@
-"""Seconds of one MoE layer's step, arm against arm, beside what the models predict.
+"""Seconds of one MoE layer's step, variant against variant, beside what the models
+predict.
 
     python tools/bench/communication.py --mesh dc=2,expert=2 --cases cases.json [--json]
 
@@ -6,13 +7,13 @@ Simulates the mesh's devices, or is one of several processes that share them: th
 how tools/testbed/run.py measures on slow links. The file is a JSON list of cases:
 
     [{"name": "D=2", "shape": {"tokens": 128, "d_model": 2048, "d_expert": 43,
-      "num_experts": 4, "top_k": 2}, "arms": ["1x1", "2x1"]}]
+      "num_experts": 4, "top_k": 2}, "variants": ["1x1", "2x1"]}]
 
-Arms are schedules (base, s1, ..) or domains ('2x1': two of dc share, and one of expert)
-of tools/bench/communication_cases.py. First all collectives are measured in the same
-processes, and the models of moejax/balance choose by that; 'auto' is the chosen arm,
-measured once more. The programs of a case are compiled, then its arms take turns with a
-barrier before each; a time is the slowest process's, and medians are kept.
+Variants are schedules (base, s1, ..) or domains ('2x1': two of dc share, and one of
+expert) of tools/bench/communication_cases.py. First all collectives are measured in the
+same processes, and the models of moejax/balance choose by that; 'auto' is the chosen
+variant, measured once more. The programs of a case are compiled, then its variants take
+turns with a barrier before each; a time is the slowest process's, and medians are kept.
 
 Exit codes: 0 done, 2 bad input, 3 the machine fails.
 """
@@ -108,7 +109,7 @@ def cases_of(args: argparse.Namespace) -> list[dict]:
         raise ValueError(
             f"cannot read {args.cases} as JSON: {error}: give a list of cases"
         ) from error
-    keys = {"name", "shape", "arms"}
+    keys = {"name", "shape", "variants"}
     if not (isinstance(cases, list) and cases):
         raise ValueError(f"{args.cases} must hold a list of cases, and holds none")
     for case in cases:
@@ -179,7 +180,8 @@ def sent_bytes() -> int:
 
 
 def measured(mesh, cases: list[dict], calibration, args) -> list[dict]:
-    """A record of each case: seconds and bytes of its arms, and what is predicted."""
+    """A record of each case: seconds and bytes of its variants, and what is
+    predicted."""
     from tools.bench.communication_cases import compiled, prediction_of
     from train.launch.processes import is_first, of_first
 
@@ -187,9 +189,11 @@ def measured(mesh, cases: list[dict], calibration, args) -> list[dict]:
     per_dc = mesh.size // args.dcs
     records, meet = [], barrier_of(mesh)
     for case in cases:
-        shape, arms, begin = case["shape"], case["arms"], time.perf_counter()
-        told = of_first(lambda: prediction_of(shape, arms, topology, calibration))  # noqa: B023
-        steps = {arm: compiled(shape, arm, mesh, per_dc) for arm in arms}
+        shape, variants, begin = case["shape"], case["variants"], time.perf_counter()
+        told = of_first(lambda: prediction_of(shape, variants, topology, calibration))  # noqa: B023
+        steps = {
+            variant: compiled(shape, variant, mesh, per_dc) for variant in variants
+        }
         compile_sec = time.perf_counter() - begin
         check_kept(case["name"], steps)
         steps[AUTO] = steps[told["chosen"]]
@@ -204,7 +208,9 @@ def measured(mesh, cases: list[dict], calibration, args) -> list[dict]:
             "step_sec": dict(zip(steps, middle[0])),
             "times_sec": dict(zip(steps, times)),
             "sent_bytes": dict(zip(steps, middle[1])),
-            "expected_bytes": {arm: s.leaving_bytes for arm, s in steps.items()},
+            "expected_bytes": {
+                variant: s.leaving_bytes for variant, s in steps.items()
+            },
             "compile_sec": compile_sec,
         }
         records.append(record)
@@ -214,28 +220,28 @@ def measured(mesh, cases: list[dict], calibration, args) -> list[dict]:
 
 
 def check_kept(name: str, steps: dict) -> None:
-    """All rows must fit, or the arms would not compute the same."""
-    for arm, step in steps.items():
+    """All rows must fit, or the variants would not compute the same."""
+    for variant, step in steps.items():
         (_, dropped), _ = step.run(*step.arguments)
         if int(dropped):
             raise ValueError(
-                f"case {name}: {arm} drops {int(dropped)} rows, and must drop none: "
-                "use a larger buffer_factor"
+                f"case {name}: {variant} drops {int(dropped)} rows, and must drop "
+                "none: use a larger buffer_factor"
             )
 
 
 def line_of(record: dict) -> str:
     """Milliseconds, predictions in brackets, and MB that left the first DC."""
     said, sent = record["predicted_sec"], record["sent_bytes"]
-    arms = [
-        f"{arm} {1e3 * sec:.0f} [{1e3 * said.get(arm, said[record['chosen']]):.0f}] ms "
-        f"{1e-6 * sent[arm]:.2f} MB"
-        for arm, sec in record["step_sec"].items()
+    variants = [
+        f"{variant} {1e3 * sec:.0f} "
+        f"[{1e3 * said.get(variant, said[record['chosen']]):.0f}] ms "
+        f"{1e-6 * sent[variant]:.2f} MB"
+        for variant, sec in record["step_sec"].items()
     ]
     compiling = f"compiled in {record['compile_sec']:.0f} s"
-    return (
-        f"{record['name']}: {', '.join(arms)}; chosen {record['chosen']}; {compiling}"
-    )
+    told = f"{', '.join(variants)}; chosen {record['chosen']}; {compiling}"
+    return f"{record['name']}: {told}"
 
 
 if __name__ == "__main__":

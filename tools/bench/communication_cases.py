@@ -1,11 +1,11 @@
-"""One MoE layer's step under several schedules or domains: shapes, arms, bytes.
+"""One MoE layer's step under several schedules or domains: shapes, variants, bytes.
 
-    Shape   of a layer; an arm is 's1', 's1h', .. or a domain, '1x1' plain, '2x1', ..
-    Step    an arm, compiled: forward and backward, gradients of inputs and weights
+    Shape   of a layer; a variant is 's1', 's1h', .. or a domain, '1x1' plain, '2x1', ..
+    Step    a variant, compiled: forward and backward, gradients of inputs and weights
 
 Token number i chooses experts i k, i k + 1, .. (modulo E): loads are even, and a
 capacity drops nothing. Later rounds, which would send nothing, are so not compiled. All
-arms have the same choices and the same numbers.
+variants have the same choices and the same numbers.
 """
 
 import dataclasses
@@ -89,26 +89,27 @@ class Step:
     leaving_bytes: float
 
 
-def domain_of(arm: str) -> tuple[int, int] | None:
-    """(S_dc, S_expert) of an arm that is a domain, None of a schedule. Raises
+def domain_of(variant: str) -> tuple[int, int] | None:
+    """(S_dc, S_expert) of a variant that is a domain, None of a schedule. Raises
     ValueError for a name of neither."""
-    if found := DOMAIN.fullmatch(arm):
+    if found := DOMAIN.fullmatch(variant):
         return int(found[1]), int(found[2])
-    if arm not in SCHEDULES:
+    if variant not in SCHEDULES:
         raise ValueError(
-            f"{arm!r} is no arm: give {', '.join(SCHEDULES)}, or a domain such as 2x1"
+            f"{variant!r} is no variant: give {', '.join(SCHEDULES)}, or a domain "
+            "such as 2x1"
         )
     return None
 
 
-def layout_of(shape: Shape, arm: str, topology: Topology) -> Layout:
+def layout_of(shape: Shape, variant: str, topology: Topology) -> Layout:
     """Raises ValueError for what cannot run on this mesh."""
-    shared, tensor = domain_of(arm), topology.tensor
+    shared, tensor = domain_of(variant), topology.tensor
     choices = shape.tokens * shape.top_k
     if shared is not None:
         if tensor > 1:
             raise ValueError(
-                f"arm {arm} is a domain, and Mesh.tensor={tensor}: use tensor=1"
+                f"variant {variant} is a domain, and Mesh.tensor={tensor}: use tensor=1"
             )
         sizes = (topology.dc, topology.expert)
         domain = Domain(sizes, shared) if math.prod(shared) > 1 else None
@@ -122,7 +123,7 @@ def layout_of(shape: Shape, arm: str, topology: Topology) -> Layout:
             axes=GROUP_AXES["dc_expert"],
         )
     shards = shape.expert_shards or tensor
-    rules = SCHEDULES[arm]
+    rules = SCHEDULES[variant]
     gathered = choices * rules.num_gathered(tensor, shards)
     choices = gathered // rules.num_parts(tensor, shards)
     num_devices = tensor if rules.is_local else topology.expert * tensor // shards
@@ -133,15 +134,15 @@ def layout_of(shape: Shape, arm: str, topology: Topology) -> Layout:
         # As the models count them: not rounded up, which tells in buffers so small.
         rows_per_peer=math.ceil(shape.buffer_factor * choices / num_devices),
         exchange="capacity",
-        tensor=Tensor(arm, tensor, shards),
+        tensor=Tensor(variant, tensor, shards),
         axes=("tensor",) if rules.is_local else GROUP_AXES["expert"],
     )
 
 
-def compiled(shape: Shape, arm: str, mesh: Mesh, devices_per_dc: int) -> Step:
-    """Of float32 numbers that are drawn anew, the same for each arm."""
+def compiled(shape: Shape, variant: str, mesh: Mesh, devices_per_dc: int) -> Step:
+    """Of float32 numbers that are drawn anew, the same for each variant."""
     topology = Topology(*mesh.devices.shape)
-    layout = layout_of(shape, arm, topology)
+    layout = layout_of(shape, variant, topology)
     groups = groups_of(mesh, layout)
     e, k, d = shape.num_experts, shape.top_k, shape.d_model
     moe = Moe(num_experts=e, top_k=k, d_expert=shape.d_expert)
@@ -246,20 +247,20 @@ def _groups(rest: str) -> list[list[int]]:
 
 
 def prediction_of(
-    shape: Shape, arms: list[str], topology: Topology, calibration: Calibration
+    shape: Shape, variants: list[str], topology: Topology, calibration: Calibration
 ) -> dict:
-    """What is chosen among these arms, of one kind, and the seconds predicted of each;
-    all that JSON takes."""
-    predict = _of_domains if domain_of(arms[0]) else _of_schedules
+    """What is chosen among these variants, of one kind, and the seconds predicted of
+    each; all that JSON takes."""
+    predict = _of_domains if domain_of(variants[0]) else _of_schedules
     every = predict(shape, topology, calibration)
-    missing = [arm for arm in arms if arm not in every]
+    missing = [variant for variant in variants if variant not in every]
     if missing:
-        raise ValueError(f"{missing} cannot run: use arms among {', '.join(every)}")
-    kept = {name: p for name, p in every.items() if name in arms}
+        raise ValueError(f"{missing} cannot run: use variants among {', '.join(every)}")
+    kept = {name: p for name, p in every.items() if name in variants}
     return {
         "chosen": terms.first_fastest(kept),
-        "predicted_sec": {arm: kept[arm].sec for arm in arms},
-        "terms_sec": {a: {t.name: t.sec for t in kept[a].terms} for a in arms},
+        "predicted_sec": {variant: kept[variant].sec for variant in variants},
+        "terms_sec": {a: {t.name: t.sec for t in kept[a].terms} for a in variants},
     }
 
 

@@ -3,17 +3,18 @@
     python tools/bench/grouped_dot.py [--device gpu|cpu] [--json] [--out rows.json]
     python tools/bench/grouped_dot.py --shapes narrow,wide --skews zipf --passes grads
 
-Passes, arms and what they compute are told in grouped_dot_cases.py and
+Passes, implementations and what they compute are told in grouped_dot_cases.py and
 grouped_dot_peers.py, shapes and skews in moejax/kernels/shapes.py. On a processor the
 models' shapes are an eighth in every size, in float32; on a GPU they are whole, in
 bfloat16.
 
-First every arm must equal float64 on a small case of the same skew, ours with NaN in
-padding, and on a sample of the case itself. Then arms and skews take turns, and medians
-are shown. An arm that cannot take a case says why and is left out.
+First every implementation must equal float64 on a small case of the same skew, ours
+with NaN in padding, and on a sample of the case itself. Then implementations and skews
+take turns, and medians are shown. An implementation that cannot take a case says why
+and is left out.
 
-docs/bench_kernels.md tells how to read it. Exit codes: 0 done, 1 an arm computes
-something else, 2 bad input, 3 the machine failed.
+docs/bench_kernels.md tells how to read it. Exit codes: 0 done, 1 an implementation
+computes something else, 2 bad input, 3 the machine failed.
 """
 
 import argparse
@@ -58,7 +59,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--shapes", default="all", help="names with commas")
     add("--skews", default="all", help="uniform, zipf, one_hot, with_empty")
     add("--passes", default="all", help="forward, dgrad, wgrad, fused, grads")
-    add("--impls", default="all", help="arms, as in tools/bench/grouped_dot_peers.py")
+    add(
+        "--impls",
+        default="all",
+        help="implementations, as in tools/bench/grouped_dot_peers.py",
+    )
     add("--dtype", choices=("float32", "float16", "bfloat16"), help="of all arrays")
     add("--repeats", type=int, default=7, help="turns of which the median counts: 7")
     add("--seed", type=int, help="of the inputs; fresh ones without it")
@@ -76,7 +81,7 @@ def work(args: argparse.Namespace) -> int:
     known = CPU_SHAPES if args.device == "cpu" else MODEL_SHAPES
     shapes = {name: known[name] for name in named("shapes", args.shapes, known)}
     passes = named("passes", args.passes, cases.PASSES)
-    here = peers.ON_CPU if args.device == "cpu" else peers.VARIANTS
+    here = peers.ON_CPU if args.device == "cpu" else peers.IMPLEMENTATIONS
     if args.repeats < 1:
         raise ValueError(f"--repeats {args.repeats} must be at least 1")
     settings = jobs.Settings(
@@ -102,7 +107,7 @@ def work(args: argparse.Namespace) -> int:
                 show_pass(rows[-len(found) :], peers.OURS)
                 if args.out:
                     args.out.write_text(json.dumps(rows, indent=1) + "\n")
-    except jobs.WrongArm as error:
+    except jobs.WrongResult as error:
         return refuse(error, CRASHED, args.json)
     show_summary(rows, peers.OURS)
     emit(rows, args.json)
@@ -172,14 +177,14 @@ KERNELS = {
         "grads": ["fp8_forward", "fp8_dgrad", "wgrad"],
     },
 }
-"""What an arm runs in a pass, as tiles know it."""
+"""What an implementation runs in a pass, as tiles know it."""
 
 
 def require_tuned(
     shapes: dict, passes: list[str], dtype: str, device_kind: str, impl: str = "hopper"
 ) -> None:
-    """ValueError where an arm would run with tiles that were never measured. What it
-    declines needs none: the rows say why."""
+    """ValueError where an implementation would run with tiles that were never measured.
+    What it declines needs none: the rows say why."""
     from moejax.kernels import tuning
     from moejax.kernels.grouped_dot.hopper import kernels
 
@@ -204,7 +209,7 @@ def installed(impls: Iterable[str]) -> list[str]:
     found = []
     for impl in impls:
         try:
-            peers.arms(impl, "forward", int(impl == "batched"))
+            peers.variants(impl, "forward", int(impl == "batched"))
             found.append(impl)
         except (ImportError, OSError) as error:  # OSError: a library of theirs
             print(f"{impl} is not here: {error}", flush=True)
@@ -212,12 +217,13 @@ def installed(impls: Iterable[str]) -> list[str]:
 
 
 def show_pass(rows: Rows, ours: Iterable[str]) -> None:
-    """Rows of one shape and pass; `faster` is ours over the row's arm."""
+    """Rows of one shape and pass; `faster` is ours over the row's implementation."""
     first = rows[0]
     sizes = f"{first['rows']} rows, {first['d']} -> {first['f']}"
     print(f"\n{first['shape']}, {first['pass']}: {sizes}, {first['groups']} groups")
     print(
-        "| skew | arm | ms | least - most | TFLOP/s | / dense | GB/s | faster | error |"
+        "| skew | impl | ms | least - most "
+        "| TFLOP/s | / dense | GB/s | faster | error |"
     )
     print("|---|---|--:|--:|--:|--:|--:|--:|--:|")
     by_key = {(row["skew"], row["impl"]): row for row in rows}

@@ -130,7 +130,7 @@ def _normal(key: Array, dims: tuple[int, ...], dtype: str) -> Array:
 
 
 def small(shape: Shape) -> Shape:
-    """The case on which an arm is checked whole."""
+    """The case on which an implementation is checked whole."""
     least = Shape(rows=600, d=256, f=256, groups=16)
     pairs = (
         (getattr(shape, n), getattr(least, n)) for n in ("rows", "d", "f", "groups")

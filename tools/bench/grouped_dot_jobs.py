@@ -1,4 +1,5 @@
-"""Arms on cases for tools/bench/grouped_dot.py: checked first, then timed in turns."""
+"""Implementations on cases for tools/bench/grouped_dot.py: checked first, then timed in
+turns."""
 
 import dataclasses
 import statistics
@@ -27,8 +28,8 @@ fewest or the most."""
 FEWEST_CALLS, MOST_CALLS = 3, 50
 
 
-class WrongArm(Exception):
-    """An arm computes something else."""
+class WrongResult(Exception):
+    """An implementation computes something else."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +46,9 @@ class Settings:
 
 @dataclasses.dataclass
 class Job:
-    """An arm on one case."""
+    """An implementation on one case."""
 
-    arm: peers.Arm
+    variant: peers.Variant
     arguments: list[tuple]
     """Of each set of inputs; calls go through them in turn."""
     error: float = 0.0
@@ -59,9 +60,9 @@ class Job:
         """Of one call, the mean over so many between two waits."""
 
         def call(i: int):
-            return self.arm.run(*self.arguments[i % len(self.arguments)])
+            return self.variant.run(*self.arguments[i % len(self.arguments)])
 
-        return mean_msec(call, num_calls, self.arm.wait)
+        return mean_msec(call, num_calls, self.variant.wait)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Pass:
 
 
 class Trial(NamedTuple):
-    """A job, and what its arm made of a small case and of the job's own."""
+    """A job, and what its implementation made of a small case and of the job's own."""
 
     job: Job
     small: Case
@@ -85,7 +86,8 @@ class Trial(NamedTuple):
 
 
 def measure(settings: Settings, shape: Shape, which: str) -> list[dict]:
-    """A row for each skew and arm of a pass, all measured in turns. Raises WrongArm."""
+    """A row for each skew and implementation of a pass, all measured in turns. Raises
+    WrongResult."""
     own = Pass(settings, shape, which, input_sets(settings, shape, which))
     jobs, declined = make_jobs(own)
     take_turns(list(jobs.values()), settings)
@@ -114,7 +116,7 @@ def input_sets(settings: Settings, shape: Shape, which: str) -> list[tuple]:
 
 
 def make_jobs(own: Pass) -> tuple[dict, dict]:
-    """{(skew, arm): Job} and {(skew, arm): why there is none}."""
+    """{(skew, implementation): Job} and {(skew, implementation): why there is none}."""
     jobs, declined = {}, {}
     for impl in own.settings.impls:
         # What a peer cannot take it says in its own way; ours decline in one way only.
@@ -128,15 +130,15 @@ def make_jobs(own: Pass) -> tuple[dict, dict]:
                 declined[skew, impl] = text[:300]
                 continue
             judge(own, impl, skew, trial)
-            tiles = trial.job.arm.tiles  # the fastest on the first skew serves all
+            tiles = trial.job.variant.tiles  # the fastest on the first skew serves all
             jobs[skew, impl] = trial.job
     return jobs, declined
 
 
 def attempt(own: Pass, impl: str, skew: Skew, tiles: str | None) -> Trial:
-    """All that an arm runs before it is timed: the small case, ours with NaN in
-    padding, and one call on its own case, by the variant of these tiles or else the
-    fastest. Raises whatever the arm does."""
+    """All that an implementation runs before it is timed: the small case, ours with NaN
+    in padding, and one call on its own case, by the variant of these tiles or else the
+    fastest. Raises whatever the implementation does."""
     settings, which = own.settings, own.which
     small = cases.small_case(which, own.shape, settings.dtype, settings.seed, skew)
     rows_g = rows_of(skew, own.shape.rows, own.shape.groups, cases.SEED_OF_ROWS)
@@ -145,18 +147,20 @@ def attempt(own: Pass, impl: str, skew: Skew, tiles: str | None) -> Trial:
         require_room(own, rows_g)
         fullest, small_fullest = int(rows_g.max()), int(small.rows_g.max())
     found = [
-        Job(arm, [arm.arguments(ops, jnp.asarray(rows_g)) for ops in own.sets])
-        for arm in peers.arms(impl, which, fullest)
-        if tiles in (None, arm.tiles)
+        Job(variant, [variant.arguments(ops, jnp.asarray(rows_g)) for ops in own.sets])
+        for variant in peers.variants(impl, which, fullest)
+        if tiles in (None, variant.tiles)
     ]
     job = found[0] if len(found) == 1 else fastest(found)
-    whole_results = job.arm.results_of(job.arguments[0])
-    by_tiles = {arm.tiles: arm for arm in peers.arms(impl, which, small_fullest)}
+    whole_results = job.variant.results_of(job.arguments[0])
+    by_tiles = {
+        variant.tiles: variant for variant in peers.variants(impl, which, small_fullest)
+    }
     given = small.poisoned() if impl in peers.OURS else small
-    arm = by_tiles[job.arm.tiles]
-    arguments = arm.arguments(given.operands, jnp.asarray(given.rows_g))
+    variant = by_tiles[job.variant.tiles]
+    arguments = variant.arguments(given.operands, jnp.asarray(given.rows_g))
     whole = Case(own.sets[0], rows_g)
-    return Trial(job, small, arm.results_of(arguments), whole, whole_results)
+    return Trial(job, small, variant.results_of(arguments), whole, whole_results)
 
 
 def require_room(own: Pass, rows_g: np.ndarray) -> None:
@@ -186,8 +190,8 @@ def fastest(jobs: list[Job]) -> Job:
 
 
 def judge(own: Pass, impl: str, skew: Skew, trial: Trial) -> None:
-    """WrongArm unless the results are right: of the small case all, of the job's own a
-    sample. Fills in the job's error and bytes."""
+    """WrongResult unless the results are right: of the small case all, of the job's own
+    a sample. Fills in the job's error and bytes."""
     settings, which, shape = own.settings, own.which, own.shape
     job, small, small_results, whole, whole_results = trial
     if impl == "dense":
@@ -201,10 +205,10 @@ def judge(own: Pass, impl: str, skew: Skew, trial: Trial) -> None:
     is_fp8 = impl in peers.IN_FP8
     most = cases.most_error(settings.dtype, settings.device, which, is_fp8=is_fp8)
     if job.error > most:
-        raise WrongArm(
-            f"{impl} {job.arm.tiles} computes something else: {which}, {skew}, {shape} "
-            f"in {settings.dtype}: ||out - ref|| / ||ref|| is {job.error:.2g} and may "
-            f"be {most:.1g}; leave it out with --impls to measure the others"
+        raise WrongResult(
+            f"{impl} {job.variant.tiles} computes something else: {which}, {skew}, "
+            f"{shape} in {settings.dtype}: ||out - ref|| / ||ref|| is {job.error:.2g} "
+            f"and may be {most:.1g}; leave it out with --impls to measure the others"
         )
     itemsize = jnp.dtype(settings.dtype).itemsize
     job.least_bytes = cases.least_bytes(which, shape, whole.rows_g, itemsize)
@@ -248,5 +252,5 @@ def figures(job: Job, dense: Job | None, num_flops: int) -> dict:
         "least_bytes": job.least_bytes,
         "gb_per_sec": job.least_bytes / msec / 1e6,
         "error": job.error,
-        "tiles": job.arm.tiles,
+        "tiles": job.variant.tiles,
     }

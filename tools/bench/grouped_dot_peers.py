@@ -1,4 +1,5 @@
-"""Arms of tools/bench/grouped_dot.py: ours, and what computes the same elsewhere.
+"""Implementations of tools/bench/grouped_dot.py: ours, and what computes the same
+elsewhere.
 
     hopper, blocked  ours: moejax.kernels.grouped_dot.choose
     hopper_fp8       ours too: forward and dgrad of 8-bit values, with what rounds x, dy
@@ -53,7 +54,7 @@ class Products(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Arm:
+class Variant:
     """One implementation of one pass."""
 
     run: Callable
@@ -73,18 +74,19 @@ class Arm:
 
 
 @functools.cache
-def arms(impl: str, which: str, fullest_rows: int) -> tuple[Arm, ...]:
-    """The variants of an arm. `fullest_rows` is the capacity of `batched`; give 0 to
-    the others. Raises ImportError where what it needs is not installed."""
+def variants(impl: str, which: str, fullest_rows: int) -> tuple[Variant, ...]:
+    """The variants of an implementation. `fullest_rows` is the capacity of `batched`;
+    give 0 to the others. Raises ImportError where what it needs is not installed."""
     if impl in IN_FP8 and which == "wgrad":
         raise NotImplementedError("wgrad has no 8-bit values: see hopper")
-    variants = VARIANTS[impl](fullest_rows) if fullest_rows else VARIANTS[impl]()
+    make = IMPLEMENTATIONS[impl]
+    by_tiles = make(fullest_rows) if fullest_rows else make()
     if impl == "torch":
-        return (_torch_arm(of_pass(variants[""], which)),)
+        return (_torch_variant(of_pass(by_tiles[""], which)),)
     operands = {"arguments": _without_groups} if impl == "dense" else {}
     return tuple(
-        Arm(jax.jit(of_pass(products, which)), tiles=tiles, **operands)
-        for tiles, products in variants.items()
+        Variant(jax.jit(of_pass(products, which)), tiles=tiles, **operands)
+        for tiles, products in by_tiles.items()
     )
 
 
@@ -216,7 +218,7 @@ def dense() -> dict[str, Products]:
     return {"": Products(forward, dgrad, wgrad, swiglu_over(forward))}
 
 
-VARIANTS: dict[str, Callable[..., dict[str, Products]]] = {
+IMPLEMENTATIONS: dict[str, Callable[..., dict[str, Products]]] = {
     "hopper": partial(ours, "hopper"),
     "hopper_fp8": partial(ours, "hopper", "e4m3"),
     "blocked": partial(ours, "blocked"),
@@ -282,7 +284,7 @@ def _without_groups(operands: Sequence[Array], rows_g: Array) -> tuple:
     return *(a[0] if a.ndim == 3 else a for a in operands), rows_g
 
 
-def _torch_arm(run: Callable) -> Arm:
+def _torch_variant(run: Callable) -> Variant:
     """Shares the arrays' memory; ends of groups are known beforehand, as it asks."""
     import torch
 
@@ -298,4 +300,4 @@ def _torch_arm(run: Callable) -> Arm:
     def results(out):
         return jax.tree.map(lambda a: jnp.from_dlpack(a.contiguous()), out)
 
-    return Arm(run, arguments, wait, results)
+    return Variant(run, arguments, wait, results)

@@ -1,4 +1,4 @@
-"""One MoE layer with inputs of a chosen skew, and the arms that compute it."""
+"""One MoE layer with inputs of a chosen skew, and the variants that compute it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
 from tools.bench import moe_baselines
 
-Arm = tuple[Callable[[Any, Array], Array], Any]
+Variant = tuple[Callable[[Any, Array], Array], Any]
 """apply(params, x_btd) -> y_btd, and its params."""
 
 
@@ -127,7 +127,7 @@ def choices(shape: Shape) -> Int[np.ndarray, "b t k"]:
 def inputs(
     expert_btk: Int[np.ndarray, "b t k"], router_de: Float[np.ndarray, "d e"]
 ) -> Float[np.ndarray, "b t d"]:
-    """Inputs for which the router itself chooses these experts, so that an arm pays
+    """Inputs for which the router itself chooses these experts, so that a variant pays
     for its router: noise, moved so that the chosen logits are 3 to 4, others < 2."""
     b, t, k = expert_btk.shape
     x_btd = np.random.default_rng(1).standard_normal((b, t, len(router_de)))
@@ -141,8 +141,10 @@ def inputs(
     return x_btd.astype(np.float32)
 
 
-def arms(case: Case, capacity: int, *, has_splits: bool = False) -> dict[str, Arm]:
-    """All arms by name. `capacity` is of einsum alone."""
+def variants(
+    case: Case, capacity: int, *, has_splits: bool = False
+) -> dict[str, Variant]:
+    """All variants by name. `capacity` is of einsum alone."""
     layout = case.shape.layout
     ours = partial(_ours, case, layout, ExpertPlan.home_in(layout, 1))
 
@@ -155,11 +157,11 @@ def arms(case: Case, capacity: int, *, has_splits: bool = False) -> dict[str, Ar
         "einsum": (einsum, case.params),
         "ragged_dot": (partial(ours, implementation="xla"), case.params),
         "moejax": (ours, case.params),
-        **(split_arms(case) if has_splits else {}),
+        **(split_variants(case) if has_splits else {}),
     }
 
 
-def split_arms(case: Case) -> dict[str, Arm]:
+def split_variants(case: Case) -> dict[str, Variant]:
     """The layer with twice the slots, filled with copies in each pass: two replicas of
     each expert under either split, or those that the loads ask for."""
     layout, own = case.shape.layout, case.shape.layout.experts_per_device

@@ -14,8 +14,8 @@ With --splits also the layer with twice the slots, whose copies travel in each p
     water_filling   the same, and the fullest device has as few rows as it can
     dynamic         copies as the loads ask for them, every device has the mean
 
-First all but dense must equal the definition of the layer, values and gradients, on
-a small case. Then all run in turn, and medians are shown. Exit codes: 0 done, 1 an arm
+First all but dense must equal the definition of the layer, values and gradients, on a
+small case. Then all run in turn, and medians are shown. Exit codes: 0 done, 1 a variant
 computes something else, 2 bad input.
 """
 
@@ -103,16 +103,17 @@ def run(args: argparse.Namespace) -> dict:
         "einsum_capacity": capacity,
         "einsum_dropped_share": case.dropped_share(capacity),
     }
-    compiled = compile_arms(case, capacity, has_splits=args.splits)
+    compiled = compile_variants(case, capacity, has_splits=args.splits)
     median_msec = measure(compiled, args.repeats)
     return report(jax.devices()[0].device_kind, described, compiled, median_msec)
 
 
 def check(shape, *, has_splits: bool) -> None:
-    """AssertionError unless all arms but dense compute the layer, and its gradients."""
+    """AssertionError unless all variants but dense compute the layer, and its
+    gradients."""
     import jax
 
-    from tools.bench.moe_case import arms, defined, make_case
+    from tools.bench.moe_case import defined, make_case, variants
 
     small = dataclasses.replace(
         shape, d=max(64, shape.experts), f=32, tokens=64, dtype="float32"
@@ -130,8 +131,8 @@ def check(shape, *, has_splits: bool) -> None:
 
     with jax.default_matmul_precision("highest"):
         expected = results(lambda p, x: defined(case, p, x), case.params)
-        all_arms = arms(case, small.tokens, has_splits=has_splits)
-        for name, (apply, params) in all_arms.items():
+        all_variants = variants(case, small.tokens, has_splits=has_splits)
+        for name, (apply, params) in all_variants.items():
             if name != "dense":
                 assert_equal(name, results(apply, params), expected)
 
@@ -150,15 +151,17 @@ def assert_equal(name: str, actual, expected) -> None:
         )
 
 
-def compile_arms(case, capacity: int, *, has_splits: bool) -> dict:
-    """{(arm, pass): (compiled, its arguments)}"""
+def compile_variants(case, capacity: int, *, has_splits: bool) -> dict:
+    """{(variant, pass): (compiled, its arguments)}"""
     import jax
     import jax.numpy as jnp
 
-    from tools.bench.moe_case import arms
+    from tools.bench.moe_case import variants
 
     compiled = {}
-    for name, (apply, params) in arms(case, capacity, has_splits=has_splits).items():
+    for name, (apply, params) in variants(
+        case, capacity, has_splits=has_splits
+    ).items():
 
         def loss(params, x_btd, apply=apply):
             return jnp.sum(apply(params, x_btd).astype(jnp.float32) ** 2)
@@ -196,8 +199,9 @@ def report(device: str, shape: dict, compiled: dict, msec: dict) -> dict:
         for (name, which), (step, _) in compiled.items()
     ]
     speedups = {
-        f"speedup_over_{rival}_{which}": msec[rival, which] / msec["moejax", which]
-        for rival in ("einsum", "ragged_dot")
+        f"speedup_over_{baseline}_{which}": msec[baseline, which]
+        / msec["moejax", which]
+        for baseline in ("einsum", "ragged_dot")
         for which in PASSES
     }
     return {"device": device, "shape": shape, "rows": rows, **speedups}
@@ -208,12 +212,14 @@ def show(record: dict) -> None:
     shape = record["shape"]
     print(f"{shape['devices']} x {record['device']}")
     print(", ".join(f"{name}={value}" for name, value in shape.items()))
-    print("| arm | fwd ms | fwd+bwd ms | / moejax | share of dense rate | temp MiB |")
+    print(
+        "| variant | fwd ms | fwd+bwd ms | / moejax | share of dense rate | temp MiB |"
+    )
     print("|---|--:|--:|--:|--:|--:|")
-    by_arm = {}
+    by_variant = {}
     for row in record["rows"]:
-        by_arm.setdefault(row["impl"], {})[row["pass"]] = row
-    for name, passes in by_arm.items():
+        by_variant.setdefault(row["impl"], {})[row["pass"]] = row
+    for name, passes in by_variant.items():
         fwd, both = (passes[which] for which in PASSES)
         print(
             f"| {name} | {fwd['msec']:.1f} | {both['msec']:.1f} "

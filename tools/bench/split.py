@@ -15,8 +15,9 @@
 
 A size is experts / devices / replicas of each expert. Loads are Zipf's, at three skews,
 each on a random Cayley plan; a twentieth of the experts changes places from one
-micro-batch to the next, and warm solvers go through them in that order. Arms take turns
-on every micro-batch. A gap is over the optimum, which max-flow gives as a fraction.
+micro-batch to the next, and warm solvers go through them in that order. Variants take
+turns on every micro-batch. A gap is over the optimum, which max-flow gives as a
+fraction.
 
 docs/split_tools.md lists the fields of --json. Exit codes: 0 done, 2 bad input.
 """
@@ -40,11 +41,11 @@ from tools.launch.arguments import new_parser  # noqa: E402
 from train.launch.ending import DONE, emit, guarded  # noqa: E402
 
 SIZES = "64/8/2,128/16/2,256/64/2,256/64/4"
-OURS, RIVAL = "water_fill", "highs_callback"
+OURS, BASELINE = "water_fill", "highs_callback"
 """The speed-up is of one over the other: both are inside a compiled step."""
 
 
-class Arm(NamedTuple):
+class Variant(NamedTuple):
     solve: Callable
     inputs: list
     """Of each micro-batch."""
@@ -55,7 +56,7 @@ class Arm(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One arm on the micro-batches n."""
+    """One variant on the micro-batches n."""
 
     msec_n: np.ndarray
     """Median over turns."""
@@ -110,28 +111,28 @@ def work(args: argparse.Namespace) -> int:
         shape = (args.micro_batches, args.tokens)
         cases = [make_case(rng, size, skew, *shape) for skew in SKEWS]
         parts = [measure(case, args.repeats) for case in cases]
-        arms = {name: figures([part[name] for part in parts]) for name in parts[0]}
+        variants = {name: figures([part[name] for part in parts]) for name in parts[0]}
         record["sizes"][str(size)] = {
             "cpu_load": busy,
             "speedup_over_highs_callback": (
-                arms[RIVAL]["msec_p50"] / arms[OURS]["msec_p50"]
+                variants[BASELINE]["msec_p50"] / variants[OURS]["msec_p50"]
             ),
-            "arms": arms,
+            "variants": variants,
         }
         show(size, record)
     emit(record, args.json)
     return DONE
 
 
-def make_arms(case: Case) -> dict[str, Arm]:
+def make_variants(case: Case) -> dict[str, Variant]:
     import jax
     import jax.numpy as jnp
 
-    from tools.bench import split_baselines as rivals
+    from tools.bench import split_baselines as baselines
 
-    problem = rivals.Problem.of(case.row_p, case.size.experts, case.size.devices)
+    problem = baselines.Problem.of(case.row_p, case.size.experts, case.size.devices)
     loads, counts = list(jnp.array(case.load_ne)), list(jnp.array(case.counts_nwe))
-    warm, from_step = rivals.warm(problem), rivals.warm(problem)
+    warm, from_step = baselines.warm(problem), baselines.warm(problem)
     fill, split = compiled(case)
     jax.block_until_ready((loads, counts))
 
@@ -139,20 +140,22 @@ def make_arms(case: Case) -> dict[str, Arm]:
         return result[1]
 
     def cold(load_e):
-        return rivals.highs_cold(problem, load_e)
+        return baselines.highs_cold(problem, load_e)
 
     return {
-        "water_fill": Arm(lambda load_e: fill(load_e, 1), loads, np.asarray),
-        "water_fill_exact": Arm(lambda load_e: fill(load_e, 0), loads, np.asarray),
-        "split": Arm(split, counts, lambda quota_wq: quota_wq.sum(axis=0)),
-        **fused_arm(case, loads),
-        "highs_cold": Arm(cold, case.load_ne, second),
-        "highs_warm": Arm(
-            lambda load_e: rivals.solve_warm(warm, load_e), case.load_ne, second
+        "water_fill": Variant(lambda load_e: fill(load_e, 1), loads, np.asarray),
+        "water_fill_exact": Variant(lambda load_e: fill(load_e, 0), loads, np.asarray),
+        "split": Variant(split, counts, lambda quota_wq: quota_wq.sum(axis=0)),
+        **fused_variant(case, loads),
+        "highs_cold": Variant(cold, case.load_ne, second),
+        "highs_warm": Variant(
+            lambda load_e: baselines.solve_warm(warm, load_e), case.load_ne, second
         ),
-        "highs_callback": Arm(rivals.with_callback(from_step), loads, np.asarray),
-        "lplb": Arm(
-            rivals.affine_scaling(problem),
+        "highs_callback": Variant(
+            baselines.with_callback(from_step), loads, np.asarray
+        ),
+        "lplb": Variant(
+            baselines.affine_scaling(problem),
             loads,
             lambda result: result[0],
             lambda result: bool(result[1]),
@@ -160,20 +163,20 @@ def make_arms(case: Case) -> dict[str, Arm]:
     }
 
 
-def fused_arm(case: Case, loads: list) -> dict[str, Arm]:
+def fused_variant(case: Case, loads: list) -> dict[str, Variant]:
     """On Hopper GPUs: `water_fill` with its sweeps in one kernel."""
     import jax
 
     if getattr(jax.devices()[0], "compute_capability", "") != "9.0":
         return {}
     fill, _ = compiled(case, fused_split=True)
-    return {"water_fill_fused": Arm(lambda x: fill(x, 1), loads, np.asarray)}
+    return {"water_fill_fused": Variant(lambda x: fill(x, 1), loads, np.asarray)}
 
 
 def compiled(case: Case, **changes) -> tuple[Callable, Callable]:
     """(load_e, whether with tolerance) -> rows_q, and counts_we -> quota_wq. All slots
     are full, and none is an expert's second on its device, so that slots by expert (q)
-    are the replicas (r) of the rivals."""
+    are the replicas (r) of the baselines."""
     import jax
     import jax.numpy as jnp
 
@@ -209,40 +212,40 @@ def compiled(case: Case, **changes) -> tuple[Callable, Callable]:
 
 
 def measure(case: Case, repeats: int) -> dict[str, Measured]:
-    """Each arm on each micro-batch in order; arms take turns, every other time
+    """Each variant on each micro-batch in order; variants take turns, every other time
     backwards, so that none always follows the same one."""
     import jax
 
-    arms = make_arms(case)
+    variants = make_variants(case)
     count = len(case.load_ne)
-    msec = {name: np.zeros((repeats, count)) for name in arms}
-    found = {name: [None] * count for name in arms}
+    msec = {name: np.zeros((repeats, count)) for name in variants}
+    found = {name: [None] * count for name in variants}
     for turn in range(-1, repeats):  # the first one warms up
         for n in range(count):
-            for name in arms if turn % 2 else reversed(arms):
-                arm = arms[name]
+            for name in variants if turn % 2 else reversed(variants):
+                variant = variants[name]
                 begin = time.perf_counter()
-                found[name][n] = jax.block_until_ready(arm.solve(arm.inputs[n]))
+                found[name][n] = jax.block_until_ready(variant.solve(variant.inputs[n]))
                 if turn >= 0:
                     msec[name][turn, n] = 1e3 * (time.perf_counter() - begin)
     return {
-        name: judged(case, arm, np.median(msec[name], axis=0), found[name])
-        for name, arm in arms.items()
+        name: judged(case, variant, np.median(msec[name], axis=0), found[name])
+        for name, variant in variants.items()
     }
 
 
-def judged(case: Case, arm: Arm, msec_n: np.ndarray, found: list) -> Measured:
-    from tools.bench import split_baselines as rivals
+def judged(case: Case, variant: Variant, msec_n: np.ndarray, found: list) -> Measured:
+    from tools.bench import split_baselines as baselines
 
-    problem = rivals.Problem.of(case.row_p, case.size.experts, case.size.devices)
+    problem = baselines.Problem.of(case.row_p, case.size.experts, case.size.devices)
     gap_n, above_n = np.zeros((2, len(found)))
     for n, (load_e, result) in enumerate(zip(case.load_ne, found, strict=True)):
-        optimum = rivals.flow_optimum(problem, load_e)
-        rows_r = np.asarray(arm.rows_of(result), np.float64)
-        whole_r = rivals.rounded(problem, rows_r, load_e)
-        gap_n[n] = rivals.fullest(problem, rows_r) / float(optimum) - 1
-        above_n[n] = rivals.fullest(problem, whole_r) - math.ceil(optimum)
-    is_accepted_n = np.array([arm.is_accepted(result) for result in found])
+        optimum = baselines.flow_optimum(problem, load_e)
+        rows_r = np.asarray(variant.rows_of(result), np.float64)
+        whole_r = baselines.rounded(problem, rows_r, load_e)
+        gap_n[n] = baselines.fullest(problem, rows_r) / float(optimum) - 1
+        above_n[n] = baselines.fullest(problem, whole_r) - math.ceil(optimum)
+    is_accepted_n = np.array([variant.is_accepted(result) for result in found])
     return Measured(msec_n, gap_n, above_n, is_accepted_n)
 
 
@@ -265,16 +268,16 @@ def show(size: Size, record: dict) -> None:
         f"\n{size}: {record['num_micro_batches']} micro-batches on {record['device']}, "
         f"{record['cores']} cores, load average {part['cpu_load']:.1f}"
     )
-    print("| arm | ms p50 | ms p90 | gap mean | gap max | rows above | accepted |")
+    print("| variant | ms p50 | ms p90 | gap mean | gap max | rows above | accepted |")
     print("|---|--:|--:|--:|--:|--:|--:|")
-    for name, arm in part["arms"].items():
+    for name, variant in part["variants"].items():
         print(
-            f"| {name} | {arm['msec_p50']:.3f} | {arm['msec_p90']:.3f} "
-            f"| {max(arm['gap_mean'], 0):.2%} | {max(arm['gap_max'], 0):.2%} "
-            f"| {arm['rows_above_ceil_max']} | {arm['accepted_share']:.0%} |"
+            f"| {name} | {variant['msec_p50']:.3f} | {variant['msec_p90']:.3f} "
+            f"| {max(variant['gap_mean'], 0):.2%} | {max(variant['gap_max'], 0):.2%} "
+            f"| {variant['rows_above_ceil_max']} | {variant['accepted_share']:.0%} |"
         )
     faster = part["speedup_over_highs_callback"]
-    print(f"{OURS} is {faster:.1f} times as fast as {RIVAL}", flush=True)
+    print(f"{OURS} is {faster:.1f} times as fast as {BASELINE}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The best split of loads over replicas by methods of others: oracles and rivals.
+"""The best split of loads over replicas by methods of others: oracles and baselines.
 
     min T   with   sum of x_r over the replicas of e = load_e      (a row per expert)
                    sum of x_r over those of device w <= T          (a row per device)

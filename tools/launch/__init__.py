@@ -1,1 +1,1 @@
-"""Gangs of processes on one machine, and files for SLURM and Kubernetes."""
+"""Workers on one machine, and files for SLURM and Kubernetes."""

@@ -1,4 +1,4 @@
-"""Run one program as a gang of processes on this machine, and restart it as a whole.
+"""Run one program as several workers on this machine, and restart them together.
 
     python tools/launch/local.py -n 4 -- train/main.py --gin_file=configs/tiny_cpu.gin
 
@@ -6,7 +6,7 @@ A program that ends in .py is run by this Python. Every attempt has a port of it
 on the loopback interface, and each process finds its place in MOEJAX_COORDINATOR,
 MOEJAX_NUM_PROCESSES and MOEJAX_PROCESS_ID, and in MOEJAX_ATTEMPT 0, 1, 2, ..
 
-    how the gang ended                     what follows
+    how the workers ended                  what follows
     0   all are done                       exit 0
     2   bad input, 3 cannot go on          exit with that code, never a restart
     75  saved, and we were asked to stop   exit 75
@@ -58,7 +58,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser = new_parser(__doc__, usage=usage)
     add = parser.add_argument
     waits = workers.Waits()
-    add("-n", "--num_processes", type=int, required=True, help="of the gang")
+    add("-n", "--num_processes", type=int, required=True, help="how many workers")
     add("--max_restarts", type=int, default=3, help="counted ones (default: 3)")
     add("--backoff_sec", type=float, default=1.0, help="before the first (1)")
     add("--short_sec", type=float, default=10.0, help="see above (10)")
@@ -95,7 +95,9 @@ def supervise(
     attempts, num_counted, port = [], 0, 0
     while True:
         port, start_sec = workers.free_port(but_not=port), time.monotonic()
-        group = workers.Gang(command, args.num_processes, port, attempt=len(attempts))
+        group = workers.Workers(
+            command, args.num_processes, port, attempt=len(attempts)
+        )
         verdict = workers.run(group, waits, asked)
         wall_sec = time.monotonic() - start_sec
         code = verdict.exit_code

@@ -1,4 +1,4 @@
-"""One gang: processes of one program on this machine that live and end together.
+"""Workers: processes of one program on this machine that live and end together.
 
 `run` starts them, passes their lines on, and returns when all have ended: by
 themselves, or because one of them failed, was stopped, or was left behind. From the
@@ -54,7 +54,7 @@ class Asked:
     to_stop: bool = False
     to_kill: bool = False
     has_enough: bool = False
-    """The gang has done what it was started for, and is ended at once."""
+    """The workers have done what they were started for, and are ended at once."""
 
     def note(self, number: int, _frame: object) -> None:
         """A second Ctrl-C kills; schedulers may send SIGTERM more than once."""
@@ -64,7 +64,7 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """How a gang ended."""
+    """How the workers ended."""
 
     exit_code: int
     cause: str
@@ -84,14 +84,14 @@ class _Child:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gang:
+class Workers:
     """What to start."""
 
     command: list[str]
     count: int
     port: int
     attempt: int = 0
-    """How many gangs of this run came before."""
+    """How many attempts of this run came before."""
     host: str = LOOPBACK
     """Address of process 0, where the coordinator listens."""
     prefixes: tuple[tuple[str, ...], ...] = ()
@@ -100,8 +100,8 @@ class Gang:
     """Threads that read what a process prints."""
 
 
-def run(gang: Gang, waits: Waits, asked: Asked) -> Verdict:
-    """The Verdict on one gang, once no process of it is left.
+def run(workers: Workers, waits: Waits, asked: Asked) -> Verdict:
+    """Return the Verdict on the workers, once no process of theirs is left.
 
     Processes still there END_SEC after SIGKILL (are_gone is False) cannot be ended.
     Raises OSError when the program cannot be started.
@@ -109,9 +109,9 @@ def run(gang: Gang, waits: Waits, asked: Asked) -> Verdict:
     children: list[_Child] = []
     readers = []
     try:
-        for index in range(gang.count):
-            children.append(_start(gang, index))
-        readers = [x for c in children for x in gang.listen(c.process, c.index)]
+        for index in range(workers.count):
+            children.append(_start(workers, index))
+        readers = [x for c in children for x in workers.listen(c.process, c.index)]
         verdict = _watch(children, waits, asked)
         codes = tuple(_code(child) for child in children)
         verdict = dataclasses.replace(verdict, codes=codes)
@@ -137,7 +137,7 @@ def free_port(but_not: int = 0) -> int:
             return port
 
 
-def _start(gang: Gang, index: int) -> _Child:
+def _start(workers: Workers, index: int) -> _Child:
     """A process in a group of its own, that is killed when this one dies."""
     launcher = os.getpid()
 
@@ -148,10 +148,10 @@ def _start(gang: Gang, index: int) -> _Child:
 
     # preexec_fn is safe here: threads of ours, if any are left, wait in a read.
     # One process alone keeps the terminal, and with it its progress bar.
-    pipe = None if gang.count == 1 else subprocess.PIPE
+    pipe = None if workers.count == 1 else subprocess.PIPE
     process = subprocess.Popen(
-        [*(gang.prefixes[index] if gang.prefixes else ()), *gang.command],
-        env=_environment(os.environ, gang, index),
+        [*(workers.prefixes[index] if workers.prefixes else ()), *workers.command],
+        env=_environment(os.environ, workers, index),
         stdin=subprocess.DEVNULL,
         stdout=pipe,
         stderr=pipe,
@@ -161,14 +161,16 @@ def _start(gang: Gang, index: int) -> _Child:
     return _Child(index, process)
 
 
-def _environment(environ: Mapping[str, str], gang: Gang, index: int) -> dict[str, str]:
+def _environment(
+    environ: Mapping[str, str], workers: Workers, index: int
+) -> dict[str, str]:
     return dict(environ) | {
-        COORDINATOR: f"{gang.host}:{gang.port}",
-        NUM_PROCESSES: str(gang.count),
+        COORDINATOR: f"{workers.host}:{workers.port}",
+        NUM_PROCESSES: str(workers.count),
         PROCESS_ID: str(index),
-        LOCAL_NUM_PROCESSES: str(gang.count),
+        LOCAL_NUM_PROCESSES: str(workers.count),
         LOCAL_PROCESS_ID: str(index),
-        ATTEMPT: str(gang.attempt),
+        ATTEMPT: str(workers.attempt),
         "PYTHONUNBUFFERED": "1",
     }
 

@@ -35,7 +35,7 @@ STYLES = {
     "s1h": ("#0072b2", "s1h"),
     "local": ("#009e73", "local"),
 }
-"""Okabe and Ito's colours, and labels, of arms."""
+"""Okabe and Ito's colours, and labels, of variants."""
 CELL = re.compile(r"D=([\d.]+) P_E=([\d.]+)")
 DOTS = {"dpi": 110, "pil_kwargs": {"optimize": True}}
 
@@ -87,15 +87,17 @@ def parts_of(path: pathlib.Path) -> dict[str, dict]:
 
 
 def table(part: dict) -> list[str]:
-    """Milliseconds of each arm, predictions in brackets, and MB that left the first DC
-    beside those that the program's collectives say."""
-    arms = list(dict.fromkeys(arm for c in part["cases"] for arm in c["predicted_sec"]))
+    """Milliseconds of each variant, predictions in brackets, and MB that left the first
+    DC beside those that the program's collectives say."""
+    variants = list(
+        dict.fromkeys(variant for c in part["cases"] for variant in c["predicted_sec"])
+    )
     rows = [
-        "| case | " + " | ".join(arms) + " | chosen | again | MB of chosen |",
-        "|---|" + "--:|" * len(arms) + "---|--:|--:|",
+        "| case | " + " | ".join(variants) + " | chosen | again | MB of chosen |",
+        "|---|" + "--:|" * len(variants) + "---|--:|--:|",
     ]
     for case in part["cases"]:
-        cells = [_cell(case, arm) for arm in arms]
+        cells = [_cell(case, variant) for variant in variants]
         sent, said = (
             1e-6 * case[name]["auto"] for name in ("sent_bytes", "expected_bytes")
         )
@@ -105,11 +107,11 @@ def table(part: dict) -> list[str]:
     return rows
 
 
-def _cell(case: dict, arm: str) -> str:
-    if arm not in case["step_sec"]:
+def _cell(case: dict, variant: str) -> str:
+    if variant not in case["step_sec"]:
         return ""
-    sec, said = case["step_sec"][arm], case["predicted_sec"][arm]
-    mark = "**" if arm == case["chosen"] else ""
+    sec, said = case["step_sec"][variant], case["predicted_sec"][variant]
+    mark = "**" if variant == case["chosen"] else ""
     return f"{mark}{1e3 * sec:.0f}{mark} [{1e3 * said:.0f}]"
 
 
@@ -121,13 +123,13 @@ def draw_domains(part: dict):
     figure, axs = _panels(len(cells))
     for ax, (experts, column) in zip(axs, sorted(cells.items())):
         sizes = [rows for rows, _ in column]
-        for arm in column[0][1]["predicted_sec"]:
-            colour, label = STYLES[arm]
+        for variant in column[0][1]["predicted_sec"]:
+            colour, label = STYLES[variant]
             for key, line, width in (
                 ("step_sec", "o-", 1.6),
                 ("predicted_sec", ":", 1),
             ):
-                times = [1e3 * case[key][arm] for _, case in column]
+                times = [1e3 * case[key][variant] for _, case in column]
                 shown = label if key == "step_sec" else None
                 ax.plot(sizes, times, line, color=colour, lw=width, ms=4, label=shown)
         chosen = [1e3 * case["step_sec"]["auto"] for _, case in column]
@@ -143,14 +145,14 @@ def draw_domains(part: dict):
 
 def draw_schedules(part: dict):
     figure, (ax,) = _panels(1)
-    arms = list(part["cases"][0]["predicted_sec"])
-    for index, arm in enumerate(arms):
-        places = [n + (index - (len(arms) - 1) / 2) * 0.2 for n in _numbers(part)]
-        times = [1e3 * case["step_sec"][arm] for case in part["cases"]]
-        said = [1e3 * case["predicted_sec"][arm] for case in part["cases"]]
-        colour, label = STYLES[arm]
+    variants = list(part["cases"][0]["predicted_sec"])
+    for index, variant in enumerate(variants):
+        places = [n + (index - (len(variants) - 1) / 2) * 0.2 for n in _numbers(part)]
+        times = [1e3 * case["step_sec"][variant] for case in part["cases"]]
+        said = [1e3 * case["predicted_sec"][variant] for case in part["cases"]]
+        colour, label = STYLES[variant]
         ax.bar(places, times, 0.18, color=colour, label=label)
-        shown = "predicted" if arm == arms[-1] else None
+        shown = "predicted" if variant == variants[-1] else None
         ax.plot(places, said, "_", color="0.1", ms=12, mew=2, label=shown)
         for place, time, mark in zip(places, times, said):
             above = {"ha": "center", "va": "bottom", "fontsize": 7}
@@ -165,13 +167,18 @@ def draw_schedules(part: dict):
 def draw_selector(part: dict):
     figure, (ax,) = _panels(1)
     points = [
-        (arm, 1e3 * said, 1e3 * case["step_sec"][arm], arm == case["chosen"])
+        (
+            variant,
+            1e3 * said,
+            1e3 * case["step_sec"][variant],
+            variant == case["chosen"],
+        )
         for case in part["cases"]
-        for arm, said in case["predicted_sec"].items()
+        for variant, said in case["predicted_sec"].items()
     ]
-    for arm in dict.fromkeys(point[0] for point in points):
-        said, times = zip(*[point[1:3] for point in points if point[0] == arm])
-        colour, label = STYLES[arm]
+    for variant in dict.fromkeys(point[0] for point in points):
+        said, times = zip(*[point[1:3] for point in points if point[0] == variant])
+        colour, label = STYLES[variant]
         ax.plot(said, times, "o", color=colour, ms=4, label=label)
     said, times = zip(*[point[1:3] for point in points if point[3]])
     ax.plot(said, times, "o", mfc="none", mec="0.2", ms=9, label="chosen")

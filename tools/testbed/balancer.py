@@ -1,7 +1,8 @@
 """What the balancer gains in seconds, on eight equal slow devices and a real routing.
 
-One gang runs configs/testbed_skew.gin under all arms in turn (tools/bench/balance.py).
-Compiling is free; then each process gets its quota, and the steps after that count.
+The workers run configs/testbed_skew.gin under all variants in turn
+(tools/bench/balance.py). Compiling is free; then each process gets its quota, and the
+steps after that count.
 """
 
 import dataclasses
@@ -10,19 +11,19 @@ import pathlib
 import tempfile
 
 from tools.testbed import trace as testbed_trace
-from tools.testbed.cluster import Bed, make_bed
+from tools.testbed.cluster import Cluster, make_cluster
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "testbed_skew.gin"
 DEVICES, QUOTA, LAYER = 8, 0.25, 16
-ARMS = (
+VARIANTS = (
     "home",
     "micromoe: Balance.policy = 'micromoe'; Dispatch.store = 'resident'; "
     "Dispatch.slots_per_device = 5; Dispatch.buffer_factor = 1.5",
 )
 """What each adds to the config, and buffers for its own fullest pair, as a balancer
-fits them (home's pairs are 2.6 times as full). The rival of home is the fastest of the
-others; split 'dynamic' was not one here, with its copies in every step."""
+fits them (home's pairs are 2.6 times as full). The fastest of the others is
+`balancer_best`; split 'dynamic' was not one here, with its copies in every step."""
 LIMIT_SEC = 1500.0
 """Compiling eight times on two cores takes minutes."""
 
@@ -34,7 +35,7 @@ class Options:
     trace: pathlib.Path
     """No such file: a Zipf load stands in."""
     repeats: int = 5
-    """Steps of each arm, or turns, that count."""
+    """Steps of each variant, or turns, that count."""
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
@@ -43,9 +44,13 @@ class Options:
 
 def balancer(options: Options) -> dict:
     """The record: `balancer_speedup`, `balancer_modelled` (fullest device of home over
-    that of the rival, in the steps that were timed), and what they come from."""
-    bed = Bed(dcs=1, per_dc=DEVICES, rate_mbit=None)
-    with tempfile.TemporaryDirectory(prefix="testbed-") as name, make_bed(bed) as live:
+    that of the fastest other, in the steps that were timed), and what they come
+    from."""
+    cluster = Cluster(dcs=1, per_dc=DEVICES, rate_mbit=None)
+    with (
+        tempfile.TemporaryDirectory(prefix="testbed-") as name,
+        make_cluster(cluster) as live,
+    ):
         folder = pathlib.Path(name)
         ready, has_quota = folder / "ready", False
 
@@ -60,7 +65,7 @@ def balancer(options: Options) -> dict:
         load = testbed_trace.bindings(options.trace, LAYER, folder)
         program = [str(ROOT / "tools/bench/balance.py"), f"--gin_file={CONFIG}"]
         program += [f"--gin_param={param}" for param in load]
-        program += [word for arm in ARMS for word in ("--arm", arm)]
+        program += [word for variant in VARIANTS for word in ("--variant", variant)]
         program += ["--turns", str(options.repeats), "--ready", str(ready), "--json"]
         result = live.run(program, timeout_sec=LIMIT_SEC, watch=watch, is_shown=True)
         if result.exit_code:
@@ -69,19 +74,19 @@ def balancer(options: Options) -> dict:
     return record_of(json.loads(result.lines[-1]), is_slowed=has_groups and has_quota)
 
 
-def record_of(arms: dict, *, is_slowed: bool) -> dict:
-    """Without quotas the eight share two cores as they like: that is no such bed, and
-    there is no figure."""
-    home = arms["home"]
-    rivals = {name: arm for name, arm in arms.items() if name != "home"}
-    rival = min(rivals, key=lambda name: rivals[name]["median_sec"])
-    speedup = home["median_sec"] / arms[rival]["median_sec"]
+def record_of(variants: dict, *, is_slowed: bool) -> dict:
+    """Without quotas the eight share two cores as they like: that is no such cluster,
+    and there is no figure."""
+    home = variants["home"]
+    others = {name: variant for name, variant in variants.items() if name != "home"}
+    best = min(others, key=lambda name: others[name]["median_sec"])
+    speedup = home["median_sec"] / variants[best]["median_sec"]
     return {
         "balancer_speedup": round(speedup, 3) if is_slowed else None,
         "balancer_modelled": round(
-            home["max_over_mean"] / arms[rival]["max_over_mean"], 3
+            home["max_over_mean"] / variants[best]["max_over_mean"], 3
         ),
-        "balancer_rival": rival,
+        "balancer_best": best,
         "balancer_has_quota": is_slowed,
-        "balancer_arms": arms,
+        "balancer_variants": variants,
     }

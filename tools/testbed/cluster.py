@@ -1,7 +1,7 @@
-"""A bed: processes of one program as hosts of DCs on this machine.
+"""A cluster: processes of one program as hosts of DCs on this machine.
 
-    with make_bed(Bed(dcs=2, per_dc=2, rate_mbit=100.0)) as bed:
-        result = bed.run(["tools/my_measurement.py", "--size=4"])
+    with make_cluster(Cluster(dcs=2, per_dc=2, rate_mbit=100.0)) as cluster:
+        result = cluster.run(["tools/my_measurement.py", "--size=4"])
     json.loads(result.lines[-1])
 
 Process i lies in DC i // per_dc. It finds its place in MOEJAX_COORDINATOR,
@@ -43,8 +43,8 @@ WAITS = workers.Waits(grace_sec=20.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Bed:
-    """What a bed is to be."""
+class Cluster:
+    """What a cluster is to be."""
 
     dcs: int = 2
     per_dc: int = 1
@@ -60,8 +60,8 @@ class Bed:
         _require(self.per_dc >= 1, f"per_dc={self.per_dc} must be 1 or more")
         _require(
             self.count >= 2,
-            f"dcs={self.dcs} of per_dc={self.per_dc} is one process: a bed has 2 at "
-            "least, so give more",
+            f"dcs={self.dcs} of per_dc={self.per_dc} is one process: a cluster has 2 "
+            "at least, so give more",
         )
         rate, quota = self.rate_mbit, self.quota
         _require(
@@ -75,13 +75,13 @@ class Bed:
 
     @property
     def count(self) -> int:
-        """Processes of the bed."""
+        """Processes of the cluster."""
         return self.dcs * self.per_dc
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One run of a program on a bed."""
+    """One run of a program on a cluster."""
 
     exit_code: int
     lines: tuple[str, ...]
@@ -93,10 +93,10 @@ class Result:
 
 
 @dataclasses.dataclass(frozen=True)
-class LiveBed:
-    """A bed that stands; several programs may run on it, one after another."""
+class LiveCluster:
+    """A cluster that stands; several programs may run on it, one after another."""
 
-    spec: Bed
+    spec: Cluster
     has_namespaces: bool
     groups: Groups | None
     """None: no quotas here."""
@@ -108,7 +108,8 @@ class LiveBed:
 
     def set_quota(self, cores: float | None) -> None:
         """For each process, from now on, also of those that run; None: no limit.
-        Without control groups it does nothing, as was said when the bed was made."""
+        Without control groups it does nothing, as was said when the cluster was
+        made."""
         if self.groups is not None:
             testbed_quota.set_quota(self.groups, cores)
 
@@ -131,7 +132,7 @@ class LiveBed:
         """
         lines: list[str] = []
         asked, clock = workers.Asked(), _Clock(timeout_sec)
-        group = workers.Gang(
+        group = workers.Workers(
             command_of(program),
             self.spec.count,
             workers.free_port(),
@@ -155,7 +156,7 @@ class LiveBed:
         return Result(code, tuple(lines), sent, self.is_shaped, wall_sec)
 
     def sent_bytes(self) -> tuple[int, ...]:
-        """Over the uplink of each DC since the bed stands."""
+        """Over the uplink of each DC since the cluster stands."""
         return network.sent_bytes(self.spec.dcs) if self.has_namespaces else ()
 
     def _prefix(self, index: int) -> tuple[str, ...]:
@@ -167,22 +168,22 @@ class LiveBed:
         return words
 
 
-def on_bed(
-    spec: Bed, program: Sequence[str], *, timeout_sec: float | None = None
+def run_on_cluster(
+    spec: Cluster, program: Sequence[str], *, timeout_sec: float | None = None
 ) -> Result:
-    """One program on a bed of its own."""
-    with make_bed(spec) as bed:
-        return bed.run(program, timeout_sec=timeout_sec)
+    """One program on a cluster of its own."""
+    with make_cluster(spec) as cluster:
+        return cluster.run(program, timeout_sec=timeout_sec)
 
 
 @contextlib.contextmanager
-def make_bed(spec: Bed, *, wait_sec: float = 0.0) -> Iterator[LiveBed]:
-    """Sets a bed up, and removes it however the block ends; SIGTERM and SIGHUP raise
-    KeyboardInterrupt meanwhile. First removes what a killed one has left.
+def make_cluster(spec: Cluster, *, wait_sec: float = 0.0) -> Iterator[LiveCluster]:
+    """Sets a cluster up, and removes it however the block ends; SIGTERM and SIGHUP
+    raise KeyboardInterrupt meanwhile. First removes what a killed one has left.
 
     What this user or machine cannot have is said in one line and done without:
     namespaces (processes then meet on the loopback interface), quotas. Raises
-    ValueError when another bed stands for longer than wait_sec.
+    ValueError when another cluster stands for longer than wait_sec.
     """
     with contextlib.ExitStack() as stack:
         has_namespaces, groups, is_root = False, None, os.geteuid() == 0
@@ -203,7 +204,7 @@ def make_bed(spec: Bed, *, wait_sec: float = 0.0) -> Iterator[LiveBed]:
             testbed_quota.set_quota(groups, spec.quota)
         except Unavailable as reason:
             say(f"{reason}: processes run WITHOUT a quota")
-        yield LiveBed(spec, has_namespaces, groups)
+        yield LiveCluster(spec, has_namespaces, groups)
 
 
 @dataclasses.dataclass
@@ -217,7 +218,7 @@ class _Clock:
 def _watched(
     asked: workers.Asked, clock: _Clock, watch: Callable[[], bool] | None
 ) -> Iterator[None]:
-    """A thread that ends the gang when there is enough of it, or time is out."""
+    """A thread that ends the workers when they have done enough, or time is out."""
     is_over, faults = threading.Event(), []
 
     def look() -> None:

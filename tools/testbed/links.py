@@ -5,10 +5,10 @@
     schedules   mesh expert=2 (between DCs), tensor=2 (inside): base against s1, s2, s1h
     selector    24 layer shapes on that mesh: is the chosen schedule the fastest?
 
-Each part is one run of tools/bench/communication.py on a bed of 2 DCs x 2 devices: it
-measures the collectives first, then all arms of each case in turns. A DC is one process
-of two devices, for compiling takes most of the time: only process 0 finds programs in
-jax's cache. No figure is given where links cannot be shaped.
+Each part is one run of tools/bench/communication.py on a cluster of 2 DCs x 2 devices:
+it measures the collectives first, then all variants of each case in turns. A DC is one
+process of two devices, for compiling takes most of the time: only process 0 finds
+programs in jax's cache. No figure is given where links cannot be shaped.
 """
 
 import json
@@ -16,7 +16,7 @@ import pathlib
 import tempfile
 
 from tools.testbed.balancer import Options
-from tools.testbed.cluster import Bed, make_bed
+from tools.testbed.cluster import Cluster, make_cluster
 from tools.testbed.lock import say
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -68,7 +68,7 @@ def domain_cases() -> list[dict]:
                 "num_experts": 4,
                 "top_k": 2,
             },
-            "arms": DOMAINS,
+            "variants": DOMAINS,
         }
         for rows, tokens in ROWS_MB.items()
         for experts, width in EXPERT_MB.items()
@@ -76,8 +76,8 @@ def domain_cases() -> list[dict]:
 
 
 def domain_figures(record: dict) -> dict:
-    """Of each arm's own time. 'auto' is the chosen arm once more: where that is the
-    plain one, what the two differ by is noise."""
+    """Of each variant's own time. 'auto' is the chosen variant once more: where that is
+    the plain one, what the two differ by is noise."""
     gains, again = {}, {}
     for case in record["cases"]:
         sec, chosen = case["step_sec"], case["chosen"]
@@ -111,7 +111,7 @@ def schedule_cases() -> list[dict]:
                 "top_k": top_k,
                 "buffer_factor": 1.2,
             },
-            "arms": SCHEDULES,
+            "variants": SCHEDULES,
         }
         for size, rows in SENT_MB.items()
         for factor, (tokens, top_k) in rows.items()
@@ -121,9 +121,9 @@ def schedule_cases() -> list[dict]:
 def schedule_figures(record: dict) -> dict:
     gains = {
         case["name"]: {
-            arm: round(case["step_sec"]["base"] / case["step_sec"][arm], 3)
-            for arm in SCHEDULES
-            if arm != "base"
+            variant: round(case["step_sec"]["base"] / case["step_sec"][variant], 3)
+            for variant in SCHEDULES
+            if variant != "base"
         }
         for case in record["cases"]
     }
@@ -148,16 +148,16 @@ def layer_cases() -> list[dict]:
     for number, layer in enumerate(LAYERS):
         shape = dict(zip(keys, layer)) | {"buffer_factor": 1.25}
         is_local = shape["expert_shards"] == 2
-        arms = [*SCHEDULES, "local"] if is_local else list(SCHEDULES)
-        cases.append({"name": f"layer {number}", "shape": shape, "arms": arms})
+        variants = [*SCHEDULES, "local"] if is_local else list(SCHEDULES)
+        cases.append({"name": f"layer {number}", "shape": shape, "variants": variants})
     return cases
 
 
 def selector_figures(record: dict) -> dict:
-    """Of each arm's own time: 'auto' is the chosen one once more."""
+    """Of each variant's own time: 'auto' is the chosen one once more."""
     loss = {}
     for case in record["cases"]:
-        sec = {arm: case["step_sec"][arm] for arm in case["predicted_sec"]}
+        sec = {variant: case["step_sec"][variant] for variant in case["predicted_sec"]}
         loss[case["name"]] = round(sec[case["chosen"]] / min(sec.values()), 3)
     return {
         "selector_right": round(sum(x <= NEAR for x in loss.values()) / len(loss), 3),
@@ -173,10 +173,10 @@ def _claimed(record: dict, figures: dict) -> dict:
 
 def _measured(mesh: str, cases: list[dict], options: Options) -> dict:
     """The record of tools/bench/communication.py. Raises OSError when it fails."""
-    bed = Bed(dcs=2, per_dc=1, rate_mbit=RATE_MBIT)
+    cluster = Cluster(dcs=2, per_dc=1, rate_mbit=RATE_MBIT)
     with (
         tempfile.TemporaryDirectory(prefix="testbed-") as folder,
-        make_bed(bed) as live,
+        make_cluster(cluster) as live,
     ):
         path = pathlib.Path(folder) / "cases.json"
         path.write_text(json.dumps(cases))

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from tools.testbed import network, quota
 
 LOCK = pathlib.Path("/run/moejax-testbed.lock")
-"""Its flock is held by the one bed of this machine; the file itself stays."""
+"""Its flock is held by the one cluster of this machine; the file itself stays."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_SEC = 0.05
 
 
 @contextlib.contextmanager
 def locked(wait_sec: float = 0.0) -> Iterator[None]:
-    """Holds the lock of this machine's one bed: the kernel's, so it goes with us."""
+    """Holds the lock of this machine's cluster: the kernel's, so it goes with us."""
     end_sec = time.monotonic() + wait_sec
     with open(LOCK, "a+") as file:
         while not _is_taken(file.fileno()):
@@ -37,8 +37,8 @@ def locked(wait_sec: float = 0.0) -> Iterator[None]:
 
 
 def remove_leftovers() -> list[str]:
-    """Ends and removes all that beds make; says what. Signals wait until it is done:
-    noted, not blocked, for another thread of ours may be given them."""
+    """Ends and removes all that clusters make; says what. Signals wait until it is
+    done: noted, not blocked, for another thread of ours may be given them."""
     removed, asked = [], []
     with handled(lambda number, _frame: asked.append(number)):
         try:

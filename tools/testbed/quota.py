@@ -1,4 +1,4 @@
-"""CPU quotas by control groups: one group for each process of a bed.
+"""CPU quotas by control groups: one group for each process of a cluster.
 
     v1   <mount of the cpu controller>/moejax-testbed/p0  cpu.cfs_quota_us, .._period_us
     v2   /sys/fs/cgroup/moejax-testbed/p0                 cpu.max
@@ -22,7 +22,7 @@ MOUNT = pathlib.Path("/sys/fs/cgroup")
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """The groups of a bed, by the index of the process."""
+    """The groups of a cluster, by the index of the process."""
 
     folders: tuple[pathlib.Path, ...]
     is_v2: bool

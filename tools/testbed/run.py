@@ -30,7 +30,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
 from tools.testbed import balancer, links, trace  # noqa: E402
-from tools.testbed.cluster import Bed, Result, command_of, make_bed  # noqa: E402
+from tools.testbed.cluster import Cluster, Result, command_of, make_cluster  # noqa: E402
 from tools.testbed.lock import locked, remove_leftovers, say  # noqa: E402
 from train.launch.ending import DONE, emit, guarded  # noqa: E402
 
@@ -57,7 +57,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(required=True, metavar="run | headline | clean")
     _add_run(
-        commands.add_parser("run", help="a program on a bed: run .. -- PROGRAM ..")
+        commands.add_parser("run", help="a program on a cluster: run .. -- PROGRAM ..")
     )
     _add_headline(commands.add_parser("headline", help="measure the claims"))
     clean = commands.add_parser("clean", help="remove what killed testbeds have left")
@@ -88,12 +88,12 @@ def _add_headline(parser: argparse.ArgumentParser) -> None:
     parts = ", ".join(PARTS)
     add("--only", default="all", help=f"parts with commas between: {parts}; or all")
     add("--trace", type=pathlib.Path, default=TRACE, help="recorded routing")
-    add("--repeats", type=int, default=5, help="turns of each arm that count (5)")
+    add("--repeats", type=int, default=5, help="turns of each variant that count (5)")
 
 
 def _run(args: argparse.Namespace) -> int:
     rate_mbit = None if args.rate_mbit == 0 else args.rate_mbit
-    bed = Bed(args.dcs, args.per_dc, rate_mbit, args.quota)
+    cluster = Cluster(args.dcs, args.per_dc, rate_mbit, args.quota)
     with contextlib.ExitStack() as stack:
         program = list(args.program)
         command_of(program)  # is it there?
@@ -103,7 +103,7 @@ def _run(args: argparse.Namespace) -> int:
             program += [f"--gin_param={binding}" for binding in load]
         run_dir = run_dir_of(program)
         before = step_records(run_dir) if run_dir else []
-        live = stack.enter_context(make_bed(bed, wait_sec=args.wait_sec))
+        live = stack.enter_context(make_cluster(cluster, wait_sec=args.wait_sec))
         result = live.run(program, timeout_sec=args.timeout_sec, is_shown=True)
     steps = [x for x in (step_records(run_dir) if run_dir else []) if x not in before]
     record = record_of(result, steps)

@@ -57,10 +57,10 @@ def test_bytes_of_an_all_to_all_go_to_every_other_device():
     assert leaving_of(text, 4) == 0
 
 
-@pytest.mark.parametrize("arm", ["1x1", "2x1", "1x2", "2x2"])
-def test_buffers_of_domains_are_the_even_share(arm):
-    layout = layout_of(Shape(**SHAPE), arm, Topology(dc=2, expert=2))
-    shared = math.prod(map(int, arm.split("x")))
+@pytest.mark.parametrize("variant", ["1x1", "2x1", "1x2", "2x2"])
+def test_buffers_of_domains_are_the_even_share(variant):
+    layout = layout_of(Shape(**SHAPE), variant, Topology(dc=2, expert=2))
+    shared = math.prod(map(int, variant.split("x")))
     assert layout.rows_per_peer == 64 * shared // 4
 
 
@@ -82,17 +82,17 @@ def test_full_buffers_of_the_headline_are_of_the_sizes_said(case):
     assert math.isclose(shape.top_k * shape.buffer_factor, float(factor))
 
 
-def test_24_layers_are_different_and_their_arms_can_run():
+def test_24_layers_are_different_and_their_variants_can_run():
     cases = links.layer_cases()
     assert len({json.dumps(case["shape"]) for case in cases}) == 24
     for case in cases:
-        for arm in case["arms"]:
-            layout_of(Shape(**case["shape"]), arm, Topology(expert=2, tensor=2))
+        for variant in case["variants"]:
+            layout_of(Shape(**case["shape"]), variant, Topology(expert=2, tensor=2))
 
 
 def test_figures_of_the_headline():
     def case(name, chosen, **step_sec):
-        predicted = {arm: 1.0 for arm in step_sec if arm != "auto"}
+        predicted = {variant: 1.0 for variant in step_sec if variant != "auto"}
         return {"name": name, "chosen": chosen, "step_sec": step_sec,
                 "predicted_sec": predicted}  # fmt: skip
 
@@ -117,8 +117,8 @@ def test_figures_of_the_headline():
     chosen = {"s1": (1.0, 1.1, 1.3), "s2": (2.0,)}
     record = {
         "cases": [
-            case(f"{arm} {sec}", arm, s1=sec, s2=1.0 if sec > 1 else 1.2)
-            for arm, times in chosen.items()
+            case(f"{variant} {sec}", variant, s1=sec, s2=1.0 if sec > 1 else 1.2)
+            for variant, times in chosen.items()
             for sec in times
         ]
     }
@@ -131,7 +131,7 @@ def test_a_tiny_run(tmp_path, capfd, monkeypatch):
     mesh = {"dc": 2, "data": 1, "expert": 4, "tensor": 1}
     monkeypatch.setattr(communication, "calibrated", lambda *_: lines_of(mesh))
     path = tmp_path / "cases.json"
-    case = {"name": "tiny", "shape": SHAPE, "arms": ["1x1", "2x4"]}
+    case = {"name": "tiny", "shape": SHAPE, "variants": ["1x1", "2x4"]}
     path.write_text(json.dumps([case]))
     words = ["--mesh=dc=2,expert=4", f"--cases={path}", "--turns=2", "--json"]
     assert communication.main(words) == 0
@@ -175,17 +175,17 @@ def test_bad_cases_are_one_line(tmp_path, capsys, cases, what):
 
 
 @pytest.mark.parametrize(
-    ("arm", "change", "topology", "what"),
+    ("variant", "change", "topology", "what"),
     [
-        ("s4", {}, Topology(expert=2), "'s4' is no arm"),
+        ("s4", {}, Topology(expert=2), "'s4' is no variant"),
         ("2x1", {}, Topology(dc=2, tensor=2), "is a domain, and Mesh.tensor=2"),
         ("3x1", {}, Topology(dc=2, expert=2), "must have a divisor"),
         ("s1", {}, Topology(expert=2), "Mesh.tensor"),
     ],
 )
-def test_arms_that_cannot_be(arm, change, topology, what):
+def test_variants_that_cannot_be(variant, change, topology, what):
     with pytest.raises(ValueError, match=what):
-        layout_of(Shape(**SHAPE | change), arm, topology)
+        layout_of(Shape(**SHAPE | change), variant, topology)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_shapes_that_cannot_be(change, what):
         Shape(**SHAPE | change)
 
 
-def test_arms_that_a_model_does_not_know_are_refused():
+def test_variants_that_a_model_does_not_know_are_refused():
     mesh = {"dc": 1, "data": 1, "expert": 1, "tensor": 2}
     topology, lines = Topology(tensor=2), lines_of(mesh)
     odd = Shape(**SHAPE | {"tokens": 33})

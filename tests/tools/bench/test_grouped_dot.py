@@ -35,11 +35,11 @@ def tiny(monkeypatch):
 
 
 @pytest.fixture
-def fresh_arms():
-    """Arms are kept by name: a test that changes what a name means leaves none."""
-    peers.arms.cache_clear()
+def fresh_variants():
+    """Variants are cached: a test that changes what a name means leaves none."""
+    peers.variants.cache_clear()
     yield
-    peers.arms.cache_clear()
+    peers.variants.cache_clear()
 
 
 def bench(capsys, *arguments):
@@ -85,12 +85,12 @@ def test_the_definition_in_float64_is_the_reference(which):
 
 @pytest.mark.parametrize("which", PASSES)
 @pytest.mark.parametrize("impl", peers.ON_CPU)
-def test_arms_equal_the_reference(impl, which):
+def test_implementations_equal_the_reference(impl, which):
     case = cases.small_case(which, TINY, "float32", 4, "with_empty")
     fullest = int(case.rows_g.max()) if impl == "batched" else 0
-    (arm,) = peers.arms(impl, which, fullest)
+    (variant,) = peers.variants(impl, which, fullest)
     rows_g = jnp.asarray(case.rows_g)
-    found = arm.results_of(arm.arguments(case.operands, rows_g))
+    found = variant.results_of(variant.arguments(case.operands, rows_g))
     if impl == "dense":
         case = case.without_groups()
     expected = by_reference(which, case.operands, case.rows_g)
@@ -100,7 +100,7 @@ def test_arms_equal_the_reference(impl, which):
 
 
 @pytest.mark.parametrize("which", ["forward", "dgrad", "wgrad"])
-def test_arms_of_pallas_are_called_as_they_ask(which, monkeypatch, fresh_arms):
+def test_kernels_of_pallas_are_called_as_they_ask(which, monkeypatch, fresh_variants):
     """JAX's kernels, interpreted."""
     options = {"interpret": plgpu.InterpretGPUParams()}
     monkeypatch.setattr(plgpu, "kernel", functools.partial(plgpu.kernel, **options))
@@ -109,8 +109,8 @@ def test_arms_of_pallas_are_called_as_they_ask(which, monkeypatch, fresh_arms):
     monkeypatch.setattr(transposed_ragged_dot_mgpu, "jax", here)
     shape = Shape(rows=72, d=128, f=128, groups=3)
     case = cases.small_case(which, shape, "bfloat16", 5, "with_empty")
-    arm = peers.arms("mgpu", which, 0)[1]
-    out = arm.results_of(arm.arguments(case.operands, jnp.asarray(case.rows_g)))
+    variant = peers.variants("mgpu", which, 0)[1]
+    out = variant.results_of(variant.arguments(case.operands, jnp.asarray(case.rows_g)))
     error = cases.error_of(which, out, case, has_zero_padding=False)
     assert error < cases.most_error("bfloat16", "gpu")
 
@@ -128,7 +128,7 @@ def test_a_sample_finds_what_is_wrong_and_what_is_not_finite():
             assert cases.sampled_error_of(which, wrong, case) > least
 
 
-def test_all_arms_run_and_are_reported(capsys, tiny, tmp_path):
+def test_all_implementations_run_and_are_reported(capsys, tiny, tmp_path):
     out = tmp_path / "rows.json"
     skews = "uniform,with_empty"
     code, text, rows = bench(capsys, f"--skews={skews}", f"--out={out}")
@@ -183,7 +183,7 @@ def test_bytes_of_empty_groups_are_not_counted():
     assert cases.least_bytes("wgrad", TINY, rows_g, 2) == 2 * (x + dy + 4 * matrix)
 
 
-def test_a_wrong_arm_ends_it(capsys, tiny, monkeypatch, fresh_arms):
+def test_a_wrong_result_ends_it(capsys, tiny, monkeypatch, fresh_variants):
     right = peers.ragged_dot()[""]
 
     def wrong(x_md, w_gdf, rows_g):
@@ -192,7 +192,7 @@ def test_a_wrong_arm_ends_it(capsys, tiny, monkeypatch, fresh_arms):
     def variants():
         return {"": right._replace(forward=wrong)}
 
-    monkeypatch.setitem(peers.VARIANTS, "ragged_dot", variants)
+    monkeypatch.setitem(peers.IMPLEMENTATIONS, "ragged_dot", variants)
     code, _, last = bench(capsys, "--skews=zipf", "--passes=forward")
     assert code == 1
     assert last["exit_code"] == 1
@@ -200,7 +200,7 @@ def test_a_wrong_arm_ends_it(capsys, tiny, monkeypatch, fresh_arms):
 
 
 def test_padding_that_reaches_a_result_of_ours_is_wrong(
-    capsys, tiny, monkeypatch, fresh_arms
+    capsys, tiny, monkeypatch, fresh_variants
 ):
     """A peer's padding is its own affair; ours meets NaN there."""
     right = peers.ragged_dot()[""]
@@ -212,14 +212,14 @@ def test_padding_that_reaches_a_result_of_ours_is_wrong(
         return {"": right._replace(forward=reads_all)}
 
     for impl, expected in (("ragged_dot", 0), ("blocked", 1)):
-        monkeypatch.setitem(peers.VARIANTS, impl, variants)
+        monkeypatch.setitem(peers.IMPLEMENTATIONS, impl, variants)
         options = f"--impls={impl}", "--skews=zipf", "--passes=forward"
         code, _, last = bench(capsys, *options)
         assert code == expected
     assert "blocked computes something else: forward" in last["error"]
 
 
-def test_an_arm_that_cannot_says_why(capsys, tiny, monkeypatch):
+def test_an_implementation_that_cannot_says_why(capsys, tiny, monkeypatch):
     monkeypatch.setitem(grouped_dot_jobs.BATCHED_GIB, "cpu", 0)
     code, text, rows = bench(capsys, "--skews=zipf", "--passes=forward")
     assert code == 0
@@ -230,49 +230,49 @@ def test_an_arm_that_cannot_says_why(capsys, tiny, monkeypatch):
     assert "| zipf | batched | declined: padding takes" in text
 
 
-def test_an_arm_that_is_not_installed_is_told_once(
-    capsys, tiny, monkeypatch, fresh_arms
+def test_an_implementation_that_is_not_installed_is_told_once(
+    capsys, tiny, monkeypatch, fresh_variants
 ):
     def missing(capacity):
         raise ImportError("no module of that name")
 
-    monkeypatch.setitem(peers.VARIANTS, "batched", missing)
+    monkeypatch.setitem(peers.IMPLEMENTATIONS, "batched", missing)
     code, text, rows = bench(capsys, "--skews=zipf,uniform", "--passes=forward")
     assert code == 0
     assert text.count("batched is not here: no module of that name") == 1
     assert {row["impl"] for row in rows} == set(peers.ON_CPU) - {"batched"}
 
 
-def test_the_fastest_variant_that_can_run_is_kept(fresh_arms, monkeypatch):
+def test_the_fastest_variant_that_can_run_is_kept(fresh_variants, monkeypatch):
     @dataclasses.dataclass
     class Timed(grouped_dot_jobs.Job):
         def call_msec(self, num_calls):
-            return {"slow": 2, "fast": 1}[self.arm.tiles]
+            return {"slow": 2, "fast": 1}[self.variant.tiles]
 
     def job(tiles):
-        return Timed(peers.Arm(run=print, tiles=tiles), [])
+        return Timed(peers.Variant(run=print, tiles=tiles), [])
 
     jobs = [job("slow"), job("fast"), job("raises KeyError")]
-    assert grouped_dot_jobs.fastest(jobs).arm.tiles == "fast"
+    assert grouped_dot_jobs.fastest(jobs).variant.tiles == "fast"
     with pytest.raises(KeyError):
         grouped_dot_jobs.fastest(jobs[-1:])
 
 
 @pytest.mark.parametrize("which", PASSES)
-def test_fp8_is_within_its_own_bound(which, monkeypatch, fresh_arms):
+def test_fp8_is_within_its_own_bound(which, monkeypatch, fresh_variants):
     """By the emulation, on padding that holds NaN: most of the bound is used, and that
     of bfloat16 is not enough."""
     ours = functools.partial(peers.ours, "blocked", "e4m3")
-    monkeypatch.setitem(peers.VARIANTS, "hopper_fp8", ours)
+    monkeypatch.setitem(peers.IMPLEMENTATIONS, "hopper_fp8", ours)
     if which == "wgrad":
         with pytest.raises(NotImplementedError, match="wgrad has no 8-bit values"):
-            peers.arms("hopper_fp8", which, 0)
+            peers.variants("hopper_fp8", which, 0)
         return
     shape = Shape(rows=600, d=256, f=256, groups=4)
     case = cases.small_case(which, shape, "bfloat16", 4, "with_empty")
-    (arm,) = peers.arms("hopper_fp8", which, 0)
+    (variant,) = peers.variants("hopper_fp8", which, 0)
     given = case.poisoned().operands
-    found = arm.results_of(arm.arguments(given, jnp.asarray(case.rows_g)))
+    found = variant.results_of(variant.arguments(given, jnp.asarray(case.rows_g)))
     error = cases.error_of(which, found, case, has_zero_padding=True)
     most = cases.most_error("bfloat16", "gpu", which, is_fp8=True)
     assert most / 4 < error < most

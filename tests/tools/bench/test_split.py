@@ -8,7 +8,7 @@ import pytest
 from tools.bench import split
 from tools.bench.split_cases import Size, make_case, random_plan, routed
 
-ARMS = [
+VARIANTS = [
     "water_fill", "water_fill_exact", "split", "highs_cold", "highs_warm",
     "highs_callback", "lplb",
 ]  # fmt: skip
@@ -44,7 +44,7 @@ def test_popularity_drifts_and_seeds_repeat():
     assert has_moved_ne.sum(axis=1).max() <= 2
 
 
-def test_all_arms_run_and_ours_reach_the_optimum(capsys, monkeypatch):
+def test_all_variants_run_and_ours_reach_the_optimum(capsys, monkeypatch):
     monkeypatch.setattr(split, "SKEWS", (1.0,))
     argv = ["--sizes=16/4/2", "--repeats=1", "--micro_batches=2", "--tokens=600"]
     assert split.main([*argv, "--json"]) == 0
@@ -52,23 +52,27 @@ def test_all_arms_run_and_ours_reach_the_optimum(capsys, monkeypatch):
     record = json.loads(last)
     assert list(record["sizes"]) == ["16/4/2"]
     part = record["sizes"]["16/4/2"]
-    arms = part["arms"]
-    assert list(arms) == ARMS
-    assert all(f"| {name} |" in text for name in ARMS)
-    assert all(0 < arm["msec_p50"] <= arm["msec_p90"] for arm in arms.values())
-    assert all(arm["gap_mean"] <= arm["gap_max"] for arm in arms.values())
+    variants = part["variants"]
+    assert list(variants) == VARIANTS
+    assert all(f"| {name} |" in text for name in VARIANTS)
+    assert all(
+        0 < variant["msec_p50"] <= variant["msec_p90"] for variant in variants.values()
+    )
+    assert all(
+        variant["gap_mean"] <= variant["gap_max"] for variant in variants.values()
+    )
     assert record["num_micro_batches"] == 2
-    ratio = arms["highs_callback"]["msec_p50"] / arms["water_fill"]["msec_p50"]
+    ratio = variants["highs_callback"]["msec_p50"] / variants["water_fill"]["msec_p50"]
     assert part["speedup_over_highs_callback"] == pytest.approx(ratio)
 
-    assert arms["water_fill_exact"]["rows_above_ceil_max"] == 0
+    assert variants["water_fill_exact"]["rows_above_ceil_max"] == 0
     tolerance = 600 >> 9  # rows of the mean device, top-1
     for name in ("water_fill", "split"):
-        assert arms[name]["rows_above_ceil_max"] <= tolerance
-    assert arms["split"]["gap_max"] == arms["water_fill"]["gap_max"]
+        assert variants[name]["rows_above_ceil_max"] <= tolerance
+    assert variants["split"]["gap_max"] == variants["water_fill"]["gap_max"]
     for name in ("highs_cold", "highs_warm", "highs_callback"):
-        assert arms[name]["gap_max"] == pytest.approx(0, abs=1e-6)
-    assert arms["lplb"]["gap_mean"] > 1e-4
+        assert variants[name]["gap_max"] == pytest.approx(0, abs=1e-6)
+    assert variants["lplb"]["gap_mean"] > 1e-4
 
 
 @pytest.mark.parametrize(

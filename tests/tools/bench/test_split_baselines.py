@@ -1,4 +1,4 @@
-"""Oracles of the best split agree with each other; rivals do what they are said to."""
+"""Oracles of the best split agree with each other, and baselines do what they say."""
 
 import fractions
 

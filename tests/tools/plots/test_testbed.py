@@ -12,14 +12,16 @@ pytestmark = pytest.mark.filterwarnings("error")  # matplotlib warns of ugly lay
 
 
 def part(cases: list[dict], chosen: str) -> dict:
-    """As testbed_wires makes it: an arm takes as long as its place in the list."""
+    """As links.py makes it: a variant takes as long as its place in the list."""
     made = []
     for number, case in enumerate(cases, 1):
-        sec = {arm: 0.01 * number * n for n, arm in enumerate(case["arms"], 1)}
+        sec = {
+            variant: 0.01 * number * n for n, variant in enumerate(case["variants"], 1)
+        }
         auto = {"auto": sec[chosen]}
         made.append({
             "name": case["name"], "chosen": chosen, "step_sec": sec | auto,
-            "predicted_sec": {arm: 0.9 * x for arm, x in sec.items()},
+            "predicted_sec": {variant: 0.9 * x for variant, x in sec.items()},
             "sent_bytes": {"auto": 2e6}, "expected_bytes": {"auto": 1.9e6},
         })  # fmt: skip
     return {"cases": made}

@@ -1,4 +1,4 @@
-"""Beds that stand: what they shape, how runs on them end, and that nothing is left."""
+"""Live clusters: what they shape, how runs on them end, and that nothing is left."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from tools.testbed.lock import locked, remove_leftovers
 
 TOOL = ROOT / "tools" / "testbed" / "run.py"
 WAIT_SEC = 60
-"""For other beds of this machine."""
+"""For other clusters of this machine."""
 PEERS = """
 import json, os, pathlib, socket, sys, time
 me = int(os.environ["MOEJAX_PROCESS_ID"])
@@ -53,12 +53,13 @@ def write(folder: pathlib.Path, program: str) -> str:
     return str(path)
 
 
-def on_a_bed(code: str, *words: str) -> subprocess.CompletedProcess:
-    """Runs code that uses beds and ends well; in a process that has no jax, for beds
-    fork. `program` is words[0] and what follows, `say` prints results as JSON."""
+def on_a_cluster(code: str, *words: str) -> subprocess.CompletedProcess:
+    """Runs code that uses clusters and ends well; in a process that has no jax, for
+    clusters fork. `program` is words[0] and what follows, `say` prints results as
+    JSON."""
     start = f"""
 import dataclasses, json, os, pathlib, sys; sys.path.insert(0, {str(ROOT)!r})
-from tools.testbed.cluster import Bed, make_bed
+from tools.testbed.cluster import Cluster, make_cluster
 def say(*results): print(json.dumps([dataclasses.asdict(x) for x in results]))
 program, WAIT_SEC = sys.argv[1:], {WAIT_SEC}
 """
@@ -101,10 +102,10 @@ def wait_until_gone(pids: list[int]) -> None:
 def test_without_root_it_says_so_and_runs_on_the_loopback(tmp_path):
     code = """
 os.geteuid = lambda: 1000
-with make_bed(Bed(rate_mbit=1.0, quota=0.5)) as bed:
-    say(bed.run(program, timeout_sec=60))
+with make_cluster(Cluster(rate_mbit=1.0, quota=0.5)) as cluster:
+    say(cluster.run(program, timeout_sec=60))
 """
-    ended = on_a_bed(code, write(tmp_path, TRANSFER), str(tmp_path), "8000")
+    ended = on_a_cluster(code, write(tmp_path, TRANSFER), str(tmp_path), "8000")
     (result,) = json.loads(ended.stdout)
     assert json.loads(result["lines"][-1])["peer"] == "127.0.0.1"
     assert (result["exit_code"], result["uplink_bytes"]) == (0, [])
@@ -118,13 +119,13 @@ with make_bed(Bed(rate_mbit=1.0, quota=0.5)) as bed:
 
 @pytest.mark.root
 def test_links_have_their_rate_and_nothing_is_left(tmp_path):
-    """100 Mb/s; one program after the other on the same bed."""
+    """100 Mb/s; one program after the other on the same cluster."""
     num_bytes = 5_000_000
     code = """
-with make_bed(Bed(rate_mbit=100.0), wait_sec=WAIT_SEC) as bed:
-    say(*[bed.run(program, timeout_sec=60) for _ in range(2)])
+with make_cluster(Cluster(rate_mbit=100.0), wait_sec=WAIT_SEC) as cluster:
+    say(*[cluster.run(program, timeout_sec=60) for _ in range(2)])
 """
-    ended = on_a_bed(code, write(tmp_path, TRANSFER), str(tmp_path), str(num_bytes))
+    ended = on_a_cluster(code, write(tmp_path, TRANSFER), str(tmp_path), str(num_bytes))
     results = json.loads(ended.stdout)
     assert len(results) == 2
     for result in results:
@@ -139,7 +140,7 @@ with make_bed(Bed(rate_mbit=100.0), wait_sec=WAIT_SEC) as bed:
 
 
 @pytest.mark.root
-def test_one_dc_is_unshaped_and_a_quota_changes_while_the_bed_stands(tmp_path):
+def test_one_dc_is_unshaped_and_a_quota_changes_while_the_cluster_stands(tmp_path):
     """0.2 cores, then 0.6, of a process that would take a whole one."""
     spin = """
 start_sec = time.monotonic()
@@ -147,12 +148,12 @@ while time.monotonic() < start_sec + 0.8: pass
 print(time.process_time())
 """
     code = """
-with make_bed(Bed(dcs=1, per_dc=2, quota=0.2), wait_sec=WAIT_SEC) as bed:
-    slow = bed.run(program, timeout_sec=60)
-    bed.set_quota(0.6)
-    say(slow, bed.run(program, timeout_sec=60))
+with make_cluster(Cluster(dcs=1, per_dc=2, quota=0.2), wait_sec=WAIT_SEC) as cluster:
+    slow = cluster.run(program, timeout_sec=60)
+    cluster.set_quota(0.6)
+    say(slow, cluster.run(program, timeout_sec=60))
 """
-    ended = on_a_bed(code, write(tmp_path, spin), str(tmp_path))
+    ended = on_a_cluster(code, write(tmp_path, spin), str(tmp_path))
     slow, quick = json.loads(ended.stdout)
     assert not slow["is_shaped"]
     assert float(slow["lines"][-1]) < 0.3 * slow["wall_sec"]
@@ -202,7 +203,9 @@ child = os.spawnlp(os.P_NOWAIT, "setsid", "setsid", "sleep", "600")
         wait_until_gone(pids)
     assert all(pathlib.Path(f"/proc/{pid}").exists() for pid in children)
     assert {"moejax-hub", "moejax-dc0", "moejax-dc1"} <= set(left())
-    on_a_bed("with make_bed(Bed(), wait_sec=WAIT_SEC) as bed: assert bed.is_shaped")
+    on_a_cluster(
+        "with make_cluster(Cluster(), wait_sec=WAIT_SEC) as live: assert live.is_shaped"
+    )
     wait_until_gone(children)
     assert left() == []
 
@@ -210,11 +213,11 @@ child = os.spawnlp(os.P_NOWAIT, "setsid", "setsid", "sleep", "600")
 @pytest.mark.root
 def test_time_out_and_enough_end_a_run(tmp_path):
     code = """
-with make_bed(Bed(rate_mbit=None), wait_sec=WAIT_SEC) as bed:
-    enough = bed.run(program, watch=(pathlib.Path(program[1]) / "ready-1").exists)
-    say(bed.run(program, timeout_sec=0.1), enough)
+with make_cluster(Cluster(rate_mbit=None), wait_sec=WAIT_SEC) as cluster:
+    enough = cluster.run(program, watch=(pathlib.Path(program[1]) / "ready-1").exists)
+    say(cluster.run(program, timeout_sec=0.1), enough)
 """
-    ended = on_a_bed(code, write(tmp_path, "wait_forever()"), str(tmp_path))
+    ended = on_a_cluster(code, write(tmp_path, "wait_forever()"), str(tmp_path))
     assert [x["exit_code"] for x in json.loads(ended.stdout)] == [124, 0]
     assert "no end within 0.1 s: all processes were ended" in ended.stderr
 

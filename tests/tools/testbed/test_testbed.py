@@ -1,4 +1,4 @@
-"""tools/testbed/run.py without a bed: what is refused, and what is reckoned."""
+"""tools/testbed/run.py without a cluster: what is refused, and what is reckoned."""
 
 import json
 import pathlib
@@ -12,7 +12,7 @@ from tests.support.run_main import ROOT
 from tools.testbed import quota
 from tools.testbed import trace as testbed_trace
 from tools.testbed.balancer import Options, record_of
-from tools.testbed.cluster import Bed
+from tools.testbed.cluster import Cluster
 from tools.testbed.run import headline, median_sec, run_dir_of, step_records
 
 TOOL = ROOT / "tools" / "testbed" / "run.py"
@@ -24,15 +24,15 @@ TOOL = ROOT / "tools" / "testbed" / "run.py"
         ({"dcs": 0}, "dcs=0 must be 1 to 64"),
         ({"dcs": 65}, "dcs=65 must be 1 to 64"),
         ({"per_dc": 0}, "per_dc=0 must be 1 or more"),
-        ({"dcs": 1}, "one process: a bed has 2 at least"),
+        ({"dcs": 1}, "one process: a cluster has 2 at least"),
         ({"rate_mbit": -1.0}, "rate_mbit=-1.0 must be 0.1 to 100000"),
         ({"rate_mbit": float("nan")}, "rate_mbit=nan must be"),
         ({"quota": 0.0}, "quota=0.0 must be 0.02 cores or more"),
     ],
 )
-def test_a_bed_that_cannot_be_is_refused(sizes, rule):
+def test_a_cluster_that_cannot_be_is_refused(sizes, rule):
     with pytest.raises(ValueError, match=rule):
-        Bed(**sizes)
+        Cluster(**sizes)
 
 
 @pytest.mark.parametrize(
@@ -63,17 +63,17 @@ def test_parts_are_named_before_any_runs(tmp_path):
 
 
 def test_a_speedup_is_the_ratio_of_medians_beside_the_ratio_of_loads():
-    """Of the faster rival; and no figure where nothing slowed the devices."""
+    """Of the faster of the others; and no figure where nothing slowed the devices."""
     medians = {"home": (5.0, 3.9), "micromoe": (2.0, 1.3), "dynamic": (3.0, 1.0)}
-    arms = {
+    variants = {
         name: {"median_sec": sec, "max_over_mean": ratio}
         for name, (sec, ratio) in medians.items()
     }
-    record = record_of(arms, is_slowed=True)
+    record = record_of(variants, is_slowed=True)
     assert record["balancer_speedup"] == 2.5
     assert record["balancer_modelled"] == 3.0
-    assert record["balancer_rival"] == "micromoe"
-    assert record_of(arms, is_slowed=False)["balancer_speedup"] is None
+    assert record["balancer_best"] == "micromoe"
+    assert record_of(variants, is_slowed=False)["balancer_speedup"] is None
 
 
 def test_quotas_in_the_words_of_both_versions():
