@@ -168,14 +168,6 @@ class LiveCluster:
         return words
 
 
-def run_on_cluster(
-    spec: Cluster, program: Sequence[str], *, timeout_sec: float | None = None
-) -> Result:
-    """One program on a cluster of its own."""
-    with make_cluster(spec) as cluster:
-        return cluster.run(program, timeout_sec=timeout_sec)
-
-
 @contextlib.contextmanager
 def make_cluster(spec: Cluster, *, wait_sec: float = 0.0) -> Iterator[LiveCluster]:
     """Sets a cluster up, and removes it however the block ends; SIGTERM and SIGHUP

@@ -12,10 +12,9 @@ import time
 
 import pytest
 
+from tests.support.pids import LIMIT_SEC, is_alive, wait_until_gone
+
 LAUNCHER = pathlib.Path(__file__).resolve().parents[3] / "tools" / "launch" / "local.py"
-LIMIT_SEC = 30.0
-"""Ten times what tools/launch/workers.py promises, for a busy machine; --grace_sec is
-60."""
 START = """
 import faulthandler, os, pathlib, signal, subprocess, sys, time
 faulthandler.register(signal.SIGUSR1)
@@ -87,21 +86,6 @@ def launch(
         return Launched(folder, subprocess.Popen(words + child, **pipes, text=True))
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2]
-    except (FileNotFoundError, ProcessLookupError):  # before it is opened, or after
-        return False
-    return state[0] not in "ZX"
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    end_sec = time.monotonic() + LIMIT_SEC
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < end_sec, f"still alive: {pids}"
-        time.sleep(0.01)
 
 
 def test_each_process_learns_its_place_and_lines_stay_whole(tmp_path):

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from tests.support.pids import is_alive, wait_until_gone
 from tests.support.run_main import ROOT
 from tools.testbed import network, quota
 from tools.testbed.lock import locked, remove_leftovers
@@ -90,13 +91,6 @@ def tool(folder: pathlib.Path, program: str, *flags: str):
             time.sleep(0.01)
         yield process, [int(path.read_text()) for path in paths]
         process.kill()
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    end_sec = time.monotonic() + 30
-    while any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < end_sec, f"still alive: {pids}"
-        time.sleep(0.01)
 
 
 def test_without_root_it_says_so_and_runs_on_the_loopback(tmp_path):
@@ -201,7 +195,7 @@ child = os.spawnlp(os.P_NOWAIT, "setsid", "setsid", "sleep", "600")
         process.kill()
         process.communicate()
         wait_until_gone(pids)
-    assert all(pathlib.Path(f"/proc/{pid}").exists() for pid in children)
+    assert all(map(is_alive, children))
     assert {"moejax-hub", "moejax-dc0", "moejax-dc1"} <= set(left())
     on_a_cluster(
         "with make_cluster(Cluster(), wait_sec=WAIT_SEC) as live: assert live.is_shaped"

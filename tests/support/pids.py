@@ -1,0 +1,25 @@
+"""Processes that a test has started, by their ids."""
+
+import pathlib
+import time
+
+LIMIT_SEC = 30.0
+"""Ten times what tools/launch/workers.py promises, for a busy machine, and below
+--grace_sec, 60."""
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether it runs, sleeps or is stopped. A zombie is not alive."""
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2]
+    except (FileNotFoundError, ProcessLookupError):  # before it is opened, or after
+        return False
+    return state[0] not in "ZX"
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    """Wait LIMIT_SEC at most for all to end. Raises AssertionError then."""
+    end_sec = time.monotonic() + LIMIT_SEC
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < end_sec, f"still alive: {pids}"
+        time.sleep(0.01)
