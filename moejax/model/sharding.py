@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from moejax import axes
-from moejax.moe.mesh_roles import Groups
+from moejax.moe.mesh_roles import MeshLayout
 from moejax.moe.weights.stores import master_spec
 from moejax.plan.layout import Store
 
@@ -29,14 +29,18 @@ MIN_SHARDED_SIZE = 4096
 
 
 def param_sharding(
-    variable: nnx.Variable, mesh: Mesh, groups: Groups, stacked: bool, store: Store
+    variable: nnx.Variable,
+    mesh: Mesh,
+    mesh_layout: MeshLayout,
+    stacked: bool,
+    store: Store,
 ) -> NamedSharding:
     """Where a parameter rests; `stacked` ones have a leading layer dim. Experts lie as
-    `store` wants them, along the axes of `groups`."""
+    `store` wants them, along the axes of `mesh_layout`."""
     shape = variable.shape[1:] if stacked else variable.shape
     dims = variable.get_metadata().get("dims")
     if dims is not None:
-        mesh, split = groups.mesh, tuple(master_spec(dims, store, groups))
+        mesh, split = mesh_layout.mesh, tuple(master_spec(dims, store, mesh_layout))
     else:
         split = _dense_split(shape, mesh, _used_split(variable, len(shape), mesh))
     return axes.sharding(mesh, None, *split) if stacked else axes.sharding(mesh, *split)

@@ -24,6 +24,7 @@ from moejax.model.sharding import batch_sharded, gathered
 from moejax.moe import recorded
 from moejax.moe.dense import check_dense, dense
 from moejax.moe.exchange.dispatch import ROWS
+from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.route import ROUTES
 from moejax.moe.types import LayerSums, Placement
 from moejax.moe.weights import stores
@@ -130,7 +131,8 @@ class Transformer(nnx.Module):
 
     def _supply(self, placement, layout, slots=None, tracked_lsx=None) -> Supply:
         """How slots come to the layers: at once, one layer ahead, or in each layer."""
-        make = partial(stores.slots, layout=layout, mesh=self.mesh, dtype=self._dtype)
+        mesh_layout = on_mesh(self.mesh, layout)
+        make = partial(stores.slots, mesh_layout=mesh_layout, dtype=self._dtype)
         weights = self.cycles.blocks[-1].moe.masters()
         if layout.store == "resident" and slots is None:
             slots = stores.slots_of_layers(make, weights, placement)
@@ -164,8 +166,16 @@ class Transformer(nnx.Module):
             args = placement, supply.layout, jitter_btd
             if noise is not None and noise.is_dense:
                 return lambda layer, x_btd: dense(layer, x_btd, *args)
-            args = *args, forced_btk, slots, tracked_sx
-            return lambda layer, x_btd: layer(x_btd, *args)
+
+            def routed(layer, x_btd):
+                ready = slots
+                if slots is None and tracked_sx is not None:
+                    mesh_layout = on_mesh(self.mesh, supply.layout)
+                    of_layer = placement, mesh_layout, x_btd.dtype, tracked_sx
+                    ready = layer.slots(*of_layer)
+                return layer(x_btd, *args, forced_btk, ready)
+
+            return routed
 
         chance_le = None if noise is None else noise.chance_le
         keys_l = None

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from moejax.config import Config, Router
+from moejax.config import Config
 from moejax.kernels import varying_alike, zeros_varying_as
 from moejax.moe import route as routing
-from moejax.moe.layer import SUMS, MoeLayer, whole
-from moejax.moe.mesh_roles import Groups, groups_of, index_along
+from moejax.moe.layer import SUMS, MoeLayer, Static, whole
+from moejax.moe.mesh_roles import MeshLayout, index_along, on_mesh
 from moejax.moe.types import LayerSums, Placement
 from moejax.moe.weights import stores
 from moejax.plan.layout import Layout
@@ -70,13 +70,13 @@ def dense(
     group's tokens and the hidden width of one expert for them: that is computed again
     in the backward pass.
     """
-    groups = groups_of(layer.mesh, layout)
-    batch, specs = P(groups.batch), stores.slot_specs(groups)
+    mesh_layout = on_mesh(layer.mesh, layout)
+    batch, specs = P(mesh_layout.batch_axes), stores.slot_specs(mesh_layout)
     optional = {} if jitter_btd is None else {"jitter_btd": jitter_btd}
-    static = {"top_k": layer.cfg.top_k, "router": layer.router, "groups": groups}
+    static = Static(layer.cfg.top_k, layer.router, mesh_layout)
     body = jax.shard_map(
-        partial(_body, **static),
-        mesh=groups.mesh,
+        partial(_body, static=static),
+        mesh=mesh_layout.mesh,
         in_specs=(batch, *[P()] * 3, specs, dict.fromkeys(optional, batch)),
         out_specs=(batch, jax.tree.map(lambda _: batch, SUMS)),
     )
@@ -85,25 +85,24 @@ def dense(
     return body(x_btd, *router, placement.owned_le, masters, optional)
 
 
-def _body(
-    x_btd, router_de, bias_e, owned_e, masters, optional,
-    *, top_k: int, router: Router, groups: Groups,
-):  # fmt: skip
+def _body(x_btd, router_de, bias_e, owned_e, masters, optional, *, static: Static):
     """One device's share; x_btd holds its own sequences, whole on the tensor axis."""
-    b, t, d = x_btd.shape
+    (b, t, d), mesh_layout = x_btd.shape, static.mesh_layout
     x_nd = x_btd.reshape(b * t, d)
     routed_nd = x_nd
     if optional:
         routed_nd = x_nd * optional["jitter_btd"].reshape(b * t, d)
     routes, score_ne, logit_ne = routing.route(
-        routed_nd, router_de, bias_e, router, top_k, t
+        routed_nd, router_de, bias_e, static.router, static.top_k, t
     )
-    gate_ne = routing.gates(score_ne, router)
-    own_e = owned_e.reshape(-1, len(masters["down"]))[index_along(groups.owners)]
-    y_nd = everywhere(x_nd, gate_ne, own_e, whole(masters, x_nd, groups), groups)
+    gate_ne = routing.gates(score_ne, static.router)
+    owned_we = owned_e.reshape(-1, len(masters["down"]))
+    own_e = owned_we[index_along(mesh_layout.owner_axes)]
+    weights = whole(masters, x_nd, mesh_layout)
+    y_nd = everywhere(x_nd, gate_ne, own_e, weights, mesh_layout)
 
     added = routing.balance_sums(score_ne, logit_ne, routes.expert_nk, t)
-    rows = jnp.int32(b * t * _num_sources(groups) * len(own_e))
+    rows = jnp.int32(b * t * _num_sources(mesh_layout) * len(own_e))
     sums = LayerSums(
         **added,
         rows=rows, rounds=jnp.int32(1), dropped=jnp.int32(0),
@@ -119,11 +118,11 @@ def everywhere(
     gate_ne: Float[Array, "n e"],
     own_e: Array,
     weights: stores.Weights,
-    groups: Groups,
+    mesh_layout: MeshLayout,
 ) -> Float[Array, "n d"]:
     """Own tokens through the experts of all owners and shards; `own_e` numbers those
     of this device, whose `weights` are into_sdh and down_sfd."""
-    axes, parts = _source_axes(groups), groups.parts
+    axes, parts = _source_axes(mesh_layout), mesh_layout.tensor_axes
     if parts:  # before tokens travel: gradients are summed over tensor at home
         x_nd, gate_ne = (jax.lax.pcast(v, parts, to="varying") for v in (x_nd, gate_ne))
     x_md, gate_me = x_nd, gate_ne
@@ -151,11 +150,12 @@ def everywhere(
     return jax.lax.psum(y_nd, parts) if parts else y_nd
 
 
-def _source_axes(groups: Groups) -> tuple[str, ...]:
+def _source_axes(mesh_layout: MeshLayout) -> tuple[str, ...]:
     """Along which both experts and tokens differ."""
-    return tuple(a for a in groups.owners + groups.shards if a not in groups.parts)
+    expert_axes = mesh_layout.owner_axes + mesh_layout.shard_axes
+    return tuple(axis for axis in expert_axes if axis not in mesh_layout.tensor_axes)
 
 
-def _num_sources(groups: Groups) -> int:
-    axes = _source_axes(groups)
+def _num_sources(mesh_layout: MeshLayout) -> int:
+    axes = _source_axes(mesh_layout)
     return jax.lax.axis_size(axes) if axes else 1

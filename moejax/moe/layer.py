@@ -1,5 +1,6 @@
 """The MoE layer: a module that owns parameters, and the short body of its shard_map."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -13,17 +14,17 @@ from jaxtyping import Array, Float, Int
 from moejax.config import Moe, Router
 from moejax.kernels import varying_alike
 from moejax.kernels.device import is_hopper
+from moejax.kernels.grouped_dot import grouped_swiglu
 from moejax.kernels.water_fill import fits_fused
 from moejax.moe import route as routing
 from moejax.moe.exchange import schedules
 from moejax.moe.exchange.manifest import manifest, num_dropped, pair_to_fit, rows_here
 from moejax.moe.exchange.rounds import Experts, exchange, num_rounds
-from moejax.moe.experts import swiglu
-from moejax.moe.mesh_roles import Groups, groups_of
+from moejax.moe.mesh_roles import MeshLayout, on_mesh
 from moejax.moe.types import LayerSums, Placement
 from moejax.moe.weights import stores
 from moejax.plan.edge_coloring import most_colours
-from moejax.plan.layout import Layout
+from moejax.plan.layout import Fp8, Layout
 
 ROUTER_FAN = 10
 """The router starts with a tenth of the usual variance (Switch, section 2.4): logits
@@ -60,32 +61,28 @@ class MoeLayer(nnx.Module):
         jitter_btd: Float[Array, "b t d"] | None = None,
         forced_btk: Int[Array, "b t k"] | None = None,
         slots: stores.Weights | None = None,
-        tracked_sx: Float[Array, "s x"] | None = None,
         experts: Experts | None = None,
     ) -> tuple[Float[Array, "b t d"], LayerSums]:
         """Output and every device's sums (leading dim: dc * data * expert devices).
 
         `placement` is of this layer alone. `jitter_btd` multiplies the router's input;
         `forced_btk` replaces its choice; `slots` are this layer's, where they exist
-        already; `tracked_sx` is what its domains hold of experts that travel compressed
-        (None: they travel whole); `experts` computes the rows of this device's slots
-        (None: `swiglu`, by the layout's kernels).
+        already; `experts` computes the rows of this device's slots (None: `swiglu`, by
+        the layout's kernels).
         """
-        if experts is None:
-            grouped = "blocked" if layout.kernels == "plain" else "auto"
-            experts = partial(swiglu, implementation=grouped, fp8=layout.fp8)
+        mesh_layout = on_mesh(self.mesh, layout)
         if layout.split == "dynamic":  # copies travel when the loads are known
             slots = stores.joined(self.masters(), x_btd.dtype)
         elif slots is None:
-            slots = self.slots(placement, layout, x_btd.dtype, tracked_sx)
+            slots = self.slots(placement, mesh_layout, x_btd.dtype)
         optional = {"jitter_btd": jitter_btd, "forced_btk": forced_btk}
         optional = {k: v for k, v in optional.items() if v is not None}
-        groups = groups_of(self.mesh, layout)
-        batch, slot_specs = P(groups.batch), stores.slot_specs(groups)
-        static = {"cfg": self.cfg, "router": self.router, "groups": groups}
+        batch, slot_specs = P(mesh_layout.batch_axes), stores.slot_specs(mesh_layout)
+        experts = experts or _experts_of(layout)
+        static = Static(self.cfg.top_k, self.router, mesh_layout, experts)
         body = jax.shard_map(
-            partial(_body, **static, layout=layout, experts=experts),
-            mesh=groups.mesh,
+            partial(_body, static=static),
+            mesh=mesh_layout.mesh,
             in_specs=(batch, P(), P(), P(), slot_specs, dict.fromkeys(optional, batch)),
             out_specs=(batch, jax.tree.map(lambda _: batch, SUMS)),
         )
@@ -94,74 +91,89 @@ class MoeLayer(nnx.Module):
         )
         return y_btd, sums
 
-    def slots(self, placement, layout: Layout, dtype, tracked_sx) -> stores.Weights:
-        """The weights of all slots, from the masters."""
-        masters, mesh = self.masters(), self.mesh
-        return stores.slots(masters, placement, layout, mesh, dtype, tracked_sx)
+    def slots(
+        self,
+        placement: Placement,
+        mesh_layout: MeshLayout,
+        dtype,
+        tracked_sx: Float[Array, "s x"] | None = None,
+    ) -> stores.Weights:
+        """Return the weights of all slots, made from the masters.
+
+        `tracked_sx` is what the layer's domains hold of experts that travel compressed;
+        None: they travel whole.
+        """
+        return stores.slots(self.masters(), placement, mesh_layout, dtype, tracked_sx)
 
     def masters(self) -> stores.Weights:
         return {name: getattr(self, name)[...] for name in stores.MASTERS}
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What the body of a layer is compiled for, beside shapes."""
+
+    top_k: int
+    router: Router
+    mesh_layout: MeshLayout
+    experts: Experts | None = None
+    """What computes rows; None: the dense layer (moejax.moe.dense), which has none."""
 
 
 SUMS = LayerSums(*[0] * 10)
 """Their structure."""
 
 
-def _body(
-    x_btd,
-    router_de,
-    bias_e,
-    placement,
-    slots,
-    optional,
-    *,
-    cfg,
-    router,
-    groups,
-    layout,
-    experts,
-):
+def _body(x_btd, router_de, bias_e, placement, slots, optional, *, static: Static):
     """One device's share of the layer; x_btd holds its own sequences, whole on the
     tensor axis."""
     b, t, d = x_btd.shape
-    view = layout.exchanged
+    mesh_layout, exchanged = static.mesh_layout, static.mesh_layout.exchanged
     given = {"x_btd": x_btd} | optional
     given = {k: v.reshape(b * t, -1) for k, v in given.items()}
-    given = {k: schedules.enter(v, view, groups) for k, v in given.items()}
+    given = {k: schedules.enter(v, exchanged) for k, v in given.items()}
     x_nd = given["x_btd"]
     routed_nd = x_nd * given["jitter_btd"] if "jitter_btd" in given else x_nd
 
     routes, score_ne, logit_ne = routing.route(
-        routed_nd, router_de, bias_e, router, cfg.top_k, t, given.get("forced_btk")
+        routed_nd,
+        router_de,
+        bias_e,
+        static.router,
+        static.top_k,
+        t,
+        given.get("forced_btk"),
     )
-    sent, used = manifest(routes.expert_nk, placement, view, groups)
+    sent, used = manifest(routes.expert_nk, placement, exchanged)
     gate_nk, sent = checkpoint_name((routes.gate_nk, sent), routing.ROUTES)
 
-    weights = whole(slots, x_nd, groups)
-    if layout.split == "dynamic":  # these are the own experts; here come copies of some
+    weights = whole(slots, x_nd, mesh_layout)
+    if mesh_layout.layout.split == "dynamic":  # own experts; here come copies of some
         used = checkpoint_name(used, routing.ROUTES)
         with jax.named_scope("slots"):
-            weights = stores.copied(weights, used, layout, groups)
-    y_nd = exchange(x_nd, gate_nk, weights, sent, experts, view, groups)
-    y_nd = schedules.leave(y_nd, view, groups)
+            weights = stores.copied(weights, used, mesh_layout)
+    y_nd = exchange(x_nd, gate_nk, weights, sent, static.experts, exchanged)
+    y_nd = schedules.leave(y_nd, exchanged)
 
     own = (score_ne, logit_ne, routes.expert_nk, sent.peer_nk)
-    own = (schedules.schedule_of(view).own(value, groups) for value in own)
-    sums = _sums(*own, sent, t, view, groups)
+    keep_own = schedules.schedule_of(exchanged).own
+    own = (keep_own(value, exchanged) for value in own)
+    sums = _sums(*own, sent, t, exchanged)
     sums = jax.tree.map(lambda leaf: varying_alike(leaf, x_btd)[0][None], sums)
     return y_nd.reshape(b, t, d).astype(x_btd.dtype), sums
 
 
-def _sums(score_ne, logit_ne, expert_nk, peer_nk, sent, seq_len, layout, groups):
+def _sums(score_ne, logit_ne, expert_nk, peer_nk, sent, seq_len, mesh_layout):
     """What this device's tokens add to losses and statistics, equal on the devices of
     its tensor axis."""
-    parts = schedules.schedule_of(layout).split(groups)
-    added = routing.balance_sums(score_ne, logit_ne, expert_nk, seq_len, parts)
+    layout = mesh_layout.layout
+    split = schedules.schedule_of(mesh_layout).split(mesh_layout)
+    added = routing.balance_sums(score_ne, logit_ne, expert_nk, seq_len, split)
     added["dropped"] = num_dropped(expert_nk, peer_nk)
-    rows = rows_here(sent, layout, groups)
-    owners = set(groups.parts) & set(groups.peers)
+    rows = rows_here(sent, mesh_layout)
+    owners = set(mesh_layout.tensor_axes) & set(mesh_layout.peer_axes)
     return LayerSums(
-        **(jax.lax.psum(added, parts) if parts else added),
+        **(jax.lax.psum(added, split) if split else added),
         rows=jax.lax.pmax(rows, tuple(sorted(owners))) if owners else rows,
         rounds=num_rounds(sent, layout),
         fullest_pair=pair_to_fit(sent, layout),
@@ -170,7 +182,9 @@ def _sums(score_ne, logit_ne, expert_nk, peer_nk, sent, seq_len, layout, groups)
 
 
 @jax.named_scope("slots")
-def whole(slots: stores.Weights, x_nd: Array, groups: Groups) -> stores.Weights:
+def whole(
+    slots: stores.Weights, x_nd: Array, mesh_layout: MeshLayout
+) -> stores.Weights:
     """This device's slots, gathered from where their width rests, as varied as x; gate
     beside up.
 
@@ -179,8 +193,8 @@ def whole(slots: stores.Weights, x_nd: Array, groups: Groups) -> stores.Weights:
 
     def gathered(leaf, hidden_dim):
         leaf, _ = varying_alike(leaf, x_nd)  # gradients meet over dc as shards
-        if groups.masters:
-            leaf = jax.lax.all_gather(leaf, groups.masters, axis=hidden_dim, tiled=True)
+        if axes := mesh_layout.master_axes:
+            leaf = jax.lax.all_gather(leaf, axes, axis=hidden_dim, tiled=True)
         return leaf
 
     into_sd2f = slots["into"]
@@ -189,6 +203,32 @@ def whole(slots: stores.Weights, x_nd: Array, groups: Groups) -> stores.Weights:
         "into_sdh": gathered(into_sd2f, 3).reshape(s, d, -1),
         "down_sfd": gathered(slots["down"], 1),
     }
+
+
+@jax.named_scope("experts")
+def swiglu(
+    x_md: Float[Array, "m d"],
+    rows_s: Int[Array, " s"],
+    weights: dict[str, Array],
+    implementation: str = "auto",
+    fp8: Fp8 = "none",
+) -> Float[Array, "m d"]:
+    """Return the rows, sorted by slot, through their slot's silu(x gate) * (x up) down.
+
+    weights: into_sdh [s, d, 2f], gate and up side by side so that one product reads the
+    rows once, and down_sfd, in the dtype of x. Rows past sum(rows_s) are padding and
+    come out as zeros.
+    """
+    into_sdh, down_sfd = weights["into_sdh"], weights["down_sfd"]
+    return grouped_swiglu(
+        x_md, into_sdh, down_sfd, rows_s, implementation=implementation, fp8=fp8
+    )
+
+
+def _experts_of(layout: Layout) -> Experts:
+    """Return `swiglu` by the layout's kernels."""
+    grouped = "blocked" if layout.kernels == "plain" else "auto"
+    return partial(swiglu, implementation=grouped, fp8=layout.fp8)
 
 
 def _param(rngs: nnx.Rngs, shape, fan_in: int, dims: str | None = None) -> nnx.Param:

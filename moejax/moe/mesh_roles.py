@@ -1,19 +1,20 @@
-"""Which mesh axes the parts of an MoE layer talk along: Groups.
+"""A layout on a mesh, and the mesh axes that each part of an MoE layer talks along.
 
-    batch    tokens are split over these, and whole over all others
-    owners   experts are split over these: peers and domain together
-    peers    rows travel along these
-    domain   experts are gathered along these, slow ones first
-    (moejax.moe.weights.domains)
-    shards   hidden width of an expert, as it is computed
-    parts    the tensor axis: attention and dense parts are split over it
-    masters  hidden width of an expert where it rests, beside shards; gathered for use
+    batch_axes     tokens are split over these, and whole over all others
+    owner_axes     experts are split over these: peers and domain together
+    peer_axes      rows travel along these
+    domain_axes    experts are gathered along these, slow ones first
+                   (moejax.moe.weights.domains)
+    shard_axes     hidden width of an expert, as it is computed
+    tensor_axes    the tensor axis: attention and dense parts are split over it
+    master_axes    hidden width of an expert where it rests, beside shards; gathered
+                   for use
 
 Axes that are cut in two are those of `mesh`, a reshape of the run's. Axes of one device
-are in none of the tuples but `batch`: nothing is sent along them.
+are in none of the tuples but `batch_axes`: nothing is sent along them.
 """
 
-from typing import NamedTuple
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -27,25 +28,33 @@ from moejax.plan.layout import Layout
 Axes = tuple[str, ...]
 
 
-class Groups(NamedTuple):
-    mesh: Mesh | None = None
-    batch: Axes = ()
-    owners: Axes = ()
-    peers: Axes = ()
-    domain: Axes = ()
-    shards: Axes = ()
-    parts: Axes = ()
-    masters: Axes = ()
+@dataclasses.dataclass(frozen=True)
+class MeshLayout:
+    """A layout and the axes of its layers, on the mesh that the layers run on."""
 
-    @classmethod
-    def along(cls, axis: str) -> "Groups":
-        """Experts and rows along one axis, and nothing else."""
-        return cls(owners=(axis,), peers=(axis,))
+    layout: Layout
+    mesh: Mesh
+    batch_axes: Axes
+    owner_axes: Axes
+    peer_axes: Axes
+    domain_axes: Axes
+    shard_axes: Axes
+    tensor_axes: Axes
+    master_axes: Axes
+
+    @property
+    def width_axes(self) -> Axes:
+        """Axes over which the hidden width of masters lies."""
+        return self.shard_axes + self.master_axes
+
+    @property
+    def exchanged(self) -> "MeshLayout":
+        """The same as rows see it: each domain is one device (Layout.exchanged)."""
+        return dataclasses.replace(self, layout=self.layout.exchanged)
 
 
-def groups_of(mesh: Mesh, layout: Layout) -> Groups:
-    """For layers of this layout on the run's mesh, whose axes are those of
-    moejax.axes."""
+def on_mesh(mesh: Mesh, layout: Layout) -> MeshLayout:
+    """Return the layout on the run's mesh, whose axes are those of moejax.axes."""
     tensor, inner = layout.tensor, {}
     if layout.domain is not None:
         inner = dict(zip(layout.axes, layout.domain.shared))
@@ -69,16 +78,19 @@ def groups_of(mesh: Mesh, layout: Layout) -> Groups:
         return tuple(axis for axis in refined.axis_names if axis in names)
 
     tensor_outer, tensor_inner = within(axes.TENSOR)
-    parts = order(*tensor_outer, *tensor_inner)
-    batch = order(
+    tensor_axes = order(*tensor_outer, *tensor_inner)
+    batch_axes = order(
         *(f"{a}{end}" for a in axes.BATCH_AXES for end in ("", "_outer", "_inner"))
     )
+    whole = (layout, refined, batch_axes)
+    if layout.is_local:
+        resting = tuple(a for a in axes.FSDP_AXES if mesh.shape[a] > 1)
+        return MeshLayout(
+            *whole, tensor_axes, tensor_axes, (), (), tensor_axes, resting
+        )
     resting = tuple(
         a for a in (axes.DATA,) if a not in layout.axes and mesh.shape[a] > 1
     )
-    if layout.is_local:
-        resting = tuple(a for a in axes.FSDP_AXES if mesh.shape[a] > 1)
-        return Groups(refined, batch, parts, parts, (), (), parts, resting)
     peers, domain = within(*layout.axes)
     shards: Axes = ()
     if layout.domain is None:
@@ -86,9 +98,9 @@ def groups_of(mesh: Mesh, layout: Layout) -> Groups:
     if tensor is not None and tensor.expert_shards < tensor.size:
         peers, shards = peers + tensor_outer, tensor_inner
     else:
-        shards = shards + parts
+        shards = shards + tensor_axes
     owners = order(*peers, *domain)
-    return Groups(refined, batch, owners, peers, domain, shards, parts, resting)
+    return MeshLayout(*whole, owners, peers, domain, shards, tensor_axes, resting)
 
 
 def spec(*dims: Axes) -> P:

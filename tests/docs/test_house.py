@@ -20,7 +20,7 @@ from moejax.config import Balance
 from moejax.moe.exchange.dispatch import Window, receipt_of
 from moejax.moe.exchange.manifest import manifest, num_dropped
 from moejax.moe.exchange.rounds import exchange, num_rounds
-from moejax.moe.mesh_roles import Groups
+from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.types import Placement
 from moejax.perf.cost_model import NOTES
 from moejax.plan.expert_plan import ExpertPlan
@@ -152,9 +152,11 @@ def on_two_devices(example: str, mode: str):
     plan = ExpertPlan(row_p[None], 4).validate(layout)
     placement = jax.tree.map(jnp.asarray, Placement.of_plan(plan, layout).layer(0))
 
+    mesh, split = make_mesh(Topology(expert=2), jax.devices()[:2]), P(EXPERT)
+    mesh_layout = on_mesh(mesh, layout)
+
     def body(x_n1, gate_nk, expert_nk):
-        groups = Groups.along(EXPERT)
-        sent, _ = manifest(expert_nk, placement, layout, groups)
+        sent, _ = manifest(expert_nk, placement, mesh_layout)
 
         def experts(x_m1, rows_s, weights):
             end_s = jnp.cumsum(rows_s)
@@ -163,14 +165,13 @@ def on_two_devices(example: str, mode: str):
 
         times_ws = jnp.asarray(TIMES_E[np.maximum(row_p, 0)].reshape(2, 3))
         weights = {"times_s": times_ws[jax.lax.axis_index(EXPERT)]}
-        y_n1 = exchange(x_n1, gate_nk, weights, sent, experts, layout, groups)
-        receipt, _ = receipt_of(sent, Window(0, layout.rows_per_peer), layout, groups)
+        y_n1 = exchange(x_n1, gate_nk, weights, sent, experts, mesh_layout)
+        receipt, _ = receipt_of(sent, Window(0, layout.rows_per_peer), mesh_layout)
         rounds = num_rounds(sent, layout)
         dropped = num_dropped(expert_nk, sent.peer_nk)
         each = (sent.counts_up, sent.assignment_a, dropped, rounds)
         return y_n1[:, 0], receipt.position_nk, *(leaf[None] for leaf in each)
 
-    mesh, split = make_mesh(Topology(expert=2), jax.devices()[:2]), P(EXPERT)
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=split, out_specs=split))
     gate_nk = np.tile(GATES, (len(x_n), 1))
     return placement, jax.device_get(run(x_n[:, None], gate_nk, expert_nk))

@@ -23,8 +23,8 @@ from moejax.model.attention import Attention, Sight
 from moejax.model.cache import Cache, Memory
 from moejax.model.layers import SwiGlu
 from moejax.model.sharding import param_sharding
-from moejax.moe.mesh_roles import Groups
-from moejax.plan.layout import Topology
+from moejax.moe.mesh_roles import on_mesh
+from moejax.plan.layout import Layout, Topology
 from tests.support.close import assert_close
 
 B, T, D, F = 4, 16, 64, 128
@@ -79,9 +79,12 @@ def rows(mesh) -> NamedSharding:
 def parted(part: Part, mesh, dtype=jnp.float32):
     """Structure of the part, and shapes of its parameters with their shardings."""
     graph, shapes = nnx.split(nnx.eval_shape(lambda: part.make(mesh)))
+    mesh_layout = on_mesh(mesh, Layout.home(1, 1, 1))
 
     def placed(_, variable):
-        where = param_sharding(variable, mesh, Groups(), stacked=False, store="owned")
+        where = param_sharding(
+            variable, mesh, mesh_layout, stacked=False, store="owned"
+        )
         return jax.ShapeDtypeStruct(variable.shape, dtype, sharding=where)
 
     return graph, nnx.to_pure_dict(nnx.map_state(placed, shapes))

@@ -10,7 +10,7 @@ import pytest
 
 from moejax.axes import everywhere, make_mesh, sharding
 from moejax.config import Config, Dispatch, Moe
-from moejax.moe.mesh_roles import groups_of
+from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.weights.migrate import exchanges, move, reshard
 from moejax.moe.weights.stores import MASTERS
 from moejax.perf.calibration import cost_model
@@ -82,7 +82,8 @@ def test_merged_with_one_index_of_data_is_the_expert_axis_alone():
 def test_masters_move_between_all_devices_of_the_group():
     """Bit for bit, to new owners; and to hidden width and back."""
     mesh, names = make_mesh(MESHES["data2_expert4"]), list(MASTERS)
-    groups = groups_of(mesh, layer_layout(MESHES["data2_expert4"], "owned", MERGED))
+    layout = layer_layout(MESHES["data2_expert4"], "owned", MERGED)
+    mesh_layout = on_mesh(mesh, layout)
     rng, layer_l1 = np.random.default_rng(0), np.arange(3)[:, None]
     old_le, new_le = (random_owners(rng, 16, 3) for _ in range(2))
     logical = [
@@ -92,13 +93,13 @@ def test_masters_move_between_all_devices_of_the_group():
     by_expert = sharding(mesh, None, MERGED)
     leaves = [leaf[layer_l1, old_le] for leaf in logical]
     leaves = jax.device_put(leaves, [by_expert] * 3)
-    run_move = jax.jit(lambda *args: move(args[0], names, args[1], groups))
+    run_move = jax.jit(lambda *args: move(args[0], names, args[1], mesh_layout))
     for rounds in exchanges(old_le, new_le, 8):
         leaves = run_move(leaves, everywhere(rounds, mesh))
     assert are_same_bits(leaves, [leaf[layer_l1, new_le] for leaf in logical])
-    wide = jax.jit(lambda x: reshard(x, names, "sharded", groups))(leaves)
+    wide = jax.jit(lambda x: reshard(x, names, "sharded", mesh_layout))(leaves)
     assert wide[0].sharding.shard_shape(wide[0].shape) == (3, 16, 4, 1)
-    back = jax.jit(lambda x: reshard(x, names, "owned", groups))(wide)
+    back = jax.jit(lambda x: reshard(x, names, "owned", mesh_layout))(wide)
     assert are_same_bits(wide, leaves)
     assert are_same_bits(back, leaves)
     assert all(leaf.sharding.is_equivalent_to(by_expert, 4) for leaf in back)

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from moejax import axes
 from moejax.config import Moe, Router
 from moejax.moe.layer import MoeLayer
-from moejax.moe.mesh_roles import Groups, groups_of, spec
+from moejax.moe.mesh_roles import MeshLayout, on_mesh, spec
 from moejax.moe.types import Placement
 from moejax.moe.weights.stores import master_spec
 from moejax.perf import choose_domain, choose_schedule, terms
@@ -143,7 +143,7 @@ def compiled(shape: Shape, variant: str, mesh: Mesh, devices_per_dc: int) -> Ste
     """Of float32 numbers that are drawn anew, the same for each variant."""
     topology = Topology(*mesh.devices.shape)
     layout = layout_of(shape, variant, topology)
-    groups = groups_of(mesh, layout)
+    mesh_layout = on_mesh(mesh, layout)
     e, k, d = shape.num_experts, shape.top_k, shape.d_model
     moe = Moe(num_experts=e, top_k=k, d_expert=shape.d_expert)
     layer = nnx.eval_shape(lambda: MoeLayer(moe, Router(), d, mesh, nnx.Rngs(0)))
@@ -151,8 +151,8 @@ def compiled(shape: Shape, variant: str, mesh: Mesh, devices_per_dc: int) -> Ste
     plan = ExpertPlan.home_in(layout, 1).validate(layout)
     placement = jax.tree.map(np.asarray, Placement.of_plan(plan, layout).layer(0))
     rest = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), rest)
-    inputs = _inputs(shape, topology, groups)
-    arguments = (_drawn(params, groups), axes.everywhere(rest, mesh), *inputs)
+    inputs = _inputs(shape, topology, mesh_layout)
+    arguments = (_drawn(params, mesh_layout), axes.everywhere(rest, mesh), *inputs)
 
     def loss(params, x_btd, rest, forced_btk):
         layer = nnx.merge(graph, params, rest)
@@ -163,7 +163,7 @@ def compiled(shape: Shape, variant: str, mesh: Mesh, devices_per_dc: int) -> Ste
         grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
         return grad(params, x_btd, rest, forced_btk)
 
-    whole = NamedSharding(groups.mesh, spec())
+    whole = NamedSharding(mesh_layout.mesh, spec())
     where = jax.tree.map(lambda leaf: leaf.sharding, (arguments[0], arguments[2]))
     program = jax.jit(step, out_shardings=((whole, whole), where))
     program = program.lower(*arguments).compile()
@@ -171,24 +171,24 @@ def compiled(shape: Shape, variant: str, mesh: Mesh, devices_per_dc: int) -> Ste
     return Step(program, arguments, leaving)
 
 
-def _drawn(params, groups: Groups):
+def _drawn(params, mesh_layout: MeshLayout):
     """Expert weights at their owners, small; whatever the mesh, the same."""
 
     def drawn(path, leaf):
         rng, dims = np.random.default_rng(leaf.size), str(path[0].key).split("_")[-1]
         value = rng.standard_normal(leaf.shape, np.float32) * leaf.shape[-2] ** -0.5
-        where = spec() if leaf.ndim == 2 else master_spec(dims, "owned", groups)
-        return _placed(value, NamedSharding(groups.mesh, where))
+        where = spec() if leaf.ndim == 2 else master_spec(dims, "owned", mesh_layout)
+        return _placed(value, NamedSharding(mesh_layout.mesh, where))
 
     return jax.tree_util.tree_map_with_path(drawn, params)
 
 
-def _inputs(shape: Shape, topology: Topology, groups: Groups) -> tuple:
+def _inputs(shape: Shape, topology: Topology, mesh_layout: MeshLayout) -> tuple:
     """x_btd and forced_btk: one sequence a tensor group."""
     b, n, k = topology.num_batch_shards, shape.tokens, shape.top_k
     x_btd = np.random.default_rng(0).standard_normal((b, n, shape.d_model), np.float32)
     forced_nk = (np.arange(n * k) % shape.num_experts).reshape(n, k).astype(np.int32)
-    where = NamedSharding(groups.mesh, spec(groups.batch))
+    where = NamedSharding(mesh_layout.mesh, spec(mesh_layout.batch_axes))
     forced_btk = np.broadcast_to(forced_nk, (b, n, k))
     return _placed(x_btd, where), _placed(forced_btk, where)
 

@@ -3,7 +3,7 @@
 import jax
 
 from moejax.axes import everywhere, sharding
-from moejax.moe.mesh_roles import groups_of
+from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.weights.migrate import exchanges, move, no_rounds, reshard
 from moejax.plan.expert_plan import ExpertPlan
 from train.layouts import owning_layout
@@ -61,8 +61,8 @@ def _compile_move(model: Model):
     )
 
     def run(state, rounds):
-        groups = groups_of(model.mesh, owning_layout(model.cfg))
-        return _changed(state, lambda *experts: move(*experts, rounds, groups))
+        mesh_layout = on_mesh(model.mesh, owning_layout(model.cfg))
+        return _changed(state, lambda *experts: move(*experts, rounds, mesh_layout))
 
     return _jitted(run, state).lower(state, rounds).compile()
 
@@ -75,8 +75,8 @@ def _compile_reshard(model: Model, store: str):
     )
 
     def run(state):
-        groups = groups_of(model.mesh, owning_layout(model.cfg))
-        return _changed(state, lambda *experts: reshard(*experts, store, groups))
+        mesh_layout = on_mesh(model.mesh, owning_layout(model.cfg))
+        return _changed(state, lambda *experts: reshard(*experts, store, mesh_layout))
 
     return _jitted(run, after).lower(before).compile()
 

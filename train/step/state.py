@@ -16,7 +16,7 @@ from moejax.config import Config
 from moejax.model.sharding import param_sharding
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import RouterBias
-from moejax.moe.mesh_roles import groups_of
+from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.weights import stores
 from moejax.moe.weights.compression import wide
 from moejax.moe.weights.domains import entries, tracked_axes
@@ -74,11 +74,11 @@ def abstract_state(
         lambda: _with_domains(_make_state(cfg, mesh, optimizer), cfg, mesh)
     )
     _, params, _ = nnx.split(_abstract_model(cfg, mesh), nnx.Param, RouterBias)
-    groups = groups_of(mesh, owning_layout(cfg))
+    mesh_layout = on_mesh(mesh, owning_layout(cfg))
     param_shardings = nnx.to_pure_dict(
         nnx.map_state(
             lambda path, variable: param_sharding(
-                variable, mesh, groups, path[0] in ("prefix", "cycles"), store
+                variable, mesh, mesh_layout, path[0] in ("prefix", "cycles"), store
             ),
             params,
         )
@@ -119,7 +119,7 @@ def with_tracked(state: TrainState, cfg: Config, mesh: Mesh) -> TrainState:
         return state
     dtype = jnp.dtype(cfg.model.compute_dtype)
     masters, _ = expert_params.take(state.params)
-    tracked = stores.tracked(masters, state.tracked, layout, mesh, dtype)
+    tracked = stores.tracked(masters, state.tracked, on_mesh(mesh, layout), dtype)
     return state.replace(tracked=tracked)
 
 
@@ -156,21 +156,23 @@ def _with_domains(state: TrainState, cfg: Config, mesh: Mesh) -> TrainState:
 def _nothing_kept(cfg: Config, mesh: Mesh) -> jax.Array:
     """Zeros; ValueError where not one entry fits."""
     layout, size = layout_of(cfg), 3 * cfg.model.d_model * cfg.moe.d_expert
-    groups, dtype = groups_of(mesh, layout), jnp.dtype(cfg.model.compute_dtype)
-    parts = axes.axis_size(groups.mesh, groups.shards + groups.masters)
+    mesh_layout, dtype = on_mesh(mesh, layout), jnp.dtype(cfg.model.compute_dtype)
+    parts = axes.axis_size(mesh_layout.mesh, mesh_layout.width_axes)
     entries(size // parts, dtype, layout.domain.gradient_compression)
     num_held = cfg.moe.num_experts * layout.domain_size
     return jnp.zeros((cfg.model.num_moe_layers, num_held, size), wide(dtype))
 
 
 def _where_kept(cfg: Config, mesh: Mesh) -> jax.sharding.NamedSharding:
-    groups = groups_of(mesh, layout_of(cfg))
-    return axes.sharding(groups.mesh, *(dim or None for dim in kept_axes(groups)))
+    mesh_layout = on_mesh(mesh, layout_of(cfg))
+    dims = (dim or None for dim in kept_axes(mesh_layout))
+    return axes.sharding(mesh_layout.mesh, *dims)
 
 
 def _where_tracked(cfg: Config, mesh: Mesh) -> jax.sharding.NamedSharding:
-    groups = groups_of(mesh, layout_of(cfg))
-    return axes.sharding(groups.mesh, *(dim or None for dim in tracked_axes(groups)))
+    mesh_layout = on_mesh(mesh, layout_of(cfg))
+    dims = (dim or None for dim in tracked_axes(mesh_layout))
+    return axes.sharding(mesh_layout.mesh, *dims)
 
 
 def bytes_per_device(state: TrainState) -> dict[str, int]:

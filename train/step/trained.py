@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.config import Config
+from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.weights import stores
 from moejax.plan.layout import Layout
 from train.step import expert_params
@@ -35,10 +36,10 @@ def trained(cfg: Config, mesh, layout: Layout, state: TrainState, placement) -> 
     if layout.store != "resident" and not is_compressed:
         return Trained(state.params, lambda params: (params, None), _as_they_are)
     masters, others = expert_params.take(state.params)
-    dtype = jnp.dtype(cfg.model.compute_dtype)
+    dtype, mesh_layout = jnp.dtype(cfg.model.compute_dtype), on_mesh(mesh, layout)
 
     def make(masters, placement, tracked_sx=None):
-        return stores.slots(masters, placement, layout, mesh, dtype, tracked_sx)
+        return stores.slots(masters, placement, mesh_layout, dtype, tracked_sx)
 
     if is_compressed:
         of_layers = (masters, placement, state.tracked)
@@ -51,8 +52,7 @@ def trained(cfg: Config, mesh, layout: Layout, state: TrainState, placement) -> 
         others, of_slots = grads
         if pull is None:
             kept_lsx = state.kept_gradients
-            sizes = (layout, mesh, dtype)
-            own, kept_lsx = stores.scattered(of_slots, kept_lsx, *sizes)
+            own, kept_lsx = stores.scattered(of_slots, kept_lsx, mesh_layout, dtype)
             return expert_params.put(others, own), kept_lsx
         of_slots = jax.tree.map(lambda g, s: g.astype(s.dtype), of_slots, slots)
         return expert_params.put(others, pull(of_slots)[0]), None

@@ -14,7 +14,7 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from moejax.moe.exchange.schedules import schedule_of
-from moejax.moe.mesh_roles import Groups, index_along
+from moejax.moe.mesh_roles import MeshLayout, index_along
 from moejax.moe.split.divide import divided
 from moejax.moe.types import Placement
 from moejax.plan.layout import Layout
@@ -43,21 +43,21 @@ class Manifest:
 
 @jax.named_scope("manifest")
 def manifest(
-    expert_nk: Int[Array, "n k"], placement: Placement, layout: Layout, groups: Groups
+    expert_nk: Int[Array, "n k"], placement: Placement, mesh_layout: MeshLayout
 ) -> tuple[Manifest, Placement]:
     """The manifest of one layer's placement, and the placement with the replicas that
-    the split made: the same one, if it makes none. `layout` is as rows see it
-    (Layout.exchanged).
+    the split made: the same one, if it makes none. `mesh_layout` is as rows see it
+    (MeshLayout.exchanged).
 
     An expert of -1 goes nowhere. In capacity mode (GShard, section 3.2) at most
     layout.rows_per_slot rows go from one device to one slot; of an expert's rows the
     first choices go first.
     """
-    n, k = expert_nk.shape
+    layout, (n, k) = mesh_layout.layout, expert_nk.shape
     s, e, sources = (
         layout.slots_per_device,
         layout.num_experts,
-        schedule_of(layout).sources(groups),
+        schedule_of(mesh_layout).sources(mesh_layout),
     )
     expert_a = jnp.where(expert_nk < 0, e, expert_nk).T.reshape(-1)
     order_a = jnp.argsort(expert_a, stable=True).astype(jnp.int32)
@@ -118,10 +118,10 @@ def pair_to_fit(sent: Manifest, layout: Layout) -> Int[Array, ""]:
     return jnp.max(jnp.where(is_home_uw, 0, _pairs(sent, layout)))
 
 
-def rows_here(sent: Manifest, layout: Layout, groups: Groups) -> Int[Array, ""]:
+def rows_here(sent: Manifest, mesh_layout: MeshLayout) -> Int[Array, ""]:
     """Rows that this device computes: of experts whole, or of its shards of them."""
-    rows_w = jnp.sum(_pairs(sent, layout), axis=0)
-    return rows_w[index_along(groups.peers)]
+    rows_w = jnp.sum(_pairs(sent, mesh_layout.layout), axis=0)
+    return rows_w[index_along(mesh_layout.peer_axes)]
 
 
 def num_dropped(expert_nk: Int[Array, "n k"], sent_nk: Int[Array, "n k"]):

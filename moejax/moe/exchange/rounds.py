@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from moejax.kernels import zeros_varying_as
 from moejax.moe.exchange.dispatch import Window, combine, dispatch
 from moejax.moe.exchange.manifest import Manifest, fullest_pair
-from moejax.moe.mesh_roles import Groups
+from moejax.moe.mesh_roles import MeshLayout
 from moejax.plan.layout import Layout
 
 Experts = Callable[..., Array]
@@ -35,16 +35,15 @@ def exchange(
     weights: dict[str, Array],
     sent: Manifest,
     experts: Experts,
-    layout: Layout,
-    groups: Groups,
+    mesh_layout: MeshLayout,
 ) -> Float[Array, "n d"]:
     """Every row to its slot, through `experts`, home, weighted and summed.
 
     `weights` are the slots' weights, varying over all mesh axes like x. In capacity
     mode the manifest holds no more than round 0 carries.
     """
-    window = partial(_window, experts=experts, layout=layout, groups=groups)
-    rest_nd = None
+    window = partial(_window, experts=experts, mesh_layout=mesh_layout)
+    layout, rest_nd = mesh_layout.layout, None
     if layout.exchange == "exact" and layout.rows_per_peer < gate_nk.size:
         rest_nd, x_nd, gate_nk, weights = later_rounds(
             window, layout, x_nd, gate_nk, weights, sent
@@ -54,10 +53,10 @@ def exchange(
     return out_nd if rest_nd is None else out_nd + rest_nd
 
 
-def _window(window, x_nd, gate_nk, weights, sent, *, experts, layout, groups):
+def _window(window, x_nd, gate_nk, weights, sent, *, experts, mesh_layout):
     """What the rows of one window add to the output."""
-    x_md, rows_s, receipt = dispatch(x_nd, sent, window, layout, groups)
-    return combine(experts(x_md, rows_s, weights), gate_nk, receipt, layout, groups)
+    x_md, rows_s, receipt = dispatch(x_nd, sent, window, mesh_layout)
+    return combine(experts(x_md, rows_s, weights), gate_nk, receipt, mesh_layout)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

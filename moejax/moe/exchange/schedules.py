@@ -1,8 +1,8 @@
 """Order of the collectives around a layer's experts, where there is a tensor axis.
 
-n tokens of one tensor group, T rows of a full buffer for them, MP the tensor axis (as
-Groups.parts), EP the experts' owners, ESP their shards. Elements of one layer's forward
-pass, each times the width d:
+n tokens of one tensor group, T rows of a full buffer for them, MP the tensor axis, EP
+the experts' owners, ESP their shards. Elements of one layer's forward pass, each times
+the width d:
 
     base    gather x over ESP        n ESP        DeepSpeed-MoE (arXiv 2201.05596)
             rows out and home, EP    2 x T ESP
@@ -41,28 +41,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from moejax.moe.exchange.transport import TRANSPORTS
-from moejax.moe.mesh_roles import Axes, Groups, index_along
-from moejax.plan.layout import Layout
+from moejax.moe.exchange.transport import TRANSPORTS, Send
+from moejax.moe.mesh_roles import Axes, MeshLayout, index_along
 
 Counts = Int[Array, " w"]
 
 
-def enter(x_n: Array, layout: Layout, groups: Groups) -> Array:
+def enter(x_n: Array, mesh_layout: MeshLayout) -> Array:
     """Return the tokens that this device routes, of a tensor group's tokens [n, ..],
     which are whole on all of its devices."""
-    schedule = schedule_of(layout)
-    return schedule.copy(split_over(schedule.split(groups), 0, x_n), groups)
+    schedule = schedule_of(mesh_layout)
+    return schedule.copy(split_over(schedule.split(mesh_layout), 0, x_n), mesh_layout)
 
 
-def leave(y_nd: Array, layout: Layout, groups: Groups) -> Array:
+def leave(y_nd: Array, mesh_layout: MeshLayout) -> Array:
     """Return the results of all tokens, whole on the tensor axis, from the results of
     `enter`'s tokens."""
-    schedule = schedule_of(layout)
-    return gathered_over(schedule.split(groups), 0, schedule.own(y_nd, groups))
+    schedule = schedule_of(mesh_layout)
+    own_nd = schedule.own(y_nd, mesh_layout)
+    return gathered_over(schedule.split(mesh_layout), 0, own_nd)
 
 
-def _keep(value_n: Array, groups: Groups) -> Array:
+def _keep(value_n: Array, mesh_layout: MeshLayout) -> Array:
     return value_n
 
 
@@ -73,117 +73,120 @@ class Schedule(NamedTuple):
     are numbered along peers, then shards, the last axis innermost.
     """
 
-    split: Callable[[Groups], Axes]
+    split: Callable[[MeshLayout], Axes]
     """Axes along which `enter` splits tokens, and `leave` gathers them."""
-    sources: Callable[[Groups], Axes]
+    sources: Callable[[MeshLayout], Axes]
     """Axes along which tokens differ among those whose rows meet on a device."""
-    out: Callable[[Array, Counts, Counts, Layout, Groups], Array]
+    out: Callable[[Array, Counts, Counts, MeshLayout], Array]
     """out(rows_wcd, count_w, incoming_v, ..): chunks for the owners' devices -> chunks
     from all senders [v, c, d]."""
-    back: Callable[[Array, Counts, Counts, Layout, Groups], Array]
+    back: Callable[[Array, Counts, Counts, MeshLayout], Array]
     """back(rows_vcd, incoming_v, count_w, ..): results of the senders' chunks ->
     results of the chunks that `out` got [w, c, d], summed over shards."""
-    copy: Callable[[Array, Groups], Array] = _keep
+    copy: Callable[[Array, MeshLayout], Array] = _keep
     """The tokens that a device routes, from its own tokens."""
-    own: Callable[[Array, Groups], Array] = _keep
+    own: Callable[[Array, MeshLayout], Array] = _keep
     """The values of own tokens, from those of `copy`'s tokens: a sum over `split` then
     counts each token once."""
 
 
-def _nothing(groups: Groups) -> Axes:
+def _nothing(mesh_layout: MeshLayout) -> Axes:
     return ()
 
 
-def _parts(groups: Groups) -> Axes:
-    return groups.parts
+def _tensor(mesh_layout: MeshLayout) -> Axes:
+    return mesh_layout.tensor_axes
 
 
-def _peers(groups: Groups) -> Axes:
-    return groups.peers
+def _peers(mesh_layout: MeshLayout) -> Axes:
+    return mesh_layout.peer_axes
 
 
-def _peers_and_shards(groups: Groups) -> Axes:
-    return groups.peers + groups.shards
+def _senders(mesh_layout: MeshLayout) -> Axes:
+    return mesh_layout.peer_axes + mesh_layout.shard_axes
 
 
-def _peers_and_shards_beside_parts(groups: Groups) -> Axes:
-    return tuple(a for a in _peers_and_shards(groups) if a not in groups.parts)
+def _senders_beside_tensor(mesh_layout: MeshLayout) -> Axes:
+    return tuple(a for a in _senders(mesh_layout) if a not in mesh_layout.tensor_axes)
 
 
-def _parts_beside_shards(groups: Groups) -> Axes:
-    """The axes of the tensor axis along which no shards lie."""
-    return tuple(axis for axis in groups.parts if axis not in groups.shards)
+def _tensor_beside_shards(mesh_layout: MeshLayout) -> Axes:
+    """Return the parts of the tensor axis along which no shards lie."""
+    shard_axes = mesh_layout.shard_axes
+    return tuple(axis for axis in mesh_layout.tensor_axes if axis not in shard_axes)
 
 
-def _out_to_peers(rows_wcd, count_w, incoming_v, layout: Layout, groups: Groups):
-    return TRANSPORTS[layout.transport](rows_wcd, count_w, incoming_v, groups.peers)
+def _out_to_peers(rows_wcd, count_w, incoming_v, mesh_layout: MeshLayout):
+    return _send(mesh_layout)(rows_wcd, count_w, incoming_v, mesh_layout.peer_axes)
 
 
-def _back_to_peers(rows_vcd, incoming_v, count_w, layout: Layout, groups: Groups):
-    return TRANSPORTS[layout.transport](rows_vcd, incoming_v, count_w, groups.peers)
+def _back_to_peers(rows_vcd, incoming_v, count_w, mesh_layout: MeshLayout):
+    return _send(mesh_layout)(rows_vcd, incoming_v, count_w, mesh_layout.peer_axes)
 
 
-def _base_back(rows_vcd, incoming_v, count_w, layout: Layout, groups: Groups):
-    if groups.shards:
-        rows_vcd = jax.lax.psum(rows_vcd, groups.shards)
-    return TRANSPORTS[layout.transport](rows_vcd, incoming_v, count_w, groups.peers)
+def _base_back(rows_vcd, incoming_v, count_w, mesh_layout: MeshLayout):
+    if mesh_layout.shard_axes:
+        rows_vcd = jax.lax.psum(rows_vcd, mesh_layout.shard_axes)
+    return _send(mesh_layout)(rows_vcd, incoming_v, count_w, mesh_layout.peer_axes)
 
 
-def _s1_out(rows_wcd, count_w, incoming_v, layout: Layout, groups: Groups):
-    shards, (w, c, d) = _num_shards(groups), rows_wcd.shape
+def _s1_out(rows_wcd, count_w, incoming_v, mesh_layout: MeshLayout):
+    shards, (w, c, d) = _num_shards(mesh_layout), rows_wcd.shape
     every_vcd = jnp.broadcast_to(rows_wcd[:, None], (w, shards, c, d))
     every_vcd, count_v = every_vcd.reshape(-1, c, d), jnp.repeat(count_w, shards)
-    return TRANSPORTS[layout.transport](
-        every_vcd, count_v, incoming_v, groups.peers + groups.shards
-    )
+    return _send(mesh_layout)(every_vcd, count_v, incoming_v, _senders(mesh_layout))
 
 
-def _s1_back(rows_vcd, incoming_v, count_w, layout: Layout, groups: Groups):
-    shards, (_, c, d) = _num_shards(groups), rows_vcd.shape
+def _s1_back(rows_vcd, incoming_v, count_w, mesh_layout: MeshLayout):
+    shards, (_, c, d) = _num_shards(mesh_layout), rows_vcd.shape
     count_v = jnp.repeat(count_w, shards)
-    parts_vcd = TRANSPORTS[layout.transport](
-        rows_vcd, incoming_v, count_v, groups.peers + groups.shards
-    )
+    along = _senders(mesh_layout)
+    parts_vcd = _send(mesh_layout)(rows_vcd, incoming_v, count_v, along)
     wide = jnp.promote_types(parts_vcd.dtype, jnp.float32)
     sum_wcd = jnp.sum(parts_vcd.reshape(-1, shards, c, d), axis=1, dtype=wide)
     return sum_wcd.astype(parts_vcd.dtype)
 
 
-def _s2_out(rows_wcd, count_w, incoming_v, layout: Layout, groups: Groups):
-    window_wcd = split_over(groups.parts, 1, rows_wcd)
-    return _s1_out(window_wcd, count_w, incoming_v, layout, groups)
+def _s2_out(rows_wcd, count_w, incoming_v, mesh_layout: MeshLayout):
+    window_wcd = split_over(mesh_layout.tensor_axes, 1, rows_wcd)
+    return _s1_out(window_wcd, count_w, incoming_v, mesh_layout)
 
 
-def _s2_back(rows_vcd, incoming_v, count_w, layout: Layout, groups: Groups):
-    window_wcd = _s1_back(rows_vcd, incoming_v, count_w, layout, groups)
-    return gathered_over(groups.parts, 1, window_wcd)
+def _s2_back(rows_vcd, incoming_v, count_w, mesh_layout: MeshLayout):
+    window_wcd = _s1_back(rows_vcd, incoming_v, count_w, mesh_layout)
+    return gathered_over(mesh_layout.tensor_axes, 1, window_wcd)
 
 
-def _s1h_out(rows_wcd, count_w, incoming_v, layout: Layout, groups: Groups):
+def _s1h_out(rows_wcd, count_w, incoming_v, mesh_layout: MeshLayout):
     _, c, d = rows_wcd.shape
-    incoming_w = _from_this_shard(incoming_v, groups)
-    rows_wcd = TRANSPORTS[layout.transport](rows_wcd, count_w, incoming_w, groups.peers)
-    if not groups.shards:
+    incoming_w = _from_this_shard(incoming_v, mesh_layout)
+    rows_wcd = _send(mesh_layout)(rows_wcd, count_w, incoming_w, mesh_layout.peer_axes)
+    if not mesh_layout.shard_axes:
         return rows_wcd
-    rows_wxcd = jax.lax.all_gather(rows_wcd, groups.shards, axis=1)
+    rows_wxcd = jax.lax.all_gather(rows_wcd, mesh_layout.shard_axes, axis=1)
     return rows_wxcd.reshape(-1, c, d)
 
 
-def _s1h_back(rows_vcd, incoming_v, count_w, layout: Layout, groups: Groups):
-    if groups.shards:
-        rows_wxcd = rows_vcd.reshape(-1, _num_shards(groups), *rows_vcd.shape[1:])
-        rows_vcd = jax.lax.psum_scatter(rows_wxcd, groups.shards, scatter_dimension=1)
-        incoming_v = _from_this_shard(incoming_v, groups)
-    return TRANSPORTS[layout.transport](rows_vcd, incoming_v, count_w, groups.peers)
+def _s1h_back(rows_vcd, incoming_v, count_w, mesh_layout: MeshLayout):
+    if shard_axes := mesh_layout.shard_axes:
+        rows_wxcd = rows_vcd.reshape(-1, _num_shards(mesh_layout), *rows_vcd.shape[1:])
+        rows_vcd = jax.lax.psum_scatter(rows_wxcd, shard_axes, scatter_dimension=1)
+        incoming_v = _from_this_shard(incoming_v, mesh_layout)
+    return _send(mesh_layout)(rows_vcd, incoming_v, count_w, mesh_layout.peer_axes)
 
 
-def _num_shards(groups: Groups) -> int:
-    return jax.lax.axis_size(groups.shards) if groups.shards else 1
+def _send(mesh_layout: MeshLayout) -> Send:
+    return TRANSPORTS[mesh_layout.layout.transport]
 
 
-def _from_this_shard(count_v, groups: Groups):
+def _num_shards(mesh_layout: MeshLayout) -> int:
+    return jax.lax.axis_size(mesh_layout.shard_axes) if mesh_layout.shard_axes else 1
+
+
+def _from_this_shard(count_v, mesh_layout: MeshLayout):
     """Return the counts of the senders with this device's index among shards."""
-    return count_v.reshape(-1, _num_shards(groups))[:, index_along(groups.shards)]
+    count_wx = count_v.reshape(-1, _num_shards(mesh_layout))
+    return count_wx[:, index_along(mesh_layout.shard_axes)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -219,26 +222,26 @@ def gathered_over(along: Axes, dim: int, part: Array) -> Array:
     return jax.lax.all_gather(part, along, axis=dim, tiled=True, to="invarying")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def copied_over(groups: Groups, x_n: Array) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def copied_over(x_n: Array, mesh_layout: MeshLayout) -> Array:
     """Tokens of all shards' devices, one after the other: as many copies of each as the
     tensor axis has devices among them. The transpose adds copies up, and sends
     nothing."""
-    if not groups.shards:
+    if not mesh_layout.shard_axes:
         return x_n
-    return jax.lax.all_gather(x_n, groups.shards, tiled=True, to="invarying")
+    return jax.lax.all_gather(x_n, mesh_layout.shard_axes, tiled=True, to="invarying")
 
 
-def _copied_forward(groups, x_n):
-    return copied_over(groups, x_n), None
+def _copied_forward(x_n, mesh_layout):
+    return copied_over(x_n, mesh_layout), None
 
 
-def _copied_backward(groups, _, d_every_n):
-    if not groups.shards:
+def _copied_backward(mesh_layout, _, d_every_n):
+    if not mesh_layout.shard_axes:
         return (d_every_n,)
-    far, copies = _shard_axes(groups)
+    far, copies = _shard_axes(mesh_layout)
     num_copies = jax.lax.axis_size(copies) if copies else 1
-    own = d_every_n.shape[0] // jax.lax.axis_size(groups.shards)
+    own = d_every_n.shape[0] // jax.lax.axis_size(mesh_layout.shard_axes)
     rest = d_every_n.shape[1:]
     d_blocks = d_every_n.reshape(-1, num_copies, own, *rest).sum(axis=1)
     return (jax.lax.dynamic_index_in_dim(d_blocks, index_along(far), keepdims=False),)
@@ -247,42 +250,44 @@ def _copied_backward(groups, _, d_every_n):
 copied_over.defvjp(_copied_forward, _copied_backward)
 
 
-def _base_own(value_n: Array, groups: Groups) -> Array:
+def _base_own(value_n: Array, mesh_layout: MeshLayout) -> Array:
     """Return the values of own tokens, from those of `copied_over`'s tokens."""
-    if not groups.shards:
+    if not mesh_layout.shard_axes:
         return value_n
-    far, copies = _shard_axes(groups)
-    size = jax.lax.axis_size(groups.shards)
+    far, copies = _shard_axes(mesh_layout)
+    size = jax.lax.axis_size(mesh_layout.shard_axes)
     own = value_n.shape[0] // size
     blocks = value_n.reshape(-1, jax.lax.axis_size(copies) if copies else 1, own,
                              *value_n.shape[1:])  # fmt: skip
     return split_over(far, 0, blocks[:, 0].reshape(-1, *value_n.shape[1:]))
 
 
-def _shard_axes(groups: Groups) -> tuple[Axes, Axes]:
+def _shard_axes(mesh_layout: MeshLayout) -> tuple[Axes, Axes]:
     """Return the shards' axes along which tokens differ, and those of copies."""
-    far = tuple(axis for axis in groups.shards if axis not in groups.parts)
-    return far, tuple(axis for axis in groups.shards if axis in groups.parts)
+    shard_axes, tensor_axes = mesh_layout.shard_axes, mesh_layout.tensor_axes
+    far = tuple(axis for axis in shard_axes if axis not in tensor_axes)
+    return far, tuple(axis for axis in shard_axes if axis in tensor_axes)
 
 
 SCHEDULES: dict[str | None, Schedule] = {
     None: Schedule(_nothing, _peers, _out_to_peers, _back_to_peers),
     "base": Schedule(
-        split=_parts_beside_shards,
+        split=_tensor_beside_shards,
         sources=_peers,
         out=_out_to_peers,
         back=_base_back,
-        copy=lambda x_n, groups: copied_over(groups, x_n),
+        copy=copied_over,
         own=_base_own,
     ),
-    "s1": Schedule(_parts, _peers_and_shards, _s1_out, _s1_back),
-    "s2": Schedule(_nothing, _peers_and_shards_beside_parts, _s2_out, _s2_back),
-    "s1h": Schedule(_parts, _peers_and_shards, _s1h_out, _s1h_back),
+    "s1": Schedule(_tensor, _senders, _s1_out, _s1_back),
+    "s2": Schedule(_nothing, _senders_beside_tensor, _s2_out, _s2_back),
+    "s1h": Schedule(_tensor, _senders, _s1h_out, _s1h_back),
     "local": Schedule(_nothing, _nothing, _out_to_peers, _back_to_peers),
 }
 """Schedules by name; None where there is no tensor axis."""
 
 
-def schedule_of(layout: Layout) -> Schedule:
+def schedule_of(mesh_layout: MeshLayout) -> Schedule:
     """Return the schedule of a layout."""
-    return SCHEDULES[None if layout.tensor is None else layout.tensor.schedule]
+    tensor = mesh_layout.layout.tensor
+    return SCHEDULES[None if tensor is None else tensor.schedule]

@@ -21,12 +21,10 @@ own experts are exact, and gradients reach the masters as if all were.
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from moejax.moe.mesh_roles import Axes, Groups, groups_of, index_along, spec
+from moejax.moe.mesh_roles import Axes, MeshLayout, index_along, spec
 from moejax.moe.weights import compression
-from moejax.plan.layout import Layout
 
 Weights = dict[str, Array]
 
@@ -37,76 +35,78 @@ the bytes an entry are twice the entries."""
 
 @jax.named_scope("domain")
 def gathered_in_domain(
-    slots: Weights, groups: Groups, tracked_sx: Float[Array, "s x"] | None = None
+    slots: Weights,
+    mesh_layout: MeshLayout,
+    tracked_sx: Float[Array, "s x"] | None = None,
 ) -> Weights:
     """Slots [s, ..] of one device -> [S * s, ..], those of its domain, device by
     device. Over the slow axis first, so that each expert crosses it once for each other
     data centre of the domain; nothing travels where others' are `tracked`."""
-    if not groups.domain:
+    if not mesh_layout.domain_axes:
         return slots
     if tracked_sx is not None:
         own_ex = compression.flat(slots)
-        whole_sx = compression.with_own(own_ex, tracked_sx, groups.domain)
+        whole_sx = compression.with_own(own_ex, tracked_sx, mesh_layout.domain_axes)
         return compression.unflat(whole_sx, slots["down"].shape[2])
 
     def gathered(leaf: Array) -> Array:
-        for dim, axis in enumerate(groups.domain):
+        for dim, axis in enumerate(mesh_layout.domain_axes):
             leaf = jax.lax.all_gather(leaf, axis, axis=dim)
-        return leaf.reshape(-1, *leaf.shape[len(groups.domain) + 1 :])
+        return leaf.reshape(-1, *leaf.shape[len(mesh_layout.domain_axes) + 1 :])
 
     return jax.tree.map(gathered, slots)
 
 
-def tracked_axes(groups: Groups) -> tuple[Axes, ...]:
+def tracked_axes(mesh_layout: MeshLayout) -> tuple[Axes, ...]:
     """Mesh axes of tracked_lsx: equal on the devices of a domain."""
-    return (), groups.peers, groups.shards + groups.masters
+    return (), mesh_layout.peer_axes, mesh_layout.width_axes
 
 
 def track(
     joined: Weights,
     tracked_lsx: Float[Array, "l s x"] | None,
-    layout: Layout,
-    mesh: Mesh,
+    mesh_layout: MeshLayout,
     joined_specs: dict,
 ) -> Float[Array, "l s x"]:
     """What a domain's devices hold of its experts, after entries for the masters of now
     have travelled. `joined` is as slots are, [l, e, ..]; without `tracked_lsx` all
     begins: 'delta' with the experts as they are."""
-    groups, where = (
-        groups_of(mesh, layout),
-        spec(*tracked_axes(groups_of(mesh, layout))),
-    )
+    where = spec(*tracked_axes(mesh_layout))
     is_begin = tracked_lsx is None
 
     def one_layer(layer):
         joined, tracked_sx = layer
-        return _tracked(compression.flat(joined), tracked_sx, layout, groups)
+        return _tracked(compression.flat(joined), tracked_sx, mesh_layout)
 
     def body(joined, tracked_lsx):
         return jax.lax.map(one_layer, (joined, tracked_lsx))
 
     tracked_spec = None if is_begin else where
     return jax.shard_map(
-        body, mesh=groups.mesh, in_specs=(joined_specs, tracked_spec), out_specs=where
+        body,
+        mesh=mesh_layout.mesh,
+        in_specs=(joined_specs, tracked_spec),
+        out_specs=where,
     )(joined, tracked_lsx)
 
 
-def _tracked(own_ex, tracked_sx, layout: Layout, groups: Groups):
+def _tracked(own_ex, tracked_sx, mesh_layout: MeshLayout):
     e, size = own_ex.shape
-    form = layout.domain.form
+    domain = mesh_layout.layout.domain
+    form = domain.form
     if form == "delta" and tracked_sx is None:
-        for dim, axis in enumerate(groups.domain):
+        for dim, axis in enumerate(mesh_layout.domain_axes):
             own_ex = jax.lax.all_gather(own_ex, axis, axis=dim, to="invarying")
         return own_ex.reshape(-1, size)
     if form == "delta":
-        first = index_along(groups.domain) * e
+        first = index_along(mesh_layout.domain_axes) * e
         held_ex = jax.lax.dynamic_slice_in_dim(tracked_sx, first, e)
         base_sx = tracked_sx
     else:
-        held_ex = base_sx = compression.shared_mean(own_ex, groups.owners)
-    k, blocks = entries(size, own_ex.dtype, layout.domain.ratio)
+        held_ex = base_sx = compression.shared_mean(own_ex, mesh_layout.owner_axes)
+    k, blocks = entries(size, own_ex.dtype, domain.ratio)
     packed = compression.encode(own_ex, held_ex, k, VALUE_DTYPE, blocks)
-    return compression.received(packed, base_sx, groups.domain)
+    return compression.received(packed, base_sx, mesh_layout.domain_axes)
 
 
 def ratio_of(size: int, dtype, ratio: float, more_bytes: int = 0) -> float:

@@ -12,31 +12,28 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, UInt8
 
 from moejax.kernels import varying_alike
-from moejax.moe.mesh_roles import Axes, Groups, groups_of, spec
+from moejax.moe.mesh_roles import Axes, MeshLayout, spec
 from moejax.moe.weights import compression
 from moejax.moe.weights.compression import Packed, Weights
 from moejax.moe.weights.domains import VALUE_DTYPE, entries
-from moejax.plan.layout import Layout
 
 SCALE_DTYPE, SCALE_BYTES = "float8_e8m0fnu", 1
 """Of each expert's power of two on the wire: gradients may be smaller than any 8-bit
 float but zero."""
 
 
-def kept_axes(groups: Groups) -> tuple[Axes, ...]:
+def kept_axes(mesh_layout: MeshLayout) -> tuple[Axes, ...]:
     """Mesh axes of kept_lsx: of each device its own, for all experts of its domain."""
-    return (), groups.owners, groups.shards + groups.masters
+    return (), mesh_layout.owner_axes, mesh_layout.width_axes
 
 
 def scatter(
     grads: Weights,
     kept_lsx: Float[Array, "l s x"],
-    layout: Layout,
-    mesh: Mesh,
+    mesh_layout: MeshLayout,
     specs: dict,
     dtype,
 ) -> tuple[Weights, Float[Array, "l s x"]]:
@@ -46,13 +43,13 @@ def scatter(
     is split alike. Weights that move whole would be in `dtype`: bytes are counted
     against it.
     """
-    groups, ratio = groups_of(mesh, layout), layout.domain.gradient_compression
-    where = spec(*kept_axes(groups))
+    ratio = mesh_layout.layout.domain.gradient_compression
+    where = spec(*kept_axes(mesh_layout))
 
     def one_layer(layer):
         grads, kept_sx = layer
         k, blocks = entries(kept_sx.shape[1], dtype, ratio)
-        sizes = (k, groups.domain, VALUE_DTYPE, blocks)
+        sizes = (k, mesh_layout.domain_axes, VALUE_DTYPE, blocks)
         own_ex, kept_sx = scattered(compression.flat(grads), kept_sx, *sizes)
         return compression.unflat(own_ex, grads["down"].shape[2]), kept_sx
 
@@ -60,7 +57,7 @@ def scatter(
         return jax.lax.map(one_layer, (grads, kept_lsx))
 
     return jax.shard_map(
-        body, mesh=groups.mesh, in_specs=(specs, where), out_specs=(specs, where)
+        body, mesh=mesh_layout.mesh, in_specs=(specs, where), out_specs=(specs, where)
     )(grads, kept_lsx)
 
 

@@ -2,8 +2,8 @@
 
     exchanges(owned_le, new_le, num_devices)   host: bounded rounds, each through a
                                                valid permutation of owners
-    move(arrays, names, rounds, groups)        device: some rounds, in place
-    reshard(arrays, names, to, groups)         device: by expert <-> by hidden width
+    move(arrays, names, rounds, mesh_layout)   device: some rounds, in place
+    reshard(arrays, names, to, mesh_layout)    device: by expert <-> by hidden width
 
 In a round a device sends at most one expert, and takes at most one, in slices as copies
 travel (moejax.moe.weights.stores): two experts' bytes per device, and two more in
@@ -22,7 +22,7 @@ from jaxtyping import Array, Int
 
 from moejax import axes
 from moejax.axes import AxisNames
-from moejax.moe.mesh_roles import Groups, index_along
+from moejax.moe.mesh_roles import MeshLayout, index_along
 from moejax.moe.weights.stores import MASTERS, master_spec, pick, travel
 from moejax.plan import owner_moves
 from moejax.plan.layout import Store
@@ -69,18 +69,20 @@ def move(
     arrays: list[Array],
     names: list[str],
     rounds: Rounds,
-    groups: Groups,
+    mesh_layout: MeshLayout,
 ):
     """Arrays [l, e, ..] of masters or moments (by parameter `names`) after the rounds.
     Rows are copied, bit for bit."""
-    specs = [_spec(name, "owned", groups) for name in names]
-    own = arrays[0].shape[1] // axes.axis_size(groups.mesh, groups.owners)
+    specs = [_spec(name, "owned", mesh_layout) for name in names]
+    own = arrays[0].shape[1] // axes.axis_size(mesh_layout.mesh, mesh_layout.owner_axes)
 
     def body(arrays, rounds):
-        one = partial(_one, rounds, own, groups.owners)
+        one = partial(_one, rounds, own, mesh_layout.owner_axes)
         return jax.lax.fori_loop(0, rounds.count, one, arrays)
 
-    run = jax.shard_map(body, mesh=groups.mesh, in_specs=(specs, P()), out_specs=specs)
+    run = jax.shard_map(
+        body, mesh=mesh_layout.mesh, in_specs=(specs, P()), out_specs=specs
+    )
     return run(arrays, rounds)
 
 
@@ -88,11 +90,11 @@ def reshard(
     arrays: list[Array],
     names: list[str],
     to: Store,
-    groups: Groups,
+    mesh_layout: MeshLayout,
 ):
     """Arrays [l, e, ..] in logical order as `to` wants them, from the other way."""
-    by_expert = [_spec(name, "owned", groups) for name in names]
-    by_width = [_spec(name, "sharded", groups) for name in names]
+    by_expert = [_spec(name, "owned", mesh_layout) for name in names]
+    by_width = [_spec(name, "sharded", mesh_layout) for name in names]
     is_widening = to == "sharded"
 
     def body(arrays):
@@ -100,7 +102,7 @@ def reshard(
         return [
             jax.lax.all_to_all(
                 leaf,
-                groups.owners,
+                mesh_layout.owner_axes,
                 split_axis=dim if is_widening else 1,
                 concat_axis=1 if is_widening else dim,
                 tiled=True,
@@ -109,7 +111,9 @@ def reshard(
         ]
 
     before, after = (by_expert, by_width) if is_widening else (by_width, by_expert)
-    run = jax.shard_map(body, mesh=groups.mesh, in_specs=(before,), out_specs=after)
+    run = jax.shard_map(
+        body, mesh=mesh_layout.mesh, in_specs=(before,), out_specs=after
+    )
     return run(arrays)
 
 
@@ -129,10 +133,10 @@ def _one(
     ]
 
 
-def _spec(name: str, store: Store, groups: Groups) -> P:
+def _spec(name: str, store: Store, mesh_layout: MeshLayout) -> P:
     """Of a stacked parameter; the layer dim is never split."""
     dims = name.rpartition("_")[2]
-    return P(None, *master_spec(dims, store, groups))
+    return P(None, *master_spec(dims, store, mesh_layout))
 
 
 def _tables(part: list, num_experts: int, num_devices: int) -> Rounds:

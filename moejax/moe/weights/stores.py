@@ -1,6 +1,6 @@
 """How expert weights reach the slots of this device, and their gradients the masters.
 
-    slots(weights, placement, layout, mesh, dtype) -> slot weights, differentiable
+    slots(weights, placement, mesh_layout, dtype) -> slot weights, differentiable
 
     owned       a slot is the place of its expert's masters: nothing travels
     transient,  owners cut what they offer into slices and scatter them; each device
@@ -9,8 +9,9 @@
     sharded     masters are split by hidden width over all devices: each gathers the
                 slices of all its slots
 
-Devices are those of a group (Groups.owners). Along expert alone, data splits the hidden
-width of masters and slots until a layer computes; merged, nothing else splits them.
+Devices are those of a group (MeshLayout.owner_axes). Along expert alone, data splits
+the hidden width of masters and slots until a layer computes; merged, nothing else
+splits them.
 
 Gradients go back the same way. Replicas are summed where their slices meet, in float32
 and in a fixed order, then once more at the owner.
@@ -19,16 +20,14 @@ and in a fixed order, then once more at the owner.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from moejax.axes import AxisNames
-from moejax.moe.mesh_roles import Groups, groups_of, index_along, spec
+from moejax.moe.mesh_roles import MeshLayout, index_along, spec
 from moejax.moe.types import Placement
 from moejax.moe.weights.domains import gathered_in_domain, track, tracked_axes
 from moejax.moe.weights.gradient_compression import scatter
-from moejax.plan.layout import Layout
 
 Weights = dict[str, Array]
 
@@ -38,26 +37,25 @@ SLOT_DIMS = {"into": "ed2f", "down": "efd"}
 """Slots of all devices: into_sd2f, gate beside up, and down_sfd."""
 
 
-def master_spec(dims: str, store: str, groups: Groups) -> P:
+def master_spec(dims: str, store: str, mesh_layout: MeshLayout) -> P:
     """Where an expert parameter of these dims ('edf') lies: experts by owner, hidden
     width by shard and, where it rests, over data. Under 'sharded' all devices have a
     part of every expert's width; groups that data belongs to split no width over it."""
-    where = {"e": groups.owners, "f": groups.shards + groups.masters}
+    where = {"e": mesh_layout.owner_axes, "f": mesh_layout.width_axes}
     if store == "sharded":
-        where = {"e": (), "f": groups.shards + groups.masters + groups.owners}
+        where = {"e": (), "f": mesh_layout.width_axes + mesh_layout.owner_axes}
     return spec(*(where.get(dim, ()) for dim in dims))
 
 
-def slot_specs(groups: Groups) -> dict[str, P]:
+def slot_specs(mesh_layout: MeshLayout) -> dict[str, P]:
     """Where slots lie: with each device; what rests over data still does."""
-    return {n: master_spec(dims, "owned", groups) for n, dims in SLOT_DIMS.items()}
+    return {n: master_spec(dims, "owned", mesh_layout) for n, dims in SLOT_DIMS.items()}
 
 
 def slots(
     weights: Weights,
     placement: Placement,
-    layout: Layout,
-    mesh: Mesh,
+    mesh_layout: MeshLayout,
     dtype,
     tracked_sx: Float[Array, "s x"] | None = None,
 ) -> Weights:
@@ -67,42 +65,42 @@ def slots(
     An empty slot is zeros. In a domain each device has the slots of all: as they are,
     or, with `tracked_sx`, its own as they are and others as tracked.
     """
-    groups = groups_of(mesh, layout)
-    specs = {n: master_spec(d, layout.store, groups) for n, d in SLOT_DIMS.items()}
+    store = mesh_layout.layout.store
+    specs = {n: master_spec(d, store, mesh_layout) for n, d in SLOT_DIMS.items()}
 
     def body(masters, placement, tracked_sx):
-        slots = STORES[layout.store](masters, placement, layout, groups)
-        return gathered_in_domain(slots, groups, tracked_sx)
+        slots = STORES[store](masters, placement, mesh_layout)
+        return gathered_in_domain(slots, mesh_layout, tracked_sx)
 
-    where = None if tracked_sx is None else spec(*tracked_axes(groups)[1:])
+    where = None if tracked_sx is None else spec(*tracked_axes(mesh_layout)[1:])
     return jax.shard_map(
         jax.named_scope("slots")(body),
-        mesh=groups.mesh,
+        mesh=mesh_layout.mesh,
         in_specs=(specs, P(), where),
-        out_specs=slot_specs(groups),
+        out_specs=slot_specs(mesh_layout),
     )(joined(weights, dtype), placement, tracked_sx)
 
 
 def tracked(
-    weights: Weights, tracked_lsx: Array | None, layout: Layout, mesh: Mesh, dtype
+    weights: Weights, tracked_lsx: Array | None, mesh_layout: MeshLayout, dtype
 ) -> Float[Array, "l s x"]:
     """moejax.moe.weights.domains.track, of the masters of all layers, weights [l, e,
     ..]."""
-    groups = groups_of(mesh, layout)
+    store = mesh_layout.layout.store
     specs = {
-        n: P(None, *master_spec(d, layout.store, groups)) for n, d in SLOT_DIMS.items()
+        n: P(None, *master_spec(d, store, mesh_layout)) for n, d in SLOT_DIMS.items()
     }
     experts = jax.vmap(lambda weights: joined(weights, dtype))(weights)
-    return track(experts, tracked_lsx, layout, mesh, specs)
+    return track(experts, tracked_lsx, mesh_layout, specs)
 
 
 def scattered(
-    grads: Weights, kept_lsx: Array, layout: Layout, mesh: Mesh, dtype
+    grads: Weights, kept_lsx: Array, mesh_layout: MeshLayout, dtype
 ) -> tuple[Weights, Float[Array, "l s x"]]:
     """moejax.moe.weights.gradient_compression.scatter, of the slots of all layers;
     gradients of masters, and what is kept."""
-    specs = {n: P(None, *s) for n, s in slot_specs(groups_of(mesh, layout)).items()}
-    own, kept_lsx = scatter(grads, kept_lsx, layout, mesh, specs, dtype)
+    specs = {n: P(None, *s) for n, s in slot_specs(mesh_layout).items()}
+    own, kept_lsx = scatter(grads, kept_lsx, mesh_layout, specs, dtype)
     gate_ledf, up_ledf = jnp.moveaxis(own["into"], 3, 0)
     return dict(zip(MASTERS, (gate_ledf, up_ledf, own["down"]))), kept_lsx
 
@@ -125,21 +123,19 @@ def slots_of_layers(make, *of_layers) -> Weights:
     return jax.lax.scan(layer, None, of_layers)[1]
 
 
-def owned(masters, placement, layout: Layout, groups: Groups) -> Weights:
+def owned(masters, placement, mesh_layout: MeshLayout) -> Weights:
     return masters
 
 
-def copied(
-    masters: Weights, placement: Placement, layout: Layout, groups: Groups
-) -> Weights:
+def copied(masters: Weights, placement: Placement, mesh_layout: MeshLayout) -> Weights:
     """Slots from own experts and from copies."""
-    me = index_along(groups.owners)
-    fill_s = placement.fill_lws[me]
+    me = index_along(mesh_layout.owner_axes)
+    fill_s, layout = placement.fill_lws[me], mesh_layout.layout
     copies = [own[:0] for own in masters.values()]
     if layout.copies_per_device and layout.offers_per_device:
         offer_o = placement.offer_lwo[me]
         offered = [pick(own, offer_o) for own in masters.values()]
-        copies = travel(offered, placement.want_lwc, groups.owners)
+        copies = travel(offered, placement.want_lwc, mesh_layout.owner_axes)
     return {
         name: pick(jnp.concatenate([own, copy]), fill_s)
         for (name, own), copy in zip(masters.items(), copies)
@@ -167,18 +163,16 @@ def travel(
     return [part.reshape(copies, *x.shape[1:]) for part, x in zip(parts, offered)]
 
 
-def sharded(
-    masters: Weights, placement: Placement, layout: Layout, groups: Groups
-) -> Weights:
+def sharded(masters: Weights, placement: Placement, mesh_layout: MeshLayout) -> Weights:
     """Slots from the slices of every expert that all devices have."""
     table_p = placement.slot_to_expert_lp
 
     def gathered(part_exx: Array, hidden_dim: int) -> Array:
         slices_pxx = pick(part_exx, table_p)
-        if not groups.owners:
+        if not (group := mesh_layout.owner_axes):
             return slices_pxx
         return jax.lax.all_to_all(
-            slices_pxx, groups.owners, split_axis=0, concat_axis=hidden_dim, tiled=True
+            slices_pxx, group, split_axis=0, concat_axis=hidden_dim, tiled=True
         )
 
     return {

@@ -16,7 +16,7 @@ from moejax.moe.exchange.manifest import (
     num_dropped,
     rows_here,
 )
-from moejax.moe.mesh_roles import Groups
+from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
@@ -33,11 +33,11 @@ def program(split: str, exchange: str):
         E, W, SLOTS, ROWS_PER_PEER, store="sharded", split=split, exchange=exchange
     )
     mesh = make_mesh(Topology(expert=W), jax.devices()[:W])
+    mesh_layout = on_mesh(mesh, layout)
 
     def body(expert_wnk, placement):
-        groups = Groups.along(EXPERT)
-        sent, _ = manifest(expert_wnk[0], placement, layout, groups)
-        rows, pair = rows_here(sent, layout, groups), fullest_pair(sent, layout)
+        sent, _ = manifest(expert_wnk[0], placement, mesh_layout)
+        rows, pair = rows_here(sent, mesh_layout), fullest_pair(sent, layout)
         out = sent, num_dropped(expert_wnk[0], sent.peer_nk), rows, pair
         return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], out)
 

@@ -15,7 +15,7 @@ from moejax.balance.policies.micromoe.density import densest
 from moejax.balance.policies.micromoe.symmetric import symmetric
 from moejax.kernels import varying_alike
 from moejax.moe.exchange.manifest import fullest_pair, manifest, pair_to_fit
-from moejax.moe.mesh_roles import groups_of
+from moejax.moe.mesh_roles import on_mesh
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
 from tests.support.layers import (
@@ -98,10 +98,10 @@ def test_large_buffers_are_not_taken_for_needed():
         placement = placed(split_plan(layout), layout)
 
         mesh = make_mesh(EIGHT)
-        groups = groups_of(mesh, layout)
+        mesh_layout = on_mesh(mesh, layout)
 
-        def body(expert_nk, placement, layout=layout, groups=groups):
-            sent, _ = manifest(expert_nk, placement, layout, groups)
+        def body(expert_nk, placement, layout=layout, mesh_layout=mesh_layout):
+            sent, _ = manifest(expert_nk, placement, mesh_layout)
             both = fullest_pair(sent, layout), pair_to_fit(sent, layout)
             return jnp.stack(both)[None]
 
@@ -123,10 +123,10 @@ def test_every_device_decides_the_same(split):
     store = "transient"
     layout = split_layout(EIGHT, ALONE, store, split)
     mesh, placement = make_mesh(EIGHT), placed(split_plan(layout), layout)
-    groups = groups_of(mesh, layout)
+    mesh_layout = on_mesh(mesh, layout)
 
     def body(expert_nk, placement):
-        sent, used = manifest(expert_nk, placement, layout, groups)
+        sent, used = manifest(expert_nk, placement, mesh_layout)
         decided = (sent.counts_up, sent.bound, used)
         return jax.tree.map(
             lambda leaf: varying_alike(leaf, expert_nk)[0][None], decided

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moejax.axes import everywhere, make_mesh
-from moejax.moe.mesh_roles import groups_of
+from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.weights.migrate import ROUNDS_PER_CALL, Rounds, exchanges, move, reshard
 from moejax.moe.weights.stores import MASTERS
 from moejax.plan.layout import Layout, Topology
@@ -60,14 +60,18 @@ def owners(seed: int, num_experts: int = E, num_layers: int = L) -> np.ndarray:
 def programs():
     """The mesh, and the compiled move and reshards."""
     mesh = make_mesh(TOPOLOGY)
-    groups = groups_of(mesh, Layout.home(E, TOPOLOGY.expert, 8))
+    mesh_layout = on_mesh(mesh, Layout.home(E, TOPOLOGY.expert, 8))
     leaves = on_devices(mesh, arrays(), BY_EXPERT)
     rounds = everywhere(next(exchanges(owners(0), owners(1), 4)), mesh)
     to = {
-        store: jax.jit(functools.partial(reshard, names=NAMES, to=store, groups=groups))
+        store: jax.jit(
+            functools.partial(reshard, names=NAMES, to=store, mesh_layout=mesh_layout)
+        )
         for store in ("sharded", "owned")
     }
-    run = jax.jit(lambda *args: move(args[0], NAMES, args[1], groups), donate_argnums=0)
+    run = jax.jit(
+        lambda *args: move(args[0], NAMES, args[1], mesh_layout), donate_argnums=0
+    )
     traced = {
         "move": run.trace(leaves, rounds),
         "sharded": to["sharded"].trace(leaves),

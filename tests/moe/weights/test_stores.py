@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from moejax.axes import make_mesh
+from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.weights import stores
 from moejax.plan.expert_plan import CopyTables, ExpertPlan, copied, copy_tables
 from moejax.plan.layout import Layout
@@ -39,11 +40,11 @@ TOPOLOGY = MESHES["data2_expert4"]
 @functools.cache
 def make_slots(layout: Layout, dtype: str):
     """run(masters, placement, d_slots) -> slots, gradients of the masters."""
-    mesh = make_mesh(TOPOLOGY)
+    mesh_layout = on_mesh(make_mesh(TOPOLOGY), layout)
 
     def run(masters, placement, d_slots):
         slots, pull = jax.vjp(
-            lambda masters: stores.slots(masters, placement, layout, mesh, dtype),
+            lambda masters: stores.slots(masters, placement, mesh_layout, dtype),
             masters,
         )
         return slots, pull(jax.tree.map(lambda leaf: leaf.astype(dtype), d_slots))[0]

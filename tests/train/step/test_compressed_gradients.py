@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from moejax.axes import make_mesh
+from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.weights import domains, gradient_compression, stores
 from moejax.moe.weights.gradient_compression import SCALE_BYTES
 from moejax.perf.choose_domain import predict
@@ -198,13 +199,13 @@ def test_all_entries_are_whole_gradients_bit_for_bit(monkeypatch):
     monkeypatch.setattr(gradient_compression, "VALUE_DTYPE", "float32")
     state = init_state(cfg, mesh, model.optimizer)
     masters, _ = take(state.params)
-    placement = home_placement(cfg, mesh)
+    placement, mesh_layout = home_placement(cfg, mesh), on_mesh(mesh, layout)
 
     @jax.jit
     def both(masters, seed):
         def slots(masters):
             def make(masters, placement):
-                return stores.slots(masters, placement, layout, mesh, jnp.float32)
+                return stores.slots(masters, placement, mesh_layout, jnp.float32)
 
             return stores.slots_of_layers(make, masters, placement)
 
@@ -215,7 +216,7 @@ def test_all_entries_are_whole_gradients_bit_for_bit(monkeypatch):
             for key, (name, leaf) in zip(keys, held.items())
         }
         kept = state.kept_gradients
-        return pull(grads)[0], stores.scattered(grads, kept, layout, mesh, jnp.float32)
+        return pull(grads)[0], stores.scattered(grads, kept, mesh_layout, jnp.float32)
 
     expected, (found, kept) = jax.device_get(both(masters, 0))
     assert expected.keys() == found.keys()
