@@ -97,8 +97,8 @@ HOPPER, AMPERE = (
 @pytest.mark.parametrize(
     ("changes", "fix"),
     [
-        ({"transport": "ragged"}, r"use Moe\.transport"),
-        ({"split": "water_filling", "fused_split": True}, r"use Moe\.fused_split"),
+        ({"transport": "ragged"}, r"use Dispatch\.transport"),
+        ({"split": "water_filling", "fused_split": True}, r"use Dispatch\.fused_split"),
     ],
 )
 def test_what_needs_a_gpu_declines_on_the_cpu(changes, fix):
@@ -117,7 +117,7 @@ def test_what_needs_a_gpu_declines_on_the_cpu(changes, fix):
     ],
 )
 def test_the_fused_split_declines_where_its_kernel_would(layout, device):
-    with pytest.raises(NotImplementedError, match=r"use Moe\.fused_split = False"):
+    with pytest.raises(NotImplementedError, match=r"use Dispatch\.fused_split = False"):
         check_device(layout, device)
 
 
