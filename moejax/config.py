@@ -38,7 +38,8 @@ def require(claim: bool, message: str) -> None:
 def at_least(instance: Any, least: float, *names: str) -> None:
     for name in names:
         value = getattr(instance, name)
-        rule = f"{type(instance).__name__}.{name}={value} must be at least {least}"
+        part = type(instance).__mro__[-2].__name__  # of a subclass, what gin binds
+        rule = f"{part}.{name}={value} must be at least {least}"
         require(value is None or value >= least, rule)
 
 
@@ -437,6 +438,30 @@ class Balance:
     calibration: str | None = None
     """JSON of tools/calibrate.py; None: presumed speeds, 50 TFLOP/s and 12.5 GB/s."""
 
+    def __post_init__(self) -> None:
+        at_least(
+            self, 1, "every_steps", "rest_below", "horizon_steps", "half_life_steps",
+            "max_slots_per_device",
+        )  # fmt: skip
+        at_least(self, 2, "lag_steps")
+        at_least(self, 0, "margin", "cooldown_steps")
+        require(
+            self.rest_below < self.act_above,
+            f"Balance.rest_below={self.rest_below} must be below "
+            f"act_above={self.act_above}: the balancer acts above the one and rests "
+            "below the other",
+        )
+        require(
+            self.margin < 1,
+            f"Balance.margin={self.margin} must be below 1: it is the share of a "
+            "step's time that a change must save",
+        )
+        require(
+            self.relayout_lag_steps >= self.lag_steps,
+            f"Balance.relayout_lag_steps={self.relayout_lag_steps} must be at least "
+            f"lag_steps={self.lag_steps}: a relayout has to be compiled too",
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
@@ -471,6 +496,19 @@ class Checkpoint:
     def __post_init__(self) -> None:
         at_least(self, 1, "every_steps", "keep_last", "max_failed_saves")
         at_least(self, 0, "keep_best")
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """What a model is made of: all that `moejax.model` reads of a configuration."""
+
+    model: Model
+    moe: Moe
+    router: Router
+    documents: Literal["separate", "joined"] = "separate"
+    """As Data.documents."""
+    seq_len: int = 256
+    """Tokens of a training window."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -539,6 +577,11 @@ class Config:
         if self.dispatch.is_local:
             return size
         return size * self.mesh.tensor // self.expert_shards
+
+    @property
+    def network(self) -> Network:
+        data = self.data
+        return Network(self.model, self.moe, self.router, data.documents, data.seq_len)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         return dataclasses.asdict(self)

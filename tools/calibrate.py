@@ -138,12 +138,13 @@ def compile_sec(cfg: Config, mesh) -> float:
     """Of the train step, traced, lowered and compiled anew."""
     import jax
 
+    from train.resolve.resolved import resolve
     from train.step.compiled import make_model, trace_train_step
 
     is_cached = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     begin = time.perf_counter()
-    trace_train_step(make_model(cfg, mesh)).lower().compile()
+    trace_train_step(make_model(resolve(cfg, mesh))).lower().compile()
     jax.config.update("jax_enable_compilation_cache", is_cached)
     return time.perf_counter() - begin
 

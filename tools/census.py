@@ -65,11 +65,12 @@ def census(cfg: Config) -> dict:
 def lowered(cfg: Config, transport: str):
     """The traced step of cfg with this transport."""
     from moejax.axes import make_mesh
+    from train.resolve.resolved import resolve
     from train.step.compiled import make_model, trace_train_step
 
     dispatch = dataclasses.replace(cfg.dispatch, transport=transport)
     cfg = dataclasses.replace(cfg, dispatch=dispatch)
-    return trace_train_step(make_model(cfg, make_mesh(cfg.mesh)))
+    return trace_train_step(make_model(resolve(cfg, make_mesh(cfg.mesh))))
 
 
 def of_compiled(text: str) -> dict[str, dict[str, int]]:

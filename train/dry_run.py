@@ -7,14 +7,11 @@ from jax.sharding import AbstractMesh, AxisType
 
 from moejax.axes import AXES
 from moejax.config import Config
-from moejax.kernels.device import Choice
 from moejax.model.flops import flops_per_token, num_params
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
-from train.communication import wires_of
-from train.kernels import kernel_line, kernels_of
-from train.layouts import layout_of
-from train.step.optimizer import make_optimizer
+from train.resolve.resolved import Resolved, resolve
+from train.step.compiled import make_model
 from train.step.state import abstract_state, bytes_per_device, compresses_gradients
 
 GIB = 2**30
@@ -23,24 +20,24 @@ GIB = 2**30
 def dry_run(cfg: Config) -> dict:
     """Prints the sizes of a run and returns them; needs none of its devices."""
     mesh = AbstractMesh(cfg.mesh.sizes, AXES, axis_types=(AxisType.Auto,) * 4)
-    optimizer = make_optimizer(cfg.optimizer, cfg.train.num_steps)
-    held = bytes_per_device(abstract_state(cfg, mesh, optimizer))
-    layout = layout_of(cfg)
+    run = resolve(cfg, mesh)
+    optimizer, layout = make_model(run).optimizer, run.layout
+    held = bytes_per_device(abstract_state(run, optimizer))
     held["gradients"] = held["params"]
     held |= layer_bytes(cfg, layout)
-    flops = flops_per_token(cfg)
-    plan = ExpertPlan.home_in(layout, cfg.model.num_moe_layers)
+    flops = flops_per_token(cfg.network)
+    plan = run.home_plan()
     record = {
-        "params": num_params(cfg),
+        "params": num_params(cfg.network),
         "bytes_per_device": held,
         "flops_per_token": dataclasses.asdict(flops) | {"train": flops.train},
         "layout": dataclasses.asdict(layout),
-        "kernels": {k: c._asdict() for k, c in kernels_of(cfg, layout).items()},
+        "kernels": {k: c._asdict() for k, c in run.kernels.items()},
         "plan": plan.digest,
         "steps": cfg.train.num_steps,
         "tokens": cfg.train.num_steps * cfg.train.batch_size * cfg.data.seq_len,
     }
-    _print(cfg, record, plan)
+    _print(run, record, plan)
     return record
 
 
@@ -55,7 +52,7 @@ def layer_bytes(cfg: Config, layout: Layout) -> dict[str, int]:
     arriving = view.num_senders * view.rows_per_peer // view.num_windows
     rows = 1 if layout.is_local else view.num_devices
     rows = rows * view.rows_per_peer + arriving
-    slots, is_compressed = view.slots_per_device, compresses_gradients(cfg)
+    slots, is_compressed = view.slots_per_device, compresses_gradients(layout)
     is_kept = layout.prefetch or is_compressed
     if layout.domain is not None and is_kept:  # for the way back
         slots *= cfg.model.num_moe_layers
@@ -67,12 +64,12 @@ def layer_bytes(cfg: Config, layout: Layout) -> dict[str, int]:
     return held
 
 
-def _print(cfg: Config, record: dict, plan: ExpertPlan) -> None:
+def _print(run: Resolved, record: dict, plan: ExpertPlan) -> None:
     params, held, flops = (
         record[name] for name in ("params", "bytes_per_device", "flops_per_token")
     )
     layout = record["layout"]
-    print(f"mesh               {cfg.mesh}")
+    print(f"mesh               {run.cfg.mesh}")
     print(f"parameters         {params['total']:,} ({params['active']:,} per token)")
     print("bytes per device")
     for kind, size in held.items():
@@ -83,10 +80,8 @@ def _print(cfg: Config, record: dict, plan: ExpertPlan) -> None:
             print(f"  {part:<22} {count:.4g}")
     print(f"training FLOPs per token {flops['train']:.4g}")
     print(f"layout             {layout}")
-    for line in wires_of(cfg).lines():
+    for line in run.lines():
         print(line)
-    kernels = {name: Choice(**found) for name, found in record["kernels"].items()}
-    print(kernel_line(kernels))
     home = "home: slot p holds expert p" if plan.is_home else "not home"
     print(f"plan               {plan.digest} ({home}; {plan.num_layers} layers)")
     tokens = f"{record['tokens']:,} tokens"

@@ -14,9 +14,8 @@ from moejax.config import Config
 from moejax.moe import recorded
 from moejax.moe.layer import check_device
 from train import data
-from train.calibrated import cost_of
 from train.checkpoint.identity import FORMAT
-from train.layouts import settings_of
+from train.resolve.resolved import resolve
 from train.step.compiled import make_model
 from train.step.step import Model, window_sharding
 
@@ -49,11 +48,8 @@ class Job:
 
 def prepare(cfg: Config) -> Job:
     """Raises ValueError and NotImplementedError, each with what to do instead."""
-    mesh = make_mesh(cfg.mesh)
-    model = make_model(cfg, mesh)
-    settings_of(cfg)
-    cost_of(cfg, mesh.devices.flat[0].device_kind)
-    check_device(model.layout, mesh.devices.flat[0])
+    model = make_model(resolve(cfg, make_mesh(cfg.mesh)))
+    check_device(model.layout, model.mesh.devices.flat[0])
     if cfg.router.kind == "recorded":
         sizes = (cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k)
         recorded.loads(cfg.recorded, *sizes)

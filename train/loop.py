@@ -14,11 +14,9 @@ from moejax.model.flops import flops_per_token
 from train.balance.balancing import Balancing
 from train.checkpoint import identity
 from train.checkpoint.checkpoints import Checkpointer, CheckpointError
-from train.communication import wires_of
 from train.data.feed import feed
 from train.eval.held_out import Evaluation, evaluate
 from train.job import Job
-from train.kernels import kernel_line, kernels_of
 from train.launch.processes import Stop, Watchdog, are_several, of_first, wait_for_all
 from train.logs.metrics import step_record
 from train.logs.peak import peak_tflops
@@ -99,7 +97,7 @@ def train(
             balancing, compile_sec = _compile(job, meta, say)
             if state is None:
                 store = job.model.layout.store
-                state = init_state(cfg, job.model.mesh, job.model.optimizer, store)
+                state = init_state(job.model.run, job.model.optimizer, store)
             state = balancing.begin(state)
             balancing.records = records
             peak = peak_tflops(job.model.mesh.size, cfg.train.peak_tflops)
@@ -131,9 +129,8 @@ def _compile(job: Job, meta: dict | None, say) -> tuple[Balancing, float]:
     """Balancing with its steps compiled, and the seconds that they took. All processes
     have theirs when it returns, for the watchdog knows of no compilation."""
     start_sec, mesh = time.monotonic(), job.model.mesh
-    for line in wires_of(job.cfg).lines():
+    for line in job.model.run.lines():
         say(line)
-    say(kernel_line(kernels_of(job.cfg, job.model.layout)))
     balancing = Balancing(job, say)
     balancing.restore(meta)
     balancing.compile()
@@ -153,7 +150,7 @@ def restore(job: Job, checkpointer: Checkpointer, say):
             say(f"changed since the checkpoint: {line}")
 
     model = job.model
-    abstract = abstract_state(job.cfg, model.mesh, model.optimizer, model.layout.store)
+    abstract = abstract_state(model.run, model.optimizer, model.layout.store)
     cfg, kept = job.cfg, "kept_gradients"
     restored = checkpointer.restore(
         abstract,
@@ -166,10 +163,10 @@ def restore(job: Job, checkpointer: Checkpointer, say):
     state = restored.state
     if state.tracked is not None and not identity.is_cut_alike(restored.meta, cfg):
         say("what domains hold of one another's experts begins anew: they changed")
-        state = tracked_anew(state, cfg, model.mesh)
-    if compresses_gradients(cfg) and state.kept_gradients is None:
+        state = tracked_anew(state, model.run)
+    if compresses_gradients(model.layout) and state.kept_gradients is None:
         say("what devices keep of gradients begins at zero: no such in the checkpoint")
-        state = keeping_nothing(state, cfg, model.mesh)
+        state = keeping_nothing(state, model.run)
     return state, restored.meta
 
 
@@ -258,7 +255,7 @@ class Reader:
         self.run, self.bar = run, bar
         self.waiting = None
         self.step_secs: list[float] = []
-        flops = flops_per_token(run.job.cfg).train
+        flops = flops_per_token(run.job.cfg.network).train
         self.flops_per_step = flops * run.job.tokens_per_step
         self.restart_clock()
 

@@ -272,13 +272,13 @@ def _decision(
     settings: Settings, question: Question, after: Candidate, step: int, why: str
 ) -> Decision:
     before, w = question.plan, question.layout.num_devices
-    relayout_lag_steps = settings.relayout_lag_steps or settings.lag_steps
     is_kept = after.plan is before and after.layout is question.layout
     is_swap = after.layout == question.layout
+    lag_steps = settings.lag_steps if is_swap else settings.relayout_lag_steps
     return Decision(
         kind="keep" if is_kept else "swap" if is_swap else "relayout",
         step=step,
-        adopt_step=step + (settings.lag_steps if is_swap else relayout_lag_steps),
+        adopt_step=step + lag_steps,
         plan=after.plan,
         layout=after.layout,
         policy=settings.policy,

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from moejax.config import Config
+from moejax.config import Network
 from moejax.model.attention import Attention, Sight
 from moejax.model.cache import Memory
 from moejax.model.layers import RmsNorm, SwiGlu
@@ -28,7 +28,7 @@ Routed = Callable[[MoeLayer, Array], tuple[Array, LayerSums]]
 """routed(layer, x_btd) -> y_btd, sums: how an MoE layer is called in this pass."""
 
 
-def check_block(cfg: Config) -> None:
+def check_block(cfg: Network) -> None:
     """ValueError where the routed experts are all that follows attention, and are to
     read what comes before it."""
     if cfg.model.block == "shortcut" and cfg.moe.num_shared_experts < 1:
@@ -46,7 +46,7 @@ class Block(nnx.Module):
     it: neither of the exchanges of rows waits for this layer's attention.
     """
 
-    def __init__(self, cfg: Config, is_moe: bool, mesh: Mesh, rngs: nnx.Rngs):
+    def __init__(self, cfg: Network, is_moe: bool, mesh: Mesh, rngs: nnx.Rngs):
         check_block(cfg)
         model, moe = cfg.model, cfg.moe
         self.attention_norm = RmsNorm(model.d_model, model.norm_eps)
@@ -86,7 +86,7 @@ class Block(nnx.Module):
 class Cycle(nnx.Module):
     """moe_every - 1 dense blocks, then one MoE block: what the scan repeats."""
 
-    def __init__(self, cfg: Config, mesh: Mesh, rngs: nnx.Rngs):
+    def __init__(self, cfg: Network, mesh: Mesh, rngs: nnx.Rngs):
         last = cfg.model.moe_every - 1
         self.blocks = nnx.List(
             [Block(cfg, i == last, mesh, rngs) for i in range(cfg.model.moe_every)]

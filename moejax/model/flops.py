@@ -7,7 +7,7 @@ work, but not useful work, and do not count.
 
 import dataclasses
 
-from moejax.config import Config
+from moejax.config import Network
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Flops:
         return 3 * self.forward
 
 
-def flops_per_token(cfg: Config) -> Flops:
+def flops_per_token(cfg: Network) -> Flops:
     """In training: every expert's, where that is dense."""
     model, moe = cfg.model, cfg.moe
     d, layers, moe_layers = model.d_model, model.num_layers, model.num_moe_layers
@@ -45,7 +45,7 @@ def flops_per_token(cfg: Config) -> Flops:
     experts = moe.num_experts if is_dense else moe.top_k
     return Flops(
         attention_projections=layers * 2 * d * (2 * query + 2 * key_value),
-        attention_scores=layers * 2 * 2 * query * (cfg.data.seq_len + 1) / 2,
+        attention_scores=layers * 2 * 2 * query * (cfg.seq_len + 1) / 2,
         dense=(layers - moe_layers) * swiglu * model.d_ff,
         shared=moe_layers * swiglu * moe.num_shared_experts * moe.d_expert,
         routed=moe_layers * swiglu * experts * moe.d_expert,
@@ -54,7 +54,7 @@ def flops_per_token(cfg: Config) -> Flops:
     )
 
 
-def num_params(cfg: Config) -> dict[str, int]:
+def num_params(cfg: Network) -> dict[str, int]:
     """Parameters: all of them, and those that one token passes through."""
     model, moe = cfg.model, cfg.moe
     d, layers, moe_layers = model.d_model, model.num_layers, model.num_moe_layers

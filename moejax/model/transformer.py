@@ -15,14 +15,14 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from moejax.config import Config, Model
+from moejax.config import Model, Network
 from moejax.model.attention import Sight
 from moejax.model.blocks import Block, Cycle
 from moejax.model.cache import Cache, Memory
 from moejax.model.layers import RmsNorm
 from moejax.model.sharding import batch_sharded, gathered
 from moejax.moe import recorded
-from moejax.moe.dense import check_dense, dense
+from moejax.moe.dense import dense
 from moejax.moe.exchange.dispatch import ROWS
 from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.route import ROUTES
@@ -65,8 +65,7 @@ class Supply(NamedTuple):
 
 
 class Transformer(nnx.Module):
-    def __init__(self, cfg: Config, mesh: Mesh, rngs: nnx.Rngs):
-        check_dense(cfg)
+    def __init__(self, cfg: Network, mesh: Mesh, rngs: nnx.Rngs):
         model = cfg.model
         self.cfg, self.mesh = cfg, mesh
         embed = jax.nn.initializers.normal(EMBED_SCALE)
@@ -98,7 +97,7 @@ class Transformer(nnx.Module):
         made once a step, where their gradients are summed over micro-batches.
         `tracked_lsx` is what domains hold of experts that travel compressed; None: they
         travel whole."""
-        is_separate = self.cfg.data.documents == "separate"
+        is_separate = self.cfg.documents == "separate"
         sight = Sight.of_windows(position_bt, self.cfg.model, is_separate)
         if noise is not None and noise.is_dense:  # of the masters where they rest
             supply = Supply(placement, layout)

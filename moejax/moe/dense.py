@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from moejax.config import Config
 from moejax.kernels import varying_alike, zeros_varying_as
 from moejax.moe import route as routing
 from moejax.moe.layer import SUMS, MoeLayer, Static, whole
@@ -25,33 +24,6 @@ from moejax.moe.mesh_roles import MeshLayout, index_along, on_mesh
 from moejax.moe.types import LayerSums, Placement
 from moejax.moe.weights import stores
 from moejax.plan.layout import Layout
-
-
-def check_dense(cfg: Config) -> None:
-    """ValueError where dense training meets what moves experts to even the load, or
-    what rounds grouped products."""
-    is_home = cfg.balance.policy == "home" and cfg.dispatch.store in (None, "owned")
-    if cfg.router.training == "dense" and not (
-        is_home and cfg.dispatch.split != "dynamic"
-    ):
-        raise ValueError(
-            "Router.training='dense' loads every expert alike, so that nothing is to "
-            f"be balanced, and Balance.policy='{cfg.balance.policy}', Dispatch.store="
-            f"{cfg.dispatch.store!r}, Dispatch.split={cfg.dispatch.split!r}: use "
-            "'home', None and None"
-        )
-    if cfg.router.training == "dense" and cfg.dispatch.fp8 != "none":
-        raise ValueError(
-            "Router.training='dense' has no grouped products to take in 8 bits, and "
-            f"Dispatch.fp8='{cfg.dispatch.fp8}': use 'none'"
-        )
-    if cfg.router.training == "dense" and cfg.dispatch.gradient_compression is not None:
-        raise ValueError(
-            "Router.training='dense' gathers no experts whose gradients could travel "
-            "back, and "
-            f"Dispatch.gradient_compression={cfg.dispatch.gradient_compression}: use "
-            "None"
-        )
 
 
 def dense(

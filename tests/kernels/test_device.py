@@ -29,8 +29,8 @@ from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
 from tests.support.close import assert_close
 from tests.support.expert_fields import parts_with
-from train.kernels import kernel_line, kernels_of
-from train.layouts import layout_of
+from tests.support.resolved import layout_of
+from train.resolve.kernels import choose_kernels, kernel_line
 
 H200 = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
 D, F, EXPERTS, TOKENS, TOP_K = 128, 64, 4, 48, 2
@@ -105,10 +105,10 @@ def config(**moe) -> Config:
 
 def test_the_run_says_what_it_takes_and_why():
     cfg = config()
-    line = kernel_line(kernels_of(cfg, layout_of(cfg)))
+    line = kernel_line(choose_kernels(cfg, layout_of(cfg)))
     assert "grouped_dot blocked (the kernels are for Hopper, not cpu)" in line
     with on(H200):
-        line = kernel_line(kernels_of(cfg, layout_of(cfg)))
+        line = kernel_line(choose_kernels(cfg, layout_of(cfg)))
     said = r"hopper \(NVIDIA H200, \d of 6 products with measured tiles\)"
     assert re.search(rf"grouped_dot {said}, permute hopper \(NVIDIA H200\)$", line)
 
@@ -116,7 +116,7 @@ def test_the_run_says_what_it_takes_and_why():
 def test_the_run_says_where_later_rounds_have_less_than_a_tile():
     cfg = config(rows_per_peer=32)
     with on(H200):
-        line = kernel_line(kernels_of(cfg, layout_of(cfg)))
+        line = kernel_line(choose_kernels(cfg, layout_of(cfg)))
     assert "grouped_dot hopper (NVIDIA H200," in line
     why = "the Hopper kernels decline: 32 rows are less than a tile's 64"
     assert f"grouped_dot in later rounds blocked ({why})" in line
@@ -127,9 +127,9 @@ def test_plain_kernels_on_any_device():
     layout = layout_of(cfg)
     assert layout.kernels == "plain"
     with on(H200):
-        found = kernels_of(cfg, layout)
+        found = choose_kernels(cfg, layout)
     assert [c.implementation for c in found.values()] == ["blocked", "xla"]
-    assert "Dispatch.kernels='plain'" in kernel_line(kernels_of(cfg, layout))
+    assert "Dispatch.kernels='plain'" in kernel_line(choose_kernels(cfg, layout))
 
 
 @pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
@@ -139,13 +139,13 @@ def test_the_run_says_what_fp8_is_there(fp8):
     layout = layout_of(cfg)
     assert layout.fp8 == fp8
     emulated = f"; fp8 with gradients in {fp8} is emulated, no faster"
-    line = kernel_line(kernels_of(cfg, layout))
+    line = kernel_line(choose_kernels(cfg, layout))
     assert f"blocked (the kernels are for Hopper, not cpu{emulated}), permute" in line
     plain = dataclasses.replace(layout, kernels="plain")
-    line = kernel_line(kernels_of(cfg, plain))
+    line = kernel_line(choose_kernels(cfg, plain))
     assert f"grouped_dot blocked (Dispatch.kernels='plain'{emulated}), permute" in line
     with on(H200):
-        line = kernel_line(kernels_of(cfg, layout))
+        line = kernel_line(choose_kernels(cfg, layout))
     said = f"fp8 with gradients in {fp8}, 0 of 6 products with measured tiles"
     assert f"hopper (NVIDIA H200, {said}), permute" in line
 

@@ -61,7 +61,7 @@ def test_num_params_counts_the_elements_of_the_model(name):
     assert len(routed) == 3, "gate_edf, up_edf, down_efd"
     idle = sum(leaf.size for leaf in routed) * (moe.num_experts - moe.top_k)
     expected = {"total": total, "active": total - idle // moe.num_experts}
-    assert num_params(cfg) == expected
+    assert num_params(cfg.network) == expected
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -73,7 +73,7 @@ def test_flops_are_those_of_the_plain_program(name):
     def total(params):
         return plain_model.logits(cfg, params, tokens_bt).sum()
 
-    flops = flops_per_token(cfg)
+    flops = flops_per_token(cfg.network)
     assert flops.forward * B * T == dot_flops(total, params)
     assert flops.train * B * T == dot_flops(jax.value_and_grad(total), params)
 
@@ -83,7 +83,7 @@ def test_flops_by_part_by_hand():
     cfg = varied(
         moe={"num_shared_experts": 2}, num_layers=3, first_k_dense=1, num_kv_heads=2
     )
-    flops = flops_per_token(cfg)
+    flops = flops_per_token(cfg.network)
     assert flops.attention_projections == 3 * 2 * 16 * (32 + 16 + 16 + 32)
     assert flops.attention_scores == 3 * 2 * (2 * 32 * (1 + 2 + 3 + 4 + 5 + 6) / 6)
     assert flops.dense == 1 * 3 * 2 * 16 * 40
@@ -98,4 +98,4 @@ def test_padding_and_remat_are_no_useful_work():
     """Utilisation can't be bought by wider buffers or by computing twice."""
     dispatch = Dispatch(buffer_factor=4.0, exchange="capacity")
     cfg = varied(dispatch=dispatch, remat="full")
-    assert flops_per_token(cfg) == flops_per_token(BASE)
+    assert flops_per_token(cfg.network) == flops_per_token(BASE.network)

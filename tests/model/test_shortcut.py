@@ -169,10 +169,10 @@ def exchanges(body) -> list[str]:
 def test_flops_and_parameters():
     cfg, params = SHORTCUT, network(SHORTCUT).params
     leaves = jax.tree.leaves(params)
-    assert num_params(cfg)["total"] == sum(leaf.size for leaf in leaves)
+    assert num_params(cfg.network)["total"] == sum(leaf.size for leaf in leaves)
     tokens_bt = np.zeros((B, cfg.data.seq_len), np.int32)
     found = dot_flops(lambda params: plain_logits(cfg, params, tokens_bt), params)
-    assert flops_per_token(cfg).forward * tokens_bt.size == found
+    assert flops_per_token(cfg.network).forward * tokens_bt.size == found
 
 
 def test_needs_a_shared_expert():

@@ -13,7 +13,6 @@ from flax import nnx
 from moejax import axes
 from moejax.config import Balance, Config, Data, Dispatch, Router, Train
 from moejax.model.flops import flops_per_token, num_params
-from moejax.model.transformer import Transformer
 from moejax.moe import reference, route
 from moejax.moe.dense import dense
 from moejax.moe.layer import MoeLayer
@@ -24,8 +23,8 @@ from tests.support.close import assert_close
 from tests.support.expert_fields import parts_with
 from tests.support.layers import devices_of
 from tests.support.primitives import dot_flops, primitives
+from tests.support.resolved import layout_of, run_of
 from tests.support.steps import routed_step
-from train.layouts import layout_of
 from train.step import step as training
 
 B, T, D, E, K, F = 8, 4, 6, 8, 2, 8
@@ -195,12 +194,12 @@ def test_flops_of_training_are_those_of_all_experts():
     """And of the parameters that serve a token, those of the best top_k."""
     cfg = config()
     run, *args = case_of(cfg)
-    flops, layers = flops_per_token(cfg), cfg.model.num_moe_layers
+    flops, layers = flops_per_token(cfg.network), cfg.model.num_moe_layers
     scale = cfg.model.d_model / D * layers
     assert (flops.routed + flops.router) * B * T == scale * dot_flops(run, *args)
     sparse = dataclasses.replace(cfg, router=Router())
-    assert flops.routed == E / K * flops_per_token(sparse).routed
-    assert num_params(cfg) == num_params(sparse)
+    assert flops.routed == E / K * flops_per_token(sparse.network).routed
+    assert num_params(cfg.network) == num_params(sparse)
 
 
 def mutual_information(prob_ne):
@@ -267,15 +266,15 @@ def losses_of(sums):
             ["Router.training='dense'", "kind is 'recorded'", "'softmax' or 'sigmoid'"],
         ),
         (
-            lambda: transformer_of(balance=Balance(policy="eplb")),
+            lambda: resolved_with(balance=Balance(policy="eplb")),
             ["Router.training='dense'", "Balance.policy='eplb'", "use 'home'"],
         ),
         (
-            lambda: transformer_of(dispatch=Dispatch(store="resident")),
+            lambda: resolved_with(dispatch=Dispatch(store="resident")),
             ["Router.training='dense'", "Dispatch.store='resident'", "use 'home'"],
         ),
         (
-            lambda: transformer_of(dispatch=Dispatch(fp8="e5m2")),
+            lambda: resolved_with(dispatch=Dispatch(fp8="e5m2")),
             ["Router.training='dense'", "Dispatch.fp8='e5m2': use 'none'"],
         ),
     ],
@@ -288,7 +287,5 @@ def test_bad_combinations_are_refused_in_one_line(make, words):
     assert [word for word in words if word not in message] == []
 
 
-def transformer_of(**parts):
-    cfg = dataclasses.replace(config(), **parts)
-    mesh = axes.make_mesh(Topology(), devices_of(Topology()))
-    return nnx.eval_shape(lambda: Transformer(cfg, mesh, nnx.Rngs(0)))
+def resolved_with(**parts):
+    return run_of(dataclasses.replace(config(), **parts))

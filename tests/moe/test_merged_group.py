@@ -31,8 +31,8 @@ from tests.support.random_plans import (
     random_owners,
     random_plan,
 )
-from train.calibrated import presumed
-from train.layouts import layout_of, settings_of
+from tests.support.resolved import layout_of, run_of
+from train.resolve.speeds import presumed
 
 ALSO = pytest.mark.long
 
@@ -111,9 +111,10 @@ def test_a_group_is_of_all_devices_over_its_axes():
         moe=Moe(num_experts=16),
         dispatch=Dispatch(group="data_expert", store="resident"),
     )
-    layout = layout_of(cfg)
+    run = run_of(cfg)
+    layout = run.layout
     assert (cfg.group_size, layout.num_devices, layout.axes) == (8, 8, MERGED)
-    assert (layout.experts_per_device, settings_of(cfg).max_slots_per_device) == (2, 6)
+    assert (layout.experts_per_device, run.settings.max_slots_per_device) == (2, 6)
     alone = dataclasses.replace(cfg, dispatch=Dispatch())
     assert (alone.group_size, layout_of(alone).axes) == (4, ("expert",))
     assert Layout(**json.loads(json.dumps(dataclasses.asdict(layout)))) == layout

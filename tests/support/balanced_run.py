@@ -77,6 +77,7 @@ def settings(**changes):
         "rest_below": 1.2, "margin": 0.05, "cooldown_steps": 20, "horizon_steps": 500,
         "half_life_steps": 4.0, "max_slots_per_device": 3,
     }  # fmt: skip
+    given["relayout_lag_steps"] = changes.get("lag_steps", given["lag_steps"])
     return Settings(**{**given, **changes})
 
 

@@ -10,7 +10,6 @@ from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Topology
 from tests.support.expert_fields import parts_with
 from tests.support.steps import SMALL, Case, make_case_of, model_from
-from train.step.compiled import home_plan
 from train.step.step import Model
 
 HEADS = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 4}
@@ -61,7 +60,7 @@ def wire_case(name: str, dtype: str) -> Case:
 
 
 def home_plan_of(case: Case) -> ExpertPlan:
-    return home_plan(case.model.cfg, case.model.layout)
+    return case.model.run.home_plan()
 
 
 def whole(array) -> np.ndarray:

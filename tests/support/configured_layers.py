@@ -26,7 +26,7 @@ from moejax.plan.layout import Layout, Topology
 from tests.support.close import assert_close
 from tests.support.expert_fields import parts_with
 from tests.support.layers import EXPERTS, QUICK, SEQ, WIDTH, devices_of, in_order
-from train.layouts import layout_of
+from tests.support.resolved import layout_of
 
 BATCH, TOP_K, HIDDEN = 16, 2, 16
 SKEWS = ("uniform", "zipf", "one_hot", "empty")

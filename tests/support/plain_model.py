@@ -20,7 +20,7 @@ from moejax.moe import route as routing
 from moejax.moe.layer import RouterBias
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
-from train.layouts import layout_of
+from tests.support.resolved import layout_of
 
 
 class Network(NamedTuple):
@@ -40,7 +40,7 @@ class Network(NamedTuple):
 def network(cfg: Config) -> Network:
     devices = jax.devices()[: cfg.mesh.num_devices]
     mesh = axes.make_mesh(cfg.mesh, devices)
-    model = nnx.eval_shape(lambda: Transformer(cfg, mesh, nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Transformer(cfg.network, mesh, nnx.Rngs(0)))
     graph, shapes, bias = nnx.split(model, nnx.Param, RouterBias)
     bias = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), nnx.to_pure_dict(bias))
     layout = layout_of(cfg)

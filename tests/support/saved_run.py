@@ -24,7 +24,7 @@ def save_run(folder: pathlib.Path, *params: str) -> pathlib.Path:
     cfg = gin_reader.load([TOY], (f"Data.corpus = '{corpus()}'", *params))
     job = prepare(cfg)
     mesh = job.model.mesh
-    state = init_state(cfg, mesh, job.model.optimizer)
+    state = init_state(job.model.run, job.model.optimizer)
     random = np.random.default_rng(0)
     bias = jax.tree.map(
         lambda leaf: jax.device_put(

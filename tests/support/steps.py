@@ -22,8 +22,8 @@ from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Topology
 from tests.support.close import assert_close
 from train.balance.migrate import Mover
-from train.layouts import layout_of
-from train.step.compiled import home_plan, on_devices, trace_train_step
+from train.resolve.resolved import resolve
+from train.step.compiled import on_devices, trace_train_step
 from train.step.expert_params import is_expert
 from train.step.optimizer import make_optimizer
 from train.step.state import abstract_state
@@ -99,10 +99,10 @@ def make_model(store: str, dtype: str, split=None, **model_changes) -> Model:
 
 def model_from(cfg: Config, dtype: str) -> Model:
     """Return the model of a configuration, with an optimizer that keeps gradients."""
+    run = resolve(cfg, make_mesh(cfg.mesh))
     object.__setattr__(cfg.model, "compute_dtype", dtype)  # float64 is no choice
-    mesh = make_mesh(cfg.mesh)
     adamw = make_optimizer(cfg.optimizer, cfg.train.num_steps)
-    return Model(cfg, mesh, layout_of(cfg), optax.chain(keep_gradients(), adamw))
+    return Model(run, optax.chain(keep_gradients(), adamw))
 
 
 @functools.cache
@@ -113,7 +113,7 @@ def make_case(*args, **kwargs) -> Case:
 def make_case_of(model: Model) -> Case:
     traced = trace_train_step(model)
     step = traced.lower().compile(compiler_options=QUICK)
-    args = (model.cfg, model.mesh, model.optimizer, model.layout.store)
+    args = (model.run, model.optimizer, model.layout.store)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(*args))
     return Case(model, traced, step, Mover(model), shardings)
 
@@ -181,12 +181,12 @@ def warm_state(dtype: str):
         value = makes[0](leaf.shape) if makes else 0
         return np.full(leaf.shape, value, leaf.dtype)
 
-    state = abstract_state(model.cfg, model.mesh, model.optimizer)
+    state = abstract_state(model.run, model.optimizer)
     return jax.tree_util.tree_map_with_path(warm, state)
 
 
 def home(case: Case) -> ExpertPlan:
-    return home_plan(case.model.cfg, case.model.layout)
+    return case.model.run.home_plan()
 
 
 def check_step(actual, expected, dtype, **kwargs) -> None:
@@ -207,9 +207,8 @@ def routed_step(router: Router):
     """Return SMALL's model with this router, its abstract state and its arguments, to
     trace."""
     cfg = dataclasses.replace(SMALL, router=router)
-    mesh = make_mesh(cfg.mesh)
-    model = Model(cfg, mesh, layout_of(cfg), optax.sgd(0.1))
-    state = abstract_state(cfg, mesh, model.optimizer)
+    model = Model(resolve(cfg, make_mesh(cfg.mesh)), optax.sgd(0.1))
+    state = abstract_state(model.run, model.optimizer)
     placement = Placement.of_plan(ExpertPlan.home_in(model.layout, L), model.layout)
     zeros_abt = np.zeros((1, BATCH, SEQ + 1), np.int32)
     return model, state, placement, Windows(zeros_abt, zeros_abt)

@@ -22,7 +22,6 @@ from train.data import lines
 from train.data.tokenizer import load_tokenizer
 from train.eval import held_out
 from train.job import prepare
-from train.layouts import exact_layout
 from train.step.state import graph_of
 from train.step.step import make_eval_step
 
@@ -53,7 +52,7 @@ def plain_figures(run_dir, line_b):
     """Nats of all tokens but the first, and loads of all but the last: window by window
     on one device, each as long as it is."""
     loaded = load(find(run_dir, params=("Mesh.data = 1", "Mesh.expert = 1")))
-    cfg, graph = loaded.cfg, graph_of(loaded.cfg, loaded.mesh)
+    cfg, graph = loaded.cfg, graph_of(loaded.run)
     nats, tokens_le = 0.0, 0
     for first in range(0, len(line_b) - 1, cfg.data.seq_len):
         window_t = line_b[first : first + cfg.data.seq_len + 1]
@@ -65,7 +64,7 @@ def plain_figures(run_dir, line_b):
             window_t[None, :-1],
             position_t[None, :-1],
             loaded.placement,
-            exact_layout(cfg, 1, len(window_t) - 1),
+            loaded.run.exact_layout(1, len(window_t) - 1),
         )
         share_tv = jax.nn.log_softmax(hidden_btd[0] @ network.head().T)
         nats -= jnp.take_along_axis(share_tv, window_t[1:, None], axis=1).sum()

@@ -20,7 +20,6 @@ from train import generate
 from train.checkpoint.load import find, load
 from train.data.tokenizer import load_tokenizer, stream_decoder
 from train.eval.decoding import Sampling, decode, make_decoder
-from train.layouts import exact_layout
 from train.step.state import graph_of
 
 pytestmark = pytest.mark.slow
@@ -56,8 +55,8 @@ def decoded(run_dir, how, *params, prompts=None):
 def by_full_passes(run_dir):
     """The likeliest next token by a whole pass over all so far, again and again."""
     loaded = load(find(run_dir, params=ONE))
-    graph = graph_of(loaded.cfg, loaded.mesh)
-    layout = exact_layout(loaded.cfg, len(PROMPTS), WIDTH)
+    graph = graph_of(loaded.run)
+    layout = loaded.run.exact_layout(len(PROMPTS), WIDTH)
 
     @jax.jit
     def likeliest(params, bias, placement, windows, length_b):

@@ -134,38 +134,34 @@ class Variant:
 
 
 def make_variant(cfg) -> Variant:
-    import jax
 
     from moejax.axes import make_mesh
+    from train.resolve.resolved import resolve
     from train.step.compiled import make_model, on_devices, trace_train_step
     from train.step.state import init_state
 
     mesh = make_mesh(cfg.mesh)
-    model = make_model(cfg, mesh)
+    model = make_model(resolve(cfg, mesh))
     run = trace_train_step(model).lower().compile()
-    state = init_state(cfg, mesh, model.optimizer, model.layout.store)
-    kind = jax.devices()[0].device_kind
-    placement = on_devices(planned(cfg, model.layout, kind), model.layout, mesh)
+    state = init_state(model.run, model.optimizer, model.layout.store)
+    placement = on_devices(planned(model.run), model.layout, mesh)
     return Variant(run, state, placement, tokens(cfg, mesh))
 
 
-def planned(cfg, layout, device_kind: str):
+def planned(run):
     """The policy's plan for the recorded load of step 0."""
     from moejax.balance.policies import POLICIES
     from moejax.moe import recorded
-    from train.calibrated import cost_of
-    from train.step.compiled import home_plan
 
-    current = home_plan(cfg, layout)
+    cfg, layout, current = run.cfg, run.layout, run.home_plan()
     if cfg.balance.policy == "home":
         return current
     sizes = (cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k)
     chance_le = recorded.loads(cfg.recorded, *sizes)[0]
     each = cfg.train.batch_size * cfg.data.seq_len / layout.num_devices
     load_lwe = np.repeat(each * chance_le[:, None], layout.num_devices, axis=1)
-    cost = cost_of(cfg, device_kind)
     plan = POLICIES[cfg.balance.policy].plan
-    return plan(load_lwe, layout, cost, current).validate(layout)
+    return plan(load_lwe, layout, run.cost, current).validate(layout)
 
 
 @dataclasses.dataclass(frozen=True)

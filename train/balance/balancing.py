@@ -26,14 +26,10 @@ from moejax.plan.layout import Layout
 from train.balance.ahead import Ahead, Steps
 from train.balance.loads import by_owner
 from train.balance.migrate import Mover
-from train.calibrated import cost_of
-from train.communication import wires_of
-from train.config.names import config_of
 from train.job import Job
 from train.launch.processes import any_of, is_first, published, withdraw
-from train.layouts import settings_of
 from train.logs.records import Records
-from train.step.compiled import compile_steps, home_plan, on_devices
+from train.step.compiled import compile_steps, on_devices
 
 SAME = {
     "mesh": None, "moe": None, "dispatch": None, "balance": None,
@@ -51,11 +47,10 @@ class Balancing:
     def __init__(self, job: Job, say: Callable[[str], None]) -> None:
         self._job, self.say = job, say
         self._is_on = job.cfg.balance.policy != "home"
-        self._settings, self._mover = settings_of(job.cfg), Mover(job.model)
+        self._settings, self._mover = job.model.run.settings, Mover(job.model)
         self._stores = {job.model.layout.store}
         self._stores.update(check_policy(job.cfg.balance.policy).stores)
-        kind = job.model.mesh.devices.flat[0].device_kind
-        self._cost = cost_of(job.cfg, kind)
+        self._cost = job.model.run.cost
         layout = job.model.layout
         num_layers = job.cfg.model.num_moe_layers
         plan = self._first_plan(layout)
@@ -67,7 +62,7 @@ class Balancing:
 
     def _first_plan(self, layout: Layout) -> ExpertPlan:
         """Home, or where the policy spreads replicas before it has seen a load."""
-        home = home_plan(self._job.cfg, layout)
+        home = self._job.model.run.home_plan(layout)
         policy = check_policy(self._settings.policy)
         if not policy.is_spread_first or layout.store not in policy.stores:
             return home
@@ -96,8 +91,7 @@ class Balancing:
             self._state = controller.from_json(meta["balance"])
             return
         plan = ExpertPlan.from_json(meta["plan"])
-        owners = wires_of(config_of(meta["config"])).parts.num_owners
-        sizes = (plan.num_experts, owners)
+        sizes = (plan.num_experts, meta["num_owners"])
         fits = sizes == (self.layout.num_experts, self.layout.num_devices)
         # Home would take the replicas away that this policy begins with.
         if fits and _has_replicas(plan) >= _has_replicas(self.plan):
@@ -214,6 +208,7 @@ class Balancing:
     def meta(self) -> dict[str, Any]:
         """For a checkpoint: what `restore` reads."""
         record = {"plan": self.plan.to_json(), "balance": None}
+        record["num_owners"] = self._job.model.run.num_owners
         if self._is_on:
             record["balance"] = controller.to_json(self._state)
             record["cost"] = self._cost.as_dict()
@@ -256,7 +251,7 @@ class Balancing:
                 self._mover.prepare_reshard(
                     "sharded" if layout.store == "sharded" else "owned"
                 )
-        return Steps(*compile_steps(self._job.model._replace(layout=layout)))
+        return Steps(*compile_steps(self._job.model.relaid(layout)))
 
     def _set_placement(self) -> None:
         self.placement: Placement = on_devices(

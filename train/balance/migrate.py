@@ -3,10 +3,8 @@
 import jax
 
 from moejax.axes import everywhere, sharding
-from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.weights.migrate import exchanges, move, no_rounds, reshard
 from moejax.plan.expert_plan import ExpertPlan
-from train.layouts import owning_layout
 from train.step.expert_params import is_expert
 from train.step.state import TrainState, abstract_state
 from train.step.step import Model
@@ -52,7 +50,7 @@ class Mover:
 
 
 def _compile_move(model: Model):
-    state = abstract_state(model.cfg, model.mesh, model.optimizer)
+    state = abstract_state(model.run, model.optimizer)
     rounds = no_rounds(model.layout.num_experts, model.layout.num_devices)
     whole = sharding(model.mesh)
     rounds = jax.tree.map(
@@ -61,7 +59,7 @@ def _compile_move(model: Model):
     )
 
     def run(state, rounds):
-        mesh_layout = on_mesh(model.mesh, owning_layout(model.cfg))
+        mesh_layout = model.run.owning_on_mesh
         return _changed(state, lambda *experts: move(*experts, rounds, mesh_layout))
 
     return _jitted(run, state).lower(state, rounds).compile()
@@ -70,12 +68,11 @@ def _compile_move(model: Model):
 def _compile_reshard(model: Model, store: str):
     from_store = "owned" if store == "sharded" else "sharded"
     before, after = (
-        abstract_state(model.cfg, model.mesh, model.optimizer, s)
-        for s in (from_store, store)
+        abstract_state(model.run, model.optimizer, s) for s in (from_store, store)
     )
 
     def run(state):
-        mesh_layout = on_mesh(model.mesh, owning_layout(model.cfg))
+        mesh_layout = model.run.owning_on_mesh
         return _changed(state, lambda *experts: reshard(*experts, store, mesh_layout))
 
     return _jitted(run, after).lower(before).compile()

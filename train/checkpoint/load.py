@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import jax
 
     from moejax.moe.types import Placement
+    from train.resolve.resolved import Resolved
 
 UNCUT = {
     "schedule": "auto", "expert_shards": None, "domain": (1, 1), "compression": "none",
@@ -49,15 +50,22 @@ class Found:
 class Loaded:
     """A trained model on its devices."""
 
-    cfg: Config
+    run: "Resolved"
     """The run's own, but for mesh, batch and what else suits this machine."""
-    mesh: "jax.sharding.Mesh"
     params: Any
     router_bias: Any
     placement: "Placement"
     step: int
     meta: dict[str, Any]
     """Of the checkpoint: the run's configuration, data identity and plan."""
+
+    @property
+    def cfg(self) -> Config:
+        return self.run.cfg
+
+    @property
+    def mesh(self) -> "jax.sharding.Mesh":
+        return self.run.mesh
 
 
 def find(
@@ -103,19 +111,21 @@ def load(found: Found, say: Callable[[str], None] = say_loudly) -> Loaded:
 
     from moejax.axes import make_mesh
     from train.checkpoint.orbax_quirks import quiet_orbax
+    from train.resolve.resolved import resolve
     from train.step.compiled import home_placement
 
     quiet_orbax()
     cfg = _on_these_devices(found, jax.devices())
     mesh = make_mesh(cfg.mesh, jax.devices()[: cfg.mesh.num_devices])
-    placement = home_placement(cfg, mesh)
+    run = resolve(cfg, mesh)
+    placement = home_placement(run)
     for step in found.steps:
         record, damage = record_for_all(found.directory, step)
         if record is not None:
-            tree, damage = _read(found.directory, record, cfg, mesh)
+            tree, damage = _read(found.directory, record, run)
             if tree is not None:
                 params, bias = tree["params"], tree["router_bias"]
-                return Loaded(cfg, mesh, params, bias, placement, step, record["meta"])
+                return Loaded(run, params, bias, placement, step, record["meta"])
         problem = f"checkpoint {step} in {found.directory} is damaged: {damage}"
         if len(found.steps) == 1:
             raise ValueError(f"{problem}: use another one")
@@ -226,7 +236,7 @@ def _on_these_devices(found: Found, devices: "Sequence[jax.Device]") -> Config:
 
 
 def _read(
-    directory: pathlib.Path, record: dict, cfg: Config, mesh
+    directory: pathlib.Path, record: dict, run: "Resolved"
 ) -> tuple[dict[str, Any] | None, str]:
     """Parameters and router bias, verified; or None, and what is wrong with them."""
     import optax
@@ -234,7 +244,7 @@ def _read(
     from train.checkpoint.checksum import require_same_arrays
     from train.step.state import abstract_state
 
-    state = abstract_state(cfg, mesh, optax.identity())
+    state = abstract_state(run, optax.identity())
     wanted = {"params": state.params, "router_bias": state.router_bias}
     saved = record["arrays"].items()
     saved = {name: array for name, array in saved if name.split("/")[0] in wanted}

@@ -17,7 +17,7 @@ from moejax.axes import BATCH_AXES, FSDP_AXES, sharding
 from moejax.config import Config
 from moejax.model.cache import Cache
 from train.checkpoint.load import Loaded
-from train.layouts import exact_layout
+from train.resolve.resolved import Resolved
 from train.step.state import graph_of
 
 PROMPT_MULTIPLE = 32
@@ -68,7 +68,7 @@ def make_decoder(loaded: Loaded, num_ids: int, separator: int) -> Decoder:
         lambda leaf: jax.device_put(leaf, _when_used(leaf.sharding)), loaded.params
     )
     weights = whole, loaded.router_bias, loaded.placement
-    programs = _programs(loaded.cfg, loaded.mesh, num_ids)
+    programs = _programs(loaded.run, num_ids)
     return Decoder(loaded.cfg, loaded.mesh, weights, separator, *programs)
 
 
@@ -122,13 +122,13 @@ def choose(
     return jnp.where(how.temperature > 0, drawn_b, likeliest_b).astype(jnp.int32)
 
 
-def _programs(cfg: Config, mesh: jax.sharding.Mesh, num_ids: int):
+def _programs(run: Resolved, num_ids: int):
     """The prefill and the step of a Decoder, jitted."""
-    graph = graph_of(cfg, mesh)
+    cfg, graph = run.cfg, graph_of(run)
 
     def extend(params, bias, placement, token_bt, position_bt, how, cache):
         network = nnx.merge(graph, params, bias)
-        layout = exact_layout(cfg, *token_bt.shape)
+        layout = run.exact_layout(*token_bt.shape)
         hidden_btd, cache = network.extend(
             token_bt, position_bt, placement, layout, cache
         )
@@ -151,8 +151,8 @@ def _programs(cfg: Config, mesh: jax.sharding.Mesh, num_ids: int):
         rows = token_b[:, None], position_b[:, None]
         return extend(params, bias, placement, *rows, how, cache)
 
-    whole = sharding(mesh)
-    outs = whole, whole, Cache.shardings(mesh)
+    whole = sharding(run.mesh)
+    outs = whole, whole, Cache.shardings(run.mesh)
     return (
         jax.jit(prefill, static_argnums=6, out_shardings=outs),
         jax.jit(step, donate_argnums=6, out_shardings=outs),

@@ -18,7 +18,7 @@ from moejax.axes import BATCH_AXES, sharding
 from moejax.config import Config
 from moejax.moe.types import Batch, Windows
 from train.checkpoint.load import Loaded
-from train.layouts import exact_layout
+from train.resolve.resolved import Resolved
 from train.step.loss import token_nats
 from train.step.state import graph_of
 
@@ -39,7 +39,7 @@ def score(
     """Of windows of at most seq_len + 1 tokens, at most `batch_size` rows in a group;
     so many are computed at a time, a multiple of the batch's shards."""
     cfg, mesh = loaded.cfg, loaded.mesh
-    step = _score_step(cfg, mesh, batch_size)
+    step = _score_step(loaded.run, batch_size)
     spread = sharding(mesh, BATCH_AXES)
 
     def report(rows: Windows):
@@ -63,14 +63,14 @@ def score(
     return Score(nats, num_tokens, tokens_le - filled_le)
 
 
-def _score_step(cfg: Config, mesh: jax.sharding.Mesh, batch_size: int):
+def _score_step(run: Resolved, batch_size: int):
     """step(params, bias, placement, batch, count_b) -> nats of the first count_b
     targets of each row together, loads."""
     # Positions alone say where documents begin; joined ones have none within a window.
+    cfg = run.cfg
     data = dataclasses.replace(cfg.data, documents="separate")
-    cfg = dataclasses.replace(cfg, data=data)
-    graph = graph_of(cfg, mesh)
-    layout = exact_layout(cfg, batch_size, cfg.data.seq_len)
+    graph = graph_of(dataclasses.replace(run, cfg=dataclasses.replace(cfg, data=data)))
+    layout = run.exact_layout(batch_size, cfg.data.seq_len)
 
     def step(params, bias, placement, batch, count_b):
         network = nnx.merge(graph, params, bias)
@@ -84,7 +84,7 @@ def _score_step(cfg: Config, mesh: jax.sharding.Mesh, batch_size: int):
         nats = jnp.sum(jnp.where(is_counted_bt, nats_bt, 0.0))
         return nats, jnp.sum(sums.tokens_e, axis=1)
 
-    return jax.jit(step, out_shardings=sharding(mesh))
+    return jax.jit(step, out_shardings=sharding(run.mesh))
 
 
 def _fill(rows: Windows, separator: int, batch_size: int, cfg: Config):

@@ -5,23 +5,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moejax.axes import everywhere, sharding
-from moejax.config import Config
 from moejax.moe.types import Placement, Windows
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
-from train.layouts import layout_of, owning_layout
+from train.resolve.resolved import Resolved
 from train.step.optimizer import make_optimizer
 from train.step.state import abstract_state
 from train.step.step import Model, make_eval_step, make_train_step, window_sharding
 
 
-def make_model(cfg: Config, mesh: Mesh) -> Model:
-    optimizer = make_optimizer(cfg.optimizer, cfg.train.num_steps)
-    return Model(cfg, mesh, layout_of(cfg), optimizer)
-
-
-def home_plan(cfg: Config, layout: Layout) -> ExpertPlan:
-    return ExpertPlan.home_in(layout, cfg.model.num_moe_layers)
+def make_model(run: Resolved) -> Model:
+    cfg = run.cfg
+    return Model(run, make_optimizer(cfg.optimizer, cfg.train.num_steps))
 
 
 def on_devices(plan: ExpertPlan, layout: Layout, mesh: Mesh) -> Placement:
@@ -29,10 +24,10 @@ def on_devices(plan: ExpertPlan, layout: Layout, mesh: Mesh) -> Placement:
     return everywhere(Placement.of_plan(plan.validate(layout), layout), mesh)
 
 
-def home_placement(cfg: Config, mesh: Mesh) -> Placement:
-    """Of layouts without copies: every expert at its owner."""
-    layout = owning_layout(cfg)
-    return on_devices(home_plan(cfg, layout), layout, mesh)
+def home_placement(run: Resolved) -> Placement:
+    """Return the placement with every expert at its owner, for layouts without
+    copies."""
+    return on_devices(run.home_plan(run.owning), run.owning, run.mesh)
 
 
 def trace_train_step(model: Model):
@@ -71,8 +66,8 @@ def _abstract_args(model: Model):
     whole = sharding(mesh)
     placement = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
-        Placement.of_plan(home_plan(cfg, model.layout), model.layout),
+        Placement.of_plan(model.run.home_plan(), model.layout),
     )
     leaf = jax.ShapeDtypeStruct(shape, np.int32, sharding=window_sharding(mesh))
-    state = abstract_state(cfg, mesh, model.optimizer, model.layout.store)
+    state = abstract_state(model.run, model.optimizer, model.layout.store)
     return state, placement, Windows(token_bt=leaf, position_bt=leaf)

@@ -9,20 +9,17 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx, struct
-from jax.sharding import Mesh
 
 from moejax import axes
-from moejax.config import Config
 from moejax.model.sharding import param_sharding
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import RouterBias
-from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.weights import stores
 from moejax.moe.weights.compression import wide
 from moejax.moe.weights.domains import entries, tracked_axes
 from moejax.moe.weights.gradient_compression import kept_axes
-from moejax.plan.layout import Store
-from train.layouts import layout_of, owning_layout
+from moejax.plan.layout import Layout, Store
+from train.resolve.resolved import Resolved
 from train.step import expert_params
 
 
@@ -47,34 +44,28 @@ class TrainState:
     whole."""
 
 
-def graph_of(cfg: Config, mesh: Mesh) -> nnx.GraphDef:
+def graph_of(run: Resolved) -> nnx.GraphDef:
     """The model's structure, without any array."""
-    return nnx.split(_abstract_model(cfg, mesh))[0]
+    return nnx.split(_abstract_model(run))[0]
 
 
-def init_state(
-    cfg: Config, mesh: Mesh, optimizer, store: Store = "owned"
-) -> TrainState:
+def init_state(run: Resolved, optimizer, store: Store = "owned") -> TrainState:
     """A new state on its devices, the same numbers on any mesh."""
     make = jax.jit(
-        lambda: _with_domains(_make_state(cfg, mesh, optimizer), cfg, mesh),
+        lambda: _with_domains(_make_state(run, optimizer), run),
         out_shardings=jax.tree.map(
-            lambda leaf: leaf.sharding, abstract_state(cfg, mesh, optimizer, store)
+            lambda leaf: leaf.sharding, abstract_state(run, optimizer, store)
         ),
     )
     return make()
 
 
-def abstract_state(
-    cfg: Config, mesh: Mesh, optimizer, store: Store = "owned"
-) -> TrainState:
+def abstract_state(run: Resolved, optimizer, store: Store = "owned") -> TrainState:
     """Shapes, dtypes and shardings of the state: masters and moments fully sharded,
     those of experts as the store wants them."""
-    shapes = jax.eval_shape(
-        lambda: _with_domains(_make_state(cfg, mesh, optimizer), cfg, mesh)
-    )
-    _, params, _ = nnx.split(_abstract_model(cfg, mesh), nnx.Param, RouterBias)
-    mesh_layout = on_mesh(mesh, owning_layout(cfg))
+    shapes = jax.eval_shape(lambda: _with_domains(_make_state(run, optimizer), run))
+    _, params, _ = nnx.split(_abstract_model(run), nnx.Param, RouterBias)
+    mesh, mesh_layout = run.mesh, run.owning_on_mesh
     param_shardings = nnx.to_pure_dict(
         nnx.map_state(
             lambda path, variable: param_sharding(
@@ -97,10 +88,8 @@ def abstract_state(
         ),
         key=whole,
         skipped_in_a_row=whole,
-        tracked=None if shapes.tracked is None else _where_tracked(cfg, mesh),
-        kept_gradients=(
-            None if shapes.kept_gradients is None else _where_kept(cfg, mesh)
-        ),
+        tracked=None if shapes.tracked is None else _where_tracked(run),
+        kept_gradients=(None if shapes.kept_gradients is None else _where_kept(run)),
     )
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(
@@ -111,68 +100,70 @@ def abstract_state(
     )
 
 
-def with_tracked(state: TrainState, cfg: Config, mesh: Mesh) -> TrainState:
+def with_tracked(state: TrainState, run: Resolved) -> TrainState:
     """The state with what domains hold of its experts: moved on by what compression
     lets through; begun where there was nothing yet."""
-    layout = layout_of(cfg)
-    if layout.domain is None or layout.domain.form == "none":
+    domain = run.layout.domain
+    if domain is None or domain.form == "none":
         return state
-    dtype = jnp.dtype(cfg.model.compute_dtype)
+    dtype = jnp.dtype(run.cfg.model.compute_dtype)
     masters, _ = expert_params.take(state.params)
-    tracked = stores.tracked(masters, state.tracked, on_mesh(mesh, layout), dtype)
+    tracked = stores.tracked(masters, state.tracked, run.mesh_layout, dtype)
     return state.replace(tracked=tracked)
 
 
-def tracked_anew(state: TrainState, cfg: Config, mesh: Mesh) -> TrainState:
+def tracked_anew(state: TrainState, run: Resolved) -> TrainState:
     """The state with what domains hold as at a run's beginning."""
     begin = jax.jit(
         lambda params: (
-            with_tracked(state.replace(params=params, tracked=None), cfg, mesh).tracked
+            with_tracked(state.replace(params=params, tracked=None), run).tracked
         ),
-        out_shardings=_where_tracked(cfg, mesh),
+        out_shardings=_where_tracked(run),
     )
     return state.replace(tracked=begin(state.params))
 
 
-def keeping_nothing(state: TrainState, cfg: Config, mesh: Mesh) -> TrainState:
+def keeping_nothing(state: TrainState, run: Resolved) -> TrainState:
     """The state with nothing kept back of gradients that travel compressed, as at a
     run's beginning."""
-    where = _where_kept(cfg, mesh)
-    zeros = jax.jit(lambda: _nothing_kept(cfg, mesh), out_shardings=where)
+    where = _where_kept(run)
+    zeros = jax.jit(lambda: _nothing_kept(run), out_shardings=where)
     return state.replace(kept_gradients=zeros())
 
 
-def compresses_gradients(cfg: Config) -> bool:
-    domain = layout_of(cfg).domain
+def compresses_gradients(layout: Layout) -> bool:
+    """Return whether gradients of a domain's experts travel compressed."""
+    domain = layout.domain
     return domain is not None and domain.gradient_compression is not None
 
 
-def _with_domains(state: TrainState, cfg: Config, mesh: Mesh) -> TrainState:
+def _with_domains(state: TrainState, run: Resolved) -> TrainState:
     """The state with what domains hold at a run's beginning."""
-    kept = _nothing_kept(cfg, mesh) if compresses_gradients(cfg) else None
-    return with_tracked(state.replace(kept_gradients=kept), cfg, mesh)
+    kept = _nothing_kept(run) if compresses_gradients(run.layout) else None
+    return with_tracked(state.replace(kept_gradients=kept), run)
 
 
-def _nothing_kept(cfg: Config, mesh: Mesh) -> jax.Array:
+def _nothing_kept(run: Resolved) -> jax.Array:
     """Zeros; ValueError where not one entry fits."""
-    layout, size = layout_of(cfg), 3 * cfg.model.d_model * cfg.moe.d_expert
-    mesh_layout, dtype = on_mesh(mesh, layout), jnp.dtype(cfg.model.compute_dtype)
+    cfg, layout, mesh_layout = run.cfg, run.layout, run.mesh_layout
+    size = 3 * cfg.model.d_model * cfg.moe.d_expert
+    dtype = jnp.dtype(cfg.model.compute_dtype)
     parts = axes.axis_size(mesh_layout.mesh, mesh_layout.width_axes)
     entries(size // parts, dtype, layout.domain.gradient_compression)
     num_held = cfg.moe.num_experts * layout.domain_size
     return jnp.zeros((cfg.model.num_moe_layers, num_held, size), wide(dtype))
 
 
-def _where_kept(cfg: Config, mesh: Mesh) -> jax.sharding.NamedSharding:
-    mesh_layout = on_mesh(mesh, layout_of(cfg))
-    dims = (dim or None for dim in kept_axes(mesh_layout))
-    return axes.sharding(mesh_layout.mesh, *dims)
+def _where_kept(run: Resolved) -> jax.sharding.NamedSharding:
+    return _sharding(run, kept_axes(run.mesh_layout))
 
 
-def _where_tracked(cfg: Config, mesh: Mesh) -> jax.sharding.NamedSharding:
-    mesh_layout = on_mesh(mesh, layout_of(cfg))
-    dims = (dim or None for dim in tracked_axes(mesh_layout))
-    return axes.sharding(mesh_layout.mesh, *dims)
+def _where_tracked(run: Resolved) -> jax.sharding.NamedSharding:
+    return _sharding(run, tracked_axes(run.mesh_layout))
+
+
+def _sharding(run: Resolved, dims) -> jax.sharding.NamedSharding:
+    return axes.sharding(run.mesh_layout.mesh, *(dim or None for dim in dims))
 
 
 def bytes_per_device(state: TrainState) -> dict[str, int]:
@@ -192,19 +183,22 @@ def bytes_per_device(state: TrainState) -> dict[str, int]:
     return kinds | {name: held(leaf) for name, leaf in there.items()}
 
 
-def _abstract_model(cfg: Config, mesh: Mesh) -> Transformer:
-    return nnx.eval_shape(lambda: Transformer(cfg, mesh, nnx.Rngs(cfg.train.seed)))
+def _abstract_model(run: Resolved) -> Transformer:
+    return nnx.eval_shape(lambda: _model(run))
 
 
-def _make_state(cfg: Config, mesh: Mesh, optimizer) -> TrainState:
-    model = Transformer(cfg, mesh, nnx.Rngs(cfg.train.seed))
-    _, params, router_bias = nnx.split(model, nnx.Param, RouterBias)
+def _model(run: Resolved) -> Transformer:
+    return Transformer(run.cfg.network, run.mesh, nnx.Rngs(run.cfg.train.seed))
+
+
+def _make_state(run: Resolved, optimizer) -> TrainState:
+    _, params, router_bias = nnx.split(_model(run), nnx.Param, RouterBias)
     params = nnx.to_pure_dict(params)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
         router_bias=nnx.to_pure_dict(router_bias),
         opt_state=optimizer.init(params),
-        key=jax.random.key_data(jax.random.key(cfg.train.seed)),
+        key=jax.random.key_data(jax.random.key(run.cfg.train.seed)),
         skipped_in_a_row=jnp.zeros((), jnp.int32),
     )

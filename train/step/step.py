@@ -1,7 +1,7 @@
 """One training step and one evaluation step: pure functions of arrays, jitted once."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,9 @@ from moejax.config import Config
 from moejax.model.transformer import Noise
 from moejax.moe import recorded
 from moejax.moe import route as routing
-from moejax.moe.types import Batch, RouterLosses, RoutingStats
+from moejax.moe.types import Batch, Placement, RouterLosses, RoutingStats, Windows
 from moejax.plan.layout import Layout
+from train.resolve.resolved import Resolved
 from train.step.loss import cross_entropy
 from train.step.optimizer import learning_rate
 from train.step.state import TrainState, abstract_state, graph_of, with_tracked
@@ -39,12 +40,41 @@ class StepMetrics:
 
 
 class Model(NamedTuple):
-    """What the step is compiled for, beside shapes."""
+    """What a step is compiled for, beside shapes."""
 
-    cfg: Config
-    mesh: Mesh
-    layout: Layout
+    run: Resolved
     optimizer: optax.GradientTransformation
+
+    @property
+    def cfg(self) -> Config:
+        return self.run.cfg
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.run.mesh
+
+    @property
+    def layout(self) -> Layout:
+        return self.run.layout
+
+    def relaid(self, layout: Layout) -> "Model":
+        """Return the same model for a step of another layout."""
+        return self._replace(run=self.run.relaid(layout))
+
+
+class LossInputs(NamedTuple):
+    """What the loss of one micro-batch takes beside parameters and router bias."""
+
+    placement: Placement
+    windows: Windows
+    key: jax.Array
+    """Random key of the micro-batch: jitter, recorded choices."""
+    step: jax.Array
+    is_training: bool
+    slots: Any = None
+    """Weights of all slots, where they exist already; None: made of the parameters."""
+    tracked: jax.Array | None = None
+    """As TrainState.tracked; None: a domain's experts travel whole."""
 
 
 def window_sharding(mesh: Mesh) -> jax.sharding.NamedSharding:
@@ -55,7 +85,7 @@ def window_sharding(mesh: Mesh) -> jax.sharding.NamedSharding:
 def make_train_step(model: Model):
     """step(state, placement, windows) -> state, StepMetrics; donates its state."""
     # Metrics are whole on every device, so that every process can read them.
-    state = abstract_state(model.cfg, model.mesh, model.optimizer, model.layout.store)
+    state = abstract_state(model.run, model.optimizer, model.layout.store)
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     return jax.jit(
         partial(_train_step, model, make_loss(model)),
@@ -72,45 +102,33 @@ def make_eval_step(model: Model):
 
 
 def make_loss(model: Model):
-    """loss_of(params, router_bias, placement, windows, key, step, is_training, slots,
-    tracked); slots None are made of the parameters, those of a domain whole where
-    tracked is None."""
-    cfg, mesh, layout, _ = model
-    graph = graph_of(cfg, mesh)
+    """Return loss_of(params, router_bias, inputs: LossInputs) -> total loss,
+    (cross-entropy, router losses, routing statistics) of one micro-batch."""
+    cfg, layout = model.cfg, model.layout
+    graph = graph_of(model.run)
     chance_tle = None
     if cfg.router.kind == "recorded":
         sizes = (cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k)
         chance_tle = recorded.loads(cfg.recorded, *sizes)
 
-    def loss_of(
-        params,
-        router_bias,
-        placement,
-        windows,
-        key,
-        step,
-        is_training,
-        slots=None,
-        tracked=None,
-    ):
-        """Total loss; (cross-entropy, router losses, stats) of one micro-batch."""
-        batch = Batch.of_windows(windows)
+    def loss_of(params, router_bias, inputs: LossInputs):
+        batch = Batch.of_windows(inputs.windows)
         chance_le = None
         if chance_tle is not None:
-            sample = recorded.sample_index(cfg.recorded, len(chance_tle), step)
+            sample = recorded.sample_index(cfg.recorded, len(chance_tle), inputs.step)
             chance_le = jnp.asarray(chance_tle)[sample]
-        jitter = cfg.router.jitter if is_training else 0.0
+        jitter = cfg.router.jitter if inputs.is_training else 0.0
         network = nnx.merge(graph, params, router_bias)
-        is_dense = is_training and cfg.router.training == "dense"
-        noise = Noise(key, chance_le, jitter, is_dense)
+        is_dense = inputs.is_training and cfg.router.training == "dense"
+        noise = Noise(inputs.key, chance_le, jitter, is_dense)
         hidden_btd, sums = network(
             batch.tokens_bt,
             batch.position_bt,
-            placement,
+            inputs.placement,
             layout,
             noise,
-            slots,
-            tracked,
+            inputs.slots,
+            inputs.tracked,
         )
         nats, square = cross_entropy(
             hidden_btd, network.head(), batch.targets_bt, cfg.train.loss_chunk
@@ -150,14 +168,20 @@ def _weighted(cfg: Config, router: RouterLosses) -> jax.Array:
 
 def _train_step(model: Model, loss_of, state: TrainState, placement, windows):
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-    by = trained(model.cfg, model.mesh, model.layout, state, placement)
+    by = trained(model.run, state, placement)
 
     def loss_of_part(values, index, part):
         params, slots = by.split(values)
-        key_of_part = jax.random.fold_in(key, index)
-        fixed = (state.router_bias, placement, part, key_of_part, state.step)
-        made = {"slots": slots, "tracked": state.tracked if slots is None else None}
-        return loss_of(params, *fixed, is_training=True, **made)
+        inputs = LossInputs(
+            placement,
+            part,
+            jax.random.fold_in(key, index),
+            state.step,
+            is_training=True,
+            slots=slots,
+            tracked=state.tracked if slots is None else None,
+        )
+        return loss_of(params, state.router_bias, inputs)
 
     grad_of = jax.value_and_grad(loss_of_part, has_aux=True)
 
@@ -230,7 +254,7 @@ def _update(model: Model, state: TrainState, gradients, total_a, aux):
         tracked=state.tracked,
         kept_gradients=kept,
     )
-    return with_tracked(state, cfg, model.mesh), metrics
+    return with_tracked(state, model.run), metrics
 
 
 def _over_micro_batches(stats: RoutingStats) -> RoutingStats:
@@ -258,6 +282,6 @@ def _move_bias(cfg: Config, router_bias, tokens_le):
 def _eval_step(loss_of, params, router_bias, placement, windows):
     key, step = jax.random.key(0), jnp.int32(0)
     first = jax.tree.map(lambda leaf: leaf[0], windows)
-    args = (params, router_bias, placement, first, key, step)
-    _, (nats, _, stats) = loss_of(*args, is_training=False)
+    inputs = LossInputs(placement, first, key, step, is_training=False)
+    _, (nats, _, stats) = loss_of(params, router_bias, inputs)
     return nats, stats

@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.config import Config
-from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.weights import stores
-from moejax.plan.layout import Layout
+from train.resolve.resolved import Resolved
 from train.step import expert_params
 from train.step.state import TrainState
 
@@ -30,13 +28,13 @@ class Trained(NamedTuple):
     TrainState.kept_gradients."""
 
 
-def trained(cfg: Config, mesh, layout: Layout, state: TrainState, placement) -> Trained:
+def trained(run: Resolved, state: TrainState, placement) -> Trained:
     """Slots are made once, from the masters as they are now, and stand for them."""
     is_compressed = state.kept_gradients is not None
-    if layout.store != "resident" and not is_compressed:
+    if run.layout.store != "resident" and not is_compressed:
         return Trained(state.params, lambda params: (params, None), _as_they_are)
     masters, others = expert_params.take(state.params)
-    dtype, mesh_layout = jnp.dtype(cfg.model.compute_dtype), on_mesh(mesh, layout)
+    dtype, mesh_layout = jnp.dtype(run.cfg.model.compute_dtype), run.mesh_layout
 
     def make(masters, placement, tracked_sx=None):
         return stores.slots(masters, placement, mesh_layout, dtype, tracked_sx)

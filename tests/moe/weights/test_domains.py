@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 
 from moejax.config import Router
-from moejax.moe.dense import check_dense
 from moejax.plan.layout import Layout, Topology
 from moejax.plan.parallel import Domain, Tensor
 from tests.support.configured_layers import SKEWS, check, config, make_case, mesh_of
 from tests.support.random_plans import random_plan
+from tests.support.resolved import layout_of
 from tests.support.steps import SMALL
-from train.layouts import layout_of
-from train.step.compiled import home_plan
+from train.resolve.resolved import check_dense_training, resolve
 from train.step.optimizer import make_optimizer
 from train.step.state import abstract_state
 
@@ -177,8 +176,9 @@ def test_owners_and_their_masters_stay_whatever_the_domain(mesh):
             dispatch=dataclasses.replace(dispatch, domain=shared),
         )
         optimizer = make_optimizer(cfg.optimizer, cfg.train.num_steps)
-        state = abstract_state(cfg, mesh_of(mesh), optimizer)
-        owned_le = home_plan(cfg, layout_of(cfg)).owned_le
+        run = resolve(cfg, mesh_of(mesh))
+        state = abstract_state(run, optimizer)
+        owned_le = run.home_plan().owned_le
         states.append((owned_le.tolist(), jax.tree.map(lambda x: x.sharding, state)))
     assert all(state == states[0] for state in states)
 
@@ -189,7 +189,7 @@ DC_EXPERT = {"axes": ("dc", "expert"), "num_devices": 8, **OWNED}
 
 def init(cfg) -> None:
     optimizer = make_optimizer(cfg.optimizer, cfg.train.num_steps)
-    abstract_state(cfg, mesh_of(cfg.mesh), optimizer)
+    abstract_state(resolve(cfg, mesh_of(cfg.mesh)), optimizer)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def init(cfg) -> None:
             ["one entry in each", "use at most ratio="],
         ),
         (
-            lambda: check_dense(
+            lambda: check_dense_training(
                 dataclasses.replace(
                     domain_config(PLAIN, (2, 2), gradient_compression=8.0),
                     router=Router(training="dense"),

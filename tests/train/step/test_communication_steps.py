@@ -20,7 +20,6 @@ from tests.support.communication_steps import (
 )
 from tests.support.steps import E, L, check_step, make_case, one_step, run, warm_state
 from train.checkpoint.identity import is_cut_alike
-from train.layouts import exact_layout, layout_of, owning_layout
 from train.step.expert_params import take
 from train.step.state import init_state, tracked_anew
 from train.step.step import Model
@@ -53,7 +52,7 @@ def test_a_tracked_expert_follows_its_masters_by_few_entries():
     masters now are; nothing else."""
     case = wire_case("delta", "float32")
     model = case.model
-    state = init_state(model.cfg, model.mesh, model.optimizer)
+    state = init_state(model.run, model.optimizer)
     before, masters = whole(state.tracked), rows_of(state)
     # Domains are four devices of two expert indices: slots by (dc, expert, own).
     assert np.array_equal(np.sort(before, axis=1), np.sort(masters, axis=1))
@@ -70,7 +69,7 @@ def test_a_tracked_expert_follows_its_masters_by_few_entries():
 
 
 def init(model: Model):
-    return init_state(model.cfg, model.mesh, model.optimizer)
+    return init_state(model.run, model.optimizer)
 
 
 def rows_of(state) -> np.ndarray:
@@ -94,7 +93,7 @@ def test_what_is_tracked_begins_anew_where_a_run_is_cut_otherwise():
     model = wire_case("delta", "float32").model
     state = init(model)
     lost = state.replace(tracked=jax.numpy.zeros_like(state.tracked))
-    again = tracked_anew(lost, model.cfg, model.mesh)
+    again = tracked_anew(lost, model.run)
     assert np.array_equal(whole(again.tracked), whole(state.tracked))
     meta = {"config": json.loads(json.dumps(model.cfg.to_dict()))}
     assert is_cut_alike(meta, model.cfg)
@@ -104,12 +103,12 @@ def test_what_is_tracked_begins_anew_where_a_run_is_cut_otherwise():
 
 def test_a_batch_of_another_size_is_scored_without_a_domain():
     """Its placement is that of owners (train.step.compiled.home_placement)."""
-    cfg = model_of("domain", "float32").cfg
-    assert layout_of(cfg).domain is not None
-    assert exact_layout(cfg, 8, 16).domain is owning_layout(cfg).domain is None
+    run = model_of("domain", "float32").run
+    assert run.layout.domain is not None
+    assert run.exact_layout(8, 16).domain is run.owning.domain is None
 
 
 def test_a_token_at_a_time_is_routed_whole():
-    cfg = model_of("s1h", "float32").cfg
-    assert exact_layout(cfg, 4, 1).tensor.schedule == "s2"
-    assert exact_layout(cfg, 4, 2).tensor.schedule == "s1h"
+    run = model_of("s1h", "float32").run
+    assert run.exact_layout(4, 1).tensor.schedule == "s2"
+    assert run.exact_layout(4, 2).tensor.schedule == "s1h"

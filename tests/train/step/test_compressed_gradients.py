@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from moejax.axes import make_mesh
-from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.weights import domains, gradient_compression, stores
 from moejax.moe.weights.gradient_compression import SCALE_BYTES
 from moejax.perf.choose_domain import predict
@@ -23,14 +22,13 @@ from tests.support.run_main import TOY, checkpoint_record, corpus, lines_of, run
 from tests.support.steps import SMALL, Case, E, L, make_case_of
 from tests.support.steps import run as run_step
 from tools.census import HLO, of_compiled
-from train.calibrated import calibration_of
 from train.checkpoint.checkpoints import Checkpointer
-from train.communication import stream_of
 from train.config import gin_reader
 from train.dry_run import dry_run
 from train.job import prepare
-from train.layouts import layout_of
 from train.loop import restore
+from train.resolve.communication import stream_of
+from train.resolve.resolved import resolve
 from train.step.compiled import home_placement
 from train.step.expert_params import take
 from train.step.state import init_state
@@ -54,12 +52,11 @@ def delta(ratio: float | None, mesh: Topology = TWO_DCS, remat: str = "none") ->
 
 def changed(model: Model, /, **parts) -> Model:
     cfg = dataclasses.replace(model.cfg, **parts)
-    mesh = make_mesh(cfg.mesh)
-    return model._replace(cfg=cfg, mesh=mesh, layout=layout_of(cfg))
+    return model._replace(run=resolve(cfg, make_mesh(cfg.mesh)))
 
 
 def begun(case: Case):
-    return init_state(case.model.cfg, case.model.mesh, case.model.optimizer)
+    return init_state(case.model.run, case.model.optimizer)
 
 
 def rows(tree) -> np.ndarray:
@@ -168,9 +165,9 @@ def test_entries_alone_travel_and_the_prediction_says_so():
     sent = sum(int(np.prod([int(n) for n in one.split(",")])) for one in dims)
     k, _ = domains.entries(SIZE, np.float32, RATIO)
     assert sent == MEMBERS * (2 * k + SCALE_BYTES)
-    cfg = case.model.cfg
-    calibration = calibration_of(cfg)
-    found = predict(stream_of(cfg, calibration), (2, 2), calibration)
+    calibration = case.model.run.calibration
+    stream = stream_of(case.model.cfg, calibration)
+    found = predict(stream, (2, 2), calibration)
     leaving = MICRO_BATCHES * found.bytes_of("all_to_all dc_expert gradients")
     assert leaving == pytest.approx(sent * (MEMBERS - 1) / MEMBERS)
     assert not found.bytes_of("reduce_scatter")
@@ -194,12 +191,11 @@ def test_all_entries_are_whole_gradients_bit_for_bit(monkeypatch):
     fields = {"domain": (2, 1), "gradient_compression": 1.0, "compression": "none"}
     dispatch = dataclasses.replace(model.cfg.dispatch, **fields)
     model = changed(model, dispatch=dispatch)
-    cfg, mesh, layout, _ = model
     monkeypatch.setattr(gradient_compression, "entries", lambda size, *_: (size, 1))
     monkeypatch.setattr(gradient_compression, "VALUE_DTYPE", "float32")
-    state = init_state(cfg, mesh, model.optimizer)
+    state = init_state(model.run, model.optimizer)
     masters, _ = take(state.params)
-    placement, mesh_layout = home_placement(cfg, mesh), on_mesh(mesh, layout)
+    placement, mesh_layout = home_placement(model.run), model.run.mesh_layout
 
     @jax.jit
     def both(masters, seed):
@@ -244,7 +240,7 @@ def test_a_run_goes_on_with_what_was_kept(tmp_path):
     """Bit for bit where it is cut alike; else it begins at zero, and a line says so. A
     run may begin to compress gradients, and may end it."""
     job = job_of("(2, 2)", *BOTH)
-    state = init_state(job.cfg, job.model.mesh, job.model.optimizer)
+    state = init_state(job.model.run, job.model.optimizer)
     sharding = state.kept_gradients.sharding
     kept = np.random.default_rng(0).normal(size=state.kept_gradients.shape)
     kept = jax.device_put(kept.astype(np.float32), sharding)

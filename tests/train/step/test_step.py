@@ -16,7 +16,7 @@ from moejax.moe.types import Windows
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Topology
 from tests.support.close import assert_close
-from train.layouts import layout_of
+from train.resolve.resolved import resolve
 from train.step.compiled import on_devices
 from train.step.optimizer import is_decayed, learning_rate, make_optimizer
 from train.step.state import abstract_state, init_state
@@ -62,10 +62,10 @@ def take_step(cfg: Config, optimizer=None, windows_bt=WINDOWS, change=lambda s: 
     optimizer = optimizer or keep_gradients()
     devices = jax.devices()[: cfg.mesh.num_devices]
     mesh = make_mesh(cfg.mesh, devices)
-    model = Model(cfg, mesh, layout_of(cfg), optimizer)
+    model = Model(resolve(cfg, mesh), optimizer)
     plan = ExpertPlan.home_in(model.layout, cfg.model.num_moe_layers)
     placement = on_devices(plan, model.layout, mesh)
-    state = change(init_state(cfg, mesh, optimizer))
+    state = change(init_state(model.run, optimizer))
     before = jax.device_get(state)
     shape = (cfg.train.accumulate_steps, -1, windows_bt.shape[1])
     windows = Windows(windows_bt, POSITIONS[: len(windows_bt)])
@@ -150,7 +150,7 @@ def test_state_is_fully_sharded():
     optimizer = make_optimizer(SMALL.optimizer, 10)
     wide_model = dataclasses.replace(SMALL.model, d_ff=256)
     cfg = dataclasses.replace(SMALL, model=wide_model)
-    state = abstract_state(cfg, mesh, optimizer)
+    state = abstract_state(resolve(cfg, mesh), optimizer)
     block = state.params["cycles"]["blocks"][0]
     assert block["moe"]["gate_edf"].sharding.spec == P(None, "expert", None, "data")
     assert block["moe"]["down_efd"].sharding.spec == P(None, "expert", "data", None)
@@ -164,7 +164,7 @@ def test_state_is_fully_sharded():
 
 
 def test_decay_acts_on_matrices_only():
-    decayed = is_decayed(init_state(SMALL, make_mesh(SMALL.mesh),
+    decayed = is_decayed(init_state(resolve(SMALL, make_mesh(SMALL.mesh)),
                                     keep_gradients()).params)  # fmt: skip
     block = decayed["cycles"]["blocks"][0]
     assert block["attention"]["q_dhi"]

@@ -1,7 +1,9 @@
-"""What 'auto' means for a layer's wires: the schedule and the domain that a calibration
-makes fastest."""
+"""How layers are cut over the mesh and in which order rows travel.
 
-import functools
+'auto' takes the schedule and the domain that a calibration makes fastest.
+"""
+
+import dataclasses
 from typing import NamedTuple
 
 from moejax.config import Config
@@ -9,12 +11,51 @@ from moejax.perf import choose_domain, choose_schedule
 from moejax.perf.calibration import Calibration
 from moejax.plan.layout import ITEMSIZE
 from moejax.plan.parallel import Domain, Tensor
-from moejax.plan.schedule_rules import SCHEDULES
-from train.calibrated import calibration_of, other_flops_per_device
-from train.parts import Parts, micro_batch_tokens
+from moejax.plan.schedule_rules import SCHEDULES, UNSPLIT
+from train.resolve.speeds import other_flops_per_device
 
 
-class Wires(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """How the layers of a run are cut over the mesh: owners, shards, tensor, domain."""
+
+    axes: tuple[str, ...]
+    """Mesh axes of the group: Layout.axes."""
+    num_owners: int
+    tensor: Tensor | None
+    domain: Domain | None
+
+    @property
+    def fields(self) -> dict:
+        """Fields of a Layout, by name."""
+        return {"axes": self.axes, "tensor": self.tensor, "domain": self.domain}
+
+    def source_tokens(self, tokens: int) -> int:
+        """Return how many of a tensor group's `tokens` one source of the layer has.
+
+        ValueError where the tensor axis does not divide them.
+        """
+        if self.tensor is None:
+            return tokens
+        tensor = self.tensor
+        if tokens % tensor.num_parts:
+            raise ValueError(
+                f"Dispatch.schedule='{tensor.schedule}' splits the {tokens} tokens of "
+                f"a micro-batch and device over Mesh.tensor={tensor.size}: use a batch "
+                "and length that it divides"
+            )
+        return tokens // tensor.num_parts * tensor.num_gathered
+
+    def of_any_batch(self, tokens: int) -> "Parts":
+        """Return these parts, or where the tensor axis does not divide so many tokens,
+        those of a schedule that routes them whole."""
+        if self.tensor is None or tokens % self.tensor.num_parts == 0:
+            return self
+        tensor = dataclasses.replace(self.tensor, schedule=UNSPLIT)
+        return dataclasses.replace(self, tensor=tensor)
+
+
+class Communication(NamedTuple):
     """How layers are cut, and what was predicted where 'auto' chose."""
 
     parts: Parts
@@ -22,7 +63,7 @@ class Wires(NamedTuple):
     domain: choose_domain.Choice | None = None
 
     def lines(self) -> list[str]:
-        """What was chosen and why, and each candidate's time as a sum of its terms."""
+        """Say what was chosen and why, and each candidate's time as a sum of terms."""
         said = []
         for name, choice in (("schedule", self.schedule), ("domain", self.domain)):
             if choice is None:
@@ -36,39 +77,48 @@ class Wires(NamedTuple):
         return said
 
 
-@functools.cache
-def wires_of(cfg: Config) -> Wires:
-    """ValueError where no candidate can run, and where a calibration has not what it
-    takes."""
+def choose_communication(cfg: Config, calibration: Calibration) -> Communication:
+    """Return how the layers of this run are cut.
+
+    Raises ValueError where no candidate can run, and where the calibration lacks a line
+    that a prediction takes.
+    """
     schedule, tensor = None, None
     if cfg.mesh.tensor > 1 or cfg.expert_shards > 1:
         name = cfg.dispatch.schedule
         if name == "auto":
             among = possible_schedules(cfg)
-            schedule = choose_schedule.choose(shape_of(cfg), calibration_of(cfg), among)
+            schedule = choose_schedule.choose(shape_of(cfg), calibration, among)
             name = schedule.schedule
         tensor = Tensor(name, cfg.mesh.tensor, cfg.expert_shards)
     if tensor is not None and tensor.is_local:
-        return Wires(Parts(("tensor",), cfg.mesh.tensor, tensor, None), schedule)
+        parts = Parts(("tensor",), cfg.mesh.tensor, tensor, None)
+        return Communication(parts, schedule)
     sizes = _group_sizes(cfg)
-    shared, choice = cfg.dispatch.domain, None
+    domain, choice = _domain(cfg, tensor, calibration)
+    parts = Parts(tuple(sizes), cfg.group_size, tensor, domain)
+    return Communication(parts, schedule, choice)
+
+
+def _domain(
+    cfg: Config, tensor: Tensor | None, calibration: Calibration
+) -> tuple[Domain | None, choose_domain.Choice | None]:
+    sizes, dispatch = _group_sizes(cfg), cfg.dispatch
+    shared, choice = dispatch.domain, None
     is_cut = tensor is not None and bool(tensor.inner)
     if shared == "auto" and (is_cut or not _has_plain_slots(cfg)):
         shared = (1,) * len(sizes)  # a domain takes whole owners, and no replicas
     elif shared == "auto":
-        calibration = calibration_of(cfg)
         choice = choose_domain.choose(stream_of(cfg, calibration), calibration)
         shared = choice.domain
     elif "dc" not in sizes:
         shared = shared[1:]
-    domain = None
-    if max(shared) > 1:
-        form, ratio = cfg.dispatch.compression, cfg.dispatch.compression_ratio
-        how = ("none", 1.0) if form == "none" else (form, ratio)
-        back = cfg.dispatch.gradient_compression
-        domain = Domain(tuple(sizes.values()), shared, *how, back)
-    parts = Parts(tuple(sizes), cfg.group_size, tensor, domain)
-    return Wires(parts, schedule, choice)
+    if max(shared) == 1:
+        return None, choice
+    form, ratio = dispatch.compression, dispatch.compression_ratio
+    how = ("none", 1.0) if form == "none" else (form, ratio)
+    back = dispatch.gradient_compression
+    return Domain(tuple(sizes.values()), shared, *how, back), choice
 
 
 def possible_schedules(cfg: Config) -> tuple[str, ...]:
@@ -151,3 +201,9 @@ def _fewer_bytes(cfg: Config) -> dict[str, float]:
 
 def _group_sizes(cfg: Config) -> dict[str, int]:
     return {axis: getattr(cfg.mesh, axis) for axis in cfg.dispatch.group_axes}
+
+
+def micro_batch_tokens(cfg: Config) -> int:
+    """Return the tokens of one micro-batch on one device, or on one tensor group."""
+    shards = cfg.mesh.num_batch_shards * cfg.train.accumulate_steps
+    return cfg.train.batch_size // shards * cfg.data.seq_len

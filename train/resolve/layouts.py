@@ -1,5 +1,5 @@
-"""Which layouts a run has: what its policy is made for, unless the configuration says
-otherwise."""
+"""Which layouts a run may have: what its policy is made for, unless the configuration
+says otherwise; and the balancer's settings that follow."""
 
 import typing
 
@@ -7,13 +7,11 @@ from moejax.balance.controller import Settings
 from moejax.balance.policies import check_policy
 from moejax.config import Config
 from moejax.plan.layout import Layout, Store
-from train.communication import wires_of
-from train.parts import micro_batch_tokens
+from train.resolve.communication import Parts, micro_batch_tokens
 
 
-def layout_of(cfg: Config) -> Layout:
-    """For one micro-batch of this run, at its start."""
-    parts = wires_of(cfg).parts
+def step_layout(cfg: Config, parts: Parts) -> Layout:
+    """Return the layout of the step that a run begins with, for one micro-batch."""
     return Layout.home(
         cfg.moe.num_experts,
         parts.num_owners,
@@ -25,22 +23,22 @@ def layout_of(cfg: Config) -> Layout:
         kernels=cfg.dispatch.kernels,
         fp8=cfg.dispatch.fp8,
         **parts.fields,
-        **_store_of(cfg),
+        **_store_of(cfg, parts),
     )
 
 
-def owning_layout(cfg: Config) -> Layout:
-    """With every expert at its owner and nowhere else, and no domain: how parameters
-    rest, and an evaluation of another batch may run."""
-    parts = wires_of(cfg).parts
+def owning_layout(cfg: Config, parts: Parts) -> Layout:
+    """Return the layout with every expert at its owner and nowhere else, and without a
+    domain: how parameters rest, and what an evaluation of another batch runs in."""
     fields = parts.fields | {"domain": None}
     return Layout.home(cfg.moe.num_experts, parts.num_owners, 8, **fields)
 
 
-def exact_layout(cfg: Config, batch_size: int, width: int) -> Layout:
-    """The home layout for these tokens, that drops none whatever the run does."""
+def exact_layout(cfg: Config, parts: Parts, batch_size: int, width: int) -> Layout:
+    """Return the home layout for a batch of `batch_size` sequences of `width` tokens;
+    it drops no row, whatever the run does."""
     tokens_per_device = batch_size // cfg.mesh.num_batch_shards * width
-    run_parts, transport = wires_of(cfg).parts, cfg.dispatch.transport
+    run_parts, transport = parts, cfg.dispatch.transport
     parts = run_parts.of_any_batch(tokens_per_device)
     if parts != run_parts and transport == "ragged":
         transport = "padded"
@@ -56,33 +54,20 @@ def exact_layout(cfg: Config, batch_size: int, width: int) -> Layout:
     )
 
 
-def settings_of(cfg: Config) -> Settings:
-    """The balancer's; ValueError for thresholds in the wrong order and the like."""
+def balancer_settings(cfg: Config, layout: Layout) -> Settings:
+    """Return the balancer's settings for a run that begins in `layout`. Raises
+    ValueError for a split or a store that the policy has no use for."""
     policy = check_policy(cfg.balance.policy)
     if cfg.dispatch.split == "water_filling" and not policy.has_replicas:
         raise ValueError(
             "Dispatch.split='water_filling' divides rows over replicas, and "
-            "Balance.policy="
-            f"'{cfg.balance.policy}' makes none: use 'micromoe' or another that does"
+            f"Balance.policy='{cfg.balance.policy}' makes none: use 'micromoe' or "
+            "another that does"
         )
-    balance, own = cfg.balance, cfg.moe.num_experts // wires_of(cfg).parts.num_owners
-    most = balance.max_slots_per_device
+    most = cfg.balance.max_slots_per_device
     if most is None:
-        most = max(2 * own + 2, layout_of(cfg).slots_per_device)
-    return Settings(
-        policy=balance.policy,
-        every_steps=balance.every_steps,
-        lag_steps=balance.lag_steps,
-        relayout_lag_steps=balance.relayout_lag_steps,
-        stores=_possible_stores(cfg),
-        act_above=balance.act_above,
-        rest_below=balance.rest_below,
-        margin=balance.margin,
-        cooldown_steps=balance.cooldown_steps,
-        horizon_steps=balance.horizon_steps,
-        half_life_steps=balance.half_life_steps,
-        max_slots_per_device=most,
-    )
+        most = max(2 * layout.experts_per_device + 2, layout.slots_per_device)
+    return Settings.of(cfg.balance, most, _possible_stores(cfg))
 
 
 def _possible_stores(cfg: Config) -> tuple[Store, ...]:
@@ -97,7 +82,7 @@ def _possible_stores(cfg: Config) -> tuple[Store, ...]:
     )
 
 
-def _sizes_of(cfg: Config, store: Store) -> tuple[int, int, int]:
+def _sizes_of(cfg: Config, parts: Parts, store: Store) -> tuple[int, int, int]:
     """Slots of a device, and what it can offer and hold of copies.
 
     In a merged group a device has the slots that it would have alone: data parallelism
@@ -105,7 +90,7 @@ def _sizes_of(cfg: Config, store: Store) -> tuple[int, int, int]:
     each own expert, which always is enough.
     """
     moe, dispatch = cfg.moe, cfg.dispatch
-    own = moe.num_experts // wires_of(cfg).parts.num_owners
+    own = moe.num_experts // parts.num_owners
     alone, is_dynamic = moe.num_experts // cfg.mesh.expert, dispatch.split == "dynamic"
     offers, copies, slots = (
         dispatch.offers_per_device, dispatch.copies_per_device,
@@ -126,7 +111,7 @@ def _sizes_of(cfg: Config, store: Store) -> tuple[int, int, int]:
     return slots, offers, max(slots - own, 1) if copies is None else copies
 
 
-def _store_of(cfg: Config) -> dict:
+def _store_of(cfg: Config, parts: Parts) -> dict:
     """Fields of the Layout that say how experts reach slots, and rows replicas."""
     moe, dispatch = cfg.moe, cfg.dispatch
     policy = check_policy(cfg.balance.policy)
@@ -143,7 +128,6 @@ def _store_of(cfg: Config) -> dict:
             "needs: use "
             f"Balance.policy='home' with it, and not '{cfg.balance.policy}'"
         )
-    parts = wires_of(cfg).parts
     is_local = parts.tensor is not None and parts.tensor.is_local
     if (parts.domain is not None or is_local) and cfg.balance.policy != "home":
         raise ValueError(
@@ -154,11 +138,11 @@ def _store_of(cfg: Config) -> dict:
         )
     store = "transient" if is_dynamic else policy.stores[0]
     store = store if dispatch.store is None else dispatch.store
-    slots, offers, copies = _sizes_of(cfg, store)
+    slots, offers, copies = _sizes_of(cfg, parts, store)
     if slots > moe.num_experts:
         raise ValueError(
             f"Dispatch.slots_per_device={slots} is more replicas than devices "
-            f"({wires_of(cfg).parts.num_owners}) for some expert: a device needs each "
+            f"({parts.num_owners}) for some expert: a device needs each "
             f"once, use num_experts={moe.num_experts} at most"
         )
     shards = cfg.mesh.data * cfg.mesh.expert * cfg.mesh.tensor
@@ -171,7 +155,7 @@ def _store_of(cfg: Config) -> dict:
     prefetch = dispatch.prefetch
     if prefetch is None:
         prefetch = policy.prefetch and store == "transient" and not is_dynamic
-        prefetch = prefetch or wires_of(cfg).parts.domain is not None
+        prefetch = prefetch or parts.domain is not None
     return {
         "slots_per_device": slots,
         "store": store,

@@ -9,7 +9,7 @@ from moejax.kernels.tuning import of_layer, tuned
 from moejax.plan.layout import Layout
 
 
-def kernels_of(cfg: Config, layout: Layout) -> dict[str, Choice]:
+def choose_kernels(cfg: Config, layout: Layout) -> dict[str, Choice]:
     """By kernel, for a layer of this layout on the device that is here; of later rounds
     where these get another one."""
     if layout.kernels == "plain":

@@ -11,11 +11,10 @@ from moejax.plan.layout import ITEMSIZE
 COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 
 
-def cost_of(cfg: Config, device_kind: str) -> CostModel:
-    """Of this model's sizes at presumed speeds, or at those that Balance.calibration
-    has; ValueError if that was measured elsewhere."""
+def make_cost_model(cfg: Config, calibration: Calibration) -> CostModel:
+    """Return the cost model of this model's sizes at the calibration's speeds."""
     return cost_model(
-        calibration_of(cfg, device_kind),
+        calibration,
         d_model=cfg.model.d_model,
         d_expert=cfg.moe.d_expert // cfg.expert_shards,
         itemsize=ITEMSIZE[cfg.model.compute_dtype],
@@ -26,9 +25,12 @@ def cost_of(cfg: Config, device_kind: str) -> CostModel:
     )
 
 
-def calibration_of(cfg: Config, device_kind: str | None = None) -> Calibration:
-    """That of Balance.calibration, which must be of this mesh and, where one is given,
-    kind of device; else presumed speeds."""
+def load_calibration(cfg: Config, device_kind: str | None = None) -> Calibration:
+    """Return the calibration of Balance.calibration, or presumed speeds without one.
+
+    Raises ValueError where it was measured on another mesh, in another dtype or, if
+    `device_kind` is given, on another kind of device.
+    """
     if cfg.balance.calibration is None:
         return presumed(_sizes(cfg), device_kind or "any device")
     calibration = read_calibration(_found(cfg.balance.calibration))
@@ -55,7 +57,7 @@ def presumed(mesh_sizes: dict[str, int], device_kind: str) -> Calibration:
 
 def other_flops_per_device(cfg: Config) -> float:
     """Forward, of a block without its routed experts, in one micro-batch."""
-    flops = flops_per_token(cfg)
+    flops = flops_per_token(cfg.network)
     rest = flops.attention_projections + flops.attention_scores + flops.shared
     tokens = cfg.train.batch_size * cfg.data.seq_len / cfg.train.accumulate_steps
     devices = cfg.mesh.num_batch_shards * cfg.mesh.tensor
@@ -70,4 +72,4 @@ def _found(path: str) -> pathlib.Path:
     """A path from the working directory or, as shipped configs have it, from the folder
     that holds train/."""
     here = pathlib.Path(path)
-    return here if here.exists() else pathlib.Path(__file__).parents[1] / path
+    return here if here.exists() else pathlib.Path(__file__).parents[2] / path
