@@ -26,8 +26,8 @@ from moejax.plan.layout import (
     Topology,
     uneven_group,
 )
-from moejax.plan.parallel import Domain, Form, Schedule, Tensor
-from moejax.plan.schedule_rules import SCHEDULES, UNSPLIT
+from moejax.plan.parallel import Domain, Form, Tensor
+from moejax.plan.schedule_rules import SCHEDULES, UNSPLIT, Schedule
 
 
 def require(claim: bool, message: str) -> None:
@@ -608,9 +608,8 @@ def check_shards(cfg: Config) -> None:
         )
     require(
         not cfg.dispatch.is_local or (group == "expert" and domain == (1, 1)),
-        f"Dispatch.schedule='{schedule}' has the experts along the tensor axis "
-        "alone: use "
-        f"Dispatch.group='expert' and Dispatch.domain=(1, 1), not '{group}' and "
+        f"Dispatch.schedule='{schedule}' has the experts along the tensor axis alone: "
+        f"use Dispatch.group='expert' and Dispatch.domain=(1, 1), not '{group}' and "
         f"{domain}",
     )
     require(
