@@ -70,7 +70,11 @@ def test_only_replicas_are_coloured_and_each_differs():
 
 def write_run(folder, plan: ExpertPlan, lines: list[dict], policy: str = "eplb"):
     """What a run leaves there, as far as it is read."""
-    config = {"mesh": {"expert": DEVICES}, "balance": {"policy": policy}}
+    config = {
+        "mesh": {"expert": DEVICES},
+        "dispatch": {"group": "expert", "split": None},
+        "balance": {"policy": policy},
+    }
     record = {"step": 40, "meta": {"plan": plan.to_json(), "config": config}}
     record["sha256"] = record_sha256(record)
     path = folder / "checkpoints" / "40" / "record" / "metadata"
