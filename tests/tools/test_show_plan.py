@@ -9,7 +9,7 @@ from moejax.plan.expert_plan import ExpertPlan
 from tools import show_plan
 from tools.bench import expert_loads
 from tools.plots.plan_picture import replica_colours
-from train.checkpoint.files import record_sha256
+from train.checkpoint.record import record_sha256
 
 pytestmark = pytest.mark.filterwarnings("error")  # matplotlib warns of ugly layouts
 

@@ -1,1 +1,4 @@
-"""What is saved and read back: checkpoints, their checksums, and whose they are."""
+"""Checkpoints: written, verified and read on any mesh; which run one may continue.
+
+Other files of a run directory are written by `train.logs`.
+"""

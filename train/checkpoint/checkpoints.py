@@ -14,24 +14,23 @@ renames, each reads and writes the shards of its devices.
 
 import contextlib
 import dataclasses
-import math
 import pathlib
 from collections.abc import Callable
 
+import jax
 import orbax.checkpoint as ocp
 
 from moejax import config
-from train.checkpoint.checksum import describe, require_same_arrays
-from train.checkpoint.files import (
+from train.checkpoint.checksum import checksums, describe, require_same_arrays
+from train.checkpoint.orbax_quirks import quiet_orbax, remove_unfinished, shorten
+from train.checkpoint.record import (
     Damaged,
-    arrays_for_all,
+    new_record,
     read_record,
     record_for_all,
-    record_sha256,
     steps_in,
 )
-from train.checkpoint.orbax_quirks import one_line, quiet_orbax, remove_unfinished
-from train.launch.processes import are_several, of_first
+from train.launch.processes import any_of, are_several, of_first
 from train.logs.run_dir import say_loudly
 
 
@@ -69,7 +68,7 @@ class Checkpointer:
     def save(
         self, step: int, state, meta: dict, eval_loss: float | None = None
     ) -> None:
-        """Starts to write `state`, which the caller may donate as soon as this returns.
+        """Start to write `state`, which the caller may donate as soon as this returns.
 
         Waits for the save before it. A failure of either is said loudly, and raised as
         CheckpointError only after cfg.max_failed_saves in a row; with several processes
@@ -81,7 +80,7 @@ class Checkpointer:
         if step == self._current:
             return
         of_first(lambda: self._make_room_for(step))
-        record = _new_record(step, state, meta, eval_loss)
+        record = new_record(step, describe(state), meta, eval_loss)
         self._eval_loss[step] = record["eval_loss"]
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record)
@@ -94,7 +93,7 @@ class Checkpointer:
             self._pending = step
 
     def wait(self) -> bool:
-        """Returns when no save is in flight: True if the last one is on the disk."""
+        """Return when no save is in flight: True if the last one is on the disk."""
         step, self._pending = self._pending, None
         if step is not None:
             try:
@@ -129,7 +128,7 @@ class Checkpointer:
         check: Callable[[dict], None] | None = None,
         without: Callable[[dict], tuple[str, ...]] | None = None,
     ) -> Restored | None:
-        """The newest checkpoint that is whole, or None; damaged ones are set aside.
+        """Return the newest checkpoint that is whole, or None; set damaged ones aside.
 
         `abstract_state` holds ShapeDtypeStructs with the shardings to restore to, of
         any mesh. `check(meta)` may raise ValueError; so do we when the arrays have
@@ -157,7 +156,7 @@ class Checkpointer:
         return None
 
     def _open(self) -> None:
-        """Removes what unfinished saves left, and starts from what is on the disk."""
+        """Remove what unfinished saves left, and start from what is on the disk."""
         scored = of_first(self._clean)
         self._eval_loss: dict[int, float | None] = dict(scored)
         options = ocp.CheckpointManagerOptions(
@@ -170,7 +169,7 @@ class Checkpointer:
         )
 
     def _clean(self) -> list[tuple[int, float | None]]:
-        """Removes unfinished saves; steps with a whole record, and their losses."""
+        """Remove unfinished saves; return the whole records' steps and losses."""
         remove_unfinished(self._directory)
         found = []
         for step in steps_in(self._directory):
@@ -186,8 +185,8 @@ class Checkpointer:
         self._open()
 
     def _report_failure(self, step: int, fault: Exception) -> None:
-        """Says it, removes the remains, and raises when there were too many."""
-        reason = one_line(fault)
+        """Say that a save failed, remove its remains, and raise after too many."""
+        reason = shorten(fault)
         if are_several():
             good = max((s for s in self._eval_loss if s != step), default="none")
             raise CheckpointError(
@@ -228,10 +227,10 @@ class Checkpointer:
 
 @dataclasses.dataclass(frozen=True)
 class _Retention:
-    """Orbax asks this what to keep once a newer checkpoint is complete.
+    """Tell orbax which checkpoints to keep once a newer one is complete.
 
-    Ours, because orbax's own counts damaged steps as good ones, and reads metrics in a
-    way that a damaged file makes every later start fail.
+    This class is ours, because orbax's own counts damaged steps as good ones, and reads
+    metrics in a way that a damaged file makes every later start fail.
     """
 
     cfg: config.Checkpoint
@@ -246,7 +245,7 @@ class _Retention:
 
 
 def _left_out(record: dict, state, fields: tuple[str, ...]) -> tuple[dict, object]:
-    """A checkpoint's record and a state, both without these fields."""
+    """Return a checkpoint's record and a state, both without these fields."""
     if not fields:
         return record, state
     arrays = record["arrays"].items()
@@ -254,9 +253,55 @@ def _left_out(record: dict, state, fields: tuple[str, ...]) -> tuple[dict, objec
     return record | {"arrays": arrays}, state.replace(**dict.fromkeys(fields))
 
 
-def _new_record(step: int, state, meta: dict, eval_loss: float | None) -> dict:
-    if eval_loss is not None and not math.isfinite(eval_loss):
-        eval_loss = None
-    record = {"step": step, "eval_loss": eval_loss, "meta": meta}
-    record["arrays"] = describe(state)
-    return {**record, "sha256": record_sha256(record)}
+def arrays_for_all(directory: pathlib.Path, record: dict, abstract):
+    """Return the arrays that `abstract` names, all of the record's or a part, on its
+    devices; or None and what is wrong with them, the same on all processes.
+
+    `record` describes those arrays and no others.
+    """
+    arrays, damage = None, ""
+    try:
+        arrays = _read_own_part(directory / str(record["step"]) / "state", abstract)
+    except Damaged as fault:
+        damage = str(fault)
+    if any_of(arrays is None):
+        return None, damage or "another process could not read its part"
+    damage = _differences(record, arrays)
+    return (None, damage) if damage else (arrays, "")
+
+
+def _read_own_part(folder: pathlib.Path, abstract):
+    """Return the shards of this process's devices; raise Damaged.
+
+    Processes do not meet here, as they do at the end of orbax's own restore: one whose
+    part is damaged would leave the others waiting.
+    """
+    assert folder.is_absolute(), folder
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=None, active_processes={jax.process_index()}
+    )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    args = ocp.args.PyTreeRestore(
+        item=abstract,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+        partial_restore=True,
+    )
+    try:
+        with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
+            return reader.restore(folder, args=args)
+    except (jax.errors.JaxRuntimeError, MemoryError):
+        raise  # too large for these devices: no reason to call it damaged
+    except Exception as fault:
+        raise Damaged(shorten(fault)) from fault
+
+
+def _differences(record: dict, state) -> str:
+    """Return how `state` differs from what `record` says was saved, or ''."""
+    saved = {name: array["checksum"] for name, array in record["arrays"].items()}
+    wrong = [name for name, s in checksums(state).items() if s != saved[name]]
+    if not wrong:
+        return ""
+    return (
+        f"{len(wrong)} of {len(saved)} arrays differ from their checksums, {wrong[0]} "
+        "first"
+    )

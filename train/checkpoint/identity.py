@@ -24,7 +24,6 @@ FIXED = {
 remat, learning rate, number of steps) may differ between a checkpoint and the run
 that it goes on in."""
 
-
 CUT = {
     "mesh": {"dc", "data", "expert", "tensor"},
     "dispatch": {"group", "domain", "expert_shards", "schedule", "compression"},

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from moejax.config import Config
 from moejax.plan.layout import Topology
-from train.checkpoint.files import arrays_for_all, record_for_all, steps_in
 from train.checkpoint.identity import FIXED, require_format
+from train.checkpoint.record import record_for_all, steps_in
 from train.config.names import KINDS, check_name, config_of, convert
 from train.logs.run_dir import say_loudly
 
@@ -241,6 +241,7 @@ def _read(
     """Parameters and router bias, verified; or None, and what is wrong with them."""
     import optax
 
+    from train.checkpoint.checkpoints import arrays_for_all
     from train.checkpoint.checksum import require_same_arrays
     from train.step.state import abstract_state
 

@@ -26,10 +26,11 @@ def remove_unfinished(directory: pathlib.Path) -> None:
         time.sleep(0.05)
 
 
-def one_line(fault: Exception) -> str:
-    """The beginning says what was done, the end why it failed; paths fill the middle.
+def shorten(fault: Exception) -> str:
+    """Return an error as one line of at most 200 letters and its type.
 
-    Tensorstore appends source lines in brackets: they go.
+    The beginning says what was done and the end why it failed; the paths between them
+    are cut out. So are the source lines that tensorstore appends in brackets.
     """
     text = " ".join(str(fault).split(" [")[0].split())
     if len(text) > 200:

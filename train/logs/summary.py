@@ -8,7 +8,7 @@ import numpy as np
 
 from train.checkpoint import identity
 from train.checkpoint.checksum import checksums, digest
-from train.checkpoint.files import newest_meta
+from train.checkpoint.record import newest_meta
 from train.data import byte_sample
 from train.eval.held_out import load_lines
 from train.eval.ngram import trigram_loss
