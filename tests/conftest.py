@@ -32,7 +32,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 # Tests compile far longer than they compute: two thirds of the time without LLVM's
 # optimisations. Programs that tests start inherit this; XLA's own passes all run.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-os.environ.setdefault("PJRT_NPROC", "32")  # train/launch/start.py says why
+os.environ.setdefault("PJRT_NPROC", "32")  # train/launch/program.py says why
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 PREPARED = tempfile.TemporaryDirectory(prefix="prepared-")
 os.environ["MOEJAX_CACHE_DIR"] = PREPARED.name

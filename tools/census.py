@@ -22,7 +22,7 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 from moejax.config import Config  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
 from train.config import gin_reader  # noqa: E402
-from train.launch.start import set_up_backend  # noqa: E402
+from train.launch.program import set_up_backend  # noqa: E402
 
 HLO = re.compile(
     r"= .*? (all-to-all|ragged-all-to-all|all-gather|all-reduce|reduce-scatter|"

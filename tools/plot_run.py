@@ -25,7 +25,7 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 from tools.launch.arguments import new_parser  # noqa: E402
 from tools.plots.load_pictures import draw_devices, draw_experts, draw_load, new_figure  # noqa: E402
 from tools.plots.run_arrays import Run, read_run  # noqa: E402
-from train.launch.ending import BAD_INPUT, refuse  # noqa: E402
+from train.launch.program import BAD_INPUT, refuse  # noqa: E402
 
 RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 """Okabe and Ito's, which differ for every kind of colour vision."""

@@ -26,7 +26,7 @@ from tools.launch.arguments import new_parser
 from train.data.encoding import Recipe
 from train.data.prepared import prepare
 from train.data.shards import Progress
-from train.launch.ending import DONE, emit, guarded
+from train.launch.program import DONE, emit, guarded
 
 SECONDS_BETWEEN_LINES = 10.0
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from tools.launch.arguments import new_parser  # noqa: E402
-from train.launch.ending import BAD_INPUT, refuse  # noqa: E402
+from train.launch.program import BAD_INPUT, refuse  # noqa: E402
 
 PARTS = ["later_rounds", "route", "manifest", "slots", "dispatch", "experts"]
 PARTS += ["combine", "attention", "dense", "gathered", "loss", "optimizer"]

@@ -34,7 +34,7 @@ from moejax.plan.layout import Layout, Split  # noqa: E402
 from tools.bench import expert_loads  # noqa: E402
 from tools.bench.expert_loads import Loads  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
-from train.launch.ending import DONE, emit, guarded  # noqa: E402
+from train.launch.program import DONE, emit, guarded  # noqa: E402
 
 HEADS = ("p50", "p90", "max", "msec", "speedup", "moves", "changes", "plan ms")
 FIELDS = (

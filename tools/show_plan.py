@@ -31,7 +31,7 @@ from tools.bench import expert_loads  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
 from tools.plots.plan_picture import Compared, draw  # noqa: E402
 from train.checkpoint.record import newest_meta  # noqa: E402
-from train.launch.ending import DONE, emit, guarded  # noqa: E402
+from train.launch.program import DONE, emit, guarded  # noqa: E402
 
 MAX_DECISIONS = 8
 BAR_WIDTH = 24

@@ -20,7 +20,7 @@ from nbclient.exceptions import CellExecutionError
 
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
-from train.launch.ending import DONE, guarded  # noqa: E402
+from train.launch.program import DONE, guarded  # noqa: E402
 
 CELL_LIMIT_SEC = 120
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}

@@ -29,7 +29,7 @@ sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level na
 
 from tools.bench.grouped_dot import commit, named  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
-from train.launch.ending import CRASHED, DONE, emit, guarded, refuse  # noqa: E402
+from train.launch.program import CRASHED, DONE, emit, guarded, refuse  # noqa: E402
 
 LIMIT_SEC = 300
 

@@ -1,4 +1,4 @@
-"""What the programs that read a checkpoint share: arguments, start, exit codes."""
+"""Arguments, start and exit codes of the programs that read a checkpoint."""
 
 import argparse
 import pathlib
@@ -6,11 +6,9 @@ from collections.abc import Callable
 
 from train.checkpoint.load import Loaded, find, load
 from train.data.tokenizer import Tokenizer, load_tokenizer
-from train.launch.allocator import restart_with_huge_pages
 from train.launch.cluster import add_flags, flags_of
-from train.launch.ending import DONE, emit, guarded
 from train.launch.processes import is_first
-from train.launch.start import start
+from train.launch.program import DONE, emit, guarded, restart_with_huge_pages, start
 
 MESH_RULE = (
     "without a Mesh.*, where the run's devices are not here, as many as divide the "
@@ -43,8 +41,8 @@ def run(
     *,
     is_program: bool,
 ) -> int:
-    """Checks, loads, works, and emits work's record; the exit code. A program, unlike a
-    call, may start itself anew."""
+    """Check, load, work and emit work's record; return the exit code. A program, unlike
+    a call, may start itself anew."""
 
     def whole() -> int:
         check(args)
@@ -60,7 +58,7 @@ def run(
 
 
 def tokenizer_of(loaded: Loaded) -> Tokenizer:
-    """The one that the run was trained with; ValueError when it is another now."""
+    """Return the run's own tokenizer; raise ValueError when it is another now."""
     data, identity = loaded.cfg.data, loaded.meta["data"]
     tokenizer = load_tokenizer(data.tokenizer, data.separator)
     here = {"tokenizer_sha256": tokenizer.sha256, "separator": tokenizer.separator}

@@ -24,7 +24,7 @@ from train.checkpoint.load import Loaded, config_of
 from train.data.lines import Line, read_positions, read_tokens
 from train.data.tokenizer import Tokenizer, stream_decoder
 from train.launch.processes import is_first
-from train.logs.run_dir import say_loudly
+from train.launch.program import say_loudly
 
 if TYPE_CHECKING:
     import numpy as np

@@ -22,7 +22,7 @@ from train import cli
 from train.checkpoint.load import Loaded
 from train.data.tokenizer import StreamDecoder, Tokenizer, stream_decoder
 from train.launch.processes import is_first
-from train.logs.run_dir import say_loudly
+from train.launch.program import say_loudly
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,15 +14,13 @@ import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path[0] = str(
-    ROOT
-)  # this folder would offer data.py, loss.py, .. as top-level names
+sys.path[0] = str(ROOT)  # this folder's modules are train.x, never top-level names
 
 from moejax.config import Config  # noqa: E402
 from train.config import gin_reader  # noqa: E402
-from train.launch.allocator import restart_with_huge_pages  # noqa: E402
 from train.launch.cluster import ATTEMPT, Place, add_flags, flags_of  # noqa: E402
-from train.launch.ending import (  # noqa: E402
+from train.launch.processes import of_first  # noqa: E402
+from train.launch.program import (  # noqa: E402
     DONE,
     FAILED,
     PREEMPTED,
@@ -31,9 +29,9 @@ from train.launch.ending import (  # noqa: E402
     guarded,
     leave,
     refuse,
+    restart_with_huge_pages,
+    start,
 )
-from train.launch.processes import of_first  # noqa: E402
-from train.launch.start import start  # noqa: E402
 from train.logs.profile import HELP, parse_steps  # noqa: E402
 
 

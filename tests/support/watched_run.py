@@ -27,7 +27,7 @@ from train.balance import balancing
 from train.balance.balancing import Balancing
 from train.checkpoint.checkpoints import Checkpointer
 from train.config import gin_reader
-from train.launch.start import set_up_backend
+from train.launch.program import set_up_backend
 from train.logs.run_dir import claim
 from train.step.compiled import compile_steps
 

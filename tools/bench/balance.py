@@ -26,8 +26,7 @@ from tools.bench.turns import in_turns  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
 from train.config import gin_reader  # noqa: E402
 from train.launch.cluster import add_flags, flags_of  # noqa: E402
-from train.launch.ending import DONE, emit, guarded  # noqa: E402
-from train.launch.start import start  # noqa: E402
+from train.launch.program import DONE, emit, guarded, start  # noqa: E402
 
 SETTLING = 1
 """Turns after --ready that do not count."""

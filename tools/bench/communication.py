@@ -36,8 +36,7 @@ from tools.bench.turns import in_turns  # noqa: E402
 from tools.calibrate import mesh_params  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
 from train.config import gin_reader  # noqa: E402
-from train.launch.ending import DONE, emit, guarded  # noqa: E402
-from train.launch.start import start  # noqa: E402
+from train.launch.program import DONE, emit, guarded, start  # noqa: E402
 
 UPLINK = pathlib.Path("/sys/class/net/uplink/statistics/tx_bytes")
 """Of this process's DC on a testbed."""

@@ -34,8 +34,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
 from tools.launch.arguments import new_parser  # noqa: E402
-from train.launch.allocator import restart_with_huge_pages  # noqa: E402
-from train.launch.ending import CRASHED, DONE, emit, guarded, refuse  # noqa: E402
+from train.launch.program import (  # noqa: E402
+    CRASHED,
+    DONE,
+    emit,
+    guarded,
+    refuse,
+    restart_with_huge_pages,
+)
 
 Rows = list[dict]
 

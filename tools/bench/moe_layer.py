@@ -32,9 +32,13 @@ sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level na
 
 from tools.bench.turns import median_sec  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
-from train.launch.allocator import restart_with_huge_pages  # noqa: E402
-from train.launch.ending import BAD_INPUT, CRASHED, refuse  # noqa: E402
-from train.launch.start import COLLECTIVE_FLAGS  # noqa: E402
+from train.launch.program import (  # noqa: E402
+    BAD_INPUT,
+    COLLECTIVE_FLAGS,
+    CRASHED,
+    refuse,
+    restart_with_huge_pages,
+)
 
 PASSES = ("fwd", "fwd_bwd")
 SIZES = {

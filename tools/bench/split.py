@@ -38,7 +38,7 @@ sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level na
 
 from tools.bench.split_cases import SKEWS, Case, Size, make_case  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
-from train.launch.ending import DONE, emit, guarded  # noqa: E402
+from train.launch.program import DONE, emit, guarded  # noqa: E402
 
 SIZES = "64/8/2,128/16/2,256/64/2,256/64/4"
 OURS, BASELINE = "water_fill", "highs_callback"

@@ -32,7 +32,7 @@ sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level na
 from tools.launch import workers  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
 from tools.launch.lines import say  # noqa: E402
-from train.launch.ending import BAD_INPUT, DONE, FAILED, PREEMPTED, emit, refuse  # noqa: E402
+from train.launch.program import BAD_INPUT, DONE, FAILED, PREEMPTED, emit, refuse  # noqa: E402
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LONGEST_BACKOFF_SEC = 60.0

@@ -27,7 +27,7 @@ from train.launch.cluster import (
     NUM_PROCESSES,
     PROCESS_ID,
 )
-from train.launch.ending import BAD_INPUT, DONE, FAILED, PREEMPTED
+from train.launch.program import BAD_INPUT, DONE, FAILED, PREEMPTED
 
 KILLED, INTERRUPTED = 128 + signal.SIGKILL, 128 + signal.SIGINT
 POLL_SEC, END_SEC, DRAIN_SEC = 0.05, 1.0, 0.5

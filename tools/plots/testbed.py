@@ -22,7 +22,7 @@ from collections.abc import Callable
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])
 
 from tools.launch.arguments import new_parser  # noqa: E402
-from train.launch.ending import DONE, emit, guarded  # noqa: E402
+from train.launch.program import DONE, emit, guarded  # noqa: E402
 
 STYLES = {
     "1x1": ("#d55e00", "plain"),

@@ -32,7 +32,7 @@ sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level na
 from tools.testbed import balancer, links, trace  # noqa: E402
 from tools.testbed.cluster import Cluster, Result, command_of, make_cluster  # noqa: E402
 from tools.testbed.lock import locked, remove_leftovers, say  # noqa: E402
-from train.launch.ending import DONE, emit, guarded  # noqa: E402
+from train.launch.program import DONE, emit, guarded  # noqa: E402
 
 TRACE = ROOT.parent / "shared" / "data" / "routing_gpt_e32.npz"
 PARTS: dict[str, Callable[[balancer.Options], dict]] = {

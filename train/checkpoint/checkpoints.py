@@ -31,7 +31,7 @@ from train.checkpoint.record import (
     steps_in,
 )
 from train.launch.processes import any_of, are_several, of_first
-from train.logs.run_dir import say_loudly
+from train.launch.program import say_loudly
 
 
 class CheckpointError(RuntimeError):

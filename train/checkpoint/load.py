@@ -19,7 +19,7 @@ from moejax.plan.layout import Topology
 from train.checkpoint.identity import FIXED, require_format
 from train.checkpoint.record import record_for_all, steps_in
 from train.config.names import KINDS, check_name, config_of, convert
-from train.logs.run_dir import say_loudly
+from train.launch.program import one_line, say_loudly
 
 if TYPE_CHECKING:
     import jax
@@ -146,7 +146,7 @@ def _config_in(directory: pathlib.Path, steps: Sequence[int]) -> Config:
             require_format(meta)
             return config_of(meta["config"])
         except (OSError, json.JSONDecodeError, UnicodeDecodeError) as fault:
-            problem = " ".join(str(fault).split())
+            problem = one_line(fault)
         except (KeyError, TypeError, AttributeError) as fault:
             problem = f"it lacks {fault}"
     raise ValueError(

@@ -1,1 +1,4 @@
-"""How the processes of a run start, find each other, agree and end."""
+"""How programs begin and end, and how the processes of a run meet and agree.
+
+Nothing here knows of models, data or files of a run.
+"""

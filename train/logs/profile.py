@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from train.logs.run_dir import say_loudly
+from train.launch.program import one_line, say_loudly
 
 HELP = (
     "A:B traces steps A to B - 1; the first step of a run is 1, and 10:13 is three "
@@ -167,8 +167,9 @@ class Window:
 
     def _fail(self, fault: Exception) -> None:
         self._is_over = True
-        line = " ".join(str(fault).split())
-        self._say(f"NO PROFILE of steps {self._text}: {line}; training goes on")
+        self._say(
+            f"NO PROFILE of steps {self._text}: {one_line(fault)}; training goes on"
+        )
 
 
 def op_names(hlo_text: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from train.launch.processes import is_first, of_first
+from train.launch.program import say_loudly
 
 LOCK = ".lock"
 
@@ -28,10 +29,6 @@ class RunDir:
     path: pathlib.Path
     archived: pathlib.Path | None
     """Where the run that was here before has gone, when `fresh` moved it."""
-
-
-def say_loudly(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from moejax.perf.traffic import over_mean
-from train.logs.run_dir import say_loudly
+from train.launch.program import say_loudly
 
 HEAT_EVERY_STEPS = 50
 COLOURS = (

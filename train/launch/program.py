@@ -1,0 +1,165 @@
+"""How a program begins and ends: backend flags, malloc, exit codes, last words.
+
+jax is not imported here before its flags stand. A program ends with one line for people
+and, where it was asked to, one JSON object for scripts.
+"""
+
+import json
+import os
+import pathlib
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+from moejax.config import Config
+from train.launch.cluster import Flags, Place, detect
+from train.launch.processes import join
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+DONE, CRASHED, BAD_INPUT, FAILED, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 75, 130
+
+COMPILES_AHEAD = "compiles ahead"
+"""Name of a thread that is left to itself when its program ends."""
+
+COLLECTIVE_FLAGS = (
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
+)
+"""Eight simulated devices that share two cores can wait longer for one another than the
+40 seconds after which XLA:CPU aborts."""
+
+THREADS_PER_DEVICE = 4
+"""XLA:CPU starts independent collectives of a device at the same time, and each keeps a
+thread until all devices have come. Its pool has a thread per device: with two such
+collectives the last device may find none left, and the run hangs (seen once)."""
+
+TUNABLES = ":".join(
+    f"glibc.malloc.{name}"
+    for name in (
+        "hugetlb=1",
+        "mmap_threshold=4000000000",
+        "trim_threshold=8000000000",
+        "arena_max=1",
+    )
+)
+"""glibc's settings for simulated devices, which must stand when a process starts.
+
+XLA:CPU takes its temporaries anew each step, and glibc would map and unmap them: a page
+fault for every 4 KiB of every step. With huge pages, kept, a step of `tiny_cpu` took
+0.7 of the processor time, in one run each (docs/log.md)."""
+
+
+def start(cfg: Config, flags: Flags | None = None) -> Place | None:
+    """Set the flags of jax and join the other processes; None when there are none.
+
+    Raises ValueError when the environment contradicts itself or the configuration.
+    """
+    place = detect(os.environ, flags)
+    set_up_backend(cfg, 1 if place is None else place.count)
+    join(cfg, place)
+    return place
+
+
+def set_up_backend(cfg: Config, num_processes: int = 1) -> None:
+    """Set the flags that must stand before jax starts; what the user has set stays."""
+    words = [os.environ.get("XLA_FLAGS", ""), *COLLECTIVE_FLAGS]
+    if cfg.train.num_simulated_devices:
+        total = cfg.train.num_simulated_devices
+        if total % num_processes:
+            raise ValueError(
+                f"Train.num_simulated_devices={total} cannot be shared by "
+                f"{num_processes} processes: give a multiple of {num_processes}"
+            )
+        count = total // num_processes
+        words.append(f"--xla_force_host_platform_device_count={count}")
+        os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * count))
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = " ".join(words).strip()
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+
+
+def restart_with_huge_pages() -> None:
+    """Replace this process by itself with TUNABLES; return when they stand.
+
+    What the user has set stays.
+    """
+    if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
+        os.environ["GLIBC_TUNABLES"] = TUNABLES
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def guarded(work: Callable[[], int], *, as_json: bool) -> int:
+    """Return work()'s exit code, or that of the error that it raises, which is told.
+
+    ValueError and NotImplementedError are bad input, an OSError is a failure of the
+    machine, and any other error, with its traceback, is ours.
+    """
+    try:
+        return work()
+    except KeyboardInterrupt:
+        code = refuse("interrupted", INTERRUPTED, as_json)
+    except (ValueError, NotImplementedError) as error:
+        code = refuse(error, BAD_INPUT, as_json)
+    except OSError as error:
+        code = refuse(error, FAILED, as_json)
+    except Exception:
+        traceback.print_exc()
+        code = CRASHED
+    return leave(code)
+
+
+def leave(code: int) -> int:
+    """Return `code`; but end here and now where this is one of several processes.
+
+    The usual way out would wait for the others (Processes.shutdown_sec), who do not
+    know yet that there is a reason to end.
+    """
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def end(code: int) -> int:
+    """Return `code`; but end here and now while a thread still compiles ahead.
+
+    On the usual way out XLA's compiler loses its Python, and crashes (seen).
+    """
+    if any(thread.name == COMPILES_AHEAD for thread in threading.enumerate()):
+        import jax
+
+        if jax.distributed.is_initialized():
+            jax.distributed.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def refuse(error: Exception | str, code: int, as_json: bool) -> int:
+    """Tell of an error, and return `code`."""
+    line = one_line(error)
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    emit({"error": line, "exit_code": code}, as_json)
+    return code
+
+
+def emit(record: dict, as_json: bool) -> None:
+    """Print one JSON object as the last line, for scripts."""
+    if as_json:
+        print(json.dumps(record), flush=True)
+
+
+def one_line(error: Exception | str) -> str:
+    """Return the text of an error without line breaks."""
+    return " ".join(str(error).split())
+
+
+def say_loudly(line: str) -> None:
+    """Print a line to stderr at once."""
+    print(line, file=sys.stderr, flush=True)
