@@ -83,8 +83,8 @@ def run(cfg: Config, args: argparse.Namespace, place: Place | None) -> int:
     from train.dry_run import dry_run
     from train.job import prepare
     from train.logs.run_dir import share
-    from train.logs.summary import finished_summary, summarise
     from train.loop import Diverged, Extras, train
+    from train.summary import finished_summary, summarise
 
     if args.dry_run:
         if place is None or place.index == 0:
