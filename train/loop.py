@@ -19,11 +19,10 @@ from train.eval.held_out import Evaluation, evaluate
 from train.job import Job
 from train.launch.processes import Stop, Watchdog, are_several, of_first, wait_for_all
 from train.launch.program import say_loudly
-from train.logs.metrics import step_record
 from train.logs.peak import peak_tflops
 from train.logs.profile import Window
 from train.logs.progress import Bar
-from train.logs.records import Records
+from train.logs.records import Records, step_record
 from train.logs.run_dir import RunDir, write_whole
 from train.step.state import (
     TrainState,

@@ -1,2 +1,4 @@
-"""What a run writes and shows: its directory, metrics, profile, progress and
-summary."""
+"""Files and lines that a run writes while it goes, and its claim on their directory.
+
+Checkpoints are written by `train.checkpoint`, and the end of a run by `train.summary`.
+"""

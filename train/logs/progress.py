@@ -1,4 +1,4 @@
-"""What a person watches: a bar on a terminal, a line now and then elsewhere."""
+"""Show how a run goes: a bar on a terminal, a line now and then elsewhere."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""What a run writes while it goes: metrics, TensorBoard's events, ids of samples.
+"""A step's record and the files a run writes: metrics, TensorBoard events, sample ids.
 
     metrics.jsonl              process 0: a line a step, an evaluation, a decision
     tensorboard/               process 0, when asked for
@@ -9,15 +9,24 @@ twice, whatever the number of processes before.
 """
 
 import contextlib
+import io
+import json
+import math
+import os
 import pathlib
+from collections.abc import Callable
 
+import jax
 import numpy as np
 
 from moejax.config import Config
+from moejax.perf import traffic
 from train.data import TrainBatches
 from train.data.feed import own_rows
 from train.launch.processes import is_first, of_first
-from train.logs.run_dir import MetricsLog, RunDir
+from train.launch.program import say_loudly
+from train.logs.run_dir import RunDir
+from train.step.step import StepMetrics
 
 
 class Records:
@@ -40,7 +49,7 @@ class Records:
             self._metrics = self._open(folder / "metrics.jsonl")
             self._metrics.cut_back(step)
         if cfg.data.log_samples:
-            self._samples = self._open(folder / f"samples-{process_index()}.jsonl")
+            self._samples = self._open(folder / f"samples-{jax.process_index()}.jsonl")
         if is_first() and board_text is not None:
             from train.logs.tensorboard import TensorBoard
 
@@ -54,8 +63,8 @@ class Records:
         self._files.close()
 
     def step(self, record: dict, tokens_le: np.ndarray) -> None:
-        """A step's record; the loads of its experts and devices, tokens_le and rows_lw,
-        stand in the log every so many steps."""
+        """Write a step's record. The loads of its experts and devices, tokens_le and
+        rows_lw, stand in the log every Train.log_load_every_steps steps."""
         if self._tensorboard is not None:
             self._tensorboard.append(record, tokens_le)
         if record["step"] % self._cfg.train.log_load_every_steps == 0:
@@ -66,14 +75,15 @@ class Records:
             self._metrics.append(record)
 
     def event(self, record: dict) -> None:
-        """A line of its own: a decision of the balancer."""
+        """Write a line of its own: a decision of the balancer."""
         if self._metrics is not None:
             self._metrics.append(record)
         if self._tensorboard is not None:
             self._tensorboard.append(record)
 
     def evaluation(self, step: int, loss: float) -> None:
-        """A run that was killed between its last save and its summary has logged it."""
+        """Write the held-out loss, once: a run that was killed between its last save
+        and its summary has logged it already."""
         if self._metrics is None or self._metrics.ends_with(step, "eval_loss"):
             return
         record = {"step": step, "eval_loss": loss}
@@ -82,7 +92,7 @@ class Records:
             self._tensorboard.append(record)
 
     def samples(self, step: int, batches: TrainBatches, sharding) -> None:
-        """The rows that this process fed to step `step`, and which samples they are."""
+        """Write which rows this process fed to a step, and which samples they are."""
         if self._samples is None:
             return
         train = self._cfg.train
@@ -90,18 +100,142 @@ class Records:
         ids = [batches.sample_ids(step - 1, row, row + 1)[0] for row in rows]
         self._samples.append({"step": step, "rows": rows, "ids": ids})
 
-    def _open(self, path: pathlib.Path) -> MetricsLog:
+    def _open(self, path: pathlib.Path) -> "MetricsLog":
         return self._files.enter_context(MetricsLog(path))
 
 
-def process_index() -> int:
-    import jax
+def step_record(step: int, metrics: StepMetrics, step_sec: float, tokens: int) -> dict:
+    """Return the line of metrics.jsonl of one step, from metrics that are on the host.
+    `Records.step` keeps its `rows_lw` every Train.log_load_every_steps steps only."""
+    return {
+        "step": step,
+        "loss": float(metrics.loss),
+        "total_loss": float(metrics.total_loss),
+        "balance_loss": [float(x) for x in metrics.router.balance],
+        "sequence_balance_loss": [float(x) for x in metrics.router.sequence_balance],
+        "router_z_loss": [float(x) for x in metrics.router.z],
+        "mutual_information_loss": [
+            float(x) for x in metrics.router.mutual_information
+        ],
+        "grad_norm": float(metrics.grad_norm),
+        "lr": float(metrics.learning_rate),
+        "tok_per_sec": tokens / step_sec,
+        "load_max_over_mean": max_over_mean(metrics.routing.tokens_le),
+        "device_max_over_mean": max_over_mean(metrics.routing.rows_lw),
+        "max_over_bound": max_over_bound(
+            metrics.routing.fullest_device_l, metrics.routing.bound_l
+        ),
+        "rows_lw": metrics.routing.rows_lw,
+        "rounds": metrics.routing.rounds_l.tolist(),
+        "fullest_pair": metrics.routing.fullest_pair_l.tolist(),
+        "dropped": int(metrics.routing.dropped_l.sum()),
+        "skipped": bool(metrics.is_skipped),
+        "skipped_in_a_row": int(metrics.skipped_in_a_row),
+        "step_msec": 1e3 * step_sec,
+    }
 
-    return jax.process_index()
+
+def max_over_mean(load_lx: np.ndarray) -> list[float]:
+    """Return the fullest expert or device over the mean, by layer; 1.0 is even."""
+    return [round(traffic.max_over_mean(load_x), 4) for load_x in load_lx]
+
+
+def max_over_bound(fullest_l: np.ndarray, bound_l: np.ndarray) -> list[float]:
+    """Return the fullest device over what no split of the plan could go below, by
+    layer; 1.0 is the best split, in every micro-batch."""
+    return [round(float(x), 4) for x in fullest_l / np.maximum(bound_l, 1)]
+
+
+class MetricsLog:
+    """A file of one JSON object a line, each with an int `step`.
+
+    A line is on its way to the disk, whole, when `append` returns. A full disk costs
+    lines, said loudly, and not the run.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike, *, say: Callable[[str], None] = say_loudly
+    ) -> None:
+        self._path = pathlib.Path(path)
+        self._say = say
+        self._num_lost = 0
+        self._last: dict = {}
+        self._file = io.FileIO(self._path, "ab")
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def cut_back(self, step: int) -> None:
+        """End the file before the first torn line or line of a later step. Atomic."""
+        end, last = 0, b"{}"
+        with self._path.open("rb") as file:
+            for line in file:
+                if _step_of(line) > step:
+                    break
+                end, last = end + len(line), line
+        self._file.truncate(end)
+        self._last = json.loads(last)
+
+    def ends_with(self, step: int, name: str) -> bool:
+        """Whether the last line holds `name` of this step."""
+        return self._last.get("step") == step and name in self._last
+
+    def append(self, record: dict) -> None:
+        """Write one line. NaN and infinities become null, NumPy values plain ones."""
+        assert isinstance(record["step"], int), record
+        line = json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError("no space left for a whole line")
+        except OSError as fault:
+            if os.fstat(self._file.fileno()).st_size != end:
+                self._file.truncate(end)
+            self._num_lost += 1
+            if self._num_lost == 1:
+                self._say(
+                    f"METRICS NOT WRITTEN from step {record['step']} on: {fault}: "
+                    f"{self._path}; training goes on, and the lines are lost"
+                )
+        else:
+            self._last = record
+            if self._num_lost:
+                self._say(f"metrics are written again, without {self._num_lost} lines")
+            self._num_lost = 0
+
+    def close(self) -> None:
+        """Return when the lines are on the disk."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+
+def _step_of(line: bytes) -> float:
+    """Return the step of a line; infinity for a torn one, so that no cut keeps it."""
+    try:
+        step = json.loads(line)["step"] if line.endswith(b"\n") else math.inf
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+    return step if isinstance(step, int) else math.inf
+
+
+def _plain(value):
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def _cut_back_samples(folder: pathlib.Path, step: int) -> None:
-    """Those of all processes that there have been: fewer may go on."""
+    """Cut back the samples of all processes that there have been: fewer may go on."""
     for path in folder.glob("samples-*.jsonl"):
         with MetricsLog(path) as log:
             log.cut_back(step)

@@ -1,18 +1,14 @@
-"""A run directory with one owner at a time, and the metrics log that lives in it."""
+"""A run directory with one owner at a time: claimed by a lock, archived by renaming."""
 
 import contextlib
 import dataclasses
 import fcntl
 import io
-import json
-import math
 import os
 import pathlib
 import socket
 import sys
-from collections.abc import Callable, Iterator
-
-import numpy as np
+from collections.abc import Iterator
 
 from train.launch.processes import is_first, of_first
 from train.launch.program import say_loudly
@@ -33,7 +29,7 @@ class RunDir:
 
 @contextlib.contextmanager
 def claim(path: str | os.PathLike, *, fresh: bool = False) -> Iterator[RunDir]:
-    """Holds the directory `path`, created if missing, until the block ends.
+    """Hold the directory `path`, created if missing, until the block ends.
 
     `fresh` first renames a run that is there to `<name>.<k>`, k one above all taken.
     Raises RunDirInUse, a ValueError, naming the process that holds it. The lock is the
@@ -58,7 +54,7 @@ def claim(path: str | os.PathLike, *, fresh: bool = False) -> Iterator[RunDir]:
 
 @contextlib.contextmanager
 def share(path: str | os.PathLike, *, fresh: bool = False) -> Iterator[RunDir]:
-    """The directory that process 0 claims, for all processes of a run.
+    """Yield the directory that process 0 claims, for all processes of a run.
 
     Those after the first print to logs/process-<index>.log in it from here on.
     """
@@ -103,7 +99,8 @@ class _Log(io.TextIOBase):
 
 
 def _lock(path: pathlib.Path) -> int:
-    """Descriptor of the locked lock file of `path`; closing it frees the directory."""
+    """Return the descriptor of the locked lock file of `path`; closing it frees the
+    directory."""
     while True:
         lock = _open_lock(path)
         try:
@@ -158,7 +155,8 @@ def _archive_name(path: pathlib.Path) -> pathlib.Path:
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:
-    """A full disk leaves the file that was there, and nothing of the new one."""
+    """Replace a file by `text` at once. A full disk leaves the file that was there, and
+    nothing of the new one."""
     partial = path.with_name(path.name + ".tmp")
     try:
         partial.write_text(text)
@@ -166,91 +164,3 @@ def write_whole(path: pathlib.Path, text: str) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-
-
-class MetricsLog:
-    """metrics.jsonl: one JSON object a line, each with an int `step`.
-
-    A line is on its way to the disk, whole, when `append` returns. A full disk costs
-    lines, said loudly, and not the run.
-    """
-
-    def __init__(
-        self, path: str | os.PathLike, *, say: Callable[[str], None] = say_loudly
-    ) -> None:
-        self._path = pathlib.Path(path)
-        self._say = say
-        self._num_lost = 0
-        self._last: dict = {}
-        self._file = io.FileIO(self._path, "ab")
-
-    def __enter__(self) -> "MetricsLog":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
-    def cut_back(self, step: int) -> None:
-        """Ends the file before the first torn line or line of a later step. Atomic."""
-        end, last = 0, b"{}"
-        with self._path.open("rb") as file:
-            for line in file:
-                if _step_of(line) > step:
-                    break
-                end, last = end + len(line), line
-        self._file.truncate(end)
-        self._last = json.loads(last)
-
-    def ends_with(self, step: int, name: str) -> bool:
-        """Whether the last line holds `name` of this step."""
-        return self._last.get("step") == step and name in self._last
-
-    def append(self, record: dict) -> None:
-        """One line. NaN and infinities become null; NumPy values become plain ones."""
-        assert isinstance(record["step"], int), record
-        line = json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
-        end = os.fstat(self._file.fileno()).st_size
-        try:
-            if self._file.write(line) != len(line):
-                raise OSError("no space left for a whole line")
-        except OSError as fault:
-            if os.fstat(self._file.fileno()).st_size != end:
-                self._file.truncate(end)
-            self._num_lost += 1
-            if self._num_lost == 1:
-                self._say(
-                    f"METRICS NOT WRITTEN from step {record['step']} on: {fault}: "
-                    f"{self._path}; training goes on, and the lines are lost"
-                )
-        else:
-            self._last = record
-            if self._num_lost:
-                self._say(f"metrics are written again, without {self._num_lost} lines")
-            self._num_lost = 0
-
-    def close(self) -> None:
-        """Returns when the lines are on the disk."""
-        if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
-
-
-def _step_of(line: bytes) -> float:
-    """Infinity for what is no whole record, so that no cut keeps it."""
-    try:
-        step = json.loads(line)["step"] if line.endswith(b"\n") else math.inf
-    except (ValueError, TypeError, KeyError):
-        return math.inf
-    return step if isinstance(step, int) else math.inf
-
-
-def _plain(value):
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -1,14 +1,11 @@
-import json
-import math
 import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from train.logs import run_dir
-from train.logs.run_dir import MetricsLog, RunDirInUse, claim
+from train.logs.run_dir import RunDirInUse, claim
 
 HOLD = """
 import sys
@@ -131,97 +128,3 @@ def test_file_in_place_of_the_directory(tmp_path):
     for path in (tmp_path / "run", tmp_path / "run" / "below"):
         with pytest.raises(ValueError, match="is a file"):
             claim(path).__enter__()
-
-
-def steps_of(path):
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
-
-
-def test_metrics_are_valid_json(tmp_path):
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.append(
-        {
-            "step": 1,
-            "loss": np.float32(1.5),
-            "bad": [math.nan, -math.inf, {"deep": (np.float64("inf"), 2.0)}],
-            "rounds_l": np.array([1, 2]),
-            "ratio_l": np.array([np.nan, 1.25], np.float32),
-        }
-    )
-
-    def refuse(constant):
-        raise AssertionError(f"{constant} is no JSON")
-
-    text = (tmp_path / "metrics.jsonl").read_text()
-    assert text.endswith("}\n")
-    assert json.loads(text, parse_constant=refuse) == {
-        "step": 1,
-        "loss": 1.5,
-        "bad": [None, None, {"deep": [None, 2.0]}],
-        "rounds_l": [1, 2],
-        "ratio_l": [None, 1.25],
-    }
-    log.close()
-
-
-@pytest.mark.parametrize(
-    "torn", [b"", b'{"step": 2, "lo', b'{"step": 2}', b"\0\0\0\n", b"[2]\n", b"\xff\n"]
-)
-@pytest.mark.parametrize("step", [0, 1, 3, 9])
-def test_cut_back(tmp_path, step, torn):
-    path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path)
-    for k in (1, 2, 2, 3):
-        log.append({"step": k})
-    log.close()
-    with path.open("ab") as file:
-        file.write(torn)
-    log = MetricsLog(path)
-    log.cut_back(step)
-    kept = [k for k in (1, 2, 2, 3) if k <= step]
-    assert steps_of(path) == kept
-    log.append({"step": step + 1})
-    assert steps_of(path) == [*kept, step + 1]
-    log.close()
-    log.close()
-
-
-def test_lines_are_there_before_close(tmp_path):
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    for k in range(3):
-        log.append({"step": k})
-        assert steps_of(tmp_path / "metrics.jsonl") == list(range(k + 1))
-    log.close()
-
-
-def test_full_disk_costs_lines_and_not_the_run():
-    said = []
-    log = MetricsLog("/dev/full", say=said.append)
-    for k in range(3):
-        log.append({"step": k})
-    assert len(said) == 1
-    assert "METRICS NOT WRITTEN from step 0 on" in said[0]
-    assert "No space left" in said[0]
-
-
-def test_line_that_fits_in_part_is_taken_back(tmp_path, monkeypatch):
-    """A write may end short on a disk that fills up: the file keeps whole lines."""
-    said = []
-    path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path, say=said.append)
-    log.append({"step": 1})
-    whole = log._file
-
-    class Short:
-        write = staticmethod(lambda line: whole.write(line[:4]))
-        fileno, truncate = whole.fileno, whole.truncate
-
-    monkeypatch.setattr(log, "_file", Short)
-    log.append({"step": 2})
-    log.append({"step": 3})
-    monkeypatch.setattr(log, "_file", whole)
-    log.append({"step": 4})
-    assert steps_of(path) == [1, 4]
-    assert len(said) == 2
-    assert "written again, without 2 lines" in said[1]
-    log.close()
