@@ -41,13 +41,13 @@ format: $(VENV)/.stamp  ## let ruff rewrite what it can
 	@$(VENV)/bin/ruff format --quiet . && $(VENV)/bin/ruff check --fix --quiet .
 
 test: lint  ## every check and test (20 minutes of CPU time with cold caches)
-	@$(RUN) -m pytest $(SPREAD) -m 'not long' $(ARGS)
+	@$(RUN) -m pytest $(SPREAD) $(ARGS)
 
 test-fast: $(VENV)/.stamp  ## the tests that take seconds (90 s at most)
 	@$(RUN) -m pytest $(SPREAD) -m 'not slow and not long' $(ARGS)
 
 test-all: lint  ## with the long repetitions (kills, corruptions)
-	@$(RUN) -m pytest $(SPREAD) $(ARGS)
+	@$(RUN) -m pytest $(SPREAD) -m '' $(ARGS)
 
 bench: $(VENV)/.stamp  ## one MoE layer against its baselines
 	@$(RUN) tools/bench/moe_layer.py $(ARGS)

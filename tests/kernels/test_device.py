@@ -161,6 +161,7 @@ def low_tiles(monkeypatch):
     monkeypatch.setattr(kernels, "tiles_for", lambda which, *_: tiles.get(which, low))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("low_tiles")
 def test_the_layer_is_lowered_with_the_kernels_of_its_device():
     """On an H200, and with kernels='plain' none."""
@@ -264,6 +265,7 @@ def interpret(monkeypatch):
     monkeypatch.setattr(vjp, "products", products)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "implementation",
     [

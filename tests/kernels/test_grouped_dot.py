@@ -77,7 +77,7 @@ def test_equals_reference(implementation, skew, num_owned):
     assert_close(actual, reference(x_md, w_gdf, rows_g, dy_mf))
 
 
-@pytest.mark.parametrize("block_rows", [None, 1, 7, NUM_ROWS, 1000])
+@pytest.mark.parametrize("block_rows", [None, 1, 7, 1000])
 def test_any_block_size(block_rows):
     x_md, w_gdf, dy_mf = operands()
     rows_g = rows_of("zipf", NUM_OWNED, NUM_GROUPS, seed=3)
@@ -85,6 +85,7 @@ def test_any_block_size(block_rows):
     assert_close(actual, reference(x_md, w_gdf, rows_g, dy_mf))
 
 
+@pytest.mark.slow
 def test_blocks_of_two_sizes_and_a_tail():
     """Groups that end behind a whole block, behind half a one, and in tails."""
     rows_g = np.array([940, 90, 0, 768, 513, 257], np.int32)
@@ -95,6 +96,7 @@ def test_blocks_of_two_sizes_and_a_tail():
     assert_close(actual, reference(x_md, w_gdf, rows_g, dy_mf))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "xla"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_accumulates_in_float32(dtype, implementation):

@@ -66,24 +66,31 @@ def test_equals_definition(implementation, skew, num_owned):
     assert_close(actual, defined_jit(*arrays, rows_g))
 
 
-@pytest.mark.parametrize("skew", SKEWS)
-def test_both_passes_in_small_blocks(skew):
-    """Of fewer rows than the rule's, so that a group has several and a tail."""
-    x_md, into_gdh, down_gfd, dy_md = operands()
-    rows_g = rows_of(skew, NUM_OWNED, NUM_GROUPS, seed=4)
+@jax.jit
+def in_small_blocks(x_md, into_gdh, down_gfd, dy_md, rows_g):
+    """Return results and gradients, and h of both passes."""
     p = products("blocked", BLOCK_ROWS)
     h_mf, into_mh = p.swiglu(x_md, into_gdh, rows_g)
     dinto_mh, again_mf = p.swiglu_dgrad(dy_md, down_gfd, into_mh, rows_g)
-    actual = {
+    found = {
         "y": p.forward(h_mf, down_gfd, rows_g),
         "dx": p.dgrad(dinto_mh, into_gdh, rows_g),
         "dinto": p.wgrad(x_md, dinto_mh, rows_g),
         "ddown": p.wgrad(again_mf, dy_md, rows_g),
     }
-    assert_close(actual, defined_jit(x_md, into_gdh, down_gfd, dy_md, rows_g))
+    return found, h_mf, again_mf
+
+
+@pytest.mark.parametrize("skew", SKEWS)
+def test_both_passes_in_small_blocks(skew):
+    """Blocks of fewer rows than the rule's, so that a group has several and a tail."""
+    args = *operands(), rows_of(skew, NUM_OWNED, NUM_GROUPS, seed=4)
+    found, h_mf, again_mf = in_small_blocks(*args)
+    assert_close(found, defined_jit(*args))
     assert_close(again_mf, h_mf)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("implementation", "dtype"),
     [(i, jnp.bfloat16) for i in IMPLEMENTATIONS] + [("blocked", jnp.float16)],
@@ -113,6 +120,7 @@ def test_nan_in_padding_reaches_nothing(implementation):
         assert not np.any(dirty[name][rows_g == 0]), "an empty group has no gradient"
 
 
+@pytest.mark.slow
 def test_inside_shard_map():
     """Other rows_g on each of 8 devices, with check_vma; the weight that they share
     gets summed gradients, and the other one its own."""

@@ -67,6 +67,7 @@ def check(which, setup, rows_g):
     assert_close(actual, expected(which, setup, rows_g))
 
 
+@pytest.mark.slow
 def test_a_plain_case():
     check("fp8_forward", PLAIN, rows_of_pattern(ALL_PATTERNS[-1]))
 

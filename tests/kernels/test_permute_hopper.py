@@ -40,6 +40,7 @@ def test_equals_reference(kept, dtype):
         assert actual[name].dtype == leaf.dtype, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -72,6 +73,7 @@ def test_nan_in_rows_without_a_name_reaches_nothing(kept):
         np.testing.assert_array_equal(actual[name], leaf, err_msg=name)
 
 
+@pytest.mark.slow
 def test_gates_may_have_another_dtype():
     (*rows, gate_nk), integers = random_case(0.6)
     args = (*rows, gate_nk.astype(jnp.bfloat16)), integers
@@ -81,6 +83,7 @@ def test_gates_may_have_another_dtype():
     assert_close(actual, expected)
 
 
+@pytest.mark.slow
 def test_inside_shard_map():
     """Other tables on each device; x is shared, and its gradients are summed."""
     mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,))
@@ -172,10 +175,10 @@ def lowered(dtype, sizes):
     ("choices", "dtype"),
     [
         (1, jnp.bfloat16),
-        (3, jnp.bfloat16),
         (10, jnp.bfloat16),
-        (8, jnp.float16),
         (8, jnp.float32),
+        pytest.param(3, jnp.bfloat16, marks=pytest.mark.long),
+        pytest.param(8, jnp.float16, marks=pytest.mark.long),
     ],
 )
 def test_each_move_is_one_kernel_for_cuda(choices, dtype):

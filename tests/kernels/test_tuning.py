@@ -228,6 +228,7 @@ def test_measured_tiles_are_enough(monkeypatch):
     grouped_dot.require_tuned({"tiny": TINY}, cases.PASSES, "bfloat16", "any")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "dtype", "why"),
     [

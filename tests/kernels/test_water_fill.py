@@ -67,8 +67,14 @@ def scanned(solve, arrays):
     ("sizes", "count", "max_sweeps"),
     [
         pytest.param((20, 24, 8), 20, 16, id="one block"),
-        pytest.param((40, 24, 40), 6, 3, id="two blocks"),
-        pytest.param((50, 256, 70), 3, 2, id="items outside shared memory"),
+        pytest.param((40, 24, 40), 6, 3, id="two blocks", marks=pytest.mark.slow),
+        pytest.param(
+            (50, 256, 70),
+            3,
+            2,
+            id="items outside shared memory",
+            marks=pytest.mark.slow,
+        ),
         pytest.param((4, 1, 1), 3, 16, id="one bin"),
     ],
 )
@@ -82,6 +88,7 @@ def test_fused_gives_the_same_bits(sizes, count, max_sweeps):
     assert expected.sweeps.max() >= min(num_bins - 1, 2)
 
 
+@pytest.mark.slow
 def test_every_device_solves_its_own_in_shard_map():
     """Inputs that vary over the mesh give outputs that are typed so."""
     mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
@@ -117,7 +124,12 @@ def lowered(num_colours, num_bins):
 
 
 @pytest.mark.parametrize(
-    ("num_colours", "num_bins"), [(16, 8), (256, 64), (256, 128), (432, 128)]
+    ("num_colours", "num_bins"),
+    [
+        (16, 8),
+        (432, 128),
+        *(pytest.param(256, bins, marks=pytest.mark.long) for bins in (64, 128)),
+    ],
 )
 def test_is_one_kernel_for_cuda(num_colours, num_bins):
     text = lowered(num_colours, num_bins)

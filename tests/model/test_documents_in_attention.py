@@ -80,7 +80,11 @@ def test_a_window_of_three_documents_is_three_windows():
     )
 
 
-@pytest.mark.parametrize("cfg", [SEPARATE, JOINED], ids=["separate", "joined"])
+@pytest.mark.parametrize(
+    "cfg",
+    [SEPARATE, pytest.param(JOINED, marks=pytest.mark.slow)],
+    ids=["separate", "joined"],
+)
 def test_equals_its_formulas(cfg):
     ours, windows = network(cfg), in_one_window()
     hidden_btd, _, head_vd = ours.jit(ours.params, *windows)

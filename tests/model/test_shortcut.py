@@ -98,6 +98,7 @@ def test_equals_its_formula(cfg):
     assert np.abs(moved).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_one_token_at_a_time_with_a_cache():
     """The router's input is never in the cache: it is the token's own."""
     cfg = dataclasses.replace(LAYERS, mesh=Topology())

@@ -126,10 +126,10 @@ def numbers(name: str, topology: Topology, dtype=jnp.float32):
 @pytest.mark.parametrize(
     ("name", "topology"),
     [
-        ("norms per head", SPLITS[0]),
         ("norms over all heads", SPLITS[0]),
-        ("norms over all heads", SPLITS[1]),
         ("swiglu", SPLITS[0]),
+        pytest.param("norms per head", SPLITS[0], marks=pytest.mark.slow),
+        pytest.param("norms over all heads", SPLITS[1], marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -178,6 +178,7 @@ def collectives(compiled) -> Counter:
     return found
 
 
+@pytest.mark.slow
 def test_one_sum_for_each_part_and_one_for_its_gradient():
     """Norms over all heads add two numbers per token each way, and their scales."""
     for name, part in PARTS.items():

@@ -48,7 +48,9 @@ def tokens(seed=0):
     return np.random.default_rng(seed).integers(0, SMALL.vocab_size, (B, T))
 
 
-@pytest.mark.parametrize("cfg", [MIXED, PLAIN], ids=["mixed", "plain"])
+@pytest.mark.parametrize(
+    "cfg", [MIXED, pytest.param(PLAIN, marks=pytest.mark.slow)], ids=["mixed", "plain"]
+)
 def test_equals_its_formulas(cfg):
     """Dense prefix, cycles, shared experts, grouped queries, both QK-norms, RoPE, tied
     and untied embeddings, softmax and sigmoid gates."""
@@ -81,6 +83,7 @@ def test_no_hidden_state_knows_a_later_token(position):
     assert not changed_before(MIXED, position)
 
 
+@pytest.mark.slow
 def test_expert_choice_knows_the_future():
     """Why it is refused in a decoder unless asked for by name."""
     router = Router(kind="expert_choice", allow_expert_choice_in_decoder=True)
@@ -130,7 +133,7 @@ def test_grouped_queries_are_repeated_keys_and_values():
     x_btd = np.random.default_rng(0).standard_normal((2, T, SMALL.d_model))
     x_btd = x_btd.astype(np.float32)
     sight = Sight.of_windows(jnp.arange(T)[None], SMALL, is_separate=False)
-    assert_close(grouped(x_btd, sight)[0], full(x_btd, sight)[0])
+    assert_close(*jax.jit(lambda x: (grouped(x, sight)[0], full(x, sight)[0]))(x_btd))
 
 
 def test_layers_are_where_the_rule_puts_them():

@@ -138,6 +138,7 @@ MESHES = {
 FIRST = ("masters over data", "shards of half", "more shards")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [name if name in FIRST else pytest.param(name, marks=ALSO) for name in MESHES],
@@ -167,6 +168,7 @@ def rows_of(cfg: Config) -> int:
     return B * T // cfg.mesh.num_batch_shards * sources * E // cfg.group_size
 
 
+@pytest.mark.long
 def test_dense_is_the_sparse_layer_with_every_expert_chosen():
     """By dispatch, rounds and combine, with top_k = num_experts: outputs and gradients
     of all that makes them."""

@@ -37,12 +37,13 @@ from train.resolve.speeds import presumed
 ALSO = pytest.mark.long
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh_name", "store", "split"),
     [
         ("data2_expert4", "transient", "even"),
         pytest.param("data2_expert4", "sharded", "local_first", marks=ALSO),
-        ("dc2_data2_expert2", "transient", "local_first"),
+        pytest.param("dc2_data2_expert2", "transient", "local_first", marks=ALSO),
         pytest.param("data2_expert4", "owned", "even", marks=ALSO),
         pytest.param("dc2_data2_expert2", "owned", "even", marks=ALSO),
         pytest.param("dc2_data2_expert2", "sharded", "even", marks=ALSO),

@@ -218,7 +218,7 @@ def test_picture_of_the_module():
     ("num_experts", "w", "slots", "max_sweeps"),
     [
         (8, 4, 4, 1),
-        (8, 4, 4, water_filling.MAX_SWEEPS),
+        pytest.param(8, 4, 4, water_filling.MAX_SWEEPS, marks=pytest.mark.long),
         (64, 16, 8, water_filling.MAX_SWEEPS),
     ],
 )

@@ -77,7 +77,8 @@ def make_layer(topology: Topology, layout: Layout):
         y_btd, sums = layer(x_btd, placement, layout, None, forced_btk)
         return jnp.sum(y_btd * PULL_BTD), (y_btd, sums)
 
-    return mesh, compiled(jax.value_and_grad(run, (0, 2), has_aux=True)), params
+    step = compiled(jax.value_and_grad(run, (0, 2), has_aux=True))
+    return mesh, step, jax.device_get(params)
 
 
 @functools.cache

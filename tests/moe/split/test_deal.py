@@ -11,7 +11,10 @@ from moejax.moe.split.deal import deal
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
-from tests.support.split_cases import CASES, MANY, E
+from tests.support.split_cases import CASES, E
+
+ROOM = 2**30
+"""More rows than any source has for a peer."""
 
 
 @functools.cache
@@ -45,7 +48,7 @@ def any_rows(counts_we: np.ndarray, row_p: np.ndarray, seed: int) -> np.ndarray:
     return rows_p
 
 
-@pytest.mark.parametrize("rows_per_peer", [8, MANY])
+@pytest.mark.parametrize("rows_per_peer", [8, ROOM])
 def test_both_margins_are_exact(rows_per_peer):
     for seed, (row_p, counts_we) in enumerate(CASES):
         rows_p = any_rows(counts_we, row_p, seed)
@@ -63,7 +66,7 @@ def test_with_room_rows_stay_at_home():
     device_p = np.arange(len(CASES[0][0])) // 5
     for seed, (row_p, counts_we) in enumerate(CASES):
         rows_p = any_rows(counts_we, row_p, seed)
-        quota_wp = dealt(counts_we, row_p, rows_p, 2**30)
+        quota_wp = dealt(counts_we, row_p, rows_p, ROOM)
         here_p = counts_we[device_p, np.maximum(row_p, 0)]
         stays_p = quota_wp[device_p, np.arange(len(row_p))]
         assert np.array_equal(stays_p, np.minimum(here_p, rows_p))

@@ -59,7 +59,9 @@ def test_local_rows_stay_and_the_others_are_shared_evenly():
 
 
 def test_without_replicas_all_splits_are_the_plan():
-    row_p = np.random.default_rng(0).permutation(E).astype(np.int32)
-    counts_we = counts_of(1)
+    rng, counts_we = np.random.default_rng(0), counts_of(1)
+    slots_p = np.r_[np.arange(E), np.full(5 * W - E, -1)].astype(np.int32)
+    row_p = rng.permutation(slots_p)
+    expected_wp = np.where(row_p >= 0, counts_we[:, row_p], 0)
     for split in STATIC:
-        assert np.array_equal(quotas(counts_we, row_p, split), counts_we[:, row_p])
+        assert np.array_equal(quotas(counts_we, row_p, split), expected_wp)

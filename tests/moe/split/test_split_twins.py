@@ -23,7 +23,9 @@ def by_slot(value_q, slot_q) -> np.ndarray:
     return value_p
 
 
-@pytest.mark.parametrize(("e", "w", "s"), [(8, 4, 4), (64, 16, 8)])
+@pytest.mark.parametrize(
+    ("e", "w", "s"), [pytest.param(8, 4, 4, marks=pytest.mark.long), (64, 16, 8)]
+)
 def test_water_filling_with_its_paths(e, w, s):
     layout = Layout(e, w, s, 8, store="sharded", split="water_filling")
     fill = jax.jit(functools.partial(moe_water.fill, layout=layout))
@@ -61,7 +63,8 @@ def test_a_ring_needs_many_paths():
 
 
 @pytest.mark.parametrize(
-    ("w", "own", "offers", "copies"), [(4, 2, 2, 2), (8, 4, 2, 1), (8, 4, 1, 3)]
+    ("w", "own", "offers", "copies"),
+    [(8, 4, 2, 1), (8, 4, 1, 3), pytest.param(4, 2, 2, 2, marks=pytest.mark.long)],
 )
 def test_dynamic_replication_with_its_tables(w, own, offers, copies):
     e = w * own

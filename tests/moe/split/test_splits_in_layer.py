@@ -3,6 +3,7 @@ definition, the fullest device is at the certified bound, and every device decid
 the same, bit for bit."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,6 @@ from tests.support.layers import (
     MERGED,
     MESHES,
     PULL_BTD,
-    TOP_K,
     check_layer,
     compiled,
     layer_layout,
@@ -76,6 +76,7 @@ def split_plan(layout: Layout) -> ExpertPlan:
     return ExpertPlan(row_p[None].astype(np.int32), EXPERTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("topology", "axes", "store", "split"), CASES)
 def test_the_layer_is_its_definition_and_the_fullest_device_at_its_bound(
     topology, axes, store, split
@@ -88,30 +89,42 @@ def test_the_layer_is_its_definition_and_the_fullest_device_at_its_bound(
         assert_bounds(sums, layout, plan)
 
 
+@functools.cache
+def decided(split: str, rows_per_peer: int):
+    """Return run(expert_nk, placement): each device's counts, certificate and copies,
+    and the fullest pair with the rows that buffers must have."""
+    layout = split_layout(EIGHT, ALONE, "transient", split)
+    layout = dataclasses.replace(layout, rows_per_peer=rows_per_peer)
+    mesh = make_mesh(EIGHT)
+    mesh_layout = on_mesh(mesh, layout)
+
+    def body(expert_nk, placement):
+        sent, used = manifest(expert_nk, placement, mesh_layout)
+        pairs = fullest_pair(sent, layout), pair_to_fit(sent, layout)
+        found = (sent.counts_up, sent.bound, used, *pairs)
+        return jax.tree.map(lambda leaf: varying_alike(leaf, expert_nk)[0][None], found)
+
+    spec = P(BATCH_AXES)
+    run = jax.shard_map(body, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
+    return compiled(run), placed(split_plan(layout), layout)
+
+
+def many_choices(seed: int) -> np.ndarray:
+    """Return two neighbouring experts for each of 1024 tokens."""
+    first_n1 = np.random.default_rng(seed).integers(0, EXPERTS, (1024, 1))
+    expert_nk = np.concatenate([first_n1, first_n1 + 1], axis=1) % EXPERTS
+    return expert_nk.astype(np.int32)
+
+
+@pytest.mark.slow
 def test_large_buffers_are_not_taken_for_needed():
     """Rows stay at home while a buffer has room; the fullest pair that is reported, for
     buffers to fit, is the same for one that is four times as large."""
     reported = []
     for rows_per_peer in (32, 128):
-        layout = split_layout(EIGHT, ALONE, "transient", "water_filling")
-        layout = dataclasses.replace(layout, rows_per_peer=rows_per_peer)
-        placement = placed(split_plan(layout), layout)
-
-        mesh = make_mesh(EIGHT)
-        mesh_layout = on_mesh(mesh, layout)
-
-        def body(expert_nk, placement, layout=layout, mesh_layout=mesh_layout):
-            sent, _ = manifest(expert_nk, placement, mesh_layout)
-            both = fullest_pair(sent, layout), pair_to_fit(sent, layout)
-            return jnp.stack(both)[None]
-
-        spec = P(BATCH_AXES)
-        run = jax.shard_map(body, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
-        rng = np.random.default_rng(0)
-        first_n1 = rng.integers(0, EXPERTS, (1024, 1))
-        expert_nk = np.concatenate([first_n1, first_n1 + 1], axis=1)
-        expert_nk = (expert_nk % EXPERTS).astype(np.int32)
-        reported.append(np.asarray(compiled(run)(expert_nk, placement))[0])
+        run, placement = decided("water_filling", rows_per_peer)
+        *_, pair_w, fit_w = jax.device_get(run(many_choices(0), placement))
+        reported.append((pair_w[0], fit_w[0]))
     (small, small_fit), (large, large_fit) = reported
     assert large > 1.2 * small
     assert large_fit <= small_fit
@@ -120,24 +133,10 @@ def test_large_buffers_are_not_taken_for_needed():
 @pytest.mark.parametrize("split", ["water_filling", "dynamic"])
 def test_every_device_decides_the_same(split):
     """Bit for bit: who sends how much where, the certificate, and the copies."""
-    store = "transient"
-    layout = split_layout(EIGHT, ALONE, store, split)
-    mesh, placement = make_mesh(EIGHT), placed(split_plan(layout), layout)
-    mesh_layout = on_mesh(mesh, layout)
-
-    def body(expert_nk, placement):
-        sent, used = manifest(expert_nk, placement, mesh_layout)
-        decided = (sent.counts_up, sent.bound, used)
-        return jax.tree.map(
-            lambda leaf: varying_alike(leaf, expert_nk)[0][None], decided
-        )
-
-    spec = P(BATCH_AXES)
-    run = jax.shard_map(body, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
-    run = compiled(run)
+    run, placement = decided(split, 32)
     for seed in range(3):
-        expert_nk = zipf_choices(seed, 1.5).reshape(-1, TOP_K)
-        for leaf in jax.tree.leaves(jax.device_get(run(expert_nk, placement))):
+        found = jax.device_get(run(many_choices(seed), placement))
+        for leaf in jax.tree.leaves(found):
             assert (leaf == leaf[0]).all()
             assert len(leaf) == 8
 

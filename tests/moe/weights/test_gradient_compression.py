@@ -3,6 +3,7 @@
 The domain is that of test_compress: 2 x 2 of the devices (dc, expert).
 """
 
+import functools
 import re
 
 import jax
@@ -27,6 +28,7 @@ from tests.support.compressed_domain import (
 )
 
 
+@functools.cache
 def scattered_on_devices(k, value_dtype, blocks=1):
     """scattered(gradients, kept) of all members, each [w, s, x] -> [s, x], [w, s, x]"""
 

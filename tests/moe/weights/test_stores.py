@@ -124,7 +124,7 @@ def test_what_is_not_finite_in_one_replica_reaches_its_expert(store, value):
     ("store", "split"),
     [
         ("transient", "even"),
-        ("sharded", "local_first"),
+        pytest.param("sharded", "local_first", marks=pytest.mark.slow),
         pytest.param("owned", "even", marks=pytest.mark.long),
         pytest.param("transient", "local_first", marks=pytest.mark.long),
         pytest.param("sharded", "even", marks=pytest.mark.long),
