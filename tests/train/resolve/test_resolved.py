@@ -1,0 +1,119 @@
+"""A run resolved: every open question answered once, and the next value checked."""
+
+import ast
+import dataclasses
+
+import pytest
+
+from moejax.balance.settings import Settings
+from moejax.config import Balance, Config, Dispatch, Moe, Network, Train
+from moejax.perf.cost_model import NOTES
+from moejax.plan.layout import Layout, Topology
+from moejax.plan.parallel import Tensor
+from tests.support.resolved import run_of
+
+MESH = Topology(data=2, expert=4)
+CFG = Config(mesh=MESH, moe=Moe(num_experts=8))
+TENSOR = dataclasses.replace(CFG, mesh=Topology(expert=4, tensor=2))
+
+
+@pytest.mark.parametrize("policy", ["home", "flexmoe", "micromoe", "eplb", "smartmoe"])
+def test_no_question_is_open_below(policy):
+    """A layout's optional parts are absent (no tensor axis, no domain), never open."""
+    run = run_of(dataclasses.replace(CFG, balance=Balance(policy=policy)))
+    values = dataclasses.asdict(run.layout)
+    assert {name for name, value in values.items() if value is None} == {
+        "tensor",
+        "domain",
+    }
+    assert "auto" not in [v for name, v in values.items() if name != "kernels"]
+    assert run.settings.max_slots_per_device >= run.layout.slots_per_device
+    assert run.num_owners == run.layout.num_devices == run.owning.num_devices == 4
+    assert run.owning.store == "owned"
+    assert run.home_plan().validate(run.layout).is_logical
+
+
+def test_it_says_how_auto_was_answered_and_why():
+    (line,) = run_of(CFG).lines()
+    assert line.startswith("kernels ")
+    chosen, *candidates, kernels = run_of(TENSOR).lines()
+    assert (chosen.startswith("schedule ") and "because" in chosen) or ":" in chosen
+    assert {line.split()[0] for line in candidates} >= {"base", "s1", "s1h", "s2"}
+    assert kernels.startswith("kernels ")
+    assert run_of(TENSOR).layout.tensor.schedule in chosen
+
+
+def test_a_relayout_is_the_next_value():
+    run = run_of(dataclasses.replace(CFG, balance=Balance(policy="flexmoe")))
+    wider = dataclasses.replace(run.layout, slots_per_device=4, copies_per_device=2)
+    after = run.relaid(wider)
+    assert after.layout == after.mesh_layout.layout == wider
+    assert run.layout.slots_per_device != 4, "the value before stays as it was"
+    same = ("cfg", "communication", "owning", "calibration", "cost", "settings")
+    assert all(getattr(after, name) is getattr(run, name) for name in same)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (Layout.home(8, 2, 64), "num_devices=4"),
+        (Layout.home(16, 4, 64), "num_experts=8"),
+        (Layout.home(8, 4, 64, tensor=Tensor("s1h", 2, 2)), "tensor=None"),
+    ],
+)
+def test_a_relayout_cuts_nothing_otherwise(other, words):
+    with pytest.raises(ValueError, match="a relayout keeps") as error:
+        run_of(CFG).relaid(other)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_presumed_speeds_make_the_cost_model():
+    run = run_of(CFG)
+    assert run.calibration.when == "presumed"
+    assert run.cost.flops_per_sec == NOTES.flops_per_sec
+
+
+def test_settings_are_the_balance_of_the_run():
+    balance = Balance(policy="flexmoe", every_steps=7, margin=0.5, horizon_steps=33)
+    settings = run_of(dataclasses.replace(CFG, balance=balance)).settings
+    assert isinstance(settings, Settings)
+    for field in dataclasses.fields(Balance):
+        if field.name != "max_slots_per_device":
+            assert getattr(settings, field.name) == getattr(balance, field.name)
+    assert settings.max_slots_per_device == 6  # two own experts: twice, and two more
+
+
+def test_a_batch_of_another_size_drops_nothing():
+    """Evaluation of a run that drops rows, whose buffers are small."""
+    dispatch = Dispatch(exchange="capacity", buffer_factor=1.0)
+    run = run_of(dataclasses.replace(CFG, dispatch=dispatch))
+    layout = run.exact_layout(batch_size=24, width=5)
+    assert (run.layout.exchange, layout.exchange) == ("capacity", "exact")
+
+
+def test_rooms_below_see_no_configuration_with_open_questions(repo):
+    """Models take a Network, layers a Layout; none imports Config."""
+    importers = []
+    for path in sorted((repo / "moejax").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "moejax.config":
+                names = {alias.name for alias in node.names}
+                importers += [path.name] * ("Config" in names)
+    assert importers == []
+    assert {field.name for field in dataclasses.fields(Network)} == {
+        "model", "moe", "router", "documents", "seq_len",
+    }  # fmt: skip
+
+
+def test_a_domain_and_a_policy_that_plans_do_not_go_together():
+    cfg = dataclasses.replace(
+        CFG,
+        mesh=Topology(dc=2, expert=4),
+        dispatch=Dispatch(group="dc_expert", domain=(2, 1)),
+        balance=Balance(policy="flexmoe"),
+        train=Train(batch_size=32),
+    )
+    with pytest.raises(ValueError, match=r"Dispatch\.domain") as error:
+        run_of(cfg)
+    assert "\n" not in str(error.value)
