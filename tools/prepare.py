@@ -24,8 +24,7 @@ from rich.console import Console
 
 from tools.launch.arguments import new_parser
 from train.data.encoding import Recipe
-from train.data.prepared import prepare
-from train.data.shards import Progress
+from train.data.prepared import Progress, prepare
 from train.launch.program import DONE, emit, guarded
 
 SECONDS_BETWEEN_LINES = 10.0

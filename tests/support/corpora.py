@@ -3,8 +3,7 @@
 import numpy as np
 
 from train.data.corpus import Corpus, Source
-from train.data.indexed import Indexed
-from train.data.indexed_writer import IndexedWriter
+from train.data.indexed import Indexed, IndexedWriter
 from train.data.lines import split
 from train.data.tokenizer import load_tokenizer
 

@@ -20,7 +20,7 @@ from tests.support.data_files import (
     write_text,
 )
 from tools import prepare as tool
-from train.data import documents, encoding, prepared, shards
+from train.data import documents, encoding, prepared
 from train.data.encoding import Recipe
 from train.data.indexed import file_sha256, open_tokens, scan
 from train.data.prepared import prepare, read_manifest
@@ -56,7 +56,7 @@ def documents_of(folder) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
 def test_a_document_is_its_separator_and_its_ids(sources, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(shards, "SHARD_TOKENS", 1000)
+    monkeypatch.setattr(prepared, "SHARD_TOKENS", 1000)
     recipe = Recipe(str(write_bpe(tmp_path / "t.json")) if name == "bpe" else "bytes")
     manifest = prepare(sources, tmp_path / "out", recipe)
     tokenizer = load_tokenizer(recipe.tokenizer)

@@ -22,9 +22,8 @@ from moejax.config import Data
 from train.data.documents import kind_of
 from train.data.encoding import Recipe
 from train.data.indexed import file_sha256, scan
-from train.data.prepared import FORMAT, MANIFEST, prepare, read_manifest
+from train.data.prepared import FORMAT, MANIFEST, Progress, prepare, read_manifest
 from train.data.records import is_packed, unreadable
-from train.data.shards import Progress
 from train.data.tokenizer import Tokenizer
 
 _SECONDS_BETWEEN_LINES = 10.0

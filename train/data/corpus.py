@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """What a run reads. `weights` are the shares of the sources; their sum is 1."""
+    """The corpora of a run. `weights` are the shares of the sources; their sum is 1."""
 
     sources: tuple[Source, ...]
     weights: tuple[float, ...]
@@ -75,7 +76,7 @@ class Corpus:
 def load_corpus(
     cfg: Data, vocab_size: int, say: Callable[[str], None] = print
 ) -> Corpus:
-    """The corpora that `cfg` names. `say` gets a line when one takes its time.
+    """Open the corpora that `cfg` names. `say` gets a line when one takes its time.
 
     Raises ValueError, in one line, for files that are missing, damaged, not those of
     their manifest or shorter than a window, and for ids that the model lacks.
@@ -100,7 +101,7 @@ def load_corpus(
 def load_whole(
     cfg: Data, vocab_size: int, say: Callable[[str], None] = print
 ) -> tuple[Tokenizer, list[Line]]:
-    """All documents of each corpus of `cfg`, of any size and not split, for evaluation.
+    """Open all documents of each corpus of `cfg`, of any size, not split, to evaluate.
 
     Raises ValueError as load_corpus does.
     """
@@ -117,8 +118,8 @@ def load_whole(
 
 
 def byte_sample(corpus: Corpus, limit: int) -> np.ndarray | None:
-    """About `limit` bytes to train on, by the weights, uint8; None if tokens are not
-    bytes. A corpus with fewer than its share gives all, a larger one even pieces."""
+    """Return about `limit` bytes to train on, by the weights, uint8; None if tokens are
+    not bytes. A corpus with fewer than its share gives all, a larger one even parts."""
     if not corpus.has_bytes:
         return None
     parts = []
@@ -131,6 +132,44 @@ def byte_sample(corpus: Corpus, limit: int) -> np.ndarray | None:
             start_w = np.arange(share // width) * size // (share // width)
             parts.append(read_tokens(source.train, start_w, width))
     return np.concatenate([part.ravel().astype(np.uint8) for part in parts])
+
+
+def identity(corpus: Corpus, cfg: Data, batch_size: int) -> dict[str, Any]:
+    """Return all that the batch of a step and the held-out text depend on, as JSON.
+
+    Paths are not part of it: a run may go on after its data has moved.
+    """
+    return {
+        "name": corpus.name,
+        "sha256": corpus.sha256,
+        "weights": list(corpus.weights),
+        "tokenizer_sha256": corpus.tokenizer.sha256,
+        "separator": corpus.tokenizer.separator,
+        "documents": cfg.documents,
+        "held_out_every": cfg.held_out_every,
+        "seed": cfg.seed,
+        "seq_len": cfg.seq_len,
+        "batch_size": batch_size,
+    }
+
+
+def check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Raise ValueError, naming every difference, unless both are the same data.
+
+    The same contents by another name are the same data.
+    """
+    differences = [
+        f"{name} was {saved.get(name)}, is {current.get(name)}"
+        for name in dict.fromkeys([*saved, *current])
+        if saved.get(name) != current.get(name)
+    ]
+    if saved.get("sha256") == current.get("sha256"):
+        differences = [line for line in differences if not line.startswith("name ")]
+    if differences:
+        raise ValueError(
+            f"the checkpoint was trained on other data: {'; '.join(differences)}: give "
+            "the run what it had, or another run directory"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +205,7 @@ def _open(
 def _open_files(
     entry: str, cfg: Data, tokenizer: Tokenizer, say: Callable[[str], None]
 ) -> tuple[str, tuple[Indexed, ...], int]:
-    """sha256, files and the largest id of a corpus."""
+    """Return sha256, files and the largest id of a corpus."""
     folder = Path(entry).expanduser()
     if folder.is_dir():
         return _open_folder(folder, tokenizer)
@@ -198,7 +237,7 @@ def _open_shards(
 def _open_folder(
     folder: Path, tokenizer: Tokenizer
 ) -> tuple[str, tuple[Indexed, ...], int]:
-    """Raises ValueError unless its shards are those of its manifest."""
+    """Open a prepared folder; raise ValueError unless its shards are its manifest's."""
     if not (folder / MANIFEST).is_file():
         raise ValueError(
             f"'{folder}' is a folder without {MANIFEST}: name its files, "
@@ -261,7 +300,7 @@ def _check_size(entry: str, source: Source, cfg: Data) -> None:
 
 
 def _joint_sha256(shas: Sequence[str]) -> str:
-    """Of one it is itself."""
+    """Return the sha256 of several; a single one stays as it is."""
     return (
         shas[0]
         if len(shas) == 1

@@ -9,13 +9,16 @@ begins with; the last is s. The layout is that of NVIDIA/Megatron-LM,
 megatron/core/datasets/indexed_dataset.py. An index is checked before a token is read.
 """
 
+import array
 import dataclasses
 import hashlib
+import itertools
 import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tokenize import TokenError
+from typing import BinaryIO
 
 import numpy as np
 
@@ -26,10 +29,11 @@ DTYPES = {
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
 _READ_BYTES = 2**20
+_MAX_SEQUENCE = 2**31 - 1
 _BAD_HEADER = (
     ValueError, SyntaxError, TypeError, OverflowError, RecursionError, TokenError,
 )  # fmt: skip
-"""What numpy raises for a header that it cannot evaluate."""
+"""Errors of numpy for a header that it cannot evaluate."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +49,13 @@ class Indexed:
 
 
 def open_tokens(path: Path, separator: int | None = None) -> Indexed:
-    """`open_npy` or `open_indexed`, by the extension."""
+    """Open a .npy, or a .bin with its .idx, by the extension."""
     path = Path(path)
     return open_npy(path, separator) if path.suffix == ".npy" else open_indexed(path)
 
 
 def open_indexed(path: Path) -> Indexed:
-    """A .bin and the .idx beside it; either may be named.
+    """Open a .bin and the .idx beside it; either may be named.
 
     Raises ValueError, in one line, for files that are missing, damaged, empty or do not
     fit each other, and for ids that are no integers or not in the order of sequences.
@@ -74,7 +78,7 @@ def open_indexed(path: Path) -> Indexed:
 
 
 def open_npy(path: Path, separator: int | None) -> Indexed:
-    """A 1-D array of integers; a document starts at each separator, and at 0.
+    """Open a 1-D array of integers; a document starts at each separator, and at 0.
 
     Without a separator all is one document. Raises ValueError in one line.
     """
@@ -105,8 +109,8 @@ def open_npy(path: Path, separator: int | None) -> Indexed:
 
 
 def scan(path: Path) -> tuple[str, int]:
-    """sha256 of the file, and its largest id, in one pass; of a .bin, with the bytes of
-    its .idx behind its own. Raises ValueError for a negative id."""
+    """Return the sha256 of a file and its largest id, from one pass. A .bin counts with
+    the bytes of its .idx behind its own. Raises ValueError for a negative id."""
     indexed = open_tokens(path)
     digest = hashlib.sha256()
     if indexed.path.suffix == ".npy":
@@ -125,10 +129,64 @@ def scan(path: Path) -> tuple[str, int]:
 
 
 def file_sha256(path: Path, is_stopped: Callable[[], bool] = lambda: False) -> str:
-    """Of what has been read when `is_stopped`, which is asked before every MiB."""
+    """Return the sha256 of a file; of its beginning once `is_stopped`, which is asked
+    before every MiB."""
     digest = hashlib.sha256()
     _update(digest, path, is_stopped)
     return digest.hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A .bin with its .idx that has been written; `sha256` as by `scan`."""
+
+    path: Path
+    sha256: str
+    num_documents: int
+    num_tokens: int
+
+
+class IndexedWriter:
+    """Writes a .bin and, at the end, its .idx; holds 8 bytes for each document."""
+
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self.path, self.dtype = path.with_suffix(".bin"), np.dtype(dtype)
+        self.num_tokens = 0
+        self._lengths = array.array("q")
+        self._digest = hashlib.sha256()
+        self._file = self.path.open("xb")
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._lengths)
+
+    def append(self, token_b: np.ndarray, start_d: np.ndarray) -> None:
+        """Write ids; `start_d` says where in them documents begin. Ids before the first
+        start go on with the document that was begun last."""
+        edges = [0, *start_d.tolist(), token_b.size]
+        if edges[1]:
+            self._lengths[-1] += edges[1]
+        self._lengths.extend(b - a for a, b in itertools.pairwise(edges[1:]))
+        data = token_b.astype(self.dtype).tobytes()
+        self._file.write(data)
+        self._digest.update(data)
+        self.num_tokens += token_b.size
+
+    def finish(self) -> Shard:
+        """Write the index; both files are on the disk when this returns."""
+        index = self.path.with_suffix(".idx")
+        with index.open("xb") as file:
+            for part in _index(self.dtype, np.frombuffer(self._lengths, np.int64)):
+                file.write(part)
+                self._digest.update(part)
+            _sync(file)
+        _sync(self._file)
+        self.close()
+        sha256, count = self._digest.hexdigest(), self.num_documents
+        return Shard(self.path, sha256, count, self.num_tokens)
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
@@ -168,7 +226,7 @@ def _mapped(path: Path, dtype: str, offset: int, count: int) -> np.ndarray:
 def _check_sequences(
     path: Path, length_s: np.ndarray, offset_s: np.ndarray, itemsize: int, size: int
 ) -> None:
-    """That the sequences lie in the .bin one after the other and fill it."""
+    """Raise ValueError unless the sequences fill the .bin, one after the other."""
     if length_s.size and int(length_s.min()) < 0:
         raise ValueError(f"the .idx of '{path}' has a negative length: it is damaged")
     stop_s = np.cumsum(length_s, dtype=np.int64) * itemsize
@@ -196,7 +254,7 @@ def _check_bounds(path: Path, bound_d: np.ndarray, num_sequences: int) -> None:
 
 
 def _npy_header(path: Path) -> tuple[np.dtype, tuple[int, ...], int]:
-    """dtype, shape and where the data begin; never unpickles."""
+    """Return dtype, shape and where the data begin; never unpickle."""
     with path.open("rb") as file:
         try:
             version = np.lib.format.read_magic(file)
@@ -212,7 +270,7 @@ def _npy_header(path: Path) -> tuple[np.dtype, tuple[int, ...], int]:
 
 
 def _parts(token_b: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Pieces in memory, and where each begins."""
+    """Yield pieces in memory, each with where it begins."""
     step = _READ_BYTES // token_b.itemsize
     for first in range(0, token_b.size, step):
         yield first, np.array(token_b[first : first + step])
@@ -234,3 +292,24 @@ def _update(digest, path: Path, is_stopped: Callable[[], bool] = lambda: False) 
     with path.open("rb") as file:
         while not is_stopped() and (part := file.read(_READ_BYTES)):
             digest.update(part)
+
+
+def _index(dtype: np.dtype, length_d: np.ndarray) -> Iterator[bytes]:
+    """Yield parts of the .idx; a document that a sequence cannot hold is several."""
+    num_d = -(-length_d // _MAX_SEQUENCE)
+    length_s = np.repeat(length_d, num_d)
+    if length_s.size > length_d.size:
+        last_d = np.cumsum(num_d) - 1
+        length_s = np.full(length_s.size, _MAX_SEQUENCE)
+        length_s[last_d] = length_d - (num_d - 1) * _MAX_SEQUENCE
+    code = next(code for code, name in DTYPES.items() if name == dtype.name)
+    yield HEADER.pack(MAGIC, 1, code, length_s.size, length_d.size + 1)
+    yield length_s.astype("<i4").tobytes()
+    offset_s = np.cumsum(length_s) - length_s
+    yield (offset_s * dtype.itemsize).astype("<i8").tobytes()
+    yield np.append(0, np.cumsum(num_d)).astype("<i8").tobytes()
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -10,6 +10,7 @@ and the recipe alone, not on the number of workers.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -18,19 +19,34 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TextIO
 
 import numpy as np
 
 from train.data.documents import expand, pieces
-from train.data.encoding import Recipe, encode
-from train.data.indexed import file_sha256
-from train.data.records import unreadable
-from train.data.shards import Progress, Shards
+from train.data.encoding import Chunk, Recipe, encode
+from train.data.indexed import IndexedWriter, Shard, file_sha256
+from train.data.records import Bad, Piece, unreadable
 from train.data.tokenizer import load_tokenizer
 
 FORMAT = "moejax tokens 1"
 MANIFEST = "manifest.json"
+SHARD_TOKENS = 2**29
+SHARD_DOCUMENTS = 2**22
+_MAX_NAMED = 1000
+"""Bad records that are named; all are counted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far prepare() is; bytes are those of the files as they lie on the disk."""
+
+    num_bytes: int
+    total_bytes: int
+    num_documents: int
+    num_tokens: int
+    num_bad: int
 
 
 def prepare(
@@ -41,7 +57,7 @@ def prepare(
     show: Callable[[Progress], None] | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Writes the documents of files and globs to the folder `out`; its manifest.
+    """Write the documents of files and globs to the folder `out`; return its manifest.
 
     One worker is this process; more are started. `show` is called after every chunk.
     Raises ValueError for what the user can mend (no such file, too many bad records,
@@ -57,7 +73,7 @@ def prepare(
     work = [piece for path in paths for piece in pieces(path, recipe.text_key)]
     with _folder_to_be(out, overwrite) as folder, _hashed(paths) as sources:
         dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
-        with Shards(folder, dtype, work, recipe.max_bad_records, show) as shards:
+        with _Shards(folder, dtype, work, recipe.max_bad_records, show) as shards:
             for piece, chunk in encode(work, recipe, num_workers):
                 shards.append(piece, chunk)
             shards.finish()
@@ -82,8 +98,117 @@ def prepare(
     return manifest
 
 
+class _Shards:
+    """Writes the chunks of all pieces in order, and counts them. A new shard begins
+    with a document once one has SHARD_TOKENS or SHARD_DOCUMENTS."""
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: np.dtype,
+        pieces: Sequence[Piece],
+        max_bad_records: int,
+        show: Callable[[Progress], None] | None,
+    ) -> None:
+        self._folder, self._dtype, self._show = folder, dtype, show
+        self._max_bad_records = max_bad_records
+        self._total_bytes = sum(piece.num_bytes for piece in pieces)
+        self._num_bytes = self._num_documents = self._num_tokens = 0
+        self._num_empty = self._num_bad = 0
+        self._named: list[str] = []
+        self._first_record = 0
+        self._done: list[Shard] = []
+        self._writer = self._next_writer()
+
+    def __enter__(self) -> "_Shards":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._writer.close()
+
+    def append(self, piece: Piece, chunk: Chunk) -> None:
+        """Write a chunk; raise ValueError at one bad record more than may be."""
+        for bad in chunk.bad:
+            self._note(piece, bad)
+        begins = chunk.start_d.size > 0 and chunk.start_d[0] == 0
+        is_full = self._writer.num_tokens >= SHARD_TOKENS
+        if begins and (is_full or self._writer.num_documents >= SHARD_DOCUMENTS):
+            self._done.append(self._writer.finish())
+            self._writer = self._next_writer()
+        self._writer.append(chunk.token_b, chunk.start_d)
+        self._num_documents += chunk.start_d.size
+        self._num_tokens += chunk.token_b.size
+        self._num_empty += chunk.num_empty
+        if chunk.num_records is not None:
+            self._num_bytes += piece.num_bytes
+            self._first_record += chunk.num_records
+            if piece.ends_file:
+                self._first_record = 0
+        if self._show is not None:
+            self._show(self._progress())
+
+    def finish(self) -> None:
+        """Finish the last shard; raise ValueError when there is no document."""
+        if not self._num_documents:
+            first = f": {self._named[0]}" if self._named else ""
+            raise ValueError(
+                f"the files hold no documents: {self._num_empty} are empty, "
+                f"{self._num_bad} bad{first}: check the files and text_key"
+            )
+        self._done.append(self._writer.finish())
+
+    def record(self) -> dict[str, Any]:
+        """Return counts, bad records and shards for the manifest."""
+        return {
+            "num_documents": self._num_documents,
+            "num_tokens": self._num_tokens,
+            "num_empty": self._num_empty,
+            "num_bad": self._num_bad,
+            "bad_records": self._named,
+            "shards": [
+                {
+                    "file": shard.path.name,
+                    "sha256": shard.sha256,
+                    "num_documents": shard.num_documents,
+                    "num_tokens": shard.num_tokens,
+                }
+                for shard in self._done
+            ],
+        }
+
+    def _next_writer(self) -> IndexedWriter:
+        name = f"shard-{len(self._done):05d}.bin"
+        return IndexedWriter(self._folder / name, self._dtype)
+
+    def _progress(self) -> Progress:
+        return Progress(
+            self._num_bytes,
+            self._total_bytes,
+            self._num_documents,
+            self._num_tokens,
+            self._num_bad,
+        )
+
+    def _note(self, piece: Piece, bad: Bad) -> None:
+        where = "" if bad.record is None else f":{self._first_record + bad.record}"
+        self._num_bad += 1
+        if self._num_bad <= _MAX_NAMED:
+            self._named.append(f"{piece.path}{where}: {' '.join(bad.reason.split())}")
+        if self._num_bad > self._max_bad_records:
+            raise ValueError(
+                f"more than max_bad_records={self._max_bad_records} records are bad: "
+                f"{'; '.join(self._named[:3])}: mend the files, or raise the limit"
+            )
+
+
 def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """The manifest of a folder that prepare() made. Raises ValueError in one line."""
+    """Return the manifest of a folder that prepare() made. Raises ValueError in one
+    line."""
     path = Path(folder) / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
@@ -101,7 +226,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
 
 
 def _wrong_field(manifest: Any) -> str | None:
-    """What is wrong with what readers of a manifest rely on, or None."""
+    """Return the fault of a manifest in what its readers rely on, or None."""
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         return f"its format is not '{FORMAT}'"
     tokenizer, shards = manifest.get("tokenizer"), manifest.get("shards")
@@ -137,7 +262,7 @@ def _check_target(out: Path, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def _folder_to_be(out: Path, overwrite: bool) -> Iterator[Path]:
-    """`out`.partial, empty and this process's alone; gone unless it is published."""
+    """Yield `out`.partial, empty and this process's alone; gone unless published."""
     folder = out.with_name(out.name + ".partial")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
@@ -154,7 +279,7 @@ def _folder_to_be(out: Path, overwrite: bool) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of the folder; raises ValueError while another writer has it."""
+    """Hold the lock of the folder; raise ValueError while another writer has it."""
     path = folder.with_name(folder.name + ".lock")
     with path.open("w") as lock:
         try:
@@ -182,7 +307,7 @@ def _is_open_as(file: TextIO, path: Path) -> bool:
 
 
 def _publish(folder: Path, out: Path) -> None:
-    """Gives the folder its name; one that has it is removed once this one is there."""
+    """Give the folder its name; one that has it is removed once this one is there."""
     old = out.with_name(out.name + ".old")
     if out.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -196,7 +321,8 @@ def _publish(folder: Path, out: Path) -> None:
 
 @contextlib.contextmanager
 def _hashed(paths: Sequence[Path]) -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    """The sources for the manifest, hashed in a thread while they are encoded."""
+    """Hash the sources in a thread while they are encoded; yield the function that
+    returns them as the manifest has them."""
     before = [_stamp(path) for path in paths]
     stop = threading.Event()
     with ThreadPoolExecutor(1) as thread:

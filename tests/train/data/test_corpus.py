@@ -226,7 +226,7 @@ def test_ids_beyond_the_vocabulary(tmp_path):
 @pytest.fixture
 def shards(tmp_path, monkeypatch):
     """A prepared folder of several shards."""
-    monkeypatch.setattr("train.data.shards.SHARD_DOCUMENTS", 4)
+    monkeypatch.setattr("train.data.prepared.SHARD_DOCUMENTS", 4)
     monkeypatch.setattr("train.data.encoding.BLOCK_CHARS", 20)
     folder = tmp_path / "shards"
     prepare([write_lines(tmp_path / "a.jsonl")], folder, Recipe())

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from tests.support.data_files import write_npy
-from train.data import indexed_writer
-from train.data.indexed import DTYPES, file_sha256, open_tokens, scan
-from train.data.indexed_writer import IndexedWriter
+from train.data import indexed
+from train.data.indexed import DTYPES, IndexedWriter, file_sha256, open_tokens, scan
 
 
 def write(path, lengths, offsets, bounds, *, tokens=b"", version=1, code=8):
@@ -119,7 +118,7 @@ def test_files_that_are_missing_or_cut_are_refused(tmp_path):
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])
 def test_what_is_written_in_parts_is_read_whole(tmp_path, monkeypatch, dtype):
     """A document may span parts, and a sequence may be too short for it."""
-    monkeypatch.setattr(indexed_writer, "_MAX_SEQUENCE", 7)
+    monkeypatch.setattr(indexed, "_MAX_SEQUENCE", 7)
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 30, 40)
     token_b = rng.integers(0, 60000, lengths.sum()).astype(np.int32)
