@@ -16,9 +16,9 @@ import codecs
 import glob
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from train.data import jsonl
 from train.data.records import (
@@ -27,7 +27,6 @@ from train.data.records import (
     Bad,
     End,
     Event,
-    Kind,
     Piece,
     Text,
     find_fault,
@@ -76,20 +75,23 @@ def _expand(pattern: str) -> list[Path]:
     return files
 
 
-def kind_of(path: Path) -> Kind:
-    """By the extension. Raises ValueError for what holds no stream of text."""
+def kind_of(path: Path) -> str:
+    """Return the format of a file, a name in FORMATS, by its extension. Raises
+    ValueError for what holds no stream of text."""
     suffix, *rest = [suffix.lower() for suffix in reversed(path.suffixes)] or [""]
     if suffix in _NO_STREAMS:
         raise ValueError(f"'{path}' {_NO_STREAMS[suffix]}")
-    if suffix == ".gz":
+    is_gzip = suffix == ".gz"
+    if is_gzip:
         suffix = rest[0] if rest else ""
-    elif suffix == ".parquet":
-        return "parquet"
-    return "jsonl" if suffix in (".jsonl", ".ndjson") else "text"
+    for kind, its in FORMATS.items():
+        if suffix in its.suffixes and (its.can_be_packed or not is_gzip):
+            return kind
+    return OTHERWISE
 
 
 def pieces(path: Path, text_key: str) -> list[Piece]:
-    """The pieces of a file in order; a parquet file's schema is checked.
+    """Return the pieces of a file in order; a parquet file's schema is checked.
 
     Raises ValueError when the file cannot be opened, or is parquet without a column
     `text_key` of strings.
@@ -97,33 +99,17 @@ def pieces(path: Path, text_key: str) -> list[Piece]:
     kind = kind_of(path)
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
-    if kind == "parquet":
-        from train.data import parquet
-
-        return parquet.pieces(path, text_key, size)
-    if kind == "text" or is_packed(path):
-        return [Piece(path, kind, 0, sys.maxsize, size, True)]
-    starts = range(0, size, PIECE_BYTES)
-    stops = [min(start + PIECE_BYTES, size) for start in starts]
-    return [Piece(path, kind, a, b, b - a, b == size) for a, b in zip(starts, stops)]
+    return FORMATS[kind].pieces(path, text_key, size)
 
 
 def read(piece: Piece, text_key: str, forbidden: str | None) -> Iterator[Event]:
-    """The documents and bad records of a piece in order, then its End.
+    """Yield the documents and bad records of a piece in order, then its End.
 
     A text that holds `forbidden`, the separator of documents, is a bad record. Raises
     ValueError when the file cannot be read at all.
     """
-    if piece.kind == "parquet":
-        from train.data import parquet
-
-        events = parquet.read(piece, text_key, forbidden)
-    elif piece.kind == "jsonl":
-        events = jsonl.read(piece, text_key, forbidden)
-    else:
-        events = _read_text(piece.path, forbidden)
     try:
-        yield from events
+        yield from FORMATS[piece.kind].read(piece, text_key, forbidden)
     except OSError as fault:
         raise unreadable(piece.path, fault) from fault
 
@@ -151,8 +137,9 @@ def _cut(text: str, start: int) -> int:
     return after_line or (before_space if before_space > 0 else limit)
 
 
-def _read_text(path: Path, forbidden: str | None) -> Iterator[Event]:
+def _read_text(piece: Piece, text_key: str, forbidden: str | None) -> Iterator[Event]:
     """Read twice, so that a fault at the end is known before the document begins."""
+    path = piece.path
     fault = _fault_in_file(path, forbidden)
     if fault is not None:
         yield Bad(None, fault)
@@ -184,3 +171,49 @@ def _decoded(file: BinaryIO) -> Iterator[str]:
     while part := file.read(READ_BYTES):
         yield decoder.decode(part)
     yield decoder.decode(b"", True)
+
+
+def _whole_file(path: Path, text_key: str, size: int) -> list[Piece]:
+    return [Piece(path, "text", 0, sys.maxsize, size, True)]
+
+
+def _ranges_of_lines(path: Path, text_key: str, size: int) -> list[Piece]:
+    if is_packed(path):
+        return [Piece(path, "jsonl", 0, sys.maxsize, size, True)]
+    starts = range(0, size, PIECE_BYTES)
+    stops = [min(start + PIECE_BYTES, size) for start in starts]
+    return [Piece(path, "jsonl", a, b, b - a, b == size) for a, b in zip(starts, stops)]
+
+
+def _row_groups(path: Path, text_key: str, size: int) -> list[Piece]:
+    from train.data import parquet  # takes half a second to import
+
+    return parquet.pieces(path, text_key, size)
+
+
+def _read_rows(piece: Piece, text_key: str, forbidden: str | None) -> Iterator[Event]:
+    from train.data import parquet
+
+    return parquet.read(piece, text_key, forbidden)
+
+
+class Format(NamedTuple):
+    """How the documents of one kind of file are found."""
+
+    suffixes: tuple[str, ...]
+    pieces: Callable[[Path, str, int], list[Piece]]
+    """pieces(path, text_key, num_bytes): parts that can be read by themselves."""
+    read: Callable[[Piece, str, str | None], Iterator[Event]]
+    """read(piece, text_key, forbidden): its documents and faults, then its End."""
+    can_be_packed: bool = True
+    """Whether a .gz may hold it."""
+
+
+OTHERWISE = "text"
+"""The format of files with any other extension."""
+FORMATS = {
+    "text": Format((".txt",), _whole_file, _read_text),
+    "jsonl": Format((".jsonl", ".ndjson"), _ranges_of_lines, jsonl.read),
+    "parquet": Format((".parquet",), _row_groups, _read_rows, can_be_packed=False),
+}
+"""Every format of documents. Its name is part of what names a cache of tokens."""

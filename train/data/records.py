@@ -6,14 +6,12 @@ import dataclasses
 import gzip
 import zlib
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO
 
 MAX_RECORD_BYTES = 16 * 2**20
 """A longer line or row is a bad record: it is skipped without being held."""
 READ_BYTES = 2**20
 DAMAGED_GZIP = (gzip.BadGzipFile, EOFError, zlib.error)
-
-Kind = Literal["text", "jsonl", "parquet"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,7 +19,8 @@ class Piece:
     """A part of a file: a range of its bytes, or of its row groups."""
 
     path: Path
-    kind: Kind
+    kind: str
+    """A name in train.data.documents.FORMATS."""
     start: int
     stop: int
     num_bytes: int
