@@ -1,4 +1,4 @@
-"""The programs that train, evaluate and generate, and the rooms that they are made of.
+"""The programs that train, evaluate and generate; the first user of `moejax`.
 
-What somebody else's training loop could use belongs in `moejax`.
+What would serve another loop, model or optimizer is in `moejax`.
 """

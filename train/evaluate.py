@@ -20,7 +20,8 @@ if __name__ == "__main__":
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from train import cli, data
-from train.checkpoint.load import Loaded, config_of
+from train.checkpoint.load import Loaded
+from train.config.names import config_of
 from train.data.lines import Line, read_positions, read_tokens
 from train.data.tokenizer import Tokenizer, stream_decoder
 from train.launch.processes import is_first

@@ -17,7 +17,8 @@ from tests.support.metaspace import WORDS, load_metaspace
 from tests.support.run_main import corpus, listing
 from tests.support.saved_run import save_run
 from train import evaluate
-from train.checkpoint.load import config_of, find, load
+from train.checkpoint.load import find, load
+from train.config.names import config_of
 from train.data import lines
 from train.data.tokenizer import load_tokenizer
 from train.eval import held_out

@@ -1,1 +1,4 @@
-"""From gin files and bindings to a Config. Only this folder imports gin."""
+"""From gin files and bindings to a Config. Only this folder imports gin.
+
+What a Config holds, and its rules, are in moejax/config.py.
+"""

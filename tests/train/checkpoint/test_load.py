@@ -11,7 +11,8 @@ from moejax.plan.layout import Topology
 from tests.support.run_main import listing
 from tests.support.saved_run import STEPS, save_run
 from train.checkpoint.checksum import checksums
-from train.checkpoint.load import config_of, find, load
+from train.checkpoint.load import find, load
+from train.config.names import config_of
 
 pytestmark = pytest.mark.slow
 
