@@ -18,7 +18,7 @@ sys.path[0] = str(ROOT)  # this folder's modules are train.x, never top-level na
 
 from moejax.config import Config  # noqa: E402
 from train.config import gin_reader  # noqa: E402
-from train.launch.cluster import ATTEMPT, Place, add_flags, flags_of  # noqa: E402
+from train.launch.cluster import ATTEMPT, ProcessInfo, add_flags, flags_of  # noqa: E402
 from train.launch.processes import of_first  # noqa: E402
 from train.launch.program import (  # noqa: E402
     DONE,
@@ -77,7 +77,7 @@ def run_directory(cfg: Config, args: argparse.Namespace) -> pathlib.Path:
     )
 
 
-def run(cfg: Config, args: argparse.Namespace, place: Place | None) -> int:
+def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> int:
     """Everything that needs jax."""
     from train.checkpoint.checkpoints import CheckpointError
     from train.dry_run import dry_run
@@ -87,7 +87,7 @@ def run(cfg: Config, args: argparse.Namespace, place: Place | None) -> int:
     from train.summary import finished_summary, summarise
 
     if args.dry_run:
-        if place is None or place.index == 0:
+        if process is None or process.index == 0:
             emit(dry_run(cfg), args.json)
         return DONE
     job = prepare(cfg)

@@ -35,7 +35,7 @@ FIRST_PORT, NUM_PORTS = 61440, 4096
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    """What the command line says: all three or none."""
+    """Arguments of the command line: all three or none."""
 
     coordinator: str | None = None
     num_processes: int | None = None
@@ -43,8 +43,8 @@ class Flags:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """One of several processes."""
+class ProcessInfo:
+    """One of several processes of a run."""
 
     count: int
     """Processes of the run, at least 2."""
@@ -60,7 +60,7 @@ class Place:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The arguments that `flags_of` reads."""
+    """Add the arguments that `flags_of` reads."""
     add = parser.add_argument
     add("--coordinator", help="HOST:PORT of process 0, where no launcher says it")
     add("--num_processes", type=int, help="of the run, with --coordinator")
@@ -71,20 +71,22 @@ def flags_of(args: argparse.Namespace) -> Flags:
     return Flags(args.coordinator, args.num_processes, args.process_id)
 
 
-def detect(environ: Mapping[str, str], flags: Flags | None = None) -> Place | None:
-    """This process's place in its run; None for a run of one process.
+def detect(
+    environ: Mapping[str, str], flags: Flags | None = None
+) -> ProcessInfo | None:
+    """Return which process of its run this one is; None for a run of one process.
 
     Raises ValueError, in one line, when what is set is incomplete or contradictory.
     """
     env = {name: text.strip() for name, text in environ.items() if text.strip()}
-    place = _from_flags(flags)
+    process = _from_flags(flags)
     for ask in (_from_ours, _from_open_mpi, _from_slurm):
-        place = place or ask(env)
-    return place if place is not None and place.count > 1 else None
+        process = process or ask(env)
+    return process if process is not None and process.count > 1 else None
 
 
 def is_loopback(coordinator: str) -> bool:
-    """Whether HOST or HOST:PORT is this machine and reached from nowhere else."""
+    """Return whether HOST or HOST:PORT is this machine, reached from nowhere else."""
     host = coordinator
     if coordinator.startswith("["):
         host = coordinator[1:].partition("]")[0]
@@ -93,7 +95,7 @@ def is_loopback(coordinator: str) -> bool:
     return host in ("localhost", "::1") or bool(re.fullmatch(r"127(\.\d+){3}", host))
 
 
-def _from_flags(flags: Flags | None) -> Place | None:
+def _from_flags(flags: Flags | None) -> ProcessInfo | None:
     words = {} if flags is None else {
         "--coordinator": flags.coordinator,
         "--num_processes": flags.num_processes,
@@ -106,10 +108,10 @@ def _from_flags(flags: Flags | None) -> Place | None:
     _require_all(words, names, "give all three, or none")
     coordinator = _address(words, "--coordinator")
     count, index = _count_and_index(words, *names[1:])
-    return Place(count, index, coordinator, "flags")
+    return ProcessInfo(count, index, coordinator, "flags")
 
 
-def _from_ours(env: Mapping[str, str]) -> Place | None:
+def _from_ours(env: Mapping[str, str]) -> ProcessInfo | None:
     said = [x for x in (COORDINATOR, NUM_PROCESSES, PROCESS_ID) if x in env]
     if not said:
         return None
@@ -126,19 +128,19 @@ def _from_ours(env: Mapping[str, str]) -> Place | None:
     source = "Kubernetes" if index_name == COMPLETION_INDEX else "MOEJAX"
     locally = [x for x in (LOCAL_NUM_PROCESSES, LOCAL_PROCESS_ID) if x in env]
     if not locally:
-        return Place(count, index, coordinator, source)
+        return ProcessInfo(count, index, coordinator, source)
     names = (LOCAL_NUM_PROCESSES, LOCAL_PROCESS_ID)
     _require_all(env, names, "set both, or none")
     local_count, local_index = _count_and_index(env, *names)
     gpus = _share_of_gpus(local_index, local_count, env)
-    return Place(count, index, coordinator, source, local_index, gpus)
+    return ProcessInfo(count, index, coordinator, source, local_index, gpus)
 
 
 def _is_open_mpi(env: Mapping[str, str]) -> bool:
     return "OMPI_COMM_WORLD_SIZE" in env or "OMPI_COMM_WORLD_RANK" in env
 
 
-def _from_open_mpi(env: Mapping[str, str]) -> Place | None:
+def _from_open_mpi(env: Mapping[str, str]) -> ProcessInfo | None:
     """Open MPI 4 names the host of mpirun; 5 does not, and can start one host alone."""
     if not _is_open_mpi(env):
         return None
@@ -166,15 +168,15 @@ def _from_open_mpi(env: Mapping[str, str]) -> Place | None:
             f"with mpirun -x {COORDINATOR}"
         )
     gpus = _share_of_gpus(local_index, local_count, env)
-    return Place(count, index, coordinator, "Open MPI", local_index, gpus)
+    return ProcessInfo(count, index, coordinator, "Open MPI", local_index, gpus)
 
 
 def _is_slurm(env: Mapping[str, str]) -> bool:
-    """Within a step of srun: a batch script alone has no SLURM_STEP_NODELIST."""
+    """Return whether this is a step of srun: a batch script alone has no such list."""
     return "SLURM_STEP_NODELIST" in env
 
 
-def _from_slurm(env: Mapping[str, str]) -> Place | None:
+def _from_slurm(env: Mapping[str, str]) -> ProcessInfo | None:
     if not _is_slurm(env):
         return None
     names = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID")
@@ -192,11 +194,11 @@ def _from_slurm(env: Mapping[str, str]) -> Place | None:
     if "SLURM_GPUS_PER_TASK" not in env:  # else SLURM shows each task its own
         per_node = -(-count // len(hosts))
         gpus = _share_of_gpus(local_index, max(per_node, local_index + 1), env)
-    return Place(count, index, coordinator, "SLURM", local_index, gpus)
+    return ProcessInfo(count, index, coordinator, "SLURM", local_index, gpus)
 
 
 def expand_hosts(node_list: str) -> list[str]:
-    """Hosts of a SLURM node list: 'n[08-10,12],gpu1' is n08, n09, n10, n12 and gpu1.
+    """Return the hosts of a SLURM node list, 'n[08-10,12]' as n08, n09, n10 and n12.
 
     Raises ValueError on a list that is none.
     """
@@ -230,7 +232,7 @@ def _expand_numbers(ranges: str) -> list[str]:
 def _share_of_gpus(
     local_index: int, local_count: int, env: Mapping[str, str]
 ) -> tuple[int, ...] | None:
-    """One GPU for each process of a host, or an equal share of those made visible.
+    """Return one GPU for each process of a host, or an equal share of visible ones.
 
     A single visible GPU is this process's own: its launcher has bound it.
     """

@@ -18,32 +18,33 @@ from typing import Any
 import numpy as np
 
 from moejax.config import Config
-from train.launch.cluster import Place, is_loopback
+from train.launch.cluster import ProcessInfo, is_loopback
 
 
-def join(cfg: Config, place: Place | None) -> None:
-    """Makes this process one of the run's; before any device is touched.
+def join(cfg: Config, process: ProcessInfo | None) -> None:
+    """Make this process one of the run's, before any device is touched.
 
     JAX aborts the process (exit code 134) when the others do not come in time.
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    if place is None:
+    if process is None:
         return
     import jax
 
-    host, _, port = place.coordinator.rpartition(":")
+    host, _, port = process.coordinator.rpartition(":")
     limits = cfg.processes
     print(
-        f"process {place.index} of {place.count} ({place.source}) meets the others at "
-        f"{place.coordinator}, and waits Processes.init_sec={limits.init_sec} at most",
+        f"process {process.index} of {process.count} ({process.source}) meets the "
+        f"others at {process.coordinator}, and waits "
+        f"Processes.init_sec={limits.init_sec} at most",
         flush=True,
     )
     jax.distributed.initialize(
-        coordinator_address=place.coordinator,
-        num_processes=place.count,
-        process_id=place.index,
-        local_device_ids=place.local_device_ids,
+        coordinator_address=process.coordinator,
+        num_processes=process.count,
+        process_id=process.index,
+        local_device_ids=process.local_device_ids,
         cluster_detection_method="deactivate",
         coordinator_bind_address=f"{host}:{port}" if is_loopback(host) else None,
         initialization_timeout=limits.init_sec,
@@ -57,7 +58,7 @@ WEEK_MSEC = 7 * 24 * 3600 * 1000
 
 
 def is_first() -> bool:
-    """Whether this process is the one that logs and writes."""
+    """Return whether this process is the one that logs and writes."""
     import jax
 
     return jax.process_index() == 0
@@ -70,7 +71,7 @@ def are_several() -> bool:
 
 
 def of_first(make: Callable[[], Any]) -> Any:
-    """make() of process 0 alone, a value that JSON takes, on all processes.
+    """Return on all processes what make() gives process 0, a value that JSON takes.
 
     Its ValueError or OSError is raised on all.
     """
@@ -92,7 +93,7 @@ def of_first(make: Callable[[], Any]) -> Any:
 
 
 def any_of(claim: bool) -> bool:
-    """Whether `claim` is true on any process."""
+    """Return whether `claim` is true on any process."""
     if not are_several():
         return claim
     from jax.experimental import multihost_utils
@@ -101,8 +102,8 @@ def any_of(claim: bool) -> bool:
 
 
 def published(name: str, make: Callable[[], str]) -> str:
-    """make() of process 0 on all processes, through the coordinator: no device takes
-    part, so steps go on meanwhile. `name` is used once in a run."""
+    """Return on all processes what make() gives process 0, through the coordinator: no
+    device takes part, so steps go on meanwhile. `name` is used once in a run."""
     if not are_several():
         return make()
     from jax._src.distributed import global_state
@@ -124,7 +125,7 @@ def withdraw(name: str) -> None:
 
 
 def wait_for_all(name: str) -> None:
-    """Returns when every process has called it."""
+    """Return when every process has called it."""
     if are_several():
         from jax.experimental import multihost_utils
 
@@ -161,7 +162,7 @@ class Stop:
             signal.signal(number, self._set)
 
     def is_set(self) -> bool:
-        """To be asked once after each step, by all processes."""
+        """Return whether the run is to stop. All processes ask once after each step."""
         self._num_asked += 1
         if self._are_several and self.signal is None:
             from jax.experimental import multihost_utils
@@ -203,13 +204,13 @@ class Watchdog:
         self._closed.set()
 
     def at(self, what: str) -> None:
-        """Something begins that is to end, or to be followed, within the limit."""
+        """Start the timer: something begins that is to end within the limit."""
         self._what, self._since_sec, self._is_said = what, time.monotonic(), False
         if self._limit_sec:
             faulthandler.dump_traceback_later(self._limit_sec, exit=True)
 
     def rest(self) -> None:
-        """Nothing is being waited for."""
+        """Stop the timer: nothing is being waited for."""
         self._what = ""
         faulthandler.cancel_dump_traceback_later()
 

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 
 from moejax.config import Config
-from train.launch.cluster import Flags, Place, detect
+from train.launch.cluster import Flags, ProcessInfo, detect
 from train.launch.processes import join
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -51,15 +51,15 @@ fault for every 4 KiB of every step. With huge pages, kept, a step of `tiny_cpu`
 0.7 of the processor time, in one run each (docs/log.md)."""
 
 
-def start(cfg: Config, flags: Flags | None = None) -> Place | None:
+def start(cfg: Config, flags: Flags | None = None) -> ProcessInfo | None:
     """Set the flags of jax and join the other processes; None when there are none.
 
     Raises ValueError when the environment contradicts itself or the configuration.
     """
-    place = detect(os.environ, flags)
-    set_up_backend(cfg, 1 if place is None else place.count)
-    join(cfg, place)
-    return place
+    process = detect(os.environ, flags)
+    set_up_backend(cfg, 1 if process is None else process.count)
+    join(cfg, process)
+    return process
 
 
 def set_up_backend(cfg: Config, num_processes: int = 1) -> None:

@@ -96,7 +96,7 @@ def test_every_task_is_told_its_place(tmp_path):
     ]
     address = f"node07:{61440 + 5000 % 4096}"
     assert places == [
-        cluster.Place(4, i, address, "MOEJAX", i % 2, (i % 2,)) for i in range(4)
+        cluster.ProcessInfo(4, i, address, "MOEJAX", i % 2, (i % 2,)) for i in range(4)
     ]
     assert job.calls("program")[0] == "train/main.py --gin_file=a b.gin"
     assert "--kill-on-bad-exit=1" in job.calls("srun")[0]
@@ -202,5 +202,5 @@ def test_the_pods_of_the_jobset_have_places_in_one_run():
     [port] = [port["containerPort"] for port in container["ports"]]
     for index in range(job["completions"]):
         env[cluster.PROCESS_ID] = str(index)
-        place = cluster.detect(env)
-        assert place == cluster.Place(2, index, f"{first}:{port}", "MOEJAX")
+        process = cluster.detect(env)
+        assert process == cluster.ProcessInfo(2, index, f"{first}:{port}", "MOEJAX")

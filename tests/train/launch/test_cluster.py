@@ -1,4 +1,4 @@
-"""A table of environments, and the place in a run that each gives."""
+"""A table of environments, and which process of a run each one describes."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 
-from train.launch.cluster import Flags, Place, detect, expand_hosts, is_loopback
+from train.launch.cluster import Flags, ProcessInfo, detect, expand_hosts, is_loopback
 
 OURS = {
     "MOEJAX_COORDINATOR": "127.0.0.1:4242",
@@ -57,66 +57,69 @@ def test_one_process_has_no_place(environ):
 
 
 @pytest.mark.parametrize(
-    ("environ", "place"),
+    ("environ", "process"),
     [
-        (OURS, Place(4, 3, "127.0.0.1:4242", "MOEJAX")),
-        (SLURM | OURS, Place(4, 3, "127.0.0.1:4242", "MOEJAX")),
+        (OURS, ProcessInfo(4, 3, "127.0.0.1:4242", "MOEJAX")),
+        (SLURM | OURS, ProcessInfo(4, 3, "127.0.0.1:4242", "MOEJAX")),
         (
             OURS | {"MOEJAX_LOCAL_NUM_PROCESSES": "4", "MOEJAX_LOCAL_PROCESS_ID": "3"},
-            Place(4, 3, "127.0.0.1:4242", "MOEJAX", 3, (3,)),
+            ProcessInfo(4, 3, "127.0.0.1:4242", "MOEJAX", 3, (3,)),
         ),
         (
             OURS | {"MOEJAX_PROCESS_ID": "", "JOB_COMPLETION_INDEX": "2"},
-            Place(4, 2, "127.0.0.1:4242", "Kubernetes"),
+            ProcessInfo(4, 2, "127.0.0.1:4242", "Kubernetes"),
         ),
-        (SLURM, Place(4, 3, f"node07:{SLURM_PORT}", "SLURM", 1, (1,))),
+        (SLURM, ProcessInfo(4, 3, f"node07:{SLURM_PORT}", "SLURM", 1, (1,))),
         (
             SLURM | {"MOEJAX_COORDINATOR": "ib7:99"},
-            Place(4, 3, "ib7:99", "SLURM", 1, (1,)),
+            ProcessInfo(4, 3, "ib7:99", "SLURM", 1, (1,)),
         ),
         (
             SLURM | {"SLURM_STEP_NODELIST": "node07", "SLURM_LOCALID": "3"},
-            Place(4, 3, f"127.0.0.1:{SLURM_PORT}", "SLURM", 3, (3,)),
+            ProcessInfo(4, 3, f"127.0.0.1:{SLURM_PORT}", "SLURM", 3, (3,)),
         ),
         (
             SLURM | {"SLURM_STEP_NODELIST": "n[1-4]", "SLURM_LOCALID": "0"},
-            Place(4, 3, f"n1:{SLURM_PORT}", "SLURM", 0, None),
+            ProcessInfo(4, 3, f"n1:{SLURM_PORT}", "SLURM", 0, None),
         ),
         (
             SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"},
-            Place(4, 3, f"node07:{SLURM_PORT}", "SLURM", 1, (4, 5, 6, 7)),
+            ProcessInfo(4, 3, f"node07:{SLURM_PORT}", "SLURM", 1, (4, 5, 6, 7)),
         ),
         (
             SLURM | {"CUDA_VISIBLE_DEVICES": "5"},
-            Place(4, 3, f"node07:{SLURM_PORT}", "SLURM", 1, None),
+            ProcessInfo(4, 3, f"node07:{SLURM_PORT}", "SLURM", 1, None),
         ),
         (
             SLURM | {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_PER_TASK": "2"},
-            Place(4, 3, f"node07:{SLURM_PORT}", "SLURM", 1, None),
+            ProcessInfo(4, 3, f"node07:{SLURM_PORT}", "SLURM", 1, None),
         ),
-        (MPI4, Place(4, 3, f"10.96.0.1:{MPI4_PORT}", "Open MPI", 1, (1,))),
-        (SLURM | MPI4, Place(4, 3, f"10.96.0.1:{MPI4_PORT}", "Open MPI", 1, (1,))),
+        (MPI4, ProcessInfo(4, 3, f"10.96.0.1:{MPI4_PORT}", "Open MPI", 1, (1,))),
+        (
+            SLURM | MPI4,
+            ProcessInfo(4, 3, f"10.96.0.1:{MPI4_PORT}", "Open MPI", 1, (1,)),
+        ),
         (
             MPI4 | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp6://[fe80::b9b]:43370"},
-            Place(4, 3, f"[fe80::b9b]:{MPI4_PORT}", "Open MPI", 1, (1,)),
+            ProcessInfo(4, 3, f"[fe80::b9b]:{MPI4_PORT}", "Open MPI", 1, (1,)),
         ),
         (
             MPI5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
-            Place(4, 3, f"127.0.0.1:{MPI5_PORT}", "Open MPI", 1, (1,)),
+            ProcessInfo(4, 3, f"127.0.0.1:{MPI5_PORT}", "Open MPI", 1, (1,)),
         ),
         (
             MPI5 | {"MOEJAX_COORDINATOR": "[fe80::1]:5"},
-            Place(4, 3, "[fe80::1]:5", "Open MPI", 1, (1,)),
+            ProcessInfo(4, 3, "[fe80::1]:5", "Open MPI", 1, (1,)),
         ),
     ],
 )
-def test_each_launcher_gives_a_place(environ, place):
-    assert detect(environ) == place
+def test_each_launcher_says_which_process_this_is(environ, process):
+    assert detect(environ) == process
 
 
 def test_flags_come_before_the_environment():
-    place = detect(SLURM | OURS, Flags("node9:77", 2, 0))
-    assert place == Place(2, 0, "node9:77", "flags")
+    process = detect(SLURM | OURS, Flags("node9:77", 2, 0))
+    assert process == ProcessInfo(2, 0, "node9:77", "flags")
     assert detect(SLURM, Flags("node9:77", 1, 0)) is None
 
 
