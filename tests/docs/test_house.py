@@ -206,6 +206,7 @@ def test_the_worked_example_of_the_layer(example):
     assert placement.fill_lws.tolist() == [numbers(row[2:])[:3] for row in shown]
 
 
+@pytest.mark.slow
 def test_the_worked_example_in_capacity_mode(example):
     _, (y_n, _, _, _, dropped, rounds) = on_two_devices(example, "capacity")
     assert_close(y_n, shown_outputs(example)[1])

@@ -175,7 +175,10 @@ def defined(x_md, w_gdf, dy_mf, rows_g, name):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("e4m3", "bfloat16"), ("e5m2", "float16")],
+    [
+        ("e4m3", "bfloat16"),
+        pytest.param("e5m2", "float16", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_products_are_those_of_rounded_arrays(implementation, name, dtype):

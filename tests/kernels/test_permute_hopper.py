@@ -28,7 +28,11 @@ def random_case(kept, dtype=jnp.float32, seed=0, sizes=SIZES):
 
 @pytest.mark.parametrize(
     "dtype",
-    [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.long)],
+    [
+        jnp.float32,
+        pytest.param(jnp.bfloat16, marks=pytest.mark.slow),
+        pytest.param(jnp.float16, marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.parametrize("kept", [0.0, 0.6, 1.0])
 def test_equals_reference(kept, dtype):

@@ -66,7 +66,7 @@ def scanned(solve, arrays):
 @pytest.mark.parametrize(
     ("sizes", "count", "max_sweeps"),
     [
-        pytest.param((20, 24, 8), 20, 16, id="one block"),
+        pytest.param((20, 24, 8), 20, 16, id="one block", marks=pytest.mark.slow),
         pytest.param((40, 24, 40), 6, 3, id="two blocks", marks=pytest.mark.slow),
         pytest.param(
             (50, 256, 70),

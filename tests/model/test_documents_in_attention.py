@@ -80,9 +80,10 @@ def test_a_window_of_three_documents_is_three_windows():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cfg",
-    [SEPARATE, pytest.param(JOINED, marks=pytest.mark.slow)],
+    [SEPARATE, JOINED],
     ids=["separate", "joined"],
 )
 def test_equals_its_formulas(cfg):
@@ -97,6 +98,7 @@ def test_equals_its_formulas(cfg):
     )
 
 
+@pytest.mark.slow
 def test_no_hidden_state_knows_another_document():
     """Not one bit of it; joined, a later document does."""
     token_bt, position_bt = in_one_window()

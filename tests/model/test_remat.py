@@ -93,6 +93,7 @@ def test_routes_are_chosen_once(kind):
     assert found["all_gather of counts"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("exchange", "none", "full"),
     [

@@ -120,6 +120,7 @@ def test_one_device_equals_the_reference():
         check_case(make_case("1", 2, 0), skewed_choices(skew, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rows_per_peer", [3, *(pytest.param(rows, marks=ALSO) for rows in (1, 8))]
 )

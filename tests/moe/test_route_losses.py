@@ -1,6 +1,7 @@
 """The router's losses against naive formulas, cut batches, and jitter."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +29,14 @@ def operands(seed=0, skew=1.0):
     return logit_ne, np.argsort(-logit_ne, axis=1)[:, :K].astype(np.int32)
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def sums_of(logit_ne, expert_nk, cfg):
     score_ne = routing.scores(logit_ne, cfg)
     sums = routing.balance_sums(score_ne, logit_ne, expert_nk, T)
     return LayerSums(**sums, rows=0, rounds=1, dropped=0, fullest_pair=0, bound=0)
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def losses_of(logit_ne, expert_nk, cfg):
     sums = sums_of(logit_ne, expert_nk, cfg)
     return routing.losses(sums, len(logit_ne), T)

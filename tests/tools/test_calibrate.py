@@ -99,6 +99,7 @@ def test_products_of_axes_of_several_devices_are_measured(monkeypatch):
     assert set(groups) == {("dc",), ("expert",), ("tensor",)} | pairs
 
 
+@pytest.mark.slow
 def test_calibration_of_the_live_mesh(tmp_path, capfd, monkeypatch):
     """What it writes is what the cost model reads."""
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # start() adds to them

@@ -53,6 +53,7 @@ def check_filling(fill, layout, load_e, row_p, tolerance: int):
     return int(found.paths)
 
 
+@pytest.mark.slow
 def test_a_ring_needs_many_paths():
     """Each device shares an expert with the next alone, and the load is a wave."""
     load_e, row_p, w = ring()

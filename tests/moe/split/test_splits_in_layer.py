@@ -130,6 +130,7 @@ def test_large_buffers_are_not_taken_for_needed():
     assert large_fit <= small_fit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["water_filling", "dynamic"])
 def test_every_device_decides_the_same(split):
     """Bit for bit: who sends how much where, the certificate, and the copies."""
@@ -141,6 +142,7 @@ def test_every_device_decides_the_same(split):
             assert len(leaf) == 8
 
 
+@pytest.mark.slow
 def test_the_fused_split_is_one_kernel_in_the_layer():
     """Lowered for CUDA: with it no loop over colours is left; forward and backward."""
     layout = split_layout(EIGHT, ALONE, "resident", "water_filling", fused_split=True)

@@ -27,18 +27,21 @@ from tests.support.compressed_domain import (
     weights,
 )
 
+encode = jax.jit(compression.encode, static_argnums=(2, 3, 4))
+decode = jax.jit(compression.decode)
+
 
 @pytest.mark.parametrize("blocks", [1, BLOCKS])
 def test_the_largest_differences_of_each_block_are_sent(blocks):
     target_ex, base_ex, k = weights(0), weights(1), 8
     target_ex[0], base_ex[0] = 1, 0  # equals: the first are taken
-    packed = compression.encode(target_ex, base_ex, k, "float32", blocks)
+    packed = encode(target_ex, base_ex, k, "float32", blocks)
     apart_ebx = np.abs(target_ex - base_ex).reshape(ALL, blocks, -1)
     order_ebx = np.argsort(-apart_ebx, axis=-1, kind="stable")
     place_ebk = order_ebx[..., : k // blocks]
     index_ek = place_ebk + np.arange(blocks)[:, None] * (SIZE // blocks)
     assert np.array_equal(packed.index_ek, index_ek.reshape(ALL, k))
-    decoded_ex = compression.decode(base_ex, packed)
+    decoded_ex = decode(base_ex, packed)
     tail_ebx = np.sort(apart_ebx, axis=-1)[..., : (SIZE - k) // blocks]
     error_e = np.linalg.norm(target_ex - decoded_ex, axis=1)
     assert_close(error_e, np.linalg.norm(tail_ebx, axis=(1, 2)))
@@ -48,9 +51,9 @@ def test_the_largest_differences_of_each_block_are_sent(blocks):
 def test_all_entries_are_the_target(value_dtype):
     """From zeros, as the wire rounds it."""
     target_ex, zeros_1x = weights(0), jnp.zeros((1, SIZE))
-    packed = compression.encode(target_ex, zeros_1x, SIZE, value_dtype)
+    packed = encode(target_ex, zeros_1x, SIZE, value_dtype)
     expected_ex = jnp.asarray(target_ex).astype(value_dtype).astype(jnp.float32)
-    assert np.array_equal(compression.decode(zeros_1x, packed), expected_ex)
+    assert np.array_equal(decode(zeros_1x, packed), expected_ex)
 
 
 @pytest.mark.parametrize("size", [98304, 3 * 512 * 2048, 7 * 11 * 13])
@@ -78,7 +81,7 @@ def test_words_are_what_wire_bytes_says(value_dtype, size):
         base_ex = np.zeros((num, size), np.float32)
         target_ex = base_ex.copy()
         target_ex[:, [*range(0, size, size // 7), size - 1]] = 1.5
-        packed = compression.encode(target_ex, base_ex, k, value_dtype, blocks)
+        packed = encode(target_ex, base_ex, k, value_dtype, blocks)
         words = compression.to_words(packed, size)
         index_bytes = compression.index_bytes_of(size, blocks)
         longest = size // blocks
@@ -158,8 +161,8 @@ def test_what_stands_still_is_reached():
 
     def after(steps, w_ex, base_ex, value_dtype):
         for _ in range(steps):
-            packed = compression.encode(w_ex, base_ex, k, value_dtype)
-            base_ex = compression.decode(base_ex, packed)
+            packed = encode(w_ex, base_ex, k, value_dtype)
+            base_ex = decode(base_ex, packed)
         return base_ex
 
     sweep = -(-size // k)
@@ -201,7 +204,7 @@ def test_the_gradient_is_that_of_an_all_gather():
 
     shard = P(DOMAIN)
     step = on_devices(run, (shard, shard, P(), ROWS), (shard, P(), shard, shard, shard))
-    packed = compression.encode(w_sx, w_sx, k, "float32", BLOCKS)
+    packed = encode(w_sx, w_sx, k, "float32", BLOCKS)
     grad_sx, d_base, d_value, held_wsx, expected_sx = step(w_sx, packed, w_sx, x_nx)
     assert np.array_equal(held_wsx, np.broadcast_to(w_sx, (MEMBERS, ALL, SIZE)))
     assert_close(grad_sx, expected_sx)
@@ -209,8 +212,8 @@ def test_the_gradient_is_that_of_an_all_gather():
     assert not np.any(d_value)
 
     base_sx = weights(2)
-    packed = compression.encode(w_sx, base_sx, k, "float32", BLOCKS)
-    tracked_sx = compression.decode(base_sx, packed)
+    packed = encode(w_sx, base_sx, k, "float32", BLOCKS)
+    tracked_sx = decode(base_sx, packed)
     held_wsx = step(w_sx, packed, base_sx, x_nx)[3]
     for member, held_sx in enumerate(held_wsx):
         expected_sx = np.array(tracked_sx)
@@ -231,7 +234,7 @@ def test_one_buffer_travels_along_each_axis():
 
     step = on_devices(run, (shard, shard, P(), ROWS), (ROWS, ROWS))
     w_sx, base_1x = weights(0), weights(3, 1)
-    packed = compression.encode(w_sx, base_1x, k, "bfloat16", BLOCKS)
+    packed = encode(w_sx, base_1x, k, "bfloat16", BLOCKS)
     lowered = step.lower(w_sx, packed, base_1x, weights(4, 8 * ALL))
     text = lowered.compile().as_text()
     kinds = r"= (\w+)\[([\d,]*)\]\S* (all-\w+|reduce-scatter|collective\S*)\("

@@ -120,11 +120,12 @@ def test_what_is_not_finite_in_one_replica_reaches_its_expert(store, value):
         assert not np.isfinite(grads["down_efd"][0, 3, 5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("store", "split"),
     [
         ("transient", "even"),
-        pytest.param("sharded", "local_first", marks=pytest.mark.slow),
+        ("sharded", "local_first"),
         pytest.param("owned", "even", marks=pytest.mark.long),
         pytest.param("transient", "local_first", marks=pytest.mark.long),
         pytest.param("sharded", "even", marks=pytest.mark.long),

@@ -126,6 +126,7 @@ def test_figures_of_the_headline():
     assert (found["selector_right"], found["selector_fastest"]) == (0.75, 0.5)
 
 
+@pytest.mark.slow
 def test_a_tiny_run(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # start() adds to them
     mesh = {"dc": 2, "data": 1, "expert": 4, "tensor": 1}

@@ -74,6 +74,7 @@ def by_reference(which, operands, rows_g):
     return jax.vjp(lambda w: dot(x, w), w_gdf)[1](other)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", PASSES)
 def test_the_definition_in_float64_is_the_reference(which):
     for skew in SKEWS:
@@ -83,6 +84,7 @@ def test_the_definition_in_float64_is_the_reference(which):
         assert error < cases.most_error("float32", "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", PASSES)
 @pytest.mark.parametrize("impl", peers.ON_CPU)
 def test_implementations_equal_the_reference(impl, which):
@@ -99,6 +101,7 @@ def test_implementations_equal_the_reference(impl, which):
         assert_close(a[:own], b[:own])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["forward", "dgrad", "wgrad"])
 def test_kernels_of_pallas_are_called_as_they_ask(which, monkeypatch, fresh_variants):
     """JAX's kernels, interpreted."""
@@ -115,6 +118,7 @@ def test_kernels_of_pallas_are_called_as_they_ask(which, monkeypatch, fresh_vari
     assert error < cases.most_error("bfloat16", "gpu")
 
 
+@pytest.mark.slow
 def test_a_sample_finds_what_is_wrong_and_what_is_not_finite():
     rows_g = np.array([40, 0, 25, 31], np.int32)
     most = cases.most_error("float32", "cpu")
@@ -128,6 +132,7 @@ def test_a_sample_finds_what_is_wrong_and_what_is_not_finite():
             assert cases.sampled_error_of(which, wrong, case) > least
 
 
+@pytest.mark.slow
 def test_all_implementations_run_and_are_reported(capsys, tiny, tmp_path):
     out = tmp_path / "rows.json"
     skews = "uniform,with_empty"
@@ -258,6 +263,7 @@ def test_the_fastest_variant_that_can_run_is_kept(fresh_variants, monkeypatch):
         grouped_dot_jobs.fastest(jobs[-1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", PASSES)
 def test_fp8_is_within_its_own_bound(which, monkeypatch, fresh_variants):
     """By the emulation, on padding that holds NaN: most of the bound is used, and that

@@ -44,6 +44,7 @@ def test_popularity_drifts_and_seeds_repeat():
     assert has_moved_ne.sum(axis=1).max() <= 2
 
 
+@pytest.mark.slow
 def test_all_variants_run_and_ours_reach_the_optimum(capsys, monkeypatch):
     monkeypatch.setattr(split, "SKEWS", (1.0,))
     argv = ["--sizes=16/4/2", "--repeats=1", "--micro_batches=2", "--tokens=600"]

@@ -62,6 +62,9 @@ def defined(which, *arrays):
     return back(dot(dy, jnp.swapaxes(down, 1, 2)))[0], h
 
 
+defined_jit = jax.jit(defined, static_argnums=0)
+
+
 def plain(which, tiles):
     return functools.partial(defined, which)
 
@@ -70,6 +73,7 @@ def prepare(which, product=plain, skews=("zipf", "with_empty"), shape=TINY):
     return tune_cases.prepare(which, shape, "bfloat16", skews, 7, product)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [
@@ -85,7 +89,7 @@ def test_the_sample_is_the_definition(which, shape):
     assert [a.shape for a in arrays] == dims_of(which, shape)
     for skew in SKEWS:
         case = cases.Case(arrays, rows_of(skew, shape.rows, shape.groups, 3))
-        out = defined(which, *arrays, jnp.asarray(case.rows_g))
+        out = defined_jit(which, *arrays, jnp.asarray(case.rows_g))
         for part, made_of, whole in cases.parts_of(which, case, out):
             sampled, found, rows_g = cases.sample(part, made_of, whole, case.rows_g)
             expected = cases.defined(part, sampled, rows_g)
@@ -115,6 +119,7 @@ def spoiled(which, tiles):
     return product
 
 
+@pytest.mark.slow
 def test_a_wrong_candidate_has_no_time():
     case = prepare("swiglu", spoiled)
     rule = by_rule("swiglu", TINY)
@@ -179,6 +184,7 @@ def told_msec(tiles, call):
     return float(tiles.span + tiles.stages)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_the_file_ends(tmp_path, capsys):
     path = tmp_path / "some.json"
     first = settings_of(path)

@@ -43,6 +43,7 @@ def writer(monkeypatch):
     return writer
 
 
+@pytest.mark.slow
 def test_round_trip_to_other_meshes(mesh, disk):
     state = state_of(mesh, 7)
     first = disk.open()

@@ -155,6 +155,7 @@ def corrupt(directory: pathlib.Path, rng: random.Random) -> str:
     return f"{kind} {path.relative_to(directory)}"
 
 
+@pytest.mark.slow
 def test_no_wrong_state_is_accepted(two_steps, tmp_path, mesh):
     want = {step: state_of(mesh, step) for step in (10, 20)}
     target = abstract(want[10])
@@ -244,6 +245,7 @@ def test_none_is_good(two_steps, disk, mesh):
     assert disk.names() == ["10.corrupt", "20.corrupt"]
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_a_save(repo, disk, mesh):
     """Runs that resume and save each step, each killed while it writes one."""
     rng = random.Random(0)

@@ -163,6 +163,7 @@ def test_state_is_fully_sharded():
     assert [m.sharding for m in moments] == [p.sharding for p in masters]
 
 
+@pytest.mark.slow
 def test_decay_acts_on_matrices_only():
     decayed = is_decayed(init_state(resolve(SMALL, make_mesh(SMALL.mesh)),
                                     keep_gradients()).params)  # fmt: skip
