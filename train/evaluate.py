@@ -65,7 +65,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def measure(loaded: Loaded, args: argparse.Namespace) -> dict:
-    """Prints the figures and returns them. Raises ValueError."""
+    """Print the figures and return them. Raises ValueError."""
     from train.eval.scoring import score
 
     tokenizer, batch_size = cli.tokenizer_of(loaded), batch_size_for(loaded)
@@ -105,7 +105,7 @@ def measure(loaded: Loaded, args: argparse.Namespace) -> dict:
 
 
 def batch_size_for(loaded: Loaded) -> int:
-    """Rows computed at a time: as in the run's micro-batches, or fewer."""
+    """Return the rows computed at a time: as in the run's micro-batches, or fewer."""
     train = config_of(loaded.meta["config"]).train
     shards = loaded.cfg.mesh.num_batch_shards
     most = max(1, CHUNK_TOKENS // loaded.cfg.data.seq_len)
@@ -116,7 +116,7 @@ def batch_size_for(loaded: Loaded) -> int:
 def of_held_out(
     loaded: Loaded, num_batches: int | None, batch_size: int
 ) -> Iterator["Windows"]:
-    """The windows of the run's own evaluation, whatever the mesh is now."""
+    """Yield the windows of the run's own evaluation, whatever the mesh is now."""
     cfg, train = loaded.cfg, config_of(loaded.meta["config"]).train
     corpus = data.load_corpus(cfg.data, cfg.model.vocab_size, say_loudly)
     identity = data.identity(corpus, cfg.data, train.batch_size)
@@ -130,7 +130,7 @@ def of_held_out(
 
 
 def lines_of(loaded: Loaded, files: list[str]) -> list[Line]:
-    """The tokens of each corpus."""
+    """Return the tokens of each corpus."""
     cfg = dataclasses.replace(loaded.cfg.data, corpus=tuple(files), weights=None)
     if loaded.cfg.router.kind == "expert_choice":
         raise ValueError(
@@ -144,7 +144,7 @@ def lines_of(loaded: Loaded, files: list[str]) -> list[Line]:
 
 
 def of_lines(lines: list[Line], cfg: "Data", batch_size: int) -> Iterator["Windows"]:
-    """Windows at stride seq_len of each line, the last of what is left."""
+    """Yield windows at stride seq_len of each line, the last of what is left."""
     import numpy as np
 
     from moejax.moe.types import Windows
@@ -167,7 +167,7 @@ def of_lines(lines: list[Line], cfg: "Data", batch_size: int) -> Iterator["Windo
 
 
 def bytes_of_line(tokenizer: Tokenizer, line: Line) -> int:
-    """Of the text of all tokens but the first, which is given."""
+    """Count the bytes of the text of all tokens but the first, which is given."""
     import numpy as np
 
     if tokenizer.name == "bytes" or line.num_tokens < 2:
@@ -184,8 +184,8 @@ def bytes_of_line(tokenizer: Tokenizer, line: Line) -> int:
 
 
 def bytes_of_rows(tokenizer: Tokenizer, rows: "Windows") -> int:
-    """Of the text of all tokens but the first of each row, without the characters that
-    the edges of the row cut."""
+    """Count the bytes of the text of all tokens but the first of each row, without the
+    characters that the edges of the row cut."""
     import numpy as np
 
     if tokenizer.name == "bytes":
@@ -202,7 +202,7 @@ def bytes_of_rows(tokenizer: Tokenizer, rows: "Windows") -> int:
 
 
 def _num_cut(tokenizer: Tokenizer, token_t: "np.ndarray") -> int:
-    """Tokens at the beginning that are the rest of a character: at most three."""
+    """Count tokens at the beginning that are the rest of a character: at most three."""
     starts = (token_t[first:][:64].tolist() for first in range(4))
     texts = (stream_decoder(tokenizer)(ids) for ids in starts)
     is_whole = (not text.startswith("\ufffd") for text in texts)
@@ -220,7 +220,7 @@ class Bytes:
         self._complete = stream_decoder(tokenizer, context)
 
     def add(self, token_b: "np.ndarray", start_d: "np.ndarray") -> None:
-        """Tokens that follow, and where in them documents begin."""
+        """Count tokens that follow; `start_d` says where in them documents begin."""
         import numpy as np
 
         separator_b = token_b == self._tokenizer.separator
@@ -233,7 +233,7 @@ class Bytes:
             self._extend(part_b[part_b != self._tokenizer.separator])
 
     def end(self) -> None:
-        """Of a document."""
+        """End a document."""
         self.num += len(self._complete([], is_last=True).encode())
         self._complete = stream_decoder(self._tokenizer)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Text:
-    """What has been made of one prompt."""
+    """The text that is made of one prompt."""
 
     prompt: str
     complete: StreamDecoder
@@ -40,7 +40,7 @@ class Text:
     """By the separator."""
 
     def add(self, token: int, separator: int) -> str:
-        """The text that the token completes."""
+        """Add a token; return the text that it completes."""
         self.num_tokens += 1
         self.is_ended = token == separator
         piece = "" if self.is_ended else self.complete([token])
@@ -65,7 +65,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def generate(loaded: Loaded, args: argparse.Namespace) -> dict:
-    """Prints the texts, and returns them with what it took. Raises ValueError."""
+    """Print the texts, and return them with what it took. Raises ValueError."""
     import numpy as np
 
     from train.eval.decoding import Sampling, decode, make_decoder
@@ -112,7 +112,7 @@ def generate(loaded: Loaded, args: argparse.Namespace) -> dict:
 
 
 def add(texts: list[Text], tokens: list[int], separator: int, args, show) -> None:
-    """A token to every text that has not ended."""
+    """Add a token to every text that has not ended."""
     for row, (text, token) in enumerate(zip(texts, tokens)):
         if not text.is_ended:
             piece = text.add(token, separator)
@@ -137,7 +137,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def texts_of(args: argparse.Namespace) -> list[str]:
-    """Prompts, then the texts of files; an empty one where there is neither."""
+    """Return prompts, then the texts of files; an empty one where there is neither."""
     texts = list(args.prompt)
     for path in args.prompt_file:
         try:
@@ -152,7 +152,7 @@ def texts_of(args: argparse.Namespace) -> list[str]:
 
 
 def encoded(tokenizer: Tokenizer, text: str):
-    """A document begins with its separator."""
+    """Return the ids of a prompt, which begins with the separator of documents."""
     import numpy as np
 
     if tokenizer.forbidden is not None and tokenizer.forbidden in text:
@@ -164,7 +164,7 @@ def encoded(tokenizer: Tokenizer, text: str):
 
 
 def begun(tokenizer: Tokenizer, prompt: str, id_b: "np.ndarray") -> Text:
-    """What follows is text behind that of the prompt, and not behind a separator."""
+    """Return an empty text behind that of the prompt, and not behind a separator."""
     return Text(prompt, stream_decoder(tokenizer, context=id_b[1:]))
 
 
@@ -194,12 +194,12 @@ class Screen:
             self._write(f"--- prompt {row}\n{text.prompt}{text.text}\n")
 
     def end(self) -> None:
-        """The line ends, whatever has ended the text."""
+        """End the line, whatever has ended the text."""
         if len(self._texts) == 1:
             self._write("\n")
 
     def _write(self, text: str) -> None:
-        """Without the characters by which a text could steer the terminal."""
+        """Write a text without the characters by which it could steer the terminal."""
         shown = (c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
         sys.stdout.write("".join(shown))
         sys.stdout.flush()

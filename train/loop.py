@@ -68,7 +68,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Extras:
-    """What a run is asked to record beside its metrics."""
+    """Records that a run is asked for beside its metrics."""
 
     has_tensorboard: bool = False
     profile_steps: range = range(0)
@@ -216,8 +216,8 @@ def _steps(run: Run, state: TrainState, bar: Bar):
 
 
 def _adopt_due(run: Run, step: int, state: TrainState) -> TrainState:
-    """What the balancer has decided for this step; a relayout may have to be waited
-    for, which the watchdog does not count."""
+    """Adopt what the balancer has decided for this step. A relayout may have to be
+    waited for, which the watchdog does not count."""
     if not run.balancing.is_waiting(step):
         return run.balancing.before(step, state)
     run.watchdog.rest()

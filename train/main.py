@@ -41,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def work(args: argparse.Namespace, *, is_program: bool) -> int:
-    """The exit code. A program, unlike a call, may start itself anew."""
+    """Run what the arguments say; return the exit code. A program, unlike a call, may
+    start itself anew."""
     cfg = gin_reader.load(args.gin_file, args.gin_param)
     args.profile_steps = parse_steps(args.profile_steps)
     if is_program and cfg.train.num_simulated_devices:
@@ -78,7 +79,7 @@ def run_directory(cfg: Config, args: argparse.Namespace) -> pathlib.Path:
 
 
 def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> int:
-    """Everything that needs jax."""
+    """Do everything that needs jax; return the exit code."""
     from train.checkpoint.checkpoints import CheckpointError
     from train.dry_run import dry_run
     from train.job import prepare

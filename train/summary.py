@@ -23,7 +23,7 @@ BASELINE_BYTES = 2**26
 
 
 def finished_summary(path: pathlib.Path, job: Job) -> dict | None:
-    """Summary of the run at `path` when it has done all steps of `job` or more.
+    """Return the summary of the run at `path` when it has done all steps of `job`.
 
     Raises ValueError when that was another model, or other data.
     """
@@ -40,7 +40,7 @@ def finished_summary(path: pathlib.Path, job: Job) -> dict | None:
 
 
 def summarise(job: Job, outcome: Outcome, path: pathlib.Path) -> dict:
-    """Prints the summary and returns it; process 0 writes it to summary.json."""
+    """Print the summary and return it; process 0 writes it to summary.json."""
     loss = outcome.evaluation.loss
     step_sec = float(np.median(outcome.step_secs)) if outcome.step_secs else None
     summary = {
@@ -61,7 +61,7 @@ def summarise(job: Job, outcome: Outcome, path: pathlib.Path) -> dict:
 
 
 def _trigram_loss(job: Job) -> float | None:
-    """None where tokens are no bytes."""
+    """Return the loss of a trigram table; None where tokens are no bytes."""
     train_b = byte_sample(job.corpus, BASELINE_BYTES)
     if train_b is None:
         return None

@@ -35,7 +35,7 @@ from train.launch.program import say_loudly
 
 
 class CheckpointError(RuntimeError):
-    """So many saves in a row failed that the run should stop."""
+    """Too many saves in a row failed: the run should stop."""
 
 
 @dataclasses.dataclass(frozen=True)

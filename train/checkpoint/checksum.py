@@ -24,7 +24,7 @@ the cache where a whole array would be a second copy of the state."""
 
 
 def named_leaves(tree) -> dict:
-    """Leaves by path, 'params/blocks/w_edf', in the order of the tree."""
+    """Return leaves by path, 'params/blocks/w_edf', in the order of the tree."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in paths]
     assert len(set(names)) == len(names), f"two leaves have one name: {sorted(names)}"
@@ -32,7 +32,7 @@ def named_leaves(tree) -> dict:
 
 
 def checksums(state) -> dict[str, int]:
-    """The checksum of every leaf by name; computed where the arrays are, in place.
+    """Return the checksum of every leaf by name, computed where the arrays are.
 
     Leaves are jax.Arrays of at most 32 bits an element. Blocks until they are computed.
     """
@@ -53,13 +53,13 @@ def checksums(state) -> dict[str, int]:
 
 
 def digest(sums: dict[str, int]) -> str:
-    """16 hex letters that name a whole state, or a part of it."""
+    """Return 16 hex letters that name a whole state, or a part of it."""
     text = "\n".join(f"{name} {sums[name]:08x}" for name in sorted(sums))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def describe(state) -> dict[str, dict]:
-    """Dtype, shape and checksum of every leaf by name, as JSON takes it."""
+    """Return dtype, shape and checksum of every leaf by name, as JSON takes it."""
     sums = checksums(state)
     return {
         name: {"dtype": str(x.dtype), "shape": list(x.shape), "checksum": sums[name]}
@@ -68,7 +68,7 @@ def describe(state) -> dict[str, dict]:
 
 
 def require_same_arrays(saved: dict[str, dict], abstract_state) -> None:
-    """ValueError unless `saved`, of `describe`, has the leaves of `abstract_state`."""
+    """Raise ValueError unless `saved`, of `describe`, has `abstract_state`'s leaves."""
     there = {name: _type(x["dtype"], x["shape"]) for name, x in saved.items()}
     here = {n: _type(x.dtype, x.shape) for n, x in named_leaves(abstract_state).items()}
     different = [n for n in here | there if there.get(n) != here.get(n)]
@@ -94,7 +94,7 @@ def _sums_anywhere(leaves: list[jax.Array]) -> jax.Array:
 def _sums_on_mesh(
     leaves: list[jax.Array], mesh: Mesh, specs: tuple[PartitionSpec, ...]
 ) -> jax.Array:
-    """Each device sums its shards, the first replica of each; then one all-reduce."""
+    """Sum each device's shards, the first replica of each; then one all-reduce."""
     axes = tuple(mesh.axis_names)
 
     def local(shards: list[jax.Array]) -> jax.Array:
@@ -131,7 +131,7 @@ def _shard_sum(
 
 
 def _sum(x: jax.Array, shape: tuple[int, ...], start) -> jax.Array:
-    """The part of an array of `shape` that begins at the indices `start`.
+    """Return the sum over a part of an array of `shape`; it begins at indices `start`.
 
     The part is seen as rows along its last dim, and summed a block of rows at a time.
     """
@@ -175,7 +175,7 @@ def _mixed_sum(x: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """The finalizer of MurmurHash3 (Appleby, public domain): a bijection of uint32."""
+    """Apply MurmurHash3's finalizer (Appleby, public domain): a bijection of uint32."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

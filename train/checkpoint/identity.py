@@ -1,4 +1,4 @@
-"""What makes a checkpoint the checkpoint of this run, and what may change under it."""
+"""Whether a checkpoint is of this run, and what a run may change under it."""
 
 import json
 from typing import Any
@@ -32,7 +32,7 @@ CUT = {
 
 
 def is_cut_alike(saved: dict[str, Any], cfg: Config) -> bool:
-    """Whether compression's state lies in a checkpoint as it does in this run."""
+    """Return whether compression's state lies in a checkpoint as in this run."""
     current = json.loads(json.dumps(cfg.to_dict()))
     return all(
         saved["config"].get(part, {}).get(field) == current[part][field]
@@ -42,8 +42,8 @@ def is_cut_alike(saved: dict[str, Any], cfg: Config) -> bool:
 
 
 def keeps_alike(saved: dict[str, Any], cfg: Config) -> bool:
-    """Whether both compress gradients or neither does, and what is kept of them lies in
-    a checkpoint as it does in this run."""
+    """Return whether both compress gradients or neither does, and what is kept of them
+    lies in a checkpoint as it does in this run."""
     ratio = saved["config"]["dispatch"]["gradient_compression"]
     if ratio is None or cfg.dispatch.gradient_compression is None:
         return ratio is cfg.dispatch.gradient_compression

@@ -40,7 +40,7 @@ class Found:
 
     directory: pathlib.Path
     steps: tuple[int, ...]
-    """Of the checkpoints to try, in order."""
+    """Checkpoints to try, in order."""
     cfg: Config
     """The run's own, with what `params` changed; its devices are simulated or there."""
     is_mesh_given: bool
@@ -57,7 +57,7 @@ class Loaded:
     placement: "Placement"
     step: int
     meta: dict[str, Any]
-    """Of the checkpoint: the run's configuration, data identity and plan."""
+    """The checkpoint's: configuration of the run, data identity and plan."""
 
     @property
     def cfg(self) -> Config:
@@ -71,7 +71,7 @@ class Loaded:
 def find(
     run_dir: str | pathlib.Path, step: int | None = None, params: Sequence[str] = ()
 ) -> Found:
-    """The checkpoints of a run: all, newest first, or the one of `step`.
+    """Find the checkpoints of a run: all, newest first, or the one of `step`.
 
     `params` are bindings such as 'Mesh.expert = 2'. Raises ValueError in one line where
     there is no checkpoint, or none that says what it is, and for a binding that the
@@ -101,8 +101,8 @@ def find(
 
 
 def load(found: Found, say: Callable[[str], None] = say_loudly) -> Loaded:
-    """The newest checkpoint of those found that is whole, on the devices of this
-    machine; its checksums are verified.
+    """Load the newest whole checkpoint of those found onto the devices of this machine,
+    and verify its checksums.
 
     Raises ValueError in one line when none is whole, when the devices are too few, or
     when this program builds another model than the one that was saved.
@@ -136,8 +136,8 @@ def load(found: Found, say: Callable[[str], None] = say_loudly) -> Loaded:
 
 
 def _config_in(directory: pathlib.Path, steps: Sequence[int]) -> Config:
-    """Of the first checkpoint whose record can be read; load() verifies the rest. All
-    checkpoints of a run are of one model."""
+    """Return the configuration in the first record that can be read; load() verifies
+    the rest. All checkpoints of a run are of one model."""
     problem = ""
     for step in steps:
         try:
@@ -155,7 +155,7 @@ def _config_in(directory: pathlib.Path, steps: Sequence[int]) -> Config:
 
 
 def _binding(param: str) -> tuple[str, Any]:
-    """'Mesh.expert = 2' -> ('Mesh.expert', 2)."""
+    """Return name and value of a binding: 'Mesh.expert = 2' -> ('Mesh.expert', 2)."""
     name, _, text = (part.strip() for part in param.partition("="))
     try:
         check_name(*name.split(".", 1) if "." in name else (name, ""))
@@ -176,15 +176,15 @@ def _binding(param: str) -> tuple[str, Any]:
 
 
 def _place(name: str) -> tuple[str, str]:
-    """'Mesh.expert' -> ('mesh', 'expert')."""
+    """Return part and field of a name: 'Mesh.expert' -> ('mesh', 'expert')."""
     cls, field = name.split(".")
     return cls.lower(), field
 
 
 def _rebound(trained: Config, bound: dict[str, Any], is_mesh_given: bool) -> Config:
-    """The configuration with `bound`, and as few rows in a batch as there are shards.
+    """Return the configuration with `bound`, and one row for each shard of the batch.
 
-    Who changes the mesh of simulated devices has that many of them.
+    A mesh of simulated devices that is changed brings its number of devices.
     """
     values = trained.to_dict()
     for name, value in bound.items():
@@ -206,14 +206,15 @@ def _rebound(trained: Config, bound: dict[str, Any], is_mesh_given: bool) -> Con
 
 
 def _fitting(num_experts: int, num_devices: int) -> Topology:
-    """All on the expert axis: the most that divide the experts and are there."""
+    """Return a mesh of one expert axis, as long as divides the experts."""
     fits = range(1, min(num_experts, num_devices) + 1)
     return Topology(expert=max(n for n in fits if num_experts % n == 0))
 
 
 def _on_these_devices(found: Found, devices: "Sequence[jax.Device]") -> Config:
-    """Where the run's mesh was not asked for and is not that of these devices, another
-    one; and what every device can do, where they are no GPUs."""
+    """Return the configuration for the devices here: another mesh where nobody asked
+    for the run's and it does not fit, and the portable kernels where they are no
+    GPUs."""
     cfg, mesh = found.cfg, found.cfg.mesh
     is_other = mesh.num_devices != len(devices)
     if is_other and not found.is_mesh_given and not cfg.train.num_simulated_devices:
@@ -238,7 +239,7 @@ def _on_these_devices(found: Found, devices: "Sequence[jax.Device]") -> Config:
 def _read(
     directory: pathlib.Path, record: dict, run: "Resolved"
 ) -> tuple[dict[str, Any] | None, str]:
-    """Parameters and router bias, verified; or None, and what is wrong with them."""
+    """Return parameters and router bias, verified; or None and what is wrong."""
     import optax
 
     from train.checkpoint.checkpoints import arrays_for_all

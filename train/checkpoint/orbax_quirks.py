@@ -1,4 +1,4 @@
-"""What orbax leaves lying about when a call fails: files, log pages, long errors."""
+"""Clean up after orbax calls that fail: unfinished files, pages of log, long errors."""
 
 import functools
 import logging
@@ -12,10 +12,10 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 def remove_unfinished(directory: pathlib.Path) -> None:
-    """Removes what unfinished saves left. To be called while no save is in flight.
+    """Remove what unfinished saves left; call it while no save is in flight.
 
-    Looks again after each removal, for two seconds at most: the other writers of a save
-    end after the one that failed it, and create the files they write anew.
+    It looks again after each removal, for two seconds at most: the other writers of a
+    save end after the one that failed it, and create the files they write anew.
     """
     for _ in range(40):
         remains = list(directory.glob(f"*{UNFINISHED}*"))
@@ -40,7 +40,7 @@ def shorten(fault: Exception) -> str:
 
 @functools.cache
 def quiet_orbax() -> None:
-    """Drops what orbax prints about an error besides raising it; nothing of others.
+    """Drop what orbax prints about an error besides raising it, and nothing of others.
 
     That is pages of log per save, a traceback per error, and, through the interpreter's
     hook, one for each task that had to end with the event loop of a failed call.

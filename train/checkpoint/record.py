@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: step, loss, meta, and a checksum for each array.
+"""The record in a checkpoint: step, loss, meta, and a checksum for each array.
 
     <directory>/<step>/record         JSON, with a sha256 of all the rest
 

@@ -1,4 +1,4 @@
-"""What is worked out once for a file and kept: its sha256, and its tokens.
+"""Figures of a file that are worked out once and kept: its sha256, and its tokens.
 
     $MOEJAX_CACHE_DIR/hashes/<key>.json     key: path, size, time and inode of the file
     $MOEJAX_CACHE_DIR/tokens/<key>/         key: sha256 of sources, tokenizer, settings
@@ -39,12 +39,12 @@ def cache_folder() -> Path:
 
 
 def known_sha256(path: Path) -> str:
-    """Of the file, read only when it is not the file that was read before."""
+    """Return the sha256 of a file; read it only when it was not read before."""
     return _known("sha256", [path], lambda: {"sha256": file_sha256(path)})["sha256"]
 
 
 def known_scan(path: Path) -> tuple[str, int]:
-    """sha256 and largest id of a .npy or .bin, as by `scan`. Raises ValueError."""
+    """Return sha256 and largest id of a .npy or .bin, as `scan` does."""
 
     def read() -> dict[str, Any]:
         sha256, largest = scan(path)
@@ -58,7 +58,7 @@ def known_scan(path: Path) -> tuple[str, int]:
 def tokens_of(
     files: Sequence[Path], cfg: Data, tokenizer: Tokenizer, say: Callable[[str], None]
 ) -> Path:
-    """The folder of prepared tokens of text, JSONL or parquet files.
+    """Return the folder of prepared tokens of text, JSONL or parquet files.
 
     Made once, by one process; others that come meanwhile wait for it. Raises ValueError
     for files that cannot be read, and for more bad records than may be.
@@ -87,7 +87,8 @@ def tokens_of(
 def _judge_bad(
     manifest: dict[str, Any], max_bad_records: int, say: Callable[[str], None]
 ) -> None:
-    """Those of a run before, which may have allowed more, count again."""
+    """Raise ValueError for too many bad records: the run that prepared the tokens may
+    have allowed more."""
     if not manifest["num_bad"]:
         return
     found = (
@@ -117,7 +118,7 @@ def _lines(say: Callable[[str], None]) -> Callable[[Progress], None]:
 def _known(
     what: str, paths: Sequence[Path], read: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    """The record that `read` gave for these files before, else what it gives now."""
+    """Return the record that `read` gave for these files before, else gives now."""
     stamp = _stamp(paths)
     record_path = _made("hashes") / f"{_key([what, stamp])}.json"
     try:

@@ -50,10 +50,10 @@ _NO_STREAMS = {
 
 
 def expand(patterns: Iterable[str | Path]) -> list[Path]:
-    """Files that paths and globs name, each once.
+    """Return the files that paths and globs name, each once, in the order given.
 
-    In the order given, those of a glob sorted. A path that exists is
-    itself, whatever brackets it has. Raises ValueError for what names no file.
+    Files of a glob are sorted. A path that exists is itself, whatever brackets it has.
+    Raises ValueError for what names no file.
     """
     paths = [path for pattern in patterns for path in _expand(str(pattern))]
     for path in paths:
@@ -91,7 +91,7 @@ def kind_of(path: Path) -> str:
 
 
 def pieces(path: Path, text_key: str) -> list[Piece]:
-    """Return the pieces of a file in order; a parquet file's schema is checked.
+    """Return the pieces of a file in order; check a parquet file's schema.
 
     Raises ValueError when the file cannot be opened, or is parquet without a column
     `text_key` of strings.
@@ -115,8 +115,8 @@ def read(piece: Piece, text_key: str, forbidden: str | None) -> Iterator[Event]:
 
 
 def blocks(texts: Iterable[str]) -> Iterator[str]:
-    """The joined texts, cut into blocks of at most BLOCK_CHARS: after a line break if
-    there is one, else before a space. How the texts were cut makes no difference."""
+    """Yield the joined texts in blocks of at most BLOCK_CHARS, cut after a line break
+    if there is one, else before a space. How the texts were cut makes no difference."""
     held = ""
     for text in texts:
         held += text

@@ -56,7 +56,7 @@ class Chunk:
 def encode(
     pieces: Sequence[Piece], recipe: Recipe, num_workers: int
 ) -> Iterator[tuple[Piece, Chunk]]:
-    """The chunks of every piece in order; one worker is this process.
+    """Yield the chunks of every piece in order; one worker is this process.
 
     Raises ValueError for a file that cannot be read, and ChildProcessError when a
     worker dies.

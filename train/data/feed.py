@@ -7,7 +7,7 @@ from moejax.moe.types import Windows
 
 
 def feed(source, index: int, batch_size: int, micro_batches: int, sharding) -> Windows:
-    """Batch `index` of `source` on the mesh: leaves int32 [micro-batch, b, t + 1].
+    """Put batch `index` of `source` on the mesh: leaves int32 [micro-batch, b, t + 1].
 
     Micro-batch i holds rows i*b .. (i+1)*b - 1 of the batch, whatever the mesh.
     """
@@ -37,7 +37,7 @@ def feed(source, index: int, batch_size: int, micro_batches: int, sharding) -> W
 
 
 def own_rows(batch_size: int, micro_batches: int, sharding) -> list[int]:
-    """The rows of a batch that this process feeds, in order."""
+    """Return the rows of a batch that this process feeds, in order."""
     rows = batch_size // micro_batches
     where = sharding.addressable_devices_indices_map((micro_batches, rows, 1))
     spans = {part[1].indices(rows)[:2] for part in where.values()}

@@ -39,7 +39,7 @@ def read(piece: Piece, text_key: str, forbidden: str | None) -> Iterator[Event]:
 
 
 def _lines(file: BinaryIO, start: int, stop: int) -> Iterator[bytes | None]:
-    """Lines that start in the range; None stands for one that is too long."""
+    """Yield lines that start in the range; None stands for one that is too long."""
     position = start
     if start:
         file.seek(start - 1)
@@ -57,7 +57,7 @@ def _lines(file: BinaryIO, start: int, stop: int) -> Iterator[bytes | None]:
 
 
 def _skip_line(file: BinaryIO, limit: int) -> int:
-    """Reads to the end of the line, but at most so many bytes; how many there were."""
+    """Read to the end of the line, at most `limit` bytes; return how many."""
     count = 0
     while count < limit:
         part = file.readline(min(READ_BYTES, limit - count))
@@ -72,7 +72,7 @@ class _Fault(Exception):
 
 
 def _document(line: bytes | None, text_key: str, forbidden: str | None) -> str:
-    """Its text. Raises _Fault."""
+    """Return the text of a line. Raises _Fault."""
     if line is None:
         raise _Fault(f"the line is longer than {MAX_RECORD_BYTES // 2**20} MiB")
     try:

@@ -34,21 +34,21 @@ class Line:
 
 
 def line_of(token_b: np.ndarray, start_d: np.ndarray) -> Line:
-    """All of one array."""
+    """Return all of one array as a line."""
     edge_r = np.array([0, token_b.size])
     return Line((token_b,), np.zeros(1, int), np.zeros(1, np.int64), edge_r, start_d)
 
 
 def whole(files: Sequence[Indexed]) -> Line:
-    """All documents of the files, in order."""
+    """Return all documents of the files, in order, as a line."""
     num_documents = sum(file.start_d.size for file in files)
     return _pick(files, np.ones(num_documents, bool))
 
 
 def split(files: Sequence[Indexed], held_out_every: int) -> tuple[Line, Line]:
-    """The documents to train on, and every held_out_every-th, which is held out.
+    """Return the documents to train on, and every held_out_every-th, which is held out.
 
-    Of fewer documents, that share of the tokens, at the end, is held out.
+    With fewer documents, that share of the tokens, at the end, is held out.
     """
     num_documents = sum(file.start_d.size for file in files)
     if num_documents < held_out_every:
@@ -62,7 +62,7 @@ def split(files: Sequence[Indexed], held_out_every: int) -> tuple[Line, Line]:
 
 
 def read_tokens(line: Line, start_w: np.ndarray, width: int) -> np.ndarray:
-    """`width` tokens from each of `start_w`: int32 [w, width]."""
+    """Return `width` tokens from each of `start_w`: int32 [w, width]."""
     start_w = np.asarray(start_w, np.int64)
     _check(line, start_w, width)
     token_wb = np.empty((start_w.size, width), np.int32)
@@ -73,7 +73,7 @@ def read_tokens(line: Line, start_w: np.ndarray, width: int) -> np.ndarray:
 
 
 def read_positions(line: Line, start_w: np.ndarray, width: int) -> np.ndarray:
-    """Of the tokens that read_tokens gives, in their documents: int32 [w, width].
+    """Return positions in their documents of what read_tokens gives: int32 [w, width].
 
     Position 0 is the first token of a document, or of a window that begins within one.
     """
@@ -90,7 +90,7 @@ def read_positions(line: Line, start_w: np.ndarray, width: int) -> np.ndarray:
 
 
 def _copy(line: Line, start: int, run: int, row_b: np.ndarray) -> None:
-    """Fills the row with the tokens from `start`, which lies in `run`."""
+    """Fill the row with the tokens from `start`, which lies in `run`."""
     done = 0
     while done < row_b.size:
         at = start + done
@@ -109,7 +109,7 @@ def _check(line: Line, start_w: np.ndarray, width: int) -> None:
 
 
 def _pick(files: Sequence[Indexed], is_in_d: np.ndarray) -> Line:
-    """The line of those documents that are in; neighbours in a file make one run."""
+    """Return the line of the documents that are in; neighbours in a file join runs."""
     count_f = [file.start_d.size for file in files]
     array_d = np.repeat(np.arange(len(files), dtype=np.int32), count_f)
     first_d = np.concatenate([file.start_d for file in files])
@@ -127,8 +127,8 @@ def _pick(files: Sequence[Indexed], is_in_d: np.ndarray) -> Line:
 
 
 def _cut(files: Sequence[Indexed], edge: int) -> tuple[list[Indexed], np.ndarray]:
-    """The files with a document that starts at token `edge` of all, and whether each
-    document lies behind it."""
+    """Return the files with a document that starts at token `edge` of all, and whether
+    each document lies behind it."""
     cut, is_behind, base = [], [], 0
     for file in files:
         start_d = file.start_d

@@ -24,7 +24,7 @@ class Mixture:
 
 
 def mix(weights: tuple[float, ...], period: int = PERIOD) -> Mixture:
-    """Rows of corpora in proportion to `weights`; one corpus has all."""
+    """Share out rows of corpora in proportion to `weights`; a single corpus has all."""
     share_c = shares(weights, period)
     corpus_j = np.repeat(np.arange(share_c.size), share_c)
     item_j = np.concatenate([np.arange(share) for share in share_c])
@@ -35,14 +35,14 @@ def mix(weights: tuple[float, ...], period: int = PERIOD) -> Mixture:
 
 
 def pick(mixture: Mixture, row: int) -> tuple[int, int]:
-    """The corpus of a row, and how many rows of that corpus came before."""
+    """Return the corpus of a row, and how many rows of that corpus came before."""
     period, j = divmod(row, mixture.corpus_j.size)
     corpus = int(mixture.corpus_j[j])
     return corpus, period * int(mixture.share_c[corpus]) + int(mixture.item_j[j])
 
 
 def shares(weights: tuple[float, ...], total: int) -> np.ndarray:
-    """`total` in integers as near the weights as can be; none is 0 if all can have one.
+    """Split `total` in integers as near the weights as can be; none is 0 if avoidable.
 
     shares((0.5, 0.3, 0.2), 4) is [2, 1, 1]: the largest remainders are rounded up.
     """

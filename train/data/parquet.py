@@ -24,11 +24,11 @@ from train.data.records import (
 _BATCH_BYTES = 2**20
 _MAX_BATCH_ROWS = 1024
 _DAMAGE = (pa.ArrowException, OSError, ValueError, OverflowError)
-"""What pyarrow raises for bytes that are no parquet."""
+"""Errors of pyarrow for bytes that are no parquet."""
 
 
 def pieces(path: Path, text_key: str, size: int) -> list[Piece]:
-    """One for each row group; one that is empty for a file that is damaged.
+    """Return a piece for each row group; an empty one for a file that is damaged.
 
     Raises ValueError when the file has no column `text_key` of strings.
     """

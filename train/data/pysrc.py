@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def read_pysrc(held_out_every: int) -> tuple[str, np.ndarray, np.ndarray]:
-    """sha256, bytes to train on and bytes held out, uint8.
+    """Return sha256, bytes to train on and bytes held out, uint8.
 
     The texts are the .py files that the packages of PINNED list in their RECORD. Some
     repeat another (a licence alone, in __init__.py): each text is kept once, so that
@@ -59,7 +59,7 @@ def read_pysrc(held_out_every: int) -> tuple[str, np.ndarray, np.ndarray]:
 
 
 def read_package(package: str) -> dict[str, bytes]:
-    """Contents of its .py files by path, in the order of paths; nothing is imported.
+    """Return a package's .py files by path, in the order of paths; import nothing.
 
     `files` leaves out what RECORD lists and the disk lacks: the sha256 then differs.
     """
@@ -83,7 +83,7 @@ def sha256_of(files: dict[str, bytes]) -> str:
 
 
 def _check_release(shas: dict[str, str]) -> None:
-    """Raises ValueError for changed files; other versions are a warning."""
+    """Raise ValueError for changed files; warn of other versions."""
     versions = {package: metadata.version(package) for package in shas}
     others = [p for p in shas if versions[p] != PINNED[p][0]]
     changed = [p for p in shas if p not in others and shas[p] != PINNED[p][1]]

@@ -44,18 +44,18 @@ class TrainBatches:
 
     @property
     def num_windows(self) -> list[int]:
-        """In an epoch of each corpus."""
+        """Number of windows in an epoch of each corpus."""
         return [epochs.num_windows for epochs in self._epochs]
 
     def rows(self, step: int, start: int, stop: int) -> "Windows":
-        """Rows start..stop of the global batch of a step: int32 [rows, seq_len + 1]."""
+        """Return rows start..stop of a step's batch: int32 [rows, seq_len + 1]."""
         items = self._items(step, start, stop)
         starts = [self._epochs[corpus].first_token(item) for corpus, item in items]
         return _read(self._lines, [c for c, _ in items], starts, self._cfg)
 
     def sample_ids(self, step: int, start: int, stop: int) -> list[str]:
-        """Names of those rows, such as 'corpus0:epoch3:window17'; a name is met once,
-        and always means the same tokens."""
+        """Return names of those rows, such as 'corpus0:epoch3:window17'; a name is met
+        once, and always means the same tokens."""
         return [
             f"corpus{corpus}:epoch{epoch}:window{window}"
             for corpus, item in self._items(step, start, stop)
@@ -95,7 +95,7 @@ class HeldOut:
         self._mixture = mix(corpus.weights, total)
 
     def rows(self, index: int, start: int, stop: int) -> "Windows":
-        """Rows start..stop of a held-out batch: int32 [rows, seq_len + 1]."""
+        """Return rows start..stop of a held-out batch: int32 [rows, seq_len + 1]."""
         assert 0 <= index < self.num_batches, (index, self.num_batches)
         assert 0 <= start <= stop <= self.batch_size, (start, stop, self.batch_size)
         first = index * self.batch_size
@@ -123,7 +123,7 @@ class _Epochs:
         self._order = windows.seed(seed).shuffle().repeat(None)
 
     def window(self, item: int) -> tuple[int, int]:
-        """Epoch and window of an item; grain reshuffles every epoch."""
+        """Return epoch and window of an item; grain reshuffles every epoch."""
         return item // self.num_windows, int(self._order[item])
 
     def first_token(self, item: int) -> int:

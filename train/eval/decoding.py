@@ -54,7 +54,8 @@ class Decoder:
 
 
 def make_decoder(loaded: Loaded, num_ids: int, separator: int) -> Decoder:
-    """`num_ids` tokens may be drawn: a model can have more than its tokenizer.
+    """Return a decoder that draws among `num_ids` tokens: a model can have more than
+    its tokenizer.
 
     Raises ValueError for a router that cannot choose token by token.
     """
@@ -75,7 +76,7 @@ def make_decoder(loaded: Loaded, num_ids: int, separator: int) -> Decoder:
 def decode(
     decoder: Decoder, prompts: Sequence[np.ndarray], max_tokens: int, how: Sampling
 ) -> Iterator[np.ndarray]:
-    """The next token of every prompt [prompts], at most `max_tokens` times.
+    """Yield the next token of every prompt [prompts], at most `max_tokens` times.
 
     The token of a prompt depends on nothing but the model, the prompt, what came of it
     before, and `how`. The caller leaves when it has seen enough. The device is a step
@@ -97,8 +98,8 @@ def decode(
 def choose(
     logits_bv: Float[Array, "b v"], position_b: Int[Array, " b"], how: Sampling
 ) -> Int[Array, " b"]:
-    """One token for each row. Noise depends on the seed and the token's position alone:
-    on no other row, and not on the mesh."""
+    """Choose one token for each row. Noise depends on the seed and the token's position
+    alone: on no other row, and not on the mesh."""
     key = jax.random.key(how.seed)
 
     def noise(position):
@@ -123,7 +124,7 @@ def choose(
 
 
 def _programs(run: Resolved, num_ids: int):
-    """The prefill and the step of a Decoder, jitted."""
+    """Return the prefill and the step of a Decoder, jitted."""
     cfg, graph = run.cfg, graph_of(run)
 
     def extend(params, bias, placement, token_bt, position_bt, how, cache):
@@ -160,8 +161,8 @@ def _programs(run: Resolved, num_ids: int):
 
 
 def _rows(decoder: Decoder, prompts: Sequence[np.ndarray]):
-    """Tokens and positions [b, t]; b is a multiple of the batch's shards, with copies
-    of the last prompt."""
+    """Return tokens and positions [b, t]; b is a multiple of the batch's shards, with
+    copies of the last prompt."""
     shards = decoder.cfg.mesh.num_batch_shards
     width = _up(max(map(len, prompts)), PROMPT_MULTIPLE)
     shape = (_up(len(prompts), shards), width)
@@ -176,7 +177,7 @@ def _rows(decoder: Decoder, prompts: Sequence[np.ndarray]):
 
 
 def _when_used(where: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding:
-    """Split over experts alone: what is split over all of FSDP becomes whole."""
+    """Return the sharding over experts alone: what is over all of FSDP is whole."""
     dims = [None if dim == FSDP_AXES else dim for dim in where.spec]
     return sharding(where.mesh, *dims)
 

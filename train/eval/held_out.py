@@ -21,7 +21,7 @@ class Evaluation:
 
 
 def evaluate(step, state, placement, held_out: HeldOut, sharding) -> Evaluation:
-    """Mean over all held-out batches, read from the devices once at the end."""
+    """Return the mean over all held-out batches; read the devices once, at the end."""
     reports = []
     for index in range(held_out.num_batches):
         windows = feed(held_out, index, held_out.batch_size, 1, sharding)
@@ -32,7 +32,7 @@ def evaluate(step, state, placement, held_out: HeldOut, sharding) -> Evaluation:
 
 
 def load_lines(tokens_le: np.ndarray) -> list[str]:
-    """A line per MoE layer: the load of each expert over the mean, as shades."""
+    """Return a line per MoE layer: the load of each expert over the mean, as shades."""
     lines = []
     for layer, row_e in enumerate(tokens_le / tokens_le.mean(axis=1, keepdims=True)):
         shades = "".join(SHADES[min(int(x / 2 * len(SHADES)), 9)] for x in row_e)

@@ -14,7 +14,7 @@ _CHUNK = 1 << 22
 
 
 def trigram_loss(train_b: np.ndarray, windows_bt: np.ndarray) -> float:
-    """Nats per byte on bytes 1.. of each window, given the two bytes before it.
+    """Return nats per byte on bytes 1.. of each window, given the two bytes before.
 
     Byte 1 has only one byte before it in the window and is predicted from that.
     `train_b` is uint8 [any], `windows_bt` integers [b, t + 1], as a model gets them.
@@ -47,7 +47,7 @@ def _witten_bell(
     distinct: np.ndarray | int,
     lower: np.ndarray | float,
 ) -> np.ndarray:
-    """Elementwise; a context that never occurred passes `lower` through."""
+    """Interpolate elementwise; a context that never occurred passes `lower` through."""
     seen = total > 0
     return np.where(
         seen, (count + distinct * lower) / np.where(seen, total + distinct, 1), lower
@@ -55,7 +55,7 @@ def _witten_bell(
 
 
 def _count(train_b: np.ndarray, order: int) -> np.ndarray:
-    """How often each run of `order` bytes occurs: int64 [256 ** (order - 1), 256]."""
+    """Count each run of `order` bytes: int64 [256 ** (order - 1), 256]."""
     counts = np.zeros(256**order, np.int64)
     num_positions = train_b.size - order + 1
     for first in range(0, num_positions, _CHUNK):

@@ -26,9 +26,9 @@ from train.step.state import graph_of
 @dataclasses.dataclass(frozen=True)
 class Score:
     nats: float
-    """Of all predicted tokens together."""
+    """The sum over all predicted tokens."""
     num_tokens: int
-    """Predicted ones: the first of a window is given."""
+    """Predicted tokens: the first of a window is given."""
     tokens_le: np.ndarray
     """Load of each expert in each MoE layer by the tokens that predict."""
 
@@ -36,8 +36,10 @@ class Score:
 def score(
     loaded: Loaded, windows: Iterable[Windows], separator: int, batch_size: int
 ) -> Score:
-    """Of windows of at most seq_len + 1 tokens, at most `batch_size` rows in a group;
-    so many are computed at a time, a multiple of the batch's shards."""
+    """Score windows of at most seq_len + 1 tokens, `batch_size` rows or fewer a group.
+
+    Each group is filled up to `batch_size` rows, a multiple of the batch's shards.
+    """
     cfg, mesh = loaded.cfg, loaded.mesh
     step = _score_step(loaded.run, batch_size)
     spread = sharding(mesh, BATCH_AXES)
@@ -88,7 +90,7 @@ def _score_step(run: Resolved, batch_size: int):
 
 
 def _fill(rows: Windows, separator: int, batch_size: int, cfg: Config):
-    """The rows as a Batch, filled up, and how many targets of each row count."""
+    """Return the rows as a Batch, filled up, and how many targets of each row count."""
     num_rows, width = rows.token_bt.shape
     given = Batch.of_windows(rows)
     shape = (batch_size, cfg.data.seq_len)

@@ -13,7 +13,7 @@ PROBE_REPEATS = 7
 
 
 def peak_tflops(num_devices: int, override: float | None) -> float | None:
-    """Of all devices together; None when the device is not known.
+    """Return TFLOPS of all devices together; None when the device is not known.
 
     Simulated devices share one CPU, so that one is measured: the best of a few float32
     products of 1024 x 1024 on all its cores.

@@ -29,7 +29,7 @@ OP_NAME = re.compile(
 
 
 def parse_steps(text: str) -> range:
-    """'10:13' is range(10, 13), and '' is none; ValueError for what is no window."""
+    """Return range(10, 13) for '10:13', and an empty one for ''. Raises ValueError."""
     if not text:
         return range(0)
     found = STEPS.fullmatch(text.strip())
@@ -71,7 +71,7 @@ class Window:
         return self
 
     def __exit__(self, *_) -> None:
-        """Keeps what has been traced when a run ends within the window."""
+        """Keep what has been traced when a run ends within the window."""
         if self._is_open:
             self._stop()
         elif not self._is_over:
@@ -79,12 +79,12 @@ class Window:
         self._is_over = True
 
     def is_edge(self, step: int) -> bool:
-        """Whether `after` waits for this step, and may take seconds."""
+        """Return whether `after` waits for this step, and may take seconds."""
         is_last = self._is_open and step + 1 == self._steps.stop
         return is_last or (not self._is_over and step + 1 == self._steps.start)
 
     def before(self, step: int) -> None:
-        """Opens the trace at the first step of the window that this process runs."""
+        """Open the trace at the first step of the window that this process runs."""
         if not self._has_begun and not self._is_over and step >= self._steps.stop:
             self._say(
                 f"no profile: steps {self._text} lie before step {step}, where this "
@@ -158,7 +158,7 @@ class Window:
             self._annotation = None
 
     def _tidy(self) -> None:
-        """The trace for people moves up; jax's second copy of it goes."""
+        """Move the trace for people up, and remove jax's second copy of it."""
         *_, newest = sorted(self.folder.glob("plugins/profile/*"), key=os.path.getmtime)
         name = "perfetto_trace.json.gz"
         (newest / name).replace(self.folder / name)
@@ -173,7 +173,7 @@ class Window:
 
 
 def op_names(hlo_text: str) -> dict[str, str]:
-    """Of each op of a compiled program, the path of function names it was traced in.
+    """Return for each op of a compiled program the names of the functions around it.
 
     'all-to-all.7' -> 'jit(_train_step)/jvp()/while/body/shard_map/dispatch/all_to_all'
     """

@@ -66,6 +66,6 @@ class Bar:
             )
 
     def say(self, line: str) -> None:
-        """A line that stays, above the bar."""
+        """Print a line that stays, above the bar."""
         self.console.print(line, markup=False)
         sys.stdout.flush()

@@ -51,7 +51,7 @@ MAX_TAGS = {
     "rounds": "exchange/rounds",
     "fullest_pair": "exchange/fullest_pair",
 }
-"""By layer in the record: the greatest is shown, and of the experts' load each
+"""By layer in the record: the maximum is shown, and of the experts' load each
 layer's."""
 MEAN_TAGS = {
     "balance_loss": "loss/balance",
@@ -105,7 +105,7 @@ class TensorBoard:
         self._write(Event(step=step + 1, summary=text("config", code)))
 
     def append(self, record: dict, tokens_le=None) -> None:
-        """One line of metrics.jsonl as one event; every so many steps a heat map.
+        """Write one line of metrics.jsonl as one event; now and then a heat map.
 
         `tokens_le` [layer, expert] is the step's load; without it that of the record.
         """
@@ -125,7 +125,7 @@ class TensorBoard:
             self._write(self._event(step=step, summary=summary))
 
     def close(self) -> None:
-        """Returns when the events are on the disk, or are said to be lost."""
+        """Return when the events are on the disk, or are said to be lost."""
         if self._file is None:
             return
         try:
@@ -136,7 +136,7 @@ class TensorBoard:
         self._file = None
 
     def _write(self, event) -> None:
-        """Whole or not at all: a reader stops for good at a torn event."""
+        """Write an event whole or not at all: a reader stops for good at a torn one."""
         if self._file is None:
             return
         event.wall_time = time.time()
@@ -164,7 +164,7 @@ class TensorBoard:
 
 
 def scalars(record: dict) -> Iterator[tuple[str, float]]:
-    """(tag, number) for all in a record that is a number, or one by layer."""
+    """Yield (tag, number) for all in a record that is a number, or one by layer."""
     for name, value in record.items():
         if name in MAX_TAGS and value:
             yield MAX_TAGS[name], float(max(value))
@@ -185,7 +185,7 @@ def _of_decision(decision: dict) -> Iterator[tuple[str, float]]:
 
 
 def heat_map(tokens_le: np.ndarray) -> np.ndarray:
-    """Load over the layer's mean as a picture: uint8 [height, width, 3].
+    """Return load over the layer's mean as a picture: uint8 [height, width, 3].
 
     A row of cells is a layer, the first on top; a column is an expert. White is even,
     blue less, orange more; the colours end at a quarter and at four times the mean.
@@ -198,14 +198,14 @@ def heat_map(tokens_le: np.ndarray) -> np.ndarray:
 
 
 def colour(log2_ratio: np.ndarray) -> np.ndarray:
-    """uint8 [.., 3] of COLOURS; what is beyond MAX_LOG2 takes the last one."""
+    """Return uint8 [.., 3] of COLOURS; beyond MAX_LOG2 the last one."""
     anchors = np.linspace(-MAX_LOG2, MAX_LOG2, len(COLOURS))
     channels = [np.interp(log2_ratio, anchors, line) for line in np.transpose(COLOURS)]
     return np.stack(channels, axis=-1).round().astype(np.uint8)
 
 
 def frame(payload: bytes) -> bytes:
-    """One record of an event file: length, its checksum, payload, its checksum."""
+    """Return a record of an event file: length, its checksum, payload, its checksum."""
     from tensorboardX.record_writer import masked_crc32c
 
     length = struct.pack("<Q", len(payload))
@@ -214,8 +214,8 @@ def frame(payload: bytes) -> bytes:
 
 
 def _new_file(folder: pathlib.Path) -> io.FileIO:
-    """TensorBoard reads files in the order of their names, which begin with a time: a
-    new one is the last of its folder, wherever the clock stands."""
+    """Open a new file, whose name is the last of its folder wherever the clock stands:
+    TensorBoard reads files in the order of their names, which begin with a time."""
     folder.mkdir(parents=True, exist_ok=True)
     taken = [
         int(found[1])
