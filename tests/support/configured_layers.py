@@ -23,6 +23,7 @@ from moejax.moe.layer import MoeLayer
 from moejax.moe.types import Placement, RouterLosses
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
+from moejax.plan.schedule_rules import SCHEDULES as RULES
 from tests.support.close import assert_close
 from tests.support.expert_fields import parts_with
 from tests.support.layers import EXPERTS, QUICK, SEQ, WIDTH, devices_of, in_order
@@ -196,6 +197,7 @@ def cut(mp: int, esp: int, expert: int, schedule: str, **changes) -> Config:
 ALL_ROWS = {"rows_per_peer": 4 * BATCH * SEQ * TOP_K}
 """Buffers that hold all rows in round 0, copies of base too, so that no later round is
 compiled."""
-SCHEDULES = ("base", "s1", "s2", "s1h")
+SCHEDULES = tuple(n for n, rules in RULES.items() if not rules.is_local)
+"""Schedules whose rows travel."""
 CUTS = ((2, 2, 4), (2, 1, 2), (2, 4, 4), (4, 2, 2), (1, 2, 4), (2, 2, 1), (4, 4, 2))
 """(MP, ESP, size of the expert axis)."""

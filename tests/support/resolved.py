@@ -5,7 +5,10 @@ from jax.sharding import AbstractMesh, AxisType
 from moejax.axes import AXES
 from moejax.config import Config
 from moejax.plan.layout import Layout
+from train.resolve.communication import choose_communication
+from train.resolve.layouts import step_layout
 from train.resolve.resolved import Resolved, resolve
+from train.resolve.speeds import load_calibration
 
 
 def run_of(cfg: Config) -> Resolved:
@@ -15,5 +18,6 @@ def run_of(cfg: Config) -> Resolved:
 
 
 def layout_of(cfg: Config) -> Layout:
-    """Return the layout of the run's step."""
-    return run_of(cfg).layout
+    """Return the layout of the run's step; its plans may come from no policy."""
+    parts = choose_communication(cfg, load_calibration(cfg)).parts
+    return step_layout(cfg, parts)

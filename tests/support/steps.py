@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from moejax.axes import make_mesh
-from moejax.config import Config, Data, Dispatch, Moe, Optimizer, Router, Train
+from moejax.config import Balance, Config, Data, Dispatch, Moe, Optimizer, Router, Train
 from moejax.config import Model as ModelConfig
 from moejax.moe.types import Placement, Windows
 from moejax.plan.expert_plan import ExpertPlan
@@ -93,6 +93,8 @@ def make_model(store: str, dtype: str, split=None, **model_changes) -> Model:
         model=dataclasses.replace(SMALL.model, **model_changes),
         dispatch=dataclasses.replace(SMALL.dispatch, **fields),
         train=dataclasses.replace(SMALL.train, accumulate_steps=micro_batches),
+        # Plans come from the tests; a run must have a policy that makes replicas.
+        balance=Balance(policy="micromoe" if split == "water_filling" else "home"),
     )
     return model_from(cfg, dtype)
 

@@ -167,8 +167,9 @@ def test_expert_choice_is_refused(saved):
     loaded = load(find(saved))
     router = Router(kind="expert_choice", allow_expert_choice_in_decoder=True)
     cfg = dataclasses.replace(loaded.cfg, router=router)
+    loaded = dataclasses.replace(loaded, run=dataclasses.replace(loaded.run, cfg=cfg))
     with pytest.raises(ValueError, match="nothing can be generated"):
-        make_decoder(dataclasses.replace(loaded, cfg=cfg), 256, 0)
+        make_decoder(loaded, 256, 0)
 
 
 def test_prompts_that_are_no_text_are_one_line(tmp_path):

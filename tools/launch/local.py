@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    usage = "launch_local.py -n N [options] -- PROGRAM [argument ..]"
+    usage = "tools/launch/local.py -n N [options] -- PROGRAM [argument ..]"
     parser = new_parser(__doc__, usage=usage)
     add = parser.add_argument
     waits = workers.Waits()

@@ -79,13 +79,15 @@ def kind_of(path: Path) -> str:
     """Return the format of a file, a name in FORMATS, by its extension. Raises
     ValueError for what holds no stream of text."""
     suffix, *rest = [suffix.lower() for suffix in reversed(path.suffixes)] or [""]
-    if suffix in _NO_STREAMS:
-        raise ValueError(f"'{path}' {_NO_STREAMS[suffix]}")
     is_gzip = suffix == ".gz"
     if is_gzip:
         suffix = rest[0] if rest else ""
+    if suffix in _NO_STREAMS:
+        raise ValueError(f"'{path}' {_NO_STREAMS[suffix]}")
     for kind, its in FORMATS.items():
-        if suffix in its.suffixes and (its.can_be_packed or not is_gzip):
+        if suffix in its.suffixes:
+            if is_gzip and not its.can_be_packed:
+                raise ValueError(f"'{path}' is a packed {suffix}: unpack it")
             return kind
     return OTHERWISE
 

@@ -1,4 +1,4 @@
-"""Policies: from loads to a plan, one file each, and one entry each in POLICIES.
+"""Policies: from loads to a plan, a file or a folder each, and an entry in POLICIES.
 
     plan(load_lwe, layout, cost, current) -> ExpertPlan
 

@@ -50,7 +50,7 @@ SIZES, ALONG = re.compile(r"'(\w+)'=(\d+)"), re.compile(r"'(\w+)'[,}]")
 class Sent(NamedTuple):
     kind: str
     elements: int
-    """As balance.calibration counts: what an all_to_all sends, what an all_gather
+    """As perf.calibration counts: what an all_to_all sends, what an all_gather
     returns, what others take."""
     w: int
 
@@ -83,42 +83,78 @@ def compiled(case: Case) -> tuple:
     return tuple(run.lower(*args).compile() for run in (case.forward, case.run))
 
 
-def sent_by(schedule: str, mp: int, esp: int, expert: int) -> tuple[Counter, Counter]:
-    """By the formulas: forward, and back."""
-    ep, n = expert * mp // esp, BATCH * SEQ // expert
-    nd, rows_d = n * WIDTH, ep * n * TOP_K * WIDTH
-    everyone, tokens = ep * esp, Sent("all_gather", nd, mp)
-    if schedule == "s1":
-        sent = Counter({Sent("all_to_all", rows_d * esp // mp, everyone): 2, tokens: 1})
-        return sent, sent
-    if schedule == "s2":
-        rows = Sent("all_gather", rows_d, mp)
-        sent = Counter({Sent("all_to_all", rows_d * esp // mp, everyone): 2, rows: 1})
-        return sent, sent
-    if schedule == "s1h":
-        shards = (rows_d * esp // mp, esp)
-        kinds = (Sent("all_gather", *shards), Sent("reduce_scatter", *shards), tokens)
-        sent = Counter({Sent("all_to_all", rows_d // mp, ep): 2}) + Counter(kinds)
-        return sent, sent
-    if schedule == "local":
-        tokens = Counter([Sent("all_reduce", nd, mp)])
-        one = EXPERTS // mp * WIDTH * HIDDEN  # of gate, up and down
-        gathered, scattered = (
-            Counter(Sent(kind, times * one, expert) for times in (1, 2))
-            for kind in ("all_gather", "reduce_scatter")
-        )
-        return tokens + gathered, tokens + scattered
-    outer, inner = max(mp // esp, 1), max(esp // mp, 1)
-    part = esp / outer
-    rows = round(rows_d * part)
-    sent = Counter({Sent("all_to_all", rows, ep): 2, Sent("all_reduce", rows, esp): 1})
-    forward = sent + Counter([Sent("all_gather", round(nd * part), esp)])
+class Sizes(NamedTuple):
+    """What the formulas of a schedule take: MP, ESP, the expert axis and EP."""
+
+    mp: int
+    esp: int
+    expert: int
+    ep: int
+    nd: int
+    """Tokens of a device, times the width."""
+    rows_d: int
+    """Rows of its full buffers, times the width."""
+
+    @property
+    def tokens(self) -> Sent:
+        return Sent("all_gather", self.nd, self.mp)
+
+    def rows(self) -> Counter:
+        """Rows out and home, to every shard at once."""
+        size = self.rows_d * self.esp // self.mp
+        return Counter({Sent("all_to_all", size, self.ep * self.esp): 2})
+
+
+def _s1(s: Sizes) -> tuple[Counter, Counter]:
+    sent = s.rows() + Counter([s.tokens])
+    return sent, sent
+
+
+def _s2(s: Sizes) -> tuple[Counter, Counter]:
+    sent = s.rows() + Counter([Sent("all_gather", s.rows_d, s.mp)])
+    return sent, sent
+
+
+def _s1h(s: Sizes) -> tuple[Counter, Counter]:
+    shards = (s.rows_d * s.esp // s.mp, s.esp)
+    kinds = (Sent("all_gather", *shards), Sent("reduce_scatter", *shards), s.tokens)
+    sent = Counter({Sent("all_to_all", s.rows_d // s.mp, s.ep): 2}) + Counter(kinds)
+    return sent, sent
+
+
+def _local(s: Sizes) -> tuple[Counter, Counter]:
+    tokens = Counter([Sent("all_reduce", s.nd, s.mp)])
+    one = EXPERTS // s.mp * WIDTH * HIDDEN  # of gate, up and down
+    gathered, scattered = (
+        Counter(Sent(kind, times * one, s.expert) for times in (1, 2))
+        for kind in ("all_gather", "reduce_scatter")
+    )
+    return tokens + gathered, tokens + scattered
+
+
+def _base(s: Sizes) -> tuple[Counter, Counter]:
+    outer, inner = max(s.mp // s.esp, 1), max(s.esp // s.mp, 1)
+    part = s.esp / outer
+    rows = round(s.rows_d * part)
+    sent = Counter(
+        {Sent("all_to_all", rows, s.ep): 2, Sent("all_reduce", rows, s.esp): 1}
+    )
+    forward = sent + Counter([Sent("all_gather", round(s.nd * part), s.esp)])
     if outer > 1:  # back it is that of the split
-        forward[Sent("all_gather", nd, outer)] += 1
-        sent[Sent("all_gather", nd, outer)] += 1
+        forward[Sent("all_gather", s.nd, outer)] += 1
+        sent[Sent("all_gather", s.nd, outer)] += 1
     if inner > 1:  # of gradients, that owners' other devices took of their tokens
-        sent[Sent("all_gather", nd * inner, inner)] += 1
+        sent[Sent("all_gather", s.nd * inner, inner)] += 1
     return forward, sent
+
+
+SENT = {"base": _base, "s1": _s1, "s2": _s2, "s1h": _s1h, "local": _local}
+"""By the papers' formulas: what each schedule sends forward, and back."""
+
+
+def sent_by(schedule: str, mp: int, esp: int, expert: int) -> tuple[Counter, Counter]:
+    ep, n = expert * mp // esp, BATCH * SEQ // expert
+    return SENT[schedule](Sizes(mp, esp, expert, ep, n * WIDTH, ep * n * TOP_K * WIDTH))
 
 
 QUICK = [(2, 2, 4, schedule) for schedule in ("s1h", "local")]

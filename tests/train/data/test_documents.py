@@ -187,7 +187,15 @@ def test_what_names_no_file_is_refused(tmp_path, name, message):
 
 
 def test_files_that_are_no_streams_are_refused():
-    for name in ("a.npy", "a.bin", "a.idx", "a.jsonl.zst", "a.zip"):
+    for name in (
+        "a.npy",
+        "a.bin",
+        "a.idx",
+        "a.jsonl.zst",
+        "a.zip",
+        "a.tar.gz",
+        "a.bin.gz",
+    ):
         with pytest.raises(ValueError, match=r"Data\.corpus|unpack"):
             kind_of(Path(name))
 
