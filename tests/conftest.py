@@ -12,10 +12,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 TRACE = ROOT.parent / "shared" / "data" / "routing_gpt_e32.npz"
 NUM_DEVICES = 8
 LONGEST = (
-    "test_processes", "test_runs", "test_balancing", "test_faults", "test_step",
-    "test_trajectories", "test_layer", "test_generate",
+    "test_processes", "test_runs", "test_balancing", "test_hopper_dot",
+    "test_notebooks", "test_trajectories", "test_communication_steps",
+    "test_compressed_gradients", "test_split_runs", "test_generate", "test_evaluate",
 )  # fmt: skip
-"""Files of minutes, which begin first: one at the end would run alone."""
+"""Files of 20 seconds and more, which begin first: one at the end would run alone."""
 
 # A shell ignores SIGINT for what it runs in its background, and so would our programs.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -269,9 +269,11 @@ def interpret(monkeypatch):
 @pytest.mark.parametrize(
     "implementation",
     [
-        "blocked",
         "hopper",
-        *(pytest.param(n, marks=pytest.mark.long) for n in ("reference", "xla")),
+        *(
+            pytest.param(n, marks=pytest.mark.long)
+            for n in ("reference", "blocked", "xla")
+        ),
     ],
 )
 def test_layer_equals_its_definition_with_each(implementation, monkeypatch):

@@ -83,7 +83,7 @@ def test_a_window_of_three_documents_is_three_windows():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cfg",
-    [SEPARATE, JOINED],
+    [SEPARATE, pytest.param(JOINED, marks=pytest.mark.long)],
     ids=["separate", "joined"],
 )
 def test_equals_its_formulas(cfg):

@@ -12,9 +12,6 @@ from tests.support.expert_fields import parts_with
 from tests.support.steps import SMALL, Case, make_case_of, model_from
 from train.step.step import Model
 
-HEADS = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 4}
-"""Heads with as many weights as SMALL's one head of 8, of which two devices can have
-one each."""
 TENSOR = Topology(data=2, expert=2, tensor=2)
 TWO_DCS = Topology(dc=2, expert=4)
 WIRES = {
@@ -48,7 +45,6 @@ def model_of(name: str, dtype: str) -> Model:
     cfg = dataclasses.replace(
         SMALL,
         mesh=mesh,
-        model=dataclasses.replace(SMALL.model, **HEADS),
         **parts_with(fields, SMALL),
     )
     return model_from(cfg, dtype)

@@ -36,8 +36,8 @@ QUICK = {"xla_backend_optimization_level": 0}  # compiled in half the time
 SMALL = Config(
     mesh=Topology(data=2, expert=4),
     model=ModelConfig(
-        vocab_size=16, d_model=WIDTH, num_layers=L, num_heads=1, num_kv_heads=1,
-        head_dim=8, compute_dtype="float32",
+        vocab_size=16, d_model=WIDTH, num_layers=L, num_heads=2, num_kv_heads=2,
+        head_dim=4, compute_dtype="float32",
     ),
     # Room for all rows of a peer: later rounds are the subject of test_layer.py.
     moe=Moe(num_experts=E, top_k=2, d_expert=HIDDEN),
@@ -101,6 +101,7 @@ def make_model(store: str, dtype: str, split=None, **model_changes) -> Model:
 
 def model_from(cfg: Config, dtype: str) -> Model:
     """Return the model of a configuration, with an optimizer that keeps gradients."""
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model))
     run = resolve(cfg, make_mesh(cfg.mesh))
     object.__setattr__(cfg.model, "compute_dtype", dtype)  # float64 is no choice
     adamw = make_optimizer(cfg.optimizer, cfg.train.num_steps)

@@ -166,13 +166,11 @@ def test_algorithm_1_as_printed_links_devices_of_other_data_centres():
 def test_owners_and_their_masters_stay_whatever_the_domain(mesh):
     """Shardings of the whole state, moments too."""
     dispatch = dataclasses.replace(SMALL.dispatch, group="dc_expert")
-    model = dataclasses.replace(SMALL.model, num_heads=2, num_kv_heads=2)
     states = []
     for shared in itertools.product(divisors(mesh.dc), divisors(mesh.expert)):
         cfg = dataclasses.replace(
             SMALL,
             mesh=mesh,
-            model=model,
             dispatch=dataclasses.replace(dispatch, domain=shared),
         )
         optimizer = make_optimizer(cfg.optimizer, cfg.train.num_steps)

@@ -263,7 +263,7 @@ def pending(calibration) -> list[str]:
 def assert_evaluates_alike(house: House, done: Done, *params: str) -> None:
     """The run's own last evaluation, from its checkpoint, under `params`."""
     job, state, now = restored(done.run_dir, *params)
-    model = job.model._replace(layout=now.layout)
+    model = job.model.relaid(now.layout)
     steps = house.programs.get((model.layout, model.mesh))
     found = held_out.evaluate(
         steps[1] if steps else make_eval_step(model),

@@ -11,7 +11,6 @@ import pytest
 from moejax.moe.weights.domains import entries
 from moejax.plan.expert_plan import ExpertPlan
 from tests.support.communication_steps import (
-    HEADS,
     WIRES,
     home_plan_of,
     model_of,
@@ -39,7 +38,7 @@ ALSO = pytest.mark.long
 def test_a_step_is_that_of_one_expert_axis(name, doubles):
     """Loss, gradients, moments and parameters in float64, to 1e-12."""
     start = warm_state(doubles)
-    expected = make_case("owned", doubles, **HEADS)
+    expected = make_case("owned", doubles)
     expected = one_step(expected, start, ExpertPlan.home(L, E))
     case = wire_case(name, doubles)
     check_step(one_step(case, start, home_plan_of(case)), expected, doubles)

@@ -17,7 +17,13 @@ from moejax.perf.choose_domain import predict
 from moejax.plan.layout import Topology
 from tests.support.calibrations import ideal, stream
 from tests.support.close import assert_close
-from tests.support.communication_steps import TWO_DCS, home_plan_of, model_of, whole
+from tests.support.communication_steps import (
+    TWO_DCS,
+    home_plan_of,
+    model_of,
+    whole,
+    wire_case,
+)
 from tests.support.run_main import TOY, checkpoint_record, corpus, lines_of, run
 from tests.support.steps import SMALL, Case, E, L, make_case_of
 from tests.support.steps import run as run_step
@@ -154,7 +160,7 @@ def test_a_skipped_update_keeps_what_was_kept(where):
 def test_entries_alone_travel_and_the_prediction_says_so():
     """One all_to_all of bytes in the loop over layers, where whole gradients are
     reduce-scattered; in each step once, however many micro-batches."""
-    case, exact = delta(RATIO), delta(None)
+    case, exact = delta(RATIO), wire_case("delta", "float32")
     ours = of_compiled(case.step.as_text())["ours"]
     before = of_compiled(exact.step.as_text())["ours"]
     assert "reduce-scatter" in before
