@@ -40,10 +40,10 @@ lint: $(VENV)/.stamp  ## ruff (format, rules), import layers and circles
 format: $(VENV)/.stamp  ## let ruff rewrite what it can
 	@$(VENV)/bin/ruff format --quiet . && $(VENV)/bin/ruff check --fix --quiet .
 
-test: lint  ## every check and test (20 minutes of CPU time with cold caches)
+test: lint  ## every check and test (9 minutes on two cores with cold caches)
 	@$(RUN) -m pytest $(SPREAD) $(ARGS)
 
-test-fast: $(VENV)/.stamp  ## the tests that take seconds (90 s at most)
+test-fast: $(VENV)/.stamp  ## the tests that take seconds (a minute and a half)
 	@$(RUN) -m pytest $(SPREAD) -m 'not slow and not long' $(ARGS)
 
 test-all: lint  ## with the long repetitions (kills, corruptions)
