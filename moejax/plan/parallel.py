@@ -86,12 +86,6 @@ class Tensor:
         return {"tensor": shards} if shards < size else {"expert": shards // size}
 
     @property
-    def owners_per_expert_axis(self) -> tuple[int, int]:
-        """Owners are the expert axis times the first, over the second."""
-        size, shards = self._sizes
-        return max(size // shards, 1), max(shards // size, 1)
-
-    @property
     def num_windows(self) -> int:
         """Parts of a buffer that the devices of the tensor axis send."""
         return self.rules.num_windows(*self._sizes)
