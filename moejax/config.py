@@ -35,7 +35,7 @@ def require(claim: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def at_least(instance: Any, least: float, *names: str) -> None:
+def require_min(instance: Any, least: float, *names: str) -> None:
     for name in names:
         value = getattr(instance, name)
         part = type(instance).__mro__[-2].__name__  # of a subclass, what gin binds
@@ -74,11 +74,11 @@ class Model:
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
     def __post_init__(self) -> None:
-        at_least(
+        require_min(
             self, 1, "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads",
             "head_dim", "d_ff", "moe_every",
         )  # fmt: skip
-        at_least(self, 0, "first_k_dense")
+        require_min(self, 0, "first_k_dense")
         require(
             self.num_heads % self.num_kv_heads == 0,
             f"Model.num_heads={self.num_heads} must be a multiple of "
@@ -113,8 +113,8 @@ class Moe:
     """Every token passes a dense SwiGLU of width num_shared_experts * d_expert too."""
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "num_experts", "top_k", "d_expert")
-        at_least(self, 0, "num_shared_experts")
+        require_min(self, 1, "num_experts", "top_k", "d_expert")
+        require_min(self, 0, "num_shared_experts")
         require(
             self.top_k <= self.num_experts,
             f"Moe.top_k={self.top_k} is more than num_experts={self.num_experts}",
@@ -137,8 +137,8 @@ class Dispatch:
     parallelism holds anyway are replicas; or all of dc x expert: experts exist once
     over all data centres."""
     schedule: Literal["auto"] | Schedule = "auto"
-    """Order of collectives where there is a tensor axis (docs/wires.md); 'auto' takes
-    what Balance.calibration makes fastest."""
+    """Order of collectives where there is a tensor axis (docs/communication.md); 'auto'
+    takes what Balance.calibration makes fastest."""
     expert_shards: int | None = None
     """Parts of one expert's hidden width, over the tensor axis and, if that has fewer
     devices, part of the expert axis; None: as many as the tensor axis has devices."""
@@ -180,9 +180,9 @@ class Dispatch:
     """Transient copies travel a layer ahead; None: as the policy reckons."""
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "rows_per_peer", "slots_per_device", "expert_shards")
-        at_least(self, 0, "offers_per_device", "copies_per_device")
-        at_least(self, 1, "compression_ratio", "gradient_compression")
+        require_min(self, 1, "rows_per_peer", "slots_per_device", "expert_shards")
+        require_min(self, 0, "offers_per_device", "copies_per_device")
+        require_min(self, 1, "compression_ratio", "gradient_compression")
         for field, off in (("compression", "none"), ("gradient_compression", None)):
             value = getattr(self, field)
             require(
@@ -238,7 +238,7 @@ class Router:
     """Expert choice sees the future of the sequence that it routes."""
 
     def __post_init__(self) -> None:
-        at_least(
+        require_min(
             self,
             0,
             "jitter",
@@ -248,7 +248,7 @@ class Router:
             "mutual_information_loss",
             "bias_rate",
         )
-        at_least(self, 1, "num_groups", "top_groups")
+        require_min(self, 1, "num_groups", "top_groups")
         require(
             self.top_groups <= self.num_groups,
             f"Router.top_groups={self.top_groups} exceeds num_groups={self.num_groups}",
@@ -294,8 +294,8 @@ class Recorded:
     """.npz: steps before the next sample."""
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "zipf", "hot_share")
-        at_least(self, 1, "period_steps", "steps_per_sample")
+        require_min(self, 0, "zipf", "hot_share")
+        require_min(self, 1, "period_steps", "steps_per_sample")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,11 +316,11 @@ class Optimizer:
     """Non-finite updates are skipped; after so many in a row the run stops."""
 
     def __post_init__(self) -> None:
-        at_least(
+        require_min(
             self, 0, "learning_rate", "warmup_steps", "final_lr_ratio", "weight_decay",
             "clip_norm",
         )  # fmt: skip
-        at_least(self, 1, "max_skipped_in_a_row")
+        require_min(self, 1, "max_skipped_in_a_row")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -352,8 +352,8 @@ class Data:
     """Write the ids of the windows of each step to samples-<process>.jsonl."""
 
     def __post_init__(self) -> None:
-        at_least(self, 2, "seq_len", "held_out_every")
-        at_least(self, 0, "seed", "max_bad_records")
+        require_min(self, 2, "seq_len", "held_out_every")
+        require_min(self, 0, "seed", "max_bad_records")
         require(
             self.weights is None or len(self.weights) == len(self.corpora),
             f"Data.weights={self.weights} must have one weight for each of "
@@ -397,7 +397,7 @@ class Train:
     """Of one device, for MFU; None looks the device up (a CPU is measured)."""
 
     def __post_init__(self) -> None:
-        at_least(
+        require_min(
             self, 1, "num_steps", "batch_size", "accumulate_steps", "loss_chunk",
             "eval_every_steps", "eval_batches", "log_load_every_steps",
             "num_simulated_devices",
@@ -439,12 +439,12 @@ class Balance:
     """JSON of tools/calibrate.py; None: presumed speeds, 50 TFLOP/s and 12.5 GB/s."""
 
     def __post_init__(self) -> None:
-        at_least(
+        require_min(
             self, 1, "every_steps", "rest_below", "horizon_steps", "half_life_steps",
             "max_slots_per_device",
         )  # fmt: skip
-        at_least(self, 2, "lag_steps")
-        at_least(self, 0, "margin", "cooldown_steps")
+        require_min(self, 2, "lag_steps")
+        require_min(self, 0, "margin", "cooldown_steps")
         require(
             self.rest_below < self.act_above,
             f"Balance.rest_below={self.rest_below} must be below "
@@ -479,8 +479,8 @@ class Processes:
     every thread; 0 never does."""
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "init_sec", "heartbeat_sec", "shutdown_sec")
-        at_least(self, 0, "watchdog_sec")
+        require_min(self, 1, "init_sec", "heartbeat_sec", "shutdown_sec")
+        require_min(self, 0, "watchdog_sec")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -494,8 +494,8 @@ class Checkpoint:
     """Training goes on after a failed save, and stops after so many in a row."""
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "every_steps", "keep_last", "max_failed_saves")
-        at_least(self, 0, "keep_best")
+        require_min(self, 1, "every_steps", "keep_last", "max_failed_saves")
+        require_min(self, 0, "keep_best")
 
 
 @dataclasses.dataclass(frozen=True)

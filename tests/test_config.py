@@ -19,7 +19,7 @@ from moejax.config import (
     Train,
 )
 from moejax.plan.layout import Topology
-from train.config.names import config_of
+from train.config.names import config_from_record
 
 # Fields with a lowest value.
 LEAST = {
@@ -223,14 +223,14 @@ def test_dict_round_trip():
         checkpoint=Checkpoint(keep_best=0),
     )
     record = cfg.to_dict()
-    assert config_of(record) == cfg
-    assert config_of(json.loads(json.dumps(record))) == cfg
+    assert config_from_record(record) == cfg
+    assert config_from_record(json.loads(json.dumps(record))) == cfg
     assert record["model"]["qk_norm"] == "full"
     assert list(record) == [f.name for f in dataclasses.fields(Config)]
 
 
 def test_config_of_fills_defaults_and_checks_rules():
-    partial = config_of({"moe": {"num_experts": 16}, "train": {}})
+    partial = config_from_record({"moe": {"num_experts": 16}, "train": {}})
     assert partial == Config(moe=Moe(num_experts=16))
     with pytest.raises(ValueError, match=r"Moe\.top_k=9 is more than"):
-        config_of({"moe": {"top_k": 9}})
+        config_from_record({"moe": {"top_k": 9}})

@@ -26,7 +26,7 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 from moejax.config import Config  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
 from train.config import gin_reader  # noqa: E402
-from train.launch.cluster import add_flags, flags_of  # noqa: E402
+from train.launch.cluster import add_flags, cluster_flags  # noqa: E402
 from train.launch.program import DONE, emit, guarded, start  # noqa: E402
 
 MESH_AXES = ("dc", "data", "expert", "tensor")
@@ -52,8 +52,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def work(args: argparse.Namespace) -> int:
-    cfg = config_of(args)
-    start(cfg, flags_of(args))
+    cfg = read_config(args)
+    start(cfg, cluster_flags(args))
     from train.launch.processes import is_first
 
     calibration = measure(cfg, args)
@@ -65,7 +65,7 @@ def work(args: argparse.Namespace) -> int:
     return DONE
 
 
-def config_of(args: argparse.Namespace) -> Config:
+def read_config(args: argparse.Namespace) -> Config:
     """That of the gin files; --mesh replaces their mesh, or stands alone."""
     if not args.gin_file and not args.mesh:
         raise ValueError(
@@ -113,13 +113,13 @@ def measure(cfg: Config, args: argparse.Namespace):
     programs = times.collective_programs(mesh, cfg.model.compute_dtype, times.SWEEP)
     sec = times.seconds(programs, args.turns)
     lines = times.fitted(programs, sec)
-    calibration = times.calibration_of(mesh, lines, widths_of(cfg), args.turns)
+    calibration = times.measure_calibration(mesh, lines, hidden_widths(cfg), args.turns)
     if args.compile:
         return dataclasses.replace(calibration, compile_sec=compile_sec(cfg, mesh))
     return calibration
 
 
-def widths_of(cfg: Config):
+def hidden_widths(cfg: Config):
     from tools.bench.collective_times import Widths
 
     shards = cfg.mesh.num_batch_shards * cfg.train.accumulate_steps

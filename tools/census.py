@@ -54,10 +54,10 @@ def census(cfg: Config) -> dict:
     """Collectives by backend, group and kind; cfg's mesh must be simulated here."""
     padded, ragged = (lowered(cfg, transport) for transport in ("padded", "ragged"))
     return {
-        "cpu": of_compiled(padded.lower().compile().as_text()),
+        "cpu": compiled_census(padded.lower().compile().as_text()),
         "cuda": {
-            "ours_padded": of_lowered(padded),
-            "ours_ragged": of_lowered(ragged),
+            "ours_padded": lowered_census(padded),
+            "ours_ragged": lowered_census(ragged),
         },
     }
 
@@ -73,7 +73,7 @@ def lowered(cfg: Config, transport: str):
     return trace_train_step(make_model(resolve(cfg, make_mesh(cfg.mesh))))
 
 
-def of_compiled(text: str) -> dict[str, dict[str, int]]:
+def compiled_census(text: str) -> dict[str, dict[str, int]]:
     groups = {"ours": collections.Counter(), "partitioner": collections.Counter()}
     for line in text.splitlines():
         found = HLO.search(line)
@@ -83,7 +83,7 @@ def of_compiled(text: str) -> dict[str, dict[str, int]]:
     return {name: dict(sorted(counts.items())) for name, counts in groups.items()}
 
 
-def of_lowered(traced) -> dict[str, int]:
+def lowered_census(traced) -> dict[str, int]:
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     return dict(sorted(collections.Counter(STABLEHLO.findall(text)).items()))
 

@@ -24,11 +24,11 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from tools.launch.arguments import new_parser  # noqa: E402
 from tools.plots.load_pictures import draw_devices, draw_experts, draw_load, new_figure  # noqa: E402
-from tools.plots.run_arrays import Run, read_run  # noqa: E402
+from tools.plots.run_arrays import RunArrays, read_run  # noqa: E402
 from train.launch.program import BAD_INPUT, refuse  # noqa: E402
 
-RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
-"""Okabe and Ito's, which differ for every kind of colour vision."""
+RUN_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+"""Okabe and Ito's, which differ for every kind of color vision."""
 SMOOTH_SHARE = 50
 
 
@@ -64,14 +64,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def told_apart(runs: list[Run], folders: list[pathlib.Path]) -> list[Run]:
+def told_apart(runs: list[RunArrays], folders: list[pathlib.Path]) -> list[RunArrays]:
     """Runs of one name are called by their paths."""
     if len({run.name for run in runs}) == len(runs):
         return runs
     return [dataclasses.replace(run, name=str(f)) for run, f in zip(runs, folders)]
 
 
-def draw(runs: list[Run], out: pathlib.Path) -> list[pathlib.Path]:
+def draw(runs: list[RunArrays], out: pathlib.Path) -> list[pathlib.Path]:
     """The pictures that the runs have figures for, as files in `out`."""
     pictures = {"loss": draw_loss(runs), "throughput": draw_throughput(runs)}
     if np.isfinite(runs[0].ratio_nl).any():
@@ -87,14 +87,14 @@ def draw(runs: list[Run], out: pathlib.Path) -> list[pathlib.Path]:
     return files
 
 
-def draw_loss(runs: list[Run]):
+def draw_loss(runs: list[RunArrays]):
     figure, (ax,) = new_figure(1, "step", ["loss (nats per token)"])
-    for colour, run in zip(RUN_COLOURS * len(runs), runs):
+    for color, run in zip(RUN_COLORS * len(runs), runs):
         label = f"{run.name} " if len(runs) > 1 else ""
-        ax.plot(run.step_n, run.loss_n, color=colour, alpha=0.25, lw=0.8)
-        ax.plot(run.step_n, smooth(run.loss_n), color=colour, label=f"{label}training")
+        ax.plot(run.step_n, run.loss_n, color=color, alpha=0.25, lw=0.8)
+        ax.plot(run.step_n, smooth(run.loss_n), color=color, label=f"{label}training")
         ax.plot(
-            run.eval_step_m, run.eval_loss_m, "o", ms=4, mfc="white", mec=colour,
+            run.eval_step_m, run.eval_loss_m, "o", ms=4, mfc="white", mec=color,
             label=f"{label}held-out",
         )  # fmt: skip
     ax.set_title("loss: training (smoothed over a fiftieth of the run) and held-out")
@@ -102,12 +102,12 @@ def draw_loss(runs: list[Run]):
     return figure
 
 
-def draw_throughput(runs: list[Run]):
+def draw_throughput(runs: list[RunArrays]):
     figure, axs = new_figure(2, "step", ["thousand tok/s", "ms per step"])
-    for colour, run in zip(RUN_COLOURS * len(runs), runs):
+    for color, run in zip(RUN_COLORS * len(runs), runs):
         for ax, y_n in zip(axs, (run.tok_per_sec_n / 1e3, run.step_msec_n)):
-            ax.plot(run.step_n, y_n, color=colour, alpha=0.25, lw=0.8)
-            ax.plot(run.step_n, smooth(y_n), color=colour, label=run.name)
+            ax.plot(run.step_n, y_n, color=color, alpha=0.25, lw=0.8)
+            ax.plot(run.step_n, smooth(y_n), color=color, label=run.name)
             _fit(ax, [y for line in ax.lines for y in line.get_ydata()])
     first = runs[0]
     every = first.save_every_steps or int(first.step_n[-1]) + 1

@@ -82,7 +82,7 @@ def summary(events: list[dict], op_names: dict[str, str]) -> dict:
         path = op_names.get(op, "")
         devices.add((span["pid"], span["args"].get("device_ordinal")))
         end_usec = max(end_usec, span["ts"] + span["dur"])
-        kind, part = kind_of(f"{op} {span['name']}"), part_of(path)
+        kind, part = operation_kind(f"{op} {span['name']}"), layer_part(path)
         for row in (sums["kinds", kind], sums["parts", part]):
             row[:] = row[0] + busy_usec, row[1] + waits_usec, row[2] + 1
     if not steps or not devices:
@@ -126,12 +126,12 @@ def self_times(spans: list[dict]) -> Iterator[tuple[dict, float, float]]:
     return map(tuple, ops)
 
 
-def kind_of(text: str) -> str:
+def operation_kind(text: str) -> str:
     found = (kind for kind, regex in KINDS.items() if re.search(regex, text, re.I))
     return next(found, "other")
 
 
-def part_of(path: str) -> str:
+def layer_part(path: str) -> str:
     """'jit(f)/later_rounds/jvp(experts)/dot' is 'later_rounds experts'. A collective
     that XLA put in for a parameter has the parameter's name."""
     if path.startswith("state."):

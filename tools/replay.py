@@ -120,7 +120,7 @@ def work(args: argparse.Namespace) -> int:
         name: figures(replayed(name, args.split), home, loads.layers) for name in names
     }
     show(policies, loads, args)
-    emit(record_of(policies, loads, len(times.planned), args), args.json)
+    emit(make_record(policies, loads, len(times.planned), args), args.json)
     return DONE
 
 
@@ -259,7 +259,7 @@ def _figures(replayed: Replayed, home: Replayed, part: np.ndarray) -> dict:
     }
 
 
-def record_of(
+def make_record(
     policies: dict, loads: Loads, num_samples: int, args: argparse.Namespace
 ) -> dict:
     return {

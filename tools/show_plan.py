@@ -56,18 +56,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def work(args: argparse.Namespace) -> int:
-    compared, lines = of_run(args) if args.run else of_loads(args)
+    compared, lines = from_run(args) if args.run else from_loads(args)
     out = args.out or pathlib.Path("plan.png")
     say(compared)
     for line in lines:
         print(line)
     draw(compared).savefig(out, dpi=110, pil_kwargs={"optimize": True})
     print(f"{out}  {out.stat().st_size / 1e3:.0f} kB")
-    emit(record_of(compared, out), args.json)
+    emit(make_record(compared, out), args.json)
     return DONE
 
 
-def of_loads(args: argparse.Namespace) -> tuple[Compared, list[str]]:
+def from_loads(args: argparse.Namespace) -> tuple[Compared, list[str]]:
     """From the home plan, as if there had been no sample before."""
     check_policy(args.policy)
     loads = expert_loads.from_options(args)
@@ -91,7 +91,7 @@ def of_loads(args: argparse.Namespace) -> tuple[Compared, list[str]]:
     return compare(named, plan, load_lwe, layout.split, args.layer), []
 
 
-def of_run(args: argparse.Namespace) -> tuple[Compared, list[str]]:
+def from_run(args: argparse.Namespace) -> tuple[Compared, list[str]]:
     """metrics.jsonl counts a step's load of each expert over all devices: each source
     is given an even share of it."""
     meta = newest_meta(args.run / "checkpoints")
@@ -232,7 +232,7 @@ def say(compared: Compared) -> None:
         print(f"{device:6d}  {bars}{experts}")
 
 
-def record_of(compared: Compared, out: pathlib.Path) -> dict:
+def make_record(compared: Compared, out: pathlib.Path) -> dict:
     before_lw, after_lw = compared.before_rows_lw, compared.after_rows_lw
     return {
         "file": str(out),

@@ -69,7 +69,7 @@ def work(args: argparse.Namespace) -> int:
     if not args.limit_sec > 0:
         raise ValueError(f"--limit_sec {args.limit_sec} must be above 0")
     kind = hopper_here()
-    buckets = tune_search.buckets_of(shapes, args.layer)
+    buckets = tune_search.tuning_buckets(shapes, args.layer)
     settings = tune_search.Settings(
         buckets=[bucket for bucket in buckets if bucket.which in passes],
         skews=skews,
@@ -77,7 +77,7 @@ def work(args: argparse.Namespace) -> int:
         limit_sec=args.limit_sec,
         seed=secrets.randbits(31) if args.seed is None else args.seed,
         is_again=args.again,
-        path=args.out or tuning.file_of(kind),
+        path=args.out or tuning.tuned_file(kind),
     )
 
     def product(which: tuning.Pass, tiles: tuning.Tiles) -> Callable:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from train.checkpoint.load import Loaded, find, load
 from train.data.tokenizer import Tokenizer, load_tokenizer
-from train.launch.cluster import add_flags, flags_of
+from train.launch.cluster import add_flags, cluster_flags
 from train.launch.processes import is_first
 from train.launch.program import DONE, emit, guarded, restart_with_huge_pages, start
 
@@ -16,7 +16,7 @@ MESH_RULE = (
 )
 
 
-def parser_of(description: str) -> argparse.ArgumentParser:
+def make_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -49,7 +49,7 @@ def run(
         found = find(args.run_dir, args.step, args.gin_param)
         if is_program and found.cfg.train.num_simulated_devices:
             restart_with_huge_pages()
-        start(found.cfg, flags_of(args))
+        start(found.cfg, cluster_flags(args))
         record = work(load(found), args)
         emit(record, args.json and is_first())
         return DONE
@@ -57,7 +57,7 @@ def run(
     return guarded(whole, as_json=args.json)
 
 
-def tokenizer_of(loaded: Loaded) -> Tokenizer:
+def run_tokenizer(loaded: Loaded) -> Tokenizer:
     """Return the run's own tokenizer; raise ValueError when it is another now."""
     data, identity = loaded.cfg.data, loaded.meta["data"]
     tokenizer = load_tokenizer(data.tokenizer, data.separator)

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from train import cli, data
 from train.checkpoint.load import Loaded
-from train.config.names import config_of
+from train.config.names import config_from_record
 from train.data.lines import Line, read_positions, read_tokens
 from train.data.tokenizer import Tokenizer, stream_decoder
 from train.launch.processes import is_first
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = cli.parser_of(__doc__)
+    parser = cli.make_parser(__doc__)
     add = parser.add_argument
     add(
         "--files",
@@ -68,13 +68,13 @@ def measure(loaded: Loaded, args: argparse.Namespace) -> dict:
     """Print the figures and return them. Raises ValueError."""
     from train.eval.scoring import score
 
-    tokenizer, batch_size = cli.tokenizer_of(loaded), batch_size_for(loaded)
+    tokenizer, batch_size = cli.run_tokenizer(loaded), batch_size_for(loaded)
     if args.files:
-        text, lines = ", ".join(args.files), lines_of(loaded, args.files)
-        windows = of_lines(lines, loaded.cfg.data, batch_size)
+        text, lines = ", ".join(args.files), load_lines(loaded, args.files)
+        windows = strided_windows(lines, loaded.cfg.data, batch_size)
     else:
         text, lines = "held out by the run", []
-        windows = of_held_out(loaded, args.batches, batch_size)
+        windows = held_out_windows(loaded, args.batches, batch_size)
     num_bytes = sum(bytes_of_line(tokenizer, line) for line in lines)
 
     def counted(rows: "Windows") -> "Windows":
@@ -106,18 +106,18 @@ def measure(loaded: Loaded, args: argparse.Namespace) -> dict:
 
 def batch_size_for(loaded: Loaded) -> int:
     """Return the rows computed at a time: as in the run's micro-batches, or fewer."""
-    train = config_of(loaded.meta["config"]).train
+    train = config_from_record(loaded.meta["config"]).train
     shards = loaded.cfg.mesh.num_batch_shards
     most = max(1, CHUNK_TOKENS // loaded.cfg.data.seq_len)
     rows = -(-train.batch_size // train.accumulate_steps // shards)
     return shards * min(rows, most)
 
 
-def of_held_out(
+def held_out_windows(
     loaded: Loaded, num_batches: int | None, batch_size: int
 ) -> Iterator["Windows"]:
     """Yield the windows of the run's own evaluation, whatever the mesh is now."""
-    cfg, train = loaded.cfg, config_of(loaded.meta["config"]).train
+    cfg, train = loaded.cfg, config_from_record(loaded.meta["config"]).train
     corpus = data.load_corpus(cfg.data, cfg.model.vocab_size, say_loudly)
     identity = data.identity(corpus, cfg.data, train.batch_size)
     data.check_identity(loaded.meta["data"], identity)
@@ -129,7 +129,7 @@ def of_held_out(
             yield held_out.rows(index, start, min(start + batch_size, micro))
 
 
-def lines_of(loaded: Loaded, files: list[str]) -> list[Line]:
+def load_lines(loaded: Loaded, files: list[str]) -> list[Line]:
     """Return the tokens of each corpus."""
     cfg = dataclasses.replace(loaded.cfg.data, corpus=tuple(files), weights=None)
     if loaded.cfg.router.kind == "expert_choice":
@@ -143,7 +143,9 @@ def lines_of(loaded: Loaded, files: list[str]) -> list[Line]:
     return lines
 
 
-def of_lines(lines: list[Line], cfg: "Data", batch_size: int) -> Iterator["Windows"]:
+def strided_windows(
+    lines: list[Line], cfg: "Data", batch_size: int
+) -> Iterator["Windows"]:
     """Yield windows at stride seq_len of each line, the last of what is left."""
     import numpy as np
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass
-class Text:
+class Continuation:
     """The text that is made of one prompt."""
 
     prompt: str
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = cli.parser_of(__doc__)
+    parser = cli.make_parser(__doc__)
     add = parser.add_argument
     add("--prompt", action="append", default=[], help="several are made together")
     add("--prompt_file", action="append", default=[], help="its whole text is a prompt")
@@ -70,8 +70,8 @@ def generate(loaded: Loaded, args: argparse.Namespace) -> dict:
 
     from train.eval.decoding import Sampling, decode, make_decoder
 
-    tokenizer = cli.tokenizer_of(loaded)
-    given = texts_of(args)
+    tokenizer = cli.run_tokenizer(loaded)
+    given = load_prompts(args)
     prompts = [encoded(tokenizer, text) for text in given]
     note_length(loaded, prompts, args)
     decoder = make_decoder(loaded, tokenizer.vocab_size, tokenizer.separator)
@@ -111,7 +111,9 @@ def generate(loaded: Loaded, args: argparse.Namespace) -> dict:
     }
 
 
-def add(texts: list[Text], tokens: list[int], separator: int, args, show) -> None:
+def add(
+    texts: list[Continuation], tokens: list[int], separator: int, args, show
+) -> None:
     """Add a token to every text that has not ended."""
     for row, (text, token) in enumerate(zip(texts, tokens)):
         if not text.is_ended:
@@ -136,7 +138,7 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(rule)
 
 
-def texts_of(args: argparse.Namespace) -> list[str]:
+def load_prompts(args: argparse.Namespace) -> list[str]:
     """Return prompts, then the texts of files; an empty one where there is neither."""
     texts = list(args.prompt)
     for path in args.prompt_file:
@@ -163,9 +165,9 @@ def encoded(tokenizer: Tokenizer, text: str):
     return np.append(np.int32(tokenizer.separator), tokenizer.encode(text))
 
 
-def begun(tokenizer: Tokenizer, prompt: str, id_b: "np.ndarray") -> Text:
+def begun(tokenizer: Tokenizer, prompt: str, id_b: "np.ndarray") -> Continuation:
     """Return an empty text behind that of the prompt, and not behind a separator."""
-    return Text(prompt, stream_decoder(tokenizer, context=id_b[1:]))
+    return Continuation(prompt, stream_decoder(tokenizer, context=id_b[1:]))
 
 
 def note_length(loaded: Loaded, prompts: list, args: argparse.Namespace) -> None:
@@ -180,7 +182,7 @@ def note_length(loaded: Loaded, prompts: list, args: argparse.Namespace) -> None
 class Screen:
     """One text as it comes; of several, each when it is done."""
 
-    def __init__(self, texts: list[Text]) -> None:
+    def __init__(self, texts: list[Continuation]) -> None:
         self._texts = texts
         sys.stdout.reconfigure(errors="replace")
         if len(texts) == 1:

@@ -17,7 +17,7 @@ from train import data
 from train.checkpoint.identity import FORMAT
 from train.resolve.resolved import resolve
 from train.step.compiled import make_model
-from train.step.step import Model, window_sharding
+from train.step.step import StepContext, window_sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Job:
     """Model, devices and data of a run."""
 
     cfg: Config
-    model: Model
+    model: StepContext
     corpus: data.Corpus
     batches: data.TrainBatches
     held_out: data.HeldOut

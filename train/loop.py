@@ -17,7 +17,13 @@ from train.checkpoint.checkpoints import Checkpointer, CheckpointError
 from train.data.feed import feed
 from train.eval.held_out import Evaluation, evaluate
 from train.job import Job
-from train.launch.processes import Stop, Watchdog, are_several, of_first, wait_for_all
+from train.launch.processes import (
+    Stop,
+    Watchdog,
+    are_several,
+    from_first_process,
+    wait_for_all,
+)
 from train.launch.program import say_loudly
 from train.logs.peak import peak_tflops
 from train.logs.profile import Window
@@ -29,8 +35,8 @@ from train.step.state import (
     abstract_state,
     compresses_gradients,
     init_state,
-    keeping_nothing,
-    tracked_anew,
+    with_new_tracked,
+    with_zero_residual,
 )
 
 
@@ -39,7 +45,7 @@ class Diverged(ArithmeticError):
 
 
 @dataclasses.dataclass
-class Run:
+class LoopContext:
     """Everything that stays the same while a run goes on."""
 
     job: Job
@@ -87,7 +93,9 @@ def train(
     checkpointer = Checkpointer(run_dir.path / "checkpoints", cfg.checkpoint, say=say)
     try:
         state, meta = restore(job, checkpointer, say)
-        of_first(lambda: write_whole(run_dir.path / "config.gin", config_text))
+        from_first_process(
+            lambda: write_whole(run_dir.path / "config.gin", config_text)
+        )
         first = 0 if state is None else int(state.step)
         board_text = config_text if extras.has_tensorboard else None
         with (
@@ -104,7 +112,7 @@ def train(
             folder = run_dir.path / "profile"
             hlo_text = balancing.hlo_text
             profile = Window(folder, extras.profile_steps, say, hlo_text=hlo_text)
-            run = Run(
+            run = LoopContext(
                 job, checkpointer, records, peak, balancing, stop, watchdog, profile
             )
             with profile, Bar(cfg.train.num_steps, first) as bar:
@@ -151,7 +159,7 @@ def restore(job: Job, checkpointer: Checkpointer, say):
 
     model = job.model
     abstract = abstract_state(model.run, model.optimizer, model.layout.store)
-    cfg, kept = job.cfg, "kept_gradients"
+    cfg, kept = job.cfg, "gradient_residual"
     restored = checkpointer.restore(
         abstract,
         check=check,
@@ -163,14 +171,14 @@ def restore(job: Job, checkpointer: Checkpointer, say):
     state = restored.state
     if state.tracked is not None and not identity.is_cut_alike(restored.meta, cfg):
         say("what domains hold of one another's experts begins anew: they changed")
-        state = tracked_anew(state, model.run)
-    if compresses_gradients(model.layout) and state.kept_gradients is None:
+        state = with_new_tracked(state, model.run)
+    if compresses_gradients(model.layout) and state.gradient_residual is None:
         say("what devices keep of gradients begins at zero: no such in the checkpoint")
-        state = keeping_nothing(state, model.run)
+        state = with_zero_residual(state, model.run)
     return state, restored.meta
 
 
-def _steps(run: Run, state: TrainState, bar: Bar):
+def _steps(run: LoopContext, state: TrainState, bar: Bar):
     """The loop; returns state, last evaluation and the time of each step."""
     job, cfg, reader = run.job, run.job.cfg, Reader(run, bar)
     first, last = int(state.step), cfg.train.num_steps
@@ -215,7 +223,7 @@ def _steps(run: Run, state: TrainState, bar: Bar):
     return run.balancing.logical(state), evaluation, reader.step_secs
 
 
-def _adopt_due(run: Run, step: int, state: TrainState) -> TrainState:
+def _adopt_due(run: LoopContext, step: int, state: TrainState) -> TrainState:
     """Adopt what the balancer has decided for this step. A relayout may have to be
     waited for, which the watchdog does not count."""
     if not run.balancing.is_waiting(step):
@@ -226,7 +234,7 @@ def _adopt_due(run: Run, step: int, state: TrainState) -> TrainState:
     return state
 
 
-def _end_of_profiled(run: Run, reader: "Reader", step: int, metrics) -> None:
+def _end_of_profiled(run: LoopContext, reader: "Reader", step: int, metrics) -> None:
     """Writing a trace takes seconds, which are no part of a step's time."""
     is_edge = run.profile.is_edge(step)
     if is_edge:
@@ -237,7 +245,7 @@ def _end_of_profiled(run: Run, reader: "Reader", step: int, metrics) -> None:
         reader.restart_clock()
 
 
-def _evaluate(run: Run, state: TrainState, step: int, bar: Bar) -> Evaluation:
+def _evaluate(run: LoopContext, state: TrainState, step: int, bar: Bar) -> Evaluation:
     job, now = run.job, run.balancing
     evaluation = evaluate(
         now.steps.evaluate, state, now.placement, job.held_out, job.window_sharding
@@ -251,7 +259,7 @@ def _evaluate(run: Run, state: TrainState, step: int, bar: Bar) -> Evaluation:
 class Reader:
     """Reads the metrics of a step when the next one has been dispatched."""
 
-    def __init__(self, run: Run, bar: Bar):
+    def __init__(self, run: LoopContext, bar: Bar):
         self.run, self.bar = run, bar
         self.waiting = None
         self.step_secs: list[float] = []
@@ -280,7 +288,7 @@ class Reader:
         record = step_record(step, metrics, step_sec, self.run.job.tokens_per_step)
         peak = self.run.peak_tflops
         record["mfu"] = self.flops_per_step / step_sec / 1e12 / peak if peak else None
-        record |= self.run.balancing.of_step(step)
+        record |= self.run.balancing.step_record(step)
         self.run.records.step(record, metrics.routing.tokens_le)
         self.run.balancing.observe(step, metrics.routing)
         self.bar.update(record)

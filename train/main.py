@@ -18,8 +18,8 @@ sys.path[0] = str(ROOT)  # this folder's modules are train.x, never top-level na
 
 from moejax.config import Config  # noqa: E402
 from train.config import gin_reader  # noqa: E402
-from train.launch.cluster import ATTEMPT, ProcessInfo, add_flags, flags_of  # noqa: E402
-from train.launch.processes import of_first  # noqa: E402
+from train.launch.cluster import ATTEMPT, ProcessInfo, add_flags, cluster_flags  # noqa: E402
+from train.launch.processes import from_first_process  # noqa: E402
 from train.launch.program import (  # noqa: E402
     DONE,
     FAILED,
@@ -47,7 +47,7 @@ def work(args: argparse.Namespace, *, is_program: bool) -> int:
     args.profile_steps = parse_steps(args.profile_steps)
     if is_program and cfg.train.num_simulated_devices:
         restart_with_huge_pages()
-    return run(cfg, args, start(cfg, flags_of(args)))
+    return run(cfg, args, start(cfg, cluster_flags(args)))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -97,7 +97,7 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
     with share(run_directory(cfg, args), fresh=fresh) as run_dir:
         if run_dir.archived:
             print(f"the run that was here is now {run_dir.archived}")
-        done = of_first(lambda: finished_summary(run_dir.path, job))
+        done = from_first_process(lambda: finished_summary(run_dir.path, job))
         if done is not None:
             say_finished(done, cfg)
             emit(done, args.json)

@@ -13,7 +13,7 @@ from train.data import byte_sample
 from train.eval.held_out import load_lines
 from train.eval.ngram import trigram_loss
 from train.job import Job
-from train.launch.processes import of_first
+from train.launch.processes import from_first_process
 from train.logs.run_dir import write_whole
 from train.loop import Outcome
 
@@ -46,7 +46,7 @@ def summarise(job: Job, outcome: Outcome, path: pathlib.Path) -> dict:
     summary = {
         "step": int(outcome.state.step),
         "eval_loss": loss if math.isfinite(loss) else None,
-        "trigram_loss": of_first(lambda: _trigram_loss(job)),
+        "trigram_loss": from_first_process(lambda: _trigram_loss(job)),
         "steps_per_sec": 1 / step_sec if step_sec else None,
         "tok_per_sec": job.tokens_per_step / step_sec if step_sec else None,
         "compile_sec": outcome.compile_sec,
@@ -55,7 +55,7 @@ def summarise(job: Job, outcome: Outcome, path: pathlib.Path) -> dict:
         "digest": digest(checksums(outcome.state.params)),
         "run_dir": str(path),
     }
-    of_first(lambda: write_whole(path / FILE, json.dumps(summary)))
+    from_first_process(lambda: write_whole(path / FILE, json.dumps(summary)))
     _print(summary, loss, outcome.evaluation.tokens_le, job.unit)
     return summary
 

@@ -88,8 +88,8 @@ def fullest_pair_by_layer(
     """Most rows of a step that one source has for one device, float [l]."""
     w, split = layout.num_devices, layout.split
     rows = zip(load_lwe, plan.slot_to_expert_lp)
-    most_l = [pair_rows(rows_by_slot(x, p, w, split)).max() for x, p in rows]
-    return layout.source_share * np.array(most_l)
+    max_l = [pair_rows(rows_by_slot(x, p, w, split)).max() for x, p in rows]
+    return layout.source_share * np.array(max_l)
 
 
 def sec_by_layer(question: Question, plan: ExpertPlan, layout: Layout) -> np.ndarray:
@@ -164,10 +164,10 @@ def fitted(question: Question, plan: ExpertPlan, layout: Layout) -> Layout:
 
 def objection(question: Question, candidate: Candidate) -> str:
     """Why a candidate is not adopted; empty when it is."""
-    gain_sec, least_sec = candidate.gain_sec, question.margin * candidate.base_sec
+    gain_sec, min_sec = candidate.gain_sec, question.margin * candidate.base_sec
     saved = f"{duration(max(gain_sec, 0.0))}/step"
-    if not gain_sec > least_sec:
-        return f"saves {saved}, the margin is {duration(least_sec)}"
+    if not gain_sec > min_sec:
+        return f"saves {saved}, the margin is {duration(min_sec)}"
     if not candidate.net_sec(question.horizon_steps) > 0:
         price = duration(candidate.cost_sec)
         return (

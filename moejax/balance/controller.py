@@ -20,12 +20,12 @@ from moejax.balance import candidates, loads
 from moejax.balance.candidates import Candidate, Question
 from moejax.balance.decision import Decision, duration
 from moejax.balance.loads import LoadTracker
-from moejax.balance.settings import Settings, policy_of
+from moejax.balance.settings import Settings, find_policy
 from moejax.perf.cost_model import CostModel
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 
-MOST_SPARE = 2.0
+MAX_SPARE = 2.0
 """Buffers of more than so many times the fullest pair are worth a question."""
 
 
@@ -229,7 +229,7 @@ def _question(
         plan=plan,
         layout=layout,
         cost=cost,
-        policy=policy_of(settings),
+        policy=find_policy(settings),
         margin=settings.margin,
         horizon_steps=settings.horizon_steps,
         max_slots_per_device=settings.max_slots_per_device,
@@ -241,7 +241,7 @@ def _is_misfit(state: State) -> bool:
     seen = loads.fullest_pair_p95(state.tracker).max()
     rows = state.layout.rows_per_peer
     is_known = state.layout.transport != "local" and state.tracker.has_pairs
-    return is_known and bool(seen > rows or MOST_SPARE * seen < rows)
+    return is_known and bool(seen > rows or MAX_SPARE * seen < rows)
 
 
 def _keep(

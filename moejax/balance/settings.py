@@ -20,7 +20,7 @@ class Settings(Balance):
         check_policy(self.policy)
         if self.max_slots_per_device is None:
             raise ValueError("Balance.max_slots_per_device=None must be a number here")
-        if self.policy != "home" and not policy_of(self).stores:
+        if self.policy != "home" and not find_policy(self).stores:
             raise ValueError(
                 f"Balance.policy='{self.policy}' plans for the stores "
                 f"{', '.join(POLICIES[self.policy].stores)}, and this run can have "
@@ -37,7 +37,7 @@ class Settings(Balance):
         return cls(**dataclasses.asdict(balance) | answers)
 
 
-def policy_of(settings: Settings) -> Policy:
+def find_policy(settings: Settings) -> Policy:
     """The policy, with those of its stores that the model can have."""
     policy = POLICIES[settings.policy]
     if settings.stores is None:

@@ -10,7 +10,7 @@ HOPPER = "9.0"
 """Compute capability; its WGMMA is of no earlier and no later device."""
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """The implementation that a kernel's room chose, for a line at start-up."""
 
     implementation: str
@@ -40,8 +40,8 @@ def why_not_hopper() -> str | None:
     return f"the kernels are for Hopper, not {device.device_kind}"
 
 
-def hopper_or(other: str, declined: str | None) -> Choice:
+def hopper_or(other: str, declined: str | None) -> KernelChoice:
     """Return 'hopper', or `other` where its kernels declined the arrays."""
     if declined:
-        return Choice(other, f"the Hopper kernels decline: {declined}")
-    return Choice("hopper", device_here().device_kind)
+        return KernelChoice(other, f"the Hopper kernels decline: {declined}")
+    return KernelChoice("hopper", device_here().device_kind)

@@ -14,7 +14,7 @@ import pathlib
 import re
 from typing import Literal, get_args
 
-from moejax.kernels.shapes import MODEL_SHAPES, Shape
+from moejax.kernels.shapes import MODEL_SHAPES, ProductShape
 
 Pass = Literal[
     "forward", "dgrad", "wgrad", "swiglu", "swiglu_dgrad", "fp8_forward", "fp8_dgrad"
@@ -31,7 +31,7 @@ BUFFER_ALIGNMENT = 1024
 BARRIER_BYTES, SCALE_BYTES = 8, 4
 WARPGROUPS = 2
 """That multiply; one more copies."""
-EDGE_ROWS, LEAST_CHUNK = 2, 32
+EDGE_ROWS, MIN_CHUNK = 2, 32
 """TMA takes shared memory from multiples of 128 bytes: two rows of a chunk of 32, in
 2-byte dtypes. So single rows leave through a chunk of two rows more than it has."""
 RULE_STAGES = 4
@@ -66,10 +66,10 @@ class Tiles:
             )
         if self.depth % 64:
             raise ValueError(f"depth={self.depth} must be a multiple of 64")
-        if self.chunk % LEAST_CHUNK or own_columns % self.chunk:
+        if self.chunk % MIN_CHUNK or own_columns % self.chunk:
             raise ValueError(
                 f"chunk={self.chunk} must divide {own_columns} columns and be a "
-                f"multiple of {LEAST_CHUNK}"
+                f"multiple of {MIN_CHUNK}"
             )
         if self.stages < 2:
             # A slot is given back when the step after has begun: it needs its own.
@@ -83,13 +83,15 @@ class Tiles:
         return self.rows, self.columns // 2
 
 
-def of_layer(shape: Shape, *, is_fp8: bool = False) -> list[tuple[Pass, Shape]]:
+def layer_products(
+    shape: ProductShape, *, is_fp8: bool = False
+) -> list[tuple[Pass, ProductShape]]:
     """What grouped_swiglu of rows x d -> f and its gradient run: the first product has
     gate and up, and the second is turned round."""
     wide = dataclasses.replace(shape, f=2 * shape.f)
     back = dataclasses.replace(shape, d=shape.f, f=shape.d)
     if is_fp8:
-        plain: list[tuple[Pass, Shape]] = [("wgrad", wide), ("wgrad", back)]
+        plain: list[tuple[Pass, ProductShape]] = [("wgrad", wide), ("wgrad", back)]
         return [(which, of) for which in FP8 for of in (wide, back)] + plain
     return [
         ("swiglu", shape),
@@ -101,12 +103,12 @@ def of_layer(shape: Shape, *, is_fp8: bool = False) -> list[tuple[Pass, Shape]]:
     ]
 
 
-def tiles_for(which: Pass, shape: Shape, dtype: str, device_kind: str) -> Tiles:
+def tiles_for(which: Pass, shape: ProductShape, dtype: str, device_kind: str) -> Tiles:
     """The measured tiles of this bucket, or else the rule's."""
     return tuned(which, shape, dtype, device_kind) or by_rule(which, shape)
 
 
-def require(which: Pass, shape: Shape, dtype: str, device_kind: str) -> Tiles:
+def require(which: Pass, shape: ProductShape, dtype: str, device_kind: str) -> Tiles:
     """The measured tiles of this bucket, for benchmarks. Raises ValueError, which names
     the command that measures it, where there are none."""
     found = tuned(which, shape, dtype, device_kind)
@@ -121,15 +123,17 @@ def require(which: Pass, shape: Shape, dtype: str, device_kind: str) -> Tiles:
             "`python tools/tune_kernels.py` on that device"
         )
         raise ValueError(
-            f"{file_of(device_kind)} has no measured tiles for '{key}': {how}"
+            f"{tuned_file(device_kind)} has no measured tiles for '{key}': {how}"
         )
     return found
 
 
-def tuned(which: Pass, shape: Shape, dtype: str, device_kind: str) -> Tiles | None:
+def tuned(
+    which: Pass, shape: ProductShape, dtype: str, device_kind: str
+) -> Tiles | None:
     """None where nothing was measured. Raises ValueError for a file that is none, or
     that has tiles which cannot be."""
-    path, key = file_of(device_kind), bucket(which, shape, dtype)
+    path, key = tuned_file(device_kind), bucket(which, shape, dtype)
     found = _table(path).get(key)
     if found is None:
         return None
@@ -142,7 +146,7 @@ def tuned(which: Pass, shape: Shape, dtype: str, device_kind: str) -> Tiles | No
         ) from error
 
 
-def by_rule(which: Pass, shape: Shape) -> Tiles:
+def by_rule(which: Pass, shape: ProductShape) -> Tiles:
     """Without a measurement. 128 x 256 reads least from shared memory for a FLOP that
     two warpgroups' registers can hold; groups of few rows would fill a part of it, and
     take lower tiles. The fused passes have two accumulators, or two more operands in
@@ -159,7 +163,7 @@ def by_rule(which: Pass, shape: Shape) -> Tiles:
     return Tiles(rows, columns, halves=halves)
 
 
-def _width(which: Pass, shape: Shape) -> int:
+def _width(which: Pass, shape: ProductShape) -> int:
     return shape.d if which == "dgrad" else shape.f
 
 
@@ -188,7 +192,7 @@ def shared_bytes(which: Pass, tiles: Tiles, itemsize: int) -> int:
     return sum(aligned) * BUFFER_ALIGNMENT + num_barriers * BARRIER_BYTES
 
 
-def bucket(which: Pass, shape: Shape, dtype: str) -> str:
+def bucket(which: Pass, shape: ProductShape, dtype: str) -> str:
     """Sizes up to the next power of two: of a bucket the tiles differ little."""
     sizes = {"r": shape.rows, "d": shape.d, "f": shape.f, "g": shape.groups}
     named = [f"{name}{_power(size)}" for name, size in sizes.items()]
@@ -199,7 +203,7 @@ def _power(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
-def file_of(device_kind: str) -> pathlib.Path:
+def tuned_file(device_kind: str) -> pathlib.Path:
     """'NVIDIA H200' has tuned/nvidia_h200.json."""
     return FOLDER / (re.sub(r"[^a-z0-9]+", "_", device_kind.lower()) + ".json")
 

@@ -14,12 +14,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moejax import axes
 from moejax.config import Model
-from moejax.model.cache import Cache, Memory
-from moejax.model.layers import RmsNorm, Rotation, into, out_of, rope, rotation
+from moejax.model.cache import Cache, KvCacheView
+from moejax.model.layers import RmsNorm, Rotation, into, output_matrix, rope, rotation
 from moejax.model.sharding import batch_sharded, check_tensor, gathered
 
 
-class Sight(NamedTuple):
+class AttentionContext(NamedTuple):
     """Where tokens stand and what they see: one for all layers."""
 
     rotation: Rotation
@@ -31,9 +31,9 @@ class Sight(NamedTuple):
     """Place of the first token in a cache."""
 
     @classmethod
-    def of_windows(
+    def from_windows(
         cls, position_bt: Int[Array, "b t"], cfg: Model, is_separate: bool
-    ) -> "Sight":
+    ) -> "AttentionContext":
         """Separate documents begin where a position is 0."""
         turn = rotation(position_bt, cfg.head_dim, cfg.rope_theta)
         if not is_separate:
@@ -43,9 +43,9 @@ class Sight(NamedTuple):
         return cls(turn, same_btt[:, None], is_causal=True)
 
     @classmethod
-    def of_cache(
+    def from_cache(
         cls, position_bt: Int[Array, "b t"], cfg: Model, cache: Cache
-    ) -> tuple["Sight", Int[Array, "b u"]]:
+    ) -> tuple["AttentionContext", Int[Array, "b u"]]:
         """Of tokens that follow those in the cache, and the documents of them all."""
         before_b1 = jnp.max(cache.document_bu, axis=1, keepdims=True)
         document_bt = before_b1 + jnp.cumsum(position_bt == 0, axis=1)
@@ -76,7 +76,7 @@ class Attention(nnx.Module):
         self.q_dhi = into(rngs, d, h * i)
         self.k_dgi = into(rngs, d, g * i)
         self.v_dgi = into(rngs, d, g * i)
-        self.out_hid = out_of(rngs, h * i, d)
+        self.out_hid = output_matrix(rngs, h * i, d)
         widths = {"none": (None, None), "head": (i, i), "full": (h * i, g * i)}
         self.q_norm, self.k_norm = (
             width and RmsNorm(width, cfg.norm_eps) for width in widths[cfg.qk_norm]
@@ -84,30 +84,35 @@ class Attention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(
-        self, x_btd: Float[Array, "b t d"], sight: Sight, memory: Memory | None = None
-    ) -> tuple[Float[Array, "b t d"], Memory | None]:
+        self,
+        x_btd: Float[Array, "b t d"],
+        context: AttentionContext,
+        cache_view: KvCacheView | None = None,
+    ) -> tuple[Float[Array, "b t d"], KvCacheView | None]:
         """The output, and the memory with these tokens in it."""
         b, t, _ = x_btd.shape
         q_bthi, k_bugi, v_bugi = self._projected(x_btd)
-        q_bthi = rope(self._normed(q_bthi, self.q_norm), sight.rotation)
-        k_bugi = rope(self._normed(k_bugi, self.k_norm), sight.rotation)
+        q_bthi = rope(self._normed(q_bthi, self.q_norm), context.rotation)
+        k_bugi = rope(self._normed(k_bugi, self.k_norm), context.rotation)
         implementation = self.cfg.attention
-        if memory is not None:
-            memory, k_bugi, v_bugi = memory.extended(sight.start, k_bugi, v_bugi)
+        if cache_view is not None:
+            cache_view, k_bugi, v_bugi = cache_view.extended(
+                context.start, k_bugi, v_bugi
+            )
             implementation = "xla"  # fused kernels want many queries
         out_bthi = jax.nn.dot_product_attention(
             q_bthi,
             k_bugi,
             v_bugi,
-            mask=sight.mask_bhtu,
-            is_causal=sight.is_causal,
+            mask=context.mask_bhtu,
+            is_causal=context.is_causal,
             implementation=implementation,
         )
         out_bthi = batch_sharded(out_bthi, self.mesh, tensor_dim=2)
         out_btd = out_bthi.reshape(b, t, -1) @ gathered(
             self.out_hid, self.mesh, x_btd.dtype
         )
-        return batch_sharded(out_btd, self.mesh), memory
+        return batch_sharded(out_btd, self.mesh), cache_view
 
     def _projected(self, x_btd: Float[Array, "b t d"]) -> list[Array]:
         """Queries, keys and values [b, t, heads, i] of one product, group by group:

@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from moejax.config import Network
-from moejax.model.attention import Attention, Sight
-from moejax.model.cache import Memory
+from moejax.model.attention import Attention, AttentionContext
+from moejax.model.cache import KvCacheView
 from moejax.model.layers import RmsNorm, SwiGlu
 from moejax.model.sharding import batch_sharded
 from moejax.moe.layer import MoeLayer
@@ -65,22 +65,24 @@ class Block(nnx.Module):
     def __call__(
         self,
         x_btd: Float[Array, "b t d"],
-        sight: Sight,
+        context: AttentionContext,
         routed: Routed,
-        memory: Memory | None,
+        cache_view: KvCacheView | None,
     ):
         """The block's output, the MoE layer's sums (None when dense), the memory."""
         sums, y_btd = None, 0.0
         if self.routed_norm is not None:  # ahead of attention in program order
             y_btd, sums = routed(self.moe, self.routed_norm(x_btd))
-        seen_btd, memory = self.attention(self.attention_norm(x_btd), sight, memory)
+        seen_btd, cache_view = self.attention(
+            self.attention_norm(x_btd), context, cache_view
+        )
         x_btd = batch_sharded(x_btd + seen_btd, self.mesh)
         normed_btd = self.ff_norm(x_btd)
         if self.moe is not None and self.routed_norm is None:
             y_btd, sums = routed(self.moe, normed_btd)
         if self.dense is not None:
             y_btd = y_btd + self.dense(normed_btd)
-        return batch_sharded(x_btd + y_btd, self.mesh), sums, memory
+        return batch_sharded(x_btd + y_btd, self.mesh), sums, cache_view
 
 
 class Cycle(nnx.Module):
@@ -92,7 +94,7 @@ class Cycle(nnx.Module):
             [Block(cfg, i == last, mesh, rngs) for i in range(cfg.model.moe_every)]
         )
 
-    def __call__(self, x_btd, sight, routed, memory):
+    def __call__(self, x_btd, context, routed, cache_view):
         for block in self.blocks:
-            x_btd, sums, memory = block(x_btd, sight, routed, memory)
-        return x_btd, sums, memory
+            x_btd, sums, cache_view = block(x_btd, context, routed, cache_view)
+        return x_btd, sums, cache_view

@@ -18,7 +18,7 @@ from moejax import axes
 from moejax.config import Model
 
 
-class Memory(NamedTuple):
+class KvCacheView(NamedTuple):
     """What a scan over layers carries: `layer` is the one whose turn it is."""
 
     key_lbugi: Float[Array, "l b u g i"]
@@ -26,7 +26,7 @@ class Memory(NamedTuple):
     value_lbugi: Float[Array, "l b u g i"]
     layer: Int[Array, ""]
 
-    def extended(self, start, k_btgi, v_btgi) -> tuple["Memory", Array, Array]:
+    def extended(self, start, k_btgi, v_btgi) -> tuple["KvCacheView", Array, Array]:
         """With t more tokens from place `start` on in this layer; its keys and values
         [b, u, g, i]. The next layer's turn comes."""
 
@@ -41,8 +41,8 @@ class Memory(NamedTuple):
             put(self.key_lbugi, k_btgi),
             put(self.value_lbugi, v_btgi),
         )
-        memory = Memory(key_lbugi, value_lbugi, self.layer + 1)
-        return memory, take(key_lbugi), take(value_lbugi)
+        cache_view = KvCacheView(key_lbugi, value_lbugi, self.layer + 1)
+        return cache_view, take(key_lbugi), take(value_lbugi)
 
 
 @struct.dataclass

@@ -17,7 +17,7 @@ def into(rngs: nnx.Rngs, d_model: int, width: int) -> nnx.Param:
     return _weight(rngs, (d_model, width), tensor_dim=1)
 
 
-def out_of(rngs: nnx.Rngs, width: int, d_model: int) -> nnx.Param:
+def output_matrix(rngs: nnx.Rngs, width: int, d_model: int) -> nnx.Param:
     """A matrix that writes what is added to x; its rows are split over tensor."""
     return _weight(rngs, (width, d_model), tensor_dim=0)
 
@@ -48,7 +48,7 @@ class SwiGlu(nnx.Module):
         self.mesh = mesh
         self.gate_df = into(rngs, d_model, d_ff)
         self.up_df = into(rngs, d_model, d_ff)
-        self.down_fd = out_of(rngs, d_ff, d_model)
+        self.down_fd = output_matrix(rngs, d_ff, d_model)
 
     @jax.named_scope("dense")
     def __call__(self, x_btd: Float[Array, "b t d"]) -> Float[Array, "b t d"]:

@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from moejax import axes
 from moejax.moe.mesh_roles import MeshLayout
-from moejax.moe.weights.stores import master_spec
+from moejax.moe.weights.stores import master_param_spec
 from moejax.plan.layout import Store
 
 MIN_SHARDED_SIZE = 4096
@@ -40,7 +40,10 @@ def param_sharding(
     shape = variable.shape[1:] if stacked else variable.shape
     dims = variable.get_metadata().get("dims")
     if dims is not None:
-        mesh, split = mesh_layout.mesh, tuple(master_spec(dims, store, mesh_layout))
+        mesh, split = (
+            mesh_layout.mesh,
+            tuple(master_param_spec(dims, store, mesh_layout)),
+        )
     else:
         split = _dense_split(shape, mesh, _used_split(variable, len(shape), mesh))
     return axes.sharding(mesh, None, *split) if stacked else axes.sharding(mesh, *split)

@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from moejax.config import Model, Network
-from moejax.model.attention import Sight
+from moejax.model.attention import AttentionContext
 from moejax.model.blocks import Block, Cycle
-from moejax.model.cache import Cache, Memory
+from moejax.model.cache import Cache, KvCacheView
 from moejax.model.layers import RmsNorm
 from moejax.model.sharding import batch_sharded, gathered
 from moejax.moe import recorded
@@ -34,7 +34,7 @@ from moejax.plan.layout import Layout
 EMBED_SCALE = 0.02
 
 
-class Noise(NamedTuple):
+class StepInputs(NamedTuple):
     """What is otherwise in training: None in evaluation (the recorded choice is
     kept)."""
 
@@ -46,7 +46,7 @@ class Noise(NamedTuple):
     """Every expert computes every token."""
 
 
-class Supply(NamedTuple):
+class SlotSource(NamedTuple):
     """Where the slots of each MoE layer come from; the layer makes them when all of the
     rest is None."""
 
@@ -88,7 +88,7 @@ class Transformer(nnx.Module):
         position_bt: Int[Array, "b t"],
         placement: Placement,
         layout: Layout,
-        noise: Noise | None = None,
+        step_inputs: StepInputs | None = None,
         slots: Weights | None = None,
         tracked_lsx: Float[Array, "l s x"] | None = None,
     ) -> tuple[Float[Array, "b t d"], LayerSums]:
@@ -98,12 +98,16 @@ class Transformer(nnx.Module):
         `tracked_lsx` is what domains hold of experts that travel compressed; None: they
         travel whole."""
         is_separate = self.cfg.documents == "separate"
-        sight = Sight.of_windows(position_bt, self.cfg.model, is_separate)
-        if noise is not None and noise.is_dense:  # of the masters where they rest
-            supply = Supply(placement, layout)
+        context = AttentionContext.from_windows(
+            position_bt, self.cfg.model, is_separate
+        )
+        if (
+            step_inputs is not None and step_inputs.is_dense
+        ):  # of the masters where they rest
+            slot_source = SlotSource(placement, layout)
         else:
-            supply = self._supply(placement, layout, slots, tracked_lsx)
-        hidden_btd, sums, _ = self._run(tokens_bt, sight, supply, noise)
+            slot_source = self._slot_source(placement, layout, slots, tracked_lsx)
+        hidden_btd, sums, _ = self._run(tokens_bt, context, slot_source, step_inputs)
         return hidden_btd, sums
 
     def extend(
@@ -116,74 +120,87 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "b t d"], Cache]:
         """Final hidden states of tokens that follow those in the cache, which must have
         room for them, and the cache with them in it."""
-        sight, document_bu = Sight.of_cache(position_bt, self.cfg.model, cache)
-        memory = Memory(cache.key_lbugi, cache.value_lbugi, jnp.int32(0))
-        supply = self._supply(placement, layout)
-        hidden_btd, _, memory = self._run(tokens_bt, sight, supply, memory=memory)
+        context, document_bu = AttentionContext.from_cache(
+            position_bt, self.cfg.model, cache
+        )
+        cache_view = KvCacheView(cache.key_lbugi, cache.value_lbugi, jnp.int32(0))
+        slot_source = self._slot_source(placement, layout)
+        hidden_btd, _, cache_view = self._run(
+            tokens_bt, context, slot_source, cache_view=cache_view
+        )
         cache = Cache(
-            key_lbugi=memory.key_lbugi,
-            value_lbugi=memory.value_lbugi,
+            key_lbugi=cache_view.key_lbugi,
+            value_lbugi=cache_view.value_lbugi,
             document_bu=document_bu,
             num_tokens=cache.num_tokens + tokens_bt.shape[1],
         )
         return hidden_btd, cache
 
-    def _supply(self, placement, layout, slots=None, tracked_lsx=None) -> Supply:
+    def _slot_source(
+        self, placement, layout, slots=None, tracked_lsx=None
+    ) -> SlotSource:
         """How slots come to the layers: at once, one layer ahead, or in each layer."""
         mesh_layout = on_mesh(self.mesh, layout)
         make = partial(stores.slots, mesh_layout=mesh_layout, dtype=self._dtype)
-        weights = self.cycles.blocks[-1].moe.masters()
+        weights = self.cycles.blocks[-1].moe.master_params()
         if layout.store == "resident" and slots is None:
             slots = stores.slots_of_layers(make, weights, placement)
         is_there = slots is not None or tracked_lsx is not None
         if not layout.prefetch or is_there:
-            return Supply(placement, layout, slots, tracked_lsx=tracked_lsx)
+            return SlotSource(placement, layout, slots, tracked_lsx=tracked_lsx)
         weights = jax.tree.map(lambda leaf: leaf.astype(self._dtype), weights)
         first = jax.tree.map(lambda leaf: leaf[0], (weights, placement))
         ahead = jax.tree.map(lambda leaf: jnp.roll(leaf, -1, 0), (weights, placement))
-        return Supply(placement, layout, None, make(*first), ahead, make)
+        return SlotSource(placement, layout, None, make(*first), ahead, make)
 
-    def _run(self, tokens_bt, sight, supply: Supply, noise=None, memory=None):
+    def _run(
+        self,
+        tokens_bt,
+        context,
+        slot_source: SlotSource,
+        step_inputs=None,
+        cache_view=None,
+    ):
         """Hidden states, sums of the MoE layers, memory after the last layer."""
         model, moe = self.cfg.model, self.cfg.moe
         embed_vd = gathered(self.embed_vd, self.mesh, self._dtype)
         x_btd = batch_sharded(embed_vd[tokens_bt], self.mesh)
-        carry = (x_btd, memory, None)
+        carry = (x_btd, cache_view, None)
         if self.prefix is not None:
-            carry, _ = _scan(self.prefix, carry, sight, None, None, model)
+            carry, _ = _scan(self.prefix, carry, context, None, None, model)
 
         def routed_by(per_layer, slots):
             placement, chance_e, key, tracked_sx = per_layer
             jitter_btd = forced_btk = None
-            if noise is not None and noise.jitter:
-                low, high = 1 - noise.jitter, 1 + noise.jitter
+            if step_inputs is not None and step_inputs.jitter:
+                low, high = 1 - step_inputs.jitter, 1 + step_inputs.jitter
                 shape = x_btd.shape
                 jitter_btd = jax.random.uniform(key, shape, jnp.float32, low, high)
             if chance_e is not None:
                 start_bt = jax.random.uniform(key, tokens_bt.shape)
                 forced_btk = recorded.choose(chance_e, start_bt, moe.top_k)
-            args = placement, supply.layout, jitter_btd
-            if noise is not None and noise.is_dense:
+            args = placement, slot_source.layout, jitter_btd
+            if step_inputs is not None and step_inputs.is_dense:
                 return lambda layer, x_btd: dense(layer, x_btd, *args)
 
             def routed(layer, x_btd):
                 ready = slots
                 if slots is None and tracked_sx is not None:
-                    mesh_layout = on_mesh(self.mesh, supply.layout)
+                    mesh_layout = on_mesh(self.mesh, slot_source.layout)
                     of_layer = placement, mesh_layout, x_btd.dtype, tracked_sx
                     ready = layer.slots(*of_layer)
                 return layer(x_btd, *args, forced_btk, ready)
 
             return routed
 
-        chance_le = None if noise is None else noise.chance_le
+        chance_le = None if step_inputs is None else step_inputs.chance_le
         keys_l = None
-        if noise is not None and (noise.jitter or chance_le is not None):
-            keys_l = jax.random.split(noise.key, model.num_moe_layers)
-        per_layer = supply.placement, chance_le, keys_l, supply.tracked_lsx
+        if step_inputs is not None and (step_inputs.jitter or chance_le is not None):
+            keys_l = jax.random.split(step_inputs.key, model.num_moe_layers)
+        per_layer = slot_source.placement, chance_le, keys_l, slot_source.tracked_lsx
         routing = per_layer, routed_by
-        carry = (*carry[:2], supply.first)
-        carry, sums = _scan(self.cycles, carry, sight, routing, supply, model)
+        carry = (*carry[:2], slot_source.first)
+        carry, sums = _scan(self.cycles, carry, context, routing, slot_source, model)
         return self.norm(carry[0]), sums, carry[1]
 
     @property
@@ -204,7 +221,7 @@ def _stack(make, count: int, rngs: nnx.Rngs) -> nnx.Module | None:
     return nnx.vmap(lambda key: make(rngs=nnx.Rngs(params=key)))(keys)
 
 
-def _scan(stack: nnx.Module, carry, sight, routing, supply, model: Model):
+def _scan(stack: nnx.Module, carry, context, routing, slot_source, model: Model):
     """Run stacked modules one after the other; `carry` is x, memory and, when they are
     fetched a layer ahead, slots. Returns it, and the modules' sums stacked.
 
@@ -213,17 +230,19 @@ def _scan(stack: nnx.Module, carry, sight, routing, supply, model: Model):
     """
     graph, params = nnx.split(stack)
     per_layer, routed_by = routing or (None, lambda *_: None)
-    ready, ahead = (supply.slots, supply.ahead) if supply else (None, None)
+    ready, ahead = (
+        (slot_source.slots, slot_source.ahead) if slot_source else (None, None)
+    )
 
     def body(carry, layer):
-        x_btd, memory, slots = carry
+        x_btd, cache_view, slots = carry
         params, per_layer, ready, ahead = layer
         # The next layer's slots depend on nothing here: they may travel meanwhile.
-        following = None if ahead is None else supply.make(*ahead)
+        following = None if ahead is None else slot_source.make(*ahead)
         block = nnx.merge(graph, params)
         routed = routed_by(per_layer, slots if ready is None else ready)
-        x_btd, sums, memory = block(x_btd, sight, routed, memory)
-        return (x_btd, memory, following), sums
+        x_btd, sums, cache_view = block(x_btd, context, routed, cache_view)
+        return (x_btd, cache_view, following), sums
 
     if model.remat != "none":
         names = (ROUTES, ROWS) if model.remat == "dispatch" else (ROUTES,)

@@ -52,12 +52,14 @@ def dense(
         in_specs=(batch, *[P()] * 3, specs, dict.fromkeys(optional, batch)),
         out_specs=(batch, jax.tree.map(lambda _: batch, SUMS)),
     )
-    masters = stores.joined(layer.masters(), x_btd.dtype)
+    master_params = stores.join_gate_up(layer.master_params(), x_btd.dtype)
     router = layer.router_de[...], layer.bias_e[...]
-    return body(x_btd, *router, placement.owned_le, masters, optional)
+    return body(x_btd, *router, placement.owned_le, master_params, optional)
 
 
-def _body(x_btd, router_de, bias_e, owned_e, masters, optional, *, static: Static):
+def _body(
+    x_btd, router_de, bias_e, owned_e, master_params, optional, *, static: Static
+):
     """One device's share; x_btd holds its own sequences, whole on the tensor axis."""
     (b, t, d), mesh_layout = x_btd.shape, static.mesh_layout
     x_nd = x_btd.reshape(b * t, d)
@@ -68,9 +70,9 @@ def _body(x_btd, router_de, bias_e, owned_e, masters, optional, *, static: Stati
         routed_nd, router_de, bias_e, static.router, static.top_k, t
     )
     gate_ne = routing.gates(score_ne, static.router)
-    owned_we = owned_e.reshape(-1, len(masters["down"]))
+    owned_we = owned_e.reshape(-1, len(master_params["down"]))
     own_e = owned_we[index_along(mesh_layout.owner_axes)]
-    weights = whole(masters, x_nd, mesh_layout)
+    weights = whole(master_params, x_nd, mesh_layout)
     y_nd = everywhere(x_nd, gate_ne, own_e, weights, mesh_layout)
 
     added = routing.balance_sums(score_ne, logit_ne, routes.expert_nk, t)

@@ -23,7 +23,7 @@ from moejax.moe.exchange.rounds import Experts, exchange, num_rounds
 from moejax.moe.mesh_roles import MeshLayout, on_mesh
 from moejax.moe.types import LayerSums, Placement
 from moejax.moe.weights import stores
-from moejax.plan.edge_coloring import most_colours
+from moejax.plan.edge_coloring import max_colors
 from moejax.plan.layout import Fp8, Layout
 
 ROUTER_FAN = 10
@@ -39,7 +39,8 @@ class MoeLayer(nnx.Module):
     """Router, experts e of width f, in logical order; float32 masters.
 
     Expert weights are split over their owners by e, and by their hidden width f over
-    shards and, where they rest, over data (moejax.moe.weights.stores.master_spec).
+    shards and, where they rest, over data
+    (moejax.moe.weights.stores.master_param_spec).
     """
 
     def __init__(
@@ -72,13 +73,13 @@ class MoeLayer(nnx.Module):
         """
         mesh_layout = on_mesh(self.mesh, layout)
         if layout.split == "dynamic":  # copies travel when the loads are known
-            slots = stores.joined(self.masters(), x_btd.dtype)
+            slots = stores.join_gate_up(self.master_params(), x_btd.dtype)
         elif slots is None:
             slots = self.slots(placement, mesh_layout, x_btd.dtype)
         optional = {"jitter_btd": jitter_btd, "forced_btk": forced_btk}
         optional = {k: v for k, v in optional.items() if v is not None}
         batch, slot_specs = P(mesh_layout.batch_axes), stores.slot_specs(mesh_layout)
-        experts = experts or _experts_of(layout)
+        experts = experts or _make_experts(layout)
         static = Static(self.cfg.top_k, self.router, mesh_layout, experts)
         body = jax.shard_map(
             partial(_body, static=static),
@@ -103,10 +104,12 @@ class MoeLayer(nnx.Module):
         `tracked_sx` is what the layer's domains hold of experts that travel compressed;
         None: they travel whole.
         """
-        return stores.slots(self.masters(), placement, mesh_layout, dtype, tracked_sx)
+        return stores.slots(
+            self.master_params(), placement, mesh_layout, dtype, tracked_sx
+        )
 
-    def masters(self) -> stores.Weights:
-        return {name: getattr(self, name)[...] for name in stores.MASTERS}
+    def master_params(self) -> stores.Weights:
+        return {name: getattr(self, name)[...] for name in stores.EXPERT_PARAMS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,12 +154,12 @@ def _body(x_btd, router_de, bias_e, placement, slots, optional, *, static: Stati
     if mesh_layout.layout.split == "dynamic":  # own experts; here come copies of some
         used = checkpoint_name(used, routing.ROUTES)
         with jax.named_scope("slots"):
-            weights = stores.copied(weights, used, mesh_layout)
+            weights = stores.gather_copies(weights, used, mesh_layout)
     y_nd = exchange(x_nd, gate_nk, weights, sent, static.experts, exchanged)
     y_nd = schedules.leave(y_nd, exchanged)
 
     own = (score_ne, logit_ne, routes.expert_nk, sent.peer_nk)
-    keep_own = schedules.schedule_of(exchanged).own
+    keep_own = schedules.find_schedule(exchanged).own
     own = (keep_own(value, exchanged) for value in own)
     sums = _sums(*own, sent, t, exchanged)
     sums = jax.tree.map(lambda leaf: varying_alike(leaf, x_btd)[0][None], sums)
@@ -167,7 +170,7 @@ def _sums(score_ne, logit_ne, expert_nk, peer_nk, sent, seq_len, mesh_layout):
     """What this device's tokens add to losses and statistics, equal on the devices of
     its tensor axis."""
     layout = mesh_layout.layout
-    split = schedules.schedule_of(mesh_layout).split(mesh_layout)
+    split = schedules.find_schedule(mesh_layout).split(mesh_layout)
     added = routing.balance_sums(score_ne, logit_ne, expert_nk, seq_len, split)
     added["dropped"] = num_dropped(expert_nk, peer_nk)
     rows = rows_here(sent, mesh_layout)
@@ -225,7 +228,7 @@ def swiglu(
     )
 
 
-def _experts_of(layout: Layout) -> Experts:
+def _make_experts(layout: Layout) -> Experts:
     """Return `swiglu` by the layout's kernels."""
     grouped = "blocked" if layout.kernels == "plain" else "auto"
     return partial(swiglu, implementation=grouped, fp8=layout.fp8)
@@ -246,8 +249,8 @@ def check_device(layout: Layout, device: jax.Device) -> None:
         )
     if not layout.fused_split:
         return
-    num_colours = most_colours(layout.num_experts, layout.num_slots)
-    if not is_hopper(device) or not fits_fused(num_colours, layout.num_devices):
+    num_colors = max_colors(layout.num_experts, layout.num_slots)
+    if not is_hopper(device) or not fits_fused(num_colors, layout.num_devices):
         raise NotImplementedError(
             "the fused split is a kernel for Hopper GPUs and groups of at most 128 "
             f"devices, and this is {layout.num_experts} experts on "

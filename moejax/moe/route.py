@@ -15,7 +15,7 @@ from moejax.config import Router
 from moejax.moe.types import LayerSums, RouterLosses, Routes
 
 EMPTY = -1
-LEAST = 1e-30
+MIN_PROBABILITY = 1e-30
 """Of a probability whose logarithm is taken."""
 ROUTES = "routes"
 """Name of what every remat policy saves: ids, gates, manifest. A top-k that flips when
@@ -157,7 +157,7 @@ def balance_sums(
 
 def entropy(prob_ne: Float[Array, "n e"]) -> Float[Array, " n"]:
     """Nats; an expert of no chance adds nothing, and has no gradient."""
-    return -jnp.sum(prob_ne * jnp.log(jnp.maximum(prob_ne, LEAST)), axis=-1)
+    return -jnp.sum(prob_ne * jnp.log(jnp.maximum(prob_ne, MIN_PROBABILITY)), axis=-1)
 
 
 def _sequence_sums(piece_be, width: int, seq_len: int, parts: tuple[str, ...]):

@@ -5,7 +5,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from moejax.plan.edge_coloring import colours
+from moejax.plan.edge_coloring import edge_coloring
 from moejax.plan.expert_plan import ExpertPlan, copy_tables
 from moejax.plan.layout import Layout
 
@@ -32,7 +32,7 @@ class Batch:
     """Of the tokens, in their documents."""
 
     @classmethod
-    def of_windows(cls, windows: Windows) -> "Batch":
+    def from_windows(cls, windows: Windows) -> "Batch":
         token_bt, position_bt = windows.token_bt, windows.position_bt
         return cls(token_bt[:, :-1], token_bt[:, 1:], position_bt[:, :-1])
 
@@ -55,10 +55,10 @@ class Placement:
     """Which of its expert's replicas it is, counted from 0."""
     local_lq: Int[Array, "l q"]
     """Which of those on its own device."""
-    colour_lq: Int[Array, "l q"]
+    color_lq: Int[Array, "l q"]
     """moejax.plan.edge_coloring: what water-filling may set at the same time, -1 where
     it has no choice."""
-    num_colours_l: Int[Array, " l"]
+    num_colors_l: Int[Array, " l"]
     owned_le: Int[Array, "l e"]
     """Expert whose masters lie at each position: ExpertPlan.owned_le."""
     offer_lwo: Int[Array, "l w o"]
@@ -67,7 +67,7 @@ class Placement:
     fill_lws: Int[Array, "l w s"]
 
     @classmethod
-    def of_plan(cls, plan: ExpertPlan, layout: Layout) -> "Placement":
+    def from_plan(cls, plan: ExpertPlan, layout: Layout) -> "Placement":
         """NumPy arrays of a plan that is valid for the layout; the caller places them
         on devices."""
         layers = [
@@ -82,8 +82,8 @@ class Placement:
             expert_lq=tables["expert_q"],
             replica_lq=tables["replica_q"],
             local_lq=tables["local_q"],
-            colour_lq=tables["colour_q"],
-            num_colours_l=tables["colour_q"].max(axis=1) + 1,
+            color_lq=tables["color_q"],
+            num_colors_l=tables["color_q"].max(axis=1) + 1,
             owned_le=plan.owned_le,
             offer_lwo=tables["offer_wo"],
             want_lwc=tables["want_wc"],
@@ -121,7 +121,7 @@ def _by_expert(row_p: np.ndarray, layout: Layout) -> dict[str, np.ndarray]:
         "expert_q": expert_q,
         "replica_q": index_q - first_q,
         "local_q": index_q - here_q,
-        "colour_q": colours(row_p, layout.num_devices)[slot_q],
+        "color_q": edge_coloring(row_p, layout.num_devices)[slot_q],
     }
     return {name: table.astype(np.int32) for name, table in tables.items()}
 

@@ -116,13 +116,13 @@ def cost_model(
     weights = 3 * d_model * d_expert
     gather_sec = 0.0
     if data > 1:
-        gather = line_of(calibration, "all_gather", ("data",))
+        gather = find_line(calibration, "all_gather", ("data",))
         share_bytes = weights * itemsize / data
         gather_sec = (data - 1) * share_bytes / gather["bytes_per_sec"]
     line = {"latency_sec": 0.0, "bytes_per_sec": float("inf")}
     several = tuple(axis for axis in group if calibration.mesh[axis] > 1)
     if several:
-        line = line_of(calibration, "all_to_all", several)
+        line = find_line(calibration, "all_to_all", several)
     return CostModel(
         flops_per_row=2 * weights,
         bytes_per_row=d_model * itemsize,
@@ -139,7 +139,7 @@ def cost_model(
     )
 
 
-def line_of(
+def find_line(
     calibration: Calibration, collective: str, axes: tuple[str, ...]
 ) -> dict[str, float]:
     """The line of a collective over these mesh axes together, each of several devices:

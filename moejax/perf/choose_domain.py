@@ -26,11 +26,11 @@ from moejax.perf import terms
 from moejax.perf.calibration import Calibration, leaving_bytes
 from moejax.perf.terms import Prediction, Term
 
-Domain = tuple[int, ...]
+DomainSizes = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Stream:
+class LayerTraffic:
     """What one MoE layer sends and computes in one micro-batch. Seconds are forward."""
 
     row_bytes: float
@@ -80,9 +80,9 @@ class Stream:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    domain: Domain
-    predictions: dict[Domain, Prediction]
+class DomainChoice:
+    domain: DomainSizes
+    predictions: dict[DomainSizes, Prediction]
     why: str
 
     def table(self) -> str:
@@ -91,8 +91,8 @@ class Choice:
 
 
 def choose(
-    stream: Stream, calibration: Calibration, max_bytes: float = math.inf
-) -> Choice:
+    stream: LayerTraffic, calibration: Calibration, max_bytes: float = math.inf
+) -> DomainChoice:
     """The domain that takes the least time, of all divisors of each level; of equally
     fast ones the smallest. Gathered experts may take `max_bytes` on a device."""
     every = candidates(stream.sizes)
@@ -105,10 +105,10 @@ def choose(
             f"; {len(every) - len(fitting)} larger ones need more than "
             f"{1e-6 * max_bytes:.4g} MB for gathered experts"
         )
-    return Choice(chosen, predictions, why)
+    return DomainChoice(chosen, predictions, why)
 
 
-def candidates(sizes: Mapping[str, int]) -> list[Domain]:
+def candidates(sizes: Mapping[str, int]) -> list[DomainSizes]:
     """All divisors of each level, smallest first: that is plain expert parallelism."""
     divisors = [
         [size for size in range(1, whole + 1) if whole % size == 0]
@@ -117,20 +117,22 @@ def candidates(sizes: Mapping[str, int]) -> list[Domain]:
     return sorted(itertools.product(*divisors), key=lambda d: (math.prod(d), d))
 
 
-def gathered_bytes(stream: Stream, domain: Domain) -> float:
+def gathered_bytes(stream: LayerTraffic, domain: DomainSizes) -> float:
     """Of one layer's gathered experts on a device: S P_E, its own among them, in full
     size whatever the compression. 0 where nothing is gathered."""
     size = math.prod(domain)
     return size * stream.expert_bytes if size > 1 else 0.0
 
 
-def p_of(domain_size: int, num_devices: int) -> float:
+def share_leaving(domain_size: int, num_devices: int) -> float:
     """The part of the rows that leave a device with S = 1 that still leave it, in one
     level of more than one device: (G - S) / (G - 1), the paper's p."""
     return (num_devices - domain_size) / (num_devices - 1)
 
 
-def predict(stream: Stream, domain: Domain, calibration: Calibration) -> Prediction:
+def predict(
+    stream: LayerTraffic, domain: DomainSizes, calibration: Calibration
+) -> Prediction:
     """Seconds of one layer and micro-batch, backward included when training.
 
     Rows are even over experts. Prefetched experts hide forward, under what comes before
@@ -149,7 +151,7 @@ def predict(stream: Stream, domain: Domain, calibration: Calibration) -> Predict
     is_summed = stream.is_training and stream.dense_sec > 0
     passes, times = 1 + 2 * stream.is_training, stream.num_computed
     passes += stream.is_training * (stream.remat == "full")
-    return terms.prediction_of(
+    return terms.make_prediction(
         Term("pre-expert", passes, 0.0, passes * stream.pre_expert_sec),
         *out,
         Term("hidden under pre-expert", int(hidden_sec > 0), 0.0, -hidden_sec),
@@ -161,7 +163,7 @@ def predict(stream: Stream, domain: Domain, calibration: Calibration) -> Predict
 
 
 def _moved(
-    stream: Stream, domain: Domain, calibration: Calibration, collective: str
+    stream: LayerTraffic, domain: DomainSizes, calibration: Calibration, collective: str
 ) -> list[Term]:
     """Experts on their way out, or their gradients on their way back: level by level,
     in a set that grows."""
@@ -176,11 +178,13 @@ def _moved(
         term = terms.collective_term(
             calibration, collective, {axis: size}, leaving, count
         )
-        moved.append(terms.share_of(term, parts))
+        moved.append(terms.split_term(term, parts))
     return moved
 
 
-def _scattered(stream: Stream, domain: Domain, calibration: Calibration) -> Term:
+def _scattered(
+    stream: LayerTraffic, domain: DomainSizes, calibration: Calibration
+) -> Term:
     """Compressed gradients: to each other member at once, for entries do not add up on
     their way."""
     group = dict(zip(stream.sizes, domain, strict=True))
@@ -189,10 +193,12 @@ def _scattered(stream: Stream, domain: Domain, calibration: Calibration) -> Term
     count = int(stream.is_training)
     sizes = (group, leaving, count, "gradients")
     term = terms.collective_term(calibration, "all_to_all", *sizes)
-    return terms.share_of(term, stream.num_micro_batches)
+    return terms.split_term(term, stream.num_micro_batches)
 
 
-def _exchanged(stream: Stream, domain: Domain, calibration: Calibration) -> list[Term]:
+def _exchanged(
+    stream: LayerTraffic, domain: DomainSizes, calibration: Calibration
+) -> list[Term]:
     """Rows between devices at the same place of their domains."""
     pairs = zip(stream.sizes.items(), domain, strict=True)
     apart = {axis: whole // size for (axis, whole), size in pairs}
@@ -209,7 +215,7 @@ def _exchanged(stream: Stream, domain: Domain, calibration: Calibration) -> list
     return exchanged
 
 
-def _check(stream: Stream, domain: Domain) -> None:
+def _check(stream: LayerTraffic, domain: DomainSizes) -> None:
     sizes = tuple(stream.sizes.values())
     is_divisor = len(domain) == len(sizes) and all(
         size >= 1 and whole % size == 0 for size, whole in zip(domain, sizes)

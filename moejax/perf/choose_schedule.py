@@ -29,7 +29,7 @@ COUNT_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class MicroBatchShape:
     """Of one MoE layer in one micro-batch."""
 
     tokens: int
@@ -86,7 +86,7 @@ class Shape:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class ScheduleChoice:
     schedule: str
     predictions: dict[str, Prediction]
     why: str
@@ -97,8 +97,10 @@ class Choice:
 
 
 def choose(
-    shape: Shape, calibration: Calibration, among: Collection[str] | None = None
-) -> Choice:
+    shape: MicroBatchShape,
+    calibration: Calibration,
+    among: Collection[str] | None = None,
+) -> ScheduleChoice:
     """Return the fastest of the candidates that are `among` (None: of all candidates).
 
     ValueError as `candidates`.
@@ -108,10 +110,10 @@ def choose(
     predictions = {name: predict(shape, calibration, name) for name in names}
     chosen = terms.first_fastest(predictions)
     usual = USUAL if USUAL in names else chosen
-    return Choice(chosen, predictions, terms.why(chosen, predictions, usual))
+    return ScheduleChoice(chosen, predictions, terms.why(chosen, predictions, usual))
 
 
-def candidates(shape: Shape) -> tuple[str, ...]:
+def candidates(shape: MicroBatchShape) -> tuple[str, ...]:
     """Those that can run; ValueError, one line with the rules, when none can."""
     refusals = {name: refusal(shape, name) for name in TIMES}
     if all(refusals.values()):
@@ -120,13 +122,13 @@ def candidates(shape: Shape) -> tuple[str, ...]:
     return tuple(name for name in TIMES if not refusals[name])
 
 
-def refusal(shape: Shape, schedule: str) -> str:
+def refusal(shape: MicroBatchShape, schedule: str) -> str:
     """The rule that keeps a schedule from running, in a line; '' when none does."""
     rules = _rules_of_local if SCHEDULES[schedule].is_local else _rules
     return next((rule for holds, rule in rules(shape, schedule) if not holds), "")
 
 
-def _rules(shape: Shape, schedule: str) -> Iterator[tuple[bool, str]]:
+def _rules(shape: MicroBatchShape, schedule: str) -> Iterator[tuple[bool, str]]:
     tensor, shards, expert = shape.tensor, shape.expert_shards, shape.sizes["expert"]
     said = f"expert_shards={shards} must"
     yield (
@@ -150,7 +152,9 @@ def _rules(shape: Shape, schedule: str) -> Iterator[tuple[bool, str]]:
     )
 
 
-def _rules_of_local(shape: Shape, schedule: str) -> Iterator[tuple[bool, str]]:
+def _rules_of_local(
+    shape: MicroBatchShape, schedule: str
+) -> Iterator[tuple[bool, str]]:
     group, tensor = "_".join(shape.sizes), shape.tensor
     yield (
         tensor > 1,
@@ -167,20 +171,22 @@ def _rules_of_local(shape: Shape, schedule: str) -> Iterator[tuple[bool, str]]:
     )
 
 
-def predict(shape: Shape, calibration: Calibration, schedule: str) -> Prediction:
+def predict(
+    shape: MicroBatchShape, calibration: Calibration, schedule: str
+) -> Prediction:
     """Seconds of one layer and micro-batch, backward included when training.
 
     Loads are even, no row is dropped, collectives are serial but for Shape.overlap.
     Beside Parm's there are counts, and weights in parts over data (local: group too).
     """
-    return terms.prediction_of(*TIMES[schedule](_Parts(shape, calibration)))
+    return terms.make_prediction(*TIMES[schedule](_Parts(shape, calibration)))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
     """Makes the terms of one shape under one calibration."""
 
-    shape: Shape
+    shape: MicroBatchShape
     calibration: Calibration
 
     def collective(self, name: str, group, size: float, count: int, cargo="") -> Term:

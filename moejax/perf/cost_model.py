@@ -84,7 +84,7 @@ class CostModel:
         per_micro_batch_ww = layout.source_share * pair_ww / self.micro_batches
         rounds, rows = _padded(float(per_micro_batch_ww.max()), layout)
         if layout.transport == "ragged":
-            rows = _most_off_device(per_micro_batch_ww)
+            rows = _max_off_device(per_micro_batch_ww)
         sec = rows * self.bytes_per_row / self.bytes_per_sec + rounds * self.latency_sec
         return self.micro_batches * sec
 
@@ -181,7 +181,7 @@ def tight(layout: Layout, plan: ExpertPlan) -> Layout:
     )
 
 
-def _most_off_device(pair_ww: np.ndarray) -> float:
+def _max_off_device(pair_ww: np.ndarray) -> float:
     here_w = np.diagonal(pair_ww)
     sent_w, received_w = pair_ww.sum(axis=1), pair_ww.sum(axis=0)
     return float(np.maximum(sent_w - here_w, received_w - here_w).max())

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Hashable, Mapping
 
-from moejax.perf.calibration import Calibration, line_of
+from moejax.perf.calibration import Calibration, find_line
 
 ROUNDING = 1e-9
 """Sums of the same seconds in another order are equal to this part of them."""
@@ -39,25 +39,25 @@ class Prediction:
     def sec(self) -> float:
         return sum(term.sec for term in self.terms)
 
-    def bytes_of(self, collective: str) -> float:
+    def total_bytes(self, collective: str) -> float:
         """What leaves one device in all collectives of this kind; '' is every kind."""
         return sum(t.bytes for t in self.terms if t.name.startswith(collective))
 
-    def sec_of(self, collective: str) -> float:
+    def total_sec(self, collective: str) -> float:
         """Of all terms whose names begin so."""
         return sum(t.sec for t in self.terms if t.name.startswith(collective))
 
     def table(self) -> str:
         """A line for each term: name and count, megabytes, milliseconds."""
         rows = [(f"{t.name} x{t.count}", t.bytes, t.sec) for t in self.terms]
-        rows.append(("sum", self.bytes_of(""), self.sec))
+        rows.append(("sum", self.total_bytes(""), self.sec))
         return "\n".join(
             f"{name:44s}{1e-6 * size:12.3f} MB{1e3 * sec:12.3f} ms"
             for name, size, sec in rows
         )
 
 
-def prediction_of(*terms: Term) -> Prediction:
+def make_prediction(*terms: Term) -> Prediction:
     """Of those that happen."""
     return Prediction(tuple(term for term in terms if term.count))
 
@@ -74,18 +74,18 @@ def collective_term(
     mesh axes of the group: {axis: devices}.
 
     Parts of an axis ("tensor_inner") are on the line of the whole axis, several axes on
-    that of `line_of`. A group of one device costs nothing: no term, a count of 0.
+    that of `find_line`. A group of one device costs nothing: no term, a count of 0.
     """
     several = tuple([axis for axis, size in group.items() if size > 1])
     if not several:
         return Term(collective, 0, 0.0, 0.0)
-    line = line_of(calibration, collective, _whole(several))
+    line = find_line(calibration, collective, _whole(several))
     sec = line["latency_sec"] + leaving_bytes / line["bytes_per_sec"]
     name = f"{collective} {'_'.join(several)} {cargo}".rstrip()
     return Term(name, count, count * leaving_bytes, count * sec)
 
 
-def share_of(term: Term, parts: int) -> Term:
+def split_term(term: Term, parts: int) -> Term:
     """Of one of so many that a term is for together."""
     return dataclasses.replace(term, bytes=term.bytes / parts, sec=term.sec / parts)
 
@@ -141,12 +141,12 @@ def why[Name: Hashable](
     other = usual if usual in others else first_fastest(others)
     more = predictions[other]
     kinds = sorted({t.name.split()[0] for p in (least, more) for t in p.terms})
-    saved_sec = {kind: more.sec_of(kind) - least.sec_of(kind) for kind in kinds}
+    saved_sec = {kind: more.total_sec(kind) - least.total_sec(kind) for kind in kinds}
     kind = max(saved_sec, key=saved_sec.get)
-    amounts = [f"{1e3 * p.sec_of(kind):.4g} ms" for p in (least, more)]
-    if more.bytes_of(kind):
+    amounts = [f"{1e3 * p.total_sec(kind):.4g} ms" for p in (least, more)]
+    if more.total_bytes(kind):
         amounts = [
-            f"{amount} for {1e-6 * p.bytes_of(kind):.4g} MB"
+            f"{amount} for {1e-6 * p.total_bytes(kind):.4g} MB"
             for amount, p in zip(amounts, (least, more))
         ]
     return (

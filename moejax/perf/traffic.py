@@ -82,7 +82,7 @@ def _filled(load_e: bytes, row_p: bytes, num_devices: int) -> np.ndarray:
     """Rows of each slot. A question of the balancer asks for the same again and again:
     the ratio, the pairs and the seconds of one plan."""
     load_e, row_p = np.frombuffer(load_e, np.int64), np.frombuffer(row_p, np.int32)
-    tolerance = water_filling.tolerance_of(load_e.sum(), num_devices)
+    tolerance = water_filling.split_tolerance(load_e.sum(), num_devices)
     return water_filling.fill(load_e, row_p, num_devices, tolerance).rows_p
 
 

@@ -2,7 +2,7 @@
 as can be (MicroMoE, arXiv 2511.16947), in whole numbers, with a proof.
 
 An expert's rows are poured over its replicas as water finds its level. Sweeps do so for
-one expert after the other, colour by colour (moejax.plan.edge_coloring). Rows are then
+one expert after the other, color by color (moejax.plan.edge_coloring). Rows are then
 moved along paths of devices until the fullest has no more than the certificate says.
 
     device          0        1        2
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moejax.plan.edge_coloring import colours
+from moejax.plan.edge_coloring import edge_coloring
 from moejax.plan.expert_plan import EMPTY
 
 MAX_SWEEPS = 16
@@ -52,7 +52,7 @@ class Expert(NamedTuple):
     devices: list[int]
 
 
-def tolerance_of(total: int, num_devices: int) -> int:
+def split_tolerance(total: int, num_devices: int) -> int:
     """Rows over its certificate that a training step accepts: 1/512 of the mean."""
     return -(-int(total) // num_devices) >> TOLERANCE_BITS
 
@@ -94,7 +94,7 @@ def swept(
             if len(slots) > 1:
                 before = [rows[slot] for slot in slots]
                 ground = [level[w] - x for w, x in zip(devices, before)]
-                after = poured(ground, load)
+                after = pour(ground, load)
                 changed |= after != before
                 for slot, device, low, x in zip(slots, devices, ground, after):
                     rows[slot], level[device] = x, low + x
@@ -102,7 +102,7 @@ def swept(
     return Filling(np.array(rows, np.int64), bound, sweeps)
 
 
-def poured(ground: list[int], load: int) -> list[int]:
+def pour(ground: list[int], load: int) -> list[int]:
     """`load` rows on top of `ground`, one expert's devices without it: the least sum of
     squares. Left-over rows go to devices under the surface, the first ones first."""
     surface, total = load + max(ground), load
@@ -167,9 +167,9 @@ def augmented(
 
 
 def _experts(load_e: np.ndarray, row_p: np.ndarray, num_devices: int) -> list[Expert]:
-    """In the order of visits: by colour. Those without a choice come first."""
+    """In the order of visits: by color. Those without a choice come first."""
     slots_per_device = len(row_p) // num_devices
-    colour_p = colours(row_p, num_devices).tolist()
+    color_p = edge_coloring(row_p, num_devices).tolist()
     found = {}
     for slot, expert in enumerate(row_p.tolist()):
         _, slots, devices = found.setdefault(
@@ -180,7 +180,7 @@ def _experts(load_e: np.ndarray, row_p: np.ndarray, num_devices: int) -> list[Ex
             slots.append(slot)
             devices.append(device)
     found.pop(EMPTY, None)
-    return sorted(found.values(), key=lambda expert: colour_p[expert.slots[0]])
+    return sorted(found.values(), key=lambda expert: color_p[expert.slots[0]])
 
 
 def _even(experts: list[Expert], num_slots: int) -> list[int]:

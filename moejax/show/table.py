@@ -1,6 +1,6 @@
-"""One table of coloured cells, as HTML for notebooks and as text for terminals.
+"""One table of colored cells, as HTML for notebooks and as text for terminals.
 
-Colours are translucent and text keeps the colour of the page, so that light and dark
+Colors are translucent and text keeps the color of the page, so that light and dark
 themes both read well. Styles are inline: notebooks drop style sheets of strangers.
 """
 
@@ -17,7 +17,7 @@ PALETTE = (
     (213, 94, 0),
     (204, 121, 167),
 )
-"""Okabe and Ito's colours, which differ for every kind of colour vision."""
+"""Okabe and Ito's colors, which differ for every kind of color vision."""
 MAX_TEXT_COLUMNS = 24
 _CELL = "padding:2px 5px;border:1px solid #8888;text-align:center"
 _HATCH = "background:repeating-linear-gradient(45deg,#8886 0 2px,transparent 2px 6px)"
@@ -28,7 +28,7 @@ class Cell:
     """One field; `hint` shows under the mouse, `span` counts the columns it covers."""
 
     text: str = ""
-    colour: str = ""
+    color: str = ""
     hint: str = ""
     span: int = 1
     is_head: bool = False
@@ -73,24 +73,24 @@ class View:
 
 
 def tint(rgb: tuple[int, int, int], strength: float) -> str:
-    """CSS of a colour that lets the page shine through; strength 0 to 1."""
+    """CSS of a color that lets the page shine through; strength 0 to 1."""
     return f"rgba({rgb[0]},{rgb[1]},{rgb[2]},{strength:.2f})"
 
 
 def hue(index: int) -> str:
-    """One of many colours: neighbours by index lie far apart on the wheel."""
+    """One of many colors: neighbours by index lie far apart on the wheel."""
     return f"hsla({round(index * 222.5) % 360},75%,50%,.4)"
 
 
-def head(text: str, span: int = 1, colour: str = "") -> Cell:
-    return Cell(text, colour, span=span, is_head=True)
+def head(text: str, span: int = 1, color: str = "") -> Cell:
+    return Cell(text, color, span=span, is_head=True)
 
 
 def _cell_html(cell: Cell) -> str:
     tag = "th" if cell.is_head else "td"
     span = f' colspan="{cell.span}"' if cell.span > 1 else ""
     hint = f' title="{html.escape(cell.hint)}"' if cell.hint else ""
-    fill = f";background:{cell.colour}" if cell.colour else ""
+    fill = f";background:{cell.color}" if cell.color else ""
     fill = f";{_HATCH}" if cell.is_hatched else fill
     text = html.escape(cell.text)
     return f'<{tag}{span}{hint} style="{_CELL}{fill}">{text}</{tag}>'

@@ -25,16 +25,16 @@ __all__ = ["View", "device_loads", "loads", "mesh", "plan", "rows_per_device"]
 MAX_ROWS, MAX_COLUMNS = 24, 64
 """At most 1,536 cells of some 120 bytes: a page stays below 250 kB."""
 FULL_RATIO = 4.0
-"""From four times the mean on, a load has its full colour."""
+"""From four times the mean on, a load has its full color."""
 
 
 def mesh(mesh, along: str | None = None) -> View:
-    """Devices of a jax Mesh or a Topology by their coordinates, one colour an axis.
+    """Devices of a jax Mesh or a Topology by their coordinates, one color an axis.
 
     The last axis of more than one device runs to the right, the others down. With
-    `along`, devices of one colour are one group of collectives over that axis.
+    `along`, devices of one color are one group of collectives over that axis.
     """
-    names, ids = _devices_of(mesh)
+    names, ids = _device_grid(mesh)
     if along is not None and along not in names:
         raise ValueError(
             f"along={along!r} is no axis of the mesh: use one of {', '.join(names)}"
@@ -45,12 +45,12 @@ def mesh(mesh, along: str | None = None) -> View:
     columns, rows = range(ids.shape[right]), range(num_down)
     shown_columns, shown_rows = columns[:MAX_COLUMNS], rows[:MAX_ROWS]
     corner = [head("", len(down))] if down else []
-    heads = [head(f"{names[right]} {i}", colour=_axis(right)) for i in shown_columns]
+    heads = [head(f"{names[right]} {i}", color=_axis(right)) for i in shown_columns]
     table = [(*corner, *heads)]
     for row in shown_rows:
         at = np.unravel_index(row, [ids.shape[axis] for axis in down]) if down else ()
         cells = [
-            head(f"{names[axis]} {i}", colour=_axis(axis)) for axis, i in zip(down, at)
+            head(f"{names[axis]} {i}", color=_axis(axis)) for axis, i in zip(down, at)
         ]
         for column in shown_columns:
             index = [0] * ids.ndim
@@ -61,7 +61,7 @@ def mesh(mesh, along: str | None = None) -> View:
     sizes = ", ".join(f"{n}={size}" for n, size in zip(names, ids.shape))
     notes = []
     if along is not None and ids.shape[names.index(along)] < ids.size:
-        notes.append(f"devices of one colour are one group along {along}")
+        notes.append(f"devices of one color are one group along {along}")
     notes += _left_out(len(columns) - len(shown_columns), "columns")
     notes += _left_out(len(rows) - len(shown_rows), "rows")
     return View(f"mesh {sizes}: {ids.size} devices", tuple(table), tuple(notes))
@@ -70,7 +70,7 @@ def mesh(mesh, along: str | None = None) -> View:
 def plan(plan: ExpertPlan, num_devices: int | None = None) -> View:
     """Slots to the right, layers down; the number in a slot is its expert.
 
-    Experts with several replicas have a colour, the same in all their slots; empty
+    Experts with several replicas have a color, the same in all their slots; empty
     slots are hatched; layers that are alike share a row.
     """
     table_lp, num_slots = plan.slot_to_expert_lp, plan.num_slots
@@ -97,7 +97,7 @@ def plan(plan: ExpertPlan, num_devices: int | None = None) -> View:
         f"plan {plan.digest}: {plan.num_experts} experts in {num_slots} slots, "
         f"layers: {plan.num_layers}, empty slots: {num_empty}"
     )
-    notes = ["a colour marks the replicas of one expert"] * _has_replicas(table_lp)
+    notes = ["a color marks the replicas of one expert"] * _has_replicas(table_lp)
     notes += _left_out(num_slots - len(slots), "slots")
     notes += _left_out(len(groups) - len(shown), "groups of layers")
     return View(title, tuple(rows), tuple(notes))
@@ -171,7 +171,7 @@ def rows_per_device(tokens_le, plan: ExpertPlan, num_devices: int) -> np.ndarray
     return rows_lp.reshape(plan.num_layers, num_devices, -1).sum(axis=-1)
 
 
-def _devices_of(mesh) -> tuple[tuple[str, ...], np.ndarray]:
+def _device_grid(mesh) -> tuple[tuple[str, ...], np.ndarray]:
     """Axis names, and device numbers in the mesh's shape."""
     if isinstance(mesh, Topology):
         ids = np.arange(mesh.num_devices).reshape(mesh.sizes)
@@ -182,15 +182,15 @@ def _devices_of(mesh) -> tuple[tuple[str, ...], np.ndarray]:
 
 
 def _device_cell(names, ids: np.ndarray, index: tuple[int, ...], along) -> Cell:
-    colour = ""
+    color = ""
     if along is not None:
         axis = names.index(along)
         others = index[:axis] + index[axis + 1 :]
         sizes = ids.shape[:axis] + ids.shape[axis + 1 :]
         group = int(np.ravel_multi_index(others, sizes)) if sizes else 0
-        colour = hue(group)
+        color = hue(group)
     hint = ", ".join(f"{name}={i}" for name, i in zip(names, index))
-    return Cell(str(ids[index]), colour, hint)
+    return Cell(str(ids[index]), color, hint)
 
 
 def _slot_cell(expert: int, copies_e: np.ndarray) -> Cell:

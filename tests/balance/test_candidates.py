@@ -17,9 +17,9 @@ from tests.support.balanced_run import (
     OWN,
     PADDED,
     ROWS,
+    BalancedRun,
     E,
     L,
-    Run,
     W,
     hot,
     noisy,
@@ -37,7 +37,7 @@ def test_a_layer_is_replanned_only_where_that_pays():
     home[1, [0, 3]] = home[1, [3, 0]]
     odd = ExpertPlan(home, E)
     load_lwe = np.stack([hot(0, 0.5)[0], EVEN[0]])
-    run = Run.of(settings(), plan=odd, layout=LAYOUT)
+    run = BalancedRun.of(settings(), plan=odd, layout=LAYOUT)
     run.go([0], lambda step: load_lwe)
     (swap,) = run.decisions
     assert swap.kind == "swap"
@@ -50,7 +50,7 @@ def test_a_layer_is_replanned_only_where_that_pays():
 def test_the_margin_is_of_what_a_swap_changes(margin, num_layers):
     """Half of layer 0's time can be saved, a third of both's, 1 % of layer 1's."""
     load_lwe = np.stack([hot(0, 0.5)[0], hot(0, 0.18)[0]])
-    run = Run.of(settings(margin=margin)).go([0], lambda step: load_lwe)
+    run = BalancedRun.of(settings(margin=margin)).go([0], lambda step: load_lwe)
     assert run.kinds() == ["swap"]
     assert f"changes {num_layers} of 2 layers" in run.decisions[0].why
 
@@ -60,7 +60,7 @@ def test_where_one_expert_exceeds_a_devices_share_more_slots_pay():
     devices. With three slots each, all hold the hot expert."""
     two = Layout(E, W, 2, 1024, store="resident", offers_per_device=1,
                  copies_per_device=1)  # fmt: skip
-    run = Run.of(settings(), layout=two).go(range(60), lambda step: hot(0, 0.5))
+    run = BalancedRun.of(settings(), layout=two).go(range(60), lambda step: hot(0, 0.5))
     assert run.kinds() == ["keep", "relayout"], "no relayout before a half life"
     relayout = run.decisions[1]
     assert relayout.changes["slots_per_device"] == (2, 3)
@@ -68,7 +68,7 @@ def test_where_one_expert_exceeds_a_devices_share_more_slots_pay():
     assert run.state.layout.slots_per_device == 3
     assert worst(run.state, hot(0, 0.5)) < 1.2
     relayout.plan.validate(relayout.layout)
-    capped = Run.of(settings(max_slots_per_device=2), layout=two)
+    capped = BalancedRun.of(settings(max_slots_per_device=2), layout=two)
     capped.go(range(60), lambda step: hot(0, 0.5))
     assert all("slots_per_device" not in d.changes for d in capped.decisions)
 
@@ -78,7 +78,7 @@ def test_a_compile_that_never_ends_is_never_asked_for(slots):
     layout = dataclasses.replace(LAYOUT, slots_per_device=slots)
     never = dataclasses.replace(COST, compile_sec=np.inf)
     rng = np.random.default_rng(slots)
-    run = Run.of(settings(cooldown_steps=0), never, layout)
+    run = BalancedRun.of(settings(cooldown_steps=0), never, layout)
     run.go(range(200), lambda step: noisy(hot(step // 30 % E, 0.5), rng))
     assert "relayout" not in run.kinds()
     assert ("swap" in run.kinds()) == (slots == 3)
@@ -89,12 +89,12 @@ def test_owners_that_cost_infinitely_much_to_move_stay():
     load_lwe = EVEN.copy()
     load_lwe[..., :2] = 2 * ROWS // E  # both hot experts at home on device 0
     permuting = settings(policy="permute")
-    run = Run.of(permuting, layout=owned).go(range(40), lambda step: load_lwe)
+    run = BalancedRun.of(permuting, layout=owned).go(range(40), lambda step: load_lwe)
     assert [d.kind for d in run.changes()] == ["swap"]
     assert not run.state.plan.is_logical
     assert run.decisions[0].cost_sec > 0
     never = dataclasses.replace(COST, bytes_per_move=np.inf)
-    run = Run.of(permuting, never, owned).go(range(40), lambda step: load_lwe)
+    run = BalancedRun.of(permuting, never, owned).go(range(40), lambda step: load_lwe)
     assert set(run.kinds()) == {"keep"}
     assert run.state.plan.is_logical
 
@@ -117,7 +117,7 @@ def test_owners_move_in_the_layers_where_that_pays():
         assert gain_l[0] * 500 > move_sec * moves
         cost = dataclasses.replace(COST, bytes_per_move=move_sec * COST.bytes_per_sec)
         chosen = settings(policy="permute", margin=0.0, act_above=1.1, rest_below=1.05)
-        run = Run.of(chosen, cost, owned).go([0], lambda step: load_lwe)
+        run = BalancedRun.of(chosen, cost, owned).go([0], lambda step: load_lwe)
         (swap,) = run.changes()
         is_moved_l = (swap.plan.owned_le != home.owned_le).any(axis=1)
         assert is_moved_l.tolist() == moved
@@ -162,7 +162,7 @@ def test_buffers_grow_to_what_is_seen_and_shrink_from_what_is_not():
     cost = dataclasses.replace(COST, micro_batches=2, latency_sec=1e-3)
     for rows_per_peer, becomes in ((64, 160), (512, 160), (160, 160), (192, 192)):
         layout = dataclasses.replace(PADDED, rows_per_peer=rows_per_peer)
-        run = Run.of(settings(margin=0.0, horizon_steps=10**6), cost, layout)
+        run = BalancedRun.of(settings(margin=0.0, horizon_steps=10**6), cost, layout)
         run.go(range(40), lambda step: EVEN, full_pairs(160))
         assert run.state.layout.rows_per_peer == becomes, rows_per_peer
         assert len(run.changes()) == len(run.decisions) == (rows_per_peer != becomes)
@@ -171,23 +171,25 @@ def test_buffers_grow_to_what_is_seen_and_shrink_from_what_is_not():
 def test_buffers_stay_where_another_program_does_not_pay_or_drops_would_change():
     dear = dataclasses.replace(COST, compile_sec=1e9)
     layout = dataclasses.replace(PADDED, rows_per_peer=64)
-    run = Run.of(settings(), dear, layout)
+    run = BalancedRun.of(settings(), dear, layout)
     assert run.go(range(40), lambda step: EVEN, full_pairs(160)).decisions == []
     roomy = dataclasses.replace(PADDED, rows_per_peer=512)
     for exchange, kinds in (("exact", ["relayout"]), ("capacity", [])):
         layout = dataclasses.replace(roomy, exchange=exchange)
         chosen = settings(margin=0.0, horizon_steps=10**6)
-        run = Run.of(chosen, COST, layout)
+        run = BalancedRun.of(chosen, COST, layout)
         run.go(range(40), lambda step: EVEN, full_pairs(160))
         assert run.kinds() == kinds
     layout = dataclasses.replace(roomy, exchange="capacity", slots_per_device=2)
-    run = Run.of(settings(), COST, layout).go(range(40), lambda step: hot(0, 0.5))
+    run = BalancedRun.of(settings(), COST, layout).go(
+        range(40), lambda step: hot(0, 0.5)
+    )
     assert "relayout" not in run.kinds()
 
 
 def test_few_pairs_are_no_percentile_to_fit_buffers_to():
     layout = dataclasses.replace(PADDED, slots_per_device=2)
-    run = Run.of(settings(lag_steps=2), COST, layout)
+    run = BalancedRun.of(settings(lag_steps=2), COST, layout)
     run.go(range(15), lambda step: hot(0, 0.5), full_pairs(160))
     (relayout,) = run.changes()
     assert "slots_per_device" in relayout.changes
@@ -234,7 +236,7 @@ def test_every_policy_is_held_to_the_same_laws(name):
 
     layout = layout_for(POLICIES[name], 3)
     plan = ExpertPlan.home_in(layout, L)
-    run = Run.of(settings(policy=name), layout=layout, plan=plan)
+    run = BalancedRun.of(settings(policy=name), layout=layout, plan=plan)
     run.go(range(200), load_of_step)
     for decision in run.changes():
         decision.plan.validate(decision.layout)
@@ -243,7 +245,7 @@ def test_every_policy_is_held_to_the_same_laws(name):
     assert bool(run.changes()) == (name != "home")
     assert len(run.changes()) <= 200 // 23 + 1
     assert (
-        Run.of(settings(policy=name), layout=layout)
+        BalancedRun.of(settings(policy=name), layout=layout)
         .go(range(30), lambda step: EVEN)
         .decisions
         == []
@@ -253,7 +255,7 @@ def test_every_policy_is_held_to_the_same_laws(name):
 @pytest.mark.parametrize("name", ["flexmoe", "eplb"])
 def test_published_policies_even_out_a_lasting_hot_expert(name):
     layout = layout_for(POLICIES[name], 2)
-    run = Run.of(settings(policy=name), layout=layout)
+    run = BalancedRun.of(settings(policy=name), layout=layout)
     run.go(range(200), lambda step: hot(0, 0.5))
     assert "relayout" in run.kinds()
     assert run.state.layout.slots_per_device == 3

@@ -11,9 +11,9 @@ from tests.support.balanced_run import (
     COST,
     EVEN,
     LAYOUT,
+    BalancedRun,
     E,
     L,
-    Run,
     hot,
     noisy,
     settings,
@@ -24,16 +24,18 @@ pytestmark = pytest.mark.usefixtures("policies_of_tests")
 
 
 def test_an_even_load_asks_nothing():
-    assert Run.of(settings()).go(range(50), lambda step: EVEN).decisions == []
+    assert BalancedRun.of(settings()).go(range(50), lambda step: EVEN).decisions == []
 
 
 def test_below_the_threshold_nothing_is_decided():
     load_lwe = hot(0, 0.2)  # device 0 has 0.314 of the rows: 1.257 times the mean
-    run = Run.of(settings(act_above=1.3, rest_below=1.1, margin=0.0))
+    run = BalancedRun.of(settings(act_above=1.3, rest_below=1.1, margin=0.0))
     assert 1.25 < worst(run.state, load_lwe) < 1.3
     assert run.go(range(60), lambda step: load_lwe).decisions == []
     assert (
-        Run.of(settings(act_above=1.24)).go(range(9), lambda step: load_lwe).changes()
+        BalancedRun.of(settings(act_above=1.24))
+        .go(range(9), lambda step: load_lwe)
+        .changes()
     )
 
 
@@ -44,7 +46,7 @@ def test_between_the_thresholds_it_goes_on_if_it_was_above():
     high, low = hot(0, 0.5), EVEN
     args = {"act_above": 1.6, "rest_below": 1.3}
     quiet = dataclasses.replace(quiet, **args)
-    run = Run.of(quiet).go(range(20), lambda step: between)
+    run = BalancedRun.of(quiet).go(range(20), lambda step: between)
     assert run.decisions == []
     run.go(range(20, 40), lambda step: high)
     assert len(run.decisions) == 4
@@ -59,7 +61,7 @@ def test_between_the_thresholds_it_goes_on_if_it_was_above():
 
 
 def test_it_decides_only_at_its_steps_and_from_what_it_has_seen():
-    run = Run.of(settings(every_steps=7, margin=0.9, cooldown_steps=0))
+    run = BalancedRun.of(settings(every_steps=7, margin=0.9, cooldown_steps=0))
     state, decision = controller.decide(run.settings, COST, run.state, 0)
     assert decision is None
     assert state is run.state
@@ -68,7 +70,7 @@ def test_it_decides_only_at_its_steps_and_from_what_it_has_seen():
 
 
 def test_a_decision_is_adopted_at_its_step_and_blocks_others_until_then():
-    run = Run.of(settings(every_steps=1, lag_steps=6, cooldown_steps=0))
+    run = BalancedRun.of(settings(every_steps=1, lag_steps=6, cooldown_steps=0))
     run.go(range(6), lambda step: hot(0, 0.5))
     (swap,) = run.decisions
     assert (swap.kind, swap.step, swap.adopt_step) == ("swap", 0, 6)
@@ -84,7 +86,7 @@ def test_a_decision_is_adopted_at_its_step_and_blocks_others_until_then():
 @pytest.mark.parametrize(("slots", "lag_steps"), [(3, 3), (2, 11)])
 def test_a_relayout_may_take_longer_than_a_swap(slots, lag_steps):
     layout = dataclasses.replace(LAYOUT, slots_per_device=slots)
-    run = Run.of(settings(relayout_lag_steps=11), layout=layout)
+    run = BalancedRun.of(settings(relayout_lag_steps=11), layout=layout)
     run.go(range(9), lambda step: hot(0, 0.5))
     (change,) = run.changes()
     assert change.kind == ("swap" if slots == 3 else "relayout")
@@ -98,14 +100,14 @@ def test_only_stores_that_the_model_can_have_are_weighed():
     slow = dataclasses.replace(slow, bytes_per_move=0.0)
     for stores, becomes in ((None, "sharded"), (("resident",), "resident")):
         chosen = settings(policy="flexmoe", stores=stores, rest_below=1.0)
-        run = Run.of(chosen, slow).go(range(1, 120), lambda step: hot(0, 0.5))
+        run = BalancedRun.of(chosen, slow).go(range(1, 120), lambda step: hot(0, 0.5))
         assert run.changes()
         assert run.state.layout.store == becomes
 
 
 def test_after_an_adoption_it_rests_for_the_cooldown():
     """The hot expert moves as soon as it has been replicated."""
-    run = Run.of(settings(every_steps=1, cooldown_steps=25))
+    run = BalancedRun.of(settings(every_steps=1, cooldown_steps=25))
     run.go(range(200), lambda step: hot(step // 4 % E, 0.5))
     adopted = [d.adopt_step for d in run.changes()]
     asked = [d.step for d in run.decisions]
@@ -115,24 +117,24 @@ def test_after_an_adoption_it_rests_for_the_cooldown():
 
 
 def test_a_gain_within_the_margin_changes_nothing():
-    gain = Run.of(settings()).go([0], lambda step: hot(0, 0.5)).changes()[0]
-    at_home = Run.of(settings())
+    gain = BalancedRun.of(settings()).go([0], lambda step: hot(0, 0.5)).changes()[0]
+    at_home = BalancedRun.of(settings())
     at_home.state = controller.observe(
         at_home.settings, at_home.state, 0, hot(0, 0.5), np.zeros(L, int)
     )
     home_sec = COST.step_sec(hot(0, 0.5).astype(float), at_home.state.plan, LAYOUT)
     share = gain.gain_sec / home_sec
     for margin, kind in ((share * 0.99, "swap"), (share * 1.01, "keep")):
-        run = Run.of(settings(margin=margin)).go([0], lambda step: hot(0, 0.5))
+        run = BalancedRun.of(settings(margin=margin)).go([0], lambda step: hot(0, 0.5))
         assert run.kinds() == [kind]
     assert "max/mean" in run.decisions[0].line()
 
 
 def test_a_lasting_hot_expert_leads_to_one_swap():
     load_lwe = hot(5, 0.4)
-    run = Run.of(settings()).go(range(100), lambda step: load_lwe)
+    run = BalancedRun.of(settings()).go(range(100), lambda step: load_lwe)
     assert run.kinds() == ["swap"]
-    before = worst(Run.of(settings()).state, load_lwe)
+    before = worst(BalancedRun.of(settings()).state, load_lwe)
     assert worst(run.state, load_lwe) < 1.2 < before
 
 
@@ -140,18 +142,18 @@ def test_a_load_faster_than_the_cooldown_does_not_thrash():
     """Two experts are hot in turn, for 10 steps each, and chance is at work."""
     rng = np.random.default_rng(0)
     oscillating = settings(every_steps=1, cooldown_steps=60)
-    run = Run.of(oscillating)
+    run = BalancedRun.of(oscillating)
     run.go(range(1200), lambda step: noisy(hot(4 * (step // 10 % 2), 0.4), rng))
     period = 60 + run.settings.lag_steps
     assert 1 <= len(run.changes()) <= 1200 // period + 1
-    slow = Run.of(dataclasses.replace(oscillating, half_life_steps=40.0))
+    slow = BalancedRun.of(dataclasses.replace(oscillating, half_life_steps=40.0))
     slow.go(range(1200), lambda step: noisy(hot(4 * (step // 10 % 2), 0.4), rng))
     assert 1 <= len(slow.changes()) <= 3, "an average over both sees both"
 
 
 def test_noise_alone_changes_nothing_after_the_first_swap():
     rng = np.random.default_rng(1)
-    run = Run.of(settings(every_steps=1, cooldown_steps=0, act_above=1.3))
+    run = BalancedRun.of(settings(every_steps=1, cooldown_steps=0, act_above=1.3))
     run.go(range(400), lambda step: noisy(hot(3, 0.4), rng))
     assert 1 <= len(run.changes()) <= 2
 
@@ -166,7 +168,7 @@ def random_run(seed, **changes):
         load = [hot(e, s, 1)[0] for e, s in zip(experts[at], shares[at])]
         return noisy(np.stack(load), np.random.default_rng(1000 * seed + step))
 
-    return Run.of(settings(**changes)), load_of_step
+    return BalancedRun.of(settings(**changes)), load_of_step
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -192,7 +194,7 @@ def test_a_state_from_json_goes_on_as_the_state(cut):
         step += 1
     text = controller.to_json(run.state)
     assert controller.to_json(controller.from_json(text)) == text
-    twin = Run(run.settings, run.cost, controller.from_json(text), [])
+    twin = BalancedRun(run.settings, run.cost, controller.from_json(text), [])
     run.decisions = []
     for each in (run, twin):
         each.go(range(step, step + 200), load_of_step)
@@ -209,7 +211,7 @@ def test_two_runs_decide_alike():
 
 
 def test_pairs_under_an_older_plan_are_forgotten():
-    run = Run.of(settings()).go(range(3), lambda step: hot(0, 0.5))
+    run = BalancedRun.of(settings()).go(range(3), lambda step: hot(0, 0.5))
     assert run.state.tracker.fullest_lt.shape[1] == 3
     adopted = controller.adopt(run.state)
     assert adopted.last_change_step == 3
@@ -222,7 +224,7 @@ def test_pairs_under_an_older_plan_are_forgotten():
 
 
 def test_a_changed_half_life_counts_from_then_on():
-    run = Run.of(settings()).go(range(3), lambda step: EVEN)
+    run = BalancedRun.of(settings()).go(range(3), lambda step: EVEN)
     other = settings(half_life_steps=9.0)
     state = controller.observe(other, run.state, 3, EVEN, np.zeros(L, int))
     assert state.tracker.half_life_steps == 9.0

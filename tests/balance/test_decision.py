@@ -13,8 +13,8 @@ from tests.support.balanced_run import (
     COST,
     LAYOUT,
     POLICIES_OF_TESTS,
+    BalancedRun,
     L,
-    Run,
     hot,
     settings,
 )
@@ -68,7 +68,9 @@ def test_a_kept_plan_says_why():
     layers: 6 * (1.828 - 0.856) s are saved."""
     dear = dataclasses.replace(COST, compile_sec=1e4)
     capped = dataclasses.replace(LAYOUT, slots_per_device=2)
-    run = Run.of(settings(), dear, capped).go(range(9), lambda step: hot(0, 0.5))
+    run = BalancedRun.of(settings(), dear, capped).go(
+        range(9), lambda step: hot(0, 0.5)
+    )
     early, late = run.decisions
     head = f"keep {early.digest_before}  spread  max/mean 2.29  "
     assert early.line() == f"step 0  {head}no plan for this layout is cheaper"
@@ -78,7 +80,9 @@ def test_a_kept_plan_says_why():
 
 
 def test_a_record_is_plain_and_a_decision_survives_json():
-    run = Run.of(settings(), layout=dataclasses.replace(LAYOUT, slots_per_device=2))
+    run = BalancedRun.of(
+        settings(), layout=dataclasses.replace(LAYOUT, slots_per_device=2)
+    )
     (decision,) = run.go(range(9), lambda step: hot(0, 0.5)).changes()
     record = json.loads(json.dumps(decision.record()))
     assert record["changes"]["slots_per_device"] == [2, 3]

@@ -11,7 +11,7 @@ from moejax.balance.policies.micromoe.density import (
     dense_prefix,
     densest,
     density,
-    held,
+    device_holds,
     in_sets,
     set_sizes,
     subset_sums,
@@ -49,7 +49,7 @@ def by_definition(row_p, load_e, w) -> float:
 def program(row_p, load_e, w):
     """The split's linear program: a column for each (expert, device) and the last for
     the fullest device; (cost, upper matrix, equality matrix)."""
-    expert_x, device_x = np.nonzero(held(row_p, len(load_e), w).T)
+    expert_x, device_x = np.nonzero(device_holds(row_p, len(load_e), w).T)
     num_columns = len(expert_x) + 1
     upper_wx = np.zeros((w, num_columns))
     upper_wx[device_x, np.arange(num_columns - 1)] = 1
@@ -95,7 +95,7 @@ def test_the_set_is_the_proof(sizes):
     for seed in range(3):
         row_p, load_e = case(seed, sizes)
         best = densest(row_p, load_e, w)
-        is_away_e = held(row_p, e, w)[~best.is_in_w].any(axis=0)
+        is_away_e = device_holds(row_p, e, w)[~best.is_in_w].any(axis=0)
         assert best.rows == pytest.approx(load_e[~is_away_e].sum())
         assert best.rows_per_device >= load_e.sum() / w * (1 - 1e-12)
 
@@ -147,7 +147,7 @@ def test_subset_sums_are_those_of_the_experts_inside(w):
 def test_a_dense_prefix_is_nearly_the_densest():
     for seed in range(6):
         row_p, load_e = case(seed, (64, 256, 6))
-        held_we = held(row_p, 256, 64)
+        held_we = device_holds(row_p, 256, 64)
         is_in_w = dense_prefix(held_we, load_e)
         rows = load_e[~held_we[~is_in_w].any(axis=0)].sum() / is_in_w.sum()
         best = density(row_p, load_e, 64)

@@ -10,13 +10,13 @@ import pytest
 from moejax.balance import candidates, controller
 from moejax.balance.candidates import Candidate
 from moejax.plan.expert_plan import ExpertPlan
-from tests.support.balanced_run import LAYOUT, E, Run, hot, settings
+from tests.support.balanced_run import LAYOUT, BalancedRun, E, hot, settings
 
 pytestmark = pytest.mark.usefixtures("policies_of_tests")
 
 
 def test_where_nothing_pays_the_question_rests_for_the_cooldown():
-    run = Run.of(settings(every_steps=1, margin=0.9, cooldown_steps=25))
+    run = BalancedRun.of(settings(every_steps=1, margin=0.9, cooldown_steps=25))
     run.go(range(200), lambda step: hot(0, 0.5))
     assert set(run.kinds()) == {"keep"}
     settled = [d.step for d in run.decisions if d.step > 25]
@@ -27,7 +27,7 @@ def test_where_nothing_pays_the_question_rests_for_the_cooldown():
 def test_swaps_do_not_put_a_relayout_off_for_ever(monkeypatch):
     """Always both pay, and the relayout more. A swap may follow a relayout at once and
     another one may be preferred; then the relayout's time has come."""
-    run = Run.of(settings(every_steps=1, cooldown_steps=10))
+    run = BalancedRun.of(settings(every_steps=1, cooldown_steps=10))
     wide = dataclasses.replace(LAYOUT, slots_per_device=4)
 
     def candidate(plan, layout, gain_sec):
@@ -54,7 +54,7 @@ def test_swaps_do_not_put_a_relayout_off_for_ever(monkeypatch):
 def test_a_layout_that_is_refused_is_not_proposed_again():
     """Not compiled, or too large: the run goes on, and something else may be tried."""
     layout = dataclasses.replace(LAYOUT, slots_per_device=2)
-    run = Run.of(settings(cooldown_steps=10, lag_steps=1000, every_steps=1),
+    run = BalancedRun.of(settings(cooldown_steps=10, lag_steps=1000, every_steps=1),
                  layout=layout)  # fmt: skip
     seen = []
     for step in range(0, 300, 30):

@@ -16,7 +16,7 @@ from moejax.balance.policies.micromoe.asymmetric import (
     fill,
     scored,
 )
-from moejax.balance.policies.micromoe.density import density, held
+from moejax.balance.policies.micromoe.density import density, device_holds
 from moejax.perf.cost_model import NOTES
 from moejax.plan.expert_plan import EMPTY, ExpertPlan
 from moejax.plan.layout import Layout
@@ -144,7 +144,7 @@ def test_the_score_counts_rows_with_one_standard_deviation():
     row_p = micromoe.asymmetric(load_e, 4, 3)
     rows_e = load_e / (load_e.sum() / 4)
     variance_e = DRIFT**2 * rows_e
-    held_we, expected = held(row_p, 8, 4), []
+    held_we, expected = device_holds(row_p, 8, 4), []
     for is_in in itertools.product((False, True), repeat=4):
         is_in_w = np.array(is_in)
         inside_e = ~held_we[~is_in_w].any(axis=0)

@@ -226,7 +226,7 @@ def fillings():
             yield ExpertPlan(np.array([row], np.int32), 3)
 
 
-def sec_of(load_we: np.ndarray, plan: ExpertPlan, layout: Layout) -> float:
+def total_sec(load_we: np.ndarray, plan: ExpertPlan, layout: Layout) -> float:
     """At budgets of what the plan needs."""
     return NOTES.layer_sec(load_we, plan.slot_to_expert_lp[0], tight(layout, plan))
 
@@ -242,11 +242,11 @@ def test_flexmoe_against_brute_force(store, skew):
     rng = np.random.default_rng(7)
     share_e = rng.permutation(1 / np.arange(1, 4) ** skew)
     load_we = rng.poisson(30000 * share_e, (3, 3)).astype(float)
-    best = min(fillings(), key=lambda plan: sec_of(load_we, plan, layout))
+    best = min(fillings(), key=lambda plan: total_sec(load_we, plan, layout))
     plan = flexmoe.plan(load_we[None], layout, NOTES, home)
-    best_sec, plan_sec = (sec_of(load_we, p, layout) for p in (best, plan))
+    best_sec, plan_sec = (total_sec(load_we, p, layout) for p in (best, plan))
     assert plan_sec <= 1.3 * best_sec
-    assert plan_sec < 0.9 * sec_of(load_we, home, layout) or skew == 0.5
+    assert plan_sec < 0.9 * total_sec(load_we, home, layout) or skew == 0.5
 
 
 def test_prophet_against_brute_force():
@@ -260,9 +260,9 @@ def test_prophet_against_brute_force():
 
         def shadowed_sec(shadows, load_we=load_we):
             row_p = fastermoe.shadow_row([(e, everywhere) for e in shadows], layout)
-            return sec_of(load_we, ExpertPlan(row_p[None], 3), layout)
+            return total_sec(load_we, ExpertPlan(row_p[None], 3), layout)
 
         sets = [s for n in range(3) for s in itertools.combinations(range(3), n)]
         plan = prophet.plan(load_we[None], layout, NOTES, home).validate(layout)
         best_sec = min(map(shadowed_sec, sets))
-        assert sec_of(load_we, plan, layout) <= 1.05 * best_sec
+        assert total_sec(load_we, plan, layout) <= 1.05 * best_sec

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moejax.balance.policies.micromoe import symmetric
-from moejax.balance.policies.micromoe.density import density, held
+from moejax.balance.policies.micromoe.density import density, device_holds
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 
@@ -17,13 +17,13 @@ SIZES = [
 
 def edges(row_p, num_experts, w) -> list[tuple[int, ...]]:
     """The devices of each expert."""
-    held_we = held(row_p, num_experts, w)
+    held_we = device_holds(row_p, num_experts, w)
     return [tuple(np.flatnonzero(held_e).tolist()) for held_e in held_we.T]
 
 
 def joined(row_p, num_experts, w) -> np.ndarray:
     """Experts that each pair of devices shares, [w, w]."""
-    held_we = held(row_p, num_experts, w).astype(int)
+    held_we = device_holds(row_p, num_experts, w).astype(int)
     return held_we @ held_we.T * (1 - np.eye(w, dtype=int))
 
 
@@ -85,7 +85,7 @@ def test_a_general_plan_is_valid_full_and_even(sizes):
 def test_all_devices_look_alike(sizes):
     """With all devices and experts one device further the plan is the same."""
     num_experts, w, _ = sizes
-    held_we = held(symmetric.symmetric(*sizes), num_experts, w)
+    held_we = device_holds(symmetric.symmetric(*sizes), num_experts, w)
     rolled_we = np.roll(held_we, (1, num_experts // w), axis=(0, 1))
     assert np.array_equal(held_we, rolled_we)
 

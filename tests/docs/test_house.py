@@ -17,7 +17,7 @@ from moejax.balance.candidates import ratio_by_layer
 from moejax.balance.controller import Settings
 from moejax.balance.policies import POLICIES, Policy
 from moejax.config import Balance
-from moejax.moe.exchange.dispatch import Window, receipt_of
+from moejax.moe.exchange.dispatch import Window, make_receipt
 from moejax.moe.exchange.manifest import manifest, num_dropped
 from moejax.moe.exchange.rounds import exchange, num_rounds
 from moejax.moe.mesh_roles import on_mesh
@@ -150,7 +150,7 @@ def on_two_devices(example: str, mode: str):
     layout = Layout(4, 2, 3, 4, exchange=mode, store="resident", offers_per_device=1,
                     copies_per_device=1)  # fmt: skip
     plan = ExpertPlan(row_p[None], 4).validate(layout)
-    placement = jax.tree.map(jnp.asarray, Placement.of_plan(plan, layout).layer(0))
+    placement = jax.tree.map(jnp.asarray, Placement.from_plan(plan, layout).layer(0))
 
     mesh, split = make_mesh(Topology(expert=2), jax.devices()[:2]), P(EXPERT)
     mesh_layout = on_mesh(mesh, layout)
@@ -166,7 +166,7 @@ def on_two_devices(example: str, mode: str):
         times_ws = jnp.asarray(TIMES_E[np.maximum(row_p, 0)].reshape(2, 3))
         weights = {"times_s": times_ws[jax.lax.axis_index(EXPERT)]}
         y_n1 = exchange(x_n1, gate_nk, weights, sent, experts, mesh_layout)
-        receipt, _ = receipt_of(sent, Window(0, layout.rows_per_peer), mesh_layout)
+        receipt, _ = make_receipt(sent, Window(0, layout.rows_per_peer), mesh_layout)
         rounds = num_rounds(sent, layout)
         dropped = num_dropped(expert_nk, sent.peer_nk)
         each = (sent.counts_up, sent.assignment_a, dropped, rounds)

@@ -19,7 +19,7 @@ from moejax.kernels.device import is_hopper
 from moejax.kernels.grouped_dot import vjp
 from moejax.kernels.grouped_dot.choose import choose_grouped_dot
 from moejax.kernels.grouped_dot.hopper import kernels
-from moejax.kernels.grouped_dot.hopper.ring import Run
+from moejax.kernels.grouped_dot.hopper.ring import KernelRun
 from moejax.kernels.permute.choose import choose_permute
 from moejax.kernels.tuning import Tiles
 from moejax.moe import reference, route
@@ -29,7 +29,7 @@ from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
 from tests.support.close import assert_close
 from tests.support.expert_fields import parts_with
-from tests.support.resolved import layout_of
+from tests.support.resolved import make_layout
 from train.resolve.kernels import choose_kernels, kernel_line
 
 H200 = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
@@ -105,10 +105,10 @@ def config(**moe) -> Config:
 
 def test_the_run_says_what_it_takes_and_why():
     cfg = config()
-    line = kernel_line(choose_kernels(cfg, layout_of(cfg)))
+    line = kernel_line(choose_kernels(cfg, make_layout(cfg)))
     assert "grouped_dot blocked (the kernels are for Hopper, not cpu)" in line
     with on(H200):
-        line = kernel_line(choose_kernels(cfg, layout_of(cfg)))
+        line = kernel_line(choose_kernels(cfg, make_layout(cfg)))
     said = r"hopper \(NVIDIA H200, \d of 6 products with measured tiles\)"
     assert re.search(rf"grouped_dot {said}, permute hopper \(NVIDIA H200\)$", line)
 
@@ -116,7 +116,7 @@ def test_the_run_says_what_it_takes_and_why():
 def test_the_run_says_where_later_rounds_have_less_than_a_tile():
     cfg = config(rows_per_peer=32)
     with on(H200):
-        line = kernel_line(choose_kernels(cfg, layout_of(cfg)))
+        line = kernel_line(choose_kernels(cfg, make_layout(cfg)))
     assert "grouped_dot hopper (NVIDIA H200," in line
     why = "the Hopper kernels decline: 32 rows are less than a tile's 64"
     assert f"grouped_dot in later rounds blocked ({why})" in line
@@ -124,7 +124,7 @@ def test_the_run_says_where_later_rounds_have_less_than_a_tile():
 
 def test_plain_kernels_on_any_device():
     cfg = config(kernels="plain")
-    layout = layout_of(cfg)
+    layout = make_layout(cfg)
     assert layout.kernels == "plain"
     with on(H200):
         found = choose_kernels(cfg, layout)
@@ -136,7 +136,7 @@ def test_plain_kernels_on_any_device():
 def test_the_run_says_what_fp8_is_there(fp8):
     """Emulated, or of 8-bit values: with other products, of which tiles are told."""
     cfg = config(fp8=fp8)
-    layout = layout_of(cfg)
+    layout = make_layout(cfg)
     assert layout.fp8 == fp8
     emulated = f"; fp8 with gradients in {fp8} is emulated, no faster"
     line = kernel_line(choose_kernels(cfg, layout))
@@ -222,7 +222,7 @@ def layer_case(d: int, f: int, dtype, mesh=None):
 def loss_and_grads(layer, params, x_btd, *, layout, experts=None, remat=None):
     graph, rest = layer
     plan = ExpertPlan.home_in(layout, 1)
-    placement = Placement.of_plan(plan, layout).layer(0)
+    placement = Placement.from_plan(plan, layout).layer(0)
 
     def loss(params, x_btd):
         merged = nnx.merge(graph, params, rest)
@@ -256,7 +256,7 @@ def by_definition(layer, params, x_btd):
 
 
 def interpret(monkeypatch):
-    own, run = vjp.products, Run(2, plgpu.InterpretGPUParams())
+    own, run = vjp.products, KernelRun(2, plgpu.InterpretGPUParams())
 
     def products(name, block_rows, fp8):
         is_hopper = name == "hopper"

@@ -12,7 +12,7 @@ import pytest
 
 from moejax.kernels.grouped_dot import fp8, grouped_dot, grouped_swiglu
 from moejax.kernels.grouped_dot.choose import products
-from moejax.kernels.shapes import rows_of
+from moejax.kernels.shapes import make_rows
 from moejax.plan.layout import Fp8
 from tests.support import fp8_definition as definition
 from tests.support.close import assert_close
@@ -120,7 +120,7 @@ def test_zeros_and_what_is_all_but_zero(value):
     """Zeros stay zero; so far below 5e-17 a block is lost, and nothing is made up."""
     x_md = jnp.full((1, 128), value, jnp.float32)
     values, scale = scaled(x_md, fp8.VALUES, fp8.OF_ROWS)
-    assert np.all(scale == 2.0**fp8.LEAST_EXPONENT)
+    assert np.all(scale == 2.0**fp8.MIN_EXPONENT)
     assert np.all(values.astype(jnp.float32) == 0)
 
 
@@ -184,7 +184,7 @@ def defined(x_md, w_gdf, dy_mf, rows_g, name):
 def test_products_are_those_of_rounded_arrays(implementation, name, dtype):
     """dx is of dy in the format named; dw is of x and dy as they are."""
     arrays = operands(dtype)
-    rows_g = rows_of("with_empty", OWNED, GROUPS, seed=0)
+    rows_g = make_rows("with_empty", OWNED, GROUPS, seed=0)
     found = value_and_grads(*arrays, rows_g, implementation, name)
     assert {leaf.dtype for leaf in found} == {jnp.dtype(dtype)}
     assert_close(found, defined(*arrays, rows_g, name))
@@ -193,7 +193,7 @@ def test_products_are_those_of_rounded_arrays(implementation, name, dtype):
 @pytest.mark.slow
 def test_gradients_in_e5m2_are_others():
     """The option reaches dgrad, and that alone."""
-    arrays, rows_g = operands("float32"), rows_of("zipf", OWNED, GROUPS, seed=0)
+    arrays, rows_g = operands("float32"), make_rows("zipf", OWNED, GROUPS, seed=0)
     one, other = (value_and_grads(*arrays, rows_g, "blocked", n) for n in FORMATS)
     assert_close((one[0], one[2]), (other[0], other[2]))
     with pytest.raises(AssertionError, match="values off"):
@@ -203,7 +203,7 @@ def test_gradients_in_e5m2_are_others():
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_nan_in_padding_reaches_nothing(implementation):
     x_md, w_gdf, dy_mf = operands("float32")
-    rows_g = rows_of("zipf", OWNED, GROUPS, seed=0)
+    rows_g = make_rows("zipf", OWNED, GROUPS, seed=0)
     clean = value_and_grads(x_md, w_gdf, dy_mf, rows_g, implementation, "e4m3")
     x_md, dy_mf = (a.at[OWNED:].set(jnp.nan) for a in (x_md, dy_mf))
     dirty = value_and_grads(x_md, w_gdf, dy_mf, rows_g, implementation, "e4m3")
@@ -216,7 +216,7 @@ def test_nan_in_padding_reaches_nothing(implementation):
 def test_a_row_that_is_not_finite_shows_in_its_results_and_gradients(bad):
     """A step that skips such an update must see it."""
     x_md, w_gdf, dy_mf = operands("float32")
-    rows_g = rows_of("uniform", OWNED, GROUPS, seed=0)
+    rows_g = make_rows("uniform", OWNED, GROUPS, seed=0)
     x_md, dy_mf = x_md.at[0, 3].set(bad), dy_mf.at[1, 5].set(bad)
     y_mf, dx_md, dw_gdf = value_and_grads(x_md, w_gdf, dy_mf, rows_g, "blocked", "e4m3")
     for out, row in ((y_mf, 0), (dx_md, 1)):
@@ -234,7 +234,7 @@ def test_swiglu_is_made_of_such_products():
     x_md, into_gdh, dinto_mh = operands("bfloat16")
     random, f = np.random.default_rng(2), F // 2
     down_gfd = jnp.asarray(random.standard_normal((GROUPS, f, D)) / f**0.5, x_md.dtype)
-    dy_md, rows_g = x_md[::-1], rows_of("zipf", ROWS, GROUPS, seed=1)
+    dy_md, rows_g = x_md[::-1], make_rows("zipf", ROWS, GROUPS, seed=1)
     p = products("reference", None, "e5m2")
     p = p._replace(**{n: jax.jit(product) for n, product in p._asdict().items()})
     h_mf, into_mh = p.swiglu(x_md, into_gdh, rows_g)
@@ -265,7 +265,7 @@ def test_swiglu_is_made_of_such_products():
 
 def test_bad_options():
     x_md, w_gdf, _ = operands("float32")
-    rows_g = rows_of("uniform", OWNED, GROUPS, seed=0)
+    rows_g = make_rows("uniform", OWNED, GROUPS, seed=0)
     with pytest.raises(ValueError, match="fp8='e3m4' is not one of none, e4m3, e5m2"):
         grouped_dot(x_md, w_gdf, rows_g, fp8="e3m4")
     x_md, w_gdf = (a.astype(jnp.int32) for a in (x_md, w_gdf))

@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from moejax.kernels.grouped_dot import grouped_dot, portable
-from moejax.kernels.shapes import SKEWS, rows_of
+from moejax.kernels.shapes import SKEWS, make_rows
 from tests.support.close import assert_close
 
 NUM_DEVICES, NUM_ROWS, D, F, NUM_GROUPS = 8, 200, 16, 24, 6
@@ -60,7 +60,7 @@ def by_hand(x_md, w_gdf, rows_g, dy_mf):
 @pytest.mark.parametrize("skew", SKEWS)
 def test_reference_is_the_definition(skew):
     x_md, w_gdf, dy_mf = operands()
-    rows_g = rows_of(skew, NUM_OWNED, NUM_GROUPS, seed=1)
+    rows_g = make_rows(skew, NUM_OWNED, NUM_GROUPS, seed=1)
     actual = reference(x_md, w_gdf, rows_g, dy_mf)
     assert_close(actual, by_hand(x_md, w_gdf, rows_g, dy_mf))
 
@@ -70,7 +70,7 @@ def test_reference_is_the_definition(skew):
 @pytest.mark.parametrize("implementation", ["blocked", "xla"])
 def test_equals_reference(implementation, skew, num_owned):
     x_md, w_gdf, dy_mf = operands()
-    rows_g = rows_of(skew, num_owned, NUM_GROUPS, seed=2)
+    rows_g = make_rows(skew, num_owned, NUM_GROUPS, seed=2)
     actual = value_and_grads_jit(
         x_md, w_gdf, rows_g, dy_mf, implementation=implementation, block_rows=BLOCK_ROWS
     )
@@ -80,7 +80,7 @@ def test_equals_reference(implementation, skew, num_owned):
 @pytest.mark.parametrize("block_rows", [None, 1, 7, 1000])
 def test_any_block_size(block_rows):
     x_md, w_gdf, dy_mf = operands()
-    rows_g = rows_of("zipf", NUM_OWNED, NUM_GROUPS, seed=3)
+    rows_g = make_rows("zipf", NUM_OWNED, NUM_GROUPS, seed=3)
     actual = value_and_grads_jit(x_md, w_gdf, rows_g, dy_mf, block_rows=block_rows)
     assert_close(actual, reference(x_md, w_gdf, rows_g, dy_mf))
 
@@ -102,7 +102,7 @@ def test_blocks_of_two_sizes_and_a_tail():
 def test_half_precision_accumulates_in_float32(dtype, implementation):
     """Against double precision: the only error is one rounding of the result."""
     x_md, w_gdf, dy_mf = operands(dtype)
-    rows_g = rows_of("one_hot", NUM_OWNED, NUM_GROUPS, seed=4)
+    rows_g = make_rows("one_hot", NUM_OWNED, NUM_GROUPS, seed=4)
     actual = value_and_grads_jit(
         x_md, w_gdf, rows_g, dy_mf, implementation=implementation, block_rows=BLOCK_ROWS
     )
@@ -118,7 +118,7 @@ def test_half_precision_accumulates_in_float32(dtype, implementation):
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "xla"])
 def test_nan_in_padding_reaches_nothing(implementation):
     x_md, w_gdf, dy_mf = operands()
-    rows_g = rows_of("with_empty", NUM_OWNED, NUM_GROUPS, seed=5)
+    rows_g = make_rows("with_empty", NUM_OWNED, NUM_GROUPS, seed=5)
     options = {"implementation": implementation, "block_rows": BLOCK_ROWS}
     clean = value_and_grads_jit(x_md, w_gdf, rows_g, dy_mf, **options)
     x_nan_md = x_md.at[NUM_OWNED:].set(jnp.nan)
@@ -154,7 +154,7 @@ def test_inside_shard_map(w_is_shared):
     if w_is_shared:
         pieces = [(x_md, pieces[0][1], dy_mf) for x_md, _, dy_mf in pieces]
     rows = [
-        rows_of(SKEWS[i % 4], NUM_OWNED - 9 * i, NUM_GROUPS, i)
+        make_rows(SKEWS[i % 4], NUM_OWNED - 9 * i, NUM_GROUPS, i)
         for i in range(NUM_DEVICES)
     ]
     expected = [
@@ -180,7 +180,7 @@ def test_inside_shard_map(w_is_shared):
 
 def test_bad_arguments():
     x_md, w_gdf, _ = operands()
-    rows_g = rows_of("uniform", NUM_OWNED, NUM_GROUPS, seed=0)
+    rows_g = make_rows("uniform", NUM_OWNED, NUM_GROUPS, seed=0)
     with pytest.raises(ValueError, match="x_md is bfloat16 and w_gdf is float32"):
         grouped_dot(x_md.astype(jnp.bfloat16), w_gdf, rows_g)
     with pytest.raises(ValueError, match="'dense' is not one of auto, reference"):
@@ -190,12 +190,12 @@ def test_bad_arguments():
 @pytest.mark.parametrize("num_groups", [1, 7, 64])
 @pytest.mark.parametrize("skew", SKEWS)
 def test_rows_of(skew, num_groups):
-    rows_g = rows_of(skew, 1000, num_groups, seed=7)
+    rows_g = make_rows(skew, 1000, num_groups, seed=7)
     assert rows_g.dtype == np.int32
     assert rows_g.shape == (num_groups,)
     assert rows_g.sum() == 1000
     assert (rows_g >= 0).all()
-    np.testing.assert_array_equal(rows_g, rows_of(skew, 1000, num_groups, seed=7))
+    np.testing.assert_array_equal(rows_g, make_rows(skew, 1000, num_groups, seed=7))
     num_empty = {"one_hot": num_groups - 1, "with_empty": num_groups // 2}
     assert np.sum(rows_g == 0) == num_empty.get(skew, 0)
     if skew == "uniform":

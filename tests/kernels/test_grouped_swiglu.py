@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from moejax.kernels.grouped_dot import grouped_swiglu, reference
 from moejax.kernels.grouped_dot.choose import products
-from moejax.kernels.shapes import SKEWS, rows_of
+from moejax.kernels.shapes import SKEWS, make_rows
 from tests.support.close import assert_close
 
 NUM_DEVICES, NUM_ROWS, NUM_OWNED, NUM_GROUPS, D, F = 8, 200, 170, 6, 16, 24
@@ -61,7 +61,7 @@ defined_jit = jax.jit(defined)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_equals_definition(implementation, skew, num_owned):
     arrays = operands()
-    rows_g = rows_of(skew, num_owned, NUM_GROUPS, seed=1)
+    rows_g = make_rows(skew, num_owned, NUM_GROUPS, seed=1)
     actual = value_and_grads_jit(*arrays, rows_g, implementation=implementation)
     assert_close(actual, defined_jit(*arrays, rows_g))
 
@@ -84,7 +84,7 @@ def in_small_blocks(x_md, into_gdh, down_gfd, dy_md, rows_g):
 @pytest.mark.parametrize("skew", SKEWS)
 def test_both_passes_in_small_blocks(skew):
     """Blocks of fewer rows than the rule's, so that a group has several and a tail."""
-    args = *operands(), rows_of(skew, NUM_OWNED, NUM_GROUPS, seed=4)
+    args = *operands(), make_rows(skew, NUM_OWNED, NUM_GROUPS, seed=4)
     found, h_mf, again_mf = in_small_blocks(*args)
     assert_close(found, defined_jit(*args))
     assert_close(again_mf, h_mf)
@@ -97,7 +97,7 @@ def test_both_passes_in_small_blocks(skew):
 )
 def test_half_precision(implementation, dtype):
     arrays = operands(dtype)
-    rows_g = rows_of("zipf", NUM_OWNED, NUM_GROUPS, seed=2)
+    rows_g = make_rows("zipf", NUM_OWNED, NUM_GROUPS, seed=2)
     actual = value_and_grads_jit(*arrays, rows_g, implementation=implementation)
     assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(actual))
     assert_close(actual, defined_jit(*arrays, rows_g))
@@ -107,7 +107,7 @@ def test_half_precision(implementation, dtype):
 def test_nan_in_padding_reaches_nothing(implementation):
     """Nor does NaN in the cotangent of padding, through the whole rule."""
     x_md, *weights, dy_md = operands()
-    rows_g = rows_of("with_empty", NUM_OWNED, NUM_GROUPS, seed=3)
+    rows_g = make_rows("with_empty", NUM_OWNED, NUM_GROUPS, seed=3)
     run = functools.partial(value_and_grads_jit, implementation=implementation)
     clean = run(x_md, *weights, dy_md, rows_g)
     x_md, dy_md = (a.at[NUM_OWNED:].set(jnp.nan) for a in (x_md, dy_md))
@@ -129,7 +129,7 @@ def test_inside_shard_map():
     shared_gdh = pieces[0][1]
     pieces = [(x_md, shared_gdh, *others) for x_md, _, *others in pieces]
     rows = [
-        rows_of(SKEWS[i % 4], NUM_OWNED - 9 * i, NUM_GROUPS, i)
+        make_rows(SKEWS[i % 4], NUM_OWNED - 9 * i, NUM_GROUPS, i)
         for i in range(NUM_DEVICES)
     ]
     expected = [defined_jit(*a, r) for a, r in zip(pieces, rows, strict=True)]
@@ -148,7 +148,7 @@ def test_inside_shard_map():
 
 def test_bad_arguments():
     x_md, into_gdh, down_gfd, _ = operands()
-    rows_g = rows_of("uniform", NUM_OWNED, NUM_GROUPS, seed=0)
+    rows_g = make_rows("uniform", NUM_OWNED, NUM_GROUPS, seed=0)
     for name, wrong in (
         ("into_gdh", (into_gdh.astype(jnp.bfloat16), down_gfd)),
         ("down_gfd", (into_gdh, down_gfd.astype(jnp.bfloat16))),

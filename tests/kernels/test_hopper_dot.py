@@ -16,16 +16,16 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
 )
 
 from moejax.kernels.grouped_dot.hopper import kernels, ring, rows_kernel, wgrad_kernel
-from moejax.kernels.shapes import Shape
+from moejax.kernels.shapes import ProductShape
 from moejax.kernels.tuning import Tiles
 from tests.support.close import assert_close
 from tests.support.hopper_cases import (
-    dims_of,
     expected,
     fitting,
     interpreted,
     kernel,
     leave_out,
+    operand_dims,
     operands,
 )
 from tests.support.hopper_rows import (
@@ -38,14 +38,14 @@ from tests.support.hopper_rows import (
     OWN_DTYPE,
     PLAIN,
     STEEP,
-    least_cover,
+    min_cover,
     rows_of_pattern,
 )
 
 
 def covering():
     """32 patterns: those six, and others at random."""
-    least = least_cover()
+    least = min_cover()
     others = [pattern for pattern in ALL_PATTERNS if pattern not in least]
     chosen = np.random.default_rng(0).choice(
         len(others), 32 - len(least), replace=False
@@ -67,7 +67,7 @@ def check(which, setup, rows_g):
     assert_close(actual, expected(which, setup, rows_g))
 
 
-@pytest.mark.parametrize("patterns", [least_cover(), covering()], ids=["6", "32"])
+@pytest.mark.parametrize("patterns", [min_cover(), covering()], ids=["6", "32"])
 def test_patterns_cover_every_pair(patterns):
     assert len(set(patterns)) == len(patterns)
     for i, j in itertools.combinations(range(NUM_GROUPS), 2):
@@ -80,8 +80,8 @@ def test_patterns_cover_every_pair(patterns):
 @pytest.mark.parametrize(
     ("which", "patterns"),
     [
-        *(("forward", least_cover()), ("wgrad", least_cover())),
-        *((which, least_cover()[::2]) for which in ("dgrad", "swiglu", "swiglu_dgrad")),
+        *(("forward", min_cover()), ("wgrad", min_cover())),
+        *((which, min_cover()[::2]) for which in ("dgrad", "swiglu", "swiglu_dgrad")),
         pytest.param("forward", covering(), marks=pytest.mark.long),
     ],
     ids=lambda given: given if isinstance(given, str) else str(len(given)),
@@ -223,16 +223,16 @@ def test_declines(dtype, rows, d, why):
 
 def test_declines_a_device_that_is_no_hopper():
     why = "the kernels are for Hopper, not cpu: use implementation='blocked'"
-    for call in calls("bfloat16", 128, 64, ring.Run(1)):
+    for call in calls("bfloat16", 128, 64, ring.KernelRun(1)):
         with pytest.raises(NotImplementedError, match=why):
             call()
 
 
 def calls(dtype, rows, d, run):
     """Of each pass, on arrays of so many rows."""
-    shape, static = Shape(rows, d, 64, 2), {"tiles": Tiles(128, 128), "run": run}
+    shape, static = ProductShape(rows, d, 64, 2), {"tiles": Tiles(128, 128), "run": run}
     for which in OWN_DTYPE:
-        arrays = [jnp.zeros(dims, dtype) for dims in dims_of(which, shape)]
+        arrays = [jnp.zeros(dims, dtype) for dims in operand_dims(which, shape)]
         rows_g = jnp.zeros(shape.groups, jnp.int32)
         yield functools.partial(getattr(kernels, which), *arrays, rows_g, **static)
 

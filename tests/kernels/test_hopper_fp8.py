@@ -16,18 +16,18 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
 from jax.sharding import use_abstract_mesh
 
 from moejax.kernels.grouped_dot.hopper import fp8_kernel, kernels
-from moejax.kernels.shapes import MODEL_SHAPES, Shape
+from moejax.kernels.shapes import MODEL_SHAPES, ProductShape
 from moejax.kernels.tuning import FP8, Tiles, by_rule
 from tests.support import fp8_definition as definition
 from tests.support.close import assert_close
 from tests.support.hopper_cases import (
     Setup,
-    dims_of,
     expected,
     fitting,
     interpreted,
     kernel,
     leave_out,
+    operand_dims,
     operands,
     padded_with,
 )
@@ -38,13 +38,13 @@ from tests.support.hopper_rows import (
     INTERPRETED,
     PLAIN,
     STEEP,
-    least_cover,
+    min_cover,
     rows_of_pattern,
 )
 from tests.support.hopper_traces import H200, order
 
 OUTSIDE = Setup(
-    Shape(rows=72, d=64, f=192, groups=3),
+    ProductShape(rows=72, d=64, f=192, groups=3),
     Tiles(64, 256, stages=3, halves="columns"),
     num_blocks=2,
     dtype="float16",
@@ -75,7 +75,7 @@ def test_a_plain_case():
 @pytest.mark.slow
 def test_patterns_of_empty_groups():
     """Three; and all of them in `make test-all`."""
-    for pattern in least_cover()[::2]:
+    for pattern in min_cover()[::2]:
         check("fp8_forward", PLAIN, rows_of_pattern(pattern))
 
 
@@ -139,7 +139,7 @@ def test_a_row_that_is_not_finite_stays_alone():
 
 
 def traced(which, shape, tiles, dtype=jnp.bfloat16, **options):
-    floats = [jax.ShapeDtypeStruct(dims, dtype) for dims in dims_of(which, shape)]
+    floats = [jax.ShapeDtypeStruct(dims, dtype) for dims in operand_dims(which, shape)]
     rows_g = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
     call = functools.partial(getattr(kernels, which), tiles=tiles, **options)
     with use_abstract_mesh(H200):
@@ -186,7 +186,7 @@ def test_tiles_of_a_search_lower(which, sizes, dtype):
     halves = "columns" if sizes[0] == 64 else "rows"
     for chunk in (32, 64):
         tiles = Tiles(*sizes, depth=128, stages=3, halves=halves, chunk=chunk)
-        lowers(which, Shape(1016, 640, 1152, 9), tiles, dtype)
+        lowers(which, ProductShape(1016, 640, 1152, 9), tiles, dtype)
 
 
 @pytest.mark.parametrize("which", FP8)
@@ -194,7 +194,7 @@ def test_a_slot_is_given_back_when_no_wgmma_reads_it(which):
     """The interpreter's WGMMA is done when begun. Here each step's is waited for, and
     then its own slot can go."""
     tiles = Tiles(128, 128, depth=128, stages=3)
-    jaxpr = traced(which, Shape(1016, 640, 1152, 9), tiles).jaxpr
+    jaxpr = traced(which, ProductShape(1016, 640, 1152, 9), tiles).jaxpr
     assert order(jaxpr, tiles.stages) == ["wgmma", ("left", 0), ("released", 0)]
 
 
@@ -209,7 +209,7 @@ def test_a_slot_is_given_back_when_no_wgmma_reads_it(which):
 )
 def test_tiles_that_a_scale_does_not_fit(tiles):
     with pytest.raises(ValueError, match="must have depth=128, and 64 x 64 or 64 x"):
-        traced("fp8_forward", Shape(1016, 640, 1152, 9), tiles)
+        traced("fp8_forward", ProductShape(1016, 640, 1152, 9), tiles)
 
 
 def test_declines():
@@ -219,7 +219,7 @@ def test_declines():
     assert kernels.declines("bfloat16", 128, 128, 192) is None
     shape = dataclasses.replace(PLAIN.shape, d=192, f=128)
     for which in FP8:
-        arrays = [jnp.zeros(dims, "bfloat16") for dims in dims_of(which, shape)]
+        arrays = [jnp.zeros(dims, "bfloat16") for dims in operand_dims(which, shape)]
         rows_g = jnp.zeros(shape.groups, jnp.int32)
         static = {"tiles": by_rule(which, shape), "run": INTERPRETED}
         with pytest.raises(NotImplementedError, match=f"{why}: use implementation="):

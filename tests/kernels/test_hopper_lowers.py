@@ -14,14 +14,14 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import use_abstract_mesh
 
 from moejax.kernels.grouped_dot.hopper import kernels
-from moejax.kernels.shapes import MODEL_SHAPES, Shape
+from moejax.kernels.shapes import MODEL_SHAPES, ProductShape
 from moejax.kernels.tuning import Tiles, by_rule
-from tests.support.hopper_cases import dims_of, fitting
+from tests.support.hopper_cases import fitting, operand_dims
 from tests.support.hopper_rows import FEW_STEPS, ONE_GROUP, OWN_DTYPE, PLAIN, STEEP
 from tests.support.hopper_traces import H200, order
 from tests.support.primitives import equations
 
-RAGGED = Shape(rows=1016, d=320, f=576, groups=9)
+RAGGED = ProductShape(rows=1016, d=320, f=576, groups=9)
 """No tile divides its sizes."""
 IN_TEST = [
     ("mixtral_8x7b", "forward"),
@@ -59,7 +59,7 @@ WITHIN = {
 
 
 def traced(which, shape, tiles, dtype=jnp.bfloat16):
-    floats = [jax.ShapeDtypeStruct(dims, dtype) for dims in dims_of(which, shape)]
+    floats = [jax.ShapeDtypeStruct(dims, dtype) for dims in operand_dims(which, shape)]
     rows_g = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
     call = jax.jit(functools.partial(getattr(kernels, which), tiles=tiles))
     with use_abstract_mesh(H200):

@@ -12,11 +12,11 @@ from moejax.kernels.grouped_dot.hopper.row_tiles import (
     HIGH,
     LOW,
     START,
-    most_tiles,
+    max_tiles,
     row_tiles,
 )
 from moejax.kernels.grouped_dot.hopper.wgrad_kernel import groups_table
-from moejax.kernels.shapes import MODEL_SHAPES, SKEWS, rows_of
+from moejax.kernels.shapes import MODEL_SHAPES, SKEWS, make_rows
 
 table_jit = jax.jit(row_tiles, static_argnums=(1, 2))
 groups_jit = jax.jit(groups_table, static_argnums=(1, 2))
@@ -36,7 +36,7 @@ def check(rows_g, num_rows, tile_rows):
     rows_g = np.asarray(rows_g, np.int32)
     table, count = map(np.asarray, table_jit(rows_g, num_rows, tile_rows))
     assert table.dtype == count.dtype == np.int32
-    assert table.shape == (4, most_tiles(num_rows, len(rows_g), tile_rows))
+    assert table.shape == (4, max_tiles(num_rows, len(rows_g), tile_rows))
     assert count <= table.shape[1]
     seen_m = np.full(num_rows, -1)
     for tile in table.T[: int(count[0])]:
@@ -85,7 +85,7 @@ def test_boundaries_at_and_beside_edges(rows_g):
 @pytest.mark.parametrize("skew", SKEWS)
 def test_rows_of_a_real_model(skew, tile_rows):
     shape = MODEL_SHAPES["fine_grained"]
-    rows_g = rows_of(skew, shape.rows - 1001, shape.groups, seed=3)
+    rows_g = make_rows(skew, shape.rows - 1001, shape.groups, seed=3)
     check(rows_g, shape.rows, tile_rows)
 
 

@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from moejax.kernels import device as device_module
 from moejax.kernels import tuning
 from moejax.kernels.grouped_dot.hopper import kernels
-from moejax.kernels.shapes import MODEL_SHAPES, Shape
+from moejax.kernels.shapes import MODEL_SHAPES, ProductShape
 from moejax.kernels.tuning import (
     FP8,
     PASSES,
@@ -25,20 +25,20 @@ from moejax.kernels.tuning import (
     by_rule,
     shared_bytes,
 )
-from tests.support.hopper_cases import dims_of
+from tests.support.hopper_cases import operand_dims
 from tools.bench import grouped_dot, tune_search
 from tools.bench import grouped_dot_cases as cases
 
 H200 = AbstractMesh(
     (), (), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
 )
-TINY = Shape(rows=192, d=64, f=128, groups=3)
+TINY = ProductShape(rows=192, d=64, f=128, groups=3)
 MIXTRAL = MODEL_SHAPES["mixtral_8x7b"]
 KIND = "NVIDIA H200"
 
 
 def lower(which, shape, tiles):
-    floats = [jax.ShapeDtypeStruct(d, jnp.bfloat16) for d in dims_of(which, shape)]
+    floats = [jax.ShapeDtypeStruct(d, jnp.bfloat16) for d in operand_dims(which, shape)]
     rows_g = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
     call = jax.jit(functools.partial(getattr(kernels, which), tiles=tiles))
     with use_abstract_mesh(H200):
@@ -87,7 +87,10 @@ def test_all_that_is_tried_lowers(which):
 def some_shapes():
     random = np.random.default_rng(0)
     drawn = 2 ** random.uniform([6, 6, 6, 0], [18, 14, 14, 10], (40, 4))
-    return [*MODEL_SHAPES.values(), *(Shape(*map(int, sizes)) for sizes in drawn)]
+    return [
+        *MODEL_SHAPES.values(),
+        *(ProductShape(*map(int, sizes)) for sizes in drawn),
+    ]
 
 
 @pytest.mark.parametrize("which", PASSES)
@@ -183,7 +186,9 @@ def test_a_bucket_rounds_sizes_up():
     )
     near = dataclasses.replace(MIXTRAL, rows=8193, f=8200)
     assert tuning.bucket("dgrad", near, "x") == tuning.bucket("dgrad", MIXTRAL, "x")
-    assert tuning.bucket("wgrad", Shape(0, 1, 2, 3), "x") == "wgrad x r1 d1 f2 g4"
+    assert (
+        tuning.bucket("wgrad", ProductShape(0, 1, 2, 3), "x") == "wgrad x r1 d1 f2 g4"
+    )
 
 
 @pytest.fixture
@@ -211,7 +216,9 @@ def test_a_benchmark_is_told_how_to_measure(folder):
     assert "'wgrad float16 r16384 d4096 f16384 g8'" in text
     assert "--shapes mixtral_8x7b --passes wgrad --dtype float16" in text
     assert "\n" not in text
-    with pytest.raises(ValueError, match=r"name Shape\(rows=192, .* in moejax/kernels"):
+    with pytest.raises(
+        ValueError, match=r"name ProductShape\(rows=192, .* in moejax/kernels"
+    ):
         tuning.require("wgrad", TINY, "float16", KIND)
 
 
@@ -233,7 +240,7 @@ def test_measured_tiles_are_enough(monkeypatch):
     ("shape", "dtype", "why"),
     [
         (TINY, "float32", "dtype float32 is not one of bfloat16, float16"),
-        (Shape(96, 16, 24, 4), "bfloat16", "is no multiple of 64 in bfloat16"),
+        (ProductShape(96, 16, 24, 4), "bfloat16", "is no multiple of 64 in bfloat16"),
     ],
 )
 def test_what_hopper_declines_needs_no_measured_tiles(

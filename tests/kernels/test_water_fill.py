@@ -20,8 +20,8 @@ PLAIN = functools.partial(water_fill, max_sweeps=MAX_SWEEPS)
 FUSED = functools.partial(PLAIN, fused=True, interpret=True)
 
 
-def instance(seed, kind, num_items, num_colours, num_bins):
-    """Items on up to 4 random bins each, coloured first fit, begun with even shares.
+def instance(seed, kind, num_items, num_colors, num_bins):
+    """Items on up to 4 random bins each, colored first fit, begun with even shares.
     Items of one bin are fixed; kind 'none' has no others."""
     rng = np.random.default_rng(seed)
     rank = 1 + rng.permutation(num_items)
@@ -33,8 +33,8 @@ def instance(seed, kind, num_items, num_colours, num_bins):
         "nothing": np.zeros(num_items),
         "none": rank,
     }[kind].astype(np.int32)
-    item_cw = np.full((num_colours, num_bins), -1, np.int32)
-    amount_cw = np.zeros((num_colours, num_bins), np.int32)
+    item_cw = np.full((num_colors, num_bins), -1, np.int32)
+    amount_cw = np.zeros((num_colors, num_bins), np.int32)
     fixed_w = np.zeros(num_bins, np.int32)
     for item, load in enumerate(loads):
         spread = 1 if kind == "none" else min(num_bins, rng.integers(1, 5))
@@ -43,11 +43,11 @@ def instance(seed, kind, num_items, num_colours, num_bins):
             fixed_w[bins] += load
             continue
         c = np.argmax((item_cw[:, bins] < 0).all(axis=1))
-        assert (item_cw[c, bins] < 0).all(), "no colour left"
+        assert (item_cw[c, bins] < 0).all(), "no color left"
         item_cw[c, bins] = item
         amount_cw[c, bins] = load // spread + (np.arange(spread) < load % spread)
-    colours = np.int32((item_cw >= 0).any(axis=1).sum())
-    return item_cw, amount_cw, fixed_w, colours, np.int32(seed % 2 * 5)
+    colors = np.int32((item_cw >= 0).any(axis=1).sum())
+    return item_cw, amount_cw, fixed_w, colors, np.int32(seed % 2 * 5)
 
 
 def stacked(count, *sizes):
@@ -115,8 +115,8 @@ def test_example_of_the_docstring():
     assert (filled.bound, filled.sweeps) == (4, 1)
 
 
-def lowered(num_colours, num_bins):
-    table = jax.ShapeDtypeStruct((num_colours, num_bins), jnp.int32)
+def lowered(num_colors, num_bins):
+    table = jax.ShapeDtypeStruct((num_colors, num_bins), jnp.int32)
     line, number = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((num_bins,), ()))
     solve = jax.jit(functools.partial(PLAIN, fused=True))
     traced = solve.trace(table, table, line, number, number)
@@ -124,23 +124,23 @@ def lowered(num_colours, num_bins):
 
 
 @pytest.mark.parametrize(
-    ("num_colours", "num_bins"),
+    ("num_colors", "num_bins"),
     [
         (16, 8),
         (432, 128),
         *(pytest.param(256, bins, marks=pytest.mark.long) for bins in (64, 128)),
     ],
 )
-def test_is_one_kernel_for_cuda(num_colours, num_bins):
-    text = lowered(num_colours, num_bins)
+def test_is_one_kernel_for_cuda(num_colors, num_bins):
+    text = lowered(num_colors, num_bins)
     assert re.findall(r"custom_call @(\w+)", text) == ["mosaic_gpu_v2"]
     assert "stablehlo.while" not in text
 
 
 @pytest.mark.parametrize(
-    ("num_colours", "num_bins", "found"),
-    [(8, 129, "8 colours of 129 bins"), (433, 128, "433 colours of 128 bins")],
+    ("num_colors", "num_bins", "found"),
+    [(8, 129, "8 colors of 129 bins"), (433, 128, "433 colors of 128 bins")],
 )
-def test_declines_what_does_not_fit(num_colours, num_bins, found):
+def test_declines_what_does_not_fit(num_colors, num_bins, found):
     with pytest.raises(NotImplementedError, match=f"{found} .*: use fused=False"):
-        lowered(num_colours, num_bins)
+        lowered(num_colors, num_bins)

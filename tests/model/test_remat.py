@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from moejax.config import Config, Data, Dispatch, Model, Moe, Router, Train
-from moejax.model.transformer import Noise
+from moejax.model.transformer import StepInputs
 from moejax.plan.layout import Topology
 from tests.support.close import assert_close
 from tests.support.plain_model import network
@@ -53,8 +53,10 @@ def loss_of(cfg, remat):
         chance_le = np.full((L, E), K / E, np.float32)
 
     def loss(params, tokens_bt, key):
-        noise = Noise(key, chance_le, cfg.router.jitter)
-        hidden_btd, sums, head_vd = ours.apply(params, tokens_bt, noise=noise)
+        step_inputs = StepInputs(key, chance_le, cfg.router.jitter)
+        hidden_btd, sums, head_vd = ours.apply(
+            params, tokens_bt, step_inputs=step_inputs
+        )
         nats = jax.nn.logsumexp(hidden_btd @ head_vd.T, axis=-1).mean()
         losses = sums.sequence.mean() + 0.01 * sums.z.mean() + sums.prob_e[0, 0, 0]
         return nats + losses, (jnp.max(sums.rounds), jnp.sum(sums.tokens_e, axis=1))

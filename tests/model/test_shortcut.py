@@ -46,10 +46,10 @@ LAYERS = dataclasses.replace(
 
 def plain_logits(cfg: Config, params: dict, tokens_bt):
     """x + attention(norm(x)) + shared(norm(of that)) + moe(norm(x)), layer by layer."""
-    model, position_bt = cfg.model, plain_model.of_one_document(tokens_bt)
+    model, position_bt = cfg.model, plain_model.one_document(tokens_bt)
     x_btd = params["embed_vd"][tokens_bt]
     for layer in range(model.num_layers):
-        block, is_moe = plain_model._block_of(model, params, layer)
+        block, is_moe = plain_model._find_block(model, params, layer)
         given_btd = x_btd
         args = (
             block["attention"],

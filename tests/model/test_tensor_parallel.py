@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from moejax import axes
 from moejax.config import Model
-from moejax.model.attention import Attention, Sight
-from moejax.model.cache import Cache, Memory
+from moejax.model.attention import Attention, AttentionContext
+from moejax.model.cache import Cache, KvCacheView
 from moejax.model.layers import SwiGlu
 from moejax.model.sharding import param_sharding
 from moejax.moe.mesh_roles import on_mesh
@@ -52,8 +52,10 @@ def attention(qk_norm: str) -> Part:
     cfg = dataclasses.replace(CFG, qk_norm=qk_norm)
 
     def call(module, x_btd):
-        sight = Sight.of_windows(jnp.asarray(POSITION_BT), cfg, is_separate=True)
-        return module(x_btd, sight)[0]
+        context = AttentionContext.from_windows(
+            jnp.asarray(POSITION_BT), cfg, is_separate=True
+        )
+        return module(x_btd, context)[0]
 
     return Part(lambda mesh: Attention(cfg, mesh, nnx.Rngs(0)), call)
 
@@ -235,9 +237,9 @@ def decoded(topology: Topology):
     params = {name: draw(leaf.shape) / 8 for name, leaf in shapes.items()}
 
     def step(params, cache, x_b1d, position_b1):
-        sight, document_bu = Sight.of_cache(position_b1, cfg, cache)
-        memory = Memory(cache.key_lbugi, cache.value_lbugi, jnp.int32(0))
-        y_b1d, memory = nnx.merge(graph, params)(x_b1d, sight, memory)
+        context, document_bu = AttentionContext.from_cache(position_b1, cfg, cache)
+        memory = KvCacheView(cache.key_lbugi, cache.value_lbugi, jnp.int32(0))
+        y_b1d, memory = nnx.merge(graph, params)(x_b1d, context, memory)
         after = Cache(
             memory.key_lbugi, memory.value_lbugi, document_bu, cache.num_tokens
         )

@@ -10,9 +10,9 @@ from flax import nnx
 
 from moejax import axes
 from moejax.config import Config, Data, Model, Moe, Router, Train
-from moejax.model.attention import Attention, Sight
+from moejax.model.attention import Attention, AttentionContext
 from moejax.model.layers import rope, rotation
-from moejax.model.transformer import Noise
+from moejax.model.transformer import StepInputs
 from moejax.plan.layout import Topology
 from tests.support import plain_model
 from tests.support.close import assert_close
@@ -132,8 +132,12 @@ def test_grouped_queries_are_repeated_keys_and_values():
         getattr(full, name)[...] = twice_dgi
     x_btd = np.random.default_rng(0).standard_normal((2, T, SMALL.d_model))
     x_btd = x_btd.astype(np.float32)
-    sight = Sight.of_windows(jnp.arange(T)[None], SMALL, is_separate=False)
-    assert_close(*jax.jit(lambda x: (grouped(x, sight)[0], full(x, sight)[0]))(x_btd))
+    context = AttentionContext.from_windows(
+        jnp.arange(T)[None], SMALL, is_separate=False
+    )
+    assert_close(
+        *jax.jit(lambda x: (grouped(x, context)[0], full(x, context)[0]))(x_btd)
+    )
 
 
 def test_layers_are_where_the_rule_puts_them():
@@ -185,8 +189,8 @@ def test_jitter_is_the_same_noise_on_one_device_and_on_eight():
         ours = network(dataclasses.replace(cfg, mesh=mesh))
 
         def noisy(params, seed, ours=ours):
-            noise = Noise(jax.random.key(seed), None, 0.5)
-            hidden_btd, sums, _ = ours.apply(params, tokens(), noise=noise)
+            step_inputs = StepInputs(jax.random.key(seed), None, 0.5)
+            hidden_btd, sums, _ = ours.apply(params, tokens(), step_inputs=step_inputs)
             return hidden_btd, jnp.sum(sums.tokens_e, axis=1)
 
         run = jax.jit(noisy)

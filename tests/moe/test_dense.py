@@ -21,9 +21,9 @@ from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Topology
 from tests.support.close import assert_close
 from tests.support.expert_fields import parts_with
-from tests.support.layers import devices_of
+from tests.support.layers import simulated_devices
 from tests.support.primitives import dot_flops, primitives
-from tests.support.resolved import layout_of, run_of
+from tests.support.resolved import make_layout, make_run
 from tests.support.steps import routed_step
 from train.step import step as training
 
@@ -58,12 +58,12 @@ def value_of(y_btd, losses):
 def case_of(cfg: Config, call=dense):
     """run(params, x) of the layer on its mesh, its experts at owners by chance, and its
     arguments; `call` is how the layer is called."""
-    layout = layout_of(cfg)
-    mesh = axes.make_mesh(cfg.mesh, devices_of(cfg.mesh))
+    layout = make_layout(cfg)
+    mesh = axes.make_mesh(cfg.mesh, simulated_devices(cfg.mesh))
     graph, params, rest = layer_of(cfg, mesh)
     x_btd, jitter_btd, owned_e = operands()
     plan = ExpertPlan(owned_e[None], E, owned_e[None]).validate(layout)
-    placement = Placement.of_plan(plan, layout).layer(0)
+    placement = Placement.from_plan(plan, layout).layer(0)
 
     def run(params, x_btd):
         layer = nnx.merge(graph, params, rest)
@@ -93,7 +93,7 @@ def result(run, *args):
 def defined(router: Router):
     """By moe/reference.py on one device, with a choice of all experts."""
     cfg = config(router=router)
-    mesh = axes.make_mesh(Topology(), devices_of(Topology()))
+    mesh = axes.make_mesh(Topology(), simulated_devices(Topology()))
     graph, params, rest = layer_of(cfg, mesh)
     x_btd, jitter_btd, owned_e = operands()
 
@@ -104,7 +104,7 @@ def defined(router: Router):
         routes, score_ne, logit_ne = route.route(*args, K, T)
         every, _, _ = route.route(*args, E, T)
         position_e = jnp.argsort(owned_e)  # masters are in the order of owners
-        weights = {n: leaf[position_e] for n, leaf in layer.masters().items()}
+        weights = {n: leaf[position_e] for n, leaf in layer.master_params().items()}
         y_btd = reference.moe(x_nd, every, weights).reshape(x_btd.shape)
         sums = route.balance_sums(score_ne, logit_ne, routes.expert_nk, T)
         sums = {n: jnp.asarray(leaf)[None] for n, leaf in sums.items()}
@@ -290,4 +290,4 @@ def test_bad_combinations_are_refused_in_one_line(make, words):
 
 
 def resolved_with(**parts):
-    return run_of(dataclasses.replace(config(), **parts))
+    return make_run(dataclasses.replace(config(), **parts))

@@ -22,7 +22,7 @@ from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
 from tests.support.close import assert_close
 from tests.support.configured_layers import BATCH, SKEWS, skewed_choices
-from tests.support.layers import EXPERTS, SEQ, WIDTH, devices_of, split_modules
+from tests.support.layers import EXPERTS, SEQ, WIDTH, simulated_devices, split_modules
 from tests.support.layers import MESHES as MESHES_OF_EIGHT
 
 MESHES = {"1": Topology()} | MESHES_OF_EIGHT
@@ -32,7 +32,7 @@ MESHES = {"1": Topology()} | MESHES_OF_EIGHT
 def make_case(mesh_name: str, k: int, shared: int, rows_per_peer=None, kind="softmax"):
     """(layer step, reference step, parameters, x): each step is jitted once."""
     topology = MESHES[mesh_name]
-    mesh = make_mesh(topology, devices_of(topology))
+    mesh = make_mesh(topology, simulated_devices(topology))
     moe = Moe(num_experts=EXPERTS, top_k=k, d_expert=32, num_shared_experts=shared)
     router = Router(
         kind=kind,
@@ -45,7 +45,7 @@ def make_case(mesh_name: str, k: int, shared: int, rows_per_peer=None, kind="sof
         BATCH * SEQ * k // topology.num_batch_shards,
         rows_per_peer,
     )
-    placement = Placement.of_plan(ExpertPlan.home_in(layout, 1), layout).layer(0)
+    placement = Placement.from_plan(ExpertPlan.home_in(layout, 1), layout).layer(0)
     graph, params, rest = split_modules(mesh, moe, router)
     here = make_mesh(Topology(), jax.devices()[:1])
     graph_here, _, _ = split_modules(here, moe, router)

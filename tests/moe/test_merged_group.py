@@ -12,7 +12,7 @@ from moejax.axes import everywhere, make_mesh, sharding
 from moejax.config import Config, Dispatch, Moe
 from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.weights.migrate import exchanges, move, reshard
-from moejax.moe.weights.stores import MASTERS
+from moejax.moe.weights.stores import EXPERT_PARAMS
 from moejax.perf.calibration import cost_model
 from moejax.plan.layout import GROUP_AXES, Layout, Topology
 from tests.support.close import are_same_bits
@@ -31,7 +31,7 @@ from tests.support.random_plans import (
     random_owners,
     random_plan,
 )
-from tests.support.resolved import layout_of, run_of
+from tests.support.resolved import make_layout, make_run
 from train.resolve.speeds import presumed
 
 ALSO = pytest.mark.long
@@ -82,7 +82,7 @@ def test_merged_with_one_index_of_data_is_the_expert_axis_alone():
 
 def test_masters_move_between_all_devices_of_the_group():
     """Bit for bit, to new owners; and to hidden width and back."""
-    mesh, names = make_mesh(MESHES["data2_expert4"]), list(MASTERS)
+    mesh, names = make_mesh(MESHES["data2_expert4"]), list(EXPERT_PARAMS)
     layout = layer_layout(MESHES["data2_expert4"], "owned", MERGED)
     mesh_layout = on_mesh(mesh, layout)
     rng, layer_l1 = np.random.default_rng(0), np.arange(3)[:, None]
@@ -112,12 +112,12 @@ def test_a_group_is_of_all_devices_over_its_axes():
         moe=Moe(num_experts=16),
         dispatch=Dispatch(group="data_expert", store="resident"),
     )
-    run = run_of(cfg)
+    run = make_run(cfg)
     layout = run.layout
     assert (cfg.group_size, layout.num_devices, layout.axes) == (8, 8, MERGED)
     assert (layout.experts_per_device, run.settings.max_slots_per_device) == (2, 6)
     alone = dataclasses.replace(cfg, dispatch=Dispatch())
-    assert (alone.group_size, layout_of(alone).axes) == (4, ("expert",))
+    assert (alone.group_size, make_layout(alone).axes) == (4, ("expert",))
     assert Layout(**json.loads(json.dumps(dataclasses.asdict(layout)))) == layout
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from moejax.perf.calibration import Calibration
 from moejax.perf.choose_domain import (
-    Stream,
+    LayerTraffic,
     candidates,
     choose,
     gathered_bytes,
-    p_of,
     predict,
+    share_leaving,
 )
 from tests.support.calibrations import ideal, stream
 from tests.support.close import assert_close
@@ -37,11 +37,11 @@ def test_partners_are_those_of_table_vii(devices):
     for power, pairs in enumerate(zip(*FREQUENCIES[devices], strict=True)):
         size = 2**power
         prediction = predict(here, (size,), ideal(dc=1e9))
-        rows = prediction.bytes_of("all_to_all") / 2 / (1e6 * size / devices)
-        experts = prediction.bytes_of("all_gather") / 3e5
+        rows = prediction.total_bytes("all_to_all") / 2 / (1e6 * size / devices)
+        experts = prediction.total_bytes("all_gather") / 3e5
         found = devices * rows, devices * experts
         assert found == pytest.approx(pairs)
-        assert p_of(size, devices) == pytest.approx(
+        assert share_leaving(size, devices) == pytest.approx(
             1 - pairs[1] / devices / (devices - 1)
         )
 
@@ -116,10 +116,10 @@ def test_the_model_picks_what_was_fastest_in_nine_of_nine(row):
         assert (sec[0] < sec[1]) == (plain < moved)
 
 
-def random_case(rng) -> tuple[Stream, Calibration]:
+def random_case(rng) -> tuple[LayerTraffic, Calibration]:
     dcs, experts = (int(n) for n in rng.choice([1, 2, 3, 4, 6], 2))
     lines = ideal(1, dc=10 ** rng.uniform(6, 9), expert=10 ** rng.uniform(8, 11))
-    here = Stream(
+    here = LayerTraffic(
         row_bytes=10 ** rng.uniform(5, 8), expert_bytes=10 ** rng.uniform(5, 8),
         pre_expert_sec=10 ** rng.uniform(-4, -1), expert_sec=2e-3,
         sizes={"dc": dcs, "expert": experts}, compression=float(rng.choice([1, 50])),
@@ -131,7 +131,7 @@ def random_case(rng) -> tuple[Stream, Calibration]:
     return here, lines
 
 
-def defined_sec(s: Stream, domain, lines: Calibration) -> float:
+def defined_sec(s: LayerTraffic, domain, lines: Calibration) -> float:
     """The two-level form of Equations 8 to 12, with its backward."""
     (slow, fast), (s0, s1) = s.sizes.values(), domain
     dc, near = (

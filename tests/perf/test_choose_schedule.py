@@ -8,12 +8,18 @@ import pytest
 
 from moejax.perf import choose_schedule
 from moejax.perf.calibration import leaving_bytes
-from moejax.perf.choose_schedule import TIMES, Shape, candidates, choose, predict
+from moejax.perf.choose_schedule import (
+    TIMES,
+    MicroBatchShape,
+    candidates,
+    choose,
+    predict,
+)
 from moejax.perf.terms import Term
 from tests.support.calibrations import KINDS, TWO_LEVELS, calibration, line
 
 SCHEDULES = tuple(TIMES)
-SHAPE = Shape(
+SHAPE = MicroBatchShape(
     tokens=96, d_model=6, d_expert=16, num_experts=8, top_k=2, buffer_factor=1.5,
     itemsize=4, tensor=2, expert_shards=2, sizes={"expert": 4}, is_training=False,
 )  # fmt: skip
@@ -85,7 +91,7 @@ def test_a_prediction_is_the_sum_of_its_named_terms(name, tensor, shards):
         prediction = predict(shape, DATA, name)
         terms = by_name(prediction).values()
         assert prediction.sec == sum(t.sec for t in terms)
-        assert prediction.bytes_of("") == sum(t.bytes for t in terms)
+        assert prediction.total_bytes("") == sum(t.bytes for t in terms)
         lines = prediction.table().splitlines()
         assert [text.split("  ")[0] for text in lines[:-1]] == [
             f"{t.name} x{t.count}" for t in terms

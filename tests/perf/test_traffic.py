@@ -51,7 +51,7 @@ def test_water_filling_deals_every_row_as_near_to_the_optimum_as_a_step_does():
         assert not rows_wp[:, row_p < 0].any()
         best = np.ceil(density(row_p, load_we.sum(axis=0), W))
         fullest = device_rows(rows_wp).max()
-        tolerance = water_filling.tolerance_of(load_we.sum(), W)
+        tolerance = water_filling.split_tolerance(load_we.sum(), W)
         assert best - 1e-6 <= fullest <= best + tolerance + 1e-6
 
 

@@ -202,7 +202,7 @@ def test_plan_is_immutable():
 
 def test_placement_inverts_a_plan_without_replicas():
     plan = plan_of([[2, -1, 0, 3, 1, -1], [0, 1, 2, 3, 3, -1]])
-    placement = Placement.of_plan(plan.validate(LAYOUT), LAYOUT)
+    placement = Placement.from_plan(plan.validate(LAYOUT), LAYOUT)
     assert placement.slot_to_expert_lp is plan.slot_to_expert_lp
     assert placement.slot_lq.tolist() == [[2, 4, 0, 3, 1, 5], [0, 1, 2, 3, 4, 5]]
     assert placement.expert_lq.tolist() == [[0, 1, 2, 3, -1, -1], [0, 1, 2, 3, 3, -1]]

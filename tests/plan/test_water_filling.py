@@ -11,7 +11,7 @@ from scipy.optimize import linprog
 
 from moejax.kernels.water_fill.portable import water_fill
 from moejax.plan import water_filling
-from moejax.plan.edge_coloring import colours
+from moejax.plan.edge_coloring import edge_coloring
 from tests.support.close import assert_close
 from tests.support.replica_loads import replicated, ring, scattered, zipf
 
@@ -125,7 +125,7 @@ def test_rows_are_whole_and_sum_to_the_load_of_their_expert():
 
 def test_tolerance_is_kept_and_the_bound_stays_below_the_optimum():
     for load_e, row_p, w in instances()[:60]:
-        tolerance = 8 * water_filling.tolerance_of(load_e.sum(), w)
+        tolerance = 8 * water_filling.split_tolerance(load_e.sum(), w)
         filling = water_filling.fill(load_e, row_p, w, tolerance)
         best = water_filling.fill(load_e, row_p, w).bound
         assert filling.bound <= best <= filling.level_w(w).max()
@@ -133,9 +133,11 @@ def test_tolerance_is_kept_and_the_bound_stays_below_the_optimum():
 
 
 def test_tolerance_of_a_step_is_a_512th_of_the_mean():
-    assert water_filling.tolerance_of(8 * 5120, 8) == 10
-    assert water_filling.tolerance_of(8 * 5120 - 1, 8) == 10  # the mean is rounded up
-    assert water_filling.tolerance_of(8 * 511, 8) == 0
+    assert water_filling.split_tolerance(8 * 5120, 8) == 10
+    assert (
+        water_filling.split_tolerance(8 * 5120 - 1, 8) == 10
+    )  # the mean is rounded up
+    assert water_filling.split_tolerance(8 * 511, 8) == 0
 
 
 def test_a_ring_needs_paths():
@@ -197,7 +199,7 @@ def test_poured_is_the_least_sum_of_squares_and_the_first_get_the_rest():
         ]
         squares = [sum((g + x) ** 2 for g, x in zip(ground, s)) for s in splits]
         least = [s for s, square in zip(splits, squares) if square == min(squares)]
-        assert tuple(water_filling.poured(ground, load)) == max(least)
+        assert tuple(water_filling.pour(ground, load)) == max(least)
 
 
 def test_picture_of_the_module():
@@ -237,7 +239,7 @@ def test_sweeps_of_the_device_give_the_same_bits(num_experts, w, slots, max_swee
             jnp.asarray(np.where(cell, row_p[slot_cw], -1), jnp.int32),
             jnp.asarray(amount_cw, jnp.int32),
             jnp.asarray(start.level_w(w) - amount_cw.sum(axis=0), jnp.int32),
-            jnp.int32(colours(row_p, w).max() + 1),
+            jnp.int32(edge_coloring(row_p, w).max() + 1),
             jnp.int32(tolerance),
         )
         expected = water_filling.swept(load_e, row_p, w, tolerance, max_sweeps)
@@ -248,9 +250,9 @@ def test_sweeps_of_the_device_give_the_same_bits(num_experts, w, slots, max_swee
         assert int(on_device.sweeps) == expected.sweeps
 
 
-def cells(row_p: np.ndarray, w: int, num_colours: int) -> np.ndarray:
-    """Slot of each colour on each device, -1 for none; [c, w]."""
-    colour_p, slot_cw = colours(row_p, w), np.full((num_colours, w), -1)
-    slot_q = np.flatnonzero(colour_p >= 0)
-    slot_cw[colour_p[slot_q], slot_q // (len(row_p) // w)] = slot_q
+def cells(row_p: np.ndarray, w: int, num_colors: int) -> np.ndarray:
+    """Slot of each color on each device, -1 for none; [c, w]."""
+    color_p, slot_cw = edge_coloring(row_p, w), np.full((num_colors, w), -1)
+    slot_q = np.flatnonzero(color_p >= 0)
+    slot_cw[color_p[slot_q], slot_q // (len(row_p) // w)] = slot_q
     return slot_cw

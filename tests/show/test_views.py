@@ -84,18 +84,18 @@ def test_a_mesh_shows_each_device_at_its_coordinates():
 
 
 @pytest.mark.parametrize("along", ["dc", "data", "expert", "tensor"])
-def test_one_colour_is_one_group_along_the_axis(along):
-    """Devices share a colour exactly when only their coordinate along it differs."""
+def test_one_color_is_one_group_along_the_axis(along):
+    """Devices share a color exactly when only their coordinate along it differs."""
     view = show.mesh(Topology(2, 2, 4, 1), along=along)
     cells = [cell for row in Page(view).rows for cell in row if hasattr(cell, "title")]
     assert len(cells) == 16
     others = [re.sub(rf"\b{along}=\d+", "", cell.title) for cell in cells]
-    groups, colours = set(others), {cell.background for cell in cells}
+    groups, colors = set(others), {cell.background for cell in cells}
     pairs = set(zip(others, (cell.background for cell in cells)))
-    assert len(groups) == len(colours) == len(pairs)
+    assert len(groups) == len(colors) == len(pairs)
 
 
-def test_a_plan_colours_replicas_and_hatches_empty_slots():
+def test_a_plan_colors_replicas_and_hatches_empty_slots():
     plan = make_plan([[0, 1, 0, 2, 3, 1, -1, 0]])
     devices, slots, row = Page(show.plan(plan, 2)).rows
     assert [(c.text, int(c.colspan)) for c in devices[1:]] == [
@@ -103,12 +103,12 @@ def test_a_plan_colours_replicas_and_hatches_empty_slots():
         ("device 1", 4),
     ]
     assert [c.text for c in slots[1:]] == [str(p) for p in range(8)]
-    colours = [c.background for c in row[1:]]
+    colors = [c.background for c in row[1:]]
     assert [c.text for c in row[1:]] == ["0", "1", "0", "2", "3", "1", "", "0"]
-    assert colours[0] == colours[2] == colours[7] != ""
-    assert colours[1] == colours[5] not in ("", colours[0])
-    assert colours[3] == colours[4] == ""
-    assert "repeating-linear-gradient" in colours[6]
+    assert colors[0] == colors[2] == colors[7] != ""
+    assert colors[1] == colors[5] not in ("", colors[0])
+    assert colors[3] == colors[4] == ""
+    assert "repeating-linear-gradient" in colors[6]
 
 
 def test_layers_that_are_alike_share_a_row():
@@ -166,18 +166,18 @@ def test_html_is_plain_escaped_and_without_scripts():
 
 
 def test_text_reads_on_light_and_dark_pages():
-    """Contrast of the page's own text with every colour: at least 4.5 (WCAG 2, AA)."""
+    """Contrast of the page's own text with every color: at least 4.5 (WCAG 2, AA)."""
     views = [*large_views().values(), show.mesh(Topology(2, 2, 2, 2), "dc")]
     fills = {cell.background for v in views for row in Page(v).rows for cell in row}
     fills |= {table.hue(index) for index in range(360)}
     for fill in sorted(f for f in fills if f and "gradient" not in f):
-        rgb, strength = parse_colour(fill)
+        rgb, strength = parse_color(fill)
         for page, text in ((1.0, 0.0), (0.12, 1.0)):
             mixed = [strength * c + (1 - strength) * page for c in rgb]
             assert contrast(mixed, [text] * 3) > 4.5, fill
 
 
-def parse_colour(css: str) -> tuple[list[float], float]:
+def parse_color(css: str) -> tuple[list[float], float]:
     a, b, c, strength = (float(x.strip("%")) for x in css[5:-1].split(","))
     if css.startswith("rgba("):
         return [a / 255, b / 255, c / 255], strength
@@ -199,7 +199,7 @@ def test_a_terminal_gets_lines():
         "     slot    0 1 2    3 4 5",
         "layer 0-1    0 1 0    2 3 -",
         "  layer 2    3 2 1    0 - -",
-        "a colour marks the replicas of one expert",
+        "a color marks the replicas of one expert",
     ]
     assert repr(show.mesh(Topology(data=2, expert=2))).splitlines() == [
         "mesh dc=1, data=2, expert=2, tensor=1: 4 devices",

@@ -102,7 +102,7 @@ def pairs(state, load_lwe):
 
 
 @dataclasses.dataclass
-class Run:
+class BalancedRun:
     """What a loop would have: a state, and all that was decided."""
 
     settings: Settings

@@ -1,7 +1,7 @@
 """Calibrations of machines on paper, and a stream of rows and experts."""
 
 from moejax.perf.calibration import Calibration
-from moejax.perf.choose_domain import Stream
+from moejax.perf.choose_domain import LayerTraffic
 
 KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 
@@ -22,10 +22,10 @@ def ideal(sharers: int = 1, **bytes_per_sec: float) -> Calibration:
     )
 
 
-def stream(row_bytes, expert_bytes, pre_expert_sec=0.0, **changes) -> Stream:
+def stream(row_bytes, expert_bytes, pre_expert_sec=0.0, **changes) -> LayerTraffic:
     """Return the rows and experts of a forward pass on eight devices in one level."""
     fields = {"sizes": {"dc": 8}, "is_training": False, "expert_sec": 0.0, **changes}
-    return Stream(row_bytes, expert_bytes, pre_expert_sec, **fields)
+    return LayerTraffic(row_bytes, expert_bytes, pre_expert_sec, **fields)
 
 
 def line(bytes_per_sec: float, latency_sec: float = 0.0) -> dict[str, float]:

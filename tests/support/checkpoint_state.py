@@ -27,12 +27,12 @@ class Extra(NamedTuple):
     rest: tuple
 
 
-def mesh_of(num_devices: int, data: int):
+def build_mesh(num_devices: int, data: int):
     topology = Topology(data=data, expert=num_devices // data)
     return make_mesh(topology, jax.devices()[:num_devices])
 
 
-def state_of(mesh, seed: int) -> dict:
+def make_state(mesh, seed: int) -> dict:
     """All dtypes; replicated, split, doubly split; one large enough for own files."""
     rng = np.random.default_rng(seed)
 

@@ -9,12 +9,12 @@ import numpy as np
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Topology
 from tests.support.expert_fields import parts_with
-from tests.support.steps import SMALL, Case, make_case_of, model_from
-from train.step.step import Model
+from tests.support.steps import SMALL, StepCase, case_maker, model_from
+from train.step.step import StepContext
 
 TENSOR = Topology(data=2, expert=2, tensor=2)
 TWO_DCS = Topology(dc=2, expert=4)
-WIRES = {
+COMMUNICATION = {
     "s1h": (TENSOR, {"schedule": "s1h"}),
     "s1": (TENSOR, {"schedule": "s1"}),
     "s2": (TENSOR, {"schedule": "s2"}),
@@ -40,8 +40,8 @@ WIRES = {
 }
 
 
-def model_of(name: str, dtype: str) -> Model:
-    mesh, fields = WIRES[name]
+def make_context(name: str, dtype: str) -> StepContext:
+    mesh, fields = COMMUNICATION[name]
     cfg = dataclasses.replace(
         SMALL,
         mesh=mesh,
@@ -51,11 +51,11 @@ def model_of(name: str, dtype: str) -> Model:
 
 
 @functools.cache
-def wire_case(name: str, dtype: str) -> Case:
-    return make_case_of(model_of(name, dtype))
+def wire_case(name: str, dtype: str) -> StepCase:
+    return case_maker(make_context(name, dtype))
 
 
-def home_plan_of(case: Case) -> ExpertPlan:
+def home_plan(case: StepCase) -> ExpertPlan:
     return case.model.run.home_plan()
 
 

@@ -12,7 +12,7 @@ DOMAIN, OWN, SIZE, BLOCKS = ("dc", "expert"), 3, 48, 4
 MEMBERS = 4
 ALL = OWN * MEMBERS
 ROWS = P(("dc", "data", "expert"))
-WIRES = ["float8_e5m2", "bfloat16", "float32"]
+COMMUNICATION = ["float8_e5m2", "bfloat16", "float32"]
 
 
 def on_devices(body, in_specs, out_specs):

@@ -26,14 +26,14 @@ from moejax.plan.layout import Layout, Topology
 from moejax.plan.schedule_rules import SCHEDULES as RULES
 from tests.support.close import assert_close
 from tests.support.expert_fields import parts_with
-from tests.support.layers import EXPERTS, QUICK, SEQ, WIDTH, devices_of, in_order
-from tests.support.resolved import layout_of
+from tests.support.layers import EXPERTS, QUICK, SEQ, WIDTH, in_order, simulated_devices
+from tests.support.resolved import make_layout
 
 BATCH, TOP_K, HIDDEN = 16, 2, 16
 SKEWS = ("uniform", "zipf", "one_hot", "empty")
 
 
-class Case(NamedTuple):
+class ConfiguredLayer(NamedTuple):
     cfg: Config
     layout: Layout
     forward: Callable
@@ -59,8 +59,8 @@ def split_layer(cfg: Config, mesh):
     return nnx.split(layer, nnx.Param, ...)
 
 
-def mesh_of(topology: Topology) -> jax.sharding.Mesh:
-    return make_mesh(topology, devices_of(topology))
+def build_mesh(topology: Topology) -> jax.sharding.Mesh:
+    return make_mesh(topology, simulated_devices(topology))
 
 
 def joined(losses: RouterLosses):
@@ -69,7 +69,7 @@ def joined(losses: RouterLosses):
     return jnp.stack(jax.tree.leaves(losses))
 
 
-def value_of(y_btd, losses):
+def linear_value(y_btd, losses):
     """Return a value that is linear in no output."""
     pull_btd = jnp.cos(jnp.arange(y_btd.size, dtype=y_btd.dtype)).reshape(y_btd.shape)
     return jnp.sum(y_btd * pull_btd) + jnp.sum(losses) ** 2
@@ -82,10 +82,12 @@ def differentiated(run):
 
 
 @functools.cache
-def make_case(cfg: Config, dtype: str = "float32", saved: tuple = ()) -> Case:
+def make_case(
+    cfg: Config, dtype: str = "float32", saved: tuple = ()
+) -> ConfiguredLayer:
     """Return the layer on its devices. Where arrays are `saved` by name, the backward
     pass computes all others again."""
-    layout, mesh = layout_of(cfg), mesh_of(cfg.mesh)
+    layout, mesh = make_layout(cfg), build_mesh(cfg.mesh)
     graph, params, rest = split_layer(cfg, mesh)
 
     def layer(params, placement, x_btd, forced_btk):
@@ -100,17 +102,17 @@ def make_case(cfg: Config, dtype: str = "float32", saved: tuple = ()) -> Case:
         y_btd, sums = layer(params, placement, x_btd, forced_btk)
         totals = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), sums)
         losses = joined(route.losses(totals, x_btd[..., 0].size, SEQ))
-        return value_of(y_btd, losses), (y_btd, losses, sums)
+        return linear_value(y_btd, losses), (y_btd, losses, sums)
 
     forward = jax.jit(layer, compiler_options=QUICK)
-    return Case(cfg, layout, forward, differentiated(run), params)
+    return ConfiguredLayer(cfg, layout, forward, differentiated(run), params)
 
 
 @functools.cache
 def make_reference(router: Router, dtype: str):
     """Return the same step on one device, by definition."""
     cfg = config(Topology(), router=router)
-    graph, _, rest = split_layer(cfg, mesh_of(Topology()))
+    graph, _, rest = split_layer(cfg, build_mesh(Topology()))
 
     def run(params, placement, x_btd, forced_btk):
         layer, x_nd = nnx.merge(graph, params, rest), x_btd.reshape(-1, WIDTH)
@@ -120,8 +122,8 @@ def make_reference(router: Router, dtype: str):
         added = route.balance_sums(score_ne, logit_ne, routes.expert_nk, SEQ)
         totals = types.SimpleNamespace(**added)
         losses = joined(route.losses(totals, len(x_nd), SEQ))
-        y_btd = reference.moe(x_nd, routes, layer.masters()).reshape(x_btd.shape)
-        return value_of(y_btd, losses), (y_btd, losses)
+        y_btd = reference.moe(x_nd, routes, layer.master_params()).reshape(x_btd.shape)
+        return linear_value(y_btd, losses), (y_btd, losses)
 
     return differentiated(run)
 
@@ -146,19 +148,19 @@ def skewed_choices(skew: str, k: int) -> np.ndarray:
     return np.argsort(-score, axis=-1, kind="stable")[..., :k].astype(np.int32)
 
 
-def home(case: Case) -> ExpertPlan:
+def home(case: ConfiguredLayer) -> ExpertPlan:
     return ExpertPlan.home_in(case.layout, 1)
 
 
-def on_mesh(case: Case, plan: ExpertPlan, args):
+def on_mesh(case: ConfiguredLayer, plan: ExpertPlan, args):
     """Return what a case's functions take, on its devices."""
-    mesh = mesh_of(case.cfg.mesh)
-    placement = Placement.of_plan(plan.validate(case.layout), case.layout).layer(0)
+    mesh = build_mesh(case.cfg.mesh)
+    placement = Placement.from_plan(plan.validate(case.layout), case.layout).layer(0)
     params = jax.device_put(in_order(case.params, plan.owned_le[0]), sharding(mesh))
     return params, placement, *jax.device_put(args, sharding(mesh, BATCH_AXES))
 
 
-def check(case: Case, skew: str = "zipf", plan=None, dtype="float32"):
+def check(case: ConfiguredLayer, skew: str = "zipf", plan=None, dtype="float32"):
     """Compare a case with the reference; return the layer's sums."""
     plan = plan or home(case)
     args = operands(case.cfg.train.batch_size, skew, dtype)

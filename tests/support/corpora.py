@@ -15,7 +15,7 @@ def random_documents(seed, num_documents, longest=9, largest=250):
     return [np.append(0, rng.integers(1, largest, size)) for size in sizes]
 
 
-def file_of(documents, path=None, dtype=np.uint16):
+def as_file(documents, path=None, dtype=np.uint16):
     """As a reader gives them."""
     token_b = np.concatenate(documents).astype(dtype)
     sizes = np.array([document.size for document in documents])
@@ -23,17 +23,17 @@ def file_of(documents, path=None, dtype=np.uint16):
 
 
 def write_bin(path, documents, dtype=np.uint16):
-    indexed = file_of(documents)
+    indexed = as_file(documents)
     writer = IndexedWriter(path, np.dtype(dtype))
     writer.append(indexed.token_b, indexed.start_d)
     return writer.finish().path
 
 
-def corpus_of(*parts, held_out_every, weights=None):
+def make_corpus(*parts, held_out_every, weights=None):
     """A corpus of sources, each a list of files, each a list of documents."""
     sources = []
     for i, files in enumerate(parts):
-        lines = split([file_of(documents) for documents in files], held_out_every)
+        lines = split([as_file(documents) for documents in files], held_out_every)
         sources.append(Source(f"part{i}", f"{i}" * 64, *lines, 255))
     weights = weights or [source.train.num_tokens for source in sources]
     shares = tuple(weight / sum(weights) for weight in weights)

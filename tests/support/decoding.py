@@ -7,7 +7,7 @@ import numpy as np
 from moejax.config import Config, Data, Model, Moe, Train
 from moejax.model.cache import Cache
 from tests.support.plain_model import network
-from tests.support.resolved import run_of
+from tests.support.resolved import make_run
 
 B, SEQ_LEN, PROMPT, TOTAL = 8, 6, 4, 9
 LENGTHS = np.array([4, 1, 3, 2, 4, 2, 1, 3])
@@ -34,7 +34,7 @@ def one_by_one(cfg):
     ours = network(cfg)
 
     def extend(params, token_bt, position_bt, cache):
-        layout = run_of(cfg).exact_layout(*token_bt.shape)
+        layout = make_run(cfg).exact_layout(*token_bt.shape)
         return ours.extend(params, token_bt, position_bt, cache, layout)
 
     run = jax.jit(extend)

@@ -24,7 +24,7 @@ def rounded(array, fp8: str, block: tuple[int, int]) -> np.ndarray:
     return found
 
 
-def scale_of(largest: float, dtype) -> float:
+def power_of_two_scale(largest: float, dtype) -> float:
     """The least power of two, from 2**-63 on, that brings `largest` into the format."""
     if not math.isfinite(largest):
         return math.nan
@@ -35,7 +35,7 @@ def scale_of(largest: float, dtype) -> float:
 
 
 def _of_block(block: np.ndarray, dtype) -> np.ndarray:
-    scale = scale_of(np.abs(block).max(), dtype)
+    scale = power_of_two_scale(np.abs(block).max(), dtype)
     return (block / scale).astype(dtype).astype(np.float64) * scale
 
 

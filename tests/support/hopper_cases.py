@@ -13,8 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moejax.kernels.grouped_dot import fp8, reference
 from moejax.kernels.grouped_dot.hopper import kernels
-from moejax.kernels.grouped_dot.hopper.ring import Ring, Run
-from moejax.kernels.shapes import Shape
+from moejax.kernels.grouped_dot.hopper.ring import KernelRun, Ring
+from moejax.kernels.shapes import ProductShape
 from moejax.kernels.tuning import FP8, PASSES, Pass, Tiles
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -24,7 +24,7 @@ INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 class Setup:
     """All that is static of a kernel; the rows of groups are not."""
 
-    shape: Shape
+    shape: ProductShape
     tiles: Tiles
     num_blocks: int
     dtype: str = "bfloat16"
@@ -44,7 +44,7 @@ def fitting(which: Pass, setup: Setup) -> Setup:
     return dataclasses.replace(setup, tiles=dataclasses.replace(setup.tiles, **sizes))
 
 
-def dims_of(which: Pass, shape: Shape) -> list[tuple[int, ...]]:
+def operand_dims(which: Pass, shape: ProductShape) -> list[tuple[int, ...]]:
     """Shapes of the arrays that a pass takes before rows_g."""
     m, d, f, g = shape.rows, shape.d, shape.f, shape.groups
     which = which.removeprefix("fp8_")
@@ -67,13 +67,13 @@ def operands(setup: Setup) -> dict[Pass, list[jax.Array]]:
         scale = dims[1] ** -0.5 if len(dims) == 3 else 1.0
         return jnp.asarray(scale * random.standard_normal(dims), setup.dtype)
 
-    return {p: [drawn(dims) for dims in dims_of(p, shape)] for p in PASSES}
+    return {p: [drawn(dims) for dims in operand_dims(p, shape)] for p in PASSES}
 
 
 @functools.cache
 def kernel(which: Pass, setup: Setup):
     """Compiled once, for any rows_g."""
-    run = Run(setup.num_blocks, INTERPRET)
+    run = KernelRun(setup.num_blocks, INTERPRET)
     return jax.jit(
         functools.partial(getattr(kernels, which), tiles=setup.tiles, run=run)
     )

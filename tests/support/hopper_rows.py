@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moejax.kernels.grouped_dot.hopper import ring
-from moejax.kernels.shapes import Shape
+from moejax.kernels.shapes import ProductShape
 from moejax.kernels.tuning import FP8, PASSES, Tiles
 from tests.support.hopper_cases import INTERPRET, Setup
 
@@ -15,13 +15,13 @@ OWN_DTYPE = tuple(which for which in PASSES if which not in FP8)
 """Passes in their own dtype; those of 8-bit values are in test_hopper_fp8.py."""
 NUM_GROUPS = 8
 PLAIN = Setup(
-    Shape(rows=200, d=64, f=64, groups=NUM_GROUPS),
+    ProductShape(rows=200, d=64, f=64, groups=NUM_GROUPS),
     Tiles(128, 64, stages=3),
     num_blocks=2,
 )
 """Small, for hundreds of calls; 200 rows end inside a tile."""
 STEEP = Setup(
-    Shape(rows=200, d=192, f=192, groups=4),
+    ProductShape(rows=200, d=192, f=192, groups=4),
     Tiles(128, 128, stages=2, span=1),
     num_blocks=3,
     dtype="float16",
@@ -29,14 +29,14 @@ STEEP = Setup(
 """Three steps in two stages; tiles of columns end outside, those of rows too, and the
 second warpgroup of these has nothing to store."""
 FEW_STEPS = Setup(
-    Shape(rows=72, d=64, f=64, groups=9),
+    ProductShape(rows=72, d=64, f=64, groups=9),
     Tiles(64, 128, stages=4, halves="columns", chunk=64),
     num_blocks=40,
 )
 """One step in four stages; more blocks than tiles, and the columns of one warpgroup all
 lie outside."""
 ONE_GROUP = Setup(
-    Shape(rows=328, d=128, f=192, groups=1),
+    ProductShape(rows=328, d=128, f=192, groups=1),
     Tiles(64, 128, stages=4, span=64, halves="columns"),
     num_blocks=1,
     dtype="float16",
@@ -48,13 +48,13 @@ CASES = [
     pytest.param(ONE_GROUP, (201,), id="one group and padding"),
     pytest.param(ONE_GROUP, (328,), id="one group alone"),
 ]
-INTERPRETED = ring.Run(1, INTERPRET)
+INTERPRETED = ring.KernelRun(1, INTERPRET)
 FEW_ROWS = (1, 7, 8, 9, 15, 16, 24, 25)
 """Around multiples of 8, where tiles may begin."""
 ALL_PATTERNS = list(itertools.product((False, True), repeat=NUM_GROUPS))
 
 
-def least_cover():
+def min_cover():
     """Return six patterns in which each pair of groups takes all four
     combinations: none, and group i in the i-th three of the other five (Kleitman and
     Spencer, 1973)."""

@@ -37,7 +37,7 @@ QUICK = {"xla_backend_optimization_level": 0}  # compiled in half the time
 compiled = functools.partial(jax.jit, compiler_options=QUICK)
 
 
-def devices_of(topology: Topology) -> list:
+def simulated_devices(topology: Topology) -> list:
     return jax.devices()[: topology.num_devices]
 
 
@@ -85,14 +85,14 @@ def make_layer(topology: Topology, layout: Layout):
 def make_reference():
     """Return step(params, x, choices) by definition, on one device."""
     graph, _, rest = split_modules(
-        make_mesh(Topology(), devices_of(Topology())), MOE, Router()
+        make_mesh(Topology(), simulated_devices(Topology())), MOE, Router()
     )
 
     def run(params, x_btd, forced_btk):
         layer, x_nd = nnx.merge(graph, params, rest)["moe"], x_btd.reshape(-1, WIDTH)
         args = (layer.router_de[...], layer.bias_e[...], Router(), TOP_K, SEQ)
         routes, _, _ = route.route(x_nd, *args, forced_btk.reshape(-1, TOP_K))
-        y_nd = reference.moe(x_nd, routes, layer.masters())
+        y_nd = reference.moe(x_nd, routes, layer.master_params())
         return jnp.sum(y_nd.reshape(x_btd.shape) * PULL_BTD), y_nd
 
     return compiled(jax.value_and_grad(run, (0, 1), has_aux=True))
@@ -109,7 +109,7 @@ def in_order(params, owned_e: np.ndarray):
 
 def placed(plan: ExpertPlan, layout: Layout) -> Placement:
     """Return the placement of a plan's only layer."""
-    return Placement.of_plan(plan.validate(layout), layout).layer(0)
+    return Placement.from_plan(plan.validate(layout), layout).layer(0)
 
 
 def skewed(seed: int) -> np.ndarray:

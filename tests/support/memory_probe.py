@@ -36,7 +36,7 @@ def layer_step(exchange: str, batch: int):
     assignments = batch * SEQ * TOP_K // TOPOLOGY.num_devices
     layout = Layout.home(EXPERTS, TOPOLOGY.expert, assignments, exchange=exchange)
 
-    placement = Placement.of_plan(ExpertPlan.home_in(layout, 1), layout).layer(0)
+    placement = Placement.from_plan(ExpertPlan.home_in(layout, 1), layout).layer(0)
 
     def loss(params, x_btd, forced_btk):
         layer = nnx.merge(graph, params, rest)

@@ -20,7 +20,7 @@ from moejax.moe import route as routing
 from moejax.moe.layer import RouterBias
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
-from tests.support.resolved import layout_of
+from tests.support.resolved import make_layout
 
 
 class Network(NamedTuple):
@@ -43,14 +43,14 @@ def network(cfg: Config) -> Network:
     model = nnx.eval_shape(lambda: Transformer(cfg.network, mesh, nnx.Rngs(0)))
     graph, shapes, bias = nnx.split(model, nnx.Param, RouterBias)
     bias = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), nnx.to_pure_dict(bias))
-    layout = layout_of(cfg)
+    layout = make_layout(cfg)
     plan = ExpertPlan.home_in(layout, cfg.model.num_moe_layers)
-    placement = Placement.of_plan(plan, layout)
+    placement = Placement.from_plan(plan, layout)
 
-    def apply(params, tokens_bt, position_bt=None, noise=None):
+    def apply(params, tokens_bt, position_bt=None, step_inputs=None):
         model = nnx.merge(graph, params, bias)
-        position_bt = of_one_document(tokens_bt) if position_bt is None else position_bt
-        hidden_btd, sums = model(tokens_bt, position_bt, placement, layout, noise)
+        position_bt = one_document(tokens_bt) if position_bt is None else position_bt
+        hidden_btd, sums = model(tokens_bt, position_bt, placement, layout, step_inputs)
         return hidden_btd, sums, model.head()
 
     def extend(params, tokens_bt, position_bt, cache, layout):
@@ -68,7 +68,7 @@ def network(cfg: Config) -> Network:
     return Network(apply, jax.jit(apply), extend, params)
 
 
-def of_one_document(tokens_bt):
+def one_document(tokens_bt):
     """Positions 0, 1, 2 .. in every row."""
     return jnp.broadcast_to(jnp.arange(tokens_bt.shape[1]), tokens_bt.shape)
 
@@ -77,10 +77,10 @@ def hidden_states(cfg: Config, params: dict, tokens_bt, position_bt=None):
     """Final hidden states [b, t, d] in float32, from the parameters of a Transformer
     as nested dicts, whose layers are stacked."""
     model = cfg.model
-    position_bt = of_one_document(tokens_bt) if position_bt is None else position_bt
+    position_bt = one_document(tokens_bt) if position_bt is None else position_bt
     x_btd = params["embed_vd"][tokens_bt]
     for layer in range(model.num_layers):
-        block, is_moe = _block_of(cfg.model, params, layer)
+        block, is_moe = _find_block(cfg.model, params, layer)
         normed_btd = norm(x_btd, block["attention_norm"], model)
         x_btd = x_btd + attention(cfg, block["attention"], normed_btd, position_bt)
         normed_btd = norm(x_btd, block["ff_norm"], model)
@@ -96,7 +96,7 @@ def logits(cfg: Config, params: dict, tokens_bt, position_bt=None):
     return hidden_states(cfg, params, tokens_bt, position_bt) @ params[head].T
 
 
-def _block_of(model: Model, params: dict, layer: int):
+def _find_block(model: Model, params: dict, layer: int):
     """(parameters, is_moe) of one layer: the dense prefix, then cycles of moe_every."""
     if layer < model.first_k_dense:
         return jax.tree.map(lambda leaf: leaf[layer], params["prefix"]), False

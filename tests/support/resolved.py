@@ -11,13 +11,13 @@ from train.resolve.resolved import Resolved, resolve
 from train.resolve.speeds import load_calibration
 
 
-def run_of(cfg: Config) -> Resolved:
+def make_run(cfg: Config) -> Resolved:
     """Return the run on an abstract mesh: its layouts, settings and choices."""
     mesh = AbstractMesh(cfg.mesh.sizes, AXES, axis_types=(AxisType.Auto,) * 4)
     return resolve(cfg, mesh)
 
 
-def layout_of(cfg: Config) -> Layout:
+def make_layout(cfg: Config) -> Layout:
     """Return the layout of the run's step; its plans may come from no policy."""
     parts = choose_communication(cfg, load_calibration(cfg)).parts
     return step_layout(cfg, parts)

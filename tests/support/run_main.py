@@ -129,7 +129,7 @@ def corpus(seed: int = 0, num_words: int = 10_000) -> pathlib.Path:
     return path
 
 
-def lines_of(run_dir: pathlib.Path) -> list[dict]:
+def metric_lines(run_dir: pathlib.Path) -> list[dict]:
     """metrics.jsonl, without what the clock said."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line, parse_constant=_no_json) for line in lines]

@@ -16,7 +16,7 @@ MANY = 2**24
 """Rows of one source and expert: w times as many, and sums over experts, are int32."""
 
 
-def layout_of(slots: int, split: str) -> Layout:
+def make_layout(slots: int, split: str) -> Layout:
     return Layout(E, W, slots, 8, store="sharded", split=split)
 
 
@@ -28,8 +28,8 @@ def compiled(layout: Layout):
 def quotas(counts_we: np.ndarray, row_p: np.ndarray, split: str) -> np.ndarray:
     """Return rows from each source to each slot by number, [w, p], as a device deals
     them."""
-    layout = layout_of(len(row_p) // W, split)
-    placement = Placement.of_plan(ExpertPlan(row_p[None], E).validate(layout), layout)
+    layout = make_layout(len(row_p) // W, split)
+    placement = Placement.from_plan(ExpertPlan(row_p[None], E).validate(layout), layout)
     placement = placement.layer(0)
     quota_wq = np.asarray(compiled(layout)(counts_we, placement).quota_wq)
     assert quota_wq.dtype == np.int32
@@ -38,17 +38,17 @@ def quotas(counts_we: np.ndarray, row_p: np.ndarray, split: str) -> np.ndarray:
     return quota_wp
 
 
-def rows_of(seed: int, slots: int = 5) -> np.ndarray:
+def make_slots(seed: int, slots: int = 5) -> np.ndarray:
     """Return a plan's slots: replicas anywhere, side by side too, and empty slots."""
     rng = np.random.default_rng(seed)
     rest = rng.choice([-1, -1, 0, 0, 1, 5], W * slots - E)
     return rng.permutation(np.r_[np.arange(E), rest]).astype(np.int32)
 
 
-def counts_of(seed: int) -> np.ndarray:
+def make_counts(seed: int) -> np.ndarray:
     """Return counts of sources: some 0, some few, some many."""
     rng = np.random.default_rng(seed)
     return rng.choice([0, 0, 1, 2, 3, 17, MANY - 1, MANY], (W, E)).astype(np.int32)
 
 
-CASES = [(rows_of(seed), counts_of(seed)) for seed in range(20)]
+CASES = [(make_slots(seed), make_counts(seed)) for seed in range(20)]

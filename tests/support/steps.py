@@ -15,8 +15,17 @@ import numpy as np
 import optax
 
 from moejax.axes import make_mesh
-from moejax.config import Balance, Config, Data, Dispatch, Moe, Optimizer, Router, Train
-from moejax.config import Model as ModelConfig
+from moejax.config import (
+    Balance,
+    Config,
+    Data,
+    Dispatch,
+    Model,
+    Moe,
+    Optimizer,
+    Router,
+    Train,
+)
 from moejax.moe.types import Placement, Windows
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Topology
@@ -27,7 +36,7 @@ from train.step.compiled import on_devices, trace_train_step
 from train.step.expert_params import is_expert
 from train.step.optimizer import make_optimizer
 from train.step.state import abstract_state
-from train.step.step import Model, window_sharding
+from train.step.step import StepContext, window_sharding
 
 L, E, SLOTS, BATCH, SEQ, WIDTH, HIDDEN = 2, 8, 3, 16, 8, 16, 32
 ONE_EXPERT = WIDTH * HIDDEN
@@ -35,7 +44,7 @@ ONE_EXPERT = WIDTH * HIDDEN
 QUICK = {"xla_backend_optimization_level": 0}  # compiled in half the time
 SMALL = Config(
     mesh=Topology(data=2, expert=4),
-    model=ModelConfig(
+    model=Model(
         vocab_size=16, d_model=WIDTH, num_layers=L, num_heads=2, num_kv_heads=2,
         head_dim=4, compute_dtype="float32",
     ),
@@ -72,17 +81,17 @@ MICRO_BATCHES = {"resident": 2, "filled": 2}
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class StepCase:
     """A compiled train step, where its state lies, and the moves between owners."""
 
-    model: Model
+    model: StepContext
     traced: object
     step: object
     mover: Mover
     shardings: object
 
 
-def make_model(store: str, dtype: str, split=None, **model_changes) -> Model:
+def make_model(store: str, dtype: str, split=None, **model_changes) -> StepContext:
     split = split or SPLITS.get(store, "even")
     fields = {"slots_per_device": SLOTS, "split": split, **STORES[store]}
     mesh_sizes = model_changes.pop("mesh", SMALL.mesh)
@@ -99,26 +108,26 @@ def make_model(store: str, dtype: str, split=None, **model_changes) -> Model:
     return model_from(cfg, dtype)
 
 
-def model_from(cfg: Config, dtype: str) -> Model:
+def model_from(cfg: Config, dtype: str) -> StepContext:
     """Return the model of a configuration, with an optimizer that keeps gradients."""
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model))
     run = resolve(cfg, make_mesh(cfg.mesh))
     object.__setattr__(cfg.model, "compute_dtype", dtype)  # float64 is no choice
     adamw = make_optimizer(cfg.optimizer, cfg.train.num_steps)
-    return Model(run, optax.chain(keep_gradients(), adamw))
+    return StepContext(run, optax.chain(keep_gradients(), adamw))
 
 
 @functools.cache
-def make_case(*args, **kwargs) -> Case:
-    return make_case_of(make_model(*args, **kwargs))
+def make_case(*args, **kwargs) -> StepCase:
+    return case_maker(make_model(*args, **kwargs))
 
 
-def make_case_of(model: Model) -> Case:
+def case_maker(model: StepContext) -> StepCase:
     traced = trace_train_step(model)
     step = traced.lower().compile(compiler_options=QUICK)
     args = (model.run, model.optimizer, model.layout.store)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(*args))
-    return Case(model, traced, step, Mover(model), shardings)
+    return StepCase(model, traced, step, Mover(model), shardings)
 
 
 def keep_gradients() -> optax.GradientTransformation:
@@ -130,7 +139,7 @@ def keep_gradients() -> optax.GradientTransformation:
     )
 
 
-def windows_of(case: Case, step: int) -> Windows:
+def make_windows(case: StepCase, step: int) -> Windows:
     """Return the tokens of one step, in micro-batches."""
     shape = (case.model.cfg.train.accumulate_steps, -1, SEQ + 1)
     token_bt = np.random.default_rng(step).integers(0, 16, (BATCH, SEQ + 1))
@@ -140,12 +149,12 @@ def windows_of(case: Case, step: int) -> Windows:
     return jax.device_put(windows, window_sharding(case.model.mesh))
 
 
-def run(case: Case, state, plan: ExpertPlan, step: int):
+def run(case: StepCase, state, plan: ExpertPlan, step: int):
     placement = on_devices(plan, case.model.layout, case.model.mesh)
-    return case.step(state, placement, windows_of(case, step))
+    return case.step(state, placement, make_windows(case, step))
 
 
-def one_step(case: Case, state, plan: ExpertPlan, step: int = 0):
+def one_step(case: StepCase, state, plan: ExpertPlan, step: int = 0):
     """Return the state after a step from `state`, both logical and NumPy, and the
     metrics."""
     state = jax.device_put(in_order(state, plan.owned_le), case.shardings)
@@ -188,7 +197,7 @@ def warm_state(dtype: str):
     return jax.tree_util.tree_map_with_path(warm, state)
 
 
-def home(case: Case) -> ExpertPlan:
+def home(case: StepCase) -> ExpertPlan:
     return case.model.run.home_plan()
 
 
@@ -210,8 +219,8 @@ def routed_step(router: Router):
     """Return SMALL's model with this router, its abstract state and its arguments, to
     trace."""
     cfg = dataclasses.replace(SMALL, router=router)
-    model = Model(resolve(cfg, make_mesh(cfg.mesh)), optax.sgd(0.1))
+    model = StepContext(resolve(cfg, make_mesh(cfg.mesh)), optax.sgd(0.1))
     state = abstract_state(model.run, model.optimizer)
-    placement = Placement.of_plan(ExpertPlan.home_in(model.layout, L), model.layout)
+    placement = Placement.from_plan(ExpertPlan.home_in(model.layout, L), model.layout)
     zeros_abt = np.zeros((1, BATCH, SEQ + 1), np.int32)
     return model, state, placement, Windows(zeros_abt, zeros_abt)

@@ -20,7 +20,7 @@ import pytest
 from moejax.axes import make_mesh
 from moejax.perf.calibration import Calibration
 from moejax.plan.expert_plan import ExpertPlan
-from tests.support.run_main import ROOT, checkpoint_record, corpus, lines_of
+from tests.support.run_main import ROOT, checkpoint_record, corpus, metric_lines
 from train import job as prepare
 from train import loop
 from train.balance import balancing
@@ -113,7 +113,7 @@ def watched() -> Iterator[House]:
     with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ):
         patch.delenv("XLA_FLAGS")  # they are part of a key of the compilation cache
         set_up_backend(config())
-        patch.setattr(prepare, "make_mesh", mesh_of)
+        patch.setattr(prepare, "make_mesh", build_mesh)
         patch.setattr(balancing, "compile_steps", house.steps)
         patch.setattr(Balancing, "before", watched_before)
         patch.setattr(Balancing, "_compiled", watched_compiled)
@@ -145,7 +145,7 @@ def speeds(path: pathlib.Path, mesh: dict[str, int]) -> pathlib.Path:
     return path
 
 
-def mesh_of(topology):
+def build_mesh(topology):
     return make_mesh(topology, jax.devices()[: topology.num_devices])
 
 
@@ -182,7 +182,10 @@ def restored(run_dir: pathlib.Path, *params: str):
 def assert_same_run(run_dir: pathlib.Path, expected_dir: pathlib.Path) -> None:
     """Every line but what the clock said, the balancer's state and every array."""
     lines, expected = (
-        [{n: v for n, v in x.items() if "adopt_" not in n} for x in lines_of(folder)]
+        [
+            {n: v for n, v in x.items() if "adopt_" not in n}
+            for x in metric_lines(folder)
+        ]
         for folder in (run_dir, expected_dir)
     )
     assert lines == expected

@@ -11,12 +11,12 @@ import pytest
 from moejax import axes
 from moejax.perf.calibration import (
     Calibration,
+    find_line,
     leaving_bytes,
-    line_of,
     read_calibration,
 )
-from moejax.perf.choose_schedule import Shape, choose, predict
-from moejax.perf.terms import Term, collective_term, prediction_of
+from moejax.perf.choose_schedule import MicroBatchShape, choose, predict
+from moejax.perf.terms import Term, collective_term, make_prediction
 from moejax.plan.layout import Topology
 from tests.support.close import assert_close
 from tools import calibrate
@@ -150,15 +150,15 @@ def test_a_product_has_its_own_line_or_the_slowest_of_its_axes():
     del kinds["all_reduce"]["expert_tensor"]
     both = Calibration("cpu", {}, "float32", kinds, 1.0, 1.0, 0.0, "never")
     product = ("expert", "tensor")
-    assert line_of(both, "all_to_all", product) == lines["expert_tensor"]
-    assert line_of(both, "all_reduce", product) == lines["expert"]
-    assert line_of(both, "all_to_all", ("tensor",)) == lines["tensor"]
+    assert find_line(both, "all_to_all", product) == lines["expert_tensor"]
+    assert find_line(both, "all_reduce", product) == lines["expert"]
+    assert find_line(both, "all_to_all", ("tensor",)) == lines["tensor"]
     with pytest.raises(ValueError, match="no all_gather over the 'data' axis"):
-        line_of(both, "all_gather", ("data", "expert"))
+        find_line(both, "all_gather", ("data", "expert"))
     part = collective_term(both, "all_gather", {"tensor_inner": 2}, 1e9, 3, "rows")
     assert part == Term("all_gather tensor_inner rows", 3, 3e9, 3.0)
     alone = collective_term(both, "all_gather", {"tensor": 1}, 0.0, 3)
-    assert prediction_of(alone).terms == ()
+    assert make_prediction(alone).terms == ()
 
 
 # FSMoE, Figure 5: start in msec and msec per float32 element, 32 GPUs of Testbed-B.
@@ -200,10 +200,10 @@ def cluster_b(tensor: int, shards: int) -> Calibration:
     return Calibration("2080", mesh, "float32", collectives, 1e13, 1.0, 0.0, "never")
 
 
-def grid(tensor: int, shards: int) -> list[Shape]:
+def grid(tensor: int, shards: int) -> list[MicroBatchShape]:
     """A quarter of 1296 layers, the count of the paper, whose own are not known."""
     return [
-        Shape(batch * seq, d, times * d, 32, k, factor, 4, tensor, shards,
+        MicroBatchShape(batch * seq, d, times * d, 32, k, factor, 4, tensor, shards,
               {"expert": 32 // tensor}, is_training=False)
         for batch, seq, d, times, factor, k in itertools.product(
             (2, 4, 8), (512, 1024, 2048), (1024, 2048, 4096), (2, 3, 4), (1.2, 2.4),
@@ -215,7 +215,7 @@ def grid(tensor: int, shards: int) -> list[Shape]:
 SPLITS = [(2, 2), (2, 4), (4, 4), (4, 2)]
 
 
-def equations(shape: Shape) -> dict[str, float]:
+def equations(shape: MicroBatchShape) -> dict[str, float]:
     """Parm's (1) to (3), collectives serial, and FSMoE's order, as the papers write
     them, in seconds."""
     mp, esp = shape.tensor, shape.expert_shards

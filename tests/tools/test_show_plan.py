@@ -8,7 +8,7 @@ from moejax.perf import traffic
 from moejax.plan.expert_plan import ExpertPlan
 from tools import show_plan
 from tools.bench import expert_loads
-from tools.plots.plan_picture import replica_colours
+from tools.plots.plan_picture import replica_colors
 from train.checkpoint.record import record_sha256
 
 pytestmark = pytest.mark.filterwarnings("error")  # matplotlib warns of ugly layouts
@@ -61,11 +61,11 @@ def test_shadows_and_empty_slots_are_shown(tmp_path, capsys):
     assert out.is_file()
 
 
-def test_only_replicas_are_coloured_and_each_differs():
+def test_only_replicas_are_colored_and_each_differs():
     table_ws = np.array([[0, 1, 5], [2, 3, 5], [4, 0, 5], [6, 7, -1]])
-    colours = replica_colours(table_ws)
-    assert set(colours) == {0, 5}
-    assert len(set(colours.values())) == 2
+    colors = replica_colors(table_ws)
+    assert set(colors) == {0, 5}
+    assert len(set(colors.values())) == 2
 
 
 def write_run(folder, plan: ExpertPlan, lines: list[dict], policy: str = "eplb"):

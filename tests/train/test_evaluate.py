@@ -18,12 +18,12 @@ from tests.support.run_main import corpus, listing
 from tests.support.saved_run import save_run
 from train import evaluate
 from train.checkpoint.load import find, load
-from train.config.names import config_of
+from train.config.names import config_from_record
 from train.data import lines
 from train.data.tokenizer import load_tokenizer
 from train.eval import held_out
 from train.job import prepare
-from train.step.state import graph_of
+from train.step.state import model_graph
 from train.step.step import make_eval_step
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def plain_figures(run_dir, line_b):
     """Nats of all tokens but the first, and loads of all but the last: window by window
     on one device, each as long as it is."""
     loaded = load(find(run_dir, params=("Mesh.data = 1", "Mesh.expert = 1")))
-    cfg, graph = loaded.cfg, graph_of(loaded.run)
+    cfg, graph = loaded.cfg, model_graph(loaded.run)
     nats, tokens_le = 0.0, 0
     for first in range(0, len(line_b) - 1, cfg.data.seq_len):
         window_t = line_b[first : first + cfg.data.seq_len + 1]
@@ -97,7 +97,7 @@ def test_another_mesh_has_the_same_figures(saved, jsonl):
 def test_held_out_text_is_what_the_run_evaluates(saved):
     """The windows of the run's own evaluation: its loss and its loads."""
     loaded = load(find(saved))
-    job = prepare(config_of(loaded.meta["config"]))
+    job = prepare(config_from_record(loaded.meta["config"]))
     step = make_eval_step(job.model)
     expected = held_out.evaluate(
         step, loaded, loaded.placement, job.held_out, job.window_sharding
@@ -145,7 +145,9 @@ def line_of(tokenizer, texts):
     documents = [np.append(tokenizer.separator, tokenizer.encode(t)) for t in texts]
     start_d = np.cumsum([0, *map(len, documents[:-1])])
     num_bytes = sum(len(text.encode()) + 1 for text in texts) - 1
-    return lines.line_of(np.concatenate(documents).astype(np.int32), start_d), num_bytes
+    return lines.make_line(
+        np.concatenate(documents).astype(np.int32), start_d
+    ), num_bytes
 
 
 @pytest.fixture(params=["bytes", "bpe", "metaspace"])
@@ -186,7 +188,7 @@ def test_bytes_of_windows_leave_out_what_their_edges_cut(tokenizer, seq_len):
         for read in (lines.read_tokens, lines.read_positions)
     )
     end = int(start_w[-1]) + seq_len + 1
-    whole = lines.line_of(line.arrays[0][:end], line.start_d[line.start_d < end])
+    whole = lines.make_line(line.arrays[0][:end], line.start_d[line.start_d < end])
     expected = evaluate.bytes_of_line(tokenizer, whole)
     count = evaluate.bytes_of_rows(tokenizer, Windows(token_bt, position_bt))
     assert abs(count - expected) <= 3 * num_windows

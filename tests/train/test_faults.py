@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from tests.support.run_main import Live, checkpoint_record, lines_of, listing, run
+from tests.support.run_main import Live, checkpoint_record, listing, metric_lines, run
 
 FAILED = 3
 ENDLESS = "Train.num_steps = 1000000"
@@ -42,7 +42,7 @@ def test_saves_that_keep_failing_stop_the_run(tmp_path):
     assert good_and_last(ended.err) == (good, last)
     assert last == good + 21
     assert ended.record["error"] == ended.err.removeprefix("error: ").strip()
-    steps = [x["step"] for x in lines_of(run_dir) if "loss" in x]
+    steps = [x["step"] for x in metric_lines(run_dir) if "loss" in x]
     assert steps == list(range(1, steps[-1] + 1))
     assert steps[-1] >= last
     assert not list((run_dir / "checkpoints").glob("*tmp*"))
@@ -144,7 +144,7 @@ def test_updates_that_are_not_finite_change_nothing_and_stop_the_run(tmp_path):
         "still those of step 1; "
     )
     assert ended.err.count("\n") == 1
-    lines = [x for x in lines_of(tmp_path / "run") if "loss" in x]
+    lines = [x for x in metric_lines(tmp_path / "run") if "loss" in x]
     assert [x["skipped_in_a_row"] for x in lines] == [0, 1, 2, 3, 4, 5]
     assert [x["skipped"] for x in lines] == [False] + 5 * [True]
     assert ended.out.count("loss or gradient not finite, update skipped") == 5

@@ -20,7 +20,7 @@ from train import generate
 from train.checkpoint.load import find, load
 from train.data.tokenizer import load_tokenizer, stream_decoder
 from train.eval.decoding import Sampling, decode, make_decoder
-from train.step.state import graph_of
+from train.step.state import model_graph
 
 pytestmark = pytest.mark.slow
 PROMPTS = ("the ", "a", "", "nothing here is as long as this is")
@@ -55,7 +55,7 @@ def decoded(run_dir, how, *params, prompts=None):
 def by_full_passes(run_dir):
     """The likeliest next token by a whole pass over all so far, again and again."""
     loaded = load(find(run_dir, params=ONE))
-    graph = graph_of(loaded.run)
+    graph = model_graph(loaded.run)
     layout = loaded.run.exact_layout(len(PROMPTS), WIDTH)
 
     @jax.jit
@@ -177,14 +177,14 @@ def test_prompts_that_are_no_text_are_one_line(tmp_path):
     for path, message in (("bytes", "byte 0 is not UTF-8"), ("none", "No such file")):
         args = generate.parse(["run", "--prompt_file", str(tmp_path / path)])
         with pytest.raises(ValueError, match=message):
-            generate.texts_of(args)
+            generate.load_prompts(args)
     with pytest.raises(ValueError, match="holds the separator"):
         generate.encoded(TOKENIZER, "a\0b")
 
 
 def test_a_text_ends_at_the_separator():
     """The separator and what comes after it are not shown."""
-    text = generate.Text("p", lambda ids: chr(*ids))
+    text = generate.Continuation("p", lambda ids: chr(*ids))
     assert [text.add(ord(c), 0) for c in "ab"] == ["a", "b"]
     assert text.add(0, 0) == ""
     assert (text.text, text.num_tokens, text.is_ended) == ("ab", 3, True)
@@ -201,7 +201,7 @@ def test_a_text_goes_on_behind_its_prompt(tmp_path):
 
 
 def test_a_terminal_is_not_steered(capsys):
-    texts = [generate.Text("a\x1b[2J\n", stream_decoder(TOKENIZER))]
+    texts = [generate.Continuation("a\x1b[2J\n", stream_decoder(TOKENIZER))]
     screen = generate.Screen(texts)
     screen.add(0, "\x07b\té", is_last=True)
     screen.end()

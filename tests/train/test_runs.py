@@ -15,8 +15,8 @@ from tests.support.run_main import (
     Live,
     checkpoint_record,
     corpus,
-    lines_of,
     listing,
+    metric_lines,
     run,
 )
 from train.config.gin_reader import load
@@ -45,7 +45,7 @@ def stopped(whole, tmp_path_factory):
 def assert_same_run(run_dir, ended, expected_dir, expected) -> None:
     """Every line once, and bit for bit: losses, gradient norms, loads, final state."""
     assert (ended.code, ended.err) == (expected.code, expected.err) == (0, "")
-    assert lines_of(run_dir) == lines_of(expected_dir)
+    assert metric_lines(run_dir) == metric_lines(expected_dir)
     for name in ("step", "eval_loss", "digest", "load_le"):
         assert ended.record[name] == expected.record[name]
     step = ended.record["step"]
@@ -57,7 +57,7 @@ def assert_same_run(run_dir, ended, expected_dir, expected) -> None:
 def test_an_undisturbed_run_leaves_a_whole_record(whole):
     run_dir, ended = whole
     assert (ended.code, ended.err) == (0, "")
-    lines = lines_of(run_dir)
+    lines = metric_lines(run_dir)
     assert [x["step"] for x in lines if "loss" in x] == list(range(1, NUM_STEPS + 1))
     evaluated = [x["step"] for x in lines if "eval_loss" in x]
     assert evaluated == list(range(10, NUM_STEPS + 1, 10))
@@ -110,7 +110,7 @@ def test_sigterm_saves_and_exits_with_75(stopped):
     assert ended.record == {"step": step, "signal": 15, "run_dir": str(run_dir)}
     assert 20 < step < NUM_STEPS
     assert f"stopped by signal 15 at step {step}; all is saved" in ended.out
-    assert lines_of(run_dir)[-1]["step"] == step
+    assert metric_lines(run_dir)[-1]["step"] == step
     assert checkpoint_record(run_dir, step)["step"] == step
 
 
@@ -121,7 +121,7 @@ def test_fresh_keeps_the_old_run_under_another_name(whole, stopped):
     assert f"the run that was here is now {old}" in ended.out
     kept = {name: sha for name, sha in listing(whole[0]).items() if name != ".lock"}
     assert listing(old) == kept
-    assert lines_of(run_dir) == lines_of(old)[: len(lines_of(run_dir))]
+    assert metric_lines(run_dir) == metric_lines(old)[: len(metric_lines(run_dir))]
 
 
 @pytest.mark.slow
@@ -151,14 +151,14 @@ def test_continues_on_fewer_devices(whole, stopped, tmp_path, data, expert):
     )
 
     def losses(run_dir):
-        lines = [x for x in lines_of(run_dir) if "loss" in x]
+        lines = [x for x in metric_lines(run_dir) if "loss" in x]
         assert [x["step"] for x in lines] == list(range(1, len(lines) + 1))
         return np.float32([x["loss"] for x in lines[first - 1 : first + 4]])
 
     assert_close(losses(tmp_path / "run"), losses(whole[0]))
     assert losses(tmp_path / "run").shape == (5,)
-    before = lines_of(stopped[0])
-    assert lines_of(tmp_path / "run")[: len(before)] == before
+    before = metric_lines(stopped[0])
+    assert metric_lines(tmp_path / "run")[: len(before)] == before
     config = (tmp_path / "run" / "config.gin").read_text()
     assert f"Train.num_steps = {first + 4}\n" in config
 
@@ -188,8 +188,8 @@ def test_more_steps_go_on(whole, tmp_path):
         64,
         str(tmp_path / "run"),
     )
-    lines = lines_of(tmp_path / "run")
-    assert lines[: len(lines_of(whole[0]))] == lines_of(whole[0])
+    lines = metric_lines(tmp_path / "run")
+    assert lines[: len(metric_lines(whole[0]))] == metric_lines(whole[0])
     steps = [x["step"] for x in lines if "loss" in x]
     assert steps == list(range(1, NUM_STEPS + 5))
     assert "Train.num_steps = 64\n" in (tmp_path / "run" / "config.gin").read_text()

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.support.run_main import MAIN, ROOT, Ended, environment, lines_of, run
+from tests.support.run_main import MAIN, ROOT, Ended, environment, metric_lines, run
 
 CONFIGS = ROOT / "configs"
 BILLIONS = {
@@ -78,7 +78,7 @@ def test_trains_at_toy_width(name, tmp_path):
     ended = run(tmp_path / "run", *TOY_WIDTH, gin_file=gin_file)
     assert (ended.code, ended.err) == (0, "")
     assert "Model.compute_dtype = 'bfloat16'\n" in ended.out
-    lines = [x for x in lines_of(tmp_path / "run") if "loss" in x]
+    lines = [x for x in metric_lines(tmp_path / "run") if "loss" in x]
     assert [x["step"] for x in lines] == [1, 2]
     # ln 256 = 5.55 before anything is learned.
     assert all(5 < x["loss"] < 6 and x["grad_norm"] > 0 for x in lines)

@@ -25,7 +25,7 @@ from moejax.perf.traffic import over_mean  # noqa: E402
 from tools.bench.turns import in_turns  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
 from train.config import gin_reader  # noqa: E402
-from train.launch.cluster import add_flags, flags_of  # noqa: E402
+from train.launch.cluster import add_flags, cluster_flags  # noqa: E402
 from train.launch.program import DONE, emit, guarded, start  # noqa: E402
 
 SETTLING = 1
@@ -62,7 +62,7 @@ def work(args: argparse.Namespace) -> int:
         name, _, params = text.partition(":")
         own = [param.strip() for param in params.split(";") if param.strip()]
         cfgs[name.strip()] = gin_reader.load(args.gin_file, [*args.gin_param, *own])
-    start(next(iter(cfgs.values())), flags_of(args))
+    start(next(iter(cfgs.values())), cluster_flags(args))
     from train.launch.processes import is_first, wait_for_all
 
     # Gloo's processes wait 30 s for one another at their first meeting: before some
@@ -78,13 +78,13 @@ def work(args: argparse.Namespace) -> int:
     if args.ready is not None and is_first():
         args.ready.touch()
     timed = measured(variants, args.turns)
-    record = {name: record_of(*columns) for name, columns in timed.items()}
+    record = {name: make_record(*columns) for name, columns in timed.items()}
     if is_first():
         emit(record, args.json)
     return DONE
 
 
-def record_of(secs: list[float], ratios: list[float], rounds: list[int]) -> dict:
+def make_record(secs: list[float], ratios: list[float], rounds: list[int]) -> dict:
     return {
         "step_sec": [round(sec, 4) for sec in secs],
         "median_sec": round(statistics.median(secs), 4),

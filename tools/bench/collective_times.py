@@ -175,7 +175,7 @@ def seconds(programs: list[Program], turns: int) -> list[float]:
     ]
 
 
-def calibration_of(
+def measure_calibration(
     mesh: Mesh, lines: dict[tuple[str, ...], Line], widths: Widths, turns: int
 ) -> Calibration:
     """Return the lines of collectives as a calibration, with the grouped product, which

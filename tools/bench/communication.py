@@ -64,7 +64,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def work(args: argparse.Namespace) -> int:
-    cases = cases_of(args)
+    cases = parse_cases(args)
     cfg = gin_reader.load([], mesh_params(args))
     topology = cfg.mesh
     if topology.num_devices % args.dcs:
@@ -76,12 +76,12 @@ def work(args: argparse.Namespace) -> int:
     import jax
 
     from moejax.axes import make_mesh
-    from tools.bench.communication_cases import Shape
+    from tools.bench.communication_cases import BenchedLayer
     from train.launch.processes import is_first
 
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     mesh = make_mesh(topology)
-    cases = [case | {"shape": Shape(**case["shape"])} for case in cases]
+    cases = [case | {"shape": BenchedLayer(**case["shape"])} for case in cases]
     calibration = calibrated(mesh, cases[0]["shape"], args)
     record = {
         "mesh": {axis: size for axis, size in mesh.shape.items() if size > 1},
@@ -90,12 +90,12 @@ def work(args: argparse.Namespace) -> int:
         "cases": measured(mesh, cases, calibration, args),
     }
     if is_first():
-        print("\n".join(map(line_of, record["cases"])))
+        print("\n".join(map(format_record, record["cases"])))
         emit(record, args.json)
     return DONE
 
 
-def cases_of(args: argparse.Namespace) -> list[dict]:
+def parse_cases(args: argparse.Namespace) -> list[dict]:
     """Raises ValueError, one line, for what is no list of cases."""
     for name in ("turns", "dcs"):
         if getattr(args, name) < 1:
@@ -125,7 +125,7 @@ def calibrated(mesh, shape, args: argparse.Namespace):
     sweep = times.Sweep(names, (*ELEMENTS, args.largest), REPEATS)
     programs = times.collective_programs(mesh, DTYPE, sweep)
     runs = [partial(program.run, *program.arguments) for program in programs]
-    rows = timed(runs, args.turns, barrier_of(mesh))
+    rows = timed(runs, args.turns, make_barrier(mesh))
     sec = [statistics.median(row) / REPEATS for row in rows]
     widths = times.Widths(
         d_model=shape.d_model,
@@ -135,10 +135,10 @@ def calibrated(mesh, shape, args: argparse.Namespace):
         dtype=DTYPE,
     )
     lines = times.fitted(programs, sec)
-    return times.calibration_of(mesh, lines, widths, args.turns)
+    return times.measure_calibration(mesh, lines, widths, args.turns)
 
 
-def barrier_of(mesh) -> Callable[[], object]:
+def make_barrier(mesh) -> Callable[[], object]:
     """All processes leave it when all have come; cheaper than jax's own."""
     import jax
 
@@ -181,15 +181,17 @@ def sent_bytes() -> int:
 def measured(mesh, cases: list[dict], calibration, args) -> list[dict]:
     """A record of each case: seconds and bytes of its variants, and what is
     predicted."""
-    from tools.bench.communication_cases import compiled, prediction_of
-    from train.launch.processes import is_first, of_first
+    from tools.bench.communication_cases import compiled, predict_variants
+    from train.launch.processes import from_first_process, is_first
 
     topology = Topology(*mesh.devices.shape)
     per_dc = mesh.size // args.dcs
-    records, meet = [], barrier_of(mesh)
+    records, meet = [], make_barrier(mesh)
     for case in cases:
         shape, variants, begin = case["shape"], case["variants"], time.perf_counter()
-        told = of_first(lambda: prediction_of(shape, variants, topology, calibration))  # noqa: B023
+        told = from_first_process(
+            partial(predict_variants, shape, variants, topology, calibration)
+        )
         steps = {
             variant: compiled(shape, variant, mesh, per_dc) for variant in variants
         }
@@ -214,7 +216,7 @@ def measured(mesh, cases: list[dict], calibration, args) -> list[dict]:
         }
         records.append(record)
         if is_first():
-            print(line_of(record), file=sys.stderr, flush=True)
+            print(format_record(record), file=sys.stderr, flush=True)
     return records
 
 
@@ -229,7 +231,7 @@ def check_kept(name: str, steps: dict) -> None:
             )
 
 
-def line_of(record: dict) -> str:
+def format_record(record: dict) -> str:
     """Milliseconds, predictions in brackets, and MB that left the first DC."""
     said, sent = record["predicted_sec"], record["sent_bytes"]
     variants = [

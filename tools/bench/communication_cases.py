@@ -24,7 +24,7 @@ from moejax.config import Moe, Router
 from moejax.moe.layer import MoeLayer
 from moejax.moe.mesh_roles import MeshLayout, on_mesh, spec
 from moejax.moe.types import Placement
-from moejax.moe.weights.stores import master_spec
+from moejax.moe.weights.stores import master_param_spec
 from moejax.perf import choose_domain, choose_schedule, terms
 from moejax.perf.calibration import Calibration
 from moejax.plan.expert_plan import ExpertPlan
@@ -46,7 +46,7 @@ AXIS = re.compile(r"'(\w+)'=(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class BenchedLayer:
     """Of one layer in one micro-batch."""
 
     tokens: int
@@ -89,7 +89,7 @@ class Step:
     leaving_bytes: float
 
 
-def domain_of(variant: str) -> tuple[int, int] | None:
+def parse_domain(variant: str) -> tuple[int, int] | None:
     """(S_dc, S_expert) of a variant that is a domain, None of a schedule. Raises
     ValueError for a name of neither."""
     if found := DOMAIN.fullmatch(variant):
@@ -102,9 +102,9 @@ def domain_of(variant: str) -> tuple[int, int] | None:
     return None
 
 
-def layout_of(shape: Shape, variant: str, topology: Topology) -> Layout:
+def make_layout(shape: BenchedLayer, variant: str, topology: Topology) -> Layout:
     """Raises ValueError for what cannot run on this mesh."""
-    shared, tensor = domain_of(variant), topology.tensor
+    shared, tensor = parse_domain(variant), topology.tensor
     choices = shape.tokens * shape.top_k
     if shared is not None:
         if tensor > 1:
@@ -139,17 +139,19 @@ def layout_of(shape: Shape, variant: str, topology: Topology) -> Layout:
     )
 
 
-def compiled(shape: Shape, variant: str, mesh: Mesh, devices_per_dc: int) -> Step:
+def compiled(
+    shape: BenchedLayer, variant: str, mesh: Mesh, devices_per_dc: int
+) -> Step:
     """Of float32 numbers that are drawn anew, the same for each variant."""
     topology = Topology(*mesh.devices.shape)
-    layout = layout_of(shape, variant, topology)
+    layout = make_layout(shape, variant, topology)
     mesh_layout = on_mesh(mesh, layout)
     e, k, d = shape.num_experts, shape.top_k, shape.d_model
     moe = Moe(num_experts=e, top_k=k, d_expert=shape.d_expert)
     layer = nnx.eval_shape(lambda: MoeLayer(moe, Router(), d, mesh, nnx.Rngs(0)))
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
     plan = ExpertPlan.home_in(layout, 1).validate(layout)
-    placement = jax.tree.map(np.asarray, Placement.of_plan(plan, layout).layer(0))
+    placement = jax.tree.map(np.asarray, Placement.from_plan(plan, layout).layer(0))
     rest = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), rest)
     inputs = _inputs(shape, topology, mesh_layout)
     arguments = (_drawn(params, mesh_layout), axes.everywhere(rest, mesh), *inputs)
@@ -167,7 +169,7 @@ def compiled(shape: Shape, variant: str, mesh: Mesh, devices_per_dc: int) -> Ste
     where = jax.tree.map(lambda leaf: leaf.sharding, (arguments[0], arguments[2]))
     program = jax.jit(step, out_shardings=((whole, whole), where))
     program = program.lower(*arguments).compile()
-    leaving = leaving_of(program.as_text(), devices_per_dc)
+    leaving = bytes_leaving(program.as_text(), devices_per_dc)
     return Step(program, arguments, leaving)
 
 
@@ -177,13 +179,15 @@ def _drawn(params, mesh_layout: MeshLayout):
     def drawn(path, leaf):
         rng, dims = np.random.default_rng(leaf.size), str(path[0].key).split("_")[-1]
         value = rng.standard_normal(leaf.shape, np.float32) * leaf.shape[-2] ** -0.5
-        where = spec() if leaf.ndim == 2 else master_spec(dims, "owned", mesh_layout)
+        where = (
+            spec() if leaf.ndim == 2 else master_param_spec(dims, "owned", mesh_layout)
+        )
         return _placed(value, NamedSharding(mesh_layout.mesh, where))
 
     return jax.tree_util.tree_map_with_path(drawn, params)
 
 
-def _inputs(shape: Shape, topology: Topology, mesh_layout: MeshLayout) -> tuple:
+def _inputs(shape: BenchedLayer, topology: Topology, mesh_layout: MeshLayout) -> tuple:
     """x_btd and forced_btk: one sequence a tensor group."""
     b, n, k = topology.num_batch_shards, shape.tokens, shape.top_k
     x_btd = np.random.default_rng(0).standard_normal((b, n, shape.d_model), np.float32)
@@ -197,7 +201,7 @@ def _placed(value: np.ndarray, where: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(value.shape, where, lambda at: value[at])
 
 
-def leaving_of(hlo: str, devices_per_dc: int) -> float:
+def bytes_leaving(hlo: str, devices_per_dc: int) -> float:
     """Bytes that the collectives of a compiled program send from the first DC to
     others: device i lies in DC i // devices_per_dc. Rings for all but all_to_all."""
     total = 0.0
@@ -246,12 +250,15 @@ def _groups(rest: str) -> list[list[int]]:
     return numbers.reshape(shape).tolist()
 
 
-def prediction_of(
-    shape: Shape, variants: list[str], topology: Topology, calibration: Calibration
+def predict_variants(
+    shape: BenchedLayer,
+    variants: list[str],
+    topology: Topology,
+    calibration: Calibration,
 ) -> dict:
     """What is chosen among these variants, of one kind, and the seconds predicted of
     each; all that JSON takes."""
-    predict = _of_domains if domain_of(variants[0]) else _of_schedules
+    predict = _predict_domains if parse_domain(variants[0]) else _predict_schedules
     every = predict(shape, topology, calibration)
     missing = [variant for variant in variants if variant not in every]
     if missing:
@@ -264,11 +271,11 @@ def prediction_of(
     }
 
 
-def _of_domains(shape: Shape, topology: Topology, calibration: Calibration):
+def _predict_domains(shape: BenchedLayer, topology: Topology, calibration: Calibration):
     sizes = {"dc": topology.dc, "expert": topology.expert}
     owned = shape.num_experts / math.prod(sizes.values())
     flops = 6 * shape.tokens * shape.top_k * shape.d_model * shape.d_expert
-    stream = choose_domain.Stream(
+    stream = choose_domain.LayerTraffic(
         row_bytes=shape.buffer_factor * shape.row_bytes,
         expert_bytes=owned * shape.expert_bytes,
         pre_expert_sec=0.0,
@@ -281,9 +288,11 @@ def _of_domains(shape: Shape, topology: Topology, calibration: Calibration):
     return {"x".join(map(str, domain)): p for domain, p in predictions.items()}
 
 
-def _of_schedules(shape: Shape, topology: Topology, calibration: Calibration):
+def _predict_schedules(
+    shape: BenchedLayer, topology: Topology, calibration: Calibration
+):
     choice = choose_schedule.choose(
-        choose_schedule.Shape(
+        choose_schedule.MicroBatchShape(
             tokens=shape.tokens,
             d_model=shape.d_model,
             d_expert=shape.d_expert,

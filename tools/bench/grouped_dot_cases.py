@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from moejax.kernels.shapes import Shape, Skew, rows_of
+from moejax.kernels.shapes import ProductShape, Skew, make_rows
 
 PASSES = ("forward", "dgrad", "wgrad", "fused", "grads")
 """Of the benchmark."""
@@ -57,10 +57,10 @@ OPERANDS_OF_PARTS = {
 }
 PRODUCTS = {"forward": 1, "dgrad": 1, "wgrad": 1, "fused": 2, "grads": 3}
 """Of 2 * rows * d * f FLOPs, in the passes of the benchmark."""
-MOST_ERROR = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
-MOST_ERROR_TF32 = 1e-3
+MAX_ERROR = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+MAX_ERROR_TF32 = 1e-3
 """Of float32 on a GPU, whose matrix units round its inputs to 10 bits."""
-MOST_ERROR_FP8 = 2**0.5 * 2**-4
+MAX_ERROR_FP8 = 2**0.5 * 2**-4
 """Of values with 3 bits behind the leading one: each is off by 1/16 of itself at most,
 those of both operands independently. It is half of that on the average."""
 SEED_OF_ROWS = 0
@@ -69,7 +69,7 @@ SAMPLED_COLUMNS = 512
 """Of rows: of a width of 14336 one in 28, so that no chunk of 32 goes unseen."""
 
 
-class Case(NamedTuple):
+class ProductCase(NamedTuple):
     """A pass's inputs, in the order of OPERANDS; rows past rows_g.sum() are padding."""
 
     operands: tuple[Array, ...]
@@ -79,13 +79,13 @@ class Case(NamedTuple):
     def num_rows(self) -> int:
         return int(self.rows_g.sum())
 
-    def without_groups(self) -> "Case":
+    def without_groups(self) -> "ProductCase":
         """What `dense` computes: all rows, padding too, belong to the first matrix."""
         first = tuple(a[:1] if a.ndim == 3 else a for a in self.operands)
         rows = next(a.shape[0] for a in self.operands if a.ndim == 2)
-        return Case(first, np.array([rows], np.int32))
+        return ProductCase(first, np.array([rows], np.int32))
 
-    def poisoned(self) -> "Case":
+    def poisoned(self) -> "ProductCase":
         """NaN in padding."""
         is_padding_m1 = np.arange(self.operands[0].shape[0])[:, None] >= self.num_rows
         return self._replace(
@@ -96,7 +96,9 @@ class Case(NamedTuple):
         )
 
 
-def operands(which: str, shape: Shape, dtype: str, seed: int) -> tuple[Array, ...]:
+def operands(
+    which: str, shape: ProductShape, dtype: str, seed: int
+) -> tuple[Array, ...]:
     """Fresh normal numbers on the device; matrices over the root of their height, so
     that x @ w has variance 1."""
     rows, d, f, groups = shape.rows, shape.d, shape.f, shape.groups
@@ -129,28 +131,32 @@ def _normal(key: Array, dims: tuple[int, ...], dtype: str) -> Array:
     )
 
 
-def small(shape: Shape) -> Shape:
+def small(shape: ProductShape) -> ProductShape:
     """The case on which an implementation is checked whole."""
-    least = Shape(rows=600, d=256, f=256, groups=16)
+    least = ProductShape(rows=600, d=256, f=256, groups=16)
     pairs = (
         (getattr(shape, n), getattr(least, n)) for n in ("rows", "d", "f", "groups")
     )
-    return Shape(*(min(pair) for pair in pairs))
+    return ProductShape(*(min(pair) for pair in pairs))
 
 
-def small_case(which: str, shape: Shape, dtype: str, seed: int, skew: Skew) -> Case:
+def small_case(
+    which: str, shape: ProductShape, dtype: str, seed: int, skew: Skew
+) -> ProductCase:
     """Of the same skew, with an eighth of the rows as padding."""
     shape = small(shape)
     num_owned = shape.rows - shape.rows // 8
-    rows_g = rows_of(skew, num_owned, shape.groups, SEED_OF_ROWS)
-    return Case(operands(which, shape, dtype, seed), rows_g)
+    rows_g = make_rows(skew, num_owned, shape.groups, SEED_OF_ROWS)
+    return ProductCase(operands(which, shape, dtype, seed), rows_g)
 
 
-def flops(which: str, shape: Shape) -> int:
+def flops(which: str, shape: ProductShape) -> int:
     return PRODUCTS[which] * 2 * shape.rows * shape.d * shape.f
 
 
-def least_bytes(which: str, shape: Shape, rows_g: np.ndarray, itemsize: int) -> int:
+def min_bytes(
+    which: str, shape: ProductShape, rows_g: np.ndarray, itemsize: int
+) -> int:
     """Each input read once, each output written once; of weights, those of groups that
     have rows. All of dw is written: an empty group's is zero."""
     x, dy, matrix = shape.rows * shape.d, shape.rows * shape.f, shape.d * shape.f
@@ -165,19 +171,21 @@ def least_bytes(which: str, shape: Shape, rows_g: np.ndarray, itemsize: int) -> 
     return counts[which] * itemsize
 
 
-def most_error(dtype: str, device: str, which: str = "", *, is_fp8=False) -> float:
+def max_error(dtype: str, device: str, which: str = "", *, is_fp8=False) -> float:
     if is_fp8:  # h is a product of two results
-        return MOST_ERROR_FP8 * (2 if which == "fused" else 1)
+        return MAX_ERROR_FP8 * (2 if which == "fused" else 1)
     if (dtype, device) == ("float32", "gpu"):
-        return MOST_ERROR_TF32
-    return MOST_ERROR[dtype]
+        return MAX_ERROR_TF32
+    return MAX_ERROR[dtype]
 
 
-def error_of(which: str, results, case: Case, *, has_zero_padding: bool) -> float:
+def largest_error(
+    which: str, results, case: ProductCase, *, has_zero_padding: bool
+) -> float:
     """The largest error of the results, whole; infinite where one is not finite.
     Padding counts where it must be zero."""
     errors = []
-    for part, arrays, out in parts_of(which, case, results):
+    for part, arrays, out in pass_parts(which, case, results):
         has_all = part == "wgrad" or has_zero_padding
         rows = slice(None if has_all else case.num_rows)
         reference = defined(part, [*map(_float64, arrays)], case.rows_g)
@@ -185,12 +193,12 @@ def error_of(which: str, results, case: Case, *, has_zero_padding: bool) -> floa
     return max(errors)
 
 
-def sampled_error_of(which: str, results, case: Case) -> float:
+def sampled_error(which: str, results, case: ProductCase) -> float:
     """The same for a case of full size, the largest of a few groups: of some columns of
     their first and last rows, or of some rows and columns of their gradients. All
     results must be finite."""
     errors = []
-    for part, arrays, out in parts_of(which, case, results):
+    for part, arrays, out in pass_parts(which, case, results):
         if not _is_finite(out):
             return np.inf
         sampled, found, rows_g = sample(part, arrays, out, case.rows_g)
@@ -201,7 +209,7 @@ def sampled_error_of(which: str, results, case: Case) -> float:
     return max(errors)
 
 
-def parts_of(which: str, case: Case, results) -> Iterator[tuple]:
+def pass_parts(which: str, case: ProductCase, results) -> Iterator[tuple]:
     """(part, what it is made of, out) of each array that a pass returns."""
     which = which.removeprefix("fp8_")
     by_name = dict(zip(OPERANDS[which], case.operands, strict=True))
@@ -254,7 +262,7 @@ def sample(part: str, arrays: Sequence[Array], out: Array, rows_g: np.ndarray) -
         x, dy = (a[:, own][rows] for a, own in zip(arrays, (from_x, from_dy)))
         out = out[chosen][:, from_x][:, :, from_dy]
         return [_float64(x), _float64(dy)], _float64(out), rows_g[chosen]
-    near = [_ends_of(first_g[i], rows_g[i]) for i in chosen]
+    near = [_sample_ends(first_g[i], rows_g[i]) for i in chosen]
     rows = np.concatenate(near)
     width = out.shape[1] // (2 if part in ("into", "dinto") else 1)
     x, matrix, *more = arrays
@@ -266,7 +274,7 @@ def sample(part: str, arrays: Sequence[Array], out: Array, rows_g: np.ndarray) -
     return sampled, _float64(_columns(out[rows], width)), counts
 
 
-def _ends_of(first: int, count: int) -> np.ndarray:
+def _sample_ends(first: int, count: int) -> np.ndarray:
     row = np.arange(count)
     return first + row[(row < SAMPLED_ENDS) | (row >= count - SAMPLED_ENDS)]
 

@@ -11,21 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.kernels.shapes import Shape, Skew, rows_of
+from moejax.kernels.shapes import ProductShape, Skew, make_rows
 from tools.bench import grouped_dot_cases as cases
 from tools.bench import grouped_dot_peers as peers
-from tools.bench.grouped_dot_cases import Case
+from tools.bench.grouped_dot_cases import ProductCase
 from tools.bench.turns import in_turns
 
 BATCHED_GIB = {"cpu": 4, "gpu": 24}
 """`batched` is declined where its padded arrays are larger."""
 ROTATED_BYTES = 256 * 2**20
 """Inputs that calls on a GPU go through: four times the L2 of a Hopper GPU."""
-MOST_SETS = 8
+MAX_SETS = 8
 SAMPLE_MSEC = 20
 """Calls between two waits for a GPU last about so long together, where they are not the
 fewest or the most."""
-FEWEST_CALLS, MOST_CALLS = 3, 50
+FEWEST_CALLS, MAX_CALLS = 3, 50
 
 
 class WrongResult(Exception):
@@ -45,14 +45,14 @@ class Settings:
 
 
 @dataclasses.dataclass
-class Job:
+class BenchJob:
     """An implementation on one case."""
 
     variant: peers.Variant
     arguments: list[tuple]
     """Of each set of inputs; calls go through them in turn."""
     error: float = 0.0
-    least_bytes: int = 0
+    min_bytes: int = 0
     num_calls: int = 1
     msec: list[float] = dataclasses.field(default_factory=list)
 
@@ -70,7 +70,7 @@ class Pass:
     """A pass on a shape, with its inputs."""
 
     settings: Settings
-    shape: Shape
+    shape: ProductShape
     which: str
     sets: list[tuple]
 
@@ -78,14 +78,14 @@ class Pass:
 class Trial(NamedTuple):
     """A job, and what its implementation made of a small case and of the job's own."""
 
-    job: Job
-    small: Case
+    job: BenchJob
+    small: ProductCase
     small_results: Any
-    whole: Case
+    whole: ProductCase
     whole_results: Any
 
 
-def measure(settings: Settings, shape: Shape, which: str) -> list[dict]:
+def measure(settings: Settings, shape: ProductShape, which: str) -> list[dict]:
     """A row for each skew and implementation of a pass, all measured in turns. Raises
     WrongResult."""
     own = Pass(settings, shape, which, input_sets(settings, shape, which))
@@ -105,13 +105,13 @@ def measure(settings: Settings, shape: Shape, which: str) -> list[dict]:
     return rows
 
 
-def input_sets(settings: Settings, shape: Shape, which: str) -> list[tuple]:
+def input_sets(settings: Settings, shape: ProductShape, which: str) -> list[tuple]:
     """One on a processor; on a GPU several, so that its L2 does not serve them."""
     first = cases.operands(which, shape, settings.dtype, settings.seed)
     if settings.device == "cpu":
         return [first]
     wanted = -(-ROTATED_BYTES // sum(a.nbytes for a in first))
-    seeds = range(settings.seed + 1, settings.seed + min(MOST_SETS, max(2, wanted)))
+    seeds = range(settings.seed + 1, settings.seed + min(MAX_SETS, max(2, wanted)))
     return [first, *(cases.operands(which, shape, settings.dtype, s) for s in seeds)]
 
 
@@ -141,26 +141,28 @@ def attempt(own: Pass, impl: str, skew: Skew, tiles: str | None) -> Trial:
     fastest. Raises whatever the implementation does."""
     settings, which = own.settings, own.which
     small = cases.small_case(which, own.shape, settings.dtype, settings.seed, skew)
-    rows_g = rows_of(skew, own.shape.rows, own.shape.groups, cases.SEED_OF_ROWS)
+    rows_g = make_rows(skew, own.shape.rows, own.shape.groups, cases.SEED_OF_ROWS)
     fullest, small_fullest = 0, 0
     if impl == "batched":
         require_room(own, rows_g)
         fullest, small_fullest = int(rows_g.max()), int(small.rows_g.max())
     found = [
-        Job(variant, [variant.arguments(ops, jnp.asarray(rows_g)) for ops in own.sets])
+        BenchJob(
+            variant, [variant.arguments(ops, jnp.asarray(rows_g)) for ops in own.sets]
+        )
         for variant in peers.variants(impl, which, fullest)
         if tiles in (None, variant.tiles)
     ]
     job = found[0] if len(found) == 1 else fastest(found)
-    whole_results = job.variant.results_of(job.arguments[0])
+    whole_results = job.variant.run_results(job.arguments[0])
     by_tiles = {
         variant.tiles: variant for variant in peers.variants(impl, which, small_fullest)
     }
     given = small.poisoned() if impl in peers.OURS else small
     variant = by_tiles[job.variant.tiles]
     arguments = variant.arguments(given.operands, jnp.asarray(given.rows_g))
-    whole = Case(own.sets[0], rows_g)
-    return Trial(job, small, variant.results_of(arguments), whole, whole_results)
+    whole = ProductCase(own.sets[0], rows_g)
+    return Trial(job, small, variant.run_results(arguments), whole, whole_results)
 
 
 def require_room(own: Pass, rows_g: np.ndarray) -> None:
@@ -168,14 +170,14 @@ def require_room(own: Pass, rows_g: np.ndarray) -> None:
     width = own.shape.d + own.shape.f * (2 if own.which == "fused" else 1)
     num_rows = own.shape.groups * int(rows_g.max())
     num_bytes = num_rows * width * jnp.dtype(own.settings.dtype).itemsize
-    most_gib = BATCHED_GIB[own.settings.device]
-    if num_bytes > most_gib * 2**30:
+    max_gib = BATCHED_GIB[own.settings.device]
+    if num_bytes > max_gib * 2**30:
         raise NotImplementedError(
-            f"padding takes {num_bytes / 2**30:.0f} GiB, and {most_gib} may be used"
+            f"padding takes {num_bytes / 2**30:.0f} GiB, and {max_gib} may be used"
         )
 
 
-def fastest(jobs: list[Job]) -> Job:
+def fastest(jobs: list[BenchJob]) -> BenchJob:
     """Those that raise are out; where all do, the last one's error is raised."""
     timed, last = [], None
     for job in jobs:
@@ -199,11 +201,11 @@ def judge(own: Pass, impl: str, skew: Skew, trial: Trial) -> None:
         shape = dataclasses.replace(shape, groups=1)
     is_ours = impl in peers.OURS
     job.error = max(
-        cases.error_of(which, small_results, small, has_zero_padding=is_ours),
-        cases.sampled_error_of(which, whole_results, whole),
+        cases.largest_error(which, small_results, small, has_zero_padding=is_ours),
+        cases.sampled_error(which, whole_results, whole),
     )
     is_fp8 = impl in peers.IN_FP8
-    most = cases.most_error(settings.dtype, settings.device, which, is_fp8=is_fp8)
+    most = cases.max_error(settings.dtype, settings.device, which, is_fp8=is_fp8)
     if job.error > most:
         raise WrongResult(
             f"{impl} {job.variant.tiles} computes something else: {which}, {skew}, "
@@ -211,13 +213,13 @@ def judge(own: Pass, impl: str, skew: Skew, trial: Trial) -> None:
             f"and may be {most:.1g}; leave it out with --impls to measure the others"
         )
     itemsize = jnp.dtype(settings.dtype).itemsize
-    job.least_bytes = cases.least_bytes(which, shape, whole.rows_g, itemsize)
+    job.min_bytes = cases.min_bytes(which, shape, whole.rows_g, itemsize)
 
 
-def take_turns(jobs: list[Job], settings: Settings) -> None:
+def take_turns(jobs: list[BenchJob], settings: Settings) -> None:
     """All have run before: nothing is compiled here, and no turn warms up."""
     for job in jobs if settings.device == "gpu" else ():
-        job.num_calls = num_calls_of(job.call_msec(FEWEST_CALLS))
+        job.num_calls = num_calls(job.call_msec(FEWEST_CALLS))
     for _, job in in_turns(jobs, settings.repeats, num_warm_ups=0):
         job.msec.append(job.call_msec(job.num_calls))
 
@@ -233,12 +235,12 @@ def mean_msec(
     return 1e3 * (time.perf_counter() - begin) / num_calls
 
 
-def num_calls_of(msec: float) -> int:
+def num_calls(msec: float) -> int:
     """Calls of so long each between two waits for a GPU."""
-    return min(MOST_CALLS, max(FEWEST_CALLS, round(SAMPLE_MSEC / msec)))
+    return min(MAX_CALLS, max(FEWEST_CALLS, round(SAMPLE_MSEC / msec)))
 
 
-def figures(job: Job, dense: Job | None, num_flops: int) -> dict:
+def figures(job: BenchJob, dense: BenchJob | None, num_flops: int) -> dict:
     """`share_of_dense` is of the rate of `dense`, on the same rows."""
     msec = statistics.median(job.msec)
     share = statistics.median(dense.msec) / msec if dense else None
@@ -249,8 +251,8 @@ def figures(job: Job, dense: Job | None, num_flops: int) -> dict:
         "num_calls": job.num_calls,
         "tflops": num_flops / msec / 1e9,
         "share_of_dense": share,
-        "least_bytes": job.least_bytes,
-        "gb_per_sec": job.least_bytes / msec / 1e6,
+        "min_bytes": job.min_bytes,
+        "gb_per_sec": job.min_bytes / msec / 1e6,
         "error": job.error,
         "tiles": job.variant.tiles,
     }

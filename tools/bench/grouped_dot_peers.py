@@ -69,7 +69,7 @@ class Variant:
     tiles: str = ""
     """Which variant this is, where there are several."""
 
-    def results_of(self, arguments: tuple):
+    def run_results(self, arguments: tuple):
         return self.results(self.wait(self.run(*arguments)))
 
 
@@ -82,15 +82,15 @@ def variants(impl: str, which: str, fullest_rows: int) -> tuple[Variant, ...]:
     make = IMPLEMENTATIONS[impl]
     by_tiles = make(fullest_rows) if fullest_rows else make()
     if impl == "torch":
-        return (_torch_variant(of_pass(by_tiles[""], which)),)
+        return (_torch_variant(pass_function(by_tiles[""], which)),)
     operands = {"arguments": _without_groups} if impl == "dense" else {}
     return tuple(
-        Variant(jax.jit(of_pass(products, which)), tiles=tiles, **operands)
+        Variant(jax.jit(pass_function(products, which)), tiles=tiles, **operands)
         for tiles, products in by_tiles.items()
     )
 
 
-def of_pass(products: Products, which: str) -> Callable:
+def pass_function(products: Products, which: str) -> Callable:
     """The function of a pass; `grads` is forward and both gradients in one program."""
     if which != "grads":
         return getattr(products, "swiglu" if which == "fused" else which)
@@ -110,7 +110,7 @@ def ours(implementation: str, fp8: str = "none") -> dict[str, Products]:
 
 
 def ragged_dot() -> dict[str, Products]:
-    return {"": _of_dims(lax.ragged_dot_general)}
+    return {"": _ragged_dot_general(lax.ragged_dot_general)}
 
 
 def mgpu() -> dict[str, Products]:
@@ -159,7 +159,7 @@ def tokamax(implementation: str) -> dict[str, Products]:
 
     general = tokamax.ragged_dot_general
     return {
-        tiles: _of_dims(partial(general, implementation=[op]))
+        tiles: _ragged_dot_general(partial(general, implementation=[op]))
         for tiles, op in variants.items()
     }
 
@@ -267,7 +267,7 @@ def unpadded(
     return y_gcf.at[owner_m, place_m].get(mode="clip")
 
 
-def _of_dims(general: Callable) -> Products:
+def _ragged_dot_general(general: Callable) -> Products:
     """The products of a ragged_dot_general, of its dimension numbers."""
 
     def of(contract: tuple[int, int], grouped: list[int]) -> Callable:

@@ -27,7 +27,7 @@ Variant = tuple[Callable[[Any, Array], Array], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class LayerShape:
     """Of one layer; `tokens` is one sequence per device."""
 
     d: int
@@ -62,10 +62,10 @@ class Shape:
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class LayerCase:
     """Layer, inputs, and the loads that its router sees there."""
 
-    shape: Shape
+    shape: LayerShape
     mesh: Mesh
     graph: Any
     params: Any
@@ -84,7 +84,7 @@ class Case:
         return float(over_we.sum() / self.counts_we.sum())
 
 
-def make_case(shape: Shape) -> Case:
+def make_case(shape: LayerShape) -> LayerCase:
     mesh = axes.make_mesh(
         Topology(expert=shape.devices), jax.devices()[: shape.devices]
     )
@@ -98,7 +98,7 @@ def make_case(shape: Shape) -> Case:
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
     by_expert, whole = axes.sharding(mesh, axes.EXPERT), axes.sharding(mesh)
     where = jax.tree.map(lambda leaf: by_expert if leaf.ndim == 3 else whole, params)
-    return Case(
+    return LayerCase(
         shape=shape,
         mesh=mesh,
         graph=graph,
@@ -111,7 +111,7 @@ def make_case(shape: Shape) -> Case:
     )
 
 
-def choices(shape: Shape) -> Int[np.ndarray, "b t k"]:
+def choices(shape: LayerShape) -> Int[np.ndarray, "b t k"]:
     """Experts drawn with chances that follow the skew; which are hot is drawn too."""
     rng = np.random.default_rng(0)
     source = Recorded(source=shape.skew)
@@ -141,7 +141,7 @@ def inputs(
 
 
 def variants(
-    case: Case, capacity: int, *, has_splits: bool = False
+    case: LayerCase, capacity: int, *, has_splits: bool = False
 ) -> dict[str, Variant]:
     """All variants by name. `capacity` is of einsum alone."""
     layout = case.shape.layout
@@ -160,7 +160,7 @@ def variants(
     }
 
 
-def split_variants(case: Case) -> dict[str, Variant]:
+def split_variants(case: LayerCase) -> dict[str, Variant]:
     """The layer with twice the slots, filled with copies in each pass: two replicas of
     each expert under either split, or those that the loads ask for."""
     layout, own = case.shape.layout, case.shape.layout.experts_per_device
@@ -189,12 +189,12 @@ def split_variants(case: Case) -> dict[str, Variant]:
 
 def _ours(case, layout, plan, params, x_btd, implementation="auto"):
     layer = nnx.merge(case.graph, params, case.rest)
-    placement = Placement.of_plan(plan, layout).layer(0)
+    placement = Placement.from_plan(plan, layout).layer(0)
     experts = partial(swiglu, implementation=implementation)
     return layer(x_btd, placement, layout, experts=experts)[0]
 
 
-def dense_params(case: Case) -> dict[str, Array]:
+def dense_params(case: LayerCase) -> dict[str, Array]:
     d, width = case.shape.d, case.shape.f * case.shape.top_k
     rng = np.random.default_rng(2)
 
@@ -209,7 +209,7 @@ def dense_params(case: Case) -> dict[str, Array]:
     return jax.device_put(params, axes.sharding(case.mesh))
 
 
-def defined(case: Case, params: Any, x_btd: Array) -> Array:
+def defined(case: LayerCase, params: Any, x_btd: Array) -> Array:
     """The layer by its definition; for jit, on one device's copies."""
     layer = nnx.merge(case.graph, params, case.rest)
     x_nd = x_btd.reshape(-1, case.shape.d)

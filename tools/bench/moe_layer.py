@@ -87,7 +87,7 @@ def set_up_backend(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> dict:
     import jax
 
-    from tools.bench.moe_case import Shape, make_case
+    from tools.bench.moe_case import LayerShape, make_case
 
     if args.repeats < 1:
         raise ValueError(f"--repeats {args.repeats} must be at least 1")
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> dict:
     dtype = "float32"
     if args.gpu:
         dtype, sizes["devices"] = "bfloat16", len(jax.devices("gpu"))
-    shape = Shape(**sizes, skew=args.skew, dtype=dtype)
+    shape = LayerShape(**sizes, skew=args.skew, dtype=dtype)
     layout, capacity = shape.layout, shape.layout.rows_per_slot
     check(shape, has_splits=args.splits)
     case = make_case(shape)

@@ -36,7 +36,7 @@ import numpy as np
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
-from tools.bench.split_cases import SKEWS, Case, Size, make_case  # noqa: E402
+from tools.bench.split_cases import SKEWS, Size, SplitCase, make_case  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
 from train.launch.program import DONE, emit, guarded  # noqa: E402
 
@@ -124,7 +124,7 @@ def work(args: argparse.Namespace) -> int:
     return DONE
 
 
-def make_variants(case: Case) -> dict[str, Variant]:
+def make_variants(case: SplitCase) -> dict[str, Variant]:
     import jax
     import jax.numpy as jnp
 
@@ -163,7 +163,7 @@ def make_variants(case: Case) -> dict[str, Variant]:
     }
 
 
-def fused_variant(case: Case, loads: list) -> dict[str, Variant]:
+def fused_variant(case: SplitCase, loads: list) -> dict[str, Variant]:
     """On Hopper GPUs: `water_fill` with its sweeps in one kernel."""
     import jax
 
@@ -173,7 +173,7 @@ def fused_variant(case: Case, loads: list) -> dict[str, Variant]:
     return {"water_fill_fused": Variant(lambda x: fill(x, 1), loads, np.asarray)}
 
 
-def compiled(case: Case, **changes) -> tuple[Callable, Callable]:
+def compiled(case: SplitCase, **changes) -> tuple[Callable, Callable]:
     """(load_e, whether with tolerance) -> rows_q, and counts_we -> quota_wq. All slots
     are full, and none is an expert's second on its device, so that slots by expert (q)
     are the replicas (r) of the baselines."""
@@ -193,7 +193,7 @@ def compiled(case: Case, **changes) -> tuple[Callable, Callable]:
         split="water_filling", **changes,
     )  # fmt: skip
     plan = ExpertPlan(case.row_p[None], e).validate(layout)
-    placement = jax.device_put(Placement.of_plan(plan, layout).layer(0))
+    placement = jax.device_put(Placement.from_plan(plan, layout).layer(0))
     tolerance = mean_rows(case.counts_nwe[0], layout) >> TOLERANCE_BITS
     rows_above = (jnp.int32(0), jnp.asarray(tolerance, jnp.int32))
 
@@ -211,7 +211,7 @@ def compiled(case: Case, **changes) -> tuple[Callable, Callable]:
     )
 
 
-def measure(case: Case, repeats: int) -> dict[str, Measured]:
+def measure(case: SplitCase, repeats: int) -> dict[str, Measured]:
     """Each variant on each micro-batch in order; variants take turns, every other time
     backwards, so that none always follows the same one."""
     import jax
@@ -234,7 +234,9 @@ def measure(case: Case, repeats: int) -> dict[str, Measured]:
     }
 
 
-def judged(case: Case, variant: Variant, msec_n: np.ndarray, found: list) -> Measured:
+def judged(
+    case: SplitCase, variant: Variant, msec_n: np.ndarray, found: list
+) -> Measured:
     from tools.bench import split_baselines as baselines
 
     problem = baselines.Problem.of(case.row_p, case.size.experts, case.size.devices)

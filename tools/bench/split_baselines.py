@@ -24,7 +24,7 @@ import scipy.optimize
 import scipy.sparse as sp
 from scipy.sparse import csgraph
 
-MOST_DEVICES = 10
+MAX_DEVICES = 10
 """Of which `brute_force` looks at all sets."""
 OPTIONS = {"output_flag": False, "threads": 1, "presolve": "off"}
 STEPS, STEP_LENGTH, BIG_M = 5, 0.999, 1000.0
@@ -65,10 +65,10 @@ def brute_force(problem: Problem, load_e: np.ndarray) -> fractions.Fraction:
     """max over sets D of (rows of the experts with all replicas in D) / |D|, which is
     the optimum (MicroMoE, arXiv 2511.16947, Eq. 3). Whole rows."""
     w = problem.num_devices
-    if w > MOST_DEVICES:
+    if w > MAX_DEVICES:
         raise ValueError(
             f"{w} devices have too many sets for brute force: use at most "
-            f"{MOST_DEVICES}, or flow_optimum"
+            f"{MAX_DEVICES}, or flow_optimum"
         )
     mask_e = (1 << np.arange(w)) @ problem.held_we
     set_d = np.arange(1, 1 << w)

@@ -49,7 +49,7 @@ class Size(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class SplitCase:
     """One plan, and the micro-batches that are split over it."""
 
     size: Size
@@ -61,7 +61,9 @@ class Case:
         return self.counts_nwe.sum(axis=1, dtype=np.int32)
 
 
-def make_case(rng, size: Size, skew: float, micro_batches: int, tokens: int) -> Case:
+def make_case(
+    rng, size: Size, skew: float, micro_batches: int, tokens: int
+) -> SplitCase:
     """`tokens` are those of each device."""
     choices = max(1, size.experts // EXPERTS_PER_CHOICE)
     popularity_e = rng.permutation(np.arange(1.0, size.experts + 1) ** -skew)
@@ -71,7 +73,7 @@ def make_case(rng, size: Size, skew: float, micro_batches: int, tokens: int) -> 
         num_moved = max(2, math.ceil(DRIFT * size.experts))
         moved = rng.permutation(size.experts)[:num_moved]
         popularity_e[moved] = popularity_e[np.roll(moved, 1)]
-    return Case(size, random_plan(rng, size), np.stack(counts))
+    return SplitCase(size, random_plan(rng, size), np.stack(counts))
 
 
 def routed(rng, popularity_e, num_devices: int, tokens: int, choices: int):

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from moejax.kernels.shapes import Shape, Skew, rows_of
+from moejax.kernels.shapes import ProductShape, Skew, make_rows
 from moejax.kernels.tuning import FP8, Pass, Tiles, by_rule
 from tools.bench import grouped_dot_cases as cases
 from tools.bench import grouped_dot_jobs as jobs
@@ -35,7 +35,7 @@ class WrongKernel(Exception):
 
 
 @dataclasses.dataclass
-class Case:
+class TuneCase:
     """A bucket's shape with inputs, and results that were checked, a skew each."""
 
     which: Pass
@@ -94,23 +94,23 @@ def searched(
 
 def prepare(
     which: Pass,
-    shape: Shape,
+    shape: ProductShape,
     dtype: str,
     skews: Sequence[Skew],
     seed: int,
     product: Product,
-) -> Case:
+) -> TuneCase:
     """Raises WrongKernel; whatever the rule's tiles raise is raised as well."""
     sizes = shape.rows, shape.groups, cases.SEED_OF_ROWS
-    rows = [rows_of(skew, *sizes) for skew in skews]
+    rows = [make_rows(skew, *sizes) for skew in skews]
     arrays = cases.operands(which, shape, dtype, seed)
-    case = Case(which, dtype, arrays, [jnp.asarray(r) for r in rows], {}, [])
+    case = TuneCase(which, dtype, arrays, [jnp.asarray(r) for r in rows], {}, [])
     tiles = by_rule(which, shape)
     case.compiled[tiles] = _lowered(case, product, tiles).compile()
     for i, (skew, rows_g) in enumerate(zip(skews, rows)):
         out = jax.block_until_ready(case.call(tiles, i))
-        error = cases.sampled_error_of(which, out, cases.Case(arrays, rows_g))
-        most = cases.MOST_ERROR_FP8 if which in FP8 else cases.MOST_ERROR[dtype]
+        error = cases.sampled_error(which, out, cases.ProductCase(arrays, rows_g))
+        most = cases.MAX_ERROR_FP8 if which in FP8 else cases.MAX_ERROR[dtype]
         if not error <= most:
             raise WrongKernel(
                 f"{which} of {shape} in {dtype}, {skew}: {tiles} computes something "
@@ -120,7 +120,7 @@ def prepare(
     return case
 
 
-def measurer(case: Case, product: Product, timer: Timer) -> Callable:
+def measurer(case: TuneCase, product: Product, timer: Timer) -> Callable:
     """measure(batch) of tune_search.search."""
 
     def measure(batch: Sequence[Tiles]) -> list[float | str]:
@@ -140,11 +140,11 @@ def time_msec(tiles: Tiles, call: Callable[[], object]) -> float:
         return jobs.mean_msec(lambda _: call(), num_calls)
 
     sample(1)
-    num_calls = jobs.num_calls_of(sample(jobs.FEWEST_CALLS))
+    num_calls = jobs.num_calls(sample(jobs.FEWEST_CALLS))
     return statistics.median(sample(num_calls) for _ in range(REPEATS))
 
 
-def _compiled(case: Case, product: Product, batch: Sequence[Tiles]) -> list:
+def _compiled(case: TuneCase, product: Product, batch: Sequence[Tiles]) -> list:
     """Of each, the program or why there is none. Lowering is Python, one at a time."""
     with concurrent.futures.ThreadPoolExecutor(len(batch)) as pool:
         made = []
@@ -166,7 +166,7 @@ def _result(made: concurrent.futures.Future):
     return made.result() if error is None else _reason(error)
 
 
-def _msec(case: Case, tiles: Tiles, program: Callable, timer: Timer) -> float | str:
+def _msec(case: TuneCase, tiles: Tiles, program: Callable, timer: Timer) -> float | str:
     """Mean over skews; a reason where a result is wrong, or the program fails."""
     msec = []
     try:
@@ -177,7 +177,7 @@ def _msec(case: Case, tiles: Tiles, program: Callable, timer: Timer) -> float | 
 
             jax.block_until_ready(jax.tree.map(_nan_like, expected))
             error = float(_largest_error(call(), expected))
-            if not error <= cases.MOST_ERROR[case.dtype]:
+            if not error <= cases.MAX_ERROR[case.dtype]:
                 return f"computes something else: error {error:.2g}"
             msec.append(timer(tiles, call))
     except jax.errors.JaxRuntimeError as error:
@@ -203,7 +203,7 @@ def _nan_like(array: Array) -> Array:
     return jnp.full_like(array, jnp.nan)
 
 
-def _lowered(case: Case, product: Product, tiles: Tiles):
+def _lowered(case: TuneCase, product: Product, tiles: Tiles):
     program = jax.jit(product(case.which, tiles))
     return program.lower(*case.operands, case.rows[0])
 

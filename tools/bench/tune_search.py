@@ -1,6 +1,6 @@
 """What tools/tune_kernels.py tries, in which order, and what it keeps.
 
-    buckets_of   a bucket for each pass of each shape, or for each product of a layer
+    tuning_buckets   a bucket for each pass of each shape, or each product of a layer
     candidates   the rule's tiles, then all shapes of a tile, likely ones first
     neighbours   of the fastest: one setting of it changed; and again, while it helps
 
@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from moejax.kernels.shapes import Shape
+from moejax.kernels.shapes import ProductShape
 from moejax.kernels.tuning import (
     FP8,
     PASSES,
@@ -24,24 +24,24 @@ from moejax.kernels.tuning import (
     Tiles,
     bucket,
     by_rule,
-    of_layer,
+    layer_products,
     shared_bytes,
 )
 from moejax.kernels.tuning import read as read_file
 
 ROWS, COLUMNS = (64, 128, 256), (64, 128, 192, 256)
-MOST_SUMS = {"swiglu": 128, "swiglu_dgrad": 96, "fp8_forward": 64, "fp8_dgrad": 64}
-MOST_SUMS_PLAIN = 192
+MAX_SUMS = {"swiglu": 128, "swiglu_dgrad": 96, "fp8_forward": 64, "fp8_dgrad": 64}
+MAX_SUMS_PLAIN = 192
 """Registers of a thread, of the 232 that it has; of more, and in the fused passes' long
 epilogues at about these, the compiler spills."""
 FP8_DEPTH = 128
 SWIZZLED_COLUMNS = 64
 """Of two bytes: a part of a swizzled array begins at a multiple of it."""
-MOST_STAGES = 6
+MAX_STAGES = 6
 OPERAND_ROWS = 64
 """A tile of so many rows and columns is taken to wait for operands as long as it
 multiplies."""
-MOST_GUESSED = 1.25
+MAX_GUESSED = 1.25
 BATCH = 4
 """Candidates that are compiled at the same time, and then timed one by one."""
 
@@ -49,7 +49,7 @@ BATCH = 4
 class Bucket(NamedTuple):
     name: str
     which: Pass
-    shape: Shape
+    shape: ProductShape
 
     def key(self, dtype: str) -> str:
         """In the file of tiles."""
@@ -67,17 +67,19 @@ class Settings:
     path: pathlib.Path
 
 
-def buckets_of(shapes: dict[str, Shape], is_layer: bool) -> Iterator[Bucket]:
+def tuning_buckets(shapes: dict[str, ProductShape], is_layer: bool) -> Iterator[Bucket]:
     """Every pass of each shape, or what layers of these widths run, in fp8 too."""
     for name, shape in shapes.items():
         found = [(which, shape) for which in PASSES]
         if is_layer:
-            found = dict.fromkeys(of_layer(shape) + of_layer(shape, is_fp8=True))
+            found = dict.fromkeys(
+                layer_products(shape) + layer_products(shape, is_fp8=True)
+            )
         for which, of in found:
             yield Bucket(name, which, of)
 
 
-def candidates(which: Pass, shape: Shape, itemsize: int) -> list[Tiles]:
+def candidates(which: Pass, shape: ProductShape, itemsize: int) -> list[Tiles]:
     """Shapes of a tile, each with as many stages as fit: the rule's first, then others
     by their guessed cost, without those that are guessed much slower than the best."""
     first = by_rule(which, shape)
@@ -87,11 +89,11 @@ def candidates(which: Pass, shape: Shape, itemsize: int) -> list[Tiles]:
         for tiles in deepest
         if tiles not in (None, first)
     }
-    most = MOST_GUESSED * min(cost.values())
+    most = MAX_GUESSED * min(cost.values())
     return [first, *sorted((t for t in cost if cost[t] <= most), key=cost.get)]
 
 
-def guessed_cost(which: Pass, shape: Shape, tiles: Tiles) -> float:
+def guessed_cost(which: Pass, shape: ProductShape, tiles: Tiles) -> float:
     """Time for a useful FLOP, as a ratio: what a tile multiplies for each row and
     column that the result has, and how long it waits for what it reads."""
     high = shape.d if which == "wgrad" else shape.rows / shape.groups
@@ -129,7 +131,7 @@ def is_possible(which: Pass, tiles: Tiles) -> bool:
     """Whether registers hold the sums, and swizzled arrays can be parted so."""
     own_rows, own_columns = tiles.own
     sums = own_rows * own_columns // 128 * (2 if which == "swiglu" else 1)
-    if sums > MOST_SUMS.get(which, MOST_SUMS_PLAIN):
+    if sums > MAX_SUMS.get(which, MAX_SUMS_PLAIN):
         return False
     if which in FP8:  # a step and a warpgroup's columns have one scale of w
         return tiles.depth == FP8_DEPTH and own_columns in (64, 128) and own_rows == 64
@@ -237,8 +239,8 @@ def _made(tiles: Tiles, change: dict) -> Tiles | None:
 
 
 def _deepest(which: Pass, tiles: Tiles, itemsize: int) -> Tiles | None:
-    """With as many stages as fit, MOST_STAGES at most; None where not even two do."""
-    for stages in range(MOST_STAGES, 1, -1):
+    """With as many stages as fit, MAX_STAGES at most; None where not even two do."""
+    for stages in range(MAX_STAGES, 1, -1):
         deep = dataclasses.replace(tiles, stages=stages)
         if shared_bytes(which, deep, itemsize) <= SHARED_BYTES:
             return deep

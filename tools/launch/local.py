@@ -146,9 +146,14 @@ def _split(argv: list[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    at_least = {"num_processes": 1, "max_restarts": 0, "backoff_sec": 0, "short_sec": 0}
-    at_least |= {"grace_sec": 0, "stopped_sec": 0, "stacks_sec": 0}
-    for name, least in at_least.items():
+    require_min = {
+        "num_processes": 1,
+        "max_restarts": 0,
+        "backoff_sec": 0,
+        "short_sec": 0,
+    }
+    require_min |= {"grace_sec": 0, "stopped_sec": 0, "stacks_sec": 0}
+    for name, least in require_min.items():
         value = getattr(args, name)
         if not least <= value < float("inf"):
             raise ValueError(f"--{name}={value} must be {least} or more: give another")

@@ -190,7 +190,7 @@ def _watch(children: list[_Child], waits: Waits, asked: Asked) -> Verdict:
 
     while True:
         codes = {child.name: _code(child) for child in children}
-        if verdict := _of_codes(codes):
+        if verdict := _exit_code(codes):
             return verdict
         if asked.has_enough:
             return Verdict(DONE, "enough is done")
@@ -215,7 +215,7 @@ def _watch(children: list[_Child], waits: Waits, asked: Asked) -> Verdict:
         time.sleep(POLL_SEC)
 
 
-def _of_codes(codes: Mapping[str, int | None]) -> Verdict | None:
+def _exit_code(codes: Mapping[str, int | None]) -> Verdict | None:
     """Of several that failed at one look, one that must not restart counts."""
     failed = [x for x in codes.items() if x[1] not in (None, DONE, PREEMPTED)]
     if failed:

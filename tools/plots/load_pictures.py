@@ -5,8 +5,8 @@ n steps, q columns of a picture, layers l, experts e, devices w.
 
 import numpy as np
 
-from tools.plots.run_arrays import Adoption, Run
-from train.logs.tensorboard import COLOURS, MAX_LOG2
+from tools.plots.run_arrays import Adoption, RunArrays
+from train.logs.tensorboard import COLORS, MAX_LOG2
 
 MAX_COLUMNS = 400
 MAX_TABLE_COLUMNS = 64
@@ -17,8 +17,8 @@ LETTER_SHARE = 0.0089
 MAX_LINES = 30
 """More swaps are ticks at the edge, so that the load stays to be seen."""
 MAX_DEVICE_LOG2 = 1.0
-"""Devices are more even than experts: colours end at half and at twice the mean."""
-LINE_COLOUR, THRESHOLD_COLOUR = "#0072b2", "#d55e00"
+"""Devices are more even than experts: colors end at half and at twice the mean."""
+LINE_COLOR, THRESHOLD_COLOR = "#0072b2", "#d55e00"
 
 
 def new_figure(num_rows: int, x_label: str, y_labels: list[str], first: float = 1.0):
@@ -40,7 +40,7 @@ def new_figure(num_rows: int, x_label: str, y_labels: list[str], first: float = 
     return figure, axs[:, 0]
 
 
-def draw_load(run: Run):
+def draw_load(run: RunArrays):
     """Above, the fullest device as a line; below, devices and experts by layer. Runs
     that recorded no devices have the last part alone."""
     parts = {"devices": run.device_ratio_nl, "experts": run.ratio_nl}
@@ -75,17 +75,17 @@ def _by_layer(ax, x: np.ndarray, ratio_ql: np.ndarray):
     return mesh
 
 
-def _line(ax, x: np.ndarray, ratio_ql: np.ndarray, run: Run) -> None:
+def _line(ax, x: np.ndarray, ratio_ql: np.ndarray, run: RunArrays) -> None:
     """The worst layer, down to the best one, the threshold, and the relayouts that
     were under way."""
     mid_q = (x[:-1] + x[1:]) / 2
     worst_q, best_q = (pick(ratio_ql, axis=1) for pick in (np.max, np.min))
     if ratio_ql.shape[1] > 1:
-        ax.fill_between(mid_q, best_q, worst_q, color=LINE_COLOUR, alpha=0.25, lw=0)
-    ax.plot(mid_q, worst_q, color=LINE_COLOUR, lw=1.2, label="worst layer")
+        ax.fill_between(mid_q, best_q, worst_q, color=LINE_COLOR, alpha=0.25, lw=0)
+    ax.plot(mid_q, worst_q, color=LINE_COLOR, lw=1.2, label="worst layer")
     if run.act_above is not None:
         label = f"the balancer acts above {run.act_above:g}"
-        ax.axhline(run.act_above, color=THRESHOLD_COLOUR, lw=1.2, label=label)
+        ax.axhline(run.act_above, color=THRESHOLD_COLOR, lw=1.2, label=label)
     for adoption in run.adoptions:
         if adoption.kind == "relayout":
             span = adoption.decided_step, adoption.step
@@ -94,22 +94,22 @@ def _line(ax, x: np.ndarray, ratio_ql: np.ndarray, run: Run) -> None:
     ax.set_ylim(bottom=1)
 
 
-def draw_devices(run: Run):
+def draw_devices(run: RunArrays):
     """Rows of each device over the mean of its layer."""
     figure, axs, mesh = _tables(
         run.rows_step_q, run.rows_qlw, "device", MAX_DEVICE_LOG2
     )
     axs[0].set_title(f"{run.name}: rows of each device over the mean of its layer")
-    _colour_bar(figure, axs, mesh, "rows / mean")
+    _color_bar(figure, axs, mesh, "rows / mean")
     _mark(figure, axs, run.adoptions)
     return figure
 
 
-def draw_experts(run: Run):
+def draw_experts(run: RunArrays):
     """Load of each expert over the mean of its layer."""
     figure, axs, mesh = _tables(run.load_step_q, run.load_qle, "expert", MAX_LOG2)
     axs[0].set_title(f"{run.name}: load of each expert over the mean of its layer")
-    _colour_bar(figure, axs, mesh, "load / mean")
+    _color_bar(figure, axs, mesh, "load / mean")
     return figure
 
 
@@ -120,7 +120,7 @@ def _tables(step_q: np.ndarray, load_qlx: np.ndarray, row: str, max_log2: float)
     shown = np.unique(np.linspace(0, num_layers - 1, MAX_LAYERS).round().astype(int))
     names = [f"layer {layer}\n{row}" for layer in shown]
     figure, axs = new_figure(len(shown), "step", names)
-    rgb = [tuple(part / 255 for part in colour) for colour in COLOURS]
+    rgb = [tuple(part / 255 for part in color) for color in COLORS]
     map_ = LinearSegmentedColormap.from_list("load", rgb, N=33)
     groups = _groups(len(step_q), MAX_TABLE_COLUMNS)
     load_qlx = _means(load_qlx, groups)
@@ -135,7 +135,7 @@ def _tables(step_q: np.ndarray, load_qlx: np.ndarray, row: str, max_log2: float)
     return figure, axs, mesh
 
 
-def _colour_bar(figure, axs, mesh, label: str) -> None:
+def _color_bar(figure, axs, mesh, label: str) -> None:
     bar = figure.colorbar(
         mesh, ax=list(axs), label=label, extend="both", aspect=10 * len(axs)
     )

@@ -7,11 +7,11 @@ import numpy as np
 
 from moejax.perf.traffic import over_mean
 from moejax.plan.expert_plan import ExpertPlan
-from train.logs.tensorboard import COLOURS, MAX_LOG2
+from train.logs.tensorboard import COLORS, MAX_LOG2
 
 MAX_HEAT_ROWS = 32
 GREY, BLUE = "0.72", "#0072b2"
-REPLICA_COLOURS = "tab20"
+REPLICA_COLORS = "tab20"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ def draw(compared: Compared):
 def _heat(ax, ratio_lw: np.ndarray, compared: Compared, name: str):
     from matplotlib.colors import LinearSegmentedColormap
 
-    rgb = [tuple(part / 255 for part in colour) for colour in COLOURS]
+    rgb = [tuple(part / 255 for part in color) for color in COLORS]
     map_ = LinearSegmentedColormap.from_list("load", rgb, N=33)
     num_layers, num_devices = ratio_lw.shape
     log2_lw = np.log2(np.maximum(ratio_lw, 2**-MAX_LOG2))
@@ -98,10 +98,10 @@ def _heat(ax, ratio_lw: np.ndarray, compared: Compared, name: str):
 def _bars(ax, compared: Compared) -> None:
     device_w = np.arange(compared.num_devices)
     pairs = (compared.before_rows_lw, -0.2, GREY), (compared.after_rows_lw, 0.2, BLUE)
-    for (rows_lw, shift, colour), name in zip(pairs, compared.names):
+    for (rows_lw, shift, color), name in zip(pairs, compared.names):
         ratio_w = over_mean(rows_lw)[compared.shown]
         label = f"{name}: max/mean {ratio_w.max():.2f}"
-        ax.bar(device_w + shift, ratio_w, 0.4, color=colour, label=label)
+        ax.bar(device_w + shift, ratio_w, 0.4, color=color, label=label)
     ax.axhline(1.0, color="0.2", lw=0.8, ls="--")
     ax.set_ylabel("load / mean")
     ax.set_title(f"layer {compared.layers[compared.shown]}, by device", fontsize=10)
@@ -110,13 +110,13 @@ def _bars(ax, compared: Compared) -> None:
 
 
 def _slots(ax, compared: Compared) -> None:
-    """Slots down, devices to the right; each expert's replicas have one colour."""
+    """Slots down, devices to the right; each expert's replicas have one color."""
     table_ws = compared.slot_table_ws
     num_devices, num_slots = table_ws.shape
-    colour_of = replica_colours(table_ws)
+    color_of = replica_colors(table_ws)
     size = float(np.clip(300 / num_devices, 4.5, 9.0))
     for (device, slot), expert in np.ndenumerate(table_ws):
-        _cell(ax, device, slot, int(expert), colour_of.get(int(expert)), size)
+        _cell(ax, device, slot, int(expert), color_of.get(int(expert)), size)
     ax.set_xlim(-0.5, num_devices - 0.5)
     ax.set_ylim(num_slots - 0.5, -0.5)
     ax.set_yticks(range(num_slots))
@@ -126,14 +126,14 @@ def _slots(ax, compared: Compared) -> None:
     _device_ticks(ax, num_devices)
     hatched = "; hatched slots are empty" if (table_ws < 0).any() else ""
     ax.set_xlabel(
-        f"device (numbers in slots: experts; one colour: replicas of one{hatched})"
+        f"device (numbers in slots: experts; one color: replicas of one{hatched})"
     )
 
 
-def _cell(ax, device: int, slot: int, expert: int, colour, size: float) -> None:
+def _cell(ax, device: int, slot: int, expert: int, color, size: float) -> None:
     from matplotlib.patches import Rectangle
 
-    face = colour or "0.95"
+    face = color or "0.95"
     style = {"facecolor": face, "edgecolor": "white", "lw": 1.2}
     if expert < 0:
         style = {"facecolor": "white", "edgecolor": "0.85", "hatch": "////", "lw": 0}
@@ -145,15 +145,15 @@ def _cell(ax, device: int, slot: int, expert: int, colour, size: float) -> None:
         )  # fmt: skip
 
 
-def replica_colours(table_ws: np.ndarray) -> dict[int, tuple]:
-    """A colour for each expert with several replicas, those with most first."""
+def replica_colors(table_ws: np.ndarray) -> dict[int, tuple]:
+    """A color for each expert with several replicas, those with most first."""
     from matplotlib import colormaps
 
     copies_e = np.bincount(table_ws[table_ws >= 0])
     replicated = [int(e) for e in np.argsort(-copies_e, kind="stable")]
     replicated = [e for e in replicated if copies_e[e] > 1]
-    # Every other colour of tab20 is a light one, on which black reads well.
-    palette = colormaps[REPLICA_COLOURS].colors
+    # Every other color of tab20 is a light one, on which black reads well.
+    palette = colormaps[REPLICA_COLORS].colors
     palette = [*palette[1::2], *palette[::2]]
     return {e: palette[i % len(palette)] for i, e in enumerate(replicated)}
 

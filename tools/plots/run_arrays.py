@@ -31,7 +31,7 @@ class Adoption:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunArrays:
     """What metrics.jsonl holds; NaN where a figure is missing or was not finite."""
 
     name: str
@@ -60,7 +60,7 @@ class Run:
     num_bad_lines: int
 
 
-def read_run(folder: pathlib.Path) -> Run:
+def read_run(folder: pathlib.Path) -> RunArrays:
     """Line by line; a step that stands twice counts as it was written last.
 
     ValueError for a folder without a metrics.jsonl that holds at least one step, and
@@ -183,7 +183,7 @@ def _checked_over_mean(table) -> np.ndarray | None:
     return over_mean(load_lx).astype(np.float32) if is_table else None
 
 
-def _as_arrays(folder: pathlib.Path, log: _Log) -> Run:
+def _as_arrays(folder: pathlib.Path, log: _Log) -> RunArrays:
     order, eval_steps = sorted(log.steps), sorted(log.evals)
     width = max(row.size for row in log.steps.values())
     row_nx = np.full((len(order), width), np.nan, np.float32)
@@ -195,7 +195,7 @@ def _as_arrays(folder: pathlib.Path, log: _Log) -> Run:
     text = path.read_text(errors="replace") if path.is_file() else ""
     save_every_steps = _number_in(text, "Checkpoint.every_steps")
     is_balanced = "Balance.policy" in text and "Balance.policy = 'home'" not in text
-    return Run(
+    return RunArrays(
         name=folder.resolve().name,
         step_n=np.array(order),
         loss_n=row_nx[:, 0],

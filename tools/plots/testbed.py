@@ -35,7 +35,7 @@ STYLES = {
     "s1h": ("#0072b2", "s1h"),
     "local": ("#009e73", "local"),
 }
-"""Okabe and Ito's colours, and labels, of variants."""
+"""Okabe and Ito's colors, and labels, of variants."""
 CELL = re.compile(r"D=([\d.]+) P_E=([\d.]+)")
 DOTS = {"dpi": 110, "pil_kwargs": {"optimize": True}}
 
@@ -54,7 +54,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def work(args: argparse.Namespace) -> int:
-    parts = parts_of(args.record)
+    parts = read_parts(args.record)
     args.out.mkdir(parents=True, exist_ok=True)
     written = []
     for name, part in parts.items():
@@ -67,7 +67,7 @@ def work(args: argparse.Namespace) -> int:
     return DONE
 
 
-def parts_of(path: pathlib.Path) -> dict[str, dict]:
+def read_parts(path: pathlib.Path) -> dict[str, dict]:
     """{part: record} of a file. Raises ValueError, one line, if it has none."""
     try:
         lines = path.read_text(encoding="utf-8").strip().splitlines()
@@ -124,14 +124,14 @@ def draw_domains(part: dict):
     for ax, (experts, column) in zip(axs, sorted(cells.items())):
         sizes = [rows for rows, _ in column]
         for variant in column[0][1]["predicted_sec"]:
-            colour, label = STYLES[variant]
+            color, label = STYLES[variant]
             for key, line, width in (
                 ("step_sec", "o-", 1.6),
                 ("predicted_sec", ":", 1),
             ):
                 times = [1e3 * case[key][variant] for _, case in column]
                 shown = label if key == "step_sec" else None
-                ax.plot(sizes, times, line, color=colour, lw=width, ms=4, label=shown)
+                ax.plot(sizes, times, line, color=color, lw=width, ms=4, label=shown)
         chosen = [1e3 * case["step_sec"]["auto"] for _, case in column]
         ax.plot(sizes, chosen, "o", mfc="none", mec="0.2", ms=11, label="auto")
         ax.set(xscale="log", yscale="log", xticks=sizes, xlabel="D, MiB")
@@ -150,8 +150,8 @@ def draw_schedules(part: dict):
         places = [n + (index - (len(variants) - 1) / 2) * 0.2 for n in _numbers(part)]
         times = [1e3 * case["step_sec"][variant] for case in part["cases"]]
         said = [1e3 * case["predicted_sec"][variant] for case in part["cases"]]
-        colour, label = STYLES[variant]
-        ax.bar(places, times, 0.18, color=colour, label=label)
+        color, label = STYLES[variant]
+        ax.bar(places, times, 0.18, color=color, label=label)
         shown = "predicted" if variant == variants[-1] else None
         ax.plot(places, said, "_", color="0.1", ms=12, mew=2, label=shown)
         for place, time, mark in zip(places, times, said):
@@ -178,8 +178,8 @@ def draw_selector(part: dict):
     ]
     for variant in dict.fromkeys(point[0] for point in points):
         said, times = zip(*[point[1:3] for point in points if point[0] == variant])
-        colour, label = STYLES[variant]
-        ax.plot(said, times, "o", color=colour, ms=4, label=label)
+        color, label = STYLES[variant]
+        ax.plot(said, times, "o", color=color, ms=4, label=label)
     said, times = zip(*[point[1:3] for point in points if point[3]])
     ax.plot(said, times, "o", mfc="none", mec="0.2", ms=9, label="chosen")
     ends = [min(min(p[1:3]) for p in points), max(max(p[1:3]) for p in points)]

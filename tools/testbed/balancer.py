@@ -71,10 +71,10 @@ def balancer(options: Options) -> dict:
         if result.exit_code:
             raise OSError(f"the measurement ended with code {result.exit_code}")
         has_groups = live.groups is not None
-    return record_of(json.loads(result.lines[-1]), is_slowed=has_groups and has_quota)
+    return make_record(json.loads(result.lines[-1]), is_slowed=has_groups and has_quota)
 
 
-def record_of(variants: dict, *, is_slowed: bool) -> dict:
+def make_record(variants: dict, *, is_slowed: bool) -> dict:
     """Without quotas the eight share two cores as they like: that is no such cluster,
     and there is no figure."""
     home = variants["home"]

@@ -55,7 +55,7 @@ class Cluster:
     """Cores that each process gets at most; None: all."""
 
     def __post_init__(self) -> None:
-        most = network.MOST_DCS
+        most = network.MAX_DCS
         _require(1 <= self.dcs <= most, f"dcs={self.dcs} must be 1 to {most}")
         _require(self.per_dc >= 1, f"per_dc={self.per_dc} must be 1 or more")
         _require(
@@ -133,7 +133,7 @@ class LiveCluster:
         lines: list[str] = []
         asked, clock = workers.Asked(), _Clock(timeout_sec)
         group = workers.Workers(
-            command_of(program),
+            make_command(program),
             self.spec.count,
             workers.free_port(),
             host=network.address(0) if self.has_namespaces else LOOPBACK,
@@ -269,7 +269,7 @@ def _keep(pipe, lines: list[str], is_shown: bool) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)  # as if asked to stop
 
 
-def command_of(program: Sequence[str]) -> list[str]:
+def make_command(program: Sequence[str]) -> list[str]:
     """What is started: a program that ends in .py is run by this Python. Raises
     ValueError for one that is not there."""
     _require(bool(program), "no program is named: say which, such as train/main.py")

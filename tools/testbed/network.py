@@ -22,9 +22,9 @@ import time
 HUB = "moejax-hub"
 UPLINK = "uplink"
 """A DC's interface, in each of them."""
-MOST_DCS = 64
+MAX_DCS = 64
 ETC_NETNS = pathlib.Path("/etc/netns")
-BURST_SEC, LEAST_BURST_BYTES = 0.001, 16 * 1024
+BURST_SEC, MIN_BURST_BYTES = 0.001, 16 * 1024
 """A bucket holds this, which passes at once: small beside the messages of a layer, or
 collectives that are measured alone look faster than the link."""
 QUEUE_BYTES = 32 * 2**20
@@ -143,7 +143,7 @@ def _folders() -> list[pathlib.Path]:
 
 def _bucket(rate_mbit: float) -> str:
     bits_per_sec = round(rate_mbit * 1e6)
-    burst_bytes = max(LEAST_BURST_BYTES, round(bits_per_sec / 8 * BURST_SEC))
+    burst_bytes = max(MIN_BURST_BYTES, round(bits_per_sec / 8 * BURST_SEC))
     return f"rate {bits_per_sec}bit burst {burst_bytes} limit {QUEUE_BYTES}"
 
 

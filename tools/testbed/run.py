@@ -30,7 +30,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
 from tools.testbed import balancer, links, trace  # noqa: E402
-from tools.testbed.cluster import Cluster, Result, command_of, make_cluster  # noqa: E402
+from tools.testbed.cluster import Cluster, Result, make_cluster, make_command  # noqa: E402
 from tools.testbed.lock import locked, remove_leftovers, say  # noqa: E402
 from train.launch.program import DONE, emit, guarded  # noqa: E402
 
@@ -96,24 +96,24 @@ def _run(args: argparse.Namespace) -> int:
     cluster = Cluster(args.dcs, args.per_dc, rate_mbit, args.quota)
     with contextlib.ExitStack() as stack:
         program = list(args.program)
-        command_of(program)  # is it there?
+        make_command(program)  # is it there?
         if args.trace is not None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="testbed-"))
             load = trace.bindings(args.trace, args.layer, pathlib.Path(folder))
             program += [f"--gin_param={binding}" for binding in load]
-        run_dir = run_dir_of(program)
+        run_dir = find_run_dir(program)
         before = step_records(run_dir) if run_dir else []
         live = stack.enter_context(make_cluster(cluster, wait_sec=args.wait_sec))
         result = live.run(program, timeout_sec=args.timeout_sec, is_shown=True)
     steps = [x for x in (step_records(run_dir) if run_dir else []) if x not in before]
-    record = record_of(result, steps)
+    record = make_record(result, steps)
     for line in report(record):
         say(line)
     emit(record, args.json)
     return result.exit_code
 
 
-def record_of(result: Result, steps: list[dict]) -> dict:
+def make_record(result: Result, steps: list[dict]) -> dict:
     """Of a run: how it ended, bytes that left each DC, and times of its steps."""
     return {
         "exit_code": result.exit_code,
@@ -183,7 +183,7 @@ def median_sec(records: Sequence[dict]) -> float:
     return statistics.median(record["step_msec"] for record in records) / 1e3
 
 
-def run_dir_of(program: Sequence[str]) -> pathlib.Path | None:
+def find_run_dir(program: Sequence[str]) -> pathlib.Path | None:
     """Where a train/main.py with these arguments writes: its --run_dir, else runs/<name
     of the first gin file>; None for what names neither."""
     named = _values(program, "--run_dir")

@@ -27,7 +27,7 @@ from train.balance.ahead import Ahead, Steps
 from train.balance.loads import by_owner
 from train.balance.migrate import Mover
 from train.job import Job
-from train.launch.processes import any_of, is_first, published, withdraw
+from train.launch.processes import any_process, is_first, published, withdraw
 from train.logs.records import Records
 from train.step.compiled import compile_steps, on_devices
 
@@ -172,7 +172,7 @@ class Balancing:
         """The steps that were compiled ahead, if all processes have theirs."""
         steps, fault = self._ahead.result()
         self._ahead = None
-        if any_of(steps is None):
+        if any_process(steps is None):
             layout = self._state.pending.layout
             self._state = controller.refuse(self._state)
             self.say(
@@ -182,7 +182,7 @@ class Balancing:
         self.steps = steps
         return True
 
-    def of_step(self, step: int) -> dict[str, Any]:
+    def step_record(self, step: int) -> dict[str, Any]:
         """What the record of a step says of its plan; asked once."""
         said = self._of_step.pop(step)
         return said if self._is_on else {}

@@ -7,7 +7,7 @@ from moejax.moe.weights.migrate import exchanges, move, no_rounds, reshard
 from moejax.plan.expert_plan import ExpertPlan
 from train.step.expert_params import is_expert
 from train.step.state import TrainState, abstract_state
-from train.step.step import Model
+from train.step.step import StepContext
 
 
 class Mover:
@@ -17,7 +17,7 @@ class Mover:
     state. Between two calls a state is whole, and its owners are a permutation.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: StepContext) -> None:
         self._model = model
         self._move = None
         self._reshard: dict[str, object] = {}
@@ -49,7 +49,7 @@ class Mover:
         return self._reshard[store](state)
 
 
-def _compile_move(model: Model):
+def _compile_move(model: StepContext):
     state = abstract_state(model.run, model.optimizer)
     rounds = no_rounds(model.layout.num_experts, model.layout.num_devices)
     whole = sharding(model.mesh)
@@ -65,7 +65,7 @@ def _compile_move(model: Model):
     return _jitted(run, state).lower(state, rounds).compile()
 
 
-def _compile_reshard(model: Model, store: str):
+def _compile_reshard(model: StepContext, store: str):
     from_store = "owned" if store == "sharded" else "sharded"
     before, after = (
         abstract_state(model.run, model.optimizer, s) for s in (from_store, store)

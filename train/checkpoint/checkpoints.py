@@ -30,7 +30,7 @@ from train.checkpoint.record import (
     record_for_all,
     steps_in,
 )
-from train.launch.processes import any_of, are_several, of_first
+from train.launch.processes import any_process, are_several, from_first_process
 from train.launch.program import say_loudly
 
 
@@ -61,7 +61,7 @@ class Checkpointer:
         self._pending: int | None = None
         self._current: int | None = None
         self._num_failed = 0
-        of_first(lambda: self._directory.mkdir(parents=True, exist_ok=True))
+        from_first_process(lambda: self._directory.mkdir(parents=True, exist_ok=True))
         quiet_orbax()
         self._open()
 
@@ -79,7 +79,7 @@ class Checkpointer:
         self.wait()
         if step == self._current:
             return
-        of_first(lambda: self._make_room_for(step))
+        from_first_process(lambda: self._make_room_for(step))
         record = new_record(step, describe(state), meta, eval_loss)
         self._eval_loss[step] = record["eval_loss"]
         items = ocp.args.Composite(
@@ -136,7 +136,7 @@ class Checkpointer:
         `without(meta)` names fields of the state to leave out, there or not: None.
         """
         self.wait()
-        steps = of_first(lambda: steps_in(self._directory))
+        steps = from_first_process(lambda: steps_in(self._directory))
         for step in steps:
             record, damage = record_for_all(self._directory, step)
             state = None
@@ -157,7 +157,7 @@ class Checkpointer:
 
     def _open(self) -> None:
         """Remove what unfinished saves left, and start from what is on the disk."""
-        scored = of_first(self._clean)
+        scored = from_first_process(self._clean)
         self._eval_loss: dict[int, float | None] = dict(scored)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_Retention(self._cfg, self._eval_loss),
@@ -220,7 +220,7 @@ class Checkpointer:
             (self._directory / str(step)).rename(new)
             return str(new)
 
-        new = of_first(rename)
+        new = from_first_process(rename)
         self._say(f"CORRUPT CHECKPOINT {step} set aside as {new}: {damage}")
         self._reopen()
 
@@ -264,7 +264,7 @@ def arrays_for_all(directory: pathlib.Path, record: dict, abstract):
         arrays = _read_own_part(directory / str(record["step"]) / "state", abstract)
     except Damaged as fault:
         damage = str(fault)
-    if any_of(arrays is None):
+    if any_process(arrays is None):
         return None, damage or "another process could not read its part"
     damage = _differences(record, arrays)
     return (None, damage) if damage else (arrays, "")

@@ -6,7 +6,7 @@ from typing import Any
 from moejax.config import Config
 from train import data
 
-FORMAT = 2
+FORMAT = 3
 """The format of checkpoints that this program writes, and the only one that it reads.
 1: fields of Dispatch were fields of Moe, and no checkpoint said its format."""
 

@@ -18,7 +18,7 @@ from moejax.config import Config
 from moejax.plan.layout import Topology
 from train.checkpoint.identity import FIXED, require_format
 from train.checkpoint.record import record_for_all, steps_in
-from train.config.names import KINDS, check_name, config_of, convert
+from train.config.names import KINDS, check_name, config_from_record, convert
 from train.launch.program import one_line, say_loudly
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _config_in(directory: pathlib.Path, steps: Sequence[int]) -> Config:
             text = (directory / str(step) / "record" / "metadata").read_bytes()
             meta = json.loads(text)["meta"]
             require_format(meta)
-            return config_of(meta["config"])
+            return config_from_record(meta["config"])
         except (OSError, json.JSONDecodeError, UnicodeDecodeError) as fault:
             problem = one_line(fault)
         except (KeyError, TypeError, AttributeError) as fault:
@@ -202,7 +202,7 @@ def _rebound(trained: Config, bound: dict[str, Any], is_mesh_given: bool) -> Con
     values["balance"] |= {"policy": "home", "calibration": None}
     values["mesh"] = dataclasses.asdict(mesh)
     train |= {"accumulate_steps": 1, "batch_size": mesh.num_batch_shards}
-    return config_of(values)
+    return config_from_record(values)
 
 
 def _fitting(num_experts: int, num_devices: int) -> Topology:

@@ -13,7 +13,7 @@ import pathlib
 from typing import Any
 
 from train.checkpoint.orbax_quirks import shorten
-from train.launch.processes import of_first
+from train.launch.processes import from_first_process
 
 
 class Damaged(Exception):
@@ -72,7 +72,7 @@ def record_for_all(directory: pathlib.Path, step: int) -> tuple[dict | None, str
         except Damaged as damage:
             return None, str(damage)
 
-    return of_first(tried)
+    return from_first_process(tried)
 
 
 def record_sha256(record: dict) -> str:

@@ -46,7 +46,7 @@ def check_name(cls: str, field: str | None) -> str:
     return name
 
 
-def config_of(record: dict[str, dict[str, Any]]) -> Config:
+def config_from_record(record: dict[str, dict[str, Any]]) -> Config:
     """Return the configuration that a record names, {'moe': {'top_k': 2, ..}, ..}.
     Raises ValueError for a field that this program does not have."""
     values: dict[str, dict[str, Any]] = {name: {} for name in PARTS}

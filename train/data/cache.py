@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moejax.config import Data
-from train.data.documents import kind_of
+from train.data.documents import file_format
 from train.data.encoding import Recipe
 from train.data.indexed import file_sha256, scan
 from train.data.prepared import FORMAT, MANIFEST, Progress, prepare, read_manifest
@@ -55,7 +55,7 @@ def known_scan(path: Path) -> tuple[str, int]:
     return record["sha256"], record["largest"]
 
 
-def tokens_of(
+def prepare_tokens(
     files: Sequence[Path], cfg: Data, tokenizer: Tokenizer, say: Callable[[str], None]
 ) -> Path:
     """Return the folder of prepared tokens of text, JSONL or parquet files.
@@ -64,7 +64,9 @@ def tokens_of(
     for files that cannot be read, and for more bad records than may be.
     """
     sha_f = [known_sha256(path) for path in files]
-    kinds = [[kind_of(path), is_packed(path), sha] for path, sha in zip(files, sha_f)]
+    kinds = [
+        [file_format(path), is_packed(path), sha] for path, sha in zip(files, sha_f)
+    ]
     made_of = [FORMAT, tokenizer.sha256, tokenizer.separator, cfg.text_key, kinds]
     folder = _made("tokens") / _key(made_of)
     with _locked(folder.with_suffix(".lock"), say):

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from moejax.config import Data
-from train.data.cache import known_scan, known_sha256, tokens_of
-from train.data.documents import expand, kind_of
+from train.data.cache import known_scan, known_sha256, prepare_tokens
+from train.data.documents import expand, file_format
 from train.data.indexed import Indexed, open_tokens
-from train.data.lines import Line, line_of, read_tokens, split, whole
+from train.data.lines import Line, make_line, read_tokens, split, whole
 from train.data.mixture import shares
 from train.data.prepared import MANIFEST, read_manifest
 from train.data.pysrc import read_pysrc
@@ -220,10 +220,10 @@ def _open_files(
         bins = [p.with_suffix(".bin") if x else p for p, x in zip(files, is_index)]
         return _open_shards(list(dict.fromkeys(bins)), tokenizer)
     (first, *others) = files
-    is_plain = kind_of(first) == "text" and not is_packed(first)
+    is_plain = file_format(first) == "text" and not is_packed(first)
     if tokenizer.name == "bytes" and is_plain and not others:
         return _open_bytes(first)
-    return _open_folder(tokens_of(files, cfg, tokenizer, say), tokenizer)
+    return _open_folder(prepare_tokens(files, cfg, tokenizer, say), tokenizer)
 
 
 def _open_shards(
@@ -285,7 +285,7 @@ def _pysrc(held_out_every: int, tokenizer: Tokenizer) -> Source:
         )
     sha256, *sides = read_pysrc(held_out_every)
     starts = [np.union1d([0], np.flatnonzero(text_b == 0)) for text_b in sides]
-    return Source("pysrc", sha256, *map(line_of, sides, starts), 255)
+    return Source("pysrc", sha256, *map(make_line, sides, starts), 255)
 
 
 def _check_size(entry: str, source: Source, cfg: Data) -> None:

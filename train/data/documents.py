@@ -75,7 +75,7 @@ def _expand(pattern: str) -> list[Path]:
     return files
 
 
-def kind_of(path: Path) -> str:
+def file_format(path: Path) -> str:
     """Return the format of a file, a name in FORMATS, by its extension. Raises
     ValueError for what holds no stream of text."""
     suffix, *rest = [suffix.lower() for suffix in reversed(path.suffixes)] or [""]
@@ -98,7 +98,7 @@ def pieces(path: Path, text_key: str) -> list[Piece]:
     Raises ValueError when the file cannot be opened, or is parquet without a column
     `text_key` of strings.
     """
-    kind = kind_of(path)
+    kind = file_format(path)
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
     return FORMATS[kind].pieces(path, text_key, size)

@@ -33,7 +33,7 @@ class Line:
         return int(self.edge_r[-1])
 
 
-def line_of(token_b: np.ndarray, start_d: np.ndarray) -> Line:
+def make_line(token_b: np.ndarray, start_d: np.ndarray) -> Line:
     """Return all of one array as a line."""
     edge_r = np.array([0, token_b.size])
     return Line((token_b,), np.zeros(1, int), np.zeros(1, np.int64), edge_r, start_d)

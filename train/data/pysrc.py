@@ -46,7 +46,7 @@ def read_pysrc(held_out_every: int) -> tuple[str, np.ndarray, np.ndarray]:
     package are not those of its release.
     """
     sources = {package: read_package(package) for package in PINNED}
-    shas = {package: sha256_of(files) for package, files in sources.items()}
+    shas = {package: sha256_sum(files) for package, files in sources.items()}
     _check_release(shas)
     texts = dict.fromkeys(t for files in sources.values() for t in files.values())
     texts.pop(b"", None)
@@ -74,7 +74,7 @@ def read_package(package: str) -> dict[str, bytes]:
     return {file.as_posix(): file.read_binary() for file in sources}
 
 
-def sha256_of(files: dict[str, bytes]) -> str:
+def sha256_sum(files: dict[str, bytes]) -> str:
     digest = hashlib.sha256()
     for path, text in files.items():
         digest.update(f"{path} {len(text)}\n".encode())

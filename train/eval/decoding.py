@@ -18,7 +18,7 @@ from moejax.config import Config
 from moejax.model.cache import Cache
 from train.checkpoint.load import Loaded
 from train.resolve.resolved import Resolved
-from train.step.state import graph_of
+from train.step.state import model_graph
 
 PROMPT_MULTIPLE = 32
 CACHE_MULTIPLE = 128
@@ -125,7 +125,7 @@ def choose(
 
 def _programs(run: Resolved, num_ids: int):
     """Return the prefill and the step of a Decoder, jitted."""
-    cfg, graph = run.cfg, graph_of(run)
+    cfg, graph = run.cfg, model_graph(run)
 
     def extend(params, bias, placement, token_bt, position_bt, how, cache):
         network = nnx.merge(graph, params, bias)

@@ -20,7 +20,7 @@ from moejax.moe.types import Batch, Windows
 from train.checkpoint.load import Loaded
 from train.resolve.resolved import Resolved
 from train.step.loss import token_nats
-from train.step.state import graph_of
+from train.step.state import model_graph
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,9 @@ def _score_step(run: Resolved, batch_size: int):
     # Positions alone say where documents begin; joined ones have none within a window.
     cfg = run.cfg
     data = dataclasses.replace(cfg.data, documents="separate")
-    graph = graph_of(dataclasses.replace(run, cfg=dataclasses.replace(cfg, data=data)))
+    graph = model_graph(
+        dataclasses.replace(run, cfg=dataclasses.replace(cfg, data=data))
+    )
     layout = run.exact_layout(batch_size, cfg.data.seq_len)
 
     def step(params, bias, placement, batch, count_b):
@@ -92,7 +94,7 @@ def _score_step(run: Resolved, batch_size: int):
 def _fill(rows: Windows, separator: int, batch_size: int, cfg: Config):
     """Return the rows as a Batch, filled up, and how many targets of each row count."""
     num_rows, width = rows.token_bt.shape
-    given = Batch.of_windows(rows)
+    given = Batch.from_windows(rows)
     shape = (batch_size, cfg.data.seq_len)
 
     def filled(part_bt, value: int) -> np.ndarray:

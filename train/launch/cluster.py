@@ -60,14 +60,14 @@ class ProcessInfo:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `flags_of` reads."""
+    """Add the arguments that `cluster_flags` reads."""
     add = parser.add_argument
     add("--coordinator", help="HOST:PORT of process 0, where no launcher says it")
     add("--num_processes", type=int, help="of the run, with --coordinator")
     add("--process_id", type=int, help="of this process, with --coordinator")
 
 
-def flags_of(args: argparse.Namespace) -> Flags:
+def cluster_flags(args: argparse.Namespace) -> Flags:
     return Flags(args.coordinator, args.num_processes, args.process_id)
 
 

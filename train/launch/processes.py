@@ -1,9 +1,9 @@
 """Several processes as one run: they start together, agree, and end together.
 
 Every process runs the same program. What only one may do (claim the run directory,
-write metrics) process 0 does, and `of_first` tells the others how it went. A process
-that fails ends at once, without waiting for the others: whoever launched them ends the
-rest, else their heartbeats and watchdogs do (docs/processes.md).
+write metrics) process 0 does, and `from_first_process` tells the others how it went.
+A process that fails ends at once, without waiting for the others: whoever launched
+them ends the rest, else their heartbeats and watchdogs do (docs/processes.md).
 """
 
 import faulthandler
@@ -70,7 +70,7 @@ def are_several() -> bool:
     return jax.process_count() > 1
 
 
-def of_first(make: Callable[[], Any]) -> Any:
+def from_first_process(make: Callable[[], Any]) -> Any:
     """Return on all processes what make() gives process 0, a value that JSON takes.
 
     Its ValueError or OSError is raised on all.
@@ -92,7 +92,7 @@ def of_first(make: Callable[[], Any]) -> Any:
     return reply["value"]
 
 
-def any_of(claim: bool) -> bool:
+def any_process(claim: bool) -> bool:
     """Return whether `claim` is true on any process."""
     if not are_several():
         return claim

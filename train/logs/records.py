@@ -23,7 +23,7 @@ from moejax.config import Config
 from moejax.perf import traffic
 from train.data import TrainBatches
 from train.data.feed import own_rows
-from train.launch.processes import is_first, of_first
+from train.launch.processes import from_first_process, is_first
 from train.launch.program import say_loudly
 from train.logs.run_dir import RunDir
 from train.step.step import StepMetrics
@@ -42,7 +42,7 @@ class Records:
         """`step` is the last one done; `board_text` goes to TensorBoard, which only
         exists with one."""
         self._cfg, folder = cfg, run_dir.path
-        of_first(lambda: _cut_back_samples(folder, step))
+        from_first_process(lambda: _cut_back_samples(folder, step))
         self._files = contextlib.ExitStack()
         self._metrics = self._samples = self._tensorboard = None
         if is_first():
@@ -173,7 +173,7 @@ class MetricsLog:
         end, last = 0, b"{}"
         with self._path.open("rb") as file:
             for line in file:
-                if _step_of(line) > step:
+                if _record_step(line) > step:
                     break
                 end, last = end + len(line), line
         self._file.truncate(end)
@@ -213,7 +213,7 @@ class MetricsLog:
             self._file.close()
 
 
-def _step_of(line: bytes) -> float:
+def _record_step(line: bytes) -> float:
     """Return the step of a line; infinity for a torn one, so that no cut keeps it."""
     try:
         step = json.loads(line)["step"] if line.endswith(b"\n") else math.inf

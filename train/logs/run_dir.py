@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Iterator
 
-from train.launch.processes import is_first, of_first
+from train.launch.processes import from_first_process, is_first
 from train.launch.program import say_loudly
 
 LOCK = ".lock"
@@ -66,7 +66,7 @@ def share(path: str | os.PathLike, *, fresh: bool = False) -> Iterator[RunDir]:
             run_dir = held.enter_context(claim(path, fresh=fresh))
             return [str(run_dir.path), run_dir.archived and str(run_dir.archived)]
 
-        where, archived = of_first(claimed)
+        where, archived = from_first_process(claimed)
         run_dir = RunDir(pathlib.Path(where), archived and pathlib.Path(archived))
         if not is_first():
             log = run_dir.path / "logs" / f"process-{jax.process_index()}.log"
@@ -107,7 +107,7 @@ def _lock(path: pathlib.Path) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Between open and flock the directory may have been archived with its
             # lock file: then this is the lock of another directory.
-            if _is_file_of(lock, path / LOCK):
+            if _is_same_file(lock, path / LOCK):
                 holder = f"pid {os.getpid()} on {socket.gethostname()}"
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, holder.encode(), 0)
@@ -138,7 +138,7 @@ def _open_lock(path: pathlib.Path) -> int:
         ) from fault
 
 
-def _is_file_of(descriptor: int, path: pathlib.Path) -> bool:
+def _is_same_file(descriptor: int, path: pathlib.Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

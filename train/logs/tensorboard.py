@@ -19,7 +19,7 @@ from moejax.perf.traffic import over_mean
 from train.launch.program import say_loudly
 
 HEAT_EVERY_STEPS = 50
-COLOURS = (
+COLORS = (
     (20, 60, 140),
     (105, 160, 205),
     (246, 245, 241),
@@ -174,10 +174,10 @@ def scalars(record: dict) -> Iterator[tuple[str, float]]:
             yield TAGS.get(name, f"other/{name}"), float(value)
     for layer, ratio in enumerate(record.get("load_max_over_mean", ())):
         yield f"load_by_layer/{layer:02d}_max_over_mean", float(ratio)
-    yield from _of_decision(record.get("decision", {}))
+    yield from _decision_text(record.get("decision", {}))
 
 
-def _of_decision(decision: dict) -> Iterator[tuple[str, float]]:
+def _decision_text(decision: dict) -> Iterator[tuple[str, float]]:
     is_kept = decision.get("kind") == "keep"
     for name, (tag, factor) in DECISION_TAGS.items():
         if name in decision and (not is_kept or name.startswith("ratio")):
@@ -188,19 +188,19 @@ def heat_map(tokens_le: np.ndarray) -> np.ndarray:
     """Return load over the layer's mean as a picture: uint8 [height, width, 3].
 
     A row of cells is a layer, the first on top; a column is an expert. White is even,
-    blue less, orange more; the colours end at a quarter and at four times the mean.
+    blue less, orange more; the colors end at a quarter and at four times the mean.
     """
     num_layers, num_experts = tokens_le.shape
     ratio_le = over_mean(tokens_le)
-    rgb_lec = colour(np.log2(np.maximum(ratio_le, 2**-MAX_LOG2)))
+    rgb_lec = color(np.log2(np.maximum(ratio_le, 2**-MAX_LOG2)))
     side = int(np.clip(768 // max(num_layers, num_experts), 4, 24))
     return rgb_lec.repeat(side, axis=0).repeat(side, axis=1)
 
 
-def colour(log2_ratio: np.ndarray) -> np.ndarray:
-    """Return uint8 [.., 3] of COLOURS; beyond MAX_LOG2 the last one."""
-    anchors = np.linspace(-MAX_LOG2, MAX_LOG2, len(COLOURS))
-    channels = [np.interp(log2_ratio, anchors, line) for line in np.transpose(COLOURS)]
+def color(log2_ratio: np.ndarray) -> np.ndarray:
+    """Return uint8 [.., 3] of COLORS; beyond MAX_LOG2 the last one."""
+    anchors = np.linspace(-MAX_LOG2, MAX_LOG2, len(COLORS))
+    channels = [np.interp(log2_ratio, anchors, line) for line in np.transpose(COLORS)]
     return np.stack(channels, axis=-1).round().astype(np.uint8)
 
 

@@ -16,7 +16,7 @@ from train.resolve.speeds import other_flops_per_device
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class Partition:
     """How the layers of a run are cut over the mesh: owners, shards, tensor, domain."""
 
     axes: tuple[str, ...]
@@ -46,7 +46,7 @@ class Parts:
             )
         return tokens // tensor.num_parts * tensor.num_gathered
 
-    def of_any_batch(self, tokens: int) -> "Parts":
+    def for_any_batch(self, tokens: int) -> "Partition":
         """Return these parts, or where the tensor axis does not divide so many tokens,
         those of a schedule that routes them whole."""
         if self.tensor is None or tokens % self.tensor.num_parts == 0:
@@ -58,9 +58,9 @@ class Parts:
 class Communication(NamedTuple):
     """How layers are cut, and what was predicted where 'auto' chose."""
 
-    parts: Parts
-    schedule: choose_schedule.Choice | None = None
-    domain: choose_domain.Choice | None = None
+    parts: Partition
+    schedule: choose_schedule.ScheduleChoice | None = None
+    domain: choose_domain.DomainChoice | None = None
 
     def lines(self) -> list[str]:
         """Say what was chosen and why, and each candidate's time as a sum of terms."""
@@ -88,28 +88,30 @@ def choose_communication(cfg: Config, calibration: Calibration) -> Communication
         name = cfg.dispatch.schedule
         if name == "auto":
             among = possible_schedules(cfg)
-            schedule = choose_schedule.choose(shape_of(cfg), calibration, among)
+            schedule = choose_schedule.choose(
+                micro_batch_shape(cfg), calibration, among
+            )
             name = schedule.schedule
         tensor = Tensor(name, cfg.mesh.tensor, cfg.expert_shards)
     if tensor is not None and tensor.is_local:
-        parts = Parts(("tensor",), cfg.mesh.tensor, tensor, None)
+        parts = Partition(("tensor",), cfg.mesh.tensor, tensor, None)
         return Communication(parts, schedule)
     sizes = _group_sizes(cfg)
     domain, choice = _domain(cfg, tensor, calibration)
-    parts = Parts(tuple(sizes), cfg.group_size, tensor, domain)
+    parts = Partition(tuple(sizes), cfg.group_size, tensor, domain)
     return Communication(parts, schedule, choice)
 
 
 def _domain(
     cfg: Config, tensor: Tensor | None, calibration: Calibration
-) -> tuple[Domain | None, choose_domain.Choice | None]:
+) -> tuple[Domain | None, choose_domain.DomainChoice | None]:
     sizes, dispatch = _group_sizes(cfg), cfg.dispatch
     shared, choice = dispatch.domain, None
     is_cut = tensor is not None and bool(tensor.inner)
     if shared == "auto" and (is_cut or not _has_plain_slots(cfg)):
         shared = (1,) * len(sizes)  # a domain takes whole owners, and no replicas
     elif shared == "auto":
-        choice = choose_domain.choose(stream_of(cfg, calibration), calibration)
+        choice = choose_domain.choose(layer_traffic(cfg, calibration), calibration)
         shared = choice.domain
     elif "dc" not in sizes:
         shared = shared[1:]
@@ -144,9 +146,9 @@ def _has_plain_slots(cfg: Config) -> bool:
     return is_home and dispatch.split in (None, "even")
 
 
-def shape_of(cfg: Config) -> choose_schedule.Shape:
+def micro_batch_shape(cfg: Config) -> choose_schedule.MicroBatchShape:
     """One MoE layer and micro-batch of this run."""
-    return choose_schedule.Shape(
+    return choose_schedule.MicroBatchShape(
         tokens=micro_batch_tokens(cfg),
         d_model=cfg.model.d_model,
         d_expert=cfg.moe.d_expert,
@@ -161,13 +163,13 @@ def shape_of(cfg: Config) -> choose_schedule.Shape:
     )
 
 
-def stream_of(cfg: Config, calibration: Calibration) -> choose_domain.Stream:
+def layer_traffic(cfg: Config, calibration: Calibration) -> choose_domain.LayerTraffic:
     """What one MoE layer of this run sends and computes in one micro-batch."""
     moe, dispatch, d_model = cfg.moe, cfg.dispatch, cfg.model.d_model
     itemsize = ITEMSIZE[cfg.model.compute_dtype]
     rows = micro_batch_tokens(cfg) * moe.top_k
     expert_weights = 3 * d_model * moe.d_expert // cfg.expert_shards
-    return choose_domain.Stream(
+    return choose_domain.LayerTraffic(
         row_bytes=dispatch.buffer_factor * rows / cfg.mesh.tensor * d_model * itemsize,
         expert_bytes=moe.num_experts // cfg.group_size * expert_weights * itemsize,
         pre_expert_sec=other_flops_per_device(cfg) / calibration.flops_per_sec,
@@ -183,7 +185,7 @@ def stream_of(cfg: Config, calibration: Calibration) -> choose_domain.Stream:
 
 def _fewer_bytes(cfg: Config) -> dict[str, float]:
     """How many times, as blocks and whole entries come out."""
-    from moejax.moe.weights.domains import ratio_of
+    from moejax.moe.weights.domains import achieved_ratio
     from moejax.moe.weights.gradient_compression import SCALE_BYTES
 
     moe, dispatch, mesh = cfg.moe, cfg.dispatch, cfg.mesh
@@ -192,10 +194,10 @@ def _fewer_bytes(cfg: Config) -> dict[str, float]:
     size //= 1 if "data" in dispatch.group_axes else mesh.data
     found = {}
     if dispatch.compression != "none":
-        found["compression"] = ratio_of(size, dtype, dispatch.compression_ratio)
+        found["compression"] = achieved_ratio(size, dtype, dispatch.compression_ratio)
     if dispatch.gradient_compression is not None:
         sizes = (size, dtype, dispatch.gradient_compression, SCALE_BYTES)
-        found["gradient_compression"] = ratio_of(*sizes)
+        found["gradient_compression"] = achieved_ratio(*sizes)
     return found
 
 

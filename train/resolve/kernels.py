@@ -1,21 +1,21 @@
 """Which kernels a run's layers use, in words for its start."""
 
 from moejax.config import Config
-from moejax.kernels.device import Choice, device_here
+from moejax.kernels.device import KernelChoice, device_here
 from moejax.kernels.grouped_dot.choose import choose_grouped_dot
 from moejax.kernels.permute.choose import choose_permute
-from moejax.kernels.shapes import Shape
-from moejax.kernels.tuning import of_layer, tuned
+from moejax.kernels.shapes import ProductShape
+from moejax.kernels.tuning import layer_products, tuned
 from moejax.plan.layout import Layout
 
 
-def choose_kernels(cfg: Config, layout: Layout) -> dict[str, Choice]:
+def choose_kernels(cfg: Config, layout: Layout) -> dict[str, KernelChoice]:
     """By kernel, for a layer of this layout on the device that is here; of later rounds
     where these get another one."""
     if layout.kernels == "plain":
         why = "Dispatch.kernels='plain'"
-        grouped = Choice("blocked", why + _emulated(layout))
-        return {"grouped_dot": grouped, "permute": Choice("xla", why)}
+        grouped = KernelChoice("blocked", why + _emulated(layout))
+        return {"grouped_dot": grouped, "permute": KernelChoice("xla", why)}
     view, d = layout.exchanged, cfg.model.d_model
     dtype = cfg.model.compute_dtype
     first, later = (
@@ -28,20 +28,20 @@ def choose_kernels(cfg: Config, layout: Layout) -> dict[str, Choice]:
     return kernels
 
 
-def _grouped_dot(cfg: Config, layout: Layout, num_rows: int) -> Choice:
+def _grouped_dot(cfg: Config, layout: Layout, num_rows: int) -> KernelChoice:
     shards = 1 if layout.is_local else cfg.expert_shards
     d, f, dtype = cfg.model.d_model, cfg.moe.d_expert // shards, cfg.model.compute_dtype
     is_fp8 = layout.fp8 != "none"
     found = choose_grouped_dot(dtype, num_rows, d, f, is_fp8=is_fp8)
     if found.implementation != "hopper":
         return found._replace(why=found.why + _emulated(layout))
-    shape = Shape(num_rows, d, f, layout.slots_per_device)
+    shape = ProductShape(num_rows, d, f, layout.slots_per_device)
     kind = device_here().device_kind
-    products = of_layer(shape, is_fp8=is_fp8)
+    products = layer_products(shape, is_fp8=is_fp8)
     count = sum(tuned(which, of, dtype, kind) is not None for which, of in products)
     said = f"{count} of {len(products)} products with measured tiles"
     fp8 = f"fp8 with gradients in {layout.fp8}, " if is_fp8 else ""
-    return Choice("hopper", f"{found.why}, {fp8}{said}")
+    return KernelChoice("hopper", f"{found.why}, {fp8}{said}")
 
 
 def _emulated(layout: Layout) -> str:
@@ -51,7 +51,7 @@ def _emulated(layout: Layout) -> str:
     return f"; fp8 with gradients in {layout.fp8} is emulated, no faster"
 
 
-def kernel_line(kernels: dict[str, Choice]) -> str:
+def kernel_line(kernels: dict[str, KernelChoice]) -> str:
     said = kernels.items()
     parts = [f"{name} {found.implementation} ({found.why})" for name, found in said]
     return f"kernels            {', '.join(parts)}"

@@ -7,10 +7,10 @@ from moejax.balance.controller import Settings
 from moejax.balance.policies import check_policy
 from moejax.config import Config
 from moejax.plan.layout import Layout, Store
-from train.resolve.communication import Parts, micro_batch_tokens
+from train.resolve.communication import Partition, micro_batch_tokens
 
 
-def step_layout(cfg: Config, parts: Parts) -> Layout:
+def step_layout(cfg: Config, parts: Partition) -> Layout:
     """Return the layout of the step that a run begins with, for one micro-batch."""
     return Layout.home(
         cfg.moe.num_experts,
@@ -23,23 +23,23 @@ def step_layout(cfg: Config, parts: Parts) -> Layout:
         kernels=cfg.dispatch.kernels,
         fp8=cfg.dispatch.fp8,
         **parts.fields,
-        **_store_of(cfg, parts),
+        **_store_fields(cfg, parts),
     )
 
 
-def owning_layout(cfg: Config, parts: Parts) -> Layout:
+def owning_layout(cfg: Config, parts: Partition) -> Layout:
     """Return the layout with every expert at its owner and nowhere else, and without a
     domain: how parameters rest, and what an evaluation of another batch runs in."""
     fields = parts.fields | {"domain": None}
     return Layout.home(cfg.moe.num_experts, parts.num_owners, 8, **fields)
 
 
-def exact_layout(cfg: Config, parts: Parts, batch_size: int, width: int) -> Layout:
+def exact_layout(cfg: Config, parts: Partition, batch_size: int, width: int) -> Layout:
     """Return the home layout for a batch of `batch_size` sequences of `width` tokens;
     it drops no row, whatever the run does."""
     tokens_per_device = batch_size // cfg.mesh.num_batch_shards * width
     run_parts, transport = parts, cfg.dispatch.transport
-    parts = run_parts.of_any_batch(tokens_per_device)
+    parts = run_parts.for_any_batch(tokens_per_device)
     if parts != run_parts and transport == "ragged":
         transport = "padded"
     return Layout.home(
@@ -82,7 +82,7 @@ def _possible_stores(cfg: Config) -> tuple[Store, ...]:
     )
 
 
-def _sizes_of(cfg: Config, parts: Parts, store: Store) -> tuple[int, int, int]:
+def _store_sizes(cfg: Config, parts: Partition, store: Store) -> tuple[int, int, int]:
     """Slots of a device, and what it can offer and hold of copies.
 
     In a merged group a device has the slots that it would have alone: data parallelism
@@ -111,7 +111,7 @@ def _sizes_of(cfg: Config, parts: Parts, store: Store) -> tuple[int, int, int]:
     return slots, offers, max(slots - own, 1) if copies is None else copies
 
 
-def _store_of(cfg: Config, parts: Parts) -> dict:
+def _store_fields(cfg: Config, parts: Partition) -> dict:
     """Fields of the Layout that say how experts reach slots, and rows replicas."""
     moe, dispatch = cfg.moe, cfg.dispatch
     policy = check_policy(cfg.balance.policy)
@@ -138,7 +138,7 @@ def _store_of(cfg: Config, parts: Parts) -> dict:
         )
     store = "transient" if is_dynamic else policy.stores[0]
     store = store if dispatch.store is None else dispatch.store
-    slots, offers, copies = _sizes_of(cfg, parts, store)
+    slots, offers, copies = _store_sizes(cfg, parts, store)
     if slots > moe.num_experts:
         raise ValueError(
             f"Dispatch.slots_per_device={slots} is more replicas than devices "

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from moejax.balance.settings import Settings
 from moejax.config import Config
-from moejax.kernels.device import Choice
+from moejax.kernels.device import KernelChoice
 from moejax.moe.mesh_roles import MeshLayout, on_mesh
 from moejax.perf.calibration import Calibration
 from moejax.perf.cost_model import CostModel
@@ -52,7 +52,7 @@ class Resolved:
         return on_mesh(self.mesh, self.owning)
 
     @functools.cached_property
-    def kernels(self) -> dict[str, Choice]:
+    def kernels(self) -> dict[str, KernelChoice]:
         """By kernel, what the layers of the step take on the device that is here."""
         return choose_kernels(self.cfg, self.layout)
 

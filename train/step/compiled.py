@@ -11,17 +11,22 @@ from moejax.plan.layout import Layout
 from train.resolve.resolved import Resolved
 from train.step.optimizer import make_optimizer
 from train.step.state import abstract_state
-from train.step.step import Model, make_eval_step, make_train_step, window_sharding
+from train.step.step import (
+    StepContext,
+    make_eval_step,
+    make_train_step,
+    window_sharding,
+)
 
 
-def make_model(run: Resolved) -> Model:
+def make_model(run: Resolved) -> StepContext:
     cfg = run.cfg
-    return Model(run, make_optimizer(cfg.optimizer, cfg.train.num_steps))
+    return StepContext(run, make_optimizer(cfg.optimizer, cfg.train.num_steps))
 
 
 def on_devices(plan: ExpertPlan, layout: Layout, mesh: Mesh) -> Placement:
     """The plan's placement, whole on every device."""
-    return everywhere(Placement.of_plan(plan.validate(layout), layout), mesh)
+    return everywhere(Placement.from_plan(plan.validate(layout), layout), mesh)
 
 
 def home_placement(run: Resolved) -> Placement:
@@ -30,12 +35,12 @@ def home_placement(run: Resolved) -> Placement:
     return on_devices(run.home_plan(run.owning), run.owning, run.mesh)
 
 
-def trace_train_step(model: Model):
+def trace_train_step(model: StepContext):
     """The traced train step: lower it for any platform, or compile it for this one."""
     return make_train_step(model).trace(*_abstract_args(model))
 
 
-def compile_steps(model: Model):
+def compile_steps(model: StepContext):
     """The train step and the evaluation step, compiled for the mesh's devices."""
     state, placement, windows = _abstract_args(model)
     one = jax.tree.map(lambda leaf: leaf.update(shape=(1, *leaf.shape[1:])), windows)
@@ -59,14 +64,14 @@ def require_room(step) -> None:
         )
 
 
-def _abstract_args(model: Model):
+def _abstract_args(model: StepContext):
     cfg, mesh = model.cfg, model.mesh
     rows = cfg.train.batch_size // cfg.train.accumulate_steps
     shape = (cfg.train.accumulate_steps, rows, cfg.data.seq_len + 1)
     whole = sharding(mesh)
     placement = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
-        Placement.of_plan(model.run.home_plan(), model.layout),
+        Placement.from_plan(model.run.home_plan(), model.layout),
     )
     leaf = jax.ShapeDtypeStruct(shape, np.int32, sharding=window_sharding(mesh))
     state = abstract_state(model.run, model.optimizer, model.layout.store)

@@ -17,7 +17,7 @@ from moejax.moe.layer import RouterBias
 from moejax.moe.weights import stores
 from moejax.moe.weights.compression import wide
 from moejax.moe.weights.domains import entries, tracked_axes
-from moejax.moe.weights.gradient_compression import kept_axes
+from moejax.moe.weights.gradient_compression import residual_axes
 from moejax.plan.layout import Layout, Store
 from train.resolve.resolved import Resolved
 from train.step import expert_params
@@ -37,14 +37,14 @@ class TrainState:
     tracked: jax.Array | None = None
     """What domains hold of experts that travel compressed, [l, s, x] in the order of
     moejax.moe.weights.domains.tracked_axes; None where none do."""
-    kept_gradients: jax.Array | None = None
+    gradient_residual: jax.Array | None = None
     """What each device has kept back of gradients that travel compressed, [l, s, x] in
-    the order of moejax.moe.weights.gradient_compression.kept_axes: its own for every
-    expert of its domain. A gradient of the mean loss per token. None where they travel
-    whole."""
+    the order of moejax.moe.weights.gradient_compression.residual_axes: its own for
+    every expert of its domain. A gradient of the mean loss per token. None where they
+    travel whole."""
 
 
-def graph_of(run: Resolved) -> nnx.GraphDef:
+def model_graph(run: Resolved) -> nnx.GraphDef:
     """The model's structure, without any array."""
     return nnx.split(_abstract_model(run))[0]
 
@@ -88,8 +88,10 @@ def abstract_state(run: Resolved, optimizer, store: Store = "owned") -> TrainSta
         ),
         key=whole,
         skipped_in_a_row=whole,
-        tracked=None if shapes.tracked is None else _where_tracked(run),
-        kept_gradients=(None if shapes.kept_gradients is None else _where_kept(run)),
+        tracked=None if shapes.tracked is None else _tracked_sharding(run),
+        gradient_residual=(
+            None if shapes.gradient_residual is None else _residual_sharding(run)
+        ),
     )
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(
@@ -107,28 +109,28 @@ def with_tracked(state: TrainState, run: Resolved) -> TrainState:
     if domain is None or domain.form == "none":
         return state
     dtype = jnp.dtype(run.cfg.model.compute_dtype)
-    masters, _ = expert_params.take(state.params)
-    tracked = stores.tracked(masters, state.tracked, run.mesh_layout, dtype)
+    master_params, _ = expert_params.take(state.params)
+    tracked = stores.track_experts(master_params, state.tracked, run.mesh_layout, dtype)
     return state.replace(tracked=tracked)
 
 
-def tracked_anew(state: TrainState, run: Resolved) -> TrainState:
+def with_new_tracked(state: TrainState, run: Resolved) -> TrainState:
     """The state with what domains hold as at a run's beginning."""
     begin = jax.jit(
         lambda params: (
             with_tracked(state.replace(params=params, tracked=None), run).tracked
         ),
-        out_shardings=_where_tracked(run),
+        out_shardings=_tracked_sharding(run),
     )
     return state.replace(tracked=begin(state.params))
 
 
-def keeping_nothing(state: TrainState, run: Resolved) -> TrainState:
+def with_zero_residual(state: TrainState, run: Resolved) -> TrainState:
     """The state with nothing kept back of gradients that travel compressed, as at a
     run's beginning."""
-    where = _where_kept(run)
-    zeros = jax.jit(lambda: _nothing_kept(run), out_shardings=where)
-    return state.replace(kept_gradients=zeros())
+    where = _residual_sharding(run)
+    zeros = jax.jit(lambda: _zero_residual(run), out_shardings=where)
+    return state.replace(gradient_residual=zeros())
 
 
 def compresses_gradients(layout: Layout) -> bool:
@@ -139,11 +141,11 @@ def compresses_gradients(layout: Layout) -> bool:
 
 def _with_domains(state: TrainState, run: Resolved) -> TrainState:
     """The state with what domains hold at a run's beginning."""
-    kept = _nothing_kept(run) if compresses_gradients(run.layout) else None
-    return with_tracked(state.replace(kept_gradients=kept), run)
+    kept = _zero_residual(run) if compresses_gradients(run.layout) else None
+    return with_tracked(state.replace(gradient_residual=kept), run)
 
 
-def _nothing_kept(run: Resolved) -> jax.Array:
+def _zero_residual(run: Resolved) -> jax.Array:
     """Zeros; ValueError where not one entry fits."""
     cfg, layout, mesh_layout = run.cfg, run.layout, run.mesh_layout
     size = 3 * cfg.model.d_model * cfg.moe.d_expert
@@ -154,11 +156,11 @@ def _nothing_kept(run: Resolved) -> jax.Array:
     return jnp.zeros((cfg.model.num_moe_layers, num_held, size), wide(dtype))
 
 
-def _where_kept(run: Resolved) -> jax.sharding.NamedSharding:
-    return _sharding(run, kept_axes(run.mesh_layout))
+def _residual_sharding(run: Resolved) -> jax.sharding.NamedSharding:
+    return _sharding(run, residual_axes(run.mesh_layout))
 
 
-def _where_tracked(run: Resolved) -> jax.sharding.NamedSharding:
+def _tracked_sharding(run: Resolved) -> jax.sharding.NamedSharding:
     return _sharding(run, tracked_axes(run.mesh_layout))
 
 
@@ -178,7 +180,10 @@ def bytes_per_device(state: TrainState) -> dict[str, int]:
         )
 
     kinds = {"params": held(state.params), "moments": held(state.opt_state)}
-    of_domains = {"tracked": state.tracked, "kept_gradients": state.kept_gradients}
+    of_domains = {
+        "tracked": state.tracked,
+        "gradient_residual": state.gradient_residual,
+    }
     there = {name: leaf for name, leaf in of_domains.items() if leaf is not None}
     return kinds | {name: held(leaf) for name, leaf in there.items()}
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from moejax import axes
 from moejax.config import Config
-from moejax.model.transformer import Noise
+from moejax.model.transformer import StepInputs
 from moejax.moe import recorded
 from moejax.moe import route as routing
 from moejax.moe.types import Batch, Placement, RouterLosses, RoutingStats, Windows
@@ -19,7 +19,7 @@ from moejax.plan.layout import Layout
 from train.resolve.resolved import Resolved
 from train.step.loss import cross_entropy
 from train.step.optimizer import learning_rate
-from train.step.state import TrainState, abstract_state, graph_of, with_tracked
+from train.step.state import TrainState, abstract_state, model_graph, with_tracked
 from train.step.trained import trained
 
 
@@ -39,7 +39,7 @@ class StepMetrics:
     routing: RoutingStats
 
 
-class Model(NamedTuple):
+class StepContext(NamedTuple):
     """What a step is compiled for, beside shapes."""
 
     run: Resolved
@@ -57,7 +57,7 @@ class Model(NamedTuple):
     def layout(self) -> Layout:
         return self.run.layout
 
-    def relaid(self, layout: Layout) -> "Model":
+    def relaid(self, layout: Layout) -> "StepContext":
         """Return the same model for a step of another layout."""
         return self._replace(run=self.run.relaid(layout))
 
@@ -82,7 +82,7 @@ def window_sharding(mesh: Mesh) -> jax.sharding.NamedSharding:
     return axes.sharding(mesh, None, axes.BATCH_AXES)
 
 
-def make_train_step(model: Model):
+def make_train_step(model: StepContext):
     """step(state, placement, windows) -> state, StepMetrics; donates its state."""
     # Metrics are whole on every device, so that every process can read them.
     state = abstract_state(model.run, model.optimizer, model.layout.store)
@@ -94,25 +94,25 @@ def make_train_step(model: Model):
     )
 
 
-def make_eval_step(model: Model):
+def make_eval_step(model: StepContext):
     """step(params, router_bias, placement, windows) -> nats per token, RoutingStats, of
     the first micro-batch."""
     whole = axes.sharding(model.mesh)
     return jax.jit(partial(_eval_step, make_loss(model)), out_shardings=whole)
 
 
-def make_loss(model: Model):
-    """Return loss_of(params, router_bias, inputs: LossInputs) -> total loss,
+def make_loss(model: StepContext):
+    """Return loss_fn(params, router_bias, inputs: LossInputs) -> total loss,
     (cross-entropy, router losses, routing statistics) of one micro-batch."""
     cfg, layout = model.cfg, model.layout
-    graph = graph_of(model.run)
+    graph = model_graph(model.run)
     chance_tle = None
     if cfg.router.kind == "recorded":
         sizes = (cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k)
         chance_tle = recorded.loads(cfg.recorded, *sizes)
 
-    def loss_of(params, router_bias, inputs: LossInputs):
-        batch = Batch.of_windows(inputs.windows)
+    def loss_fn(params, router_bias, inputs: LossInputs):
+        batch = Batch.from_windows(inputs.windows)
         chance_le = None
         if chance_tle is not None:
             sample = recorded.sample_index(cfg.recorded, len(chance_tle), inputs.step)
@@ -120,13 +120,13 @@ def make_loss(model: Model):
         jitter = cfg.router.jitter if inputs.is_training else 0.0
         network = nnx.merge(graph, params, router_bias)
         is_dense = inputs.is_training and cfg.router.training == "dense"
-        noise = Noise(inputs.key, chance_le, jitter, is_dense)
+        step_inputs = StepInputs(inputs.key, chance_le, jitter, is_dense)
         hidden_btd, sums = network(
             batch.tokens_bt,
             batch.position_bt,
             inputs.placement,
             layout,
-            noise,
+            step_inputs,
             inputs.slots,
             inputs.tracked,
         )
@@ -147,7 +147,7 @@ def make_loss(model: Model):
         total = nats + cfg.train.logit_z_loss * square + _weighted(cfg, router)
         return total, (nats, router, stats)
 
-    return loss_of
+    return loss_fn
 
 
 def _weighted(cfg: Config, router: RouterLosses) -> jax.Array:
@@ -166,7 +166,7 @@ def _weighted(cfg: Config, router: RouterLosses) -> jax.Array:
     return jnp.mean(weighted)
 
 
-def _train_step(model: Model, loss_of, state: TrainState, placement, windows):
+def _train_step(model: StepContext, loss_fn, state: TrainState, placement, windows):
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     by = trained(model.run, state, placement)
 
@@ -181,7 +181,7 @@ def _train_step(model: Model, loss_of, state: TrainState, placement, windows):
             slots=slots,
             tracked=state.tracked if slots is None else None,
         )
-        return loss_of(params, state.router_bias, inputs)
+        return loss_fn(params, state.router_bias, inputs)
 
     grad_of = jax.value_and_grad(loss_of_part, has_aux=True)
 
@@ -209,7 +209,7 @@ def _wide(leaf):
 
 
 @jax.named_scope("optimizer")
-def _update(model: Model, state: TrainState, gradients, total_a, aux):
+def _update(model: StepContext, state: TrainState, gradients, total_a, aux):
     """AdamW, unless loss or gradient is not finite: then only counters change. What
     domains hold of experts that travel compressed follows the masters.
 
@@ -229,7 +229,7 @@ def _update(model: Model, state: TrainState, gradients, total_a, aux):
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     if kept is not None:  # what has not arrived is in no norm
         is_finite &= jnp.all(jnp.isfinite(kept))
-    old = (state.params, state.opt_state, state.router_bias, state.kept_gradients)
+    old = (state.params, state.opt_state, state.router_bias, state.gradient_residual)
     params, opt_state, router_bias, kept = jax.tree.map(
         lambda after, before: jnp.where(is_finite, after, before), new, old
     )
@@ -252,7 +252,7 @@ def _update(model: Model, state: TrainState, gradients, total_a, aux):
         key=state.key,
         skipped_in_a_row=skipped_in_a_row,
         tracked=state.tracked,
-        kept_gradients=kept,
+        gradient_residual=kept,
     )
     return with_tracked(state, model.run), metrics
 
@@ -279,9 +279,9 @@ def _move_bias(cfg: Config, router_bias, tokens_le):
     )
 
 
-def _eval_step(loss_of, params, router_bias, placement, windows):
+def _eval_step(loss_fn, params, router_bias, placement, windows):
     key, step = jax.random.key(0), jnp.int32(0)
     first = jax.tree.map(lambda leaf: leaf[0], windows)
     inputs = LossInputs(placement, first, key, step, is_training=False)
-    _, (nats, _, stats) = loss_of(params, router_bias, inputs)
+    _, (nats, _, stats) = loss_fn(params, router_bias, inputs)
     return nats, stats

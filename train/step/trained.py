@@ -25,43 +25,47 @@ class Trained(NamedTuple):
     """values -> parameters, slots of all layers or None"""
     home: Callable
     """Their gradients, summed over micro-batches -> those of parameters, and
-    TrainState.kept_gradients."""
+    TrainState.gradient_residual."""
 
 
 def trained(run: Resolved, state: TrainState, placement) -> Trained:
     """Slots are made once, from the masters as they are now, and stand for them."""
-    is_compressed = state.kept_gradients is not None
+    is_compressed = state.gradient_residual is not None
     if run.layout.store != "resident" and not is_compressed:
         return Trained(state.params, lambda params: (params, None), _as_they_are)
-    masters, others = expert_params.take(state.params)
+    master_params, others = expert_params.take(state.params)
     dtype, mesh_layout = jnp.dtype(run.cfg.model.compute_dtype), run.mesh_layout
 
-    def make(masters, placement, tracked_sx=None):
-        return stores.slots(masters, placement, mesh_layout, dtype, tracked_sx)
+    def make(master_params, placement, tracked_sx=None):
+        return stores.slots(master_params, placement, mesh_layout, dtype, tracked_sx)
 
     if is_compressed:
-        of_layers = (masters, placement, state.tracked)
+        of_layers = (master_params, placement, state.tracked)
         slots, pull = stores.slots_of_layers(make, *of_layers), None
     else:
         of_all = partial(stores.slots_of_layers, make)
-        slots, pull = jax.vjp(lambda masters: of_all(masters, placement), masters)
+        slots, pull = jax.vjp(
+            lambda master_params: of_all(master_params, placement), master_params
+        )
 
     def home(grads):
         others, of_slots = grads
         if pull is None:
-            kept_lsx = state.kept_gradients
-            own, kept_lsx = stores.scattered(of_slots, kept_lsx, mesh_layout, dtype)
-            return expert_params.put(others, own), kept_lsx
+            residual_lsx = state.gradient_residual
+            own, residual_lsx = stores.scatter_gradients(
+                of_slots, residual_lsx, mesh_layout, dtype
+            )
+            return expert_params.put(others, own), residual_lsx
         of_slots = jax.tree.map(lambda g, s: g.astype(s.dtype), of_slots, slots)
         return expert_params.put(others, pull(of_slots)[0]), None
 
-    return Trained((others, slots), partial(_put, masters), home)
+    return Trained((others, slots), partial(_put, master_params), home)
 
 
 def _as_they_are(grads):
     return grads, None
 
 
-def _put(masters, values):
+def _put(master_params, values):
     others, slots = values
-    return expert_params.put(others, masters), slots
+    return expert_params.put(others, master_params), slots

@@ -88,8 +88,8 @@ def plan_sec(
     num_excluded: int = 0,
 ) -> float:
     """Eq. 8 where copies are prefetched, else Eq. 6. `rows_w`: what devices route."""
-    most_w = np.maximum(traffic.computed_w, rows_w) - traffic.local_w
-    a2a, fec = a2a_sec(cost, most_w), cost.compute_sec(traffic.computed_w)
+    max_w = np.maximum(traffic.computed_w, rows_w) - traffic.local_w
+    a2a, fec = a2a_sec(cost, max_w), cost.compute_sec(traffic.computed_w)
     own = layout.experts_per_device
     owners = [expert // own for expert, _ in shadows]
     num_offers = max(map(owners.count, owners), default=0)
@@ -100,10 +100,10 @@ def plan_sec(
     return planner_sec(a2a, fec, trans, trans)
 
 
-def a2a_sec(cost: CostModel, most_w: np.ndarray) -> float:
+def a2a_sec(cost: CostModel, max_w: np.ndarray) -> float:
     """Eq. 1: max R * size(input) / B. Given rows received or sent, whichever is more:
     the copies of a device that sends little and one that receives much differ."""
-    wire_sec = float(most_w.max()) * cost.bytes_per_row / cost.bytes_per_sec
+    wire_sec = float(max_w.max()) * cost.bytes_per_row / cost.bytes_per_sec
     return wire_sec + cost.micro_batches * cost.latency_sec
 
 

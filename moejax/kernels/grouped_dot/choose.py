@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from moejax.kernels import zeros_varying_as
-from moejax.kernels.device import Choice, hopper_or, why_not_hopper
+from moejax.kernels.device import KernelChoice, hopper_or, why_not_hopper
 from moejax.kernels.grouped_dot import portable, reference
 from moejax.kernels.grouped_dot.fp8 import GRADIENTS, rounded_matrices, rounded_rows
 from moejax.kernels.grouped_dot.products import Products, composed
@@ -21,10 +21,10 @@ Implementation = Literal["auto", "reference", "blocked", "xla", "hopper"]
 
 def choose_grouped_dot(
     dtype: jax.typing.DTypeLike, num_rows: int, *widths: int, is_fp8: bool = False
-) -> Choice:
+) -> KernelChoice:
     """Return the choice for products of this many rows between these widths."""
     if why := why_not_hopper():
-        return Choice("blocked", why)
+        return KernelChoice("blocked", why)
     # Pallas takes half a second to import, and only Hopper GPUs need it.
     from moejax.kernels.grouped_dot.hopper.kernels import declines
 
@@ -52,7 +52,7 @@ def products(
         own = portable.products(block_rows)
     else:
         own = _derived(DERIVED[implementation])
-    return own if fp8 == "none" else _of_rounded(own, fp8)
+    return own if fp8 == "none" else _choose_rounded(own, fp8)
 
 
 def ragged_dot(x_md: Array, w_gdf: Array, rows_g: Array) -> Array:
@@ -65,7 +65,7 @@ DERIVED = {"reference": reference.grouped_dot, "xla": ragged_dot}
 """Products whose gradients JAX derives."""
 
 
-def _of_rounded(own: Products, fp8: str) -> Products:
+def _choose_rounded(own: Products, fp8: str) -> Products:
     def forward(x_md: Array, w_gdf: Array, rows_g: Array) -> Array:
         arrays = rounded_rows(x_md), rounded_matrices(w_gdf)
         return own.forward(*arrays, rows_g).astype(x_md.dtype)

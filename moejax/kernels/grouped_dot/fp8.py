@@ -30,7 +30,7 @@ OF_ROWS, OF_MATRICES = (1, BLOCK), (BLOCK, BLOCK)
 """Shapes of a block, of the last two dims."""
 DTYPES = ("float32", "bfloat16", "float16")
 """That have such values."""
-LEAST_EXPONENT = -63
+MIN_EXPONENT = -63
 """Of a scale: the product of two is a normal float32. A block whose largest value is
 below 448 * 2**-63, 5e-17, keeps fewer bits."""
 MANTISSA_BITS, EXPONENT_BIAS = 23, 127
@@ -49,7 +49,7 @@ class Scaled(NamedTuple):
 def scaled(array: Array, dtype, block: tuple[int, int]) -> Scaled:
     """The nearest values of an 8-bit dtype under the scale of their block."""
     parts = _parts(array, block).astype(jnp.float32)
-    scale = _scale_of(jnp.max(jnp.abs(parts), axis=(-3, -1)), dtype)
+    scale = _power_of_two_scale(jnp.max(jnp.abs(parts), axis=(-3, -1)), dtype)
     values = (parts / _spread(scale)).astype(dtype)
     return Scaled(_whole(values, array.shape), scale)
 
@@ -84,13 +84,13 @@ def check_option(fp8: str, dtype) -> None:
         )
 
 
-def _scale_of(largest: Array, dtype) -> Array:
+def _power_of_two_scale(largest: Array, dtype) -> Array:
     """The least power of two that is `largest` over the format's largest or more."""
     top = int(np.log2(float(jnp.finfo(dtype).max)))
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     mantissa = bits & ((1 << MANTISSA_BITS) - 1)
     exponent = (bits >> MANTISSA_BITS) - EXPONENT_BIAS - top
-    exponent = jnp.maximum(exponent + (mantissa > LARGEST_MANTISSA), LEAST_EXPONENT)
+    exponent = jnp.maximum(exponent + (mantissa > LARGEST_MANTISSA), MIN_EXPONENT)
     scale = lax.bitcast_convert_type(
         (exponent + EXPONENT_BIAS) << MANTISSA_BITS, jnp.float32
     )

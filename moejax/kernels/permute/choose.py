@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from moejax.kernels.device import Choice, hopper_or, why_not_hopper
+from moejax.kernels.device import KernelChoice, hopper_or, why_not_hopper
 from moejax.kernels.permute import portable
 
 Implementation = Literal["auto", "reference", "xla", "hopper"]
@@ -27,10 +27,10 @@ class Moves(NamedTuple):
     """(dout_nd, y_md, gate_nk, positions_nk, assignment_m) -> dy_md, dgate_nk"""
 
 
-def choose_permute(dtype: jax.typing.DTypeLike, d: int) -> Choice:
+def choose_permute(dtype: jax.typing.DTypeLike, d: int) -> KernelChoice:
     """Return the choice for gathers and weighted sums of rows of this width."""
     if why := why_not_hopper():
-        return Choice("xla", why)
+        return KernelChoice("xla", why)
     # Pallas takes half a second to import, and only Hopper GPUs need it.
     from moejax.kernels.permute.hopper import declines
 

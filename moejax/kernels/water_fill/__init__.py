@@ -14,18 +14,18 @@ from moejax.kernels.water_fill.portable import water_fill as portable_water_fill
 __all__ = ["Filled", "fits_fused", "water_fill"]
 
 
-def fits_fused(num_colours: int, num_bins: int) -> bool:
+def fits_fused(num_colors: int, num_bins: int) -> bool:
     """Whether the fused kernel has room for so many cells."""
     from moejax.kernels.water_fill import hopper
 
-    return hopper.fits(num_colours, num_bins)
+    return hopper.fits(num_colors, num_bins)
 
 
 def water_fill(
     item_cw: Int[Array, "c w"],
     amount_cw: Int[Array, "c w"],
     fixed_w: Int[Array, " w"],
-    colours: Int[Array, ""],
+    colors: Int[Array, ""],
     tolerance: Int[Array, ""],
     *,
     max_sweeps: int,
@@ -36,14 +36,14 @@ def water_fill(
     bound of the fullest bin, and how many sweeps it took. All int32; the same bits on
     every device and with `fused` or without.
 
-    A cell is a colour c of a bin w. `item_cw` says which item may lie there, -1 for
-    none: all cells of an item have one colour, and a bin has one item of a colour, so
-    that items of a colour do not touch each other. `amount_cw` is where the items lie
+    A cell is a color c of a bin w. `item_cw` says which item may lie there, -1 for
+    none: all cells of an item have one color, and a bin has one item of a color, so
+    that items of a color do not touch each other. `amount_cw` is where the items lie
     at first, 0 where there is no item; an item's sum never changes. `fixed_w` lies in
     the bins and cannot move. Nothing is negative, and a bin's level is what is fixed
-    and its cells. Only the first `colours` rows are used.
+    and its cells. Only the first `colors` rows are used.
 
-    A sweep visits the colours in order. Each pours its items anew over their bins, on
+    A sweep visits the colors in order. Each pours its items anew over their bins, on
     top of what else is there (`ground`): up to the surface, min over k of
     floor((amount + sum of the k lowest grounds) / k), and what is left over one each to
     bins with ground <= surface, lowest number first.
@@ -64,7 +64,7 @@ def water_fill(
     of cells that does not fit into shared memory. Source: MicroMoE (arXiv 2511.16947)
     for the problem; the sweeps minimise the sum of squared levels, item by item.
     """
-    arrays = item_cw, amount_cw, fixed_w, colours, tolerance
+    arrays = item_cw, amount_cw, fixed_w, colors, tolerance
     if not fused:
         return portable_water_fill(*arrays, max_sweeps)
     # Pallas takes half a second to import, and only this needs it.

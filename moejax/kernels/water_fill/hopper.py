@@ -44,7 +44,7 @@ class _Board:
     item: Any
     amount: Any
     line: Any  # [_NUM_LINES, w]
-    colours: Any
+    colors: Any
     block: int  # columns of a block
     num_blocks: int
 
@@ -76,15 +76,15 @@ class _Board:
         return row_wv, column_wv + b * self.block
 
 
-def fits(num_colours: int, num_bins: int) -> bool:
+def fits(num_colors: int, num_bins: int) -> bool:
     """Whether a table of cells fits into shared memory, and bins into a matrix."""
-    bytes_of_table = 4 * math.prod(_table(num_colours, num_bins))
+    bytes_of_table = 4 * math.prod(_table(num_colors, num_bins))
     return num_bins <= WIDEST and bytes_of_table <= SHARED_BYTES
 
 
-def _table(num_colours: int, num_bins: int) -> tuple[int, int]:
-    """Colours and bins with their padding."""
-    return _up(num_colours, _COPIED_ROWS), _up(num_bins, _ROW_TILE)
+def _table(num_colors: int, num_bins: int) -> tuple[int, int]:
+    """Colors and bins with their padding."""
+    return _up(num_colors, _COPIED_ROWS), _up(num_bins, _ROW_TILE)
 
 
 _LEVEL, _FIXED, _FULL, _RANK, _LAST, _NUM_LINES = range(6)
@@ -94,20 +94,20 @@ def water_fill(
     item_cw: Int[Array, "c w"],
     amount_cw: Int[Array, "c w"],
     fixed_w: Int[Array, " w"],
-    colours: Int[Array, ""],
+    colors: Int[Array, ""],
     tolerance: Int[Array, ""],
     max_sweeps: int,
     *,
     interpret: bool = False,
 ) -> Filled:
     """As moejax.kernels.water_fill.water_fill says."""
-    num_colours, num_bins = item_cw.shape
-    if not fits(num_colours, num_bins):
+    num_colors, num_bins = item_cw.shape
+    if not fits(num_colors, num_bins):
         raise NotImplementedError(
-            f"{num_colours} colours of {num_bins} bins are more than {SHARED_BYTES} "
+            f"{num_colors} colors of {num_bins} bins are more than {SHARED_BYTES} "
             f"bytes of shared memory, or {WIDEST} bins: use fused=False"
         )
-    table = (_, num_rows) = _table(num_colours, num_bins)
+    table = (_, num_rows) = _table(num_colors, num_bins)
     shapes = table, (_NUM_LINES, num_rows), table
     num_shared = 3 if 8 * math.prod(table) <= SHARED_BYTES else 2
     block = min(_up(num_bins, _COLUMN_TILE), _BLOCK // num_rows)
@@ -123,19 +123,19 @@ def water_fill(
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )
     level_w = fixed_w + jnp.sum(amount_cw, axis=0)
-    pad = ((0, table[0] - num_colours), (0, num_rows - num_bins))
+    pad = ((0, table[0] - num_colors), (0, num_rows - num_bins))
     found_cw, found_w, found = solve(
         jnp.pad(item_cw, pad, constant_values=-1),
         jnp.pad(amount_cw, pad),
         jnp.pad(jnp.stack([fixed_w, level_w]), ((0, 0), pad[1])),
-        jnp.stack([colours, tolerance]),
+        jnp.stack([colors, tolerance]),
     )
-    # The kernel writes no colour that is not in use.
-    is_used_c1 = jnp.arange(num_colours)[:, None] < colours
-    found_cw = jnp.where(is_used_c1, found_cw[:num_colours, :num_bins], amount_cw)
+    # The kernel writes no color that is not in use.
+    is_used_c1 = jnp.arange(num_colors)[:, None] < colors
+    found_cw = jnp.where(is_used_c1, found_cw[:num_colors, :num_bins], amount_cw)
     outputs = found_cw, found_w[:num_bins], found[0], found[1]
     # A kernel's outputs are typed as the same on all devices, whatever its inputs are.
-    inputs = item_cw, amount_cw, fixed_w, colours, tolerance
+    inputs = item_cw, amount_cw, fixed_w, colors, tolerance
     return Filled(*varying_alike(*outputs, *inputs)[: len(outputs)])
 
 
@@ -143,13 +143,13 @@ def _solve(
     item, amount, start, limits, amount_out, level_out, found, *scratch, **sizes
 ):
     amount_smem, line, *rest = scratch
-    colours, tolerance = limits[0], limits[1]
-    _copy(amount, amount_smem, colours)
+    colors, tolerance = limits[0], limits[1]
+    _copy(amount, amount_smem, colors)
     for item_smem in rest:
-        _copy(item, item_smem, colours)
+        _copy(item, item_smem, colors)
         item = item_smem
     num_blocks = pl.cdiv(sizes["num_bins"], sizes["block"])
-    board = _Board(item, amount_smem, line, colours, sizes["block"], num_blocks)
+    board = _Board(item, amount_smem, line, colors, sizes["block"], num_blocks)
     for row, which in enumerate((_FIXED, _LEVEL)):
         line[which] = board.by_row(start, row)
 
@@ -161,7 +161,7 @@ def _solve(
     def sweep(state):
         level_w, _, sweeps, _ = state
         level_w, moved_w = jax.lax.fori_loop(
-            0, board.colours, functools.partial(_pour, board), (level_w, level_w * 0)
+            0, board.colors, functools.partial(_pour, board), (level_w, level_w * 0)
         )
         return level_w, _certificate(board, level_w), sweeps + 1, jnp.max(moved_w)
 
@@ -171,11 +171,11 @@ def _solve(
     level_out[...] = level_w
     found[0] = bound
     found[1] = sweeps
-    _copy(amount_smem, amount_out, colours)
+    _copy(amount_smem, amount_out, colors)
 
 
 def _pour(board, c, state):
-    """One colour, as xla.poured."""
+    """One color, as xla.poured."""
     level_w, moved_w = state
     item_w, amount_w = board.by_row(board.item, c), board.by_row(board.amount, c)
     ground_w = level_w - amount_w
@@ -241,7 +241,7 @@ def _certificate(board, level_w):
 
         return step
 
-    def colour(c, inside_k):
+    def color(c, inside_k):
         item_w = board.by_row(board.item, c)
 
         def last(b, last_w):
@@ -257,7 +257,7 @@ def _certificate(board, level_w):
     board.line[_LEVEL] = level_w
     (board.line[_RANK],) = board.over_blocks(rank, board.full(0))
     (inside_k,) = board.over_blocks(inside(_RANK, board.line, _FIXED), board.full(0))
-    inside_k = jax.lax.fori_loop(0, board.colours, colour, inside_k)
+    inside_k = jax.lax.fori_loop(0, board.colors, color, inside_k)
     k_w = plgpu.layout_cast(jax.lax.iota(jnp.int32, len(level_w)), _BY_ROW)
     return jnp.max(jax.lax.div(inside_k + k_w, k_w + 1))
 

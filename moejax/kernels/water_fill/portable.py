@@ -1,6 +1,6 @@
-"""Sweeps of water-filling in plain XLA operations, a colour at a time.
+"""Sweeps of water-filling in plain XLA operations, a color at a time.
 
-A colour is a row of bins; items of it are told apart by comparing every bin v with
+A color is a row of bins; items of it are told apart by comparing every bin v with
 every bin w, so that nothing is sorted and no scatter is needed.
 """
 
@@ -27,7 +27,7 @@ def water_fill(
     item_cw: Int[Array, "c w"],
     amount_cw: Int[Array, "c w"],
     fixed_w: Int[Array, " w"],
-    colours: Int[Array, ""],
+    colors: Int[Array, ""],
     tolerance: Int[Array, ""],
     max_sweeps: int,
 ) -> Filled:
@@ -42,30 +42,30 @@ def water_fill(
 
         def step(c, state):
             amount_cw, level_w = state
-            new_w = poured(item_cw[c], amount_cw[c], level_w)
+            new_w = pour(item_cw[c], amount_cw[c], level_w)
             level_w = level_w + new_w - amount_cw[c]
             return amount_cw.at[c].set(new_w), level_w
 
-        amount_cw, level_w = jax.lax.fori_loop(0, colours, step, (before_cw, level_w))
-        bound = certificate(item_cw, amount_cw, fixed_w, level_w, colours)
+        amount_cw, level_w = jax.lax.fori_loop(0, colors, step, (before_cw, level_w))
+        bound = certificate(item_cw, amount_cw, fixed_w, level_w, colors)
         changed = jnp.any(amount_cw != before_cw)
         return amount_cw, level_w, bound, sweeps + 1, changed
 
-    item_cw, amount_cw, fixed_w, colours, tolerance = varying_alike(
-        item_cw, amount_cw, fixed_w, colours, tolerance
+    item_cw, amount_cw, fixed_w, colors, tolerance = varying_alike(
+        item_cw, amount_cw, fixed_w, colors, tolerance
     )
     level_w = fixed_w + jnp.sum(amount_cw, axis=0, dtype=jnp.int32)
-    bound = certificate(item_cw, amount_cw, fixed_w, level_w, colours)
+    bound = certificate(item_cw, amount_cw, fixed_w, level_w, colors)
     state = (amount_cw, level_w, bound, jnp.int32(0), jnp.bool_(True))
     state = varying_alike(*state)
     amount_cw, level_w, bound, sweeps, _ = jax.lax.while_loop(goes_on, sweep, state)
     return Filled(amount_cw, level_w, bound, sweeps)
 
 
-def poured(
+def pour(
     item_w: Int[Array, " w"], amount_w: Int[Array, " w"], level_w: Int[Array, " w"]
 ) -> Int[Array, " w"]:
-    """One colour's items, each spread anew over its bins as water finds its level: the
+    """One color's items, each spread anew over its bins as water finds its level: the
     least sum of squared levels. Left-over units go to the lowest bins by number."""
     same_vw = same_item(item_w)
     ground_w = level_w - amount_w
@@ -82,7 +82,7 @@ def poured(
     return new_w + (is_wet_w & (place_w < left_w)).astype(jnp.int32)
 
 
-def certificate(item_cw, amount_cw, fixed_w, level_w, colours) -> Int[Array, ""]:
+def certificate(item_cw, amount_cw, fixed_w, level_w, colors) -> Int[Array, ""]:
     """max over k of ceil(what can lie nowhere but in the k fullest bins / k)."""
     rank_w = _count(_before(-level_w)) - 1
     rank_k = jnp.arange(len(rank_w), dtype=jnp.int32)
@@ -94,7 +94,7 @@ def certificate(item_cw, amount_cw, fixed_w, level_w, colours) -> Int[Array, ""]
         return inside_k + sum_over(last_w[:, None] == rank_k, amount_cw[c])
 
     inside_k = sum_over(rank_w[:, None] == rank_k, fixed_w)
-    inside_k = jax.lax.fori_loop(0, colours, step, inside_k)
+    inside_k = jax.lax.fori_loop(0, colors, step, inside_k)
     inside_k = jnp.cumsum(inside_k, dtype=jnp.int32)
     return jnp.max(jax.lax.div(inside_k + rank_k, rank_k + 1))
 

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from moejax.kernels.permute import combine_rows, gather_rows
 from moejax.moe.exchange.manifest import EMPTY, Manifest
-from moejax.moe.exchange.schedules import schedule_of
+from moejax.moe.exchange.schedules import find_schedule
 from moejax.moe.mesh_roles import MeshLayout, index_along
 from moejax.plan.layout import Layout
 
@@ -66,14 +66,14 @@ def dispatch(
 ) -> tuple[Float[Array, "m d"], Int[Array, " s"], Receipt]:
     """Rows of this window at their slots' device, sorted by slot, and rows per slot."""
     layout = mesh_layout.layout
-    receipt, rows_s = receipt_of(sent, window, mesh_layout)
+    receipt, rows_s = make_receipt(sent, window, mesh_layout)
     k = sent.peer_nk.shape[1]
     token_m = jnp.where(receipt.assignment_m < 0, EMPTY, receipt.assignment_m // k)
     gather = partial(gather_rows, implementation=_moves(layout))
     send_md = gather(x_nd, token_m, receipt.position_nk)
     send_wcd = send_md.reshape(-1, window.rows, x_nd.shape[1])
     counts = (receipt.count_w, receipt.incoming_v)
-    arrived_vcd = schedule_of(mesh_layout).out(send_wcd, *counts, mesh_layout)
+    arrived_vcd = find_schedule(mesh_layout).out(send_wcd, *counts, mesh_layout)
     arrived_md = checkpoint_name(arrived_vcd.reshape(-1, x_nd.shape[1]), ROWS)
     if not _is_sorted(layout):
         arrived_md = gather(arrived_md, receipt.arrival_m, receipt.sorted_m1)
@@ -94,21 +94,21 @@ def combine(
         y_md = gather_rows(y_md, sorted_m, arrival_m1, implementation=_moves(layout))
     y_vcd = y_md.reshape(layout.num_senders, -1, y_md.shape[1])
     counts = (receipt.incoming_v, receipt.count_w)
-    back_wcd = schedule_of(mesh_layout).back(y_vcd, *counts, mesh_layout)
+    back_wcd = find_schedule(mesh_layout).back(y_vcd, *counts, mesh_layout)
     back_md = checkpoint_name(back_wcd.reshape(-1, y_md.shape[1]), ROWS)
     tables = receipt.position_nk, receipt.assignment_m
     y_nd = combine_rows(back_md, gate_nk, *tables, implementation=_moves(layout))
     return jax.lax.psum(y_nd, mesh_layout.tensor_axes) if layout.is_local else y_nd
 
 
-def receipt_of(
+def make_receipt(
     sent: Manifest, window: Window, mesh_layout: MeshLayout
 ) -> tuple[Receipt, Int[Array, " s"]]:
     """Integers of one window: pure arithmetic on the manifest, no communication."""
     layout = mesh_layout.layout
     w, s = layout.num_devices, layout.slots_per_device
     start, rows = window
-    source = index_along(schedule_of(mesh_layout).sources(mesh_layout))
+    source = index_along(find_schedule(mesh_layout).sources(mesh_layout))
     owner = index_along(mesh_layout.peer_axes)
     pair_uws = sent.counts_up.reshape(-1, w, s)
     count_w, first_w = pair_uws[source].sum(axis=-1), sent.first_w

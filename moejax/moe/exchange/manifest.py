@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from moejax.moe.exchange.schedules import schedule_of
+from moejax.moe.exchange.schedules import find_schedule
 from moejax.moe.mesh_roles import MeshLayout, index_along
-from moejax.moe.split.divide import divided
+from moejax.moe.split.divide import divide
 from moejax.moe.types import Placement
 from moejax.plan.layout import Layout
 
@@ -57,7 +57,7 @@ def manifest(
     s, e, sources = (
         layout.slots_per_device,
         layout.num_experts,
-        schedule_of(mesh_layout).sources(mesh_layout),
+        find_schedule(mesh_layout).sources(mesh_layout),
     )
     expert_a = jnp.where(expert_nk < 0, e, expert_nk).T.reshape(-1)
     order_a = jnp.argsort(expert_a, stable=True).astype(jnp.int32)
@@ -65,7 +65,7 @@ def manifest(
     counts_ue = count_e[None]
     if sources:
         counts_ue = jax.lax.all_gather(count_e, sources, to="invarying")
-    quota_uq, bound, placement = divided(counts_ue, placement, layout)
+    quota_uq, bound, placement = divide(counts_ue, placement, layout)
 
     slot_q = placement.slot_lq
     kept_uq = length_uq = quota_uq

@@ -50,14 +50,14 @@ Counts = Int[Array, " w"]
 def enter(x_n: Array, mesh_layout: MeshLayout) -> Array:
     """Return the tokens that this device routes, of a tensor group's tokens [n, ..],
     which are whole on all of its devices."""
-    schedule = schedule_of(mesh_layout)
+    schedule = find_schedule(mesh_layout)
     return schedule.copy(split_over(schedule.split(mesh_layout), 0, x_n), mesh_layout)
 
 
 def leave(y_nd: Array, mesh_layout: MeshLayout) -> Array:
     """Return the results of all tokens, whole on the tensor axis, from the results of
     `enter`'s tokens."""
-    schedule = schedule_of(mesh_layout)
+    schedule = find_schedule(mesh_layout)
     own_nd = schedule.own(y_nd, mesh_layout)
     return gathered_over(schedule.split(mesh_layout), 0, own_nd)
 
@@ -287,7 +287,7 @@ SCHEDULES: dict[str | None, Schedule] = {
 """Schedules by name; None where there is no tensor axis."""
 
 
-def schedule_of(mesh_layout: MeshLayout) -> Schedule:
+def find_schedule(mesh_layout: MeshLayout) -> Schedule:
     """Return the schedule of a layout."""
     tensor = mesh_layout.layout.tensor
     return SCHEDULES[None if tensor is None else tensor.schedule]

@@ -78,16 +78,16 @@ def _local(counts_we, here_q, rows_q, placement: Placement, layout: Layout):
     load_q = jnp.sum(counts_we, axis=0, dtype=jnp.int32)[expert_q]
     is_mine_q = active(placement, layout)[2].astype(jnp.int32)
     share_q = _product_over(here_q, rows_q, load_q) + is_mine_q
-    most_q = jnp.minimum(here_q, rows_q)
+    max_q = jnp.minimum(here_q, rows_q)
     slot_q, shape = placement.slot_lq, (2, layout.num_devices, layout.slots_per_device)
     both_p = jnp.zeros((2, len(slot_q)), jnp.int32)
-    both_p = both_p.at[:, slot_q].set(jnp.stack([most_q, share_q]))
-    most_ws, share_ws = both_p.reshape(shape)
-    before_ws = jnp.cumsum(most_ws, axis=1, dtype=jnp.int32) - most_ws
+    both_p = both_p.at[:, slot_q].set(jnp.stack([max_q, share_q]))
+    max_ws, share_ws = both_p.reshape(shape)
+    before_ws = jnp.cumsum(max_ws, axis=1, dtype=jnp.int32) - max_ws
     room_w1 = layout.rows_per_peer - jnp.sum(
         share_ws, axis=1, keepdims=True, dtype=jnp.int32
     )
-    stays_ws = jnp.clip(room_w1 - before_ws, 0, most_ws)
+    stays_ws = jnp.clip(room_w1 - before_ws, 0, max_ws)
     return stays_ws.reshape(-1)[slot_q]
 
 

@@ -28,7 +28,7 @@ from moejax.plan.water_filling import TOLERANCE_BITS
 Splitter = Callable[[Array, Placement, Layout], Division]
 
 
-def divided(
+def divide(
     counts_ue: Int[Array, "u e"], placement: Placement, layout: Layout
 ) -> Division:
     """As layout.split says, of rows from the sources of a layer (Layout.num_sources).

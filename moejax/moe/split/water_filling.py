@@ -22,7 +22,7 @@ from moejax.kernels import varying_alike
 from moejax.kernels.water_fill import water_fill
 from moejax.moe.split.deal import active
 from moejax.moe.types import Placement
-from moejax.plan.edge_coloring import most_colours
+from moejax.plan.edge_coloring import max_colors
 from moejax.plan.layout import Layout
 from moejax.plan.water_filling import MAX_SWEEPS, PATHS_PER_DEVICE
 
@@ -45,25 +45,25 @@ def fill(
 ) -> Filling:
     """Rows of the q-th slot; over an expert's slots they sum to its load. `tolerance`
     is how many rows above the bound the fullest device may have."""
-    w, num_colours = layout.num_devices, placement.num_colours_l
+    w, num_colors = layout.num_devices, placement.num_colors_l
     expert_q, device_q, is_active_q = active(placement, layout)
     rows_q = _even(load_e, expert_q, is_active_q, placement)
 
-    colour_q = placement.colour_lq
+    color_q = placement.color_lq
     item_cw = cells(expert_q, placement, layout, empty=-1)
     amount_cw = cells(rows_q, placement, layout)
-    is_fixed_q = is_active_q & (colour_q < 0)
+    is_fixed_q = is_active_q & (color_q < 0)
     fixed_w = jnp.zeros(w, jnp.int32).at[device_q].add(jnp.where(is_fixed_q, rows_q, 0))
     filled = water_fill(
         item_cw,
         amount_cw,
         fixed_w,
-        num_colours,
+        num_colors,
         tolerance,
         max_sweeps=MAX_SWEEPS,
         fused=layout.fused_split,
     )
-    rows_q = jnp.where(colour_q < 0, rows_q, filled.amount_cw[colour_q, device_q])
+    rows_q = jnp.where(color_q < 0, rows_q, filled.amount_cw[color_q, device_q])
 
     graph = _Graph(expert_q, device_q, is_active_q, layout.num_experts)
     rows_q, bound, paths = _levelled(
@@ -75,12 +75,12 @@ def fill(
 def cells(
     value_q: Int[Array, " q"], placement: Placement, layout: Layout, empty: int = 0
 ) -> Int[Array, "c w"]:
-    """Values of slots that have a colour, where water-filling looks for them."""
-    colours = most_colours(layout.num_experts, layout.num_slots)
-    colour_q = jnp.where(placement.colour_lq < 0, colours, placement.colour_lq)
+    """Values of slots that have a color, where water-filling looks for them."""
+    colors = max_colors(layout.num_experts, layout.num_slots)
+    color_q = jnp.where(placement.color_lq < 0, colors, placement.color_lq)
     device_q = placement.slot_lq // layout.slots_per_device
-    blank_cw = jnp.full((colours, layout.num_devices), empty, jnp.int32)
-    return blank_cw.at[colour_q, device_q].set(value_q, mode="drop")
+    blank_cw = jnp.full((colors, layout.num_devices), empty, jnp.int32)
+    return blank_cw.at[color_q, device_q].set(value_q, mode="drop")
 
 
 def _even(load_e, expert_q, is_active_q, placement):

@@ -44,18 +44,18 @@ class Packed:
     blocks: int = struct.field(pytree_node=False, default=1)
 
 
-def blocks_of(size: int, longest: int = LONGEST_BLOCK) -> int:
+def num_blocks(size: int, longest: int = LONGEST_BLOCK) -> int:
     """The fewest equal blocks of at most `longest` weights that an expert is cut in."""
     return next(b for b in range(-(-size // longest), size + 1) if not size % b)
 
 
-def index_bytes_of(size: int, blocks: int) -> int:
+def index_bytes(size: int, blocks: int) -> int:
     """What a place in a block takes on the wire."""
     longest = size // blocks
     return 1 if longest <= 2**8 else 2 if longest <= 2**16 else 4
 
 
-def entries_of(
+def num_entries(
     size: int,
     ratio: float,
     value_bytes: int,
@@ -69,9 +69,9 @@ def entries_of(
     weight_bytes: of a weight that moves as it is; None: as much as a value. Raises
     ValueError where not one entry per block fits.
 
-    >>> entries_of(98304, 50, 2, 2)
+    >>> num_entries(98304, 50, 2, 2)
     983
-    >>> entries_of(98304, 50, 2, 2, blocks=12)  # 81 in each
+    >>> num_entries(98304, 50, 2, 2, blocks=12)  # 81 in each
     972
     """
     whole = size * (weight_bytes or value_bytes)
@@ -220,7 +220,7 @@ def to_words(packed: Packed, size: int) -> UInt8[Array, "e words"]:
     """One buffer of values, then of places in blocks: exactly `wire_bytes`."""
     e, k = packed.value_ek.shape
     place_ek = packed.index_ek - _block_start_k(k, size, packed.blocks)
-    place_ek = place_ek.astype(f"uint{8 * index_bytes_of(size, packed.blocks)}")
+    place_ek = place_ek.astype(f"uint{8 * index_bytes(size, packed.blocks)}")
     halves = (_bits(array, jnp.uint8) for array in (packed.value_ek, place_ek))
     return jnp.concatenate([half.reshape(e, -1) for half in halves], axis=1)
 
@@ -229,10 +229,10 @@ def from_words(
     words: UInt8[Array, "e words"], value_dtype, size: int, blocks: int
 ) -> Packed:
     """What `to_words` packed."""
-    value_bytes, index_bytes = value_dtype.itemsize, index_bytes_of(size, blocks)
-    k = words.shape[1] // (value_bytes + index_bytes)
+    value_bytes, place_bytes = value_dtype.itemsize, index_bytes(size, blocks)
+    k = words.shape[1] // (value_bytes + place_bytes)
     value, place = jnp.split(words, [k * value_bytes], axis=1)
-    place_ek = _from_bits(place, k, f"uint{8 * index_bytes}").astype(jnp.int32)
+    place_ek = _from_bits(place, k, f"uint{8 * place_bytes}").astype(jnp.int32)
     index_ek = place_ek + _block_start_k(k, size, blocks)
     return Packed(_from_bits(value, k, value_dtype), index_ek, blocks)
 

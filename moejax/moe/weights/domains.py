@@ -109,19 +109,19 @@ def _tracked(own_ex, tracked_sx, mesh_layout: MeshLayout):
     return compression.received(packed, base_sx, mesh_layout.domain_axes)
 
 
-def ratio_of(size: int, dtype, ratio: float, more_bytes: int = 0) -> float:
+def achieved_ratio(size: int, dtype, ratio: float, more_bytes: int = 0) -> float:
     """How many times fewer bytes the `entries` of this ratio take, with `more_bytes`
     beside those of each expert."""
     k, blocks = entries(size, dtype, ratio)
-    index_bytes = compression.index_bytes_of(size, blocks)
+    index_bytes = compression.index_bytes(size, blocks)
     sent = compression.wire_bytes(1, k, VALUE_BYTES, index_bytes) + more_bytes
     return size * jnp.dtype(dtype).itemsize / sent
 
 
 def entries(size: int, dtype, ratio: float) -> tuple[int, int]:
     """How many entries of an expert's `size` weights travel, and in how many blocks."""
-    blocks = compression.blocks_of(size)
-    index_bytes = compression.index_bytes_of(size, blocks)
+    blocks = compression.num_blocks(size)
+    index_bytes = compression.index_bytes(size, blocks)
     weight_bytes = jnp.dtype(dtype).itemsize
     sizes = (VALUE_BYTES, index_bytes, weight_bytes, blocks)
-    return compression.entries_of(size, ratio, *sizes), blocks
+    return compression.num_entries(size, ratio, *sizes), blocks

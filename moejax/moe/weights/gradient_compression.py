@@ -25,14 +25,15 @@ SCALE_DTYPE, SCALE_BYTES = "float8_e8m0fnu", 1
 float but zero."""
 
 
-def kept_axes(mesh_layout: MeshLayout) -> tuple[Axes, ...]:
-    """Mesh axes of kept_lsx: of each device its own, for all experts of its domain."""
+def residual_axes(mesh_layout: MeshLayout) -> tuple[Axes, ...]:
+    """Return the mesh axes of residual_lsx: each device keeps its own, for all experts
+    of its domain."""
     return (), mesh_layout.owner_axes, mesh_layout.width_axes
 
 
 def scatter(
     grads: Weights,
-    kept_lsx: Float[Array, "l s x"],
+    residual_lsx: Float[Array, "l s x"],
     mesh_layout: MeshLayout,
     specs: dict,
     dtype,
@@ -44,27 +45,27 @@ def scatter(
     against it.
     """
     ratio = mesh_layout.layout.domain.gradient_compression
-    where = spec(*kept_axes(mesh_layout))
+    where = spec(*residual_axes(mesh_layout))
 
     def one_layer(layer):
-        grads, kept_sx = layer
-        k, blocks = entries(kept_sx.shape[1], dtype, ratio)
+        grads, residual_sx = layer
+        k, blocks = entries(residual_sx.shape[1], dtype, ratio)
         sizes = (k, mesh_layout.domain_axes, VALUE_DTYPE, blocks)
-        own_ex, kept_sx = scattered(compression.flat(grads), kept_sx, *sizes)
-        return compression.unflat(own_ex, grads["down"].shape[2]), kept_sx
+        own_ex, residual_sx = scattered(compression.flat(grads), residual_sx, *sizes)
+        return compression.unflat(own_ex, grads["down"].shape[2]), residual_sx
 
-    def body(grads, kept_lsx):
-        return jax.lax.map(one_layer, (grads, kept_lsx))
+    def body(grads, residual_lsx):
+        return jax.lax.map(one_layer, (grads, residual_lsx))
 
     return jax.shard_map(
         body, mesh=mesh_layout.mesh, in_specs=(specs, where), out_specs=(specs, where)
-    )(grads, kept_lsx)
+    )(grads, residual_lsx)
 
 
 @jax.named_scope("scatter_gradients")
 def scattered(
     grad_sx: Float[Array, "s x"],
-    kept_sx: Float[Array, "s x"],
+    residual_sx: Float[Array, "s x"],
     k: int,
     axes: Axes,
     value_dtype: str = "bfloat16",
@@ -76,7 +77,7 @@ def scattered(
     the rest (float32 at least). What it has of its own experts arrives whole. Sums are
     in member order.
     """
-    wanted_sx = grad_sx.astype(compression.wide(grad_sx.dtype)) + kept_sx
+    wanted_sx = grad_sx.astype(compression.wide(grad_sx.dtype)) + residual_sx
     (s, size), me = wanted_sx.shape, jax.lax.axis_index(axes)
     members = math.prod(jax.lax.axis_size(axis) for axis in axes)
     e = s // members
@@ -86,7 +87,7 @@ def scattered(
     packed = compression.encode(scaled_sx, zeros_1x, k, value_dtype, blocks)
     left_sx = compression.decode(scaled_sx, packed.replace(value_ek=-packed.value_ek))
     is_own_s1 = (jnp.arange(s, dtype=jnp.int32) // e == me)[:, None]
-    kept_sx = jnp.where(is_own_s1, 0, left_sx * scale_s1)
+    residual_sx = jnp.where(is_own_s1, 0, left_sx * scale_s1)
 
     words = jnp.concatenate(
         [compression.to_words(packed, size), _bytes(scale_s1)], axis=1
@@ -105,15 +106,15 @@ def scattered(
     def add(sum_ex, part):
         return compression.decode(sum_ex, Packed(*part, blocks)), None
 
-    return jax.lax.scan(add, own_ex, tuple(parts))[0], kept_sx
+    return jax.lax.scan(add, own_ex, tuple(parts))[0], residual_sx
 
 
 def _scale(wanted_sx: Float[Array, "s x"]) -> Float[Array, "s 1"]:
     """The power of two next to each expert's largest gradient; 1 for zeros."""
-    most_s1 = jnp.max(jnp.abs(wanted_sx), axis=1, keepdims=True)
-    most_s1 = jnp.where(most_s1 == 0, 1, most_s1)
-    nexp = jnp.finfo(most_s1.dtype).nexp
-    return jax.lax.reduce_precision(most_s1, nexp, mantissa_bits=0)
+    max_s1 = jnp.max(jnp.abs(wanted_sx), axis=1, keepdims=True)
+    max_s1 = jnp.where(max_s1 == 0, 1, max_s1)
+    nexp = jnp.finfo(max_s1.dtype).nexp
+    return jax.lax.reduce_precision(max_s1, nexp, mantissa_bits=0)
 
 
 def _bytes(scale_s1: Float[Array, "s 1"]) -> UInt8[Array, "s 1"]:

@@ -23,12 +23,17 @@ from jaxtyping import Array, Int
 from moejax import axes
 from moejax.axes import AxisNames
 from moejax.moe.mesh_roles import MeshLayout, index_along
-from moejax.moe.weights.stores import MASTERS, master_spec, pick, travel
+from moejax.moe.weights.stores import (
+    EXPERT_PARAMS,
+    exchange_copies,
+    master_param_spec,
+    pick,
+)
 from moejax.plan import owner_moves
 from moejax.plan.layout import Store
 
 ROUNDS_PER_CALL = 8
-HIDDEN_DIMS = {name: name.rpartition("_")[2].index("f") for name in MASTERS}
+HIDDEN_DIMS = {name: name.rpartition("_")[2].index("f") for name in EXPERT_PARAMS}
 
 
 @struct.dataclass
@@ -125,7 +130,7 @@ def _one(
     take_s = jax.lax.dynamic_slice_in_dim(rounds.take_re[r], me * own, own)
     rows = [jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False) for x in arrays]
     offered, want_w1 = [pick(row, offer_o) for row in rows], rounds.want_rw[r][:, None]
-    came = travel(offered, want_w1, group)
+    came = exchange_copies(offered, want_w1, group)
     new = [jnp.concatenate(pair)[take_s] for pair in zip(rows, came)]
     return [
         jax.lax.dynamic_update_index_in_dim(x, row, layer, 0)
@@ -136,7 +141,7 @@ def _one(
 def _spec(name: str, store: Store, mesh_layout: MeshLayout) -> P:
     """Of a stacked parameter; the layer dim is never split."""
     dims = name.rpartition("_")[2]
-    return P(None, *master_spec(dims, store, mesh_layout))
+    return P(None, *master_param_spec(dims, store, mesh_layout))
 
 
 def _tables(part: list, num_experts: int, num_devices: int) -> Rounds:

@@ -31,13 +31,13 @@ from moejax.moe.weights.gradient_compression import scatter
 
 Weights = dict[str, Array]
 
-MASTERS = ("gate_edf", "up_edf", "down_efd")
+EXPERT_PARAMS = ("gate_edf", "up_edf", "down_efd")
 """Names of an MoE layer's expert parameters."""
 SLOT_DIMS = {"into": "ed2f", "down": "efd"}
 """Slots of all devices: into_sd2f, gate beside up, and down_sfd."""
 
 
-def master_spec(dims: str, store: str, mesh_layout: MeshLayout) -> P:
+def master_param_spec(dims: str, store: str, mesh_layout: MeshLayout) -> P:
     """Where an expert parameter of these dims ('edf') lies: experts by owner, hidden
     width by shard and, where it rests, over data. Under 'sharded' all devices have a
     part of every expert's width; groups that data belongs to split no width over it."""
@@ -49,7 +49,10 @@ def master_spec(dims: str, store: str, mesh_layout: MeshLayout) -> P:
 
 def slot_specs(mesh_layout: MeshLayout) -> dict[str, P]:
     """Where slots lie: with each device; what rests over data still does."""
-    return {n: master_spec(dims, "owned", mesh_layout) for n, dims in SLOT_DIMS.items()}
+    return {
+        n: master_param_spec(dims, "owned", mesh_layout)
+        for n, dims in SLOT_DIMS.items()
+    }
 
 
 def slots(
@@ -66,10 +69,10 @@ def slots(
     or, with `tracked_sx`, its own as they are and others as tracked.
     """
     store = mesh_layout.layout.store
-    specs = {n: master_spec(d, store, mesh_layout) for n, d in SLOT_DIMS.items()}
+    specs = {n: master_param_spec(d, store, mesh_layout) for n, d in SLOT_DIMS.items()}
 
-    def body(masters, placement, tracked_sx):
-        slots = STORES[store](masters, placement, mesh_layout)
+    def body(master_params, placement, tracked_sx):
+        slots = STORES[store](master_params, placement, mesh_layout)
         return gathered_in_domain(slots, mesh_layout, tracked_sx)
 
     where = None if tracked_sx is None else spec(*tracked_axes(mesh_layout)[1:])
@@ -78,34 +81,35 @@ def slots(
         mesh=mesh_layout.mesh,
         in_specs=(specs, P(), where),
         out_specs=slot_specs(mesh_layout),
-    )(joined(weights, dtype), placement, tracked_sx)
+    )(join_gate_up(weights, dtype), placement, tracked_sx)
 
 
-def tracked(
+def track_experts(
     weights: Weights, tracked_lsx: Array | None, mesh_layout: MeshLayout, dtype
 ) -> Float[Array, "l s x"]:
     """moejax.moe.weights.domains.track, of the masters of all layers, weights [l, e,
     ..]."""
     store = mesh_layout.layout.store
     specs = {
-        n: P(None, *master_spec(d, store, mesh_layout)) for n, d in SLOT_DIMS.items()
+        n: P(None, *master_param_spec(d, store, mesh_layout))
+        for n, d in SLOT_DIMS.items()
     }
-    experts = jax.vmap(lambda weights: joined(weights, dtype))(weights)
+    experts = jax.vmap(lambda weights: join_gate_up(weights, dtype))(weights)
     return track(experts, tracked_lsx, mesh_layout, specs)
 
 
-def scattered(
-    grads: Weights, kept_lsx: Array, mesh_layout: MeshLayout, dtype
+def scatter_gradients(
+    grads: Weights, residual_lsx: Array, mesh_layout: MeshLayout, dtype
 ) -> tuple[Weights, Float[Array, "l s x"]]:
     """moejax.moe.weights.gradient_compression.scatter, of the slots of all layers;
     gradients of masters, and what is kept."""
     specs = {n: P(None, *s) for n, s in slot_specs(mesh_layout).items()}
-    own, kept_lsx = scatter(grads, kept_lsx, mesh_layout, specs, dtype)
+    own, residual_lsx = scatter(grads, residual_lsx, mesh_layout, specs, dtype)
     gate_ledf, up_ledf = jnp.moveaxis(own["into"], 3, 0)
-    return dict(zip(MASTERS, (gate_ledf, up_ledf, own["down"]))), kept_lsx
+    return dict(zip(EXPERT_PARAMS, (gate_ledf, up_ledf, own["down"]))), residual_lsx
 
 
-def joined(weights: Weights, dtype) -> Weights:
+def join_gate_up(weights: Weights, dtype) -> Weights:
     """Masters in `dtype` as slots are: gate and up beside one another."""
     gate_edf, up_edf = weights["gate_edf"], weights["up_edf"]
     return {
@@ -123,26 +127,28 @@ def slots_of_layers(make, *of_layers) -> Weights:
     return jax.lax.scan(layer, None, of_layers)[1]
 
 
-def owned(masters, placement, mesh_layout: MeshLayout) -> Weights:
-    return masters
+def keep_owned(master_params, placement, mesh_layout: MeshLayout) -> Weights:
+    return master_params
 
 
-def copied(masters: Weights, placement: Placement, mesh_layout: MeshLayout) -> Weights:
+def gather_copies(
+    master_params: Weights, placement: Placement, mesh_layout: MeshLayout
+) -> Weights:
     """Slots from own experts and from copies."""
     me = index_along(mesh_layout.owner_axes)
     fill_s, layout = placement.fill_lws[me], mesh_layout.layout
-    copies = [own[:0] for own in masters.values()]
+    copies = [own[:0] for own in master_params.values()]
     if layout.copies_per_device and layout.offers_per_device:
         offer_o = placement.offer_lwo[me]
-        offered = [pick(own, offer_o) for own in masters.values()]
-        copies = travel(offered, placement.want_lwc, mesh_layout.owner_axes)
+        offered = [pick(own, offer_o) for own in master_params.values()]
+        copies = exchange_copies(offered, placement.want_lwc, mesh_layout.owner_axes)
     return {
         name: pick(jnp.concatenate([own, copy]), fill_s)
-        for (name, own), copy in zip(masters.items(), copies)
+        for (name, own), copy in zip(master_params.items(), copies)
     }
 
 
-def travel(
+def exchange_copies(
     offered: list[Array], want_wc: Int[Array, "w c"], group: AxisNames
 ) -> list[Array]:
     """Copies of this device, [c, ..] per weight: scattered, then gathered by slices.
@@ -163,7 +169,9 @@ def travel(
     return [part.reshape(copies, *x.shape[1:]) for part, x in zip(parts, offered)]
 
 
-def sharded(masters: Weights, placement: Placement, mesh_layout: MeshLayout) -> Weights:
+def gather_sharded(
+    master_params: Weights, placement: Placement, mesh_layout: MeshLayout
+) -> Weights:
     """Slots from the slices of every expert that all devices have."""
     table_p = placement.slot_to_expert_lp
 
@@ -176,16 +184,16 @@ def sharded(masters: Weights, placement: Placement, mesh_layout: MeshLayout) -> 
         )
 
     return {
-        "into": gathered(masters["into"], 3),
-        "down": gathered(masters["down"], 1),
+        "into": gathered(master_params["into"], 3),
+        "down": gathered(master_params["down"], 1),
     }
 
 
 STORES = {
-    "owned": owned,
-    "transient": copied,
-    "resident": copied,
-    "sharded": sharded,
+    "owned": keep_owned,
+    "transient": gather_copies,
+    "resident": gather_copies,
+    "sharded": gather_sharded,
 }
 
 

@@ -20,7 +20,7 @@ from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
-from tests.support.split_cases import E, W, quotas, rows_of
+from tests.support.split_cases import E, W, make_slots, quotas
 
 N, K, SLOTS = 12, 2, 5
 ROWS_PER_PEER = 10  # capacity mode: two rows of one device to one slot
@@ -56,8 +56,8 @@ def choices(rng) -> np.ndarray:
 def case(seed: int, split: str, exchange: str = "exact"):
     """Choices, slots, and each device's manifest and drops."""
     layout, run = program(split, exchange)
-    expert_wnk, row_p = choices(np.random.default_rng(seed)), rows_of(seed, SLOTS)
-    placement = Placement.of_plan(ExpertPlan(row_p[None], E), layout).layer(0)
+    expert_wnk, row_p = choices(np.random.default_rng(seed)), make_slots(seed, SLOTS)
+    placement = Placement.from_plan(ExpertPlan(row_p[None], E), layout).layer(0)
     return expert_wnk, row_p, *jax.device_get(run(expert_wnk, placement))
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from moejax.perf.calibration import leaving_bytes
-from moejax.perf.choose_schedule import Shape, predict
+from moejax.perf.choose_schedule import MicroBatchShape, predict
 from moejax.plan.layout import Topology
 from tests.support.calibrations import TWO_LEVELS
 from tests.support.configured_layers import (
@@ -27,7 +27,7 @@ from tests.support.configured_layers import (
     HIDDEN,
     SCHEDULES,
     TOP_K,
-    Case,
+    ConfiguredLayer,
     config,
     cut,
     home,
@@ -77,7 +77,7 @@ def counted(compiled) -> Counter:
     return found
 
 
-def compiled(case: Case) -> tuple:
+def compiled(case: ConfiguredLayer) -> tuple:
     """Forward alone, and forward and back."""
     args = on_mesh(case, home(case), operands(case.cfg.train.batch_size, "zipf"))
     return tuple(run.lower(*args).compile() for run in (case.forward, case.run))
@@ -185,7 +185,7 @@ def test_schedules_send_what_their_formulas_say(mp, esp, expert, schedule):
     assert trained == forward + back + scores
 
     for is_training, sent in ((False, forward), (True, forward + back)):
-        shape = Shape(
+        shape = MicroBatchShape(
             BATCH * SEQ // expert, WIDTH, HIDDEN, EXPERTS, TOP_K,
             case.layout.num_devices, ITEMSIZE, mp, esp, {"expert": expert}, is_training,
         )  # fmt: skip

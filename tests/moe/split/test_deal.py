@@ -26,7 +26,7 @@ def dealt(counts_we, row_p, rows_p, rows_per_peer: int) -> np.ndarray:
     """Rows from each source to each slot by number, [w, p]."""
     w, e = counts_we.shape
     layout = Layout(e, w, len(row_p) // w, rows_per_peer, store="sharded")
-    placement = Placement.of_plan(ExpertPlan(row_p[None], e).validate(layout), layout)
+    placement = Placement.from_plan(ExpertPlan(row_p[None], e).validate(layout), layout)
     placement = placement.layer(0)
     rows_q = rows_p[placement.slot_lq].astype(np.int32)
     quota_wq = np.asarray(compiled(layout)(counts_we, rows_q, placement))

@@ -5,7 +5,7 @@ import pytest
 
 from moejax.moe.split.divide import SPLITS
 from moejax.perf.traffic import rows_by_slot
-from tests.support.split_cases import CASES, E, W, counts_of, quotas
+from tests.support.split_cases import CASES, E, W, make_counts, quotas
 
 STATIC = [split for split in SPLITS if split != "dynamic"]
 """Those that leave the plan's replicas as they are."""
@@ -59,7 +59,7 @@ def test_local_rows_stay_and_the_others_are_shared_evenly():
 
 
 def test_without_replicas_all_splits_are_the_plan():
-    rng, counts_we = np.random.default_rng(0), counts_of(1)
+    rng, counts_we = np.random.default_rng(0), make_counts(1)
     slots_p = np.r_[np.arange(E), np.full(5 * W - E, -1)].astype(np.int32)
     row_p = rng.permutation(slots_p)
     expected_wp = np.where(row_p >= 0, counts_we[:, row_p], 0)

@@ -42,7 +42,7 @@ def test_water_filling_with_its_paths(e, w, s):
 def check_filling(fill, layout, load_e, row_p, tolerance: int):
     """Equal to the definition; how many paths it took."""
     plan = ExpertPlan(row_p[None], layout.num_experts).validate(layout)
-    placement = Placement.of_plan(plan, layout).layer(0)
+    placement = Placement.from_plan(plan, layout).layer(0)
     found = fill(
         jnp.asarray(load_e, jnp.int32), placement, tolerance=jnp.int32(tolerance)
     )
@@ -82,7 +82,7 @@ def test_dynamic_replication_with_its_tables(w, own, offers, copies):
         home_p[home_p >= 0] = owned_e
         plan = ExpertPlan(home_p[None], e, owned_e[None]).validate(layout)
         placement, rows_q = pair(
-            jnp.asarray(load_e, jnp.int32), Placement.of_plan(plan, layout).layer(0)
+            jnp.asarray(load_e, jnp.int32), Placement.from_plan(plan, layout).layer(0)
         )
         expected = dynamic_replication.pair(load_e, owned_e, layout)
         slot_q = placement.slot_lq

@@ -144,7 +144,7 @@ def test_every_device_decides_the_same(split):
 
 @pytest.mark.slow
 def test_the_fused_split_is_one_kernel_in_the_layer():
-    """Lowered for CUDA: with it no loop over colours is left; forward and backward."""
+    """Lowered for CUDA: with it no loop over colors is left; forward and backward."""
     layout = split_layout(EIGHT, ALONE, "resident", "water_filling", fused_split=True)
     mesh, step, params = make_layer(EIGHT, layout)
     x_btd = jnp.zeros(PULL_BTD.shape, jnp.float32, device=sharding(mesh, BATCH_AXES))

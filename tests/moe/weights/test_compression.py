@@ -17,12 +17,12 @@ from tests.support.close import assert_close
 from tests.support.compressed_domain import (
     ALL,
     BLOCKS,
+    COMMUNICATION,
     DOMAIN,
     MEMBERS,
     OWN,
     ROWS,
     SIZE,
-    WIRES,
     on_devices,
     weights,
 )
@@ -47,7 +47,7 @@ def test_the_largest_differences_of_each_block_are_sent(blocks):
     assert_close(error_e, np.linalg.norm(tail_ebx, axis=(1, 2)))
 
 
-@pytest.mark.parametrize("value_dtype", WIRES)
+@pytest.mark.parametrize("value_dtype", COMMUNICATION)
 def test_all_entries_are_the_target(value_dtype):
     """From zeros, as the wire rounds it."""
     target_ex, zeros_1x = weights(0), jnp.zeros((1, SIZE))
@@ -60,19 +60,19 @@ def test_all_entries_are_the_target(value_dtype):
 @pytest.mark.parametrize("ratio", [1, 10.5, 50])
 def test_entries_are_the_most_that_fit(size, ratio):
     widths = value_bytes, index_bytes, weight_bytes = 2, 2, 4
-    blocks = compression.blocks_of(size, 4096)
+    blocks = compression.num_blocks(size, 4096)
     assert size % blocks == 0
     assert size // blocks <= 4096
     for count in (1, blocks):
-        k = compression.entries_of(size, ratio, *widths, blocks=count)
+        k = compression.num_entries(size, ratio, *widths, blocks=count)
         entry_bytes, fits = value_bytes + index_bytes, size * weight_bytes / ratio
         assert k % count == 0
         assert k * entry_bytes <= fits < (k + count) * entry_bytes or k == size
     with pytest.raises(ValueError, match="use at most ratio=48"):
-        compression.entries_of(48, 50, *widths)
+        compression.num_entries(48, 50, *widths)
 
 
-@pytest.mark.parametrize("value_dtype", WIRES)
+@pytest.mark.parametrize("value_dtype", COMMUNICATION)
 @pytest.mark.parametrize("size", [SIZE, 2**16, 2**16 + 2])
 def test_words_are_what_wire_bytes_says(value_dtype, size):
     """Places 2 ** 15 and above, too, in two bytes; and in four where they need it."""
@@ -83,7 +83,7 @@ def test_words_are_what_wire_bytes_says(value_dtype, size):
         target_ex[:, [*range(0, size, size // 7), size - 1]] = 1.5
         packed = encode(target_ex, base_ex, k, value_dtype, blocks)
         words = compression.to_words(packed, size)
-        index_bytes = compression.index_bytes_of(size, blocks)
+        index_bytes = compression.index_bytes(size, blocks)
         longest = size // blocks
         assert index_bytes == (1 if longest <= 256 else 2 if longest <= 65536 else 4)
         assert words.nbytes == compression.wire_bytes(num, k, itemsize, index_bytes)
@@ -169,8 +169,8 @@ def test_what_stands_still_is_reached():
     assert np.array_equal(after(sweep, whole_ex, zeros_ex, "float32"), whole_ex)
     assert not np.array_equal(after(sweep - 1, whole_ex, zeros_ex, "float32"), whole_ex)
     near_ex = after(sweep, w_ex, zeros_ex, "bfloat16")
-    most_e1 = np.abs(w_ex).max(axis=1, keepdims=True)
-    assert np.all(np.abs(near_ex - w_ex) <= most_e1 * 2.0**-9)
+    max_e1 = np.abs(w_ex).max(axis=1, keepdims=True)
+    assert np.all(np.abs(near_ex - w_ex) <= max_e1 * 2.0**-9)
     held_ex = after(2 * sweep, w_ex, zeros_ex.astype(jnp.bfloat16), "bfloat16")
     assert np.array_equal(held_ex, w_ex.astype(jnp.bfloat16))
 
@@ -242,7 +242,7 @@ def test_one_buffer_travels_along_each_axis():
         (kind, dtype, int(np.prod([int(n) for n in dims.split(",")])))
         for dtype, dims, kind in re.findall(kinds, text)
     ]
-    words = compression.wire_bytes(OWN, k, 2, compression.index_bytes_of(SIZE, BLOCKS))
+    words = compression.wire_bytes(OWN, k, 2, compression.index_bytes(SIZE, BLOCKS))
     assert sorted(sent) == [
         ("all-gather", "u8", 2 * words),
         ("all-gather", "u8", 4 * words),

@@ -16,9 +16,9 @@ import pytest
 from moejax.config import Router
 from moejax.plan.layout import Layout, Topology
 from moejax.plan.parallel import Domain, Tensor
-from tests.support.configured_layers import SKEWS, check, config, make_case, mesh_of
+from tests.support.configured_layers import SKEWS, build_mesh, check, config, make_case
 from tests.support.random_plans import random_plan
-from tests.support.resolved import layout_of
+from tests.support.resolved import make_layout
 from tests.support.steps import SMALL
 from train.resolve.resolved import check_dense_training, resolve
 from train.step.optimizer import make_optimizer
@@ -174,7 +174,7 @@ def test_owners_and_their_masters_stay_whatever_the_domain(mesh):
             dispatch=dataclasses.replace(dispatch, domain=shared),
         )
         optimizer = make_optimizer(cfg.optimizer, cfg.train.num_steps)
-        run = resolve(cfg, mesh_of(mesh))
+        run = resolve(cfg, build_mesh(mesh))
         state = abstract_state(run, optimizer)
         owned_le = run.home_plan().owned_le
         states.append((owned_le.tolist(), jax.tree.map(lambda x: x.sharding, state)))
@@ -187,7 +187,7 @@ DC_EXPERT = {"axes": ("dc", "expert"), "num_devices": 8, **OWNED}
 
 def init(cfg) -> None:
     optimizer = make_optimizer(cfg.optimizer, cfg.train.num_steps)
-    abstract_state(resolve(cfg, mesh_of(cfg.mesh)), optimizer)
+    abstract_state(resolve(cfg, build_mesh(cfg.mesh)), optimizer)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def init(cfg) -> None:
             ["'local'", "use Dispatch.group='expert'", "not 'dc_expert'"],
         ),
         (
-            lambda: layout_of(
+            lambda: make_layout(
                 config(Topology(expert=4, tensor=2), schedule="local", store="sharded")
             ),
             ["'local'", "store='owned'", "'sharded'"],
@@ -281,7 +281,9 @@ def init(cfg) -> None:
             ["transport='hierarchical'", "the expert axis", "use Dispatch.group"],
         ),
         (
-            lambda: layout_of(config(Topology(expert=8, tensor=16), 8, schedule="s1h")),
+            lambda: make_layout(
+                config(Topology(expert=8, tensor=16), 8, schedule="s1h")
+            ),
             ["8 tokens", "Mesh.tensor=16", "use a batch"],
         ),
     ],

@@ -18,11 +18,11 @@ from tests.support.close import assert_close
 from tests.support.compressed_domain import (
     ALL,
     BLOCKS,
+    COMMUNICATION,
     DOMAIN,
     MEMBERS,
     OWN,
     SIZE,
-    WIRES,
     on_devices,
     weights,
 )
@@ -32,40 +32,40 @@ from tests.support.compressed_domain import (
 def scattered_on_devices(k, value_dtype, blocks=1):
     """scattered(gradients, kept) of all members, each [w, s, x] -> [s, x], [w, s, x]"""
 
-    def body(grad_wsx, kept_wsx):
+    def body(grad_wsx, residual_wsx):
         sizes = (k, DOMAIN, value_dtype, blocks)
-        own_ex, kept_sx = scattered(grad_wsx[0], kept_wsx[0], *sizes)
-        return own_ex, kept_sx[None]
+        own_ex, residual_sx = scattered(grad_wsx[0], residual_wsx[0], *sizes)
+        return own_ex, residual_sx[None]
 
     return on_devices(body, (P(DOMAIN),) * 2, (P(DOMAIN),) * 2)
 
 
-@pytest.mark.parametrize("value_dtype", WIRES)
+@pytest.mark.parametrize("value_dtype", COMMUNICATION)
 def test_gradients_that_stay_behind_come_later(value_dtype):
     """Over steps, what arrived and what is kept are the sum of all gradients: exactly,
     for they are integers in float64. Own gradients never wait."""
     steps, k = 5, 8
     grads = np.random.default_rng(0).integers(-999, 999, (steps, MEMBERS, ALL, SIZE))
 
-    def body(grad_twsx, kept_wsx):
-        def step(kept_sx, grad_wsx):
-            own_ex, kept_sx = scattered(
-                grad_wsx[0], kept_sx, k, DOMAIN, value_dtype, BLOCKS
+    def body(grad_twsx, residual_wsx):
+        def step(residual_sx, grad_wsx):
+            own_ex, residual_sx = scattered(
+                grad_wsx[0], residual_sx, k, DOMAIN, value_dtype, BLOCKS
             )
-            return kept_sx, own_ex
+            return residual_sx, own_ex
 
-        kept_sx, own_tex = jax.lax.scan(step, kept_wsx[0], grad_twsx)
-        return own_tex, kept_sx[None]
+        residual_sx, own_tex = jax.lax.scan(step, residual_wsx[0], grad_twsx)
+        return own_tex, residual_sx[None]
 
     split = P(None, DOMAIN)
     run = on_devices(body, (split, P(DOMAIN)), (split, P(DOMAIN)))
     with jax.enable_x64(True):
         zeros_wsx = np.zeros((MEMBERS, ALL, SIZE))
-        arrived_tsx, kept_wsx = jax.device_get(run(grads * 1.0, zeros_wsx))
-    total_sx = arrived_tsx.sum(axis=0) + kept_wsx.sum(axis=0)
+        arrived_tsx, residual_wsx = jax.device_get(run(grads * 1.0, zeros_wsx))
+    total_sx = arrived_tsx.sum(axis=0) + residual_wsx.sum(axis=0)
     assert np.array_equal(total_sx, grads.sum(axis=(0, 1)))
-    kept_wwex = kept_wsx.reshape(MEMBERS, MEMBERS, OWN, SIZE)
-    assert np.all(np.any(kept_wwex, axis=(2, 3)) == ~np.eye(MEMBERS, dtype=bool))
+    residual_wwex = residual_wsx.reshape(MEMBERS, MEMBERS, OWN, SIZE)
+    assert np.all(np.any(residual_wwex, axis=(2, 3)) == ~np.eye(MEMBERS, dtype=bool))
     others_wex = grads[0, :-1, -OWN:]  # what all but the last owner send it first
     zeros_1x = np.zeros((1, SIZE), np.float32)
     expected_ex = grads[0, -1, -OWN:].astype(np.float32)
@@ -83,22 +83,22 @@ def test_all_entries_of_gradients_are_a_reduce_scatter():
         own, kept = scattered(grad_wsx[0], zeros_sx, SIZE, DOMAIN, "float32")
         return own, kept[None]
 
-    own_sx, kept_wsx = on_devices(body, P(DOMAIN), (P(DOMAIN),) * 2)(grad_wsx)
+    own_sx, residual_wsx = on_devices(body, P(DOMAIN), (P(DOMAIN),) * 2)(grad_wsx)
     assert_close(own_sx, grad_wsx.sum(axis=0))
-    assert not np.any(kept_wsx)
+    assert not np.any(residual_wsx)
 
 
-@pytest.mark.parametrize("value_dtype", WIRES)
+@pytest.mark.parametrize("value_dtype", COMMUNICATION)
 @pytest.mark.parametrize("power", [-60, -17, 9])
 def test_gradients_of_any_size_travel_alike(value_dtype, power):
     """Far below the smallest 8-bit float: the same entries, scaled."""
     grad_wsx = weights(0, MEMBERS * ALL).reshape(MEMBERS, ALL, SIZE)
     run = scattered_on_devices(8, value_dtype, BLOCKS)
     zeros_wsx = np.zeros_like(grad_wsx)
-    own_sx, kept_wsx = run(grad_wsx, zeros_wsx)
+    own_sx, residual_wsx = run(grad_wsx, zeros_wsx)
     scaled = run(grad_wsx * np.float32(2.0**power), zeros_wsx)
     assert np.array_equal(scaled[0], own_sx * np.float32(2.0**power))
-    assert np.array_equal(scaled[1], kept_wsx * np.float32(2.0**power))
+    assert np.array_equal(scaled[1], residual_wsx * np.float32(2.0**power))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -109,8 +109,8 @@ def test_what_is_not_finite_shows_wherever_it_is(bad):
         member, expert, place = np.random.default_rng(seed).integers((4, ALL, SIZE))
         grad_wsx = weights(seed, MEMBERS * ALL).reshape(MEMBERS, ALL, SIZE)
         grad_wsx[member, expert, place] = bad
-        own_sx, kept_wsx = run(grad_wsx, np.zeros_like(grad_wsx))
-        assert not (np.isfinite(own_sx).all() and np.isfinite(kept_wsx).all())
+        own_sx, residual_wsx = run(grad_wsx, np.zeros_like(grad_wsx))
+        assert not (np.isfinite(own_sx).all() and np.isfinite(residual_wsx).all())
 
 
 def test_one_buffer_goes_to_every_member():
@@ -122,5 +122,5 @@ def test_one_buffer_goes_to_every_member():
     ((arrays, kind),) = re.findall(kinds, text)
     sizes = re.findall(r"u8\[([\d,]*)\]", arrays)
     sent = sum(np.prod([int(n) for n in dims.split(",")]) for dims in sizes)
-    words = compression.wire_bytes(ALL, k, 2, compression.index_bytes_of(SIZE, BLOCKS))
+    words = compression.wire_bytes(ALL, k, 2, compression.index_bytes(SIZE, BLOCKS))
     assert (kind, sent) == ("all-to-all", words + ALL * SCALE_BYTES)

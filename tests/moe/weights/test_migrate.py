@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec as P
 from moejax.axes import everywhere, make_mesh
 from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.weights.migrate import ROUNDS_PER_CALL, Rounds, exchanges, move, reshard
-from moejax.moe.weights.stores import MASTERS
+from moejax.moe.weights.stores import EXPERT_PARAMS
 from moejax.plan.layout import Layout, Topology
 from tests.support.close import are_same_bits
 from tests.support.random_plans import random_owners
 
 L, E, WIDTH, HIDDEN, TOPOLOGY = 12, 12, 4, 16, Topology(data=2, expert=4)
-NAMES = [*MASTERS, *MASTERS]  # masters, and moments that are shaped alike
+NAMES = [*EXPERT_PARAMS, *EXPERT_PARAMS]  # masters, and moments that are shaped alike
 BY_EXPERT = {
     "gate_edf": P(None, "expert", None, "data"),
     "up_edf": P(None, "expert", None, "data"),
@@ -35,7 +35,7 @@ BY_WIDTH = {
 def arrays() -> list[np.ndarray]:
     """Any bits at all: infinities and every kind of NaN too."""
     rng = np.random.default_rng(0)
-    shapes = dict.fromkeys(MASTERS, (L, E, WIDTH, HIDDEN))
+    shapes = dict.fromkeys(EXPERT_PARAMS, (L, E, WIDTH, HIDDEN))
     shapes["down_efd"] = (L, E, HIDDEN, WIDTH)
     raw = [rng.integers(0, 2**32, shapes[name], dtype=np.uint32) for name in NAMES]
     return [bits.view(np.float32) for bits in raw]

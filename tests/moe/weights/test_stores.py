@@ -42,10 +42,12 @@ def make_slots(layout: Layout, dtype: str):
     """run(masters, placement, d_slots) -> slots, gradients of the masters."""
     mesh_layout = on_mesh(make_mesh(TOPOLOGY), layout)
 
-    def run(masters, placement, d_slots):
+    def run(master_params, placement, d_slots):
         slots, pull = jax.vjp(
-            lambda masters: stores.slots(masters, placement, mesh_layout, dtype),
-            masters,
+            lambda master_params: stores.slots(
+                master_params, placement, mesh_layout, dtype
+            ),
+            master_params,
         )
         return slots, pull(jax.tree.map(lambda leaf: leaf.astype(dtype), d_slots))[0]
 
@@ -55,7 +57,7 @@ def make_slots(layout: Layout, dtype: str):
 def slots_case(layout: Layout, plan: ExpertPlan):
     """Masters in logical order, placement and gradients of slots, at random."""
     rng, p = np.random.default_rng(0), layout.num_slots
-    masters = {
+    master_params = {
         name: rng.normal(size=shape).astype(np.float32)
         for name, shape in {
             "gate_edf": (EXPERTS, WIDTH, HIDDEN),
@@ -67,15 +69,15 @@ def slots_case(layout: Layout, plan: ExpertPlan):
         "into": rng.normal(size=(p, WIDTH, 2, HIDDEN)).astype(np.float32),
         "down": rng.normal(size=(p, HIDDEN, WIDTH)).astype(np.float32),
     }
-    return masters, placed(plan, layout), d_slots
+    return master_params, placed(plan, layout), d_slots
 
 
-def slots_run(layout, plan, dtype, masters, placement, d_slots):
+def slots_run(layout, plan, dtype, master_params, placement, d_slots):
     """Slots, and gradients in logical order, NumPy."""
     owned_e = plan.owned_le[0]
-    masters = {name: leaf[owned_e] for name, leaf in masters.items()}
+    master_params = {name: leaf[owned_e] for name, leaf in master_params.items()}
     run = make_slots(layout, dtype)
-    slots, grads = jax.device_get(run(masters, placement, d_slots))
+    slots, grads = jax.device_get(run(master_params, placement, d_slots))
     return slots, {name: leaf[np.argsort(owned_e)] for name, leaf in grads.items()}
 
 
@@ -86,12 +88,13 @@ def test_slots_hold_their_experts_and_replicas_are_summed(store, dtype):
     nowhere. ('transient' and 'resident' are one function here.)"""
     layout = layer_layout(TOPOLOGY, store)
     for plan in plans_for(layout, 4):
-        masters, placement, d_slots = slots_case(layout, plan)
-        slots, grads = slots_run(layout, plan, dtype, masters, placement, d_slots)
+        master_params, placement, d_slots = slots_case(layout, plan)
+        slots, grads = slots_run(layout, plan, dtype, master_params, placement, d_slots)
         expert_p = plan.slot_to_expert_lp[0]
         is_full_p = (expert_p >= 0)[:, None, None]
         wide = {
-            n: leaf.astype(jnp.dtype(dtype))[expert_p] for n, leaf in masters.items()
+            n: leaf.astype(jnp.dtype(dtype))[expert_p]
+            for n, leaf in master_params.items()
         }
         wide = {name: np.where(is_full_p, leaf, 0) for name, leaf in wide.items()}
         into = np.stack([wide["gate_edf"], wide["up_edf"]], axis=2)
@@ -113,10 +116,10 @@ def test_what_is_not_finite_in_one_replica_reaches_its_expert(store, value):
     """A sum that hid it would let a step go wrong unseen."""
     layout = layer_layout(TOPOLOGY, store)
     for plan in plans_for(layout, 2):
-        masters, placement, d_slots = slots_case(layout, plan)
+        master_params, placement, d_slots = slots_case(layout, plan)
         slot = int(np.flatnonzero(plan.slot_to_expert_lp[0] == 0)[-1])
         d_slots["down"][slot, 3, 5] = value
-        _, grads = slots_run(layout, plan, "float32", masters, placement, d_slots)
+        _, grads = slots_run(layout, plan, "float32", master_params, placement, d_slots)
         assert not np.isfinite(grads["down_efd"][0, 3, 5])
 
 

@@ -10,7 +10,7 @@ import pytest
 from moejax.perf.calibration import Calibration
 from moejax.plan.layout import Topology
 from tools.bench import communication, communication_cases
-from tools.bench.communication_cases import Shape, layout_of, leaving_of
+from tools.bench.communication_cases import BenchedLayer, bytes_leaving, make_layout
 from tools.testbed import links
 
 SHAPE = {
@@ -43,30 +43,30 @@ def test_bytes_that_rings_send_out_of_the_first_dc(groups, crossing):
     w = 4 if crossing == 1 else 2
     share = crossing * (w - 1) / w
     gather = instruction("all-gather", "f32[8,4]{1,0}", groups)
-    assert leaving_of(gather, 2) == 128 * share
-    assert leaving_of(instruction("all-reduce", "s32[6]", groups), 2) == 48 * share
+    assert bytes_leaving(gather, 2) == 128 * share
+    assert bytes_leaving(instruction("all-reduce", "s32[6]", groups), 2) == 48 * share
     scatter = instruction("reduce-scatter", "bf16[10]{0}", groups)
-    assert leaving_of(scatter, 2) == 20 * w * share
-    assert leaving_of("  %x = f32[8] add(%y, %z)", 2) == 0
+    assert bytes_leaving(scatter, 2) == 20 * w * share
+    assert bytes_leaving("  %x = f32[8] add(%y, %z)", 2) == 0
 
 
 def test_bytes_of_an_all_to_all_go_to_every_other_device():
     result = "(f32[4]{0}, f32[4]{0}, f32[4]{0}, f32[4]{0})"
     text = instruction("all-to-all", result, "{{0,1,2,3}}")
-    assert leaving_of(text, 2) == 2 * 2 * 16  # of each of two, a part to each of two
-    assert leaving_of(text, 4) == 0
+    assert bytes_leaving(text, 2) == 2 * 2 * 16  # of each of two, a part to each of two
+    assert bytes_leaving(text, 4) == 0
 
 
 @pytest.mark.parametrize("variant", ["1x1", "2x1", "1x2", "2x2"])
 def test_buffers_of_domains_are_the_even_share(variant):
-    layout = layout_of(Shape(**SHAPE), variant, Topology(dc=2, expert=2))
+    layout = make_layout(BenchedLayer(**SHAPE), variant, Topology(dc=2, expert=2))
     shared = math.prod(map(int, variant.split("x")))
     assert layout.rows_per_peer == 64 * shared // 4
 
 
 @pytest.mark.parametrize("case", links.domain_cases())
 def test_rows_and_experts_of_the_headline_are_of_the_sizes_said(case):
-    shape, found = Shape(**case["shape"]), case["name"].replace("P_E=", "")
+    shape, found = BenchedLayer(**case["shape"]), case["name"].replace("P_E=", "")
     rows, experts = map(float, found.removeprefix("D=").split())
     assert shape.row_bytes == rows * 2**20
     assert abs(shape.expert_bytes / 2**20 / experts - 1) < 0.04
@@ -74,9 +74,9 @@ def test_rows_and_experts_of_the_headline_are_of_the_sizes_said(case):
 
 @pytest.mark.parametrize("case", links.schedule_cases())
 def test_full_buffers_of_the_headline_are_of_the_sizes_said(case):
-    shape = Shape(**case["shape"])
+    shape = BenchedLayer(**case["shape"])
     size, factor = case["name"].split(" MiB kf=")
-    layout = layout_of(shape, "s2", Topology(expert=2, tensor=2))
+    layout = make_layout(shape, "s2", Topology(expert=2, tensor=2))
     full = layout.rows_per_peer * layout.num_devices
     assert full * shape.d_model * 4 == int(size) * 2**20
     assert math.isclose(shape.top_k * shape.buffer_factor, float(factor))
@@ -87,7 +87,9 @@ def test_24_layers_are_different_and_their_variants_can_run():
     assert len({json.dumps(case["shape"]) for case in cases}) == 24
     for case in cases:
         for variant in case["variants"]:
-            layout_of(Shape(**case["shape"]), variant, Topology(expert=2, tensor=2))
+            make_layout(
+                BenchedLayer(**case["shape"]), variant, Topology(expert=2, tensor=2)
+            )
 
 
 def test_figures_of_the_headline():
@@ -186,7 +188,7 @@ def test_bad_cases_are_one_line(tmp_path, capsys, cases, what):
 )
 def test_variants_that_cannot_be(variant, change, topology, what):
     with pytest.raises(ValueError, match=what):
-        layout_of(Shape(**SHAPE | change), variant, topology)
+        make_layout(BenchedLayer(**SHAPE | change), variant, topology)
 
 
 @pytest.mark.parametrize(
@@ -196,12 +198,12 @@ def test_variants_that_cannot_be(variant, change, topology, what):
 )  # fmt: skip
 def test_shapes_that_cannot_be(change, what):
     with pytest.raises(ValueError, match=what):
-        Shape(**SHAPE | change)
+        BenchedLayer(**SHAPE | change)
 
 
 def test_variants_that_a_model_does_not_know_are_refused():
     mesh = {"dc": 1, "data": 1, "expert": 1, "tensor": 2}
     topology, lines = Topology(tensor=2), lines_of(mesh)
-    odd = Shape(**SHAPE | {"tokens": 33})
+    odd = BenchedLayer(**SHAPE | {"tokens": 33})
     with pytest.raises(ValueError, match=r"\['s1'\] cannot run"):
-        communication_cases.prediction_of(odd, ["base", "s1"], topology, lines)
+        communication_cases.predict_variants(odd, ["base", "s1"], topology, lines)

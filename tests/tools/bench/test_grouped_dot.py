@@ -14,17 +14,17 @@ from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 
 from moejax.kernels import shapes, tuning
 from moejax.kernels.grouped_dot import reference
-from moejax.kernels.shapes import SKEWS, Shape
+from moejax.kernels.shapes import SKEWS, ProductShape
 from tests.support.close import assert_close
 from tools.bench import grouped_dot, grouped_dot_jobs
 from tools.bench import grouped_dot_cases as cases
 from tools.bench import grouped_dot_peers as peers
 
-TINY = Shape(rows=96, d=16, f=24, groups=4)
+TINY = ProductShape(rows=96, d=16, f=24, groups=4)
 PASSES = list(cases.PASSES)
 KEYS = {
     "device", "shape", "skew", "pass", "impl", "msec", "tflops", "dtype", "rows", "d",
-    "f", "groups", "share_of_dense", "least_bytes", "gb_per_sec", "error", "commit",
+    "f", "groups", "share_of_dense", "min_bytes", "gb_per_sec", "error", "commit",
     "date", "jax", "repeats", "seed", "msec_least", "msec_most", "num_calls", "tiles",
 }  # fmt: skip
 
@@ -80,8 +80,8 @@ def test_the_definition_in_float64_is_the_reference(which):
     for skew in SKEWS:
         case = cases.small_case(which, TINY, "float32", 3, skew)
         out = by_reference(which, case.operands, case.rows_g)
-        error = cases.error_of(which, out, case, has_zero_padding=True)
-        assert error < cases.most_error("float32", "cpu")
+        error = cases.largest_error(which, out, case, has_zero_padding=True)
+        assert error < cases.max_error("float32", "cpu")
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_implementations_equal_the_reference(impl, which):
     fullest = int(case.rows_g.max()) if impl == "batched" else 0
     (variant,) = peers.variants(impl, which, fullest)
     rows_g = jnp.asarray(case.rows_g)
-    found = variant.results_of(variant.arguments(case.operands, rows_g))
+    found = variant.run_results(variant.arguments(case.operands, rows_g))
     if impl == "dense":
         case = case.without_groups()
     expected = by_reference(which, case.operands, case.rows_g)
@@ -110,26 +110,28 @@ def test_kernels_of_pallas_are_called_as_they_ask(which, monkeypatch, fresh_vari
     here = types.SimpleNamespace(**vars(jax))
     here.devices = lambda: [types.SimpleNamespace(core_count=1)]
     monkeypatch.setattr(transposed_ragged_dot_mgpu, "jax", here)
-    shape = Shape(rows=72, d=128, f=128, groups=3)
+    shape = ProductShape(rows=72, d=128, f=128, groups=3)
     case = cases.small_case(which, shape, "bfloat16", 5, "with_empty")
     variant = peers.variants("mgpu", which, 0)[1]
-    out = variant.results_of(variant.arguments(case.operands, jnp.asarray(case.rows_g)))
-    error = cases.error_of(which, out, case, has_zero_padding=False)
-    assert error < cases.most_error("bfloat16", "gpu")
+    out = variant.run_results(
+        variant.arguments(case.operands, jnp.asarray(case.rows_g))
+    )
+    error = cases.largest_error(which, out, case, has_zero_padding=False)
+    assert error < cases.max_error("bfloat16", "gpu")
 
 
 @pytest.mark.slow
 def test_a_sample_finds_what_is_wrong_and_what_is_not_finite():
     rows_g = np.array([40, 0, 25, 31], np.int32)
-    most = cases.most_error("float32", "cpu")
+    most = cases.max_error("float32", "cpu")
     for which in ("forward", "wgrad"):
-        case = cases.Case(cases.operands(which, TINY, "float32", 6), rows_g)
+        case = cases.ProductCase(cases.operands(which, TINY, "float32", 6), rows_g)
         right = by_reference(which, case.operands, rows_g)
-        assert cases.sampled_error_of(which, right, case) < most
+        assert cases.sampled_error(which, right, case) < most
         for value, least in ((2, most), (np.nan, 1)):
             wrong = np.array(right)
             wrong[-1, 0] = value
-            assert cases.sampled_error_of(which, wrong, case) > least
+            assert cases.sampled_error(which, wrong, case) > least
 
 
 @pytest.mark.slow
@@ -151,11 +153,13 @@ def test_all_implementations_run_and_are_reported(capsys, tiny, tmp_path):
         assert set(row) == KEYS
         assert row["shape"] == "tiny"
         assert row["dtype"] == "float32"
-        assert Shape(*(row[name] for name in ("rows", "d", "f", "groups"))) == TINY
+        assert (
+            ProductShape(*(row[name] for name in ("rows", "d", "f", "groups"))) == TINY
+        )
         assert 0 < row["msec_least"] <= row["msec"] <= row["msec_most"]
         flops = cases.flops(row["pass"], TINY)
         assert row["tflops"] == pytest.approx(flops / row["msec"] / 1e9)
-        assert row["error"] < cases.most_error("float32", "cpu")
+        assert row["error"] < cases.max_error("float32", "cpu")
         assert (row["share_of_dense"] == 1) == (row["impl"] == "dense")
     summary = text[text.index("blocked: the least") :]
     lines = summary.splitlines()[1:]
@@ -184,8 +188,8 @@ def test_the_summary_has_the_least_and_where(capsys):
 def test_bytes_of_empty_groups_are_not_counted():
     rows_g = np.array([96, 0, 0, 0])
     x, dy, matrix = 96 * 16, 96 * 24, 16 * 24
-    assert cases.least_bytes("forward", TINY, rows_g, 2) == 2 * (x + dy + matrix)
-    assert cases.least_bytes("wgrad", TINY, rows_g, 2) == 2 * (x + dy + 4 * matrix)
+    assert cases.min_bytes("forward", TINY, rows_g, 2) == 2 * (x + dy + matrix)
+    assert cases.min_bytes("wgrad", TINY, rows_g, 2) == 2 * (x + dy + 4 * matrix)
 
 
 def test_a_wrong_result_ends_it(capsys, tiny, monkeypatch, fresh_variants):
@@ -250,7 +254,7 @@ def test_an_implementation_that_is_not_installed_is_told_once(
 
 def test_the_fastest_variant_that_can_run_is_kept(fresh_variants, monkeypatch):
     @dataclasses.dataclass
-    class Timed(grouped_dot_jobs.Job):
+    class Timed(grouped_dot_jobs.BenchJob):
         def call_msec(self, num_calls):
             return {"slow": 2, "fast": 1}[self.variant.tiles]
 
@@ -274,15 +278,15 @@ def test_fp8_is_within_its_own_bound(which, monkeypatch, fresh_variants):
         with pytest.raises(NotImplementedError, match="wgrad has no 8-bit values"):
             peers.variants("hopper_fp8", which, 0)
         return
-    shape = Shape(rows=600, d=256, f=256, groups=4)
+    shape = ProductShape(rows=600, d=256, f=256, groups=4)
     case = cases.small_case(which, shape, "bfloat16", 4, "with_empty")
     (variant,) = peers.variants("hopper_fp8", which, 0)
     given = case.poisoned().operands
-    found = variant.results_of(variant.arguments(given, jnp.asarray(case.rows_g)))
-    error = cases.error_of(which, found, case, has_zero_padding=True)
-    most = cases.most_error("bfloat16", "gpu", which, is_fp8=True)
+    found = variant.run_results(variant.arguments(given, jnp.asarray(case.rows_g)))
+    error = cases.largest_error(which, found, case, has_zero_padding=True)
+    most = cases.max_error("bfloat16", "gpu", which, is_fp8=True)
     assert most / 4 < error < most
-    assert error > 2 * cases.most_error("bfloat16", "gpu")
+    assert error > 2 * cases.max_error("bfloat16", "gpu")
 
 
 def test_fp8_needs_measured_tiles_of_its_own(monkeypatch):
@@ -293,7 +297,7 @@ def test_fp8_needs_measured_tiles_of_its_own(monkeypatch):
         asked.append((which, shape))
 
     monkeypatch.setattr(tuning, "require", require)
-    shape = Shape(192, 128, 256, 3)
+    shape = ProductShape(192, 128, 256, 3)
     given = {"tiny": shape, "declined": dataclasses.replace(shape, d=64)}
     some = "bfloat16", "any", "hopper_fp8"
     grouped_dot.require_tuned(given, cases.PASSES, *some)

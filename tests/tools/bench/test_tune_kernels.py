@@ -18,18 +18,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from moejax.kernels import tuning
 from moejax.kernels.grouped_dot import reference
 from moejax.kernels.grouped_dot.hopper import kernels
-from moejax.kernels.grouped_dot.hopper.ring import Run
-from moejax.kernels.shapes import MODEL_SHAPES, SKEWS, Shape, rows_of
+from moejax.kernels.grouped_dot.hopper.ring import KernelRun
+from moejax.kernels.shapes import MODEL_SHAPES, SKEWS, ProductShape, make_rows
 from moejax.kernels.tuning import PASSES, Tiles, by_rule
 from tests.support.close import assert_close
-from tests.support.hopper_cases import dims_of
+from tests.support.hopper_cases import operand_dims
 from tools import tune_kernels
 from tools.bench import grouped_dot_cases as cases
 from tools.bench import grouped_dot_jobs as jobs
 from tools.bench import tune_cases, tune_search
 
-TINY = Shape(rows=192, d=64, f=128, groups=3)
-WIDE = Shape(rows=96, d=640, f=544, groups=2)
+TINY = ProductShape(rows=192, d=64, f=128, groups=3)
+WIDE = ProductShape(rows=96, d=640, f=544, groups=2)
 """Wider than a sample."""
 KIND = "NVIDIA H200"
 
@@ -86,11 +86,11 @@ def test_the_sample_is_the_definition(which, shape):
     """In float64 on the host against the definition on the device; and it sees when one
     row, or an entry of a matrix, is off."""
     arrays = cases.operands(which, shape, "float32", 1)
-    assert [a.shape for a in arrays] == dims_of(which, shape)
+    assert [a.shape for a in arrays] == operand_dims(which, shape)
     for skew in SKEWS:
-        case = cases.Case(arrays, rows_of(skew, shape.rows, shape.groups, 3))
+        case = cases.ProductCase(arrays, make_rows(skew, shape.rows, shape.groups, 3))
         out = defined_jit(which, *arrays, jnp.asarray(case.rows_g))
-        for part, made_of, whole in cases.parts_of(which, case, out):
+        for part, made_of, whole in cases.pass_parts(which, case, out):
             sampled, found, rows_g = cases.sample(part, made_of, whole, case.rows_g)
             expected = cases.defined(part, sampled, rows_g)
             assert_close(found, expected, dtype=np.float32)
@@ -99,8 +99,8 @@ def test_the_sample_is_the_definition(which, shape):
         for value in (1000, jnp.nan):
             leaves[-1] = leaves[-1].at[place].set(value)
             wrong = jax.tree.unflatten(tree, leaves)
-            error = cases.sampled_error_of(which, wrong, case)
-            assert error > max(cases.MOST_ERROR.values())
+            error = cases.sampled_error(which, wrong, case)
+            assert error > max(cases.MAX_ERROR.values())
 
 
 def spoiled(which, tiles):
@@ -142,7 +142,9 @@ def test_a_rule_that_is_wrong_ends_the_search():
     def product(which, tiles):
         return lambda *arrays: 1.1 * defined(which, *arrays)
 
-    with pytest.raises(tune_cases.WrongKernel, match=r"forward of Shape.*may be 0\.01"):
+    with pytest.raises(
+        tune_cases.WrongKernel, match=r"forward of ProductShape.*may be 0\.01"
+    ):
         prepare("forward", product)
 
 
@@ -150,19 +152,19 @@ def test_time_is_the_median_of_calls():
     calls = []
     msec = tune_cases.time_msec(Tiles(128, 128), lambda: calls.append(None))
     fewest = 1 + jobs.FEWEST_CALLS * (1 + tune_cases.REPEATS)
-    assert fewest <= len(calls) <= fewest + tune_cases.REPEATS * jobs.MOST_CALLS
+    assert fewest <= len(calls) <= fewest + tune_cases.REPEATS * jobs.MAX_CALLS
     assert 0 < msec < jobs.SAMPLE_MSEC
 
 
 def test_calls_between_two_waits():
     """As many as last 20 msec together, but 3 at least and 50 at most."""
-    assert [jobs.num_calls_of(msec) for msec in (0.1, 1, 5, 100)] == [50, 20, 4, 3]
+    assert [jobs.num_calls(msec) for msec in (0.1, 1, 5, 100)] == [50, 20, 4, 3]
 
 
 @pytest.mark.slow
 def test_the_kernel_itself_is_measured():
     """In the interpreter, as the tool measures it on a GPU."""
-    run = Run(2, plgpu.InterpretGPUParams())
+    run = KernelRun(2, plgpu.InterpretGPUParams())
 
     def product(which, tiles):
         return functools.partial(getattr(kernels, which), tiles=tiles, run=run)
@@ -175,7 +177,7 @@ def test_the_kernel_itself_is_measured():
 
 
 def settings_of(path, **changes):
-    buckets = list(tune_search.buckets_of({"tiny": TINY}, is_layer=False))
+    buckets = list(tune_search.tuning_buckets({"tiny": TINY}, is_layer=False))
     made = tune_search.Settings(buckets[:2], ["zipf"], "bfloat16", 60, 1, False, path)
     return dataclasses.replace(made, **changes)
 
@@ -222,8 +224,8 @@ def test_buckets_share_the_time(tmp_path, capsys):
 
 
 def test_a_layer_has_its_own_products():
-    of = [b[1:] for b in tune_search.buckets_of({"tiny": TINY}, is_layer=True)]
-    into, down = Shape(192, 64, 256, 3), Shape(192, 128, 64, 3)
+    of = [b[1:] for b in tune_search.tuning_buckets({"tiny": TINY}, is_layer=True)]
+    into, down = ProductShape(192, 64, 256, 3), ProductShape(192, 128, 64, 3)
     assert of == [
         *(("swiglu", TINY), ("forward", down), ("swiglu_dgrad", TINY)),
         *(("dgrad", into), ("wgrad", into), ("wgrad", down)),

@@ -44,9 +44,9 @@ def test_every_part_has_a_picture_and_a_table(tmp_path, capsys):
     assert len(written) == 3
     for name in written:
         with Image.open(name) as picture:
-            colours = picture.convert("RGB").getcolors(1 << 20)
+            colors = picture.convert("RGB").getcolors(1 << 20)
             assert picture.width > 600
-        assert len(colours) > 50
+        assert len(colors) > 50
     rows = [line for line in lines if line.startswith("| D=0.5 P_E=0.25 ")]
     cells = "10 [9] | **20** [18] | 30 [27] | 40 [36] | 2x1 | 20 | 2.00 [1.90] |"
     assert rows == ["| D=0.5 P_E=0.25 | " + cells]

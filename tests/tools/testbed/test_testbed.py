@@ -11,9 +11,9 @@ import pytest
 from tests.support.run_main import ROOT
 from tools.testbed import quota
 from tools.testbed import trace as testbed_trace
-from tools.testbed.balancer import Options, record_of
+from tools.testbed.balancer import Options, make_record
 from tools.testbed.cluster import Cluster
-from tools.testbed.run import headline, median_sec, run_dir_of, step_records
+from tools.testbed.run import find_run_dir, headline, median_sec, step_records
 
 TOOL = ROOT / "tools" / "testbed" / "run.py"
 
@@ -69,11 +69,11 @@ def test_a_speedup_is_the_ratio_of_medians_beside_the_ratio_of_loads():
         name: {"median_sec": sec, "max_over_mean": ratio}
         for name, (sec, ratio) in medians.items()
     }
-    record = record_of(variants, is_slowed=True)
+    record = make_record(variants, is_slowed=True)
     assert record["balancer_speedup"] == 2.5
     assert record["balancer_modelled"] == 3.0
     assert record["balancer_best"] == "micromoe"
-    assert record_of(variants, is_slowed=False)["balancer_speedup"] is None
+    assert make_record(variants, is_slowed=False)["balancer_speedup"] is None
 
 
 def test_quotas_in_the_words_of_both_versions():
@@ -87,9 +87,9 @@ def test_quotas_in_the_words_of_both_versions():
 
 def test_steps_are_found_where_the_run_writes_them(tmp_path):
     gin = ["train/main.py", "--gin_file", "configs/tiny_cpu.gin"]
-    assert run_dir_of(gin) == pathlib.Path("runs/tiny_cpu")
-    assert run_dir_of([*gin, "--run_dir=a/b"]) == pathlib.Path("a/b")
-    assert run_dir_of(["program.py"]) is None
+    assert find_run_dir(gin) == pathlib.Path("runs/tiny_cpu")
+    assert find_run_dir([*gin, "--run_dir=a/b"]) == pathlib.Path("a/b")
+    assert find_run_dir(["program.py"]) is None
     assert step_records(tmp_path) == []
     lines = [{"step": 1, "step_msec": 10.0}, {"eval_loss": 1.0}]
     lines += [{"step": 2, "step_msec": 30.0}, {"step": 3, "step_msec": 20.0}]

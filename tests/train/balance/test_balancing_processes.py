@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests.support.close import assert_close
-from tests.support.gang import LiveGang
-from tests.support.run_main import lines_of
+from tests.support.run_main import metric_lines
 from tests.support.watched_run import BALANCED, MESH, run_here, speeds, watched
+from tests.support.workers import LiveWorkers
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # minutes, with all programs cold
 PROMISED = "one in a million: only the order of sums between devices differs"
@@ -38,7 +38,7 @@ def test_a_slow_process_adopts_with_the_others(tmp_path, count, slow, kinds):
     with watched() as house:
         run_here(house, alone, *params)
     balanced = [f"--gin_file={BALANCED}"]  # the later one wins
-    with LiveGang(run_dir, count, *params, of_main=balanced) as live:
+    with LiveWorkers(run_dir, count, *params, of_main=balanced) as live:
         live.wait_for_text("compiled for")
         with slowed(live.pids()[slow]):
             ended = live.end()
@@ -75,7 +75,7 @@ def slowed(pid: int) -> Iterator[None]:
 
 
 def decided(run_dir) -> list[dict]:
-    return [x["decision"] for x in lines_of(run_dir) if "decision" in x]
+    return [x["decision"] for x in metric_lines(run_dir) if "decision" in x]
 
 
 def adoptions(text: str) -> list[tuple[str, str]]:
@@ -84,4 +84,4 @@ def adoptions(text: str) -> list[tuple[str, str]]:
 
 
 def losses(run_dir) -> np.ndarray:
-    return np.float32([x["loss"] for x in lines_of(run_dir) if "loss" in x])
+    return np.float32([x["loss"] for x in metric_lines(run_dir) if "loss" in x])

@@ -18,15 +18,15 @@ from tests.support.checkpoint_state import (
     Writer,
     abstract,
     are_same_bits,
-    mesh_of,
-    state_of,
+    build_mesh,
+    make_state,
 )
 from train.checkpoint.checkpoints import CheckpointError
 
 
 @pytest.fixture
 def mesh():
-    return mesh_of(8, 2)
+    return build_mesh(8, 2)
 
 
 @pytest.fixture
@@ -45,13 +45,13 @@ def writer(monkeypatch):
 
 @pytest.mark.slow
 def test_round_trip_to_other_meshes(mesh, disk):
-    state = state_of(mesh, 7)
+    state = make_state(mesh, 7)
     first = disk.open()
     assert first.restore(abstract(state)) is None
     first.save(10, state, META, eval_loss=2.5)
     assert first.wait()
-    for other in (mesh, mesh_of(4, 2), mesh_of(4, 1), mesh_of(1, 1)):
-        target = abstract(state_of(other, 0))
+    for other in (mesh, build_mesh(4, 2), build_mesh(4, 1), build_mesh(1, 1)):
+        target = abstract(make_state(other, 0))
         restored = disk.open().restore(target)
         assert (restored.step, restored.meta) == (10, META)
         assert are_same_bits(restored.state, state)
@@ -62,22 +62,22 @@ def test_round_trip_to_other_meshes(mesh, disk):
 
 def test_a_step_is_saved_once(mesh, disk):
     first = disk.open()
-    first.save(1, state_of(mesh, 1), META)
-    first.save(1, state_of(mesh, 1), {"other": 1})
+    first.save(1, make_state(mesh, 1), META)
+    first.save(1, make_state(mesh, 1), {"other": 1})
     assert first.wait()
-    restored = disk.open().restore(abstract(state_of(mesh, 1)))
+    restored = disk.open().restore(abstract(make_state(mesh, 1)))
     assert restored.meta == META
     with pytest.raises(
         ValueError, match="has a checkpoint of step 1 that this run did"
     ):
-        disk.open().save(1, state_of(mesh, 1), META)
+        disk.open().save(1, make_state(mesh, 1), META)
 
 
 def test_orbax_is_quiet_and_others_are_not(mesh, disk, capfd, caplog):
     first = disk.open()
-    first.save(1, state_of(mesh, 1), META)
+    first.save(1, make_state(mesh, 1), META)
     first.wait()
-    disk.open().restore(abstract(state_of(mesh, 1)))
+    disk.open().restore(abstract(make_state(mesh, 1)))
     logging.getLogger("absl").warning("of another library")
     out, err = capfd.readouterr()
     assert out + err.replace("of another library", "").strip() in ("", "WARNING:absl:")
@@ -117,34 +117,34 @@ def test_keeps_the_last_and_the_best(mesh, disk):
     first = disk.open(cfg)
     loss = {1: 3.0, 2: 1.0, 3: 2.0, 4: float("nan"), 5: None, 6: 1.5}
     for step in (1, 2, 3):
-        first.save(step, state_of(mesh, step), META, loss[step])
+        first.save(step, make_state(mesh, step), META, loss[step])
     first.close()
     again = disk.open(cfg)
-    assert again.restore(abstract(state_of(mesh, 0))).step == 3
+    assert again.restore(abstract(make_state(mesh, 0))).step == 3
     for step in (4, 5, 6):
-        again.save(step, state_of(mesh, step), META, loss[step])
+        again.save(step, make_state(mesh, step), META, loss[step])
     again.wait()
     assert disk.names() == ["2", "5", "6"]
-    again.save(7, state_of(mesh, 7), META, 0.5)
+    again.save(7, make_state(mesh, 7), META, 0.5)
     again.wait()
     assert disk.names() == ["6", "7"]
 
 
 def test_the_last_good_one_stays_until_the_next_is_complete(mesh, disk, writer):
     first = disk.open(config.Checkpoint(keep_last=1, keep_best=0))
-    first.save(1, state_of(mesh, 1), META)
+    first.save(1, make_state(mesh, 1), META)
     first.wait()
     writer.delay_sec = 0.3
-    first.save(2, state_of(mesh, 2), META)
+    first.save(2, make_state(mesh, 2), META)
     assert "1" in disk.names()
     first.wait()
     assert disk.names() == ["2"]
     writer.fault = DISK_FULL
-    first.save(3, state_of(mesh, 3), META)
+    first.save(3, make_state(mesh, 3), META)
     assert not first.wait()
     assert disk.names() == ["2"]
     assert are_same_bits(
-        first.restore(abstract(state_of(mesh, 0))).state, state_of(mesh, 2)
+        first.restore(abstract(make_state(mesh, 0))).state, make_state(mesh, 2)
     )
 
 
@@ -153,14 +153,14 @@ def test_the_last_good_one_stays_until_the_next_is_complete(mesh, disk, writer):
 
 def test_a_failed_save_is_told_and_the_next_is_attempted(mesh, disk, writer, capfd):
     first = disk.open()
-    first.save(1, state_of(mesh, 1), META)
+    first.save(1, make_state(mesh, 1), META)
     assert first.wait()
     for step in (2, 4, 6, 8):  # each success between them starts the count again
         writer.fault = DISK_FULL
-        first.save(step, state_of(mesh, step), META)
+        first.save(step, make_state(mesh, step), META)
         time.sleep(0.2)
         writer.fault = None
-        first.save(step + 1, state_of(mesh, step + 1), META)
+        first.save(step + 1, make_state(mesh, step + 1), META)
         assert first.wait()
         assert disk.names() == [str(max(1, step - 1)), str(step + 1)]
     assert len(disk.said) == 4
@@ -174,13 +174,13 @@ def test_a_failed_save_is_told_and_the_next_is_attempted(mesh, disk, writer, cap
 
 def test_too_many_failed_saves_stop(mesh, disk, writer):
     first = disk.open()
-    first.save(1, state_of(mesh, 1), META)
+    first.save(1, make_state(mesh, 1), META)
     assert first.wait()
     writer.fault = DISK_FULL
-    first.save(2, state_of(mesh, 2), META)
+    first.save(2, make_state(mesh, 2), META)
     assert not first.wait()
-    first.save(3, state_of(mesh, 3), META)
-    first.save(4, state_of(mesh, 4), META)
+    first.save(3, make_state(mesh, 3), META)
+    first.save(4, make_state(mesh, 4), META)
     assert len(disk.said) == 2
     with pytest.raises(
         CheckpointError, match="3 of 3 in a row: checkpoint 4"
@@ -199,10 +199,10 @@ def test_a_save_that_fails_at_once_counts_too(mesh, disk, monkeypatch):
         lambda *a, **k: (_ for _ in ()).throw(OSError("no")),
     )
     for step in (1, 2):
-        first.save(step, state_of(mesh, 1), META)
+        first.save(step, make_state(mesh, 1), META)
         assert not first.wait()
     with pytest.raises(CheckpointError, match="the last good one is none"):
-        first.save(3, state_of(mesh, 1), META)
+        first.save(3, make_state(mesh, 1), META)
     assert len(disk.said) == 2
 
 

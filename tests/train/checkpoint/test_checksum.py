@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from moejax.axes import sharding
-from tests.support.checkpoint_state import mesh_of, state_of
+from tests.support.checkpoint_state import build_mesh, make_state
 from train.checkpoint import checksum
 from train.checkpoint.checksum import checksums, digest
 
 
 @pytest.fixture
 def mesh():
-    return mesh_of(8, 2)
+    return build_mesh(8, 2)
 
 
 def definition(x: np.ndarray) -> int:
@@ -32,14 +32,14 @@ def definition(x: np.ndarray) -> int:
 
 
 def test_checksums_equal_the_definition_on_every_sharding(mesh):
-    want = checksums(state := state_of(mesh, 1))
+    want = checksums(state := make_state(mesh, 1))
     for name, leaf in checksum.named_leaves(state).items():
         assert want[name] == definition(np.asarray(leaf)), name
     assert next(iter(want)) == "extra/step"
     assert "params/blocks/w_lef" in want
     assert "opt/0/mu/embed_vd" in want
-    for other in (mesh_of(4, 1), mesh_of(1, 1)):
-        assert checksums(state_of(other, 1)) == want
+    for other in (build_mesh(4, 1), build_mesh(1, 1)):
+        assert checksums(make_state(other, 1)) == want
     host = jax.tree.map(np.asarray, state)
     assert checksums(jax.tree.map(jnp.asarray, host)) == want
     assert checksums({}) == {}
@@ -61,7 +61,7 @@ def test_checksums_of_many_blocks(mesh, shape):
 
 
 def test_every_flipped_bit_shows(mesh):
-    state = jax.tree.map(np.asarray, state_of(mesh, 2))
+    state = jax.tree.map(np.asarray, make_state(mesh, 2))
     want = checksums(jax.tree.map(jnp.asarray, state))
     rng = random.Random(0)
     for name, leaf in checksum.named_leaves(state).items():

@@ -20,8 +20,8 @@ from tests.support.checkpoint_state import (
     Disk,
     abstract,
     are_same_bits,
-    mesh_of,
-    state_of,
+    build_mesh,
+    make_state,
 )
 from train.checkpoint.checkpoints import Checkpointer
 
@@ -62,7 +62,7 @@ while True:
 
 @pytest.fixture
 def mesh():
-    return mesh_of(8, 2)
+    return build_mesh(8, 2)
 
 
 @pytest.fixture
@@ -74,11 +74,11 @@ def disk(tmp_path):
 
 def test_another_model_is_refused_and_left_alone(mesh, disk):
     first = disk.open()
-    first.save(1, state_of(mesh, 1), META)
+    first.save(1, make_state(mesh, 1), META)
     assert first.wait()
 
     def refused(change) -> str:
-        target = abstract(state_of(mesh, 1))
+        target = abstract(make_state(mesh, 1))
         change(target)
         with pytest.raises(ValueError, match="checkpoint of another model: ") as caught:
             first.restore(target)
@@ -106,7 +106,7 @@ def test_another_model_is_refused_and_left_alone(mesh, disk):
 
 def test_check_refuses_before_the_arrays_are_read(mesh, disk):
     first = disk.open()
-    first.save(1, state_of(mesh, 1), META)
+    first.save(1, make_state(mesh, 1), META)
     assert first.wait()
     shutil.rmtree(disk.directory / "1" / "state")
     seen = []
@@ -116,7 +116,7 @@ def test_check_refuses_before_the_arrays_are_read(mesh, disk):
         raise ValueError("trained on other data")
 
     with pytest.raises(ValueError, match="trained on other data"):
-        first.restore(abstract(state_of(mesh, 1)), check=check)
+        first.restore(abstract(make_state(mesh, 1)), check=check)
     assert seen == [META]
     assert disk.names() == ["1"]
 
@@ -127,7 +127,7 @@ def two_steps(tmp_path_factory):
     directory = tmp_path_factory.mktemp("two") / "ck"
     checkpointer = Checkpointer(directory, CFG)
     for step in (10, 20):
-        checkpointer.save(step, state_of(mesh_of(8, 2), step), {"step": step})
+        checkpointer.save(step, make_state(build_mesh(8, 2), step), {"step": step})
     assert checkpointer.wait()
     checkpointer.close()
     return directory
@@ -157,7 +157,7 @@ def corrupt(directory: pathlib.Path, rng: random.Random) -> str:
 
 @pytest.mark.slow
 def test_no_wrong_state_is_accepted(two_steps, tmp_path, mesh):
-    want = {step: state_of(mesh, step) for step in (10, 20)}
+    want = {step: make_state(mesh, step) for step in (10, 20)}
     target = abstract(want[10])
     rng = random.Random(0)
     num_detected = 0
@@ -187,7 +187,7 @@ def test_a_flipped_bit_that_orbax_restores_is_seen(two_steps, disk, mesh):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 16
     path.write_bytes(data)
-    assert disk.open().restore(abstract(state_of(mesh, 0))).step == 10
+    assert disk.open().restore(abstract(make_state(mesh, 0))).step == 10
     assert (
         "1 of 17 arrays differ from their checksums, params/blocks/w_lef"
         in disk.said[0]
@@ -223,15 +223,15 @@ def test_damage_is_set_aside_and_training_continues_over_it(
     bad = "30" if (disk.directory / "30").exists() else "20"
     (disk.directory / f"{bad}.corrupt").mkdir()
     first = disk.open()
-    restored = first.restore(abstract(state_of(mesh, 0)))
+    restored = first.restore(abstract(make_state(mesh, 0)))
     assert restored.step == (20 if bad == "30" else 10)
     assert len(disk.said) == 1
     assert f"CORRUPT CHECKPOINT {bad} set aside as " in disk.said[0]
     assert f"{bad}.corrupt-2" in disk.names()
-    first.save(int(bad), state_of(mesh, 5), META)
+    first.save(int(bad), make_state(mesh, 5), META)
     assert first.wait()
     assert are_same_bits(
-        disk.open().restore(abstract(state_of(mesh, 0))).state, state_of(mesh, 5)
+        disk.open().restore(abstract(make_state(mesh, 0))).state, make_state(mesh, 5)
     )
 
 
@@ -239,7 +239,7 @@ def test_none_is_good(two_steps, disk, mesh):
     shutil.copytree(two_steps, disk.directory)
     for step in (10, 20):
         edit_record(disk.directory, step, lambda text: json.dumps({"sha256": text}))
-    assert disk.open().restore(abstract(state_of(mesh, 0))) is None
+    assert disk.open().restore(abstract(make_state(mesh, 0))) is None
     assert len(disk.said) == 3
     assert disk.said[2].startswith("NO GOOD CHECKPOINT of 2 in ")
     assert disk.names() == ["10.corrupt", "20.corrupt"]

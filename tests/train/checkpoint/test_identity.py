@@ -57,7 +57,9 @@ def test_fixed_fields_exist():
     assert named <= set(FIELDS)
 
 
-@pytest.mark.parametrize("changes", [{"format": 1}, {"format": 3}, {}])
+@pytest.mark.parametrize(
+    "changes", [{"format": 1}, {"format": identity.FORMAT + 1}, {}]
+)
 def test_other_formats_are_refused_in_one_line(changes):
     meta = meta_of(Config())
     del meta["format"]

@@ -12,7 +12,7 @@ from tests.support.run_main import listing
 from tests.support.saved_run import STEPS, save_run
 from train.checkpoint.checksum import checksums
 from train.checkpoint.load import find, load
-from train.config.names import config_of
+from train.config.names import config_from_record
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +74,7 @@ def test_a_relative_path_is_a_run_directory(saved, monkeypatch):
 
 def test_a_run_configuration_survives_its_record(saved):
     record = record_of(saved, STEPS[0])["meta"]["config"]
-    cfg = config_of(record)
+    cfg = config_from_record(record)
     assert json.loads(json.dumps(cfg.to_dict())) == record
     assert cfg.mesh == Topology(data=2, expert=4)
 

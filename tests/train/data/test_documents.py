@@ -10,7 +10,7 @@ from pyarrow import parquet as pq
 
 from tests.support.data_files import TEXTS, write_jsonl, write_parquet, write_text
 from train.data import documents, jsonl
-from train.data.documents import blocks, expand, kind_of, pieces, read
+from train.data.documents import blocks, expand, file_format, pieces, read
 from train.data.records import Bad, End, Text
 
 
@@ -197,7 +197,7 @@ def test_files_that_are_no_streams_are_refused():
         "a.bin.gz",
     ):
         with pytest.raises(ValueError, match=r"Data\.corpus|unpack"):
-            kind_of(Path(name))
+            file_format(Path(name))
 
 
 @pytest.mark.parametrize("seed", range(3))

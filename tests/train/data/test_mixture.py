@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moejax.config import Data
-from tests.support.corpora import corpus_of, random_documents
+from tests.support.corpora import make_corpus, random_documents
 from train.data import HeldOut, TrainBatches
 from train.data.mixture import PERIOD, mix, pick, shares
 
@@ -15,7 +15,7 @@ CFG = Data(seq_len=8, held_out_every=4)
 @pytest.fixture(scope="module")
 def corpus():
     parts = [[random_documents(seed, 200)] for seed in range(3)]
-    return corpus_of(*parts, held_out_every=4, weights=(6, 3, 1))
+    return make_corpus(*parts, held_out_every=4, weights=(6, 3, 1))
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -76,7 +76,7 @@ def test_batches_are_mixed_by_weight_and_each_corpus_has_epochs(corpus):
 
 def test_a_corpus_gives_the_windows_that_it_gives_alone(corpus):
     batches = TrainBatches(corpus, CFG, batch_size=20)
-    alone = corpus_of([random_documents(0, 200)], held_out_every=4)
+    alone = make_corpus([random_documents(0, 200)], held_out_every=4)
     first = TrainBatches(alone, CFG, batch_size=1)
     rows = batches.rows(0, 0, 20)
     number = 0
@@ -90,7 +90,7 @@ def test_a_corpus_gives_the_windows_that_it_gives_alone(corpus):
 
 def test_two_corpora_of_the_same_text_are_shuffled_apart():
     documents = random_documents(0, 200)
-    twice = corpus_of([documents], [documents], held_out_every=4)
+    twice = make_corpus([documents], [documents], held_out_every=4)
     batches = TrainBatches(twice, CFG, batch_size=40)
     token_bt = batches.rows(0, 0, 40).token_bt
     assert len({row.tobytes() for row in token_bt}) > 35
@@ -102,7 +102,7 @@ def test_held_out_windows_are_shared_out(corpus):
     expected = {0: 12, 1: 6, 2: 2}
     for number, source in enumerate(corpus.sources):
         count = expected[number]
-        alone = corpus_of([random_documents(number, 200)], held_out_every=4)
+        alone = make_corpus([random_documents(number, 200)], held_out_every=4)
         own = HeldOut(alone, CFG, batch_size=count, num_batches=1).rows(0, 0, count)
         mixed = {row.tobytes() for rows in windows for row in rows}
         assert {row.tobytes() for row in own.token_bt} <= mixed

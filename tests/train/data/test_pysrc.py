@@ -52,7 +52,7 @@ def packages(tmp_path, monkeypatch):
     make_package(tmp_path, "beta", "2.0", beta)
     monkeypatch.syspath_prepend(tmp_path)
     sha = {
-        name: pysrc.sha256_of(
+        name: pysrc.sha256_sum(
             {p: t for p, t in sorted(files.items()) if p.endswith(".py")}
         )
         for name, files in {"alpha": alpha, "beta": beta}.items()
@@ -130,7 +130,7 @@ def test_another_version_is_one_warning_and_another_sha(packages, monkeypatch, c
 
 def test_a_nul_in_a_source_is_refused(packages, monkeypatch):
     (packages / "alpha" / "a.py").write_bytes(b"\0")
-    sha = pysrc.sha256_of(pysrc.read_package("alpha"))
+    sha = pysrc.sha256_sum(pysrc.read_package("alpha"))
     monkeypatch.setattr(pysrc, "PINNED", pysrc.PINNED | {"alpha": ("1.0", sha)})
     with pytest.raises(AssertionError, match="0x00"):
         data.load_corpus(SMALL, 256)

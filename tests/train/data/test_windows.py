@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moejax.config import Data
-from tests.support.corpora import corpus_of, random_documents
+from tests.support.corpora import make_corpus, random_documents
 from train import data
 from train.data.lines import read_tokens
 
@@ -23,7 +23,7 @@ def documents():
 
 @pytest.fixture(scope="module")
 def corpus(documents):
-    return corpus_of([documents[:100], documents[100:]], held_out_every=4)
+    return make_corpus([documents[:100], documents[100:]], held_out_every=4)
 
 
 def all_tokens(line):
@@ -160,7 +160,7 @@ def test_held_out_windows_are_disjoint_and_spread(
 
 
 def test_too_few_held_out_windows_are_counted():
-    corpus = corpus_of([[np.arange(301)]], held_out_every=2)
+    corpus = make_corpus([[np.arange(301)]], held_out_every=2)
     message = (
         r"eval_batches=3 .* need 18 .* 150 held-out tokens of 'part0' have 8 of .*: low"
     )

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.support.close import assert_close
-from tests.support.gang import GANG, LiveGang, run_gang, sample_ids
-from tests.support.run_main import checkpoint_record, lines_of, run
+from tests.support.run_main import checkpoint_record, metric_lines, run
+from tests.support.workers import WORKERS, LiveWorkers, run_workers, sample_ids
 
 PREEMPTED = 75
 NUM_STEPS = 20
@@ -28,7 +28,7 @@ PROMISED = "one in a million: only the order of sums between devices differs"
 def alone(tmp_path_factory):
     """The run of one process with eight devices."""
     run_dir = tmp_path_factory.mktemp("alone") / "run"
-    ended = run(run_dir, gin_file=GANG)
+    ended = run(run_dir, gin_file=WORKERS)
     assert (ended.code, ended.err) == (0, "")
     return run_dir
 
@@ -37,20 +37,20 @@ def alone(tmp_path_factory):
 def pair(tmp_path_factory):
     """The undisturbed run of two processes with four devices each."""
     run_dir = tmp_path_factory.mktemp("pair") / "run"
-    ended = run_gang(run_dir, 2)
+    ended = run_workers(run_dir, 2)
     assert ended.code == 0, ended.err
     return run_dir
 
 
 def losses(run_dir) -> np.ndarray:
-    lines = [x for x in lines_of(run_dir) if "loss" in x]
+    lines = [x for x in metric_lines(run_dir) if "loss" in x]
     assert [x["step"] for x in lines] == list(range(1, len(lines) + 1))
     return np.float32([x["loss"] for x in lines])
 
 
 def assert_same_end(run_dir, expected_dir) -> None:
     """Every metrics line, every sample and every array, bit for bit."""
-    assert lines_of(run_dir) == lines_of(expected_dir)
+    assert metric_lines(run_dir) == metric_lines(expected_dir)
     assert sample_ids(run_dir) == sample_ids(expected_dir)
     arrays, expected = (
         checkpoint_record(x, NUM_STEPS)["arrays"] for x in (run_dir, expected_dir)
@@ -78,7 +78,7 @@ def test_two_processes_are_one(pair, alone):
 @pytest.mark.slow
 @pytest.mark.long
 def test_four_processes_are_one(alone, tmp_path):
-    ended = run_gang(tmp_path / "run", 4)
+    ended = run_workers(tmp_path / "run", 4)
     assert ended.code == 0, ended.err
     assert_equal_to_one(tmp_path / "run", alone)
 
@@ -89,13 +89,13 @@ def test_other_numbers_of_processes_lose_and_repeat_no_sample(alone, tmp_path, s
     """Two, then two or four, then one; nor when the newest checkpoint is damaged, which
     all must agree on."""
     run_dir = tmp_path / "run"
-    assert run_gang(run_dir, 2, "Train.num_steps = 8").code == 0
+    assert run_workers(run_dir, 2, "Train.num_steps = 8").code == 0
     damage(run_dir / "checkpoints" / "8" / "state")
-    gang = run_gang(run_dir, second, "Train.num_steps = 14")
+    gang = run_workers(run_dir, second, "Train.num_steps = 14")
     assert gang.code == 0, gang.err
     assert "CORRUPT CHECKPOINT 8 set aside" in gang.out
     assert "resumed at step 4\n" in gang.out
-    ended = run(run_dir, gin_file=GANG)
+    ended = run(run_dir, gin_file=WORKERS)
     assert (ended.code, ended.err) == (0, "")
     assert "resumed at step 14" in ended.out
     assert_equal_to_one(run_dir, alone)
@@ -112,7 +112,9 @@ def test_a_gang_that_loses_a_process_restarts_and_is_the_same_run(
         run_dir = tmp_path / f"run{trial}"
         num_kills = 1 + trial % 2
         restarts = ["--max_restarts", "3"]
-        with LiveGang(run_dir, 2, ALONE, flags=restarts, of_main=["--fresh"]) as live:
+        with LiveWorkers(
+            run_dir, 2, ALONE, flags=restarts, of_main=["--fresh"]
+        ) as live:
             for kill in range(num_kills):
                 if trial % 3 == 1:
                     live.wait_until(lambda: len(live.pids()) == 2, "two processes")
@@ -134,7 +136,7 @@ def test_sigterm_saves_one_step_on_all_processes(pair, tmp_path):
     rng = random.Random(10)
     for trial in range(10):
         run_dir = tmp_path / f"run{trial}"
-        with LiveGang(run_dir, 2, "Train.num_steps = 100000") as live:
+        with LiveWorkers(run_dir, 2, "Train.num_steps = 100000") as live:
             live.wait_for_text("compiled for")
             time.sleep(rng.uniform(0.5, 2.0))
             ended = live.end(signal.SIGTERM)
@@ -154,7 +156,7 @@ def test_sigterm_saves_one_step_on_all_processes(pair, tmp_path):
 def test_sigterm_before_the_first_step_of_a_resumed_gang_is_not_lost(pair, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(pair, run_dir)
-    with LiveGang(run_dir, 2, "Train.num_steps = 100000") as live:
+    with LiveWorkers(run_dir, 2, "Train.num_steps = 100000") as live:
         live.wait_for_text(f"resumed at step {NUM_STEPS}")
         ended = live.end(signal.SIGTERM)
     assert ended.code == PREEMPTED, ended.err
@@ -166,7 +168,7 @@ def test_a_stopped_process_is_reported_with_stacks(tmp_path):
     """As in test_local.py, of the trainer."""
     run_dir = tmp_path / "run"
     flags = ["--max_restarts", "0", "--stopped_sec", "2"]
-    with LiveGang(run_dir, 2, "Train.num_steps = 100000", flags=flags) as live:
+    with LiveWorkers(run_dir, 2, "Train.num_steps = 100000", flags=flags) as live:
         live.wait_for_steps(2)
         victim = live.pids()[1]
         os.kill(victim, signal.SIGSTOP)
@@ -185,7 +187,9 @@ def test_a_process_that_hangs_ends_with_stacks(tmp_path):
     run_dir = tmp_path / "run"
     flags = ["--max_restarts", "0", "--stopped_sec", "1000"]
     limits = ("Processes.watchdog_sec = 4", "Processes.heartbeat_sec = 100")
-    with LiveGang(run_dir, 2, "Train.num_steps = 100000", *limits, flags=flags) as live:
+    with LiveWorkers(
+        run_dir, 2, "Train.num_steps = 100000", *limits, flags=flags
+    ) as live:
         live.wait_for_steps(2)
         os.kill(live.pids()[1], signal.SIGSTOP)
         ended = live.end()
@@ -196,13 +200,13 @@ def test_a_process_that_hangs_ends_with_stacks(tmp_path):
 
 
 def test_a_mesh_that_processes_cannot_share_is_refused(tmp_path):
-    ended = run_gang(tmp_path / "run", 3)
+    ended = run_workers(tmp_path / "run", 3)
     assert ended.code == 2
     assert "num_simulated_devices=8 cannot be shared by 3 processes" in ended.err
     assert ended.record["restarts"] == 0
 
 
-def kill_one(live: LiveGang, rng: random.Random) -> None:
+def kill_one(live: LiveWorkers, rng: random.Random) -> None:
     """Kills one of the processes; all have ended soon after."""
     pids = live.pids()
     os.kill(rng.choice(pids), signal.SIGKILL)

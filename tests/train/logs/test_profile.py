@@ -180,16 +180,18 @@ def test_self_times_leave_out_the_ops_within():
     ],
 )
 def test_kinds(text, kind):
-    assert read_profile.kind_of(text) == kind
+    assert read_profile.operation_kind(text) == kind
 
 
 def test_parts_of_forward_backward_and_later_rounds():
     path = "jit(f)/transpose(jvp())/while/body/shard_map/{}/all_to_all"
-    assert read_profile.part_of(path.format("transpose(jvp(dispatch))")) == "dispatch"
+    assert (
+        read_profile.layer_part(path.format("transpose(jvp(dispatch))")) == "dispatch"
+    )
     later = path.format("later_rounds/jvp(experts)")
-    assert read_profile.part_of(later) == "later_rounds experts"
-    assert read_profile.part_of("jit(f)/dispatcher/add") == "other"
-    assert read_profile.part_of("state.params['embed_vd']") == "gathered"
+    assert read_profile.layer_part(later) == "later_rounds experts"
+    assert read_profile.layer_part("jit(f)/dispatcher/add") == "other"
+    assert read_profile.layer_part("state.params['embed_vd']") == "gathered"
 
 
 @pytest.mark.parametrize(

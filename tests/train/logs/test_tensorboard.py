@@ -9,7 +9,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from tests.support.close import assert_close
 from train.logs import tensorboard
-from train.logs.tensorboard import COLOURS, TensorBoard, colour, heat_map, scalars
+from train.logs.tensorboard import COLORS, TensorBoard, color, heat_map, scalars
 
 RECORD = {
     "step": 7,
@@ -181,16 +181,16 @@ def test_cells_of_the_heat_map_are_layers_and_experts(shape):
         ratio = tokens_le[layer, expert] / tokens_le[layer].mean()
         cell = map_hwc[layer * side :, expert * side :][:side, :side].reshape(-1, 3)
         assert len(np.unique(cell, axis=0)) == 1
-        assert np.array_equal(cell[0], colour(np.log2(max(ratio, 0.25))))
+        assert np.array_equal(cell[0], color(np.log2(max(ratio, 0.25))))
 
 
-def test_even_is_neutral_and_colours_run_one_way():
-    neutral = COLOURS[len(COLOURS) // 2]
+def test_even_is_neutral_and_colors_run_one_way():
+    neutral = COLORS[len(COLORS) // 2]
     assert tuple(heat_map(np.full((1, 4), 7))[0, 0]) == neutral
     assert tuple(heat_map(np.zeros((1, 4)))[0, 0]) == neutral
-    assert tuple(colour(np.array(-9.0))) == COLOURS[0]
-    assert tuple(colour(np.array(9.0))) == COLOURS[-1]
-    red, _, blue = np.moveaxis(colour(np.linspace(-2, 2, 101)).astype(int), -1, 0)
+    assert tuple(color(np.array(-9.0))) == COLORS[0]
+    assert tuple(color(np.array(9.0))) == COLORS[-1]
+    red, _, blue = np.moveaxis(color(np.linspace(-2, 2, 101)).astype(int), -1, 0)
     assert (np.diff(red[:51]) >= 0).all()
     assert (np.diff(blue[50:]) <= 0).all()
 

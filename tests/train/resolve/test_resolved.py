@@ -10,7 +10,7 @@ from moejax.config import Balance, Config, Dispatch, Moe, Network, Train
 from moejax.perf.cost_model import NOTES
 from moejax.plan.layout import Layout, Topology
 from moejax.plan.parallel import Tensor
-from tests.support.resolved import run_of
+from tests.support.resolved import make_run
 
 MESH = Topology(data=2, expert=4)
 CFG = Config(mesh=MESH, moe=Moe(num_experts=8))
@@ -20,7 +20,7 @@ TENSOR = dataclasses.replace(CFG, mesh=Topology(expert=4, tensor=2))
 @pytest.mark.parametrize("policy", ["home", "flexmoe", "micromoe", "eplb", "smartmoe"])
 def test_no_question_is_open_below(policy):
     """A layout's optional parts are absent (no tensor axis, no domain), never open."""
-    run = run_of(dataclasses.replace(CFG, balance=Balance(policy=policy)))
+    run = make_run(dataclasses.replace(CFG, balance=Balance(policy=policy)))
     values = dataclasses.asdict(run.layout)
     assert {name for name, value in values.items() if value is None} == {
         "tensor",
@@ -34,17 +34,17 @@ def test_no_question_is_open_below(policy):
 
 
 def test_it_says_how_auto_was_answered_and_why():
-    (line,) = run_of(CFG).lines()
+    (line,) = make_run(CFG).lines()
     assert line.startswith("kernels ")
-    chosen, *candidates, kernels = run_of(TENSOR).lines()
+    chosen, *candidates, kernels = make_run(TENSOR).lines()
     assert (chosen.startswith("schedule ") and "because" in chosen) or ":" in chosen
     assert {line.split()[0] for line in candidates} >= {"base", "s1", "s1h", "s2"}
     assert kernels.startswith("kernels ")
-    assert run_of(TENSOR).layout.tensor.schedule in chosen
+    assert make_run(TENSOR).layout.tensor.schedule in chosen
 
 
 def test_a_relayout_is_the_next_value():
-    run = run_of(dataclasses.replace(CFG, balance=Balance(policy="flexmoe")))
+    run = make_run(dataclasses.replace(CFG, balance=Balance(policy="flexmoe")))
     wider = dataclasses.replace(run.layout, slots_per_device=4, copies_per_device=2)
     after = run.relaid(wider)
     assert after.layout == after.mesh_layout.layout == wider
@@ -63,20 +63,20 @@ def test_a_relayout_is_the_next_value():
 )
 def test_a_relayout_cuts_nothing_otherwise(other, words):
     with pytest.raises(ValueError, match="a relayout keeps") as error:
-        run_of(CFG).relaid(other)
+        make_run(CFG).relaid(other)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_presumed_speeds_make_the_cost_model():
-    run = run_of(CFG)
+    run = make_run(CFG)
     assert run.calibration.when == "presumed"
     assert run.cost.flops_per_sec == NOTES.flops_per_sec
 
 
 def test_settings_are_the_balance_of_the_run():
     balance = Balance(policy="flexmoe", every_steps=7, margin=0.5, horizon_steps=33)
-    settings = run_of(dataclasses.replace(CFG, balance=balance)).settings
+    settings = make_run(dataclasses.replace(CFG, balance=balance)).settings
     assert isinstance(settings, Settings)
     for field in dataclasses.fields(Balance):
         if field.name != "max_slots_per_device":
@@ -87,7 +87,7 @@ def test_settings_are_the_balance_of_the_run():
 def test_a_batch_of_another_size_drops_nothing():
     """Evaluation of a run that drops rows, whose buffers are small."""
     dispatch = Dispatch(exchange="capacity", buffer_factor=1.0)
-    run = run_of(dataclasses.replace(CFG, dispatch=dispatch))
+    run = make_run(dataclasses.replace(CFG, dispatch=dispatch))
     layout = run.exact_layout(batch_size=24, width=5)
     assert (run.layout.exchange, layout.exchange) == ("capacity", "exact")
 
@@ -115,5 +115,5 @@ def test_a_domain_and_a_policy_that_plans_do_not_go_together():
         train=Train(batch_size=32),
     )
     with pytest.raises(ValueError, match=r"Dispatch\.domain") as error:
-        run_of(cfg)
+        make_run(cfg)
     assert "\n" not in str(error.value)

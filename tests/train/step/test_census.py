@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tools.census import census, of_compiled
+from tools.census import census, compiled_census
 from train.config import gin_reader
 
 
@@ -23,4 +23,4 @@ def test_census_tells_ours_from_the_partitioners():
       %c = f32[8] add(%a, %b), metadata={op_name="jit(f)/all-reduce"}
     """
     expected = {"ours": {"all-gather": 1}, "partitioner": {"all-reduce": 1}}
-    assert of_compiled(text) == expected
+    assert compiled_census(text) == expected

@@ -11,17 +11,17 @@ import pytest
 from moejax.moe.weights.domains import entries
 from moejax.plan.expert_plan import ExpertPlan
 from tests.support.communication_steps import (
-    WIRES,
-    home_plan_of,
-    model_of,
+    COMMUNICATION,
+    home_plan,
+    make_context,
     whole,
     wire_case,
 )
 from tests.support.steps import E, L, check_step, make_case, one_step, run, warm_state
 from train.checkpoint.identity import is_cut_alike
 from train.step.expert_params import take
-from train.step.state import init_state, tracked_anew
-from train.step.step import Model
+from train.step.state import init_state, with_new_tracked
+from train.step.step import StepContext
 
 ALSO = pytest.mark.long
 
@@ -31,7 +31,7 @@ ALSO = pytest.mark.long
     "name",
     [
         n if n == "domain" else pytest.param(n, marks=ALSO)
-        for n in WIRES
+        for n in COMMUNICATION
         if n != "delta"
     ],
 )
@@ -41,7 +41,7 @@ def test_a_step_is_that_of_one_expert_axis(name, doubles):
     expected = make_case("owned", doubles)
     expected = one_step(expected, start, ExpertPlan.home(L, E))
     case = wire_case(name, doubles)
-    check_step(one_step(case, start, home_plan_of(case)), expected, doubles)
+    check_step(one_step(case, start, home_plan(case)), expected, doubles)
 
 
 @pytest.mark.slow
@@ -52,29 +52,29 @@ def test_a_tracked_expert_follows_its_masters_by_few_entries():
     case = wire_case("delta", "float32")
     model = case.model
     state = init_state(model.run, model.optimizer)
-    before, masters = whole(state.tracked), rows_of(state)
+    before, master_params = whole(state.tracked), rows_of(state)
     # Domains are four devices of two expert indices: slots by (dc, expert, own).
-    assert np.array_equal(np.sort(before, axis=1), np.sort(masters, axis=1))
-    state, _ = run(case, state, home_plan_of(case), 0)
-    after, masters = whole(state.tracked), rows_of(state)
+    assert np.array_equal(np.sort(before, axis=1), np.sort(master_params, axis=1))
+    state, _ = run(case, state, home_plan(case), 0)
+    after, master_params = whole(state.tracked), rows_of(state)
     k, _ = entries(before.shape[2], np.float32, 8.0)
     is_moved = after != before
     assert (is_moved.sum(axis=2) <= k).all()
     assert is_moved.sum(axis=2).mean() > k / 2
-    now = masters[:, order_of(before, rows_of(init(model)))]
+    now = master_params[:, order_of(before, rows_of(init(model)))]
     off = np.abs(after - now)[is_moved]
     # An entry is rounded to two bits behind its first.
     assert (off <= np.abs(before - now)[is_moved] / 8 + 1e-7).all()
 
 
-def init(model: Model):
+def init(model: StepContext):
     return init_state(model.run, model.optimizer)
 
 
 def rows_of(state) -> np.ndarray:
     """Masters as compression has them, [l, e, x]."""
-    masters, _ = take(jax.device_get(state.params))
-    gate, up, down = (masters[n] for n in ("gate_edf", "up_edf", "down_efd"))
+    master_params, _ = take(jax.device_get(state.params))
+    gate, up, down = (master_params[n] for n in ("gate_edf", "up_edf", "down_efd"))
     into = np.stack([gate, up], axis=3)
     return np.concatenate([into.reshape(L, E, -1), down.reshape(L, E, -1)], axis=2)
 
@@ -92,7 +92,7 @@ def test_what_is_tracked_begins_anew_where_a_run_is_cut_otherwise():
     model = wire_case("delta", "float32").model
     state = init(model)
     lost = state.replace(tracked=jax.numpy.zeros_like(state.tracked))
-    again = tracked_anew(lost, model.run)
+    again = with_new_tracked(lost, model.run)
     assert np.array_equal(whole(again.tracked), whole(state.tracked))
     meta = {"config": json.loads(json.dumps(model.cfg.to_dict()))}
     assert is_cut_alike(meta, model.cfg)
@@ -102,12 +102,12 @@ def test_what_is_tracked_begins_anew_where_a_run_is_cut_otherwise():
 
 def test_a_batch_of_another_size_is_scored_without_a_domain():
     """Its placement is that of owners (train.step.compiled.home_placement)."""
-    run = model_of("domain", "float32").run
+    run = make_context("domain", "float32").run
     assert run.layout.domain is not None
     assert run.exact_layout(8, 16).domain is run.owning.domain is None
 
 
 def test_a_token_at_a_time_is_routed_whole():
-    run = model_of("s1h", "float32").run
+    run = make_context("s1h", "float32").run
     assert run.exact_layout(4, 1).tensor.schedule == "s2"
     assert run.exact_layout(4, 2).tensor.schedule == "s1h"

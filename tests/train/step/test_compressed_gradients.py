@@ -19,70 +19,72 @@ from tests.support.calibrations import ideal, stream
 from tests.support.close import assert_close
 from tests.support.communication_steps import (
     TWO_DCS,
-    home_plan_of,
-    model_of,
+    home_plan,
+    make_context,
     whole,
     wire_case,
 )
-from tests.support.run_main import TOY, checkpoint_record, corpus, lines_of, run
-from tests.support.steps import SMALL, Case, E, L, make_case_of
+from tests.support.run_main import TOY, checkpoint_record, corpus, metric_lines, run
+from tests.support.steps import SMALL, E, L, StepCase, case_maker
 from tests.support.steps import run as run_step
-from tools.census import HLO, of_compiled
+from tools.census import HLO, compiled_census
 from train.checkpoint.checkpoints import Checkpointer
 from train.config import gin_reader
 from train.dry_run import dry_run
 from train.job import prepare
 from train.loop import restore
-from train.resolve.communication import stream_of
+from train.resolve.communication import layer_traffic
 from train.resolve.resolved import resolve
 from train.step.compiled import home_placement
 from train.step.expert_params import take
 from train.step.state import init_state
-from train.step.step import Model
+from train.step.step import StepContext
 
 RATIO, MICRO_BATCHES, MEMBERS = 8.0, 2, 4
 SIZE = 3 * SMALL.model.d_model * SMALL.moe.d_expert
 
 
 @functools.cache
-def delta(ratio: float | None, mesh: Topology = TWO_DCS, remat: str = "none") -> Case:
+def delta(
+    ratio: float | None, mesh: Topology = TWO_DCS, remat: str = "none"
+) -> StepCase:
     """'delta' with compressed gradients too, in two micro-batches."""
-    cfg = (model := model_of("delta", "float32")).cfg
+    cfg = (model := make_context("delta", "float32")).cfg
     parts = {
         "dispatch": dataclasses.replace(cfg.dispatch, gradient_compression=ratio),
         "train": dataclasses.replace(cfg.train, accumulate_steps=MICRO_BATCHES),
         "model": dataclasses.replace(cfg.model, remat=remat),
     }
-    return make_case_of(changed(model, mesh=mesh, **parts))
+    return case_maker(changed(model, mesh=mesh, **parts))
 
 
-def changed(model: Model, /, **parts) -> Model:
+def changed(model: StepContext, /, **parts) -> StepContext:
     cfg = dataclasses.replace(model.cfg, **parts)
     return model._replace(run=resolve(cfg, make_mesh(cfg.mesh)))
 
 
-def begun(case: Case):
+def begun(case: StepCase):
     return init_state(case.model.run, case.model.optimizer)
 
 
 def rows(tree) -> np.ndarray:
     """Experts of all layers, flat, [l, e, x]."""
-    masters, _ = take(jax.device_get(tree))
-    gate, up, down = (masters[n] for n in stores.MASTERS)
+    master_params, _ = take(jax.device_get(tree))
+    gate, up, down = (master_params[n] for n in stores.EXPERT_PARAMS)
     into = np.stack([gate, up], axis=3)
     return np.concatenate([into.reshape(L, E, -1), down.reshape(L, E, -1)], axis=2)
 
 
-def kept_rows(case: Case, state) -> np.ndarray:
+def kept_rows(case: StepCase, state) -> np.ndarray:
     """What all members together keep of each expert's gradient, [l, e, x]: each device
     has rows of its own, member by member."""
-    kept_lwsx = whole(state.kept_gradients).reshape(L, E, MEMBERS, SIZE)
+    residual_lwsx = whole(state.gradient_residual).reshape(L, E, MEMBERS, SIZE)
     sum_lex = np.zeros((L, E, SIZE), np.float32)
     for members in case.model.layout.domain.members():
         for device in members:
-            sum_lex[:, members] += kept_lwsx[:, device]
+            sum_lex[:, members] += residual_lwsx[:, device]
             place = members.index(device)
-            assert not kept_lwsx[:, device, place].any()  # its own arrived whole
+            assert not residual_lwsx[:, device, place].any()  # its own arrived whole
     return sum_lex
 
 
@@ -92,18 +94,18 @@ def test_what_arrives_and_what_is_kept_is_the_gradient():
     """Step after step: of whole gradients from the same state, and of what was kept
     before."""
     case, exact = delta(RATIO), delta(None)
-    state, plan = begun(case), home_plan_of(case)
+    state, plan = begun(case), home_plan(case)
     for step in range(3):
         before_lex = kept_rows(case, state)
-        alike = jax.device_get(state.replace(kept_gradients=None))
+        alike = jax.device_get(state.replace(gradient_residual=None))
         alike = jax.device_put(alike, exact.shardings)
         expected, _ = run_step(exact, alike, plan, step)
         state, metrics = run_step(case, state, plan, step)
         assert not metrics.is_skipped
-        arrived_lex, kept_lex = rows(state.opt_state[0]), kept_rows(case, state)
+        arrived_lex, residual_lex = rows(state.opt_state[0]), kept_rows(case, state)
         whole_lex = rows(expected.opt_state[0])
-        assert_close(arrived_lex + kept_lex, whole_lex + before_lex)
-        assert np.abs(kept_lex).max() > 0.01 * np.abs(whole_lex).max() > 0
+        assert_close(arrived_lex + residual_lex, whole_lex + before_lex)
+        assert np.abs(residual_lex).max() > 0.01 * np.abs(whole_lex).max() > 0
 
 
 @pytest.mark.slow
@@ -119,13 +121,15 @@ def test_the_same_where_experts_are_split_otherwise(mesh, remat):
     """Hidden widths over data or tensor: sums over all weights of each layer, for kept
     ones lie as shards do."""
     case, exact = (delta(ratio, mesh, remat) for ratio in (RATIO, None))
-    plan = home_plan_of(case)
+    plan = home_plan(case)
     expected, _ = run_step(exact, begun(exact), plan, 0)
     state, _ = run_step(case, begun(case), plan, 0)
     arrived_lex, whole_lex = rows(state.opt_state[0]), rows(expected.opt_state[0])
-    kept_lsx = whole(state.kept_gradients)
-    assert np.abs(kept_lsx).max() > 0.01 * np.abs(whole_lex).max() > 0
-    sums = [array.astype(np.float64).sum((1, 2)) for array in (arrived_lex, kept_lsx)]
+    residual_lsx = whole(state.gradient_residual)
+    assert np.abs(residual_lsx).max() > 0.01 * np.abs(whole_lex).max() > 0
+    sums = [
+        array.astype(np.float64).sum((1, 2)) for array in (arrived_lex, residual_lsx)
+    ]
     assert_close(sum(sums), whole_lex.astype(np.float64).sum((1, 2)), dtype=np.float32)
     assert np.abs(sums[1]).min() > 1e-4 * np.abs(sum(sums)).max()
 
@@ -135,19 +139,19 @@ def test_the_same_where_experts_are_split_otherwise(mesh, remat):
 def test_a_skipped_update_keeps_what_was_kept(where):
     """Bit for bit, and parameters too; also where only what stays is not finite."""
     case = delta(RATIO)
-    plan = home_plan_of(case)
+    plan = home_plan(case)
     state, _ = run_step(case, begun(case), plan, 0)
     state = jax.device_get(state)
     if where == "params":
         bad = state.params["norm"]["scale_d"] * np.nan
         state = state.replace(params=state.params | {"norm": {"scale_d": bad}})
     else:
-        kept = state.kept_gradients.copy()
+        kept = state.gradient_residual.copy()
         kept[0, 1, 5] = np.inf
-        state = state.replace(kept_gradients=kept)
+        state = state.replace(gradient_residual=kept)
     after, metrics = run_step(case, jax.device_put(state, case.shardings), plan, 1)
     assert metrics.is_skipped
-    assert np.array_equal(whole(after.kept_gradients), state.kept_gradients)
+    assert np.array_equal(whole(after.gradient_residual), state.gradient_residual)
     same = jax.tree.map(
         lambda x, y: np.array_equal(x, y, equal_nan=True),
         jax.device_get(after.params),
@@ -161,8 +165,8 @@ def test_entries_alone_travel_and_the_prediction_says_so():
     """One all_to_all of bytes in the loop over layers, where whole gradients are
     reduce-scattered; in each step once, however many micro-batches."""
     case, exact = delta(RATIO), wire_case("delta", "float32")
-    ours = of_compiled(case.step.as_text())["ours"]
-    before = of_compiled(exact.step.as_text())["ours"]
+    ours = compiled_census(case.step.as_text())["ours"]
+    before = compiled_census(exact.step.as_text())["ours"]
     assert "reduce-scatter" in before
     assert "reduce-scatter" not in ours
     lines = [line for line in case.step.as_text().splitlines() if HLO.search(line)]
@@ -172,11 +176,11 @@ def test_entries_alone_travel_and_the_prediction_says_so():
     k, _ = domains.entries(SIZE, np.float32, RATIO)
     assert sent == MEMBERS * (2 * k + SCALE_BYTES)
     calibration = case.model.run.calibration
-    stream = stream_of(case.model.cfg, calibration)
+    stream = layer_traffic(case.model.cfg, calibration)
     found = predict(stream, (2, 2), calibration)
-    leaving = MICRO_BATCHES * found.bytes_of("all_to_all dc_expert gradients")
+    leaving = MICRO_BATCHES * found.total_bytes("all_to_all dc_expert gradients")
     assert leaving == pytest.approx(sent * (MEMBERS - 1) / MEMBERS)
-    assert not found.bytes_of("reduce_scatter")
+    assert not found.total_bytes("reduce_scatter")
 
 
 def test_what_moves_once_a_step_counts_for_each_micro_batch_by_its_share():
@@ -187,40 +191,42 @@ def test_what_moves_once_a_step_counts_for_each_micro_batch_by_its_share():
         found = predict(dataclasses.replace(here, **ratios), (8,), ideal(dc=1e8))
         sent = 7e6 / out / 4, *((7e6 / back / 4, 0) if back else (0, 7e6))
         kinds = "all_gather", "all_to_all", "reduce_scatter"
-        assert [found.bytes_of(kind) for kind in kinds] == pytest.approx(sent)
+        assert [found.total_bytes(kind) for kind in kinds] == pytest.approx(sent)
 
 
 @pytest.mark.slow
 def test_all_entries_are_whole_gradients_bit_for_bit(monkeypatch):
     """In float32, between pairs: as the transpose of the gather has them."""
-    model = model_of("delta", "float32")
+    model = make_context("delta", "float32")
     fields = {"domain": (2, 1), "gradient_compression": 1.0, "compression": "none"}
     dispatch = dataclasses.replace(model.cfg.dispatch, **fields)
     model = changed(model, dispatch=dispatch)
     monkeypatch.setattr(gradient_compression, "entries", lambda size, *_: (size, 1))
     monkeypatch.setattr(gradient_compression, "VALUE_DTYPE", "float32")
     state = init_state(model.run, model.optimizer)
-    masters, _ = take(state.params)
+    master_params, _ = take(state.params)
     placement, mesh_layout = home_placement(model.run), model.run.mesh_layout
 
     @jax.jit
-    def both(masters, seed):
-        def slots(masters):
-            def make(masters, placement):
-                return stores.slots(masters, placement, mesh_layout, jnp.float32)
+    def both(master_params, seed):
+        def slots(master_params):
+            def make(master_params, placement):
+                return stores.slots(master_params, placement, mesh_layout, jnp.float32)
 
-            return stores.slots_of_layers(make, masters, placement)
+            return stores.slots_of_layers(make, master_params, placement)
 
-        held, pull = jax.vjp(slots, masters)
+        held, pull = jax.vjp(slots, master_params)
         keys = jax.random.split(jax.random.key(seed), len(held))
         grads = {
             name: jax.random.normal(key, leaf.shape)
             for key, (name, leaf) in zip(keys, held.items())
         }
-        kept = state.kept_gradients
-        return pull(grads)[0], stores.scattered(grads, kept, mesh_layout, jnp.float32)
+        kept = state.gradient_residual
+        return pull(grads)[0], stores.scatter_gradients(
+            grads, kept, mesh_layout, jnp.float32
+        )
 
-    expected, (found, kept) = jax.device_get(both(masters, 0))
+    expected, (found, kept) = jax.device_get(both(master_params, 0))
     assert expected.keys() == found.keys()
     assert all(np.array_equal(found[n], expected[n]) for n in found)
     assert not kept.any()
@@ -247,8 +253,8 @@ def test_a_run_goes_on_with_what_was_kept(tmp_path):
     run may begin to compress gradients, and may end it."""
     job = job_of("(2, 2)", *BOTH)
     state = init_state(job.model.run, job.model.optimizer)
-    sharding = state.kept_gradients.sharding
-    kept = np.random.default_rng(0).normal(size=state.kept_gradients.shape)
+    sharding = state.gradient_residual.sharding
+    kept = np.random.default_rng(0).normal(size=state.gradient_residual.shape)
     kept = jax.device_put(kept.astype(np.float32), sharding)
     for name, one in (("kept", kept), ("off", None)):
         writer = Checkpointer(tmp_path / name, job.cfg.checkpoint)
@@ -257,7 +263,7 @@ def test_a_run_goes_on_with_what_was_kept(tmp_path):
             dispatch = dataclasses.replace(cfg.dispatch, gradient_compression=None)
             cfg = dataclasses.replace(cfg, dispatch=dispatch)
         meta = job.meta | {"config": cfg.to_dict()}
-        writer.save(3, state.replace(kept_gradients=one), meta)
+        writer.save(3, state.replace(gradient_residual=one), meta)
         writer.close()
 
     def restored(name, job):
@@ -267,20 +273,20 @@ def test_a_run_goes_on_with_what_was_kept(tmp_path):
         return state, "\n".join(said)
 
     same, said = restored("kept", job)
-    assert np.array_equal(whole(same.kept_gradients), whole(kept))
-    assert same.kept_gradients.sharding == sharding
+    assert np.array_equal(whole(same.gradient_residual), whole(kept))
+    assert same.gradient_residual.sharding == sharding
     assert "begins" not in said
     pairs, said = restored("kept", job_of("(2, 1)", *BOTH))
     held = job.cfg.moe.num_experts * 2
-    assert pairs.kept_gradients.shape == (kept.shape[0], held, kept.shape[2])
-    assert not whole(pairs.kept_gradients).any()
+    assert pairs.gradient_residual.shape == (kept.shape[0], held, kept.shape[2])
+    assert not whole(pairs.gradient_residual).any()
     assert "gradients begins at zero" in said
     begins, said = restored("off", job)
-    assert not whole(begins.kept_gradients).any()
-    assert begins.kept_gradients.shape == kept.shape
+    assert not whole(begins.gradient_residual).any()
+    assert begins.gradient_residual.shape == kept.shape
     assert "gradients begins at zero" in said
     ends, said = restored("kept", job_of("(2, 2)", BOTH[0]))
-    assert ends.kept_gradients is None
+    assert ends.gradient_residual is None
     assert "begins" not in said
 
 
@@ -290,9 +296,9 @@ def test_a_dry_run_counts_what_is_kept(capsys):
     job = job_of("(2, 2)", *BOTH)
     held = dry_run(job.cfg)["bytes_per_device"]
     layers, size = job.cfg.model.num_moe_layers, 3 * 32 * 32
-    assert held["kept_gradients"] == layers * MEMBERS * size * 4
-    assert held["slots"] == held["slot_gradients"] == held["kept_gradients"]
-    assert "kept_gradients" in capsys.readouterr().out
+    assert held["gradient_residual"] == layers * MEMBERS * size * 4
+    assert held["slots"] == held["slot_gradients"] == held["gradient_residual"]
+    assert "gradient_residual" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -308,7 +314,7 @@ def test_a_run_that_was_stopped_is_the_same_run(tmp_path):
     for run_dir, steps in zip((dirs[0], dirs[1], dirs[1]), (8, 4, 8)):
         ended = run(run_dir, *params, f"Train.num_steps = {steps}")
         assert ended.code == 0, ended.err
-    assert lines_of(dirs[0]) == lines_of(dirs[1])
+    assert metric_lines(dirs[0]) == metric_lines(dirs[1])
     arrays = [checkpoint_record(run_dir, 8)["arrays"] for run_dir in dirs]
-    assert "kept_gradients" in arrays[0]
+    assert "gradient_residual" in arrays[0]
     assert arrays[0] == arrays[1]

@@ -14,19 +14,19 @@ from moejax.plan.expert_plan import ExpertPlan
 from tests.support.close import assert_close
 from tests.support.primitives import equations
 from tests.support.random_plans import odd_plans, random_plan
-from tests.support.run_main import ROOT, lines_of
+from tests.support.run_main import ROOT, metric_lines
 from tests.support.run_main import run as run_main
 from tests.support.steps import (
     MICRO_BATCHES,
     ONE_EXPERT,
     SMALL,
     STORES,
-    Case,
     E,
     L,
+    StepCase,
+    case_maker,
     check_step,
     make_case,
-    make_case_of,
     model_from,
     one_step,
     warm_state,
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @functools.cache
-def merged_case(store: str) -> Case:
+def merged_case(store: str) -> StepCase:
     """The small step of support/steps.py over a group of eight: one expert each."""
     sizes = {"slots_per_device": 3, **STORES[store], "group": "data_expert"}
     if "offers_per_device" in sizes:
@@ -49,7 +49,7 @@ def merged_case(store: str) -> Case:
         dispatch=dataclasses.replace(SMALL.dispatch, **sizes),
         train=dataclasses.replace(SMALL.train, accumulate_steps=micro_batches),
     )
-    return make_case_of(model_from(cfg, "float32"))
+    return case_maker(model_from(cfg, "float32"))
 
 
 CASES = ["resident", "owned", "prefetched", "sharded"]
@@ -68,7 +68,7 @@ def test_a_merged_step_is_the_step_of_one_expert_axis(store):
         check_step(one_step(case, start, plan), expected, "float32")
 
 
-def gathered_over_data(case: Case) -> list[int]:
+def gathered_over_data(case: StepCase) -> list[int]:
     """Sizes of what our own gathers over data, and their transposes, take."""
     return [
         eqn.invars[0].aval.size
@@ -120,7 +120,7 @@ def test_a_checkpoint_goes_on_merged_and_back(tmp_path, is_back):
         assert "resumed at step 14" in leg(legs, 20)
 
     def losses(run_dir):
-        return np.float32([x["loss"] for x in lines_of(run_dir) if "loss" in x])
+        return np.float32([x["loss"] for x in metric_lines(run_dir) if "loss" in x])
 
     assert losses(legs).shape == (20 if is_back else 14,)
     assert_close(losses(legs), losses(plain)[: len(losses(legs))])

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from tests.support.close import assert_close
-from tests.support.gang import LiveGang
-from tests.support.run_main import lines_of
+from tests.support.run_main import metric_lines
 from tests.support.watched_run import BALANCED, config, restored, run_here, watched
+from tests.support.workers import LiveWorkers
 from train import job
 
 pytestmark = pytest.mark.slow
@@ -91,11 +91,15 @@ def test_two_processes_split_as_one(house, tmp_path, params):
     alone, run_dir = tmp_path / "alone", tmp_path / "gang"
     run_here(house, alone, *params)
     balanced = [f"--gin_file={BALANCED}"]
-    with LiveGang(run_dir, 2, *params, of_main=balanced) as live:
+    with LiveWorkers(run_dir, 2, *params, of_main=balanced) as live:
         ended = live.end()
     assert ended.code == 0, ended.err
     counted, expected = (
-        [{name: x.get(name) for name in COUNTED} for x in lines_of(r) if "loss" in x]
+        [
+            {name: x.get(name) for name in COUNTED}
+            for x in metric_lines(r)
+            if "loss" in x
+        ]
         for r in (run_dir, alone)
     )
     assert len(counted) == 24

@@ -10,8 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from moejax.axes import make_mesh
-from moejax.config import Config, Data, Moe, Optimizer, Router, Train
-from moejax.config import Model as ModelConfig
+from moejax.config import Config, Data, Model, Moe, Optimizer, Router, Train
 from moejax.moe.types import Windows
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Topology
@@ -20,11 +19,11 @@ from train.resolve.resolved import resolve
 from train.step.compiled import on_devices
 from train.step.optimizer import is_decayed, learning_rate, make_optimizer
 from train.step.state import abstract_state, init_state
-from train.step.step import Model, make_train_step, window_sharding
+from train.step.step import StepContext, make_train_step, window_sharding
 
 SMALL = Config(
     mesh=Topology(data=2, expert=4),
-    model=ModelConfig(
+    model=Model(
         vocab_size=64,
         d_model=32,
         num_layers=3,
@@ -62,7 +61,7 @@ def take_step(cfg: Config, optimizer=None, windows_bt=WINDOWS, change=lambda s: 
     optimizer = optimizer or keep_gradients()
     devices = jax.devices()[: cfg.mesh.num_devices]
     mesh = make_mesh(cfg.mesh, devices)
-    model = Model(resolve(cfg, mesh), optimizer)
+    model = StepContext(resolve(cfg, mesh), optimizer)
     plan = ExpertPlan.home_in(model.layout, cfg.model.num_moe_layers)
     placement = on_devices(plan, model.layout, mesh)
     state = change(init_state(model.run, optimizer))
@@ -159,8 +158,8 @@ def test_state_is_fully_sharded():
     small = state.params["norm"]["scale_d"]
     assert small.sharding.spec == P(), "what is small stays whole"
     moments = jax.tree.leaves(state.opt_state[1].mu)
-    masters = jax.tree.leaves(state.params)
-    assert [m.sharding for m in moments] == [p.sharding for p in masters]
+    master_params = jax.tree.leaves(state.params)
+    assert [m.sharding for m in moments] == [p.sharding for p in master_params]
 
 
 @pytest.mark.slow

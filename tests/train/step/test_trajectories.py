@@ -18,9 +18,9 @@ from tests.support.steps import (
     ONE_EXPERT,
     SPLITS,
     STORES,
-    Case,
     E,
     L,
+    StepCase,
     check_step,
     home,
     in_order,
@@ -33,7 +33,7 @@ from train.balance.migrate import Mover
 from train.step.expert_params import is_expert
 
 
-def plans_for(case: Case, seeds) -> dict[str, ExpertPlan]:
+def plans_for(case: StepCase, seeds) -> dict[str, ExpertPlan]:
     layout = case.model.layout
     plans = {"home": home(case)}
     if layout.split != "dynamic":

@@ -34,7 +34,7 @@ STUCK = 1.2
 POWER = 8
 """Of the norm of device times that steps lower. The plain maximum would stand still
 where two devices are equally full."""
-LEAST_GAIN = 5e-3
+MIN_GAIN = 5e-3
 """Share of that norm which a step must save: it bounds how many steps there are."""
 
 
@@ -44,7 +44,7 @@ def plan(
     """Per layer, the cheapest plan met on the way from `current`, which has the
     layout's size; from home where `current` is more than its budgets hold, and also
     where that way ends uneven."""
-    max_offers, max_copies = limits = limits_of(layout)
+    max_offers, max_copies = limits = max_budgets(layout)
     offers, copies = current.needs(layout.num_devices)
     if not current.is_logical or offers > max_offers or copies > max_copies:
         current = ExpertPlan.home_in(layout, len(load_lwe))
@@ -76,7 +76,7 @@ def sync_sec(num_experts: float, cost: CostModel) -> float:
     return num_experts * cost.bytes_per_expert / cost.bytes_per_sec
 
 
-def limits_of(layout: Layout) -> tuple[int, int]:
+def max_budgets(layout: Layout) -> tuple[int, int]:
     """Offers and copies that a device has room for; a sharded store has no budgets."""
     if layout.store == "sharded":
         return layout.experts_per_device, layout.slots_per_device
@@ -124,11 +124,11 @@ def adjust(state: Replicas, layout: Layout) -> np.ndarray:
 def plan_sec(state: Replicas) -> float:
     """The cost model's layer: compute and exchanges of the slowest devices (Eq. 5) and
     synchronisation (Eq. 9)."""
-    most_k = state.rows_kw.max(axis=1)
+    max_k = state.rows_kw.max(axis=1)
     sync = state.sync_oc[state.offers_w.max(), state.copies_w.max()]
     computed_sec, exchanged_sec = state.row_sec
     return float(
-        computed_sec * most_k[0] + exchanged_sec * max(most_k[1], most_k[2]) + sync
+        computed_sec * max_k[0] + exchanged_sec * max(max_k[1], max_k[2]) + sync
     )
 
 
@@ -261,4 +261,4 @@ def _power(time: np.ndarray) -> np.ndarray:
 
 
 def _to_beat(state: Replicas) -> float:
-    return float(_power(state.time_w).sum()) * (1 - LEAST_GAIN) ** POWER
+    return float(_power(state.time_w).sum()) * (1 - MIN_GAIN) ** POWER

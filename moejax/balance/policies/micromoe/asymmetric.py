@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 
 from moejax.balance.policies.micromoe.density import (
-    MOST_DEVICES,
+    MAX_DEVICES,
     dense_prefix,
-    held,
+    device_holds,
     in_sets,
     set_sizes,
     subset_sums,
@@ -43,7 +43,7 @@ NUM_MOVED = 24
 """Experts and copies inside the densest set that a change may move: the fullest."""
 NUM_DRIFTS = 4
 """Drifted loads that stand for all where there are too many sets to look at each."""
-LEAST_GAIN = 1e-4
+MIN_GAIN = 1e-4
 """Of a step of the search."""
 NOWHERE = -1
 """Device of a replica before it is made and after it is given up."""
@@ -121,7 +121,7 @@ def improved(
         pool_kw = np.unique(np.concatenate([crowds.is_in_kw, dense_kw]), axis=0)
         known_score = float(_crowds(trial_ws, pool_kw, task).score_k.max())
         trial_score = max(trial_score, known_score)
-        if trial_score < score - LEAST_GAIN:
+        if trial_score < score - MIN_GAIN:
             row_ws, score = trial_ws, trial_score
     return row_ws, score
 
@@ -130,7 +130,7 @@ def fill(slots: Slots, may_copy_e: np.ndarray, task: Drifting) -> np.ndarray:
     """Slots [w, s] without empty ones where a copy may be and some expert has rows."""
     row_ws = slots.row_ws.copy()
     has_load_e = task.rows_x[:-1] > 0
-    held_we = held(row_ws.reshape(-1), len(has_load_e), len(row_ws))
+    held_we = device_holds(row_ws.reshape(-1), len(has_load_e), len(row_ws))
     while True:
         room_w = ((row_ws == EMPTY) & slots.is_free_ws).sum(axis=1)
         allowed_we = ~held_we & (room_w > 0)[:, None]
@@ -149,8 +149,8 @@ def fill(slots: Slots, may_copy_e: np.ndarray, task: Drifting) -> np.ndarray:
 def scored(row_ws: np.ndarray, task: Drifting) -> tuple[float, np.ndarray]:
     """The score of a plan, and some of its densest sets, bool [k, w]; of more than 16
     devices that of the sets which are dense under drawn drifts: a lower bound."""
-    held_we = held(row_ws.reshape(-1), len(task.rows_x) - 1, len(row_ws))
-    if len(row_ws) > MOST_DEVICES:
+    held_we = device_holds(row_ws.reshape(-1), len(task.rows_x) - 1, len(row_ws))
+    if len(row_ws) > MAX_DEVICES:
         dense = [dense_prefix(held_we, load_e) for load_e in task.drawn_ne]
         dense_kw = np.array(dense)
         return float(_crowds(row_ws, dense_kw, task).score_k.max()), dense_kw
@@ -167,7 +167,7 @@ def scored(row_ws: np.ndarray, task: Drifting) -> tuple[float, np.ndarray]:
 def _crowds(row_ws: np.ndarray, is_in_kw: np.ndarray, task: Drifting) -> Crowds:
     """The densest of the pool."""
     num_experts = len(task.rows_x) - 1
-    held_we = held(row_ws.reshape(-1), num_experts, len(row_ws))
+    held_we = device_holds(row_ws.reshape(-1), num_experts, len(row_ws))
     absent_wk = np.zeros((len(row_ws) + 1, len(is_in_kw)), np.float32)
     absent_wk[:-1] = ~is_in_kw.T
     outside_xk = np.ones((num_experts + 1, len(is_in_kw)), np.float32)
@@ -208,14 +208,14 @@ def _best_change(
     gone_p, to_p = row_p[slot_p], device_p[slot_p]
 
     held_wx = np.zeros((num_devices + 1, len(task.rows_x)), bool)
-    held_wx[:-1, :-1] = held(row_p, len(may_copy_e), num_devices)
+    held_wx[:-1, :-1] = device_holds(row_p, len(may_copy_e), num_devices)
     allowed_mp = ~held_wx[to_p][:, expert_m].T & ~held_wx[from_m][:, gone_p]
     if not allowed_mp.any():
         return None
     cost_mp = _cost(_score_after(crowds, (expert_m, from_m), (gone_p, to_p), task))
     cost_mp[~allowed_mp] = np.inf
     m, p = divmod(int(cost_mp.argmin()), len(slot_p))
-    if not cost_mp[m, p] < _cost(crowds.score_k) - LEAST_GAIN:
+    if not cost_mp[m, p] < _cost(crowds.score_k) - MIN_GAIN:
         return None
     changed_p = row_p.copy()
     changed_p[slot_p[p]] = expert_m[m]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-MOST_DEVICES = 16
+MAX_DEVICES = 16
 """Of which all sets are looked at: 2^16 sums take a third of a millisecond."""
 NUM_SWEEPS = 8
 """Of water-filling before the search for paths, which are then few."""
@@ -48,13 +48,13 @@ def densest(row_p: np.ndarray, load_e: np.ndarray, num_devices: int) -> Densest:
     """The set that `density` is of; `row_p` has -1 in empty slots, and every expert
     with load has a slot."""
     load_e = np.asarray(load_e, float)
-    held_we = held(row_p, len(load_e), num_devices)
-    if num_devices <= MOST_DEVICES:
+    held_we = device_holds(row_p, len(load_e), num_devices)
+    if num_devices <= MAX_DEVICES:
         return _of_all_sets(held_we, load_e)
     return _by_paths(held_we, load_e)
 
 
-def held(row_p: np.ndarray, num_experts: int, num_devices: int) -> np.ndarray:
+def device_holds(row_p: np.ndarray, num_experts: int, num_devices: int) -> np.ndarray:
     """Whether a device holds an expert: bool [w, e]."""
     held_we = np.zeros((num_devices, num_experts), bool)
     slot_p = np.flatnonzero(row_p >= 0)
@@ -200,15 +200,15 @@ def _drain(flow: Flow, target: float, least: float) -> np.ndarray | None:
 def _shortest_path(flow: Flow, full: list[int], target: float, least: float):
     """How each reached device was come by - (expert, index from, index to) - and the
     first one below the target, if there is one."""
-    held = collections.defaultdict(list)
+    device_holds = collections.defaultdict(list)
     for e in flow.split:
         for i, w in enumerate(flow.devices[e]):
             if flow.rows[e][i] > least:
-                held[w].append((e, i))
+                device_holds[w].append((e, i))
     came = dict.fromkeys(full)
     queue = collections.deque(full)
     while queue:
-        for e, i in held[queue.popleft()]:
+        for e, i in device_holds[queue.popleft()]:
             for j, to in enumerate(flow.devices[e]):
                 if to not in came:
                     came[to] = (e, i, j)

@@ -84,11 +84,11 @@ def _kernel(job, table, count, *arrays, **scratch):
     ring.run_roles(barriers, block.each_tile, block.copy_in, block.compute)
 
 
-def call(x: Scaled, w: Scaled, rows_g: Array, dtype, tiles: Tiles, run: ring.Run):
+def call(x: Scaled, w: Scaled, rows_g: Array, dtype, tiles: Tiles, run: ring.KernelRun):
     """Rows of x [m, k] times those of their group's matrix in w [g, n, k], in dtype."""
     check(tiles)
     (num_rows, depth), (num_groups, width, _) = x.values.shape, w.values.shape
-    job = rows_kernel.Job(
+    job = rows_kernel.RowsProgram(
         tiles=tiles,
         is_transposed=True,
         num_steps=depth // BLOCK,
@@ -106,7 +106,7 @@ def call(x: Scaled, w: Scaled, rows_g: Array, dtype, tiles: Tiles, run: ring.Run
         scratch_types=slots
         | {"scale_slots": scales, **ring.ring_barriers(tiles.stages, 3)},
         kernel_name="grouped_rows_fp8",
-        **ring.grid_of(run),
+        **ring.kernel_arguments(run),
     )
     y = kernel(table, count, x.values, w.values, x.scale.T, w.scale)
     return varying_alike(y, rows_g, *x, *w)[0]

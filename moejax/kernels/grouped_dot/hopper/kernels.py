@@ -28,10 +28,10 @@ from moejax.kernels.grouped_dot.hopper import (
     rows_kernel,
     wgrad_kernel,
 )
-from moejax.kernels.grouped_dot.hopper.ring import Run
-from moejax.kernels.grouped_dot.hopper.rows_kernel import Job
+from moejax.kernels.grouped_dot.hopper.ring import KernelRun
+from moejax.kernels.grouped_dot.hopper.rows_kernel import RowsProgram
 from moejax.kernels.grouped_dot.products import Products, composed
-from moejax.kernels.shapes import Shape
+from moejax.kernels.shapes import ProductShape
 from moejax.kernels.tuning import Pass, Tiles, tiles_for
 
 DTYPES = ("bfloat16", "float16")
@@ -39,8 +39,8 @@ WIDTH_BYTES = 128
 """Of the widest swizzle. Tiled copies (TMA) see an array as tiles of ROWS x so much,
 and Mosaic lowers none where these leave a rest: it would lie in the next row."""
 ROWS = ring.SWIZZLED_ROWS
-LEAST_ROWS = 64
-ON_DEVICE = Run()
+MIN_ROWS = 64
+ON_DEVICE = KernelRun()
 
 
 def declines(
@@ -56,14 +56,14 @@ def declines(
             return f"a width of {width} is no multiple of {multiple} in {dtype.name}"
         if is_fp8 and width % BLOCK:
             return f"a width of {width} is no multiple of {BLOCK}, a block in fp8"
-    if num_rows < LEAST_ROWS:
-        return f"{num_rows} rows are less than a tile's {LEAST_ROWS}"
+    if num_rows < MIN_ROWS:
+        return f"{num_rows} rows are less than a tile's {MIN_ROWS}"
     if num_rows % ROWS:
         return f"{num_rows} rows are no multiple of {ROWS}"
     return None
 
 
-def products(run: Run = ON_DEVICE, fp8: str = "none") -> Products:
+def products(run: KernelRun = ON_DEVICE, fp8: str = "none") -> Products:
     """All of this room, each call with the tiles of its shape and device. In fp8 the
     halves of SwiGLU are passes after the products, and wgrad is as without."""
 
@@ -71,7 +71,7 @@ def products(run: Run = ON_DEVICE, fp8: str = "none") -> Products:
         def bound(*arrays):
             d, f = dims(*arrays)
             rows_g = arrays[-1]
-            shape = Shape(arrays[0].shape[0], d, f, rows_g.shape[0])
+            shape = ProductShape(arrays[0].shape[0], d, f, rows_g.shape[0])
             kind = device.device_here().device_kind
             return product(
                 *arrays, tiles_for(which, shape, arrays[0].dtype.name, kind), run
@@ -105,7 +105,7 @@ def forward(
     w_gdf: Float[Array, "g d f"],
     rows_g: Int[Array, " g"],
     tiles: Tiles,
-    run: Run = ON_DEVICE,
+    run: KernelRun = ON_DEVICE,
 ) -> Float[Array, "m f"]:
     """x @ w of each row's group."""
     return _product(x_md, w_gdf, rows_g, tiles, run, is_transposed=False)
@@ -116,7 +116,7 @@ def dgrad(
     w_gdf: Float[Array, "g d f"],
     rows_g: Int[Array, " g"],
     tiles: Tiles,
-    run: Run = ON_DEVICE,
+    run: KernelRun = ON_DEVICE,
 ) -> Float[Array, "m d"]:
     """dy @ w.T of each row's group; w is read as it lies."""
     return _product(dy_mf, w_gdf, rows_g, tiles, run, is_transposed=True)
@@ -127,7 +127,7 @@ def wgrad(
     dy_mf: Float[Array, "m f"],
     rows_g: Int[Array, " g"],
     tiles: Tiles,
-    run: Run = ON_DEVICE,
+    run: KernelRun = ON_DEVICE,
 ) -> Float[Array, "g d f"]:
     """x.T @ dy over the rows of each group; zero for an empty one."""
     _check(run, x_md, x_md.shape[1], dy_mf.shape[1])
@@ -139,7 +139,7 @@ def fp8_forward(
     w_gdf: Float[Array, "g d f"],
     rows_g: Int[Array, " g"],
     tiles: Tiles,
-    run: Run = ON_DEVICE,
+    run: KernelRun = ON_DEVICE,
 ) -> Float[Array, "m f"]:
     """x @ w of each row's group, both in e4m3. XLA rounds them first, and writes w
     transposed."""
@@ -154,7 +154,7 @@ def fp8_dgrad(
     w_gdf: Float[Array, "g d f"],
     rows_g: Int[Array, " g"],
     tiles: Tiles,
-    run: Run = ON_DEVICE,
+    run: KernelRun = ON_DEVICE,
     gradients: str = "e4m3",
 ) -> Float[Array, "m d"]:
     """dy @ w.T of each row's group, dy in this format and w in e4m3, as it lies."""
@@ -169,7 +169,7 @@ def swiglu(
     into_gdh: Float[Array, "g d 2f"],
     rows_g: Int[Array, " g"],
     tiles: Tiles,
-    run: Run = ON_DEVICE,
+    run: KernelRun = ON_DEVICE,
 ) -> tuple[Float[Array, "m f"], Float[Array, "m 2f"]]:
     """silu(gate) * up, and [gate, up] = x @ into of each row's group, which the
     backward pass needs. A block has the same columns of gate and of up."""
@@ -182,7 +182,7 @@ def swiglu(
         gate, up = (p.astype(x_md.dtype).astype(jnp.float32) for p in products)
         return gate * jax.nn.sigmoid(gate) * up, gate, up
 
-    job = Job(
+    job = RowsProgram(
         tiles=tiles,
         is_transposed=False,
         num_steps=pl.cdiv(d, tiles.depth),
@@ -204,7 +204,7 @@ def swiglu_dgrad(
     into_mh: Float[Array, "m 2f"],
     rows_g: Int[Array, " g"],
     tiles: Tiles,
-    run: Run = ON_DEVICE,
+    run: KernelRun = ON_DEVICE,
 ) -> tuple[Float[Array, "m 2f"], Float[Array, "m f"]]:
     """Gradients of [gate, up] where dy is that of (silu(gate) * up) @ down, and
     silu(gate) * up once more, for the gradient of down: nothing else keeps it."""
@@ -221,7 +221,7 @@ def swiglu_dgrad(
         zero = jnp.zeros_like(dh)
         return [jnp.where(is_padding, zero, v) for v in (dgate, dh * silu, silu * up)]
 
-    job = Job(
+    job = RowsProgram(
         tiles=tiles,
         is_transposed=True,
         num_steps=pl.cdiv(d, tiles.depth),
@@ -243,7 +243,7 @@ def _product(x, w, rows_g, tiles, run, *, is_transposed):
     num_rows, depth = x.shape
     width = w.shape[1 if is_transposed else 2]
     _check(run, x, depth, width)
-    job = Job(
+    job = RowsProgram(
         tiles=tiles,
         is_transposed=is_transposed,
         num_steps=pl.cdiv(depth, tiles.depth),
@@ -256,7 +256,7 @@ def _product(x, w, rows_g, tiles, run, *, is_transposed):
     return y
 
 
-def _check(run: Run, rows, *widths: int, is_fp8: bool = False) -> None:
+def _check(run: KernelRun, rows, *widths: int, is_fp8: bool = False) -> None:
     why = declines(rows.dtype, rows.shape[0], *widths, is_fp8=is_fp8)
     if run.interpret is None:
         why = device.why_not_hopper() or why

@@ -75,7 +75,7 @@ def swizzled(shape: tuple[int, ...], dtype):
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class KernelRun:
     """How a kernel is run, beside its tiles."""
 
     num_blocks: int | None = None
@@ -84,7 +84,7 @@ class Run:
     """plgpu.InterpretGPUParams, for tests on any device."""
 
 
-def grid_of(run: Run) -> dict[str, Any]:
+def kernel_arguments(run: KernelRun) -> dict[str, Any]:
     """Arguments of plgpu.kernel: two warpgroups a block and one that copies."""
     return {
         "interpret": run.interpret,

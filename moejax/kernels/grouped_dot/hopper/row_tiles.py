@@ -23,7 +23,7 @@ GROUP, START, LOW, HIGH = range(4)
 buffer, and which of its rows are the group's: LOW <= row < HIGH."""
 
 
-def most_tiles(num_rows: int, num_groups: int, tile_rows: int) -> int:
+def max_tiles(num_rows: int, num_groups: int, tile_rows: int) -> int:
     """At most so many tiles, however rows fall on groups and padding."""
     several = (num_groups + 1) * (tile_rows + ALIGNMENT - 2)
     return (num_rows + several) // tile_rows
@@ -38,7 +38,7 @@ def row_tiles(
     base_g = first_g - first_g % ALIGNMENT
     tiles_g = jnp.where(end_g > first_g, -(-(end_g - base_g) // tile_rows), 0)
     last_g = jnp.cumsum(tiles_g)
-    tile_t = jnp.arange(most_tiles(num_rows, num_groups, tile_rows))
+    tile_t = jnp.arange(max_tiles(num_rows, num_groups, tile_rows))
     group_t = jnp.searchsorted(last_g, tile_t, side="right", method="compare_all")
     group_t = jnp.minimum(group_t, num_groups)
     number_t = tile_t - (last_g - tiles_g)[group_t]

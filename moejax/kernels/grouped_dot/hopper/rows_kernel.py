@@ -29,7 +29,7 @@ from moejax.kernels.tuning import EDGE_ROWS, WARPGROUPS, Tiles
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class RowsProgram:
     """What a kernel computes; all of it is static."""
 
     tiles: Tiles
@@ -72,7 +72,7 @@ class _Tile:
 class Block:
     """The references of a running block."""
 
-    job: Job
+    job: RowsProgram
     table: Any
     count: Any
     x: Any
@@ -252,7 +252,7 @@ def _copy_rows(edge, shift, target, low, high):
     plgpu.commit_smem_to_gmem_group()
 
 
-def _kernel(job: Job, table, count, x, w, *rest, **scratch):
+def _kernel(job: RowsProgram, table, count, x, w, *rest, **scratch):
     sources, outputs = rest[: bool(job.sources)], rest[bool(job.sources) :]
     barriers = ring.Ring(scratch.pop("full"), scratch.pop("empty"), job.tiles.stages)
     loaded = scratch.pop("loaded", None)
@@ -261,7 +261,7 @@ def _kernel(job: Job, table, count, x, w, *rest, **scratch):
     ring.run_roles(barriers, block.each_tile, block.copy_in, block.compute)
 
 
-def scratch(job: Job, x_dtype, w_dtype, out_dtype) -> dict[str, Any]:
+def scratch(job: RowsProgram, x_dtype, w_dtype, out_dtype) -> dict[str, Any]:
     """What a block allocates, but for the barriers of its ring."""
     tiles, (own_rows, _) = job.tiles, job.tiles.own
     matrix = (tiles.depth, tiles.columns)
@@ -280,7 +280,13 @@ def scratch(job: Job, x_dtype, w_dtype, out_dtype) -> dict[str, Any]:
     return slots
 
 
-def call(job: Job, out_shapes: list[tuple[int, ...]], run: ring.Run, rows_g, *arrays):
+def call(
+    job: RowsProgram,
+    out_shapes: list[tuple[int, ...]],
+    run: ring.KernelRun,
+    rows_g,
+    *arrays,
+):
     x = arrays[0]
     table, count = row_tiles(rows_g, x.shape[0], job.tiles.rows)
     barriers = ring.ring_barriers(job.tiles.stages, 1 + len(job.products))
@@ -289,7 +295,7 @@ def call(job: Job, out_shapes: list[tuple[int, ...]], run: ring.Run, rows_g, *ar
         out_type=tuple(jax.ShapeDtypeStruct(shape, x.dtype) for shape in out_shapes),
         scratch_types=scratch(job, x.dtype, x.dtype, x.dtype) | barriers,
         kernel_name="grouped_rows",
-        **ring.grid_of(run),
+        **ring.kernel_arguments(run),
     )
     outputs = kernel(table, count, *arrays)
     # A kernel's outputs are typed as the same on all devices, whatever its inputs are.

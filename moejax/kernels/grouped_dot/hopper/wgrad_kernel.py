@@ -175,7 +175,7 @@ def _kernel(tiles: Tiles, table, x, dy, dw, *, full, empty, **scratch):
     ring.run_roles(barriers, block.each_tile, block.copy_in, block.compute)
 
 
-def call(x_md, dy_mf, rows_g, tiles: Tiles, run: ring.Run):
+def call(x_md, dy_mf, rows_g, tiles: Tiles, run: ring.KernelRun):
     """dw_gdf."""
     (num_rows, d), f = x_md.shape, dy_mf.shape[1]
     own_rows, own_columns = tiles.own
@@ -192,7 +192,7 @@ def call(x_md, dy_mf, rows_g, tiles: Tiles, run: ring.Run):
             **ring.ring_barriers(tiles.stages, 2),
         },
         kernel_name="grouped_matrices",
-        **ring.grid_of(run),
+        **ring.kernel_arguments(run),
     )
     dw_gdf = kernel(groups_table(rows_g, num_rows, tiles.depth), x_md, dy_mf)
     return varying_alike(dw_gdf, rows_g, x_md, dy_mf)[0]

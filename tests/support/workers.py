@@ -5,19 +5,19 @@ import pathlib
 
 from tests.support.run_main import ROOT, Live, command
 
-GANG = ROOT / "tests" / "support" / "gang.gin"
+WORKERS = ROOT / "tests" / "support" / "workers.gin"
 LAUNCHER = ROOT / "tools" / "launch" / "local.py"
 QUICK = ("Processes.heartbeat_sec = 10", "Processes.shutdown_sec = 20")
 
 
-class LiveGang(Live):
+class LiveWorkers(Live):
     """A gang that goes on; with its launcher it is killed when the block ends."""
 
     def __init__(
         self, run_dir: pathlib.Path, count: int, *params: str, flags=(), of_main=()
     ):
         """`flags` are the launcher's, `of_main` those of train/main.py."""
-        words = command(run_dir, *QUICK, *params, flags=of_main, gin_file=GANG)
+        words = command(run_dir, *QUICK, *params, flags=of_main, gin_file=WORKERS)
         launcher = [words[0], str(LAUNCHER), "-n", str(count), *flags, "--json", "--"]
         self.start(run_dir, [*launcher, *words[1:]])
 
@@ -39,9 +39,9 @@ class LiveGang(Live):
         return [found[index] for index in sorted(found)]
 
 
-def run_gang(run_dir: pathlib.Path, count: int, *params: str, flags=()):
+def run_workers(run_dir: pathlib.Path, count: int, *params: str, flags=()):
     """Ended; its out holds what process 0 said, and its last line is the launcher's."""
-    with LiveGang(run_dir, count, *params, flags=flags) as live:
+    with LiveWorkers(run_dir, count, *params, flags=flags) as live:
         return live.end()
 
 
