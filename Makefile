@@ -1,6 +1,6 @@
 # moejax: `make help` lists the targets.
 PYTHON ?= python3
-EXTRAS ?= dev
+EXTRAS ?= train,dev
 VENV := .venv
 RUN := $(VENV)/bin/python
 GIN ?= configs/tiny_cpu.gin
@@ -22,7 +22,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@$(RUN) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
-setup: $(VENV)/.stamp  ## the virtual environment alone (EXTRAS=dev,cuda13 on a GPU machine)
+setup: $(VENV)/.stamp  ## the virtual environment alone (EXTRAS=train,dev,cuda13 on a GPU machine)
 
 train: $(VENV)/.stamp  ## train the main job (GIN=configs/tiny_cpu.gin ARGS='--fresh')
 	@$(RUN) train/main.py --gin_file=$(GIN) $(ARGS)

@@ -8,14 +8,27 @@ import importlib
 
 _HOME = {
     "Config": "moejax.config",
+    "Dispatch": "moejax.config",
     "ExpertPlan": "moejax.plan.expert_plan",
     "Layout": "moejax.plan.layout",
-    "Topology": "moejax.plan.layout",
-    "make_mesh": "moejax.axes",
-    "Placement": "moejax.moe.types",
-    "RoutingStats": "moejax.moe.types",
+    "LayerSetup": "moejax.moe.setup",
+    "MeshAxes": "moejax.axes",
+    "Moe": "moejax.config",
     "MoeLayer": "moejax.moe.layer",
+    "Placement": "moejax.moe.types",
+    "Router": "moejax.config",
+    "RouterLosses": "moejax.moe.types",
+    "RoutingStats": "moejax.moe.types",
+    "Topology": "moejax.plan.layout",
     "Transformer": "moejax.model.transformer",
+    "make_mesh": "moejax.axes",
+    "make_plan": "moejax.resolve.layer",
+    "moe_layer": "moejax.moe.layer",
+    "router_losses": "moejax.moe.route",
+    "set_up": "moejax.resolve.layer",
+    "shard": "moejax.moe.setup",
+    "update_bias": "moejax.moe.route",
+    "weighted_loss": "moejax.moe.route",
 }
 
 __all__ = list(_HOME)

@@ -16,6 +16,7 @@ A *group* is the devices between which rows travel: along expert, or along data 
 and expert merged, the expert axis innermost (Layout.axes).
 """
 
+import dataclasses
 import math
 
 import jax
@@ -29,12 +30,66 @@ DC, DATA, EXPERT, TENSOR = AXES = ("dc", "data", "expert", "tensor")
 BATCH_AXES = (DC, DATA, EXPERT)
 """A batch is split over all three: experts share data parallelism's devices."""
 FSDP_AXES = (DATA, EXPERT)
-"""Dense parameters and their moments exist once per dc, split over these."""
+"""Dense parameters and their moments are split over these: they exist once per dc."""
 AUTO = (AxisType.Auto,)
 
 
+@dataclasses.dataclass(frozen=True)
+class MeshAxes:
+    """Name of the mesh axis that has each role. None means that the mesh has no such
+    axis, which is as if it had one device along it."""
+
+    dc: str | None = None
+    data: str | None = None
+    expert: str | None = None
+    tensor: str | None = None
+
+    @classmethod
+    def by_role(cls, mesh: Mesh | AbstractMesh) -> "MeshAxes":
+        """Return the axes of a mesh that are named as their roles."""
+        return cls(**{role: role for role in AXES if role in mesh.axis_names})
+
+    def axis(self, role: str) -> str | None:
+        """Return the name of the axis that has a role."""
+        return getattr(self, role)
+
+    def role(self, axis: str) -> str | None:
+        """Return the role of the axis with a name."""
+        return next((role for role in AXES if self.axis(role) == axis), None)
+
+    def topology(self, mesh: Mesh | AbstractMesh) -> Topology:
+        """Return the number of devices along each role's axis.
+
+        Raises ValueError where a named axis is not in the mesh, where one axis has two
+        roles, and where an axis of several devices has none.
+        """
+        names = [name for name in map(self.axis, AXES) if name is not None]
+        has = f"the mesh has axes {mesh.axis_names}"
+        for role in AXES:
+            name = self.axis(role)
+            if name is not None and name not in mesh.axis_names:
+                raise ValueError(
+                    f"{has} and none named {name!r}: say which one has the role "
+                    f"{role}, as MeshAxes({role}={mesh.axis_names[-1]!r})"
+                )
+            if name is not None and names.count(name) > 1:
+                raise ValueError(f"{has}, and {name!r} has two roles in {self}")
+        for name, size in mesh.shape.items():
+            if size > 1 and name not in names:
+                raise ValueError(
+                    f"{has}, and {name!r} ({size} devices) has no role among "
+                    f"{', '.join(AXES)}: give it one, as MeshAxes(data={name!r})"
+                )
+        sizes = (mesh.shape[n] if n else 1 for n in map(self.axis, AXES))
+        return Topology(*sizes)
+
+
+OWN_NAMES = MeshAxes(*AXES)
+"""The names that `make_mesh` gives."""
+
+
 def make_mesh(topology: Topology, devices: list[jax.Device] | None = None) -> Mesh:
-    """A mesh with all four axes, in Auto mode, over `devices` (default: all).
+    """Return a mesh with all four axes, in Auto mode, over `devices` (default: all).
 
     Raises ValueError when the sizes do not multiply to the number of devices.
     Auto, because the model is written for one device and the partitioner splits it;
@@ -52,11 +107,19 @@ def make_mesh(topology: Topology, devices: list[jax.Device] | None = None) -> Me
 
 
 def split(mesh: Mesh | AbstractMesh, inner: dict[str, int]):
-    """The same devices in the same order, with axes cut in two: `inner` has the size of
-    an axis's inner part, and the names become axis_outer and axis_inner.
+    """Return a mesh of the same devices in the same order with axes cut in two.
 
-    ValueError where an inner size does not divide its axis.
+    `inner` has the size of the inner part of each such axis. The names of the parts are
+    axis_outer and axis_inner. Raises ValueError where a size does not divide its axis.
     """
+    if not inner:
+        return mesh
+    if is_explicit(mesh):
+        raise ValueError(
+            f"the layout cuts mesh axes {', '.join(inner)} in two, and the mesh has "
+            "Explicit axes: make it with axis_types=(AxisType.Auto,) * "
+            f"{len(mesh.axis_names)}"
+        )
     sizes: dict[str, int] = {}
     for axis, size in mesh.shape.items():
         if axis not in inner:
@@ -76,13 +139,26 @@ def split(mesh: Mesh | AbstractMesh, inner: dict[str, int]):
 
 
 def sharding(mesh: Mesh, *dims: str | tuple[str, ...] | None) -> NamedSharding:
-    """NamedSharding of an array whose dims are split over these axes."""
+    """Return the NamedSharding of an array whose dims are split over these axes."""
     return NamedSharding(mesh, PartitionSpec(*dims))
 
 
+def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
+    """Return whether the types of arrays carry their sharding on this mesh (JAX's
+    explicit mode, the default of `jax.make_mesh`)."""
+    return AxisType.Explicit in mesh.axis_types
+
+
+def put(value: jax.Array, where: NamedSharding) -> jax.Array:
+    """Return the array with a sharding, inside a jitted function or outside."""
+    if is_explicit(where.mesh) and isinstance(value, jax.core.Tracer):
+        return jax.sharding.reshard(value, where)
+    return jax.device_put(value, where)
+
+
 def everywhere(tree, mesh: Mesh):
-    """NumPy arrays, equal in all processes, whole on every device; unlike device_put,
-    no process asks another whether they are."""
+    """Put NumPy arrays, equal in all processes, whole on every device of a mesh. Unlike
+    device_put, this does not compare the arrays of different processes."""
     whole = sharding(mesh)
     return jax.tree.map(
         lambda leaf: jax.make_array_from_callback(
@@ -93,6 +169,6 @@ def everywhere(tree, mesh: Mesh):
 
 
 def axis_size(mesh: Mesh, axes: AxisNames) -> int:
-    """Number of devices along one axis or a tuple of axes."""
+    """Return the number of devices along one axis or a tuple of axes."""
     axes = (axes,) if isinstance(axes, str) else axes
     return math.prod(mesh.shape[a] for a in axes)

@@ -137,7 +137,7 @@ def compile_sec(cfg: Config, mesh) -> float:
     """Of the train step, traced, lowered and compiled anew."""
     import jax
 
-    from train.resolve.resolved import resolve
+    from moejax.resolve.resolved import resolve
     from train.step.compiled import make_model, trace_train_step
 
     is_cached = jax.config.jax_enable_compilation_cache

@@ -65,7 +65,7 @@ def census(cfg: Config) -> dict:
 def lowered(cfg: Config, transport: str):
     """The traced step of cfg with this transport."""
     from moejax.axes import make_mesh
-    from train.resolve.resolved import resolve
+    from moejax.resolve.resolved import resolve
     from train.step.compiled import make_model, trace_train_step
 
     dispatch = dataclasses.replace(cfg.dispatch, transport=transport)

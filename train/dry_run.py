@@ -10,7 +10,7 @@ from moejax.config import Config
 from moejax.model.flops import flops_per_token, num_params
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
-from train.resolve.resolved import Resolved, resolve
+from moejax.resolve.resolved import Resolved, resolve
 from train.step.compiled import make_model
 from train.step.state import abstract_state, bytes_per_device, compresses_gradients
 

@@ -13,9 +13,9 @@ from moejax.axes import make_mesh
 from moejax.config import Config
 from moejax.moe import recorded
 from moejax.moe.layer import check_device
+from moejax.resolve.resolved import resolve
 from train import data
 from train.checkpoint.identity import FORMAT
-from train.resolve.resolved import resolve
 from train.step.compiled import make_model
 from train.step.step import StepContext, window_sharding
 

@@ -16,6 +16,8 @@ import json
 
 import numpy as np
 
+from moejax.plan.layout import Layout
+
 WINDOW_STEPS = 100
 """Over how many observed steps the fullest pair is remembered."""
 
@@ -167,3 +169,24 @@ def _lag_steps(tracker: LoadTracker) -> float:
     """By how many steps a moving average of every step lags a ramp: d / (1 - d)."""
     decay = 2.0 ** (-1.0 / tracker.half_life_steps)
     return decay / (1.0 - decay)
+
+
+def by_owner(
+    tokens_lwe: np.ndarray, sizes: dict[str, int], layout: Layout
+) -> np.ndarray:
+    """Return choices of each expert by the owner that has the tokens, mean over groups.
+
+    `tokens_lwe` counts choices by device that splits the batch (RoutingStats); `sizes`
+    are devices along dc, data and expert, in the order of the mesh. Where the owners of
+    experts are more than the devices that split the batch, the tensor axis among them,
+    each of those has its part; where several devices share one owner's experts, their
+    sum.
+    """
+    num_layers, _, num_experts = tokens_lwe.shape
+    load = tokens_lwe.reshape(num_layers, *sizes.values(), num_experts)
+    outside = tuple(1 + i for i, axis in enumerate(sizes) if axis not in layout.axes)
+    load_lwe = load.mean(axis=outside).reshape(num_layers, -1, num_experts)
+    w, sources = layout.num_devices, load_lwe.shape[1]
+    if sources < w:
+        return np.repeat(load_lwe, w // sources, axis=1) / (w // sources)
+    return load_lwe.reshape(num_layers, w, -1, num_experts).sum(axis=2)

@@ -10,7 +10,6 @@ Every arrow into a part passes an RMSNorm of its own.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 from flax import nnx
 from jax.sharding import Mesh
@@ -55,8 +54,7 @@ class Block(nnx.Module):
         self.mesh = mesh
         width = moe.num_shared_experts * moe.d_expert if is_moe else model.d_ff
         self.dense = SwiGlu(model.d_model, width, mesh, rngs) if width else None
-        layer = partial(MoeLayer, moe, cfg.router, model.d_model, mesh, rngs)
-        self.moe = layer() if is_moe else None
+        self.moe = MoeLayer(moe, model.d_model, rngs) if is_moe else None
         has_shortcut = is_moe and model.block == "shortcut"
         self.routed_norm = (
             RmsNorm(model.d_model, model.norm_eps) if has_shortcut else None

@@ -38,7 +38,7 @@ def param_sharding(
     """Where a parameter rests; `stacked` ones have a leading layer dim. Experts lie as
     `store` wants them, along the axes of `mesh_layout`."""
     shape = variable.shape[1:] if stacked else variable.shape
-    dims = variable.get_metadata().get("dims")
+    dims = variable.get_metadata().get("expert_dims")
     if dims is not None:
         mesh, split = (
             mesh_layout.mesh,

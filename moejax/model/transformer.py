@@ -26,6 +26,7 @@ from moejax.moe.dense import dense
 from moejax.moe.exchange.dispatch import ROWS
 from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.route import ROUTES
+from moejax.moe.setup import LayerSetup
 from moejax.moe.types import LayerSums, Placement
 from moejax.moe.weights import stores
 from moejax.moe.weights.stores import Weights
@@ -179,17 +180,17 @@ class Transformer(nnx.Module):
             if chance_e is not None:
                 start_bt = jax.random.uniform(key, tokens_bt.shape)
                 forced_btk = recorded.choose(chance_e, start_bt, moe.top_k)
-            args = placement, slot_source.layout, jitter_btd
+            args = placement, setup
             if step_inputs is not None and step_inputs.is_dense:
-                return lambda layer, x_btd: dense(layer, x_btd, *args)
+                return lambda layer, x_btd: dense(layer, x_btd, *args, jitter_btd)
+            options = {"jitter_btd": jitter_btd, "forced_btk": forced_btk}
 
             def routed(layer, x_btd):
                 ready = slots
                 if slots is None and tracked_sx is not None:
-                    mesh_layout = on_mesh(self.mesh, slot_source.layout)
-                    of_layer = placement, mesh_layout, x_btd.dtype, tracked_sx
+                    of_layer = placement, setup.mesh_layout, x_btd.dtype, tracked_sx
                     ready = layer.slots(*of_layer)
-                return layer(x_btd, *args, forced_btk, ready)
+                return layer(x_btd, *args, slots=ready, **options)
 
             return routed
 
@@ -197,11 +198,16 @@ class Transformer(nnx.Module):
         keys_l = None
         if step_inputs is not None and (step_inputs.jitter or chance_le is not None):
             keys_l = jax.random.split(step_inputs.key, model.num_moe_layers)
+        setup = self._setup(slot_source.layout)
         per_layer = slot_source.placement, chance_le, keys_l, slot_source.tracked_lsx
         routing = per_layer, routed_by
         carry = (*carry[:2], slot_source.first)
         carry, sums = _scan(self.cycles, carry, context, routing, slot_source, model)
         return self.norm(carry[0]), sums, carry[1]
+
+    def _setup(self, layout: Layout) -> LayerSetup:
+        cfg = self.cfg
+        return LayerSetup(cfg.moe, cfg.router, cfg.model.d_model, layout, self.mesh)
 
     @property
     def _dtype(self):

@@ -1,4 +1,4 @@
-"""An MoE layer in which every expert computes every token: dense training (DS-MoE).
+"""Dense training of an MoE layer (DS-MoE): every expert computes every token.
 
     tokens of a group, gathered   [n w, d]    on each of its w devices
     own experts, one by one       [n w, d]    times their gates, added up
@@ -20,32 +20,32 @@ from jaxtyping import Array, Float
 from moejax.kernels import varying_alike, zeros_varying_as
 from moejax.moe import route as routing
 from moejax.moe.layer import SUMS, MoeLayer, Static, whole
-from moejax.moe.mesh_roles import MeshLayout, index_along, on_mesh
+from moejax.moe.mesh_roles import MeshLayout, index_along
+from moejax.moe.setup import LayerSetup
 from moejax.moe.types import LayerSums, Placement
 from moejax.moe.weights import stores
-from moejax.plan.layout import Layout
 
 
 def dense(
     layer: MoeLayer,
     x_btd: Float[Array, "b t d"],
     placement: Placement,
-    layout: Layout,
+    setup: LayerSetup,
     jitter_btd: Float[Array, "b t d"] | None = None,
 ) -> tuple[Float[Array, "b t d"], LayerSums]:
-    """Sum over all experts of gate times output, and every device's sums, as of
-    MoeLayer with top_k = num_experts; tokens_e counts the top_k that evaluation would
-    take. `placement` is of this layer alone, without replicas.
+    """Return the sum over all experts of gate times output, and sums of each device, as
+    `moe_layer` does with top_k = num_experts. tokens_e counts the top_k experts that
+    evaluation would choose. `placement` is of one layer, without replicas.
 
-    Tokens travel and not experts: n w d elements out and n w d home, whatever the width
-    of experts, and no device ever holds another's weights. Of activations it has the
-    group's tokens and the hidden width of one expert for them: that is computed again
-    in the backward pass.
+    Tokens travel, experts do not: n w d elements in each direction, whatever the width
+    of experts. A device holds the activations of the group's tokens for one expert at a
+    time, and computes them again in the backward pass.
     """
-    mesh_layout = on_mesh(layer.mesh, layout)
+    setup.check(x_btd, placement, jitter_btd=jitter_btd)
+    mesh_layout = setup.mesh_layout
     batch, specs = P(mesh_layout.batch_axes), stores.slot_specs(mesh_layout)
     optional = {} if jitter_btd is None else {"jitter_btd": jitter_btd}
-    static = Static(layer.cfg.top_k, layer.router, mesh_layout)
+    static = Static(setup.moe.top_k, setup.router, mesh_layout)
     body = jax.shard_map(
         partial(_body, static=static),
         mesh=mesh_layout.mesh,
@@ -60,7 +60,8 @@ def dense(
 def _body(
     x_btd, router_de, bias_e, owned_e, master_params, optional, *, static: Static
 ):
-    """One device's share; x_btd holds its own sequences, whole on the tensor axis."""
+    """Compute the layer for x_btd, the sequences of one device. Devices along the
+    tensor axis have the same sequences."""
     (b, t, d), mesh_layout = x_btd.shape, static.mesh_layout
     x_nd = x_btd.reshape(b * t, d)
     routed_nd = x_nd
@@ -94,8 +95,10 @@ def everywhere(
     weights: stores.Weights,
     mesh_layout: MeshLayout,
 ) -> Float[Array, "n d"]:
-    """Own tokens through the experts of all owners and shards; `own_e` numbers those
-    of this device, whose `weights` are into_sdh and down_sfd."""
+    """Return the sum over all experts of gate times output, for this device's tokens.
+
+    `own_e` are the experts of this device, and `weights` theirs: into_sdh, down_sfd.
+    """
     axes, parts = _source_axes(mesh_layout), mesh_layout.tensor_axes
     if parts:  # before tokens travel: gradients are summed over tensor at home
         x_nd, gate_ne = (jax.lax.pcast(v, parts, to="varying") for v in (x_nd, gate_ne))
@@ -125,11 +128,12 @@ def everywhere(
 
 
 def _source_axes(mesh_layout: MeshLayout) -> tuple[str, ...]:
-    """Along which both experts and tokens differ."""
+    """Return the mesh axes along which both experts and tokens differ."""
     expert_axes = mesh_layout.owner_axes + mesh_layout.shard_axes
     return tuple(axis for axis in expert_axes if axis not in mesh_layout.tensor_axes)
 
 
 def _num_sources(mesh_layout: MeshLayout) -> int:
+    """Return the number of devices whose tokens one device computes."""
     axes = _source_axes(mesh_layout)
     return jax.lax.axis_size(axes) if axes else 1

@@ -1,4 +1,7 @@
-"""The MoE layer: a module that owns parameters, and the short body of its shard_map."""
+"""The MoE layer: an NNX module with its parameters, and a function of them.
+
+The body of the layer runs on each device inside one `shard_map`.
+"""
 
 import dataclasses
 from functools import partial
@@ -7,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from moejax.axes import is_explicit
 from moejax.config import Moe, Router
 from moejax.kernels import varying_alike
 from moejax.kernels.device import is_hopper
@@ -20,34 +24,34 @@ from moejax.moe import route as routing
 from moejax.moe.exchange import schedules
 from moejax.moe.exchange.manifest import manifest, num_dropped, pair_to_fit, rows_here
 from moejax.moe.exchange.rounds import Experts, exchange, num_rounds
-from moejax.moe.mesh_roles import MeshLayout, on_mesh
+from moejax.moe.mesh_roles import MeshLayout
+from moejax.moe.setup import LayerSetup
 from moejax.moe.types import LayerSums, Placement
 from moejax.moe.weights import stores
 from moejax.plan.edge_coloring import max_colors
 from moejax.plan.layout import Fp8, Layout
 
 ROUTER_FAN = 10
-"""The router starts with a tenth of the usual variance (Switch, section 2.4): logits
-near zero, loads near even."""
+"""Divisor of the router's initial variance: a tenth of the usual one (Switch, section
+2.4) gives logits near zero and loads that are nearly even."""
 
 
 class RouterBias(nnx.Variable):
-    """Expert bias of aux-loss-free balancing: moved by loads, not by gradients."""
+    """Bias of each expert's score in aux-loss-free balancing; loads move it, gradients
+    do not."""
 
 
 class MoeLayer(nnx.Module):
-    """Router, experts e of width f, in logical order; float32 masters.
+    """Router and experts of one MoE layer, as float32 parameters in logical order.
 
-    Expert weights are split over their owners by e, and by their hidden width f over
-    shards and, where they rest, over data
-    (moejax.moe.weights.stores.master_param_spec).
+    router_de [d, e], bias_e [e], gate_edf and up_edf [e, d, f], down_efd [e, f, d]: d
+    is the model's width, e counts experts, f is the hidden width of one. They do not
+    depend on mesh, layout or plan, all of which come with a call. `moejax.shard` puts
+    them on a mesh.
     """
 
-    def __init__(
-        self, cfg: Moe, router: Router, d_model: int, mesh: Mesh, rngs: nnx.Rngs
-    ):
-        e, d, f = cfg.num_experts, d_model, cfg.d_expert
-        self.cfg, self.router, self.mesh = cfg, router, mesh
+    def __init__(self, moe: Moe, d_model: int, rngs: nnx.Rngs):
+        e, d, f = moe.num_experts, d_model, moe.d_expert
         self.router_de = _param(rngs, (d, e), ROUTER_FAN * d)
         self.bias_e = RouterBias(jnp.zeros(e, jnp.float32))
         self.gate_edf = _param(rngs, (e, d, f), d, "edf")
@@ -58,39 +62,16 @@ class MoeLayer(nnx.Module):
         self,
         x_btd: Float[Array, "b t d"],
         placement: Placement,
-        layout: Layout,
-        jitter_btd: Float[Array, "b t d"] | None = None,
-        forced_btk: Int[Array, "b t k"] | None = None,
-        slots: stores.Weights | None = None,
-        experts: Experts | None = None,
+        setup: LayerSetup,
+        **options,
     ) -> tuple[Float[Array, "b t d"], LayerSums]:
-        """Output and every device's sums (leading dim: dc * data * expert devices).
+        """Return `moe_layer` of this layer's parameters; `options` are its own."""
+        return moe_layer(self.params(), x_btd, placement, setup, **options)
 
-        `placement` is of this layer alone. `jitter_btd` multiplies the router's input;
-        `forced_btk` replaces its choice; `slots` are this layer's, where they exist
-        already; `experts` computes the rows of this device's slots (None: `swiglu`, by
-        the layout's kernels).
-        """
-        mesh_layout = on_mesh(self.mesh, layout)
-        if layout.split == "dynamic":  # copies travel when the loads are known
-            slots = stores.join_gate_up(self.master_params(), x_btd.dtype)
-        elif slots is None:
-            slots = self.slots(placement, mesh_layout, x_btd.dtype)
-        optional = {"jitter_btd": jitter_btd, "forced_btk": forced_btk}
-        optional = {k: v for k, v in optional.items() if v is not None}
-        batch, slot_specs = P(mesh_layout.batch_axes), stores.slot_specs(mesh_layout)
-        experts = experts or _make_experts(layout)
-        static = Static(self.cfg.top_k, self.router, mesh_layout, experts)
-        body = jax.shard_map(
-            partial(_body, static=static),
-            mesh=mesh_layout.mesh,
-            in_specs=(batch, P(), P(), P(), slot_specs, dict.fromkeys(optional, batch)),
-            out_specs=(batch, jax.tree.map(lambda _: batch, SUMS)),
-        )
-        y_btd, sums = body(
-            x_btd, self.router_de[...], self.bias_e[...], placement, slots, optional
-        )
-        return y_btd, sums
+    def params(self) -> stores.Weights:
+        """Return the parameters by name, as `moe_layer` takes them."""
+        names = ("router_de", "bias_e", *stores.EXPERT_PARAMS)
+        return {name: getattr(self, name)[...] for name in names}
 
     def slots(
         self,
@@ -99,37 +80,112 @@ class MoeLayer(nnx.Module):
         dtype,
         tracked_sx: Float[Array, "s x"] | None = None,
     ) -> stores.Weights:
-        """Return the weights of all slots, made from the masters.
+        """Return the weights of all slots, made from the float32 parameters.
 
-        `tracked_sx` is what the layer's domains hold of experts that travel compressed;
-        None: they travel whole.
+        `tracked_sx` are the copies of compressed experts that the domains hold; None:
+        experts travel uncompressed.
         """
         return stores.slots(
             self.master_params(), placement, mesh_layout, dtype, tracked_sx
         )
 
     def master_params(self) -> stores.Weights:
+        """Return the float32 weights of all experts: gate_edf, up_edf, down_efd."""
         return {name: getattr(self, name)[...] for name in stores.EXPERT_PARAMS}
+
+
+def moe_layer(
+    params: stores.Weights,
+    x_btd: Float[Array, "b t d"],
+    placement: Placement,
+    setup: LayerSetup,
+    *,
+    jitter_btd: Float[Array, "b t d"] | None = None,
+    forced_btk: Int[Array, "b t k"] | None = None,
+    slots: stores.Weights | None = None,
+    experts: Experts | None = None,
+) -> tuple[Float[Array, "b t d"], LayerSums]:
+    """Return what an MoE layer makes of tokens, and sums for losses and statistics.
+
+    1. Make the weights of the slots that the placement gives to each device.
+    2. Route each token to its top_k experts, in float32.
+    3. Choose a replica for each row, and exchange rows by all_to_all.
+    4. Compute the rows of each slot by one grouped SwiGLU.
+    5. Bring results home, and add them up, weighted by their gates.
+
+    The output has x's shape and dtype, which is the dtype that experts compute in. Sums
+    [w, ..] are of each of the w devices that split the batch: `router_losses` and
+    `RoutingStats.from_sums` take them.
+
+    `params` are router_de, bias_e, gate_edf, up_edf and down_efd. `placement` is of one
+    layer (`setup.place(plan).layer(i)`). `jitter_btd` multiplies the router's input;
+    `forced_btk` replaces its choice; `slots` are the weights of all slots where they
+    exist already; `experts` computes the rows of a device's slots (None: `swiglu`, by
+    the layout's kernels).
+
+    Raises ValueError, one line, for shapes that do not fit the setup.
+    """
+    setup.check(x_btd, placement, forced_btk, jitter_btd)
+    layout, mesh_layout = setup.layout, setup.mesh_layout
+    came_as = jax.typeof(x_btd).sharding
+    x_btd = _laid(x_btd, setup.batch_sharding)
+    optional = {"jitter_btd": jitter_btd, "forced_btk": forced_btk}
+    optional = {
+        k: _laid(v, setup.batch_sharding) for k, v in optional.items() if v is not None
+    }
+    router = [_laid(params[k], setup.param_sharding()) for k in ("router_de", "bias_e")]
+    if slots is None:
+        slots = _slots(params, placement, setup, x_btd.dtype)
+    batch, slot_specs = P(mesh_layout.batch_axes), stores.slot_specs(mesh_layout)
+    experts = experts or _make_experts(layout)
+    static = Static(setup.moe.top_k, setup.router, mesh_layout, experts)
+    body = jax.shard_map(
+        partial(_body, static=static),
+        mesh=mesh_layout.mesh,
+        in_specs=(batch, P(), P(), P(), slot_specs, dict.fromkeys(optional, batch)),
+        out_specs=(batch, jax.tree.map(lambda _: batch, SUMS)),
+    )
+    y_btd, sums = body(x_btd, *router, placement, slots, optional)
+    return _laid(y_btd, came_as), sums
+
+
+def _slots(params, placement, setup: LayerSetup, dtype) -> stores.Weights:
+    """Return the weights of all slots; of own experts alone where copies travel when
+    the loads are known."""
+    dims = dict(zip(stores.EXPERT_PARAMS, stores.EXPERT_DIMS))
+    experts = {k: _laid(params[k], setup.param_sharding(d)) for k, d in dims.items()}
+    if setup.layout.split == "dynamic":
+        return stores.join_gate_up(experts, dtype)
+    return stores.slots(experts, placement, setup.mesh_layout, dtype)
+
+
+def _laid(value: Array, where) -> Array:
+    """Return the array with a sharding, where types carry shardings; elsewhere the
+    partitioner sees to it."""
+    if isinstance(where, NamedSharding) and is_explicit(where.mesh):
+        return jax.sharding.reshard(value, where)
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What the body of a layer is compiled for, beside shapes."""
+    """Static arguments of the body that a device runs."""
 
     top_k: int
     router: Router
     mesh_layout: MeshLayout
     experts: Experts | None = None
-    """What computes rows; None: the dense layer (moejax.moe.dense), which has none."""
+    """Function that computes rows; None: the dense layer (moejax.moe.dense), which has
+    no rows."""
 
 
 SUMS = LayerSums(*[0] * 10)
-"""Their structure."""
+"""The structure of LayerSums, for specs of shard_map."""
 
 
 def _body(x_btd, router_de, bias_e, placement, slots, optional, *, static: Static):
-    """One device's share of the layer; x_btd holds its own sequences, whole on the
-    tensor axis."""
+    """Compute the layer for x_btd, the sequences of one device. Devices along the
+    tensor axis have the same sequences."""
     b, t, d = x_btd.shape
     mesh_layout, exchanged = static.mesh_layout, static.mesh_layout.exchanged
     given = {"x_btd": x_btd} | optional
@@ -167,8 +223,8 @@ def _body(x_btd, router_de, bias_e, placement, slots, optional, *, static: Stati
 
 
 def _sums(score_ne, logit_ne, expert_nk, peer_nk, sent, seq_len, mesh_layout):
-    """What this device's tokens add to losses and statistics, equal on the devices of
-    its tensor axis."""
+    """Return this device's addends to losses and statistics. Devices along the tensor
+    axis return the same."""
     layout = mesh_layout.layout
     split = schedules.find_schedule(mesh_layout).split(mesh_layout)
     added = routing.balance_sums(score_ne, logit_ne, expert_nk, seq_len, split)
@@ -188,14 +244,16 @@ def _sums(score_ne, logit_ne, expert_nk, peer_nk, sent, seq_len, mesh_layout):
 def whole(
     slots: stores.Weights, x_nd: Array, mesh_layout: MeshLayout
 ) -> stores.Weights:
-    """This device's slots, gathered from where their width rests, as varied as x; gate
-    beside up.
+    """Gather the hidden width of this device's slots over the axes on which parameters
+    rest, and lay gate and up weights side by side.
 
-    The transpose scatters the summed gradient back.
+    The transpose sums gradients, and scatters them back.
     """
 
     def gathered(leaf, hidden_dim):
-        leaf, _ = varying_alike(leaf, x_nd)  # gradients meet over dc as shards
+        leaf, _ = varying_alike(
+            leaf, x_nd
+        )  # sum gradients over dc as shards, not whole
         if axes := mesh_layout.master_axes:
             leaf = jax.lax.all_gather(leaf, axes, axis=hidden_dim, tiled=True)
         return leaf
@@ -216,11 +274,11 @@ def swiglu(
     implementation: str = "auto",
     fp8: Fp8 = "none",
 ) -> Float[Array, "m d"]:
-    """Return the rows, sorted by slot, through their slot's silu(x gate) * (x up) down.
+    """Return (silu(x gate) * (x up)) down for each row x, with the weights of its slot.
 
-    weights: into_sdh [s, d, 2f], gate and up side by side so that one product reads the
-    rows once, and down_sfd, in the dtype of x. Rows past sum(rows_s) are padding and
-    come out as zeros.
+    Rows are sorted by slot; slot s has rows_s[s] of them. Rows past sum(rows_s) are
+    padding and come out as zeros. weights: into_sdh [s, d, 2f], gate and up side by
+    side so that one product reads the rows once, and down_sfd, both in the dtype of x.
     """
     into_sdh, down_sfd = weights["into_sdh"], weights["down_sfd"]
     return grouped_swiglu(
@@ -235,13 +293,14 @@ def _make_experts(layout: Layout) -> Experts:
 
 
 def _param(rngs: nnx.Rngs, shape, fan_in: int, dims: str | None = None) -> nnx.Param:
-    """Normal with variance 1 / fan_in, truncated; `dims` are those of experts."""
+    """Draw a parameter from a truncated normal of variance 1 / fan_in. `dims` name the
+    dims of an expert parameter, such as 'edf'."""
     init = jax.nn.initializers.truncated_normal(fan_in**-0.5)
-    return nnx.Param(init(rngs.params(), shape, jnp.float32), dims=dims)
+    return nnx.Param(init(rngs.params(), shape, jnp.float32), expert_dims=dims)
 
 
 def check_device(layout: Layout, device: jax.Device) -> None:
-    """NotImplementedError when a layer of this layout cannot run on such devices."""
+    """Raise NotImplementedError where a layer of this layout cannot run on a device."""
     if layout.transport == "ragged" and device.platform == "cpu":
         raise NotImplementedError(
             "XLA:CPU has no ragged_all_to_all (jax issue 34755): use "

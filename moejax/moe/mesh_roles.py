@@ -1,4 +1,4 @@
-"""A layout on a mesh, and the mesh axes that each part of an MoE layer talks along.
+"""Mesh axes along which each part of an MoE layer communicates.
 
     batch_axes     tokens are split over these, and whole over all others
     owner_axes     experts are split over these: peers and domain together
@@ -10,15 +10,15 @@
     master_axes    hidden width of an expert where it rests, beside shards; gathered
                    for use
 
-Axes that are cut in two are those of `mesh`, a reshape of the run's. Axes of one device
-are in none of the tuples but `batch_axes`: nothing is sent along them.
+Where a layout cuts an axis in two, `mesh` is a reshape of the run's mesh, and has both
+parts as axes. Axes of one device are in `batch_axes` alone: nothing is sent along them.
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
@@ -30,7 +30,7 @@ Axes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class MeshLayout:
-    """A layout and the axes of its layers, on the mesh that the layers run on."""
+    """A layout, the mesh that its layers run on, and the roles of the mesh axes."""
 
     layout: Layout
     mesh: Mesh
@@ -44,53 +44,69 @@ class MeshLayout:
 
     @property
     def width_axes(self) -> Axes:
-        """Axes over which the hidden width of masters lies."""
+        """Axes over which the hidden width of expert parameters is split."""
         return self.shard_axes + self.master_axes
 
     @property
     def exchanged(self) -> "MeshLayout":
-        """The same as rows see it: each domain is one device (Layout.exchanged)."""
+        """The mesh layout with each domain as one device (Layout.exchanged)."""
         return dataclasses.replace(self, layout=self.layout.exchanged)
 
 
-def on_mesh(mesh: Mesh, layout: Layout) -> MeshLayout:
-    """Return the layout on the run's mesh, whose axes are those of moejax.axes."""
+def on_mesh(
+    mesh: Mesh | AbstractMesh, layout: Layout, names: axes.MeshAxes = axes.OWN_NAMES
+) -> MeshLayout:
+    """Return the layout with the mesh axes along which its layers communicate.
+
+    `names` says which axis of `mesh` has which role. A role without an axis has one
+    device. Raises ValueError where an axis is missing, has no role, or is too short
+    for what the layout cuts out of it.
+    """
+    sizes = dict(zip(axes.AXES, names.topology(mesh).sizes))
     tensor, inner = layout.tensor, {}
     if layout.domain is not None:
         inner = dict(zip(layout.axes, layout.domain.shared))
     if tensor is not None:
         inner |= tensor.inner
-    cut = {axis: n for axis, n in inner.items() if 1 < n < mesh.shape[axis]}
-    refined = axes.split(mesh, cut)
+    cut = {role: n for role, n in inner.items() if 1 < n < sizes[role]}
+    roles = [role for axis in mesh.axis_names if (role := names.role(axis))]
+    in_order = [role for role in axes.AXES if role in roles]
+    if len(layout.axes) > 1 and roles != in_order:
+        raise ValueError(
+            f"a group of {' x '.join(layout.axes)} needs the mesh axes in the order "
+            f"{', '.join(map(names.axis, in_order))}, and the mesh has "
+            f"{mesh.axis_names}"
+        )
+    refined = axes.split(mesh, {names.axis(role): n for role, n in cut.items()})
 
-    def within(*names: str) -> tuple[Axes, Axes]:
-        """Outer and inner parts of these axes."""
+    def within(*roles: str) -> tuple[Axes, Axes]:
+        """Outer and inner parts of the axes with these roles."""
         outer, inside = [], []
-        for axis in names:
-            if axis in cut:
+        for role in roles:
+            axis = names.axis(role)
+            if role in cut:
                 outer.append(f"{axis}_outer")
                 inside.append(f"{axis}_inner")
-            elif mesh.shape[axis] > 1:
-                (inside if inner.get(axis, 1) > 1 else outer).append(axis)
+            elif sizes[role] > 1:
+                (inside if inner.get(role, 1) > 1 else outer).append(axis)
         return tuple(outer), tuple(inside)
 
-    def order(*names: str) -> Axes:
-        return tuple(axis for axis in refined.axis_names if axis in names)
+    def order(*found: str) -> Axes:
+        return tuple(axis for axis in refined.axis_names if axis in found)
 
     tensor_outer, tensor_inner = within(axes.TENSOR)
     tensor_axes = order(*tensor_outer, *tensor_inner)
+    batch = (names.axis(role) for role in axes.BATCH_AXES if names.axis(role))
     batch_axes = order(
-        *(f"{a}{end}" for a in axes.BATCH_AXES for end in ("", "_outer", "_inner"))
+        *(f"{a}{end}" for a in batch for end in ("", "_outer", "_inner"))
     )
     whole = (layout, refined, batch_axes)
     if layout.is_local:
-        resting = tuple(a for a in axes.FSDP_AXES if mesh.shape[a] > 1)
+        resting = sum(within(*axes.FSDP_AXES), ())
         return MeshLayout(
             *whole, tensor_axes, tensor_axes, (), (), tensor_axes, resting
         )
-    resting = tuple(
-        a for a in (axes.DATA,) if a not in layout.axes and mesh.shape[a] > 1
-    )
+    resting = () if axes.DATA in layout.axes else sum(within(axes.DATA), ())
     peers, domain = within(*layout.axes)
     shards: Axes = ()
     if layout.domain is None:
@@ -104,10 +120,11 @@ def on_mesh(mesh: Mesh, layout: Layout) -> MeshLayout:
 
 
 def spec(*dims: Axes) -> P:
-    """PartitionSpec of these dims; () is whole."""
+    """Return the PartitionSpec of dims that are split over these axes; () is whole."""
     return P(*(dim or None for dim in dims))
 
 
 def index_along(names: Axes) -> Int[Array, ""]:
-    """Number of this device along these axes, the last one innermost; 0 along none."""
+    """Return the index of this device along axes, the last one innermost; 0 along
+    none."""
     return jax.lax.axis_index(names) if names else jnp.int32(0)

@@ -172,8 +172,11 @@ def _sequence_sums(piece_be, width: int, seq_len: int, parts: tuple[str, ...]):
     return jax.lax.psum(sums, parts)
 
 
-def losses(sums: LayerSums, num_tokens: int, seq_len: int) -> RouterLosses:
-    """Losses of one global micro-batch of `num_tokens` from the sums of all devices.
+def router_losses(sums: LayerSums, num_tokens: int, seq_len: int) -> RouterLosses:
+    """Return the losses of one global micro-batch of `num_tokens`, one value per layer.
+
+    `sums` are those of all devices together (LayerSums.over_devices), of one layer or,
+    with a leading dim, of several. `seq_len` is the length of the batch's sequences.
 
     balance            e * sum_e share_e * mean prob_e     (Switch, eq. 4-6)
     sequence_balance   the same within each sequence, averaged (DeepSeek-V3, eq. 17-20)
@@ -196,6 +199,21 @@ def losses(sums: LayerSums, num_tokens: int, seq_len: int) -> RouterLosses:
         mutual_information=sums.entropy / num_tokens
         - entropy(sums.prob_e / num_tokens),
     )
+
+
+def weighted_loss(losses: RouterLosses, cfg: Router) -> Float[Array, ""]:
+    """Return the router losses times their weights, averaged over layers, so that a
+    weight means the same at every depth (as in the trainers of OLMoE and Mixtral)."""
+    if cfg.kind == "recorded":
+        return jnp.float32(0)  # choices follow the record: there is nothing to even
+    weighted = (
+        cfg.balance_loss * losses.balance
+        + cfg.sequence_balance_loss * losses.sequence_balance
+        + cfg.z_loss * losses.z
+    )
+    if cfg.mutual_information_loss:  # its gradient waits for a sum over all devices
+        weighted += cfg.mutual_information_loss * losses.mutual_information
+    return jnp.mean(weighted)
 
 
 def update_bias(

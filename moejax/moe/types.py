@@ -1,6 +1,9 @@
-"""Pytrees that live on devices: what the parts of an MoE layer hand to one another."""
+"""Pytrees of device arrays that the parts of an MoE layer hand to one another."""
+
+import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
@@ -12,10 +15,10 @@ from moejax.plan.layout import Layout
 
 @struct.dataclass
 class Windows:
-    """Rows of a batch as the data gives them; leading dims may come before [b, t + 1].
+    """Tokens of a batch with their positions; leading dims may come before [b, t + 1].
 
-    A position counts from the start of the token's document, or of the window where the
-    document began before it: 0 marks an edge between documents.
+    A position counts from the start of the token's document, or from the start of the
+    window if the document began before it. Position 0 marks the start of a document.
     """
 
     token_bt: Int[Array, "b t+1"]
@@ -24,52 +27,58 @@ class Windows:
 
 @struct.dataclass
 class Batch:
-    """Token ids of one step: position t predicts position t + 1 of its window."""
+    """Inputs and targets of one step: token t of a window predicts token t + 1."""
 
     tokens_bt: Int[Array, "b t"]
     targets_bt: Int[Array, "b t"]
     position_bt: Int[Array, "b t"]
-    """Of the tokens, in their documents."""
+    """Positions of the tokens in their documents."""
 
     @classmethod
     def from_windows(cls, windows: Windows) -> "Batch":
+        """Return inputs and targets: all tokens but the last, all but the first."""
         token_bt, position_bt = windows.token_bt, windows.position_bt
         return cls(token_bt[:, :-1], token_bt[:, 1:], position_bt[:, :-1])
 
 
 @struct.dataclass
 class Placement:
-    """An ExpertPlan as arrays; swapped between two steps without a recompilation.
+    """An ExpertPlan as int32 arrays, which can be swapped without compiling.
 
-    Slots stand twice: by number (p), and by expert (q: sorted by expert, then by slot,
-    empty ones last). With domains q counts slots as rows see them (Layout.exchanged).
-    A scan over layers takes the leading dim away.
+    Slots are listed in two orders: by number (p), and by expert (q: sorted by expert,
+    then by number, empty slots last). With domains, q lists all slots of a domain as
+    those of one device (Layout.exchanged). A scan over layers removes the leading dim.
     """
 
     slot_to_expert_lp: Int[Array, "l p"]
     slot_lq: Int[Array, "l q"]
-    """Number of the q-th slot."""
+    """Number p of the q-th slot."""
     expert_lq: Int[Array, "l q"]
-    """Its expert, -1 where it is empty."""
+    """Expert in the q-th slot, -1 where it is empty."""
     replica_lq: Int[Array, "l q"]
-    """Which of its expert's replicas it is, counted from 0."""
+    """Index of the q-th slot among the replicas of its expert."""
     local_lq: Int[Array, "l q"]
-    """Which of those on its own device."""
+    """Index of the q-th slot among the replicas of its expert on its device."""
     color_lq: Int[Array, "l q"]
-    """moejax.plan.edge_coloring: what water-filling may set at the same time, -1 where
-    it has no choice."""
+    """Color of the slot: water-filling computes the shares of one color at the same
+    time (moejax.plan.edge_coloring). -1 where rows have no choice of replica."""
     num_colors_l: Int[Array, " l"]
+    """Number of colors."""
     owned_le: Int[Array, "l e"]
-    """Expert whose masters lie at each position: ExpertPlan.owned_le."""
+    """Expert whose parameters lie at each position: ExpertPlan.owned_le."""
     offer_lwo: Int[Array, "l w o"]
-    """Copies, if the store has them: moejax.plan.expert_plan.CopyTables."""
+    """Own experts that each device offers as copies, -1 for none
+    (moejax.plan.expert_plan.CopyTables); no columns where the store has no copies."""
     want_lwc: Int[Array, "l w c"]
+    """Offers that each device takes copies of, counted over all devices; -1 for
+    none."""
     fill_lws: Int[Array, "l w s"]
+    """Source of each slot: index into a device's own experts, then its copies."""
 
     @classmethod
     def from_plan(cls, plan: ExpertPlan, layout: Layout) -> "Placement":
-        """NumPy arrays of a plan that is valid for the layout; the caller places them
-        on devices."""
+        """Return a plan that is valid for the layout as NumPy arrays; the caller puts
+        them on devices."""
         layers = [
             _by_expert(_as_gathered(row_p, layout), layout.exchanged)
             | copy_tables(row_p, owned_e, layout)._asdict()
@@ -91,12 +100,12 @@ class Placement:
         )
 
     def layer(self, index: int) -> "Placement":
-        """Of one layer, as an MoE layer takes it."""
+        """Return the placement of one layer, without the leading dim."""
         return jax.tree.map(lambda leaf: leaf[index], self)
 
 
 def _as_gathered(row_p: np.ndarray, layout: Layout) -> np.ndarray:
-    """Slots of all devices in the order of domains, each as its devices gather it."""
+    """Return the slots in the order in which the devices of each domain gather them."""
     if layout.domain is None:
         return row_p
     row_ws = row_p.reshape(layout.num_devices, -1)
@@ -106,7 +115,7 @@ def _as_gathered(row_p: np.ndarray, layout: Layout) -> np.ndarray:
 
 
 def _by_expert(row_p: np.ndarray, layout: Layout) -> dict[str, np.ndarray]:
-    """Tables of one layer's slots, sorted by expert; int32."""
+    """Return int32 tables of one layer's slots, sorted by expert."""
     slot_q = np.argsort(np.where(row_p < 0, layout.num_experts, row_p), kind="stable")
     expert_q, device_q = row_p[slot_q], slot_q // layout.slots_per_device
     new_q = np.r_[True, expert_q[1:] != expert_q[:-1]]
@@ -128,7 +137,7 @@ def _by_expert(row_p: np.ndarray, layout: Layout) -> dict[str, np.ndarray]:
 
 @struct.dataclass
 class Routes:
-    """Who computes each local token. `expert_nk` is -1 where a choice is empty."""
+    """Experts of each local token and their gates; expert -1 is an unused choice."""
 
     expert_nk: Int[Array, "n k"]
     gate_nk: Float[Array, "n k"]
@@ -136,57 +145,95 @@ class Routes:
 
 @struct.dataclass
 class LayerSums:
-    """One device's addends to the losses and statistics of a layer.
+    """Addends of each device to the losses and statistics of a layer.
 
-    They leave shard_map with a leading device dim and are added once for all layers, so
-    that no layer waits for a reduction that only the loss needs.
+    They leave `shard_map` with a leading device dim and are added once for all layers,
+    so that no layer waits for a reduction that only the loss needs.
     """
 
     prob_e: Float[Array, " e"]
+    """Routing probability of each expert, summed over tokens."""
     entropy: Float[Array, ""]
+    """Entropy of routing probabilities in nats, summed over tokens."""
     sequence: Float[Array, ""]
+    """Load-balancing loss of each sequence, summed over sequences."""
     z: Float[Array, ""]
+    """logsumexp(logits)^2, summed over tokens."""
     tokens_e: Int[Array, " e"]
+    """Choices of each expert, before any drop."""
     rows: Int[Array, ""]
+    """Rows that the device computed."""
     rounds: Int[Array, ""]
+    """Passes of the exchange."""
     dropped: Int[Array, ""]
+    """Choices that capacity mode dropped."""
     fullest_pair: Int[Array, ""]
+    """Maximum number of rows that the device had for one other."""
     bound: Int[Array, ""]
+    """Lower bound on the rows of the fullest device, from the split."""
+
+    def over_devices(self, add=jnp.sum) -> "LayerSums":
+        """Return the sums over devices: [..] or [l, ..] where these are [w, ..] or
+        [l, w, ..]. `add` may be another reduction, such as jnp.max."""
+        of_experts = ("prob_e", "tokens_e")
+        sums = {}
+        for field in dataclasses.fields(self):
+            leaf = getattr(self, field.name)
+            axis = leaf.ndim - (2 if field.name in of_experts else 1)
+            sums[field.name] = add(leaf, axis=axis)
+        return LayerSums(**sums)
 
 
 @struct.dataclass
 class RouterLosses:
-    """Unweighted, one value per layer; `balance` is 1.0 when loads are even."""
+    """Router losses of one layer, or of several in a leading dim, without weights."""
 
     balance: Float[Array, ""]
+    """Switch's load-balancing loss over the batch; 1.0 when loads are even."""
     sequence_balance: Float[Array, ""]
+    """The load-balancing loss within each sequence, averaged; 1.0 when even."""
     z: Float[Array, ""]
+    """Mean of logsumexp(logits)^2."""
     mutual_information: Float[Array, ""]
-    """Of token and expert, negative: nats by which a token tells its expert."""
+    """Mutual information of token and expert in nats, negated."""
 
 
 @struct.dataclass
 class RoutingStats:
-    """Integers about the MoE layers of one step, over the global batch."""
+    """Integer statistics of the MoE layers in one step, over the global batch."""
 
     tokens_lwe: Int[Array, "l w e"]
-    """Choices of each expert by the device that made them, before any drop; w counts
-    all devices that split the batch, the expert axis innermost."""
+    """Choices of each expert by the device whose tokens made them, before any drop. w
+    counts all devices that split the batch, in the order of the mesh."""
     rows_lw: Int[Array, "l w"]
-    """Rows that each of those devices computed."""
+    """Rows that each of the devices computed."""
     rounds_l: Int[Array, " l"]
-    """Passes of the exchange: 1 when every row fitted into round 0."""
+    """Passes of the exchange: 1 where every row fitted into round 0."""
     dropped_l: Int[Array, " l"]
     """Choices that capacity mode dropped; 0 in exact mode."""
     fullest_pair_l: Int[Array, " l"]
-    """Most rows that one device had for one other."""
+    """Maximum number of rows that one device had for one other."""
     fullest_device_l: Int[Array, " l"]
-    """Rows of the fullest device of each micro-batch, summed over those."""
+    """Rows of the fullest device, summed over micro-batches."""
     bound_l: Int[Array, " l"]
-    """Certificates, summed likewise: no split over these replicas leaves the fullest
-    device of a micro-batch fewer rows. The mean, for splits that look for none."""
+    """Lower bound on fullest_device_l: no split over these replicas gives the fullest
+    device fewer rows. The mean of rows, for splits that compute no bound."""
+
+    @classmethod
+    def from_sums(cls, sums: LayerSums) -> "RoutingStats":
+        """Return the statistics of sums [l, w, ..] of all layers and devices."""
+        most = sums.over_devices(jnp.max)
+        return cls(
+            tokens_lwe=sums.tokens_e,
+            rows_lw=sums.rows,
+            rounds_l=most.rounds,
+            dropped_l=sums.over_devices().dropped,
+            fullest_pair_l=most.fullest_pair,
+            fullest_device_l=most.rows,
+            bound_l=most.bound,
+        )
 
     @property
     def tokens_le(self):
-        """Load: choices of each expert in the global batch."""
+        """Load of each expert: its choices in the global batch."""
         return self.tokens_lwe.sum(axis=1)

@@ -24,13 +24,14 @@ from moejax.kernels.permute.choose import choose_permute
 from moejax.kernels.tuning import Tiles
 from moejax.moe import reference, route
 from moejax.moe.layer import MoeLayer, swiglu
+from moejax.moe.setup import LayerSetup
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
+from moejax.resolve.kernels import choose_kernels, kernel_line
 from tests.support.close import assert_close
 from tests.support.expert_fields import parts_with
 from tests.support.resolved import make_layout
-from train.resolve.kernels import choose_kernels, kernel_line
 
 H200 = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
 D, F, EXPERTS, TOKENS, TOP_K = 128, 64, 4, 48, 2
@@ -212,21 +213,23 @@ def layer_case(d: int, f: int, dtype, mesh=None):
     begins with the same numbers."""
     mesh = mesh or make_mesh(Topology(), jax.devices()[:1])
     moe = Moe(num_experts=EXPERTS, top_k=TOP_K, d_expert=f)
-    layer = MoeLayer(moe, Router(), d, mesh, nnx.Rngs(0))
+    layer = MoeLayer(moe, d, nnx.Rngs(0))
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
     params = jax.tree.map(lambda p: p.astype(dtype).astype(jnp.float32), params)
     x_btd = np.random.default_rng(0).standard_normal((1, TOKENS, d))
-    return (graph, rest), (params, jnp.asarray(x_btd, dtype))
+    layer = (graph, rest, LayerSetup(moe, Router(), d, layout_of_case(), mesh))
+    return layer, (params, jnp.asarray(x_btd, dtype))
 
 
 def loss_and_grads(layer, params, x_btd, *, layout, experts=None, remat=None):
-    graph, rest = layer
+    graph, rest, setup = layer
+    setup = dataclasses.replace(setup, layout=layout)
     plan = ExpertPlan.home_in(layout, 1)
     placement = Placement.from_plan(plan, layout).layer(0)
 
     def loss(params, x_btd):
         merged = nnx.merge(graph, params, rest)
-        y_btd, _ = merged(x_btd, placement, layout, experts=experts)
+        y_btd, _ = merged(x_btd, placement, setup, experts=experts)
         return jnp.sum(y_btd.astype(jnp.float32) ** 2), y_btd
 
     loss = remat(loss) if remat else loss
@@ -237,12 +240,12 @@ def loss_and_grads(layer, params, x_btd, *, layout, experts=None, remat=None):
 
 
 def by_definition(layer, params, x_btd):
-    graph, rest = layer
+    graph, rest, setup = layer
 
     def loss(params, x_btd):
         merged = nnx.merge(graph, params, rest)
         x_nd = x_btd.reshape(TOKENS, -1)
-        router = merged.router_de[...], merged.bias_e[...], merged.router
+        router = merged.router_de[...], merged.bias_e[...], setup.router
         routes, _, _ = route.route(x_nd, *router, TOP_K, TOKENS)
         names = ("gate_edf", "up_edf", "down_efd")
         weights = {name: getattr(merged, name)[...] for name in names}

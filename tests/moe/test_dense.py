@@ -16,6 +16,7 @@ from moejax.model.flops import flops_per_token, num_params
 from moejax.moe import reference, route
 from moejax.moe.dense import dense
 from moejax.moe.layer import MoeLayer
+from moejax.moe.setup import LayerSetup
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Topology
@@ -60,27 +61,28 @@ def case_of(cfg: Config, call=dense):
     arguments; `call` is how the layer is called."""
     layout = make_layout(cfg)
     mesh = axes.make_mesh(cfg.mesh, simulated_devices(cfg.mesh))
-    graph, params, rest = layer_of(cfg, mesh)
+    graph, params, rest = layer_of(cfg)
+    setup = LayerSetup(cfg.moe, cfg.router, D, layout, mesh)
     x_btd, jitter_btd, owned_e = operands()
     plan = ExpertPlan(owned_e[None], E, owned_e[None]).validate(layout)
     placement = Placement.from_plan(plan, layout).layer(0)
 
     def run(params, x_btd):
         layer = nnx.merge(graph, params, rest)
-        return measured(*call(layer, x_btd, placement, layout, jitter_btd))
+        return measured(*call(layer, x_btd, placement, setup, jitter_btd=jitter_btd))
 
     return run, params, x_btd
 
 
-def layer_of(cfg, mesh):
-    layer = MoeLayer(cfg.moe, cfg.router, D, mesh, nnx.Rngs(0))
+def layer_of(cfg):
+    layer = MoeLayer(cfg.moe, D, nnx.Rngs(0))
     layer.router_de[...] = jax.random.normal(jax.random.key(1), (D, E))
     return nnx.split(layer, nnx.Param, ...)
 
 
 def measured(y_btd, sums):
     totals = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), sums)
-    losses = route.losses(totals, B * T, T)
+    losses = route.router_losses(totals, B * T, T)
     return value_of(y_btd, losses), (y_btd, losses, sums)
 
 
@@ -93,8 +95,7 @@ def result(run, *args):
 def defined(router: Router):
     """By moe/reference.py on one device, with a choice of all experts."""
     cfg = config(router=router)
-    mesh = axes.make_mesh(Topology(), simulated_devices(Topology()))
-    graph, params, rest = layer_of(cfg, mesh)
+    graph, params, rest = layer_of(cfg)
     x_btd, jitter_btd, owned_e = operands()
 
     def run(params, x_btd):
@@ -257,7 +258,7 @@ def sums_of(logit_ne, kind):
 
 
 def losses_of(sums):
-    return route.losses(sums, B * T, T)
+    return route.router_losses(sums, B * T, T)
 
 
 @pytest.mark.parametrize(

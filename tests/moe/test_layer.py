@@ -17,6 +17,7 @@ from flax import nnx
 from moejax.axes import BATCH_AXES, make_mesh, sharding
 from moejax.config import Moe, Router
 from moejax.moe import reference, route
+from moejax.moe.setup import LayerSetup
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
@@ -46,16 +47,16 @@ def make_case(mesh_name: str, k: int, shared: int, rows_per_peer=None, kind="sof
         rows_per_peer,
     )
     placement = Placement.from_plan(ExpertPlan.home_in(layout, 1), layout).layer(0)
-    graph, params, rest = split_modules(mesh, moe, router)
+    graph, params, rest = split_modules(mesh, moe)
     here = make_mesh(Topology(), jax.devices()[:1])
-    graph_here, _, _ = split_modules(here, moe, router)
+    graph_here, _, _ = split_modules(here, moe)
     x_btd = jax.random.normal(jax.random.key(1), (BATCH, SEQ, WIDTH))
     weight_btd = jax.random.normal(jax.random.key(2), x_btd.shape)
 
     def distributed(params, x_btd, forced_btk):
         modules = nnx.merge(graph, params, rest)
-        args = (placement, layout, None, forced_btk)
-        y_btd, sums = modules["moe"](x_btd, *args)
+        setup = LayerSetup(moe, router, WIDTH, layout, mesh)
+        y_btd, sums = modules["moe"](x_btd, placement, setup, forced_btk=forced_btk)
         y_btd = y_btd + (modules["dense"](x_btd) if shared else 0.0)
         return jnp.sum(y_btd * weight_btd), (y_btd, sums)
 

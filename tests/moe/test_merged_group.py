@@ -15,6 +15,7 @@ from moejax.moe.weights.migrate import exchanges, move, reshard
 from moejax.moe.weights.stores import EXPERT_PARAMS
 from moejax.perf.calibration import cost_model
 from moejax.plan.layout import GROUP_AXES, Layout, Topology
+from moejax.resolve.speeds import presumed
 from tests.support.close import are_same_bits
 from tests.support.layers import (
     ALONE,
@@ -32,7 +33,6 @@ from tests.support.random_plans import (
     random_plan,
 )
 from tests.support.resolved import make_layout, make_run
-from train.resolve.speeds import presumed
 
 ALSO = pytest.mark.long
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.config import Config, Router
+from moejax.config import Router
 from moejax.moe import route as routing
 from moejax.moe.types import LayerSums
 from tests.support.close import assert_close
@@ -39,7 +39,7 @@ def sums_of(logit_ne, expert_nk, cfg):
 @functools.partial(jax.jit, static_argnums=2)
 def losses_of(logit_ne, expert_nk, cfg):
     sums = sums_of(logit_ne, expert_nk, cfg)
-    return routing.losses(sums, len(logit_ne), T)
+    return routing.router_losses(sums, len(logit_ne), T)
 
 
 def plain_losses(logit_ne, expert_nk, cfg):
@@ -156,8 +156,7 @@ def test_every_loss_has_its_weight():
         mutual_information_loss=0.0625,
     )  # fmt: skip
     losses = routing.RouterLosses(*(jnp.array([i, i + 2.0]) for i in (1, 2, 3, 4)))
-    cfg = Config(router=router)
-    total = training._weighted(cfg, losses)
+    total = routing.weighted_loss(losses, router)
     assert_close(total, np.float32(0.5 * 2 + 0.25 * 3 + 0.125 * 4 + 0.0625 * 5))
     recorded = dataclasses.replace(router, kind="recorded")
-    assert training._weighted(dataclasses.replace(cfg, router=recorded), losses) == 0
+    assert routing.weighted_loss(losses, recorded) == 0

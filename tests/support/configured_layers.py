@@ -20,6 +20,7 @@ from moejax.axes import BATCH_AXES, make_mesh, sharding
 from moejax.config import Config, Data, Router, Train
 from moejax.moe import reference, route
 from moejax.moe.layer import MoeLayer
+from moejax.moe.setup import LayerSetup
 from moejax.moe.types import Placement, RouterLosses
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
@@ -54,8 +55,8 @@ def config(
     return Config(mesh, router=router, **parts_with(fields), **rest)
 
 
-def split_layer(cfg: Config, mesh):
-    layer = MoeLayer(cfg.moe, cfg.router, WIDTH, mesh, nnx.Rngs(0))
+def split_layer(cfg: Config):
+    layer = MoeLayer(cfg.moe, WIDTH, nnx.Rngs(0))
     return nnx.split(layer, nnx.Param, ...)
 
 
@@ -88,11 +89,12 @@ def make_case(
     """Return the layer on its devices. Where arrays are `saved` by name, the backward
     pass computes all others again."""
     layout, mesh = make_layout(cfg), build_mesh(cfg.mesh)
-    graph, params, rest = split_layer(cfg, mesh)
+    graph, params, rest = split_layer(cfg)
+    setup = LayerSetup(cfg.moe, cfg.router, WIDTH, layout, mesh)
 
     def layer(params, placement, x_btd, forced_btk):
-        args = (x_btd, placement, layout, None, forced_btk)
-        return nnx.merge(graph, params, rest)(*args)
+        layer = nnx.merge(graph, params, rest)
+        return layer(x_btd, placement, setup, forced_btk=forced_btk)
 
     if saved:
         policy = jax.checkpoint_policies.save_only_these_names(*saved)
@@ -101,7 +103,7 @@ def make_case(
     def run(params, placement, x_btd, forced_btk):
         y_btd, sums = layer(params, placement, x_btd, forced_btk)
         totals = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), sums)
-        losses = joined(route.losses(totals, x_btd[..., 0].size, SEQ))
+        losses = joined(route.router_losses(totals, x_btd[..., 0].size, SEQ))
         return linear_value(y_btd, losses), (y_btd, losses, sums)
 
     forward = jax.jit(layer, compiler_options=QUICK)
@@ -112,7 +114,7 @@ def make_case(
 def make_reference(router: Router, dtype: str):
     """Return the same step on one device, by definition."""
     cfg = config(Topology(), router=router)
-    graph, _, rest = split_layer(cfg, build_mesh(Topology()))
+    graph, _, rest = split_layer(cfg)
 
     def run(params, placement, x_btd, forced_btk):
         layer, x_nd = nnx.merge(graph, params, rest), x_btd.reshape(-1, WIDTH)
@@ -121,7 +123,7 @@ def make_reference(router: Router, dtype: str):
         routes, score_ne, logit_ne = route.route(x_nd, *args, forced_nk)
         added = route.balance_sums(score_ne, logit_ne, routes.expert_nk, SEQ)
         totals = types.SimpleNamespace(**added)
-        losses = joined(route.losses(totals, len(x_nd), SEQ))
+        losses = joined(route.router_losses(totals, len(x_nd), SEQ))
         y_btd = reference.moe(x_nd, routes, layer.master_params()).reshape(x_btd.shape)
         return linear_value(y_btd, losses), (y_btd, losses)
 

@@ -18,6 +18,7 @@ from moejax.config import Moe, Router
 from moejax.model.layers import SwiGlu
 from moejax.moe import reference, route
 from moejax.moe.layer import MoeLayer
+from moejax.moe.setup import LayerSetup
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import GROUP_AXES, Layout, Topology
@@ -41,10 +42,10 @@ def simulated_devices(topology: Topology) -> list:
     return jax.devices()[: topology.num_devices]
 
 
-def split_modules(mesh, moe: Moe, router: Router):
+def split_modules(mesh, moe: Moe):
     """Return graph, parameters and the rest of an MoE layer and its shared experts."""
     rngs = nnx.Rngs(0)
-    modules = {"moe": MoeLayer(moe, router, WIDTH, mesh, rngs)}
+    modules = {"moe": MoeLayer(moe, WIDTH, rngs)}
     if moe.num_shared_experts:
         modules["dense"] = SwiGlu(WIDTH, 32, mesh, rngs)
     return nnx.split(nnx.Dict(modules), nnx.Param, ...)
@@ -70,11 +71,12 @@ def layer_layout(topology: Topology, store: str, axes=ALONE, **changes) -> Layou
 def make_layer(topology: Topology, layout: Layout):
     """Return the mesh, step(params, placement, x, choices) and the parameters."""
     mesh = make_mesh(topology)
-    graph, params, rest = split_modules(mesh, MOE, Router())
+    graph, params, rest = split_modules(mesh, MOE)
+    setup = LayerSetup(MOE, Router(), WIDTH, layout, mesh)
 
     def run(params, placement, x_btd, forced_btk):
         layer = nnx.merge(graph, params, rest)["moe"]
-        y_btd, sums = layer(x_btd, placement, layout, None, forced_btk)
+        y_btd, sums = layer(x_btd, placement, setup, forced_btk=forced_btk)
         return jnp.sum(y_btd * PULL_BTD), (y_btd, sums)
 
     step = compiled(jax.value_and_grad(run, (0, 2), has_aux=True))

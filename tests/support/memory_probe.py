@@ -19,6 +19,7 @@ from flax import nnx
 from moejax.axes import BATCH_AXES, make_mesh, sharding
 from moejax.config import Moe, Router
 from moejax.moe.layer import MoeLayer
+from moejax.moe.setup import LayerSetup
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
@@ -31,16 +32,17 @@ def layer_step(exchange: str, batch: int):
     """step(params, x, choices) -> gradients of all, and its arguments' makers."""
     mesh = make_mesh(TOPOLOGY)
     moe = Moe(num_experts=EXPERTS, top_k=TOP_K, d_expert=HIDDEN)
-    layer = MoeLayer(moe, Router(), WIDTH, mesh, nnx.Rngs(0))
+    layer = MoeLayer(moe, WIDTH, nnx.Rngs(0))
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
     assignments = batch * SEQ * TOP_K // TOPOLOGY.num_devices
     layout = Layout.home(EXPERTS, TOPOLOGY.expert, assignments, exchange=exchange)
 
+    setup = LayerSetup(moe, Router(), WIDTH, layout, mesh)
     placement = Placement.from_plan(ExpertPlan.home_in(layout, 1), layout).layer(0)
 
     def loss(params, x_btd, forced_btk):
         layer = nnx.merge(graph, params, rest)
-        y_btd, sums = layer(x_btd, placement, layout, None, forced_btk)
+        y_btd, sums = layer(x_btd, placement, setup, forced_btk=forced_btk)
         return jnp.sum(y_btd**2), (jnp.max(sums.rounds), jnp.sum(sums.dropped))
 
     step = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))

@@ -5,10 +5,10 @@ from jax.sharding import AbstractMesh, AxisType
 from moejax.axes import AXES
 from moejax.config import Config
 from moejax.plan.layout import Layout
-from train.resolve.communication import choose_communication
-from train.resolve.layouts import step_layout
-from train.resolve.resolved import Resolved, resolve
-from train.resolve.speeds import load_calibration
+from moejax.resolve.communication import choose_communication
+from moejax.resolve.layouts import step_layout
+from moejax.resolve.resolved import Resolved, resolve
+from moejax.resolve.speeds import load_calibration
 
 
 def make_run(cfg: Config) -> Resolved:

@@ -29,9 +29,9 @@ from moejax.config import (
 from moejax.moe.types import Placement, Windows
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Topology
+from moejax.resolve.resolved import resolve
 from tests.support.close import assert_close
 from train.balance.migrate import Mover
-from train.resolve.resolved import resolve
 from train.step.compiled import on_devices, trace_train_step
 from train.step.expert_params import is_expert
 from train.step.optimizer import make_optimizer

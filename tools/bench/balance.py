@@ -135,7 +135,7 @@ class Variant:
 def make_variant(cfg) -> Variant:
 
     from moejax.axes import make_mesh
-    from train.resolve.resolved import resolve
+    from moejax.resolve.resolved import resolve
     from train.step.compiled import make_model, on_devices, trace_train_step
     from train.step.state import init_state
 

@@ -23,6 +23,7 @@ from moejax import axes
 from moejax.config import Moe, Router
 from moejax.moe.layer import MoeLayer
 from moejax.moe.mesh_roles import MeshLayout, on_mesh, spec
+from moejax.moe.setup import LayerSetup
 from moejax.moe.types import Placement
 from moejax.moe.weights.stores import master_param_spec
 from moejax.perf import choose_domain, choose_schedule, terms
@@ -148,8 +149,9 @@ def compiled(
     mesh_layout = on_mesh(mesh, layout)
     e, k, d = shape.num_experts, shape.top_k, shape.d_model
     moe = Moe(num_experts=e, top_k=k, d_expert=shape.d_expert)
-    layer = nnx.eval_shape(lambda: MoeLayer(moe, Router(), d, mesh, nnx.Rngs(0)))
+    layer = nnx.eval_shape(lambda: MoeLayer(moe, d, nnx.Rngs(0)))
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
+    setup = LayerSetup(moe, Router(), d, layout, mesh)
     plan = ExpertPlan.home_in(layout, 1).validate(layout)
     placement = jax.tree.map(np.asarray, Placement.from_plan(plan, layout).layer(0))
     rest = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), rest)
@@ -158,7 +160,7 @@ def compiled(
 
     def loss(params, x_btd, rest, forced_btk):
         layer = nnx.merge(graph, params, rest)
-        y_btd, sums = layer(x_btd, placement, layout, forced_btk=forced_btk)
+        y_btd, sums = layer(x_btd, placement, setup, forced_btk=forced_btk)
         return 0.5 * jnp.mean(y_btd**2), jnp.sum(sums.dropped)
 
     def step(params, rest, x_btd, forced_btk):

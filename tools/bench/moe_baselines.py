@@ -7,6 +7,7 @@
 Extra letter: c is the capacity, rows that one device may send to one expert.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -16,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from moejax import axes
-from moejax.moe import route as routing
 from moejax.moe.layer import MoeLayer
 from moejax.moe.types import Routes
 
@@ -42,21 +42,25 @@ def dense(
 
 
 def einsum_layer(
-    layer: MoeLayer, x_btd: Float[Array, "b t d"], capacity: int
+    layer: MoeLayer,
+    x_btd: Float[Array, "b t d"],
+    route: Callable,
+    mesh: Mesh,
+    capacity: int,
 ) -> Float[Array, "b t d"]:
-    """The function of `layer`, less the choices past an expert's capacity."""
+    """Return what `layer` computes, less the choices past an expert's capacity.
+
+    `route(x_nd, router_de, bias_e)` chooses experts, as moejax.moe.route.route does.
+    """
     weights = {
         "gate_sdf": layer.gate_edf[...],
         "up_sdf": layer.up_edf[...],
         "down_sfd": layer.down_efd[...],
     }
-    route = partial(
-        routing.route, cfg=layer.router, top_k=layer.cfg.top_k, seq_len=x_btd.shape[1]
-    )
     split = dict.fromkeys(weights, P(axes.EXPERT))
     body = jax.shard_map(
         partial(_einsum_body, route=route, capacity=capacity),
-        mesh=layer.mesh,
+        mesh=mesh,
         in_specs=(BATCH, P(), P(), split),
         out_specs=BATCH,
     )

@@ -17,6 +17,7 @@ from moejax.balance.policies.micromoe.symmetric import symmetric
 from moejax.config import Dispatch, Moe, Recorded, Router
 from moejax.moe import recorded, reference, route
 from moejax.moe.layer import MoeLayer, swiglu
+from moejax.moe.setup import LayerSetup
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
@@ -48,6 +49,10 @@ class LayerShape:
                 f"--top_k {self.top_k} <= --experts {self.experts} <= --d {self.d} "
                 "must hold: inputs are made so that the router tells experts apart"
             )
+
+    @property
+    def moe(self) -> Moe:
+        return Moe(num_experts=self.experts, top_k=self.top_k, d_expert=self.f)
 
     @property
     def router(self) -> Router:
@@ -88,8 +93,7 @@ def make_case(shape: LayerShape) -> LayerCase:
     mesh = axes.make_mesh(
         Topology(expert=shape.devices), jax.devices()[: shape.devices]
     )
-    moe = Moe(num_experts=shape.experts, top_k=shape.top_k, d_expert=shape.f)
-    layer = MoeLayer(moe, shape.router, shape.d, mesh, nnx.Rngs(0))
+    layer = MoeLayer(shape.moe, shape.d, nnx.Rngs(0))
     expert_btk = choices(shape)
     x_btd = inputs(expert_btk, np.asarray(layer.router_de[...]))
     counts_we = np.stack(
@@ -149,7 +153,13 @@ def variants(
 
     def einsum(params, x_btd):
         layer = nnx.merge(case.graph, params, case.rest)
-        return moe_baselines.einsum_layer(layer, x_btd, capacity)
+        choose = partial(
+            route.route,
+            cfg=case.shape.router,
+            top_k=case.shape.top_k,
+            seq_len=case.shape.tokens,
+        )
+        return moe_baselines.einsum_layer(layer, x_btd, choose, case.mesh, capacity)
 
     return {
         "dense": (partial(moe_baselines.dense, mesh=case.mesh), dense_params(case)),
@@ -191,7 +201,9 @@ def _ours(case, layout, plan, params, x_btd, implementation="auto"):
     layer = nnx.merge(case.graph, params, case.rest)
     placement = Placement.from_plan(plan, layout).layer(0)
     experts = partial(swiglu, implementation=implementation)
-    return layer(x_btd, placement, layout, experts=experts)[0]
+    shape = case.shape
+    setup = LayerSetup(shape.moe, shape.router, shape.d, layout, case.mesh)
+    return layer(x_btd, placement, setup, experts=experts)[0]
 
 
 def dense_params(case: LayerCase) -> dict[str, Array]:
@@ -213,7 +225,7 @@ def defined(case: LayerCase, params: Any, x_btd: Array) -> Array:
     """The layer by its definition; for jit, on one device's copies."""
     layer = nnx.merge(case.graph, params, case.rest)
     x_nd = x_btd.reshape(-1, case.shape.d)
-    router = (layer.router_de[...], layer.bias_e[...], layer.router)
+    router = (layer.router_de[...], layer.bias_e[...], case.shape.router)
     routes, _, _ = route.route(x_nd, *router, case.shape.top_k, case.shape.tokens)
     names = ("gate_edf", "up_edf", "down_efd")
     weights = {name: getattr(layer, name)[...] for name in names}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import jax
 
     from moejax.moe.types import Placement
-    from train.resolve.resolved import Resolved
+    from moejax.resolve.resolved import Resolved
 
 UNCUT = {
     "schedule": "auto", "expert_shards": None, "domain": (1, 1), "compression": "none",
@@ -110,8 +110,8 @@ def load(found: Found, say: Callable[[str], None] = say_loudly) -> Loaded:
     import jax
 
     from moejax.axes import make_mesh
+    from moejax.resolve.resolved import resolve
     from train.checkpoint.orbax_quirks import quiet_orbax
-    from train.resolve.resolved import resolve
     from train.step.compiled import home_placement
 
     quiet_orbax()

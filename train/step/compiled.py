@@ -8,7 +8,7 @@ from moejax.axes import everywhere, sharding
 from moejax.moe.types import Placement, Windows
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
-from train.resolve.resolved import Resolved
+from moejax.resolve.resolved import Resolved
 from train.step.optimizer import make_optimizer
 from train.step.state import abstract_state
 from train.step.step import (

@@ -19,7 +19,7 @@ from moejax.moe.weights.compression import wide
 from moejax.moe.weights.domains import entries, tracked_axes
 from moejax.moe.weights.gradient_compression import residual_axes
 from moejax.plan.layout import Layout, Store
-from train.resolve.resolved import Resolved
+from moejax.resolve.resolved import Resolved
 from train.step import expert_params
 
 

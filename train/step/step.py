@@ -16,7 +16,7 @@ from moejax.moe import recorded
 from moejax.moe import route as routing
 from moejax.moe.types import Batch, Placement, RouterLosses, RoutingStats, Windows
 from moejax.plan.layout import Layout
-from train.resolve.resolved import Resolved
+from moejax.resolve.resolved import Resolved
 from train.step.loss import cross_entropy
 from train.step.optimizer import learning_rate
 from train.step.state import TrainState, abstract_state, model_graph, with_tracked
@@ -133,37 +133,17 @@ def make_loss(model: StepContext):
         nats, square = cross_entropy(
             hidden_btd, network.head(), batch.targets_bt, cfg.train.loss_chunk
         )
-        stats = RoutingStats(
-            tokens_lwe=sums.tokens_e,
-            rows_lw=sums.rows,
-            rounds_l=jnp.max(sums.rounds, axis=1),
-            dropped_l=jnp.sum(sums.dropped, axis=1),
-            fullest_pair_l=jnp.max(sums.fullest_pair, axis=1),
-            fullest_device_l=jnp.max(sums.rows, axis=1),
-            bound_l=jnp.max(sums.bound, axis=1),
+        stats = RoutingStats.from_sums(sums)
+        sizes = batch.tokens_bt.size, cfg.data.seq_len
+        router = routing.router_losses(sums.over_devices(), *sizes)
+        total = (
+            nats
+            + cfg.train.logit_z_loss * square
+            + routing.weighted_loss(router, cfg.router)
         )
-        added = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=1), sums)
-        router = routing.losses(added, batch.tokens_bt.size, cfg.data.seq_len)
-        total = nats + cfg.train.logit_z_loss * square + _weighted(cfg, router)
         return total, (nats, router, stats)
 
     return loss_fn
-
-
-def _weighted(cfg: Config, router: RouterLosses) -> jax.Array:
-    """Router losses with their weights, averaged over layers: a weight means the same
-    at every depth (as in the trainers of OLMoE and Mixtral)."""
-    if cfg.router.kind == "recorded":
-        return jnp.float32(0)  # choices follow the record: there is nothing to even
-    weighted = (
-        cfg.router.balance_loss * router.balance
-        + cfg.router.sequence_balance_loss * router.sequence_balance
-        + cfg.router.z_loss * router.z
-    )
-    weight = cfg.router.mutual_information_loss
-    if weight:  # its gradient waits for the sum over all devices, even at weight 0
-        weighted += weight * router.mutual_information
-    return jnp.mean(weighted)
 
 
 def _train_step(model: StepContext, loss_fn, state: TrainState, placement, windows):

@@ -32,6 +32,7 @@ from moejax.moe.weights.gradient_compression import scatter
 Weights = dict[str, Array]
 
 EXPERT_PARAMS = ("gate_edf", "up_edf", "down_efd")
+EXPERT_DIMS = ("edf", "edf", "efd")
 """Names of an MoE layer's expert parameters."""
 SLOT_DIMS = {"into": "ed2f", "down": "efd"}
 """Slots of all devices: into_sd2f, gate beside up, and down_sfd."""

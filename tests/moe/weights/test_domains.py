@@ -16,11 +16,11 @@ import pytest
 from moejax.config import Router
 from moejax.plan.layout import Layout, Topology
 from moejax.plan.parallel import Domain, Tensor
+from moejax.resolve.resolved import check_dense_training, resolve
 from tests.support.configured_layers import SKEWS, build_mesh, check, config, make_case
 from tests.support.random_plans import random_plan
 from tests.support.resolved import make_layout
 from tests.support.steps import SMALL
-from train.resolve.resolved import check_dense_training, resolve
 from train.step.optimizer import make_optimizer
 from train.step.state import abstract_state
 

@@ -15,6 +15,8 @@ from moejax.moe.weights import domains, gradient_compression, stores
 from moejax.moe.weights.gradient_compression import SCALE_BYTES
 from moejax.perf.choose_domain import predict
 from moejax.plan.layout import Topology
+from moejax.resolve.communication import layer_traffic
+from moejax.resolve.resolved import resolve
 from tests.support.calibrations import ideal, stream
 from tests.support.close import assert_close
 from tests.support.communication_steps import (
@@ -33,8 +35,6 @@ from train.config import gin_reader
 from train.dry_run import dry_run
 from train.job import prepare
 from train.loop import restore
-from train.resolve.communication import layer_traffic
-from train.resolve.resolved import resolve
 from train.step.compiled import home_placement
 from train.step.expert_params import take
 from train.step.state import init_state

@@ -14,8 +14,8 @@ from moejax.config import Config, Data, Model, Moe, Optimizer, Router, Train
 from moejax.moe.types import Windows
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Topology
+from moejax.resolve.resolved import resolve
 from tests.support.close import assert_close
-from train.resolve.resolved import resolve
 from train.step.compiled import on_devices
 from train.step.optimizer import is_decayed, learning_rate, make_optimizer
 from train.step.state import abstract_state, init_state

@@ -12,7 +12,7 @@ from moejax.perf.calibration import Calibration
 from moejax.plan.layout import ITEMSIZE
 from moejax.plan.parallel import Domain, Tensor
 from moejax.plan.schedule_rules import SCHEDULES, UNSPLIT
-from train.resolve.speeds import other_flops_per_device
+from moejax.resolve.speeds import other_flops_per_device
 
 
 @dataclasses.dataclass(frozen=True)

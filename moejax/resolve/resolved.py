@@ -17,10 +17,10 @@ from moejax.perf.calibration import Calibration
 from moejax.perf.cost_model import CostModel
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
-from train.resolve import layouts
-from train.resolve.communication import Communication, choose_communication
-from train.resolve.kernels import choose_kernels, kernel_line
-from train.resolve.speeds import load_calibration, make_cost_model
+from moejax.resolve import layouts
+from moejax.resolve.communication import Communication, choose_communication
+from moejax.resolve.kernels import choose_kernels, kernel_line
+from moejax.resolve.speeds import load_calibration, make_cost_model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -93,9 +93,12 @@ def test_a_batch_of_another_size_drops_nothing():
 
 
 def test_rooms_below_see_no_configuration_with_open_questions(repo):
-    """Models take a Network, layers a Layout; none imports Config."""
+    """Models take a Network, layers a LayerSetup; none below moejax.resolve imports
+    Config."""
     importers = []
     for path in sorted((repo / "moejax").rglob("*.py")):
+        if path.parent.name == "resolve":
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "moejax.config":
                 names = {alias.name for alias in node.names}

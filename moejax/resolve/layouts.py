@@ -7,7 +7,7 @@ from moejax.balance.controller import Settings
 from moejax.balance.policies import check_policy
 from moejax.config import Config
 from moejax.plan.layout import Layout, Store
-from train.resolve.communication import Partition, micro_batch_tokens
+from moejax.resolve.communication import Partition, micro_batch_tokens
 
 
 def step_layout(cfg: Config, parts: Partition) -> Layout:

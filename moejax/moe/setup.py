@@ -1,0 +1,183 @@
+"""Static description of one MoE layer: what a call of it is compiled for."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from moejax.axes import OWN_NAMES, MeshAxes, axis_size, everywhere, put
+from moejax.config import Moe, Router
+from moejax.moe.mesh_roles import MeshLayout, on_mesh
+from moejax.moe.types import Placement
+from moejax.moe.weights.stores import master_param_spec
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSetup:
+    """Sizes, mesh and layout of MoE layers that are alike; hashable, so that it can be
+    a static argument of a jitted function. `moejax.set_up` makes one."""
+
+    moe: Moe
+    router: Router
+    d_model: int
+    layout: Layout
+    mesh: Mesh | AbstractMesh
+    axes: MeshAxes = OWN_NAMES
+
+    @functools.cached_property
+    def mesh_layout(self) -> MeshLayout:
+        """The layout with the mesh axes that the layer talks along."""
+        return on_mesh(self.mesh, self.layout, self.axes)
+
+    @property
+    def num_batch_shards(self) -> int:
+        """Number of devices over which a batch is split."""
+        return axis_size(self.mesh_layout.mesh, self.mesh_layout.batch_axes)
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Sharding of x_btd and of what comes out: split over the batch alone."""
+        return NamedSharding(self.mesh_layout.mesh, P(self.mesh_layout.batch_axes))
+
+    def param_sharding(self, dims: str | None = None) -> NamedSharding:
+        """Return the sharding of a parameter: of experts' weights with dims 'edf' or
+        'efd', which are split over their owners; None: of any other, which is whole."""
+        if dims is None:
+            return NamedSharding(self.mesh_layout.mesh, P())
+        spec = master_param_spec(dims, self.layout.store, self.mesh_layout)
+        return NamedSharding(self.mesh_layout.mesh, spec)
+
+    def home_plan(self, num_layers: int = 1) -> ExpertPlan:
+        """Return the plan with every expert at its owner and nowhere else."""
+        return ExpertPlan.home_in(self.layout, num_layers)
+
+    def place(self, plan: ExpertPlan | None = None, num_layers: int = 1) -> Placement:
+        """Return a plan (default: the home plan) as arrays on the mesh, whole on every
+        device, with a leading dim of layers. A call takes one of them: `.layer(i)`.
+
+        Raises ValueError where the plan does not fit the layout. Placements of one
+        layout have the same shapes: exchanging them compiles nothing.
+        """
+        plan = self.home_plan(num_layers) if plan is None else plan
+        placement = Placement.from_plan(plan.validate(self.layout), self.layout)
+        return everywhere(placement, self.mesh_layout.mesh)
+
+    def check(
+        self,
+        x_btd: Array,
+        placement: Placement,
+        forced_btk: Array | None = None,
+        jitter_btd: Array | None = None,
+    ) -> None:
+        """Raise ValueError, one line, for arguments of a call that do not fit."""
+        self._check_mesh()
+        self._check_batch(x_btd)
+        _check_placement(placement, self.layout)
+        b, t, _ = x_btd.shape
+        if forced_btk is None and self.router.kind == "recorded":
+            raise ValueError(
+                "Router.kind='recorded' follows recorded choices: pass forced_btk "
+                f"[{b}, {t}, {self.moe.top_k}]"
+            )
+        if forced_btk is not None and self.router.kind == "expert_choice":
+            raise ValueError(
+                "Router.kind='expert_choice' lets experts choose: leave forced_btk out"
+            )
+        given = (("forced_btk", forced_btk, self.moe.top_k, jnp.integer),)
+        given += (("jitter_btd", jitter_btd, self.d_model, jnp.floating),)
+        for name, value, last, kind in given:
+            if value is None:
+                continue
+            if value.shape != (b, t, last) or not jnp.issubdtype(value.dtype, kind):
+                raise ValueError(
+                    f"{name} must be {kind.__name__} [{b}, {t}, {last}], as x_btd "
+                    f"and top_k={self.moe.top_k} say, and is {value.dtype} "
+                    f"{list(value.shape)}"
+                )
+
+    def _check_mesh(self) -> None:
+        context, own = jax.sharding.get_abstract_mesh(), self.mesh_layout.mesh
+        if not context.empty and context.axis_names != own.axis_names:
+            raise ValueError(
+                f"jax.set_mesh has a mesh with axes {context.axis_names}, and the "
+                f"layer runs on {own.axis_names}: call it outside of set_mesh, or "
+                "with a schedule and a domain that cut no axis in two"
+            )
+
+    def _check_batch(self, x_btd: Array) -> None:
+        shape, shards = x_btd.shape, self.num_batch_shards
+        if x_btd.ndim != 3 or shape[-1] != self.d_model:
+            raise ValueError(
+                f"x_btd must be [batch, length, {self.d_model}], as the layer was set "
+                f"up for, and is {list(shape)}"
+            )
+        if not jnp.issubdtype(x_btd.dtype, jnp.floating):
+            raise ValueError(f"x_btd must be floating point, and is {x_btd.dtype}")
+        if shape[0] % shards:
+            raise ValueError(
+                f"a batch of {shape[0]} sequences does not divide over {shards} "
+                f"devices (mesh axes {', '.join(self.mesh_layout.batch_axes)}): use a "
+                f"multiple of {shards}"
+            )
+        tensor, tokens = self.layout.tensor, shape[0] // shards * shape[1]
+        if tensor is not None and tokens % tensor.num_parts:
+            raise ValueError(
+                f"schedule='{tensor.schedule}' splits the {tokens} tokens of a device "
+                f"in {tensor.num_parts} parts: use a batch and length that they divide"
+            )
+
+
+def _check_placement(placement: Placement, layout: Layout) -> None:
+    shape = placement.slot_to_expert_lp.shape
+    if len(shape) == 2:
+        raise ValueError(
+            f"the placement is of {shape[0]} layers, and a call takes that of one: "
+            "pass placement.layer(i)"
+        )
+    if shape != (layout.num_slots,):
+        raise ValueError(
+            f"the placement has {shape[0]} slots, and the layout "
+            f"{layout.num_slots}: make it by place() of the same setup"
+        )
+    offers_wo, want_wc = placement.offer_lwo.shape, placement.want_lwc.shape
+    expected = (layout.offers_per_device, layout.copies_per_device)
+    if (offers_wo[-1], want_wc[-1]) != expected:
+        raise ValueError(
+            f"the placement has (offers, copies) {(offers_wo[-1], want_wc[-1])} for "
+            f"each device, and the layout {expected}: make it by place() of the same "
+            "setup"
+        )
+
+
+def shard(model, setup: LayerSetup):
+    """Put the variables of a model, an optimizer, or a tuple of both on the mesh.
+
+    Weights of experts, and optimizer moments of the same shapes, go to their owners;
+    what is on one device becomes whole on all; what is spread over the mesh already
+    stays. A step that takes and returns them compiles once. Inside a jitted function
+    that makes a model, experts never exist whole on one device. Returns `model`, which
+    is changed in place.
+    """
+    num_devices = setup.mesh_layout.mesh.size
+
+    def lay(_, variable: nnx.Variable) -> nnx.Variable:
+        value, dims = variable[...], variable.get_metadata().get("expert_dims")
+        if dims is None and not _is_on_one(value, num_devices):
+            return variable
+        return variable.replace(put(value, setup.param_sharding(dims)))
+
+    nnx.update(model, nnx.map_state(lay, nnx.state(model)))
+    return model
+
+
+def _is_on_one(value: Array, num_devices: int) -> bool:
+    """Return whether a concrete array is on fewer devices than the mesh has."""
+    is_traced = isinstance(value, jax.core.Tracer)
+    return not is_traced and len(value.sharding.device_set) < num_devices

@@ -1,0 +1,138 @@
+"""MoE layers of another program: their setup, and plans that policies make for them."""
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from moejax.axes import BATCH_AXES, MeshAxes
+from moejax.balance.loads import by_owner
+from moejax.balance.policies import check_policy
+from moejax.config import Balance, Config, Data, Dispatch, Model, Moe, Router, Train
+from moejax.moe.layer import check_device
+from moejax.moe.setup import LayerSetup
+from moejax.perf.calibration import Calibration, cost_model
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import ITEMSIZE
+from moejax.resolve.communication import choose_communication
+from moejax.resolve.layouts import step_layout
+from moejax.resolve.speeds import presumed
+
+
+def set_up(
+    moe: Moe,
+    mesh: Mesh | AbstractMesh,
+    batch_shape: tuple[int, int, int],
+    *,
+    axes: MeshAxes | None = None,
+    router: Router | None = None,
+    dispatch: Dispatch | None = None,
+    policy: str = "home",
+) -> LayerSetup:
+    """Return the setup of MoE layers: their layout, on a mesh, for a batch.
+
+    `batch_shape` is (batch, length, width) of the layer's input over all devices. In
+    exact mode other batches run too: the shape sets the sizes of buffers. `axes` says
+    which mesh axis has which role; by default axes have the names of their roles: dc,
+    data, expert and tensor. `policy` is the balancing policy that plans will come from:
+    it decides how many replicas a device has room for and how weights reach them,
+    unless `dispatch` says so.
+
+    >>> import jax
+    >>> mesh = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1])
+    >>> setup = set_up(Moe(num_experts=4, d_expert=8), mesh, (2, 16, 32))
+    >>> setup.layout.num_slots, setup.layout.rows_per_peer
+    (4, 64)
+
+    Raises ValueError, one line, for sizes that do not fit, for a mesh without a needed
+    axis, for a batch that does not divide over the mesh, and for what does not go
+    together; NotImplementedError for what the mesh's devices cannot run.
+    """
+    if len(batch_shape) != 3:
+        raise ValueError(
+            f"batch_shape={batch_shape} must be (batch, length, width) of the input"
+        )
+    (b, t, d), names = batch_shape, axes or MeshAxes.by_role(mesh)
+    router, dispatch = router or Router(), dispatch or Dispatch()
+    topology = names.topology(mesh)
+    if b % topology.num_batch_shards:
+        raise ValueError(
+            f"a batch of {b} sequences does not divide over "
+            f"{topology.num_batch_shards} devices ({topology}): use a multiple"
+        )
+    if moe.num_shared_experts:
+        raise ValueError(
+            f"Moe.num_shared_experts={moe.num_shared_experts} are dense, and no part "
+            "of this layer: add them in your model, and set it to 0"
+        )
+    cfg = Config(
+        mesh=topology,
+        model=Model(d_model=d),
+        moe=moe,
+        dispatch=dispatch,
+        router=router,
+        data=Data(seq_len=max(t, 2)),
+        train=Train(batch_size=b, loss_chunk=max(t, 2)),
+        balance=Balance(policy=policy),
+    )
+    calibration = _presumed(mesh, names)
+    communication = choose_communication(cfg, calibration)
+    layout = step_layout(cfg, communication.parts)
+    if isinstance(mesh, Mesh):
+        check_device(layout, mesh.devices.flat[0])
+    setup = LayerSetup(moe, router, d, layout, mesh, names)
+    _ = setup.mesh_layout  # what a mesh cannot be cut into is refused here
+    return setup
+
+
+def make_plan(
+    policy: str,
+    tokens_lwe: np.ndarray,
+    setup: LayerSetup,
+    current: ExpertPlan | None = None,
+    dtype: str = "bfloat16",
+) -> ExpertPlan:
+    """Return the plan that a policy makes of loads, valid for the setup's layout.
+
+    `tokens_lwe` are choices of each expert in each layer, by device that splits the
+    batch: `sums.tokens_e` of one layer, with a leading dim of layers. `current` is the
+    plan that runs now (default: the home plan). `dtype` is that of experts' arithmetic.
+    Costs are of presumed speeds: 50 TFLOP/s and 12.5 GB/s.
+
+    Raises ValueError where the layout has no room for what the policy plans.
+    """
+    tokens_lwe, layout = np.asarray(tokens_lwe), setup.layout
+    stores = check_policy(policy).stores
+    if layout.store not in stores:
+        raise ValueError(
+            f"policy '{policy}' plans for store {' or '.join(map(repr, stores))}, and "
+            f"the layout has '{layout.store}': use set_up(.., policy='{policy}')"
+        )
+    topology = setup.axes.topology(setup.mesh)
+    roles = [setup.axes.role(axis) for axis in setup.mesh.axis_names]
+    sizes = {r: getattr(topology, r) for r in roles if r in BATCH_AXES}
+    expected = (setup.num_batch_shards, layout.num_experts)
+    if tokens_lwe.ndim != 3 or tokens_lwe.shape[1:] != expected:
+        raise ValueError(
+            f"loads must be [layers, {expected[0]}, {expected[1]}]: choices by layer, "
+            f"device and expert; they are {list(tokens_lwe.shape)}"
+        )
+    shards = 1 if layout.tensor is None else layout.tensor.expert_shards
+    cost = cost_model(
+        _presumed(setup.mesh, setup.axes),
+        d_model=setup.d_model,
+        d_expert=setup.moe.d_expert // shards,
+        itemsize=ITEMSIZE[dtype],
+        micro_batches=1,
+        other_flops_per_device=0.0,
+        group=layout.axes,
+    )
+    if current is None:
+        current = setup.home_plan(len(tokens_lwe))
+    load_lwe = by_owner(tokens_lwe, sizes, layout)
+    plan = check_policy(policy).plan(load_lwe, layout, cost, current)
+    return plan.validate(layout)
+
+
+def _presumed(mesh: Mesh | AbstractMesh, names: MeshAxes) -> Calibration:
+    topology = names.topology(mesh)
+    sizes = dict(zip(("dc", "data", "expert", "tensor"), topology.sizes))
+    return presumed(sizes, "any device")

@@ -1,0 +1,381 @@
+"""The layer as other programs use it: docs/use_the_layer.md, its errors, its wheel."""
+
+import dataclasses
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+import moejax
+from moejax import Dispatch, ExpertPlan, MeshAxes, Moe, MoeLayer, Router, moe_layer
+from moejax.moe import reference, route
+from tests.support.close import assert_close
+
+SHAPE = (16, 8, 32)
+MOE = Moe(num_experts=16, top_k=2, d_expert=48)
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+ROLES = MeshAxes(data="batch", expert="ep")
+
+
+def make_mesh(sizes=(2, 4), names=("batch", "ep"), kind=AUTO):
+    return jax.make_mesh(sizes, names, (kind,) * len(names))
+
+
+def set_up(mesh=None, shape=SHAPE, axes=ROLES, moe=MOE, **kwargs):
+    return moejax.set_up(moe, mesh or make_mesh(), shape, axes=axes, **kwargs)
+
+
+@pytest.fixture
+def compiled():
+    """Return the names of the functions that are compiled from here on."""
+    names = []
+
+    def listen(event: str, _: float, **kwargs) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(kwargs.get("fun_name", ""))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
+def blocks(repo) -> list[str]:
+    page = (repo / "docs" / "use_the_layer.md").read_text()
+    return re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_page_runs_and_its_step_compiles_once(blocks, compiled, monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    program, swap, policy, split = blocks
+    scope: dict = {"__name__": "page"}
+    exec(program, scope)
+    assert scope["loss"] < 1.0, "it began at the log of 50, 3.9"
+    steps = [name for name in compiled if "train_step" in name]
+    assert len(steps) == 1, compiled
+
+    def step():
+        names = "model", "optimizer", "tokens", "targets", "placement", "setup"
+        loss, sums = scope["train_step"](*(scope[name] for name in names))
+        return float(loss), sums
+
+    exec(swap, scope)
+    assert scope["plan"] != scope["setup"].home_plan(2), "the loads are uneven"
+    step()
+    assert len([name for name in compiled if "train_step" in name]) == 1
+    for block in (policy, split):
+        exec(block, scope)
+        scope["shard"]((scope["model"], scope["optimizer"]), scope["setup"])
+        scope["placement"] = scope["setup"].place(num_layers=2)
+        assert np.isfinite(step()[0])
+
+
+MESHES = {
+    "other names": ((2, 4), ("batch", "ep"), AUTO),
+    "expert axis first": ((4, 2), ("ep", "batch"), AUTO),
+    "explicit axes": ((2, 4), ("batch", "ep"), EXPLICIT),
+    "one device": ((1, 1), ("batch", "ep"), AUTO),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("other names", "home"),
+        ("other names", "eplb"),
+        *((name, "flexmoe") for name in MESHES),
+    ],
+)
+def test_any_mesh_computes_what_the_definition_says(name, policy):
+    sizes, names, kind = MESHES[name]
+    if name == "one device":
+        mesh = jax.make_mesh(sizes, names, (kind,) * 2, devices=jax.devices()[:1])
+    else:
+        mesh = make_mesh(sizes, names, kind)
+    setup = set_up(mesh, policy=policy)
+    layer = moejax.shard(MoeLayer(MOE, SHAPE[-1], nnx.Rngs(0)), setup)
+    x_btd = jax.random.normal(jax.random.key(1), SHAPE)
+    placement = setup.place().layer(0)
+
+    @jax.jit
+    def run(params, x_btd):
+        def loss(params, x_btd):
+            y_btd, sums = moe_layer(params, x_btd, placement, setup)
+            return jnp.sum((x_btd + y_btd) ** 2), (y_btd, sums)
+
+        return jax.grad(loss, (0, 1), has_aux=True)(params, x_btd)
+
+    def defined(params, x_btd):
+        x_nd = x_btd.reshape(-1, SHAPE[-1])
+        router = params["router_de"], params["bias_e"], Router()
+        routes, *_ = route.route(x_nd, *router, MOE.top_k, SHAPE[1])
+        y_nd = reference.moe(x_nd, routes, params)
+        return jnp.sum((x_nd + y_nd) ** 2), y_nd.reshape(SHAPE)
+
+    params = jax.device_get(layer.params())
+    expected = jax.grad(defined, (0, 1), has_aux=True)(params, x_btd)
+    x_btd = jax.device_put(x_btd, setup.batch_sharding)
+    gradients, (y_btd, sums) = run(layer.params(), x_btd)
+    assert_close((gradients, y_btd), expected)
+    losses = moejax.router_losses(sums.over_devices(), 16 * 8, 8)
+    assert losses.balance >= 1.0
+    assert sums.tokens_e.shape == (setup.num_batch_shards, 16)
+    assert int(sums.tokens_e.sum()) == 16 * 8 * 2
+
+
+def other(setup, **changes):
+    return dataclasses.replace(
+        setup, layout=dataclasses.replace(setup.layout, **changes)
+    )
+
+
+REFUSED = {
+    "another width": ({"x": (16, 8, 31)}, ["[batch, length, 32]", "[16, 8, 31]"]),
+    "no length": ({"x": (16, 32)}, ["[batch, length, 32]", "[16, 32]"]),
+    "tokens, not vectors": ({"dtype": jnp.int32}, ["floating point", "int32"]),
+    "a batch that does not divide": (
+        {"x": (12, 8, 32)},
+        ["12 sequences", "8 devices", "batch, ep", "multiple of 8"],
+    ),
+    "a forgotten layer index": ({"layers": True}, ["3 layers", "placement.layer(i)"]),
+    "another layout's placement": ({"slots": 5}, ["20 slots", "16", "place()"]),
+    "choices of another number": (
+        {"forced_btk": jnp.zeros((16, 8, 3), jnp.int32)},
+        ["forced_btk", "[16, 8, 2]", "top_k=2", "[16, 8, 3]"],
+    ),
+    "choices that are no integers": (
+        {"forced_btk": jnp.zeros((16, 8, 2))},
+        ["forced_btk", "integer", "float32"],
+    ),
+    "jitter of another shape": (
+        {"jitter_btd": jnp.zeros((16, 8, 2))},
+        ["jitter_btd", "[16, 8, 32]"],
+    ),
+    "a record without choices": (
+        {"router": Router(kind="recorded")},
+        ["'recorded'", "forced_btk [16, 8, 2]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_call_that_does_not_fit_is_refused_in_one_line(name):
+    changes, words = REFUSED[name]
+    setup = set_up(router=changes.pop("router", None))
+    layer = MoeLayer(MOE, SHAPE[-1], nnx.Rngs(0))
+    x_btd = jnp.zeros(changes.pop("x", SHAPE), changes.pop("dtype", jnp.float32))
+    placement = setup.place(num_layers=3)
+    if not changes.pop("layers", False):
+        placement = placement.layer(0)
+    if slots := changes.pop("slots", None):
+        wide = other(setup, slots_per_device=slots, store="sharded")
+        placement = wide.place().layer(0)
+    with pytest.raises(ValueError) as error:
+        layer(x_btd, placement, setup, **changes)
+    assert_one_line(error, words)
+
+
+BAD_SETUPS = {
+    "no axis of that name": ({"axes": MeshAxes(expert="model")}, ["'model'", "batch"]),
+    "an axis without a role": (
+        {"axes": MeshAxes(expert="ep")},
+        ["'batch' (2 devices)", "MeshAxes(data='batch')"],
+    ),
+    "one axis, two roles": (
+        {"axes": MeshAxes(data="ep", expert="ep")},
+        ["'ep' has two roles"],
+    ),
+    "names that are no roles": ({"axes": None}, ["'batch' (2 devices)", "no role"]),
+    "a batch that does not divide": (
+        {"shape": (12, 8, 32)},
+        ["12 sequences", "8 devices"],
+    ),
+    "no width": ({"shape": (16, 8)}, ["(batch, length, width)"]),
+    "experts that do not divide": (
+        {"moe": Moe(num_experts=6, d_expert=48)},
+        ["num_experts=6", "(4)", "4 or 8"],
+    ),
+    "shared experts": (
+        {"moe": Moe(num_experts=16, d_expert=48, num_shared_experts=1)},
+        ["num_shared_experts=1", "your model"],
+    ),
+    "no such policy": ({"policy": "flexmoo"}, ["'flexmoo'", "'flexmoe'"]),
+    "axes in another order": (
+        {"mesh": "transposed", "dispatch": Dispatch(group="data_expert")},
+        ["data x expert", "batch, ep", "('ep', 'batch')"],
+    ),
+    "an explicit axis that is cut": (
+        {"mesh": "explicit", "dispatch": Dispatch(domain=(1, 2))},
+        ["Explicit", "AxisType.Auto", "ep"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SETUPS)
+def test_a_setup_that_cannot_be_is_refused_in_one_line(name):
+    changes, words = BAD_SETUPS[name]
+    meshes = {
+        "transposed": make_mesh((4, 2), ("ep", "batch")),
+        "explicit": make_mesh(kind=EXPLICIT),
+    }
+    mesh = meshes.get(changes.get("mesh"))
+    with pytest.raises(ValueError) as error:
+        set_up(**changes | {"mesh": mesh})
+    assert_one_line(error, words)
+
+
+def test_a_plan_is_refused_where_the_layout_has_no_room():
+    setup, tokens_lwe = set_up(), np.ones((1, 8, 16), int)
+    with pytest.raises(ValueError) as error:
+        moejax.make_plan("flexmoe", tokens_lwe, setup)
+    assert_one_line(error, ["'flexmoe'", "'owned'", "policy='flexmoe'"])
+    with pytest.raises(ValueError) as error:
+        moejax.make_plan("home", tokens_lwe[0], setup)
+    assert_one_line(error, ["[layers, 8, 16]", "[8, 16]"])
+    table = np.arange(16, dtype=np.int32)[None].copy()
+    table[0, 3] = 0
+    with pytest.raises(ValueError) as error:
+        setup.place(ExpertPlan(table, 16))
+    assert_one_line(error, ["layer 0", "experts [3]"])
+
+
+def test_a_context_mesh_that_a_cut_layer_does_not_know_is_refused():
+    mesh = make_mesh()
+    setup = set_up(mesh, dispatch=Dispatch(domain=(1, 2)))
+    layer = MoeLayer(MOE, SHAPE[-1], nnx.Rngs(0))
+    with jax.set_mesh(mesh), pytest.raises(ValueError) as error:
+        layer(jnp.zeros(SHAPE), setup.place().layer(0), setup)
+    assert_one_line(error, ["set_mesh", "ep_outer", "cut no axis"])
+
+
+def test_a_policy_evens_what_the_layer_reports():
+    setup = set_up(policy="flexmoe")
+    load_e = np.full(16, 10)
+    load_e[5] = 300
+    tokens_lwe = np.tile(load_e, (2, 8, 1))
+    plan = moejax.make_plan("flexmoe", tokens_lwe, setup)
+    assert plan.num_layers == 2
+    assert (plan.slot_to_expert_lp == 5).sum(axis=1).min() >= 2, "the hot one"
+
+
+def assert_one_line(error, words) -> None:
+    text = str(error.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text, text
+
+
+PROBE = """
+import sys
+{block}
+import jax, moejax
+from flax import nnx
+mesh = jax.make_mesh((8,), ("expert",), (jax.sharding.AxisType.Auto,))
+moe = moejax.Moe(num_experts=8, d_expert=16)
+setup = moejax.set_up(moe, mesh, (8, 4, 16), policy="flexmoe")
+layer = moejax.shard(moejax.MoeLayer(moe, 16, nnx.Rngs(0)), setup)
+run = jax.jit(moejax.moe_layer, static_argnames="setup")
+placement = setup.place().layer(0)
+y_btd, sums = run(layer.params(), jax.numpy.ones((8, 4, 16)), placement, setup)
+plan = moejax.make_plan("flexmoe", sums.tokens_e[None], setup)
+assert moejax.__file__.startswith(sys.prefix), moejax.__file__
+assert not any(name.split(".")[0] in ("train", "gin") for name in sys.modules)
+for name in moejax.__all__:
+    getattr(moejax, name)
+print(y_btd.shape, int(sums.tokens_e.sum()), plan.num_layers)
+"""
+BLOCK = """
+class Undeclared:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {forbidden!r}:
+            raise ModuleNotFoundError(f"{{name}} is no dependency of moejax")
+sys.meta_path.insert(0, Undeclared())
+"""
+
+
+@pytest.mark.slow
+def test_the_wheel_works_with_its_declared_dependencies_alone(repo, tmp_path):
+    """Everything else that this environment has is hidden from it."""
+    python, wheel = install(repo, tmp_path)
+    here = os.path.dirname(os.path.dirname(np.__file__))
+    site = next((tmp_path / "venv" / "lib").glob("python*")) / "site-packages"
+    (site / "outside.pth").write_text(here + "\n")
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(site)
+    allowed = dependencies(site)
+    assert {"jax", "flax", "numpy", "jaxtyping"} <= allowed
+    packages = importlib.metadata.packages_distributions()
+    forbidden = {
+        module
+        for module, owners in packages.items()
+        if not {canonical(owner) for owner in owners} & allowed
+    }
+    assert {"gin", "grain", "pyarrow", "tokenizers", "matplotlib"} <= forbidden
+    probe(python, tmp_path, BLOCK.format(forbidden=forbidden - {"moejax"}))
+
+
+@pytest.mark.long
+def test_the_wheel_installs_from_an_index(repo, tmp_path):
+    python, wheel = install(repo, tmp_path, with_pip=True)
+    constraints = ["-c", str(repo / "constraints.txt")]
+    pip = [python, "-m", "pip", "install", "-q", *constraints, str(wheel)]
+    subprocess.run(pip, check=True, cwd=tmp_path)
+    probe(python, tmp_path, "")
+
+
+def install(repo, folder, with_pip=False):
+    """Return the Python of a new environment, and the wheel of this checkout."""
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "moejax", "train"):
+        (source / name).symlink_to(repo / name)
+    build = "import setuptools.build_meta as b; print(b.build_wheel('.'))"
+    done = subprocess.run(
+        [sys.executable, "-c", build], cwd=source, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    venv.create(folder / "venv", with_pip=with_pip)
+    return folder / "venv" / "bin" / "python", source / done.stdout.split()[-1]
+
+
+def probe(python, folder, block: str) -> None:
+    env = dict(os.environ, PYTHONPATH="")
+    done = subprocess.run(
+        [python, "-c", PROBE.format(block=block)], cwd=folder, env=env,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout == "(8, 4, 16) 64 1\n", done.stderr[-2000:]
+
+
+def dependencies(site) -> set[str]:
+    """Return the distributions that the wheel's metadata asks for, theirs too."""
+    meta = next(site.glob("moejax-*.dist-info/METADATA")).read_text()
+    wanted = re.findall(r"^Requires-Dist: ([\w.-]+)[^;\n]*$", meta, re.MULTILINE)
+    found: set[str] = set()
+    while wanted:
+        name = canonical(wanted.pop())
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            requires = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        wanted += [re.match(r"[\w.-]+", r)[0] for r in requires if "extra" not in r]
+    return found
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
