@@ -1,4 +1,4 @@
-"""The worked examples of docs/house.md and moejax/moe/README.md, run as they stand."""
+"""The worked examples of docs/extend.md and moejax/moe/README.md, run as they stand."""
 
 import dataclasses
 import re
@@ -50,7 +50,7 @@ def worst(load_lwe, plan, layout=LAYOUT) -> float:
 
 @pytest.fixture
 def page(repo) -> str:
-    return (repo / "docs" / "house.md").read_text()
+    return (repo / "docs" / "extend.md").read_text()
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def hottest(page, monkeypatch) -> Policy:
     """The page's file as a module, and its entry in the dict."""
     file, entry = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     module = types.ModuleType("hottest")
-    exec(compile(file, "house.md", "exec"), module.__dict__)
+    exec(compile(file, "extend.md", "exec"), module.__dict__)
     entries = eval(f"{{{entry}}}", {"Policy": Policy, "hottest": module})
     for name, policy in entries.items():
         monkeypatch.setitem(POLICIES, name, policy)

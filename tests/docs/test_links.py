@@ -1,0 +1,54 @@
+"""The index lists every page, and every link in the docs leads somewhere."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+INDEX = ROOT / "docs" / "README.md"
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+READ = [
+    ROOT / "README.md",
+    *PAGES,
+    *ROOT.glob("notebooks/*.md"),
+    *ROOT.glob("moejax/**/*.md"),
+]
+FENCED = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
+
+
+def prose(page: pathlib.Path) -> str:
+    """Return a page's text without its blocks of code."""
+    return FENCED.sub("", page.read_text(encoding="utf-8"))
+
+
+def links(page: pathlib.Path) -> list[tuple[pathlib.Path, str]]:
+    """Return (file, anchor) of every link of a page that is not of the web."""
+    targets = [t for t in LINK.findall(prose(page)) if "://" not in t]
+    parts = [target.partition("#") for target in targets]
+    return [
+        ((page.parent / path).resolve() if path else page, anchor)
+        for path, _, anchor in parts
+    ]
+
+
+def anchors(page: pathlib.Path) -> set[str]:
+    """Return the anchors that GitHub and MkDocs give to a page's headings."""
+    titles = (re.sub(r"[^\w\- ]", "", h.lower()) for h in HEADING.findall(prose(page)))
+    return {title.strip().replace(" ", "-") for title in titles}
+
+
+def test_the_index_lists_every_page():
+    listed = {INDEX, *(path for path, _ in links(INDEX))}
+    missing = [str(p.relative_to(ROOT)) for p in PAGES if p not in listed]
+    assert not missing, f"add a line to docs/README.md for each of {missing}"
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_resolve(page):
+    for path, anchor in links(page):
+        assert path.exists(), f"{path} does not exist"
+        if anchor:
+            assert anchor in anchors(path), f"{path} has no heading #{anchor}"
