@@ -1,4 +1,4 @@
-"""The index lists every page, and every link in the docs leads somewhere."""
+"""The index lists every page, and links and paths in the docs lead somewhere."""
 
 import pathlib
 import re
@@ -16,6 +16,12 @@ READ = [
 ]
 FENCED = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
+FILE = re.compile(r"`((?:configs|docs|moejax|notebooks|tests|tools|train)/[\w./-]+)`")
+TO_BE_WRITTEN = {
+    "moejax/balance/policies/hottest.py",  # examples of docs/extend.md
+    "moejax/kernels/grouped_dot/next/",
+    "moejax/kernels/tuned/",  # made by tools/tune_kernels.py on a GPU
+}
 HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 
 
@@ -52,3 +58,11 @@ def test_links_resolve(page):
         assert path.exists(), f"{path} does not exist"
         if anchor:
             assert anchor in anchors(path), f"{path} has no heading #{anchor}"
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page):
+    """Except in the log, which names files of earlier commits."""
+    names = set(FILE.findall(prose(page))) - TO_BE_WRITTEN
+    missing = sorted(name for name in names if not (ROOT / name).exists())
+    assert not missing or page.name == "log.md"
