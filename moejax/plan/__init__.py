@@ -1,3 +1,5 @@
-"""The contract between host and device, in NumPy: layouts, expert plans, and the
-definitions of the splits. What computes on devices belongs in `moejax.moe`.
+"""Layouts, expert plans and the definitions of the splits, in NumPy.
+
+The host and the device code both import this package; it is their contract. Code that
+runs on devices belongs in `moejax.moe`.
 """

@@ -1,16 +1,18 @@
-"""Dynamic replication in NumPy: which experts a device computes beside its own in this
-micro-batch, so that every device has the mean of the rows, to one row.
+"""Dynamic replication in NumPy: copies of experts that balance one micro-batch.
 
-Devices with too few rows are paired with those that have too many: each takes all that
-it lacks from one sender, so it needs no more copies than the sender owns experts. (The
-planner of MoonEP and of Megatron-LM's virtual experts, from its published description.)
+It chooses which experts each device computes beside its own, so that every device has
+the mean number of rows, to one row. Each device with too few rows is paired with one
+sender that has too many, and takes all the rows that it lacks from that sender. So it
+needs at most as many copies as the sender owns experts. (The planner of MoonEP and of
+Megatron-LM's virtual experts, from its published description.)
 
     device             0            1         4 experts with 9, 1, 2, 0 rows: mean 6
     own experts      0   1        2   3
-    slots          0  1  -  -   2  3  0  -    device 0 gives 4 rows of expert 0
+    slots          0  1  -  -   2  3  0  -    device 0 sends 4 rows of expert 0
     rows           5  1         2  0  4
 
-This is the definition; moejax.moe.split.dynamic must give the same bits.
+This is the definition. moejax.moe.split.dynamic runs on devices and must give the same
+bits.
 """
 
 from typing import NamedTuple
@@ -21,47 +23,56 @@ from moejax.plan.expert_plan import EMPTY
 from moejax.plan.layout import Layout
 
 
-class Paired(NamedTuple):
-    """Expert of each slot, int32 [p], and its rows, int [p]."""
+class Replicas(NamedTuple):
+    """Slots of one layer for one micro-batch, and the rows of each."""
 
     row_p: np.ndarray
+    """Expert of each slot, int32 [p]; -1 for an empty one."""
     rows_p: np.ndarray
+    """Number of rows of each slot, int [p]."""
 
 
-def pair(load_e: np.ndarray, owned_e: np.ndarray, layout: Layout) -> Paired:
-    """Slots for whole loads, summed over sources, of experts owned as `owned_e` says.
+def pair(load_e: np.ndarray, owned_e: np.ndarray, layout: Layout) -> Replicas:
+    """Return slots and rows that balance the loads of one layer and micro-batch.
 
-    A device's own experts are in its first slots, then copies by position in `owned_e`,
-    then empty slots. Where offers_per_device and copies_per_device are the own experts,
-    device w has exactly total // w rows, the first total % w one more. With less it
-    keeps the fullest, and what it cannot offer or hold stays at its owner. One that was
-    to give more than it had too many, and takes from another, could then end fuller
-    than any at home: nothing moves in that case.
+    `load_e` is the number of rows of each expert, summed over all sources, and
+    `owned_e` the expert at each position of the owners. A device has its own experts in
+    its first slots, then copies in the order of their positions, then empty slots.
+
+    Device d ends with total // w rows, and one more if d < total % w, where
+    offers_per_device and copies_per_device are both the number of own experts. Smaller
+    budgets keep the copies with most rows, and all other rows stay with their owner. A
+    device that both sends and receives rows could then end fuller than the fullest
+    device without copies; if one does, no row moves at all.
     """
     w, s = layout.num_devices, layout.slots_per_device
     load_wi = np.asarray(load_e, np.int64)[owned_e].reshape(w, -1)
     own = load_wi.shape[1]
-    given_wid = _given(load_wi, quotas(load_wi.sum(axis=1)))
-    given_wid = _kept(given_wid, layout)
-    if _after(load_wi, given_wid).max() > load_wi.sum(axis=1).max():
-        given_wid = np.zeros_like(given_wid)
+    sent_wid = _split_quotas(load_wi, quotas(load_wi.sum(axis=1)))
+    sent_wid = _limit_to_budgets(sent_wid, layout)
+    if _device_rows(load_wi, sent_wid).max() > load_wi.sum(axis=1).max():
+        sent_wid = np.zeros_like(sent_wid)
     row_ds = np.full((w, s), EMPTY, np.int32)
     rows_ds = np.zeros((w, s), np.int64)
     row_ds[:, :own] = owned_e.reshape(w, own)
-    rows_ds[:, :own] = load_wi - given_wid.sum(axis=2)
-    given_de = given_wid.reshape(w * own, w).T
-    for device, given_e in enumerate(given_de):
-        place = np.flatnonzero(given_e)
-        copies = slice(own, own + len(place))
-        row_ds[device, copies] = owned_e[place]
-        rows_ds[device, copies] = given_e[place]
-    return Paired(row_ds.reshape(-1), rows_ds.reshape(-1))
+    rows_ds[:, :own] = load_wi - sent_wid.sum(axis=2)
+    received_de = sent_wid.reshape(w * own, w).T
+    for device, received_e in enumerate(received_de):
+        position = np.flatnonzero(received_e)
+        copies = slice(own, own + len(position))
+        row_ds[device, copies] = owned_e[position]
+        rows_ds[device, copies] = received_e[position]
+    return Replicas(row_ds.reshape(-1), rows_ds.reshape(-1))
 
 
 def quotas(rows_w: np.ndarray) -> np.ndarray:
-    """Rows that device o gives device r, int [o, r]: w - 1 times, the one with most too
-    many gives the one with most too few all that it lacks, though it then lack some
-    itself. So nobody takes from two. Ties: the lowest number."""
+    """Return the number of rows that device o sends to device r, int [o, r].
+
+    w - 1 times, the device with the largest surplus over its target sends to the device
+    with the largest deficit all that this one lacks, even if the sender then lacks rows
+    itself. So no device receives from two senders. Of equal devices the lowest number
+    is taken.
+    """
     w = len(rows_w)
     total = int(rows_w.sum())
     balance_w = rows_w - total // w - (np.arange(w) < total % w)
@@ -75,40 +86,46 @@ def quotas(rows_w: np.ndarray) -> np.ndarray:
     return quota_or
 
 
-def _given(load_wi: np.ndarray, quota_wd: np.ndarray) -> np.ndarray:
-    """Rows of its i-th expert that device w gives d, [w, i, d]: the fullest expert to
-    the largest quota, as much as fits, until none is left. Ties: the lowest number."""
+def _split_quotas(load_wi: np.ndarray, quota_wd: np.ndarray) -> np.ndarray:
+    """Return the rows of its i-th expert that device w sends to device d, [w, i, d].
+
+    Every device repeatedly assigns its expert with most rows left to its largest quota
+    left, as many rows as both have. Of equal ones the lowest number is taken.
+    """
     w, own = load_wi.shape
     left_wi, quota_wd = load_wi.copy(), quota_wd.copy()
-    given_wid = np.zeros((w, own, w), np.int64)
+    sent_wid = np.zeros((w, own, w), np.int64)
     sender = np.arange(w)
-    for _ in range(w + own):  # each time a quota or an expert is used up
+    for _ in range(w + own):  # each iteration uses up a quota or an expert
         i, d = left_wi.argmax(axis=1), quota_wd.argmax(axis=1)
         moved_w = np.minimum(left_wi[sender, i], quota_wd[sender, d])
-        given_wid[sender, i, d] += moved_w
+        sent_wid[sender, i, d] += moved_w
         left_wi[sender, i] -= moved_w
         quota_wd[sender, d] -= moved_w
-    return given_wid
+    return sent_wid
 
 
-def _after(load_wi: np.ndarray, given_wid: np.ndarray) -> np.ndarray:
-    """Rows of each device, [w]."""
-    return (load_wi - given_wid.sum(axis=2)).sum(axis=1) + given_wid.sum(axis=(0, 1))
+def _device_rows(load_wi: np.ndarray, sent_wid: np.ndarray) -> np.ndarray:
+    """Return the number of rows of each device after rows were sent, [w]."""
+    return (load_wi - sent_wid.sum(axis=2)).sum(axis=1) + sent_wid.sum(axis=(0, 1))
 
 
-def _kept(given_wid: np.ndarray, layout: Layout) -> np.ndarray:
-    """What the budgets allow: of an owner's experts the offers_per_device with most
-    rows given, of those a receiver's copies_per_device with most rows. Ties: the lowest
-    number."""
-    w, own, _ = given_wid.shape
-    offered_wi = _largest(given_wid.sum(axis=2), layout.offers_per_device)
-    given_ed = (given_wid * offered_wi[:, :, None]).reshape(w * own, w)
-    kept_de = _largest(given_ed.T, layout.copies_per_device)
-    return (given_ed * kept_de.T).reshape(w, own, w)
+def _limit_to_budgets(sent_wid: np.ndarray, layout: Layout) -> np.ndarray:
+    """Return the part of `sent_wid` that the layout's budgets for copies allow.
+
+    An owner offers its offers_per_device experts with most rows to send, and a receiver
+    takes the copies_per_device of these that bring it most rows. Of equal experts the
+    lowest number is taken.
+    """
+    w, own, _ = sent_wid.shape
+    is_offered_wi = _is_largest(sent_wid.sum(axis=2), layout.offers_per_device)
+    sent_ed = (sent_wid * is_offered_wi[:, :, None]).reshape(w * own, w)
+    is_copied_de = _is_largest(sent_ed.T, layout.copies_per_device)
+    return (sent_ed * is_copied_de.T).reshape(w, own, w)
 
 
-def _largest(value_wx: np.ndarray, count: int) -> np.ndarray:
-    """Whether a value is among the `count` largest of its row, bool [w, x]."""
+def _is_largest(value_wx: np.ndarray, count: int) -> np.ndarray:
+    """Return whether a value is among the `count` largest of its row, bool [w, x]."""
     order_wx = np.argsort(-value_wx, axis=1, kind="stable")
     is_largest_wx = np.zeros(value_wx.shape, bool)
     np.put_along_axis(is_largest_wx, order_wx[:, :count], True, axis=1)

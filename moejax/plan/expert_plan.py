@@ -1,14 +1,16 @@
-"""What may change between two steps, in NumPy: which expert each slot holds.
+"""Expert plans in NumPy: which expert each slot holds, and which device owns it.
 
-    4 experts on 2 devices, 2 slots each, under the home plan; then with 3 slots each,
-    expert 0 replicated and a slot left empty:
+A plan can change between two steps without a compilation. Two examples with 4 experts
+on 2 devices: on the left the home plan, with 2 slots on each device; on the right 3
+slots on each device, with expert 0 replicated and one slot left empty.
 
     device            0        1                    0            1
     slot p          0   1    2   3              0   1   2    3   4   5
     expert          0   1    2   3              0   1   -    2   3   0
 
-An expert's masters and moments are at its *owner*: position i of `owned_le` is on
-device i // (experts per device), as slot p is on device p // (slots per device).
+The float32 master parameters of an expert and their optimizer moments are on one
+device, the expert's *owner*. Position i of `owned_le` is on device
+i // (experts per device), just as slot p is on device p // (slots per device).
 """
 
 import dataclasses
@@ -21,84 +23,103 @@ import numpy as np
 from moejax.plan.layout import Layout
 
 EMPTY = -1
+"""Marks a slot without an expert."""
 
 
 class Needs(NamedTuple):
-    """Budgets of a Layout that a plan takes: most per device, over all layers."""
+    """Budgets that a plan needs from a Layout: the maximum over devices and layers."""
 
     offers: int
+    """Value for `Layout.offers_per_device`."""
     copies: int
+    """Value for `Layout.copies_per_device`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertPlan:
-    """Which expert each slot holds, in every MoE layer; host side, and immutable.
+    """Assignment of experts to slots and to owners, in every MoE layer.
 
-    `slot_to_expert_lp` is int32 [layers, slots]; -1 marks an empty slot. Slots
-    d*s .. d*s+s-1 belong to device d of the group. `owned_le` is int32 [layers,
-    positions]: whose masters lie where; None for logical order.
+    A plan is a value on the host: immutable, hashable, and equal to every plan with the
+    same tables.
     """
 
     slot_to_expert_lp: np.ndarray
+    """Expert that each slot holds, int32 [layers, slots]; -1 marks an empty slot. Slots
+    d*s .. d*s+s-1 belong to device d of the group, where s is the number of slots per
+    device."""
     num_experts: int
+    """Number of experts of each layer (e). Every one of them must have a slot in every
+    layer."""
     owned_le: np.ndarray | None = None
+    """Expert whose master parameters and moments lie at each position, int32 [layers,
+    experts]; each row is a permutation. Positions d*o .. d*o+o-1 belong to device d,
+    where o is the number of experts per device. None means logical order, in which
+    expert i lies at position i."""
 
     def __post_init__(self) -> None:
         owned_le = self.owned_le
         if owned_le is None:
             logical_e = np.arange(self.num_experts, dtype=np.int32)
             owned_le = np.tile(logical_e, (len(self.slot_to_expert_lp), 1))
-        for name, given in (
-            ("slot_to_expert_lp", self.slot_to_expert_lp),
-            ("owned_le", owned_le),
-        ):
-            table = np.array(given)  # a key must not change: own copy
+        tables = {"slot_to_expert_lp": self.slot_to_expert_lp, "owned_le": owned_le}
+        for name, values in tables.items():
+            # Plans are keys of dicts: copy, so that no caller can change the table.
+            table = np.array(values)
             table.flags.writeable = False
             object.__setattr__(self, name, table)
 
     @classmethod
     def home(cls, num_layers: int, num_experts: int) -> "ExpertPlan":
-        """As many slots as experts; slot p holds expert p."""
+        """Return the plan in which slot p holds expert p, one slot for each expert."""
         row_p = np.arange(num_experts, dtype=np.int32)
         return cls(np.tile(row_p, (num_layers, 1)), num_experts)
 
     @classmethod
     def home_in(cls, layout: Layout, num_layers: int) -> "ExpertPlan":
-        """Each device holds its own experts in its first slots; the rest are empty."""
+        """Return the plan for a layout's slots in which each device holds the experts
+        that it owns in its first slots, and its other slots are empty."""
         w, s = layout.num_devices, layout.slots_per_device
         table_ws = np.full((w, s), EMPTY, np.int32)
-        own = np.arange(layout.num_experts, dtype=np.int32).reshape(w, -1)
-        table_ws[:, : own.shape[1]] = own
+        own_wi = np.arange(layout.num_experts, dtype=np.int32).reshape(w, -1)
+        table_ws[:, : own_wi.shape[1]] = own_wi
         return cls(np.tile(table_ws.reshape(-1), (num_layers, 1)), layout.num_experts)
 
     @property
     def num_layers(self) -> int:
+        """Number of MoE layers."""
         return self.slot_to_expert_lp.shape[0]
 
     @property
     def num_slots(self) -> int:
+        """Number of slots of all devices of the group, per layer."""
         return self.slot_to_expert_lp.shape[1]
 
     @property
     def is_home(self) -> bool:
+        """Whether slot p holds expert p, with no further slots, in every layer, and
+        master parameters lie in logical order."""
         return self == ExpertPlan.home(self.num_layers, self.num_experts)
 
     @property
     def is_logical(self) -> bool:
-        """Whether masters lie in logical order."""
+        """Whether the master parameters of expert i are at position i in all layers."""
         return bool((self.owned_le == np.arange(self.num_experts)).all())
 
     @property
     def digest(self) -> str:
-        """Four hex letters that name the plan in logs."""
+        """Name of the plan in logs: four hex digits of the SHA-256 of its tables."""
         tables = [self.slot_to_expert_lp]
         tables += [] if self.is_logical else [self.owned_le]
         raw = b"".join(np.ascontiguousarray(t, dtype="<i4").tobytes() for t in tables)
         return hashlib.sha256(raw).hexdigest()[:4]
 
     def validate(self, layout: Layout | None = None) -> "ExpertPlan":
-        """This plan, or ValueError: an expert without a slot, a slot of no expert, or
-        what the layout has no room for."""
+        """Return this plan, or raise ValueError if it breaks a rule.
+
+        The tables must be int32 with two dims, slots must hold experts or -1, and every
+        layer must have a slot and one owner for every expert. With a `layout` the plan
+        must also fit its slots, its store and its budgets for copies.
+        """
         _check_table("slot_to_expert_lp", self.slot_to_expert_lp)
         table_lp = self.slot_to_expert_lp
         if table_lp.size and not (
@@ -106,7 +127,7 @@ class ExpertPlan:
         ):
             raise ValueError(
                 f"slots must hold experts 0..{self.num_experts - 1} or -1 (empty), and "
-                f"hold {table_lp.min()}..{table_lp.max()}"
+                f"they hold {table_lp.min()}..{table_lp.max()}"
             )
         for layer, row_p in enumerate(table_lp):
             missing = np.setdiff1d(np.arange(self.num_experts), row_p)
@@ -122,8 +143,9 @@ class ExpertPlan:
             np.sort(self.owned_le, axis=1) != all_e
         ):
             raise ValueError(
-                "owned_le must name every expert once in each layer, "
-                f"[{expected[0]}, {expected[1]}]: each has one owner"
+                "owned_le must have shape "
+                f"[{expected[0]}, {expected[1]}] and name every expert once in each "
+                "layer, because each expert has one owner"
             )
         if layout is not None:
             self._check_layout(layout)
@@ -133,31 +155,35 @@ class ExpertPlan:
         if (layout.num_slots, layout.num_experts) != (self.num_slots, self.num_experts):
             raise ValueError(
                 f"the plan has {self.num_experts} experts in {self.num_slots} slots, "
-                f"the layout {layout.num_experts} in {layout.num_slots}"
+                f"and the layout has {layout.num_experts} in {layout.num_slots}: make "
+                "a plan for this layout"
             )
         if layout.store == "owned":
             if not np.array_equal(self.slot_to_expert_lp, self.owned_le):
                 raise ValueError(
-                    "store='owned' computes an expert where its masters lie: slots "
-                    "and owners of the plan must be the same permutation"
+                    "store='owned' computes each expert on its owner: the plan's "
+                    "slot_to_expert_lp and owned_le must be the same permutation"
                 )
         elif layout.store == "sharded":
             if not self.is_logical:
                 raise ValueError(
-                    "store='sharded' has no owners to permute: leave owned_le out"
+                    "store='sharded' splits every expert over all devices and has no "
+                    "owners to permute: leave owned_le out"
                 )
         else:
             needs = self.needs(layout.num_devices)
-            has = Needs(layout.offers_per_device, layout.copies_per_device)
-            if needs.offers > has.offers or needs.copies > has.copies:
+            budgets = Needs(layout.offers_per_device, layout.copies_per_device)
+            if needs.offers > budgets.offers or needs.copies > budgets.copies:
                 raise ValueError(
                     f"the plan needs offers_per_device={needs.offers} and "
                     f"copies_per_device={needs.copies}, and the layout has "
-                    f"{has.offers} and {has.copies}: relayout, or plan fewer copies"
+                    f"{budgets.offers} and {budgets.copies}: compile a layout with "
+                    "larger budgets, or plan fewer copies"
                 )
 
     def needs(self, num_devices: int) -> Needs:
-        """What store 'transient' or 'resident' must have room for."""
+        """Return the budgets for copies that this plan needs with the store 'transient'
+        or 'resident'."""
         offers = copies = 0
         for row_p, owned_e in zip(self.slot_to_expert_lp, self.owned_le):
             copied_we = copied(row_p, owned_e, num_devices)
@@ -166,15 +192,24 @@ class ExpertPlan:
         return Needs(int(offers), int(copies))
 
     def moves(self, new: "ExpertPlan") -> np.ndarray:
-        """Rows (layer, slot, expert) int32 of slots that `new` fills differently."""
+        """Return the slots that `new` fills with another expert, int32 [moves, 3].
+
+        Each row is (layer, slot, expert in `new`). Slots that `new` leaves empty are
+        not listed.
+        """
         changed = self.slot_to_expert_lp != new.slot_to_expert_lp
         layer_m, slot_m = np.nonzero(changed & (new.slot_to_expert_lp >= 0))
         expert_m = new.slot_to_expert_lp[layer_m, slot_m]
         return np.stack([layer_m, slot_m, expert_m], axis=1).astype(np.int32)
 
     def resized(self, layout: Layout) -> "ExpertPlan":
-        """The same in a layout of other slots: more are empty at first, of fewer those
-        whose expert has another replica go; the home plan where that does not do."""
+        """Return this plan with the number of slots per device that `layout` has.
+
+        Added slots are empty. Where a device has too many experts for its slots, it
+        drops replicas of experts that have another one, from its last slot backwards.
+        Returns `ExpertPlan.home_in(layout, ...)` for the store 'owned', or where an
+        expert would be left without a slot.
+        """
         w, s = layout.num_devices, layout.slots_per_device
         rows = [_resize(r.reshape(w, -1), s) for r in self.slot_to_expert_lp]
         if layout.store == "owned" or any(row is None for row in rows):
@@ -183,6 +218,7 @@ class ExpertPlan:
         return ExpertPlan(np.stack(rows), self.num_experts, owned_le)
 
     def to_json(self) -> str:
+        """Return the plan as a JSON object, for `from_json`."""
         table = self.slot_to_expert_lp.tolist()
         record = {"num_experts": self.num_experts, "slot_to_expert_lp": table}
         if not self.is_logical:
@@ -191,12 +227,13 @@ class ExpertPlan:
 
     @classmethod
     def from_json(cls, text: str) -> "ExpertPlan":
+        """Return the plan that `to_json` wrote. Raises ValueError if it is invalid."""
         record = json.loads(text)
-        owned = record.get("owned_le")
+        owned_le = record.get("owned_le")
         return cls(
             np.array(record["slot_to_expert_lp"], dtype=np.int32),
             record["num_experts"],
-            None if owned is None else np.array(owned, dtype=np.int32),
+            None if owned_le is None else np.array(owned_le, dtype=np.int32),
         ).validate()
 
     def __eq__(self, other: object) -> bool:
@@ -213,7 +250,8 @@ class ExpertPlan:
 
 
 def copied(row_p: np.ndarray, owned_e: np.ndarray, num_devices: int) -> np.ndarray:
-    """Whether a device holds a copy of an expert that it does not own: [w, e] bool."""
+    """Return whether each device holds a copy of each expert that it does not own, bool
+    [w, e]. `row_p` is the expert of each slot, `owned_e` that at each position."""
     num_experts = len(owned_e)
     held_we = np.zeros((num_devices, num_experts), bool)
     slot_p = np.flatnonzero(row_p >= 0)
@@ -224,28 +262,37 @@ def copied(row_p: np.ndarray, owned_e: np.ndarray, num_devices: int) -> np.ndarr
 
 
 def _offered(copied_we: np.ndarray, owned_e: np.ndarray) -> np.ndarray:
-    """Whether the expert at each position is copied anywhere: [w, own] bool."""
+    """Return whether another device holds a copy of the expert at each position, bool
+    [w, experts per device]."""
     return copied_we.any(axis=0)[owned_e].reshape(len(copied_we), -1)
 
 
 class CopyTables(NamedTuple):
-    """How copies reach their slots in one layer, int32; -1 is nothing.
+    """Index tables by which expert copies reach their slots in one layer, int32.
 
-    An owner *offers* experts; a device *wants* some of all offers and fills its slots
-    from its own experts and from its copies.
+    Each owner offers some of its experts. Each device takes some of all offers as its
+    copies, and fills its slots from its own experts and its copies. -1 marks an entry
+    that is not used.
     """
 
     offer_wo: np.ndarray
-    """Position among the owner's experts of each of its offers."""
+    """Index of each offered expert among its owner's experts, [devices,
+    offers_per_device]."""
     want_wc: np.ndarray
-    """Offer, counted over all devices, of each copy."""
+    """Offer that becomes each copy, [devices, copies_per_device]. Offers are numbered
+    over all devices: device * offers_per_device + index."""
     fill_ws: np.ndarray
-    """Index of each slot's expert in (own experts, copies)."""
+    """Index of each slot's expert in the concatenation of the device's own experts and
+    its copies, [devices, slots_per_device]; -1 for an empty slot."""
 
 
 def copy_tables(row_p: np.ndarray, owned_e: np.ndarray, layout: Layout) -> CopyTables:
-    """Of a plan that fits `layout`; offers, copies and slots are in rising order.
-    A store without copies has none in its tables."""
+    """Return the tables for one layer of a plan that fits `layout`.
+
+    `row_p` is the expert of each slot, and `owned_e` the expert at each position. A
+    device lists its offers by position and its copies by expert. For a store without
+    copies the tables have no offers and no copies.
+    """
     w, own = layout.num_devices, layout.experts_per_device
     copied_we = copied(row_p, owned_e, w) & layout.has_copies
     offer_wo = np.full((w, layout.offers_per_device), EMPTY, np.int32)
@@ -270,25 +317,26 @@ def copy_tables(row_p: np.ndarray, owned_e: np.ndarray, layout: Layout) -> CopyT
 def _check_table(name: str, table: np.ndarray) -> None:
     if table.ndim != 2 or table.dtype != np.int32:
         raise ValueError(
-            f"{name} must be int32 of two dims, [layers, ..], and is {table.dtype} "
+            f"{name} must be int32 of two dims, [layers, ..], and it is {table.dtype} "
             f"{list(table.shape)}"
         )
 
 
 def _resize(row_ws: np.ndarray, slots: int) -> np.ndarray | None:
-    """One layer's slots, more or fewer on each device; None if an expert is lost."""
-    w, now = row_ws.shape
-    if slots >= now:
-        pad_wx = np.full((w, slots - now), EMPTY, np.int32)
+    """Return one layer's table [w * slots] with this number of slots on each device, or
+    None if an expert would have no slot."""
+    w, old_slots = row_ws.shape
+    if slots >= old_slots:
+        pad_wx = np.full((w, slots - old_slots), EMPTY, np.int32)
         return np.concatenate([row_ws, pad_wx], axis=1).reshape(-1)
-    copies_e = np.bincount(row_ws[row_ws >= 0])
-    kept = np.full((w, slots), EMPTY, np.int32)
+    replicas_e = np.bincount(row_ws[row_ws >= 0])
+    new_ws = np.full((w, slots), EMPTY, np.int32)
     for device, row_s in enumerate(row_ws):
-        held = row_s[row_s >= 0].tolist()
-        for place in reversed(range(len(held))):
-            if len(held) > slots and copies_e[held[place]] > 1:
-                copies_e[held.pop(place)] -= 1
-        if len(held) > slots:
+        experts = row_s[row_s >= 0].tolist()
+        for i in reversed(range(len(experts))):
+            if len(experts) > slots and replicas_e[experts[i]] > 1:
+                replicas_e[experts.pop(i)] -= 1
+        if len(experts) > slots:
             return None
-        kept[device, : len(held)] = held
-    return kept.reshape(-1)
+        new_ws[device, : len(experts)] = experts
+    return new_ws.reshape(-1)

@@ -1,15 +1,19 @@
-"""What is compiled, in plain Python: Topology, Layout, and the rules of a Layout.
+"""The static configuration of a compiled MoE layer, in plain Python: Topology, Layout.
 
-A *Topology* says which devices there are. A *Layout* holds what is compiled into the
-step: shapes of buffers and the order of collectives. What may change between two steps
-is an `moejax.plan.expert_plan.ExpertPlan`. Both sides, host and device, import these
-two modules.
+A *Topology* gives the sizes of the mesh axes. A *Layout* holds everything that is
+compiled into the step: buffer shapes, slot counts and the order of collectives. Which
+expert each slot holds can change between two steps without a compilation, and is an
+`moejax.plan.expert_plan.ExpertPlan`. Host and device code both import these two
+modules.
 
-    store       how expert weights reach the slots            expert weights lie
-    owned       a slot is the place of its expert's masters   by expert
-    transient   copies travel in the step, layer by layer     by expert
-    resident    copies travel once a step, all layers         by expert
-    sharded     every slot is gathered from all devices       by hidden width
+A *slot* holds the weights of one expert on one device. The *store* says how weights get
+from the float32 master parameters into the slots:
+
+    store       how expert weights reach the slots              parameters are split
+    owned       a device computes only the experts that it owns   by expert
+    transient   copies are sent in the step, layer by layer       by expert
+    resident    copies are sent once a step, for all layers       by expert
+    sharded     every slot is gathered from all devices           by hidden width
 """
 
 import dataclasses
@@ -32,24 +36,31 @@ GROUP_AXES: dict[Group, tuple[str, ...]] = {
     "data_expert": ("data", "expert"),
     "dc_expert": ("dc", "expert"),
 }
-"""Mesh axes of a *group*: the devices between which rows travel, and that may hold
-replicas of one expert. In merged groups the expert axis is innermost."""
+"""Mesh axes of each *group*. A group is a set of devices that exchange rows with each
+other and among which the replicas of an expert are placed. Where a group spans two mesh
+axes, the expert axis is the innermost."""
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
-"""Bytes of an element, by compute dtype."""
+"""Bytes of one array element, by compute dtype."""
 ROW_MULTIPLE = 8
-"""Buffers are whole multiples of 8 rows, so that vector units and tiles divide them."""
+"""Buffer sizes are rounded up to a multiple of 8 rows, so that vector units and tiles
+divide them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Sizes of the mesh axes: data centres, data, expert and tensor parallelism; their
-    product is the number of devices. gin files call it `Mesh`."""
+    """Sizes of the mesh axes. Their product is the number of devices. gin files call
+    this class `Mesh`."""
 
     dc: int = 1
+    """Number of data centres."""
     data: int = 1
+    """Data parallelism: devices over which the batch is split."""
     expert: int = 1
+    """Expert parallelism: devices over which the batch and the experts are split."""
     tensor: int = 1
+    """Tensor parallelism: devices over which attention heads and hidden widths are
+    split, with the whole batch on each."""
 
     def __post_init__(self) -> None:
         for name, size in zip(("dc", "data", "expert", "tensor"), self.sizes):
@@ -58,15 +69,17 @@ class Topology:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
+        """Sizes of the axes (dc, data, expert, tensor)."""
         return (self.dc, self.data, self.expert, self.tensor)
 
     @property
     def num_devices(self) -> int:
+        """Number of devices of the whole mesh."""
         return math.prod(self.sizes)
 
     @property
     def num_batch_shards(self) -> int:
-        """Over how many devices a batch is split: dc * data * expert."""
+        """Number of parts into which a batch is split: dc * data * expert."""
         return self.dc * self.data * self.expert
 
     def __str__(self) -> str:
@@ -75,74 +88,100 @@ class Topology:
 
 
 PARTS = {"tensor": Tensor, "domain": Domain}
-"""Fields of a Layout that are dataclasses."""
+"""Fields of a Layout that are dataclasses themselves, and their classes. JSON turns
+them into dicts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What the compiled step of an MoE layer is shaped by. A new one is a new program.
+    """Static configuration of a compiled MoE layer: its slots, buffers and collectives.
 
-    `rows_per_peer` (c) is how many rows one device can send to one other in round 0; in
-    exact mode later rounds carry `rows_per_round` each until all rows have come, in
-    capacity mode what does not fit is dropped and counted.
+    A step compiled for one layout cannot run another one: a changed layout is a new
+    program. Layouts are hashable, and compiled steps are found by them. All fields mean
+    the same in every MoE layer of the model. A *row* is a copy of one token on its way
+    to one expert: a token with k experts makes k rows.
     """
 
     num_experts: int
+    """Number of experts of each MoE layer, replicas not counted (e)."""
     num_devices: int
-    """Devices w of the group."""
+    """Number of devices in the group, between which rows travel (w). With a tensor axis
+    or expert shards: number of owners, each of which can be several devices."""
     slots_per_device: int
+    """Number of slots of one device, per layer (s). Each holds one expert's weights or
+    is empty."""
     rows_per_peer: int
+    """Number of rows that one device can send to one other device in round 0 of an
+    exchange (c). It is the size of the send buffers."""
     transport: Transport = "padded"
+    """How rows travel between devices: 'local' where there is no other device, 'padded'
+    sends whole buffers, 'ragged' only the rows in use, and 'hierarchical' whole buffers
+    over one mesh axis after the other."""
     exchange: Exchange = "exact"
+    """Handling of rows that do not fit into round 0. 'exact' runs further rounds of
+    `rows_per_round` rows each until all rows have arrived. 'capacity' drops and counts
+    the rest."""
     store: Store = "owned"
+    """How expert weights reach the slots: see the table at the top of this module."""
     split: Split = "even"
-    """Which replica a row goes to: an even share each; one on its own device where it
-    has one; as the fullest device needs it (water_filling); and 'dynamic', which makes
-    the replicas too, in each layer of each micro-batch, from the loads there."""
+    """Which replica of its expert computes a row. 'even' gives every replica an equal
+    share. 'local_first' prefers a replica on the row's own device. 'water_filling'
+    minimises the rows of the fullest device. 'dynamic' also chooses the replicas, in
+    each layer of each micro-batch, from the loads of that micro-batch."""
     fused_split: bool = False
-    """Water-filling as one kernel, on Hopper GPUs."""
+    """Whether water-filling runs as one kernel. It needs a Hopper GPU."""
     kernels: Kernels = "auto"
-    """What computes experts and permutes rows: kernels of the device where it has some
-    (auto), or XLA's operations alone (plain)."""
+    """Implementation of the grouped products and of the row permutations. 'auto' takes
+    the kernels written for the device where there are any. 'plain' takes XLA's
+    operations on every device."""
     fp8: Fp8 = "none"
-    """What experts multiply: rows and weights as they are, or rounded to 8 bits, with
-    gradients in this format."""
+    """8-bit matrix products of the experts. 'none' multiplies rows and weights in their
+    own dtype. 'e4m3' and 'e5m2' round rows and weights to e4m3, and the gradients of
+    rows to the format named."""
     offers_per_device: int = 0
-    """Own experts that one device can give to others as copies, per layer."""
+    """Maximum number of its own experts that one device sends to others as copies, per
+    layer. Only the stores 'transient' and 'resident' have copies."""
     copies_per_device: int = 0
-    """Copies of others' experts that one device can hold, per layer."""
+    """Maximum number of copies of other devices' experts that one device holds, per
+    layer. Only the stores 'transient' and 'resident' have copies."""
     prefetch: bool = False
-    """Transient copies of the next layer travel under the work of this one."""
+    """Whether the weights of the next layer travel while this layer computes: copies of
+    the store 'transient', or the experts that a domain gathers."""
     axes: tuple[str, ...] = GROUP_AXES["expert"]
-    """Mesh axes of the group."""
+    """Mesh axes of the group, the innermost last."""
     tensor: Tensor | None = None
-    """Tensor axis and expert shards, if there are any."""
+    """Tensor axis, expert shards and schedule of the layer; None without a tensor axis
+    and with whole experts."""
     domain: Domain | None = None
-    """Devices that share gathered experts, if any do."""
+    """Domains of the group. The devices of a domain gather one another's experts, and
+    rows travel between domains only. None: every device is alone."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple(self.axes))  # JSON makes it a list
-        for name, kind in PARTS.items():  # and of these a dict
-            if isinstance(given := getattr(self, name), dict):
-                object.__setattr__(self, name, kind(**given))
+        for name, kind in PARTS.items():  # JSON makes these dicts
+            if isinstance(fields := getattr(self, name), dict):
+                object.__setattr__(self, name, kind(**fields))
         _check(self)
 
     @property
     def num_slots(self) -> int:
+        """Number of slots of all devices of the group, per layer."""
         return self.num_devices * self.slots_per_device
 
     @property
     def has_copies(self) -> bool:
+        """Whether slots can hold copies of experts that other devices own."""
         return self.store in ("transient", "resident")
 
     @property
     def is_local(self) -> bool:
-        """Whether experts lie along the tensor axis, and no row travels."""
+        """Whether experts are split over the tensor axis, so that no row travels."""
         return self.tensor is not None and self.tensor.is_local
 
     @property
     def num_sources(self) -> int:
-        """Different sets of tokens between which and the devices rows travel."""
+        """Number of sources: sets of tokens that are routed together and from which a
+        device receives rows. Without a tensor axis each device is one source."""
         num_owners = self.num_devices
         return (
             num_owners if self.tensor is None else self.tensor.num_sources(num_owners)
@@ -150,7 +189,7 @@ class Layout:
 
     @property
     def num_senders(self) -> int:
-        """Devices that a device gets rows from, itself included."""
+        """Number of devices from which a device receives rows, itself included."""
         num_owners = self.num_devices
         return (
             num_owners if self.tensor is None else self.tensor.num_senders(num_owners)
@@ -158,7 +197,8 @@ class Layout:
 
     @property
     def source_share(self) -> float:
-        """Rows that one source has, over those of the tokens of one owner's devices."""
+        """Rows of one source, as a fraction of the rows that all tokens on the devices
+        of one owner make."""
         if self.tensor is None:
             return 1.0
         shards = 1 if self.is_local else self.tensor.expert_shards
@@ -167,18 +207,19 @@ class Layout:
 
     @property
     def num_windows(self) -> int:
-        """Parts in which the tensor axis sends each buffer."""
+        """Number of parts into which each send buffer is cut; every device of the
+        tensor axis sends one."""
         return 1 if self.tensor is None else self.tensor.num_windows
 
     @property
     def domain_size(self) -> int:
-        """Devices that share gathered experts."""
+        """Number of devices in one domain; 1 without domains."""
         return 1 if self.domain is None else self.domain.num_devices
 
     @property
     def exchanged(self) -> "Layout":
-        """As rows see it: each domain is one device, that has the slots of all of its
-        devices, one after the other."""
+        """Layout of the exchange of rows, in which each domain counts as one device
+        that has the slots of all its members, member after member."""
         if self.domain is None:
             return self
         return dataclasses.replace(
@@ -191,23 +232,25 @@ class Layout:
 
     @property
     def yields_home_rows(self) -> bool:
-        """Whether rows stay on their device only as far as round 0 has room."""
+        """Whether the split keeps a row on its own device only while the buffer of
+        round 0 has room for it."""
         return self.split in ("water_filling", "dynamic")
 
     @property
     def experts_per_device(self) -> int:
-        """Experts whose masters one device owns."""
+        """Number of experts whose parameters one device owns, per layer."""
         return self.num_experts // self.num_devices
 
     @property
     def rows_per_round(self) -> int:
-        """Rows per peer in each round after the first: a quarter of round 0's."""
+        """Number of rows that one device can send to one other in each round after the
+        first: a quarter of `rows_per_peer`, rounded up."""
         parts = 4 * self.num_windows
         return -(-self.rows_per_peer // parts) * self.num_windows
 
     @property
     def rows_per_slot(self) -> int:
-        """Capacity mode: rows that one device may send to one slot."""
+        """Number of rows that one device may send to one slot in capacity mode."""
         return max(1, self.rows_per_peer // self.slots_per_device)
 
     @classmethod
@@ -221,12 +264,14 @@ class Layout:
         slots_per_device: int | None = None,
         **kwargs,
     ) -> "Layout":
-        """The layout of plain expert parallelism, as many slots as experts, unless
-        `slots_per_device` and a store in `kwargs` say otherwise.
+        """Return the layout of plain expert parallelism, with one slot for each expert.
 
-        Without `rows_per_peer` the buffer is `buffer_factor` times the even share
-        n*k/w, rounded up to a multiple of 8; with one device it is the exact n*k. With
-        domains w counts those; n are the tokens of one source (num_sources).
+        `slots_per_device`, and a store in `kwargs`, add slots for replicas.
+        `assignments_per_device` is n*k: n tokens of one source (`num_sources`) with k
+        experts each. Without `rows_per_peer` the buffer holds `buffer_factor` times the
+        even share n*k/w, rounded up to a multiple of 8 rows, where w is the number of
+        devices, or of domains where there are any. For w = 1 it holds n*k rows. Raises
+        ValueError for fields that do not fit together.
         """
         tensor, domain = kwargs.get("tensor"), kwargs.get("domain")
         num_peers = num_devices if domain is None else num_devices // domain.num_devices
@@ -250,29 +295,27 @@ class Layout:
 
 
 def group_name(axes: tuple[str, ...]) -> str:
-    """Return the name of a group in error messages."""
+    """Return the name of the group with these mesh axes, for error messages."""
     if len(axes) == 1:
         return f"the {axes[0]} axis"
     return f"the group {' x '.join(axes)}"
 
 
 def uneven_group(num_experts: int, num_devices: int, axes: tuple[str, ...]) -> str:
-    """Return what is wrong with this number of experts in this group, or '' where each
-    device owns as many as any other."""
+    """Return an error message where `num_devices` does not divide `num_experts`, else
+    the empty string: every device of a group must own the same number of experts."""
     if num_experts % num_devices == 0:
         return ""
     near = num_experts // num_devices * num_devices or num_devices
-    found, fix = f"({num_devices})", "Mesh.expert"
-    if len(axes) > 1:
-        found, fix = f"({num_devices}), and is a group of uneven size", "Dispatch.group"
+    fix = "Mesh.expert" if len(axes) == 1 else "Dispatch.group"
     return (
-        f"num_experts={num_experts} must be divisible by {group_name(axes)} {found}: "
-        f"use {near} or {near + num_devices}, or another {fix}"
+        f"num_experts={num_experts} must be divisible by {group_name(axes)} "
+        f"({num_devices}): use {near} or {near + num_devices}, or another {fix}"
     )
 
 
 def _check(layout: Layout) -> None:
-    """Raise ValueError for the first rule that the layout breaks, and what to do."""
+    """Raise ValueError for the first rule that the layout breaks, with a remedy."""
     _check_group(layout)
     _check_copies(layout)
     _check_dynamic(layout)
@@ -287,7 +330,8 @@ def _check_group(layout: Layout) -> None:
         groups = [("tensor",)]
     if layout.axes not in groups:
         raise ValueError(
-            f"axes={layout.axes} are no group: use {' or '.join(map(str, groups))}"
+            f"axes={layout.axes} must be those of a group: use "
+            f"{' or '.join(map(str, groups))}"
         )
     uneven = uneven_group(layout.num_experts, layout.num_devices, layout.axes)
     if uneven:
@@ -305,13 +349,13 @@ def _check_copies(layout: Layout) -> None:
         )
     if not layout.has_copies and any(budgets):
         raise ValueError(
-            f"store='{layout.store}' has no copies: offers_per_device and "
+            f"store='{layout.store}' has no copies of experts: offers_per_device and "
             f"copies_per_device must be 0, and are {budgets[0]} and {budgets[1]}"
         )
     if layout.store == "owned" and layout.num_slots > layout.num_experts:
         raise ValueError(
-            f"store='owned' has a slot for each of {layout.num_experts} experts and "
-            f"no more, and the layout has {layout.num_slots}: use 'transient', "
+            f"store='owned' has exactly one slot for each of {layout.num_experts} "
+            f"experts, and the layout has {layout.num_slots} slots: use 'transient', "
             "'resident' or 'sharded'"
         )
     if layout.kernels not in ("auto", "plain"):
@@ -320,13 +364,13 @@ def _check_copies(layout: Layout) -> None:
         raise ValueError(f"fp8='{layout.fp8}' must be 'none', 'e4m3' or 'e5m2'")
     if layout.fused_split and layout.split != "water_filling":
         raise ValueError(
-            "fused_split is for split='water_filling', and split is "
+            "fused_split=True works with split='water_filling' only, and split is "
             f"'{layout.split}': leave it out"
         )
     if layout.prefetch and layout.store != "transient" and not layout.domain:
         raise ValueError(
-            "prefetch is for store='transient' and for domains, and store is "
-            f"'{layout.store}' without a domain"
+            "prefetch=True works with store='transient' or with domains, and this "
+            f"layout has store='{layout.store}' and no domain: leave it out"
         )
 
 
@@ -335,28 +379,29 @@ def _check_dynamic(layout: Layout) -> None:
         return
     if layout.store != "transient" or layout.prefetch:
         raise ValueError(
-            "split='dynamic' plans the copies of a layer when its loads are known: "
-            f"it takes store='transient' without prefetch, and has '{layout.store}', "
-            f"prefetch={layout.prefetch}"
+            "split='dynamic' plans the copies of a layer once its loads are known: use "
+            "store='transient' and prefetch=False, not store="
+            f"'{layout.store}' and prefetch={layout.prefetch}"
         )
     budgets = (layout.offers_per_device, layout.copies_per_device)
     if layout.num_devices > 1 and not all(budgets):
         raise ValueError(
-            "split='dynamic' needs offers_per_device and copies_per_device of 1 or "
-            f"more, and has {budgets[0]} and {budgets[1]}: "
+            "split='dynamic' needs offers_per_device and copies_per_device of at least "
+            f"1, and they are {budgets[0]} and {budgets[1]}: "
             f"{layout.experts_per_device} of each are always enough"
         )
     if layout.exchange == "capacity":
         raise ValueError(
-            "split='dynamic' makes other replicas for each micro-batch, and "
-            "exchange='capacity' would drop other rows with them: use 'exact'"
+            "split='dynamic' chooses replicas for each micro-batch, and with "
+            "exchange='capacity' they would decide which rows are dropped: use 'exact'"
         )
     slots = layout.experts_per_device + layout.copies_per_device
     if layout.slots_per_device != slots:
         raise ValueError(
-            f"split='dynamic' has a slot for each of {layout.experts_per_device} own "
-            f"experts and {layout.copies_per_device} copies, and slots_per_device="
-            f"{layout.slots_per_device}: use {slots}, or other copies_per_device"
+            f"split='dynamic' needs a slot for each of {layout.experts_per_device} own "
+            f"experts and {layout.copies_per_device} copies of a device, and "
+            f"slots_per_device={layout.slots_per_device}: use {slots}, or another "
+            "copies_per_device"
         )
 
 
@@ -368,24 +413,27 @@ def _check_tensor(layout: Layout) -> None:
         raise ValueError(
             f"schedule='{schedule}' with expert_shards={layout.tensor.expert_shards} "
             f"has {layout.num_sources} sets of tokens for {layout.num_devices} owners, "
-            f"and split='{layout.split}' wants some for each: use 's1h' or 's1'"
+            f"and split='{layout.split}' needs the same number for each owner: use "
+            "'s1h' or 's1'"
         )
     if layout.rows_per_peer % layout.tensor.num_windows:
         raise ValueError(
-            f"schedule='{schedule}' cuts rows_per_peer={layout.rows_per_peer} in "
-            f"{layout.tensor.num_windows} parts: use a multiple of that"
+            f"schedule='{schedule}' cuts a buffer of rows_per_peer="
+            f"{layout.rows_per_peer} into {layout.tensor.num_windows} parts: use a "
+            f"multiple of {layout.tensor.num_windows}"
         )
     if layout.transport == "ragged" and not layout.tensor.rules.takes_ragged:
         known = [repr(name) for name, rules in SCHEDULES.items() if rules.takes_ragged]
         raise ValueError(
-            f"transport='ragged' is for schedule={' or '.join(known)}, and schedule is "
-            f"'{schedule}'"
+            f"transport='ragged' works with schedule={' or '.join(known)} only, and "
+            f"schedule is '{schedule}'"
         )
-    has = (layout.store, layout.transport)
-    if layout.is_local and has != ("owned", "local"):
+    actual = (layout.store, layout.transport)
+    if layout.is_local and actual != ("owned", "local"):
         raise ValueError(
-            f"schedule='{schedule}' keeps each expert on one device of the tensor "
-            f"axis: it takes store='owned' and transport='local', and has {has}"
+            f"schedule='{schedule}' puts each expert on one device of the tensor axis: "
+            "use store='owned' and transport='local', not "
+            f"store='{layout.store}' and transport='{layout.transport}'"
         )
 
 
@@ -397,19 +445,21 @@ def _check_domain(layout: Layout) -> None:
         len(domain.sizes) != len(layout.axes)
     ):
         raise ValueError(
-            f"a domain of {domain.sizes} devices is not one of "
-            f"{group_name(layout.axes)} ({layout.num_devices}): give its axes' sizes"
+            f"the domain's axis sizes {domain.sizes} are not those of "
+            f"{group_name(layout.axes)} ({layout.num_devices} devices): give one size "
+            "for each of its axes"
         )
     if layout.store != "owned" or layout.split != "even":
         raise ValueError(
-            f"domain={domain.shared} gathers the experts of their owners: it takes "
-            f"store='owned', split='even', and has '{layout.store}', '{layout.split}'"
+            f"domain={domain.shared} gathers experts from their owners: use "
+            "store='owned' and split='even', not "
+            f"store='{layout.store}' and split='{layout.split}'"
         )
     if layout.tensor is not None and layout.tensor.inner:
         raise ValueError(
-            f"domain={domain.shared} takes as many expert shards as the tensor axis "
-            f"has devices ({layout.tensor.size}), and there are "
-            f"{layout.tensor.expert_shards}"
+            f"domain={domain.shared} needs as many expert shards as the tensor axis "
+            f"has devices ({layout.tensor.size}), and expert_shards="
+            f"{layout.tensor.expert_shards}: use {layout.tensor.size}"
         )
 
 
@@ -426,8 +476,8 @@ def _check_buffers(layout: Layout) -> None:
     slots = layout.slots_per_device * layout.domain_size
     if layout.exchange == "capacity" and rows < slots:
         raise ValueError(
-            f"rows_per_peer={rows} is less than a row for each of {slots} slots: raise "
-            "Dispatch.rows_per_peer or Dispatch.buffer_factor, or use "
+            f"rows_per_peer={rows} is less than one row for each of {slots} slots: "
+            "raise Dispatch.rows_per_peer or Dispatch.buffer_factor, or use "
             "Dispatch.exchange = 'exact'"
         )
     if layout.transport == "local" and layout.num_senders > layout.domain_size:
@@ -438,6 +488,6 @@ def _check_buffers(layout: Layout) -> None:
     if layout.transport == "hierarchical" and len(layout.axes) < 2:
         raise ValueError(
             "transport='hierarchical' goes over one mesh axis after the other, and "
-            f"{group_name(layout.axes)} is one: use Dispatch.group = 'dc_expert' or "
-            "'data_expert', or 'padded'"
+            f"{group_name(layout.axes)} is only one: use Dispatch.group = 'dc_expert' "
+            "or 'data_expert', or transport='padded'"
         )

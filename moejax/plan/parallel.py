@@ -1,19 +1,19 @@
 """Sizes of tensor and expert-shard parallelism and of domains, in plain Python.
 
-tensor axis   tokens are whole on each of its devices; attention is split over it
-expert shard  one expert's hidden width f is cut in so many parts
+Attention is split over the devices of the *tensor axis*, and each of them has all
+tokens of its tensor group. An *expert shard* is one part of an expert, whose hidden
+width f is cut into `expert_shards` equal parts. The sizes decide which mesh axes split
+the experts and which split each expert:
 
-shards == size   experts along expert,                 shards along tensor
-shards <  size   experts along expert x tensor_outer,  shards along tensor_inner
-shards >  size   experts along expert_outer,           shards along expert_inner x
-                                                       tensor
+    shards == size   experts along expert,                 shards along tensor
+    shards <  size   experts along expert x tensor_outer,  shards along tensor_inner
+    shards >  size   experts along expert_outer,           shards along expert_inner x
+                                                           tensor
 
-A *domain* is the devices of a group that share gathered experts:
-
-    axes dc = 4, expert = 2, shared = (2, 1): data centres 0 and 1 are a domain for each
-    index of expert, 2 and 3 another one
-
-Rows go to the device of another domain that has the same place in it.
+The devices of a *domain* gather one another's experts, so that rows travel between
+domains only. For example, with dc = 4, expert = 2 and shared = (2, 1), data centres 0
+and 1 form a domain for each index of the expert axis, and data centres 2 and 3 form
+another one. A device sends rows to the device at its own index in each other domain.
 """
 
 import dataclasses
@@ -25,19 +25,23 @@ from typing import Literal
 from moejax.plan.schedule_rules import SCHEDULES, Schedule, ScheduleRules
 
 Form = Literal["none", "residual", "delta"]
-"""How experts that move inside a domain are compressed
-(moejax.moe.weights.compression); 'none' is an all_gather of weights."""
+"""Compression of the experts that a domain gathers (moejax.moe.weights.compression).
+'none' gathers whole weights. 'residual' sends the largest entries of each expert's
+difference from the mean of all experts, and 'delta' those of its difference from what
+the receivers already hold."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """Sizes beside the experts' owners, and in which order rows and sums travel."""
+    """Sizes of the tensor axis and of expert shards, and the schedule for both."""
 
     schedule: Schedule
+    """Order of the collectives around the experts (moejax.plan.schedule_rules)."""
     size: int
-    """Devices of the tensor axis (N_MP)."""
+    """Number of devices of the tensor axis (N_MP)."""
     expert_shards: int
-    """Parts of one expert (N_ESP)."""
+    """Number of parts into which the hidden width of each expert is cut (N_ESP). It
+    divides `size` or is a multiple of it."""
 
     def __post_init__(self) -> None:
         size, shards = self._sizes
@@ -54,12 +58,11 @@ class Tensor:
             raise ValueError(
                 f"schedule='{self.schedule}' orders the collectives of a tensor axis, "
                 "and Mesh.tensor and expert_shards are 1: leave Dispatch.schedule "
-                "out, or "
-                "use Mesh.tensor = 2"
+                "out, or use Mesh.tensor = 2"
             )
         if self.is_local and size == 1:
             raise ValueError(
-                f"schedule='{self.schedule}' has the experts along the tensor axis, "
+                f"schedule='{self.schedule}' splits the experts over the tensor axis, "
                 "which has one device: use 's1h', or Mesh.tensor = 2"
             )
 
@@ -74,12 +77,14 @@ class Tensor:
 
     @property
     def is_local(self) -> bool:
-        """Whether experts lie along the tensor axis, and no row travels."""
+        """Whether whole experts are split over the tensor axis, so that no row
+        travels."""
         return self.rules.is_local
 
     @property
     def inner(self) -> dict[str, int]:
-        """Devices of the inner part, of axes that are split in two."""
+        """Size of the inner part of the mesh axis that must be split in two, by the
+        axis's name; empty where no axis is split."""
         size, shards = self._sizes
         if self.is_local or size == shards:
             return {}
@@ -87,47 +92,54 @@ class Tensor:
 
     @property
     def num_windows(self) -> int:
-        """Parts of a buffer that the devices of the tensor axis send."""
+        """Number of parts into which a send buffer is cut; every device of the tensor
+        axis sends one."""
         return self.rules.num_windows(*self._sizes)
 
     @property
     def num_parts(self) -> int:
-        """Parts into which a tensor group's tokens are split."""
+        """Number of parts into which the tokens of a tensor group are split."""
         return self.rules.num_parts(*self._sizes)
 
     @property
     def num_gathered(self) -> int:
-        """Such parts that one source routes."""
+        """Number of parts of a tensor group's tokens that one source routes."""
         return self.rules.num_gathered(*self._sizes)
 
     def num_senders(self, num_owners: int) -> int:
-        """Devices that a device gets rows from, itself included."""
+        """Return the number of devices from which a device receives rows, itself
+        included."""
         return self.rules.num_senders(num_owners, self.expert_shards)
 
     def num_sources(self, num_owners: int) -> int:
-        """Different sets of tokens among the senders."""
+        """Return the number of different sets of tokens among the senders."""
         return self.rules.num_sources(num_owners, *self._sizes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Domain:
-    """Along each mesh axis of the group (Layout.axes): how many devices there are, and
-    how many in a row share their experts."""
+    """Sizes of the domains of a group, and the compression used inside a domain. Sizes
+    have one entry for each mesh axis of the group (Layout.axes)."""
 
     sizes: tuple[int, ...]
+    """Number of devices along each mesh axis of the group."""
     shared: tuple[int, ...]
+    """Number of neighbouring devices along each mesh axis that form one domain; a
+    divisor of the axis's size."""
     form: Form = "none"
+    """Compression of the experts that the devices of a domain gather."""
     ratio: float = 1.0
-    """Compressed experts take so many times fewer bytes."""
+    """Target compression ratio of gathered experts: 50 sends 1/50 of the bytes."""
     gradient_compression: float | None = None
-    """And their gradients, on the way to the owners; None: they travel whole."""
+    """Target compression ratio of expert gradients on their way to the owners: 50 sends
+    1/50 of the bytes. None sends whole gradients."""
 
     def __post_init__(self) -> None:
         forms = typing.get_args(Form)
         if self.form not in forms or not self.ratio >= 1:
             raise ValueError(
-                f"a domain's form='{self.form}' and ratio={self.ratio} must be one of "
-                f"{', '.join(forms)}, and at least 1"
+                f"a domain's form='{self.form}' must be one of {', '.join(forms)}, and "
+                f"its ratio={self.ratio} must be at least 1"
             )
         if self.gradient_compression is not None and not self.gradient_compression >= 1:
             raise ValueError(
@@ -141,30 +153,33 @@ class Domain:
         if not fits or any(n % s for n, s in zip(sizes, shared)):
             near = tuple(math.gcd(n, max(s, 1)) for n, s in zip(sizes, shared))
             raise ValueError(
-                f"domain={shared} must have a divisor of each axis of the group "
+                f"domain={shared} must have a divisor of each axis size of the group "
                 f"{sizes}: use {near or sizes}"
             )
 
     @property
     def num_devices(self) -> int:
-        """In one domain."""
+        """Number of devices in one domain."""
         return math.prod(self.shared)
 
     def members(self) -> list[list[int]]:
-        """Devices of the group by domain, each in the order in which it gathers their
-        experts: by number."""
+        """Return the device numbers of each domain, in rising order, which is the order
+        in which their experts are gathered."""
         counts = [n // s for n, s in zip(self.sizes, self.shared)]
         return [
-            [self._number(which, place) for place in _indices(self.shared)]
-            for which in _indices(counts)
+            [self._device(domain, member) for member in _indices(self.shared)]
+            for domain in _indices(counts)
         ]
 
-    def _number(self, which: tuple[int, ...], place: tuple[int, ...]) -> int:
-        number = 0
-        for size, shared, i, j in zip(self.sizes, self.shared, which, place):
-            number = number * size + i * shared + j
-        return number
+    def _device(self, domain: tuple[int, ...], member: tuple[int, ...]) -> int:
+        """Return the number in the group of a member of a domain. Both are given by
+        their index along each axis."""
+        device = 0
+        for size, shared, i, j in zip(self.sizes, self.shared, domain, member):
+            device = device * size + i * shared + j
+        return device
 
 
 def _indices(sizes) -> list[tuple[int, ...]]:
+    """Return the indices of all elements of an array with these sizes, row-major."""
     return list(itertools.product(*(range(size) for size in sizes)))

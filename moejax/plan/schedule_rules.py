@@ -1,12 +1,13 @@
 """Sizes and limits of each schedule of collectives, in plain Python: ScheduleRules.
 
-A schedule is the order in which rows and sums travel where there is a tensor axis. What
-it does on devices is its record in moejax.moe.exchange.schedules, which draws them all;
-how long it takes is its function in moejax.perf.choose_schedule.
+A schedule is the order of the collectives around the experts of a layer that has a
+tensor axis or expert shards. Its functions on devices are in
+moejax.moe.exchange.schedules, which also has a table of all schedules. Its predicted
+time is computed in moejax.perf.choose_schedule. Three sizes are used here:
 
-    size      devices of the tensor axis (MP): all of them hold a tensor group's tokens
-    shards    parts that one expert is cut into (ESP)
-    owners    devices that experts are split over, between which rows travel (EP)
+    size      devices of the tensor axis (MP); each holds all tokens of a tensor group
+    shards    parts into which one expert is cut (ESP)
+    owners    devices over which experts are split, and between which rows travel (EP)
 """
 
 import dataclasses
@@ -28,23 +29,27 @@ def _owners_and_shards(num_owners: int, shards: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleRules:
-    """How one schedule cuts tokens and buffers, and what it can be combined with."""
+    """Numbers into which one schedule cuts tokens and buffers, and its limits."""
 
     num_parts: Callable[[int, int], int] = _one
-    """num_parts(size, shards): parts into which a tensor group's tokens are split."""
+    """num_parts(size, shards) -> number of parts into which the tokens of a tensor
+    group are split."""
     num_gathered: Callable[[int, int], int] = _one
-    """num_gathered(size, shards): such parts that one source routes."""
+    """num_gathered(size, shards) -> number of these parts that one source routes."""
     num_windows: Callable[[int, int], int] = _one
-    """num_windows(size, shards): parts of a buffer that the tensor axis sends."""
+    """num_windows(size, shards) -> number of parts into which a send buffer is cut;
+    every device of the tensor axis sends one."""
     num_senders: Callable[[int, int], int] = _owners_and_shards
-    """num_senders(num_owners, shards): devices that a device gets rows from."""
+    """num_senders(num_owners, shards) -> number of devices from which a device receives
+    rows, itself included."""
     is_local: bool = False
-    """Whether experts lie whole along the tensor axis, and no row travels."""
+    """Whether whole experts are split over the tensor axis, so that no row travels."""
     takes_ragged: bool = False
-    """Whether its rows can travel by transport='ragged'."""
+    """Whether the schedule works with transport='ragged'."""
 
     def num_sources(self, num_owners: int, size: int, shards: int) -> int:
-        """Return the number of different sets of tokens among the senders."""
+        """Return the number of different sets of tokens among the senders, at least
+        1."""
         num_senders = self.num_senders(num_owners, shards)
         return max(num_senders // self.num_windows(size, shards), 1)
 
@@ -60,10 +65,11 @@ SCHEDULES = {
     "s1h": ScheduleRules(num_parts=_size, takes_ragged=True),
     "local": ScheduleRules(num_senders=_one, is_local=True),
 }
+"""Rules of every schedule, by name."""
 
 Schedule = Literal[*SCHEDULES]
 """Name of a schedule."""
 
 UNSPLIT: Schedule = "s2"
-"""The schedule that runs with any number of tokens: it routes all of them on each
-device of the tensor axis."""
+"""Schedule that works with any number of tokens, because every device of the tensor
+axis routes all tokens of its tensor group."""

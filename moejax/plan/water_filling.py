@@ -1,18 +1,20 @@
-"""Water-filling in NumPy: rows of each replica such that the fullest device has as few
-as can be (MicroMoE, arXiv 2511.16947), in whole numbers, with a proof.
+"""Water-filling in NumPy: replica loads that minimise the rows of the fullest device.
 
-An expert's rows are poured over its replicas as water finds its level. Sweeps do so for
-one expert after the other, color by color (moejax.plan.edge_coloring). Rows are then
-moved along paths of devices until the fullest has no more than the certificate says.
+The problem is that of MicroMoE (arXiv 2511.16947), solved here in whole numbers and
+with a lower bound, the certificate, that proves how good a solution is. An expert's
+rows are spread over its replicas so that the levels of their devices even out. A
+*sweep* does so for one expert after the other, color by color
+(moejax.plan.edge_coloring). Afterwards rows move along paths of devices until the
+fullest device has no more rows than the certificate.
 
     device          0        1        2
     slot p        0   1    2   3    4   5
-    expert        0   -    1   0    2   1        loads 6, 4, 2: 12 rows, 4 a device
-    even          3        2   3    2   2
-    poured        4        2   2    2   2
+    expert        0   -    1   0    2   1     loads 6, 4, 2: 12 rows, 4 per device
+    even          3        2   3    2   2     the start: an equal share per replica
+    poured        4        2   2    2   2     after the sweeps
 
-`fill` gives the rows of each slot: `swept`, then `augmented`. It is the definition:
-what a device runs, moejax.kernels.water_fill (sweeps) and
+`fill` returns the rows of each slot: first `swept`, then `augmented`. It is the
+definition. The device versions, moejax.kernels.water_fill (sweeps only) and
 moejax.moe.split.water_filling (all of it), must give the same bits.
 """
 
@@ -25,35 +27,44 @@ from moejax.plan.edge_coloring import edge_coloring
 from moejax.plan.expert_plan import EMPTY
 
 MAX_SWEEPS = 16
+"""Maximum number of sweeps."""
 PATHS_PER_DEVICE = 8
-"""How often rows move along paths before the bound is left as it is."""
+"""Maximum number of attempts to move rows along a path, per device. After that, the
+fullest device may stay above the bound."""
 TOLERANCE_BITS = 9
-"""In a step the fullest device may have mean >> 9 rows more than the bound: 0.2 %."""
+"""In a training step the fullest device may have up to mean >> 9 rows more than the
+bound, 0.2 % of the mean."""
 
 
 class Filling(NamedTuple):
-    """Rows of each slot, and how few the fullest device could have."""
+    """Rows of each slot, with a lower bound for the fullest device."""
 
     rows_p: np.ndarray
+    """Number of rows of each slot, int [p]."""
     bound: int
-    """Certificate: under no split has the fullest device fewer rows."""
+    """Certificate: under every split the fullest device has at least this many rows."""
     sweeps: int
+    """Number of sweeps that were made."""
 
     def level_w(self, num_devices: int) -> np.ndarray:
-        """Rows of each device."""
+        """Return the number of rows of each device, int [w]."""
         return self.rows_p.reshape(num_devices, -1).sum(axis=1)
 
 
 class Expert(NamedTuple):
-    """Load, and the slots that may have some of it with their devices, in order."""
+    """Load of one expert, and the slots that can compute it."""
 
     load: int
+    """Number of rows, summed over sources."""
     slots: list[int]
+    """First slot of the expert on each of its devices, in rising order."""
     devices: list[int]
+    """Device of each of these slots."""
 
 
 def split_tolerance(total: int, num_devices: int) -> int:
-    """Rows over its certificate that a training step accepts: 1/512 of the mean."""
+    """Return how many rows above the bound a training step accepts: 1/512 of the mean
+    rows of a device."""
     return -(-int(total) // num_devices) >> TOLERANCE_BITS
 
 
@@ -64,11 +75,15 @@ def fill(
     tolerance: int = 0,
     max_sweeps: int = MAX_SWEEPS,
 ) -> Filling:
-    """Rows of each slot, int [p], of whole loads, summed over sources. Every expert
-    with load has a slot; of two on one device the second gets nothing.
+    """Return rows of each slot that minimise the rows of the fullest device.
 
-    The fullest device has at most `bound + tolerance` rows, so with tolerance 0 the
-    ceiling of the linear program's optimum; more only where 8 w paths were not enough.
+    `load_e` is the number of rows of each expert, summed over sources, and `row_p` the
+    expert of each slot. Every expert with rows must have a slot. Where an expert has
+    two slots on one device, the second one gets no rows.
+
+    The fullest device has at most `bound + tolerance` rows; with tolerance 0 this is
+    the optimum of the linear program, rounded up. It has more only if
+    PATHS_PER_DEVICE * w attempts along paths were not enough.
     """
     filling = swept(load_e, row_p, num_devices, tolerance, max_sweeps)
     return augmented(filling, row_p, num_devices, tolerance)
@@ -81,11 +96,14 @@ def swept(
     tolerance: int = 0,
     max_sweeps: int = MAX_SWEEPS,
 ) -> Filling:
-    """`fill` without paths. It begins with the even split, whose left-over rows go to
-    the first replicas, and ends when the fullest device is within `tolerance` of the
-    certificate, a sweep changed nothing, or after `max_sweeps`."""
+    """Return the result of the sweeps alone, with the arguments of `fill`.
+
+    Sweeps start from the even split, in which the first replicas get the remainder of
+    a division. They end when the fullest device has at most `tolerance` rows more than
+    the certificate, when a sweep changed nothing, or after `max_sweeps`.
+    """
     experts = _experts(load_e, row_p, num_devices)
-    rows = _even(experts, len(row_p))
+    rows = _split_evenly(experts, len(row_p))
     level = np.reshape(rows, (num_devices, -1)).sum(axis=1).tolist()
     bound, sweeps, changed = certificate(experts, level), 0, True
     while max(level) > bound + tolerance and changed and sweeps < max_sweeps:
@@ -103,8 +121,14 @@ def swept(
 
 
 def pour(ground: list[int], load: int) -> list[int]:
-    """`load` rows on top of `ground`, one expert's devices without it: the least sum of
-    squares. Left-over rows go to devices under the surface, the first ones first."""
+    """Return the rows of each replica of one expert that minimise the sum of squared
+    device levels.
+
+    `ground` is the level of each of the expert's devices without this expert's rows,
+    and `load` the number of rows to pour on top. Devices are filled up to a common
+    surface, rounded down. Each row that is then left goes to another device whose
+    ground is not above the surface, in the order of `ground`.
+    """
     surface, total = load + max(ground), load
     for count, low in enumerate(sorted(ground), 1):
         total += low
@@ -119,8 +143,12 @@ def pour(ground: list[int], load: int) -> list[int]:
 
 
 def certificate(experts: list[Expert], level: list[int]) -> int:
-    """max over k of ceil(rows of experts that only the k fullest devices have / k). Of
-    equally full devices the first counts as fuller."""
+    """Return a lower bound for the rows of the fullest device under any split.
+
+    It is the maximum over k of ceil(r / k), where r is the number of rows of experts
+    all of whose replicas are on the k fullest devices. Of equally full devices the
+    first counts as fuller. `level` is the number of rows of each device.
+    """
     order = sorted(range(len(level)), key=lambda w: -level[w])
     rank = sorted(range(len(level)), key=order.__getitem__)
     inside = [0] * len(level)
@@ -132,58 +160,67 @@ def certificate(experts: list[Expert], level: list[int]) -> int:
 def augmented(
     filling: Filling, row_p: np.ndarray, num_devices: int, tolerance: int = 0
 ) -> Filling:
-    """`filling` with rows moved along shortest paths, each from a device over the
-    target to one under it. The target begins at `bound`. Where no path is left, the
-    devices reached hold nothing that could go elsewhere: their mean, rounded up, is the
-    next target. No more than 8 w times.
+    """Return `filling` after moving rows along paths of devices.
 
-    Where several paths are shortest: the lowest device under the target, and from there
-    backwards the lowest expert and the lowest device that can give of it.
+    A path is a shortest one from a device above the target to a device below it. Each
+    of its moves passes the same number of rows of some expert from a device to the
+    next, which has a replica of that expert. The target is `filling.bound` at first.
+    If there is no path, the rows of the devices that were reached cannot leave these
+    devices, so that their mean, rounded up, is a higher bound: it is the next target.
+    The loop ends when no device has more than target + tolerance rows, or after
+    PATHS_PER_DEVICE * w iterations.
+
+    Where several paths are shortest, the path ends at the device with the lowest number
+    below the target. From there backwards, each move takes the expert with the lowest
+    number and the sender with the lowest number.
     """
     level_w, target = filling.level_w(num_devices), filling.bound
-    slot_ew = _slots(row_p, num_devices)
-    held_ew = slot_ew != EMPTY
-    rows_ew = np.where(held_ew, filling.rows_p[slot_ew], 0)
+    slot_ew = _find_slots(row_p, num_devices)
+    is_held_ew = slot_ew != EMPTY
+    rows_ew = np.where(is_held_ew, filling.rows_p[slot_ew], 0)
     for _ in range(PATHS_PER_DEVICE * num_devices):
         if level_w.max() <= target + tolerance:
             break
-        hops_w = _hops(rows_ew, held_ew, level_w, target)
+        hops_w = _count_hops(rows_ew, is_held_ew, level_w, target)
         is_end_w = (hops_w < num_devices) & (level_w < target)
         if not is_end_w.any():
             reached_w = level_w[hops_w < num_devices]
             target = -(-int(reached_w.sum()) // len(reached_w))
             continue
         end = is_end_w.argmax()
-        expert_x, path = _path(rows_ew, held_ew, hops_w, end)
-        given_x = rows_ew[expert_x, path[1:]]
+        expert_x, path = _trace_path(rows_ew, is_held_ew, hops_w, end)
+        available_x = rows_ew[expert_x, path[1:]]
         room = min(level_w[path[-1]] - target, target - level_w[end])
-        moved = min(room, given_x.min())
+        moved = min(room, available_x.min())
         rows_ew[expert_x, path[1:]] -= moved
         rows_ew[expert_x, path[:-1]] += moved
         level_w[[path[-1], end]] += [-moved, moved]
     rows_p = filling.rows_p.copy()
-    rows_p[slot_ew[held_ew]] = rows_ew[held_ew]
+    rows_p[slot_ew[is_held_ew]] = rows_ew[is_held_ew]
     return Filling(rows_p, target, filling.sweeps)
 
 
 def _experts(load_e: np.ndarray, row_p: np.ndarray, num_devices: int) -> list[Expert]:
-    """In the order of visits: by color. Those without a choice come first."""
+    """Return the experts in the order in which a sweep visits them: by color, after
+    those on a single device, which have no color."""
     slots_per_device = len(row_p) // num_devices
     color_p = edge_coloring(row_p, num_devices).tolist()
-    found = {}
+    experts = {}
     for slot, expert in enumerate(row_p.tolist()):
-        _, slots, devices = found.setdefault(
+        _, slots, devices = experts.setdefault(
             expert, Expert(int(load_e[expert]), [], [])
         )
         device = slot // slots_per_device
         if device not in devices:
             slots.append(slot)
             devices.append(device)
-    found.pop(EMPTY, None)
-    return sorted(found.values(), key=lambda expert: color_p[expert.slots[0]])
+    experts.pop(EMPTY, None)
+    return sorted(experts.values(), key=lambda expert: color_p[expert.slots[0]])
 
 
-def _even(experts: list[Expert], num_slots: int) -> list[int]:
+def _split_evenly(experts: list[Expert], num_slots: int) -> list[int]:
+    """Return the rows of each slot if every replica gets an equal share of its expert.
+    The first replicas get the remainder."""
     rows = [0] * num_slots
     for load, slots, _ in experts:
         share, left = divmod(load, len(slots))
@@ -192,38 +229,43 @@ def _even(experts: list[Expert], num_slots: int) -> list[int]:
     return rows
 
 
-def _slots(row_p: np.ndarray, num_devices: int) -> np.ndarray:
-    """An expert's first slot on each device, -1 for none: [e, w]."""
+def _find_slots(row_p: np.ndarray, num_devices: int) -> np.ndarray:
+    """Return each expert's first slot on each device, or -1 for none, [e, w]."""
     slot_ew = np.full((row_p.max() + 1, num_devices), EMPTY)
-    slot_q = np.flatnonzero(row_p >= 0)[::-1]  # of equal places the last is kept
+    # Reversed: of several values for one element, NumPy keeps the last.
+    slot_q = np.flatnonzero(row_p >= 0)[::-1]
     slot_ew[row_p[slot_q], slot_q // (len(row_p) // num_devices)] = slot_q
     return slot_ew
 
 
-def _hops(
-    rows_ew: np.ndarray, held_ew: np.ndarray, level_w: np.ndarray, target: int
+def _count_hops(
+    rows_ew: np.ndarray, is_held_ew: np.ndarray, level_w: np.ndarray, target: int
 ) -> np.ndarray:
-    """How many moves lead to each device from one over the target, as far as the
-    nearest under it; w where none do."""
+    """Return the minimum number of moves to each device from one above the target.
+
+    The search ends at the distance of the nearest device below the target. Devices that
+    it did not reach have w.
+    """
     num_devices = len(level_w)
     hops_w = np.where(level_w > target, 0, num_devices)
     for hops in range(num_devices):
-        gives_e = (rows_ew[:, hops_w == hops] > 0).any(axis=1)
-        is_new_w = held_ew[gives_e].any(axis=0) & (hops_w == num_devices)
+        can_give_e = (rows_ew[:, hops_w == hops] > 0).any(axis=1)
+        is_new_w = is_held_ew[can_give_e].any(axis=0) & (hops_w == num_devices)
         hops_w[is_new_w] = hops + 1
         if not is_new_w.any() or level_w[is_new_w].min() < target:
             break
     return hops_w
 
 
-def _path(
-    rows_ew: np.ndarray, held_ew: np.ndarray, hops_w: np.ndarray, end: int
+def _trace_path(
+    rows_ew: np.ndarray, is_held_ew: np.ndarray, hops_w: np.ndarray, end: int
 ) -> tuple[list[int], list[int]]:
-    """Devices from the end back to the source, and the expert of each move."""
+    """Return the expert of each move on a path, and its devices from the end back to
+    the source."""
     experts, path = [], [int(end)]
     for hops in reversed(range(hops_w[end])):
-        gives_ew = (rows_ew > 0) & (hops_w == hops)
-        expert = int((gives_ew.any(axis=1) & held_ew[:, path[-1]]).argmax())
+        can_give_ew = (rows_ew > 0) & (hops_w == hops)
+        expert = int((can_give_ew.any(axis=1) & is_held_ew[:, path[-1]]).argmax())
         experts.append(expert)
-        path.append(int(gives_ew[expert].argmax()))
+        path.append(int(can_give_ew[expert].argmax()))
     return experts, path

@@ -165,11 +165,11 @@ def test_merged_slots_are_whole_and_nothing_gathers_them():
                 moe=Moe(num_experts=24),
                 dispatch=Dispatch(group="data_expert"),
             ),
-            ["Moe.num_experts=24", "group data x expert (16)", "uneven", "16 or 32"],
+            ["Moe.num_experts=24", "group data x expert (16)", "16 or 32"],
         ),
         (
             lambda: Layout.home(12, 8, 64, axes=MERGED),
-            ["num_experts=12", "uneven size"],
+            ["num_experts=12", "group data x expert (8)", "another Dispatch.group"],
         ),
         (
             lambda: Layout(8, 8, 1, 8, transport="local", axes=MERGED),

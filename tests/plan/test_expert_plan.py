@@ -60,11 +60,11 @@ def layout_of(store: str, slots: int = 3, **kwargs) -> Layout:
         ),
         (
             lambda: plan_of().validate(Layout.home(4, 2, 64)),
-            ["4 experts in 6 slots", "the layout 4 in 4"],
+            ["4 experts in 6 slots", "the layout has 4 in 4"],
         ),
         (
             lambda: plan_of().validate(Layout(2, 2, 3, 8, store="sharded")),
-            ["4 experts in 6 slots", "the layout 2 in 6"],
+            ["4 experts in 6 slots", "the layout has 2 in 6"],
         ),
         (
             lambda: ExpertPlan.from_json(
@@ -99,7 +99,7 @@ def layout_of(store: str, slots: int = 3, **kwargs) -> Layout:
             [
                 "offers_per_device=2 and copies_per_device=2",
                 "the layout has 1 and 1",
-                "relayout, or plan fewer copies",
+                "compile a layout with larger budgets, or plan fewer copies",
             ],
         ),
     ],

@@ -213,7 +213,7 @@ def init(cfg) -> None:
             lambda: Layout(
                 **DC_EXPERT, domain=Domain((2, 4), (2, 1)), tensor=Tensor("s1", 2, 1)
             ),
-            ["domain=(2, 1)", "(2)", "and there are 1"],
+            ["domain=(2, 1)", "(2)", "expert_shards=1: use 2"],
         ),
         (
             lambda: config(PLAIN, gradient_compression=8.0),
@@ -270,11 +270,11 @@ def init(cfg) -> None:
         (lambda: Tensor("s3", 2, 2), ["'s3' is none of base, s1, s2, s1h, local"]),
         (
             lambda: Layout(4, 2, 2, 9, tensor=Tensor("s2", 2, 2)),
-            ["rows_per_peer=9", "in 2 parts", "use a multiple"],
+            ["rows_per_peer=9", "into 2 parts", "use a multiple"],
         ),
         (
             lambda: Layout(4, 2, 2, 8, tensor=Tensor("s1", 2, 2), transport="ragged"),
-            ["transport='ragged' is for schedule='s1h'", "'s1'"],
+            ["transport='ragged' works with schedule='s1h' only", "'s1'"],
         ),
         (
             lambda: Layout(4, 2, 2, 8, transport="hierarchical"),
