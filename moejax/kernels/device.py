@@ -1,4 +1,4 @@
-"""Which device is here, and whether kernels for Hopper GPUs can run on it."""
+"""Detection of Hopper GPUs, and the record of which implementation was chosen."""
 
 import re
 from typing import Any, NamedTuple
@@ -6,26 +6,34 @@ from typing import Any, NamedTuple
 import jax
 
 HOPPER_KINDS = re.compile(r"\b(H100|H200|H800|H20|GH200)\b")
+"""Names of Hopper GPUs, for devices that do not state a compute capability."""
 HOPPER = "9.0"
-"""Compute capability; its WGMMA is of no earlier and no later device."""
+"""Compute capability of Hopper GPUs. Earlier and later GPUs do not have its WGMMA
+instructions."""
 
 
 class KernelChoice(NamedTuple):
-    """The implementation that a kernel's room chose, for a line at start-up."""
+    """Implementation that was chosen for an operation, for a log line at start-up."""
 
     implementation: str
+    """Name of the implementation, such as 'blocked' or 'hopper'."""
     why: str
-    """One clause."""
+    """Reason for the choice, as one clause."""
 
 
 def device_here() -> Any:
-    """Return the abstract device of this context, if there is one: a program can be
-    lowered for a device that is not here. Else return the first device."""
+    """Return the device that programs are compiled for.
+
+    It is the abstract device of the current mesh, if there is one, because a program
+    can be lowered for a device that this machine does not have. Otherwise it is the
+    first device of JAX.
+    """
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     return jax.devices()[0] if abstract is None else abstract
 
 
 def is_hopper(device: Any) -> bool:
+    """Return whether a JAX device, or an abstract device, is a Hopper GPU."""
     capability = getattr(device, "compute_capability", None)
     if capability is not None:
         return str(capability) == HOPPER
@@ -33,7 +41,8 @@ def is_hopper(device: Any) -> bool:
 
 
 def why_not_hopper() -> str | None:
-    """Return why Hopper kernels cannot run here, or None on a Hopper GPU."""
+    """Return the reason why Hopper kernels cannot run on this device, or None if it is
+    a Hopper GPU."""
     device = device_here()
     if is_hopper(device):
         return None
@@ -41,7 +50,8 @@ def why_not_hopper() -> str | None:
 
 
 def hopper_or(other: str, declined: str | None) -> KernelChoice:
-    """Return 'hopper', or `other` where its kernels declined the arrays."""
+    """Return the choice 'hopper', or `other` if the Hopper kernels declined the arrays
+    for the reason `declined`."""
     if declined:
         return KernelChoice(other, f"the Hopper kernels decline: {declined}")
     return KernelChoice("hopper", device_here().device_kind)

@@ -1,10 +1,12 @@
-"""Tile sizes of kernels: measured ones as data per device, a rule where there are none.
+"""Tile sizes of the Hopper kernels: measured ones per device, else default ones.
+
+Measured sizes are in one file per device, which `tools/tune_kernels.py` writes:
 
     tuned/<device>.json     {"tiles": {"forward bfloat16 r16384 d4096 f16384 g8":
                                        {"rows": 128, "columns": 256, ..}, ..}}
 
-A key is a bucket: the pass, the dtype, and each size up to the next power of two. No
-file has been measured on a GPU yet: `tools/tune_kernels.py` writes one.
+A key is a bucket: the pass, the dtype, and each size of the product rounded up to a
+power of two. No GPU has been measured yet, so there is no file.
 """
 
 import dataclasses
@@ -19,43 +21,53 @@ from moejax.kernels.shapes import MODEL_SHAPES, ProductShape
 Pass = Literal[
     "forward", "dgrad", "wgrad", "swiglu", "swiglu_dgrad", "fp8_forward", "fp8_dgrad"
 ]
+"""Names of the kernels' matrix products; docs/kernels.md says what each computes."""
 PASSES: tuple[Pass, ...] = get_args(Pass)
 FUSED: tuple[Pass, ...] = ("swiglu", "swiglu_dgrad")
+"""Passes with a part of SwiGLU in their epilogue."""
 FP8: tuple[Pass, ...] = ("fp8_forward", "fp8_dgrad")
+"""Passes that multiply 8-bit values."""
 FOLDER = pathlib.Path(__file__).parent / "tuned"
+"""Folder of the files with measured tile sizes."""
 
 SHARED_BYTES = 227 * 1024
-"""That a block may have on Hopper."""
+"""Bytes of shared memory that one block can have on Hopper."""
 BUFFER_ALIGNMENT = 1024
-"""Bytes, of each array in shared memory: where the pattern of a swizzle repeats."""
+"""Alignment in bytes of each array in shared memory: the swizzle pattern repeats every
+1024 bytes."""
 BARRIER_BYTES, SCALE_BYTES = 8, 4
 WARPGROUPS = 2
-"""That multiply; one more copies."""
+"""Number of computing warpgroups of a block. One more warpgroup copies."""
 EDGE_ROWS, MIN_CHUNK = 2, 32
-"""TMA takes shared memory from multiples of 128 bytes: two rows of a chunk of 32, in
-2-byte dtypes. So single rows leave through a chunk of two rows more than it has."""
+"""TMA reads shared memory from multiples of 128 bytes only, which are two rows of a
+chunk of 32 columns in 2-byte dtypes. So the buffer through which part of a tile's rows
+is stored has two rows more than the tile, to shift rows by one where needed."""
 RULE_STAGES = 4
-"""Three copies in flight while a step is multiplied."""
+"""Default number of ring stages: three copies are in flight while one step is
+multiplied."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How a grouped product is cut for a block of two computing warpgroups."""
+    """Tile sizes of a grouped product, for a block with two computing warpgroups."""
 
     rows: int
-    """Of a block's tile of the result."""
+    """Number of rows of the result that a block computes at a time."""
     columns: int
-    """Of the same; in `swiglu` of each of gate and up."""
+    """Number of columns of the result that a block computes at a time; in the pass
+    `swiglu`, of gate and of up each."""
     depth: int = 64
-    """Of one step of the contraction: 128 bytes, the widest swizzle; 128 in fp8."""
+    """Number of values of the contraction that one step multiplies. The default is 128
+    bytes of a 2-byte dtype, the width of the widest swizzle; it must be 128 in fp8."""
     stages: int = RULE_STAGES
-    """Steps that shared memory holds."""
+    """Number of steps whose operands shared memory holds at once."""
     span: int = 8
-    """Tiles of rows that blocks walk through before the next columns: for the L2."""
+    """Number of tiles of rows in a band. Blocks visit all columns of one band before
+    the next band, so that they share operands in the L2 cache."""
     halves: Literal["rows", "columns"] = "rows"
-    """What the two warpgroups share out."""
+    """Dim of the tile that is split between the two computing warpgroups."""
     chunk: int = 32
-    """Columns that leave registers at a time."""
+    """Number of columns that are written from registers to the result at a time."""
 
     def __post_init__(self) -> None:
         own_rows, own_columns = self.own
@@ -72,12 +84,12 @@ class Tiles:
                 f"multiple of {MIN_CHUNK}"
             )
         if self.stages < 2:
-            # A slot is given back when the step after has begun: it needs its own.
+            # A slot is released when the next step has begun, which needs another one.
             raise ValueError(f"stages={self.stages} must be at least 2")
 
     @property
     def own(self) -> tuple[int, int]:
-        """Rows and columns of one of the two warpgroups."""
+        """Number of rows and columns of the tile that one warpgroup computes."""
         if self.halves == "rows":
             return self.rows // 2, self.columns
         return self.rows, self.columns // 2
@@ -86,33 +98,35 @@ class Tiles:
 def layer_products(
     shape: ProductShape, *, is_fp8: bool = False
 ) -> list[tuple[Pass, ProductShape]]:
-    """What grouped_swiglu of rows x d -> f and its gradient run: the first product has
-    gate and up, and the second is turned round."""
-    wide = dataclasses.replace(shape, f=2 * shape.f)
-    back = dataclasses.replace(shape, d=shape.f, f=shape.d)
+    """Return the passes, with their shapes, that grouped_swiglu and its gradient run.
+
+    `shape` is that of gate and of up: d is the width of a row and f the hidden width.
+    """
+    into = dataclasses.replace(shape, f=2 * shape.f)  # gate and up side by side
+    down = dataclasses.replace(shape, d=shape.f, f=shape.d)
     if is_fp8:
-        plain: list[tuple[Pass, ProductShape]] = [("wgrad", wide), ("wgrad", back)]
-        return [(which, of) for which in FP8 for of in (wide, back)] + plain
+        wgrads: list[tuple[Pass, ProductShape]] = [("wgrad", into), ("wgrad", down)]
+        return [(which, side) for which in FP8 for side in (into, down)] + wgrads
     return [
         ("swiglu", shape),
-        ("forward", back),
+        ("forward", down),
         ("swiglu_dgrad", shape),
-        ("dgrad", wide),
-        ("wgrad", wide),
-        ("wgrad", back),
+        ("dgrad", into),
+        ("wgrad", into),
+        ("wgrad", down),
     ]
 
 
 def tiles_for(which: Pass, shape: ProductShape, dtype: str, device_kind: str) -> Tiles:
-    """The measured tiles of this bucket, or else the rule's."""
+    """Return the measured tiles for a product's bucket, or else the default tiles."""
     return tuned(which, shape, dtype, device_kind) or by_rule(which, shape)
 
 
 def require(which: Pass, shape: ProductShape, dtype: str, device_kind: str) -> Tiles:
-    """The measured tiles of this bucket, for benchmarks. Raises ValueError, which names
-    the command that measures it, where there are none."""
-    found = tuned(which, shape, dtype, device_kind)
-    if found is None:
+    """Return the measured tiles for a product's bucket. Benchmarks use it: where there
+    are none, the ValueError names the command that measures them."""
+    tiles = tuned(which, shape, dtype, device_kind)
+    if tiles is None:
         key = bucket(which, shape, dtype)
         names = [n for n, s in MODEL_SHAPES.items() if bucket(which, s, dtype) == key]
         how = (
@@ -125,33 +139,38 @@ def require(which: Pass, shape: ProductShape, dtype: str, device_kind: str) -> T
         raise ValueError(
             f"{tuned_file(device_kind)} has no measured tiles for '{key}': {how}"
         )
-    return found
+    return tiles
 
 
 def tuned(
     which: Pass, shape: ProductShape, dtype: str, device_kind: str
 ) -> Tiles | None:
-    """None where nothing was measured. Raises ValueError for a file that is none, or
-    that has tiles which cannot be."""
+    """Return the measured tiles for a product's bucket, or None if there are none.
+
+    Raises ValueError for a file that cannot be read or that holds impossible tiles.
+    """
     path, key = tuned_file(device_kind), bucket(which, shape, dtype)
-    found = _table(path).get(key)
-    if found is None:
+    sizes = _table(path).get(key)
+    if sizes is None:
         return None
     try:
-        return Tiles(**found)
+        return Tiles(**sizes)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} must hold tiles for '{key}', and has {found}: {error}; measure it "
-            "with tools/tune_kernels.py --again"
+            f"{path} must hold tiles for '{key}', and has {sizes}: {error}; measure "
+            "them again with tools/tune_kernels.py --again"
         ) from error
 
 
 def by_rule(which: Pass, shape: ProductShape) -> Tiles:
-    """Without a measurement. 128 x 256 reads least from shared memory for a FLOP that
-    two warpgroups' registers can hold; groups of few rows would fill a part of it, and
-    take lower tiles. The fused passes have two accumulators, or two more operands in
-    the epilogue, and half of the columns; those in fp8 a sum beside each accumulator.
-    All fit in 2-byte dtypes."""
+    """Return default tiles, for a product that was not measured.
+
+    Of the tiles whose accumulators fit into the registers of two warpgroups, 128 x 256
+    reads the fewest bytes of shared memory per FLOP. Groups of few rows would fill only
+    a part of 128 rows and get 64. Fused passes get 128 columns, because they have two
+    accumulators or read two more operands in the epilogue, and so do fp8 passes, which
+    have a sum beside each accumulator. All fit into shared memory in 2-byte dtypes.
+    """
     mean_rows = shape.rows // max(1, shape.groups)
     rows = 64 if mean_rows <= 192 and which != "wgrad" else 128
     halves = "rows" if rows == 128 else "columns"
@@ -164,11 +183,13 @@ def by_rule(which: Pass, shape: ProductShape) -> Tiles:
 
 
 def _width(which: Pass, shape: ProductShape) -> int:
+    """Return the number of columns of a pass's result."""
     return shape.d if which == "dgrad" else shape.f
 
 
 def shared_bytes(which: Pass, tiles: Tiles, itemsize: int) -> int:
-    """Shared memory of a block: what the kernels allocate for results of this size."""
+    """Return the bytes of shared memory that a block of a pass allocates, for results
+    of `itemsize` bytes per value."""
     own_rows, own_columns = tiles.own
     num_results = 3 if which in FUSED else 1
     in_turns = num_results == 1 and own_columns // tiles.chunk % 2 == 0
@@ -193,28 +214,33 @@ def shared_bytes(which: Pass, tiles: Tiles, itemsize: int) -> int:
 
 
 def bucket(which: Pass, shape: ProductShape, dtype: str) -> str:
-    """Sizes up to the next power of two: of a bucket the tiles differ little."""
+    """Return the key of a product in a file of measured tiles. Its sizes are rounded up
+    to powers of two, because the best tiles of similar sizes differ little."""
     sizes = {"r": shape.rows, "d": shape.d, "f": shape.f, "g": shape.groups}
     named = [f"{name}{_power(size)}" for name, size in sizes.items()]
     return " ".join([which, dtype, *named])
 
 
 def _power(size: int) -> int:
+    """Return `size` rounded up to a power of two, at least 1."""
     return 1 << max(0, size - 1).bit_length()
 
 
 def tuned_file(device_kind: str) -> pathlib.Path:
-    """'NVIDIA H200' has tuned/nvidia_h200.json."""
+    """Return the file of a device's measured tiles: tuned/nvidia_h200.json for the kind
+    'NVIDIA H200'."""
     return FOLDER / (re.sub(r"[^a-z0-9]+", "_", device_kind.lower()) + ".json")
 
 
 @functools.cache
 def _table(path: pathlib.Path) -> dict[str, dict]:
+    """Return a file's tiles by bucket, or {} if there is no such file."""
     return read(path)["tiles"] if path.is_file() else {}
 
 
 def read(path: pathlib.Path) -> dict:
-    """A file of measured tiles. Raises ValueError for one that is none."""
+    """Return the content of a file of measured tiles. Raises ValueError unless it is
+    JSON with tiles by bucket."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         record["tiles"].items()

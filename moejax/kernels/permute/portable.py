@@ -1,5 +1,6 @@
-"""The permutations' three moves in plain XLA operations, for any device, by gathers
-alone: XLA scatters row by row.
+"""The moves of the row permutations in plain XLA operations, for any device.
+
+They use gathers and no scatters, because XLA scatters one row after the other.
 """
 
 import jax.numpy as jnp
@@ -7,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 
 def take(x: Float[Array, "n ..."], index_m: Int[Array, " m"]) -> Float[Array, "m ..."]:
-    """x[index_m], zero where the index is -1."""
+    """Return x[index_m], with zeros where the index is -1."""
     is_here = (index_m >= 0).reshape((-1,) + (1,) * (x.ndim - 1))
     rows = x.at[jnp.maximum(index_m, 0)].get(mode="promise_in_bounds")
     return jnp.where(is_here, rows, 0)
@@ -18,10 +19,12 @@ def weighted_sum(
     gate_nk: Float[Array, "n k"] | None,
     positions_nk: Int[Array, "n k"],
 ) -> Float[Array, "n d"]:
-    """Row n is the float32 sum over k of gate_nk[n, k] * y_md[positions_nk[n, k]],
-    without the choices whose position is -1. Gates of None are all 1.
+    """Return, for each token n, the sum over k of
+    gate_nk[n, k] * y_md[positions_nk[n, k]].
 
-    One fused pass: an array of n * k rows is never made.
+    Choices whose position is -1 are left out. Gates of None count as 1. Sums are taken
+    in float32, and the result has y_md's dtype. XLA fuses the loop over k into one
+    pass, so that an array of n * k rows is never made.
     """
     out_nd = 0.0
     for k in range(positions_nk.shape[1]):
@@ -40,8 +43,12 @@ def combine_backward(
     positions_nk: Int[Array, "n k"],
     assignment_m: Int[Array, " m"],
 ) -> tuple[Float[Array, "m d"], Float[Array, "n k"]]:
-    """What a weighted_sum's cotangent is for y_md (0 in rows without an assignment) and
-    for gate_nk, in float32 (0 for choices without a position)."""
+    """Return the cotangents of y_md and of gate_nk for the cotangent dout_nd of
+    weighted_sum(y_md, gate_nk, positions_nk).
+
+    The first has y_md's dtype and zeros in rows without an assignment. The second is
+    float32, with zeros for choices without a position.
+    """
     num_choices = gate_nk.shape[1]
     # Floor division keeps -1 at -1.
     dout_md = take(dout_nd, assignment_m // num_choices).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""The definition of both permutations, differentiated by JAX."""
+"""Definition of both row permutations, with gradients derived by JAX."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -9,8 +9,11 @@ def gather_rows(
     source_m: Int[Array, " m"],
     positions_nk: Int[Array, "n k"],
 ) -> Float[Array, "m d"]:
-    """Row j is x_nd[source_m[j]], or 0 where source_m[j] is -1. positions_nk is the
-    same table seen from the tokens, which only a fast backward pass needs."""
+    """Return the buffer whose row j is x_nd[source_m[j]], or 0 where source_m[j] is -1.
+
+    positions_nk is the same table seen from the tokens. Only fast backward passes need
+    it.
+    """
     del positions_nk
     return jnp.where((source_m >= 0)[:, None], x_nd[source_m], 0)
 
@@ -21,8 +24,12 @@ def combine_rows(
     positions_nk: Int[Array, "n k"],
     assignment_m: Int[Array, " m"],
 ) -> Float[Array, "n d"]:
-    """Row n is the sum over k of gate_nk[n, k] * y_md[positions_nk[n, k]], without the
-    choices whose position is -1."""
+    """Return, for each token n, the sum over k of
+    gate_nk[n, k] * y_md[positions_nk[n, k]], without the choices whose position is -1.
+
+    assignment_m is the same table seen from the buffer. Only fast backward passes need
+    it.
+    """
     del assignment_m
     is_here_nk = positions_nk >= 0
     y_nkd = jnp.where(is_here_nk[:, :, None], y_md[positions_nk], 0)

@@ -1,8 +1,9 @@
-"""gather_rows and combine_rows, by the chosen moves, with their gradients.
+"""The public functions gather_rows and combine_rows, with their gradients.
 
-A dispatch is known from both sides: each buffer row names where it comes from
-(source_m, assignment_m), each choice of a token where it went (positions_nk). One side
-serves the forward pass, the other the backward pass. Here n = 2, k = 2, m = 4:
+The assignment of tokens to buffer rows is given from both sides: each buffer row names
+its source (source_m, assignment_m), and each choice of a token names its buffer row
+(positions_nk). One side serves the forward pass and the other the backward pass. For
+example, with n = 2 tokens, k = 2 choices and m = 4 buffer rows:
 
     positions_nk = [[2, 0], [-1, 1]]    assignment_m = [1, 3, 0, -1]    n * 2 + k
                                             source_m = [0, 1, 0, -1]    assignment // 2
@@ -31,15 +32,15 @@ def gather_rows(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Float[Array, "m d"]:
-    """Row j is x_nd[source_m[j]], or 0 where source_m[j] is -1;
-    differentiable in x_nd.
+    """Return the buffer whose row j is x_nd[source_m[j]], or 0 where source_m[j] is -1.
 
-    positions_nk names the buffer row of choice k of token n, or -1 when it has none.
-    The backward pass sums over k in float32.
+    It is differentiable in x_nd, and the backward pass sums over k in float32.
+    positions_nk is the buffer row of choice k of token n, or -1 where it has none.
 
-    'auto' takes the kernels where the device and the rows allow, 'xla' elsewhere.
-    `hopper` is for Hopper GPUs and raises NotImplementedError for rows that
-    hopper.declines names; `interpret` runs it on any device, slowly, for tests.
+    The implementation 'auto' takes 'hopper' where the device and the rows allow it, and
+    'xla' elsewhere. 'hopper' runs on Hopper GPUs, and raises NotImplementedError for
+    rows that hopper.declines names. `interpret` runs its kernels on any device, slowly,
+    for tests.
     """
     arrays = varying_alike(x_nd, source_m, positions_nk)
     if implementation == "auto":
@@ -58,13 +59,13 @@ def combine_rows(
     implementation: Implementation = "auto",
     interpret: bool = False,
 ) -> Float[Array, "n d"]:
-    """Row n is the sum over k of gate_nk[n, k] * y_md[positions_nk[n, k]], without the
-    choices whose position is -1; differentiable in y_md and gate_nk.
+    """Return, for each token n, the sum over k of
+    gate_nk[n, k] * y_md[positions_nk[n, k]], without the choices whose position is -1.
 
-    Sums are taken in float32, the result has y_md's dtype. assignment_m is n * K + k
-    for the buffer row of choice k of token n, -1 for an empty row. Buffer rows that no
-    position names are not looked at. `implementation` and `interpret` are as in
-    gather_rows.
+    It is differentiable in y_md and gate_nk. Sums are taken in float32, and the result
+    has y_md's dtype. assignment_m is n * K + k for the buffer row of choice k of token
+    n, where tokens have K choices, and -1 for an empty row. Buffer rows that no
+    position names are not read. `implementation` and `interpret` are as in gather_rows.
     """
     arrays = varying_alike(y_md, gate_nk, positions_nk, assignment_m)
     if implementation == "auto":

@@ -1,9 +1,10 @@
-"""Water-filling: items poured over bins until the fullest is as low as a proof says.
+"""Water-filling: spread items over bins so that the fullest bin is as low as possible.
 
     portable.py  plain XLA operations, on any device
     hopper.py    the same sweeps as one Pallas kernel (Mosaic GPU), for Hopper
 
-The definition is moejax.plan.water_filling.swept.
+In the MoE layer, items are experts with rows, and bins are devices. The definition is
+moejax.plan.water_filling.swept.
 """
 
 from jaxtyping import Array, Int
@@ -15,7 +16,7 @@ __all__ = ["Filled", "fits_fused", "water_fill"]
 
 
 def fits_fused(num_colors: int, num_bins: int) -> bool:
-    """Whether the fused kernel has room for so many cells."""
+    """Return whether the fused kernel has room for a table of these sizes."""
     from moejax.kernels.water_fill import hopper
 
     return hopper.fits(num_colors, num_bins)
@@ -32,42 +33,49 @@ def water_fill(
     fused: bool = False,
     interpret: bool = False,
 ) -> Filled:
-    """What each cell holds after sweeps of water-filling, each bin's level, a lower
-    bound of the fullest bin, and how many sweeps it took. All int32; the same bits on
-    every device and with `fused` or without.
+    """Return the amounts after sweeps of water-filling, with a bound that proves how
+    good they are.
 
-    A cell is a color c of a bin w. `item_cw` says which item may lie there, -1 for
-    none: all cells of an item have one color, and a bin has one item of a color, so
-    that items of a color do not touch each other. `amount_cw` is where the items lie
-    at first, 0 where there is no item; an item's sum never changes. `fixed_w` lies in
-    the bins and cannot move. Nothing is negative, and a bin's level is what is fixed
-    and its cells. Only the first `colors` rows are used.
+    All values are int32 and not negative, and the result has the same bits on every
+    device, with `fused` or without it. A *cell* is a color c of a bin w. Only the first
+    `colors` rows of cells are used.
 
-    A sweep visits the colors in order. Each pours its items anew over their bins, on
-    top of what else is there (`ground`): up to the surface, min over k of
-    floor((amount + sum of the k lowest grounds) / k), and what is left over one each to
-    bins with ground <= surface, lowest number first.
+    item_cw     item that a cell may hold, -1 for none. All cells of an item have the
+                same color, and a bin has at most one item of each color, so that items
+                of one color share no bin.
+    amount_cw   units of the item in each cell at the start, 0 where there is no item.
+                The sum over the cells of an item never changes.
+    fixed_w     units in each bin that cannot move
 
-    The bound is a certificate, computed before the first sweep and after each: max over
-    k of ceil(what can lie nowhere but in the k fullest bins / k); of bins as full as
-    each other the lower number counts as fuller. Sweeps end when the fullest bin is no
-    higher than bound + `tolerance`, when a sweep changed nothing, or after
-    `max_sweeps`.
+    The level of a bin is the sum of its fixed units and of its cells.
+
+    A sweep visits the colors in order. For each item of a color, let `ground` be the
+    levels of its bins without this item. The item is poured on top, up to the surface
+    min over k of floor((amount + sum of the k lowest grounds) / k). The units that are
+    left over go one each to bins with ground <= surface, the lowest bin number first.
+
+    The bound is a certificate, computed before the first sweep and after each one: the
+    maximum over k of ceil(r / k), where r is the number of units that can be nowhere
+    but in the k fullest bins. Of equally full bins the one with the lower number counts
+    as fuller. Sweeps end when the level of the fullest bin is at most
+    bound + `tolerance`, when a sweep changed nothing, or after `max_sweeps`.
 
         bin             0    1    2
         item, c = 0     0    0    -       amount 3 3 0     poured 4 2 0
         item, c = 1     -    1    1              0 2 2            0 1 3
         level                                    3 5 2            4 3 3
 
-    `fused` solves in one kernel for Hopper GPUs, at most 128 bins; `interpret` runs
-    that kernel on any device, slowly, for tests. Raises NotImplementedError for a table
-    of cells that does not fit into shared memory. Source: MicroMoE (arXiv 2511.16947)
-    for the problem; the sweeps minimise the sum of squared levels, item by item.
+    `fused` runs all sweeps as one kernel on a Hopper GPU, for at most 128 bins.
+    `interpret` runs that kernel on any device, slowly, for tests. Raises
+    NotImplementedError for a table of cells that does not fit into shared memory.
+
+    Source: MicroMoE (arXiv 2511.16947) for the problem. The sweeps minimise the sum of
+    squared levels, item by item.
     """
     arrays = item_cw, amount_cw, fixed_w, colors, tolerance
     if not fused:
         return portable_water_fill(*arrays, max_sweeps)
-    # Pallas takes half a second to import, and only this needs it.
+    # Importing Pallas takes half a second, and only this path needs it.
     from moejax.kernels.water_fill import hopper
 
     return hopper.water_fill(*arrays, max_sweeps, interpret=interpret)

@@ -1,14 +1,15 @@
 """Sweeps of water-filling as one Pallas kernel for Hopper: one block, one warpgroup.
 
-The same integer programme as portable.py. A matrix [w, v] compares bins with bins: its
-rows are spread over threads, so that sums over v need two shuffles and no barrier, and
-its columns are taken a block at a time. A vector is held per row (w) or per column
-(v), and goes from w to v through shared memory, where amounts live, and items if they
-fit.
+The kernel computes the same integers as portable.py. Matrices [w, v] compare every bin
+w with every bin v. Their rows are spread over the threads, so that a sum over v needs
+two shuffles and no barrier, and they are computed one block of columns at a time. A
+vector is stored per row (w) or per column (v). It gets from w to v through shared
+memory, which also holds the amounts, and the items if they fit.
 
-Bins are padded to 64 or 128, with no item and nothing in them: they share no item, rank
-last (levels are not negative, ties go to the lower number), and in a certificate stand
-for the total over more bins. Neither ranks nor bounds nor remainders see them.
+The number of bins is padded to 64 or 128. Padding bins are empty and hold no item. They
+change no result: they share no item with another bin, they rank last, because levels
+are not negative and ties go to the lower number, and in the certificate they only
+divide the total by a larger k.
 """
 
 import dataclasses
@@ -26,47 +27,59 @@ from moejax.kernels import varying_alike
 from moejax.kernels.water_fill.portable import Filled
 
 WIDEST = 128
+"""Maximum number of bins."""
 SHARED_BYTES = 220 * 1024
-"""For tables, of a Hopper block's 227 KiB: the rest is lines and reductions."""
+"""Bytes of shared memory for tables, of the 227 KiB that a Hopper block can have. The
+rest is for lines and reductions."""
 
 _MATRIX = plgpu.Layout.WGMMA
 _BY_ROW, _BY_COLUMN = _MATRIX.reduce(1), _MATRIX.reduce(0)
 _ROW_TILE, _COLUMN_TILE, _COPIED_ROWS = 64, 8, 16
 _BLOCK = 2048
-"""Elements of a block of a matrix, 16 a thread: at 32 LLVM took more than 4 minutes."""
+"""Number of elements in one block of a matrix: 16 per thread. With 32 per thread LLVM
+took more than 4 minutes to compile."""
 _HUGE = jnp.iinfo(jnp.int32).max
+"""Stands for infinity in a minimum."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Board:
-    """Where the arrays of a solve lie, and how a matrix is cut into blocks."""
+    """References to the arrays of the kernel, and the cut of matrices into blocks."""
 
     item: Any
+    """Items [colors, w], in shared memory if they fit there."""
     amount: Any
-    line: Any  # [_NUM_LINES, w]
+    """Amounts [colors, w], in shared memory."""
+    line: Any
+    """Vectors that go from rows to columns, [_NUM_LINES, w], in shared memory."""
     colors: Any
-    block: int  # columns of a block
+    """Number of colors in use, a scalar at run time."""
+    block: int
+    """Number of columns of a block."""
     num_blocks: int
 
     def by_row(self, ref, row):
+        """Load one row of a table as a vector over w."""
         width = ref.shape[-1]
         return plgpu.load(ref.at[row, pl.ds(0, width)], layout=_BY_ROW, optimized=False)
 
     def by_column(self, ref, row, b):
+        """Load block b of one row of a table as a vector over v."""
         columns = pl.ds(b * self.block, self.block)
         return plgpu.load(ref.at[row, columns], layout=_BY_COLUMN, optimized=False)
 
     def over_blocks(self, step, *start):
-        """Sums and the like over v: step(b, *so_far) for one block of columns."""
+        """Reduce over v: call values = step(b, *values) for each block b of columns."""
         loop = jax.lax.fori_loop
-        return loop(0, self.num_blocks, lambda b, so_far: step(b, *so_far), start)
+        return loop(0, self.num_blocks, lambda b, values: step(b, *values), start)
 
     def full(self, value):
+        """Return a vector over w that holds one value everywhere."""
         width = self.line.shape[-1]
         return plgpu.layout_cast(jnp.full((width,), value, jnp.int32), _BY_ROW)
 
     def bins(self, b):
-        """Number of the row, and of the column, of each element of a block."""
+        """Return the bin numbers w and v of each element of block b of a matrix."""
         row_wv, column_wv = (
             plgpu.broadcasted_iota(
                 jnp.int32, (self.line.shape[-1], self.block), dim, layout=_MATRIX
@@ -77,17 +90,20 @@ class _Board:
 
 
 def fits(num_colors: int, num_bins: int) -> bool:
-    """Whether a table of cells fits into shared memory, and bins into a matrix."""
+    """Return whether a table of these sizes fits into shared memory, and its bins into
+    one matrix."""
     bytes_of_table = 4 * math.prod(_table(num_colors, num_bins))
     return num_bins <= WIDEST and bytes_of_table <= SHARED_BYTES
 
 
 def _table(num_colors: int, num_bins: int) -> tuple[int, int]:
-    """Colors and bins with their padding."""
-    return _up(num_colors, _COPIED_ROWS), _up(num_bins, _ROW_TILE)
+    """Return the numbers of colors and bins of a table with its padding."""
+    return _round_up(num_colors, _COPIED_ROWS), _round_up(num_bins, _ROW_TILE)
 
 
 _LEVEL, _FIXED, _FULL, _RANK, _LAST, _NUM_LINES = range(6)
+"""Rows of `line`: levels, fixed units, candidates for the surface, ranks, and the last
+rank of an item."""
 
 
 def water_fill(
@@ -100,17 +116,20 @@ def water_fill(
     *,
     interpret: bool = False,
 ) -> Filled:
-    """As moejax.kernels.water_fill.water_fill says."""
+    """Return the result of water_fill (moejax.kernels.water_fill), from one kernel.
+
+    Raises NotImplementedError for a table that does not fit.
+    """
     num_colors, num_bins = item_cw.shape
     if not fits(num_colors, num_bins):
         raise NotImplementedError(
-            f"{num_colors} colors of {num_bins} bins are more than {SHARED_BYTES} "
-            f"bytes of shared memory, or {WIDEST} bins: use fused=False"
+            f"{num_colors} colors of {num_bins} bins need more than {SHARED_BYTES} "
+            f"bytes of shared memory, or are more than {WIDEST} bins: use fused=False"
         )
     table = (_, num_rows) = _table(num_colors, num_bins)
     shapes = table, (_NUM_LINES, num_rows), table
     num_shared = 3 if 8 * math.prod(table) <= SHARED_BYTES else 2
-    block = min(_up(num_bins, _COLUMN_TILE), _BLOCK // num_rows)
+    block = min(_round_up(num_bins, _COLUMN_TILE), _BLOCK // num_rows)
     sizes = {"max_sweeps": max_sweeps, "block": block, "num_bins": num_bins}
     solve = plgpu.kernel(
         functools.partial(_solve, **sizes),
@@ -124,24 +143,38 @@ def water_fill(
     )
     level_w = fixed_w + jnp.sum(amount_cw, axis=0)
     pad = ((0, table[0] - num_colors), (0, num_rows - num_bins))
-    found_cw, found_w, found = solve(
+    new_cw, new_level_w, bound_and_sweeps = solve(
         jnp.pad(item_cw, pad, constant_values=-1),
         jnp.pad(amount_cw, pad),
         jnp.pad(jnp.stack([fixed_w, level_w]), ((0, 0), pad[1])),
         jnp.stack([colors, tolerance]),
     )
-    # The kernel writes no color that is not in use.
+    # The kernel does not write the colors that are not in use.
     is_used_c1 = jnp.arange(num_colors)[:, None] < colors
-    found_cw = jnp.where(is_used_c1, found_cw[:num_colors, :num_bins], amount_cw)
-    outputs = found_cw, found_w[:num_bins], found[0], found[1]
-    # A kernel's outputs are typed as the same on all devices, whatever its inputs are.
+    new_cw = jnp.where(is_used_c1, new_cw[:num_colors, :num_bins], amount_cw)
+    bound, sweeps = bound_and_sweeps[0], bound_and_sweeps[1]
+    outputs = new_cw, new_level_w[:num_bins], bound, sweeps
+    # JAX types a kernel's outputs as equal on all devices, whatever its inputs are.
     inputs = item_cw, amount_cw, fixed_w, colors, tolerance
     return Filled(*varying_alike(*outputs, *inputs)[: len(outputs)])
 
 
 def _solve(
-    item, amount, start, limits, amount_out, level_out, found, *scratch, **sizes
+    item,
+    amount,
+    start,
+    limits,
+    amount_out,
+    level_out,
+    bound_and_sweeps,
+    *scratch,
+    **sizes,
 ):
+    """Run all sweeps: the body of the kernel.
+
+    `start` holds fixed units and levels, [2, w], and `limits` the number of colors and
+    the tolerance.
+    """
     amount_smem, line, *rest = scratch
     colors, tolerance = limits[0], limits[1]
     _copy(amount, amount_smem, colors)
@@ -169,13 +202,14 @@ def _solve(
     state = (level_w, _certificate(board, level_w), jnp.int32(0), jnp.int32(1))
     level_w, bound, sweeps, _ = jax.lax.while_loop(goes_on, sweep, state)
     level_out[...] = level_w
-    found[0] = bound
-    found[1] = sweeps
+    bound_and_sweeps[0] = bound
+    bound_and_sweeps[1] = sweeps
     _copy(amount_smem, amount_out, colors)
 
 
 def _pour(board, c, state):
-    """One color, as xla.poured."""
+    """Pour the items of color c anew, as `pour` of portable.py does. The state is the
+    level of each bin, and the largest change of any of its cells in this sweep."""
     level_w, moved_w = state
     item_w, amount_w = board.by_row(board.item, c), board.by_row(board.amount, c)
     ground_w = level_w - amount_w
@@ -224,7 +258,8 @@ def _pour(board, c, state):
 
 
 def _certificate(board, level_w):
-    """As xla.certificate; what is inside of the k fullest is summed without a sort."""
+    """Return the lower bound that `certificate` of portable.py defines. Units that can
+    be only in the k fullest bins are summed without a sort."""
 
     def rank(b, rank_w):
         row_wv, column_wv = board.bins(b)
@@ -263,32 +298,37 @@ def _certificate(board, level_w):
 
 
 def _same(item_w, item_v):
+    """Return whether bins w and v hold the same item, bool [w, v]."""
     shape = (len(item_w), len(item_v))
     item_wv = _along(item_w, shape)
     return (item_wv == _down(item_v, shape)) & (item_wv >= 0)
 
 
 def _before(height_wv, height_w, is_first_wv):
-    """Whether bin v, whose height is given, stands before bin w when sorted by height;
-    which is first of two of the same height is given."""
+    """Return whether bin v comes before bin w when bins are sorted by height, bool
+    [w, v]. `height_wv` is the height of bin v, `height_w` that of bin w, and
+    `is_first_wv` says whether v comes first where both are equal."""
     other_wv = _along(height_w, height_wv.shape)
     return (height_wv < other_wv) | ((height_wv == other_wv) & is_first_wv)
 
 
 def _along(value_w, shape):
+    """Broadcast a vector over w along the rows of a matrix [w, v]."""
     return jax.lax.broadcast_in_dim(value_w, shape, (0,))
 
 
 def _down(value_v, shape):
+    """Broadcast a vector over v down the columns of a matrix [w, v]."""
     return jax.lax.broadcast_in_dim(value_v, shape, (1,))
 
 
 def _count(mask_wv):
+    """Return the number of bins v in the mask of each w."""
     return jnp.sum(mask_wv.astype(jnp.int32), axis=1)
 
 
 def _copy(source, target, num_rows):
-    """The first rows of a table, a few more than asked for."""
+    """Copy the first rows of a table, rounded up to a multiple of _COPIED_ROWS."""
     layout = plgpu.Layout.WG_STRIDED((_COPIED_ROWS, source.shape[-1]), vec_size=4)
 
     @pl.loop(0, pl.cdiv(num_rows, _COPIED_ROWS))
@@ -297,5 +337,6 @@ def _copy(source, target, num_rows):
         target[rows] = plgpu.load(source.at[rows], layout=layout)
 
 
-def _up(number, multiple):
+def _round_up(number, multiple):
+    """Return `number` rounded up to a multiple."""
     return -(-number // multiple) * multiple

@@ -1,7 +1,8 @@
-"""Sweeps of water-filling in plain XLA operations, a color at a time.
+"""Sweeps of water-filling in plain XLA operations, one color at a time.
 
-A color is a row of bins; items of it are told apart by comparing every bin v with
-every bin w, so that nothing is sorted and no scatter is needed.
+The cells of a color are one row over all bins. Which bins hold the same item is found
+by comparing every bin v with every bin w, so that the code needs no sort and no
+scatter.
 """
 
 from typing import NamedTuple
@@ -14,13 +15,16 @@ from moejax.kernels import varying_alike
 
 
 class Filled(NamedTuple):
+    """Result of water-filling, all int32."""
+
     amount_cw: Int[Array, "c w"]
-    """What lies in each cell."""
+    """Number of units in each cell."""
     level_w: Int[Array, " w"]
-    """Sum of each bin, what is fixed included."""
+    """Number of units in each bin, fixed units included."""
     bound: Int[Array, ""]
-    """Certificate: no filling has a lower fullest bin."""
+    """Certificate: in every filling the fullest bin has at least this level."""
     sweeps: Int[Array, ""]
+    """Number of sweeps that were made."""
 
 
 def water_fill(
@@ -31,7 +35,7 @@ def water_fill(
     tolerance: Int[Array, ""],
     max_sweeps: int,
 ) -> Filled:
-    """As moejax.kernels.water_fill.water_fill says."""
+    """Return the result of water_fill (moejax.kernels.water_fill), on any device."""
 
     def goes_on(state):
         _, level_w, bound, sweeps, changed = state
@@ -65,8 +69,12 @@ def water_fill(
 def pour(
     item_w: Int[Array, " w"], amount_w: Int[Array, " w"], level_w: Int[Array, " w"]
 ) -> Int[Array, " w"]:
-    """One color's items, each spread anew over its bins as water finds its level: the
-    least sum of squared levels. Left-over units go to the lowest bins by number."""
+    """Return new amounts of one color, each item spread over its bins so that the sum
+    of squared levels is minimal.
+
+    Units that are left over by rounding go one each to the item's bins whose ground is
+    not above the surface, the lowest bin number first.
+    """
     same_vw = same_item(item_w)
     ground_w = level_w - amount_w
     lower_vw = _before(ground_w) & same_vw
@@ -78,17 +86,18 @@ def pour(
     left_w = sum_over(same_vw, amount_w - new_w)
     is_wet_w = ground_w <= surface_w
     bin_w = jnp.arange(len(item_w))
-    place_w = _count(same_vw & is_wet_w[:, None] & (bin_w[:, None] < bin_w))
-    return new_w + (is_wet_w & (place_w < left_w)).astype(jnp.int32)
+    rank_w = _count(same_vw & is_wet_w[:, None] & (bin_w[:, None] < bin_w))
+    return new_w + (is_wet_w & (rank_w < left_w)).astype(jnp.int32)
 
 
 def certificate(item_cw, amount_cw, fixed_w, level_w, colors) -> Int[Array, ""]:
-    """max over k of ceil(what can lie nowhere but in the k fullest bins / k)."""
+    """Return a lower bound for the level of the fullest bin in any filling: the maximum
+    over k of ceil(r / k), with r the units that can be only in the k fullest bins."""
     rank_w = _count(_before(-level_w)) - 1
     rank_k = jnp.arange(len(rank_w), dtype=jnp.int32)
 
     def step(c, inside_k):
-        # All of an item counts from its last bin on.
+        # All units of an item count from the item's least full bin on.
         same_vw = same_item(item_cw[c])
         last_w = jnp.max(jnp.where(same_vw, rank_w[:, None], -1), axis=0)
         return inside_k + sum_over(last_w[:, None] == rank_k, amount_cw[c])
@@ -100,24 +109,31 @@ def certificate(item_cw, amount_cw, fixed_w, level_w, colors) -> Int[Array, ""]:
 
 
 HUGE = jnp.iinfo(jnp.int32).max
+"""Stands for infinity in a minimum."""
 
 
 def same_item(item_w):
-    """Whether two bins hold the same item. Reductions are over the first dim: the CPU
-    does those four times faster."""
+    """Return whether bins v and w hold the same item, bool [v, w].
+
+    Callers reduce over v, the first dim, because a CPU does that four times faster than
+    over the last dim.
+    """
     return (item_w[:, None] == item_w) & (item_w >= 0)
 
 
 def _before(height_w):
-    """[v, w]: bin v stands before bin w, or is it, when they are sorted by height."""
+    """Return whether bin v comes before bin w, or is the same bin, when bins are sorted
+    by height and number, bool [v, w]."""
     bin_w = jnp.arange(len(height_w))
     height_v1, bin_v1 = height_w[:, None], bin_w[:, None]
     return (height_v1 < height_w) | ((height_v1 == height_w) & (bin_v1 <= bin_w))
 
 
 def sum_over(mask_vw, value_v):
+    """Return the sum, for each w, of the values of the bins v in its mask."""
     return jnp.sum(jnp.where(mask_vw, value_v[:, None], 0), axis=0, dtype=jnp.int32)
 
 
 def _count(mask_vw):
+    """Return the number of bins v in the mask of each w."""
     return jnp.sum(mask_vw, axis=0, dtype=jnp.int32)
