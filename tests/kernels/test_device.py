@@ -84,7 +84,7 @@ def test_fp8_on_hopper_declines_parts_of_a_block():
     with on(H200):
         found = choose_grouped_dot("bfloat16", 4096, 1024, 192, is_fp8=True)
         assert choose_grouped_dot("bfloat16", 4096, 1024, 192)[0] == "hopper"
-    why = "a width of 192 is no multiple of 128, a block in fp8"
+    why = "a width of 192 is not a multiple of 128, a block in fp8"
     assert found == ("blocked", f"the Hopper kernels decline: {why}")
 
 
@@ -119,7 +119,7 @@ def test_the_run_says_where_later_rounds_have_less_than_a_tile():
     with on(H200):
         line = kernel_line(choose_kernels(cfg, make_layout(cfg)))
     assert "grouped_dot hopper (NVIDIA H200," in line
-    why = "the Hopper kernels decline: 32 rows are less than a tile's 64"
+    why = "the Hopper kernels decline: 32 rows are fewer than the 64 of a tile"
     assert f"grouped_dot in later rounds blocked ({why})" in line
 
 

@@ -209,9 +209,9 @@ def test_single_rows_leave_from_places_that_a_copy_may_have(monkeypatch):
     ("dtype", "rows", "d", "why"),
     [
         ("float32", 128, 64, "dtype float32 is not one of bfloat16, float16"),
-        ("bfloat16", 128, 96, "a width of 96 is no multiple of 64 in bfloat16"),
-        ("float16", 56, 64, "56 rows are less than a tile's 64"),
-        ("bfloat16", 100, 64, "100 rows are no multiple of 8"),
+        ("bfloat16", 128, 96, "a width of 96 is not a multiple of 64 in bfloat16"),
+        ("float16", 56, 64, "56 rows are fewer than the 64 of a tile"),
+        ("bfloat16", 100, 64, "100 rows are not a multiple of 8"),
     ],
 )
 def test_declines(dtype, rows, d, why):

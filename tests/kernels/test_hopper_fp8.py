@@ -214,7 +214,7 @@ def test_tiles_that_a_scale_does_not_fit(tiles):
 
 def test_declines():
     assert kernels.declines("bfloat16", 128, 4096, 14336, is_fp8=True) is None
-    why = "a width of 192 is no multiple of 128, a block in fp8"
+    why = "a width of 192 is not a multiple of 128, a block in fp8"
     assert kernels.declines("bfloat16", 128, 128, 192, is_fp8=True) == why
     assert kernels.declines("bfloat16", 128, 128, 192) is None
     shape = dataclasses.replace(PLAIN.shape, d=192, f=128)

@@ -240,7 +240,11 @@ def test_measured_tiles_are_enough(monkeypatch):
     ("shape", "dtype", "why"),
     [
         (TINY, "float32", "dtype float32 is not one of bfloat16, float16"),
-        (ProductShape(96, 16, 24, 4), "bfloat16", "is no multiple of 64 in bfloat16"),
+        (
+            ProductShape(96, 16, 24, 4),
+            "bfloat16",
+            "is not a multiple of 64 in bfloat16",
+        ),
     ],
 )
 def test_what_hopper_declines_needs_no_measured_tiles(

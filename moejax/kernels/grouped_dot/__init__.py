@@ -1,10 +1,12 @@
 """Grouped matrix product: rows sorted by group, each group with a matrix of its own.
 
+In the MoE layer a group is one expert's slot, and its rows are the tokens routed there.
+
 reference.py    the definition
 portable.py     loops over blocks ('blocked'), on any XLA device
 hopper/         Pallas kernels for Hopper GPUs
-products.py     what each implementation has, and SwiGLU where it fuses none
-fp8.py          8-bit values with scales, and what they stand for
+products.py     the products that an implementation provides, and unfused SwiGLU
+fp8.py          conversion to 8-bit values with block scales, and back
 choose.py       which implementation a device and a shape get
 vjp.py          the public functions and their gradients
 """

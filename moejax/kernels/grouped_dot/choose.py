@@ -1,6 +1,4 @@
-"""Which implementation of the grouped product a device and a shape get, and what each
-implementation has.
-"""
+"""Choice of the implementation of the grouped product, by device, dtype and shape."""
 
 import functools
 from collections.abc import Callable
@@ -22,10 +20,15 @@ Implementation = Literal["auto", "reference", "blocked", "xla", "hopper"]
 def choose_grouped_dot(
     dtype: jax.typing.DTypeLike, num_rows: int, *widths: int, is_fp8: bool = False
 ) -> KernelChoice:
-    """Return the choice for products of this many rows between these widths."""
+    """Return the implementation for products on the current device: 'hopper' or
+    'blocked'.
+
+    `num_rows` is the number of rows of all groups together, and `widths` are the widths
+    of rows and results.
+    """
     if why := why_not_hopper():
         return KernelChoice("blocked", why)
-    # Pallas takes half a second to import, and only Hopper GPUs need it.
+    # Importing Pallas takes half a second, and only Hopper GPUs need it.
     from moejax.kernels.grouped_dot.hopper.kernels import declines
 
     declined = declines(jnp.dtype(dtype), num_rows, *widths, is_fp8=is_fp8)
@@ -36,15 +39,15 @@ def choose_grouped_dot(
 def products(
     implementation: str, block_rows: int | None = None, fp8: str = "none"
 ) -> Products:
-    """Return the products of an implementation; `block_rows` is of 'blocked' only.
+    """Return the products of an implementation. Only 'blocked' uses `block_rows`.
 
-    With fp8, forward and dgrad are those of rounded arrays (fp8.py): x and w in e4m3,
-    dy as `fp8` says; wgrad is of x and dy as they are. Only 'hopper' multiplies 8-bit
-    values: the others multiply what they stand for, and have the accuracy without the
-    speed.
+    With fp8, forward and dgrad multiply rounded arrays (fp8.py): x and w in e4m3, and
+    dy in the format that `fp8` names. wgrad multiplies x and dy without rounding. Only
+    'hopper' multiplies 8-bit values. The other implementations multiply wider values
+    that were rounded to 8 bits, and so have the accuracy of fp8 without its speed.
     """
     if implementation == "hopper":
-        # Pallas takes half a second to import, and only this needs it.
+        # Importing Pallas takes half a second, and only this path needs it.
         from moejax.kernels.grouped_dot.hopper import kernels
 
         return kernels.products(fp8=fp8)
@@ -56,16 +59,21 @@ def products(
 
 
 def ragged_dot(x_md: Array, w_gdf: Array, rows_g: Array) -> Array:
+    """Return the grouped product by jax.lax.ragged_dot, with sums in float32 or wider
+    and the dtype of x_md."""
     accumulate = jnp.promote_types(x_md.dtype, jnp.float32)
     y_mf = jax.lax.ragged_dot(x_md, w_gdf, rows_g, preferred_element_type=accumulate)
     return y_mf.astype(x_md.dtype)
 
 
 DERIVED = {"reference": reference.grouped_dot, "xla": ragged_dot}
-"""Products whose gradients JAX derives."""
+"""Forward products whose gradients JAX derives, by implementation."""
 
 
 def _choose_rounded(own: Products, fp8: str) -> Products:
+    """Return products that round the operands of `own`'s forward and dgrad to the
+    values of 8-bit formats. `fp8` names the format of dy."""
+
     def forward(x_md: Array, w_gdf: Array, rows_g: Array) -> Array:
         arrays = rounded_rows(x_md), rounded_matrices(w_gdf)
         return own.forward(*arrays, rows_g).astype(x_md.dtype)
@@ -78,6 +86,8 @@ def _choose_rounded(own: Products, fp8: str) -> Products:
 
 
 def _derived(dot: Callable) -> Products:
+    """Return the products of a forward product, with gradients derived by JAX."""
+
     def dgrad(dy_mf: Array, w_gdf: Array, rows_g: Array) -> Array:
         shape = (dy_mf.shape[0], w_gdf.shape[1])
         zeros_md = zeros_varying_as(dy_mf, shape, dy_mf.dtype)

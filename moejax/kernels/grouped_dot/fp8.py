@@ -1,17 +1,20 @@
-"""Arrays as 8-bit floats with a scale for each block, and what they stand for.
+"""Quantization to 8-bit floats with one power-of-two scale per block.
 
-    x_md, dy_mf    a block is 128 values of one row         scales [m, d / 128]
-    w_gdf          a block is 128 x 128 values of a matrix  [g, d / 128, f / 128]
+An array is represented by 8-bit values and scales; it is approximately values * scale.
 
-Blocks as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2), but a scale is a power of
-two: the least one that brings the block's largest value within the format. To divide
-by it is exact, so that rounding to 8 bits is the only error; what the array stands for,
-values times scale, is exact in bfloat16 and in float32, and rounding that once more
-changes nothing. A matrix and its transpose have the same values. Where 128 does not
-divide a width, the last block is smaller.
+    x_md, dy_mf    a block is 128 values of one row           scales [m, d / 128]
+    w_gdf          a block is 128 x 128 values of a matrix    scales [g, d/128, f/128]
 
-A block that holds a NaN or an infinity stands for NaN, all of it: a gradient that is
-not finite stays seen. Rows never meet: what padding holds stays there.
+Blocks are those of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2), but each scale is a
+power of two: the smallest one with which the block's largest value fits the format.
+Dividing by it is exact, so that rounding to 8 bits is the only error. The product
+values * scale is exact in bfloat16 and in float32, and quantizing it again gives the
+same values. A matrix and its transpose have the same values. Where 128 does not divide
+a width, the last block is smaller.
+
+A block that holds a NaN or an infinity becomes NaN as a whole, so that a gradient that
+is not finite is still detected. Blocks never span rows of x or dy, so values in padding
+rows do not reach other rows.
 """
 
 from typing import NamedTuple
@@ -22,59 +25,71 @@ from jax import lax
 from jaxtyping import Array, Float
 
 BLOCK = 128
+"""Number of values along each quantized dim of a block."""
 VALUES = jnp.float8_e4m3fn
-"""Of x and w."""
+"""8-bit dtype of x and w."""
 GRADIENTS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
-"""Of dy, by the option's name."""
+"""8-bit dtype of dy, by the value of the option `fp8`."""
 OF_ROWS, OF_MATRICES = (1, BLOCK), (BLOCK, BLOCK)
-"""Shapes of a block, of the last two dims."""
+"""Shapes of a block of x or dy, and of a block of w, in the last two dims."""
 DTYPES = ("float32", "bfloat16", "float16")
-"""That have such values."""
+"""Dtypes of arrays that can be quantized."""
 MIN_EXPONENT = -63
-"""Of a scale: the product of two is a normal float32. A block whose largest value is
-below 448 * 2**-63, 5e-17, keeps fewer bits."""
+"""Minimum exponent of a scale. With it, the product of two scales is a normal float32.
+A block whose largest value is below 448 * 2**-63, 5e-17, loses precision."""
 MANTISSA_BITS, EXPONENT_BIAS = 23, 127
+"""Layout of a float32."""
 LARGEST_MANTISSA = 0x600000
-"""The largest value of either format is 1.75 times a power of two: its bits."""
+"""Mantissa bits, as a float32, of the largest value of either format, which is 1.75
+times a power of two."""
 
 
 class Scaled(NamedTuple):
-    """values * scale, block by block."""
+    """Array quantized to 8 bits: approximately values * scale, block by block."""
 
     values: Array
+    """8-bit floats, with the shape of the array."""
     scale: Float[Array, "... b c"]
-    """float32, one of each block."""
+    """Scale of each block, float32."""
 
 
 def scaled(array: Array, dtype, block: tuple[int, int]) -> Scaled:
-    """The nearest values of an 8-bit dtype under the scale of their block."""
-    parts = _parts(array, block).astype(jnp.float32)
-    scale = _power_of_two_scale(jnp.max(jnp.abs(parts), axis=(-3, -1)), dtype)
-    values = (parts / _spread(scale)).astype(dtype)
-    return Scaled(_whole(values, array.shape), scale)
+    """Return an array quantized to an 8-bit dtype, in blocks of this shape of its last
+    two dims. Each value is the nearest one under its block's scale."""
+    blocks = _blocks(array, block).astype(jnp.float32)
+    scale = _power_of_two_scale(jnp.max(jnp.abs(blocks), axis=(-3, -1)), dtype)
+    values = (blocks / _spread(scale)).astype(dtype)
+    return Scaled(_unblock(values, array.shape), scale)
 
 
 def rounded(array: Array, dtype, block: tuple[int, int]) -> Array:
-    """What `scaled` stands for: in bfloat16 where the array is, else in float32, for
-    float16 ends before the next power of two does."""
+    """Return the array quantized as by `scaled` and converted back.
+
+    The result is bfloat16 for a bfloat16 array and float32 otherwise, also for float16,
+    whose range can be too small for a rounded value.
+    """
     values, scale = scaled(array, dtype, block)
-    # XLA for GPUs drops a rounding that is widened again (xla_allow_excess_precision).
+    # Without the barrier, XLA for GPUs removes the conversion to 8 bits and back
+    # (xla_allow_excess_precision).
     values = lax.optimization_barrier(values)
-    wide = _parts(values, block).astype(jnp.float32) * _spread(scale)
-    kept = jnp.bfloat16 if array.dtype == jnp.bfloat16 else jnp.float32
-    return _whole(wide, array.shape).astype(kept)
+    wide = _blocks(values, block).astype(jnp.float32) * _spread(scale)
+    result_dtype = jnp.bfloat16 if array.dtype == jnp.bfloat16 else jnp.float32
+    return _unblock(wide, array.shape).astype(result_dtype)
 
 
 def rounded_rows(x_md: Array, dtype=VALUES) -> Array:
+    """Return rows rounded to 8-bit values, with a scale for 128 values of a row."""
     return rounded(x_md, dtype, OF_ROWS)
 
 
 def rounded_matrices(w_gdf: Array) -> Array:
+    """Return matrices rounded to e4m3, with a scale for 128 x 128 values."""
     return rounded(w_gdf, VALUES, OF_MATRICES)
 
 
 def check_option(fp8: str, dtype) -> None:
-    """ValueError for another name, or arrays that have no 8-bit values."""
+    """Raise ValueError unless `fp8` is 'none', or names a format of gradients and
+    arrays of `dtype` can be quantized."""
     if fp8 not in ("none", *GRADIENTS):
         raise ValueError(f"fp8={fp8!r} is not one of none, {', '.join(GRADIENTS)}")
     if fp8 != "none" and jnp.dtype(dtype).name not in DTYPES:
@@ -85,7 +100,9 @@ def check_option(fp8: str, dtype) -> None:
 
 
 def _power_of_two_scale(largest: Array, dtype) -> Array:
-    """The least power of two that is `largest` over the format's largest or more."""
+    """Return the smallest power of two that is at least `largest` divided by the
+    format's largest value, and at least 2**MIN_EXPONENT; NaN where `largest` is not
+    finite."""
     top = int(np.log2(float(jnp.finfo(dtype).max)))
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     mantissa = bits & ((1 << MANTISSA_BITS) - 1)
@@ -97,8 +114,9 @@ def _power_of_two_scale(largest: Array, dtype) -> Array:
     return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
 
 
-def _parts(array: Array, block: tuple[int, int]) -> Array:
-    """[.., blocks, height, blocks, width]; zeros fill up the last of each."""
+def _blocks(array: Array, block: tuple[int, int]) -> Array:
+    """Return the array reshaped to [.., blocks, height, blocks, width], with zeros that
+    fill up the last block of each dim."""
     *outer, height, width = array.shape
     missing = [(0, -size % step) for size, step in zip((height, width), block)]
     if any(after for _, after in missing):
@@ -108,11 +126,12 @@ def _parts(array: Array, block: tuple[int, int]) -> Array:
 
 
 def _spread(scale: Array) -> Array:
+    """Return scales reshaped so that they broadcast over the values of their blocks."""
     return scale[..., :, None, :, None]
 
 
-def _whole(parts: Array, shape: tuple[int, ...]) -> Array:
-    """The inverse of _parts."""
-    *outer, high, block_height, wide, block_width = parts.shape
-    whole = parts.reshape(*outer, high * block_height, wide * block_width)
-    return whole[..., : shape[-2], : shape[-1]]
+def _unblock(blocks: Array, shape: tuple[int, ...]) -> Array:
+    """Return the array of this shape whose _blocks are given."""
+    *outer, high, block_height, wide, block_width = blocks.shape
+    array = blocks.reshape(*outer, high * block_height, wide * block_width)
+    return array[..., : shape[-2], : shape[-1]]

@@ -1,12 +1,13 @@
-"""The three grouped products as loops over blocks that hold rows, for any XLA device.
+"""The three grouped products as loops over blocks of rows, for any XLA device.
 
     rows of x     | group 0: 940 rows                 | group 1: 90 | group 3: 40 |
     blocks of 512 | 512 whole | 256 whole | tail 192  | tail of 96  | tail of 64  |
 
-Trip counts are known at run time only: empty groups and padding cost nothing. A
-group's matrix is sliced once. Its blocks begin at the group's own first row; the whole
-ones need no mask, and what remains goes through one tail block of the least sufficient
-of a few sizes, masked by selection (never by a product: padding may hold NaN).
+Loops have trip counts that are known at run time only, so that empty groups and padding
+cost nothing. The matrix of a group is sliced once. Blocks begin at the group's own
+first row. Whole blocks need no mask. The remaining rows are computed in one tail block,
+of the smallest of a few sizes that holds them. Its other rows are masked by selection,
+and never by a product with zero, because padding may hold NaN.
 """
 
 from collections.abc import Callable
@@ -21,26 +22,28 @@ from moejax.kernels import zeros_varying_as
 from moejax.kernels.grouped_dot.products import Products, composed
 
 TAIL_ROWS = (32, 64, 96, 128, 160, 192, 224, 256)
-"""Sizes of tail blocks, up to the block's own. What fills up the tails was most of what
-a product cost above a dense one; but each size is compiled in every product."""
+"""Numbers of rows that a tail block can have, up to the rows of a whole block. Many
+sizes leave few rows unused, and unused rows were most of the cost above a dense
+product; but each size is compiled in every product."""
 
 
 def products(block_rows: int | None = None) -> Products:
-    """Return the products with blocks of this many rows, or else of the default."""
+    """Return the products with blocks of `block_rows` rows, or of a default number."""
 
-    def of(product: Callable) -> Callable:
-        def bound(*arrays: Array) -> Array:
+    def with_block_rows(product: Callable) -> Callable:
+        def call(*arrays: Array) -> Array:
             num_rows, num_groups = arrays[0].shape[0], arrays[-1].shape[0]
             rows = block_rows or default_block_rows(num_rows, num_groups)
             return product(*arrays, min(rows, num_rows))
 
-        return bound
+        return call
 
-    return composed(of(forward), of(dgrad), of(wgrad))
+    return composed(*map(with_block_rows, (forward, dgrad, wgrad)))
 
 
 def default_block_rows(num_rows: int, num_groups: int) -> int:
-    """The power of two above the mean rows of a group, within 128 to 512."""
+    """Return the smallest power of two above the mean rows of a group, limited to 128
+    to 512."""
     mean = max(1, num_rows // num_groups)
     return min(512, max(128, 1 << mean.bit_length()))
 
@@ -51,7 +54,8 @@ def forward(
     rows_g: Int[Array, " g"],
     block_rows: int,
 ) -> Float[Array, "m f"]:
-    """x @ w of each row's group; zero in rows past sum(rows_g). block_rows <= m."""
+    """Return x @ w with the matrix of each row's group; zero in rows past sum(rows_g).
+    block_rows must be at most m."""
     return _rows_product(x_md, w_gdf, rows_g, block_rows, contract_w=0)
 
 
@@ -61,7 +65,8 @@ def dgrad(
     rows_g: Int[Array, " g"],
     block_rows: int,
 ) -> Float[Array, "m d"]:
-    """dy @ w.T of each row's group; zero in rows past sum(rows_g)."""
+    """Return dy @ w.T with the matrix of each row's group; zero in rows past
+    sum(rows_g)."""
     return _rows_product(dy_mf, w_gdf, rows_g, block_rows, contract_w=1)
 
 
@@ -71,12 +76,12 @@ def wgrad(
     rows_g: Int[Array, " g"],
     block_rows: int,
 ) -> Float[Array, "g d f"]:
-    """x.T @ dy over the rows of each group; zero for an empty group."""
+    """Return x.T @ dy over the rows of each group; zero for an empty group."""
     (num_rows, d), f = x_md.shape, dy_mf.shape[1]
 
     def contract(x_cd: Array, dy_cf: Array) -> Array:
-        # Transposed by the copy that slices it, and not by the product: of the two
-        # that XLA:CPU has, the one that takes no transposed left side is the faster.
+        # The barrier makes the copy that slices x transpose it, not the product. Of the
+        # two products that XLA:CPU has, the faster one takes no transposed left side.
         return _dot(lax.optimization_barrier(x_cd.T), dy_cf, contract=(1, 0))
 
     def of_group(group: Array, start: Array, end: Array, dw_gdf: Array) -> Array:
@@ -93,7 +98,7 @@ def wgrad(
 
         spans, start_tail = _whole_blocks(start, end, block_rows)
         shape = (d, f), _accumulator(x_md)
-        # The tail goes first: it makes the accumulator, without a pass of zeros.
+        # The tail comes first and makes the accumulator, which saves writing zeros.
         dw_df = _switch_tail(
             (start_tail, end, num_rows),
             block_rows,
@@ -110,7 +115,8 @@ def wgrad(
 def _rows_product(
     x_md: Array, w_gdf: Array, rows_g: Array, block_rows: int, contract_w: int
 ) -> Array:
-    """Rows of x times their group's matrix, contracted over its dim `contract_w`."""
+    """Return the rows of x times the matrix of their group, contracted over dim
+    `contract_w` of the matrix."""
     num_rows = x_md.shape[0]
     width_out = w_gdf.shape[2 - contract_w]
 
@@ -143,8 +149,12 @@ def _rows_product(
 def _for_each_group(
     rows_g: Array, of_group: Callable[[Array, Array, Array, Array], Array], carry: Array
 ) -> Array:
-    """carry = of_group(group, first row, row past its last, carry), where not empty."""
-    ends_g = jnp.cumsum(rows_g, dtype=jnp.int32)  # whatever the rows' dtype
+    """Loop over the groups that have rows, and return the last carry.
+
+    Each iteration computes carry = of_group(group, start, end, carry), where start is
+    the group's first row and end the row after its last one.
+    """
+    ends_g = jnp.cumsum(rows_g, dtype=jnp.int32)  # int32 for any dtype of rows_g
 
     def has_rows(state: tuple[Array, Array]) -> Array:
         return state[0] < ends_g[-1]
@@ -164,8 +174,12 @@ def _for_each_group(
 def _whole_blocks(
     start: Array, end: Array, block_rows: int
 ) -> tuple[list[tuple[Array, Array, int]], Array]:
-    """Spans (first row, number of blocks, their rows) of the whole blocks of a group,
-    of two sizes where a block is larger than any tail, and the first row behind."""
+    """Return the spans of whole blocks of the group with rows [start, end), and the
+    first row after them.
+
+    A span is (first row, number of blocks, rows of a block). Blocks have two sizes if a
+    whole block is larger than the largest tail.
+    """
     spans = []
     for size in sorted({block_rows, min(block_rows, TAIL_ROWS[-1])}, reverse=True):
         num_blocks = lax.div(end - start, jnp.int32(size))
@@ -179,7 +193,8 @@ def _for_each_block(
     of_block: Callable[[Array, int, Array], Array],
     carry: Array,
 ) -> Array:
-    """carry = of_block(first row, rows, carry) for each block of each span."""
+    """Loop over the blocks of all spans with carry = of_block(first row, rows, carry),
+    and return the last carry."""
     for start, num_blocks, size in spans:
 
         def body(i, carry, start=start, size=size):
@@ -195,9 +210,13 @@ def _switch_tail(
     tail: Callable[[int, Array], Array],
     nothing: Callable[[Array], Array],
 ) -> Array:
-    """tail(size, first) or nothing(first), with the least size that holds the rows of
-    rest = (start, end, rows of the buffer). The block's first row is start, or what
-    lies before it where the block would end outside of the buffer."""
+    """Return tail(size, first) for the remaining rows of a group, or nothing(first) if
+    there are none.
+
+    `rest` is (start, end, number of rows of the buffer), and size is the smallest tail
+    size that holds the rows [start, end). The block begins at row start, or earlier
+    where it would otherwise end outside of the buffer.
+    """
     start, end, num_rows = rest
     largest = min(block_rows, TAIL_ROWS[-1])
     sizes = [size for size in TAIL_ROWS if size < largest] + [largest]
@@ -208,24 +227,30 @@ def _switch_tail(
 
 
 def _is_own(first: Array, size: int, start: Array, end: Array) -> Array:
-    """Which of `size` rows from `first` lie in [start, end), as a column."""
+    """Return which of the `size` rows from row `first` are in [start, end), bool
+    [size, 1]."""
     row_c1 = first + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
     return (start <= row_c1) & (row_c1 < end)
 
 
 def _take(x_md: Array, first: Array, size: int) -> Array:
+    """Return `size` rows of x from row `first`."""
     return lax.dynamic_slice_in_dim(x_md, first, size, 0, allow_negative_indices=False)
 
 
 def _put(y: Array, block: Array, first: tuple) -> Array:
+    """Return y with a block written at the indices `first`."""
     first = tuple(jnp.int32(index) for index in first)
     return lax.dynamic_update_slice(y, block, first, allow_negative_indices=False)
 
 
 def _dot(x: Array, y: Array, contract: tuple[int, int]) -> Array:
+    """Return the product of two matrices over the dims `contract` of x and of y, in the
+    accumulator's dtype."""
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(x, y, dims, preferred_element_type=_accumulator(x))
 
 
 def _accumulator(x: Array) -> jax.typing.DTypeLike:
+    """Return the dtype of sums over x: float32 or wider."""
     return jnp.promote_types(x.dtype, jnp.float32)

@@ -1,10 +1,11 @@
-"""The grouped products that an implementation has, and SwiGLU where it fuses none.
+"""The grouped products that an implementation provides, and unfused SwiGLU.
 
     into_mh = x @ into_gdh, gate in columns [:f] and up in [f:]     h = 2 f
     h_mf    = silu(gate) * up                                       dh_mf = dy @ down.T
 
-The activation is a pass over all rows after the product. In the loop over blocks, while
-a block is in cache, it gained nothing on CPUs: docs/log.md.
+Unfused SwiGLU applies the activation in a pass over all rows after the product. Fusing
+it into the loop over blocks, while a block is in cache, gained nothing on CPUs: see
+docs/log.md.
 """
 
 from collections.abc import Callable
@@ -16,30 +17,33 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 Product = Callable[[Array, Array, Array], Array]
-"""(rows, matrices, rows_g) -> rows"""
+"""Grouped product (rows, matrices, rows_g) -> rows."""
 
 
 class Products(NamedTuple):
-    """The products of one implementation. Rows past sum(rows_g) are not looked at, and
-    zero in results; sums are taken in float32 at least. `into` has gate's columns
-    first."""
+    """The grouped products of one implementation.
+
+    Rows past sum(rows_g) are not read, and are zero in results. Sums are taken in
+    float32 or wider. The columns of gate come before those of up in `into`.
+    """
 
     forward: Callable[[Array, Array, Array], Array]
-    """(x_md, w_gdf, rows_g) -> y_mf"""
+    """(x_md, w_gdf, rows_g) -> y_mf = x @ w."""
     dgrad: Callable[[Array, Array, Array], Array]
-    """(dy_mf, w_gdf, rows_g) -> dx_md"""
+    """(dy_mf, w_gdf, rows_g) -> dx_md = dy @ w.T."""
     wgrad: Callable[[Array, Array, Array], Array]
-    """(x_md, dy_mf, rows_g) -> dw_gdf"""
+    """(x_md, dy_mf, rows_g) -> dw_gdf = x.T @ dy over the rows of each group."""
     swiglu: Callable[[Array, Array, Array], tuple[Array, Array]]
-    """(x_md, into_gdh, rows_g) -> (h_mf, into_mh): [gate, up] = into = x @ w, and
-    h = silu(gate) * up"""
+    """(x_md, into_gdh, rows_g) -> (h_mf, into_mh): into_mh = [gate, up] = x @ into_gdh,
+    and h = silu(gate) * up."""
     swiglu_dgrad: Callable[[Array, Array, Array, Array], tuple[Array, Array]]
-    """(dy_md, down_gfd, into_mh, rows_g) -> (dinto_mh, h_mf): the gradient of into
-    where dy is that of h @ down, and h once more"""
+    """(dy_md, down_gfd, into_mh, rows_g) -> (dinto_mh, h_mf): the cotangent of into_mh
+    for the cotangent dy of h @ down, and h, computed again."""
 
 
 def composed(forward: Callable, dgrad: Callable, wgrad: Callable) -> Products:
-    """Return products with the halves of SwiGLU as passes after them."""
+    """Return products with unfused SwiGLU: its activation and the gradient of it are
+    passes after the given products."""
     passes = partial(_swiglu, forward), partial(_swiglu_dgrad, dgrad)
     return Products(forward, dgrad, wgrad, *passes)
 
@@ -52,7 +56,7 @@ def _swiglu(
 ) -> tuple[Float[Array, "m f"], Float[Array, "m h"]]:
     """Return (h_mf, into_mh), zero in rows past sum(rows_g) and in the dtype of x_md.
 
-    The activation is taken in float32 at least. into_mh is what _swiglu_dgrad needs.
+    The activation is computed in float32 or wider. _swiglu_dgrad needs into_mh.
     """
     into_mh = forward(x_md, into_gdh, rows_g)
     gate_mf, up_mf = _gate_and_up(into_mh)
@@ -66,10 +70,11 @@ def _swiglu_dgrad(
     into_mh: Float[Array, "m h"],
     rows_g: Int[Array, " g"],
 ) -> tuple[Float[Array, "m h"], Float[Array, "m f"]]:
-    """Return (dinto_mh, h_mf) of y = h @ down under the cotangent dy_md, in its dtype.
+    """Return (dinto_mh, h_mf) for the cotangent dy_md of y = h @ down, in its dtype.
 
-    into_mh is that of _swiglu, zero in rows past sum(rows_g), and so are both results.
-    h_mf is _swiglu's once more, for the gradient of down: it need not be kept.
+    into_mh comes from _swiglu and is zero in rows past sum(rows_g), and so are both
+    results. h_mf is computed again for the gradient of down, so that the forward pass
+    need not save it.
     """
     dh_mf = _wide(dgrad(dy_md, down_gfd, rows_g))
     gate_mf, up_mf = _gate_and_up(into_mh)
@@ -82,8 +87,10 @@ def _swiglu_dgrad(
 
 
 def _gate_and_up(into_mh: Array) -> list[Array]:
+    """Return the halves gate and up of into, in float32 or wider."""
     return jnp.split(_wide(into_mh), 2, axis=1)
 
 
 def _wide(value: Array) -> Array:
+    """Return an array cast to float32 or wider."""
     return value.astype(jnp.promote_types(value.dtype, jnp.float32))

@@ -1,4 +1,4 @@
-"""The definition of the grouped product, at g times its FLOPs."""
+"""Definition of the grouped product. It takes g times the necessary FLOPs."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -7,9 +7,11 @@ from jaxtyping import Array, Float, Int
 def grouped_dot(
     x_md: Float[Array, "m d"], w_gdf: Float[Array, "g d f"], rows_g: Int[Array, " g"]
 ) -> Float[Array, "m f"]:
-    """Row j of the result is x_md[j] @ w_gdf[i], where i is the group that owns row j:
-    group 0 owns the first rows_g[0] rows, group 1 the next rows_g[1], and so on. A row
-    that no group owns is zero, and neither it nor its cotangent is looked at.
+    """Return the rows x_md[j] @ w_gdf[i], where i is the group that owns row j.
+
+    Group 0 owns the first rows_g[0] rows, group 1 the next rows_g[1] rows, and so on. A
+    row that no group owns is zero in the result, and the values of it and of its
+    cotangent have no effect.
     """
     num_groups = w_gdf.shape[0]
     ends_g = jnp.cumsum(rows_g)
@@ -20,6 +22,7 @@ def grouped_dot(
         owned_m1 = (owner_m == i)[:, None]
         x_owned_md = jnp.where(owned_m1, x_md, 0)
         product_mf = jnp.dot(x_owned_md, w_gdf[i], preferred_element_type=accumulate)
-        # Masked again: the transpose of this mask keeps foreign cotangents out of w.
+        # This second mask is for the backward pass: its transpose keeps the cotangents
+        # of other groups' rows out of the gradient of w.
         y_mf += jnp.where(owned_m1, product_mf, 0)
     return y_mf.astype(x_md.dtype)

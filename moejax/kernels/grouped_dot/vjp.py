@@ -1,4 +1,4 @@
-"""grouped_dot and grouped_swiglu, by the chosen products, with their gradients."""
+"""The public functions grouped_dot and grouped_swiglu, with their gradients."""
 
 from functools import partial
 from typing import get_args
@@ -27,25 +27,32 @@ def grouped_dot(
     block_rows: int | None = None,
     fp8: str = "none",
 ) -> Float[Array, "m f"]:
-    """x_md[j] @ w_gdf[i] for each row j of group i; differentiable in x_md and w_gdf.
+    """Multiply each row by the matrix of its group: x_md[j] @ w_gdf[i] for row j of
+    group i.
 
-    Group i owns the next rows_g[i] (int32) rows of x_md. Rows past sum(rows_g) <= m are
-    padding: zero in the result and in the gradient, and whatever they or their
-    cotangents hold, NaN too, reaches nothing. The gradient of an empty group's matrix
-    is zero. Sums are taken in float32 at least. 'auto' takes the Hopper kernels where
-    the device and the arrays allow, 'blocked' elsewhere; 'xla' is jax.lax.ragged_dot.
-    `block_rows` is static, of `blocked` only. `fp8` rounds what is multiplied, but for
-    the gradient of w (choose.py): 'e4m3' and 'e5m2' are the format of gradients.
-    Raises ValueError when dtypes or sizes do not fit, NotImplementedError where
-    'hopper' cannot take the arrays.
+    It is differentiable in x_md and w_gdf. The first rows_g[0] rows of x_md belong to
+    group 0, the next rows_g[1] rows to group 1, and so on (int32):
 
         rows_g = [2, 0, 1], m = 4:  y = [x0 @ w0, x1 @ w0, x2 @ w2, 0]
+
+    Rows past sum(rows_g) <= m are padding. They are zero in the result and in the
+    gradient, and their values and cotangents have no effect, even NaN. The gradient of
+    an empty group's matrix is zero. Sums are taken in float32 or wider.
+
+    implementation   'auto' takes 'hopper' where the device and the arrays allow it, and
+                     'blocked' elsewhere; 'xla' is jax.lax.ragged_dot
+    block_rows       number of rows of a block, for 'blocked' only (static)
+    fp8              'e4m3' or 'e5m2' rounds operands to 8 bits, except in the gradient
+                     of w: x and w to e4m3, dy to the format named (choose.py)
+
+    Raises ValueError if dtypes or sizes do not fit, and NotImplementedError if 'hopper'
+    cannot take the arrays.
     """
     (_, d), (num_groups, _, f) = x_md.shape, w_gdf.shape
     _check(x_md, rows_g, w_gdf=(w_gdf, (num_groups, d, f)))
     check_option(fp8, x_md.dtype)
     x_md, w_gdf, rows_g = varying_alike(x_md, w_gdf, rows_g)
-    implementation = _chosen(implementation, x_md, d, f, fp8)
+    implementation = _resolve(implementation, x_md, d, f, fp8)
     if implementation in DERIVED and fp8 == "none":
         return DERIVED[implementation](x_md, w_gdf, rows_g)
     return _dot(x_md, w_gdf, rows_g, products(implementation, block_rows, fp8))
@@ -60,18 +67,23 @@ def grouped_swiglu(
     implementation: Implementation = "auto",
     fp8: str = "none",
 ) -> Float[Array, "m d"]:
-    """(silu(x gate) * (x up)) down of each row's group, with [gate, up] = into side by
-    side; differentiable in x_md and both weights. The rest is as in grouped_dot.
+    """Apply the SwiGLU expert of its group to each row: return
+    (silu(x @ gate) * (x @ up)) @ down.
 
-    The activation is part of the first product, and its gradient of the second one's:
-    the backward pass keeps x and x @ into, and computes silu(gate) * up again.
+    into_gdh holds gate in its first f columns and up in the others. The result is
+    differentiable in x_md and both weights. Groups, padding, errors and the options are
+    as in grouped_dot.
+
+    The activation is part of the first product, and its gradient is part of the second
+    product's gradient. The forward pass saves x and x @ into, and the backward pass
+    computes silu(gate) * up again.
     """
     (_, d), (num_groups, f, _) = x_md.shape, down_gfd.shape
     into, down = (into_gdh, (num_groups, d, 2 * f)), (down_gfd, (num_groups, f, d))
     _check(x_md, rows_g, into_gdh=into, down_gfd=down)
     check_option(fp8, x_md.dtype)
     arrays = varying_alike(x_md, into_gdh, down_gfd, rows_g)
-    implementation = _chosen(implementation, x_md, d, f, fp8)
+    implementation = _resolve(implementation, x_md, d, f, fp8)
     if implementation in DERIVED and fp8 == "none":
         x_md, into_gdh, down_gfd, rows_g = arrays
         dot = partial(DERIVED[implementation], rows_g=rows_g)
@@ -80,8 +92,9 @@ def grouped_swiglu(
     return _swiglu(*arrays, products(implementation, None, fp8))
 
 
-def _chosen(implementation: str, x_md: Array, d: int, f: int, fp8: str) -> str:
-    """What 'auto' stands for here; ValueError for what there is not."""
+def _resolve(implementation: str, x_md: Array, d: int, f: int, fp8: str) -> str:
+    """Return the implementation to use, which for 'auto' depends on the device and the
+    arrays. Raises ValueError for an unknown name."""
     if implementation not in get_args(Implementation):
         known = ", ".join(get_args(Implementation))
         raise ValueError(f"implementation={implementation!r} is not one of {known}")
@@ -93,22 +106,23 @@ def _chosen(implementation: str, x_md: Array, d: int, f: int, fp8: str) -> str:
 
 
 def _check(x_md: Array, rows_g: Array, **matrices: tuple[Array, tuple[int, ...]]):
-    """ValueError unless matrices have x's dtype and the shape beside each, and there
-    is a number of rows for each group."""
+    """Raise ValueError unless every matrix has x's dtype and the shape given with it,
+    and rows_g has one number for each group."""
     for name, (w_gdf, shape) in matrices.items():
         if x_md.dtype != w_gdf.dtype:
             raise ValueError(
                 f"x_md is {x_md.dtype} and {name} is {w_gdf.dtype}: cast one to the "
-                "other"
+                "dtype of the other"
             )
         if w_gdf.shape != shape:
             raise ValueError(
-                f"{name} has shape {w_gdf.shape}, and must have {shape} for x_md "
-                f"{x_md.shape}"
+                f"{name} has shape {w_gdf.shape}, and must have shape {shape} for x_md "
+                f"of shape {x_md.shape}"
             )
         if rows_g.shape != shape[:1]:
             raise ValueError(
-                f"rows_g has shape {rows_g.shape}, and {name} has {shape[0]} groups"
+                f"rows_g has shape {rows_g.shape}, and {name} has {shape[0]} groups: "
+                "give one number of rows for each group"
             )
 
 

@@ -1,10 +1,11 @@
 """The grouped product on Hopper GPUs: Pallas kernels and the tables that they read.
 
-kernels.py                      the products, and what they decline
-rows_kernel.py, row_tiles.py    rows as result, and which rows a tile has
-fp8_kernel.py                   the same of 8-bit values
-wgrad_kernel.py                 matrices as result
-ring.py                         what the kernels share
+kernels.py        the products, and which arrays they decline
+rows_kernel.py    the kernel whose result is rows (forward and dgrad)
+row_tiles.py      the table of its tiles
+fp8_kernel.py     the same kernel for 8-bit values
+wgrad_kernel.py   the kernel whose result is matrices (wgrad)
+ring.py           the ring of shared-memory slots, and other code that all kernels use
 
-The portable form is next door.
+The implementation for other devices is ../portable.py.
 """

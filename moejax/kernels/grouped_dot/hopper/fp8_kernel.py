@@ -1,17 +1,20 @@
-"""Grouped products of 8-bit values with scales (fp8.py) on Hopper GPUs: the kernel of
-rows_kernel.py with another loop over steps.
+"""Grouped products of 8-bit values with scales (fp8.py) on Hopper GPUs.
 
-A step is one block of scales deep. Its WGMMA starts a sum of its own; that, times the
-scales of its rows and of its part of the matrix, is added in registers:
+The kernel is that of rows_kernel.py with another loop over steps. The depth of a step
+is 128, the size of a scale's block. The WGMMA of each step starts its sum at zero, and
+the sum is multiplied by the scales of its rows and of its part of the matrix and added
+in registers:
 
     total += (x tile @ w tile) * row scales * matrix scale        float32
 
-for the tensor cores add 8-bit products in fewer bits than float32 has (DeepSeek-V3,
-arXiv 2412.19437, section 3.3.2, counts 14). While one warpgroup adds, the other
-multiplies. WGMMA takes 8-bit operands only where the contraction is over their last
-dim, so w is [g, columns, depth] in both passes. Row scales lie [depth / 128, m]: those
-of a tile are one copy, into the slot of its step. Scales of matrices are read as they
-are needed, before the wait for the step.
+The reason is that tensor cores add 8-bit products with fewer bits than float32 has
+(DeepSeek-V3, arXiv 2412.19437, section 3.3.2, counts 14). While one warpgroup adds, the
+other one multiplies.
+
+WGMMA takes 8-bit operands only if the contraction is over their last dim, so w is
+[g, columns, depth] in both passes. Row scales are stored as [depth / 128, m], so that
+one copy brings those of a tile into the slot of its step. A matrix scale is read when
+it is needed, before the wait for the step's operands.
 """
 
 import dataclasses
@@ -34,9 +37,14 @@ from moejax.kernels.tuning import Tiles
 
 @dataclasses.dataclass(frozen=True)
 class _Block(rows_kernel.Block):
+    """References of a running block, as in rows_kernel, and those of the scales."""
+
     x_scale: Any
+    """Row scales [depth / 128, m], in global memory."""
     w_scale: Any
+    """Matrix scales [g, columns / 128, depth / 128], in global memory."""
     scale_slots: Any
+    """Row scales of each ring slot [stages, rows of a tile], in shared memory."""
 
     def copy_step(self, tile, number, slot):
         super().copy_step(tile, number, slot)
@@ -48,7 +56,7 @@ class _Block(rows_kernel.Block):
         own = self.job.tiles.own
         first_row, first_column = ring.own_part(self.job.tiles, warpgroup)
         rows = pl.ds(first_row, own[0])
-        # Tiles may end outside of w, and have no scale there.
+        # A tile can end outside of w, where there is no scale.
         last = self.w_scale.shape[1] - 1
         column = jnp.minimum(lax.div(tile.column + first_column, BLOCK), last)
 
@@ -61,7 +69,8 @@ class _Block(rows_kernel.Block):
             product = pl.run_scoped(functools.partial(_product, x, w), plgpu.ACC(own))
             scale = self.scale_slots.at[slot, rows]
             scale = plgpu.load(scale, layout=plgpu.Layout.WGMMA.reduce(1)) * w_scale
-            # These were plain reads, which a copy into the slot must not overtake.
+            # The scales were read by plain loads, which must be complete before the
+            # next copy into the slot.
             plgpu.commit_smem()
             self.ring.release(done)
             return done + 1, total + product * lax.broadcast_in_dim(scale, own, (0,))
@@ -71,21 +80,25 @@ class _Block(rows_kernel.Block):
 
 
 def _product(x, w, total):
+    """Return x @ w, computed in the accumulator `total`, which must be zero."""
     plgpu.wgmma(total, x, w)
-    return total[...]  # which waits for it
+    return total[...]  # reading the accumulator waits for the WGMMA
 
 
 def _kernel(job, table, count, *arrays, **scratch):
+    """Run one block: the body of the kernel."""
     x, w, x_scale, w_scale, y = arrays
     barriers = ring.Ring(scratch.pop("full"), scratch.pop("empty"), job.tiles.stages)
     scales = {"x_scale": x_scale, "w_scale": w_scale}
-    held = {"loaded": None, "ring": barriers, **scratch, **scales}
-    block = _Block(job, table, count, x, w, (), (y,), **held)
+    references = {"loaded": None, "ring": barriers, **scratch, **scales}
+    block = _Block(job, table, count, x, w, (), (y,), **references)
     ring.run_roles(barriers, block.each_tile, block.copy_in, block.compute)
 
 
 def call(x: Scaled, w: Scaled, rows_g: Array, dtype, tiles: Tiles, run: ring.KernelRun):
-    """Rows of x [m, k] times those of their group's matrix in w [g, n, k], in dtype."""
+    """Return rows of x [m, k] times the transposed matrix of their group in w
+    [g, n, k]: an array [m, n] of this dtype. Raises ValueError for tiles that scales do
+    not fit."""
     check(tiles)
     (num_rows, depth), (num_groups, width, _) = x.values.shape, w.values.shape
     job = rows_kernel.RowsProgram(
@@ -113,10 +126,12 @@ def call(x: Scaled, w: Scaled, rows_g: Array, dtype, tiles: Tiles, run: ring.Ker
 
 
 def check(tiles: Tiles) -> None:
-    """ValueError for tiles that a scale does not fit."""
+    """Raise ValueError unless one scale per row and one per matrix fit each step of a
+    warpgroup's tile."""
     own_rows, own_columns = tiles.own
     if tiles.depth != BLOCK or own_columns not in (BLOCK // 2, BLOCK) or own_rows != 64:
         raise ValueError(
-            f"{tiles} must have depth={BLOCK}, and 64 x 64 or 64 x 128 of a tile for a "
-            "warpgroup in fp8: a step has one scale for each row, and one for w"
+            f"{tiles} must have depth={BLOCK}, and 64 x 64 or 64 x 128 values of a "
+            "tile for each warpgroup in fp8: a step has one scale for each row of x "
+            "and one for w"
         )

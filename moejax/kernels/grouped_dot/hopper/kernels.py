@@ -1,8 +1,9 @@
 """The grouped products on Hopper GPUs (Pallas, Mosaic GPU): WGMMA fed by TMA.
 
-bfloat16 or float16 in and out, float32 sums. Rows past sum(rows_g) are not looked at,
-and zero in results. `declines` says what cannot be taken. Interpreted and lowered in
-the tests; it has never run on a GPU. docs/kernels.md says how it works.
+Operands and results are bfloat16 or float16, and sums are float32. Rows past
+sum(rows_g) are zero in results, and their values have no effect. `declines` names the
+arrays that the kernels cannot take. docs/kernels.md explains how the kernels work.
+Tests interpret and lower them; they have never run on a GPU.
 """
 
 import functools
@@ -35,40 +36,50 @@ from moejax.kernels.shapes import ProductShape
 from moejax.kernels.tuning import Pass, Tiles, tiles_for
 
 DTYPES = ("bfloat16", "float16")
+"""Names of the dtypes of operands and results."""
 WIDTH_BYTES = 128
-"""Of the widest swizzle. Tiled copies (TMA) see an array as tiles of ROWS x so much,
-and Mosaic lowers none where these leave a rest: it would lie in the next row."""
+"""Width of the widest swizzle in bytes. Tiled copies (TMA) cut an array into tiles of
+ROWS x WIDTH_BYTES, and Mosaic does not lower copies of an array that these do not
+divide: the remainder of a row would be in the next row."""
 ROWS = ring.SWIZZLED_ROWS
+"""Divisor of the number of rows of an array."""
 MIN_ROWS = 64
+"""Minimum number of rows of an array: those of the smallest tile."""
 ON_DEVICE = KernelRun()
+"""Run on the current device, with one block per multiprocessor."""
 
 
 def declines(
     dtype: jax.typing.DTypeLike, num_rows: int, *widths: int, is_fp8: bool = False
 ) -> str | None:
-    """Why the kernels cannot take arrays of such rows; None if they can."""
+    """Return the reason why the kernels cannot multiply rows of this number, dtype and
+    these widths, or None if they can."""
     dtype = jnp.dtype(dtype)
     if dtype.name not in DTYPES:
         return f"dtype {dtype.name} is not one of {', '.join(DTYPES)}"
     multiple = WIDTH_BYTES // dtype.itemsize
     for width in widths:
         if width % multiple:
-            return f"a width of {width} is no multiple of {multiple} in {dtype.name}"
+            return f"a width of {width} is not a multiple of {multiple} in {dtype.name}"
         if is_fp8 and width % BLOCK:
-            return f"a width of {width} is no multiple of {BLOCK}, a block in fp8"
+            return f"a width of {width} is not a multiple of {BLOCK}, a block in fp8"
     if num_rows < MIN_ROWS:
-        return f"{num_rows} rows are less than a tile's {MIN_ROWS}"
+        return f"{num_rows} rows are fewer than the {MIN_ROWS} of a tile"
     if num_rows % ROWS:
-        return f"{num_rows} rows are no multiple of {ROWS}"
+        return f"{num_rows} rows are not a multiple of {ROWS}"
     return None
 
 
 def products(run: KernelRun = ON_DEVICE, fp8: str = "none") -> Products:
-    """All of this room, each call with the tiles of its shape and device. In fp8 the
-    halves of SwiGLU are passes after the products, and wgrad is as without."""
+    """Return the products of these kernels; each call takes the tiles of its shape and
+    device.
 
-    def of(which: Pass, product: Callable, dims: Callable) -> Callable:
-        def bound(*arrays):
+    With fp8, SwiGLU is not fused into the products, and wgrad is the same as without
+    fp8.
+    """
+
+    def with_tiles(which: Pass, product: Callable, dims: Callable) -> Callable:
+        def call(*arrays):
             d, f = dims(*arrays)
             rows_g = arrays[-1]
             shape = ProductShape(arrays[0].shape[0], d, f, rows_g.shape[0])
@@ -77,24 +88,27 @@ def products(run: KernelRun = ON_DEVICE, fp8: str = "none") -> Products:
                 *arrays, tiles_for(which, shape, arrays[0].dtype.name, kind), run
             )
 
-        return bound
+        return call
 
-    def of_w(_, w, *others):
+    def matrix_dims(_, w, *others):
         return w.shape[1:]
 
-    of_wgrad = of("wgrad", wgrad, lambda x, dy, _: (x.shape[1], dy.shape[1]))
+    tiled_wgrad = with_tiles("wgrad", wgrad, lambda x, dy, _: (x.shape[1], dy.shape[1]))
     if fp8 != "none":
-        back = functools.partial(fp8_dgrad, gradients=fp8)
-        of_dgrad = of("fp8_dgrad", back, of_w)
-        return composed(of("fp8_forward", fp8_forward, of_w), of_dgrad, of_wgrad)
+        dgrad_in_format = functools.partial(fp8_dgrad, gradients=fp8)
+        return composed(
+            with_tiles("fp8_forward", fp8_forward, matrix_dims),
+            with_tiles("fp8_dgrad", dgrad_in_format, matrix_dims),
+            tiled_wgrad,
+        )
     return Products(
-        forward=of("forward", forward, of_w),
-        dgrad=of("dgrad", dgrad, of_w),
-        wgrad=of_wgrad,
-        swiglu=of(
+        forward=with_tiles("forward", forward, matrix_dims),
+        dgrad=with_tiles("dgrad", dgrad, matrix_dims),
+        wgrad=tiled_wgrad,
+        swiglu=with_tiles(
             "swiglu", swiglu, lambda x, into, _: (x.shape[1], into.shape[2] // 2)
         ),
-        swiglu_dgrad=of(
+        swiglu_dgrad=with_tiles(
             "swiglu_dgrad", swiglu_dgrad, lambda dy, down, *_: down.shape[1:][::-1]
         ),
     )
@@ -107,7 +121,7 @@ def forward(
     tiles: Tiles,
     run: KernelRun = ON_DEVICE,
 ) -> Float[Array, "m f"]:
-    """x @ w of each row's group."""
+    """Return x @ w with the matrix of each row's group."""
     return _product(x_md, w_gdf, rows_g, tiles, run, is_transposed=False)
 
 
@@ -118,7 +132,8 @@ def dgrad(
     tiles: Tiles,
     run: KernelRun = ON_DEVICE,
 ) -> Float[Array, "m d"]:
-    """dy @ w.T of each row's group; w is read as it lies."""
+    """Return dy @ w.T with the matrix of each row's group. No transposed copy of w is
+    made."""
     return _product(dy_mf, w_gdf, rows_g, tiles, run, is_transposed=True)
 
 
@@ -129,7 +144,7 @@ def wgrad(
     tiles: Tiles,
     run: KernelRun = ON_DEVICE,
 ) -> Float[Array, "g d f"]:
-    """x.T @ dy over the rows of each group; zero for an empty one."""
+    """Return x.T @ dy over the rows of each group; zero for an empty group."""
     _check(run, x_md, x_md.shape[1], dy_mf.shape[1])
     return wgrad_kernel.call(x_md, dy_mf, rows_g, tiles, run)
 
@@ -141,8 +156,8 @@ def fp8_forward(
     tiles: Tiles,
     run: KernelRun = ON_DEVICE,
 ) -> Float[Array, "m f"]:
-    """x @ w of each row's group, both in e4m3. XLA rounds them first, and writes w
-    transposed."""
+    """Return x @ w with the matrix of each row's group, both quantized to e4m3. XLA
+    quantizes them first, and writes a transposed copy of w."""
     _check(run, x_md, *w_gdf.shape[1:], is_fp8=True)
     x, w = scaled(x_md, VALUES, OF_ROWS), scaled(w_gdf, VALUES, OF_MATRICES)
     w = jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), w)
@@ -157,7 +172,8 @@ def fp8_dgrad(
     run: KernelRun = ON_DEVICE,
     gradients: str = "e4m3",
 ) -> Float[Array, "m d"]:
-    """dy @ w.T of each row's group, dy in this format and w in e4m3, as it lies."""
+    """Return dy @ w.T with the matrix of each row's group, with dy quantized to the
+    format `gradients` and w to e4m3. No transposed copy of w is made."""
     _check(run, dy_mf, *w_gdf.shape[1:], is_fp8=True)
     dy = scaled(dy_mf, GRADIENTS[gradients], OF_ROWS)
     w = scaled(w_gdf, VALUES, OF_MATRICES)
@@ -171,14 +187,15 @@ def swiglu(
     tiles: Tiles,
     run: KernelRun = ON_DEVICE,
 ) -> tuple[Float[Array, "m f"], Float[Array, "m 2f"]]:
-    """silu(gate) * up, and [gate, up] = x @ into of each row's group, which the
-    backward pass needs. A block has the same columns of gate and of up."""
+    """Return silu(gate) * up, and [gate, up] = x @ into with the matrix of each row's
+    group, which the backward pass needs. A block computes the same columns of gate and
+    of up."""
     (num_rows, d), num_groups = x_md.shape, into_gdh.shape[0]
     f = into_gdh.shape[2] // 2
     _check(run, x_md, d, f)
 
     def finish(products, sources, is_padding):
-        # Rounded first, so that the backward pass, which reads them, sees the same h.
+        # Round first: the backward pass reads rounded values and must get the same h.
         gate, up = (p.astype(x_md.dtype).astype(jnp.float32) for p in products)
         return gate * jax.nn.sigmoid(gate) * up, gate, up
 
@@ -206,8 +223,11 @@ def swiglu_dgrad(
     tiles: Tiles,
     run: KernelRun = ON_DEVICE,
 ) -> tuple[Float[Array, "m 2f"], Float[Array, "m f"]]:
-    """Gradients of [gate, up] where dy is that of (silu(gate) * up) @ down, and
-    silu(gate) * up once more, for the gradient of down: nothing else keeps it."""
+    """Return the cotangent of [gate, up], and h = silu(gate) * up.
+
+    dy is the cotangent of h @ down. h is computed again here because the forward pass
+    does not save it and the gradient of down needs it.
+    """
     (num_rows, d), (num_groups, f, _) = dy_md.shape, down_gfd.shape
     _check(run, dy_md, d, f)
 
@@ -216,7 +236,7 @@ def swiglu_dgrad(
         sigmoid = jax.nn.sigmoid(gate)
         silu = gate * sigmoid
         dgate = dh * up * (sigmoid + silu * (1 - sigmoid))
-        # What padding holds in [gate, up] may be NaN.
+        # Rows of padding in [gate, up] may hold NaN.
         is_padding = jnp.broadcast_to(is_padding, dh.shape)
         zero = jnp.zeros_like(dh)
         return [jnp.where(is_padding, zero, v) for v in (dgate, dh * silu, silu * up)]
@@ -240,6 +260,7 @@ def swiglu_dgrad(
 
 
 def _product(x, w, rows_g, tiles, run, *, is_transposed):
+    """Return rows of x times the matrix of their group, or times its transpose."""
     num_rows, depth = x.shape
     width = w.shape[1 if is_transposed else 2]
     _check(run, x, depth, width)
@@ -257,6 +278,8 @@ def _product(x, w, rows_g, tiles, run, *, is_transposed):
 
 
 def _check(run: KernelRun, rows, *widths: int, is_fp8: bool = False) -> None:
+    """Raise NotImplementedError if the kernels decline the arrays, or if the device is
+    no Hopper GPU and the kernels are not interpreted."""
     why = declines(rows.dtype, rows.shape[0], *widths, is_fp8=is_fp8)
     if run.interpret is None:
         why = device.why_not_hopper() or why

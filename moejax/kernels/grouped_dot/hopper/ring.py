@@ -1,4 +1,4 @@
-"""What the Hopper kernels of this room share: a ring of slots, layouts, the grid."""
+"""Code that all grouped-product kernels for Hopper use: the ring, layouts, the grid."""
 
 import dataclasses
 import functools
@@ -13,42 +13,55 @@ from moejax.kernels.device import device_here
 from moejax.kernels.tuning import WARPGROUPS, Tiles
 
 WARPGROUP_ROWS = 64
+"""Number of rows of one WGMMA."""
 COPYING_REGISTERS, COMPUTING_REGISTERS = 40, 232
-"""Of a thread: 65536 of an SM, for 128 copying and 256 computing threads."""
+"""Registers per thread: 128 copying and 256 computing threads share the 65536 registers
+of a multiprocessor."""
 SWIZZLED_ROWS = 8
+"""Number of rows after which a swizzle pattern repeats."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Slots of shared memory which one warpgroup fills and the computing ones empty,
-    step after step, through all tiles of a block without a pause: `done` counts its
-    steps so far."""
+    """Ring of shared-memory slots through which operands get from TMA to WGMMA.
+
+    One warpgroup fills the slots and the computing warpgroups empty them, step after
+    step and through all tiles of a block without a pause. Steps are numbered through
+    all tiles, and `done` is the number of steps before the current one.
+    """
 
     full: Any
-    """Barriers, one a slot: all copies of a step have landed."""
+    """Barriers, one per slot: all copies of the slot's step have arrived."""
     empty: Any
-    """The same: all computing warpgroups are through with a step."""
+    """Barriers, one per slot: all computing warpgroups have finished with the slot."""
     stages: int
+    """Number of slots."""
 
     def slot(self, done):
+        """Return the slot of step `done`."""
         return lax.rem(done, self.stages)
 
     def await_empty(self, done):
-        """Before the slot of step `done` is filled again."""
+        """Wait until the slot of step `done` can be filled. For the copying
+        warpgroup."""
 
         @pl.when(done >= self.stages)
         def _():
             plgpu.barrier_wait(self.empty.at[self.slot(done)])
 
     def await_full(self, done):
+        """Wait until the operands of step `done` have arrived. For computing
+        warpgroups."""
         plgpu.barrier_wait(self.full.at[self.slot(done)])
 
     def release(self, done):
-        """By a computing warpgroup, which reads the slot of step `done` no more."""
+        """Signal that this computing warpgroup no longer reads the slot of step
+        `done`."""
         plgpu.barrier_arrive(self.empty.at[self.slot(done)])
 
     def drain(self, done):
-        """By the filling warpgroup, at its end: nothing is left that it did not see."""
+        """Wait for the release of the last steps, so that no barrier has an arrival
+        that nobody waited for. For the copying warpgroup, after its `done` steps."""
 
         def await_slot(step, _):
             plgpu.barrier_wait(self.empty.at[self.slot(step)])
@@ -57,7 +70,7 @@ class Ring:
 
 
 def ring_barriers(stages: int, copies: int) -> dict[str, Any]:
-    """Scratch of a Ring whose steps have so many copies."""
+    """Return the scratch barriers of a Ring whose steps consist of `copies` copies."""
     return {
         "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
         "empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
@@ -65,7 +78,8 @@ def ring_barriers(stages: int, copies: int) -> dict[str, Any]:
 
 
 def swizzled(shape: tuple[int, ...], dtype):
-    """Shared memory that TMA fills and WGMMA reads without bank conflicts."""
+    """Return the type of a shared-memory array with the widest swizzle that its width
+    allows, which TMA fills and WGMMA reads without bank conflicts."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(shape[-1] * itemsize * 8)
     tiling = plgpu.TilingTransform((SWIZZLED_ROWS, swizzle // itemsize))
@@ -76,16 +90,18 @@ def swizzled(shape: tuple[int, ...], dtype):
 
 @dataclasses.dataclass(frozen=True)
 class KernelRun:
-    """How a kernel is run, beside its tiles."""
+    """Settings of a kernel launch other than its tiles."""
 
     num_blocks: int | None = None
-    """None: one a multiprocessor of the device."""
+    """Number of blocks; None means one per multiprocessor of the device."""
     interpret: Any = None
-    """plgpu.InterpretGPUParams, for tests on any device."""
+    """plgpu.InterpretGPUParams to interpret the kernel on any device, for tests; None
+    to compile it."""
 
 
 def kernel_arguments(run: KernelRun) -> dict[str, Any]:
-    """Arguments of plgpu.kernel: two warpgroups a block and one that copies."""
+    """Return the arguments of plgpu.kernel that all kernels have in common: blocks of
+    two computing warpgroups and one that copies."""
     return {
         "interpret": run.interpret,
         "grid": (run.num_blocks or _num_multiprocessors(),),
@@ -96,7 +112,8 @@ def kernel_arguments(run: KernelRun) -> dict[str, Any]:
 
 
 def own_part(tiles: Tiles, warpgroup):
-    """First row and column of a computing warpgroup in its block's tile."""
+    """Return the first row and column, in the tile of the block, of the part that a
+    computing warpgroup computes."""
     own_rows, own_columns = tiles.own
     if tiles.halves == "rows":
         return pl.multiple_of(warpgroup * own_rows, WARPGROUP_ROWS), 0
@@ -104,8 +121,12 @@ def own_part(tiles: Tiles, warpgroup):
 
 
 def run_roles(ring: Ring, each_tile, copy_in, compute):
-    """The program of a block: each_tile(step) walks its tiles with step(.., done);
-    copy_in and compute(warpgroup, ..) are such steps."""
+    """Run a block: one warpgroup copies operands in while the others compute.
+
+    each_tile(step) calls step(*tile, done) -> done for each tile of the block, and
+    returns the last `done`. copy_in has the arguments of such a step; compute has them
+    after the number of its warpgroup.
+    """
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == WARPGROUPS)
@@ -121,9 +142,12 @@ def run_roles(ring: Ring, each_tile, copy_in, compute):
 
 
 def walk(item, tiles_high, tiles_wide: int, span: int):
-    """Row and column of tile number `item`: bands of `span` tiles of rows, and in a
-    band column after column, so that blocks which run at the same time share operands
-    in the L2. `tiles_high` is known at run time only."""
+    """Return the row and column, in units of tiles, of tile number `item`.
+
+    The order goes through bands of `span` tiles of rows, and column after column within
+    a band, so that blocks that run at the same time share operands in the L2 cache.
+    `tiles_high` may be a value known at run time only.
+    """
     band = lax.div(item, span * tiles_wide)
     inside = item - band * span * tiles_wide
     height = jnp.minimum(span, tiles_high - band * span)
@@ -131,6 +155,7 @@ def walk(item, tiles_high, tiles_wide: int, span: int):
 
 
 def _num_multiprocessors() -> int:
+    """Return the number of multiprocessors of the current device."""
     device = device_here()
-    cores = getattr(device, "num_cores", None)  # of an abstract one
+    cores = getattr(device, "num_cores", None)  # only abstract devices have it
     return cores or device.core_count

@@ -1,4 +1,6 @@
-"""Which rows a tile of a grouped product has, for kernels whose tiles are static.
+"""Table of the tiles of a grouped product: which rows each tile computes.
+
+The size of tiles is static, while the rows of groups are known at run time only:
 
     rows     0         13            40       57    64      group  START  LOW  HIGH
     groups   |----0----|------2------|---3----| padding       0      0     0    13
@@ -8,23 +10,26 @@
                                                               3     56     0     1
                                                   [56 ...     4     56     1     8
 
-A tile begins at the last multiple of ALIGNMENT at or before its group's first row, for
-that is how far an offset of a tiled copy (TMA) may be moved. So it sees up to 7 rows of
-the group before, and in its last tile rows of the one after: those it does not store.
-Padding is one more group, whose product is zero.
+The first tile of a group begins at the last multiple of ALIGNMENT at or before the
+group's first row, because a tiled copy (TMA) can only begin at such rows. So it loads
+up to 7 rows of the group before, and the last tile loads rows of the group after. Tiles
+do not store rows of other groups. Padding is one more group, whose result is zero.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 ALIGNMENT = 8
+"""Divisor of the first row of every tile."""
 GROUP, START, LOW, HIGH = range(4)
-"""Rows of a table: the tile's group (num_groups for padding), its first row in the
-buffer, and which of its rows are the group's: LOW <= row < HIGH."""
+"""Rows of a table: the tile's group (num_groups for padding), the tile's first row in
+the buffer, and the range of its rows that belong to the group: LOW <= row < HIGH,
+counted from START."""
 
 
 def max_tiles(num_rows: int, num_groups: int, tile_rows: int) -> int:
-    """At most so many tiles, however rows fall on groups and padding."""
+    """Return the maximum number of tiles, for any distribution of rows over groups and
+    padding."""
     several = (num_groups + 1) * (tile_rows + ALIGNMENT - 2)
     return (num_rows + several) // tile_rows
 
@@ -32,7 +37,11 @@ def max_tiles(num_rows: int, num_groups: int, tile_rows: int) -> int:
 def row_tiles(
     rows_g: Int[Array, " g"], num_rows: int, tile_rows: int
 ) -> tuple[Int[Array, "4 t"], Int[Array, " 1"]]:
-    """The table of all tiles, in the order of rows, and how many there are."""
+    """Return the table of all tiles, in the order of their rows, and their number.
+
+    The table has max_tiles columns, and those from the number of tiles on are unused.
+    `num_rows` counts the rows of the buffer, padding included.
+    """
     num_groups = rows_g.shape[0]
     first_g, end_g = bounds(rows_g, num_rows)
     base_g = first_g - first_g % ALIGNMENT
@@ -50,6 +59,7 @@ def row_tiles(
 
 
 def bounds(rows_g: Int[Array, " g"], num_rows: int) -> tuple[Array, Array]:
-    """First row, and the one after the last, of each group and then of the padding."""
+    """Return the first row of each group and of the padding, and the row after its last
+    one, each [g + 1]."""
     end_g = jnp.append(jnp.cumsum(rows_g), num_rows)
     return jnp.concatenate([jnp.zeros(1, end_g.dtype), end_g[:-1]]), end_g

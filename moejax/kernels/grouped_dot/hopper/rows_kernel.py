@@ -1,14 +1,15 @@
 """Grouped products whose result is rows, as one persistent kernel for Hopper GPUs.
 
-    warpgroup 2   TMA: x and w of step after step into the ring, tile after tile
+    warpgroup 2   TMA: copies x and w into the ring, step after step, tile after tile
     warpgroup 0   WGMMA on its half of the tile, then the epilogue: registers -> shared
-    warpgroup 1     memory -> TMA to the result, while the next tile's steps come in
+    warpgroup 1     memory -> TMA to the result, while the next tile's steps arrive
 
-A tile has rows of one group (row_tiles.py), so one matrix. Where all of its rows are
-the group's, it leaves by copies of the whole; else rows LOW to HIGH leave in pieces of
-1, 2, 4 .. rows, a copy each, and no row of another group is written. Matrices are read
-as they lie: where the contraction is over their last dim, WGMMA takes the tile
-transposed from shared memory. docs/kernels.md has the picture.
+A tile stores rows of one group (row_tiles.py), and so has one matrix. If all of its
+rows belong to the group, it is stored by copies of whole chunks. Otherwise rows LOW to
+HIGH are stored in pieces of 1, 2, 4 .. rows, with one copy each, and no row of another
+group is written. Matrices are not transposed in global memory: if the contraction is
+over their last dim, WGMMA reads the tile transposed from shared memory. docs/kernels.md
+has a drawing.
 """
 
 import dataclasses
@@ -30,64 +31,88 @@ from moejax.kernels.tuning import EDGE_ROWS, WARPGROUPS, Tiles
 
 @dataclasses.dataclass(frozen=True)
 class RowsProgram:
-    """What a kernel computes; all of it is static."""
+    """Static description of the product that a kernel computes."""
 
     tiles: Tiles
+    """Tile sizes."""
     is_transposed: bool
-    """Whether the contraction is over the last dim of w."""
+    """Whether the contraction is over the last dim of w, rather than the dim before."""
     num_steps: int
-    """Of a contraction."""
+    """Number of steps of one contraction."""
     num_groups: int
+    """Number of groups, padding not counted."""
     num_columns: int
-    """Tiles of columns."""
+    """Number of tiles across the columns of the result."""
     finish: Callable
-    """(products, sources, is_padding) -> results: chunks in registers, float32."""
+    """Epilogue (products, sources, is_padding) -> results. All arrays are float32
+    chunks in registers."""
     products: tuple[int | None, ...]
-    """Halves of w, None for all of it, with an accumulator each."""
+    """Half of w (0 or 1) that each product multiplies, or None for the whole of w. Each
+    product has an accumulator."""
     sources: tuple[int | None, ...] = ()
-    """Halves of the array that the epilogue reads."""
+    """Half of the source array, or None for the whole of it, for each chunk that the
+    epilogue reads."""
     results: tuple[tuple[int, int | None], ...] = ((0, None),)
-    """Output and half of it."""
+    """Number of the output array, and the half of it or None, for each result of
+    `finish`."""
 
     @property
     def num_slots(self) -> int:
-        """Of chunks on their way out: one result alone has two, in turns."""
+        """Number of shared-memory slots for chunks on their way to the result, per
+        warpgroup. A single result alternates between two slots."""
         chunks = self.tiles.own[1] // self.tiles.chunk
         return 2 if len(self.results) == 1 and chunks % 2 == 0 else len(self.results)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """Scalars of a tile, at run time."""
+    """Position of one tile, in scalars that are known at run time."""
 
     group: Any
+    """Group of the tile; num_groups for padding."""
     row: Any
+    """First row of the tile in the buffer."""
     low: Any
+    """First row of the group, counted from `row`."""
     high: Any
+    """Row after the last row of the group in this tile, counted from `row`."""
     column: Any
+    """First column of the tile in the result."""
     num_steps: Any
+    """Number of steps of the contraction: 0 for padding."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The references of a running block."""
+    """References of a running block to its arrays in global and shared memory."""
 
     job: RowsProgram
     table: Any
+    """Table of row_tiles."""
     count: Any
+    """Number of its tiles, [1]."""
     x: Any
     w: Any
     sources: tuple
+    """Array that the epilogue reads, if there is one."""
     outputs: tuple
+    """Results of the kernel."""
     x_slots: Any
+    """Tiles of x, by slot of the ring, in shared memory."""
     w_slots: Any
+    """Tiles of w, by slot of the ring and by product, in shared memory."""
     out: Any
+    """Chunks on their way to the result, by warpgroup and slot, in shared memory."""
     edge: Any
+    """Chunk of a tile of which only part is stored, by warpgroup, in shared memory."""
     loaded: Any
+    """Barriers for the chunks that the epilogue reads, by warpgroup; None without a
+    source."""
     ring: ring.Ring
 
     def each_tile(self, step):
-        """step(tile, done) -> done, for each tile of this block; the last `done`."""
+        """Call step(tile, done) -> done for each tile of this block, and return the
+        last `done`."""
         tiles, wide = self.job.tiles, self.job.num_columns
         first, blocks = lax.axis_index("block"), lax.axis_size("block")
         total = self.count[0] * wide
@@ -95,7 +120,7 @@ class Block:
         def number(i, done):
             t, column = ring.walk(first + i * blocks, self.count[0], wide, tiles.span)
             group, row, low, high = (self.table[row, t] for row in range(4))
-            # A tile of padding has no steps, and stores its accumulators: zeros.
+            # A tile of padding has no steps and stores its accumulators, which are 0.
             steps = jnp.where(group < self.job.num_groups, self.job.num_steps, 0)
             row = pl.multiple_of(row, ALIGNMENT)
             column = pl.multiple_of(column * tiles.columns, tiles.columns)
@@ -104,7 +129,7 @@ class Block:
         return lax.fori_loop(0, pl.cdiv(total - first, blocks), number, jnp.int32(0))
 
     def copy_in(self, tile, done):
-        """All steps of a tile, into the ring."""
+        """Copy the operands of all steps of a tile into the ring."""
 
         def step(number, done):
             self.ring.await_empty(done)
@@ -114,6 +139,7 @@ class Block:
         return lax.fori_loop(0, tile.num_steps, step, done)
 
     def copy_step(self, tile, number, slot):
+        """Start the copies of x and w for step `number` of a tile into a ring slot."""
         tiles, full = self.job.tiles, self.ring.full.at[slot]
         rows = pl.ds(tile.row, tiles.rows)
         columns = pl.ds(tile.column, tiles.columns)
@@ -125,12 +151,12 @@ class Block:
             plgpu.copy_gmem_to_smem(matrix, self.w_slots.at[slot, p], full)
 
     def compute(self, warpgroup, tile, done):
-        """The products of a tile, and the epilogue."""
+        """Compute this warpgroup's part of a tile, and store it."""
         self._store(warpgroup, tile, self.multiply(warpgroup, tile, done))
         return done + tile.num_steps
 
     def multiply(self, warpgroup, tile, done):
-        """This warpgroup's part of each product, in registers."""
+        """Return this warpgroup's part of each product of a tile, in registers."""
         num_products = len(self.job.products)
 
         def steps(*sums):
@@ -139,7 +165,8 @@ class Block:
                 x, w_p = self.operands(warpgroup, self.ring.slot(done))
                 for total, w in zip(sums, w_p, strict=True):
                     plgpu.wgmma(total, x, w)
-                # This step goes on while the next is begun; the one before is through.
+                # This step may still run while the next one begins, and the step
+                # before it has finished.
                 plgpu.wgmma_wait(num_products)
 
                 @pl.when(number > 0)
@@ -160,7 +187,8 @@ class Block:
         return pl.run_scoped(steps, *[plgpu.ACC(self.job.tiles.own)] * num_products)
 
     def operands(self, warpgroup, slot):
-        """Of one step: this warpgroup's part of x, and of each product's matrix."""
+        """Return this warpgroup's part of x, and of the matrix of each product, in a
+        ring slot."""
         tiles, is_transposed = self.job.tiles, self.job.is_transposed
         own_rows, own_columns = tiles.own
         first_row, first_column = ring.own_part(tiles, warpgroup)
@@ -176,19 +204,21 @@ class Block:
         return x, w_p
 
     def _store(self, warpgroup, tile, sums):
+        """Store the rows of this warpgroup's part of a tile that belong to its
+        group."""
         own_rows, _ = self.job.tiles.own
         first_row, first_column = ring.own_part(self.job.tiles, warpgroup)
         low = jnp.maximum(tile.low - first_row, 0)
         high = jnp.minimum(tile.high - first_row, own_rows)
         is_whole = (low == 0) & (high == own_rows)
         at = (tile.row + first_row, tile.column + first_column)
-        leave = functools.partial(self._leave, warpgroup, at, tile, sums)
-        pl.when(is_whole)(leave)
-        pl.when(~is_whole & (low < high))(functools.partial(leave, (low, high)))
+        store = functools.partial(self._store_chunks, warpgroup, at, tile, sums)
+        pl.when(is_whole)(store)
+        pl.when(~is_whole & (low < high))(functools.partial(store, (low, high)))
 
-    def _leave(self, warpgroup, at, tile, sums, part=None):
-        """Chunk after chunk of columns through slots of this warpgroup; `part`: of
-        these rows alone."""
+    def _store_chunks(self, warpgroup, at, tile, sums, part=None):
+        """Store one chunk of columns after the other through this warpgroup's slots.
+        With `part` = (low, high) only these rows are written."""
         job, tiles = self.job, self.job.tiles
         (own_rows, own_columns), (row, column) = tiles.own, at
         rows = pl.ds(pl.multiple_of(row, ALIGNMENT), own_rows)
@@ -199,8 +229,8 @@ class Block:
         for c in range(own_columns // tiles.chunk):
             inside = slice(c * tiles.chunk, (c + 1) * tiles.chunk)
             columns = pl.ds(column + inside.start, tiles.chunk)
-            read = self._read_sources(warpgroup, rows, columns)
-            values = job.finish([x[:, inside] for x in sums], read, is_padding)
+            sources = self._read_sources(warpgroup, rows, columns)
+            values = job.finish([x[:, inside] for x in sums], sources, is_padding)
             for number, (output, half) in enumerate(job.results):
                 if number == 0 or part is not None:
                     plgpu.wait_smem_to_gmem(int(is_in_turns), wait_read_only=True)
@@ -215,7 +245,8 @@ class Block:
                     _copy_rows(edge, shift, target, *part)
 
     def _read_sources(self, warpgroup, rows, columns):
-        """Chunks that the epilogue needs, through the slots of results."""
+        """Return the chunks that the epilogue reads, in registers. They are copied
+        through the slots of results."""
         if not self.job.sources:
             return []
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -225,19 +256,27 @@ class Block:
             plgpu.copy_gmem_to_smem(window, self.out.at[warpgroup, slot], loaded)
         plgpu.barrier_wait(loaded)
         count = len(self.job.sources)
-        read = [self.out[warpgroup, slot].astype(jnp.float32) for slot in range(count)]
-        plgpu.commit_smem()  # all threads have read, before any writes
-        return read
+        chunks = [
+            self.out[warpgroup, slot].astype(jnp.float32) for slot in range(count)
+        ]
+        plgpu.commit_smem()  # all threads must have read before any thread writes
+        return chunks
 
 
 def _windowed(ref, half: int | None, first, second):
+    """Return the window [first, second] of a two-dimensional reference, or of one half
+    of a reference [first, 2, second]."""
     return ref.at[first, second] if half is None else ref.at[first, half, second]
 
 
 def _copy_rows(edge, shift, target, low, high):
-    """Rows low to high of a chunk, in pieces of a static number of rows each. Largest
-    first: so each begins at a row as even or odd as low, and with `shift` at an even
-    one of `edge`."""
+    """Copy rows low to high of a chunk from `edge` to the result, in pieces whose
+    numbers of rows are powers of two.
+
+    The largest piece comes first. So every piece begins at a row of the same parity as
+    `low`, and with `shift` = low % 2 added at an even row of `edge`, as TMA requires
+    (EDGE_ROWS).
+    """
     piece, count = target.shape[0] // 2, high - low
     while piece:
         first = low + (count & ~(2 * piece - 1))
@@ -253,6 +292,7 @@ def _copy_rows(edge, shift, target, low, high):
 
 
 def _kernel(job: RowsProgram, table, count, x, w, *rest, **scratch):
+    """Run one block: the body of the kernel."""
     sources, outputs = rest[: bool(job.sources)], rest[bool(job.sources) :]
     barriers = ring.Ring(scratch.pop("full"), scratch.pop("empty"), job.tiles.stages)
     loaded = scratch.pop("loaded", None)
@@ -262,7 +302,8 @@ def _kernel(job: RowsProgram, table, count, x, w, *rest, **scratch):
 
 
 def scratch(job: RowsProgram, x_dtype, w_dtype, out_dtype) -> dict[str, Any]:
-    """What a block allocates, but for the barriers of its ring."""
+    """Return the scratch types that a block allocates, except the barriers of its
+    ring."""
     tiles, (own_rows, _) = job.tiles, job.tiles.own
     matrix = (tiles.depth, tiles.columns)
     matrix = matrix[::-1] if job.is_transposed else matrix
@@ -287,6 +328,10 @@ def call(
     rows_g,
     *arrays,
 ):
+    """Run the kernel and return its outputs, of these shapes and the dtype of x.
+
+    `arrays` are x, w and, if the epilogue reads one, the source array.
+    """
     x = arrays[0]
     table, count = row_tiles(rows_g, x.shape[0], job.tiles.rows)
     barriers = ring.ring_barriers(job.tiles.stages, 1 + len(job.products))
@@ -298,5 +343,5 @@ def call(
         **ring.kernel_arguments(run),
     )
     outputs = kernel(table, count, *arrays)
-    # A kernel's outputs are typed as the same on all devices, whatever its inputs are.
+    # JAX types a kernel's outputs as equal on all devices, whatever its inputs are.
     return varying_alike(*outputs, rows_g, *arrays)[: len(outputs)]

@@ -1,12 +1,13 @@
 """The grouped product whose result is matrices, x.T @ dy, as one kernel for Hopper.
 
-A tile is a part of one group's matrix, and its steps are that group's rows, DEPTH at a
-time: as many as there are, known at run time. Steps begin at multiples of ALIGNMENT
-rows, so the first and the last may hold rows of other groups, or padding. There the two
-computing warpgroups blank those in shared memory, half of the columns each, of x and of
-dy: both, for 0 times NaN is NaN. An empty group has no step, and stores zeros.
+A tile is a part of one group's matrix. Its steps go through the rows of that group, so
+their number is known at run time only. Steps begin at multiples of ALIGNMENT rows, so
+that the first and the last step of a group can hold rows of other groups or padding. In
+such steps the two computing warpgroups set these rows to zero in shared memory, each
+half of the columns. They do so in both x and dy, because 0 times NaN is NaN. An empty
+group has no step and stores zeros.
 
-Groups go in the order of falling rows, so that the longest tiles begin first.
+Groups with most rows come first, so that the longest tiles begin first.
 """
 
 import dataclasses
@@ -26,13 +27,18 @@ from moejax.kernels.grouped_dot.hopper.row_tiles import ALIGNMENT, bounds
 from moejax.kernels.tuning import WARPGROUPS, Tiles
 
 GROUP, START, LOW, HIGH, STEPS = range(5)
+"""Rows of the table of groups: see groups_table."""
 
 
 def groups_table(
     rows_g: Int[Array, " g"], num_rows: int, depth: int
 ) -> Int[Array, "5 g"]:
-    """Of each group, most rows first: its number, the first row of its first step,
-    which rows from there on are its own (LOW to HIGH), and how many steps it has."""
+    """Return the table of groups, the group with most rows first.
+
+    Each column has the group's number, the first row of its first step (START), the
+    range of rows, counted from START, that belong to it (LOW to HIGH), and its number
+    of steps of `depth` rows.
+    """
     first_g, end_g = (bound_g[:-1] for bound_g in bounds(rows_g, num_rows))
     start_g = first_g - first_g % ALIGNMENT
     steps_g = jnp.where(rows_g > 0, -(-(end_g - start_g) // depth), 0)
@@ -43,22 +49,29 @@ def groups_table(
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """The references of a running block, and what is static."""
+    """References of a running block to its arrays in global and shared memory."""
 
     tiles: Tiles
     table: Any
+    """Table of groups."""
     x: Any
     dy: Any
     dw: Any
+    """Result of the kernel."""
     x_slots: Any
+    """Rows of x, by slot of the ring, in shared memory."""
     dy_slots: Any
+    """Rows of dy, by slot of the ring, in shared memory."""
     out: Any
+    """Chunks on their way to the result, by warpgroup and slot, in shared memory."""
     blanked: Any
+    """Barrier: both computing warpgroups have set rows of other groups to zero."""
     ring: ring.Ring
 
     def each_tile(self, step):
-        """step(i, row, column, done) -> done, for each tile of this block: rank i of
-        the group, and where in its matrix; the last `done`."""
+        """Call step(i, row, column, done) -> done for each tile of this block, and
+        return the last `done`. Column i of the table has the tile's group, and the tile
+        begins at `row` and `column` of its matrix."""
         num_groups, d, f = self.dw.shape
         tiles = self.tiles
         high, wide = pl.cdiv(d, tiles.rows), pl.cdiv(f, tiles.columns)
@@ -77,6 +90,7 @@ class _Block:
         return lax.fori_loop(0, pl.cdiv(total - first, blocks), number, jnp.int32(0))
 
     def copy_in(self, i, row, column, done):
+        """Copy the operands of all steps of a tile into the ring."""
         tiles = self.tiles
         start = pl.multiple_of(self.table[START, i], ALIGNMENT)
 
@@ -94,6 +108,7 @@ class _Block:
         return lax.fori_loop(0, self.table[STEPS, i], step, done)
 
     def compute(self, warpgroup, i, row, column, done):
+        """Compute this warpgroup's part of a tile, and store it."""
         num_steps = self.table[STEPS, i]
         low, high = self.table[LOW, i], self.table[HIGH, i]
 
@@ -129,20 +144,23 @@ class _Block:
         self._store(warpgroup, self.table[GROUP, i], row, column, value)
         return done + num_steps
 
-    def _own(self, warpgroup):
-        """Columns of x and of dy of this warpgroup's part of the tile."""
+    def _own_columns(self, warpgroup):
+        """Return the columns of x and of dy, in a ring slot, that this warpgroup's part
+        of the tile needs."""
         tiles = self.tiles
         own_rows, own_columns = tiles.own
         first_row, first_column = ring.own_part(tiles, warpgroup)
         return pl.ds(first_row, own_rows), pl.ds(first_column, own_columns)
 
     def _operands(self, warpgroup, slot):
-        of_x, of_dy = self._own(warpgroup)
-        return self.x_slots.at[slot, :, of_x].T, self.dy_slots.at[slot, :, of_dy]
+        """Return this warpgroup's parts of x, transposed, and of dy in a ring slot."""
+        x_columns, dy_columns = self._own_columns(warpgroup)
+        x = self.x_slots.at[slot, :, x_columns]
+        return x.T, self.dy_slots.at[slot, :, dy_columns]
 
     def _blank(self, warpgroup, slot, low, high):
-        """Zeros in rows of this step that are not the group's: half of the columns
-        of x and of dy by each warpgroup."""
+        """Set the rows of a ring slot outside [low, high) to zero. Each warpgroup does
+        half of the columns of x and of dy, and waits for the other one."""
         for slots in (self.x_slots, self.dy_slots):
             half = slots.shape[-1] // WARPGROUPS
             columns = pl.ds(pl.multiple_of(warpgroup * half, half), half)
@@ -155,6 +173,8 @@ class _Block:
         plgpu.barrier_wait(self.blanked)
 
     def _store(self, warpgroup, group, row, column, value):
+        """Store this warpgroup's part of a tile, one chunk of columns after the
+        other."""
         tiles = self.tiles
         own_rows, own_columns = tiles.own
         first_row, first_column = ring.own_part(tiles, warpgroup)
@@ -176,7 +196,7 @@ def _kernel(tiles: Tiles, table, x, dy, dw, *, full, empty, **scratch):
 
 
 def call(x_md, dy_mf, rows_g, tiles: Tiles, run: ring.KernelRun):
-    """dw_gdf."""
+    """Run the kernel and return dw_gdf, in the dtype of x_md."""
     (num_rows, d), f = x_md.shape, dy_mf.shape[1]
     own_rows, own_columns = tiles.own
     num_slots = 2 if own_columns // tiles.chunk % 2 == 0 else 1
