@@ -40,7 +40,7 @@ as the model has, and all experts on one device. Widths are those of the publish
 configurations; fine_grained has the widths of Qwen3-Next-80B-A3B."""
 
 
-def scaled(shape: ProductShape) -> ProductShape:
+def divide_by_8(shape: ProductShape) -> ProductShape:
     """Return the shape with rows, widths and groups divided by 8, for tests on a CPU.
 
     It has at least 8 groups. The mean rows of a group stay the same for a shape of 64
@@ -50,7 +50,7 @@ def scaled(shape: ProductShape) -> ProductShape:
     return ProductShape(shape.rows // 8, shape.d // 8, shape.f // 8, groups)
 
 
-CPU_SHAPES = {name: scaled(shape) for name, shape in MODEL_SHAPES.items()} | {
+CPU_SHAPES = {name: divide_by_8(shape) for name, shape in MODEL_SHAPES.items()} | {
     "narrow": ProductShape(rows=4096, d=256, f=512, groups=16),
     "wide": ProductShape(rows=8192, d=512, f=2048, groups=16),
 }

@@ -42,7 +42,7 @@ EDGE_ROWS, MIN_CHUNK = 2, 32
 """TMA reads shared memory from multiples of 128 bytes only, which are two rows of a
 chunk of 32 columns in 2-byte dtypes. So the buffer through which part of a tile's rows
 is stored has two rows more than the tile, to shift rows by one where needed."""
-RULE_STAGES = 4
+DEFAULT_STAGES = 4
 """Default number of ring stages: three copies are in flight while one step is
 multiplied."""
 
@@ -59,7 +59,7 @@ class Tiles:
     depth: int = 64
     """Number of values of the contraction that one step multiplies. The default is 128
     bytes of a 2-byte dtype, the width of the widest swizzle; it must be 128 in fp8."""
-    stages: int = RULE_STAGES
+    stages: int = DEFAULT_STAGES
     """Number of steps whose operands shared memory holds at once."""
     span: int = 8
     """Number of tiles of rows in a band. Blocks visit all columns of one band before
@@ -70,7 +70,7 @@ class Tiles:
     """Number of columns that are written from registers to the result at a time."""
 
     def __post_init__(self) -> None:
-        own_rows, own_columns = self.own
+        own_rows, own_columns = self.warpgroup_tile
         if own_rows not in (64, 128) or own_columns not in (64, 128, 192, 256):
             raise ValueError(
                 f"a warpgroup has {own_rows} x {own_columns} of {self}: it must have "
@@ -88,7 +88,7 @@ class Tiles:
             raise ValueError(f"stages={self.stages} must be at least 2")
 
     @property
-    def own(self) -> tuple[int, int]:
+    def warpgroup_tile(self) -> tuple[int, int]:
         """Number of rows and columns of the tile that one warpgroup computes."""
         if self.halves == "rows":
             return self.rows // 2, self.columns
@@ -119,13 +119,16 @@ def layer_products(
 
 def tiles_for(which: Pass, shape: ProductShape, dtype: str, device_kind: str) -> Tiles:
     """Return the measured tiles for a product's bucket, or else the default tiles."""
-    return tuned(which, shape, dtype, device_kind) or by_rule(which, shape)
+    measured = measured_tiles(which, shape, dtype, device_kind)
+    return measured or default_tiles(which, shape)
 
 
-def require(which: Pass, shape: ProductShape, dtype: str, device_kind: str) -> Tiles:
+def require_measured_tiles(
+    which: Pass, shape: ProductShape, dtype: str, device_kind: str
+) -> Tiles:
     """Return the measured tiles for a product's bucket. Benchmarks use it: where there
     are none, the ValueError names the command that measures them."""
-    tiles = tuned(which, shape, dtype, device_kind)
+    tiles = measured_tiles(which, shape, dtype, device_kind)
     if tiles is None:
         key = bucket(which, shape, dtype)
         names = [n for n, s in MODEL_SHAPES.items() if bucket(which, s, dtype) == key]
@@ -142,7 +145,7 @@ def require(which: Pass, shape: ProductShape, dtype: str, device_kind: str) -> T
     return tiles
 
 
-def tuned(
+def measured_tiles(
     which: Pass, shape: ProductShape, dtype: str, device_kind: str
 ) -> Tiles | None:
     """Return the measured tiles for a product's bucket, or None if there are none.
@@ -162,7 +165,7 @@ def tuned(
         ) from error
 
 
-def by_rule(which: Pass, shape: ProductShape) -> Tiles:
+def default_tiles(which: Pass, shape: ProductShape) -> Tiles:
     """Return default tiles, for a product that was not measured.
 
     Of the tiles whose accumulators fit into the registers of two warpgroups, 128 x 256
@@ -190,7 +193,7 @@ def _width(which: Pass, shape: ProductShape) -> int:
 def shared_bytes(which: Pass, tiles: Tiles, itemsize: int) -> int:
     """Return the bytes of shared memory that a block of a pass allocates, for results
     of `itemsize` bytes per value."""
-    own_rows, own_columns = tiles.own
+    own_rows, own_columns = tiles.warpgroup_tile
     num_results = 3 if which in FUSED else 1
     in_turns = num_results == 1 and own_columns // tiles.chunk % 2 == 0
     num_slots = 2 if in_turns else num_results

@@ -186,7 +186,7 @@ class ExpertPlan:
         or 'resident'."""
         offers = copies = 0
         for row_p, owned_e in zip(self.slot_to_expert_lp, self.owned_le):
-            copied_we = copied(row_p, owned_e, num_devices)
+            copied_we = find_copies(row_p, owned_e, num_devices)
             offers = max(offers, _offered(copied_we, owned_e).sum(axis=1).max())
             copies = max(copies, copied_we.sum(axis=1).max())
         return Needs(int(offers), int(copies))
@@ -249,7 +249,7 @@ class ExpertPlan:
         return hash((self.num_experts, tables))
 
 
-def copied(row_p: np.ndarray, owned_e: np.ndarray, num_devices: int) -> np.ndarray:
+def find_copies(row_p: np.ndarray, owned_e: np.ndarray, num_devices: int) -> np.ndarray:
     """Return whether each device holds a copy of each expert that it does not own, bool
     [w, e]. `row_p` is the expert of each slot, `owned_e` that at each position."""
     num_experts = len(owned_e)
@@ -294,7 +294,7 @@ def copy_tables(row_p: np.ndarray, owned_e: np.ndarray, layout: Layout) -> CopyT
     copies the tables have no offers and no copies.
     """
     w, own = layout.num_devices, layout.experts_per_device
-    copied_we = copied(row_p, owned_e, w) & layout.has_copies
+    copied_we = find_copies(row_p, owned_e, w) & layout.has_copies
     offer_wo = np.full((w, layout.offers_per_device), EMPTY, np.int32)
     want_wc = np.full((w, layout.copies_per_device), EMPTY, np.int32)
     fill_we = np.full((w, layout.num_experts), EMPTY, np.int32)

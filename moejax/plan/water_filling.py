@@ -13,7 +13,7 @@ fullest device has no more rows than the certificate.
     even          3        2   3    2   2     the start: an equal share per replica
     poured        4        2   2    2   2     after the sweeps
 
-`fill` returns the rows of each slot: first `swept`, then `augmented`. It is the
+`fill` returns the rows of each slot: first `sweep`, then `move_along_paths`. It is the
 definition. The device versions, moejax.kernels.water_fill (sweeps only) and
 moejax.moe.split.water_filling (all of it), must give the same bits.
 """
@@ -85,11 +85,11 @@ def fill(
     the optimum of the linear program, rounded up. It has more only if
     PATHS_PER_DEVICE * w attempts along paths were not enough.
     """
-    filling = swept(load_e, row_p, num_devices, tolerance, max_sweeps)
-    return augmented(filling, row_p, num_devices, tolerance)
+    filling = sweep(load_e, row_p, num_devices, tolerance, max_sweeps)
+    return move_along_paths(filling, row_p, num_devices, tolerance)
 
 
-def swept(
+def sweep(
     load_e: np.ndarray,
     row_p: np.ndarray,
     num_devices: int,
@@ -157,7 +157,7 @@ def certificate(experts: list[Expert], level: list[int]) -> int:
     return max(-(-x // k) for k, x in enumerate(itertools.accumulate(inside), 1))
 
 
-def augmented(
+def move_along_paths(
     filling: Filling, row_p: np.ndarray, num_devices: int, tolerance: int = 0
 ) -> Filling:
     """Return `filling` after moving rows along paths of devices.

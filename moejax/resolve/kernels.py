@@ -5,7 +5,7 @@ from moejax.kernels.device import KernelChoice, device_here
 from moejax.kernels.grouped_dot.choose import choose_grouped_dot
 from moejax.kernels.permute.choose import choose_permute
 from moejax.kernels.shapes import ProductShape
-from moejax.kernels.tuning import layer_products, tuned
+from moejax.kernels.tuning import layer_products, measured_tiles
 from moejax.plan.layout import Layout
 
 
@@ -38,7 +38,9 @@ def _grouped_dot(cfg: Config, layout: Layout, num_rows: int) -> KernelChoice:
     shape = ProductShape(num_rows, d, f, layout.slots_per_device)
     kind = device_here().device_kind
     products = layer_products(shape, is_fp8=is_fp8)
-    count = sum(tuned(which, of, dtype, kind) is not None for which, of in products)
+    count = sum(
+        measured_tiles(which, of, dtype, kind) is not None for which, of in products
+    )
     said = f"{count} of {len(products)} products with measured tiles"
     fp8 = f"fp8 with gradients in {layout.fp8}, " if is_fp8 else ""
     return KernelChoice("hopper", f"{found.why}, {fp8}{said}")

@@ -9,7 +9,7 @@ import pytest
 from moejax.balance.policies import POLICIES, check_policy, prophet
 from moejax.perf.cost_model import NOTES, tight
 from moejax.perf.traffic import device_rows, max_over_mean, rows_by_slot
-from moejax.plan.expert_plan import EMPTY, ExpertPlan, copied
+from moejax.plan.expert_plan import EMPTY, ExpertPlan, find_copies
 from moejax.plan.layout import Layout
 
 NAMES = sorted(POLICIES)
@@ -271,7 +271,7 @@ def test_smartmoe_moves_owners_with_slots_and_copies_nothing():
     plan = POLICIES["smartmoe"].plan(load_lwe, layout, NOTES, home_of(layout))
     assert not plan.is_logical
     for row_p, owned_e in zip(plan.slot_to_expert_lp, plan.owned_le):
-        assert not copied(row_p, owned_e, 4).any()
+        assert not find_copies(row_p, owned_e, 4).any()
 
 
 @pytest.mark.parametrize(("sizes", "limit_msec"), [((64, 16), 4.0), ((256, 64), 40.0)])

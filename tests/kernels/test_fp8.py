@@ -34,12 +34,12 @@ def some_rows(dtype="float32", shape=(6, 300)):
     return jnp.asarray(values * np.repeat(size, 64, axis=1)[:, : shape[1]], dtype)
 
 
-rounded_rows = jax.jit(fp8.rounded_rows, static_argnums=1)
-scaled = jax.jit(fp8.scaled, static_argnums=(1, 2))
+round_rows = jax.jit(fp8.round_rows, static_argnums=1)
+quantize = jax.jit(fp8.quantize, static_argnums=(1, 2))
 
 
 def test_the_options_of_a_layout_are_those_of_the_kernels():
-    assert set(get_args(Fp8)) == {"none", *fp8.GRADIENTS}
+    assert set(get_args(Fp8)) == {"none", *fp8.GRADIENT_DTYPES}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -47,8 +47,8 @@ def test_the_options_of_a_layout_are_those_of_the_kernels():
 def test_values_and_scales_are_those_of_the_definition(name, dtype):
     """To the bit, and compiled: a compiler could drop what is widened again."""
     x_md = some_rows(dtype)
-    call = functools.partial(fp8.rounded, dtype=fp8.GRADIENTS[name])
-    for block in (fp8.OF_ROWS, fp8.OF_MATRICES):
+    call = functools.partial(fp8.round_to_fp8, dtype=fp8.GRADIENT_DTYPES[name])
+    for block in (fp8.ROW_BLOCK, fp8.MATRIX_BLOCK):
         of = functools.partial(call, block=block)
         actual = jax.jit(of)(x_md)
         expected = definition.rounded(x_md, name, block)
@@ -57,16 +57,16 @@ def test_values_and_scales_are_those_of_the_definition(name, dtype):
 
 def test_a_barrier_keeps_compilers_from_dropping_the_rounding():
     """XLA for GPUs does, as seen in what it compiled for one; for CPUs it does not."""
-    equations = jax.make_jaxpr(fp8.rounded_rows)(some_rows()).eqns
+    equations = jax.make_jaxpr(fp8.round_rows)(some_rows()).eqns
     held = [e.invars for e in equations if e.primitive.name == "optimization_barrier"]
-    assert [var.aval.dtype for vars_ in held for var in vars_] == [fp8.VALUES]
+    assert [var.aval.dtype for vars_ in held for var in vars_] == [fp8.FORWARD_DTYPE]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_scale_is_the_least_power_of_two_that_serves(name):
     x_md, most = some_rows(), float(ml_dtypes.finfo(definition.FORMATS[name]).max)
-    values, scale = scaled(x_md, fp8.GRADIENTS[name], fp8.OF_ROWS)
-    assert values.dtype == fp8.GRADIENTS[name]
+    values, scale = quantize(x_md, fp8.GRADIENT_DTYPES[name], fp8.ROW_BLOCK)
+    assert values.dtype == fp8.GRADIENT_DTYPES[name]
     assert (scale.shape, scale.dtype) == ((6, 3), jnp.float32)
     assert np.all(np.frexp(scale)[0] == 0.5), "a power of two"
     parts = np.pad(np.abs(x_md), [(0, 0), (0, 84)]).reshape(6, 3, 128)
@@ -79,15 +79,15 @@ def test_a_largest_value_at_the_edge_of_the_format(name):
     """At 1.75 times a power of two the scale is that power's, and above the next."""
     edge = float(ml_dtypes.finfo(definition.FORMATS[name]).max)
     largest = np.float32([edge, np.nextafter(np.float32(edge), np.float32(np.inf))])
-    _, scale = scaled(largest[:, None], fp8.GRADIENTS[name], fp8.OF_ROWS)
+    _, scale = quantize(largest[:, None], fp8.GRADIENT_DTYPES[name], fp8.ROW_BLOCK)
     np.testing.assert_array_equal(scale[:, 0], [1, 2])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_rounding_once_more_changes_nothing(name, dtype):
-    once = rounded_rows(some_rows(dtype), fp8.GRADIENTS[name])
-    again = rounded_rows(once, fp8.GRADIENTS[name])
+    once = round_rows(some_rows(dtype), fp8.GRADIENT_DTYPES[name])
+    again = round_rows(once, fp8.GRADIENT_DTYPES[name])
     np.testing.assert_array_equal(again, once)
     in_bfloat16 = once.astype(jnp.bfloat16).astype(once.dtype)
     np.testing.assert_array_equal(in_bfloat16, once, err_msg="bfloat16 holds them all")
@@ -97,8 +97,8 @@ def test_rounding_once_more_changes_nothing(name, dtype):
 def test_the_error_has_a_bound(name):
     """Half of the last bit kept, of each value, or of the least one of its block."""
     x_md = np.asarray(some_rows(), np.float64)
-    found = np.asarray(rounded_rows(some_rows(), fp8.GRADIENTS[name]), np.float64)
-    _, scale = scaled(some_rows(), fp8.GRADIENTS[name], fp8.OF_ROWS)
+    found = np.asarray(round_rows(some_rows(), fp8.GRADIENT_DTYPES[name]), np.float64)
+    _, scale = quantize(some_rows(), fp8.GRADIENT_DTYPES[name], fp8.ROW_BLOCK)
     info = ml_dtypes.finfo(definition.FORMATS[name])
     least = np.repeat(scale, 128, axis=1)[:, :300] * float(info.smallest_subnormal) / 2
     bound = np.maximum(np.abs(x_md) * 2.0 ** -(KEPT_BITS[name] + 1), least)
@@ -108,9 +108,9 @@ def test_the_error_has_a_bound(name):
 
 def test_a_matrix_and_its_transpose_have_the_same_values():
     w_gdf = some_rows().reshape(1, 6, 300)
-    values, scale = scaled(w_gdf, fp8.VALUES, fp8.OF_MATRICES)
-    turned = scaled(jnp.swapaxes(w_gdf, 1, 2), fp8.VALUES, fp8.OF_MATRICES)
-    same = jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), fp8.Scaled(values, scale))
+    values, scale = quantize(w_gdf, fp8.FORWARD_DTYPE, fp8.MATRIX_BLOCK)
+    turned = quantize(jnp.swapaxes(w_gdf, 1, 2), fp8.FORWARD_DTYPE, fp8.MATRIX_BLOCK)
+    same = jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), fp8.Quantized(values, scale))
     for a, b in zip(turned, same, strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), b.astype(np.float32))
 
@@ -119,7 +119,7 @@ def test_a_matrix_and_its_transpose_have_the_same_values():
 def test_zeros_and_what_is_all_but_zero(value):
     """Zeros stay zero; so far below 5e-17 a block is lost, and nothing is made up."""
     x_md = jnp.full((1, 128), value, jnp.float32)
-    values, scale = scaled(x_md, fp8.VALUES, fp8.OF_ROWS)
+    values, scale = quantize(x_md, fp8.FORWARD_DTYPE, fp8.ROW_BLOCK)
     assert np.all(scale == 2.0**fp8.MIN_EXPONENT)
     assert np.all(values.astype(jnp.float32) == 0)
 
@@ -128,17 +128,17 @@ def test_zeros_and_what_is_all_but_zero(value):
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_not_finite_is_seen_in_all_of_its_block(name, bad):
     x_md = some_rows().at[2, 130].set(bad)
-    found = np.asarray(rounded_rows(x_md, fp8.GRADIENTS[name]))
+    found = np.asarray(round_rows(x_md, fp8.GRADIENT_DTYPES[name]))
     is_bad = np.zeros((6, 300), bool)
     is_bad[2, 128:256] = True
     np.testing.assert_array_equal(np.isnan(found), is_bad)
-    same = np.asarray(rounded_rows(some_rows(), fp8.GRADIENTS[name]))
+    same = np.asarray(round_rows(some_rows(), fp8.GRADIENT_DTYPES[name]))
     np.testing.assert_array_equal(found[~is_bad], same[~is_bad])
 
 
 def test_float16_ends_before_the_next_power_of_two():
     """65504 stands for 65536, which float16 has not: it is held in float32."""
-    found = rounded_rows(np.full((1, 4), 65504, np.float16))
+    found = round_rows(np.full((1, 4), 65504, np.float16))
     assert found.dtype == jnp.float32
     assert np.all(found == 65536)
 

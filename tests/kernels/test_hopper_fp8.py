@@ -17,7 +17,7 @@ from jax.sharding import use_abstract_mesh
 
 from moejax.kernels.grouped_dot.hopper import fp8_kernel, kernels
 from moejax.kernels.shapes import MODEL_SHAPES, ProductShape
-from moejax.kernels.tuning import FP8, Tiles, by_rule
+from moejax.kernels.tuning import FP8, Tiles, default_tiles
 from tests.support import fp8_definition as definition
 from tests.support.close import assert_close
 from tests.support.hopper_cases import (
@@ -167,7 +167,7 @@ def lowers(which, shape, tiles, dtype=jnp.bfloat16, **options):
 )
 def test_model_shapes_lower(name, which, options):
     shape = MODEL_SHAPES[name]
-    lowers(which, shape, by_rule(which, shape), **options)
+    lowers(which, shape, default_tiles(which, shape), **options)
 
 
 @pytest.mark.long
@@ -175,7 +175,7 @@ def test_model_shapes_lower(name, which, options):
 @pytest.mark.parametrize("which", FP8)
 def test_all_model_shapes_lower(name, which):
     shape = MODEL_SHAPES[name]
-    lowers(which, shape, by_rule(which, shape))
+    lowers(which, shape, default_tiles(which, shape))
 
 
 @pytest.mark.long
@@ -221,6 +221,6 @@ def test_declines():
     for which in FP8:
         arrays = [jnp.zeros(dims, "bfloat16") for dims in operand_dims(which, shape)]
         rows_g = jnp.zeros(shape.groups, jnp.int32)
-        static = {"tiles": by_rule(which, shape), "run": INTERPRETED}
+        static = {"tiles": default_tiles(which, shape), "run": INTERPRETED}
         with pytest.raises(NotImplementedError, match=f"{why}: use implementation="):
             getattr(kernels, which)(*arrays, rows_g, **static)

@@ -15,7 +15,7 @@ from jax.sharding import use_abstract_mesh
 
 from moejax.kernels.grouped_dot.hopper import kernels
 from moejax.kernels.shapes import MODEL_SHAPES, ProductShape
-from moejax.kernels.tuning import Tiles, by_rule
+from moejax.kernels.tuning import Tiles, default_tiles
 from tests.support.hopper_cases import fitting, operand_dims
 from tests.support.hopper_rows import FEW_STEPS, ONE_GROUP, OWN_DTYPE, PLAIN, STEEP
 from tests.support.hopper_traces import H200, order
@@ -85,14 +85,14 @@ def check(which, shape, tiles, dtype=jnp.bfloat16):
 @pytest.mark.parametrize(("name", "which"), IN_TEST)
 def test_model_shapes(name, which):
     shape = MODEL_SHAPES[name]
-    check(which, shape, by_rule(which, shape))
+    check(which, shape, default_tiles(which, shape))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "which"), IN_ALL)
 def test_all_model_shapes(name, which):
     shape = MODEL_SHAPES[name]
-    check(which, shape, by_rule(which, shape))
+    check(which, shape, default_tiles(which, shape))
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from moejax.kernels.tuning import (
     PASSES,
     SHARED_BYTES,
     Tiles,
-    by_rule,
+    default_tiles,
     shared_bytes,
 )
 from tests.support.hopper_cases import operand_dims
@@ -69,7 +69,7 @@ def test_shared_bytes_are_those_of_the_lowering(which, tiles):
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["forward", "wgrad", "swiglu"])
 def test_just_below_the_limit_lowers(which):
-    tiles = by_rule(which, MIXTRAL)
+    tiles = default_tiles(which, MIXTRAL)
     more = dataclasses.replace(tiles, stages=tiles.stages + 1)
     assert shared_bytes(which, tiles, 2) <= SHARED_BYTES < shared_bytes(which, more, 2)
     lower(which, MIXTRAL, tiles)
@@ -78,7 +78,7 @@ def test_just_below_the_limit_lowers(which):
 @pytest.mark.long
 @pytest.mark.parametrize("which", PASSES)
 def test_all_that_is_tried_lowers(which):
-    rule = by_rule(which, MIXTRAL)
+    rule = default_tiles(which, MIXTRAL)
     tried = tune_search.candidates(which, MIXTRAL, 2)
     for tiles in dict.fromkeys([*tried, *tune_search.neighbours(which, rule, 2)]):
         lower(which, MIXTRAL, tiles)
@@ -96,7 +96,7 @@ def some_shapes():
 @pytest.mark.parametrize("which", PASSES)
 def test_all_that_is_tried_fits(which):
     for shape in some_shapes():
-        rule = by_rule(which, shape)
+        rule = default_tiles(which, shape)
         tried = tune_search.candidates(which, shape, 2)
         assert tried[0] == rule
         assert len(set(tried)) == len(tried) > 1
@@ -204,14 +204,14 @@ def test_measured_tiles_or_the_rule(folder):
     tune_search.keep(folder / "nvidia_h200.json", record)
     known = ("forward", MIXTRAL, "bfloat16", KIND)
     other = ("dgrad", MIXTRAL, "bfloat16", KIND)
-    assert tuning.tiles_for(*known) == tuning.require(*known) == measured
-    assert tuning.tuned(*other) is None
-    assert tuning.tiles_for(*other) == by_rule("dgrad", MIXTRAL)
+    assert tuning.tiles_for(*known) == tuning.require_measured_tiles(*known) == measured
+    assert tuning.measured_tiles(*other) is None
+    assert tuning.tiles_for(*other) == default_tiles("dgrad", MIXTRAL)
 
 
 def test_a_benchmark_is_told_how_to_measure(folder):
     with pytest.raises(ValueError, match=r"nvidia_h200\.json has no") as error:
-        tuning.require("wgrad", MIXTRAL, "float16", KIND)
+        tuning.require_measured_tiles("wgrad", MIXTRAL, "float16", KIND)
     text = str(error.value)
     assert "'wgrad float16 r16384 d4096 f16384 g8'" in text
     assert "--shapes mixtral_8x7b --passes wgrad --dtype float16" in text
@@ -219,7 +219,7 @@ def test_a_benchmark_is_told_how_to_measure(folder):
     with pytest.raises(
         ValueError, match=r"name ProductShape\(rows=192, .* in moejax/kernels"
     ):
-        tuning.require("wgrad", TINY, "float16", KIND)
+        tuning.require_measured_tiles("wgrad", TINY, "float16", KIND)
 
 
 def test_hopper_needs_measured_tiles():
@@ -231,7 +231,9 @@ def test_hopper_needs_measured_tiles():
 
 
 def test_measured_tiles_are_enough(monkeypatch):
-    monkeypatch.setattr(tuning, "tuned", lambda *bucket: tuning.Tiles(128, 128))
+    monkeypatch.setattr(
+        tuning, "measured_tiles", lambda *bucket: tuning.Tiles(128, 128)
+    )
     grouped_dot.require_tuned({"tiny": TINY}, cases.PASSES, "bfloat16", "any")
 
 

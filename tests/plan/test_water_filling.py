@@ -95,7 +95,7 @@ def test_fullest_device_has_the_ceiling_of_the_optimum_and_the_bound_says_so():
     for load_e, row_p, w in instances():
         best = optimum(load_e, row_p, w)
         swept, filling = (
-            water_filling.swept(load_e, row_p, w),
+            water_filling.sweep(load_e, row_p, w),
             water_filling.fill(load_e, row_p, w),
         )
         assert filling.level_w(w).max() == filling.bound == best
@@ -108,7 +108,7 @@ def test_rows_are_whole_and_sum_to_the_load_of_their_expert():
     for load_e, row_p, w in instances():
         slots = len(row_p) // w
         for filling in (
-            water_filling.swept(load_e, row_p, w),
+            water_filling.sweep(load_e, row_p, w),
             water_filling.fill(load_e, row_p, w),
         ):
             rows_p = filling.rows_p
@@ -143,7 +143,7 @@ def test_tolerance_of_a_step_is_a_512th_of_the_mean():
 def test_a_ring_needs_paths():
     """Sweeps carry rows one device further at a time, and stop far from the optimum."""
     load_e, row_p, w = ring()
-    swept = water_filling.swept(load_e, row_p, w)
+    swept = water_filling.sweep(load_e, row_p, w)
     assert swept.sweeps == water_filling.MAX_SWEEPS
     assert swept.level_w(w).max() > swept.bound + 50
     assert water_filling.fill(load_e, row_p, w).bound == optimum(load_e, row_p, w)
@@ -159,7 +159,7 @@ def test_bound_stays_below_where_paths_run_out(monkeypatch):
 def test_no_sweep_makes_squares_or_the_fullest_device_larger():
     for load_e, row_p, w in instances()[:60]:
         levels = [
-            water_filling.swept(load_e, row_p, w, max_sweeps=sweeps).level_w(w)
+            water_filling.sweep(load_e, row_p, w, max_sweeps=sweeps).level_w(w)
             for sweeps in range(6)
         ]
         assert np.array_equal(levels[0], even(load_e, row_p, w))
@@ -204,9 +204,9 @@ def test_poured_is_the_least_sum_of_squares_and_the_first_get_the_rest():
 
 def test_picture_of_the_module():
     row_p = np.array([0, -1, 1, 0, 2, 1])
-    even_rows = water_filling.swept([6, 4, 2], row_p, 3, max_sweeps=0)
+    even_rows = water_filling.sweep([6, 4, 2], row_p, 3, max_sweeps=0)
     assert even_rows.rows_p.tolist() == [3, 0, 2, 3, 2, 2]
-    assert water_filling.swept([6, 4, 2], row_p, 3).rows_p.tolist() == [
+    assert water_filling.sweep([6, 4, 2], row_p, 3).rows_p.tolist() == [
         4,
         0,
         2,
@@ -231,7 +231,7 @@ def test_sweeps_of_the_device_give_the_same_bits(num_experts, w, slots, max_swee
         row_p = scattered(rng, num_experts, w, slots)
         load_e = zipf(rng, num_experts, 1000 * w, rng.uniform(0.0, 2.0))
         tolerance = int(rng.choice([0, 0, 5]))
-        start = water_filling.swept(load_e, row_p, w, max_sweeps=0)
+        start = water_filling.sweep(load_e, row_p, w, max_sweeps=0)
         slot_cw = cells(row_p, w, num_experts)
         cell = slot_cw >= 0
         amount_cw = np.where(cell, start.rows_p[slot_cw], 0)
@@ -242,7 +242,7 @@ def test_sweeps_of_the_device_give_the_same_bits(num_experts, w, slots, max_swee
             jnp.int32(edge_coloring(row_p, w).max() + 1),
             jnp.int32(tolerance),
         )
-        expected = water_filling.swept(load_e, row_p, w, tolerance, max_sweeps)
+        expected = water_filling.sweep(load_e, row_p, w, tolerance, max_sweeps)
         amount_cw = np.where(cell, expected.rows_p[slot_cw], 0)
         assert_close(np.asarray(on_device.amount_cw), amount_cw)
         assert_close(np.asarray(on_device.level_w), expected.level_w(w))

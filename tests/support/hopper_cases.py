@@ -109,7 +109,7 @@ def _definition(which: Pass, *arrays):
     *floats, rows_g = arrays
     first, other, *into_mh = (a.astype(jnp.float32) for a in floats)
     if which in FP8:
-        first, other = fp8.rounded_rows(first), fp8.rounded_matrices(other)
+        first, other = fp8.round_rows(first), fp8.round_matrices(other)
 
     def dot(x_md, w_gdf):
         return reference.grouped_dot(x_md, w_gdf, rows_g)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from moejax.kernels.shapes import ProductShape, Skew, make_rows
-from moejax.kernels.tuning import FP8, Pass, Tiles, by_rule
+from moejax.kernels.tuning import FP8, Pass, Tiles, default_tiles
 from tools.bench import grouped_dot_cases as cases
 from tools.bench import grouped_dot_jobs as jobs
 from tools.bench import tune_search
@@ -67,7 +67,7 @@ def searched(
         measurer(case, product, timer),
         is_over,
     )
-    rule = by_rule(which, shape)
+    rule = default_tiles(which, shape)
     if rule not in found.msec:
         raise RuntimeError(f"{rule} of the rule has no time: {found.skipped[rule]}")
     for tiles, why in found.skipped.items():
@@ -105,7 +105,7 @@ def prepare(
     rows = [make_rows(skew, *sizes) for skew in skews]
     arrays = cases.operands(which, shape, dtype, seed)
     case = TuneCase(which, dtype, arrays, [jnp.asarray(r) for r in rows], {}, [])
-    tiles = by_rule(which, shape)
+    tiles = default_tiles(which, shape)
     case.compiled[tiles] = _lowered(case, product, tiles).compile()
     for i, (skew, rows_g) in enumerate(zip(skews, rows)):
         out = jax.block_until_ready(case.call(tiles, i))

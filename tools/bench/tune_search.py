@@ -23,7 +23,7 @@ from moejax.kernels.tuning import (
     Pass,
     Tiles,
     bucket,
-    by_rule,
+    default_tiles,
     layer_products,
     shared_bytes,
 )
@@ -82,7 +82,7 @@ def tuning_buckets(shapes: dict[str, ProductShape], is_layer: bool) -> Iterator[
 def candidates(which: Pass, shape: ProductShape, itemsize: int) -> list[Tiles]:
     """Shapes of a tile, each with as many stages as fit: the rule's first, then others
     by their guessed cost, without those that are guessed much slower than the best."""
-    first = by_rule(which, shape)
+    first = default_tiles(which, shape)
     deepest = (_deepest(which, tiles, itemsize) for tiles in _shapes(which))
     cost = {
         tiles: guessed_cost(which, shape, tiles)
@@ -129,7 +129,7 @@ def neighbours(which: Pass, tiles: Tiles, itemsize: int) -> list[Tiles]:
 
 def is_possible(which: Pass, tiles: Tiles) -> bool:
     """Whether registers hold the sums, and swizzled arrays can be parted so."""
-    own_rows, own_columns = tiles.own
+    own_rows, own_columns = tiles.warpgroup_tile
     sums = own_rows * own_columns // 128 * (2 if which == "swiglu" else 1)
     if sums > MAX_SUMS.get(which, MAX_SUMS_PLAIN):
         return False

@@ -11,8 +11,8 @@ from jaxtyping import Array
 from moejax.kernels import zeros_varying_as
 from moejax.kernels.device import KernelChoice, hopper_or, why_not_hopper
 from moejax.kernels.grouped_dot import portable, reference
-from moejax.kernels.grouped_dot.fp8 import GRADIENTS, rounded_matrices, rounded_rows
-from moejax.kernels.grouped_dot.products import Products, composed
+from moejax.kernels.grouped_dot.fp8 import GRADIENT_DTYPES, round_matrices, round_rows
+from moejax.kernels.grouped_dot.products import Products, compose_products
 
 Implementation = Literal["auto", "reference", "blocked", "xla", "hopper"]
 
@@ -54,8 +54,8 @@ def products(
     if implementation == "blocked":
         own = portable.products(block_rows)
     else:
-        own = _derived(DERIVED[implementation])
-    return own if fp8 == "none" else _choose_rounded(own, fp8)
+        own = _derive_products(DERIVED[implementation])
+    return own if fp8 == "none" else _round_operands(own, fp8)
 
 
 def ragged_dot(x_md: Array, w_gdf: Array, rows_g: Array) -> Array:
@@ -70,22 +70,22 @@ DERIVED = {"reference": reference.grouped_dot, "xla": ragged_dot}
 """Forward products whose gradients JAX derives, by implementation."""
 
 
-def _choose_rounded(own: Products, fp8: str) -> Products:
+def _round_operands(own: Products, fp8: str) -> Products:
     """Return products that round the operands of `own`'s forward and dgrad to the
     values of 8-bit formats. `fp8` names the format of dy."""
 
     def forward(x_md: Array, w_gdf: Array, rows_g: Array) -> Array:
-        arrays = rounded_rows(x_md), rounded_matrices(w_gdf)
+        arrays = round_rows(x_md), round_matrices(w_gdf)
         return own.forward(*arrays, rows_g).astype(x_md.dtype)
 
     def dgrad(dy_mf: Array, w_gdf: Array, rows_g: Array) -> Array:
-        arrays = rounded_rows(dy_mf, GRADIENTS[fp8]), rounded_matrices(w_gdf)
+        arrays = round_rows(dy_mf, GRADIENT_DTYPES[fp8]), round_matrices(w_gdf)
         return own.dgrad(*arrays, rows_g).astype(dy_mf.dtype)
 
-    return composed(forward, dgrad, own.wgrad)
+    return compose_products(forward, dgrad, own.wgrad)
 
 
-def _derived(dot: Callable) -> Products:
+def _derive_products(dot: Callable) -> Products:
     """Return the products of a forward product, with gradients derived by JAX."""
 
     def dgrad(dy_mf: Array, w_gdf: Array, rows_g: Array) -> Array:
@@ -98,4 +98,4 @@ def _derived(dot: Callable) -> Products:
         zeros_gdf = zeros_varying_as(dy_mf, shape, dy_mf.dtype)
         return jax.vjp(lambda w_gdf: dot(x_md, w_gdf, rows_g), zeros_gdf)[1](dy_mf)[0]
 
-    return composed(dot, dgrad, wgrad)
+    return compose_products(dot, dgrad, wgrad)

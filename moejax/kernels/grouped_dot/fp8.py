@@ -26,11 +26,11 @@ from jaxtyping import Array, Float
 
 BLOCK = 128
 """Number of values along each quantized dim of a block."""
-VALUES = jnp.float8_e4m3fn
+FORWARD_DTYPE = jnp.float8_e4m3fn
 """8-bit dtype of x and w."""
-GRADIENTS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+GRADIENT_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 """8-bit dtype of dy, by the value of the option `fp8`."""
-OF_ROWS, OF_MATRICES = (1, BLOCK), (BLOCK, BLOCK)
+ROW_BLOCK, MATRIX_BLOCK = (1, BLOCK), (BLOCK, BLOCK)
 """Shapes of a block of x or dy, and of a block of w, in the last two dims."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes of arrays that can be quantized."""
@@ -44,7 +44,7 @@ LARGEST_MANTISSA = 0x600000
 times a power of two."""
 
 
-class Scaled(NamedTuple):
+class Quantized(NamedTuple):
     """Array quantized to 8 bits: approximately values * scale, block by block."""
 
     values: Array
@@ -53,22 +53,22 @@ class Scaled(NamedTuple):
     """Scale of each block, float32."""
 
 
-def scaled(array: Array, dtype, block: tuple[int, int]) -> Scaled:
+def quantize(array: Array, dtype, block: tuple[int, int]) -> Quantized:
     """Return an array quantized to an 8-bit dtype, in blocks of this shape of its last
     two dims. Each value is the nearest one under its block's scale."""
     blocks = _blocks(array, block).astype(jnp.float32)
     scale = _power_of_two_scale(jnp.max(jnp.abs(blocks), axis=(-3, -1)), dtype)
     values = (blocks / _spread(scale)).astype(dtype)
-    return Scaled(_unblock(values, array.shape), scale)
+    return Quantized(_unblock(values, array.shape), scale)
 
 
-def rounded(array: Array, dtype, block: tuple[int, int]) -> Array:
-    """Return the array quantized as by `scaled` and converted back.
+def round_to_fp8(array: Array, dtype, block: tuple[int, int]) -> Array:
+    """Return the array quantized as by `quantize` and converted back.
 
     The result is bfloat16 for a bfloat16 array and float32 otherwise, also for float16,
     whose range can be too small for a rounded value.
     """
-    values, scale = scaled(array, dtype, block)
+    values, scale = quantize(array, dtype, block)
     # Without the barrier, XLA for GPUs removes the conversion to 8 bits and back
     # (xla_allow_excess_precision).
     values = lax.optimization_barrier(values)
@@ -77,21 +77,23 @@ def rounded(array: Array, dtype, block: tuple[int, int]) -> Array:
     return _unblock(wide, array.shape).astype(result_dtype)
 
 
-def rounded_rows(x_md: Array, dtype=VALUES) -> Array:
+def round_rows(x_md: Array, dtype=FORWARD_DTYPE) -> Array:
     """Return rows rounded to 8-bit values, with a scale for 128 values of a row."""
-    return rounded(x_md, dtype, OF_ROWS)
+    return round_to_fp8(x_md, dtype, ROW_BLOCK)
 
 
-def rounded_matrices(w_gdf: Array) -> Array:
+def round_matrices(w_gdf: Array) -> Array:
     """Return matrices rounded to e4m3, with a scale for 128 x 128 values."""
-    return rounded(w_gdf, VALUES, OF_MATRICES)
+    return round_to_fp8(w_gdf, FORWARD_DTYPE, MATRIX_BLOCK)
 
 
 def check_option(fp8: str, dtype) -> None:
     """Raise ValueError unless `fp8` is 'none', or names a format of gradients and
     arrays of `dtype` can be quantized."""
-    if fp8 not in ("none", *GRADIENTS):
-        raise ValueError(f"fp8={fp8!r} is not one of none, {', '.join(GRADIENTS)}")
+    if fp8 not in ("none", *GRADIENT_DTYPES):
+        raise ValueError(
+            f"fp8={fp8!r} is not one of none, {', '.join(GRADIENT_DTYPES)}"
+        )
     if fp8 != "none" and jnp.dtype(dtype).name not in DTYPES:
         raise ValueError(
             f"fp8={fp8!r} rounds arrays of {', '.join(DTYPES)}, and x_md is {dtype}: "

@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moejax.kernels import zeros_varying_as
-from moejax.kernels.grouped_dot.products import Products, composed
+from moejax.kernels.grouped_dot.products import Products, compose_products
 
 TAIL_ROWS = (32, 64, 96, 128, 160, 192, 224, 256)
 """Numbers of rows that a tail block can have, up to the rows of a whole block. Many
@@ -38,7 +38,7 @@ def products(block_rows: int | None = None) -> Products:
 
         return call
 
-    return composed(*map(with_block_rows, (forward, dgrad, wgrad)))
+    return compose_products(*map(with_block_rows, (forward, dgrad, wgrad)))
 
 
 def default_block_rows(num_rows: int, num_groups: int) -> int:

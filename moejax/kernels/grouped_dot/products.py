@@ -41,7 +41,7 @@ class Products(NamedTuple):
     for the cotangent dy of h @ down, and h, computed again."""
 
 
-def composed(forward: Callable, dgrad: Callable, wgrad: Callable) -> Products:
+def compose_products(forward: Callable, dgrad: Callable, wgrad: Callable) -> Products:
     """Return products with unfused SwiGLU: its activation and the gradient of it are
     passes after the given products."""
     passes = partial(_swiglu, forward), partial(_swiglu_dgrad, dgrad)

@@ -4,7 +4,7 @@
     hopper.py    the same sweeps as one Pallas kernel (Mosaic GPU), for Hopper
 
 In the MoE layer, items are experts with rows, and bins are devices. The definition is
-moejax.plan.water_filling.swept.
+moejax.plan.water_filling.sweep.
 """
 
 from jaxtyping import Array, Int

@@ -12,7 +12,7 @@ import pytest
 from moejax.axes import make_mesh
 from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.weights import stores
-from moejax.plan.expert_plan import CopyTables, ExpertPlan, copied, copy_tables
+from moejax.plan.expert_plan import CopyTables, ExpertPlan, copy_tables, find_copies
 from moejax.plan.layout import Layout
 from tests.support.close import assert_close
 from tests.support.layers import (
@@ -176,7 +176,9 @@ def test_copied_is_held_but_not_owned():
     rng = np.random.default_rng(0)
     for _ in range(20):
         row_p, owned_e, _ = random_case(rng)
-        assert copied(row_p, owned_e, 4).tolist() == by_definition(row_p, owned_e, 4)
+        assert find_copies(row_p, owned_e, 4).tolist() == by_definition(
+            row_p, owned_e, 4
+        )
 
 
 def filled(tables: CopyTables, owned_e, layout: Layout) -> np.ndarray:

@@ -296,7 +296,7 @@ def test_fp8_needs_measured_tiles_of_its_own(monkeypatch):
     def require(which, shape, *_):
         asked.append((which, shape))
 
-    monkeypatch.setattr(tuning, "require", require)
+    monkeypatch.setattr(tuning, "require_measured_tiles", require)
     shape = ProductShape(192, 128, 256, 3)
     given = {"tiny": shape, "declined": dataclasses.replace(shape, d=64)}
     some = "bfloat16", "any", "hopper_fp8"

@@ -20,7 +20,7 @@ from moejax.kernels.grouped_dot import reference
 from moejax.kernels.grouped_dot.hopper import kernels
 from moejax.kernels.grouped_dot.hopper.ring import KernelRun
 from moejax.kernels.shapes import MODEL_SHAPES, SKEWS, ProductShape, make_rows
-from moejax.kernels.tuning import PASSES, Tiles, by_rule
+from moejax.kernels.tuning import PASSES, Tiles, default_tiles
 from tests.support.close import assert_close
 from tests.support.hopper_cases import operand_dims
 from tools import tune_kernels
@@ -122,7 +122,7 @@ def spoiled(which, tiles):
 @pytest.mark.slow
 def test_a_wrong_candidate_has_no_time():
     case = prepare("swiglu", spoiled)
-    rule = by_rule("swiglu", TINY)
+    rule = default_tiles("swiglu", TINY)
     batch = [dataclasses.replace(rule, span=span) for span in (rule.span, 4, 16, 1, 32)]
     timed = []
 
@@ -170,7 +170,7 @@ def test_the_kernel_itself_is_measured():
         return functools.partial(getattr(kernels, which), tiles=tiles, run=run)
 
     case = prepare("forward", product, skews=("zipf",))
-    rule = by_rule("forward", TINY)
+    rule = default_tiles("forward", TINY)
     other = dataclasses.replace(rule, stages=2)
     msec = tune_cases.measurer(case, product, lambda *_: 1.0)([rule, other])
     assert msec == [1.0, 1.0]

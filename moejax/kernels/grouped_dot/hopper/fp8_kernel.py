@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from moejax.kernels import varying_alike
-from moejax.kernels.grouped_dot.fp8 import BLOCK, Scaled
+from moejax.kernels.grouped_dot.fp8 import BLOCK, Quantized
 from moejax.kernels.grouped_dot.hopper import ring, rows_kernel
 from moejax.kernels.grouped_dot.hopper.row_tiles import row_tiles
 from moejax.kernels.tuning import Tiles
@@ -53,7 +53,7 @@ class _Block(rows_kernel.Block):
         plgpu.copy_gmem_to_smem(source, self.scale_slots.at[slot], full)
 
     def multiply(self, warpgroup, tile, done):
-        own = self.job.tiles.own
+        own = self.job.tiles.warpgroup_tile
         first_row, first_column = ring.own_part(self.job.tiles, warpgroup)
         rows = pl.ds(first_row, own[0])
         # A tile can end outside of w, where there is no scale.
@@ -95,7 +95,9 @@ def _kernel(job, table, count, *arrays, **scratch):
     ring.run_roles(barriers, block.each_tile, block.copy_in, block.compute)
 
 
-def call(x: Scaled, w: Scaled, rows_g: Array, dtype, tiles: Tiles, run: ring.KernelRun):
+def call(
+    x: Quantized, w: Quantized, rows_g: Array, dtype, tiles: Tiles, run: ring.KernelRun
+):
     """Return rows of x [m, k] times the transposed matrix of their group in w
     [g, n, k]: an array [m, n] of this dtype. Raises ValueError for tiles that scales do
     not fit."""
@@ -128,7 +130,7 @@ def call(x: Scaled, w: Scaled, rows_g: Array, dtype, tiles: Tiles, run: ring.Ker
 def check(tiles: Tiles) -> None:
     """Raise ValueError unless one scale per row and one per matrix fit each step of a
     warpgroup's tile."""
-    own_rows, own_columns = tiles.own
+    own_rows, own_columns = tiles.warpgroup_tile
     if tiles.depth != BLOCK or own_columns not in (BLOCK // 2, BLOCK) or own_rows != 64:
         raise ValueError(
             f"{tiles} must have depth={BLOCK}, and 64 x 64 or 64 x 128 values of a "

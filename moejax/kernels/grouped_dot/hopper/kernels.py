@@ -17,11 +17,11 @@ from jaxtyping import Array, Float, Int
 from moejax.kernels import device
 from moejax.kernels.grouped_dot.fp8 import (
     BLOCK,
-    GRADIENTS,
-    OF_MATRICES,
-    OF_ROWS,
-    VALUES,
-    scaled,
+    FORWARD_DTYPE,
+    GRADIENT_DTYPES,
+    MATRIX_BLOCK,
+    ROW_BLOCK,
+    quantize,
 )
 from moejax.kernels.grouped_dot.hopper import (
     fp8_kernel,
@@ -31,7 +31,7 @@ from moejax.kernels.grouped_dot.hopper import (
 )
 from moejax.kernels.grouped_dot.hopper.ring import KernelRun
 from moejax.kernels.grouped_dot.hopper.rows_kernel import RowsProgram
-from moejax.kernels.grouped_dot.products import Products, composed
+from moejax.kernels.grouped_dot.products import Products, compose_products
 from moejax.kernels.shapes import ProductShape
 from moejax.kernels.tuning import Pass, Tiles, tiles_for
 
@@ -96,7 +96,7 @@ def products(run: KernelRun = ON_DEVICE, fp8: str = "none") -> Products:
     tiled_wgrad = with_tiles("wgrad", wgrad, lambda x, dy, _: (x.shape[1], dy.shape[1]))
     if fp8 != "none":
         dgrad_in_format = functools.partial(fp8_dgrad, gradients=fp8)
-        return composed(
+        return compose_products(
             with_tiles("fp8_forward", fp8_forward, matrix_dims),
             with_tiles("fp8_dgrad", dgrad_in_format, matrix_dims),
             tiled_wgrad,
@@ -159,7 +159,8 @@ def fp8_forward(
     """Return x @ w with the matrix of each row's group, both quantized to e4m3. XLA
     quantizes them first, and writes a transposed copy of w."""
     _check(run, x_md, *w_gdf.shape[1:], is_fp8=True)
-    x, w = scaled(x_md, VALUES, OF_ROWS), scaled(w_gdf, VALUES, OF_MATRICES)
+    x = quantize(x_md, FORWARD_DTYPE, ROW_BLOCK)
+    w = quantize(w_gdf, FORWARD_DTYPE, MATRIX_BLOCK)
     w = jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), w)
     return fp8_kernel.call(x, w, rows_g, x_md.dtype, tiles, run)
 
@@ -175,8 +176,8 @@ def fp8_dgrad(
     """Return dy @ w.T with the matrix of each row's group, with dy quantized to the
     format `gradients` and w to e4m3. No transposed copy of w is made."""
     _check(run, dy_mf, *w_gdf.shape[1:], is_fp8=True)
-    dy = scaled(dy_mf, GRADIENTS[gradients], OF_ROWS)
-    w = scaled(w_gdf, VALUES, OF_MATRICES)
+    dy = quantize(dy_mf, GRADIENT_DTYPES[gradients], ROW_BLOCK)
+    w = quantize(w_gdf, FORWARD_DTYPE, MATRIX_BLOCK)
     return fp8_kernel.call(dy, w, rows_g, dy_mf.dtype, tiles, run)
 
 

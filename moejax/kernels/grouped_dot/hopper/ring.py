@@ -114,7 +114,7 @@ def kernel_arguments(run: KernelRun) -> dict[str, Any]:
 def own_part(tiles: Tiles, warpgroup):
     """Return the first row and column, in the tile of the block, of the part that a
     computing warpgroup computes."""
-    own_rows, own_columns = tiles.own
+    own_rows, own_columns = tiles.warpgroup_tile
     if tiles.halves == "rows":
         return pl.multiple_of(warpgroup * own_rows, WARPGROUP_ROWS), 0
     return 0, pl.multiple_of(warpgroup * own_columns, tiles.chunk)

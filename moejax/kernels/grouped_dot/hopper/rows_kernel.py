@@ -60,7 +60,7 @@ class RowsProgram:
     def num_slots(self) -> int:
         """Number of shared-memory slots for chunks on their way to the result, per
         warpgroup. A single result alternates between two slots."""
-        chunks = self.tiles.own[1] // self.tiles.chunk
+        chunks = self.tiles.warpgroup_tile[1] // self.tiles.chunk
         return 2 if len(self.results) == 1 and chunks % 2 == 0 else len(self.results)
 
 
@@ -184,13 +184,15 @@ class Block:
 
             return values
 
-        return pl.run_scoped(steps, *[plgpu.ACC(self.job.tiles.own)] * num_products)
+        return pl.run_scoped(
+            steps, *[plgpu.ACC(self.job.tiles.warpgroup_tile)] * num_products
+        )
 
     def operands(self, warpgroup, slot):
         """Return this warpgroup's part of x, and of the matrix of each product, in a
         ring slot."""
         tiles, is_transposed = self.job.tiles, self.job.is_transposed
-        own_rows, own_columns = tiles.own
+        own_rows, own_columns = tiles.warpgroup_tile
         first_row, first_column = ring.own_part(tiles, warpgroup)
         x, w_p = self.x_slots.at[slot], []
         if tiles.halves == "rows":
@@ -206,7 +208,7 @@ class Block:
     def _store(self, warpgroup, tile, sums):
         """Store the rows of this warpgroup's part of a tile that belong to its
         group."""
-        own_rows, _ = self.job.tiles.own
+        own_rows, _ = self.job.tiles.warpgroup_tile
         first_row, first_column = ring.own_part(self.job.tiles, warpgroup)
         low = jnp.maximum(tile.low - first_row, 0)
         high = jnp.minimum(tile.high - first_row, own_rows)
@@ -220,7 +222,7 @@ class Block:
         """Store one chunk of columns after the other through this warpgroup's slots.
         With `part` = (low, high) only these rows are written."""
         job, tiles = self.job, self.job.tiles
-        (own_rows, own_columns), (row, column) = tiles.own, at
+        (own_rows, own_columns), (row, column) = tiles.warpgroup_tile, at
         rows = pl.ds(pl.multiple_of(row, ALIGNMENT), own_rows)
         is_padding = tile.group == job.num_groups
         is_in_turns = part is None and job.num_slots > len(job.results)
@@ -304,7 +306,7 @@ def _kernel(job: RowsProgram, table, count, x, w, *rest, **scratch):
 def scratch(job: RowsProgram, x_dtype, w_dtype, out_dtype) -> dict[str, Any]:
     """Return the scratch types that a block allocates, except the barriers of its
     ring."""
-    tiles, (own_rows, _) = job.tiles, job.tiles.own
+    tiles, (own_rows, _) = job.tiles, job.tiles.warpgroup_tile
     matrix = (tiles.depth, tiles.columns)
     matrix = matrix[::-1] if job.is_transposed else matrix
     chunk = (own_rows, tiles.chunk)

@@ -140,7 +140,7 @@ class _Block:
 
             return value
 
-        value = pl.run_scoped(multiply, plgpu.ACC(self.tiles.own))
+        value = pl.run_scoped(multiply, plgpu.ACC(self.tiles.warpgroup_tile))
         self._store(warpgroup, self.table[GROUP, i], row, column, value)
         return done + num_steps
 
@@ -148,7 +148,7 @@ class _Block:
         """Return the columns of x and of dy, in a ring slot, that this warpgroup's part
         of the tile needs."""
         tiles = self.tiles
-        own_rows, own_columns = tiles.own
+        own_rows, own_columns = tiles.warpgroup_tile
         first_row, first_column = ring.own_part(tiles, warpgroup)
         return pl.ds(first_row, own_rows), pl.ds(first_column, own_columns)
 
@@ -176,7 +176,7 @@ class _Block:
         """Store this warpgroup's part of a tile, one chunk of columns after the
         other."""
         tiles = self.tiles
-        own_rows, own_columns = tiles.own
+        own_rows, own_columns = tiles.warpgroup_tile
         first_row, first_column = ring.own_part(tiles, warpgroup)
         rows = pl.ds(row + first_row, own_rows)
         for c in range(own_columns // tiles.chunk):
@@ -198,7 +198,7 @@ def _kernel(tiles: Tiles, table, x, dy, dw, *, full, empty, **scratch):
 def call(x_md, dy_mf, rows_g, tiles: Tiles, run: ring.KernelRun):
     """Run the kernel and return dw_gdf, in the dtype of x_md."""
     (num_rows, d), f = x_md.shape, dy_mf.shape[1]
-    own_rows, own_columns = tiles.own
+    own_rows, own_columns = tiles.warpgroup_tile
     num_slots = 2 if own_columns // tiles.chunk % 2 == 0 else 1
     dtype, slots = x_md.dtype, (tiles.stages, tiles.depth)
     kernel = plgpu.kernel(
