@@ -195,8 +195,8 @@ def shared_bytes(which: Pass, tiles: Tiles, itemsize: int) -> int:
     of `itemsize` bytes per value."""
     own_rows, own_columns = tiles.warpgroup_tile
     num_results = 3 if which in FUSED else 1
-    in_turns = num_results == 1 and own_columns // tiles.chunk % 2 == 0
-    num_slots = 2 if in_turns else num_results
+    alternates = num_results == 1 and own_columns // tiles.chunk % 2 == 0
+    num_slots = 2 if alternates else num_results
     step = tiles.stages * tiles.depth * (1 if which in FP8 else itemsize)
     sizes = [
         step * tiles.rows,

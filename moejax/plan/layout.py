@@ -2,9 +2,8 @@
 
 A *Topology* gives the sizes of the mesh axes. A *Layout* holds everything that is
 compiled into the step: buffer shapes, slot counts and the order of collectives. Which
-expert each slot holds can change between two steps without a compilation, and is an
-`moejax.plan.expert_plan.ExpertPlan`. Host and device code both import these two
-modules.
+expert each slot holds can change between two steps without a compilation; this is an
+ExpertPlan (`moejax.plan.expert_plan`). Host and device code import both modules.
 
 A *slot* holds the weights of one expert on one device. The *store* says how weights get
 from the float32 master parameters into the slots:
@@ -53,14 +52,16 @@ class Topology:
     this class `Mesh`."""
 
     dc: int = 1
-    """Number of data centres."""
+    """Number of data centres, over which the batch is split."""
     data: int = 1
-    """Data parallelism: devices over which the batch is split."""
+    """Size of data parallelism: the number of parts into which this axis splits the
+    batch."""
     expert: int = 1
-    """Expert parallelism: devices over which the batch and the experts are split."""
+    """Size of expert parallelism: the number of parts into which this axis splits the
+    batch and the experts."""
     tensor: int = 1
-    """Tensor parallelism: devices over which attention heads and hidden widths are
-    split, with the whole batch on each."""
+    """Size of tensor parallelism: the number of parts into which this axis splits
+    attention heads and hidden widths. All devices of this axis have the whole batch."""
 
     def __post_init__(self) -> None:
         for name, size in zip(("dc", "data", "expert", "tensor"), self.sizes):
@@ -106,13 +107,13 @@ class Layout:
     """Number of experts of each MoE layer, replicas not counted (e)."""
     num_devices: int
     """Number of devices in the group, between which rows travel (w). With a tensor axis
-    or expert shards: number of owners, each of which can be several devices."""
+    or expert shards it is the number of owners, and an owner can be several devices."""
     slots_per_device: int
     """Number of slots of one device, per layer (s). Each holds one expert's weights or
     is empty."""
     rows_per_peer: int
     """Number of rows that one device can send to one other device in round 0 of an
-    exchange (c). It is the size of the send buffers."""
+    exchange (c). Each device has a send buffer of this size for every other device."""
     transport: Transport = "padded"
     """How rows travel between devices: 'local' where there is no other device, 'padded'
     sends whole buffers, 'ragged' only the rows in use, and 'hierarchical' whole buffers
@@ -244,7 +245,8 @@ class Layout:
     @property
     def rows_per_round(self) -> int:
         """Number of rows that one device can send to one other in each round after the
-        first: a quarter of `rows_per_peer`, rounded up."""
+        first: a quarter of `rows_per_peer`, rounded up to a multiple of
+        `num_windows`."""
         parts = 4 * self.num_windows
         return -(-self.rows_per_peer // parts) * self.num_windows
 
@@ -325,6 +327,7 @@ def _check(layout: Layout) -> None:
 
 
 def _check_group(layout: Layout) -> None:
+    """Check that the axes are those of a group, which splits the experts evenly."""
     groups = list(GROUP_AXES.values())
     if layout.is_local:
         groups = [("tensor",)]
@@ -339,6 +342,7 @@ def _check_group(layout: Layout) -> None:
 
 
 def _check_copies(layout: Layout) -> None:
+    """Check that the store agrees with slots, budgets, kernels, split and prefetch."""
     budgets = (layout.offers_per_device, layout.copies_per_device)
     limits = (layout.experts_per_device, layout.slots_per_device)
     if layout.has_copies and any(not 0 <= b <= n for b, n in zip(budgets, limits)):
@@ -375,6 +379,7 @@ def _check_copies(layout: Layout) -> None:
 
 
 def _check_dynamic(layout: Layout) -> None:
+    """Check what split='dynamic' needs."""
     if layout.split != "dynamic":
         return
     if layout.store != "transient" or layout.prefetch:
@@ -406,6 +411,7 @@ def _check_dynamic(layout: Layout) -> None:
 
 
 def _check_tensor(layout: Layout) -> None:
+    """Check that the schedule agrees with split, buffers, transport and store."""
     if layout.tensor is None:
         return
     schedule = layout.tensor.schedule
@@ -438,6 +444,7 @@ def _check_tensor(layout: Layout) -> None:
 
 
 def _check_domain(layout: Layout) -> None:
+    """Check that domains agree with group, store, split and expert shards."""
     domain = layout.domain
     if domain is None:
         return
@@ -464,6 +471,7 @@ def _check_domain(layout: Layout) -> None:
 
 
 def _check_buffers(layout: Layout) -> None:
+    """Check the numbers of slots and of rows, and that the transport can carry them."""
     if layout.num_slots < layout.num_experts:
         raise ValueError(
             f"{layout.num_devices} x {layout.slots_per_device} slots hold fewer than "

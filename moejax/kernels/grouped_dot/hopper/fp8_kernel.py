@@ -48,13 +48,13 @@ class _Block(rows_kernel.Block):
 
     def copy_step(self, tile, number, slot):
         super().copy_step(tile, number, slot)
-        rows = pl.ds(tile.row, self.job.tiles.rows)
+        rows = pl.ds(tile.row, self.program.tiles.rows)
         source, full = self.x_scale.at[number, rows], self.ring.full.at[slot]
         plgpu.copy_gmem_to_smem(source, self.scale_slots.at[slot], full)
 
     def multiply(self, warpgroup, tile, done):
-        own = self.job.tiles.warpgroup_tile
-        first_row, first_column = ring.own_part(self.job.tiles, warpgroup)
+        own = self.program.tiles.warpgroup_tile
+        first_row, first_column = ring.own_part(self.program.tiles, warpgroup)
         rows = pl.ds(first_row, own[0])
         # A tile can end outside of w, where there is no scale.
         last = self.w_scale.shape[1] - 1
@@ -85,13 +85,15 @@ def _product(x, w, total):
     return total[...]  # reading the accumulator waits for the WGMMA
 
 
-def _kernel(job, table, count, *arrays, **scratch):
+def _kernel(program, table, count, *arrays, **scratch):
     """Run one block: the body of the kernel."""
     x, w, x_scale, w_scale, y = arrays
-    barriers = ring.Ring(scratch.pop("full"), scratch.pop("empty"), job.tiles.stages)
+    barriers = ring.Ring(
+        scratch.pop("full"), scratch.pop("empty"), program.tiles.stages
+    )
     scales = {"x_scale": x_scale, "w_scale": w_scale}
     references = {"loaded": None, "ring": barriers, **scratch, **scales}
-    block = _Block(job, table, count, x, w, (), (y,), **references)
+    block = _Block(program, table, count, x, w, (), (y,), **references)
     ring.run_roles(barriers, block.each_tile, block.copy_in, block.compute)
 
 
@@ -103,7 +105,7 @@ def call(
     not fit."""
     check(tiles)
     (num_rows, depth), (num_groups, width, _) = x.values.shape, w.values.shape
-    job = rows_kernel.RowsProgram(
+    program = rows_kernel.RowsProgram(
         tiles=tiles,
         is_transposed=True,
         num_steps=depth // BLOCK,
@@ -112,11 +114,11 @@ def call(
         finish=lambda products, sources, is_padding: products,
         products=(None,),
     )
-    slots = rows_kernel.scratch(job, x.values.dtype, w.values.dtype, dtype)
+    slots = rows_kernel.scratch(program, x.values.dtype, w.values.dtype, dtype)
     scales = plgpu.SMEM((tiles.stages, tiles.rows), jnp.float32)
     table, count = row_tiles(rows_g, num_rows, tiles.rows)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, job),
+        functools.partial(_kernel, program),
         out_type=jax.ShapeDtypeStruct((num_rows, width), dtype),
         scratch_types=slots
         | {"scale_slots": scales, **ring.ring_barriers(tiles.stages, 3)},

@@ -200,7 +200,7 @@ def swiglu(
         gate, up = (p.astype(x_md.dtype).astype(jnp.float32) for p in products)
         return gate * jax.nn.sigmoid(gate) * up, gate, up
 
-    job = RowsProgram(
+    program = RowsProgram(
         tiles=tiles,
         is_transposed=False,
         num_steps=pl.cdiv(d, tiles.depth),
@@ -212,7 +212,7 @@ def swiglu(
     )
     shapes = [(num_rows, f), (num_rows, 2, f)]
     into_gd2f = into_gdh.reshape(num_groups, d, 2, f)
-    h_mf, into_m2f = rows_kernel.call(job, shapes, run, rows_g, x_md, into_gd2f)
+    h_mf, into_m2f = rows_kernel.call(program, shapes, run, rows_g, x_md, into_gd2f)
     return h_mf, into_m2f.reshape(num_rows, 2 * f)
 
 
@@ -242,7 +242,7 @@ def swiglu_dgrad(
         zero = jnp.zeros_like(dh)
         return [jnp.where(is_padding, zero, v) for v in (dgate, dh * silu, silu * up)]
 
-    job = RowsProgram(
+    program = RowsProgram(
         tiles=tiles,
         is_transposed=True,
         num_steps=pl.cdiv(d, tiles.depth),
@@ -256,7 +256,7 @@ def swiglu_dgrad(
     into_m2f = into_mh.reshape(num_rows, 2, f)
     shapes = [(num_rows, 2, f), (num_rows, f)]
     arrays = dy_md, down_gfd, into_m2f
-    dinto_m2f, h_mf = rows_kernel.call(job, shapes, run, rows_g, *arrays)
+    dinto_m2f, h_mf = rows_kernel.call(program, shapes, run, rows_g, *arrays)
     return dinto_m2f.reshape(num_rows, 2 * f), h_mf
 
 
@@ -265,7 +265,7 @@ def _product(x, w, rows_g, tiles, run, *, is_transposed):
     num_rows, depth = x.shape
     width = w.shape[1 if is_transposed else 2]
     _check(run, x, depth, width)
-    job = RowsProgram(
+    program = RowsProgram(
         tiles=tiles,
         is_transposed=is_transposed,
         num_steps=pl.cdiv(depth, tiles.depth),
@@ -274,7 +274,7 @@ def _product(x, w, rows_g, tiles, run, *, is_transposed):
         finish=lambda products, sources, is_padding: products,
         products=(None,),
     )
-    (y,) = rows_kernel.call(job, [(num_rows, width)], run, rows_g, x, w)
+    (y,) = rows_kernel.call(program, [(num_rows, width)], run, rows_g, x, w)
     return y
 
 

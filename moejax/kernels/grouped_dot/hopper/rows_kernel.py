@@ -86,7 +86,7 @@ class _Tile:
 class Block:
     """References of a running block to its arrays in global and shared memory."""
 
-    job: RowsProgram
+    program: RowsProgram
     table: Any
     """Table of row_tiles."""
     count: Any
@@ -113,20 +113,22 @@ class Block:
     def each_tile(self, step):
         """Call step(tile, done) -> done for each tile of this block, and return the
         last `done`."""
-        tiles, wide = self.job.tiles, self.job.num_columns
+        tiles, wide = self.program.tiles, self.program.num_columns
         first, blocks = lax.axis_index("block"), lax.axis_size("block")
         total = self.count[0] * wide
 
-        def number(i, done):
+        def run_tile(i, done):
             t, column = ring.walk(first + i * blocks, self.count[0], wide, tiles.span)
             group, row, low, high = (self.table[row, t] for row in range(4))
             # A tile of padding has no steps and stores its accumulators, which are 0.
-            steps = jnp.where(group < self.job.num_groups, self.job.num_steps, 0)
+            steps = jnp.where(
+                group < self.program.num_groups, self.program.num_steps, 0
+            )
             row = pl.multiple_of(row, ALIGNMENT)
             column = pl.multiple_of(column * tiles.columns, tiles.columns)
             return step(_Tile(group, row, low, high, column, steps), done)
 
-        return lax.fori_loop(0, pl.cdiv(total - first, blocks), number, jnp.int32(0))
+        return lax.fori_loop(0, pl.cdiv(total - first, blocks), run_tile, jnp.int32(0))
 
     def copy_in(self, tile, done):
         """Copy the operands of all steps of a tile into the ring."""
@@ -140,13 +142,13 @@ class Block:
 
     def copy_step(self, tile, number, slot):
         """Start the copies of x and w for step `number` of a tile into a ring slot."""
-        tiles, full = self.job.tiles, self.ring.full.at[slot]
+        tiles, full = self.program.tiles, self.ring.full.at[slot]
         rows = pl.ds(tile.row, tiles.rows)
         columns = pl.ds(tile.column, tiles.columns)
         depth = pl.ds(number * tiles.depth, tiles.depth)
         plgpu.copy_gmem_to_smem(self.x.at[rows, depth], self.x_slots.at[slot], full)
-        window = (columns, depth) if self.job.is_transposed else (depth, columns)
-        for p, half in enumerate(self.job.products):
+        window = (columns, depth) if self.program.is_transposed else (depth, columns)
+        for p, half in enumerate(self.program.products):
             matrix = _windowed(self.w.at[tile.group], half, *window)
             plgpu.copy_gmem_to_smem(matrix, self.w_slots.at[slot, p], full)
 
@@ -157,7 +159,7 @@ class Block:
 
     def multiply(self, warpgroup, tile, done):
         """Return this warpgroup's part of each product of a tile, in registers."""
-        num_products = len(self.job.products)
+        num_products = len(self.program.products)
 
         def steps(*sums):
             def step(number, done):
@@ -185,19 +187,19 @@ class Block:
             return values
 
         return pl.run_scoped(
-            steps, *[plgpu.ACC(self.job.tiles.warpgroup_tile)] * num_products
+            steps, *[plgpu.ACC(self.program.tiles.warpgroup_tile)] * num_products
         )
 
     def operands(self, warpgroup, slot):
         """Return this warpgroup's part of x, and of the matrix of each product, in a
         ring slot."""
-        tiles, is_transposed = self.job.tiles, self.job.is_transposed
+        tiles, is_transposed = self.program.tiles, self.program.is_transposed
         own_rows, own_columns = tiles.warpgroup_tile
         first_row, first_column = ring.own_part(tiles, warpgroup)
         x, w_p = self.x_slots.at[slot], []
         if tiles.halves == "rows":
             x = x.at[pl.ds(first_row, own_rows)]
-        for p in range(len(self.job.products)):
+        for p in range(len(self.program.products)):
             w = self.w_slots.at[slot, p]
             if tiles.halves == "columns":
                 own = pl.ds(first_column, own_columns)
@@ -208,8 +210,8 @@ class Block:
     def _store(self, warpgroup, tile, sums):
         """Store the rows of this warpgroup's part of a tile that belong to its
         group."""
-        own_rows, _ = self.job.tiles.warpgroup_tile
-        first_row, first_column = ring.own_part(self.job.tiles, warpgroup)
+        own_rows, _ = self.program.tiles.warpgroup_tile
+        first_row, first_column = ring.own_part(self.program.tiles, warpgroup)
         low = jnp.maximum(tile.low - first_row, 0)
         high = jnp.minimum(tile.high - first_row, own_rows)
         is_whole = (low == 0) & (high == own_rows)
@@ -221,22 +223,22 @@ class Block:
     def _store_chunks(self, warpgroup, at, tile, sums, part=None):
         """Store one chunk of columns after the other through this warpgroup's slots.
         With `part` = (low, high) only these rows are written."""
-        job, tiles = self.job, self.job.tiles
+        program, tiles = self.program, self.program.tiles
         (own_rows, own_columns), (row, column) = tiles.warpgroup_tile, at
         rows = pl.ds(pl.multiple_of(row, ALIGNMENT), own_rows)
-        is_padding = tile.group == job.num_groups
-        is_in_turns = part is None and job.num_slots > len(job.results)
+        is_padding = tile.group == program.num_groups
+        alternates = part is None and program.num_slots > len(program.results)
         edge = self.edge.at[warpgroup]
         shift = 0 if part is None else lax.rem(part[0], EDGE_ROWS)
         for c in range(own_columns // tiles.chunk):
             inside = slice(c * tiles.chunk, (c + 1) * tiles.chunk)
             columns = pl.ds(column + inside.start, tiles.chunk)
             sources = self._read_sources(warpgroup, rows, columns)
-            values = job.finish([x[:, inside] for x in sums], sources, is_padding)
-            for number, (output, half) in enumerate(job.results):
+            values = program.finish([x[:, inside] for x in sums], sources, is_padding)
+            for number, (output, half) in enumerate(program.results):
                 if number == 0 or part is not None:
-                    plgpu.wait_smem_to_gmem(int(is_in_turns), wait_read_only=True)
-                slot = self.out.at[warpgroup, c % 2 if is_in_turns else number]
+                    plgpu.wait_smem_to_gmem(int(alternates), wait_read_only=True)
+                slot = self.out.at[warpgroup, c % 2 if alternates else number]
                 slot = slot if part is None else edge.at[pl.ds(shift, own_rows)]
                 slot[...] = values[number].astype(self.out.dtype)
                 plgpu.commit_smem()
@@ -249,15 +251,15 @@ class Block:
     def _read_sources(self, warpgroup, rows, columns):
         """Return the chunks that the epilogue reads, in registers. They are copied
         through the slots of results."""
-        if not self.job.sources:
+        if not self.program.sources:
             return []
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         loaded = self.loaded.at[warpgroup]
-        for slot, half in enumerate(self.job.sources):
+        for slot, half in enumerate(self.program.sources):
             window = _windowed(self.sources[0], half, rows, columns)
             plgpu.copy_gmem_to_smem(window, self.out.at[warpgroup, slot], loaded)
         plgpu.barrier_wait(loaded)
-        count = len(self.job.sources)
+        count = len(self.program.sources)
         chunks = [
             self.out[warpgroup, slot].astype(jnp.float32) for slot in range(count)
         ]
@@ -293,38 +295,42 @@ def _copy_rows(edge, shift, target, low, high):
     plgpu.commit_smem_to_gmem_group()
 
 
-def _kernel(job: RowsProgram, table, count, x, w, *rest, **scratch):
+def _kernel(program: RowsProgram, table, count, x, w, *rest, **scratch):
     """Run one block: the body of the kernel."""
-    sources, outputs = rest[: bool(job.sources)], rest[bool(job.sources) :]
-    barriers = ring.Ring(scratch.pop("full"), scratch.pop("empty"), job.tiles.stages)
+    sources, outputs = rest[: bool(program.sources)], rest[bool(program.sources) :]
+    barriers = ring.Ring(
+        scratch.pop("full"), scratch.pop("empty"), program.tiles.stages
+    )
     loaded = scratch.pop("loaded", None)
     arrays = table, count, x, w, sources, outputs
-    block = Block(job, *arrays, **scratch, loaded=loaded, ring=barriers)
+    block = Block(program, *arrays, **scratch, loaded=loaded, ring=barriers)
     ring.run_roles(barriers, block.each_tile, block.copy_in, block.compute)
 
 
-def scratch(job: RowsProgram, x_dtype, w_dtype, out_dtype) -> dict[str, Any]:
+def scratch(program: RowsProgram, x_dtype, w_dtype, out_dtype) -> dict[str, Any]:
     """Return the scratch types that a block allocates, except the barriers of its
     ring."""
-    tiles, (own_rows, _) = job.tiles, job.tiles.warpgroup_tile
+    tiles, (own_rows, _) = program.tiles, program.tiles.warpgroup_tile
     matrix = (tiles.depth, tiles.columns)
-    matrix = matrix[::-1] if job.is_transposed else matrix
+    matrix = matrix[::-1] if program.is_transposed else matrix
     chunk = (own_rows, tiles.chunk)
     slots = {
         "x_slots": ring.swizzled((tiles.stages, tiles.rows, tiles.depth), x_dtype),
-        "w_slots": ring.swizzled((tiles.stages, len(job.products), *matrix), w_dtype),
-        "out": ring.swizzled((WARPGROUPS, job.num_slots, *chunk), out_dtype),
+        "w_slots": ring.swizzled(
+            (tiles.stages, len(program.products), *matrix), w_dtype
+        ),
+        "out": ring.swizzled((WARPGROUPS, program.num_slots, *chunk), out_dtype),
         "edge": plgpu.SMEM((WARPGROUPS, own_rows + EDGE_ROWS, tiles.chunk), out_dtype),
     }
-    if job.sources:
+    if program.sources:
         slots["loaded"] = plgpu.Barrier(
-            num_arrivals=len(job.sources), num_barriers=WARPGROUPS
+            num_arrivals=len(program.sources), num_barriers=WARPGROUPS
         )
     return slots
 
 
 def call(
-    job: RowsProgram,
+    program: RowsProgram,
     out_shapes: list[tuple[int, ...]],
     run: ring.KernelRun,
     rows_g,
@@ -335,12 +341,12 @@ def call(
     `arrays` are x, w and, if the epilogue reads one, the source array.
     """
     x = arrays[0]
-    table, count = row_tiles(rows_g, x.shape[0], job.tiles.rows)
-    barriers = ring.ring_barriers(job.tiles.stages, 1 + len(job.products))
+    table, count = row_tiles(rows_g, x.shape[0], program.tiles.rows)
+    barriers = ring.ring_barriers(program.tiles.stages, 1 + len(program.products))
     kernel = plgpu.kernel(
-        functools.partial(_kernel, job),
+        functools.partial(_kernel, program),
         out_type=tuple(jax.ShapeDtypeStruct(shape, x.dtype) for shape in out_shapes),
-        scratch_types=scratch(job, x.dtype, x.dtype, x.dtype) | barriers,
+        scratch_types=scratch(program, x.dtype, x.dtype, x.dtype) | barriers,
         kernel_name="grouped_rows",
         **ring.kernel_arguments(run),
     )

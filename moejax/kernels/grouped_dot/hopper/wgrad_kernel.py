@@ -78,7 +78,7 @@ class _Block:
         first, blocks = lax.axis_index("block"), lax.axis_size("block")
         total = num_groups * high * wide
 
-        def number(n, done):
+        def run_tile(n, done):
             item = first + n * blocks
             i = lax.div(item, high * wide)
             inside = item - i * high * wide
@@ -87,7 +87,7 @@ class _Block:
             column = pl.multiple_of(column * tiles.columns, tiles.columns)
             return step(i, row, column, done)
 
-        return lax.fori_loop(0, pl.cdiv(total - first, blocks), number, jnp.int32(0))
+        return lax.fori_loop(0, pl.cdiv(total - first, blocks), run_tile, jnp.int32(0))
 
     def copy_in(self, i, row, column, done):
         """Copy the operands of all steps of a tile into the ring."""
