@@ -54,7 +54,8 @@ class ExpertPlan:
     """Expert whose master parameters and moments lie at each position, int32 [layers,
     experts]; each row is a permutation. Positions d*o .. d*o+o-1 belong to device d,
     where o is the number of experts per device. None means logical order, in which
-    expert i lies at position i."""
+    expert i lies at position i. The store 'owned' needs the table of slots here, and
+    the store 'sharded' needs None."""
 
     def __post_init__(self) -> None:
         owned_le = self.owned_le

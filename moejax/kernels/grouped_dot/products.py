@@ -23,8 +23,9 @@ Product = Callable[[Array, Array, Array], Array]
 class Products(NamedTuple):
     """The grouped products of one implementation.
 
-    Rows past sum(rows_g) are not read, and are zero in results. Sums are taken in
-    float32 or wider. The columns of gate come before those of up in `into`.
+    The values of rows past sum(rows_g) have no effect, and such rows are zero in
+    results. Sums are taken in float32 or wider. The columns of gate come before
+    those of up in `into`.
     """
 
     forward: Callable[[Array, Array, Array], Array]
