@@ -1,7 +1,7 @@
 """Causal grouped-query attention with RoPE and optional QK-norm.
 
-Heads are split over the tensor axis: each device has whole groups, of one key head and
-the query heads that read it.
+Heads are split over the tensor axis. Each device has whole groups; a group is one
+key-value head and the query heads that read it.
 """
 
 from typing import NamedTuple
@@ -15,38 +15,55 @@ from jaxtyping import Array, Bool, Float, Int
 from moejax import axes
 from moejax.config import Model
 from moejax.model.cache import Cache, KvCacheView
-from moejax.model.layers import RmsNorm, Rotation, into, output_matrix, rope, rotation
-from moejax.model.sharding import batch_sharded, check_tensor, gathered
+from moejax.model.layers import (
+    RmsNorm,
+    Rotation,
+    input_matrix,
+    output_matrix,
+    rope,
+    rotation,
+)
+from moejax.model.sharding import batch_sharded, check_tensor, gather_param
 
 
 class AttentionContext(NamedTuple):
-    """Where tokens stand and what they see: one for all layers."""
+    """Positions and attention mask of a batch's tokens, shared by all layers."""
 
     rotation: Rotation
+    """RoPE angles of the tokens, by their positions in their documents."""
     mask_bhtu: Bool[Array, "b 1 t u"] | None
-    """Which keys a query may see; None: all."""
+    """True where query t may attend to key u. None masks nothing."""
     is_causal: bool
-    """Whether keys after the query are hidden beside those that the mask hides."""
+    """Whether keys after the query are hidden as well, beside those that the mask
+    hides."""
     start: Int[Array, ""] | None = None
-    """Place of the first token in a cache."""
+    """Position in the KV cache of the batch's first token. None without a cache."""
 
     @classmethod
     def from_windows(
         cls, position_bt: Int[Array, "b t"], cfg: Model, is_separate: bool
     ) -> "AttentionContext":
-        """Separate documents begin where a position is 0."""
-        turn = rotation(position_bt, cfg.head_dim, cfg.rope_theta)
+        """Return the context of whole windows, as in training and evaluation.
+
+        A document begins where a position is 0. With `is_separate`, tokens attend only
+        to tokens of their own document.
+        """
+        angles = rotation(position_bt, cfg.head_dim, cfg.rope_theta)
         if not is_separate:
-            return cls(turn, None, is_causal=True)
+            return cls(angles, None, is_causal=True)
         document_bt = jnp.cumsum(position_bt == 0, axis=1)
         same_btt = document_bt[:, :, None] == document_bt[:, None, :]
-        return cls(turn, same_btt[:, None], is_causal=True)
+        return cls(angles, same_btt[:, None], is_causal=True)
 
     @classmethod
     def from_cache(
         cls, position_bt: Int[Array, "b t"], cfg: Model, cache: Cache
     ) -> tuple["AttentionContext", Int[Array, "b u"]]:
-        """Of tokens that follow those in the cache, and the documents of them all."""
+        """Return the context of t tokens that follow those in the cache.
+
+        Also return the document numbers of all cached tokens, the new ones included
+        (Cache.document_bu).
+        """
         before_b1 = jnp.max(cache.document_bu, axis=1, keepdims=True)
         document_bt = before_b1 + jnp.cumsum(position_bt == 0, axis=1)
         start, (t, u) = (
@@ -58,24 +75,30 @@ class AttentionContext(NamedTuple):
         )
         mask_btu = document_bt[:, :, None] == document_bu[:, None, :]
         mask_btu &= jnp.arange(u) <= start + jnp.arange(t)[:, None]
-        turn = rotation(position_bt, cfg.head_dim, cfg.rope_theta)
-        return cls(turn, mask_btu[:, None], is_causal=False, start=start), document_bu
+        angles = rotation(position_bt, cfg.head_dim, cfg.rope_theta)
+        context = cls(angles, mask_btu[:, None], is_causal=False, start=start)
+        return context, document_bu
 
 
 def check_heads(cfg: Model, tensor: int) -> None:
-    """ValueError when a tensor axis of so many devices cannot split the heads. Query
-    heads are whole multiples of key heads, so that these decide."""
+    """Raise ValueError unless `tensor` devices can split the heads evenly.
+
+    Checking the key-value heads is enough: the number of query heads is a multiple of
+    theirs.
+    """
     check_tensor("Model.num_kv_heads", cfg.num_kv_heads, tensor)
 
 
 class Attention(nnx.Module):
+    """Projections and optional QK-norms of one attention layer."""
+
     def __init__(self, cfg: Model, mesh: Mesh, rngs: nnx.Rngs):
         d, h, g, i = cfg.d_model, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         check_heads(cfg, mesh.shape[axes.TENSOR])
         self.cfg, self.mesh = cfg, mesh
-        self.q_dhi = into(rngs, d, h * i)
-        self.k_dgi = into(rngs, d, g * i)
-        self.v_dgi = into(rngs, d, g * i)
+        self.q_dhi = input_matrix(rngs, d, h * i)
+        self.k_dgi = input_matrix(rngs, d, g * i)
+        self.v_dgi = input_matrix(rngs, d, g * i)
         self.out_hid = output_matrix(rngs, h * i, d)
         widths = {"none": (None, None), "head": (i, i), "full": (h * i, g * i)}
         self.q_norm, self.k_norm = (
@@ -89,17 +112,21 @@ class Attention(nnx.Module):
         context: AttentionContext,
         cache_view: KvCacheView | None = None,
     ) -> tuple[Float[Array, "b t d"], KvCacheView | None]:
-        """The output, and the memory with these tokens in it."""
+        """Return the output, and the cache view with these tokens appended.
+
+        Without a view the tokens attend to one another only, and None is returned in
+        its place.
+        """
         b, t, _ = x_btd.shape
         q_bthi, k_bugi, v_bugi = self._projected(x_btd)
         q_bthi = rope(self._normed(q_bthi, self.q_norm), context.rotation)
         k_bugi = rope(self._normed(k_bugi, self.k_norm), context.rotation)
         implementation = self.cfg.attention
         if cache_view is not None:
-            cache_view, k_bugi, v_bugi = cache_view.extended(
+            cache_view, k_bugi, v_bugi = cache_view.append(
                 context.start, k_bugi, v_bugi
             )
-            implementation = "xla"  # fused kernels want many queries
+            implementation = "xla"  # fused kernels are made for many queries
         out_bthi = jax.nn.dot_product_attention(
             q_bthi,
             k_bugi,
@@ -109,21 +136,23 @@ class Attention(nnx.Module):
             implementation=implementation,
         )
         out_bthi = batch_sharded(out_bthi, self.mesh, tensor_dim=2)
-        out_btd = out_bthi.reshape(b, t, -1) @ gathered(
+        out_btd = out_bthi.reshape(b, t, -1) @ gather_param(
             self.out_hid, self.mesh, x_btd.dtype
         )
         return batch_sharded(out_btd, self.mesh), cache_view
 
     def _projected(self, x_btd: Float[Array, "b t d"]) -> list[Array]:
-        """Queries, keys and values [b, t, heads, i] of one product, group by group:
-        three would sum x's gradient over tensor three times."""
+        """Return queries, keys and values [b, t, heads, i], made by one product.
+
+        Three products would sum the gradient of x over the tensor axis three times.
+        """
         x_btd, dtype = batch_sharded(x_btd, self.mesh), x_btd.dtype
         (b, t, d), g, i = x_btd.shape, self.cfg.num_kv_heads, self.cfg.head_dim
         parts = [
-            gathered(param, self.mesh, dtype).reshape(d, g, -1, i)
+            gather_param(param, self.mesh, dtype).reshape(d, g, -1, i)
             for param in (self.q_dhi, self.k_dgi, self.v_dgi)
         ]
-        # Of each group its query heads, its key head and its value head.
+        # c: the query heads of a group, then its key head, then its value head.
         y_btgci = jnp.einsum("btd,dgci->btgci", x_btd, jnp.concatenate(parts, axis=2))
         y_btgci = batch_sharded(y_btgci, self.mesh, tensor_dim=2)
         last = y_btgci.shape[3] - 1
@@ -131,7 +160,8 @@ class Attention(nnx.Module):
         return [part.reshape(b, t, -1, i) for part in parts]
 
     def _normed(self, y_bthi: Array, norm: RmsNorm | None) -> Array:
-        """Normalised per head or over all of them."""
+        """Return the queries or keys, normalised as cfg.qk_norm says: not at all, each
+        head by itself, or all heads together."""
         if norm is None:
             return y_bthi
         if self.cfg.qk_norm == "full":

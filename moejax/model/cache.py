@@ -1,9 +1,10 @@
-"""Keys and values of tokens that a model has seen, for those that follow.
+"""The KV cache: keys and values of earlier tokens, kept for generating later ones.
 
-    prefill   tokens [b, t]  ->  hidden states, and a cache with t of u places filled
+    prefill   tokens [b, t]  ->  hidden states, and a cache with t of u positions filled
     decode    tokens [b, 1]  ->  hidden states, and the cache with one more
 
-Here u counts the places of a cache, filled or not, and l all layers, dense ones too.
+Here u counts the positions of a cache, filled or not, and l all layers, dense ones
+included.
 """
 
 from typing import NamedTuple
@@ -19,46 +20,60 @@ from moejax.config import Model
 
 
 class KvCacheView(NamedTuple):
-    """What a scan over layers carries: `layer` is the one whose turn it is."""
+    """View of one layer of the KV cache, as a scan over the layers carries it.
+
+    The arrays are those of all layers; `layer` selects the current one.
+    """
 
     key_lbugi: Float[Array, "l b u g i"]
-    """Turned by RoPE."""
+    """Keys of all layers, rotated by RoPE."""
     value_lbugi: Float[Array, "l b u g i"]
+    """Values of all layers."""
     layer: Int[Array, ""]
+    """Index of the current layer."""
 
-    def extended(self, start, k_btgi, v_btgi) -> tuple["KvCacheView", Array, Array]:
-        """With t more tokens from place `start` on in this layer; its keys and values
-        [b, u, g, i]. The next layer's turn comes."""
+    def append(self, start, k_btgi, v_btgi) -> tuple["KvCacheView", Array, Array]:
+        """Write t tokens into the current layer, from position `start` on.
 
-        def put(whole_lbugi, new_btgi):
-            where = (self.layer, 0, start, 0, 0)
-            return jax.lax.dynamic_update_slice(whole_lbugi, new_btgi[None], where)
+        Return the view of the next layer, and the current layer's keys and values
+        [b, u, g, i] with the new tokens in them.
+        """
 
-        def take(whole_lbugi):
-            return jax.lax.dynamic_index_in_dim(whole_lbugi, self.layer, keepdims=False)
+        def write(cache_lbugi, new_btgi):
+            begin = (self.layer, 0, start, 0, 0)
+            return jax.lax.dynamic_update_slice(cache_lbugi, new_btgi[None], begin)
 
-        key_lbugi, value_lbugi = (
-            put(self.key_lbugi, k_btgi),
-            put(self.value_lbugi, v_btgi),
-        )
+        def read(cache_lbugi):
+            return jax.lax.dynamic_index_in_dim(cache_lbugi, self.layer, keepdims=False)
+
+        key_lbugi = write(self.key_lbugi, k_btgi)
+        value_lbugi = write(self.value_lbugi, v_btgi)
         cache_view = KvCacheView(key_lbugi, value_lbugi, self.layer + 1)
-        return cache_view, take(key_lbugi), take(value_lbugi)
+        return cache_view, read(key_lbugi), read(value_lbugi)
 
 
 @struct.dataclass
 class Cache:
-    """Rows are filled alike, from the left. A row of fewer tokens begins with others at
-    position -1: they are of document 0, which no later token is of."""
+    """Keys and values of the tokens that a model has read, for all layers.
+
+    All rows hold the same number of tokens, filled from the left. A shorter row begins
+    with padding tokens at position -1. These belong to document 0, which no real token
+    belongs to, so no real token attends to them.
+    """
 
     key_lbugi: Float[Array, "l b u g i"]
+    """Keys, rotated by RoPE."""
     value_lbugi: Float[Array, "l b u g i"]
+    """Values."""
     document_bu: Int[Array, "b u"]
-    """Each token's document, counted from 1 on where a position is 0."""
+    """Document number of each token. A row's documents count from 1; a new one begins
+    at each position 0."""
     num_tokens: Int[Array, ""]
-    """Places filled."""
+    """Number of positions filled, equal for all rows."""
 
     @classmethod
     def empty(cls, cfg: Model, batch_size: int, capacity: int) -> "Cache":
+        """Return a cache without tokens, with `capacity` positions per row."""
         shape = (cfg.num_layers, batch_size, capacity, cfg.num_kv_heads, cfg.head_dim)
         zeros_lbugi = jnp.zeros(shape, jnp.dtype(cfg.compute_dtype))
         document_bu = jnp.zeros((batch_size, capacity), jnp.int32)
@@ -66,7 +81,8 @@ class Cache:
 
     @classmethod
     def shardings(cls, mesh: Mesh) -> "Cache":
-        """Where each part lies: rows along the batch axes, heads along tensor."""
+        """Return the sharding of each field: rows over the batch axes, heads over the
+        tensor axis."""
         heads = axes.sharding(mesh, None, axes.BATCH_AXES, None, axes.TENSOR)
         rows, whole = axes.sharding(mesh, axes.BATCH_AXES), axes.sharding(mesh)
         return cls(heads, heads, rows, whole)

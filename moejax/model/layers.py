@@ -1,4 +1,7 @@
-"""Dense parts: RMSNorm, RoPE, SwiGLU. Masters are float32, compute is as the input."""
+"""Dense building blocks: RMSNorm, RoPE, SwiGLU.
+
+Parameters are float32 master parameters. Products are computed in the input's dtype.
+"""
 
 from typing import NamedTuple
 
@@ -9,32 +12,38 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from moejax import axes
-from moejax.model.sharding import batch_sharded, check_tensor, gathered
+from moejax.model.sharding import batch_sharded, check_tensor, gather_param
 
 
-def into(rngs: nnx.Rngs, d_model: int, width: int) -> nnx.Param:
-    """A matrix that reads x; its columns are split over tensor."""
+def input_matrix(rngs: nnx.Rngs, d_model: int, width: int) -> nnx.Param:
+    """Return a new matrix that reads x. Its columns are split over the tensor axis."""
     return _weight(rngs, (d_model, width), tensor_dim=1)
 
 
 def output_matrix(rngs: nnx.Rngs, width: int, d_model: int) -> nnx.Param:
-    """A matrix that writes what is added to x; its rows are split over tensor."""
+    """Return a new matrix whose output is added to x. Its rows are split over the
+    tensor axis."""
     return _weight(rngs, (width, d_model), tensor_dim=0)
 
 
 def _weight(rngs: nnx.Rngs, shape: tuple[int, int], tensor_dim: int) -> nnx.Param:
-    """Truncated normal of variance 1 / rows."""
+    """Return a parameter drawn from a truncated normal of variance 1 / rows."""
     init = jax.nn.initializers.truncated_normal(shape[0] ** -0.5)
     return nnx.Param(init(rngs.params(), shape, jnp.float32), tensor_dim=tensor_dim)
 
 
 class RmsNorm(nnx.Module):
+    """RMS normalization with a learned scale per channel."""
+
     def __init__(self, width: int, eps: float):
         self.scale_d = nnx.Param(jnp.ones(width, jnp.float32))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-        """x / rms(x) * scale over the last dim, in float32, back in x's dtype."""
+        """Return x / rms(x) * scale over the last dim.
+
+        The computation is in float32; the result has the dtype of x.
+        """
         x32 = x.astype(jnp.float32)
         variance = jnp.mean(x32 * x32, axis=-1, keepdims=True)
         normed = x32 * jax.lax.rsqrt(variance + self.eps)
@@ -42,47 +51,61 @@ class RmsNorm(nnx.Module):
 
 
 class SwiGlu(nnx.Module):
+    """A dense feed-forward part: (silu(x gate) * (x up)) down."""
+
     def __init__(self, d_model: int, d_ff: int, mesh: Mesh, rngs: nnx.Rngs):
         name = "Model.d_ff or Moe.num_shared_experts * d_expert"
         check_tensor(name, d_ff, mesh.shape[axes.TENSOR])
         self.mesh = mesh
-        self.gate_df = into(rngs, d_model, d_ff)
-        self.up_df = into(rngs, d_model, d_ff)
+        self.gate_df = input_matrix(rngs, d_model, d_ff)
+        self.up_df = input_matrix(rngs, d_model, d_ff)
         self.down_fd = output_matrix(rngs, d_ff, d_model)
 
     @jax.named_scope("dense")
     def __call__(self, x_btd: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        """Gate and up are one product: two would sum x's gradient over tensor twice."""
+        """Return the feed-forward output of x.
+
+        Gate and up are one product. Two products would sum the gradient of x over the
+        tensor axis twice.
+        """
         x_btd, dtype = batch_sharded(x_btd, self.mesh), x_btd.dtype
         gate_df, up_df = (
-            gathered(param, self.mesh, dtype) for param in (self.gate_df, self.up_df)
+            gather_param(param, self.mesh, dtype)
+            for param in (self.gate_df, self.up_df)
         )
         into_d2f = jnp.stack([gate_df, up_df], axis=1)
         y_bt2f = jnp.einsum("btd,dcf->btcf", x_btd, into_d2f)
         y_bt2f = batch_sharded(y_bt2f, self.mesh, tensor_dim=3)
         hidden_btf = jax.nn.silu(y_bt2f[:, :, 0]) * y_bt2f[:, :, 1]
-        y_btd = hidden_btf @ gathered(self.down_fd, self.mesh, dtype)
+        y_btd = hidden_btf @ gather_param(self.down_fd, self.mesh, dtype)
         return batch_sharded(y_btd, self.mesh)
 
 
 class Rotation(NamedTuple):
-    """By which angle the i/2 pairs of a head are turned at each token."""
+    """Cosine and sine of the angles by which RoPE rotates a head's i/2 pairs, for each
+    token."""
 
     cos_btj: Float[Array, "b t j"]
     sin_btj: Float[Array, "b t j"]
 
 
 def rotation(position_bt: Int[Array, "b t"], head_dim: int, theta: float) -> Rotation:
-    """By position * theta**(-2j/i), in float32 (RoFormer, eq. 34)."""
+    """Return the RoPE rotation by position * theta**(-2j/i), in float32.
+
+    The formula is equation 34 of RoFormer; pair j of a head of width i.
+    """
     half = head_dim // 2
     frequency_j = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle_btj = position_bt.astype(jnp.float32)[..., None] * frequency_j
     return Rotation(jnp.cos(angle_btj), jnp.sin(angle_btj))
 
 
-def rope(x_bthi: Float[Array, "b t h i"], by: Rotation) -> Float[Array, "b t h i"]:
-    """Turn the pairs of each head (the half-split order of Llama)."""
-    cos, sin = by.cos_btj[:, :, None], by.sin_btj[:, :, None]
+def rope(x_bthi: Float[Array, "b t h i"], angles: Rotation) -> Float[Array, "b t h i"]:
+    """Rotate the pairs of each head.
+
+    Pair j is elements j and j + i/2 of the head (the half-split order of Llama).
+    """
+    cos, sin = angles.cos_btj[:, :, None], angles.sin_btj[:, :, None]
     first, second = jnp.split(x_bthi.astype(jnp.float32), 2, axis=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(turned, axis=-1).astype(x_bthi.dtype)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(rotated, axis=-1).astype(x_bthi.dtype)

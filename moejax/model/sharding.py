@@ -1,14 +1,16 @@
-"""Where parameters live: fully sharded masters, gathered where they are used.
+"""Shardings of parameters: stored fully sharded, gathered where they are used.
 
-    dense matrix    lies split over (data, expert), tensor   used split over tensor
-    embedding       (data, expert)                           whole
-    norm            whole: small                             whole
-    expert weights  say their own split (moe/layer.py)
+    parameter       stored split over         used split over
+    dense matrix    (data, expert), tensor    tensor
+    embedding       (data, expert)            nothing: whole
+    norm            nothing: small            nothing: whole
+    expert weights  moejax.moe.weights.stores.master_param_spec
 
-Over (data, expert) it is the largest dim that those devices divide; what is small stays
-whole there, for a gather costs more than it saves. Over tensor it is the dim that the
-module names: columns of what reads x, rows of what writes it (Shoeybi et al. 2019,
-Megatron-LM, section 3), so that one sum over tensor ends each part, and one its
+Over (data, expert) the largest dim is split that the number of those devices divides.
+Small parameters stay whole there, because gathering them would cost more than it saves.
+Over tensor the dim is split that the module names: the columns of a matrix that reads
+x, the rows of a matrix whose output is added to x (Shoeybi et al. 2019, Megatron-LM,
+section 3). Each part then needs one sum over tensor at its end, and one for its
 gradient.
 """
 
@@ -35,8 +37,11 @@ def param_sharding(
     stacked: bool,
     store: Store,
 ) -> NamedSharding:
-    """Where a parameter rests; `stacked` ones have a leading layer dim. Experts lie as
-    `store` wants them, along the axes of `mesh_layout`."""
+    """Return the sharding in which a parameter is stored between steps.
+
+    A `stacked` parameter has a leading layer dim, which is never split. Expert weights
+    are split as `store` requires, over the axes of `mesh_layout`.
+    """
     shape = variable.shape[1:] if stacked else variable.shape
     dims = variable.get_metadata().get("expert_dims")
     if dims is not None:
@@ -50,7 +55,8 @@ def param_sharding(
 
 
 def _used_split(variable: nnx.Variable, num_dims: int, mesh: Mesh) -> tuple:
-    """Over tensor alone, or not at all: how a dense parameter is used."""
+    """Return how a dense parameter is split where it is used: over the tensor axis in
+    the dim that its module names, or not at all."""
     tensor_dim = variable.get_metadata().get("tensor_dim")
     if tensor_dim is None or mesh.shape[axes.TENSOR] == 1:
         return ()
@@ -58,7 +64,8 @@ def _used_split(variable: nnx.Variable, num_dims: int, mesh: Mesh) -> tuple:
 
 
 def _dense_split(shape: tuple[int, ...], mesh: Mesh, used: tuple) -> tuple:
-    """Over (data, expert) too, on another dim than that of `used`."""
+    """Return how a dense parameter is split where it is stored: as in `used`, and over
+    (data, expert) in another dim if one fits."""
     num_shards = axes.axis_size(mesh, axes.FSDP_AXES)
     split = list(used or (None,) * len(shape))
     fits = [
@@ -71,17 +78,23 @@ def _dense_split(shape: tuple[int, ...], mesh: Mesh, used: tuple) -> tuple:
 
 
 @jax.named_scope("gathered")
-def gathered(param: nnx.Param, mesh: Mesh, dtype=None) -> Array:
-    """The parameter as it is used, cast before it travels: split over tensor where its
-    module says so, else whole on every device."""
+def gather_param(param: nnx.Param, mesh: Mesh, dtype=None) -> Array:
+    """Return a parameter as it is used: split over the tensor axis if its module says
+    so, otherwise whole on every device.
+
+    It is cast to `dtype` before it is gathered, so that fewer bytes travel.
+    """
     value = param[...] if dtype is None else param[...].astype(dtype)
     used = _used_split(param, value.ndim, mesh)
     return jax.lax.with_sharding_constraint(value, axes.sharding(mesh, *used))
 
 
 def batch_sharded(x: Array, mesh: Mesh, tensor_dim: int | None = None) -> Array:
-    """Keep the leading (batch) dim split over all batch axes, and `tensor_dim`, counted
-    from the front, over tensor. All else is whole, and so is the gradient."""
+    """Constrain an activation's sharding: the leading (batch) dim over the batch axes.
+
+    `tensor_dim`, counted from the front, is split over the tensor axis. All other dims
+    are whole. The gradient has the same sharding.
+    """
     dims = [axes.BATCH_AXES, *(None,) * (x.ndim - 1)]
     if tensor_dim is not None:
         dims[tensor_dim] = axes.TENSOR
@@ -89,7 +102,10 @@ def batch_sharded(x: Array, mesh: Mesh, tensor_dim: int | None = None) -> Array:
 
 
 def check_tensor(name: str, size: int, tensor: int) -> None:
-    """ValueError when a tensor axis of so many devices cannot split a size so named."""
+    """Raise ValueError unless `tensor`, the size of the tensor axis, divides `size`.
+
+    `name` is the size's name in the message.
+    """
     if size % tensor:
         raise ValueError(
             f"{name}={size} must be divisible by Mesh.tensor={tensor}: use "

@@ -1,8 +1,8 @@
-"""A decoder-only transformer whose layers are scanned: dense prefix, then cycles.
+"""A decoder-only transformer with scanned layers: a dense prefix, then cycles.
 
     embed -> first_k_dense blocks -> cycles of (moe_every - 1 dense, 1 MoE) -> norm
 
-Parameters of a scanned part are stacked on a leading layer dim (decision 0001).
+The parameters of a scanned part are stacked on a leading layer dim (decision 0001).
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from moejax.model.attention import AttentionContext
 from moejax.model.blocks import Block, Cycle
 from moejax.model.cache import Cache, KvCacheView
 from moejax.model.layers import RmsNorm
-from moejax.model.sharding import batch_sharded, gathered
+from moejax.model.sharding import batch_sharded, gather_param
 from moejax.moe import recorded
 from moejax.moe.dense import dense
 from moejax.moe.exchange.dispatch import ROWS
@@ -29,43 +29,54 @@ from moejax.moe.route import ROUTES
 from moejax.moe.setup import LayerSetup
 from moejax.moe.types import LayerSums, Placement
 from moejax.moe.weights import stores
-from moejax.moe.weights.stores import Weights
+from moejax.moe.weights.stores import ExpertWeights
 from moejax.plan.layout import Layout
 
 EMBED_SCALE = 0.02
 
 
 class StepInputs(NamedTuple):
-    """What is otherwise in training: None in evaluation (the recorded choice is
-    kept)."""
+    """Inputs of one micro-batch beside its tokens: randomness and the routing mode."""
 
     key: Array
+    """Random key of the micro-batch, for jitter and for recorded choices."""
     chance_le: Float[Array, "l e"] | None
-    """Recorded routing: chance of each expert this step."""
+    """With recorded routing, the probability in this step that a token chooses each
+    expert. None: the router chooses."""
     jitter: float = 0.0
+    """Half-width of the interval around 1 from which factors on the router's input are
+    drawn; 0 for none."""
     is_dense: bool = False
-    """Every expert computes every token."""
+    """Whether every expert computes every token (moejax.moe.dense)."""
 
 
 class SlotSource(NamedTuple):
-    """Where the slots of each MoE layer come from; the layer makes them when all of the
-    rest is None."""
+    """Where each MoE layer gets its slot weights from.
+
+    There are three ways: ready-made `slots` of all layers; prefetching, where each
+    layer makes the slots of the next one (`first`, `ahead`, `make`); or, if all of
+    these are None, each layer makes its own.
+    """
 
     placement: Placement
     layout: Layout
-    slots: Weights | None = None
-    """Of all layers."""
-    first: Weights | None = None
-    """Of layer 0, when each layer makes those of the next one."""
-    ahead: tuple[Weights, Placement] | None = None
-    """Masters and placement of the layer after each; the first's after the last."""
-    make: Callable[..., Weights] | None = None
+    slots: ExpertWeights | None = None
+    """Slots of all layers, made before the first layer runs."""
+    first: ExpertWeights | None = None
+    """Slots of layer 0, if slots are prefetched."""
+    ahead: tuple[ExpertWeights, Placement] | None = None
+    """For each layer the expert weights and placement of the next one, if slots are
+    prefetched. The last layer has those of layer 0."""
+    make: Callable[..., ExpertWeights] | None = None
+    """make(weights, placement) -> slots of one layer, if slots are prefetched."""
     tracked_lsx: Array | None = None
-    """What domains hold of experts that travel compressed, for the layers that make
-    their slots of it."""
+    """Estimates of compressed experts (moejax.moe.weights.domains), for layers that
+    make their slots from them."""
 
 
 class Transformer(nnx.Module):
+    """Embedding, blocks, final norm and output embedding of a decoder-only model."""
+
     def __init__(self, cfg: Network, mesh: Mesh, rngs: nnx.Rngs):
         model = cfg.model
         self.cfg, self.mesh = cfg, mesh
@@ -90,21 +101,24 @@ class Transformer(nnx.Module):
         placement: Placement,
         layout: Layout,
         step_inputs: StepInputs | None = None,
-        slots: Weights | None = None,
+        slots: ExpertWeights | None = None,
         tracked_lsx: Float[Array, "l s x"] | None = None,
     ) -> tuple[Float[Array, "b t d"], LayerSums]:
-        """Final hidden states in the compute dtype, and the sums of all MoE layers with
-        leading dims [layer, device]. `slots` of all layers, where they exist already:
-        made once a step, where their gradients are summed over micro-batches.
-        `tracked_lsx` is what domains hold of experts that travel compressed; None: they
-        travel whole."""
+        """Return the final hidden states, and the sums of all MoE layers.
+
+        Hidden states have the compute dtype. Sums have leading dims [layer, device].
+
+        Without `step_inputs` nothing is random and the router chooses. `slots` are
+        those of all layers, if the step has made them already; their gradients are then
+        summed over micro-batches. `tracked_lsx` are the estimates of experts that
+        travel compressed; if it is None, experts travel whole.
+        """
         is_separate = self.cfg.documents == "separate"
         context = AttentionContext.from_windows(
             position_bt, self.cfg.model, is_separate
         )
-        if (
-            step_inputs is not None and step_inputs.is_dense
-        ):  # of the masters where they rest
+        # Dense training needs no slots: owners compute with their own parameters.
+        if step_inputs is not None and step_inputs.is_dense:
             slot_source = SlotSource(placement, layout)
         else:
             slot_source = self._slot_source(placement, layout, slots, tracked_lsx)
@@ -119,8 +133,10 @@ class Transformer(nnx.Module):
         layout: Layout,
         cache: Cache,
     ) -> tuple[Float[Array, "b t d"], Cache]:
-        """Final hidden states of tokens that follow those in the cache, which must have
-        room for them, and the cache with them in it."""
+        """Return the final hidden states of tokens that follow those in the cache.
+
+        Also return the cache with these tokens appended. It must have room for them.
+        """
         context, document_bu = AttentionContext.from_cache(
             position_bt, self.cfg.model, cache
         )
@@ -140,14 +156,15 @@ class Transformer(nnx.Module):
     def _slot_source(
         self, placement, layout, slots=None, tracked_lsx=None
     ) -> SlotSource:
-        """How slots come to the layers: at once, one layer ahead, or in each layer."""
+        """Return how layers get their slots: all at once, one layer ahead, or each by
+        itself."""
         mesh_layout = on_mesh(self.mesh, layout)
         make = partial(stores.slots, mesh_layout=mesh_layout, dtype=self._dtype)
         weights = self.cycles.blocks[-1].moe.master_params()
         if layout.store == "resident" and slots is None:
             slots = stores.slots_of_layers(make, weights, placement)
-        is_there = slots is not None or tracked_lsx is not None
-        if not layout.prefetch or is_there:
+        is_given = slots is not None or tracked_lsx is not None
+        if not layout.prefetch or is_given:
             return SlotSource(placement, layout, slots, tracked_lsx=tracked_lsx)
         weights = jax.tree.map(lambda leaf: leaf.astype(self._dtype), weights)
         first = jax.tree.map(lambda leaf: leaf[0], (weights, placement))
@@ -162,9 +179,10 @@ class Transformer(nnx.Module):
         step_inputs=None,
         cache_view=None,
     ):
-        """Hidden states, sums of the MoE layers, memory after the last layer."""
+        """Run all layers. Return the hidden states, the sums of the MoE layers, and the
+        cache view after the last layer."""
         model, moe = self.cfg.model, self.cfg.moe
-        embed_vd = gathered(self.embed_vd, self.mesh, self._dtype)
+        embed_vd = gather_param(self.embed_vd, self.mesh, self._dtype)
         x_btd = batch_sharded(embed_vd[tokens_bt], self.mesh)
         carry = (x_btd, cache_view, None)
         if self.prefix is not None:
@@ -214,13 +232,16 @@ class Transformer(nnx.Module):
         return jnp.dtype(self.cfg.model.compute_dtype)
 
     def head(self) -> Float[Array, "v d"]:
-        """The output embedding, whole, in the compute dtype."""
+        """Return the output embedding, whole, in the compute dtype."""
         head_vd = self.embed_vd if self.head_vd is None else self.head_vd
-        return gathered(head_vd, self.mesh, self._dtype)
+        return gather_param(head_vd, self.mesh, self._dtype)
 
 
 def _stack(make, count: int, rngs: nnx.Rngs) -> nnx.Module | None:
-    """`count` modules with their parameters stacked on a leading dim; None for none."""
+    """Make `count` modules with their parameters stacked on a leading dim.
+
+    Return None if `count` is 0.
+    """
     if count == 0:
         return None
     keys = jax.random.split(rngs.params(), count)
@@ -228,11 +249,14 @@ def _stack(make, count: int, rngs: nnx.Rngs) -> nnx.Module | None:
 
 
 def _scan(stack: nnx.Module, carry, context, routing, slot_source, model: Model):
-    """Run stacked modules one after the other; `carry` is x, memory and, when they are
-    fetched a layer ahead, slots. Returns it, and the modules' sums stacked.
+    """Run stacked modules one after the other.
 
-    `routing` is what differs between layers, and what makes of it the call of one MoE
-    layer; None where nothing is routed.
+    `carry` is (x, cache view, slots); slots are None unless they are prefetched. Return
+    the last carry, and the modules' sums, stacked.
+
+    `routing` is a pair: arrays that differ between layers, and a function that makes
+    from one layer's arrays and slots the call of its MoE layer (blocks.Routed). It is
+    None if nothing is routed.
     """
     graph, params = nnx.split(stack)
     per_layer, routed_by = routing or (None, lambda *_: None)
@@ -243,7 +267,7 @@ def _scan(stack: nnx.Module, carry, context, routing, slot_source, model: Model)
     def body(carry, layer):
         x_btd, cache_view, slots = carry
         params, per_layer, ready, ahead = layer
-        # The next layer's slots depend on nothing here: they may travel meanwhile.
+        # The next layer's slots do not depend on x, so they may travel meanwhile.
         following = None if ahead is None else slot_source.make(*ahead)
         block = nnx.merge(graph, params)
         routed = routed_by(per_layer, slots if ready is None else ready)

@@ -92,7 +92,7 @@ def everywhere(
     x_nd: Float[Array, "n d"],
     gate_ne: Float[Array, "n e"],
     own_e: Array,
-    weights: stores.Weights,
+    weights: stores.ExpertWeights,
     mesh_layout: MeshLayout,
 ) -> Float[Array, "n d"]:
     """Return the sum over all experts of gate times output, for this device's tokens.

@@ -62,8 +62,11 @@ class MoeLayer(nnx.Module):
         self,
         x_btd: Float[Array, "b t d"],
         placement: Placement,
-        setup: LayerSetup,
-        **options,
+        layout: Layout,
+        jitter_btd: Float[Array, "b t d"] | None = None,
+        forced_btk: Int[Array, "b t k"] | None = None,
+        slots: stores.ExpertWeights | None = None,
+        experts: Experts | None = None,
     ) -> tuple[Float[Array, "b t d"], LayerSums]:
         """Return `moe_layer` of this layer's parameters; `options` are its own."""
         return moe_layer(self.params(), x_btd, placement, setup, **options)
@@ -79,8 +82,8 @@ class MoeLayer(nnx.Module):
         mesh_layout: MeshLayout,
         dtype,
         tracked_sx: Float[Array, "s x"] | None = None,
-    ) -> stores.Weights:
-        """Return the weights of all slots, made from the float32 parameters.
+    ) -> stores.ExpertWeights:
+        """Return the weights of all slots, made from the masters.
 
         `tracked_sx` are the copies of compressed experts that the domains hold; None:
         experts travel uncompressed.
@@ -89,8 +92,7 @@ class MoeLayer(nnx.Module):
             self.master_params(), placement, mesh_layout, dtype, tracked_sx
         )
 
-    def master_params(self) -> stores.Weights:
-        """Return the float32 weights of all experts: gate_edf, up_edf, down_efd."""
+    def master_params(self) -> stores.ExpertWeights:
         return {name: getattr(self, name)[...] for name in stores.EXPERT_PARAMS}
 
 
@@ -242,10 +244,10 @@ def _sums(score_ne, logit_ne, expert_nk, peer_nk, sent, seq_len, mesh_layout):
 
 @jax.named_scope("slots")
 def whole(
-    slots: stores.Weights, x_nd: Array, mesh_layout: MeshLayout
-) -> stores.Weights:
-    """Gather the hidden width of this device's slots over the axes on which parameters
-    rest, and lay gate and up weights side by side.
+    slots: stores.ExpertWeights, x_nd: Array, mesh_layout: MeshLayout
+) -> stores.ExpertWeights:
+    """This device's slots, gathered from where their width rests, as varied as x; gate
+    beside up.
 
     The transpose sums gradients, and scatters them back.
     """

@@ -5,12 +5,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moejax.moe.types import Routes
-
-Weights = dict[str, Array]
-"""gate_edf, up_edf, down_efd."""
+from moejax.moe.weights.compression import ExpertWeights
 
 
-def moe(x_nd: Float[Array, "n d"], routes: Routes, weights: Weights):
+def moe(x_nd: Float[Array, "n d"], routes: Routes, weights: ExpertWeights):
     """Sum over choices of gate times the chosen expert's SwiGLU; -1 chooses nobody."""
     num_experts = weights["gate_edf"].shape[0]
     hidden_enf = jax.nn.silu(jnp.einsum("nd,edf->enf", x_nd, weights["gate_edf"]))

@@ -15,7 +15,7 @@ from moejax.model.sharding import param_sharding
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import RouterBias
 from moejax.moe.weights import stores
-from moejax.moe.weights.compression import wide
+from moejax.moe.weights.compression import sum_dtype
 from moejax.moe.weights.domains import entries, tracked_axes
 from moejax.moe.weights.gradient_compression import residual_axes
 from moejax.plan.layout import Layout, Store
@@ -153,7 +153,7 @@ def _zero_residual(run: Resolved) -> jax.Array:
     parts = axes.axis_size(mesh_layout.mesh, mesh_layout.width_axes)
     entries(size // parts, dtype, layout.domain.gradient_compression)
     num_held = cfg.moe.num_experts * layout.domain_size
-    return jnp.zeros((cfg.model.num_moe_layers, num_held, size), wide(dtype))
+    return jnp.zeros((cfg.model.num_moe_layers, num_held, size), sum_dtype(dtype))
 
 
 def _residual_sharding(run: Resolved) -> jax.sharding.NamedSharding:

@@ -1,4 +1,4 @@
-"""How expert weights reach the slots, and how their gradients reach the masters.
+"""Expert weights on their way to slots, and gradients on their way back to the owners.
 
-How rows travel belongs in `moejax.moe.exchange`.
+The transport of rows belongs in `moejax.moe.exchange`.
 """

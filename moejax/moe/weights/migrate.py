@@ -1,13 +1,13 @@
-"""Masters and moments on their way: to new owners, or between two ways of lying.
+"""Migration of master parameters and moments to new owners or to another sharding.
 
-    exchanges(owned_le, new_le, num_devices)   host: bounded rounds, each through a
-                                               valid permutation of owners
-    move(arrays, names, rounds, mesh_layout)   device: some rounds, in place
-    reshard(arrays, names, to, mesh_layout)    device: by expert <-> by hidden width
+    exchanges(owned_le, new_le, num_devices)   host: rounds of bounded size; after each
+                                               one, owners are a valid permutation
+    move(arrays, names, rounds, mesh_layout)   device: some of these rounds
+    reshard(arrays, names, to, mesh_layout)    device: split by expert <-> by width
 
-In a round a device sends at most one expert, and takes at most one, in slices as copies
-travel (moejax.moe.weights.stores): two experts' bytes per device, and two more in
-memory, however much has to move.
+In a round a device sends at most one expert and receives at most one. It travels in
+slices, as copies do (moejax.moe.weights.stores). So a round costs the bytes of two
+experts per device, and memory for two more, however many experts have to move.
 """
 
 from collections.abc import Iterator
@@ -33,28 +33,36 @@ from moejax.plan import owner_moves
 from moejax.plan.layout import Store
 
 ROUNDS_PER_CALL = 8
+"""Number of rounds that one call of `move` does, at most."""
 HIDDEN_DIMS = {name: name.rpartition("_")[2].index("f") for name in EXPERT_PARAMS}
+"""Dim of the hidden width in each expert parameter."""
 
 
 @struct.dataclass
 class Rounds:
-    """At most ROUNDS_PER_CALL exchanges of owners, int32."""
+    """Tables of at most ROUNDS_PER_CALL rounds of exchanges between owners, int32."""
 
     count: Int[Array, ""]
+    """Number of rounds in the tables; the others do nothing."""
     layer_r: Int[Array, " r"]
+    """Layer whose experts move."""
     offer_rw: Int[Array, "r w"]
-    """Position among a device's experts of the one that it sends, -1 for none."""
+    """Position among its own experts of the one that each device sends, -1 for none."""
     want_rw: Int[Array, "r w"]
-    """Device whose expert a device takes, -1 for none."""
+    """Device whose expert each device receives, -1 for none."""
     take_re: Int[Array, "r e"]
-    """Where each position's expert comes from: (own experts, the one that came)."""
+    """Source of the expert at each position, as an index into the device's own experts
+    followed by the received one."""
 
 
 def exchanges(
     owned_le: np.ndarray, new_le: np.ndarray, num_devices: int
 ) -> Iterator[Rounds]:
-    """What turns one table of owners into another; each call of `move` takes one item,
-    and the owners are a permutation after every round."""
+    """Yield the rounds that turn one table of owners into another.
+
+    Each item is for one call of `move`. After every round the owners are a valid
+    permutation of the experts.
+    """
     rounds = [
         (layer, pairs)
         for layer, (old_e, new_e) in enumerate(zip(owned_le, new_le))
@@ -66,7 +74,7 @@ def exchanges(
 
 
 def no_rounds(num_experts: int, num_devices: int) -> Rounds:
-    """Shapes and dtypes; nothing moves."""
+    """Return tables in which nothing moves, for their shapes and dtypes."""
     return _tables([], num_experts, num_devices)
 
 
@@ -76,14 +84,16 @@ def move(
     rounds: Rounds,
     mesh_layout: MeshLayout,
 ):
-    """Arrays [l, e, ..] of masters or moments (by parameter `names`) after the rounds.
-    Rows are copied, bit for bit."""
+    """Return master parameters or moments [l, e, ..] after the given rounds.
+
+    `names` are the arrays' parameter names. Experts are copied bit for bit.
+    """
     specs = [_spec(name, "owned", mesh_layout) for name in names]
     own = arrays[0].shape[1] // axes.axis_size(mesh_layout.mesh, mesh_layout.owner_axes)
 
     def body(arrays, rounds):
-        one = partial(_one, rounds, own, mesh_layout.owner_axes)
-        return jax.lax.fori_loop(0, rounds.count, one, arrays)
+        step = partial(_move_round, rounds, own, mesh_layout.owner_axes)
+        return jax.lax.fori_loop(0, rounds.count, step, arrays)
 
     run = jax.shard_map(
         body, mesh=mesh_layout.mesh, in_specs=(specs, P()), out_specs=specs
@@ -97,10 +107,14 @@ def reshard(
     to: Store,
     mesh_layout: MeshLayout,
 ):
-    """Arrays [l, e, ..] in logical order as `to` wants them, from the other way."""
+    """Return arrays [l, e, ..], in logical order, in the sharding of the store `to`.
+
+    For `to` = 'sharded' they change from a split by expert to one by hidden width; for
+    any other store, back.
+    """
     by_expert = [_spec(name, "owned", mesh_layout) for name in names]
     by_width = [_spec(name, "sharded", mesh_layout) for name in names]
-    is_widening = to == "sharded"
+    is_to_width = to == "sharded"
 
     def body(arrays):
         dims = [HIDDEN_DIMS[name] + 1 for name in names]
@@ -108,30 +122,31 @@ def reshard(
             jax.lax.all_to_all(
                 leaf,
                 mesh_layout.owner_axes,
-                split_axis=dim if is_widening else 1,
-                concat_axis=1 if is_widening else dim,
+                split_axis=dim if is_to_width else 1,
+                concat_axis=1 if is_to_width else dim,
                 tiled=True,
             )
             for leaf, dim in zip(arrays, dims)
         ]
 
-    before, after = (by_expert, by_width) if is_widening else (by_width, by_expert)
+    before, after = (by_expert, by_width) if is_to_width else (by_width, by_expert)
     run = jax.shard_map(
         body, mesh=mesh_layout.mesh, in_specs=(before,), out_specs=after
     )
     return run(arrays)
 
 
-def _one(
+def _move_round(
     rounds: Rounds, own: int, group: AxisNames, r, arrays: list[Array]
 ) -> list[Array]:
+    """Return this device's arrays after round `r`; `own` is how many experts it has."""
     me = index_along(group)
     layer, offer_o = rounds.layer_r[r], rounds.offer_rw[r, me][None]
     take_s = jax.lax.dynamic_slice_in_dim(rounds.take_re[r], me * own, own)
     rows = [jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False) for x in arrays]
     offered, want_w1 = [pick(row, offer_o) for row in rows], rounds.want_rw[r][:, None]
-    came = exchange_copies(offered, want_w1, group)
-    new = [jnp.concatenate(pair)[take_s] for pair in zip(rows, came)]
+    received = exchange_copies(offered, want_w1, group)
+    new = [jnp.concatenate(pair)[take_s] for pair in zip(rows, received)]
     return [
         jax.lax.dynamic_update_index_in_dim(x, row, layer, 0)
         for x, row in zip(arrays, new)
@@ -139,12 +154,13 @@ def _one(
 
 
 def _spec(name: str, store: Store, mesh_layout: MeshLayout) -> P:
-    """Of a stacked parameter; the layer dim is never split."""
+    """Return the PartitionSpec of a stacked parameter, whose layer dim is not split."""
     dims = name.rpartition("_")[2]
     return P(None, *master_param_spec(dims, store, mesh_layout))
 
 
 def _tables(part: list, num_experts: int, num_devices: int) -> Rounds:
+    """Return the tables of rounds (layer, pairs of positions that trade experts)."""
     own = num_experts // num_devices
     offer_rw = np.full((ROUNDS_PER_CALL, num_devices), -1, np.int32)
     want_rw = np.full((ROUNDS_PER_CALL, num_devices), -1, np.int32)

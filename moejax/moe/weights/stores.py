@@ -1,20 +1,21 @@
-"""How expert weights reach the slots of this device, and their gradients the masters.
+"""Stores: how expert weights reach the slots of a device, and gradients come back.
 
     slots(weights, placement, mesh_layout, dtype) -> slot weights, differentiable
 
-    owned       a slot is the place of its expert's masters: nothing travels
-    transient,  owners cut what they offer into slices and scatter them; each device
-    resident    gathers the slices of its copies: (offers + copies) experts per device
-                and direction, however many replicas one expert has
-    sharded     masters are split by hidden width over all devices: each gathers the
-                slices of all its slots
+    owned       slots are the own experts of their device: nothing travels
+    transient,  owners cut the experts that they offer into slices and scatter these;
+    resident    each device then gathers the slices of its copies. Per device and
+                direction (offers + copies) experts travel, however many replicas one
+                expert has
+    sharded     parameters are split by hidden width over all devices; each device
+                gathers the slices of all its slots
 
-Devices are those of a group (MeshLayout.owner_axes). Along expert alone, data splits
-the hidden width of masters and slots until a layer computes; merged, nothing else
-splits them.
+"Devices" are those of a group (MeshLayout.owner_axes). If the group lies along the
+expert axis alone, the data axis splits the hidden width of parameters and slots until a
+layer computes. If the group merges data and expert, nothing else splits them.
 
-Gradients go back the same way. Replicas are summed where their slices meet, in float32
-and in a fixed order, then once more at the owner.
+Gradients go back the same way. Those of replicas are summed where their slices meet, in
+float32 and in a fixed order, and then once more at the owner.
 """
 
 import jax
@@ -26,22 +27,25 @@ from jaxtyping import Array, Float, Int
 from moejax.axes import AxisNames
 from moejax.moe.mesh_roles import MeshLayout, index_along, spec
 from moejax.moe.types import Placement
-from moejax.moe.weights.domains import gathered_in_domain, track, tracked_axes
+from moejax.moe.weights.compression import ExpertWeights
+from moejax.moe.weights.domains import gather_in_domain, track, tracked_axes
 from moejax.moe.weights.gradient_compression import scatter
-
-Weights = dict[str, Array]
 
 EXPERT_PARAMS = ("gate_edf", "up_edf", "down_efd")
 EXPERT_DIMS = ("edf", "edf", "efd")
 """Names of an MoE layer's expert parameters."""
 SLOT_DIMS = {"into": "ed2f", "down": "efd"}
-"""Slots of all devices: into_sd2f, gate beside up, and down_sfd."""
+"""Names of slot weights and the letters of their dims, where e counts the slots of all
+devices: `into` has gate beside up."""
 
 
 def master_param_spec(dims: str, store: str, mesh_layout: MeshLayout) -> P:
-    """Where an expert parameter of these dims ('edf') lies: experts by owner, hidden
-    width by shard and, where it rests, over data. Under 'sharded' all devices have a
-    part of every expert's width; groups that data belongs to split no width over it."""
+    """Return the PartitionSpec of an expert parameter with these dims, such as 'edf'.
+
+    Experts are split over owners. The hidden width is split over shards and, while
+    stored, over the data axis, unless the group includes that axis. In the store
+    'sharded' every device has a part of the hidden width of every expert.
+    """
     where = {"e": mesh_layout.owner_axes, "f": mesh_layout.width_axes}
     if store == "sharded":
         where = {"e": (), "f": mesh_layout.width_axes + mesh_layout.owner_axes}
@@ -49,7 +53,10 @@ def master_param_spec(dims: str, store: str, mesh_layout: MeshLayout) -> P:
 
 
 def slot_specs(mesh_layout: MeshLayout) -> dict[str, P]:
-    """Where slots lie: with each device; what rests over data still does."""
+    """Return the PartitionSpecs of slots: each device has its own.
+
+    Their hidden width is still split over the axes over which parameters are stored.
+    """
     return {
         n: master_param_spec(dims, "owned", mesh_layout)
         for n, dims in SLOT_DIMS.items()
@@ -57,39 +64,42 @@ def slot_specs(mesh_layout: MeshLayout) -> dict[str, P]:
 
 
 def slots(
-    weights: Weights,
+    weights: ExpertWeights,
     placement: Placement,
     mesh_layout: MeshLayout,
     dtype,
     tracked_sx: Float[Array, "s x"] | None = None,
-) -> Weights:
-    """One layer's slots in `dtype`: into_sd2f and down_sfd, split as slot_specs says.
+) -> ExpertWeights:
+    """Return one layer's slots, `into` [s, d, 2, f] and `down` [s, f, d], in `dtype`.
 
-    weights: gate_edf, up_edf, down_efd, masters in the order of the plan's `owned_le`.
-    An empty slot is zeros. In a domain each device has the slots of all: as they are,
-    or, with `tracked_sx`, its own as they are and others as tracked.
+    They are split as `slot_specs` says. `weights` are the parameters gate_edf, up_edf
+    and down_efd, in the order of the plan's `owned_le`. An empty slot is zeros. In a
+    domain each device has the slots of all its members. If `tracked_sx` is given, those
+    of other members are the estimates in it.
     """
     store = mesh_layout.layout.store
     specs = {n: master_param_spec(d, store, mesh_layout) for n, d in SLOT_DIMS.items()}
 
     def body(master_params, placement, tracked_sx):
         slots = STORES[store](master_params, placement, mesh_layout)
-        return gathered_in_domain(slots, mesh_layout, tracked_sx)
+        return gather_in_domain(slots, mesh_layout, tracked_sx)
 
-    where = None if tracked_sx is None else spec(*tracked_axes(mesh_layout)[1:])
+    tracked_spec = None if tracked_sx is None else spec(*tracked_axes(mesh_layout)[1:])
     return jax.shard_map(
         jax.named_scope("slots")(body),
         mesh=mesh_layout.mesh,
-        in_specs=(specs, P(), where),
+        in_specs=(specs, P(), tracked_spec),
         out_specs=slot_specs(mesh_layout),
     )(join_gate_up(weights, dtype), placement, tracked_sx)
 
 
 def track_experts(
-    weights: Weights, tracked_lsx: Array | None, mesh_layout: MeshLayout, dtype
+    weights: ExpertWeights, tracked_lsx: Array | None, mesh_layout: MeshLayout, dtype
 ) -> Float[Array, "l s x"]:
-    """moejax.moe.weights.domains.track, of the masters of all layers, weights [l, e,
-    ..]."""
+    """Return the updated estimates of compressed experts, for all layers.
+
+    `weights` are the expert parameters [l, e, ..] (moejax.moe.weights.domains.track).
+    """
     store = mesh_layout.layout.store
     specs = {
         n: P(None, *master_param_spec(d, store, mesh_layout))
@@ -100,18 +110,21 @@ def track_experts(
 
 
 def scatter_gradients(
-    grads: Weights, residual_lsx: Array, mesh_layout: MeshLayout, dtype
-) -> tuple[Weights, Float[Array, "l s x"]]:
-    """moejax.moe.weights.gradient_compression.scatter, of the slots of all layers;
-    gradients of masters, and what is kept."""
+    grads: ExpertWeights, residual_lsx: Array, mesh_layout: MeshLayout, dtype
+) -> tuple[ExpertWeights, Float[Array, "l s x"]]:
+    """Return the gradients of expert parameters, and the new residuals.
+
+    `grads` are those of the slots of all layers. They travel compressed
+    (moejax.moe.weights.gradient_compression.scatter).
+    """
     specs = {n: P(None, *s) for n, s in slot_specs(mesh_layout).items()}
     own, residual_lsx = scatter(grads, residual_lsx, mesh_layout, specs, dtype)
     gate_ledf, up_ledf = jnp.moveaxis(own["into"], 3, 0)
     return dict(zip(EXPERT_PARAMS, (gate_ledf, up_ledf, own["down"]))), residual_lsx
 
 
-def join_gate_up(weights: Weights, dtype) -> Weights:
-    """Masters in `dtype` as slots are: gate and up beside one another."""
+def join_gate_up(weights: ExpertWeights, dtype) -> ExpertWeights:
+    """Return expert parameters in `dtype` and in the form of slots, gate beside up."""
     gate_edf, up_edf = weights["gate_edf"], weights["up_edf"]
     return {
         "into": jnp.stack([gate_edf.astype(dtype), up_edf.astype(dtype)], axis=2),
@@ -119,8 +132,12 @@ def join_gate_up(weights: Weights, dtype) -> Weights:
     }
 
 
-def slots_of_layers(make, *of_layers) -> Weights:
-    """Slots of all layers, one after the other; make(weights, placement, ..) of one."""
+def slots_of_layers(make, *of_layers) -> ExpertWeights:
+    """Return the slots of all layers, made one layer after the other.
+
+    `make(weights, placement, ..)` makes those of one layer. `of_layers` are its
+    arguments with a leading layer dim.
+    """
 
     def layer(_, args):
         return None, make(*args)
@@ -128,14 +145,15 @@ def slots_of_layers(make, *of_layers) -> Weights:
     return jax.lax.scan(layer, None, of_layers)[1]
 
 
-def keep_owned(master_params, placement, mesh_layout: MeshLayout) -> Weights:
+def keep_owned(master_params, placement, mesh_layout: MeshLayout) -> ExpertWeights:
+    """Return the own experts as slots."""
     return master_params
 
 
 def gather_copies(
-    master_params: Weights, placement: Placement, mesh_layout: MeshLayout
-) -> Weights:
-    """Slots from own experts and from copies."""
+    master_params: ExpertWeights, placement: Placement, mesh_layout: MeshLayout
+) -> ExpertWeights:
+    """Return slots that are filled from own experts and from copies of others."""
     me = index_along(mesh_layout.owner_axes)
     fill_s, layout = placement.fill_lws[me], mesh_layout.layout
     copies = [own[:0] for own in master_params.values()]
@@ -152,10 +170,11 @@ def gather_copies(
 def exchange_copies(
     offered: list[Array], want_wc: Int[Array, "w c"], group: AxisNames
 ) -> list[Array]:
-    """Copies of this device, [c, ..] per weight: scattered, then gathered by slices.
+    """Return this device's copies, [c, ..] per weight, of experts that owners offer.
 
-    Each of the weights [o, ..] is laid out flat and cut into w slices, the last one
-    padded. `want_wc` counts offers over all devices, and is the same on all of them.
+    Each offered expert is laid out flat and cut into w slices, the last one padded. The
+    slices are scattered; then each device gathers the slices of the experts it wants.
+    `want_wc` holds indices into the offers of all devices, and is equal on all of them.
     """
     (w, copies), offers = want_wc.shape, len(offered[0])
     flat_ox = jnp.concatenate([x.reshape(offers, -1) for x in offered], axis=1)
@@ -171,12 +190,12 @@ def exchange_copies(
 
 
 def gather_sharded(
-    master_params: Weights, placement: Placement, mesh_layout: MeshLayout
-) -> Weights:
-    """Slots from the slices of every expert that all devices have."""
+    master_params: ExpertWeights, placement: Placement, mesh_layout: MeshLayout
+) -> ExpertWeights:
+    """Return slots that are gathered from all devices' slices of the experts."""
     table_p = placement.slot_to_expert_lp
 
-    def gathered(part_exx: Array, hidden_dim: int) -> Array:
+    def gather(part_exx: Array, hidden_dim: int) -> Array:
         slices_pxx = pick(part_exx, table_p)
         if not (group := mesh_layout.owner_axes):
             return slices_pxx
@@ -185,8 +204,8 @@ def gather_sharded(
         )
 
     return {
-        "into": gathered(master_params["into"], 3),
-        "down": gathered(master_params["down"], 1),
+        "into": gather(master_params["into"], 3),
+        "down": gather(master_params["down"], 1),
     }
 
 
@@ -196,14 +215,18 @@ STORES = {
     "resident": gather_copies,
     "sharded": gather_sharded,
 }
+"""Functions from own expert weights to slots, inside shard_map, by store."""
 
 
 @jax.custom_vjp
 def pick(
     row_qx: Float[Array, "q ..."], index_s: Int[Array, " s"]
 ) -> Float[Array, "s ..."]:
-    """row[index]; zeros for -1. Its gradient sums in float32, in a fixed order: no
-    scatter, whose order on a GPU is chance."""
+    """Return row[index], and zeros where the index is -1.
+
+    The gradient is summed in float32 and in a fixed order. A scatter on a GPU would sum
+    in a random order.
+    """
     taken_sx = row_qx[jnp.maximum(index_s, 0)]
     is_real_s = (index_s >= 0).reshape(-1, *(1,) * (row_qx.ndim - 1))
     return jnp.where(is_real_s, taken_sx, 0)
@@ -214,9 +237,9 @@ def _pick_forward(row_qx, index_s):
 
 
 def _pick_backward(saved, d_taken_sx):
-    index_s, place_q = saved
+    index_s, row_q = saved
     wide = jnp.promote_types(d_taken_sx.dtype, jnp.float32)
-    hit_qs = (place_q[:, None] == index_s).astype(wide)
+    hit_qs = (row_q[:, None] == index_s).astype(wide)
     d_row_qx = jnp.tensordot(
         hit_qs, d_taken_sx.astype(wide), axes=1, precision=jax.lax.Precision.HIGHEST
     )
@@ -227,6 +250,7 @@ pick.defvjp(_pick_forward, _pick_backward)
 
 
 def _to_all(chunk_wx: Array, group: AxisNames) -> Array:
+    """Send the i-th chunk to device i of the group; return the chunks from all."""
     if not group:
         return chunk_wx
     return jax.lax.all_to_all(chunk_wx, group, split_axis=0, concat_axis=0, tiled=True)

@@ -95,8 +95,8 @@ def test_words_are_what_wire_bytes_says(value_dtype, size):
 def test_experts_are_the_same_again():
     into_ed2f = np.arange(60.0).reshape(2, 5, 2, 3)
     down_efd = np.arange(30.0).reshape(2, 3, 5)
-    back = compression.unflat(
-        compression.flat({"into": into_ed2f, "down": down_efd}), 5
+    back = compression.unflatten(
+        compression.flatten({"into": into_ed2f, "down": down_efd}), 5
     )
     assert np.array_equal(back["into"], into_ed2f)
     assert np.array_equal(back["down"], down_efd)
@@ -130,7 +130,7 @@ def test_sender_and_receiver_track_the_same(value_dtype, base_dtype):
             base_sx, own_ex = carry
             packed = compression.encode(w_ex, own_ex, k, value_dtype, BLOCKS)
             own_ex = compression.decode(own_ex, packed)
-            return (compression.received(packed, base_sx, DOMAIN), own_ex), None
+            return (compression.receive(packed, base_sx, DOMAIN), own_ex), None
 
         return jax.lax.scan(step, (base_sx, own_ex), w_tex)[0]
 
@@ -194,7 +194,7 @@ def test_the_gradient_is_that_of_an_all_gather():
     def run(own_ex, packed, base_sx, x_nx):
         def compressed(own_ex, base_sx, value_ek):
             entries = packed.replace(value_ek=value_ek)
-            held_sx = compression.gathered(own_ex, entries, base_sx, DOMAIN)
+            held_sx = compression.gather(own_ex, entries, base_sx, DOMAIN)
             return loss_of(held_sx, x_nx), held_sx
 
         args = (own_ex, base_sx, packed.value_ek)
@@ -228,7 +228,7 @@ def test_one_buffer_travels_along_each_axis():
 
     def run(own_ex, packed, base_1x, d_sx):
         own_ex = jax.lax.pcast(own_ex, "data", to="varying")
-        gathered = partial(compression.gathered, axes=DOMAIN)
+        gathered = partial(compression.gather, axes=DOMAIN)
         held_sx, pull = jax.vjp(lambda own: gathered(own, packed, base_1x), own_ex)
         return held_sx, pull(d_sx)[0]
 

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from moejax.moe.weights import compression
-from moejax.moe.weights.gradient_compression import SCALE_BYTES, scattered
+from moejax.moe.weights.gradient_compression import SCALE_BYTES, scatter_layer
 from tests.support.close import assert_close
 from tests.support.compressed_domain import (
     ALL,
@@ -30,11 +30,12 @@ from tests.support.compressed_domain import (
 
 @functools.cache
 def scattered_on_devices(k, value_dtype, blocks=1):
-    """scattered(gradients, kept) of all members, each [w, s, x] -> [s, x], [w, s, x]"""
+    """Return scatter_layer(gradients, residuals) for all members at once: arguments
+    [w, s, x], results [s, x] and [w, s, x]."""
 
     def body(grad_wsx, residual_wsx):
         sizes = (k, DOMAIN, value_dtype, blocks)
-        own_ex, residual_sx = scattered(grad_wsx[0], residual_wsx[0], *sizes)
+        own_ex, residual_sx = scatter_layer(grad_wsx[0], residual_wsx[0], *sizes)
         return own_ex, residual_sx[None]
 
     return on_devices(body, (P(DOMAIN),) * 2, (P(DOMAIN),) * 2)
@@ -49,7 +50,7 @@ def test_gradients_that_stay_behind_come_later(value_dtype):
 
     def body(grad_twsx, residual_wsx):
         def step(residual_sx, grad_wsx):
-            own_ex, residual_sx = scattered(
+            own_ex, residual_sx = scatter_layer(
                 grad_wsx[0], residual_sx, k, DOMAIN, value_dtype, BLOCKS
             )
             return residual_sx, own_ex
@@ -80,7 +81,7 @@ def test_all_entries_of_gradients_are_a_reduce_scatter():
 
     def body(grad_wsx):
         zeros_sx = jnp.zeros_like(grad_wsx[0])
-        own, kept = scattered(grad_wsx[0], zeros_sx, SIZE, DOMAIN, "float32")
+        own, kept = scatter_layer(grad_wsx[0], zeros_sx, SIZE, DOMAIN, "float32")
         return own, kept[None]
 
     own_sx, residual_wsx = on_devices(body, P(DOMAIN), (P(DOMAIN),) * 2)(grad_wsx)
