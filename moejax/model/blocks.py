@@ -1,12 +1,12 @@
-"""One layer, standard or shortcut-connected, and the cycle of layers that a scan
-repeats.
+"""One transformer layer, standard or shortcut-connected, and the scanned layer cycle.
 
     standard    x -> + attention(x) -> + moe(x) + shared(x)
     shortcut    x -> + attention(x) -> + shared(x) ------> +
                 |                                          |
                 +----> moe(x) -----------------------------+
 
-Every arrow into a part passes an RMSNorm of its own.
+Each part (attention, moe, shared) reads its input through an RMSNorm of its own,
+except that moe and shared share one in the standard block.
 """
 
 from collections.abc import Callable
@@ -24,16 +24,19 @@ from moejax.moe.layer import MoeLayer
 from moejax.moe.types import LayerSums
 
 Routed = Callable[[MoeLayer, Array], tuple[Array, LayerSums]]
-"""routed(layer, x_btd) -> y_btd, sums: how an MoE layer is called in this pass."""
+"""Signature of routed(layer, x_btd) -> (y_btd, sums), which calls an MoE layer with
+everything else that it needs in this pass (placement, slots, jitter)."""
 
 
 def check_block(cfg: Network) -> None:
-    """ValueError where the routed experts are all that follows attention, and are to
-    read what comes before it."""
+    """Raise ValueError for a shortcut block without shared experts.
+
+    In such a block no feed-forward part would read the output of attention.
+    """
     if cfg.model.block == "shortcut" and cfg.moe.num_shared_experts < 1:
         raise ValueError(
-            "Model.block='shortcut' has shared experts read what attention made, and "
-            "Moe.num_shared_experts=0: use 1 or more"
+            "Model.block='shortcut' needs shared experts to read the output of "
+            "attention, but Moe.num_shared_experts=0: use 1 or more"
         )
 
 
@@ -41,8 +44,8 @@ class Block(nnx.Module):
     """Attention and a feed-forward part: MoE (with shared experts) or dense.
 
     A shortcut block (ScMoE, arXiv 2404.05019) routes the input of its attention, which
-    is the preceding layer's output, while shared experts read what attention made of
-    it: neither of the exchanges of rows waits for this layer's attention.
+    is the preceding layer's output. Its shared experts read the output of attention. So
+    the exchanges of rows do not wait for this layer's attention.
     """
 
     def __init__(self, cfg: Network, is_moe: bool, mesh: Mesh, rngs: nnx.Rngs):
@@ -67,14 +70,15 @@ class Block(nnx.Module):
         routed: Routed,
         cache_view: KvCacheView | None,
     ):
-        """The block's output, the MoE layer's sums (None when dense), the memory."""
+        """Return the block's output, the MoE layer's sums (None for a dense block) and
+        the cache view of the next layer."""
         sums, y_btd = None, 0.0
         if self.routed_norm is not None:  # ahead of attention in program order
             y_btd, sums = routed(self.moe, self.routed_norm(x_btd))
-        seen_btd, cache_view = self.attention(
+        attended_btd, cache_view = self.attention(
             self.attention_norm(x_btd), context, cache_view
         )
-        x_btd = batch_sharded(x_btd + seen_btd, self.mesh)
+        x_btd = batch_sharded(x_btd + attended_btd, self.mesh)
         normed_btd = self.ff_norm(x_btd)
         if self.moe is not None and self.routed_norm is None:
             y_btd, sums = routed(self.moe, normed_btd)
@@ -84,7 +88,7 @@ class Block(nnx.Module):
 
 
 class Cycle(nnx.Module):
-    """moe_every - 1 dense blocks, then one MoE block: what the scan repeats."""
+    """The blocks that a scan repeats: moe_every - 1 dense ones, then one MoE block."""
 
     def __init__(self, cfg: Network, mesh: Mesh, rngs: nnx.Rngs):
         last = cfg.model.moe_every - 1

@@ -1,8 +1,8 @@
-"""Exact matrix-multiply FLOPs per token, by part: what MFU is a share of.
+"""Exact matrix-multiply FLOPs per token, by part, from which MFU is computed.
 
-XLA's own count takes the body of a scan once, so it can't be used. A multiply-add is
-two FLOPs; the backward pass costs twice the forward one; remat and padding are
-work, but not useful work, and do not count.
+XLA's own count takes the body of a scan only once, so it cannot be used. A multiply-add
+is two FLOPs. The backward pass costs twice the forward pass. Rematerialization and
+padding cost time but are not useful work, so they do not count.
 """
 
 import dataclasses
@@ -16,24 +16,35 @@ class Flops:
 
     attention_projections: float
     attention_scores: float
-    """Causal: a token sees (t + 1) / 2 positions on average."""
+    """Products of queries and keys, and of scores and values. Attention is causal, so
+    a token of a sequence of t attends to (t + 1) / 2 positions on average."""
     dense: float
+    """Feed-forward parts of the dense layers."""
     shared: float
+    """Shared experts."""
     routed: float
+    """Routed experts."""
     router: float
     head: float
+    """Output embedding."""
 
     @property
     def forward(self) -> float:
+        """Forward FLOPs per token, all parts together."""
         return sum(dataclasses.astuple(self))
 
     @property
     def train(self) -> float:
+        """FLOPs per token of one training step, forward and backward."""
         return 3 * self.forward
 
 
 def flops_per_token(cfg: Network) -> Flops:
-    """In training: every expert's, where that is dense."""
+    """Return the forward FLOPs per token as the model runs in training.
+
+    Under dense training (Router.training='dense') every expert counts, otherwise the
+    top_k that a token chooses.
+    """
     model, moe = cfg.model, cfg.moe
     d, layers, moe_layers = model.d_model, model.num_layers, model.num_moe_layers
     query, key_value = (
@@ -55,7 +66,10 @@ def flops_per_token(cfg: Network) -> Flops:
 
 
 def num_params(cfg: Network) -> dict[str, int]:
-    """Parameters: all of them, and those that one token passes through."""
+    """Count parameters: 'total' is all of them, 'active' those that one token uses.
+
+    Of the routed experts, 'active' counts top_k.
+    """
     model, moe = cfg.model, cfg.moe
     d, layers, moe_layers = model.d_model, model.num_layers, model.num_moe_layers
     query, key_value = (
