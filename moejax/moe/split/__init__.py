@@ -1,4 +1,5 @@
-"""Which replica of an expert a row goes to, decided on devices in int32.
+"""Splits: the choice of the replica that computes each row, on devices in int32.
 
-The NumPy definitions are in `moejax.plan`; how rows travel is in `moejax.moe.exchange`.
+The NumPy definitions are in `moejax.plan`. The transport of rows is in
+`moejax.moe.exchange`.
 """

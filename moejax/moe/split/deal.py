@@ -1,11 +1,14 @@
-"""From rows per slot to rows from each source to each slot, both margins exact.
+"""Dealing of rows: from rows per slot to rows from each source to each slot.
+
+Both margins are exact: the rows of each slot, and the rows of each source.
 
 1. Rows stay on their device, as far as its replica and the buffer of round 0 have room.
-2. Of the rest each source gives each replica its share of that expert's rows, rounded
-   down: pairs of devices are then about as full as one another, which is what decides
-   the rounds of an exchange.
-3. What is left, a few rows, is laid out twice on one line, by source and by replica;
-   what overlaps travels (FineMoE, arXiv 2511.16947, Algorithm 1, without its loops):
+2. Each source divides its other rows among the replicas of their expert, in proportion
+   to the rows that these still need, rounded down. All pairs of devices then have about
+   equally many rows, and the fullest pair decides the number of rounds.
+3. The few rows that are left are laid out twice on one line, by source and by replica.
+   Overlapping parts are the rows from that source to that replica (FineMoE,
+   arXiv 2511.16947, Algorithm 1, without its loops):
 
     sources     |0 0 0 0|1 1|3 3 3|
     replicas    |a a|b b b b b|c c|        0 -> a 2, b 2; 1 -> b 2; 3 -> b 1, c 2
@@ -21,18 +24,20 @@ from moejax.moe.types import Placement
 from moejax.plan.layout import Layout
 
 SHARE_BITS = 15
-"""Of factors, so that their products are int32."""
+"""Number of bits to which factors are cut, so that their products fit into int32."""
 
 
 class Division(NamedTuple):
-    """What a split decides."""
+    """Result of a split: how many rows go from each source to each slot."""
 
     quota_wq: Int[Array, "w q"]
     """Rows from each source device to the q-th slot."""
     bound: Int[Array, ""]
-    """Certificate: no split over these replicas leaves the fullest device fewer."""
+    """Lower bound on the rows of the fullest device, for any split over these replicas;
+    the mean, for splits that compute no better one."""
     placement: Placement
-    """With the replicas that the split made; as given where it makes none."""
+    """Placement with the replicas that the split made. Splits that make none return it
+    unchanged."""
 
 
 def deal(
@@ -41,11 +46,13 @@ def deal(
     placement: Placement,
     layout: Layout,
 ) -> Int[Array, "w q"]:
-    """Rows from each source to each slot, where `rows_q` of an expert sum to its load.
+    """Return the rows from each source to each slot, for given rows per slot.
 
-    Of the slots of one expert on one device, all but the first have no rows.
+    Over the slots of an expert, `rows_q` must sum to its load. If a device has several
+    slots of an expert, all but the first must have no rows.
     """
-    # Rows of arrays are gathered and scattered whole, columns one by one: q before w.
+    # Arrays are [q, w], because XLA gathers and scatters whole rows of an array at
+    # once, and columns element by element.
     expert_q, device_q, is_active_q = active(placement, layout)
     here_q = jnp.where(is_active_q, counts_we[device_q, expert_q], 0)
     local_q = _local(counts_we, here_q, rows_q, placement, layout)
@@ -64,16 +71,19 @@ def deal(
 
 
 def active(placement: Placement, layout: Layout):
-    """Of the q-th slot: expert (0 where it is empty), device, and whether it is its
-    expert's first on that device."""
+    """Return the expert of the q-th slot (0 for an empty one), its device, and whether
+    it is active: not empty, and the first slot of its expert on that device."""
     expert_q = jnp.maximum(placement.expert_lq, 0)
     device_q = placement.slot_lq // layout.slots_per_device
     return expert_q, device_q, (placement.expert_lq >= 0) & (placement.local_lq == 0)
 
 
 def _local(counts_we, here_q, rows_q, placement: Placement, layout: Layout):
-    """Rows that stay on their device: as many as leave room in its round 0 for its
-    share of the other ones."""
+    """Return how many rows stay on their device, for the q-th slot.
+
+    The buffer of round 0 from a device to itself also carries the rows that step 2
+    keeps on the device. These get room first.
+    """
     expert_q = jnp.maximum(placement.expert_lq, 0)
     load_q = jnp.sum(counts_we, axis=0, dtype=jnp.int32)[expert_q]
     is_mine_q = active(placement, layout)[2].astype(jnp.int32)
@@ -92,26 +102,31 @@ def _local(counts_we, here_q, rows_q, placement: Placement, layout: Layout):
 
 
 def _shares(left_ew, left_q, expert_q) -> Int[Array, "q w"]:
-    """Of each slot in what each source has left of its expert; less by little."""
+    """Return each slot's share of the rows that each source has left of its expert,
+    rounded down."""
     load_q = jnp.sum(left_ew, axis=1, dtype=jnp.int32)[expert_q]
     return _product_over(left_ew[expert_q], left_q[:, None], load_q[:, None])
 
 
 def _product_over(x, y, total):
-    """x * y / total for y <= total, not more and less by little; 0 for total 0. Factors
-    are cut to SHARE_BITS bits."""
+    """Return x * y / total, rounded down, for y <= total; 0 if total is 0.
+
+    The factors are cut to SHARE_BITS bits, so the result may be a little too small, but
+    never too large.
+    """
     low, x_low = _excess_bits(total), _excess_bits(x)
     share = (x >> x_low) * (y >> low) // ((total >> low) + 1)
     return share << x_low
 
 
 def _excess_bits(value):
-    """By how many bits a value is longer than SHARE_BITS."""
+    """Return the number of bits by which a value is longer than SHARE_BITS."""
     return jnp.maximum(32 - SHARE_BITS - jax.lax.clz(value), 0)
 
 
 def _overlap(left_ew, left_q, expert_q, first_q) -> Int[Array, "q w"]:
-    """Return the rows that the two layouts of an expert's line have in common."""
+    """Return the lengths of overlap when an expert's rows are laid out on one line
+    twice, by source and by slot."""
     end_ew = jnp.cumsum(left_ew, axis=1, dtype=jnp.int32)
     end_q = jnp.cumsum(left_q, dtype=jnp.int32)
     end_q1 = (end_q - (end_q - left_q)[first_q])[:, None]

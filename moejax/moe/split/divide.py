@@ -1,15 +1,15 @@
-"""Which replica computes a row: int32 programs on counts that all devices have.
+"""Splits: division of each expert's rows among its replicas, in int32.
 
     split(counts_we, placement, layout) -> Division
 
-Every device computes all of it, and the same bits: no float takes part. Slots are
-sorted by expert (q, see Placement). Over the replicas of an expert quotas sum to the
-source's count.
+All devices know the counts of all sources, and each device computes the whole division.
+No float takes part, so all get the same bits. Slots are sorted by expert (q, see
+Placement). The quotas of an expert's replicas sum to the source's count.
 
-    even            every replica an equal share
+    even            every replica gets an equal share
     local_first     rows stay on a device that has their expert
-    water_filling   the fullest device has as few rows as these replicas allow
-    dynamic         replicas are chosen from the loads themselves: all devices the mean
+    water_filling   the fullest device gets as few rows as these replicas allow
+    dynamic         replicas are made for these loads, so that all devices get the mean
 """
 
 import dataclasses
@@ -26,15 +26,16 @@ from moejax.plan.layout import Layout
 from moejax.plan.water_filling import TOLERANCE_BITS
 
 Splitter = Callable[[Array, Placement, Layout], Division]
+"""Signature of a split."""
 
 
 def divide(
     counts_ue: Int[Array, "u e"], placement: Placement, layout: Layout
 ) -> Division:
-    """As layout.split says, of rows from the sources of a layer (Layout.num_sources).
+    """Divide the rows of a layer's sources by the split that the layout names.
 
-    Where several sources are at one device, they are one for the split, and its rows
-    for each slot are then theirs in order.
+    If a device has several sources (Layout.num_sources), the split sees them as one.
+    The device's rows for each slot are then taken from its sources in order.
     """
     split, w = SPLITS[layout.split], layout.num_devices
     if layout.split == "even" or len(counts_ue) == w:
@@ -63,22 +64,27 @@ def divide(
 def even(
     counts_we: Int[Array, "w e"], placement: Placement, layout: Layout
 ) -> Division:
-    """Every replica an equal share of each source's rows, and of all rows, to one row.
+    """Deal the rows of each expert round-robin to its replicas.
 
-    Rows of an expert are numbered over all sources; the i-th goes to replica i mod r.
+    The rows of an expert are numbered over all sources, and the i-th row goes to
+    replica i mod r. So each replica gets an equal share of every source's rows, and of
+    all rows, up to one row.
     """
     expert_q, replicas_q = _replicas(placement, layout)
     count_wq = jnp.where(placement.expert_lq < 0, 0, counts_we[:, expert_q])
     before_wq = jnp.cumsum(count_wq, axis=0) - count_wq
-    quota_wq = _dealt(before_wq, count_wq, placement.replica_lq, replicas_q)
+    quota_wq = _round_robin(before_wq, count_wq, placement.replica_lq, replicas_q)
     return Division(quota_wq, mean_rows(counts_we, layout), placement)
 
 
 def local_first(
     counts_we: Int[Array, "w e"], placement: Placement, layout: Layout
 ) -> Division:
-    """Rows stay on a device that has their expert, evenly over its replicas there;
-    those of other devices are shared as in `even`."""
+    """Keep rows on their device if it has their expert; deal the others round-robin.
+
+    On such a device rows are spread evenly over the expert's replicas there. Rows of
+    other devices are dealt to all replicas, as in `even`.
+    """
     expert_q, replicas_q = _replicas(placement, layout)
     is_full_q = placement.expert_lq >= 0
     count_wq = jnp.where(is_full_q, counts_we[:, expert_q], 0)
@@ -91,8 +97,8 @@ def local_first(
     held_wq = held_we[:, expert_q]
     far_wq = jnp.where(held_wq > 0, 0, count_wq)
     before_wq = jnp.cumsum(far_wq, axis=0) - far_wq
-    far_wq = _dealt(before_wq, far_wq, placement.replica_lq, replicas_q)
-    near_wq = _dealt(0, count_wq, placement.local_lq, jnp.maximum(held_wq, 1))
+    far_wq = _round_robin(before_wq, far_wq, placement.replica_lq, replicas_q)
+    near_wq = _round_robin(0, count_wq, placement.local_lq, jnp.maximum(held_wq, 1))
     is_here_wq = device_q == jnp.arange(layout.num_devices)[:, None]
     quota_wq = jnp.where(held_wq > 0, jnp.where(is_here_wq, near_wq, 0), far_wq)
     return Division(quota_wq, mean_rows(counts_we, layout), placement)
@@ -101,8 +107,11 @@ def local_first(
 def water_filling(
     counts_we: Int[Array, "w e"], placement: Placement, layout: Layout
 ) -> Division:
-    """The linear program of MicroMoE (arXiv 2511.16947, LPP 1) in integers, within
-    1/512 of its certified optimum; rows stay on their device as far as they can."""
+    """Minimize the rows of the fullest device; keep rows on their device if possible.
+
+    This solves the linear program of MicroMoE (arXiv 2511.16947, LPP 1) in integers, to
+    within 1/512 of the mean above a certified lower bound.
+    """
     mean = mean_rows(counts_we, layout)
     tolerance = mean >> TOLERANCE_BITS
     filling = water.fill(
@@ -112,11 +121,11 @@ def water_filling(
     return Division(quota_wq, filling.bound, placement)
 
 
-def dynamically(
+def dynamic_replication(
     counts_we: Int[Array, "w e"], placement: Placement, layout: Layout
 ) -> Division:
-    """Copies for this layer and micro-batch alone, so that every device has the mean:
-    moejax.moe.split.dynamic."""
+    """Make copies of experts for this layer and micro-batch alone, so that every device
+    gets the mean number of rows (moejax.moe.split.dynamic)."""
     placement, rows_q = dynamic.pair(
         jnp.sum(counts_we, axis=0, dtype=jnp.int32), placement, layout
     )
@@ -128,28 +137,30 @@ SPLITS: dict[str, Splitter] = {
     "even": even,
     "local_first": local_first,
     "water_filling": water_filling,
-    "dynamic": dynamically,
+    "dynamic": dynamic_replication,
 }
+"""Splits by name."""
 
 
 def mean_rows(counts_ue: Int[Array, "u e"], layout: Layout) -> Int[Array, ""]:
-    """Rows of a device where all have the same, rounded up."""
+    """Return the mean number of rows per device, rounded up."""
     return -(-jnp.sum(counts_ue, dtype=jnp.int32) // layout.num_devices)
 
 
 def _replicas(placement: Placement, layout: Layout):
-    """Expert of the q-th slot (0 where it is empty), and how many replicas that has."""
+    """Return the expert of the q-th slot (0 for an empty one), and how many replicas
+    the expert has (at least 1)."""
     expert_q = jnp.maximum(placement.expert_lq, 0)
     full_q = (placement.expert_lq >= 0).astype(jnp.int32)
     replicas_e = jnp.zeros(layout.num_experts, jnp.int32).at[expert_q].add(full_q)
     return expert_q, jnp.maximum(replicas_e, 1)[expert_q]
 
 
-def _dealt(before_wq, count_wq, place_q, players_q):
-    """How many of the numbers before .. before + count - 1 leave `place` when divided
-    by `players`."""
+def _round_robin(before_wq, count_wq, replica_q, replicas_q):
+    """Return how many of the numbers before .. before + count - 1 are `replica` modulo
+    `replicas`."""
 
     def up_to(end_wq):
-        return (end_wq + players_q - 1 - place_q) // players_q
+        return (end_wq + replicas_q - 1 - replica_q) // replicas_q
 
     return up_to(before_wq + count_wq) - up_to(before_wq)

@@ -1,16 +1,17 @@
-"""Replicas made from the loads of the very micro-batch: every device computes the mean.
+"""Dynamic replication: copies of experts, made for the loads of each micro-batch.
 
     load_e -> placement of this layer and micro-batch, rows_q
 
-Devices with too many rows are paired with devices that have too few: a giver hands a
-taker rows of some of its own experts, and with them copies of those. Each taker has
-one giver, so it never needs more slots for copies than a device owns experts, and then
-all devices have the mean to one row, however skewed the load is. With fewer slots
-(Layout.copies_per_device, offers_per_device) the largest grants are kept and the rest
-stays with the owner; and everything, where that would leave a device fuller than home.
+Devices with too many rows are paired with devices that have too few. A giver hands a
+taker rows of some of its own experts, and copies of these experts. Each taker has one
+giver, so a taker needs at most as many slots for copies as a device owns experts. With
+that many slots all devices get the mean, up to one row, however skewed the load is.
+With fewer slots (Layout.copies_per_device, offers_per_device) the largest grants are
+kept and the other rows stay with the owner. If even so a device would be fuller than
+the fullest is without copies, no copies are made.
 
-After MoonEP's planner, as Megatron-LM's kernel for virtual experts has it. The
-definition, in NumPy, is moejax.plan.dynamic_replication.
+The algorithm is that of MoonEP's planner, as in Megatron-LM's kernel for virtual
+experts. The definition, in NumPy, is moejax.plan.dynamic_replication.
 """
 
 from typing import NamedTuple
@@ -27,66 +28,73 @@ EMPTY = -1
 
 
 class _Pairs(NamedTuple):
+    """Giver of each device, and the number of rows that it gives."""
+
     giver_w: Int[Array, " w"]
-    """Who gives to each device; itself where nobody does."""
+    """Device that gives rows to each device; the device itself if none does."""
     quota_w: Int[Array, " w"]
-    """Rows that it is to get."""
+    """Number of rows that each device should get from its giver."""
 
 
 @jax.named_scope("dynamic")
 def pair(
     load_e: Int[Array, " e"], placement: Placement, layout: Layout
 ) -> tuple[Placement, Int[Array, " q"]]:
-    """The placement with copies, and rows of its q-th slot. `placement` says who owns
-    which expert; its own copies, if it has any, are forgotten."""
+    """Return a placement with copies for these loads, and the rows of its q-th slot.
+
+    Owners are those of `placement`; copies in it are dropped. The new placement has no
+    tables for water-filling (color_lq, num_colors_l stay as they were).
+    """
     w, own = layout.num_devices, layout.experts_per_device
     owned_wi = placement.owned_le.reshape(w, own)
     load_wi = load_e[owned_wi]
-    pairs = _paired(jnp.sum(load_wi, axis=1, dtype=jnp.int32))
-    given_wi = _granted(pairs, load_wi)
+    pairs = _pair_devices(jnp.sum(load_wi, axis=1, dtype=jnp.int32))
+    given_wi = _grant_rows(pairs, load_wi)
     is_giver_vw = pairs.giver_w == jnp.arange(w)[:, None]
 
-    given_away_wi = _by_giver(is_giver_vw, given_wi)
-    is_offered_wi = (given_away_wi > 0) & _is_among(
-        given_away_wi, layout.offers_per_device
-    )
+    offered_wi = _sum_by_giver(is_giver_vw, given_wi)
+    is_offered_wi = offered_wi > 0
+    is_offered_wi &= _is_among_largest(offered_wi, layout.offers_per_device)
     given_wi = jnp.where(is_offered_wi[pairs.giver_w], given_wi, 0)
-    is_kept_wi = (given_wi > 0) & _is_among(given_wi, layout.copies_per_device)
+    is_kept_wi = given_wi > 0
+    is_kept_wi &= _is_among_largest(given_wi, layout.copies_per_device)
     given_wi = jnp.where(is_kept_wi, given_wi, 0)
 
-    kept_wi = load_wi - _by_giver(is_giver_vw, given_wi)
+    kept_wi = load_wi - _sum_by_giver(is_giver_vw, given_wi)
     after_w = jnp.sum(kept_wi + given_wi, axis=1, dtype=jnp.int32)
     is_better = jnp.max(after_w) <= jnp.max(jnp.sum(load_wi, axis=1, dtype=jnp.int32))
     given_wi, is_kept_wi = is_better * given_wi, is_better & is_kept_wi
     kept_wi = jnp.where(is_better, kept_wi, load_wi)
-    index_wc = _compacted(is_kept_wi, layout.copies_per_device)
-    rows_wc = jnp.where(index_wc < 0, 0, _taken(given_wi, index_wc))
-    expert_wc = jnp.where(
-        index_wc < 0, EMPTY, _taken(owned_wi[pairs.giver_w], index_wc)
-    )
-    offer_wo = _compacted(is_offered_wi, layout.offers_per_device)
+    index_wc = _true_indices(is_kept_wi, layout.copies_per_device)
+    is_copy_wc = index_wc >= 0
+    rows_wc = jnp.where(is_copy_wc, _take(given_wi, index_wc), 0)
+    expert_wc = jnp.where(is_copy_wc, _take(owned_wi[pairs.giver_w], index_wc), EMPTY)
+    offer_wo = _true_indices(is_offered_wi, layout.offers_per_device)
     first_offer_w = pairs.giver_w * layout.offers_per_device
     offer_wi = (jnp.cumsum(is_offered_wi, axis=1, dtype=jnp.int32) - 1)[pairs.giver_w]
-    want_wc = first_offer_w[:, None] + _taken(offer_wi, index_wc)
+    want_wc = first_offer_w[:, None] + _take(offer_wi, index_wc)
     copy_c = own + jnp.arange(layout.copies_per_device)
     own_i = jnp.broadcast_to(jnp.arange(own), (w, own))
-    fill_wc = jnp.where(index_wc < 0, EMPTY, copy_c)
+    fill_wc = jnp.where(is_copy_wc, copy_c, EMPTY)
     row_p = jnp.concatenate([owned_wi, expert_wc], axis=1).reshape(-1)
     rows_p = jnp.concatenate([kept_wi, rows_wc], axis=1).reshape(-1)
     tables = _by_expert(row_p, layout)
     placement = placement.replace(
         slot_to_expert_lp=row_p,
         offer_lwo=offer_wo,
-        want_lwc=jnp.where(index_wc < 0, EMPTY, want_wc),
+        want_lwc=jnp.where(is_copy_wc, want_wc, EMPTY),
         fill_lws=jnp.concatenate([own_i, fill_wc], axis=1),
         **tables,
     )
     return placement, rows_p[tables["slot_lq"]]
 
 
-def _paired(load_w: Int[Array, " w"]) -> _Pairs:
-    """The fullest gives the emptiest all that this lacks, until nobody lacks: a giver
-    that gave too much is a taker then."""
+def _pair_devices(load_w: Int[Array, " w"]) -> _Pairs:
+    """Pair devices until all would have the mean.
+
+    In each step the fullest device gives the emptiest all rows that it lacks. A giver
+    that is then below the mean becomes a taker itself.
+    """
     w, total = len(load_w), jnp.sum(load_w, dtype=jnp.int32)
     device_w = jnp.arange(w, dtype=jnp.int32)
     mean_w = total // w + (device_w < total % w)
@@ -106,9 +114,12 @@ def _paired(load_w: Int[Array, " w"]) -> _Pairs:
     return _Pairs(giver_w, quota_w)
 
 
-def _granted(pairs: _Pairs, load_wi: Int[Array, "w i"]) -> Int[Array, "w i"]:
-    """Rows that each device gets of its giver's i-th expert: the largest quota takes of
-    the largest load, again and again, all givers at once."""
+def _grant_rows(pairs: _Pairs, load_wi: Int[Array, "w i"]) -> Int[Array, "w i"]:
+    """Return how many rows of its giver's i-th expert each device gets.
+
+    In each step, and for all givers at once, the taker with the largest open quota gets
+    rows of the giver's expert with the largest load.
+    """
     w, own = load_wi.shape
     device_w = jnp.arange(w)
     is_taker_vw = (pairs.giver_w == device_w[:, None]) & (pairs.giver_w != device_w)
@@ -129,36 +140,44 @@ def _granted(pairs: _Pairs, load_wi: Int[Array, "w i"]) -> Int[Array, "w i"]:
     return jax.lax.fori_loop(0, w + own, step, state)[2]
 
 
-def _by_giver(is_giver_vw, given_wi):
-    """What each device gives away of its own experts, [v, i]."""
+def _sum_by_giver(is_giver_vw, given_wi):
+    """Return how many rows of its i-th expert each device v gives away, [v, i]."""
     return jnp.sum(
         jnp.where(is_giver_vw[:, :, None], given_wi, 0), axis=1, dtype=jnp.int32
     )
 
 
-def _is_among(rows_wi, limit: int):
-    """Whether it is one of the `limit` largest of its row, of equals the first."""
+def _is_among_largest(rows_wi, limit: int):
+    """Return whether each value is among the `limit` largest of its row.
+
+    Of equal values the first count as larger.
+    """
     index_i = jnp.arange(rows_wi.shape[1])
     one, other = rows_wi[:, :, None], rows_wi[:, None, :]
     is_before_wii = (other > one) | ((other == one) & (index_i < index_i[:, None]))
     return jnp.sum(is_before_wii, axis=2, dtype=jnp.int32) < limit
 
 
-def _compacted(is_wi, size: int):
-    """Indices i of what is true, rising, in `size` places; -1 in the rest."""
-    place_wi = jnp.where(is_wi, jnp.cumsum(is_wi, axis=1, dtype=jnp.int32) - 1, EMPTY)
-    hit_wxi = place_wi[:, None, :] == jnp.arange(size)[:, None]
+def _true_indices(is_wi, size: int):
+    """Return the indices i at which each row is true, ascending, filled up with -1 to
+    `size` entries."""
+    rank_wi = jnp.where(is_wi, jnp.cumsum(is_wi, axis=1, dtype=jnp.int32) - 1, EMPTY)
+    hit_wxi = rank_wi[:, None, :] == jnp.arange(size)[:, None]
     index_i = jnp.arange(is_wi.shape[1], dtype=jnp.int32)
     index_wx = jnp.sum(jnp.where(hit_wxi, index_i, 0), axis=2, dtype=jnp.int32)
     return jnp.where(jnp.any(hit_wxi, axis=2), index_wx, EMPTY)
 
 
-def _taken(value_wi, index_wx):
+def _take(value_wi, index_wx):
+    """Return value[w, index[w, x]]; an index of -1 reads the first value."""
     return jnp.take_along_axis(value_wi, jnp.maximum(index_wx, 0), axis=1)
 
 
 def _by_expert(row_p, layout: Layout) -> dict[str, Array]:
-    """Tables of Placement for slots that hold no expert twice on one device."""
+    """Return a placement's tables by expert, for one layer's slots `row_p`.
+
+    No device may hold an expert twice.
+    """
     key_p = jnp.where(row_p < 0, layout.num_experts, row_p)
     slot_q = jnp.argsort(key_p, stable=True).astype(jnp.int32)
     expert_q = row_p[slot_q]
