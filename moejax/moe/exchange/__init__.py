@@ -1,4 +1,4 @@
-"""How rows travel to their experts and back: manifest, dispatch, rounds, schedules.
+"""Transport of rows to their experts and back: manifest, dispatch, rounds, schedules.
 
-How expert weights reach the slots belongs in `moejax.moe.weights`.
+The transport of expert weights to slots belongs in `moejax.moe.weights`.
 """

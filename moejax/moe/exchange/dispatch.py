@@ -1,13 +1,12 @@
-"""Rows to their experts and back, on one device of a group.
+"""Dispatch and combine: one window of rows to their experts and back.
 
-    dispatch(x_nd)       a window of rows to the slots' devices, sorted by slot there
-    combine(y_md)        the same rows back, weighted and summed per token
+    dispatch(x_nd)    send a window of rows to the slots' devices, sorted by slot there
+    combine(y_md)     send the same rows back, weight them and sum them per token
 
-The manifest (moejax.moe.exchange.manifest) says who sends how much to whom.
-
-A *window* is `rows` rows per peer from `start` on, of each peer's rows in slot order.
-Round 0 is one window; `moejax.moe.exchange.rounds` adds later ones until nothing is
-left.
+The manifest (moejax.moe.exchange.manifest) says how many rows each device sends to each
+slot. Each peer's rows are in slot order. A *window* is the rows start .. start + rows
+of every peer. Round 0 is one window; `moejax.moe.exchange.rounds` adds later ones until
+no rows are left.
 
     device 0 has rows for slots 0 0 0 1 | 2 3 3      (2 devices, 2 slots each, c = 3)
     window 0..3:     to device 0: 0 0 0   to device 1: 2 3 3
@@ -30,31 +29,36 @@ from moejax.moe.mesh_roles import MeshLayout, index_along
 from moejax.plan.layout import Layout
 
 ROWS = "rows"
-"""Name of what has travelled: the remat policy 'dispatch' saves it, so that the
-backward pass repeats no exchange."""
+"""Checkpoint name of rows that have travelled. The remat policy 'dispatch' saves them,
+so that the backward pass repeats no exchange."""
 
 
 class Window(NamedTuple):
+    """Range of each peer's rows that one round carries."""
+
     start: int | Int[Array, ""]
+    """Position of the first row."""
     rows: int
+    """Number of rows per peer."""
 
 
 @struct.dataclass
 class Receipt:
-    """How to bring the rows of one window home."""
+    """Index tables of one window, with which results are sent back to their tokens."""
 
     position_nk: Int[Array, "n k"]
-    """Row of each choice in the send buffer, -1 when it is not in this window."""
+    """Row of each choice in the send buffer, -1 if it is not in this window."""
     assignment_m: Int[Array, " m"]
-    """Assignment in each row of the send buffer, -1 when empty."""
+    """Assignment in each row of the send buffer, -1 if the row is empty."""
     arrival_m: Int[Array, " m"]
-    """Row of the receive buffer that is j-th by slot, -1 past the last."""
+    """Row of the receive buffer that is m-th in slot order, -1 past the last."""
     sorted_m1: Int[Array, "m 1"]
-    """Inverse of arrival_m, -1 for empty rows."""
+    """Inverse permutation of arrival_m, -1 for empty rows."""
     count_w: Int[Array, " w"]
-    """Rows of this window for each peer."""
+    """Number of rows in this window for each peer."""
     incoming_v: Int[Array, " v"]
-    """Rows from each sender: the peers, and with expert shards more of them."""
+    """Number of rows from each sender. Senders are the peers; if experts have shards,
+    there are more of them."""
 
 
 @jax.named_scope("dispatch")
@@ -64,12 +68,16 @@ def dispatch(
     window: Window,
     mesh_layout: MeshLayout,
 ) -> tuple[Float[Array, "m d"], Int[Array, " s"], Receipt]:
-    """Rows of this window at their slots' device, sorted by slot, and rows per slot."""
+    """Send the rows of a window to the devices of their slots.
+
+    Return the rows that arrived here, sorted by slot, the number of rows per slot, and
+    the receipt for `combine`.
+    """
     layout = mesh_layout.layout
     receipt, rows_s = make_receipt(sent, window, mesh_layout)
     k = sent.peer_nk.shape[1]
     token_m = jnp.where(receipt.assignment_m < 0, EMPTY, receipt.assignment_m // k)
-    gather = partial(gather_rows, implementation=_moves(layout))
+    gather = partial(gather_rows, implementation=_implementation(layout))
     send_md = gather(x_nd, token_m, receipt.position_nk)
     send_wcd = send_md.reshape(-1, window.rows, x_nd.shape[1])
     counts = (receipt.count_w, receipt.incoming_v)
@@ -87,24 +95,30 @@ def combine(
     receipt: Receipt,
     mesh_layout: MeshLayout,
 ) -> Float[Array, "n d"]:
-    """Results back at their tokens, summed with their gates (in float32)."""
+    """Send results back to their tokens, and sum them with their gates, in float32."""
     layout = mesh_layout.layout
     if not _is_sorted(layout):
         sorted_m, arrival_m1 = receipt.sorted_m1[:, 0], receipt.arrival_m[:, None]
-        y_md = gather_rows(y_md, sorted_m, arrival_m1, implementation=_moves(layout))
+        tables = sorted_m, arrival_m1
+        y_md = gather_rows(y_md, *tables, implementation=_implementation(layout))
     y_vcd = y_md.reshape(layout.num_senders, -1, y_md.shape[1])
     counts = (receipt.incoming_v, receipt.count_w)
     back_wcd = find_schedule(mesh_layout).back(y_vcd, *counts, mesh_layout)
     back_md = checkpoint_name(back_wcd.reshape(-1, y_md.shape[1]), ROWS)
     tables = receipt.position_nk, receipt.assignment_m
-    y_nd = combine_rows(back_md, gate_nk, *tables, implementation=_moves(layout))
+    y_nd = combine_rows(
+        back_md, gate_nk, *tables, implementation=_implementation(layout)
+    )
     return jax.lax.psum(y_nd, mesh_layout.tensor_axes) if layout.is_local else y_nd
 
 
 def make_receipt(
     sent: Manifest, window: Window, mesh_layout: MeshLayout
 ) -> tuple[Receipt, Int[Array, " s"]]:
-    """Integers of one window: pure arithmetic on the manifest, no communication."""
+    """Return the index tables of one window, and the number of rows per slot here.
+
+    They are computed from the manifest alone, without communication.
+    """
     layout = mesh_layout.layout
     w, s = layout.num_devices, layout.slots_per_device
     start, rows = window
@@ -113,7 +127,7 @@ def make_receipt(
     pair_uws = sent.counts_up.reshape(-1, w, s)
     count_w, first_w = pair_uws[source].sum(axis=-1), sent.first_w
     peer_nk = sent.peer_nk
-    if layout.is_local:  # of all devices' rows those of this one
+    if layout.is_local:  # keep only the rows that this device's experts compute
         count_w, first_w = count_w[owner][None], first_w[owner][None]
         peer_nk = jnp.where(peer_nk == owner, 0, EMPTY)
 
@@ -149,22 +163,24 @@ def make_receipt(
     return receipt, jnp.sum(part_vs, axis=0)
 
 
-def _moves(layout: Layout) -> str:
+def _implementation(layout: Layout) -> str:
+    """Return the implementation of the row kernels that the layout asks for."""
     return "xla" if layout.kernels == "plain" else "auto"
 
 
 def _is_sorted(layout: Layout) -> bool:
-    """Whether rows arrive by slot: from one sender alone."""
+    """Return whether rows arrive in slot order, since there is only one sender."""
     return layout.num_senders == 1
 
 
 def _sort_arrivals(
     begin_ws: Int[Array, "w s"], end_ws: Int[Array, "w s"], rows: int
 ) -> tuple[Int[Array, " m"], Int[Array, "m 1"]]:
-    """Rows arrive by (sender, slot) and are wanted by (slot, sender): both
-    permutations. `w` counts senders here.
+    """Return the permutation from arrival order to slot order, and its inverse.
 
-    begin/end are where a slot's rows lie within its sender's chunk of `rows` rows.
+    Rows arrive in the order (sender, slot) and are needed in the order (slot, sender).
+    Within a sender's chunk of `rows` rows, those of a slot are begin .. end. `w` counts
+    senders here.
     """
     w, s = begin_ws.shape
     part_sw = (end_ws - begin_ws).T

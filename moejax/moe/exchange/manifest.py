@@ -1,7 +1,8 @@
-"""Who sends how much to whom: int32 only, one all_gather, one sort.
+"""The manifest of an exchange: how many rows each device sends to each slot.
 
-Rows are sorted by expert; a split then cuts each expert's rows into one block per
-replica, and the blocks are put in the order of their slots.
+It takes one all_gather of int32 counts and one sort. Rows are sorted by expert. A split
+then cuts each expert's rows into one block per replica, and the blocks are put in the
+order of their slots.
 
     expert        0 0 0 0 0 1 2 2        expert 0 has slots 0 and 3, 2 + 3 rows
     slot          0 0 3 3 3 1 2 2
@@ -24,34 +25,39 @@ EMPTY = -1
 
 @struct.dataclass
 class Manifest:
-    """All integers of one exchange; assignment a = n * k + choice, token-major."""
+    """All integers of one exchange. Assignments are numbered a = token * k + choice."""
 
     assignment_a: Int[Array, " a"]
-    """Assignments by slot; within a slot first choices first, then by token."""
+    """Assignments in the order of their slots; within a slot first choices come first,
+    then lower tokens."""
     peer_nk: Int[Array, "n k"]
-    """Device of the choice; -1 where it goes nowhere."""
+    """Device that computes each choice, -1 if none does."""
     place_nk: Int[Array, "n k"]
-    """Position among this device's rows for that peer."""
+    """Position of the choice among this device's rows for that peer."""
     first_w: Int[Array, " w"]
-    """Where each peer's rows begin in assignment_a."""
+    """Index in assignment_a of the first row for each peer."""
     counts_up: Int[Array, "u p"]
-    """Rows from every source to every slot, equal on all devices of the group. Sources
-    are its devices; with a tensor axis, its different sets of tokens."""
+    """Number of rows from every source to every slot, the same on all devices of the
+    group. Without a tensor axis the sources are the group's devices, otherwise its
+    different sets of tokens."""
     bound: Int[Array, ""]
-    """No split over these replicas leaves the group's fullest device fewer rows."""
+    """Lower bound on the rows of the group's fullest device, for any split over these
+    replicas."""
 
 
 @jax.named_scope("manifest")
 def manifest(
     expert_nk: Int[Array, "n k"], placement: Placement, mesh_layout: MeshLayout
 ) -> tuple[Manifest, Placement]:
-    """The manifest of one layer's placement, and the placement with the replicas that
-    the split made: the same one, if it makes none. `mesh_layout` is as rows see it
-    (MeshLayout.exchanged).
+    """Make the manifest of one layer's choices, under its placement.
 
-    An expert of -1 goes nowhere. In capacity mode (GShard, section 3.2) at most
-    layout.rows_per_slot rows go from one device to one slot; of an expert's rows the
-    first choices go first.
+    Also return the placement with the replicas that the split made, or unchanged if the
+    split makes none. `mesh_layout` is the one of the exchange, in which a domain is one
+    device (MeshLayout.exchanged).
+
+    A choice of -1 goes nowhere. In capacity mode (GShard, section 3.2) at most
+    layout.rows_per_slot rows go from one device to one slot, and first choices take
+    precedence among an expert's rows.
     """
     layout, (n, k) = mesh_layout.layout, expert_nk.shape
     s, e, sources = (
@@ -76,7 +82,7 @@ def manifest(
     me = index_along(sources)
     count_p, kept_q = counts_up[me], kept_uq[me]
 
-    block_a, within_a = _blocks(length_uq[me], n * k)
+    block_a, within_a = _locate_in_blocks(length_uq[me], n * k)
     first_p = jnp.cumsum(count_p) - count_p
     rank_a = first_p[slot_q[block_a]] + within_a
     is_sent_a = (jnp.arange(n * k) < jnp.sum(count_e)) & (within_a < kept_q[block_a])
@@ -86,14 +92,14 @@ def manifest(
     first_w = jnp.cumsum(count_w) - count_w
     place_a = rank_a - first_w[peer_a]
     assignment_a = order_a % n * k + order_a // n
-    beyond_a = n * k + jnp.arange(n * k)  # what goes nowhere falls off the end
+    beyond_a = n * k + jnp.arange(n * k)  # out of bounds: unsent choices are dropped
     target_a = jnp.where(is_sent_a, rank_a, beyond_a)
     sent = Manifest(
         assignment_a=jnp.zeros_like(order_a)
         .at[target_a]
         .set(assignment_a, mode="drop", unique_indices=True),
-        peer_nk=_home(peer_a, assignment_a).reshape(n, k),
-        place_nk=_home(place_a, assignment_a).reshape(n, k),
+        peer_nk=_by_assignment(peer_a, assignment_a).reshape(n, k),
+        place_nk=_by_assignment(place_a, assignment_a).reshape(n, k),
         first_w=first_w,
         counts_up=counts_up,
         bound=bound,
@@ -102,14 +108,20 @@ def manifest(
 
 
 def fullest_pair(sent: Manifest, layout: Layout) -> Int[Array, ""]:
-    """Most rows that one source has for one device, known to all of the group."""
+    """Return the largest number of rows that one source has for one device.
+
+    All devices of the group get the same number.
+    """
     return jnp.max(_pairs(sent, layout))
 
 
 def pair_to_fit(sent: Manifest, layout: Layout) -> Int[Array, ""]:
-    """What a buffer of round 0 should hold. Where rows at home yield to the buffer
-    (moejax.moe.split.deal), a device's rows for itself do not count: they would grow
-    with whatever it holds."""
+    """Return the number of rows per peer that the buffer of round 0 should carry.
+
+    It is that of the fullest pair. Some splits fill the buffer with rows that stay on
+    their device (Layout.yields_home_rows, moejax.moe.split.deal). Then a device's rows
+    for itself do not count, because they would grow with any buffer.
+    """
     if layout.num_devices == 1 or not layout.yields_home_rows:
         return fullest_pair(sent, layout)
     per_device = layout.num_sources // layout.num_devices
@@ -119,24 +131,31 @@ def pair_to_fit(sent: Manifest, layout: Layout) -> Int[Array, ""]:
 
 
 def rows_here(sent: Manifest, mesh_layout: MeshLayout) -> Int[Array, ""]:
-    """Rows that this device computes: of experts whole, or of its shards of them."""
+    """Return the number of rows that this device computes, with whole experts or with
+    its shards of them."""
     rows_w = jnp.sum(_pairs(sent, mesh_layout.layout), axis=0)
     return rows_w[index_along(mesh_layout.peer_axes)]
 
 
 def num_dropped(expert_nk: Int[Array, "n k"], sent_nk: Int[Array, "n k"]):
-    """Choices that go nowhere, by the peers they were sent to: capacity mode's."""
+    """Count the choices that capacity mode drops: they have an expert but no peer.
+
+    `sent_nk` are the choices' peers (Manifest.peer_nk).
+    """
     return jnp.sum((expert_nk >= 0) & (sent_nk < 0), dtype=jnp.int32)
 
 
 def _pairs(sent: Manifest, layout: Layout) -> Int[Array, "u w"]:
+    """Return the number of rows from each source to each device."""
     pair_uw = sent.counts_up.reshape(-1, layout.num_devices, layout.slots_per_device)
     return jnp.sum(pair_uw, axis=-1)
 
 
 def _with_dropped_last(kept_uq, quota_uq, expert_q, num_experts: int):
-    """Lengths of blocks such that what is dropped of an expert stands behind the rows
-    of its last replica: none of its first choices before a second one."""
+    """Return lengths of blocks that put an expert's dropped rows behind its last block.
+
+    Rows are in order of choice, so second choices are dropped before first ones.
+    """
     expert_q = jnp.where(expert_q < 0, num_experts, expert_q)
     dropped_ue = (
         jnp.zeros((len(kept_uq), num_experts + 1), jnp.int32)
@@ -147,14 +166,15 @@ def _with_dropped_last(kept_uq, quota_uq, expert_q, num_experts: int):
     return kept_uq + jnp.where(is_last_q, dropped_ue[:, expert_q], 0)
 
 
-def _blocks(length_q: Int[Array, " q"], total: int):
-    """Of blocks laid end to end: each place's block, and its place within that."""
+def _locate_in_blocks(length_q: Int[Array, " q"], total: int):
+    """Return the block of each of `total` positions, and the position in that block,
+    for blocks of these lengths laid end to end."""
     first_q = jnp.cumsum(length_q) - length_q
     begins_a = jnp.zeros(total, jnp.int32).at[first_q].add(1, mode="drop")
     block_a = jnp.cumsum(begins_a) - 1
     return block_a, jnp.arange(total, dtype=jnp.int32) - first_q[block_a]
 
 
-def _home(value_a: Int[Array, " a"], assignment_a: Int[Array, " a"]):
-    """Values by expert back in the order of assignments."""
+def _by_assignment(value_a: Int[Array, " a"], assignment_a: Int[Array, " a"]):
+    """Return values, given in the order of experts, in the order of assignments."""
     return jnp.zeros_like(value_a).at[assignment_a].set(value_a, unique_indices=True)

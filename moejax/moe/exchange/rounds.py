@@ -1,9 +1,10 @@
-"""Exact exchange: round 0 as ordinary differentiable code, then rounds until done.
+"""Exact exchange: as many rounds as it takes until every row has been computed.
 
-Buffers are static and bounded: round 0 carries `rows_per_peer` rows per peer, each
-later round a quarter of that. All devices of a group know all counts, so they agree on
-the number of rounds without a reduction, and a loop of zero trips costs nothing. The
-later rounds save nothing for the backward pass: it dispatches again.
+Round 0 is ordinary differentiable code; later rounds are a loop. Buffers are static and
+bounded: round 0 carries `rows_per_peer` rows per peer, each later round a quarter of
+that (`rows_per_round`). All devices of a group know all counts, so they agree on the
+number of rounds without a reduction, and a loop of zero rounds costs nothing. Later
+rounds save nothing for the backward pass, which dispatches their rows again.
 """
 
 from collections.abc import Callable
@@ -20,13 +21,16 @@ from moejax.moe.mesh_roles import MeshLayout
 from moejax.plan.layout import Layout
 
 Experts = Callable[..., Array]
-"""experts(x_md, rows_s, weights) -> y_md."""
+"""Signature of experts(x_md, rows_s, weights) -> y_md, which computes rows by slot."""
 
 
 def num_rounds(sent: Manifest, layout: Layout) -> Int[Array, ""]:
-    """Windows that this group's fullest pair of devices needs; 1 is round 0 alone."""
-    left = jnp.maximum(fullest_pair(sent, layout) - layout.rows_per_peer, 0)
-    return 1 + -(-left // layout.rows_per_round)
+    """Return the number of rounds that the group's fullest pair of devices needs.
+
+    It is 1 if round 0 carries everything.
+    """
+    rest = jnp.maximum(fullest_pair(sent, layout) - layout.rows_per_peer, 0)
+    return 1 + -(-rest // layout.rows_per_round)
 
 
 def exchange(
@@ -37,10 +41,11 @@ def exchange(
     experts: Experts,
     mesh_layout: MeshLayout,
 ) -> Float[Array, "n d"]:
-    """Every row to its slot, through `experts`, home, weighted and summed.
+    """Return the layer's output: rows sent to their slots, computed and sent back.
 
-    `weights` are the slots' weights, varying over all mesh axes like x. In capacity
-    mode the manifest holds no more than round 0 carries.
+    The results of a token's rows are weighted with its gates and summed. `weights` are
+    the slots' weights, varying over all mesh axes as x does. In capacity mode the
+    manifest holds no more rows than round 0 carries.
     """
     window = partial(_window, experts=experts, mesh_layout=mesh_layout)
     layout, rest_nd = mesh_layout.layout, None
@@ -54,29 +59,32 @@ def exchange(
 
 
 def _window(window, x_nd, gate_nk, weights, sent, *, experts, mesh_layout):
-    """What the rows of one window add to the output."""
+    """Return the output of one window's rows; the layer's output is the sum over
+    windows."""
     x_md, rows_s, receipt = dispatch(x_nd, sent, window, mesh_layout)
     return combine(experts(x_md, rows_s, weights), gate_nk, receipt, mesh_layout)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def later_rounds(window, layout: Layout, x_nd, gate_nk, weights, sent: Manifest):
-    """Rounds 1, 2, ..: what they add, and the operands for round 0 to use.
+    """Run rounds 1, 2, .. Return their output, and the operands for round 0 to use.
 
-    Round 0 reads its operands through this function, so its gradients are what the
-    backward loop starts from: no second accumulator exists, and none is added.
+    Round 0 must read its operands from this function. Its gradients are then the values
+    from which the loop of the backward pass starts, so that no second accumulator is
+    needed.
     """
 
     @jax.named_scope("later_rounds")
     def body(r, out_nd):
-        return out_nd + window(_later(layout, r), x_nd, gate_nk, weights, sent)
+        return out_nd + window(_window_of(layout, r), x_nd, gate_nk, weights, sent)
 
     zero_nd = zeros_varying_as(x_nd, x_nd.shape, x_nd.dtype)
     out_nd = jax.lax.fori_loop(1, num_rounds(sent, layout), body, zero_nd)
     return out_nd, x_nd, gate_nk, weights
 
 
-def _later(layout: Layout, r) -> Window:
+def _window_of(layout: Layout, r) -> Window:
+    """Return the window of round r >= 1."""
     start = layout.rows_per_peer + (r - 1) * layout.rows_per_round
     return Window(start, layout.rows_per_round)
 
@@ -92,10 +100,10 @@ def _backward(window, layout, saved, cotangents):
 
     @jax.named_scope("later_rounds")
     def body(r, sums):
-        def again(*operands):
-            return window(_later(layout, r), *operands, sent)
+        def recompute(*operands):
+            return window(_window_of(layout, r), *operands, sent)
 
-        _, vjp = jax.vjp(again, *operands)
+        _, vjp = jax.vjp(recompute, *operands)
         return jax.tree.map(jnp.add, sums, vjp(d_out_nd))
 
     sums = jax.lax.fori_loop(1, num_rounds(sent, layout), body, tuple(d_operands))

@@ -1,36 +1,40 @@
-"""Order of the collectives around a layer's experts, where there is a tensor axis.
+"""Schedules: the order of the collectives around a layer's experts, with a tensor axis.
 
-n tokens of one tensor group, T rows of a full buffer for them, MP the tensor axis, EP
-the experts' owners, ESP their shards. Elements of one layer's forward pass, each times
-the width d:
+Notation: n tokens of one tensor group, T rows of a full buffer for them; MP the tensor
+axis, EP the experts' owners, ESP the experts' shards. The table counts the elements
+that one layer's forward pass sends, each times the width d:
 
-    base    gather x over ESP        n ESP        DeepSpeed-MoE (arXiv 2201.05596)
-            rows out and home, EP    2 x T ESP
-            sum over ESP             T ESP
-    s1      x split over MP                       Parm (arXiv 2407.00599)
-            rows out and home, one all_to_all over EP x ESP    2 x T ESP / MP
-            gather y over MP         n
-    s2      the buffer split over MP              Parm
-            rows out and home, EP x ESP    2 x T ESP / MP
+    base    gather x over ESP              n ESP           DeepSpeed-MoE
+            send rows and results, EP      2 x T ESP       (arXiv 2201.05596)
+            sum over ESP                   T ESP
+    s1      split x over MP                                Parm
+            send rows and results by one                   (arXiv 2407.00599)
+              all_to_all over EP x ESP     2 x T ESP / MP
+            gather y over MP               n
+    s2      split the buffer over MP                       Parm
+            send rows and results, EP x ESP    2 x T ESP / MP
             gather the buffer over MP      T
-    s1h     x split over MP                       FSMoE's order (arXiv 2501.10714)
-            rows out and home, EP    2 x T / MP
-            gather rows over ESP, scatter their sums    2 x T ESP / MP
-            gather y over MP         n
-    local   experts along MP, sum y over MP      n     PPMoE (arXiv 2304.11414)
+    s1h     split x over MP                                FSMoE's order
+            send rows and results, EP      2 x T / MP      (arXiv 2501.10714)
+            gather rows over ESP,
+              scatter their sums           2 x T ESP / MP
+            gather y over MP               n
+    local   experts along MP, sum y over MP    n           PPMoE (arXiv 2304.11414)
 
-The backward pass sends the same again: the gather over MP is then the transpose of the
-split, and that of base's gather is free where ESP is MP. All are one function, up to
-the order of sums, unless a capacity drops rows: s1 and s1h drop by part of the tokens,
-and base's copies of a token take room from one another.
+The backward pass sends as much again. The transpose of the split is then the gather
+over MP, and the transpose of the gather in 'base' is free if ESP is MP.
 
-A layer calls `enter` before it routes and `leave` after its last row is home; dispatch
-and combine call the `out` and `back` of its schedule, for each window.
+All schedules compute the same function, up to the order of sums, unless a capacity
+drops rows: 's1' and 's1h' drop within their part of the tokens, and in 'base' copies of
+a token take room from one another.
+
+A layer calls `enter` before it routes, and `leave` after the last results are back.
+Dispatch and combine call the schedule's `out` and `back` for each window.
 
     enter(x_nd)    the tokens that this device routes
     out(rows)      [w, c, d] for each peer  ->  [v, c, d] from each sender
-    back(rows)     the same way back, summed over shards
-    leave(y_nd)    whole again on the tensor axis
+    back(rows)     the reverse of `out`, summed over shards
+    leave(y_nd)    results of all tokens, whole on the tensor axis
 """
 
 from collections.abc import Callable
@@ -48,8 +52,8 @@ Counts = Int[Array, " w"]
 
 
 def enter(x_n: Array, mesh_layout: MeshLayout) -> Array:
-    """Return the tokens that this device routes, of a tensor group's tokens [n, ..],
-    which are whole on all of its devices."""
+    """Return the tokens that this device routes, from a tensor group's tokens [n, ..],
+    which all devices of the group have whole."""
     schedule = find_schedule(mesh_layout)
     return schedule.copy(split_over(schedule.split(mesh_layout), 0, x_n), mesh_layout)
 
@@ -59,59 +63,65 @@ def leave(y_nd: Array, mesh_layout: MeshLayout) -> Array:
     `enter`'s tokens."""
     schedule = find_schedule(mesh_layout)
     own_nd = schedule.own(y_nd, mesh_layout)
-    return gathered_over(schedule.split(mesh_layout), 0, own_nd)
+    return gather_over(schedule.split(mesh_layout), 0, own_nd)
 
 
 def _keep(value_n: Array, mesh_layout: MeshLayout) -> Array:
+    """Return the argument, for schedules that copy no tokens."""
     return value_n
 
 
 class Schedule(NamedTuple):
-    """What one schedule does on devices.
+    """Functions and mesh axes that define one schedule on devices.
 
-    Counts are the real rows of each chunk, as in moejax.moe.exchange.transport. Senders
-    are numbered along peers, then shards, the last axis innermost.
+    Counts are the numbers of real rows in each chunk, as in
+    moejax.moe.exchange.transport. Senders are numbered along peers, then shards, the
+    last axis innermost.
     """
 
     split: Callable[[MeshLayout], Axes]
     """Axes along which `enter` splits tokens, and `leave` gathers them."""
     sources: Callable[[MeshLayout], Axes]
-    """Axes along which tokens differ among those whose rows meet on a device."""
+    """Axes of the devices that send rows to one device, as far as their tokens
+    differ."""
     out: Callable[[Array, Counts, Counts, MeshLayout], Array]
-    """out(rows_wcd, count_w, incoming_v, ..): chunks for the owners' devices -> chunks
-    from all senders [v, c, d]."""
+    """Function out(rows_wcd, count_w, incoming_v, mesh_layout) that sends the chunks
+    for the owners' devices and returns the chunks from all senders [v, c, d]."""
     back: Callable[[Array, Counts, Counts, MeshLayout], Array]
-    """back(rows_vcd, incoming_v, count_w, ..): results of the senders' chunks ->
-    results of the chunks that `out` got [w, c, d], summed over shards."""
+    """Function back(rows_vcd, incoming_v, count_w, mesh_layout) that sends results to
+    the senders and returns those of the chunks that `out` sent [w, c, d], summed over
+    shards."""
     copy: Callable[[Array, MeshLayout], Array] = _keep
-    """The tokens that a device routes, from its own tokens."""
+    """Function from a device's own tokens to the tokens that it routes. In 'base' these
+    include other devices' tokens."""
     own: Callable[[Array, MeshLayout], Array] = _keep
-    """The values of own tokens, from those of `copy`'s tokens: a sum over `split` then
-    counts each token once."""
+    """Function from the values of all tokens that `copy` returned to those of the
+    device's own tokens. A sum over `split` then counts each token once."""
 
 
-def _nothing(mesh_layout: MeshLayout) -> Axes:
+def _no_axes(mesh_layout: MeshLayout) -> Axes:
     return ()
 
 
-def _tensor(mesh_layout: MeshLayout) -> Axes:
+def _tensor_axes(mesh_layout: MeshLayout) -> Axes:
     return mesh_layout.tensor_axes
 
 
-def _peers(mesh_layout: MeshLayout) -> Axes:
+def _peer_axes(mesh_layout: MeshLayout) -> Axes:
     return mesh_layout.peer_axes
 
 
-def _senders(mesh_layout: MeshLayout) -> Axes:
+def _sender_axes(mesh_layout: MeshLayout) -> Axes:
     return mesh_layout.peer_axes + mesh_layout.shard_axes
 
 
-def _senders_beside_tensor(mesh_layout: MeshLayout) -> Axes:
-    return tuple(a for a in _senders(mesh_layout) if a not in mesh_layout.tensor_axes)
+def _sender_axes_without_tensor(mesh_layout: MeshLayout) -> Axes:
+    tensor_axes = mesh_layout.tensor_axes
+    return tuple(a for a in _sender_axes(mesh_layout) if a not in tensor_axes)
 
 
-def _tensor_beside_shards(mesh_layout: MeshLayout) -> Axes:
-    """Return the parts of the tensor axis along which no shards lie."""
+def _tensor_axes_without_shards(mesh_layout: MeshLayout) -> Axes:
+    """Return the parts of the tensor axis along which experts have no shards."""
     shard_axes = mesh_layout.shard_axes
     return tuple(axis for axis in mesh_layout.tensor_axes if axis not in shard_axes)
 
@@ -134,14 +144,14 @@ def _s1_out(rows_wcd, count_w, incoming_v, mesh_layout: MeshLayout):
     shards, (w, c, d) = _num_shards(mesh_layout), rows_wcd.shape
     every_vcd = jnp.broadcast_to(rows_wcd[:, None], (w, shards, c, d))
     every_vcd, count_v = every_vcd.reshape(-1, c, d), jnp.repeat(count_w, shards)
-    return _send(mesh_layout)(every_vcd, count_v, incoming_v, _senders(mesh_layout))
+    return _send(mesh_layout)(every_vcd, count_v, incoming_v, _sender_axes(mesh_layout))
 
 
 def _s1_back(rows_vcd, incoming_v, count_w, mesh_layout: MeshLayout):
     shards, (_, c, d) = _num_shards(mesh_layout), rows_vcd.shape
     count_v = jnp.repeat(count_w, shards)
-    along = _senders(mesh_layout)
-    parts_vcd = _send(mesh_layout)(rows_vcd, incoming_v, count_v, along)
+    sender_axes = _sender_axes(mesh_layout)
+    parts_vcd = _send(mesh_layout)(rows_vcd, incoming_v, count_v, sender_axes)
     wide = jnp.promote_types(parts_vcd.dtype, jnp.float32)
     sum_wcd = jnp.sum(parts_vcd.reshape(-1, shards, c, d), axis=1, dtype=wide)
     return sum_wcd.astype(parts_vcd.dtype)
@@ -154,7 +164,7 @@ def _s2_out(rows_wcd, count_w, incoming_v, mesh_layout: MeshLayout):
 
 def _s2_back(rows_vcd, incoming_v, count_w, mesh_layout: MeshLayout):
     window_wcd = _s1_back(rows_vcd, incoming_v, count_w, mesh_layout)
-    return gathered_over(mesh_layout.tensor_axes, 1, window_wcd)
+    return gather_over(mesh_layout.tensor_axes, 1, window_wcd)
 
 
 def _s1h_out(rows_wcd, count_w, incoming_v, mesh_layout: MeshLayout):
@@ -184,17 +194,17 @@ def _num_shards(mesh_layout: MeshLayout) -> int:
 
 
 def _from_this_shard(count_v, mesh_layout: MeshLayout):
-    """Return the counts of the senders with this device's index among shards."""
+    """Return the counts of those senders that have this device's shard index."""
     count_wx = count_v.reshape(-1, _num_shards(mesh_layout))
     return count_wx[:, index_along(mesh_layout.shard_axes)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def split_over(along: Axes, dim: int, x: Array) -> Array:
-    """This device's part of what all devices along these axes have whole.
+    """Return this device's part of an array that all devices along these axes have.
 
-    Its transpose gathers; that of a plain slice would add up whole arrays that are zero
-    but for a part: twice the bytes.
+    The transpose is a gather. The transpose of a plain slice would sum whole arrays
+    that are zero outside of one part, which sends twice the bytes.
     """
     if not along:
         return x
@@ -208,35 +218,39 @@ def _split_forward(along, dim, x):
 
 
 def _split_backward(along, dim, _, d_part):
-    return (gathered_over(along, dim, d_part),)
+    return (gather_over(along, dim, d_part),)
 
 
 split_over.defvjp(_split_forward, _split_backward)
 
 
-def gathered_over(along: Axes, dim: int, part: Array) -> Array:
-    """The parts of all devices along these axes, typed as equal on them: its transpose
-    is a slice."""
+def gather_over(along: Axes, dim: int, part: Array) -> Array:
+    """Gather the parts of all devices along these axes.
+
+    The result is typed as equal on these devices, so the transpose is a slice.
+    """
     if not along:
         return part
     return jax.lax.all_gather(part, along, axis=dim, tiled=True, to="invarying")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def copied_over(x_n: Array, mesh_layout: MeshLayout) -> Array:
-    """Tokens of all shards' devices, one after the other: as many copies of each as the
-    tensor axis has devices among them. The transpose adds copies up, and sends
-    nothing."""
+def copy_over_shards(x_n: Array, mesh_layout: MeshLayout) -> Array:
+    """Gather the tokens of all shards' devices, one device after the other.
+
+    Each token occurs once for each device of the tensor axis among these. The transpose
+    adds up these copies, and sends nothing.
+    """
     if not mesh_layout.shard_axes:
         return x_n
     return jax.lax.all_gather(x_n, mesh_layout.shard_axes, tiled=True, to="invarying")
 
 
-def _copied_forward(x_n, mesh_layout):
-    return copied_over(x_n, mesh_layout), None
+def _copy_forward(x_n, mesh_layout):
+    return copy_over_shards(x_n, mesh_layout), None
 
 
-def _copied_backward(mesh_layout, _, d_every_n):
+def _copy_backward(mesh_layout, _, d_every_n):
     if not mesh_layout.shard_axes:
         return (d_every_n,)
     far, copies = _shard_axes(mesh_layout)
@@ -247,11 +261,12 @@ def _copied_backward(mesh_layout, _, d_every_n):
     return (jax.lax.dynamic_index_in_dim(d_blocks, index_along(far), keepdims=False),)
 
 
-copied_over.defvjp(_copied_forward, _copied_backward)
+copy_over_shards.defvjp(_copy_forward, _copy_backward)
 
 
 def _base_own(value_n: Array, mesh_layout: MeshLayout) -> Array:
-    """Return the values of own tokens, from those of `copied_over`'s tokens."""
+    """Return the values of this device's own tokens, from those of the tokens that
+    `copy_over_shards` returned."""
     if not mesh_layout.shard_axes:
         return value_n
     far, copies = _shard_axes(mesh_layout)
@@ -263,28 +278,29 @@ def _base_own(value_n: Array, mesh_layout: MeshLayout) -> Array:
 
 
 def _shard_axes(mesh_layout: MeshLayout) -> tuple[Axes, Axes]:
-    """Return the shards' axes along which tokens differ, and those of copies."""
+    """Return the shards' axes along which tokens differ, and those along which tokens
+    are copies of one another."""
     shard_axes, tensor_axes = mesh_layout.shard_axes, mesh_layout.tensor_axes
     far = tuple(axis for axis in shard_axes if axis not in tensor_axes)
     return far, tuple(axis for axis in shard_axes if axis in tensor_axes)
 
 
 SCHEDULES: dict[str | None, Schedule] = {
-    None: Schedule(_nothing, _peers, _out_to_peers, _back_to_peers),
+    None: Schedule(_no_axes, _peer_axes, _out_to_peers, _back_to_peers),
     "base": Schedule(
-        split=_tensor_beside_shards,
-        sources=_peers,
+        split=_tensor_axes_without_shards,
+        sources=_peer_axes,
         out=_out_to_peers,
         back=_base_back,
-        copy=copied_over,
+        copy=copy_over_shards,
         own=_base_own,
     ),
-    "s1": Schedule(_tensor, _senders, _s1_out, _s1_back),
-    "s2": Schedule(_nothing, _senders_beside_tensor, _s2_out, _s2_back),
-    "s1h": Schedule(_tensor, _senders, _s1h_out, _s1h_back),
-    "local": Schedule(_nothing, _nothing, _out_to_peers, _back_to_peers),
+    "s1": Schedule(_tensor_axes, _sender_axes, _s1_out, _s1_back),
+    "s2": Schedule(_no_axes, _sender_axes_without_tensor, _s2_out, _s2_back),
+    "s1h": Schedule(_tensor_axes, _sender_axes, _s1h_out, _s1h_back),
+    "local": Schedule(_no_axes, _no_axes, _out_to_peers, _back_to_peers),
 }
-"""Schedules by name; None where there is no tensor axis."""
+"""Schedules by name; the one named None is for layers without a tensor axis."""
 
 
 def find_schedule(mesh_layout: MeshLayout) -> Schedule:

@@ -1,13 +1,13 @@
-"""How rows travel between the devices of a group: one signature.
+"""Transports: ways to send rows between the devices of a group, with one signature.
 
     send(rows_wcd, count_w, incoming_w, axis) -> rows_wcd
 
-`axis` is the mesh axes along which w devices exchange; () is one device alone.
+`axis` is the mesh axes along which w devices exchange rows; () is one device alone.
 
-Chunk w of the argument goes to device w, chunk w of the result came from it. Of each
-chunk the first `count_w[w]` rows are real; `incoming_w` is the same of the result,
-whose other rows are zero or stale, and must not be read. The way back swaps the
-two counts.
+Chunk w of the argument goes to device w; chunk w of the result came from device w. The
+first `count_w[w]` rows of chunk w of the argument are real, and the first
+`incoming_w[w]` rows of chunk w of the result. The other rows of the result are zero or
+stale and must not be read. To send results back, swap the two counts.
 """
 
 from collections.abc import Callable
@@ -20,24 +20,28 @@ from jaxtyping import Array, Int
 from moejax.axes import AxisNames
 
 Send = Callable[[Array, Int[Array, " w"], Int[Array, " w"], AxisNames], Array]
+"""Signature of a transport."""
 
 
 def local(rows_wcd, count_w, incoming_w, axis):
-    """One device: rows are where they belong."""
+    """Return the rows as they are, for a group of one device."""
     return rows_wcd
 
 
 def padded(rows_wcd, count_w, incoming_w, axis):
-    """lax.all_to_all of whole chunks; runs on every backend."""
+    """Send whole chunks by lax.all_to_all. Runs on every backend."""
     if not axis:
         return rows_wcd
     return jax.lax.all_to_all(rows_wcd, axis, split_axis=0, concat_axis=0, tiled=True)
 
 
 def hierarchical(rows_wcd, count_w, incoming_w, axis):
-    """lax.all_to_all over one axis after the other, the first one (the slowest) first:
-    as many bytes on its links, in messages to w / size fewer devices (Tutel,
-    arXiv 2206.03382, section 3.3)."""
+    """Send whole chunks by one lax.all_to_all per axis, the slowest axis first.
+
+    The links of the slow axis carry the same number of bytes as with `padded`, but in
+    fewer and larger messages: one per index along that axis instead of one per device
+    (Tutel, arXiv 2206.03382, section 3.3).
+    """
     sizes = [jax.lax.axis_size(name) for name in axis]
     rows = rows_wcd.reshape(*sizes, *rows_wcd.shape[1:])
     for dim, name in enumerate(axis):
@@ -47,7 +51,7 @@ def hierarchical(rows_wcd, count_w, incoming_w, axis):
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def ragged(rows_wcd, count_w, incoming_w, axis):
-    """lax.ragged_all_to_all: only real rows are sent. Not on CPUs."""
+    """Send only the real rows, by lax.ragged_all_to_all. Does not run on CPUs."""
     if not axis:
         return rows_wcd
     w, c, d = rows_wcd.shape
@@ -82,3 +86,4 @@ TRANSPORTS: dict[str, Send] = {
     "ragged": ragged,
     "hierarchical": hierarchical,
 }
+"""Transports by name."""
