@@ -1,6 +1,6 @@
-"""The hot path: what one MoE layer computes on devices, from tokens to tokens.
+"""The MoE layer on devices: routing, exchange of rows, experts, and the way back.
 
-Free functions on arrays, inside one `shard_map`, and the layer that calls them. What
-the host decides beforehand (layouts, plans) belongs in `moejax.plan`, the kernels in
+It consists of free functions on arrays, inside one `shard_map`, and of the layer that
+calls them. The host's decisions (layouts, plans) belong in `moejax.plan`, kernels in
 `moejax.kernels`, and the rest of a model in `moejax.model`.
 """

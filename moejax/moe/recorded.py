@@ -1,7 +1,8 @@
-"""Choices that follow given loads rather than a router: benchmarks of skew.
+"""Recorded routing: choices that follow given loads instead of a router.
 
-`loads` makes a table [samples, layers, experts] on the host; `choose` draws k distinct
-experts per token whose expected counts are exactly one row of it.
+It serves benchmarks of skewed loads. `loads` makes a table [samples, layers, experts]
+on the host. `choose` draws k distinct experts per token, such that the expected counts
+are exactly one row of the table.
 """
 
 import pathlib
@@ -16,59 +17,65 @@ from moejax.config import Recorded
 
 
 def loads(cfg: Recorded, num_layers: int, num_experts: int, top_k: int) -> np.ndarray:
-    """Probability that a token chooses each expert, float32 [samples, layers, e].
+    """Return the probability that a token chooses each expert.
 
-    Rows sum to k and no entry exceeds 1 (a token chooses an expert once): what is over
-    is given to the others in proportion.
+    The table is float32 [samples, layers, e].
+    Rows sum to k. No entry exceeds 1, because a token chooses an expert at most once;
+    any excess is given to the other experts in proportion to their loads.
     """
     makers = {
         "uniform": lambda: np.ones((1, num_experts)),
         "zipf": lambda: np.arange(1, num_experts + 1)[None] ** -cfg.zipf,
         "one_hot": lambda: np.eye(num_experts)[:1] + 1e-9,
-        "rotating": lambda: _hot(cfg, np.arange(num_experts), num_experts),
-        "burst": lambda: _hot(cfg, np.array([0, -1]), num_experts),
-        "wandering": lambda: _wandering(cfg, num_experts),
+        "rotating": lambda: _hot_loads(cfg, np.arange(num_experts), num_experts),
+        "burst": lambda: _hot_loads(cfg, np.array([0, -1]), num_experts),
+        "wandering": lambda: _wandering_loads(cfg, num_experts),
     }
     if cfg.source in makers:
         table_te = makers[cfg.source]()
         table_tle = np.repeat(table_te[:, None], num_layers, axis=1)
     else:
-        table_tle = _from_file(cfg, num_layers, num_experts)
-    return np.stack([[_inclusion(row_e, top_k) for row_e in t] for t in table_tle])
+        table_tle = _read_loads(cfg, num_layers, num_experts)
+    return np.stack(
+        [[_choice_probabilities(row_e, top_k) for row_e in t] for t in table_tle]
+    )
 
 
 def sample_index(
     cfg: Recorded, num_samples: int, step: Int[Array, ""]
 ) -> Int[Array, ""]:
-    """Which row of the table serves this step."""
-    hold = 1 if cfg.source == "wandering" else cfg.steps_per_sample
+    """Return the index of the table's row that this step uses."""
+    num_steps = 1 if cfg.source == "wandering" else cfg.steps_per_sample
     if cfg.source in ("rotating", "burst"):
-        hold = cfg.period_steps
-    return (step // hold) % num_samples
+        num_steps = cfg.period_steps
+    return (step // num_steps) % num_samples
 
 
 def choose(
     chance_e: Float[Array, " e"], start_bt: Float[Array, "b t"], top_k: int
 ) -> Int[Array, "b t k"]:
-    """k distinct experts per token: systematic sampling (Madow 1949).
+    """Draw k distinct experts per token by systematic sampling (Madow 1949).
 
-    Chances lie end to end on [0, k); a token's points are u, u + 1, .., u + k - 1 for
-    its u in [0, 1). No chance exceeds 1, so no expert is hit twice, and each is hit
-    with exactly its chance. (Edges are rounded: where a point falls on one, the next
-    expert is taken.)
+    The experts' probabilities are laid end to end on [0, k). A token's points are u,
+    u + 1, .., u + k - 1, where u in [0, 1) is its entry of `start_bt`. No probability
+    exceeds 1, so no expert is hit twice, and each is hit with exactly its probability.
+    (Edges are rounded: if a point falls on an edge, the next expert is taken.)
     """
     end_e = jnp.cumsum(chance_e)
     end_e = end_e * (top_k / end_e[-1])
     order_k = jnp.arange(top_k)
     point_btk = start_bt[..., None] + order_k
-    passed = point_btk[..., None] >= end_e
-    gap_btk = jnp.sum(passed, axis=-1, dtype=jnp.int32) - order_k
+    is_past_btke = point_btk[..., None] >= end_e
+    gap_btk = jnp.sum(is_past_btke, axis=-1, dtype=jnp.int32) - order_k
     gap_btk = jax.lax.cummax(gap_btk, axis=gap_btk.ndim - 1)
     return jnp.minimum(gap_btk, chance_e.shape[0] - top_k) + order_k
 
 
-def _hot(cfg: Recorded, hot_t: np.ndarray, num_experts: int) -> np.ndarray:
-    """One row per phase: `hot_share` on its hot expert (none for -1), the rest even."""
+def _hot_loads(cfg: Recorded, hot_t: np.ndarray, num_experts: int) -> np.ndarray:
+    """Return one row of loads per phase, with `hot_share` on the phase's hot expert.
+
+    The other experts share the rest evenly. A hot expert of -1 makes all even.
+    """
     table_te = np.full((len(hot_t), num_experts), 1.0 / num_experts)
     for phase, expert in enumerate(hot_t):
         if expert >= 0:
@@ -77,21 +84,29 @@ def _hot(cfg: Recorded, hot_t: np.ndarray, num_experts: int) -> np.ndarray:
     return table_te
 
 
-def _wandering(cfg: Recorded, num_experts: int) -> np.ndarray:
-    """A hill of load (von Mises) that rises from even in the first period until its top
-    has `hot_share`, and moves on by one expert each period; one row a step."""
+def _wandering_loads(cfg: Recorded, num_experts: int) -> np.ndarray:
+    """Return one row of loads per step: a peak (von Mises) that moves over the experts.
+
+    In the first period it rises from an even load until its top has `hot_share`. Then
+    it moves on by one expert per period.
+    """
     step_t = np.arange(num_experts * cfg.period_steps)
     top_t = np.maximum(step_t / cfg.period_steps - 1, 0)
     angle_te = 2 * np.pi * (np.arange(num_experts) - top_t[:, None]) / num_experts
-    steep, shape_e = 0.0, np.cos(angle_te[0])
-    while np.exp(steep) / np.exp(steep * shape_e).sum() < cfg.hot_share:
-        steep += 0.01
+    concentration, shape_e = 0.0, np.cos(angle_te[0])
+    while np.exp(concentration) / np.exp(concentration * shape_e).sum() < cfg.hot_share:
+        concentration += 0.01
     rise_t = np.minimum(step_t / cfg.period_steps, 1.0)
-    table_te = np.exp(steep * rise_t[:, None] * np.cos(angle_te))
+    table_te = np.exp(concentration * rise_t[:, None] * np.cos(angle_te))
     return table_te / table_te.sum(axis=1, keepdims=True)
 
 
-def _from_file(cfg: Recorded, num_layers: int, num_experts: int) -> np.ndarray:
+def _read_loads(cfg: Recorded, num_layers: int, num_experts: int) -> np.ndarray:
+    """Read loads [samples, layers, e] from an .npz file.
+
+    Dims between layers and experts are summed. If the file has fewer layers, they are
+    repeated.
+    """
     path = pathlib.Path(cfg.source)
     if not path.is_file():
         raise ValueError(
@@ -99,7 +114,9 @@ def _from_file(cfg: Recorded, num_layers: int, num_experts: int) -> np.ndarray:
             "zipf, one_hot, rotating, burst, wandering) nor a file"
         )
     if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is damaged or no .npz file: write one with np.savez")
+        raise ValueError(
+            f"{path} is damaged, or it is not an .npz file: write one with np.savez"
+        )
     with np.load(path, allow_pickle=False) as arrays:
         if cfg.array not in arrays:
             raise ValueError(
@@ -108,16 +125,16 @@ def _from_file(cfg: Recorded, num_layers: int, num_experts: int) -> np.ndarray:
         counts = arrays[cfg.array]
     if counts.ndim < 3 or counts.shape[-1] != num_experts:
         raise ValueError(
-            f"{path}: '{cfg.array}' is {list(counts.shape)}, and [samples, layers, "
-            f"..., {num_experts}] is needed for Moe.num_experts={num_experts}"
+            f"{path}: '{cfg.array}' has shape {list(counts.shape)}, but "
+            f"Moe.num_experts={num_experts} needs [samples, layers, ..., {num_experts}]"
         )
     counts_tle = counts.sum(axis=tuple(range(2, counts.ndim - 1)), dtype=np.float64)
     layer_l = np.arange(num_layers) % counts_tle.shape[1]
     return counts_tle[:, layer_l]
 
 
-def _inclusion(load_e: np.ndarray, top_k: int) -> np.ndarray:
-    """Loads scaled to sum k with no entry above 1."""
+def _choice_probabilities(load_e: np.ndarray, top_k: int) -> np.ndarray:
+    """Scale loads to probabilities that sum to k, none above 1."""
     load_e = np.maximum(load_e.astype(np.float64), 0) + 1e-12
     fixed_e = np.zeros(load_e.shape, bool)
     for _ in range(len(load_e)):

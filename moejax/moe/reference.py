@@ -1,4 +1,7 @@
-"""The definition of an MoE layer: every expert computes every token, O(n * e)."""
+"""Reference MoE layer that defines the result: every expert computes every token.
+
+The cost is O(n * e) for n tokens and e experts.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,10 @@ from moejax.moe.weights.compression import ExpertWeights
 
 
 def moe(x_nd: Float[Array, "n d"], routes: Routes, weights: ExpertWeights):
-    """Sum over choices of gate times the chosen expert's SwiGLU; -1 chooses nobody."""
+    """Return the sum over a token's choices of gate times the chosen expert's SwiGLU.
+
+    A choice of -1 adds nothing.
+    """
     num_experts = weights["gate_edf"].shape[0]
     hidden_enf = jax.nn.silu(jnp.einsum("nd,edf->enf", x_nd, weights["gate_edf"]))
     hidden_enf = hidden_enf * jnp.einsum("nd,edf->enf", x_nd, weights["up_edf"])

@@ -1,7 +1,7 @@
-"""Who computes each token: scores, choice, gates, and the losses that even the load.
+"""The router: scores, choice of experts, gates, and losses that balance the load.
 
-Everything is float32: a bfloat16 router picks other experts. `b` sequences of `t`
-tokens are the n local tokens; only the sequence-wise parts look at that shape.
+Everything is float32, because a bfloat16 router would choose other experts. The n local
+tokens are `b` sequences of `t` tokens; only the sequence-wise parts use that shape.
 """
 
 import math
@@ -15,11 +15,15 @@ from moejax.config import Router
 from moejax.moe.types import LayerSums, RouterLosses, Routes
 
 EMPTY = -1
+"""Number that stands for no expert."""
 MIN_PROBABILITY = 1e-30
-"""Of a probability whose logarithm is taken."""
+"""Floor on probabilities before the logarithm."""
 ROUTES = "routes"
-"""Name of what every remat policy saves: ids, gates, manifest. A top-k that flips when
-it is recomputed is a wrong gradient, so ids are named before anything reads them."""
+"""Checkpoint name of arrays that every remat policy saves: choices, gates, manifest.
+
+If a recomputed top-k chose other experts, the gradient would be wrong. So choices get
+this name before anything reads them.
+"""
 
 
 @jax.named_scope("route")
@@ -32,10 +36,11 @@ def route(
     seq_len: int,
     forced_nk: Int[Array, "n k"] | None = None,
 ) -> tuple[Routes, Float[Array, "n e"], Float[Array, "n e"]]:
-    """Routes, scores and logits of n tokens; `forced_nk` replaces the choice.
+    """Return the routes, scores and logits of n tokens.
 
-    Gates are the scores of the chosen experts (never biased, DeepSeek-V3 eq. 16),
-    divided by their sum when cfg.normalise_gates, times cfg.gate_scale.
+    Gates are the scores of the chosen experts, without bias (DeepSeek-V3, eq. 16),
+    divided by their sum if cfg.normalise_gates, times cfg.gate_scale. If `forced_nk` is
+    given, it replaces the router's choice.
     """
     logit_ne = jnp.matmul(
         x_nd.astype(jnp.float32), router_de, precision=jax.lax.Precision.HIGHEST
@@ -53,13 +58,15 @@ def route(
 
 
 def gates(score_nk: Float[Array, "n k"], cfg: Router) -> Float[Array, "n k"]:
-    """Of the experts that compute a token, by their scores."""
+    """Return the gates of a token's experts from their scores."""
     if cfg.normalise_gates:
         score_nk = score_nk / (jnp.sum(score_nk, axis=-1, keepdims=True) + 1e-20)
     return score_nk * cfg.gate_scale
 
 
 def scores(logit_ne: Float[Array, "n e"], cfg: Router) -> Float[Array, "n e"]:
+    """Return the experts' scores: sigmoid of the logits if cfg.kind is 'sigmoid',
+    otherwise their softmax."""
     if cfg.kind == "sigmoid":
         return jax.nn.sigmoid(logit_ne)
     return jax.nn.softmax(logit_ne, axis=-1)
@@ -68,11 +75,12 @@ def scores(logit_ne: Float[Array, "n e"], cfg: Router) -> Float[Array, "n e"]:
 def choose_experts(
     score_ne: Float[Array, "n e"], top_k: int, cfg: Router
 ) -> Int[Array, "n k"]:
-    """The k best experts of each token, ties to the lower index, best first.
+    """Return the k best experts of each token, best first, ties to the lower index.
 
-    With groups, only experts of the token's best `top_groups` groups qualify; a group
-    is as good as its two best experts together (DeepSeek-V3, section 2.1.2), as its
-    best one for softmax scores (DeepSeek-V2, section 2.1.2).
+    With groups, only experts of the token's best `top_groups` groups qualify. For
+    sigmoid scores a group's score is the sum of its two best experts (DeepSeek-V3,
+    section 2.1.2); for softmax scores it is that of its best one (DeepSeek-V2, section
+    2.1.2).
     """
     if cfg.num_groups > 1:
         n, num_experts = score_ne.shape
@@ -90,13 +98,18 @@ def choose_experts(
 
 
 def choose_tokens(score_ne: Float[Array, "n e"], top_k: int, seq_len: int) -> Routes:
-    """Expert choice (Zhou et al. 2022): each expert takes its t*k/e best tokens of each
-    sequence. A token may get none or all: k is e here, and -1 marks who did not."""
+    """Return routes by expert choice: each expert takes its best tokens (Zhou et al.
+    2022).
+
+    An expert takes t * top_k / e tokens of each sequence. A token may get no expert or
+    all of them, so the routes have e choices per token, with -1 for each expert that
+    did not take it.
+    """
     n, num_experts = score_ne.shape
     if n % seq_len:
         raise ValueError(
             f"Router.kind='expert_choice' chooses within sequences of {seq_len} "
-            f"tokens, and this schedule routes {n} at a time: use "
+            f"tokens, but this schedule routes {n} tokens at a time: use "
             "Dispatch.schedule='s2'"
         )
     per_expert = min(seq_len, max(1, seq_len * top_k // num_experts))
@@ -110,13 +123,16 @@ def choose_tokens(score_ne: Float[Array, "n e"], top_k: int, seq_len: int) -> Ro
 
 
 def pick(value_ne: Float[Array, "n e"], expert_nk: Int[Array, "n k"]):
-    """value[n, expert_nk[n, k]], by comparison: its gradient is no scatter."""
+    """Return value[n, expert_nk[n, k]].
+
+    It is computed by comparison, so that the gradient is no scatter.
+    """
     chosen_nke = expert_nk[..., None] == jnp.arange(value_ne.shape[-1])
     return jnp.sum(jnp.where(chosen_nke, value_ne[:, None, :], 0.0), axis=-1)
 
 
 def count(expert_nk: Int[Array, "n k"], num_experts: int) -> Int[Array, " e"]:
-    """Load: how often each expert was chosen."""
+    """Return the load of each expert: the number of times that it was chosen."""
     chosen_nke = expert_nk[..., None] == jnp.arange(num_experts)
     return jnp.sum(chosen_nke, axis=(0, 1), dtype=jnp.int32)
 
@@ -126,12 +142,13 @@ def balance_sums(
     logit_ne: Float[Array, "n e"],
     expert_nk: Int[Array, "n k"],
     seq_len: int,
-    parts: tuple[str, ...] = (),
+    split_axes: tuple[str, ...] = (),
 ) -> dict[str, Array]:
-    """What this device adds to the losses and loads of the batch (see LayerSums).
+    """Return this device's contributions to the losses and loads of a batch.
 
-    `parts`: mesh axes along which tokens that follow one another are split. They may
-    cut sequences, whose sums then meet first.
+    The keys are fields of LayerSums. Consecutive tokens are split along the mesh axes
+    `split_axes`. If this cuts sequences, the sums of their pieces are added over the
+    devices first.
     """
     n, num_experts = score_ne.shape
     prob_ne = score_ne / jnp.sum(score_ne, axis=-1, keepdims=True)
@@ -141,9 +158,12 @@ def balance_sums(
     tokens_be = jax.vmap(lambda choice: count(choice, num_experts))(expert_btk)
     mean_be, sequence_be, weight = jnp.mean(prob_bte, axis=1), tokens_be, num_experts
     if width != seq_len:
-        pieces = _sequence_sums((tokens_be, width * mean_be), width, seq_len, parts)
+        pieces = _sum_sequences(
+            (tokens_be, width * mean_be), width, seq_len, split_axes
+        )
         sequence_be, mean_be = pieces[0], pieces[1] / seq_len
-        weight = num_experts / jax.lax.axis_size(parts)  # all of them have all of it
+        # All devices along these axes have all sequences: each adds its share.
+        weight = num_experts / jax.lax.axis_size(split_axes)
     share_be = sequence_be / jnp.maximum(jnp.sum(sequence_be, -1, keepdims=True), 1)
     sequence_b = weight * jnp.sum(share_be * mean_be, axis=-1)
     return {
@@ -156,38 +176,44 @@ def balance_sums(
 
 
 def entropy(prob_ne: Float[Array, "n e"]) -> Float[Array, " n"]:
-    """Nats; an expert of no chance adds nothing, and has no gradient."""
+    """Return the entropy of each token's probabilities, in nats.
+
+    An expert of probability 0 adds nothing, and gets no gradient.
+    """
     return -jnp.sum(prob_ne * jnp.log(jnp.maximum(prob_ne, MIN_PROBABILITY)), axis=-1)
 
 
-def _sequence_sums(piece_be, width: int, seq_len: int, parts: tuple[str, ...]):
-    """Sums of pieces of `width` tokens by the sequence that they are of: all sequences
-    of the devices along `parts`, on each of them."""
-    num_pieces, _ = piece_be[0].shape
-    first = jax.lax.axis_index(parts) * num_pieces
-    num_sequences = num_pieces * jax.lax.axis_size(parts) * width // seq_len
+def _sum_sequences(pieces, width: int, seq_len: int, split_axes: tuple[str, ...]):
+    """Sum the arrays [b, e] in `pieces`, of pieces of `width` tokens, by sequence.
+
+    Each device gets the sums of all sequences of the devices along `split_axes`.
+    """
+    num_pieces, _ = pieces[0].shape
+    first = jax.lax.axis_index(split_axes) * num_pieces
+    num_sequences = num_pieces * jax.lax.axis_size(split_axes) * width // seq_len
     sequence_b = (first + jnp.arange(num_pieces)) * width // seq_len
-    is_of_qb = jnp.arange(num_sequences)[:, None] == sequence_b
-    sums = [is_of_qb.astype(x_be.dtype) @ x_be for x_be in piece_be]
-    return jax.lax.psum(sums, parts)
+    is_in_qb = jnp.arange(num_sequences)[:, None] == sequence_b
+    sums = [is_in_qb.astype(x_be.dtype) @ x_be for x_be in pieces]
+    return jax.lax.psum(sums, split_axes)
 
 
-def router_losses(sums: LayerSums, num_tokens: int, seq_len: int) -> RouterLosses:
-    """Return the losses of one global micro-batch of `num_tokens`, one value per layer.
+def losses(sums: LayerSums, num_tokens: int, seq_len: int) -> RouterLosses:
+    """Return the router losses of one global micro-batch of `num_tokens` tokens.
 
-    `sums` are those of all devices together (LayerSums.over_devices), of one layer or,
-    with a leading dim, of several. `seq_len` is the length of the batch's sequences.
+    `sums` are added over all devices.
 
     balance            e * sum_e share_e * mean prob_e     (Switch, eq. 4-6)
     sequence_balance   the same within each sequence, averaged (DeepSeek-V3, eq. 17-20)
     z                  mean logsumexp(logits)^2            (ST-MoE, eq. 5)
     mutual_information mean entropy(prob) - entropy(mean prob)    (DS-MoE, L_MI)
 
-    Shares are of choices, so perfect balance is 1 for every k. The last one is between
-    -log(e), all experts used alike and each token sure of its own, and 0. Under
-    accumulation a step's loss is the mean over its micro-batches: `sequence_balance`
-    and `z` do not depend on how the batch was cut; the others are those within each
-    micro-batch.
+    share_e is the expert's share of all choices, so perfect balance is 1 for every k.
+    The mutual-information loss lies between -log(e), where all experts are used equally
+    and each token is certain of its expert, and 0.
+
+    With gradient accumulation a step's loss is the mean over its micro-batches.
+    `sequence_balance` and `z` do not depend on how the batch was cut into these; the
+    other losses are computed within each micro-batch.
     """
     num_experts = sums.prob_e.shape[-1]
     share_e = sums.tokens_e / jnp.maximum(jnp.sum(sums.tokens_e, -1, keepdims=True), 1)
@@ -219,7 +245,11 @@ def weighted_loss(losses: RouterLosses, cfg: Router) -> Float[Array, ""]:
 def update_bias(
     bias_le: Float[Array, "l e"], tokens_le: Int[Array, "l e"], rate: float
 ) -> Float[Array, "l e"]:
-    """Aux-loss-free balancing (Wang et al. 2024): up for experts below the mean."""
+    """Return the router bias after one step of balancing without an auxiliary loss.
+
+    The bias of an expert rises by `rate` if its load is below the mean, and falls by
+    `rate` if it is above (Wang et al. 2024).
+    """
     tokens_le = tokens_le.astype(jnp.float32)
     mean_l1 = jnp.mean(tokens_le, axis=-1, keepdims=True)
     return bias_le + rate * jnp.sign(mean_l1 - tokens_le)

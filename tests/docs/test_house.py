@@ -126,7 +126,7 @@ def numbers(text: str) -> list[int]:
 @pytest.fixture
 def example(repo) -> str:
     text = (repo / "moejax" / "moe" / "README.md").read_text()
-    return text[text.index("## Worked example") : text.index("## Where to go on")]
+    return text[text.index("## Worked example") : text.index("## Further reading")]
 
 
 def inputs(example: str):

@@ -157,11 +157,15 @@ def test_complaints_about_files(tmp_path):
     wrong = [
         (Recorded(source="zipff"), E, ["source='zipff'", "one_hot", "nor a file"]),
         (Recorded(source=source), E, ["['copies']", "Recorded.array='tokens'"]),
-        (Recorded(source=flat), E, ["'tokens' is [2, 8]", "[samples, layers, ..., 8]"]),
+        (
+            Recorded(source=flat),
+            E,
+            ["'tokens' has shape [2, 8]", "[samples, layers, ..., 8]"],
+        ),
         (
             Recorded(source=source, array="copies"),
             16,
-            ["'copies' is [2, 2, 8]", "Moe.num_experts=16"],
+            ["'copies' has shape [2, 2, 8]", "Moe.num_experts=16"],
         ),
         (Recorded(source=objects), E, ["allow_pickle=False"]),
         (Recorded(source=str(cut)), E, ["cut.npz is damaged", "np.savez"]),
