@@ -23,7 +23,7 @@ from moejax.model.layers import (
     rope,
     rotation,
 )
-from moejax.model.sharding import batch_sharded, check_tensor, gather_param
+from moejax.model.sharding import check_tensor, gather_param, shard_batch
 
 
 class AttentionContext(NamedTuple):
@@ -118,9 +118,9 @@ class Attention(nnx.Module):
         its place.
         """
         b, t, _ = x_btd.shape
-        q_bthi, k_bugi, v_bugi = self._projected(x_btd)
-        q_bthi = rope(self._normed(q_bthi, self.q_norm), context.rotation)
-        k_bugi = rope(self._normed(k_bugi, self.k_norm), context.rotation)
+        q_bthi, k_bugi, v_bugi = self._project(x_btd)
+        q_bthi = rope(self._normalize(q_bthi, self.q_norm), context.rotation)
+        k_bugi = rope(self._normalize(k_bugi, self.k_norm), context.rotation)
         implementation = self.cfg.attention
         if cache_view is not None:
             cache_view, k_bugi, v_bugi = cache_view.append(
@@ -135,18 +135,18 @@ class Attention(nnx.Module):
             is_causal=context.is_causal,
             implementation=implementation,
         )
-        out_bthi = batch_sharded(out_bthi, self.mesh, tensor_dim=2)
+        out_bthi = shard_batch(out_bthi, self.mesh, tensor_dim=2)
         out_btd = out_bthi.reshape(b, t, -1) @ gather_param(
             self.out_hid, self.mesh, x_btd.dtype
         )
-        return batch_sharded(out_btd, self.mesh), cache_view
+        return shard_batch(out_btd, self.mesh), cache_view
 
-    def _projected(self, x_btd: Float[Array, "b t d"]) -> list[Array]:
+    def _project(self, x_btd: Float[Array, "b t d"]) -> list[Array]:
         """Return queries, keys and values [b, t, heads, i], made by one product.
 
         Three products would sum the gradient of x over the tensor axis three times.
         """
-        x_btd, dtype = batch_sharded(x_btd, self.mesh), x_btd.dtype
+        x_btd, dtype = shard_batch(x_btd, self.mesh), x_btd.dtype
         (b, t, d), g, i = x_btd.shape, self.cfg.num_kv_heads, self.cfg.head_dim
         parts = [
             gather_param(param, self.mesh, dtype).reshape(d, g, -1, i)
@@ -154,12 +154,12 @@ class Attention(nnx.Module):
         ]
         # c: the query heads of a group, then its key head, then its value head.
         y_btgci = jnp.einsum("btd,dgci->btgci", x_btd, jnp.concatenate(parts, axis=2))
-        y_btgci = batch_sharded(y_btgci, self.mesh, tensor_dim=2)
+        y_btgci = shard_batch(y_btgci, self.mesh, tensor_dim=2)
         last = y_btgci.shape[3] - 1
         parts = jnp.split(y_btgci, [last - 1, last], axis=3)
         return [part.reshape(b, t, -1, i) for part in parts]
 
-    def _normed(self, y_bthi: Array, norm: RmsNorm | None) -> Array:
+    def _normalize(self, y_bthi: Array, norm: RmsNorm | None) -> Array:
         """Return the queries or keys, normalised as cfg.qk_norm says: not at all, each
         head by itself, or all heads together."""
         if norm is None:

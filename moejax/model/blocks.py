@@ -19,12 +19,12 @@ from moejax.config import Network
 from moejax.model.attention import Attention, AttentionContext
 from moejax.model.cache import KvCacheView
 from moejax.model.layers import RmsNorm, SwiGlu
-from moejax.model.sharding import batch_sharded
+from moejax.model.sharding import shard_batch
 from moejax.moe.layer import MoeLayer
 from moejax.moe.types import LayerSums
 
-Routed = Callable[[MoeLayer, Array], tuple[Array, LayerSums]]
-"""Signature of routed(layer, x_btd) -> (y_btd, sums), which calls an MoE layer with
+RunMoe = Callable[[MoeLayer, Array], tuple[Array, LayerSums]]
+"""Signature of run_moe(layer, x_btd) -> (y_btd, sums), which calls an MoE layer with
 everything else that it needs in this pass (placement, slots, jitter)."""
 
 
@@ -67,24 +67,24 @@ class Block(nnx.Module):
         self,
         x_btd: Float[Array, "b t d"],
         context: AttentionContext,
-        routed: Routed,
+        run_moe: RunMoe,
         cache_view: KvCacheView | None,
     ):
         """Return the block's output, the MoE layer's sums (None for a dense block) and
         the cache view of the next layer."""
         sums, y_btd = None, 0.0
-        if self.routed_norm is not None:  # ahead of attention in program order
-            y_btd, sums = routed(self.moe, self.routed_norm(x_btd))
+        if self.routed_norm is not None:  # before attention in program order
+            y_btd, sums = run_moe(self.moe, self.routed_norm(x_btd))
         attended_btd, cache_view = self.attention(
             self.attention_norm(x_btd), context, cache_view
         )
-        x_btd = batch_sharded(x_btd + attended_btd, self.mesh)
+        x_btd = shard_batch(x_btd + attended_btd, self.mesh)
         normed_btd = self.ff_norm(x_btd)
         if self.moe is not None and self.routed_norm is None:
-            y_btd, sums = routed(self.moe, normed_btd)
+            y_btd, sums = run_moe(self.moe, normed_btd)
         if self.dense is not None:
             y_btd = y_btd + self.dense(normed_btd)
-        return batch_sharded(x_btd + y_btd, self.mesh), sums, cache_view
+        return shard_batch(x_btd + y_btd, self.mesh), sums, cache_view
 
 
 class Cycle(nnx.Module):
@@ -96,7 +96,8 @@ class Cycle(nnx.Module):
             [Block(cfg, i == last, mesh, rngs) for i in range(cfg.model.moe_every)]
         )
 
-    def __call__(self, x_btd, context, routed, cache_view):
+    def __call__(self, x_btd, context, run_moe, cache_view):
+        """Return the output, the MoE layer's sums and the next layer's cache view."""
         for block in self.blocks:
-            x_btd, sums, cache_view = block(x_btd, context, routed, cache_view)
+            x_btd, sums, cache_view = block(x_btd, context, run_moe, cache_view)
         return x_btd, sums, cache_view

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from moejax import axes
-from moejax.model.sharding import batch_sharded, check_tensor, gather_param
+from moejax.model.sharding import check_tensor, gather_param, shard_batch
 
 
 def input_matrix(rngs: nnx.Rngs, d_model: int, width: int) -> nnx.Param:
@@ -68,17 +68,17 @@ class SwiGlu(nnx.Module):
         Gate and up are one product. Two products would sum the gradient of x over the
         tensor axis twice.
         """
-        x_btd, dtype = batch_sharded(x_btd, self.mesh), x_btd.dtype
+        x_btd, dtype = shard_batch(x_btd, self.mesh), x_btd.dtype
         gate_df, up_df = (
             gather_param(param, self.mesh, dtype)
             for param in (self.gate_df, self.up_df)
         )
         into_d2f = jnp.stack([gate_df, up_df], axis=1)
         y_bt2f = jnp.einsum("btd,dcf->btcf", x_btd, into_d2f)
-        y_bt2f = batch_sharded(y_bt2f, self.mesh, tensor_dim=3)
+        y_bt2f = shard_batch(y_bt2f, self.mesh, tensor_dim=3)
         hidden_btf = jax.nn.silu(y_bt2f[:, :, 0]) * y_bt2f[:, :, 1]
         y_btd = hidden_btf @ gather_param(self.down_fd, self.mesh, dtype)
-        return batch_sharded(y_btd, self.mesh)
+        return shard_batch(y_btd, self.mesh)
 
 
 class Rotation(NamedTuple):

@@ -89,7 +89,7 @@ def gather_param(param: nnx.Param, mesh: Mesh, dtype=None) -> Array:
     return jax.lax.with_sharding_constraint(value, axes.sharding(mesh, *used))
 
 
-def batch_sharded(x: Array, mesh: Mesh, tensor_dim: int | None = None) -> Array:
+def shard_batch(x: Array, mesh: Mesh, tensor_dim: int | None = None) -> Array:
     """Constrain an activation's sharding: the leading (batch) dim over the batch axes.
 
     `tensor_dim`, counted from the front, is split over the tensor axis. All other dims

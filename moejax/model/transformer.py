@@ -20,7 +20,7 @@ from moejax.model.attention import AttentionContext
 from moejax.model.blocks import Block, Cycle
 from moejax.model.cache import Cache, KvCacheView
 from moejax.model.layers import RmsNorm
-from moejax.model.sharding import batch_sharded, gather_param
+from moejax.model.sharding import gather_param, shard_batch
 from moejax.moe import recorded
 from moejax.moe.dense import dense
 from moejax.moe.exchange.dispatch import ROWS
@@ -183,12 +183,13 @@ class Transformer(nnx.Module):
         cache view after the last layer."""
         model, moe = self.cfg.model, self.cfg.moe
         embed_vd = gather_param(self.embed_vd, self.mesh, self._dtype)
-        x_btd = batch_sharded(embed_vd[tokens_bt], self.mesh)
+        x_btd = shard_batch(embed_vd[tokens_bt], self.mesh)
         carry = (x_btd, cache_view, None)
         if self.prefix is not None:
             carry, _ = _scan(self.prefix, carry, context, None, None, model)
 
-        def routed_by(per_layer, slots):
+        def make_run_moe(per_layer, slots):
+            """Return the call of one MoE layer (blocks.RunMoe)."""
             placement, chance_e, key, tracked_sx = per_layer
             jitter_btd = forced_btk = None
             if step_inputs is not None and step_inputs.jitter:
@@ -203,14 +204,14 @@ class Transformer(nnx.Module):
                 return lambda layer, x_btd: dense(layer, x_btd, *args, jitter_btd)
             options = {"jitter_btd": jitter_btd, "forced_btk": forced_btk}
 
-            def routed(layer, x_btd):
+            def run_moe(layer, x_btd):
                 ready = slots
                 if slots is None and tracked_sx is not None:
                     of_layer = placement, setup.mesh_layout, x_btd.dtype, tracked_sx
                     ready = layer.slots(*of_layer)
                 return layer(x_btd, *args, slots=ready, **options)
 
-            return routed
+            return run_moe
 
         chance_le = None if step_inputs is None else step_inputs.chance_le
         keys_l = None
@@ -218,7 +219,7 @@ class Transformer(nnx.Module):
             keys_l = jax.random.split(step_inputs.key, model.num_moe_layers)
         setup = self._setup(slot_source.layout)
         per_layer = slot_source.placement, chance_le, keys_l, slot_source.tracked_lsx
-        routing = per_layer, routed_by
+        routing = per_layer, make_run_moe
         carry = (*carry[:2], slot_source.first)
         carry, sums = _scan(self.cycles, carry, context, routing, slot_source, model)
         return self.norm(carry[0]), sums, carry[1]
@@ -255,11 +256,11 @@ def _scan(stack: nnx.Module, carry, context, routing, slot_source, model: Model)
     the last carry, and the modules' sums, stacked.
 
     `routing` is a pair: arrays that differ between layers, and a function that makes
-    from one layer's arrays and slots the call of its MoE layer (blocks.Routed). It is
+    from one layer's arrays and slots the call of its MoE layer (blocks.RunMoe). It is
     None if nothing is routed.
     """
     graph, params = nnx.split(stack)
-    per_layer, routed_by = routing or (None, lambda *_: None)
+    per_layer, make_run_moe = routing or (None, lambda *_: None)
     ready, ahead = (
         (slot_source.slots, slot_source.ahead) if slot_source else (None, None)
     )
@@ -270,8 +271,8 @@ def _scan(stack: nnx.Module, carry, context, routing, slot_source, model: Model)
         # The next layer's slots do not depend on x, so they may travel meanwhile.
         following = None if ahead is None else slot_source.make(*ahead)
         block = nnx.merge(graph, params)
-        routed = routed_by(per_layer, slots if ready is None else ready)
-        x_btd, sums, cache_view = block(x_btd, context, routed, cache_view)
+        run_moe = make_run_moe(per_layer, slots if ready is None else ready)
+        x_btd, sums, cache_view = block(x_btd, context, run_moe, cache_view)
         return (x_btd, cache_view, following), sums
 
     if model.remat != "none":

@@ -20,6 +20,6 @@ def moe(x_nd: Float[Array, "n d"], routes: Routes, weights: ExpertWeights):
     hidden_enf = jax.nn.silu(jnp.einsum("nd,edf->enf", x_nd, weights["gate_edf"]))
     hidden_enf = hidden_enf * jnp.einsum("nd,edf->enf", x_nd, weights["up_edf"])
     y_end = jnp.einsum("enf,efd->end", hidden_enf, weights["down_efd"])
-    chosen_nke = routes.expert_nk[..., None] == jnp.arange(num_experts)
-    gate_ne = jnp.sum(jnp.where(chosen_nke, routes.gate_nk[..., None], 0.0), axis=1)
+    is_chosen_nke = routes.expert_nk[..., None] == jnp.arange(num_experts)
+    gate_ne = jnp.sum(jnp.where(is_chosen_nke, routes.gate_nk[..., None], 0.0), axis=1)
     return jnp.einsum("ne,end->nd", gate_ne.astype(y_end.dtype), y_end)

@@ -88,10 +88,10 @@ def choose_experts(
         best = 2 if cfg.kind == "sigmoid" and by_group.shape[-1] > 1 else 1
         group_score = jnp.sum(jax.lax.top_k(by_group, best)[0], axis=-1)
         group_nq = jax.lax.top_k(group_score, cfg.top_groups)[1]
-        allowed = jnp.any(
+        is_allowed = jnp.any(
             group_nq[..., None] == jnp.arange(cfg.num_groups), axis=1, keepdims=False
         )
-        score_ne = jnp.where(allowed[..., None], by_group, -jnp.inf).reshape(
+        score_ne = jnp.where(is_allowed[..., None], by_group, -jnp.inf).reshape(
             score_ne.shape
         )
     return jax.lax.top_k(score_ne, top_k)[1]
@@ -115,11 +115,11 @@ def choose_tokens(score_ne: Float[Array, "n e"], top_k: int, seq_len: int) -> Ro
     per_expert = min(seq_len, max(1, seq_len * top_k // num_experts))
     score_bet = score_ne.reshape(-1, seq_len, num_experts).swapaxes(1, 2)
     token_bec = jax.lax.top_k(score_bet, per_expert)[1]
-    taken_bet = jnp.any(token_bec[..., None] == jnp.arange(seq_len), axis=2)
-    taken_ne = taken_bet.swapaxes(1, 2).reshape(n, num_experts)
-    taken_ne = checkpoint_name(taken_ne, ROUTES)
-    expert_nk = jnp.where(taken_ne, jnp.arange(num_experts), EMPTY)
-    return Routes(expert_nk, jnp.where(taken_ne, score_ne, 0.0))
+    is_taken_bet = jnp.any(token_bec[..., None] == jnp.arange(seq_len), axis=2)
+    is_taken_ne = is_taken_bet.swapaxes(1, 2).reshape(n, num_experts)
+    is_taken_ne = checkpoint_name(is_taken_ne, ROUTES)
+    expert_nk = jnp.where(is_taken_ne, jnp.arange(num_experts), EMPTY)
+    return Routes(expert_nk, jnp.where(is_taken_ne, score_ne, 0.0))
 
 
 def pick(value_ne: Float[Array, "n e"], expert_nk: Int[Array, "n k"]):
@@ -127,14 +127,14 @@ def pick(value_ne: Float[Array, "n e"], expert_nk: Int[Array, "n k"]):
 
     It is computed by comparison, so that the gradient is no scatter.
     """
-    chosen_nke = expert_nk[..., None] == jnp.arange(value_ne.shape[-1])
-    return jnp.sum(jnp.where(chosen_nke, value_ne[:, None, :], 0.0), axis=-1)
+    is_chosen_nke = expert_nk[..., None] == jnp.arange(value_ne.shape[-1])
+    return jnp.sum(jnp.where(is_chosen_nke, value_ne[:, None, :], 0.0), axis=-1)
 
 
 def count(expert_nk: Int[Array, "n k"], num_experts: int) -> Int[Array, " e"]:
     """Return the load of each expert: the number of times that it was chosen."""
-    chosen_nke = expert_nk[..., None] == jnp.arange(num_experts)
-    return jnp.sum(chosen_nke, axis=(0, 1), dtype=jnp.int32)
+    is_chosen_nke = expert_nk[..., None] == jnp.arange(num_experts)
+    return jnp.sum(is_chosen_nke, axis=(0, 1), dtype=jnp.int32)
 
 
 def balance_sums(

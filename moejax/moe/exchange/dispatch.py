@@ -137,9 +137,9 @@ def make_receipt(
     last = sent.assignment_a.shape[0] - 1
     assignment_wc = sent.assignment_a[jnp.minimum(index_wc, last)]
     assignment_m = jnp.where(real_wc, assignment_wc, EMPTY).reshape(-1)
-    inside_nk = (sent.place_nk >= start) & (sent.place_nk < start + rows)
+    inside_nk = (sent.offset_nk >= start) & (sent.offset_nk < start + rows)
     inside_nk &= peer_nk >= 0
-    position_nk = peer_nk * rows + sent.place_nk - start
+    position_nk = peer_nk * rows + sent.offset_nk - start
 
     windows = layout.num_windows
     piece = rows // windows

@@ -32,7 +32,7 @@ class Manifest:
     then lower tokens."""
     peer_nk: Int[Array, "n k"]
     """Device that computes each choice, -1 if none does."""
-    place_nk: Int[Array, "n k"]
+    offset_nk: Int[Array, "n k"]
     """Position of the choice among this device's rows for that peer."""
     first_w: Int[Array, " w"]
     """Index in assignment_a of the first row for each peer."""
@@ -77,7 +77,7 @@ def manifest(
     kept_uq = length_uq = quota_uq
     if layout.exchange == "capacity":
         kept_uq = jnp.minimum(quota_uq, layout.rows_per_slot)
-        length_uq = _with_dropped_last(kept_uq, quota_uq, placement.expert_lq, e)
+        length_uq = _append_dropped(kept_uq, quota_uq, placement.expert_lq, e)
     counts_up = jnp.zeros_like(kept_uq).at[:, slot_q].set(kept_uq, unique_indices=True)
     me = index_along(sources)
     count_p, kept_q = counts_up[me], kept_uq[me]
@@ -90,7 +90,7 @@ def manifest(
 
     count_w = count_p.reshape(-1, s).sum(axis=1)
     first_w = jnp.cumsum(count_w) - count_w
-    place_a = rank_a - first_w[peer_a]
+    offset_a = rank_a - first_w[peer_a]
     assignment_a = order_a % n * k + order_a // n
     beyond_a = n * k + jnp.arange(n * k)  # out of bounds: unsent choices are dropped
     target_a = jnp.where(is_sent_a, rank_a, beyond_a)
@@ -99,7 +99,7 @@ def manifest(
         .at[target_a]
         .set(assignment_a, mode="drop", unique_indices=True),
         peer_nk=_by_assignment(peer_a, assignment_a).reshape(n, k),
-        place_nk=_by_assignment(place_a, assignment_a).reshape(n, k),
+        offset_nk=_by_assignment(offset_a, assignment_a).reshape(n, k),
         first_w=first_w,
         counts_up=counts_up,
         bound=bound,
@@ -151,7 +151,7 @@ def _pairs(sent: Manifest, layout: Layout) -> Int[Array, "u w"]:
     return jnp.sum(pair_uw, axis=-1)
 
 
-def _with_dropped_last(kept_uq, quota_uq, expert_q, num_experts: int):
+def _append_dropped(kept_uq, quota_uq, expert_q, num_experts: int):
     """Return lengths of blocks that put an expert's dropped rows behind its last block.
 
     Rows are in order of choice, so second choices are dropped before first ones.

@@ -127,20 +127,24 @@ def _tensor_axes_without_shards(mesh_layout: MeshLayout) -> Axes:
 
 
 def _out_to_peers(rows_wcd, count_w, incoming_v, mesh_layout: MeshLayout):
+    """Send chunks to the peers, as they are."""
     return _send(mesh_layout)(rows_wcd, count_w, incoming_v, mesh_layout.peer_axes)
 
 
 def _back_to_peers(rows_vcd, incoming_v, count_w, mesh_layout: MeshLayout):
+    """Send results back to the peers, as they are."""
     return _send(mesh_layout)(rows_vcd, incoming_v, count_w, mesh_layout.peer_axes)
 
 
 def _base_back(rows_vcd, incoming_v, count_w, mesh_layout: MeshLayout):
+    """Sum results over shards, then send them back to the peers."""
     if mesh_layout.shard_axes:
         rows_vcd = jax.lax.psum(rows_vcd, mesh_layout.shard_axes)
     return _send(mesh_layout)(rows_vcd, incoming_v, count_w, mesh_layout.peer_axes)
 
 
 def _s1_out(rows_wcd, count_w, incoming_v, mesh_layout: MeshLayout):
+    """Send each chunk to all shards of its owner, by one exchange."""
     shards, (w, c, d) = _num_shards(mesh_layout), rows_wcd.shape
     every_vcd = jnp.broadcast_to(rows_wcd[:, None], (w, shards, c, d))
     every_vcd, count_v = every_vcd.reshape(-1, c, d), jnp.repeat(count_w, shards)
@@ -148,6 +152,7 @@ def _s1_out(rows_wcd, count_w, incoming_v, mesh_layout: MeshLayout):
 
 
 def _s1_back(rows_vcd, incoming_v, count_w, mesh_layout: MeshLayout):
+    """Send the shards' results back by one exchange, and sum them where they arrive."""
     shards, (_, c, d) = _num_shards(mesh_layout), rows_vcd.shape
     count_v = jnp.repeat(count_w, shards)
     sender_axes = _sender_axes(mesh_layout)
@@ -158,16 +163,19 @@ def _s1_back(rows_vcd, incoming_v, count_w, mesh_layout: MeshLayout):
 
 
 def _s2_out(rows_wcd, count_w, incoming_v, mesh_layout: MeshLayout):
+    """Send this device's part of the buffer, as `_s1_out` does."""
     window_wcd = split_over(mesh_layout.tensor_axes, 1, rows_wcd)
     return _s1_out(window_wcd, count_w, incoming_v, mesh_layout)
 
 
 def _s2_back(rows_vcd, incoming_v, count_w, mesh_layout: MeshLayout):
+    """Send results back as `_s1_back` does, and gather the parts of the buffer."""
     window_wcd = _s1_back(rows_vcd, incoming_v, count_w, mesh_layout)
     return gather_over(mesh_layout.tensor_axes, 1, window_wcd)
 
 
 def _s1h_out(rows_wcd, count_w, incoming_v, mesh_layout: MeshLayout):
+    """Send chunks to the peers of this shard index, then gather them over shards."""
     _, c, d = rows_wcd.shape
     incoming_w = _from_this_shard(incoming_v, mesh_layout)
     rows_wcd = _send(mesh_layout)(rows_wcd, count_w, incoming_w, mesh_layout.peer_axes)
@@ -178,6 +186,7 @@ def _s1h_out(rows_wcd, count_w, incoming_v, mesh_layout: MeshLayout):
 
 
 def _s1h_back(rows_vcd, incoming_v, count_w, mesh_layout: MeshLayout):
+    """Reduce-scatter results over shards, then send them back to the peers."""
     if shard_axes := mesh_layout.shard_axes:
         rows_wxcd = rows_vcd.reshape(-1, _num_shards(mesh_layout), *rows_vcd.shape[1:])
         rows_vcd = jax.lax.psum_scatter(rows_wxcd, shard_axes, scatter_dimension=1)
@@ -186,6 +195,7 @@ def _s1h_back(rows_vcd, incoming_v, count_w, mesh_layout: MeshLayout):
 
 
 def _send(mesh_layout: MeshLayout) -> Send:
+    """Return the transport of the layout."""
     return TRANSPORTS[mesh_layout.layout.transport]
 
 

@@ -55,7 +55,7 @@ def deal(
     # once, and columns element by element.
     expert_q, device_q, is_active_q = active(placement, layout)
     here_q = jnp.where(is_active_q, counts_we[device_q, expert_q], 0)
-    local_q = _local(counts_we, here_q, rows_q, placement, layout)
+    local_q = _count_local_rows(counts_we, here_q, rows_q, placement, layout)
     is_here_qw = device_q[:, None] == jnp.arange(layout.num_devices)
 
     left_ew = counts_we.T.at[expert_q, device_q].add(-local_q)
@@ -78,7 +78,7 @@ def active(placement: Placement, layout: Layout):
     return expert_q, device_q, (placement.expert_lq >= 0) & (placement.local_lq == 0)
 
 
-def _local(counts_we, here_q, rows_q, placement: Placement, layout: Layout):
+def _count_local_rows(counts_we, here_q, rows_q, placement: Placement, layout: Layout):
     """Return how many rows stay on their device, for the q-th slot.
 
     The buffer of round 0 from a device to itself also carries the rows that step 2
@@ -86,8 +86,8 @@ def _local(counts_we, here_q, rows_q, placement: Placement, layout: Layout):
     """
     expert_q = jnp.maximum(placement.expert_lq, 0)
     load_q = jnp.sum(counts_we, axis=0, dtype=jnp.int32)[expert_q]
-    is_mine_q = active(placement, layout)[2].astype(jnp.int32)
-    share_q = _product_over(here_q, rows_q, load_q) + is_mine_q
+    is_active_q = active(placement, layout)[2].astype(jnp.int32)
+    share_q = _product_over(here_q, rows_q, load_q) + is_active_q
     max_q = jnp.minimum(here_q, rows_q)
     slot_q, shape = placement.slot_lq, (2, layout.num_devices, layout.slots_per_device)
     both_p = jnp.zeros((2, len(slot_q)), jnp.int32)

@@ -89,18 +89,22 @@ def local_first(
     is_full_q = placement.expert_lq >= 0
     count_wq = jnp.where(is_full_q, counts_we[:, expert_q], 0)
     device_q = placement.slot_lq // layout.slots_per_device
-    held_we = (
+    replicas_we = (
         jnp.zeros_like(counts_we)
         .at[device_q, expert_q]
         .add(is_full_q.astype(jnp.int32))
     )
-    held_wq = held_we[:, expert_q]
-    far_wq = jnp.where(held_wq > 0, 0, count_wq)
+    replicas_here_wq = replicas_we[:, expert_q]
+    far_wq = jnp.where(replicas_here_wq > 0, 0, count_wq)
     before_wq = jnp.cumsum(far_wq, axis=0) - far_wq
     far_wq = _round_robin(before_wq, far_wq, placement.replica_lq, replicas_q)
-    near_wq = _round_robin(0, count_wq, placement.local_lq, jnp.maximum(held_wq, 1))
+    near_wq = _round_robin(
+        0, count_wq, placement.local_lq, jnp.maximum(replicas_here_wq, 1)
+    )
     is_here_wq = device_q == jnp.arange(layout.num_devices)[:, None]
-    quota_wq = jnp.where(held_wq > 0, jnp.where(is_here_wq, near_wq, 0), far_wq)
+    quota_wq = jnp.where(
+        replicas_here_wq > 0, jnp.where(is_here_wq, near_wq, 0), far_wq
+    )
     return Division(quota_wq, mean_rows(counts_we, layout), placement)
 
 

@@ -18,7 +18,8 @@ Gradients go back as from an all_gather of the weights, as if the estimates were
 The form 'residual' is from HybridEP (arXiv 2510.19470, section IV-B, where the mean is
 a shared expert); it is the baseline that 'delta' is measured against. The form 'delta'
 is our own: top-k with error feedback after EF21 (Richtarik et al. 2021, arXiv
-2106.05203) and EF21-P. What was not sent is still in W - W~, so it needs no residual.
+2106.05203) and EF21-P. What was not sent is still in W - W~, so it needs no separate
+error-feedback residual. (The form 'residual' is named after W - mean, not after that.)
 
 Letters: x counts the weights of one expert, laid out flat; k its entries; e own
 experts; s experts of the domain, in the row-major order of its axes.
@@ -278,6 +279,7 @@ _bits = jax.lax.bitcast_convert_type
 
 
 def _from_bits(words: Array, k: int, dtype) -> Array:
+    """Return bytes as k numbers of a dtype per row."""
     whole = words if words.shape[1] == k else words.reshape(len(words), k, -1)
     return _bits(whole, dtype)
 

@@ -1,9 +1,9 @@
-"""Domains: devices that gather one another's experts, so that rows travel less far.
+"""Domains: devices that gather one another's experts; rows travel between domains only.
 
-Rows travel between domains only. A domain has a size along each mesh axis of the group
-(Layout.domain). Each such axis is cut in two. Devices that differ only in the inner
-parts share a domain. Rows go to the device of another domain that has the same
-coordinates inside its domain (HybridEP, arXiv 2510.19470, section 4.1).
+A domain has a size along each mesh axis of the group (Layout.domain). Each such axis is
+cut in two. Devices that differ only in the inner parts share a domain. Rows go to the
+device of another domain that has the same coordinates inside its domain (HybridEP,
+arXiv 2510.19470, section 4.1).
 
     4 data centres x 2 devices, domain (2, 1): data centres 0 1 | 2 3 share experts
 
@@ -44,8 +44,8 @@ def gather_in_domain(
 ) -> ExpertWeights:
     """Gather the slots [s, ..] of all devices of a domain: [S * s, ..], by device.
 
-    The slow axis is first, so that each expert crosses it once for each other data
-    centre of the domain. If `tracked_sx` is given, nothing travels: other devices'
+    The slow axis is gathered first, so that each expert crosses it once for each other
+    data centre of the domain. If `tracked_sx` is given, nothing travels: other devices'
     experts are taken from these estimates.
     """
     if not mesh_layout.domain_axes:

@@ -136,9 +136,11 @@ def _scale(total_sx: Float[Array, "s x"]) -> Float[Array, "s 1"]:
 
 
 def _bytes(scale_s1: Float[Array, "s 1"]) -> UInt8[Array, "s 1"]:
+    """Return powers of two as one byte each."""
     return jax.lax.bitcast_convert_type(scale_s1.astype(SCALE_DTYPE), jnp.uint8)
 
 
 def _from_bytes(byte_s1: UInt8[Array, "s 1"], dtype) -> Float[Array, "s 1"]:
+    """Return powers of two from the bytes that `_bytes` made."""
     scale_s1 = jax.lax.bitcast_convert_type(byte_s1, jnp.dtype(SCALE_DTYPE))
     return scale_s1.astype(dtype)

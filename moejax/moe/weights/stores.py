@@ -8,11 +8,11 @@
                 direction (offers + copies) experts travel, however many replicas one
                 expert has
     sharded     parameters are split by hidden width over all devices; each device
-                gathers the slices of all its slots
+                gathers the slices of the experts in its slots
 
-"Devices" are those of a group (MeshLayout.owner_axes). If the group lies along the
-expert axis alone, the data axis splits the hidden width of parameters and slots until a
-layer computes. If the group merges data and expert, nothing else splits them.
+"Devices" are those of a group (MeshLayout.owner_axes). If the group does not include
+the data axis, that axis splits the hidden width of parameters and slots until a layer
+computes.
 
 Gradients go back the same way. Those of replicas are summed where their slices meet, in
 float32 and in a fixed order, and then once more at the owner.
@@ -74,8 +74,8 @@ def slots(
 
     They are split as `slot_specs` says. `weights` are the parameters gate_edf, up_edf
     and down_efd, in the order of the plan's `owned_le`. An empty slot is zeros. In a
-    domain each device has the slots of all its members. If `tracked_sx` is given, those
-    of other members are the estimates in it.
+    domain each device has the slots of all members; if `tracked_sx` is given, other
+    members' slots are the estimates in it.
     """
     store = mesh_layout.layout.store
     specs = {n: master_param_spec(d, store, mesh_layout) for n, d in SLOT_DIMS.items()}

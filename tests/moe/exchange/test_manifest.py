@@ -90,9 +90,9 @@ def test_peer_and_place_find_each_choice_among_the_rows(exchange):
     for seed in range(8):
         _, _, sent, _, _, _ = case(seed, "even", exchange)
         for me in range(W):
-            peer_a, place_a = sent.peer_nk[me].ravel(), sent.place_nk[me].ravel()
+            peer_a, offset_a = sent.peer_nk[me].ravel(), sent.offset_nk[me].ravel()
             sent_a = np.flatnonzero(peer_a >= 0)
-            rank_a = sent.first_w[me][peer_a[sent_a]] + place_a[sent_a]
+            rank_a = sent.first_w[me][peer_a[sent_a]] + offset_a[sent_a]
             assert np.array_equal(sent.assignment_a[me][rank_a], sent_a)
             assert len(sent_a) == sent.counts_up[me, me].sum()
             slot_a = np.searchsorted(
