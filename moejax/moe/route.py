@@ -178,7 +178,7 @@ def balance_sums(
 def entropy(prob_ne: Float[Array, "n e"]) -> Float[Array, " n"]:
     """Return the entropy of each token's probabilities, in nats.
 
-    An expert of probability 0 adds nothing, and gets no gradient.
+    An expert of probability 0 adds nothing, and its logit gets no gradient.
     """
     return -jnp.sum(prob_ne * jnp.log(jnp.maximum(prob_ne, MIN_PROBABILITY)), axis=-1)
 

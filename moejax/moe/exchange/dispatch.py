@@ -169,7 +169,7 @@ def _implementation(layout: Layout) -> str:
 
 
 def _is_sorted(layout: Layout) -> bool:
-    """Return whether rows arrive in slot order, since there is only one sender."""
+    """Return whether rows arrive in slot order, as they do from a single sender."""
     return layout.num_senders == 1
 
 

@@ -53,7 +53,7 @@ def deal(
     """
     # Arrays are [q, w], because XLA gathers and scatters whole rows of an array at
     # once, and columns element by element.
-    expert_q, device_q, is_active_q = active(placement, layout)
+    expert_q, device_q, is_active_q = find_active(placement, layout)
     here_q = jnp.where(is_active_q, counts_we[device_q, expert_q], 0)
     local_q = _count_local_rows(counts_we, here_q, rows_q, placement, layout)
     is_here_qw = device_q[:, None] == jnp.arange(layout.num_devices)
@@ -70,7 +70,7 @@ def deal(
     return (dealt_qw + share_qw + rest_qw).T
 
 
-def active(placement: Placement, layout: Layout):
+def find_active(placement: Placement, layout: Layout):
     """Return the expert of the q-th slot (0 for an empty one), its device, and whether
     it is active: not empty, and the first slot of its expert on that device."""
     expert_q = jnp.maximum(placement.expert_lq, 0)
@@ -86,7 +86,7 @@ def _count_local_rows(counts_we, here_q, rows_q, placement: Placement, layout: L
     """
     expert_q = jnp.maximum(placement.expert_lq, 0)
     load_q = jnp.sum(counts_we, axis=0, dtype=jnp.int32)[expert_q]
-    is_active_q = active(placement, layout)[2].astype(jnp.int32)
+    is_active_q = find_active(placement, layout)[2].astype(jnp.int32)
     share_q = _product_over(here_q, rows_q, load_q) + is_active_q
     max_q = jnp.minimum(here_q, rows_q)
     slot_q, shape = placement.slot_lq, (2, layout.num_devices, layout.slots_per_device)

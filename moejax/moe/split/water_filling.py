@@ -21,7 +21,7 @@ from jaxtyping import Array, Int
 
 from moejax.kernels import varying_alike
 from moejax.kernels.water_fill import water_fill
-from moejax.moe.split.deal import active
+from moejax.moe.split.deal import find_active
 from moejax.moe.types import Placement
 from moejax.plan.edge_coloring import max_colors
 from moejax.plan.layout import Layout
@@ -48,18 +48,19 @@ def fill(
     layout: Layout,
     tolerance: Int[Array, ""],
 ) -> Filling:
-    """Divide each expert's load among its slots to relieve the fullest device.
+    """Return the rows of each slot that minimize the rows of the fullest device.
 
-    The fullest device has at most `bound + tolerance` rows, or more if
-    PATHS_PER_DEVICE * w searches were not enough. With tolerance 0 that is the optimum.
+    Over the slots of an expert they sum to its load. The fullest device has at most
+    `bound + tolerance` rows, or more if PATHS_PER_DEVICE * w searches were not enough.
+    With tolerance 0 that is the optimum.
     """
     w, num_colors = layout.num_devices, placement.num_colors_l
-    expert_q, device_q, is_active_q = active(placement, layout)
+    expert_q, device_q, is_active_q = find_active(placement, layout)
     rows_q = _divide_evenly(load_e, expert_q, is_active_q, placement)
 
     color_q = placement.color_lq
-    item_cw = cells(expert_q, placement, layout, empty=-1)
-    amount_cw = cells(rows_q, placement, layout)
+    item_cw = tabulate_by_color(expert_q, placement, layout, empty=-1)
+    amount_cw = tabulate_by_color(rows_q, placement, layout)
     is_fixed_q = is_active_q & (color_q < 0)
     fixed_w = jnp.zeros(w, jnp.int32).at[device_q].add(jnp.where(is_fixed_q, rows_q, 0))
     filled = water_fill(
@@ -80,7 +81,7 @@ def fill(
     return Filling(rows_q, bound, filled.sweeps, paths)
 
 
-def cells(
+def tabulate_by_color(
     value_q: Int[Array, " q"], placement: Placement, layout: Layout, empty: int = 0
 ) -> Int[Array, "c w"]:
     """Return the values of the slots that have a color, by color and device.

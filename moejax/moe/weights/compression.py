@@ -168,7 +168,7 @@ def encode(
 def decode(base_ex: Float[Array, "#e x"], packed: Packed) -> Float[Array, "e x"]:
     """Return the base with each entry added at its index, in the dtype of the base.
 
-    Every device that decodes the same entries gets the same bits.
+    Every device that decodes the same entries onto the same base gets the same bits.
     """
     e, size = packed.value_ek.shape[0], base_ex.shape[1]
     base_ex = jnp.broadcast_to(base_ex, (e, size))
