@@ -51,9 +51,9 @@ class StepInputs(NamedTuple):
 
 
 class SlotSource(NamedTuple):
-    """Where each MoE layer gets its slot weights from.
+    """Source of the slot weights of each MoE layer.
 
-    There are three ways: ready-made `slots` of all layers; prefetching, where each
+    There are three kinds: ready-made `slots` of all layers; prefetching, where each
     layer makes the slots of the next one (`first`, `ahead`, `make`); or, if all of
     these are None, each layer makes its own.
     """
@@ -68,7 +68,8 @@ class SlotSource(NamedTuple):
     """For each layer the expert weights and placement of the next one, if slots are
     prefetched. The last layer has those of layer 0."""
     make: Callable[..., ExpertWeights] | None = None
-    """make(weights, placement) -> slots of one layer, if slots are prefetched."""
+    """Function from one layer's weights and placement to its slots, if slots are
+    prefetched."""
     tracked_lsx: Array | None = None
     """Estimates of compressed experts (moejax.moe.weights.domains), for layers that
     make their slots from them."""
