@@ -62,16 +62,13 @@ class MoeLayer(nnx.Module):
         self,
         x_btd: Float[Array, "b t d"],
         placement: Placement,
-        layout: Layout,
-        jitter_btd: Float[Array, "b t d"] | None = None,
-        forced_btk: Int[Array, "b t k"] | None = None,
-        slots: stores.ExpertWeights | None = None,
-        experts: Experts | None = None,
+        setup: LayerSetup,
+        **options,
     ) -> tuple[Float[Array, "b t d"], LayerSums]:
         """Return `moe_layer` of this layer's parameters; `options` are its own."""
         return moe_layer(self.params(), x_btd, placement, setup, **options)
 
-    def params(self) -> stores.Weights:
+    def params(self) -> stores.ExpertWeights:
         """Return the parameters by name, as `moe_layer` takes them."""
         names = ("router_de", "bias_e", *stores.EXPERT_PARAMS)
         return {name: getattr(self, name)[...] for name in names}
@@ -83,7 +80,7 @@ class MoeLayer(nnx.Module):
         dtype,
         tracked_sx: Float[Array, "s x"] | None = None,
     ) -> stores.ExpertWeights:
-        """Return the weights of all slots, made from the masters.
+        """Return the weights of all slots, made from the float32 parameters.
 
         `tracked_sx` are the copies of compressed experts that the domains hold; None:
         experts travel uncompressed.
@@ -93,18 +90,19 @@ class MoeLayer(nnx.Module):
         )
 
     def master_params(self) -> stores.ExpertWeights:
+        """Return the float32 weights of all experts: gate_edf, up_edf, down_efd."""
         return {name: getattr(self, name)[...] for name in stores.EXPERT_PARAMS}
 
 
 def moe_layer(
-    params: stores.Weights,
+    params: stores.ExpertWeights,
     x_btd: Float[Array, "b t d"],
     placement: Placement,
     setup: LayerSetup,
     *,
     jitter_btd: Float[Array, "b t d"] | None = None,
     forced_btk: Int[Array, "b t k"] | None = None,
-    slots: stores.Weights | None = None,
+    slots: stores.ExpertWeights | None = None,
     experts: Experts | None = None,
 ) -> tuple[Float[Array, "b t d"], LayerSums]:
     """Return what an MoE layer makes of tokens, and sums for losses and statistics.
@@ -151,7 +149,7 @@ def moe_layer(
     return _laid(y_btd, came_as), sums
 
 
-def _slots(params, placement, setup: LayerSetup, dtype) -> stores.Weights:
+def _slots(params, placement, setup: LayerSetup, dtype) -> stores.ExpertWeights:
     """Return the weights of all slots; of own experts alone where copies travel when
     the loads are known."""
     dims = dict(zip(stores.EXPERT_PARAMS, stores.EXPERT_DIMS))
@@ -246,8 +244,8 @@ def _sums(score_ne, logit_ne, expert_nk, peer_nk, sent, seq_len, mesh_layout):
 def whole(
     slots: stores.ExpertWeights, x_nd: Array, mesh_layout: MeshLayout
 ) -> stores.ExpertWeights:
-    """This device's slots, gathered from where their width rests, as varied as x; gate
-    beside up.
+    """Gather the hidden width of this device's slots over the axes on which parameters
+    rest, and lay gate and up weights side by side.
 
     The transpose sums gradients, and scatters them back.
     """

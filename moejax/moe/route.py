@@ -197,10 +197,11 @@ def _sum_sequences(pieces, width: int, seq_len: int, split_axes: tuple[str, ...]
     return jax.lax.psum(sums, split_axes)
 
 
-def losses(sums: LayerSums, num_tokens: int, seq_len: int) -> RouterLosses:
+def router_losses(sums: LayerSums, num_tokens: int, seq_len: int) -> RouterLosses:
     """Return the router losses of one global micro-batch of `num_tokens` tokens.
 
-    `sums` are added over all devices.
+    `sums` are those of all devices together (LayerSums.over_devices), of one layer or,
+    with a leading dim, of several. Losses have one value per layer.
 
     balance            e * sum_e share_e * mean prob_e     (Switch, eq. 4-6)
     sequence_balance   the same within each sequence, averaged (DeepSeek-V3, eq. 17-20)
