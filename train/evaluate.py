@@ -22,7 +22,7 @@ if __name__ == "__main__":
 from train import cli, data
 from train.checkpoint.load import Loaded
 from train.config.names import config_from_record
-from train.data.lines import Line, read_positions, read_tokens
+from train.data.token_streams import TokenStream, read_positions, read_tokens
 from train.data.tokenizer import Tokenizer, stream_decoder
 from train.launch.processes import is_first
 from train.launch.program import say_loudly
@@ -129,7 +129,7 @@ def held_out_windows(
             yield held_out.rows(index, start, min(start + batch_size, micro))
 
 
-def load_lines(loaded: Loaded, files: list[str]) -> list[Line]:
+def load_lines(loaded: Loaded, files: list[str]) -> list[TokenStream]:
     """Return the tokens of each corpus."""
     cfg = dataclasses.replace(loaded.cfg.data, corpus=tuple(files), weights=None)
     if loaded.cfg.router.kind == "expert_choice":
@@ -137,14 +137,14 @@ def load_lines(loaded: Loaded, files: list[str]) -> list[Line]:
             "Router.kind='expert_choice' chooses within whole windows, and files end "
             "anywhere: evaluate on the held-out text, without --files"
         )
-    _, lines = data.load_whole(cfg, loaded.cfg.model.vocab_size, say_loudly)
+    _, lines = data.load_unsplit(cfg, loaded.cfg.model.vocab_size, say_loudly)
     if all(line.num_tokens < 2 for line in lines):
         raise ValueError("--files have no token that follows another: give more text")
     return lines
 
 
 def strided_windows(
-    lines: list[Line], cfg: "Data", batch_size: int
+    lines: list[TokenStream], cfg: "Data", batch_size: int
 ) -> Iterator["Windows"]:
     """Yield windows at stride seq_len of each line, the last of what is left."""
     import numpy as np
@@ -168,7 +168,7 @@ def strided_windows(
             yield Windows(token_bt, position_bt)
 
 
-def bytes_of_line(tokenizer: Tokenizer, line: Line) -> int:
+def bytes_of_line(tokenizer: Tokenizer, line: TokenStream) -> int:
     """Count the bytes of the text of all tokens but the first, which is given."""
     import numpy as np
 

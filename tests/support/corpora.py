@@ -3,8 +3,8 @@
 import numpy as np
 
 from train.data.corpus import Corpus, Source
-from train.data.indexed import Indexed, IndexedWriter
-from train.data.lines import split
+from train.data.indexed import IndexedWriter, TokenFile
+from train.data.token_streams import split_held_out
 from train.data.tokenizer import load_tokenizer
 
 
@@ -19,7 +19,7 @@ def as_file(documents, path=None, dtype=np.uint16):
     """As a reader gives them."""
     token_b = np.concatenate(documents).astype(dtype)
     sizes = np.array([document.size for document in documents])
-    return Indexed(path, token_b, np.cumsum(sizes) - sizes)
+    return TokenFile(path, token_b, np.cumsum(sizes) - sizes)
 
 
 def write_bin(path, documents, dtype=np.uint16):
@@ -33,7 +33,9 @@ def make_corpus(*parts, held_out_every, weights=None):
     """A corpus of sources, each a list of files, each a list of documents."""
     sources = []
     for i, files in enumerate(parts):
-        lines = split([as_file(documents) for documents in files], held_out_every)
+        lines = split_held_out(
+            [as_file(documents) for documents in files], held_out_every
+        )
         sources.append(Source(f"part{i}", f"{i}" * 64, *lines, 255))
     weights = weights or [source.train.num_tokens for source in sources]
     shares = tuple(weight / sum(weights) for weight in weights)

@@ -90,7 +90,7 @@ def test_the_manifest_says_what_there_is(sources, tmp_path):
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
 def test_the_number_of_workers_does_not_show(sources, tmp_path, monkeypatch, name):
     """Pieces are cut here, in the parent, and more than each worker may be ahead."""
-    monkeypatch.setattr(documents, "PIECE_BYTES", 500)
+    monkeypatch.setattr(documents, "RANGE_BYTES", 500)
     recipe = Recipe(str(write_bpe(tmp_path / "t.json")) if name == "bpe" else "bytes")
     before = contents(sources[0].parent)
     found = []
@@ -120,14 +120,14 @@ def test_a_folder_that_is_there_is_not_touched(sources, tmp_path):
     out = tmp_path / "out"
     prepare(sources, out)
     before = contents(out)
-    with pytest.raises(ValueError, match="is there"):
+    with pytest.raises(ValueError, match="exists"):
         prepare(sources[:1], out)
     with pytest.raises(ValueError, match="bad"):
         prepare(sources, out, Recipe(max_bad_records=0), overwrite=True)
     assert contents(out) == before
     prepare(sources[1:2], out, overwrite=True)
     assert len(documents_of(out)) == 2
-    with pytest.raises(ValueError, match="is no folder of prepared tokens"):
+    with pytest.raises(ValueError, match="is not a folder of prepared tokens"):
         prepare(sources, sources[0].parent, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my sources [1]", "out"]
 
@@ -137,7 +137,7 @@ def test_what_a_killed_run_has_left_is_not_taken_for_whole(sources, tmp_path):
     partial.mkdir()
     (partial / "shard-00000.bin").write_bytes(b"half")
     (partial / "manifest.json").write_bytes(b"{}")
-    with pytest.raises(ValueError, match="is no folder of prepared tokens"):
+    with pytest.raises(ValueError, match="is not a folder of prepared tokens"):
         read_manifest(tmp_path / "out")
     prepare(sources[1:2], tmp_path / "out")
     assert len(documents_of(tmp_path / "out")) == 2
@@ -146,7 +146,7 @@ def test_what_a_killed_run_has_left_is_not_taken_for_whole(sources, tmp_path):
 
 def test_two_that_write_the_same_folder_do_not_mix(sources, tmp_path):
     def again(_):
-        with pytest.raises(ValueError, match="another process writes"):
+        with pytest.raises(ValueError, match="another process is writing"):
             prepare(sources, tmp_path / "out")
 
     prepare(sources[1:2], tmp_path / "out", show=again)
@@ -157,7 +157,7 @@ def test_a_source_that_changes_meanwhile_is_refused(sources, tmp_path):
     def change(_):
         write_jsonl(sources[1], ["other"])
 
-    with pytest.raises(ValueError, match="has changed meanwhile"):
+    with pytest.raises(ValueError, match="changed while it was read"):
         prepare(sources[1:2], tmp_path / "out", show=change)
 
 
@@ -172,8 +172,8 @@ def test_writers_that_start_together_leave_one_whole_folder(sources, tmp_path):
             try:
                 prepare(sources[1:2], out, overwrite=True)
                 said.append("written")
-            except ValueError as fault:
-                said.append(str(fault))
+            except ValueError as error:
+                said.append(str(error))
 
     threads = [threading.Thread(target=write) for _ in range(4)]
     for thread in threads:
@@ -182,7 +182,7 @@ def test_writers_that_start_together_leave_one_whole_folder(sources, tmp_path):
         thread.join()
     assert len(said) == 40
     assert "written" in said
-    assert all(s == "written" or "another process writes" in s for s in said), said
+    assert all(s == "written" or "another process is writing" in s for s in said), said
     assert len(documents_of(out)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my sources [1]", "out"]
 
@@ -198,7 +198,7 @@ def test_a_folder_made_meanwhile_is_not_overwritten(sources, tmp_path, monkeypat
         return load(*args)
 
     monkeypatch.setattr(prepared, "load_tokenizer", load_late)
-    with pytest.raises(ValueError, match="is there"):
+    with pytest.raises(ValueError, match="exists"):
         prepare(sources, out)
     assert len(documents_of(out)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my sources [1]", "out"]
@@ -208,7 +208,7 @@ def test_a_lock_that_its_holder_has_removed_is_none(tmp_path, monkeypatch):
     """As when a writer ends between our opening of the file and our locking it."""
     path = tmp_path / "out.partial.lock"
     monkeypatch.setattr(prepared.fcntl, "flock", lambda *_: path.unlink())
-    with pytest.raises(ValueError, match="another process writes"):
+    with pytest.raises(ValueError, match="another process is writing"):
         prepare([write_text(tmp_path / "a.txt")], tmp_path / "out")
 
 
@@ -218,7 +218,7 @@ def test_a_refusal_does_not_wait_for_a_long_file(tmp_path):
         file.truncate(64 * 2**30)
     started_sec = time.process_time()
     paths = [tmp_path / "long"] * 2
-    with pytest.raises(ValueError, match="refused"), prepared._hashed(paths):
+    with pytest.raises(ValueError, match="refused"), prepared._hash_sources(paths):
         raise ValueError("refused")
     assert time.process_time() - started_sec < 10
 
@@ -236,19 +236,23 @@ def test_a_worker_killed_within_a_message_is_an_error(sent):
     os.write(sender.fileno(), sent)
     sender.close()
     dead = types.SimpleNamespace(join=lambda: None, exitcode=-9)
-    with pytest.raises(ChildProcessError, match=r"a worker died \(exit code -9"):
+    with pytest.raises(
+        ChildProcessError, match=r"a worker process died \(exit code -9"
+    ):
         encoding._receive(dead, receiver)
 
 
 @pytest.mark.slow
 def test_a_worker_that_dies_is_an_error(sources, tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "PIECE_BYTES", 50)
+    monkeypatch.setattr(documents, "RANGE_BYTES", 50)
 
     def kill(_):
         for child in multiprocessing.active_children():
             os.kill(child.pid, signal.SIGKILL)
 
-    with pytest.raises(ChildProcessError, match=r"a worker died \(exit code -9"):
+    with pytest.raises(
+        ChildProcessError, match=r"a worker process died \(exit code -9"
+    ):
         prepare(sources * 50, tmp_path / "out", num_workers=2, show=kill)
     assert not list(tmp_path.glob("out*"))
 
@@ -269,7 +273,7 @@ def test_a_manifest_names_files_of_its_folder_alone(sources, tmp_path):
     for name in ("../a.bin", "/etc/passwd", 3, "a\0b"):
         record["shards"][0]["file"] = name
         path.write_text(json.dumps(record))
-        with pytest.raises(ValueError, match="is none in the folder"):
+        with pytest.raises(ValueError, match="not that of a file in the folder"):
             read_manifest(tmp_path / "out")
 
 

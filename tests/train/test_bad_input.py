@@ -37,7 +37,7 @@ CONFIG = [
     ("Train.batch_size = 20", r"Train.batch_size=20 must be a multiple of 16"),
 ]
 SET_UP = [
-    (["Data.corpus = 'no/such.txt'"], r"Data.corpus='no/such.txt' is no file"),
+    (["Data.corpus = 'no/such.txt'"], r"Data.corpus='no/such.txt' is not a file"),
     (["Data.corpus = '{empty}'"], r"Data.corpus='.*empty.txt' is empty: give a file"),
     (
         ["Data.seq_len = 8192"],

@@ -19,7 +19,7 @@ from tests.support.saved_run import save_run
 from train import evaluate
 from train.checkpoint.load import find, load
 from train.config.names import config_from_record
-from train.data import lines
+from train.data import token_streams
 from train.data.tokenizer import load_tokenizer
 from train.eval import held_out
 from train.job import prepare
@@ -145,7 +145,7 @@ def line_of(tokenizer, texts):
     documents = [np.append(tokenizer.separator, tokenizer.encode(t)) for t in texts]
     start_d = np.cumsum([0, *map(len, documents[:-1])])
     num_bytes = sum(len(text.encode()) + 1 for text in texts) - 1
-    return lines.make_line(
+    return token_streams.make_token_stream(
         np.concatenate(documents).astype(np.int32), start_d
     ), num_bytes
 
@@ -185,10 +185,12 @@ def test_bytes_of_windows_leave_out_what_their_edges_cut(tokenizer, seq_len):
     start_w = np.arange(num_windows) * seq_len
     token_bt, position_bt = (
         read(line, start_w, seq_len + 1)
-        for read in (lines.read_tokens, lines.read_positions)
+        for read in (token_streams.read_tokens, token_streams.read_positions)
     )
     end = int(start_w[-1]) + seq_len + 1
-    whole = lines.make_line(line.arrays[0][:end], line.start_d[line.start_d < end])
+    whole = token_streams.make_token_stream(
+        line.arrays[0][:end], line.start_d[line.start_d < end]
+    )
     expected = evaluate.bytes_of_line(tokenizer, whole)
     count = evaluate.bytes_of_rows(tokenizer, Windows(token_bt, position_bt))
     assert abs(count - expected) <= 3 * num_windows

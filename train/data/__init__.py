@@ -1,12 +1,15 @@
-"""Data: from files to the windows of a step.
+"""Data loading: from files on disk to the token windows of a training step.
 
-records -> jsonl, parquet -> documents   files as a stream of documents
-tokenizer -> encoding -> prepared        text to token shards, once (tools/prepare.py)
-indexed -> lines                         token files, as one line of documents
-cache, pysrc -> corpus                   what Data.corpus names, checked and split
-mixture -> windows -> feed               which tokens the rows of a step are
+records -> jsonl, parquet -> documents   read files as a stream of documents
+tokenizer -> encoding -> prepared        tokenize text into shards once, as
+                                         tools/prepare.py does
+indexed -> token_streams                 map token files, and view their documents as
+                                         one stream of tokens
+cache, pysrc -> corpus                   open, check and split the corpora that
+                                         Data.corpus names
+mixture -> windows -> feed               choose the tokens of each row of a step
 
-Nothing here computes on a device; `feed` alone puts rows there.
+Nothing in this package computes on a device; only `feed` puts rows there.
 """
 
 from train.data.corpus import (
@@ -15,11 +18,11 @@ from train.data.corpus import (
     check_identity,
     identity,
     load_corpus,
-    load_whole,
+    load_unsplit,
 )
 from train.data.windows import HeldOut, TrainBatches
 
 __all__ = [
     "Corpus", "HeldOut", "TrainBatches", "byte_sample", "check_identity", "identity",
-    "load_corpus", "load_whole",
+    "load_corpus", "load_unsplit",
 ]  # fmt: skip

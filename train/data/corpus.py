@@ -1,11 +1,11 @@
-"""Corpora: opened, checked against their manifest and the model, split once.
+"""Open the corpora of a run: check them against manifest and model, hold out a part.
 
 Data.corpus names           its tokens are
 'pysrc'                     bytes of installed packages           (pysrc.py)
-one file of text, bytes     the bytes of the file itself, one document
-text, JSONL, parquet        made once and kept                    (cache.py)
+a text file, for 'bytes'    the bytes of the file itself, as one document
+text, JSONL, parquet        prepared once, then cached            (cache.py)
 .npy, .bin, globs of them   those files, memory-mapped            (indexed.py)
-a folder of prepare.py      the .bin that its manifest names      (prepared.py)
+a folder of prepare.py      the .bin files of its manifest        (prepared.py)
 """
 
 import dataclasses
@@ -17,37 +17,48 @@ from typing import Any
 import numpy as np
 
 from moejax.config import Data
-from train.data.cache import known_scan, known_sha256, prepare_tokens
+from train.data.cache import cached_scan, cached_sha256, prepare_tokens
 from train.data.documents import expand, file_format
-from train.data.indexed import Indexed, open_tokens
-from train.data.lines import Line, make_line, read_tokens, split, whole
-from train.data.mixture import shares
+from train.data.indexed import TokenFile, open_tokens
+from train.data.mixture import apportion
 from train.data.prepared import MANIFEST, read_manifest
 from train.data.pysrc import read_pysrc
-from train.data.records import is_packed
+from train.data.records import is_gzipped
+from train.data.token_streams import (
+    TokenStream,
+    join_documents,
+    make_token_stream,
+    read_tokens,
+    split_held_out,
+)
 from train.data.tokenizer import Tokenizer, load_tokenizer
 
-_SHARDS = (".npy", ".bin", ".idx")
+_TOKEN_SUFFIXES = (".npy", ".bin", ".idx")
+"""Extensions of files that hold token ids instead of text."""
 _SAMPLE_WIDTH = 2**16
+"""Maximum length of one contiguous part of a byte sample, in bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One of the corpora. `sha256` covers the contents of all its files."""
+    """One corpus, split into training and held-out tokens."""
 
     name: str
     sha256: str
-    train: Line
-    held_out: Line
+    """Hash of the contents of all its files."""
+    train: TokenStream
+    held_out: TokenStream
     largest_id: int
+    """Largest token id; for plain bytes 255, whether it occurs or not."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """The corpora of a run. `weights` are the shares of the sources; their sum is 1."""
+    """All corpora of a run, with their mixture weights and their tokenizer."""
 
     sources: tuple[Source, ...]
     weights: tuple[float, ...]
+    """Share of each source in the training rows; the shares add up to 1."""
     tokenizer: Tokenizer
 
     @property
@@ -56,7 +67,7 @@ class Corpus:
 
     @property
     def sha256(self) -> str:
-        return _joint_sha256([source.sha256 for source in self.sources])
+        return _combine_sha256([source.sha256 for source in self.sources])
 
     @property
     def num_train_tokens(self) -> int:
@@ -68,7 +79,7 @@ class Corpus:
 
     @property
     def has_bytes(self) -> bool:
-        """Every token is one byte."""
+        """Whether every token is one byte."""
         largest = max(source.largest_id for source in self.sources)
         return self.tokenizer.name == "bytes" and largest < 256
 
@@ -76,21 +87,22 @@ class Corpus:
 def load_corpus(
     cfg: Data, vocab_size: int, say: Callable[[str], None] = print
 ) -> Corpus:
-    """Open the corpora that `cfg` names. `say` gets a line when one takes its time.
+    """Open the corpora that `cfg` names, and split off the held-out documents.
 
-    Raises ValueError, in one line, for files that are missing, damaged, not those of
-    their manifest or shorter than a window, and for ids that the model lacks.
+    `say` prints progress when a corpus takes long to prepare. Raises a ValueError of
+    one line when a file is missing, damaged, different from its manifest or shorter
+    than a window, or when the model lacks a token id.
     """
     tokenizer = load_tokenizer(cfg.tokenizer, cfg.separator)
     tokenizer.check(vocab_size)
     sources = []
     for entry in cfg.corpora:
         if entry == "pysrc":
-            source = _pysrc(cfg.held_out_every, tokenizer)
+            source = _open_pysrc(cfg.held_out_every, tokenizer)
         else:
-            opened = _open(entry, cfg, tokenizer, vocab_size, say)
-            lines = split(opened.files, cfg.held_out_every)
-            source = Source(opened.name, opened.sha256, *lines, opened.largest_id)
+            corpus = _open(entry, cfg, tokenizer, vocab_size, say)
+            streams = split_held_out(corpus.files, cfg.held_out_every)
+            source = Source(corpus.name, corpus.sha256, *streams, corpus.largest_id)
         _check_size(entry, source, cfg)
         sources.append(source)
     weights = cfg.weights or tuple(source.train.num_tokens for source in sources)
@@ -98,32 +110,37 @@ def load_corpus(
     return Corpus(tuple(sources), tuple(w / total for w in weights), tokenizer)
 
 
-def load_whole(
+def load_unsplit(
     cfg: Data, vocab_size: int, say: Callable[[str], None] = print
-) -> tuple[Tokenizer, list[Line]]:
-    """Open all documents of each corpus of `cfg`, of any size, not split, to evaluate.
+) -> tuple[Tokenizer, list[TokenStream]]:
+    """Open all documents of each corpus for evaluation, without a held-out split.
 
-    Raises ValueError as load_corpus does.
+    A corpus may be shorter than a window. Raises ValueError as load_corpus does.
     """
     tokenizer = load_tokenizer(cfg.tokenizer, cfg.separator)
     tokenizer.check(vocab_size)
-    lines = []
+    streams = []
     for entry in cfg.corpora:
         if entry == "pysrc":
-            source = _pysrc(cfg.held_out_every, tokenizer)
-            lines += [source.train, source.held_out]
+            source = _open_pysrc(cfg.held_out_every, tokenizer)
+            streams += [source.train, source.held_out]
         else:
-            lines.append(whole(_open(entry, cfg, tokenizer, vocab_size, say).files))
-    return tokenizer, lines
+            streams.append(
+                join_documents(_open(entry, cfg, tokenizer, vocab_size, say).files)
+            )
+    return tokenizer, streams
 
 
 def byte_sample(corpus: Corpus, limit: int) -> np.ndarray | None:
-    """Return about `limit` bytes to train on, by the weights, uint8; None if tokens are
-    not bytes. A corpus with fewer than its share gives all, a larger one even parts."""
+    """Return about `limit` bytes of training text, uint8; None if tokens are not bytes.
+
+    The corpora contribute in proportion to their weights. A corpus smaller than its
+    share contributes everything, a larger one evenly spaced parts.
+    """
     if not corpus.has_bytes:
         return None
     parts = []
-    for source, share in zip(corpus.sources, shares(corpus.weights, limit).tolist()):
+    for source, share in zip(corpus.sources, apportion(corpus.weights, limit).tolist()):
         size = source.train.num_tokens
         width = min(_SAMPLE_WIDTH, size, max(1, share))
         if size <= share:
@@ -135,9 +152,9 @@ def byte_sample(corpus: Corpus, limit: int) -> np.ndarray | None:
 
 
 def identity(corpus: Corpus, cfg: Data, batch_size: int) -> dict[str, Any]:
-    """Return all that the batch of a step and the held-out text depend on, as JSON.
+    """Return everything that decides the batches and the held-out text, for JSON.
 
-    Paths are not part of it: a run may go on after its data has moved.
+    Paths are left out, so that a run can resume after its data has moved.
     """
     return {
         "name": corpus.name,
@@ -154,9 +171,9 @@ def identity(corpus: Corpus, cfg: Data, batch_size: int) -> dict[str, Any]:
 
 
 def check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Raise ValueError, naming every difference, unless both are the same data.
+    """Raise ValueError unless both identities are the same data; name all differences.
 
-    The same contents by another name are the same data.
+    The same contents under another name are the same data.
     """
     differences = [
         f"{name} was {saved.get(name)}, is {current.get(name)}"
@@ -164,19 +181,21 @@ def check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
         if saved.get(name) != current.get(name)
     ]
     if saved.get("sha256") == current.get("sha256"):
-        differences = [line for line in differences if not line.startswith("name ")]
+        differences = [text for text in differences if not text.startswith("name ")]
     if differences:
         raise ValueError(
-            f"the checkpoint was trained on other data: {'; '.join(differences)}: give "
-            "the run what it had, or another run directory"
+            f"the checkpoint was trained on other data: {'; '.join(differences)}: "
+            "restore the old data and settings, or use another run directory"
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Opened:
+class _OpenCorpus:
+    """Files of one corpus, before they are split."""
+
     name: str
     sha256: str
-    files: tuple[Indexed, ...]
+    files: tuple[TokenFile, ...]
     largest_id: int
 
 
@@ -186,41 +205,41 @@ def _open(
     tokenizer: Tokenizer,
     vocab_size: int,
     say: Callable[[str], None],
-) -> _Opened:
+) -> _OpenCorpus:
     try:
         sha256, files, largest_id = _open_files(entry, cfg, tokenizer, say)
         if largest_id >= vocab_size:
             raise ValueError(
-                f"it has the id {largest_id}, and Model.vocab_size={vocab_size}: set "
+                f"it has the id {largest_id}, but Model.vocab_size={vocab_size}: set "
                 f"Model.vocab_size to {largest_id + 1} or more"
             )
-    except ValueError as fault:
-        is_said = str(fault).startswith(f"'{entry}'")
-        named = f"{fault}" if is_said else f"'{entry}': {fault}"
-        raise ValueError(f"Data.corpus={named}") from fault
-    # The name alone: a run may go on after its data has moved.
-    return _Opened(Path(entry).name, sha256, files, largest_id)
+    except ValueError as error:
+        is_named = str(error).startswith(f"'{entry}'")
+        message = f"{error}" if is_named else f"'{entry}': {error}"
+        raise ValueError(f"Data.corpus={message}") from error
+    # The name without its folder, so that a run can resume after its data has moved.
+    return _OpenCorpus(Path(entry).name, sha256, files, largest_id)
 
 
 def _open_files(
     entry: str, cfg: Data, tokenizer: Tokenizer, say: Callable[[str], None]
-) -> tuple[str, tuple[Indexed, ...], int]:
-    """Return sha256, files and the largest id of a corpus."""
+) -> tuple[str, tuple[TokenFile, ...], int]:
+    """Return the sha256, the token files and the largest id of a corpus."""
     folder = Path(entry).expanduser()
     if folder.is_dir():
         return _open_folder(folder, tokenizer)
     files = expand([entry])
-    are_shards = {path.suffix in _SHARDS for path in files}
-    if are_shards == {True, False}:
+    are_tokens = {path.suffix in _TOKEN_SUFFIXES for path in files}
+    if are_tokens == {True, False}:
         raise ValueError(
-            "some files hold tokens and others text: name them as two corpora"
+            "some files hold tokens and others hold text: name them as two corpora"
         )
-    if are_shards == {True}:
+    if are_tokens == {True}:
         is_index = [path.suffix == ".idx" for path in files]
         bins = [p.with_suffix(".bin") if x else p for p, x in zip(files, is_index)]
         return _open_shards(list(dict.fromkeys(bins)), tokenizer)
     (first, *others) = files
-    is_plain = file_format(first) == "text" and not is_packed(first)
+    is_plain = file_format(first) == "text" and not is_gzipped(first)
     if tokenizer.name == "bytes" and is_plain and not others:
         return _open_bytes(first)
     return _open_folder(prepare_tokens(files, cfg, tokenizer, say), tokenizer)
@@ -228,64 +247,64 @@ def _open_files(
 
 def _open_shards(
     paths: Sequence[Path], tokenizer: Tokenizer
-) -> tuple[str, tuple[Indexed, ...], int]:
-    shas, largest = zip(*[known_scan(path) for path in paths])
+) -> tuple[str, tuple[TokenFile, ...], int]:
+    shas, largest = zip(*[cached_scan(path) for path in paths])
     files = tuple(open_tokens(path, tokenizer.separator) for path in paths)
-    return _joint_sha256(shas), files, max(largest)
+    return _combine_sha256(shas), files, max(largest)
 
 
 def _open_folder(
     folder: Path, tokenizer: Tokenizer
-) -> tuple[str, tuple[Indexed, ...], int]:
-    """Open a prepared folder; raise ValueError unless its shards are its manifest's."""
+) -> tuple[str, tuple[TokenFile, ...], int]:
+    """Open a prepared folder; raise ValueError unless its shards match its manifest."""
     if not (folder / MANIFEST).is_file():
         raise ValueError(
-            f"'{folder}' is a folder without {MANIFEST}: name its files, "
-            f"'{folder}/*.jsonl', or a folder that tools/prepare.py has made"
+            f"'{folder}' is a folder without {MANIFEST}: name its files, such as "
+            f"'{folder}/*.jsonl', or a folder that tools/prepare.py made"
         )
     manifest = read_manifest(folder)
     made_with = manifest["tokenizer"]["sha256"], manifest["separator"]
     if made_with != (tokenizer.sha256, tokenizer.separator):
         raise ValueError(
-            f"made with the tokenizer '{manifest['tokenizer'].get('name')}' (sha256 "
-            f"{made_with[0][:12]}, separator {made_with[1]}), and Data.tokenizer="
-            f"'{tokenizer.name}' is {tokenizer.sha256[:12]}, {tokenizer.separator}: "
-            "use that one, or prepare the files anew"
+            f"prepared with the tokenizer '{manifest['tokenizer'].get('name')}' "
+            f"(sha256 {made_with[0][:12]}, separator {made_with[1]}), but "
+            f"Data.tokenizer='{tokenizer.name}' has sha256 {tokenizer.sha256[:12]}, "
+            f"separator {tokenizer.separator}: use that, or prepare the files again"
         )
     paths = [folder / shard["file"] for shard in manifest["shards"]]
     for path in [p.with_suffix(s) for p in paths for s in (".bin", ".idx")]:
         if not path.is_file():
             raise ValueError(
-                f"{path.name}, which its {MANIFEST} names, is missing: copy it there, "
-                "or prepare the files anew"
+                f"{path.name}, which {MANIFEST} names, is missing: copy it there, "
+                "or prepare the files again"
             )
     for path, shard in zip(paths, manifest["shards"]):
-        if known_scan(path)[0] != shard["sha256"]:
+        if cached_scan(path)[0] != shard["sha256"]:
             raise ValueError(
                 f"'{path}' differs from its sha256 in {MANIFEST}: it is damaged or "
-                "changed: prepare the files anew"
+                "changed: prepare the files again"
             )
     return _open_shards(paths, tokenizer)
 
 
-def _open_bytes(path: Path) -> tuple[str, tuple[Indexed, ...], int]:
-    sha256 = known_sha256(path)
+def _open_bytes(path: Path) -> tuple[str, tuple[TokenFile, ...], int]:
+    sha256 = cached_sha256(path)
     if path.stat().st_size == 0:
         raise ValueError(f"'{path}' is empty: give a file that holds text")
     token_b = np.memmap(path, np.uint8, "r")
-    return sha256, (Indexed(path, token_b, np.zeros(1, np.int64)),), 255
+    return sha256, (TokenFile(path, token_b, np.zeros(1, np.int64)),), 255
 
 
-def _pysrc(held_out_every: int, tokenizer: Tokenizer) -> Source:
+def _open_pysrc(held_out_every: int, tokenizer: Tokenizer) -> Source:
     if (tokenizer.name, tokenizer.separator) != ("bytes", 0):
         raise ValueError(
-            f"Data.corpus='pysrc' is bytes with 0x00 before each document, and "
+            f"Data.corpus='pysrc' is bytes with 0x00 before each document, but "
             f"Data.tokenizer='{tokenizer.name}' has the separator "
             f"{tokenizer.separator}: use 'bytes' and 0, or another corpus"
         )
-    sha256, *sides = read_pysrc(held_out_every)
-    starts = [np.union1d([0], np.flatnonzero(text_b == 0)) for text_b in sides]
-    return Source("pysrc", sha256, *map(make_line, sides, starts), 255)
+    sha256, *texts = read_pysrc(held_out_every)
+    starts = [np.union1d([0], np.flatnonzero(text_b == 0)) for text_b in texts]
+    return Source("pysrc", sha256, *map(make_token_stream, texts, starts), 255)
 
 
 def _check_size(entry: str, source: Source, cfg: Data) -> None:
@@ -293,14 +312,14 @@ def _check_size(entry: str, source: Source, cfg: Data) -> None:
     if min(num_train, num_held_out) <= cfg.seq_len:
         raise ValueError(
             f"Data.corpus='{entry}' has {num_train} tokens to train on and "
-            f"{num_held_out} held out, and a window of Data.seq_len={cfg.seq_len} "
-            f"needs {cfg.seq_len + 1} in each: give a longer text, or lower "
+            f"{num_held_out} held out, but a window of Data.seq_len={cfg.seq_len} "
+            f"needs {cfg.seq_len + 1} of each: give a longer text, or lower "
             "Data.seq_len or Data.held_out_every"
         )
 
 
-def _joint_sha256(shas: Sequence[str]) -> str:
-    """Return the sha256 of several; a single one stays as it is."""
+def _combine_sha256(shas: Sequence[str]) -> str:
+    """Return one sha256 for several; a single one is returned unchanged."""
     return (
         shas[0]
         if len(shas) == 1

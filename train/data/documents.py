@@ -1,15 +1,16 @@
-"""Documents of text, JSONL and parquet files, read as a stream in constant memory.
+"""Read text, JSONL and parquet files as a stream of documents, in constant memory.
 
-    file               a document is          a piece is                  located as
+    file               a document is          a range is                  located as
     .txt and others    the file               the file                    file
     .jsonl, .ndjson    `text_key` of a line   lines that start in a       file:line
                                               range of bytes
     .parquet           `text_key` of a row    a row group                 file:row
     .txt.gz, .jsonl.gz as without .gz         the file
 
-Lines and rows count from 1. A file is cut into pieces by its contents alone, and each
-piece is read by itself: any number of workers sees the same documents. A record that
-cannot be read is an event like any other, and the reader goes on behind it.
+Lines and rows are counted from 1. Where a file is cut into ranges depends on its
+contents alone, and each range is read independently, so any number of workers reads the
+same documents. A record that cannot be read is reported as an event like any other, and
+the reader goes on with the next record.
 """
 
 import codecs
@@ -22,45 +23,46 @@ from typing import BinaryIO, NamedTuple
 
 from train.data import jsonl
 from train.data.records import (
-    DAMAGED_GZIP,
+    GZIP_ERRORS,
     READ_BYTES,
-    Bad,
-    End,
+    BadRecord,
+    EndOfRange,
     Event,
-    Piece,
-    Text,
-    find_fault,
-    is_packed,
-    opened,
-    unreadable,
+    FileRange,
+    TextPart,
+    find_problem,
+    is_gzipped,
+    open_file,
+    unreadable_error,
 )
 
-PIECE_BYTES = 4 * 2**20
+RANGE_BYTES = 4 * 2**20
 BLOCK_CHARS = 2**18
-"""Longest text that is given to a tokenizer in one go: an encoding takes some 100 bytes
-a token."""
-_NO_STREAMS = {
-    ".npy": "holds tokens, no text: name it as Data.corpus as it is",
-    ".bin": "holds tokens, no text: name it as Data.corpus as it is",
-    ".idx": "is the index of a .bin of tokens: name the .bin as Data.corpus",
+"""Maximum number of characters that a tokenizer gets in one call. The limit bounds
+memory: an encoding takes about 100 bytes for each token."""
+_NOT_TEXT = {
+    ".npy": "holds tokens, not text: use it as Data.corpus directly",
+    ".bin": "holds tokens, not text: use it as Data.corpus directly",
+    ".idx": "is the index of a .bin file of tokens: use the .bin as Data.corpus",
 } | dict.fromkeys(
     (".zst", ".xz", ".bz2", ".zip", ".tar", ".7z"),
-    "is compressed in a way that is not read: unpack it, or use .gz",
+    "has a compression format that is not supported: unpack it, or use .gz",
 )
+"""Extensions that are refused, each with the reason and the remedy."""
 
 
 def expand(patterns: Iterable[str | Path]) -> list[Path]:
     """Return the files that paths and globs name, each once, in the order given.
 
-    Files of a glob are sorted. A path that exists is itself, whatever brackets it has.
-    Raises ValueError for what names no file.
+    The files of one glob are sorted. A path that exists names itself, even when it
+    contains brackets. Raises ValueError for a path or pattern that names no file.
     """
     paths = [path for pattern in patterns for path in _expand(str(pattern))]
     for path in paths:
         if path.is_dir():
             raise ValueError(f"'{path}' is a directory: name its files, '{path}/*.txt'")
         if not path.is_file():
-            raise ValueError(f"'{path}' is no file: check the path")
+            raise ValueError(f"'{path}' is not a file: check the path")
     return list(dict.fromkeys(paths))
 
 
@@ -68,154 +70,176 @@ def _expand(pattern: str) -> list[Path]:
     pattern = os.path.expanduser(pattern)
     if os.path.lexists(pattern) or not glob.has_magic(pattern):
         return [Path(pattern)]
-    found = sorted(glob.glob(pattern, recursive=True))
-    files = [Path(name) for name in found if not os.path.isdir(name)]
+    names = sorted(glob.glob(pattern, recursive=True))
+    files = [Path(name) for name in names if not os.path.isdir(name)]
     if not files:
         raise ValueError(f"the glob '{pattern}' matches no file: check the path")
     return files
 
 
 def file_format(path: Path) -> str:
-    """Return the format of a file, a name in FORMATS, by its extension. Raises
-    ValueError for what holds no stream of text."""
+    """Return the format of a file, a key of FORMATS, from its extension.
+
+    Raises ValueError for an extension that does not stand for text.
+    """
     suffix, *rest = [suffix.lower() for suffix in reversed(path.suffixes)] or [""]
     is_gzip = suffix == ".gz"
     if is_gzip:
         suffix = rest[0] if rest else ""
-    if suffix in _NO_STREAMS:
-        raise ValueError(f"'{path}' {_NO_STREAMS[suffix]}")
-    for kind, its in FORMATS.items():
-        if suffix in its.suffixes:
-            if is_gzip and not its.can_be_packed:
-                raise ValueError(f"'{path}' is a packed {suffix}: unpack it")
+    if suffix in _NOT_TEXT:
+        raise ValueError(f"'{path}' {_NOT_TEXT[suffix]}")
+    for kind, entry in FORMATS.items():
+        if suffix in entry.suffixes:
+            if is_gzip and not entry.can_be_gzipped:
+                raise ValueError(f"'{path}' is a gzipped {suffix} file: unpack it")
             return kind
-    return OTHERWISE
+    return DEFAULT_FORMAT
 
 
-def pieces(path: Path, text_key: str) -> list[Piece]:
-    """Return the pieces of a file in order; check a parquet file's schema.
+def split_file(path: Path, text_key: str) -> list[FileRange]:
+    """Cut a file into ranges that can be read independently; return them in order.
 
-    Raises ValueError when the file cannot be opened, or is parquet without a column
-    `text_key` of strings.
+    Raises ValueError when the file cannot be opened, or when it is a parquet file
+    without a column `text_key` of strings.
     """
     kind = file_format(path)
-    with opened(path) as file:
+    with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-    return FORMATS[kind].pieces(path, text_key, size)
+    return FORMATS[kind].split(path, text_key, size)
 
 
-def read(piece: Piece, text_key: str, forbidden: str | None) -> Iterator[Event]:
-    """Yield the documents and bad records of a piece in order, then its End.
+def read(
+    file_range: FileRange, text_key: str, forbidden: str | None
+) -> Iterator[Event]:
+    """Yield the documents and bad records of a range in order, then an EndOfRange.
 
     A text that holds `forbidden`, the separator of documents, is a bad record. Raises
     ValueError when the file cannot be read at all.
     """
     try:
-        yield from FORMATS[piece.kind].read(piece, text_key, forbidden)
-    except OSError as fault:
-        raise unreadable(piece.path, fault) from fault
+        yield from FORMATS[file_range.kind].read(file_range, text_key, forbidden)
+    except OSError as error:
+        raise unreadable_error(file_range.path, error) from error
 
 
 def blocks(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the joined texts in blocks of at most BLOCK_CHARS, cut after a line break
-    if there is one, else before a space. How the texts were cut makes no difference."""
-    held = ""
+    """Join the texts, and yield the result in blocks of at most BLOCK_CHARS characters.
+
+    A block ends after a line break if it has one, else before a space. The blocks
+    depend on the joined text alone, not on where the given texts are cut.
+    """
+    pending = ""
     for text in texts:
-        held += text
+        pending += text
         start = 0
-        while len(held) - start > BLOCK_CHARS:
-            stop = _cut(held, start)
-            yield held[start:stop]
+        while len(pending) - start > BLOCK_CHARS:
+            stop = _find_block_end(pending, start)
+            yield pending[start:stop]
             start = stop
-        held = held[start:]
-    if held:
-        yield held
+        pending = pending[start:]
+    if pending:
+        yield pending
 
 
-def _cut(text: str, start: int) -> int:
+def _find_block_end(text: str, start: int) -> int:
     limit = start + BLOCK_CHARS
     after_line = text.rfind("\n", start, limit) + 1
     before_space = text.rfind(" ", start + 1, limit)
     return after_line or (before_space if before_space > 0 else limit)
 
 
-def _read_text(piece: Piece, text_key: str, forbidden: str | None) -> Iterator[Event]:
-    """Read twice, so that a fault at the end is known before the document begins."""
-    path = piece.path
-    fault = _fault_in_file(path, forbidden)
-    if fault is not None:
-        yield Bad(None, fault)
-        yield End(1)
+def _read_text(
+    file_range: FileRange, text_key: str, forbidden: str | None
+) -> Iterator[Event]:
+    """Yield the events of a text file, which is one document.
+
+    The file is read twice, so that a problem at its end is known before the document
+    begins.
+    """
+    path = file_range.path
+    problem = _find_problem_in_file(path, forbidden)
+    if problem is not None:
+        yield BadRecord(None, problem)
+        yield EndOfRange(1)
         return
     begins = True
-    with opened(path) as file:
-        for text in blocks(_decoded(file)):
-            yield Text(text, begins)
+    with open_file(path) as file:
+        for text in blocks(_decode(file)):
+            yield TextPart(text, begins)
             begins = False
     if begins:
-        yield Text("")
-    yield End(1)
+        yield TextPart("")
+    yield EndOfRange(1)
 
 
-def _fault_in_file(path: Path, forbidden: str | None) -> str | None:
-    with opened(path) as file:
+def _find_problem_in_file(path: Path, forbidden: str | None) -> str | None:
+    with open_file(path) as file:
         try:
-            faults = (find_fault(text, forbidden) for text in _decoded(file))
-            return next((fault for fault in faults if fault), None)
-        except UnicodeDecodeError as fault:
-            return f"broken UTF-8: {fault.reason}"
-        except DAMAGED_GZIP as fault:
-            return f"damaged gzip data: {fault}"
+            problems = (find_problem(text, forbidden) for text in _decode(file))
+            return next((problem for problem in problems if problem), None)
+        except UnicodeDecodeError as error:
+            return f"broken UTF-8: {error.reason}"
+        except GZIP_ERRORS as error:
+            return f"damaged gzip data: {error}"
 
 
-def _decoded(file: BinaryIO) -> Iterator[str]:
+def _decode(file: BinaryIO) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     while part := file.read(READ_BYTES):
         yield decoder.decode(part)
     yield decoder.decode(b"", True)
 
 
-def _whole_file(path: Path, text_key: str, size: int) -> list[Piece]:
-    return [Piece(path, "text", 0, sys.maxsize, size, True)]
+def _split_text(path: Path, text_key: str, size: int) -> list[FileRange]:
+    return [FileRange(path, "text", 0, sys.maxsize, size, True)]
 
 
-def _ranges_of_lines(path: Path, text_key: str, size: int) -> list[Piece]:
-    if is_packed(path):
-        return [Piece(path, "jsonl", 0, sys.maxsize, size, True)]
-    starts = range(0, size, PIECE_BYTES)
-    stops = [min(start + PIECE_BYTES, size) for start in starts]
-    return [Piece(path, "jsonl", a, b, b - a, b == size) for a, b in zip(starts, stops)]
+def _split_lines(path: Path, text_key: str, size: int) -> list[FileRange]:
+    if is_gzipped(path):
+        return [FileRange(path, "jsonl", 0, sys.maxsize, size, True)]
+    starts = range(0, size, RANGE_BYTES)
+    stops = [min(start + RANGE_BYTES, size) for start in starts]
+    return [
+        FileRange(path, "jsonl", start, stop, stop - start, stop == size)
+        for start, stop in zip(starts, stops)
+    ]
 
 
-def _row_groups(path: Path, text_key: str, size: int) -> list[Piece]:
-    from train.data import parquet  # takes half a second to import
+def _split_parquet(path: Path, text_key: str, size: int) -> list[FileRange]:
+    from train.data import parquet  # not at the top: the import takes half a second
 
-    return parquet.pieces(path, text_key, size)
+    return parquet.split_file(path, text_key, size)
 
 
-def _read_rows(piece: Piece, text_key: str, forbidden: str | None) -> Iterator[Event]:
+def _read_parquet(
+    file_range: FileRange, text_key: str, forbidden: str | None
+) -> Iterator[Event]:
     from train.data import parquet
 
-    return parquet.read(piece, text_key, forbidden)
+    return parquet.read(file_range, text_key, forbidden)
 
 
 class Format(NamedTuple):
-    """How the documents of one kind of file are found."""
+    """Functions that find the documents in files of one format."""
 
     suffixes: tuple[str, ...]
-    pieces: Callable[[Path, str, int], list[Piece]]
-    """pieces(path, text_key, num_bytes): parts that can be read by themselves."""
-    read: Callable[[Piece, str, str | None], Iterator[Event]]
-    """read(piece, text_key, forbidden): its documents and faults, then its End."""
-    can_be_packed: bool = True
-    """Whether a .gz may hold it."""
+    split: Callable[[Path, str, int], list[FileRange]]
+    """split(path, text_key, num_bytes) cuts a file into ranges that can be read
+    independently."""
+    read: Callable[[FileRange, str, str | None], Iterator[Event]]
+    """read(file_range, text_key, forbidden) yields documents and bad records in order,
+    then an EndOfRange."""
+    can_be_gzipped: bool = True
+    """Whether a file of this format may be compressed with gzip."""
 
 
-OTHERWISE = "text"
-"""The format of files with any other extension."""
+DEFAULT_FORMAT = "text"
+"""Format of files whose extension is in no entry of FORMATS."""
 FORMATS = {
-    "text": Format((".txt",), _whole_file, _read_text),
-    "jsonl": Format((".jsonl", ".ndjson"), _ranges_of_lines, jsonl.read),
-    "parquet": Format((".parquet",), _row_groups, _read_rows, can_be_packed=False),
+    "text": Format((".txt",), _split_text, _read_text),
+    "jsonl": Format((".jsonl", ".ndjson"), _split_lines, jsonl.read),
+    "parquet": Format(
+        (".parquet",), _split_parquet, _read_parquet, can_be_gzipped=False
+    ),
 }
-"""Every format of documents. Its name is part of what names a cache of tokens."""
+"""All document formats by name. The name is part of the key of cached tokens."""

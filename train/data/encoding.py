@@ -1,11 +1,12 @@
-"""Pieces of files to chunks of token ids, in order, by any number of processes.
+"""Encode ranges of files as chunks of token ids, in order, with worker processes.
 
-    parent            takes chunks of piece 0, 1, 2, .. from the process that has it
-    process w of n    reads and encodes pieces w, w + n, w + 2n, .. and may be
-                      _AHEAD chunks ahead of the parent, no more
+    parent            takes the chunks of range 0, 1, 2, .. from the workers in turn
+    worker w of n     reads and encodes ranges w, w + n, w + 2n, .. and is at most
+                      _MAX_CHUNKS_AHEAD chunks ahead of the parent
 
-A chunk is a function of its piece alone, so the order and the contents of chunks do not
-depend on the number of processes, and memory does not depend on the size of files.
+A chunk is a function of its range alone. So the order and the contents of the chunks do
+not depend on the number of workers, and memory does not depend on the size of the
+files.
 """
 
 import contextlib
@@ -21,16 +22,19 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from train.data.documents import BLOCK_CHARS, blocks, read
-from train.data.records import Bad, End, Piece, Text
+from train.data.records import BadRecord, EndOfRange, FileRange, TextPart
 from train.data.tokenizer import Tokenizer, load_tokenizer
 
-_AHEAD = 32
-_MAX_BAD_IN_CHUNK = 100
+_MAX_CHUNKS_AHEAD = 32
+_MAX_BAD_PER_CHUNK = 100
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How texts become token ids: fields of moejax.config.Data, by their names."""
+    """Settings that decide how texts become token ids.
+
+    The fields have the names that they have in moejax.config.Data.
+    """
 
     tokenizer: str = "bytes"
     separator: str | int | None = None
@@ -40,69 +44,74 @@ class Recipe:
 
 @dataclasses.dataclass
 class Chunk:
-    """Some ids, and where in them documents start with a separator.
-
-    Ids before the first start go on with the document of the chunk before. The last
-    chunk of a piece has `num_records`.
-    """
+    """Consecutive token ids of a range, and the bad records found among them."""
 
     token_b: np.ndarray
     start_d: np.ndarray
-    bad: list[Bad]
+    """Indices into `token_b` where documents start, each with a separator. Ids before
+    the first start continue the last document of the previous chunk."""
+    bad_records: list[BadRecord]
     num_empty: int
+    """Number of empty documents, which are left out."""
     num_records: int | None
+    """Number of records in the whole range, given by its last chunk; None before."""
 
 
 def encode(
-    pieces: Sequence[Piece], recipe: Recipe, num_workers: int
-) -> Iterator[tuple[Piece, Chunk]]:
-    """Yield the chunks of every piece in order; one worker is this process.
+    ranges: Sequence[FileRange], recipe: Recipe, num_workers: int
+) -> Iterator[tuple[FileRange, Chunk]]:
+    """Yield the chunks of all ranges in order, each with its range.
 
+    With one worker, this process encodes; with more, processes are started.
     Raises ValueError for a file that cannot be read, and ChildProcessError when a
     worker dies.
     """
-    num_workers = min(num_workers, len(pieces))
+    num_workers = min(num_workers, len(ranges))
     if num_workers > 1:
-        return _encode_in_workers(pieces, recipe, num_workers)
-    return _encode_here(pieces, recipe)
+        return _encode_in_workers(ranges, recipe, num_workers)
+    return _encode_here(ranges, recipe)
 
 
 def _encode_here(
-    pieces: Sequence[Piece], recipe: Recipe
-) -> Iterator[tuple[Piece, Chunk]]:
+    ranges: Sequence[FileRange], recipe: Recipe
+) -> Iterator[tuple[FileRange, Chunk]]:
     tokenizer = load_tokenizer(recipe.tokenizer, recipe.separator)
-    for piece in pieces:
-        for chunk in _chunks(piece, recipe.text_key, tokenizer):
-            yield piece, chunk
+    for file_range in ranges:
+        for chunk in _read_chunks(file_range, recipe.text_key, tokenizer):
+            yield file_range, chunk
 
 
 def _encode_in_workers(
-    pieces: Sequence[Piece], recipe: Recipe, num_workers: int
-) -> Iterator[tuple[Piece, Chunk]]:
-    # Spawned, because the parent may have threads, which a fork would leave locked.
+    ranges: Sequence[FileRange], recipe: Recipe, num_workers: int
+) -> Iterator[tuple[FileRange, Chunk]]:
+    # Spawn, because the parent may have threads, whose locks a fork would leave held.
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         workers = [
-            stack.enter_context(_worker(context, pieces[w::num_workers], recipe))
+            stack.enter_context(_start_worker(context, ranges[w::num_workers], recipe))
             for w in range(num_workers)
         ]
-        for i, piece in enumerate(pieces):
+        for i, file_range in enumerate(ranges):
             process, connection = workers[i % num_workers]
             num_records = None
             while num_records is None:
                 chunk = _receive(process, connection)
                 num_records = chunk.num_records
-                yield piece, chunk
+                yield file_range, chunk
         for process, _ in workers:
             process.join()
 
 
 @contextlib.contextmanager
-def _worker(context, pieces: Sequence[Piece], recipe: Recipe) -> Iterator[tuple]:
+def _start_worker(
+    context, ranges: Sequence[FileRange], recipe: Recipe
+) -> Iterator[tuple]:
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(sender, pieces, recipe), daemon=True)
+    process = context.Process(
+        target=_run_worker, args=(sender, ranges, recipe), daemon=True
+    )
     process.start()
-    sender.close()  # so that the death of the worker is the end of the stream
+    sender.close()  # then the receiver sees the end of the stream when a worker dies
     try:
         yield process, receiver
     finally:
@@ -114,70 +123,74 @@ def _worker(context, pieces: Sequence[Piece], recipe: Recipe) -> Iterator[tuple]
 def _receive(process: multiprocessing.Process, connection: Connection) -> Chunk:
     try:
         message = connection.recv()
-    except (EOFError, OSError) as fault:  # between messages, or within one
+    except (EOFError, OSError) as error:  # it died between messages, or within one
         process.join()
         raise ChildProcessError(
-            f"a worker died (exit code {process.exitcode}; -9 is often a lack of "
-            "memory): try again, with fewer workers"
-        ) from fault
+            f"a worker process died (exit code {process.exitcode}; -9 often means out "
+            "of memory): try again with fewer workers"
+        ) from error
     if isinstance(message, ValueError):
         raise message
     return message
 
 
-def _work(sender: Connection, pieces: Sequence[Piece], recipe: Recipe) -> None:
-    """A worker: encodes while a thread sends what is done."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
-    waiting: queue.Queue[Chunk | ValueError | None] = queue.Queue(_AHEAD)
-    thread = threading.Thread(target=_send, args=(sender, waiting), daemon=True)
+def _run_worker(
+    sender: Connection, ranges: Sequence[FileRange], recipe: Recipe
+) -> None:
+    """Encode ranges in a worker process, while a thread sends the finished chunks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
+    waiting: queue.Queue[Chunk | ValueError | None] = queue.Queue(_MAX_CHUNKS_AHEAD)
+    thread = threading.Thread(target=_send_chunks, args=(sender, waiting), daemon=True)
     thread.start()
     try:
-        for _, chunk in _encode_here(pieces, recipe):
+        for _, chunk in _encode_here(ranges, recipe):
             waiting.put(chunk)
-    except ValueError as fault:
-        waiting.put(ValueError(str(fault)))
+    except ValueError as error:
+        waiting.put(ValueError(str(error)))
     waiting.put(None)
     thread.join()
 
 
-def _send(sender: Connection, waiting: queue.Queue) -> None:
+def _send_chunks(sender: Connection, waiting: queue.Queue) -> None:
     try:
         while (message := waiting.get()) is not None:
             sender.send(message)
         sender.close()
-    except BrokenPipeError:  # the parent has gone, and none is left to be told
+    except BrokenPipeError:  # the parent is gone, so nobody can receive an error
         os._exit(1)
 
 
-def _chunks(piece: Piece, text_key: str, tokenizer: Tokenizer) -> Iterator[Chunk]:
+def _read_chunks(
+    file_range: FileRange, text_key: str, tokenizer: Tokenizer
+) -> Iterator[Chunk]:
     batch: list[tuple[str, bool]] = []
-    bad: list[Bad] = []
+    bad_records: list[BadRecord] = []
     num_empty = num_chars = 0
-    for event in read(piece, text_key, tokenizer.forbidden):
+    for event in read(file_range, text_key, tokenizer.forbidden):
         match event:
-            case Text("", _):
+            case TextPart("", _):
                 num_empty += 1
-            case Text(text, begins):
+            case TextPart(text, begins):
                 for block in blocks([text]):
                     batch.append((block, begins))
                     num_chars += len(block)
                     begins = False
                     if num_chars >= BLOCK_CHARS:
-                        yield _chunk(batch, tokenizer, bad, num_empty)
-                        batch, bad, num_empty, num_chars = [], [], 0, 0
-            case Bad():
-                bad.append(event)
-                if len(bad) >= _MAX_BAD_IN_CHUNK:
-                    yield _chunk(batch, tokenizer, bad, num_empty)
-                    batch, bad, num_empty, num_chars = [], [], 0, 0
-            case End(num_records):
-                yield _chunk(batch, tokenizer, bad, num_empty, num_records)
+                        yield _make_chunk(batch, tokenizer, bad_records, num_empty)
+                        batch, bad_records, num_empty, num_chars = [], [], 0, 0
+            case BadRecord():
+                bad_records.append(event)
+                if len(bad_records) >= _MAX_BAD_PER_CHUNK:
+                    yield _make_chunk(batch, tokenizer, bad_records, num_empty)
+                    batch, bad_records, num_empty, num_chars = [], [], 0, 0
+            case EndOfRange(num_records):
+                yield _make_chunk(batch, tokenizer, bad_records, num_empty, num_records)
 
 
-def _chunk(
+def _make_chunk(
     batch: list[tuple[str, bool]],
     tokenizer: Tokenizer,
-    bad: list[Bad],
+    bad_records: list[BadRecord],
     num_empty: int,
     num_records: int | None = None,
 ) -> Chunk:
@@ -191,4 +204,4 @@ def _chunk(
         parts.append(id_b)
         size += id_b.size + begins
     start_d = np.array(starts, np.int64)
-    return Chunk(np.concatenate(parts), start_d, bad, num_empty, num_records)
+    return Chunk(np.concatenate(parts), start_d, bad_records, num_empty, num_records)

@@ -1,4 +1,4 @@
-"""Host rows to device arrays: each process reads only the rows its devices hold."""
+"""Put batches on devices: each process reads only the rows that its devices hold."""
 
 import jax
 import numpy as np
@@ -9,27 +9,27 @@ from moejax.moe.types import Windows
 def feed(source, index: int, batch_size: int, micro_batches: int, sharding) -> Windows:
     """Put batch `index` of `source` on the mesh: leaves int32 [micro-batch, b, t + 1].
 
-    Micro-batch i holds rows i*b .. (i+1)*b - 1 of the batch, whatever the mesh.
+    Micro-batch i holds rows i*b .. (i+1)*b - 1 of the batch on every mesh.
     """
     rows = batch_size // micro_batches
     width = source.rows(index, 0, 1).token_bt.shape[1]
-    read: dict[tuple[int, int, int], Windows] = {}
+    cache: dict[tuple[int, int, int], Windows] = {}
 
-    def part(name: str, where: tuple[slice, ...]) -> np.ndarray:
+    def read_part(name: str, where: tuple[slice, ...]) -> np.ndarray:
         first, last, _ = where[1].indices(rows)
         parts = []
         for i in range(*where[0].indices(micro_batches)):
             key = (i, first, last)
-            if key not in read:
-                read[key] = source.rows(index, i * rows + first, i * rows + last)
-            parts.append(getattr(read[key], name))
+            if key not in cache:
+                cache[key] = source.rows(index, i * rows + first, i * rows + last)
+            parts.append(getattr(cache[key], name))
         return np.stack(parts)
 
     shape = (micro_batches, rows, width)
     return Windows(
         *(
             jax.make_array_from_callback(
-                shape, sharding, lambda where, name=name: part(name, where)
+                shape, sharding, lambda where, name=name: read_part(name, where)
             )
             for name in ("token_bt", "position_bt")
         )
@@ -37,7 +37,7 @@ def feed(source, index: int, batch_size: int, micro_batches: int, sharding) -> W
 
 
 def own_rows(batch_size: int, micro_batches: int, sharding) -> list[int]:
-    """Return the rows of a batch that this process feeds, in order."""
+    """Return the numbers of the batch rows that this process feeds, in order."""
     rows = batch_size // micro_batches
     where = sharding.addressable_devices_indices_map((micro_batches, rows, 1))
     spans = {part[1].indices(rows)[:2] for part in where.values()}

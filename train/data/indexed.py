@@ -1,12 +1,13 @@
-"""Token ids on disk: Megatron's .bin with its .idx, and 1-D .npy; memory-mapped.
+"""Memory-mapped files of token ids: Megatron's .bin with its .idx, and 1-D .npy.
 
     .bin   the ids of all sequences, one after the other, little-endian
     .idx   "MMIDIDX\\0\\0"  version u64 = 1  dtype code u8  s u64  d u64, then
            s lengths int32   s offsets in .bin int64   d bounds of documents int64
 
-s counts sequences, d bounds. A bound is the number of the sequence that a document
-begins with; the last is s. The layout is that of NVIDIA/Megatron-LM,
-megatron/core/datasets/indexed_dataset.py. An index is checked before a token is read.
+s is the number of sequences, d the number of bounds. A bound is the number of the
+sequence with which a document begins; the last bound is s. The format is that of
+NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py. An index is checked
+before any token is read.
 """
 
 import array
@@ -33,38 +34,38 @@ _MAX_SEQUENCE = 2**31 - 1
 _BAD_HEADER = (
     ValueError, SyntaxError, TypeError, OverflowError, RecursionError, TokenError,
 )  # fmt: skip
-"""Errors of numpy for a header that it cannot evaluate."""
+"""Exceptions that numpy raises for a header that it cannot parse."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Indexed:
-    """Ids and where documents start in them, ascending, the first at 0; none is empty.
-
-    `token_b` is memory-mapped and as wide as its file. There is at least one token.
-    """
+class TokenFile:
+    """Memory-mapped token ids of one file, at least one, and its document starts."""
 
     path: Path
     token_b: np.ndarray
+    """All ids of the file, in the dtype of the file."""
     start_d: np.ndarray
+    """Indices at which documents start, ascending, from 0. No document is empty."""
 
 
-def open_tokens(path: Path, separator: int | None = None) -> Indexed:
-    """Open a .npy, or a .bin with its .idx, by the extension."""
+def open_tokens(path: Path, separator: int | None = None) -> TokenFile:
+    """Open a file of token ids: a .npy, or else a .bin with its .idx."""
     path = Path(path)
     return open_npy(path, separator) if path.suffix == ".npy" else open_indexed(path)
 
 
-def open_indexed(path: Path) -> Indexed:
-    """Open a .bin and the .idx beside it; either may be named.
+def open_indexed(path: Path) -> TokenFile:
+    """Open a .bin and the .idx beside it; `path` may name either.
 
-    Raises ValueError, in one line, for files that are missing, damaged, empty or do not
-    fit each other, and for ids that are no integers or not in the order of sequences.
+    Raises a ValueError of one line when a file is missing, damaged or empty, when the
+    two do not fit each other, or when ids are not integers or not in the order of the
+    sequences.
     """
     path = Path(path)
     stem = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     bin_path, idx_path = Path(f"{stem}.bin"), Path(f"{stem}.idx")
-    size = _size(bin_path, "the .bin of ids")
-    _size(idx_path, "the .idx that goes with the .bin")
+    size = _file_size(bin_path, "the .bin of ids")
+    _file_size(idx_path, "the .idx that belongs to the .bin")
     dtype, length_s, offset_s, bound_d = _read_index(idx_path)
     _check_sequences(bin_path, length_s, offset_s, dtype.itemsize, size)
     _check_bounds(idx_path, bound_d, length_s.size)
@@ -74,26 +75,27 @@ def open_indexed(path: Path) -> Indexed:
     start_s = np.append(offset_s // dtype.itemsize, token_b.size)
     edge_d = start_s[bound_d]
     has_tokens_d = np.diff(edge_d) > 0
-    return Indexed(bin_path, token_b, edge_d[:-1][has_tokens_d].astype(np.int64))
+    return TokenFile(bin_path, token_b, edge_d[:-1][has_tokens_d].astype(np.int64))
 
 
-def open_npy(path: Path, separator: int | None) -> Indexed:
+def open_npy(path: Path, separator: int | None) -> TokenFile:
     """Open a 1-D array of integers; a document starts at each separator, and at 0.
 
-    Without a separator all is one document. Raises ValueError in one line.
+    Without a separator, the whole array is one document. Raises a ValueError of one
+    line.
     """
     path = Path(path)
-    size = _size(path, "the .npy of ids")
+    size = _file_size(path, "the .npy of ids")
     dtype, shape, offset = _npy_header(path)
     if dtype.kind not in "iu":
         raise ValueError(
-            f"'{path}' holds {dtype}, and ids are integers: save it as uint16 or int32"
+            f"'{path}' holds {dtype}, but ids are integers: save it as uint16 or int32"
         )
     if len(shape) != 1:
         raise ValueError(f"'{path}' has the shape {shape}, not one dimension: ravel it")
     if size != offset + shape[0] * dtype.itemsize:
         raise ValueError(
-            f"'{path}' has {size} bytes, and its header says "
+            f"'{path}' has {size} bytes, but its header says "
             f"{offset + shape[0] * dtype.itemsize}: it is cut short or damaged"
         )
     if not shape[0]:
@@ -105,12 +107,15 @@ def open_npy(path: Path, separator: int | None) -> Indexed:
             first + np.flatnonzero(part_b == separator)
             for first, part_b in _parts(token_b)
         ]
-    return Indexed(path, token_b, np.unique(np.concatenate(starts)))
+    return TokenFile(path, token_b, np.unique(np.concatenate(starts)))
 
 
 def scan(path: Path) -> tuple[str, int]:
-    """Return the sha256 of a file and its largest id, from one pass. A .bin counts with
-    the bytes of its .idx behind its own. Raises ValueError for a negative id."""
+    """Return the sha256 of a file of tokens and its largest id, in one pass.
+
+    The sha256 of a .bin covers its bytes followed by those of its .idx. Raises
+    ValueError for a negative id.
+    """
     indexed = open_tokens(path)
     digest = hashlib.sha256()
     if indexed.path.suffix == ".npy":
@@ -124,30 +129,35 @@ def scan(path: Path) -> tuple[str, int]:
             at = first + int(np.argmin(part_b))
             raise ValueError(f"'{path}' has the id {low} at {at}: ids are 0 or more")
     if indexed.path.suffix == ".bin":
-        _update(digest, indexed.path.with_suffix(".idx"))
+        _update_digest(digest, indexed.path.with_suffix(".idx"))
     return digest.hexdigest(), largest
 
 
 def file_sha256(path: Path, is_stopped: Callable[[], bool] = lambda: False) -> str:
-    """Return the sha256 of a file; of its beginning once `is_stopped`, which is asked
-    before every MiB."""
+    """Return the sha256 of a file.
+
+    `is_stopped` is called before every MiB. Once it returns True, reading stops, and
+    the result covers only the beginning of the file.
+    """
     digest = hashlib.sha256()
-    _update(digest, path, is_stopped)
+    _update_digest(digest, path, is_stopped)
     return digest.hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A .bin with its .idx that has been written; `sha256` as by `scan`."""
+    """A .bin with its .idx that an IndexedWriter has written."""
 
     path: Path
+    """Path of the .bin."""
     sha256: str
+    """Hash of the .bin followed by the .idx, as `scan` computes it."""
     num_documents: int
     num_tokens: int
 
 
 class IndexedWriter:
-    """Writes a .bin and, at the end, its .idx; holds 8 bytes for each document."""
+    """Writer of a .bin and, at the end, its .idx. It keeps 8 bytes per document."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self.path, self.dtype = path.with_suffix(".bin"), np.dtype(dtype)
@@ -161,8 +171,10 @@ class IndexedWriter:
         return len(self._lengths)
 
     def append(self, token_b: np.ndarray, start_d: np.ndarray) -> None:
-        """Write ids; `start_d` says where in them documents begin. Ids before the first
-        start go on with the document that was begun last."""
+        """Write ids, in which documents begin at the indices `start_d`.
+
+        Ids before the first start continue the document that began last.
+        """
         edges = [0, *start_d.tolist(), token_b.size]
         if edges[1]:
             self._lengths[-1] += edges[1]
@@ -173,10 +185,12 @@ class IndexedWriter:
         self.num_tokens += token_b.size
 
     def finish(self) -> Shard:
-        """Write the index; both files are on the disk when this returns."""
+        """Write the index, and flush both files to the disk."""
         index = self.path.with_suffix(".idx")
         with index.open("xb") as file:
-            for part in _index(self.dtype, np.frombuffer(self._lengths, np.int64)):
+            for part in _index_parts(
+                self.dtype, np.frombuffer(self._lengths, np.int64)
+            ):
                 file.write(part)
                 self._digest.update(part)
             _sync(file)
@@ -194,30 +208,32 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     with path.open("rb") as file:
         header = file.read(HEADER.size)
     if len(header) < HEADER.size or not header.startswith(MAGIC):
-        raise ValueError(f"'{path}' is no index of Megatron: it has no such header")
+        raise ValueError(f"'{path}' is not a Megatron index: its header differs")
     _, version, code, num_s, num_d = HEADER.unpack(header)
     if version != 1:
-        raise ValueError(f"'{path}' is of version {version}, and 1 is read: convert it")
+        raise ValueError(
+            f"'{path}' is of version {version}, but only version 1 is read: convert it"
+        )
     name = DTYPES.get(code)
     if name is None or name.startswith("float"):
         raise ValueError(
-            f"'{path}' has the dtype code {code} ({name or 'unknown'}), and ids are "
-            "integers: 1 to 5 or 8"
+            f"'{path}' has the dtype code {code} ({name or 'unknown'}), but ids are "
+            "integers: their codes are 1 to 5 and 8"
         )
     expected = HEADER.size + 12 * num_s + 8 * num_d
     if size != expected:
         raise ValueError(
-            f"'{path}' has {size} bytes, and for {num_s} sequences and {num_d} bounds "
-            f"it needs {expected}: it is cut short, damaged or not of text"
+            f"'{path}' has {size} bytes, but needs {expected} for {num_s} sequences "
+            f"and {num_d} bounds: it is cut short, damaged or not an index of text"
         )
     at = HEADER.size
-    length_s = _mapped(path, "<i4", at, num_s)
-    offset_s = _mapped(path, "<i8", at + 4 * num_s, num_s)
-    bound_d = _mapped(path, "<i8", at + 12 * num_s, num_d)
+    length_s = _map_array(path, "<i4", at, num_s)
+    offset_s = _map_array(path, "<i8", at + 4 * num_s, num_s)
+    bound_d = _map_array(path, "<i8", at + 12 * num_s, num_d)
     return np.dtype(name).newbyteorder("<"), length_s, offset_s, bound_d
 
 
-def _mapped(path: Path, dtype: str, offset: int, count: int) -> np.ndarray:
+def _map_array(path: Path, dtype: str, offset: int, count: int) -> np.ndarray:
     if not count:
         return np.zeros(0, dtype)
     return np.memmap(path, dtype, "r", offset, (count,))
@@ -226,19 +242,19 @@ def _mapped(path: Path, dtype: str, offset: int, count: int) -> np.ndarray:
 def _check_sequences(
     path: Path, length_s: np.ndarray, offset_s: np.ndarray, itemsize: int, size: int
 ) -> None:
-    """Raise ValueError unless the sequences fill the .bin, one after the other."""
+    """Raise ValueError unless the sequences fill the .bin one after the other."""
     if length_s.size and int(length_s.min()) < 0:
         raise ValueError(f"the .idx of '{path}' has a negative length: it is damaged")
     stop_s = np.cumsum(length_s, dtype=np.int64) * itemsize
     if not np.array_equal(offset_s, stop_s - length_s.astype(np.int64) * itemsize):
         raise ValueError(
             f"the sequences in the .idx of '{path}' do not follow one another in the "
-            ".bin: it is damaged, or must be written anew in order"
+            ".bin: it is damaged, or must be rewritten in order"
         )
     total = int(stop_s[-1]) if stop_s.size else 0
     if total != size:
         raise ValueError(
-            f"'{path}' has {size} bytes, and its .idx says {total}: one of the two is "
+            f"'{path}' has {size} bytes, but its .idx says {total}: one of the two is "
             "cut short or belongs to another file"
         )
 
@@ -246,15 +262,15 @@ def _check_sequences(
 def _check_bounds(path: Path, bound_d: np.ndarray, num_sequences: int) -> None:
     if not bound_d.size or bound_d[0] != 0 or bound_d[-1] != num_sequences:
         raise ValueError(
-            f"the documents in '{path}' do not reach from sequence 0 to "
+            f"the documents in '{path}' do not extend from sequence 0 to "
             f"{num_sequences}: it is damaged"
         )
     if (np.diff(bound_d) < 0).any():
-        raise ValueError(f"the documents in '{path}' do not ascend: it is damaged")
+        raise ValueError(f"the documents in '{path}' are not in order: it is damaged")
 
 
 def _npy_header(path: Path) -> tuple[np.dtype, tuple[int, ...], int]:
-    """Return dtype, shape and where the data begin; never unpickle."""
+    """Return the dtype, the shape and the offset of the data, without unpickling."""
     with path.open("rb") as file:
         try:
             version = np.lib.format.read_magic(file)
@@ -262,40 +278,42 @@ def _npy_header(path: Path) -> tuple[np.dtype, tuple[int, ...], int]:
             if version != (1, 0):
                 read = np.lib.format.read_array_header_2_0
             shape, _, dtype = read(file)
-        except _BAD_HEADER as fault:
+        except _BAD_HEADER as error:
             raise ValueError(
-                f"'{path}' has no header of .npy: {' '.join(str(fault).split())[:120]}"
-            ) from fault
+                f"'{path}' has no .npy header: {' '.join(str(error).split())[:120]}"
+            ) from error
         return dtype, shape, file.tell()
 
 
 def _parts(token_b: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield pieces in memory, each with where it begins."""
+    """Yield consecutive parts of the array, copied to memory, with their offsets."""
     step = _READ_BYTES // token_b.itemsize
     for first in range(0, token_b.size, step):
         yield first, np.array(token_b[first : first + step])
 
 
-def _size(path: Path, what: str) -> int:
+def _file_size(path: Path, what: str) -> int:
     try:
         if path.is_dir():
             raise IsADirectoryError(21, "it is a directory")
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_size
-    except OSError as fault:
+    except OSError as error:
         raise ValueError(
-            f"{what}, '{path}', cannot be read: {fault.strerror}: check the path"
-        ) from fault
+            f"{what}, '{path}', cannot be read: {error.strerror}: check the path"
+        ) from error
 
 
-def _update(digest, path: Path, is_stopped: Callable[[], bool] = lambda: False) -> None:
+def _update_digest(
+    digest, path: Path, is_stopped: Callable[[], bool] = lambda: False
+) -> None:
     with path.open("rb") as file:
         while not is_stopped() and (part := file.read(_READ_BYTES)):
             digest.update(part)
 
 
-def _index(dtype: np.dtype, length_d: np.ndarray) -> Iterator[bytes]:
-    """Yield parts of the .idx; a document that a sequence cannot hold is several."""
+def _index_parts(dtype: np.dtype, length_d: np.ndarray) -> Iterator[bytes]:
+    """Yield the parts of the .idx. A document may need several sequences."""
     num_d = -(-length_d // _MAX_SEQUENCE)
     length_s = np.repeat(length_d, num_d)
     if length_s.size > length_d.size:

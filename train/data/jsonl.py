@@ -1,4 +1,6 @@
-"""Documents of JSON lines: records cut by line breaks alone, located by their line."""
+"""Read documents from JSON lines. Line breaks separate records, which are located by
+their line number.
+"""
 
 import codecs
 import json
@@ -7,39 +9,47 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from train.data.records import (
-    DAMAGED_GZIP,
+    GZIP_ERRORS,
     MAX_RECORD_BYTES,
     READ_BYTES,
-    Bad,
-    End,
+    BadRecord,
+    EndOfRange,
     Event,
-    Piece,
-    Text,
-    find_fault,
-    is_packed,
-    opened,
+    FileRange,
+    TextPart,
+    find_problem,
+    is_gzipped,
+    open_file,
 )
 
 
-def read(piece: Piece, text_key: str, forbidden: str | None) -> Iterator[Event]:
+def read(
+    file_range: FileRange, text_key: str, forbidden: str | None
+) -> Iterator[Event]:
+    """Yield the documents and bad records of a range, then an EndOfRange.
+
+    The range holds the lines that start in it. Blank lines count as records, but are
+    neither documents nor bad.
+    """
     count = 0
-    with opened(piece.path) as file:
+    with open_file(file_range.path) as file:
         try:
-            stop = sys.maxsize if is_packed(piece.path) else piece.stop
-            for line in _lines(file, piece.start, stop):
+            stop = sys.maxsize if is_gzipped(file_range.path) else file_range.stop
+            for line in _read_lines(file, file_range.start, stop):
                 count += 1
                 try:
                     if line is None or not line.isspace():
-                        yield Text(_document(line, text_key, forbidden))
-                except _Fault as fault:
-                    yield Bad(count, str(fault))
-        except DAMAGED_GZIP as fault:
-            yield Bad(count + 1, f"damaged gzip data, the rest is lost: {fault}")
-    yield End(count)
+                        yield TextPart(_parse_line(line, text_key, forbidden))
+                except _BadLine as error:
+                    yield BadRecord(count, str(error))
+        except GZIP_ERRORS as error:
+            yield BadRecord(count + 1, f"damaged gzip data, the rest is lost: {error}")
+    yield EndOfRange(count)
 
 
-def _lines(file: BinaryIO, start: int, stop: int) -> Iterator[bytes | None]:
-    """Yield lines that start in the range; None stands for one that is too long."""
+def _read_lines(file: BinaryIO, start: int, stop: int) -> Iterator[bytes | None]:
+    """Yield the lines that start in the byte range; None stands for one that is longer
+    than MAX_RECORD_BYTES."""
     position = start
     if start:
         file.seek(start - 1)
@@ -57,7 +67,7 @@ def _lines(file: BinaryIO, start: int, stop: int) -> Iterator[bytes | None]:
 
 
 def _skip_line(file: BinaryIO, limit: int) -> int:
-    """Read to the end of the line, at most `limit` bytes; return how many."""
+    """Read to the end of the line, at most `limit` bytes; return the number read."""
     count = 0
     while count < limit:
         part = file.readline(min(READ_BYTES, limit - count))
@@ -67,32 +77,34 @@ def _skip_line(file: BinaryIO, limit: int) -> int:
     return count
 
 
-class _Fault(Exception):
-    """Why a line is no document."""
+class _BadLine(Exception):
+    """A line is not a document; the message gives the reason."""
 
 
-def _document(line: bytes | None, text_key: str, forbidden: str | None) -> str:
-    """Return the text of a line. Raises _Fault."""
+def _parse_line(line: bytes | None, text_key: str, forbidden: str | None) -> str:
+    """Return the text in a line of JSON, or raise _BadLine."""
     if line is None:
-        raise _Fault(f"the line is longer than {MAX_RECORD_BYTES // 2**20} MiB")
+        raise _BadLine(f"the line is longer than {MAX_RECORD_BYTES // 2**20} MiB")
     try:
         record = json.loads(line.removeprefix(codecs.BOM_UTF8).decode())
-    except UnicodeDecodeError as fault:
-        raise _Fault(f"broken UTF-8: {fault.reason}") from fault
-    except (ValueError, RecursionError) as fault:
-        raise _Fault(f"not JSON: {fault}") from fault
+    except UnicodeDecodeError as error:
+        raise _BadLine(f"broken UTF-8: {error.reason}") from error
+    except (ValueError, RecursionError) as error:
+        raise _BadLine(f"not JSON: {error}") from error
     if not isinstance(record, dict):
-        raise _Fault(f"the line is a {type(record).__name__}, not an object")
+        raise _BadLine(f"the line is a {type(record).__name__}, not an object")
     if text_key not in record:
-        found = ", ".join(sorted(record)[:5])[:80] or "none"
-        raise _Fault(f"no field '{text_key}' among {found}: set text_key")
+        fields = ", ".join(sorted(record)[:5])[:80] or "none"
+        raise _BadLine(f"no field '{text_key}' among {fields}: set text_key")
     text = record[text_key]
     if not isinstance(text, str):
-        raise _Fault(f"field '{text_key}' is a {type(text).__name__}, not a string")
+        raise _BadLine(f"field '{text_key}' is a {type(text).__name__}, not a string")
     try:
         text.encode()
-    except UnicodeEncodeError as fault:
-        raise _Fault(f"field '{text_key}' is no text: {fault.reason}") from fault
-    if fault := find_fault(text, forbidden):
-        raise _Fault(fault)
+    except UnicodeEncodeError as error:
+        raise _BadLine(
+            f"field '{text_key}' is not valid text: {error.reason}"
+        ) from error
+    if problem := find_problem(text, forbidden):
+        raise _BadLine(problem)
     return text

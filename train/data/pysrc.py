@@ -1,7 +1,7 @@
-"""The corpus that is always there: Python source of the packages that moejax stands on.
+"""A corpus without downloads: Python source of the packages that moejax depends on.
 
-Its texts are in the order of packages and paths; a byte 0x00 begins each but the first
-of a side.
+The texts are in the order of packages and paths. In the training text and in the
+held-out text, the byte 0x00 begins each document but the first.
 """
 
 import hashlib
@@ -32,18 +32,18 @@ PINNED = {
         "110a8826dc7728f0503449e4de4a53d401dad38736b63a4b36b16aa326a91e07",
     ),
 }
-"""Packages: the version in constraints.txt and the sha256 of its .py files."""
+"""Version of each package in constraints.txt, and the sha256 of its .py files."""
 
 _log = logging.getLogger(__name__)
 
 
 def read_pysrc(held_out_every: int) -> tuple[str, np.ndarray, np.ndarray]:
-    """Return sha256, bytes to train on and bytes held out, uint8.
+    """Return the sha256, the training bytes and the held-out bytes, uint8.
 
-    The texts are the .py files that the packages of PINNED list in their RECORD. Some
-    repeat another (a licence alone, in __init__.py): each text is kept once, so that
-    none is both trained on and held out. Raises ValueError when files of an installed
-    package are not those of its release.
+    The documents are the .py files that the packages of PINNED list in their RECORD.
+    Some files are equal (an __init__.py with only a licence). Each text is used once,
+    so that none is both trained on and held out. Raises ValueError when the files of an
+    installed package are not those of its release.
     """
     sources = {package: read_package(package) for package in PINNED}
     shas = {package: sha256_sum(files) for package, files in sources.items()}
@@ -59,22 +59,23 @@ def read_pysrc(held_out_every: int) -> tuple[str, np.ndarray, np.ndarray]:
 
 
 def read_package(package: str) -> dict[str, bytes]:
-    """Return a package's .py files by path, in the order of paths; import nothing.
+    """Return a package's .py files by path, sorted by path, without importing it.
 
-    `files` leaves out what RECORD lists and the disk lacks: the sha256 then differs.
+    A file that RECORD lists but the disk lacks is left out, so the sha256 then differs.
     """
     distribution = metadata.distribution(package)
     sources = [file for file in distribution.files or () if file.suffix == ".py"]
     if not sources:
         raise ValueError(
-            f"pysrc: the installation of {package} lists no .py files (an editable one "
-            f"does not): reinstall {package} from a wheel"
+            f"pysrc: the installation of {package} lists no .py files, as an "
+            f"editable one does: reinstall {package} from a wheel"
         )
     sources.sort(key=lambda file: file.as_posix())
     return {file.as_posix(): file.read_binary() for file in sources}
 
 
 def sha256_sum(files: dict[str, bytes]) -> str:
+    """Return the sha256 of all paths, sizes and contents, in order."""
     digest = hashlib.sha256()
     for path, text in files.items():
         digest.update(f"{path} {len(text)}\n".encode())
@@ -83,7 +84,7 @@ def sha256_sum(files: dict[str, bytes]) -> str:
 
 
 def _check_release(shas: dict[str, str]) -> None:
-    """Raise ValueError for changed files; warn of other versions."""
+    """Raise ValueError for changed files; log a warning for other package versions."""
     versions = {package: metadata.version(package) for package in shas}
     others = [p for p in shas if versions[p] != PINNED[p][0]]
     changed = [p for p in shas if p not in others and shas[p] != PINNED[p][1]]
@@ -97,7 +98,7 @@ def _check_release(shas: dict[str, str]) -> None:
         )
     if others:
         _log.warning(
-            "pysrc is another text than the documented one: %s",
+            "the text of pysrc differs from the documented one: %s",
             ", ".join(f"{p} is {versions[p]}, not {PINNED[p][0]}" for p in others),
         )
 

@@ -1,8 +1,8 @@
-"""Text to token ids and back: bytes, or a Hugging Face tokenizers file.
+"""Tokenizers from text to ids and back: bytes, or a Hugging Face tokenizers file.
 
-A separator is the token that starts every document. No text can forge one: names of
-special tokens within a text are encoded as plain text, and bytes that hold the
-separator are refused by the readers (`forbidden`).
+The separator is the token that starts every document. No text can forge one: names of
+special tokens within a text are encoded as plain text, and for the tokenizer 'bytes',
+readers refuse a text that holds the separator (`forbidden`).
 """
 
 import codecs
@@ -23,130 +23,152 @@ END_OF_TEXT = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>",
     "[EOS]", "[SEP]",
 )  # fmt: skip
-"""Names of a separator, the first that a tokenizers file has, unless one is given."""
+"""Default separators: the first of these tokens that a tokenizers file has is used."""
 _NEVER_IN_UTF8 = (0xC0, 0xC1, *range(0xF5, 0x100))
+"""Bytes that do not occur in UTF-8."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """`vocab_size` is the largest id and one; `sha256` of the file, or of 'bytes'."""
+    """A tokenizer and its separator."""
 
     name: str
     sha256: str
+    """Hash of the tokenizers file, or of the word 'bytes'."""
     vocab_size: int
+    """Largest id plus 1."""
     separator: int
+    """Id of the token that starts every document."""
     forbidden: str | None
-    """No text may hold it, or None."""
+    """String that no text may hold, or None."""
     encode_blocks: Callable[[list[str]], list[np.ndarray]]
-    """Ids of each of several texts, none longer than BLOCK_CHARS."""
+    """Function from texts, each at most BLOCK_CHARS long, to the ids of each text."""
     decode: Callable[[Sequence[int]], str]
-    """Text of ids; U+FFFD for bytes that are not UTF-8."""
+    """Function from ids to their text, with U+FFFD for bytes that are not UTF-8."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of a text, int32 [b], without a separator. A text of more than
-        BLOCK_CHARS is encoded block by block."""
+        """Encode a text as ids, int32 [b], without a separator.
+
+        A text of more than BLOCK_CHARS is encoded block by block.
+        """
         ids = self.encode_blocks(list(blocks([text])))
         return np.concatenate([np.zeros(0, np.int32), *ids])
 
     def check(self, vocab_size: int) -> None:
-        """Raises ValueError when a model of so many tokens lacks some of these."""
+        """Raise ValueError if a model of this vocabulary size lacks some of the ids."""
         if self.vocab_size > vocab_size:
             raise ValueError(
-                f"the tokenizer '{self.name}' has {self.vocab_size} ids, and "
+                f"the tokenizer '{self.name}' has {self.vocab_size} ids, but "
                 f"Model.vocab_size={vocab_size}: set Model.vocab_size to "
                 f"{self.vocab_size} or more, or use a smaller tokenizer"
             )
 
 
 def load_tokenizer(name: str, separator: str | int | None = None) -> Tokenizer:
-    """'bytes', or the path of a tokenizers file (tokenizer.json).
+    """Load the tokenizer 'bytes', or one from a tokenizers file (tokenizer.json).
 
-    The separator is a token or its id; None: 0x00 for bytes, else the first of
-    END_OF_TEXT that the file has. Raises ValueError in one line for a file that is
-    missing or damaged, and for a separator that the tokenizer lacks.
+    The separator is a token or its id. If it is None, it is 0x00 for bytes, else the
+    first of END_OF_TEXT that the file has. Raises a ValueError of one line for a file
+    that is missing or damaged, and for a separator that the tokenizer lacks.
     """
-    return _bytes(separator) if name == "bytes" else _from_file(name, separator)
+    return (
+        _byte_tokenizer(separator)
+        if name == "bytes"
+        else _file_tokenizer(name, separator)
+    )
 
 
 class StreamDecoder(Protocol):
-    """Takes the ids that follow, and returns the text that they complete; with
-    `is_last` all that is left, where an unfinished character is U+FFFD."""
+    """Function that takes the next ids, and returns the text that they complete.
+
+    With `is_last`, it returns all the remaining text, in which an unfinished character
+    is U+FFFD.
+    """
 
     def __call__(self, ids: Sequence[int], is_last: bool = False) -> str: ...
 
 
 def stream_decoder(tokenizer: Tokenizer, context: Sequence[int] = ()) -> StreamDecoder:
-    """A decoder of ids that come a few at a time, behind those of `context`.
+    """Return a decoder of ids that come a few at a time, after the ids of `context`.
 
-    Bytes of an unfinished character are held back; what can no longer become one comes
-    out as U+FFFD. The joined texts are what `decode` of all ids has more than whole
-    characters of the context, up to what is held back. Memory does not grow.
+    Bytes of an unfinished character are held back; bytes that can no longer become one
+    come out as U+FFFD. The texts, joined, are the text of all ids after that of the
+    context's whole characters, up to the bytes held back. Memory does not grow.
     """
     if tokenizer.name == "bytes":
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(bytes(map(int, context[-_MAX_UNFINISHED:])))
         return lambda ids, is_last=False: decoder.decode(bytes(map(int, ids)), is_last)
     decode = tokenizer.decode
-    held: list[int] = []  # what the next text depends on
-    num_out = 0  # characters of their text that are out
+    pending: list[int] = []  # ids on which the next text depends
+    num_out = 0  # characters of their text that have been returned
 
     def step(ids: Sequence[int], is_last: bool = False) -> str:
-        nonlocal held, num_out
-        held += map(int, ids)
-        num, text = len(held), decode(held)
+        nonlocal pending, num_out
+        pending += map(int, ids)
+        num, text = len(pending), decode(pending)
         num_settled = len(text)
         if text.endswith("\ufffd") and not is_last:
-            num, text, num_settled = _settled(tokenizer, held, text)
-        piece = text[num_out:num_settled]
-        num_out += len(piece)
+            num, text, num_settled = _find_settled(tokenizer, pending, text)
+        new_text = text[num_out:num_settled]
+        num_out += len(new_text)
         is_clean = num_settled == len(text)
         if num > _NUM_CONTEXT * (2 if is_clean else 4):
             num_left = len(text) - num_out
-            first, text = _last(tokenizer, held[:num], text)
-            held, num_out = held[first:], max(0, len(text) - num_left)
-        return piece
+            first, text = _find_tail(tokenizer, pending[:num], text)
+            pending, num_out = pending[first:], max(0, len(text) - num_left)
+        return new_text
 
     step(context[-_NUM_CONTEXT:])
     return step
 
 
-def _settled(tokenizer: Tokenizer, ids: list[int], text: str) -> tuple[int, str, int]:
-    """How many of the first ids end with a whole character, their text, and how many
-    characters of it no further id can change. `text` is that of all, and ends with
-    U+FFFD."""
+def _find_settled(
+    tokenizer: Tokenizer, ids: list[int], text: str
+) -> tuple[int, str, int]:
+    """Find the longest prefix of the ids whose text ends with a whole character.
+
+    `text` is the text of all ids, and ends with U+FFFD. Returns the length of the
+    prefix, its text, and the number of its characters that no further id can change.
+    If the last bytes cannot be a character, the prefix is all ids.
+    """
     texts = [text]
     for num in range(len(ids) - 1, max(-1, len(ids) - 1 - _MAX_UNFINISHED), -1):
         texts.append(tokenizer.decode(ids[:num]))
         if not texts[-1].endswith("\ufffd"):
             return num, texts[-1], len(texts[-1])
-    # Bytes that are not UTF-8, or a U+FFFD that was encoded.
-    most = max(len(text.rstrip("\ufffd")), len(text) - _MAX_UNFINISHED)
-    return len(ids), text, min(most, _num_common(texts))
+    # The ids end with bytes that are not UTF-8, or with an encoded U+FFFD.
+    max_settled = max(len(text.rstrip("\ufffd")), len(text) - _MAX_UNFINISHED)
+    return len(ids), text, min(max_settled, _num_common(texts))
 
 
 def _num_common(texts: list[str]) -> int:
-    """Characters with which all of them begin."""
+    """Return the length of the longest common prefix of the texts."""
     columns = zip(*texts)
     return sum(1 for _ in itertools.takewhile(lambda c: len(set(c)) == 1, columns))
 
 
-def _last(tokenizer: Tokenizer, ids: list[int], text: str) -> tuple[int, str]:
-    """An id from which on the text of the last ids is the end of all their text, so
-    that it begins no id within a character, and that text."""
-    least = len(ids) - _NUM_CONTEXT
-    for first in range(least, least - 8, -1):
-        last = tokenizer.decode(ids[first:])
-        if text.endswith(last):
-            return first, last
-    return least, tokenizer.decode(ids[least:])
+def _find_tail(tokenizer: Tokenizer, ids: list[int], text: str) -> tuple[int, str]:
+    """Find an index from which the last ids decode to the end of the whole text.
+
+    `text` is the text of all ids. The last ids then do not begin within a character.
+    Returns the index and the text of the last ids.
+    """
+    max_first = len(ids) - _NUM_CONTEXT
+    for first in range(max_first, max_first - 8, -1):
+        last_text = tokenizer.decode(ids[first:])
+        if text.endswith(last_text):
+            return first, last_text
+    return max_first, tokenizer.decode(ids[max_first:])
 
 
 _MAX_UNFINISHED = 3
-"""Bytes of a character without its last, and so its tokens."""
+"""Maximum number of bytes of an unfinished character, and so of its tokens."""
 _NUM_CONTEXT = 16
+"""Number of ids that a stream decoder keeps, for the text of the ids that follow."""
 
 
-def _bytes(separator: str | int | None) -> Tokenizer:
+def _byte_tokenizer(separator: str | int | None) -> Tokenizer:
     if separator is None:
         separator = 0
     if isinstance(separator, str):
@@ -158,8 +180,8 @@ def _bytes(separator: str | int | None) -> Tokenizer:
         separator = separator.encode()[0]
     if not (0 <= separator < 0x80 or separator in _NEVER_IN_UTF8):
         raise ValueError(
-            f"Data.separator={separator} must be a byte that is ASCII (0 to 127) or "
-            "never part of UTF-8 (192, 193, 245 to 255): 0 is usual"
+            f"Data.separator={separator} must be a byte of ASCII (0 to 127) or one "
+            "that UTF-8 never uses (192, 193, 245 to 255): 0 is usual"
         )
     return Tokenizer(
         name="bytes",
@@ -176,14 +198,14 @@ def _encode_bytes(texts: Iterable[str]) -> list[np.ndarray]:
     return [np.frombuffer(t.encode(), np.uint8).astype(np.int32) for t in texts]
 
 
-def _from_file(name: str, separator: str | int | None) -> Tokenizer:
+def _file_tokenizer(name: str, separator: str | int | None) -> Tokenizer:
     try:
         content = Path(name).expanduser().read_bytes()
-    except OSError as fault:
+    except OSError as error:
         raise ValueError(
-            f"Data.tokenizer='{name}' cannot be read: {fault.strerror}: give 'bytes' "
+            f"Data.tokenizer='{name}' cannot be read: {error.strerror}: give 'bytes' "
             "or the path of a tokenizer.json"
-        ) from fault
+        ) from error
     encoder = _parse(name, content)
     ids = encoder.get_vocab(with_added_tokens=True)
     if not ids:
@@ -200,19 +222,19 @@ def _from_file(name: str, separator: str | int | None) -> Tokenizer:
 
 
 def _parse(name: str, content: bytes) -> Any:
-    """A tokenizers.Tokenizer that does not cut, pad or look for special tokens."""
+    """Return a tokenizers.Tokenizer without truncation, padding or special tokens."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # Its threads do not survive a fork, and each worker has a core of its own.
+    # The library's threads do not survive a fork, and each worker has its own core.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import tokenizers
 
     try:
         encoder = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as fault:  # the library promises no narrower one
+    except Exception as error:  # the library documents no narrower exception
         raise ValueError(
-            f"Data.tokenizer='{name}' is no Hugging Face tokenizers file: "
-            f"{' '.join(str(fault).split())[:160]}: give the path of a tokenizer.json"
-        ) from fault
+            f"Data.tokenizer='{name}' is not a Hugging Face tokenizers file: "
+            f"{' '.join(str(error).split())[:160]}: give the path of a tokenizer.json"
+        ) from error
     encoder.no_truncation()
     encoder.no_padding()
     encoder.encode_special_tokens = True
@@ -230,14 +252,14 @@ def _find_separator(name: str, ids: dict[str, int], separator: str | int | None)
     if isinstance(separator, str):
         if separator not in ids:
             raise ValueError(
-                f"Data.separator='{separator}' is no token of '{name}': name another, "
-                "or an id"
+                f"Data.separator='{separator}' is not a token of '{name}': give "
+                "another token, or an id"
             )
         return ids[separator]
     if separator not in ids.values():
         raise ValueError(
-            f"Data.separator={separator} is no id of '{name}', which has "
-            f"{len(ids)} up to {max(ids.values())}: name another"
+            f"Data.separator={separator} is not an id of '{name}', which has "
+            f"{len(ids)} ids up to {max(ids.values())}: give another"
         )
     return separator
 

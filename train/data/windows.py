@@ -1,13 +1,11 @@
 """Training batches and held-out windows: pure functions of (corpus, seed, step).
 
-    line      # document 0  # document 1 # document 2 ...   # starts a document
-    windows   |--- phase ---|=====|=====|=====|...          seq_len + 1 tokens each; the
-                                                            first is the last of the
-                                                            window before, and only
-                                                            given, not predicted
+    stream    # document 0  # document 1 # document 2 ...   # starts a document
+    windows   |--- phase ---|=====|=====|=====|...          seq_len + 1 tokens each
 
-The place in the data is a step number, and any number of processes reads the same
-batches.
+The first token of a window is the last token of the window before it. It is only an
+input and is not predicted. The position in the data is a step number, and any number of
+processes reads the same batches.
 """
 
 import hashlib
@@ -18,44 +16,47 @@ import numpy as np
 
 from moejax.config import Data
 from train.data.corpus import Corpus
-from train.data.lines import Line, read_positions, read_tokens
-from train.data.mixture import mix, pick, shares
+from train.data.mixture import apportion, find_row, make_mixture
+from train.data.token_streams import TokenStream, read_positions, read_tokens
 
 if TYPE_CHECKING:
     from moejax.moe.types import Windows
 
 
 class TrainBatches:
-    """Shuffled windows of the training tokens, without end.
+    """An endless sequence of batches of shuffled windows of the training tokens.
 
-    Each corpus has epochs of its own. An epoch cuts the tokens into windows at stride
-    seq_len and visits each once. Where the first one starts is drawn anew each epoch,
-    out of the tokens that the windows leave over, so that boundaries move.
+    Each corpus has its own epochs. An epoch cuts the tokens into windows at stride
+    seq_len and visits each window once. The start of the first window (the phase) is
+    drawn anew in each epoch, from the tokens that the windows leave over, so that the
+    window boundaries move.
     """
 
     def __init__(self, corpus: Corpus, cfg: Data, batch_size: int) -> None:
         self.batch_size, self._cfg = batch_size, cfg
-        self._lines = [source.train for source in corpus.sources]
-        self._mixture = mix(corpus.weights)
+        self._streams = [source.train for source in corpus.sources]
+        self._mixture = make_mixture(corpus.weights)
         self._epochs = [
-            _Epochs(line.num_tokens, cfg.seq_len, _seed(cfg.seed, i))
-            for i, line in enumerate(self._lines)
+            _Epochs(stream.num_tokens, cfg.seq_len, _seed(cfg.seed, i))
+            for i, stream in enumerate(self._streams)
         ]
 
     @property
     def num_windows(self) -> list[int]:
-        """Number of windows in an epoch of each corpus."""
+        """Number of windows in one epoch of each corpus."""
         return [epochs.num_windows for epochs in self._epochs]
 
     def rows(self, step: int, start: int, stop: int) -> "Windows":
-        """Return rows start..stop of a step's batch: int32 [rows, seq_len + 1]."""
+        """Return rows start .. stop - 1 of a step: int32 [rows, seq_len + 1]."""
         items = self._items(step, start, stop)
         starts = [self._epochs[corpus].first_token(item) for corpus, item in items]
-        return _read(self._lines, [c for c, _ in items], starts, self._cfg)
+        return _read(self._streams, [c for c, _ in items], starts, self._cfg)
 
     def sample_ids(self, step: int, start: int, stop: int) -> list[str]:
-        """Return names of those rows, such as 'corpus0:epoch3:window17'; a name is met
-        once, and always means the same tokens."""
+        """Return the names of the same rows, such as 'corpus0:epoch3:window17'.
+
+        A name occurs once in a run, and always stands for the same tokens.
+        """
         return [
             f"corpus{corpus}:epoch{epoch}:window{window}"
             for corpus, item in self._items(step, start, stop)
@@ -65,68 +66,69 @@ class TrainBatches:
     def _items(self, step: int, start: int, stop: int) -> list[tuple[int, int]]:
         assert 0 <= start <= stop <= self.batch_size, (start, stop, self.batch_size)
         first = step * self.batch_size
-        return [pick(self._mixture, first + row) for row in range(start, stop)]
+        return [find_row(self._mixture, first + row) for row in range(start, stop)]
 
 
 class HeldOut:
-    """Batches of held-out windows, always the same: disjoint and evenly spread.
+    """A fixed set of batches of held-out windows, which are disjoint and evenly spread.
 
-    Those of several corpora are shared out by their weights. Raises ValueError when the
-    held-out tokens have too few windows.
+    Several corpora share the windows in proportion to their weights. Raises ValueError
+    when the held-out tokens have too few windows.
     """
 
     def __init__(
         self, corpus: Corpus, cfg: Data, batch_size: int, num_batches: int
     ) -> None:
         self.batch_size, self.num_batches, self._cfg = batch_size, num_batches, cfg
-        self._lines = [source.held_out for source in corpus.sources]
+        self._streams = [source.held_out for source in corpus.sources]
         total = num_batches * batch_size
-        share_c = shares(corpus.weights, total)
+        share_c = apportion(corpus.weights, total)
         for source, share in zip(corpus.sources, share_c.tolist()):
             available = source.held_out.num_tokens // (cfg.seq_len + 1)
             if available < share:
                 raise ValueError(
                     f"Train.eval_batches={num_batches} of Train.batch_size="
-                    f"{batch_size} need {share} held-out windows, and the "
+                    f"{batch_size} need {share} held-out windows, but the "
                     f"{source.held_out.num_tokens} held-out tokens of '{source.name}' "
                     f"have {available} of Data.seq_len={cfg.seq_len}: lower "
                     "Train.eval_batches or Data.held_out_every"
                 )
-        self._mixture = mix(corpus.weights, total)
+        self._mixture = make_mixture(corpus.weights, total)
 
     def rows(self, index: int, start: int, stop: int) -> "Windows":
-        """Return rows start..stop of a held-out batch: int32 [rows, seq_len + 1]."""
+        """Return rows start .. stop - 1 of batch `index`: int32 [rows, seq_len + 1]."""
         assert 0 <= index < self.num_batches, (index, self.num_batches)
         assert 0 <= start <= stop <= self.batch_size, (start, stop, self.batch_size)
         first = index * self.batch_size
         rows = range(first + start, first + stop)
-        items = [pick(self._mixture, row) for row in rows]
-        # At least num_tokens // share apart, hence disjoint.
+        items = [find_row(self._mixture, row) for row in rows]
+        # Starts are at least num_tokens // share apart, so the windows are disjoint.
         starts = [
-            item * self._lines[c].num_tokens // int(self._mixture.share_c[c])
+            item * self._streams[c].num_tokens // int(self._mixture.share_c[c])
             for c, item in items
         ]
-        return _read(self._lines, [c for c, _ in items], starts, self._cfg)
+        return _read(self._streams, [c for c, _ in items], starts, self._cfg)
 
 
 class _Epochs:
-    """The windows of one corpus, epoch after epoch."""
+    """Windows of one corpus, shuffled anew in each epoch."""
 
     def __init__(self, num_tokens: int, seq_len: int, seed: int) -> None:
-        import grain  # it imports jax, so not before the flags of the backend are set
+        import grain  # not at the top: it imports jax before backend flags are set
 
         self._seq_len, self._seed = seq_len, seed
-        # One window fewer than fit leaves seq_len tokens or more for the phase.
+        # One window fewer than fits leaves at least seq_len tokens for the phase.
         self.num_windows = max(1, (num_tokens - 1) // seq_len - 1)
         self._num_phases = num_tokens - self.num_windows * seq_len
         windows = grain.MapDataset.range(self.num_windows)
         self._order = windows.seed(seed).shuffle().repeat(None)
 
     def window(self, item: int) -> tuple[int, int]:
-        """Return epoch and window of an item; grain reshuffles every epoch."""
+        """Return the epoch and window of an item. Grain shuffles again every epoch."""
         return item // self.num_windows, int(self._order[item])
 
     def first_token(self, item: int) -> int:
+        """Return the index in the stream of the first token of an item's window."""
         epoch, window = self.window(item)
         return self._phase(epoch) + window * self._seq_len
 
@@ -136,7 +138,11 @@ class _Epochs:
 
 
 def _seed(seed: int, corpus: int) -> int:
-    """The first corpus has the seed itself, so that it is the same alone and mixed."""
+    """Return the seed of a corpus.
+
+    The first corpus has the given seed itself, so that it gives the same windows alone
+    and in a mixture.
+    """
     return _hash(f"corpus {corpus} of {seed}") % 2**32 if corpus else seed
 
 
@@ -145,9 +151,9 @@ def _hash(text: str) -> int:
 
 
 def _read(
-    lines: Sequence[Line], corpora: list[int], starts: list[int], cfg: Data
+    streams: Sequence[TokenStream], corpora: list[int], starts: list[int], cfg: Data
 ) -> "Windows":
-    from moejax.moe.types import Windows  # it imports jax
+    from moejax.moe.types import Windows  # not at the top: it imports jax
 
     shape = (len(starts), cfg.seq_len + 1)
     token_bt = np.empty(shape, np.int32)
@@ -156,7 +162,7 @@ def _read(
     corpus_b, start_b = np.array(corpora, int), np.array(starts, np.int64)
     for corpus in set(corpora):
         (row_w,) = np.nonzero(corpus_b == corpus)
-        args = (lines[corpus], start_b[row_w], shape[1])
+        args = (streams[corpus], start_b[row_w], shape[1])
         token_bt[row_w] = read_tokens(*args)
         if cfg.documents == "separate":
             position_bt[row_w] = read_positions(*args)

@@ -127,16 +127,16 @@ def test_a_file_is_hashed_again_when_it_has_changed(tmp_path, monkeypatch):
         return "0" * 64, 7
 
     monkeypatch.setattr(cache, "scan", scan)
-    cache.known_scan(path)
-    cache.known_scan(path)
+    cache.cached_scan(path)
+    cache.cached_scan(path)
     assert count == 2  # too young to be known by its time
     for when, expected in ((1, 3), (1, 3), (2, 4)):
         os.utime(path, (when, when))
         os.utime(index, (1, 1))
-        assert cache.known_scan(path) == ("0" * 64, 7)
+        assert cache.cached_scan(path) == ("0" * 64, 7)
         assert count == expected
     os.utime(index, (3, 3))
-    cache.known_scan(path)
+    cache.cached_scan(path)
     assert count == 5
 
 
@@ -146,18 +146,18 @@ def test_a_link_to_another_file_is_another_file(tmp_path):
         os.utime(tmp_path / name, (1, 1))
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "a")
-    first = cache.known_sha256(link)
+    first = cache.cached_sha256(link)
     link.unlink()
     link.symlink_to(tmp_path / "b")
-    assert cache.known_sha256(link) != first
+    assert cache.cached_sha256(link) != first
 
 
 def test_a_record_cut_by_a_power_loss_is_read_again(tmp_path, folder):
     path = write_lines(tmp_path / "a.jsonl", ["text"])
-    sha256 = cache.known_sha256(path)
+    sha256 = cache.cached_sha256(path)
     (record,) = folder.glob("hashes/*.json")
     record.write_text("")
-    assert cache.known_sha256(path) == sha256
+    assert cache.cached_sha256(path) == sha256
     assert json.loads(record.read_text()) == {"sha256": sha256}
 
 
@@ -169,8 +169,8 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch):
         return "0" * 64
 
     monkeypatch.setattr(cache, "file_sha256", change)
-    with pytest.raises(ValueError, match="has changed while it was read"):
-        cache.known_sha256(path)
+    with pytest.raises(ValueError, match="changed while it was read"):
+        cache.cached_sha256(path)
 
 
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):

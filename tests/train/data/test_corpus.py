@@ -13,8 +13,8 @@ from moejax.config import Data
 from tests.support.corpora import random_documents, write_bin
 from train import data
 from train.data.encoding import Recipe
-from train.data.lines import read_tokens
 from train.data.prepared import prepare
+from train.data.token_streams import read_tokens
 
 SMALL = Data(seq_len=4, held_out_every=3)
 TEXTS = [f"text {i} " + "x" * i for i in range(12)]
@@ -149,7 +149,7 @@ def test_a_tokenizers_file_makes_the_tokens_and_is_part_of_the_data(tmp_path):
     other = load(source, tokenizer=words)
     with pytest.raises(ValueError, match="tokenizer_sha256 was"):
         data.check_identity(saved, data.identity(other, SMALL, 2))
-    assert "5 ids, and Model.vocab_size=4" in refusal(
+    assert "5 ids, but Model.vocab_size=4" in refusal(
         source, tokenizer=words, vocab_size=4
     )
 
@@ -169,7 +169,7 @@ def test_several_corpora_have_weights(tmp_path):
 def test_whole_documents_for_evaluation(tmp_path):
     source = write_lines(tmp_path / "a.jsonl", TEXTS[:1])
     cfg = dataclasses.replace(SMALL, corpus=str(source))
-    tokenizer, (line,) = data.load_whole(cfg, 256, lambda _: None)
+    tokenizer, (line,) = data.load_unsplit(cfg, 256, lambda _: None)
     assert tokenizer.separator == 0
     assert tokens_of(line) == joined(TEXTS[:1])
 
@@ -188,9 +188,9 @@ def test_the_shortest_file_is_one_window_over_and_over(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "' is no file: check the path"),
+        (None, "' is not a file: check the path"),
         (b"", "' is empty: give a file that holds text"),
-        (b"x" * 14, "' has 10 tokens to train on and 4 held out, and a window of "),
+        (b"x" * 14, "' has 10 tokens to train on and 4 held out, but a window of "),
     ],
 )
 def test_a_bad_file_is_one_clear_line(tmp_path, text, message):
@@ -206,7 +206,9 @@ def test_files_that_make_no_corpus(tmp_path):
     (tmp_path / "a.txt.xz").write_bytes(b"")
     assert "name them as two corpora" in refusal(tmp_path / "a.[bj]*")
     assert "a folder without manifest.json: name its files" in refusal(tmp_path)
-    assert "is compressed in a way that is not read" in refusal(tmp_path / "a.txt.xz")
+    assert "has a compression format that is not supported" in refusal(
+        tmp_path / "a.txt.xz"
+    )
     assert "matches no file" in refusal(tmp_path / "*.none")
     (tmp_path / "a.idx").unlink()
     assert "a.idx' cannot be read" in refusal(tmp_path / "a.bin")
@@ -215,12 +217,12 @@ def test_files_that_make_no_corpus(tmp_path):
 def test_ids_beyond_the_vocabulary(tmp_path):
     write_bin(tmp_path / "a.bin", [np.array([0, 1, 700]) for _ in range(20)])
     message = refusal(tmp_path / "a.bin", vocab_size=700)
-    assert "has the id 700, and Model.vocab_size=700: set Model.vocab_size to 701" in (
+    assert "has the id 700, but Model.vocab_size=700: set Model.vocab_size to 701" in (
         message
     )
     corpus = load(tmp_path / "a.bin", vocab_size=701)
     assert data.byte_sample(corpus, 100) is None
-    assert "has 256 ids, and Model.vocab_size=255" in refusal("x.txt", vocab_size=255)
+    assert "has 256 ids, but Model.vocab_size=255" in refusal("x.txt", vocab_size=255)
 
 
 @pytest.fixture
@@ -237,7 +239,7 @@ def shards(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["shard-00001.bin", "shard-00001.idx"])
 def test_a_missing_shard_is_named(shards, name):
     (shards / name).unlink()
-    assert f"{name}, which its manifest.json names, is missing" in refusal(shards)
+    assert f"{name}, which manifest.json names, is missing" in refusal(shards)
 
 
 def test_a_changed_shard_is_named(shards):
@@ -249,7 +251,9 @@ def test_a_changed_shard_is_named(shards):
 
 
 def test_another_tokenizer_than_that_of_the_manifest(shards):
-    assert "made with the tokenizer 'bytes' (sha256 " in refusal(shards, separator=1)
+    assert "prepared with the tokenizer 'bytes' (sha256 " in refusal(
+        shards, separator=1
+    )
     path = shards / "manifest.json"
     path.write_text(path.read_text().replace('"sha256"', '"sha"'))
     assert "is damaged: it names no tokenizer" in refusal(shards)

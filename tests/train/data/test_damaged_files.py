@@ -89,8 +89,8 @@ def check_mutations(name: str, seeds: range, folder: Path) -> None:
         path.write_bytes(mutate(whole, random.Random(seed)))
         try:
             read(path)
-        except ValueError as fault:
-            message = str(fault)
+        except ValueError as error:
+            message = str(error)
             assert "\n" not in message, (seed, message)
             assert 20 < len(message) < 1000, (seed, message)
 

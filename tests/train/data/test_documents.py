@@ -10,25 +10,27 @@ from pyarrow import parquet as pq
 
 from tests.support.data_files import TEXTS, write_jsonl, write_parquet, write_text
 from train.data import documents, jsonl
-from train.data.documents import blocks, expand, file_format, pieces, read
-from train.data.records import Bad, End, Text
+from train.data.documents import blocks, expand, file_format, read, split_file
+from train.data.records import BadRecord, EndOfRange, TextPart
 
 
 def read_all(path: Path, text_key: str = "text", forbidden: str | None = "\0"):
     """Texts, and bad records by their number in the file."""
     texts, bad, first = [], {}, 0
-    for piece in pieces(path, text_key):
-        events = list(read(piece, text_key, forbidden))
-        assert [type(event) is End for event in events].index(True) == len(events) - 1
+    for file_range in split_file(path, text_key):
+        events = list(read(file_range, text_key, forbidden))
+        assert [type(event) is EndOfRange for event in events].index(True) == len(
+            events
+        ) - 1
         for event in events:
             match event:
-                case Text(text, True):
+                case TextPart(text, True):
                     texts.append(text)
-                case Text(text, False):
+                case TextPart(text, False):
                     texts[-1] += text
-                case Bad(record, reason):
+                case BadRecord(record, reason):
                     bad[record and first + record] = reason
-                case End(num_records):
+                case EndOfRange(num_records):
                     first += num_records
     return texts, bad
 
@@ -61,7 +63,7 @@ def test_cuts_of_a_jsonl_file_do_not_show(tmp_path, monkeypatch, seed):
     assert len(whole[0]) + len(whole[1]) == sum(line != "" for line in lines)
     assert set(whole[1]) == {i + 1 for i, s in enumerate(lines) if s in ("{", " 1 ")}
     for size in (1, 2, 7, 64, 200):
-        monkeypatch.setattr(documents, "PIECE_BYTES", size)
+        monkeypatch.setattr(documents, "RANGE_BYTES", size)
         assert read_all(path) == whole
 
 
@@ -69,7 +71,7 @@ def test_cuts_of_a_jsonl_file_do_not_show(tmp_path, monkeypatch, seed):
 def test_a_line_over_the_cap_is_skipped(tmp_path, monkeypatch, size):
     monkeypatch.setattr(jsonl, "MAX_RECORD_BYTES", 100)
     monkeypatch.setattr(jsonl, "READ_BYTES", 16)
-    monkeypatch.setattr(documents, "PIECE_BYTES", size)
+    monkeypatch.setattr(documents, "RANGE_BYTES", size)
     path = write_jsonl(tmp_path / "a.jsonl", ["a", "b" * 1000, "c", "d" * 300])
     texts, bad = read_all(path)
     assert texts == ["a", "c"]
@@ -142,9 +144,9 @@ def test_every_type_of_string_is_read(tmp_path, kind):
 def test_a_column_that_is_no_text_is_refused(tmp_path):
     path = write_parquet(tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="no column 'body' among id, text"):
-        pieces(path, "body")
+        split_file(path, "body")
     with pytest.raises(ValueError, match="holds int64, not strings"):
-        pieces(path, "id")
+        split_file(path, "id")
 
 
 def test_a_truncated_parquet_file_is_one_bad_record(tmp_path):
@@ -179,7 +181,11 @@ def test_globs_are_sorted_and_a_path_is_itself(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("none.txt", "is no file"), ("*.csv", "matches no file"), (".", "is a directory")],
+    [
+        ("none.txt", "is not a file"),
+        ("*.csv", "matches no file"),
+        (".", "is a directory"),
+    ],
 )
 def test_what_names_no_file_is_refused(tmp_path, name, message):
     with pytest.raises(ValueError, match=message):

@@ -71,14 +71,14 @@ LIES = {
     "offset beyond": ({"offsets": [0, 2, 6, 8]}, "do not follow one another"),
     "offset negative": ({"offsets": [-2, 2, 6, 6]}, "do not follow one another"),
     "order": ({"offsets": [2, 0, 6, 6]}, "do not follow one another"),
-    "longer than .bin": ({"tokens": b"123456789"}, "has 9 bytes, and its .idx says 12"),
-    "shorter than .bin": ({"tokens": b"x" * 14}, "has 14 bytes, and its .idx says 12"),
+    "longer than .bin": ({"tokens": b"123456789"}, "has 9 bytes, but its .idx says 12"),
+    "shorter than .bin": ({"tokens": b"x" * 14}, "has 14 bytes, but its .idx says 12"),
     "wider than .bin": ({"code": 4}, "do not follow one another"),
-    "documents descend": ({"bounds": [0, 3, 1, 4]}, "do not ascend"),
-    "documents end early": ({"bounds": [0, 1, 3]}, "do not reach"),
-    "documents start late": ({"bounds": [1, 4]}, "do not reach"),
-    "documents beyond": ({"bounds": [0, 9]}, "do not reach"),
-    "no bounds": ({"bounds": []}, "do not reach"),
+    "documents descend": ({"bounds": [0, 3, 1, 4]}, "are not in order"),
+    "documents end early": ({"bounds": [0, 1, 3]}, "do not extend"),
+    "documents start late": ({"bounds": [1, 4]}, "do not extend"),
+    "documents beyond": ({"bounds": [0, 9]}, "do not extend"),
+    "no bounds": ({"bounds": []}, "do not extend"),
     "empty": (
         {"lengths": [], "offsets": [], "bounds": [0], "tokens": b""}, "holds no tokens",
     ),
@@ -92,9 +92,9 @@ LIES = {
 @pytest.mark.parametrize(("changes", "message"), LIES.values(), ids=LIES)
 def test_an_index_that_lies_is_refused(tmp_path, changes, message):
     path = three_documents(tmp_path / "a.bin", **changes)
-    with pytest.raises(ValueError, match=message) as fault:
+    with pytest.raises(ValueError, match=message) as error:
         open_tokens(path)
-    assert "\n" not in str(fault.value)
+    assert "\n" not in str(error.value)
 
 
 def test_files_that_are_missing_or_cut_are_refused(tmp_path):
@@ -106,7 +106,7 @@ def test_files_that_are_missing_or_cut_are_refused(tmp_path):
         with pytest.raises(ValueError, match=r"header|cut short"):
             open_tokens(path)
     index.unlink()
-    with pytest.raises(ValueError, match=r"the \.idx that goes with the \.bin"):
+    with pytest.raises(ValueError, match=r"the \.idx that belongs to the \.bin"):
         open_tokens(path)
     path.unlink()
     with pytest.raises(ValueError, match=r"No such file"):

@@ -6,7 +6,7 @@ import pytest
 from moejax.config import Data
 from tests.support.corpora import make_corpus, random_documents
 from train.data import HeldOut, TrainBatches
-from train.data.mixture import PERIOD, mix, pick, shares
+from train.data.mixture import PERIOD, apportion, find_row, make_mixture
 
 WEIGHTS = [(1.0,), (0.5, 0.5), (0.7, 0.2, 0.1), (1e6, 1.0, 3e5), (3, 1)]
 CFG = Data(seq_len=8, held_out_every=4)
@@ -20,7 +20,7 @@ def corpus():
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_period_has_the_shares_and_counts_items(weights):
-    mixture = mix(weights)
+    mixture = make_mixture(weights)
     expected_c = np.array(weights) / sum(weights) * PERIOD
     # None has nothing, so the largest give one each to those below one row.
     assert np.abs(mixture.share_c - expected_c).max() < len(weights)
@@ -33,7 +33,7 @@ def test_a_period_has_the_shares_and_counts_items(weights):
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_any_prefix_is_near_the_shares(weights):
-    mixture = mix(weights)
+    mixture = make_mixture(weights)
     for corpus, share in enumerate(mixture.share_c):
         count_j = np.cumsum(mixture.corpus_j == corpus)
         expected_j = np.arange(1, PERIOD + 1) * share / PERIOD
@@ -41,17 +41,17 @@ def test_any_prefix_is_near_the_shares(weights):
 
 
 def test_items_go_on_from_period_to_period():
-    mixture = mix((3, 1), period=4)
-    picked = [pick(mixture, row) for row in range(12)]
+    mixture = make_mixture((3, 1), period=4)
+    picked = [find_row(mixture, row) for row in range(12)]
     assert [item for corpus, item in picked if corpus == 0] == list(range(9))
     assert [item for corpus, item in picked if corpus == 1] == list(range(3))
-    assert pick(mixture, 4 * 10**12)[1] == 3 * 10**12
+    assert find_row(mixture, 4 * 10**12)[1] == 3 * 10**12
 
 
 def test_shares_by_hand():
-    assert shares((0.5, 0.3, 0.2), 4).tolist() == [2, 1, 1]
-    assert shares((98, 1, 1), 10).tolist() == [8, 1, 1]
-    assert shares((98, 1, 1), 2).tolist() == [2, 0, 0]
+    assert apportion((0.5, 0.3, 0.2), 4).tolist() == [2, 1, 1]
+    assert apportion((98, 1, 1), 10).tolist() == [8, 1, 1]
+    assert apportion((98, 1, 1), 2).tolist() == [2, 0, 0]
 
 
 def corpora_of(ids):

@@ -10,7 +10,7 @@ import pytest
 from moejax.config import Data
 from train import data
 from train.data import pysrc
-from train.data.lines import read_positions, read_tokens
+from train.data.token_streams import read_positions, read_tokens
 
 SHA = "a83660757e7b4b65f233f5fdaabaeb449d48bbf6ead37e3de28fc4297f1a996e"
 SMALL = Data(seq_len=16, held_out_every=2)
@@ -109,7 +109,7 @@ def test_a_missing_source_is_a_change(packages):
 def test_a_package_that_lists_no_sources_is_named(packages):
     (packages / "beta-2.0.dist-info" / "RECORD").unlink()
     with pytest.raises(
-        ValueError, match=r"beta lists no \.py files .*: reinstall beta"
+        ValueError, match=r"beta lists no \.py files, .*: reinstall beta"
     ):
         data.load_corpus(SMALL, 256)
 

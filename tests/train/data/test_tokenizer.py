@@ -94,7 +94,7 @@ def test_separator_of_a_file(tmp_path):
 
 def test_a_tokenizer_larger_than_the_model_is_refused(bpe):
     load_tokenizer("bytes").check(256)
-    with pytest.raises(ValueError, match=r"256 ids, and Model\.vocab_size=255: set"):
+    with pytest.raises(ValueError, match=r"256 ids, but Model\.vocab_size=255: set"):
         load_tokenizer("bytes").check(255)
     with pytest.raises(ValueError, match=f"{bpe.vocab_size} ids"):
         bpe.check(256)
@@ -104,9 +104,9 @@ def test_a_tokenizer_larger_than_the_model_is_refused(bpe):
 def test_what_is_no_tokenizer_is_refused(tmp_path, content):
     path = tmp_path / "t.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="is no Hugging Face tokenizers file") as fault:
+    with pytest.raises(ValueError, match="not a Hugging Face tokenizers file") as error:
         load_tokenizer(str(path))
-    assert "\n" not in str(fault.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_missing_tokenizer_is_refused(tmp_path):

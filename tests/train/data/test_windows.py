@@ -9,7 +9,7 @@ import pytest
 from moejax.config import Data
 from tests.support.corpora import make_corpus, random_documents
 from train import data
-from train.data.lines import read_tokens
+from train.data.token_streams import read_tokens
 
 SEQ_LEN = 16
 SMALL = Data(seq_len=SEQ_LEN, held_out_every=4)

@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 from tests.support.corpora import as_file, random_documents
-from train.data.lines import make_line, read_positions, read_tokens, split, whole
+from train.data.token_streams import (
+    join_documents,
+    make_token_stream,
+    read_positions,
+    read_tokens,
+    split_held_out,
+)
 
 
 def tokens_of(documents):
@@ -44,15 +50,15 @@ def test_every_window_of_a_split_corpus(seed, held_out_every):
     edges = np.sort(np.random.default_rng(seed).integers(1, 39, 2))
     parts = [documents[: edges[0]], documents[edges[0] : edges[1]]]
     files = [as_file(p) for p in [*parts, documents[edges[1] :]] if p]
-    train, held_out = split(files, held_out_every)
+    train, held_out = split_held_out(files, held_out_every)
     rest = [d for i, d in enumerate(documents) if (i + 1) % held_out_every]
     check(train, rest, [1, 2, 17, 60])
     check(held_out, documents[held_out_every - 1 :: held_out_every], [1, 5, 12])
-    check(whole(files), documents, [9])
+    check(join_documents(files), documents, [9])
 
 
 def test_neighbours_make_one_run():
-    train, held_out = split([as_file(random_documents(0, 100))], 10)
+    train, held_out = split_held_out([as_file(random_documents(0, 100))], 10)
     assert train.first_r.size == held_out.first_r.size == 10
     assert train.start_d.size == 90
 
@@ -62,7 +68,7 @@ def test_few_documents_hold_out_the_end(cut):
     """Of 30 tokens in 3 files; the cut falls within documents and between files."""
     documents = [np.arange(10 * i, 10 * i + 10) for i in range(3)]
     held_out_every = 30 // cut
-    train, held_out = split([as_file([d]) for d in documents], held_out_every)
+    train, held_out = split_held_out([as_file([d]) for d in documents], held_out_every)
     edge = 30 - 30 // held_out_every
     np.testing.assert_array_equal(
         read_tokens(train, [0], edge), [tokens_of(documents)[:edge]]
@@ -74,12 +80,12 @@ def test_few_documents_hold_out_the_end(cut):
 
 
 def test_nothing_to_hold_out_is_an_empty_line():
-    train, held_out = split([as_file([np.arange(5)])], 50)
+    train, held_out = split_held_out([as_file([np.arange(5)])], 50)
     assert (train.num_tokens, held_out.num_tokens) == (5, 0)
 
 
 def test_windows_beyond_the_end_are_refused():
-    line = make_line(np.arange(10), np.zeros(1, int))
+    line = make_token_stream(np.arange(10), np.zeros(1, int))
     assert read_tokens(line, np.zeros(0, int), 3).shape == (0, 3)
     for start in (-1, 8):
         with pytest.raises(AssertionError):
