@@ -4,7 +4,7 @@ import argparse
 import pathlib
 from collections.abc import Callable
 
-from train.checkpoint.load import Loaded, find, load
+from train.checkpoint.load import LoadedModel, find_checkpoints, load_model
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.launch.cluster import add_flags, cluster_flags
 from train.launch.processes import is_first
@@ -37,7 +37,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 def run(
     args: argparse.Namespace,
     check: Callable[[argparse.Namespace], None],
-    work: Callable[[Loaded, argparse.Namespace], dict],
+    work: Callable[[LoadedModel, argparse.Namespace], dict],
     *,
     is_program: bool,
 ) -> int:
@@ -46,18 +46,18 @@ def run(
 
     def whole() -> int:
         check(args)
-        found = find(args.run_dir, args.step, args.gin_param)
+        found = find_checkpoints(args.run_dir, args.step, args.gin_param)
         if is_program and found.cfg.train.num_simulated_devices:
             restart_with_huge_pages()
         start(found.cfg, cluster_flags(args))
-        record = work(load(found), args)
+        record = work(load_model(found), args)
         emit(record, args.json and is_first())
         return DONE
 
     return guarded(whole, as_json=args.json)
 
 
-def run_tokenizer(loaded: Loaded) -> Tokenizer:
+def run_tokenizer(loaded: LoadedModel) -> Tokenizer:
     """Return the run's own tokenizer; raise ValueError when it is another now."""
     data, identity = loaded.cfg.data, loaded.meta["data"]
     tokenizer = load_tokenizer(data.tokenizer, data.separator)

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from train import cli, data
-from train.checkpoint.load import Loaded
+from train.checkpoint.load import LoadedModel
 from train.config.names import config_from_record
 from train.data.token_streams import TokenStream, read_positions, read_tokens
 from train.data.tokenizer import Tokenizer, stream_decoder
@@ -64,7 +64,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--batches is of held-out text, and --files are read whole")
 
 
-def measure(loaded: Loaded, args: argparse.Namespace) -> dict:
+def measure(loaded: LoadedModel, args: argparse.Namespace) -> dict:
     """Print the figures and return them. Raises ValueError."""
     from train.eval.scoring import score
 
@@ -104,7 +104,7 @@ def measure(loaded: Loaded, args: argparse.Namespace) -> dict:
     return record
 
 
-def batch_size_for(loaded: Loaded) -> int:
+def batch_size_for(loaded: LoadedModel) -> int:
     """Return the rows computed at a time: as in the run's micro-batches, or fewer."""
     train = config_from_record(loaded.meta["config"]).train
     shards = loaded.cfg.mesh.num_batch_shards
@@ -114,7 +114,7 @@ def batch_size_for(loaded: Loaded) -> int:
 
 
 def held_out_windows(
-    loaded: Loaded, num_batches: int | None, batch_size: int
+    loaded: LoadedModel, num_batches: int | None, batch_size: int
 ) -> Iterator["Windows"]:
     """Yield the windows of the run's own evaluation, whatever the mesh is now."""
     cfg, train = loaded.cfg, config_from_record(loaded.meta["config"]).train
@@ -129,7 +129,7 @@ def held_out_windows(
             yield held_out.rows(index, start, min(start + batch_size, micro))
 
 
-def load_lines(loaded: Loaded, files: list[str]) -> list[TokenStream]:
+def load_lines(loaded: LoadedModel, files: list[str]) -> list[TokenStream]:
     """Return the tokens of each corpus."""
     cfg = dataclasses.replace(loaded.cfg.data, corpus=tuple(files), weights=None)
     if loaded.cfg.router.kind == "expert_choice":

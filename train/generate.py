@@ -19,7 +19,7 @@ if __name__ == "__main__":
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from train import cli
-from train.checkpoint.load import Loaded
+from train.checkpoint.load import LoadedModel
 from train.data.tokenizer import StreamDecoder, Tokenizer, stream_decoder
 from train.launch.processes import is_first
 from train.launch.program import say_loudly
@@ -64,7 +64,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def generate(loaded: Loaded, args: argparse.Namespace) -> dict:
+def generate(loaded: LoadedModel, args: argparse.Namespace) -> dict:
     """Print the texts, and return them with what it took. Raises ValueError."""
     import numpy as np
 
@@ -170,7 +170,7 @@ def begun(tokenizer: Tokenizer, prompt: str, id_b: "np.ndarray") -> Continuation
     return Continuation(prompt, stream_decoder(tokenizer, context=id_b[1:]))
 
 
-def note_length(loaded: Loaded, prompts: list, args: argparse.Namespace) -> None:
+def note_length(loaded: LoadedModel, prompts: list, args: argparse.Namespace) -> None:
     length, trained = max(map(len, prompts)) + args.max_tokens, loaded.cfg.data.seq_len
     if length > trained and is_first():
         say_loudly(

@@ -163,13 +163,15 @@ def restore(job: Job, checkpointer: Checkpointer, say):
     restored = checkpointer.restore(
         abstract,
         check=check,
-        without=lambda meta: () if identity.keeps_alike(meta, cfg) else (kept,),
+        without=lambda meta: (
+            () if identity.has_same_residual_layout(meta, cfg) else (kept,)
+        ),
     )
     if restored is None:
         return None, None
     say(f"resumed at step {restored.step}")
     state = restored.state
-    if state.tracked is not None and not identity.is_cut_alike(restored.meta, cfg):
+    if state.tracked is not None and not identity.has_same_sharding(restored.meta, cfg):
         say("what domains hold of one another's experts begins anew: they changed")
         state = with_new_tracked(state, model.run)
     if compresses_gradients(model.layout) and state.gradient_residual is None:

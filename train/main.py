@@ -125,7 +125,7 @@ def say_finished(done: dict, cfg: Config) -> None:
     print(
         f"{done['run_dir']} is finished: {done['step']} of {num_steps} steps, held-out "
         f"loss {loss}. Go on with --gin_param='Train.num_steps = {2 * num_steps}', "
-        "start afresh with --fresh (this run is kept, renamed), or name another "
+        "start over with --fresh (this run is kept, renamed), or name another "
         "--run_dir."
     )
 

@@ -17,7 +17,7 @@ from tests.support.metaspace import WORDS, load_metaspace
 from tests.support.run_main import corpus, listing
 from tests.support.saved_run import save_run
 from train import evaluate
-from train.checkpoint.load import find, load
+from train.checkpoint.load import find_checkpoints, load_model
 from train.config.names import config_from_record
 from train.data import token_streams
 from train.data.tokenizer import load_tokenizer
@@ -46,13 +46,17 @@ def jsonl(tmp_path_factory):
 
 def measured(run_dir, *words, params=()):
     args = evaluate.parse([str(run_dir), *map(str, words)])
-    return evaluate.measure(load(find(run_dir, args.step, params)), args)
+    return evaluate.measure(
+        load_model(find_checkpoints(run_dir, args.step, params)), args
+    )
 
 
 def plain_figures(run_dir, line_b):
     """Nats of all tokens but the first, and loads of all but the last: window by window
     on one device, each as long as it is."""
-    loaded = load(find(run_dir, params=("Mesh.data = 1", "Mesh.expert = 1")))
+    loaded = load_model(
+        find_checkpoints(run_dir, params=("Mesh.data = 1", "Mesh.expert = 1"))
+    )
     cfg, graph = loaded.cfg, model_graph(loaded.run)
     nats, tokens_le = 0.0, 0
     for first in range(0, len(line_b) - 1, cfg.data.seq_len):
@@ -96,7 +100,7 @@ def test_another_mesh_has_the_same_figures(saved, jsonl):
 
 def test_held_out_text_is_what_the_run_evaluates(saved):
     """The windows of the run's own evaluation: its loss and its loads."""
-    loaded = load(find(saved))
+    loaded = load_model(find_checkpoints(saved))
     job = prepare(config_from_record(loaded.meta["config"]))
     step = make_eval_step(job.model)
     expected = held_out.evaluate(

@@ -37,7 +37,7 @@ def test_saves_that_keep_failing_stop_the_run(tmp_path):
         r"SAVE FAILED, (\d) of 3 in a row: checkpoint (\d+)", ended.out
     )
     assert [count for count, _ in failures[:2]] == ["1", "2"]
-    assert ended.out.count("training goes on") == 2
+    assert ended.out.count("training continues") == 2
     good, last = steps_saved(run_dir)[-1], good_and_last(ended.err)[1]
     assert good_and_last(ended.err) == (good, last)
     assert last == good + 21

@@ -17,7 +17,7 @@ from tests.support.metaspace import load_metaspace
 from tests.support.run_main import ROOT, environment, listing
 from tests.support.saved_run import save_run
 from train import generate
-from train.checkpoint.load import find, load
+from train.checkpoint.load import find_checkpoints, load_model
 from train.data.tokenizer import load_tokenizer, stream_decoder
 from train.eval.decoding import Sampling, decode, make_decoder
 from train.step.state import model_graph
@@ -42,7 +42,7 @@ def encoded():
 
 @functools.cache
 def decoder_of(run_dir, params=()):
-    loaded = load(find(run_dir, params=params))
+    loaded = load_model(find_checkpoints(run_dir, params=params))
     return make_decoder(loaded, TOKENIZER.vocab_size, TOKENIZER.separator)
 
 
@@ -54,7 +54,7 @@ def decoded(run_dir, how, *params, prompts=None):
 
 def by_full_passes(run_dir):
     """The likeliest next token by a whole pass over all so far, again and again."""
-    loaded = load(find(run_dir, params=ONE))
+    loaded = load_model(find_checkpoints(run_dir, params=ONE))
     graph = model_graph(loaded.run)
     layout = loaded.run.exact_layout(len(PROMPTS), WIDTH)
 
@@ -164,7 +164,7 @@ def test_bad_input_is_one_line(saved, capsys, words, message):
 
 
 def test_expert_choice_is_refused(saved):
-    loaded = load(find(saved))
+    loaded = load_model(find_checkpoints(saved))
     router = Router(kind="expert_choice", allow_expert_choice_in_decoder=True)
     cfg = dataclasses.replace(loaded.cfg, router=router)
     loaded = dataclasses.replace(loaded, run=dataclasses.replace(loaded.run, cfg=cfg))

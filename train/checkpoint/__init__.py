@@ -1,4 +1,4 @@
-"""Checkpoints: written, verified and read on any mesh; which run one may continue.
+"""Checkpoints: save, verify and restore them on any mesh, and check who may resume.
 
-Other files of a run directory are written by `train.logs`.
+The other files of a run directory are written by `train.logs`.
 """

@@ -1,11 +1,11 @@
-"""One uint32 per array that changes with any flipped bit, on any mesh and sharding.
+"""Array checksums: one uint32 that is the same on any mesh and sharding.
 
     sum over elements i of  mix(bits_i + i * GOLDEN)    modulo 2**32
 
-`mix` is a bijection of the 32-bit words and `i` the row-major position in the whole
-array, so a change of one element always shows, and wrapping integer sums do not depend
-on who adds what first. Non-linear on purpose: with a plain weighted sum two flipped
-sign bits of float32 would cancel.
+`mix` is a bijection of the 32-bit words, and `i` is the row-major index in the whole
+array. So a change of one element always changes the checksum. Sums modulo 2**32 do not
+depend on the order of the terms. `mix` must be non-linear: in a weighted sum of the
+bits, two flipped sign bits of float32 would cancel.
 """
 
 import functools
@@ -19,12 +19,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 GOLDEN = 0x9E3779B9
 BLOCK = 2**16
-"""Elements summed at a time: XLA:CPU writes out what it reduces, and 256 KiB stay in
-the cache where a whole array would be a second copy of the state."""
+"""Number of elements summed at a time. XLA:CPU materializes the terms that it sums: 256
+KiB stay in the cache, but for a whole array they would be a second copy of it."""
 
 
 def named_leaves(tree) -> dict:
-    """Return leaves by path, 'params/blocks/w_edf', in the order of the tree."""
+    """Return the leaves by path, such as 'params/blocks/w_edf', in the tree's order."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in paths]
     assert len(set(names)) == len(names), f"two leaves have one name: {sorted(names)}"
@@ -32,15 +32,16 @@ def named_leaves(tree) -> dict:
 
 
 def checksums(state) -> dict[str, int]:
-    """Return the checksum of every leaf by name, computed where the arrays are.
+    """Return the checksum of every leaf by name, computed on the arrays' devices.
 
-    Leaves are jax.Arrays of at most 32 bits an element. Blocks until they are computed.
+    Leaves are jax.Arrays of at most 32 bits per element. Blocks until the checksums are
+    computed.
     """
     leaves = named_leaves(state)
     by_mesh: dict[Mesh | None, list[str]] = {}
     for name, leaf in leaves.items():
-        named = isinstance(leaf.sharding, NamedSharding)
-        by_mesh.setdefault(leaf.sharding.mesh if named else None, []).append(name)
+        is_named = isinstance(leaf.sharding, NamedSharding)
+        by_mesh.setdefault(leaf.sharding.mesh if is_named else None, []).append(name)
     sums = {}
     for mesh, names in by_mesh.items():
         group = [leaves[name] for name in names]
@@ -53,13 +54,13 @@ def checksums(state) -> dict[str, int]:
 
 
 def digest(sums: dict[str, int]) -> str:
-    """Return 16 hex letters that name a whole state, or a part of it."""
+    """Return 16 hex digits that identify the arrays with these checksums."""
     text = "\n".join(f"{name} {sums[name]:08x}" for name in sorted(sums))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def describe(state) -> dict[str, dict]:
-    """Return dtype, shape and checksum of every leaf by name, as JSON takes it."""
+def describe_arrays(state) -> dict[str, dict]:
+    """Return the dtype, shape and checksum of every leaf by name, for JSON."""
     sums = checksums(state)
     return {
         name: {"dtype": str(x.dtype), "shape": list(x.shape), "checksum": sums[name]}
@@ -68,7 +69,10 @@ def describe(state) -> dict[str, dict]:
 
 
 def require_same_arrays(saved: dict[str, dict], abstract_state) -> None:
-    """Raise ValueError unless `saved`, of `describe`, has `abstract_state`'s leaves."""
+    """Raise ValueError unless the saved arrays have the types of the abstract state.
+
+    `saved` is the result of describe_arrays. The names, dtypes and shapes must agree.
+    """
     there = {name: _type(x["dtype"], x["shape"]) for name, x in saved.items()}
     here = {n: _type(x.dtype, x.shape) for n, x in named_leaves(abstract_state).items()}
     different = [n for n in here | there if there.get(n) != here.get(n)]
@@ -94,7 +98,7 @@ def _sums_anywhere(leaves: list[jax.Array]) -> jax.Array:
 def _sums_on_mesh(
     leaves: list[jax.Array], mesh: Mesh, specs: tuple[PartitionSpec, ...]
 ) -> jax.Array:
-    """Sum each device's shards, the first replica of each; then one all-reduce."""
+    """Sum on each device the shards of which it has the first copy; then all-reduce."""
     axes = tuple(mesh.axis_names)
 
     def local(shards: list[jax.Array]) -> jax.Array:
@@ -131,9 +135,10 @@ def _shard_sum(
 
 
 def _sum(x: jax.Array, shape: tuple[int, ...], start) -> jax.Array:
-    """Return the sum over a part of an array of `shape`; it begins at indices `start`.
+    """Return the sum over a part `x` of an array of shape `shape`.
 
-    The part is seen as rows along its last dim, and summed a block of rows at a time.
+    The part begins at the indices `start`. It is viewed as rows along its last dim, and
+    summed one block of rows at a time.
     """
     if x.size == 0:
         return jnp.sum(x.astype(jnp.uint32))

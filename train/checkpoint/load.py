@@ -1,8 +1,8 @@
-"""Parameters of any checkpoint, on any mesh, changing nothing where they lie.
+"""Load the parameters of a checkpoint on any mesh, without changing the run directory.
 
-    found = find(run_dir, params=["Mesh.expert = 2"])    no jax yet: found.cfg says
-    start(found.cfg)                                     which flags it needs
-    loaded = load(found)
+    source = find_checkpoints(run_dir, params=["Mesh.expert = 2"])
+    start(source.cfg)             sets the flags that jax needs; jax is not imported yet
+    loaded = load_model(source)
 
 A run may be writing to the directory meanwhile. Optimizer moments are not read.
 """
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from moejax.config import Config
 from moejax.plan.layout import Topology
-from train.checkpoint.identity import FIXED, require_format
-from train.checkpoint.record import record_for_all, steps_in
+from train.checkpoint.identity import FIXED_FIELDS, require_format
+from train.checkpoint.record import list_steps, read_record_on_all
 from train.config.names import KINDS, check_name, config_from_record, convert
 from train.launch.program import one_line, say_loudly
 
@@ -27,37 +27,39 @@ if TYPE_CHECKING:
     from moejax.moe.types import Placement
     from moejax.resolve.resolved import Resolved
 
-UNCUT = {
+MESH_DEFAULTS = {
     "schedule": "auto", "expert_shards": None, "domain": (1, 1), "compression": "none",
     "gradient_compression": None,
 }  # fmt: skip
-"""Fields of Dispatch that follow a run's mesh, as another mesh takes them."""
+"""Fields of Dispatch that fit only the mesh of their run, and their values on another
+mesh."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """Where to read, and what is to run."""
+class CheckpointSource:
+    """Checkpoints of a run, and the configuration to load one with."""
 
     directory: pathlib.Path
     steps: tuple[int, ...]
-    """Checkpoints to try, in order."""
+    """Steps of the checkpoints to try, in order."""
     cfg: Config
-    """The run's own, with what `params` changed; its devices are simulated or there."""
+    """Configuration of the run, changed by the bindings that the user gave."""
     is_mesh_given: bool
+    """Whether the user gave a mesh."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A trained model on its devices."""
 
     run: "Resolved"
-    """The run's own, but for mesh, batch and what else suits this machine."""
+    """Configuration of the run, but with a mesh, batch and kernels for this machine."""
     params: Any
     router_bias: Any
     placement: "Placement"
     step: int
     meta: dict[str, Any]
-    """The checkpoint's: configuration of the run, data identity and plan."""
+    """Meta of the checkpoint: configuration of the run, data identity and plan."""
 
     @property
     def cfg(self) -> Config:
@@ -68,44 +70,46 @@ class Loaded:
         return self.run.mesh
 
 
-def find(
+def find_checkpoints(
     run_dir: str | pathlib.Path, step: int | None = None, params: Sequence[str] = ()
-) -> Found:
-    """Find the checkpoints of a run: all, newest first, or the one of `step`.
+) -> CheckpointSource:
+    """Find the checkpoints of a run: all of them, newest first, or that of `step`.
 
-    `params` are bindings such as 'Mesh.expert = 2'. Raises ValueError in one line where
-    there is no checkpoint, or none that says what it is, and for a binding that the
-    parameters do not allow.
+    `params` are bindings such as 'Mesh.expert = 2'. Raises a ValueError of one line if
+    there is no checkpoint, if no record can be read, or if a binding changes a field
+    that decides the parameters.
     """
     directory = pathlib.Path(run_dir).absolute() / "checkpoints"
-    there = steps_in(directory) if directory.is_dir() else []
-    if not there:
+    saved_steps = list_steps(directory) if directory.is_dir() else []
+    if not saved_steps:
         raise ValueError(
             f"{run_dir} has no checkpoints: name the run directory of a run of "
-            "train/main.py that has saved"
+            "train/main.py that has saved one"
         )
-    if step is not None and step not in there:
-        shown = ", ".join(map(str, sorted(there)))
-        raise ValueError(f"{run_dir} has no checkpoint of step {step}: it has {shown}")
-    steps = tuple(there if step is None else [step])
-    trained = _config_in(directory, steps)
+    if step is not None and step not in saved_steps:
+        names = ", ".join(map(str, sorted(saved_steps)))
+        raise ValueError(f"{run_dir} has no checkpoint of step {step}: it has {names}")
+    steps = tuple(saved_steps if step is None else [step])
+    trained = _read_config(directory, steps)
     if trained.router.kind == "recorded":
         raise ValueError(
-            "Router.kind='recorded' sends tokens where a record says, whatever the "
-            "text: there is nothing to evaluate or to generate"
+            "Router.kind='recorded' routes tokens as a record says, whatever the text "
+            "is: there is nothing to evaluate or to generate"
         )
-    bound = dict(_binding(param) for param in params)
-    is_mesh_given = any(name.startswith("Mesh.") for name in bound)
-    cfg = _rebound(trained, bound, is_mesh_given)
-    return Found(directory, steps, cfg, is_mesh_given)
+    bindings = dict(_parse_binding(param) for param in params)
+    is_mesh_given = any(name.startswith("Mesh.") for name in bindings)
+    cfg = _rebind(trained, bindings, is_mesh_given)
+    return CheckpointSource(directory, steps, cfg, is_mesh_given)
 
 
-def load(found: Found, say: Callable[[str], None] = say_loudly) -> Loaded:
-    """Load the newest whole checkpoint of those found onto the devices of this machine,
-    and verify its checksums.
+def load_model(
+    source: CheckpointSource, say: Callable[[str], None] = say_loudly
+) -> LoadedModel:
+    """Load the newest undamaged checkpoint of the source onto this machine's devices.
 
-    Raises ValueError in one line when none is whole, when the devices are too few, or
-    when this program builds another model than the one that was saved.
+    The checksums of its arrays are verified. Raises a ValueError of one line if all
+    checkpoints are damaged, if there are too few devices, or if this program builds a
+    different model from the one that was saved.
     """
     import jax
 
@@ -115,29 +119,31 @@ def load(found: Found, say: Callable[[str], None] = say_loudly) -> Loaded:
     from train.step.compiled import home_placement
 
     quiet_orbax()
-    cfg = _on_these_devices(found, jax.devices())
+    cfg = _adapt_to_devices(source, jax.devices())
     mesh = make_mesh(cfg.mesh, jax.devices()[: cfg.mesh.num_devices])
     run = resolve(cfg, mesh)
     placement = home_placement(run)
-    for step in found.steps:
-        record, damage = record_for_all(found.directory, step)
+    for step in source.steps:
+        record, damage = read_record_on_all(source.directory, step)
         if record is not None:
-            tree, damage = _read(found.directory, record, run)
+            tree, damage = _read_params(source.directory, record, run)
             if tree is not None:
                 params, bias = tree["params"], tree["router_bias"]
-                return Loaded(run, params, bias, placement, step, record["meta"])
-        problem = f"checkpoint {step} in {found.directory} is damaged: {damage}"
-        if len(found.steps) == 1:
+                return LoadedModel(run, params, bias, placement, step, record["meta"])
+        problem = f"checkpoint {step} in {source.directory} is damaged: {damage}"
+        if len(source.steps) == 1:
             raise ValueError(f"{problem}: use another one")
         say(problem)
     raise ValueError(
-        f"none of the {len(found.steps)} checkpoints in {found.directory} is whole"
+        f"all {len(source.steps)} checkpoints in {source.directory} are damaged"
     )
 
 
-def _config_in(directory: pathlib.Path, steps: Sequence[int]) -> Config:
-    """Return the configuration in the first record that can be read; load() verifies
-    the rest. All checkpoints of a run are of one model."""
+def _read_config(directory: pathlib.Path, steps: Sequence[int]) -> Config:
+    """Return the configuration in the first record that can be read.
+
+    load_model() verifies the rest. All checkpoints of a run have the same model.
+    """
     problem = ""
     for step in steps:
         try:
@@ -145,104 +151,110 @@ def _config_in(directory: pathlib.Path, steps: Sequence[int]) -> Config:
             meta = json.loads(text)["meta"]
             require_format(meta)
             return config_from_record(meta["config"])
-        except (OSError, json.JSONDecodeError, UnicodeDecodeError) as fault:
-            problem = one_line(fault)
-        except (KeyError, TypeError, AttributeError) as fault:
-            problem = f"it lacks {fault}"
+        except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            problem = one_line(error)
+        except (KeyError, TypeError, AttributeError) as error:
+            problem = f"it lacks {error}"
     raise ValueError(
         f"checkpoint {steps[-1]} in {directory} is damaged: its record: {problem}"
     )
 
 
-def _binding(param: str) -> tuple[str, Any]:
-    """Return name and value of a binding: 'Mesh.expert = 2' -> ('Mesh.expert', 2)."""
+def _parse_binding(param: str) -> tuple[str, Any]:
+    """Parse a binding: 'Mesh.expert = 2' -> ('Mesh.expert', 2)."""
     name, _, text = (part.strip() for part in param.partition("="))
     try:
         check_name(*name.split(".", 1) if "." in name else (name, ""))
         value = convert(ast.literal_eval(text), KINDS[name])
-    except SyntaxError as fault:
+    except SyntaxError as error:
         raise ValueError(
-            f"--gin_param {param!r}: write Class.field = value, text in quotes"
-        ) from fault
-    except (ValueError, TypeError) as fault:
-        raise ValueError(f"--gin_param {param!r}: {fault}") from fault
-    part, field = _place(name)
-    if field in FIXED.get(part, ()):
+            f"--gin_param {param!r}: write Class.field = value, with quotes around text"
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--gin_param {param!r}: {error}") from error
+    part, field = _split_name(name)
+    if field in FIXED_FIELDS.get(part, ()):
         raise ValueError(
-            f"--gin_param {param!r}: the parameters of the checkpoint depend on it: "
-            "leave it out"
+            f"--gin_param {param!r}: the parameters of the checkpoint depend on this "
+            "field: leave it out"
         )
     return name, value
 
 
-def _place(name: str) -> tuple[str, str]:
-    """Return part and field of a name: 'Mesh.expert' -> ('mesh', 'expert')."""
+def _split_name(name: str) -> tuple[str, str]:
+    """Split a name into part and field: 'Mesh.expert' -> ('mesh', 'expert')."""
     cls, field = name.split(".")
     return cls.lower(), field
 
 
-def _rebound(trained: Config, bound: dict[str, Any], is_mesh_given: bool) -> Config:
-    """Return the configuration with `bound`, and one row for each shard of the batch.
+def _rebind(trained: Config, bindings: dict[str, Any], is_mesh_given: bool) -> Config:
+    """Return the configuration with the bindings, and one row for each batch shard.
 
-    A mesh of simulated devices that is changed brings its number of devices.
+    If the mesh of simulated devices changes, their number follows the mesh.
     """
     values = trained.to_dict()
-    for name, value in bound.items():
-        part, field = _place(name)
+    for name, value in bindings.items():
+        part, field = _split_name(name)
         values[part][field] = value
     mesh, train = Topology(**values["mesh"]), values["train"]
-    if train["num_simulated_devices"] and "Train.num_simulated_devices" not in bound:
+    if train["num_simulated_devices"] and "Train.num_simulated_devices" not in bindings:
         train["num_simulated_devices"] = mesh.num_devices
     elif train["num_simulated_devices"] and not is_mesh_given:
-        mesh = _fitting(trained.moe.num_experts, train["num_simulated_devices"])
+        mesh = _make_fitting_mesh(
+            trained.moe.num_experts, train["num_simulated_devices"]
+        )
         train["num_simulated_devices"] = mesh.num_devices
     if mesh != trained.mesh:
-        kept = {name.split(".")[1] for name in bound if name.startswith("Dispatch.")}
-        values["dispatch"] |= {n: value for n, value in UNCUT.items() if n not in kept}
+        given = {n.split(".")[1] for n in bindings if n.startswith("Dispatch.")}
+        values["dispatch"] |= {n: v for n, v in MESH_DEFAULTS.items() if n not in given}
     values["balance"] |= {"policy": "home", "calibration": None}
     values["mesh"] = dataclasses.asdict(mesh)
     train |= {"accumulate_steps": 1, "batch_size": mesh.num_batch_shards}
     return config_from_record(values)
 
 
-def _fitting(num_experts: int, num_devices: int) -> Topology:
-    """Return a mesh of one expert axis, as long as divides the experts."""
+def _make_fitting_mesh(num_experts: int, num_devices: int) -> Topology:
+    """Return the largest mesh with only an expert axis that divides the experts."""
     fits = range(1, min(num_experts, num_devices) + 1)
     return Topology(expert=max(n for n in fits if num_experts % n == 0))
 
 
-def _on_these_devices(found: Found, devices: "Sequence[jax.Device]") -> Config:
-    """Return the configuration for the devices here: another mesh where nobody asked
-    for the run's and it does not fit, and the portable kernels where they are no
-    GPUs."""
-    cfg, mesh = found.cfg, found.cfg.mesh
+def _adapt_to_devices(
+    source: CheckpointSource, devices: "Sequence[jax.Device]"
+) -> Config:
+    """Return the configuration for the devices of this machine.
+
+    If the user gave no mesh, and the mesh of the run does not fit, it gets another
+    mesh. Devices that are not GPUs get portable attention and the padded transport.
+    """
+    cfg, mesh = source.cfg, source.cfg.mesh
     is_other = mesh.num_devices != len(devices)
-    if is_other and not found.is_mesh_given and not cfg.train.num_simulated_devices:
-        mesh = _fitting(cfg.moe.num_experts, len(devices))
+    if is_other and not source.is_mesh_given and not cfg.train.num_simulated_devices:
+        mesh = _make_fitting_mesh(cfg.moe.num_experts, len(devices))
     if mesh.num_devices > len(devices):
         raise ValueError(
-            f"Mesh ({mesh}) needs {mesh.num_devices} devices, and "
-            f"{len(devices)} are here: change it with --gin_param 'Mesh.expert = 1'"
+            f"Mesh ({mesh}) needs {mesh.num_devices} devices, but this machine has "
+            f"{len(devices)}: change it with --gin_param 'Mesh.expert = 1'"
         )
     model, dispatch = cfg.model, cfg.dispatch
     if devices[0].platform != "gpu":
         model = dataclasses.replace(model, attention="xla")
         dispatch = dataclasses.replace(dispatch, transport="padded")
-    if mesh != cfg.mesh:  # what was cut for the run's devices
-        dispatch = dataclasses.replace(dispatch, **UNCUT)
+    if mesh != cfg.mesh:  # these fields fit only the mesh of the run
+        dispatch = dataclasses.replace(dispatch, **MESH_DEFAULTS)
     rows = mesh.num_batch_shards
     train = dataclasses.replace(cfg.train, batch_size=rows)
     changed = {"mesh": mesh, "model": model, "dispatch": dispatch, "train": train}
     return dataclasses.replace(cfg, **changed)
 
 
-def _read(
+def _read_params(
     directory: pathlib.Path, record: dict, run: "Resolved"
 ) -> tuple[dict[str, Any] | None, str]:
-    """Return parameters and router bias, verified; or None and what is wrong."""
+    """Return the verified parameters and router bias, or None and what is wrong."""
     import optax
 
-    from train.checkpoint.checkpoints import arrays_for_all
+    from train.checkpoint.checkpoints import read_arrays_on_all
     from train.checkpoint.checksum import require_same_arrays
     from train.step.state import abstract_state
 
@@ -251,4 +263,4 @@ def _read(
     saved = record["arrays"].items()
     saved = {name: array for name, array in saved if name.split("/")[0] in wanted}
     require_same_arrays(saved, wanted)
-    return arrays_for_all(directory, record | {"arrays": saved}, wanted)
+    return read_arrays_on_all(directory, record | {"arrays": saved}, wanted)

@@ -1,4 +1,4 @@
-"""Clean up after orbax calls that fail: unfinished files, pages of log, long errors."""
+"""Clean up after failed orbax calls: unfinished files, pages of log, long errors."""
 
 import functools
 import logging
@@ -12,10 +12,10 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 def remove_unfinished(directory: pathlib.Path) -> None:
-    """Remove what unfinished saves left; call it while no save is in flight.
+    """Remove the files of unfinished saves; call it while no save is in flight.
 
-    It looks again after each removal, for two seconds at most: the other writers of a
-    save end after the one that failed it, and create the files they write anew.
+    After each removal it looks again, for two seconds at most: the other writers of a
+    failed save end later, and create their files again.
     """
     for _ in range(40):
         remains = list(directory.glob(f"*{UNFINISHED}*"))
@@ -26,32 +26,34 @@ def remove_unfinished(directory: pathlib.Path) -> None:
         time.sleep(0.05)
 
 
-def shorten(fault: Exception) -> str:
-    """Return an error as one line of at most 200 letters and its type.
+def shorten(error: Exception) -> str:
+    """Return an error's type and its message in one line, cut to about 200 characters.
 
-    The beginning says what was done and the end why it failed; the paths between them
-    are cut out. So are the source lines that tensorstore appends in brackets.
+    The beginning of a message tells what was done, and its end why that failed, so the
+    paths in the middle are cut out. The source lines that tensorstore appends in
+    brackets are removed too.
     """
-    text = " ".join(str(fault).split(" [")[0].split())
+    text = " ".join(str(error).split(" [")[0].split())
     if len(text) > 200:
         text = f"{text[:80]} ... {text[-110:]}"
-    return f"{type(fault).__name__}: {text}"
+    return f"{type(error).__name__}: {text}"
 
 
 @functools.cache
 def quiet_orbax() -> None:
-    """Drop what orbax prints about an error besides raising it, and nothing of others.
+    """Suppress the output of orbax about errors that it also raises.
 
-    That is pages of log per save, a traceback per error, and, through the interpreter's
-    hook, one for each task that had to end with the event loop of a failed call.
+    For a failed save that is pages of log and a traceback for each error. It also
+    prints, through the interpreter's hook, a traceback for each task that ended with
+    the event loop of a failed call. Output of other libraries is kept.
     """
 
     def is_not_of_orbax(record: logging.LogRecord) -> bool:
         return "/orbax/checkpoint/" not in record.pathname
 
     def names_no_orbax(record: logging.LogRecord) -> bool:
-        # asyncio tells of each task whose error nobody asked for: the code that it ran
-        # or the file that it wrote is orbax's.
+        # asyncio logs each task whose error nobody retrieved. The code that it ran or
+        # the file that it wrote belongs to orbax.
         return "orbax" not in logging.Formatter().format(record)
 
     def hook(unraisable) -> None:

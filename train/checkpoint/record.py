@@ -1,9 +1,9 @@
-"""The record in a checkpoint: step, loss, meta, and a checksum for each array.
+"""Records of checkpoints: step, loss, meta, and a checksum for each array.
 
     <directory>/<step>/record         JSON, with a sha256 of all the rest
 
-Records are read without jax, and nothing on the disk is changed. The arrays beside them
-are for checkpoints.py.
+Records are read without jax, and nothing on the disk is changed. checkpoints.py reads
+and writes the arrays beside them.
 """
 
 import hashlib
@@ -16,68 +16,77 @@ from train.checkpoint.orbax_quirks import shorten
 from train.launch.processes import from_first_process
 
 
-class Damaged(Exception):
-    """A checkpoint is not what was saved; the text says how."""
+class DamagedCheckpointError(Exception):
+    """A checkpoint differs from what was saved; the message says how."""
 
 
-def new_record(
+def make_record(
     step: int, arrays: dict[str, dict], meta: dict[str, Any], eval_loss: float | None
 ) -> dict[str, Any]:
-    """Return the record of a checkpoint to be written; `arrays` is from `describe`. A
-    loss that is not finite is None."""
+    """Return the record of a checkpoint that is about to be written.
+
+    `arrays` is the result of describe_arrays. A loss that is not finite is recorded as
+    None.
+    """
     if eval_loss is not None and not math.isfinite(eval_loss):
         eval_loss = None
     record = {"step": step, "eval_loss": eval_loss, "meta": meta, "arrays": arrays}
     return {**record, "sha256": record_sha256(record)}
 
 
-def steps_in(directory: pathlib.Path) -> list[int]:
-    """Return the steps of the checkpoints there, newest first, good or not."""
+def list_steps(directory: pathlib.Path) -> list[int]:
+    """Return the steps of all checkpoints in a directory, newest first, good or not."""
     names = {entry.name for entry in directory.iterdir()}
     steps = {int(name) for name in names if name.isdecimal()}
     return sorted((s for s in steps if str(s) in names), reverse=True)
 
 
 def read_record(directory: pathlib.Path, step: int) -> dict:
-    """Return the record of checkpoint `step`; raise Damaged where it is not whole."""
+    """Return the record of a step, or raise DamagedCheckpointError."""
     try:
         text = (directory / str(step) / "record" / "metadata").read_bytes()
         record = json.loads(text)
         if record["sha256"] != record_sha256(record):
-            raise Damaged("its record differs from the record's sha256")
+            raise DamagedCheckpointError("its record does not have the record's sha256")
         if record["step"] != step:
-            raise Damaged(f"it is the checkpoint of step {record['step']}")
-    except (OSError, ValueError, TypeError, KeyError) as fault:
-        raise Damaged(f"its record: {shorten(fault)}") from fault
+            raise DamagedCheckpointError(
+                f"it is the checkpoint of step {record['step']}"
+            )
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DamagedCheckpointError(f"its record: {shorten(error)}") from error
     return record
 
 
 def newest_meta(directory: pathlib.Path) -> dict | None:
-    """Return the meta of the newest checkpoint whose record is whole, or None. Arrays
-    are not read."""
-    for step in steps_in(directory) if directory.is_dir() else []:
+    """Return the meta of the newest checkpoint with an undamaged record, or None.
+
+    Arrays are not read.
+    """
+    for step in list_steps(directory) if directory.is_dir() else []:
         try:
             return read_record(directory, step)["meta"]
-        except Damaged:
+        except DamagedCheckpointError:
             continue
     return None
 
 
-def record_for_all(directory: pathlib.Path, step: int) -> tuple[dict | None, str]:
-    """Return the record as process 0 reads it, or None and what is wrong with it."""
+def read_record_on_all(directory: pathlib.Path, step: int) -> tuple[dict | None, str]:
+    """Return the record that process 0 reads, or None and what is wrong with it."""
 
-    def tried() -> tuple[dict | None, str]:
+    def read() -> tuple[dict | None, str]:
         try:
             return read_record(directory, step), ""
-        except Damaged as damage:
+        except DamagedCheckpointError as damage:
             return None, str(damage)
 
-    return from_first_process(tried)
+    return from_first_process(read)
 
 
 def record_sha256(record: dict) -> str:
-    """Return the sha256 of a record without its own field "sha256", as the record reads
-    after a round trip through JSON."""
+    """Return the sha256 of a record without its field "sha256".
+
+    The record is first converted to JSON and back.
+    """
     rest = {key: value for key, value in record.items() if key != "sha256"}
     text = json.dumps(json.loads(json.dumps(rest)), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

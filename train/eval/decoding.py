@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 from moejax.axes import BATCH_AXES, FSDP_AXES, sharding
 from moejax.config import Config
 from moejax.model.cache import Cache
-from moejax.resolve.resolved import Resolved
-from train.checkpoint.load import Loaded
+from train.checkpoint.load import LoadedModel
+from train.resolve.resolved import Resolved
 from train.step.state import model_graph
 
 PROMPT_MULTIPLE = 32
@@ -53,7 +53,7 @@ class Decoder:
     """(*weights, token_b, position_b, how, cache) -> the same; takes the cache away."""
 
 
-def make_decoder(loaded: Loaded, num_ids: int, separator: int) -> Decoder:
+def make_decoder(loaded: LoadedModel, num_ids: int, separator: int) -> Decoder:
     """Return a decoder that draws among `num_ids` tokens: a model can have more than
     its tokenizer.
 

@@ -17,8 +17,8 @@ from flax import nnx
 from moejax.axes import BATCH_AXES, sharding
 from moejax.config import Config
 from moejax.moe.types import Batch, Windows
-from moejax.resolve.resolved import Resolved
-from train.checkpoint.load import Loaded
+from train.checkpoint.load import LoadedModel
+from train.resolve.resolved import Resolved
 from train.step.loss import token_nats
 from train.step.state import model_graph
 
@@ -34,7 +34,7 @@ class Score:
 
 
 def score(
-    loaded: Loaded, windows: Iterable[Windows], separator: int, batch_size: int
+    loaded: LoadedModel, windows: Iterable[Windows], separator: int, batch_size: int
 ) -> Score:
     """Score windows of at most seq_len + 1 tokens, `batch_size` rows or fewer a group.
 

@@ -30,7 +30,7 @@ from tests.support.watched_run import (
     speeds,
     watched,
 )
-from train.checkpoint.checksum import describe
+from train.checkpoint.checksum import describe_arrays
 from train.data.feed import feed
 from train.eval import held_out
 from train.main import main
@@ -178,7 +178,7 @@ def test_a_checkpoint_goes_on_under_any_other_policy(
     shutil.copytree(swaps.run_dir / "checkpoints" / str(SAVED_STEP), there)
     job, state, now = restored(tmp_path, f"Balance.policy = '{policy}'")
     state = now.logical(now.begin(state))
-    assert describe(state) == checkpoint_record(tmp_path, SAVED_STEP)["arrays"]
+    assert describe_arrays(state) == checkpoint_record(tmp_path, SAVED_STEP)["arrays"]
     placement = on_devices(now.plan, now.layout, job.model.mesh)
     batch_size, sharding = job.cfg.train.batch_size, job.window_sharding
     windows = feed(job.batches, SAVED_STEP, batch_size, 1, sharding)
@@ -192,7 +192,7 @@ def test_a_checkpoint_goes_on_on_four_devices(house, swaps):
     params = ("Mesh.expert = 2", "Train.num_simulated_devices = 4")
     _, state, now = restored(swaps.run_dir, *params)
     record = checkpoint_record(swaps.run_dir, NUM_STEPS)
-    assert describe(now.logical(now.begin(state))) == record["arrays"]
+    assert describe_arrays(now.logical(now.begin(state))) == record["arrays"]
     assert_evaluates_alike(house, swaps, *params)
 
 

@@ -226,7 +226,7 @@ def test_damage_is_set_aside_and_training_continues_over_it(
     restored = first.restore(abstract(make_state(mesh, 0)))
     assert restored.step == (20 if bad == "30" else 10)
     assert len(disk.said) == 1
-    assert f"CORRUPT CHECKPOINT {bad} set aside as " in disk.said[0]
+    assert f"CORRUPT CHECKPOINT {bad} renamed to " in disk.said[0]
     assert f"{bad}.corrupt-2" in disk.names()
     first.save(int(bad), make_state(mesh, 5), META)
     assert first.wait()
@@ -241,7 +241,7 @@ def test_none_is_good(two_steps, disk, mesh):
         edit_record(disk.directory, step, lambda text: json.dumps({"sha256": text}))
     assert disk.open().restore(abstract(make_state(mesh, 0))) is None
     assert len(disk.said) == 3
-    assert disk.said[2].startswith("NO GOOD CHECKPOINT of 2 in ")
+    assert disk.said[2].startswith("NO GOOD CHECKPOINT: all 2 in ")
     assert disk.names() == ["10.corrupt", "20.corrupt"]
 
 

@@ -35,12 +35,12 @@ def test_every_field_is_compared(part, field):
     meta = meta_of(Config())
     assert identity.check(meta, Config(), {}) == []
     meta["config"][part][field] = "another"
-    if field in identity.FIXED.get(part, ()) or field == "compression":
-        with pytest.raises(ValueError, match=rf"{part}\.{field}: 'another' there"):
+    if field in identity.FIXED_FIELDS.get(part, ()) or field == "compression":
+        with pytest.raises(ValueError, match=rf"{part}\.{field}: 'another' saved"):
             identity.check(meta, Config(), {})
     else:
         (told,) = identity.check(meta, Config(), {})
-        assert told.startswith(f"{part}.{field}: 'another' there, ")
+        assert told.startswith(f"{part}.{field}: 'another' saved, ")
 
 
 @pytest.mark.parametrize(("part", "field"), FIELDS)
@@ -52,8 +52,8 @@ def test_a_field_that_the_checkpoint_lacks_had_its_default(part, field):
 
 def test_fixed_fields_exist():
     """A field that moves to another class takes its entry along."""
-    named = {(p, f) for p, fields in identity.FIXED.items() for f in fields}
-    named |= {(p, f) for p, fields in identity.CUT.items() for f in fields}
+    named = {(p, f) for p, fields in identity.FIXED_FIELDS.items() for f in fields}
+    named |= {(p, f) for p, fields in identity.SHARDING_FIELDS.items() for f in fields}
     assert named <= set(FIELDS)
 
 

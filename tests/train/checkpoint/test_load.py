@@ -11,7 +11,7 @@ from moejax.plan.layout import Topology
 from tests.support.run_main import listing
 from tests.support.saved_run import STEPS, save_run
 from train.checkpoint.checksum import checksums
-from train.checkpoint.load import find, load
+from train.checkpoint.load import find_checkpoints, load_model
 from train.config.names import config_from_record
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ def flip_bits(run_dir: pathlib.Path, step: int) -> None:
 def test_every_mesh_has_the_numbers_that_were_saved(saved, params, mesh):
     """Parameters and router bias, bit for bit; the directory stays as it is."""
     before = listing(saved)
-    loaded = load(find(saved, params=params))
+    loaded = load_model(find_checkpoints(saved, params=params))
     assert loaded.cfg.mesh == mesh
     assert dict(loaded.mesh.shape) == dict(zip(loaded.mesh.axis_names, mesh.sizes))
     found = checksums({"params": loaded.params, "router_bias": loaded.router_bias})
@@ -69,7 +69,10 @@ def test_every_mesh_has_the_numbers_that_were_saved(saved, params, mesh):
 
 def test_a_relative_path_is_a_run_directory(saved, monkeypatch):
     monkeypatch.chdir(saved.parent)
-    assert load(find(saved.name)).step == load(find(saved)).step
+    assert (
+        load_model(find_checkpoints(saved.name)).step
+        == load_model(find_checkpoints(saved)).step
+    )
 
 
 def test_a_run_configuration_survives_its_record(saved):
@@ -82,23 +85,23 @@ def test_a_run_configuration_survives_its_record(saved):
 def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_used(copied):
     flip_bits(copied, 7)
     before, said = listing(copied), []
-    assert load(find(copied), said.append).step == 3
+    assert load_model(find_checkpoints(copied), said.append).step == 3
     (line,) = said
     assert line.startswith(f"checkpoint 7 in {copied}/checkpoints is damaged: ")
     with pytest.raises(ValueError, match=r"^checkpoint 7 in .* damaged: .*use another"):
-        load(find(copied, step=7), said.append)
+        load_model(find_checkpoints(copied, step=7), said.append)
     assert listing(copied) == before
 
 
 def test_a_record_that_is_no_record_is_told_of(copied):
     metadata = copied / "checkpoints" / "7" / "record" / "metadata"
     metadata.write_text("{")
-    assert load(find(copied), [].append).step == 3
+    assert load_model(find_checkpoints(copied), [].append).step == 3
     with pytest.raises(ValueError, match=r"checkpoint 7 in .* is damaged: its record"):
-        find(copied, step=7)
+        find_checkpoints(copied, step=7)
     metadata.unlink()
     with pytest.raises(ValueError, match=r"checkpoint 7 in .* is damaged: its record"):
-        find(copied, step=7)
+        find_checkpoints(copied, step=7)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +118,7 @@ def test_a_record_that_is_no_record_is_told_of(copied):
 )
 def test_what_cannot_be_is_one_line(saved, step, params, message):
     with pytest.raises(ValueError) as caught:
-        find(saved, step, params)
+        find_checkpoints(saved, step, params)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -125,17 +128,17 @@ def test_a_router_that_follows_a_record_is_refused(copied):
     text = path.read_text().replace('"kind": "sigmoid"', '"kind": "recorded"')
     path.write_text(text.replace('"bias_rate": 0.01', '"bias_rate": 0.0'))
     with pytest.raises(ValueError, match="nothing to evaluate or to generate"):
-        find(copied)
+        find_checkpoints(copied)
 
 
 def test_more_devices_than_there_are_is_one_line(saved):
-    found = find(saved, params=("Mesh.data = 4",))
-    with pytest.raises(ValueError, match="needs 16 devices, and 8 are here"):
-        load(found)
+    found = find_checkpoints(saved, params=("Mesh.data = 4",))
+    with pytest.raises(ValueError, match="needs 16 devices, but this machine has 8"):
+        load_model(found)
     assert len(jax.devices()) == 8
 
 
 def test_no_run_is_one_line(tmp_path):
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(ValueError, match="has no checkpoints: name the run"):
-            find(folder)
+            find_checkpoints(folder)

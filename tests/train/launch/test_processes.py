@@ -93,7 +93,7 @@ def test_other_numbers_of_processes_lose_and_repeat_no_sample(alone, tmp_path, s
     damage(run_dir / "checkpoints" / "8" / "state")
     gang = run_workers(run_dir, second, "Train.num_steps = 14")
     assert gang.code == 0, gang.err
-    assert "CORRUPT CHECKPOINT 8 set aside" in gang.out
+    assert "CORRUPT CHECKPOINT 8 renamed" in gang.out
     assert "resumed at step 4\n" in gang.out
     ended = run(run_dir, gin_file=WORKERS)
     assert (ended.code, ended.err) == (0, "")

@@ -18,7 +18,7 @@ from tests.support.communication_steps import (
     wire_case,
 )
 from tests.support.steps import E, L, check_step, make_case, one_step, run, warm_state
-from train.checkpoint.identity import is_cut_alike
+from train.checkpoint.identity import has_same_sharding
 from train.step.expert_params import take
 from train.step.state import init_state, with_new_tracked
 from train.step.step import StepContext
@@ -95,9 +95,9 @@ def test_what_is_tracked_begins_anew_where_a_run_is_cut_otherwise():
     again = with_new_tracked(lost, model.run)
     assert np.array_equal(whole(again.tracked), whole(state.tracked))
     meta = {"config": json.loads(json.dumps(model.cfg.to_dict()))}
-    assert is_cut_alike(meta, model.cfg)
+    assert has_same_sharding(meta, model.cfg)
     other = dataclasses.replace(model.cfg.dispatch, domain=(2, 1))
-    assert not is_cut_alike(meta, dataclasses.replace(model.cfg, dispatch=other))
+    assert not has_same_sharding(meta, dataclasses.replace(model.cfg, dispatch=other))
 
 
 def test_a_batch_of_another_size_is_scored_without_a_domain():
