@@ -244,7 +244,7 @@ class Bytes:
 
 
 def show(record: dict, tokens_le: "np.ndarray", say: Callable[[str], None] = print):
-    from train.eval.held_out import load_lines
+    from train.eval.held_out import format_expert_loads
 
     perplexity = record["perplexity"]
     shown = "more than e700" if perplexity is None else f"{perplexity:.4g}"
@@ -257,7 +257,7 @@ def show(record: dict, tokens_le: "np.ndarray", say: Callable[[str], None] = pri
     say(f"per byte        {nats:.4f} nats, {bits:.4f} bits")
     say(f"throughput      {record['tok_per_sec']:,.0f} tokens/s, with compilation")
     say("load per expert over the mean (' .:-=+*#%@': 0 to 2)")
-    for line in load_lines(tokens_le):
+    for line in format_expert_loads(tokens_le):
         say(line)
 
 

@@ -10,7 +10,7 @@ from train.checkpoint import identity
 from train.checkpoint.checksum import checksums, digest
 from train.checkpoint.record import newest_meta
 from train.data import byte_sample
-from train.eval.held_out import load_lines
+from train.eval.held_out import format_expert_loads
 from train.eval.ngram import trigram_loss
 from train.job import Job
 from train.launch.processes import from_first_process
@@ -85,6 +85,6 @@ def _print(summary: dict, loss: float, tokens_le: np.ndarray, unit: str) -> None
     parts = f"compilation {summary['compile_sec']:.0f} s of it"
     print(f"wall time       {summary['wall_sec']:.0f} s, {parts}")
     print("load per expert on held-out text over the mean (' .:-=+*#%@': 0 to 2)")
-    print("\n".join(load_lines(tokens_le)))
+    print("\n".join(format_expert_loads(tokens_le)))
     print(f"parameters      digest {summary['digest']} at step {summary['step']}")
     print(f"run directory   {summary['run_dir']}", flush=True)

@@ -171,7 +171,7 @@ def _lag_steps(tracker: LoadTracker) -> float:
     return decay / (1.0 - decay)
 
 
-def by_owner(
+def loads_by_owner(
     tokens_lwe: np.ndarray, sizes: dict[str, int], layout: Layout
 ) -> np.ndarray:
     """Return choices of each expert by the owner that has the tokens, mean over groups.

@@ -4,7 +4,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from moejax.axes import BATCH_AXES, MeshAxes
-from moejax.balance.loads import by_owner
+from moejax.balance.loads import loads_by_owner
 from moejax.balance.policies import check_policy
 from moejax.config import Balance, Config, Data, Dispatch, Model, Moe, Router, Train
 from moejax.moe.layer import check_device
@@ -127,7 +127,7 @@ def make_plan(
     )
     if current is None:
         current = setup.home_plan(len(tokens_lwe))
-    load_lwe = by_owner(tokens_lwe, sizes, layout)
+    load_lwe = loads_by_owner(tokens_lwe, sizes, layout)
     plan = check_policy(policy).plan(load_lwe, layout, cost, current)
     return plan.validate(layout)
 

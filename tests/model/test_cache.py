@@ -11,7 +11,7 @@ from moejax.plan.layout import Topology
 from tests.support.close import assert_close
 from tests.support.decoding import CFG, LENGTHS, TOTAL, one_by_one, tokens
 from tests.support.plain_model import network
-from train.eval.decoding import Sampling, choose
+from train.eval.decoding import Sampling, sample_tokens
 
 
 def all_at_once(cfg):
@@ -43,7 +43,7 @@ def test_one_by_one_is_all_at_once(mesh):
 
 
 def draw(logits_bv, position_b, **how):
-    return np.asarray(jax.jit(choose)(logits_bv, position_b, Sampling(**how)))
+    return np.asarray(jax.jit(sample_tokens)(logits_bv, position_b, Sampling(**how)))
 
 
 def test_a_draw_follows_the_shares_of_the_likeliest():

@@ -224,5 +224,5 @@ def test_a_window_counts_its_own_characters(tmp_path):
 
 
 def test_shades_stand_for_shares_of_the_mean():
-    (line,) = held_out.load_lines(np.array([[0, 10, 20, 30, 40]]))
+    (line,) = held_out.format_expert_loads(np.array([[0, 10, 20, 30, 40]]))
     assert line == "  layer  0 | :+#@|  min 0.00  max 2.00"

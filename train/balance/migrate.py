@@ -1,4 +1,7 @@
-"""Expert masters and moments of a whole TrainState on their way, compiled ahead."""
+"""Move the experts of a TrainState to new owners or to another store, compiled ahead.
+
+What moves are the float32 master parameters of the experts and their optimizer moments.
+"""
 
 import jax
 
@@ -11,10 +14,11 @@ from train.step.step import StepContext
 
 
 class Mover:
-    """Brings a state to the owners of a plan, and to the store of a layout.
+    """Moves a training state to the owners of a plan, or to the store of a layout.
 
-    Programs are compiled by `prepare`, or when they are first needed; each donates its
-    state. Between two calls a state is whole, and its owners are a permutation.
+    Programs are compiled by the prepare methods, or when they are first needed; each
+    donates its state. Between two calls a state is complete: every expert has exactly
+    one owner.
     """
 
     def __init__(self, model: StepContext) -> None:
@@ -23,17 +27,20 @@ class Mover:
         self._reshard: dict[str, object] = {}
 
     def prepare_moves(self) -> None:
-        """Compile what changes owners."""
+        """Compile the program that moves experts to other owners."""
         if self._move is None:
             self._move = _compile_move(self._model)
 
     def prepare_reshard(self, store: str) -> None:
-        """Compile what brings logical order to this store, from the other kind."""
+        """Compile the program that reshards experts in logical order for this store.
+
+        The program starts from the other kind of store: 'sharded' or not.
+        """
         if store not in self._reshard:
             self._reshard[store] = _compile_reshard(self._model, store)
 
     def to_owners(self, state: TrainState, old: ExpertPlan, new: ExpertPlan):
-        """The state with masters and moments where `new` has its owners."""
+        """Return the state with masters and moments on the owners of plan `new`."""
         layout = self._model.layout
         for rounds in exchanges(old.owned_le, new.owned_le, layout.num_devices):
             self.prepare_moves()
@@ -41,7 +48,7 @@ class Mover:
         return state
 
     def to_store(self, state: TrainState, old: str, new: str):
-        """The state, in logical order, as the store `new` has it."""
+        """Return the state, in logical order, in the sharding of the store `new`."""
         if (old == "sharded") == (new == "sharded"):
             return state
         store = "sharded" if new == "sharded" else "owned"
@@ -60,9 +67,11 @@ def _compile_move(model: StepContext):
 
     def run(state, rounds):
         mesh_layout = model.run.owning_on_mesh
-        return _changed(state, lambda *experts: move(*experts, rounds, mesh_layout))
+        return _change_experts(
+            state, lambda *experts: move(*experts, rounds, mesh_layout)
+        )
 
-    return _jitted(run, state).lower(state, rounds).compile()
+    return _jit(run, state).lower(state, rounds).compile()
 
 
 def _compile_reshard(model: StepContext, store: str):
@@ -73,18 +82,20 @@ def _compile_reshard(model: StepContext, store: str):
 
     def run(state):
         mesh_layout = model.run.owning_on_mesh
-        return _changed(state, lambda *experts: reshard(*experts, store, mesh_layout))
+        return _change_experts(
+            state, lambda *experts: reshard(*experts, store, mesh_layout)
+        )
 
-    return _jitted(run, after).lower(before).compile()
+    return _jit(run, after).lower(before).compile()
 
 
-def _jitted(run, after: TrainState):
+def _jit(run, after: TrainState):
     shardings = jax.tree.map(lambda leaf: leaf.sharding, after)
     return jax.jit(run, donate_argnums=0, out_shardings=shardings)
 
 
-def _changed(state: TrainState, change) -> TrainState:
-    """The state with change(arrays, names) in place of its experts' arrays."""
+def _change_experts(state: TrainState, change) -> TrainState:
+    """Return the state with its experts' arrays replaced by change(arrays, names)."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
     index = [i for i, (path, _) in enumerate(leaves) if is_expert(path)]
     names = [leaves[i][0][-1].key for i in index]

@@ -1,4 +1,4 @@
-"""Loss of a model on any text, text that it continues, and a baseline beside its loss.
+"""Evaluation: the loss of a model on any text, text generation, and a trigram baseline.
 
-Programs around these are train/evaluate.py, train/generate.py and the loop of a run.
+train/evaluate.py, train/generate.py and the loop of a run use this package.
 """

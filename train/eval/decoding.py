@@ -1,7 +1,10 @@
-"""Text token by token: a prefill of the prompts, then one jitted step per token.
+"""Generate text: prefill the prompts, then run one jitted step for each token.
 
-prompt 0   # t h e   c a t     rows begin with separators at position -1, so that
-prompt 1   # # # # a   d o     all end together: a document of their own, unseen
+prompt 0   # t h e   c a t     # is a separator at position -1
+prompt 1   # # # # a   d o
+
+The separators fill the rows up on the left, so that all rows end together. They form a
+document of their own, to which the prompt does not attend.
 """
 
 import dataclasses
@@ -22,18 +25,18 @@ from train.step.state import model_graph
 
 PROMPT_MULTIPLE = 32
 CACHE_MULTIPLE = 128
-"""Widths are rounded up to these, so that most prompts share a compiled program."""
+"""Widths are rounded up to multiples of these, so that most prompts share a program."""
 
 
 @struct.dataclass
 class Sampling:
-    """How a token is drawn; values, so that another one compiles nothing."""
+    """Sampling settings. They are array values, so changing them compiles nothing."""
 
     temperature: Float[Array, ""] | float = 0.0
-    """0 takes the likeliest."""
+    """Temperature of the softmax; 0 takes the likeliest token."""
     top_p: Float[Array, ""] | float = 1.0
-    """Only of the likeliest tokens whose shares add up to this (Holtzman et al. 2019,
-    section 3.1); the likeliest is always one of them."""
+    """Nucleus sampling: draw from the likeliest tokens whose probabilities add up to
+    this (Holtzman et al. 2019, section 3.1). The likeliest token is always included."""
     seed: Int[Array, ""] | int = 0
 
 
@@ -44,90 +47,97 @@ class Decoder:
     cfg: Config
     mesh: jax.sharding.Mesh
     weights: tuple
-    """Parameters, router bias and placement."""
+    """Parameters, router bias and placement, the first arguments of both programs."""
     separator: int
     prefill: Callable
-    """(*weights, token_bt, position_bt, how, capacity) -> token_b, position_b, cache:
-    the next tokens, and the positions that they have."""
+    """Jitted function (*weights, token_bt, position_bt, sampling, capacity) ->
+    (token_b, position_b, cache): the next tokens and their positions."""
     step: Callable
-    """(*weights, token_b, position_b, how, cache) -> the same; takes the cache away."""
+    """Jitted function (*weights, token_b, position_b, sampling, cache) -> the same
+    results. The cache is donated."""
 
 
 def make_decoder(loaded: LoadedModel, num_ids: int, separator: int) -> Decoder:
-    """Return a decoder that draws among `num_ids` tokens: a model can have more than
-    its tokenizer.
+    """Return a decoder that samples only the first `num_ids` ids.
 
-    Raises ValueError for a router that cannot choose token by token.
+    A model can have more ids than its tokenizer. Raises ValueError for a router that
+    cannot route one token at a time.
     """
     if loaded.cfg.router.kind == "expert_choice":
         raise ValueError(
-            "Router.kind='expert_choice' chooses among all tokens of a text, and those "
-            "to come are not there yet: nothing can be generated"
+            "Router.kind='expert_choice' chooses among all tokens of a text, but later "
+            "tokens do not exist yet: it cannot generate text"
         )
-    # Dense parameters are gathered once, not in every step.
-    whole = jax.tree.map(
-        lambda leaf: jax.device_put(leaf, _when_used(leaf.sharding)), loaded.params
+    # Dense parameters are gathered here once, instead of in every step.
+    params = jax.tree.map(
+        lambda leaf: jax.device_put(leaf, _gathered_sharding(leaf.sharding)),
+        loaded.params,
     )
-    weights = whole, loaded.router_bias, loaded.placement
-    programs = _programs(loaded.run, num_ids)
+    weights = params, loaded.router_bias, loaded.placement
+    programs = _make_programs(loaded.run, num_ids)
     return Decoder(loaded.cfg, loaded.mesh, weights, separator, *programs)
 
 
 def decode(
-    decoder: Decoder, prompts: Sequence[np.ndarray], max_tokens: int, how: Sampling
+    decoder: Decoder, prompts: Sequence[np.ndarray], max_tokens: int, sampling: Sampling
 ) -> Iterator[np.ndarray]:
-    """Yield the next token of every prompt [prompts], at most `max_tokens` times.
+    """Yield the next token of every prompt, int32 [prompts], up to `max_tokens` times.
 
-    The token of a prompt depends on nothing but the model, the prompt, what came of it
-    before, and `how`. The caller leaves when it has seen enough. The device is a step
-    ahead of what is given out.
+    A token depends only on the model, its own prompt, the tokens generated after that
+    prompt, and `sampling`. The caller may stop iterating at any time. The device
+    computes one step ahead of the tokens that are yielded.
     """
-    token_bt, position_bt = _rows(decoder, prompts)
-    capacity = _up(token_bt.shape[1] + max_tokens, CACHE_MULTIPLE)
-    spread, whole = sharding(decoder.mesh, BATCH_AXES), sharding(decoder.mesh)
-    rows = jax.device_put((token_bt, position_bt), spread)
-    how = jax.device_put(_as_arrays(how), whole)
-    last = decoder.prefill(*decoder.weights, *rows, how, capacity)
-    for left in reversed(range(max_tokens)):
+    token_bt, position_bt = _pad_prompts(decoder, prompts)
+    capacity = _round_up(token_bt.shape[1] + max_tokens, CACHE_MULTIPLE)
+    batch_sharding, whole = sharding(decoder.mesh, BATCH_AXES), sharding(decoder.mesh)
+    rows = jax.device_put((token_bt, position_bt), batch_sharding)
+    sampling = jax.device_put(_as_arrays(sampling), whole)
+    last = decoder.prefill(*decoder.weights, *rows, sampling, capacity)
+    for num_left in reversed(range(max_tokens)):
         token_b, position_b, cache = last
-        if left:
-            last = decoder.step(*decoder.weights, token_b, position_b, how, cache)
+        if num_left:
+            last = decoder.step(*decoder.weights, token_b, position_b, sampling, cache)
         yield np.asarray(token_b)[: len(prompts)]
 
 
-def choose(
-    logits_bv: Float[Array, "b v"], position_b: Int[Array, " b"], how: Sampling
+def sample_tokens(
+    logits_bv: Float[Array, "b v"], position_b: Int[Array, " b"], sampling: Sampling
 ) -> Int[Array, " b"]:
-    """Choose one token for each row. Noise depends on the seed and the token's position
-    alone: on no other row, and not on the mesh."""
-    key = jax.random.key(how.seed)
+    """Sample one token for each row.
+
+    The noise depends only on the seed and the token's position, so neither on other
+    rows nor on the mesh.
+    """
+    key = jax.random.key(sampling.seed)
 
     def noise(position):
         return jax.random.gumbel(
             jax.random.fold_in(key, position), logits_bv.shape[1:], jnp.float32
         )
 
-    warm_bv = logits_bv / jnp.where(how.temperature > 0, how.temperature, 1.0)
-    share_bv = jax.nn.softmax(warm_bv, axis=-1)
+    scaled_bv = logits_bv / jnp.where(
+        sampling.temperature > 0, sampling.temperature, 1.0
+    )
+    share_bv = jax.nn.softmax(scaled_bv, axis=-1)
     order_bv = jnp.argsort(-share_bv, axis=-1, stable=True)
     sorted_bv = jnp.take_along_axis(share_bv, order_bv, axis=-1)
     before_bv = jnp.cumsum(sorted_bv, axis=-1) - sorted_bv
-    is_in_bv = (before_bv < how.top_p).at[:, 0].set(True)
-    # The largest of logits with Gumbel noise is a draw from their softmax.
-    drawn_bv = jnp.take_along_axis(
-        warm_bv + jax.vmap(noise)(position_b), order_bv, axis=-1
+    is_kept_bv = (before_bv < sampling.top_p).at[:, 0].set(True)
+    # The argmax of logits plus Gumbel noise is a sample from their softmax.
+    noisy_bv = jnp.take_along_axis(
+        scaled_bv + jax.vmap(noise)(position_b), order_bv, axis=-1
     )
-    place_b = jnp.argmax(jnp.where(is_in_bv, drawn_bv, -jnp.inf), axis=-1)
-    drawn_b = jnp.take_along_axis(order_bv, place_b[:, None], axis=-1)[:, 0]
+    rank_b = jnp.argmax(jnp.where(is_kept_bv, noisy_bv, -jnp.inf), axis=-1)
+    sampled_b = jnp.take_along_axis(order_bv, rank_b[:, None], axis=-1)[:, 0]
     likeliest_b = jnp.argmax(logits_bv, axis=-1)
-    return jnp.where(how.temperature > 0, drawn_b, likeliest_b).astype(jnp.int32)
+    return jnp.where(sampling.temperature > 0, sampled_b, likeliest_b).astype(jnp.int32)
 
 
-def _programs(run: Resolved, num_ids: int):
-    """Return the prefill and the step of a Decoder, jitted."""
+def _make_programs(run: Resolved, num_ids: int):
+    """Return the jitted prefill and step functions of a Decoder."""
     cfg, graph = run.cfg, model_graph(run)
 
-    def extend(params, bias, placement, token_bt, position_bt, how, cache):
+    def extend(params, bias, placement, token_bt, position_bt, sampling, cache):
         network = nnx.merge(graph, params, bias)
         layout = run.exact_layout(*token_bt.shape)
         hidden_btd, cache = network.extend(
@@ -142,15 +152,15 @@ def _programs(run: Resolved, num_ids: int):
         is_id_v = jnp.arange(logits_bv.shape[1]) < num_ids
         position_b = position_bt[:, -1] + 1
         logits_bv = jnp.where(is_id_v, logits_bv, -jnp.inf)
-        return choose(logits_bv, position_b, how), position_b, cache
+        return sample_tokens(logits_bv, position_b, sampling), position_b, cache
 
-    def prefill(params, bias, placement, token_bt, position_bt, how, capacity):
+    def prefill(params, bias, placement, token_bt, position_bt, sampling, capacity):
         cache = Cache.empty(cfg.model, token_bt.shape[0], capacity)
-        return extend(params, bias, placement, token_bt, position_bt, how, cache)
+        return extend(params, bias, placement, token_bt, position_bt, sampling, cache)
 
-    def step(params, bias, placement, token_b, position_b, how, cache):
+    def step(params, bias, placement, token_b, position_b, sampling, cache):
         rows = token_b[:, None], position_b[:, None]
-        return extend(params, bias, placement, *rows, how, cache)
+        return extend(params, bias, placement, *rows, sampling, cache)
 
     whole = sharding(run.mesh)
     outs = whole, whole, Cache.shardings(run.mesh)
@@ -160,12 +170,14 @@ def _programs(run: Resolved, num_ids: int):
     )
 
 
-def _rows(decoder: Decoder, prompts: Sequence[np.ndarray]):
-    """Return tokens and positions [b, t]; b is a multiple of the batch's shards, with
-    copies of the last prompt."""
+def _pad_prompts(decoder: Decoder, prompts: Sequence[np.ndarray]):
+    """Return the prompts' tokens and positions, int32 [b, t] each.
+
+    b is a multiple of the number of batch shards; copies of the last prompt fill it up.
+    """
     shards = decoder.cfg.mesh.num_batch_shards
-    width = _up(max(map(len, prompts)), PROMPT_MULTIPLE)
-    shape = (_up(len(prompts), shards), width)
+    width = _round_up(max(map(len, prompts)), PROMPT_MULTIPLE)
+    shape = (_round_up(len(prompts), shards), width)
     token_bt = np.full(shape, decoder.separator, np.int32)
     position_bt = np.full(shape, -1, np.int32)
     for row in range(shape[0]):
@@ -176,17 +188,22 @@ def _rows(decoder: Decoder, prompts: Sequence[np.ndarray]):
     return token_bt, position_bt
 
 
-def _when_used(where: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding:
-    """Return the sharding over experts alone: what is over all of FSDP is whole."""
+def _gathered_sharding(where: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding:
+    """Return the sharding with the dims over all FSDP axes gathered.
+
+    Only the dims over the expert axis stay sharded.
+    """
     dims = [None if dim == FSDP_AXES else dim for dim in where.spec]
     return sharding(where.mesh, *dims)
 
 
-def _as_arrays(how: Sampling) -> Sampling:
+def _as_arrays(sampling: Sampling) -> Sampling:
     return Sampling(
-        np.float32(how.temperature), np.float32(how.top_p), np.uint32(how.seed)
+        np.float32(sampling.temperature),
+        np.float32(sampling.top_p),
+        np.uint32(sampling.seed),
     )
 
 
-def _up(count: int, multiple: int) -> int:
+def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple

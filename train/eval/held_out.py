@@ -1,4 +1,4 @@
-"""Held-out loss: the same windows each time, so figures of two steps compare."""
+"""Held-out loss. The windows are the same each time, so losses of two steps compare."""
 
 import dataclasses
 
@@ -9,19 +9,21 @@ from train.data import HeldOut
 from train.data.feed import feed
 
 SHADES = " .:-=+*#%@"
-"""From no load to twice the mean and above."""
+"""Characters for a load from 0 to twice the mean; the last also stands for more."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
+    """Result of an evaluation on the held-out windows."""
+
     loss: float
-    """Nats per token."""
+    """Mean loss in nats per token."""
     tokens_le: np.ndarray
-    """Load of each expert in each MoE layer."""
+    """Number of tokens of each expert in each MoE layer."""
 
 
 def evaluate(step, state, placement, held_out: HeldOut, sharding) -> Evaluation:
-    """Return the mean over all held-out batches; read the devices once, at the end."""
+    """Evaluate all held-out batches; read the results from the devices at the end."""
     reports = []
     for index in range(held_out.num_batches):
         windows = feed(held_out, index, held_out.batch_size, 1, sharding)
@@ -31,11 +33,14 @@ def evaluate(step, state, placement, held_out: HeldOut, sharding) -> Evaluation:
     return Evaluation(float(np.mean(nats_i)), tokens_le)
 
 
-def load_lines(tokens_le: np.ndarray) -> list[str]:
-    """Return a line per MoE layer: the load of each expert over the mean, as shades."""
+def format_expert_loads(tokens_le: np.ndarray) -> list[str]:
+    """Return one line per MoE layer that shows each expert's load over the mean.
+
+    Each expert is one character of SHADES. The line ends with the minimum and maximum.
+    """
     lines = []
     for layer, row_e in enumerate(tokens_le / tokens_le.mean(axis=1, keepdims=True)):
         shades = "".join(SHADES[min(int(x / 2 * len(SHADES)), 9)] for x in row_e)
-        least, most = row_e.min(), row_e.max()
-        lines.append(f"  layer {layer:2d} |{shades}|  min {least:.2f}  max {most:.2f}")
+        low, high = row_e.min(), row_e.max()
+        lines.append(f"  layer {layer:2d} |{shades}|  min {low:.2f}  max {high:.2f}")
     return lines

@@ -1,23 +1,25 @@
-"""The baseline of a run: a trigram table of the training bytes, interpolated.
+"""Baseline for a run's loss: an interpolated trigram model of the training bytes.
 
-Witten and Bell (1991): a context that was followed `total` times, by `distinct` other
-bytes, trusts its own counts with weight total / (total + distinct) and leaves the rest
-to the context that is one byte shorter; below the empty one all 256 bytes are equal.
-Names end in `v` for the byte that follows and in `x` for a context (one or two bytes,
-read as a number).
+Smoothing is that of Witten and Bell (1991). Take a context that occurred `total` times,
+followed by `distinct` different bytes. Its own counts have the weight
+total / (total + distinct), and the context that is one byte shorter has the rest. Below
+the empty context, all 256 bytes are equally likely. Names end in `v` for the next byte
+and in `x` for a context (one or two bytes, read as a number).
 """
 
 import numpy as np
 
 _CHUNK = 1 << 22
-"""Positions counted at a time: bounds memory near 300 MiB for a text of any size."""
+"""Number of positions counted at a time. It limits memory to about 300 MiB for a text
+of any size."""
 
 
 def trigram_loss(train_b: np.ndarray, windows_bt: np.ndarray) -> float:
-    """Return nats per byte on bytes 1.. of each window, given the two bytes before.
+    """Return the loss of the trigram model in nats per byte of the windows.
 
-    Byte 1 has only one byte before it in the window and is predicted from that.
-    `train_b` is uint8 [any], `windows_bt` integers [b, t + 1], as a model gets them.
+    Each byte but the first of a window is predicted from the two bytes before it; byte
+    1 is predicted from byte 0 alone. `train_b` is uint8 [any], and `windows_bt` holds
+    integers [b, t + 1], the same windows that a model gets.
     """
     count_v = _count(train_b, 1).reshape(256)
     prob_v = _witten_bell(count_v, count_v.sum(), np.count_nonzero(count_v), 1 / 256)
@@ -47,15 +49,14 @@ def _witten_bell(
     distinct: np.ndarray | int,
     lower: np.ndarray | float,
 ) -> np.ndarray:
-    """Interpolate elementwise; a context that never occurred passes `lower` through."""
-    seen = total > 0
-    return np.where(
-        seen, (count + distinct * lower) / np.where(seen, total + distinct, 1), lower
-    )
+    """Interpolate elementwise; return `lower` for a context that never occurred."""
+    occurred = total > 0
+    scale = np.where(occurred, total + distinct, 1)
+    return np.where(occurred, (count + distinct * lower) / scale, lower)
 
 
 def _count(train_b: np.ndarray, order: int) -> np.ndarray:
-    """Count each run of `order` bytes: int64 [256 ** (order - 1), 256]."""
+    """Count the n-grams of `order` bytes: int64 [256 ** (order - 1), 256]."""
     counts = np.zeros(256**order, np.int64)
     num_positions = train_b.size - order + 1
     for first in range(0, num_positions, _CHUNK):

@@ -1,8 +1,8 @@
-"""Nats of any number of windows, none of them twice, and the load of each expert.
+"""Sum the loss of any number of windows, and count the load of each expert.
 
-Batches are filled up with tokens that are documents of their own, each a separator
-alone: nothing sees them, their nats do not count, and as all of them go to the same
-experts, what they add to the loads is known, and taken off again.
+Batches are padded with separators, each a document of its own. No token attends to
+them, and their loss is not counted. All of them are routed to the same experts, so
+their share of the loads is known and is subtracted.
 """
 
 import dataclasses
@@ -25,50 +25,62 @@ from train.step.state import model_graph
 
 @dataclasses.dataclass(frozen=True)
 class Score:
+    """Summed loss and expert loads of the scored windows."""
+
     nats: float
-    """The sum over all predicted tokens."""
+    """Sum of the losses of all predicted tokens, in nats."""
     num_tokens: int
-    """Predicted tokens: the first of a window is given."""
+    """Number of predicted tokens: all but the first of each window."""
     tokens_le: np.ndarray
-    """Load of each expert in each MoE layer by the tokens that predict."""
+    """Load of each expert in each MoE layer, by the tokens from which the model
+    predicts."""
 
 
 def score(
     loaded: LoadedModel, windows: Iterable[Windows], separator: int, batch_size: int
 ) -> Score:
-    """Score windows of at most seq_len + 1 tokens, `batch_size` rows or fewer a group.
+    """Score groups of windows; each window has at most seq_len + 1 tokens.
 
-    Each group is filled up to `batch_size` rows, a multiple of the batch's shards.
+    A group has at most `batch_size` rows, and is padded to `batch_size`, which is a
+    multiple of the number of batch shards.
     """
     cfg, mesh = loaded.cfg, loaded.mesh
     step = _score_step(loaded.run, batch_size)
-    spread = sharding(mesh, BATCH_AXES)
+    batch_sharding = sharding(mesh, BATCH_AXES)
 
     def report(rows: Windows):
-        args = jax.device_put(_fill(rows, separator, batch_size, cfg), spread)
+        args = jax.device_put(
+            _pad_rows(rows, separator, batch_size, cfg), batch_sharding
+        )
         return step(loaded.params, loaded.router_bias, loaded.placement, *args)
 
-    nothing = Windows(*np.empty((2, 0, 1), np.int32))
-    _, filler_le = jax.device_get(report(nothing))
-    nats, num_tokens, num_filled, tokens_le = 0.0, 0, 0, np.zeros(filler_le.shape, int)
+    no_rows = Windows(*np.empty((2, 0, 1), np.int32))
+    _, padding_le = jax.device_get(report(no_rows))
+    nats, num_tokens, num_padding = 0.0, 0, 0
+    tokens_le = np.zeros(padding_le.shape, int)
     waiting = None
     for rows in itertools.chain(windows, [None]):
         last, waiting = waiting, None if rows is None else report(rows)
-        if last is not None:  # a batch late, so that the devices do not wait
+        if last is not None:  # read one batch late, so that the devices do not wait
             batch_nats, batch_le = jax.device_get(last)
             nats, tokens_le = nats + float(batch_nats), tokens_le + batch_le
         if rows is not None:
             num_new = rows.token_bt[:, 1:].size
             num_tokens += num_new
-            num_filled += batch_size * cfg.data.seq_len - num_new
-    filled_le = num_filled * filler_le.astype(int) // (batch_size * cfg.data.seq_len)
-    return Score(nats, num_tokens, tokens_le - filled_le)
+            num_padding += batch_size * cfg.data.seq_len - num_new
+    all_padding_le = (
+        num_padding * padding_le.astype(int) // (batch_size * cfg.data.seq_len)
+    )
+    return Score(nats, num_tokens, tokens_le - all_padding_le)
 
 
 def _score_step(run: Resolved, batch_size: int):
-    """step(params, bias, placement, batch, count_b) -> nats of the first count_b
-    targets of each row together, loads."""
-    # Positions alone say where documents begin; joined ones have none within a window.
+    """Return a jitted step(params, bias, placement, batch, count_b) -> (nats, loads).
+
+    The nats are summed over the first count_b targets of each row.
+    """
+    # Positions alone mark where documents begin. With documents='joined', the caller's
+    # positions have no document start within a window.
     cfg = run.cfg
     data = dataclasses.replace(cfg.data, documents="separate")
     graph = model_graph(
@@ -91,21 +103,21 @@ def _score_step(run: Resolved, batch_size: int):
     return jax.jit(step, out_shardings=sharding(run.mesh))
 
 
-def _fill(rows: Windows, separator: int, batch_size: int, cfg: Config):
-    """Return the rows as a Batch, filled up, and how many targets of each row count."""
+def _pad_rows(rows: Windows, separator: int, batch_size: int, cfg: Config):
+    """Return the rows as a padded Batch, and the number of real targets in each row."""
     num_rows, width = rows.token_bt.shape
     given = Batch.from_windows(rows)
     shape = (batch_size, cfg.data.seq_len)
 
-    def filled(part_bt, value: int) -> np.ndarray:
-        whole_bt = np.full(shape, value, np.int32)
-        whole_bt[:num_rows, : width - 1] = part_bt
-        return whole_bt
+    def pad(part_bt, value: int) -> np.ndarray:
+        padded_bt = np.full(shape, value, np.int32)
+        padded_bt[:num_rows, : width - 1] = part_bt
+        return padded_bt
 
     batch = Batch(
-        tokens_bt=filled(given.tokens_bt, separator),
-        targets_bt=filled(given.targets_bt, separator),
-        position_bt=filled(given.position_bt, 0),
+        tokens_bt=pad(given.tokens_bt, separator),
+        targets_bt=pad(given.targets_bt, separator),
+        position_bt=pad(given.position_bt, 0),
     )
     count_b = np.zeros(batch_size, np.int32)
     count_b[:num_rows] = width - 1
