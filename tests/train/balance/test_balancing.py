@@ -1,7 +1,7 @@
-"""Runs with the balancer on: swaps without a compilation, relayouts behind the loop's
-back, and one run, whoever kills it and whatever it goes on under.
+"""Runs with the balancer on: swaps that compile nothing, relayouts that compile in the
+background, and runs that are killed or resumed under other settings.
 
-Programs and runs are shared by all tests here.
+All tests in this file share programs and runs.
 """
 
 import os
@@ -40,10 +40,10 @@ from train.step.step import make_eval_step
 pytestmark = pytest.mark.slow
 NUM_STEPS, SAVED_STEP = 39, 30
 PENDING_STEP = 20
-"""Between the decision for a relayout and its adoption."""
+"""Step between the decision for a relayout and its adoption."""
 HOME = "Balance.policy = 'home'"
 PATIENT = "Balance.horizon_steps = 1000000"
-"""At presumed speeds to move owners pays, in the end."""
+"""Horizon after which moving owners pays at the presumed speeds."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def house():
 
 @pytest.fixture(scope="module")
 def cheap(tmp_path_factory):
-    """A calibration with which relayouts pay: collectives and devices are slow."""
+    """Return a calibration with slow collectives and devices, so that relayouts pay."""
     path = tmp_path_factory.mktemp("calibration") / "cheap.json"
     return speeds(path, MESH)
 
@@ -92,7 +92,7 @@ def test_swaps_compile_nothing(swaps, owners):
 
 
 def test_a_decision_is_adopted_lag_steps_after(swaps, relayout):
-    """Its plan is that of the steps from there on, up to the next adoption."""
+    """Steps run under a plan from its adoption up to the next one."""
     for done in (swaps, relayout):
         changes = [x for x in done.decisions if x["kind"] != "keep"]
         assert [x["adopt_step"] for x in changes] == done.adopted
@@ -106,7 +106,7 @@ def test_a_decision_is_adopted_lag_steps_after(swaps, relayout):
 
 
 def test_a_swap_evens_the_devices(swaps):
-    """From its first step on: the hot expert stays where it is for ten steps."""
+    """Devices are even from the first step on; the hot expert stays for ten steps."""
     for step in swaps.adopted[:3]:
         before, after = (
             max(swaps.steps[s]["device_max_over_mean"]) for s in (step - 1, step)
@@ -138,7 +138,7 @@ def test_a_swap_takes_less_than_a_step(swaps, owners):
 def test_killed_while_a_relayout_is_pending_is_the_same_run(
     house, relayout, tmp_path, cheap
 ):
-    """Killed after a save at which the decision had been made, and not adopted."""
+    """The run is killed after a save with a decision that is not yet adopted."""
     run_dir, params = tmp_path / "run", pending(cheap)
     with Live(run_dir, *params, gin_file=BALANCED) as live:
         saved = run_dir / "checkpoints" / str(PENDING_STEP)
@@ -173,7 +173,7 @@ def test_killed_at_random_is_the_same_run(house, tmp_path, cheap, policy):
 def test_a_checkpoint_goes_on_under_any_other_policy(
     house, swaps, relayout, owners, tmp_path, policy
 ):
-    """The same arrays, in logical order, and the next step's loss."""
+    """The arrays in logical order and the loss of the next step are the same."""
     there = tmp_path / "checkpoints" / str(SAVED_STEP)
     shutil.copytree(swaps.run_dir / "checkpoints" / str(SAVED_STEP), there)
     job, state, now = restored(tmp_path, f"Balance.policy = '{policy}'")
@@ -197,15 +197,15 @@ def test_a_checkpoint_goes_on_on_four_devices(house, swaps):
 
 
 def test_what_a_store_of_slices_saves_is_whole(house, relayout, home):
-    """The run ends under another store than it saves for; its evaluation there is that
-    of the arrays in their logical order."""
+    """The run ends under another store than the one that it saves for. Its evaluation
+    equals that of the arrays in logical order."""
     (change,) = [x for x in relayout.decisions if x["kind"] == "relayout"]
     assert change["changes"]["store"] == ["resident", "sharded"]
     assert_evaluates_alike(house, relayout, HOME)
 
 
 def test_owners_are_permuted_and_a_checkpoint_is_not(house, owners, home):
-    """Smartmoe moves masters and both moments; all of them are those of home."""
+    """Smartmoe moves master parameters and both moments; all equal those of home."""
     assert not owners.plan(NUM_STEPS).is_logical
     _, moved, _ = restored(owners.run_dir, HOME)
     _, stayed, _ = restored(home.run_dir, HOME)
@@ -253,23 +253,23 @@ def test_bad_input_is_one_line(tmp_path, capfd, params, match):
 
 
 def pending(calibration) -> list[str]:
-    """From copies to slices, which take fewer collectives: decided at step 10, adopted
-    at 30."""
+    """Return settings for a relayout from copies to slices, which need fewer
+    collectives. It is decided at step 10 and adopted at step 30."""
     words = [f"Balance.calibration = '{calibration}'"]
     words += ["Balance.max_slots_per_device = 3"]
     return [*words, f"Checkpoint.every_steps = {PENDING_STEP}"]
 
 
 def assert_evaluates_alike(house: House, done: Done, *params: str) -> None:
-    """The run's own last evaluation, from its checkpoint, under `params`."""
+    """Assert that the checkpoint under `params` gives the run's last evaluation."""
     job, state, now = restored(done.run_dir, *params)
     model = job.model.relaid(now.layout)
     steps = house.programs.get((model.layout, model.mesh))
-    found = held_out.evaluate(
+    evaluation = held_out.evaluate(
         steps[1] if steps else make_eval_step(model),
         now.begin(state),
         on_devices(now.plan, now.layout, model.mesh),
         job.held_out,
         job.window_sharding,
     )
-    assert_close(np.float32(found.loss), np.float32(done.evaluated[NUM_STEPS]))
+    assert_close(np.float32(evaluation.loss), np.float32(done.evaluated[NUM_STEPS]))

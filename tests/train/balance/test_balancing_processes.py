@@ -1,4 +1,4 @@
-"""All processes of a run adopt the same plan at the same step, however slow one is."""
+"""All processes of a run adopt the same plan at the same step, even if one is slow."""
 
 import contextlib
 import os
@@ -34,28 +34,30 @@ def test_a_slow_process_adopts_with_the_others(tmp_path, count, slow, kinds):
     if "relayout" in kinds:
         path = speeds(tmp_path / "speeds.json", MESH)
         params = [*RELAYOUTS, f"Balance.calibration = '{path}'"]
-    alone, run_dir = tmp_path / "alone", tmp_path / "gang"
+    alone, run_dir = tmp_path / "alone", tmp_path / "workers"
     with watched() as house:
         run_here(house, alone, *params)
-    balanced = [f"--gin_file={BALANCED}"]  # the later one wins
+    balanced = [f"--gin_file={BALANCED}"]  # the last file wins
     with LiveWorkers(run_dir, count, *params, of_main=balanced) as live:
         live.wait_for_text("compiled for")
-        with slowed(live.pids()[slow]):
+        with slow_down(live.pids()[slow]):
             ended = live.end()
     assert ended.code == 0, ended.err
-    decisions, expected = decided(run_dir), decided(alone)
+    decisions, expected = read_decisions(run_dir), read_decisions(alone)
     assert {x["kind"] for x in decisions} >= kinds
     assert decisions == expected
     logs = [run_dir / "logs" / f"process-{i}.log" for i in range(1, count)]
-    adopted = [adoptions(text) for text in (ended.out, *(x.read_text() for x in logs))]
+    adopted = [
+        find_adoptions(text) for text in (ended.out, *(x.read_text() for x in logs))
+    ]
     assert len(adopted[0]) >= 3
     assert all(each == adopted[0] for each in adopted)
-    assert_close(losses(run_dir), losses(alone), factor=0.1, reason=PROMISED)
+    assert_close(read_losses(run_dir), read_losses(alone), factor=0.1, reason=PROMISED)
 
 
 @contextlib.contextmanager
-def slowed(pid: int) -> Iterator[None]:
-    """The process stands still a third of the time."""
+def slow_down(pid: int) -> Iterator[None]:
+    """Stop the process for a third of the time."""
     is_over = threading.Event()
 
     def brake() -> None:
@@ -74,14 +76,14 @@ def slowed(pid: int) -> Iterator[None]:
         thread.join()
 
 
-def decided(run_dir) -> list[dict]:
+def read_decisions(run_dir) -> list[dict]:
     return [x["decision"] for x in metric_lines(run_dir) if "decision" in x]
 
 
-def adoptions(text: str) -> list[tuple[str, str]]:
-    """Step and digest of each plan that this process has adopted."""
+def find_adoptions(text: str) -> list[tuple[str, str]]:
+    """Return the step and digest of each plan that the process adopted."""
     return re.findall(r"step (\d+)  adopted (\w+)", text)
 
 
-def losses(run_dir) -> np.ndarray:
+def read_losses(run_dir) -> np.ndarray:
     return np.float32([x["loss"] for x in metric_lines(run_dir) if "loss" in x])

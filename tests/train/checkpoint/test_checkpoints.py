@@ -1,4 +1,4 @@
-"""Saves that overlap training, fail, and are kept; restores to other meshes."""
+"""Saves that overlap training or fail, retention, and restores to other meshes."""
 
 import logging
 import subprocess
@@ -85,7 +85,7 @@ def test_orbax_is_quiet_and_others_are_not(mesh, disk, capfd, caplog):
 
 
 def test_donated_right_after_save(mesh, disk, writer):
-    """The writer sleeps until the steps after save have overwritten their input."""
+    """The writer sleeps until the steps after the save have overwritten their input."""
     split = sharding(mesh, "data", "expert")
     make = jax.jit(
         lambda k: {"w": jax.random.normal(jax.random.key(k), (512, 512))},
@@ -94,7 +94,9 @@ def test_donated_right_after_save(mesh, disk, writer):
     step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
     plain = make(0)
     step(plain)
-    assert plain["w"].is_deleted(), "nothing is donated here: this test is void"
+    assert plain["w"].is_deleted(), (
+        "nothing is donated here, so this test shows nothing"
+    )
 
     first = disk.open()
     writer.delay_sec = 0.5

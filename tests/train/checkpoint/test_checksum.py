@@ -1,4 +1,4 @@
-"""A checksum is its definition, on any mesh, and nothing flips unseen."""
+"""Checksums equal their definition on any mesh, and every flipped bit changes them."""
 
 import random
 
@@ -19,7 +19,7 @@ def mesh():
 
 
 def definition(x: np.ndarray) -> int:
-    """The docstring of train/checkpoint/checksum.py, one element after the other."""
+    """Return the checksum by the formula in checksum.py, one element at a time."""
     x = x.astype(np.uint8) if x.dtype == bool else x
     word_n = x.reshape(-1).view(f"uint{8 * x.dtype.itemsize}").tolist()
     total = 0

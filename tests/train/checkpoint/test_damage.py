@@ -1,4 +1,4 @@
-"""Whatever happens to the files or the process, no wrong state comes back."""
+"""Damaged files and killed processes never make a restore return a wrong state."""
 
 import json
 import pathlib
@@ -56,7 +56,7 @@ step = restored.step if restored else 0
 while True:
     step += 1
     checkpointer.save(step, state(step), {"step": step})
-    print(step - 1, flush=True)  # save has waited for that one: it is complete
+    print(step - 1, flush=True)  # save waited for that step, so it is complete
 """
 
 
@@ -123,7 +123,7 @@ def test_check_refuses_before_the_arrays_are_read(mesh, disk):
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory):
-    """A directory with good checkpoints of steps 10 and 20."""
+    """Return a directory with good checkpoints of steps 10 and 20."""
     directory = tmp_path_factory.mktemp("two") / "ck"
     checkpointer = Checkpointer(directory, CFG)
     for step in (10, 20):
@@ -134,7 +134,7 @@ def two_steps(tmp_path_factory):
 
 
 def corrupt(directory: pathlib.Path, rng: random.Random) -> str:
-    """Damages one file of step 20, or adds an empty step; says what it did."""
+    """Damage one file of step 20, or add an empty step; return what was done."""
     kind = rng.choice(
         ["flip", "flip", "flip", "truncate", "truncate", "delete", "empty"]
     )
@@ -176,7 +176,7 @@ def test_no_wrong_state_is_accepted(two_steps, tmp_path, mesh):
         expected = ["30.corrupt"] if "empty" in what else ["20.corrupt"]
         assert aside == expected or (restored.step == 20 and not aside), what
         num_detected += bool(aside)
-    # Where damage mattered it was seen; were it nowhere, nothing would be shown.
+    # If no damage had been detected, the assertions above would show nothing.
     assert num_detected > NUM_CORRUPTIONS / 3
 
 
@@ -247,7 +247,7 @@ def test_none_is_good(two_steps, disk, mesh):
 
 @pytest.mark.slow
 def test_killed_in_the_middle_of_a_save(repo, disk, mesh):
-    """Runs that resume and save each step, each killed while it writes one."""
+    """Runs resume and save every step, and each is killed while it writes one."""
     rng = random.Random(0)
     split = sharding(mesh, ("data", "expert"))
     target = {"w_n": jax.ShapeDtypeStruct((2**19,), jnp.float32, sharding=split)}

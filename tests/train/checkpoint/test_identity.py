@@ -1,4 +1,4 @@
-"""What is compared when a run goes on from a checkpoint: every field, in its class."""
+"""Resuming compares every field of the configuration with the checkpoint's."""
 
 import dataclasses
 import json
@@ -19,39 +19,38 @@ FIELDS = [
 
 @pytest.fixture(autouse=True)
 def any_data(monkeypatch):
-    """Data identities have tests of their own (test_corpus.py)."""
+    """Accept any data: data identities have their own tests (test_corpus.py)."""
     monkeypatch.setattr(identity.data, "check_identity", lambda saved, current: None)
 
 
-def meta_of(cfg: Config) -> dict:
+def make_meta(cfg: Config) -> dict:
     config = json.loads(json.dumps(cfg.to_dict()))
     return {"format": identity.FORMAT, "config": config, "data": {}}
 
 
 @pytest.mark.parametrize(("part", "field"), FIELDS)
 def test_every_field_is_compared(part, field):
-    """A field that another one of the saved configuration replaced is told, or refused
-    where the parameters depend on it."""
-    meta = meta_of(Config())
+    """A changed field is reported, or refused where the parameters depend on it."""
+    meta = make_meta(Config())
     assert identity.check(meta, Config(), {}) == []
     meta["config"][part][field] = "another"
     if field in identity.FIXED_FIELDS.get(part, ()) or field == "compression":
         with pytest.raises(ValueError, match=rf"{part}\.{field}: 'another' saved"):
             identity.check(meta, Config(), {})
     else:
-        (told,) = identity.check(meta, Config(), {})
-        assert told.startswith(f"{part}.{field}: 'another' saved, ")
+        (line,) = identity.check(meta, Config(), {})
+        assert line.startswith(f"{part}.{field}: 'another' saved, ")
 
 
 @pytest.mark.parametrize(("part", "field"), FIELDS)
 def test_a_field_that_the_checkpoint_lacks_had_its_default(part, field):
-    meta = meta_of(Config())
+    meta = make_meta(Config())
     del meta["config"][part][field]
     assert identity.check(meta, Config(), {}) == []
 
 
 def test_fixed_fields_exist():
-    """A field that moves to another class takes its entry along."""
+    """A field that moves to another class must keep its entry in the lists."""
     named = {(p, f) for p, fields in identity.FIXED_FIELDS.items() for f in fields}
     named |= {(p, f) for p, fields in identity.SHARDING_FIELDS.items() for f in fields}
     assert named <= set(FIELDS)
@@ -61,7 +60,7 @@ def test_fixed_fields_exist():
     "changes", [{"format": 1}, {"format": identity.FORMAT + 1}, {}]
 )
 def test_other_formats_are_refused_in_one_line(changes):
-    meta = meta_of(Config())
+    meta = make_meta(Config())
     del meta["format"]
     with pytest.raises(ValueError, match="this program reads format") as error:
         identity.check(meta | changes, Config(), {})
@@ -82,5 +81,5 @@ def test_compression_is_neither_switched_on_nor_off(there):
     }
     here = "delta" if there == "none" else "none"
     with pytest.raises(ValueError, match=r"dispatch\.compression"):
-        identity.check(meta_of(of[there]), of[here], {})
-    assert identity.check(meta_of(of["delta"]), of["residual"], {})
+        identity.check(make_meta(of[there]), of[here], {})
+    assert identity.check(make_meta(of["delta"]), of["residual"], {})

@@ -1,4 +1,4 @@
-"""A checkpoint on another mesh: the same numbers; damage is found, nothing moves."""
+"""Loading a checkpoint on another mesh: same numbers, unchanged files, damage."""
 
 import json
 import pathlib
@@ -24,17 +24,17 @@ def saved(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture
 def copied(saved, tmp_path) -> pathlib.Path:
-    """A copy of the run that a test may damage."""
+    """Return a copy of the run that a test may damage."""
     return shutil.copytree(saved, tmp_path / "run")
 
 
-def record_of(run_dir: pathlib.Path, step: int) -> dict:
+def read_record(run_dir: pathlib.Path, step: int) -> dict:
     path = run_dir / "checkpoints" / str(step) / "record" / "metadata"
     return json.loads(path.read_text())
 
 
 def flip_bits(run_dir: pathlib.Path, step: int) -> None:
-    """In every file of the arrays."""
+    """Flip bits in every file of the arrays."""
     files = (run_dir / "checkpoints" / str(step) / "state").rglob("*")
     for path in sorted(f for f in files if f.is_file() and "/d/" in str(f)):
         content = bytearray(path.read_bytes())
@@ -53,17 +53,17 @@ def flip_bits(run_dir: pathlib.Path, step: int) -> None:
     ],
 )
 def test_every_mesh_has_the_numbers_that_were_saved(saved, params, mesh):
-    """Parameters and router bias, bit for bit; the directory stays as it is."""
+    """Parameters and router bias agree bit for bit; the directory is unchanged."""
     before = listing(saved)
     loaded = load_model(find_checkpoints(saved, params=params))
     assert loaded.cfg.mesh == mesh
     assert dict(loaded.mesh.shape) == dict(zip(loaded.mesh.axis_names, mesh.sizes))
-    found = checksums({"params": loaded.params, "router_bias": loaded.router_bias})
-    arrays = record_of(saved, max(STEPS))["arrays"]
+    source = checksums({"params": loaded.params, "router_bias": loaded.router_bias})
+    arrays = read_record(saved, max(STEPS))["arrays"]
     names = [name for name in arrays if name.startswith(("params", "router_bias"))]
-    assert found == {name: arrays[name]["checksum"] for name in names}
+    assert source == {name: arrays[name]["checksum"] for name in names}
     assert loaded.step == max(STEPS)
-    assert loaded.meta == record_of(saved, max(STEPS))["meta"]
+    assert loaded.meta == read_record(saved, max(STEPS))["meta"]
     assert listing(saved) == before
 
 
@@ -76,7 +76,7 @@ def test_a_relative_path_is_a_run_directory(saved, monkeypatch):
 
 
 def test_a_run_configuration_survives_its_record(saved):
-    record = record_of(saved, STEPS[0])["meta"]["config"]
+    record = read_record(saved, STEPS[0])["meta"]["config"]
     cfg = config_from_record(record)
     assert json.loads(json.dumps(cfg.to_dict())) == record
     assert cfg.mesh == Topology(data=2, expert=4)
@@ -84,12 +84,12 @@ def test_a_run_configuration_survives_its_record(saved):
 
 def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_used(copied):
     flip_bits(copied, 7)
-    before, said = listing(copied), []
-    assert load_model(find_checkpoints(copied), said.append).step == 3
-    (line,) = said
+    before, messages = listing(copied), []
+    assert load_model(find_checkpoints(copied), messages.append).step == 3
+    (line,) = messages
     assert line.startswith(f"checkpoint 7 in {copied}/checkpoints is damaged: ")
     with pytest.raises(ValueError, match=r"^checkpoint 7 in .* damaged: .*use another"):
-        load_model(find_checkpoints(copied, step=7), said.append)
+        load_model(find_checkpoints(copied, step=7), messages.append)
     assert listing(copied) == before
 
 
@@ -113,7 +113,7 @@ def test_a_record_that_is_no_record_is_told_of(copied):
         (None, ("expert = 2",), "there is no class expert"),
         (None, ("Mesh.expert = 'two'",), "must be an int, and is of type str"),
         (None, ("Mesh.expert = 3",), "Moe.num_experts=8 must be divisible"),
-        (None, ("Model.d_model = 64",), "parameters of the checkpoint depend on it"),
+        (None, ("Model.d_model = 64",), "parameters of the checkpoint depend on this"),
     ],
 )
 def test_what_cannot_be_is_one_line(saved, step, params, message):
@@ -132,9 +132,9 @@ def test_a_router_that_follows_a_record_is_refused(copied):
 
 
 def test_more_devices_than_there_are_is_one_line(saved):
-    found = find_checkpoints(saved, params=("Mesh.data = 4",))
+    source = find_checkpoints(saved, params=("Mesh.data = 4",))
     with pytest.raises(ValueError, match="needs 16 devices, but this machine has 8"):
-        load_model(found)
+        load_model(source)
     assert len(jax.devices()) == 8
 
 

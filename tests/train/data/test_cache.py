@@ -1,4 +1,4 @@
-"""The cache of data: made once, never beside the sources, and never of stale files."""
+"""The data cache: tokens are made once, not beside the sources, and never stale."""
 
 import dataclasses
 import json
@@ -33,26 +33,26 @@ def folder(tmp_path, monkeypatch):
 
 def write_lines(path, texts):
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    os.utime(path, (1, 1))  # a young file is not remembered
+    os.utime(path, (1, 1))  # the hash of a young file is not cached
     return path
 
 
-def load(path, said, **fields):
+def load(path, messages, **fields):
     cfg = dataclasses.replace(
         Data(seq_len=4, held_out_every=3), corpus=str(path), **fields
     )
-    return data.load_corpus(cfg, 256, said.append)
+    return data.load_corpus(cfg, 256, messages.append)
 
 
 def test_tokens_are_made_once_and_not_beside_the_sources(tmp_path, folder):
     (tmp_path / "data").mkdir()
     path = write_lines(tmp_path / "data" / "a.jsonl", ["some text"] * 9)
-    said = []
-    first = load(path, said)
-    assert len(said) == 1
-    assert said[0].startswith("tokenizing 1 files")
-    assert load(path, said).sha256 == first.sha256
-    assert len(said) == 1
+    messages = []
+    first = load(path, messages)
+    assert len(messages) == 1
+    assert messages[0].startswith("tokenizing 1 files")
+    assert load(path, messages).sha256 == first.sha256
+    assert len(messages) == 1
     assert [x.name for x in (tmp_path / "data").iterdir()] == ["a.jsonl"]
     assert len(list(folder.glob("tokens/*/manifest.json"))) == 1
 
@@ -67,7 +67,7 @@ def test_other_settings_are_other_tokens(tmp_path, folder, change):
     load(tmp_path / "a.jsonl", [])
     name = change.pop("corpus", "a.jsonl")
     load(tmp_path / name, [], **change)
-    # Another name for the same contents is the same data.
+    # The same contents under another name are the same data.
     expected = 1 if name == "b.ndjson" else 2
     assert len(list(folder.glob("tokens/*/manifest.json"))) == expected
 
@@ -85,8 +85,8 @@ def test_two_processes_at_once_make_tokens_once(tmp_path, folder):
     outputs = [process.communicate()[0].splitlines() for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert len({lines[-1] for lines in outputs}) == 1
-    said = [line for lines in outputs for line in lines if "tokenizing" in line]
-    assert len(said) == 1
+    messages = [line for lines in outputs for line in lines if "tokenizing" in line]
+    assert len(messages) == 1
     assert len(list(folder.glob("tokens/*/manifest.json"))) == 1
 
 
@@ -107,11 +107,11 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(tmp_path, folde
 def test_bad_records_of_an_earlier_run_count_again(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "good text"}\n' * 9 + "bad\n" * 3)
-    said = []
-    load(path, said)
-    load(path, said)
-    assert said[1] == said[2]
-    assert said[1].startswith(f"skipped 3 bad records: {path}:10: ")
+    messages = []
+    load(path, messages)
+    load(path, messages)
+    assert messages[1] == messages[2]
+    assert messages[1].startswith(f"skipped 3 bad records: {path}:10: ")
     with pytest.raises(ValueError, match=r"3 bad records: .*max_bad_records=2"):
         load(path, [], max_bad_records=2)
 
@@ -129,7 +129,7 @@ def test_a_file_is_hashed_again_when_it_has_changed(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "scan", scan)
     cache.cached_scan(path)
     cache.cached_scan(path)
-    assert count == 2  # too young to be known by its time
+    assert count == 2  # too young to be cached by its mtime
     for when, expected in ((1, 3), (1, 3), (2, 4)):
         os.utime(path, (when, when))
         os.utime(index, (1, 1))

@@ -1,4 +1,4 @@
-"""What Data.corpus names: every kind of file, how it is split, and what is refused."""
+"""Corpora that Data.corpus can name: all kinds of files, splitting, and refusals."""
 
 import dataclasses
 import hashlib
@@ -33,8 +33,8 @@ def load(corpus, vocab_size=256, **fields):
     return data.load_corpus(cfg, vocab_size, say=lambda _: None)
 
 
-def tokens_of(line):
-    return read_tokens(line, [0], line.num_tokens)[0].tolist()
+def all_tokens(stream):
+    return read_tokens(stream, [0], stream.num_tokens)[0].tolist()
 
 
 def refusal(corpus, **fields):
@@ -49,25 +49,27 @@ def write_lines(path, texts=TEXTS):
     return path
 
 
-def joined(texts):
+def concatenate_texts(texts):
     return [x for text in texts for x in (0, *text.encode())]
 
 
-def sides(texts):
+def split_texts(texts):
     held_out = texts[2::3]
-    return joined([t for t in texts if t not in held_out]), joined(held_out)
+    return concatenate_texts(
+        [t for t in texts if t not in held_out]
+    ), concatenate_texts(held_out)
 
 
-def found(corpus):
+def read_both(corpus):
     (source,) = corpus.sources
-    return tokens_of(source.train), tokens_of(source.held_out)
+    return all_tokens(source.train), all_tokens(source.held_out)
 
 
 def test_one_text_file_is_its_bytes_split_at_its_end(tmp_path):
     text = bytes(range(256)) * 4
     (tmp_path / "text.txt").write_bytes(text)
     corpus = load(tmp_path / "text.txt", held_out_every=10)
-    train, held_out = found(corpus)
+    train, held_out = read_both(corpus)
     assert (len(train), len(held_out)) == (922, 102)
     assert bytes(train + held_out) == text
     assert corpus.name == "text.txt"
@@ -77,7 +79,7 @@ def test_one_text_file_is_its_bytes_split_at_its_end(tmp_path):
 
 def test_jsonl_is_made_into_documents(tmp_path):
     corpus = load(write_lines(tmp_path / "a.jsonl"))
-    assert found(corpus) == sides(TEXTS)
+    assert read_both(corpus) == split_texts(TEXTS)
     assert corpus.sources[0].train.start_d.size == 8
 
 
@@ -92,13 +94,13 @@ def test_a_glob_of_texts_and_one_of_parquet(tmp_path):
     pq.write_table(pa.table({"text": TEXTS}), folder / "all.parquet")
     (tmp_path / "link").symlink_to(folder)
     for name in ("link/*.txt", "with space ?1?/*.txt", "link/all.parquet"):
-        assert found(load(tmp_path / name)) == sides(TEXTS)
-    assert found(load(folder / "all.parquet")) == sides(TEXTS)
+        assert read_both(load(tmp_path / name)) == split_texts(TEXTS)
+    assert read_both(load(folder / "all.parquet")) == split_texts(TEXTS)
 
 
 def test_npy_documents_start_at_separators(tmp_path):
-    np.save(tmp_path / "a.npy", np.array(joined(TEXTS), np.uint16))
-    assert found(load(tmp_path / "a.npy")) == sides(TEXTS)
+    np.save(tmp_path / "a.npy", np.array(concatenate_texts(TEXTS), np.uint16))
+    assert read_both(load(tmp_path / "a.npy")) == split_texts(TEXTS)
 
 
 def test_bin_by_its_name_that_of_its_index_or_a_glob(tmp_path):
@@ -107,7 +109,7 @@ def test_bin_by_its_name_that_of_its_index_or_a_glob(tmp_path):
     write_bin(tmp_path / "b.bin", documents[9:], np.int32)
     corpus = load(tmp_path / "*")
     assert (
-        tokens_of(corpus.sources[0].held_out)
+        all_tokens(corpus.sources[0].held_out)
         == np.concatenate(documents[2::3]).tolist()
     )
     assert load(tmp_path / "*.idx").sha256 == corpus.sha256
@@ -122,7 +124,7 @@ def test_a_prepared_folder_is_the_same_data_as_its_sources(tmp_path):
     source = write_lines(tmp_path / "a.jsonl")
     prepare([source], tmp_path / "shards", Recipe())
     corpus = load(tmp_path / "shards")
-    assert found(corpus) == sides(TEXTS)
+    assert read_both(corpus) == split_texts(TEXTS)
     assert corpus.sha256 == load(source).sha256
 
 
@@ -140,10 +142,15 @@ def test_a_tokenizers_file_makes_the_tokens_and_is_part_of_the_data(tmp_path):
     source = write_lines(tmp_path / "a.jsonl", ["the cat sat"] * 9)
     words = write_tokenizer(tmp_path / "words.json", ["cat", "sat", "the"])
     corpus = load(source, tokenizer=words)
-    assert found(corpus) == ([1, 4, 2, 3] * 6, [1, 4, 2, 3] * 3)
+    assert read_both(corpus) == ([1, 4, 2, 3] * 6, [1, 4, 2, 3] * 3)
     assert data.byte_sample(corpus, 100) is None
     (tmp_path / "plain.txt").write_text("the cat sat " * 9)
-    assert found(load(tmp_path / "plain.txt", tokenizer=words))[0][:4] == [1, 4, 2, 3]
+    assert read_both(load(tmp_path / "plain.txt", tokenizer=words))[0][:4] == [
+        1,
+        4,
+        2,
+        3,
+    ]
     saved = data.identity(corpus, SMALL, 2)
     write_tokenizer(words, ["the", "cat", "sat"])
     other = load(source, tokenizer=words)
@@ -169,9 +176,9 @@ def test_several_corpora_have_weights(tmp_path):
 def test_whole_documents_for_evaluation(tmp_path):
     source = write_lines(tmp_path / "a.jsonl", TEXTS[:1])
     cfg = dataclasses.replace(SMALL, corpus=str(source))
-    tokenizer, (line,) = data.load_unsplit(cfg, 256, lambda _: None)
+    tokenizer, (stream,) = data.load_unsplit(cfg, 256, lambda _: None)
     assert tokenizer.separator == 0
-    assert tokens_of(line) == joined(TEXTS[:1])
+    assert all_tokens(stream) == concatenate_texts(TEXTS[:1])
 
 
 def test_the_shortest_file_is_one_window_over_and_over(tmp_path):

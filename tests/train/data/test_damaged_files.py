@@ -1,4 +1,4 @@
-"""Damaged files of every format: a clear line or a counted skip, never a traceback."""
+"""Damaged files of every format cause a clear error or a counted skip."""
 
 import json
 import random
@@ -60,7 +60,7 @@ FORMATS = {
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
-    """One to three places are flipped, cut out, filled with noise or cut off."""
+    """Flip a bit, insert, delete or overwrite bytes, or truncate, up to three times."""
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(len(data) + 1)
         size = rng.choice([1, 1, 2, 8, 60])
@@ -114,18 +114,18 @@ status = open("/proc/self/status").read()
 print(status.split("VmHWM:")[1].split()[0])
 sys.exit(code)
 """
-"""The peak of this process alone: ru_maxrss also counts the one that has started it."""
+"""Prints the peak memory of its own process; ru_maxrss would include the parent."""
 
 
-def prepared_in(repo: Path, *args: object) -> tuple[int, dict, float]:
-    """Exit code, record and peak memory in MiB of a run of tools/prepare.py."""
-    done = subprocess.run(
+def run_prepare(repo: Path, *args: object) -> tuple[int, dict, float]:
+    """Run tools/prepare.py; return its exit code, record and peak memory in MiB."""
+    process = subprocess.run(
         [sys.executable, "-c", PEAK, *map(str, args), "--json"],
         cwd=repo, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.stderr == ""
-    *_, record, peak_kib = done.stdout.splitlines()
-    return done.returncode, json.loads(record), int(peak_kib) / 1024
+    assert process.stderr == ""
+    *_, record, peak_kib = process.stdout.splitlines()
+    return process.returncode, json.loads(record), int(peak_kib) / 1024
 
 
 @pytest.mark.slow
@@ -137,13 +137,15 @@ def test_a_line_of_100_mb_is_skipped_and_never_held(tmp_path, repo):
             file.write("0123456789" * 100_000)
         file.write('"}\n{"text": "last"}\n')
     small = write_jsonl(tmp_path / "small.jsonl")
-    _, _, idle_mib = prepared_in(repo, small, "--out", tmp_path / "idle")
-    code, record, peak_mib = prepared_in(repo, path, "--out", tmp_path / "out")
+    _, _, idle_mib = run_prepare(repo, small, "--out", tmp_path / "idle")
+    code, record, peak_mib = run_prepare(repo, path, "--out", tmp_path / "out")
     assert (code, record["num_documents"], record["num_bad"]) == (0, 2, 1)
     assert read_manifest(tmp_path / "out")["bad_records"] == [
         f"{path}:2: the line is longer than 16 MiB"
     ]
-    assert peak_mib < idle_mib + 48, "three times the longest line that may be held"
+    assert peak_mib < idle_mib + 48, (
+        "three times the longest line that is held in memory"
+    )
 
 
 @pytest.mark.slow
@@ -160,5 +162,5 @@ def test_memory_does_not_grow_with_the_file(tmp_path, repo, name):
         else:
             write_jsonl(path, texts)
         out = tmp_path / f"out {size}"
-        peaks_mib.append(prepared_in(repo, path, "--out", out)[2])
+        peaks_mib.append(run_prepare(repo, path, "--out", out)[2])
     assert peaks_mib[1] < peaks_mib[0] + 24, "the texts differ by 40 MB"

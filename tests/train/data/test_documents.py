@@ -1,4 +1,4 @@
-"""Documents of files: what they are, where bad ones lie, and that cuts do not show."""
+"""Documents of files: their texts, the location of bad ones, and cuts into ranges."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from train.data.records import BadRecord, EndOfRange, TextPart
 
 
 def read_all(path: Path, text_key: str = "text", forbidden: str | None = "\0"):
-    """Texts, and bad records by their number in the file."""
+    """Return the texts of a file, and its bad records by their number in the file."""
     texts, bad, first = [], {}, 0
     for file_range in split_file(path, text_key):
         events = list(read(file_range, text_key, forbidden))

@@ -1,4 +1,4 @@
-"""Megatron's .bin/.idx and .npy: bytes, round trips, and files that lie."""
+"""Files of tokens (.bin/.idx and .npy): bytes, round trips, and inconsistent files."""
 
 import hashlib
 import itertools
@@ -13,7 +13,7 @@ from train.data.indexed import DTYPES, IndexedWriter, file_sha256, open_tokens, 
 
 
 def write(path, lengths, offsets, bounds, *, tokens=b"", version=1, code=8):
-    """Packed by hand from the layout of the format."""
+    """Write a .bin and .idx, packed by hand after the format of Megatron."""
     index = b"MMIDIDX\0\0" + struct.pack("<Q", version) + struct.pack("<B", code)
     index += struct.pack("<QQ", len(lengths), len(bounds))
     index += struct.pack(f"<{len(lengths)}i", *lengths)
@@ -25,7 +25,7 @@ def write(path, lengths, offsets, bounds, *, tokens=b"", version=1, code=8):
 
 
 def three_documents(path, **changes):
-    """Documents of 1, 2 + 0 and 3 tokens, and an empty one."""
+    """Write documents of 1, 2 + 0 and 3 tokens, and an empty one."""
     case = {
         "lengths": [1, 2, 0, 3],
         "offsets": [0, 2, 6, 6],
@@ -38,11 +38,11 @@ def three_documents(path, **changes):
 @pytest.mark.parametrize("name", ["a.bin", "a.idx", "a"])
 def test_documents_start_where_the_index_says(tmp_path, name):
     path = three_documents(tmp_path / "a.bin")
-    found = open_tokens(tmp_path / name)
-    assert found.path == path
-    assert found.token_b.tolist() == [9, 8, 7, 6, 5, 60000]
-    assert found.start_d.tolist() == [0, 1, 3]
-    assert isinstance(found.token_b, np.memmap)
+    tokens_file = open_tokens(tmp_path / name)
+    assert tokens_file.path == path
+    assert tokens_file.token_b.tolist() == [9, 8, 7, 6, 5, 60000]
+    assert tokens_file.start_d.tolist() == [0, 1, 3]
+    assert isinstance(tokens_file.token_b, np.memmap)
     sha256 = hashlib.sha256(path.read_bytes() + (tmp_path / "a.idx").read_bytes())
     assert scan(path) == (sha256.hexdigest(), 60000)
 
@@ -62,7 +62,7 @@ def test_every_dtype_of_integers_is_read(tmp_path, code):
         assert open_tokens(path).token_b.tolist() == [0, 1, 2, 3, 4]
 
 
-LIES = {
+INCONSISTENT = {
     "version": ({"version": 2}, "is of version 2"),
     "dtype": ({"code": 9}, "dtype code 9"),
     "negative length": (
@@ -89,8 +89,10 @@ LIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "message"), LIES.values(), ids=LIES)
-def test_an_index_that_lies_is_refused(tmp_path, changes, message):
+@pytest.mark.parametrize(
+    ("changes", "message"), INCONSISTENT.values(), ids=INCONSISTENT
+)
+def test_an_inconsistent_index_is_refused(tmp_path, changes, message):
     path = three_documents(tmp_path / "a.bin", **changes)
     with pytest.raises(ValueError, match=message) as error:
         open_tokens(path)
@@ -117,7 +119,7 @@ def test_files_that_are_missing_or_cut_are_refused(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])
 def test_what_is_written_in_parts_is_read_whole(tmp_path, monkeypatch, dtype):
-    """A document may span parts, and a sequence may be too short for it."""
+    """Documents span several parts, and some are longer than a sequence may be."""
     monkeypatch.setattr(indexed, "_MAX_SEQUENCE", 7)
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 30, 40)
@@ -129,10 +131,10 @@ def test_what_is_written_in_parts_is_read_whole(tmp_path, monkeypatch, dtype):
         starts = start_d[(start_d >= a) & (start_d < b)] - a
         writer.append(token_b[a:b], starts)
     shard = writer.finish()
-    found = open_tokens(shard.path)
-    assert np.array_equal(found.token_b, token_b)
-    assert np.array_equal(found.start_d, start_d)
-    assert found.token_b.dtype == dtype
+    tokens_file = open_tokens(shard.path)
+    assert np.array_equal(tokens_file.token_b, token_b)
+    assert np.array_equal(tokens_file.start_d, start_d)
+    assert tokens_file.token_b.dtype == dtype
     assert (shard.num_documents, shard.num_tokens) == (40, token_b.size)
     assert scan(shard.path) == (shard.sha256, token_b.max())
 

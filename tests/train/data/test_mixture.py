@@ -1,4 +1,4 @@
-"""Mixtures: exact shares, spread evenly, and every row known by itself."""
+"""Mixtures of corpora: exact shares, spread evenly, and direct access to any row."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def corpus():
 def test_a_period_has_the_shares_and_counts_items(weights):
     mixture = make_mixture(weights)
     expected_c = np.array(weights) / sum(weights) * PERIOD
-    # None has nothing, so the largest give one each to those below one row.
+    # No share is 0: the largest shares give one row each to those below one row.
     assert np.abs(mixture.share_c - expected_c).max() < len(weights)
     assert mixture.share_c.min() >= 1
     assert mixture.share_c.sum() == PERIOD
@@ -42,9 +42,9 @@ def test_any_prefix_is_near_the_shares(weights):
 
 def test_items_go_on_from_period_to_period():
     mixture = make_mixture((3, 1), period=4)
-    picked = [find_row(mixture, row) for row in range(12)]
-    assert [item for corpus, item in picked if corpus == 0] == list(range(9))
-    assert [item for corpus, item in picked if corpus == 1] == list(range(3))
+    pairs = [find_row(mixture, row) for row in range(12)]
+    assert [item for corpus, item in pairs if corpus == 0] == list(range(9))
+    assert [item for corpus, item in pairs if corpus == 1] == list(range(3))
     assert find_row(mixture, 4 * 10**12)[1] == 3 * 10**12
 
 
@@ -54,7 +54,7 @@ def test_shares_by_hand():
     assert apportion((98, 1, 1), 2).tolist() == [2, 0, 0]
 
 
-def corpora_of(ids):
+def corpus_numbers(ids):
     return [int(name.split(":")[0].removeprefix("corpus")) for name in ids]
 
 
@@ -63,7 +63,7 @@ def test_batches_are_mixed_by_weight_and_each_corpus_has_epochs(corpus):
     num_steps = 15
     ids = [name for i in range(num_steps) for name in batches.sample_ids(i, 0, 50)]
     assert len(set(ids)) == len(ids)
-    counts = np.bincount(corpora_of(ids))
+    counts = np.bincount(corpus_numbers(ids))
     assert np.abs(counts - np.array([0.6, 0.3, 0.1]) * len(ids)).max() <= 2
     for number, num_windows in enumerate(batches.num_windows):
         own = [name for name in ids if name.startswith(f"corpus{number}:")]
@@ -81,7 +81,7 @@ def test_a_corpus_gives_the_windows_that_it_gives_alone(corpus):
     rows = batches.rows(0, 0, 20)
     number = 0
     for name, token_t in zip(batches.sample_ids(0, 0, 20), rows.token_bt):
-        if name.startswith("corpus0:"):  # as it would be without the others
+        if name.startswith("corpus0:"):  # the same as without the other corpora
             np.testing.assert_array_equal(first.rows(number, 0, 1).token_bt[0], token_t)
             assert first.sample_ids(number, 0, 1) == [name]
             number += 1

@@ -1,4 +1,4 @@
-"""pysrc: its text, its order, its windows, and what a changed package is answered."""
+"""The corpus pysrc: its text, order and windows, and errors for changed packages."""
 
 import hashlib
 import logging
@@ -21,17 +21,17 @@ def corpus():
     return data.load_corpus(Data(), 256)
 
 
-def text_of(line):
-    return read_tokens(line, [0], line.num_tokens)[0].astype(np.uint8).tobytes()
+def read_text(stream):
+    return read_tokens(stream, [0], stream.num_tokens)[0].astype(np.uint8).tobytes()
 
 
-def sides(corpus):
+def split_texts(corpus):
     (source,) = corpus.sources
-    return text_of(source.train), text_of(source.held_out)
+    return read_text(source.train), read_text(source.held_out)
 
 
 def make_package(folder, name, version, files):
-    """A distribution as an installer leaves it, RECORD and all, with a stray file."""
+    """Write a distribution with its RECORD as installed, and a file not in RECORD."""
     info = folder / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
@@ -44,7 +44,7 @@ def make_package(folder, name, version, files):
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
-    """Two small packages in place of those of pysrc; returns their folder."""
+    """Replace the packages of pysrc by two small ones; return their folder."""
     pad = b"\n" * 40
     alpha = {"alpha/b.py": b"b = 2" + pad, "alpha/a.py": b"a = 1" + pad}
     beta = {"beta/__init__.py": b"", "beta/c.py": b"b = 2" + pad, "beta/c.pyc": b"\0"}
@@ -66,7 +66,9 @@ def test_pysrc_is_the_documented_text(corpus):
     assert (corpus.name, corpus.sha256) == ("pysrc", SHA)
     assert corpus.num_train_tokens == 20_267_678
     assert corpus.num_held_out_tokens == 336_938
-    train, held_out = (hashlib.sha256(text).hexdigest()[:16] for text in sides(corpus))
+    train, held_out = (
+        hashlib.sha256(text).hexdigest()[:16] for text in split_texts(corpus)
+    )
     assert (train, held_out) == ("817b789493fb0208", "3c95227627f52498")
 
 
@@ -76,7 +78,9 @@ def test_pinned_versions_are_those_of_the_constraints(repo):
 
 
 def test_every_document_is_on_one_side_once(corpus):
-    train, held_out = (text.removesuffix(b"\0").split(b"\0") for text in sides(corpus))
+    train, held_out = (
+        text.removesuffix(b"\0").split(b"\0") for text in split_texts(corpus)
+    )
     listed = (f for package in pysrc.PINNED for f in metadata.files(package))
     installed = {f.locate().read_bytes() for f in listed if f.name.endswith(".py")}
     assert len(train) + len(held_out) == len(installed - {b""})
@@ -85,7 +89,7 @@ def test_every_document_is_on_one_side_once(corpus):
 
 
 def test_order_is_by_path_and_listed_distinct_sources_are_kept(packages):
-    train, held_out = sides(data.load_corpus(SMALL, 256))
+    train, held_out = split_texts(data.load_corpus(SMALL, 256))
     assert train == b"a = 1" + b"\n" * 40 + b"\0"
     assert held_out == b"b = 2" + b"\n" * 40 + b"\0"
 
@@ -137,23 +141,23 @@ def test_a_nul_in_a_source_is_refused(packages, monkeypatch):
 
 
 def test_0x00_starts_a_document(corpus):
-    """Positions by a walk over the first 100000 bytes."""
-    line = corpus.sources[0].train
+    """The expected positions come from a walk over the first 100000 bytes."""
+    stream = corpus.sources[0].train
     expected, since = [], -1
-    for token in text_of(line)[:100_000]:
+    for token in read_text(stream)[:100_000]:
         since = 0 if token == 0 else since + 1
         expected.append(since)
     assert expected.count(0) > 5
-    assert read_positions(line, [0], 100_000)[0].tolist() == expected
+    assert read_positions(stream, [0], 100_000)[0].tolist() == expected
 
 
 def test_windows_stay_where_they_are(corpus):
-    """A new version of a library that reshuffles would change resumed runs."""
+    """A library version that shuffles differently would change resumed runs."""
     batches = data.TrainBatches(corpus, Data(), batch_size=4)
     rows_bt = np.concatenate(
         [batches.rows(step, 0, 4).token_bt for step in (0, 30_000)]
     )
-    text_b = np.frombuffer(sides(corpus)[0], np.uint8)
+    text_b = np.frombuffer(split_texts(corpus)[0], np.uint8)
     starts = [9_314_673, 20_248_177, 4_313_713, 7_882_097]
     expected_bt = [text_b[start : start + 257] for start in starts]
     np.testing.assert_array_equal(rows_bt[:4], expected_bt)

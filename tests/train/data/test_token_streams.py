@@ -1,4 +1,4 @@
-"""Lines of documents against lists of tokens, one document at a time."""
+"""Token streams against lists of tokens, one document at a time."""
 
 import numpy as np
 import pytest
@@ -13,25 +13,25 @@ from train.data.token_streams import (
 )
 
 
-def tokens_of(documents):
+def concatenate(documents):
     return np.concatenate([np.zeros(0, int), *documents])
 
 
 def positions_by_definition(documents, start, width):
-    """Counted from the later of window start and document start, token by token."""
+    """Count positions from the later of window start and document start."""
     first = np.repeat(
         np.cumsum([0, *(d.size for d in documents)])[:-1], [d.size for d in documents]
     )
     return [at - max(start, first[at]) for at in range(start, start + width)]
 
 
-def check(line, documents, widths):
-    expected = tokens_of(documents)
-    assert line.num_tokens == expected.size
+def check(stream, documents, widths):
+    expected = concatenate(documents)
+    assert stream.num_tokens == expected.size
     for width in widths:
         start_w = np.arange(expected.size - width + 1)
-        token_wb = read_tokens(line, start_w, width)
-        position_wb = read_positions(line, start_w, width)
+        token_wb = read_tokens(stream, start_w, width)
+        position_wb = read_positions(stream, start_w, width)
         assert token_wb.dtype == position_wb.dtype == np.int32
         for start in start_w:
             np.testing.assert_array_equal(
@@ -45,7 +45,7 @@ def check(line, documents, widths):
 @pytest.mark.parametrize("held_out_every", [2, 3, 7])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_window_of_a_split_corpus(seed, held_out_every):
-    """Three files: held-out documents are the n-th of all, and cut the runs."""
+    """Every n-th document of three files is held out, which cuts the runs."""
     documents = random_documents(seed, 40)
     edges = np.sort(np.random.default_rng(seed).integers(1, 39, 2))
     parts = [documents[: edges[0]], documents[edges[0] : edges[1]]]
@@ -65,30 +65,30 @@ def test_neighbours_make_one_run():
 
 @pytest.mark.parametrize("cut", [1, 3, 8])
 def test_few_documents_hold_out_the_end(cut):
-    """Of 30 tokens in 3 files; the cut falls within documents and between files."""
+    """The corpus has 30 tokens in 3 files; cuts fall in documents and between files."""
     documents = [np.arange(10 * i, 10 * i + 10) for i in range(3)]
     held_out_every = 30 // cut
     train, held_out = split_held_out([as_file([d]) for d in documents], held_out_every)
     edge = 30 - 30 // held_out_every
     np.testing.assert_array_equal(
-        read_tokens(train, [0], edge), [tokens_of(documents)[:edge]]
+        read_tokens(train, [0], edge), [concatenate(documents)[:edge]]
     )
     np.testing.assert_array_equal(
-        read_tokens(held_out, [0], 30 - edge), [tokens_of(documents)[edge:]]
+        read_tokens(held_out, [0], 30 - edge), [concatenate(documents)[edge:]]
     )
     assert read_positions(train, [0], edge)[0].tolist() == [i % 10 for i in range(edge)]
 
 
-def test_nothing_to_hold_out_is_an_empty_line():
+def test_nothing_to_hold_out_is_an_empty_stream():
     train, held_out = split_held_out([as_file([np.arange(5)])], 50)
     assert (train.num_tokens, held_out.num_tokens) == (5, 0)
 
 
 def test_windows_beyond_the_end_are_refused():
-    line = make_token_stream(np.arange(10), np.zeros(1, int))
-    assert read_tokens(line, np.zeros(0, int), 3).shape == (0, 3)
+    stream = make_token_stream(np.arange(10), np.zeros(1, int))
+    assert read_tokens(stream, np.zeros(0, int), 3).shape == (0, 3)
     for start in (-1, 8):
         with pytest.raises(AssertionError):
-            read_tokens(line, [start], 3)
+            read_tokens(stream, [start], 3)
         with pytest.raises(AssertionError):
-            read_positions(line, [start], 3)
+            read_positions(stream, [start], 3)

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes and tokenizers files; separators; text as it streams."""
+"""Tokenizers: bytes and tokenizers files, separators, and streamed text."""
 
 import hashlib
 import json
@@ -128,7 +128,7 @@ def test_a_stream_is_the_text_and_never_half_a_character(name, bpe):
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
 @pytest.mark.parametrize("seed", range(20))
 def test_a_stream_of_any_ids_is_their_text(name, bpe, seed):
-    """Up to what may still become a character: at most three bytes."""
+    """At most three bytes that may still become a character are held back."""
     tokenizer = bpe if name == "bpe" else load_tokenizer("bytes")
     ids = random.Random(seed).choices(range(tokenizer.vocab_size), k=60)
     step = stream_decoder(tokenizer)
@@ -140,7 +140,7 @@ def test_a_stream_of_any_ids_is_their_text(name, bpe, seed):
 
 
 def test_a_stream_goes_on_behind_its_context(tmp_path):
-    """The space before a word is lost at the beginning of a text, and nowhere else."""
+    """The space before a word is lost only at the beginning of a text."""
     tokenizer = load_metaspace(tmp_path)
     prompt, ids = tokenizer.encode("hello world"), tokenizer.encode("the cat")
     step = stream_decoder(tokenizer, context=prompt)
@@ -154,9 +154,9 @@ def test_a_stream_goes_on_behind_its_context(tmp_path):
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64])
 @pytest.mark.parametrize("name", ["bytes", "bpe", "metaspace"])
 def test_a_stream_does_not_depend_on_how_ids_are_grouped(name, size, bpe, tmp_path):
-    """Wherever it is cut, even within a character, and with U+FFFD in the text."""
-    made = {"bytes": lambda: load_tokenizer("bytes"), "bpe": lambda: bpe}
-    tokenizer = made.get(name, lambda: load_metaspace(tmp_path))()
+    """Groups may cut a character, and the text may contain U+FFFD."""
+    tokenizers = {"bytes": lambda: load_tokenizer("bytes"), "bpe": lambda: bpe}
+    tokenizer = tokenizers.get(name, lambda: load_metaspace(tmp_path))()
     for text in (WORDS, "\ufffd".join(TEXTS) + "\ufffd" * 3):
         ids = tokenizer.encode(text).tolist()
         step = stream_decoder(tokenizer)

@@ -1,4 +1,4 @@
-"""Windows of one corpus: each once an epoch, the same for any cut, right positions."""
+"""Windows of one corpus: each once per epoch, the same for any cut of a batch."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ SMALL = Data(seq_len=SEQ_LEN, held_out_every=4)
 
 @pytest.fixture(scope="module")
 def documents():
-    """Ids of 60000: every window of 17 is found by its content."""
+    """Ids below 60000, random, so that the content of a window of 17 is unique."""
     return random_documents(0, 300, largest=60_000)
 
 
@@ -26,17 +26,17 @@ def corpus(documents):
     return make_corpus([documents[:100], documents[100:]], held_out_every=4)
 
 
-def all_tokens(line):
-    return read_tokens(line, np.zeros(1, int), line.num_tokens)[0]
+def all_tokens(stream):
+    return read_tokens(stream, np.zeros(1, int), stream.num_tokens)[0]
 
 
-def first_tokens(line, rows_bt):
-    """Place in the line of each row."""
-    text_b = all_tokens(line)
+def first_tokens(stream, rows_bt):
+    """Return the index in the stream at which each row begins."""
+    text_b = all_tokens(stream)
     windows = np.lib.stride_tricks.sliding_window_view(text_b, rows_bt.shape[1])
-    place = {window.tobytes(): start for start, window in enumerate(windows)}
-    assert len(place) == len(windows)
-    return np.array([place[row.tobytes()] for row in rows_bt])
+    start_by_content = {window.tobytes(): start for start, window in enumerate(windows)}
+    assert len(start_by_content) == len(windows)
+    return np.array([start_by_content[row.tobytes()] for row in rows_bt])
 
 
 def document_starts(documents, is_in):
@@ -45,7 +45,7 @@ def document_starts(documents, is_in):
 
 
 def check_positions(windows, starts, edges):
-    """By the definition, from the places of windows and documents in the line."""
+    """Compare with the definition, from the starts of windows and documents."""
     for start, position_t in zip(starts, windows.position_bt):
         expected, since = [], 0
         for at in range(start, start + position_t.size):
@@ -57,16 +57,16 @@ def check_positions(windows, starts, edges):
 def test_every_epoch_visits_each_window_once_with_its_own_phase(corpus, documents):
     batches = data.TrainBatches(corpus, SMALL, batch_size=1)
     (num_windows,) = batches.num_windows
-    line = corpus.sources[0].train
-    assert num_windows == (line.num_tokens - 1) // SEQ_LEN - 1
+    stream = corpus.sources[0].train
+    assert num_windows == (stream.num_tokens - 1) // SEQ_LEN - 1
     edges = document_starts(documents, lambda i: i % 4 != 3)
     phases, orders = set(), set()
     for epoch in range(6):
         steps = range(epoch * num_windows, (epoch + 1) * num_windows)
         rows = [batches.rows(step, 0, 1) for step in steps]
-        starts = first_tokens(line, np.concatenate([row.token_bt for row in rows]))
+        starts = first_tokens(stream, np.concatenate([row.token_bt for row in rows]))
         phase = int(starts.min())
-        assert phase + num_windows * SEQ_LEN < line.num_tokens
+        assert phase + num_windows * SEQ_LEN < stream.num_tokens
         expected = phase + SEQ_LEN * np.arange(num_windows)
         np.testing.assert_array_equal(np.sort(starts), expected)
         for row, start in zip(rows, starts):
@@ -81,7 +81,7 @@ def test_every_epoch_visits_each_window_once_with_its_own_phase(corpus, document
 
 
 def test_no_held_out_document_is_trained_on(corpus, documents):
-    """Ids occur in one document only, but for the separator."""
+    """Ids that occur in one held-out document only do not occur in training."""
     ids = [set(document.tolist()) - {0} for document in documents]
     held_out = set().union(*ids[3::4])
     once = [x for x in held_out if sum(x in i for i in ids) == 1]
@@ -101,7 +101,7 @@ def test_joined_documents_have_the_positions_of_the_window(corpus):
 
 
 def test_a_batch_depends_on_seed_and_step_alone(corpus):
-    """Batches of 32 from fewer than 100 windows: many of them span two epochs."""
+    """Batches of 32 from fewer than 100 windows: many batches span two epochs."""
     forward = data.TrainBatches(corpus, SMALL, batch_size=32)
     backward = data.TrainBatches(corpus, SMALL, batch_size=32)
     steps = [0, 1, 2, 50, 10**9]
@@ -148,9 +148,9 @@ def test_held_out_windows_are_disjoint_and_spread(
 ):
     held_out = data.HeldOut(corpus, SMALL, batch_size, num_batches)
     rows = [held_out.rows(i, 0, batch_size) for i in range(num_batches)]
-    line = corpus.sources[0].held_out
-    starts = first_tokens(line, np.concatenate([row.token_bt for row in rows]))
-    gaps = np.diff([*starts, line.num_tokens])
+    stream = corpus.sources[0].held_out
+    starts = first_tokens(stream, np.concatenate([row.token_bt for row in rows]))
+    gaps = np.diff([*starts, stream.num_tokens])
     assert starts[0] == 0
     assert gaps.min() >= SEQ_LEN + 1
     assert gaps.max() - gaps.min() <= 1

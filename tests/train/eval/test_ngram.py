@@ -1,4 +1,4 @@
-"""The trigram baseline against arithmetic by hand and a definition in dictionaries."""
+"""The trigram baseline against arithmetic by hand and its definition."""
 
 import collections
 import math
@@ -21,7 +21,7 @@ def windows(*strings):
 
 
 def loss_by_definition(train, bytes_bt):
-    """Witten and Bell's recursion, one byte at a time, counting in dictionaries."""
+    """Compute Witten and Bell's recursion byte by byte, with counts in dictionaries."""
     followed = collections.defaultdict(collections.Counter)
     for order in (1, 2, 3):
         for i in range(len(train) - order + 1):
@@ -43,11 +43,13 @@ def loss_by_definition(train, bytes_bt):
 
 
 def test_by_hand():
-    """After 'aba': 'b' follows 'a' for sure, 'a' follows 'ab', and 'ba' is unknown."""
+    """In 'aba', 'b' follows 'a', 'a' follows 'ab', and nothing follows 'ba'."""
     prob_a, prob_b = (2 + 2 / 256) / (3 + 2), (1 + 2 / 256) / (3 + 2)
     b_after_a = (1 + prob_b) / (1 + 1)
     a_after_ab = (1 + (1 + prob_a) / 2) / 2
-    a_after_ba = (0 + prob_a) / (1 + 1)  # which nothing followed: that of 'a' alone
+    a_after_ba = (0 + prob_a) / (
+        1 + 1
+    )  # nothing followed 'ba', so the context is 'a' alone
     expected = -math.log(b_after_a * a_after_ab * a_after_ba) / 3
     assert trigram_loss(text("aba"), windows("abaa")) == pytest.approx(expected)
 

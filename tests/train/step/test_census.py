@@ -1,4 +1,4 @@
-"""The collectives of the shipped step, golden: an accidental all-gather fails here."""
+"""The collectives of the shipped step equal a golden file."""
 
 import json
 
@@ -10,8 +10,11 @@ from train.config import gin_reader
 
 @pytest.mark.slow
 def test_collectives_of_the_main_job(repo):
-    """`python tools/census.py --gin_file=configs/tiny_cpu.gin --json` prints the new
-    golden, to be read before it replaces the old one."""
+    """An accidental all-gather fails this test.
+
+    `python tools/census.py --gin_file=configs/tiny_cpu.gin --json` prints a new golden
+    file. Review it before it replaces the old one.
+    """
     golden = json.loads((repo / "tests/golden/census_tiny_cpu.json").read_text())
     assert census(gin_reader.load([repo / "configs/tiny_cpu.gin"])) == golden
 

@@ -1,5 +1,5 @@
-"""The trainer's own step under schedules, domains and compression, from one state:
-that of one expert axis."""
+"""The trainer's step under schedules, domains and compression, from one state, equals
+the step with one expert axis."""
 
 import dataclasses
 import json
@@ -23,20 +23,20 @@ from train.step.expert_params import take
 from train.step.state import init_state, with_new_tracked
 from train.step.step import StepContext
 
-ALSO = pytest.mark.long
+LONG = pytest.mark.long
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
-        n if n == "domain" else pytest.param(n, marks=ALSO)
+        n if n == "domain" else pytest.param(n, marks=LONG)
         for n in COMMUNICATION
         if n != "delta"
     ],
 )
 def test_a_step_is_that_of_one_expert_axis(name, doubles):
-    """Loss, gradients, moments and parameters in float64, to 1e-12."""
+    """Loss, gradients, moments and parameters agree to 1e-12 in float64."""
     start = warm_state(doubles)
     expected = make_case("owned", doubles)
     expected = one_step(expected, start, ExpertPlan.home(L, E))
@@ -46,51 +46,51 @@ def test_a_step_is_that_of_one_expert_axis(name, doubles):
 
 @pytest.mark.slow
 def test_a_tracked_expert_follows_its_masters_by_few_entries():
-    """Every device of a domain starts with the experts as they are. A step then moves
-    what it holds by as many entries as the ratio lets through, each to where the
-    masters now are; nothing else."""
+    """Every device of a domain starts with copies that equal the master parameters. A
+    step then changes only as many entries of a copy as the ratio allows, and each of
+    them moves to the new master value."""
     case = wire_case("delta", "float32")
     model = case.model
     state = init_state(model.run, model.optimizer)
-    before, master_params = whole(state.tracked), rows_of(state)
-    # Domains are four devices of two expert indices: slots by (dc, expert, own).
+    before, master_params = whole(state.tracked), master_rows(state)
+    # A domain is four devices with two expert indices; slots are by (dc, expert, own).
     assert np.array_equal(np.sort(before, axis=1), np.sort(master_params, axis=1))
     state, _ = run(case, state, home_plan(case), 0)
-    after, master_params = whole(state.tracked), rows_of(state)
+    after, master_params = whole(state.tracked), master_rows(state)
     k, _ = entries(before.shape[2], np.float32, 8.0)
     is_moved = after != before
     assert (is_moved.sum(axis=2) <= k).all()
     assert is_moved.sum(axis=2).mean() > k / 2
-    now = master_params[:, order_of(before, rows_of(init(model)))]
+    now = master_params[:, match_experts(before, master_rows(make_state(model)))]
     off = np.abs(after - now)[is_moved]
-    # An entry is rounded to two bits behind its first.
+    # An entry is rounded to two bits after its leading bit.
     assert (off <= np.abs(before - now)[is_moved] / 8 + 1e-7).all()
 
 
-def init(model: StepContext):
+def make_state(model: StepContext):
     return init_state(model.run, model.optimizer)
 
 
-def rows_of(state) -> np.ndarray:
-    """Masters as compression has them, [l, e, x]."""
+def master_rows(state) -> np.ndarray:
+    """Return the master parameters as compression sees them, [l, e, x]."""
     master_params, _ = take(jax.device_get(state.params))
     gate, up, down = (master_params[n] for n in ("gate_edf", "up_edf", "down_efd"))
     into = np.stack([gate, up], axis=3)
     return np.concatenate([into.reshape(L, E, -1), down.reshape(L, E, -1)], axis=2)
 
 
-def order_of(tracked_lsx: np.ndarray, masters_lex: np.ndarray) -> np.ndarray:
-    """Which expert each tracked one is, by its first weights."""
+def match_experts(tracked_lsx: np.ndarray, masters_lex: np.ndarray) -> np.ndarray:
+    """Return the expert of each tracked copy, by comparing its weights."""
     same_se = (tracked_lsx[0, :, None] == masters_lex[0][None]).all(axis=-1)
     assert (same_se.sum(axis=1) == 1).all()
     return same_se.argmax(axis=1)
 
 
 @pytest.mark.slow
-def test_what_is_tracked_begins_anew_where_a_run_is_cut_otherwise():
-    """As at a run's beginning; and only then is it asked for."""
+def test_tracked_state_starts_over_under_another_sharding():
+    """The tracked state is made as at the start of a run, if the sharding differs."""
     model = wire_case("delta", "float32").model
-    state = init(model)
+    state = make_state(model)
     lost = state.replace(tracked=jax.numpy.zeros_like(state.tracked))
     again = with_new_tracked(lost, model.run)
     assert np.array_equal(whole(again.tracked), whole(state.tracked))
@@ -101,7 +101,7 @@ def test_what_is_tracked_begins_anew_where_a_run_is_cut_otherwise():
 
 
 def test_a_batch_of_another_size_is_scored_without_a_domain():
-    """Its placement is that of owners (train.step.compiled.home_placement)."""
+    """The placement is the owners' own (train.step.compiled.home_placement)."""
     run = make_context("domain", "float32").run
     assert run.layout.domain is not None
     assert run.exact_layout(8, 16).domain is run.owning.domain is None

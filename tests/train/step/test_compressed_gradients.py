@@ -1,5 +1,6 @@
-"""Compressed gradients in the trainer's own step: what arrives, what is kept and what
-travels; and what becomes of it when an update is skipped or a run goes on."""
+"""Compressed gradients in the trainer's step: the gradients that arrive, the residuals
+that stay, the bytes that are sent, and the residuals after skipped updates and
+restarts."""
 
 import dataclasses
 import functools
@@ -48,61 +49,64 @@ SIZE = 3 * SMALL.model.d_model * SMALL.moe.d_expert
 def delta(
     ratio: float | None, mesh: Topology = TWO_DCS, remat: str = "none"
 ) -> StepCase:
-    """'delta' with compressed gradients too, in two micro-batches."""
+    """Return the case 'delta' with compressed gradients, in two micro-batches."""
     cfg = (model := make_context("delta", "float32")).cfg
     parts = {
         "dispatch": dataclasses.replace(cfg.dispatch, gradient_compression=ratio),
         "train": dataclasses.replace(cfg.train, accumulate_steps=MICRO_BATCHES),
         "model": dataclasses.replace(cfg.model, remat=remat),
     }
-    return case_maker(changed(model, mesh=mesh, **parts))
+    return case_maker(change_config(model, mesh=mesh, **parts))
 
 
-def changed(model: StepContext, /, **parts) -> StepContext:
+def change_config(model: StepContext, /, **parts) -> StepContext:
     cfg = dataclasses.replace(model.cfg, **parts)
     return model._replace(run=resolve(cfg, make_mesh(cfg.mesh)))
 
 
-def begun(case: StepCase):
+def make_state(case: StepCase):
     return init_state(case.model.run, case.model.optimizer)
 
 
 def rows(tree) -> np.ndarray:
-    """Experts of all layers, flat, [l, e, x]."""
+    """Return the flattened experts of all layers, [l, e, x]."""
     master_params, _ = take(jax.device_get(tree))
     gate, up, down = (master_params[n] for n in stores.EXPERT_PARAMS)
     into = np.stack([gate, up], axis=3)
     return np.concatenate([into.reshape(L, E, -1), down.reshape(L, E, -1)], axis=2)
 
 
-def kept_rows(case: StepCase, state) -> np.ndarray:
-    """What all members together keep of each expert's gradient, [l, e, x]: each device
-    has rows of its own, member by member."""
+def residual_rows(case: StepCase, state) -> np.ndarray:
+    """Return the sum of all members' residuals of each expert's gradient, [l, e, x].
+
+    Each device has its own rows, member by member.
+    """
     residual_lwsx = whole(state.gradient_residual).reshape(L, E, MEMBERS, SIZE)
     sum_lex = np.zeros((L, E, SIZE), np.float32)
     for members in case.model.layout.domain.members():
         for device in members:
             sum_lex[:, members] += residual_lwsx[:, device]
             place = members.index(device)
-            assert not residual_lwsx[:, device, place].any()  # its own arrived whole
+            # A device's own gradients are not compressed.
+            assert not residual_lwsx[:, device, place].any()
     return sum_lex
 
 
 @pytest.mark.long
 @pytest.mark.slow
 def test_what_arrives_and_what_is_kept_is_the_gradient():
-    """Step after step: of whole gradients from the same state, and of what was kept
-    before."""
+    """In each step, the arrived gradient plus the new residual equals the exact
+    gradient from the same state plus the old residual."""
     case, exact = delta(RATIO), delta(None)
-    state, plan = begun(case), home_plan(case)
+    state, plan = make_state(case), home_plan(case)
     for step in range(3):
-        before_lex = kept_rows(case, state)
+        before_lex = residual_rows(case, state)
         alike = jax.device_get(state.replace(gradient_residual=None))
         alike = jax.device_put(alike, exact.shardings)
         expected, _ = run_step(exact, alike, plan, step)
         state, metrics = run_step(case, state, plan, step)
         assert not metrics.is_skipped
-        arrived_lex, residual_lex = rows(state.opt_state[0]), kept_rows(case, state)
+        arrived_lex, residual_lex = rows(state.opt_state[0]), residual_rows(case, state)
         whole_lex = rows(expected.opt_state[0])
         assert_close(arrived_lex + residual_lex, whole_lex + before_lex)
         assert np.abs(residual_lex).max() > 0.01 * np.abs(whole_lex).max() > 0
@@ -118,12 +122,12 @@ def test_what_arrives_and_what_is_kept_is_the_gradient():
     ],
 )
 def test_the_same_where_experts_are_split_otherwise(mesh, remat):
-    """Hidden widths over data or tensor: sums over all weights of each layer, for kept
-    ones lie as shards do."""
+    """Hidden widths are sharded over data or tensor. The test compares sums over all
+    weights of a layer, because residuals are ordered by shard."""
     case, exact = (delta(ratio, mesh, remat) for ratio in (RATIO, None))
     plan = home_plan(case)
-    expected, _ = run_step(exact, begun(exact), plan, 0)
-    state, _ = run_step(case, begun(case), plan, 0)
+    expected, _ = run_step(exact, make_state(exact), plan, 0)
+    state, _ = run_step(case, make_state(case), plan, 0)
     arrived_lex, whole_lex = rows(state.opt_state[0]), rows(expected.opt_state[0])
     residual_lsx = whole(state.gradient_residual)
     assert np.abs(residual_lsx).max() > 0.01 * np.abs(whole_lex).max() > 0
@@ -137,18 +141,19 @@ def test_the_same_where_experts_are_split_otherwise(mesh, remat):
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["params", "kept"])
 def test_a_skipped_update_keeps_what_was_kept(where):
-    """Bit for bit, and parameters too; also where only what stays is not finite."""
+    """Residuals and parameters stay the same bits, even if only residuals are not
+    finite."""
     case = delta(RATIO)
     plan = home_plan(case)
-    state, _ = run_step(case, begun(case), plan, 0)
+    state, _ = run_step(case, make_state(case), plan, 0)
     state = jax.device_get(state)
     if where == "params":
         bad = state.params["norm"]["scale_d"] * np.nan
         state = state.replace(params=state.params | {"norm": {"scale_d": bad}})
     else:
-        kept = state.gradient_residual.copy()
-        kept[0, 1, 5] = np.inf
-        state = state.replace(gradient_residual=kept)
+        residual = state.gradient_residual.copy()
+        residual[0, 1, 5] = np.inf
+        state = state.replace(gradient_residual=residual)
     after, metrics = run_step(case, jax.device_put(state, case.shardings), plan, 1)
     assert metrics.is_skipped
     assert np.array_equal(whole(after.gradient_residual), state.gradient_residual)
@@ -162,8 +167,8 @@ def test_a_skipped_update_keeps_what_was_kept(where):
 
 @pytest.mark.slow
 def test_entries_alone_travel_and_the_prediction_says_so():
-    """One all_to_all of bytes in the loop over layers, where whole gradients are
-    reduce-scattered; in each step once, however many micro-batches."""
+    """The loop over layers has one all_to_all of bytes in place of the reduce-scatter
+    of full gradients. It runs once a step for any number of micro-batches."""
     case, exact = delta(RATIO), wire_case("delta", "float32")
     ours = compiled_census(case.step.as_text())["ours"]
     before = compiled_census(exact.step.as_text())["ours"]
@@ -184,7 +189,7 @@ def test_entries_alone_travel_and_the_prediction_says_so():
 
 
 def test_what_moves_once_a_step_counts_for_each_micro_batch_by_its_share():
-    """Experts whose gradients are compressed, and compressed experts."""
+    """The cases are compressed gradients of experts, and compressed experts."""
     here = stream(1e6, 1e6, is_training=True, num_micro_batches=4)
     for out, back in ((1.0, 50.0), (50.0, None)):
         ratios = {"compression": out, "gradient_compression": back}
@@ -196,11 +201,11 @@ def test_what_moves_once_a_step_counts_for_each_micro_batch_by_its_share():
 
 @pytest.mark.slow
 def test_all_entries_are_whole_gradients_bit_for_bit(monkeypatch):
-    """In float32, between pairs: as the transpose of the gather has them."""
+    """In float32, between pairs, they equal the transpose of the gather."""
     model = make_context("delta", "float32")
     fields = {"domain": (2, 1), "gradient_compression": 1.0, "compression": "none"}
     dispatch = dataclasses.replace(model.cfg.dispatch, **fields)
-    model = changed(model, dispatch=dispatch)
+    model = change_config(model, dispatch=dispatch)
     monkeypatch.setattr(gradient_compression, "entries", lambda size, *_: (size, 1))
     monkeypatch.setattr(gradient_compression, "VALUE_DTYPE", "float32")
     state = init_state(model.run, model.optimizer)
@@ -215,28 +220,28 @@ def test_all_entries_are_whole_gradients_bit_for_bit(monkeypatch):
 
             return stores.slots_of_layers(make, master_params, placement)
 
-        held, pull = jax.vjp(slots, master_params)
-        keys = jax.random.split(jax.random.key(seed), len(held))
+        slots_tree, pull = jax.vjp(slots, master_params)
+        keys = jax.random.split(jax.random.key(seed), len(slots_tree))
         grads = {
             name: jax.random.normal(key, leaf.shape)
-            for key, (name, leaf) in zip(keys, held.items())
+            for key, (name, leaf) in zip(keys, slots_tree.items())
         }
-        kept = state.gradient_residual
+        residual = state.gradient_residual
         return pull(grads)[0], stores.scatter_gradients(
-            grads, kept, mesh_layout, jnp.float32
+            grads, residual, mesh_layout, jnp.float32
         )
 
-    expected, (found, kept) = jax.device_get(both(master_params, 0))
+    expected, (found, residual) = jax.device_get(both(master_params, 0))
     assert expected.keys() == found.keys()
     assert all(np.array_equal(found[n], expected[n]) for n in found)
-    assert not kept.any()
+    assert not residual.any()
 
 
 TWO_DCS_GIN = ("Mesh.dc = 2", "Mesh.data = 1", "Dispatch.group = 'dc_expert'")
 BOTH = ("Dispatch.compression = 'delta'", "Dispatch.gradient_compression = 8")
 
 
-def job_of(domain: str, *params: str):
+def make_job(domain: str, *params: str):
     params = (
         f"Data.corpus = '{corpus()}'",
         *TWO_DCS_GIN,
@@ -249,14 +254,14 @@ def job_of(domain: str, *params: str):
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_run_goes_on_with_what_was_kept(tmp_path):
-    """Bit for bit where it is cut alike; else it begins at zero, and a line says so. A
-    run may begin to compress gradients, and may end it."""
-    job = job_of("(2, 2)", *BOTH)
+    """Residuals are restored bit for bit under the same sharding. Otherwise they start
+    from zero, and a line says so. A run may start or stop compressing gradients."""
+    job = make_job("(2, 2)", *BOTH)
     state = init_state(job.model.run, job.model.optimizer)
     sharding = state.gradient_residual.sharding
-    kept = np.random.default_rng(0).normal(size=state.gradient_residual.shape)
-    kept = jax.device_put(kept.astype(np.float32), sharding)
-    for name, one in (("kept", kept), ("off", None)):
+    residual = np.random.default_rng(0).normal(size=state.gradient_residual.shape)
+    residual = jax.device_put(residual.astype(np.float32), sharding)
+    for name, one in (("kept", residual), ("off", None)):
         writer = Checkpointer(tmp_path / name, job.cfg.checkpoint)
         cfg = job.cfg
         if one is None:
@@ -267,37 +272,45 @@ def test_a_run_goes_on_with_what_was_kept(tmp_path):
         writer.close()
 
     def restored(name, job):
-        said, reader = [], Checkpointer(tmp_path / name, job.cfg.checkpoint)
-        state, _ = restore(job, reader, said.append)
+        messages, reader = [], Checkpointer(tmp_path / name, job.cfg.checkpoint)
+        state, _ = restore(job, reader, messages.append)
         reader.close()
-        return state, "\n".join(said)
+        return state, "\n".join(messages)
 
-    same, said = restored("kept", job)
-    assert np.array_equal(whole(same.gradient_residual), whole(kept))
+    same, messages = restored("kept", job)
+    assert np.array_equal(whole(same.gradient_residual), whole(residual))
     assert same.gradient_residual.sharding == sharding
-    assert "begins" not in said
-    pairs, said = restored("kept", job_of("(2, 1)", *BOTH))
-    held = job.cfg.moe.num_experts * 2
-    assert pairs.gradient_residual.shape == (kept.shape[0], held, kept.shape[2])
+    assert "begins" not in messages
+    pairs, messages = restored("kept", make_job("(2, 1)", *BOTH))
+    num_rows = job.cfg.moe.num_experts * 2
+    assert pairs.gradient_residual.shape == (
+        residual.shape[0],
+        num_rows,
+        residual.shape[2],
+    )
     assert not whole(pairs.gradient_residual).any()
-    assert "gradients begins at zero" in said
-    begins, said = restored("off", job)
+    assert "gradients begins at zero" in messages
+    begins, messages = restored("off", job)
     assert not whole(begins.gradient_residual).any()
-    assert begins.gradient_residual.shape == kept.shape
-    assert "gradients begins at zero" in said
-    ends, said = restored("kept", job_of("(2, 2)", BOTH[0]))
+    assert begins.gradient_residual.shape == residual.shape
+    assert "gradients begins at zero" in messages
+    ends, messages = restored("kept", make_job("(2, 2)", BOTH[0]))
     assert ends.gradient_residual is None
-    assert "begins" not in said
+    assert "begins" not in messages
 
 
 def test_a_dry_run_counts_what_is_kept(capsys):
-    """On a device: all experts of its domain, float32; slots of all layers and their
-    gradients, at work."""
-    job = job_of("(2, 2)", *BOTH)
-    held = dry_run(job.cfg)["bytes_per_device"]
+    """A device holds float32 residuals of all experts of its domain, and during a step
+    the slots of all layers and their gradients."""
+    job = make_job("(2, 2)", *BOTH)
+    num_bytes = dry_run(job.cfg)["bytes_per_device"]
     layers, size = job.cfg.model.num_moe_layers, 3 * 32 * 32
-    assert held["gradient_residual"] == layers * MEMBERS * size * 4
-    assert held["slots"] == held["slot_gradients"] == held["gradient_residual"]
+    assert num_bytes["gradient_residual"] == layers * MEMBERS * size * 4
+    assert (
+        num_bytes["slots"]
+        == num_bytes["slot_gradients"]
+        == num_bytes["gradient_residual"]
+    )
     assert "gradient_residual" in capsys.readouterr().out
 
 

@@ -1,5 +1,5 @@
-"""The train step over merged groups: that of one expert axis, nothing gathered over
-data, and checkpoints that go on either way."""
+"""The train step over merged groups equals the step over one expert axis, gathers
+nothing over data, and continues from checkpoints of either kind."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 @functools.cache
 def merged_case(store: str) -> StepCase:
-    """The small step of support/steps.py over a group of eight: one expert each."""
+    """Return the small step of support/steps.py over a group of eight devices."""
     sizes = {"slots_per_device": 3, **STORES[store], "group": "data_expert"}
     if "offers_per_device" in sizes:
         sizes["offers_per_device"] = 1
@@ -57,7 +57,7 @@ CASES = ["resident", "owned", "prefetched", "sharded"]
 
 @pytest.mark.parametrize("store", CASES)
 def test_a_merged_step_is_the_step_of_one_expert_axis(store):
-    """Loss, gradients, moments and parameters, from one state under any plan."""
+    """Loss, gradients, moments and parameters agree, from one state under any plan."""
     start, case = warm_state("float32"), merged_case(store)
     expected = one_step(make_case("owned", "float32"), start, ExpertPlan.home(L, E))
     rng, plans = np.random.default_rng(5), []
@@ -69,7 +69,7 @@ def test_a_merged_step_is_the_step_of_one_expert_axis(store):
 
 
 def gathered_over_data(case: StepCase) -> list[int]:
-    """Sizes of what our own gathers over data, and their transposes, take."""
+    """Return the input sizes of our own gathers over data and of their transposes."""
     return [
         eqn.invars[0].aval.size
         for eqn, _ in equations(case.traced.jaxpr)
@@ -80,7 +80,8 @@ def gathered_over_data(case: StepCase) -> list[int]:
 
 @pytest.mark.parametrize("store", CASES)
 def test_no_expert_weight_is_gathered_over_data(store):
-    """By us or by XLA's partitioner, as it is where groups lie along expert."""
+    """Neither we nor XLA's partitioner gather expert weights over data, as happens with
+    groups along expert."""
     assert max(gathered_over_data(make_case("owned", "float32"))) >= ONE_EXPERT
     case = merged_case(store)
     assert max(gathered_over_data(case)) < ONE_EXPERT
@@ -94,8 +95,8 @@ def test_no_expert_weight_is_gathered_over_data(store):
 
 @pytest.mark.parametrize("is_back", [False, True])
 def test_a_checkpoint_goes_on_merged_and_back(tmp_path, is_back):
-    """With the balancer on: each leg starts from the other's checkpoint, and its losses
-    are those of a run that was never merged."""
+    """With the balancer on, each leg starts from the other's checkpoint. Its losses are
+    those of a run that was never merged."""
     plain, legs = tmp_path / "plain", tmp_path / "legs"
     gin_file = ROOT / "tests" / "support" / "balanced.gin"
     often = ("Checkpoint.every_steps = 7", "Checkpoint.keep_last = 9")
@@ -108,7 +109,7 @@ def test_a_checkpoint_goes_on_merged_and_back(tmp_path, is_back):
 
     leg(plain, 20)
     shutil.copytree(plain, legs)
-    (legs / "summary.json").unlink()  # as if stopped at step 7
+    (legs / "summary.json").unlink()  # as if the run had been stopped at step 7
     for folder in (legs / "checkpoints").glob("[0-9]*"):
         if folder.name != "7":
             shutil.rmtree(folder)

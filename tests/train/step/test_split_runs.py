@@ -1,5 +1,5 @@
-"""Whole runs under water-filling and dynamic replication: the losses of plain expert
-parallelism, and every step at its certified bound."""
+"""Runs under water-filling and dynamic replication have the losses of plain expert
+parallelism, and every step meets its certified bound."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def test_losses_are_those_of_home_and_rows_at_their_bound(
     )
     assert_close(losses, expected)
     worst = max(max(line["max_over_bound"]) for line in run.steps.values())
-    assert worst <= 1 + 1 / 512 + 1e-3  # a row, of the hundreds that a device has
+    assert worst <= 1 + 1 / 512 + 1e-3  # a device has hundreds of rows: allow one
     skew = max(max(line["device_max_over_mean"]) for line in home.steps.values())
     assert skew > 1.3
     if "Dispatch.split = 'dynamic'" in params:
@@ -55,7 +55,7 @@ def test_losses_are_those_of_home_and_rows_at_their_bound(
 
 
 def test_a_run_that_goes_on_from_home_begins_spread(home):
-    """The home plan of the checkpoint would leave the new policy without replicas."""
+    """With the checkpoint's home plan, the new policy would have no replicas."""
     for params in (MICROMOE, (*MICROMOE, MERGED)):
         plan = restored(home.run_dir, *params)[2].plan
         assert np.count_nonzero(plan.slot_to_expert_lp >= 0) > plan.num_experts
@@ -87,7 +87,7 @@ def test_what_cannot_be_is_said_before_the_run(params, words):
 @pytest.mark.long
 @pytest.mark.parametrize("params", [(*MICROMOE, MERGED), DYNAMIC])
 def test_two_processes_split_as_one(house, tmp_path, params):
-    """Choices are recorded, so every count of every step is the same whole number."""
+    """Routing is recorded, so all counts of all steps are the same integers."""
     alone, run_dir = tmp_path / "alone", tmp_path / "gang"
     run_here(house, alone, *params)
     balanced = [f"--gin_file={BALANCED}"]

@@ -1,4 +1,4 @@
-"""One training step: the same on any mesh, under accumulation, and gone wrong."""
+"""One training step: on any mesh, with accumulation, and with non-finite updates."""
 
 import dataclasses
 
@@ -42,11 +42,11 @@ SMALL = Config(
 )
 WINDOWS = np.random.default_rng(0).integers(0, 64, (16, 17)).astype(np.int32)
 POSITIONS = np.tile(np.r_[0:6, 0:11], (16, 1)).astype(np.int32)
-"""Two documents in each window."""
+"""Positions of two documents in each window."""
 
 
 def keep_gradients() -> optax.GradientTransformation:
-    """An "optimizer" whose state is the last gradient and that changes nothing."""
+    """Return an optimizer that stores the last gradient and changes no parameter."""
 
     def update(grads, _state, _params=None):
         return jax.tree.map(jnp.zeros_like, grads), grads
@@ -57,7 +57,7 @@ def keep_gradients() -> optax.GradientTransformation:
 
 
 def take_step(cfg: Config, optimizer=None, windows_bt=WINDOWS, change=lambda s: s):
-    """The state before and after one step, and its metrics, all as NumPy."""
+    """Return the states before and after one step and its metrics, all as NumPy."""
     optimizer = optimizer or keep_gradients()
     devices = jax.devices()[: cfg.mesh.num_devices]
     mesh = make_mesh(cfg.mesh, devices)
@@ -87,7 +87,7 @@ def with_mesh(cfg: Config, **sizes) -> Config:
     ],
 )
 def test_eight_devices_equal_four_and_one(sizes):
-    """Loss and every gradient, to 1e-5 relative: the table's float32 tolerance."""
+    """Loss and gradients agree to 1e-5 relative, the tolerance for float32."""
     _, eight, metrics = take_step(SMALL)
     _, other, expected = take_step(with_mesh(SMALL, **sizes))
     assert_close(eight.params, other.params)
@@ -99,8 +99,8 @@ def test_eight_devices_equal_four_and_one(sizes):
 
 @pytest.mark.long
 def test_accumulation_is_the_mean_over_micro_batches():
-    """Every loss but `balance` is a mean over tokens, so cutting the batch changes
-    nothing; `balance` is the mean of the micro-batches' own (decision 0003)."""
+    """Losses but `balance` are means over tokens, so micro-batches do not change them.
+    `balance` is the mean over the micro-batches' values (decision 0003)."""
     router = dataclasses.replace(SMALL.router, balance_loss=0.0, jitter=0.0)
     whole = dataclasses.replace(SMALL, router=router)
     train = dataclasses.replace(SMALL.train, accumulate_steps=2)
@@ -124,7 +124,7 @@ def test_accumulation_is_the_mean_over_micro_batches():
 
 @pytest.mark.long
 def test_a_non_finite_update_changes_only_counters():
-    """NaN in one parameter: nothing moves but the step and the count of skips."""
+    """With NaN in one parameter, only the step and the count of skips change."""
     optimizer = make_optimizer(SMALL.optimizer, 10)
     poison = jax.jit(lambda leaf: leaf.at[0].set(jnp.nan))
 
@@ -144,7 +144,7 @@ def test_a_non_finite_update_changes_only_counters():
 
 
 def test_state_is_fully_sharded():
-    """Experts over expert and data, dense matrices over both; moments like masters."""
+    """Experts and dense matrices are sharded over expert and data, moments likewise."""
     mesh = make_mesh(SMALL.mesh)
     optimizer = make_optimizer(SMALL.optimizer, 10)
     wide_model = dataclasses.replace(SMALL.model, d_ff=256)
@@ -156,7 +156,7 @@ def test_state_is_fully_sharded():
     wide = state.params["prefix"]["dense"]["gate_df"]
     assert wide.sharding.spec == P(None, None, ("data", "expert"))
     small = state.params["norm"]["scale_d"]
-    assert small.sharding.spec == P(), "what is small stays whole"
+    assert small.sharding.spec == P(), "small parameters are replicated"
     moments = jax.tree.leaves(state.opt_state[1].mu)
     master_params = jax.tree.leaves(state.params)
     assert [m.sharding for m in moments] == [p.sharding for p in master_params]

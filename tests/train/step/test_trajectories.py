@@ -1,5 +1,5 @@
-"""A plan never changes the function: steps of the trainer from one state, and whole
-trajectories, under every store against plain expert parallelism."""
+"""A plan never changes the function: single steps and whole trajectories under every
+store agree with plain expert parallelism."""
 
 import math
 import re
@@ -53,8 +53,8 @@ def check_all_plans(store, dtype, seeds=range(3), **changes):
 
 
 def trajectory(dtype: str, stores: tuple[str, ...], num_steps: int):
-    """Logical states after every five steps. With stores, each of those moments forces
-    another plan, at random, and the next store."""
+    """Yield the logical state after every five steps. If stores are given, every five
+    steps the run changes to the next store and to another random plan."""
     rng, plain = np.random.default_rng(3), make_case("owned", dtype)
     case, plan = plain, ExpertPlan.home(L, E)
     state = jax.device_put(warm_state(dtype), plain.shardings)
@@ -62,14 +62,14 @@ def trajectory(dtype: str, stores: tuple[str, ...], num_steps: int):
         if stores and step % 5 == 0:
             old, case = case, make_case(stores[step // 5 % len(stores)], dtype)
             old_plan, plan = plan, random_plan(rng, case.model.layout, L)
-            state = adopted(state, plain.mover, (old, old_plan), (case, plan))
+            state = adopt(state, plain.mover, (old, old_plan), (case, plan))
         state, _ = run(case, state, plan, step)
         if step % 5 == 4:
             yield in_order(jax.device_get(state), np.argsort(plan.owned_le, axis=1))
 
 
-def adopted(state, mover: Mover, old: tuple, new: tuple):
-    """Masters and moments, on their devices, as another case and plan have them."""
+def adopt(state, mover: Mover, old: tuple, new: tuple):
+    """Move master parameters and moments to the store and owners of the new case."""
     (old_case, old_plan), (case, plan) = old, new
     stores = old_case.model.layout.store, case.model.layout.store
     if stores[0] == "sharded":
@@ -99,7 +99,7 @@ def test_one_step_in_float64(doubles, store):
     [(DOUBLES[1::-1], 40), pytest.param(tuple(STORES), 100, marks=pytest.mark.long)],
 )
 def test_trajectory_in_float64(doubles, stores, num_steps):
-    """Stores, plans and owners change every five steps, and nothing else."""
+    """Stores, plans and owners change every five steps; the states do not differ."""
     runs = (trajectory(doubles, each, num_steps) for each in (stores, ()))
     pairs = zip(*runs, strict=True)
     for actual, expected in pairs:
@@ -115,7 +115,7 @@ def test_trajectory_in_float64(doubles, stores, num_steps):
     ],
 )
 def test_every_step_of_a_run_in_float32(plain, stores, num_steps):
-    """One step under the home plan and one from the same state under another."""
+    """Each step under the home plan equals one from the same state under another."""
     plain, rng = make_case(plain, "float32"), np.random.default_rng(4)
     state = warm_state("float32")
     for step in range(num_steps):
@@ -155,7 +155,7 @@ def test_recomputed_slots(store):
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_prefetched_copies_are_the_same_bits(dtype):
-    """What is fetched a layer ahead is what the layer itself would fetch."""
+    """Copies fetched a layer ahead equal those that the layer itself would fetch."""
     cases = [make_case(s, dtype, "local_first") for s in ("transient", "prefetched")]
     for plan in plans_for(cases[0], range(3)).values():
         results = [one_step(case, warm_state(dtype), plan) for case in cases]
@@ -167,16 +167,16 @@ REST = (pytest.param(s, marks=pytest.mark.long) for s in ("sharded", "transient"
 CASES = (*STEPS, *REST)
 
 
-def type_of(store: str, request) -> str:
-    """That in which this store's step has been compiled already."""
+def compiled_dtype(store: str, request) -> str:
+    """Return the dtype for which this store's step has already been compiled."""
     return request.getfixturevalue("doubles") if store in DOUBLES else "float32"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("store", CASES[1:])
 def test_nan_of_one_expert_stays_visible(store, request):
-    """In an expert with replicas: nothing but counters changes."""
-    dtype = type_of(store, request)
+    """With NaN in an expert that has replicas, only counters change."""
+    dtype = compiled_dtype(store, request)
     case = make_case(store, dtype)
 
     def poisoned(path, leaf):
@@ -197,24 +197,24 @@ def test_nan_of_one_expert_stays_visible(store, request):
         assert np.array_equal(before, now, equal_nan=True)
 
 
-# Exchanges of expert weights and of their gradients over the expert axis, a step.
-WEIGHTS_TRAVEL = {
+# Number of all_to_alls of expert weights and of their gradients over expert in a step.
+NUM_WEIGHT_EXCHANGES = {
     "owned": 0,
-    "transient": 4 * L,  # scattered, gathered, and back, in each layer
-    "prefetched": 4 * (L + 1),  # the first layer's twice
+    "transient": 4 * L,  # scatter, gather and their transposes, in each layer
+    "prefetched": 4 * (L + 1),  # those of the first layer run twice
     "resident": 4 * L,  # once for two micro-batches
     "filled": 4 * L,
     "dynamic": 4 * L,
-    "sharded": 4 * L,  # two arrays, and back
+    "sharded": 4 * L,  # two arrays and their transposes
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("store", CASES)
 def test_expert_weights_travel_by_all_to_all_alone(store, request):
-    """No gather and no reduction of them over the expert axis is ours, and XLA's
-    partitioner adds none of an array as large as one expert."""
-    case = make_case(store, type_of(store, request))
+    """We gather or reduce no expert weights over the expert axis, and XLA's partitioner
+    adds no collective of an array as large as one expert."""
+    case = make_case(store, compiled_dtype(store, request))
     found = 0
     for eqn, times in equations(case.traced.jaxpr):
         over = eqn.params.get("axis_name", eqn.params.get("axes", ()))
@@ -224,7 +224,7 @@ def test_expert_weights_travel_by_all_to_all_alone(store, request):
             assert eqn.invars[0].aval.size < ONE_EXPERT, eqn
         elif "slots" in str(eqn.source_info.name_stack):
             found += times
-    assert found == WEIGHTS_TRAVEL[store]
+    assert found == NUM_WEIGHT_EXCHANGES[store]
     for line in case.step.as_text().splitlines():
         named = re.search(r"= (.*) (all-[a-z-]*|reduce-scatter|coll[a-z-]*)\(", line)
         if named and "shard_map" not in line:
@@ -236,8 +236,8 @@ def test_expert_weights_travel_by_all_to_all_alone(store, request):
 @pytest.mark.slow
 @pytest.mark.parametrize("store", CASES)
 def test_steps_lower_for_cuda(store, request):
-    """To as many exchanges as the program names."""
-    traced = make_case(store, type_of(store, request)).traced
+    """The lowered step has as many all_to_alls as the program."""
+    traced = make_case(store, compiled_dtype(store, request)).traced
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     named = Counter(eqn.primitive.name for eqn, _ in equations(traced.jaxpr))
     assert len(re.findall(r"stablehlo.all_to_all", text)) == named["all_to_all"]
