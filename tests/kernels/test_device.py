@@ -1,4 +1,4 @@
-"""Which kernels a device and a shape get; the whole layer with each of them."""
+"""The choice of kernels for a device and a shape, and the whole layer with each."""
 
 import dataclasses
 import re
@@ -110,8 +110,8 @@ def test_the_run_says_what_it_takes_and_why():
     assert "grouped_dot blocked (the kernels are for Hopper, not cpu)" in line
     with on(H200):
         line = kernel_line(choose_kernels(cfg, make_layout(cfg)))
-    said = r"hopper \(NVIDIA H200, \d of 6 products with measured tiles\)"
-    assert re.search(rf"grouped_dot {said}, permute hopper \(NVIDIA H200\)$", line)
+    detail = r"hopper \(NVIDIA H200, \d of 6 products with measured tiles\)"
+    assert re.search(rf"grouped_dot {detail}, permute hopper \(NVIDIA H200\)$", line)
 
 
 def test_the_run_says_where_later_rounds_have_less_than_a_tile():
@@ -135,7 +135,8 @@ def test_plain_kernels_on_any_device():
 
 @pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
 def test_the_run_says_what_fp8_is_there(fp8):
-    """Emulated, or of 8-bit values: with other products, of which tiles are told."""
+    """The line says whether fp8 is emulated, and how many products have measured
+    tiles."""
     cfg = config(fp8=fp8)
     layout = make_layout(cfg)
     assert layout.fp8 == fp8
@@ -147,14 +148,17 @@ def test_the_run_says_what_fp8_is_there(fp8):
     assert f"grouped_dot blocked (Dispatch.kernels='plain'{emulated}), permute" in line
     with on(H200):
         line = kernel_line(choose_kernels(cfg, layout))
-    said = f"fp8 with gradients in {fp8}, 0 of 6 products with measured tiles"
-    assert f"hopper (NVIDIA H200, {said}), permute" in line
+    detail = f"fp8 with gradients in {fp8}, 0 of 6 products with measured tiles"
+    assert f"hopper (NVIDIA H200, {detail}), permute" in line
 
 
 @pytest.fixture
 def low_tiles(monkeypatch):
-    """With one chunk a warpgroup, where that can be: they lower faster than the rule's,
-    which test_hopper_lowers.py has."""
+    """Use small tiles, which lower faster than those of the rule.
+
+    test_hopper_lowers.py tests the tiles of the rule. Where possible, a warpgroup has
+    only one chunk.
+    """
     low = Tiles(64, 128, stages=3, halves="columns", chunk=64)
     fp8 = dataclasses.replace(low, depth=128)
     tiles = {"wgrad": Tiles(128, 128, stages=3, chunk=64)}
@@ -165,34 +169,36 @@ def low_tiles(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("low_tiles")
 def test_the_layer_is_lowered_with_the_kernels_of_its_device():
-    """On an H200, and with kernels='plain' none."""
+    """On an H200 the layer has Hopper kernels, but none with kernels='plain'."""
     # Forward: rows to experts, two products, and rows back. Backward: combine, the
     # activation's gradient, that of x, those of two weights, and gather.
-    assert num_kernels(layout_of_case()) == 10
-    assert num_kernels(dataclasses.replace(layout_of_case(), kernels="plain")) == 0
+    assert num_kernels(make_case_layout()) == 10
+    assert num_kernels(dataclasses.replace(make_case_layout(), kernels="plain")) == 0
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("low_tiles")
 def test_the_layer_in_fp8_is_lowered_with_as_many():
-    assert num_kernels(dataclasses.replace(layout_of_case(), fp8="e5m2")) == 10
+    assert num_kernels(dataclasses.replace(make_case_layout(), fp8="e5m2")) == 10
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("low_tiles")
 def test_later_rounds_are_lowered_with_kernels_too():
-    """On four H200s, under remat, with buffers so small that there may be such rounds:
-    64 rows for each peer, and 16 in a later round, where four peers' are a tile."""
+    """On four H200s, under remat, the buffers are so small that later rounds are
+    needed: 64 rows for each peer, and 16 in a later round, so that four peers fill a
+    tile."""
     layout = Layout.home(EXPERTS, 4, TOKENS * TOP_K, rows_per_peer=64)
     assert layout.rows_per_round == 16
-    # With peers a window also sorts what arrives, and back: 6 kernels forward and 8
-    # backward. Round 0 has these, and under remat the 6 again: 20. Later rounds have 6
-    # in the loop forward, again under remat, and 6 + 8 in the loop backward: 26.
+    # With peers, a window also sorts the rows that arrive, and sorts them back: 6
+    # kernels forward and 8 backward. Round 0 has these, and under remat the 6 again:
+    # 20. Later rounds have 6 in the forward loop, and 6 again under remat with 6 + 8 in
+    # the backward loop: 26.
     assert num_kernels(layout, jax.checkpoint) == 20 + 26
 
 
 def num_kernels(layout: Layout, remat=None) -> int:
-    """In the step of a layer on H200s, as it is lowered for them."""
+    """Return the number of kernels in a layer's step that is lowered for H200s."""
     sizes = dataclasses.replace(Topology(), expert=layout.num_devices).sizes
     types = (AxisType.Auto,) * len(AXES)
     mesh = AbstractMesh(sizes, AXES, types, abstract_device=H200)
@@ -204,13 +210,15 @@ def num_kernels(layout: Layout, remat=None) -> int:
     return text.count("custom_call @mosaic_gpu_v2")
 
 
-def layout_of_case() -> Layout:
+def make_case_layout() -> Layout:
     return Layout.home(EXPERTS, 1, TOKENS * TOP_K)
 
 
 def layer_case(d: int, f: int, dtype, mesh=None):
-    """A layer on one device, and (parameters, x): rounded to dtype, so that every arm
-    begins with the same numbers."""
+    """Return a layer on one device, and (parameters, x).
+
+    Both are rounded to dtype, so that every variant begins with the same numbers.
+    """
     mesh = mesh or make_mesh(Topology(), jax.devices()[:1])
     moe = Moe(num_experts=EXPERTS, top_k=TOP_K, d_expert=f)
     layer = MoeLayer(moe, d, nnx.Rngs(0))
@@ -280,12 +288,12 @@ def interpret(monkeypatch):
     ],
 )
 def test_layer_equals_its_definition_with_each(implementation, monkeypatch):
-    """Values and all gradients, in bfloat16; `hopper` interpreted."""
+    """Values and all gradients agree in bfloat16; `hopper` is interpreted."""
     interpret(monkeypatch)
     layer, arguments = layer_case(D, F, jnp.bfloat16)
     experts = partial(swiglu, implementation=implementation)
     step = jax.jit(
-        partial(loss_and_grads, layer, layout=layout_of_case(), experts=experts)
+        partial(loss_and_grads, layer, layout=make_case_layout(), experts=experts)
     )
     expected = jax.jit(partial(by_definition, layer))(*arguments)
     assert_close(step(*arguments), expected, dtype=jnp.bfloat16)
@@ -296,13 +304,13 @@ def test_layer_equals_its_definition_with_each(implementation, monkeypatch):
     "implementation", ["auto", pytest.param("hopper", marks=pytest.mark.long)]
 )
 def test_layer_in_fp8_equals_its_definition_with_each(implementation, monkeypatch):
-    """That of rounded arrays on the grouped product's definition; `auto` by the
-    layout's option. And it is not the layer without."""
+    """The layer equals the reference grouped product of rounded arrays, and differs
+    from the layer without fp8. `auto` takes fp8 from the layout's option."""
     interpret(monkeypatch)
     layer, arguments = layer_case(D, D, jnp.bfloat16)
 
     def found(implementation=None, **options):
-        layout = dataclasses.replace(layout_of_case(), **options)
+        layout = dataclasses.replace(make_case_layout(), **options)
         experts = None
         if implementation:
             experts = partial(swiglu, implementation=implementation, fp8="e5m2")

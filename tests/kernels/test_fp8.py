@@ -1,5 +1,5 @@
-"""8-bit values with scales: the laws of their rounding, and products of them on any
-device against NumPy in float64. The Hopper kernel of them is in test_hopper_fp8.py."""
+"""8-bit values with scales: laws of rounding, and products on any device against NumPy
+in float64. test_hopper_fp8.py tests the Hopper kernel."""
 
 import functools
 from typing import get_args
@@ -21,13 +21,13 @@ FORMATS = ("e4m3", "e5m2")
 DTYPES = ("float32", "bfloat16", "float16")
 IMPLEMENTATIONS = ("reference", "blocked", "xla")
 ROWS, OWNED, GROUPS, D, F = 100, 90, 5, 160, 136
-"""Both widths end in a part of a block."""
-KEPT_BITS = {"e4m3": 3, "e5m2": 2}
-"""Behind the leading one."""
+"""D and F are not multiples of the block size."""
+MANTISSA_BITS = {"e4m3": 3, "e5m2": 2}
+"""Number of bits after the leading one."""
 
 
 def some_rows(dtype="float32", shape=(6, 300)):
-    """Blocks of unlike size, from 1e-4 on to 1e3."""
+    """Return rows whose blocks differ in size, from 1e-4 to 1e3."""
     random = np.random.default_rng(0)
     size = 10 ** random.uniform(-4, 3, (shape[0], -(-shape[1] // 64)))
     values = random.standard_normal(shape)
@@ -45,7 +45,8 @@ def test_the_options_of_a_layout_are_those_of_the_kernels():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_values_and_scales_are_those_of_the_definition(name, dtype):
-    """To the bit, and compiled: a compiler could drop what is widened again."""
+    """They agree bit for bit when compiled: a compiler could drop a cast and its
+    inverse."""
     x_md = some_rows(dtype)
     call = functools.partial(fp8.round_to_fp8, dtype=fp8.GRADIENT_DTYPES[name])
     for block in (fp8.ROW_BLOCK, fp8.MATRIX_BLOCK):
@@ -56,10 +57,10 @@ def test_values_and_scales_are_those_of_the_definition(name, dtype):
 
 
 def test_a_barrier_keeps_compilers_from_dropping_the_rounding():
-    """XLA for GPUs does, as seen in what it compiled for one; for CPUs it does not."""
-    equations = jax.make_jaxpr(fp8.round_rows)(some_rows()).eqns
-    held = [e.invars for e in equations if e.primitive.name == "optimization_barrier"]
-    assert [var.aval.dtype for vars_ in held for var in vars_] == [fp8.FORWARD_DTYPE]
+    """XLA dropped the rounding in a program compiled for a GPU, but not for a CPU."""
+    equations = jax.make_jaxpr(fp8.rounded_rows)(some_rows()).eqns
+    inputs = [e.invars for e in equations if e.primitive.name == "optimization_barrier"]
+    assert [var.aval.dtype for vars_ in inputs for var in vars_] == [fp8.VALUES]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -76,7 +77,7 @@ def test_a_scale_is_the_least_power_of_two_that_serves(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_largest_value_at_the_edge_of_the_format(name):
-    """At 1.75 times a power of two the scale is that power's, and above the next."""
+    """The scale doubles where the largest value exceeds the largest of the format."""
     edge = float(ml_dtypes.finfo(definition.FORMATS[name]).max)
     largest = np.float32([edge, np.nextafter(np.float32(edge), np.float32(np.inf))])
     _, scale = quantize(largest[:, None], fp8.GRADIENT_DTYPES[name], fp8.ROW_BLOCK)
@@ -95,15 +96,18 @@ def test_rounding_once_more_changes_nothing(name, dtype):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_error_has_a_bound(name):
-    """Half of the last bit kept, of each value, or of the least one of its block."""
+    """The error is at most half of a value's last bit, or of its block's smallest
+    bit."""
     x_md = np.asarray(some_rows(), np.float64)
     found = np.asarray(round_rows(some_rows(), fp8.GRADIENT_DTYPES[name]), np.float64)
     _, scale = quantize(some_rows(), fp8.GRADIENT_DTYPES[name], fp8.ROW_BLOCK)
     info = ml_dtypes.finfo(definition.FORMATS[name])
-    least = np.repeat(scale, 128, axis=1)[:, :300] * float(info.smallest_subnormal) / 2
-    bound = np.maximum(np.abs(x_md) * 2.0 ** -(KEPT_BITS[name] + 1), least)
+    smallest = (
+        np.repeat(scale, 128, axis=1)[:, :300] * float(info.smallest_subnormal) / 2
+    )
+    bound = np.maximum(np.abs(x_md) * 2.0 ** -(MANTISSA_BITS[name] + 1), smallest)
     assert np.all(np.abs(found - x_md) <= bound)
-    assert np.max(np.abs(found - x_md) / bound) > 0.85, "and no better one"
+    assert np.max(np.abs(found - x_md) / bound) > 0.85, "the bound is tight"
 
 
 def test_a_matrix_and_its_transpose_have_the_same_values():
@@ -117,7 +121,7 @@ def test_a_matrix_and_its_transpose_have_the_same_values():
 
 @pytest.mark.parametrize("value", [0.0, 1e-40, 1e-30, 2.0**-80])
 def test_zeros_and_what_is_all_but_zero(value):
-    """Zeros stay zero; so far below 5e-17 a block is lost, and nothing is made up."""
+    """Zeros stay zero, and a block far below 5e-17 becomes zero."""
     x_md = jnp.full((1, 128), value, jnp.float32)
     values, scale = quantize(x_md, fp8.FORWARD_DTYPE, fp8.ROW_BLOCK)
     assert np.all(scale == 2.0**fp8.MIN_EXPONENT)
@@ -137,14 +141,15 @@ def test_what_is_not_finite_is_seen_in_all_of_its_block(name, bad):
 
 
 def test_float16_ends_before_the_next_power_of_two():
-    """65504 stands for 65536, which float16 has not: it is held in float32."""
-    found = round_rows(np.full((1, 4), 65504, np.float16))
+    """65504 rounds to 65536, which float16 cannot represent, so the result is
+    float32."""
+    found = rounded_rows(np.full((1, 4), 65504, np.float16))
     assert found.dtype == jnp.float32
     assert np.all(found == 65536)
 
 
 def operands(dtype):
-    """x_md, w_gdf, dy_mf; rows of unlike size."""
+    """Return x_md, w_gdf and dy_mf, with rows that differ in size."""
     random = np.random.default_rng(1)
     size_m1 = np.exp(random.standard_normal((ROWS, 1)))
     arrays = (
@@ -182,7 +187,7 @@ def defined(x_md, w_gdf, dy_mf, rows_g, name):
 )
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_products_are_those_of_rounded_arrays(implementation, name, dtype):
-    """dx is of dy in the format named; dw is of x and dy as they are."""
+    """dx comes from dy rounded to the named format; dw from x and dy as they are."""
     arrays = operands(dtype)
     rows_g = make_rows("with_empty", OWNED, GROUPS, seed=0)
     found = value_and_grads(*arrays, rows_g, implementation, name)
@@ -192,7 +197,7 @@ def test_products_are_those_of_rounded_arrays(implementation, name, dtype):
 
 @pytest.mark.slow
 def test_gradients_in_e5m2_are_others():
-    """The option reaches dgrad, and that alone."""
+    """The option changes dgrad, and nothing else."""
     arrays, rows_g = operands("float32"), make_rows("zipf", OWNED, GROUPS, seed=0)
     one, other = (value_and_grads(*arrays, rows_g, "blocked", n) for n in FORMATS)
     assert_close((one[0], one[2]), (other[0], other[2]))
@@ -214,7 +219,7 @@ def test_nan_in_padding_reaches_nothing(implementation):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_row_that_is_not_finite_shows_in_its_results_and_gradients(bad):
-    """A step that skips such an update must see it."""
+    """A step must see the value, so that it can skip the update."""
     x_md, w_gdf, dy_mf = operands("float32")
     rows_g = make_rows("uniform", OWNED, GROUPS, seed=0)
     x_md, dy_mf = x_md.at[0, 3].set(bad), dy_mf.at[1, 5].set(bad)
@@ -229,8 +234,8 @@ def test_a_row_that_is_not_finite_shows_in_its_results_and_gradients(bad):
 
 @pytest.mark.slow
 def test_swiglu_is_made_of_such_products():
-    """Each product from what it was given: an array that is a last bit off may round
-    to the next of 8 bits."""
+    """Each product is checked from its own inputs: an array that differs in the last
+    bit may round to the next 8-bit value."""
     x_md, into_gdh, dinto_mh = operands("bfloat16")
     random, f = np.random.default_rng(2), F // 2
     down_gfd = jnp.asarray(random.standard_normal((GROUPS, f, D)) / f**0.5, x_md.dtype)

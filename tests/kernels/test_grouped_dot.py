@@ -1,4 +1,4 @@
-"""Every grouped product against its definition: values, both gradients, padding."""
+"""All grouped products against their definition: values, both gradients, padding."""
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +13,20 @@ from tests.support.close import assert_close
 
 NUM_DEVICES, NUM_ROWS, D, F, NUM_GROUPS = 8, 200, 16, 24, 6
 NUM_OWNED = 170
-"""The other thirty rows are padding."""
+"""Number of rows that belong to groups; the other thirty are padding."""
 BLOCK_ROWS = 32
-"""Small against NUM_ROWS, so that whole blocks, tails and clamping all happen."""
+"""Small compared with NUM_ROWS, so that whole blocks, tails and clamping occur."""
 
 
 def operands(dtype=jnp.float32, num_rows=NUM_ROWS, seed=0):
-    """x_md, w_gdf and a cotangent dy_mf."""
+    """Return x_md, w_gdf and a cotangent dy_mf."""
     random = np.random.default_rng(seed)
     shapes = (num_rows, D), (NUM_GROUPS, D, F), (num_rows, F)
     return [jnp.asarray(random.standard_normal(s), dtype) for s in shapes]
 
 
 def value_and_grads(x_md, w_gdf, rows_g, dy_mf, **options):
-    """y_mf, dx_md and dw_gdf under the cotangent dy_mf."""
+    """Return y_mf, and dx_md and dw_gdf for the cotangent dy_mf."""
 
     def product(x_md, w_gdf):
         return grouped_dot(x_md, w_gdf, rows_g, **options)
@@ -45,7 +45,7 @@ def reference(*args):
 
 
 def by_hand(x_md, w_gdf, rows_g, dy_mf):
-    """The sentence of the docstring in NumPy, in double precision."""
+    """Compute the definition in the docstring of grouped_dot, in NumPy with float64."""
     x_md, w_gdf, dy_mf = (np.asarray(a, np.float64) for a in (x_md, w_gdf, dy_mf))
     y_mf, dx_md = np.zeros_like(dy_mf), np.zeros_like(x_md)
     dw_gdf = np.zeros_like(w_gdf)
@@ -87,7 +87,7 @@ def test_any_block_size(block_rows):
 
 @pytest.mark.slow
 def test_blocks_of_two_sizes_and_a_tail():
-    """Groups that end behind a whole block, behind half a one, and in tails."""
+    """Groups end after a whole block, after half a block, and in tails."""
     rows_g = np.array([940, 90, 0, 768, 513, 257], np.int32)
     x_md, w_gdf, dy_mf = operands(num_rows=2600)
     actual = value_and_grads_jit(
@@ -100,7 +100,7 @@ def test_blocks_of_two_sizes_and_a_tail():
 @pytest.mark.parametrize("implementation", ["reference", "blocked", "xla"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_accumulates_in_float32(dtype, implementation):
-    """Against double precision: the only error is one rounding of the result."""
+    """Against float64, the only error is one rounding of the result."""
     x_md, w_gdf, dy_mf = operands(dtype)
     rows_g = make_rows("one_hot", NUM_OWNED, NUM_GROUPS, seed=4)
     actual = value_and_grads_jit(
@@ -132,7 +132,8 @@ def test_nan_in_padding_reaches_nothing(implementation):
 
 
 def test_a_group_sees_its_own_rows_only():
-    """NaN in the rows of one group stays in it, though blocks reach over the border."""
+    """NaN in the rows of a group stays in the group, although blocks cross its
+    border."""
     x_md, w_gdf, dy_mf = operands()
     rows_g = np.array([40, 45, 0, 30, 25, 30], np.int32)
     poisoned = x_md.at[40:85].set(jnp.nan)
@@ -148,7 +149,7 @@ def test_a_group_sees_its_own_rows_only():
 
 @pytest.mark.parametrize("w_is_shared", [False, True])
 def test_inside_shard_map(w_is_shared):
-    """Other rows_g on each of 8 devices; a weight they share gets summed gradients."""
+    """Each of 8 devices has its own rows_g; a shared weight gets summed gradients."""
     mesh = jax.make_mesh((NUM_DEVICES,), ("expert",), axis_types=(AxisType.Auto,))
     pieces = [operands(seed=i) for i in range(NUM_DEVICES)]
     if w_is_shared:

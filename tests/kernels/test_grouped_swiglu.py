@@ -1,5 +1,5 @@
-"""grouped_swiglu and its gradients against the formula on the definition of a grouped
-product, as JAX derives it."""
+"""grouped_swiglu and its gradients against the formula with the reference grouped
+product, differentiated by JAX."""
 
 import functools
 
@@ -22,14 +22,14 @@ GRADIENTS = ("dx", "dinto", "ddown")
 
 
 def operands(dtype=jnp.float32, seed=0):
-    """x_md, into_gdh, down_gfd and a cotangent dy_md."""
+    """Return x_md, into_gdh, down_gfd and a cotangent dy_md."""
     random = np.random.default_rng(seed)
     shapes = (NUM_ROWS, D), (NUM_GROUPS, D, 2 * F), (NUM_GROUPS, F, D), (NUM_ROWS, D)
     return [jnp.asarray(random.standard_normal(shape) / 4, dtype) for shape in shapes]
 
 
 def value_and_grads(x_md, into_gdh, down_gfd, dy_md, rows_g, implementation="blocked"):
-    """y_md, and the gradients of all three under the cotangent dy_md."""
+    """Return y_md, and the gradients of the three operands for the cotangent dy_md."""
 
     def ffn(*floats):
         return grouped_swiglu(*floats, rows_g, implementation=implementation)
@@ -39,7 +39,7 @@ def value_and_grads(x_md, into_gdh, down_gfd, dy_md, rows_g, implementation="blo
 
 
 def defined(x_md, into_gdh, down_gfd, dy_md, rows_g):
-    """The same from the definition, in float32 whatever the operands are."""
+    """Return the same results from the definition, always in float32."""
     wide = [a.astype(jnp.float32) for a in (x_md, into_gdh, down_gfd)]
 
     def ffn(x_md, into_gdh, down_gfd):
@@ -68,7 +68,7 @@ def test_equals_definition(implementation, skew, num_owned):
 
 @jax.jit
 def in_small_blocks(x_md, into_gdh, down_gfd, dy_md, rows_g):
-    """Return results and gradients, and h of both passes."""
+    """Return the results and gradients, and h from both passes."""
     p = products("blocked", BLOCK_ROWS)
     h_mf, into_mh = p.swiglu(x_md, into_gdh, rows_g)
     dinto_mh, again_mf = p.swiglu_dgrad(dy_md, down_gfd, into_mh, rows_g)
@@ -83,7 +83,7 @@ def in_small_blocks(x_md, into_gdh, down_gfd, dy_md, rows_g):
 
 @pytest.mark.parametrize("skew", SKEWS)
 def test_both_passes_in_small_blocks(skew):
-    """Blocks of fewer rows than the rule's, so that a group has several and a tail."""
+    """The blocks are so small that a group has several blocks and a tail."""
     args = *operands(), make_rows(skew, NUM_OWNED, NUM_GROUPS, seed=4)
     found, h_mf, again_mf = in_small_blocks(*args)
     assert_close(found, defined_jit(*args))
@@ -105,7 +105,7 @@ def test_half_precision(implementation, dtype):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_nan_in_padding_reaches_nothing(implementation):
-    """Nor does NaN in the cotangent of padding, through the whole rule."""
+    """NaN in the padding of x and of the cotangent changes no result."""
     x_md, *weights, dy_md = operands()
     rows_g = make_rows("with_empty", NUM_OWNED, NUM_GROUPS, seed=3)
     run = functools.partial(value_and_grads_jit, implementation=implementation)
@@ -122,8 +122,8 @@ def test_nan_in_padding_reaches_nothing(implementation):
 
 @pytest.mark.slow
 def test_inside_shard_map():
-    """Other rows_g on each of 8 devices, with check_vma; the weight that they share
-    gets summed gradients, and the other one its own."""
+    """Each of 8 devices has its own rows_g, with check_vma. The shared weight gets
+    summed gradients, and the other weight gets its own."""
     mesh = jax.make_mesh((NUM_DEVICES,), ("expert",), axis_types=(AxisType.Auto,))
     pieces = [operands(seed=i) for i in range(NUM_DEVICES)]
     shared_gdh = pieces[0][1]

@@ -1,6 +1,9 @@
-"""Every Hopper kernel of the grouped product against its definition, in the Mosaic GPU
-interpreter with its race detector: empty groups, single rows, boundaries in a tile and
-at its edge, padding that holds NaN, and sizes that no tile divides."""
+"""All Hopper kernels of the grouped product against its definition, in the Mosaic GPU
+interpreter with its race detector.
+
+The cases are empty groups, single rows, boundaries within a tile and at its edge,
+padding that holds NaN, and sizes that no tile divides.
+"""
 
 import functools
 import itertools
@@ -43,19 +46,19 @@ from tests.support.hopper_rows import (
 )
 
 
-def covering():
-    """32 patterns: those six, and others at random."""
-    least = min_cover()
-    others = [pattern for pattern in ALL_PATTERNS if pattern not in least]
+def random_cover():
+    """Return 32 patterns: the six of min_cover, and random others."""
+    cover = min_cover()
+    others = [pattern for pattern in ALL_PATTERNS if pattern not in cover]
     chosen = np.random.default_rng(0).choice(
-        len(others), 32 - len(least), replace=False
+        len(others), 32 - len(cover), replace=False
     )
-    return least + [others[i] for i in chosen]
+    return cover + [others[i] for i in chosen]
 
 
 @pytest.fixture(autouse=True)
 def _fresh_interpreter():
-    """What a failed kernel leaves behind would fail the next one."""
+    """Reset the interpreter: the state of a failed kernel would fail the next one."""
     yield
     reset_gpu_interpret_mode_state()
 
@@ -67,7 +70,7 @@ def check(which, setup, rows_g):
     assert_close(actual, expected(which, setup, rows_g))
 
 
-@pytest.mark.parametrize("patterns", [min_cover(), covering()], ids=["6", "32"])
+@pytest.mark.parametrize("patterns", [min_cover(), random_cover()], ids=["6", "32"])
 def test_patterns_cover_every_pair(patterns):
     assert len(set(patterns)) == len(patterns)
     for i, j in itertools.combinations(range(NUM_GROUPS), 2):
@@ -82,7 +85,7 @@ def test_patterns_cover_every_pair(patterns):
     [
         *(("forward", min_cover()), ("wgrad", min_cover())),
         *((which, min_cover()[::2]) for which in ("dgrad", "swiglu", "swiglu_dgrad")),
-        pytest.param("forward", covering(), marks=pytest.mark.long),
+        pytest.param("forward", random_cover(), marks=pytest.mark.long),
     ],
     ids=lambda given: given if isinstance(given, str) else str(len(given)),
 )
@@ -98,7 +101,7 @@ def test_all_patterns_of_empty_groups(which):
         check(which, PLAIN, rows_of_pattern(pattern))
 
 
-# As above: forward and wgrad have all in `make test`.
+# Also to save time: only forward and wgrad run all cases in `make test`.
 FOR_OTHERS = {STEEP: ("swiglu_dgrad",), FEW_STEPS: ("swiglu",), ONE_GROUP: ("dgrad",)}
 
 
@@ -130,7 +133,8 @@ def test_a_plain_case():
 
 @pytest.mark.slow
 def test_both_passes_of_swiglu_give_the_same_h():
-    """To the bit: the gradient of down is of the h that the forward pass had."""
+    """They agree bit for bit, so the gradient of down uses the h of the forward
+    pass."""
     rows_g = rows_of_pattern(ALL_PATTERNS[-1])
     x_md, into_gdh = operands(PLAIN)["swiglu"]
     dy_md, down_gfd, _ = operands(PLAIN)["swiglu_dgrad"]
@@ -139,48 +143,55 @@ def test_both_passes_of_swiglu_give_the_same_h():
     np.testing.assert_array_equal(h_mf, again_mf)
 
 
-UNSEEN = "observed .*phase|observe each barrier completion|must do so in all phases"
-"""Of the interpreter's errors where a barrier completes and nobody waits for it."""
+UNOBSERVED = "observed .*phase|observe each barrier completion|must do so in all phases"
+"""Pattern of the interpreter's errors for a barrier that nobody waits for."""
 COMMIT, STORED, WAIT = ("commit_smem",), ("wait_smem_to_gmem",), ("barrier_wait",)
 
 
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("holder", "names", "which", "seen"),
+    ("module", "names", "which", "message"),
     [
         pytest.param(*case, id=name)
         for name, case in {
-            "slots refilled in use": (ring.Ring, ("await_empty",), "forward", UNSEEN),
-            "slots read unfilled": (ring.Ring, ("await_full",), "forward", UNSEEN),
+            "slots refilled in use": (
+                ring.Ring,
+                ("await_empty",),
+                "forward",
+                UNOBSERVED,
+            ),
+            "slots read unfilled": (ring.Ring, ("await_full",), "forward", UNOBSERVED),
             "stores not fenced": (rows_kernel, COMMIT, "forward", "a race"),
             "stores of matrices not fenced": (wgrad_kernel, COMMIT, "wgrad", "a race"),
             "slots stored over": (rows_kernel, STORED, "forward", "a race"),
-            "sources read too early": (rows_kernel, WAIT, "swiglu_dgrad", UNSEEN),
+            "sources read too early": (rows_kernel, WAIT, "swiglu_dgrad", UNOBSERVED),
         }.items()
     ],
 )
-def test_what_is_left_out_is_seen(monkeypatch, holder, names, which, seen):
-    """By the interpreter: it reports a race, or a barrier that nobody waited for."""
-    leave_out(monkeypatch, holder, names)
-    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError), match=seen):
-        run_afresh(which, np.array([130, 0, 0, 0], np.int32))
-    assert get_races().races_found or seen == UNSEEN
+def test_a_missing_synchronization_is_detected(
+    monkeypatch, module, names, which, message
+):
+    """The interpreter reports a race, or a barrier that nobody waited for."""
+    leave_out(monkeypatch, module, names)
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError), match=message):
+        run_retraced(which, np.array([130, 0, 0, 0], np.int32))
+    assert get_races().races_found or message == UNOBSERVED
 
 
 @pytest.mark.slow
 def test_blanking_that_nobody_waits_for_is_seen(monkeypatch):
-    """By values alone: the interpreter takes a WGMMA's operands when it is begun, and
-    reports no race. Each group here has steps that are cut, in each tile."""
+    """Only wrong values show it: the interpreter reads a WGMMA's operands when it is
+    issued, and reports no race. Each group here has partial steps in each tile."""
     leave_out(monkeypatch, wgrad_kernel, ("barrier_arrive", "barrier_wait"))
     rows_g = np.array([60, 50, 49, 30], np.int32)
-    actual = run_afresh("wgrad", rows_g)
+    actual = run_retraced("wgrad", rows_g)
     with pytest.raises(AssertionError, match="values off"):
         assert_close(actual, expected("wgrad", fitting("wgrad", STEEP), rows_g))
 
 
-def run_afresh(which, rows_g):
-    """STEEP on one block, traced again: what is left out is part of the trace."""
+def run_retraced(which, rows_g):
+    """Run STEEP on one block, traced again, because leave_out changes the trace."""
     setup = fitting(which, STEEP)
     static = {"tiles": setup.tiles, "run": INTERPRETED}
     call = functools.partial(getattr(kernels, which), **static)
@@ -188,20 +199,21 @@ def run_afresh(which, rows_g):
 
 
 def test_single_rows_leave_from_places_that_a_copy_may_have(monkeypatch):
-    """Multiples of 128 bytes: a GPU faults at others, and the interpreter does not."""
+    """Copies start at multiples of 128 bytes: a GPU faults elsewhere, but the
+    interpreter does not."""
     copy, offsets = gpu_callbacks.AsyncCopySmemToGmemTask, []
     before = copy.pre_read
 
-    def recorded(self, number, memory):
-        held = memory.buffer_shape_and_dtype(self.src_allocation_key)
+    def record(self, number, memory):
+        buffer = memory.buffer_shape_and_dtype(self.src_allocation_key)
         first = [getattr(at, "start", at) or 0 for at in self.src_access.range]
-        place = np.ravel_multi_index(first, held.shape)
-        offsets.append(int(place) * np.dtype(held.dtype).itemsize)
+        place = np.ravel_multi_index(first, buffer.shape)
+        offsets.append(int(place) * np.dtype(buffer.dtype).itemsize)
         return before(self, number, memory)
 
-    monkeypatch.setattr(copy, "pre_read", recorded)
+    monkeypatch.setattr(copy, "pre_read", record)
     check("forward", PLAIN, np.array([1, 7, 9, 14, 3, 40, 5, 63], np.int32))
-    assert max(offsets), "nothing was seen"
+    assert max(offsets), "no copy was recorded"
     assert not any(offset % 128 for offset in offsets)
 
 
@@ -216,20 +228,20 @@ def test_single_rows_leave_from_places_that_a_copy_may_have(monkeypatch):
 )
 def test_declines(dtype, rows, d, why):
     assert kernels.declines(dtype, rows, d, 64) == why
-    for call in calls(dtype, rows, d, INTERPRETED):
+    for call in make_calls(dtype, rows, d, INTERPRETED):
         with pytest.raises(NotImplementedError, match=f"{why}: use implementation="):
             call()
 
 
 def test_declines_a_device_that_is_no_hopper():
     why = "the kernels are for Hopper, not cpu: use implementation='blocked'"
-    for call in calls("bfloat16", 128, 64, ring.KernelRun(1)):
+    for call in make_calls("bfloat16", 128, 64, ring.KernelRun(1)):
         with pytest.raises(NotImplementedError, match=why):
             call()
 
 
-def calls(dtype, rows, d, run):
-    """Of each pass, on arrays of so many rows."""
+def make_calls(dtype, rows, d, run):
+    """Yield a call of each pass, on arrays with this number of rows."""
     shape, static = ProductShape(rows, d, 64, 2), {"tiles": Tiles(128, 128), "run": run}
     for which in OWN_DTYPE:
         arrays = [jnp.zeros(dims, dtype) for dims in operand_dims(which, shape)]

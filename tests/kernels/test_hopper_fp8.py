@@ -1,6 +1,9 @@
-"""The Hopper kernel of 8-bit values against the definition of such products: in the
-interpreter with its race detector, and lowered for an H200 that is not here. What it
-shares with the others (tiles, ring, edges) test_hopper_dot.py has in more cases."""
+"""The Hopper kernel of 8-bit values against the definition of its products.
+
+It runs in the interpreter with its race detector, and is lowered for an H200 that need
+not be present. test_hopper_dot.py has more cases of what the kernels share (tiles,
+ring, edges).
+"""
 
 import dataclasses
 import functools
@@ -49,13 +52,13 @@ OUTSIDE = Setup(
     num_blocks=2,
     dtype="float16",
 )
-"""With twice the widths, 384 columns: in the second tile those of one warpgroup all lie
-outside, where w has no scale."""
+"""Case with 384 columns after doubling of the width. In the second tile, all columns of
+one warpgroup lie outside, where w has no scale."""
 
 
 @pytest.fixture(autouse=True)
 def _fresh_interpreter():
-    """What a failed kernel leaves behind would fail the next one."""
+    """Reset the interpreter: the state of a failed kernel would fail the next one."""
     yield
     reset_gpu_interpret_mode_state()
 
@@ -74,7 +77,7 @@ def test_a_plain_case():
 
 @pytest.mark.slow
 def test_patterns_of_empty_groups():
-    """Three; and all of them in `make test-all`."""
+    """Three patterns run here, and all of them in `make test-all`."""
     for pattern in min_cover()[::2]:
         check("fp8_forward", PLAIN, rows_of_pattern(pattern))
 
@@ -108,7 +111,7 @@ def test_all_cases(which, setup, rows_g):
 
 @pytest.mark.slow
 def test_gradients_in_e5m2():
-    """dy in e5m2 times w in e4m3, against NumPy in float64."""
+    """Compare dy in e5m2 times w in e4m3 with NumPy in float64."""
     setup, rows_g = fitting("fp8_dgrad", FEW_STEPS), np.array([1, 20, 0, 7] + [3] * 5)
     static = {"tiles": setup.tiles, "run": INTERPRETED, "gradients": "e5m2"}
     call = jax.jit(functools.partial(kernels.fp8_dgrad, **static))
@@ -119,7 +122,7 @@ def test_gradients_in_e5m2():
 
 @pytest.mark.slow
 def test_scales_that_are_refilled_in_use_are_seen(monkeypatch):
-    """A fence stands between the reads of a step's scales and the next copy there."""
+    """Without the fence between reads of scales and the next copy there is a race."""
     leave_out(monkeypatch, fp8_kernel, ("commit_smem",))
     setup = fitting("fp8_forward", STEEP)
     static = {"tiles": setup.tiles, "run": INTERPRETED}
@@ -138,7 +141,7 @@ def test_a_row_that_is_not_finite_stays_alone():
     assert is_bad.sum() == is_bad[70].sum()
 
 
-def traced(which, shape, tiles, dtype=jnp.bfloat16, **options):
+def trace(which, shape, tiles, dtype=jnp.bfloat16, **options):
     floats = [jax.ShapeDtypeStruct(dims, dtype) for dims in operand_dims(which, shape)]
     rows_g = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
     call = functools.partial(getattr(kernels, which), tiles=tiles, **options)
@@ -146,15 +149,18 @@ def traced(which, shape, tiles, dtype=jnp.bfloat16, **options):
         return jax.jit(call).trace(*floats, rows_g)
 
 
-def lowers(which, shape, tiles, dtype=jnp.bfloat16, **options):
-    """One kernel, which reads 8-bit values; too much shared memory would raise."""
+def check_lowers(which, shape, tiles, dtype=jnp.bfloat16, **options):
+    """Assert that one kernel is lowered, which reads 8-bit values.
+
+    Too much shared memory would raise an error.
+    """
     with use_abstract_mesh(H200):
-        found = traced(which, shape, tiles, dtype, **options)
+        found = trace(which, shape, tiles, dtype, **options)
         text = found.lower(lowering_platforms=("cuda",)).as_text()
     (line,) = re.findall(r"custom_call @mosaic_gpu_v2.*", text)
-    of_rows = "f8E5M2" if options.get("gradients") == "e5m2" else "f8E4M3FN"
-    read = re.findall(r"x(f8\w+)>", line)
-    assert read == [of_rows, "f8E4M3FN"]
+    row_type = "f8E5M2" if options.get("gradients") == "e5m2" else "f8E4M3FN"
+    types = re.findall(r"x(f8\w+)>", line)
+    assert types == [row_type, "f8E4M3FN"]
 
 
 @pytest.mark.slow
@@ -167,7 +173,7 @@ def lowers(which, shape, tiles, dtype=jnp.bfloat16, **options):
 )
 def test_model_shapes_lower(name, which, options):
     shape = MODEL_SHAPES[name]
-    lowers(which, shape, default_tiles(which, shape), **options)
+    check_lowers(which, shape, by_rule(which, shape), **options)
 
 
 @pytest.mark.long
@@ -175,7 +181,7 @@ def test_model_shapes_lower(name, which, options):
 @pytest.mark.parametrize("which", FP8)
 def test_all_model_shapes_lower(name, which):
     shape = MODEL_SHAPES[name]
-    lowers(which, shape, default_tiles(which, shape))
+    check_lowers(which, shape, by_rule(which, shape))
 
 
 @pytest.mark.long
@@ -186,15 +192,15 @@ def test_tiles_of_a_search_lower(which, sizes, dtype):
     halves = "columns" if sizes[0] == 64 else "rows"
     for chunk in (32, 64):
         tiles = Tiles(*sizes, depth=128, stages=3, halves=halves, chunk=chunk)
-        lowers(which, ProductShape(1016, 640, 1152, 9), tiles, dtype)
+        check_lowers(which, ProductShape(1016, 640, 1152, 9), tiles, dtype)
 
 
 @pytest.mark.parametrize("which", FP8)
 def test_a_slot_is_given_back_when_no_wgmma_reads_it(which):
-    """The interpreter's WGMMA is done when begun. Here each step's is waited for, and
-    then its own slot can go."""
+    """The interpreter cannot test this, because its WGMMA ends when it is issued. The
+    kernel waits for the WGMMA of a step, and then releases the slot of that step."""
     tiles = Tiles(128, 128, depth=128, stages=3)
-    jaxpr = traced(which, ProductShape(1016, 640, 1152, 9), tiles).jaxpr
+    jaxpr = trace(which, ProductShape(1016, 640, 1152, 9), tiles).jaxpr
     assert order(jaxpr, tiles.stages) == ["wgmma", ("left", 0), ("released", 0)]
 
 
@@ -209,7 +215,7 @@ def test_a_slot_is_given_back_when_no_wgmma_reads_it(which):
 )
 def test_tiles_that_a_scale_does_not_fit(tiles):
     with pytest.raises(ValueError, match="must have depth=128, and 64 x 64 or 64 x"):
-        traced("fp8_forward", ProductShape(1016, 640, 1152, 9), tiles)
+        trace("fp8_forward", ProductShape(1016, 640, 1152, 9), tiles)
 
 
 def test_declines():

@@ -1,4 +1,4 @@
-"""Rows to a buffer and back, against the definition differentiated by JAX."""
+"""Moving rows to a buffer and back, against the definition differentiated by JAX."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ NUM_DEVICES = 8
 
 @pytest.mark.parametrize("kept", [0.0, 0.6, 1.0])
 def test_reference_is_the_definition(kept):
-    """Sums over the choices that have a row, one by one."""
+    """The expected values are sums over the choices that have a row, one by one."""
     positions_nk, *_ = tables(kept)
     x_nd, dout_nd, y_md, gate_nk = map(np.asarray, arrays())
     expected = {
@@ -51,7 +51,7 @@ def test_equals_reference(kept, dtype):
 
 
 @pytest.mark.parametrize("how", ["reference", "xla"])
-def test_nan_in_rows_without_a_name_reaches_nothing(how):
+def test_nan_in_unused_rows_reaches_nothing(how):
     x_nd, dout_nd, y_md, gate_nk = arrays()
     positions_nk, assignment_m, source_m = tables(0.6)
     integers = positions_nk, assignment_m, source_m
@@ -70,7 +70,7 @@ def test_no_scatter_in_either_direction():
     assert "scatter" not in str(jaxpr("xla", *args))
 
 
-def test_an_implementation_that_is_none():
+def test_an_unknown_implementation():
     x_nd, *_ = arrays()
     positions_nk, _, source_m = tables(0.6)
     with pytest.raises(
@@ -80,7 +80,7 @@ def test_an_implementation_that_is_none():
 
 
 def test_there_and_back_is_the_sum_of_gates():
-    """Combining what was gathered returns x, times the gates of the kept choices."""
+    """Combining the gathered rows returns x times the gates of the kept choices."""
     x_nd, _, _, gate_nk = arrays()
     positions_nk, assignment_m, source_m = tables(0.6)
     rows_md = gather_rows(x_nd, source_m, positions_nk)
@@ -91,7 +91,7 @@ def test_there_and_back_is_the_sum_of_gates():
 
 @pytest.mark.parametrize("x_is_shared", [False, True])
 def test_inside_shard_map(x_is_shared):
-    """Other tables on each of 8 devices; what they share gets summed gradients."""
+    """Each of 8 devices has its own tables; a shared x gets summed gradients."""
     mesh = jax.make_mesh((NUM_DEVICES,), ("expert",), axis_types=(AxisType.Auto,))
     devices = range(NUM_DEVICES)
     floats = [arrays(seed=i) for i in devices]

@@ -1,5 +1,5 @@
-"""The Hopper kernels move what the definition says. They are interpreted here, and
-lowered for CUDA."""
+"""The Hopper kernels of the permutation against the reference, interpreted, and lowered
+for CUDA."""
 
 import re
 from functools import partial
@@ -18,7 +18,8 @@ from tests.support.close import assert_close
 from tests.support.permutations import Sizes, arrays, both_ways, both_ways_jit, tables
 
 SIZES = Sizes(tokens=5, choices=3, rows=19, d=1024)
-"""No block divides them; a row is two pieces in float32 and one in the others."""
+"""Sizes that no block divides. A row is two pieces in float32 and one in other
+dtypes."""
 HOW = "hopper (interpreted)"
 
 
@@ -59,8 +60,8 @@ def test_other_sizes(sizes):
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.6])
-def test_nan_in_rows_without_a_name_reaches_nothing(kept):
-    """Nor do tokens of which no choice was kept, nor gates of choices that were not."""
+def test_nan_in_unused_rows_reaches_nothing(kept):
+    """NaN in unused rows, in dropped tokens and in dropped gates changes no result."""
     floats, integers = random_case(kept)
     x_nd, dout_nd, y_md, gate_nk = floats
     positions_nk, assignment_m, _ = integers
@@ -89,7 +90,7 @@ def test_gates_may_have_another_dtype():
 
 @pytest.mark.slow
 def test_inside_shard_map():
-    """Other tables on each device; x is shared, and its gradients are summed."""
+    """Each device has its own tables; x is shared, and its gradients are summed."""
     mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,))
     (floats, integers), (others, other_integers) = (
         random_case(kept, seed=i) for i, kept in enumerate((0.4, 0.9))
@@ -121,16 +122,16 @@ def test_inside_shard_map():
     assert_close(actual, expected | {"dx": one["dx"] + two["dx"]})
 
 
-def watched(kernel, *args):
-    """What the interpreter's race detector saw of a kernel."""
+def detect_races(kernel, *args):
+    """Run a kernel in the interpreter; return the record of its race detector."""
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         jax.block_until_ready(jax.jit(kernel)(*args))
-    return get_races()  # of the last kernel alone
+    return get_races()  # those of the last kernel only
 
 
 @pytest.mark.parametrize("move", ["take", "weighted_sum", "combine_backward"])
-def test_what_is_loaded_and_that_blocks_do_not_race(move):
-    """Each piece of a row once for each time that a table names it, and no other."""
+def test_pieces_are_loaded_once_and_blocks_do_not_race(move):
+    """Each piece of a row is loaded once for each time that a table names the row."""
     (x_nd, dout_nd, y_md, gate_nk), integers = random_case(0.6)
     positions_nk, assignment_m, source_m = integers
     args, loads_per_name = {
@@ -141,27 +142,27 @@ def test_what_is_loaded_and_that_blocks_do_not_race(move):
             2,
         ),
     }[move]
-    seen = watched(getattr(hopper, move), *args)
-    assert not seen.races_found
-    ranges = [rnge for reads in seen.reads.values() for _, _, rnge, _ in reads]
+    races = detect_races(getattr(hopper, move), *args)
+    assert not races.races_found
+    ranges = [rnge for reads in races.reads.values() for _, _, rnge, _ in reads]
     loads = [rnge for rnge in ranges if isinstance(rnge[-1], slice)]
     pieces = SIZES.d // 512
     assert len(loads) == np.sum(assignment_m >= 0) * pieces * loads_per_name
 
 
 def test_the_detector_finds_a_race():
-    def write_one_place(out):
+    def write_one_element(out):
         out[0] = jax.lax.axis_index("block")
 
     one = jax.ShapeDtypeStruct((1,), jnp.int32)
     kernel = plgpu.kernel(
-        write_one_place, out_type=one, grid=(2,), grid_names=("block",)
+        write_one_element, out_type=one, grid=(2,), grid_names=("block",)
     )
-    assert watched(kernel).races_found
+    assert detect_races(kernel).races_found
 
 
-def lowered(dtype, sizes):
-    """Both ways on each of two H200s, which are not here, as text."""
+def lower_to_text(dtype, sizes):
+    """Lower both directions for two H200s that need not be present; return the text."""
     as_struct = partial(jax.tree.map, lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype))
     args = as_struct(random_case(1.0, dtype, sizes=sizes))
     h200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
@@ -186,7 +187,7 @@ def lowered(dtype, sizes):
     ],
 )
 def test_each_move_is_one_kernel_for_cuda(choices, dtype):
-    text = lowered(dtype, Sizes(tokens=66, choices=choices, rows=800, d=7168))
+    text = lower_to_text(dtype, Sizes(tokens=66, choices=choices, rows=800, d=7168))
     assert re.findall(r"custom_call @(\w+)", text) == ["mosaic_gpu_v2"] * 4
     assert "scatter" not in text
 

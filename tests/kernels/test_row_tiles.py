@@ -1,4 +1,4 @@
-"""Tables of tiles: each row in exactly one, however rows fall on groups and padding."""
+"""Tables of tiles: each row is in exactly one tile, for any sizes of the groups."""
 
 import jax
 import numpy as np
@@ -23,8 +23,8 @@ groups_jit = jax.jit(groups_table, static_argnums=(1, 2))
 NUM_ROWS = 200
 
 
-def owners(rows_g, num_rows):
-    """The group of each row; padding is one more."""
+def group_of_each_row(rows_g, num_rows):
+    """Return the group of each row; padding counts as one more group."""
     num_groups = len(rows_g)
     owner_m = np.full(num_rows, num_groups)
     owner_m[: sum(rows_g)] = np.repeat(np.arange(num_groups), rows_g)
@@ -32,26 +32,26 @@ def owners(rows_g, num_rows):
 
 
 def check(rows_g, num_rows, tile_rows):
-    """The whole contract of a table, by walking through it."""
+    """Check the whole contract of a table, tile by tile."""
     rows_g = np.asarray(rows_g, np.int32)
     table, count = map(np.asarray, table_jit(rows_g, num_rows, tile_rows))
     assert table.dtype == count.dtype == np.int32
     assert table.shape == (4, max_tiles(num_rows, len(rows_g), tile_rows))
     assert count <= table.shape[1]
-    seen_m = np.full(num_rows, -1)
+    group_m = np.full(num_rows, -1)
     for tile in table.T[: int(count[0])]:
         assert tile[START] % ALIGNMENT == 0
         assert 0 <= tile[LOW] < tile[HIGH] <= tile_rows
         rows = tile[START] + np.arange(tile[LOW], tile[HIGH])
-        assert (seen_m[rows] == -1).all(), "a row in two tiles"
-        seen_m[rows] = tile[GROUP]
-    np.testing.assert_array_equal(seen_m, owners(rows_g, num_rows))
+        assert (group_m[rows] == -1).all(), "a row in two tiles"
+        group_m[rows] = tile[GROUP]
+    np.testing.assert_array_equal(group_m, group_of_each_row(rows_g, num_rows))
     assert (np.diff(table[GROUP, : int(count[0])]) >= 0).all(), "not in order of rows"
 
 
 @st.composite
 def rows_of_groups(draw):
-    """Boundaries anywhere: groups of nothing, of one row, of all, some padding."""
+    """Draw group sizes with boundaries anywhere, such as empty groups and padding."""
     num_groups = draw(st.sampled_from([1, 2, 8, 30]))
     bounds = draw(
         st.lists(st.integers(0, NUM_ROWS), min_size=num_groups, max_size=num_groups)

@@ -1,4 +1,4 @@
-"""Tiles: what fits shared memory, what is tried, what was measured, and the rule."""
+"""Tiles of kernels: limits of shared memory, candidates, measured tiles, the rule."""
 
 import dataclasses
 import functools
@@ -55,7 +55,7 @@ TOO_LARGE = [
 @pytest.mark.parametrize("tiles", TOO_LARGE, ids=str)
 @pytest.mark.parametrize("which", PASSES)
 def test_shared_bytes_are_those_of_the_lowering(which, tiles):
-    if which == "wgrad":  # each warpgroup blanks half of the columns: of 128
+    if which == "wgrad":  # each warpgroup zeroes half of the columns, of 128
         tiles = dataclasses.replace(tiles, rows=max(128, tiles.rows))
     if which in FP8:
         sizes = {"rows": min(128, tiles.rows), "columns": 128, "depth": 128}
@@ -108,18 +108,18 @@ def test_all_that_is_tried_fits(which):
 
 
 def test_likely_tiles_come_first():
-    """Groups of few rows want low tiles, large ones those that read least."""
+    """Groups of few rows need low tiles; large groups need tiles that read least."""
     few = tune_search.candidates("forward", MODEL_SHAPES["fine_grained"], 2)
     many = tune_search.candidates("forward", MIXTRAL, 2)
     assert few[1].rows == 64
     assert min(tiles.rows * tiles.columns for tiles in many[:3]) >= 128 * 256
     cost = [tune_search.guessed_cost("forward", MIXTRAL, tiles) for tiles in many[1:]]
     assert cost == sorted(cost)
-    # 2048 rows a group fill tiles of 128 x 256, and each FLOP reads 32 (1/128 + 1/256).
+    # Groups of 2048 rows fill tiles of 128 x 256; the cost is 1 + 32 (1/128 + 1/256).
     assert tune_search.guessed_cost("forward", MIXTRAL, many[0]) == 1.375
 
 
-def searched(msec_of, first, around=lambda tiles: [], is_over=lambda: False):
+def run_search(msec_of, first, around=lambda tiles: [], is_over=lambda: False):
     batches = []
 
     def measure(batch):
@@ -130,7 +130,7 @@ def searched(msec_of, first, around=lambda tiles: [], is_over=lambda: False):
 
 
 def test_search_goes_downhill_from_the_fastest():
-    """Time grows with the distance to span 32, chunk 64; both are two steps away."""
+    """The time grows with the distance to span 32 and chunk 64, each two steps away."""
     first = tune_search.candidates("wgrad", MIXTRAL, 2)
     around = functools.partial(tune_search.neighbours, "wgrad", itemsize=2)
 
@@ -139,7 +139,7 @@ def test_search_goes_downhill_from_the_fastest():
             return "does not lower"
         return 10 - tiles.span / 32 - tiles.chunk / 64 + (tiles.rows != 128)
 
-    found, batches = searched(msec_of, first, around)
+    found, batches = run_search(msec_of, first, around)
     tried = list(itertools.chain(*batches))
     assert (found.best.rows, found.best.span, found.best.chunk) == (128, 32, 64)
     assert found.is_whole
@@ -150,15 +150,15 @@ def test_search_goes_downhill_from_the_fastest():
 
 def test_search_ends_when_the_time_is_up():
     first = tune_search.candidates("forward", MIXTRAL, 2)
-    found, batches = searched(lambda tiles: 1.0, first, is_over=lambda: True)
+    found, batches = run_search(lambda tiles: 1.0, first, is_over=lambda: True)
     assert batches == [first[: tune_search.BATCH]]
     assert not found.is_whole
-    found, _ = searched(lambda tiles: 1.0, first[:1], is_over=lambda: True)
+    found, _ = run_search(lambda tiles: 1.0, first[:1], is_over=lambda: True)
     assert found.is_whole
 
 
 def test_search_where_nothing_runs():
-    found, _ = searched(lambda tiles: "no", tune_search.candidates("dgrad", TINY, 2))
+    found, _ = run_search(lambda tiles: "no", tune_search.candidates("dgrad", TINY, 2))
     assert found.best is None
 
 

@@ -1,5 +1,5 @@
-"""The fused kernel gives the bits of the plain sweeps, which test_water_filling.py
-compares to the definition. It is interpreted here, and lowered for CUDA."""
+"""The fused kernel gives the same bits as the plain sweeps, interpreted, and lowers for
+CUDA. test_water_filling.py compares the plain sweeps with the definition."""
 
 import functools
 import re
@@ -21,8 +21,10 @@ FUSED = functools.partial(PLAIN, fused=True, interpret=True)
 
 
 def instance(seed, kind, num_items, num_colors, num_bins):
-    """Items on up to 4 random bins each, colored first fit, begun with even shares.
-    Items of one bin are fixed; kind 'none' has no others."""
+    """Return items on up to 4 random bins each, first-fit colored, with even shares.
+
+    Items with one bin are fixed; the kind 'none' has only such items.
+    """
     rng = np.random.default_rng(seed)
     rank = 1 + rng.permutation(num_items)
     loads = {
@@ -50,14 +52,14 @@ def instance(seed, kind, num_items, num_colors, num_bins):
     return item_cw, amount_cw, fixed_w, colors, np.int32(seed % 2 * 5)
 
 
-def stacked(count, *sizes):
-    """Arrays of many instances, of all kinds in turn, along a first dim."""
+def stack_instances(count, *sizes):
+    """Stack the arrays of many instances, of all kinds in turn, along a first dim."""
     each = [instance(i, KINDS[i % len(KINDS)], *sizes) for i in range(count)]
     return tuple(np.stack(arrays) for arrays in zip(*each, strict=True))
 
 
-def scanned(solve, arrays):
-    """As a model's scan over layers would solve them."""
+def solve_in_scan(solve, arrays):
+    """Solve the instances in a scan, as a model's scan over layers would."""
     return jax.jit(
         lambda *arrays: jax.lax.scan(lambda _, a: (None, solve(*a)), None, arrays)[1]
     )(*arrays)
@@ -79,9 +81,9 @@ def scanned(solve, arrays):
     ],
 )
 def test_fused_gives_the_same_bits(sizes, count, max_sweeps):
-    arrays = stacked(count, *sizes)
-    expected = scanned(functools.partial(PLAIN, max_sweeps=max_sweeps), arrays)
-    fused = scanned(functools.partial(FUSED, max_sweeps=max_sweeps), arrays)
+    arrays = stack_instances(count, *sizes)
+    expected = solve_in_scan(functools.partial(PLAIN, max_sweeps=max_sweeps), arrays)
+    fused = solve_in_scan(functools.partial(FUSED, max_sweeps=max_sweeps), arrays)
     assert_close(fused, expected)
     num_bins = sizes[-1]
     assert expected.sweeps.min() == 0
@@ -90,9 +92,9 @@ def test_fused_gives_the_same_bits(sizes, count, max_sweeps):
 
 @pytest.mark.slow
 def test_every_device_solves_its_own_in_shard_map():
-    """Inputs that vary over the mesh give outputs that are typed so."""
+    """Inputs that vary over the mesh give outputs whose types vary over it."""
     mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
-    arrays = stacked(8, 16, 24, 8)
+    arrays = stack_instances(8, 16, 24, 8)
 
     def solve(*arrays):
         filled = FUSED(*(array[0] for array in arrays))
@@ -103,7 +105,7 @@ def test_every_device_solves_its_own_in_shard_map():
     on_devices = jax.shard_map(
         solve, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")
     )
-    assert_close(jax.jit(on_devices)(*arrays), scanned(PLAIN, arrays))
+    assert_close(jax.jit(on_devices)(*arrays), solve_in_scan(PLAIN, arrays))
 
 
 def test_example_of_the_docstring():
@@ -115,7 +117,7 @@ def test_example_of_the_docstring():
     assert (filled.bound, filled.sweeps) == (4, 1)
 
 
-def lowered(num_colors, num_bins):
+def lower_to_text(num_colors, num_bins):
     table = jax.ShapeDtypeStruct((num_colors, num_bins), jnp.int32)
     line, number = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((num_bins,), ()))
     solve = jax.jit(functools.partial(PLAIN, fused=True))
@@ -132,7 +134,7 @@ def lowered(num_colors, num_bins):
     ],
 )
 def test_is_one_kernel_for_cuda(num_colors, num_bins):
-    text = lowered(num_colors, num_bins)
+    text = lower_to_text(num_colors, num_bins)
     assert re.findall(r"custom_call @(\w+)", text) == ["mosaic_gpu_v2"]
     assert "stablehlo.while" not in text
 
@@ -143,4 +145,4 @@ def test_is_one_kernel_for_cuda(num_colors, num_bins):
 )
 def test_declines_what_does_not_fit(num_colors, num_bins, found):
     with pytest.raises(NotImplementedError, match=f"{found} .*: use fused=False"):
-        lowered(num_colors, num_bins)
+        lower_to_text(num_colors, num_bins)

@@ -1,4 +1,4 @@
-"""The domain selector against HybridEP's tables, its formulas, and laws."""
+"""The choice of a domain against HybridEP's tables and formulas, and general laws."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,8 @@ from tests.support.close import assert_close
 ROWS = ("all_to_all dc", "all_to_all expert")
 
 
-# Table VII: pairs of devices that exchange rows, and that gather; S is 1, 2, 4 ..
+# Table VII: number of device pairs that exchange rows, and that gather, for S = 1, 2,
+# ..
 FREQUENCIES = {
     8: ([56, 24, 8, 0], [0, 8, 24, 56]),
     16: ([240, 112, 48, 16, 0], [0, 16, 48, 112, 240]),
@@ -32,7 +33,8 @@ FREQUENCIES = {
 
 @pytest.mark.parametrize("devices", FREQUENCIES)
 def test_partners_are_those_of_table_vii(devices):
-    """A device sends each partner D S / G bytes of rows, or its P_E of experts."""
+    """A device sends each partner D S / G bytes of rows, or its P_E bytes of
+    experts."""
     here = stream(1e6, 3e5, sizes={"dc": devices})
     for power, pairs in enumerate(zip(*FREQUENCIES[devices], strict=True)):
         size = 2**power
@@ -46,7 +48,7 @@ def test_partners_are_those_of_table_vii(devices):
         )
 
 
-# Table IV: Lat_PE in sec, D and P_E in bytes; domains at 128 Gb/s and at 128 GB/s.
+# Table IV: Lat_PE in sec, D and P_E in bytes, domains at 128 Gb/s and at 128 GB/s.
 TABLE_IV = {
     "Mix-1": (4.9e-5, 8e6, 4.7e6, 1, 2),
     "Mix-2": (4.9e-5, 8e6, 2.35e6, 2, 4),
@@ -57,7 +59,7 @@ TABLE_IV = {
 
 @pytest.mark.parametrize("name", TABLE_IV)
 def test_table_iv_comes_out_if_its_gigabits_are_gigabytes(name):
-    """128 Gb/s are 16 GB/s, and give smaller domains than the 2 and 4 published."""
+    """128 Gb/s are 16 GB/s, which give smaller domains than the published 2 and 4."""
     pre_expert_sec, row_bytes, expert_bytes, gigabits, gigabytes = TABLE_IV[name]
     here = stream(row_bytes, expert_bytes, pre_expert_sec)
     assert choose(here, ideal(dc=128e9 / 8)).domain == (gigabits,)
@@ -78,8 +80,11 @@ def test_table_iv_in_milliseconds():
 def test_table_v_rises_as_24_all_to_alls_through_a_shared_card(
     dcs, measured_sec, error
 ):
-    """Tutel's seconds per further MB of D, from 96 to 192: 8 GPUs share 10 Gb/s, and 24
-    all_to_alls are 6 layers of 4. 4 % below for 2 DCs, 12 % above for 4."""
+    """Compare Tutel's seconds per additional MB of D, from 96 to 192 MB.
+
+    8 GPUs share 10 Gb/s, and 6 layers of 4 all_to_alls make 24. The model is 4 % below
+    for 2 DCs and 12 % above for 4.
+    """
     here = stream(1e6, 3.6e5, sizes={"dc": dcs, "expert": 8}, is_training=True)
     lines = ideal(sharers=8, dc=10e9 / 8, expert=16e9)
     term = next(
@@ -89,8 +94,9 @@ def test_table_v_rises_as_24_all_to_alls_through_a_shared_card(
     assert 6 * term.sec == pytest.approx(measured_sec, rel=error)
 
 
-# Measured between two DCs of two processes over 200 Mb/s, in msec: D and P_E in MB,
-# then plain and gathered over dc, forward; and both with backward.
+# Measured between two DCs of two processes over 200 Mb/s. Columns: D and P_E in MB;
+# msec of the forward pass, plain and gathered over dc; msec of both with the backward
+# pass.
 MEASURED = [
     (0.5, 0.25, 44, 24, 95, 58), (0.5, 1, 55, 98, 104, 181),
     (0.5, 4, 58, 471, 140, 803), (2, 0.25, 241, 27, 514, 106),
@@ -102,7 +108,8 @@ MEASURED = [
 
 @pytest.mark.parametrize("row", MEASURED, ids=str)
 def test_the_model_picks_what_was_fastest_in_nine_of_nine(row):
-    """At the shaped rate it says D / 25 MB/s a pair of all_to_alls, P_E a gather."""
+    """At the shaped rate, the model gives D / (25 MB/s) for a pair of all_to_alls, and
+    P_E / (25 MB/s) for a gather."""
     rows, experts, *msec = row
     lines = ideal(sharers=2, dc=200e6 / 8, expert=math.inf)
     for is_training, plain, moved in ((False, *msec[:2]), (True, *msec[2:])):
@@ -132,7 +139,7 @@ def random_case(rng) -> tuple[LayerTraffic, Calibration]:
 
 
 def defined_sec(s: LayerTraffic, domain, lines: Calibration) -> float:
-    """The two-level form of Equations 8 to 12, with its backward."""
+    """Return the time by Equations 8 to 12 for two levels, with the backward pass."""
     (slow, fast), (s0, s1) = s.sizes.values(), domain
     dc, near = (
         lines.collectives["all_to_all"][a]["bytes_per_sec"] for a in ("dc", "expert")
@@ -150,7 +157,7 @@ def defined_sec(s: LayerTraffic, domain, lines: Calibration) -> float:
     if not s.is_training:
         return forward
     back = s.expert_bytes * experts
-    if ratio:  # to each other member, on the slowest line of the axes between them
+    if ratio:  # to each other member, at the slowest rate of the axes between them
         rate = min([dc] * (s0 > 1) + [near] * (s1 > 1), default=math.inf)
         back = (s0 * s1 - 1) * s.expert_bytes / ratio / rate / s.num_micro_batches
     again = 0.0
@@ -185,7 +192,8 @@ def test_choose_is_brute_force_over_the_divisors():
 
 @pytest.mark.parametrize("is_training", [False, True])
 def test_all_experts_move_iff_two_chunks_of_rows_are_more(is_training):
-    """2 D > G P_E; trained the same: 4 D against 2 G P_E. A tie stays at home."""
+    """Experts move iff 2 D > G P_E; training has 4 D against 2 G P_E. In a tie they
+    stay."""
     for ratio in (0.3, 0.99, 1.0, 1.01, 4.0):
         here = stream(1e6, ratio * 2e6 / 8, is_training=is_training)  # G P_E = 2 D r
         want = (8,) if ratio < 1 else (1,)
@@ -193,7 +201,7 @@ def test_all_experts_move_iff_two_chunks_of_rows_are_more(is_training):
 
 
 def test_the_best_divisor_is_next_to_the_papers_ratio():
-    """p* = 1 - B Lat_PE / (P_E (G - 1)) where 2 D < G P_E: as many as hide."""
+    """The ratio is p* = 1 - B Lat_PE / (P_E (G - 1)) where 2 D < G P_E."""
     for pre_expert_sec in np.linspace(0, 0.5, 21):
         here = stream(1e6, 1e6, pre_expert_sec, sizes={"dc": 12})
         p = 1 - min(1.0, 1e8 * pre_expert_sec / (1e6 * 11))
@@ -205,8 +213,8 @@ def test_the_best_divisor_is_next_to_the_papers_ratio():
 
 
 def test_more_rows_or_a_slower_dc_mean_fewer_bytes_of_them():
-    """D up: fewer seconds a byte for rows. dc slower: fewer bytes over it. Experts
-    compressed: more of them travel."""
+    """With larger D, rows take fewer seconds per byte. With a slower dc axis, fewer
+    bytes cross it. With stronger compression, more experts travel."""
     rng = np.random.default_rng(1)
     for _ in range(40):
         here, lines = random_case(rng)
@@ -234,18 +242,18 @@ def test_more_rows_or_a_slower_dc_mean_fewer_bytes_of_them():
 
 
 def test_compression_of_weights_alone_at_most_halves_what_experts_cost():
-    """Gradients come back whole: P_E / 50 + P_E instead of 2 P_E."""
+    """Gradients return uncompressed: P_E / 50 + P_E instead of 2 P_E."""
     whole = stream(1e6, 1e6, is_training=True, is_prefetched=False)
-    packed = dataclasses.replace(whole, compression=50.0)
-    sec, fewer = (predict(s, (8,), ideal(dc=1e8)).sec for s in (whole, packed))
+    compressed = dataclasses.replace(whole, compression=50.0)
+    sec, fewer = (predict(s, (8,), ideal(dc=1e8)).sec for s in (whole, compressed))
     assert sec / fewer == pytest.approx(2 / 1.02)
-    both = dataclasses.replace(packed, gradient_compression=50.0)
+    both = dataclasses.replace(compressed, gradient_compression=50.0)
     assert sec / predict(both, (8,), ideal(dc=1e8)).sec == pytest.approx(50)
 
 
 def test_a_flat_all_to_all_is_on_the_line_of_the_product():
-    """16 devices in domains of 2 x 1: (1 - 1/8) D leaves a device, at once; with
-    domains of whole DCs rows stay on the fast axis."""
+    """Of 16 devices in domains of 2, (1 - 1/8) D leaves a device in one collective.
+    With domains across the DCs, rows stay on the fast axis."""
     here = stream(8e6, 1e6, sizes={"dc": 2, "expert": 8}, is_hierarchical=False)
     lines = ideal(dc=1e6, expert=1e9, dc_expert=1e7)
     terms = {t.name: t for t in predict(here, (1, 2), lines).terms}

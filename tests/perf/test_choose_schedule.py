@@ -1,4 +1,4 @@
-"""The schedule selector against Parm's equations, counted collectives, and laws."""
+"""The choice of a schedule against Parm's equations, counted collectives, and laws."""
 
 import dataclasses
 import itertools
@@ -25,16 +25,17 @@ SHAPE = MicroBatchShape(
 )  # fmt: skip
 
 
-def sec_of_wire(prediction) -> float:
-    """Of what the papers count: rows and tokens."""
+def communication_sec(prediction) -> float:
+    """Return the seconds for rows and tokens, which are all that the papers count."""
     others = ("router", "experts", "counts", "weights")
     return sum(t.sec for t in prediction.terms if not t.name.endswith(others))
 
 
-# Elements of each collective, counted in programs compiled for 8 devices; n d = 96 and
-# T d = 1536. base: gather, all_to_all, all_reduce; s1, s2: all_to_all, gather; s1h:
-# all_to_all, gather, reduce_scatter, gather. Of 4, 2 base goes by its own formula: each
-# half of the tensor axis takes half of the tokens, and gathers them in the end.
+# Number of elements of each collective, counted in programs compiled for 8 devices,
+# with n d = 96 and T d = 1536. base: gather, all_to_all, all_reduce; s1, s2:
+# all_to_all, gather; s1h: all_to_all, gather, reduce_scatter, gather. For (4, 2), base
+# has another formula: each half of the tensor axis takes half of the tokens, and
+# gathers them at the end.
 COUNTED = {
     (2, 2): ([192, 3072, 3072], [1536, 96], [1536, 1536], [768, 1536, 1536, 96]),
     (2, 4): ([384, 6144, 6144], [3072, 96], [3072, 1536], [768, 3072, 3072, 96]),
@@ -100,9 +101,9 @@ def test_a_prediction_is_the_sum_of_its_named_terms(name, tensor, shards):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_backward_moves_what_forward_moved(name):
-    """And 'full' goes forward again, but for the last tokens; weights in parts are
-    gathered again by both kinds of remat. The transpose of base's gather of copies
-    sends nothing."""
+    """Each collective runs once more in the backward pass, and under remat='full' once
+    again, except that of the last tokens. Both kinds of remat gather sharded weights
+    again. The transpose of base's gather of copies sends nothing."""
     forward, back, again = (
         by_name(predict(dataclasses.replace(SHAPE, **changes), DATA, name))
         for changes in (
@@ -122,7 +123,7 @@ def test_backward_moves_what_forward_moved(name):
 
 
 def test_base_gathers_gradients_of_tokens_that_tensor_groups_share():
-    """Two groups, each of 96 tokens of 24 bytes, whose copies add up theirs."""
+    """Two groups of 96 tokens of 24 bytes add the gradients of their copies."""
     shape = dataclasses.replace(TRAINED, expert_shards=4)
     terms = by_name(predict(shape, TWO_LEVELS, "base"))
     assert terms["all_gather expert_inner gradients"].bytes == 2 * 96 * 24 / 2
@@ -130,8 +131,8 @@ def test_base_gathers_gradients_of_tokens_that_tensor_groups_share():
 
 
 def test_computing_by_hand():
-    """96 tokens, 2 choices each, on a tensor group of 2 with 2 shards: 96 x 2 rows a
-    device, 6 x 6 x 8 FLOPs each; base has twice the rows, and routes 192 tokens."""
+    """With 96 tokens of 2 choices on a tensor group of 2 with 2 shards, a device has
+    96 x 2 rows of 6 x 6 x 8 FLOPs. base has twice the rows, and routes 192 tokens."""
     slow = calibration(1e6, expert=line(1e8), tensor=line(1e9))
     sec = {
         name: {t: term.sec for t, term in by_name(predict(SHAPE, slow, name)).items()}
@@ -148,7 +149,8 @@ def test_computing_by_hand():
 
 
 def test_local_gathers_weights_and_sums_tokens():
-    """Half of 8 experts of 3 x 6 x 16 float32, in 8 parts; 96 tokens of 24 bytes."""
+    """Weights: half of 8 experts of 3 x 6 x 16 float32, in 8 parts. Tokens: 96 x 24
+    B."""
     terms = by_name(predict(TRAINED, DATA, "local"))
     weights = 4 * 3 * 6 * 16 * 4 * 7 / 8
     assert terms["all_gather data_expert weights"].bytes == pytest.approx(weights)
@@ -159,8 +161,8 @@ def test_local_gathers_weights_and_sums_tokens():
 
 @pytest.mark.parametrize("overlap", [0.0, 0.3, 1.0])
 def test_s1_or_s2_by_the_rule_of_equation_4(overlap):
-    """s1 iff G2 - G1 > overlap min(A, G2); so always, where nothing overlaps and more
-    rows than tokens are gathered (k f > 1)."""
+    """s1 is chosen iff G2 - G1 > overlap min(A, G2). Without overlap, that is so iff
+    more rows than tokens are gathered (k f > 1)."""
     rng = np.random.default_rng(0)
     seen = set()
     for _ in range(200):
@@ -172,7 +174,7 @@ def test_s1_or_s2_by_the_rule_of_equation_4(overlap):
             expert_tensor=line(10 ** rng.uniform(7, 11), 1e-5), tensor=line(1e9, 1e-5),
             expert=line(1e9),
         )  # fmt: skip
-        sec = {n: sec_of_wire(predict(shape, lines, n)) for n in ("s1", "s2")}
+        sec = {n: communication_sec(predict(shape, lines, n)) for n in ("s1", "s2")}
         s1, s2 = (by_name(predict(shape, lines, n)) for n in ("s1", "s2"))
         g1, g2 = s1["all_gather tensor tokens"].sec, s2["all_gather tensor rows"].sec
         one_sec = s2["all_to_all expert_tensor"].sec / 2
@@ -209,12 +211,12 @@ def test_the_choice_is_the_first_of_the_fastest():
         assert all(f"\n{name}\n" in f"\n{choice.table()}" for name in sec)
     assert {"s1h", "s1", "s2", "local"} <= chosen
     alone = dataclasses.replace(SHAPE, tensor=1, expert_shards=1)
-    assert choose(alone, TWO_LEVELS).schedule == "s1h"  # all are the same
+    assert choose(alone, TWO_LEVELS).schedule == "s1h"  # all schedules are equal
 
 
 def test_a_slower_link_never_leads_to_more_bytes_over_it():
-    """With no latency: what the chosen one sends along the expert axis falls as it
-    slows, and in the end s1h or local is left."""
+    """Without latency, the bytes that the choice sends along the expert axis fall as
+    the axis slows down, and at the end the choice is s1h or local."""
     for tokens, k in itertools.product((64, 1024, 16384), (1, 2, 4)):
         shape = dataclasses.replace(
             TRAINED, tokens=tokens, top_k=k, d_model=512, d_expert=1024
@@ -245,8 +247,9 @@ ALL_BUT_LOCAL = ("s1h", "s1", "s2", "base")
         ({"sizes": {"dc": 2, "expert": 4}}, ("local",), "it is 'dc_expert'"),
     ],
 )
-def test_what_cannot_run_says_its_rule(changes, names, rule):
-    """And only those that the rule is for."""
+def test_a_refusal_names_its_rule(changes, names, rule):
+    """Only the schedules to which a rule applies are refused, and they name the
+    rule."""
     shape = dataclasses.replace(SHAPE, **changes)
     refused = tuple(name for name in SCHEDULES if choose_schedule.refusal(shape, name))
     assert refused == names
@@ -256,7 +259,7 @@ def test_what_cannot_run_says_its_rule(changes, names, rule):
     assert candidates(shape) == tuple(n for n in SCHEDULES if n not in refused)
 
 
-def test_everything_runs_on_the_usual_mesh_and_nothing_is_one_line():
+def test_all_schedules_run_on_the_usual_mesh():
     assert candidates(SHAPE) == SCHEDULES
     odd = dataclasses.replace(SHAPE, num_experts=7)
     with pytest.raises(ValueError, match="no schedule can run: num_experts=7") as error:

@@ -1,4 +1,4 @@
-"""The cost model: each term by hand, the notes' anchor, and calibrations."""
+"""The cost model: each term by hand, a published figure, and calibrations."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from moejax.perf.cost_model import NOTES, CostModel, tight
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 
-# 10 FLOPs and 2 bytes a row at 100 FLOP/s and 4 bytes/s: 0.1 s to compute, 0.5 to send.
+# A row of 10 FLOPs and 2 bytes at 100 FLOP/s and 4 bytes/s: compute 0.1 s, send 0.5 s.
 COST = CostModel(
     flops_per_row=10,
     bytes_per_row=2,
@@ -32,15 +32,15 @@ def test_compute_is_the_fullest_device():
 
 
 def test_ragged_wire_is_the_most_sent_or_received_off_the_device():
-    """Sent to others 3, 3, 8; received 7, 5, 2: the 8 rows of device 2. The fullest
-    pair has 7 rows, in 5 rounds of the buffers that padded has too."""
+    """Devices send 3, 3 and 8 rows to others and receive 7, 5 and 2: the maximum is 8.
+    The fullest pair has 7 rows, which take 5 rounds, as with padded buffers."""
     assert COST.wire_sec(PAIR_WW, layout_of()) == pytest.approx(8 * 2 / 4)
     late = dataclasses.replace(COST, latency_sec=0.25)
     assert late.wire_sec(PAIR_WW, layout_of()) == pytest.approx(8 * 2 / 4 + 5 * 0.25)
 
 
 def test_padded_wire_is_whole_buffers_and_the_fullest_pair_decides_the_rounds():
-    """The fullest pair has 7 rows: 3 in round 0, then 4 rounds of ceil(3 / 4) = 1."""
+    """The fullest pair has 7 rows: 3 in round 0, then ceil(3 / 4) = 1 in 4 rounds."""
     cost = dataclasses.replace(COST, latency_sec=0.25)
     padded = layout_of(transport="padded")
     assert cost.wire_sec(PAIR_WW, padded) == pytest.approx(2 * (3 + 4) * 0.5 + 5 * 0.25)
@@ -54,13 +54,13 @@ def test_micro_batches_share_rows_but_not_latency_or_buffers():
     cost = dataclasses.replace(COST, latency_sec=0.25, micro_batches=7)
     ragged, padded = layout_of(), layout_of(transport="padded")
     assert cost.wire_sec(PAIR_WW, ragged) == pytest.approx(8 * 2 / 4 + 7 * 0.25)
-    # one row per pair and micro-batch at most: round 0 holds it, seven times over
+    # At most one row per pair and micro-batch: it fits into round 0 of each of seven.
     assert cost.wire_sec(PAIR_WW, padded) == pytest.approx(7 * (2 * 3 * 0.5 + 0.25))
 
 
 def test_sync_by_store():
-    """Each expert that a device carries is 40 bytes at 4 bytes/s, two thirds of them
-    to or from others: 20/3 s out and as much back."""
+    """Each expert on a device has 40 bytes at 4 bytes/s, of which two thirds go to or
+    come from others: 20/3 s out and 20/3 s back."""
     one = 40 / 4 * 2 / 3
     assert COST.sync_sec(layout_of()) == 0
     budgets = {"offers_per_device": 1, "copies_per_device": 2}
@@ -76,7 +76,8 @@ def test_sync_by_store():
 
 
 def test_prefetched_copies_hide_under_the_block():
-    """20 s out: 12 s of forward and 3 of attention hide 15; 20 s back hide under 30."""
+    """Of 20 s out, 12 s of forward and 3 s of attention hide 15; 30 s hide 20 s
+    back."""
     layout = layout_of(
         "transient", 4, offers_per_device=1, copies_per_device=2, prefetch=True
     )
@@ -87,7 +88,7 @@ def test_prefetched_copies_hide_under_the_block():
 
 
 def test_a_layer_by_hand():
-    """Expert 0 with 12 rows from device 0 in two replicas, on devices 0 and 2."""
+    """Expert 0 has 12 rows from device 0, and two replicas on devices 0 and 2."""
     load_we = np.zeros((3, 6))
     load_we[0, 0], load_we[1, 2] = 12, 4
     row_p = np.array([0, 1, -1, 2, 3, -1, 4, 5, 0])
@@ -109,7 +110,7 @@ def test_moves_charge_the_busiest_device_and_only_new_owners():
     assert free.move_sec(home, home, layout) == 0
     owned = np.array([[2, 3, 0, 1, 4, 5], [0, 1, 2, 4, 3, 5]], np.int32)
     moved = ExpertPlan(owned, 6, owned)  # layer 0: two each way; layer 1: one each way
-    # Two rounds and one; in each a device scatters one expert and gathers one.
+    # There are two rounds and one; in each, a device scatters and gathers one expert.
     assert COST.move_sec(home, moved, layout) == pytest.approx(3 * 2 * 2 / 3 * 120 / 4)
     copies = ExpertPlan(np.array([[0, 1, 2, 2, 3, -1, 4, 5, 0]] * 2, np.int32), 6)
     assert COST.move_sec(home, copies, layout) == 0
@@ -117,7 +118,7 @@ def test_moves_charge_the_busiest_device_and_only_new_owners():
 
 def test_a_change_between_lying_by_expert_and_by_width_moves_everything_once():
     home, by_width = ExpertPlan.home(2, 6), layout_of("sharded")
-    all_sec = 2 * 2 * 2 / 3 * 120 / 4  # layers, own experts, share that leaves
+    all_sec = 2 * 2 * 2 / 3 * 120 / 4  # layers x experts per device x share that leaves
     assert COST.move_sec(home, home, by_width, layout_of()) == pytest.approx(all_sec)
     assert COST.move_sec(home, home, layout_of(), by_width) == pytest.approx(all_sec)
     assert COST.move_sec(home, home, by_width, by_width) == 0
@@ -145,8 +146,8 @@ def test_128_gigabits_are_16_gigabytes_per_second():
     ("bytes_per_sec", "msec"), [(3e9, 133), (12.5e9, 55), (50e9, 36.5)]
 )
 def test_the_notes_preset_gives_the_notes_anchor(bytes_per_sec, msec):
-    """Their table for plain expert parallelism: 16 devices with 4096 rows each, the
-    fullest with 6.54 times the mean."""
+    """The preset's figure is for plain expert parallelism: 16 devices with 4096 rows
+    each, and the fullest with 6.54 times the mean."""
     fullest = 6.54 * 4096 / 16
     load_we = np.full((16, 16), (4096 - fullest) / 15)
     load_we[:, 3] = fullest
@@ -258,7 +259,7 @@ def test_a_calibration_of_another_mesh_or_device_is_refused():
 
 
 def test_what_remat_does_again_is_charged_again():
-    """One row of each device to each: 0.3 s forward, 1 s an exchange."""
+    """Each device sends one row to each: forward takes 0.3 s, and an exchange 1 s."""
     load_we, row_p = np.ones((3, 6)) / 2, np.arange(6)
     layout = layout_of("transient", offers_per_device=1, copies_per_device=1)
     out_sec = COST.sync_sec(layout) / 2
@@ -271,7 +272,7 @@ def test_what_remat_does_again_is_charged_again():
 
 
 def test_data_parallel_devices_share_an_expert():
-    """Each sends its part of the hidden width; the layer gathers whole slots."""
+    """Each device sends its part of the hidden width; the layer gathers full slots."""
     line = {"latency_sec": 0.0, "bytes_per_sec": 4e9, "r2": 1.0}
     collectives = CALIBRATION.collectives | {"all_gather": {"data": line}}
     mesh = {**CALIBRATION.mesh, "data": 4}

@@ -1,4 +1,4 @@
-"""Splits that look at the load, as the planner reckons them."""
+"""Traffic that the planner predicts for splits that depend on the load."""
 
 import numpy as np
 import pytest
@@ -18,15 +18,15 @@ def test_loads_over_their_mean_by_layer():
     assert [max_over_mean(load_x) for load_x in load_lx] == [2, 1]
 
 
-def load_of(seed: int) -> np.ndarray:
-    """Whole rows by source and expert, skewed; [w, e]."""
+def make_load(seed: int) -> np.ndarray:
+    """Return skewed numbers of rows by source and expert, [w, e]."""
     rng = np.random.default_rng(seed)
     chance_e = rng.permutation(np.arange(1.0, E + 1) ** -rng.uniform(0.0, 2.0))
     total = int(rng.choice([10, 10_000]))
     return rng.multinomial(total, chance_e / chance_e.sum(), size=W).astype(float)
 
 
-def row_of(seed: int, slots: int = 4) -> np.ndarray:
+def make_plan_row(seed: int, slots: int = 4) -> np.ndarray:
     rng = np.random.default_rng(seed)
     rest = rng.integers(-1, E, W * slots - E)
     return rng.permutation(np.r_[np.arange(E), rest]).astype(np.int32)
@@ -43,7 +43,7 @@ def home_in(slots: int) -> np.ndarray:
 
 def test_water_filling_deals_every_row_as_near_to_the_optimum_as_a_step_does():
     for seed in range(40):
-        load_we, row_p = load_of(seed), row_of(seed)
+        load_we, row_p = make_load(seed), make_plan_row(seed)
         rows_wp = rows_by_slot(load_we, row_p, W, "water_filling")
         for expert in range(E):
             sums_w = rows_wp[:, row_p == expert].sum(axis=1)
@@ -56,7 +56,7 @@ def test_water_filling_deals_every_row_as_near_to_the_optimum_as_a_step_does():
 
 
 def test_each_source_gives_its_replicas_the_same_shares():
-    """60 and 20 rows: expert 0 must give device 1 two fifths of its rows."""
+    """Device 1 must compute 10 of the 50 rows of expert 0: a fifth from each source."""
     load_we = np.array([[30.0, 10.0], [20.0, 20.0]])
     load_we[:, 1] = [10, 20]
     rows_wp = rows_by_slot(load_we, np.array([0, -1, 0, 1]), 2, "water_filling")
@@ -65,15 +65,15 @@ def test_each_source_gives_its_replicas_the_same_shares():
 
 def test_dynamic_gives_every_device_the_mean_to_one_row():
     for seed in range(40):
-        load_we = load_of(seed)
+        load_we = make_load(seed)
         rows_wp = rows_by_slot(load_we, home_in(2 * E // W), W, "dynamic")
         assert np.ptp(device_rows(rows_wp)) <= 1 + 1e-6
         assert np.allclose(rows_wp.sum(axis=1), load_we.sum(axis=1))
 
 
 def test_dynamic_copies_go_to_empty_slots_and_owners_may_be_any():
-    """One expert has all rows, and its owner is device 1: each other device takes a
-    quarter in its first slot for copies."""
+    """One expert, owned by device 1, has all rows. Each other device takes a quarter in
+    its first slot for copies."""
     load_we = np.zeros((W, E))
     load_we[:, 5] = 100
     row_p = home_in(4).copy()
@@ -86,9 +86,9 @@ def test_dynamic_copies_go_to_empty_slots_and_owners_may_be_any():
 
 @pytest.mark.parametrize("split", ["water_filling", "dynamic"])
 def test_loads_are_rounded_to_whole_rows(split):
-    """A mean over steps is no whole number: replicas take shares of whole ones, and
-    which way a half goes does not matter."""
-    load_we, row_p = load_of(1), home_in(4)
+    """A mean over steps is not an integer, so loads are rounded first. Rounding does
+    not change the shares of the replicas by a row or more."""
+    load_we, row_p = make_load(1), home_in(4)
     noise_we = np.random.default_rng(0).uniform(-0.4, 0.4, (W, E)) / W
     shares_wp, near_wp = (
         rows_by_slot(x_we, row_p, W, split) / x_we.sum() * load_we.sum()

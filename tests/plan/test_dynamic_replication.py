@@ -1,4 +1,4 @@
-"""Dynamic replication: every device computes the mean, and no row is lost."""
+"""Dynamic replication: every device computes the mean load, and no row is lost."""
 
 import functools
 
@@ -10,7 +10,7 @@ from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 
 
-def layout_of(w: int, own: int, offers: int, copies: int) -> Layout:
+def make_layout(w: int, own: int, offers: int, copies: int) -> Layout:
     return Layout(
         w * own, w, own + copies, 8, transport="padded" if w > 1 else "local",
         store="transient", split="dynamic", offers_per_device=offers,
@@ -20,8 +20,9 @@ def layout_of(w: int, own: int, offers: int, copies: int) -> Layout:
 
 @functools.cache
 def instances() -> list:
-    """(load_e, owned_e, w): zipf of every skew, one hot expert, many empty ones."""
-    found = []
+    """Return cases (load_e, owned_e, w): Zipf loads, one hot expert, many empty
+    ones."""
+    cases = []
     for seed in range(200):
         rng = np.random.default_rng(seed)
         w, own = int(rng.choice([1, 2, 3, 4, 8, 16, 32])), int(rng.choice([1, 2, 3, 8]))
@@ -32,18 +33,21 @@ def instances() -> list:
             load_e[rng.random(w * own) < 0.6] = 0
         if seed % 10 == 0:
             load_e = np.where(np.arange(w * own) == seed % (w * own), total, 0)
-        found.append((load_e, rng.permutation(w * own).astype(np.int32), w))
-    return found
+        cases.append((load_e, rng.permutation(w * own).astype(np.int32), w))
+    return cases
 
 
-def held(paired, w: int) -> np.ndarray:
-    """Rows of each device, [w]."""
+def rows_by_device(paired, w: int) -> np.ndarray:
+    """Return the number of rows of each device, [w]."""
     return paired.rows_p.reshape(w, -1).sum(axis=1)
 
 
 def check_is_sound(paired, load_e, owned_e, layout) -> None:
-    """A plan within its budgets: own experts first, then copies with rows by position,
-    then nothing; all rows of each expert in its slots."""
+    """Check that a plan keeps its budgets and the order of its slots.
+
+    A device has its own experts first, then copies with rows, by position, then empty
+    slots. All rows of each expert are in its slots.
+    """
     w, own = layout.num_devices, layout.experts_per_device
     ExpertPlan(paired.row_p[None], len(load_e), owned_e[None]).validate(layout)
     assert paired.rows_p.min() >= 0
@@ -64,20 +68,24 @@ def check_is_sound(paired, load_e, owned_e, layout) -> None:
 
 
 def test_every_device_has_the_mean_to_one_row():
-    """The first total mod w devices have one more."""
+    """The first (total mod w) devices have one row more than the others."""
     for load_e, owned_e, w in instances():
         own = len(load_e) // w
-        layout = layout_of(w, own, own, own)
+        layout = make_layout(w, own, own, own)
         paired = dynamic_replication.pair(load_e, owned_e, layout)
         check_is_sound(paired, load_e, owned_e, layout)
         share, left = divmod(int(load_e.sum()), w)
-        assert held(paired, w).tolist() == [share + (d < left) for d in range(w)]
+        assert rows_by_device(paired, w).tolist() == [
+            share + (d < left) for d in range(w)
+        ]
 
 
 def test_one_sender_to_a_receiver():
     for load_e, owned_e, w in instances():
         own = len(load_e) // w
-        paired = dynamic_replication.pair(load_e, owned_e, layout_of(w, own, own, own))
+        paired = dynamic_replication.pair(
+            load_e, owned_e, make_layout(w, own, own, own)
+        )
         position_e = np.argsort(owned_e)
         for row_s in paired.row_p.reshape(w, -1)[:, own:]:
             assert len(np.unique(position_e[row_s[row_s >= 0]] // own)) <= 1
@@ -87,38 +95,38 @@ def test_small_budgets_lose_nothing_and_never_harm():
     for seed, (load_e, owned_e, w) in enumerate(instances()):
         own = len(load_e) // w
         offers, copies = np.random.default_rng(seed).integers(1, own + 1, 2).tolist()
-        layout = layout_of(w, own, offers, copies)
+        layout = make_layout(w, own, offers, copies)
         paired = dynamic_replication.pair(load_e, owned_e, layout)
         check_is_sound(paired, load_e, owned_e, layout)
         home_w = load_e[owned_e].reshape(w, own).sum(axis=1)
-        assert held(paired, w).max() <= home_w.max()
+        assert rows_by_device(paired, w).max() <= home_w.max()
 
 
 def test_nothing_moves_where_budgets_would_leave_a_device_fuller_than_home():
-    """Device 0 is to give 40 rows of its 60 and to take 30 of another's: with a copy on
-    each device it could give but 15."""
+    """Device 0 should give 40 of its 60 rows and take 30 of another device. With one
+    copy on each device it could give only 15."""
     load_e = np.array(
         [[15] * 4, [60, 0, 0, 0], [60, 0, 0, 0], [60, 0, 0, 0], [10] + 3 * [0]]
     )
     load_e, owned_e = load_e.reshape(-1), np.arange(20, dtype=np.int32)
-    full = dynamic_replication.pair(load_e, owned_e, layout_of(5, 4, 4, 4))
-    assert held(full, 5).tolist() == [50] * 5
-    small = dynamic_replication.pair(load_e, owned_e, layout_of(5, 4, 4, 1))
-    assert held(small, 5).tolist() == [60, 60, 60, 60, 10]
+    full = dynamic_replication.pair(load_e, owned_e, make_layout(5, 4, 4, 4))
+    assert rows_by_device(full, 5).tolist() == [50] * 5
+    small = dynamic_replication.pair(load_e, owned_e, make_layout(5, 4, 4, 1))
+    assert rows_by_device(small, 5).tolist() == [60, 60, 60, 60, 10]
 
 
 @pytest.mark.parametrize(
     ("load_e", "w", "offers", "copies", "row_p", "rows_p"),
     [
-        # The picture of the module.
+        # The example in the module's docstring.
         ([9, 1, 2, 0], 2, 2, 2, [0, 1, -1, -1, 2, 3, 0, -1], [5, 1, 0, 0, 2, 0, 4, 0]),
-        # 5 rows of expert 0 to device 1, 5 of expert 1 to device 2; only 0 is offered.
+        # Device 1 gets 5 rows of expert 0; 5 of expert 1 stay, as only 0 is offered.
         (
             [6, 5, 4, 0, 0, 0, 0, 0, 0], 3, 1, 1,
             [0, 1, 2, -1, 3, 4, 5, 0, 6, 7, 8, -1],
             [1, 5, 4, 0, 0, 0, 0, 5, 0, 0, 0, 0],
         ),
-        # 3 rows of expert 0 and 1 of expert 1 to device 1, which keeps the larger part.
+        # Device 1 should get 3 rows of expert 0 and 1 of expert 1; it gets the larger.
         (
             [3, 3, 2, 0, 0, 0], 2, 3, 1,
             [0, 1, 2, -1, 3, 4, 5, 0], [0, 3, 2, 0, 0, 0, 0, 3],
@@ -128,14 +136,14 @@ def test_nothing_moves_where_budgets_would_leave_a_device_fuller_than_home():
 def test_by_hand(load_e, w, offers, copies, row_p, rows_p):
     own = len(load_e) // w
     owned_e = np.arange(len(load_e), dtype=np.int32)
-    layout = layout_of(w, own, offers, copies)
+    layout = make_layout(w, own, offers, copies)
     paired = dynamic_replication.pair(np.array(load_e), owned_e, layout)
     assert paired.row_p.tolist() == row_p
     assert paired.rows_p.tolist() == rows_p
 
 
 def test_the_one_with_most_too_many_gives_first_and_may_take_then():
-    """10 over, 4 over, 12 under, 2 under: the first gives 12, then takes 2 itself."""
+    """Excesses are 10, 4, -12 and -2: the first device gives 12, then takes 2."""
     quota_or = dynamic_replication.quotas(np.array([30, 24, 8, 18]))
     expected_or = np.zeros((4, 4), int)
     expected_or[0, 2], expected_or[1, 0], expected_or[1, 3] = 12, 2, 2

@@ -1,4 +1,4 @@
-"""Plans: what is valid and every complaint, what copies need, other slots, JSON."""
+"""Expert plans: validity and all errors, needs of copies, changes of slots, JSON."""
 
 import dataclasses
 import json
@@ -127,7 +127,8 @@ def test_validate_takes_replicas_and_empty_slots():
 
 
 def test_moves_leads_from_one_plan_to_the_other():
-    """Each row says which slot receives which expert; emptied slots receive nothing."""
+    """Each row names a slot and the expert that it receives; emptied slots have
+    none."""
     old, new = plan_of(), plan_of([[0, 1, 2, 2, 3, 0], [3, 2, -1, 0, -1, 1]])
     moves_m3 = old.moves(new)
     assert moves_m3.tolist() == [[0, 2, 2], [0, 5, 0], [1, 5, 1]]
@@ -160,7 +161,7 @@ def test_json_round_trip_of_owners():
 
 
 def test_owners_tell_plans_apart():
-    """In equality, as a key, and in logs; logical order is no other plan."""
+    """Owners count in equality, as a key and in logs. Logical order is the default."""
     plan, other = plan_of(), plan_of(owners=OWNERS)
     assert plan != other
     assert plan.digest != other.digest
@@ -182,14 +183,14 @@ def test_plans_are_equal_by_value():
 
 
 def test_digest_is_four_letters_that_stay_the_same():
-    """Logs of two runs are compared by it."""
+    """Users compare the logs of two runs by the digest."""
     assert ExpertPlan.home(1, 4).digest == "baed"
     transposed = np.asfortranarray(plan_of().slot_to_expert_lp)
     assert ExpertPlan(transposed, 4).digest == plan_of().digest
 
 
 def test_plan_is_immutable():
-    """A plan is a key: neither its fields nor the array that made it change it."""
+    """A plan is a dict key: its fields and the array that made it cannot change it."""
     table_lp = np.array(TABLE, np.int32)
     plan = ExpertPlan(table_lp, 4)
     table_lp[0, 0] = 3
@@ -211,12 +212,15 @@ def test_placement_inverts_a_plan_without_replicas():
 
 
 def test_needs_are_the_most_that_one_device_offers_and_holds():
-    """Two devices, which own two experts each."""
-    assert plan_of([[0, 1, 0, 2, 3, -1]]).needs(2) == (0, 0)  # 0 twice at its owner
+    """The needs are maxima over two devices, which own two experts each."""
+    assert plan_of([[0, 1, 0, 2, 3, -1]]).needs(2) == (
+        0,
+        0,
+    )  # expert 0 twice at its owner
     assert plan_of([[0, 1, 2, 2, 3, 0]]).needs(2) == (1, 1)
     assert plan_of([[0, 1, 2, 3, 0, 1]]).needs(2) == (2, 2)
     assert plan_of([[3, 2, 1, 0, -1, -1]]).needs(2) == (2, 2)
-    # Owners make the difference: under these the first is without copies.
+    # With these owners, the first plan has no copies.
     assert plan_of([[3, 2, -1, 0, 1, -1]], owners=[[2, 3, 1, 0]]).needs(2) == (0, 0)
     both = plan_of([[0, 1, 0, 2, 3, -1], [0, 1, 2, 2, 3, 0]])
     assert both.needs(2) == (1, 1)

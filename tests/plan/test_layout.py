@@ -1,4 +1,4 @@
-"""The treaty between host and device: shapes, limits and every complaint."""
+"""Layouts: shapes, limits and all errors."""
 
 import dataclasses
 
@@ -29,11 +29,11 @@ def test_topology_counts_devices_and_names_its_axes():
 @pytest.mark.parametrize(
     ("assignments", "factor", "rows"),
     [
-        (1024, 1.5, 384),  # 1.5 * 1024 / 4, a multiple of 8 already
+        (1024, 1.5, 384),  # 1.5 * 1024 / 4 is a multiple of 8
         (100, 1.5, 40),  # 37.5, rounded up
         (128, 1.0, 32),
         (129, 1.0, 40),
-        (5, 1.5, 5),  # one device has no more than 5 rows for anybody
+        (5, 1.5, 5),  # a device has at most 5 rows for any peer
     ],
 )
 def test_home_rows_per_peer(assignments, factor, rows):
@@ -52,7 +52,8 @@ def test_home_takes_rows_per_peer_as_given_up_to_all_assignments():
 
 
 def test_home_on_one_device_is_local_and_holds_every_row():
-    """No factor and no padding: what one device sends itself is known exactly."""
+    """Buffers have neither a factor nor padding: a device knows what it sends
+    itself."""
     for assignments in (8, 100):
         layout = Layout.home(8, 1, assignments, transport="padded")
         assert (layout.transport, layout.rows_per_peer) == ("local", assignments)
@@ -76,7 +77,7 @@ def test_rounds_and_capacity_follow_from_rows_per_peer(
 
 
 def test_layouts_are_keys():
-    """A compiled step is found by its layout."""
+    """A layout is the key of a compiled step."""
     again = dataclasses.replace(LAYOUT)
     assert {LAYOUT: "step"}[again] == "step"
     assert dataclasses.replace(LAYOUT, rows_per_peer=11) != LAYOUT

@@ -1,4 +1,4 @@
-"""Water-filling against the linear program, in whole rows: equal to its ceiling."""
+"""Water-filling in whole rows reaches the ceiling of the linear program's optimum."""
 
 import functools
 import itertools
@@ -17,9 +17,11 @@ from tests.support.replica_loads import replicated, ring, scattered, zipf
 
 
 def optimum(load_e, row_p, w) -> int:
-    """Return the ceiling of the linear program's value, by HiGHS. The value is rows
-    over at most w devices, so half of 1/w is far from rounding errors and from the next
-    whole row."""
+    """Return the ceiling of the linear program's value, computed by HiGHS.
+
+    The value is a number of rows over at most w devices. So 1/(2 w) is far from both
+    rounding errors and the next integer.
+    """
     slot_x = np.flatnonzero(row_p >= 0)
     num_x = len(slot_x)
     of_expert = np.zeros((len(load_e), num_x + 1))
@@ -27,12 +29,12 @@ def optimum(load_e, row_p, w) -> int:
     on_device = np.zeros((w, num_x + 1))
     on_device[slot_x // (len(row_p) // w), np.arange(num_x)] = 1
     on_device[:, -1] = -1
-    found = linprog(
+    result = linprog(
         np.append(np.zeros(num_x), 1.0), A_ub=on_device, b_ub=np.zeros(w),
         A_eq=of_expert, b_eq=load_e, method="highs",
     )  # fmt: skip
-    assert found.status == 0, found.message
-    return int(np.ceil(found.fun - 1 / (2 * w)))
+    assert result.status == 0, result.message
+    return int(np.ceil(result.fun - 1 / (2 * w)))
 
 
 def random_instances():
@@ -57,7 +59,11 @@ def adversarial_instances():
         yield np.full(num_experts, 1001), row_p, w
         yield np.zeros(num_experts, int), row_p, w
         yield load_e[: w // 2], scattered(rng, w // 2, w, 3), w  # fewer than devices
-        yield load_e, np.tile(np.arange(num_experts), w), w  # each on every device
+        yield (
+            load_e,
+            np.tile(np.arange(num_experts), w),
+            w,
+        )  # every expert on every device
         twins_ws = np.arange(num_experts).reshape(w // 2, -1).repeat(2, axis=0)
         yield load_e, twins_ws.reshape(-1), w  # devices in equal pairs
 
@@ -73,16 +79,16 @@ def large_instances():
 @functools.cache
 def instances() -> list:
     kinds = (random_instances(), adversarial_instances(), large_instances(), [ring()])
-    found = [
+    result = [
         (load_e, row_p.astype(np.int32), w)
         for load_e, row_p, w in itertools.chain(*kinds)
     ]
-    assert len(found) > 200
-    return found
+    assert len(result) > 200
+    return result
 
 
 def even(load_e, row_p, w) -> np.ndarray:
-    """An equal share for each device with the expert, the first ones one more: [w]."""
+    """Return loads for equal shares of each expert; first devices get the rest, [w]."""
     level_w = np.zeros(w, int)
     for expert, load in enumerate(load_e):
         devices = np.unique(np.flatnonzero(row_p == expert) // (len(row_p) // w))
@@ -104,7 +110,7 @@ def test_fullest_device_has_the_ceiling_of_the_optimum_and_the_bound_says_so():
 
 
 def test_rows_are_whole_and_sum_to_the_load_of_their_expert():
-    """Empty slots get none, and a second slot on the same device gets none."""
+    """Empty slots get no rows, nor does a second slot on the same device."""
     for load_e, row_p, w in instances():
         slots = len(row_p) // w
         for filling in (
@@ -141,7 +147,7 @@ def test_tolerance_of_a_step_is_a_512th_of_the_mean():
 
 
 def test_a_ring_needs_paths():
-    """Sweeps carry rows one device further at a time, and stop far from the optimum."""
+    """Sweeps move rows by one device at a time, and stop far from the optimum."""
     load_e, row_p, w = ring()
     swept = water_filling.sweep(load_e, row_p, w)
     assert swept.sweeps == water_filling.MAX_SWEEPS
@@ -177,7 +183,7 @@ def test_without_replicas_rows_are_the_loads():
 
 
 def test_k_times_the_load_has_k_times_the_optimum():
-    """ceil(k x) is at most k ceil(x), and above k (ceil(x) - 1)."""
+    """ceil(k x) is at most k ceil(x), and greater than k (ceil(x) - 1)."""
     for load_e, row_p, w in instances()[:60]:
         bound = water_filling.fill(load_e, row_p, w).bound
         assert (
@@ -202,7 +208,7 @@ def test_poured_is_the_least_sum_of_squares_and_the_first_get_the_rest():
         assert tuple(water_filling.pour(ground, load)) == max(least)
 
 
-def test_picture_of_the_module():
+def test_example_of_the_module():
     row_p = np.array([0, -1, 1, 0, 2, 1])
     even_rows = water_filling.sweep([6, 4, 2], row_p, 3, max_sweeps=0)
     assert even_rows.rows_p.tolist() == [3, 0, 2, 3, 2, 2]
@@ -231,8 +237,8 @@ def test_sweeps_of_the_device_give_the_same_bits(num_experts, w, slots, max_swee
         row_p = scattered(rng, num_experts, w, slots)
         load_e = zipf(rng, num_experts, 1000 * w, rng.uniform(0.0, 2.0))
         tolerance = int(rng.choice([0, 0, 5]))
-        start = water_filling.sweep(load_e, row_p, w, max_sweeps=0)
-        slot_cw = cells(row_p, w, num_experts)
+        start = water_filling.swept(load_e, row_p, w, max_sweeps=0)
+        slot_cw = slots_by_color(row_p, w, num_experts)
         cell = slot_cw >= 0
         amount_cw = np.where(cell, start.rows_p[slot_cw], 0)
         on_device = swept(
@@ -250,8 +256,8 @@ def test_sweeps_of_the_device_give_the_same_bits(num_experts, w, slots, max_swee
         assert int(on_device.sweeps) == expected.sweeps
 
 
-def cells(row_p: np.ndarray, w: int, num_colors: int) -> np.ndarray:
-    """Slot of each color on each device, -1 for none; [c, w]."""
+def slots_by_color(row_p: np.ndarray, w: int, num_colors: int) -> np.ndarray:
+    """Return the slot of each color on each device, -1 for none; [c, w]."""
     color_p, slot_cw = edge_coloring(row_p, w), np.full((num_colors, w), -1)
     slot_q = np.flatnonzero(color_p >= 0)
     slot_cw[color_p[slot_q], slot_q // (len(row_p) // w)] = slot_q

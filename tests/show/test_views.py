@@ -1,4 +1,4 @@
-"""Views: what they say is what the arrays hold; small, escaped, readable, no jax."""
+"""Views show the values of their arrays; they are small, escaped and readable."""
 
 import colorsys
 import html.parser
@@ -18,13 +18,13 @@ from moejax.show import table
 from tests.support.close import assert_close
 
 MAX_PAGE_BYTES = 250_000
-# 4 experts in 6 slots; expert 0 twice and slot 5 empty, but for the last layer.
+# 4 experts in 6 slots; except in the last layer, expert 0 has two and slot 5 is empty.
 TABLE_LP = [[0, 1, 0, 2, 3, -1], [0, 1, 0, 2, 3, -1], [3, 2, 1, 0, -1, -1]]
 TOKENS_LE = np.array([[10, 1, 2, 3], [4, 4, 4, 4], [0, 0, 0, 0]])
 
 
 class Page(html.parser.HTMLParser):
-    """Rows of (text, style, attributes); every tag must be closed in order."""
+    """Parsed page: rows of (text, style, attributes). Tags must be closed in order."""
 
     def __init__(self, view):
         super().__init__()
@@ -85,7 +85,7 @@ def test_a_mesh_shows_each_device_at_its_coordinates():
 
 @pytest.mark.parametrize("along", ["dc", "data", "expert", "tensor"])
 def test_one_color_is_one_group_along_the_axis(along):
-    """Devices share a color exactly when only their coordinate along it differs."""
+    """Devices share a color iff their coordinates differ along the axis only."""
     view = show.mesh(Topology(2, 2, 4, 1), along=along)
     cells = [cell for row in Page(view).rows for cell in row if hasattr(cell, "title")]
     assert len(cells) == 16
@@ -117,7 +117,7 @@ def test_layers_that_are_alike_share_a_row():
 
 
 def test_loads_are_over_the_mean_of_their_layer():
-    """A layer without a token is even."""
+    """A layer without tokens counts as even."""
     _, *rows = Page(show.loads(TOKENS_LE)).rows
     for row, tokens_e in zip(rows, TOKENS_LE, strict=True):
         _, fullest, *cells = row
@@ -127,7 +127,8 @@ def test_loads_are_over_the_mean_of_their_layer():
 
 
 def test_rows_per_device_are_those_of_its_slots():
-    """Home: sums of neighbours. Replicas: even shares. No row is lost by either."""
+    """At home, a device has the rows of its neighbouring experts. Replicas share rows
+    evenly. Neither loses rows."""
     home = ExpertPlan.home(3, 4)
     assert_close(
         show.rows_per_device(TOKENS_LE, home, 2),
@@ -166,7 +167,7 @@ def test_html_is_plain_escaped_and_without_scripts():
 
 
 def test_text_reads_on_light_and_dark_pages():
-    """Contrast of the page's own text with every color: at least 4.5 (WCAG 2, AA)."""
+    """The contrast of text with every color is at least 4.5 (WCAG 2, level AA)."""
     views = [*large_views().values(), show.mesh(Topology(2, 2, 2, 2), "dc")]
     fills = {cell.background for v in views for row in Page(v).rows for cell in row}
     fills |= {table.hue(index) for index in range(360)}
