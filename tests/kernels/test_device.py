@@ -59,8 +59,8 @@ def test_is_hopper(device, expected):
 
 
 def test_here_is_a_cpu():
-    found = choose_grouped_dot("bfloat16", 4096, 4096, 1024)
-    assert found == ("blocked", "the kernels are for Hopper, not cpu")
+    result = choose_grouped_dot("bfloat16", 4096, 4096, 1024)
+    assert result == ("blocked", "the kernels are for Hopper, not cpu")
     assert choose_permute("bfloat16", 4096).implementation == "xla"
 
 
@@ -75,25 +75,25 @@ def test_here_is_a_cpu():
 )
 def test_grouped_dot_on_hopper(dtype, num_rows, widths, expected, why):
     with on(H200):
-        found = choose_grouped_dot(dtype, num_rows, *widths)
-    assert found.implementation == expected
-    assert why in found.why
+        result = choose_grouped_dot(dtype, num_rows, *widths)
+    assert result.implementation == expected
+    assert why in result.why
 
 
 def test_fp8_on_hopper_declines_parts_of_a_block():
     with on(H200):
-        found = choose_grouped_dot("bfloat16", 4096, 1024, 192, is_fp8=True)
+        result = choose_grouped_dot("bfloat16", 4096, 1024, 192, is_fp8=True)
         assert choose_grouped_dot("bfloat16", 4096, 1024, 192)[0] == "hopper"
-    why = "a width of 192 is not a multiple of 128, a block in fp8"
-    assert found == ("blocked", f"the Hopper kernels decline: {why}")
+    why = "a width of 192 is no multiple of 128, a block in fp8"
+    assert result == ("blocked", f"the Hopper kernels decline: {why}")
 
 
 def test_permute_on_hopper_declines_narrow_rows():
     with on(H200):
         assert choose_permute("bfloat16", 4096).implementation == "hopper"
-        found = choose_permute("bfloat16", 24)
-    assert found.implementation == "xla"
-    assert "d=24 must be a multiple of" in found.why
+        result = choose_permute("bfloat16", 24)
+    assert result.implementation == "xla"
+    assert "d=24 must be a multiple of" in result.why
 
 
 def config(**moe) -> Config:
@@ -128,8 +128,8 @@ def test_plain_kernels_on_any_device():
     layout = make_layout(cfg)
     assert layout.kernels == "plain"
     with on(H200):
-        found = choose_kernels(cfg, layout)
-    assert [c.implementation for c in found.values()] == ["blocked", "xla"]
+        result = choose_kernels(cfg, layout)
+    assert [c.implementation for c in result.values()] == ["blocked", "xla"]
     assert "Dispatch.kernels='plain'" in kernel_line(choose_kernels(cfg, layout))
 
 
@@ -309,7 +309,7 @@ def test_layer_in_fp8_equals_its_definition_with_each(implementation, monkeypatc
     interpret(monkeypatch)
     layer, arguments = layer_case(D, D, jnp.bfloat16)
 
-    def found(implementation=None, **options):
+    def compute(implementation=None, **options):
         layout = dataclasses.replace(make_case_layout(), **options)
         experts = None
         if implementation:
@@ -318,9 +318,9 @@ def test_layer_in_fp8_equals_its_definition_with_each(implementation, monkeypatc
         return jax.jit(step)(*arguments)
 
     is_own = implementation == "auto"
-    actual = found(fp8="e5m2") if is_own else found(implementation)
-    expected = found("reference")
+    actual = compute(fp8="e5m2") if is_own else compute(implementation)
+    expected = compute("reference")
     assert_close(actual, expected, dtype=jnp.bfloat16)
     if is_own:
         with pytest.raises(AssertionError, match="values off"):
-            assert_close(actual, found(), dtype=jnp.bfloat16)
+            assert_close(actual, compute(), dtype=jnp.bfloat16)

@@ -45,7 +45,7 @@ def test_the_options_of_a_layout_are_those_of_the_kernels():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_values_and_scales_are_those_of_the_definition(name, dtype):
-    """They agree bit for bit when compiled: a compiler could drop a cast and its
+    """Compiled results agree bit for bit: a compiler could drop a cast and its
     inverse."""
     x_md = some_rows(dtype)
     call = functools.partial(fp8.round_to_fp8, dtype=fp8.GRADIENT_DTYPES[name])
@@ -99,15 +99,15 @@ def test_the_error_has_a_bound(name):
     """The error is at most half of a value's last bit, or of its block's smallest
     bit."""
     x_md = np.asarray(some_rows(), np.float64)
-    found = np.asarray(round_rows(some_rows(), fp8.GRADIENT_DTYPES[name]), np.float64)
-    _, scale = quantize(some_rows(), fp8.GRADIENT_DTYPES[name], fp8.ROW_BLOCK)
+    result = np.asarray(rounded_rows(some_rows(), fp8.GRADIENTS[name]), np.float64)
+    _, scale = scaled(some_rows(), fp8.GRADIENTS[name], fp8.OF_ROWS)
     info = ml_dtypes.finfo(definition.FORMATS[name])
     smallest = (
         np.repeat(scale, 128, axis=1)[:, :300] * float(info.smallest_subnormal) / 2
     )
     bound = np.maximum(np.abs(x_md) * 2.0 ** -(MANTISSA_BITS[name] + 1), smallest)
-    assert np.all(np.abs(found - x_md) <= bound)
-    assert np.max(np.abs(found - x_md) / bound) > 0.85, "the bound is tight"
+    assert np.all(np.abs(result - x_md) <= bound)
+    assert np.max(np.abs(result - x_md) / bound) > 0.85, "the bound is tight"
 
 
 def test_a_matrix_and_its_transpose_have_the_same_values():
@@ -132,20 +132,20 @@ def test_zeros_and_what_is_all_but_zero(value):
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_not_finite_is_seen_in_all_of_its_block(name, bad):
     x_md = some_rows().at[2, 130].set(bad)
-    found = np.asarray(round_rows(x_md, fp8.GRADIENT_DTYPES[name]))
+    result = np.asarray(rounded_rows(x_md, fp8.GRADIENTS[name]))
     is_bad = np.zeros((6, 300), bool)
     is_bad[2, 128:256] = True
-    np.testing.assert_array_equal(np.isnan(found), is_bad)
-    same = np.asarray(round_rows(some_rows(), fp8.GRADIENT_DTYPES[name]))
-    np.testing.assert_array_equal(found[~is_bad], same[~is_bad])
+    np.testing.assert_array_equal(np.isnan(result), is_bad)
+    same = np.asarray(rounded_rows(some_rows(), fp8.GRADIENTS[name]))
+    np.testing.assert_array_equal(result[~is_bad], same[~is_bad])
 
 
 def test_float16_ends_before_the_next_power_of_two():
     """65504 rounds to 65536, which float16 cannot represent, so the result is
     float32."""
-    found = rounded_rows(np.full((1, 4), 65504, np.float16))
-    assert found.dtype == jnp.float32
-    assert np.all(found == 65536)
+    result = rounded_rows(np.full((1, 4), 65504, np.float16))
+    assert result.dtype == jnp.float32
+    assert np.all(result == 65536)
 
 
 def operands(dtype):
@@ -190,9 +190,9 @@ def test_products_are_those_of_rounded_arrays(implementation, name, dtype):
     """dx comes from dy rounded to the named format; dw from x and dy as they are."""
     arrays = operands(dtype)
     rows_g = make_rows("with_empty", OWNED, GROUPS, seed=0)
-    found = value_and_grads(*arrays, rows_g, implementation, name)
-    assert {leaf.dtype for leaf in found} == {jnp.dtype(dtype)}
-    assert_close(found, defined(*arrays, rows_g, name))
+    result = value_and_grads(*arrays, rows_g, implementation, name)
+    assert {leaf.dtype for leaf in result} == {jnp.dtype(dtype)}
+    assert_close(result, defined(*arrays, rows_g, name))
 
 
 @pytest.mark.slow

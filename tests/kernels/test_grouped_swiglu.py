@@ -72,21 +72,21 @@ def in_small_blocks(x_md, into_gdh, down_gfd, dy_md, rows_g):
     p = products("blocked", BLOCK_ROWS)
     h_mf, into_mh = p.swiglu(x_md, into_gdh, rows_g)
     dinto_mh, again_mf = p.swiglu_dgrad(dy_md, down_gfd, into_mh, rows_g)
-    found = {
+    result = {
         "y": p.forward(h_mf, down_gfd, rows_g),
         "dx": p.dgrad(dinto_mh, into_gdh, rows_g),
         "dinto": p.wgrad(x_md, dinto_mh, rows_g),
         "ddown": p.wgrad(again_mf, dy_md, rows_g),
     }
-    return found, h_mf, again_mf
+    return result, h_mf, again_mf
 
 
 @pytest.mark.parametrize("skew", SKEWS)
 def test_both_passes_in_small_blocks(skew):
     """The blocks are so small that a group has several blocks and a tail."""
     args = *operands(), make_rows(skew, NUM_OWNED, NUM_GROUPS, seed=4)
-    found, h_mf, again_mf = in_small_blocks(*args)
-    assert_close(found, defined_jit(*args))
+    result, h_mf, again_mf = in_small_blocks(*args)
+    assert_close(result, defined_jit(*args))
     assert_close(again_mf, h_mf)
 
 

@@ -133,8 +133,8 @@ def test_a_plain_case():
 
 @pytest.mark.slow
 def test_both_passes_of_swiglu_give_the_same_h():
-    """They agree bit for bit, so the gradient of down uses the h of the forward
-    pass."""
+    """Both values of h agree bit for bit, so the gradient of down uses the h of the
+    forward pass."""
     rows_g = rows_of_pattern(ALL_PATTERNS[-1])
     x_md, into_gdh = operands(PLAIN)["swiglu"]
     dy_md, down_gfd, _ = operands(PLAIN)["swiglu_dgrad"]

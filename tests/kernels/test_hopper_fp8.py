@@ -155,8 +155,8 @@ def check_lowers(which, shape, tiles, dtype=jnp.bfloat16, **options):
     Too much shared memory would raise an error.
     """
     with use_abstract_mesh(H200):
-        found = trace(which, shape, tiles, dtype, **options)
-        text = found.lower(lowering_platforms=("cuda",)).as_text()
+        result = trace(which, shape, tiles, dtype, **options)
+        text = result.lower(lowering_platforms=("cuda",)).as_text()
     (line,) = re.findall(r"custom_call @mosaic_gpu_v2.*", text)
     row_type = "f8E5M2" if options.get("gradients") == "e5m2" else "f8E4M3FN"
     types = re.findall(r"x(f8\w+)>", line)

@@ -72,8 +72,8 @@ def trace(which, shape, tiles, dtype=jnp.bfloat16):
 
 def lower_to_text(which, shape, tiles, dtype=jnp.bfloat16) -> str:
     with use_abstract_mesh(H200):
-        found = trace(which, shape, tiles, dtype)
-        return found.lower(lowering_platforms=("cuda",)).as_text()
+        result = trace(which, shape, tiles, dtype)
+        return result.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def check(which, shape, tiles, dtype=jnp.bfloat16):
@@ -145,8 +145,8 @@ def find_step_loop(jaxpr):
     """Return the only loop body that issues WGMMAs."""
     bodies = (b for eqn, _ in equations(jaxpr) for b in jaxprs_in_params(eqn.params))
     names = ((body, [eqn.primitive.name for eqn in body.eqns]) for body in bodies)
-    (found,) = (body for body, named in names if "wgmma_ref" in named)
-    return found
+    (result,) = (body for body, named in names if "wgmma_ref" in named)
+    return result
 
 
 def find_orders(which):

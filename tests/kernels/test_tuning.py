@@ -62,8 +62,8 @@ def test_shared_bytes_are_those_of_the_lowering(which, tiles):
         tiles = dataclasses.replace(tiles, **sizes, stages=tiles.stages + 4)
     with pytest.raises(ValueError, match="exceeds available shared memory") as error:
         lower(which, MIXTRAL, tiles)
-    found, most = map(int, re.findall(r"smem_bytes=(\d+)", str(error.value)))
-    assert (found, most) == (shared_bytes(which, tiles, 2), SHARED_BYTES)
+    needed, limit = map(int, re.findall(r"smem_bytes=(\d+)", str(error.value)))
+    assert (needed, limit) == (shared_bytes(which, tiles, 2), SHARED_BYTES)
 
 
 @pytest.mark.slow
@@ -139,27 +139,27 @@ def test_search_goes_downhill_from_the_fastest():
             return "does not lower"
         return 10 - tiles.span / 32 - tiles.chunk / 64 + (tiles.rows != 128)
 
-    found, batches = run_search(msec_of, first, around)
+    result, batches = run_search(msec_of, first, around)
     tried = list(itertools.chain(*batches))
-    assert (found.best.rows, found.best.span, found.best.chunk) == (128, 32, 64)
-    assert found.is_whole
-    assert len(tried) == len(set(tried)) == len(found.msec) + len(found.skipped)
-    assert set(found.skipped.values()) == {"does not lower"}
+    assert (result.best.rows, result.best.span, result.best.chunk) == (128, 32, 64)
+    assert result.is_whole
+    assert len(tried) == len(set(tried)) == len(result.msec) + len(result.skipped)
+    assert set(result.skipped.values()) == {"does not lower"}
     assert max(map(len, batches)) == tune_search.BATCH
 
 
 def test_search_ends_when_the_time_is_up():
     first = tune_search.candidates("forward", MIXTRAL, 2)
-    found, batches = run_search(lambda tiles: 1.0, first, is_over=lambda: True)
+    result, batches = run_search(lambda tiles: 1.0, first, is_over=lambda: True)
     assert batches == [first[: tune_search.BATCH]]
-    assert not found.is_whole
-    found, _ = run_search(lambda tiles: 1.0, first[:1], is_over=lambda: True)
-    assert found.is_whole
+    assert not result.is_whole
+    result, _ = run_search(lambda tiles: 1.0, first[:1], is_over=lambda: True)
+    assert result.is_whole
 
 
 def test_search_where_nothing_runs():
-    found, _ = run_search(lambda tiles: "no", tune_search.candidates("dgrad", TINY, 2))
-    assert found.best is None
+    result, _ = run_search(lambda tiles: "no", tune_search.candidates("dgrad", TINY, 2))
+    assert result.best is None
 
 
 @pytest.mark.parametrize(

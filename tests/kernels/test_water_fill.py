@@ -140,9 +140,9 @@ def test_is_one_kernel_for_cuda(num_colors, num_bins):
 
 
 @pytest.mark.parametrize(
-    ("num_colors", "num_bins", "found"),
+    ("num_colors", "num_bins", "sizes"),
     [(8, 129, "8 colors of 129 bins"), (433, 128, "433 colors of 128 bins")],
 )
-def test_declines_what_does_not_fit(num_colors, num_bins, found):
-    with pytest.raises(NotImplementedError, match=f"{found} .*: use fused=False"):
+def test_declines_what_does_not_fit(num_colors, num_bins, sizes):
+    with pytest.raises(NotImplementedError, match=f"{sizes} .*: use fused=False"):
         lower_to_text(num_colors, num_bins)

@@ -41,8 +41,8 @@ def test_partners_are_those_of_table_vii(devices):
         prediction = predict(here, (size,), ideal(dc=1e9))
         rows = prediction.total_bytes("all_to_all") / 2 / (1e6 * size / devices)
         experts = prediction.total_bytes("all_gather") / 3e5
-        found = devices * rows, devices * experts
-        assert found == pytest.approx(pairs)
+        result = devices * rows, devices * experts
+        assert result == pytest.approx(pairs)
         assert share_leaving(size, devices) == pytest.approx(
             1 - pairs[1] / devices / (devices - 1)
         )
@@ -179,8 +179,8 @@ def test_choose_is_brute_force_over_the_divisors():
             if here.sizes["dc"] % i == here.sizes["expert"] % j == 0
         ]
         want = {domain: defined_sec(here, domain, lines) for domain in every}
-        found = {domain: p.sec for domain, p in choice.predictions.items()}
-        assert_close({d: found[d] for d in sorted(found)}, dict(sorted(want.items())))
+        result = {domain: p.sec for domain, p in choice.predictions.items()}
+        assert_close({d: result[d] for d in sorted(result)}, dict(sorted(want.items())))
         least = [d for d in every if want[d] <= min(want.values()) * (1 + 1e-9)]
         assert choice.domain == min(least, key=lambda d: (math.prod(d), d))
         assert "\n" not in choice.why
@@ -252,7 +252,7 @@ def test_compression_of_weights_alone_at_most_halves_what_experts_cost():
 
 
 def test_a_flat_all_to_all_is_on_the_line_of_the_product():
-    """Of 16 devices in domains of 2, (1 - 1/8) D leaves a device in one collective.
+    """With 16 devices in domains of 2, (1 - 1/8) D leaves a device in one collective.
     With domains across the DCs, rows stay on the fast axis."""
     here = stream(8e6, 1e6, sizes={"dc": 2, "expert": 8}, is_hierarchical=False)
     lines = ideal(dc=1e6, expert=1e9, dc_expert=1e7)

@@ -60,7 +60,7 @@ def test_sizes_are_those_counted_in_compiled_programs(tensor, shards):
     )  # fmt: skip
     names = ("base", "s1", "s2", "s1h")
     for name, want in zip(names, COUNTED[tensor, shards], strict=True):
-        found = []
+        result = []
         for term in predict(shape, TWO_LEVELS, name).terms:
             kind, _, rest = term.name.partition(" ")
             group, _, cargo = rest.partition(" ")
@@ -68,8 +68,8 @@ def test_sizes_are_those_counted_in_compiled_programs(tensor, shards):
                 assert term.count == (2 if kind == "all_to_all" else 1)
                 w = DEVICES_OF[tensor, shards][group]
                 share = term.count * leaving_bytes(kind, shape.itemsize, w)
-                found.append(round(term.bytes / share, 6))
-        assert found == want
+                result.append(round(term.bytes / share, 6))
+        assert result == want
 
 
 def by_name(prediction) -> dict[str, Term]:
@@ -118,8 +118,8 @@ def test_backward_moves_what_forward_moved(name):
             "experts": (3, 4), "router": (3, 3), "counts": (1, 1), "weights": (1, 2),
             "tokens": (1, 2) if term == once_more else (2, 2),
         }.get(term.split()[-1], (2, 3))  # fmt: skip
-        found = (back[term].sec / once.sec, again[term].sec / once.sec)
-        assert found == pytest.approx(times)
+        result = (back[term].sec / once.sec, again[term].sec / once.sec)
+        assert result == pytest.approx(times)
 
 
 def test_base_gathers_gradients_of_tokens_that_tensor_groups_share():

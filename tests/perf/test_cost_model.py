@@ -76,8 +76,8 @@ def test_sync_by_store():
 
 
 def test_prefetched_copies_hide_under_the_block():
-    """Of 20 s out, 12 s of forward and 3 s of attention hide 15; 30 s hide 20 s
-    back."""
+    """Forward (12 s) and attention (3 s) hide 15 of 20 s out; backward (30 s) hides
+    20 s back."""
     layout = layout_of(
         "transient", 4, offers_per_device=1, copies_per_device=2, prefetch=True
     )

@@ -228,9 +228,9 @@ def test_plans_and_topologies_show_themselves():
     ],
 )
 def test_complaints_are_one_line(call, words):
-    with pytest.raises(ValueError, match=words) as caught:
+    with pytest.raises(ValueError, match=words) as error:
         call()
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
 
 
 def test_views_need_no_jax():

@@ -69,8 +69,8 @@ SET_UP = [
     ),
 ]
 OTHER = [
-    ("Model.d_model = 64", r"another model: model.d_model: 32 there, 64 here"),
-    ("Moe.num_experts = 16", r"another model: moe.num_experts: 8 there, 16 here"),
+    ("Model.d_model = 64", r"another model: model.d_model: 32 saved, 64 here"),
+    ("Moe.num_experts = 16", r"another model: moe.num_experts: 8 saved, 16 here"),
     ("Data.corpus = '{other}'", r"trained on other data: .*sha256 was"),
     ("Data.seed = 7", r"trained on other data: seed was 0, is 7"),
 ]

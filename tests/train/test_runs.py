@@ -146,7 +146,7 @@ def test_continues_on_fewer_devices(whole, stopped, tmp_path, data, expert):
         f"Train.num_steps = {first + 4}",
     )
     assert (ended.code, ended.err) == (0, "")
-    assert f"changed since the checkpoint: mesh.expert: 4 there, {expert} here" in (
+    assert f"changed since the checkpoint: mesh.expert: 4 saved, {expert} here" in (
         ended.out
     )
 
@@ -183,7 +183,7 @@ def test_more_steps_go_on(whole, tmp_path):
     ended = run(tmp_path / "run", f"Train.num_steps = {NUM_STEPS + 4}")
     assert (ended.code, ended.err) == (0, "")
     assert f"resumed at step {NUM_STEPS}" in ended.out
-    assert "train.num_steps: 60 there, 64 here" in ended.out
+    assert "train.num_steps: 60 saved, 64 here" in ended.out
     assert (ended.record["step"], ended.record["run_dir"]) == (
         64,
         str(tmp_path / "run"),

@@ -14,7 +14,7 @@ from train.step.step import StepContext
 
 
 class Mover:
-    """Moves a training state to the owners of a plan, or to the store of a layout.
+    """Programs that move a training state to the owners of a plan, or to another store.
 
     Programs are compiled by the prepare methods, or when they are first needed; each
     donates its state. Between two calls a state is complete: every expert has exactly

@@ -50,7 +50,7 @@ class Restored:
 
 
 class Checkpointer:
-    """Saves and restores one pytree of jax.Arrays, in a directory of one run."""
+    """Writer and reader of checkpoints of one pytree, in the directory of one run."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Array checksums: one uint32 that is the same on any mesh and sharding.
+"""Array checksums: a uint32 that shows every flipped bit, the same on any mesh.
 
     sum over elements i of  mix(bits_i + i * GOLDEN)    modulo 2**32
 

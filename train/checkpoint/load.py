@@ -43,7 +43,8 @@ class CheckpointSource:
     steps: tuple[int, ...]
     """Steps of the checkpoints to try, in order."""
     cfg: Config
-    """Configuration of the run, changed by the bindings that the user gave."""
+    """Configuration of the run, changed by the bindings that the user gave. Its devices
+    are simulated or those of this machine."""
     is_mesh_given: bool
     """Whether the user gave a mesh."""
 

@@ -41,9 +41,8 @@ def cache_folder() -> Path:
 
 def cached_sha256(path: Path) -> str:
     """Return the sha256 of a file; read the file only if the hash is not cached."""
-    return _cached_record("sha256", [path], lambda: {"sha256": file_sha256(path)})[
-        "sha256"
-    ]
+    record = _cached_record("sha256", [path], lambda: {"sha256": file_sha256(path)})
+    return record["sha256"]
 
 
 def cached_scan(path: Path) -> tuple[str, int]:

@@ -184,12 +184,10 @@ def test_too_many_failed_saves_stop(mesh, disk, writer):
     first.save(3, make_state(mesh, 3), META)
     first.save(4, make_state(mesh, 4), META)
     assert len(disk.said) == 2
-    with pytest.raises(
-        CheckpointError, match="3 of 3 in a row: checkpoint 4"
-    ) as caught:
+    with pytest.raises(CheckpointError, match="3 of 3 in a row: checkpoint 4") as error:
         first.wait()
-    assert "No space left on device" in str(caught.value)
-    assert "the last good one is 1" in str(caught.value)
+    assert "No space left on device" in str(error.value)
+    assert "the last good one is 1" in str(error.value)
     assert disk.names() == ["1"]
 
 

@@ -80,10 +80,10 @@ def test_another_model_is_refused_and_left_alone(mesh, disk):
     def refused(change) -> str:
         target = abstract(make_state(mesh, 1))
         change(target)
-        with pytest.raises(ValueError, match="checkpoint of another model: ") as caught:
+        with pytest.raises(ValueError, match="checkpoint of another model: ") as error:
             first.restore(target)
-        assert "\n" not in str(caught.value)
-        return str(caught.value).removeprefix("checkpoint of another model: ")
+        assert "\n" not in str(error.value)
+        return str(error.value).removeprefix("checkpoint of another model: ")
 
     def struct(dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh))

@@ -117,10 +117,10 @@ def test_a_record_that_is_no_record_is_told_of(copied):
     ],
 )
 def test_what_cannot_be_is_one_line(saved, step, params, message):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError) as error:
         find_checkpoints(saved, step, params)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_router_that_follows_a_record_is_refused(copied):

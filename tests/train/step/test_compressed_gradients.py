@@ -182,10 +182,10 @@ def test_entries_alone_travel_and_the_prediction_says_so():
     assert sent == MEMBERS * (2 * k + SCALE_BYTES)
     calibration = case.model.run.calibration
     stream = layer_traffic(case.model.cfg, calibration)
-    found = predict(stream, (2, 2), calibration)
-    leaving = MICRO_BATCHES * found.total_bytes("all_to_all dc_expert gradients")
+    result = predict(stream, (2, 2), calibration)
+    leaving = MICRO_BATCHES * result.total_bytes("all_to_all dc_expert gradients")
     assert leaving == pytest.approx(sent * (MEMBERS - 1) / MEMBERS)
-    assert not found.total_bytes("reduce_scatter")
+    assert not result.total_bytes("reduce_scatter")
 
 
 def test_what_moves_once_a_step_counts_for_each_micro_batch_by_its_share():
@@ -193,10 +193,10 @@ def test_what_moves_once_a_step_counts_for_each_micro_batch_by_its_share():
     here = stream(1e6, 1e6, is_training=True, num_micro_batches=4)
     for out, back in ((1.0, 50.0), (50.0, None)):
         ratios = {"compression": out, "gradient_compression": back}
-        found = predict(dataclasses.replace(here, **ratios), (8,), ideal(dc=1e8))
+        result = predict(dataclasses.replace(here, **ratios), (8,), ideal(dc=1e8))
         sent = 7e6 / out / 4, *((7e6 / back / 4, 0) if back else (0, 7e6))
         kinds = "all_gather", "all_to_all", "reduce_scatter"
-        assert [found.total_bytes(kind) for kind in kinds] == pytest.approx(sent)
+        assert [result.total_bytes(kind) for kind in kinds] == pytest.approx(sent)
 
 
 @pytest.mark.slow
@@ -231,9 +231,9 @@ def test_all_entries_are_whole_gradients_bit_for_bit(monkeypatch):
             grads, residual, mesh_layout, jnp.float32
         )
 
-    expected, (found, residual) = jax.device_get(both(master_params, 0))
-    assert expected.keys() == found.keys()
-    assert all(np.array_equal(found[n], expected[n]) for n in found)
+    expected, (result, residual) = jax.device_get(both(master_params, 0))
+    assert expected.keys() == result.keys()
+    assert all(np.array_equal(result[n], expected[n]) for n in result)
     assert not residual.any()
 
 

@@ -113,10 +113,10 @@ def test_a_checkpoint_goes_on_merged_and_back(tmp_path, is_back):
     for folder in (legs / "checkpoints").glob("[0-9]*"):
         if folder.name != "7":
             shutil.rmtree(folder)
-    said = leg(legs, 14, "Dispatch.group = 'data_expert'")
-    assert "resumed at step 7" in said
-    assert "moe.group: 'expert' there, 'data_expert' here" in said
-    assert re.search("step 1[0-4]  adopted", said), "a plan with replicas, merged"
+    messages = leg(legs, 14, "Dispatch.group = 'data_expert'")
+    assert "resumed at step 7" in messages
+    assert "dispatch.group: 'expert' saved, 'data_expert' here" in messages
+    assert re.search("step 1[0-4]  adopted", messages), "a plan with replicas, merged"
     if is_back:
         assert "resumed at step 14" in leg(legs, 20)
 

@@ -215,7 +215,7 @@ def test_expert_weights_travel_by_all_to_all_alone(store, request):
     """We gather or reduce no expert weights over the expert axis, and XLA's partitioner
     adds no collective of an array as large as one expert."""
     case = make_case(store, compiled_dtype(store, request))
-    found = 0
+    result = 0
     for eqn, times in equations(case.traced.jaxpr):
         over = eqn.params.get("axis_name", eqn.params.get("axes", ()))
         if "expert" not in over or eqn.primitive.name in ("pvary", "axis_index"):
@@ -223,8 +223,8 @@ def test_expert_weights_travel_by_all_to_all_alone(store, request):
         if eqn.primitive.name != "all_to_all":
             assert eqn.invars[0].aval.size < ONE_EXPERT, eqn
         elif "slots" in str(eqn.source_info.name_stack):
-            found += times
-    assert found == NUM_WEIGHT_EXCHANGES[store]
+            result += times
+    assert result == NUM_WEIGHT_EXCHANGES[store]
     for line in case.step.as_text().splitlines():
         named = re.search(r"= (.*) (all-[a-z-]*|reduce-scatter|coll[a-z-]*)\(", line)
         if named and "shard_map" not in line:
