@@ -33,10 +33,10 @@ def make_corpus(*parts, held_out_every, weights=None):
     """A corpus of sources, each a list of files, each a list of documents."""
     sources = []
     for i, files in enumerate(parts):
-        lines = split_held_out(
+        streams = split_held_out(
             [as_file(documents) for documents in files], held_out_every
         )
-        sources.append(Source(f"part{i}", f"{i}" * 64, *lines, 255))
+        sources.append(Source(f"part{i}", f"{i}" * 64, *streams, 255))
     weights = weights or [source.train.num_tokens for source in sources]
     shares = tuple(weight / sum(weights) for weight in weights)
     return Corpus(tuple(sources), shares, load_tokenizer("bytes"))
