@@ -41,7 +41,7 @@ SET_UP = [
     (["Data.corpus = '{empty}'"], r"Data.corpus='.*empty.txt' is empty: give a file"),
     (
         ["Data.seq_len = 8192"],
-        r"held out, and a window of Data.seq_len=8192 needs 8193 in each: give",
+        r"held out, but a window of Data.seq_len=8192 needs 8193 of each: give",
     ),
     (
         ["Train.eval_batches = 64"],
