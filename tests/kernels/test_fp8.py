@@ -65,14 +65,14 @@ def test_a_barrier_keeps_compilers_from_dropping_the_rounding():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_scale_is_the_least_power_of_two_that_serves(name):
-    x_md, most = some_rows(), float(ml_dtypes.finfo(definition.FORMATS[name]).max)
-    values, scale = quantize(x_md, fp8.GRADIENT_DTYPES[name], fp8.ROW_BLOCK)
-    assert values.dtype == fp8.GRADIENT_DTYPES[name]
+    x_md, max_value = some_rows(), float(ml_dtypes.finfo(definition.FORMATS[name]).max)
+    values, scale = scaled(x_md, fp8.GRADIENTS[name], fp8.OF_ROWS)
+    assert values.dtype == fp8.GRADIENTS[name]
     assert (scale.shape, scale.dtype) == ((6, 3), jnp.float32)
     assert np.all(np.frexp(scale)[0] == 0.5), "a power of two"
     parts = np.pad(np.abs(x_md), [(0, 0), (0, 84)]).reshape(6, 3, 128)
     largest = parts.max(axis=2).astype(np.float64)
-    assert np.all((largest / scale <= most) & (largest / scale > most / 2))
+    assert np.all((largest / scale <= max_value) & (largest / scale > max_value / 2))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -170,7 +170,7 @@ def value_and_grads(x_md, w_gdf, dy_mf, rows_g, implementation, name):
     return y_mf, *vjp(dy_mf)
 
 
-def defined(x_md, w_gdf, dy_mf, rows_g, name):
+def by_definition(x_md, w_gdf, dy_mf, rows_g, name):
     return (
         definition.forward(x_md, w_gdf, rows_g),
         definition.dgrad(dy_mf, w_gdf, rows_g, name),
@@ -192,7 +192,7 @@ def test_products_are_those_of_rounded_arrays(implementation, name, dtype):
     rows_g = make_rows("with_empty", OWNED, GROUPS, seed=0)
     result = value_and_grads(*arrays, rows_g, implementation, name)
     assert {leaf.dtype for leaf in result} == {jnp.dtype(dtype)}
-    assert_close(result, defined(*arrays, rows_g, name))
+    assert_close(result, by_definition(*arrays, rows_g, name))
 
 
 @pytest.mark.slow

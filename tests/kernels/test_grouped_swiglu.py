@@ -38,7 +38,7 @@ def value_and_grads(x_md, into_gdh, down_gfd, dy_md, rows_g, implementation="blo
     return {"y": y_md, **dict(zip(GRADIENTS, vjp(dy_md), strict=True))}
 
 
-def defined(x_md, into_gdh, down_gfd, dy_md, rows_g):
+def by_definition(x_md, into_gdh, down_gfd, dy_md, rows_g):
     """Return the same results from the definition, always in float32."""
     wide = [a.astype(jnp.float32) for a in (x_md, into_gdh, down_gfd)]
 
@@ -53,7 +53,7 @@ def defined(x_md, into_gdh, down_gfd, dy_md, rows_g):
 
 
 value_and_grads_jit = jax.jit(value_and_grads, static_argnames="implementation")
-defined_jit = jax.jit(defined)
+by_definition_jit = jax.jit(by_definition)
 
 
 @pytest.mark.parametrize("num_owned", [0, NUM_OWNED, NUM_ROWS])
@@ -63,7 +63,7 @@ def test_equals_definition(implementation, skew, num_owned):
     arrays = operands()
     rows_g = make_rows(skew, num_owned, NUM_GROUPS, seed=1)
     actual = value_and_grads_jit(*arrays, rows_g, implementation=implementation)
-    assert_close(actual, defined_jit(*arrays, rows_g))
+    assert_close(actual, by_definition_jit(*arrays, rows_g))
 
 
 @jax.jit
@@ -86,7 +86,7 @@ def test_both_passes_in_small_blocks(skew):
     """The blocks are so small that a group has several blocks and a tail."""
     args = *operands(), make_rows(skew, NUM_OWNED, NUM_GROUPS, seed=4)
     result, h_mf, again_mf = in_small_blocks(*args)
-    assert_close(result, defined_jit(*args))
+    assert_close(result, by_definition_jit(*args))
     assert_close(again_mf, h_mf)
 
 
@@ -100,7 +100,7 @@ def test_half_precision(implementation, dtype):
     rows_g = make_rows("zipf", NUM_OWNED, NUM_GROUPS, seed=2)
     actual = value_and_grads_jit(*arrays, rows_g, implementation=implementation)
     assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(actual))
-    assert_close(actual, defined_jit(*arrays, rows_g))
+    assert_close(actual, by_definition_jit(*arrays, rows_g))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -132,7 +132,7 @@ def test_inside_shard_map():
         make_rows(SKEWS[i % 4], NUM_OWNED - 9 * i, NUM_GROUPS, i)
         for i in range(NUM_DEVICES)
     ]
-    expected = [defined_jit(*a, r) for a, r in zip(pieces, rows, strict=True)]
+    expected = [by_definition_jit(*a, r) for a, r in zip(pieces, rows, strict=True)]
     split = P("expert")
     body = jax.shard_map(
         value_and_grads,

@@ -23,7 +23,7 @@ COST = CostModel(
 PAIR_WW = np.array([[5.0, 1, 2], [3, 7, 0], [4, 4, 1]])
 
 
-def layout_of(store="owned", slots=2, transport="ragged", **kwargs) -> Layout:
+def make_layout(store="owned", slots=2, transport="ragged", **kwargs) -> Layout:
     return Layout(6, 3, slots, 3, transport=transport, store=store, **kwargs)
 
 
@@ -34,15 +34,15 @@ def test_compute_is_the_fullest_device():
 def test_ragged_wire_is_the_most_sent_or_received_off_the_device():
     """Devices send 3, 3 and 8 rows to others and receive 7, 5 and 2: the maximum is 8.
     The fullest pair has 7 rows, which take 5 rounds, as with padded buffers."""
-    assert COST.wire_sec(PAIR_WW, layout_of()) == pytest.approx(8 * 2 / 4)
+    assert COST.wire_sec(PAIR_WW, make_layout()) == pytest.approx(8 * 2 / 4)
     late = dataclasses.replace(COST, latency_sec=0.25)
-    assert late.wire_sec(PAIR_WW, layout_of()) == pytest.approx(8 * 2 / 4 + 5 * 0.25)
+    assert late.wire_sec(PAIR_WW, make_layout()) == pytest.approx(8 * 2 / 4 + 5 * 0.25)
 
 
 def test_padded_wire_is_whole_buffers_and_the_fullest_pair_decides_the_rounds():
     """The fullest pair has 7 rows: 3 in round 0, then ceil(3 / 4) = 1 in 4 rounds."""
     cost = dataclasses.replace(COST, latency_sec=0.25)
-    padded = layout_of(transport="padded")
+    padded = make_layout(transport="padded")
     assert cost.wire_sec(PAIR_WW, padded) == pytest.approx(2 * (3 + 4) * 0.5 + 5 * 0.25)
     empty = cost.wire_sec(np.zeros((3, 3)), padded)
     assert empty == pytest.approx(2 * 3 * 0.5 + 0.25)
@@ -52,7 +52,7 @@ def test_padded_wire_is_whole_buffers_and_the_fullest_pair_decides_the_rounds():
 
 def test_micro_batches_share_rows_but_not_latency_or_buffers():
     cost = dataclasses.replace(COST, latency_sec=0.25, micro_batches=7)
-    ragged, padded = layout_of(), layout_of(transport="padded")
+    ragged, padded = make_layout(), make_layout(transport="padded")
     assert cost.wire_sec(PAIR_WW, ragged) == pytest.approx(8 * 2 / 4 + 7 * 0.25)
     # At most one row per pair and micro-batch: it fits into round 0 of each of seven.
     assert cost.wire_sec(PAIR_WW, padded) == pytest.approx(7 * (2 * 3 * 0.5 + 0.25))
@@ -62,23 +62,23 @@ def test_sync_by_store():
     """Each expert on a device has 40 bytes at 4 bytes/s, of which two thirds go to or
     come from others: 20/3 s out and 20/3 s back."""
     one = 40 / 4 * 2 / 3
-    assert COST.sync_sec(layout_of()) == 0
+    assert COST.sync_sec(make_layout()) == 0
     budgets = {"offers_per_device": 1, "copies_per_device": 2}
-    resident = layout_of("resident", 4, **budgets)
+    resident = make_layout("resident", 4, **budgets)
     assert COST.sync_sec(resident) == pytest.approx(2 * 3 * one)
-    transient = layout_of("transient", 4, **budgets)
+    transient = make_layout("transient", 4, **budgets)
     twice = dataclasses.replace(COST, micro_batches=2)
     assert twice.sync_sec(resident) == pytest.approx(2 * 3 * one)
     assert twice.sync_sec(transient) == pytest.approx(2 * 2 * 3 * one)
-    assert COST.sync_sec(layout_of("sharded", 4)) == pytest.approx(2 * 4 * one)
+    assert COST.sync_sec(make_layout("sharded", 4)) == pytest.approx(2 * 4 * one)
     unused = dataclasses.replace(COST, bytes_per_expert=float("inf"))
-    assert unused.sync_sec(layout_of("resident", 4)) == 0
+    assert unused.sync_sec(make_layout("resident", 4)) == 0
 
 
 def test_prefetched_copies_hide_under_the_block():
     """Forward (12 s) and attention (3 s) hide 15 of 20 s out; backward (30 s) hides
     20 s back."""
-    layout = layout_of(
+    layout = make_layout(
         "transient", 4, offers_per_device=1, copies_per_device=2, prefetch=True
     )
     cost = dataclasses.replace(COST, other_sec=3)
@@ -92,7 +92,7 @@ def test_a_layer_by_hand():
     load_we = np.zeros((3, 6))
     load_we[0, 0], load_we[1, 2] = 12, 4
     row_p = np.array([0, 1, -1, 2, 3, -1, 4, 5, 0])
-    layout = layout_of("resident", 3, offers_per_device=1, copies_per_device=1)
+    layout = make_layout("resident", 3, offers_per_device=1, copies_per_device=1)
     compute, wire = 6 * 0.1, 6 * 0.5
     sync = 2 * 2 * 40 / 4 * 2 / 3
     want = 3 * compute + 4 * wire + sync
@@ -103,7 +103,7 @@ def test_a_layer_by_hand():
 
 
 def test_moves_charge_the_busiest_device_and_only_new_owners():
-    layout = layout_of()
+    layout = make_layout()
     home = ExpertPlan.home(2, 6)
     assert COST.move_sec(home, home, layout) == 0
     free = dataclasses.replace(COST, bytes_per_move=float("inf"))
@@ -117,20 +117,20 @@ def test_moves_charge_the_busiest_device_and_only_new_owners():
 
 
 def test_a_change_between_lying_by_expert_and_by_width_moves_everything_once():
-    home, by_width = ExpertPlan.home(2, 6), layout_of("sharded")
+    home, by_width = ExpertPlan.home(2, 6), make_layout("sharded")
     all_sec = 2 * 2 * 2 / 3 * 120 / 4  # layers x experts per device x share that leaves
-    assert COST.move_sec(home, home, by_width, layout_of()) == pytest.approx(all_sec)
-    assert COST.move_sec(home, home, layout_of(), by_width) == pytest.approx(all_sec)
+    assert COST.move_sec(home, home, by_width, make_layout()) == pytest.approx(all_sec)
+    assert COST.move_sec(home, home, make_layout(), by_width) == pytest.approx(all_sec)
     assert COST.move_sec(home, home, by_width, by_width) == 0
-    assert COST.move_sec(home, home, layout_of("resident"), layout_of()) == 0
+    assert COST.move_sec(home, home, make_layout("resident"), make_layout()) == 0
 
 
 def test_tight_budgets_are_what_the_plan_needs():
-    loose = layout_of("resident", 3, offers_per_device=2, copies_per_device=3)
+    loose = make_layout("resident", 3, offers_per_device=2, copies_per_device=3)
     plan = ExpertPlan(np.array([[0, 1, -1, 2, 3, 0, 4, 5, 0]], np.int32), 6)
     layout = tight(loose, plan)
     assert (layout.offers_per_device, layout.copies_per_device) == (1, 1)
-    assert tight(layout_of("sharded", 3), plan) == layout_of("sharded", 3)
+    assert tight(make_layout("sharded", 3), plan) == make_layout("sharded", 3)
 
 
 def test_128_gigabits_are_16_gigabytes_per_second():
@@ -261,7 +261,7 @@ def test_a_calibration_of_another_mesh_or_device_is_refused():
 def test_what_remat_does_again_is_charged_again():
     """Each device sends one row to each: forward takes 0.3 s, and an exchange 1 s."""
     load_we, row_p = np.ones((3, 6)) / 2, np.arange(6)
-    layout = layout_of("transient", offers_per_device=1, copies_per_device=1)
+    layout = make_layout("transient", offers_per_device=1, copies_per_device=1)
     out_sec = COST.sync_sec(layout) / 2
     for remat, computed, exchanged, fetched in (
         ("none", 3, 4, 1), ("dispatch", 4, 4, 2), ("full", 4, 6, 2),

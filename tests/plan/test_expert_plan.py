@@ -24,14 +24,14 @@ TABLE = [[0, 1, 0, 2, 3, -1], [3, 2, 1, 0, -1, -1]]
 OWNERS = [[2, 0, 3, 1], [0, 1, 2, 3]]
 
 
-def plan_of(
+def make_plan(
     table=TABLE, num_experts=4, dtype=np.int32, owners=None, owner_dtype=np.int32
 ) -> ExpertPlan:
     owned_le = None if owners is None else np.array(owners, owner_dtype)
     return ExpertPlan(np.array(table, dtype), num_experts, owned_le)
 
 
-def layout_of(store: str, slots: int = 3, **kwargs) -> Layout:
+def make_layout(store: str, slots: int = 3, **kwargs) -> Layout:
     return Layout(4, 2, slots, 10, store=store, **kwargs)
 
 
@@ -39,32 +39,32 @@ def layout_of(store: str, slots: int = 3, **kwargs) -> Layout:
     ("make", "words"),
     [
         (
-            lambda: plan_of(dtype=np.int64).validate(),
+            lambda: make_plan(dtype=np.int64).validate(),
             ["slot_to_expert_lp must be int32 of two dims", "int64 [2, 6]"],
         ),
         (
-            lambda: plan_of(TABLE[0]).validate(),
+            lambda: make_plan(TABLE[0]).validate(),
             ["slot_to_expert_lp must be int32 of two dims", "int32 [6]"],
         ),
         (
-            lambda: plan_of([[0, 1, 2, 4]]).validate(),
+            lambda: make_plan([[0, 1, 2, 4]]).validate(),
             ["experts 0..3 or -1 (empty)", "hold 0..4"],
         ),
         (
-            lambda: plan_of([[0, 1, 2, 3, -2]]).validate(),
+            lambda: make_plan([[0, 1, 2, 3, -2]]).validate(),
             ["experts 0..3 or -1 (empty)", "hold -2..3"],
         ),
         (
-            lambda: plan_of([TABLE[0], [0, 0, 1, 1, -1, -1]]).validate(),
+            lambda: make_plan([TABLE[0], [0, 0, 1, 1, -1, -1]]).validate(),
             ["layer 1", "experts [2, 3]", "every expert needs one"],
         ),
         (
-            lambda: plan_of().validate(Layout.home(4, 2, 64)),
-            ["4 experts in 6 slots", "the layout has 4 in 4"],
+            lambda: make_plan().validate(Layout.home(4, 2, 64)),
+            ["4 experts in 6 slots", "the layout 4 in 4"],
         ),
         (
-            lambda: plan_of().validate(Layout(2, 2, 3, 8, store="sharded")),
-            ["4 experts in 6 slots", "the layout has 2 in 6"],
+            lambda: make_plan().validate(Layout(2, 2, 3, 8, store="sharded")),
+            ["4 experts in 6 slots", "the layout 2 in 6"],
         ),
         (
             lambda: ExpertPlan.from_json(
@@ -73,28 +73,28 @@ def layout_of(store: str, slots: int = 3, **kwargs) -> Layout:
             ["layer 0", "experts [2]"],
         ),
         (
-            lambda: plan_of(owners=OWNERS, owner_dtype=np.int64).validate(),
+            lambda: make_plan(owners=OWNERS, owner_dtype=np.int64).validate(),
             ["owned_le must be int32 of two dims", "int64 [2, 4]"],
         ),
         (
-            lambda: plan_of(owners=[[0, 1, 2, 2], [0, 1, 2, 3]]).validate(),
+            lambda: make_plan(owners=[[0, 1, 2, 2], [0, 1, 2, 3]]).validate(),
             ["owned_le", "every expert once", "[2, 4]"],
         ),
         (
-            lambda: plan_of(owners=OWNERS[:1]).validate(),
+            lambda: make_plan(owners=OWNERS[:1]).validate(),
             ["owned_le", "every expert once", "[2, 4]"],
         ),
         (
-            lambda: plan_of([[0, 2, 1, 3]]).validate(layout_of("owned", 2)),
+            lambda: make_plan([[0, 2, 1, 3]]).validate(make_layout("owned", 2)),
             ["store='owned'", "the same permutation"],
         ),
         (
-            lambda: plan_of(owners=OWNERS).validate(layout_of("sharded")),
+            lambda: make_plan(owners=OWNERS).validate(make_layout("sharded")),
             ["store='sharded'", "no owners", "leave owned_le out"],
         ),
         (
-            lambda: plan_of().validate(
-                layout_of("transient", offers_per_device=1, copies_per_device=1)
+            lambda: make_plan().validate(
+                make_layout("transient", offers_per_device=1, copies_per_device=1)
             ),
             [
                 "offers_per_device=2 and copies_per_device=2",
@@ -117,19 +117,19 @@ def test_home_plan():
     assert plan.slot_to_expert_lp.tolist() == [[0, 1, 2, 3]] * 2
     assert (plan.num_layers, plan.num_slots, plan.is_home) == (2, 4, True)
     assert plan.validate(Layout.home(4, 2, 64)) is plan
-    assert not plan_of().is_home
-    assert not plan_of([[1, 0, 2, 3]]).is_home
+    assert not make_plan().is_home
+    assert not make_plan([[1, 0, 2, 3]]).is_home
 
 
 def test_validate_takes_replicas_and_empty_slots():
-    plan = plan_of()
+    plan = make_plan()
     assert plan.validate(LAYOUT) is plan
 
 
 def test_moves_leads_from_one_plan_to_the_other():
     """Each row names a slot and the expert that it receives; emptied slots have
     none."""
-    old, new = plan_of(), plan_of([[0, 1, 2, 2, 3, 0], [3, 2, -1, 0, -1, 1]])
+    old, new = make_plan(), make_plan([[0, 1, 2, 2, 3, 0], [3, 2, -1, 0, -1, 1]])
     moves_m3 = old.moves(new)
     assert moves_m3.tolist() == [[0, 2, 2], [0, 5, 0], [1, 5, 1]]
     assert moves_m3.dtype == np.int32
@@ -142,7 +142,7 @@ def test_moves_leads_from_one_plan_to_the_other():
 
 
 def test_json_round_trip():
-    plan = plan_of()
+    plan = make_plan()
     again = ExpertPlan.from_json(plan.to_json())
     assert again == plan
     assert again.slot_to_expert_lp.dtype == np.int32
@@ -150,7 +150,7 @@ def test_json_round_trip():
 
 
 def test_json_round_trip_of_owners():
-    plan = plan_of(owners=OWNERS)
+    plan = make_plan(owners=OWNERS)
     again = ExpertPlan.from_json(plan.to_json())
     assert again == plan
     assert again.owned_le.dtype == np.int32
@@ -162,22 +162,26 @@ def test_json_round_trip_of_owners():
 
 def test_owners_tell_plans_apart():
     """Owners count in equality, as a key and in logs. Logical order is the default."""
-    plan, other = plan_of(), plan_of(owners=OWNERS)
+    plan, other = make_plan(), make_plan(owners=OWNERS)
     assert plan != other
     assert plan.digest != other.digest
     assert len({plan, other}) == 2
-    logical = plan_of(owners=[[0, 1, 2, 3]] * 2)
+    logical = make_plan(owners=[[0, 1, 2, 3]] * 2)
     assert (plan, plan.digest, hash(plan)) == (logical, logical.digest, hash(logical))
 
 
 def test_plans_are_equal_by_value():
-    plan, same, other = plan_of(), plan_of(), plan_of([[0, 1, 2, 3, 0, -1], TABLE[1]])
+    plan, same, other = (
+        make_plan(),
+        make_plan(),
+        make_plan([[0, 1, 2, 3, 0, -1], TABLE[1]]),
+    )
     assert plan == same
     assert hash(plan) == hash(same)
     assert plan.digest == same.digest
     assert plan != other
     assert plan.digest != other.digest
-    assert plan != plan_of(num_experts=5)
+    assert plan != make_plan(num_experts=5)
     assert plan != "plan"
     assert len({plan, same, other}) == 2
 
@@ -185,8 +189,8 @@ def test_plans_are_equal_by_value():
 def test_digest_is_four_letters_that_stay_the_same():
     """Users compare the logs of two runs by the digest."""
     assert ExpertPlan.home(1, 4).digest == "baed"
-    transposed = np.asfortranarray(plan_of().slot_to_expert_lp)
-    assert ExpertPlan(transposed, 4).digest == plan_of().digest
+    transposed = np.asfortranarray(make_plan().slot_to_expert_lp)
+    assert ExpertPlan(transposed, 4).digest == make_plan().digest
 
 
 def test_plan_is_immutable():
@@ -194,7 +198,7 @@ def test_plan_is_immutable():
     table_lp = np.array(TABLE, np.int32)
     plan = ExpertPlan(table_lp, 4)
     table_lp[0, 0] = 3
-    assert plan == plan_of()
+    assert plan == make_plan()
     with pytest.raises(ValueError, match="read-only"):
         plan.slot_to_expert_lp[0, 0] = 3
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -202,7 +206,7 @@ def test_plan_is_immutable():
 
 
 def test_placement_inverts_a_plan_without_replicas():
-    plan = plan_of([[2, -1, 0, 3, 1, -1], [0, 1, 2, 3, 3, -1]])
+    plan = make_plan([[2, -1, 0, 3, 1, -1], [0, 1, 2, 3, 3, -1]])
     placement = Placement.from_plan(plan.validate(LAYOUT), LAYOUT)
     assert placement.slot_to_expert_lp is plan.slot_to_expert_lp
     assert placement.slot_lq.tolist() == [[2, 4, 0, 3, 1, 5], [0, 1, 2, 3, 4, 5]]
@@ -213,22 +217,22 @@ def test_placement_inverts_a_plan_without_replicas():
 
 def test_needs_are_the_most_that_one_device_offers_and_holds():
     """The needs are maxima over two devices, which own two experts each."""
-    assert plan_of([[0, 1, 0, 2, 3, -1]]).needs(2) == (
+    assert make_plan([[0, 1, 0, 2, 3, -1]]).needs(2) == (
         0,
         0,
     )  # expert 0 twice at its owner
-    assert plan_of([[0, 1, 2, 2, 3, 0]]).needs(2) == (1, 1)
-    assert plan_of([[0, 1, 2, 3, 0, 1]]).needs(2) == (2, 2)
-    assert plan_of([[3, 2, 1, 0, -1, -1]]).needs(2) == (2, 2)
+    assert make_plan([[0, 1, 2, 2, 3, 0]]).needs(2) == (1, 1)
+    assert make_plan([[0, 1, 2, 3, 0, 1]]).needs(2) == (2, 2)
+    assert make_plan([[3, 2, 1, 0, -1, -1]]).needs(2) == (2, 2)
     # With these owners, the first plan has no copies.
-    assert plan_of([[3, 2, -1, 0, 1, -1]], owners=[[2, 3, 1, 0]]).needs(2) == (0, 0)
-    both = plan_of([[0, 1, 0, 2, 3, -1], [0, 1, 2, 2, 3, 0]])
+    assert make_plan([[3, 2, -1, 0, 1, -1]], owners=[[2, 3, 1, 0]]).needs(2) == (0, 0)
+    both = make_plan([[0, 1, 0, 2, 3, -1], [0, 1, 2, 2, 3, 0]])
     assert both.needs(2) == (1, 1)
 
 
 def test_a_plan_in_more_slots_has_empty_ones():
-    plan = plan_of(owners=OWNERS)
-    wide = plan.resized(layout_of("transient", 4))
+    plan = make_plan(owners=OWNERS)
+    wide = plan.resized(make_layout("transient", 4))
     assert wide.slot_to_expert_lp.tolist() == [
         [0, 1, 0, -1, 2, 3, -1, -1],
         [3, 2, 1, -1, 0, -1, -1, -1],
@@ -238,8 +242,8 @@ def test_a_plan_in_more_slots_has_empty_ones():
 
 
 def test_a_plan_in_fewer_slots_loses_replicas_and_no_expert():
-    layout = layout_of("resident", 2, offers_per_device=2, copies_per_device=2)
-    narrow = plan_of([[0, 1, 0, 2, 3, 1]]).resized(layout)
+    layout = make_layout("resident", 2, offers_per_device=2, copies_per_device=2)
+    narrow = make_plan([[0, 1, 0, 2, 3, 1]]).resized(layout)
     assert narrow.slot_to_expert_lp.tolist() == [[0, 1, 2, 3]]
     rng = np.random.default_rng(3)
     for _ in range(20):
@@ -249,17 +253,17 @@ def test_a_plan_in_fewer_slots_loses_replicas_and_no_expert():
 
 
 def test_where_slots_do_not_do_the_plan_is_home():
-    crowded = plan_of([[0, 1, 2, 3, -1, -1]])  # three experts on device 0
-    layout = layout_of("resident", 2, offers_per_device=2, copies_per_device=2)
+    crowded = make_plan([[0, 1, 2, 3, -1, -1]])  # three experts on device 0
+    layout = make_layout("resident", 2, offers_per_device=2, copies_per_device=2)
     assert crowded.resized(layout) == ExpertPlan.home_in(layout, 1)
-    owned = layout_of("owned", 2)
-    assert plan_of(owners=OWNERS).resized(owned) == ExpertPlan.home_in(owned, 2)
+    owned = make_layout("owned", 2)
+    assert make_plan(owners=OWNERS).resized(owned) == ExpertPlan.home_in(owned, 2)
 
 
 def test_a_sharded_plan_has_no_owners():
-    plan = plan_of(owners=OWNERS).resized(layout_of("sharded", 4))
+    plan = make_plan(owners=OWNERS).resized(make_layout("sharded", 4))
     assert plan.is_logical
-    assert plan.validate(layout_of("sharded", 4)) is plan
+    assert plan.validate(make_layout("sharded", 4)) is plan
 
 
 def test_home_in_more_slots():

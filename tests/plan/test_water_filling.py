@@ -204,8 +204,10 @@ def test_poured_is_the_least_sum_of_squares_and_the_first_get_the_rest():
             if sum(split) == load
         ]
         squares = [sum((g + x) ** 2 for g, x in zip(ground, s)) for s in splits]
-        least = [s for s, square in zip(splits, squares) if square == min(squares)]
-        assert tuple(water_filling.pour(ground, load)) == max(least)
+        best_splits = [
+            s for s, square in zip(splits, squares) if square == min(squares)
+        ]
+        assert tuple(water_filling.pour(ground, load)) == max(best_splits)
 
 
 def test_example_of_the_module():

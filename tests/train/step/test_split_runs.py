@@ -88,7 +88,7 @@ def test_what_cannot_be_is_said_before_the_run(params, words):
 @pytest.mark.parametrize("params", [(*MICROMOE, MERGED), DYNAMIC])
 def test_two_processes_split_as_one(house, tmp_path, params):
     """Routing is recorded, so all counts of all steps are the same integers."""
-    alone, run_dir = tmp_path / "alone", tmp_path / "gang"
+    alone, run_dir = tmp_path / "alone", tmp_path / "workers"
     run_here(house, alone, *params)
     balanced = [f"--gin_file={BALANCED}"]
     with LiveWorkers(run_dir, 2, *params, of_main=balanced) as live:
