@@ -174,13 +174,13 @@ def _lag_steps(tracker: LoadTracker) -> float:
 def loads_by_owner(
     tokens_lwe: np.ndarray, sizes: dict[str, int], layout: Layout
 ) -> np.ndarray:
-    """Return choices of each expert by the owner that has the tokens, mean over groups.
+    """Return the load of each expert by owner of the tokens, averaged over the groups.
 
-    `tokens_lwe` counts choices by device that splits the batch (RoutingStats); `sizes`
-    are devices along dc, data and expert, in the order of the mesh. Where the owners of
-    experts are more than the devices that split the batch, the tensor axis among them,
-    each of those has its part; where several devices share one owner's experts, their
-    sum.
+    `tokens_lwe` counts choices by device that splits the batch (RoutingStats). `sizes`
+    are the numbers of devices along dc, data and expert, in the order of the mesh. If a
+    group has more owners than batch shards, because the tensor axis is among its axes,
+    the load of a shard is divided equally among its owners. If several devices belong
+    to one owner, their loads are added.
     """
     num_layers, _, num_experts = tokens_lwe.shape
     load = tokens_lwe.reshape(num_layers, *sizes.values(), num_experts)

@@ -84,7 +84,7 @@ def test_fp8_on_hopper_declines_parts_of_a_block():
     with on(H200):
         result = choose_grouped_dot("bfloat16", 4096, 1024, 192, is_fp8=True)
         assert choose_grouped_dot("bfloat16", 4096, 1024, 192)[0] == "hopper"
-    why = "a width of 192 is no multiple of 128, a block in fp8"
+    why = "a width of 192 is not a multiple of 128, a block in fp8"
     assert result == ("blocked", f"the Hopper kernels decline: {why}")
 
 
@@ -225,7 +225,7 @@ def layer_case(d: int, f: int, dtype, mesh=None):
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
     params = jax.tree.map(lambda p: p.astype(dtype).astype(jnp.float32), params)
     x_btd = np.random.default_rng(0).standard_normal((1, TOKENS, d))
-    layer = (graph, rest, LayerSetup(moe, Router(), d, layout_of_case(), mesh))
+    layer = (graph, rest, LayerSetup(moe, Router(), d, make_case_layout(), mesh))
     return layer, (params, jnp.asarray(x_btd, dtype))
 
 

@@ -58,16 +58,16 @@ def test_values_and_scales_are_those_of_the_definition(name, dtype):
 
 def test_a_barrier_keeps_compilers_from_dropping_the_rounding():
     """XLA dropped the rounding in a program compiled for a GPU, but not for a CPU."""
-    equations = jax.make_jaxpr(fp8.rounded_rows)(some_rows()).eqns
+    equations = jax.make_jaxpr(fp8.round_rows)(some_rows()).eqns
     inputs = [e.invars for e in equations if e.primitive.name == "optimization_barrier"]
-    assert [var.aval.dtype for vars_ in inputs for var in vars_] == [fp8.VALUES]
+    assert [var.aval.dtype for vars_ in inputs for var in vars_] == [fp8.FORWARD_DTYPE]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_scale_is_the_least_power_of_two_that_serves(name):
     x_md, max_value = some_rows(), float(ml_dtypes.finfo(definition.FORMATS[name]).max)
-    values, scale = scaled(x_md, fp8.GRADIENTS[name], fp8.OF_ROWS)
-    assert values.dtype == fp8.GRADIENTS[name]
+    values, scale = quantize(x_md, fp8.GRADIENT_DTYPES[name], fp8.ROW_BLOCK)
+    assert values.dtype == fp8.GRADIENT_DTYPES[name]
     assert (scale.shape, scale.dtype) == ((6, 3), jnp.float32)
     assert np.all(np.frexp(scale)[0] == 0.5), "a power of two"
     parts = np.pad(np.abs(x_md), [(0, 0), (0, 84)]).reshape(6, 3, 128)
@@ -99,8 +99,8 @@ def test_the_error_has_a_bound(name):
     """The error is at most half of a value's last bit, or of its block's smallest
     bit."""
     x_md = np.asarray(some_rows(), np.float64)
-    result = np.asarray(rounded_rows(some_rows(), fp8.GRADIENTS[name]), np.float64)
-    _, scale = scaled(some_rows(), fp8.GRADIENTS[name], fp8.OF_ROWS)
+    result = np.asarray(round_rows(some_rows(), fp8.GRADIENT_DTYPES[name]), np.float64)
+    _, scale = quantize(some_rows(), fp8.GRADIENT_DTYPES[name], fp8.ROW_BLOCK)
     info = ml_dtypes.finfo(definition.FORMATS[name])
     smallest = (
         np.repeat(scale, 128, axis=1)[:, :300] * float(info.smallest_subnormal) / 2
@@ -132,18 +132,18 @@ def test_zeros_and_what_is_all_but_zero(value):
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_not_finite_is_seen_in_all_of_its_block(name, bad):
     x_md = some_rows().at[2, 130].set(bad)
-    result = np.asarray(rounded_rows(x_md, fp8.GRADIENTS[name]))
+    result = np.asarray(round_rows(x_md, fp8.GRADIENT_DTYPES[name]))
     is_bad = np.zeros((6, 300), bool)
     is_bad[2, 128:256] = True
     np.testing.assert_array_equal(np.isnan(result), is_bad)
-    same = np.asarray(rounded_rows(some_rows(), fp8.GRADIENTS[name]))
+    same = np.asarray(round_rows(some_rows(), fp8.GRADIENT_DTYPES[name]))
     np.testing.assert_array_equal(result[~is_bad], same[~is_bad])
 
 
 def test_float16_ends_before_the_next_power_of_two():
     """65504 rounds to 65536, which float16 cannot represent, so the result is
     float32."""
-    result = rounded_rows(np.full((1, 4), 65504, np.float16))
+    result = round_rows(np.full((1, 4), 65504, np.float16))
     assert result.dtype == jnp.float32
     assert np.all(result == 65536)
 

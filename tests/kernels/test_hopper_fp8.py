@@ -173,7 +173,7 @@ def check_lowers(which, shape, tiles, dtype=jnp.bfloat16, **options):
 )
 def test_model_shapes_lower(name, which, options):
     shape = MODEL_SHAPES[name]
-    check_lowers(which, shape, by_rule(which, shape), **options)
+    check_lowers(which, shape, default_tiles(which, shape), **options)
 
 
 @pytest.mark.long
@@ -181,7 +181,7 @@ def test_model_shapes_lower(name, which, options):
 @pytest.mark.parametrize("which", FP8)
 def test_all_model_shapes_lower(name, which):
     shape = MODEL_SHAPES[name]
-    check_lowers(which, shape, by_rule(which, shape))
+    check_lowers(which, shape, default_tiles(which, shape))
 
 
 @pytest.mark.long

@@ -60,11 +60,11 @@ def make_layout(store: str, slots: int = 3, **kwargs) -> Layout:
         ),
         (
             lambda: make_plan().validate(Layout.home(4, 2, 64)),
-            ["4 experts in 6 slots", "the layout 4 in 4"],
+            ["4 experts in 6 slots", "the layout has 4 in 4"],
         ),
         (
             lambda: make_plan().validate(Layout(2, 2, 3, 8, store="sharded")),
-            ["4 experts in 6 slots", "the layout 2 in 6"],
+            ["4 experts in 6 slots", "the layout has 2 in 6"],
         ),
         (
             lambda: ExpertPlan.from_json(

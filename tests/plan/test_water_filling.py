@@ -239,7 +239,7 @@ def test_sweeps_of_the_device_give_the_same_bits(num_experts, w, slots, max_swee
         row_p = scattered(rng, num_experts, w, slots)
         load_e = zipf(rng, num_experts, 1000 * w, rng.uniform(0.0, 2.0))
         tolerance = int(rng.choice([0, 0, 5]))
-        start = water_filling.swept(load_e, row_p, w, max_sweeps=0)
+        start = water_filling.sweep(load_e, row_p, w, max_sweeps=0)
         slot_cw = slots_by_color(row_p, w, num_experts)
         cell = slot_cw >= 0
         amount_cw = np.where(cell, start.rows_p[slot_cw], 0)

@@ -25,7 +25,6 @@ from moejax.moe.types import Placement, RoutingStats
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 from train.balance.ahead import Ahead, Steps
-from train.balance.loads import loads_by_owner
 from train.balance.migrate import Mover
 from train.job import Job
 from train.launch.processes import any_process, is_first, published, withdraw
@@ -192,7 +191,9 @@ class Balancing:
         """One step's statistics, on the host; decides when it is time."""
         if not self._is_on:
             return
-        load_lwe = loads_by_owner(stats.tokens_lwe, self._job.cfg.mesh, self.layout)
+        mesh = self._job.cfg.mesh
+        sizes = {"dc": mesh.dc, "data": mesh.data, "expert": mesh.expert}
+        load_lwe = loads_by_owner(stats.tokens_lwe, sizes, self.layout)
         self._state = controller.observe(
             self._settings, self._state, step, load_lwe, stats.fullest_pair_l
         )

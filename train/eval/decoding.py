@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 from moejax.axes import BATCH_AXES, FSDP_AXES, sharding
 from moejax.config import Config
 from moejax.model.cache import Cache
+from moejax.resolve.resolved import Resolved
 from train.checkpoint.load import LoadedModel
-from train.resolve.resolved import Resolved
 from train.step.state import model_graph
 
 PROMPT_MULTIPLE = 32

@@ -17,8 +17,8 @@ from flax import nnx
 from moejax.axes import BATCH_AXES, sharding
 from moejax.config import Config
 from moejax.moe.types import Batch, Windows
+from moejax.resolve.resolved import Resolved
 from train.checkpoint.load import LoadedModel
-from train.resolve.resolved import Resolved
 from train.step.loss import token_nats
 from train.step.state import model_graph
 
