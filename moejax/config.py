@@ -1,15 +1,16 @@
-"""What a run is: frozen dataclasses that check themselves. Standard library only.
+"""Configuration of a run: frozen dataclasses that check their own fields.
 
-gin files bind these names (`Moe.top_k = 2`); `Config` holds one of each. A rule within
-one class is checked when it is made, a rule between two when `Config` is.
+gin files bind these names (`Moe.top_k = 2`), and a `Config` holds one of each. A rule
+within one class is checked when an object of it is made; a rule between two classes is
+checked when the `Config` is made. This module needs the standard library only.
 
     Mesh                            devices (moejax.plan.layout.Topology)
-    Model, Moe, Router              what the network is: the parameters of a checkpoint
-    Dispatch                        how its experts are computed
-    Recorded                        loads to follow instead of a router
-    Optimizer, Data, Train          how it is trained
+    Model, Moe, Router              the network: the parameters of a checkpoint
+    Dispatch                        how the experts are computed
+    Recorded                        loads that replace a router's choices
+    Optimizer, Data, Train          how the network is trained
     Balance                         when experts move and are replicated
-    Processes, Checkpoint           how a run lives on several machines, and survives
+    Processes, Checkpoint           several processes, and recovery from failures
 """
 
 import dataclasses
@@ -31,47 +32,73 @@ from moejax.plan.schedule_rules import SCHEDULES, UNSPLIT, Schedule
 
 
 def require(claim: bool, message: str) -> None:
+    """Raise ValueError with `message` unless `claim` holds."""
     if not claim:
         raise ValueError(message)
 
 
-def require_min(instance: Any, least: float, *names: str) -> None:
+def require_min(instance: Any, minimum: float, *names: str) -> None:
+    """Raise ValueError if one of these fields of `instance` is below `minimum`.
+
+    A field that is None passes.
+    """
     for name in names:
         value = getattr(instance, name)
-        part = type(instance).__mro__[-2].__name__  # of a subclass, what gin binds
-        rule = f"{part}.{name}={value} must be at least {least}"
-        require(value is None or value >= least, rule)
+        # gin binds the base class: an error in a subclass names the base too.
+        part = type(instance).__mro__[-2].__name__
+        rule = f"{part}.{name}={value} must be at least {minimum}"
+        require(value is None or value >= minimum, rule)
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A decoder-only transformer. Layer i is dense when i < first_k_dense, else it is
-    MoE when (i - first_k_dense + 1) is a multiple of moe_every."""
+    """Shape of a decoder-only transformer with some Mixture-of-Experts (MoE) layers.
+
+    Layer i is dense if i < first_k_dense. Of the other layers, those for which
+    (i - first_k_dense + 1) is a multiple of moe_every are MoE layers.
+    """
 
     vocab_size: int = 256
+    """Number of token ids."""
     d_model: int = 128
+    """Width of the residual stream."""
     num_layers: int = 4
+    """Number of transformer layers, dense and MoE layers together."""
     num_heads: int = 4
+    """Number of query heads of attention."""
     num_kv_heads: int = 4
+    """Number of key and value heads; it must divide num_heads."""
     head_dim: int = 32
+    """Width of one attention head; it must be even."""
     d_ff: int = 512
     """Hidden width of the SwiGLU in dense layers."""
     first_k_dense: int = 0
+    """Number of layers at the start that are dense."""
     moe_every: int = 1
+    """Period of MoE layers after the first dense ones: with 1 every layer is MoE, with
+    2 every other layer."""
     block: Literal["standard", "shortcut"] = "standard"
-    """Shortcut: routed experts read the input of their layer's attention, and shared
-    ones its output (docs/blocks.md)."""
+    """Input of the routed experts: the residual stream after their layer's attention
+    ('standard') or before it ('shortcut'). Shared experts always read it after
+    attention (docs/blocks.md)."""
     qk_norm: Literal["none", "head", "full"] = "none"
-    """RMSNorm of queries and keys before RoPE: per head, or over all heads (OLMoE)."""
+    """RMSNorm of queries and keys before RoPE: for each head ('head'), or over all
+    heads together ('full', as in OLMoE)."""
     tie_embeddings: bool = True
+    """Whether the output projection is the transpose of the token embedding."""
     rope_theta: float = 10_000.0
+    """Base of the wavelengths of the rotary position embedding (RoPE)."""
     norm_eps: float = 1e-6
+    """Number that RMSNorm adds to the mean square before the root."""
     attention: Literal["xla", "cudnn"] = "xla"
-    """Implementation of jax.nn.dot_product_attention; cudnn is fused, on GPUs."""
+    """Implementation of jax.nn.dot_product_attention; 'cudnn' is a fused kernel for
+    NVIDIA GPUs."""
     remat: Literal["none", "dispatch", "full"] = "none"
-    """What a layer keeps for its backward pass: everything; its routes and exchanged
-    rows; its routes alone."""
+    """Activations that a layer keeps for its backward pass: all of them ('none'), its
+    routes and exchanged rows ('dispatch'), or its routes alone ('full'). The backward
+    pass computes the rest again."""
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Number format of activations and matrix products; parameters are float32."""
 
     def __post_init__(self) -> None:
         require_min(
@@ -86,7 +113,8 @@ class Model:
         )
         require(
             self.head_dim % 2 == 0,
-            f"Model.head_dim={self.head_dim} must be even: RoPE turns pairs",
+            f"Model.head_dim={self.head_dim} must be even: RoPE rotates pairs of "
+            "components",
         )
         require(
             self.num_moe_layers >= 1
@@ -98,19 +126,23 @@ class Model:
 
     @property
     def num_moe_layers(self) -> int:
+        """Number of MoE layers of the model."""
         return (self.num_layers - self.first_k_dense) // self.moe_every
 
 
 @dataclasses.dataclass(frozen=True)
 class Moe:
-    """The experts: what their parameters are. `Dispatch` says how they are computed."""
+    """Shape of the experts of an MoE layer. `Dispatch` says how they are computed."""
 
     num_experts: int = 8
+    """Number of routed experts of each MoE layer."""
     top_k: int = 2
+    """Number of experts that compute each token."""
     d_expert: int = 256
-    """Hidden width f of one expert."""
+    """Hidden width f of the SwiGLU of one expert."""
     num_shared_experts: int = 0
-    """Every token passes a dense SwiGLU of width num_shared_experts * d_expert too."""
+    """Number of experts that compute every token, beside the routed ones. Together they
+    are one dense SwiGLU of hidden width num_shared_experts * d_expert."""
 
     def __post_init__(self) -> None:
         require_min(self, 1, "num_experts", "top_k", "d_expert")
@@ -123,61 +155,84 @@ class Moe:
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
-    """How rows reach experts and how expert weights reach slots. The defaults suit most
-    runs: experts stay at their owners, every row arrives, nothing is rounded."""
+    """How rows reach experts, and how expert weights reach slots.
+
+    A row is a token's activation on its way to one of its experts. A slot is room for
+    the weights of one expert on a device. The defaults suit most runs: experts stay at
+    their owners, every row arrives, and nothing is rounded.
+    """
 
     exchange: Literal["exact", "capacity"] = "exact"
-    """Exact carries every row, in as many rounds as it takes; capacity drops some."""
+    """How rows beyond the buffers are treated. 'exact' carries every row, in as many
+    rounds as that takes; 'capacity' drops and counts the rows that do not fit."""
     transport: Literal["padded", "ragged", "hierarchical"] = "padded"
-    """all_to_all of whole buffers; of their rows alone (GPUs); and over one mesh axis
-    of the group after the other."""
+    """How rows travel: an all_to_all of whole buffers ('padded'), of the filled rows
+    alone ('ragged', GPUs only), or of whole buffers over one mesh axis of the group
+    after the other ('hierarchical')."""
     group: Group = "expert"
-    """Devices between which rows travel: those of one expert axis, each index of data a
-    group of its own; or all of data x expert, so that the copies of experts that data
-    parallelism holds anyway are replicas; or all of dc x expert: experts exist once
-    over all data centres."""
+    """Devices between which rows travel. 'expert': those along the expert axis, with a
+    group of its own for each index of data. 'data_expert': all of data x expert, so
+    that the copies of experts that data parallelism holds anyway serve as replicas.
+    'dc_expert': all of dc x expert, so that experts exist once over all data centres.
+    """
     schedule: Literal["auto"] | Schedule = "auto"
-    """Order of collectives where there is a tensor axis (docs/communication.md); 'auto'
-    takes what Balance.calibration makes fastest."""
+    """Order of the collectives where there is a tensor axis (docs/communication.md).
+    'auto' takes the schedule that is fastest by the speeds of Balance.calibration."""
     expert_shards: int | None = None
-    """Parts of one expert's hidden width, over the tensor axis and, if that has fewer
-    devices, part of the expert axis; None: as many as the tensor axis has devices."""
+    """Number of parts into which the hidden width of each expert is cut. The parts lie
+    along the tensor axis and, if there are more parts than it has devices, along part
+    of the expert axis. None: as many parts as the tensor axis has devices."""
     domain: Literal["auto"] | tuple[int, int] = (1, 1)
-    """Devices along (dc, expert) that gather one another's experts, so that rows travel
-    between such domains only; 'auto' takes what Balance.calibration makes fastest."""
+    """Size of a domain along (dc, expert), in devices. The devices of a domain gather
+    one another's experts, so that rows travel between domains only. 'auto' takes the
+    domain that is fastest by the speeds of Balance.calibration."""
     compression: Form = "none"
-    """How gathered experts travel: whole, or in training as the largest entries of
-    their difference to the experts' mean (residual, HybridEP's own baseline), or to
-    what the others hold already (delta). docs/compression.md."""
+    """How the experts that a domain gathers are compressed in training
+    (docs/compression.md). 'none' sends whole weights. The other forms send the largest
+    entries of a difference: 'residual' to the mean of all experts (HybridEP's own
+    baseline), 'delta' to what the receivers hold already."""
     compression_ratio: float = 50.0
-    """So many times fewer bytes."""
+    """Target compression ratio of gathered experts: 50 sends 1/50 of the bytes."""
     gradient_compression: float | None = None
-    """So many times fewer bytes for their gradients too: the largest entries travel,
-    once a step, and a device keeps the rest for the next one. None: whole."""
+    """Target compression ratio of the gradients of gathered experts: 50 sends 1/50 of
+    the bytes. The largest entries travel, once a step, and a device keeps the rest as a
+    residual for the next step. None: gradients travel whole."""
     rows_per_peer: int | None = None
-    """Rows that one device sends to one other in round 0; None derives it from
-    buffer_factor times the even share."""
+    """Number of rows that one device can send to one other in round 0 of the exchange;
+    None: buffer_factor times the even share."""
     buffer_factor: float = 1.5
+    """Size of the buffers of round 0 over the even share of rows, where rows_per_peer
+    is None."""
     store: Store | None = None
-    """How expert weights reach the slots (docs/balance.md), for the whole run; None:
-    as Balance.policy is made for, and the balancer may choose another one."""
+    """How expert weights reach the slots (docs/balance.md), for the whole run. None:
+    the run starts with the first store of Balance.policy, and the balancer may change
+    to another one."""
     slots_per_device: int | None = None
-    """None: the experts that a device owns, and one where the policy replicates."""
+    """Number of slots of a device in each layer, at the start. None: one for each
+    expert that the device owns, and one more where the policy replicates; groups of
+    several axes and split='dynamic' get more (docs/balance.md)."""
     offers_per_device: int | None = None
-    """Own experts that a device can give to others as copies; None: 2 at most."""
+    """Number of its own experts that a device can give to others as copies, at the
+    start. None: 2 at most; all of them in groups of several axes and with
+    split='dynamic'."""
     copies_per_device: int | None = None
-    """Copies that a device can hold; None: its slots beyond its own experts, or 1."""
+    """Number of copies of others' experts that a device can hold, at the start. None:
+    its slots beyond its own experts, or 1 if there are none."""
     split: Split | None = None
-    """Which replica a row goes to; None: as the policy reckons. 'dynamic' makes the
-    replicas too, for each micro-batch."""
+    """Rule by which a row goes to one replica of its expert (docs/balance.md); None:
+    the split of Balance.policy. 'dynamic' makes the replicas too, for each micro-batch.
+    """
     fused_split: bool = False
-    """Water-filling as one kernel, on Hopper GPUs."""
+    """Whether split='water_filling' runs as one kernel; for Hopper GPUs."""
     kernels: Kernels = "auto"
-    """The device's own, where it has some (docs/kernels.md), or XLA's alone (plain)."""
+    """Kernels of expert products and row permutations. 'auto': those made for the
+    device, where there are some (docs/kernels.md); 'plain': XLA's operations alone."""
     fp8: Fp8 = "none"
-    """Experts multiply 8-bit values, gradients in this format (docs/kernels.md)."""
+    """8-bit format of the gradients that the experts' products multiply; their rows and
+    weights are then rounded to e4m3 (docs/kernels.md). 'none': nothing is rounded."""
     prefetch: bool | None = None
-    """Transient copies travel a layer ahead; None: as the policy reckons."""
+    """Whether copies of store='transient', or experts that a domain gathers, travel a
+    layer ahead. None: with a domain, yes; else as Balance.policy does."""
 
     def __post_init__(self) -> None:
         require_min(self, 1, "rows_per_peer", "slots_per_device", "expert_shards")
@@ -187,8 +242,9 @@ class Dispatch:
             value = getattr(self, field)
             require(
                 value == off or self.domain != (1, 1),
-                f"Dispatch.{field}={value!r} is of experts that a domain gathers, and "
-                f"Dispatch.domain is (1, 1): use 'auto', a larger domain, or {off!r}",
+                f"Dispatch.{field}={value!r} compresses experts that a domain gathers, "
+                f"and Dispatch.domain is (1, 1), which gathers none: use a larger "
+                f"domain or 'auto', or {field}={off!r}",
             )
         require(
             self.buffer_factor > 0,
@@ -197,45 +253,58 @@ class Dispatch:
 
     @property
     def group_axes(self) -> tuple[str, ...]:
-        """Mesh axes of the group."""
+        """Names of the mesh axes of the group."""
         return GROUP_AXES[self.group]
 
     @property
     def is_local(self) -> bool:
-        """Whether the schedule has experts along the tensor axis."""
+        """Whether the schedule places experts along the tensor axis."""
         return self.schedule != "auto" and SCHEDULES[self.schedule].is_local
 
 
 @dataclasses.dataclass(frozen=True)
 class Router:
-    """Who computes a token: scores, choice, gates and the losses that even the load.
+    """How the router assigns tokens to experts: scores, choice, gates and the auxiliary
+    losses that even out the load.
 
-    Losses are averaged over layers and micro-batches before their weight."""
+    Each loss is averaged over layers and micro-batches, and then multiplied by its
+    weight.
+    """
 
     kind: Literal["softmax", "sigmoid", "expert_choice", "recorded"] = "softmax"
+    """Kind of router. 'softmax' and 'sigmoid' name the function that turns logits into
+    scores, by which each token chooses its top_k experts; 'expert_choice' lets experts
+    choose tokens; 'recorded' draws choices that follow the loads of `Recorded`."""
     normalise_gates: bool = True
-    """Divide the chosen gates by their sum."""
+    """Whether the gates of a token's chosen experts are divided by their sum."""
     gate_scale: float = 1.0
+    """Factor of all gates."""
     num_groups: int = 1
+    """Number of equal groups of experts for a group-limited choice; 1 turns it off."""
     top_groups: int = 1
-    """Group-limited choice: only a token's best top_groups groups qualify."""
+    """Number of groups that a token can choose from: those with its best scores."""
     jitter: float = 0.0
-    """Training only: router input times uniform(1 - jitter, 1 + jitter)."""
+    """Half width of the noise that multiplies the router's input in training:
+    uniform(1 - jitter, 1 + jitter)."""
     balance_loss: float = 0.01
     """Weight of Switch's load-balancing loss over the global batch."""
     sequence_balance_loss: float = 0.0
-    """Weight of the same loss within each sequence (DeepSeek-V3)."""
+    """Weight of the load-balancing loss within each sequence (DeepSeek-V3)."""
     z_loss: float = 0.001
+    """Weight of the router z-loss: the mean square of the logits' logsumexp."""
     mutual_information_loss: float = 0.0
-    """Weight of minus the mutual information of token and expert: of few sure experts
-    for each token and many for all (DS-MoE)."""
+    """Weight of a loss that is minus the mutual information of token and expert
+    (DS-MoE). It rewards routers that are sure of few experts for each token and use
+    all experts alike."""
     training: Literal["sparse", "dense"] = "sparse"
-    """Dense: in training every expert computes every token; evaluation and generation
-    take the best top_k (docs/blocks.md)."""
+    """Experts that compute a token in training: its top_k ('sparse') or all of them
+    ('dense'). Evaluation and generation always take the top_k (docs/blocks.md)."""
     bias_rate: float = 0.0
-    """Sigmoid: the expert bias moves by this much against the load each step."""
+    """Amount by which each expert's bias changes per step, up for an expert below the
+    mean load and down for one above it; for kind='sigmoid'. 0 keeps biases at 0."""
     allow_expert_choice_in_decoder: bool = False
-    """Expert choice sees the future of the sequence that it routes."""
+    """Whether kind='expert_choice' is permitted, although its choices depend on later
+    tokens of the sequence."""
 
     def __post_init__(self) -> None:
         require_min(
@@ -260,7 +329,7 @@ class Router:
         )
         require(
             self.training == "sparse" or self.kind in ("softmax", "sigmoid"),
-            f"Router.training='dense' weighs all experts by their scores, and kind is "
+            f"Router.training='dense' weights all experts by their scores, and kind is "
             f"'{self.kind}': use 'softmax' or 'sigmoid'",
         )
         require(
@@ -273,25 +342,27 @@ class Router:
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """Loads that Router.kind='recorded' follows; benchmarks of skew use it."""
+    """Expert loads that Router.kind='recorded' follows; benchmarks of skewed loads use
+    them."""
 
     source: str = "zipf"
-    """'uniform', 'zipf', 'one_hot', 'rotating', 'burst', 'wandering', or the path of an
-    .npz."""
+    """Name of a synthetic load ('uniform', 'zipf', 'one_hot', 'rotating', 'burst' or
+    'wandering'), or the path of an .npz file of recorded loads."""
     zipf: float = 1.0
-    """Exponent: expert i has load (i + 1) ** -zipf."""
+    """Exponent of source='zipf': expert i has load (i + 1) ** -zipf."""
     period_steps: int = 20
-    """rotating: the hot expert moves on after so many steps; burst: one hot phase and
-    one even phase of so many steps each; wandering: a hill rises in so many steps, then
-    moves by one expert in so many."""
+    """Period of a load that changes, in steps. 'rotating': time until the next expert
+    becomes the hot one. 'burst': length of a phase with a hot expert, and of the even
+    phase after it. 'wandering': time in which a hill of load rises, and in which it
+    then moves on by one expert."""
     hot_share: float = 0.5
-    """rotating, burst, wandering: share of all choices that the hot expert gets (at
-    most 1/k)."""
+    """Share of all choices that the hot expert gets, 1/top_k at most; for 'rotating',
+    'burst' and 'wandering'."""
     array: str = "tokens"
-    """.npz: name of the counts, [samples, layers, ..., experts]; the dims between are
-    summed."""
+    """Name of the array in the .npz file that has the counts [samples, layers, ...,
+    experts]; dims between layers and experts are summed."""
     steps_per_sample: int = 1
-    """.npz: steps before the next sample."""
+    """Number of training steps that follow one sample of the .npz file."""
 
     def __post_init__(self) -> None:
         require_min(self, 0, "zipf", "hot_share")
@@ -300,20 +371,30 @@ class Recorded:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """AdamW with a warm-up and a decay of the learning rate."""
+    """Settings of AdamW, and of the warm-up and decay of its learning rate."""
 
     learning_rate: float = 1e-3
+    """Peak learning rate, at the end of the warm-up."""
     warmup_steps: int = 50
+    """Number of steps in which the learning rate rises to its peak."""
     decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate from the end of the warm-up to the last step."""
     final_lr_ratio: float = 0.1
+    """Learning rate of the last step over the peak; 'constant' ignores it."""
     b1: float = 0.9
+    """Decay rate of Adam's first moment, per step."""
     b2: float = 0.95
+    """Decay rate of Adam's second moment, per step."""
     eps: float = 1e-8
+    """Number that Adam adds to the root of the second moment."""
     weight_decay: float = 0.1
-    """On matrices only: not on norms, biases or embeddings."""
+    """Weight decay of matrices; norms, biases and embeddings have none."""
     clip_norm: float = 1.0
+    """Largest global norm of the gradients, to which larger ones are scaled down; 0
+    turns clipping off."""
     max_skipped_in_a_row: int = 10
-    """Non-finite updates are skipped; after so many in a row the run stops."""
+    """Number of non-finite updates in a row after which the run stops. Fewer are
+    skipped."""
 
     def __post_init__(self) -> None:
         require_min(
@@ -325,31 +406,41 @@ class Optimizer:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Where tokens come from. A batch is a function of (corpus sha, seed, step)."""
+    """Corpora, tokenizer and windows of the training data.
+
+    A batch is a function of (corpus sha, seed, step).
+    """
 
     corpus: str | tuple[str, ...] = "pysrc"
-    """'pysrc', the Python source of jax, flax, optax, orbax, grain; or a path or glob
-    of .txt, .jsonl, .parquet, .npy or .bin files. Several are mixed."""
+    """Corpus, or several that are mixed. A corpus is 'pysrc', the Python source of jax,
+    flax, optax, orbax and grain, or a path or glob of .txt, .jsonl, .parquet, .npy or
+    .bin files."""
     weights: tuple[float, ...] | None = None
-    """Share of each corpus in the batches; None: by their sizes."""
+    """Weight of each corpus in the batches; only their ratios count. None: the corpora
+    are weighted by their sizes."""
     tokenizer: str = "bytes"
-    """'bytes', or the path of a Hugging Face tokenizers file (tokenizer.json)."""
+    """Tokenizer: 'bytes', or the path of a Hugging Face tokenizers file
+    (tokenizer.json)."""
     separator: str | int | None = None
-    """Token, or its id, that starts each document; None: 0x00 for bytes, else the
-    tokenizer's end of text."""
+    """Token, or id of a token, that starts each document. None: 0x00 for bytes, else
+    the tokenizer's end-of-text token."""
     text_key: str = "text"
     """Field of a JSONL record, or column of a parquet file, that holds the text."""
     documents: Literal["separate", "joined"] = "separate"
-    """Separate: attention and positions end at the edges of documents."""
+    """Whether attention and positions stop at the edges of documents ('separate') or
+    cross them ('joined')."""
     seq_len: int = 256
+    """Length of a training sequence, in tokens."""
     seed: int = 0
+    """Seed of the order in which windows are drawn from the corpora."""
     held_out_every: int = 50
-    """Every so many-th document is held out; of fewer documents, that share of the
-    end."""
+    """Hold out every N-th document. A corpus with fewer than N documents gives up the
+    last 1/N of its tokens."""
     max_bad_records: int = 100
-    """Records that cannot be read are skipped and counted; more than so many stop."""
+    """Largest number of records that cannot be read and are skipped; with more the
+    program stops."""
     log_samples: bool = False
-    """Write the ids of the windows of each step to samples-<process>.jsonl."""
+    """Whether the ids of each step's windows are written to samples-<process>.jsonl."""
 
     def __post_init__(self) -> None:
         require_min(self, 2, "seq_len", "held_out_every")
@@ -364,37 +455,45 @@ class Data:
             f"Data.weights={self.weights} must all be above 0: leave a corpus out "
             "instead",
         )
-        require(len(self.corpora) > 0, "Data.corpus=() names no data: name some")
+        require(len(self.corpora) > 0, "Data.corpus=() names no data: name a corpus")
 
     @property
     def corpora(self) -> tuple[str, ...]:
+        """Corpora as a tuple, also where there is only one."""
         return (self.corpus,) if isinstance(self.corpus, str) else self.corpus
 
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """The loop."""
+    """Settings of the training loop: steps, batches, evaluations and logs."""
 
     num_steps: int = 100
+    """Number of training steps."""
     batch_size: int = 32
-    """Sequences per step over all devices and micro-batches."""
+    """Number of sequences per step, over all devices and micro-batches."""
     accumulate_steps: int = 1
-    """Micro-batches per step."""
+    """Number of micro-batches per step, whose gradients are averaged."""
     seed: int = 0
+    """Seed of the initial parameters and of the random numbers of the steps."""
     logit_z_loss: float = 0.0
+    """Weight of the z-loss of the output logits: the mean square of their logsumexp."""
     loss_chunk: int = 256
-    """Positions whose logits exist at one time in the loss."""
+    """Number of positions of a sequence whose logits exist at one time in the loss."""
     eval_every_steps: int = 100
+    """Number of steps from one evaluation to the next."""
     eval_batches: int = 8
-    """Held-out batches of batch_size sequences per evaluation, always the same."""
+    """Number of held-out batches per evaluation, of batch_size sequences each; they are
+    always the same."""
     log_load_every_steps: int = 10
-    """metrics.jsonl has the load of every expert every so many steps."""
+    """Number of steps from one record of all experts' loads in metrics.jsonl to the
+    next."""
     run_dir: str | None = None
-    """Default: runs/<name of the first gin file>."""
+    """Directory of the run's files; None: runs/<name of the first gin file>."""
     num_simulated_devices: int | None = None
-    """Simulate so many devices on the CPU; None uses the devices that are there."""
+    """Number of devices to simulate on the CPU; None: the devices of this machine."""
     peak_tflops: float | None = None
-    """Of one device, for MFU; None looks the device up (a CPU is measured)."""
+    """Peak throughput of one device in TFLOP/s, for MFU (model FLOPs utilization).
+    None: the value of a known GPU's data sheet, or of a measurement on a CPU."""
 
     def __post_init__(self) -> None:
         require_min(
@@ -411,32 +510,48 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Balance:
-    """When load is uneven, and what is done about it (docs/balance.md)."""
+    """Settings of the balancer, which moves and replicates experts when their load is
+    uneven (docs/balance.md).
+
+    A swap adopts another plan: which expert each slot holds. A relayout adopts a step
+    that is compiled for another layout. The imbalance of a layer is its device
+    max/mean: the rows of its fullest device over the mean device's.
+    """
 
     policy: str = "home"
-    """A policy of moejax.balance.policies; 'home' changes nothing."""
+    """Name of a policy in moejax.balance.policies; 'home' never moves an expert."""
     every_steps: int = 10
-    """Decisions are taken at multiples of it."""
+    """Number of steps from one decision to the next; decisions are taken at multiples
+    of it."""
     lag_steps: int = 4
-    """From the decision for a swap to its adoption, on every process."""
+    """Number of steps from the decision for a swap to its adoption by all processes."""
     relayout_lag_steps: int = 50
-    """From the decision for a relayout: long enough to compile meanwhile."""
+    """Number of steps from the decision for a relayout to its adoption by all
+    processes. They should take longer than the compilation."""
     act_above: float = 1.3
-    """Device max/mean of the worst layer, forecast, above which a change is sought,"""
+    """Forecast imbalance of the worst layer above which the balancer starts to seek
+    changes."""
     rest_below: float = 1.1
-    """until it is below this."""
+    """Forecast imbalance of the worst layer below which the balancer stops seeking
+    changes."""
     margin: float = 0.02
-    """Share of a step's time that a change must save."""
+    """Smallest gain of a change, as a share of the time per step of the layers that it
+    changes."""
     cooldown_steps: int = 20
-    """From an adoption to the next decision."""
+    """Number of steps to wait: from a swap to the next swap, from any change to the
+    next relayout, and from a decision that nothing pays to the next decision."""
     horizon_steps: int = 1000
-    """For so many steps a gain is counted."""
+    """Number of steps over which the gain of a change is summed and compared with its
+    cost."""
     half_life_steps: float = 10.0
-    """Of the moving average of loads."""
+    """Half-life of the moving averages of loads, in steps."""
     max_slots_per_device: int | None = None
-    """None: twice the experts that a device owns, and two more."""
+    """Largest number of slots per device that a relayout can give. None: twice the
+    experts that a device owns and two more, or the slots at the start if these are
+    more."""
     calibration: str | None = None
-    """JSON of tools/calibrate.py; None: presumed speeds, 50 TFLOP/s and 12.5 GB/s."""
+    """Path of a JSON file of measured speeds that tools/calibrate.py wrote. None:
+    presumed speeds, 50 TFLOP/s and 12.5 GB/s."""
 
     def __post_init__(self) -> None:
         require_min(
@@ -448,35 +563,40 @@ class Balance:
         require(
             self.rest_below < self.act_above,
             f"Balance.rest_below={self.rest_below} must be below "
-            f"act_above={self.act_above}: the balancer acts above the one and rests "
-            "below the other",
+            f"act_above={self.act_above}: the balancer starts to act above act_above "
+            "and stops below rest_below",
         )
         require(
             self.margin < 1,
-            f"Balance.margin={self.margin} must be below 1: it is the share of a "
-            "step's time that a change must save",
+            f"Balance.margin={self.margin} must be below 1: it is the share of its "
+            "layers' time that a change must save",
         )
         require(
             self.relayout_lag_steps >= self.lag_steps,
             f"Balance.relayout_lag_steps={self.relayout_lag_steps} must be at least "
-            f"lag_steps={self.lag_steps}: a relayout has to be compiled too",
+            f"lag_steps={self.lag_steps}: a relayout must be compiled before it is "
+            "adopted",
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """A run of several processes. How many there are, and where, is not configuration:
-    the launcher says so (docs/processes.md)."""
+    """Time limits of a run of several processes.
+
+    The number of processes and their addresses are not configured here: the launcher
+    passes them (docs/processes.md).
+    """
 
     init_sec: int = 300
-    """How long processes wait for one another at the start."""
+    """Longest time that processes wait for one another at the start, in seconds."""
     heartbeat_sec: int = 30
-    """A process that has been silent for so long is dead, and ends all."""
+    """Silence of a process, in seconds, after which it counts as dead and all processes
+    end."""
     shutdown_sec: int = 30
-    """How long processes wait for one another at the end."""
+    """Longest time that processes wait for one another at the end, in seconds."""
     watchdog_sec: int = 300
-    """A step, evaluation or save that takes longer ends its process, with the stack of
-    every thread; 0 never does."""
+    """Longest time of a step, an evaluation or a save, in seconds. A process that takes
+    longer prints the stack of each thread and ends; 0 means no limit."""
 
     def __post_init__(self) -> None:
         require_min(self, 1, "init_sec", "heartbeat_sec", "shutdown_sec")
@@ -485,13 +605,17 @@ class Processes:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """When state is saved and what is kept."""
+    """When checkpoints are saved, and how many are kept."""
 
     every_steps: int = 100
+    """Number of steps from one checkpoint to the next."""
     keep_last: int = 2
+    """Number of newest checkpoints to keep."""
     keep_best: int = 1
+    """Number of checkpoints with the lowest evaluation loss to keep."""
     max_failed_saves: int = 3
-    """Training goes on after a failed save, and stops after so many in a row."""
+    """Number of failed saves in a row after which training stops; it goes on after
+    fewer."""
 
     def __post_init__(self) -> None:
         require_min(self, 1, "every_steps", "keep_last", "max_failed_saves")
@@ -500,20 +624,20 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What a model is made of: all that `moejax.model` reads of a configuration."""
+    """The parts of a configuration that `moejax.model` reads."""
 
     model: Model
     moe: Moe
     router: Router
     documents: Literal["separate", "joined"] = "separate"
-    """As Data.documents."""
+    """Copy of Data.documents."""
     seq_len: int = 256
-    """Tokens of a training window."""
+    """Copy of Data.seq_len: the length of a training sequence, in tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One run, whole: every rule between two parts has been checked."""
+    """Configuration of one run, in which every rule between two parts holds."""
 
     mesh: Topology = Topology()
     model: Model = Model()
@@ -537,7 +661,8 @@ class Config:
         require(
             train.batch_size % shards == 0,
             f"Train.batch_size={train.batch_size} must be a multiple of {shards}: "
-            f"dc x data x expert devices, accumulate_steps={train.accumulate_steps}",
+            "dc x data x expert devices times "
+            f"accumulate_steps={train.accumulate_steps}",
         )
         simulated = train.num_simulated_devices
         require(
@@ -561,18 +686,22 @@ class Config:
 
     @property
     def expert_shards(self) -> int:
-        """Parts of one expert's hidden width."""
+        """Number of parts into which the hidden width of each expert is cut."""
         return self.dispatch.expert_shards or self.mesh.tensor
 
     @property
     def group_axes(self) -> tuple[str, ...]:
-        """Mesh axes of the experts' owners."""
+        """Names of the mesh axes along which the experts' owners lie."""
         return ("tensor",) if self.dispatch.is_local else self.dispatch.group_axes
 
     @property
     def group_size(self) -> int:
-        """Owners of experts: devices of the group (Dispatch.group), times what the
-        tensor axis has beside expert shards, over the shards that it has not."""
+        """Number of owners of experts in a group.
+
+        That is the number of devices along `group_axes`. Unless the schedule is
+        'local', it is multiplied by the devices of the tensor axis and divided by the
+        shards of an expert, since the shards of one expert have one owner together.
+        """
         size = math.prod(getattr(self.mesh, axis) for axis in self.group_axes)
         if self.dispatch.is_local:
             return size
@@ -580,15 +709,17 @@ class Config:
 
     @property
     def network(self) -> Network:
+        """The parts that a model is made of."""
         data = self.data
         return Network(self.model, self.moe, self.router, data.documents, data.seq_len)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Return all fields by part and name."""
         return dataclasses.asdict(self)
 
 
 def check_shards(cfg: Config) -> None:
-    """Raise ValueError unless tensor axis, expert shards, schedule and domain go
+    """Raise ValueError unless tensor axis, expert shards, schedule and domain fit
     together."""
     mesh, shards, d_expert = cfg.mesh, cfg.expert_shards, cfg.moe.d_expert
     schedule, group, domain = (
@@ -599,8 +730,9 @@ def check_shards(cfg: Config) -> None:
         inner = Tensor(name, mesh.tensor, shards).inner.get("expert", 1)
         require(
             mesh.expert % inner == 0,
-            f"Dispatch.expert_shards={shards} takes {inner} devices of the expert axis "
-            f"({mesh.expert}) for each of tensor={mesh.tensor}: use a divisor",
+            f"Dispatch.expert_shards={shards} with Mesh.tensor={mesh.tensor} cuts the "
+            f"expert axis ({mesh.expert}) into parts of {inner} devices: use "
+            f"Mesh.tensor times a divisor of {mesh.expert}",
         )
         require(
             d_expert % shards == 0,
@@ -608,7 +740,7 @@ def check_shards(cfg: Config) -> None:
         )
     require(
         not cfg.dispatch.is_local or (group == "expert" and domain == (1, 1)),
-        f"Dispatch.schedule='{schedule}' has the experts along the tensor axis alone: "
+        f"Dispatch.schedule='{schedule}' places experts along the tensor axis alone: "
         f"use Dispatch.group='expert' and Dispatch.domain=(1, 1), not '{group}' and "
         f"{domain}",
     )

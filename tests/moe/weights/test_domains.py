@@ -251,7 +251,7 @@ def init(cfg) -> None:
         ),
         (
             lambda: config(Topology(expert=2, tensor=2), expert_shards=8),
-            ["expert_shards=8", "expert axis (2)", "use a divisor"],
+            ["expert_shards=8", "expert axis (2)", "times a divisor of 2"],
         ),
         (
             lambda: config(Topology(expert=4, tensor=2), d_expert=15),
