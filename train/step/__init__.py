@@ -1,2 +1,4 @@
-"""One training step, compiled: state, loss, gradients, optimizer. Nothing of the
-host."""
+"""Compiled train and evaluation steps: state, loss, gradients and optimizer.
+
+Nothing here works on the host's side of a run.
+"""

@@ -1,4 +1,4 @@
-"""From a configuration to compiled steps, ahead of time: shapes alone, no arrays."""
+"""Ahead-of-time compilation of a run's steps, from shapes alone, without arrays."""
 
 import jax
 import numpy as np
@@ -20,38 +20,47 @@ from train.step.step import (
 
 
 def make_model(run: Resolved) -> StepContext:
+    """Return the context of a run's steps, with the optimizer of its configuration."""
     cfg = run.cfg
     return StepContext(run, make_optimizer(cfg.optimizer, cfg.train.num_steps))
 
 
 def on_devices(plan: ExpertPlan, layout: Layout, mesh: Mesh) -> Placement:
-    """The plan's placement, whole on every device."""
+    """Return the placement of a plan, replicated on every device of the mesh.
+
+    Raises ValueError if the plan breaks a rule of the layout.
+    """
     return everywhere(Placement.from_plan(plan.validate(layout), layout), mesh)
 
 
 def home_placement(run: Resolved) -> Placement:
-    """Return the placement with every expert at its owner, for layouts without
-    copies."""
+    """Return the placement with every expert at its owner, replicated on every device,
+    for layouts without copies."""
     return on_devices(run.home_plan(run.owning), run.owning, run.mesh)
 
 
-def trace_train_step(model: StepContext):
-    """The traced train step: lower it for any platform, or compile it for this one."""
-    return make_train_step(model).trace(*_abstract_args(model))
+def trace_train_step(context: StepContext):
+    """Return the traced train step, which can be lowered for any platform."""
+    return make_train_step(context).trace(*_abstract_args(context))
 
 
-def compile_steps(model: StepContext):
-    """The train step and the evaluation step, compiled for the mesh's devices."""
-    state, placement, windows = _abstract_args(model)
-    one = jax.tree.map(lambda leaf: leaf.update(shape=(1, *leaf.shape[1:])), windows)
-    eval_args = (state.params, state.router_bias, placement, one)
-    train_step = trace_train_step(model).lower().compile()
-    return train_step, make_eval_step(model).lower(*eval_args).compile()
+def compile_steps(context: StepContext):
+    """Return the train step and the evaluation step, compiled for the mesh's devices.
+
+    The evaluation step takes windows of one micro-batch.
+    """
+    state, placement, windows = _abstract_args(context)
+    first = jax.tree.map(lambda leaf: leaf.update(shape=(1, *leaf.shape[1:])), windows)
+    eval_args = (state.params, state.router_bias, placement, first)
+    train_step = trace_train_step(context).lower().compile()
+    return train_step, make_eval_step(context).lower(*eval_args).compile()
 
 
 def require_room(step) -> None:
-    """MemoryError if a compiled step needs more than the devices here have, where they
-    say how much that is (GPUs do)."""
+    """Raise MemoryError if a compiled step needs more memory than a device here has.
+
+    Devices that do not report their memory pass; GPUs report it.
+    """
     stats = jax.local_devices()[0].memory_stats() or {}
     memory, limit = step.memory_analysis(), stats.get("bytes_limit")
     if memory is None or limit is None:
@@ -60,19 +69,21 @@ def require_room(step) -> None:
     needed += memory.output_size_in_bytes - memory.alias_size_in_bytes
     if needed > limit:
         raise MemoryError(
-            f"the step needs {needed / 2**30:.1f} GiB of {limit / 2**30:.1f} GiB"
+            f"the step needs {needed / 2**30:.1f} GiB, and the device has "
+            f"{limit / 2**30:.1f} GiB"
         )
 
 
-def _abstract_args(model: StepContext):
-    cfg, mesh = model.cfg, model.mesh
+def _abstract_args(context: StepContext):
+    """Return the state, placement and windows of a train step as ShapeDtypeStructs."""
+    cfg, mesh = context.cfg, context.mesh
     rows = cfg.train.batch_size // cfg.train.accumulate_steps
     shape = (cfg.train.accumulate_steps, rows, cfg.data.seq_len + 1)
     whole = sharding(mesh)
     placement = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
-        Placement.from_plan(model.run.home_plan(), model.layout),
+        Placement.from_plan(context.run.home_plan(), context.layout),
     )
     leaf = jax.ShapeDtypeStruct(shape, np.int32, sharding=window_sharding(mesh))
-    state = abstract_state(model.run, model.optimizer, model.layout.store)
+    state = abstract_state(context.run, context.optimizer, context.layout.store)
     return state, placement, Windows(token_bt=leaf, position_bt=leaf)

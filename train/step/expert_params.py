@@ -1,4 +1,8 @@
-"""Expert parameters among all others: trees of params, and of moments shaped alike."""
+"""Separation of expert parameters from all others.
+
+The functions work on trees of parameters, and on trees of moments, which have the same
+structure.
+"""
 
 import jax
 
@@ -6,12 +10,15 @@ from moejax.moe.weights.stores import EXPERT_PARAMS
 
 
 def is_expert(path) -> bool:
-    """Whether a leaf at this path of a tree is of an expert's masters or moments."""
+    """Return whether the leaf at this path of a tree belongs to experts."""
     return getattr(path[-1], "key", None) in EXPERT_PARAMS
 
 
 def take(params) -> tuple[dict, dict]:
-    """Masters [l, e, ..] by name, and the parameters with None in their places."""
+    """Return the experts' parameters [l, e, ..] by name, and a tree of the others.
+
+    The tree has None where the experts' parameters were.
+    """
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     master_params = {path[-1].key: leaf for path, leaf in leaves if is_expert(path)}
     others = jax.tree_util.tree_map_with_path(
@@ -21,7 +28,7 @@ def take(params) -> tuple[dict, dict]:
 
 
 def put(others, master_params: dict):
-    """The inverse of take."""
+    """Return the tree of all parameters: the inverse of `take`."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: master_params[path[-1].key] if is_expert(path) else leaf,
         others,

@@ -1,4 +1,4 @@
-"""Cross-entropy in chunks of positions: logits of all never exist at once."""
+"""Cross-entropy in chunks of positions, so that never all logits exist at once."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,10 @@ def cross_entropy(
     targets_bt: Int[Array, "b t"],
     chunk: int,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Mean nats per token, and the mean of logsumexp(logits)^2 (PaLM's z-loss)."""
+    """Return the mean nats per token and the mean of logsumexp(logits)^2.
+
+    The second is PaLM's z-loss. `chunk` positions at a time have logits.
+    """
     nats_bt, square_bt = token_nats(hidden_btd, head_vd, targets_bt, chunk)
     return jnp.mean(nats_bt), jnp.mean(square_bt)
 
@@ -23,9 +26,10 @@ def token_nats(
     targets_bt: Int[Array, "b t"],
     chunk: int,
 ) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
-    """Nats of each target, and logsumexp(logits)^2 there.
+    """Return the nats of each target and logsumexp(logits)^2 at its position.
 
-    Logits are float32; hidden_btd and head_vd share any dtype. `chunk` divides t.
+    Logits are float32; hidden_btd and head_vd share any dtype. `chunk` divides t, or
+    exceeds it.
     """
     b, t, d = hidden_btd.shape
     count = t // min(chunk, t)
@@ -33,7 +37,7 @@ def token_nats(
     targets_cbt = targets_bt.reshape(b, count, -1).swapaxes(0, 1)
 
     @jax.checkpoint
-    def one(args):
+    def chunk_nats(args):
         hidden, target = args
         logits = jnp.einsum(
             "btd,vd->btv",
@@ -46,6 +50,6 @@ def token_nats(
         return norm - chosen, norm * norm
 
     if count == 1:
-        return one((hidden_btd, targets_bt))
-    parts = jax.lax.map(one, (hidden_cbtd, targets_cbt))
-    return jax.tree.map(lambda leaf: leaf.swapaxes(0, 1).reshape(b, t), parts)
+        return chunk_nats((hidden_btd, targets_bt))
+    chunks = jax.lax.map(chunk_nats, (hidden_cbtd, targets_cbt))
+    return jax.tree.map(lambda leaf: leaf.swapaxes(0, 1).reshape(b, t), chunks)

@@ -1,4 +1,4 @@
-"""AdamW by optax: schedule, masked weight decay, global-norm clipping."""
+"""AdamW in optax: learning-rate schedule, masked weight decay, global-norm clipping."""
 
 import jax
 import optax
@@ -6,11 +6,16 @@ import optax
 from moejax.config import Optimizer
 
 UNDECAYED = ("scale_d", "embed_vd", "head_vd")
-"""Norm scales and embeddings: decay is for matrices that multiply activations."""
+"""Names of the parameters without weight decay: norm scales and embeddings. Decay is
+for matrices that multiply activations."""
 
 
 def learning_rate(cfg: Optimizer, num_steps: int) -> optax.Schedule:
-    """Linear warm-up to cfg.learning_rate, then cfg.decay to final_lr_ratio of it."""
+    """Return the learning rate as a function of the step.
+
+    It rises linearly to cfg.learning_rate in cfg.warmup_steps, and then follows
+    cfg.decay down to cfg.final_lr_ratio times the peak.
+    """
     peak, end = cfg.learning_rate, cfg.learning_rate * cfg.final_lr_ratio
     warmup = min(cfg.warmup_steps, num_steps)
     rest = max(num_steps - warmup, 1)
@@ -24,15 +29,16 @@ def learning_rate(cfg: Optimizer, num_steps: int) -> optax.Schedule:
 
 
 def is_decayed(params):
-    """Tree of booleans: which parameters weight decay acts on."""
+    """Return a tree of booleans: whether weight decay acts on each parameter."""
 
-    def decayed(path, _):
+    def has_decay(path, _):
         return not any(name in jax.tree_util.keystr(path) for name in UNDECAYED)
 
-    return jax.tree_util.tree_map_with_path(decayed, params)
+    return jax.tree_util.tree_map_with_path(has_decay, params)
 
 
 def make_optimizer(cfg: Optimizer, num_steps: int) -> optax.GradientTransformation:
+    """Return AdamW with the configured clipping, weight decay and schedule."""
     return optax.chain(
         optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity(),
         optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps),

@@ -1,6 +1,6 @@
-"""The state of a run: made sharded, in logical expert order, and nothing else.
+"""The state of a training run, made in shards on its devices, in logical expert order.
 
-Everything that a resumed run needs lies in `TrainState` or is a function of its step.
+A `TrainState` and functions of its step are all that a resumed run needs.
 """
 
 from typing import Any
@@ -25,32 +25,40 @@ from train.step import expert_params
 
 @struct.dataclass
 class TrainState:
+    """State of a run between two train steps."""
+
     step: jax.Array
-    """Updates done, skipped ones included."""
+    """Number of updates so far, skipped ones included."""
     params: Any
-    """float32 masters; what is scanned has a leading layer dim."""
+    """float32 master parameters; those of stacked layers have a leading layer dim."""
     router_bias: Any
+    """Biases that Router.bias_rate moves; no gradient reaches them."""
     opt_state: optax.OptState
+    """State of the optimizer, with the moments of all parameters."""
     key: jax.Array
-    """Data of the random key that step keys are folded from."""
+    """Data of the random key from which each step's key is folded."""
     skipped_in_a_row: jax.Array
+    """Number of updates skipped since the last one that was finite."""
     tracked: jax.Array | None = None
-    """What domains hold of experts that travel compressed, [l, s, x] in the order of
-    moejax.moe.weights.domains.tracked_axes; None where none do."""
+    """Weights that a domain's devices hold of experts that travel compressed, [l, s, x]
+    in the order of moejax.moe.weights.domains.tracked_axes. None: no expert does."""
     gradient_residual: jax.Array | None = None
-    """What each device has kept back of gradients that travel compressed, [l, s, x] in
-    the order of moejax.moe.weights.gradient_compression.residual_axes: its own for
-    every expert of its domain. A gradient of the mean loss per token. None where they
-    travel whole."""
+    """Error-feedback residual of gradients that travel compressed, [l, s, x] in the
+    order of moejax.moe.weights.gradient_compression.residual_axes: each device has one
+    of its own for every expert of its domain. Its unit is that of a gradient of the
+    mean loss per token. None: gradients travel whole."""
 
 
 def model_graph(run: Resolved) -> nnx.GraphDef:
-    """The model's structure, without any array."""
+    """Return the structure of the model, without any array."""
     return nnx.split(_abstract_model(run))[0]
 
 
 def init_state(run: Resolved, optimizer, store: Store = "owned") -> TrainState:
-    """A new state on its devices, the same numbers on any mesh."""
+    """Return the state at the start of a run, on its devices.
+
+    The numbers are the same on any mesh.
+    """
     make = jax.jit(
         lambda: _with_domains(_make_state(run, optimizer), run),
         out_shardings=jax.tree.map(
@@ -61,8 +69,11 @@ def init_state(run: Resolved, optimizer, store: Store = "owned") -> TrainState:
 
 
 def abstract_state(run: Resolved, optimizer, store: Store = "owned") -> TrainState:
-    """Shapes, dtypes and shardings of the state: masters and moments fully sharded,
-    those of experts as the store wants them."""
+    """Return the shapes, dtypes and shardings of the state.
+
+    Master parameters and moments are fully sharded; those of experts lie as the store
+    requires.
+    """
     shapes = jax.eval_shape(lambda: _with_domains(_make_state(run, optimizer), run))
     _, params, _ = nnx.split(_abstract_model(run), nnx.Param, RouterBias)
     mesh, mesh_layout = run.mesh, run.owning_on_mesh
@@ -103,8 +114,11 @@ def abstract_state(run: Resolved, optimizer, store: Store = "owned") -> TrainSta
 
 
 def with_tracked(state: TrainState, run: Resolved) -> TrainState:
-    """The state with what domains hold of its experts: moved on by what compression
-    lets through; begun where there was nothing yet."""
+    """Return the state after domains have exchanged updates of compressed experts.
+
+    `tracked` moves towards the new parameters by the entries that compression sends. It
+    is made anew where it is None. Without compressed experts the state stays as it is.
+    """
     domain = run.layout.domain
     if domain is None or domain.form == "none":
         return state
@@ -115,22 +129,20 @@ def with_tracked(state: TrainState, run: Resolved) -> TrainState:
 
 
 def with_new_tracked(state: TrainState, run: Resolved) -> TrainState:
-    """The state with what domains hold as at a run's beginning."""
-    begin = jax.jit(
+    """Return the state with `tracked` as at the start of a run."""
+    make = jax.jit(
         lambda params: (
             with_tracked(state.replace(params=params, tracked=None), run).tracked
         ),
         out_shardings=_tracked_sharding(run),
     )
-    return state.replace(tracked=begin(state.params))
+    return state.replace(tracked=make(state.params))
 
 
 def with_zero_residual(state: TrainState, run: Resolved) -> TrainState:
-    """The state with nothing kept back of gradients that travel compressed, as at a
-    run's beginning."""
-    where = _residual_sharding(run)
-    zeros = jax.jit(lambda: _zero_residual(run), out_shardings=where)
-    return state.replace(gradient_residual=zeros())
+    """Return the state with a gradient residual of zeros, as at the start of a run."""
+    make = jax.jit(lambda: _zero_residual(run), out_shardings=_residual_sharding(run))
+    return state.replace(gradient_residual=make())
 
 
 def compresses_gradients(layout: Layout) -> bool:
@@ -140,13 +152,16 @@ def compresses_gradients(layout: Layout) -> bool:
 
 
 def _with_domains(state: TrainState, run: Resolved) -> TrainState:
-    """The state with what domains hold at a run's beginning."""
-    kept = _zero_residual(run) if compresses_gradients(run.layout) else None
-    return with_tracked(state.replace(gradient_residual=kept), run)
+    """Return the state with `tracked` and the residual as at the start of a run."""
+    residual = _zero_residual(run) if compresses_gradients(run.layout) else None
+    return with_tracked(state.replace(gradient_residual=residual), run)
 
 
 def _zero_residual(run: Resolved) -> jax.Array:
-    """Zeros; ValueError where not one entry fits."""
+    """Return zeros of the residual's shape.
+
+    Raises ValueError where the compression ratio leaves no entry to send.
+    """
     cfg, layout, mesh_layout = run.cfg, run.layout, run.mesh_layout
     size = 3 * cfg.model.d_model * cfg.moe.d_expert
     dtype = jnp.dtype(cfg.model.compute_dtype)
@@ -157,21 +172,24 @@ def _zero_residual(run: Resolved) -> jax.Array:
 
 
 def _residual_sharding(run: Resolved) -> jax.sharding.NamedSharding:
+    """Return the sharding of TrainState.gradient_residual."""
     return _sharding(run, residual_axes(run.mesh_layout))
 
 
 def _tracked_sharding(run: Resolved) -> jax.sharding.NamedSharding:
+    """Return the sharding of TrainState.tracked."""
     return _sharding(run, tracked_axes(run.mesh_layout))
 
 
 def _sharding(run: Resolved, dims) -> jax.sharding.NamedSharding:
+    """Return the sharding on the layers' mesh of an array with these axes by dim."""
     return axes.sharding(run.mesh_layout.mesh, *(dim or None for dim in dims))
 
 
 def bytes_per_device(state: TrainState) -> dict[str, int]:
-    """Bytes that one device holds, by kind."""
+    """Return the bytes that one device holds of each kind of the state's arrays."""
 
-    def held(tree) -> int:
+    def num_bytes(tree) -> int:
         leaves = jax.tree.leaves(tree)
         shards = (leaf.sharding.shard_shape(leaf.shape) for leaf in leaves)
         sizes = zip(leaves, shards, strict=True)
@@ -179,24 +197,24 @@ def bytes_per_device(state: TrainState) -> dict[str, int]:
             jnp.dtype(x.dtype).itemsize * int(jnp.prod(jnp.array(s))) for x, s in sizes
         )
 
-    kinds = {"params": held(state.params), "moments": held(state.opt_state)}
-    of_domains = {
-        "tracked": state.tracked,
-        "gradient_residual": state.gradient_residual,
-    }
-    there = {name: leaf for name, leaf in of_domains.items() if leaf is not None}
-    return kinds | {name: held(leaf) for name, leaf in there.items()}
+    trees = {"params": state.params, "moments": state.opt_state}
+    optional = {"tracked": state.tracked, "gradient_residual": state.gradient_residual}
+    trees |= {name: leaf for name, leaf in optional.items() if leaf is not None}
+    return {name: num_bytes(tree) for name, tree in trees.items()}
 
 
 def _abstract_model(run: Resolved) -> Transformer:
+    """Return the model with shapes in place of arrays."""
     return nnx.eval_shape(lambda: _model(run))
 
 
 def _model(run: Resolved) -> Transformer:
+    """Return the model with initial parameters, seeded by Train.seed."""
     return Transformer(run.cfg.network, run.mesh, nnx.Rngs(run.cfg.train.seed))
 
 
 def _make_state(run: Resolved, optimizer) -> TrainState:
+    """Return the state at the start of a run, without `tracked` and residual."""
     _, params, router_bias = nnx.split(_model(run), nnx.Param, RouterBias)
     params = nnx.to_pure_dict(params)
     return TrainState(

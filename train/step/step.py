@@ -16,21 +16,21 @@ from moejax.moe import recorded
 from moejax.moe import route as routing
 from moejax.moe.types import Batch, Placement, RouterLosses, RoutingStats, Windows
 from moejax.plan.layout import Layout
-from moejax.resolve.resolved import Resolved
+from train.resolve.resolved import Resolved
+from train.step.gradient_target import gradient_target
 from train.step.loss import cross_entropy
 from train.step.optimizer import learning_rate
 from train.step.state import TrainState, abstract_state, model_graph, with_tracked
-from train.step.trained import trained
 
 
 @struct.dataclass
 class StepMetrics:
-    """What one step reports; read on the host a step late."""
+    """Report of one train step, which the host reads a step late."""
 
     loss: jax.Array
-    """Cross-entropy, nats per token."""
+    """Cross-entropy in nats per token."""
     total_loss: jax.Array
-    """What was differentiated: with every auxiliary loss."""
+    """Loss that was differentiated: cross-entropy and every auxiliary loss."""
     router: RouterLosses
     grad_norm: jax.Array
     learning_rate: jax.Array
@@ -40,72 +40,85 @@ class StepMetrics:
 
 
 class StepContext(NamedTuple):
-    """What a step is compiled for, beside shapes."""
+    """Static context that a step is compiled for, beside the shapes of its arguments:
+    the run and the optimizer."""
 
     run: Resolved
     optimizer: optax.GradientTransformation
 
     @property
     def cfg(self) -> Config:
+        """Configuration of the run."""
         return self.run.cfg
 
     @property
     def mesh(self) -> Mesh:
+        """Mesh of the run's devices."""
         return self.run.mesh
 
     @property
     def layout(self) -> Layout:
+        """Layout of the step."""
         return self.run.layout
 
     def relaid(self, layout: Layout) -> "StepContext":
-        """Return the same model for a step of another layout."""
+        """Return the context of the same run for a step of another layout."""
         return self._replace(run=self.run.relaid(layout))
 
 
 class LossInputs(NamedTuple):
-    """What the loss of one micro-batch takes beside parameters and router bias."""
+    """Inputs of one micro-batch's loss beside parameters and router bias."""
 
     placement: Placement
     windows: Windows
     key: jax.Array
-    """Random key of the micro-batch: jitter, recorded choices."""
+    """Random key of the micro-batch, for jitter and recorded choices."""
     step: jax.Array
     is_training: bool
     slots: Any = None
-    """Weights of all slots, where they exist already; None: made of the parameters."""
+    """Weights of the slots of all layers, if they were made before the loss. None: each
+    layer makes its slots from the parameters."""
     tracked: jax.Array | None = None
-    """As TrainState.tracked; None: a domain's experts travel whole."""
+    """Copy of TrainState.tracked. None: a domain's experts travel whole, or the slots
+    are given."""
 
 
 def window_sharding(mesh: Mesh) -> jax.sharding.NamedSharding:
-    """Of Windows [micro-batch, b, t + 1]: rows are split over all batch axes."""
+    """Return the sharding of Windows [micro-batch, b, t + 1], which splits b over all
+    batch axes."""
     return axes.sharding(mesh, None, axes.BATCH_AXES)
 
 
-def make_train_step(model: StepContext):
-    """step(state, placement, windows) -> state, StepMetrics; donates its state."""
+def make_train_step(context: StepContext):
+    """Return the jitted step(state, placement, windows) -> state, StepMetrics.
+
+    The step donates its state.
+    """
     # Metrics are whole on every device, so that every process can read them.
-    state = abstract_state(model.run, model.optimizer, model.layout.store)
+    state = abstract_state(context.run, context.optimizer, context.layout.store)
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     return jax.jit(
-        partial(_train_step, model, make_loss(model)),
+        partial(_train_step, context, make_loss(context)),
         donate_argnums=0,
-        out_shardings=(state_shardings, axes.sharding(model.mesh)),
+        out_shardings=(state_shardings, axes.sharding(context.mesh)),
     )
 
 
-def make_eval_step(model: StepContext):
-    """step(params, router_bias, placement, windows) -> nats per token, RoutingStats, of
-    the first micro-batch."""
-    whole = axes.sharding(model.mesh)
-    return jax.jit(partial(_eval_step, make_loss(model)), out_shardings=whole)
+def make_eval_step(context: StepContext):
+    """Return the jitted step(params, router_bias, placement, windows) -> nats per
+    token, RoutingStats.
+
+    The step evaluates the first micro-batch of `windows` only.
+    """
+    whole = axes.sharding(context.mesh)
+    return jax.jit(partial(_eval_step, make_loss(context)), out_shardings=whole)
 
 
-def make_loss(model: StepContext):
+def make_loss(context: StepContext):
     """Return loss_fn(params, router_bias, inputs: LossInputs) -> total loss,
     (cross-entropy, router losses, routing statistics) of one micro-batch."""
-    cfg, layout = model.cfg, model.layout
-    graph = model_graph(model.run)
+    cfg, layout = context.cfg, context.layout
+    graph = model_graph(context.run)
     chance_tle = None
     if cfg.router.kind == "recorded":
         sizes = (cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k)
@@ -141,20 +154,44 @@ def make_loss(model: StepContext):
             + cfg.train.logit_z_loss * square
             + routing.weighted_loss(router, cfg.router)
         )
+        totals = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=1), sums)
+        router = routing.losses(totals, batch.tokens_bt.size, cfg.data.seq_len)
+        total = nats + cfg.train.logit_z_loss * square + _router_loss(cfg, router)
         return total, (nats, router, stats)
 
     return loss_fn
 
 
-def _train_step(model: StepContext, loss_fn, state: TrainState, placement, windows):
-    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-    by = trained(model.run, state, placement)
+def _router_loss(cfg: Config, router: RouterLosses) -> jax.Array:
+    """Return the weighted sum of router losses, averaged over layers.
 
-    def loss_of_part(values, index, part):
-        params, slots = by.split(values)
+    The average lets a weight mean the same at every depth, as in the trainers of OLMoE
+    and Mixtral.
+    """
+    if cfg.router.kind == "recorded":
+        return jnp.float32(0)  # recorded choices do not follow the router
+    weighted = (
+        cfg.router.balance_loss * router.balance
+        + cfg.router.sequence_balance_loss * router.sequence_balance
+        + cfg.router.z_loss * router.z
+    )
+    weight = cfg.router.mutual_information_loss
+    # The gradient of this loss waits for a sum over all devices, even at weight 0.
+    if weight:
+        weighted += weight * router.mutual_information
+    return jnp.mean(weighted)
+
+
+def _train_step(context: StepContext, loss_fn, state: TrainState, placement, windows):
+    """Average gradients over micro-batches and update the state with them."""
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+    target = gradient_target(context.run, state, placement)
+
+    def micro_batch_loss(values, index, windows):
+        params, slots = target.split(values)
         inputs = LossInputs(
             placement,
-            part,
+            windows,
             jax.random.fold_in(key, index),
             state.step,
             is_training=True,
@@ -163,54 +200,60 @@ def _train_step(model: StepContext, loss_fn, state: TrainState, placement, windo
         )
         return loss_fn(params, state.router_bias, inputs)
 
-    grad_of = jax.value_and_grad(loss_of_part, has_aux=True)
+    value_and_grad = jax.value_and_grad(micro_batch_loss, has_aux=True)
 
     count = windows.token_bt.shape[0]
 
-    def micro(grads, args):
-        (total, aux), new = grad_of(by.values, *args)
-        if count > 1:  # slots' gradients are in the compute dtype: too coarse to add up
+    def add_micro_batch(grads, args):
+        (total, aux), new = value_and_grad(target.values, *args)
+        # Gradients of slots have the compute dtype, which is too coarse for a sum.
+        if count > 1:
             new = jax.tree.map(_wide, new)
         return new if grads is None else jax.tree.map(jnp.add, grads, new), (total, aux)
 
     first = jax.tree.map(lambda leaf: leaf[0], windows)
     rest = jax.tree.map(lambda leaf: leaf[1:], windows)
-    grads, reports = micro(None, (jnp.int32(0), first))
+    grads, reports = add_micro_batch(None, (jnp.int32(0), first))
     reports = jax.tree.map(lambda leaf: leaf[None], reports)
     if count > 1:
-        grads, more = jax.lax.scan(micro, grads, (jnp.arange(1, count), rest))
+        grads, more = jax.lax.scan(add_micro_batch, grads, (jnp.arange(1, count), rest))
         reports = jax.tree.map(lambda *pair: jnp.concatenate(pair), reports, more)
         grads = jax.tree.map(lambda leaf: leaf / count, grads)
-    return _update(model, state, by.home(grads), *reports)
+    return _update(context, state, target.to_params(grads), *reports)
 
 
 def _wide(leaf):
+    """Return an array in its own dtype or in float32, whichever is wider."""
     return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
 
 
 @jax.named_scope("optimizer")
-def _update(model: StepContext, state: TrainState, gradients, total_a, aux):
-    """AdamW, unless loss or gradient is not finite: then only counters change. What
-    domains hold of experts that travel compressed follows the masters.
+def _update(context: StepContext, state: TrainState, gradients, total_a, aux):
+    """Return the state after one AdamW update, and the metrics of the step.
 
-    `gradients`: of parameters, and what is kept of those that travel compressed.
+    Where the loss or a gradient is not finite, only counters change. The tracked
+    weights of experts that travel compressed follow the new parameters.
+
+    `gradients` are those of the parameters, and the residual of gradients that travel
+    compressed, or None.
     """
-    cfg, nats_a, router_a, stats_a = model.cfg, *aux
-    grads, kept = gradients
+    cfg, nats_a, router_a, stats_a = context.cfg, *aux
+    grads, residual = gradients
     loss, grad_norm = jnp.mean(nats_a), optax.tree.norm(grads)
-    stats = _over_micro_batches(stats_a)
-    updates, opt_state = model.optimizer.update(grads, state.opt_state, state.params)
+    stats = _merge_stats(stats_a)
+    updates, opt_state = context.optimizer.update(grads, state.opt_state, state.params)
     new = (
         optax.apply_updates(state.params, updates),
         opt_state,
         _move_bias(cfg, state.router_bias, stats.tokens_le),
-        kept,
+        residual,
     )
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    if kept is not None:  # what has not arrived is in no norm
-        is_finite &= jnp.all(jnp.isfinite(kept))
+    # Entries of the residual have not arrived at their owners: the norm misses them.
+    if residual is not None:
+        is_finite &= jnp.all(jnp.isfinite(residual))
     old = (state.params, state.opt_state, state.router_bias, state.gradient_residual)
-    params, opt_state, router_bias, kept = jax.tree.map(
+    params, opt_state, router_bias, residual = jax.tree.map(
         lambda after, before: jnp.where(is_finite, after, before), new, old
     )
     skipped_in_a_row = jnp.where(is_finite, 0, state.skipped_in_a_row + 1)
@@ -232,12 +275,13 @@ def _update(model: StepContext, state: TrainState, gradients, total_a, aux):
         key=state.key,
         skipped_in_a_row=skipped_in_a_row,
         tracked=state.tracked,
-        gradient_residual=kept,
+        gradient_residual=residual,
     )
-    return with_tracked(state, model.run), metrics
+    return with_tracked(state, context.run), metrics
 
 
-def _over_micro_batches(stats: RoutingStats) -> RoutingStats:
+def _merge_stats(stats: RoutingStats) -> RoutingStats:
+    """Return the statistics of a step from those of its micro-batches."""
     return RoutingStats(
         tokens_lwe=jnp.sum(stats.tokens_lwe, axis=0),
         rows_lw=jnp.sum(stats.rows_lw, axis=0),
@@ -250,7 +294,7 @@ def _over_micro_batches(stats: RoutingStats) -> RoutingStats:
 
 
 def _move_bias(cfg: Config, router_bias, tokens_le):
-    """Aux-loss-free balancing moves each expert's bias once per step."""
+    """Return router biases after a step of aux-loss-free balancing, if it is on."""
     if not cfg.router.bias_rate:
         return router_bias
     rate = cfg.router.bias_rate
@@ -260,6 +304,7 @@ def _move_bias(cfg: Config, router_bias, tokens_le):
 
 
 def _eval_step(loss_fn, params, router_bias, placement, windows):
+    """Return nats per token and routing statistics of the first micro-batch."""
     key, step = jax.random.key(0), jnp.int32(0)
     first = jax.tree.map(lambda leaf: leaf[0], windows)
     inputs = LossInputs(placement, first, key, step, is_training=False)

@@ -1,0 +1,86 @@
+"""Arrays that a train step differentiates the loss by, in place of the parameters.
+
+Each store has one of two gradient targets:
+
+    parameters                  stores owned, transient, sharded
+    slots and all parameters    store resident; compressed gradients of a domain
+    but the experts'
+
+With slots as the target, experts' gradients travel to the experts' float32 master
+parameters once a step, and not once a micro-batch.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moejax.moe.weights import stores
+from train.resolve.resolved import Resolved
+from train.step import expert_params
+from train.step.state import TrainState
+
+
+class GradientTarget(NamedTuple):
+    """Arrays to differentiate by, and functions that map them to parameters."""
+
+    values: Any
+    """Tree of the arrays by which each micro-batch differentiates its loss."""
+    split: Callable
+    """split(values) -> parameters, slots of all layers or None."""
+    to_params: Callable
+    """to_params(grads) -> gradients of the parameters, TrainState.gradient_residual;
+    `grads` are gradients of `values`, summed over micro-batches."""
+
+
+def gradient_target(run: Resolved, state: TrainState, placement) -> GradientTarget:
+    """Return what one train step differentiates by.
+
+    Where that is slots, they are made here once, from the state's master parameters,
+    and all micro-batches use them.
+    """
+    is_compressed = state.gradient_residual is not None
+    if run.layout.store != "resident" and not is_compressed:
+        return GradientTarget(
+            state.params, lambda params: (params, None), _without_residual
+        )
+    master_params, others = expert_params.take(state.params)
+    dtype, mesh_layout = jnp.dtype(run.cfg.model.compute_dtype), run.mesh_layout
+
+    def make(master_params, placement, tracked_sx=None):
+        return stores.slots(master_params, placement, mesh_layout, dtype, tracked_sx)
+
+    if is_compressed:
+        per_layer = (master_params, placement, state.tracked)
+        slots, pull_back = stores.slots_of_layers(make, *per_layer), None
+    else:
+        make_all = partial(stores.slots_of_layers, make)
+        slots, pull_back = jax.vjp(
+            lambda master_params: make_all(master_params, placement), master_params
+        )
+
+    def to_params(grads):
+        other_grads, slot_grads = grads
+        if pull_back is None:
+            residual_lsx = state.gradient_residual
+            own_grads, residual_lsx = stores.scatter_gradients(
+                slot_grads, residual_lsx, mesh_layout, dtype
+            )
+            return expert_params.put(other_grads, own_grads), residual_lsx
+        slot_grads = jax.tree.map(lambda g, s: g.astype(s.dtype), slot_grads, slots)
+        return expert_params.put(other_grads, pull_back(slot_grads)[0]), None
+
+    return GradientTarget((others, slots), partial(_join, master_params), to_params)
+
+
+def _without_residual(grads):
+    """Return gradients of parameters as they are, and no residual."""
+    return grads, None
+
+
+def _join(master_params, values):
+    """Return the parameters, with the experts' among them, and the slots."""
+    others, slots = values
+    return expert_params.put(others, master_params), slots
