@@ -1,6 +1,6 @@
-"""What a run is once 'auto' and None are answered: one value, made at the start.
+"""Resolution of a configuration: one value in which each 'auto' and None has an answer.
 
-`resolve(cfg, mesh)` makes it; everything below the programs takes it, or a part of it.
-What a user may write belongs in `moejax.config`, what
-predicts seconds in `moejax.perf`.
+`resolve(cfg, mesh)` makes it at the start of a program; the layers below take it, or a
+part of it. Fields that a user can write belong in `moejax.config`, predictions of time
+in `moejax.perf`.
 """

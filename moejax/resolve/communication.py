@@ -1,6 +1,6 @@
-"""How layers are cut over the mesh and in which order rows travel.
+"""Choice of how the layers of a run are cut over the mesh, and how rows travel.
 
-'auto' takes the schedule and the domain that a calibration makes fastest.
+'auto' takes the schedule and the domain that are fastest by a calibration's speeds.
 """
 
 import dataclasses
@@ -17,23 +17,26 @@ from moejax.resolve.speeds import other_flops_per_device
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """How the layers of a run are cut over the mesh: owners, shards, tensor, domain."""
+    """Partition of a run's layers over the mesh: owners, tensor axis and domain."""
 
     axes: tuple[str, ...]
-    """Mesh axes of the group: Layout.axes."""
+    """Names of the mesh axes of the group, as in Layout.axes."""
     num_owners: int
+    """Number of owners of experts in a group."""
     tensor: Tensor | None
+    """Sizes of the tensor axis and of expert shards; None where both are 1."""
     domain: Domain | None
+    """Domain whose devices gather one another's experts; None where none do."""
 
     @property
     def fields(self) -> dict:
-        """Fields of a Layout, by name."""
+        """Fields of a Layout that follow from the partition, by name."""
         return {"axes": self.axes, "tensor": self.tensor, "domain": self.domain}
 
     def source_tokens(self, tokens: int) -> int:
-        """Return how many of a tensor group's `tokens` one source of the layer has.
+        """Return how many of the `tokens` of a tensor group one source routes.
 
-        ValueError where the tensor axis does not divide them.
+        Raises ValueError where the tensor axis does not divide them.
         """
         if self.tensor is None:
             return tokens
@@ -42,13 +45,16 @@ class Partition:
             raise ValueError(
                 f"Dispatch.schedule='{tensor.schedule}' splits the {tokens} tokens of "
                 f"a micro-batch and device over Mesh.tensor={tensor.size}: use a batch "
-                "and length that it divides"
+                f"and a length whose product {tensor.num_parts} divides"
             )
         return tokens // tensor.num_parts * tensor.num_gathered
 
     def for_any_batch(self, tokens: int) -> "Partition":
-        """Return these parts, or where the tensor axis does not divide so many tokens,
-        those of a schedule that routes them whole."""
+        """Return this partition, if its tensor axis divides `tokens`.
+
+        If not, return it with the schedule that routes all tokens on each device of the
+        tensor axis.
+        """
         if self.tensor is None or tokens % self.tensor.num_parts == 0:
             return self
         tensor = dataclasses.replace(self.tensor, schedule=UNSPLIT)
@@ -56,60 +62,64 @@ class Partition:
 
 
 class Communication(NamedTuple):
-    """How layers are cut, and what was predicted where 'auto' chose."""
+    """Partition of a run's layers, and the predictions behind each 'auto' choice."""
 
-    parts: Partition
+    partition: Partition
     schedule: choose_schedule.ScheduleChoice | None = None
+    """Choice of the schedule; None where no predicted times chose it."""
     domain: choose_domain.DomainChoice | None = None
+    """Choice of the domain; None where no predicted times chose it."""
 
     def lines(self) -> list[str]:
-        """Say what was chosen and why, and each candidate's time as a sum of terms."""
-        said = []
+        """Return the reason for each choice, and each candidate's time in ms as a sum
+        of terms."""
+        lines = []
         for name, choice in (("schedule", self.schedule), ("domain", self.domain)):
             if choice is None:
                 continue
-            said.append(f"{name} {choice.why.removeprefix(name).strip()}")
-            for candidate, predicted in choice.predictions.items():
-                sums = " + ".join(
-                    f"{1e3 * t.sec:.3g} {t.name}" for t in predicted.terms
+            lines.append(f"{name} {choice.why.removeprefix(name).strip()}")
+            for candidate, prediction in choice.predictions.items():
+                terms = " + ".join(
+                    f"{1e3 * t.sec:.3g} {t.name}" for t in prediction.terms
                 )
-                said.append(f"  {candidate} {1e3 * predicted.sec:.3g} ms = {sums}")
-        return said
+                lines.append(f"  {candidate} {1e3 * prediction.sec:.3g} ms = {terms}")
+        return lines
 
 
 def choose_communication(cfg: Config, calibration: Calibration) -> Communication:
-    """Return how the layers of this run are cut.
+    """Return the partition of a run's layers, with schedule and domain chosen.
 
-    Raises ValueError where no candidate can run, and where the calibration lacks a line
-    that a prediction takes.
+    Raises ValueError where no candidate can run, and where the calibration lacks a
+    collective that a prediction needs.
     """
     schedule, tensor = None, None
     if cfg.mesh.tensor > 1 or cfg.expert_shards > 1:
         name = cfg.dispatch.schedule
         if name == "auto":
-            among = possible_schedules(cfg)
+            candidates = possible_schedules(cfg)
             schedule = choose_schedule.choose(
-                micro_batch_shape(cfg), calibration, among
+                micro_batch_shape(cfg), calibration, candidates
             )
             name = schedule.schedule
         tensor = Tensor(name, cfg.mesh.tensor, cfg.expert_shards)
     if tensor is not None and tensor.is_local:
-        parts = Partition(("tensor",), cfg.mesh.tensor, tensor, None)
-        return Communication(parts, schedule)
+        partition = Partition(("tensor",), cfg.mesh.tensor, tensor, None)
+        return Communication(partition, schedule)
     sizes = _group_sizes(cfg)
-    domain, choice = _domain(cfg, tensor, calibration)
-    parts = Partition(tuple(sizes), cfg.group_size, tensor, domain)
-    return Communication(parts, schedule, choice)
+    domain, choice = _choose_domain(cfg, tensor, calibration)
+    partition = Partition(tuple(sizes), cfg.group_size, tensor, domain)
+    return Communication(partition, schedule, choice)
 
 
-def _domain(
+def _choose_domain(
     cfg: Config, tensor: Tensor | None, calibration: Calibration
 ) -> tuple[Domain | None, choose_domain.DomainChoice | None]:
+    """Return the run's domain, if it has one, and its choice, if 'auto' made one."""
     sizes, dispatch = _group_sizes(cfg), cfg.dispatch
     shared, choice = dispatch.domain, None
     is_cut = tensor is not None and bool(tensor.inner)
     if shared == "auto" and (is_cut or not _has_plain_slots(cfg)):
-        shared = (1,) * len(sizes)  # a domain takes whole owners, and no replicas
+        shared = (1,) * len(sizes)  # a domain needs whole owners without replicas
     elif shared == "auto":
         choice = choose_domain.choose(layer_traffic(cfg, calibration), calibration)
         shared = choice.domain
@@ -118,17 +128,18 @@ def _domain(
     if max(shared) == 1:
         return None, choice
     form, ratio = dispatch.compression, dispatch.compression_ratio
-    how = ("none", 1.0) if form == "none" else (form, ratio)
-    back = dispatch.gradient_compression
-    return Domain(tuple(sizes.values()), shared, *how, back), choice
+    forward = ("none", 1.0) if form == "none" else (form, ratio)
+    backward = dispatch.gradient_compression
+    return Domain(tuple(sizes.values()), shared, *forward, backward), choice
 
 
 def possible_schedules(cfg: Config) -> tuple[str, ...]:
-    """Return the schedules that what else is configured leaves."""
+    """Return the schedules that the rest of the configuration permits."""
     return tuple(name for name in choose_schedule.TIMES if _is_possible(cfg, name))
 
 
 def _is_possible(cfg: Config, schedule: str) -> bool:
+    """Return whether the rest of the configuration permits this schedule."""
     rules, has_plain_slots = SCHEDULES[schedule], _has_plain_slots(cfg)
     if cfg.dispatch.transport == "ragged" and not rules.takes_ragged:
         return False
@@ -136,18 +147,19 @@ def _is_possible(cfg: Config, schedule: str) -> bool:
         return has_plain_slots and cfg.dispatch.domain == (1, 1)
     num_owners = cfg.group_size
     num_sources = rules.num_sources(num_owners, cfg.mesh.tensor, cfg.expert_shards)
-    return has_plain_slots or num_sources % num_owners == 0  # else few to balance
+    # A split over replicas needs the same number of sources for each owner.
+    return has_plain_slots or num_sources % num_owners == 0
 
 
 def _has_plain_slots(cfg: Config) -> bool:
-    """Whether every expert stays at its owner, and nowhere else."""
+    """Return whether every expert stays at its owner, without replicas."""
     dispatch = cfg.dispatch
     is_home = cfg.balance.policy == "home" and dispatch.store in (None, "owned")
     return is_home and dispatch.split in (None, "even")
 
 
 def micro_batch_shape(cfg: Config) -> choose_schedule.MicroBatchShape:
-    """One MoE layer and micro-batch of this run."""
+    """Return the sizes of one MoE layer and micro-batch of a run."""
     return choose_schedule.MicroBatchShape(
         tokens=micro_batch_tokens(cfg),
         d_model=cfg.model.d_model,
@@ -164,7 +176,7 @@ def micro_batch_shape(cfg: Config) -> choose_schedule.MicroBatchShape:
 
 
 def layer_traffic(cfg: Config, calibration: Calibration) -> choose_domain.LayerTraffic:
-    """What one MoE layer of this run sends and computes in one micro-batch."""
+    """Return what one MoE layer of a run sends and computes in one micro-batch."""
     moe, dispatch, d_model = cfg.moe, cfg.dispatch, cfg.model.d_model
     itemsize = ITEMSIZE[cfg.model.compute_dtype]
     rows = micro_batch_tokens(cfg) * moe.top_k
@@ -175,7 +187,7 @@ def layer_traffic(cfg: Config, calibration: Calibration) -> choose_domain.LayerT
         pre_expert_sec=other_flops_per_device(cfg) / calibration.flops_per_sec,
         expert_sec=2 * rows * expert_weights / calibration.flops_per_sec,
         sizes=_group_sizes(cfg),
-        **_fewer_bytes(cfg),
+        **_compression_ratios(cfg),
         num_micro_batches=cfg.train.accumulate_steps,
         remat=cfg.model.remat,
         is_prefetched=dispatch.prefetch is not False,
@@ -183,8 +195,11 @@ def layer_traffic(cfg: Config, calibration: Calibration) -> choose_domain.LayerT
     )
 
 
-def _fewer_bytes(cfg: Config) -> dict[str, float]:
-    """How many times, as blocks and whole entries come out."""
+def _compression_ratios(cfg: Config) -> dict[str, float]:
+    """Return the achieved compression ratios, by field of LayerTraffic.
+
+    They differ from the targets, since blocks and entries are whole numbers.
+    """
     from moejax.moe.weights.domains import achieved_ratio
     from moejax.moe.weights.gradient_compression import SCALE_BYTES
 
@@ -192,20 +207,24 @@ def _fewer_bytes(cfg: Config) -> dict[str, float]:
     dtype = cfg.model.compute_dtype
     size = 3 * cfg.model.d_model * moe.d_expert // cfg.expert_shards
     size //= 1 if "data" in dispatch.group_axes else mesh.data
-    found = {}
+    ratios = {}
     if dispatch.compression != "none":
-        found["compression"] = achieved_ratio(size, dtype, dispatch.compression_ratio)
+        ratios["compression"] = achieved_ratio(size, dtype, dispatch.compression_ratio)
     if dispatch.gradient_compression is not None:
         sizes = (size, dtype, dispatch.gradient_compression, SCALE_BYTES)
-        found["gradient_compression"] = achieved_ratio(*sizes)
-    return found
+        ratios["gradient_compression"] = achieved_ratio(*sizes)
+    return ratios
 
 
 def _group_sizes(cfg: Config) -> dict[str, int]:
+    """Return the number of devices along each mesh axis of Dispatch.group."""
     return {axis: getattr(cfg.mesh, axis) for axis in cfg.dispatch.group_axes}
 
 
 def micro_batch_tokens(cfg: Config) -> int:
-    """Return the tokens of one micro-batch on one device, or on one tensor group."""
+    """Return the number of tokens of one micro-batch on one device.
+
+    The devices of a tensor group hold the same tokens.
+    """
     shards = cfg.mesh.num_batch_shards * cfg.train.accumulate_steps
     return cfg.train.batch_size // shards * cfg.data.seq_len

@@ -1,4 +1,4 @@
-"""Which kernels a run's layers use, in words for its start."""
+"""Choice of the kernels that a run's layers use, and the line that reports it."""
 
 from moejax.config import Config
 from moejax.kernels.device import KernelChoice, device_here
@@ -10,8 +10,11 @@ from moejax.plan.layout import Layout
 
 
 def choose_kernels(cfg: Config, layout: Layout) -> dict[str, KernelChoice]:
-    """By kernel, for a layer of this layout on the device that is here; of later rounds
-    where these get another one."""
+    """Return the implementation of each kernel, for a layer of this layout on the
+    device of this machine.
+
+    "grouped_dot in later rounds" is among them if it differs from that of round 0.
+    """
     if layout.kernels == "plain":
         why = "Dispatch.kernels='plain'"
         grouped = KernelChoice("blocked", why + _emulated(layout))
@@ -29,31 +32,34 @@ def choose_kernels(cfg: Config, layout: Layout) -> dict[str, KernelChoice]:
 
 
 def _grouped_dot(cfg: Config, layout: Layout, num_rows: int) -> KernelChoice:
+    """Return the implementation of the grouped product of `num_rows` rows."""
     shards = 1 if layout.is_local else cfg.expert_shards
     d, f, dtype = cfg.model.d_model, cfg.moe.d_expert // shards, cfg.model.compute_dtype
     is_fp8 = layout.fp8 != "none"
-    found = choose_grouped_dot(dtype, num_rows, d, f, is_fp8=is_fp8)
-    if found.implementation != "hopper":
-        return found._replace(why=found.why + _emulated(layout))
+    choice = choose_grouped_dot(dtype, num_rows, d, f, is_fp8=is_fp8)
+    if choice.implementation != "hopper":
+        return choice._replace(why=choice.why + _emulated(layout))
     shape = ProductShape(num_rows, d, f, layout.slots_per_device)
     kind = device_here().device_kind
     products = layer_products(shape, is_fp8=is_fp8)
-    count = sum(
-        measured_tiles(which, of, dtype, kind) is not None for which, of in products
-    )
-    said = f"{count} of {len(products)} products with measured tiles"
+    count = sum(tuned(which, of, dtype, kind) is not None for which, of in products)
+    tiles = f"{count} of {len(products)} products with measured tiles"
     fp8 = f"fp8 with gradients in {layout.fp8}, " if is_fp8 else ""
-    return KernelChoice("hopper", f"{found.why}, {fp8}{said}")
+    return KernelChoice("hopper", f"{choice.why}, {fp8}{tiles}")
 
 
 def _emulated(layout: Layout) -> str:
-    """What is said of fp8 where nothing multiplies 8-bit values."""
+    """Return the note that fp8 is emulated, for kernels without 8-bit products; '' if
+    the layout has no fp8."""
     if layout.fp8 == "none":
         return ""
-    return f"; fp8 with gradients in {layout.fp8} is emulated, no faster"
+    return f"; fp8 with gradients in {layout.fp8} is emulated, which is no faster"
 
 
 def kernel_line(kernels: dict[str, KernelChoice]) -> str:
-    said = kernels.items()
-    parts = [f"{name} {found.implementation} ({found.why})" for name, found in said]
-    return f"kernels            {', '.join(parts)}"
+    """Return the line that reports each kernel's implementation and the reason."""
+    choices = [
+        f"{name} {choice.implementation} ({choice.why})"
+        for name, choice in kernels.items()
+    ]
+    return f"kernels            {', '.join(choices)}"

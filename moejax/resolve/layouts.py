@@ -1,5 +1,7 @@
-"""Which layouts a run may have: what its policy is made for, unless the configuration
-says otherwise; and the balancer's settings that follow."""
+"""Layouts of a run and settings of its balancer, from the configuration.
+
+A field of `Dispatch` that is None gets the value that the balancing policy works with.
+"""
 
 import typing
 
@@ -10,53 +12,62 @@ from moejax.plan.layout import Layout, Store
 from moejax.resolve.communication import Partition, micro_batch_tokens
 
 
-def step_layout(cfg: Config, parts: Partition) -> Layout:
-    """Return the layout of the step that a run begins with, for one micro-batch."""
+def step_layout(cfg: Config, partition: Partition) -> Layout:
+    """Return the layout of the first train step of a run, for one micro-batch."""
     return Layout.home(
         cfg.moe.num_experts,
-        parts.num_owners,
-        parts.source_tokens(micro_batch_tokens(cfg)) * cfg.moe.top_k,
+        partition.num_owners,
+        partition.source_tokens(micro_batch_tokens(cfg)) * cfg.moe.top_k,
         cfg.dispatch.rows_per_peer,
         cfg.dispatch.buffer_factor,
         transport=cfg.dispatch.transport,
         exchange=cfg.dispatch.exchange,
         kernels=cfg.dispatch.kernels,
         fp8=cfg.dispatch.fp8,
-        **parts.fields,
-        **_store_fields(cfg, parts),
+        **partition.fields,
+        **_store_fields(cfg, partition),
     )
 
 
-def owning_layout(cfg: Config, parts: Partition) -> Layout:
-    """Return the layout with every expert at its owner and nowhere else, and without a
-    domain: how parameters rest, and what an evaluation of another batch runs in."""
-    fields = parts.fields | {"domain": None}
-    return Layout.home(cfg.moe.num_experts, parts.num_owners, 8, **fields)
+def owning_layout(cfg: Config, partition: Partition) -> Layout:
+    """Return the layout in which parameters and moments rest between steps.
+
+    Every expert is at its owner and nowhere else, and there is no domain.
+    """
+    fields = partition.fields | {"domain": None}
+    return Layout.home(cfg.moe.num_experts, partition.num_owners, 8, **fields)
 
 
-def exact_layout(cfg: Config, parts: Partition, batch_size: int, width: int) -> Layout:
-    """Return the home layout for a batch of `batch_size` sequences of `width` tokens;
-    it drops no row, whatever the run does."""
+def exact_layout(
+    cfg: Config, partition: Partition, batch_size: int, width: int
+) -> Layout:
+    """Return a layout that drops no row, for a batch of `batch_size` sequences of
+    `width` tokens.
+
+    Every expert is at its owner and nowhere else, and there is no domain.
+    """
     tokens_per_device = batch_size // cfg.mesh.num_batch_shards * width
-    run_parts, transport = parts, cfg.dispatch.transport
-    parts = run_parts.for_any_batch(tokens_per_device)
-    if parts != run_parts and transport == "ragged":
+    run_partition, transport = partition, cfg.dispatch.transport
+    partition = run_partition.for_any_batch(tokens_per_device)
+    if partition != run_partition and transport == "ragged":
         transport = "padded"
     return Layout.home(
         cfg.moe.num_experts,
-        parts.num_owners,
-        parts.source_tokens(tokens_per_device) * cfg.moe.top_k,
+        partition.num_owners,
+        partition.source_tokens(tokens_per_device) * cfg.moe.top_k,
         buffer_factor=cfg.dispatch.buffer_factor,
         transport=transport,
         kernels=cfg.dispatch.kernels,
         fp8=cfg.dispatch.fp8,
-        **parts.fields | {"domain": None},
+        **partition.fields | {"domain": None},
     )
 
 
 def balancer_settings(cfg: Config, layout: Layout) -> Settings:
-    """Return the balancer's settings for a run that begins in `layout`. Raises
-    ValueError for a split or a store that the policy has no use for."""
+    """Return the balancer's settings for a run that starts in `layout`.
+
+    Raises ValueError for a split or a store that the policy cannot work with.
+    """
     policy = check_policy(cfg.balance.policy)
     if cfg.dispatch.split == "water_filling" and not policy.has_replicas:
         raise ValueError(
@@ -64,15 +75,18 @@ def balancer_settings(cfg: Config, layout: Layout) -> Settings:
             f"Balance.policy='{cfg.balance.policy}' makes none: use 'micromoe' or "
             "another that does"
         )
-    most = cfg.balance.max_slots_per_device
-    if most is None:
-        most = max(2 * layout.experts_per_device + 2, layout.slots_per_device)
-    return Settings.of(cfg.balance, most, _possible_stores(cfg))
+    max_slots = cfg.balance.max_slots_per_device
+    if max_slots is None:
+        max_slots = max(2 * layout.experts_per_device + 2, layout.slots_per_device)
+    return Settings.of(cfg.balance, max_slots, _possible_stores(cfg))
 
 
 def _possible_stores(cfg: Config) -> tuple[Store, ...]:
-    """The one that is named, else all, but 'sharded' only where hidden width divides
-    over data x expert."""
+    """Return the stores that the run can have: Dispatch.store, or all if that is None.
+
+    'sharded' is among all only where data x expert x tensor devices divide the experts'
+    hidden width.
+    """
     if cfg.dispatch.store is not None:
         return (cfg.dispatch.store,)
     shards = cfg.mesh.data * cfg.mesh.expert * cfg.mesh.tensor
@@ -82,15 +96,17 @@ def _possible_stores(cfg: Config) -> tuple[Store, ...]:
     )
 
 
-def _store_sizes(cfg: Config, parts: Partition, store: Store) -> tuple[int, int, int]:
-    """Slots of a device, and what it can offer and hold of copies.
+def _store_sizes(
+    cfg: Config, partition: Partition, store: Store
+) -> tuple[int, int, int]:
+    """Return the slots of a device, and the most copies that it can offer and hold.
 
-    In a merged group a device has the slots that it would have alone: data parallelism
-    holds as many copies anyway. For dynamic replication it has a slot for a copy beside
-    each own expert, which always is enough.
+    In a group of several axes a device has as many slots as it would have in a group of
+    the expert axis alone, since data parallelism holds as many copies anyway. Dynamic
+    replication has a slot for one copy beside each own expert, which is always enough.
     """
     moe, dispatch = cfg.moe, cfg.dispatch
-    own = moe.num_experts // parts.num_owners
+    own = moe.num_experts // partition.num_owners
     alone, is_dynamic = moe.num_experts // cfg.mesh.expert, dispatch.split == "dynamic"
     offers, copies, slots = (
         dispatch.offers_per_device, dispatch.copies_per_device,
@@ -111,39 +127,41 @@ def _store_sizes(cfg: Config, parts: Partition, store: Store) -> tuple[int, int,
     return slots, offers, max(slots - own, 1) if copies is None else copies
 
 
-def _store_fields(cfg: Config, parts: Partition) -> dict:
-    """Fields of the Layout that say how experts reach slots, and rows replicas."""
+def _store_fields(cfg: Config, partition: Partition) -> dict:
+    """Return the fields of the Layout about slots, copies and splits, by name.
+
+    Raises ValueError for settings that contradict one another.
+    """
     moe, dispatch = cfg.moe, cfg.dispatch
     policy = check_policy(cfg.balance.policy)
     if dispatch.exchange == "capacity" and cfg.balance.policy != "home":
         raise ValueError(
-            "Dispatch.exchange='capacity' drops rows by slot, and plans would change "
-            "which: "
-            f"use 'exact' with Balance.policy='{cfg.balance.policy}'"
+            "Dispatch.exchange='capacity' drops rows by slot, so that another plan "
+            "would drop other rows: use 'exact' with "
+            f"Balance.policy='{cfg.balance.policy}'"
         )
     is_dynamic = dispatch.split == "dynamic"
     if is_dynamic and cfg.balance.policy != "home":
         raise ValueError(
-            "Dispatch.split='dynamic' makes the replicas that each micro-batch "
-            "needs: use "
-            f"Balance.policy='home' with it, and not '{cfg.balance.policy}'"
+            "Dispatch.split='dynamic' makes the replicas that each micro-batch needs: "
+            f"use Balance.policy='home' with it, not '{cfg.balance.policy}'"
         )
-    is_local = parts.tensor is not None and parts.tensor.is_local
-    if (parts.domain is not None or is_local) and cfg.balance.policy != "home":
+    is_local = partition.tensor is not None and partition.tensor.is_local
+    if (partition.domain is not None or is_local) and cfg.balance.policy != "home":
         raise ValueError(
             f"Balance.policy='{cfg.balance.policy}' plans for owners between which all "
-            "rows travel, and a domain or schedule='local' keeps some at home: use "
+            "rows travel, and with a domain or schedule='local' some rows do not: use "
             "Balance.policy='home', or Dispatch.domain=(1, 1) and another "
             "Dispatch.schedule"
         )
     store = "transient" if is_dynamic else policy.stores[0]
     store = store if dispatch.store is None else dispatch.store
-    slots, offers, copies = _store_sizes(cfg, parts, store)
+    slots, offers, copies = _store_sizes(cfg, partition, store)
     if slots > moe.num_experts:
         raise ValueError(
-            f"Dispatch.slots_per_device={slots} is more replicas than devices "
-            f"({parts.num_owners}) for some expert: a device needs each "
-            f"once, use num_experts={moe.num_experts} at most"
+            f"Dispatch.slots_per_device={slots} would give some expert more replicas "
+            f"than there are devices ({partition.num_owners}), and a device needs an "
+            f"expert only once: use num_experts={moe.num_experts} at most"
         )
     shards = cfg.mesh.data * cfg.mesh.expert * cfg.mesh.tensor
     if store == "sharded" and moe.d_expert % shards:
@@ -155,7 +173,7 @@ def _store_fields(cfg: Config, parts: Partition) -> dict:
     prefetch = dispatch.prefetch
     if prefetch is None:
         prefetch = policy.prefetch and store == "transient" and not is_dynamic
-        prefetch = prefetch or parts.domain is not None
+        prefetch = prefetch or partition.domain is not None
     return {
         "slots_per_device": slots,
         "store": store,

@@ -1,7 +1,7 @@
-"""Resolved: one run, with every 'auto' and None of its configuration answered.
+"""Resolution of a configuration into a run: every 'auto' and None gets an answer.
 
 resolve(cfg, mesh) -> Resolved    once, at the start
-run.relaid(layout) -> Resolved    the next one, when the balancer changes the layout
+run.relaid(layout) -> Resolved    again, when the balancer changes the layout
 """
 
 import dataclasses
@@ -25,41 +25,45 @@ from moejax.resolve.speeds import load_calibration, make_cost_model
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """What a run is. Programs make it; what they call takes it, or a part of it."""
+    """A run, in which every open question of its configuration has an answer."""
 
     cfg: Config
-    """As the user wrote it. Only what has no open question is read from it: sizes of
-    the network, the optimizer, the data."""
+    """Configuration as the user wrote it. Read from it only what no 'auto' or None can
+    stand for: sizes of the network, the optimizer, the data."""
     mesh: Mesh | AbstractMesh
+    """Mesh of the run's devices, or an abstract one where no device is needed."""
     communication: Communication
+    """Partition of the layers over the mesh, and why it was chosen."""
     layout: Layout
-    """Of the training step that runs now."""
+    """Layout of the train step that runs now."""
     owning: Layout
-    """How parameters and moments rest: every expert at its owner."""
+    """Layout in which parameters and moments rest: every expert is at its owner."""
     calibration: Calibration
+    """Speeds of the mesh, measured or presumed."""
     cost: CostModel
+    """Cost model of the layers at these speeds."""
     settings: Settings
-    """The balancer's."""
+    """Settings of the balancer."""
 
     @functools.cached_property
     def mesh_layout(self) -> MeshLayout:
-        """The layout of the step, with the mesh axes of its layers."""
+        """Layout of the step, with the mesh axes of its layers."""
         return on_mesh(self.mesh, self.layout)
 
     @functools.cached_property
     def owning_on_mesh(self) -> MeshLayout:
-        """The owning layout, with the mesh axes of its layers."""
+        """Owning layout, with the mesh axes of its layers."""
         return on_mesh(self.mesh, self.owning)
 
     @functools.cached_property
     def kernels(self) -> dict[str, KernelChoice]:
-        """By kernel, what the layers of the step take on the device that is here."""
+        """Kernel implementations of the step's layers on the device of this machine."""
         return choose_kernels(self.cfg, self.layout)
 
     @property
     def num_owners(self) -> int:
-        """Devices between which the masters of experts are divided."""
-        return self.communication.parts.num_owners
+        """Number of devices that share out the experts of each layer."""
+        return self.communication.partition.num_owners
 
     def home_plan(self, layout: Layout | None = None) -> ExpertPlan:
         """Return the plan with every expert at its owner, for the step's layout or
@@ -70,14 +74,15 @@ class Resolved:
     def exact_layout(self, batch_size: int, width: int) -> Layout:
         """Return a layout for `batch_size` sequences of `width` tokens that drops no
         row; evaluation and generation run in it."""
-        parts = self.communication.parts
-        return layouts.exact_layout(self.cfg, parts, batch_size, width)
+        partition = self.communication.partition
+        return layouts.exact_layout(self.cfg, partition, batch_size, width)
 
     def relaid(self, layout: Layout) -> "Resolved":
         """Return the same run with another layout of its step.
 
-        A relayout changes slots, store, split and buffers. ValueError where `layout`
-        is cut over the mesh otherwise, which parameters would have to follow.
+        A relayout changes slots, store, split and buffers. Raises ValueError where
+        `layout` is partitioned over the mesh in another way, since the parameters would
+        have to move.
         """
         for name in ("num_experts", "num_devices", "axes", "tensor", "domain"):
             now, new = getattr(self.layout, name), getattr(layout, name)
@@ -88,29 +93,29 @@ class Resolved:
         return dataclasses.replace(self, layout=layout)
 
     def lines(self) -> list[str]:
-        """Say how each open question was answered, and why."""
+        """Return lines on the answer to each open question and the reason for it."""
         return [*self.communication.lines(), kernel_line(self.kernels)]
 
 
 def resolve(cfg: Config, mesh: Mesh | AbstractMesh) -> Resolved:
-    """Answer every open question of a configuration, once.
+    """Return the run of a configuration, with an answer to each 'auto' and None.
 
     `mesh` has the run's devices, or is abstract where none are needed. Raises
-    ValueError with what to do instead: for a calibration of another machine, and for
-    what does not go together.
+    ValueError for a calibration of another machine and for settings that contradict one
+    another; the message says what to do instead.
     """
     check_dense_training(cfg)
     is_abstract = isinstance(mesh, AbstractMesh)
     kind = None if is_abstract else mesh.devices.flat[0].device_kind
     calibration = load_calibration(cfg, kind)
     communication = choose_communication(cfg, calibration)
-    layout = layouts.step_layout(cfg, communication.parts)
+    layout = layouts.step_layout(cfg, communication.partition)
     return Resolved(
         cfg=cfg,
         mesh=mesh,
         communication=communication,
         layout=layout,
-        owning=layouts.owning_layout(cfg, communication.parts),
+        owning=layouts.owning_layout(cfg, communication.partition),
         calibration=calibration,
         cost=make_cost_model(cfg, calibration),
         settings=layouts.balancer_settings(cfg, layout),
@@ -118,27 +123,27 @@ def resolve(cfg: Config, mesh: Mesh | AbstractMesh) -> Resolved:
 
 
 def check_dense_training(cfg: Config) -> None:
-    """Raise ValueError where dense training meets what moves experts to even the load,
-    or what rounds grouped products."""
+    """Raise ValueError where dense training is combined with balancing, fp8 or gradient
+    compression."""
     is_home = cfg.balance.policy == "home" and cfg.dispatch.store in (None, "owned")
     if cfg.router.training == "dense" and not (
         is_home and cfg.dispatch.split != "dynamic"
     ):
         raise ValueError(
-            "Router.training='dense' loads every expert alike, so that nothing is to "
-            f"be balanced, and Balance.policy='{cfg.balance.policy}', Dispatch.store="
-            f"{cfg.dispatch.store!r}, Dispatch.split={cfg.dispatch.split!r}: use "
-            "'home', None and None"
+            "Router.training='dense' loads every expert alike, so that there is "
+            f"nothing to balance, and Balance.policy='{cfg.balance.policy}', "
+            f"Dispatch.store={cfg.dispatch.store!r}, Dispatch.split="
+            f"{cfg.dispatch.split!r}: use 'home', None and None"
         )
     if cfg.router.training == "dense" and cfg.dispatch.fp8 != "none":
         raise ValueError(
-            "Router.training='dense' has no grouped products to take in 8 bits, and "
+            "Router.training='dense' has no grouped products to compute in 8 bits, and "
             f"Dispatch.fp8='{cfg.dispatch.fp8}': use 'none'"
         )
     if cfg.router.training == "dense" and cfg.dispatch.gradient_compression is not None:
         raise ValueError(
-            "Router.training='dense' gathers no experts whose gradients could travel "
-            "back, and "
+            "Router.training='dense' gathers no experts whose gradients could be "
+            "compressed, and "
             f"Dispatch.gradient_compression={cfg.dispatch.gradient_compression}: use "
             "None"
         )

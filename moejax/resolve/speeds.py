@@ -1,4 +1,4 @@
-"""Speeds that a run reckons with: measured ones, or presumed."""
+"""Speeds that a run's predictions use: those of a calibration, or presumed ones."""
 
 import pathlib
 
@@ -9,6 +9,7 @@ from moejax.perf.cost_model import NOTES, CostModel
 from moejax.plan.layout import ITEMSIZE
 
 COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+"""Names of the collectives that predictions need."""
 
 
 def make_cost_model(cfg: Config, calibration: Calibration) -> CostModel:
@@ -33,15 +34,15 @@ def load_calibration(cfg: Config, device_kind: str | None = None) -> Calibration
     """
     if cfg.balance.calibration is None:
         return presumed(_sizes(cfg), device_kind or "any device")
-    calibration = read_calibration(_found(cfg.balance.calibration))
+    calibration = read_calibration(_find_file(cfg.balance.calibration))
     kind = calibration.device_kind if device_kind is None else device_kind
     check(calibration, _sizes(cfg), kind, cfg.model.compute_dtype)
     return calibration
 
 
 def presumed(mesh_sizes: dict[str, int], device_kind: str) -> Calibration:
-    """The speeds of moejax.perf.cost_model.NOTES on every axis, and half a minute to
-    compile."""
+    """Return a calibration with the speeds of moejax.perf.cost_model.NOTES on every
+    mesh axis, and 30 seconds to compile."""
     line = {"latency_sec": 0.0, "bytes_per_sec": NOTES.bytes_per_sec, "r2": 1.0}
     return Calibration(
         device_kind=device_kind,
@@ -56,7 +57,8 @@ def presumed(mesh_sizes: dict[str, int], device_kind: str) -> Calibration:
 
 
 def other_flops_per_device(cfg: Config) -> float:
-    """Forward, of a block without its routed experts, in one micro-batch."""
+    """Return the forward FLOPs of a block without its routed experts, on one device in
+    one micro-batch."""
     flops = flops_per_token(cfg.network)
     rest = flops.attention_projections + flops.attention_scores + flops.shared
     tokens = cfg.train.batch_size * cfg.data.seq_len / cfg.train.accumulate_steps
@@ -65,11 +67,12 @@ def other_flops_per_device(cfg: Config) -> float:
 
 
 def _sizes(cfg: Config) -> dict[str, int]:
+    """Return the number of devices along each mesh axis."""
     return dict(zip(("dc", "data", "expert", "tensor"), cfg.mesh.sizes))
 
 
-def _found(path: str) -> pathlib.Path:
-    """A path from the working directory or, as shipped configs have it, from the folder
-    that holds train/."""
+def _find_file(path: str) -> pathlib.Path:
+    """Return a path relative to the working directory or, if there is no such file,
+    relative to the folder that holds train/, as the shipped configs need it."""
     here = pathlib.Path(path)
     return here if here.exists() else pathlib.Path(__file__).parents[2] / path

@@ -140,7 +140,7 @@ def test_the_run_says_what_fp8_is_there(fp8):
     cfg = config(fp8=fp8)
     layout = make_layout(cfg)
     assert layout.fp8 == fp8
-    emulated = f"; fp8 with gradients in {fp8} is emulated, no faster"
+    emulated = f"; fp8 with gradients in {fp8} is emulated, which is no faster"
     line = kernel_line(choose_kernels(cfg, layout))
     assert f"blocked (the kernels are for Hopper, not cpu{emulated}), permute" in line
     plain = dataclasses.replace(layout, kernels="plain")

@@ -19,5 +19,5 @@ def make_run(cfg: Config) -> Resolved:
 
 def make_layout(cfg: Config) -> Layout:
     """Return the layout of the run's step; its plans may come from no policy."""
-    parts = choose_communication(cfg, load_calibration(cfg)).parts
-    return step_layout(cfg, parts)
+    partition = choose_communication(cfg, load_calibration(cfg)).partition
+    return step_layout(cfg, partition)

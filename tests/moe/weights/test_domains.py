@@ -217,7 +217,7 @@ def init(cfg) -> None:
         ),
         (
             lambda: config(PLAIN, gradient_compression=8.0),
-            ["Dispatch.gradient_compression=8.0", "domain is (1, 1)", "or None"],
+            ["Dispatch.gradient_compression=8.0", "domain is (1, 1)", "ion=None"],
         ),
         (
             lambda: domain_config(PLAIN, (2, 2), gradient_compression=0.5),

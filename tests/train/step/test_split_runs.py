@@ -69,7 +69,10 @@ def test_a_run_that_goes_on_from_home_begins_spread(home):
             (*MICROMOE, "Dispatch.split = 'dynamic'"),
             "use Balance.policy='home' with it",
         ),
-        ((*MICROMOE, "Dispatch.slots_per_device = 9"), "more replicas than devices"),
+        (
+            (*MICROMOE, "Dispatch.slots_per_device = 9"),
+            "more replicas than there are devices",
+        ),
         ((*DYNAMIC, "Dispatch.copies_per_device = 0"), "of each are always enough"),
         (
             (*MICROMOE, "Dispatch.fused_split = True"),
