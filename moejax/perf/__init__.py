@@ -1,4 +1,4 @@
-"""Seconds and bytes, predicted from a calibration: cost model, schedules and domains.
+"""Predictions of seconds and bytes from a calibration: cost model, schedules, domains.
 
-NumPy only. What to do about a prediction is decided in `moejax.balance`.
+This package needs NumPy only. `moejax.balance` decides by its predictions.
 """

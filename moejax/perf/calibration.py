@@ -1,4 +1,4 @@
-"""What was measured on a mesh, as JSON, and the cost model that follows from it."""
+"""Speeds that were measured on a mesh, as JSON, and the cost model that follows."""
 
 import dataclasses
 import json
@@ -8,8 +8,10 @@ from moejax.perf.cost_model import CostModel
 from moejax.plan.layout import GROUP_AXES
 
 LINE_KEYS = ("latency_sec", "bytes_per_sec", "r2")
+"""Keys of a fitted line: seconds = latency_sec + bytes / bytes_per_sec."""
 BYTES_PER_MOVED_WEIGHT = 3 * 4
-"""A float32 master and two float32 moments."""
+"""Bytes that move with a weight to another owner: a float32 master parameter and two
+float32 moments."""
 LEAVING_SHARE = {
     "all_to_all": lambda w: (w - 1) / w,
     "all_gather": lambda w: (w - 1) / w,
@@ -17,42 +19,55 @@ LEAVING_SHARE = {
     "all_reduce": lambda w: 2 * (w - 1) / w,
     "ppermute": lambda w: 1.0,
 }
-"""Of the larger array's bytes, what leaves a device of a group of w."""
+"""Share of the larger array's bytes that leaves a device, by collective, in a group of
+w devices."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Straight lines of time over bytes that leave a device, per collective and mesh
-    axes, and the speed of the grouped matmul."""
+    """Measured speeds of a mesh.
+
+    For each collective and mesh axis there is a straight line of seconds over the bytes
+    that leave a device; there is also the throughput of the grouped matmul.
+    """
 
     device_kind: str
+    """Kind of the devices, as jax names it."""
     mesh: dict[str, int]
-    """Sizes of the axes dc, data, expert and tensor."""
+    """Number of devices along the axes dc, data, expert and tensor."""
     compute_dtype: str
+    """Number format of the measured matmuls and collectives."""
     collectives: dict[str, dict[str, dict[str, float]]]
-    """collectives[name][axes] has latency_sec, bytes_per_sec and r2; axes is one mesh
-    axis, or several joined: "expert_tensor"."""
+    """Lines by collective and axes: collectives[name][axes] has latency_sec,
+    bytes_per_sec and r2; axes is one mesh axis, or several joined, "expert_tensor"."""
     flops_per_sec: float
+    """Throughput of the grouped matmul on one device."""
     matmul_r2: float
+    """Coefficient of determination of the line that gave flops_per_sec."""
     compile_sec: float
+    """Time to compile a train step."""
     when: str
+    """Date of the measurement, or "presumed"."""
 
     def to_json(self) -> str:
+        """Return the calibration as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Calibration":
-        """ValueError, one line, unless every field is there and nothing else."""
+        """Return the calibration that `to_json` wrote.
+
+        Raises ValueError with one line unless every field is there and nothing else.
+        """
         try:
             record = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"it is damaged, {error}") from error
         names = {field.name for field in dataclasses.fields(cls)}
-        found = set(record) if isinstance(record, dict) else set()
-        if found != names:
+        keys = set(record) if isinstance(record, dict) else set()
+        if keys != names:
             raise ValueError(
-                f"fields missing {sorted(names - found)}, unknown "
-                f"{sorted(found - names)}"
+                f"fields missing {sorted(names - keys)}, unknown {sorted(keys - names)}"
             )
         _check_collectives(record["collectives"])
         _check_numbers(record)
@@ -60,7 +75,10 @@ class Calibration:
 
 
 def read_calibration(path: str | pathlib.Path) -> Calibration:
-    """Of a file that tools/calibrate.py wrote; ValueError, one line, if it is not."""
+    """Return the calibration in a file that tools/calibrate.py wrote.
+
+    Raises ValueError with one line if there is none in it.
+    """
     try:
         return Calibration.from_json(pathlib.Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -75,8 +93,8 @@ def check(
     device_kind: str,
     compute_dtype: str,
 ) -> None:
-    """ValueError when it was measured on another mesh or kind of device, or in another
-    dtype."""
+    """Raise ValueError if the calibration was measured on another mesh or kind of
+    device, or in another dtype."""
     if calibration.compute_dtype != compute_dtype:
         raise ValueError(
             f"the calibration was measured in {calibration.compute_dtype}, and "
@@ -105,12 +123,13 @@ def cost_model(
     remat: str = "none",
     group: tuple[str, ...] = GROUP_AXES["expert"],
 ) -> CostModel:
-    """Of SwiGLU experts: three matrices [d_model, d_expert], 2 FLOPs per weight. Their
-    hidden width is split over data until a layer computes, unless data is one of the
-    mesh axes of the group.
+    """Return the cost model of SwiGLU experts at the calibration's speeds.
 
-    `itemsize` is bytes per element in the compute dtype; `other_flops_per_device` the
-    forward FLOPs of the rest of a block in one micro-batch.
+    An expert has three matrices [d_model, d_expert] and 2 FLOPs per weight and row. Its
+    hidden width is split over data until a layer computes, unless data is one of the
+    mesh axes of the group. `itemsize` is bytes per element in the compute dtype, and
+    `other_flops_per_device` the forward FLOPs of the rest of a block on one device in
+    one micro-batch. Raises ValueError where the calibration lacks a line.
     """
     data = 1 if "data" in group else calibration.mesh["data"]
     weights = 3 * d_model * d_expert
@@ -142,14 +161,17 @@ def cost_model(
 def find_line(
     calibration: Calibration, collective: str, axes: tuple[str, ...]
 ) -> dict[str, float]:
-    """The line of a collective over these mesh axes together, each of several devices:
-    that of their product ("expert_tensor") where it was measured, else the slowest of
-    those of the axes. All groups of the mesh ran at once when it was measured, so a
-    link that they share is in it. ValueError, one line, where there is none."""
+    """Return the line of a collective over these mesh axes together.
+
+    Each axis has several devices. The line is that of their product ("expert_tensor")
+    where it was measured, else the one of the single axes with the least bytes_per_sec.
+    All groups of the mesh ran at once in the measurement, so that a link that they
+    share is accounted for. Raises ValueError with one line where there is none.
+    """
     lines = calibration.collectives.get(collective, {})
-    own = "_".join(axes)
-    if own in lines:
-        return lines[own]
+    product = "_".join(axes)
+    if product in lines:
+        return lines[product]
     for axis in axes:
         if axis not in lines:
             raise ValueError(
@@ -160,13 +182,17 @@ def find_line(
 
 
 def leaving_bytes(collective: str, size_bytes: float, num_devices: int) -> float:
-    """What leaves each device of a group in one collective. The size is that of the
-    larger array on a device: what it sends in an all_to_all, the output of an
-    all_gather, the input of a reduce_scatter or all_reduce (a ring's)."""
+    """Return the bytes that leave each device of a group in one collective.
+
+    `size_bytes` is the size of the larger array on a device: the buffer that it sends
+    in an all_to_all, the output of an all_gather, the input of a reduce_scatter or of a
+    ring all_reduce.
+    """
     return LEAVING_SHARE[collective](num_devices) * size_bytes
 
 
 def _check_collectives(collectives) -> None:
+    """Raise ValueError for a line without its keys or with impossible values."""
     for name, axes in collectives.items():
         for axis, line in axes.items():
             if sorted(line) != sorted(LINE_KEYS):
@@ -182,6 +208,7 @@ def _check_collectives(collectives) -> None:
 
 
 def _check_numbers(record: dict) -> None:
+    """Raise ValueError for impossible values of flops_per_sec or compile_sec."""
     if not (record["flops_per_sec"] > 0 and record["compile_sec"] >= 0):
         raise ValueError(
             "flops_per_sec must be above 0 and compile_sec at least 0, and they are "

@@ -1,20 +1,26 @@
-"""How large domains should be: devices of a domain gather each other's experts, rows
-travel between domains alone (HybridEP's stream model, arXiv 2510.19470, for training).
+"""Choice of the size of domains by predicted time.
 
-    G        devices of the group, level by level, slow to fast: dc, then expert
-    S        devices of a domain at each level: a divisor of the level's
+The devices of a domain gather one another's experts, so that rows travel between
+domains only. The times are those of HybridEP's stream model (arXiv 2510.19470),
+extended to training.
+
+    G        devices of the group at each level, slow to fast: dc, then expert
+    S        devices of a domain at each level: a divisor of G
     D        bytes that a device puts into one all_to_all      row_bytes
     P_E      bytes of the experts of one device                expert_bytes
 
-    level        sent once by each device           how often
-    all_gather   P_E (S of slower levels) (S - 1)   forward; again with remat
-    all_to_all   D (1 - S / G)                      2 forward, 2 back; 2 again, 'full'
-    reduce_scatter   as the all_gather              back: gradients of gathered experts
-    all_to_all   P_E (S - 1) over all levels        back instead: compressed gradients
+    collective       bytes that each device sends       when
+    all_gather       P_E (S of slower levels) (S - 1)   forward; again with remat
+    all_to_all       D (1 - S / G)                      2 forward, 2 backward; 2 more
+                                                        with remat 'full'
+    reduce_scatter   as the all_gather                  backward: gradients of experts
+    all_to_all       P_E (S - 1) over all levels        in place of the reduce_scatter:
+                                                        compressed gradients
 
-Experts cross the slow level first, alone; then the fast level, with what came. The
-paper counts neither the reduce_scatter nor an uplink that devices share. Here the lines
-of a Calibration were measured with all groups at once: a shared uplink is in them.
+A device's experts cross the slow level first. All experts that are then on a device
+cross the fast level. The paper counts neither the reduce_scatter nor an uplink that
+devices share. The lines of a Calibration were measured with all groups at once, so that
+they account for a shared uplink.
 """
 
 import dataclasses
@@ -27,89 +33,115 @@ from moejax.perf.calibration import Calibration, leaving_bytes
 from moejax.perf.terms import Prediction, Term
 
 DomainSizes = tuple[int, ...]
+"""Number of a domain's devices at each level."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerTraffic:
-    """What one MoE layer sends and computes in one micro-batch. Seconds are forward."""
+    """Bytes and seconds of one MoE layer in one micro-batch, without domains.
+
+    Seconds are those of the forward pass.
+    """
 
     row_bytes: float
+    """Bytes of rows that a device puts into one all_to_all (D)."""
     expert_bytes: float
+    """Bytes of the experts that one device owns (P_E)."""
     pre_expert_sec: float
-    """Of what comes before the experts (attention): gathered experts hide under it."""
+    """Time of the work before the experts (attention), which hides gathered experts."""
     expert_sec: float
+    """Time of the experts' products."""
     sizes: Mapping[str, int]
-    """Devices along each mesh axis of the group, slow to fast: {"dc": 2, ..}"""
+    """Number of devices along each mesh axis of the group, slow to fast: {"dc": 2, ..}
+    """
     compression: float = 1.0
-    """Moved experts take so many times fewer bytes; 1 is exact."""
+    """Compression ratio of gathered experts: 50 sends 1/50 of the bytes, 1 all."""
     gradient_compression: float | None = None
-    """And so many times fewer their gradients, once a step; None: whole."""
+    """Compression ratio of their gradients, which then travel once a step; None: they
+    travel whole."""
     num_micro_batches: int = 1
-    """Of a step; what moves once a step counts for each by its share."""
+    """Number of micro-batches per step. Traffic of once a step is divided by it."""
     is_training: bool = True
+    """Whether there is a backward pass."""
     remat: str = "none"
+    """Copy of Model.remat."""
     dense_sec: float = 0.0
-    """All-reduce of all other gradients: the same for every domain."""
+    """Time of the all_reduce of all other gradients, the same for every domain."""
     is_prefetched: bool = True
-    """Experts of the next layer travel under the work before them; compressed ones
-    after the optimizer, under nothing."""
+    """Whether experts of the next layer travel under the work before them. Compressed
+    experts travel after the optimizer, and nothing hides them."""
     is_hierarchical: bool = True
-    """Rows travel level by level; else in one all_to_all over all of them."""
+    """Whether rows travel level by level, and not in one all_to_all over all levels."""
 
     @property
     def num_exchanged(self) -> int:
-        """All_to_alls."""
+        """Number of times that rows travel by all_to_all."""
         return 2 + self.is_training * (2 + 2 * (self.remat == "full"))
 
     @property
     def num_computed(self) -> int:
-        """Forward times of the experts."""
+        """Time of the experts over that of their forward pass."""
         return 1 + self.is_training * (2 + (self.remat != "none"))
 
     @property
     def num_gathered(self) -> int:
-        """How often experts travel. Prefetched ones are kept for the way back."""
-        is_kept = self.is_prefetched or self.moves_once
-        return 1 + self.is_training * (self.remat != "none" and not is_kept)
+        """Number of times that experts are gathered.
+
+        Experts that are prefetched, or move once a step, stay for the backward pass.
+        """
+        stays = self.is_prefetched or self.moves_once
+        return 1 + self.is_training * (self.remat != "none" and not stays)
 
     @property
     def moves_once(self) -> bool:
-        """Whether experts move once a step, before its first micro-batch: compressed
-        ones, and those that gradients are summed by over micro-batches."""
+        """Whether experts move once a step, before its first micro-batch.
+
+        They do where they are compressed, or where their gradients are, since the
+        gradients are then summed over micro-batches before they travel.
+        """
         return self.compression > 1 or self.gradient_compression is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class DomainChoice:
+    """Domain that takes the least predicted time, and the prediction of each one."""
+
     domain: DomainSizes
     predictions: dict[DomainSizes, Prediction]
     why: str
+    """Reason for the choice, in a line."""
 
     def table(self) -> str:
-        """Every candidate's predicted time by term, fastest first."""
+        """Return each candidate's predicted time by term, fastest first."""
         return terms.tables(self.predictions)
 
 
 def choose(
     stream: LayerTraffic, calibration: Calibration, max_bytes: float = math.inf
 ) -> DomainChoice:
-    """The domain that takes the least time, of all divisors of each level; of equally
-    fast ones the smallest. Gathered experts may take `max_bytes` on a device."""
-    every = candidates(stream.sizes)
-    fitting = [d for d in every if gathered_bytes(stream, d) <= max_bytes]
+    """Return the domain that takes the least time, of all candidates whose gathered
+    experts take `max_bytes` at most on a device.
+
+    Of equally fast domains the smallest is taken.
+    """
+    domains = candidates(stream.sizes)
+    fitting = [d for d in domains if gathered_bytes(stream, d) <= max_bytes]
     predictions = {domain: predict(stream, domain, calibration) for domain in fitting}
     chosen = terms.first_fastest(predictions)
-    why = f"domain {terms.why(chosen, predictions, every[0])}"
-    if len(fitting) < len(every):
+    why = f"domain {terms.why(chosen, predictions, domains[0])}"
+    if len(fitting) < len(domains):
         why += (
-            f"; {len(every) - len(fitting)} larger ones need more than "
+            f"; {len(domains) - len(fitting)} larger ones need more than "
             f"{1e-6 * max_bytes:.4g} MB for gathered experts"
         )
     return DomainChoice(chosen, predictions, why)
 
 
 def candidates(sizes: Mapping[str, int]) -> list[DomainSizes]:
-    """All divisors of each level, smallest first: that is plain expert parallelism."""
+    """Return all domains whose sizes divide the levels, smallest first.
+
+    The first has one device at each level: plain expert parallelism.
+    """
     divisors = [
         [size for size in range(1, whole + 1) if whole % size == 0]
         for whole in sizes.values()
@@ -118,75 +150,86 @@ def candidates(sizes: Mapping[str, int]) -> list[DomainSizes]:
 
 
 def gathered_bytes(stream: LayerTraffic, domain: DomainSizes) -> float:
-    """Of one layer's gathered experts on a device: S P_E, its own among them, in full
-    size whatever the compression. 0 where nothing is gathered."""
+    """Return the bytes of one layer's gathered experts on a device.
+
+    They are S P_E, the device's own experts included, in full size whatever the
+    compression, and 0 in a domain of one device.
+    """
     size = math.prod(domain)
     return size * stream.expert_bytes if size > 1 else 0.0
 
 
 def share_leaving(domain_size: int, num_devices: int) -> float:
-    """The part of the rows that leave a device with S = 1 that still leave it, in one
-    level of more than one device: (G - S) / (G - 1), the paper's p."""
+    """Return the rows that leave a device over those that leave it without domains.
+
+    In one level of more than one device that is (G - S) / (G - 1), the paper's p.
+    """
     return (num_devices - domain_size) / (num_devices - 1)
 
 
 def predict(
     stream: LayerTraffic, domain: DomainSizes, calibration: Calibration
 ) -> Prediction:
-    """Seconds of one layer and micro-batch, backward included when training.
+    """Return the time of one layer and micro-batch, in training with the backward pass.
 
-    Rows are even over experts. Prefetched experts hide forward, under what comes before
-    the experts; gradients, and experts gathered again under remat, hide under nothing.
-    Equations 8 to 12, with max(a, b) as a + b - min(a, b). ValueError where the domain
-    has not a divisor of each level.
+    Rows are even over experts. Prefetched experts hide in the forward pass, under the
+    work before the experts. Nothing hides gradients, nor experts that are gathered
+    again under remat. The formulas are equations 8 to 12, with max(a, b) written as
+    a + b - min(a, b). Raises ValueError unless the domain divides each level.
     """
     _check(stream, domain)
-    out = _moved(stream, domain, calibration, "all_gather")
-    back = _moved(stream, domain, calibration, "reduce_scatter")
+    forward = _expert_terms(stream, domain, calibration, "all_gather")
+    backward = _expert_terms(stream, domain, calibration, "reduce_scatter")
     if stream.gradient_compression is not None:
-        back = [_scattered(stream, domain, calibration)]
-    out_sec = sum(term.sec for term in out) / stream.num_gathered
+        backward = [_compressed_gradient_term(stream, domain, calibration)]
+    gather_sec = sum(term.sec for term in forward) / stream.num_gathered
     is_hidden = stream.is_prefetched and not stream.moves_once
-    hidden_sec = min(stream.pre_expert_sec, out_sec) if is_hidden else 0.0
+    hidden_sec = min(stream.pre_expert_sec, gather_sec) if is_hidden else 0.0
     is_summed = stream.is_training and stream.dense_sec > 0
     passes, times = 1 + 2 * stream.is_training, stream.num_computed
     passes += stream.is_training * (stream.remat == "full")
     return terms.make_prediction(
         Term("pre-expert", passes, 0.0, passes * stream.pre_expert_sec),
-        *out,
+        *forward,
         Term("hidden under pre-expert", int(hidden_sec > 0), 0.0, -hidden_sec),
-        *_exchanged(stream, domain, calibration),
+        *_row_terms(stream, domain, calibration),
         Term("experts", times, 0.0, times * stream.expert_sec),
-        *back,
+        *backward,
         Term("dense all_reduce", int(is_summed), 0.0, stream.dense_sec),
     )
 
 
-def _moved(
+def _expert_terms(
     stream: LayerTraffic, domain: DomainSizes, calibration: Calibration, collective: str
 ) -> list[Term]:
-    """Experts on their way out, or their gradients on their way back: level by level,
-    in a set that grows."""
+    """Return the terms of experts ('all_gather') or of their gradients
+    ('reduce_scatter'), one for each level.
+
+    Each level sends the experts that all slower levels have gathered.
+    """
     size_bytes, count = stream.expert_bytes / stream.compression, stream.num_gathered
     parts = stream.num_micro_batches if stream.moves_once else 1
     if collective == "reduce_scatter":
         size_bytes, count, parts = stream.expert_bytes, int(stream.is_training), 1
-    moved = []
+    levels = []
     for axis, size in zip(stream.sizes, domain, strict=True):
         size_bytes *= size
         leaving = leaving_bytes(collective, size_bytes, size)
         term = terms.collective_term(
             calibration, collective, {axis: size}, leaving, count
         )
-        moved.append(terms.split_term(term, parts))
-    return moved
+        levels.append(terms.split_term(term, parts))
+    return levels
 
 
-def _scattered(
+def _compressed_gradient_term(
     stream: LayerTraffic, domain: DomainSizes, calibration: Calibration
 ) -> Term:
-    """Compressed gradients: to each other member at once, for entries do not add up on
-    their way."""
+    """Return the term of compressed gradients.
+
+    They travel over all levels at once, since their entries cannot be added up level by
+    level.
+    """
     group = dict(zip(stream.sizes, domain, strict=True))
     size_bytes = math.prod(domain) * stream.expert_bytes / stream.gradient_compression
     leaving = leaving_bytes("all_to_all", size_bytes, math.prod(domain))
@@ -196,26 +239,28 @@ def _scattered(
     return terms.split_term(term, stream.num_micro_batches)
 
 
-def _exchanged(
+def _row_terms(
     stream: LayerTraffic, domain: DomainSizes, calibration: Calibration
 ) -> list[Term]:
-    """Rows between devices at the same place of their domains."""
+    """Return the terms of rows, which travel between devices at the same place of their
+    domains."""
     pairs = zip(stream.sizes.items(), domain, strict=True)
-    apart = {axis: whole // size for (axis, whole), size in pairs}
-    levels = [{axis: count} for axis, count in apart.items()]
-    exchanged = []
-    for group in levels if stream.is_hierarchical else [apart]:
+    num_domains = {axis: whole // size for (axis, whole), size in pairs}
+    levels = [{axis: count} for axis, count in num_domains.items()]
+    rows = []
+    for group in levels if stream.is_hierarchical else [num_domains]:
         devices = terms.num_devices(group)
         leaving = leaving_bytes("all_to_all", stream.row_bytes, devices)
-        exchanged.append(
+        rows.append(
             terms.collective_term(
                 calibration, "all_to_all", group, leaving, stream.num_exchanged
             )
         )
-    return exchanged
+    return rows
 
 
 def _check(stream: LayerTraffic, domain: DomainSizes) -> None:
+    """Raise ValueError unless the domain divides each level of the group."""
     sizes = tuple(stream.sizes.values())
     is_divisor = len(domain) == len(sizes) and all(
         size >= 1 and whole % size == 0 for size, whole in zip(domain, sizes)
@@ -223,6 +268,6 @@ def _check(stream: LayerTraffic, domain: DomainSizes) -> None:
     if not is_divisor:
         names = " x ".join(f"{axis}={size}" for axis, size in stream.sizes.items())
         raise ValueError(
-            f"domain {domain} must have a divisor of each level of {names}: use one "
-            f"of {candidates(stream.sizes)}"
+            f"domain {domain} must divide each level of {names}: use one of "
+            f"{candidates(stream.sizes)}"
         )

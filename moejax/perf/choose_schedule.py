@@ -1,5 +1,7 @@
-"""Which schedule of collectives a layer's rows travel by: predicted from a calibration,
-one named sum of terms for each, and the fastest taken (Parm, arXiv 2407.00599).
+"""Choice of the schedule of collectives by predicted time (Parm, arXiv 2407.00599).
+
+The time of each schedule is a sum of named terms, at the speeds of a calibration. The
+fastest schedule is taken.
 
     base    gather tokens over shards, all_to_all, experts, all_reduce, back (DeepSpeed)
     s1      split tokens over tensor, one all_to_all over owners x shards, gather tokens
@@ -10,7 +12,8 @@ one named sum of terms for each, and the fastest taken (Parm, arXiv 2407.00599).
     n  tokens of a tensor group      T  rows of its full send buffer, buffer_factor k n
     MP tensor                        ESP  expert_shards, EP owners: EP ESP = group x MP
 
-Sizes follow the papers: what an all_to_all sends, an all_gather returns, others take.
+The size of a collective is the papers': what an all_to_all sends, what an all_gather
+returns, and what any other takes.
 """
 
 import dataclasses
@@ -25,40 +28,54 @@ from moejax.plan.schedule_rules import SCHEDULES, UNSPLIT
 USUAL = "base"
 """The schedule that others are compared with: DeepSpeed-MoE's."""
 COUNT_BYTES = 4
-"""Loads are exchanged as int32, one for each expert."""
+"""Bytes of one expert's load, which is exchanged as an int32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatchShape:
-    """Of one MoE layer in one micro-batch."""
+    """Sizes of one MoE layer and one micro-batch, on which its time depends."""
 
     tokens: int
-    """Of one tensor group: each of its devices holds all of them."""
+    """Number of tokens of one tensor group, each of whose devices holds all of them."""
     d_model: int
+    """Width of a token."""
     d_expert: int
+    """Hidden width of one expert, all of its shards together."""
     num_experts: int
     top_k: int
     buffer_factor: float
+    """Copy of Dispatch.buffer_factor: buffers over the even share of rows."""
     itemsize: int
+    """Bytes of one element in the compute dtype."""
     tensor: int
+    """Number of devices along the tensor axis (MP)."""
     expert_shards: int
-    """Parts that one expert's hidden width is cut into."""
+    """Number of parts into which the hidden width of each expert is cut (ESP)."""
     sizes: Mapping[str, int]
-    """Devices along each mesh axis of the group, slow to fast: {"expert": 4}."""
+    """Number of devices along each mesh axis of the group, slow to fast:
+    {"expert": 4}."""
     is_training: bool = True
+    """Whether there is a backward pass."""
     remat: str = "none"
+    """Copy of Model.remat."""
     overlap: float = 0.0
-    """Part of the shorter of s2's last all_to_all and gather of rows that the longer
-    one hides (SAA); 0 where collectives are serial."""
+    """Share of the shorter of s2's last all_to_all and gather of rows that the longer
+    one hides (Parm's SAA); 0 where collectives are serial."""
 
     @cached_property
     def groups(self) -> dict[str, dict[str, int]]:
-        """Mesh axes, {name: devices}, of owners of experts, of the shards of one, of
-        both (everyone), of the part of tensor that owners lie along (outer), and of
-        that of expert that shards lie along (within)."""
+        """Groups of devices between which collectives run, as {mesh axis: devices}.
+
+        owners     between owners of different experts
+        shards     between the shards of one expert
+        everyone   between all of these
+        tensor     along the tensor axis
+        outer      along the part of the tensor axis that separates owners
+        within     along the part of the expert axis that separates shards
+        """
         expert, tensor, shards = self.sizes["expert"], self.tensor, self.expert_shards
-        outer, inner = terms.parted("tensor", tensor, min(tensor, shards))
-        owners, within = terms.parted("expert", expert, max(1, shards // tensor))
+        outer, inner = terms.split_axis("tensor", tensor, min(tensor, shards))
+        owners, within = terms.split_axis("expert", expert, max(1, shards // tensor))
         others = {axis: size for axis, size in self.sizes.items() if axis != "expert"}
         return {
             "owners": {**others, **owners, **outer},
@@ -71,42 +88,46 @@ class MicroBatchShape:
 
     @property
     def num_exchanged(self) -> int:
-        """Passes that exchange rows: forward, back, and forward again."""
+        """Number of passes that exchange rows: forward, backward, and forward again
+        with remat 'full'."""
         return 1 + self.is_training * (1 + (self.remat == "full"))
 
     @property
     def num_computed(self) -> int:
-        """Forward times of the experts."""
+        """Time of the experts over that of their forward pass."""
         return 1 + self.is_training * (2 + (self.remat != "none"))
 
     @property
     def num_fetched(self) -> int:
-        """How often weights that lie in parts are gathered."""
+        """Number of times that weights which rest in parts are gathered."""
         return 1 + self.is_training * (self.remat != "none")
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleChoice:
+    """Schedule that takes the least predicted time, and the prediction of each one."""
+
     schedule: str
     predictions: dict[str, Prediction]
     why: str
+    """Reason for the choice, in a line."""
 
     def table(self) -> str:
-        """Every candidate's predicted time by term, fastest first."""
+        """Return each candidate's predicted time by term, fastest first."""
         return terms.tables(self.predictions)
 
 
 def choose(
     shape: MicroBatchShape,
     calibration: Calibration,
-    among: Collection[str] | None = None,
+    permitted: Collection[str] | None = None,
 ) -> ScheduleChoice:
-    """Return the fastest of the candidates that are `among` (None: of all candidates).
+    """Return the fastest of the schedules that can run and are `permitted`.
 
-    ValueError as `candidates`.
+    None permits all. Raises ValueError as `candidates` does.
     """
-    among = TIMES if among is None else among
-    names = [name for name in candidates(shape) if name in among]
+    permitted = TIMES if permitted is None else permitted
+    names = [name for name in candidates(shape) if name in permitted]
     predictions = {name: predict(shape, calibration, name) for name in names}
     chosen = terms.first_fastest(predictions)
     usual = USUAL if USUAL in names else chosen
@@ -114,7 +135,10 @@ def choose(
 
 
 def candidates(shape: MicroBatchShape) -> tuple[str, ...]:
-    """Those that can run; ValueError, one line with the rules, when none can."""
+    """Return the schedules that can run with these sizes.
+
+    Raises ValueError with one line of the rules that are broken when none can.
+    """
     refusals = {name: refusal(shape, name) for name in TIMES}
     if all(refusals.values()):
         rules = "; ".join(dict.fromkeys(refusals.values()))
@@ -123,26 +147,29 @@ def candidates(shape: MicroBatchShape) -> tuple[str, ...]:
 
 
 def refusal(shape: MicroBatchShape, schedule: str) -> str:
-    """The rule that keeps a schedule from running, in a line; '' when none does."""
+    """Return the rule that keeps a schedule from running, in a line, or ''."""
     rules = _rules_of_local if SCHEDULES[schedule].is_local else _rules
     return next((rule for holds, rule in rules(shape, schedule) if not holds), "")
 
 
 def _rules(shape: MicroBatchShape, schedule: str) -> Iterator[tuple[bool, str]]:
+    """Yield each rule of a schedule in words, and whether the sizes obey it."""
     tensor, shards, expert = shape.tensor, shape.expert_shards, shape.sizes["expert"]
-    said = f"expert_shards={shards} must"
     yield (
         tensor % shards == 0 or expert * tensor % shards == shards % tensor == 0,
-        f"{said} divide tensor={tensor}, or be {tensor} times a divisor of the expert "
-        f"axis ({expert}): use {tensor}",
+        f"expert_shards={shards} must divide tensor={tensor}, or be {tensor} times a "
+        f"divisor of the expert axis ({expert}): use {tensor}",
     )
-    fits, width = shape.d_expert % shards == 0, f"d_expert={shape.d_expert}"
-    yield fits, f"{said} divide {width}: use {tensor}, or another d_expert"
+    yield (
+        shape.d_expert % shards == 0,
+        f"expert_shards={shards} must divide d_expert={shape.d_expert}: use {tensor}, "
+        "or another d_expert",
+    )
     owners = num_devices(shape.groups["owners"])
     yield (
         shape.num_experts % owners == 0,
-        f"num_experts={shape.num_experts} must be divisible by their {owners} owners: "
-        f"use {-(-shape.num_experts // owners) * owners}",
+        f"num_experts={shape.num_experts} must be divisible by the {owners} owners of "
+        f"experts: use {-(-shape.num_experts // owners) * owners}",
     )
     parts = SCHEDULES[schedule].num_parts(tensor, shards)
     yield (
@@ -155,6 +182,7 @@ def _rules(shape: MicroBatchShape, schedule: str) -> Iterator[tuple[bool, str]]:
 def _rules_of_local(
     shape: MicroBatchShape, schedule: str
 ) -> Iterator[tuple[bool, str]]:
+    """Yield each rule of a local schedule in words, and whether the sizes obey it."""
     group, tensor = "_".join(shape.sizes), shape.tensor
     yield (
         tensor > 1,
@@ -174,43 +202,46 @@ def _rules_of_local(
 def predict(
     shape: MicroBatchShape, calibration: Calibration, schedule: str
 ) -> Prediction:
-    """Seconds of one layer and micro-batch, backward included when training.
+    """Return the time of one layer and micro-batch, in training with the backward pass.
 
-    Loads are even, no row is dropped, collectives are serial but for Shape.overlap.
-    Beside Parm's there are counts, and weights in parts over data (local: group too).
+    Loads are even, no row is dropped, and collectives are serial except for
+    MicroBatchShape.overlap. Beside the terms of Parm there are those of the counts of
+    rows, and of weights that rest in parts over data (local: over the group too).
     """
-    return terms.make_prediction(*TIMES[schedule](_Parts(shape, calibration)))
+    return terms.make_prediction(*TIMES[schedule](_TermMaker(shape, calibration)))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Parts:
-    """Makes the terms of one shape under one calibration."""
+class _TermMaker:
+    """Terms of one shape at the speeds of one calibration."""
 
     shape: MicroBatchShape
     calibration: Calibration
 
     def collective(self, name: str, group, size: float, count: int, cargo="") -> Term:
-        """`size` in bytes."""
+        """Return the term of `count` collectives of `size` bytes each."""
         leaving, lines = leaving_bytes(name, size, num_devices(group)), self.calibration
         return terms.collective_term(lines, name, group, leaving, count, cargo)
 
     @property
     def token_bytes(self) -> float:
-        """Of all tokens of a tensor group."""
+        """Bytes of all tokens of a tensor group."""
         return self.shape.tokens * self.shape.d_model * self.shape.itemsize
 
     @property
     def row_bytes(self) -> float:
-        """Of T, the full send buffers for all tokens of a tensor group."""
+        """Bytes of T: of the full send buffers for all tokens of a tensor group."""
         return self.shape.buffer_factor * self.shape.top_k * self.token_bytes
 
     def gathered_tokens(self, axes: str) -> Term:
-        """In the end, and for the split when going back; nothing needs it again."""
+        """Return the term of gathering the layer's output, and in training of gathering
+        the gradients of its split input. Remat does not repeat either."""
         group, count = self.shape.groups[axes], 1 + self.shape.is_training
         return self.collective("all_gather", group, self.token_bytes, count, "tokens")
 
     def routed(self, tokens: float, sources: Mapping[str, int]) -> tuple[Term, Term]:
-        """Router, and its counts of rows for each expert, known to all afterwards."""
+        """Return the terms of the router, and of the all_gather of its counts of rows
+        for each expert."""
         s, count = self.shape, 1 + 2 * self.shape.is_training
         flops = count * 2 * tokens * s.d_model * s.num_experts
         size = num_devices(sources) * s.num_experts * COUNT_BYTES
@@ -220,13 +251,15 @@ class _Parts:
         )
 
     def experts(self, rows: float, width: float) -> Term:
-        """SwiGLU of this hidden width: three matrices, 2 FLOPs a weight."""
+        """Return the term of a SwiGLU of this hidden width: three matrices, and 2 FLOPs
+        for each weight and row."""
         count = self.shape.num_computed
         flops = count * 6 * rows * self.shape.d_model * width
         return Term("experts", count, 0.0, flops / self.calibration.flops_per_sec)
 
     def weights(self, group: Mapping[str, int], experts: float) -> tuple[Term, Term]:
-        """Of so many whole experts, parts of which lie along the group."""
+        """Return the terms of gathering this number of whole experts, whose parts lie
+        along the group, and of scattering their gradients."""
         s = self.shape
         size = experts * 3 * s.d_model * s.d_expert * s.itemsize
         back = int(s.is_training)
@@ -236,8 +269,11 @@ class _Parts:
         )
 
     def computed(self, times: float = 1.0) -> tuple[Term, ...]:
-        """Shards of experts, by each of which a row is computed `times` times, and
-        their weights, over data unless data is part of the group."""
+        """Return the terms of a device's expert shards and of their weights.
+
+        Each row is computed `times` times by each shard. Weights rest in parts over
+        data, unless data is part of the group.
+        """
         s = self.shape
         rows = times * s.top_k * s.tokens * s.expert_shards / s.tensor
         data = 1 if "data" in s.sizes else self.calibration.mesh["data"]
@@ -246,7 +282,8 @@ class _Parts:
         return self.experts(rows, s.d_expert / s.expert_shards), *weights
 
 
-def _s1(p: _Parts) -> tuple[Term, ...]:
+def _s1(p: _TermMaker) -> tuple[Term, ...]:
+    """Return the terms of schedule s1."""
     s, everyone = p.shape, p.shape.groups["everyone"]
     sent = p.row_bytes * s.expert_shards / s.tensor
     return (
@@ -257,7 +294,8 @@ def _s1(p: _Parts) -> tuple[Term, ...]:
     )
 
 
-def _s1h(p: _Parts) -> tuple[Term, ...]:
+def _s1h(p: _TermMaker) -> tuple[Term, ...]:
+    """Return the terms of schedule s1h."""
     s, g, passes = p.shape, p.shape.groups, p.shape.num_exchanged
     sent = p.row_bytes / s.tensor
     whole = sent * s.expert_shards
@@ -271,7 +309,8 @@ def _s1h(p: _Parts) -> tuple[Term, ...]:
     )
 
 
-def _s2(p: _Parts) -> tuple[Term, ...]:
+def _s2(p: _TermMaker) -> tuple[Term, ...]:
+    """Return the terms of schedule s2."""
     s, g, passes = p.shape, p.shape.groups, p.shape.num_exchanged
     sent = p.row_bytes * s.expert_shards / s.tensor
     travel = p.collective("all_to_all", g["everyone"], sent, 2 * passes)
@@ -286,8 +325,12 @@ def _s2(p: _Parts) -> tuple[Term, ...]:
     )
 
 
-def _base(p: _Parts) -> tuple[Term, ...]:
-    """Outer parts of tensor split tokens, and gather last; `within` has gradients."""
+def _base(p: _TermMaker) -> tuple[Term, ...]:
+    """Return the terms of schedule base.
+
+    Tokens are split over the outer part of the tensor axis and gathered over it at the
+    end. Over `within` gradients of tokens are gathered in the backward pass.
+    """
     s, g, passes = p.shape, p.shape.groups, p.shape.num_exchanged
     part = s.expert_shards * min(1.0, s.expert_shards / s.tensor)
     back, whole = int(s.is_training), p.token_bytes * num_devices(g["within"])
@@ -303,7 +346,8 @@ def _base(p: _Parts) -> tuple[Term, ...]:
     )
 
 
-def _local(p: _Parts) -> tuple[Term, ...]:
+def _local(p: _TermMaker) -> tuple[Term, ...]:
+    """Return the terms of schedule local."""
     s, tensor = p.shape, p.shape.groups["tensor"]
     apart = {"data": p.calibration.mesh["data"], **s.sizes}
     return (
@@ -315,4 +359,5 @@ def _local(p: _Parts) -> tuple[Term, ...]:
 
 
 TIMES = {"s1h": _s1h, "s1": _s1, "s2": _s2, "base": _base, "local": _local}
-"""Each schedule's time as a sum of terms; of equally fast ones the first is taken."""
+"""Function that returns the terms of each schedule's time. Of equally fast schedules
+the first is taken."""

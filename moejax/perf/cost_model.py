@@ -1,5 +1,5 @@
-"""What a plan costs, in seconds: compute, rows on the wire, weights out and gradients
-back, moved owners, and a compile.
+"""Predicted cost of a plan in seconds: compute, communication of rows, of weights and
+of gradients, moves of owners, and compilation.
 
     T_FEC   forward time of the fullest device            compute_sec
     T_A2A   one exchange of rows in the group             wire_sec
@@ -21,7 +21,8 @@ from moejax.plan.layout import Layout
 from moejax.plan.owner_moves import num_rounds
 
 ROUNDING = 1e-9
-"""Shares of whole rows are sums of fractions: this much over is not a row more."""
+"""Relative rounding error of a sum of shares of rows. A sum that exceeds a whole number
+by less does not need one more row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,55 +30,59 @@ class CostModel:
     """Speeds of one device and sizes of one expert. All times are in seconds."""
 
     flops_per_row: float
-    """Forward, of one row through one expert."""
+    """Forward FLOPs of one row through one expert."""
     bytes_per_row: float
-    """On the wire."""
+    """Bytes of a row that travels."""
     bytes_per_expert: float
-    """Weights in the compute dtype."""
+    """Bytes of one expert's weights in the compute dtype."""
     bytes_per_move: float
-    """Masters and moments of one expert."""
+    """Bytes of the float32 master parameters and moments of one expert."""
     flops_per_sec: float
+    """Throughput of one device in the experts' products."""
     bytes_per_sec: float
-    """Of one device in one direction, in an all_to_all of the group."""
+    """Bytes that leave one device per second, in an all_to_all of the group."""
     latency_sec: float = 0.0
-    """Of one collective."""
+    """Latency of one collective."""
     other_sec: float = 0.0
     """Forward time of the rest of a block (attention), per micro-batch."""
     compile_sec: float = 0.0
-    """What a relayout is charged."""
+    """Time to compile a step, which a relayout is charged."""
     micro_batches: int = 1
+    """Number of micro-batches per step."""
     gather_sec: float = 0.0
-    """To gather one slot over the data axis, or to scatter its gradient; 0 in groups
-    that data belongs to."""
+    """Time to gather one slot over the data axis, or to scatter its gradient; 0 in
+    groups that data belongs to."""
     remat: str = "none"
-    """Model.remat: what the backward pass does again. 'dispatch' repeats experts and
-    copies, 'full' exchanges rows again too."""
+    """Copy of Model.remat: what the backward pass repeats. 'dispatch' repeats experts
+    and copies; 'full' repeats the exchange of rows too."""
 
     @property
     def num_computed(self) -> int:
-        """Forward times of the experts in a step: forward, twice that back, again."""
+        """Time of the experts in a step over that of their forward pass."""
         return 3 + (self.remat != "none")
 
     @property
     def num_exchanged(self) -> int:
-        """Exchanges of rows in a step: out and home, their transposes, again."""
+        """Number of exchanges of rows in a step: dispatch, combine, their transposes,
+        and with remat 'full' dispatch and combine again."""
         return 6 if self.remat == "full" else 4
 
     @property
     def num_fetched(self) -> int:
-        """How often slots are made in a step, where the layer makes them."""
+        """Number of times in a step that a layer makes its own slots."""
         return 1 + (self.remat != "none")
 
     def compute_sec(self, rows_w: np.ndarray) -> float:
-        """Forward time of the fullest device (T_FEC)."""
+        """Return the forward time of the fullest device (T_FEC)."""
         return float(rows_w.max()) * self.flops_per_row / self.flops_per_sec
 
     def wire_sec(self, pair_ww: np.ndarray, layout: Layout) -> float:
-        """One exchange of rows in each micro-batch (T_A2A).
+        """Return the time of one exchange of rows in each micro-batch (T_A2A).
 
-        ragged: the device that sends or receives most to or from others decides.
-        padded: whole buffers travel. In both the fullest pair, a device with itself
-        included, decides how many rounds.
+        With ragged transport the device that sends or receives most, to or from others,
+        decides how many rows travel; with padded transport whole buffers travel. In
+        both the fullest pair of devices decides the number of rounds. A device and
+        itself are a pair too.
         """
         if layout.num_devices == 1:
             return 0.0
@@ -89,13 +94,14 @@ class CostModel:
         return self.micro_batches * sec
 
     def sync_sec(self, layout: Layout, forward_sec: float = 0.0) -> float:
-        """Weights out and gradients back of one layer, as far as nothing hides them.
+        """Return the exposed time in which one layer's weights reach their slots and
+        the gradients return, in one step.
 
-        Owners scatter slices of what they offer and devices gather slices of their
-        copies, so the budgets of the layout decide, not the plan. Resident copies
-        travel once a step; transient ones and sharded slots in every micro-batch.
-        Prefetched copies hide under the experts (`forward_sec` = T_FEC) and the rest
-        of the block: Pro-Prophet, Eq. 8.
+        Owners scatter slices of the experts that they offer, and devices gather slices
+        of their copies, so that the budgets of the layout decide, not the plan.
+        Resident copies travel once a step; transient copies and sharded slots travel in
+        each micro-batch. Prefetched copies hide under the experts (`forward_sec` =
+        T_FEC) and the rest of the block: Pro-Prophet, Eq. 8.
         """
         w = layout.num_devices
         if layout.store == "sharded":
@@ -120,24 +126,27 @@ class CostModel:
     def layer_sec(
         self, load_we: np.ndarray, row_p: np.ndarray, layout: Layout
     ) -> float:
-        """One layer, one step, under slots `row_p`: 3 T_FEC + 4 T_A2A + sync without
-        remat, and slots gathered over data in each micro-batch."""
+        """Return the time of one layer in one step, with the slots `row_p`.
+
+        Without remat that is 3 T_FEC + 4 T_A2A + T_sync, and the time to gather slots
+        over data in each micro-batch.
+        """
         rows_wp = rows_by_slot(load_we, row_p, layout.num_devices, layout.split)
         forward_sec = self.compute_sec(device_rows(rows_wp))
         wire_sec = self.wire_sec(pair_rows(rows_wp), layout)
         whole = layout.slots_per_device
         if layout.split == "dynamic":  # copies travel whole
             whole = layout.experts_per_device
-        gathered = self.micro_batches * (1 + self.num_fetched) * whole
+        num_gathers = self.micro_batches * (1 + self.num_fetched) * whole
         return (
             self.num_computed * forward_sec
             + self.num_exchanged * wire_sec
             + self.sync_sec(layout, forward_sec)
-            + gathered * self.gather_sec
+            + num_gathers * self.gather_sec
         )
 
     def step_sec(self, load_lwe: np.ndarray, plan: ExpertPlan, layout: Layout) -> float:
-        """All MoE layers of one step."""
+        """Return the time of all MoE layers in one step."""
         return sum(
             self.layer_sec(load_we, row_p, layout)
             for load_we, row_p in zip(load_lwe, plan.slot_to_expert_lp, strict=True)
@@ -150,11 +159,12 @@ class CostModel:
         layout: Layout,
         old_layout: Layout | None = None,
     ) -> float:
-        """Masters and moments on their way to new owners: in each round a device sends
-        the slices of one expert and takes those of one (moejax.plan.owner_moves).
+        """Return the time in which master parameters and moments move to new owners.
 
-        Copies cost nothing here: they travel in each step anyway. With `old_layout`, a
-        change between lying by expert and lying by hidden width moves everything once.
+        In each round a device sends the slices of one expert and receives those of one
+        (moejax.plan.owner_moves). Copies cost nothing here, since they travel in each
+        step anyway. If the store of `old_layout` splits parameters by expert and that
+        of `layout` by hidden width, or the other way round, everything moves once.
         """
         w, own = layout.num_devices, layout.experts_per_device
         stores = {layout.store, (old_layout or layout).store}
@@ -167,12 +177,15 @@ class CostModel:
         return moved and moved * self.bytes_per_move / self.bytes_per_sec
 
     def as_dict(self) -> dict:
+        """Return all fields by name."""
         return dataclasses.asdict(self)
 
 
 def tight(layout: Layout, plan: ExpertPlan) -> Layout:
-    """`layout` with budgets of just what `plan` needs; where the step plans (split
-    'dynamic'), what they are."""
+    """Return `layout` with the smallest budgets of offers and copies for `plan`.
+
+    With split 'dynamic', where the step makes the replicas, budgets stay as they are.
+    """
     if not layout.has_copies or layout.split == "dynamic":
         return layout
     needs = plan.needs(layout.num_devices)
@@ -182,19 +195,21 @@ def tight(layout: Layout, plan: ExpertPlan) -> Layout:
 
 
 def _max_off_device(pair_ww: np.ndarray) -> float:
+    """Return the most rows that a device sends to others or receives from others."""
     here_w = np.diagonal(pair_ww)
     sent_w, received_w = pair_ww.sum(axis=1), pair_ww.sum(axis=0)
     return float(np.maximum(sent_w - here_w, received_w - here_w).max())
 
 
 def _padded(fullest_pair: float, layout: Layout) -> tuple[int, int]:
-    """Rounds, and rows that a device sends in all of them."""
+    """Return the number of rounds, and of rows that a device sends to others in all of
+    them, with padded transport."""
     left = fullest_pair - layout.rows_per_peer - ROUNDING * fullest_pair
-    later = 0
+    later_rounds = 0
     if left > 0 and layout.exchange == "exact":
-        later = int(np.ceil(left / layout.rows_per_round))
-    rows = layout.rows_per_peer + later * layout.rows_per_round
-    return 1 + later, (layout.num_devices - 1) * rows
+        later_rounds = int(np.ceil(left / layout.rows_per_round))
+    rows = layout.rows_per_peer + later_rounds * layout.rows_per_round
+    return 1 + later_rounds, (layout.num_devices - 1) * rows
 
 
 NOTES = CostModel(
@@ -205,5 +220,5 @@ NOTES = CostModel(
     flops_per_sec=50e12,
     bytes_per_sec=12.5e9,
 )
-"""The preset that policies are compared under: d=1536, f=3072, fp16, two matrices per
+"""Preset under which policies are compared: d=1536, f=3072, fp16, two matrices per
 expert, 50 TFLOP/s, 12.5 GB/s, no latency, and no attention to hide copies under."""

@@ -1,10 +1,10 @@
-"""A predicted time as a sum of named terms: what schedules and domains are chosen by.
+"""Predicted times as sums of named terms, by which schedules and domains are chosen.
 
-    Term         so many collectives, or so much computing, and their seconds
+    Term         a number of collectives or computations, and their seconds
     Prediction   the terms of one candidate
 
-Collectives are serial: a prediction is the plain sum of its terms. What is hidden under
-something else is a term below zero.
+Collectives are serial, so that a prediction is the plain sum of its terms. Time that is
+hidden under other work is a term below zero.
 """
 
 import dataclasses
@@ -15,40 +15,45 @@ from collections.abc import Hashable, Mapping
 from moejax.perf.calibration import Calibration, find_line
 
 ROUNDING = 1e-9
-"""Sums of the same seconds in another order are equal to this part of them."""
+"""Relative difference up to which two times count as equal: the order of a sum changes
+its last bits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """`bytes` leave one device in all `count` of them together, and `sec` is theirs
-    together."""
+    """Predicted time of a number of equal collectives or computations."""
 
     name: str
     count: int
+    """Number of the collectives or computations; 0 where there is none."""
     bytes: float
+    """Bytes that leave one device in all of them together."""
     sec: float
+    """Seconds of all of them together."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Of one layer and step."""
+    """Predicted time of one layer and micro-batch under one candidate."""
 
     terms: tuple[Term, ...]
 
     @property
     def sec(self) -> float:
+        """Seconds of all terms together."""
         return sum(term.sec for term in self.terms)
 
     def total_bytes(self, collective: str) -> float:
-        """What leaves one device in all collectives of this kind; '' is every kind."""
+        """Return the bytes that leave one device in all terms whose names begin with
+        `collective`; '' is every term."""
         return sum(t.bytes for t in self.terms if t.name.startswith(collective))
 
     def total_sec(self, collective: str) -> float:
-        """Of all terms whose names begin so."""
+        """Return the seconds of all terms whose names begin with `collective`."""
         return sum(t.sec for t in self.terms if t.name.startswith(collective))
 
     def table(self) -> str:
-        """A line for each term: name and count, megabytes, milliseconds."""
+        """Return a line for each term: name and count, megabytes, milliseconds."""
         rows = [(f"{t.name} x{t.count}", t.bytes, t.sec) for t in self.terms]
         rows.append(("sum", self.total_bytes(""), self.sec))
         return "\n".join(
@@ -58,7 +63,7 @@ class Prediction:
 
 
 def make_prediction(*terms: Term) -> Prediction:
-    """Of those that happen."""
+    """Return the prediction of these terms, without those whose count is 0."""
     return Prediction(tuple(term for term in terms if term.count))
 
 
@@ -70,11 +75,12 @@ def collective_term(
     count: int = 1,
     cargo: str = "",
 ) -> Term:
-    """`count` collectives, in each of which `leaving_bytes` leave a device, over the
-    mesh axes of the group: {axis: devices}.
+    """Return the term of `count` collectives, in each of which `leaving_bytes` leave a
+    device, over the mesh axes of the group, {axis: devices}.
 
-    Parts of an axis ("tensor_inner") are on the line of the whole axis, several axes on
-    that of `find_line`. A group of one device costs nothing: no term, a count of 0.
+    A part of an axis ("tensor_inner") has the line of the whole axis, and several axes
+    have the line that `find_line` returns. The term of a group of one device has a
+    count of 0. `cargo` is appended to the name.
     """
     several = tuple([axis for axis, size in group.items() if size > 1])
     if not several:
@@ -86,21 +92,25 @@ def collective_term(
 
 
 def split_term(term: Term, parts: int) -> Term:
-    """Of one of so many that a term is for together."""
+    """Return one of the `parts` equal parts of a term's bytes and seconds."""
     return dataclasses.replace(term, bytes=term.bytes / parts, sec=term.sec / parts)
 
 
 @functools.cache
 def _whole(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The mesh axes that these are, or are parts of."""
+    """Return the whole mesh axes that these axes, or parts of axes, belong to."""
     return tuple(dict.fromkeys(axis.partition("_")[0] for axis in axes))
 
 
-def parted(axis: str, size: int, inner: int) -> tuple[dict[str, int], dict[str, int]]:
-    """The outer and the inner part of a mesh axis whose inner part has so many devices,
-    each {name: devices}; a part that is the whole axis keeps its name.
+def split_axis(
+    axis: str, size: int, inner: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the outer and the inner part of a mesh axis, each as {name: devices}.
 
-    >>> parted("tensor", 4, 2)
+    The inner part has `inner` devices. A part that is the whole axis keeps its name,
+    and a part of one device is left out.
+
+    >>> split_axis("tensor", 4, 2)
     ({'tensor_outer': 2}, {'tensor_inner': 2})
     """
     if inner == 1:
@@ -111,19 +121,20 @@ def parted(axis: str, size: int, inner: int) -> tuple[dict[str, int], dict[str, 
 
 
 def num_devices(group: Mapping[str, int]) -> int:
+    """Return the number of devices of a group, {axis: devices}."""
     return math.prod(group.values())
 
 
 def first_fastest[Name: Hashable](predictions: Mapping[Name, Prediction]) -> Name:
-    """The earliest of those that take the least time."""
-    least = min(prediction.sec for prediction in predictions.values())
+    """Return the first of the candidates that take the least time."""
+    min_sec = min(prediction.sec for prediction in predictions.values())
     return next(
-        name for name, p in predictions.items() if p.sec <= least * (1 + ROUNDING)
+        name for name, p in predictions.items() if p.sec <= min_sec * (1 + ROUNDING)
     )
 
 
 def tables(predictions: Mapping[Hashable, Prediction]) -> str:
-    """Every candidate's terms, fastest first."""
+    """Return a table of each candidate's terms, fastest first."""
     ordered = sorted(predictions.items(), key=lambda pair: pair[1].sec)
     return "\n\n".join(f"{name}\n{p.table()}" for name, p in ordered)
 
@@ -131,25 +142,28 @@ def tables(predictions: Mapping[Hashable, Prediction]) -> str:
 def why[Name: Hashable](
     chosen: Name, predictions: Mapping[Name, Prediction], usual: Name
 ) -> str:
-    """In a line: how long the chosen one takes, beside the usual one (or, if that is
-    it, the next best), and the collective that makes the difference."""
-    least = predictions[chosen]
-    said = f"{chosen}: {1e3 * least.sec:.4g} ms a layer"
+    """Return the reason for a choice, in a line.
+
+    It has the time of the chosen candidate and that of the `usual` one, or of the next
+    best one where the usual one is chosen, and the kind of term that differs most.
+    """
+    best = predictions[chosen]
+    time = f"{chosen}: {1e3 * best.sec:.4g} ms a layer"
     others = {name: p for name, p in predictions.items() if name != chosen}
     if not others:
-        return f"{said}, and no other can run"
+        return f"{time}, and no other can run"
     other = usual if usual in others else first_fastest(others)
-    more = predictions[other]
-    kinds = sorted({t.name.split()[0] for p in (least, more) for t in p.terms})
-    saved_sec = {kind: more.total_sec(kind) - least.total_sec(kind) for kind in kinds}
+    slower = predictions[other]
+    kinds = sorted({t.name.split()[0] for p in (best, slower) for t in p.terms})
+    saved_sec = {kind: slower.total_sec(kind) - best.total_sec(kind) for kind in kinds}
     kind = max(saved_sec, key=saved_sec.get)
-    amounts = [f"{1e3 * p.total_sec(kind):.4g} ms" for p in (least, more)]
-    if more.total_bytes(kind):
+    amounts = [f"{1e3 * p.total_sec(kind):.4g} ms" for p in (best, slower)]
+    if slower.total_bytes(kind):
         amounts = [
             f"{amount} for {1e-6 * p.total_bytes(kind):.4g} MB"
-            for amount, p in zip(amounts, (least, more))
+            for amount, p in zip(amounts, (best, slower))
         ]
     return (
-        f"{said}, {least.sec / more.sec:.2f} of {other} ({1e3 * more.sec:.4g} ms): "
+        f"{time}, {best.sec / slower.sec:.2f} of {other} ({1e3 * slower.sec:.4g} ms): "
         f"{kind} {' instead of '.join(amounts)}"
     )

@@ -1,8 +1,8 @@
-"""Where rows go under a plan, in NumPy: what the device's split does, for loads that
-need not be whole numbers.
+"""Rows that each device sends and computes under a plan, in NumPy.
 
-`load_we` is the load of one layer by source device w and expert e, of one group
-(with several: their mean).
+The functions repeat the splits that run on devices, for loads that need not be whole
+numbers. `load_we` is the load of one layer by source device w and expert e, of one
+group, or the mean over several groups.
 """
 
 import functools
@@ -16,17 +16,18 @@ from moejax.plan.layout import Layout, Split
 def rows_by_slot(
     load_we: np.ndarray, row_p: np.ndarray, num_devices: int, split: Split = "even"
 ) -> np.ndarray:
-    """Rows from each source device to each slot, float [w, p].
+    """Return the rows from each source device to each slot, float [w, p].
 
     even: each replica of an expert takes an equal share of every source's rows.
-    local_first: a source that holds replicas shares its rows among those; the others
-    share theirs among all replicas.
-    water_filling: as the fullest device needs it, of loads rounded to whole rows, as
-    near to the certificate as in training; each source as all sources together. (A
-    device keeps more at home, as far as round 0 carries them.)
-    dynamic: slots as `moejax.plan.dynamic_replication` fills them for this load, also
-    rounded; `row_p` has the own experts first and the copies are of any of them, as
-    many as fit.
+    local_first: a source that holds replicas shares its rows among those; the other
+    sources share theirs among all replicas.
+    water_filling: replicas take the shares that relieve the fullest device, for loads
+    rounded to whole rows, as near to the certified bound as in training. Each source
+    divides its rows as all sources together do. (On devices more rows stay at home, as
+    far as round 0 has room.)
+    dynamic: `moejax.plan.dynamic_replication` fills the slots for this load, rounded
+    too. `row_p` has a device's own experts first, and as many slots for copies as it
+    has further entries.
     """
     if split == "water_filling":
         return _water_filling(load_we, row_p)
@@ -48,45 +49,56 @@ def rows_by_slot(
 
 
 def pair_rows(rows_wp: np.ndarray) -> np.ndarray:
-    """Rows from each source device to each device, [w, w]."""
+    """Return the rows from each source device to each device, [w, w]."""
     num_devices = len(rows_wp)
     return rows_wp.reshape(num_devices, num_devices, -1).sum(axis=-1)
 
 
 def device_rows(rows_wp: np.ndarray) -> np.ndarray:
-    """Rows that each device computes, [w]."""
+    """Return the rows that each device computes, [w]."""
     return pair_rows(rows_wp).sum(axis=0)
 
 
 def over_mean(load_lx: np.ndarray) -> np.ndarray:
-    """Return loads over their mean along the last dim. 1 is even, and so is no load."""
+    """Return loads over their mean along the last dim.
+
+    1 is an even load; where there is no load at all the result is 1 too.
+    """
     mean_l1 = load_lx.mean(axis=-1, keepdims=True)
     has_load_l1 = mean_l1 > 0
     return np.where(has_load_l1, load_lx / np.where(has_load_l1, mean_l1, 1), 1.0)
 
 
 def max_over_mean(load_x: np.ndarray) -> float:
-    """Return the largest load over the mean. 1 is even, and so is no load."""
+    """Return the largest load over the mean.
+
+    1 is an even load; where there is no load at all the result is 1 too.
+    """
     mean = load_x.mean()
     return float(load_x.max() / mean) if mean > 0 else 1.0
 
 
 def _water_filling(load_we: np.ndarray, row_p: np.ndarray) -> np.ndarray:
+    """Return the rows from each source to each slot under split 'water_filling'."""
     tables = _whole(load_we), np.asarray(row_p, np.int32)
-    rows_p = _filled(*(table.tobytes() for table in tables), len(load_we))
-    return _shared(load_we, rows_p, row_p)
+    rows_p = _fill(*(table.tobytes() for table in tables), len(load_we))
+    return _divide_by_source(load_we, rows_p, row_p)
 
 
 @functools.lru_cache(maxsize=4096)
-def _filled(load_e: bytes, row_p: bytes, num_devices: int) -> np.ndarray:
-    """Rows of each slot. A question of the balancer asks for the same again and again:
-    the ratio, the pairs and the seconds of one plan."""
+def _fill(load_e: bytes, row_p: bytes, num_devices: int) -> np.ndarray:
+    """Return the rows of each slot under water-filling.
+
+    Results are cached, because the balancer asks for the same ones several times: for
+    the max/mean, the pairs of devices and the seconds of one plan.
+    """
     load_e, row_p = np.frombuffer(load_e, np.int64), np.frombuffer(row_p, np.int32)
     tolerance = water_filling.split_tolerance(load_e.sum(), num_devices)
     return water_filling.fill(load_e, row_p, num_devices, tolerance).rows_p
 
 
 def _dynamic(load_we: np.ndarray, row_p: np.ndarray) -> np.ndarray:
+    """Return the rows from each source to each slot under split 'dynamic'."""
     num_devices, num_experts = load_we.shape
     slots, own = len(row_p) // num_devices, num_experts // num_devices
     layout = Layout(
@@ -101,18 +113,23 @@ def _dynamic(load_we: np.ndarray, row_p: np.ndarray) -> np.ndarray:
         copies_per_device=slots - own,
     )
     owned_e = row_p.reshape(num_devices, slots)[:, :own].reshape(-1)
-    paired = dynamic_replication.pair(_whole(load_we), owned_e, layout)
-    return _shared(load_we, paired.rows_p, paired.row_p)
+    replicas = dynamic_replication.pair(_whole(load_we), owned_e, layout)
+    return _divide_by_source(load_we, replicas.rows_p, replicas.row_p)
 
 
-def _shared(load_we: np.ndarray, rows_p: np.ndarray, row_p: np.ndarray) -> np.ndarray:
-    """Each source's rows in proportion to what the replicas take."""
+def _divide_by_source(
+    load_we: np.ndarray, rows_p: np.ndarray, row_p: np.ndarray
+) -> np.ndarray:
+    """Return the rows from each source to each slot, [w, p].
+
+    A source divides the rows of an expert in proportion to `rows_p` of its replicas.
+    """
     expert_p = np.maximum(row_p, 0)
     total_e = np.bincount(expert_p, rows_p, load_we.shape[1])
     return load_we[:, expert_p] * (rows_p / np.maximum(total_e, 1)[expert_p])
 
 
 def _whole(load_we: np.ndarray) -> np.ndarray:
-    """Load of each expert, rounded, and a row at least where there is any."""
+    """Return the load of each expert as a whole number, at least 1 where it has one."""
     load_e = load_we.sum(axis=0)
     return np.maximum(np.rint(load_e), load_e > 0).astype(np.int64)

@@ -277,7 +277,7 @@ def test_memory_of_gathered_experts_excludes_domains():
 @pytest.mark.parametrize("domain", [(3, 1), (2,), (0, 1), (2, 4)])
 def test_a_domain_that_does_not_divide_is_refused_in_a_line(domain):
     here = stream(1e6, 1e6, sizes={"dc": 4, "expert": 2})
-    with pytest.raises(ValueError, match="a divisor of each level") as error:
+    with pytest.raises(ValueError, match="must divide each level") as error:
         predict(here, domain, ideal(dc=1e8, expert=1e9))
     assert "\n" not in str(error.value)
     assert candidates(here.sizes)[0] == (1, 1)

@@ -239,7 +239,7 @@ ALL_BUT_LOCAL = ("s1h", "s1", "s2", "base")
         ({"expert_shards": 3}, ALL_BUT_LOCAL, "must divide tensor=2"),
         ({"expert_shards": 16}, ALL_BUT_LOCAL, "divisor of the expert axis (4)"),
         ({"d_expert": 15}, ALL_BUT_LOCAL, "must divide d_expert=15"),
-        ({"num_experts": 6}, ALL_BUT_LOCAL, "divisible by their 4 owners: use 8"),
+        ({"num_experts": 6}, ALL_BUT_LOCAL, "by the 4 owners of experts: use 8"),
         ({"num_experts": 12, "tensor": 8, "expert_shards": 8}, ("local",), "use 16"),
         ({"tokens": 95}, ("s1h", "s1"), "(95) in 2 parts"),
         ({"tokens": 95, "expert_shards": 1}, ("s1h", "s1", "base"), "(95) in 2 parts"),
