@@ -1,7 +1,7 @@
 """One table of colored cells, as HTML for notebooks and as text for terminals.
 
-Colors are translucent and text keeps the color of the page, so that light and dark
-themes both read well. Styles are inline: notebooks drop style sheets of strangers.
+Colors are translucent and text keeps the color of the page, so that a table is readable
+in light and dark themes. Styles are inline, since notebooks drop style sheets.
 """
 
 import dataclasses
@@ -17,27 +17,33 @@ PALETTE = (
     (213, 94, 0),
     (204, 121, 167),
 )
-"""Okabe and Ito's colors, which differ for every kind of color vision."""
+"""RGB of Okabe and Ito's colors, which differ for every kind of color vision."""
 MAX_TEXT_COLUMNS = 24
+"""Number of columns of a table in a terminal; further ones are left out."""
 _CELL = "padding:2px 5px;border:1px solid #8888;text-align:center"
 _HATCH = "background:repeating-linear-gradient(45deg,#8886 0 2px,transparent 2px 6px)"
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One field; `hint` shows under the mouse, `span` counts the columns it covers."""
+    """One cell of a table."""
 
     text: str = ""
     color: str = ""
+    """CSS color of the background; '' for none."""
     hint: str = ""
+    """Text that a notebook shows while the mouse is over the cell."""
     span: int = 1
+    """Number of columns that the cell covers."""
     is_head: bool = False
+    """Whether the cell is a heading."""
     is_hatched: bool = False
+    """Whether the cell is drawn with hatching, as empty slots are."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class View:
-    """What a notebook shows as a table, and a terminal as lines."""
+    """A table of cells that a notebook shows as HTML and a terminal as lines."""
 
     title: str
     rows: tuple[tuple[Cell, ...], ...]
@@ -61,10 +67,10 @@ class View:
     def __repr__(self) -> str:
         num_columns = max((sum(c.span for c in row) for row in self.rows), default=0)
         width_q = [0] * num_columns
-        for cell, first in _placed(self.rows):
+        for cell, first in _with_columns(self.rows):
             if cell.span == 1:
                 width_q[first] = max(width_q[first], len(cell.text))
-        for cell, first in _placed(self.rows):
+        for cell, first in _with_columns(self.rows):
             spanned = slice(first, first + cell.span)
             missing = len(cell.text) - sum(width_q[spanned]) - (cell.span - 1)
             width_q[first] += max(missing, 0)
@@ -73,20 +79,23 @@ class View:
 
 
 def tint(rgb: tuple[int, int, int], strength: float) -> str:
-    """CSS of a color that lets the page shine through; strength 0 to 1."""
+    """Return the CSS of a translucent color; `strength` is its opacity, 0 to 1."""
     return f"rgba({rgb[0]},{rgb[1]},{rgb[2]},{strength:.2f})"
 
 
 def hue(index: int) -> str:
-    """One of many colors: neighbours by index lie far apart on the wheel."""
+    """Return the CSS of one of many colors; those of neighbouring indices lie far apart
+    on the color wheel."""
     return f"hsla({round(index * 222.5) % 360},75%,50%,.4)"
 
 
 def head(text: str, span: int = 1, color: str = "") -> Cell:
+    """Return a cell that is a heading."""
     return Cell(text, color, span=span, is_head=True)
 
 
 def _cell_html(cell: Cell) -> str:
+    """Return a cell as an HTML element."""
     tag = "th" if cell.is_head else "td"
     span = f' colspan="{cell.span}"' if cell.span > 1 else ""
     hint = f' title="{html.escape(cell.hint)}"' if cell.hint else ""
@@ -96,17 +105,20 @@ def _cell_html(cell: Cell) -> str:
     return f'<{tag}{span}{hint} style="{_CELL}{fill}">{text}</{tag}>'
 
 
-def _placed(rows):
-    """Every cell and the column where it begins."""
+def _with_columns(rows):
+    """Yield each cell and the column where it begins."""
     for row in rows:
         firsts = itertools.accumulate((cell.span for cell in row), initial=0)
         yield from zip(row, firsts)
 
 
 def _line(row: tuple[Cell, ...], width_q: list[int]) -> str:
-    """A row in columns of these widths; the last says when more would not fit."""
+    """Return a row as text, in columns of these widths.
+
+    '..' stands for the columns after the first MAX_TEXT_COLUMNS.
+    """
     words = []
-    for cell, first in _placed([row]):
+    for cell, first in _with_columns([row]):
         if first >= MAX_TEXT_COLUMNS:
             words.append("..")
             break

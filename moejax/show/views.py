@@ -1,13 +1,14 @@
-"""Meshes, plans and loads to look at: rich in a notebook, plain in a terminal.
+"""Views of meshes, plans and loads: tables in a notebook, plain text in a terminal.
 
     show.mesh(mesh)                     which device sits at which coordinates
     show.plan(plan, num_devices)        which expert each slot holds
     show.loads(tokens_le)               load of each expert over the mean
     show.device_loads(tokens_le, plan, num_devices)
 
-All return a View: the last line of a notebook cell, or an argument of print(). The size
-of a page is bounded: what does not fit is grouped or left out, and a note says so.
-Needs NumPy alone; whoever wants a picture of a jax mesh has imported jax.
+Each function returns a View, for the last line of a notebook cell or for print(). The
+size of a view is bounded: rows and columns that do not fit are grouped or left out, and
+a note says so. This module needs NumPy only; it can show a jax mesh without importing
+jax.
 """
 
 import itertools
@@ -23,21 +24,23 @@ from moejax.show.table import PALETTE, Cell, View, head, hue, tint
 __all__ = ["View", "device_loads", "loads", "mesh", "plan", "rows_per_device"]
 
 MAX_ROWS, MAX_COLUMNS = 24, 64
-"""At most 1,536 cells of some 120 bytes: a page stays below 250 kB."""
+"""Largest number of rows and columns of a view: 1,536 cells of some 120 bytes keep a
+page below 250 kB."""
 FULL_RATIO = 4.0
-"""From four times the mean on, a load has its full color."""
+"""Load over the mean from which a cell has its full color."""
 
 
 def mesh(mesh, along: str | None = None) -> View:
-    """Devices of a jax Mesh or a Topology by their coordinates, one color an axis.
+    """Return a view of the devices of a jax Mesh or a Topology by their coordinates.
 
-    The last axis of more than one device runs to the right, the others down. With
-    `along`, devices of one color are one group of collectives over that axis.
+    The last axis of more than one device runs to the right, the others down, and each
+    axis has a color. With `along`, devices of one color are one group of collectives
+    over that axis. Raises ValueError if the mesh has no axis `along`.
     """
     names, ids = _device_grid(mesh)
     if along is not None and along not in names:
         raise ValueError(
-            f"along={along!r} is no axis of the mesh: use one of {', '.join(names)}"
+            f"along={along!r} is not an axis of the mesh: use one of {', '.join(names)}"
         )
     wide = [axis for axis, size in enumerate(ids.shape) if size > 1] or [ids.ndim - 1]
     *down, right = wide
@@ -45,12 +48,15 @@ def mesh(mesh, along: str | None = None) -> View:
     columns, rows = range(ids.shape[right]), range(num_down)
     shown_columns, shown_rows = columns[:MAX_COLUMNS], rows[:MAX_ROWS]
     corner = [head("", len(down))] if down else []
-    heads = [head(f"{names[right]} {i}", color=_axis(right)) for i in shown_columns]
+    heads = [
+        head(f"{names[right]} {i}", color=_axis_color(right)) for i in shown_columns
+    ]
     table = [(*corner, *heads)]
     for row in shown_rows:
         at = np.unravel_index(row, [ids.shape[axis] for axis in down]) if down else ()
         cells = [
-            head(f"{names[axis]} {i}", color=_axis(axis)) for axis, i in zip(down, at)
+            head(f"{names[axis]} {i}", color=_axis_color(axis))
+            for axis, i in zip(down, at)
         ]
         for column in shown_columns:
             index = [0] * ids.ndim
@@ -68,15 +74,15 @@ def mesh(mesh, along: str | None = None) -> View:
 
 
 def plan(plan: ExpertPlan, num_devices: int | None = None) -> View:
-    """Slots to the right, layers down; the number in a slot is its expert.
+    """Return a view of a plan: slots to the right, layers down, experts in the cells.
 
-    Experts with several replicas have a color, the same in all their slots; empty
-    slots are hatched; layers that are alike share a row.
+    Experts with several replicas have a color, the same in all their slots. Empty slots
+    are hatched. Neighbouring layers with equal slots share a row.
     """
     table_lp, num_slots = plan.slot_to_expert_lp, plan.num_slots
     if num_devices is not None:
         _check_devices(num_slots, num_devices)
-    groups = _alike(table_lp)
+    groups = _equal_runs(table_lp)
     shown, slots = groups[:MAX_ROWS], range(num_slots)[:MAX_COLUMNS]
     rows = []
     if num_devices is not None:
@@ -104,8 +110,11 @@ def plan(plan: ExpertPlan, num_devices: int | None = None) -> View:
 
 
 def loads(tokens_le) -> View:
-    """Load of each expert over its layer's mean (1 is even), [layers, experts]."""
-    tokens_le = _checked(tokens_le)
+    """Return a view of each expert's load over its layer's mean, where 1 is even.
+
+    `tokens_le` has the loads [layers, experts].
+    """
+    tokens_le = _check_loads(tokens_le)
     num_layers, num_experts = tokens_le.shape
     ratio_le = over_mean(tokens_le)
     layers, experts = _groups(num_layers, MAX_ROWS), _groups(num_experts, MAX_COLUMNS)
@@ -130,7 +139,8 @@ def loads(tokens_le) -> View:
 
 
 def device_loads(tokens_le, plan: ExpertPlan, num_devices: int) -> View:
-    """Rows that each device of the group computes under a plan, by layer."""
+    """Return a view of the rows that each device of the group computes under a plan, by
+    layer."""
     rows_lw = rows_per_device(tokens_le, plan, num_devices)
     ratio_lw = over_mean(rows_lw)
     layers = _groups(plan.num_layers, MAX_ROWS)
@@ -152,14 +162,18 @@ def device_loads(tokens_le, plan: ExpertPlan, num_devices: int) -> View:
 
 
 def rows_per_device(tokens_le, plan: ExpertPlan, num_devices: int) -> np.ndarray:
-    """Float [layers, devices]: each replica of an expert takes an even share of it."""
-    tokens_le = _checked(tokens_le)
+    """Return the rows that each device computes under a plan, float [layers, devices].
+
+    The replicas of an expert share its load evenly. Raises ValueError where loads, plan
+    and devices do not fit together.
+    """
+    tokens_le = _check_loads(tokens_le)
     _check_devices(plan.num_slots, num_devices)
     expected = (plan.num_layers, plan.num_experts)
     if tokens_le.shape != expected:
         raise ValueError(
-            f"the loads are of {tokens_le.shape[0]} layers and {tokens_le.shape[1]} "
-            f"experts, the plan of {expected[0]} and {expected[1]}: give loads "
+            f"the loads have {tokens_le.shape[0]} layers and {tokens_le.shape[1]} "
+            f"experts, the plan has {expected[0]} and {expected[1]}: give loads "
             "[layers, experts] of the same model"
         )
     rows_lp = np.zeros(plan.slot_to_expert_lp.shape)
@@ -172,7 +186,7 @@ def rows_per_device(tokens_le, plan: ExpertPlan, num_devices: int) -> np.ndarray
 
 
 def _device_grid(mesh) -> tuple[tuple[str, ...], np.ndarray]:
-    """Axis names, and device numbers in the mesh's shape."""
+    """Return the names of the mesh axes, and device numbers in the mesh's shape."""
     if isinstance(mesh, Topology):
         ids = np.arange(mesh.num_devices).reshape(mesh.sizes)
         return ("dc", "data", "expert", "tensor"), ids
@@ -182,6 +196,7 @@ def _device_grid(mesh) -> tuple[tuple[str, ...], np.ndarray]:
 
 
 def _device_cell(names, ids: np.ndarray, index: tuple[int, ...], along) -> Cell:
+    """Return the cell of one device, with the color of its group along an axis."""
     color = ""
     if along is not None:
         axis = names.index(along)
@@ -194,29 +209,35 @@ def _device_cell(names, ids: np.ndarray, index: tuple[int, ...], along) -> Cell:
 
 
 def _slot_cell(expert: int, copies_e: np.ndarray) -> Cell:
+    """Return the cell of a slot that holds this expert, or none (-1)."""
     if expert < 0:
         return Cell(hint="empty", is_hatched=True)
     return Cell(str(expert), hue(expert) if copies_e[expert] > 1 else "")
 
 
 def _ratio_cell(ratio: float, hint: str) -> Cell:
+    """Return the cell of a load over the mean."""
     return Cell(f"{ratio:.1f}", _heat(ratio), hint)
 
 
 def _rows_cell(rows: float, ratio: float) -> Cell:
+    """Return the cell of a device's rows, colored by their ratio to the mean."""
     text = f"{rows:,.1f}".removesuffix(".0")
     return Cell(text, _heat(ratio), f"{ratio:.2f} of the mean")
 
 
 def _heat(ratio: float) -> str:
+    """Return the color of a load over the mean."""
     return tint(PALETTE[0], 0.55 * min(ratio / FULL_RATIO, 1.0))
 
 
-def _axis(axis: int) -> str:
+def _axis_color(axis: int) -> str:
+    """Return the color of a mesh axis by its number."""
     return tint(PALETTE[(axis + 1) % len(PALETTE)], 0.35)
 
 
-def _checked(tokens_le) -> np.ndarray:
+def _check_loads(tokens_le) -> np.ndarray:
+    """Return loads as an array [layers, experts]; raise ValueError if they are not."""
     tokens_le = np.atleast_2d(np.asarray(tokens_le))
     if tokens_le.ndim != 2 or tokens_le.size == 0 or not np.all(tokens_le >= 0):
         raise ValueError(
@@ -227,6 +248,7 @@ def _checked(tokens_le) -> np.ndarray:
 
 
 def _check_devices(num_slots: int, num_devices: int) -> None:
+    """Raise ValueError unless the devices have equally many slots."""
     if num_devices < 1 or num_slots % num_devices:
         raise ValueError(
             f"{num_slots} slots do not divide over num_devices={num_devices}: give the "
@@ -235,26 +257,32 @@ def _check_devices(num_slots: int, num_devices: int) -> None:
 
 
 def _has_replicas(table_lp: np.ndarray) -> bool:
+    """Return whether an expert has several slots in some layer."""
     return any(len(row := p[p >= 0]) > len(np.unique(row)) for p in table_lp)
 
 
-def _alike(table_lp: np.ndarray) -> list[tuple[int, int]]:
-    """First and last layer of each run of equal rows."""
+def _equal_runs(table_lp: np.ndarray) -> list[tuple[int, int]]:
+    """Return the first and the last layer of each run of equal rows."""
     keys = [row.tobytes() for row in table_lp]
     groups = [list(g) for _, g in itertools.groupby(range(len(keys)), keys.__getitem__)]
     return [(group[0], group[-1]) for group in groups]
 
 
 def _groups(size: int, limit: int) -> list[tuple[int, int]]:
-    """First and last of at most `limit` runs of equal length (the last may be less)."""
+    """Return the first and the last index of each of at most `limit` runs.
+
+    The runs have equal lengths, except that the last one may be shorter.
+    """
     step = -(-size // limit)
     return [(i, min(i + step, size) - 1) for i in range(0, size, step)]
 
 
 def _span(word: str, first: int, last: int) -> str:
+    """Return a word and a number, or a range of numbers: 'layer 3', 'layer 3-5'."""
     numbers = f"{first}" if first == last else f"{first}-{last}"
     return f"{word} {numbers}".lstrip()
 
 
 def _left_out(number: int, what: str) -> list[str]:
+    """Return the note that things are not shown, or no note where number is 0."""
     return [f"{number} more {what} not shown"] if number > 0 else []
