@@ -1,5 +1,5 @@
-"""The balancer: from observed loads to plans and layouts that all processes adopt.
+"""The balancer, which turns observed loads into plans and layouts for all processes.
 
-NumPy, pure and deterministic. What a plan costs is predicted in `moejax.perf`; how it
-gets onto devices is in `train.balance` and `moejax.moe`.
+It is pure, deterministic and needs NumPy only. `moejax.perf` predicts the cost of a
+plan; `train.balance` and `moejax.moe` put it on devices.
 """

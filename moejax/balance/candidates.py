@@ -1,9 +1,9 @@
-"""What could be done about a load: plans for today's layout and for its neighbours,
+"""Candidate changes for a load: plans for the current layout and for its neighbours,
 priced in seconds.
 
-    swap        the policy's plan for today's layout, in the layers where it pays
-    relayout    one thing changed - slots per device by one, the store, the room for
-                copies, rows per peer - and the policy's plan for that
+    swap        the policy's plan for the current layout, in the layers where it pays
+    relayout    a layout that differs in one respect (slots per device by one, store,
+                room for copies, rows per peer), and the policy's plan for it
 """
 
 import dataclasses
@@ -23,58 +23,72 @@ from moejax.plan.layout import ROW_MULTIPLE, Layout, Store
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What is weighed: a load, and what may be done about it."""
+    """A forecast load, and all that candidates for it are made from and judged by."""
 
     load_lwe: np.ndarray
-    """As it will be when a change is adopted."""
+    """Forecast load at the adoption of a change, in rows per step."""
     peak_l: np.ndarray
-    """By how much the fullest pair that is seen, at its 95th percentile, exceeds that
-    of the mean load."""
+    """Rows of the fullest pair of devices, at the 95th percentile of recent steps, over
+    those of the fullest pair under the mean load; 1 at least."""
     has_pairs: bool
-    """Whether that is known well enough to fit buffers to it."""
+    """Whether fullest pairs are known well enough to fit buffers to them."""
     ratio: float
-    """Device max/mean of that load in the worst layer, under today's plan."""
+    """Device max/mean of the load in the worst layer, under the current plan."""
     plan: ExpertPlan
+    """Current plan."""
     layout: Layout
+    """Current layout."""
     cost: CostModel
     policy: Policy
     margin: float
+    """Copy of Balance.margin: the smallest gain, as a share of the changed layers' time
+    per step."""
     horizon_steps: int
+    """Copy of Balance.horizon_steps: the number of steps over which gains are summed.
+    """
     max_slots_per_device: int
+    """Largest number of slots per device of a candidate."""
 
     @functools.cached_property
     def sec_l(self) -> np.ndarray:
-        """Seconds of each layer in one step, today."""
+        """Seconds of each layer in one step, under the current plan and layout."""
         return sec_by_layer(self, self.plan, self.layout)
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A plan and a layout for it, compared with today's."""
+    """A plan and a layout for it, compared with the current ones."""
 
     plan: ExpertPlan
     layout: Layout
     ratio: float
+    """Forecast device max/mean of the worst layer with the change."""
     gain_sec: float
+    """Time that the change saves in each step."""
     base_sec: float
-    """What the layers cost today, per step, that it changes; for a relayout, all."""
+    """Current time per step of the layers that change; in a relayout all layers do."""
     move_sec: float
+    """Time to move master parameters and moments, once."""
     compile_sec: float
+    """Time to compile the step of another layout, once; 0 for a swap."""
     num_layers: int
-    """Layers whose slots or owners it changes."""
+    """Number of layers whose slots or owners change."""
 
     @property
     def cost_sec(self) -> float:
+        """Time that the change costs once."""
         return self.move_sec + self.compile_sec
 
     def net_sec(self, horizon_steps: int) -> float:
+        """Return the time that the change saves over this number of steps, less its
+        cost."""
         return self.gain_sec * horizon_steps - self.cost_sec
 
 
 def ratio_by_layer(
     load_lwe: np.ndarray, plan: ExpertPlan, layout: Layout
 ) -> np.ndarray:
-    """Device max/mean of each layer, float [l]."""
+    """Return the device max/mean of each layer, float [l]."""
     w, split = layout.num_devices, layout.split
     rows = zip(load_lwe, plan.slot_to_expert_lp)
     return np.array(
@@ -85,7 +99,7 @@ def ratio_by_layer(
 def fullest_pair_by_layer(
     load_lwe: np.ndarray, plan: ExpertPlan, layout: Layout
 ) -> np.ndarray:
-    """Most rows of a step that one source has for one device, float [l]."""
+    """Return the most rows of a step that one source has for one device, float [l]."""
     w, split = layout.num_devices, layout.split
     rows = zip(load_lwe, plan.slot_to_expert_lp)
     max_l = [pair_rows(rows_by_slot(x, p, w, split)).max() for x, p in rows]
@@ -93,8 +107,11 @@ def fullest_pair_by_layer(
 
 
 def sec_by_layer(question: Question, plan: ExpertPlan, layout: Layout) -> np.ndarray:
-    """Seconds of each layer in one step, float [l]: the cost model's, and with padded
-    buffers the later rounds of pairs as full as they are seen to be."""
+    """Return the seconds of each layer in one step, float [l].
+
+    They are the cost model's, and the time by which the exchange of rows takes longer
+    because observed pairs of devices are fuller than those of the mean load.
+    """
     cost = question.cost
     w, split = layout.num_devices, layout.split
     sec_l = np.zeros(plan.num_layers)
@@ -111,59 +128,66 @@ def sec_by_layer(question: Question, plan: ExpertPlan, layout: Layout) -> np.nda
 
 
 def swap(question: Question) -> list[Candidate]:
-    """The policy's plan for today's layout, where it pays: one candidate, or none."""
+    """Return the policy's plan for the current layout, in the layers where it pays: one
+    candidate, or none."""
     plan, layout = question.plan, question.layout
     if layout.store not in question.policy.stores:
         return []
-    # This layout's copies travel whether a plan uses them or not: they are free to it.
-    sunk = dataclasses.replace(question.cost, bytes_per_expert=0.0)
-    new = question.policy.plan(question.load_lwe, layout, sunk, plan)
-    merged = _cheaper(question, plan, new, layout, question.margin)
-    return [] if merged == plan else [_priced(question, merged, layout)]
+    # A layout's copies travel whether a plan uses them or not, so that a plan for the
+    # same layout does not pay for them.
+    cost = dataclasses.replace(question.cost, bytes_per_expert=0.0)
+    new = question.policy.plan(question.load_lwe, layout, cost, plan)
+    merged = _merge_where_cheaper(question, plan, new, layout, question.margin)
+    return [] if merged == plan else [_price(question, merged, layout)]
 
 
 def relayouts(question: Question, swapped: ExpertPlan) -> list[Candidate]:
-    """The policy's plans for the neighbours of today's layout, each also with rows per
-    peer that fit it; `swapped` is the best known plan for today's."""
+    """Return the policy's plans for the neighbours of the current layout.
+
+    Each of them is a candidate with the current rows per peer, and another one with
+    rows per peer that fit it. `swapped` is the best known plan for the current layout.
+    """
     if question.layout.exchange == "capacity":
-        return []  # which rows are dropped follows from the layout: it stays
+        return []  # the layout decides which rows are dropped, and must not change
     now = question.layout
     pairs = [(question.plan, now), (swapped, now)]
     for roomy in _neighbours(question):
         base = question.plan.resized(roomy)
         new = question.policy.plan(question.load_lwe, roomy, question.cost, base)
-        plan = _cheaper(question, base, new, roomy, 0.0)
+        plan = _merge_where_cheaper(question, base, new, roomy, 0.0)
         pairs.append((plan, _with_slack(plan, roomy)))
     pairs += [(plan, fitted(question, plan, layout)) for plan, layout in pairs]
-    return [_priced(question, plan, layout) for plan, layout in pairs if layout != now]
+    return [_price(question, plan, layout) for plan, layout in pairs if layout != now]
 
 
 def refits(question: Question) -> list[Candidate]:
-    """Today's plan with rows per peer that fit what is seen: one candidate, or none."""
+    """Return the current plan with rows per peer that fit the observed pairs: one
+    candidate, or none."""
     if question.layout.exchange == "capacity":
         return []
     layout = fitted(question, question.plan, question.layout)
     if layout == question.layout:
         return []
-    return [_priced(question, question.plan, layout)]
+    return [_price(question, question.plan, layout)]
 
 
 def fitted(question: Question, plan: ExpertPlan, layout: Layout) -> Layout:
-    """With buffers for the fullest pair that this plan is expected to have."""
+    """Return the layout with buffers for the fullest pair that the plan is expected to
+    have."""
     if layout.transport == "local" or not question.has_pairs:
         return layout
     micro_batches = question.cost.micro_batches
     pair_l = fullest_pair_by_layer(question.load_lwe, plan, layout)
     fullest = (question.peak_l * pair_l).max() / micro_batches
-    most = math.ceil(round(question.load_lwe.sum(axis=2).max() / micro_batches, 6))
+    max_rows = math.ceil(round(question.load_lwe.sum(axis=2).max() / micro_batches, 6))
     rows = math.ceil(round(fullest / ROW_MULTIPLE, 6)) * ROW_MULTIPLE
     windows = layout.num_windows
-    rows = -(-max(1, min(rows, most)) // windows) * windows
+    rows = -(-max(1, min(rows, max_rows)) // windows) * windows
     return dataclasses.replace(layout, rows_per_peer=rows)
 
 
 def objection(question: Question, candidate: Candidate) -> str:
-    """Why a candidate is not adopted; empty when it is."""
+    """Return the reason against a candidate, or '' if it pays."""
     gain_sec, min_sec = candidate.gain_sec, question.margin * candidate.base_sec
     saved = f"{duration(max(gain_sec, 0.0))}/step"
     if not gain_sec > min_sec:
@@ -179,17 +203,18 @@ def objection(question: Question, candidate: Candidate) -> str:
 
 
 def num_moves(before: ExpertPlan, after: ExpertPlan, num_devices: int) -> int:
-    """Experts that a device holds after and not before, over layers and devices."""
+    """Return the number of experts that a device holds after a change and not before,
+    summed over layers and devices."""
     rows = zip(before.slot_to_expert_lp, after.slot_to_expert_lp)
-    e = before.num_experts
+    sizes = (before.num_experts, num_devices)
     return sum(
-        int((_held(new_p, e, num_devices) & ~_held(old_p, e, num_devices)).sum())
+        int((_device_holds(new_p, *sizes) & ~_device_holds(old_p, *sizes)).sum())
         for old_p, new_p in rows
     )
 
 
-def _held(row_p: np.ndarray, num_experts: int, num_devices: int) -> np.ndarray:
-    """Whether a device holds an expert, [w, e] bool."""
+def _device_holds(row_p: np.ndarray, num_experts: int, num_devices: int) -> np.ndarray:
+    """Return whether each device holds each expert, bool [w, e]."""
     held_we = np.zeros((num_devices, num_experts), bool)
     slot_p = np.flatnonzero(row_p >= 0)
     held_we[slot_p // (len(row_p) // num_devices), row_p[slot_p]] = True
@@ -197,7 +222,7 @@ def _held(row_p: np.ndarray, num_experts: int, num_devices: int) -> np.ndarray:
 
 
 def _neighbours(question: Question) -> Iterator[Layout]:
-    """Layouts one change away, with as much room for copies as there can be."""
+    """Yield the layouts one change away, with as much room for copies as possible."""
     now, policy = question.layout, question.policy
     own = now.experts_per_device
     slots = [now.slots_per_device]
@@ -218,7 +243,8 @@ def _neighbours(question: Question) -> Iterator[Layout]:
 
 
 def _roomy(question: Question, store: Store, slots_per_device: int) -> Layout:
-    """With budgets for any plan that these slots can hold."""
+    """Return the layout of this store and number of slots, with budgets for any plan
+    that its slots can hold."""
     now, has_copies = question.layout, store in ("transient", "resident")
     is_prefetched = now.prefetch if now.store == store else question.policy.prefetch
     return dataclasses.replace(
@@ -232,7 +258,8 @@ def _roomy(question: Question, store: Store, slots_per_device: int) -> Layout:
 
 
 def _with_slack(plan: ExpertPlan, roomy: Layout) -> Layout:
-    """With budgets for this plan, and for a little more: swaps are to come."""
+    """Return the layout with budgets for this plan and a few more copies, so that later
+    swaps have room."""
     if roomy.store not in ("transient", "resident"):
         return roomy
     snug, own = tight(roomy, plan), roomy.experts_per_device
@@ -244,13 +271,17 @@ def _with_slack(plan: ExpertPlan, roomy: Layout) -> Layout:
     )
 
 
-def _cheaper(
+def _merge_where_cheaper(
     question: Question, base: ExpertPlan, new: ExpertPlan, layout: Layout, margin: float
 ) -> ExpertPlan:
-    """`new` in the layers that it makes cheaper by the margin, and by more over the
-    horizon than its owners cost to move; `base` in the others."""
-    is_today = layout == question.layout
-    base_sec_l = question.sec_l if is_today else sec_by_layer(question, base, layout)
+    """Return the plan with the layers of `new` where they pay, else those of `base`.
+
+    A layer pays if it saves more than the margin, and more over the horizon than the
+    move of its owners costs. It must not have a larger max/mean than the worst layer of
+    the current plan.
+    """
+    is_current = layout == question.layout
+    base_sec_l = question.sec_l if is_current else sec_by_layer(question, base, layout)
     gain_l = base_sec_l - sec_by_layer(question, new, layout)
     ratio_l = ratio_by_layer(question.load_lwe, new, layout)
     pays_l = (gain_l > margin * base_sec_l) & (ratio_l <= question.ratio)
@@ -267,23 +298,25 @@ def _cheaper(
 
 
 def _layer(plan: ExpertPlan, layer: int) -> ExpertPlan:
+    """Return the plan of one layer alone."""
     here = slice(layer, layer + 1)
     table_1p, owned_1e = plan.slot_to_expert_lp[here], plan.owned_le[here]
     return ExpertPlan(table_1p, plan.num_experts, owned_1e)
 
 
-def _changed(before: ExpertPlan, after: ExpertPlan) -> np.ndarray:
-    """Whether a layer's slots or owners are others, [l] bool."""
+def _is_changed(before: ExpertPlan, after: ExpertPlan) -> np.ndarray:
+    """Return whether the slots or owners of each layer change, bool [l]."""
     if before.num_slots != after.num_slots:
         return np.ones(before.num_layers, bool)
     slots_lp = before.slot_to_expert_lp != after.slot_to_expert_lp
     return slots_lp.any(axis=1) | (before.owned_le != after.owned_le).any(axis=1)
 
 
-def _priced(question: Question, plan: ExpertPlan, layout: Layout) -> Candidate:
+def _price(question: Question, plan: ExpertPlan, layout: Layout) -> Candidate:
+    """Return a plan and its layout with their gains and costs."""
     now, now_sec_l, cost = question.layout, question.sec_l, question.cost
     sec_l = sec_by_layer(question, plan, layout)
-    changed_l = _changed(question.plan, plan)
+    changed_l = _is_changed(question.plan, plan)
     is_swap = layout == now
     return Candidate(
         plan,

@@ -1,14 +1,16 @@
-"""The balancer: pure functions from observed loads to what all processes adopt.
+"""The balancer's loop as pure functions from observed loads to plans and layouts.
 
     init -> observe, every step -> decide -> adopt, lag_steps after a decision
 
-It asks what could be done when the forecast load is uneven: device max/mean above
-`act_above` in the worst layer, and from then on until it is below `rest_below`. It also
-asks when padded buffers do not fit the rows that are seen. It does something when that
-saves more than the margin, and more over the horizon than it costs. A swap goes first,
-once, also where a relayout saves more. For the cool-down no swap follows a swap, no
-relayout any change, and no question the answer that nothing pays. A relayout also waits
-until a half life of loads has been seen. State is a value; JSON keeps it bit for bit.
+The balancer compares possible changes in two cases. In the first the forecast load is
+uneven: the device max/mean of the worst layer is above `act_above`, or was and is not
+yet below `rest_below`. In the second padded buffers do not fit the observed rows.
+
+It decides for a change that saves more time than the margin, and over the horizon more
+than the change costs. If a swap pays, it goes first, once, even where a relayout saves
+more. During the cool-down no swap follows a swap, no relayout follows any change, and
+no decision follows one that nothing pays. A relayout also waits until a half-life of
+loads has been observed. The state is a value, and its JSON loses no bit.
 """
 
 import dataclasses
@@ -26,36 +28,45 @@ from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 
 MAX_SPARE = 2.0
-"""Buffers of more than so many times the fullest pair are worth a question."""
+"""Size of padded buffers over the fullest pair's rows from which they are too large."""
 
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """All that the balancer knows; part of a checkpoint."""
+    """State of the balancer, which is a part of each checkpoint."""
 
     tracker: LoadTracker
+    """Moving averages of the observed loads."""
     layout: Layout
+    """Current layout of the step."""
     plan: ExpertPlan
+    """Current plan."""
     is_active: bool
-    """Uneven since the ratio rose above act_above."""
+    """Whether the load counts as uneven: the max/mean rose above act_above and has not
+    been below rest_below since."""
     last_change_step: int | None
-    """Step of the last adoption; None before any."""
+    """Step of the last adoption, or of a refused relayout; None before the first."""
     last_swap_step: int | None
-    """Step of the last that was a swap."""
+    """Step of the last adoption of a swap; None before the first."""
     last_keep_step: int | None
-    """Step at which nothing paid; the question rests for a cool-down."""
+    """Step of the last decision that nothing pays, after which a cool-down begins; None
+    before the first."""
     is_relayout_due: bool
-    """A swap was preferred to a relayout that saved more: next time it is not."""
+    """Whether the last change was a swap although a relayout saved more. If so, the
+    next decision does not prefer a swap."""
     refused: tuple[Layout, ...]
     """Layouts that could not be compiled, or did not fit into memory."""
     pending: Decision | None
-    """What is adopted at its adopt_step; until then nothing else is decided."""
+    """Decision that waits for its adopt_step. Until then there is no other decision."""
 
 
 def init(
     settings: Settings, layout: Layout, plan: ExpertPlan, num_layers: int
 ) -> State:
-    """Nothing seen yet; ValueError when plan, layout and settings do not fit."""
+    """Return the state of a balancer that has observed nothing.
+
+    Raises ValueError when plan, layout and settings do not fit together.
+    """
     plan.validate(layout)
     if plan.num_layers != num_layers:
         raise ValueError(
@@ -79,9 +90,10 @@ def observe(
     tokens_lwe: np.ndarray,
     fullest_pair_l: np.ndarray,
 ) -> State:
-    """State after one step's statistics, which may come some steps late.
+    """Return the state after one step's statistics, which may arrive some steps late.
 
-    Loads do not depend on the plan; pairs of devices do, and count from the adoption.
+    Loads do not depend on the plan. Fullest pairs do, and are forgotten if the step ran
+    before the last adoption.
     """
     before = dataclasses.replace(
         state.tracker, half_life_steps=settings.half_life_steps
@@ -95,8 +107,12 @@ def observe(
 def decide(
     settings: Settings, cost: CostModel, state: State, step: int
 ) -> tuple[State, Decision | None]:
-    """The state after, and what was decided; None when nothing was asked: not a step
-    for it, a decision pending, an even load, or the cool-down."""
+    """Return the state after a step, and the decision taken, or None.
+
+    There is no decision if the step is not a multiple of every_steps, while another
+    decision is pending, during the cool-down, and where the load is even and buffers
+    fit.
+    """
     is_asked = step % settings.every_steps == 0 and not state.tracker.is_empty
     if not is_asked or state.pending is not None:
         return state, None
@@ -132,7 +148,7 @@ def decide(
     best = max(accepted, key=lambda c: c.net_sec(settings.horizon_steps))
     chosen = best
     if not state.is_relayout_due:
-        # A swap is soon there and blocks nothing for long: a relayout can follow.
+        # A swap is adopted soon, and a relayout can follow it.
         chosen = next((c for c in accepted if c in swaps), best)
     decision = _change(settings, question, chosen, step)
     is_due = chosen is not best
@@ -142,11 +158,12 @@ def decide(
 
 
 def _has_cooled(settings: Settings, since_step: int | None, step: int) -> bool:
+    """Return whether the cool-down after `since_step` is over."""
     return since_step is None or step - since_step >= settings.cooldown_steps
 
 
 def adopt(state: State) -> State:
-    """The pending decision becomes today's plan and layout, at its adopt_step."""
+    """Return the state in which the pending decision is the current plan and layout."""
     pending = state.pending
     assert pending is not None, "no decision is pending"
     return dataclasses.replace(
@@ -163,8 +180,8 @@ def adopt(state: State) -> State:
 
 
 def refuse(state: State) -> State:
-    """The pending relayout is not to be had here: it is dropped, and its layout is not
-    proposed again."""
+    """Return the state without the pending relayout, which could not be compiled or did
+    not fit into memory. Its layout is not proposed again."""
     pending = state.pending
     assert pending is not None, "no decision is pending"
     return dataclasses.replace(
@@ -176,7 +193,7 @@ def refuse(state: State) -> State:
 
 
 def to_json(state: State) -> str:
-    """Bit for bit, the pending decision included."""
+    """Return the state as JSON, without loss of any bit."""
     pending = state.pending
     return json.dumps(
         {
@@ -195,6 +212,7 @@ def to_json(state: State) -> str:
 
 
 def from_json(text: str) -> State:
+    """Return the state that `to_json` wrote."""
     record = json.loads(text)
     pending = record["pending"]
     return State(
@@ -218,6 +236,7 @@ def _question(
     load_lwe: np.ndarray,
     ratio: float,
 ) -> Question:
+    """Return the question of what to do about a forecast load."""
     tracker, plan, layout = state.tracker, state.plan, state.layout
     pair_l = candidates.fullest_pair_by_layer(tracker.mean_lwe, plan, layout)
     seen_l = loads.fullest_pair_p95(tracker) * cost.micro_batches
@@ -237,7 +256,8 @@ def _question(
 
 
 def _is_misfit(state: State) -> bool:
-    """Whether padded buffers are too small for the fullest pair, or far too large."""
+    """Return whether padded buffers are too small for the fullest pair, or far too
+    large."""
     seen = loads.fullest_pair_p95(state.tracker).max()
     rows = state.layout.rows_per_peer
     is_known = state.layout.transport != "local" and state.tracker.has_pairs
@@ -247,6 +267,7 @@ def _is_misfit(state: State) -> bool:
 def _keep(
     settings: Settings, question: Question, found: list[Candidate], step: int
 ) -> Decision:
+    """Return the decision to change nothing, since no candidate pays."""
     why = "no plan for this layout is cheaper"
     if found:
         best = max(found, key=lambda c: c.gain_sec)
@@ -260,6 +281,7 @@ def _keep(
 def _change(
     settings: Settings, question: Question, best: Candidate, step: int
 ) -> Decision:
+    """Return the decision for a candidate."""
     saved = duration(best.net_sec(question.horizon_steps))
     why = (
         f"saves {saved} in {question.horizon_steps} steps, and changes "
@@ -271,6 +293,7 @@ def _change(
 def _decision(
     settings: Settings, question: Question, after: Candidate, step: int, why: str
 ) -> Decision:
+    """Return the decision that leads from the question's plan to a candidate."""
     before, w = question.plan, question.layout.num_devices
     is_kept = after.plan is before and after.layout is question.layout
     is_swap = after.layout == question.layout

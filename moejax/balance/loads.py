@@ -1,13 +1,14 @@
-"""The load of every layer as it is and as it will be: moving averages of what was seen.
+"""Moving averages of the load of each layer, and a forecast from them.
 
-    load_lwe       rows per step from source device w to expert e, of one group (with
-                   several groups: their mean), all micro-batches together
+    load_lwe       rows per step from source device w to expert e, of one group or the
+                   mean over several groups, all micro-batches together
     fullest_lt     most rows that one device had for one other in a micro-batch, in
                    each of the last steps
 
-The forecast is Brown's: one moving average lags a ramp by as many steps as the average
-of that average lags the first, so that both together know where the ramp is now and how
-steep. At the start, when both have seen little, they agree, and nothing is forecast.
+The forecast is Brown's. On a ramp, a moving average lags the load by as many steps as
+the average of that average lags the first one. Both together therefore give the ramp's
+current value and its slope. At the start, when both have seen little, they agree, and
+the forecast has no drift.
 """
 
 import base64
@@ -19,45 +20,56 @@ import numpy as np
 from moejax.plan.layout import Layout
 
 WINDOW_STEPS = 100
-"""Over how many observed steps the fullest pair is remembered."""
+"""Number of observed steps over which the fullest pair is remembered."""
 
-FEWEST_PAIRS = 20
-"""Of fewer steps, the 95th percentile is no more than their maximum."""
+MIN_PAIR_STEPS = 20
+"""Number of observed steps from which the 95th percentile of the fullest pair is known.
+With fewer it would be their maximum."""
 
 ARRAYS = {"mean_lwe": "<f8", "mean_of_means_lwe": "<f8", "fullest_lt": "<i8"}
+"""Number format in JSON of each array of a LoadTracker."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadTracker:
-    """Moving averages by half life in steps; arrays are never written to."""
+    """Moving averages of loads, and recent fullest pairs of devices.
+
+    The arrays are never written to.
+    """
 
     half_life_steps: float
+    """Half-life of the moving averages, in steps."""
     step: int
-    """The last one observed; -1 before any."""
+    """Last observed step; -1 before the first."""
     weight: float
-    """Of all observations together, the last counting 1."""
+    """Sum of the weights of all observations, where the last one has weight 1."""
     mean_lwe: np.ndarray
+    """Moving average of the loads."""
     mean_of_means_lwe: np.ndarray
+    """Moving average of `mean_lwe`."""
     fullest_lt: np.ndarray
-    """At most WINDOW_STEPS columns, the newest last."""
+    """Rows of the fullest pair in the last steps, at most WINDOW_STEPS columns, the
+    newest last."""
 
     @property
     def is_empty(self) -> bool:
+        """Whether no step has been observed."""
         return self.step < 0
 
     @property
     def is_settled(self) -> bool:
-        """Whether a half life of steps has been seen."""
+        """Whether at least a half-life of steps has been observed."""
         decay = 2.0 ** (-1.0 / self.half_life_steps)
         return self.weight * (1.0 - decay) > 0.5 - 1e-9
 
     @property
     def has_pairs(self) -> bool:
-        """Whether fullest_pair_p95 is a percentile rather than a guess."""
-        return self.fullest_lt.shape[1] >= FEWEST_PAIRS
+        """Whether enough steps were observed for fullest_pair_p95."""
+        return self.fullest_lt.shape[1] >= MIN_PAIR_STEPS
 
     def to_json(self) -> str:
-        """Bit for bit: arrays as base64 of their little-endian bytes."""
+        """Return the tracker as JSON, with arrays as base64 of their little-endian
+        bytes, so that no bit is lost."""
         record = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for name, dtype in ARRAYS.items():
             raw = np.ascontiguousarray(record[name], dtype).tobytes()
@@ -69,6 +81,7 @@ class LoadTracker:
 
     @classmethod
     def from_json(cls, text: str) -> "LoadTracker":
+        """Return the tracker that `to_json` wrote."""
         record = json.loads(text)
         for name, dtype in ARRAYS.items():
             raw = base64.b64decode(record[name]["base64"])
@@ -81,7 +94,7 @@ class LoadTracker:
 def init(
     num_layers: int, num_devices: int, num_experts: int, half_life_steps: float
 ) -> LoadTracker:
-    """A tracker that has seen nothing."""
+    """Return a tracker that has observed nothing."""
     zero_lwe = np.zeros((num_layers, num_devices, num_experts))
     no_pair_lt = np.zeros((num_layers, 0), np.int64)
     return LoadTracker(half_life_steps, -1, 0.0, zero_lwe, zero_lwe, no_pair_lt)
@@ -90,10 +103,11 @@ def init(
 def observe(
     tracker: LoadTracker, step: int, tokens_lwe: np.ndarray, fullest_pair_l: np.ndarray
 ) -> LoadTracker:
-    """The tracker after one more step; a step that was missed ages what was seen.
+    """Return the tracker after one more observed step.
 
-    `tokens_lwe` is int [layers, devices, experts], `fullest_pair_l` int [layers].
-    ValueError for another shape, and for a step that is not after the last.
+    `tokens_lwe` is int [layers, devices, experts], `fullest_pair_l` int [layers]. Steps
+    between that were not observed age the earlier observations too. Raises ValueError
+    for another shape, and for a step that is not after the last one.
     """
     shape = tracker.mean_lwe.shape
     if np.shape(tokens_lwe) != shape or np.shape(fullest_pair_l) != shape[:1]:
@@ -123,18 +137,18 @@ def observe(
 
 
 def forget_pairs(tracker: LoadTracker) -> LoadTracker:
-    """The same loads; fullest pairs were another plan's and are no longer known."""
+    """Return the tracker without fullest pairs, which depend on the plan."""
     return dataclasses.replace(tracker, fullest_lt=tracker.fullest_lt[:, :0])
 
 
 def forecast(tracker: LoadTracker, ahead_steps: float = 0.0) -> np.ndarray:
-    """Load so many steps after the last observed: moving average plus drift, float
-    [l, w, e], never negative, of each layer as many rows as were seen.
+    """Return the load `ahead_steps` after the last observed step, float [l, w, e].
 
-    Exact for a ramp in the long run. No drift reaches further than a half life: on the
-    recorded trace what lies beyond is worse than no drift. Source: R. G. Brown,
-    Smoothing, Forecasting and Prediction (1963): level = 2 S1 - S2, slope = (S1 - S2) /
-    lag of an average.
+    It is the moving average plus a drift, is never negative, and has as many rows in
+    each layer as the moving average. In the long run it is exact for a ramp. The drift
+    ends after one half-life: on the recorded trace a drift beyond that was worse than
+    none. Source: R. G. Brown, Smoothing, Forecasting and Prediction (1963): level = 2
+    S1 - S2, slope = (S1 - S2) / lag of an average.
     """
     reach_steps = min(ahead_steps, tracker.half_life_steps)
     ahead = 1.0 + reach_steps / _lag_steps(tracker)
@@ -148,8 +162,8 @@ def forecast(tracker: LoadTracker, ahead_steps: float = 0.0) -> np.ndarray:
 
 
 def drift(tracker: LoadTracker) -> np.ndarray:
-    """Share of each layer's load that passes to other experts in one half life: total
-    variation distance, float [l] in 0..1."""
+    """Return the share of each layer's load that passes to other experts in one
+    half-life, float [l] in 0..1: a total variation distance."""
     change_le = (tracker.mean_lwe - tracker.mean_of_means_lwe).sum(axis=1)
     moved_l = 0.5 * np.abs(change_le).sum(axis=1)
     seen_l = tracker.mean_lwe.sum(axis=(1, 2))
@@ -158,15 +172,16 @@ def drift(tracker: LoadTracker) -> np.ndarray:
 
 
 def fullest_pair_p95(tracker: LoadTracker) -> np.ndarray:
-    """Rows of a micro-batch that the fullest pair of devices exceeds in one step of
-    twenty, float [l]; 0 where none was seen."""
+    """Return the 95th percentile over recent steps of the fullest pair of devices, in
+    rows of a micro-batch, float [l]; 0 where no pair was observed."""
     if not tracker.fullest_lt.shape[1]:
         return np.zeros(len(tracker.fullest_lt))
     return np.percentile(tracker.fullest_lt, 95, axis=1)
 
 
 def _lag_steps(tracker: LoadTracker) -> float:
-    """By how many steps a moving average of every step lags a ramp: d / (1 - d)."""
+    """Return the number of steps by which a moving average of each step lags a ramp,
+    d / (1 - d), where d is the decay per step."""
     decay = 2.0 ** (-1.0 / tracker.half_life_steps)
     return decay / (1.0 - decay)
 

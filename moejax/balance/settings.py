@@ -1,4 +1,4 @@
-"""When the balancer asks, what it asks for, and which policy it asks."""
+"""Settings of the balancer of one run, and the policy that they name."""
 
 import dataclasses
 
@@ -9,11 +9,13 @@ from moejax.plan.layout import Store
 
 @dataclasses.dataclass(frozen=True)
 class Settings(Balance):
-    """`Balance` of one run with its open questions answered. ValueError names a wrong
-    field."""
+    """`Balance` of one run, in which max_slots_per_device is a number.
+
+    Making one raises ValueError, which names the field, for a setting that is wrong.
+    """
 
     stores: tuple[Store, ...] | None = None
-    """Stores that the model can have; None: all of the policy's."""
+    """Stores that the model can have; None: all stores of the policy."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,13 +34,13 @@ class Settings(Balance):
     def of(
         cls, balance: Balance, max_slots_per_device: int, stores: tuple[Store, ...]
     ) -> "Settings":
-        """Return the settings of a run whose devices have at most so many slots."""
+        """Return the settings of a run with this limit on slots and these stores."""
         answers = {"max_slots_per_device": max_slots_per_device, "stores": stores}
         return cls(**dataclasses.asdict(balance) | answers)
 
 
 def find_policy(settings: Settings) -> Policy:
-    """The policy, with those of its stores that the model can have."""
+    """Return the policy, with only those of its stores that the model can have."""
     policy = POLICIES[settings.policy]
     if settings.stores is None:
         return policy
