@@ -1,9 +1,10 @@
-"""Policies: from loads to a plan, a file or a folder each, and an entry in POLICIES.
+"""Policies, each of which is a function from loads to a plan.
 
     plan(load_lwe, layout, cost, current) -> ExpertPlan
 
-`load_lwe` is rows per step by layer, source device and expert; `current` the plan that
-runs now, already of the layout's size. A plan is valid for the layout, budgets too, and
+A policy has a file or a folder, and an entry in POLICIES. `load_lwe` is rows per step
+by layer, source device and expert; `current` is the plan that runs now, already of the
+layout's size. The plan that is returned is valid for the layout and its budgets, and
 the same for the same arguments.
 """
 
@@ -23,14 +24,19 @@ class Policy:
     """A policy and the layouts that it plans for."""
 
     plan: Callable[..., ExpertPlan]
+    """Function from loads to a plan."""
     stores: tuple[Store, ...]
-    """The first is the default; the controller may weigh the others."""
+    """Stores that the policy plans for. The first is the default; a relayout may change
+    to another one."""
     split: Split = "even"
+    """Split that runs with the policy's plans, unless Dispatch.split names another."""
     prefetch: bool = False
+    """Whether transient copies travel a layer ahead by default."""
     has_replicas: bool = True
-    """Whether slots beyond those of the experts help it."""
+    """Whether the policy makes replicas, so that it can use more slots than experts."""
     is_spread_first: bool = False
-    """A run starts from its plan for no load at all, not from home."""
+    """Whether a run starts from the policy's plan for no load, and not with each expert
+    at its owner alone."""
 
 
 POLICIES: dict[str, Policy] = {
@@ -50,7 +56,10 @@ POLICIES: dict[str, Policy] = {
 
 
 def check_policy(name: str) -> Policy:
-    """The policy of that name; ValueError with the nearest names if there is none."""
+    """Return the policy of that name.
+
+    Raises ValueError with the nearest name if there is none.
+    """
     if name not in POLICIES:
         near = difflib.get_close_matches(name, POLICIES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "use one of them"

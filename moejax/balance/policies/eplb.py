@@ -1,11 +1,12 @@
 """EPLB, DeepSeek-V3's balancer (github.com/deepseek-ai/EPLB): replicate, then pack.
 
-    replicate   each spare slot to the expert with the most rows per replica
-    pack        replicas from the heaviest down, each on the lightest device with room
+    replicate   give each spare slot to the expert with the most rows per replica
+    pack        place replicas from the heaviest down, each on the lightest device with
+                room
 
-*Hierarchical* packs groups of experts on nodes first and stays inside a node after
-that; *global* is one group on one node. Replicas of one expert never share a device,
-which the published code leaves to chance.
+The *hierarchical* variant packs groups of experts on nodes first, and then stays inside
+a node. The *global* variant has one group on one node. Here replicas of one expert
+never share a device; in the published code they may.
 """
 
 import heapq
@@ -26,7 +27,8 @@ def plan(
     num_groups: int = 1,
     num_nodes: int = 1,
 ) -> ExpertPlan:
-    """Per layer, from the load alone: neither costs nor the current plan count."""
+    """Return a plan made from the load alone, without regard to costs and to the
+    current plan."""
     shape = (layout.num_devices, layout.slots_per_device)
     rows = [
         rebalance(load_we.sum(axis=0), *shape, num_groups, num_nodes)
@@ -42,8 +44,10 @@ def rebalance(
     num_groups: int = 1,
     num_nodes: int = 1,
 ) -> np.ndarray:
-    """Slots of one layer, int32 [p]: hierarchical where the groups divide evenly over
-    the nodes, else global."""
+    """Return the slots of one layer, int32 [p].
+
+    The variant is hierarchical where the nodes divide the groups, else global.
+    """
     if num_groups % num_nodes:
         num_groups = num_nodes = 1
     load_ge = load_e.reshape(num_groups, -1)
@@ -73,8 +77,12 @@ def rebalance(
 def replicate(
     load_e: np.ndarray, num_slots: int, num_devices: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Expert of each replica (one each, then the spare ones in order), and how many
-    each expert has: no more than devices, and one where it has no load."""
+    """Return the expert of each replica, and the number of replicas of each expert.
+
+    The first replicas are one of each expert; the spare ones follow in the order in
+    which they are made. An expert has at most one replica per device, and only one if
+    it has no load.
+    """
     replicas_e = np.ones(len(load_e), int)
     spare = []
     heaviest = [(-load, expert) for expert, load in enumerate(load_e.tolist())]
@@ -93,41 +101,49 @@ def replicate(
 def pack(
     load: list[float], expert: list[int], num_packs: int, items_per_pack: int
 ) -> list[list[int]]:
-    """Items of each pack, in the order they came: the heaviest first, each into the
-    lightest pack with room that has no item of its expert. Ties: fewer items, then the
-    lower index. As many items as packs stay in their order."""
+    """Return the items of each pack, in the order in which they were placed.
+
+    The heaviest item is placed first. Each goes into the lightest pack with room that
+    has no item of the same expert; of equally light packs into the one with fewer
+    items, then into that with the lower index. If packs hold one item each and there
+    are as many items as packs, item i goes into pack i.
+    """
     if len(load) == num_packs and items_per_pack == 1:
         return [[item] for item in range(num_packs)]
     packs = [[] for _ in range(num_packs)]
     lightest = [(0.0, 0, index) for index in range(num_packs)]
     for item in sorted(range(len(load)), key=lambda item: -load[item]):
-        passed = []
+        entries = []
         while lightest and expert[item] in _experts(packs[lightest[0][2]], expert):
-            passed.append(heapq.heappop(lightest))
+            entries.append(heapq.heappop(lightest))
         if lightest:
             rows, count, index = heapq.heappop(lightest)
             packs[index].append(item)
-            passed.append((rows + load[item], count + 1, index))
+            entries.append((rows + load[item], count + 1, index))
         else:
             _make_room(packs, item, expert, load, items_per_pack)
-            passed = [
+            entries = [
                 (sum(load[i] for i in items), len(items), index)
                 for index, items in enumerate(packs)
             ]
-        for entry in passed:
+        for entry in entries:
             if entry[1] < items_per_pack:
                 heapq.heappush(lightest, entry)
     return packs
 
 
 def _experts(items: list[int], expert: list[int]) -> list[int]:
+    """Return the experts of these items."""
     return [expert[i] for i in items]
 
 
 def _make_room(packs, item, expert, load, items_per_pack) -> None:
-    """Every pack with room has this expert: another pack takes the item and hands one
-    of its own to a pack with room. One always can, for an expert has at most as many
-    replicas as there are packs. The change that leaves the lighter fullest one wins."""
+    """Place an item whose expert is in every pack that has room.
+
+    A full pack without the expert takes the item and gives one of its own to a pack
+    with room. That is always possible, since an expert has at most as many replicas as
+    there are packs. The exchange whose heavier pack is the lightest is made.
+    """
     rows = [sum(load[i] for i in items) for items in packs]
     choices = []
     for giver, items in enumerate(packs):

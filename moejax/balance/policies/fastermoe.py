@@ -1,4 +1,6 @@
-"""FasterMoE's dynamic shadowing (PPoPP'22, Eq. 7-8, Alg. 1): copy hot experts to all.
+"""FasterMoE's dynamic shadowing (PPoPP'22, Eq. 7-8, Alg. 1).
+
+The hottest experts are copied to all devices; their copies are called shadows.
 
     own experts | shadows           2 own experts, shadows of experts 0 and 5
     0   1       | -  5              device 0 owns expert 0, so shadow 0 is empty there
@@ -15,14 +17,15 @@ from moejax.plan.expert_plan import EMPTY, ExpertPlan
 from moejax.plan.layout import Layout
 
 PATIENCE = 2
-"""The paper stops at the first shadow that does not pay (1). With several experts a
-device the second fullest device is often next to the fullest, and one is too soon."""
+"""Number of shadows in a row that do not pay after which the search stops. The paper
+stops after one. With several experts per device, the second fullest device is often
+almost as full as the fullest one, so that one is too few."""
 
 
 def plan(
     load_lwe: np.ndarray, layout: Layout, cost: CostModel, current: ExpertPlan
 ) -> ExpertPlan:
-    """Per layer, shadow experts from the hottest down while Eq. 8 says it pays."""
+    """Return a plan that shadows experts in each layer while that pays by Eq. 8."""
     everywhere_w = np.ones(layout.num_devices, bool)
     rows = [
         shadow_row([(e, everywhere_w) for e in search(load_we, layout, cost)], layout)
@@ -34,9 +37,12 @@ def plan(
 def search(
     load_we: np.ndarray, layout: Layout, cost: CostModel, patience: int = PATIENCE
 ) -> list[int]:
-    """Alg. 1: the experts to shadow in one layer, until `patience` in a row have not
-    paid. Next is always the fullest device's most loaded expert, which with one expert
-    a device is the paper's order."""
+    """Return the experts to shadow in one layer (Alg. 1).
+
+    The next candidate is always the most loaded expert of the fullest device; with one
+    expert per device that is the paper's order. The search ends when `patience` shadows
+    in a row have not paid.
+    """
     own = layout.experts_per_device
     load_e = load_we.sum(axis=0)
     rows_w = load_e.reshape(-1, own).sum(axis=1)
@@ -58,37 +64,49 @@ def search(
 def next_expert(
     rows_w: np.ndarray, load_e: np.ndarray, shadows: list[int], layout: Layout
 ) -> int | None:
-    """The most loaded expert that the fullest device owns, is not shadowed yet, and
-    the slots and budgets of the layout have room for; ties go to the lowest index."""
+    """Return the most loaded expert of the fullest device that is not shadowed yet, or
+    None if slots and budgets of the layout have no room for it.
+
+    Ties go to the lowest index.
+    """
     own = layout.experts_per_device
     owned = range(int(rows_w.argmax()) * own, (int(rows_w.argmax()) + 1) * own)
-    limit = min(layout.slots_per_device - own, layout.copies_per_device)
-    offered = sum(expert in owned for expert in shadows)
-    left = [expert for expert in owned if expert not in shadows]
-    if not left or len(shadows) >= limit or offered >= layout.offers_per_device:
+    max_shadows = min(layout.slots_per_device - own, layout.copies_per_device)
+    num_offers = sum(expert in owned for expert in shadows)
+    rest = [expert for expert in owned if expert not in shadows]
+    is_full = len(shadows) >= max_shadows or num_offers >= layout.offers_per_device
+    if not rest or is_full:
         return None
-    return max(left, key=lambda expert: (load_e[expert], -expert))
+    return max(rest, key=lambda expert: (load_e[expert], -expert))
 
 
 def imbalance_sec(cost: CostModel, rows_w: np.ndarray) -> float:
-    """Eq. 7, no shadows: max over devices of 3 B F / P + 4 B H / W, with B rows, F
-    forward FLOPs per row and H bytes per row."""
+    """Return the time of a layer without shadows (Eq. 7).
+
+    It is the max over devices of 3 B F / P + 4 B H / W, with B rows, F forward FLOPs
+    per row, H bytes per row, P FLOP/s and W bytes/s.
+    """
     per_row_sec = 3 * cost.flops_per_row / cost.flops_per_sec
     per_row_sec += 4 * cost.bytes_per_row / cost.bytes_per_sec
     return float(rows_w.max()) * per_row_sec
 
 
 def shadow_sec(cost: CostModel, num_shadows: int, rows_w: np.ndarray) -> float:
-    """Eq. 8, r shadows: max over devices of 3 B' F / P, and 2 r |expert| / W in each
-    micro-batch."""
+    """Return the time of a layer with r shadows (Eq. 8).
+
+    It is the max over devices of 3 B' F / P, and 2 r |expert| / W in each micro-batch.
+    """
     copy_sec = cost.micro_batches * cost.bytes_per_expert / cost.bytes_per_sec
     sync_sec = 2 * num_shadows * copy_sec if num_shadows else 0.0
     return 3 * cost.compute_sec(rows_w) + sync_sec
 
 
 def shadow_row(shadows: list[tuple[int, np.ndarray]], layout: Layout) -> np.ndarray:
-    """Slots of one layer: own experts, then shadow j on each device of its bool [w]
-    that does not own it."""
+    """Return the slots of one layer, int32 [p]: own experts, then the shadows.
+
+    A shadow is an expert and the devices that hold it, bool [w]. Its slot stays empty
+    on the owner and on the devices that do not hold it.
+    """
     own = layout.experts_per_device
     row_ws = ExpertPlan.home_in(layout, 1).slot_to_expert_lp[0]
     row_ws = row_ws.reshape(layout.num_devices, -1).copy()

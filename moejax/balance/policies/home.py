@@ -1,4 +1,4 @@
-"""Plain expert parallelism: every expert at its owner, no copies."""
+"""Policy of plain expert parallelism: every expert at its owner, without copies."""
 
 import numpy as np
 
@@ -10,5 +10,6 @@ from moejax.plan.layout import Layout
 def plan(
     load_lwe: np.ndarray, layout: Layout, cost: CostModel, current: ExpertPlan
 ) -> ExpertPlan:
-    """The same whatever the load: what the other policies are measured against."""
+    """Return the plan with each expert at its owner, whatever the load: the baseline of
+    the other policies."""
     return ExpertPlan.home_in(layout, len(load_lwe))

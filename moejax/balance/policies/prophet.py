@@ -1,11 +1,11 @@
 """Pro-Prophet's locality-based greedy search (arXiv 2411.10003, Eq. 1-8, Alg. 1).
 
     D devices, E experts, I rows in all; H rows computed, R rows received, per device
-    s experts copied, each not to n devices
+    s experts copied, each to all devices but n
 
-It takes the heaviest device's hottest expert again and again, even where that does not
-pay yet, until the devices are balanced (Eq. 7), and keeps the cheapest prefix. With
-prefetched copies the cost is the coupled one of Eq. 8.
+The search copies the hottest expert of the fullest device again and again, even where
+that does not pay yet, until the devices are balanced (Eq. 7). It then keeps the
+cheapest prefix of the copies. With prefetched copies the cost is that of Eq. 8.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,8 @@ from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 
 ALPHA = 0.5
-"""Eq. 7: balanced when no two devices differ by this share of an expert's mean load."""
+"""Share of an expert's mean load by which two devices of a balanced layer can differ
+(Eq. 7)."""
 
 
 def plan(
@@ -30,8 +31,10 @@ def plan(
     num_excluded: int = 0,
     alpha: float = ALPHA,
 ) -> ExpertPlan:
-    """Per layer, the cheapest prefix of shadows; each goes to all devices but the
-    `num_excluded` (n) with the fewest rows for it."""
+    """Return a plan with the cheapest prefix of shadows in each layer.
+
+    A shadow goes to all devices but the `num_excluded` (n) with the fewest rows for it.
+    """
     rows = [
         shadow_row(search(load_we, layout, cost, num_excluded, alpha), layout)
         for load_we in load_lwe
@@ -40,11 +43,12 @@ def plan(
 
 
 class Traffic(NamedTuple):
-    """Rows of each device."""
+    """Rows that each device computes."""
 
     computed_w: np.ndarray
+    """Number of rows that a device computes."""
     local_w: np.ndarray
-    """Those of `computed_w` that came from the device itself."""
+    """Number of these rows that come from the device itself."""
 
 
 def search(
@@ -54,7 +58,8 @@ def search(
     num_excluded: int = 0,
     alpha: float = ALPHA,
 ) -> list[tuple[int, np.ndarray]]:
-    """Alg. 1 with the prefix's true length (cnt = s): (expert, devices bool [w])."""
+    """Return the shadows of one layer (Alg. 1 with cnt = s, the prefix's true length),
+    each an expert and the devices that hold it, bool [w]."""
     own, w = layout.experts_per_device, layout.num_devices
     load_e = load_we.sum(axis=0)
     rows_w = load_we.sum(axis=1)
@@ -66,8 +71,8 @@ def search(
     shadows, best = [], 0
     best_sec = plan_sec(cost, layout, traffic, rows_w, shadows)
     while not is_balanced(traffic.computed_w, alpha, layout.num_experts):
-        taken = [expert for expert, _ in shadows]
-        expert = next_expert(traffic.computed_w, load_e, taken, layout)
+        shadowed = [expert for expert, _ in shadows]
+        expert = next_expert(traffic.computed_w, load_e, shadowed, layout)
         if expert is None:
             break
         holds_w = holders(load_we[:, expert], expert // own, num_excluded)
@@ -87,7 +92,11 @@ def plan_sec(
     shadows: list,
     num_excluded: int = 0,
 ) -> float:
-    """Eq. 8 where copies are prefetched, else Eq. 6. `rows_w`: what devices route."""
+    """Return the time of a layer with these shadows.
+
+    It is that of Eq. 8 where copies are prefetched, else that of Eq. 6. `rows_w` is the
+    number of rows that each device routes.
+    """
     max_w = np.maximum(traffic.computed_w, rows_w) - traffic.local_w
     a2a, fec = a2a_sec(cost, max_w), cost.compute_sec(traffic.computed_w)
     own = layout.experts_per_device
@@ -101,8 +110,11 @@ def plan_sec(
 
 
 def a2a_sec(cost: CostModel, max_w: np.ndarray) -> float:
-    """Eq. 1: max R * size(input) / B. Given rows received or sent, whichever is more:
-    the copies of a device that sends little and one that receives much differ."""
+    """Return the time of one all_to_all, max R * size(input) / B (Eq. 1).
+
+    `max_w` is the number of rows that each device sends or receives, whichever is more:
+    with copies a device may send few rows and receive many, or the other way round.
+    """
     wire_sec = float(max_w.max()) * cost.bytes_per_row / cost.bytes_per_sec
     return wire_sec + cost.micro_batches * cost.latency_sec
 
@@ -110,10 +122,11 @@ def a2a_sec(cost: CostModel, max_w: np.ndarray) -> float:
 def trans_sec(
     cost: CostModel, s: int, n: int, num_devices: int, num_offers: int = 0
 ) -> float:
-    """Eq. 4, and 5 with gradients for weights: s (D - n) |expert| / (D B).
+    """Return the time to send s experts to D - n devices each, s (D - n) |expert| /
+    (D B): Eq. 4 for weights, and Eq. 5 for gradients.
 
-    `num_offers` is what this house adds: an owner first scatters slices of the experts
-    it offers, so that no hot owner sends whole experts D - n times.
+    `num_offers` is not in the paper: here an owner first scatters slices of the experts
+    that it offers, so that no hot owner sends whole experts D - n times.
     """
     if s == 0:
         return 0.0
@@ -123,29 +136,36 @@ def trans_sec(
 
 
 def planner_sec(a2a: float, fec: float, trans: float, agg: float) -> float:
-    """Eq. 6, with T_BEC = 2 T_FEC (Eq. 2-3)."""
+    """Return the time of a layer without overlap (Eq. 6), with T_BEC = 2 T_FEC (Eq.
+    2-3)."""
     return 4 * a2a + 3 * fec + trans + agg
 
 
 def coupled_sec(
     a2a: float, fec: float, trans: float, agg: float, other: float
 ) -> float:
-    """Eq. 8: weights hide under this block's forward (T_FEC + T_FNEC), gradients under
-    its backward, which takes twice as long. `other` is T_FNEC."""
+    """Return the time of a layer whose copies are prefetched (Eq. 8).
+
+    Weights hide under this block's forward pass (T_FEC + T_FNEC), gradients under its
+    backward pass, which takes twice as long. `other` is T_FNEC.
+    """
     exposed_trans = max(0.0, trans - fec - other)
     exposed_agg = max(0.0, agg - 2 * fec - 2 * other)
     return planner_sec(a2a, fec, exposed_trans, exposed_agg)
 
 
 def is_balanced(computed_w: np.ndarray, alpha: float, num_experts: int) -> bool:
-    """Eq. 7: max(H) - min(H) < alpha I / E; true too where there is no load at all."""
+    """Return whether max(H) - min(H) < alpha I / E (Eq. 7), or all loads are equal."""
     spread = computed_w.max() - computed_w.min()
     return bool(spread == 0 or spread < alpha * computed_w.sum() / num_experts)
 
 
 def holders(load_w: np.ndarray, owner: int, num_excluded: int) -> np.ndarray:
-    """All devices but the n with the fewest rows for the expert (BottomK), bool [w];
-    the owner always holds it. Ties: the lowest index goes first."""
+    """Return the devices that hold a shadow, bool [w].
+
+    They are all but the n with the fewest rows for the expert (BottomK). The owner
+    always holds it. Of equal devices the one with the lower index is excluded first.
+    """
     load_w = load_w.astype(float)
     load_w[owner] = np.inf
     holds_w = np.ones(len(load_w), bool)
@@ -157,8 +177,11 @@ def holders(load_w: np.ndarray, owner: int, num_excluded: int) -> np.ndarray:
 def replace_inputs(
     traffic: Traffic, load_w: np.ndarray, owner: int, holds_w: np.ndarray
 ) -> Traffic:
-    """Rows after an expert of `owner` alone is copied: holders compute their own, and
-    share what the others send (split 'local_first')."""
+    """Return the traffic after an expert of `owner` is copied to its holders.
+
+    Each holder computes its own rows, and all share the rows of other devices evenly
+    (split 'local_first').
+    """
     local_w = np.where(holds_w, load_w, 0)
     shared = (load_w.sum() - local_w.sum()) / holds_w.sum()
     computed_w = traffic.computed_w + np.where(holds_w, local_w + shared, 0)

@@ -1,7 +1,8 @@
-"""SmartMoE's online placement (ATC'23, section 5): a permutation of owners, no copies.
+"""SmartMoE's online placement (ATC'23, section 5): experts change owners, no copies.
 
 Experts are placed from the hottest down, each on the device with the fewest rows that
-still has room (longest processing time first). Masters and moments move along.
+still has room (longest processing time first). Their float32 master parameters and
+moments move with them.
 """
 
 import numpy as np
@@ -14,8 +15,8 @@ from moejax.plan.layout import Layout
 def plan(
     load_lwe: np.ndarray, layout: Layout, cost: CostModel, current: ExpertPlan
 ) -> ExpertPlan:
-    """Per layer, the packed owners if their fullest device has fewer rows than today's
-    (strictly); else today's."""
+    """Return a plan with new owners in each layer where they leave the fullest device
+    fewer rows, and with the current owners elsewhere."""
     w = layout.num_devices
     owned_le = np.stack(
         [
@@ -27,16 +28,20 @@ def plan(
 
 
 def place(load_e: np.ndarray, owned_e: np.ndarray, num_devices: int) -> np.ndarray:
-    """New owners of one layer, int32: whose masters lie at each position."""
+    """Return the new owners of one layer: the expert at each position, int32 [e]."""
     now_we = owned_e.reshape(num_devices, -1)
     held = pack(load_e, owned_e, num_devices)
     if max(load_e[experts].sum() for experts in held) >= load_e[now_we].sum(1).max():
         return owned_e
-    return np.concatenate([_keep(old_e, new) for old_e, new in zip(now_we, held)])
+    return np.concatenate([_reorder(old_e, new) for old_e, new in zip(now_we, held)])
 
 
 def pack(load_e: np.ndarray, owned_e: np.ndarray, num_devices: int) -> list[list[int]]:
-    """Experts of each device. Ties: the device that owns it now, then the lowest."""
+    """Return the experts of each device.
+
+    Of equally full devices the one that owns an expert now gets it, else the one with
+    the lowest index.
+    """
     own = len(load_e) // num_devices
     device_e = np.empty(len(load_e), int)
     device_e[owned_e] = np.arange(len(load_e)) // own
@@ -54,9 +59,10 @@ def pack(load_e: np.ndarray, owned_e: np.ndarray, num_devices: int) -> list[list
     return held
 
 
-def _keep(old_e: np.ndarray, new: list[int]) -> np.ndarray:
-    """The experts `new`, those of `old_e` at their old positions."""
-    arrived = iter(sorted(set(new) - set(old_e.tolist())))
+def _reorder(old_e: np.ndarray, new: list[int]) -> np.ndarray:
+    """Return the experts `new` in an order in which those of `old_e` keep their
+    positions."""
+    arrivals = iter(sorted(set(new) - set(old_e.tolist())))
     return np.array(
-        [e if e in new else next(arrived) for e in old_e.tolist()], np.int32
+        [e if e in new else next(arrivals) for e in old_e.tolist()], np.int32
     )

@@ -1,1 +1,1 @@
-"""FlexMoE's policy, and the replicas of a layer while it adjusts them."""
+"""FlexMoE's policy, and the replicas of a layer while the policy adjusts them."""

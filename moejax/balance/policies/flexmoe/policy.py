@@ -1,15 +1,16 @@
-"""FlexMoE's scheduler (SIGMOD'23, arXiv 2304.03946, Eq. 5-9, Alg. 1-2): replicas of
-experts are expanded, shrunk and migrated one by one, from the current plan on.
+"""FlexMoE's scheduler (SIGMOD'23, arXiv 2304.03946, Eq. 5-9, Alg. 1-2).
 
-    Expand    a replica of the most loaded expert in an empty slot
-    Shrink    a replica of the least loaded expert goes, and an Expand takes its slot
-    Migrate   two devices exchange what a slot each holds (one may be empty)
-    Displace  all three: what is in an Expand's way moves to the slot of a Shrink
+Starting from the current plan, the scheduler changes replicas of experts one by one:
 
-An expert's rows are split evenly over its replicas. Steps compete by a smooth maximum
-of the devices' times; the plan that is kept is the cheapest of all on the way, by Eq. 5
-with synchronisation, as the cost model has it.
-docs/decisions/0009 says what was chosen where the paper could not be read.
+    Expand    put a replica of the most loaded expert into an empty slot
+    Shrink    remove a replica of the least loaded expert, and Expand into its slot
+    Migrate   exchange the contents of two slots on two devices (one may be empty)
+    Displace  do all three: move the expert in an Expand's way to the slot of a Shrink
+
+An expert's rows are split evenly over its replicas. The search compares steps by a
+smooth maximum of the devices' times. It returns the cheapest plan on its way by Eq. 5
+with the synchronisation of the cost model. docs/decisions/0009 lists the choices made
+where the paper could not be read.
 """
 
 import numpy as np
@@ -28,22 +29,26 @@ from moejax.plan.expert_plan import EMPTY, ExpertPlan
 from moejax.plan.layout import Layout
 
 THRESHOLD = 1.1
-"""Balance ratio (Eq. 6) up to which a layer is left alone."""
+"""Balance ratio (Eq. 6) up to which a layer is not changed."""
 STUCK = 1.2
-"""Balance ratio from which on a plan is taken for a local optimum, and made anew."""
+"""Balance ratio above which a plan counts as a local optimum, and a search from home is
+tried too."""
 POWER = 8
-"""Of the norm of device times that steps lower. The plain maximum would stand still
+"""Power of the norm of device times that steps lower. A plain maximum would not change
 where two devices are equally full."""
 MIN_GAIN = 5e-3
-"""Share of that norm which a step must save: it bounds how many steps there are."""
+"""Share of the norm that a step must save, which bounds the number of steps."""
 
 
 def plan(
     load_lwe: np.ndarray, layout: Layout, cost: CostModel, current: ExpertPlan
 ) -> ExpertPlan:
-    """Per layer, the cheapest plan met on the way from `current`, which has the
-    layout's size; from home where `current` is more than its budgets hold, and also
-    where that way ends uneven."""
+    """Return the cheapest plan of each layer on the search's way from `current`, which
+    has the layout's size.
+
+    The search starts from home where `current` exceeds the layout's budgets. Where the
+    way from `current` ends uneven, a second search starts from home too.
+    """
     max_offers, max_copies = limits = max_budgets(layout)
     offers, copies = current.needs(layout.num_devices)
     if not current.is_logical or offers > max_offers or copies > max_copies:
@@ -55,38 +60,45 @@ def plan(
     rows = []
     for load_we, row_p in zip(load_lwe, current.slot_to_expert_lp, strict=True):
 
-        def begun(row_p, load_we=load_we):
+        def replicas(row_p, load_we=load_we):
             return start(load_we, row_p, per_row_sec, sync_oc)
 
-        best_p = adjust(begun(row_p), layout)
-        if max_over_mean(begun(best_p).rows_kw[0]) > STUCK:
-            fresh_p = adjust(begun(home_p), layout)
-            best_p = min(best_p, fresh_p, key=lambda row_p: plan_sec(begun(row_p)))
+        best_p = adjust(replicas(row_p), layout)
+        if max_over_mean(replicas(best_p).rows_kw[0]) > STUCK:
+            fresh_p = adjust(replicas(home_p), layout)
+            best_p = min(best_p, fresh_p, key=lambda row_p: plan_sec(replicas(row_p)))
         rows.append(best_p)
     return ExpertPlan(np.stack(rows), layout.num_experts)
 
 
 def expert_sec(num_rows: float, cost: CostModel) -> float:
-    """Eq. 7: rows over rows per second (TPS), forward."""
+    """Return the forward time of rows: rows over rows per second (TPS), Eq. 7."""
     return num_rows * cost.flops_per_row / cost.flops_per_sec
 
 
 def sync_sec(num_experts: float, cost: CostModel) -> float:
-    """Eq. 9: |W| / BPS for each of the experts that a device carries, one way."""
+    """Return the time to send experts one way: |W| / BPS for each of them (Eq. 9)."""
     return num_experts * cost.bytes_per_expert / cost.bytes_per_sec
 
 
 def max_budgets(layout: Layout) -> tuple[int, int]:
-    """Offers and copies that a device has room for; a sharded store has no budgets."""
+    """Return the most offers and copies of a device.
+
+    A sharded store has no budgets: all own experts can be offered, and all slots can
+    hold copies.
+    """
     if layout.store == "sharded":
         return layout.experts_per_device, layout.slots_per_device
     return layout.offers_per_device, layout.copies_per_device
 
 
 def sync_table(layout: Layout, cost: CostModel, limits: tuple[int, int]) -> np.ndarray:
-    """Eq. 9 here, [offers, copies]: slices out and in, weights and gradients. What a
-    plan needs is charged, not what the layout has room for: spare room is cut off by a
-    relayout. Sharded slots travel whatever the plan: nothing is charged."""
+    """Return the time of synchronisation by offers and copies, float [o, c] (Eq. 9).
+
+    It counts slices sent and received, of weights and of gradients. A plan is charged
+    for the copies that it needs, not for the room in the layout, since a relayout
+    removes spare room. Sharded slots travel whatever the plan is, and cost nothing.
+    """
     table_oc = np.add.outer(*(np.arange(limit + 1.0) for limit in limits))
     w = layout.num_devices
     if layout.store == "sharded" or w == 1:
@@ -99,8 +111,12 @@ def sync_table(layout: Layout, cost: CostModel, limits: tuple[int, int]) -> np.n
 
 
 def adjust(state: Replicas, layout: Layout) -> np.ndarray:
-    """Alg. 1 on one layer: steps while the balance ratio is above the threshold. Room
-    for copies grows one by one while that pays: all devices hold one before any two."""
+    """Return the slots of one layer after the search (Alg. 1).
+
+    Steps are made while the balance ratio is above the threshold. The number of copies
+    that a device may hold grows by one while that pays, so that all devices may hold
+    one copy before any may hold two.
+    """
     first = max_copies = state.sync_oc.shape[1] - 1
     if layout.store != "sharded":
         first = max(int(state.copies_w.max()), min(1, max_copies))
@@ -122,18 +138,19 @@ def adjust(state: Replicas, layout: Layout) -> np.ndarray:
 
 
 def plan_sec(state: Replicas) -> float:
-    """The cost model's layer: compute and exchanges of the slowest devices (Eq. 5) and
-    synchronisation (Eq. 9)."""
+    """Return the time of a layer: compute and exchanges of the slowest devices (Eq. 5),
+    and synchronisation (Eq. 9)."""
     max_k = state.rows_kw.max(axis=1)
     sync = state.sync_oc[state.offers_w.max(), state.copies_w.max()]
-    computed_sec, exchanged_sec = state.row_sec
-    return float(
-        computed_sec * max_k[0] + exchanged_sec * max(max_k[1], max_k[2]) + sync
-    )
+    compute_sec, exchange_sec = state.row_sec
+    return float(compute_sec * max_k[0] + exchange_sec * max(max_k[1], max_k[2]) + sync)
 
 
 def expand(state: Replicas, num_copies: int) -> bool:
-    """A replica of a hot expert where a slot is empty, if that pays."""
+    """Put a replica of a hot expert into an empty slot, and return whether that paid.
+
+    Where it does not pay, nothing changes.
+    """
     has_room_w = state.held_ew[EMPTY] > 0
     if not has_room_w.any():
         return False
@@ -144,7 +161,10 @@ def expand(state: Replicas, num_copies: int) -> bool:
 
 
 def shrink(state: Replicas, num_copies: int) -> bool:
-    """A replica of a cold expert gives its slot to a hot one, if that pays."""
+    """Replace a replica of a cold expert by a hot one, and return whether that paid.
+
+    Where it does not pay, nothing changes.
+    """
     cold = coldest(state)
     hot_x = hottest(state)
     hot_x = hot_x[hot_x != cold]
@@ -158,8 +178,11 @@ def shrink(state: Replicas, num_copies: int) -> bool:
 
 
 def migrate(state: Replicas, num_copies: int) -> bool:
-    """The best exchange of slot i of the fullest device with slot p of another, if one
-    pays."""
+    """Exchange a slot i of the fullest device with a slot p of another, and return
+    whether that paid.
+
+    Where no exchange pays, nothing changes.
+    """
     w, s = state.row_ws.shape
     time_w = state.time_w
     full = int(time_w.argmax())
@@ -176,7 +199,7 @@ def migrate(state: Replicas, num_copies: int) -> bool:
     norm_ip += power_w.sum() - power_w[full] - power_w[device_p]
     norm_ip[~may_exchange(state, full, num_copies)] = np.inf
     i, p = divmod(int(norm_ip.argmin()), w * s)
-    if not norm_ip[i, p] < _to_beat(state):
+    if not norm_ip[i, p] < _max_norm(state):
         return False
     mine, other = int(mine_i[i]), int(other_p[p])
     put(state, full, i, other)
@@ -185,8 +208,11 @@ def migrate(state: Replicas, num_copies: int) -> bool:
 
 
 def displace(state: Replicas, num_copies: int) -> bool:
-    """A replica of a hot expert in slot p, whose expert takes the slot of a cold one
-    (or an empty one) on another device, if that pays."""
+    """Put a replica of a hot expert into a slot p, and return whether that paid.
+
+    The expert in slot p moves to another device, into an empty slot or that of a cold
+    expert. Where it does not pay, nothing changes.
+    """
     w, s = state.row_ws.shape
     cold = EMPTY if state.held_ew[EMPTY].any() else coldest(state)
     if cold != EMPTY and state.replicas_e[cold] == 1:
@@ -212,7 +238,7 @@ def displace(state: Replicas, num_copies: int) -> bool:
         time_pw[:, to] += state.time_ew[moved_p, to] / replicas_p
         norm_p = np.where(allowed_p, _power(time_pw).sum(axis=1), np.inf)
         p = int(norm_p.argmin())
-        if norm_p[p] < _to_beat(state):
+        if norm_p[p] < _max_norm(state):
             put(state, to, int((state.row_ws[to] == cold).argmax()), int(moved_p[p]))
             put(state, p // s, p % s, hot)
             return True
@@ -220,12 +246,13 @@ def displace(state: Replicas, num_copies: int) -> bool:
 
 
 def coldest(state: Replicas) -> int:
-    """The expert of the least loaded replica, of those with more than one."""
+    """Return the expert of the least loaded replica, among experts with several."""
     return int(np.where(state.replicas_e > 1, state.share_e, np.inf).argmin())
 
 
 def hottest(state: Replicas) -> np.ndarray:
-    """The expert of the most loaded replica, and that on the fullest device."""
+    """Return the expert of the most loaded replica, and the one of the most loaded
+    replica on the fullest device if it is another."""
     is_here_e = state.held_ew[:, state.time_w.argmax()] > 0
     first = state.share_e.argmax()
     second = (state.share_e * is_here_e).argmax()
@@ -233,7 +260,8 @@ def hottest(state: Replicas) -> np.ndarray:
 
 
 def _change(state: Replicas, expert_x: np.ndarray, by: int) -> np.ndarray:
-    """What device times gain when device c has `by` replicas more, [x, c, w]."""
+    """Return the change of device times when device c has `by` more replicas of expert
+    x, float [x, c, w]."""
     replicas_x = state.replicas_e[expert_x, None]
     change_x = 1 / (replicas_x + by)
     share_xw = state.held_ew[expert_x] * (change_x - 1 / replicas_x)
@@ -243,10 +271,14 @@ def _change(state: Replicas, expert_x: np.ndarray, by: int) -> np.ndarray:
 
 
 def _put_best(state: Replicas, time_xcw, allowed_xc, expert_x, old_x) -> bool:
-    """Expert x in a slot of `old_x` on the best device c, if that saves enough."""
+    """Put expert x into a slot of `old_x` on device c, for the best x and c, and return
+    whether that saves enough.
+
+    Where it does not, nothing changes.
+    """
     norm_xc = np.where(allowed_xc, _power(time_xcw).sum(axis=-1), np.inf)
     x, device = divmod(int(norm_xc.argmin()), norm_xc.shape[1])
-    if not norm_xc[x, device] < _to_beat(state):
+    if not norm_xc[x, device] < _max_norm(state):
         return False
     slot = int((state.row_ws[device] == old_x[x]).argmax())
     put(state, device, slot, int(expert_x[x]))
@@ -254,11 +286,12 @@ def _put_best(state: Replicas, time_xcw, allowed_xc, expert_x, old_x) -> bool:
 
 
 def _power(time: np.ndarray) -> np.ndarray:
-    """time ** POWER, by squaring."""
+    """Return time ** POWER, by squaring."""
     for _ in range(POWER.bit_length() - 1):
         time = time * time
     return time
 
 
-def _to_beat(state: Replicas) -> float:
+def _max_norm(state: Replicas) -> float:
+    """Return the norm of device times that a step must fall below."""
     return float(_power(state.time_w).sum()) * (1 - MIN_GAIN) ** POWER

@@ -1,9 +1,9 @@
-"""The replicas of one layer while a policy adjusts them in place, and what devices do.
+"""Replicas of one layer while a policy adjusts them in place, and loads of devices.
 
-An expert's rows are split evenly over its replicas, so that whatever a device does is
-linear in its shares q = (replicas of e on it) / (replicas of e). Arrays over experts
-have one more entry, the last: EMPTY = -1 counts there as an expert without load or
-owner.
+An expert's rows are split evenly over its replicas. Each load of a device is therefore
+linear in the device's shares q = (replicas of e on it) / (replicas of e). Arrays over
+experts have one more entry at the end, so that EMPTY = -1 indexes an expert without
+load or owner.
 """
 
 import dataclasses
@@ -15,43 +15,51 @@ from moejax.plan.expert_plan import EMPTY
 
 @dataclasses.dataclass
 class Replicas:
-    """Slots of one layer; rows are over those of the mean device."""
+    """Slots of one layer and the loads that follow, in rows over the mean device's."""
 
     row_ws: np.ndarray
+    """Expert in each slot of each device."""
     device_p: np.ndarray
+    """Device of each slot."""
     here_ww: np.ndarray
-    """The unit matrix."""
+    """Unit matrix."""
     held_ew: np.ndarray
-    """Replicas of each expert on each device."""
+    """Number of replicas of each expert on each device."""
     replicas_e: np.ndarray
+    """Number of replicas of each expert."""
     share_e: np.ndarray
     """Rows of one replica (cap_e of Alg. 2), over those of the mean device."""
     unit_kew: np.ndarray
-    """What `rows_kw` grows by with a whole expert on the device."""
+    """Amount by which a whole expert on the device raises `rows_kw`."""
     time_ew: np.ndarray
-    """The same for `time_w`."""
+    """Amount by which a whole expert on the device raises `time_w`."""
     rows_kw: np.ndarray
-    """Rows computed, received from others, sent to others; 1 is the mean device's."""
+    """Rows computed, received from others and sent to others, over the rows that the
+    mean device computes."""
     time_w: np.ndarray
-    """Eq. 5 of FlexMoE: each device's own compute and exchanges."""
+    """Time of each device's own compute and exchanges (Eq. 5 of FlexMoE)."""
     is_own_ew: np.ndarray
+    """Whether each device owns each expert."""
     copies_w: np.ndarray
-    """Copies that each device holds, distinct."""
+    """Number of different experts of other owners that each device holds."""
     away_e: np.ndarray
-    """Devices besides its owner that hold each expert."""
+    """Number of devices besides its owner that hold each expert."""
     offers_w: np.ndarray
-    """Own experts that each device gives to others."""
+    """Number of its own experts that each device gives to others."""
     row_sec: np.ndarray
-    """Of the mean device's rows: computed three times over, exchanged four times."""
+    """Times of the mean device's rows: computed three times, exchanged four times."""
     sync_oc: np.ndarray
-    """Synchronisation of a plan that needs so many offers and copies; its shape is the
-    budgets."""
+    """Time of synchronisation by a plan's offers and copies. The shape is one more than
+    the budgets."""
 
 
 def start(
     load_we: np.ndarray, row_p: np.ndarray, per_row_sec: np.ndarray, sync_oc: np.ndarray
 ) -> Replicas:
-    """Slots `row_p` under a load; `per_row_sec` is `row_sec` of a single row."""
+    """Return the replicas of the slots `row_p` under a load.
+
+    `per_row_sec` is `row_sec` of a single row.
+    """
     w, num_experts = load_we.shape
     mean = load_we.sum() / w or 1.0
     row_ws = row_p.reshape(w, -1).copy()
@@ -93,15 +101,18 @@ def start(
 
 
 def may_hold(state: Replicas, expert_x, num_copies: int, freed_xw=0) -> np.ndarray:
-    """Whether devices may get a replica, once `freed_xw` of their copies are gone, bool
-    [x, w]: copies stay within `num_copies`, offers within the budget."""
+    """Return whether each device may get a replica of each expert, bool [x, w].
+
+    Once `freed_xw` of its copies are gone, a device holds at most `num_copies`, and the
+    owner's offers stay within the budget.
+    """
     is_new_xw = (state.held_ew[expert_x] == 0) & ~state.is_own_ew[expert_x]
     has_room_xw = state.copies_w - freed_xw < num_copies
     return ~is_new_xw | (has_room_xw & may_offer(state, expert_x)[:, None])
 
 
 def may_offer(state: Replicas, expert_x) -> np.ndarray:
-    """Whether the owner of each expert offers it already or has room to."""
+    """Return whether the owner of each expert offers it already or has room to."""
     w = len(state.row_ws)
     owner_x = expert_x * w // (len(state.replicas_e) - 1)  # EMPTY: any, is never new
     has_room_x = state.offers_w[owner_x] < len(state.sync_oc) - 1
@@ -109,12 +120,13 @@ def may_offer(state: Replicas, expert_x) -> np.ndarray:
 
 
 def is_freed(state: Replicas, where) -> np.ndarray:
-    """Whether a device holds a copy less when one replica goes."""
+    """Return whether a device holds one copy less after it gives up one replica."""
     return (state.held_ew[where] == 1) & ~state.is_own_ew[where]
 
 
 def may_exchange(state: Replicas, full: int, num_copies: int) -> np.ndarray:
-    """Whether slot i of device `full` may change places with slot p, bool [i, p]."""
+    """Return whether slot i of device `full` may exchange its expert with slot p, bool
+    [i, p]."""
     mine_i, other_p = state.row_ws[full], state.row_ws.reshape(-1)
     device_p = state.device_p
     is_new_iw = (state.held_ew[mine_i] == 0) & ~state.is_own_ew[mine_i]
@@ -129,21 +141,21 @@ def may_exchange(state: Replicas, full: int, num_copies: int) -> np.ndarray:
 
 
 def put(state: Replicas, device: int, slot: int, expert: int) -> None:
-    """`expert` in place of what the slot held; EMPTY may be either."""
+    """Put `expert` into a slot in place of the expert there; EMPTY may be either."""
     for e, change in ((int(state.row_ws[device, slot]), -1), (expert, 1)):
         if e == EMPTY:
             state.held_ew[e, device] += change
             continue
-        was_w, was_held = share(state, e), state.held_ew[e, device] > 0
+        old_share_w, was_held = share(state, e), state.held_ew[e, device] > 0
         was_away = state.away_e[e] > 0
         state.held_ew[e, device] += change
         state.replicas_e[e] += change
-        state.rows_kw += state.unit_kew[:, e] * (share(state, e) - was_w)
+        state.rows_kw += state.unit_kew[:, e] * (share(state, e) - old_share_w)
         state.share_e[e] = state.unit_kew[0, e, 0] / max(state.replicas_e[e], 1)
         if not state.is_own_ew[e, device]:
-            appeared = int(state.held_ew[e, device] > 0) - int(was_held)
-            state.copies_w[device] += appeared
-            state.away_e[e] += appeared
+            num_new = int(state.held_ew[e, device] > 0) - int(was_held)
+            state.copies_w[device] += num_new
+            state.away_e[e] += num_new
             owner = state.is_own_ew[e].argmax()
             state.offers_w[owner] += int(state.away_e[e] > 0) - int(was_away)
     state.row_ws[device, slot] = expert
@@ -151,5 +163,8 @@ def put(state: Replicas, device: int, slot: int, expert: int) -> None:
 
 
 def share(state: Replicas, expert: int) -> np.ndarray:
-    """q of each device; 0 while an exchange holds the expert nowhere."""
+    """Return the share q of an expert on each device.
+
+    It is 0 in the middle of an exchange, while no slot has the expert.
+    """
     return state.held_ew[expert] / max(state.replicas_e[expert], 1)
