@@ -1,1 +1,1 @@
-"""MicroMoE's policy: symmetric plans, asymmetric plans, and how even a split can be."""
+"""MicroMoE's policy: symmetric plans, asymmetric plans, and bounds on their splits."""

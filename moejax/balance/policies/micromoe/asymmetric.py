@@ -1,17 +1,17 @@
 """Asymmetric plans: copies of experts where an exact split of a drifting load needs
 them, in NumPy.
 
-A plan is scored by its densest set of devices
-(`moejax.balance.policies.micromoe.density`), rows counted with one standard deviation
-of what they may have drifted to by the time it runs. Every device keeps its own
-experts; what changes is the copies in its other slots.
+The score of a plan is the density of its densest set of devices
+(`moejax.balance.policies.micromoe.density`). Rows are counted with one standard
+deviation of their drift until the plan runs. Every device keeps its own experts; the
+search changes the copies in its other slots.
 
-    fill       the expert with the most rows per replica on the least filled device
-    replace    a copy outside the densest set gives way to an expert inside it
-    exchange   a copy inside changes places with one outside
+    fill       put the expert with the most rows per replica on the least filled device
+    replace    put an expert inside the densest set in place of a copy outside it
+    exchange   exchange a copy inside the densest set with one outside it
 
-Changes are tried against a pool of the dense sets met so far; the best one is scored
-against all sets, and those that stop it join the pool: a search by cutting planes.
+Changes are compared on a pool of the dense sets found so far. The best change is scored
+on all sets, and the densest of these join the pool: a search by cutting planes.
 """
 
 import dataclasses
@@ -31,47 +31,56 @@ from moejax.balance.policies.micromoe.density import (
 from moejax.plan.expert_plan import EMPTY
 
 DRIFT = 0.1
-"""Standard deviation to the next sample of an expert with the rows of a mean device,
-over those rows; that of others goes with the root of their rows. Seen on a recorded GPT
-of 32 experts: 0.09 to 0.12."""
+"""Standard deviation of the drift of an expert's rows until the next sample, over its
+rows, if these are as many as a mean device's. For other experts it grows with the root
+of their rows. On a recorded GPT of 32 experts it was 0.09 to 0.12."""
 EVEN = 1e-3
-"""A score this close to 1 is as good as 1, and a gain of less is none."""
+"""Difference from 1 below which a score counts as 1."""
 NUM_TRIALS = 24
-"""Changes scored against all sets, at most."""
+"""Largest number of changes that are scored on all sets."""
 POOL_SIZE, NEW_SETS = 48, 6
+"""Largest number of sets in the pool, and of sets that join it at a time."""
 NUM_MOVED = 24
-"""Experts and copies inside the densest set that a change may move: the fullest."""
+"""Number of experts, and of copies, inside the densest set that a change may move: the
+fullest ones."""
 NUM_DRIFTS = 4
-"""Drifted loads that stand for all where there are too many sets to look at each."""
+"""Number of drifted loads whose densest sets stand for all sets, where there are too
+many to look at each."""
 MIN_GAIN = 1e-4
-"""Of a step of the search."""
+"""Smallest gain of one step of the search."""
 NOWHERE = -1
-"""Device of a replica before it is made and after it is given up."""
+"""Device of a replica that does not exist yet, or no longer."""
 NEAR = 0.97
-"""Score from which a set counts a little besides the densest: changes that leave the
-densest as it is differ in these."""
+"""Score from which a set beside the densest one counts a little. Changes that do not
+change the densest set differ in these sets."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Drifting:
-    """A load of one layer over the mean device's; the last entry is EMPTY's, 0."""
+    """Load of one layer over the mean device's, with its drift.
+
+    The last entry of each array is that of EMPTY, 0.
+    """
 
     rows_x: np.ndarray
+    """Rows of each expert."""
     variance_x: np.ndarray
+    """Variance of the drift of each expert's rows."""
     num_devices: int
 
     def score(self, rows, variance, size):
-        """Rows per device of sets that have `rows` inside, and one standard deviation
-        of them given that the total does not drift."""
+        """Return the scores of sets with these rows inside: rows plus one standard
+        deviation, per device. The total of all rows does not drift."""
         outside = np.maximum(1 - variance / self.variance_x.sum(), 0)
         return (rows + np.sqrt(np.maximum(variance, 0) * outside)) / size
 
     @functools.cached_property
     def drawn_ne(self) -> np.ndarray:
-        """Drifted loads, the same draws always, in pairs of opposite signs."""
+        """Drifted loads, always from the same draws, in pairs of opposite signs."""
         rng = np.random.default_rng(0)
-        drawn_ne = rng.standard_normal((NUM_DRIFTS // 2, len(self.rows_x) - 1))
-        drift_ne = np.concatenate([drawn_ne, -drawn_ne]) * np.sqrt(self.variance_x[:-1])
+        normal_ne = rng.standard_normal((NUM_DRIFTS // 2, len(self.rows_x) - 1))
+        drift_ne = np.concatenate([normal_ne, -normal_ne])
+        drift_ne *= np.sqrt(self.variance_x[:-1])
         return np.maximum(self.rows_x[:-1] + drift_ne, 0).astype(float)
 
 
@@ -79,25 +88,31 @@ class Crowds(NamedTuple):
     """A pool of sets of devices under one plan; the last expert x is EMPTY."""
 
     is_in_kw: np.ndarray
+    """Whether each device is in each set."""
     absent_wk: np.ndarray
-    """1 for devices that are not in the set; 0 for NOWHERE, the last."""
+    """1 for devices that are not in the set, else 0; 0 for NOWHERE, the last."""
     outside_xk: np.ndarray
-    """Replicas outside the set: an expert with none is inside."""
+    """Number of replicas outside the set. An expert with none is inside."""
     rows_k: np.ndarray
+    """Rows of the experts inside each set."""
     variance_k: np.ndarray
+    """Variance of these rows."""
     size_k: np.ndarray
+    """Number of devices in each set."""
     score_k: np.ndarray
 
 
 class Slots(NamedTuple):
-    """One layer's slots; the search changes those of copies."""
+    """Slots of one layer, and which of them the search may change."""
 
     row_ws: np.ndarray
+    """Expert in each slot."""
     is_free_ws: np.ndarray
+    """Whether a slot is for copies, so that the search may change it."""
 
 
 def drifting(load_e: np.ndarray, num_devices: int) -> Drifting:
-    """Of a load that is not zero."""
+    """Return a load, which must not be all zero, with its drift."""
     rows_x = np.append(load_e / (load_e.sum() / num_devices), 0).astype(np.float32)
     return Drifting(rows_x, DRIFT**2 * rows_x, num_devices)
 
@@ -105,7 +120,7 @@ def drifting(load_e: np.ndarray, num_devices: int) -> Drifting:
 def improved(
     slots: Slots, may_copy_e: np.ndarray, task: Drifting
 ) -> tuple[np.ndarray, float]:
-    """Slots [w, s] after filling and search, and their score."""
+    """Return the slots [w, s] after filling and search, and their score."""
     row_ws = fill(slots, may_copy_e, task)
     score, pool_kw = scored(row_ws, task)
     for _ in range(NUM_TRIALS):
@@ -113,8 +128,8 @@ def improved(
             break
         crowds = _crowds(row_ws, pool_kw, task)
         score = max(score, float(crowds.score_k.max()))
-        tried = Slots(row_ws, slots.is_free_ws)
-        trial_ws = _best_change(tried, crowds, may_copy_e, task)
+        current = Slots(row_ws, slots.is_free_ws)
+        trial_ws = _best_change(current, crowds, may_copy_e, task)
         if trial_ws is None:
             break
         trial_score, dense_kw = scored(trial_ws, task)
@@ -127,7 +142,8 @@ def improved(
 
 
 def fill(slots: Slots, may_copy_e: np.ndarray, task: Drifting) -> np.ndarray:
-    """Slots [w, s] without empty ones where a copy may be and some expert has rows."""
+    """Return the slots [w, s] with copies in the free slots, as long as there is an
+    expert with rows that fits into one."""
     row_ws = slots.row_ws.copy()
     has_load_e = task.rows_x[:-1] > 0
     held_we = device_holds(row_ws.reshape(-1), len(has_load_e), len(row_ws))
@@ -147,8 +163,11 @@ def fill(slots: Slots, may_copy_e: np.ndarray, task: Drifting) -> np.ndarray:
 
 
 def scored(row_ws: np.ndarray, task: Drifting) -> tuple[float, np.ndarray]:
-    """The score of a plan, and some of its densest sets, bool [k, w]; of more than 16
-    devices that of the sets which are dense under drawn drifts: a lower bound."""
+    """Return the score of a plan, and some of its densest sets, bool [k, w].
+
+    With more than 16 devices only sets that are dense under drawn drifts are looked at,
+    and the score is a lower bound.
+    """
     held_we = device_holds(row_ws.reshape(-1), len(task.rows_x) - 1, len(row_ws))
     if len(row_ws) > MAX_DEVICES:
         dense = [dense_prefix(held_we, load_e) for load_e in task.drawn_ne]
@@ -165,13 +184,14 @@ def scored(row_ws: np.ndarray, task: Drifting) -> tuple[float, np.ndarray]:
 
 
 def _crowds(row_ws: np.ndarray, is_in_kw: np.ndarray, task: Drifting) -> Crowds:
-    """The densest of the pool."""
+    """Return the densest sets of a pool, with their rows and scores."""
     num_experts = len(task.rows_x) - 1
     held_we = device_holds(row_ws.reshape(-1), num_experts, len(row_ws))
     absent_wk = np.zeros((len(row_ws) + 1, len(is_in_kw)), np.float32)
     absent_wk[:-1] = ~is_in_kw.T
     outside_xk = np.ones((num_experts + 1, len(is_in_kw)), np.float32)
-    # No BLAS: its threads wait in turn, and its last bits depend on how many there are.
+    # BLAS is avoided: its threads block one another, and the last bits of its results
+    # depend on their number.
     expert_q, device_q = np.nonzero(held_we.T)
     begin_e = np.searchsorted(expert_q, np.arange(num_experts))
     outside_xk[:-1] = np.add.reduceat(absent_wk[device_q], begin_e)
@@ -188,11 +208,13 @@ def _crowds(row_ws: np.ndarray, is_in_kw: np.ndarray, task: Drifting) -> Crowds:
 def _best_change(
     slots: Slots, crowds: Crowds, may_copy_e: np.ndarray, task: Drifting
 ) -> np.ndarray | None:
-    """Slots [w, s] after the change that lowers the pool's costs most; None if none
-    does.
+    """Return the slots [w, s] after the change that lowers the pool's cost most, or
+    None if no change lowers it.
 
-    Expert m, inside the densest set, comes into slot p outside it, from device from_m.
-    What slot p held goes there. Both are NOWHERE where a replica is new."""
+    A change puts expert m, which is inside the densest set, into a slot p outside it.
+    The expert of slot p moves to the device `from_m` that gave up m. Where the replica
+    of m is new, `from_m` is NOWHERE, and the expert of slot p loses a replica.
+    """
     row_p, is_free_p = slots.row_ws.reshape(-1), slots.is_free_ws.reshape(-1)
     num_devices, slots_per_device = slots.row_ws.shape
     device_p = np.arange(len(row_p)) // slots_per_device
@@ -225,7 +247,7 @@ def _best_change(
 
 
 def _score_after(crowds: Crowds, moved, met, task: Drifting) -> np.ndarray:
-    """Scores [m, p, k] of the pool after each change."""
+    """Return the scores [m, p, k] of the pool's sets after each change."""
     (expert_m, from_m), (gone_p, to_p) = moved, met
     outside_mk, outside_pk = crowds.outside_xk[expert_m], crowds.outside_xk[gone_p]
     path_mpk = crowds.absent_wk[to_p] - crowds.absent_wk[from_m][:, None]
@@ -234,8 +256,8 @@ def _score_after(crowds: Crowds, moved, met, task: Drifting) -> np.ndarray:
     comes_mpk = outside_pk - path_mpk == 0
     comes_mpk = comes_mpk.astype(np.float32) - (outside_pk == 0)
     rows, variance = (
-        of_k + gains_mpk * of_x[expert_m, None, None] + comes_mpk * of_x[gone_p, None]
-        for of_k, of_x in (
+        sum_k + gains_mpk * x[expert_m, None, None] + comes_mpk * x[gone_p, None]
+        for sum_k, x in (
             (crowds.rows_k, task.rows_x),
             (crowds.variance_k, task.variance_x),
         )
@@ -244,10 +266,12 @@ def _score_after(crowds: Crowds, moved, met, task: Drifting) -> np.ndarray:
 
 
 def _cost(score_xk: np.ndarray) -> np.ndarray:
-    """The densest set's score; at the same, fewer and less dense others are better."""
+    """Return the score of the densest set, plus a little for each other set that is
+    almost as dense."""
     near_xk = np.maximum(score_xk - NEAR, 0)
     return score_xk.max(axis=-1) + EVEN * near_xk.sum(axis=-1)
 
 
 def _fullest(index: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return the NUM_MOVED indices with the most rows."""
     return index[np.argsort(-rows[index], kind="stable")[:NUM_MOVED]]

@@ -1,15 +1,16 @@
-"""How even an exact split can make a plan: its densest set of devices, in NumPy.
+"""Density of a plan, the load of the fullest device under the best split, in NumPy.
 
 A set of devices must compute all rows of the experts whose replicas all lie inside it.
-The fullest such set, per device, is what no split can go below and what the best split
-reaches (MicroMoE, arXiv 2511.16947, Eq. 3):
+The rows per device of the densest set are therefore a lower bound on the load of the
+fullest device, and the best split reaches it (MicroMoE, arXiv 2511.16947, Eq. 3):
 
     max over sets D of (rows of the experts with all replicas in D) / |D|
 
-With whole rows the best split's fullest device has exactly the ceiling of that.
+With whole rows the fullest device of the best split has exactly the ceiling of that.
 
     up to 16 devices    sums over all 2^w sets (a zeta transform)
-    more                rows are moved along paths until the reached set is the proof
+    more                rows are moved along paths until the set of the devices that are
+                        reached proves the bound
 """
 
 import collections
@@ -19,43 +20,52 @@ from typing import NamedTuple
 import numpy as np
 
 MAX_DEVICES = 16
-"""Of which all sets are looked at: 2^16 sums take a third of a millisecond."""
+"""Largest number of devices of which all sets are looked at: 2^16 sums take a third of
+a millisecond."""
 NUM_SWEEPS = 8
-"""Of water-filling before the search for paths, which are then few."""
+"""Number of sweeps of water-filling before the search for paths, which then finds few.
+"""
 EXACT = 1e-12
-"""Rows that count as none, over all rows; a larger density must exceed by as much."""
+"""Share of all rows below which rows count as none and densities as equal."""
 
 
 class Densest(NamedTuple):
-    """The densest set of devices and what it must compute."""
+    """Densest set of devices, and the rows that it must compute."""
 
     rows: float
-    """Rows of all experts that lie inside."""
+    """Rows of all experts whose replicas all lie inside the set."""
     is_in_w: np.ndarray
+    """Whether each device is in the set."""
 
     @property
     def rows_per_device(self) -> float:
+        """Density of the set."""
         return self.rows / int(self.is_in_w.sum())
 
 
 def density(row_p: np.ndarray, load_e: np.ndarray, num_devices: int) -> float:
-    """Rows of the fullest device under the best split of `load_e`: its optimum, exact
-    but for floating point. Two replicas of an expert on one device count once."""
+    """Return the rows of the fullest device under the best split of `load_e`.
+
+    The result is exact but for floating point. Two replicas of an expert on one device
+    count once.
+    """
     return densest(row_p, load_e, num_devices).rows_per_device
 
 
 def densest(row_p: np.ndarray, load_e: np.ndarray, num_devices: int) -> Densest:
-    """The set that `density` is of; `row_p` has -1 in empty slots, and every expert
-    with load has a slot."""
+    """Return the densest set of devices, whose density is `density`.
+
+    `row_p` has -1 in empty slots, and every expert with load has a slot.
+    """
     load_e = np.asarray(load_e, float)
     held_we = device_holds(row_p, len(load_e), num_devices)
     if num_devices <= MAX_DEVICES:
-        return _of_all_sets(held_we, load_e)
-    return _by_paths(held_we, load_e)
+        return _search_all_sets(held_we, load_e)
+    return _search_by_paths(held_we, load_e)
 
 
 def device_holds(row_p: np.ndarray, num_experts: int, num_devices: int) -> np.ndarray:
-    """Whether a device holds an expert: bool [w, e]."""
+    """Return whether each device holds each expert, bool [w, e]."""
     held_we = np.zeros((num_devices, num_experts), bool)
     slot_p = np.flatnonzero(row_p >= 0)
     held_we[slot_p // (len(row_p) // num_devices), row_p[slot_p]] = True
@@ -63,11 +73,13 @@ def device_holds(row_p: np.ndarray, num_experts: int, num_devices: int) -> np.nd
 
 
 def subset_sums(held_we: np.ndarray, value_e: np.ndarray) -> np.ndarray:
-    """Sum of the values of the experts that lie inside each set of devices, [2^w]: bit
-    i of a set's number is device i.
+    """Return the sum of the values of the experts inside each set of devices, [2^w].
 
-    A device's step adds to all sets with it those without it. The steps of one half of
-    the devices, then, transposed, of the other: rows are never shorter than 2^(w/2)."""
+    Bit i of a set's number is device i. The step of a device adds to the sum of each
+    set with the device that of the set without it. The steps of one half of the devices
+    are made first, then, on the transposed array, those of the other half, so that rows
+    are never shorter than 2^(w/2).
+    """
     num_devices = len(held_we)
     first = num_devices // 2
     second = num_devices - first
@@ -81,9 +93,11 @@ def subset_sums(held_we: np.ndarray, value_e: np.ndarray) -> np.ndarray:
 
 
 def dense_prefix(held_we: np.ndarray, load_e: np.ndarray) -> np.ndarray:
-    """A set about as dense as the densest, bool [w]: after some water-filling, the
-    densest of the sets of the k fullest devices."""
-    flow = _filled(held_we, load_e)
+    """Return a set about as dense as the densest one, bool [w].
+
+    It is the densest of the sets of the k fullest devices after some water-filling.
+    """
+    flow = _water_fill(held_we, load_e)
     order = np.argsort(-np.array(flow.rows_w), kind="stable")
     rank_w = np.empty(len(order), int)
     rank_w[order] = np.arange(len(order))
@@ -94,7 +108,8 @@ def dense_prefix(held_we: np.ndarray, load_e: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def set_sizes(num_devices: int) -> np.ndarray:
-    """Devices in each set, float32 [2^w]; infinite for the empty one."""
+    """Return the number of devices in each set, float32 [2^w], and infinity for the
+    empty set."""
     size_d = np.zeros(1, np.float32)
     for _ in range(num_devices):
         size_d = np.concatenate([size_d, size_d + 1])
@@ -104,56 +119,68 @@ def set_sizes(num_devices: int) -> np.ndarray:
 
 
 def in_sets(set_x: np.ndarray, num_devices: int) -> np.ndarray:
-    """The devices of sets given by number: bool [x, w]."""
+    """Return whether each device is in each of the sets with these numbers, bool
+    [x, w]."""
     return (set_x[:, None] >> np.arange(num_devices)) & 1 == 1
 
 
 def _add_subsets(sums: np.ndarray, begin: int, end: int) -> None:
+    """Make the steps of devices `begin` to `end` of a zeta transform, in place."""
     for bit in range(begin, end):
         half = sums.reshape(-1, 2, 1 << bit)
         half[:, 1] += half[:, 0]
 
 
-def _of_all_sets(held_we: np.ndarray, load_e: np.ndarray) -> Densest:
+def _search_all_sets(held_we: np.ndarray, load_e: np.ndarray) -> Densest:
+    """Return the densest set, from the sums of all sets."""
     rows_d = subset_sums(held_we, load_e)
     best = 1 + np.argmax(rows_d[1:] / set_sizes(len(held_we))[1:])
     return Densest(float(rows_d[best]), in_sets(best[None], len(held_we))[0])
 
 
-def _by_paths(held_we: np.ndarray, load_e: np.ndarray) -> Densest:
-    """Newton's steps on the target: from devices above it rows go along shortest paths
-    to devices below it; where none leads on, the reached set is denser than the target,
-    and is the next one. At the last, no device is above it."""
-    flow = _filled(held_we, load_e)
-    least = EXACT * float(load_e.sum())
+def _search_by_paths(held_we: np.ndarray, load_e: np.ndarray) -> Densest:
+    """Return the densest set, by Newton's method on a target load of the devices.
+
+    Rows move along shortest paths from devices above the target to devices below it.
+    Where no path leads on, the set of the reached devices is denser than the target,
+    and its density is the next target. At the end no device is above the target.
+    """
+    flow = _water_fill(held_we, load_e)
+    tolerance = EXACT * float(load_e.sum())
     best = inside(held_we, load_e, np.ones(len(held_we), bool))
-    while (reached_w := _drain(flow, best.rows_per_device, least)) is not None:
+    while (reached_w := _drain(flow, best.rows_per_device, tolerance)) is not None:
         denser = inside(held_we, load_e, reached_w)
-        if denser.rows_per_device <= best.rows_per_device + least:
+        if denser.rows_per_device <= best.rows_per_device + tolerance:
             break
         best = denser
     return best
 
 
 def inside(held_we: np.ndarray, load_e: np.ndarray, is_in_w: np.ndarray) -> Densest:
-    """What that set of devices must compute."""
+    """Return a set of devices with the rows that it must compute."""
     return Densest(float(load_e[~held_we[~is_in_w].any(axis=0)].sum()), is_in_w)
 
 
 class Flow(NamedTuple):
-    """Rows of each expert on each of its devices, changed in place; in plain lists, for
-    with two or three replicas an expert they are quicker than arrays."""
+    """Rows of each expert on each of its devices, which change in place.
+
+    With two or three replicas per expert plain lists are quicker than arrays.
+    """
 
     load: list[float]
+    """Rows of each expert."""
     rows_w: list[float]
+    """Rows of each device."""
     split: list[int]
-    """Experts with rows and more than one device; the others stay where they are."""
+    """Experts with rows and more than one device; the rows of others never move."""
     devices: dict[int, list[int]]
+    """Devices of each split expert."""
     rows: dict[int, list[float]]
+    """Rows of each split expert on each of its devices."""
 
 
-def _even(held_we: np.ndarray, load_e: np.ndarray) -> Flow:
-    """Every device of an expert has an equal share."""
+def _split_evenly(held_we: np.ndarray, load_e: np.ndarray) -> Flow:
+    """Return the flow in which the devices of an expert have equal shares of it."""
     replicas_e = held_we.sum(axis=0)
     share_e = load_e / np.maximum(replicas_e, 1)
     split = np.flatnonzero((replicas_e > 1) & (load_e > 0)).tolist()
@@ -162,10 +189,13 @@ def _even(held_we: np.ndarray, load_e: np.ndarray) -> Flow:
     return Flow(load_e.tolist(), (held_we @ share_e).tolist(), split, devices, rows)
 
 
-def _filled(held_we: np.ndarray, load_e: np.ndarray) -> Flow:
-    """After some sweeps of water-filling: each expert in turn to the common level of
-    its devices."""
-    flow = _even(held_we, load_e)
+def _water_fill(held_we: np.ndarray, load_e: np.ndarray) -> Flow:
+    """Return the flow after some sweeps of water-filling.
+
+    Water-filling divides one expert after the other so that its devices reach a common
+    level.
+    """
+    flow = _split_evenly(held_we, load_e)
     rows_w = flow.rows_w
     for e in flow.split * NUM_SWEEPS:
         devices, rows = flow.devices[e], flow.rows[e]
@@ -182,48 +212,54 @@ def _filled(held_we: np.ndarray, load_e: np.ndarray) -> Flow:
     return flow
 
 
-def _drain(flow: Flow, target: float, least: float) -> np.ndarray | None:
-    """Moves rows until no device is above `target`: None; or the devices reached from
-    those that are, where no path leads to one below it."""
+def _drain(flow: Flow, target: float, tolerance: float) -> np.ndarray | None:
+    """Move rows until no device is above `target`, and return None.
+
+    Where no path leads from a device above the target to one below it, return the
+    devices that paths lead to, bool [w].
+    """
     while True:
-        full = [w for w, rows in enumerate(flow.rows_w) if rows > target + least]
+        full = [w for w, rows in enumerate(flow.rows_w) if rows > target + tolerance]
         if not full:
             return None
-        came, end = _shortest_path(flow, full, target, least)
+        previous, end = _shortest_path(flow, full, target, tolerance)
         if end is None:
             is_reached_w = np.zeros(len(flow.rows_w), bool)
-            is_reached_w[list(came)] = True
+            is_reached_w[list(previous)] = True
             return is_reached_w
-        _push(flow, came, end, target)
+        _push(flow, previous, end, target)
 
 
-def _shortest_path(flow: Flow, full: list[int], target: float, least: float):
-    """How each reached device was come by - (expert, index from, index to) - and the
-    first one below the target, if there is one."""
+def _shortest_path(flow: Flow, full: list[int], target: float, tolerance: float):
+    """Return the last edge to each reached device, and the first device below the
+    target, or None.
+
+    An edge is an expert and the indices of two of its devices, from and to.
+    """
     device_holds = collections.defaultdict(list)
     for e in flow.split:
         for i, w in enumerate(flow.devices[e]):
-            if flow.rows[e][i] > least:
+            if flow.rows[e][i] > tolerance:
                 device_holds[w].append((e, i))
-    came = dict.fromkeys(full)
+    previous = dict.fromkeys(full)
     queue = collections.deque(full)
     while queue:
         for e, i in device_holds[queue.popleft()]:
             for j, to in enumerate(flow.devices[e]):
-                if to not in came:
-                    came[to] = (e, i, j)
-                    if flow.rows_w[to] < target - least:
-                        return came, to
+                if to not in previous:
+                    previous[to] = (e, i, j)
+                    if flow.rows_w[to] < target - tolerance:
+                        return previous, to
                     queue.append(to)
-    return came, None
+    return previous, None
 
 
-def _push(flow: Flow, came: dict, end: int, target: float) -> None:
-    """As many rows along the path as its ends and its experts have."""
+def _push(flow: Flow, previous: dict, end: int, target: float) -> None:
+    """Move as many rows along the path to `end` as its ends and its experts permit."""
     steps, at = [], end
-    while came[at] is not None:
-        steps.append(came[at])
-        e, i, _ = came[at]
+    while previous[at] is not None:
+        steps.append(previous[at])
+        e, i, _ = previous[at]
         at = flow.devices[e][i]
     amount = min(flow.rows_w[at] - target, target - flow.rows_w[end])
     amount = min(amount, *(flow.rows[e][i] for e, i, _ in steps))

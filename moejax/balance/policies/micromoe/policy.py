@@ -1,10 +1,11 @@
-"""MicroMoE's plans (FineMoE, arXiv 2511.16947, section 6): replicas that intersect, so
-that an exact split can even out what each micro-batch brings.
+"""MicroMoE's policy (arXiv 2511.16947, section 6): devices share replicas with several
+others, so that an exact split can even out the load of each micro-batch.
 
-    symmetric     no load is known: a Cayley graph of the devices (`balance.graphs`)
-    asymmetric    copies where the forecast load needs them (`balance.placing`)
+    symmetric     no load is known: a Cayley graph of the devices (`symmetric.py`)
+    asymmetric    copies where the forecast load needs them (`asymmetric.py`)
 
-Every device keeps its own experts in either, and only the others it holds are copies.
+In both kinds of plan every device keeps its own experts, and all others that it holds
+are copies.
 """
 
 import functools
@@ -25,24 +26,28 @@ from moejax.plan.expert_plan import EMPTY, ExpertPlan
 from moejax.plan.layout import Layout
 
 CLEARLY = 0.01
-"""Rows, over the mean device's, by which a plan's densest set must be less dense to
-take the current one's place."""
+"""Smallest difference of scores, in rows over the mean device's, by which a new plan
+must be better than the current one to replace it."""
 
 
 class Room(NamedTuple):
-    """A layer's slots, and the most that a device may give and hold of copies."""
+    """Limits on the slots and copies of one layer."""
 
     num_devices: int
     slots_per_device: int
     max_offers: int
+    """Largest number of its own experts that a device can give to others."""
     max_copies: int
+    """Largest number of copies that a device can hold."""
 
 
 def plan(
     load_lwe: np.ndarray, layout: Layout, cost: CostModel, current: ExpertPlan
 ) -> ExpertPlan:
-    """Per layer, from the load of the whole group; costs do not count. Symmetric where
-    there is no load at all."""
+    """Return a plan for the load of the whole group, without regard to costs.
+
+    A layer without any load gets a symmetric plan.
+    """
     budgets = (layout.experts_per_device, layout.slots_per_device)
     if layout.has_copies:
         budgets = (layout.offers_per_device, layout.copies_per_device)
@@ -62,14 +67,20 @@ def plan(
 def asymmetric(
     load_e: np.ndarray, num_devices: int, slots_per_device: int
 ) -> np.ndarray:
-    """Slots [p] int32 for a load (of any unit, not all zero) summed over devices, with
-    as many copies as there are slots. The experts are a multiple of the devices."""
+    """Return slots for a load, int32 [p], with as many copies as there are slots.
+
+    The load is summed over devices, in any unit, and is not all zero. The number of
+    experts is a multiple of that of devices.
+    """
     room = Room(num_devices, slots_per_device, len(load_e), slots_per_device)
     return _from_home(np.asarray(load_e, float), room)[0]
 
 
 def symmetric(num_experts: int, room: Room) -> np.ndarray:
-    """Slots [p] of a Cayley graph within the budgets; slots of no use stay empty."""
+    """Return the slots [p] of a Cayley graph within the budgets.
+
+    Slots beyond the budgets stay empty.
+    """
     num_devices, slots_per_device, max_offers, max_copies = room
     own = num_experts // num_devices
     copies = min(slots_per_device - own, max_copies, max_offers * (num_devices - 1))
@@ -80,17 +91,23 @@ def symmetric(num_experts: int, room: Room) -> np.ndarray:
 
 
 def replaced(load_e: np.ndarray, room: Room, current_p: np.ndarray) -> np.ndarray:
-    """As `_replaced` says; once for the layouts of a question that differ in nothing
-    that counts."""
+    """Return the slots [p] to take in place of the current ones (see `_replaced`).
+
+    Results are cached, since many layouts of one question differ only in fields that
+    are not used here.
+    """
     tables = np.asarray(load_e, np.float64), np.asarray(current_p, np.int32)
     return _replaced(*(table.tobytes() for table in tables), room)
 
 
 @functools.lru_cache(maxsize=512)
 def _replaced(load_e: bytes, current_p: bytes, room: Room) -> np.ndarray:
-    """The plan that a search from `current_p` ends at, or one from home where that ends
-    uneven; `current_p` itself where neither is clearly better, and where it has no
-    copies and needs none."""
+    """Return the slots [p] at which a search from `current_p` ends.
+
+    Where they are uneven, a search from home is tried too. `current_p` itself is
+    returned where no result is clearly better, and where it has no copies and needs
+    none.
+    """
     load_e, current_p = np.frombuffer(load_e), np.frombuffer(current_p, np.int32)
     current_ws = current_p.reshape(room.num_devices, -1)
     may_copy_e = _offered(load_e, room)
@@ -113,7 +130,7 @@ def _replaced(load_e: bytes, current_p: bytes, room: Room) -> np.ndarray:
 
 
 def _from_home(load_e: np.ndarray, room: Room) -> tuple[np.ndarray, float]:
-    """Slots [p] that a search from no copies ends at, and their score."""
+    """Return the slots [p] at which a search from home ends, and their score."""
     num_devices, slots_per_device = room.num_devices, room.slots_per_device
     home_ws = np.full((num_devices, slots_per_device), EMPTY, np.int32)
     own_we = np.arange(len(load_e), dtype=np.int32).reshape(num_devices, -1)
@@ -125,7 +142,10 @@ def _from_home(load_e: np.ndarray, room: Room) -> tuple[np.ndarray, float]:
 
 
 def _offered(load_e: np.ndarray, room: Room) -> np.ndarray:
-    """Whether an expert may have copies, bool [e]: the fullest of each owner's."""
+    """Return whether each expert may have copies, bool [e].
+
+    The experts with the most rows of each owner may, up to its offers.
+    """
     load_wj = load_e.reshape(room.num_devices, -1)
     order_wj = np.argsort(-load_wj, axis=1, kind="stable")
     is_offered_wj = np.zeros(load_wj.shape, bool)
@@ -136,8 +156,11 @@ def _offered(load_e: np.ndarray, room: Room) -> np.ndarray:
 def _with_free_slots(
     row_ws: np.ndarray, may_copy_e: np.ndarray, room: Room
 ) -> Slots | None:
-    """Which slots hold copies or may. None if a device lacks an expert of its own, has
-    one twice, or holds copies that the budgets forbid."""
+    """Return the slots, and which of them hold copies or may hold some.
+
+    Return None if a device lacks an expert of its own, has an expert twice, or holds
+    copies that the budgets forbid.
+    """
     own = len(may_copy_e) // room.num_devices
     is_empty_ws = row_ws == EMPTY
     is_own_ws = row_ws // own == np.arange(room.num_devices)[:, None]
