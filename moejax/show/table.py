@@ -50,6 +50,7 @@ class View:
     notes: tuple[str, ...] = ()
 
     def _repr_html_(self) -> str:
+        """Return the table as HTML, by the method that notebooks look for."""
         rows = "".join(
             f'<tr style="background:none">{"".join(map(_cell_html, row))}</tr>'
             for row in self.rows

@@ -1,4 +1,4 @@
 """Compiled train and evaluation steps: state, loss, gradients and optimizer.
 
-Nothing here works on the host's side of a run.
+Work of the host during a run (logs, checkpoints, balancing) is in other packages.
 """

@@ -188,6 +188,7 @@ def _train_step(context: StepContext, loss_fn, state: TrainState, placement, win
     target = gradient_target(context.run, state, placement)
 
     def micro_batch_loss(values, index, windows):
+        """Return the loss of one micro-batch as a function of the target's values."""
         params, slots = target.split(values)
         inputs = LossInputs(
             placement,
@@ -205,6 +206,7 @@ def _train_step(context: StepContext, loss_fn, state: TrainState, placement, win
     count = windows.token_bt.shape[0]
 
     def add_micro_batch(grads, args):
+        """Return the sum of gradients with one micro-batch more, and its report."""
         (total, aux), new = value_and_grad(target.values, *args)
         # Gradients of slots have the compute dtype, which is too coarse for a sum.
         if count > 1:
