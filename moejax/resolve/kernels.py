@@ -42,7 +42,8 @@ def _grouped_dot(cfg: Config, layout: Layout, num_rows: int) -> KernelChoice:
     shape = ProductShape(num_rows, d, f, layout.slots_per_device)
     kind = device_here().device_kind
     products = layer_products(shape, is_fp8=is_fp8)
-    count = sum(tuned(which, of, dtype, kind) is not None for which, of in products)
+    tiles_by_product = [measured_tiles(*product, dtype, kind) for product in products]
+    count = sum(tiles is not None for tiles in tiles_by_product)
     tiles = f"{count} of {len(products)} products with measured tiles"
     fp8 = f"fp8 with gradients in {layout.fp8}, " if is_fp8 else ""
     return KernelChoice("hopper", f"{choice.why}, {fp8}{tiles}")

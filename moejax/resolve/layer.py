@@ -75,7 +75,7 @@ def set_up(
     )
     calibration = _presumed(mesh, names)
     communication = choose_communication(cfg, calibration)
-    layout = step_layout(cfg, communication.parts)
+    layout = step_layout(cfg, communication.partition)
     if isinstance(mesh, Mesh):
         check_device(layout, mesh.devices.flat[0])
     setup = LayerSetup(moe, router, d, layout, mesh, names)

@@ -156,8 +156,7 @@ def test_every_loss_has_its_weight():
         mutual_information_loss=0.0625,
     )  # fmt: skip
     losses = routing.RouterLosses(*(jnp.array([i, i + 2.0]) for i in (1, 2, 3, 4)))
-    cfg = Config(router=router)
-    total = training._router_loss(cfg, losses)
+    total = routing.weighted_loss(losses, router)
     assert_close(total, np.float32(0.5 * 2 + 0.25 * 3 + 0.125 * 4 + 0.0625 * 5))
     recorded = dataclasses.replace(router, kind="recorded")
-    assert training._router_loss(dataclasses.replace(cfg, router=recorded), losses) == 0
+    assert routing.weighted_loss(losses, recorded) == 0

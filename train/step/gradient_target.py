@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.moe.weights import stores
-from train.resolve.resolved import Resolved
+from moejax.resolve.resolved import Resolved
 from train.step import expert_params
 from train.step.state import TrainState
 

@@ -16,7 +16,7 @@ from moejax.moe import recorded
 from moejax.moe import route as routing
 from moejax.moe.types import Batch, Placement, RouterLosses, RoutingStats, Windows
 from moejax.plan.layout import Layout
-from train.resolve.resolved import Resolved
+from moejax.resolve.resolved import Resolved
 from train.step.gradient_target import gradient_target
 from train.step.loss import cross_entropy
 from train.step.optimizer import learning_rate
@@ -154,32 +154,9 @@ def make_loss(context: StepContext):
             + cfg.train.logit_z_loss * square
             + routing.weighted_loss(router, cfg.router)
         )
-        totals = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=1), sums)
-        router = routing.losses(totals, batch.tokens_bt.size, cfg.data.seq_len)
-        total = nats + cfg.train.logit_z_loss * square + _router_loss(cfg, router)
         return total, (nats, router, stats)
 
     return loss_fn
-
-
-def _router_loss(cfg: Config, router: RouterLosses) -> jax.Array:
-    """Return the weighted sum of router losses, averaged over layers.
-
-    The average lets a weight mean the same at every depth, as in the trainers of OLMoE
-    and Mixtral.
-    """
-    if cfg.router.kind == "recorded":
-        return jnp.float32(0)  # recorded choices do not follow the router
-    weighted = (
-        cfg.router.balance_loss * router.balance
-        + cfg.router.sequence_balance_loss * router.sequence_balance
-        + cfg.router.z_loss * router.z
-    )
-    weight = cfg.router.mutual_information_loss
-    # The gradient of this loss waits for a sum over all devices, even at weight 0.
-    if weight:
-        weighted += weight * router.mutual_information
-    return jnp.mean(weighted)
 
 
 def _train_step(context: StepContext, loss_fn, state: TrainState, placement, windows):
