@@ -1,4 +1,4 @@
-"""Whole lines of several processes on one terminal, never mixed within a line."""
+"""Output of several processes on one terminal, line by line: lines are never mixed."""
 
 import contextlib
 import os
@@ -8,25 +8,28 @@ import threading
 from typing import IO
 
 LONGEST_LINE = 1 << 20
-"""Bytes; a longer line is broken."""
+"""Maximum length of a line in bytes. A longer line is broken."""
 NOISE = b"[Gloo] Rank "
-"""Gloo prints such a line on stdout for every group of devices, in every process."""
+"""Start of lines that are dropped. Gloo prints one on stdout for every group of
+devices, in every process."""
 _TERMINAL = threading.Lock()
 
 
 def say(event: str) -> None:
-    """An event of the launcher itself, on stderr; lost where that takes nothing.
+    """Print an event of the launcher itself on stderr.
 
-    It never raises: what the launcher does with its processes matters more.
+    The function never raises: what the launcher does with its processes matters more
+    than a line that stderr does not take.
     """
     with contextlib.suppress(OSError):
         _write(2, f"launch_local: {event}\n".encode())
 
 
 def pass_on(process: subprocess.Popen, index: int) -> list[threading.Thread]:
-    """Threads that pass on what it prints, until its pipes are closed.
+    """Start and return threads that copy what a process prints to our own stdout and
+    stderr, until its pipes are closed.
 
-    Lines of process 0 stay as they are, those of process 3 begin with '[3] '.
+    Lines of process 0 stay as they are. Lines of process 3 begin with '[3] '.
     """
     prefix = f"[{index}] ".encode() if index else b""
     pipes = [(process.stdout, 1), (process.stderr, 2)]
@@ -41,23 +44,25 @@ def pass_on(process: subprocess.Popen, index: int) -> list[threading.Thread]:
 
 
 def _pass_on(pipe: IO[bytes], to: int, prefix: bytes) -> None:
-    """Reads to the end even when nobody reads us: else the process would block.
+    """Copy the lines of `pipe` to the file descriptor `to`, each after `prefix`.
 
-    A line that a full disk or a lost terminal does not take is lost, and said once.
+    The pipe is read to its end even when nobody reads our own output, since the process
+    would block otherwise. A line that a full disk or a lost terminal does not take is
+    lost, which is reported once.
     """
-    is_heard, is_lossy = True, False
+    has_reader, is_lossy = True, False
     with pipe:
         while line := pipe.readline(LONGEST_LINE):
-            if not is_heard or line.startswith(NOISE):
+            if not has_reader or line.startswith(NOISE):
                 continue
             try:
                 _write(to, prefix + line + (b"" if line.endswith(b"\n") else b"\n"))
             except BrokenPipeError:
-                is_heard = False
-                os.kill(os.getpid(), signal.SIGTERM)  # as if asked to stop
+                has_reader = False
+                os.kill(os.getpid(), signal.SIGTERM)  # the same as a request to stop
             except OSError as error:
                 if not is_lossy:
-                    say(f"lines of the processes are lost: {error.strerror}")
+                    say(f"output of the processes is lost: {error.strerror}")
                 is_lossy = True
 
 

@@ -3,20 +3,21 @@
     python tools/launch/local.py -n 4 -- train/main.py --gin_file=configs/tiny_cpu.gin
 
 A program that ends in .py is run by this Python. Every attempt has a port of its own
-on the loopback interface, and each process finds its place in MOEJAX_COORDINATOR,
-MOEJAX_NUM_PROCESSES and MOEJAX_PROCESS_ID, and in MOEJAX_ATTEMPT 0, 1, 2, ..
+on the loopback interface. Each process reads its role from the environment variables
+MOEJAX_COORDINATOR, MOEJAX_NUM_PROCESSES and MOEJAX_PROCESS_ID, and the number of the
+attempt (0, 1, 2, ..) from MOEJAX_ATTEMPT.
 
-    how the workers ended                  what follows
-    0   all are done                       exit 0
-    2   bad input, 3 cannot go on          exit with that code, never a restart
-    75  saved, and we were asked to stop   exit 75
-    75  saved, and nobody asked us         restart at once; counted only when the
+    how the workers ended                  what the launcher does
+    0   all are done                       exit with 0
+    2   bad input, or 3: cannot go on      exit with that code, never restart
+    75  saved, after a signal to stop      exit with 75
+    75  saved, without such a signal       restart at once; counted only when the
                                            attempt was shorter than --short_sec
-    other, or killed by a signal           restart after 1, 2, 4, .. 60 s, counted
+    other code, or killed by a signal      restart after 1, 2, 4, .. 60 s; counted
 
-After --max_restarts counted restarts the code of the last attempt's first failure is
-the launcher's; 128 + n stands for signal n, and 137 for a process that the launcher
-had to end.
+After --max_restarts counted restarts the launcher exits with the code of the last
+attempt's first failure: 128 + n after signal n, 137 for a process that the launcher had
+to kill.
 """
 
 import argparse
@@ -58,27 +59,51 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser = new_parser(__doc__, usage=usage)
     add = parser.add_argument
     waits = workers.Waits()
-    add("-n", "--num_processes", type=int, required=True, help="how many workers")
-    add("--max_restarts", type=int, default=3, help="counted ones (default: 3)")
-    add("--backoff_sec", type=float, default=1.0, help="before the first (1)")
-    add("--short_sec", type=float, default=10.0, help="see above (10)")
+    add(
+        "-n",
+        "--num_processes",
+        type=int,
+        required=True,
+        help="number of workers to start",
+    )
+    add(
+        "--max_restarts",
+        type=int,
+        default=3,
+        help="maximum number of counted restarts",
+    )
+    add(
+        "--backoff_sec",
+        type=float,
+        default=1.0,
+        help="seconds to wait before the first counted restart; doubles with each",
+    )
+    add(
+        "--short_sec",
+        type=float,
+        default=10.0,
+        help="an attempt that saved and ended (75) sooner than this, in seconds, counts"
+        " as a restart",
+    )
     add(
         "--grace_sec",
         type=float,
         default=waits.grace_sec,
-        help="for all to end after SIGTERM, or after the first has ended well (60)",
+        help="seconds in which all workers must end after SIGTERM, or after the first"
+        " has ended well",
     )
     add(
         "--stopped_sec",
         type=float,
         default=waits.stopped_sec,
-        help="a process stopped for so long counts as dead (10)",
+        help="a process that was stopped (SIGSTOP) for this many seconds counts as"
+        " dead",
     )
     add(
         "--stacks_sec",
         type=float,
         default=waits.stacks_sec,
-        help="for printing stacks before processes are killed (1)",
+        help="seconds for workers to print their stacks before they are killed",
     )
     return parser.parse_args(words)
 
@@ -86,11 +111,12 @@ def parse(words: list[str]) -> argparse.Namespace:
 def supervise(
     command: list[str], args: argparse.Namespace
 ) -> tuple[int, list[dict[str, object]]]:
-    """Exit code, and a record of each attempt. Sets the handlers of SIGNALS."""
-    asked = workers.Asked()
+    """Run the command until no restart is due, and return the exit code and a record of
+    each attempt. Sets the handlers of SIGNALS."""
+    requests = workers.StopRequests()
     for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup stays
-            signal.signal(number, asked.note)
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup keeps its effect
+            signal.signal(number, requests.note)
     waits = workers.Waits(args.grace_sec, args.stopped_sec, args.stacks_sec)
     attempts, num_counted, port = [], 0, 0
     while True:
@@ -98,7 +124,7 @@ def supervise(
         group = workers.Workers(
             command, args.num_processes, port, attempt=len(attempts)
         )
-        verdict = workers.run(group, waits, asked)
+        verdict = workers.run(group, waits, requests)
         wall_sec = time.monotonic() - start_sec
         code = verdict.exit_code
         attempts.append(
@@ -114,7 +140,7 @@ def supervise(
         is_free = code == PREEMPTED and wall_sec >= args.short_sec
         num_counted += may_restart and not is_free
         ending = f"attempt {len(attempts)} ended with {code}: {verdict.cause}"
-        if not may_restart or asked.to_stop or not verdict.are_gone:
+        if not may_restart or requests.to_stop or not verdict.are_gone:
             say(ending)
             return code, attempts
         if num_counted > args.max_restarts:
@@ -126,9 +152,9 @@ def supervise(
             f"({num_counted} of --max_restarts={args.max_restarts} counted)"
         )
         end_sec = time.monotonic() + wait_sec
-        while time.monotonic() < end_sec and not asked.to_stop:
+        while time.monotonic() < end_sec and not requests.to_stop:
             time.sleep(workers.POLL_SEC)
-        if asked.to_stop:
+        if requests.to_stop:
             say("asked to stop: not starting again")
             return code, attempts
 
@@ -140,7 +166,8 @@ def _backoff_sec(code: int, num_counted: int, first_sec: float) -> float:
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """What stands before the first --, the -- itself, and what stands after."""
+    """Split the arguments into those before the first --, the -- itself if there is
+    one, and those after it."""
     at = argv.index("--") if "--" in argv else len(argv)
     return argv[:at], argv[at : at + 1], argv[at + 1 :]
 
@@ -153,23 +180,29 @@ def _check(args: argparse.Namespace) -> None:
         "short_sec": 0,
     }
     require_min |= {"grace_sec": 0, "stopped_sec": 0, "stacks_sec": 0}
-    for name, least in require_min.items():
+    for name, minimum in require_min.items():
         value = getattr(args, name)
-        if not least <= value < float("inf"):
-            raise ValueError(f"--{name}={value} must be {least} or more: give another")
+        if not minimum <= value < float("inf"):
+            raise ValueError(
+                f"--{name}={value} must be {minimum} or more: give another value"
+            )
 
 
 def _command(program: list[str], has_dashes: bool) -> list[str]:
     if not program:
-        found = "nothing stands behind it" if has_dashes else "there is no --"
-        raise ValueError(f"the program stands behind --, and {found}: -- train/main.py")
+        problem = "nothing follows it" if has_dashes else "there is no --"
+        raise ValueError(
+            f"name the program after --, as in -- train/main.py: {problem}"
+        )
     first = program[0]
     if first.endswith(".py"):
         if not pathlib.Path(first).is_file():
-            raise ValueError(f"{first} is no file: name a Python program that is there")
+            raise ValueError(f"{first} is not a file: name an existing Python program")
         return [sys.executable, *program]
     if shutil.which(first) is None:
-        raise ValueError(f"{first} is no program of this machine: name one, or a .py")
+        raise ValueError(
+            f"{first} is not a program on this machine: name a program, or a .py file"
+        )
     return program
 
 

@@ -1,9 +1,10 @@
 """Workers: processes of one program on this machine that live and end together.
 
-`run` starts them, passes their lines on, and returns when all have ended: by
-themselves, or because one of them failed, was stopped, or was left behind. From the
-death of one to the end of all others it takes at most 3 seconds: 0.05 to see it,
-stacks_sec (1) for the stacks of the others, 1 for their end, 0.5 for their last lines.
+`run` starts the workers, passes their output on, and returns when all have ended. They
+end by themselves, or because one of them failed, was stopped by a signal, or kept
+running long after another had finished. When one dies, all others have ended at most 3
+seconds later: 0.05 to notice the death, stacks_sec (1) to print the stacks of the
+others, 1 to end them, 0.5 to read their last lines.
 """
 
 import ctypes
@@ -37,19 +38,21 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclasses.dataclass(frozen=True)
 class Waits:
-    """How long the launcher waits for what."""
+    """Time limits of the launcher, in seconds."""
 
     grace_sec: float = 60.0
-    """For the others, once one has ended well or all were asked to stop."""
+    """Time that the other workers have to end, once one has ended well or all were
+    asked to stop."""
     stopped_sec: float = 10.0
-    """A process stopped (SIGSTOP) for longer counts as dead."""
+    """Time after which a process that was stopped (SIGSTOP) counts as dead."""
     stacks_sec: float = 1.0
-    """For the stacks of processes that are to be ended."""
+    """Time that processes have to print their stacks before they are ended."""
 
 
 @dataclasses.dataclass
-class Asked:
-    """What signals have asked of the launcher; its handlers write, `run` reads."""
+class StopRequests:
+    """Requests to the launcher to end its workers. Signal handlers write them, `run`
+    reads them."""
 
     to_stop: bool = False
     to_kill: bool = False
@@ -57,7 +60,11 @@ class Asked:
     """The workers have done what they were started for, and are ended at once."""
 
     def note(self, number: int, _frame: object) -> None:
-        """A second Ctrl-C kills; schedulers may send SIGTERM more than once."""
+        """Handle a signal: ask all workers to stop, or kill them on a second Ctrl-C.
+
+        Only SIGINT counts as a second request, since schedulers may send SIGTERM more
+        than once.
+        """
         self.to_kill |= self.to_stop and number == signal.SIGINT
         self.to_stop = True
 
@@ -69,8 +76,10 @@ class Verdict:
     exit_code: int
     cause: str
     codes: tuple[int | None, ...] = ()
-    """128 + n for a process ended by signal n; None for one that the launcher ended."""
+    """Exit code of each process: 128 + n if signal n ended it, None if the launcher
+    ended it."""
     are_gone: bool = True
+    """False if a process is still there END_SEC after SIGKILL."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,26 +94,26 @@ class _Child:
 
 @dataclasses.dataclass(frozen=True)
 class Workers:
-    """What to start."""
+    """Command of the workers, and how each of them is started."""
 
     command: list[str]
     count: int
     port: int
     attempt: int = 0
-    """How many attempts of this run came before."""
+    """Number of earlier attempts of this run."""
     host: str = LOOPBACK
     """Address of process 0, where the coordinator listens."""
     prefixes: tuple[tuple[str, ...], ...] = ()
-    """Words before the command of each process, by index; none for all without."""
+    """Words before the command of each process, by index. Empty: none for any."""
     listen: Callable[[subprocess.Popen, int], list[threading.Thread]] = pass_on
-    """Threads that read what a process prints."""
+    """Function that starts and returns the threads that read a process's output."""
 
 
-def run(workers: Workers, waits: Waits, asked: Asked) -> Verdict:
-    """Return the Verdict on the workers, once no process of theirs is left.
+def run(workers: Workers, waits: Waits, requests: StopRequests) -> Verdict:
+    """Run the workers, and return how they ended once none of their processes is left.
 
-    Processes still there END_SEC after SIGKILL (are_gone is False) cannot be ended.
-    Raises OSError when the program cannot be started.
+    A process that is still there END_SEC after SIGKILL cannot be ended: are_gone is
+    then False. Raises OSError when the program cannot be started.
     """
     children: list[_Child] = []
     readers = []
@@ -112,13 +121,14 @@ def run(workers: Workers, waits: Waits, asked: Asked) -> Verdict:
         for index in range(workers.count):
             children.append(_start(workers, index))
         readers = [x for c in children for x in workers.listen(c.process, c.index)]
-        verdict = _watch(children, waits, asked)
-        codes = tuple(_code(child) for child in children)
+        verdict = _watch(children, waits, requests)
+        codes = tuple(_exit_code(child) for child in children)
         verdict = dataclasses.replace(verdict, codes=codes)
         if None in codes and verdict.exit_code != DONE:
             say(verdict.cause + "; ending all")
-            if verdict.exit_code not in (BAD_INPUT, FAILED):  # its one line says why
-                _ask_for_stacks(children, waits.stacks_sec)
+            # After these two codes, the one line of the failed process says why.
+            if verdict.exit_code not in (BAD_INPUT, FAILED):
+                _print_stacks(children, waits.stacks_sec)
     finally:
         are_gone = _end(children)
         end_sec = time.monotonic() + DRAIN_SEC
@@ -128,26 +138,28 @@ def run(workers: Workers, waits: Waits, asked: Asked) -> Verdict:
 
 
 def free_port(but_not: int = 0) -> int:
-    """A port of the loopback interface on which nobody listens now."""
+    """Return a port of the loopback interface on which nobody listens now, other than
+    `but_not`."""
     while True:
-        with socket.socket() as door:
-            door.bind((LOOPBACK, 0))
-            port = door.getsockname()[1]
+        with socket.socket() as listener:
+            listener.bind((LOOPBACK, 0))
+            port = listener.getsockname()[1]
         if port != but_not:
             return port
 
 
 def _start(workers: Workers, index: int) -> _Child:
-    """A process in a group of its own, that is killed when this one dies."""
+    """Start one worker in a process group of its own. It is killed when the launcher
+    dies."""
     launcher = os.getpid()
 
     def die_with_launcher() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # died before prctl
+        if os.getppid() != launcher:  # the launcher died before prctl
             os._exit(KILLED)
 
-    # preexec_fn is safe here: threads of ours, if any are left, wait in a read.
-    # One process alone keeps the terminal, and with it its progress bar.
+    # preexec_fn is safe here: threads of the launcher that may be left wait in a read.
+    # A single worker keeps the terminal, and with it its progress bar.
     pipe = None if workers.count == 1 else subprocess.PIPE
     process = subprocess.Popen(
         [*(workers.prefixes[index] if workers.prefixes else ()), *workers.command],
@@ -175,38 +187,39 @@ def _environment(
     }
 
 
-def _watch(children: list[_Child], waits: Waits, asked: Asked) -> Verdict:
-    """Returns when all have ended, or when those left are to be ended."""
+def _watch(children: list[_Child], waits: Waits, requests: StopRequests) -> Verdict:
+    """Wait until all workers have ended, or until those left must be killed."""
     since_sec: dict[object, float] = {}
     is_passed_on = False
 
-    def lasts(what: object, is_so: bool, limit_sec: float) -> bool:
-        """Whether `what` has been so for longer than the limit."""
-        if not is_so:
+    def lasts(what: object, is_true: bool, limit_sec: float) -> bool:
+        """Return whether the condition named `what` has held for longer than the
+        limit."""
+        if not is_true:
             since_sec.pop(what, None)
             return False
         now_sec = time.monotonic()
         return now_sec - since_sec.setdefault(what, now_sec) > limit_sec
 
     while True:
-        codes = {child.name: _code(child) for child in children}
-        if verdict := _exit_code(codes):
+        codes = {child.name: _exit_code(child) for child in children}
+        if verdict := _find_verdict(codes):
             return verdict
-        if asked.has_enough:
-            return Verdict(DONE, "enough is done")
-        if asked.to_kill:
+        if requests.has_enough:
+            return Verdict(DONE, "the workers have done enough")
+        if requests.to_kill:
             return Verdict(INTERRUPTED, "interrupted twice")
-        if asked.to_stop and not is_passed_on:
+        if requests.to_stop and not is_passed_on:
             is_passed_on = True
             for child in _living(children):
                 os.kill(child.process.pid, signal.SIGTERM)
-            say("asked to stop: SIGTERM is passed on to all processes")
+            say("asked to stop: passing SIGTERM on to all processes")
         grace = f"--grace_sec={waits.grace_sec:g}"
-        if lasts("asked", is_passed_on, waits.grace_sec):
+        if lasts("stopping", is_passed_on, waits.grace_sec):
             return Verdict(KILLED, f"not all ended within {grace} of SIGTERM")
         ended = [name for name, code in codes.items() if code is not None]
         if lasts("ended", bool(ended), waits.grace_sec):
-            cause = f"{ended[0]} ended well, and others run on after {grace}"
+            cause = f"{ended[0]} ended well, but others still run after {grace}"
             return Verdict(KILLED, cause)
         for child in _living(children):
             if lasts(child.index, _is_stopped(child), waits.stopped_sec):
@@ -215,12 +228,15 @@ def _watch(children: list[_Child], waits: Waits, asked: Asked) -> Verdict:
         time.sleep(POLL_SEC)
 
 
-def _exit_code(codes: Mapping[str, int | None]) -> Verdict | None:
-    """Of several that failed at one look, one that must not restart counts."""
+def _find_verdict(codes: Mapping[str, int | None]) -> Verdict | None:
+    """Return how the workers ended, by the exit code of each, or None while they run.
+
+    When several are found failed at once, one whose code forbids a restart counts.
+    """
     failed = [x for x in codes.items() if x[1] not in (None, DONE, PREEMPTED)]
     if failed:
         name, code = min(failed, key=lambda x: x[1] not in (BAD_INPUT, FAILED))
-        return Verdict(code, f"{name} {_ending(code)}")
+        return Verdict(code, f"{name} {_describe_end(code)}")
     if None in codes.values():
         return None
     if PREEMPTED in codes.values():
@@ -228,7 +244,7 @@ def _exit_code(codes: Mapping[str, int | None]) -> Verdict | None:
     return Verdict(DONE, "all are done")
 
 
-def _ending(code: int | None) -> str:
+def _describe_end(code: int | None) -> str:
     if code is None or code <= 128:
         return f"ended with code {code}"
     try:
@@ -237,18 +253,21 @@ def _ending(code: int | None) -> str:
         return f"ended with code {code}"
 
 
-def _code(child: _Child) -> int | None:
-    """None while it lives. It is not reaped, so its pid and group stay its own."""
-    ways = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    found = os.waitid(os.P_PID, child.process.pid, ways)
-    if found is None:
+def _exit_code(child: _Child) -> int | None:
+    """Return the exit code of a process, 128 + n after signal n, None while it runs.
+
+    The process is not reaped, so that nothing else can get its pid and process group.
+    """
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    status = os.waitid(os.P_PID, child.process.pid, options)
+    if status is None:
         return None
-    is_exit = found.si_code == os.CLD_EXITED
-    return found.si_status if is_exit else 128 + found.si_status
+    is_exit = status.si_code == os.CLD_EXITED
+    return status.si_status if is_exit else 128 + status.si_status
 
 
 def _living(children: list[_Child]) -> list[_Child]:
-    return [child for child in children if _code(child) is None]
+    return [child for child in children if _exit_code(child) is None]
 
 
 def _is_stopped(child: _Child) -> bool:
@@ -256,27 +275,31 @@ def _is_stopped(child: _Child) -> bool:
     return stat.rpartition(") ")[2].startswith("T")
 
 
-def _ask_for_stacks(children: list[_Child], stacks_sec: float) -> None:
-    """Says how each process is; the living print their stacks on SIGUSR1.
+def _print_stacks(children: list[_Child], stacks_sec: float) -> None:
+    """Report the state of each process, and make those that run print their stacks.
 
-    It is queued before SIGCONT, so that a stopped process prints before it goes on.
+    They print on SIGUSR1. That signal is sent before SIGCONT, so that a stopped process
+    prints its stack before it continues.
     """
     for child in children:
-        code = _code(child)
+        code = _exit_code(child)
         if code is None:
             is_stopped = _is_stopped(child)
             say(f"{child.name}: {'stopped' if is_stopped else 'running'}")
             os.kill(child.process.pid, signal.SIGUSR1)
             os.kill(child.process.pid, signal.SIGCONT)
         else:
-            say(f"{child.name}: {_ending(code)}")
+            say(f"{child.name}: {_describe_end(code)}")
     end_sec = time.monotonic() + stacks_sec
     while _living(children) and time.monotonic() < end_sec:
         time.sleep(POLL_SEC)
 
 
 def _end(children: list[_Child]) -> bool:
-    """SIGKILLs every group, grandchildren too, and reaps; False if one outlives it."""
+    """Kill every worker's process group, grandchildren included, and reap the workers.
+
+    Returns False if a process outlives SIGKILL by END_SEC.
+    """
     for child in children:
         os.killpg(child.process.pid, signal.SIGKILL)
     end_sec = time.monotonic() + END_SEC
@@ -284,7 +307,7 @@ def _end(children: list[_Child]) -> bool:
         time.sleep(POLL_SEC)
     for child in children:
         if child in left:
-            say(f"{child.name} outlives SIGKILL: it waits for the kernel")
+            say(f"{child.name} outlives SIGKILL: it is waiting in the kernel")
         else:
             child.process.wait()
     return not left

@@ -1,2 +1,2 @@
-"""Data centres on one machine: processes, slow links, slow cores, and what they
-show."""
+"""A testbed: data centres (DCs) simulated on one machine by processes with slow links
+and slow cores, and the measurements made on it."""

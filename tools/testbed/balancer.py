@@ -1,8 +1,8 @@
-"""What the balancer gains in seconds, on eight equal slow devices and a real routing.
+"""Measurement of the seconds that the balancer saves on eight equally slow devices.
 
-The workers run configs/testbed_skew.gin under all variants in turn
-(tools/bench/balance.py). Compiling is free; then each process gets its quota, and the
-steps after that count.
+The workers run configs/testbed_skew.gin with a recorded routing, under all variants in
+turn (tools/bench/balance.py). They compile without a quota. Then each process gets its
+CPU quota, and the steps after that count.
 """
 
 import dataclasses
@@ -21,31 +21,34 @@ VARIANTS = (
     "micromoe: Balance.policy = 'micromoe'; Dispatch.store = 'resident'; "
     "Dispatch.slots_per_device = 5; Dispatch.buffer_factor = 1.5",
 )
-"""What each adds to the config, and buffers for its own fullest pair, as a balancer
-fits them (home's pairs are 2.6 times as full). The fastest of the others is
-`balancer_best`; split 'dynamic' was not one here, with its copies in every step."""
+"""Variants, each with the settings that it adds to the config.
+
+The buffers of `micromoe` fit its own fullest pair of devices, as a balancer would
+choose them (home's pairs are 2.6 times as full). The fastest variant other than `home`
+is reported as `balancer_best`. Split 'dynamic' is not among them: it was slower here,
+since its copies travel in every step."""
 LIMIT_SEC = 1500.0
-"""Compiling eight times on two cores takes minutes."""
+"""Time limit in seconds: compiling eight times on two cores takes minutes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How much is measured."""
+    """Options of the measurements."""
 
     trace: pathlib.Path
-    """No such file: a Zipf load stands in."""
+    """File with a recorded routing. If it does not exist, a Zipf load replaces it."""
     repeats: int = 5
-    """Steps of each variant, or turns, that count."""
+    """Number of steps, or turns, of each variant that count."""
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
-            raise ValueError(f"repeats={self.repeats} must be 1 or more: give another")
+            raise ValueError(
+                f"repeats={self.repeats} must be 1 or more: give another value"
+            )
 
 
 def balancer(options: Options) -> dict:
-    """The record: `balancer_speedup`, `balancer_modelled` (fullest device of home over
-    that of the fastest other, in the steps that were timed), and what they come
-    from."""
+    """Measure the balancer's speedup, and return the record of `make_record`."""
     cluster = Cluster(dcs=1, per_dc=DEVICES, rate_mbit=None)
     with (
         tempfile.TemporaryDirectory(prefix="testbed-") as name,
@@ -75,8 +78,13 @@ def balancer(options: Options) -> dict:
 
 
 def make_record(variants: dict, *, is_slowed: bool) -> dict:
-    """Without quotas the eight share two cores as they like: that is no such cluster,
-    and there is no figure."""
+    """Return the balancer's figures, from the record of each variant.
+
+    `balancer_speedup` is the time of `home` over that of the fastest other variant.
+    Without quotas it is None, since eight processes then share the cores as they like.
+    `balancer_modelled` is the ratio of the two variants' device max/mean in the timed
+    steps.
+    """
     home = variants["home"]
     others = {name: variant for name, variant in variants.items() if name != "home"}
     best = min(others, key=lambda name: others[name]["median_sec"])

@@ -1,12 +1,12 @@
-"""A cluster: processes of one program as hosts of DCs on this machine.
+"""A cluster of data centres (DCs) on this machine, whose hosts are processes.
 
     with make_cluster(Cluster(dcs=2, per_dc=2, rate_mbit=100.0)) as cluster:
         result = cluster.run(["tools/my_measurement.py", "--size=4"])
     json.loads(result.lines[-1])
 
-Process i lies in DC i // per_dc. It finds its place in MOEJAX_COORDINATOR,
-MOEJAX_NUM_PROCESSES and MOEJAX_PROCESS_ID, and counts its DC's bytes, if it likes, in
-/sys/class/net/uplink/statistics. docs/testbed.md has the picture.
+Process i is in DC i // per_dc. It reads its role from the environment variables
+MOEJAX_COORDINATOR, MOEJAX_NUM_PROCESSES and MOEJAX_PROCESS_ID, and may count the bytes
+of its DC in /sys/class/net/uplink/statistics. docs/testbed.md has a picture.
 """
 
 import contextlib
@@ -38,44 +38,45 @@ from tools.testbed.quota import Groups
 from train.launch.cluster import LOOPBACK
 
 TIMED_OUT = 124
-"""Exit code, as of timeout(1)."""
+"""Exit code of a run that reached its time limit, the same as that of timeout(1)."""
 WAITS = workers.Waits(grace_sec=20.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """What a cluster is to be."""
+    """Specification of a cluster."""
 
     dcs: int = 2
+    """Number of DCs."""
     per_dc: int = 1
-    """Processes of a DC; they talk unshaped."""
+    """Number of processes in each DC. Traffic between them is not shaped."""
     rate_mbit: float | None = 100.0
-    """Of each DC's uplink, in either direction; None: unshaped."""
+    """Rate of each DC's uplink in Mb/s, in either direction. None: not shaped."""
     quota: float | None = None
-    """Cores that each process gets at most; None: all."""
+    """Maximum number of cores that each process gets. None: all."""
 
     def __post_init__(self) -> None:
-        most = network.MAX_DCS
-        _require(1 <= self.dcs <= most, f"dcs={self.dcs} must be 1 to {most}")
+        max_dcs = network.MAX_DCS
+        _require(1 <= self.dcs <= max_dcs, f"dcs={self.dcs} must be 1 to {max_dcs}")
         _require(self.per_dc >= 1, f"per_dc={self.per_dc} must be 1 or more")
         _require(
             self.count >= 2,
-            f"dcs={self.dcs} of per_dc={self.per_dc} is one process: a cluster has 2 "
-            "at least, so give more",
+            f"dcs={self.dcs} of per_dc={self.per_dc} is one process: a cluster has at "
+            "least 2, so give more",
         )
         rate, quota = self.rate_mbit, self.quota
         _require(
             rate is None or 0.1 <= rate <= 100_000,
-            f"rate_mbit={rate} must be 0.1 to 100000 Mb/s: give another",
+            f"rate_mbit={rate} must be 0.1 to 100000 Mb/s: give another value",
         )
         _require(
             quota is None or 0.02 <= quota <= 1024,
-            f"quota={quota} must be 0.02 cores or more: give another",
+            f"quota={quota} must be 0.02 to 1024 cores: give another value",
         )
 
     @property
     def count(self) -> int:
-        """Processes of the cluster."""
+        """Number of processes of the cluster."""
         return self.dcs * self.per_dc
 
 
@@ -85,21 +86,22 @@ class Result:
 
     exit_code: int
     lines: tuple[str, ...]
-    """What process 0 printed on stdout."""
+    """Lines that process 0 printed on stdout."""
     uplink_bytes: tuple[int, ...]
-    """Sent over the uplink of each DC, headers included; empty without namespaces."""
+    """Bytes sent over the uplink of each DC, headers included. Empty without
+    namespaces."""
     is_shaped: bool
     wall_sec: float
 
 
 @dataclasses.dataclass(frozen=True)
 class LiveCluster:
-    """A cluster that stands; several programs may run on it, one after another."""
+    """A cluster that is set up. Several programs may run on it, one after another."""
 
     spec: Cluster
     has_namespaces: bool
     groups: Groups | None
-    """None: no quotas here."""
+    """Control groups of the processes. None where quotas are not available."""
 
     @property
     def is_shaped(self) -> bool:
@@ -107,9 +109,10 @@ class LiveCluster:
         return has_links and self.spec.rate_mbit is not None
 
     def set_quota(self, cores: float | None) -> None:
-        """For each process, from now on, also of those that run; None: no limit.
-        Without control groups it does nothing, as was said when the cluster was
-        made."""
+        """Limit each process to `cores`, running ones included. None: no limit.
+
+        Without control groups nothing is done, as `make_cluster` has reported.
+        """
         if self.groups is not None:
             testbed_quota.set_quota(self.groups, cores)
 
@@ -121,17 +124,18 @@ class LiveCluster:
         watch: Callable[[], bool] | None = None,
         is_shown: bool = False,
     ) -> Result:
-        """Runs a program (one that ends in .py by this Python) to its end.
+        """Run a program in every process of the cluster, until all have ended.
 
-        One process that fails ends all others within 3 seconds, and its code is the
-        result's; after timeout_sec all are ended (code 124). `watch` is called 20 times
-        a second, in a thread of its own: when it says True, enough is done and all are
-        ended at once (code 0). `is_shown` passes on what is printed on stdout; stderr
-        always is. Raises ValueError for a program that is not there, KeyboardInterrupt
-        after SIGINT, SIGTERM or SIGHUP, when all processes have ended.
+        A program that ends in .py is run by this Python. When a process fails, all
+        others are ended within 3 seconds, and its exit code is the result's. After
+        timeout_sec all are ended (code 124). `watch` is called 20 times a second, in a
+        thread of its own: when it returns True, all processes are ended at once (code
+        0). With `is_shown` stdout is passed on; stderr always is. Raises ValueError for
+        a program that does not exist. After SIGINT, SIGTERM or SIGHUP raises
+        KeyboardInterrupt once all processes have ended.
         """
         lines: list[str] = []
-        asked, clock = workers.Asked(), _Clock(timeout_sec)
+        requests, clock = workers.StopRequests(), _Clock(timeout_sec)
         group = workers.Workers(
             make_command(program),
             self.spec.count,
@@ -141,22 +145,23 @@ class LiveCluster:
             listen=_listener(lines, is_shown),
         )
         before = self.sent_bytes()
-        with handled(asked.note), _watched(asked, clock, watch):
-            verdict = workers.run(group, WAITS, asked)
-        if asked.to_stop:
+        with handled(requests.note), _watched(requests, clock, watch):
+            verdict = workers.run(group, WAITS, requests)
+        if requests.to_stop:
             raise KeyboardInterrupt
         sent = tuple(a - b for a, b in zip(self.sent_bytes(), before))
         code = verdict.exit_code
         if clock.is_out:
             code = TIMED_OUT
-            say(f"no end within {timeout_sec:g} s: all processes were ended")
+            say(f"not finished after {timeout_sec:g} s: all processes were ended")
         elif code:
             say(f"{verdict.cause}: no process of this run is left")
         wall_sec = time.monotonic() - clock.start_sec
         return Result(code, tuple(lines), sent, self.is_shaped, wall_sec)
 
     def sent_bytes(self) -> tuple[int, ...]:
-        """Over the uplink of each DC since the cluster stands."""
+        """Return the bytes sent over the uplink of each DC since the cluster was set
+        up; an empty tuple without namespaces."""
         return network.sent_bytes(self.spec.dcs) if self.has_namespaces else ()
 
     def _prefix(self, index: int) -> tuple[str, ...]:
@@ -170,12 +175,13 @@ class LiveCluster:
 
 @contextlib.contextmanager
 def make_cluster(spec: Cluster, *, wait_sec: float = 0.0) -> Iterator[LiveCluster]:
-    """Sets a cluster up, and removes it however the block ends; SIGTERM and SIGHUP
-    raise KeyboardInterrupt meanwhile. First removes what a killed one has left.
+    """Set up a cluster for a `with` block, and remove it however the block ends.
 
-    What this user or machine cannot have is said in one line and done without:
-    namespaces (processes then meet on the loopback interface), quotas. Raises
-    ValueError when another cluster stands for longer than wait_sec.
+    First removes what a killed cluster has left. SIGTERM and SIGHUP raise
+    KeyboardInterrupt meanwhile. Namespaces and quotas that this user or machine cannot
+    have are reported in one line and left out; without namespaces the processes meet on
+    the loopback interface. Raises ValueError when another cluster is in use for longer
+    than wait_sec.
     """
     with contextlib.ExitStack() as stack:
         has_namespaces, groups, is_root = False, None, os.geteuid() == 0
@@ -208,9 +214,10 @@ class _Clock:
 
 @contextlib.contextmanager
 def _watched(
-    asked: workers.Asked, clock: _Clock, watch: Callable[[], bool] | None
+    requests: workers.StopRequests, clock: _Clock, watch: Callable[[], bool] | None
 ) -> Iterator[None]:
-    """A thread that ends the workers when they have done enough, or time is out."""
+    """Run a thread that asks to end the workers when `watch` returns True or raises, or
+    when the time limit is reached. The error of `watch` is raised at the end."""
     is_over, faults = threading.Event(), []
 
     def look() -> None:
@@ -223,7 +230,7 @@ def _watched(
                     break
         except Exception as fault:
             faults.append(fault)
-        asked.has_enough = True
+        requests.has_enough = True
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
@@ -239,7 +246,11 @@ def _watched(
 def _listener(
     lines: list[str], is_shown: bool
 ) -> Callable[[subprocess.Popen, int], list[threading.Thread]]:
-    """Keeps what process 0 prints on stdout; all of stderr is passed on."""
+    """Return a function that starts the threads which read a process's output.
+
+    The stdout of process 0 is appended to `lines`. Stdout is printed too with
+    `is_shown`, and stderr always.
+    """
 
     def listen(process: subprocess.Popen, index: int) -> list[threading.Thread]:
         if index and is_shown:
@@ -266,20 +277,22 @@ def _keep(pipe, lines: list[str], is_shown: bool) -> None:
                     print(lines[-1], flush=True)
             except BrokenPipeError:
                 is_shown = False
-                os.kill(os.getpid(), signal.SIGTERM)  # as if asked to stop
+                os.kill(os.getpid(), signal.SIGTERM)  # the same as a request to stop
 
 
 def make_command(program: Sequence[str]) -> list[str]:
-    """What is started: a program that ends in .py is run by this Python. Raises
-    ValueError for one that is not there."""
-    _require(bool(program), "no program is named: say which, such as train/main.py")
+    """Return the command that starts a program: one that ends in .py is run by this
+    Python. Raises ValueError for a program that does not exist."""
+    _require(bool(program), "no program is named: give one, such as train/main.py")
     first = program[0]
     if first.endswith(".py"):
         is_file = pathlib.Path(first).is_file()
-        _require(is_file, f"{first} is no file: name a Python program that is there")
+        _require(is_file, f"{first} is not a file: name an existing Python program")
         return [sys.executable, *program]
-    is_there = shutil.which(first) is not None
-    _require(is_there, f"{first} is no program of this machine: name one, or a .py")
+    _require(
+        shutil.which(first) is not None,
+        f"{first} is not a program on this machine: name a program, or a .py file",
+    )
     return list(program)
 
 

@@ -1,14 +1,16 @@
-"""What schedules and domains gain in seconds over slow links between two DCs.
+"""Measurement of the seconds that schedules and domains save over slow links between
+two data centres (DCs).
 
-    domains     mesh dc=2, expert=2: plain expert parallelism against what is chosen,
+    domains     mesh dc=2, expert=2: plain expert parallelism against the chosen domain,
                 for rows D and experts P_E of several sizes
     schedules   mesh expert=2 (between DCs), tensor=2 (inside): base against s1, s2, s1h
     selector    24 layer shapes on that mesh: is the chosen schedule the fastest?
 
-Each part is one run of tools/bench/communication.py on a cluster of 2 DCs x 2 devices:
-it measures the collectives first, then all variants of each case in turns. A DC is one
-process of two devices, for compiling takes most of the time: only process 0 finds
-programs in jax's cache. No figure is given where links cannot be shaped.
+Each part is one run of tools/bench/communication.py on a cluster of 2 DCs with 2
+devices each. That program measures the collectives first, then all variants of each
+case in turns. A DC is one process with two devices, because compiling takes most of the
+time and only process 0 finds programs in JAX's cache. No figure is given where links
+cannot be shaped.
 """
 
 import json
@@ -24,18 +26,22 @@ PROGRAM = ROOT / "tools" / "bench" / "communication.py"
 RATE_MBIT = 100.0
 LIMIT_SEC = 3600.0
 WIDE = 2048
-"""d_model: wide tokens take few FLOPs a byte; two cores compute for four devices."""
+"""d_model of all cases but the selector's. Wide tokens take few FLOPs per byte, which
+matters since two cores compute for four devices."""
 PLAIN, DOMAINS = "1x1", ("1x1", "2x1", "1x2", "2x2")
 SCHEDULES = ("base", "s1", "s2", "s1h")
 NEAR = 1.10
-"""A choice at most so many times as slow as the fastest counts as right."""
+"""Maximum ratio of the chosen schedule's time to the fastest one's, for a choice that
+counts as right."""
 
 ROWS_MB = {0.5: 32, 2: 128, 8: 512}
-"""D, MiB: tokens of a device, of 8 KiB each, with 2 choices."""
+"""Tokens of a device, by D in MiB: each takes 8 KiB and makes 2 choices."""
 EXPERT_MB = {0.25: 11, 1: 43, 4: 171}
-"""P_E, MiB, one expert a device: its hidden width, 24 KiB each."""
+"""Hidden width of an expert, by P_E in MiB: 24 KiB per unit of width, one expert per
+device."""
 SENT_MB = {1: {1.2: (106, 1), 4.8: (26, 4)}, 4: {1.2: (424, 1), 4.8: (106, 4)}}
-"""Full send buffer of a tensor group, MiB, and k f: tokens and choices."""
+"""Tokens and choices, by the MiB of a tensor group's full send buffer, then by k f: the
+choices per token times the buffer factor."""
 LAYERS = (
     # tokens, d_model, d_expert, num_experts, top_k, expert_shards
     (32, 512, 32, 4, 2, 2), (128, 512, 32, 4, 2, 2), (128, 1024, 32, 4, 2, 2),
@@ -47,17 +53,17 @@ LAYERS = (
     (32, 512, 32, 4, 2, 4), (128, 512, 128, 8, 2, 4), (64, 2048, 64, 8, 2, 4),
     (32, 1024, 256, 8, 4, 4), (256, 256, 256, 8, 2, 4), (64, 1024, 256, 8, 1, 4),
 )  # fmt: skip
-"""Small enough that a step takes half a second at most."""
+"""Layers of the selector, so small that a step takes at most half a second."""
 
 
 def domains(options: Options) -> dict:
-    """`domains_speedup`: plain over chosen where rows take most and experts least;
-    `domains_worst`: the least of the grid."""
+    """Measure domains, and return the record of the cases and the claimed figures."""
     record = _measured("dc=2,expert=2", domain_cases(), options)
     return {"domains": record} | _claimed(record, domain_figures(record))
 
 
 def domain_cases() -> list[dict]:
+    """Return a case for each size of rows and of experts, for communication.py."""
     return [
         {
             "name": f"D={rows:g} P_E={experts:g}",
@@ -76,8 +82,13 @@ def domain_cases() -> list[dict]:
 
 
 def domain_figures(record: dict) -> dict:
-    """Of each variant's own time. 'auto' is the chosen variant once more: where that is
-    the plain one, what the two differ by is noise."""
+    """Return the figures of the domains, from the times of the variants themselves.
+
+    `domains_speedup` is the time of the plain variant over that of the chosen one where
+    rows are largest and experts smallest, `domains_worst` the smallest such ratio of
+    the grid. The variant 'auto' is the chosen one, measured once more: the difference
+    between the two, in `domains_again`, is noise.
+    """
     gains, again = {}, {}
     for case in record["cases"]:
         sec, chosen = case["step_sec"], case["chosen"]
@@ -94,12 +105,13 @@ def domain_figures(record: dict) -> dict:
 
 
 def schedules(options: Options) -> dict:
-    """`s1_speedup`, `s1h_speedup`: base over each, the lesser of the cases of 4 MiB."""
+    """Measure schedules, and return the record of the cases and the claimed figures."""
     record = _measured("expert=2,tensor=2", schedule_cases(), options)
     return {"schedules": record} | _claimed(record, schedule_figures(record))
 
 
 def schedule_cases() -> list[dict]:
+    """Return a case for each buffer size and each k f, for communication.py."""
     return [
         {
             "name": f"{size} MiB kf={factor}",
@@ -119,6 +131,11 @@ def schedule_cases() -> list[dict]:
 
 
 def schedule_figures(record: dict) -> dict:
+    """Return the figures of the schedules.
+
+    `s1_speedup` and `s1h_speedup` are the time of base over that of each, the smaller
+    ratio of the two cases of 4 MiB.
+    """
     gains = {
         case["name"]: {
             variant: round(case["step_sec"]["base"] / case["step_sec"][variant], 3)
@@ -136,13 +153,14 @@ def schedule_figures(record: dict) -> dict:
 
 
 def selector(options: Options) -> dict:
-    """`selector_right`: share of layers whose chosen schedule is the fastest measured,
-    or takes at most NEAR times as long."""
+    """Measure the choice of schedules, and return the record of the cases and the
+    claimed figures."""
     record = _measured("expert=2,tensor=2", layer_cases(), options)
     return {"selector": record} | _claimed(record, selector_figures(record))
 
 
 def layer_cases() -> list[dict]:
+    """Return a case for each of LAYERS, for communication.py."""
     keys = ("tokens", "d_model", "d_expert", "num_experts", "top_k", "expert_shards")
     cases = []
     for number, layer in enumerate(LAYERS):
@@ -154,7 +172,12 @@ def layer_cases() -> list[dict]:
 
 
 def selector_figures(record: dict) -> dict:
-    """Of each variant's own time: 'auto' is the chosen one once more."""
+    """Return the figures of the selector, from the times of the variants themselves:
+    the second time of the chosen one, 'auto', does not count.
+
+    `selector_right` is the share of layers whose chosen schedule is the fastest
+    measured, or takes at most NEAR times as long.
+    """
     loss = {}
     for case in record["cases"]:
         sec = {variant: case["step_sec"][variant] for variant in case["predicted_sec"]}
@@ -167,12 +190,13 @@ def selector_figures(record: dict) -> dict:
 
 
 def _claimed(record: dict, figures: dict) -> dict:
-    """No figure stands for links that could not be shaped."""
+    """Return the figures, each None if the links could not be shaped."""
     return figures if record["is_shaped"] else dict.fromkeys(figures)
 
 
 def _measured(mesh: str, cases: list[dict], options: Options) -> dict:
-    """The record of tools/bench/communication.py. Raises OSError when it fails."""
+    """Run tools/bench/communication.py on a cluster, and return its record with
+    `is_shaped` and `wall_sec`. Raises OSError when the program fails."""
     cluster = Cluster(dcs=2, per_dc=1, rate_mbit=RATE_MBIT)
     with (
         tempfile.TemporaryDirectory(prefix="testbed-") as folder,

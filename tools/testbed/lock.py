@@ -1,4 +1,5 @@
-"""One testbed at a time, and nothing of it left: the lock, the sweep, the signals."""
+"""The lock that allows one testbed at a time, the removal of leftovers, and signal
+handling."""
 
 import contextlib
 import fcntl
@@ -12,22 +13,27 @@ from collections.abc import Callable, Iterator
 from tools.testbed import network, quota
 
 LOCK = pathlib.Path("/run/moejax-testbed.lock")
-"""Its flock is held by the one cluster of this machine; the file itself stays."""
+"""Lock file. The one cluster of this machine holds its flock; the file itself
+remains."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_SEC = 0.05
 
 
 @contextlib.contextmanager
 def locked(wait_sec: float = 0.0) -> Iterator[None]:
-    """Holds the lock of this machine's cluster: the kernel's, so it goes with us."""
+    """Hold the lock of this machine's cluster during a `with` block.
+
+    The lock is the kernel's, so it ends with this process. Raises ValueError if another
+    process holds it for longer than wait_sec.
+    """
     end_sec = time.monotonic() + wait_sec
     with open(LOCK, "a+") as file:
         while not _is_taken(file.fileno()):
             if time.monotonic() > end_sec:
                 file.seek(0)
                 raise ValueError(
-                    f"another testbed ({file.read().strip()}) stands, and there is one "
-                    "on a machine at a time: wait for it, or end it"
+                    f"another testbed ({file.read().strip()}) is running, and a "
+                    "machine can have one at a time: wait for it, or end it"
                 )
             time.sleep(POLL_SEC)
         file.truncate(0)
@@ -37,22 +43,27 @@ def locked(wait_sec: float = 0.0) -> Iterator[None]:
 
 
 def remove_leftovers() -> list[str]:
-    """Ends and removes all that clusters make; says what. Signals wait until it is
-    done: noted, not blocked, for another thread of ours may be given them."""
-    removed, asked = [], []
-    with handled(lambda number, _frame: asked.append(number)):
+    """End and remove everything that clusters make, and return the names of what was
+    removed.
+
+    Signals are recorded and take effect at the end. They are not blocked, because the
+    kernel may deliver them to another thread of this process.
+    """
+    removed, signals = [], []
+    with handled(lambda number, _frame: signals.append(number)):
         try:
             removed += quota.remove()
-        finally:  # what fails there keeps nothing else
+        finally:  # a failure there must not keep the namespaces
             removed += network.remove()
-    if asked:
+    if signals:
         raise KeyboardInterrupt
     return removed
 
 
 @contextlib.contextmanager
 def handled(handler: Callable[[int, object], None]) -> Iterator[None]:
-    """SIGNALS go to it; those that are ignored, as under nohup, stay so."""
+    """Let `handler` handle SIGNALS during a `with` block. Signals that are ignored, as
+    under nohup, remain ignored."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     for number, old in before.items():
         if old != signal.SIG_IGN:
@@ -65,10 +76,12 @@ def handled(handler: Callable[[int, object], None]) -> Iterator[None]:
 
 
 def interrupt(_number: int, _frame: object) -> None:
+    """Raise KeyboardInterrupt; a signal handler."""
     raise KeyboardInterrupt
 
 
 def say(event: str) -> None:
+    """Print one line about the testbed itself on stderr."""
     print(f"testbed: {event}", file=sys.stderr, flush=True)
 
 

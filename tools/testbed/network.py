@@ -4,9 +4,10 @@
     moejax-dc1  uplink ──┼── bridge           its DC end shapes what leaves, the one on
     moejax-dc2  uplink ──┘   in moejax-hub    the hub's end what comes in
 
-Processes of one DC talk over its loopback interface, unshaped. Both ends of each cable
-lie in namespaces of ours, so links go with them. What is removed is found by its name
-alone: 'moejax-hub', 'moejax-dc<number>' and the folders of those names in /etc/netns.
+Processes of one DC talk over its loopback interface, which is not shaped. Both ends of
+each cable are in namespaces of the testbed, so links vanish with the namespaces. What
+is removed is found by its name alone: 'moejax-hub', 'moejax-dc<number>' and the folders
+of those names in /etc/netns.
 """
 
 import json
@@ -21,36 +22,41 @@ import time
 
 HUB = "moejax-hub"
 UPLINK = "uplink"
-"""A DC's interface, in each of them."""
+"""Name of the interface that leaves a DC, the same in each of them."""
 MAX_DCS = 64
 ETC_NETNS = pathlib.Path("/etc/netns")
 BURST_SEC, MIN_BURST_BYTES = 0.001, 16 * 1024
-"""A bucket holds this, which passes at once: small beside the messages of a layer, or
+"""Size of a token bucket: the bytes of 1 ms, at least 16 KiB.
+
+That much passes at once. It must be small beside the messages of a layer, or
 collectives that are measured alone look faster than the link."""
 QUEUE_BYTES = 32 * 2**20
-"""Deep enough that TCP is slowed down and loses nothing."""
+"""Size of the queue before a bucket: so deep that TCP slows down and loses nothing."""
 END_SEC = 30.0
-"""For processes to be gone after SIGKILL: on a busy machine that took seconds."""
+"""Time for processes to end after SIGKILL: on a busy machine that took seconds."""
 _OURS = re.compile(r"moejax-(hub|dc\d{1,3})")
 
 
 class Unavailable(OSError):
-    """This machine, or this user, cannot have what is asked; the text is one line."""
+    """Error for something that this machine or this user cannot have. Its text is one
+    line."""
 
 
 def dc_name(dc: int) -> str:
+    """Return the name of a DC's namespace."""
     return f"moejax-dc{dc}"
 
 
 def address(dc: int) -> str:
-    """IPv4 address of a DC: all processes there share it."""
+    """Return the IPv4 address of a DC, which all its processes share."""
     return f"10.77.0.{dc + 1}"
 
 
 def set_up(dcs: int, rate_mbit: float | None) -> None:
-    """Namespaces, cables and buckets of so many DCs; rate None leaves them unshaped.
+    """Make the namespaces, cables and buckets of `dcs` DCs.
 
-    Raises Unavailable; what was made before that stays for `remove`.
+    The rate is that of each uplink in Mb/s; None leaves links unshaped. Raises
+    Unavailable. What was made before the error remains, for `remove`.
     """
     if os.geteuid() != 0:
         raise Unavailable("network namespaces need root")
@@ -80,13 +86,15 @@ def set_up(dcs: int, rate_mbit: float | None) -> None:
 
 
 def prefix(dc: int) -> tuple[str, ...]:
-    """Words that run a command in a DC, in the same process."""
+    """Return the words that, before a command, run it in a DC, in the same process."""
     return ("ip", "netns", "exec", dc_name(dc))
 
 
 def sent_bytes(dcs: int) -> tuple[int, ...]:
-    """What has left each DC over its uplink, headers included, as
-    /sys/class/net/uplink/statistics/tx_bytes says inside its namespace."""
+    """Return the bytes that have left each DC over its uplink, headers included.
+
+    They are those of /sys/class/net/uplink/statistics/tx_bytes in its namespace.
+    """
     sent = []
     for dc in range(dcs):
         link = json.loads(_call(f"ip -n {dc_name(dc)} -s -j link show {UPLINK}"))[0]
@@ -95,13 +103,15 @@ def sent_bytes(dcs: int) -> tuple[int, ...]:
 
 
 def leftovers() -> list[str]:
-    """Names of ours that are there: namespaces, and folders of /etc/netns."""
-    found = [x for x in _namespaces() if _OURS.fullmatch(x)]
-    return found + [str(folder) for folder in _folders()]
+    """Return the names of the testbed's namespaces and folders in /etc/netns that
+    exist."""
+    namespaces = [x for x in _namespaces() if _OURS.fullmatch(x)]
+    return namespaces + [str(folder) for folder in _folders()]
 
 
 def remove() -> list[str]:
-    """Ends the processes in namespaces of ours and removes these; what was removed."""
+    """End the processes in the testbed's namespaces, remove these and their folders,
+    and return the names of what was removed."""
     removed = leftovers()
     for name in _namespaces():
         if _OURS.fullmatch(name):
@@ -118,18 +128,21 @@ def remove() -> list[str]:
 
 
 def end_processes(pids: list[int], limit_sec: float = END_SEC) -> None:
-    """SIGKILLs them and returns when they are gone. Raises OSError where one stays."""
+    """Kill processes with SIGKILL, and return when they are gone. Raises OSError if one
+    is still there after the limit."""
     for pid in pids:
         _kill(pid)
     end_sec = time.monotonic() + limit_sec
     while left := [pid for pid in pids if _is_alive(pid)]:
         if time.monotonic() > end_sec:
-            raise OSError(f"processes {left} outlive SIGKILL: they wait for the kernel")
+            raise OSError(
+                f"processes {left} outlive SIGKILL: they are waiting in the kernel"
+            )
         time.sleep(0.01)
 
 
 def _namespaces() -> list[str]:
-    """All of this machine that `ip netns` knows."""
+    """Return the names of all namespaces of this machine that `ip netns` lists."""
     if shutil.which("ip") is None:
         return []
     return [line.split()[0] for line in _call("ip netns list").splitlines() if line]
@@ -148,15 +161,18 @@ def _bucket(rate_mbit: float) -> str:
 
 
 def _call(words: str) -> str:
-    """What it prints. It is no part of our process group, so Ctrl-C is ours alone.
-    Raises Unavailable with what it complains of."""
-    done = subprocess.run(
+    """Run a command, and return its stdout.
+
+    The command has a process group of its own, so that Ctrl-C reaches this program
+    alone. Raises Unavailable with the command's error message if it fails.
+    """
+    result = subprocess.run(
         words.split(), capture_output=True, text=True, check=False, process_group=0
     )
-    if done.returncode:
-        complaint = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+    if result.returncode:
+        complaint = " ".join(result.stderr.split()) or f"exit code {result.returncode}"
         raise Unavailable(f"{words}: {complaint}")
-    return done.stdout
+    return result.stdout
 
 
 def _kill(pid: int) -> None:

@@ -1,9 +1,10 @@
-"""CPU quotas by control groups: one group for each process of a cluster.
+"""CPU quotas by control groups, one group for each process of a cluster.
 
     v1   <mount of the cpu controller>/moejax-testbed/p0  cpu.cfs_quota_us, .._period_us
     v2   /sys/fs/cgroup/moejax-testbed/p0                 cpu.max
 
-A quota may change while processes run: compilation is free, steps are under quota.
+A quota may change while processes run, so programs can compile without one and take
+their steps under it.
 """
 
 import dataclasses
@@ -16,26 +17,30 @@ from tools.testbed.network import END_SEC, Unavailable, end_processes
 
 NAME = "moejax-testbed"
 PERIOD_USEC = 50_000
-"""A process with quota 0.25 may run 12.5 ms in each 50: short against steps."""
+"""Period of a quota. A process with quota 0.25 may run 12.5 ms in each 50 ms, which is
+short beside a step."""
 MOUNT = pathlib.Path("/sys/fs/cgroup")
 
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """The groups of a cluster, by the index of the process."""
+    """Control groups of a cluster: one folder per process, by its index."""
 
     folders: tuple[pathlib.Path, ...]
     is_v2: bool
 
 
 def set_up(count: int) -> Groups:
-    """So many groups, no quota yet. Raises Unavailable; `remove` takes what is left."""
+    """Make `count` control groups without a quota.
+
+    Raises Unavailable. What was made before the error remains, for `remove`.
+    """
     if os.geteuid() != 0:
         raise Unavailable("cpu quotas need root")
-    found = _controller()
-    if found is None:
+    controller = _controller()
+    if controller is None:
         raise Unavailable(f"there is no cpu controller of cgroup v1 or v2 in {MOUNT}")
-    root, is_v2 = found
+    root, is_v2 = controller
     parent = root / NAME
     folders = tuple(parent / f"p{index}" for index in range(count))
     try:
@@ -53,14 +58,14 @@ def set_up(count: int) -> Groups:
 
 
 def set_quota(groups: Groups, cores: float | None) -> None:
-    """From now on each process gets so many cores at most; None: all there are."""
+    """Limit each process to `cores` from now on. None: no limit."""
     for folder in groups.folders:
         for name, text in quota_files(cores, is_v2=groups.is_v2).items():
             (folder / name).write_text(text)
 
 
 def quota_files(cores: float | None, *, is_v2: bool) -> dict[str, str]:
-    """What is written where."""
+    """Return the text of each file of a control group that sets this quota."""
     quota_usec = None if cores is None else round(cores * PERIOD_USEC)
     if is_v2:
         quota = "max" if quota_usec is None else quota_usec
@@ -70,19 +75,22 @@ def quota_files(cores: float | None, *, is_v2: bool) -> dict[str, str]:
 
 
 def prefix(groups: Groups, index: int) -> tuple[str, ...]:
-    """Words that run a command in the group of a process, in the same process."""
-    door = str(groups.folders[index] / "cgroup.procs")
-    return ("sh", "-c", 'echo $$ > "$0" && exec "$@"', door)
+    """Return the words that, before a command, run it in the control group of process
+    `index`, in the same process."""
+    members = str(groups.folders[index] / "cgroup.procs")
+    return ("sh", "-c", 'echo $$ > "$0" && exec "$@"', members)
 
 
 def leftovers() -> list[str]:
-    found = _controller()
-    parent = None if found is None else found[0] / NAME
+    """Return the testbed's control group if it exists: a list of one path or none."""
+    controller = _controller()
+    parent = None if controller is None else controller[0] / NAME
     return [] if parent is None or not parent.is_dir() else [str(parent)]
 
 
 def remove() -> list[str]:
-    """Ends the processes in groups of ours and removes these; what was removed."""
+    """End the processes in the testbed's control groups, remove the groups, and return
+    the paths that were removed."""
     removed = leftovers()
     for parent in map(pathlib.Path, removed):
         for folder in [*sorted(parent.glob("p*")), parent]:
@@ -91,8 +99,11 @@ def remove() -> list[str]:
 
 
 def _remove(folder: pathlib.Path) -> None:
-    """It stays busy until the last thread in it has ended, after its process's first
-    has: tried again until END_SEC is over."""
+    """Remove one control group, trying for END_SEC.
+
+    A group is busy until the last thread in it has ended, which may be after the main
+    thread of its process.
+    """
     end_sec = time.monotonic() + END_SEC
     while True:
         pids = (folder / "cgroup.procs").read_text().split()
@@ -107,7 +118,8 @@ def _remove(folder: pathlib.Path) -> None:
 
 
 def _controller() -> tuple[pathlib.Path, bool] | None:
-    """Where the groups of the cpu controller lie, and whether they are v2's."""
+    """Return the folder of the cpu controller's groups and whether it is cgroup v2, or
+    None if there is no such controller."""
     for name in ("cpu", "cpu,cpuacct"):
         if (MOUNT / name / "cpu.cfs_period_us").is_file():
             return MOUNT / name, False

@@ -1,19 +1,19 @@
-"""Real processes as hosts on this machine, with slow links and slow cores.
+"""Simulate data centres (DCs) on this machine by processes with slow links and cores.
 
-    python tools/testbed/run.py run --dcs 2 --per_dc 4 --rate_mbit 100 --quota 0.25 --
-    \\
-        train/main.py --gin_file=configs/tiny_cpu.gin --run_dir=/tmp/tiny --fresh
+    python tools/testbed/run.py run --dcs 2 --per_dc 4 --rate_mbit 100 --quota 0.25 \\
+        -- train/main.py --gin_file=configs/tiny_cpu.gin --run_dir=/tmp/tiny --fresh
     python tools/testbed/run.py headline --only balancer --json
     python tools/testbed/run.py clean
 
-Each DC is a network namespace, its uplink a veth pair shaped in both directions, each
-process a member of a control group (docs/testbed.md). It needs root; without, it says
-so and runs unshaped on the loopback interface. What a killed testbed has left, the
-next one removes, or `clean`.
+Each DC is a network namespace. Its uplink is a veth pair that is shaped in both
+directions, and each process is in a control group of its own (docs/testbed.md). The
+testbed needs root; without root it says so and runs on the loopback interface, whose
+traffic is not shaped. What a killed testbed has left is removed by the next one, or by
+`clean`.
 
-`run` starts one process per device: a config with Train.num_simulated_devices = dcs x
-per_dc. Exit codes: that of the program; 2 bad input, 3 the machine, 124 --timeout_sec
-is over, 130 interrupted.
+`run` starts one process per device: the config must have Train.num_simulated_devices =
+dcs x per_dc, or a multiple. Exit codes: that of the program; 2 bad input, 3 the machine
+failed, 124 the time of --timeout_sec is up, 130 interrupted.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
+from tools.launch.arguments import HelpFormatter  # noqa: E402
 from tools.testbed import balancer, links, trace  # noqa: E402
 from tools.testbed.cluster import Cluster, Result, make_cluster, make_command  # noqa: E402
 from tools.testbed.lock import locked, remove_leftovers, say  # noqa: E402
@@ -41,7 +42,8 @@ PARTS: dict[str, Callable[[balancer.Options], dict]] = {
     "schedules": links.schedules,
     "selector": links.selector,
 }
-"""Of `headline`: each measures a claim or two, and returns a dict with its figures."""
+"""Parts of `headline`. Each measures one claim or two, and returns a dict with the
+figures."""
 
 
 def main(argv: list[str]) -> int:
@@ -52,19 +54,26 @@ def main(argv: list[str]) -> int:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="run | headline | clean")
-    _add_run(
-        commands.add_parser("run", help="a program on a cluster: run .. -- PROGRAM ..")
-    )
-    _add_headline(commands.add_parser("headline", help="measure the claims"))
-    clean = commands.add_parser("clean", help="remove what killed testbeds have left")
+
+    def new_command(name: str, purpose: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            help=purpose,
+            description=f"{purpose.capitalize()}.",
+            formatter_class=HelpFormatter,
+        )
+
+    _add_run(new_command("run", "run a program on a cluster: run .. -- PROGRAM .."))
+    _add_headline(new_command("headline", "measure the claims of docs/testbed.md"))
+    clean = new_command("clean", "remove what killed testbeds have left")
     clean.set_defaults(work=_clean)
     for command in commands.choices.values():
         command.add_argument(
-            "--json", action="store_true", help="end with one JSON object, on one line"
+            "--json",
+            action="store_true",
+            help="print the result as one JSON object on the last line of stdout",
         )
     return parser.parse_args(words)
 
@@ -72,23 +81,57 @@ def parse(words: list[str]) -> argparse.Namespace:
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(work=_run)
     add = parser.add_argument
-    add("--dcs", type=int, default=2, help="namespaces (2)")
-    add("--per_dc", type=int, default=1, help="processes of each (1)")
-    add("--rate_mbit", type=float, default=100.0, help="of each uplink (100); 0: any")
-    add("--quota", type=float, help="cores of each process; default: all")
-    add("--timeout_sec", type=float, help="then all are ended")
-    add("--wait_sec", type=float, default=0.0, help="for another testbed to end (0)")
-    add("--trace", type=pathlib.Path, help="recorded routing that a gin config follows")
-    add("--layer", type=int, default=balancer.LAYER, help="of the trace (16)")
+    add("--dcs", type=int, default=2, help="number of DCs, 1 to 64")
+    add("--per_dc", type=int, default=1, help="number of processes in each DC")
+    add(
+        "--rate_mbit",
+        type=float,
+        default=100.0,
+        help="rate of each DC's uplink in Mb/s, each way; 0 leaves links unshaped",
+    )
+    add(
+        "--quota",
+        type=float,
+        help="maximum number of cores per process, such as 0.25 (default: no limit)",
+    )
+    add(
+        "--timeout_sec",
+        type=float,
+        help="seconds after which all processes are ended (default: never)",
+    )
+    add(
+        "--wait_sec",
+        type=float,
+        default=0.0,
+        help="seconds to wait for another testbed to end",
+    )
+    add(
+        "--trace",
+        type=pathlib.Path,
+        help=".npz file with a recorded routing that the gin config is to follow"
+        " (default: the config's own load)",
+    )
+    add(
+        "--layer",
+        type=int,
+        default=balancer.LAYER,
+        help="layer of --trace, by its number in the model",
+    )
 
 
 def _add_headline(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(work=_headline)
     add = parser.add_argument
     parts = ", ".join(PARTS)
-    add("--only", default="all", help=f"parts with commas between: {parts}; or all")
-    add("--trace", type=pathlib.Path, default=TRACE, help="recorded routing")
-    add("--repeats", type=int, default=5, help="turns of each variant that count (5)")
+    add("--only", default="all", help=f"parts to measure: all, or some of {parts}")
+    add(
+        "--trace",
+        type=pathlib.Path,
+        default=TRACE,
+        help=".npz file with a recorded routing for the balancer; a Zipf load replaces"
+        " it if it does not exist",
+    )
+    add("--repeats", type=int, default=5, help="turns of each variant that count")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -96,7 +139,7 @@ def _run(args: argparse.Namespace) -> int:
     cluster = Cluster(args.dcs, args.per_dc, rate_mbit, args.quota)
     with contextlib.ExitStack() as stack:
         program = list(args.program)
-        make_command(program)  # is it there?
+        make_command(program)  # raises early if the program does not exist
         if args.trace is not None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="testbed-"))
             load = trace.bindings(args.trace, args.layer, pathlib.Path(folder))
@@ -114,7 +157,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def make_record(result: Result, steps: list[dict]) -> dict:
-    """Of a run: how it ended, bytes that left each DC, and times of its steps."""
+    """Return the record of a run: its exit code, the bytes that left each DC, and the
+    median of its step times."""
     return {
         "exit_code": result.exit_code,
         "is_shaped": result.is_shaped,
@@ -126,7 +170,7 @@ def make_record(result: Result, steps: list[dict]) -> dict:
 
 
 def report(record: dict) -> list[str]:
-    """Lines for people."""
+    """Return the lines that summarize a record for a reader."""
     lines = [
         f"dc{dc}: {sent / 1e6:.2f} MB left over its uplink"
         for dc, sent in enumerate(record["uplink_bytes"])
@@ -147,14 +191,17 @@ def _headline(args: argparse.Namespace) -> int:
 
 
 def headline(only: str, options: balancer.Options) -> dict:
-    """The record of the parts named in `only`, commas between; 'all' is all.
+    """Measure the parts named in `only`, with commas between, or 'all', and return
+    their record.
 
-    Raises ValueError for one that there is not.
+    Raises ValueError for a part that does not exist, before any is measured.
     """
     names = list(PARTS) if only == "all" else [x.strip() for x in only.split(",")]
     for name in names:
         if name not in PARTS:
-            raise ValueError(f"--only {name} is no part: choose of {', '.join(PARTS)}")
+            raise ValueError(
+                f"--only {name} is not a part: choose some of {', '.join(PARTS)}"
+            )
     record = {}
     for name in names:
         record |= PARTS[name](options)
@@ -170,7 +217,8 @@ def _clean(args: argparse.Namespace) -> int:
 
 
 def step_records(run_dir: pathlib.Path) -> list[dict]:
-    """Whole lines of steps so far; none before there is one."""
+    """Return the records of the steps so far in metrics.jsonl. An unfinished last line
+    is left out."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         return []
@@ -180,23 +228,24 @@ def step_records(run_dir: pathlib.Path) -> list[dict]:
 
 
 def median_sec(records: Sequence[dict]) -> float:
+    """Return the median of the step times, in seconds."""
     return statistics.median(record["step_msec"] for record in records) / 1e3
 
 
 def find_run_dir(program: Sequence[str]) -> pathlib.Path | None:
-    """Where a train/main.py with these arguments writes: its --run_dir, else runs/<name
-    of the first gin file>; None for what names neither."""
-    named = _values(program, "--run_dir")
-    if named:
-        return pathlib.Path(named[-1])
+    """Return the run directory of a train/main.py with these arguments: --run_dir, else
+    runs/<name of the first gin file>. None if the arguments have neither."""
+    run_dirs = _values(program, "--run_dir")
+    if run_dirs:
+        return pathlib.Path(run_dirs[-1])
     gin_files = _values(program, "--gin_file")
     return pathlib.Path("runs", pathlib.Path(gin_files[0]).stem) if gin_files else None
 
 
 def _values(words: Sequence[str], flag: str) -> list[str]:
-    """Of --flag=value and --flag value."""
-    found = [x.partition("=")[2] for x in words if x.startswith(flag + "=")]
-    return found + [b for a, b in itertools.pairwise(words) if a == flag]
+    """Return the values of a flag, written as --flag=value or as --flag value."""
+    values = [x.partition("=")[2] for x in words if x.startswith(flag + "=")]
+    return values + [b for a, b in itertools.pairwise(words) if a == flag]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One layer of a recorded routing, in a file that Recorded.source reads."""
+"""Extraction of one layer of a recorded routing, for configs that follow it."""
 
 import pathlib
 import zipfile
@@ -8,17 +8,19 @@ import numpy as np
 from tools.testbed.lock import say
 
 FIRST_SAMPLE = 400
-"""Of 501: the load of the first thousands of iterations is not yet that of a run."""
+"""First sample that is used, of 501. Earlier ones are from the first iterations of a
+run, whose loads are not yet typical."""
 
 
 def bindings(trace: pathlib.Path, layer: int, folder: pathlib.Path) -> tuple[str, ...]:
-    """What makes a config follow this layer of the trace, cut out into `folder`.
+    """Cut one layer of the trace out into a file in `folder`, and return the gin
+    bindings that make a config follow it.
 
-    Nothing, said in one line, when there is no such file: the config's own load, Zipf's
-    in configs/testbed_skew.gin, stands in.
+    If the trace does not exist, this is reported in one line and no binding is
+    returned. The config's own load then remains: Zipf's in configs/testbed_skew.gin.
     """
     if not trace.exists():
-        say(f"there is no {trace}: the config's synthetic load stands in for it")
+        say(f"there is no {trace}: using the config's synthetic load instead")
         return ()
     cut_layer(trace, layer, folder / "layer.npz")
     return (f"Recorded.source = '{folder / 'layer.npz'}'",)
@@ -27,13 +29,15 @@ def bindings(trace: pathlib.Path, layer: int, folder: pathlib.Path) -> tuple[str
 def cut_layer(
     trace: pathlib.Path, layer: int, out: pathlib.Path, first: int = FIRST_SAMPLE
 ) -> np.ndarray:
-    """Writes layer `layer` (its number in the model) from sample `first` on to `out`.
+    """Write layer `layer` (its number in the model), from sample `first` on, to `out`.
 
-    Returns its counts [samples, experts]. Raises ValueError for a file that is none, or
-    has no such layer or sample.
+    Returns the layer's counts [samples, experts]. Raises ValueError for a file that is
+    not a recorded routing, or has no such layer or sample.
     """
     if not zipfile.is_zipfile(trace):
-        raise ValueError(f"{trace} is no .npz file: name a recorded routing, or none")
+        raise ValueError(
+            f"{trace} is not an .npz file: name a recorded routing, or none"
+        )
     with np.load(trace, allow_pickle=False) as arrays:
         missing = {"tokens", "layer"} - set(arrays)
         if missing:
@@ -48,7 +52,8 @@ def cut_layer(
         )
     if not 0 <= first < len(tokens):
         raise ValueError(
-            f"{trace} has {len(tokens)} samples: the first must be below, not {first}"
+            f"{trace} has {len(tokens)} samples: the first one used must be 0 to "
+            f"{len(tokens) - 1}, not {first}"
         )
     at = layers.index(layer)
     counts = tokens[first:, at : at + 1]

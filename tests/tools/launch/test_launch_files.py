@@ -1,4 +1,5 @@
-"""tools/launch/: the batch script with stubs of SLURM's commands, and the JobSet."""
+"""Test the batch script of tools/launch/ with stubs of SLURM's commands, and the
+JobSet."""
 
 import dataclasses
 import pathlib
@@ -42,7 +43,7 @@ exit 0
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a batch job did."""
+    """A finished batch job: its exit code, its folder and its output."""
 
     code: int
     folder: pathlib.Path
@@ -54,7 +55,7 @@ class Job:
 
 
 def submit(folder: pathlib.Path, codes: str, num_nodes: int = 2, **environ) -> Job:
-    """Runs the script where srun, scontrol and the program are stubs."""
+    """Run the batch script with stubs of srun, scontrol and the program."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PROGRAM)):
         path = folder / name
         path.write_text(text)
@@ -70,7 +71,7 @@ def submit(folder: pathlib.Path, codes: str, num_nodes: int = 2, **environ) -> J
         "SLURM_NTASKS": "4",
         "SLURM_NTASKS_PER_NODE": "2",
     }
-    ended = subprocess.run(
+    result = subprocess.run(
         ["bash", str(SBATCH), "--gin_file=a b.gin"],
         cwd=folder,
         env=env | environ,
@@ -80,14 +81,14 @@ def submit(folder: pathlib.Path, codes: str, num_nodes: int = 2, **environ) -> J
         check=False,
     )
     assert not list(folder.glob("slurm-*")), "the codes are removed"
-    return Job(ended.returncode, folder, ended.stdout)
+    return Job(result.returncode, folder, result.stdout)
 
 
 def test_the_batch_script_is_bash():
     subprocess.run(["bash", "-n", str(SBATCH)], check=True)
 
 
-def test_every_task_is_told_its_place(tmp_path):
+def test_every_task_gets_its_process_index(tmp_path):
     job = submit(tmp_path, "0")
     assert job.code == 0, job.out
     places = [
@@ -135,8 +136,8 @@ def test_only_the_first_start_of_a_job_is_attempt_0(tmp_path, requeues, attempts
     environ = {} if requeues is None else {"SLURM_RESTART_COUNT": str(requeues)}
     submit(tmp_path, "1 1 0", MAX_RESTARTS="2", MOEJAX_ATTEMPT="5", **environ)
     places = (tmp_path / "places").read_text()
-    found = re.findall(rf"{cluster.ATTEMPT}=(\d+)", places)
-    assert found == [attempt for attempt in attempts for _ in range(4)]
+    numbers = re.findall(rf"{cluster.ATTEMPT}=(\d+)", places)
+    assert numbers == [attempt for attempt in attempts for _ in range(4)]
 
 
 def test_the_task_waits_for_a_program_that_saves_on_sigterm(tmp_path):
@@ -154,7 +155,7 @@ def test_the_task_waits_for_a_program_that_saves_on_sigterm(tmp_path):
     assert (tmp_path / "0").read_text() == "75\n"
 
 
-def test_the_jobset_describes_one_gang():
+def test_the_jobset_describes_one_group_of_workers():
     jobset = yaml.safe_load(JOBSET.read_text())
     assert jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
     [workers] = jobset["spec"]["replicatedJobs"]
@@ -189,7 +190,7 @@ def test_the_jobset_tells_its_pods_how_often_it_has_restarted():
     assert source["valueFrom"] == {"fieldRef": {"fieldPath": path}}
 
 
-def test_the_pods_of_the_jobset_have_places_in_one_run():
+def test_the_pods_of_the_jobset_are_processes_of_one_run():
     jobset = yaml.safe_load(JOBSET.read_text())
     [workers] = jobset["spec"]["replicatedJobs"]
     job = workers["template"]["spec"]

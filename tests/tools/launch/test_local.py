@@ -1,4 +1,5 @@
-"""tools/launch/local.py with small programs that end, hang, stop or ignore signals."""
+"""Test tools/launch/local.py with small programs that end, hang, stop or ignore
+signals."""
 
 import dataclasses
 import itertools
@@ -32,7 +33,7 @@ def wait_forever():
 
 @dataclasses.dataclass
 class Launched:
-    """A launcher that runs; it is killed when the block that uses it ends."""
+    """A running launcher. It is killed when the `with` block ends."""
 
     folder: pathlib.Path
     process: subprocess.Popen
@@ -45,7 +46,7 @@ class Launched:
         self.process.communicate()
 
     def wait_for_ready(self, count: int) -> list[int]:
-        """Pids of the processes, once all have called ready()."""
+        """Return the pids of the workers, once all have called ready()."""
         return [int(self.wait_for(f"ready-{i}")) for i in range(count)]
 
     def wait_for(self, name: str) -> str:
@@ -58,7 +59,8 @@ class Launched:
         return path.read_text()
 
     def end(self) -> tuple[dict, str, str]:
-        """Its record, what it printed before that, and its stderr."""
+        """Wait for the launcher to end, and return its JSON record, what it printed on
+        stdout before that, and its stderr."""
         out, err = self.process.communicate(timeout=2 * LIMIT_SEC)
         *lines, last = out.splitlines()
         record = json.loads(last)
@@ -74,8 +76,8 @@ def launch(
     hangup=signal.SIG_DFL,
     **options,
 ) -> Launched:
-    """Start the launcher with this disposition of SIGHUP. It would inherit that of the
-    tests, which ignore SIGHUP when they run under nohup."""
+    """Start the launcher with this handler of SIGHUP. Otherwise it would inherit that
+    of the tests, which ignore SIGHUP when they run under nohup."""
     waits = {"stacks_sec": 0.3, "backoff_sec": 0.01, "max_restarts": 0} | options
     flags = [f"--{name}={value}" for name, value in waits.items()]
     child = [sys.executable, "-S", "-c", START + program, str(folder)]
@@ -88,7 +90,7 @@ def launch(
         signal.signal(signal.SIGHUP, before)
 
 
-def test_each_process_learns_its_place_and_lines_stay_whole(tmp_path):
+def test_each_process_learns_its_role_and_lines_stay_whole(tmp_path):
     program = """
 names = ("MOEJAX_COORDINATOR", "MOEJAX_NUM_PROCESSES", "PYTHONUNBUFFERED")
 print(*[os.environ[name] for name in names], flush=True)
@@ -122,28 +124,28 @@ def test_one_death_ends_all_within_the_bound_with_their_stacks(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["-n", "2"], "there is no --"),
-        (["-n", "2", "--"], "nothing stands behind it"),
+        (["-n", "2", "--"], "nothing follows it"),
         (["-n", "0", "--", "true"], "--num_processes=0 must be 1 or more"),
         (["-n", "2", "--grace_sec=nan", "--", "true"], "--grace_sec=nan must be"),
-        (["-n", "2", "--", "no/such.py"], "no/such.py is no file"),
-        (["-n", "2", "--", "no-such-program"], "no-such-program is no program"),
+        (["-n", "2", "--", "no/such.py"], "no/such.py is not a file"),
+        (["-n", "2", "--", "no-such-program"], "no-such-program is not a program"),
     ],
 )
-def test_bad_usage_is_one_line_and_code_2(words, said):
+def test_bad_usage_is_one_line_and_code_2(words, message):
     command = [sys.executable, str(LAUNCHER), *words]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("error: ")
-    assert said in ended.stderr
-    assert ended.stderr.count("\n") == 1
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [2, 3])
-def test_what_cannot_get_better_is_not_restarted(tmp_path, code):
+def test_bad_input_and_final_failures_are_not_restarted(tmp_path, code):
     program = f"attempt(); ready(); sys.exit({code}) if me == 1 else wait_forever()"
     with launch(tmp_path, program, max_restarts=3) as launched:
         record, _, err = launched.end()
@@ -168,7 +170,7 @@ def test_restarts_are_counted_and_have_ports_of_their_own(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_gang_that_recovers_ends_with_0(tmp_path):
+def test_workers_that_recover_end_with_0(tmp_path):
     program = "attempt() == 1 == me and os.kill(os.getpid(), 9); time.sleep(.2)"
     with launch(tmp_path, program, max_restarts=1) as launched:
         record, _, _ = launched.end()
@@ -206,7 +208,7 @@ def test_a_launcher_under_nohup_outlives_a_hangup(tmp_path):
     with launch(tmp_path, program, hangup=signal.SIG_IGN) as launched:
         pids = launched.wait_for_ready(3)
         launched.process.send_signal(signal.SIGHUP)
-        time.sleep(0.3)  # six looks of the launcher at what it was asked
+        time.sleep(0.3)  # the launcher looks for requests to stop six times
         assert all(map(is_alive, pids))
         launched.process.terminate()
         record, _, _ = launched.end()
@@ -214,7 +216,7 @@ def test_a_launcher_under_nohup_outlives_a_hangup(tmp_path):
 
 
 @pytest.mark.slow
-def test_who_ignores_sigterm_is_killed_after_the_grace(tmp_path):
+def test_a_process_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path):
     program = "exit_on_term(75)\nif me: signal.signal(15, signal.SIG_IGN)\n"
     program += "wait_forever()"
     with launch(tmp_path, program, grace_sec=0.3) as launched:
@@ -256,17 +258,17 @@ def test_a_stopped_process_is_reported_with_stacks(tmp_path):
 
 
 @pytest.mark.slow
-def test_others_that_run_on_after_a_good_end_are_ended(tmp_path):
+def test_workers_that_outlast_one_that_ended_well_are_killed(tmp_path):
     with launch(tmp_path, "me and wait_forever()", grace_sec=0.3) as launched:
         record, _, err = launched.end()
     assert record["attempts"][0]["codes"] == [0, None, None]
     assert record["exit_code"] == 137
-    assert "ended well, and others run on" in err
+    assert "ended well, but others still run" in err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 1])
-def test_grandchildren_end_with_the_gang(tmp_path, code):
+def test_grandchildren_end_with_the_workers(tmp_path, code):
     program = f"""
 child = subprocess.Popen(["sleep", "60"])
 (folder / f"new-{{me}}").write_text(str(child.pid))
@@ -291,7 +293,7 @@ def test_a_killed_launcher_takes_its_processes_along(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [["stdout"], ["stderr"], ["stdout", "stderr"]])
-def test_a_reader_that_leaves_stops_the_gang_which_saves(tmp_path, names):
+def test_a_reader_that_leaves_stops_the_workers_which_save(tmp_path, names):
     program = """
 def save(*_): time.sleep(0.3); (folder / f"saved-{me}").touch(); os._exit(75)
 signal.signal(signal.SIGTERM, save); ready()
@@ -305,7 +307,7 @@ while True: print(me, flush=True); print(me, file=sys.stderr); time.sleep(0.01)
     assert len(list(tmp_path.glob("saved-*"))) == 3
 
 
-def test_a_full_disk_under_the_launcher_does_not_end_the_gang(tmp_path):
+def test_a_full_disk_under_the_launcher_does_not_end_the_workers(tmp_path):
     program = "for _ in range(99): print(me, file=sys.stderr); time.sleep(0.002)"
     with (
         open("/dev/full", "w") as full,

@@ -1,4 +1,5 @@
-"""Live clusters: what they shape, how runs on them end, and that nothing is left."""
+"""Test live clusters: that links and cores are slowed, how runs on them end, and that
+nothing is left behind."""
 
 import contextlib
 import json
@@ -18,7 +19,7 @@ from tools.testbed.lock import locked, remove_leftovers
 
 TOOL = ROOT / "tools" / "testbed" / "run.py"
 WAIT_SEC = 60
-"""For other clusters of this machine."""
+"""Seconds to wait for other clusters of this machine to end."""
 PEERS = """
 import json, os, pathlib, socket, sys, time
 me = int(os.environ["MOEJAX_PROCESS_ID"])
@@ -36,12 +37,12 @@ def connected():
 TRANSFER = """
 num_bytes = int(sys.argv[2])
 if me:
-    with connected() as door: door.sendall(bytes(num_bytes))
+    with connected() as connection: connection.sendall(bytes(num_bytes))
 else:
     with socket.create_server((host, int(port))) as server:
-        door, (peer, _) = server.accept()
+        connection, (peer, _) = server.accept()
         start_sec, received = time.monotonic(), 0
-        while part := door.recv(1 << 20): received += len(part)
+        while part := connection.recv(1 << 20): received += len(part)
         mbit = 8e-6 * received / (time.monotonic() - start_sec)
     mine = socket.gethostbyname(socket.gethostname())
     print(json.dumps({"mbit": mbit, "peer": peer, "mine": mine}))
@@ -55,9 +56,11 @@ def write(folder: pathlib.Path, program: str) -> str:
 
 
 def on_a_cluster(code: str, *words: str) -> subprocess.CompletedProcess:
-    """Runs code that uses clusters and ends well; in a process that has no jax, for
-    clusters fork. `program` is words[0] and what follows, `say` prints results as
-    JSON."""
+    """Run code that uses clusters, and assert that it ends well.
+
+    The code runs in a process that does not import jax, because clusters fork. There
+    `program` is the list of `words`, and `say` prints results as JSON.
+    """
     start = f"""
 import dataclasses, json, os, pathlib, sys; sys.path.insert(0, {str(ROOT)!r})
 from tools.testbed.cluster import Cluster, make_cluster
@@ -65,20 +68,21 @@ def say(*results): print(json.dumps([dataclasses.asdict(x) for x in results]))
 program, WAIT_SEC = sys.argv[1:], {WAIT_SEC}
 """
     command = [sys.executable, "-c", start + code, *words]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return ended
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result
 
 
 def left() -> list[str]:
-    """Of any testbed, when none stands."""
+    """Return what testbeds have left behind, at a time when none is running."""
     with locked(WAIT_SEC):
         return network.leftovers() + quota.leftovers()
 
 
 @contextlib.contextmanager
 def tool(folder: pathlib.Path, program: str, *flags: str):
-    """`testbed.py run` of two DCs, once both processes are ready; then its pids."""
+    """Start `run.py run` with two DCs, and yield its process and the pids of the two
+    workers once both are ready."""
     words = [sys.executable, str(TOOL), "run", f"--wait_sec={WAIT_SEC}", *flags, "--"]
     words += [write(folder, program), str(folder)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -99,12 +103,12 @@ os.geteuid = lambda: 1000
 with make_cluster(Cluster(rate_mbit=1.0, quota=0.5)) as cluster:
     say(cluster.run(program, timeout_sec=60))
 """
-    ended = on_a_cluster(code, write(tmp_path, TRANSFER), str(tmp_path), "8000")
-    (result,) = json.loads(ended.stdout)
+    script = on_a_cluster(code, write(tmp_path, TRANSFER), str(tmp_path), "8000")
+    (result,) = json.loads(script.stdout)
     assert json.loads(result["lines"][-1])["peer"] == "127.0.0.1"
     assert (result["exit_code"], result["uplink_bytes"]) == (0, [])
     assert not result["is_shaped"]
-    assert ended.stderr.splitlines() == [
+    assert script.stderr.splitlines() == [
         "testbed: network namespaces need root: links are NOT shaped, processes meet "
         "on 127.0.0.1",
         "testbed: cpu quotas need root: processes run WITHOUT a quota",
@@ -113,20 +117,22 @@ with make_cluster(Cluster(rate_mbit=1.0, quota=0.5)) as cluster:
 
 @pytest.mark.root
 def test_links_have_their_rate_and_nothing_is_left(tmp_path):
-    """100 Mb/s; one program after the other on the same cluster."""
+    """The rate is 100 Mb/s; two programs run on the same cluster, one after another."""
     num_bytes = 5_000_000
     code = """
 with make_cluster(Cluster(rate_mbit=100.0), wait_sec=WAIT_SEC) as cluster:
     say(*[cluster.run(program, timeout_sec=60) for _ in range(2)])
 """
-    ended = on_a_cluster(code, write(tmp_path, TRANSFER), str(tmp_path), str(num_bytes))
-    results = json.loads(ended.stdout)
+    script = on_a_cluster(
+        code, write(tmp_path, TRANSFER), str(tmp_path), str(num_bytes)
+    )
+    results = json.loads(script.stdout)
     assert len(results) == 2
     for result in results:
-        said = json.loads(result["lines"][-1])
+        measured = json.loads(result["lines"][-1])
         assert (result["exit_code"], result["is_shaped"]) == (0, True)
-        assert (said["peer"], said["mine"]) == ("10.77.0.2", "10.77.0.1")
-        assert 100 / 1.5 < said["mbit"] < 100 * 1.5
+        assert (measured["peer"], measured["mine"]) == ("10.77.0.2", "10.77.0.1")
+        assert 100 / 1.5 < measured["mbit"] < 100 * 1.5
         from_receiver, from_sender = result["uplink_bytes"]
         assert from_receiver < 0.1 * num_bytes < num_bytes < from_sender
         assert from_sender < 1.1 * num_bytes
@@ -134,8 +140,8 @@ with make_cluster(Cluster(rate_mbit=100.0), wait_sec=WAIT_SEC) as cluster:
 
 
 @pytest.mark.root
-def test_one_dc_is_unshaped_and_a_quota_changes_while_the_cluster_stands(tmp_path):
-    """0.2 cores, then 0.6, of a process that would take a whole one."""
+def test_one_dc_is_unshaped_and_a_quota_changes_while_the_cluster_lives(tmp_path):
+    """The process gets 0.2 cores, then 0.6, and would take a whole one."""
     spin = """
 start_sec = time.monotonic()
 while time.monotonic() < start_sec + 0.8: pass
@@ -147,8 +153,8 @@ with make_cluster(Cluster(dcs=1, per_dc=2, quota=0.2), wait_sec=WAIT_SEC) as clu
     cluster.set_quota(0.6)
     say(slow, cluster.run(program, timeout_sec=60))
 """
-    ended = on_a_cluster(code, write(tmp_path, spin), str(tmp_path))
-    slow, quick = json.loads(ended.stdout)
+    script = on_a_cluster(code, write(tmp_path, spin), str(tmp_path))
+    slow, quick = json.loads(script.stdout)
     assert not slow["is_shaped"]
     assert float(slow["lines"][-1]) < 0.3 * slow["wall_sec"]
     assert float(quick["lines"][-1]) < 0.7 * quick["wall_sec"]
@@ -180,18 +186,18 @@ def test_a_signal_ends_all_and_cleans_up(tmp_path, number):
 
 
 @pytest.mark.root
-def test_what_a_killed_testbed_has_left_the_next_one_removes(tmp_path):
-    """Also a process that has left its group: it is found in its namespace."""
+def test_leftovers_of_a_killed_testbed_are_removed_by_the_next(tmp_path):
+    """A process that has left its process group is found in its namespace."""
     program = """
 child = os.spawnlp(os.P_NOWAIT, "setsid", "setsid", "sleep", "600")
 (folder / f"child-{me}").write_text(str(child)); wait_forever()
 """
     with tool(tmp_path, program) as (process, pids):
         children = [int((tmp_path / f"child-{i}").read_text()) for i in range(2)]
-        refused = [sys.executable, str(TOOL), "clean"]
-        ended = subprocess.run(refused, capture_output=True, text=True, check=False)
-        assert ended.returncode == 2
-        assert f"another testbed (pid {process.pid}) stands" in ended.stderr
+        clean = [sys.executable, str(TOOL), "clean"]
+        result = subprocess.run(clean, capture_output=True, text=True, check=False)
+        assert result.returncode == 2
+        assert f"another testbed (pid {process.pid}) is running" in result.stderr
         process.kill()
         process.communicate()
         wait_until_gone(pids)
@@ -205,27 +211,27 @@ child = os.spawnlp(os.P_NOWAIT, "setsid", "setsid", "sleep", "600")
 
 
 @pytest.mark.root
-def test_time_out_and_enough_end_a_run(tmp_path):
+def test_a_time_out_or_a_watch_that_returns_true_ends_a_run(tmp_path):
     code = """
 with make_cluster(Cluster(rate_mbit=None), wait_sec=WAIT_SEC) as cluster:
     enough = cluster.run(program, watch=(pathlib.Path(program[1]) / "ready-1").exists)
     say(cluster.run(program, timeout_sec=0.1), enough)
 """
-    ended = on_a_cluster(code, write(tmp_path, "wait_forever()"), str(tmp_path))
-    assert [x["exit_code"] for x in json.loads(ended.stdout)] == [124, 0]
-    assert "no end within 0.1 s: all processes were ended" in ended.stderr
+    script = on_a_cluster(code, write(tmp_path, "wait_forever()"), str(tmp_path))
+    assert [x["exit_code"] for x in json.loads(script.stdout)] == [124, 0]
+    assert "not finished after 0.1 s: all processes were ended" in script.stderr
 
 
 @pytest.mark.root
-def test_names_of_others_are_left_alone():
+def test_namespaces_of_others_are_left_alone():
     name = "moejax-dcx"
     subprocess.run(["ip", "netns", "add", name], check=True)
     try:
         with locked(WAIT_SEC):
             assert name not in remove_leftovers()
-        found = subprocess.run(
+        result = subprocess.run(
             ["ip", "netns", "list"], check=True, capture_output=True, text=True
         )
-        assert name in found.stdout.split()
+        assert name in result.stdout.split()
     finally:
         subprocess.run(["ip", "netns", "delete", name], check=True)

@@ -1,4 +1,4 @@
-"""tools/testbed/run.py without a cluster: what is refused, and what is reckoned."""
+"""Test tools/testbed/run.py without a cluster: bad input and the computed figures."""
 
 import json
 import pathlib
@@ -24,46 +24,47 @@ TOOL = ROOT / "tools" / "testbed" / "run.py"
         ({"dcs": 0}, "dcs=0 must be 1 to 64"),
         ({"dcs": 65}, "dcs=65 must be 1 to 64"),
         ({"per_dc": 0}, "per_dc=0 must be 1 or more"),
-        ({"dcs": 1}, "one process: a cluster has 2 at least"),
+        ({"dcs": 1}, "one process: a cluster has at least 2"),
         ({"rate_mbit": -1.0}, "rate_mbit=-1.0 must be 0.1 to 100000"),
         ({"rate_mbit": float("nan")}, "rate_mbit=nan must be"),
-        ({"quota": 0.0}, "quota=0.0 must be 0.02 cores or more"),
+        ({"quota": 0.0}, "quota=0.0 must be 0.02 to 1024 cores"),
     ],
 )
-def test_a_cluster_that_cannot_be_is_refused(sizes, rule):
+def test_an_impossible_cluster_is_refused(sizes, rule):
     with pytest.raises(ValueError, match=rule):
         Cluster(**sizes)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["run", "--dcs=0", "--", "true"], "dcs=0 must be 1 to 64"),
         (["run", "--rate_mbit=-3", "--", "true"], "rate_mbit=-3.0 must be"),
         (["run"], "no program is named"),
-        (["run", "--", "no/such.py"], "no/such.py is no file"),
-        (["run", "--", "no-such-program"], "no-such-program is no program"),
-        (["headline", "--only=balancer,speed"], "--only speed is no part: choose of"),
+        (["run", "--", "no/such.py"], "no/such.py is not a file"),
+        (["run", "--", "no-such-program"], "no-such-program is not a program"),
+        (["headline", "--only=balancer,speed"], "--only speed is not a part: choose"),
         (["headline", "--repeats=0"], "repeats=0 must be 1 or more"),
     ],
 )
-def test_bad_usage_is_one_line_and_code_2(words, said):
-    ended = subprocess.run(
+def test_bad_usage_is_one_line_and_code_2(words, message):
+    result = subprocess.run(
         [sys.executable, TOOL, *words], capture_output=True, text=True, check=False
     )
-    assert ended.returncode == 2
-    assert said in ended.stderr
-    assert ended.stderr.startswith("error: ")
-    assert ended.stderr.count("\n") == 1
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
 
 
-def test_parts_are_named_before_any_runs(tmp_path):
-    with pytest.raises(ValueError, match="--only nothing is no part"):
+def test_parts_are_checked_before_any_runs(tmp_path):
+    with pytest.raises(ValueError, match="--only nothing is not a part"):
         headline("nothing", Options(tmp_path))
 
 
 def test_a_speedup_is_the_ratio_of_medians_beside_the_ratio_of_loads():
-    """Of the faster of the others; and no figure where nothing slowed the devices."""
+    """The speedup is that of the fastest variant other than home. There is no figure if
+    nothing slowed the devices."""
     medians = {"home": (5.0, 3.9), "micromoe": (2.0, 1.3), "dynamic": (3.0, 1.0)}
     variants = {
         name: {"median_sec": sec, "max_over_mean": ratio}
@@ -76,7 +77,7 @@ def test_a_speedup_is_the_ratio_of_medians_beside_the_ratio_of_loads():
     assert make_record(variants, is_slowed=False)["balancer_speedup"] is None
 
 
-def test_quotas_in_the_words_of_both_versions():
+def test_quotas_are_written_in_the_format_of_each_cgroup_version():
     period = "50000"
     v1 = {"cpu.cfs_period_us": period, "cpu.cfs_quota_us": "12500"}
     assert quota.quota_files(0.25, is_v2=False) == v1
@@ -109,13 +110,13 @@ def test_one_layer_of_a_trace(tmp_path, capsys):
     assert (np.load(out)["tokens"] == tokens[1:, 1:]).all()
     with pytest.raises(ValueError, match=r"has layers \[4, 16\], not 5"):
         testbed_trace.cut_layer(trace, 5, out)
-    with pytest.raises(ValueError, match="has 3 samples: the first must be below"):
+    with pytest.raises(ValueError, match="has 3 samples: the first one used must be 0"):
         testbed_trace.cut_layer(trace, 4, out, first=3)
     np.savez(trace, counts=tokens)
     with pytest.raises(ValueError, match="has no array 'layer'"):
         testbed_trace.cut_layer(trace, 4, out)
-    (tmp_path / "text.npz").write_text("no zip")
-    with pytest.raises(ValueError, match=r"is no \.npz file"):
+    (tmp_path / "text.npz").write_text("not a zip file")
+    with pytest.raises(ValueError, match=r"is not an \.npz file"):
         testbed_trace.cut_layer(tmp_path / "text.npz", 4, out)
     assert testbed_trace.bindings(tmp_path / "none.npz", 4, tmp_path) == ()
-    assert "synthetic load stands in" in capsys.readouterr().err
+    assert "using the config's synthetic load" in capsys.readouterr().err
