@@ -1,17 +1,19 @@
-"""What the balancer's cost model knows of this machine, measured on the live mesh.
+"""Measure the speed of this machine's collectives and matrix products, for the
+balancer's cost model.
 
     python tools/calibrate.py --gin_file=configs/tiny_cpu.gin --out calibration.json
-    python tools/calibrate.py --mesh data=2,expert=4        (so many devices simulated)
+    python tools/calibrate.py --mesh data=2,expert=4          (8 simulated devices)
 
-collectives   seconds = latency + bytes / bandwidth of all_to_all, all_gather,
+collectives   line seconds = latency + bytes / bandwidth of all_to_all, all_gather,
               reduce_scatter, all_reduce and ppermute, over each axis of more than one
               device, and over dc x expert, data x expert and expert x tensor together
-              (dc_expert ..); bytes are those that leave one device, and all groups
-              of the mesh send at once: a link that they share is in the line
+              (dc_expert ..). Bytes are those that leave one device. All groups of the
+              mesh send at once, so the line includes the effect of shared links.
 grouped_dot   FLOPs per second of one device, in the configuration's widths and dtype
-compile       seconds of the train step's compilation (--compile, needs --gin_file)
+compile       seconds to compile the train step (--compile, needs --gin_file)
 
-Every line keeps its r2. Exit codes: 0 done, 2 bad input, 3 the disk did not take it.
+Every line comes with its r2. Exit codes: 0 done, 2 bad input, 3 the result could not be
+written.
 """
 
 import argparse
@@ -40,13 +42,43 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--gin_file", action="append", default=[], help="a later one wins")
-    add("--gin_param", action="append", default=[], help="'Moe.d_expert = 512'")
-    add("--mesh", help="data=2,expert=4, instead of the gin file's")
-    add("--gpu", action="store_true", help="with --mesh: devices that are here")
-    add("--turns", type=int, default=5, help="of which medians are taken: 5")
-    add("--compile", action="store_true", help="time the train step's compilation too")
-    add("--out", type=pathlib.Path, help="write the calibration there, JSON")
+    add(
+        "--gin_file",
+        action="append",
+        default=[],
+        help="configuration; may be repeated, and later files win (default: none)",
+    )
+    add(
+        "--gin_param",
+        action="append",
+        default=[],
+        help="one more setting, as 'Moe.d_expert = 512'; may be repeated",
+    )
+    add(
+        "--mesh",
+        help="sizes of mesh axes, as data=2,expert=4 (default: the gin file's)",
+    )
+    add(
+        "--gpu",
+        action="store_true",
+        help="with --mesh: use the GPUs of this machine instead of simulated devices",
+    )
+    add(
+        "--turns",
+        type=int,
+        default=5,
+        help="number of times that each program is measured; medians are kept",
+    )
+    add(
+        "--compile",
+        action="store_true",
+        help="also time the compilation of the train step",
+    )
+    add(
+        "--out",
+        type=pathlib.Path,
+        help="JSON file for the calibration (default: it is only printed)",
+    )
     add_flags(parser)
     return parser.parse_args(argv)
 
@@ -66,11 +98,15 @@ def work(args: argparse.Namespace) -> int:
 
 
 def read_config(args: argparse.Namespace) -> Config:
-    """That of the gin files; --mesh replaces their mesh, or stands alone."""
+    """Return the configuration of the gin files, with the mesh of --mesh if given.
+
+    With --mesh alone all other fields have their defaults. Raises ValueError for flags
+    that do not fit together.
+    """
     if not args.gin_file and not args.mesh:
         raise ValueError(
-            "there is nothing to say which mesh: give --gin_file configs/tiny_cpu.gin, "
-            "or --mesh data=2,expert=4"
+            "no mesh is named: give --gin_file configs/tiny_cpu.gin, or --mesh "
+            "data=2,expert=4"
         )
     if args.compile and not args.gin_file:
         raise ValueError("--compile times a configuration's step: give its --gin_file")
@@ -78,17 +114,23 @@ def read_config(args: argparse.Namespace) -> Config:
         raise ValueError(f"--turns {args.turns} must be at least 1")
     params = mesh_params(args) if args.mesh else []
     cfg = gin_reader.load(args.gin_file, [*params, *args.gin_param])
-    balance = dataclasses.replace(cfg.balance, calibration=None)  # is being made
+    # The file that the configuration names may be the one to be written.
+    balance = dataclasses.replace(cfg.balance, calibration=None)
     return dataclasses.replace(cfg, balance=balance)
 
 
 def mesh_params(args: argparse.Namespace) -> list[str]:
+    """Return the gin bindings of --mesh.
+
+    Without --gpu they include the number of simulated devices; without --gin_file also
+    a batch size and a number of experts that fit the mesh.
+    """
     sizes = dict.fromkeys(MESH_AXES, 1)
     for word in args.mesh.split(","):
         axis, _, size = word.strip().partition("=")
         if axis not in sizes or not size.isdecimal() or int(size) < 1:
             raise ValueError(
-                f"--mesh {args.mesh}: {word!r} is no axis with a size: give "
+                f"--mesh {args.mesh}: {word!r} is not an axis with a size: write it as "
                 f"data=2,expert=4; the axes are {', '.join(MESH_AXES)}"
             )
         sizes[axis] = int(size)
@@ -105,7 +147,8 @@ def mesh_params(args: argparse.Namespace) -> list[str]:
 
 
 def measure(cfg: Config, args: argparse.Namespace):
-    """Return a Calibration. The mesh must be of all devices that are here."""
+    """Measure the mesh of `cfg`, which must have all devices of the run, and return a
+    Calibration."""
     from moejax.axes import make_mesh
     from tools.bench import collective_times as times
 
@@ -120,6 +163,7 @@ def measure(cfg: Config, args: argparse.Namespace):
 
 
 def hidden_widths(cfg: Config):
+    """Return the sizes of the grouped product that one device computes under `cfg`."""
     from tools.bench.collective_times import Widths
 
     shards = cfg.mesh.num_batch_shards * cfg.train.accumulate_steps
@@ -134,7 +178,8 @@ def hidden_widths(cfg: Config):
 
 
 def compile_sec(cfg: Config, mesh) -> float:
-    """Of the train step, traced, lowered and compiled anew."""
+    """Return the seconds to trace, lower and compile the train step without the
+    compilation cache."""
     import jax
 
     from moejax.resolve.resolved import resolve
@@ -149,6 +194,7 @@ def compile_sec(cfg: Config, mesh) -> float:
 
 
 def show(calibration) -> None:
+    """Print a calibration as a table."""
     sizes = ", ".join(f"{axis}={size}" for axis, size in calibration.mesh.items())
     print(f"{calibration.device_kind}, mesh {sizes}, {calibration.compute_dtype}")
     print(f"{'collective':16s}{'axes':14s}{'latency us':>12s}{'GB/s':>10s}{'r2':>8s}")
@@ -159,7 +205,8 @@ def show(calibration) -> None:
                 f"{1e-9 * line['bytes_per_sec']:10.3f}{line['r2']:8.3f}"
             )
     tflops = 1e-12 * calibration.flops_per_sec
-    print(f"grouped_dot  {tflops:.4f} TFLOP/s a device, r2 {calibration.matmul_r2:.3f}")
+    r2 = calibration.matmul_r2
+    print(f"grouped_dot  {tflops:.4f} TFLOP/s per device, r2 {r2:.3f}")
     if calibration.compile_sec:
         print(f"compile      {calibration.compile_sec:.1f} s")
 

@@ -1,13 +1,14 @@
-"""Count the collectives of a training step: an accidental all-gather shows here.
+"""Count the collectives of a train step, so that an accidental all-gather is seen.
 
     python tools/census.py --gin_file=configs/tiny_cpu.gin [--json]
 
-    cpu   the compiled step. `ours` lie in a shard_map and are written by hand;
-          `partitioner` are what XLA put in for parameters and losses.
-    cuda  the step lowered for CUDA, which needs no GPU: ours alone, for the partitioner
-          has not run yet. Once with each transport.
+    cpu   the compiled step. `ours` are those in a shard_map, which are written by hand;
+          `partitioner` are those that XLA inserted for parameters and losses.
+    cuda  the step lowered for CUDA, which needs no GPU. Only ours are counted, because
+          the partitioner has not run yet: once with each transport.
 
-Instructions are counted: what stands in a loop (all layers, later rounds) counts once.
+Instructions are counted: one in the body of a loop (all layers, later rounds) counts
+once.
 """
 
 import collections
@@ -37,8 +38,18 @@ OURS = re.compile(r'op_name="[^"]*shard_map')
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--gin_file", action="append", required=True)
-    parser.add_argument("--gin_param", action="append", default=[])
+    parser.add_argument(
+        "--gin_file",
+        action="append",
+        required=True,
+        help="configuration; may be repeated, and later files win",
+    )
+    parser.add_argument(
+        "--gin_param",
+        action="append",
+        default=[],
+        help="one more setting, as 'Moe.d_expert = 512'; may be repeated",
+    )
     args = parser.parse_args()
     cfg = gin_reader.load(args.gin_file, args.gin_param)
     set_up_backend(cfg)
@@ -51,7 +62,8 @@ def main() -> None:
 
 
 def census(cfg: Config) -> dict:
-    """Collectives by backend, group and kind; cfg's mesh must be simulated here."""
+    """Return the number of collectives by backend, group and kind. The devices of cfg's
+    mesh must be simulated in this process."""
     padded, ragged = (lowered(cfg, transport) for transport in ("padded", "ragged"))
     return {
         "cpu": compiled_census(padded.lower().compile().as_text()),
@@ -63,7 +75,7 @@ def census(cfg: Config) -> dict:
 
 
 def lowered(cfg: Config, transport: str):
-    """The traced step of cfg with this transport."""
+    """Return the traced train step of cfg with this transport."""
     from moejax.axes import make_mesh
     from moejax.resolve.resolved import resolve
     from train.step.compiled import make_model, trace_train_step
@@ -74,16 +86,19 @@ def lowered(cfg: Config, transport: str):
 
 
 def compiled_census(text: str) -> dict[str, dict[str, int]]:
+    """Return the number of collectives in the text of a compiled program, by group and
+    kind."""
     groups = {"ours": collections.Counter(), "partitioner": collections.Counter()}
     for line in text.splitlines():
-        found = HLO.search(line)
-        if found:
+        match = HLO.search(line)
+        if match:
             group = "ours" if OURS.search(line) else "partitioner"
-            groups[group][found.group(1)] += 1
+            groups[group][match.group(1)] += 1
     return {name: dict(sorted(counts.items())) for name, counts in groups.items()}
 
 
 def lowered_census(traced) -> dict[str, int]:
+    """Return the number of collectives of a traced step lowered for CUDA, by kind."""
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     return dict(sorted(collections.Counter(STABLEHLO.findall(text)).items()))
 

@@ -1,12 +1,13 @@
-"""Check that imports lead downwards and never in a circle, and print them by room.
+"""Check that modules import only from lower layers and never in a circle, and print the
+imports by room.
 
     python tools/import_graph.py                         check, docs/house.md too
-    python tools/import_graph.py --write docs/house.md   put the graph there
+    python tools/import_graph.py --write docs/house.md   write the graph to that page
 
-An import counts wherever it stands: in a function, or for a type checker alone. A room
-is a folder or a file that LAYERS names. It imports rooms of the layers below it, and
-none of its own layer. `moejax/__init__.py` has its public names as text and imports
-nothing: they load when they are first used.
+Every import counts, also one in a function or for a type checker alone. A room is a
+folder or a file that LAYERS names. It may import rooms of the layers below it, and none
+of its own layer. `moejax/__init__.py` holds its public names as text and imports
+nothing: they are loaded when they are first used.
 """
 
 import argparse
@@ -37,31 +38,42 @@ LAYERS = (
     ("moejax.kernels", "moejax.axes", "moejax.config"),
     ("moejax.plan",),
 )
-"""Rooms from top to bottom. A module is in the room with the longest name that begins
-its own."""
+"""Rooms from top to bottom. A module is in the room whose name is the longest prefix of
+the module's own name."""
 LEVELS = {room: level for level, layer in enumerate(LAYERS) for room in layer}
 STRANGERS = (
     {"moejax.balance", "moejax.moe"},
     {"moejax.perf", "moejax.moe"},
     {"moejax.kernels", "moejax.plan"},
 )
-"""Rooms that do not know each other, whatever their layers."""
+"""Pairs of rooms that must not import each other, whatever their layers."""
 BEGIN, END = "<!-- import graph -->", "<!-- end of import graph -->"
 PAGE = "docs/house.md"
 NAME_WIDTH, LINE_WIDTH = 22, 88
 
 
 class Module(NamedTuple):
+    """A Python file and its imports."""
+
     path: pathlib.Path
-    """Below the root."""
+    """Path relative to the root."""
     imports: dict[str, int]
-    """Modules that it imports, each with the first line that does."""
+    """Modules that it imports, each with the number of the first line that does."""
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--root", type=pathlib.Path, default=ROOT)
-    parser.add_argument("--write", metavar="PATH", help="page to put the graph into")
+    parser.add_argument(
+        "--root",
+        type=pathlib.Path,
+        default=ROOT,
+        help="root of the repository to check (default: the one of this file)",
+    )
+    parser.add_argument(
+        "--write",
+        metavar="PATH",
+        help=f"page to write the graph to, such as {PAGE} (default: only check {PAGE})",
+    )
     args = parser.parse_args(argv)
     modules = read_modules(args.root)
     graph = draw(modules)
@@ -73,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     _, end, tail = rest.partition(END)
     new = f"{head}{BEGIN}\n```\n{graph}\n```\n{END}{tail}"
     if not (begin and end):
-        faults.append(f"{page} must have {BEGIN}, and {END} behind it: add both")
+        faults.append(f"{page} must have {BEGIN}, and {END} after it: add both")
     elif args.write:
         page.write_text(new, encoding="utf-8")
     elif new != text:
@@ -84,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_modules(root: pathlib.Path) -> dict[str, Module]:
-    """Return the modules below `root` by their dotted names."""
+    """Return the modules under `root` by their dotted names."""
     paths = {}
     for folder in FOLDERS:
         for file in sorted((root / folder).rglob("*.py")):
@@ -98,8 +110,8 @@ def read_modules(root: pathlib.Path) -> dict[str, Module]:
 
 
 def find_imports(name: str, source: str, paths: dict) -> dict[str, int]:
-    """Return which of the modules in `paths` this one imports, and in which line."""
-    found: dict[str, int] = {}
+    """Return which modules of `paths` the source imports, each with its first line."""
+    lines: dict[str, int] = {}
     is_package = paths[name].stem == "__init__"
     package = name if is_package else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(source)):
@@ -112,10 +124,10 @@ def find_imports(name: str, source: str, paths: dict) -> dict[str, int]:
         else:
             continue
         for target in targets:
-            module = longest_prefix(target, paths)  # a function's module, say
+            module = longest_prefix(target, paths)  # the target may be a function
             if module and module != name:
-                found[module] = min(node.lineno, found.get(module, node.lineno))
-    return found
+                lines[module] = min(node.lineno, lines.get(module, node.lineno))
+    return lines
 
 
 def longest_prefix(name: str, known: Container[str]) -> str:
@@ -126,7 +138,7 @@ def longest_prefix(name: str, known: Container[str]) -> str:
 
 
 def find_circles(modules: dict[str, Module]) -> list[str]:
-    """Return circles of modules, each as a text with a line for every import in it."""
+    """Return the circles of imports, each as a text with one line per import."""
     graph = {name: set(module.imports) for name, module in modules.items()}
     circles = []
     while True:
@@ -141,28 +153,30 @@ def find_circles(modules: dict[str, Module]) -> list[str]:
 
 
 def find_wrong_arrows(modules: dict[str, Module]) -> list[str]:
-    """Return the imports that lead from a room to one that is not below it."""
+    """Return a text for each import from one room of another that is not below it."""
     faults = []
     for name, module in modules.items():
         for imported in module.imports:
             pair = here, there = [longest_prefix(m, LEVELS) for m in (name, imported)]
             where = arrow(modules, name, imported)
             if not all(pair):
-                faults.append(f"{where}: one of both is in no room: add it to LAYERS")
+                faults.append(f"{where}: one of the two has no room: add it to LAYERS")
             elif set(pair) in STRANGERS:
-                faults.append(f"{where}: {here} and {there} do not know each other")
+                faults.append(f"{where}: {here} and {there} must not know each other")
             elif here != there and LEVELS[here] >= LEVELS[there]:
                 faults.append(f"{where}: {there} is not below {here} in LAYERS")
     return faults
 
 
 def arrow(modules: dict[str, Module], importer: str, imported: str) -> str:
+    """Return 'path:line imports path' of one import."""
     path, imports = modules[importer]
     return f"{path}:{imports[imported]} imports {modules[imported].path}"
 
 
 def draw(modules: dict[str, Module]) -> str:
-    """Return the rooms from top to bottom, each with the rooms that it imports."""
+    """Return the text of the graph: rooms from top to bottom, each with the rooms that
+    it imports."""
     targets: dict[str, set[str]] = {}
     for name, module in modules.items():
         room = longest_prefix(name, LEVELS)

@@ -1,4 +1,5 @@
-"""Pictures of a run, or of several to compare: loss, throughput and load over time.
+"""Draw pictures of one run, or of several to compare: loss, throughput and load over
+time.
 
     python tools/plot_run.py runs/tiny_cpu [runs/other] [--out DIR] [--json]
 
@@ -8,8 +9,8 @@ load.png        fullest device and fullest expert over the mean, layer by step
 devices.png     rows of each device over the mean, by layer, where they were recorded
 experts.png     load of each expert over the mean, by layer, where it was recorded
 
-The last three are of the first run; lines in them are where the balancer's swaps and
-relayouts were adopted. Files go to --out, by default into the first run.
+The last three show the first run. Lines in them mark the steps at which the balancer's
+swaps and relayouts were adopted. Exit codes: 0 done, 2 bad input.
 """
 
 import argparse
@@ -28,14 +29,16 @@ from tools.plots.run_arrays import RunArrays, read_run  # noqa: E402
 from train.launch.program import BAD_INPUT, refuse  # noqa: E402
 
 RUN_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
-"""Okabe and Ito's, which differ for every kind of color vision."""
+"""Colors of the runs: those of Okabe and Ito, which differ for every kind of color
+vision."""
 SMOOTH_SHARE = 50
+"""Length of the run over the length of the window that smooths its curves."""
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     try:
-        runs = told_apart([read_run(folder) for folder in args.run_dir], args.run_dir)
+        runs = distinguish([read_run(folder) for folder in args.run_dir], args.run_dir)
         out = args.out or args.run_dir[0]
         out.mkdir(parents=True, exist_ok=True)
         files = draw(runs, out)
@@ -44,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     for run in runs:
         print(f"{run.name}: {len(run.step_n)} steps, up to {run.step_n[-1]}")
         if run.num_bad_lines:
-            print(f"{run.name}: {run.num_bad_lines} damaged lines left out")
+            print(f"{run.name}: {run.num_bad_lines} damaged lines were left out")
     for path in files:
         print(f"{path}  {path.stat().st_size / 1e3:.0f} kB")
     if args.json:
@@ -59,20 +62,26 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
-    parser.add_argument("run_dir", nargs="+", type=pathlib.Path)
-    parser.add_argument("--out", type=pathlib.Path, help="default: the first RUN_DIR")
+    parser.add_argument(
+        "run_dir", nargs="+", type=pathlib.Path, help="run directory of train/main.py"
+    )
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        help="folder for the pictures (default: the first run_dir)",
+    )
     return parser.parse_args(argv)
 
 
-def told_apart(runs: list[RunArrays], folders: list[pathlib.Path]) -> list[RunArrays]:
-    """Runs of one name are called by their paths."""
+def distinguish(runs: list[RunArrays], folders: list[pathlib.Path]) -> list[RunArrays]:
+    """Return the runs, named by their paths if two of them have the same name."""
     if len({run.name for run in runs}) == len(runs):
         return runs
     return [dataclasses.replace(run, name=str(f)) for run, f in zip(runs, folders)]
 
 
 def draw(runs: list[RunArrays], out: pathlib.Path) -> list[pathlib.Path]:
-    """The pictures that the runs have figures for, as files in `out`."""
+    """Draw the pictures that the runs have data for, and return the files in `out`."""
     pictures = {"loss": draw_loss(runs), "throughput": draw_throughput(runs)}
     if np.isfinite(runs[0].ratio_nl).any():
         pictures["load"] = draw_load(runs[0])
@@ -88,6 +97,7 @@ def draw(runs: list[RunArrays], out: pathlib.Path) -> list[pathlib.Path]:
 
 
 def draw_loss(runs: list[RunArrays]):
+    """Return a figure with the training and held-out loss of each run."""
     figure, (ax,) = new_figure(1, "step", ["loss (nats per token)"])
     for color, run in zip(RUN_COLORS * len(runs), runs):
         label = f"{run.name} " if len(runs) > 1 else ""
@@ -103,6 +113,8 @@ def draw_loss(runs: list[RunArrays]):
 
 
 def draw_throughput(runs: list[RunArrays]):
+    """Return a figure with the throughput and step time of each run. Evaluations and
+    saves of the first run are marked."""
     figure, axs = new_figure(2, "step", ["thousand tok/s", "ms per step"])
     for color, run in zip(RUN_COLORS * len(runs), runs):
         for ax, y_n in zip(axs, (run.tok_per_sec_n / 1e3, run.step_msec_n)):
@@ -119,13 +131,13 @@ def draw_throughput(runs: list[RunArrays]):
                 steps, np.zeros(len(steps)), mark, color="0.25", ms=7, clip_on=False,
                 label=label,
             )  # fmt: skip
-    axs[0].set_title("throughput; evaluations and saves are not counted in")
+    axs[0].set_title("throughput, without the time of evaluations and saves")
     axs[0].legend(loc="lower right", ncols=2)
     return figure
 
 
 def smooth(y_n: np.ndarray) -> np.ndarray:
-    """Centred mean over a fiftieth of the run, without what is not finite."""
+    """Return the centred mean over a fiftieth of the run, of the finite values."""
     window = np.ones(2 * (len(y_n) // SMOOTH_SHARE // 2) + 1)
     is_good = np.isfinite(y_n)
     sums = np.convolve(np.where(is_good, y_n, 0.0), window, "full")
@@ -137,8 +149,10 @@ def smooth(y_n: np.ndarray) -> np.ndarray:
 
 
 def _fit(ax, y: list) -> None:
-    """From zero to a little above all but the slowest hundredth: the first step of a
-    process takes far longer than the rest."""
+    """Set the y axis from zero to 1.15 times the 99th percentile.
+
+    The first step of a process takes far longer than the rest, and may lie outside.
+    """
     y = np.array(y)[np.isfinite(y)]
     ax.set_ylim(0, 1.15 * np.percentile(y, 99) if y.size else 1)
 

@@ -1,10 +1,11 @@
-"""Turn text, JSONL and parquet files into token shards, once.
+"""Turn text, JSONL and parquet files into token shards, which training reads faster.
 
     python tools/prepare.py 'texts/*.jsonl' --out shards --tokenizer tokenizer.json \\
         --workers 8
 
-Name the folder as Data.corpus. Exit codes: 0 done, 2 bad input, 3 the disk did not take
-what was written or a worker died, 130 interrupted; only 0 leaves a folder.
+Train on them with Data.corpus = 'shards'. Exit codes: 0 done, 2 bad input, 3 the disk
+did not take what was written or a worker died, 130 interrupted. Only exit code 0 leaves
+a folder.
 """
 
 import argparse
@@ -16,7 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-if __name__ == "__main__":  # this folder would offer its prepare.py to all
+# This folder must not be searched, or `import prepare` would find this file.
+if __name__ == "__main__":
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 import rich.progress as bars
@@ -54,18 +56,49 @@ def work(args: argparse.Namespace) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("files", nargs="+", help="paths and globs; read in this order")
-    add("--out", required=True, help="folder to make; its parents are made too")
-    add("--tokenizer", default="bytes", help="'bytes', or a tokenizer.json")
-    add("--separator", help="token or id that starts a document; see Data.separator")
-    add("--text_key", default="text", help="field or column of the text")
-    add("--workers", type=positive, default=1, help="processes that read and encode")
-    add("--max_bad_records", type=int, default=100, help="more than so many stop")
-    add("--overwrite", action="store_true", help="replace the folder of an earlier run")
+    add("files", nargs="+", help="paths and globs of input files, read in this order")
+    add(
+        "--out",
+        required=True,
+        help="folder for the shards; it is made, with its parents",
+    )
+    add(
+        "--tokenizer",
+        default="bytes",
+        help="path of a tokenizer.json, or 'bytes' for one token per byte",
+    )
+    add(
+        "--separator",
+        help="token, or its id, that starts each document (default: the tokenizer's"
+        " own, as with Data.separator = None)",
+    )
+    add(
+        "--text_key",
+        default="text",
+        help="field of a JSONL record, or column of a parquet file, with the text",
+    )
+    add(
+        "--workers",
+        type=positive,
+        default=1,
+        help="number of processes that read and encode",
+    )
+    add(
+        "--max_bad_records",
+        type=int,
+        default=100,
+        help="number of damaged records that are skipped; one more ends the program",
+    )
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace the folder of an earlier run (default: refuse an existing one)",
+    )
     return parser.parse_args(argv)
 
 
 def positive(text: str) -> int:
+    """Return the number in `text`. Raises argparse's error if it is less than 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
@@ -73,11 +106,13 @@ def positive(text: str) -> int:
 
 
 def is_number(text: str | None) -> bool:
+    """Return whether `text` consists of the digits 0 to 9."""
     return text is not None and text.isdecimal() and text.isascii()
 
 
 def report(manifest: dict[str, Any], args: argparse.Namespace, wall_sec: float) -> None:
-    """What has been made, and at what cost."""
+    """Print the number of documents, tokens and shards that were written, and the time
+    and memory that it took."""
     own, children = map(
         resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
@@ -110,7 +145,8 @@ def report(manifest: dict[str, Any], args: argparse.Namespace, wall_sec: float) 
 
 @contextmanager
 def watched() -> Iterator[Callable[[Progress], None]]:
-    """A bar on a terminal, a line now and then elsewhere."""
+    """Yield a function that shows progress: as a bar on a terminal, elsewhere as a line
+    every SECONDS_BETWEEN_LINES."""
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     start_sec = time.monotonic()
     if not console.is_terminal:
@@ -134,6 +170,7 @@ def watched() -> Iterator[Callable[[Progress], None]]:
 
 
 def lines(start_sec: float) -> Callable[[Progress], None]:
+    """Return a function that prints progress at most every SECONDS_BETWEEN_LINES."""
     last_sec = start_sec
 
     def show(now: Progress) -> None:
@@ -154,6 +191,7 @@ def lines(start_sec: float) -> Callable[[Progress], None]:
 
 
 def counts(now: Progress, taken_sec: float) -> str:
+    """Return documents, tokens per second, and bad records if there are any."""
     bad = f"  {now.num_bad:,} bad" if now.num_bad else ""
     rate = now.num_tokens / max(taken_sec, 1e-9)
     return f"{now.num_documents:,} docs  {rate:,.0f} tok/s{bad}"

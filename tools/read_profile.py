@@ -1,11 +1,14 @@
-"""Where the time of a profile went: a table, for a first look without a browser.
+"""Show where the time of a profile went, as a table: a first look without a browser.
 
     python tools/read_profile.py RUN_DIR/profile/step-10-13 [--json]
 
-kind    what an op does: all_to_all, other collectives, dot, while, gather, ..
-part    where in our code it stems from: dispatch, experts, combine, .. (op_names)
-busy    milliseconds per device and step in ops of this row, less the ops within them
-waits   how much of it was seen to be waiting for other devices (simulated ones only)
+kind    the operation: all_to_all, other collectives, dot, while, gather, ..
+part    the part of our code that the op comes from: dispatch, experts, combine, ..
+busy    milliseconds per device and step in ops of this row, without the ops inside them
+waits   the share of `busy`, in milliseconds, that simulated devices were seen waiting
+        for others; other devices show none
+
+Exit codes: 0 done, 2 bad input.
 """
 
 import collections
@@ -42,7 +45,11 @@ WAITS = re.compile(r"Rendezvous|Wait\b")
 
 def main(argv: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
-    parser.add_argument("trace", type=pathlib.Path, help="a folder or .json.gz file")
+    parser.add_argument(
+        "trace",
+        type=pathlib.Path,
+        help="folder that --profile_steps wrote, or a perfetto_trace.json.gz in it",
+    )
     args = parser.parse_args(argv)
     try:
         record = summary(*read(args.trace))
@@ -55,24 +62,28 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read(path: pathlib.Path) -> tuple[list[dict], dict[str, str]]:
-    """Events of a trace, and the names of its ops; ValueError for what is no trace."""
-    found = sorted(path.rglob("perfetto_trace.json.gz")) if path.is_dir() else [path]
-    if len(found) != 1:
-        folders = ", ".join(str(trace.parent) for trace in found) or "none"
-        raise ValueError(f"{path} must hold one trace, name one of: {folders}")
-    names = found[0].with_name("op_names.json.gz")
+    """Return the events of a trace, and the scope in our code of each compiled op.
+
+    Raises ValueError for a path that does not lead to one trace.
+    """
+    traces = sorted(path.rglob("perfetto_trace.json.gz")) if path.is_dir() else [path]
+    if len(traces) != 1:
+        folders = ", ".join(str(trace.parent) for trace in traces) or "none"
+        raise ValueError(f"{path} must hold one trace: name one of {folders}")
+    names = traces[0].with_name("op_names.json.gz")
     try:
-        events = json.loads(gzip.decompress(found[0].read_bytes()))["traceEvents"]
+        events = json.loads(gzip.decompress(traces[0].read_bytes()))["traceEvents"]
         text = gzip.decompress(names.read_bytes()) if names.is_file() else b"{}"
         return [e for e in events if isinstance(e, dict)], dict(json.loads(text))
     except (ValueError, KeyError, TypeError, EOFError, zlib.error) as fault:
         raise ValueError(
-            f"{found[0]} is no trace of --profile_steps ({fault}): name one"
+            f"{traces[0]} is not a trace of --profile_steps ({fault}): name one"
         ) from fault
 
 
 def summary(events: list[dict], op_names: dict[str, str]) -> dict:
-    """Milliseconds per device and step by kind and by part, the longest first."""
+    """Return the milliseconds per device and step by kind and by part, the longest
+    first. Raises ValueError for a trace without steps or ops."""
     spans = [span for span in events if span.get("ph") == "X" and "dur" in span]
     steps = [span for span in spans if span["name"] == "train_step"]
     sums = collections.defaultdict(lambda: [0.0, 0.0, 0])
@@ -106,7 +117,8 @@ def summary(events: list[dict], op_names: dict[str, str]) -> dict:
 
 
 def self_times(spans: list[dict]) -> Iterator[tuple[dict, float, float]]:
-    """Of each op: its span, time outside ops within it, and of that in waits; usec."""
+    """Return each op's span, its time outside the ops inside it, and how much of that
+    it spent waiting; times are in microseconds."""
     ops: list = []
     open_spans: dict = collections.defaultdict(list)
     for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
@@ -127,13 +139,17 @@ def self_times(spans: list[dict]) -> Iterator[tuple[dict, float, float]]:
 
 
 def operation_kind(text: str) -> str:
-    found = (kind for kind, regex in KINDS.items() if re.search(regex, text, re.I))
-    return next(found, "other")
+    """Return the first of KINDS whose pattern is in an op's name, or 'other'."""
+    kinds = (kind for kind, regex in KINDS.items() if re.search(regex, text, re.I))
+    return next(kinds, "other")
 
 
 def layer_part(path: str) -> str:
-    """'jit(f)/later_rounds/jvp(experts)/dot' is 'later_rounds experts'. A collective
-    that XLA put in for a parameter has the parameter's name."""
+    """Return the part of our code that an op comes from, by the path of its scopes.
+
+    'jit(f)/later_rounds/jvp(experts)/dot' is 'later_rounds experts'. A collective that
+    XLA inserted for a parameter has the parameter's name, and is 'gathered'.
+    """
     if path.startswith("state."):
         return "gathered"
     words = re.findall(r"\w+", path)
@@ -141,6 +157,7 @@ def layer_part(path: str) -> str:
 
 
 def show(record: dict) -> None:
+    """Print the tables of a record of `summary`."""
     head = "{num_steps} steps of {step_msec:.1f} ms on {num_devices} devices; the host"
     print((head + " dispatched each in {dispatch_msec:.1f} ms").format(**record))
     for group in ("kinds", "parts"):

@@ -1,15 +1,16 @@
-"""Recorded loads against any policy, offline: plan from one sample, score on the next.
+"""Replay recorded expert loads under balancing policies, without training.
 
     python tools/replay.py --trace routing.npz --devices 16 --slots 3 --policies all
     python tools/replay.py --synthetic zipf:1.2 --policies home,flexmoe,eplb --by_layer
 
-Each layer is planned and scored by itself. A policy without replicas has a slot for
-each own expert; one whose copies travel in each step (fastermoe, prophet) has --shadows
-more; the others have --slots. The layout's budgets are those that a plan takes.
-Rows are split over replicas as the policy says, or as --split does; 'dynamic' makes the
-replicas itself, in every sample, and is for policies that make none.
-Without --calibration the cost model is the preset of 12.5 GB/s, 50 TFLOP/s, d=1536,
-f=3072, fp16.
+Each policy makes a plan from one sample, which is scored on the next sample. Each layer
+is planned and scored by itself. Slots per device: a policy without replicas has one for
+each of the device's own experts; a policy whose copies travel in each step (fastermoe,
+prophet) has --shadows more; the others have --slots. The layout's budgets are those
+that a plan uses. Rows are split over replicas by the policy's own split, or by --split.
+The split 'dynamic' makes the replicas itself in every sample, so it is for policies
+that make none. Without --calibration the cost model is a preset: 12.5 GB/s, 50 TFLOP/s,
+d=1536, f=3072, fp16.
 
 docs/balance_tools.md lists the fields of --json. Exit codes: 0 done, 2 bad input.
 """
@@ -45,13 +46,15 @@ FIELDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Sample that each plan is made from, and the one that it is scored on."""
+    """Numbers of the samples that plans are made from, and of those on which each plan
+    is scored."""
 
     planned: range
     scored: range
 
     @classmethod
     def of(cls, num_samples: int, stride: int, *, same: bool) -> "Times":
+        """Return every `stride`-th sample, scored on the next one or on the same."""
         if same:
             return cls(range(0, num_samples, stride), range(0, num_samples, stride))
         return cls(range(0, num_samples - 1, stride), range(1, num_samples, stride))
@@ -59,14 +62,14 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """One policy on all layers; n scored samples of l layers."""
+    """Results of one policy: n scored samples of l layers."""
 
     ratio_nl: np.ndarray
-    """Device load, max over mean."""
+    """Load of the fullest device over the mean."""
     layer_sec_nl: np.ndarray
     plan_sec_nl: np.ndarray
     moves_nl: np.ndarray
-    """Slots that a plan fills differently from the one before."""
+    """Number of slots that a plan fills differently from the plan before."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,22 +82,71 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     expert_loads.add_options(parser)
     add_layout_options(parser)
     add = parser.add_argument
-    add("--policies", default="all", help="names with commas between, or all")
-    add("--split", choices=get_args(Split), help="of rows over replicas: the policy's")
-    add("--same", action="store_true", help="score on the sample planned from")
-    add("--stride", type=int, default=1, help="plan from every so many-th sample: 1")
-    add("--by_layer", action="store_true", help="print each layer too")
+    add("--policies", default="all", help="policies with commas between, or all")
+    add(
+        "--split",
+        choices=get_args(Split),
+        help="how rows are split over replicas (default: each policy's own split)",
+    )
+    add(
+        "--same",
+        action="store_true",
+        help="score each plan on the sample that it was made from, not the next one",
+    )
+    add(
+        "--stride",
+        type=int,
+        default=1,
+        help="plan from every N-th sample",
+        metavar="N",
+    )
+    add(
+        "--by_layer",
+        action="store_true",
+        help="print the figures of each layer too",
+    )
     return parser.parse_args(argv)
 
 
 def add_layout_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of layouts and of the cost model."""
     add = parser.add_argument
-    add("--slots", type=int, default=3, help="per device, of policies with replicas: 3")
-    add("--shadows", type=int, default=8, help="slots for copies of each step: 8")
-    add("--calibration", type=pathlib.Path, help="file of tools/calibrate.py")
-    add("--d_model", type=int, default=1536, help="with --calibration: 1536")
-    add("--d_expert", type=int, default=3072, help="with --calibration: 3072")
-    add("--micro_batches", type=int, default=1, help="with --calibration: 1")
+    add(
+        "--slots",
+        type=int,
+        default=3,
+        help="slots per device, for policies with replicas",
+    )
+    add(
+        "--shadows",
+        type=int,
+        default=8,
+        help="slots per device for copies that travel in each step, beside those of"
+        " its own experts",
+    )
+    add(
+        "--calibration",
+        type=pathlib.Path,
+        help="speeds of this machine, from tools/calibrate.py (default: a preset)",
+    )
+    add(
+        "--d_model",
+        type=int,
+        default=1536,
+        help="width of the model, used with --calibration",
+    )
+    add(
+        "--d_expert",
+        type=int,
+        default=3072,
+        help="hidden width of an expert, used with --calibration",
+    )
+    add(
+        "--micro_batches",
+        type=int,
+        default=1,
+        help="micro-batches per step, used with --calibration",
+    )
 
 
 def work(args: argparse.Namespace) -> int:
@@ -111,13 +163,14 @@ def work(args: argparse.Namespace) -> int:
     times = Times.of(len(loads.load_tlwe), args.stride, same=args.same)
     cost = cost_model(args)
 
-    def replayed(name: str, split: Split | None) -> Replayed:
+    def run_policy(name: str, split: Split | None) -> Replayed:
         layout = layout_for(POLICIES[name], loads.load_tlwe.shape[3], args, split)
         return replay(name, loads.load_tlwe, times, layout, cost)
 
-    home = replayed("home", None)  # what speedup is over
+    home = run_policy("home", None)  # every speedup is over this one
     policies = {
-        name: figures(replayed(name, args.split), home, loads.layers) for name in names
+        name: figures(run_policy(name, args.split), home, loads.layers)
+        for name in names
     }
     show(policies, loads, args)
     emit(make_record(policies, loads, len(times.planned), args), args.json)
@@ -125,6 +178,7 @@ def work(args: argparse.Namespace) -> int:
 
 
 def policy_names(text: str) -> list[str]:
+    """Return the policies that `text` names, with commas between, or 'all'."""
     if text == "all":
         return list(POLICIES)
     names = [name.strip() for name in text.split(",")]
@@ -134,27 +188,30 @@ def policy_names(text: str) -> list[str]:
 
 
 def check_split(split: Split | None, names: list[str]) -> None:
+    """Raise ValueError if the split is 'dynamic' and a policy makes replicas too."""
     others = [name for name in names if name != "home"]
     if split == "dynamic" and others:
         raise ValueError(
-            "--split dynamic makes the replicas itself, of experts at home, and "
-            f"{', '.join(others)} would plan too: give --policies home"
+            "--split dynamic makes the replicas itself, from the home plan, and "
+            f"{', '.join(others)} would plan them too: give --policies home"
         )
 
 
 def cost_model(args: argparse.Namespace) -> CostModel:
+    """Return the cost model of --calibration, or the preset. Raises ValueError if the
+    file's expert axis does not have --devices devices."""
     if args.calibration is None:
         return cost_models.NOTES
     from moejax.perf import calibration
 
-    found = calibration.read_calibration(args.calibration)
-    mesh = found.mesh | {"expert": args.devices}
-    calibration.check(found, mesh, found.device_kind, found.compute_dtype)
+    measured = calibration.read_calibration(args.calibration)
+    mesh = measured.mesh | {"expert": args.devices}
+    calibration.check(measured, mesh, measured.device_kind, measured.compute_dtype)
     return calibration.cost_model(
-        found,
+        measured,
         d_model=args.d_model,
         d_expert=args.d_expert,
-        itemsize=4 if found.compute_dtype == "float32" else 2,
+        itemsize=4 if measured.compute_dtype == "float32" else 2,
         micro_batches=args.micro_batches,
         other_flops_per_device=0.0,
     )
@@ -166,7 +223,10 @@ def layout_for(
     args: argparse.Namespace,
     split: Split | None = None,
 ) -> Layout:
-    """With room for whatever is planned. Rows travel ragged: as many as there are."""
+    """Return the layout in which a policy plans, with budgets for whatever it plans.
+
+    The transport is ragged, so that only existing rows travel and no buffer is full.
+    """
     store, own = policy.stores[0], num_experts // args.devices
     slots, budgets = args.slots, {}
     if split == "dynamic":
@@ -196,6 +256,8 @@ def layout_for(
 def replay(
     name: str, load_tlwe: np.ndarray, times: Times, layout: Layout, cost: CostModel
 ) -> Replayed:
+    """Plan from each of `times.planned`, layer by layer, and score each plan. A policy
+    continues from its last plan."""
     num_layers = load_tlwe.shape[1]
     arrays = [np.zeros((len(times.planned), num_layers)) for _ in range(4)]
     ratio_nl, layer_sec_nl, plan_sec_nl, moves_nl = arrays
@@ -220,17 +282,20 @@ def replay(
 def score(
     load_we: np.ndarray, plan: ExpertPlan, layout: Layout, cost: CostModel
 ) -> tuple[float, float]:
-    """Device max over mean, and modelled seconds, of the one layer of `plan`."""
+    """Return the device max/mean and modelled seconds of the one layer of `plan`."""
     row_p = plan.slot_to_expert_lp[0]
-    layout = cost_models.tight(layout, plan)  # as a relayout would set them
+    layout = cost_models.tight(layout, plan)  # budgets as a relayout would set them
     rows_wp = traffic.rows_by_slot(load_we, row_p, layout.num_devices, layout.split)
     ratio = traffic.max_over_mean(traffic.device_rows(rows_wp))
     return ratio, cost.layer_sec(load_we, row_p, layout)
 
 
 def figures(replayed: Replayed, home: Replayed, layers: tuple[int, ...]) -> dict:
-    """{layer: figures, 'all': figures}. `all` pools samples and layers; its layer_msec
-    is the median over samples of the mean layer."""
+    """Return the figures of each layer, by its name, and of 'all' layers.
+
+    `all` pools samples and layers. Its layer_msec is the median over samples of the
+    mean over layers.
+    """
     index = np.arange(len(layers))
     parts = {str(name): index[i : i + 1] for i, name in enumerate(layers)}
     return {
@@ -241,7 +306,7 @@ def figures(replayed: Replayed, home: Replayed, layers: tuple[int, ...]) -> dict
 
 def _figures(replayed: Replayed, home: Replayed, part: np.ndarray) -> dict:
     ratio_nl = replayed.ratio_nl[:, part]
-    # The first plan replaces home's, and is no change of a policy's mind.
+    # The first plan replaces the home plan, which does not count as a change.
     moves_nl = replayed.moves_nl[1:, part]
     num_changes = np.count_nonzero(moves_nl)
     sec, home_sec = (
@@ -291,7 +356,10 @@ def show(policies: dict, loads: Loads, args: argparse.Namespace) -> None:
         for name, parts in policies.items():
             row = "".join(f"{parts[part][field]:9.2f}" for field in FIELDS)
             print(f"{name:12s}{row}")
-    print("p50, p90, max: device load, max over mean. msec: modelled, of one layer")
+    print(
+        "p50, p90, max: load of the fullest device over the mean. "
+        "msec: modelled time of one layer"
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""A plan and its load, before and after: a picture (heat map), and text.
+"""Show an expert plan and the device loads before and after it, as a picture and text.
 
     python tools/show_plan.py --trace routing.npz --policy flexmoe --out plan.png
     python tools/show_plan.py --synthetic zipf:1.2 --policy eplb --devices 8
     python tools/show_plan.py --run runs/tiny_cpu --layer 2
 
-Before is the home plan. After is what the policy plans from one sample, shown with the
-load of the next; of a run, the plan of its newest checkpoint, with the last load in its
-metrics. The slots are those of --layer, by default the one that is least even before.
+`before` is the home plan. `after` is the plan that --policy makes from one sample, with
+the load of the next sample. With --run, `after` is the plan of the run's newest
+checkpoint, with the last load in its metrics. Slots are shown for one layer.
 Exit codes: 0 done, 2 bad input.
 """
 
@@ -45,13 +45,29 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     source = expert_loads.add_options(parser)
-    source.add_argument("--run", type=pathlib.Path, help="RUN_DIR of train/main.py")
+    source.add_argument(
+        "--run",
+        type=pathlib.Path,
+        help="run directory of train/main.py with a checkpoint",
+    )
     replay.add_layout_options(parser)
     add = parser.add_argument
-    add("--policy", default="flexmoe", help="of --trace or --synthetic: flexmoe")
-    add("--sample", type=int, help="to plan from; default: the middle one")
-    add("--layer", type=int, help="whose slots are shown")
-    add("--out", type=pathlib.Path, help="of the picture: plan.png")
+    add(
+        "--policy",
+        default="flexmoe",
+        help="policy that plans, with --trace or --synthetic",
+    )
+    add(
+        "--sample",
+        type=int,
+        help="number of the sample to plan from (default: the middle one)",
+    )
+    add(
+        "--layer",
+        type=int,
+        help="layer whose slots are shown (default: the least even one before)",
+    )
+    add("--out", type=pathlib.Path, help="file of the picture (default: plan.png)")
     return parser.parse_args(argv)
 
 
@@ -68,7 +84,8 @@ def work(args: argparse.Namespace) -> int:
 
 
 def from_loads(args: argparse.Namespace) -> tuple[Compared, list[str]]:
-    """From the home plan, as if there had been no sample before."""
+    """Return the plan that --policy makes from one sample of the loads, compared with
+    the home plan, and no further lines. The policy starts from the home plan."""
     check_policy(args.policy)
     loads = expert_loads.from_options(args)
     (num_samples, *_, num_experts) = loads.load_tlwe.shape
@@ -87,18 +104,22 @@ def from_loads(args: argparse.Namespace) -> tuple[Compared, list[str]]:
     plan = ExpertPlan(rows_lp, num_experts, owned_le).validate(layout)
     source = f"{loads.name}, planned from sample {sample}, load of sample {shown}"
     load_lwe = loads.load_tlwe[shown]
-    named = Named(args.policy, source, loads.layers)
-    return compare(named, plan, load_lwe, layout.split, args.layer), []
+    names = PlanSource(args.policy, source, loads.layers)
+    return compare(names, plan, load_lwe, layout.split, args.layer), []
 
 
 def from_run(args: argparse.Namespace) -> tuple[Compared, list[str]]:
-    """metrics.jsonl counts a step's load of each expert over all devices: each source
-    is given an even share of it."""
+    """Return the plan of a run's newest checkpoint, compared with the home plan, and a
+    line for each of the last decisions.
+
+    metrics.jsonl holds a step's load of each expert summed over devices: each source
+    device is given an even share of it.
+    """
     meta = newest_meta(args.run / "checkpoints")
     if meta is None:
         raise ValueError(
-            f"{args.run} has no whole checkpoint: give the directory of a run that has "
-            "saved one"
+            f"{args.run} has no complete checkpoint: give the directory of a run that "
+            "has saved one"
         )
     plan = ExpertPlan.from_json(meta["plan"])
     group = GROUP_AXES[meta["config"]["dispatch"]["group"]]
@@ -109,24 +130,24 @@ def from_run(args: argparse.Namespace) -> tuple[Compared, list[str]]:
     step, tokens_le, decisions = read_metrics(args.run / "metrics.jsonl")
     if tokens_le.shape != (plan.num_layers, plan.num_experts):
         raise ValueError(
-            f"{args.run}: the loads of step {step} are {list(tokens_le.shape)}, and "
-            f"the plan is of {plan.num_layers} layers, {plan.num_experts} experts"
+            f"{args.run}: the loads of step {step} have shape {list(tokens_le.shape)}, "
+            f"but the plan has {plan.num_layers} layers and {plan.num_experts} experts"
         )
     load_lwe = np.repeat(tokens_le[:, None] / devices, devices, axis=1)
     source = f"{args.run.resolve().name}, newest checkpoint, load of step {step}"
-    named = Named(policy, source, tuple(range(plan.num_layers)))
-    compared = compare(named, plan, load_lwe, split, args.layer)
+    names = PlanSource(policy, source, tuple(range(plan.num_layers)))
+    compared = compare(names, plan, load_lwe, split, args.layer)
     return compared, [decision_line(record) for record in decisions[-MAX_DECISIONS:]]
 
 
 def read_metrics(path: pathlib.Path) -> tuple[int, np.ndarray, list[dict]]:
-    """The last step with loads, its loads [l, e], and all decisions that changed
-    something."""
+    """Return the last step with loads, its loads [l, e], and all decisions that changed
+    something. Raises ValueError if no loads were recorded."""
     step, tokens_le, decisions = None, None, []
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         try:
             record = json.loads(line)
-        except ValueError:  # the torn end of a live run's log
+        except ValueError:  # the unfinished last line of a live run
             continue
         if "tokens_le" in record:
             step, tokens_le = record["step"], record["tokens_le"]
@@ -135,13 +156,14 @@ def read_metrics(path: pathlib.Path) -> tuple[int, np.ndarray, list[dict]]:
             decisions.append(decision)
     if step is None:
         raise ValueError(
-            f"{path} holds no tokens_le: let the run go on for "
+            f"{path} holds no tokens_le: continue the run for at least "
             "Train.log_load_every_steps steps"
         )
     return step, np.asarray(tokens_le, np.float64), decisions
 
 
 def decision_line(record: dict) -> str:
+    """Return one line that describes a decision of the balancer."""
     changes = "".join(
         f"  {name} {before}->{after}"
         for name, (before, after) in record["changes"].items()
@@ -153,24 +175,29 @@ def decision_line(record: dict) -> str:
     )
 
 
-class Named(NamedTuple):
+class PlanSource(NamedTuple):
+    """Names for a plan and its loads."""
+
     policy: str
     source: str
     layers: tuple[int, ...]
 
 
 def compare(
-    named: Named,
+    names: PlanSource,
     plan: ExpertPlan,
     load_lwe: np.ndarray,
     split: Split,
     layer: int | None,
 ) -> Compared:
-    """`layer`, or the one that is least even before, has its slots shown."""
-    layers = named.layers
+    """Compare a plan with the home plan under the same loads.
+
+    Slots are shown of `layer`, or of the layer that is least even under the home plan.
+    """
+    layers = names.layers
     if layer is not None and layer not in layers:
         raise ValueError(
-            f"--layer {layer} is not there: use one of {', '.join(map(str, layers))}"
+            f"--layer {layer} does not exist: use one of {', '.join(map(str, layers))}"
         )
     home = ExpertPlan.home(plan.num_layers, plan.num_experts)
     before_lw = device_rows(home, load_lwe, "even")
@@ -178,9 +205,9 @@ def compare(
     before_l, after_l = (over_mean(rows).max(axis=1) for rows in (before_lw, after_lw))
     shown = int(np.argmax(before_l)) if layer is None else layers.index(layer)
     return Compared(
-        title=f"{named.policy} plan {plan.digest}: device load max/mean "
+        title=f"{names.policy} plan {plan.digest}: device load max/mean "
         f"{before_l[shown]:.2f} -> {after_l[shown]:.2f} in layer {layers[shown]}",
-        source=named.source,
+        source=names.source,
         names=("before (home plan)", "after"),
         layers=layers,
         before_rows_lw=before_lw,
@@ -191,7 +218,7 @@ def compare(
 
 
 def device_rows(plan: ExpertPlan, load_lwe: np.ndarray, split: Split) -> np.ndarray:
-    """Rows that each device computes, [l, w]."""
+    """Return the rows that each device computes, [l, w]."""
     devices = load_lwe.shape[1]
     pairs = zip(load_lwe, plan.slot_to_expert_lp)
     rows = [traffic.rows_by_slot(we, row_p, devices, split) for we, row_p in pairs]
@@ -199,7 +226,8 @@ def device_rows(plan: ExpertPlan, load_lwe: np.ndarray, split: Split) -> np.ndar
 
 
 def say(compared: Compared) -> None:
-    """Max/mean of every layer, then each device of the layer that is shown."""
+    """Print max/mean of every layer, then each device of the shown layer with its load
+    and the experts in its slots."""
     before_lw, after_lw = (
         over_mean(rows_lw)
         for rows_lw in (compared.before_rows_lw, compared.after_rows_lw)

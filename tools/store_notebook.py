@@ -1,11 +1,12 @@
-"""Run notebooks in a fresh kernel, from the top, and store what they show.
+"""Run notebooks from the top in a fresh kernel, and store their outputs in the files.
 
     python tools/store_notebook.py notebooks/02_plans_and_swaps.ipynb
 
-Stored are sources, outputs and their order: no timings, no state of an editor, nothing
-of this machine. A notebook in which a cell fails or warns is left as it was. Tests
-compare stored texts word for word (tests/docs/test_notebooks.py).
-Exit codes: 0 done, 2 a cell failed, or no notebook.
+The sources and outputs are stored in their order, without timings, editor state or
+anything else that belongs to this machine. A notebook in which a cell fails or warns is
+left as it was. Tests compare the stored texts word for word
+(tests/docs/test_notebooks.py). Exit codes: 0 done, 2 a cell failed or warned, or the
+file is not a notebook.
 """
 
 import argparse
@@ -26,14 +27,20 @@ CELL_LIMIT_SEC = 120
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 LANGUAGE = {"name": "python", "version": "3.12"}
 UNSET = ("JUPYTER_PATH", "MPLBACKEND")
-"""Of the environment: what would choose another kernel or other pictures."""
+"""Environment variables that are removed, because they would choose another kernel or
+other pictures."""
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("notebooks", nargs="+", type=pathlib.Path)
+    parser.add_argument(
+        "notebooks",
+        nargs="+",
+        type=pathlib.Path,
+        help=".ipynb files to run and rewrite",
+    )
     args = parser.parse_args(argv)
     return guarded(lambda: work(args.notebooks), as_json=False)
 
@@ -54,16 +61,16 @@ def work(paths: list[pathlib.Path]) -> int:
 
 
 def read(path: pathlib.Path):
-    """ValueError, one line, if it is no notebook."""
+    """Return a notebook. Raises ValueError if the file is not a notebook."""
     try:
         return nbformat.read(path, as_version=4)
     except nbformat.reader.NotJSONError as error:
-        raise ValueError(f"{path} is no notebook: {error}") from error
+        raise ValueError(f"{path} is not a notebook: {error}") from error
 
 
 def settings(folder: pathlib.Path) -> dict[str, str]:
-    """Environment of a machine without any settings for Jupyter, whose kernel is this
-    Python's."""
+    """Return environment variables under which Jupyter has no user settings and runs
+    this Python's kernel."""
     own = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR")
     return {name: str(folder / name.lower()) for name in own} | {
         "JUPYTER_RUNTIME_DIR": str(folder),
@@ -72,8 +79,8 @@ def settings(folder: pathlib.Path) -> dict[str, str]:
 
 
 def execute(notebook, folder: pathlib.Path | str) -> None:
-    """All cells in order, in place, with `folder` as the working directory; ValueError
-    for one that fails."""
+    """Run all cells in order, in place, with `folder` as the working directory. Raises
+    ValueError if a cell fails."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
@@ -88,7 +95,8 @@ def execute(notebook, folder: pathlib.Path | str) -> None:
 
 
 def clean(notebook) -> None:
-    """Without what differs from run to run; a cell's prints are one stream."""
+    """Remove what differs from run to run, and join the prints of each cell to one
+    output."""
     notebook.metadata = {"kernelspec": KERNEL, "language_info": LANGUAGE}
     for index, cell in enumerate(notebook.cells):
         cell.id, cell.metadata = f"cell-{index:02d}", {}
@@ -97,7 +105,7 @@ def clean(notebook) -> None:
 
 
 def check(notebook, path: pathlib.Path) -> None:
-    """ValueError where a cell wrote to stderr: warnings are no part of a lesson."""
+    """Raise ValueError if a cell wrote to stderr: a lesson must not warn."""
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             if output.get("name") == "stderr":

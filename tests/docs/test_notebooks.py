@@ -155,5 +155,5 @@ def test_a_notebook_that_fails_stays_as_it_was(source, why, tmp_path):
 def test_what_is_no_notebook_is_refused_in_one_line(tmp_path):
     path = tmp_path / "no.ipynb"
     path.write_text("no notebook")
-    with pytest.raises(ValueError, match="is no notebook"):
+    with pytest.raises(ValueError, match="is not a notebook"):
         store_notebook.read(path)

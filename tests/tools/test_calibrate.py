@@ -1,3 +1,5 @@
+"""Test tools/calibrate.py: fitted lines, measured collectives, and predictions."""
+
 import dataclasses
 import itertools
 import json
@@ -50,9 +52,9 @@ def test_no_line_through_noise_has_less_relative_error():
     def error(latency_sec, rate):
         return np.sum((1 - (latency_sec + amount_n / rate) / sec_n) ** 2)
 
-    least = error(line.latency_sec, line.amount_per_sec)
+    min_error = error(line.latency_sec, line.amount_per_sec)
     for a, b in ((0.99, 1), (1.01, 1), (1, 0.99), (1, 1.01)):
-        assert error(a * line.latency_sec, b * line.amount_per_sec) > least
+        assert error(a * line.latency_sec, b * line.amount_per_sec) > min_error
 
 
 def test_latency_is_not_negative_and_rates_are_finite():
@@ -73,8 +75,7 @@ def mesh():
 
 @pytest.mark.parametrize("name", OPS)
 def test_a_program_runs_its_collective(mesh, name):
-    """It stands in the compiled loop, and keeps what it must: what every device sends
-    arrives, so no result is a constant."""
+    """The collective is in the compiled loop, so XLA has not removed it."""
     sweep = collective_times.Sweep((name,), (64,))
     programs = collective_times.collective_programs(mesh, "float32", sweep)
     axes = ("data", "expert", "data_expert")
@@ -101,7 +102,7 @@ def test_products_of_axes_of_several_devices_are_measured(monkeypatch):
 
 @pytest.mark.slow
 def test_calibration_of_the_live_mesh(tmp_path, capfd, monkeypatch):
-    """What it writes is what the cost model reads."""
+    """The cost model reads the file that the tool writes."""
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # start() adds to them
     sweep = dataclasses.replace(collective_times.SWEEP, elements=(2**8, 2**12))
     monkeypatch.setattr(collective_times, "SWEEP", sweep)
@@ -127,7 +128,7 @@ def test_calibration_of_the_live_mesh(tmp_path, capfd, monkeypatch):
     ("words", "what"),
     [
         ([], "give --gin_file"),
-        (["--mesh=data=2,experts=4"], "'experts=4' is no axis"),
+        (["--mesh=data=2,experts=4"], "'experts=4' is not an axis"),
         (["--mesh=data=0"], "'data=0'"),
         (["--mesh=data=2", "--compile"], "--gin_file"),
         (["--mesh=expert=4", "--turns=0"], "--turns 0"),
@@ -168,16 +169,20 @@ CLUSTER_B = {
 }  # fmt: skip
 
 
-def sec_of_wire(prediction) -> float:
-    """Of what the papers count: rows and tokens."""
+def communication_sec(prediction) -> float:
+    """Return the predicted seconds of the terms that the papers count: the collectives
+    of rows and tokens."""
     others = ("router", "experts", "counts", "weights")
     return sum(t.sec for t in prediction.terms if not t.name.endswith(others))
 
 
 def cluster_b(tensor: int, shards: int) -> Calibration:
-    """Lines with which a collective of n elements takes start + slope n, in groups of
-    the sizes that schedules with these run over. Of two sizes of group on one axis it
-    is the larger, only where shards < tensor."""
+    """Return a calibration by which a collective of n elements takes start + slope n.
+
+    The groups have the sizes that schedules with this tensor axis and these shards run
+    over. With shards < tensor one axis has groups of two sizes, of which the larger
+    counts.
+    """
     expert, inner = 32 // tensor, max(1, shards // tensor)
     sizes = {
         "expert": expert // inner,
@@ -201,7 +206,8 @@ def cluster_b(tensor: int, shards: int) -> Calibration:
 
 
 def grid(tensor: int, shards: int) -> list[MicroBatchShape]:
-    """A quarter of 1296 layers, the count of the paper, whose own are not known."""
+    """Return 324 layers, a quarter of the paper's count of 1296. The paper does not say
+    which layers it used."""
     return [
         MicroBatchShape(batch * seq, d, times * d, 32, k, factor, 4, tensor, shards,
               {"expert": 32 // tensor}, is_training=False)
@@ -216,8 +222,8 @@ SPLITS = [(2, 2), (2, 4), (4, 4), (4, 2)]
 
 
 def equations(shape: MicroBatchShape) -> dict[str, float]:
-    """Parm's (1) to (3), collectives serial, and FSMoE's order, as the papers write
-    them, in seconds."""
+    """Return the seconds of each schedule by the papers' equations: Parm's (1) to (3)
+    with serial collectives, and FSMoE's order for s1h."""
     mp, esp = shape.tensor, shape.expert_shards
     blm = shape.tokens * shape.d_model
     etm = shape.buffer_factor * shape.top_k * blm
@@ -238,7 +244,7 @@ def test_predictions_are_the_papers_equations(tensor, shards):
     lines = cluster_b(tensor, shards)
     for shape in grid(tensor, shards)[::7]:
         want = equations(shape)
-        got = {name: sec_of_wire(predict(shape, lines, name)) for name in want}
+        got = {name: communication_sec(predict(shape, lines, name)) for name in want}
         assert_close(got, want)
 
 
@@ -247,9 +253,10 @@ def test_predictions_are_the_papers_equations(tensor, shards):
     [(0.0, 0.0, (2.91, 5.27, 7.69)), (1.0, 3.2e-5, (3.36, 5.97, 8.77))],
 )
 def test_the_grid_of_1296_layers_in_less_than_a_second(overlap, start_sec, figures):
-    """Least, mean and most of base over the better of s1 and s2, of what travels
-    forward; serial, and where s2 hides all it can but a start. base is DeepSpeed-MoE's:
-    each of its devices sends all tokens; with shards < tensor ours sends a part."""
+    """The minimum, mean and maximum of base over the better of s1 and s2, in the
+    communication of the forward pass: with serial collectives, and where s2 hides all
+    it can but one start. base is that of DeepSpeed-MoE, whose devices each send all
+    tokens; with shards < tensor ours sends a part."""
     lines = {split: cluster_b(*split) for split in SPLITS}
     shapes = [
         dataclasses.replace(shape, overlap=overlap)
@@ -261,8 +268,8 @@ def test_the_grid_of_1296_layers_in_less_than_a_second(overlap, start_sec, figur
     assert time.process_time() - begin < 1
     ratio_n = []
     for shape, choice in zip(shapes, choices, strict=True):
-        s1, s2 = (sec_of_wire(choice.predictions[name]) for name in ("s1", "s2"))
+        s1, s2 = (communication_sec(choice.predictions[name]) for name in ("s1", "s2"))
         ratio_n.append(equations(shape)["base"] / min(s1, s2 + start_sec))
     assert len(ratio_n) == 1296
-    found = (np.min(ratio_n), np.mean(ratio_n), np.max(ratio_n))
-    assert found == pytest.approx(figures, abs=0.006)
+    summary = (np.min(ratio_n), np.mean(ratio_n), np.max(ratio_n))
+    assert summary == pytest.approx(figures, abs=0.006)

@@ -1,4 +1,5 @@
-"""The import graph: circles and upward arrows are refused with their lines named."""
+"""Test the import graph: circles and imports of higher layers are reported with their
+lines."""
 
 import pathlib
 
@@ -11,7 +12,7 @@ ROOT = pathlib.Path(import_graph.__file__).parents[1]
 
 
 def make_tree(root: pathlib.Path, sources: dict[str, str]) -> pathlib.Path:
-    """A tree of files with these sources, and a page without a graph."""
+    """Write a tree of files with these sources, and a page without a graph."""
     for name, source in {**sources, PAGE: f"a\n{BEGIN}\n{END}\nb\n"}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -20,19 +21,20 @@ def make_tree(root: pathlib.Path, sources: dict[str, str]) -> pathlib.Path:
 
 
 def check(root: pathlib.Path, capsys, *words: str) -> tuple[int, list[str]]:
-    """Exit code and complaints."""
+    """Run the check, and return its exit code and the faults it reports."""
     code = import_graph.main(["--root", str(root), *words])
     return code, capsys.readouterr().err.splitlines()
 
 
-def faults_of(root: pathlib.Path, capsys) -> list[str]:
+def find_faults(root: pathlib.Path, capsys) -> list[str]:
+    """Write the graph to the page, and return the faults that remain."""
     check(root, capsys, "--write", PAGE)
     code, faults = check(root, capsys)
     assert code == (1 if faults else 0)
     return faults
 
 
-def test_the_repository_has_neither_circles_nor_upward_arrows(capsys):
+def test_the_repository_has_neither_circles_nor_upward_imports(capsys):
     assert check(ROOT, capsys) == (0, [])
 
 
@@ -48,7 +50,7 @@ def test_a_circle_through_a_function_is_refused(tmp_path, capsys):
         "moejax/plan/c.py": "def late():\n    from moejax.plan.a import name\n",
         "moejax/plan/d.py": "from moejax.plan import a\n",
     }
-    circle, *lines = faults_of(make_tree(tmp_path, sources), capsys)
+    circle, *lines = find_faults(make_tree(tmp_path, sources), capsys)
     assert circle == "a circle of imports:"
     assert sorted(lines) == [
         "  moejax/plan/a.py:1 imports moejax/plan/b.py",
@@ -62,7 +64,7 @@ def test_a_circle_for_type_checkers_alone_is_refused(tmp_path, capsys):
         "moejax/plan/a.py": "from . import b\n",
         "moejax/plan/b.py": "if TYPE_CHECKING:\n    from .a import A\n",
     }
-    assert len(faults_of(make_tree(tmp_path, sources), capsys)) == 3
+    assert len(find_faults(make_tree(tmp_path, sources), capsys)) == 3
 
 
 @pytest.mark.parametrize(
@@ -71,20 +73,20 @@ def test_a_circle_for_type_checkers_alone_is_refused(tmp_path, capsys):
         ("moejax.plan.a", "moejax.show.b", "moejax.show is not below moejax.plan"),
         ("moejax.model.a", "moejax.balance.b", "moejax.balance is not below"),
         ("train.data.a", "train.loop", "train.loop is not below train.data"),
-        ("moejax.balance.a", "moejax.moe.b", "do not know each other"),
-        ("moejax.moe.a", "moejax.perf.b", "do not know each other"),
-        ("moejax.kernels.a", "moejax.plan.b", "do not know each other"),
-        ("moejax.moe.a", "moejax.other", "one of both is in no room"),
+        ("moejax.balance.a", "moejax.moe.b", "must not know each other"),
+        ("moejax.moe.a", "moejax.perf.b", "must not know each other"),
+        ("moejax.kernels.a", "moejax.plan.b", "must not know each other"),
+        ("moejax.moe.a", "moejax.other", "one of the two has no room"),
     ],
 )
-def test_arrows_that_lead_to_no_lower_room_are_refused(
+def test_imports_from_outside_the_lower_layers_are_refused(
     tmp_path, capsys, importer, imported, fault
 ):
     paths = {name: name.replace(".", "/") + ".py" for name in (importer, imported)}
     sources = {paths[importer]: f"\nimport {imported}\n", paths[imported]: ""}
-    (found,) = faults_of(make_tree(tmp_path, sources), capsys)
-    assert found.startswith(f"{paths[importer]}:2 imports {paths[imported]}: ")
-    assert fault in found
+    (line,) = find_faults(make_tree(tmp_path, sources), capsys)
+    assert line.startswith(f"{paths[importer]}:2 imports {paths[imported]}: ")
+    assert fault in line
 
 
 def test_the_page_is_written_and_compared(tmp_path, capsys):

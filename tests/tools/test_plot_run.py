@@ -1,3 +1,5 @@
+"""Test tools/plot_run.py: the arrays of a run, its pictures, and damaged logs."""
+
 import json
 import subprocess
 import sys
@@ -84,7 +86,7 @@ def test_run_without_loads_has_two_pictures(tmp_path):
     assert sorted(path.name for path in folder.glob("*.png")) == sorted(PICTURES[:2])
 
 
-def test_step_that_stands_twice_counts_as_written_last(tmp_path):
+def test_a_step_that_was_logged_twice_counts_as_written_last(tmp_path):
     lines = ['{"step": 1, "loss": 3.0}', '{"step": 2, "loss": 2.0}'] * 2
     run = read_run(write_run(tmp_path / "run", [*lines, '{"step": 2, "loss": 1.0}']))
     assert run.step_n.tolist() == [1, 2]
@@ -132,7 +134,7 @@ def test_damaged_loads_are_left_out_and_counted(tmp_path, bad):
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (None, "is no folder"),
+        (None, "is not a folder"),
         ("no log", "has no metrics.jsonl"),
         ("", "holds no training step"),
         ('{"step": 1, "eval_loss": 1.0}', "holds no training step"),
@@ -164,19 +166,19 @@ def test_loads_of_a_long_run_are_thinned(tmp_path):
     assert len(run.step_n) == 3 * MAX_LOADS - 1
 
 
-def test_smooth_is_a_centred_mean_of_what_is_finite():
+def test_smooth_is_a_centred_mean_of_finite_values():
     y_n = np.random.default_rng(0).normal(size=200)
     y_n[[3, 70]] = np.nan
     expected = [np.nanmean(y_n[max(0, i - 2) : i + 3]) for i in range(200)]
     assert_close(plot_run.smooth(y_n), np.array(expected))
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path):
+def test_runs_of_one_name_are_named_by_their_paths(tmp_path):
     folders = [tmp_path / part / "run" for part in ("a", "b")]
     for folder in folders:
         folder.parent.mkdir()
         write_run(folder, log_lines(3))
-    runs = plot_run.told_apart([read_run(folder) for folder in folders], folders)
+    runs = plot_run.distinguish([read_run(folder) for folder in folders], folders)
     assert [run.name for run in runs] == [str(folder) for folder in folders]
 
 

@@ -1,4 +1,5 @@
-"""tools/prepare.py: the same shards for any number of workers, all or nothing."""
+"""Test tools/prepare.py: it writes the same shards with any number of workers, and all
+of them or none."""
 
 import hashlib
 import json
@@ -29,7 +30,8 @@ from train.data.tokenizer import load_tokenizer
 
 @pytest.fixture
 def sources(tmp_path):
-    """A folder with a file of every kind, one bad record and one empty text."""
+    """Return the files of a folder: one of every kind, one bad record, one empty
+    text."""
     folder = tmp_path / "my sources [1]"
     folder.mkdir()
     write_jsonl(folder / "a.jsonl", [*TEXTS, "", *("x y\n" * i for i in range(200))])
@@ -46,12 +48,13 @@ def contents(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def documents_of(folder) -> list[list[int]]:
-    found = []
+def read_documents(folder) -> list[list[int]]:
+    """Return the token ids of each document in a folder of shards."""
+    ids = []
     for record in read_manifest(folder)["shards"]:
         shard = open_tokens(folder / record["file"])
-        found += [part.tolist() for part in np.split(shard.token_b, shard.start_d[1:])]
-    return found
+        ids += [part.tolist() for part in np.split(shard.token_b, shard.start_d[1:])]
+    return ids
 
 
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
@@ -62,7 +65,7 @@ def test_a_document_is_its_separator_and_its_ids(sources, tmp_path, monkeypatch,
     tokenizer = load_tokenizer(recipe.tokenizer)
     last = "the last one\n" * 40_000
     texts = [*TEXTS, *("x y\n" * i for i in range(1, 200)), *TEXTS[:2], *TEXTS]
-    assert documents_of(tmp_path / "out") == [
+    assert read_documents(tmp_path / "out") == [
         [tokenizer.separator, *tokenizer.encode(text).tolist()]
         for text in [*texts, last, last]
     ]
@@ -72,7 +75,7 @@ def test_a_document_is_its_separator_and_its_ids(sources, tmp_path, monkeypatch,
     assert len(manifest["shards"]) > 2
 
 
-def test_the_manifest_says_what_there_is(sources, tmp_path):
+def test_the_manifest_describes_the_sources_and_shards(sources, tmp_path):
     manifest = prepare(sources, tmp_path / "out")
     assert read_manifest(tmp_path / "out") == manifest
     for shard in manifest["shards"]:
@@ -88,21 +91,24 @@ def test_the_manifest_says_what_there_is(sources, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
-def test_the_number_of_workers_does_not_show(sources, tmp_path, monkeypatch, name):
-    """Pieces are cut here, in the parent, and more than each worker may be ahead."""
-    monkeypatch.setattr(documents, "RANGE_BYTES", 500)
+def test_the_result_does_not_depend_on_the_number_of_workers(
+    sources, tmp_path, monkeypatch, name
+):
+    """The pieces are small, so that there are more of them than the workers may have in
+    flight."""
+    monkeypatch.setattr(documents, "PIECE_BYTES", 500)
     recipe = Recipe(str(write_bpe(tmp_path / "t.json")) if name == "bpe" else "bytes")
     before = contents(sources[0].parent)
-    found = []
+    folders = []
     for num_workers in (1, 2, 3):
         out = tmp_path / f"out {num_workers}"
         prepare(sources, out, recipe, num_workers)
-        found.append(contents(out))
-    assert found[0] == found[1] == found[2]
+        folders.append(contents(out))
+    assert folders[0] == folders[1] == folders[2]
     assert contents(sources[0].parent) == before
 
 
-def test_more_bad_records_than_may_be_stop(sources, tmp_path):
+def test_too_many_bad_records_end_the_program(sources, tmp_path):
     with pytest.raises(ValueError, match=r"max_bad_records=0 .*a\.jsonl:208: not JSON"):
         prepare(sources, tmp_path / "out", Recipe(max_bad_records=0))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my sources [1]"]
@@ -116,7 +122,7 @@ def test_files_without_documents_are_refused(tmp_path):
         prepare([write_text(tmp_path / "a.txt", "")], tmp_path / "out")
 
 
-def test_a_folder_that_is_there_is_not_touched(sources, tmp_path):
+def test_an_existing_folder_is_not_touched(sources, tmp_path):
     out = tmp_path / "out"
     prepare(sources, out)
     before = contents(out)
@@ -126,13 +132,13 @@ def test_a_folder_that_is_there_is_not_touched(sources, tmp_path):
         prepare(sources, out, Recipe(max_bad_records=0), overwrite=True)
     assert contents(out) == before
     prepare(sources[1:2], out, overwrite=True)
-    assert len(documents_of(out)) == 2
-    with pytest.raises(ValueError, match="is not a folder of prepared tokens"):
+    assert len(read_documents(out)) == 2
+    with pytest.raises(ValueError, match="is no folder of prepared tokens"):
         prepare(sources, sources[0].parent, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my sources [1]", "out"]
 
 
-def test_what_a_killed_run_has_left_is_not_taken_for_whole(sources, tmp_path):
+def test_the_leftovers_of_a_killed_run_are_not_used(sources, tmp_path):
     partial = tmp_path / "out.partial"
     partial.mkdir()
     (partial / "shard-00000.bin").write_bytes(b"half")
@@ -140,20 +146,20 @@ def test_what_a_killed_run_has_left_is_not_taken_for_whole(sources, tmp_path):
     with pytest.raises(ValueError, match="is not a folder of prepared tokens"):
         read_manifest(tmp_path / "out")
     prepare(sources[1:2], tmp_path / "out")
-    assert len(documents_of(tmp_path / "out")) == 2
+    assert len(read_documents(tmp_path / "out")) == 2
     assert not partial.exists()
 
 
-def test_two_that_write_the_same_folder_do_not_mix(sources, tmp_path):
+def test_two_writers_of_the_same_folder_do_not_mix(sources, tmp_path):
     def again(_):
         with pytest.raises(ValueError, match="another process is writing"):
             prepare(sources, tmp_path / "out")
 
     prepare(sources[1:2], tmp_path / "out", show=again)
-    assert len(documents_of(tmp_path / "out")) == 2
+    assert len(read_documents(tmp_path / "out")) == 2
 
 
-def test_a_source_that_changes_meanwhile_is_refused(sources, tmp_path):
+def test_a_source_that_changes_while_it_is_read_is_refused(sources, tmp_path):
     def change(_):
         write_jsonl(sources[1], ["other"])
 
@@ -162,33 +168,35 @@ def test_a_source_that_changes_meanwhile_is_refused(sources, tmp_path):
 
 
 def test_writers_that_start_together_leave_one_whole_folder(sources, tmp_path):
-    """One writes; each of the others is refused, or comes later and overwrites."""
-    out, said, meet = tmp_path / "out", [], threading.Barrier(4)
+    """One writer writes. Each of the others is refused, or comes later and
+    overwrites."""
+    out, outcomes, barrier = tmp_path / "out", [], threading.Barrier(4)
     prepare(sources[1:2], out)
 
     def write():
-        meet.wait()
+        barrier.wait()
         for _ in range(10):
             try:
                 prepare(sources[1:2], out, overwrite=True)
-                said.append("written")
-            except ValueError as error:
-                said.append(str(error))
+                outcomes.append("written")
+            except ValueError as fault:
+                outcomes.append(str(fault))
 
     threads = [threading.Thread(target=write) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(said) == 40
-    assert "written" in said
-    assert all(s == "written" or "another process is writing" in s for s in said), said
-    assert len(documents_of(out)) == 2
+    assert len(outcomes) == 40
+    assert "written" in outcomes
+    refusals = [outcome for outcome in outcomes if outcome != "written"]
+    assert all("another process writes" in text for text in refusals), refusals
+    assert len(read_documents(out)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my sources [1]", "out"]
 
 
 def test_a_folder_made_meanwhile_is_not_overwritten(sources, tmp_path, monkeypatch):
-    """Whether it is there is asked again by the one who may write."""
+    """The process that may write checks again whether the folder exists."""
     out = tmp_path / "out"
     load = prepared.load_tokenizer
 
@@ -200,12 +208,13 @@ def test_a_folder_made_meanwhile_is_not_overwritten(sources, tmp_path, monkeypat
     monkeypatch.setattr(prepared, "load_tokenizer", load_late)
     with pytest.raises(ValueError, match="exists"):
         prepare(sources, out)
-    assert len(documents_of(out)) == 2
+    assert len(read_documents(out)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my sources [1]", "out"]
 
 
-def test_a_lock_that_its_holder_has_removed_is_none(tmp_path, monkeypatch):
-    """As when a writer ends between our opening of the file and our locking it."""
+def test_a_lock_file_that_its_holder_has_removed_does_not_count(tmp_path, monkeypatch):
+    """This happens when a writer ends after we have opened the lock file and before we
+    lock it."""
     path = tmp_path / "out.partial.lock"
     monkeypatch.setattr(prepared.fcntl, "flock", lambda *_: path.unlink())
     with pytest.raises(ValueError, match="another process is writing"):
@@ -213,7 +222,7 @@ def test_a_lock_that_its_holder_has_removed_is_none(tmp_path, monkeypatch):
 
 
 def test_a_refusal_does_not_wait_for_a_long_file(tmp_path):
-    """64 GiB, which are not on the disk, take half a minute or more to hash."""
+    """The file is sparse and has 64 GiB, which take half a minute or more to hash."""
     with (tmp_path / "long").open("wb") as file:
         file.truncate(64 * 2**30)
     started_sec = time.process_time()
@@ -225,9 +234,9 @@ def test_a_refusal_does_not_wait_for_a_long_file(tmp_path):
 
 def test_a_hash_stops_when_it_is_told_to(tmp_path):
     path = write_text(tmp_path / "a", "a" * (3 * 2**20))
-    asked = iter([False, False, True])
+    answers = iter([False, False, True])
     part = hashlib.sha256(b"a" * (2 * 2**20)).hexdigest()
-    assert file_sha256(path, lambda: next(asked)) == part
+    assert file_sha256(path, lambda: next(answers)) == part
 
 
 @pytest.mark.parametrize("sent", [b"", b"\0\0", b"\0\0\0\x63half"])
@@ -266,7 +275,7 @@ def test_a_damaged_manifest_is_refused(tmp_path, content):
         read_manifest(tmp_path)
 
 
-def test_a_manifest_names_files_of_its_folder_alone(sources, tmp_path):
+def test_a_manifest_may_only_name_files_of_its_own_folder(sources, tmp_path):
     prepare(sources, tmp_path / "out")
     path = tmp_path / "out" / prepared.MANIFEST
     record = json.loads(path.read_text())
@@ -283,12 +292,12 @@ def run(capsys, *args):
     return code, json.loads(out.splitlines()[-1]), err
 
 
-def test_the_program_says_what_it_did(sources, tmp_path, capsys):
+def test_the_program_reports_its_results(sources, tmp_path, capsys):
     out = tmp_path / "a" / "b"
     code, record, err = run(capsys, f"{tmp_path}/*/?.*", "--out", out)
     assert (code, record["exit_code"], err) == (0, 0, "")
     assert record["num_bad"] == 1
-    assert record["num_tokens"] == sum(map(len, documents_of(out)))
+    assert record["num_tokens"] == sum(map(len, read_documents(out)))
     assert {"wall_sec", "cpu_sec", "peak_rss_mib"} <= set(record)
 
 

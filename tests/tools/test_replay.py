@@ -1,3 +1,5 @@
+"""Test tools/replay.py: figures of policies and splits, loads, and bad input."""
+
 import json
 import subprocess
 import sys
@@ -18,7 +20,8 @@ FIELDS = {
 
 
 def counts(num_samples: int = 6, num_layers: int = 2) -> np.ndarray:
-    """Skewed, and another expert is hot in the last two samples."""
+    """Return skewed counts [samples, layers, devices, experts]. Another expert is hot
+    in the last two samples."""
     rng = np.random.default_rng(0)
     chance_e = np.arange(1.0, EXPERTS + 1) ** -1.5
     shape = (num_samples, num_layers, DEVICES)
@@ -32,18 +35,19 @@ def write(path, tokens=None, **arrays):
     return path
 
 
-def replayed(capsys, *words) -> dict:
+def run_replay(capsys, *words) -> dict:
+    """Run the tool with --json, and return its record."""
     assert replay.main([*map(str, words), "--json"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def of_trace(path) -> list:
+def trace_words(path) -> list:
     return ["--trace", path, "--devices", DEVICES]
 
 
 def test_figures_of_home_are_those_of_the_definition(tmp_path, capsys):
     path = write(tmp_path / "a.npz", layer=np.array([3, 9]))
-    record = replayed(capsys, *of_trace(path), "--policies", "home")
+    record = run_replay(capsys, *trace_words(path), "--policies", "home")
     tokens = counts().astype(float)[1:]
     device_nlw = tokens.sum(axis=2).reshape(5, 2, DEVICES, -1).sum(axis=-1)
     ratio_nl = device_nlw.max(axis=-1) / device_nlw.mean(axis=-1)
@@ -62,7 +66,7 @@ def test_figures_of_home_are_those_of_the_definition(tmp_path, capsys):
 def test_layer_msec_of_home_is_compute_and_four_exchanges(tmp_path, capsys):
     tokens = np.repeat(counts(1, 1), 3, axis=0)
     path = write(tmp_path / "a.npz", tokens)
-    record = replayed(capsys, *of_trace(path), "--policies", "home")
+    record = run_replay(capsys, *trace_words(path), "--policies", "home")
     pair_ww = tokens[0, 0].astype(float).reshape(DEVICES, DEVICES, -1).sum(axis=-1)
     others_ww = pair_ww * (1 - np.eye(DEVICES))
     rows = max(others_ww.sum(axis=0).max(), others_ww.sum(axis=1).max())
@@ -73,13 +77,13 @@ def test_layer_msec_of_home_is_compute_and_four_exchanges(tmp_path, capsys):
 
 
 def test_all_policies_on_loads_that_stay(tmp_path, capsys):
-    """What is planned from is what comes, so nothing is worse than home, no plan that
-    starts from its own result changes, and --same says the same."""
+    """All samples are equal, so no policy is worse than home, no plan changes after the
+    first, and --same gives the same figures."""
     path = write(tmp_path / "a.npz", np.repeat(counts(1), 5, axis=0))
-    words = [*of_trace(path), "--policies", "all"]
-    policies = replayed(capsys, *words)["policies"]
+    words = [*trace_words(path), "--policies", "all"]
+    policies = run_replay(capsys, *words)["policies"]
     assert list(policies) == list(POLICIES)
-    same = replayed(capsys, *words, "--same")["policies"]
+    same = run_replay(capsys, *words, "--same")["policies"]
     for name, parts in policies.items():
         assert parts["all"]["speedup"] >= 1 - 1e-9, name
         assert parts["all"]["moves"] == 0, name
@@ -91,25 +95,27 @@ def test_all_policies_on_loads_that_stay(tmp_path, capsys):
 
 
 def test_next_sample_is_what_a_plan_is_scored_on(tmp_path, capsys):
-    """The hot expert moves between samples 3 and 4: only plans for the next meet it."""
-    words = [*of_trace(write(tmp_path / "a.npz")), "--policies", "eplb"]
-    after = replayed(capsys, *words)["policies"]["eplb"]["all"]
-    same = replayed(capsys, *words, "--same")["policies"]["eplb"]["all"]
+    """Another expert becomes hot between samples 3 and 4. A plan made before meets the
+    new load only if it is scored on the next sample."""
+    words = [*trace_words(write(tmp_path / "a.npz")), "--policies", "eplb"]
+    after = run_replay(capsys, *words)["policies"]["eplb"]["all"]
+    same = run_replay(capsys, *words, "--same")["policies"]["eplb"]["all"]
     assert after["max_over_mean_max"] > 1.5 * same["max_over_mean_max"]
     assert after["changes"] > 0
     assert after["moves"] > 0
-    strided = replayed(capsys, *words, "--stride", 2)  # plans from 0, 2, 4
+    strided = run_replay(capsys, *words, "--stride", 2)  # plans from 0, 2, 4
     assert strided["num_samples"] == 3
     ratio = strided["policies"]["eplb"]["all"]["max_over_mean_max"]
     assert ratio < after["max_over_mean_max"]
 
 
 def test_split_is_the_policys_own_or_the_one_given(tmp_path, capsys):
-    """An exact split leaves the fullest device less than the even one, by one plan."""
-    words = [*of_trace(write(tmp_path / "a.npz")), "--policies"]
-    records = {"policy": replayed(capsys, *words, "eplb")}
+    """Under the same plan, an exact split gives the fullest device fewer rows than the
+    even split."""
+    words = [*trace_words(write(tmp_path / "a.npz")), "--policies"]
+    records = {"policy": run_replay(capsys, *words, "eplb")}
     for split in ("even", "water_filling"):
-        records[split] = replayed(capsys, *words, "eplb,home", "--split", split)
+        records[split] = run_replay(capsys, *words, "eplb,home", "--split", split)
     assert [record["split"] for record in records.values()] == list(records)
     for part in ("0", "1", "all"):
         own, even, filled = (r["policies"]["eplb"][part] for r in records.values())
@@ -118,14 +124,19 @@ def test_split_is_the_policys_own_or_the_one_given(tmp_path, capsys):
         assert filled["max_over_mean_p50"] < even["max_over_mean_p50"]
         assert filled["max_over_mean_max"] < even["max_over_mean_max"]
         assert (filled["moves"], filled["changes"]) == (even["moves"], even["changes"])
-    # With one replica each there is nothing to split.
+    # With one replica of each expert there is nothing to split.
     assert records["water_filling"]["policies"]["home"]["all"]["speedup"] == 1
 
 
 def test_dynamic_split_evens_out_what_no_plan_foresaw(tmp_path, capsys):
-    """40,000 rows of each source are 40,000 of each device, whatever is hot."""
-    words = [*of_trace(write(tmp_path / "a.npz")), "--split", "dynamic", "--policies"]
-    parts = replayed(capsys, *words, "home")["policies"]["home"]
+    """Each source has 40,000 rows, so each device has as many, whatever is hot."""
+    words = [
+        *trace_words(write(tmp_path / "a.npz")),
+        "--split",
+        "dynamic",
+        "--policies",
+    ]
+    parts = run_replay(capsys, *words, "home")["policies"]["home"]
     assert set(parts) == {"0", "1", "all"}
     assert max(part["max_over_mean_max"] for part in parts.values()) < 1 + 1 / 40_000
     assert parts["all"]["speedup"] > 1
@@ -144,7 +155,7 @@ def test_slots_and_shadows_of_a_layout():
         "micromoe": 5,
     }  # fmt: skip
     dynamic = replay.layout_for(POLICIES["home"], EXPERTS, args, "dynamic")
-    assert dynamic.slots_per_device == 4  # own, and as many copies
+    assert dynamic.slots_per_device == 4  # the own experts, and as many copies
     assert (dynamic.offers_per_device, dynamic.copies_per_device) == (2, 2)
 
 
@@ -182,9 +193,9 @@ def test_a_calibration_sets_the_times(tmp_path, capsys):
         path.write_text(json.dumps(record))
         return path
 
-    words = [*of_trace(write(tmp_path / "a.npz")), "--policies", "home"]
+    words = [*trace_words(write(tmp_path / "a.npz")), "--policies", "home"]
     slow, fast = (
-        replayed(capsys, *words, "--calibration", calibration(flops))["policies"]
+        run_replay(capsys, *words, "--calibration", calibration(flops))["policies"]
         for flops in (1e9, 1e12)
     )
     assert slow["home"]["all"]["layer_msec"] > 10 * fast["home"]["all"]["layer_msec"]
@@ -197,7 +208,7 @@ def test_a_calibration_sets_the_times(tmp_path, capsys):
     ("words", "what"),
     [
         (["--devices=8"], "give --devices 4"),
-        (["--experts=16"], "is of 8 experts"),
+        (["--experts=16"], "has 8 experts"),
         (["--policies=flexmo"], "flexmoe"),
         (["--policies=eplb", "--slots=1"], "raise slots_per_device to at least 2"),
         (["--policies=flexmoe", "--slots=1"], "raise slots_per_device to at least 2"),
@@ -205,7 +216,7 @@ def test_a_calibration_sets_the_times(tmp_path, capsys):
         (["--array=counts"], "holds tokens"),
         (["--stride=0"], "--stride 0"),
         (["--split=dynamic"], "fastermoe, prophet, flexmoe, smartmoe, eplb, micromoe"),
-        (["--split=dynamic", "--policies=home,eplb"], "eplb would plan too"),
+        (["--split=dynamic", "--policies=home,eplb"], "eplb would plan them too"),
         (["--calibration=none.json"], "none.json"),
     ],
 )
@@ -236,7 +247,7 @@ def test_missing_and_damaged_files_are_one_line(tmp_path, capsys):
     whole = write(tmp_path / "whole.npz").read_bytes()
     middle = len(whole) // 2
     flipped = whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :]
-    contents = {"missing": None, "text": b"no zip", "cut": whole[:middle]}
+    contents = {"missing": None, "text": b"not a zip file", "cut": whole[:middle]}
     for name, content in (contents | {"flipped": flipped}).items():
         path = tmp_path / f"{name}.npz"
         if content is not None:
@@ -276,11 +287,12 @@ def test_program_runs_from_anywhere_without_jax(repo, tmp_path):
 
 
 @pytest.mark.trace
-def test_policies_even_a_recorded_run(trace, capsys):
-    """A GPT of 24 MoE layers without a balancing loss: 16 devices, 32 experts."""
+def test_policies_even_out_a_recorded_run(trace, capsys):
+    """The run is a GPT of 24 MoE layers without a balancing loss: 16 devices, 32
+    experts."""
     words = ["--trace", trace, "--stride", "20"]
-    three = replayed(capsys, *words)["policies"]
-    four = replayed(capsys, *words, "--slots", 4, "--policies", "eplb")["policies"]
+    three = run_replay(capsys, *words)["policies"]
+    four = run_replay(capsys, *words, "--slots", 4, "--policies", "eplb")["policies"]
     limits = {"fastermoe": 2.3, "prophet": 2.3, "flexmoe": 1.5, "eplb": 1.5}
     for layer in three["home"]:
         ratios = {name: three[name][layer]["max_over_mean_p50"] for name in three}
@@ -294,8 +306,9 @@ def test_policies_even_a_recorded_run(trace, capsys):
 
 @pytest.mark.trace
 def test_dynamic_replication_evens_out_every_recorded_sample(trace, capsys):
-    """Those where another expert becomes hot too. A device's mean is whole: 16384."""
+    """This includes the samples in which another expert becomes hot. The mean of the
+    devices is a whole number of rows, 16384."""
     words = ["--trace", trace, "--split", "dynamic", "--policies", "home"]
-    parts = replayed(capsys, *words, "--stride", 5)["policies"]["home"]
+    parts = run_replay(capsys, *words, "--stride", 5)["policies"]["home"]
     assert max(part["max_over_mean_max"] for part in parts.values()) < 1 + 1 / 16_384
     assert min(part["speedup"] for part in parts.values()) > 3

@@ -1,3 +1,5 @@
+"""Test tools/show_plan.py on synthetic loads and on the directory of a run."""
+
 import json
 
 import numpy as np
@@ -16,7 +18,8 @@ pytestmark = pytest.mark.filterwarnings("error")  # matplotlib warns of ugly lay
 DEVICES, EXPERTS = 4, 8
 
 
-def shown(capsys, *words) -> tuple[str, dict]:
+def run_tool(capsys, *words) -> tuple[str, dict]:
+    """Run the tool with --json, and return the printed text and the record."""
     assert show_plan.main([*map(str, words), "--json"]) == 0
     text, _, last = capsys.readouterr().out.rstrip().rpartition("\n")
     return text, json.loads(last)
@@ -25,7 +28,7 @@ def shown(capsys, *words) -> tuple[str, dict]:
 def test_ratios_are_those_of_the_plan_and_the_next_sample(tmp_path, capsys):
     out = tmp_path / "plan.png"
     words = ["--synthetic", "zipf:1.5", f"--devices={DEVICES}", "--slots=3"]
-    text, record = shown(capsys, *words, "--policy=eplb", "--sample=7", "--out", out)
+    text, record = run_tool(capsys, *words, "--policy=eplb", "--sample=7", "--out", out)
     load_lwe = expert_loads.synthetic("zipf:1.5", DEVICES, EXPERTS, 50).load_tlwe[8]
     plan = ExpertPlan.from_json(json.dumps(record["plan"]))
     for layer, load_we in enumerate(load_lwe):
@@ -52,10 +55,10 @@ def test_ratios_are_those_of_the_plan_and_the_next_sample(tmp_path, capsys):
 def test_shadows_and_empty_slots_are_shown(tmp_path, capsys):
     out = tmp_path / "plan.png"
     words = ["--synthetic", "one_hot", f"--devices={DEVICES}", "--shadows=3"]
-    text, record = shown(capsys, *words, "--policy=fastermoe", "--out", out)
+    text, record = run_tool(capsys, *words, "--policy=fastermoe", "--out", out)
     expert_p = np.array(record["plan"]["slot_to_expert_lp"][0]).reshape(DEVICES, -1)
     copies_e = np.bincount(expert_p[expert_p >= 0])
-    assert copies_e.max() == DEVICES  # the hot one, everywhere
+    assert copies_e.max() == DEVICES  # the hot expert is on every device
     assert f" {np.argmax(copies_e)}*" in text
     assert " -\n" in text  # its owner's shadow slot
     assert out.is_file()
@@ -69,7 +72,8 @@ def test_only_replicas_are_colored_and_each_differs():
 
 
 def write_run(folder, plan: ExpertPlan, lines: list[dict], policy: str = "eplb"):
-    """What a run leaves there, as far as it is read."""
+    """Write the files of a run that the tool reads: the record of a checkpoint, and
+    metrics.jsonl with an unfinished last line."""
     config = {
         "mesh": {"expert": DEVICES},
         "dispatch": {"group": "expert", "split": None},
@@ -85,13 +89,13 @@ def write_run(folder, plan: ExpertPlan, lines: list[dict], policy: str = "eplb")
     return folder
 
 
-def plan_of_slots(*rows: list[int]) -> ExpertPlan:
+def make_plan(*rows: list[int]) -> ExpertPlan:
     return ExpertPlan(np.array(rows, np.int32), EXPERTS)
 
 
 def test_plan_of_a_run_with_its_last_load(tmp_path, capsys):
     row_p = [0, 1, 7, 2, 3, 7, 4, 5, 7, 6, -1, 7]
-    plan = plan_of_slots(row_p, row_p)
+    plan = make_plan(row_p, row_p)
     decision = {
         "kind": "swap", "step": 30, "digest_before": "aaaa", "digest": plan.digest,
         "changes": {}, "ratio_before": 2.9, "ratio_after": 1.2, "num_moves": 3,
@@ -104,7 +108,7 @@ def test_plan_of_a_run_with_its_last_load(tmp_path, capsys):
         {"step": 40, "tokens_le": [tokens_e, tokens_e]},
     ]
     run = write_run(tmp_path / "run", plan, lines)
-    text, record = shown(capsys, "--run", run, "--out", tmp_path / "a.png")
+    text, record = run_tool(capsys, "--run", run, "--out", tmp_path / "a.png")
     assert record["digest"] == plan.digest
     mean = 200 / DEVICES
     assert np.allclose(record["max_over_mean_before"], (10 + 130) / mean)
@@ -115,14 +119,14 @@ def test_plan_of_a_run_with_its_last_load(tmp_path, capsys):
 
 
 def test_bad_input_is_one_line(tmp_path, capsys):
-    plan = plan_of_slots(list(range(EXPERTS)))
+    plan = make_plan(list(range(EXPERTS)))
     empty = write_run(tmp_path / "empty", plan, [])
     other = write_run(tmp_path / "other", plan, [{"step": 1, "tokens_le": [[1, 2]]}])
     one = ["--synthetic", "zipf", f"--devices={DEVICES}"]
     cases = [
         (["--run", empty], "holds no tokens_le"),
         (["--run", other], "[1, 2]"),
-        (["--run", tmp_path], "no whole checkpoint"),
+        (["--run", tmp_path], "no complete checkpoint"),
         ([*one, "--policy=flexmo"], "flexmoe"),
         ([*one, "--sample=50"], "0 to 49"),
         ([*one, "--layer=9"], "use one of 0, 1"),

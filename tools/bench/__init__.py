@@ -1,1 +1,1 @@
-"""Benchmarks: cases, the variants that compute them, and their tables."""
+"""Benchmarks: the cases, the variants that compute them, and the printed tables."""

@@ -1,11 +1,14 @@
-"""Loads of experts by source device, sample after sample: recorded ones, or a synthetic
-skew. NumPy only.
+"""Loads of experts by source device and sample: recorded ones, or a synthetic skew.
+NumPy only.
 
-    zipf:1.0      load ~ 1 / rank^1.0; which expert has which rank differs by layer
-    one_hot       one expert has all
-    rotating:0.5  one expert has half, another one every 10 samples; the rest is even
-    burst:0.5     the same, but 10 samples of one hot expert, then 10 even ones
-    uniform       even, but for chance
+    zipf:1.0      the load of the expert of rank n is proportional to 1 / n^1.0; ranks
+                  are drawn for each layer
+    one_hot       one expert gets all rows
+    rotating:0.5  one expert gets half of the rows, and another one every 10 samples;
+                  the other experts share the rest evenly
+    burst:0.5     one expert gets half of the rows for 10 samples, then loads are even
+                  for 10 samples
+    uniform       loads are even, up to chance
 """
 
 import argparse
@@ -18,69 +21,94 @@ import numpy as np
 
 SYNTHETIC = {"zipf": 1.0, "one_hot": None, "rotating": 0.5, "burst": 0.5}
 SYNTHETIC |= {"uniform": None}
-"""The number that stands behind the colon when none is given; None takes none."""
+"""Default of the number behind the colon, by kind; None for a kind without a number."""
 PERIOD_SAMPLES = 10
 NUM_LAYERS = 2
 ROWS_PER_DEVICE = 16384
-"""Of a synthetic sample: as many as the recorded one has (4 micro-batches of 4096)."""
+"""Rows of each source device in a synthetic sample: as many as in the recorded trace,
+which has 4 micro-batches of 4096."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Loads:
-    """Rows from source device w to expert e, in sample t of layer l: float64 [t, l, w,
-    e]. `layers` are the names of the layers: their numbers in the model."""
+    """Rows from each source device to each expert, for several samples and layers."""
 
     name: str
     load_tlwe: np.ndarray
+    """Rows from device w to expert e in sample t of layer l: float64 [t, l, w, e]."""
     layers: tuple[int, ...]
+    """Numbers of the layers in the model."""
 
 
 def add_options(parser: argparse.ArgumentParser):
-    """The group of which one must be given."""
+    """Add the options of loads, and return the group of sources, of which one must be
+    given."""
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", type=pathlib.Path, help=".npz of recorded loads")
     source.add_argument(
-        "--synthetic", metavar="KIND", help=f"{', '.join(SYNTHETIC)}; zipf:1.2"
+        "--trace", type=pathlib.Path, help=".npz file with recorded loads"
     )
-    add("--array", default="tokens", help="of the .npz file: tokens")
-    add("--devices", type=int, default=16, help="on the expert axis: 16")
-    add("--experts", type=int, help="a synthetic load's: two per device")
-    add("--samples", type=int, default=50, help="a synthetic load's: 50")
-    add("--seed", type=int, default=0, help="a synthetic load's: 0")
-    add("--layers", help="some layers of the trace, by number: 2,6 (default: all)")
+    source.add_argument(
+        "--synthetic",
+        metavar="KIND",
+        help=f"synthetic loads: {', '.join(SYNTHETIC)}, with a number as in zipf:1.2",
+    )
+    add("--array", default="tokens", help="name of the array in the --trace file")
+    add("--devices", type=int, default=16, help="number of devices on the expert axis")
+    add(
+        "--experts",
+        type=int,
+        help="number of experts of a synthetic load (default: two per device)",
+    )
+    add(
+        "--samples",
+        type=int,
+        default=50,
+        help="number of samples of a synthetic load",
+    )
+    add("--seed", type=int, default=0, help="random seed of a synthetic load")
+    add(
+        "--layers",
+        help="layers to use, by their numbers, as 2,6 (default: all)",
+    )
     return source
 
 
 def from_options(args: argparse.Namespace) -> Loads:
-    """Raises ValueError when they are not of --devices, or a layer is not there."""
+    """Return the loads that the options name.
+
+    Raises ValueError when they are not of --devices devices, or when a layer does not
+    exist.
+    """
     if args.devices < 1:
         raise ValueError(f"--devices {args.devices} must be at least 1")
     if args.trace is not None:
         loads = read_trace(args.trace, args.array)
         if args.experts not in (None, loads.load_tlwe.shape[3]):
             raise ValueError(
-                f"{args.trace} is of {loads.load_tlwe.shape[3]} experts, and --experts "
+                f"{args.trace} has {loads.load_tlwe.shape[3]} experts, but --experts "
                 f"is {args.experts}: leave --experts out with a trace"
             )
     else:
         experts = 2 * args.devices if args.experts is None else args.experts
         loads = synthetic(args.synthetic, args.devices, experts, args.samples,
                           args.seed)  # fmt: skip
-    found = loads.load_tlwe.shape[2]
-    if found != args.devices:
+    num_devices = loads.load_tlwe.shape[2]
+    if num_devices != args.devices:
         raise ValueError(
-            f"{loads.name} is of {found} devices, and --devices is {args.devices}: "
-            f"give --devices {found}, or a trace of {args.devices} devices"
+            f"{loads.name} has {num_devices} devices, but --devices is {args.devices}: "
+            f"give --devices {num_devices}, or a trace of {args.devices} devices"
         )
     return some_layers(loads, args.layers) if args.layers else loads
 
 
 def read_trace(path: pathlib.Path, array: str = "tokens") -> Loads:
-    """`array` is counts [samples, layers, devices, experts], or with micro-batches,
-    which are summed, before the devices. `layer`, where it is there, names the layers.
+    """Return the loads in an .npz file.
 
-    Raises ValueError, one line, for a file that is missing, damaged or of other shape.
+    `array` names counts [samples, layers, devices, experts], or [samples, layers,
+    micro-batches, devices, experts], which are summed over micro-batches. The array
+    `layer`, if there is one, holds the numbers of the layers. Raises ValueError, with
+    one line, for a file that is missing, damaged or of another shape.
     """
     arrays = _arrays(path, array)
     counts = arrays[array]
@@ -88,14 +116,14 @@ def read_trace(path: pathlib.Path, array: str = "tokens") -> Loads:
         counts = counts.sum(axis=2, dtype=np.float64)
     if counts.ndim != 4 or not counts.size or counts.dtype.kind not in "uif":
         raise ValueError(
-            f"{path}: '{array}' is {counts.dtype} {list(counts.shape)}, and counts "
-            "[samples, layers, devices, experts] are needed, or [samples, layers, "
+            f"{path}: '{array}' is {counts.dtype} {list(counts.shape)}, but must be "
+            "counts [samples, layers, devices, experts], or [samples, layers, "
             "micro-batches, devices, experts]"
         )
     load_tlwe = counts.astype(np.float64)
     if not (np.isfinite(load_tlwe) & (load_tlwe >= 0)).all():
         raise ValueError(
-            f"{path}: '{array}' holds negative numbers or NaN: counts are needed"
+            f"{path}: '{array}' holds negative numbers or NaN: it must hold counts"
         )
     num_layers = load_tlwe.shape[1]
     layer_l = arrays.get("layer", np.arange(0))
@@ -108,7 +136,9 @@ def _arrays(path: pathlib.Path, array: str) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise ValueError(f"no trace {path}: give the path of an .npz file")
     if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is damaged or no .npz file: write one with np.savez")
+        raise ValueError(
+            f"{path} is damaged or not an .npz file: write one with np.savez"
+        )
     try:
         with np.load(path, allow_pickle=False) as file:
             names = sorted(file)
@@ -116,12 +146,13 @@ def _arrays(path: pathlib.Path, array: str) -> dict[str, np.ndarray]:
     except (ValueError, zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
         raise ValueError(f"{path} is damaged ({error}): get the file again") from error
     if array not in arrays:
-        raise ValueError(f"{path} holds {', '.join(names)}, and not --array {array}")
+        raise ValueError(f"{path} holds {', '.join(names)}, but not --array {array}")
     return arrays
 
 
 def some_layers(loads: Loads, names: str) -> Loads:
-    """Those of `names`, numbers with commas between, in that order."""
+    """Return the loads of the layers in `names`, numbers with commas between, in that
+    order. Raises ValueError for a layer that does not exist."""
     known = {str(layer): index for index, layer in enumerate(loads.layers)}
     wanted = [name.strip() for name in names.split(",")]
     missing = [name for name in wanted if name not in known]
@@ -138,13 +169,17 @@ def some_layers(loads: Loads, names: str) -> Loads:
 def synthetic(
     kind: str, devices: int, experts: int, samples: int, seed: int = 0
 ) -> Loads:
-    """Each device draws ROWS_PER_DEVICE rows by the same law, so counts differ by
-    chance between devices and samples as those of a router do."""
+    """Return synthetic loads of NUM_LAYERS layers.
+
+    Each device draws ROWS_PER_DEVICE rows from the same distribution, so counts differ
+    by chance between devices and samples, as those of a router do. Raises ValueError
+    for an unknown kind or a number out of range.
+    """
     name, _, text = kind.partition(":")
     if name not in SYNTHETIC or (text and SYNTHETIC[name] is None):
         raise ValueError(
-            f"--synthetic {kind} is no load: use one of {', '.join(SYNTHETIC)}, a "
-            "number behind zipf:1.0, rotating:0.5 or burst:0.5"
+            f"--synthetic {kind} is unknown: use one of {', '.join(SYNTHETIC)}, or one "
+            "with a number, as zipf:1.0, rotating:0.5 or burst:0.5"
         )
     if experts < 2 or samples < 2:
         raise ValueError(
@@ -164,6 +199,7 @@ def synthetic(
 
 
 def _chances(name: str, number: float, sample: int, experts: int) -> np.ndarray:
+    """Return the probability of each expert in one sample."""
     phase = sample // PERIOD_SAMPLES
     chance_e = np.ones(experts)
     if name == "zipf":

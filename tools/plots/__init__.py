@@ -1,1 +1,1 @@
-"""Pictures of runs, plans and measurements."""
+"""Pictures of runs, plans and measurements, drawn with matplotlib."""

@@ -1,6 +1,6 @@
-"""Pictures of the load of experts and devices over the time of a run.
+"""Pictures of the load of experts and devices over the steps of a run.
 
-n steps, q columns of a picture, layers l, experts e, devices w.
+Letters in names: n steps, q columns of a picture, l layers, e experts, w devices.
 """
 
 import numpy as np
@@ -10,20 +10,22 @@ from train.logs.tensorboard import COLORS, MAX_LOG2
 
 MAX_COLUMNS = 400
 MAX_TABLE_COLUMNS = 64
-"""Of time; fewer where there are many rows, for the size of the file."""
+"""Maximum number of columns in pictures with many rows, which keeps the files small."""
 MAX_LAYERS = 4
 LETTER_SHARE = 0.0089
-"""Width of a letter of a mark's name, of the axes."""
+"""Width of a letter in the name of a mark, over the width of the axes."""
 MAX_LINES = 30
-"""More swaps are ticks at the edge, so that the load stays to be seen."""
+"""Maximum number of swaps that are drawn as lines. More are drawn as ticks at the edge,
+so that they do not hide the load."""
 MAX_DEVICE_LOG2 = 1.0
-"""Devices are more even than experts: colors end at half and at twice the mean."""
+"""Range of the device colors: half the mean to twice the mean. It is narrower than that
+of experts, which are less even than devices."""
 LINE_COLOR, THRESHOLD_COLOR = "#0072b2", "#d55e00"
 
 
 def new_figure(num_rows: int, x_label: str, y_labels: list[str], first: float = 1.0):
-    """A figure of a README's width, and its axes from top to bottom; the first is
-    `first` times as high as the rest."""
+    """Return a figure as wide as a README, and its axes from top to bottom. The first
+    axes are `first` times as high as the others."""
     from matplotlib.figure import Figure
 
     height = 3.4 if num_rows == 1 else 1.2 + 1.35 * (num_rows - 1 + first)
@@ -41,8 +43,8 @@ def new_figure(num_rows: int, x_label: str, y_labels: list[str], first: float = 
 
 
 def draw_load(run: RunArrays):
-    """Above, the fullest device as a line; below, devices and experts by layer. Runs
-    that recorded no devices have the last part alone."""
+    """Draw the fullest device as a line, and below it the fullest device and the
+    fullest expert by layer. A run that recorded no devices has only the last part."""
     parts = {"devices": run.device_ratio_nl, "experts": run.ratio_nl}
     parts = {what: x_nl for what, x_nl in parts.items() if np.isfinite(x_nl).any()}
     has_line = "devices" in parts
@@ -63,7 +65,8 @@ def draw_load(run: RunArrays):
 
 
 def _by_layer(ax, x: np.ndarray, ratio_ql: np.ndarray):
-    """A scale of its own: experts are far less even than devices."""
+    """Draw the ratios of all layers with a color scale of their own, since experts are
+    far less even than devices."""
     from matplotlib import colormaps
 
     high = max(1.1, np.nanpercentile(ratio_ql, 99))
@@ -76,8 +79,8 @@ def _by_layer(ax, x: np.ndarray, ratio_ql: np.ndarray):
 
 
 def _line(ax, x: np.ndarray, ratio_ql: np.ndarray, run: RunArrays) -> None:
-    """The worst layer, down to the best one, the threshold, and the relayouts that
-    were under way."""
+    """Draw the worst layer as a line, the band down to the best layer, the balancer's
+    threshold, and the spans of relayouts from decision to adoption."""
     mid_q = (x[:-1] + x[1:]) / 2
     worst_q, best_q = (pick(ratio_ql, axis=1) for pick in (np.max, np.min))
     if ratio_ql.shape[1] > 1:
@@ -89,13 +92,13 @@ def _line(ax, x: np.ndarray, ratio_ql: np.ndarray, run: RunArrays) -> None:
     for adoption in run.adoptions:
         if adoption.kind == "relayout":
             span = adoption.decided_step, adoption.step
-            label = "relayout decided, compiled while steps go on"
+            label = "relayout decided, compiling while steps continue"
             ax.axvspan(*span, color="0.5", alpha=0.2, lw=0, label=label)
     ax.set_ylim(bottom=1)
 
 
 def draw_devices(run: RunArrays):
-    """Rows of each device over the mean of its layer."""
+    """Draw the rows of each device over the mean of its layer."""
     figure, axs, mesh = _tables(
         run.rows_step_q, run.rows_qlw, "device", MAX_DEVICE_LOG2
     )
@@ -106,7 +109,7 @@ def draw_devices(run: RunArrays):
 
 
 def draw_experts(run: RunArrays):
-    """Load of each expert over the mean of its layer."""
+    """Draw the load of each expert over the mean of its layer."""
     figure, axs, mesh = _tables(run.load_step_q, run.load_qle, "expert", MAX_LOG2)
     axs[0].set_title(f"{run.name}: load of each expert over the mean of its layer")
     _color_bar(figure, axs, mesh, "load / mean")
@@ -145,9 +148,12 @@ def _color_bar(figure, axs, mesh, label: str) -> None:
 
 
 def _mark(figure, axs, adoptions: tuple[Adoption, ...]) -> None:
-    """Adoptions as lines through all axes, named above the first where there is room,
-    and in a legend below, with all that the first axes show. Many are ticks without
-    a name."""
+    """Mark adoptions as lines through all axes, and add a legend below the figure.
+
+    Lines are named above the first axes where there is room. More than MAX_LINES
+    adoptions of a kind become ticks without a name. The legend also lists what the
+    first axes show.
+    """
     named: list[Adoption] = []
     for kind, style, width in (("swap", (0, (4, 2)), 0.9), ("relayout", "-", 1.7)):
         of_kind = [adoption for adoption in adoptions if adoption.kind == kind]
@@ -184,7 +190,8 @@ def _text(adoption: Adoption) -> str:
 
 
 def _with_room(limits: tuple, adoptions: list[Adoption]) -> list[Adoption]:
-    """Those whose names stand side by side; relayouts choose first."""
+    """Return the adoptions whose names fit beside one another; relayouts come before
+    swaps."""
     per_letter = (limits[1] - limits[0]) * LETTER_SHARE
     taken: list[tuple[float, float]] = []
     named = []
@@ -198,7 +205,8 @@ def _with_room(limits: tuple, adoptions: list[Adoption]) -> list[Adoption]:
 
 
 def _means(x_nz: np.ndarray, groups: list[np.ndarray]) -> np.ndarray:
-    """Mean of each group's rows, of what is finite; NaN where nothing is."""
+    """Return the mean over each group's rows of the finite values; NaN where there are
+    none."""
     is_good_nz = np.isfinite(x_nz)
     x_nz = np.where(is_good_nz, x_nz, 0.0)
     counts_qz = np.array([is_good_nz[part].sum(axis=0) for part in groups])
@@ -207,12 +215,12 @@ def _means(x_nz: np.ndarray, groups: list[np.ndarray]) -> np.ndarray:
 
 
 def _groups(count: int, limit: int) -> list[np.ndarray]:
-    """0 .. count - 1 in order, as at most `limit` runs of indices."""
+    """Return the indices 0 .. count - 1 in order, cut into at most `limit` groups."""
     return np.array_split(np.arange(count), min(count, limit))
 
 
 def _edges(first_steps: list, last_step: int) -> np.ndarray:
-    """Where columns begin, and where the last one ends."""
+    """Return the steps at which columns begin, and the one at which the last ends."""
     width = np.median(np.diff(first_steps)) if len(first_steps) > 1 else 1
     return np.array([*first_steps, max(last_step, first_steps[-1]) + width])
 

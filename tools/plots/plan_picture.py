@@ -1,5 +1,5 @@
-"""A plan and its load, before and after, as a figure: heat maps of all layers, then one
-layer's devices and the experts in their slots."""
+"""A figure of a plan and the loads before and after it: heat maps of all layers, then
+the devices of one layer with the experts in their slots."""
 
 import dataclasses
 
@@ -16,14 +16,15 @@ REPLICA_COLORS = "tab20"
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """Layers l; `rows_lw` are rows that each device computes."""
+    """A plan, and the rows that each device computes before and under it: [l, w], by
+    layer and device."""
 
     title: str
-    """Policy, digest, and what it does to the least even layer."""
+    """Policy, digest, and the load max/mean of the shown layer before and after."""
     source: str
-    """Of the plan and of the loads."""
+    """Where the plan and the loads come from."""
     names: tuple[str, str]
-    """What `before` and `after` are."""
+    """Names of `before` and `after` in the figure."""
     layers: tuple[int, ...]
     before_rows_lw: np.ndarray
     after_rows_lw: np.ndarray
@@ -37,14 +38,15 @@ class Compared:
 
     @property
     def slot_table_ws(self) -> np.ndarray:
-        """Experts of the shown layer, by device and slot; -1 is empty. Last slots that
-        are empty on every device are left out."""
+        """Experts of the shown layer, by device and slot; -1 is an empty slot. Trailing
+        slots that are empty on every device are left out."""
         row_p = self.after.slot_to_expert_lp[self.shown]
         table_ws = row_p.reshape(self.num_devices, -1)
         return table_ws[:, : 1 + np.flatnonzero((table_ws >= 0).any(axis=0))[-1]]
 
 
 def draw(compared: Compared):
+    """Return the figure of a comparison."""
     from matplotlib.figure import Figure
 
     num_layers = min(len(compared.layers), MAX_HEAT_ROWS)
@@ -110,7 +112,8 @@ def _bars(ax, compared: Compared) -> None:
 
 
 def _slots(ax, compared: Compared) -> None:
-    """Slots down, devices to the right; each expert's replicas have one color."""
+    """Draw slots down and devices to the right. The replicas of an expert have one
+    color."""
     table_ws = compared.slot_table_ws
     num_devices, num_slots = table_ws.shape
     color_of = replica_colors(table_ws)
@@ -146,13 +149,14 @@ def _cell(ax, device: int, slot: int, expert: int, color, size: float) -> None:
 
 
 def replica_colors(table_ws: np.ndarray) -> dict[int, tuple]:
-    """A color for each expert with several replicas, those with most first."""
+    """Return a color for each expert with several replicas. Those with most replicas
+    get the first colors."""
     from matplotlib import colormaps
 
     copies_e = np.bincount(table_ws[table_ws >= 0])
     replicated = [int(e) for e in np.argsort(-copies_e, kind="stable")]
     replicated = [e for e in replicated if copies_e[e] > 1]
-    # Every other color of tab20 is a light one, on which black reads well.
+    # Every other color of tab20 is light, so that black text on it is easy to read.
     palette = colormaps[REPLICA_COLORS].colors
     palette = [*palette[1::2], *palette[::2]]
     return {e: palette[i % len(palette)] for i, e in enumerate(replicated)}

@@ -1,7 +1,7 @@
-"""metrics.jsonl of a run as arrays, read line by line.
+"""Arrays of the metrics of a run, read line by line from metrics.jsonl.
 
-n training steps, m evaluations, q steps whose loads were recorded (of experts and of
-devices each its own), layers l, experts e, devices w.
+Letters in names: n training steps, m evaluations, q steps whose loads were recorded
+(separate ones for experts and for devices), l layers, e experts, w devices.
 """
 
 import dataclasses
@@ -15,7 +15,8 @@ import numpy as np
 from moejax.perf.traffic import over_mean
 
 MAX_LOADS = 800
-"""So many tables of loads at most are kept: of a long run every second, fourth, .."""
+"""Maximum number of tables of loads that are kept. A longer run keeps only every
+second, fourth, .. table."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,16 +24,18 @@ class Adoption:
     """A plan (swap) or a layout (relayout) that the balancer put in place."""
 
     step: int
-    """The first under it."""
+    """First step under the new plan or layout."""
     kind: str
+    """Either 'swap' or 'relayout'."""
     decided_step: int
     changes: str
-    """What becomes of the layout, as in 'slots 2→3'; empty for a swap."""
+    """Main change of the layout, as 'slots 2→3'; empty for a swap."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunArrays:
-    """What metrics.jsonl holds; NaN where a figure is missing or was not finite."""
+    """Arrays of a run's metrics.jsonl. A value is NaN if it is missing or was not
+    finite."""
 
     name: str
     step_n: np.ndarray
@@ -40,35 +43,37 @@ class RunArrays:
     tok_per_sec_n: np.ndarray
     step_msec_n: np.ndarray
     ratio_nl: np.ndarray
-    """Load of the fullest expert over the mean."""
+    """Load of the fullest expert over the mean, by step and layer."""
     device_ratio_nl: np.ndarray
-    """Rows of the fullest device over the mean."""
+    """Rows of the fullest device over the mean, by step and layer."""
     eval_step_m: np.ndarray
     eval_loss_m: np.ndarray
     load_step_q: np.ndarray
     load_qle: np.ndarray
-    """Load over mean where tokens_le was recorded."""
+    """Load of each expert over the mean, at the steps that recorded tokens_le."""
     rows_step_q: np.ndarray
     rows_qlw: np.ndarray
-    """Rows over mean where rows_lw was recorded."""
+    """Rows of each device over the mean, at the steps that recorded rows_lw."""
     adoptions: tuple[Adoption, ...]
-    """By step; of those that were decided, they alone whose step says so too."""
+    """Adoptions by step: the decisions whose adopting step was logged too."""
     save_every_steps: int | None
-    """Of config.gin, as the next; None where there is none."""
+    """Steps between two checkpoints by config.gin; None if it does not say."""
     act_above: float | None
-    """Device max/mean from which on the balancer acts; None without one."""
+    """Device max/mean above which the balancer acts, by config.gin; None without a
+    balancer."""
     num_bad_lines: int
 
 
 def read_run(folder: pathlib.Path) -> RunArrays:
-    """Line by line; a step that stands twice counts as it was written last.
+    """Read the metrics of a run directory line by line. A step that was logged twice
+    counts as it was written last.
 
-    ValueError for a folder without a metrics.jsonl that holds at least one step, and
-    for one in which most lines are damaged.
+    Raises ValueError for a folder whose metrics.jsonl is missing, holds no step, or
+    consists mostly of damaged lines.
     """
     path = folder / "metrics.jsonl"
     if not path.is_file():
-        what = "has no metrics.jsonl" if folder.is_dir() else "is no folder"
+        what = "has no metrics.jsonl" if folder.is_dir() else "is not a folder"
         raise ValueError(f"{folder} {what}: name the run directory of train/main.py")
     log = _Log()
     with path.open("rb") as file:
@@ -80,19 +85,19 @@ def read_run(folder: pathlib.Path) -> RunArrays:
                 log.take(record)
     if not log.steps:
         raise ValueError(
-            f"{path} holds no training step ({log.num_bad} damaged lines): let the run "
-            "make a step first"
+            f"{path} holds no training step ({log.num_bad} damaged lines): run at "
+            "least one step first"
         )
     if log.num_bad > len(log.steps) + len(log.evals):
         raise ValueError(
             f"{path} has {log.num_bad} damaged lines and {len(log.steps)} steps: it is "
-            "no log of a run, or was overwritten"
+            "not the log of a run, or was overwritten"
         )
     return _as_arrays(folder, log)
 
 
 class _Log:
-    """What the lines so far hold, by step."""
+    """Values of the lines that were read so far, by step."""
 
     def __init__(self) -> None:
         self.steps: dict[int, np.ndarray] = {}
@@ -137,7 +142,8 @@ class _Log:
 
 
 def _changes(changes: dict) -> str:
-    """The slots, or else the first that changes: the rest follows or is small."""
+    """Return one change of a relayout: that of the slots, else of the store, else the
+    first. The others follow from it or are small."""
     for name in ("slots_per_device", "store", *changes):
         if name in changes:
             before, after = changes[name]
@@ -147,7 +153,7 @@ def _changes(changes: dict) -> str:
 
 
 def _record(line: bytes) -> dict | None:
-    """None for a torn or damaged line."""
+    """Return the record of a line; None for an unfinished or damaged line."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -157,8 +163,8 @@ def _record(line: bytes) -> dict | None:
 
 
 def _row(record: dict) -> np.ndarray:
-    """Loss, throughput, step time, then for each layer max/mean of experts and of
-    devices."""
+    """Return loss, throughput, step time, then max/mean of experts and of devices for
+    each layer."""
     pairs = [
         record.get(name) for name in ("load_max_over_mean", "device_max_over_mean")
     ]
@@ -169,12 +175,14 @@ def _row(record: dict) -> np.ndarray:
 
 
 def _number(value) -> float:
-    """NaN for null, which stands for what was not finite, and for what is none."""
+    """Return a value as a number; NaN for null, which stands for a value that was not
+    finite, and for anything that is not a number."""
     return float(value) if isinstance(value, int | float) else np.nan
 
 
 def _checked_over_mean(table) -> np.ndarray | None:
-    """Load over mean, by layer; None for what is no table of numbers."""
+    """Return a table of loads over the mean of each layer; None if it is not a table of
+    finite numbers."""
     try:
         load_lx = np.asarray(table, np.float32)
     except (ValueError, TypeError):
@@ -217,13 +225,14 @@ def _as_arrays(folder: pathlib.Path, log: _Log) -> RunArrays:
 
 
 def _stacked(tables: dict[int, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and tables, of those with the last one's shape."""
+    """Return the steps and tables whose shape is that of the last table."""
     steps = sorted(tables)
     steps = [step for step in steps if tables[step].shape == tables[steps[-1]].shape]
     return np.array(steps, int), np.array([tables[step] for step in steps])
 
 
 def _number_in(text: str, name: str) -> float | None:
+    """Return the number that gin text assigns to a field; None if it does not."""
     pattern = rf"^{re.escape(name)} = (\d{{1,9}}(?:\.\d{{1,9}})?)$"
-    found = re.search(pattern, text, re.MULTILINE)
-    return float(found[1]) if found else None
+    match = re.search(pattern, text, re.MULTILINE)
+    return float(match[1]) if match else None

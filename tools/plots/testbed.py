@@ -1,15 +1,16 @@
-"""Pictures and tables of what a testbed measured: domains, schedules, their choice.
+"""Draw pictures and print tables of a testbed's measurements of domains and schedules.
 
-    python tools/testbed/run.py headline --only domains,schedules,selector --json >
-    h.json python tools/plots/testbed.py h.json [--out DIR] [--json]
+    python tools/testbed/run.py headline --only domains,schedules,selector --json \\
+        > h.json
+    python tools/plots/testbed.py h.json [--out DIR] [--json]
 
-testbed_domains.png    step time over D, by P_E: every domain, and predictions
-                       (in the manner of HybridEP, arXiv 2510.19470, Fig. 13)
-testbed_schedules.png  step time of each schedule by layer, and predictions
+testbed_domains.png    measured and predicted step time of every domain over D, by P_E
+                       (in the style of HybridEP, arXiv 2510.19470, Fig. 13)
+testbed_schedules.png  measured and predicted step time of each schedule, by layer
 testbed_selector.png   predicted against measured time of each layer and schedule
 
-The last line of the file is the record; parts that it has not are not drawn. Exit
-codes: 0 done, 2 bad input, 3 the disk did not take it.
+The record is the last line of the file. Only parts that it has are drawn. Exit codes: 0
+done, 2 bad input, 3 a picture could not be written.
 """
 
 import argparse
@@ -35,7 +36,7 @@ STYLES = {
     "s1h": ("#0072b2", "s1h"),
     "local": ("#009e73", "local"),
 }
-"""Okabe and Ito's colors, and labels, of variants."""
+"""Colors (those of Okabe and Ito) and labels of the variants."""
 CELL = re.compile(r"D=([\d.]+) P_E=([\d.]+)")
 DOTS = {"dpi": 110, "pil_kwargs": {"optimize": True}}
 
@@ -48,8 +49,17 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("record", type=pathlib.Path, help="what headline --json printed")
-    add("--out", type=pathlib.Path, default=pathlib.Path("."), help="folder: here")
+    add(
+        "record",
+        type=pathlib.Path,
+        help="file with the output of tools/testbed/run.py headline --json",
+    )
+    add(
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path("."),
+        help="folder for the pictures",
+    )
     return parser.parse_args(argv)
 
 
@@ -68,27 +78,31 @@ def work(args: argparse.Namespace) -> int:
 
 
 def read_parts(path: pathlib.Path) -> dict[str, dict]:
-    """{part: record} of a file. Raises ValueError, one line, if it has none."""
+    """Return the record of each part in a file. Raises ValueError, with one line, if it
+    has none."""
     try:
         lines = path.read_text(encoding="utf-8").strip().splitlines()
         record = json.loads(lines[-1]) if lines else {}
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"cannot read {path}: {error}: give what testbed.py headline --json printed"
+            f"cannot read {path}: {error}: give the output of "
+            "tools/testbed/run.py headline --json"
         ) from error
-    found = record if isinstance(record, dict) else {}
-    parts = {name: found[name] for name in PICTURES if name in found}
+    if not isinstance(record, dict):
+        record = {}
+    parts = {name: record[name] for name in PICTURES if name in record}
     if not parts:
         raise ValueError(
-            f"{path} has none of {', '.join(PICTURES)}: measure them with testbed.py "
-            "headline --only domains,schedules,selector --json"
+            f"{path} has none of {', '.join(PICTURES)}: measure them with "
+            "tools/testbed/run.py headline --only domains,schedules,selector --json"
         )
     return parts
 
 
 def table(part: dict) -> list[str]:
-    """Milliseconds of each variant, predictions in brackets, and MB that left the first
-    DC beside those that the program's collectives say."""
+    """Return the lines of a table: milliseconds of each variant, with predictions in
+    brackets, and the MB that left the first DC, with those expected from the program's
+    collectives in brackets."""
     variants = list(
         dict.fromkeys(variant for c in part["cases"] for variant in c["predicted_sec"])
     )
@@ -98,24 +112,25 @@ def table(part: dict) -> list[str]:
     ]
     for case in part["cases"]:
         cells = [_cell(case, variant) for variant in variants]
-        sent, said = (
+        sent, expected = (
             1e-6 * case[name]["auto"] for name in ("sent_bytes", "expected_bytes")
         )
         cells += [case["chosen"], f"{1e3 * case['step_sec']['auto']:.0f}"]
         rows.append(f"| {case['name']} | " + " | ".join(cells) + " | "
-                    f"{sent:.2f} [{said:.2f}] |")  # fmt: skip
+                    f"{sent:.2f} [{expected:.2f}] |")  # fmt: skip
     return rows
 
 
 def _cell(case: dict, variant: str) -> str:
     if variant not in case["step_sec"]:
         return ""
-    sec, said = case["step_sec"][variant], case["predicted_sec"][variant]
+    sec, predicted_sec = case["step_sec"][variant], case["predicted_sec"][variant]
     mark = "**" if variant == case["chosen"] else ""
-    return f"{mark}{1e3 * sec:.0f}{mark} [{1e3 * said:.0f}]"
+    return f"{mark}{1e3 * sec:.0f}{mark} [{1e3 * predicted_sec:.0f}]"
 
 
 def draw_domains(part: dict):
+    """Return the figure of the part `domains`: step time over D, by P_E."""
     cells = {}
     for case in part["cases"]:
         rows, experts = map(float, CELL.fullmatch(case["name"]).groups())
@@ -144,19 +159,20 @@ def draw_domains(part: dict):
 
 
 def draw_schedules(part: dict):
+    """Return the figure of the part `schedules`: step time of each, by case."""
     figure, (ax,) = _panels(1)
     variants = list(part["cases"][0]["predicted_sec"])
     for index, variant in enumerate(variants):
-        places = [n + (index - (len(variants) - 1) / 2) * 0.2 for n in _numbers(part)]
+        xs = [n + (index - (len(variants) - 1) / 2) * 0.2 for n in _numbers(part)]
         times = [1e3 * case["step_sec"][variant] for case in part["cases"]]
-        said = [1e3 * case["predicted_sec"][variant] for case in part["cases"]]
+        predicted = [1e3 * case["predicted_sec"][variant] for case in part["cases"]]
         color, label = STYLES[variant]
-        ax.bar(places, times, 0.18, color=color, label=label)
+        ax.bar(xs, times, 0.18, color=color, label=label)
         shown = "predicted" if variant == variants[-1] else None
-        ax.plot(places, said, "_", color="0.1", ms=12, mew=2, label=shown)
-        for place, time, mark in zip(places, times, said):
+        ax.plot(xs, predicted, "_", color="0.1", ms=12, mew=2, label=shown)
+        for x, time, mark in zip(xs, times, predicted):
             above = {"ha": "center", "va": "bottom", "fontsize": 7}
-            ax.text(place, max(time, mark) * 1.01, f"{time:.0f}", **above)
+            ax.text(x, max(time, mark) * 1.01, f"{time:.0f}", **above)
     names = [case["name"] for case in part["cases"]]
     ax.set_xticks(list(_numbers(part)), names)
     ax.set_ylabel("step, ms")
@@ -165,23 +181,24 @@ def draw_schedules(part: dict):
 
 
 def draw_selector(part: dict):
+    """Return the figure of the part `selector`: predicted against measured times."""
     figure, (ax,) = _panels(1)
     points = [
         (
             variant,
-            1e3 * said,
+            1e3 * predicted_sec,
             1e3 * case["step_sec"][variant],
             variant == case["chosen"],
         )
         for case in part["cases"]
-        for variant, said in case["predicted_sec"].items()
+        for variant, predicted_sec in case["predicted_sec"].items()
     ]
     for variant in dict.fromkeys(point[0] for point in points):
-        said, times = zip(*[point[1:3] for point in points if point[0] == variant])
+        predicted, times = zip(*[p[1:3] for p in points if p[0] == variant])
         color, label = STYLES[variant]
-        ax.plot(said, times, "o", color=color, ms=4, label=label)
-    said, times = zip(*[point[1:3] for point in points if point[3]])
-    ax.plot(said, times, "o", mfc="none", mec="0.2", ms=9, label="chosen")
+        ax.plot(predicted, times, "o", color=color, ms=4, label=label)
+    predicted, times = zip(*[point[1:3] for point in points if point[3]])
+    ax.plot(predicted, times, "o", mfc="none", mec="0.2", ms=9, label="chosen")
     ends = [min(min(p[1:3]) for p in points), max(max(p[1:3]) for p in points)]
     ax.plot(ends, ends, "-", color="0.7", lw=1, zorder=0)
     ax.set(xscale="log", yscale="log", xlabel="predicted, ms", ylabel="measured, ms")

@@ -1,3 +1,5 @@
+"""Test the pictures of loads over the steps of a run: marks, names and gaps."""
+
 import io
 import json
 
@@ -18,7 +20,7 @@ from tools.plots.run_arrays import Adoption, read_run
 pytestmark = pytest.mark.filterwarnings("error")  # matplotlib warns of ugly layouts
 
 
-def test_marks_are_where_something_was_adopted(tmp_path):
+def test_marks_are_at_the_steps_of_adoptions(tmp_path):
     run = read_run(write_run(tmp_path / "run", balanced_lines(40, DECISIONS)))
     for figure in (load_pictures.draw_load(run), load_pictures.draw_devices(run)):
         axs = [
@@ -53,7 +55,7 @@ def test_many_swaps_are_ticks_without_names(tmp_path):
     assert not ax.texts
 
 
-def test_names_of_marks_stand_side_by_side_and_relayouts_first():
+def test_names_of_marks_do_not_overlap_and_relayouts_come_first():
     swaps = [Adoption(step, "swap", step, "") for step in range(0, 1000, 10)]
     relayout = Adoption(503, "relayout", 500, "slots 2→3")
     named = load_pictures._with_room((0, 1000), [*swaps, relayout])
@@ -63,7 +65,7 @@ def test_names_of_marks_stand_side_by_side_and_relayouts_first():
     assert np.diff(steps).min() > 4 * load_pictures.LETTER_SHARE * 1000
 
 
-def test_devices_are_shown_from_where_they_were_recorded(tmp_path):
+def test_devices_are_shown_from_the_step_that_first_recorded_them(tmp_path):
     old = []
     for line in log_lines(40):
         record = json.loads(line)

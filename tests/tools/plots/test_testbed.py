@@ -1,4 +1,4 @@
-"""Pictures and tables of testbed measurements, from a small stored record."""
+"""Test the pictures and tables of testbed measurements on a small made record."""
 
 import json
 
@@ -12,19 +12,20 @@ pytestmark = pytest.mark.filterwarnings("error")  # matplotlib warns of ugly lay
 
 
 def part(cases: list[dict], chosen: str) -> dict:
-    """As links.py makes it: a variant takes as long as its place in the list."""
-    made = []
+    """Return a record as links.py makes it. The time of a variant is proportional to
+    its position in the list and to the number of the case."""
+    records = []
     for number, case in enumerate(cases, 1):
         sec = {
             variant: 0.01 * number * n for n, variant in enumerate(case["variants"], 1)
         }
         auto = {"auto": sec[chosen]}
-        made.append({
+        records.append({
             "name": case["name"], "chosen": chosen, "step_sec": sec | auto,
             "predicted_sec": {variant: 0.9 * x for variant, x in sec.items()},
             "sent_bytes": {"auto": 2e6}, "expected_bytes": {"auto": 1.9e6},
         })  # fmt: skip
-    return {"cases": made}
+    return {"cases": records}
 
 
 RECORD = {
