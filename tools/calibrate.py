@@ -154,8 +154,8 @@ def measure(cfg: Config, args: argparse.Namespace):
 
     mesh = make_mesh(cfg.mesh)
     programs = times.collective_programs(mesh, cfg.model.compute_dtype, times.SWEEP)
-    sec = times.seconds(programs, args.turns)
-    lines = times.fitted(programs, sec)
+    sec = times.measure_sec(programs, args.turns)
+    lines = times.fit_lines(programs, sec)
     calibration = times.measure_calibration(mesh, lines, hidden_widths(cfg), args.turns)
     if args.compile:
         return dataclasses.replace(calibration, compile_sec=compile_sec(cfg, mesh))

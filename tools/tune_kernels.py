@@ -1,14 +1,16 @@
-"""Find the fastest tiles of the Hopper kernels, on the GPU that is here.
+"""Find the fastest tiles of the Hopper kernels on this machine's GPU, and store them.
 
     python tools/tune_kernels.py [--shapes ..] [--passes ..] [--skews zipf,uniform]
     python tools/tune_kernels.py --layer --limit_sec 500 --json
 
-Shapes are named in moejax/kernels/shapes.py; each is one bucket of a pass, or with
---layer those that a feed-forward layer of these widths runs in training. Tiles are
-tried as tools/bench/tune_search.py says, checked as tools/bench/tune_cases.py says, and
-the fastest go to moejax/kernels/tuned/<device>.json after every bucket. A run goes on
-where the file ends; --again measures anew. The buckets that are left share --limit_sec
-evenly, and one that got less than it wanted is marked `is_whole: false`.
+Tiles are searched for one bucket (a pass and a shape) after another. Each shape of
+moejax/kernels/shapes.py has one bucket per pass, or with --layer one for each product
+that a feed-forward layer of these widths runs in training. The search is that of
+tools/bench/tune_search.py, the checks are those of tools/bench/tune_cases.py. The
+fastest tiles are stored in moejax/kernels/tuned/<device>.json after every bucket. A run
+skips the buckets that the file has, unless --again is given. The remaining buckets
+share the remaining time evenly. A bucket whose search was cut off is marked
+`is_whole: false`.
 
 Exit codes: 0 done, or the time is up; 1 the rule's tiles compute something else; 2 bad
 input; 3 there is no Hopper GPU here.
@@ -27,7 +29,7 @@ from collections.abc import Callable
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
-from tools.bench.grouped_dot import commit, named  # noqa: E402
+from tools.bench.grouped_dot import commit, parse_names  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
 from train.launch.program import CRASHED, DONE, emit, guarded, refuse  # noqa: E402
 
@@ -36,7 +38,7 @@ LIMIT_SEC = 300
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    # JAX reads it when it is imported: here only functions that come after import it.
+    # JAX reads this when it is imported, which only later functions do.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
     return guarded(lambda: work(args), as_json=args.json)
 
@@ -44,15 +46,51 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--shapes", default="all", help="names with commas")
-    add("--passes", default="all", help="as moejax/kernels/tuning.py has them")
-    add("--skews", default="zipf,uniform", help="uniform, zipf, one_hot, with_empty")
-    add("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    add("--layer", action="store_true", help="the products of a layer in training")
-    add("--limit_sec", type=float, default=LIMIT_SEC, help="of the whole search: 300")
-    add("--seed", type=int, help="of the inputs; fresh ones without it")
-    add("--again", action="store_true", help="also buckets that the file has")
-    add("--out", type=pathlib.Path, help="another file than tuned/<device>.json")
+    add(
+        "--shapes",
+        default="all",
+        help="shapes with commas between, as in moejax/kernels/shapes.py",
+    )
+    add(
+        "--passes",
+        default="all",
+        help="passes with commas between, as in moejax/kernels/tuning.py",
+    )
+    add(
+        "--skews",
+        default="zipf,uniform",
+        help="distributions of rows over groups, over which times are averaged, with"
+        " commas between: uniform, zipf, one_hot, with_empty",
+    )
+    add(
+        "--dtype",
+        choices=("bfloat16", "float16"),
+        default="bfloat16",
+        help="dtype of all arrays",
+    )
+    add(
+        "--layer",
+        action="store_true",
+        help="tune the products that a layer runs in training, instead of each pass on"
+        " each shape",
+    )
+    add(
+        "--limit_sec",
+        type=float,
+        default=LIMIT_SEC,
+        help="time limit of the whole search, in seconds",
+    )
+    add("--seed", type=int, help="random seed of the inputs (default: a new one)")
+    add(
+        "--again",
+        action="store_true",
+        help="also measure buckets that the file has",
+    )
+    add(
+        "--out",
+        type=pathlib.Path,
+        help="file for the tiles (default: moejax/kernels/tuned/<device>.json)",
+    )
     return parser.parse_args(argv)
 
 
@@ -62,10 +100,10 @@ def work(args: argparse.Namespace) -> int:
     from moejax.kernels.shapes import MODEL_SHAPES, SKEWS
     from tools.bench import tune_cases, tune_search
 
-    names = named("shapes", args.shapes, MODEL_SHAPES)
+    names = parse_names("shapes", args.shapes, MODEL_SHAPES)
     shapes = {name: MODEL_SHAPES[name] for name in names}
-    passes = named("passes", args.passes, tuning.PASSES)
-    skews = named("skews", args.skews, SKEWS)
+    passes = parse_names("passes", args.passes, tuning.PASSES)
+    skews = parse_names("skews", args.skews, SKEWS)
     if not args.limit_sec > 0:
         raise ValueError(f"--limit_sec {args.limit_sec} must be above 0")
     kind = hopper_here()
@@ -92,7 +130,8 @@ def work(args: argparse.Namespace) -> int:
 
 
 def hopper_here() -> str:
-    """Its device_kind. Raises OSError, the machine's failure, where there is none."""
+    """Return the device_kind of this machine's Hopper GPU. Raises OSError, which means
+    that the machine failed, if there is none."""
     import jax
 
     from moejax.kernels.device import is_hopper
@@ -101,13 +140,13 @@ def hopper_here() -> str:
         device = jax.devices("gpu")[0]
     except RuntimeError:
         raise OSError(
-            "there is no GPU here, and tiles are measured on one: run this on a "
-            "Hopper GPU"
+            "there is no GPU here, but tiles are measured on one: run this on a "
+            "machine with a Hopper GPU"
         ) from None
     if not is_hopper(device):
         raise OSError(
-            f"the kernels are for Hopper GPUs, and this is {device.device_kind}: run "
-            "this on one"
+            f"the kernels are for Hopper GPUs, but this is {device.device_kind}: run "
+            "this on a machine with a Hopper GPU"
         )
     return device.device_kind
 
@@ -119,8 +158,10 @@ def tune(
     timer: Callable,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict:
-    """Search bucket after bucket, and keep each; a summary. `settings` are those of
-    tune_search, `product` and `timer` those of tune_cases."""
+    """Search one bucket after another, store the tiles of each, and return a summary.
+
+    `settings` are those of tune_search, `product` and `timer` those of tune_cases.
+    """
     from tools.bench import tune_cases, tune_search
 
     record = tune_search.load(settings.path, kind)
@@ -136,30 +177,33 @@ def tune(
             return clock() >= share_end
 
         bucket = todo.pop(0)
-        row = tune_cases.searched(bucket, settings, product, timer, is_over)
-        record = recorded(record, row)
-        tune_search.keep(settings.path, record)
+        row = tune_cases.search_bucket(bucket, settings, product, timer, is_over)
+        record = add_bucket(record, row)
+        tune_search.save(settings.path, record)
         rows.append(row)
     if todo:
-        print(f"the time is up: {len(todo)} buckets are left, run it again")
+        print(f"the time is up: {len(todo)} buckets are left, run the tool again")
     file = str(settings.path)
     return {"device": kind, "file": file, "measured": rows, "num_left": len(todo)}
 
 
-def recorded(record: dict, row: dict) -> dict:
-    """The file's content with one bucket more; `when`, `jax` and `commit` of a bucket
-    stand with its times, and those of the last one at the top."""
+def add_bucket(record: dict, row: dict) -> dict:
+    """Return the content of the file with one more bucket.
+
+    The times of a bucket come with its own `when`, `jax` and `commit`; those of the
+    last bucket are at the top too.
+    """
     import jax
 
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     about = {"when": now, "jax": jax.__version__, "commit": commit()}
     key, tiles = row["bucket"], row["tiles"]
-    told = {k: v for k, v in row.items() if k not in ("bucket", "tiles")}
+    figures = {k: v for k, v in row.items() if k not in ("bucket", "tiles")}
     return {
         "device": record["device"],
         **about,
         "tiles": record["tiles"] | {key: tiles},
-        "measured": record["measured"] | {key: told | about},
+        "measured": record["measured"] | {key: figures | about},
     }
 
 

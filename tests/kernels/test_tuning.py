@@ -201,7 +201,7 @@ def test_measured_tiles_or_the_rule(folder):
     measured = Tiles(256, 64, stages=3, span=2)
     key = tuning.bucket("forward", MIXTRAL, "bfloat16")
     record = {"device": KIND, "tiles": {key: dataclasses.asdict(measured)}}
-    tune_search.keep(folder / "nvidia_h200.json", record)
+    tune_search.save(folder / "nvidia_h200.json", record)
     known = ("forward", MIXTRAL, "bfloat16", KIND)
     other = ("dgrad", MIXTRAL, "bfloat16", KIND)
     assert tuning.tiles_for(*known) == tuning.require_measured_tiles(*known) == measured

@@ -87,12 +87,14 @@ def test_a_program_runs_its_collective(mesh, name):
         text = program.run.as_text()
         assert "while" in text
         assert OPS[name] in text
-    (sec,) = collective_times.seconds(programs[2:], turns=1)
+    (sec,) = collective_times.measure_sec(programs[2:], turns=1)
     assert sec > 0
 
 
 def test_products_of_axes_of_several_devices_are_measured(monkeypatch):
-    monkeypatch.setattr(collective_times, "collective", lambda m, name, axes, *_: axes)
+    monkeypatch.setattr(
+        collective_times, "make_collective", lambda m, name, axes, *_: axes
+    )
     mesh = axes.make_mesh(Topology(dc=2, expert=2, tensor=2))
     sweep = collective_times.SWEEP
     groups = collective_times.collective_programs(mesh, "float32", sweep)

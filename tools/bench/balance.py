@@ -1,13 +1,13 @@
-"""Steps of one configuration under several policies, in turn in one run.
+"""Time train steps of one configuration under several balancing policies, in turns.
 
     python tools/bench/balance.py --gin_file=configs/testbed_skew.gin \\
         --variant home --variant "micromoe: Balance.policy = 'micromoe'" --json
 
-Each variant is the trainer's own step with a state of its own, and all see the same
-tokens and routing. Before the first turn a policy plans once, from the load of the
-first step; what follows it has not seen. All variants are compiled, and run once,
-before --ready is made (by process 0) and the turns begin. A step's time is that of the
-slowest process.
+Each variant is the trainer's own step with a state of its own. All variants see the
+same tokens and routing. A policy plans once, before the first turn, from the load of
+the first step; it has not seen the loads of later steps. All variants are compiled and
+run once before process 0 makes the file --ready and the turns begin. A step's time is
+that of the slowest process. Exit codes: 0 done, 2 bad input, 3 the machine failed.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from train.launch.cluster import add_flags, cluster_flags  # noqa: E402
 from train.launch.program import DONE, emit, guarded, start  # noqa: E402
 
 SETTLING = 1
-"""Turns after --ready that do not count."""
+"""Number of turns after --ready that do not count."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,16 +40,37 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--gin_file", action="append", default=[], required=True)
-    add("--gin_param", action="append", default=[], help="of all variants")
+    add(
+        "--gin_file",
+        action="append",
+        default=[],
+        required=True,
+        help="configuration; may be repeated, and later files win",
+    )
+    add(
+        "--gin_param",
+        action="append",
+        default=[],
+        help="one more setting of all variants, as 'Moe.d_expert = 512'",
+    )
     add(
         "--variant",
         action="append",
         required=True,
-        help="'name: Class.field = value; ..'",
+        help="name and settings of a variant: 'name: Class.field = value; ..';"
+        " repeated for each variant",
     )
-    add("--turns", type=int, default=5, help="steps of each variant that count: 5")
-    add("--ready", type=pathlib.Path, help="a file to make when the turns begin")
+    add(
+        "--turns",
+        type=int,
+        default=5,
+        help="number of steps of each variant that count",
+    )
+    add(
+        "--ready",
+        type=pathlib.Path,
+        help="file that process 0 makes when the turns begin (default: none)",
+    )
     add_flags(parser)
     return parser.parse_args(argv)
 
@@ -65,8 +86,8 @@ def work(args: argparse.Namespace) -> int:
     start(next(iter(cfgs.values())), cluster_flags(args))
     from train.launch.processes import is_first, wait_for_all
 
-    # Gloo's processes wait 30 s for one another at their first meeting: before some
-    # have compiled, or found in jax's cache, what others have not.
+    # Gloo's processes wait at most 30 s for one another when they first meet. They meet
+    # here, before their compile times differ: some find programs in JAX's cache.
     wait_for_all("begun")
     variants = {}
     for name, cfg in cfgs.items():
@@ -77,7 +98,7 @@ def work(args: argparse.Namespace) -> int:
     wait_for_all("compiled")
     if args.ready is not None and is_first():
         args.ready.touch()
-    timed = measured(variants, args.turns)
+    timed = measure(variants, args.turns)
     record = {name: make_record(*columns) for name, columns in timed.items()}
     if is_first():
         emit(record, args.json)
@@ -85,6 +106,7 @@ def work(args: argparse.Namespace) -> int:
 
 
 def make_record(secs: list[float], ratios: list[float], rounds: list[int]) -> dict:
+    """Return the figures of a variant from those of its steps."""
     return {
         "step_sec": [round(sec, 4) for sec in secs],
         "median_sec": round(statistics.median(secs), 4),
@@ -93,8 +115,9 @@ def make_record(secs: list[float], ratios: list[float], rounds: list[int]) -> di
     }
 
 
-def measured(variants: dict, turns: int) -> dict[str, tuple[list, list, list]]:
-    """Return seconds, device max/mean and rounds of each variant's steps."""
+def measure(variants: dict, turns: int) -> dict[str, tuple[list, list, list]]:
+    """Run the variants in turns, and return the seconds, device max/mean and rounds of
+    each variant's steps."""
     from train.launch.processes import is_first, wait_for_all
 
     timed = {name: ([], [], []) for name in variants}
@@ -111,14 +134,15 @@ def measured(variants: dict, turns: int) -> dict[str, tuple[list, list, list]]:
 
 
 class Variant:
-    """A compiled step and its state."""
+    """A compiled train step and its state."""
 
     def __init__(self, run, state, placement, windows) -> None:
         self._run, self._state = run, state
         self._placement, self._windows = placement, windows
 
     def step(self) -> tuple[float, float, int]:
-        """Seconds of the slowest process; device max/mean; rounds."""
+        """Run one step, and return the seconds of the slowest process, the device
+        max/mean of the least even layer, and the number of rounds."""
         import jax
         from jax.experimental import multihost_utils
 
@@ -133,7 +157,7 @@ class Variant:
 
 
 def make_variant(cfg) -> Variant:
-
+    """Return the compiled train step of a configuration, with a new state."""
     from moejax.axes import make_mesh
     from moejax.resolve.resolved import resolve
     from train.step.compiled import make_model, on_devices, trace_train_step
@@ -143,12 +167,12 @@ def make_variant(cfg) -> Variant:
     model = make_model(resolve(cfg, mesh))
     run = trace_train_step(model).lower().compile()
     state = init_state(model.run, model.optimizer, model.layout.store)
-    placement = on_devices(planned(model.run), model.layout, mesh)
-    return Variant(run, state, placement, tokens(cfg, mesh))
+    placement = on_devices(make_plan(model.run), model.layout, mesh)
+    return Variant(run, state, placement, make_windows(cfg, mesh))
 
 
-def planned(run):
-    """The policy's plan for the recorded load of step 0."""
+def make_plan(run):
+    """Return the policy's plan for the recorded load of step 0, or the home plan."""
     from moejax.balance.policies import POLICIES
     from moejax.moe import recorded
 
@@ -164,13 +188,14 @@ def planned(run):
 
 
 @dataclasses.dataclass(frozen=True)
-class Random:
-    """Windows of random tokens, the same in every process."""
+class RandomWindows:
+    """A source of windows of random tokens, the same in every process."""
 
     vocab_size: int
     seq_len: int
 
     def rows(self, index: int, first: int, last: int):
+        """Return the rows `first` to `last` - 1 of batch `index`."""
         from moejax.moe.types import Windows
 
         shape = (last - first, self.seq_len + 1)
@@ -180,11 +205,12 @@ class Random:
         return Windows(token_bt, position_bt)
 
 
-def tokens(cfg, mesh):
+def make_windows(cfg, mesh):
+    """Return the windows of the first step on the devices of the mesh."""
     from train.data.feed import feed
     from train.step.step import window_sharding
 
-    source = Random(cfg.model.vocab_size, cfg.data.seq_len)
+    source = RandomWindows(cfg.model.vocab_size, cfg.data.seq_len)
     sizes = (cfg.train.batch_size, cfg.train.accumulate_steps)
     return feed(source, 0, *sizes, window_sharding(mesh))
 

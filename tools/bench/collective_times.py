@@ -1,8 +1,9 @@
-"""Seconds of collectives and products on the live mesh, and the lines through them.
+"""Times of collectives and grouped products on the live mesh, and lines fitted to them.
 
-Collectives run over each axis and over groups of two axes, by size; the grouped product
-by rows. Each program repeats its operation in a loop that needs every result, so that a
-program's start counts once in its repeats.
+Collectives are timed over each axis and over pairs of axes, for several sizes; the
+grouped product for several numbers of rows. Each program repeats its operation in a
+loop in which each repetition needs the result before, so that the cost of starting the
+program is spread over all repetitions.
 """
 
 import dataclasses
@@ -24,19 +25,20 @@ from moejax.plan.layout import ROW_MULTIPLE
 from tools.bench.turns import median_sec
 
 REPEATS = 8
-"""Of an operation in one program."""
+"""Number of repetitions of an operation in one program."""
 GROUPS = (*((axis,) for axis in AXES),
           ("dc", "expert"), ("data", "expert"), ("expert", "tensor"))  # fmt: skip
-"""Mesh axes that collectives of the MoE layer run over together."""
+"""Mesh axes, alone or together, that collectives of the MoE layer run over."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One point of a line. `amount` is what a repetition takes: bytes that leave a
-    device, or FLOPs of one device."""
+    """A compiled program whose time is one point of a line."""
 
     line: tuple[str, ...]
+    """Name of the line."""
     amount: float
+    """Work of a repetition: bytes that leave one device, or FLOPs of one device."""
     repeats: int
     run: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -44,7 +46,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """sec = latency_sec + amount / amount_per_sec."""
+    """A line: seconds = latency_sec + amount / amount_per_sec."""
 
     latency_sec: float
     amount_per_sec: float
@@ -53,19 +55,23 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """Which collectives are measured, and on which sizes."""
+    """Collectives to measure, and the sizes of their arrays."""
 
     names: tuple[str, ...]
     elements: tuple[int, ...]
-    """Of the array on each device."""
+    """Numbers of elements of the array on each device."""
     repeats: int = REPEATS
 
 
 def collective_programs(mesh: Mesh, dtype: str, sweep: Sweep) -> list[Program]:
-    """Compiled; lines are (collective, axes joined by "_"), of groups each of whose
-    axes has more than one device: of any other the single axis has the line."""
+    """Return the compiled programs of a sweep, for all GROUPS whose axes each have more
+    than one device.
+
+    The name of a line is (collective, axes joined by "_"). A group with an axis of one
+    device needs no line, because its other axis has it.
+    """
     return [
-        collective(mesh, name, axes, elements, dtype, sweep.repeats)
+        make_collective(mesh, name, axes, elements, dtype, sweep.repeats)
         for axes in GROUPS
         if all(mesh.shape[axis] > 1 for axis in axes)
         for name in sweep.names
@@ -102,12 +108,13 @@ COLLECTIVES: dict[str, Callable] = {
     "all_reduce": _all_reduce,
     "ppermute": _ppermute,
 }
-"""Shape to shape."""
+"""Collectives by name: functions of (x_n, axes, w) whose result has the shape that the
+next repetition takes."""
 SWEEP = Sweep(tuple(COLLECTIVES), (2**10, 2**13, 2**16, 2**18, 2**20))
-"""Of tools/calibrate.py."""
+"""Sweep of tools/calibrate.py."""
 
 
-def collective(
+def make_collective(
     mesh: Mesh,
     name: str,
     axes: tuple[str, ...],
@@ -115,7 +122,8 @@ def collective(
     dtype: str,
     repeats: int,
 ) -> Program:
-    """Compiled: `repeats` of one collective of arrays of so many elements a device."""
+    """Return a compiled program that repeats one collective. Each device has an array
+    of `elements` elements, rounded up to a multiple of the group's size."""
     once, w = COLLECTIVES[name], axis_size(mesh, axes)
     elements = -(-elements // w) * w
 
@@ -124,14 +132,14 @@ def collective(
         return jax.lax.fori_loop(0, repeats, step, x_n)
 
     x_n = _zeros(mesh, (elements,), dtype)
-    run = _compiled(mesh, body, x_n)
+    run = _compile(mesh, body, x_n)
     amount = leaving_bytes(name, elements * jnp.dtype(dtype).itemsize, w)
     return Program((name, "_".join(axes)), amount, repeats, run, (x_n,))
 
 
 @dataclasses.dataclass(frozen=True)
 class Widths:
-    """Of the experts of one device."""
+    """Sizes of the grouped product of one device's experts."""
 
     d_model: int
     d_expert: int
@@ -141,14 +149,18 @@ class Widths:
 
 
 def matmul_programs(mesh: Mesh, widths: Widths) -> list[Program]:
-    """Compiled; the line is ("grouped_dot",), rows are half to four times the usual
-    (below, the blocks that rows are cut into are not full)."""
+    """Return compiled programs of the grouped products of an expert, into the hidden
+    width and back.
+
+    The name of their line is ("grouped_dot",). They have half to four times
+    `widths.rows` rows; with fewer, the blocks that rows are cut into are not full.
+    """
     d, f, groups = widths.d_model, widths.d_expert, widths.groups
     into_gdf = _zeros(mesh, (groups, d, f), widths.dtype)
     down_gfd = _zeros(mesh, (groups, f, d), widths.dtype)
     programs = []
     for part in (0.5, 1, 2, 4):
-        multiple = math.lcm(groups, ROW_MULTIPLE)  # no size that a kernel declines
+        multiple = math.lcm(groups, ROW_MULTIPLE)  # kernels take only such sizes
         rows = max(multiple, math.ceil(part * widths.rows / multiple) * multiple)
         rows_g = np.full(groups, rows // groups, np.int32)
 
@@ -160,13 +172,13 @@ def matmul_programs(mesh: Mesh, widths: Widths) -> list[Program]:
             return jax.lax.fori_loop(0, REPEATS, step, x_md)
 
         arguments = (_zeros(mesh, (rows, d), widths.dtype), into_gdf, down_gfd)
-        run = _compiled(mesh, body, *arguments)
+        run = _compile(mesh, body, *arguments)
         flops = 4.0 * rows * d * f
         programs.append(Program(("grouped_dot",), flops, REPEATS, run, arguments))
     return programs
 
 
-def seconds(programs: list[Program], turns: int) -> list[float]:
+def measure_sec(programs: list[Program], turns: int) -> list[float]:
     """Return the median seconds of one repetition of each program."""
     calls = {i: partial(one.run, *one.arguments) for i, one in enumerate(programs)}
     return [
@@ -178,14 +190,14 @@ def seconds(programs: list[Program], turns: int) -> list[float]:
 def measure_calibration(
     mesh: Mesh, lines: dict[tuple[str, ...], Line], widths: Widths, turns: int
 ) -> Calibration:
-    """Return the lines of collectives as a calibration, with the grouped product, which
-    is measured here."""
+    """Measure the grouped product, and return a calibration of it and of the given
+    lines of collectives."""
     collectives: dict[str, dict] = {}
     for (name, axes), line in lines.items():
         numbers = (line.latency_sec, line.amount_per_sec, line.r2)
         collectives.setdefault(name, {})[axes] = dict(zip(LINE_KEYS, numbers))
     programs = matmul_programs(mesh, widths)
-    (matmul,) = fitted(programs, seconds(programs, turns)).values()
+    (matmul,) = fit_lines(programs, measure_sec(programs, turns)).values()
     return Calibration(
         device_kind=jax.devices()[0].device_kind,
         mesh=dict(mesh.shape),
@@ -198,8 +210,8 @@ def measure_calibration(
     )
 
 
-def fitted(programs: list[Program], sec: list[float]) -> dict[tuple[str, ...], Line]:
-    """Return the line through the points of each name."""
+def fit_lines(programs: list[Program], sec: list[float]) -> dict[tuple[str, ...], Line]:
+    """Return the line fitted to the programs of each line name."""
     points = {}
     for program, point_sec in zip(programs, sec, strict=True):
         points.setdefault(program.line, []).append((program.amount, point_sec))
@@ -207,11 +219,12 @@ def fitted(programs: list[Program], sec: list[float]) -> dict[tuple[str, ...], L
 
 
 def fit(amount_n: np.ndarray, sec_n: np.ndarray) -> Line:
-    """The line of least relative squares with latency >= 0 and a finite rate.
+    """Return the line with the least sum of squared relative errors, among lines with
+    latency >= 0 and a finite rate.
 
-    Relative, so that small messages count as much as large ones; where the best line
-    has a negative latency or slope, it is the best one through the origin. r2 is that
-    of the relative errors as well: 1 - (theirs) / (those of the best constant).
+    Errors are relative, so that small messages count as much as large ones. If the best
+    line has a negative latency or slope, the result is the best line through the
+    origin. r2 is one minus the line's sum of squares over that of the best constant.
     """
     weight_n = 1 / sec_n
     design_n2 = np.stack([weight_n, amount_n * weight_n], axis=1)
@@ -227,13 +240,14 @@ def fit(amount_n: np.ndarray, sec_n: np.ndarray) -> Line:
 
 
 def _zeros(mesh: Mesh, shape: tuple[int, ...], dtype: str):
-    """An array of this shape on each device: its first axis is split over all."""
+    """Return zeros with an array of this shape on each device: the first axis of the
+    whole is split over all devices."""
     whole = (mesh.size * shape[0], *shape[1:])
     sharding = NamedSharding(mesh, PartitionSpec(AXES))
     return jax.jit(partial(jnp.zeros, whole, dtype), out_shardings=sharding)()
 
 
-def _compiled(mesh: Mesh, body: Callable, *arguments):
+def _compile(mesh: Mesh, body: Callable, *arguments):
     specs = tuple(PartitionSpec(AXES) for _ in arguments)
     mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[0])
     return jax.jit(mapped).lower(*arguments).compile()

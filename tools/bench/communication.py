@@ -1,21 +1,21 @@
-"""Seconds of one MoE layer's step, variant against variant, beside what the models
-predict.
+"""Time the step of one MoE layer under several schedules or domains, and compare with
+the times that the models predict.
 
     python tools/bench/communication.py --mesh dc=2,expert=2 --cases cases.json [--json]
 
-Simulates the mesh's devices, or is one of several processes that share them: that is
-how tools/testbed/run.py measures on slow links. The file is a JSON list of cases:
+The program simulates the mesh's devices, or is one of several processes that share
+them: so tools/testbed/run.py measures on slow links. The file is a JSON list of cases:
 
     [{"name": "D=2", "shape": {"tokens": 128, "d_model": 2048, "d_expert": 43,
       "num_experts": 4, "top_k": 2}, "variants": ["1x1", "2x1"]}]
 
-Variants are schedules (base, s1, ..) or domains ('2x1': two of dc share, and one of
-expert) of tools/bench/communication_cases.py. First all collectives are measured in the
-same processes, and the models of moejax/balance choose by that; 'auto' is the chosen
-variant, measured once more. The programs of a case are compiled, then its variants take
-turns with a barrier before each; a time is the slowest process's, and medians are kept.
+Variants are schedules (base, s1, ..) or domains ('2x1': domains of two along dc and one
+along expert). First all collectives are measured in the same processes, and the models
+of moejax/perf choose a variant by these times. 'auto' is the chosen variant, measured
+once more. The programs of a case are compiled, then its variants take turns with a
+barrier before each. A time is that of the slowest process, and the median over turns.
 
-Exit codes: 0 done, 2 bad input, 3 the machine fails.
+Exit codes: 0 done, 2 bad input, 3 the machine failed.
 """
 
 import argparse
@@ -39,9 +39,10 @@ from train.config import gin_reader  # noqa: E402
 from train.launch.program import DONE, emit, guarded, start  # noqa: E402
 
 UPLINK = pathlib.Path("/sys/class/net/uplink/statistics/tx_bytes")
-"""Of this process's DC on a testbed."""
+"""File with the bytes that left this process's DC, on a testbed."""
 ELEMENTS, REPEATS = (2**10, 2**13, 2**16), 3
-"""Of arrays in calibration, beside the largest; of a collective in a program."""
+"""Array sizes of the calibration, beside --largest, and the number of repetitions of a
+collective in one of its programs."""
 AUTO, DTYPE = "auto", "float32"
 
 
@@ -53,11 +54,31 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--mesh", required=True, help="dc=2,expert=2")
-    add("--cases", type=pathlib.Path, required=True, help="JSON, as above")
-    add("--turns", type=int, default=5, help="of which medians are taken: 5")
-    add("--largest", type=int, default=2**19, help="elements, in calibration: 2^19")
-    add("--dcs", type=int, default=2, help="that devices divide evenly among: 2")
+    add("--mesh", required=True, help="sizes of mesh axes, as dc=2,expert=2")
+    add(
+        "--cases",
+        type=pathlib.Path,
+        required=True,
+        help="JSON file with a list of cases, as above",
+    )
+    add(
+        "--turns",
+        type=int,
+        default=5,
+        help="number of times that each variant is measured; medians are kept",
+    )
+    add(
+        "--largest",
+        type=int,
+        default=2**19,
+        help="elements of the largest array in the calibration",
+    )
+    add(
+        "--dcs",
+        type=int,
+        default=2,
+        help="number of DCs, each with the same number of consecutive devices",
+    )
     args = parser.parse_args(argv)
     args.gin_file, args.gpu = [], False
     return args
@@ -71,7 +92,8 @@ def work(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--dcs {args.dcs} must divide the {topology.num_devices} devices of --mesh"
         )
-    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # links are slower
+    # Optimizing takes long to compile and gains little, since links are the bottleneck.
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     start(cfg)
     import jax
 
@@ -82,12 +104,12 @@ def work(args: argparse.Namespace) -> int:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     mesh = make_mesh(topology)
     cases = [case | {"shape": BenchedLayer(**case["shape"])} for case in cases]
-    calibration = calibrated(mesh, cases[0]["shape"], args)
+    calibration = calibrate(mesh, cases[0]["shape"], args)
     record = {
         "mesh": {axis: size for axis, size in mesh.shape.items() if size > 1},
         "turns": args.turns,
         "calibration": dataclasses.asdict(calibration),
-        "cases": measured(mesh, cases, calibration, args),
+        "cases": measure_cases(mesh, cases, calibration, args),
     }
     if is_first():
         print("\n".join(map(format_record, record["cases"])))
@@ -96,7 +118,8 @@ def work(args: argparse.Namespace) -> int:
 
 
 def parse_cases(args: argparse.Namespace) -> list[dict]:
-    """Raises ValueError, one line, for what is no list of cases."""
+    """Return the cases of --cases. Raises ValueError, with one line, for bad flags and
+    for a file that is not a list of cases."""
     for name in ("turns", "dcs"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
@@ -113,19 +136,20 @@ def parse_cases(args: argparse.Namespace) -> list[dict]:
         raise ValueError(f"{args.cases} must hold a list of cases, and holds none")
     for case in cases:
         if not isinstance(case, dict) or set(case) != keys:
-            raise ValueError(f"a case must have {sorted(keys)}, and this is {case}")
+            raise ValueError(f"a case must have {sorted(keys)}, but this is {case}")
     return cases
 
 
-def calibrated(mesh, shape, args: argparse.Namespace):
-    """Return a Calibration of this mesh, of sizes that slow links take."""
+def calibrate(mesh, shape, args: argparse.Namespace):
+    """Measure the collectives of this mesh on sizes that suit slow links, and return a
+    Calibration."""
     from tools.bench import collective_times as times
 
     names = tuple(name for name in times.COLLECTIVES if name != "ppermute")
     sweep = times.Sweep(names, (*ELEMENTS, args.largest), REPEATS)
     programs = times.collective_programs(mesh, DTYPE, sweep)
     runs = [partial(program.run, *program.arguments) for program in programs]
-    rows = timed(runs, args.turns, make_barrier(mesh))
+    rows = time_runs(runs, args.turns, make_barrier(mesh))
     sec = [statistics.median(row) / REPEATS for row in rows]
     widths = times.Widths(
         d_model=shape.d_model,
@@ -134,24 +158,28 @@ def calibrated(mesh, shape, args: argparse.Namespace):
         rows=shape.tokens * shape.top_k,
         dtype=DTYPE,
     )
-    lines = times.fitted(programs, sec)
+    lines = times.fit_lines(programs, sec)
     return times.measure_calibration(mesh, lines, widths, args.turns)
 
 
 def make_barrier(mesh) -> Callable[[], object]:
-    """All processes leave it when all have come; cheaper than jax's own."""
+    """Return a barrier: a function that returns when all processes have called it. It
+    is cheaper than JAX's own barrier."""
     import jax
 
-    from tools.bench.collective_times import collective
+    from tools.bench.collective_times import make_collective
 
     several = tuple(axis for axis, size in mesh.shape.items() if size > 1)
-    meet = collective(mesh, "all_reduce", several, 1, DTYPE, REPEATS)
+    meet = make_collective(mesh, "all_reduce", several, 1, DTYPE, REPEATS)
     return lambda: jax.block_until_ready(meet.run(*meet.arguments))
 
 
-def timed(runs, turns: int, meet: Callable, sent: list | None = None) -> list[list]:
-    """Return seconds of each run, turn by turn; the slowest process counts. Into `sent`
-    go the bytes that left this DC meanwhile, in the turn that warms up too."""
+def time_runs(runs, turns: int, meet: Callable, sent: list | None = None) -> list[list]:
+    """Return the seconds of each run in each turn; the slowest process counts.
+
+    `sent`, if given, has a list for each run. The bytes that left this DC during the
+    run are appended there, also in the warm-up turn.
+    """
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
@@ -175,13 +203,14 @@ def timed(runs, turns: int, meet: Callable, sent: list | None = None) -> list[li
 
 
 def sent_bytes() -> int:
+    """Return the bytes that have left this process's DC; 0 without a testbed."""
     return int(UPLINK.read_text()) if UPLINK.is_file() else 0
 
 
-def measured(mesh, cases: list[dict], calibration, args) -> list[dict]:
-    """A record of each case: seconds and bytes of its variants, and what is
-    predicted."""
-    from tools.bench.communication_cases import compiled, predict_variants
+def measure_cases(mesh, cases: list[dict], calibration, args) -> list[dict]:
+    """Measure the cases, and return a record of each: the seconds and bytes of its
+    variants, and the predictions."""
+    from tools.bench.communication_cases import compile_step, predict_variants
     from train.launch.processes import from_first_process, is_first
 
     topology = Topology(*mesh.devices.shape)
@@ -189,23 +218,23 @@ def measured(mesh, cases: list[dict], calibration, args) -> list[dict]:
     records, meet = [], make_barrier(mesh)
     for case in cases:
         shape, variants, begin = case["shape"], case["variants"], time.perf_counter()
-        told = from_first_process(
+        prediction = from_first_process(
             partial(predict_variants, shape, variants, topology, calibration)
         )
         steps = {
-            variant: compiled(shape, variant, mesh, per_dc) for variant in variants
+            variant: compile_step(shape, variant, mesh, per_dc) for variant in variants
         }
         compile_sec = time.perf_counter() - begin
-        check_kept(case["name"], steps)
-        steps[AUTO] = steps[told["chosen"]]
+        check_drops(case["name"], steps)
+        steps[AUTO] = steps[prediction["chosen"]]
         runs = [partial(step.run, *step.arguments) for step in steps.values()]
         sent = [[] for _ in runs]
-        times = timed(runs, args.turns, meet, sent)
+        times = time_runs(runs, args.turns, meet, sent)
         middle = [map(statistics.median, rows) for rows in (times, sent)]
         record = {
             "name": case["name"],
             "shape": dataclasses.asdict(shape),
-            **told,
+            **prediction,
             "step_sec": dict(zip(steps, middle[0])),
             "times_sec": dict(zip(steps, times)),
             "sent_bytes": dict(zip(steps, middle[1])),
@@ -220,29 +249,33 @@ def measured(mesh, cases: list[dict], calibration, args) -> list[dict]:
     return records
 
 
-def check_kept(name: str, steps: dict) -> None:
-    """All rows must fit, or the variants would not compute the same."""
+def check_drops(name: str, steps: dict) -> None:
+    """Raise ValueError if a variant drops rows: variants that do not compute the same
+    cannot be compared."""
     for variant, step in steps.items():
         (_, dropped), _ = step.run(*step.arguments)
         if int(dropped):
             raise ValueError(
-                f"case {name}: {variant} drops {int(dropped)} rows, and must drop "
+                f"case {name}: {variant} drops {int(dropped)} rows, but must drop "
                 "none: use a larger buffer_factor"
             )
 
 
 def format_record(record: dict) -> str:
-    """Milliseconds, predictions in brackets, and MB that left the first DC."""
-    said, sent = record["predicted_sec"], record["sent_bytes"]
+    """Return a line with the milliseconds of each variant, predictions in brackets, and
+    the MB that left the first DC."""
+    predicted_sec, sent = record["predicted_sec"], record["sent_bytes"]
+    chosen_sec = predicted_sec[record["chosen"]]  # that of 'auto'
     variants = [
         f"{variant} {1e3 * sec:.0f} "
-        f"[{1e3 * said.get(variant, said[record['chosen']]):.0f}] ms "
+        f"[{1e3 * predicted_sec.get(variant, chosen_sec):.0f}] ms "
         f"{1e-6 * sent[variant]:.2f} MB"
         for variant, sec in record["step_sec"].items()
     ]
-    compiling = f"compiled in {record['compile_sec']:.0f} s"
-    told = f"{', '.join(variants)}; chosen {record['chosen']}; {compiling}"
-    return f"{record['name']}: {told}"
+    return (
+        f"{record['name']}: {', '.join(variants)}; chosen {record['chosen']}; "
+        f"compiled in {record['compile_sec']:.0f} s"
+    )
 
 
 if __name__ == "__main__":

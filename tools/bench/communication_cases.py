@@ -1,11 +1,11 @@
-"""One MoE layer's step under several schedules or domains: shapes, variants, bytes.
+"""The step of one MoE layer under several schedules or domains: shapes, compiled
+variants, and the bytes that they send.
 
-    Shape   of a layer; a variant is 's1', 's1h', .. or a domain, '1x1' plain, '2x1', ..
-    Step    a variant, compiled: forward and backward, gradients of inputs and weights
-
-Token number i chooses experts i k, i k + 1, .. (modulo E): loads are even, and a
-capacity drops nothing. Later rounds, which would send nothing, are so not compiled. All
-variants have the same choices and the same numbers.
+A variant is a schedule ('s1', 's1h', ..) or a domain ('1x1' is plain expert
+parallelism, '2x1', ..). Its step is forward and backward, with gradients of inputs and
+weights. Token number i chooses experts i k, i k + 1, .. (modulo E). Loads are thus
+even, and the exchange 'capacity' drops nothing and compiles no later rounds, which
+would send nothing. All variants have the same choices and the same numbers.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from moejax.plan.parallel import Domain, Tensor
 from moejax.plan.schedule_rules import SCHEDULES
 
 ITEMSIZE = 4
-"""float32: CPUs emulate bfloat16, slowly."""
+"""Bytes of a number: float32, since CPUs emulate bfloat16 slowly."""
 DOMAIN = re.compile(r"(\d+)x(\d+)")
 COLLECTIVE = re.compile(
     r"= (.*?) (all-to-all|all-gather|all-reduce|reduce-scatter)(?:-start)?\((.*)"
@@ -48,69 +48,73 @@ AXIS = re.compile(r"'(\w+)'=(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class BenchedLayer:
-    """Of one layer in one micro-batch."""
+    """Sizes of one MoE layer in one micro-batch."""
 
     tokens: int
-    """Of one tensor group, each of whose devices holds all of them."""
+    """Number of tokens of one tensor group. Each of its devices holds all of them."""
     d_model: int
     d_expert: int
     num_experts: int
     top_k: int
     buffer_factor: float = 1.0
     expert_shards: int | None = None
-    """None: as many as the tensor axis has devices."""
+    """Number of shards of an expert. None: as many as the tensor axis has devices."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "d_model", "d_expert", "num_experts", "top_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.top_k > self.num_experts:
-            most = self.num_experts
-            raise ValueError(f"top_k={self.top_k} must be num_experts={most} at most")
+            raise ValueError(
+                f"top_k={self.top_k} must be at most num_experts={self.num_experts}"
+            )
         if self.buffer_factor < 1:
             raise ValueError(f"buffer_factor={self.buffer_factor} must be at least 1")
 
     @property
     def row_bytes(self) -> int:
-        """Of all rows of a tensor group: D where there is no tensor axis."""
+        """Bytes of all rows of a tensor group: D in docs/testbed.md, where there is no
+        tensor axis."""
         return self.tokens * self.top_k * self.d_model * ITEMSIZE
 
     @property
     def expert_bytes(self) -> int:
+        """Bytes of one expert's three matrices."""
         return 3 * self.d_model * self.d_expert * ITEMSIZE
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """`run(*arguments)` computes (loss, dropped) and gradients; `leaving_bytes` cross
-    from the first DC to others meanwhile, by the collectives of the program."""
+    """A compiled variant: `run(*arguments)` computes (loss, dropped) and gradients."""
 
     run: Any
     arguments: tuple
     leaving_bytes: float
+    """Bytes that leave the first DC, by the collectives of the program."""
 
 
 def parse_domain(variant: str) -> tuple[int, int] | None:
-    """(S_dc, S_expert) of a variant that is a domain, None of a schedule. Raises
-    ValueError for a name of neither."""
-    if found := DOMAIN.fullmatch(variant):
-        return int(found[1]), int(found[2])
+    """Return (S_dc, S_expert) of a variant that is a domain, None for a schedule.
+    Raises ValueError for a name that is neither."""
+    if match := DOMAIN.fullmatch(variant):
+        return int(match[1]), int(match[2])
     if variant not in SCHEDULES:
         raise ValueError(
-            f"{variant!r} is no variant: give {', '.join(SCHEDULES)}, or a domain "
+            f"{variant!r} is not a variant: give {', '.join(SCHEDULES)}, or a domain "
             "such as 2x1"
         )
     return None
 
 
 def make_layout(shape: BenchedLayer, variant: str, topology: Topology) -> Layout:
-    """Raises ValueError for what cannot run on this mesh."""
+    """Return the layout of a variant. Raises ValueError for a variant that cannot run
+    on this mesh."""
     shared, tensor = parse_domain(variant), topology.tensor
     choices = shape.tokens * shape.top_k
     if shared is not None:
         if tensor > 1:
             raise ValueError(
-                f"variant {variant} is a domain, and Mesh.tensor={tensor}: use tensor=1"
+                f"variant {variant} is a domain, but Mesh.tensor={tensor}: use tensor=1"
             )
         sizes = (topology.dc, topology.expert)
         domain = Domain(sizes, shared) if math.prod(shared) > 1 else None
@@ -132,7 +136,7 @@ def make_layout(shape: BenchedLayer, variant: str, topology: Topology) -> Layout
         shape.num_experts,
         num_devices,
         choices,
-        # As the models count them: not rounded up, which tells in buffers so small.
+        # The models do not round rows up either; in such small buffers that matters.
         rows_per_peer=math.ceil(shape.buffer_factor * choices / num_devices),
         exchange="capacity",
         tensor=Tensor(variant, tensor, shards),
@@ -140,10 +144,11 @@ def make_layout(shape: BenchedLayer, variant: str, topology: Topology) -> Layout
     )
 
 
-def compiled(
+def compile_step(
     shape: BenchedLayer, variant: str, mesh: Mesh, devices_per_dc: int
 ) -> Step:
-    """Of float32 numbers that are drawn anew, the same for each variant."""
+    """Return the compiled step of a variant on float32 numbers. They are drawn from
+    fixed seeds, so that all variants compute with the same numbers."""
     topology = Topology(*mesh.devices.shape)
     layout = make_layout(shape, variant, topology)
     mesh_layout = on_mesh(mesh, layout)
@@ -156,7 +161,11 @@ def compiled(
     placement = jax.tree.map(np.asarray, Placement.from_plan(plan, layout).layer(0))
     rest = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), rest)
     inputs = _inputs(shape, topology, mesh_layout)
-    arguments = (_drawn(params, mesh_layout), axes.everywhere(rest, mesh), *inputs)
+    arguments = (
+        _draw_params(params, mesh_layout),
+        axes.everywhere(rest, mesh),
+        *inputs,
+    )
 
     def loss(params, x_btd, rest, forced_btk):
         layer = nnx.merge(graph, params, rest)
@@ -175,8 +184,9 @@ def compiled(
     return Step(program, arguments, leaving)
 
 
-def _drawn(params, mesh_layout: MeshLayout):
-    """Expert weights at their owners, small; whatever the mesh, the same."""
+def _draw_params(params, mesh_layout: MeshLayout):
+    """Return small random weights at the owners of the experts. They do not depend on
+    the mesh."""
 
     def drawn(path, leaf):
         rng, dims = np.random.default_rng(leaf.size), str(path[0].key).split("_")[-1]
@@ -184,34 +194,38 @@ def _drawn(params, mesh_layout: MeshLayout):
         where = (
             spec() if leaf.ndim == 2 else master_param_spec(dims, "owned", mesh_layout)
         )
-        return _placed(value, NamedSharding(mesh_layout.mesh, where))
+        return _place(value, NamedSharding(mesh_layout.mesh, where))
 
     return jax.tree_util.tree_map_with_path(drawn, params)
 
 
 def _inputs(shape: BenchedLayer, topology: Topology, mesh_layout: MeshLayout) -> tuple:
-    """x_btd and forced_btk: one sequence a tensor group."""
+    """Return x_btd and forced_btk with one sequence per tensor group."""
     b, n, k = topology.num_batch_shards, shape.tokens, shape.top_k
     x_btd = np.random.default_rng(0).standard_normal((b, n, shape.d_model), np.float32)
     forced_nk = (np.arange(n * k) % shape.num_experts).reshape(n, k).astype(np.int32)
     where = NamedSharding(mesh_layout.mesh, spec(mesh_layout.batch_axes))
     forced_btk = np.broadcast_to(forced_nk, (b, n, k))
-    return _placed(x_btd, where), _placed(forced_btk, where)
+    return _place(x_btd, where), _place(forced_btk, where)
 
 
-def _placed(value: np.ndarray, where: NamedSharding) -> jax.Array:
+def _place(value: np.ndarray, where: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(value.shape, where, lambda at: value[at])
 
 
 def bytes_leaving(hlo: str, devices_per_dc: int) -> float:
-    """Bytes that the collectives of a compiled program send from the first DC to
-    others: device i lies in DC i // devices_per_dc. Rings for all but all_to_all."""
+    """Return the bytes that the collectives of a compiled program send from the first
+    DC to others.
+
+    Device i is in DC i // devices_per_dc. All collectives but all_to_all are taken to
+    be rings.
+    """
     total = 0.0
     for line in hlo.splitlines():
-        found = COLLECTIVE.search(line)
-        if found is None:
+        match = COLLECTIVE.search(line)
+        if match is None:
             continue
-        result, kind, rest = found.groups()
+        result, kind, rest = match.groups()
         size = sum(
             int(bits) // 8 * math.prod(int(n) for n in dims.split(",") if n)
             for bits, dims in ARRAY.findall(result)
@@ -222,6 +236,8 @@ def bytes_leaving(hlo: str, devices_per_dc: int) -> float:
 
 
 def _leaving(kind: str, size: float, dc_w: list[int]) -> float:
+    """Return the bytes that leave DC 0 in one collective, whose result has `size`
+    bytes, between devices that are in the DCs `dc_w`."""
     w = len(dc_w)
     if kind == "all-to-all":
         inside = dc_w.count(0)
@@ -232,23 +248,24 @@ def _leaving(kind: str, size: float, dc_w: list[int]) -> float:
 
 
 def _groups(rest: str) -> list[list[int]]:
-    if found := LISTED.search(rest):
-        return [[int(i) for i in group.split(",")] for group in found[1].split("},{")]
-    if found := NAMED.search(rest):
-        size_of = {name: int(size) for name, size in AXIS.findall(found[1])}
-        along = [word.strip("' ") for word in found[2].split(",")]
+    """Return the devices of each group, by the replica_groups of an instruction."""
+    if match := LISTED.search(rest):
+        return [[int(i) for i in group.split(",")] for group in match[1].split("},{")]
+    if match := NAMED.search(rest):
+        size_of = {name: int(size) for name, size in AXIS.findall(match[1])}
+        along = [word.strip("' ") for word in match[2].split(",")]
         names = list(size_of)
         order = [names.index(n) for n in names if n not in along]
         order += [names.index(n) for n in along]
         numbers = np.arange(math.prod(size_of.values())).reshape(*size_of.values())
         width = math.prod(size_of[name] for name in along)
         return numbers.transpose(order).reshape(-1, width).tolist()
-    if not (found := COUNTED.search(rest)):
+    if not (match := COUNTED.search(rest)):
         raise ValueError(f"a collective without replica_groups: {rest}")
-    shape, dims = ([int(n) for n in found[i].split(",")] for i in (1, 2))
+    shape, dims = ([int(n) for n in match[i].split(",")] for i in (1, 2))
     numbers = np.arange(math.prod(dims)).reshape(dims)
-    if found[3]:
-        numbers = numbers.transpose([int(n) for n in found[3].split(",")])
+    if match[3]:
+        numbers = numbers.transpose([int(n) for n in match[3].split(",")])
     return numbers.reshape(shape).tolist()
 
 
@@ -258,18 +275,24 @@ def predict_variants(
     topology: Topology,
     calibration: Calibration,
 ) -> dict:
-    """What is chosen among these variants, of one kind, and the seconds predicted of
-    each; all that JSON takes."""
+    """Return the chosen variant and the predicted seconds of each, as JSON values.
+
+    The variants are all schedules or all domains. Raises ValueError for one that cannot
+    run on this mesh.
+    """
     predict = _predict_domains if parse_domain(variants[0]) else _predict_schedules
     every = predict(shape, topology, calibration)
     missing = [variant for variant in variants if variant not in every]
     if missing:
         raise ValueError(f"{missing} cannot run: use variants among {', '.join(every)}")
-    kept = {name: p for name, p in every.items() if name in variants}
+    predictions = {name: p for name, p in every.items() if name in variants}
     return {
-        "chosen": terms.first_fastest(kept),
-        "predicted_sec": {variant: kept[variant].sec for variant in variants},
-        "terms_sec": {a: {t.name: t.sec for t in kept[a].terms} for a in variants},
+        "chosen": terms.first_fastest(predictions),
+        "predicted_sec": {name: predictions[name].sec for name in variants},
+        "terms_sec": {
+            name: {term.name: term.sec for term in predictions[name].terms}
+            for name in variants
+        },
     }
 
 

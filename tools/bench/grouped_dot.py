@@ -1,19 +1,19 @@
-"""Time of the grouped products against others, on named shapes of real models.
+"""Time our grouped products against other implementations, on shapes of real models.
 
     python tools/bench/grouped_dot.py [--device gpu|cpu] [--json] [--out rows.json]
     python tools/bench/grouped_dot.py --shapes narrow,wide --skews zipf --passes grads
 
-Passes, implementations and what they compute are told in grouped_dot_cases.py and
-grouped_dot_peers.py, shapes and skews in moejax/kernels/shapes.py. On a processor the
-models' shapes are an eighth in every size, in float32; on a GPU they are whole, in
-bfloat16.
+Passes are defined in tools/bench/grouped_dot_cases.py, implementations in
+tools/bench/grouped_dot_peers.py, shapes and skews in moejax/kernels/shapes.py. On a CPU
+each size of a shape is an eighth of the model's, in float32; on a GPU shapes are whole,
+in bfloat16.
 
-First every implementation must equal float64 on a small case of the same skew, ours
-with NaN in padding, and on a sample of the case itself. Then implementations and skews
-take turns, and medians are shown. An implementation that cannot take a case says why
-and is left out.
+First every implementation is compared with NumPy in float64: on a small case of the
+same skew, where our inputs hold NaN in padding, and on a sample of the case itself.
+Then implementations and skews take turns, and medians are shown. An implementation that
+cannot compute a case is left out, with its reason.
 
-docs/bench_kernels.md tells how to read it. Exit codes: 0 done, 1 an implementation
+docs/bench_kernels.md explains the results. Exit codes: 0 done, 1 an implementation
 computes something else, 2 bad input, 3 the machine failed.
 """
 
@@ -61,20 +61,60 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--device", choices=("cpu", "gpu"), default="cpu")
-    add("--shapes", default="all", help="names with commas")
-    add("--skews", default="all", help="uniform, zipf, one_hot, with_empty")
-    add("--passes", default="all", help="forward, dgrad, wgrad, fused, grads")
+    add(
+        "--device",
+        choices=("cpu", "gpu"),
+        default="cpu",
+        help="device to measure; gpu is the first GPU of this machine",
+    )
+    add(
+        "--shapes",
+        default="all",
+        help="shapes with commas between, as in moejax/kernels/shapes.py",
+    )
+    add(
+        "--skews",
+        default="all",
+        help="distributions of rows over groups, with commas between: uniform, zipf,"
+        " one_hot, with_empty",
+    )
+    add(
+        "--passes",
+        default="all",
+        help="passes with commas between: forward, dgrad, wgrad, fused, grads",
+    )
     add(
         "--impls",
         default="all",
-        help="implementations, as in tools/bench/grouped_dot_peers.py",
+        help="implementations with commas between, as in"
+        " tools/bench/grouped_dot_peers.py",
     )
-    add("--dtype", choices=("float32", "float16", "bfloat16"), help="of all arrays")
-    add("--repeats", type=int, default=7, help="turns of which the median counts: 7")
-    add("--seed", type=int, help="of the inputs; fresh ones without it")
-    add("--untuned", action="store_true", help="allow tiles that were never measured")
-    add("--out", type=pathlib.Path, help="write the same list to this file")
+    add(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="dtype of all arrays (default: float32 on a CPU, bfloat16 on a GPU)",
+    )
+    add(
+        "--repeats",
+        type=int,
+        default=7,
+        help="number of times that each program is measured; medians are kept",
+    )
+    add(
+        "--seed",
+        type=int,
+        help="random seed of the inputs (default: a new one, which is printed)",
+    )
+    add(
+        "--untuned",
+        action="store_true",
+        help="let the Hopper kernels run with tiles that were never measured",
+    )
+    add(
+        "--out",
+        type=pathlib.Path,
+        help="JSON file for the rows, rewritten after every pass (default: none)",
+    )
     return parser.parse_args(argv)
 
 
@@ -85,32 +125,32 @@ def work(args: argparse.Namespace) -> int:
     from tools.bench import grouped_dot_peers as peers
 
     known = CPU_SHAPES if args.device == "cpu" else MODEL_SHAPES
-    shapes = {name: known[name] for name in named("shapes", args.shapes, known)}
-    passes = named("passes", args.passes, cases.PASSES)
+    shapes = {name: known[name] for name in parse_names("shapes", args.shapes, known)}
+    passes = parse_names("passes", args.passes, cases.PASSES)
     here = peers.ON_CPU if args.device == "cpu" else peers.IMPLEMENTATIONS
     if args.repeats < 1:
         raise ValueError(f"--repeats {args.repeats} must be at least 1")
     settings = jobs.Settings(
         args.device,
         args.dtype or DTYPES[args.device],
-        named("skews", args.skews, SKEWS),
-        named("impls", args.impls, here),
+        parse_names("skews", args.skews, SKEWS),
+        parse_names("impls", args.impls, here),
         args.repeats,
         secrets.randbits(31) if args.seed is None else args.seed,
     )
-    record = about(settings)
+    record = describe_run(settings)
     needing = [impl for impl in settings.impls if impl in KERNELS]
     for impl in () if args.untuned else needing:
         require_tuned(shapes, passes, settings.dtype, record["device"], impl)
-    settings = dataclasses.replace(settings, impls=installed(settings.impls))
+    settings = dataclasses.replace(settings, impls=find_installed(settings.impls))
     print(", ".join(f"{name} {value}" for name, value in record.items()), flush=True)
     rows = []
     try:
         for name, shape in shapes.items():
             for which in passes:
-                found = jobs.measure(settings, shape, which)
-                rows += [record | {"shape": name} | row for row in found]
-                show_pass(rows[-len(found) :], peers.OURS)
+                new_rows = jobs.measure(settings, shape, which)
+                rows += [record | {"shape": name} | row for row in new_rows]
+                show_pass(rows[-len(new_rows) :], peers.OURS)
                 if args.out:
                     args.out.write_text(json.dumps(rows, indent=1) + "\n")
     except jobs.WrongResult as error:
@@ -120,8 +160,9 @@ def work(args: argparse.Namespace) -> int:
     return DONE
 
 
-def named(option: str, text: str, known: Iterable[str]) -> list[str]:
-    """The names of a list with commas, in its order, or all."""
+def parse_names(option: str, text: str, known: Iterable[str]) -> list[str]:
+    """Return the names in `text`, with commas between, in their order; or all known
+    names for 'all'. Raises ValueError for an unknown name."""
     if text == "all":
         return list(known)
     names = [name.strip() for name in text.split(",")]
@@ -135,14 +176,14 @@ def named(option: str, text: str, known: Iterable[str]) -> list[str]:
     return names
 
 
-def about(settings) -> dict[str, Any]:
-    """What all rows have in common."""
+def describe_run(settings) -> dict[str, Any]:
+    """Return the fields that all rows have in common."""
     import jax
 
     try:
         device = jax.devices(settings.device)[0]
     except RuntimeError:
-        raise ValueError("--device gpu, and there is no GPU here: use cpu") from None
+        raise ValueError("--device gpu, but there is no GPU here: use cpu") from None
     return {
         "device": device.device_kind,
         "dtype": settings.dtype,
@@ -155,7 +196,8 @@ def about(settings) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Short, with a + where files differ from it; 'unknown' outside a repository."""
+    """Return the short name of the commit that is checked out, with a + if files differ
+    from it; 'unknown' outside a repository."""
     git = ["git", "-C", str(ROOT)]
     try:
         name = subprocess.check_output(
@@ -183,14 +225,15 @@ KERNELS = {
         "grads": ["fp8_forward", "fp8_dgrad", "wgrad"],
     },
 }
-"""What an implementation runs in a pass, as tiles know it."""
+"""Kernels that an implementation runs in each pass, by their names in tables of
+tiles."""
 
 
 def require_tuned(
     shapes: dict, passes: list[str], dtype: str, device_kind: str, impl: str = "hopper"
 ) -> None:
-    """ValueError where an implementation would run with tiles that were never measured.
-    What it declines needs none: the rows say why."""
+    """Raise ValueError if an implementation would run with tiles that were never
+    measured. Shapes that it declines need none: their rows give the reason."""
     from moejax.kernels import tuning
     from moejax.kernels.grouped_dot.hopper import kernels
 
@@ -200,40 +243,41 @@ def require_tuned(
             continue
         for which in passes:
             is_wide = is_fp8 and which == "fused"
-            of = dataclasses.replace(shape, f=2 * shape.f) if is_wide else shape
+            product = dataclasses.replace(shape, f=2 * shape.f) if is_wide else shape
             for kernel in KERNELS[impl][which]:
                 try:
-                    tuning.require_measured_tiles(kernel, of, dtype, device_kind)
+                    tuning.require(kernel, product, dtype, device_kind)
                 except ValueError as error:
                     raise ValueError(f"{error}; or give --untuned") from error
 
 
-def installed(impls: Iterable[str]) -> list[str]:
-    """Those that can be imported; the others are told, once, in one line each."""
+def find_installed(impls: Iterable[str]) -> list[str]:
+    """Return the implementations that can be imported, and print one line for each of
+    the others."""
     from tools.bench import grouped_dot_peers as peers
 
-    found = []
+    names = []
     for impl in impls:
         try:
             peers.variants(impl, "forward", int(impl == "batched"))
-            found.append(impl)
-        except (ImportError, OSError) as error:  # OSError: a library of theirs
-            print(f"{impl} is not here: {error}", flush=True)
-    return found
+            names.append(impl)
+        except (ImportError, OSError) as error:  # OSError: a shared library is missing
+            print(f"{impl} is not installed: {error}", flush=True)
+    return names
 
 
 def show_pass(rows: Rows, ours: Iterable[str]) -> None:
-    """Rows of one shape and pass; `faster` is ours over the row's implementation."""
+    """Print the rows of one shape and pass as a table. `faster` is our speed over that
+    of the row's implementation."""
     first = rows[0]
     sizes = f"{first['rows']} rows, {first['d']} -> {first['f']}"
     print(f"\n{first['shape']}, {first['pass']}: {sizes}, {first['groups']} groups")
     print(
-        "| skew | impl | ms | least - most "
-        "| TFLOP/s | / dense | GB/s | faster | error |"
+        "| skew | impl | ms | min - max | TFLOP/s | / dense | GB/s | faster | error |"
     )
     print("|---|---|--:|--:|--:|--:|--:|--:|--:|")
     by_key = {(row["skew"], row["impl"]): row for row in rows}
-    own = measured_first(rows, ours)
+    own = first_measured(rows, ours)
     for (skew, impl), row in by_key.items():
         if "declined" in row:
             print(f"| {skew} | {impl} | declined: {row['declined']} |")
@@ -243,7 +287,7 @@ def show_pass(rows: Rows, ours: Iterable[str]) -> None:
         faster = f"{row['msec'] / mine:.2f}" if mine and impl != own else ""
         print(
             f"| {skew} | {impl} | {row['msec']:.3f} "
-            f"| {row['msec_least']:.3f} - {row['msec_most']:.3f} "
+            f"| {row['msec_min']:.3f} - {row['msec_max']:.3f} "
             f"| {row['tflops']:.3g} | {share} | {row['gb_per_sec']:.3g} | {faster} "
             f"| {row['error']:.1e} |"
         )
@@ -251,32 +295,32 @@ def show_pass(rows: Rows, ours: Iterable[str]) -> None:
 
 
 def show_summary(rows: Rows, ours: Iterable[str]) -> None:
-    """Of each pass the least of our speed over that of others, and where it is."""
-    own = measured_first(rows, ours)
+    """Print, for each pass, the minimum of our speed over that of others, with the
+    shape and skew where it occurs."""
+    own = first_measured(rows, ours)
     if own is None:
-        print("\nnone of ours was measured")
+        print("\nnone of our implementations was measured")
         return
-    print(f"\n{own}: the least of its speed over that of others, and where")
+    print(f"\n{own}: minimum of its speed over that of others, with shape and skew")
     print("| pass | / best peer | / ragged_dot | / dense | skewed / uniform |")
     print("|---|---|---|---|---|")
     for which in dict.fromkeys(row["pass"] for row in rows):
-        cells = [
-            least(found)
-            for found in ratios([r for r in rows if r["pass"] == which], own, ours)
-        ]
+        rows_of_pass = [row for row in rows if row["pass"] == which]
+        cells = [format_min(speed) for speed in ratios(rows_of_pass, own, ours)]
         print(f"| {which} | {' | '.join(cells)} |")
     print("", end="", flush=True)
 
 
-def measured_first(rows: Rows, ours: Iterable[str]) -> str | None:
-    """The first of ours that has a time."""
+def first_measured(rows: Rows, ours: Iterable[str]) -> str | None:
+    """Return the first of our implementations that was timed, or None."""
     measured = {row["impl"] for row in rows if row["msec"] is not None}
     return next((impl for impl in ours if impl in measured), None)
 
 
 def ratios(rows: Rows, own: str, ours: Iterable[str]) -> tuple[dict, ...]:
-    """Of one pass, by (shape, skew): our speed over the best peer's, over those of
-    `ragged_dot` and `dense`, and over our own on even rows."""
+    """Return four tables for the rows of one pass, each by (shape, skew): our speed
+    over that of the best peer, of `ragged_dot`, of `dense`, and over our own speed on
+    even rows."""
     msec = {
         (row["shape"], row["skew"], row["impl"]): row["msec"]
         for row in rows
@@ -302,11 +346,12 @@ def ratios(rows: Rows, own: str, ours: Iterable[str]) -> tuple[dict, ...]:
     return over_peer, over_ragged, over_dense, over_uniform
 
 
-def least(found: dict[tuple[str, str], float]) -> str:
-    if not found:
+def format_min(ratio: dict[tuple[str, str], float]) -> str:
+    """Return the minimum of a table, with its shape and skew; '-' for no entries."""
+    if not ratio:
         return "-"
-    case = min(found, key=found.get)
-    return f"{found[case]:.2f} ({', '.join(case)})"
+    case = min(ratio, key=ratio.get)
+    return f"{ratio[case]:.2f} ({', '.join(case)})"
 
 
 if __name__ == "__main__":

@@ -1,20 +1,21 @@
-"""What the benchmark and the search for tiles measure: inputs, FLOPs, bytes, and what
-is right.
+"""Cases of the kernels' benchmark and of the search for tiles: inputs, FLOPs, bytes,
+and the check of results.
 
     forward  y = x w             dgrad  dx = dy w.T           wgrad  dw = x.T dy
     fused    into_mh = x [gate, up], and h = silu(x gate) * (x up): the first product of
-             a feed-forward, with what its backward pass keeps; 2f columns
+             a feed-forward layer, with the result that its backward pass needs; into
+             has 2f columns
     grads    y, dx and dw in one program, as training runs them
 
-Those are the passes of tools/bench/grouped_dot.py. tools/tune_kernels.py has the first
-three, `swiglu`, which is `fused`, and
+These are the passes of tools/bench/grouped_dot.py. tools/tune_kernels.py has the first
+three, `swiglu`, which is the same as `fused`, and
 
     swiglu_dgrad  dinto_mh, the gradient of into_mh where dy is that of h @ down, and h
-                  once more
-    fp8_forward   forward and dgrad of 8-bit values; what is right is the same
-    fp8_dgrad
+                  computed again
+    fp8_forward   forward on 8-bit values; the reference is the same
+    fp8_dgrad     dgrad on 8-bit values; the reference is the same
 
-Right is what NumPy computes in float64 from the same inputs; an error is
+The reference is computed by NumPy in float64 from the same inputs. An error is
 ||out - ref|| / ||ref||.
 """
 
@@ -30,7 +31,7 @@ from jaxtyping import Array
 from moejax.kernels.shapes import ProductShape, Skew, make_rows
 
 PASSES = ("forward", "dgrad", "wgrad", "fused", "grads")
-"""Of the benchmark."""
+"""Passes of the benchmark."""
 OPERANDS = {
     "forward": ("x_md", "w_gdf"),
     "dgrad": ("dy_mf", "w_gdf"),
@@ -42,51 +43,57 @@ OPERANDS = {
     "fp8_forward": ("x_md", "w_gdf"),
     "fp8_dgrad": ("dy_mf", "w_gdf"),
 }
-"""Of each pass, before rows_g."""
+"""Arguments of each pass before rows_g."""
 PARTS = {
     "grads": ("forward", "dgrad", "wgrad"),
     "fused": ("h", "into"),
     "swiglu": ("h", "into"),
     "swiglu_dgrad": ("dinto", "h_again"),
 }
-"""What a pass returns, where it is not one array of its own name."""
+"""Names of the arrays that a pass returns, for passes that return several."""
 OPERANDS_OF_PARTS = {
     part: OPERANDS[part if part in OPERANDS else which]
     for which in OPERANDS
     for part in PARTS.get(which, (which,))
 }
 PRODUCTS = {"forward": 1, "dgrad": 1, "wgrad": 1, "fused": 2, "grads": 3}
-"""Of 2 * rows * d * f FLOPs, in the passes of the benchmark."""
+"""Number of products of 2 * rows * d * f FLOPs in each pass of the benchmark."""
 MAX_ERROR = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 MAX_ERROR_TF32 = 1e-3
-"""Of float32 on a GPU, whose matrix units round its inputs to 10 bits."""
+"""Maximum error in float32 on a GPU, whose matrix units round inputs to 10 bits."""
 MAX_ERROR_FP8 = 2**0.5 * 2**-4
-"""Of values with 3 bits behind the leading one: each is off by 1/16 of itself at most,
-those of both operands independently. It is half of that on the average."""
+"""Maximum error in fp8, whose values have 3 bits after the leading one.
+
+Each value is off by at most 1/16 of itself, independently in both operands. The average
+error is half of that."""
 SEED_OF_ROWS = 0
 SAMPLED_ENDS, SAMPLED_WIDTH = 8, 64
 SAMPLED_COLUMNS = 512
-"""Of rows: of a width of 14336 one in 28, so that no chunk of 32 goes unseen."""
+"""Number of columns that are sampled in a row: one in 28 of a width of 14336, so that
+every chunk of 32 columns has one."""
 
 
 class ProductCase(NamedTuple):
-    """A pass's inputs, in the order of OPERANDS; rows past rows_g.sum() are padding."""
+    """Inputs of a pass, in the order of OPERANDS. Rows after the first rows_g.sum() are
+    padding."""
 
     operands: tuple[Array, ...]
     rows_g: np.ndarray
 
     @property
     def num_rows(self) -> int:
+        """Number of rows without padding."""
         return int(self.rows_g.sum())
 
     def without_groups(self) -> "ProductCase":
-        """What `dense` computes: all rows, padding too, belong to the first matrix."""
+        """Return the case that `dense` computes: all rows, padding included, belong to
+        the first matrix."""
         first = tuple(a[:1] if a.ndim == 3 else a for a in self.operands)
         rows = next(a.shape[0] for a in self.operands if a.ndim == 2)
         return ProductCase(first, np.array([rows], np.int32))
 
     def poisoned(self) -> "ProductCase":
-        """NaN in padding."""
+        """Return the case with NaN in its padding."""
         is_padding_m1 = np.arange(self.operands[0].shape[0])[:, None] >= self.num_rows
         return self._replace(
             operands=tuple(
@@ -99,8 +106,8 @@ class ProductCase(NamedTuple):
 def operands(
     which: str, shape: ProductShape, dtype: str, seed: int
 ) -> tuple[Array, ...]:
-    """Fresh normal numbers on the device; matrices over the root of their height, so
-    that x @ w has variance 1."""
+    """Return normal random numbers on the device as the operands of a pass. Matrices
+    are divided by the root of their height, so that x @ w has variance 1."""
     rows, d, f, groups = shape.rows, shape.d, shape.f, shape.groups
     dims = {
         "x_md": (rows, d),
@@ -122,7 +129,7 @@ def _normal(key: Array, dims: tuple[int, ...], dtype: str) -> Array:
     if len(dims) == 2:
         return jax.random.normal(key, dims, dtype)
     groups, height, _ = dims
-    # A matrix at a time: random bits of all would take several times their memory.
+    # One matrix at a time: random bits of all would take several times their memory.
     return jax.lax.map(
         lambda key: (
             jax.random.normal(key, dims[1:], dtype) * jnp.asarray(height**-0.5, dtype)
@@ -132,10 +139,11 @@ def _normal(key: Array, dims: tuple[int, ...], dtype: str) -> Array:
 
 
 def small(shape: ProductShape) -> ProductShape:
-    """The case on which an implementation is checked whole."""
-    least = ProductShape(rows=600, d=256, f=256, groups=16)
+    """Return the shape on which all results of an implementation are checked: at most
+    600 rows, widths of 256 and 16 groups."""
+    limit = ProductShape(rows=600, d=256, f=256, groups=16)
     pairs = (
-        (getattr(shape, n), getattr(least, n)) for n in ("rows", "d", "f", "groups")
+        (getattr(shape, n), getattr(limit, n)) for n in ("rows", "d", "f", "groups")
     )
     return ProductShape(*(min(pair) for pair in pairs))
 
@@ -143,7 +151,8 @@ def small(shape: ProductShape) -> ProductShape:
 def small_case(
     which: str, shape: ProductShape, dtype: str, seed: int, skew: Skew
 ) -> ProductCase:
-    """Of the same skew, with an eighth of the rows as padding."""
+    """Return a case of the small shape and of this skew, an eighth of whose rows are
+    padding."""
     shape = small(shape)
     num_owned = shape.rows - shape.rows // 8
     rows_g = make_rows(skew, num_owned, shape.groups, SEED_OF_ROWS)
@@ -151,14 +160,18 @@ def small_case(
 
 
 def flops(which: str, shape: ProductShape) -> int:
+    """Return the FLOPs of a pass of the benchmark."""
     return PRODUCTS[which] * 2 * shape.rows * shape.d * shape.f
 
 
 def min_bytes(
     which: str, shape: ProductShape, rows_g: np.ndarray, itemsize: int
 ) -> int:
-    """Each input read once, each output written once; of weights, those of groups that
-    have rows. All of dw is written: an empty group's is zero."""
+    """Return the bytes of a pass that reads each input and writes each output once.
+
+    Weights are read only for groups that have rows. All of dw is written: that of an
+    empty group is zero.
+    """
     x, dy, matrix = shape.rows * shape.d, shape.rows * shape.f, shape.d * shape.f
     read, written = int((rows_g > 0).sum()) * matrix, shape.groups * matrix
     counts = {
@@ -172,7 +185,8 @@ def min_bytes(
 
 
 def max_error(dtype: str, device: str, which: str = "", *, is_fp8=False) -> float:
-    if is_fp8:  # h is a product of two results
+    """Return the maximum error of a right result."""
+    if is_fp8:  # in `fused`, h is a product of two results
         return MAX_ERROR_FP8 * (2 if which == "fused" else 1)
     if (dtype, device) == ("float32", "gpu"):
         return MAX_ERROR_TF32
@@ -182,35 +196,37 @@ def max_error(dtype: str, device: str, which: str = "", *, is_fp8=False) -> floa
 def largest_error(
     which: str, results, case: ProductCase, *, has_zero_padding: bool
 ) -> float:
-    """The largest error of the results, whole; infinite where one is not finite.
-    Padding counts where it must be zero."""
+    """Return the largest error of a pass's results, all of whose elements are compared;
+    infinite if one is not finite. Padding counts only if it must be zero."""
     errors = []
     for part, arrays, out in pass_parts(which, case, results):
         has_all = part == "wgrad" or has_zero_padding
         rows = slice(None if has_all else case.num_rows)
-        reference = defined(part, [*map(_float64, arrays)], case.rows_g)
+        reference = compute_reference(part, [*map(_float64, arrays)], case.rows_g)
         errors.append(relative_error(_float64(out)[rows], reference[rows]))
     return max(errors)
 
 
 def sampled_error(which: str, results, case: ProductCase) -> float:
-    """The same for a case of full size, the largest of a few groups: of some columns of
-    their first and last rows, or of some rows and columns of their gradients. All
-    results must be finite."""
+    """Return the largest error over a sample of groups, for a case of full size.
+
+    Compared are some columns of the groups' first and last rows, or some rows and
+    columns of their gradients. The error is infinite if any result is not finite.
+    """
     errors = []
     for part, arrays, out in pass_parts(which, case, results):
         if not _is_finite(out):
             return np.inf
-        sampled, found, rows_g = sample(part, arrays, out, case.rows_g)
-        reference = defined(part, sampled, rows_g)
+        sampled, results_g, rows_g = sample(part, arrays, out, case.rows_g)
+        reference = compute_reference(part, sampled, rows_g)
         ends_g = range(1, len(rows_g)) if part == "wgrad" else np.cumsum(rows_g)[:-1]
-        by_group = (np.split(whole, ends_g) for whole in (found, reference))
+        by_group = (np.split(whole, ends_g) for whole in (results_g, reference))
         errors += map(relative_error, *by_group)
     return max(errors)
 
 
 def pass_parts(which: str, case: ProductCase, results) -> Iterator[tuple]:
-    """(part, what it is made of, out) of each array that a pass returns."""
+    """Yield (part, its operands, out) for each array that a pass returns."""
     which = which.removeprefix("fp8_")
     by_name = dict(zip(OPERANDS[which], case.operands, strict=True))
     parts = PARTS.get(which, (which,))
@@ -219,22 +235,24 @@ def pass_parts(which: str, case: ProductCase, results) -> Iterator[tuple]:
         yield part, [by_name[name] for name in OPERANDS_OF_PARTS[part]], out
 
 
-def defined(part: str, arrays: Sequence[np.ndarray], rows_g: np.ndarray) -> np.ndarray:
-    """The definition, group by group; zero in padding."""
+def compute_reference(
+    part: str, arrays: Sequence[np.ndarray], rows_g: np.ndarray
+) -> np.ndarray:
+    """Compute a part by its definition, group by group; padding is zero."""
     ends_g = np.cumsum(rows_g)
     spans = [slice(end - rows, end) for rows, end in zip(rows_g, ends_g)]
     x, other, *more = arrays
     if part == "wgrad":
         return np.stack([x[span].T @ other[span] for span in spans])
-    found = [
-        _of_group(part, x[span], matrix, *(a[span] for a in more))
+    results = [
+        _compute_group(part, x[span], matrix, *(a[span] for a in more))
         for span, matrix in zip(spans, other)
     ]
-    padding = np.zeros((len(x) - ends_g[-1], found[0].shape[1]))
-    return np.concatenate([*found, padding])
+    padding = np.zeros((len(x) - ends_g[-1], results[0].shape[1]))
+    return np.concatenate([*results, padding])
 
 
-def _of_group(part: str, x, matrix, into=None) -> np.ndarray:
+def _compute_group(part: str, x, matrix, into=None) -> np.ndarray:
     if part in ("forward", "into"):
         return x @ matrix
     if part == "dgrad":
@@ -250,8 +268,11 @@ def _of_group(part: str, x, matrix, into=None) -> np.ndarray:
 
 
 def sample(part: str, arrays: Sequence[Array], out: Array, rows_g: np.ndarray) -> tuple:
-    """A case of fewer groups, rows and columns in float64, with the results that belong
-    to it: the fullest group, the first and last that have rows, and an empty one."""
+    """Return a smaller case in float64, the results that belong to it, and its rows_g.
+
+    Its groups are the fullest one, the first and the last that have rows, and an empty
+    one.
+    """
     full = np.flatnonzero(rows_g)
     empty = np.flatnonzero(rows_g == 0)[:1]
     chosen = np.unique([*full[[0, -1]], rows_g.argmax(), *empty])
@@ -280,18 +301,21 @@ def _sample_ends(first: int, count: int) -> np.ndarray:
 
 
 def _spread(width: int, count: int) -> np.ndarray:
-    """So many of `width` columns, the first and the last among them, or all."""
+    """Return `count` of `width` columns, evenly spread, the first and the last among
+    them; or all columns if there are fewer."""
     return np.unique(np.linspace(0, width - 1, count).astype(int))
 
 
 def _columns(array: Array, width: int, axis: int = 1) -> Array:
-    """Some of each part of `width`: gate and up lie side by side."""
+    """Return some columns of each block of `width` columns: in a fused array the gate
+    and up halves lie side by side."""
     first = np.arange(0, array.shape[axis], width)[:, None]
     return jnp.take(array, (first + _spread(width, SAMPLED_COLUMNS)).ravel(), axis)
 
 
 def relative_error(out: np.ndarray, reference: np.ndarray) -> float:
-    """Frobenius norms; infinite for what is not finite."""
+    """Return ||out - reference|| / ||reference|| in Frobenius norms; infinite if it is
+    not finite."""
     norm = np.linalg.norm(reference)
     error = np.linalg.norm(out - reference) / (norm if norm > 0 else 1)
     return float(error) if np.isfinite(error) else np.inf

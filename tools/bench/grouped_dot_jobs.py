@@ -1,5 +1,5 @@
-"""Implementations on cases for tools/bench/grouped_dot.py: checked first, then timed in
-turns."""
+"""Jobs of tools/bench/grouped_dot.py: an implementation on a case, which is checked
+first and then timed in turns with others."""
 
 import dataclasses
 import statistics
@@ -18,23 +18,25 @@ from tools.bench.grouped_dot_cases import ProductCase
 from tools.bench.turns import in_turns
 
 BATCHED_GIB = {"cpu": 4, "gpu": 24}
-"""`batched` is declined where its padded arrays are larger."""
+"""Maximum size of the padded arrays of `batched`, by device. Larger cases are
+declined."""
 ROTATED_BYTES = 256 * 2**20
-"""Inputs that calls on a GPU go through: four times the L2 of a Hopper GPU."""
+"""Bytes of the input sets that calls on a GPU cycle through: more than four times the
+L2 of a Hopper GPU."""
 MAX_SETS = 8
 SAMPLE_MSEC = 20
-"""Calls between two waits for a GPU last about so long together, where they are not the
-fewest or the most."""
-FEWEST_CALLS, MAX_CALLS = 3, 50
+"""Intended duration of the calls between two waits for a GPU, together. The limits on
+the number of calls take precedence."""
+MIN_CALLS, MAX_CALLS = 3, 50
 
 
 class WrongResult(Exception):
-    """An implementation computes something else."""
+    """Error of an implementation that computes something else."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a run is about, beside its shapes and passes."""
+    """Settings of a run, beside its shapes and passes."""
 
     device: str
     dtype: str
@@ -50,14 +52,15 @@ class BenchJob:
 
     variant: peers.Variant
     arguments: list[tuple]
-    """Of each set of inputs; calls go through them in turn."""
+    """Arguments of a call for each set of inputs. Calls cycle through the sets."""
     error: float = 0.0
     min_bytes: int = 0
     num_calls: int = 1
     msec: list[float] = dataclasses.field(default_factory=list)
 
     def call_msec(self, num_calls: int) -> float:
-        """Of one call, the mean over so many between two waits."""
+        """Return the milliseconds of one call: the mean over `num_calls` calls between
+        two waits."""
 
         def call(i: int):
             return self.variant.run(*self.arguments[i % len(self.arguments)])
@@ -67,7 +70,7 @@ class BenchJob:
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """A pass on a shape, with its inputs."""
+    """A pass on a shape, with its sets of inputs."""
 
     settings: Settings
     shape: ProductShape
@@ -76,7 +79,8 @@ class Pass:
 
 
 class Trial(NamedTuple):
-    """A job, and what its implementation made of a small case and of the job's own."""
+    """A job, and the results of its implementation on a small case and on the job's own
+    case."""
 
     job: BenchJob
     small: ProductCase
@@ -86,8 +90,8 @@ class Trial(NamedTuple):
 
 
 def measure(settings: Settings, shape: ProductShape, which: str) -> list[dict]:
-    """A row for each skew and implementation of a pass, all measured in turns. Raises
-    WrongResult."""
+    """Measure all skews and implementations of a pass in turns, and return a row for
+    each. Raises WrongResult if an implementation computes something else."""
     own = Pass(settings, shape, which, input_sets(settings, shape, which))
     jobs, declined = make_jobs(own)
     take_turns(list(jobs.values()), settings)
@@ -106,20 +110,22 @@ def measure(settings: Settings, shape: ProductShape, which: str) -> list[dict]:
 
 
 def input_sets(settings: Settings, shape: ProductShape, which: str) -> list[tuple]:
-    """One on a processor; on a GPU several, so that its L2 does not serve them."""
+    """Return one set of inputs on a CPU, and several on a GPU, so that they do not come
+    from its L2 cache."""
     first = cases.operands(which, shape, settings.dtype, settings.seed)
     if settings.device == "cpu":
         return [first]
-    wanted = -(-ROTATED_BYTES // sum(a.nbytes for a in first))
-    seeds = range(settings.seed + 1, settings.seed + min(MAX_SETS, max(2, wanted)))
+    num_sets = -(-ROTATED_BYTES // sum(a.nbytes for a in first))
+    seeds = range(settings.seed + 1, settings.seed + min(MAX_SETS, max(2, num_sets)))
     return [first, *(cases.operands(which, shape, settings.dtype, s) for s in seeds)]
 
 
 def make_jobs(own: Pass) -> tuple[dict, dict]:
-    """{(skew, implementation): Job} and {(skew, implementation): why there is none}."""
+    """Return the checked job of each (skew, implementation), and the reason of each
+    (skew, implementation) that has none."""
     jobs, declined = {}, {}
     for impl in own.settings.impls:
-        # What a peer cannot take it says in its own way; ours decline in one way only.
+        # A peer may decline a case by any exception; ours do so by one kind only.
         refusals = NotImplementedError if impl in peers.OURS else Exception
         tiles = None
         for skew in own.settings.skews:
@@ -136,9 +142,11 @@ def make_jobs(own: Pass) -> tuple[dict, dict]:
 
 
 def attempt(own: Pass, impl: str, skew: Skew, tiles: str | None) -> Trial:
-    """All that an implementation runs before it is timed: the small case, ours with NaN
-    in padding, and one call on its own case, by the variant of these tiles or else the
-    fastest. Raises whatever the implementation does."""
+    """Run an implementation on the small case and once on its own case.
+
+    The variant is that of `tiles`, or without `tiles` the fastest. Our implementations
+    get NaN in the padding of the small case. Raises whatever the implementation raises.
+    """
     settings, which = own.settings, own.which
     small = cases.small_case(which, own.shape, settings.dtype, settings.seed, skew)
     rows_g = make_rows(skew, own.shape.rows, own.shape.groups, cases.SEED_OF_ROWS)
@@ -146,44 +154,46 @@ def attempt(own: Pass, impl: str, skew: Skew, tiles: str | None) -> Trial:
     if impl == "batched":
         require_room(own, rows_g)
         fullest, small_fullest = int(rows_g.max()), int(small.rows_g.max())
-    found = [
+    candidates = [
         BenchJob(
             variant, [variant.arguments(ops, jnp.asarray(rows_g)) for ops in own.sets]
         )
         for variant in peers.variants(impl, which, fullest)
         if tiles in (None, variant.tiles)
     ]
-    job = found[0] if len(found) == 1 else fastest(found)
+    job = candidates[0] if len(candidates) == 1 else fastest(candidates)
     whole_results = job.variant.run_results(job.arguments[0])
     by_tiles = {
         variant.tiles: variant for variant in peers.variants(impl, which, small_fullest)
     }
-    given = small.poisoned() if impl in peers.OURS else small
+    inputs = small.poisoned() if impl in peers.OURS else small
     variant = by_tiles[job.variant.tiles]
-    arguments = variant.arguments(given.operands, jnp.asarray(given.rows_g))
+    arguments = variant.arguments(inputs.operands, jnp.asarray(inputs.rows_g))
     whole = ProductCase(own.sets[0], rows_g)
     return Trial(job, small, variant.run_results(arguments), whole, whole_results)
 
 
 def require_room(own: Pass, rows_g: np.ndarray) -> None:
-    """NotImplementedError where padded arrays would not fit."""
+    """Raise NotImplementedError if the padded arrays of `batched` would be too
+    large."""
     width = own.shape.d + own.shape.f * (2 if own.which == "fused" else 1)
     num_rows = own.shape.groups * int(rows_g.max())
     num_bytes = num_rows * width * jnp.dtype(own.settings.dtype).itemsize
     max_gib = BATCHED_GIB[own.settings.device]
     if num_bytes > max_gib * 2**30:
         raise NotImplementedError(
-            f"padding takes {num_bytes / 2**30:.0f} GiB, and {max_gib} may be used"
+            f"padding takes {num_bytes / 2**30:.0f} GiB, but at most {max_gib} are used"
         )
 
 
 def fastest(jobs: list[BenchJob]) -> BenchJob:
-    """Those that raise are out; where all do, the last one's error is raised."""
+    """Return the fastest job. Jobs that raise are left out; if all do, the last error
+    is raised."""
     timed, last = [], None
     for job in jobs:
         try:
             job.call_msec(1)
-            timed.append((job.call_msec(FEWEST_CALLS), job))
+            timed.append((job.call_msec(MIN_CALLS), job))
         except Exception as error:
             last = error
     if not timed:
@@ -192,8 +202,11 @@ def fastest(jobs: list[BenchJob]) -> BenchJob:
 
 
 def judge(own: Pass, impl: str, skew: Skew, trial: Trial) -> None:
-    """WrongResult unless the results are right: of the small case all, of the job's own
-    a sample. Fills in the job's error and bytes."""
+    """Raise WrongResult unless the results are right, and set the job's error and
+    bytes.
+
+    All results of the small case are compared, and a sample of those of the job's own.
+    """
     settings, which, shape = own.settings, own.which, own.shape
     job, small, small_results, whole, whole_results = trial
     if impl == "dense":
@@ -205,21 +218,22 @@ def judge(own: Pass, impl: str, skew: Skew, trial: Trial) -> None:
         cases.sampled_error(which, whole_results, whole),
     )
     is_fp8 = impl in peers.IN_FP8
-    most = cases.max_error(settings.dtype, settings.device, which, is_fp8=is_fp8)
-    if job.error > most:
+    max_error = cases.max_error(settings.dtype, settings.device, which, is_fp8=is_fp8)
+    if job.error > max_error:
         raise WrongResult(
             f"{impl} {job.variant.tiles} computes something else: {which}, {skew}, "
             f"{shape} in {settings.dtype}: ||out - ref|| / ||ref|| is {job.error:.2g} "
-            f"and may be {most:.1g}; leave it out with --impls to measure the others"
+            f"but may be at most {max_error:.1g}; leave it out with --impls to measure "
+            "the others"
         )
     itemsize = jnp.dtype(settings.dtype).itemsize
     job.min_bytes = cases.min_bytes(which, shape, whole.rows_g, itemsize)
 
 
 def take_turns(jobs: list[BenchJob], settings: Settings) -> None:
-    """All have run before: nothing is compiled here, and no turn warms up."""
+    """Time the jobs in turns. All have run before, so no turn warms up."""
     for job in jobs if settings.device == "gpu" else ():
-        job.num_calls = num_calls(job.call_msec(FEWEST_CALLS))
+        job.num_calls = num_calls(job.call_msec(MIN_CALLS))
     for _, job in in_turns(jobs, settings.repeats, num_warm_ups=0):
         job.msec.append(job.call_msec(job.num_calls))
 
@@ -227,7 +241,8 @@ def take_turns(jobs: list[BenchJob], settings: Settings) -> None:
 def mean_msec(
     call: Callable[[int], Any], num_calls: int, wait: Callable = jax.block_until_ready
 ) -> float:
-    """Of call(i), over so many back to back and one wait."""
+    """Return the milliseconds of call(i): the mean over calls back to back, followed by
+    one wait."""
     begin = time.perf_counter()
     for i in range(num_calls):
         out = call(i)
@@ -236,18 +251,19 @@ def mean_msec(
 
 
 def num_calls(msec: float) -> int:
-    """Calls of so long each between two waits for a GPU."""
-    return min(MAX_CALLS, max(FEWEST_CALLS, round(SAMPLE_MSEC / msec)))
+    """Return the number of calls of `msec` each between two waits for a GPU."""
+    return min(MAX_CALLS, max(MIN_CALLS, round(SAMPLE_MSEC / msec)))
 
 
 def figures(job: BenchJob, dense: BenchJob | None, num_flops: int) -> dict:
-    """`share_of_dense` is of the rate of `dense`, on the same rows."""
+    """Return the figures of a job. `share_of_dense` is its rate over that of `dense` on
+    the same rows."""
     msec = statistics.median(job.msec)
     share = statistics.median(dense.msec) / msec if dense else None
     return {
         "msec": msec,
-        "msec_least": min(job.msec),
-        "msec_most": max(job.msec),
+        "msec_min": min(job.msec),
+        "msec_max": max(job.msec),
         "num_calls": job.num_calls,
         "tflops": num_flops / msec / 1e9,
         "share_of_dense": share,

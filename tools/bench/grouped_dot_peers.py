@@ -1,9 +1,8 @@
-"""Implementations of tools/bench/grouped_dot.py: ours, and what computes the same
-elsewhere.
+"""Implementations that tools/bench/grouped_dot.py compares: ours and those of others.
 
     hopper, blocked  ours: moejax.kernels.grouped_dot.choose
-    hopper_fp8       ours too: forward and dgrad of 8-bit values, with what rounds x, dy
-                     and w to them, all gradients in e4m3
+    hopper_fp8       ours too: forward and dgrad of 8-bit values, including the rounding
+                     of x, dy and w to them; gradients are in e4m3
     ragged_dot       jax.lax.ragged_dot_general, with the dims of ragged_dot's gradients
     mgpu             ragged_dot and transposed_ragged_dot of JAX's pallas.ops.gpu
     tokamax_mosaic   tokamax.ragged_dot_general by its Pallas kernels for Hopper
@@ -12,8 +11,8 @@ elsewhere.
     batched          rows padded to the fullest group, then one batched matmul
     dense            one matmul of equal FLOPs, without groups: the speed of light
 
-Those that take tile sizes come in variants, of which the benchmark keeps the fastest;
-sizes are from their own searches.
+An implementation that takes tile sizes has several variants, of which the benchmark
+keeps the fastest. The sizes are from the implementation's own search.
 """
 
 import dataclasses
@@ -40,7 +39,7 @@ TOKAMAX_TILES = (
 
 
 class Products(NamedTuple):
-    """Of one implementation; their definition is in
+    """Products of one implementation, as defined in
     tools/bench/grouped_dot_cases.py."""
 
     forward: Callable
@@ -58,16 +57,16 @@ class Variant:
     """One implementation of one pass."""
 
     run: Callable
-    """What is timed: run(*arguments(operands, rows_g))."""
+    """Function that is timed, as run(*arguments(operands, rows_g))."""
     arguments: Callable[[Sequence[Array], Array], tuple] = lambda ops, rows: (
         *ops,
         rows,
     )
     wait: Callable = jax.block_until_ready
     results: Callable[[Any], Any] = lambda out: out
-    """Of run's result, as arrays of JAX."""
+    """Function that turns run's result into JAX arrays."""
     tiles: str = ""
-    """Which variant this is, where there are several."""
+    """Name of this variant, if an implementation has several."""
 
     def run_results(self, arguments: tuple):
         return self.results(self.wait(self.run(*arguments)))
@@ -75,8 +74,12 @@ class Variant:
 
 @functools.cache
 def variants(impl: str, which: str, fullest_rows: int) -> tuple[Variant, ...]:
-    """The variants of an implementation. `fullest_rows` is the capacity of `batched`;
-    give 0 to the others. Raises ImportError where what it needs is not installed."""
+    """Return the variants of an implementation of a pass.
+
+    `fullest_rows` is the capacity of `batched`, and 0 for the others. Raises
+    ImportError if a library is not installed, NotImplementedError if the implementation
+    does not have the pass.
+    """
     if impl in IN_FP8 and which == "wgrad":
         raise NotImplementedError("wgrad has no 8-bit values: see hopper")
     make = IMPLEMENTATIONS[impl]
@@ -91,7 +94,8 @@ def variants(impl: str, which: str, fullest_rows: int) -> tuple[Variant, ...]:
 
 
 def pass_function(products: Products, which: str) -> Callable:
-    """The function of a pass; `grads` is forward and both gradients in one program."""
+    """Return the function of a pass; `grads` is forward and both gradients in one
+    program."""
     if which != "grads":
         return getattr(products, "swiglu" if which == "fused" else which)
 
@@ -104,16 +108,19 @@ def pass_function(products: Products, which: str) -> Callable:
 
 
 def ours(implementation: str, fp8: str = "none") -> dict[str, Products]:
+    """Return our products by one of our implementations."""
     from moejax.kernels.grouped_dot.choose import products
 
     return {"": products(implementation, fp8=fp8)}
 
 
 def ragged_dot() -> dict[str, Products]:
+    """Return the products of jax.lax.ragged_dot_general."""
     return {"": _ragged_dot_general(lax.ragged_dot_general)}
 
 
 def mgpu() -> dict[str, Products]:
+    """Return the products of JAX's Pallas kernels for Hopper, by tiles."""
     from jax.experimental.pallas.ops.gpu import (
         ragged_dot_mgpu,
         transposed_ragged_dot_mgpu,
@@ -121,7 +128,7 @@ def mgpu() -> dict[str, Products]:
 
     names = "block_m", "block_n", "block_k", "max_concurrent_steps", "grid_block_n"
 
-    def of(rows_tiles: tuple, wgrad_tiles: tuple) -> Products:
+    def make_products(rows_tiles: tuple, wgrad_tiles: tuple) -> Products:
         dot = partial(ragged_dot_mgpu.ragged_dot, **dict(zip(names, rows_tiles)))
         transposed = partial(
             transposed_ragged_dot_mgpu.transposed_ragged_dot,
@@ -140,10 +147,11 @@ def mgpu() -> dict[str, Products]:
         return Products(forward, dgrad, wgrad, swiglu_over(forward))
 
     both = zip(MGPU_TILES, MGPU_WGRAD_TILES)
-    return {f"{rows} {wgrad}": of(rows, wgrad) for rows, wgrad in both}
+    return {f"{rows} {wgrad}": make_products(rows, wgrad) for rows, wgrad in both}
 
 
 def tokamax(implementation: str) -> dict[str, Products]:
+    """Return the products of one of tokamax's implementations, by tiles."""
     import tokamax
     from tokamax._src.ops.ragged_dot.api import IMPLEMENTATIONS
 
@@ -165,10 +173,11 @@ def tokamax(implementation: str) -> dict[str, Products]:
 
 
 def torch() -> dict[str, Products]:
+    """Return the products of PyTorch's grouped_mm, which takes the ends of groups."""
     import torch
 
-    named = getattr(torch.nn.functional, "grouped_mm", None)
-    grouped_mm = named or getattr(torch, "_grouped_mm", None)
+    public = getattr(torch.nn.functional, "grouped_mm", None)
+    grouped_mm = public or getattr(torch, "_grouped_mm", None)
     if grouped_mm is None:
         raise ImportError(f"torch {torch.__version__} has no grouped_mm")
 
@@ -190,6 +199,9 @@ def torch() -> dict[str, Products]:
 
 
 def batched(capacity: int) -> dict[str, Products]:
+    """Return products that pad each group to `capacity` rows and use one batched
+    matmul."""
+
     def forward(x_md, w_gdf, rows_g):
         y_gcf = jnp.einsum("gcd,gdf->gcf", padded(x_md, rows_g, capacity), w_gdf)
         return unpadded(y_gcf, rows_g, x_md.shape[0])
@@ -206,6 +218,8 @@ def batched(capacity: int) -> dict[str, Products]:
 
 
 def dense() -> dict[str, Products]:
+    """Return products without groups: one matmul of the same FLOPs."""
+
     def forward(x_md, w_df, rows_g):
         return x_md @ w_df
 
@@ -231,11 +245,12 @@ IMPLEMENTATIONS: dict[str, Callable[..., dict[str, Products]]] = {
     "dense": dense,
 }
 ON_CPU = ("blocked", "ragged_dot", "batched", "dense")
-"""The others need a GPU."""
+"""Implementations that run on a CPU. The others need a GPU."""
 
 
 def swiglu_over(forward: Callable) -> Callable:
-    """silu(gate) * up after one product for both; XLA fuses what follows it."""
+    """Return the pass `fused` made of a forward product: silu(gate) * up after one
+    product for both. XLA fuses the operations after the product."""
 
     def swiglu(x_md, into_gdh, rows_g):
         into_mh = forward(x_md, into_gdh, rows_g)
@@ -248,44 +263,47 @@ def swiglu_over(forward: Callable) -> Callable:
 def padded(
     x_md: Float[Array, "m d"], rows_g: Int[Array, " g"], capacity: int
 ) -> Float[Array, "g c d"]:
-    """Rows of each group from its first place on, and zeros after them."""
-    place_c = jnp.arange(capacity)
-    row_gc = (jnp.cumsum(rows_g) - rows_g)[:, None] + place_c
-    is_here_gc = place_c < rows_g[:, None]
+    """Return the rows of each group, followed by zeros up to the capacity."""
+    position_c = jnp.arange(capacity)
+    row_gc = (jnp.cumsum(rows_g) - rows_g)[:, None] + position_c
+    is_row_gc = position_c < rows_g[:, None]
     x_gcd = x_md.at[row_gc].get(mode="clip")
-    return jnp.where(is_here_gc[:, :, None], x_gcd, 0)
+    return jnp.where(is_row_gc[:, :, None], x_gcd, 0)
 
 
 def unpadded(
     y_gcf: Float[Array, "g c f"], rows_g: Int[Array, " g"], num_rows: int
 ) -> Float[Array, "m f"]:
-    """The inverse; rows that no group owns hold anything."""
+    """Invert `padded`. Rows that no group owns have undefined values."""
     row_m, ends_g = jnp.arange(num_rows), jnp.cumsum(rows_g)
     owner_m = jnp.searchsorted(ends_g, row_m, side="right")
     owner_m = jnp.minimum(owner_m, len(rows_g) - 1)
-    place_m = row_m - (ends_g - rows_g)[owner_m]
-    return y_gcf.at[owner_m, place_m].get(mode="clip")
+    position_m = row_m - (ends_g - rows_g)[owner_m]
+    return y_gcf.at[owner_m, position_m].get(mode="clip")
 
 
 def _ragged_dot_general(general: Callable) -> Products:
-    """The products of a ragged_dot_general, of its dimension numbers."""
+    """Return the products of a function with the interface of ragged_dot_general."""
 
-    def of(contract: tuple[int, int], grouped: list[int]) -> Callable:
+    def with_dims(contract: tuple[int, int], grouped: list[int]) -> Callable:
         dot = (((contract[0],), (contract[1],)), ((), ()))
         dims = lax.RaggedDotDimensionNumbers(dot, [0], grouped)
         return partial(general, ragged_dot_dimension_numbers=dims)
 
-    forward = of((1, 1), [0])
-    return Products(forward, of((1, 2), [0]), of((0, 0), []), swiglu_over(forward))
+    forward, dgrad = with_dims((1, 1), [0]), with_dims((1, 2), [0])
+    wgrad = with_dims((0, 0), [])
+    return Products(forward, dgrad, wgrad, swiglu_over(forward))
 
 
 def _without_groups(operands: Sequence[Array], rows_g: Array) -> tuple:
-    """The first matrix alone, sliced here: not in what is timed."""
+    """Return the operands with only the first matrix. The slice is taken here, so that
+    it is not timed."""
     return *(a[0] if a.ndim == 3 else a for a in operands), rows_g
 
 
 def _torch_variant(run: Callable) -> Variant:
-    """Shares the arrays' memory; ends of groups are known beforehand, as it asks."""
+    """Return the variant of a PyTorch function. It shares the memory of JAX's arrays,
+    and takes the ends of groups, which are computed before the timing."""
     import torch
 
     def arguments(operands, rows_g):

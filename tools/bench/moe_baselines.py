@@ -1,10 +1,11 @@
-"""What the MoE layer is measured against, in shard_map on the same mesh as the layer.
+"""Baselines of the MoE layer's benchmark, in shard_map on the same mesh as the layer.
 
     dense    one SwiGLU of equal FLOPs (width k*f), data parallel: the speed of light
     einsum   GShard (Lepikhin et al. 2020, algorithm 1): one-hot masks, capacity per
              expert, one group per device
 
-Extra letter: c is the capacity, rows that one device may send to one expert.
+In array names the letter c is the capacity: rows that one device may send to one
+expert.
 """
 
 from collections.abc import Callable
@@ -26,11 +27,12 @@ BATCH = P(axes.BATCH_AXES)
 def dense(
     weights: dict[str, Array], x_btd: Float[Array, "b t d"], mesh: Mesh
 ) -> Float[Array, "b t d"]:
-    """SwiGLU with gate_df, up_df, down_fd whole on every device."""
+    """Compute a SwiGLU whose weights gate_df, up_df and down_fd are whole on every
+    device."""
 
     def body(weights, x_btd):
         weights = {name: leaf.astype(x_btd.dtype) for name, leaf in weights.items()}
-        x_nd = x_btd.reshape(-1, x_btd.shape[-1])  # XLA:CPU is slower in three dims
+        x_nd = x_btd.reshape(-1, x_btd.shape[-1])  # XLA:CPU is slower with three dims
         hidden_nf = jax.nn.silu(x_nd @ weights["gate_df"])
         hidden_nf = hidden_nf * (x_nd @ weights["up_df"])
         return (hidden_nf @ weights["down_fd"]).reshape(x_btd.shape)
@@ -48,10 +50,8 @@ def einsum_layer(
     mesh: Mesh,
     capacity: int,
 ) -> Float[Array, "b t d"]:
-    """Return what `layer` computes, less the choices past an expert's capacity.
-
-    `route(x_nd, router_de, bias_e)` chooses experts, as moejax.moe.route.route does.
-    """
+    """Compute the function of `layer`, without the choices beyond the capacity of an
+    expert, which are dropped."""
     weights = {
         "gate_sdf": layer.gate_edf[...],
         "up_sdf": layer.up_edf[...],
@@ -86,20 +86,21 @@ def _einsum_body(x_btd, router_de, bias_e, weights, *, route, capacity):
 def masks(
     routes: Routes, num_experts: int, capacity: int
 ) -> tuple[Bool[Array, "n e c"], Float[Array, "n e c"]]:
-    """Which place of which expert a token takes, and the gate it has there.
+    """Return which position of which expert's buffer each token takes, and its gate
+    there.
 
-    An expert's places go to first choices first, then by token; who comes after the
-    last place is dropped.
+    Positions go to first choices first, then by token. Choices after the last position
+    are dropped.
     """
     n, k = routes.expert_nk.shape
     chosen_ae = jax.nn.one_hot(routes.expert_nk.T.reshape(-1), num_experts, dtype=int)
-    place_a = jnp.sum(jnp.cumsum(chosen_ae, axis=0) * chosen_ae, axis=1) - 1
-    place_nk = place_a.reshape(k, n).T
+    position_a = jnp.sum(jnp.cumsum(chosen_ae, axis=0) * chosen_ae, axis=1) - 1
+    position_nk = position_a.reshape(k, n).T
     mask_nec, gate_nec = False, 0.0
     for choice in range(k):  # k fused passes; an array of n * k * e * c is never made
         is_expert_ne = routes.expert_nk[:, choice, None] == jnp.arange(num_experts)
-        is_place_nc = place_nk[:, choice, None] == jnp.arange(capacity)
-        here_nec = is_expert_ne[:, :, None] & is_place_nc[:, None, :]
+        is_position_nc = position_nk[:, choice, None] == jnp.arange(capacity)
+        here_nec = is_expert_ne[:, :, None] & is_position_nc[:, None, :]
         mask_nec = mask_nec | here_nec
         gate_nec += jnp.where(here_nec, routes.gate_nk[:, choice, None, None], 0.0)
     return mask_nec, gate_nec

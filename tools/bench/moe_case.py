@@ -1,4 +1,5 @@
-"""One MoE layer with inputs of a chosen skew, and the variants that compute it."""
+"""One MoE layer with inputs of a chosen skew, and the implementations that compute
+it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,16 +25,17 @@ from moejax.plan.layout import Layout, Topology
 from tools.bench import moe_baselines
 
 Variant = tuple[Callable[[Any, Array], Array], Any]
-"""apply(params, x_btd) -> y_btd, and its params."""
+"""A function apply(params, x_btd) -> y_btd, and its params."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerShape:
-    """Of one layer; `tokens` is one sequence per device."""
+    """Sizes of one layer and the skew of its loads."""
 
     d: int
     f: int
     tokens: int
+    """Tokens per device, in one sequence."""
     experts: int
     top_k: int
     devices: int
@@ -47,7 +49,7 @@ class LayerShape:
         if self.top_k > self.experts or self.experts > self.d:
             raise ValueError(
                 f"--top_k {self.top_k} <= --experts {self.experts} <= --d {self.d} "
-                "must hold: inputs are made so that the router tells experts apart"
+                "must hold: inputs are made so that the router distinguishes experts"
             )
 
     @property
@@ -56,11 +58,12 @@ class LayerShape:
 
     @property
     def router(self) -> Router:
+        """The router of the layer."""
         return Router(normalise_gates=self.top_k > 1)  # one normalised gate is 1
 
     @property
     def layout(self) -> Layout:
-        """The default one of a run: buffers of 1.5 times the even share."""
+        """The default layout of a run: buffers of 1.5 times the even share."""
         factor = Dispatch().buffer_factor
         choices = self.tokens * self.top_k
         return Layout.home(self.experts, self.devices, choices, buffer_factor=factor)
@@ -68,7 +71,7 @@ class LayerShape:
 
 @dataclasses.dataclass(frozen=True)
 class LayerCase:
-    """Layer, inputs, and the loads that its router sees there."""
+    """A layer, its inputs, and the loads that its router makes of them."""
 
     shape: LayerShape
     mesh: Mesh
@@ -81,15 +84,18 @@ class LayerCase:
 
     @property
     def fullest_pair(self) -> int:
+        """Maximum number of rows from one device to the experts of one device."""
         w = self.shape.devices
         return int(self.counts_we.reshape(w, w, -1).sum(axis=-1).max())
 
     def dropped_share(self, capacity: int) -> float:
+        """Return the share of the rows beyond `capacity` from a device to an expert."""
         over_we = np.maximum(self.counts_we - capacity, 0)
         return float(over_we.sum() / self.counts_we.sum())
 
 
 def make_case(shape: LayerShape) -> LayerCase:
+    """Return a layer of this shape on its devices, with inputs of its skew."""
     mesh = axes.make_mesh(
         Topology(expert=shape.devices), jax.devices()[: shape.devices]
     )
@@ -116,7 +122,8 @@ def make_case(shape: LayerShape) -> LayerCase:
 
 
 def choices(shape: LayerShape) -> Int[np.ndarray, "b t k"]:
-    """Experts drawn with chances that follow the skew; which are hot is drawn too."""
+    """Draw the experts of each token by the skew. Which experts are hot is drawn
+    too."""
     rng = np.random.default_rng(0)
     source = Recorded(source=shape.skew)
     chance_e = recorded.loads(source, 1, shape.experts, shape.top_k)[0, 0]
@@ -130,8 +137,12 @@ def choices(shape: LayerShape) -> Int[np.ndarray, "b t k"]:
 def inputs(
     expert_btk: Int[np.ndarray, "b t k"], router_de: Float[np.ndarray, "d e"]
 ) -> Float[np.ndarray, "b t d"]:
-    """Inputs for which the router itself chooses these experts, so that a variant pays
-    for its router: noise, moved so that the chosen logits are 3 to 4, others < 2."""
+    """Return inputs for which the router itself chooses these experts, so that each
+    variant's time includes its router.
+
+    The inputs are noise, moved so that the chosen logits are 3 to 4 and the others at
+    most 2.
+    """
     b, t, k = expert_btk.shape
     x_btd = np.random.default_rng(1).standard_normal((b, t, len(router_de)))
     logit_bte = x_btd @ router_de
@@ -147,7 +158,7 @@ def inputs(
 def variants(
     case: LayerCase, capacity: int, *, has_splits: bool = False
 ) -> dict[str, Variant]:
-    """All variants by name. `capacity` is of einsum alone."""
+    """Return all variants by name. Only einsum uses `capacity`."""
     layout = case.shape.layout
     ours = partial(_ours, case, layout, ExpertPlan.home_in(layout, 1))
 
@@ -171,8 +182,12 @@ def variants(
 
 
 def split_variants(case: LayerCase) -> dict[str, Variant]:
-    """The layer with twice the slots, filled with copies in each pass: two replicas of
-    each expert under either split, or those that the loads ask for."""
+    """Return the variants of the layer with twice the slots, filled with copies in each
+    pass.
+
+    Under the splits 'even' and 'water_filling' each expert has two replicas; under
+    'dynamic' the loads decide which experts have replicas.
+    """
     layout, own = case.shape.layout, case.shape.layout.experts_per_device
     layout = dataclasses.replace(
         layout,
@@ -207,6 +222,7 @@ def _ours(case, layout, plan, params, x_btd, implementation="auto"):
 
 
 def dense_params(case: LayerCase) -> dict[str, Array]:
+    """Return random weights of the `dense` baseline, whole on every device."""
     d, width = case.shape.d, case.shape.f * case.shape.top_k
     rng = np.random.default_rng(2)
 
@@ -221,8 +237,9 @@ def dense_params(case: LayerCase) -> dict[str, Array]:
     return jax.device_put(params, axes.sharding(case.mesh))
 
 
-def defined(case: LayerCase, params: Any, x_btd: Array) -> Array:
-    """The layer by its definition; for jit, on one device's copies."""
+def compute_reference(case: LayerCase, params: Any, x_btd: Array) -> Array:
+    """Compute the layer by its definition, with all experts on every device; for
+    jit."""
     layer = nnx.merge(case.graph, params, case.rest)
     x_nd = x_btd.reshape(-1, case.shape.d)
     router = (layer.router_de[...], layer.bias_e[...], case.shape.router)

@@ -1,22 +1,22 @@
-"""Time of one MoE layer, forward and with backward, against three others.
+"""Time one MoE layer, forward alone and with backward, against three baselines.
 
     python tools/bench/moe_layer.py [--json] [--skew zipf] [--splits] [--gpu]
 
     dense       a SwiGLU of equal FLOPs (width k*f), data parallel: the speed of light
     einsum      GShard's one-hot dispatch, one group per device; its capacity gives it
-                as many buffer rows as the layer has, and what exceeds it is dropped
+                as many buffer rows as the layer has, and rows beyond it are dropped
     ragged_dot  the layer with jax.lax.ragged_dot as grouped product
     moejax      the layer: exact exchange, blocked grouped product
 
 With --splits also the layer with twice the slots, whose copies travel in each pass:
 
     even            two replicas of each expert, which share its rows evenly
-    water_filling   the same, and the fullest device has as few rows as it can
-    dynamic         copies as the loads ask for them, every device has the mean
+    water_filling   the same replicas; the fullest device has as few rows as possible
+    dynamic         replicas by the loads; every device has the mean number of rows
 
-First all but dense must equal the definition of the layer, values and gradients, on a
-small case. Then all run in turn, and medians are shown. Exit codes: 0 done, 1 a variant
-computes something else, 2 bad input.
+First all variants but dense must equal the definition of the layer, in values and
+gradients, on a small case. Then all run in turns, and medians are shown. Exit codes: 0
+done, 1 a variant computes something else, 2 bad input.
 """
 
 import argparse
@@ -45,6 +45,15 @@ SIZES = {
     "d": 256, "f": 512, "tokens": 2048, "experts": 64, "top_k": 2, "devices": 8,
     "repeats": 7,
 }  # fmt: skip
+MEANINGS = {
+    "d": "width of the model",
+    "f": "hidden width of an expert",
+    "tokens": "tokens per device",
+    "experts": "number of experts",
+    "top_k": "experts that each token chooses",
+    "devices": "number of simulated devices; with --gpu all GPUs are used",
+    "repeats": "number of times that each variant is measured; medians are kept",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,16 +75,30 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
-    parser.add_argument("--gpu", action="store_true", help="GPUs that are here, bf16")
-    parser.add_argument("--splits", action="store_true", help="splits and copies too")
-    parser.add_argument("--skew", choices=("uniform", "zipf"), default="uniform")
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="use the GPUs of this machine, in bfloat16 (default: simulated devices on"
+        " the CPU, in float32)",
+    )
+    parser.add_argument(
+        "--splits",
+        action="store_true",
+        help="also measure the layer with replicas, under each split",
+    )
+    parser.add_argument(
+        "--skew",
+        choices=("uniform", "zipf"),
+        default="uniform",
+        help="distribution of the loads over experts",
+    )
     for name, default in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{default}")
+        parser.add_argument(f"--{name}", type=int, default=default, help=MEANINGS[name])
     return parser.parse_args(argv)
 
 
 def set_up_backend(args: argparse.Namespace) -> None:
-    """Flags that must stand before jax is imported."""
+    """Set the environment variables that JAX and XLA read when JAX is imported."""
     flags = [os.environ.get("XLA_FLAGS", ""), *COLLECTIVE_FLAGS]
     if not args.gpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -85,6 +108,8 @@ def set_up_backend(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> dict:
+    """Check and measure all variants, and return the record. Raises AssertionError if a
+    variant computes something else."""
     import jax
 
     from tools.bench.moe_case import LayerShape, make_case
@@ -113,11 +138,11 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def check(shape, *, has_splits: bool) -> None:
-    """AssertionError unless all variants but dense compute the layer, and its
+    """Raise AssertionError unless all variants but dense compute the layer and its
     gradients."""
     import jax
 
-    from tools.bench.moe_case import defined, make_case, variants
+    from tools.bench.moe_case import compute_reference, make_case, variants
 
     small = dataclasses.replace(
         shape, d=max(64, shape.experts), f=32, tokens=64, dtype="float32"
@@ -134,7 +159,7 @@ def check(shape, *, has_splits: bool) -> None:
         return jax.device_get((y_btd, gradients))
 
     with jax.default_matmul_precision("highest"):
-        expected = results(lambda p, x: defined(case, p, x), case.params)
+        expected = results(lambda p, x: compute_reference(case, p, x), case.params)
         all_variants = variants(case, small.tokens, has_splits=has_splits)
         for name, (apply, params) in all_variants.items():
             if name != "dense":
@@ -142,7 +167,8 @@ def check(shape, *, has_splits: bool) -> None:
 
 
 def assert_equal(name: str, actual, expected) -> None:
-    """Each leaf to 1e-5 of its largest value: what float32 sums in another order do."""
+    """Raise AssertionError unless each leaf is right to 1e-5 of its largest value, the
+    difference that another order of float32 sums makes."""
     import jax
     import numpy as np
 
@@ -151,12 +177,12 @@ def assert_equal(name: str, actual, expected) -> None:
         error, largest = np.max(np.abs(a - b)), np.max(np.abs(b))
         assert error <= 1e-5 * largest, (
             f"{name} computes something else: leaf {jax.tree_util.keystr(path)} is off "
-            f"by {error:.3g}, and its largest value is {largest:.3g}"
+            f"by {error:.3g}, while its largest value is {largest:.3g}"
         )
 
 
 def compile_variants(case, capacity: int, *, has_splits: bool) -> dict:
-    """{(variant, pass): (compiled, its arguments)}"""
+    """Return {(variant, pass): (compiled program, its arguments)}."""
     import jax
     import jax.numpy as jnp
 
@@ -178,7 +204,8 @@ def compile_variants(case, capacity: int, *, has_splits: bool) -> dict:
 
 
 def measure(compiled: dict, repeats: int) -> dict[tuple[str, str], float]:
-    """Return medians in ms. All variants of one pass take turns, then of the other."""
+    """Return the median milliseconds of each program. The variants of one pass take
+    turns, then those of the other pass."""
     msec = {}
     for which in PASSES:
         calls = {
@@ -191,6 +218,7 @@ def measure(compiled: dict, repeats: int) -> dict[tuple[str, str], float]:
 
 
 def report(device: str, shape: dict, compiled: dict, msec: dict) -> dict:
+    """Return the record: a row for each variant and pass, and speedups."""
     rows = [
         {
             "impl": name,
@@ -212,7 +240,9 @@ def report(device: str, shape: dict, compiled: dict, msec: dict) -> dict:
 
 
 def show(record: dict) -> None:
-    """The table; temporary MiB are of one device and the pass with backward."""
+    """Print the record as a table. Where a cell has two values, the first is of the
+    forward pass and the second includes the backward pass. Temporary MiB are per
+    device."""
     shape = record["shape"]
     print(f"{shape['devices']} x {record['device']}")
     print(", ".join(f"{name}={value}" for name, value in shape.items()))

@@ -1,23 +1,25 @@
-"""Time and gap of splitting loads over replicas, ours against solvers of others.
+"""Compare our split of loads over replicas with other solvers, in time and quality.
 
     python tools/bench/split.py [--sizes 64/8/2,256/64/2] [--json] [--gpu]
 
     water_fill        load_e -> rows of each replica, inside a compiled step, with the
-                      tolerance of training: the fullest device 0.2 % above the bound
-    water_fill_exact  the same to the integer optimum
-    water_fill_fused  on Hopper GPUs, with --gpu: its sweeps as one kernel
+                      tolerance of training: the fullest device is at most 0.2 % of the
+                      mean above the optimum
+    water_fill_exact  the same, to the integer optimum
+    water_fill_fused  water_fill with its sweeps as one kernel (Hopper GPUs, --gpu)
     split             all that the step does: counts_we -> rows of each source device to
                       each replica
-    highs_cold        the linear program by HiGHS, a new model each time
-    highs_warm        its model and basis kept, as MicroMoE runs it on the host
-    highs_callback    the same from inside a compiled step (jax.pure_callback)
+    highs_cold        the linear program solved by HiGHS, with a new model each time
+    highs_warm        HiGHS with the last model and basis, as MicroMoE runs it on the
+                      host
+    highs_callback    highs_warm from inside a compiled step (jax.pure_callback)
     lplb              LPLB's five steps of affine scaling, compiled
 
 A size is experts / devices / replicas of each expert. Loads are Zipf's, at three skews,
-each on a random Cayley plan; a twentieth of the experts changes places from one
-micro-batch to the next, and warm solvers go through them in that order. Variants take
-turns on every micro-batch. A gap is over the optimum, which max-flow gives as a
-fraction.
+each on a random Cayley plan. From one micro-batch to the next a twentieth of the
+experts exchange their loads; warm solvers see the micro-batches in this order. Variants
+take turns on every micro-batch. The gap is the relative distance of the fullest device
+from the optimum, which max-flow computes as a fraction.
 
 docs/split_tools.md lists the fields of --json. Exit codes: 0 done, 2 bad input.
 """
@@ -42,27 +44,31 @@ from train.launch.program import DONE, emit, guarded  # noqa: E402
 
 SIZES = "64/8/2,128/16/2,256/64/2,256/64/4"
 OURS, BASELINE = "water_fill", "highs_callback"
-"""The speed-up is of one over the other: both are inside a compiled step."""
+"""The two variants whose speeds are compared: both run inside a compiled step."""
 
 
 class Variant(NamedTuple):
+    """One way to split loads."""
+
     solve: Callable
     inputs: list
-    """Of each micro-batch."""
-    rows_of: Callable
-    """Rows [r] of each replica, of a result."""
+    """Argument of `solve` for each micro-batch."""
+    get_rows: Callable
+    """Function that returns the rows [r] of each replica from a result."""
     is_accepted: Callable = lambda result: True
-    """Whether the solver took its own result, or fell back."""
+    """Function that returns whether the solver accepted its own solution in a result;
+    otherwise it fell back to an even split."""
 
 
-class Measured(NamedTuple):
-    """One variant on the micro-batches n."""
+class Measurement(NamedTuple):
+    """Results of one variant on the micro-batches n."""
 
     msec_n: np.ndarray
-    """Median over turns."""
+    """Median milliseconds over turns."""
     gap_n: np.ndarray
+    """Rows of the fullest device over the optimum, minus 1."""
     above_n: np.ndarray
-    """Whole rows of the fullest device over the integer optimum."""
+    """Whole rows of the fullest device above the integer optimum."""
     is_accepted_n: np.ndarray
 
 
@@ -77,12 +83,30 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--sizes", default=SIZES, help=f"experts/devices/replicas: {SIZES}")
-    add("--repeats", type=int, default=5, help="turns of which the median counts: 5")
-    add("--micro_batches", type=int, default=6, help="of each skew: 6")
-    add("--tokens", type=int, default=512, help="of each device: 512")
-    add("--seed", type=int, default=0)
-    add("--gpu", action="store_true", help="compile for the GPU that is here")
+    add(
+        "--sizes",
+        default=SIZES,
+        help="sizes experts/devices/replicas with commas between",
+    )
+    add(
+        "--repeats",
+        type=int,
+        default=5,
+        help="number of times that each variant is measured; medians are kept",
+    )
+    add(
+        "--micro_batches",
+        type=int,
+        default=6,
+        help="number of micro-batches of each skew",
+    )
+    add("--tokens", type=int, default=512, help="tokens per device and micro-batch")
+    add("--seed", type=int, default=0, help="random seed of plans and loads")
+    add(
+        "--gpu",
+        action="store_true",
+        help="compile for this machine's GPU (default: the CPU)",
+    )
     return parser.parse_args(argv)
 
 
@@ -96,7 +120,7 @@ def work(args: argparse.Namespace) -> int:
     try:
         device = jax.devices("gpu" if args.gpu else "cpu")[0]
     except RuntimeError:
-        raise ValueError("--gpu, and there is no GPU here: leave it out") from None
+        raise ValueError("--gpu, but there is no GPU here: leave it out") from None
     record = {
         "device": device.device_kind,
         "cores": os.cpu_count(),
@@ -125,6 +149,7 @@ def work(args: argparse.Namespace) -> int:
 
 
 def make_variants(case: SplitCase) -> dict[str, Variant]:
+    """Return all variants by name, for the micro-batches of a case."""
     import jax
     import jax.numpy as jnp
 
@@ -133,7 +158,7 @@ def make_variants(case: SplitCase) -> dict[str, Variant]:
     problem = baselines.Problem.of(case.row_p, case.size.experts, case.size.devices)
     loads, counts = list(jnp.array(case.load_ne)), list(jnp.array(case.counts_nwe))
     warm, from_step = baselines.warm(problem), baselines.warm(problem)
-    fill, split = compiled(case)
+    fill, split = compile_ours(case)
     jax.block_until_ready((loads, counts))
 
     def second(result):
@@ -164,19 +189,23 @@ def make_variants(case: SplitCase) -> dict[str, Variant]:
 
 
 def fused_variant(case: SplitCase, loads: list) -> dict[str, Variant]:
-    """On Hopper GPUs: `water_fill` with its sweeps in one kernel."""
+    """Return `water_fill` with its sweeps in one kernel on a Hopper GPU, and nothing on
+    another device."""
     import jax
 
     if getattr(jax.devices()[0], "compute_capability", "") != "9.0":
         return {}
-    fill, _ = compiled(case, fused_split=True)
+    fill, _ = compile_ours(case, fused_split=True)
     return {"water_fill_fused": Variant(lambda x: fill(x, 1), loads, np.asarray)}
 
 
-def compiled(case: SplitCase, **changes) -> tuple[Callable, Callable]:
-    """(load_e, whether with tolerance) -> rows_q, and counts_we -> quota_wq. All slots
-    are full, and none is an expert's second on its device, so that slots by expert (q)
-    are the replicas (r) of the baselines."""
+def compile_ours(case: SplitCase, **changes) -> tuple[Callable, Callable]:
+    """Return two compiled functions: (load_e, whether with tolerance) -> rows_q, and
+    counts_we -> quota_wq.
+
+    All slots are full, and no expert has two on a device, so the slots sorted by expert
+    (q) are the replicas (r) of the baselines.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -211,49 +240,55 @@ def compiled(case: SplitCase, **changes) -> tuple[Callable, Callable]:
     )
 
 
-def measure(case: SplitCase, repeats: int) -> dict[str, Measured]:
-    """Each variant on each micro-batch in order; variants take turns, every other time
-    backwards, so that none always follows the same one."""
+def measure(case: SplitCase, repeats: int) -> dict[str, Measurement]:
+    """Measure each variant on each micro-batch in order.
+
+    Variants take turns, every other turn backwards, so that no variant always follows
+    the same one.
+    """
     import jax
 
     variants = make_variants(case)
     count = len(case.load_ne)
     msec = {name: np.zeros((repeats, count)) for name in variants}
-    found = {name: [None] * count for name in variants}
-    for turn in range(-1, repeats):  # the first one warms up
+    results = {name: [None] * count for name in variants}
+    for turn in range(-1, repeats):  # the first turn warms up
         for n in range(count):
             for name in variants if turn % 2 else reversed(variants):
                 variant = variants[name]
                 begin = time.perf_counter()
-                found[name][n] = jax.block_until_ready(variant.solve(variant.inputs[n]))
+                result = variant.solve(variant.inputs[n])
+                results[name][n] = jax.block_until_ready(result)
                 if turn >= 0:
                     msec[name][turn, n] = 1e3 * (time.perf_counter() - begin)
     return {
-        name: judged(case, variant, np.median(msec[name], axis=0), found[name])
+        name: judge(case, variant, np.median(msec[name], axis=0), results[name])
         for name, variant in variants.items()
     }
 
 
-def judged(
-    case: SplitCase, variant: Variant, msec_n: np.ndarray, found: list
-) -> Measured:
+def judge(
+    case: SplitCase, variant: Variant, msec_n: np.ndarray, results: list
+) -> Measurement:
+    """Return the measurement of a variant, from its times and its result on each
+    micro-batch."""
     from tools.bench import split_baselines as baselines
 
     problem = baselines.Problem.of(case.row_p, case.size.experts, case.size.devices)
-    gap_n, above_n = np.zeros((2, len(found)))
-    for n, (load_e, result) in enumerate(zip(case.load_ne, found, strict=True)):
+    gap_n, above_n = np.zeros((2, len(results)))
+    for n, (load_e, result) in enumerate(zip(case.load_ne, results, strict=True)):
         optimum = baselines.flow_optimum(problem, load_e)
-        rows_r = np.asarray(variant.rows_of(result), np.float64)
-        whole_r = baselines.rounded(problem, rows_r, load_e)
-        gap_n[n] = baselines.fullest(problem, rows_r) / float(optimum) - 1
-        above_n[n] = baselines.fullest(problem, whole_r) - math.ceil(optimum)
-    is_accepted_n = np.array([variant.is_accepted(result) for result in found])
-    return Measured(msec_n, gap_n, above_n, is_accepted_n)
+        rows_r = np.asarray(variant.get_rows(result), np.float64)
+        whole_r = baselines.round_rows(problem, rows_r, load_e)
+        gap_n[n] = baselines.max_device_rows(problem, rows_r) / float(optimum) - 1
+        above_n[n] = baselines.max_device_rows(problem, whole_r) - math.ceil(optimum)
+    is_accepted_n = np.array([variant.is_accepted(result) for result in results])
+    return Measurement(msec_n, gap_n, above_n, is_accepted_n)
 
 
-def figures(parts: list[Measured]) -> dict[str, float]:
-    """Over the micro-batches of all skews."""
-    whole = Measured(*map(np.concatenate, zip(*parts)))
+def figures(parts: list[Measurement]) -> dict[str, float]:
+    """Return the figures of a variant over the micro-batches of all skews."""
+    whole = Measurement(*map(np.concatenate, zip(*parts)))
     return {
         "msec_p50": float(np.percentile(whole.msec_n, 50)),
         "msec_p90": float(np.percentile(whole.msec_n, 90)),
@@ -265,6 +300,7 @@ def figures(parts: list[Measured]) -> dict[str, float]:
 
 
 def show(size: Size, record: dict) -> None:
+    """Print the table of one size."""
     part = record["sizes"][str(size)]
     print(
         f"\n{size}: {record['num_micro_batches']} micro-batches on {record['device']}, "

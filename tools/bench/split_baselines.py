@@ -1,4 +1,4 @@
-"""The best split of loads over replicas by methods of others: oracles and baselines.
+"""Oracles and baselines for the best split of loads over replicas, by others' methods.
 
     min T   with   sum of x_r over the replicas of e = load_e      (a row per expert)
                    sum of x_r over those of device w <= T          (a row per device)
@@ -6,12 +6,12 @@
 brute_force        all sets of devices, for small groups; exact, a fraction
 flow_optimum       max-flow under Dinkelbach's steps (scipy); exact, a fraction
 scipy_optimum      HiGHS through scipy.optimize.linprog
-highs_cold         HiGHS through highspy, a new model each time
+highs_cold         HiGHS through highspy, with a new model each time
 warm, solve_warm   HiGHS that keeps its model and its basis, as MicroMoE runs it
 with_callback      the same from inside a compiled step, by jax.pure_callback
 affine_scaling     the five steps of LPLB, compiled
 
-The first three give the optimum; the rest also rows of each replica, [r].
+The first three return the optimum, the others also the rows of each replica, [r].
 """
 
 import dataclasses
@@ -25,26 +25,29 @@ import scipy.sparse as sp
 from scipy.sparse import csgraph
 
 MAX_DEVICES = 10
-"""Of which `brute_force` looks at all sets."""
+"""Maximum number of devices for `brute_force`, which looks at all sets of devices."""
 OPTIONS = {"output_flag": False, "threads": 1, "presolve": "off"}
 STEPS, STEP_LENGTH, BIG_M = 5, 0.999, 1000.0
-"""Of LPLB's solver."""
+"""Number of steps, length of a step, and cost of the artificial column in LPLB's
+solver."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Which devices compute which experts; a second replica on a device adds nothing,
-    and is left out."""
+    """The replicas of each expert, by expert and device. A second replica of an expert
+    on a device changes nothing, and is left out."""
 
     num_experts: int
     num_devices: int
     expert_r: np.ndarray
-    """Rising."""
+    """Expert of each replica, in ascending order."""
     device_r: np.ndarray
+    """Device of each replica."""
 
     @classmethod
     def of(cls, row_p: np.ndarray, num_experts: int, num_devices: int) -> "Problem":
-        """Of one layer's slots, -1 where empty; every expert has one."""
+        """Return the problem of one layer's slots, by the expert of each, -1 where
+        empty. Every expert must have a slot."""
         slot_p = np.flatnonzero(row_p >= 0)
         device_p = slot_p // (len(row_p) // num_devices)
         pairs = np.unique(np.stack([row_p[slot_p], device_p]), axis=1)
@@ -52,18 +55,23 @@ class Problem:
 
     @property
     def held_we(self) -> np.ndarray:
+        """Whether a device has a replica of an expert."""
         held_we = np.zeros((self.num_devices, self.num_experts), bool)
         held_we[self.device_r, self.expert_r] = True
         return held_we
 
     @property
     def num_replicas_e(self) -> np.ndarray:
+        """Number of replicas of each expert."""
         return np.bincount(self.expert_r, minlength=self.num_experts)
 
 
 def brute_force(problem: Problem, load_e: np.ndarray) -> fractions.Fraction:
-    """max over sets D of (rows of the experts with all replicas in D) / |D|, which is
-    the optimum (MicroMoE, arXiv 2511.16947, Eq. 3). Whole rows."""
+    """Return the optimum: the maximum over sets D of devices of (rows of the experts
+    with all replicas in D) / |D| (MicroMoE, arXiv 2511.16947, Eq. 3).
+
+    Loads are whole rows. Raises ValueError for more than MAX_DEVICES devices.
+    """
     w = problem.num_devices
     if w > MAX_DEVICES:
         raise ValueError(
@@ -79,9 +87,13 @@ def brute_force(problem: Problem, load_e: np.ndarray) -> fractions.Fraction:
 
 
 def flow_optimum(problem: Problem, load_e: np.ndarray) -> fractions.Fraction:
-    """The same for groups of any size: a target starts at the mean; where not all rows
-    flow, what the source still reaches is a denser set, and the next target. Scaled by
-    the target's denominator, every capacity is whole."""
+    """Return the optimum for groups of any size.
+
+    A target for the fullest device starts at the mean. If not all rows can flow under
+    it, the devices that the source still reaches are a denser set, whose density is the
+    next target. Capacities are scaled by the target's denominator, so that all are
+    whole numbers.
+    """
     load_e = load_e.astype(int)
     held_we = problem.held_we
     target = fractions.Fraction(int(load_e.sum()), problem.num_devices)
@@ -94,7 +106,8 @@ def flow_optimum(problem: Problem, load_e: np.ndarray) -> fractions.Fraction:
 
 
 def _unmet(problem: Problem, load_e, target: fractions.Fraction) -> np.ndarray:
-    """Devices [w] that rows which find no room could go to; none if all find room."""
+    """Return the devices [w] that could take rows which find no room under the target;
+    none if all rows find room."""
     e, w = problem.num_experts, problem.num_devices
     source, sink = 0, 1 + e + w
     rows_e = load_e * target.denominator
@@ -106,28 +119,30 @@ def _unmet(problem: Problem, load_e, target: fractions.Fraction) -> np.ndarray:
     assert max(rows_e.sum(), target.numerator) < 2**31, "scipy's flows are int32"
     shape = (sink + 1, sink + 1)
     graph = sp.csr_array((capacity.astype(np.int32), ends), shape=shape)
-    found = csgraph.maximum_flow(graph, source, sink)
-    if found.flow_value == rows_e.sum():
+    result = csgraph.maximum_flow(graph, source, sink)
+    if result.flow_value == rows_e.sum():
         return np.zeros(w, bool)
-    left = graph - found.flow
+    left = graph - result.flow
     left.eliminate_zeros()
     reached = csgraph.breadth_first_order(left, source, return_predecessors=False)
     return np.isin(1 + e + np.arange(w), reached)
 
 
 def scipy_optimum(problem: Problem, load_e: np.ndarray) -> float:
+    """Return the optimum of the linear program by scipy."""
     matrix = _matrix(problem).tocsr()
     e, w = problem.num_experts, problem.num_devices
     cost = np.r_[np.zeros(len(problem.expert_r)), 1.0]
-    found = scipy.optimize.linprog(
+    result = scipy.optimize.linprog(
         cost, matrix[e:], np.zeros(w), matrix[:e], load_e, method="highs"
     )
-    assert found.success, found.message
-    return float(found.fun)
+    assert result.success, result.message
+    return float(result.fun)
 
 
 def _matrix(problem: Problem) -> sp.csc_array:
-    """Rows of experts, then of devices; a column per replica, the last is T."""
+    """Return the matrix of the linear program: rows for experts, then for devices; a
+    column for each replica, then one for T."""
     e, w, r = problem.num_experts, problem.num_devices, len(problem.expert_r)
     row = np.r_[problem.expert_r, e + problem.device_r, e + np.arange(w)]
     column = np.r_[np.arange(r), np.arange(r), np.full(w, r)]
@@ -137,7 +152,7 @@ def _matrix(problem: Problem) -> sp.csc_array:
 
 @dataclasses.dataclass(frozen=True)
 class Warm:
-    """A solver that holds one problem's model, and after a solve its basis."""
+    """A solver with the model of one problem, and after a solve its basis."""
 
     problem: Problem
     solver: highspy.Highs
@@ -145,7 +160,8 @@ class Warm:
 
 
 def warm(problem: Problem) -> Warm:
-    """The model is passed once; loads are 0 until the first solve."""
+    """Return a solver with the model of a problem. Loads are 0 until the first
+    solve."""
     matrix = _matrix(problem)
     matrix.sort_indices()
     num_rows, num_columns = matrix.shape
@@ -169,8 +185,8 @@ def warm(problem: Problem) -> Warm:
 
 
 def solve_warm(state: Warm, load_e: np.ndarray) -> tuple[float, np.ndarray]:
-    """The optimum and rows [r] of new loads: only the right-hand side changes, so the
-    last basis stays dual feasible."""
+    """Return the optimum and rows [r] for new loads. Only the right-hand side of the
+    program changes, so the last basis remains dual feasible."""
     load_e = np.asarray(load_e, np.float64)
     solver = state.solver
     solver.changeRowsBounds(len(load_e), state.row_e, load_e, load_e)
@@ -181,11 +197,13 @@ def solve_warm(state: Warm, load_e: np.ndarray) -> tuple[float, np.ndarray]:
 
 
 def highs_cold(problem: Problem, load_e: np.ndarray) -> tuple[float, np.ndarray]:
+    """Return the optimum and rows [r] by a new model."""
     return solve_warm(warm(problem), load_e)
 
 
 def with_callback(state: Warm) -> Callable:
-    """Compiled: load_e -> rows [r] float32, by way of the host."""
+    """Return a compiled function load_e -> rows [r] float32, which calls the solver on
+    the host."""
     import jax
     import jax.numpy as jnp
 
@@ -198,12 +216,14 @@ def with_callback(state: Warm) -> Callable:
 
 
 def affine_scaling(problem: Problem) -> Callable:
-    """Compiled: load_e -> (rows [r] float32, whether they were accepted).
+    """Return a compiled function load_e -> (rows [r] float32, whether the solution was
+    accepted).
 
-    Five steps of primal affine scaling in float32 from x = 1, which an artificial
-    column of cost 1000 makes feasible; loads are over the fullest expert's. What is not
-    accepted is an even split. Formulas of LPLB (github.com/deepseek-ai/LPLB) in the
-    general form of SGLang's port: any number of replicas, and single experts fixed.
+    It takes five steps of primal affine scaling in float32 from x = 1, which an
+    artificial column of cost 1000 makes feasible. Loads are divided by that of the
+    fullest expert. If the solution is not accepted, the rows are an even split. The
+    formulas are those of LPLB (github.com/deepseek-ai/LPLB) in the general form of
+    SGLang's port: any number of replicas, and experts with a single replica are fixed.
     """
     import jax
     import jax.numpy as jnp
@@ -242,9 +262,12 @@ def affine_scaling(problem: Problem) -> Callable:
 
 
 def _scaling_matrix(problem: Problem, free_f: np.ndarray):
-    """Rows of the experts i with several replicas, then of devices; a column for each
-    of these replicas, each device's slack, and T. Then the experts i, and 1 where a
-    single replica of an expert is: [w, e]."""
+    """Return the matrix of affine scaling, the experts i with several replicas, and a
+    table [w, e] that is 1 where an expert's only replica is.
+
+    The matrix has rows for the experts i, then for devices. It has a column for each
+    replica of the experts i, then for each device's slack, then for T.
+    """
     w, num_free = problem.num_devices, len(free_f)
     free_i, row_f = np.unique(problem.expert_r[free_f], return_inverse=True)
     matrix = np.zeros((len(free_i) + w, num_free + w + 1), np.float32)
@@ -257,19 +280,22 @@ def _scaling_matrix(problem: Problem, free_f: np.ndarray):
     return matrix, free_i, fixed_we.astype(np.float32)
 
 
-def rounded(problem: Problem, rows_r: np.ndarray, load_e: np.ndarray) -> np.ndarray:
-    """Whole rows [r] that sum to each expert's load: floors, and one more where most
-    was cut off, the first on ties."""
+def round_rows(problem: Problem, rows_r: np.ndarray, load_e: np.ndarray) -> np.ndarray:
+    """Round rows [r] to whole rows that sum to each expert's load.
+
+    All are rounded down. Then the replicas of an expert with the largest remainders get
+    one more row, the first of them on ties.
+    """
     whole_r = np.floor(rows_r + 1e-6).astype(int)
     cut_r = rows_r - whole_r
     left_e = load_e - np.bincount(problem.expert_r, whole_r, problem.num_experts)
     order_r = np.lexsort((-cut_r, problem.expert_r))
     first_e = np.cumsum(problem.num_replicas_e) - problem.num_replicas_e
-    place_r = np.arange(len(rows_r)) - first_e[problem.expert_r]
-    whole_r[order_r] += place_r < left_e[problem.expert_r]
+    rank_r = np.arange(len(rows_r)) - first_e[problem.expert_r]
+    whole_r[order_r] += rank_r < left_e[problem.expert_r]
     return whole_r
 
 
-def fullest(problem: Problem, rows_r: np.ndarray) -> float:
-    """Rows of the fullest device."""
+def max_device_rows(problem: Problem, rows_r: np.ndarray) -> float:
+    """Return the rows of the fullest device."""
     return float(np.bincount(problem.device_r, rows_r, problem.num_devices).max())

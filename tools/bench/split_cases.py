@@ -1,6 +1,6 @@
-"""Loads and plans that tools/bench/split.py splits: Zipf with drift, Cayley graphs.
+"""Loads and plans of tools/bench/split.py: Zipf loads that drift, on Cayley graphs.
 
-Micro-batches n, source devices w, experts e, slots p.
+Letters in names: n micro-batches, w source devices, e experts, p slots.
 """
 
 import dataclasses
@@ -13,19 +13,23 @@ from moejax.balance.policies.micromoe import symmetric
 
 SKEWS = (0.4, 0.8, 1.2)
 DRIFT = 0.05
-"""Share of the experts that change places from one micro-batch to the next."""
+"""Share of the experts that exchange their popularity from one micro-batch to the
+next."""
 EXPERTS_PER_CHOICE = 32
-"""64 experts have top-2, 256 have top-8."""
+"""Number of experts per choice of a token: with 64 experts top-2, with 256 top-8."""
 
 
 class Size(NamedTuple):
+    """Size of a problem: experts, devices, and replicas of each expert."""
+
     experts: int
     devices: int
     replicas: int
 
     @classmethod
     def of(cls, text: str) -> "Size":
-        """Of experts/devices/replicas; ValueError where no plan has such sizes."""
+        """Return the size that is written as experts/devices/replicas. Raises
+        ValueError for sizes that no plan can have."""
         parts = text.strip().split("/")
         if len(parts) != 3 or not all(part.isdecimal() for part in parts):
             raise ValueError(
@@ -35,7 +39,7 @@ class Size(NamedTuple):
         if min(size) < 1 or size.experts % size.devices:
             raise ValueError(
                 f"--sizes {text}: {size.experts} experts must be divisible by "
-                f"{size.devices} devices, and nothing be 0"
+                f"{size.devices} devices, and no size may be 0"
             )
         if size.replicas > size.devices:
             raise ValueError(
@@ -50,7 +54,7 @@ class Size(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SplitCase:
-    """One plan, and the micro-batches that are split over it."""
+    """A plan, and the micro-batches that are split over its replicas."""
 
     size: Size
     row_p: np.ndarray
@@ -58,27 +62,32 @@ class SplitCase:
 
     @property
     def load_ne(self) -> np.ndarray:
+        """Load of each expert in each micro-batch."""
         return self.counts_nwe.sum(axis=1, dtype=np.int32)
 
 
 def make_case(
     rng, size: Size, skew: float, micro_batches: int, tokens: int
 ) -> SplitCase:
-    """`tokens` are those of each device."""
+    """Draw a plan and the counts of several micro-batches. `tokens` is the number per
+    device."""
     choices = max(1, size.experts // EXPERTS_PER_CHOICE)
     popularity_e = rng.permutation(np.arange(1.0, size.experts + 1) ** -skew)
     counts = []
     for _ in range(micro_batches):
-        counts.append(routed(rng, popularity_e, size.devices, tokens, choices))
+        counts.append(draw_counts(rng, popularity_e, size.devices, tokens, choices))
         num_moved = max(2, math.ceil(DRIFT * size.experts))
         moved = rng.permutation(size.experts)[:num_moved]
         popularity_e[moved] = popularity_e[np.roll(moved, 1)]
     return SplitCase(size, random_plan(rng, size), np.stack(counts))
 
 
-def routed(rng, popularity_e, num_devices: int, tokens: int, choices: int):
-    """Tokens of each device to each expert, int32 [w, e]: distinct experts for each
-    token, drawn by popularity (the largest sums of its logarithm and Gumbel noise)."""
+def draw_counts(rng, popularity_e, num_devices: int, tokens: int, choices: int):
+    """Draw the tokens of each device to each expert, int32 [w, e].
+
+    Each token chooses distinct experts by popularity: those with the largest sum of the
+    logarithm of their popularity and Gumbel noise.
+    """
     num_experts = len(popularity_e)
     counts = []
     for _ in range(num_devices):
@@ -89,8 +98,11 @@ def routed(rng, popularity_e, num_devices: int, tokens: int, choices: int):
 
 
 def random_plan(rng, size: Size) -> np.ndarray:
-    """Slots [p] of a Cayley graph with shifts drawn at random: so many replicas of each
-    expert, all slots full, no expert twice on a device."""
+    """Return the experts of slots [p] by a Cayley graph with random shifts.
+
+    Each expert has `size.replicas` replicas, all slots are full, and no expert is twice
+    on a device.
+    """
     copies = size.replicas - 1
     shifts = [
         [(1 + int(x),) for x in rng.permutation(size.devices - 1)[:copies]]

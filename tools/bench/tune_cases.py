@@ -1,9 +1,9 @@
-"""One bucket of tools/tune_kernels.py: its inputs, what is right, and times on a GPU.
+"""The search of one bucket of tools/tune_kernels.py: inputs, checks, times on a GPU.
 
-The rule's tiles come first. Their results must equal the definition in float64 on a
-sample of groups, and every candidate's must equal theirs, whole. NaN is written before
-each check and freed: most likely outputs lie there, and what a kernel leaves out is
-seen.
+The tiles of the rule come first. Their results must equal the definition in float64 on
+a sample of groups. All results of every other candidate must equal those of the rule.
+Before each check an array of NaN is written and freed: the outputs most likely take its
+memory, so that elements which a kernel does not write are seen.
 """
 
 import concurrent.futures
@@ -22,61 +22,70 @@ from tools.bench import grouped_dot_jobs as jobs
 from tools.bench import tune_search
 
 REPEATS = 5
-LONGEST_REASON = 200
+MAX_REASON = 200
 
 Product = Callable[[Pass, Tiles], Callable]
-"""(pass, tiles) -> (*operands, rows_g) -> one array or two"""
+"""A function (pass, tiles) -> kernel, where kernel is (*operands, rows_g) -> one array
+or two."""
 Timer = Callable[[Tiles, Callable[[], object]], float]
-"""(tiles, call) -> msec of the call, which is of these tiles"""
+"""A function (tiles, call) -> milliseconds of a call of the kernel with these tiles."""
 
 
 class WrongKernel(Exception):
-    """The rule's tiles compute something else."""
+    """Error of the rule's tiles when they compute something else."""
 
 
 @dataclasses.dataclass
 class TuneCase:
-    """A bucket's shape with inputs, and results that were checked, a skew each."""
+    """Inputs of a bucket, and the checked results for each skew."""
 
     which: Pass
     dtype: str
     operands: tuple[Array, ...]
     rows: list[Array]
+    """rows_g of each skew."""
     compiled: dict[Tiles, Callable]
-    """Of the rule's tiles."""
+    """Program of the rule's tiles."""
     expected: list
+    """Results of each skew."""
 
     def call(self, tiles: Tiles, skew: int = 0):
+        """Run the program of these tiles on the rows of a skew, by its index."""
         return self.compiled[tiles](*self.operands, self.rows[skew])
 
 
-def searched(
+def search_bucket(
     bucket: tune_search.Bucket,
     settings: tune_search.Settings,
     product: Product,
     timer: Timer,
     is_over: Callable[[], bool],
 ) -> dict:
-    """The fastest tiles of one bucket, and how they were found."""
+    """Search one bucket, and return its fastest tiles with the figures of the search.
+
+    Raises WrongKernel if the rule's tiles compute something else.
+    """
     name, which, shape = bucket
     itemsize = jnp.dtype(settings.dtype).itemsize
     case = prepare(which, shape, settings.dtype, settings.skews, settings.seed, product)
-    found = tune_search.search(
+    result = tune_search.search(
         tune_search.candidates(which, shape, itemsize),
         lambda tiles: tune_search.neighbours(which, tiles, itemsize),
-        measurer(case, product, timer),
+        make_measure(case, product, timer),
         is_over,
     )
-    rule = default_tiles(which, shape)
-    if rule not in found.msec:
-        raise RuntimeError(f"{rule} of the rule has no time: {found.skipped[rule]}")
-    for tiles, why in found.skipped.items():
+    rule = by_rule(which, shape)
+    if rule not in result.msec:
+        raise RuntimeError(
+            f"the rule's {rule} could not be timed: {result.skipped[rule]}"
+        )
+    for tiles, why in result.skipped.items():
         print(f"  skipped {tiles}: {why}")
-    best, best_msec = found.best, found.msec[found.best]
+    best, best_msec = result.best, result.msec[result.best]
     print(
         f"{which} of {name}, {shape.d} -> {shape.f}: {best_msec:.3f} ms by {best}; "
-        f"{found.msec[rule]:.3f} ms by the rule; {len(found.msec)} timed, "
-        f"{len(found.skipped)} skipped" + ("" if found.is_whole else ", not whole"),
+        f"{result.msec[rule]:.3f} ms by the rule; {len(result.msec)} timed, "
+        f"{len(result.skipped)} skipped" + ("" if result.is_whole else ", cut off"),
         flush=True,
     )
     return {
@@ -84,11 +93,11 @@ def searched(
         "shape": name,
         "tiles": dataclasses.asdict(best),
         "msec": best_msec,
-        "rule_msec": found.msec[rule],
+        "rule_msec": result.msec[rule],
         "skews": settings.skews,
-        "num_timed": len(found.msec),
-        "num_skipped": len(found.skipped),
-        "is_whole": found.is_whole,
+        "num_timed": len(result.msec),
+        "num_skipped": len(result.skipped),
+        "is_whole": result.is_whole,
     }
 
 
@@ -100,74 +109,85 @@ def prepare(
     seed: int,
     product: Product,
 ) -> TuneCase:
-    """Raises WrongKernel; whatever the rule's tiles raise is raised as well."""
+    """Return the inputs of a bucket with the checked results of the rule's tiles.
+
+    Raises WrongKernel if these results are wrong, and any error of the rule's program.
+    """
     sizes = shape.rows, shape.groups, cases.SEED_OF_ROWS
     rows = [make_rows(skew, *sizes) for skew in skews]
     arrays = cases.operands(which, shape, dtype, seed)
     case = TuneCase(which, dtype, arrays, [jnp.asarray(r) for r in rows], {}, [])
-    tiles = default_tiles(which, shape)
-    case.compiled[tiles] = _lowered(case, product, tiles).compile()
+    tiles = by_rule(which, shape)
+    case.compiled[tiles] = _lower(case, product, tiles).compile()
     for i, (skew, rows_g) in enumerate(zip(skews, rows)):
         out = jax.block_until_ready(case.call(tiles, i))
         error = cases.sampled_error(which, out, cases.ProductCase(arrays, rows_g))
-        most = cases.MAX_ERROR_FP8 if which in FP8 else cases.MAX_ERROR[dtype]
-        if not error <= most:
+        max_error = cases.MAX_ERROR_FP8 if which in FP8 else cases.MAX_ERROR[dtype]
+        if not error <= max_error:
             raise WrongKernel(
                 f"{which} of {shape} in {dtype}, {skew}: {tiles} computes something "
-                f"else: ||out - ref|| / ||ref|| is {error:.2g} and may be {most:.2g}"
+                f"else: ||out - ref|| / ||ref|| is {error:.2g}, but may be at most "
+                f"{max_error:.2g}"
             )
         case.expected.append(out)
     return case
 
 
-def measurer(case: TuneCase, product: Product, timer: Timer) -> Callable:
-    """measure(batch) of tune_search.search."""
+def make_measure(case: TuneCase, product: Product, timer: Timer) -> Callable:
+    """Return the function measure(batch) of tune_search.search."""
 
     def measure(batch: Sequence[Tiles]) -> list[float | str]:
-        compiled = _compiled(case, product, batch)
+        compiled = _compile_batch(case, product, batch)
         return [
-            made if isinstance(made, str) else _msec(case, tiles, made, timer)
-            for tiles, made in zip(batch, compiled)
+            program if isinstance(program, str) else _msec(case, tiles, program, timer)
+            for tiles, program in zip(batch, compiled)
         ]
 
     return measure
 
 
 def time_msec(tiles: Tiles, call: Callable[[], object]) -> float:
-    """Median of several samples of several calls between two waits."""
+    """Return the milliseconds of a call: the median of REPEATS samples, each of several
+    calls between two waits."""
 
     def sample(num_calls: int) -> float:
         return jobs.mean_msec(lambda _: call(), num_calls)
 
     sample(1)
-    num_calls = jobs.num_calls(sample(jobs.FEWEST_CALLS))
+    num_calls = jobs.num_calls(sample(jobs.MIN_CALLS))
     return statistics.median(sample(num_calls) for _ in range(REPEATS))
 
 
-def _compiled(case: TuneCase, product: Product, batch: Sequence[Tiles]) -> list:
-    """Of each, the program or why there is none. Lowering is Python, one at a time."""
+def _compile_batch(case: TuneCase, product: Product, batch: Sequence[Tiles]) -> list:
+    """Return the program of each tiles, or the reason why there is none.
+
+    Programs are compiled in threads. They are lowered one at a time, since lowering is
+    Python.
+    """
     with concurrent.futures.ThreadPoolExecutor(len(batch)) as pool:
-        made = []
+        futures = []
         for tiles in batch:
             if tiles in case.compiled:
-                made.append(pool.submit(lambda tiles=tiles: case.compiled[tiles]))
+                futures.append(pool.submit(lambda tiles=tiles: case.compiled[tiles]))
                 continue
             try:
-                made.append(pool.submit(_lowered(case, product, tiles).compile))
-            except Exception as error:  # whatever a compiler says: it is told
-                made.append(_reason(error))
-        return [one if isinstance(one, str) else _result(one) for one in made]
+                futures.append(pool.submit(_lower(case, product, tiles).compile))
+            except Exception as error:  # a compiler may raise anything: it is reported
+                futures.append(_reason(error))
+        return [one if isinstance(one, str) else _result(one) for one in futures]
 
 
-def _result(made: concurrent.futures.Future):
-    error = made.exception()
+def _result(future: concurrent.futures.Future):
+    """Return the result of a future, or the reason why it failed."""
+    error = future.exception()
     if error is not None and not isinstance(error, Exception):
         raise error
-    return made.result() if error is None else _reason(error)
+    return future.result() if error is None else _reason(error)
 
 
 def _msec(case: TuneCase, tiles: Tiles, program: Callable, timer: Timer) -> float | str:
-    """Mean over skews; a reason where a result is wrong, or the program fails."""
+    """Return the mean time over skews, or the reason why there is none: a result is
+    wrong, or the program fails."""
     msec = []
     try:
         for rows_g, expected in zip(case.rows, case.expected):
@@ -181,33 +201,33 @@ def _msec(case: TuneCase, tiles: Tiles, program: Callable, timer: Timer) -> floa
                 return f"computes something else: error {error:.2g}"
             msec.append(timer(tiles, call))
     except jax.errors.JaxRuntimeError as error:
-        # Where the device is lost the rule's program fails too, and ends the search.
+        # If the device is lost, the rule's program fails too, and ends the search.
         jax.block_until_ready(case.call(next(iter(case.compiled))))
         return _reason(error)
     return statistics.mean(msec)
 
 
 @jax.jit
-def _largest_error(found, expected) -> Array:
-    """NaN if there is one."""
+def _largest_error(results, expected) -> Array:
+    """Return the largest relative error of the results; NaN if one holds NaN."""
 
-    def of(out: Array, reference: Array) -> Array:
+    def error(out: Array, reference: Array) -> Array:
         out, reference = (a.astype(jnp.float32) for a in (out, reference))
         square = jnp.sum(jnp.square(out - reference)) / jnp.sum(jnp.square(reference))
         return jnp.sqrt(square)
 
-    return jnp.max(jnp.stack(jax.tree.leaves(jax.tree.map(of, found, expected))))
+    return jnp.max(jnp.stack(jax.tree.leaves(jax.tree.map(error, results, expected))))
 
 
 def _nan_like(array: Array) -> Array:
     return jnp.full_like(array, jnp.nan)
 
 
-def _lowered(case: TuneCase, product: Product, tiles: Tiles):
+def _lower(case: TuneCase, product: Product, tiles: Tiles):
     program = jax.jit(product(case.which, tiles))
     return program.lower(*case.operands, case.rows[0])
 
 
 def _reason(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
-    return text[:LONGEST_REASON]
+    return text[:MAX_REASON]

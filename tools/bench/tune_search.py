@@ -1,10 +1,12 @@
-"""What tools/tune_kernels.py tries, in which order, and what it keeps.
+"""The search of tools/tune_kernels.py: which tiles are tried, in which order, and the
+file of the fastest ones.
 
     tuning_buckets   a bucket for each pass of each shape, or each product of a layer
-    candidates   the rule's tiles, then all shapes of a tile, likely ones first
-    neighbours   of the fastest: one setting of it changed; and again, while it helps
+    candidates       the rule's tiles, then all shapes of a tile, likely ones first
+    neighbours       tiles that differ from the fastest in one setting; repeated while
+                     this finds faster ones
 
-A measurement decides; the order only says what is tried before the time is up.
+Measurements decide. The order only determines what is tried before the time is up.
 """
 
 import dataclasses
@@ -32,32 +34,40 @@ from moejax.kernels.tuning import read as read_file
 ROWS, COLUMNS = (64, 128, 256), (64, 128, 192, 256)
 MAX_SUMS = {"swiglu": 128, "swiglu_dgrad": 96, "fp8_forward": 64, "fp8_dgrad": 64}
 MAX_SUMS_PLAIN = 192
-"""Registers of a thread, of the 232 that it has; of more, and in the fused passes' long
-epilogues at about these, the compiler spills."""
+"""Maximum number of a thread's 232 registers that hold sums; MAX_SUMS has lower limits
+for some passes. With more, the compiler spills registers. In the fused passes, whose
+epilogues are long, it does so at about the limits of MAX_SUMS."""
 FP8_DEPTH = 128
 SWIZZLED_COLUMNS = 64
-"""Of two bytes: a part of a swizzled array begins at a multiple of it."""
+"""Number of two-byte columns at whose multiples a part of a swizzled array may
+begin."""
 MAX_STAGES = 6
 OPERAND_ROWS = 64
-"""A tile of so many rows and columns is taken to wait for operands as long as it
-multiplies."""
+"""Number of rows and columns of a tile that is taken to wait for its operands as long
+as it multiplies."""
 MAX_GUESSED = 1.25
+"""Maximum guessed cost of a candidate, over that of the best one."""
 BATCH = 4
-"""Candidates that are compiled at the same time, and then timed one by one."""
+"""Number of candidates that are compiled at the same time, and then timed one by
+one."""
 
 
 class Bucket(NamedTuple):
+    """A pass on a shape, with the name of the shape."""
+
     name: str
     which: Pass
     shape: ProductShape
 
     def key(self, dtype: str) -> str:
-        """In the file of tiles."""
+        """Return the bucket's key in the file of tiles."""
         return bucket(self.which, self.shape, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
+    """Settings of a search, from the flags of tools/tune_kernels.py."""
+
     buckets: list[Bucket]
     skews: list[str]
     dtype: str
@@ -68,34 +78,41 @@ class Settings:
 
 
 def tuning_buckets(shapes: dict[str, ProductShape], is_layer: bool) -> Iterator[Bucket]:
-    """Every pass of each shape, or what layers of these widths run, in fp8 too."""
+    """Yield a bucket for every pass of each shape, or with `is_layer` for every product
+    that layers of these widths run, those of fp8 included."""
     for name, shape in shapes.items():
-        found = [(which, shape) for which in PASSES]
+        products = [(which, shape) for which in PASSES]
         if is_layer:
-            found = dict.fromkeys(
+            products = dict.fromkeys(
                 layer_products(shape) + layer_products(shape, is_fp8=True)
             )
-        for which, of in found:
-            yield Bucket(name, which, of)
+        for which, product_shape in products:
+            yield Bucket(name, which, product_shape)
 
 
 def candidates(which: Pass, shape: ProductShape, itemsize: int) -> list[Tiles]:
-    """Shapes of a tile, each with as many stages as fit: the rule's first, then others
-    by their guessed cost, without those that are guessed much slower than the best."""
-    first = default_tiles(which, shape)
+    """Return the rule's tiles, then tiles of all shapes, each with as many stages as
+    fit, in the order of their guessed cost.
+
+    Tiles whose guessed cost is more than MAX_GUESSED times the best are left out.
+    """
+    first = by_rule(which, shape)
     deepest = (_deepest(which, tiles, itemsize) for tiles in _shapes(which))
     cost = {
         tiles: guessed_cost(which, shape, tiles)
         for tiles in deepest
         if tiles not in (None, first)
     }
-    most = MAX_GUESSED * min(cost.values())
-    return [first, *sorted((t for t in cost if cost[t] <= most), key=cost.get)]
+    max_cost = MAX_GUESSED * min(cost.values())
+    return [first, *sorted((t for t in cost if cost[t] <= max_cost), key=cost.get)]
 
 
 def guessed_cost(which: Pass, shape: ProductShape, tiles: Tiles) -> float:
-    """Time for a useful FLOP, as a ratio: what a tile multiplies for each row and
-    column that the result has, and how long it waits for what it reads."""
+    """Return the guessed time per useful FLOP, as a ratio.
+
+    It grows with the part of a tile that lies beyond the result, and with the time that
+    the tile waits for its operands.
+    """
     high = shape.d if which == "wgrad" else shape.rows / shape.groups
     wide = shape.d if which in ("dgrad", "fp8_dgrad") else shape.f
     filled = _filled(high, tiles.rows) * _filled(wide, tiles.columns)
@@ -105,9 +122,12 @@ def guessed_cost(which: Pass, shape: ProductShape, tiles: Tiles) -> float:
 
 
 def neighbours(which: Pass, tiles: Tiles, itemsize: int) -> list[Tiles]:
-    """Those that fit and differ in one setting: how blocks walk, then the ring, then
-    the chunk (of fewer columns, single rows would leave from addresses that TMA does
-    not take), then which half of the tile a warpgroup has."""
+    """Return the tiles that fit and differ from `tiles` in one setting.
+
+    The order of settings is: how blocks walk over tiles, the ring of stages, the chunk,
+    the half of the tile that a warpgroup has. A chunk has at least 32 columns, since
+    single rows of fewer would be sent from addresses that TMA does not accept.
+    """
     other = "columns" if tiles.halves == "rows" else "rows"
     changes = [
         *({"span": span} for span in (4, 16, 1, 32)),
@@ -117,10 +137,10 @@ def neighbours(which: Pass, tiles: Tiles, itemsize: int) -> list[Tiles]:
         *({"chunk": chunk} for chunk in (32, 64)),
         {"halves": other},
     ]
-    made = (_made(tiles, change) for change in changes)
+    changed = (_change(tiles, change) for change in changes)
     return [
         near
-        for near in made
+        for near in changed
         if near not in (None, tiles)
         and is_possible(which, near)
         and shared_bytes(which, near, itemsize) <= SHARED_BYTES
@@ -128,8 +148,9 @@ def neighbours(which: Pass, tiles: Tiles, itemsize: int) -> list[Tiles]:
 
 
 def is_possible(which: Pass, tiles: Tiles) -> bool:
-    """Whether registers hold the sums, and swizzled arrays can be parted so."""
-    own_rows, own_columns = tiles.warpgroup_tile
+    """Return whether registers can hold the sums of the tiles, and swizzled arrays can
+    be divided in this way."""
+    own_rows, own_columns = tiles.own
     sums = own_rows * own_columns // 128 * (2 if which == "swiglu" else 1)
     if sums > MAX_SUMS.get(which, MAX_SUMS_PLAIN):
         return False
@@ -139,24 +160,25 @@ def is_possible(which: Pass, tiles: Tiles) -> bool:
         parts = (tiles.rows // 2, tiles.columns // 2)
     elif which in ("forward", "swiglu"):
         parts = (own_columns,)
-    else:  # matrices are parted in their rows
+    else:  # matrices are divided by rows
         parts = ()
     return not any(part % SWIZZLED_COLUMNS for part in parts)
 
 
 @dataclasses.dataclass
-class Found:
-    """What a search of one bucket has seen."""
+class SearchResult:
+    """Result of a search of one bucket."""
 
     msec: dict[Tiles, float] = dataclasses.field(default_factory=dict)
-    """In the order of the search."""
+    """Time of each tiles, in the order of the search."""
     skipped: dict[Tiles, str] = dataclasses.field(default_factory=dict)
-    """Why each has no time."""
+    """Reason of each tiles that has no time."""
     is_whole: bool = False
-    """Whether nothing was left when it ended."""
+    """Whether nothing was left to try when the search ended."""
 
     @property
     def best(self) -> Tiles | None:
+        """The fastest tiles; None if none has a time."""
         return min(self.msec, key=self.msec.get) if self.msec else None
 
 
@@ -165,45 +187,47 @@ def search(
     around: Callable[[Tiles], Sequence[Tiles]],
     measure: Callable[[Sequence[Tiles]], Sequence[float | str]],
     is_over: Callable[[], bool],
-) -> Found:
-    """All of `first`, then what is around the fastest, until nothing there is faster.
+) -> SearchResult:
+    """Try all of `first`, then the tiles around the fastest, until none is faster.
 
-    measure(batch) has a time in msec for each, or why there is none. The first batch is
-    measured in any case, `is_over` is asked before each other one.
+    measure(batch) returns the milliseconds of each tiles, or the reason why there are
+    none. The first batch is always measured. Before each other batch the search ends if
+    is_over() is true.
     """
-    found = Found()
+    result = SearchResult()
     todo, centre = list(first), None
     while todo:
         batch, todo = todo[:BATCH], todo[BATCH:]
-        for tiles, result in zip(batch, measure(batch), strict=True):
-            seen = found.skipped if isinstance(result, str) else found.msec
-            seen[tiles] = result
-        if not todo and found.best != centre:
-            centre = found.best
-            known = found.msec.keys() | found.skipped.keys()
+        for tiles, value in zip(batch, measure(batch), strict=True):
+            table = result.skipped if isinstance(value, str) else result.msec
+            table[tiles] = value
+        if not todo and result.best != centre:
+            centre = result.best
+            known = result.msec.keys() | result.skipped.keys()
             todo = [tiles for tiles in around(centre) if tiles not in known]
         if todo and is_over():
-            return found
-    found.is_whole = True
-    return found
+            return result
+    result.is_whole = True
+    return result
 
 
 def load(path: pathlib.Path, device_kind: str) -> dict:
-    """What the file holds, or what one holds at first. Raises ValueError for a file of
-    another device, or one that is none."""
+    """Return the content of a file of tiles, or that of a new file if there is none.
+    Raises ValueError for a damaged file, or one of another device."""
     if not path.is_file():
         return {"device": device_kind, "tiles": {}, "measured": {}}
     record = read_file(path)
     if record.get("device") != device_kind:
         raise ValueError(
-            f"{path} is of {record.get('device')} and this is {device_kind}: give "
+            f"{path} is for {record.get('device')}, but this is {device_kind}: give "
             "another --out"
         )
     return {"measured": {}} | record
 
 
-def keep(path: pathlib.Path, record: dict) -> None:
-    """Write the file whole or not at all: a run may be cut off at any time."""
+def save(path: pathlib.Path, record: dict) -> None:
+    """Write the file of tiles completely or not at all, since a run may be cut off at
+    any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(record, indent=1) + "\n"
     number, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
@@ -222,13 +246,14 @@ def _shapes(which: Pass) -> Iterator[Tiles]:
     for rows in ROWS:
         for columns in COLUMNS:
             sizes = {"rows": rows, "columns": columns, "depth": depth}
-            tiles = _made(Tiles(128, 128), sizes)
+            tiles = _change(Tiles(128, 128), sizes)
             if tiles is not None and is_possible(which, tiles):
                 yield tiles
 
 
-def _made(tiles: Tiles, change: dict) -> Tiles | None:
-    """None where there are no such tiles. 64 rows can only be shared by columns."""
+def _change(tiles: Tiles, change: dict) -> Tiles | None:
+    """Return the tiles with some settings changed; None if such tiles do not exist.
+    Tiles of 64 rows can only be halved by columns."""
     settings = dataclasses.asdict(tiles) | change
     if settings["rows"] == 64:
         settings["halves"] = "columns"
@@ -239,7 +264,8 @@ def _made(tiles: Tiles, change: dict) -> Tiles | None:
 
 
 def _deepest(which: Pass, tiles: Tiles, itemsize: int) -> Tiles | None:
-    """With as many stages as fit, MAX_STAGES at most; None where not even two do."""
+    """Return the tiles with as many stages as fit, at most MAX_STAGES; None if not even
+    two fit."""
     for stages in range(MAX_STAGES, 1, -1):
         deep = dataclasses.replace(tiles, stages=stages)
         if shared_bytes(which, deep, itemsize) <= SHARED_BYTES:
@@ -248,5 +274,5 @@ def _deepest(which: Pass, tiles: Tiles, itemsize: int) -> Tiles | None:
 
 
 def _filled(size: float, tile: int) -> float:
-    """Share of the tiles over `size` that is not beyond it."""
+    """Return the share of the tiles over `size` that does not lie beyond it."""
     return size / (-(-size // tile) * tile)

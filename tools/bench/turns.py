@@ -1,5 +1,5 @@
-"""Timing in turns: variants run one after another again and again, so that a slow
-second of the machine meets all of them."""
+"""Timing in turns: all variants run once in each turn, so that a slow second of the
+machine affects all of them alike."""
 
 import statistics
 import time
@@ -12,7 +12,7 @@ Variants = Sequence[Any] | Mapping[Any, Any]
 def in_turns(
     variants: Variants, num_turns: int, num_warm_ups: int = 1
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (turn, variant), each variant once a turn; turns below 0 warm up.
+    """Yield (turn, variant) for each variant in each turn. Negative turns are warm-ups.
 
     Every other turn goes backwards, so that no variant always follows the same one.
     """
@@ -24,7 +24,7 @@ def in_turns(
 def median_sec[K: Hashable](
     calls: Mapping[K, Callable[[], Any]], num_turns: int
 ) -> dict[K, float]:
-    """Return the median over turns of each call's seconds, its result waited for."""
+    """Return the median over turns of the seconds until each call's result is there."""
     import jax
 
     times = {name: [] for name in calls}

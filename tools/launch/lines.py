@@ -7,7 +7,7 @@ import subprocess
 import threading
 from typing import IO
 
-LONGEST_LINE = 1 << 20
+MAX_LINE_BYTES = 1 << 20
 """Maximum length of a line in bytes. A longer line is broken."""
 NOISE = b"[Gloo] Rank "
 """Start of lines that are dropped. Gloo prints one on stdout for every group of
@@ -52,7 +52,7 @@ def _pass_on(pipe: IO[bytes], to: int, prefix: bytes) -> None:
     """
     has_reader, is_lossy = True, False
     with pipe:
-        while line := pipe.readline(LONGEST_LINE):
+        while line := pipe.readline(MAX_LINE_BYTES):
             if not has_reader or line.startswith(NOISE):
                 continue
             try:

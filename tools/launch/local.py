@@ -36,7 +36,7 @@ from tools.launch.lines import say  # noqa: E402
 from train.launch.program import BAD_INPUT, DONE, FAILED, PREEMPTED, emit, refuse  # noqa: E402
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-LONGEST_BACKOFF_SEC = 60.0
+MAX_BACKOFF_SEC = 60.0
 
 
 def main(argv: list[str]) -> int:
@@ -162,7 +162,7 @@ def supervise(
 def _backoff_sec(code: int, num_counted: int, first_sec: float) -> float:
     if code == PREEMPTED:
         return 0.0
-    return min(first_sec * 2 ** (num_counted - 1), LONGEST_BACKOFF_SEC)
+    return min(first_sec * 2 ** (num_counted - 1), MAX_BACKOFF_SEC)
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str], list[str]]:

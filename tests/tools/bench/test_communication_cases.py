@@ -1,4 +1,4 @@
-"""The measuring program of schedules and domains: bytes, layouts, one tiny run."""
+"""Test the benchmark of schedules and domains: bytes, layouts, and one tiny run."""
 
 import json
 import math
@@ -20,7 +20,8 @@ LINE = {"latency_sec": 1e-4, "bytes_per_sec": 1e7, "r2": 1.0}
 KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 
 
-def lines_of(mesh: dict[str, int]) -> Calibration:
+def make_calibration(mesh: dict[str, int]) -> Calibration:
+    """Return a calibration with the same line for all collectives of a mesh."""
     axes = [axis for axis, size in mesh.items() if size > 1]
     axes.append("_".join(axes))
     lines = {kind: dict.fromkeys(axes, LINE) for kind in KINDS}
@@ -39,7 +40,8 @@ def instruction(kind: str, result: str, groups: str) -> str:
      ("mesh['dc'=2,'expert'=2] {'dc','expert'}", 1)],
 )  # fmt: skip
 def test_bytes_that_rings_send_out_of_the_first_dc(groups, crossing):
-    """Two devices a DC: every edge of a ring that leaves carries (w - 1) parts."""
+    """Each DC has two devices. Every edge of a ring that leaves the DC carries (w - 1)
+    of w parts."""
     w = 4 if crossing == 1 else 2
     share = crossing * (w - 1) / w
     gather = instruction("all-gather", "f32[8,4]{1,0}", groups)
@@ -53,7 +55,7 @@ def test_bytes_that_rings_send_out_of_the_first_dc(groups, crossing):
 def test_bytes_of_an_all_to_all_go_to_every_other_device():
     result = "(f32[4]{0}, f32[4]{0}, f32[4]{0}, f32[4]{0})"
     text = instruction("all-to-all", result, "{{0,1,2,3}}")
-    assert bytes_leaving(text, 2) == 2 * 2 * 16  # of each of two, a part to each of two
+    assert bytes_leaving(text, 2) == 2 * 2 * 16  # two devices send a part to two
     assert bytes_leaving(text, 4) == 0
 
 
@@ -65,15 +67,15 @@ def test_buffers_of_domains_are_the_even_share(variant):
 
 
 @pytest.mark.parametrize("case", links.domain_cases())
-def test_rows_and_experts_of_the_headline_are_of_the_sizes_said(case):
-    shape, found = BenchedLayer(**case["shape"]), case["name"].replace("P_E=", "")
-    rows, experts = map(float, found.removeprefix("D=").split())
+def test_rows_and_experts_of_the_headline_have_the_sizes_of_their_names(case):
+    shape, name = BenchedLayer(**case["shape"]), case["name"].replace("P_E=", "")
+    rows, experts = map(float, name.removeprefix("D=").split())
     assert shape.row_bytes == rows * 2**20
     assert abs(shape.expert_bytes / 2**20 / experts - 1) < 0.04
 
 
 @pytest.mark.parametrize("case", links.schedule_cases())
-def test_full_buffers_of_the_headline_are_of_the_sizes_said(case):
+def test_full_buffers_of_the_headline_have_the_sizes_of_their_names(case):
     shape = BenchedLayer(**case["shape"])
     size, factor = case["name"].split(" MiB kf=")
     layout = make_layout(shape, "s2", Topology(expert=2, tensor=2))
@@ -104,9 +106,9 @@ def test_figures_of_the_headline():
             case("D=0.5 P_E=4", "1x1", **{"1x1": 0.9, "2x1": 5.0, "auto": 1.0}),
         ]
     }
-    found = links.domain_figures(record)
-    assert (found["domains_speedup"], found["domains_worst"]) == (6.667, 1.0)
-    assert list(found["domains_again"].values()) == [1.111, 1.111]
+    figures = links.domain_figures(record)
+    assert (figures["domains_speedup"], figures["domains_worst"]) == (6.667, 1.0)
+    assert list(figures["domains_again"].values()) == [1.111, 1.111]
     record = {
         "cases": [
             case("1 MiB kf=1.2", "s1h", base=1.0, s1=1.0, s2=1.0, s1h=1.0),
@@ -114,8 +116,8 @@ def test_figures_of_the_headline():
             case("4 MiB kf=4.8", "s1h", base=6.0, s1=2.5, s2=3.0, s1h=1.0),
         ]
     }
-    found = links.schedule_figures(record)
-    assert (found["s1_speedup"], found["s1h_speedup"]) == (2.4, 4.0)
+    figures = links.schedule_figures(record)
+    assert (figures["s1_speedup"], figures["s1h_speedup"]) == (2.4, 4.0)
     chosen = {"s1": (1.0, 1.1, 1.3), "s2": (2.0,)}
     record = {
         "cases": [
@@ -124,35 +126,34 @@ def test_figures_of_the_headline():
             for sec in times
         ]
     }
-    found = links.selector_figures(record)
-    assert (found["selector_right"], found["selector_fastest"]) == (0.75, 0.5)
+    figures = links.selector_figures(record)
+    assert (figures["selector_right"], figures["selector_fastest"]) == (0.75, 0.5)
 
 
 @pytest.mark.slow
 def test_a_tiny_run(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # start() adds to them
     mesh = {"dc": 2, "data": 1, "expert": 4, "tensor": 1}
-    monkeypatch.setattr(communication, "calibrated", lambda *_: lines_of(mesh))
+    monkeypatch.setattr(communication, "calibrate", lambda *_: make_calibration(mesh))
     path = tmp_path / "cases.json"
     case = {"name": "tiny", "shape": SHAPE, "variants": ["1x1", "2x4"]}
     path.write_text(json.dumps([case]))
     words = ["--mesh=dc=2,expert=4", f"--cases={path}", "--turns=2", "--json"]
     assert communication.main(words) == 0
-    (found,) = json.loads(capfd.readouterr().out.splitlines()[-1])["cases"]
-    assert list(found["step_sec"]) == ["1x1", "2x4", "auto"]
-    assert min(found["step_sec"].values()) > 0
-    assert found["chosen"] == min(
-        found["predicted_sec"], key=found["predicted_sec"].get
-    )
-    assert found["expected_bytes"]["auto"] == found["expected_bytes"][found["chosen"]]
-    rows_bytes = 4 * 4 * 32 * 2 * 64 * 4 / 2  # 4 times half of what 4 devices have
-    assert rows_bytes < found["expected_bytes"]["1x1"] < 1.5 * rows_bytes
+    (record,) = json.loads(capfd.readouterr().out.splitlines()[-1])["cases"]
+    assert list(record["step_sec"]) == ["1x1", "2x4", "auto"]
+    assert min(record["step_sec"].values()) > 0
+    predicted_sec, expected_bytes = record["predicted_sec"], record["expected_bytes"]
+    assert record["chosen"] == min(predicted_sec, key=predicted_sec.get)
+    assert expected_bytes["auto"] == expected_bytes[record["chosen"]]
+    rows_bytes = 4 * 4 * 32 * 2 * 64 * 4 / 2  # 4 times half of the rows of 4 devices
+    assert rows_bytes < expected_bytes["1x1"] < 1.5 * rows_bytes
 
 
 def test_times_are_of_the_right_run_whatever_the_order():
     pauses = (0.02, 0.001, 0.01)
     runs = [lambda pause=pause: time.sleep(pause) for pause in pauses]
-    times = communication.timed(runs, 3, lambda: None)
+    times = communication.time_runs(runs, 3, lambda: None)
     assert all(sec >= pause for row, pause in zip(times, pauses) for sec in row)
     assert min(times[0]) > min(times[2]) > min(times[1])
     assert {len(row) for row in times} == {3}
@@ -161,7 +162,7 @@ def test_times_are_of_the_right_run_whatever_the_order():
 @pytest.mark.parametrize(
     ("cases", "what"),
     [
-        ("no json", "as JSON"),
+        ("not JSON", "as JSON"),
         ("[]", "holds none"),
         ('[{"name": "a"}]', "a case must have"),
         (None, "cannot read"),
@@ -180,13 +181,13 @@ def test_bad_cases_are_one_line(tmp_path, capsys, cases, what):
 @pytest.mark.parametrize(
     ("variant", "change", "topology", "what"),
     [
-        ("s4", {}, Topology(expert=2), "'s4' is no variant"),
-        ("2x1", {}, Topology(dc=2, tensor=2), "is a domain, and Mesh.tensor=2"),
+        ("s4", {}, Topology(expert=2), "'s4' is not a variant"),
+        ("2x1", {}, Topology(dc=2, tensor=2), "is a domain, but Mesh.tensor=2"),
         ("3x1", {}, Topology(dc=2, expert=2), "must have a divisor"),
         ("s1", {}, Topology(expert=2), "Mesh.tensor"),
     ],
 )
-def test_variants_that_cannot_be(variant, change, topology, what):
+def test_impossible_variants_are_refused(variant, change, topology, what):
     with pytest.raises(ValueError, match=what):
         make_layout(BenchedLayer(**SHAPE | change), variant, topology)
 
@@ -196,14 +197,14 @@ def test_variants_that_cannot_be(variant, change, topology, what):
     [({"tokens": 0}, "tokens=0"), ({"top_k": 9}, "top_k=9"),
      ({"buffer_factor": 0.5}, "buffer_factor=0.5")],
 )  # fmt: skip
-def test_shapes_that_cannot_be(change, what):
+def test_impossible_shapes_are_refused(change, what):
     with pytest.raises(ValueError, match=what):
         BenchedLayer(**SHAPE | change)
 
 
 def test_variants_that_a_model_does_not_know_are_refused():
     mesh = {"dc": 1, "data": 1, "expert": 1, "tensor": 2}
-    topology, lines = Topology(tensor=2), lines_of(mesh)
+    topology, lines = Topology(tensor=2), make_calibration(mesh)
     odd = BenchedLayer(**SHAPE | {"tokens": 33})
     with pytest.raises(ValueError, match=r"\['s1'\] cannot run"):
         communication_cases.predict_variants(odd, ["base", "s1"], topology, lines)

@@ -1,4 +1,4 @@
-"""The benchmark of grouped products: its peers, tiny runs, and what it refuses."""
+"""Test the benchmark of grouped products: its peers, tiny runs, and bad input."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ PASSES = list(cases.PASSES)
 KEYS = {
     "device", "shape", "skew", "pass", "impl", "msec", "tflops", "dtype", "rows", "d",
     "f", "groups", "share_of_dense", "min_bytes", "gb_per_sec", "error", "commit",
-    "date", "jax", "repeats", "seed", "msec_least", "msec_most", "num_calls", "tiles",
+    "date", "jax", "repeats", "seed", "msec_min", "msec_max", "num_calls", "tiles",
 }  # fmt: skip
 
 
@@ -36,14 +36,15 @@ def tiny(monkeypatch):
 
 @pytest.fixture
 def fresh_variants():
-    """Variants are cached: a test that changes what a name means leaves none."""
+    """Clear the cache of variants before and after a test that replaces an
+    implementation."""
     peers.variants.cache_clear()
     yield
     peers.variants.cache_clear()
 
 
 def bench(capsys, *arguments):
-    """Exit code, what people read, and the rows."""
+    """Run the benchmark with --json, and return its exit code, text and rows."""
     argv = ["--shapes=tiny", "--repeats=1", "--json", *arguments]
     code = grouped_dot.main(argv)
     text, _, last = capsys.readouterr().out.rstrip().rpartition("\n")
@@ -51,8 +52,8 @@ def bench(capsys, *arguments):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def by_reference(which, operands, rows_g):
-    """What a pass returns, by moejax's own definition and its gradients."""
+def compute_pass(which, operands, rows_g):
+    """Compute a pass by moejax's reference and its gradients."""
 
     def dot(x_md, w_gdf):
         return reference.grouped_dot(x_md, w_gdf, rows_g)
@@ -79,7 +80,7 @@ def by_reference(which, operands, rows_g):
 def test_the_definition_in_float64_is_the_reference(which):
     for skew in SKEWS:
         case = cases.small_case(which, TINY, "float32", 3, skew)
-        out = by_reference(which, case.operands, case.rows_g)
+        out = compute_pass(which, case.operands, case.rows_g)
         error = cases.largest_error(which, out, case, has_zero_padding=True)
         assert error < cases.max_error("float32", "cpu")
 
@@ -92,19 +93,19 @@ def test_implementations_equal_the_reference(impl, which):
     fullest = int(case.rows_g.max()) if impl == "batched" else 0
     (variant,) = peers.variants(impl, which, fullest)
     rows_g = jnp.asarray(case.rows_g)
-    found = variant.run_results(variant.arguments(case.operands, rows_g))
+    results = variant.run_results(variant.arguments(case.operands, rows_g))
     if impl == "dense":
         case = case.without_groups()
-    expected = by_reference(which, case.operands, case.rows_g)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    expected = compute_pass(which, case.operands, case.rows_g)
+    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         own = case.num_rows if a.ndim == 2 else None  # peers leave padding undefined
         assert_close(a[:own], b[:own])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["forward", "dgrad", "wgrad"])
-def test_kernels_of_pallas_are_called_as_they_ask(which, monkeypatch, fresh_variants):
-    """JAX's kernels, interpreted."""
+def test_kernels_of_pallas_are_called_correctly(which, monkeypatch, fresh_variants):
+    """JAX's kernels run in the interpreter."""
     options = {"interpret": plgpu.InterpretGPUParams()}
     monkeypatch.setattr(plgpu, "kernel", functools.partial(plgpu.kernel, **options))
     here = types.SimpleNamespace(**vars(jax))
@@ -121,17 +122,17 @@ def test_kernels_of_pallas_are_called_as_they_ask(which, monkeypatch, fresh_vari
 
 
 @pytest.mark.slow
-def test_a_sample_finds_what_is_wrong_and_what_is_not_finite():
+def test_a_sample_finds_wrong_values_and_values_that_are_not_finite():
     rows_g = np.array([40, 0, 25, 31], np.int32)
-    most = cases.max_error("float32", "cpu")
+    max_error = cases.max_error("float32", "cpu")
     for which in ("forward", "wgrad"):
         case = cases.ProductCase(cases.operands(which, TINY, "float32", 6), rows_g)
-        right = by_reference(which, case.operands, rows_g)
-        assert cases.sampled_error(which, right, case) < most
-        for value, least in ((2, most), (np.nan, 1)):
+        right = compute_pass(which, case.operands, rows_g)
+        assert cases.sampled_error(which, right, case) < max_error
+        for value, min_error in ((2, max_error), (np.nan, 1)):
             wrong = np.array(right)
             wrong[-1, 0] = value
-            assert cases.sampled_error(which, wrong, case) > least
+            assert cases.sampled_error(which, wrong, case) > min_error
 
 
 @pytest.mark.slow
@@ -141,14 +142,14 @@ def test_all_implementations_run_and_are_reported(capsys, tiny, tmp_path):
     code, text, rows = bench(capsys, f"--skews={skews}", f"--out={out}")
     assert code == 0
     assert json.loads(out.read_text()) == rows
-    who = [(row["pass"], row["skew"], row["impl"]) for row in rows]
+    order = [(row["pass"], row["skew"], row["impl"]) for row in rows]
     expected = [
         (which, skew, impl)
         for which in PASSES
         for skew in skews.split(",")
         for impl in peers.ON_CPU
     ]
-    assert who == expected
+    assert order == expected
     for row in rows:
         assert set(row) == KEYS
         assert row["shape"] == "tiny"
@@ -156,18 +157,18 @@ def test_all_implementations_run_and_are_reported(capsys, tiny, tmp_path):
         assert (
             ProductShape(*(row[name] for name in ("rows", "d", "f", "groups"))) == TINY
         )
-        assert 0 < row["msec_least"] <= row["msec"] <= row["msec_most"]
+        assert 0 < row["msec_min"] <= row["msec"] <= row["msec_max"]
         flops = cases.flops(row["pass"], TINY)
         assert row["tflops"] == pytest.approx(flops / row["msec"] / 1e9)
         assert row["error"] < cases.max_error("float32", "cpu")
         assert (row["share_of_dense"] == 1) == (row["impl"] == "dense")
-    summary = text[text.index("blocked: the least") :]
+    summary = text[text.index("blocked: minimum") :]
     lines = summary.splitlines()[1:]
     assert [line.split(" | ")[0] for line in lines[2:]] == [f"| {n}" for n in PASSES]
     assert {line.count("|") for line in lines} == {6}
 
 
-def test_the_summary_has_the_least_and_where(capsys):
+def test_the_summary_has_the_minimum_with_its_shape_and_skew(capsys):
     msec = {
         ("even", "uniform"): {"blocked": 4, "ragged_dot": 40, "batched": 8, "dense": 3},
         ("even", "zipf"): {"blocked": 5, "ragged_dot": 30, "batched": 40, "dense": 3},
@@ -179,10 +180,10 @@ def test_the_summary_has_the_least_and_where(capsys):
     ]
     grouped_dot.show_summary(rows, peers.OURS)
     cells = capsys.readouterr().out.splitlines()[-1].split(" | ")[1:]
-    found = [cell.strip(" |") for cell in cells]
-    where = ["uniform", "zipf", "zipf", "zipf"]
-    least = ["2.00", "6.00", "0.60", "0.80"]
-    assert found == [f"{n} (even, {skew})" for n, skew in zip(least, where)]
+    skews = ["uniform", "zipf", "zipf", "zipf"]
+    minima = ["2.00", "6.00", "0.60", "0.80"]
+    expected = [f"{n} (even, {skew})" for n, skew in zip(minima, skews)]
+    assert [cell.strip(" |") for cell in cells] == expected
 
 
 def test_bytes_of_empty_groups_are_not_counted():
@@ -192,7 +193,7 @@ def test_bytes_of_empty_groups_are_not_counted():
     assert cases.min_bytes("wgrad", TINY, rows_g, 2) == 2 * (x + dy + 4 * matrix)
 
 
-def test_a_wrong_result_ends_it(capsys, tiny, monkeypatch, fresh_variants):
+def test_a_wrong_result_ends_the_program(capsys, tiny, monkeypatch, fresh_variants):
     right = peers.ragged_dot()[""]
 
     def wrong(x_md, w_gdf, rows_g):
@@ -211,7 +212,7 @@ def test_a_wrong_result_ends_it(capsys, tiny, monkeypatch, fresh_variants):
 def test_padding_that_reaches_a_result_of_ours_is_wrong(
     capsys, tiny, monkeypatch, fresh_variants
 ):
-    """A peer's padding is its own affair; ours meets NaN there."""
+    """Our implementations get NaN in the padding; peers get numbers."""
     right = peers.ragged_dot()[""]
 
     def reads_all(x_md, w_gdf, rows_g):
@@ -228,7 +229,7 @@ def test_padding_that_reaches_a_result_of_ours_is_wrong(
     assert "blocked computes something else: forward" in last["error"]
 
 
-def test_an_implementation_that_cannot_says_why(capsys, tiny, monkeypatch):
+def test_an_implementation_that_declines_gives_a_reason(capsys, tiny, monkeypatch):
     monkeypatch.setitem(grouped_dot_jobs.BATCHED_GIB, "cpu", 0)
     code, text, rows = bench(capsys, "--skews=zipf", "--passes=forward")
     assert code == 0
@@ -239,7 +240,7 @@ def test_an_implementation_that_cannot_says_why(capsys, tiny, monkeypatch):
     assert "| zipf | batched | declined: padding takes" in text
 
 
-def test_an_implementation_that_is_not_installed_is_told_once(
+def test_an_implementation_that_is_not_installed_is_reported_once(
     capsys, tiny, monkeypatch, fresh_variants
 ):
     def missing(capacity):
@@ -248,7 +249,7 @@ def test_an_implementation_that_is_not_installed_is_told_once(
     monkeypatch.setitem(peers.IMPLEMENTATIONS, "batched", missing)
     code, text, rows = bench(capsys, "--skews=zipf,uniform", "--passes=forward")
     assert code == 0
-    assert text.count("batched is not here: no module of that name") == 1
+    assert text.count("batched is not installed: no module of that name") == 1
     assert {row["impl"] for row in rows} == set(peers.ON_CPU) - {"batched"}
 
 
@@ -270,8 +271,8 @@ def test_the_fastest_variant_that_can_run_is_kept(fresh_variants, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("which", PASSES)
 def test_fp8_is_within_its_own_bound(which, monkeypatch, fresh_variants):
-    """By the emulation, on padding that holds NaN: most of the bound is used, and that
-    of bfloat16 is not enough."""
+    """The emulation runs on padding that holds NaN. Its error is more than a quarter of
+    the bound, and more than twice the bound of bfloat16."""
     ours = functools.partial(peers.ours, "blocked", "e4m3")
     monkeypatch.setitem(peers.IMPLEMENTATIONS, "hopper_fp8", ours)
     if which == "wgrad":
@@ -281,28 +282,29 @@ def test_fp8_is_within_its_own_bound(which, monkeypatch, fresh_variants):
     shape = ProductShape(rows=600, d=256, f=256, groups=4)
     case = cases.small_case(which, shape, "bfloat16", 4, "with_empty")
     (variant,) = peers.variants("hopper_fp8", which, 0)
-    given = case.poisoned().operands
-    found = variant.run_results(variant.arguments(given, jnp.asarray(case.rows_g)))
-    error = cases.largest_error(which, found, case, has_zero_padding=True)
-    most = cases.max_error("bfloat16", "gpu", which, is_fp8=True)
-    assert most / 4 < error < most
+    inputs = case.poisoned().operands
+    results = variant.run_results(variant.arguments(inputs, jnp.asarray(case.rows_g)))
+    error = cases.largest_error(which, results, case, has_zero_padding=True)
+    max_error = cases.max_error("bfloat16", "gpu", which, is_fp8=True)
+    assert max_error / 4 < error < max_error
     assert error > 2 * cases.max_error("bfloat16", "gpu")
 
 
 def test_fp8_needs_measured_tiles_of_its_own(monkeypatch):
-    """Where it runs, and of the products that it runs."""
-    asked = []
+    """Tiles are required only for shapes that it takes, and for the products that it
+    runs there."""
+    required = []
 
     def require(which, shape, *_):
-        asked.append((which, shape))
+        required.append((which, shape))
 
     monkeypatch.setattr(tuning, "require_measured_tiles", require)
     shape = ProductShape(192, 128, 256, 3)
-    given = {"tiny": shape, "declined": dataclasses.replace(shape, d=64)}
-    some = "bfloat16", "any", "hopper_fp8"
-    grouped_dot.require_tuned(given, cases.PASSES, *some)
+    both = {"tiny": shape, "declined": dataclasses.replace(shape, d=64)}
+    settings = "bfloat16", "any", "hopper_fp8"
+    grouped_dot.require_tuned(both, cases.PASSES, *settings)
     wide = dataclasses.replace(shape, f=512)
-    assert asked == [
+    assert required == [
         *(("fp8_forward", shape), ("fp8_dgrad", shape), ("fp8_forward", wide)),
         *(("fp8_forward", shape), ("fp8_dgrad", shape), ("wgrad", shape)),
     ]
@@ -321,13 +323,13 @@ def test_fp8_needs_measured_tiles_of_its_own(monkeypatch):
 )
 def test_bad_input_is_one_line_and_exit_2(capsys, arguments, rule):
     assert grouped_dot.main([*arguments.split(), "--json"]) == 2
-    found = capsys.readouterr()
-    assert rule in found.err
-    assert found.err.count("\n") == 1
-    assert json.loads(found.out)["exit_code"] == 2
+    out, err = capsys.readouterr()
+    assert rule in err
+    assert err.count("\n") == 1
+    assert json.loads(out)["exit_code"] == 2
 
 
-def test_shapes_for_a_processor_are_an_eighth():
+def test_shapes_for_a_cpu_are_an_eighth():
     assert set(shapes.CPU_SHAPES) == {*shapes.MODEL_SHAPES, "narrow", "wide"}
     for name, whole in shapes.MODEL_SHAPES.items():
         eighth = shapes.CPU_SHAPES[name]

@@ -1,4 +1,4 @@
-"""The benchmark of the layer: a tiny run as a user makes it, and what it refuses."""
+"""Test the benchmark of the layer: a tiny run as a user starts it, and bad input."""
 
 import json
 import os
@@ -14,7 +14,8 @@ TINY = "--d 32 --f 16 --tokens 32 --experts 16 --devices 4 --repeats 1"
 
 
 def bench(repo, *arguments: str) -> subprocess.CompletedProcess:
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}  # it sets its own
+    # The program sets XLA_FLAGS itself.
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     command = [
         sys.executable,
         str(repo / "tools" / "bench" / "moe_layer.py"),
@@ -28,9 +29,9 @@ def bench(repo, *arguments: str) -> subprocess.CompletedProcess:
 @pytest.mark.long
 @pytest.mark.parametrize("skew", ["uniform", "zipf"])
 def test_all_variants_run_and_are_reported(repo, skew):
-    done = bench(repo, "--json", "--skew", skew, *TINY.split())
-    assert done.returncode == 0, done.stderr
-    record = json.loads(done.stdout.splitlines()[-1])
+    process = bench(repo, "--json", "--skew", skew, *TINY.split())
+    assert process.returncode == 0, process.stderr
+    record = json.loads(process.stdout.splitlines()[-1])
     assert record["device"] == "cpu"
     assert record["shape"]["devices"] == 4
     assert record["shape"]["skew"] == skew
@@ -61,6 +62,6 @@ def test_all_variants_run_and_are_reported(repo, skew):
 def test_bad_input_is_one_line_and_exit_2(capsys, monkeypatch, arguments, rule):
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # the program adds to them
     assert moe_layer.main(arguments.split()) == 2
-    found = capsys.readouterr().err
-    assert rule in found
-    assert found.count("\n") == 1
+    err = capsys.readouterr().err
+    assert rule in err
+    assert err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The benchmark of splits: what it draws, a tiny run, and what it refuses."""
+"""Test the benchmark of splits: the loads it draws, a tiny run, and bad input."""
 
 import json
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tools.bench import split
-from tools.bench.split_cases import Size, make_case, random_plan, routed
+from tools.bench.split_cases import Size, draw_counts, make_case, random_plan
 
 VARIANTS = [
     "water_fill", "water_fill_exact", "split", "highs_cold", "highs_warm",
@@ -15,7 +15,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("text", ["64/8/2", "256/64/4", "8/8/8", "16/4/1"])
-def test_plans_have_so_many_replicas_on_devices_of_their_own(text):
+def test_plans_have_the_right_number_of_replicas_on_different_devices(text):
     size = Size.of(text)
     row_p = random_plan(np.random.default_rng(0), size)
     row_ws = row_p.reshape(size.devices, -1)
@@ -26,10 +26,10 @@ def test_plans_have_so_many_replicas_on_devices_of_their_own(text):
 def test_tokens_choose_distinct_experts_by_popularity():
     rng = np.random.default_rng(0)
     popularity_e = np.arange(1, 9.0) ** -1.0
-    counts_we = routed(rng, popularity_e, 4, 500, choices=2)
+    counts_we = draw_counts(rng, popularity_e, 4, 500, choices=2)
     assert counts_we.sum(axis=1).tolist() == [1000] * 4
     assert counts_we.max() <= 500
-    first_e = routed(rng, popularity_e, 4, 5000, choices=1).sum(axis=0)
+    first_e = draw_counts(rng, popularity_e, 4, 5000, choices=1).sum(axis=0)
     share_e = popularity_e / popularity_e.sum()
     assert np.abs(first_e / 20_000 - share_e).max() < 4 * 0.5 / np.sqrt(20_000)
 
@@ -88,7 +88,7 @@ def test_all_variants_run_and_ours_reach_the_optimum(capsys, monkeypatch):
 )
 def test_bad_input_is_one_line_and_exit_2(capsys, arguments, rule):
     assert split.main([*arguments.split(), "--json"]) == 2
-    found = capsys.readouterr()
-    assert rule in found.err
-    assert found.err.count("\n") == 1
-    assert json.loads(found.out)["exit_code"] == 2
+    out, err = capsys.readouterr()
+    assert rule in err
+    assert err.count("\n") == 1
+    assert json.loads(out)["exit_code"] == 2

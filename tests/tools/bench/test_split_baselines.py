@@ -1,4 +1,4 @@
-"""Oracles of the best split agree with each other, and baselines do what they say."""
+"""Test that the oracles of the best split agree, and that baselines are correct."""
 
 import fractions
 
@@ -11,11 +11,12 @@ from tools.bench import split_baselines
 from tools.bench.split_baselines import Problem
 
 SIZES = [(4, 2, 2), (8, 4, 2), (16, 8, 2), (24, 8, 3), (10, 10, 1), (6, 3, 3)]
-"""Experts, devices, slots over experts."""
+"""Experts, devices, and the number of slots over that of experts."""
 
 
 def random_row(rng, num_experts: int, num_devices: int, copies: int) -> np.ndarray:
-    """Every expert somewhere; the other slots hold any expert, or none."""
+    """Return the experts of random slots: each expert has at least one, and the other
+    slots hold any expert or none."""
     rest = rng.integers(-1, num_experts, num_experts * (copies - 1))
     row_p = np.r_[np.arange(num_experts), rest]
     row_p = np.r_[row_p, np.full(-len(row_p) % num_devices, -1)]
@@ -23,7 +24,8 @@ def random_row(rng, num_experts: int, num_devices: int, copies: int) -> np.ndarr
 
 
 def loads(rng, num_experts: int) -> list[np.ndarray]:
-    """Zipf mild and steep, one hot expert, even, and many experts without rows."""
+    """Return five loads: mild Zipf, steep Zipf, one hot expert, even loads, and many
+    experts without rows."""
     rank_e = rng.permutation(num_experts) + 1.0
     zipf = [rng.multinomial(5000, p / p.sum()) for p in (rank_e**-0.4, rank_e**-2.0)]
     hot_e = np.where(np.arange(num_experts) == 1, 1000, 3)
@@ -46,10 +48,12 @@ def test_oracles_agree_on_the_optimum():
         by_scipy = split_baselines.scipy_optimum(problem, load_e)
         by_highs, rows_r = split_baselines.highs_cold(problem, load_e)
         assert (by_scipy, by_highs) == pytest.approx((float(exact),) * 2, abs=1e-6)
-        assert split_baselines.fullest(problem, rows_r) == pytest.approx(by_highs)
+        assert split_baselines.max_device_rows(problem, rows_r) == pytest.approx(
+            by_highs
+        )
 
 
-def test_flow_and_highs_agree_where_sets_are_too_many():
+def test_flow_and_highs_agree_where_there_are_too_many_sets():
     rng = np.random.default_rng(1)
     row_p = random_row(rng, 64, 32, 2)
     problem = Problem.of(row_p, 64, 32)
@@ -62,8 +66,9 @@ def test_flow_and_highs_agree_where_sets_are_too_many():
 
 
 def test_optimum_by_hand():
-    """Expert 0 is on devices 0 and 1, and 1 on device 1 alone: (10 + 4) / 2; device 2
-    has the rest. A second replica of expert 2 on its own device changes nothing."""
+    """Expert 0 is on devices 0 and 1, and expert 1 only on device 1, so the optimum is
+    (11 + 4) / 2. Device 2 has the rest. A second replica of expert 2 on its own device
+    changes nothing."""
     problem = Problem.of(np.array([0, -1, 0, 1, 2, 2], np.int32), 3, 3)
     load_e = np.array([11, 4, 6])
     assert split_baselines.brute_force(problem, load_e) == fractions.Fraction(15, 2)
@@ -82,12 +87,13 @@ def test_warm_solver_follows_new_loads_and_so_does_its_callback():
         assert optimum == pytest.approx(exact)
         assert_close(np.bincount(problem.expert_r, rows_r), load_e * 1.0)
         called_r = jax.device_get(in_step(load_e.astype(np.int32)))
-        fullest = split_baselines.fullest(problem, called_r)
+        fullest = split_baselines.max_device_rows(problem, called_r)
         assert fullest == pytest.approx(exact, rel=1e-5)
 
 
 def test_affine_scaling_nears_the_optimum_of_a_cube():
-    """The notes' case: a copy of each rank's two hottest experts, N(1, 0.3) loads."""
+    """The two hottest experts of each device have a copy on another device. Loads are
+    drawn from N(1, 0.3)."""
     rng = np.random.default_rng(3)
     copies_of = np.array([[3, 0, 1, 2, 7, 4, 5, 6], [6, 7, 4, 5, 0, 1, 2, 3]])
     own_ws = np.arange(64).reshape(8, 8)
@@ -109,13 +115,13 @@ def test_affine_scaling_nears_the_optimum_of_a_cube():
         )  # fmt: skip
         assert (
             exact * (1 - 1e-5)
-            <= split_baselines.fullest(problem, rows_r)
+            <= split_baselines.max_device_rows(problem, rows_r)
             < 1.03 * exact
         )
 
 
-def test_what_is_not_accepted_is_split_evenly():
-    """At this skew of 16 experts some loads are refused, and some are not."""
+def test_loads_without_an_accepted_solution_are_split_evenly():
+    """At this skew of 16 experts, solutions are accepted for some loads only."""
     rng = np.random.default_rng(5)
     row_p = rng.permutation(np.repeat(np.arange(16), 2)).astype(np.int32)
     problem = Problem.of(row_p, 16, 8)
@@ -134,7 +140,7 @@ def test_what_is_not_accepted_is_split_evenly():
 def test_rounded_rows_sum_to_loads_and_stay_within_a_row():
     for problem, load_e in cases():
         _, rows_r = split_baselines.highs_cold(problem, load_e)
-        whole_r = split_baselines.rounded(problem, rows_r, load_e)
+        whole_r = split_baselines.round_rows(problem, rows_r, load_e)
         assert (np.abs(whole_r - rows_r) < 1 + 1e-5).all()
         sum_e = np.bincount(problem.expert_r, whole_r, problem.num_experts)
         assert sum_e.tolist() == load_e.tolist()

@@ -1,5 +1,5 @@
-"""The search for tiles: what it checks and keeps. It runs here with a definition in
-place of the kernels, and with told times."""
+"""Test the search for tiles: its checks and the file it writes. It runs here with the
+reference in place of the kernels, and with made times."""
 
 import dataclasses
 import functools
@@ -30,12 +30,12 @@ from tools.bench import tune_cases, tune_search
 
 TINY = ProductShape(rows=192, d=64, f=128, groups=3)
 WIDE = ProductShape(rows=96, d=640, f=544, groups=2)
-"""Wider than a sample."""
+"""A shape that is wider than a sample."""
 KIND = "NVIDIA H200"
 
 
-def defined(which, *arrays):
-    """The passes by moejax's definition and its gradients."""
+def compute_pass(which, *arrays):
+    """Compute a pass by moejax's reference and its gradients."""
     *floats, rows_g = arrays
     which = which.removeprefix("fp8_")
 
@@ -62,11 +62,11 @@ def defined(which, *arrays):
     return back(dot(dy, jnp.swapaxes(down, 1, 2)))[0], h
 
 
-defined_jit = jax.jit(defined, static_argnums=0)
+compute_pass_jit = jax.jit(compute_pass, static_argnums=0)
 
 
 def plain(which, tiles):
-    return functools.partial(defined, which)
+    return functools.partial(compute_pass, which)
 
 
 def prepare(which, product=plain, skews=("zipf", "with_empty"), shape=TINY):
@@ -83,31 +83,32 @@ def prepare(which, product=plain, skews=("zipf", "with_empty"), shape=TINY):
 )
 @pytest.mark.parametrize("which", PASSES)
 def test_the_sample_is_the_definition(which, shape):
-    """In float64 on the host against the definition on the device; and it sees when one
-    row, or an entry of a matrix, is off."""
+    """The definition in float64 on the host equals the reference on the device, and the
+    check notices one wrong row, or one wrong entry of a matrix."""
     arrays = cases.operands(which, shape, "float32", 1)
     assert [a.shape for a in arrays] == operand_dims(which, shape)
     for skew in SKEWS:
         case = cases.ProductCase(arrays, make_rows(skew, shape.rows, shape.groups, 3))
-        out = defined_jit(which, *arrays, jnp.asarray(case.rows_g))
-        for part, made_of, whole in cases.pass_parts(which, case, out):
-            sampled, found, rows_g = cases.sample(part, made_of, whole, case.rows_g)
-            expected = cases.defined(part, sampled, rows_g)
-            assert_close(found, expected, dtype=np.float32)
+        out = compute_pass_jit(which, *arrays, jnp.asarray(case.rows_g))
+        for part, inputs, whole in cases.pass_parts(which, case, out):
+            sampled, results, rows_g = cases.sample(part, inputs, whole, case.rows_g)
+            expected = cases.compute_reference(part, sampled, rows_g)
+            assert_close(results, expected, dtype=np.float32)
         leaves, tree = jax.tree.flatten(out)
-        place = (case.rows_g.argmax(), 0, 0) if which == "wgrad" else (-1, 0)
+        index = (case.rows_g.argmax(), 0, 0) if which == "wgrad" else (-1, 0)
         for value in (1000, jnp.nan):
-            leaves[-1] = leaves[-1].at[place].set(value)
+            leaves[-1] = leaves[-1].at[index].set(value)
             wrong = jax.tree.unflatten(tree, leaves)
             error = cases.sampled_error(which, wrong, case)
             assert error > max(cases.MAX_ERROR.values())
 
 
 def spoiled(which, tiles):
-    """Right for the rule's tiles; of others, by their span, wrong or not to be had."""
+    """Return a product that is right for the rule's tiles. For tiles of another span it
+    is wrong, raises, or returns NaN."""
 
     def product(*arrays):
-        out = defined(which, *arrays)
+        out = compute_pass(which, *arrays)
         if tiles.span == 4:
             return jax.tree.map(lambda a: a.at[-1].add(5), out)
         if tiles.span == 16:
@@ -130,7 +131,7 @@ def test_a_wrong_candidate_has_no_time():
         timed.append(tiles.span)
         return float(len(timed))
 
-    msec = tune_cases.measurer(case, spoiled, timer)(batch)
+    msec = tune_cases.make_measure(case, spoiled, timer)(batch)
     assert timed == [rule.span, rule.span, 32, 32]
     assert (msec[0], msec[4]) == (1.5, 3.5), "the mean over skews"
     assert "computes something else: error" in msec[1]
@@ -138,12 +139,12 @@ def test_a_wrong_candidate_has_no_time():
     assert msec[3] == "computes something else: error nan"
 
 
-def test_a_rule_that_is_wrong_ends_the_search():
+def test_wrong_results_of_the_rules_tiles_end_the_search():
     def product(which, tiles):
-        return lambda *arrays: 1.1 * defined(which, *arrays)
+        return lambda *arrays: 1.1 * compute_pass(which, *arrays)
 
     with pytest.raises(
-        tune_cases.WrongKernel, match=r"forward of ProductShape.*may be 0\.01"
+        tune_cases.WrongKernel, match=r"forward of ProductShape.*at most 0\.01"
     ):
         prepare("forward", product)
 
@@ -151,19 +152,20 @@ def test_a_rule_that_is_wrong_ends_the_search():
 def test_time_is_the_median_of_calls():
     calls = []
     msec = tune_cases.time_msec(Tiles(128, 128), lambda: calls.append(None))
-    fewest = 1 + jobs.FEWEST_CALLS * (1 + tune_cases.REPEATS)
-    assert fewest <= len(calls) <= fewest + tune_cases.REPEATS * jobs.MAX_CALLS
+    min_calls = 1 + jobs.MIN_CALLS * (1 + tune_cases.REPEATS)
+    assert min_calls <= len(calls) <= min_calls + tune_cases.REPEATS * jobs.MAX_CALLS
     assert 0 < msec < jobs.SAMPLE_MSEC
 
 
 def test_calls_between_two_waits():
-    """As many as last 20 msec together, but 3 at least and 50 at most."""
+    """There are as many calls as last 20 ms together, but at least 3 and at most 50."""
     assert [jobs.num_calls(msec) for msec in (0.1, 1, 5, 100)] == [50, 20, 4, 3]
 
 
 @pytest.mark.slow
 def test_the_kernel_itself_is_measured():
-    """In the interpreter, as the tool measures it on a GPU."""
+    """The kernel runs in the interpreter, and is measured as the tool measures it on a
+    GPU."""
     run = KernelRun(2, plgpu.InterpretGPUParams())
 
     def product(which, tiles):
@@ -172,25 +174,28 @@ def test_the_kernel_itself_is_measured():
     case = prepare("forward", product, skews=("zipf",))
     rule = default_tiles("forward", TINY)
     other = dataclasses.replace(rule, stages=2)
-    msec = tune_cases.measurer(case, product, lambda *_: 1.0)([rule, other])
+    msec = tune_cases.make_measure(case, product, lambda *_: 1.0)([rule, other])
     assert msec == [1.0, 1.0]
 
 
-def settings_of(path, **changes):
+def make_settings(path, **changes):
     buckets = list(tune_search.tuning_buckets({"tiny": TINY}, is_layer=False))
-    made = tune_search.Settings(buckets[:2], ["zipf"], "bfloat16", 60, 1, False, path)
-    return dataclasses.replace(made, **changes)
+    settings = tune_search.Settings(
+        buckets[:2], ["zipf"], "bfloat16", 60, 1, False, path
+    )
+    return dataclasses.replace(settings, **changes)
 
 
-def told_msec(tiles, call):
+def fake_msec(tiles, call):
+    """Return a made time, by which small spans and few stages are fast."""
     return float(tiles.span + tiles.stages)
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_where_the_file_ends(tmp_path, capsys):
     path = tmp_path / "some.json"
-    first = settings_of(path)
-    summary = tune_kernels.tune(first, KIND, plain, told_msec)
+    first = make_settings(path)
+    summary = tune_kernels.tune(first, KIND, plain, fake_msec)
     assert (summary["num_left"], len(summary["measured"])) == (0, 2)
     record = json.loads(path.read_text())
     assert {"device", "when", "jax", "commit", "tiles", "measured"} == set(record)
@@ -202,20 +207,21 @@ def test_a_run_goes_on_where_the_file_ends(tmp_path, capsys):
         assert row["is_whole"]
         assert row["shape"] == "tiny"
     assert all(Tiles(**tiles).span == 1 for tiles in record["tiles"].values())
-    again = tune_kernels.tune(first, KIND, plain, told_msec)
+    again = tune_kernels.tune(first, KIND, plain, fake_msec)
     assert (again["measured"], json.loads(path.read_text())) == ([], record)
-    anew = tune_kernels.tune(settings_of(path, is_again=True), KIND, plain, told_msec)
+    anew = tune_kernels.tune(make_settings(path, is_again=True), KIND, plain, fake_msec)
     assert len(anew["measured"]) == 2
     assert "forward of tiny, 64 -> 128: 3.000 ms by Tiles(" in capsys.readouterr().out
 
 
 def test_buckets_share_the_time(tmp_path, capsys):
-    """A clock of a second a look: the first bucket has half, and both are cut off."""
+    """The clock advances by a second at each reading. The first bucket gets half of the
+    time and is cut off; no time is left for the second."""
     path = tmp_path / "some.json"
     seconds = itertools.count()
-    settings = settings_of(path, limit_sec=4)
+    settings = make_settings(path, limit_sec=4)
     summary = tune_kernels.tune(
-        settings, KIND, plain, told_msec, clock=lambda: float(next(seconds))
+        settings, KIND, plain, fake_msec, clock=lambda: float(next(seconds))
     )
     assert [row["is_whole"] for row in summary["measured"]] == [False]
     assert summary["num_left"] == 1
@@ -224,9 +230,9 @@ def test_buckets_share_the_time(tmp_path, capsys):
 
 
 def test_a_layer_has_its_own_products():
-    of = [b[1:] for b in tune_search.tuning_buckets({"tiny": TINY}, is_layer=True)]
+    pairs = [b[1:] for b in tune_search.tuning_buckets({"tiny": TINY}, is_layer=True)]
     into, down = ProductShape(192, 64, 256, 3), ProductShape(192, 128, 64, 3)
-    assert of == [
+    assert pairs == [
         *(("swiglu", TINY), ("forward", down), ("swiglu_dgrad", TINY)),
         *(("dgrad", into), ("wgrad", into), ("wgrad", down)),
         *(("fp8_forward", into), ("fp8_forward", down)),
@@ -237,24 +243,24 @@ def test_a_layer_has_its_own_products():
 @pytest.mark.parametrize(
     ("arguments", "code", "rule"),
     [
-        ("", 3, "there is no GPU here, and tiles are measured on one"),
+        ("", 3, "there is no GPU here, but tiles are measured on one"),
         ("--shapes mixtral", 2, "did you mean 'mixtral_8x7b'?"),
         ("--passes backward", 2, "none of forward, dgrad, wgrad, swiglu, swiglu_dgrad"),
         ("--skews unifrom", 2, "did you mean 'uniform'?"),
         ("--limit_sec 0", 2, "--limit_sec 0.0 must be above 0"),
     ],
 )
-def test_what_ends_it_is_one_line(capsys, arguments, code, rule):
+def test_errors_are_one_line(capsys, arguments, code, rule):
     assert tune_kernels.main([*arguments.split(), "--json"]) == code
-    found = capsys.readouterr()
-    assert rule in found.err
-    assert found.err.count("\n") == 1
-    assert json.loads(found.out)["exit_code"] == code
+    out, err = capsys.readouterr()
+    assert rule in err
+    assert err.count("\n") == 1
+    assert json.loads(out)["exit_code"] == code
 
 
 def test_a_wrong_kernel_is_exit_1(capsys, monkeypatch, tmp_path):
     def wrong(*arrays, tiles):
-        return 2 * defined("forward", *arrays)
+        return 2 * compute_pass("forward", *arrays)
 
     monkeypatch.setattr(kernels, "forward", wrong)
     monkeypatch.setattr(tune_kernels, "hopper_here", lambda: KIND)
@@ -269,7 +275,7 @@ def test_a_wrong_kernel_is_exit_1(capsys, monkeypatch, tmp_path):
     assert not out.exists()
 
 
-def test_what_it_compiles_is_kept(repo):
+def test_compiled_programs_go_to_the_cache_of_the_repository(repo):
     """JAX reads the folder of its cache once, when it is imported."""
     code = (
         "from tools import tune_kernels; code = tune_kernels.main(['--limit_sec', '0'])"
@@ -278,21 +284,21 @@ def test_what_it_compiles_is_kept(repo):
     env = os.environ.copy()
     env.pop("JAX_COMPILATION_CACHE_DIR", None)
     words = [sys.executable, "-c", code]
-    told = subprocess.check_output(words, cwd=repo, env=env, text=True)
-    assert told == f"2 {repo / '.cache' / 'jax'}\n"
+    text = subprocess.check_output(words, cwd=repo, env=env, text=True)
+    assert text == f"2 {repo / '.cache' / 'jax'}\n"
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "new" / "some.json"
-    tune_search.keep(path, {"device": KIND, "tiles": {"a": 1}})
+    tune_search.save(path, {"device": KIND, "tiles": {"a": 1}})
 
     def cut_off(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", cut_off)
     with pytest.raises(KeyboardInterrupt):
-        tune_search.keep(path, {"device": KIND, "tiles": {"a": 2}})
+        tune_search.save(path, {"device": KIND, "tiles": {"a": 2}})
     assert tune_search.load(path, KIND)["tiles"] == {"a": 1}
     assert [name.name for name in path.parent.iterdir()] == ["some.json"]
-    with pytest.raises(ValueError, match="is of NVIDIA H200 and this is other"):
+    with pytest.raises(ValueError, match="is for NVIDIA H200, but this is other"):
         tune_search.load(path, "other")
