@@ -64,7 +64,7 @@ def main() -> None:
 def census(cfg: Config) -> dict:
     """Return the number of collectives by backend, group and kind. The devices of cfg's
     mesh must be simulated in this process."""
-    padded, ragged = (lowered(cfg, transport) for transport in ("padded", "ragged"))
+    padded, ragged = (trace_step(cfg, transport) for transport in ("padded", "ragged"))
     return {
         "cpu": compiled_census(padded.lower().compile().as_text()),
         "cuda": {
@@ -74,7 +74,7 @@ def census(cfg: Config) -> dict:
     }
 
 
-def lowered(cfg: Config, transport: str):
+def trace_step(cfg: Config, transport: str):
     """Return the traced train step of cfg with this transport."""
     from moejax.axes import make_mesh
     from moejax.resolve.resolved import resolve

@@ -45,7 +45,7 @@ def work(args: argparse.Namespace) -> int:
         args.text_key,
         args.max_bad_records,
     )
-    with watched() as show:
+    with show_progress() as show:
         manifest = prepare(
             args.files, args.out, recipe, args.workers, show, args.overwrite
         )
@@ -144,7 +144,7 @@ def report(manifest: dict[str, Any], args: argparse.Namespace, wall_sec: float) 
 
 
 @contextmanager
-def watched() -> Iterator[Callable[[Progress], None]]:
+def show_progress() -> Iterator[Callable[[Progress], None]]:
     """Yield a function that shows progress: as a bar on a terminal, elsewhere as a line
     every SECONDS_BETWEEN_LINES."""
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)

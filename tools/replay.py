@@ -61,7 +61,7 @@ class Times:
 
 
 @dataclasses.dataclass(frozen=True)
-class Replayed:
+class ReplayResult:
     """Results of one policy: n scored samples of l layers."""
 
     ratio_nl: np.ndarray
@@ -163,7 +163,7 @@ def work(args: argparse.Namespace) -> int:
     times = Times.of(len(loads.load_tlwe), args.stride, same=args.same)
     cost = cost_model(args)
 
-    def run_policy(name: str, split: Split | None) -> Replayed:
+    def run_policy(name: str, split: Split | None) -> ReplayResult:
         layout = layout_for(POLICIES[name], loads.load_tlwe.shape[3], args, split)
         return replay(name, loads.load_tlwe, times, layout, cost)
 
@@ -255,7 +255,7 @@ def layout_for(
 
 def replay(
     name: str, load_tlwe: np.ndarray, times: Times, layout: Layout, cost: CostModel
-) -> Replayed:
+) -> ReplayResult:
     """Plan from each of `times.planned`, layer by layer, and score each plan. A policy
     continues from its last plan."""
     num_layers = load_tlwe.shape[1]
@@ -276,7 +276,7 @@ def replay(
                 load_tlwe[scored, layer], new, layout, cost
             )
             current = new
-    return Replayed(*arrays)
+    return ReplayResult(*arrays)
 
 
 def score(
@@ -290,7 +290,7 @@ def score(
     return ratio, cost.layer_sec(load_we, row_p, layout)
 
 
-def figures(replayed: Replayed, home: Replayed, layers: tuple[int, ...]) -> dict:
+def figures(result: ReplayResult, home: ReplayResult, layers: tuple[int, ...]) -> dict:
     """Return the figures of each layer, by its name, and of 'all' layers.
 
     `all` pools samples and layers. Its layer_msec is the median over samples of the
@@ -299,18 +299,18 @@ def figures(replayed: Replayed, home: Replayed, layers: tuple[int, ...]) -> dict
     index = np.arange(len(layers))
     parts = {str(name): index[i : i + 1] for i, name in enumerate(layers)}
     return {
-        name: _figures(replayed, home, part)
+        name: _figures(result, home, part)
         for name, part in (parts | {"all": index}).items()
     }
 
 
-def _figures(replayed: Replayed, home: Replayed, part: np.ndarray) -> dict:
-    ratio_nl = replayed.ratio_nl[:, part]
+def _figures(result: ReplayResult, home: ReplayResult, part: np.ndarray) -> dict:
+    ratio_nl = result.ratio_nl[:, part]
     # The first plan replaces the home plan, which does not count as a change.
-    moves_nl = replayed.moves_nl[1:, part]
+    moves_nl = result.moves_nl[1:, part]
     num_changes = np.count_nonzero(moves_nl)
     sec, home_sec = (
-        float(np.median(r.layer_sec_nl[:, part].mean(axis=1))) for r in (replayed, home)
+        float(np.median(r.layer_sec_nl[:, part].mean(axis=1))) for r in (result, home)
     )
     return {
         "max_over_mean_p50": float(np.median(ratio_nl)),
@@ -320,7 +320,7 @@ def _figures(replayed: Replayed, home: Replayed, part: np.ndarray) -> dict:
         "speedup": home_sec / sec,
         "moves": float(moves_nl.sum() / max(num_changes, 1)),
         "changes": float(num_changes / max(moves_nl.size, 1)),
-        "plan_msec": 1e3 * float(np.median(replayed.plan_sec_nl[:, part])),
+        "plan_msec": 1e3 * float(np.median(result.plan_sec_nl[:, part])),
     }
 
 

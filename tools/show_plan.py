@@ -29,7 +29,7 @@ from moejax.plan.layout import GROUP_AXES, Split  # noqa: E402
 from tools import replay  # noqa: E402
 from tools.bench import expert_loads  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
-from tools.plots.plan_picture import Compared, draw  # noqa: E402
+from tools.plots.plan_picture import Comparison, draw  # noqa: E402
 from train.checkpoint.record import newest_meta  # noqa: E402
 from train.launch.program import DONE, emit, guarded  # noqa: E402
 
@@ -72,18 +72,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def work(args: argparse.Namespace) -> int:
-    compared, lines = from_run(args) if args.run else from_loads(args)
+    comparison, lines = from_run(args) if args.run else from_loads(args)
     out = args.out or pathlib.Path("plan.png")
-    say(compared)
+    say(comparison)
     for line in lines:
         print(line)
-    draw(compared).savefig(out, dpi=110, pil_kwargs={"optimize": True})
+    draw(comparison).savefig(out, dpi=110, pil_kwargs={"optimize": True})
     print(f"{out}  {out.stat().st_size / 1e3:.0f} kB")
-    emit(make_record(compared, out), args.json)
+    emit(make_record(comparison, out), args.json)
     return DONE
 
 
-def from_loads(args: argparse.Namespace) -> tuple[Compared, list[str]]:
+def from_loads(args: argparse.Namespace) -> tuple[Comparison, list[str]]:
     """Return the plan that --policy makes from one sample of the loads, compared with
     the home plan, and no further lines. The policy starts from the home plan."""
     check_policy(args.policy)
@@ -108,7 +108,7 @@ def from_loads(args: argparse.Namespace) -> tuple[Compared, list[str]]:
     return compare(names, plan, load_lwe, layout.split, args.layer), []
 
 
-def from_run(args: argparse.Namespace) -> tuple[Compared, list[str]]:
+def from_run(args: argparse.Namespace) -> tuple[Comparison, list[str]]:
     """Return the plan of a run's newest checkpoint, compared with the home plan, and a
     line for each of the last decisions.
 
@@ -136,8 +136,8 @@ def from_run(args: argparse.Namespace) -> tuple[Compared, list[str]]:
     load_lwe = np.repeat(tokens_le[:, None] / devices, devices, axis=1)
     source = f"{args.run.resolve().name}, newest checkpoint, load of step {step}"
     names = PlanSource(policy, source, tuple(range(plan.num_layers)))
-    compared = compare(names, plan, load_lwe, split, args.layer)
-    return compared, [decision_line(record) for record in decisions[-MAX_DECISIONS:]]
+    comparison = compare(names, plan, load_lwe, split, args.layer)
+    return comparison, [decision_line(record) for record in decisions[-MAX_DECISIONS:]]
 
 
 def read_metrics(path: pathlib.Path) -> tuple[int, np.ndarray, list[dict]]:
@@ -189,7 +189,7 @@ def compare(
     load_lwe: np.ndarray,
     split: Split,
     layer: int | None,
-) -> Compared:
+) -> Comparison:
     """Compare a plan with the home plan under the same loads.
 
     Slots are shown of `layer`, or of the layer that is least even under the home plan.
@@ -204,7 +204,7 @@ def compare(
     after_lw = device_rows(plan, load_lwe, split)
     before_l, after_l = (over_mean(rows).max(axis=1) for rows in (before_lw, after_lw))
     shown = int(np.argmax(before_l)) if layer is None else layers.index(layer)
-    return Compared(
+    return Comparison(
         title=f"{names.policy} plan {plan.digest}: device load max/mean "
         f"{before_l[shown]:.2f} -> {after_l[shown]:.2f} in layer {layers[shown]}",
         source=names.source,
@@ -225,27 +225,27 @@ def device_rows(plan: ExpertPlan, load_lwe: np.ndarray, split: Split) -> np.ndar
     return np.stack([traffic.device_rows(rows_wp) for rows_wp in rows])
 
 
-def say(compared: Compared) -> None:
+def say(comparison: Comparison) -> None:
     """Print max/mean of every layer, then each device of the shown layer with its load
     and the experts in its slots."""
     before_lw, after_lw = (
         over_mean(rows_lw)
-        for rows_lw in (compared.before_rows_lw, compared.after_rows_lw)
+        for rows_lw in (comparison.before_rows_lw, comparison.after_rows_lw)
     )
-    print(f"{compared.title}\n{compared.source}")
+    print(f"{comparison.title}\n{comparison.source}")
     print("layer  max/mean before  after  replicas  empty slots")
-    for index, layer in enumerate(compared.layers):
-        row_p = compared.after.slot_to_expert_lp[index]
+    for index, layer in enumerate(comparison.layers):
+        row_p = comparison.after.slot_to_expert_lp[index]
         print(
             f"{layer:5d}{before_lw[index].max():17.2f}{after_lw[index].max():7.2f}"
-            f"{np.sum(row_p >= 0) - compared.after.num_experts:10d}"
+            f"{np.sum(row_p >= 0) - comparison.after.num_experts:10d}"
             f"{np.sum(row_p < 0):13d}"
         )
-    table_ws = compared.slot_table_ws
+    table_ws = comparison.slot_table_ws
     copies_e = np.bincount(table_ws[table_ws >= 0])
-    before_w, after_w = before_lw[compared.shown], after_lw[compared.shown]
+    before_w, after_w = before_lw[comparison.shown], after_lw[comparison.shown]
     per_bar = max(before_w.max(), after_w.max()) / BAR_WIDTH
-    print(f"\nlayer {compared.layers[compared.shown]}: load / mean of each device")
+    print(f"\nlayer {comparison.layers[comparison.shown]}: load / mean of each device")
     heads = f"{'before':{BAR_WIDTH + 7}s}{'after':{BAR_WIDTH + 7}s}"
     print(f"device  {heads}experts (* has replicas, - is empty)")
     for device, (before, after) in enumerate(zip(before_w, after_w)):
@@ -260,17 +260,17 @@ def say(compared: Compared) -> None:
         print(f"{device:6d}  {bars}{experts}")
 
 
-def make_record(compared: Compared, out: pathlib.Path) -> dict:
-    before_lw, after_lw = compared.before_rows_lw, compared.after_rows_lw
+def make_record(comparison: Comparison, out: pathlib.Path) -> dict:
+    before_lw, after_lw = comparison.before_rows_lw, comparison.after_rows_lw
     return {
         "file": str(out),
-        "title": compared.title,
-        "source": compared.source,
-        "digest": compared.after.digest,
-        "layers": list(compared.layers),
+        "title": comparison.title,
+        "source": comparison.source,
+        "digest": comparison.after.digest,
+        "layers": list(comparison.layers),
         "max_over_mean_before": over_mean(before_lw).max(axis=1).tolist(),
         "max_over_mean_after": over_mean(after_lw).max(axis=1).tolist(),
-        "plan": json.loads(compared.after.to_json()),
+        "plan": json.loads(comparison.after.to_json()),
     }
 
 

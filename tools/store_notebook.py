@@ -101,7 +101,7 @@ def clean(notebook) -> None:
     for index, cell in enumerate(notebook.cells):
         cell.id, cell.metadata = f"cell-{index:02d}", {}
         if cell.cell_type == "code":
-            cell.outputs = _joined(cell.outputs)
+            cell.outputs = _join_prints(cell.outputs)
 
 
 def check(notebook, path: pathlib.Path) -> None:
@@ -112,7 +112,7 @@ def check(notebook, path: pathlib.Path) -> None:
                 raise ValueError(f"{path}: {cell.id} warns: {output.text}")
 
 
-def _joined(outputs: list) -> list:
+def _join_prints(outputs: list) -> list:
     joined = []
     for output in outputs:
         last = joined[-1] if joined else {}

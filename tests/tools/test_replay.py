@@ -71,9 +71,9 @@ def test_layer_msec_of_home_is_compute_and_four_exchanges(tmp_path, capsys):
     others_ww = pair_ww * (1 - np.eye(DEVICES))
     rows = max(others_ww.sum(axis=0).max(), others_ww.sum(axis=1).max())
     compute = pair_ww.sum(axis=0).max() * NOTES.flops_per_row / NOTES.flops_per_sec
-    wire = rows * NOTES.bytes_per_row / NOTES.bytes_per_sec
+    communication = rows * NOTES.bytes_per_row / NOTES.bytes_per_sec
     layer_msec = record["policies"]["home"]["0"]["layer_msec"]
-    assert np.isclose(layer_msec, 1e3 * (3 * compute + 4 * wire))
+    assert np.isclose(layer_msec, 1e3 * (3 * compute + 4 * communication))
 
 
 def test_all_policies_on_loads_that_stay(tmp_path, capsys):

@@ -169,7 +169,7 @@ def _mark(figure, axs, adoptions: tuple[Adoption, ...]) -> None:
                 for step in steps:
                     ax.axvline(step, color="w", lw=width + 1.4, alpha=0.7)
                     ax.axvline(step, color="k", lw=width, ls=style, label=label)
-    for adoption in _with_room(axs[0].get_xlim(), named):
+    for adoption in _choose_named(axs[0].get_xlim(), named):
         text, y = _text(adoption), (adoption.step, 1)
         axs[0].annotate(
             text, y, (0, 3), xycoords=("data", "axes fraction"), fontsize=7.5,
@@ -189,7 +189,7 @@ def _text(adoption: Adoption) -> str:
     return f"{adoption.kind} {adoption.changes}".rstrip()
 
 
-def _with_room(limits: tuple, adoptions: list[Adoption]) -> list[Adoption]:
+def _choose_named(limits: tuple, adoptions: list[Adoption]) -> list[Adoption]:
     """Return the adoptions whose names fit beside one another; relayouts come before
     swaps."""
     per_letter = (limits[1] - limits[0]) * LETTER_SHARE

@@ -15,7 +15,7 @@ REPLICA_COLORS = "tab20"
 
 
 @dataclasses.dataclass(frozen=True)
-class Compared:
+class Comparison:
     """A plan, and the rows that each device computes before and under it: [l, w], by
     layer and device."""
 
@@ -45,22 +45,24 @@ class Compared:
         return table_ws[:, : 1 + np.flatnonzero((table_ws >= 0).any(axis=0))[-1]]
 
 
-def draw(compared: Compared):
+def draw(comparison: Comparison):
     """Return the figure of a comparison."""
     from matplotlib.figure import Figure
 
-    num_layers = min(len(compared.layers), MAX_HEAT_ROWS)
-    num_slots = compared.slot_table_ws.shape[1]
+    num_layers = min(len(comparison.layers), MAX_HEAT_ROWS)
+    num_slots = comparison.slot_table_ws.shape[1]
     heights = (max(1.2, 0.5 + 0.24 * num_layers), 1.7, 0.35 + 0.27 * num_slots)
-    width = float(np.clip(3.0 + 0.42 * compared.num_devices, 8.0, 16.0))
+    width = float(np.clip(3.0 + 0.42 * comparison.num_devices, 8.0, 16.0))
     figure = Figure(figsize=(width, sum(heights) + 1.6), layout="constrained")
-    figure.suptitle(f"{compared.title}\n{compared.source}", fontsize=11)
+    figure.suptitle(f"{comparison.title}\n{comparison.source}", fontsize=11)
     top, bottom = figure.subfigures(2, 1, height_ratios=(heights[0], sum(heights[1:])))
     heat_axs = top.subplots(1, 2, sharey=True)
     for ax, rows_lw, name in zip(
-        heat_axs, (compared.before_rows_lw, compared.after_rows_lw), compared.names
+        heat_axs,
+        (comparison.before_rows_lw, comparison.after_rows_lw),
+        comparison.names,
     ):
-        mesh = _heat(ax, over_mean(rows_lw), compared, name)
+        mesh = _heat(ax, over_mean(rows_lw), comparison, name)
     heat_axs[0].set_ylabel("layer")
     bar = top.colorbar(mesh, ax=list(heat_axs), label="load / mean", extend="both")
     ticks = {-2: "1/4", -1: "1/2", 0: "1", 1: "2", 2: "4"}
@@ -68,12 +70,12 @@ def draw(compared: Compared):
         ticks = {-2: "1/4", 0: "1", 2: "4"}
     bar.set_ticks(list(ticks), labels=list(ticks.values()))
     bars, slots = bottom.subplots(2, 1, sharex=True, height_ratios=heights[1:])
-    _bars(bars, compared)
-    _slots(slots, compared)
+    _bars(bars, comparison)
+    _slots(slots, comparison)
     return figure
 
 
-def _heat(ax, ratio_lw: np.ndarray, compared: Compared, name: str):
+def _heat(ax, ratio_lw: np.ndarray, comparison: Comparison, name: str):
     from matplotlib.colors import LinearSegmentedColormap
 
     rgb = [tuple(part / 255 for part in color) for color in COLORS]
@@ -91,30 +93,33 @@ def _heat(ax, ratio_lw: np.ndarray, compared: Compared, name: str):
     ax.set_xlabel("device")
     every = -(-num_layers // MAX_HEAT_ROWS)
     shown = range(0, num_layers, every)
-    ax.set_yticks(list(shown), labels=[str(compared.layers[i]) for i in shown])
+    ax.set_yticks(list(shown), labels=[str(comparison.layers[i]) for i in shown])
     ax.set_ylim(num_layers - 0.5, -0.5)
     _device_ticks(ax, num_devices)
     return mesh
 
 
-def _bars(ax, compared: Compared) -> None:
-    device_w = np.arange(compared.num_devices)
-    pairs = (compared.before_rows_lw, -0.2, GREY), (compared.after_rows_lw, 0.2, BLUE)
-    for (rows_lw, shift, color), name in zip(pairs, compared.names):
-        ratio_w = over_mean(rows_lw)[compared.shown]
+def _bars(ax, comparison: Comparison) -> None:
+    device_w = np.arange(comparison.num_devices)
+    pairs = (
+        (comparison.before_rows_lw, -0.2, GREY),
+        (comparison.after_rows_lw, 0.2, BLUE),
+    )
+    for (rows_lw, shift, color), name in zip(pairs, comparison.names):
+        ratio_w = over_mean(rows_lw)[comparison.shown]
         label = f"{name}: max/mean {ratio_w.max():.2f}"
         ax.bar(device_w + shift, ratio_w, 0.4, color=color, label=label)
     ax.axhline(1.0, color="0.2", lw=0.8, ls="--")
     ax.set_ylabel("load / mean")
-    ax.set_title(f"layer {compared.layers[compared.shown]}, by device", fontsize=10)
+    ax.set_title(f"layer {comparison.layers[comparison.shown]}, by device", fontsize=10)
     ax.legend(fontsize=9, frameon=False)
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def _slots(ax, compared: Compared) -> None:
+def _slots(ax, comparison: Comparison) -> None:
     """Draw slots down and devices to the right. The replicas of an expert have one
     color."""
-    table_ws = compared.slot_table_ws
+    table_ws = comparison.slot_table_ws
     num_devices, num_slots = table_ws.shape
     color_of = replica_colors(table_ws)
     size = float(np.clip(300 / num_devices, 4.5, 9.0))

@@ -117,7 +117,7 @@ class _Log:
             (self.adopted.add if "adopt_msec" in record else self.adopted.discard)(step)
         for name in self.tables:
             if name in record and step % self._strides[name] == 0:
-                self._take_table(name, step, _checked_over_mean(record[name]))
+                self._take_table(name, step, _over_mean(record[name]))
         if "decision" in record:
             self._take_decision(step, record["decision"])
 
@@ -180,7 +180,7 @@ def _number(value) -> float:
     return float(value) if isinstance(value, int | float) else np.nan
 
 
-def _checked_over_mean(table) -> np.ndarray | None:
+def _over_mean(table) -> np.ndarray | None:
     """Return a table of loads over the mean of each layer; None if it is not a table of
     finite numbers."""
     try:
@@ -197,8 +197,8 @@ def _as_arrays(folder: pathlib.Path, log: _Log) -> RunArrays:
     row_nx = np.full((len(order), width), np.nan, np.float32)
     for index, step in enumerate(order):
         row_nx[index, : log.steps[step].size] = log.steps[step]
-    load_step_q, load_qle = _stacked(log.tables["tokens_le"])
-    rows_step_q, rows_qlw = _stacked(log.tables["rows_lw"])
+    load_step_q, load_qle = _stack(log.tables["tokens_le"])
+    rows_step_q, rows_qlw = _stack(log.tables["rows_lw"])
     path = folder / "config.gin"
     text = path.read_text(errors="replace") if path.is_file() else ""
     save_every_steps = _number_in(text, "Checkpoint.every_steps")
@@ -224,7 +224,7 @@ def _as_arrays(folder: pathlib.Path, log: _Log) -> RunArrays:
     )
 
 
-def _stacked(tables: dict[int, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _stack(tables: dict[int, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps and tables whose shape is that of the last table."""
     steps = sorted(tables)
     steps = [step for step in steps if tables[step].shape == tables[steps[-1]].shape]

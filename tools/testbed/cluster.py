@@ -27,9 +27,9 @@ from tools.testbed import network
 from tools.testbed import quota as testbed_quota
 from tools.testbed.lock import (
     POLL_SEC,
-    handled,
+    handle_signals,
+    hold_lock,
     interrupt,
-    locked,
     remove_leftovers,
     say,
 )
@@ -145,7 +145,7 @@ class LiveCluster:
             listen=_listener(lines, is_shown),
         )
         before = self.sent_bytes()
-        with handled(requests.note), _watched(requests, clock, watch):
+        with handle_signals(requests.note), _run_watcher(requests, clock, watch):
             verdict = workers.run(group, WAITS, requests)
         if requests.to_stop:
             raise KeyboardInterrupt
@@ -185,9 +185,9 @@ def make_cluster(spec: Cluster, *, wait_sec: float = 0.0) -> Iterator[LiveCluste
     """
     with contextlib.ExitStack() as stack:
         has_namespaces, groups, is_root = False, None, os.geteuid() == 0
-        stack.enter_context(handled(interrupt))
+        stack.enter_context(handle_signals(interrupt))
         if is_root:
-            stack.enter_context(locked(wait_sec))
+            stack.enter_context(hold_lock(wait_sec))
             remove_leftovers()
             stack.callback(remove_leftovers)
         try:
@@ -213,7 +213,7 @@ class _Clock:
 
 
 @contextlib.contextmanager
-def _watched(
+def _run_watcher(
     requests: workers.StopRequests, clock: _Clock, watch: Callable[[], bool] | None
 ) -> Iterator[None]:
     """Run a thread that asks to end the workers when `watch` returns True or raises, or

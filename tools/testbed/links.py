@@ -58,8 +58,8 @@ LAYERS = (
 
 def domains(options: Options) -> dict:
     """Measure domains, and return the record of the cases and the claimed figures."""
-    record = _measured("dc=2,expert=2", domain_cases(), options)
-    return {"domains": record} | _claimed(record, domain_figures(record))
+    record = _measure("dc=2,expert=2", domain_cases(), options)
+    return {"domains": record} | _drop_unshaped(record, domain_figures(record))
 
 
 def domain_cases() -> list[dict]:
@@ -106,8 +106,8 @@ def domain_figures(record: dict) -> dict:
 
 def schedules(options: Options) -> dict:
     """Measure schedules, and return the record of the cases and the claimed figures."""
-    record = _measured("expert=2,tensor=2", schedule_cases(), options)
-    return {"schedules": record} | _claimed(record, schedule_figures(record))
+    record = _measure("expert=2,tensor=2", schedule_cases(), options)
+    return {"schedules": record} | _drop_unshaped(record, schedule_figures(record))
 
 
 def schedule_cases() -> list[dict]:
@@ -155,8 +155,8 @@ def schedule_figures(record: dict) -> dict:
 def selector(options: Options) -> dict:
     """Measure the choice of schedules, and return the record of the cases and the
     claimed figures."""
-    record = _measured("expert=2,tensor=2", layer_cases(), options)
-    return {"selector": record} | _claimed(record, selector_figures(record))
+    record = _measure("expert=2,tensor=2", layer_cases(), options)
+    return {"selector": record} | _drop_unshaped(record, selector_figures(record))
 
 
 def layer_cases() -> list[dict]:
@@ -189,12 +189,12 @@ def selector_figures(record: dict) -> dict:
     }
 
 
-def _claimed(record: dict, figures: dict) -> dict:
+def _drop_unshaped(record: dict, figures: dict) -> dict:
     """Return the figures, each None if the links could not be shaped."""
     return figures if record["is_shaped"] else dict.fromkeys(figures)
 
 
-def _measured(mesh: str, cases: list[dict], options: Options) -> dict:
+def _measure(mesh: str, cases: list[dict], options: Options) -> dict:
     """Run tools/bench/communication.py on a cluster, and return its record with
     `is_shaped` and `wall_sec`. Raises OSError when the program fails."""
     cluster = Cluster(dcs=2, per_dc=1, rate_mbit=RATE_MBIT)

@@ -20,7 +20,7 @@ POLL_SEC = 0.05
 
 
 @contextlib.contextmanager
-def locked(wait_sec: float = 0.0) -> Iterator[None]:
+def hold_lock(wait_sec: float = 0.0) -> Iterator[None]:
     """Hold the lock of this machine's cluster during a `with` block.
 
     The lock is the kernel's, so it ends with this process. Raises ValueError if another
@@ -28,7 +28,7 @@ def locked(wait_sec: float = 0.0) -> Iterator[None]:
     """
     end_sec = time.monotonic() + wait_sec
     with open(LOCK, "a+") as file:
-        while not _is_taken(file.fileno()):
+        while not _take(file.fileno()):
             if time.monotonic() > end_sec:
                 file.seek(0)
                 raise ValueError(
@@ -50,7 +50,7 @@ def remove_leftovers() -> list[str]:
     kernel may deliver them to another thread of this process.
     """
     removed, signals = [], []
-    with handled(lambda number, _frame: signals.append(number)):
+    with handle_signals(lambda number, _frame: signals.append(number)):
         try:
             removed += quota.remove()
         finally:  # a failure there must not keep the namespaces
@@ -61,7 +61,7 @@ def remove_leftovers() -> list[str]:
 
 
 @contextlib.contextmanager
-def handled(handler: Callable[[int, object], None]) -> Iterator[None]:
+def handle_signals(handler: Callable[[int, object], None]) -> Iterator[None]:
     """Let `handler` handle SIGNALS during a `with` block. Signals that are ignored, as
     under nohup, remain ignored."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
@@ -85,7 +85,8 @@ def say(event: str) -> None:
     print(f"testbed: {event}", file=sys.stderr, flush=True)
 
 
-def _is_taken(file: int) -> bool:
+def _take(file: int) -> bool:
+    """Try to lock an open file, and return whether it succeeded."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -32,7 +32,7 @@ sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level na
 from tools.launch.arguments import HelpFormatter  # noqa: E402
 from tools.testbed import balancer, links, trace  # noqa: E402
 from tools.testbed.cluster import Cluster, Result, make_cluster, make_command  # noqa: E402
-from tools.testbed.lock import locked, remove_leftovers, say  # noqa: E402
+from tools.testbed.lock import hold_lock, remove_leftovers, say  # noqa: E402
 from train.launch.program import DONE, emit, guarded  # noqa: E402
 
 TRACE = ROOT.parent / "shared" / "data" / "routing_gpt_e32.npz"
@@ -61,7 +61,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         return commands.add_parser(
             name,
             help=purpose,
-            description=f"{purpose.capitalize()}.",
+            description=purpose[0].upper() + purpose[1:],
             formatter_class=HelpFormatter,
         )
 
@@ -209,7 +209,7 @@ def headline(only: str, options: balancer.Options) -> dict:
 
 
 def _clean(args: argparse.Namespace) -> int:
-    with locked():
+    with hold_lock():
         removed = remove_leftovers()
     print(f"removed {', '.join(removed)}" if removed else "nothing was left")
     emit({"removed": removed}, args.json)

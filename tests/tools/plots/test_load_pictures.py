@@ -58,7 +58,7 @@ def test_many_swaps_are_ticks_without_names(tmp_path):
 def test_names_of_marks_do_not_overlap_and_relayouts_come_first():
     swaps = [Adoption(step, "swap", step, "") for step in range(0, 1000, 10)]
     relayout = Adoption(503, "relayout", 500, "slots 2→3")
-    named = load_pictures._with_room((0, 1000), [*swaps, relayout])
+    named = load_pictures._choose_named((0, 1000), [*swaps, relayout])
     assert named[0] == relayout
     steps = np.sort([adoption.step for adoption in named])
     assert 10 < len(steps) < 30

@@ -15,7 +15,7 @@ import pytest
 from tests.support.pids import is_alive, wait_until_gone
 from tests.support.run_main import ROOT
 from tools.testbed import network, quota
-from tools.testbed.lock import locked, remove_leftovers
+from tools.testbed.lock import hold_lock, remove_leftovers
 
 TOOL = ROOT / "tools" / "testbed" / "run.py"
 WAIT_SEC = 60
@@ -75,7 +75,7 @@ program, WAIT_SEC = sys.argv[1:], {WAIT_SEC}
 
 def left() -> list[str]:
     """Return what testbeds have left behind, at a time when none is running."""
-    with locked(WAIT_SEC):
+    with hold_lock(WAIT_SEC):
         return network.leftovers() + quota.leftovers()
 
 
@@ -227,7 +227,7 @@ def test_namespaces_of_others_are_left_alone():
     name = "moejax-dcx"
     subprocess.run(["ip", "netns", "add", name], check=True)
     try:
-        with locked(WAIT_SEC):
+        with hold_lock(WAIT_SEC):
             assert name not in remove_leftovers()
         result = subprocess.run(
             ["ip", "netns", "list"], check=True, capture_output=True, text=True
