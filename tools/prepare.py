@@ -1,4 +1,4 @@
-"""Turn text, JSONL and parquet files into token shards, which training reads faster.
+"""Turn text, JSONL and parquet files into token shards, once for all later runs.
 
     python tools/prepare.py 'texts/*.jsonl' --out shards --tokenizer tokenizer.json \\
         --workers 8

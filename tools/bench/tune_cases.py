@@ -159,7 +159,8 @@ def time_msec(tiles: Tiles, call: Callable[[], object]) -> float:
 
 
 def _compile_batch(case: TuneCase, product: Product, batch: Sequence[Tiles]) -> list:
-    """Return the program of each tiles, or the reason why there is none.
+    """Return, for each candidate of the batch, its program or the reason why there is
+    none.
 
     Programs are compiled in threads. They are lowered one at a time, since lowering is
     Python.

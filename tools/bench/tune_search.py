@@ -170,9 +170,9 @@ class SearchResult:
     """Result of a search of one bucket."""
 
     msec: dict[Tiles, float] = dataclasses.field(default_factory=dict)
-    """Time of each tiles, in the order of the search."""
+    """Milliseconds by tiles, in the order of the search."""
     skipped: dict[Tiles, str] = dataclasses.field(default_factory=dict)
-    """Reason of each tiles that has no time."""
+    """Reasons by tiles, for those that could not be timed."""
     is_whole: bool = False
     """Whether nothing was left to try when the search ended."""
 
@@ -190,9 +190,9 @@ def search(
 ) -> SearchResult:
     """Try all of `first`, then the tiles around the fastest, until none is faster.
 
-    measure(batch) returns the milliseconds of each tiles, or the reason why there are
-    none. The first batch is always measured. Before each other batch the search ends if
-    is_over() is true.
+    measure(batch) returns, for each candidate, its milliseconds or the reason why it
+    could not be timed. The first batch is always measured. Before each other batch the
+    search ends if is_over() is true.
     """
     result = SearchResult()
     todo, centre = list(first), None
