@@ -133,7 +133,7 @@ def test_an_existing_folder_is_not_touched(sources, tmp_path):
     assert contents(out) == before
     prepare(sources[1:2], out, overwrite=True)
     assert len(read_documents(out)) == 2
-    with pytest.raises(ValueError, match="is no folder of prepared tokens"):
+    with pytest.raises(ValueError, match="is not a folder of prepared tokens"):
         prepare(sources, sources[0].parent, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my sources [1]", "out"]
 
@@ -190,7 +190,7 @@ def test_writers_that_start_together_leave_one_whole_folder(sources, tmp_path):
     assert len(outcomes) == 40
     assert "written" in outcomes
     refusals = [outcome for outcome in outcomes if outcome != "written"]
-    assert all("another process writes" in text for text in refusals), refusals
+    assert all("another process is writing" in text for text in refusals), refusals
     assert len(read_documents(out)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my sources [1]", "out"]
 

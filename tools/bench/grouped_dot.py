@@ -246,7 +246,7 @@ def require_tuned(
             product = dataclasses.replace(shape, f=2 * shape.f) if is_wide else shape
             for kernel in KERNELS[impl][which]:
                 try:
-                    tuning.require(kernel, product, dtype, device_kind)
+                    tuning.require_measured_tiles(kernel, product, dtype, device_kind)
                 except ValueError as error:
                     raise ValueError(f"{error}; or give --untuned") from error
 

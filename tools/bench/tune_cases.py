@@ -74,7 +74,7 @@ def search_bucket(
         make_measure(case, product, timer),
         is_over,
     )
-    rule = by_rule(which, shape)
+    rule = default_tiles(which, shape)
     if rule not in result.msec:
         raise RuntimeError(
             f"the rule's {rule} could not be timed: {result.skipped[rule]}"
@@ -117,7 +117,7 @@ def prepare(
     rows = [make_rows(skew, *sizes) for skew in skews]
     arrays = cases.operands(which, shape, dtype, seed)
     case = TuneCase(which, dtype, arrays, [jnp.asarray(r) for r in rows], {}, [])
-    tiles = by_rule(which, shape)
+    tiles = default_tiles(which, shape)
     case.compiled[tiles] = _lower(case, product, tiles).compile()
     for i, (skew, rows_g) in enumerate(zip(skews, rows)):
         out = jax.block_until_ready(case.call(tiles, i))

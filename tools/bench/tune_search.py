@@ -96,7 +96,7 @@ def candidates(which: Pass, shape: ProductShape, itemsize: int) -> list[Tiles]:
 
     Tiles whose guessed cost is more than MAX_GUESSED times the best are left out.
     """
-    first = by_rule(which, shape)
+    first = default_tiles(which, shape)
     deepest = (_deepest(which, tiles, itemsize) for tiles in _shapes(which))
     cost = {
         tiles: guessed_cost(which, shape, tiles)
@@ -150,7 +150,7 @@ def neighbours(which: Pass, tiles: Tiles, itemsize: int) -> list[Tiles]:
 def is_possible(which: Pass, tiles: Tiles) -> bool:
     """Return whether registers can hold the sums of the tiles, and swizzled arrays can
     be divided in this way."""
-    own_rows, own_columns = tiles.own
+    own_rows, own_columns = tiles.warpgroup_tile
     sums = own_rows * own_columns // 128 * (2 if which == "swiglu" else 1)
     if sums > MAX_SUMS.get(which, MAX_SUMS_PLAIN):
         return False
