@@ -750,4 +750,17 @@ def check_shards(cfg: Config) -> None:
         "Dispatch.group='dc_expert' or 'expert', not 'data_expert'",
     )
     if isinstance(domain, tuple):
-        Domain((mesh.dc if group == "dc_expert" else 1, mesh.expert), domain)
+        sizes = (mesh.dc if group == "dc_expert" else 1, mesh.expert)
+        require(
+            domain[0] < 1 or sizes[0] % domain[0] == 0,
+            f"Dispatch.domain={domain} cuts the dc axis; set Dispatch.group = "
+            f"'dc_expert' and Mesh.dc = {math.lcm(mesh.dc, max(domain[0], 1))} (they "
+            f"are '{group}' and {mesh.dc}), or Dispatch.domain = {(1, domain[1])}",
+        )
+        require(
+            domain[1] < 1 or sizes[1] % domain[1] == 0,
+            f"Dispatch.domain={domain} must have a divisor of Mesh.expert="
+            f"{mesh.expert} along expert: use "
+            f"{(domain[0], math.gcd(mesh.expert, max(domain[1], 1)))}",
+        )
+        Domain(sizes, domain)

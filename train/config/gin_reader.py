@@ -1,12 +1,12 @@
-"""gin files and --gin_param bindings to a Config, strictly, and running nothing.
+"""Read gin files and --gin_param bindings into a Config. No code of theirs is run.
 
-Only gin's grammar is used: its parser yields statements, and what they mean is decided
-here. gin's own registry imports modules and calls functions that a file names, takes a
-string for a number, and says nothing about a misspelt macro or a binding that nothing
-reads (measured with gin-config 0.5.0); it is also global, and two loads of one process
-must not know of each other.
+Only gin's grammar is used: its parser yields statements, and this module decides what
+they mean. gin's own registry has four faults that rule it out (measured with gin-config
+0.5.0). It imports modules and calls functions that a file names. It accepts a string
+for a number. It does not report a misspelt macro or a binding that nothing reads. It is
+global, whereas two loads in one process must not affect each other.
 
-    Train.num_steps = %STEPS     a binding; the last file or param that has it wins
+    Train.num_steps = %STEPS     a binding; the last file or param that binds it wins
     STEPS = 50                   a macro; a later file or param may replace it
     include 'tiny_cpu.gin'       beside this file, else in the working directory
 """
@@ -26,43 +26,44 @@ from train.config.names import (
     CLASSES,
     KINDS,
     PARTS,
-    blame,
     check_name,
     convert,
+    names_in,
     nearest,
 )
 
 
 class ConfigError(ValueError):
-    """One line: where, what is wrong, and the nearest valid name."""
+    """A configuration error in one line: place, fault and nearest valid name."""
 
 
 def load(files: Sequence[str | os.PathLike[str]], params: Sequence[str] = ()) -> Config:
-    """The Config of `files` in order, then `params` in order: the last binding wins.
+    """Return the Config that `files`, then `params`, bind; the last binding wins.
 
-    Raises ConfigError, whose text is one line, 'file:line: what is wrong; nearest valid
-    name'; for params it starts with "--gin_param 'Train.x = 3'".
+    Raises ConfigError. Its text is one line, 'file:line: what is wrong; nearest valid
+    name'; for a param, the place is "--gin_param 'Train.x = 3'". A broken rule is
+    reported at the latest binding that it names, with the other bindings behind it.
     """
     bindings: list[_Binding] = []
     for file in files:
         bindings += _read_file(os.path.normpath(file))
     for param in params:
         bindings += _read(_Source(f"--gin_param {param!r}", param))
-    values = _evaluate(bindings)
+    bound = _evaluate(bindings)
     fields_of = {cls: {} for cls in CLASSES}
-    for name, value in values.items():
+    for name, field_value in bound.items():
         cls, field = name.split(".")
-        fields_of[cls][field] = value
+        fields_of[cls][field] = field_value.value
     try:
         parts = {part: cls(**fields_of[part.title()]) for part, cls in PARTS.items()}
         return Config(**parts)
     except ValueError as err:
-        where_of = {binding.name: binding.where for binding in bindings}
-        raise _error(blame(str(err), where_of), str(err)) from err
+        raise _broken_rule(str(err), bound) from err
 
 
 def render(config: Config) -> str:
-    """Every field of every class as gin bindings, by class: `load` reads it back."""
+    """Return every field of every class as gin text, class by class. `load` reads it
+    back."""
     blocks = []
     for part, cls in sorted(PARTS.items()):
         record = getattr(config, part)
@@ -76,29 +77,45 @@ def render(config: Config) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """A text with bindings: a file, or a param, which has no path."""
+    """A text with bindings: a gin file, or a --gin_param, which has no path."""
 
     label: str
     text: str
     path: str | None = None
     open_paths: tuple[str, ...] = ()
-    """The files that led here by include, this one last."""
+    """Files that are being read: each includes the next, and the last is this one."""
 
     def at(self, line: int) -> str:
+        """Return the place of a line of this text, as error messages name it."""
         return f"{self.label}:{line}" if self.path else self.label
 
 
 @dataclasses.dataclass(frozen=True)
 class _Binding:
-    """`name` is 'Class.field', or that of a macro, which has no dot."""
+    """A name, the value that a text gives it, and the place of that text."""
 
     name: str
+    """'Class.field', or the name of a macro, which has no dot."""
     value: Any
     where: str
 
 
 @dataclasses.dataclass(frozen=True)
+class _Bound:
+    """The value of a field, and the binding that decided it."""
+
+    value: Any
+    where: str
+    """Place of the last binding that the value depends on: the field's own one, or that
+    of a macro which was replaced later."""
+    rank: int
+    """Position of that binding among all; a later binding has a larger rank."""
+
+
+@dataclasses.dataclass(frozen=True)
 class _Macro:
+    """A use of a macro in a value, such as %STEPS."""
+
     name: str
 
     def __repr__(self) -> str:
@@ -107,6 +124,8 @@ class _Macro:
 
 @dataclasses.dataclass(frozen=True)
 class _Reference:
+    """A reference to a function in a value, such as @print; it is always refused."""
+
     name: str
 
     def __repr__(self) -> str:
@@ -114,7 +133,8 @@ class _Reference:
 
 
 class _Marks(config_parser.ParserDelegate):
-    """Leaves marks where gin would look up functions and macros."""
+    """A parser delegate that leaves a mark where gin would look up a function or a
+    macro."""
 
     def configurable_reference(
         self, scoped_configurable_name: str, evaluate: bool
@@ -126,6 +146,7 @@ class _Marks(config_parser.ParserDelegate):
 
 
 def _read_file(path: str, open_paths: tuple[str, ...] = ()) -> list[_Binding]:
+    """Return the bindings of a file; raise ConfigError where it cannot be read."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
@@ -137,7 +158,8 @@ def _read_file(path: str, open_paths: tuple[str, ...] = ()) -> list[_Binding]:
 
 
 def _read(source: _Source) -> list[_Binding]:
-    """The bindings of a text and of its includes, in the order in which they act."""
+    """Return the bindings of a text and of its includes, in the order in which they
+    take effect."""
     bindings: list[_Binding] = []
     first_where: dict[str, str] = {}
     for statement in _statements(source):
@@ -168,7 +190,8 @@ def _read(source: _Source) -> list[_Binding]:
 
 
 def _statements(source: _Source) -> list[Any]:
-    """gin's statements; what its tokenizer and parser raise becomes a ConfigError."""
+    """Return gin's statements. Errors of its tokenizer and parser become a
+    ConfigError."""
     line, parser, statements = 1, None, []
     try:
         if "\0" in source.text:  # CPython's tokenizer answers with a SystemError
@@ -195,7 +218,8 @@ def _statements(source: _Source) -> list[Any]:
 
 
 def _name(statement: Any, where: str) -> str:
-    """'Class.field', the 'Class' of a block, or the name of a macro."""
+    """Return the name that a statement binds: 'Class.field', the 'Class' of a block, or
+    a macro."""
     cls, field = statement.selector, getattr(statement, "arg_name", None)
     if statement.scope:
         full = f"{cls}.{field}" if field else cls
@@ -210,17 +234,27 @@ def _name(statement: Any, where: str) -> str:
         raise _error(where, str(err)) from err
 
 
-def _evaluate(bindings: Sequence[_Binding]) -> dict[str, Any]:
-    """'Class.field' -> typed value; a binding that is replaced later is checked too."""
-    macros = {binding.name: binding for binding in bindings if "." not in binding.name}
+def _evaluate(bindings: Sequence[_Binding]) -> dict[str, _Bound]:
+    """Return the typed value of each 'Class.field'. A binding that a later one replaces
+    is type-checked too."""
+    macros: dict[str, tuple[int, _Binding]] = {}
+    for rank, binding in enumerate(bindings):
+        if "." not in binding.name:
+            macros[binding.name] = rank, binding
+    macro_bindings = {name: binding for name, (_, binding) in macros.items()}
     used: set[str] = set()
-    values = {}
-    for binding in bindings:
+    bound = {}
+    for rank, binding in enumerate(bindings):
         if "." in binding.name:
-            value = _resolve(binding, macros, used)
-            values[binding.name] = _typed(binding, value)
+            own_macros: set[str] = set()
+            value = _resolve(binding, macro_bindings, own_macros)
+            sources = [(rank, binding), *(macros[name] for name in own_macros)]
+            last_rank, last = max(sources, key=lambda source: source[0])
+            value = _typed(binding, value)
+            bound[binding.name] = _Bound(value, last.where, last_rank)
+            used |= own_macros
     fields = {name.split(".")[1]: name for name in KINDS}
-    for name, macro in macros.items():
+    for name, macro in macro_bindings.items():
         if name not in used:
             near = nearest(name, {other: f"%{other}" for other in used}, "") or nearest(
                 name,
@@ -228,7 +262,7 @@ def _evaluate(bindings: Sequence[_Binding]) -> dict[str, Any]:
                 f"use it as %{name} or remove it",
             )
             raise _error(macro.where, f"the macro {name} is never used; {near}")
-    return values
+    return bound
 
 
 def _resolve(
@@ -237,7 +271,8 @@ def _resolve(
     used: set[str],
     open_names: tuple[str, ...] = (),
 ) -> Any:
-    """The binding's value without macros, whose names are added to `used`."""
+    """Return the value of a binding with its macros replaced. Their names are added to
+    `used`."""
     value, where = binding.value, binding.where
     if isinstance(value, list | tuple):
         items = (dataclasses.replace(binding, value=item) for item in value)
@@ -265,6 +300,7 @@ def _resolve(
 
 
 def _typed(binding: _Binding, value: Any) -> Any:
+    """Return the value as the field's annotation wants it, or raise ConfigError."""
     try:
         return convert(value, KINDS[binding.name])
     except TypeError as err:
@@ -274,6 +310,8 @@ def _typed(binding: _Binding, value: Any) -> Any:
 
 
 def _find_include(name: str, source: _Source, where: str) -> str:
+    """Return the path of an included file. Raises ConfigError where there is none, and
+    where files include one another in a circle."""
     folders = [os.path.dirname(source.path), ""] if source.path else [""]
     paths = [os.path.normpath(os.path.join(folder, name)) for folder in folders]
     path = next((path for path in paths if os.path.isfile(path)), None)
@@ -288,11 +326,26 @@ def _find_include(name: str, source: _Source, where: str) -> str:
 
 
 def _nearest_file(path: str) -> str:
+    """Return a hint with the gin file of the same folder whose name is nearest."""
     folder, name = os.path.split(path)
-    found = glob.glob(os.path.join(glob.escape(folder), "*.gin"))
+    paths = glob.glob(os.path.join(glob.escape(folder), "*.gin"))
     return nearest(
-        name, {os.path.basename(p): p for p in found}, "give the path of a .gin file"
+        name, {os.path.basename(p): p for p in paths}, "give the path of a .gin file"
     )
+
+
+def _broken_rule(message: str, bound: Mapping[str, _Bound]) -> ConfigError:
+    """Return the error for a rule that the bound values break, latest binding first."""
+    names = [name for name in names_in(message) if name in bound]
+    names.sort(key=lambda name: -bound[name].rank)
+    if not names:
+        return _error("configuration", message)
+    latest, *others = names
+    shown = [
+        f"{name} = {bound[name].value!r} at {bound[name].where}" for name in others
+    ]
+    more = f" (with {' and '.join(shown)})" if shown else ""
+    return _error(bound[latest].where, message + more)
 
 
 def _error(where: str, problem: str) -> ConfigError:

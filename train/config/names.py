@@ -1,6 +1,7 @@
-"""Every name that a configuration may bind, what kind of value it takes, and in words.
+"""Names that a configuration may bind, and the kind of value that each one takes.
 
-Read off the dataclasses of moejax/config.py, so that a new field needs nothing here.
+They are read off the dataclasses of moejax/config.py, so a new field needs no change
+here.
 """
 
 import dataclasses
@@ -15,21 +16,22 @@ from typing import Any, Literal
 from moejax.config import Config
 
 PARTS: dict[str, type] = typing.get_type_hints(Config)
-"""'mesh' -> Topology: the fields of Config. gin files call each by its name in Config,
-    'Mesh'."""
+"""Fields of Config and their classes: 'mesh' -> Topology. A gin file calls a part by
+the field's name with a capital: 'Mesh'."""
 CLASSES = {part.title(): cls for part, cls in PARTS.items()}
 KINDS = {
     f"{name}.{field.name}": typing.get_type_hints(cls)[field.name]
     for name, cls in CLASSES.items()
     for field in dataclasses.fields(cls)
 }
-"""'Train.num_steps' -> int: every name that can be bound, and its annotation."""
+"""Every name that can be bound, and its annotation: 'Train.num_steps' -> int."""
 
 
 def check_name(cls: str, field: str | None) -> str:
-    """'Class.field', or 'Class' without a field; ValueError has the nearest valid name.
+    """Return 'Class.field', or 'Class' where `field` is None.
 
-    A field that another class has is taken for its own: Train.top_k -> Moe.top_k.
+    Raises ValueError with the nearest valid name. For a field of another class that is
+    the name there: for Train.top_k, Moe.top_k.
     """
     if cls not in CLASSES:
         known = "valid are " + ", ".join(sorted(CLASSES))
@@ -47,8 +49,8 @@ def check_name(cls: str, field: str | None) -> str:
 
 
 def config_from_record(record: dict[str, dict[str, Any]]) -> Config:
-    """Return the configuration that a record names, {'moe': {'top_k': 2, ..}, ..}.
-    Raises ValueError for a field that this program does not have."""
+    """Return the configuration that a checkpoint's record holds, {'moe': {'top_k': 2,
+    ..}, ..}. Raises ValueError for a field that this program does not have."""
     values: dict[str, dict[str, Any]] = {name: {} for name in PARTS}
     for part, fields in record.items():
         for field, value in fields.items():
@@ -63,10 +65,11 @@ def config_from_record(record: dict[str, dict[str, Any]]) -> Config:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """`value` as the annotation `kind` wants it; TypeError says what it must be.
+    """Return `value` as the annotation `kind` wants it. Raises TypeError that says what
+    it must be.
 
-    An int is also a float, a list also a tuple; a bool is no number, and a float is
-    finite: inf and nan could not be written back as gin.
+    An int is accepted for a float, and a list for a tuple. A bool is not accepted for a
+    number. A float must be finite: inf and nan could not be written back as gin.
     """
     try:
         return _fit(value, kind)
@@ -80,11 +83,12 @@ def convert(value: Any, kind: Any) -> Any:
 
 
 def _fit(value: Any, kind: Any) -> Any:
+    """Return `value` as `kind` wants it, or raise TypeError without a message."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        for arm in args:
+        for choice in args:
             try:
-                return _fit(value, arm)
+                return _fit(value, choice)
             except TypeError:
                 continue
     elif origin is Literal:
@@ -92,9 +96,9 @@ def _fit(value: Any, kind: Any) -> Any:
             if type(value) is type(choice) and value == choice:
                 return choice
     elif origin is tuple and isinstance(value, list | tuple):
-        arms = args[:1] * len(value) if args[-1] is Ellipsis else args
-        if len(arms) == len(value):
-            return tuple(_fit(item, arm) for item, arm in zip(value, arms))
+        kinds = args[:1] * len(value) if args[-1] is Ellipsis else args
+        if len(kinds) == len(value):
+            return tuple(_fit(item, item_kind) for item, item_kind in zip(value, kinds))
     elif kind is float and type(value) in (int, float):
         if abs(value) <= sys.float_info.max:
             return float(value)
@@ -104,40 +108,48 @@ def _fit(value: Any, kind: Any) -> Any:
 
 
 def describe(kind: Any) -> str:
-    """An annotation in words: 'an int or None', "one of 'xla', 'cudnn'"."""
+    """Return an annotation in words: 'an int or None', "one of 'xla', 'cudnn'"."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(describe(arm) for arm in args)
+        return " or ".join(describe(choice) for choice in args)
     if origin is Literal:
         return "one of " + ", ".join(repr(choice) for choice in args)
     if origin is tuple:
-        arms = ["..." if arm is Ellipsis else describe(arm) for arm in args]
-        return f"a tuple of ({', '.join(arms)})"
+        items = ["..." if item is Ellipsis else describe(item) for item in args]
+        return f"a tuple of ({', '.join(items)})"
     words = {int: "an int", float: "a finite float", bool: "True or False"}
     return words.get(kind, "None" if kind is types.NoneType else f"a {kind.__name__}")
 
 
 def nearest(name: str, shown: Mapping[str, str], otherwise: str) -> str:
-    """'nearest is X' with X from the values of `shown`, whose keys are compared."""
+    """Return 'nearest is X', where X is the value in `shown` whose key resembles `name`
+    most; or `otherwise`, where no key does."""
     keys = {key.lower(): value for key, value in shown.items()}
     near = difflib.get_close_matches(name.lower(), keys, n=1)
     return f"nearest is {keys[near[0]]}" if near else otherwise
 
 
-def blame(message: str, where_of: Mapping[str, str]) -> str:
-    """Where the first bound field that a rule's message names was bound.
+def names_in(message: str) -> list[str]:
+    """Return the fields that a rule's message may mean, as 'Class.field', each once.
 
-    'Class.field' and 'field=' are names for certain and come first; any other word may
-    be one ('dc x data x expert devices').
+    'Class.field' names one field. 'field=' names that of the class last mentioned, or
+    else of every class that has such a field. A bare word names an axis of the mesh
+    ('dc x data x expert devices', 'the tensor axis (2)').
     """
+    names: dict[str, None] = {}
     owner = ""
-    words = re.findall(r"(?:\b([A-Z]\w*)\.)?\b([a-z]\w*)(=?)", message)
-    for cls, field, _ in sorted(words, key=lambda word: not (word[0] or word[2])):
+    for cls, field, equals in re.findall(
+        r"(?:\b([A-Z]\w*)\.)?\b([a-z]\w*)\b(=?)", _QUOTED.sub("", message)
+    ):
         owner = cls or owner
-        names = [f"{owner}.{field}"]
-        if not cls:
-            names += [f"{other}.{field}" for other in CLASSES]
-        for name in names:
-            if name in where_of:
-                return where_of[name]
-    return "configuration"
+        if cls or (equals and f"{owner}.{field}" in KINDS):
+            names[f"{owner}.{field}"] = None
+        elif equals:
+            names |= {name: None for name in KINDS if name.split(".")[1] == field}
+        elif f"Mesh.{field}" in KINDS:
+            names[f"Mesh.{field}"] = None
+    return [name for name in names if name in KINDS]
+
+
+_QUOTED = re.compile(r"(?<!\w)'[^']*'")
+"""Pattern of a value in a message, such as 'data_expert'; not of an apostrophe."""

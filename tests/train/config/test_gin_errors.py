@@ -99,7 +99,7 @@ WRONG = [
     ),
     (
         "\nMoe.num_experts = 60\nMesh.expert = 8",
-        2,
+        3,
         "use 56 or 64, or another Mesh.expert",
     ),
     ("\nMesh.expert = 3", 2, "must be divisible by the expert axis (3)"),
@@ -138,6 +138,53 @@ def test_wrong_param_is_one_line_with_the_param(
     message = refusal([], params)
     assert message.startswith(f"--gin_param {blamed!r}: ")
     assert fragment in message
+
+
+DOMAIN = "Dispatch.domain = (2, 1)"
+GROUP = "Dispatch.group = 'dc_expert'"
+
+
+@pytest.mark.parametrize(
+    ("params", "latest", "others"),
+    [
+        (["Mesh.expert = 3"], "Mesh.expert = 3", ["Moe.num_experts = 16 at FILE:3"]),
+        (["N = 6"], "N = 6", ["Mesh.expert = 4 at FILE:2"]),
+        (
+            ["Moe.num_experts = 8", "Mesh.expert = 3"],
+            "Mesh.expert = 3",
+            ["Moe.num_experts = 8 at --gin_param 'Moe.num_experts = 8'"],
+        ),
+        (
+            ["Train.batch_size = 21"],
+            "Train.batch_size = 21",
+            ["Mesh.expert = 4 at FILE:2"],
+        ),
+        (["Moe.top_k = 100"], "Moe.top_k = 100", ["Moe.num_experts = 16 at FILE:3"]),
+        ([DOMAIN], DOMAIN, []),
+        ([DOMAIN, GROUP], GROUP, [f"{DOMAIN} at --gin_param {DOMAIN!r}"]),
+        ([GROUP, "Dispatch.domain = (1, 3)"], "Dispatch.domain = (1, 3)", ["FILE:2"]),
+    ],
+)
+def test_a_broken_rule_names_the_binding_in_force_and_the_others(
+    tmp_path: pathlib.Path, params: list[str], latest: str, others: list[str]
+) -> None:
+    path = tmp_path / "a.gin"
+    path.write_text("N = 16\nMesh.expert = 4\nMoe.num_experts = %N")
+    message = refusal([path], params)
+    assert message.startswith(f"--gin_param {latest!r}: ")
+    _, _, with_others = message.partition(" (with ")
+    for other in others:
+        assert other.replace("FILE", str(path)) in with_others
+    assert bool(others) == bool(with_others)
+
+
+def test_a_domain_over_dc_says_what_to_set() -> None:
+    fix = "cuts the dc axis; set Dispatch.group = 'dc_expert' and Mesh.dc = 2"
+    assert fix in refusal([], [DOMAIN])
+    assert fix in refusal([], [DOMAIN, GROUP])
+    with_dc = ["Mesh.dc = 2", "Train.batch_size = 2", DOMAIN]
+    assert fix in refusal([], with_dc)
+    assert load([], [*with_dc, GROUP]).dispatch.domain == (2, 1)
 
 
 def test_files_that_cannot_be_read(tmp_path: pathlib.Path) -> None:
