@@ -26,7 +26,12 @@ import numpy as np
 
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
-from moejax.balance.policies import POLICIES, Policy, check_policy  # noqa: E402
+from moejax.balance.policies import (  # noqa: E402
+    POLICIES,
+    Policy,
+    check_plan,
+    check_policy,
+)
 from moejax.perf import cost_model as cost_models  # noqa: E402
 from moejax.perf import traffic  # noqa: E402
 from moejax.perf.cost_model import CostModel  # noqa: E402
@@ -165,7 +170,7 @@ def work(args: argparse.Namespace) -> int:
 
     def run_policy(name: str, split: Split | None) -> ReplayResult:
         layout = layout_for(POLICIES[name], loads.load_tlwe.shape[3], args, split)
-        return replay(name, loads.load_tlwe, times, layout, cost)
+        return replay(name, loads, times, layout, cost)
 
     home = run_policy("home", None)  # every speedup is over this one
     policies = {
@@ -254,10 +259,15 @@ def layout_for(
 
 
 def replay(
-    name: str, load_tlwe: np.ndarray, times: Times, layout: Layout, cost: CostModel
-) -> ReplayResult:
-    """Plan from each of `times.planned`, layer by layer, and score each plan. A policy
-    continues from its last plan."""
+    name: str,
+    loads: Loads,
+    times: Times,
+    layout: Layout,
+    cost: CostModel,
+) -> Replayed:
+    """Plan each sample with a policy and score the plan, layer by layer. Raises
+    ValueError where a plan is invalid."""
+    load_tlwe, layers = loads.load_tlwe, loads.layers
     num_layers = load_tlwe.shape[1]
     arrays = [np.zeros((len(times.planned), num_layers)) for _ in range(4)]
     ratio_nl, layer_sec_nl, plan_sec_nl, moves_nl = arrays
@@ -270,7 +280,7 @@ def replay(
             if layout.split == "dynamic":
                 new = new.resized(layout)
             plan_sec_nl[n, layer] = time.perf_counter() - begin
-            new.validate(layout)
+            check_plan(name, new, layout, [layers[layer]])
             moves_nl[n, layer] = len(current.moves(new))
             ratio_nl[n, layer], layer_sec_nl[n, layer] = score(
                 load_tlwe[scored, layer], new, layout, cost

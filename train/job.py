@@ -48,8 +48,10 @@ class Job:
 
 def prepare(cfg: Config) -> Job:
     """Raises ValueError and NotImplementedError, each with what to do instead."""
-    model = make_model(resolve(cfg, make_mesh(cfg.mesh)))
+    run = resolve(cfg, make_mesh(cfg.mesh))
+    model = make_model(run)
     check_device(model.layout, model.mesh.devices.flat[0])
+    run.check_policy()
     if cfg.router.kind == "recorded":
         sizes = (cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k)
         recorded.loads(cfg.recorded, *sizes)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from moejax.balance.decision import duration
-from moejax.balance.policies import Policy
+from moejax.balance.policies import Policy, make_valid_plan
 from moejax.perf.cost_model import CostModel, tight
 from moejax.perf.traffic import device_rows, max_over_mean, pair_rows, rows_by_slot
 from moejax.plan.expert_plan import ExpertPlan
@@ -47,7 +47,8 @@ class Question:
     """Copy of Balance.horizon_steps: the number of steps over which gains are summed.
     """
     max_slots_per_device: int
-    """Largest number of slots per device of a candidate."""
+    policy_name: str = "policy"
+    """Name of the policy in error messages."""
 
     @functools.cached_property
     def sec_l(self) -> np.ndarray:
@@ -133,12 +134,11 @@ def swap(question: Question) -> list[Candidate]:
     plan, layout = question.plan, question.layout
     if layout.store not in question.policy.stores:
         return []
-    # A layout's copies travel whether a plan uses them or not, so that a plan for the
-    # same layout does not pay for them.
-    cost = dataclasses.replace(question.cost, bytes_per_expert=0.0)
-    new = question.policy.plan(question.load_lwe, layout, cost, plan)
-    merged = _merge_where_cheaper(question, plan, new, layout, question.margin)
-    return [] if merged == plan else [_price(question, merged, layout)]
+    # This layout's copies travel whether a plan uses them or not: they are free to it.
+    sunk = dataclasses.replace(question.cost, bytes_per_expert=0.0)
+    new = _plan(question, layout, sunk, plan)
+    merged = _cheaper(question, plan, new, layout, question.margin)
+    return [] if merged == plan else [_priced(question, merged, layout)]
 
 
 def relayouts(question: Question, swapped: ExpertPlan) -> list[Candidate]:
@@ -153,8 +153,8 @@ def relayouts(question: Question, swapped: ExpertPlan) -> list[Candidate]:
     pairs = [(question.plan, now), (swapped, now)]
     for roomy in _neighbours(question):
         base = question.plan.resized(roomy)
-        new = question.policy.plan(question.load_lwe, roomy, question.cost, base)
-        plan = _merge_where_cheaper(question, base, new, roomy, 0.0)
+        new = _plan(question, roomy, question.cost, base)
+        plan = _cheaper(question, base, new, roomy, 0.0)
         pairs.append((plan, _with_slack(plan, roomy)))
     pairs += [(plan, fitted(question, plan, layout)) for plan, layout in pairs]
     return [_price(question, plan, layout) for plan, layout in pairs if layout != now]
@@ -219,6 +219,14 @@ def _device_holds(row_p: np.ndarray, num_experts: int, num_devices: int) -> np.n
     slot_p = np.flatnonzero(row_p >= 0)
     held_we[slot_p // (len(row_p) // num_devices), row_p[slot_p]] = True
     return held_we
+
+
+def _plan(
+    question: Question, layout: Layout, cost: CostModel, current: ExpertPlan
+) -> ExpertPlan:
+    """Return the policy's plan for a layout; raise ValueError where it is invalid."""
+    name, policy, load_lwe = question.policy_name, question.policy, question.load_lwe
+    return make_valid_plan(name, policy, load_lwe, layout, cost, current)
 
 
 def _neighbours(question: Question) -> Iterator[Layout]:

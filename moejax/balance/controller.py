@@ -252,6 +252,7 @@ def _question(
         margin=settings.margin,
         horizon_steps=settings.horizon_steps,
         max_slots_per_device=settings.max_slots_per_device,
+        policy_name=settings.policy,
     )
 
 

@@ -9,6 +9,7 @@ import functools
 
 from jax.sharding import AbstractMesh, Mesh
 
+from moejax.balance.policies import check_on_skewed_load
 from moejax.balance.settings import Settings
 from moejax.config import Config
 from moejax.kernels.device import KernelChoice
@@ -70,6 +71,13 @@ class Resolved:
         another one."""
         layout = self.layout if layout is None else layout
         return ExpertPlan.home_in(layout, self.cfg.model.num_moe_layers)
+
+    def check_policy(self) -> None:
+        """Raise ValueError where the balancing policy makes an invalid plan for a
+        synthetic skewed load."""
+        policy, num_layers = self.settings.policy, self.cfg.model.num_moe_layers
+        if policy != "home":
+            check_on_skewed_load(policy, self.layout, self.cost, num_layers)
 
     def exact_layout(self, batch_size: int, width: int) -> Layout:
         """Return a layout for `batch_size` sequences of `width` tokens that drops no

@@ -19,8 +19,7 @@ import numpy as np
 
 from moejax.balance import controller
 from moejax.balance.decision import Decision
-from moejax.balance.loads import loads_by_owner
-from moejax.balance.policies import check_policy
+from moejax.balance.policies import check_policy, make_valid_plan
 from moejax.moe.types import Placement, RoutingStats
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
@@ -67,7 +66,9 @@ class Balancing:
         if not policy.is_spread_first or layout.store not in policy.stores:
             return home
         shape = (home.num_layers, layout.num_devices, layout.num_experts)
-        return policy.plan(np.zeros(shape), layout, self._cost, home)
+        zero_lwe = np.zeros(shape)
+        name = self._settings.policy
+        return make_valid_plan(name, policy, zero_lwe, layout, self._cost, home)
 
     @property
     def layout(self) -> Layout:

@@ -1,42 +1,46 @@
-"""Policies, each of which is a function from loads to a plan.
+"""Policies: functions from loads to a plan. Each has a file or a folder here, and an
+entry in POLICIES.
 
     plan(load_lwe, layout, cost, current) -> ExpertPlan
 
-A policy has a file or a folder, and an entry in POLICIES. `load_lwe` is rows per step
-by layer, source device and expert; `current` is the plan that runs now, already of the
-layout's size. The plan that is returned is valid for the layout and its budgets, and
-the same for the same arguments.
+`load_lwe` is rows per step by layer, source device and expert. `current` is the plan
+that runs now, already of the layout's size. The plan that is returned must be valid for
+the layout and its budgets, and the same for the same arguments. `make_valid_plan` calls
+a policy and checks that its plan is valid.
 """
 
 import dataclasses
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from moejax.balance.policies import eplb, fastermoe, home, prophet, smartmoe
 from moejax.balance.policies.flexmoe import policy as flexmoe
 from moejax.balance.policies.micromoe import policy as micromoe
+from moejax.perf.cost_model import CostModel
 from moejax.plan.expert_plan import ExpertPlan
-from moejax.plan.layout import Split, Store
+from moejax.plan.layout import Layout, Split, Store
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """A policy and the layouts that it plans for."""
+    """A policy, and the layouts that it plans for."""
 
     plan: Callable[..., ExpertPlan]
     """Function from loads to a plan."""
     stores: tuple[Store, ...]
-    """Stores that the policy plans for. The first is the default; a relayout may change
-    to another one."""
+    """Stores that it plans for. A run begins with the first one; the controller may
+    consider the others."""
     split: Split = "even"
     """Split that runs with the policy's plans, unless Dispatch.split names another."""
     prefetch: bool = False
     """Whether transient copies travel a layer ahead by default."""
     has_replicas: bool = True
-    """Whether the policy makes replicas, so that it can use more slots than experts."""
+    """Whether the policy can use more slots than there are experts."""
     is_spread_first: bool = False
-    """Whether a run starts from the policy's plan for no load, and not with each expert
-    at its owner alone."""
+    """Whether a run starts from the policy's plan for a load of zeros, and not from the
+    home plan."""
 
 
 POLICIES: dict[str, Policy] = {
@@ -56,12 +60,81 @@ POLICIES: dict[str, Policy] = {
 
 
 def check_policy(name: str) -> Policy:
-    """Return the policy of that name.
-
-    Raises ValueError with the nearest name if there is none.
-    """
+    """Return the policy of that name; raise ValueError with the nearest name where
+    there is none."""
     if name not in POLICIES:
         near = difflib.get_close_matches(name, POLICIES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "use one of them"
         raise ValueError(f"no policy {name!r} among {', '.join(POLICIES)}: {hint}")
     return POLICIES[name]
+
+
+def make_valid_plan(
+    name: str,
+    policy: Policy,
+    load_lwe: np.ndarray,
+    layout: Layout,
+    cost: CostModel,
+    current: ExpertPlan,
+) -> ExpertPlan:
+    """Return the policy's plan for a load; raise ValueError where it is invalid."""
+    plan = policy.plan(load_lwe, layout, cost, current)
+    return check_plan(name, plan, layout)
+
+
+def check_plan(
+    name: str, plan: ExpertPlan, layout: Layout, layers: Sequence[int] | None = None
+) -> ExpertPlan:
+    """Return a plan that a policy has made; raise ValueError where it is invalid.
+
+    The error is one line with the policy's name, a layer, and the experts that have no
+    slot there. `layers` are the numbers of the plan's layers in the model; None: 0, 1,
+    2 ...
+    """
+    if not isinstance(plan, ExpertPlan):
+        raise ValueError(
+            f"policy '{name}' returned a {type(plan).__name__}: it must return an "
+            "ExpertPlan"
+        )
+    try:
+        return plan.validate(layout)
+    except ValueError as fault:
+        problem = _expert_without_slot(plan, layers) or str(fault)
+        raise ValueError(
+            f"policy '{name}' returned a plan that cannot run: {problem}"
+        ) from fault
+
+
+def check_on_skewed_load(
+    name: str, layout: Layout, cost: CostModel, num_layers: int
+) -> None:
+    """Raise ValueError where the policy's plan for a synthetic skewed load is invalid.
+
+    In each layer the loads of the experts are proportional to 1, 1/2, 1/3 ..., in a
+    random order. A layout whose store the policy does not plan for is not checked.
+    """
+    policy = check_policy(name)
+    if layout.store not in policy.stores:
+        return
+    rng, rows = np.random.default_rng(0), layout.num_devices * layout.rows_per_peer
+    share_e = 1 / np.arange(1, layout.num_experts + 1)
+    share_le = np.stack([rng.permutation(share_e) for _ in range(num_layers)])
+    load_l1e = np.ceil(rows * share_le / share_e.sum())[:, None].astype(int)
+    load_lwe = np.repeat(load_l1e, layout.num_devices, axis=1)
+    home = ExpertPlan.home_in(layout, len(load_lwe))
+    make_valid_plan(name, policy, load_lwe, layout, cost, home)
+
+
+def _expert_without_slot(plan: ExpertPlan, layers: Sequence[int] | None) -> str:
+    """Return a sentence that names the first layer with an expert that has no slot, and
+    its experts without one; '' where all have slots."""
+    for layer, row_p in enumerate(plan.slot_to_expert_lp):
+        missing = np.setdiff1d(np.arange(plan.num_experts), row_p)
+        if missing.size:
+            number = layer if layers is None else layers[layer]
+            experts = ", ".join(map(str, missing[:8]))
+            noun = "expert" if missing.size == 1 else "experts"
+            more = "" if missing.size <= 8 else f" and {missing.size - 8} more"
+            rule = "every expert needs one"
+            return f"layer {number} has no slot for {noun} {experts}{more}: {rule}"
+    return ""
