@@ -100,8 +100,9 @@ def make_mesh(topology: Topology, devices: list[jax.Device] | None = None) -> Me
     if math.prod(sizes) != len(devices):
         raise ValueError(
             f"mesh {topology} needs {math.prod(sizes)} devices, and {len(devices)} are "
-            f"here: change Mesh.{'/'.join(AXES)}, or simulate with "
-            "Train.num_simulated_devices on the CPU"
+            f"here: change Mesh.{'/'.join(AXES)} (train/main.py --gin_file=... "
+            f"--dry_run --num_devices={len(devices)} proposes meshes), or simulate "
+            "with Train.num_simulated_devices on the CPU"
         )
     return Mesh(np.array(devices).reshape(sizes), AXES, axis_types=AUTO * 4)
 

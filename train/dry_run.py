@@ -1,6 +1,10 @@
-"""What a run would be: parameters, bytes per device, FLOPs per token, the plan."""
+"""Print what a run would be: parameters, bytes per device, FLOPs per token, the plan.
+
+With a number of devices, print the meshes that the run can have on them.
+"""
 
 import dataclasses
+import shlex
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
@@ -10,21 +14,21 @@ from moejax.config import Config
 from moejax.model.flops import flops_per_token, num_params
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
-from moejax.resolve.resolved import Resolved, resolve
+from train.resolve.meshes import RULE, propose_meshes
+from train.resolve.resolved import Resolved, resolve
 from train.step.compiled import make_model
 from train.step.state import abstract_state, bytes_per_device, compresses_gradients
 
 GIB = 2**30
+MAX_MESHES = 8
+"""Number of meshes that are shown at most."""
 
 
 def dry_run(cfg: Config) -> dict:
-    """Prints the sizes of a run and returns them; needs none of its devices."""
-    mesh = AbstractMesh(cfg.mesh.sizes, AXES, axis_types=(AxisType.Auto,) * 4)
-    run = resolve(cfg, mesh)
-    optimizer, layout = make_model(run).optimizer, run.layout
-    held = bytes_per_device(abstract_state(run, optimizer))
-    held["gradients"] = held["params"]
-    held |= layer_bytes(cfg, layout)
+    """Print the sizes of a run, and return them. None of its devices is needed."""
+    run = _resolve(cfg)
+    run.check_policy()
+    held, layout = _bytes_per_device(run), run.layout
     flops = flops_per_token(cfg.network)
     plan = run.home_plan()
     record = {
@@ -41,11 +45,64 @@ def dry_run(cfg: Config) -> dict:
     return record
 
 
+def show_meshes(cfg: Config, num_devices: int) -> dict:
+    """Print the best meshes of `num_devices` devices, with the flags that set them and
+    the bytes per device; return them. Raises ValueError where there is none."""
+    meshes, problem = [], ""
+    for proposal in propose_meshes(cfg, num_devices):
+        try:
+            held = _bytes_per_device(_resolve(proposal.cfg))
+        except (ValueError, NotImplementedError) as fault:
+            problem = problem or f"Mesh ({proposal.cfg.mesh}): {fault}"
+            continue
+        meshes.append(
+            {
+                "mesh": dataclasses.asdict(proposal.cfg.mesh),
+                "gin_params": list(proposal.params),
+                "bytes_per_device": held,
+            }
+        )
+        if len(meshes) == MAX_MESHES:
+            break
+    if not meshes:
+        raise ValueError(
+            f"no mesh of {num_devices} devices can run; the first of them, {problem}"
+        )
+    print(f"meshes of {num_devices} devices, best first: {RULE}")
+    for mesh in meshes:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in mesh["mesh"].items())
+        print(f"{sizes}: {sum(mesh['bytes_per_device'].values()) / GIB:.2f} GiB/device")
+        flags = " ".join(f"--gin_param={shlex.quote(x)}" for x in mesh["gin_params"])
+        print(f"    {flags or 'as configured'}")
+    print(
+        "GiB/device: parameters, moments, gradients and one layer's exchange, without"
+    )
+    print("activations; the same flags without --num_devices print each of them")
+    return {"num_devices": num_devices, "rule": RULE, "meshes": meshes}
+
+
+def _resolve(cfg: Config) -> Resolved:
+    """Return the run on an abstract mesh, which has no devices."""
+    mesh = AbstractMesh(cfg.mesh.sizes, AXES, axis_types=(AxisType.Auto,) * 4)
+    return resolve(cfg, mesh)
+
+
+def _bytes_per_device(run: Resolved) -> dict[str, int]:
+    """Return the bytes that one device holds, by kind: training state, gradients, and
+    one MoE layer at work."""
+    held = bytes_per_device(abstract_state(run, make_model(run).optimizer))
+    held["gradients"] = held["params"]
+    return held | layer_bytes(run.cfg, run.layout)
+
+
 def layer_bytes(cfg: Config, layout: Layout) -> dict[str, int]:
-    """Of one MoE layer at work on one device: slots in the compute dtype (those that a
-    domain prefetched, of all layers), and the four buffers of rows (sent, received, and
-    both on the way back). Where gradients travel compressed, slots of all layers and
-    their gradients, which are float32 at least if micro-batches add to them."""
+    """Return the bytes of one MoE layer at work on one device, by kind.
+
+    `slots`: expert weights in the compute dtype; where a domain prefetches, those of
+    all layers. `exchange`: the four buffers of rows (sent, received, and both on the
+    way back). `slot_gradients`, where gradients travel compressed: the gradients of the
+    slots of all layers, in float32 at least if micro-batches add to them.
+    """
     itemsize = jax.numpy.dtype(cfg.model.compute_dtype).itemsize
     d, view = cfg.model.d_model, layout.exchanged
     shards = 1 if layout.is_local else cfg.expert_shards
@@ -53,8 +110,8 @@ def layer_bytes(cfg: Config, layout: Layout) -> dict[str, int]:
     rows = 1 if layout.is_local else view.num_devices
     rows = rows * view.rows_per_peer + arriving
     slots, is_compressed = view.slots_per_device, compresses_gradients(layout)
-    is_kept = layout.prefetch or is_compressed
-    if layout.domain is not None and is_kept:  # for the way back
+    keeps_all_layers = layout.prefetch or is_compressed
+    if layout.domain is not None and keeps_all_layers:  # for the backward pass
         slots *= cfg.model.num_moe_layers
     weights = slots * 3 * d * cfg.moe.d_expert // shards
     held = {"slots": weights * itemsize, "exchange": 2 * rows * d * itemsize}
@@ -65,6 +122,7 @@ def layer_bytes(cfg: Config, layout: Layout) -> dict[str, int]:
 
 
 def _print(run: Resolved, record: dict, plan: ExpertPlan) -> None:
+    """Print the record of a dry run, and how each open question was answered."""
     params, held, flops = (
         record[name] for name in ("params", "bytes_per_device", "flops_per_token")
     )

@@ -43,6 +43,11 @@ def main(argv: list[str] | None = None) -> int:
 def work(args: argparse.Namespace, *, is_program: bool) -> int:
     """Run what the arguments say; return the exit code. A program, unlike a call, may
     start itself anew."""
+    if args.num_devices is not None and not args.dry_run:
+        raise ValueError(
+            f"--num_devices={args.num_devices} is for --dry_run, which proposes "
+            "meshes: give both; a run takes the devices of Mesh.*"
+        )
     cfg = gin_reader.load(args.gin_file, args.gin_param)
     args.profile_steps = parse_steps(args.profile_steps)
     if is_program and cfg.train.num_simulated_devices:
@@ -62,6 +67,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--fresh", action="store_true", help="archive the run that is there, start anew"
     )
     add("--dry_run", action="store_true", help="print sizes and plan, run nothing")
+    add(
+        "--num_devices",
+        type=int,
+        metavar="N",
+        help="with --dry_run: print the valid meshes of N devices, best first, with "
+        "the --gin_param of each and its bytes per device",
+    )
     add("--json", action="store_true", help="end with one JSON object on the last line")
     add(
         "--tensorboard", action="store_true", help="write events to RUN_DIR/tensorboard"
@@ -81,7 +93,7 @@ def run_directory(cfg: Config, args: argparse.Namespace) -> pathlib.Path:
 def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> int:
     """Do everything that needs jax; return the exit code."""
     from train.checkpoint.checkpoints import CheckpointError
-    from train.dry_run import dry_run
+    from train.dry_run import dry_run, show_meshes
     from train.job import prepare
     from train.logs.run_dir import share
     from train.loop import Diverged, Extras, train
@@ -89,7 +101,9 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
 
     if args.dry_run:
         if process is None or process.index == 0:
-            emit(dry_run(cfg), args.json)
+            is_for_run = args.num_devices is None
+            record = dry_run(cfg) if is_for_run else show_meshes(cfg, args.num_devices)
+            emit(record, args.json)
         return DONE
     job = prepare(cfg)
     is_first_attempt = os.environ.get(ATTEMPT, "0") == "0"

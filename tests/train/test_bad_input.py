@@ -65,7 +65,7 @@ SET_UP = [
             "Train.batch_size = 32",
             "Train.num_simulated_devices = None",
         ],
-        r"needs 16 devices, and 8 are here: change Mesh",
+        r"needs 16 devices, and 8 are here: change Mesh.*--num_devices=8 proposes",
     ),
 ]
 OTHER = [
