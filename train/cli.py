@@ -11,25 +11,41 @@ from train.launch.processes import is_first
 from train.launch.program import DONE, emit, guarded, restart_with_huge_pages, start
 
 MESH_RULE = (
-    "without a Mesh.*, where the run's devices are not here, as many as divide the "
-    "experts are on the expert axis"
+    "without a Mesh binding, the mesh of the run where this machine has as many "
+    "devices; else an expert axis of the most devices that divide the experts"
 )
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser with the arguments that these programs share."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("run_dir", type=pathlib.Path, help="of a run of train/main.py, even a live one")
-    add("--step", type=int, help="of the checkpoint; default: the newest that is whole")
+    add(
+        "run_dir",
+        type=pathlib.Path,
+        help="run directory of train/main.py; the run may still be going on",
+    )
+    add(
+        "--step",
+        type=int,
+        metavar="N",
+        help="read the checkpoint of step N (default: the newest undamaged one)",
+    )
     add(
         "--gin_param",
         action="append",
         default=[],
-        help=f"'Mesh.expert = 2', or another field of the run; {MESH_RULE}",
+        metavar="BINDING",
+        help="replace a field of the run's configuration, such as 'Mesh.expert = 2'; "
+        f"may be given several times (default: none; {MESH_RULE})",
     )
-    add("--json", action="store_true", help="end with one JSON object on the last line")
+    add(
+        "--json",
+        action="store_true",
+        help="print one JSON object as the last line (default: text alone)",
+    )
     add_flags(parser)
     return parser
 
@@ -41,10 +57,14 @@ def run(
     *,
     is_program: bool,
 ) -> int:
-    """Check, load, work and emit work's record; return the exit code. A program, unlike
-    a call, may start itself anew."""
+    """Check the arguments, load the checkpoint, do the work and emit its record. Return
+    the exit code.
 
-    def whole() -> int:
+    A program (`is_program`) may restart itself with other memory settings; a call from
+    Python may not.
+    """
+
+    def load_and_work() -> int:
         check(args)
         found = find_checkpoints(args.run_dir, args.step, args.gin_param)
         if is_program and found.cfg.train.num_simulated_devices:
@@ -54,11 +74,12 @@ def run(
         emit(record, args.json and is_first())
         return DONE
 
-    return guarded(whole, as_json=args.json)
+    return guarded(load_and_work, as_json=args.json)
 
 
-def run_tokenizer(loaded: LoadedModel) -> Tokenizer:
-    """Return the run's own tokenizer; raise ValueError when it is another now."""
+def run_tokenizer(loaded: Loaded) -> Tokenizer:
+    """Return the tokenizer that the run was trained with. Raises ValueError where the
+    configured one differs from it."""
     data, identity = loaded.cfg.data, loaded.meta["data"]
     tokenizer = load_tokenizer(data.tokenizer, data.separator)
     here = {"tokenizer_sha256": tokenizer.sha256, "separator": tokenizer.separator}
@@ -66,7 +87,8 @@ def run_tokenizer(loaded: LoadedModel) -> Tokenizer:
     if trained != list(here.values()):
         raise ValueError(
             f"Data.tokenizer='{data.tokenizer}' (sha256 {tokenizer.sha256[:12]}, "
-            f"separator {tokenizer.separator}) is not the run's, "
-            f"{trained[0][:12]} and {trained[1]}: say where that is with --gin_param"
+            f"separator {tokenizer.separator}) is not the run's, which has sha256 "
+            f"{trained[0][:12]} and separator {trained[1]}: give its path with "
+            "--gin_param \"Data.tokenizer = '...'\""
         )
     return tokenizer

@@ -1,10 +1,11 @@
-"""Loss, perplexity and load per expert of a trained model, on held-out text or files.
+"""Measure loss, perplexity and load per expert of a trained model.
 
     python train/evaluate.py runs/tiny_cpu --files 'books/*.txt' --json
 
-Held-out text is the windows that the run was measured on. Of files, every token that
-follows another is predicted once, in windows of Data.seq_len. No token is dropped, even
-where the run's exchange does. Exit codes: 0 done, 2 bad input, 130 stopped by Ctrl-C.
+Without --files the text is the held-out windows that the run's own evaluations use. In
+files, each token but the first of a text is predicted once, in windows of Data.seq_len.
+No token is dropped, even where the run's exchange drops some. Exit codes: 0 done, 2 bad
+input, 130 stopped by Ctrl-C.
 """
 
 import argparse
@@ -34,9 +35,10 @@ if TYPE_CHECKING:
     from moejax.moe.types import Windows
 
 CHUNK_TOKENS = 2**15
-"""Computed at a time on each device, at most, where that is a window or more."""
+"""Maximum number of tokens that a device computes at a time; a single window may have
+more."""
 PART_TOKENS = 2**16
-"""Decoded at a time."""
+"""Number of tokens that are decoded at a time."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,18 +52,29 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--files",
         nargs="+",
         default=[],
-        help="paths or globs, of any format that Data.corpus takes; default: the "
-        "held-out text of the run",
+        metavar="PATH",
+        help="paths or globs of files in any format of Data.corpus, read whole "
+        "(default: none, but the held-out text of the run)",
     )
-    add("--batches", type=int, help="of held-out text; default: Train.eval_batches")
+    add(
+        "--batches",
+        type=int,
+        metavar="N",
+        help="number of held-out batches of Train.batch_size sequences; not with "
+        "--files (default: Train.eval_batches)",
+    )
     return parser.parse_args(argv)
 
 
 def check(args: argparse.Namespace) -> None:
+    """Raise ValueError for arguments that are out of range or exclude each other."""
     if args.batches is not None and args.batches < 1:
         raise ValueError(f"--batches={args.batches} must be at least 1")
     if args.batches is not None and args.files:
-        raise ValueError("--batches is of held-out text, and --files are read whole")
+        raise ValueError(
+            "--batches counts batches of held-out text, and --files are read whole: "
+            "give one of the two"
+        )
 
 
 def measure(loaded: LoadedModel, args: argparse.Namespace) -> dict:
@@ -84,39 +97,40 @@ def measure(loaded: LoadedModel, args: argparse.Namespace) -> dict:
         return rows
 
     started_sec = time.monotonic()
-    found = score(loaded, map(counted, windows), tokenizer.separator, batch_size)
-    took_sec = time.monotonic() - started_sec
-    loss = found.nats / found.num_tokens
+    scores = score(loaded, map(counted, windows), tokenizer.separator, batch_size)
+    duration_sec = time.monotonic() - started_sec
+    loss = scores.nats / scores.num_tokens
     record = {
         "step": loaded.step,
         "text": text,
-        "num_tokens": found.num_tokens,
+        "num_tokens": scores.num_tokens,
         "num_bytes": num_bytes,
         "loss": loss,
         "perplexity": math.exp(loss) if loss < 700 else None,
-        "nats_per_byte": found.nats / num_bytes,
-        "bits_per_byte": found.nats / num_bytes / math.log(2),
-        "tok_per_sec": found.num_tokens / took_sec,
-        "load_le": found.tokens_le.tolist(),
+        "nats_per_byte": scores.nats / num_bytes,
+        "bits_per_byte": scores.nats / num_bytes / math.log(2),
+        "tok_per_sec": scores.num_tokens / duration_sec,
+        "load_le": scores.tokens_le.tolist(),
     }
     if is_first():
-        show(record, found.tokens_le)
+        show(record, scores.tokens_le)
     return record
 
 
-def batch_size_for(loaded: LoadedModel) -> int:
-    """Return the rows computed at a time: as in the run's micro-batches, or fewer."""
+def batch_size_for(loaded: Loaded) -> int:
+    """Return the number of rows that are computed at a time on all devices: that of the
+    run's micro-batches, or fewer where CHUNK_TOKENS limits it."""
     train = config_from_record(loaded.meta["config"]).train
     shards = loaded.cfg.mesh.num_batch_shards
-    most = max(1, CHUNK_TOKENS // loaded.cfg.data.seq_len)
+    max_rows = max(1, CHUNK_TOKENS // loaded.cfg.data.seq_len)
     rows = -(-train.batch_size // train.accumulate_steps // shards)
-    return shards * min(rows, most)
+    return shards * min(rows, max_rows)
 
 
 def held_out_windows(
     loaded: LoadedModel, num_batches: int | None, batch_size: int
 ) -> Iterator["Windows"]:
-    """Yield the windows of the run's own evaluation, whatever the mesh is now."""
+    """Yield the windows of the run's own evaluation. They do not depend on the mesh."""
     cfg, train = loaded.cfg, config_from_record(loaded.meta["config"]).train
     corpus = data.load_corpus(cfg.data, cfg.model.vocab_size, say_loudly)
     identity = data.identity(corpus, cfg.data, train.batch_size)
@@ -129,8 +143,9 @@ def held_out_windows(
             yield held_out.rows(index, start, min(start + batch_size, micro))
 
 
-def load_lines(loaded: LoadedModel, files: list[str]) -> list[TokenStream]:
-    """Return the tokens of each corpus."""
+def load_lines(loaded: Loaded, files: list[str]) -> list[Line]:
+    """Return the tokens of each file or glob as one line of documents. Raises
+    ValueError."""
     cfg = dataclasses.replace(loaded.cfg.data, corpus=tuple(files), weights=None)
     if loaded.cfg.router.kind == "expert_choice":
         raise ValueError(
@@ -139,14 +154,18 @@ def load_lines(loaded: LoadedModel, files: list[str]) -> list[TokenStream]:
         )
     _, lines = data.load_unsplit(cfg, loaded.cfg.model.vocab_size, say_loudly)
     if all(line.num_tokens < 2 for line in lines):
-        raise ValueError("--files have no token that follows another: give more text")
+        raise ValueError(
+            "--files have no token that follows another, so there is nothing to "
+            "predict: give more text"
+        )
     return lines
 
 
 def strided_windows(
     lines: list[TokenStream], cfg: "Data", batch_size: int
 ) -> Iterator["Windows"]:
-    """Yield windows at stride seq_len of each line, the last of what is left."""
+    """Yield the windows of each line, `seq_len` tokens apart; the last window of a line
+    has what is left."""
     import numpy as np
 
     from moejax.moe.types import Windows
@@ -168,8 +187,9 @@ def strided_windows(
             yield Windows(token_bt, position_bt)
 
 
-def bytes_of_line(tokenizer: Tokenizer, line: TokenStream) -> int:
-    """Count the bytes of the text of all tokens but the first, which is given."""
+def bytes_of_line(tokenizer: Tokenizer, line: Line) -> int:
+    """Return the number of bytes of a line's text, without its first token, which is
+    not predicted."""
     import numpy as np
 
     if tokenizer.name == "bytes" or line.num_tokens < 2:
@@ -186,8 +206,8 @@ def bytes_of_line(tokenizer: Tokenizer, line: TokenStream) -> int:
 
 
 def bytes_of_rows(tokenizer: Tokenizer, rows: "Windows") -> int:
-    """Count the bytes of the text of all tokens but the first of each row, without the
-    characters that the edges of the row cut."""
+    """Return the number of bytes of the rows' text, without the first token of each row
+    and without the characters that the edges of a row cut."""
     import numpy as np
 
     if tokenizer.name == "bytes":
@@ -204,25 +224,31 @@ def bytes_of_rows(tokenizer: Tokenizer, rows: "Windows") -> int:
 
 
 def _num_cut(tokenizer: Tokenizer, token_t: "np.ndarray") -> int:
-    """Count tokens at the beginning that are the rest of a character: at most three."""
-    starts = (token_t[first:][:64].tolist() for first in range(4))
-    texts = (stream_decoder(tokenizer)(ids) for ids in starts)
-    is_whole = (not text.startswith("\ufffd") for text in texts)
-    return next((first for first, is_so in enumerate(is_whole) if is_so), 0)
+    """Return how many tokens at the beginning are the rest of a character: at most
+    three."""
+    for first in range(4):
+        text = stream_decoder(tokenizer)(token_t[first:][:64].tolist())
+        if not text.startswith("\ufffd"):
+            return first
+    return 0
 
 
 class Bytes:
-    """Counts the text of tokens as they come. A separator counts as one byte, as it
-    does where tokens are bytes, so that figures of two tokenizers compare."""
+    """A counter of the bytes of text that tokens decode to.
+
+    A separator counts as one byte, as it does where tokens are bytes. So the figures of
+    two tokenizers can be compared.
+    """
 
     def __init__(self, tokenizer: Tokenizer, given: int) -> None:
-        """`given` is the token before them."""
+        """Begin to count behind the token `given`, which is not counted."""
         self._tokenizer, self.num = tokenizer, 0
         context = [] if given == tokenizer.separator else [given]
         self._complete = stream_decoder(tokenizer, context)
 
     def add(self, token_b: "np.ndarray", start_d: "np.ndarray") -> None:
-        """Count tokens that follow; `start_d` says where in them documents begin."""
+        """Count more tokens. `start_d` has the positions among them at which documents
+        begin."""
         import numpy as np
 
         separator_b = token_b == self._tokenizer.separator
@@ -235,7 +261,7 @@ class Bytes:
             self._extend(part_b[part_b != self._tokenizer.separator])
 
     def end(self) -> None:
-        """End a document."""
+        """End a document: count its last characters."""
         self.num += len(self._complete([], is_last=True).encode())
         self._complete = stream_decoder(self._tokenizer)
 
@@ -244,7 +270,8 @@ class Bytes:
 
 
 def show(record: dict, tokens_le: "np.ndarray", say: Callable[[str], None] = print):
-    from train.eval.held_out import format_expert_loads
+    """Print the figures, and the load of each expert as one character."""
+    from train.eval.held_out import load_lines
 
     perplexity = record["perplexity"]
     shown = "more than e700" if perplexity is None else f"{perplexity:.4g}"

@@ -1,10 +1,10 @@
-"""Continue prompts with a trained model: greedy, or drawn from the likeliest tokens.
+"""Continue prompts with a trained model, greedily or by random draws.
 
     python train/generate.py runs/tiny_cpu --prompt 'import ' --temperature 0.8
 
-One prompt streams to the terminal; of several, each is printed when it is done. A text
-ends at the token that separates documents, or after --max_tokens. Without a prompt a
-document begins. Exit codes: 0 done, 2 bad input, 130 stopped by Ctrl-C.
+The text of a single prompt streams to the terminal; each of several texts is printed
+when it is complete. A text ends at the token that separates documents, or after
+--max_tokens. Exit codes: 0 done, 2 bad input, 130 stopped by Ctrl-C.
 """
 
 import argparse
@@ -30,17 +30,20 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Continuation:
-    """The text that is made of one prompt."""
+    """A prompt and the text that follows it so far."""
 
     prompt: str
     complete: StreamDecoder
+    """Decoder that turns new tokens into the characters that they complete."""
     text: str = ""
+    """Text behind the prompt."""
     num_tokens: int = 0
+    """Number of tokens behind the prompt, the separator included."""
     is_ended: bool = False
-    """By the separator."""
+    """Whether the separator of documents has ended the text."""
 
     def add(self, token: int, separator: int) -> str:
-        """Add a token; return the text that it completes."""
+        """Add a token; return the characters that it completes."""
         self.num_tokens += 1
         self.is_ended = token == separator
         piece = "" if self.is_ended else self.complete([token])
@@ -55,32 +58,75 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = cli.make_parser(__doc__)
     add = parser.add_argument
-    add("--prompt", action="append", default=[], help="several are made together")
-    add("--prompt_file", action="append", default=[], help="its whole text is a prompt")
-    add("--max_tokens", type=int, default=200)
-    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
-    add("--top_p", type=float, default=0.9, help="draw from so much of all probability")
-    add("--seed", type=int, default=0, help="of what is drawn")
+    add(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text to continue; several prompts are continued together (default: one "
+        "empty prompt, which begins a document)",
+    )
+    add(
+        "--prompt_file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="file whose whole text is a prompt; may be given several times (default: "
+        "none)",
+    )
+    add(
+        "--max_tokens",
+        type=int,
+        default=200,
+        metavar="N",
+        help="number of new tokens at most, per prompt (default: %(default)s)",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="divisor of the logits, 0 or more; 0 always takes the likeliest token "
+        "(default: %(default)s)",
+    )
+    add(
+        "--top_p",
+        type=float,
+        default=0.9,
+        metavar="P",
+        help="draw from the likeliest tokens that together have this probability, "
+        "above 0 and at most 1; unused at temperature 0 (default: %(default)s)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="seed of the draws, 0 to 2**32 - 1 (default: %(default)s)",
+    )
     return parser.parse_args(argv)
 
 
-def generate(loaded: LoadedModel, args: argparse.Namespace) -> dict:
-    """Print the texts, and return them with what it took. Raises ValueError."""
+def generate(loaded: Loaded, args: argparse.Namespace) -> dict:
+    """Print the texts; return them with the tokens per second. Raises ValueError."""
     import numpy as np
 
     from train.eval.decoding import Sampling, decode, make_decoder
 
     tokenizer = cli.run_tokenizer(loaded)
-    given = load_prompts(args)
-    prompts = [encoded(tokenizer, text) for text in given]
-    note_length(loaded, prompts, args)
+    prompts = load_prompts(args)
+    prompt_ids = [encode(tokenizer, text) for text in prompts]
+    note_length(loaded, prompt_ids, args)
     decoder = make_decoder(loaded, tokenizer.vocab_size, tokenizer.separator)
-    how = Sampling(args.temperature, args.top_p, args.seed)
-    texts = [begun(tokenizer, *both) for both in zip(given, prompts)]
+    sampling = Sampling(args.temperature, args.top_p, args.seed)
+    texts = [
+        new_continuation(tokenizer, prompt, id_b)
+        for prompt, id_b in zip(prompts, prompt_ids)
+    ]
     show = Screen(texts) if is_first() else None
     started_sec = first_sec = time.monotonic()
     try:
-        for token_b in decode(decoder, prompts, args.max_tokens, how):
+        for token_b in decode(decoder, prompt_ids, args.max_tokens, sampling):
             if texts[0].num_tokens == 0:
                 first_sec = time.monotonic()
             add(texts, np.asarray(token_b).tolist(), decoder.separator, args, show)
@@ -114,7 +160,7 @@ def generate(loaded: LoadedModel, args: argparse.Namespace) -> dict:
 def add(
     texts: list[Continuation], tokens: list[int], separator: int, args, show
 ) -> None:
-    """Add a token to every text that has not ended."""
+    """Add one token to each text that has not ended, and show it."""
     for row, (text, token) in enumerate(zip(texts, tokens)):
         if not text.is_ended:
             piece = text.add(token, separator)
@@ -124,6 +170,7 @@ def add(
 
 
 def check(args: argparse.Namespace) -> None:
+    """Raise ValueError where an argument is out of its range."""
     rules = (
         (args.max_tokens >= 1, f"--max_tokens={args.max_tokens} must be at least 1"),
         (
@@ -133,13 +180,14 @@ def check(args: argparse.Namespace) -> None:
         (0 < args.top_p <= 1, f"--top_p={args.top_p} must be above 0, and at most 1"),
         (0 <= args.seed < 2**32, f"--seed={args.seed} must be 0 .. 2**32 - 1"),
     )
-    for is_kept, rule in rules:
-        if not is_kept:
+    for is_true, rule in rules:
+        if not is_true:
             raise ValueError(rule)
 
 
 def load_prompts(args: argparse.Namespace) -> list[str]:
-    """Return prompts, then the texts of files; an empty one where there is neither."""
+    """Return the prompts, then the texts of the prompt files; one empty prompt where
+    there are neither."""
     texts = list(args.prompt)
     for path in args.prompt_file:
         try:
@@ -153,34 +201,40 @@ def load_prompts(args: argparse.Namespace) -> list[str]:
     return texts or [""]
 
 
-def encoded(tokenizer: Tokenizer, text: str):
-    """Return the ids of a prompt, which begins with the separator of documents."""
+def encode(tokenizer: Tokenizer, text: str):
+    """Return the token ids of a prompt, behind the separator of documents."""
     import numpy as np
 
     if tokenizer.forbidden is not None and tokenizer.forbidden in text:
         raise ValueError(
-            f"a prompt holds the separator {tokenizer.forbidden!r} of documents: take "
-            "it out"
+            f"a prompt contains {tokenizer.forbidden!r}, which separates documents: "
+            "remove it"
         )
     return np.append(np.int32(tokenizer.separator), tokenizer.encode(text))
 
 
-def begun(tokenizer: Tokenizer, prompt: str, id_b: "np.ndarray") -> Continuation:
-    """Return an empty text behind that of the prompt, and not behind a separator."""
+def new_continuation(
+    tokenizer: Tokenizer, prompt: str, id_b: "np.ndarray"
+) -> Continuation:
+    """Return an empty continuation. Its text is decoded as what follows the prompt, not
+    as the beginning of a document."""
     return Continuation(prompt, stream_decoder(tokenizer, context=id_b[1:]))
 
 
-def note_length(loaded: LoadedModel, prompts: list, args: argparse.Namespace) -> None:
-    length, trained = max(map(len, prompts)) + args.max_tokens, loaded.cfg.data.seq_len
+def note_length(loaded: Loaded, prompt_ids: list, args: argparse.Namespace) -> None:
+    """Tell the user where texts can become longer than the windows of the training."""
+    length = max(map(len, prompt_ids)) + args.max_tokens
+    trained = loaded.cfg.data.seq_len
     if length > trained and is_first():
         say_loudly(
-            f"note: up to {length} tokens, and the run has seen Data.seq_len={trained} "
-            "at a time"
+            f"note: texts may have {length} tokens, and the run was trained on "
+            f"Data.seq_len={trained}"
         )
 
 
 class Screen:
-    """One text as it comes; of several, each when it is done."""
+    """Terminal output: a single text streams, each of several is printed when it is
+    complete."""
 
     def __init__(self, texts: list[Continuation]) -> None:
         self._texts = texts
@@ -196,12 +250,13 @@ class Screen:
             self._write(f"--- prompt {row}\n{text.prompt}{text.text}\n")
 
     def end(self) -> None:
-        """End the line, whatever has ended the text."""
+        """End the line of a single text, also where an interrupt has stopped it."""
         if len(self._texts) == 1:
             self._write("\n")
 
     def _write(self, text: str) -> None:
-        """Write a text without the characters by which it could steer the terminal."""
+        """Write a text. Control characters, which could steer the terminal, are
+        replaced."""
         shown = (c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
         sys.stdout.write("".join(shown))
         sys.stdout.flush()

@@ -3,9 +3,9 @@
     python train/main.py --gin_file=configs/tiny_cpu.gin \\
         --gin_param='Train.num_steps = 50'
 
-Exit codes: 0 done, 2 bad input, 3 diverged or the disk did not take what was written,
-75 stopped by a signal with everything saved. One program of several processes is
-started by tools/launch/local.py, SLURM, Open MPI or Kubernetes (docs/processes.md).
+Exit codes: 0 the run is finished; 2 bad input; 3 the loss diverged, or a write to the
+disk failed; 75 stopped by a signal, with everything saved. tools/launch/local.py,
+SLURM, Open MPI or Kubernetes start a run of several processes (docs/processes.md).
 """
 
 import argparse
@@ -60,25 +60,64 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--gin_file", action="append", required=True, help="a later one wins")
-    add("--gin_param", action="append", default=[], help="'Train.num_steps = 50'")
-    add("--run_dir", help="default: Train.run_dir, else runs/<name of the first file>")
     add(
-        "--fresh", action="store_true", help="archive the run that is there, start anew"
+        "--gin_file",
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="configuration file; may be given several times, and a later file wins "
+        "(required)",
     )
-    add("--dry_run", action="store_true", help="print sizes and plan, run nothing")
+    add(
+        "--gin_param",
+        action="append",
+        default=[],
+        metavar="BINDING",
+        help="one binding, such as 'Train.num_steps = 50'; may be given several times, "
+        "and wins over files (default: none)",
+    )
+    add(
+        "--run_dir",
+        metavar="DIR",
+        help="directory of checkpoints, metrics and logs (default: Train.run_dir, else "
+        "runs/<name of the first gin file>)",
+    )
+    add(
+        "--fresh",
+        action="store_true",
+        help="rename the run that is in the directory, and start from step 0 (default: "
+        "continue that run)",
+    )
+    add(
+        "--dry_run",
+        action="store_true",
+        help="print parameters, bytes per device, FLOPs per token and the plan, and "
+        "run nothing (default: train)",
+    )
     add(
         "--num_devices",
         type=int,
         metavar="N",
-        help="with --dry_run: print the valid meshes of N devices, best first, with "
-        "the --gin_param of each and its bytes per device",
+        help="with --dry_run: print the valid meshes of N devices, best first, each "
+        "with its --gin_param flags and bytes per device (default: the sizes of the "
+        "configured mesh)",
     )
-    add("--json", action="store_true", help="end with one JSON object on the last line")
     add(
-        "--tensorboard", action="store_true", help="write events to RUN_DIR/tensorboard"
+        "--json",
+        action="store_true",
+        help="print one JSON object as the last line (default: text alone)",
     )
-    add("--profile_steps", default="", help=HELP)
+    add(
+        "--tensorboard",
+        action="store_true",
+        help="write events to RUN_DIR/tensorboard (default: none)",
+    )
+    add(
+        "--profile_steps",
+        default="",
+        metavar="A:B",
+        help=f"{HELP} (default: no steps)",
+    )
     add_flags(parser)
     return parser.parse_args(argv)
 

@@ -129,7 +129,10 @@ def test_other_held_out_text_is_refused(saved):
     ("words", "message"),
     [
         (("--batches", "0"), "--batches=0 must be at least 1"),
-        (("--batches", "1", "--files", "x"), "--batches is of held-out text"),
+        (
+            ("--batches", "1", "--files", "x"),
+            "--batches counts batches of held-out text",
+        ),
         (("--gin_param", "Data.seq_len = 'a'"), "must be an int"),
     ],
 )

@@ -37,7 +37,7 @@ def saved(tmp_path_factory):
 
 
 def encoded():
-    return [generate.encoded(TOKENIZER, prompt) for prompt in PROMPTS]
+    return [generate.encode(TOKENIZER, prompt) for prompt in PROMPTS]
 
 
 @functools.cache
@@ -178,8 +178,8 @@ def test_prompts_that_are_no_text_are_one_line(tmp_path):
         args = generate.parse(["run", "--prompt_file", str(tmp_path / path)])
         with pytest.raises(ValueError, match=message):
             generate.load_prompts(args)
-    with pytest.raises(ValueError, match="holds the separator"):
-        generate.encoded(TOKENIZER, "a\0b")
+    with pytest.raises(ValueError, match="which separates documents"):
+        generate.encode(TOKENIZER, "a\0b")
 
 
 def test_a_text_ends_at_the_separator():
@@ -194,7 +194,9 @@ def test_a_text_goes_on_behind_its_prompt(tmp_path):
     """The space between the two, which the decoder strips at the beginning, is kept."""
     tokenizer = load_metaspace(tmp_path)
     for prompt, expected in (("hello world", "hello world the cat"), ("", "the cat")):
-        text = generate.begun(tokenizer, prompt, generate.encoded(tokenizer, prompt))
+        text = generate.new_continuation(
+            tokenizer, prompt, generate.encode(tokenizer, prompt)
+        )
         for token in tokenizer.encode("the cat").tolist():
             text.add(token, tokenizer.separator)
         assert text.prompt + text.text == expected

@@ -62,9 +62,24 @@ class ProcessInfo:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `cluster_flags` reads."""
     add = parser.add_argument
-    add("--coordinator", help="HOST:PORT of process 0, where no launcher says it")
-    add("--num_processes", type=int, help="of the run, with --coordinator")
-    add("--process_id", type=int, help="of this process, with --coordinator")
+    add(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="address of process 0 in a run of several processes; needs the next two "
+        "(default: as the launcher's environment says, else one process)",
+    )
+    add(
+        "--num_processes",
+        type=int,
+        metavar="N",
+        help="number of processes of the run (default: as for --coordinator)",
+    )
+    add(
+        "--process_id",
+        type=int,
+        metavar="I",
+        help="number of this process, 0 to N - 1 (default: as for --coordinator)",
+    )
 
 
 def cluster_flags(args: argparse.Namespace) -> Flags:
