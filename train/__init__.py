@@ -1,4 +1,4 @@
-"""The programs that train, evaluate and generate; the first user of `moejax`.
+"""Programs that train, evaluate and generate with `moejax`.
 
-What would serve another loop, model or optimizer is in `moejax`.
+Code that would serve another loop, model or optimizer too is in `moejax`.
 """

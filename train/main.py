@@ -41,8 +41,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def work(args: argparse.Namespace, *, is_program: bool) -> int:
-    """Run what the arguments say; return the exit code. A program, unlike a call, may
-    start itself anew."""
+    """Run the program with these arguments; return the exit code.
+
+    A program (`is_program`) may restart itself with other memory settings; a call from
+    Python may not.
+    """
     if args.num_devices is not None and not args.dry_run:
         raise ValueError(
             f"--num_devices={args.num_devices} is for --dry_run, which proposes "
@@ -123,14 +126,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def run_directory(cfg: Config, args: argparse.Namespace) -> pathlib.Path:
-    named = args.run_dir or cfg.train.run_dir
+    """Return the run directory: the one that is named, or runs/<name of the first gin
+    file>."""
+    name = args.run_dir or cfg.train.run_dir
     return pathlib.Path(
-        named or pathlib.Path("runs") / pathlib.Path(args.gin_file[0]).stem
+        name or pathlib.Path("runs") / pathlib.Path(args.gin_file[0]).stem
     )
 
 
 def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> int:
-    """Do everything that needs jax; return the exit code."""
+    """Do a dry run, or train; return the exit code. What needs jax is imported here."""
     from train.checkpoint.checkpoints import CheckpointError
     from train.dry_run import dry_run, show_meshes
     from train.job import prepare
@@ -146,14 +151,14 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
         return DONE
     job = prepare(cfg)
     is_first_attempt = os.environ.get(ATTEMPT, "0") == "0"
-    fresh = args.fresh and is_first_attempt  # a restart goes on with what it has done
+    fresh = args.fresh and is_first_attempt  # a restart continues its own run
     with share(run_directory(cfg, args), fresh=fresh) as run_dir:
         if run_dir.archived:
             print(f"the run that was here is now {run_dir.archived}")
-        done = from_first_process(lambda: finished_summary(run_dir.path, job))
-        if done is not None:
-            say_finished(done, cfg)
-            emit(done, args.json)
+        summary = from_first_process(lambda: finished_summary(run_dir.path, job))
+        if summary is not None:
+            say_finished(summary, cfg)
+            emit(summary, args.json)
             return DONE
         text = gin_reader.render(cfg)
         print(text, flush=True)
@@ -172,14 +177,15 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
     return DONE
 
 
-def say_finished(done: dict, cfg: Config) -> None:
-    loss, num_steps = done["eval_loss"], cfg.train.num_steps
+def say_finished(summary: dict, cfg: Config) -> None:
+    """Print that the run in the directory is finished, and what the user can do."""
+    loss, num_steps = summary["eval_loss"], cfg.train.num_steps
     loss = "not finite" if loss is None else f"{loss:.4f}"
     print(
-        f"{done['run_dir']} is finished: {done['step']} of {num_steps} steps, held-out "
-        f"loss {loss}. Go on with --gin_param='Train.num_steps = {2 * num_steps}', "
-        "start over with --fresh (this run is kept, renamed), or name another "
-        "--run_dir."
+        f"{summary['run_dir']} is finished: {summary['step']} of {num_steps} steps, "
+        f"held-out loss {loss}. Continue it with --gin_param='Train.num_steps = "
+        f"{2 * num_steps}', start afresh with --fresh (this run is kept under another "
+        "name), or name another --run_dir."
     )
 
 

@@ -1,4 +1,4 @@
-"""From gin files and bindings to a Config. Only this folder imports gin.
+"""Reading of gin files and bindings into a Config. Only this folder imports gin.
 
-What a Config holds, and its rules, are in moejax/config.py.
+The fields of a Config and their rules are in moejax/config.py.
 """

@@ -1,4 +1,4 @@
-"""How programs begin and end, and how the processes of a run meet and agree.
+"""The begin and the end of a program, and how the processes of a run meet and agree.
 
-Nothing here knows of models, data or files of a run.
+Nothing here depends on models, data or the files of a run.
 """

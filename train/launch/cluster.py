@@ -1,16 +1,16 @@
-"""Which process of which run this one is: from flags, else from the environment.
+"""Find out which process of a run this one is, from flags or the environment.
 
-    asked in this order           count, index                  coordinator
+    sources, in this order        count, index                  coordinator
     flags                         --num_processes, --process_id --coordinator
     MOEJAX_*                      MOEJAX_NUM_PROCESSES, .._ID   MOEJAX_COORDINATOR
     Kubernetes, with the first    .., JOB_COMPLETION_INDEX      MOEJAX_COORDINATOR
     Open MPI                      OMPI_COMM_WORLD_SIZE, .._RANK host of mpirun
     SLURM, in a step of srun      SLURM_NTASKS, SLURM_PROCID    first host of the step
 
-MOEJAX_COORDINATOR alone replaces the coordinator of the last two. Open MPI is asked
-before SLURM: mpirun within a SLURM job starts one daemon per host with srun, and
-SLURM's variables count the daemons. Where all processes are on one host the coordinator
-is 127.0.0.1. This module imports no jax.
+MOEJAX_COORDINATOR by itself replaces the coordinator of the last two sources. Open MPI
+comes before SLURM, because mpirun within a SLURM job starts one daemon per host with
+srun, and SLURM's variables count the daemons. Where all processes are on one host, the
+coordinator is 127.0.0.1. This module does not import jax.
 """
 
 import argparse
@@ -26,16 +26,17 @@ LOCAL_NUM_PROCESSES = "MOEJAX_LOCAL_NUM_PROCESSES"
 LOCAL_PROCESS_ID = "MOEJAX_LOCAL_PROCESS_ID"
 COMPLETION_INDEX = "JOB_COMPLETION_INDEX"
 ATTEMPT = "MOEJAX_ATTEMPT"
-"""How often launchers have started this run before; unset is never."""
+"""Variable with the number of earlier starts of this run; 0 where it is not set."""
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, NUM_PORTS = 61440, 4096
-"""Above the ports that Linux gives to outgoing connections (32768 to 60999)."""
+"""Ports of coordinators. They are above those that Linux gives to outgoing connections
+(32768 to 60999)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    """Arguments of the command line: all three or none."""
+    """Command-line arguments that name a process: all three are set, or none."""
 
     coordinator: str | None = None
     num_processes: int | None = None
@@ -44,19 +45,20 @@ class Flags:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessInfo:
-    """One of several processes of a run."""
+    """The place of a process in a run of several."""
 
     count: int
-    """Processes of the run, at least 2."""
+    """Number of processes of the run, at least 2."""
     index: int
+    """Number of this process: 0 to count - 1."""
     coordinator: str
-    """HOST:PORT, of process 0."""
+    """Address of process 0, as HOST:PORT."""
     source: str
-    """Who said so: 'flags', 'MOEJAX', 'Kubernetes', 'Open MPI' or 'SLURM'."""
+    """Source of these facts: 'flags', 'MOEJAX', 'Kubernetes', 'Open MPI' or 'SLURM'."""
     local_index: int | None = None
-    """Among the processes of this host, where that is known."""
+    """Number of this process among those of its host; None where it is not known."""
     local_device_ids: tuple[int, ...] | None = None
-    """Places of this process's GPUs among those it sees; None: all are its own."""
+    """Positions of this process's GPUs among those that it sees; None: it takes all."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -83,25 +85,28 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def cluster_flags(args: argparse.Namespace) -> Flags:
+    """Return the arguments that `add_flags` has added."""
     return Flags(args.coordinator, args.num_processes, args.process_id)
 
 
 def detect(
     environ: Mapping[str, str], flags: Flags | None = None
 ) -> ProcessInfo | None:
-    """Return which process of its run this one is; None for a run of one process.
+    """Return the place of this process in its run; None for a run of one process.
 
-    Raises ValueError, in one line, when what is set is incomplete or contradictory.
+    Raises ValueError, in one line, where flags or variables are incomplete or
+    contradict one another.
     """
     env = {name: text.strip() for name, text in environ.items() if text.strip()}
     process = _from_flags(flags)
-    for ask in (_from_ours, _from_open_mpi, _from_slurm):
-        process = process or ask(env)
+    for source in (_from_moejax, _from_open_mpi, _from_slurm):
+        process = process or source(env)
     return process if process is not None and process.count > 1 else None
 
 
 def is_loopback(coordinator: str) -> bool:
-    """Return whether HOST or HOST:PORT is this machine, reached from nowhere else."""
+    """Return whether HOST or HOST:PORT is a loopback address, which only this machine
+    can reach."""
     host = coordinator
     if coordinator.startswith("["):
         host = coordinator[1:].partition("]")[0]
@@ -111,6 +116,7 @@ def is_loopback(coordinator: str) -> bool:
 
 
 def _from_flags(flags: Flags | None) -> ProcessInfo | None:
+    """Return the place that the flags give; None where there are none."""
     words = {} if flags is None else {
         "--coordinator": flags.coordinator,
         "--num_processes": flags.num_processes,
@@ -126,12 +132,15 @@ def _from_flags(flags: Flags | None) -> ProcessInfo | None:
     return ProcessInfo(count, index, coordinator, "flags")
 
 
-def _from_ours(env: Mapping[str, str]) -> ProcessInfo | None:
-    said = [x for x in (COORDINATOR, NUM_PROCESSES, PROCESS_ID) if x in env]
-    if not said:
+def _from_moejax(env: Mapping[str, str]) -> ProcessInfo | None:
+    """Return the place that MOEJAX_* variables give, with or without the index of
+    Kubernetes; None where there are none, or where MOEJAX_COORDINATOR only replaces the
+    coordinator of another launcher."""
+    variables = [x for x in (COORDINATOR, NUM_PROCESSES, PROCESS_ID) if x in env]
+    if not variables:
         return None
-    launched = _is_open_mpi(env) or _is_slurm(env)
-    if said == [COORDINATOR] and launched and COMPLETION_INDEX not in env:
+    has_launcher = _is_open_mpi(env) or _is_slurm(env)
+    if variables == [COORDINATOR] and has_launcher and COMPLETION_INDEX not in env:
         return None
     index_name = PROCESS_ID
     if PROCESS_ID not in env and COMPLETION_INDEX in env:
@@ -141,10 +150,9 @@ def _from_ours(env: Mapping[str, str]) -> ProcessInfo | None:
     count, index = _count_and_index(env, NUM_PROCESSES, index_name)
     coordinator = _address(env, COORDINATOR)
     source = "Kubernetes" if index_name == COMPLETION_INDEX else "MOEJAX"
-    locally = [x for x in (LOCAL_NUM_PROCESSES, LOCAL_PROCESS_ID) if x in env]
-    if not locally:
-        return ProcessInfo(count, index, coordinator, source)
     names = (LOCAL_NUM_PROCESSES, LOCAL_PROCESS_ID)
+    if not any(name in env for name in names):
+        return ProcessInfo(count, index, coordinator, source)
     _require_all(env, names, "set both, or none")
     local_count, local_index = _count_and_index(env, *names)
     gpus = _share_of_gpus(local_index, local_count, env)
@@ -152,11 +160,16 @@ def _from_ours(env: Mapping[str, str]) -> ProcessInfo | None:
 
 
 def _is_open_mpi(env: Mapping[str, str]) -> bool:
+    """Return whether mpirun of Open MPI has started this process."""
     return "OMPI_COMM_WORLD_SIZE" in env or "OMPI_COMM_WORLD_RANK" in env
 
 
 def _from_open_mpi(env: Mapping[str, str]) -> ProcessInfo | None:
-    """Open MPI 4 names the host of mpirun; 5 does not, and can start one host alone."""
+    """Return the place that Open MPI gives; None where it has not started this process.
+
+    Open MPI 4 names the host of mpirun. Open MPI 5 does not, so that a run on several
+    hosts needs MOEJAX_COORDINATOR there.
+    """
     if not _is_open_mpi(env):
         return None
     names = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
@@ -187,11 +200,13 @@ def _from_open_mpi(env: Mapping[str, str]) -> ProcessInfo | None:
 
 
 def _is_slurm(env: Mapping[str, str]) -> bool:
-    """Return whether this is a step of srun: a batch script alone has no such list."""
+    """Return whether srun has started this process. A batch script by itself has no
+    list of the step's nodes."""
     return "SLURM_STEP_NODELIST" in env
 
 
 def _from_slurm(env: Mapping[str, str]) -> ProcessInfo | None:
+    """Return the place that srun gives; None where it has not started this process."""
     if not _is_slurm(env):
         return None
     names = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID")
@@ -213,13 +228,13 @@ def _from_slurm(env: Mapping[str, str]) -> ProcessInfo | None:
 
 
 def expand_hosts(node_list: str) -> list[str]:
-    """Return the hosts of a SLURM node list, 'n[08-10,12]' as n08, n09, n10 and n12.
+    """Return the hosts of a SLURM node list: 'n[08-10,12]' is n08, n09, n10 and n12.
 
-    Raises ValueError on a list that is none.
+    Raises ValueError for a text that is not such a list.
     """
     if not re.fullmatch(r"(?!,)(?:[^\[\],\s]|\[[\d,-]+\]|,(?=[^,]))+", node_list):
         raise ValueError(
-            f"SLURM_STEP_NODELIST={node_list!r} is no list of hosts such as "
+            f"SLURM_STEP_NODELIST={node_list!r} is not a list of hosts such as "
             f"n[08-10,12],gpu1: set {COORDINATOR}=HOST:PORT and start again"
         )
     hosts = []
@@ -233,7 +248,8 @@ def expand_hosts(node_list: str) -> list[str]:
 
 
 def _expand_numbers(ranges: str) -> list[str]:
-    """'08-10,12' is 08, 09, 10 and 12: as wide as the first number is written."""
+    """Return the numbers of '08-10,12', which are 08, 09, 10 and 12. Each has as many
+    digits as the first number of its range."""
     numbers = []
     for word in ranges.split(","):
         first, _, last = word.partition("-")
@@ -247,9 +263,12 @@ def _expand_numbers(ranges: str) -> list[str]:
 def _share_of_gpus(
     local_index: int, local_count: int, env: Mapping[str, str]
 ) -> tuple[int, ...] | None:
-    """Return one GPU for each process of a host, or an equal share of visible ones.
+    """Return the positions of this process's GPUs: an equal share of the visible ones,
+    or one GPU where CUDA_VISIBLE_DEVICES is not set.
 
-    A single visible GPU is this process's own: its launcher has bound it.
+    Return None where the process takes all that it sees: it is alone on its host, or
+    its launcher lets it see a single GPU. Raises ValueError where the shares are not
+    equal.
     """
     name = "CUDA_VISIBLE_DEVICES"
     num_visible = len(env[name].split(",")) if name in env else local_count
@@ -265,18 +284,24 @@ def _share_of_gpus(
 
 
 def _require_all(words: Mapping[str, str], names: tuple[str, ...], advice: str) -> None:
+    """Raise ValueError with advice unless `words` has all of the names."""
     here = " ".join(f"{name}={words[name]}" for name in names if name in words)
     missing = [name for name in names if name not in words]
     if missing:
-        raise ValueError(f"{here} is set, {' and '.join(missing)} not: {advice}")
+        missing = " and ".join(missing)
+        raise ValueError(f"{here} is set, but not {missing}: {advice}")
 
 
 def _count_and_index(
     words: Mapping[str, str], count_name: str, index_name: str
 ) -> tuple[int, int]:
+    """Return the number of processes and the number of this one; raise ValueError where
+    they cannot be that."""
     count, index = _whole(words, count_name), _whole(words, index_name)
     if count < 1:
-        raise ValueError(f"{count_name}={count} must be 1 or more: say how many run")
+        raise ValueError(
+            f"{count_name}={count} must be 1 or more: give the number of processes"
+        )
     if index >= count:
         raise ValueError(
             f"{index_name}={index} must be below {count_name}={count}: number the "
@@ -286,6 +311,7 @@ def _count_and_index(
 
 
 def _whole(words: Mapping[str, str], name: str) -> int:
+    """Return a word as a whole number of 0 or more, or raise ValueError."""
     if not re.fullmatch(r"\d{1,18}", words[name], re.ASCII):
         raise ValueError(
             f"{name}={words[name]!r} must be a whole number of 0 or more: correct it"
@@ -294,8 +320,9 @@ def _whole(words: Mapping[str, str], name: str) -> int:
 
 
 def _address(words: Mapping[str, str], name: str) -> str:
-    found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})", words[name])
-    if not found or not 0 < int(found[2]) < 65536:
+    """Return a word that is HOST:PORT; raise ValueError for another one."""
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})", words[name])
+    if not match or not 0 < int(match[2]) < 65536:
         raise ValueError(
             f"{name}={words[name]!r} must be HOST:PORT, such as node1:61440: give the "
             "address of process 0"

@@ -126,13 +126,17 @@ def test_flags_come_before_the_environment():
 @pytest.mark.parametrize(
     ("environ", "flags", "said"),
     [
-        ({}, Flags(num_processes=4), "--num_processes=4 is set, --coordinator and"),
+        (
+            {},
+            Flags(num_processes=4),
+            "--num_processes=4 is set, but not --coordinator and",
+        ),
         ({}, Flags("node1", 2, 0), "--coordinator='node1' must be HOST:PORT"),
         ({}, Flags("n:1", 2, 2), "--process_id=2 must be below --num_processes=2"),
         ({}, Flags("n:1", 2, -1), "--process_id='-1' must be a whole number"),
         ({}, Flags("n:1", 0, 0), "--num_processes=0 must be 1 or more"),
         (OURS | {"MOEJAX_PROCESS_ID": "4"}, None, "MOEJAX_PROCESS_ID=4 must be below"),
-        (OURS | {"MOEJAX_PROCESS_ID": ""}, None, "MOEJAX_PROCESS_ID not: set all"),
+        (OURS | {"MOEJAX_PROCESS_ID": ""}, None, "but not MOEJAX_PROCESS_ID: set"),
         (OURS | {"MOEJAX_NUM_PROCESSES": "x"}, None, "MOEJAX_NUM_PROCESSES='x' must"),
         (OURS | {"MOEJAX_COORDINATOR": "h:0"}, None, "must be HOST:PORT"),
         (OURS | {"MOEJAX_COORDINATOR": "fe80::1:5"}, None, "must be HOST:PORT"),
@@ -141,13 +145,17 @@ def test_flags_come_before_the_environment():
         (
             {"MOEJAX_COORDINATOR": "h:1", "JOB_COMPLETION_INDEX": "0"},
             None,
-            "JOB_COMPLETION_INDEX=0 is set, MOEJAX_NUM_PROCESSES not",
+            "JOB_COMPLETION_INDEX=0 is set, but not MOEJAX_NUM_PROCESSES",
         ),
-        (SLURM | {"SLURM_LOCALID": ""}, None, "SLURM_LOCALID not: start with srun"),
+        (SLURM | {"SLURM_LOCALID": ""}, None, "but not SLURM_LOCALID: start with srun"),
         (SLURM | {"SLURM_PROCID": "7"}, None, "SLURM_PROCID=7 must be below SLURM_NT"),
-        (SLURM | {"SLURM_STEP_NODELIST": "n[1-"}, None, "is no list of hosts"),
+        (SLURM | {"SLURM_STEP_NODELIST": "n[1-"}, None, "is not a list of hosts"),
         (SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2"}, None, "cannot share equally"),
-        (MPI4 | {"OMPI_COMM_WORLD_RANK": ""}, None, "OMPI_COMM_WORLD_RANK not: start"),
+        (
+            MPI4 | {"OMPI_COMM_WORLD_RANK": ""},
+            None,
+            "but not OMPI_COMM_WORLD_RANK: start",
+        ),
         (MPI5, None, "set MOEJAX_COORDINATOR=HOST:PORT"),
     ],
 )
@@ -176,7 +184,7 @@ def test_node_lists_expand(node_list, hosts):
     "text", ["", "n[", "n]", "n[]", "n[a]", "a,,b", ",a", "a,", "a b"]
 )
 def test_what_is_no_node_list_is_refused(text):
-    with pytest.raises(ValueError, match="no list of hosts"):
+    with pytest.raises(ValueError, match="not a list of hosts"):
         expand_hosts(text)
 
 
