@@ -130,26 +130,27 @@ def nearest(name: str, shown: Mapping[str, str], otherwise: str) -> str:
 
 
 def names_in(message: str) -> list[str]:
-    """Return the fields that a rule's message may mean, as 'Class.field', each once.
+    """Return the fields that a rule's message means, as 'Class.field', each once.
 
     'Class.field' names one field. 'field=' names that of the class last mentioned, or
-    else of every class that has such a field. A bare word names an axis of the mesh
-    ('dc x data x expert devices', 'the tensor axis (2)').
+    else of every class that has such a field. 'dc x data x expert devices' and 'the
+    tensor axis' name sizes of the mesh.
     """
     names: dict[str, None] = {}
-    owner = ""
-    for cls, field, equals in re.findall(
-        r"(?:\b([A-Z]\w*)\.)?\b([a-z]\w*)\b(=?)", _QUOTED.sub("", message)
-    ):
+    owner, text = "", _QUOTED.sub("", message)
+    for cls, field, is_value in _FIELD.findall(text):
         owner = cls or owner
-        if cls or (equals and f"{owner}.{field}" in KINDS):
+        if cls or (is_value and f"{owner}.{field}" in KINDS):
             names[f"{owner}.{field}"] = None
-        elif equals:
+        elif is_value:
             names |= {name: None for name in KINDS if name.split(".")[1] == field}
-        elif f"Mesh.{field}" in KINDS:
-            names[f"Mesh.{field}"] = None
+    names |= {f"Mesh.{axis}": None for axis in _AXIS.findall(text)}
     return [name for name in names if name in KINDS]
 
 
 _QUOTED = re.compile(r"(?<!\w)'[^']*'")
 """Pattern of a value in a message, such as 'data_expert'; not of an apostrophe."""
+_FIELD = re.compile(r"(?:\b([A-Z]\w*)\.)?\b([a-z]\w*)\b(=?)")
+"""Pattern of a field, such as Moe.top_k= or top_k=: class, field, equals sign."""
+_AXIS = re.compile(r"\b(dc|data|expert|tensor)(?= x | axis| devices| \()")
+"""Pattern of an axis of the mesh: 'data x', 'expert (4)', 'tensor axis'."""

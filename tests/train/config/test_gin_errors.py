@@ -162,6 +162,7 @@ GROUP = "Dispatch.group = 'dc_expert'"
         (["Moe.top_k = 100"], "Moe.top_k = 100", ["Moe.num_experts = 16 at FILE:3"]),
         ([DOMAIN], DOMAIN, []),
         ([DOMAIN, GROUP], GROUP, [f"{DOMAIN} at --gin_param {DOMAIN!r}"]),
+        (["Data.corpus = ()", "Mesh.data = 2"], "Data.corpus = ()", []),
         ([GROUP, "Dispatch.domain = (1, 3)"], "Dispatch.domain = (1, 3)", ["FILE:2"]),
     ],
 )
