@@ -264,7 +264,7 @@ def replay(
     times: Times,
     layout: Layout,
     cost: CostModel,
-) -> Replayed:
+) -> ReplayResult:
     """Plan each sample with a policy and score the plan, layer by layer. Raises
     ValueError where a plan is invalid."""
     load_tlwe, layers = loads.load_tlwe, loads.layers

@@ -77,7 +77,7 @@ def run(
     return guarded(load_and_work, as_json=args.json)
 
 
-def run_tokenizer(loaded: Loaded) -> Tokenizer:
+def run_tokenizer(loaded: LoadedModel) -> Tokenizer:
     """Return the tokenizer that the run was trained with. Raises ValueError where the
     configured one differs from it."""
     data, identity = loaded.cfg.data, loaded.meta["data"]

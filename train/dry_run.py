@@ -14,8 +14,8 @@ from moejax.config import Config
 from moejax.model.flops import flops_per_token, num_params
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
-from train.resolve.meshes import RULE, propose_meshes
-from train.resolve.resolved import Resolved, resolve
+from moejax.resolve.meshes import RULE, propose_meshes
+from moejax.resolve.resolved import Resolved, resolve
 from train.step.compiled import make_model
 from train.step.state import abstract_state, bytes_per_device, compresses_gradients
 

@@ -117,7 +117,7 @@ def measure(loaded: LoadedModel, args: argparse.Namespace) -> dict:
     return record
 
 
-def batch_size_for(loaded: Loaded) -> int:
+def batch_size_for(loaded: LoadedModel) -> int:
     """Return the number of rows that are computed at a time on all devices: that of the
     run's micro-batches, or fewer where CHUNK_TOKENS limits it."""
     train = config_from_record(loaded.meta["config"]).train
@@ -143,7 +143,7 @@ def held_out_windows(
             yield held_out.rows(index, start, min(start + batch_size, micro))
 
 
-def load_lines(loaded: Loaded, files: list[str]) -> list[Line]:
+def load_lines(loaded: LoadedModel, files: list[str]) -> list[TokenStream]:
     """Return the tokens of each file or glob as one line of documents. Raises
     ValueError."""
     cfg = dataclasses.replace(loaded.cfg.data, corpus=tuple(files), weights=None)
@@ -187,7 +187,7 @@ def strided_windows(
             yield Windows(token_bt, position_bt)
 
 
-def bytes_of_line(tokenizer: Tokenizer, line: Line) -> int:
+def bytes_of_line(tokenizer: Tokenizer, line: TokenStream) -> int:
     """Return the number of bytes of a line's text, without its first token, which is
     not predicted."""
     import numpy as np
@@ -271,7 +271,7 @@ class Bytes:
 
 def show(record: dict, tokens_le: "np.ndarray", say: Callable[[str], None] = print):
     """Print the figures, and the load of each expert as one character."""
-    from train.eval.held_out import load_lines
+    from train.eval.held_out import format_expert_loads
 
     perplexity = record["perplexity"]
     shown = "more than e700" if perplexity is None else f"{perplexity:.4g}"

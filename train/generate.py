@@ -107,7 +107,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def generate(loaded: Loaded, args: argparse.Namespace) -> dict:
+def generate(loaded: LoadedModel, args: argparse.Namespace) -> dict:
     """Print the texts; return them with the tokens per second. Raises ValueError."""
     import numpy as np
 
@@ -221,7 +221,9 @@ def new_continuation(
     return Continuation(prompt, stream_decoder(tokenizer, context=id_b[1:]))
 
 
-def note_length(loaded: Loaded, prompt_ids: list, args: argparse.Namespace) -> None:
+def note_length(
+    loaded: LoadedModel, prompt_ids: list, args: argparse.Namespace
+) -> None:
     """Tell the user where texts can become longer than the windows of the training."""
     length = max(map(len, prompt_ids)) + args.max_tokens
     trained = loaded.cfg.data.seq_len

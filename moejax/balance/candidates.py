@@ -137,8 +137,8 @@ def swap(question: Question) -> list[Candidate]:
     # This layout's copies travel whether a plan uses them or not: they are free to it.
     sunk = dataclasses.replace(question.cost, bytes_per_expert=0.0)
     new = _plan(question, layout, sunk, plan)
-    merged = _cheaper(question, plan, new, layout, question.margin)
-    return [] if merged == plan else [_priced(question, merged, layout)]
+    merged = _merge_where_cheaper(question, plan, new, layout, question.margin)
+    return [] if merged == plan else [_price(question, merged, layout)]
 
 
 def relayouts(question: Question, swapped: ExpertPlan) -> list[Candidate]:
@@ -154,7 +154,7 @@ def relayouts(question: Question, swapped: ExpertPlan) -> list[Candidate]:
     for roomy in _neighbours(question):
         base = question.plan.resized(roomy)
         new = _plan(question, roomy, question.cost, base)
-        plan = _cheaper(question, base, new, roomy, 0.0)
+        plan = _merge_where_cheaper(question, base, new, roomy, 0.0)
         pairs.append((plan, _with_slack(plan, roomy)))
     pairs += [(plan, fitted(question, plan, layout)) for plan, layout in pairs]
     return [_price(question, plan, layout) for plan, layout in pairs if layout != now]

@@ -6,10 +6,10 @@ import pytest
 
 from moejax.config import Config, Moe, Train
 from moejax.plan.layout import Topology
+from moejax.resolve.meshes import NODE_DEVICES, propose_meshes
 from tests.support.run_main import ROOT
 from train.config.gin_reader import load
 from train.dry_run import show_meshes
-from train.resolve.meshes import NODE_DEVICES, propose_meshes
 
 LARGE = [ROOT / "configs" / f"{name}.gin"
          for name in ("olmoe_1b_7b", "qwen3_30b_a3b", "mixtral_8x7b")]  # fmt: skip

@@ -19,6 +19,7 @@ import numpy as np
 
 from moejax.balance import controller
 from moejax.balance.decision import Decision
+from moejax.balance.loads import loads_by_owner
 from moejax.balance.policies import check_policy, make_valid_plan
 from moejax.moe.types import Placement, RoutingStats
 from moejax.plan.expert_plan import ExpertPlan
