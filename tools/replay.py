@@ -42,10 +42,11 @@ from tools.bench.expert_loads import Loads  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
 from train.launch.program import DONE, emit, guarded  # noqa: E402
 
-HEADS = ("p50", "p90", "max", "msec", "speedup", "moves", "changes", "plan ms")
+HEADS = ("p50", "p90", "max", "model ms", "speedup", "moves", "changes", "plan ms")
 FIELDS = (
-    "max_over_mean_p50", "max_over_mean_p90", "max_over_mean_max", "layer_msec",
-    "speedup", "moves", "changes", "plan_msec",
+    "device_max_over_mean_p50", "device_max_over_mean_p90",
+    "device_max_over_mean_max", "modelled_layer_msec", "speedup", "moves", "changes",
+    "plan_msec",
 )  # fmt: skip
 
 
@@ -303,8 +304,8 @@ def score(
 def figures(result: ReplayResult, home: ReplayResult, layers: tuple[int, ...]) -> dict:
     """Return the figures of each layer, by its name, and of 'all' layers.
 
-    `all` pools samples and layers. Its layer_msec is the median over samples of the
-    mean over layers.
+    `all` pools samples and layers. Its modelled_layer_msec is the median over samples
+    of the mean over layers.
     """
     index = np.arange(len(layers))
     parts = {str(name): index[i : i + 1] for i, name in enumerate(layers)}
@@ -323,10 +324,10 @@ def _figures(result: ReplayResult, home: ReplayResult, part: np.ndarray) -> dict
         float(np.median(r.layer_sec_nl[:, part].mean(axis=1))) for r in (result, home)
     )
     return {
-        "max_over_mean_p50": float(np.median(ratio_nl)),
-        "max_over_mean_p90": float(np.percentile(ratio_nl, 90)),
-        "max_over_mean_max": float(ratio_nl.max()),
-        "layer_msec": 1e3 * sec,
+        "device_max_over_mean_p50": float(np.median(ratio_nl)),
+        "device_max_over_mean_p90": float(np.percentile(ratio_nl, 90)),
+        "device_max_over_mean_max": float(ratio_nl.max()),
+        "modelled_layer_msec": 1e3 * sec,
         "speedup": home_sec / sec,
         "moves": float(moves_nl.sum() / max(num_changes, 1)),
         "changes": float(num_changes / max(moves_nl.size, 1)),
@@ -366,9 +367,10 @@ def show(policies: dict, loads: Loads, args: argparse.Namespace) -> None:
         for name, parts in policies.items():
             row = "".join(f"{parts[part][field]:9.2f}" for field in FIELDS)
             print(f"{name:12s}{row}")
+    speeds = str(args.calibration) if args.calibration else "presumed speeds"
     print(
-        "p50, p90, max: load of the fullest device over the mean. "
-        "msec: modelled time of one layer"
+        "p50, p90, max: device max/mean. model ms: modelled time of one layer in a "
+        f"step ({speeds}). plan ms: measured time to plan one layer"
     )
 
 

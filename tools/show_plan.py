@@ -168,10 +168,11 @@ def decision_line(record: dict) -> str:
         f"  {name} {before}->{after}"
         for name, (before, after) in record["changes"].items()
     )
+    ratios = [record[f"device_max_over_mean_{when}"] for when in ("before", "after")]
     return (
         f"step {record['step']}  {record['kind']} {record['digest_before']}->"
-        f"{record['digest']}{changes}  max/mean {record['ratio_before']:.2f}->"
-        f"{record['ratio_after']:.2f}  moves {record['num_moves']}"
+        f"{record['digest']}{changes}  device max/mean {ratios[0]:.2f}->"
+        f"{ratios[1]:.2f}  moves {record['num_moves']}"
     )
 
 
@@ -205,7 +206,7 @@ def compare(
     before_l, after_l = (over_mean(rows).max(axis=1) for rows in (before_lw, after_lw))
     shown = int(np.argmax(before_l)) if layer is None else layers.index(layer)
     return Comparison(
-        title=f"{names.policy} plan {plan.digest}: device load max/mean "
+        title=f"{names.policy} plan {plan.digest}: device max/mean "
         f"{before_l[shown]:.2f} -> {after_l[shown]:.2f} in layer {layers[shown]}",
         source=names.source,
         names=("before (home plan)", "after"),
@@ -226,18 +227,18 @@ def device_rows(plan: ExpertPlan, load_lwe: np.ndarray, split: Split) -> np.ndar
 
 
 def say(comparison: Comparison) -> None:
-    """Print max/mean of every layer, then each device of the shown layer with its load
-    and the experts in its slots."""
+    """Print device max/mean of every layer, then each device of the shown layer with
+    its load and the experts in its slots."""
     before_lw, after_lw = (
         over_mean(rows_lw)
         for rows_lw in (comparison.before_rows_lw, comparison.after_rows_lw)
     )
     print(f"{comparison.title}\n{comparison.source}")
-    print("layer  max/mean before  after  replicas  empty slots")
+    print("layer  device max/mean before  after  replicas  empty slots")
     for index, layer in enumerate(comparison.layers):
         row_p = comparison.after.slot_to_expert_lp[index]
         print(
-            f"{layer:5d}{before_lw[index].max():17.2f}{after_lw[index].max():7.2f}"
+            f"{layer:5d}{before_lw[index].max():24.2f}{after_lw[index].max():7.2f}"
             f"{np.sum(row_p >= 0) - comparison.after.num_experts:10d}"
             f"{np.sum(row_p < 0):13d}"
         )
@@ -268,8 +269,8 @@ def make_record(comparison: Comparison, out: pathlib.Path) -> dict:
         "source": comparison.source,
         "digest": comparison.after.digest,
         "layers": list(comparison.layers),
-        "max_over_mean_before": over_mean(before_lw).max(axis=1).tolist(),
-        "max_over_mean_after": over_mean(after_lw).max(axis=1).tolist(),
+        "device_max_over_mean_before": over_mean(before_lw).max(axis=1).tolist(),
+        "device_max_over_mean_after": over_mean(after_lw).max(axis=1).tolist(),
         "plan": json.loads(comparison.after.to_json()),
     }
 

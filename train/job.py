@@ -1,7 +1,8 @@
-"""What a run works with, from its configuration alone: no file is written.
+"""Make a run's model and data from its configuration, without writing a file.
 
-Whatever can be refused is refused here, before a run directory is made or touched: too
-few devices, a transport that cannot run, missing data, loads without a file.
+A configuration that cannot run is refused here, before a run directory is made or
+touched: because of too few devices, a transport that the devices cannot run, missing
+data, or recorded loads without a file.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from train.step.step import StepContext, window_sharding
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Model, devices and data of a run."""
+    """The model, devices and data of a run."""
 
     cfg: Config
     model: StepContext
@@ -30,24 +31,30 @@ class Job:
     batches: data.TrainBatches
     held_out: data.HeldOut
     meta: dict[str, Any]
-    """Configuration and data identity, stored with every checkpoint."""
+    """The configuration and the identity of the data, stored with every checkpoint."""
 
     @property
     def window_sharding(self) -> jax.sharding.NamedSharding:
+        """How the windows of a batch are divided over devices."""
         return window_sharding(self.model.mesh)
 
     @property
     def unit(self) -> str:
-        """What a token is."""
+        """The word for one token in messages: 'byte' or 'token'."""
         return "byte" if self.corpus.has_bytes else "token"
 
     @property
     def tokens_per_step(self) -> int:
+        """Number of tokens that one step trains on."""
         return self.cfg.train.batch_size * self.cfg.data.seq_len
 
 
 def prepare(cfg: Config) -> Job:
-    """Raises ValueError and NotImplementedError, each with what to do instead."""
+    """Return the model, devices and data that a configuration asks for.
+
+    Raises ValueError or NotImplementedError, with what to do instead, for a
+    configuration that cannot run here.
+    """
     run = resolve(cfg, make_mesh(cfg.mesh))
     model = make_model(run)
     check_device(model.layout, model.mesh.devices.flat[0])

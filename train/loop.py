@@ -1,4 +1,4 @@
-"""The run: restore or begin, step, evaluate, save, stop; reads top to bottom.
+"""The training loop: restore or begin, step, evaluate, save, stop, from top to bottom.
 
 The device is one step ahead: step i is dispatched before the metrics of step i - 1 are
 read, so a step never waits for the host.
@@ -27,7 +27,7 @@ from train.launch.processes import (
 from train.launch.program import say_loudly
 from train.logs.peak import peak_tflops
 from train.logs.profile import Window
-from train.logs.progress import Bar
+from train.logs.progress import Bar, elapsed_shown
 from train.logs.records import Records, step_record
 from train.logs.run_dir import RunDir, write_whole
 from train.step.state import (
@@ -41,12 +41,12 @@ from train.step.state import (
 
 
 class Diverged(ArithmeticError):
-    """Too many non-finite updates in a row."""
+    """Raised after too many updates in a row that were not finite."""
 
 
 @dataclasses.dataclass
 class LoopContext:
-    """Everything that stays the same while a run goes on."""
+    """The objects that stay the same from the first step of a run to its last."""
 
     job: Job
     checkpointer: Checkpointer
@@ -66,7 +66,8 @@ class Outcome:
     evaluation: Evaluation | None
     """None when a signal stopped the run before its last step."""
     step_secs: list[float]
-    """Wall time of each step of this process, without evaluations and saves."""
+    """Wall time of each step that this process has run, without evaluations and
+    saves."""
     compile_sec: float
     wall_sec: float
     signal: int | None
@@ -74,7 +75,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Extras:
-    """Records that a run is asked for beside its metrics."""
+    """Optional records that a run writes beside its metrics."""
 
     has_tensorboard: bool = False
     profile_steps: range = range(0)
@@ -85,27 +86,35 @@ def train(
 ) -> Outcome:
     """Train to cfg.train.num_steps from the newest good checkpoint, or from the start.
 
-    `config_text` becomes config.gin once the checkpoint is known to be of this run.
-    Raises Diverged, CheckpointError (saves keep failing, or the last one failed) and
-    ValueError (a checkpoint of another model or of other data).
+    `config_text` is written to config.gin once the checkpoint is known to be of this
+    run. Raises Diverged, CheckpointError (saves keep failing, or the last one failed)
+    and ValueError (a checkpoint of another model or of other data).
     """
     start_sec, stop, cfg = time.monotonic(), Stop(), job.cfg
     checkpointer = Checkpointer(run_dir.path / "checkpoints", cfg.checkpoint, say=say)
     try:
+        config_path = run_dir.path / "config.gin"
+        has_begun = from_first_process(config_path.exists)
         state, meta = restore(job, checkpointer, say)
-        from_first_process(
-            lambda: write_whole(run_dir.path / "config.gin", config_text)
-        )
+        if state is None and has_begun:
+            say(
+                "this run has begun before, and has no whole checkpoint: it starts "
+                f"again at step 1, and saves every {cfg.checkpoint.every_steps} steps"
+            )
+        from_first_process(lambda: write_whole(config_path, config_text))
         first = 0 if state is None else int(state.step)
         board_text = config_text if extras.has_tensorboard else None
         with (
             Records(run_dir, cfg, first, board_text) as records,
-            Watchdog(cfg.processes.watchdog_sec, say_loudly) as watchdog,
+            Watchdog(
+                cfg.processes.watchdog_sec, say_loudly, run_dir.log and str(run_dir.log)
+            ) as watchdog,
         ):
             balancing, compile_sec = _compile(job, meta, say)
             if state is None:
                 store = job.model.layout.store
-                state = init_state(job.model.run, job.model.optimizer, store)
+                with elapsed_shown("making the first parameters"):
+                    state = init_state(job.model.run, job.model.optimizer, store)
             state = balancing.begin(state)
             balancing.records = records
             peak = peak_tflops(job.model.mesh.size, cfg.train.peak_tflops)
@@ -134,37 +143,53 @@ def train(
 
 
 def _compile(job: Job, meta: dict | None, say) -> tuple[Balancing, float]:
-    """Balancing with its steps compiled, and the seconds that they took. All processes
-    have theirs when it returns, for the watchdog knows of no compilation."""
+    """Return the balancer with the compiled steps, and the seconds of compilation.
+
+    Returns when all processes have compiled, because the watchdog, which starts with
+    the first step, allows no time for it.
+    """
     start_sec, mesh = time.monotonic(), job.model.mesh
     for line in job.model.run.lines():
         say(line)
     balancing = Balancing(job, say)
     balancing.restore(meta)
-    balancing.compile()
-    compile_sec = time.monotonic() - start_sec
-    wait_for_all("compiled")
     where = f"{mesh.size} devices ({job.cfg.mesh})"
+    cache = jax.config.jax_compilation_cache_dir or "JAX's compilation cache"
+    say(
+        f"compiling for {where}: seconds if {cache} has the programs, else from half a "
+        "minute to several; no step runs before"
+    )
+    with elapsed_shown("compiling"):
+        balancing.compile()
+    compile_sec = time.monotonic() - start_sec
+    if are_several():
+        say(f"this process has compiled in {compile_sec:.1f} s, and waits for the rest")
+        with elapsed_shown("waiting for the other processes to compile"):
+            wait_for_all("compiled")
     say(f"compiled for {where} in {compile_sec:.1f} s")
     return balancing, compile_sec
 
 
 def restore(job: Job, checkpointer: Checkpointer, say):
-    """The state of the newest good checkpoint and its meta, or None twice; ValueError
-    if it is of another run."""
+    """Return the state and the meta record of the newest good checkpoint, or None and
+    None without one.
+
+    Raises ValueError if the checkpoint is of another model or of other data.
+    """
 
     def check(meta):
+        """Say what has changed; raise ValueError for another model or other data."""
         for line in identity.check(meta, job.cfg, job.meta["data"]):
             say(f"changed since the checkpoint: {line}")
 
     model = job.model
     abstract = abstract_state(model.run, model.optimizer, model.layout.store)
-    cfg, kept = job.cfg, "gradient_residual"
+    cfg, residual = job.cfg, "gradient_residual"
     restored = checkpointer.restore(
         abstract,
         check=check,
         without=lambda meta: (
-            () if identity.has_same_residual_layout(meta, cfg) else (kept,)
+            () if identity.has_same_residual_layout(meta, cfg) else (residual,)
         ),
     )
     if restored is None:
@@ -172,16 +197,19 @@ def restore(job: Job, checkpointer: Checkpointer, say):
     say(f"resumed at step {restored.step}")
     state = restored.state
     if state.tracked is not None and not identity.has_same_sharding(restored.meta, cfg):
-        say("what domains hold of one another's experts begins anew: they changed")
+        say("the domains have changed: their copies of experts start afresh")
         state = with_new_tracked(state, model.run)
     if compresses_gradients(model.layout) and state.gradient_residual is None:
-        say("what devices keep of gradients begins at zero: no such in the checkpoint")
+        say("the checkpoint has no gradient residuals that fit; starting from zero")
         state = with_zero_residual(state, model.run)
     return state, restored.meta
 
 
 def _steps(run: LoopContext, state: TrainState, bar: Bar):
-    """The loop; returns state, last evaluation and the time of each step."""
+    """Run the steps; return the state, the last evaluation and the time of each step.
+
+    The evaluation is None where a signal stopped the run before its last step.
+    """
     job, cfg, reader = run.job, run.job.cfg, Reader(run, bar)
     first, last = int(state.step), cfg.train.num_steps
     evaluation = _evaluate(run, state, first, bar) if first >= last else None
@@ -197,7 +225,7 @@ def _steps(run: LoopContext, state: TrainState, bar: Bar):
         )
         run.records.samples(done, job.batches, job.window_sharding)
         run.profile.before(done)
-        with jax.transfer_guard("disallow"):  # nothing crosses but by device_get
+        with jax.transfer_guard("disallow"):  # only explicit transfers are allowed
             step = run.balancing.steps.train
             state, metrics = step(state, run.balancing.placement, windows)
             reader.put(done, metrics)
@@ -226,8 +254,8 @@ def _steps(run: LoopContext, state: TrainState, bar: Bar):
 
 
 def _adopt_due(run: LoopContext, step: int, state: TrainState) -> TrainState:
-    """Adopt what the balancer has decided for this step. A relayout may have to be
-    waited for, which the watchdog does not count."""
+    """Return the state under the plan and layout that the balancer has decided on for
+    this step. The watchdog does not count the time that a relayout still compiles."""
     if not run.balancing.is_waiting(step):
         return run.balancing.before(step, state)
     run.watchdog.rest()
@@ -237,7 +265,8 @@ def _adopt_due(run: LoopContext, step: int, state: TrainState) -> TrainState:
 
 
 def _end_of_profiled(run: LoopContext, reader: "Reader", step: int, metrics) -> None:
-    """Writing a trace takes seconds, which are no part of a step's time."""
+    """Let the profiler end its trace if this step is the last of its window. That takes
+    seconds, which are not counted as a step's time."""
     is_edge = run.profile.is_edge(step)
     if is_edge:
         run.watchdog.at(f"the profile at step {step}")
@@ -248,6 +277,7 @@ def _end_of_profiled(run: LoopContext, reader: "Reader", step: int, metrics) -> 
 
 
 def _evaluate(run: LoopContext, state: TrainState, step: int, bar: Bar) -> Evaluation:
+    """Return the evaluation of the held-out text; record its loss and say it."""
     job, now = run.job, run.balancing
     evaluation = evaluate(
         now.steps.evaluate, state, now.placement, job.held_out, job.window_sharding
@@ -259,7 +289,7 @@ def _evaluate(run: LoopContext, state: TrainState, step: int, bar: Bar) -> Evalu
 
 
 class Reader:
-    """Reads the metrics of a step when the next one has been dispatched."""
+    """Reader of a step's metrics, which it reads when the next step is dispatched."""
 
     def __init__(self, run: LoopContext, bar: Bar):
         self.run, self.bar = run, bar
@@ -270,15 +300,21 @@ class Reader:
         self.restart_clock()
 
     def restart_clock(self) -> None:
+        """Begin to time the next step now."""
         self.last_read_sec = time.monotonic()
 
     def put(self, step: int, metrics) -> None:
+        """Start to copy a step's metrics to the host, and read those of the step
+        before."""
         jax.tree.map(lambda leaf: leaf.copy_to_host_async(), metrics)
         self.flush()
         self.waiting = (step, metrics)
 
     def flush(self) -> None:
-        """Read, log and show what waits; raises Diverged."""
+        """Read, log and show the metrics that wait, if any.
+
+        Raises Diverged after Optimizer.max_skipped_in_a_row skipped updates.
+        """
         if self.waiting is None:
             return
         (step, metrics), self.waiting = self.waiting, None
@@ -290,7 +326,7 @@ class Reader:
         record = step_record(step, metrics, step_sec, self.run.job.tokens_per_step)
         peak = self.run.peak_tflops
         record["mfu"] = self.flops_per_step / step_sec / 1e12 / peak if peak else None
-        record |= self.run.balancing.step_record(step)
+        record |= self.run.balancing.step_record(step, metrics.routing)
         self.run.records.step(record, metrics.routing.tokens_le)
         self.run.balancing.observe(step, metrics.routing)
         self.bar.update(record)

@@ -36,15 +36,16 @@ from train.logs.profile import HELP, parse_steps  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Train, or do what the arguments ask for instead; return the exit code."""
     args = parse(argv)
     return guarded(lambda: work(args, is_program=argv is None), as_json=args.json)
 
 
 def work(args: argparse.Namespace, *, is_program: bool) -> int:
-    """Run the program with these arguments; return the exit code.
+    """Load the configuration, start jax and run; return the exit code.
 
-    A program (`is_program`) may restart itself with other memory settings; a call from
-    Python may not.
+    `is_program` allows this process to replace itself, for settings of malloc that
+    stand only from the start of a process.
     """
     if args.num_devices is not None and not args.dry_run:
         raise ValueError(
@@ -59,6 +60,7 @@ def work(args: argparse.Namespace, *, is_program: bool) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -106,6 +108,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "configured mesh)",
     )
     add(
+        "--print_config",
+        action="store_true",
+        help="print every field of the configuration (default: those that differ from "
+        "their defaults)",
+    )
+    add(
         "--json",
         action="store_true",
         help="print one JSON object as the last line (default: text alone)",
@@ -126,16 +134,26 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def run_directory(cfg: Config, args: argparse.Namespace) -> pathlib.Path:
-    """Return the run directory: the one that is named, or runs/<name of the first gin
-    file>."""
-    name = args.run_dir or cfg.train.run_dir
+    """Return the run directory: that of the command line, else of the configuration,
+    else runs/ and the name of the first gin file."""
+    path = args.run_dir or cfg.train.run_dir
     return pathlib.Path(
-        name or pathlib.Path("runs") / pathlib.Path(args.gin_file[0]).stem
+        path or pathlib.Path("runs") / pathlib.Path(args.gin_file[0]).stem
     )
 
 
+def print_config(cfg: Config, args: argparse.Namespace, whole: str) -> None:
+    """Print what differs from the defaults, and `whole`: where to find the rest."""
+    if args.print_config:
+        print(gin_reader.render(cfg), flush=True)
+        return
+    print(f"configuration: the fields that differ from their defaults; {whole}\n")
+    print(gin_reader.render(cfg, only_changed=True), flush=True)
+
+
 def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> int:
-    """Do a dry run, or train; return the exit code. What needs jax is imported here."""
+    """Do everything that needs jax: a dry run, or training from a new or an old run
+    directory to the summary. Return the exit code."""
     from train.checkpoint.checkpoints import CheckpointError
     from train.dry_run import dry_run, show_meshes
     from train.job import prepare
@@ -145,6 +163,7 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
 
     if args.dry_run:
         if process is None or process.index == 0:
+            print_config(cfg, args, "--print_config prints all of them")
             is_for_run = args.num_devices is None
             record = dry_run(cfg) if is_for_run else show_meshes(cfg, args.num_devices)
             emit(record, args.json)
@@ -160,11 +179,10 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
             say_finished(summary, cfg)
             emit(summary, args.json)
             return DONE
-        text = gin_reader.render(cfg)
-        print(text, flush=True)
+        print_config(cfg, args, f"all of them are in {run_dir.path / 'config.gin'}")
         extras = Extras(args.tensorboard, args.profile_steps)
         try:
-            outcome = train(job, run_dir, text, extras)
+            outcome = train(job, run_dir, gin_reader.render(cfg), extras)
         except (CheckpointError, Diverged) as error:
             return leave(refuse(error, FAILED, args.json))
         if outcome.evaluation is None:

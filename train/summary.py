@@ -1,4 +1,4 @@
-"""The end of a run: losses beside a baseline, throughput, loads, and a digest."""
+"""The end of a run: losses beside a baseline, throughput, balance, loads, a digest."""
 
 import json
 import math
@@ -14,18 +14,20 @@ from train.eval.held_out import format_expert_loads
 from train.eval.ngram import trigram_loss
 from train.job import Job
 from train.launch.processes import from_first_process
+from train.logs.balance_summary import balance_lines, summarise_balance
 from train.logs.run_dir import write_whole
 from train.loop import Outcome
 
 FILE = "summary.json"
 BASELINE_BYTES = 2**26
-"""Training bytes that the trigram table counts."""
+"""Number of training bytes that the trigram table counts, at most."""
 
 
 def finished_summary(path: pathlib.Path, job: Job) -> dict | None:
-    """Return the summary of the run at `path` when it has done all steps of `job`.
+    """Return the summary of the run at `path` if it has done all steps of `job`, else
+    None.
 
-    Raises ValueError when that was another model, or other data.
+    Raises ValueError if that run was of another model or of other data.
     """
     try:
         summary = json.loads((path / FILE).read_text())
@@ -51,17 +53,21 @@ def summarise(job: Job, outcome: Outcome, path: pathlib.Path) -> dict:
         "tok_per_sec": job.tokens_per_step / step_sec if step_sec else None,
         "compile_sec": outcome.compile_sec,
         "wall_sec": outcome.wall_sec,
+        "balance": from_first_process(
+            lambda: summarise_balance(path / "metrics.jsonl", job.cfg)
+        ),
         "load_le": outcome.evaluation.tokens_le.tolist(),
         "digest": digest(checksums(outcome.state.params)),
         "run_dir": str(path),
     }
     from_first_process(lambda: write_whole(path / FILE, json.dumps(summary)))
-    _print(summary, loss, outcome.evaluation.tokens_le, job.unit)
+    _print(summary, loss, outcome.evaluation.tokens_le, job)
     return summary
 
 
 def _trigram_loss(job: Job) -> float | None:
-    """Return the loss of a trigram table; None where tokens are no bytes."""
+    """Return the held-out loss of a table of trigram counts; None unless tokens are
+    bytes."""
     train_b = byte_sample(job.corpus, BASELINE_BYTES)
     if train_b is None:
         return None
@@ -73,8 +79,9 @@ def _trigram_loss(job: Job) -> float | None:
     return trigram_loss(train_b, np.concatenate(windows))
 
 
-def _print(summary: dict, loss: float, tokens_le: np.ndarray, unit: str) -> None:
-    print(f"\nheld-out loss   {loss:.4f} nats per {unit}")
+def _print(summary: dict, loss: float, tokens_le: np.ndarray, job: Job) -> None:
+    """Print the summary for people."""
+    print(f"\nheld-out loss   {loss:.4f} nats per {job.unit}")
     if summary["trigram_loss"] is not None:
         print(f"trigram table   {summary['trigram_loss']:.4f} (same text, same bytes)")
     if summary["tok_per_sec"]:
@@ -84,6 +91,9 @@ def _print(summary: dict, loss: float, tokens_le: np.ndarray, unit: str) -> None
         )
     parts = f"compilation {summary['compile_sec']:.0f} s of it"
     print(f"wall time       {summary['wall_sec']:.0f} s, {parts}")
+    if summary["balance"] is not None:
+        speeds = job.model.run.speeds
+        print("\n".join(balance_lines(summary["balance"], job.cfg, speeds)))
     print("load per expert on held-out text over the mean (' .:-=+*#%@': 0 to 2)")
     print("\n".join(format_expert_loads(tokens_le)))
     print(f"parameters      digest {summary['digest']} at step {summary['step']}")

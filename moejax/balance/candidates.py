@@ -198,7 +198,7 @@ def objection(question: Question, candidate: Candidate) -> str:
             f"saves {saved}, too little in {question.horizon_steps} steps for {price}"
         )
     if candidate.ratio > question.ratio:
-        return f"saves {saved}, but max/mean would be {candidate.ratio:.2f}"
+        return f"saves {saved}, but device max/mean would be {candidate.ratio:.2f}"
     return ""
 
 

@@ -2,15 +2,20 @@
 
     init -> observe, every step -> decide -> adopt, lag_steps after a decision
 
-The balancer compares possible changes in two cases. In the first the forecast load is
-uneven: the device max/mean of the worst layer is above `act_above`, or was and is not
-yet below `rest_below`. In the second padded buffers do not fit the observed rows.
+The balancer looks for a change in two cases:
 
-It decides for a change that saves more time than the margin, and over the horizon more
-than the change costs. If a swap pays, it goes first, once, even where a relayout saves
-more. During the cool-down no swap follows a swap, no relayout follows any change, and
-no decision follows one that nothing pays. A relayout also waits until a half-life of
-loads has been observed. The state is a value, and its JSON loses no bit.
+* The forecast load is uneven. Device max/mean (rows of the fullest device over the mean
+  of devices) exceeds `act_above` in the worst layer, or has exceeded it and is not yet
+  below `rest_below`.
+* Padded buffers do not fit the numbers of rows that have been observed.
+
+It makes a change that, by the cost model, saves more per step than the margin, and
+saves more over the horizon than it costs. Where both a swap and a relayout pay, the
+swap goes first, once, even if the relayout saves more.
+
+During the cool-down no swap follows a swap, no relayout follows any change, and nothing
+is asked after a decision that no change pays. A relayout also waits until loads have
+been observed for a half life. The state is a value, and JSON keeps it bit for bit.
 """
 
 import dataclasses
@@ -28,12 +33,13 @@ from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 
 MAX_SPARE = 2.0
-"""Size of padded buffers over the fullest pair's rows from which they are too large."""
+"""The balancer looks for smaller buffers when they hold more than this many times the
+rows of the fullest pair of devices."""
 
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """State of the balancer, which is a part of each checkpoint."""
+    """Everything that the balancer remembers between steps; checkpoints hold it."""
 
     tracker: LoadTracker
     """Moving averages of the observed loads."""
@@ -42,30 +48,30 @@ class State:
     plan: ExpertPlan
     """Current plan."""
     is_active: bool
-    """Whether the load counts as uneven: the max/mean rose above act_above and has not
-    been below rest_below since."""
+    """Whether the load counts as uneven: true from the step at which device max/mean
+    rises above act_above until it falls below rest_below."""
     last_change_step: int | None
-    """Step of the last adoption, or of a refused relayout; None before the first."""
+    """Step of the last adoption; None before the first one."""
     last_swap_step: int | None
-    """Step of the last adoption of a swap; None before the first."""
+    """Step of the last adoption of a swap; None before the first one."""
     last_keep_step: int | None
-    """Step of the last decision that nothing pays, after which a cool-down begins; None
-    before the first."""
+    """Step of the last decision that no change pays; nothing is asked for a cool-down
+    after it."""
     is_relayout_due: bool
-    """Whether the last change was a swap although a relayout saved more. If so, the
-    next decision does not prefer a swap."""
+    """Whether the last decision preferred a swap to a relayout that saved more; the
+    next decision does not."""
     refused: tuple[Layout, ...]
-    """Layouts that could not be compiled, or did not fit into memory."""
+    """Layouts that could not be compiled or did not fit into memory."""
     pending: Decision | None
-    """Decision that waits for its adopt_step. Until then there is no other decision."""
+    """Decision that waits for its adopt_step; until then nothing else is decided."""
 
 
 def init(
     settings: Settings, layout: Layout, plan: ExpertPlan, num_layers: int
 ) -> State:
-    """Return the state of a balancer that has observed nothing.
+    """Return the state before the first step.
 
-    Raises ValueError when plan, layout and settings do not fit together.
+    Raises ValueError unless plan, layout and settings fit one another.
     """
     plan.validate(layout)
     if plan.num_layers != num_layers:
@@ -90,10 +96,10 @@ def observe(
     tokens_lwe: np.ndarray,
     fullest_pair_l: np.ndarray,
 ) -> State:
-    """Return the state after one step's statistics, which may arrive some steps late.
+    """Return the state after one step's statistics, which may come some steps late.
 
-    Loads do not depend on the plan. Fullest pairs do, and are forgotten if the step ran
-    before the last adoption.
+    Loads do not depend on the plan. Rows of pairs of devices do, so those of steps
+    before the last adoption are forgotten.
     """
     before = dataclasses.replace(
         state.tracker, half_life_steps=settings.half_life_steps
@@ -107,11 +113,10 @@ def observe(
 def decide(
     settings: Settings, cost: CostModel, state: State, step: int
 ) -> tuple[State, Decision | None]:
-    """Return the state after a step, and the decision taken, or None.
+    """Return the state after the decision, and the decision.
 
-    There is no decision if the step is not a multiple of every_steps, while another
-    decision is pending, during the cool-down, and where the load is even and buffers
-    fit.
+    The decision is None when there was nothing to ask: `step` is not a multiple of
+    every_steps, a decision is pending, the load is even, or the cool-down lasts.
     """
     is_asked = step % settings.every_steps == 0 and not state.tracker.is_empty
     if not is_asked or state.pending is not None:
@@ -132,23 +137,24 @@ def decide(
         return state, None
     question = _question(settings, cost, state, load_lwe, ratio)
     swaps = candidates.swap(question) if may_swap else []
-    found = list(swaps)
+    proposals = list(swaps)
     if may_relayout and not is_active:
-        found += candidates.refits(question)
+        proposals += candidates.refits(question)
     elif may_relayout and state.tracker.is_settled:
-        found += candidates.relayouts(question, swaps[0].plan if swaps else state.plan)
-    found = [c for c in found if c.layout not in state.refused]
-    accepted = [c for c in found if not candidates.objection(question, c)]
+        best_plan = swaps[0].plan if swaps else state.plan
+        proposals += candidates.relayouts(question, best_plan)
+    proposals = [c for c in proposals if c.layout not in state.refused]
+    accepted = [c for c in proposals if not candidates.objection(question, c)]
     if not accepted and not is_active:
         return state, None
     if not accepted:
         if state.tracker.is_settled:
             state = dataclasses.replace(state, last_keep_step=step)
-        return state, _keep(settings, question, found, step)
+        return state, _keep(settings, question, proposals, step)
     best = max(accepted, key=lambda c: c.net_sec(settings.horizon_steps))
     chosen = best
     if not state.is_relayout_due:
-        # A swap is adopted soon, and a relayout can follow it.
+        # A swap is in place within a few steps, and a relayout can follow it.
         chosen = next((c for c in accepted if c in swaps), best)
     decision = _change(settings, question, chosen, step)
     is_due = chosen is not best
@@ -158,12 +164,12 @@ def decide(
 
 
 def _has_cooled(settings: Settings, since_step: int | None, step: int) -> bool:
-    """Return whether the cool-down after `since_step` is over."""
+    """Return whether the cool-down after `since_step` is over at `step`."""
     return since_step is None or step - since_step >= settings.cooldown_steps
 
 
 def adopt(state: State) -> State:
-    """Return the state in which the pending decision is the current plan and layout."""
+    """Return the state with the pending decision's plan and layout in use."""
     pending = state.pending
     assert pending is not None, "no decision is pending"
     return dataclasses.replace(
@@ -193,7 +199,8 @@ def refuse(state: State) -> State:
 
 
 def to_json(state: State) -> str:
-    """Return the state as JSON, without loss of any bit."""
+    """Return JSON from which `from_json` restores the state bit for bit, with its
+    pending decision."""
     pending = state.pending
     return json.dumps(
         {
@@ -236,7 +243,7 @@ def _question(
     load_lwe: np.ndarray,
     ratio: float,
 ) -> Question:
-    """Return the question of what to do about a forecast load."""
+    """Return the forecast and the limits that candidates are judged by."""
     tracker, plan, layout = state.tracker, state.plan, state.layout
     pair_l = candidates.fullest_pair_by_layer(tracker.mean_lwe, plan, layout)
     seen_l = loads.fullest_pair_p95(tracker) * cost.micro_batches
@@ -257,8 +264,8 @@ def _question(
 
 
 def _is_misfit(state: State) -> bool:
-    """Return whether padded buffers are too small for the fullest pair, or far too
-    large."""
+    """Return whether padded buffers are too small for the fullest pair of devices, or
+    more than MAX_SPARE times as large as it needs."""
     seen = loads.fullest_pair_p95(state.tracker).max()
     rows = state.layout.rows_per_peer
     is_known = state.layout.transport != "local" and state.tracker.has_pairs
@@ -266,14 +273,14 @@ def _is_misfit(state: State) -> bool:
 
 
 def _keep(
-    settings: Settings, question: Question, found: list[Candidate], step: int
+    settings: Settings, question: Question, proposals: list[Candidate], step: int
 ) -> Decision:
-    """Return the decision to change nothing, since no candidate pays."""
+    """Return the decision to change nothing, and why the best proposal does not pay."""
     why = "no plan for this layout is cheaper"
-    if found:
-        best = max(found, key=lambda c: c.gain_sec)
+    if proposals:
+        best = max(proposals, key=lambda c: c.gain_sec)
         kind = "swap" if best.layout == question.layout else "relayout"
-        why = f"{kind} {candidates.objection(question, best)}"
+        why = f"{kind} {candidates.objection(question, best)} (modelled)"
     plan, layout, ratio = question.plan, question.layout, question.ratio
     today = Candidate(plan, layout, ratio, 0.0, 0.0, 0.0, 0.0, 0)
     return _decision(settings, question, today, step, why)
@@ -282,10 +289,10 @@ def _keep(
 def _change(
     settings: Settings, question: Question, best: Candidate, step: int
 ) -> Decision:
-    """Return the decision for a candidate."""
+    """Return the decision to adopt a candidate."""
     saved = duration(best.net_sec(question.horizon_steps))
     why = (
-        f"saves {saved} in {question.horizon_steps} steps, and changes "
+        f"saves {saved} in {question.horizon_steps} steps (modelled), and changes "
         f"{best.num_layers} of {best.plan.num_layers} layers"
     )
     return _decision(settings, question, best, step, why)
@@ -294,7 +301,7 @@ def _change(
 def _decision(
     settings: Settings, question: Question, after: Candidate, step: int, why: str
 ) -> Decision:
-    """Return the decision that leads from the question's plan to a candidate."""
+    """Return the decision that leads from what is in use to a candidate."""
     before, w = question.plan, question.layout.num_devices
     is_kept = after.plan is before and after.layout is question.layout
     is_swap = after.layout == question.layout
@@ -306,11 +313,11 @@ def _decision(
         plan=after.plan,
         layout=after.layout,
         policy=settings.policy,
-        ratio_before=question.ratio,
-        ratio_after=after.ratio,
+        device_max_over_mean_before=question.ratio,
+        device_max_over_mean_after=after.ratio,
         num_moves=candidates.num_moves(before, after.plan, w),
-        gain_sec=after.gain_sec,
-        cost_sec=after.cost_sec,
+        modelled_gain_sec=after.gain_sec,
+        modelled_cost_sec=after.cost_sec,
         why=why,
         digest_before=before.digest,
         layout_before=question.layout,

@@ -1,7 +1,7 @@
-"""Decisions of the balancer, as a log line, as a metrics record and as JSON.
+"""One decision of the balancer: its log line, its record, and JSON for other processes.
 
-keep       no change pays
-swap       another plan for the same layout
+keep       nothing changes, because no change pays
+swap       another plan in the same layout
 relayout   another layout, with a plan for it
 """
 
@@ -18,7 +18,11 @@ Kind = Literal["keep", "swap", "relayout"]
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """One decision of the balancer: a change that all processes adopt, or none."""
+    """Decision of the balancer at one step, with the figures that led to it.
+
+    Every process adopts `plan` and `layout` at `adopt_step`. A decision to keep holds
+    the plan and the layout that are in use.
+    """
 
     kind: Kind
     step: int
@@ -30,18 +34,18 @@ class Decision:
     layout: Layout
     """Layout to adopt; for 'keep' and 'swap' the current one."""
     policy: str
-    """Name of the policy that made the plan."""
-    ratio_before: float
-    """Forecast device max/mean of the worst layer without the change."""
-    ratio_after: float
-    """Forecast device max/mean of the worst layer with the change."""
+    device_max_over_mean_before: float
+    """Rows of the fullest device over the mean of devices, of the forecast load in the
+    worst layer, under the plan in use."""
+    device_max_over_mean_after: float
+    """The same ratio under `plan`."""
     num_moves: int
-    """Number of experts that a device holds after the change and not before, summed
-    over layers and devices."""
-    gain_sec: float
-    """Time that the change saves in each step."""
-    cost_sec: float
-    """Time that the change costs once, to move master parameters and to compile."""
+    """Experts that a device holds after and not before, over layers and devices."""
+    modelled_gain_sec: float
+    """Seconds per step that the cost model expects the change to save."""
+    modelled_cost_sec: float
+    """Seconds that the change takes once, by the cost model: to move float32 master
+    parameters with their moments, and to compile."""
     why: str
     """Reason for the decision."""
     digest_before: str
@@ -49,44 +53,48 @@ class Decision:
     layout_before: Layout
     """Layout before the change."""
 
-    def line(self) -> str:
-        """Return the log line, whose fields are two spaces apart."""
+    def line(self, *, are_speeds_presumed: bool = False) -> str:
+        """Return the line for the log: fields in a fixed order, two spaces apart.
+
+        The last field says whether the cost model's speeds are presumed, as they are
+        without a Balance.calibration.
+        """
+        speeds = ["presumed speeds"] * are_speeds_presumed
         head = f"step {self.step}  {self.kind} {self.digest_before}"
+        before = f"device max/mean {self.device_max_over_mean_before:.2f}"
         if self.kind == "keep":
-            ratio = f"max/mean {self.ratio_before:.2f}"
-            return "  ".join([head, self.policy, ratio, self.why])
+            return "  ".join([head, self.policy, before, self.why, *speeds])
         fields = [
             f"{head}->{self.plan.digest}",
             self.policy,
-            *self._named_changes(),
-            f"max/mean {self.ratio_before:.2f}->{self.ratio_after:.2f}",
+            *self._describe_changes(),
+            f"{before}->{self.device_max_over_mean_after:.2f}",
             f"moves {self.num_moves}",
-            f"gain {duration(self.gain_sec)}/step",
-            f"cost {duration(self.cost_sec)}",
+            f"modelled gain {duration(self.modelled_gain_sec)}/step",
+            f"modelled cost {duration(self.modelled_cost_sec)}",
+            *speeds,
         ]
         return "  ".join(fields)
 
     @property
     def changes(self) -> dict[str, tuple]:
-        """Fields of the layout that change, as {name: (before, after)}."""
+        """Fields of the layout that change: name to (before, after)."""
         before = dataclasses.asdict(self.layout_before)
         after = dataclasses.asdict(self.layout)
         return {n: (before[n], after[n]) for n in after if before[n] != after[n]}
 
-    def _named_changes(self) -> list[str]:
-        """Return the changes of the layout in words, as in 'slots 2->3'.
-
-        Budgets follow from other fields, and are named only where nothing else changes.
-        """
+    def _describe_changes(self) -> list[str]:
+        """Return texts such as 'slots 2->3'. Budgets follow from the other fields, so
+        they are named only where nothing else changes."""
         changes = self.changes
         budgets = ("offers_per_device", "copies_per_device", "prefetch")
-        named = [name for name in changes if name not in budgets] or list(changes)
+        names = [name for name in changes if name not in budgets] or list(changes)
         short = {"slots_per_device": "slots"}
-        return [f"{short.get(n, n)} {changes[n][0]}->{changes[n][1]}" for n in named]
+        return [f"{short.get(n, n)} {changes[n][0]}->{changes[n][1]}" for n in names]
 
     def record(self) -> dict[str, Any]:
-        """Return the record for the metrics, with digests in place of plans and with
-        the changes of the layout only."""
+        """Return the record for metrics.jsonl. It has the digests of plans, and of the
+        layout the fields that change."""
         record = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for name in ("plan", "layout", "layout_before"):
             del record[name]
@@ -94,7 +102,7 @@ class Decision:
         return {**record, "digest": self.plan.digest, "changes": changes}
 
     def to_json(self) -> str:
-        """Return the decision as JSON, for the other processes and for checkpoints."""
+        """Return JSON that `from_json` reads back to an equal decision."""
         record = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         record["plan"] = self.plan.to_json()
         for name in ("layout", "layout_before"):
@@ -112,7 +120,8 @@ class Decision:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in words with two digits or more: '41 ms', '3.1 ms', '8.1 s'."""
+    """Return a time with two digits or more, below a second in milliseconds: '41 ms',
+    '3.1 ms', '8.1 s'."""
     value, unit = (seconds, "s") if seconds >= 1 else (1e3 * seconds, "ms")
     if value == 0 or not math.isfinite(value):
         return f"{value:.0f} {unit}"

@@ -205,3 +205,20 @@ def loads_by_owner(
     if sources < w:
         return np.repeat(load_lwe, w // sources, axis=1) / (w // sources)
     return load_lwe.reshape(num_layers, w, -1, num_experts).sum(axis=2)
+
+
+def home_rows(
+    tokens_lwe: np.ndarray, sizes: dict[str, int], layout: Layout
+) -> np.ndarray:
+    """Return the rows that each owner of experts would compute under the home plan.
+
+    Arguments are those of `loads_by_owner`; the result [l, w] has the owners of all
+    groups.
+    """
+    num_layers, _, num_experts = tokens_lwe.shape
+    load = tokens_lwe.reshape(num_layers, *sizes.values(), num_experts)
+    inside = tuple(1 + i for i, axis in enumerate(sizes) if axis in layout.axes)
+    load = load.sum(axis=inside).reshape(
+        num_layers, -1, layout.num_devices, layout.experts_per_device
+    )
+    return load.sum(axis=-1).reshape(num_layers, -1)

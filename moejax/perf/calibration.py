@@ -49,6 +49,12 @@ class Calibration:
     when: str
     """Date of the measurement, or "presumed"."""
 
+    @property
+    def is_presumed(self) -> bool:
+        """Whether nothing was measured: the speeds are those of `presumed` in
+        moejax/resolve/speeds.py."""
+        return self.when == "presumed"
+
     def to_json(self) -> str:
         """Return the calibration as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1)

@@ -148,7 +148,7 @@ def why[Name: Hashable](
     best one where the usual one is chosen, and the kind of term that differs most.
     """
     best = predictions[chosen]
-    time = f"{chosen}: {1e3 * best.sec:.4g} ms a layer"
+    time = f"{chosen}: {1e3 * best.sec:.4g} ms a layer, modelled"
     others = {name: p for name, p in predictions.items() if name != chosen}
     if not others:
         return f"{time}, and no other can run"

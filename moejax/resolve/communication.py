@@ -82,7 +82,9 @@ class Communication(NamedTuple):
                 terms = " + ".join(
                     f"{1e3 * t.sec:.3g} {t.name}" for t in prediction.terms
                 )
-                lines.append(f"  {candidate} {1e3 * prediction.sec:.3g} ms = {terms}")
+                lines.append(
+                    f"  {candidate} modelled {1e3 * prediction.sec:.3g} ms = {terms}"
+                )
         return lines
 
 

@@ -5,7 +5,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from moejax.axes import BATCH_AXES, MeshAxes
 from moejax.balance.loads import loads_by_owner
-from moejax.balance.policies import check_policy
+from moejax.balance.policies import check_plan, check_policy
 from moejax.config import Balance, Config, Data, Dispatch, Model, Moe, Router, Train
 from moejax.moe.layer import check_device
 from moejax.moe.setup import LayerSetup
@@ -129,7 +129,7 @@ def make_plan(
         current = setup.home_plan(len(tokens_lwe))
     load_lwe = loads_by_owner(tokens_lwe, sizes, layout)
     plan = check_policy(policy).plan(load_lwe, layout, cost, current)
-    return plan.validate(layout)
+    return check_plan(policy, plan, layout)
 
 
 def _presumed(mesh: Mesh | AbstractMesh, names: MeshAxes) -> Calibration:

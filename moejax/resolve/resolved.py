@@ -101,8 +101,42 @@ class Resolved:
         return dataclasses.replace(self, layout=layout)
 
     def lines(self) -> list[str]:
-        """Return lines on the answer to each open question and the reason for it."""
-        return [*self.communication.lines(), kernel_line(self.kernels)]
+        """Return lines that say how each None and 'auto' was answered, and why."""
+        choices = self.communication.lines()
+        lines = [*choices, kernel_line(self.kernels)]
+        if answers := self._answers():
+            lines.append(f"None, so chosen    {', '.join(answers)}")
+        if choices or self._is_balanced:
+            lines.append(f"speeds             {self.speeds}")
+        return lines
+
+    @property
+    def speeds(self) -> str:
+        """Source of the cost model's speeds: measured or presumed."""
+        if self.calibration.is_presumed:
+            flops, size = self.calibration.flops_per_sec, self.cost.bytes_per_sec
+            return (
+                f"presumed, {1e-12 * flops:g} TFLOP/s and {1e-9 * size:g} GB/s per "
+                "device (Balance.calibration = None): modelled times are rough"
+            )
+        return f"measured, in {self.cfg.balance.calibration}"
+
+    @property
+    def _is_balanced(self) -> bool:
+        return self.settings.policy != "home"
+
+    def _answers(self) -> list[str]:
+        """Return the fields of Dispatch and Balance that are None, with their values in
+        this run."""
+        parts = [("dispatch", self.layout)]
+        parts += [("balance", self.settings)] * self._is_balanced
+        return [
+            f"{part.title()}.{field.name} = {getattr(answers, field.name)!r}"
+            for part, answers in parts
+            for field in dataclasses.fields(getattr(self.cfg, part))
+            if getattr(getattr(self.cfg, part), field.name) is None
+            and getattr(answers, field.name, None) is not None
+        ]
 
 
 def resolve(cfg: Config, mesh: Mesh | AbstractMesh) -> Resolved:

@@ -29,26 +29,29 @@ def _policies(monkeypatch):
 HOME = ExpertPlan.home_in(LAYOUT, L)
 GOLDEN = Decision(
     kind="swap", step=4200, adopt_step=4210, plan=HOME, layout=LAYOUT,
-    policy="flexmoe", ratio_before=1.834, ratio_after=1.0666, num_moves=6,
-    gain_sec=3.14e-3, cost_sec=0.0412, why="it pays", digest_before="7c1f",
-    layout_before=LAYOUT,
+    policy="flexmoe", device_max_over_mean_before=1.834,
+    device_max_over_mean_after=1.0666, num_moves=6, modelled_gain_sec=3.14e-3,
+    modelled_cost_sec=0.0412, why="it pays", digest_before="7c1f", layout_before=LAYOUT,
 )  # fmt: skip
 
 
 def test_log_lines_are_of_one_form():
     after = HOME.digest
     assert GOLDEN.line() == (
-        f"step 4200  swap 7c1f->{after}  flexmoe  max/mean 1.83->1.07  moves 6  "
-        "gain 3.1 ms/step  cost 41 ms"
+        f"step 4200  swap 7c1f->{after}  flexmoe  device max/mean 1.83->1.07  "
+        "moves 6  modelled gain 3.1 ms/step  modelled cost 41 ms"
     )
+    presumed = GOLDEN.line(are_speeds_presumed=True)
+    assert presumed == GOLDEN.line() + "  presumed speeds"
     two = dataclasses.replace(LAYOUT, slots_per_device=2)
     relayout = dataclasses.replace(
         GOLDEN, kind="relayout", step=4400, layout_before=two, num_moves=9,
-        gain_sec=4e-3, cost_sec=8.12,
+        modelled_gain_sec=4e-3, modelled_cost_sec=8.12,
     )  # fmt: skip
     assert relayout.line() == (
         f"step 4400  relayout 7c1f->{after}  flexmoe  slots 2->3  "
-        "max/mean 1.83->1.07  moves 9  gain 4.0 ms/step  cost 8.1 s"
+        "device max/mean 1.83->1.07  moves 9  modelled gain 4.0 ms/step  "
+        "modelled cost 8.1 s"
     )
     others = dataclasses.replace(
         two, slots_per_device=3, rows_per_peer=96, store="transient"
@@ -57,9 +60,13 @@ def test_log_lines_are_of_one_form():
     assert "  rows_per_peer 96->1024  store transient->resident  " in line
     roomier = dataclasses.replace(LAYOUT, copies_per_device=2)
     line = dataclasses.replace(relayout, layout_before=roomier).line()
-    assert "  copies_per_device 2->1  max/mean" in line
-    keep = dataclasses.replace(GOLDEN, kind="keep", ratio_before=1.41, why="no reason")
-    assert keep.line() == "step 4200  keep 7c1f  flexmoe  max/mean 1.41  no reason"
+    assert "  copies_per_device 2->1  device max/mean" in line
+    keep = dataclasses.replace(
+        GOLDEN, kind="keep", device_max_over_mean_before=1.41, why="no reason"
+    )
+    assert (
+        keep.line() == "step 4200  keep 7c1f  flexmoe  device max/mean 1.41  no reason"
+    )
 
 
 def test_a_kept_plan_says_why():
@@ -72,10 +79,11 @@ def test_a_kept_plan_says_why():
         range(9), lambda step: hot(0, 0.5)
     )
     early, late = run.decisions
-    head = f"keep {early.digest_before}  spread  max/mean 2.29  "
+    head = f"keep {early.digest_before}  spread  device max/mean 2.29  "
     assert early.line() == f"step 0  {head}no plan for this layout is cheaper"
     assert late.line() == (
-        f"step 5  {head}relayout saves 5.8 s/step, too little in 500 steps for 10000 s"
+        f"step 5  {head}relayout saves 5.8 s/step, too little in 500 steps for 10000 s "
+        "(modelled)"
     )
 
 

@@ -212,7 +212,7 @@ def test_gradient_of_gates_flows_through_scores_alone():
 
 def test_update_bias_evens_loads():
     """Wang et al. 2024, section 3: with the router held, moving the bias against the
-    load brings max/mean from more than 2.5 near 1, and the worst experts furthest."""
+    load brings expert max/mean from more than 2.5 near 1, worst experts furthest."""
     random = np.random.default_rng(0)
     logit_sne = np.linspace(-2, 2, E) + random.standard_normal((20, 512, E))
     score_sne = jax.nn.sigmoid(jnp.asarray(logit_sne, jnp.float32))

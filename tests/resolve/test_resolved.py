@@ -34,9 +34,15 @@ def test_no_question_is_open_below(policy):
 
 
 def test_it_says_how_auto_was_answered_and_why():
-    (line,) = make_run(CFG).lines()
-    assert line.startswith("kernels ")
-    chosen, *candidates, kernels = make_run(TENSOR).lines()
+    kernels, answers = make_run(CFG).lines()
+    assert kernels.startswith("kernels ")
+    assert answers.startswith("None, so chosen ")
+    assert "Dispatch.store = 'owned'" in answers
+    assert "None" not in answers.removeprefix("None")
+    assert "Balance." not in answers, "home asks nothing of the balancer"
+    chosen, *candidates, kernels, answers, speeds = make_run(TENSOR).lines()
+    assert all(" modelled " in line for line in candidates)
+    assert speeds.startswith("speeds             presumed, 50 TFLOP/s and 12.5 GB/s")
     assert (chosen.startswith("schedule ") and "because" in chosen) or ":" in chosen
     assert {line.split()[0] for line in candidates} >= {"base", "s1", "s1h", "s2"}
     assert kernels.startswith("kernels ")

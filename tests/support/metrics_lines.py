@@ -18,7 +18,7 @@ def log_lines(num_steps: int, num_layers: int = 3, num_experts: int = 8) -> list
         record = {
             "step": step,
             "loss": 5.0 / step + 1,
-            "load_max_over_mean": over_mean(tokens_le).max(axis=1).tolist(),
+            "expert_max_over_mean": over_mean(tokens_le).max(axis=1).tolist(),
             "device_max_over_mean": over_mean(rows_lw).max(axis=1).tolist(),
             "tok_per_sec": 1e4 + step,
             "step_msec": 50.0,

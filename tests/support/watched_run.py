@@ -100,7 +100,7 @@ class Done:
 @contextlib.contextmanager
 def watched() -> Iterator[House]:
     """Flags and caches as a process of train/main.py has them."""
-    house, before, compiled = House(), Balancing.before, Balancing._compiled
+    house, before, compiled = House(), Balancing.before, Balancing._compile_steps
 
     def watched_before(self, step, state):
         house.before(step)
@@ -116,7 +116,7 @@ def watched() -> Iterator[House]:
         patch.setattr(prepare, "make_mesh", build_mesh)
         patch.setattr(balancing, "compile_steps", house.steps)
         patch.setattr(Balancing, "before", watched_before)
-        patch.setattr(Balancing, "_compiled", watched_compiled)
+        patch.setattr(Balancing, "_compile_steps", watched_compiled)
         handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
         jax.monitoring.register_event_duration_secs_listener(house.count)
         yield house

@@ -27,7 +27,7 @@ def test_arrays_are_those_of_the_log(tmp_path):
     records = [json.loads(line) for line in lines]
     steps = [record for record in records if "loss" in record]
     assert run.step_n.tolist() == list(range(1, 41))
-    ratio_nl = np.array([record["load_max_over_mean"] for record in steps])
+    ratio_nl = np.array([record["expert_max_over_mean"] for record in steps])
     assert_close(run.ratio_nl, ratio_nl, dtype=np.float32)
     assert_close(run.loss_n, np.array([record["loss"] for record in steps]))
     assert run.eval_step_m.tolist() == [20, 40]
@@ -124,7 +124,9 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path, damage):
 def test_damaged_loads_are_left_out_and_counted(tmp_path, bad):
     lines = [
         '{"step": 10, "loss": 1.0, "tokens_le": [[1, 3]]}',
-        '{"step": 20, "loss": 1.0, "load_max_over_mean": 3, "tokens_le": ' + bad + "}",
+        '{"step": 20, "loss": 1.0, "expert_max_over_mean": 3, "tokens_le": '
+        + bad
+        + "}",
     ]
     run = read_run(write_run(tmp_path / "run", lines))
     assert run.load_step_q.tolist() == [10]

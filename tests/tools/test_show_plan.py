@@ -34,15 +34,15 @@ def test_ratios_are_those_of_the_plan_and_the_next_sample(tmp_path, capsys):
     for layer, load_we in enumerate(load_lwe):
         home_w = load_we.sum(axis=0).reshape(DEVICES, -1).sum(axis=1)
         before = home_w.max() / home_w.mean()
-        assert np.isclose(record["max_over_mean_before"][layer], before)
+        assert np.isclose(record["device_max_over_mean_before"][layer], before)
         rows_wp = traffic.rows_by_slot(load_we, plan.slot_to_expert_lp[layer], DEVICES)
         after = traffic.max_over_mean(traffic.device_rows(rows_wp))
-        assert np.isclose(record["max_over_mean_after"][layer], after)
+        assert np.isclose(record["device_max_over_mean_after"][layer], after)
         assert after < before
     assert record["digest"] == plan.digest
-    worst = int(np.argmax(record["max_over_mean_before"]))
+    worst = int(np.argmax(record["device_max_over_mean_before"]))
     assert record["title"].endswith(f"in layer {worst}")
-    assert f"{record['max_over_mean_after'][worst]:.2f}" in record["title"]
+    assert f"{record['device_max_over_mean_after'][worst]:.2f}" in record["title"]
     with Image.open(out) as picture:
         assert picture.width >= 800
     assert out.stat().st_size < 150_000
@@ -98,7 +98,8 @@ def test_plan_of_a_run_with_its_last_load(tmp_path, capsys):
     plan = make_plan(row_p, row_p)
     decision = {
         "kind": "swap", "step": 30, "digest_before": "aaaa", "digest": plan.digest,
-        "changes": {}, "ratio_before": 2.9, "ratio_after": 1.2, "num_moves": 3,
+        "changes": {}, "device_max_over_mean_before": 2.9,
+        "device_max_over_mean_after": 1.2, "num_moves": 3,
     }  # fmt: skip
     tokens_e = [10.0] * 7 + [130.0]
     lines = [
@@ -111,8 +112,8 @@ def test_plan_of_a_run_with_its_last_load(tmp_path, capsys):
     text, record = run_tool(capsys, "--run", run, "--out", tmp_path / "a.png")
     assert record["digest"] == plan.digest
     mean = 200 / DEVICES
-    assert np.allclose(record["max_over_mean_before"], (10 + 130) / mean)
-    assert np.allclose(record["max_over_mean_after"], (20 + 130 / 4) / mean)
+    assert np.allclose(record["device_max_over_mean_before"], (10 + 130) / mean)
+    assert np.allclose(record["device_max_over_mean_after"], (20 + 130 / 4) / mean)
     assert "load of step 40" in record["source"]
     assert f"step 30  swap aaaa->{plan.digest}" in text
     assert "keep" not in text

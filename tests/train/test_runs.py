@@ -66,7 +66,11 @@ def test_an_undisturbed_run_leaves_a_whole_record(whole):
     assert ended.record["eval_loss"] == lines[-1]["eval_loss"]
     cfg = load([TOY], [f"Data.corpus = '{corpus()}'"])
     assert load([run_dir / "config.gin"]) == cfg
-    assert (run_dir / "config.gin").read_text() in ended.out
+    assert "Model.d_model = 32\n" in ended.out
+    assert "Model.norm_eps" not in ended.out, "defaults are in config.gin alone"
+    assert f"all of them are in {run_dir / 'config.gin'}\n" in ended.out
+    assert "compiling for 8 devices" in ended.out
+    assert "balancing       none (Balance.policy = 'home')" in ended.out
     saved = checkpoint_record(run_dir, NUM_STEPS)["meta"]["config"]
     assert saved == json.loads(json.dumps(cfg.to_dict()))  # tuples are lists there
 

@@ -110,7 +110,7 @@ def make_record(secs: list[float], ratios: list[float], rounds: list[int]) -> di
     return {
         "step_sec": [round(sec, 4) for sec in secs],
         "median_sec": round(statistics.median(secs), 4),
-        "max_over_mean": round(statistics.median(ratios), 4),
+        "device_max_over_mean": round(statistics.median(ratios), 4),
         "rounds": max(rounds),
     }
 
@@ -129,7 +129,7 @@ def measure(variants: dict, turns: int) -> dict[str, tuple[list, list, list]]:
         for column, value in zip(timed[name], row):
             column.append(value)
         if is_first():
-            print(f"turn {turn} {name}: {row[0]:.3f} s, max/mean {row[1]:.2f}")
+            print(f"turn {turn} {name}: {row[0]:.3f} s, device max/mean {row[1]:.2f}")
     return timed
 
 

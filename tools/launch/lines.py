@@ -9,9 +9,10 @@ from typing import IO
 
 MAX_LINE_BYTES = 1 << 20
 """Maximum length of a line in bytes. A longer line is broken."""
-NOISE = b"[Gloo] Rank "
-"""Start of lines that are dropped. Gloo prints one on stdout for every group of
-devices, in every process."""
+NOISE = (b"[Gloo] Rank ", b"Expected number of connected peer ranks")
+"""Parts of lines that are dropped. Gloo prints one with both on stdout for every group
+of devices, in every process. Several threads print at once, so a line may hold the end
+of another one alone."""
 _TERMINAL = threading.Lock()
 
 
@@ -43,6 +44,11 @@ def pass_on(process: subprocess.Popen, index: int) -> list[threading.Thread]:
     return threads
 
 
+def is_noise(line: bytes) -> bool:
+    """Return whether a line is Gloo's, and says nothing to people."""
+    return any(part in line for part in NOISE)
+
+
 def _pass_on(pipe: IO[bytes], to: int, prefix: bytes) -> None:
     """Copy the lines of `pipe` to the file descriptor `to`, each after `prefix`.
 
@@ -53,7 +59,7 @@ def _pass_on(pipe: IO[bytes], to: int, prefix: bytes) -> None:
     has_reader, is_lossy = True, False
     with pipe:
         while line := pipe.readline(MAX_LINE_BYTES):
-            if not has_reader or line.startswith(NOISE):
+            if not has_reader or is_noise(line):
                 continue
             try:
                 _write(to, prefix + line + (b"" if line.endswith(b"\n") else b"\n"))

@@ -285,7 +285,9 @@ def _print_stacks(children: list[_Child], stacks_sec: float) -> None:
         code = _exit_code(child)
         if code is None:
             is_stopped = _is_stopped(child)
-            say(f"{child.name}: {'stopped' if is_stopped else 'running'}")
+            state = "stopped" if is_stopped else "running"
+            log = f"logs/process-{child.index}.log"
+            say(f"{child.name}: {state}; a run's process writes its stacks to {log}")
             os.kill(child.process.pid, signal.SIGUSR1)
             os.kill(child.process.pid, signal.SIGCONT)
         else:

@@ -48,18 +48,22 @@ def draw_load(run: RunArrays):
     parts = {"devices": run.device_ratio_nl, "experts": run.ratio_nl}
     parts = {what: x_nl for what, x_nl in parts.items() if np.isfinite(x_nl).any()}
     has_line = "devices" in parts
-    labels = ["max / mean"] * has_line + [f"{what}\nlayer" for what in parts]
+    labels = ["device\nmax/mean"] * has_line + [f"{what}\nlayer" for what in parts]
     figure, axs = new_figure(len(labels), "step", labels, 1.6 if has_line else 1.0)
     groups = _groups(len(run.step_n), MAX_COLUMNS)
     x = _edges([run.step_n[part[0]] for part in groups], run.step_n[-1])
     for ax, ratio_nl in zip(axs[has_line:], parts.values()):
         mesh = _by_layer(ax, x, _means(ratio_nl, groups))
-        figure.colorbar(mesh, ax=ax, label="max / mean", extend="max", aspect=10)
+        figure.colorbar(mesh, ax=ax, label="max/mean", extend="max", aspect=10)
     if has_line:
         _line(axs[0], x, _means(run.device_ratio_nl, groups), run)
-        axs[0].set_title(f"{run.name}: fullest device over the mean (1 is even)")
+        axs[0].set_title(
+            f"{run.name}: device max/mean, the fullest device's rows over the mean"
+        )
     else:
-        axs[0].set_title(f"{run.name}: fullest expert over the mean (1 is even)")
+        axs[0].set_title(
+            f"{run.name}: expert max/mean, the most chosen expert over the mean"
+        )
     _mark(figure, axs, run.adoptions)
     return figure
 

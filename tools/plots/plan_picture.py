@@ -87,8 +87,8 @@ def _heat(ax, ratio_lw: np.ndarray, comparison: Comparison, name: str):
         cmap=map_, vmin=-MAX_LOG2, vmax=MAX_LOG2, edgecolors="white", linewidth=0.4,
     )  # fmt: skip
     worst = ratio_lw.max(axis=1)
-    ax.set_title(f"{name}: max/mean {worst.min():.2f} to {worst.max():.2f}"
-                 if num_layers > 1 else f"{name}: max/mean {worst[0]:.2f}",
+    ax.set_title(f"{name}: device max/mean {worst.min():.2f} to {worst.max():.2f}"
+                 if num_layers > 1 else f"{name}: device max/mean {worst[0]:.2f}",
                  fontsize=10)  # fmt: skip
     ax.set_xlabel("device")
     every = -(-num_layers // MAX_HEAT_ROWS)
@@ -107,7 +107,7 @@ def _bars(ax, comparison: Comparison) -> None:
     )
     for (rows_lw, shift, color), name in zip(pairs, comparison.names):
         ratio_w = over_mean(rows_lw)[comparison.shown]
-        label = f"{name}: max/mean {ratio_w.max():.2f}"
+        label = f"{name}: device max/mean {ratio_w.max():.2f}"
         ax.bar(device_w + shift, ratio_w, 0.4, color=color, label=label)
     ax.axhline(1.0, color="0.2", lw=0.8, ls="--")
     ax.set_ylabel("load / mean")

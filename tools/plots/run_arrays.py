@@ -163,10 +163,10 @@ def _record(line: bytes) -> dict | None:
 
 
 def _row(record: dict) -> np.ndarray:
-    """Return loss, throughput, step time, then max/mean of experts and of devices for
-    each layer."""
+    """Return loss, throughput, step time, then for each layer expert max/mean and
+    device max/mean."""
     pairs = [
-        record.get(name) for name in ("load_max_over_mean", "device_max_over_mean")
+        record.get(name) for name in ("expert_max_over_mean", "device_max_over_mean")
     ]
     lists = [pair if isinstance(pair, list) else [] for pair in pairs]
     first = [record.get(name) for name in ("loss", "tok_per_sec", "step_msec")]

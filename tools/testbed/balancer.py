@@ -92,7 +92,7 @@ def make_record(variants: dict, *, is_slowed: bool) -> dict:
     return {
         "balancer_speedup": round(speedup, 3) if is_slowed else None,
         "balancer_modelled": round(
-            home["max_over_mean"] / variants[best]["max_over_mean"], 3
+            home["device_max_over_mean"] / variants[best]["device_max_over_mean"], 3
         ),
         "balancer_best": best,
         "balancer_has_quota": is_slowed,

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from tools.launch import workers
-from tools.launch.lines import NOISE, pass_on
+from tools.launch.lines import is_noise, pass_on
 from tools.testbed import network
 from tools.testbed import quota as testbed_quota
 from tools.testbed.lock import (
@@ -269,7 +269,7 @@ def _listener(
 def _keep(pipe, lines: list[str], is_shown: bool) -> None:
     with pipe:
         for line in pipe:
-            if line.startswith(NOISE):
+            if is_noise(line):
                 continue
             lines.append(line.decode(errors="replace").rstrip("\n"))
             try:

@@ -37,6 +37,11 @@ class Ahead:
         else:
             self._steps = steps
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the compilation has ended."""
+        return not self._thread.is_alive()
+
     def wait(self) -> None:
         self._thread.join()
 

@@ -1,11 +1,11 @@
-"""The balancer in a run: observes each step, swaps plans and layouts between steps.
+"""Run the balancer beside training: observe each step, change plans between steps.
 
-    read step s  ->  observe, decide (process 0; the others hear of it)
-                     a relayout: compile ahead, in a thread, while steps go on
-    before step s + lag_steps  ->  adopt: new tables, or the new step
+    read step s  ->  observe, and decide (process 0, which tells the others)
+                     for a relayout: compile the new step in a thread meanwhile
+    before step s + lag_steps  ->  adopt: new tables, or the new compiled step
 
-A decision and its adoption are at the same steps on every process. In a checkpoint,
-experts are in logical order; plan and balancer are in its meta.
+Every process decides and adopts at the same steps. A checkpoint holds experts in
+logical order, and the plan and the balancer's state in its meta record.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import numpy as np
 
 from moejax.balance import controller
 from moejax.balance.decision import Decision
-from moejax.balance.loads import loads_by_owner
+from moejax.balance.loads import home_rows, loads_by_owner
 from moejax.balance.policies import check_policy, make_valid_plan
 from moejax.moe.types import Placement, RoutingStats
 from moejax.plan.expert_plan import ExpertPlan
@@ -28,21 +28,23 @@ from train.balance.ahead import Ahead, Steps
 from train.balance.migrate import Mover
 from train.job import Job
 from train.launch.processes import any_process, is_first, published, withdraw
-from train.logs.records import Records
+from train.logs.records import Records, max_over_mean
 from train.step.compiled import compile_steps, on_devices
 
 SAME = {
     "mesh": None, "moe": None, "dispatch": None, "balance": None,
     "train": {"batch_size", "accumulate_steps"}, "data": {"seq_len"},
 }  # fmt: skip
-"""What must be as it was for the balancer to go on where it stopped; None: all."""
+"""Fields of the configuration that must be as they were in the checkpoint for the
+balancer to go on where it stopped. None stands for all fields of a class."""
 
 DECIDED = ("is_active", "last_keep_step", "is_relayout_due")
-"""What a decision changes in the balancer's state, beside what is pending."""
+"""Fields of the balancer's state that a decision changes, beside `pending`."""
 
 
 class Balancing:
-    """What the loop asks for the current step, placement and layout."""
+    """The balancer of a run, with the compiled steps, the placement and the layout that
+    are in use."""
 
     def __init__(self, job: Job, say: Callable[[str], None]) -> None:
         self._job, self.say = job, say
@@ -56,12 +58,14 @@ class Balancing:
         plan = self._first_plan(layout)
         self._state = controller.init(self._settings, layout, plan, num_layers)
         self._ahead: Ahead | None = None
-        self._of_step: dict[int, dict] = {}
+        self._step_records: dict[int, dict] = {}
+        self._in_use: dict[int, tuple[ExpertPlan, Layout]] = {}
         self._published: list[int] = []
         self.records: Records
 
     def _first_plan(self, layout: Layout) -> ExpertPlan:
-        """Home, or where the policy spreads replicas before it has seen a load."""
+        """Return the plan of the first step: home, or for a policy that replicates
+        before it has seen a load, the policy's plan."""
         home = self._job.model.run.home_plan(layout)
         policy = check_policy(self._settings.policy)
         if not policy.is_spread_first or layout.store not in policy.stores:
@@ -73,19 +77,25 @@ class Balancing:
 
     @property
     def layout(self) -> Layout:
+        """The layout of the step that runs now."""
         return self._state.layout
 
     @property
     def plan(self) -> ExpertPlan:
+        """The plan that is in use."""
         return self._state.plan
 
     def hlo_text(self) -> str:
-        """Of the train step that runs now."""
+        """Return the compiled train step that runs now, as XLA's text."""
         return self.steps.train.as_text()
 
     def restore(self, meta: dict | None) -> None:
-        """Go on where the checkpoint's balancer stopped, if all that it depends on is
-        as it was; else with its plan, where that fits, or from home."""
+        """Restore the balancer from the meta record of a checkpoint.
+
+        Its whole state is restored if the configuration and the cost model are as they
+        were (SAME). Otherwise its plan is, where that fits the layout. Otherwise the
+        balancer starts with its first plan.
+        """
         if meta is None or not self._is_on:
             return
         is_same = _is_same(meta["config"], self._job.cfg.to_dict())
@@ -101,50 +111,59 @@ class Balancing:
             try:
                 plan.validate(self.layout)
             except ValueError as misfit:
-                self.say(f"the checkpoint's plan is left: {misfit}")
+                self.say(f"the checkpoint's plan is not used: {misfit}")
             else:
                 self._state = dataclasses.replace(self._state, plan=plan)
-        self.say(f"the balancer starts anew, plan {self.plan.digest}")
+        self.say(f"the balancer starts afresh with plan {self.plan.digest}")
 
     def compile(self) -> None:
-        """Steps for the layout of now, and what moving owners takes."""
-        self.steps = self._compiled(self.layout)
+        """Compile the steps of the layout in use, the programs that move experts
+        between owners, and the steps of a pending relayout."""
+        self.steps = self._compile_steps(self.layout)
         if self._is_on and "owned" in self._stores:
             self._mover.prepare_moves()
         self._set_placement()
         if self._state.pending is not None:
             self._prepare(self._state.pending)
             if self._ahead is not None:
-                self._ahead.wait()  # no watchdog knows of this compilation either
+                self._ahead.wait()  # the watchdog has not started yet
 
     def begin(self, state):
-        """A state in logical order and the job's store, as layout and plan want it."""
+        """Return a state, which has experts in logical order and in the store of the
+        run's first layout, as the layout and the plan in use need it."""
         first = self._job.model.layout.store
         return self.physical(self._mover.to_store(state, first, self.layout.store))
 
     def logical(self, state):
-        """Experts in logical order, for a checkpoint; `physical` undoes it."""
+        """Return the state with experts in logical order, as in a checkpoint.
+        `physical` undoes it."""
         return self._mover.to_owners(state, self.plan, _logical(self.plan))
 
     def physical(self, state):
-        """Experts at the plan's owners, from logical order."""
+        """Return a state, which has experts in logical order, with experts at the
+        plan's owners."""
         return self._mover.to_owners(state, _logical(self.plan), self.plan)
 
     def is_waiting(self, step: int) -> bool:
-        """Whether this step is the first of a layout that is compiled ahead."""
+        """Return whether this step is the first of a layout that compiles ahead."""
         pending = self._state.pending
         return bool(self._ahead and pending and step >= pending.adopt_step)
 
     def before(self, step: int, state):
-        """Adopt what is due: `step` is the first under it."""
+        """Return the state under the pending decision if that is due: `step` is the
+        first step under it."""
         pending = self._state.pending
         if pending is not None and step >= pending.adopt_step:
             state = self._adopt(step, state)
-        self._of_step.setdefault(step, {"plan": self.plan.digest})
+        self._step_records.setdefault(step, {"plan": self.plan.digest})
+        self._in_use[step] = self.plan, self.layout
         return state
 
     def _adopt(self, step: int, state):
+        """Return the state under the pending decision; say how long that took."""
         start_sec, is_new = time.monotonic(), self._ahead is not None
+        if is_new and not self._ahead.is_done:
+            self.say(f"step {step}  waits until the new layout is compiled")
         if is_new and not self._take_steps():
             return state
         waited_sec = time.monotonic() - start_sec
@@ -163,7 +182,7 @@ class Balancing:
             f"step {step}  adopted {self.plan.digest}  in {adopted_msec:.1f} ms  "
             f"waited {waited_msec:.1f} ms"
         )
-        self._of_step[step] = {
+        self._step_records[step] = {
             "plan": self.plan.digest,
             "adopt_msec": adopted_msec,
             "adopt_wait_msec": waited_msec,
@@ -171,7 +190,11 @@ class Balancing:
         return state
 
     def _take_steps(self) -> bool:
-        """The steps that were compiled ahead, if all processes have theirs."""
+        """Take over the steps that were compiled ahead, and return True.
+
+        Where a process could not compile its steps, refuse the layout on all of them,
+        and return False.
+        """
         steps, fault = self._ahead.result()
         self._ahead = None
         if any_process(steps is None):
@@ -184,33 +207,63 @@ class Balancing:
         self.steps = steps
         return True
 
-    def step_record(self, step: int) -> dict[str, Any]:
-        """What the record of a step says of its plan; asked once."""
-        said = self._of_step.pop(step)
-        return said if self._is_on else {}
+    def step_record(self, step: int, stats: RoutingStats) -> dict[str, Any]:
+        """Return the fields of a step's record that are about its plan, once a step.
+
+        `home_device_max_over_mean` is the ratio that the home placement would have had
+        under the step's load. `modelled_saving_msec`, at the steps of decisions, is the
+        time per step that the cost model sees saved by the plan in use.
+        """
+        record, in_use = self._step_records.pop(step), self._in_use.pop(step)
+        if not self._is_on or not is_first():
+            return {}
+        rows_lw = home_rows(stats.tokens_lwe, self._batch_sizes, self.layout)
+        record["home_device_max_over_mean"] = max_over_mean(rows_lw)
+        if step % self._settings.every_steps == 0:
+            record["modelled_saving_msec"] = 1e3 * self._modelled_saving_sec(
+                stats, *in_use
+            )
+        return record
+
+    @property
+    def _batch_sizes(self) -> dict[str, int]:
+        """Devices along each mesh axis that splits the batch."""
+        mesh = self._job.cfg.mesh
+        return {"dc": mesh.dc, "data": mesh.data, "expert": mesh.expert}
+
+    def _modelled_saving_sec(
+        self, stats: RoutingStats, plan: ExpertPlan, layout: Layout
+    ) -> float:
+        """Return the seconds of a step that a plan saves beside the home placement, by
+        the cost model."""
+        load_lwe = loads_by_owner(stats.tokens_lwe, self._batch_sizes, self.layout)
+        home_layout = make_home_layout(self._job.model.layout)
+        home = ExpertPlan.home_in(home_layout, plan.num_layers)
+        home_sec = self._cost.step_sec(load_lwe, home, home_layout)
+        return home_sec - self._cost.step_sec(load_lwe, plan, layout)
 
     def observe(self, step: int, stats: RoutingStats) -> None:
-        """One step's statistics, on the host; decides when it is time."""
+        """Observe one step's statistics, which are on the host; decide if it is time,
+        and begin to compile what was decided."""
         if not self._is_on:
             return
-        mesh = self._job.cfg.mesh
-        sizes = {"dc": mesh.dc, "data": mesh.data, "expert": mesh.expert}
-        load_lwe = loads_by_owner(stats.tokens_lwe, sizes, self.layout)
+        load_lwe = loads_by_owner(stats.tokens_lwe, self._batch_sizes, self.layout)
         self._state = controller.observe(
             self._settings, self._state, step, load_lwe, stats.fullest_pair_l
         )
         if step % self._settings.every_steps or self._state.pending is not None:
             return
-        decision = self._decided(step)
+        decision = self._decide(step)
         if decision is None:
             return
-        self.say(decision.line())
+        are_presumed = self._job.model.run.calibration.is_presumed
+        self.say(decision.line(are_speeds_presumed=are_presumed))
         self.records.event({"step": step, "decision": decision.record()})
         if self._state.pending is not None:
             self._prepare(self._state.pending)
 
     def meta(self) -> dict[str, Any]:
-        """For a checkpoint: what `restore` reads."""
+        """Return the part of a checkpoint's meta record that `restore` reads."""
         record = {"plan": self.plan.to_json(), "balance": None}
         record["num_owners"] = self._job.model.run.num_owners
         if self._is_on:
@@ -218,8 +271,8 @@ class Balancing:
             record["cost"] = self._cost.as_dict()
         return record
 
-    def _decided(self, step: int) -> Decision | None:
-        """The decision of process 0; the balancer's state is that of process 0 too."""
+    def _decide(self, step: int) -> Decision | None:
+        """Return the decision of process 0, and take over its state of the balancer."""
 
         def decide() -> str:
             state, decision = controller.decide(
@@ -230,7 +283,7 @@ class Balancing:
             return json.dumps([{name: getattr(state, name) for name in DECIDED}, text])
 
         reply = published(f"decision/{step}", decide)
-        # Who has run step s has read what was published for s - 2.
+        # A process that has run step s has read what was published for step s - 2.
         for old in [s for s in self._published if s <= step - 2]:
             withdraw(f"decision/{old}")
             self._published.remove(old)
@@ -243,12 +296,14 @@ class Balancing:
         return decision
 
     def _prepare(self, decision: Decision) -> None:
+        """Begin to compile the steps of a decision to change the layout."""
         if decision.layout != self.layout:
-            make = partial(self._compiled, decision.layout, self.layout)
+            make = partial(self._compile_steps, decision.layout, self.layout)
             self._ahead = Ahead(make)
 
-    def _compiled(self, layout: Layout, before: Layout | None = None) -> Steps:
-        """Steps of a layout, and what brings a state there."""
+    def _compile_steps(self, layout: Layout, before: Layout | None = None) -> Steps:
+        """Return the compiled steps of a layout; compile also the programs that bring
+        a state from the layout `before` to it."""
         if before is not None and layout.store != before.store:
             self._mover.prepare_moves()
             if "sharded" in (layout.store, before.store):
@@ -258,23 +313,40 @@ class Balancing:
         return Steps(*compile_steps(self._job.model.relaid(layout)))
 
     def _set_placement(self) -> None:
+        """Put the tables of the plan in use on the devices."""
         self.placement: Placement = on_devices(
             self.plan, self.layout, self._job.model.mesh
         )
 
 
+def make_home_layout(layout: Layout) -> Layout:
+    """Return `layout` with a slot for each expert at its owner, and no copies."""
+    return dataclasses.replace(
+        layout,
+        slots_per_device=layout.experts_per_device,
+        store="owned",
+        split="even",
+        fused_split=False,
+        offers_per_device=0,
+        copies_per_device=0,
+        prefetch=False,
+    )
+
+
 def _has_replicas(plan: ExpertPlan) -> bool:
+    """Return whether a plan has more full slots than experts."""
     num_full = np.count_nonzero(plan.slot_to_expert_lp >= 0)
     return bool(num_full > plan.num_layers * plan.num_experts)
 
 
 def _logical(plan: ExpertPlan) -> ExpertPlan:
-    """The plan's slots with masters in logical order."""
+    """Return a plan with the same slots, whose owners are in logical order."""
     return ExpertPlan(plan.slot_to_expert_lp, plan.num_experts)
 
 
 def _is_same(saved: dict, current: dict) -> bool:
-    """A field that there was not yet when it was saved counts as unchanged."""
+    """Return whether the fields in SAME are as they were. A field that the saved
+    configuration does not have counts as unchanged."""
     current = json.loads(json.dumps(current))
     return all(
         saved.get(part, {}).get(name, value) == value

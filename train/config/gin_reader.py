@@ -61,18 +61,23 @@ def load(files: Sequence[str | os.PathLike[str]], params: Sequence[str] = ()) ->
         raise _broken_rule(str(err), bound) from err
 
 
-def render(config: Config) -> str:
-    """Return every field of every class as gin text, class by class. `load` reads it
-    back."""
+def render(config: Config, *, only_changed: bool = False) -> str:
+    """Return every field of every class as gin bindings, which `load` reads back.
+
+    With `only_changed` fields that have their default value are left out. `load` reads
+    that back to the same configuration too.
+    """
     blocks = []
     for part, cls in sorted(PARTS.items()):
-        record = getattr(config, part)
-        lines = (
+        record, default = getattr(config, part), cls()
+        lines = [
             f"{part.title()}.{field.name} = {getattr(record, field.name)!r}\n"
             for field in dataclasses.fields(cls)
-        )
+            if not only_changed
+            or getattr(record, field.name) != getattr(default, field.name)
+        ]
         blocks.append("".join(lines))
-    return "\n".join(blocks)
+    return "\n".join(block for block in blocks if block)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""Several processes as one run: they start together, agree, and end together.
+"""Run several processes as one: they start together, agree, and end together.
 
-Every process runs the same program. What only one may do (claim the run directory,
-write metrics) process 0 does, and `from_first_process` tells the others how it went.
-A process that fails ends at once, without waiting for the others: whoever launched
-them ends the rest, else their heartbeats and watchdogs do (docs/processes.md).
+Every process runs the same program. Process 0 does what only one process may do, such
+as to claim the run directory and to write metrics, and `from_first_process` tells the
+others the result. A process that fails ends at once, without waiting for the others.
+The launcher ends those; without one their heartbeats and watchdogs do
+(docs/processes.md).
 """
 
 import faulthandler
@@ -20,11 +21,15 @@ import numpy as np
 from moejax.config import Config
 from train.launch.cluster import ProcessInfo, is_loopback
 
+STDERR = 2
+"""File descriptor to which C and C++ code writes, and on which stacks are printed."""
+
 
 def join(cfg: Config, process: ProcessInfo | None) -> None:
-    """Make this process one of the run's, before any device is touched.
+    """Make this process one of the run's processes, before any device is touched.
 
-    JAX aborts the process (exit code 134) when the others do not come in time.
+    JAX aborts the process (exit code 134) if the others do not come within
+    Processes.init_sec.
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -40,6 +45,7 @@ def join(cfg: Config, process: ProcessInfo | None) -> None:
         f"Processes.init_sec={limits.init_sec} at most",
         flush=True,
     )
+    start_sec = time.monotonic()
     jax.distributed.initialize(
         coordinator_address=process.coordinator,
         num_processes=process.count,
@@ -51,29 +57,34 @@ def join(cfg: Config, process: ProcessInfo | None) -> None:
         heartbeat_timeout_seconds=limits.heartbeat_sec,
         shutdown_timeout_seconds=limits.shutdown_sec,
     )
+    waited_sec = time.monotonic() - start_sec
+    print(f"all {process.count} processes have met, in {waited_sec:.1f} s", flush=True)
 
 
 WEEK_MSEC = 7 * 24 * 3600 * 1000
-"""Whoever waits for process 0 for longer than Processes.watchdog_sec is ended by it."""
+"""Limit on waiting for process 0. It is long because the watchdog ends a process that
+waits for more than Processes.watchdog_sec."""
 
 
 def is_first() -> bool:
-    """Return whether this process is the one that logs and writes."""
+    """Return whether this is process 0, which logs and writes for all."""
     import jax
 
     return jax.process_index() == 0
 
 
 def are_several() -> bool:
+    """Return whether the run has more than one process."""
     import jax
 
     return jax.process_count() > 1
 
 
 def from_first_process(make: Callable[[], Any]) -> Any:
-    """Return on all processes what make() gives process 0, a value that JSON takes.
+    """Call `make` on process 0, and return its result on all processes.
 
-    Its ValueError or OSError is raised on all.
+    The result is a value that JSON can express. A ValueError or OSError of `make` is
+    raised on all processes.
     """
     if not are_several():
         return make()
@@ -102,8 +113,11 @@ def any_process(claim: bool) -> bool:
 
 
 def published(name: str, make: Callable[[], str]) -> str:
-    """Return on all processes what make() gives process 0, through the coordinator: no
-    device takes part, so steps go on meanwhile. `name` is used once in a run."""
+    """Call `make` on process 0, and return its text on all processes.
+
+    The text goes through the coordinator and not through devices, so steps go on
+    meanwhile. `name` is used once in a run.
+    """
     if not are_several():
         return make()
     from jax._src.distributed import global_state
@@ -117,7 +131,7 @@ def published(name: str, make: Callable[[], str]) -> str:
 
 
 def withdraw(name: str) -> None:
-    """Forget what was published, once every process has read it."""
+    """Delete a published text from the coordinator. Every process has read it."""
     if are_several() and is_first():
         from jax._src.distributed import global_state
 
@@ -125,7 +139,7 @@ def withdraw(name: str) -> None:
 
 
 def wait_for_all(name: str) -> None:
-    """Return when every process has called it."""
+    """Return when every process has called this function."""
     if are_several():
         from jax.experimental import multihost_utils
 
@@ -133,6 +147,7 @@ def wait_for_all(name: str) -> None:
 
 
 def _broadcast(text: bytes) -> bytes:
+    """Return the text of process 0 on all processes."""
     from jax.experimental import multihost_utils
 
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
@@ -143,10 +158,10 @@ def _broadcast(text: bytes) -> bytes:
 
 
 class Stop:
-    """Whether somebody has asked the run to stop, the same on all processes.
+    """The wish of a user or a scheduler that the run stop, the same on all processes.
 
-    One process looks at its own signals; several ask JAX, whose handler of SIGTERM has
-    them agree on a step that all of them have still before them.
+    A single process handles its own signals. Several processes ask JAX, whose handler
+    of SIGTERM makes them agree on a step that none of them has reached yet.
     """
 
     def __init__(self) -> None:
@@ -167,28 +182,34 @@ class Stop:
         if self._are_several and self.signal is None:
             from jax.experimental import multihost_utils
 
-            # JAX counts from 0 in each process: who had a signal before the first
-            # question stops at number 1, and never at the step of a resumed run.
+            # JAX counts from 0 in each process, so this counts questions, not steps:
+            # a process with a signal before its first question stops at question 1.
             if multihost_utils.reached_preemption_sync_point(self._num_asked):
                 self.signal = int(signal.SIGTERM)
         return self.signal is not None
 
     def _set(self, number, _frame) -> None:
+        """Note a signal; a second Ctrl-C interrupts at once."""
         if self.signal == number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = number
 
 
 class Watchdog:
-    """Ends this process, with the stack of every thread, when one thing takes too long.
+    """A timer that ends this process, and prints the stack of every thread, when a
+    step, an evaluation or a save takes longer than `limit_sec`. 0 never ends it.
 
-    The timer is faulthandler's, a C thread: it works while all of Python is stuck in a
-    collective that another process never joins. Half way there, a line says what goes
-    on; `say` is called from a thread of ours.
+    The timer is faulthandler's, a C thread, so it works while all of Python is stuck in
+    a collective that another process never joins. At half the limit a line says what
+    takes so long. `say` is called from a thread of the watchdog for that.
     """
 
-    def __init__(self, limit_sec: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, limit_sec: int, say: Callable[[str], None], log: str | None = None
+    ) -> None:
+        """`log` names the file that stacks go to, if they do not go to the terminal."""
         self._limit_sec, self._say = limit_sec, say
+        self._where = f" to {log}" if log else ""
         self._what, self._since_sec = "", time.monotonic()
         self._is_said = False
         self._closed = threading.Event()
@@ -204,17 +225,18 @@ class Watchdog:
         self._closed.set()
 
     def at(self, what: str) -> None:
-        """Start the timer: something begins that is to end within the limit."""
+        """Start the timer for `what`, which is to end within the limit."""
         self._what, self._since_sec, self._is_said = what, time.monotonic(), False
         if self._limit_sec:
-            faulthandler.dump_traceback_later(self._limit_sec, exit=True)
+            faulthandler.dump_traceback_later(self._limit_sec, exit=True, file=STDERR)
 
     def rest(self) -> None:
-        """Stop the timer: nothing is being waited for."""
+        """Stop the timer until the next call of `at`."""
         self._what = ""
         faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
+        """Say once what takes longer than half the limit."""
         while not self._closed.wait(min(1.0, self._limit_sec / 8)):
             what, taken_sec = self._what, time.monotonic() - self._since_sec
             if what and not self._is_said and taken_sec > self._limit_sec / 2:
@@ -222,5 +244,5 @@ class Watchdog:
                 self._say(
                     f"WATCHDOG {what} goes on for {taken_sec:.0f} s; at "
                     f"{self._limit_sec} s (Processes.watchdog_sec) this process ends "
-                    "with the stacks of its threads"
+                    f"and writes the stacks of its threads{self._where}"
                 )

@@ -1,7 +1,7 @@
-"""How a program begins and ends: backend flags, malloc, exit codes, last words.
+"""Begin and end a program: flags of jax, malloc, exit codes and last messages.
 
-jax is not imported here before its flags stand. A program ends with one line for people
-and, where it was asked to, one JSON object for scripts.
+jax is not imported here before its flags are set. A program ends with one line for
+people and, with --json, one JSON object for scripts.
 """
 
 import json
@@ -21,19 +21,21 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 DONE, CRASHED, BAD_INPUT, FAILED, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 75, 130
 
 COMPILES_AHEAD = "compiles ahead"
-"""Name of a thread that is left to itself when its program ends."""
+"""Name of the threads that compile a relayout. A program does not wait for them when it
+ends."""
 
 COLLECTIVE_FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
 )
-"""Eight simulated devices that share two cores can wait longer for one another than the
-40 seconds after which XLA:CPU aborts."""
+"""Flags that let collectives wait for 600 s. Eight simulated devices that share two
+cores can wait longer for one another than the 40 s after which XLA:CPU aborts."""
 
 THREADS_PER_DEVICE = 4
-"""XLA:CPU starts independent collectives of a device at the same time, and each keeps a
-thread until all devices have come. Its pool has a thread per device: with two such
-collectives the last device may find none left, and the run hangs (seen once)."""
+"""Threads in XLA:CPU's pool, per device. By default the pool has one per device. But
+XLA starts independent collectives of a device at the same time, and each holds a thread
+until all devices have joined. With two such collectives the last device may find no
+thread left, and the run hangs (seen once)."""
 
 TUNABLES = ":".join(
     f"glibc.malloc.{name}"
@@ -44,17 +46,18 @@ TUNABLES = ":".join(
         "arena_max=1",
     )
 )
-"""glibc's settings for simulated devices, which must stand when a process starts.
+"""Settings of glibc for simulated devices, which must be there when a process starts.
 
-XLA:CPU takes its temporaries anew each step, and glibc would map and unmap them: a page
-fault for every 4 KiB of every step. With huge pages, kept, a step of `tiny_cpu` took
-0.7 of the processor time, in one run each (docs/log.md)."""
+XLA:CPU allocates its temporaries in each step, and glibc would map and unmap them: a
+page fault for every 4 KiB of every step. With huge pages that glibc keeps, a step of
+`tiny_cpu` took 0.7 of the processor time, in one run each (docs/log.md)."""
 
 
 def start(cfg: Config, flags: Flags | None = None) -> ProcessInfo | None:
-    """Set the flags of jax and join the other processes; None when there are none.
+    """Set the flags of jax, join the other processes, and return which process this is;
+    None if there is only one.
 
-    Raises ValueError when the environment contradicts itself or the configuration.
+    Raises ValueError if the environment contradicts itself or the configuration.
     """
     process = detect(os.environ, flags)
     set_up_backend(cfg, 1 if process is None else process.count)
@@ -63,7 +66,8 @@ def start(cfg: Config, flags: Flags | None = None) -> ProcessInfo | None:
 
 
 def set_up_backend(cfg: Config, num_processes: int = 1) -> None:
-    """Set the flags that must stand before jax starts; what the user has set stays."""
+    """Set the flags that jax reads when it starts. Variables that the user has set
+    stay as they are."""
     words = [os.environ.get("XLA_FLAGS", ""), *COLLECTIVE_FLAGS]
     if cfg.train.num_simulated_devices:
         total = cfg.train.num_simulated_devices
@@ -81,9 +85,9 @@ def set_up_backend(cfg: Config, num_processes: int = 1) -> None:
 
 
 def restart_with_huge_pages() -> None:
-    """Replace this process by itself with TUNABLES; return when they stand.
+    """Replace this process by itself with TUNABLES; return if they are set already.
 
-    What the user has set stays.
+    A GLIBC_TUNABLES that the user has set stays as it is.
     """
     if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
         os.environ["GLIBC_TUNABLES"] = TUNABLES
@@ -92,10 +96,11 @@ def restart_with_huge_pages() -> None:
 
 
 def guarded(work: Callable[[], int], *, as_json: bool) -> int:
-    """Return work()'s exit code, or that of the error that it raises, which is told.
+    """Return the exit code of `work`, or print the error that it raises and return the
+    code for it.
 
-    ValueError and NotImplementedError are bad input, an OSError is a failure of the
-    machine, and any other error, with its traceback, is ours.
+    ValueError and NotImplementedError are bad input (2), and an OSError is a failure of
+    the machine (3). Any other error is a bug: it is printed with its traceback (1).
     """
     try:
         return work()
@@ -112,9 +117,9 @@ def guarded(work: Callable[[], int], *, as_json: bool) -> int:
 
 
 def leave(code: int) -> int:
-    """Return `code`; but end here and now where this is one of several processes.
+    """Return `code`, or exit with it at once if this is one of several processes.
 
-    The usual way out would wait for the others (Processes.shutdown_sec), who do not
+    The usual way out would wait for the others (Processes.shutdown_sec), which do not
     know yet that there is a reason to end.
     """
     jax = sys.modules.get("jax")
@@ -126,9 +131,9 @@ def leave(code: int) -> int:
 
 
 def end(code: int) -> int:
-    """Return `code`; but end here and now while a thread still compiles ahead.
+    """Return `code`, or exit with it at once while a thread still compiles ahead.
 
-    On the usual way out XLA's compiler loses its Python, and crashes (seen).
+    On the usual way out Python goes away under XLA's compiler, which crashes (seen).
     """
     if any(thread.name == COMPILES_AHEAD for thread in threading.enumerate()):
         import jax
@@ -142,7 +147,7 @@ def end(code: int) -> int:
 
 
 def refuse(error: Exception | str, code: int, as_json: bool) -> int:
-    """Tell of an error, and return `code`."""
+    """Print an error in one line, and return `code`."""
     line = one_line(error)
     print(f"error: {line}", file=sys.stderr, flush=True)
     emit({"error": line, "exit_code": code}, as_json)
@@ -150,7 +155,7 @@ def refuse(error: Exception | str, code: int, as_json: bool) -> int:
 
 
 def emit(record: dict, as_json: bool) -> None:
-    """Print one JSON object as the last line, for scripts."""
+    """With `as_json`, print a record as one JSON object, the last line, for scripts."""
     if as_json:
         print(json.dumps(record), flush=True)
 

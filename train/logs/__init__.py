@@ -1,4 +1,4 @@
-"""Files and lines that a run writes while it goes, and its claim on their directory.
+"""The files and lines that a run writes, and its claim on the run directory.
 
-Checkpoints are written by `train.checkpoint`, and the end of a run by `train.summary`.
+Checkpoints are written by `train.checkpoint`, and the summary by `train.summary`.
 """

@@ -7,16 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 
 DENSE_BF16_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}
-"""Dense bf16 with fp32 accumulation, from NVIDIA's data sheets."""
+"""Peak TFLOPS of one device for dense bf16 products with float32 accumulation, from
+NVIDIA's data sheets."""
 PROBE_WIDTH = 1024
 PROBE_REPEATS = 7
 
 
 def peak_tflops(num_devices: int, override: float | None) -> float | None:
-    """Return TFLOPS of all devices together; None when the device is not known.
+    """Return the peak TFLOPS of all devices together; None for an unknown device.
 
-    Simulated devices share one CPU, so that one is measured: the best of a few float32
-    products of 1024 x 1024 on all its cores.
+    `override` is the TFLOPS of one device. Simulated devices share one CPU, so the CPU
+    is measured: the best of seven float32 products of 1024 x 1024 on all its cores.
     """
     if override is not None:
         return override * num_devices
@@ -30,6 +31,7 @@ def peak_tflops(num_devices: int, override: float | None) -> float | None:
 
 
 def _measure() -> float:
+    """Return the TFLOPS of the fastest of PROBE_REPEATS products on this CPU."""
     dot = jax.jit(jnp.matmul)
     square = jax.device_put(np.ones((PROBE_WIDTH, PROBE_WIDTH), np.float32))
     times_sec = []

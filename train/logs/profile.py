@@ -1,8 +1,9 @@
-"""A profiler window by steps: `10:13` traces steps 10, 11 and 12 of a run.
+"""Profile the steps of a window: `10:13` traces steps 10, 11 and 12 of a run.
 
 <folder>/step-10-13/[process-0/]
   perfetto_trace.json.gz          for ui.perfetto.dev and tools/read_profile.py
-  op_names.json.gz                compiled op -> where in our code it stems from
+  op_names.json.gz                from each compiled op to the functions of moejax
+                                  that it was traced in
   plugins/profile/<time>/*.xplane.pb   for xprof
 
 jax is imported when a window opens, not with this module.
@@ -32,8 +33,8 @@ def parse_steps(text: str) -> range:
     """Return range(10, 13) for '10:13', and an empty one for ''. Raises ValueError."""
     if not text:
         return range(0)
-    found = STEPS.fullmatch(text.strip())
-    steps = range(int(found[1]), int(found[2])) if found else range(0)
+    match = STEPS.fullmatch(text.strip())
+    steps = range(int(match[1]), int(match[2])) if match else range(0)
     if not steps or steps.start < 1:
         raise ValueError(
             f"--profile_steps={text} must be A:B with 1 <= A < B: 10:13 traces steps "
@@ -43,11 +44,12 @@ def parse_steps(text: str) -> range:
 
 
 class Window:
-    """A context around the loop; `before` and `after` go around each dispatched step.
+    """A context around the training loop that traces the steps of a window.
 
-    `after` waits for the devices at both edges of the window, so that the trace holds
-    its steps whole and nothing of others. A trace that cannot be written is said
-    loudly, and costs the trace, not the run.
+    The loop calls `before` and `after` around each step that it dispatches. `after`
+    waits for the devices at both edges of the window, so that the trace holds whole
+    steps and no other ones. A trace that cannot be written costs a message, and the run
+    goes on.
     """
 
     def __init__(
@@ -58,8 +60,11 @@ class Window:
         *,
         hlo_text: Callable[[], str] | None = None,
     ) -> None:
-        """No steps: nothing is ever done. `hlo_text` is `as_text` of the compiled step,
-        called once, when the trace ends."""
+        """Prepare to trace `steps` into `folder`; without steps nothing is done.
+
+        `hlo_text` is `as_text` of the compiled step. It is called once, when the trace
+        ends.
+        """
         self.folder = pathlib.Path(os.path.abspath(folder))
         self._steps, self._say, self._hlo_text = steps, say, hlo_text
         self._text = f"{steps.start}:{steps.stop}"
@@ -105,7 +110,8 @@ class Window:
             self._traced.append(step)
 
     def after(self, step: int, outputs: Any) -> None:
-        """`outputs` are the arrays of the step that was dispatched."""
+        """Wait for a step at an edge of the window, and end the trace after its last
+        step. `outputs` are the arrays of the step that was dispatched."""
         self._end_annotation()
         if self.is_edge(step):
             import jax
@@ -115,6 +121,7 @@ class Window:
             self._stop()
 
     def _start(self) -> None:
+        """Begin the trace."""
         import jax
 
         self.folder /= f"step-{self._steps.start}-{self._steps.stop}"
@@ -132,6 +139,7 @@ class Window:
             self._fail(fault)
 
     def _stop(self) -> None:
+        """End the trace, write its files and say where they are."""
         import jax
 
         self._end_annotation()
@@ -153,12 +161,14 @@ class Window:
         )
 
     def _end_annotation(self) -> None:
+        """End the mark of a step in the trace, if one is open."""
         if self._annotation is not None:
             self._annotation.__exit__(None, None, None)
             self._annotation = None
 
     def _tidy(self) -> None:
-        """Move the trace for people up, and remove jax's second copy of it."""
+        """Move the trace that people read to the top of the folder, and remove jax's
+        second copy of it."""
         *_, newest = sorted(self.folder.glob("plugins/profile/*"), key=os.path.getmtime)
         name = "perfetto_trace.json.gz"
         (newest / name).replace(self.folder / name)
@@ -166,6 +176,7 @@ class Window:
             copy.unlink()
 
     def _fail(self, fault: Exception) -> None:
+        """Give up the trace, and say so."""
         self._is_over = True
         self._say(
             f"NO PROFILE of steps {self._text}: {one_line(fault)}; training goes on"
@@ -173,7 +184,7 @@ class Window:
 
 
 def op_names(hlo_text: str) -> dict[str, str]:
-    """Return for each op of a compiled program the names of the functions around it.
+    """Return, for each op of a compiled program, the names of the functions around it.
 
     'all-to-all.7' -> 'jit(_train_step)/jvp()/while/body/shard_map/dispatch/all_to_all'
     """

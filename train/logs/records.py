@@ -1,11 +1,11 @@
 """A step's record and the files a run writes: metrics, TensorBoard events, sample ids.
 
-    metrics.jsonl              process 0: a line a step, an evaluation, a decision
-    tensorboard/               process 0, when asked for
+    metrics.jsonl              process 0: one line per step, evaluation or decision
+    tensorboard/               process 0, with --tensorboard
     samples-<process>.jsonl    each process, with Data.log_samples: the ids of its rows
 
-All are cut back to the step that a run resumes from, so that no step stands in one
-twice, whatever the number of processes before.
+When a run resumes, all of them are cut back to the step that it resumes from. So no
+file holds a step twice, whatever the number of processes before.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from train.step.step import StepMetrics
 
 
 class Records:
-    """The open files; use as a context."""
+    """The open files that a run writes its records to; use as a context."""
 
     def __init__(
         self,
@@ -39,8 +39,11 @@ class Records:
         step: int,
         board_text: str | None = None,
     ) -> None:
-        """`step` is the last one done; `board_text` goes to TensorBoard, which only
-        exists with one."""
+        """Open the files after `step`, the last step that is done.
+
+        TensorBoard events are written only if `board_text`, the configuration that they
+        begin with, is given.
+        """
         self._cfg, folder = cfg, run_dir.path
         from_first_process(lambda: _cut_back_samples(folder, step))
         self._files = contextlib.ExitStack()
@@ -63,8 +66,8 @@ class Records:
         self._files.close()
 
     def step(self, record: dict, tokens_le: np.ndarray) -> None:
-        """Write a step's record. The loads of its experts and devices, tokens_le and
-        rows_lw, stand in the log every Train.log_load_every_steps steps."""
+        """Write a step's record. It has the loads of experts (tokens_le) and of devices
+        (rows_lw) every Train.log_load_every_steps steps only."""
         if self._tensorboard is not None:
             self._tensorboard.append(record, tokens_le)
         if record["step"] % self._cfg.train.log_load_every_steps == 0:
@@ -75,15 +78,18 @@ class Records:
             self._metrics.append(record)
 
     def event(self, record: dict) -> None:
-        """Write a line of its own: a decision of the balancer."""
+        """Write a record that is no training step, such as a decision of the
+        balancer."""
         if self._metrics is not None:
             self._metrics.append(record)
         if self._tensorboard is not None:
             self._tensorboard.append(record)
 
     def evaluation(self, step: int, loss: float) -> None:
-        """Write the held-out loss, once: a run that was killed between its last save
-        and its summary has logged it already."""
+        """Write the held-out loss of a step, unless the file ends with it already.
+
+        It does in a run that was killed between its last save and its summary.
+        """
         if self._metrics is None or self._metrics.ends_with(step, "eval_loss"):
             return
         record = {"step": step, "eval_loss": loss}
@@ -92,7 +98,8 @@ class Records:
             self._tensorboard.append(record)
 
     def samples(self, step: int, batches: TrainBatches, sharding) -> None:
-        """Write which rows this process fed to a step, and which samples they are."""
+        """Write which rows of a batch this process fed to a step, and the ids of their
+        samples."""
         if self._samples is None:
             return
         train = self._cfg.train
@@ -105,8 +112,10 @@ class Records:
 
 
 def step_record(step: int, metrics: StepMetrics, step_sec: float, tokens: int) -> dict:
-    """Return the line of metrics.jsonl of one step, from metrics that are on the host.
-    `Records.step` keeps its `rows_lw` every Train.log_load_every_steps steps only."""
+    """Return the record of one step from its metrics, which are on the host.
+
+    It always has `rows_lw`; `Records.step` leaves that out of most lines.
+    """
     return {
         "step": step,
         "loss": float(metrics.loss),
@@ -120,9 +129,9 @@ def step_record(step: int, metrics: StepMetrics, step_sec: float, tokens: int) -
         "grad_norm": float(metrics.grad_norm),
         "lr": float(metrics.learning_rate),
         "tok_per_sec": tokens / step_sec,
-        "load_max_over_mean": max_over_mean(metrics.routing.tokens_le),
+        "expert_max_over_mean": max_over_mean(metrics.routing.tokens_le),
         "device_max_over_mean": max_over_mean(metrics.routing.rows_lw),
-        "max_over_bound": max_over_bound(
+        "device_max_over_bound": max_over_bound(
             metrics.routing.fullest_device_l, metrics.routing.bound_l
         ),
         "rows_lw": metrics.routing.rows_lw,
@@ -136,21 +145,25 @@ def step_record(step: int, metrics: StepMetrics, step_sec: float, tokens: int) -
 
 
 def max_over_mean(load_lx: np.ndarray) -> list[float]:
-    """Return the fullest expert or device over the mean, by layer; 1.0 is even."""
+    """Return the largest load of a layer's experts or devices over their mean, for each
+    layer; 1.0 is even."""
     return [round(traffic.max_over_mean(load_x), 4) for load_x in load_lx]
 
 
 def max_over_bound(fullest_l: np.ndarray, bound_l: np.ndarray) -> list[float]:
-    """Return the fullest device over what no split of the plan could go below, by
-    layer; 1.0 is the best split, in every micro-batch."""
+    """Return rows of the fullest device over a lower bound of them, for each layer.
+
+    No split of rows over the plan's replicas leaves the fullest device fewer rows than
+    the bound. 1.0 is the best split, in every micro-batch.
+    """
     return [round(float(x), 4) for x in fullest_l / np.maximum(bound_l, 1)]
 
 
 class MetricsLog:
-    """A file of one JSON object a line, each with an int `step`.
+    """A file with one JSON object per line, each with an int `step`.
 
-    A line is on its way to the disk, whole, when `append` returns. A full disk costs
-    lines, said loudly, and not the run.
+    When `append` returns, the whole line has been handed to the operating system. A
+    full disk costs lines, with a message on standard error, but does not end the run.
     """
 
     def __init__(
@@ -169,7 +182,8 @@ class MetricsLog:
         self.close()
 
     def cut_back(self, step: int) -> None:
-        """End the file before the first torn line or line of a later step. Atomic."""
+        """Cut off the file before the first line that is torn or of a later step, in
+        one atomic operation."""
         end, last = 0, b"{}"
         with self._path.open("rb") as file:
             for line in file:
@@ -180,11 +194,12 @@ class MetricsLog:
         self._last = json.loads(last)
 
     def ends_with(self, step: int, name: str) -> bool:
-        """Whether the last line holds `name` of this step."""
+        """Return whether the last line is of this step and has a field `name`."""
         return self._last.get("step") == step and name in self._last
 
     def append(self, record: dict) -> None:
-        """Write one line. NaN and infinities become null, NumPy values plain ones."""
+        """Write one line. NaN and infinities become null, and NumPy values plain
+        numbers and lists."""
         assert isinstance(record["step"], int), record
         line = json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
         end = os.fstat(self._file.fileno()).st_size
@@ -214,7 +229,7 @@ class MetricsLog:
 
 
 def _record_step(line: bytes) -> float:
-    """Return the step of a line; infinity for a torn one, so that no cut keeps it."""
+    """Return the step of a line, or infinity for a torn line, so that it is cut off."""
     try:
         step = json.loads(line)["step"] if line.endswith(b"\n") else math.inf
     except (ValueError, TypeError, KeyError):
@@ -223,6 +238,7 @@ def _record_step(line: bytes) -> float:
 
 
 def _plain(value):
+    """Return a value that JSON can express: NaN and infinities become None."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, dict):
@@ -235,7 +251,8 @@ def _plain(value):
 
 
 def _cut_back_samples(folder: pathlib.Path, step: int) -> None:
-    """Cut back the samples of all processes that there have been: fewer may go on."""
+    """Cut back the sample files of all earlier processes, for a run may go on with
+    fewer."""
     for path in folder.glob("samples-*.jsonl"):
         with MetricsLog(path) as log:
             log.cut_back(step)

@@ -1,4 +1,4 @@
-"""A run directory with one owner at a time: claimed by a lock, archived by renaming."""
+"""Claim a run directory by a lock, so that one run owns it; archive it by renaming."""
 
 import contextlib
 import dataclasses
@@ -10,30 +10,35 @@ import socket
 import sys
 from collections.abc import Iterator
 
-from train.launch.processes import from_first_process, is_first
+from train.launch.processes import STDERR, are_several, from_first_process, is_first
 from train.launch.program import say_loudly
 
 LOCK = ".lock"
 
 
 class RunDirInUse(ValueError):
-    """Another process holds the lock of this run directory."""
+    """Raised when another process holds the lock of a run directory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunDir:
+    """A run directory that this run owns."""
+
     path: pathlib.Path
     archived: pathlib.Path | None
-    """Where the run that was here before has gone, when `fresh` moved it."""
+    """New path of the run that was here before, if `fresh` has renamed it."""
+    log: pathlib.Path | None = None
+    """File that the stacks of this process go to; None: to standard error."""
 
 
 @contextlib.contextmanager
 def claim(path: str | os.PathLike, *, fresh: bool = False) -> Iterator[RunDir]:
     """Hold the directory `path`, created if missing, until the block ends.
 
-    `fresh` first renames a run that is there to `<name>.<k>`, k one above all taken.
-    Raises RunDirInUse, a ValueError, naming the process that holds it. The lock is the
-    kernel's (flock): it goes with the process, so a killed run leaves nothing behind.
+    `fresh` first renames a run that is there to `<name>.<k>`, where k is one more than
+    the largest number taken. Raises RunDirInUse, a ValueError that names the process
+    that holds the directory. The kernel frees the lock (flock) when its process ends,
+    so a killed run leaves nothing behind.
     """
     path = pathlib.Path(os.path.abspath(path))
     lock = _lock(path)
@@ -56,7 +61,9 @@ def claim(path: str | os.PathLike, *, fresh: bool = False) -> Iterator[RunDir]:
 def share(path: str | os.PathLike, *, fresh: bool = False) -> Iterator[RunDir]:
     """Yield the directory that process 0 claims, for all processes of a run.
 
-    Those after the first print to logs/process-<index>.log in it from here on.
+    Of several processes each has a file logs/process-<index>.log in it. Until the block
+    ends, the stacks of a process and messages of C++ code (JAX's heartbeats) go there
+    and not to the terminal, and so does what processes other than 0 print.
     """
     import jax
 
@@ -67,19 +74,42 @@ def share(path: str | os.PathLike, *, fresh: bool = False) -> Iterator[RunDir]:
             return [str(run_dir.path), run_dir.archived and str(run_dir.archived)]
 
         where, archived = from_first_process(claimed)
-        run_dir = RunDir(pathlib.Path(where), archived and pathlib.Path(archived))
+        path, log = pathlib.Path(where), None
+        if are_several():
+            log = path / "logs" / f"process-{jax.process_index()}.log"
+            log.parent.mkdir(exist_ok=True)
+            held.enter_context(_native_stderr_in(log))
         if not is_first():
-            log = run_dir.path / "logs" / f"process-{jax.process_index()}.log"
             sys.stdout = held.enter_context(_Log(log))
             held.callback(setattr, sys, "stdout", sys.__stdout__)
-        yield run_dir
+        yield RunDir(path, archived and pathlib.Path(archived), log)
+
+
+@contextlib.contextmanager
+def _native_stderr_in(path: pathlib.Path) -> Iterator[None]:
+    """Append to a file, while the block runs, what is written to descriptor 2: stacks
+    by faulthandler, and messages of C and C++ code. Python's sys.stderr stays where it
+    was."""
+    sys.stderr.flush()
+    python_stderr, terminal = sys.stderr, os.dup(STDERR)
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    sys.stderr = os.fdopen(os.dup(terminal), "w", 1, errors="backslashreplace")
+    os.dup2(log, STDERR)
+    os.close(log)
+    try:
+        yield
+    finally:
+        os.dup2(terminal, STDERR)
+        os.close(terminal)
+        sys.stderr.close()
+        sys.stderr = python_stderr
 
 
 class _Log(io.TextIOBase):
-    """Text at the end of a file. A full disk costs text, said once, and not the run."""
+    """A text stream to the end of a file. A full disk costs text, with one message on
+    standard error, but does not end the run."""
 
     def __init__(self, path: pathlib.Path) -> None:
-        path.parent.mkdir(exist_ok=True)
         self._path, self._is_failing = path, False
         self._file = io.FileIO(path, "ab")
 
@@ -99,14 +129,14 @@ class _Log(io.TextIOBase):
 
 
 def _lock(path: pathlib.Path) -> int:
-    """Return the descriptor of the locked lock file of `path`; closing it frees the
-    directory."""
+    """Lock the lock file of `path` and return its descriptor. Closing the descriptor
+    frees the directory."""
     while True:
         lock = _open_lock(path)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Between open and flock the directory may have been archived with its
-            # lock file: then this is the lock of another directory.
+            # Between open and flock another process may have archived the directory
+            # with its lock file: then this is the lock of another directory.
             if _is_same_file(lock, path / LOCK):
                 holder = f"pid {os.getpid()} on {socket.gethostname()}"
                 os.ftruncate(lock, 0)
@@ -126,6 +156,7 @@ def _lock(path: pathlib.Path) -> int:
 
 
 def _open_lock(path: pathlib.Path) -> int:
+    """Make the directory `path` if needed, and return its lock file's descriptor."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         return os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -139,6 +170,7 @@ def _open_lock(path: pathlib.Path) -> int:
 
 
 def _is_same_file(descriptor: int, path: pathlib.Path) -> bool:
+    """Return whether an open file is the one that `path` names now."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -146,6 +178,7 @@ def _is_same_file(descriptor: int, path: pathlib.Path) -> bool:
 
 
 def _archive_name(path: pathlib.Path) -> pathlib.Path:
+    """Return `<path>.<k>` with k one more than the largest number taken."""
     taken = [0]
     for entry in path.parent.iterdir():
         name, _, number = entry.name.rpartition(".")
@@ -155,8 +188,8 @@ def _archive_name(path: pathlib.Path) -> pathlib.Path:
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:
-    """Replace a file by `text` at once. A full disk leaves the file that was there, and
-    nothing of the new one."""
+    """Write `text` to a file in one atomic operation. On a full disk the old file stays
+    as it was, and the error is raised."""
     partial = path.with_name(path.name + ".tmp")
     try:
         partial.write_text(text)

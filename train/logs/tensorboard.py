@@ -1,6 +1,6 @@
 """TensorBoard events from the records of metrics.jsonl: scalars, heat maps, the config.
 
-Events are written here and now, not by tensorboardX's SummaryWriter: its thread ends at
+Events are written at once, and not by tensorboardX's SummaryWriter: its thread ends at
 the first failed write, and then the queue in front of it blocks the run for ever.
 """
 
@@ -26,7 +26,8 @@ COLORS = (
     (232, 150, 85),
     (150, 45, 5),
 )
-"""From a quarter of the mean load to four times the mean; even is the white between."""
+"""Red, green and blue from a quarter of the mean load to four times the mean. The white
+in the middle is the mean."""
 MAX_LOG2 = 2.0
 
 TAGS = {
@@ -43,16 +44,19 @@ TAGS = {
     "dropped": "exchange/dropped",
     "adopt_msec": "balance/adopt_msec",
     "adopt_wait_msec": "balance/adopt_wait_msec",
+    "modelled_saving_msec": "balance/modelled_saving_msec",
 }
 MAX_TAGS = {
-    "load_max_over_mean": "load/max_over_mean",
+    "expert_max_over_mean": "load/expert_max_over_mean",
     "device_max_over_mean": "load/device_max_over_mean",
-    "max_over_bound": "load/max_over_bound",
+    "home_device_max_over_mean": "load/home_device_max_over_mean",
+    "device_max_over_bound": "load/device_max_over_bound",
     "rounds": "exchange/rounds",
     "fullest_pair": "exchange/fullest_pair",
 }
-"""By layer in the record: the maximum is shown, and of the experts' load each
-layer's."""
+"""Tags of fields that have a value for each layer; the largest value is shown.
+
+`expert_max_over_mean` is shown for each layer too."""
 MEAN_TAGS = {
     "balance_loss": "loss/balance",
     "sequence_balance_loss": "loss/sequence_balance",
@@ -60,22 +64,23 @@ MEAN_TAGS = {
     "mutual_information_loss": "loss/mutual_information",
 }
 DECISION_TAGS = {
-    "ratio_before": ("balance/ratio_before", 1.0),
-    "ratio_after": ("balance/ratio_after", 1.0),
+    "device_max_over_mean_before": ("balance/device_max_over_mean_before", 1.0),
+    "device_max_over_mean_after": ("balance/device_max_over_mean_after", 1.0),
     "num_moves": ("balance/num_moves", 1.0),
-    "gain_sec": ("balance/gain_msec", 1e3),
-    "cost_sec": ("balance/cost_msec", 1e3),
+    "modelled_gain_sec": ("balance/modelled_gain_msec", 1e3),
+    "modelled_cost_sec": ("balance/modelled_cost_msec", 1e3),
 }
-"""Tag, and what its unit is times; of a decision to keep, the ratios alone."""
+"""Tag of each field of a decision, and the factor from its unit to the tag's.
+
+A decision to keep shows the ratios alone."""
 
 
 class TensorBoard:
-    """An event file in `folder` for the steps after `step`, from which the run goes
-    on (0: from the start); for process 0.
+    """An event file in `folder` for the steps after `step`, the last that is done.
 
-    It begins with an order to forget what older files hold of these steps, so a
-    resumed run shows each step once. A full disk costs events, said loudly, and not
-    the run.
+    Process 0 writes it. The file begins with an order to forget what older files hold
+    of these steps, so that a resumed run shows each step once. A full disk costs
+    events, with a message on standard error, but does not end the run.
     """
 
     def __init__(
@@ -105,9 +110,11 @@ class TensorBoard:
         self._write(Event(step=step + 1, summary=text("config", code)))
 
     def append(self, record: dict, tokens_le=None) -> None:
-        """Write one line of metrics.jsonl as one event; now and then a heat map.
+        """Write one record of metrics.jsonl as one event, and a heat map every
+        HEAT_EVERY_STEPS steps.
 
-        `tokens_le` [layer, expert] is the step's load; without it that of the record.
+        `tokens_le` [layer, expert] is the step's load; without it, the record's own
+        load is drawn, if it has one.
         """
         from tensorboardX.proto.summary_pb2 import Summary
         from tensorboardX.summary import image
@@ -125,7 +132,8 @@ class TensorBoard:
             self._write(self._event(step=step, summary=summary))
 
     def close(self) -> None:
-        """Return when the events are on the disk, or are said to be lost."""
+        """Return when the events are on the disk, or a message says that they may be
+        lost."""
         if self._file is None:
             return
         try:
@@ -136,7 +144,8 @@ class TensorBoard:
         self._file = None
 
     def _write(self, event) -> None:
-        """Write an event whole or not at all: a reader stops for good at a torn one."""
+        """Write an event whole or not at all, for a reader stops for good at a torn
+        event."""
         if self._file is None:
             return
         event.wall_time = time.time()
@@ -155,6 +164,7 @@ class TensorBoard:
             self._num_lost = 0
 
     def _lose(self, fault: OSError) -> None:
+        """Count a lost event, and say so at the first one."""
         self._num_lost += 1
         if self._num_lost == 1:
             self._say(
@@ -164,7 +174,8 @@ class TensorBoard:
 
 
 def scalars(record: dict) -> Iterator[tuple[str, float]]:
-    """Yield (tag, number) for all in a record that is a number, or one by layer."""
+    """Yield (tag, number) for the fields of a record that are a number or a list of one
+    number per layer."""
     for name, value in record.items():
         if name in MAX_TAGS and value:
             yield MAX_TAGS[name], float(max(value))
@@ -172,23 +183,25 @@ def scalars(record: dict) -> Iterator[tuple[str, float]]:
             yield MEAN_TAGS[name], float(np.mean(value))
         elif name != "step" and isinstance(value, bool | int | float):
             yield TAGS.get(name, f"other/{name}"), float(value)
-    for layer, ratio in enumerate(record.get("load_max_over_mean", ())):
-        yield f"load_by_layer/{layer:02d}_max_over_mean", float(ratio)
-    yield from _decision_text(record.get("decision", {}))
+    for layer, ratio in enumerate(record.get("expert_max_over_mean", ())):
+        yield f"load_by_layer/{layer:02d}_expert_max_over_mean", float(ratio)
+    yield from _decision_scalars(record.get("decision", {}))
 
 
-def _decision_text(decision: dict) -> Iterator[tuple[str, float]]:
+def _decision_scalars(decision: dict) -> Iterator[tuple[str, float]]:
+    """Yield (tag, number) for the figures of a decision."""
     is_kept = decision.get("kind") == "keep"
     for name, (tag, factor) in DECISION_TAGS.items():
-        if name in decision and (not is_kept or name.startswith("ratio")):
+        if name in decision and (not is_kept or name.startswith("device_")):
             yield tag, factor * decision[name]
 
 
 def heat_map(tokens_le: np.ndarray) -> np.ndarray:
     """Return load over the layer's mean as a picture: uint8 [height, width, 3].
 
-    A row of cells is a layer, the first on top; a column is an expert. White is even,
-    blue less, orange more; the colors end at a quarter and at four times the mean.
+    A row of cells is a layer, the first on top; a column is an expert. White is the
+    mean, blue is less and orange is more. The colors end at a quarter of the mean and
+    at four times the mean.
     """
     num_layers, num_experts = tokens_le.shape
     ratio_le = over_mean(tokens_le)
@@ -198,14 +211,15 @@ def heat_map(tokens_le: np.ndarray) -> np.ndarray:
 
 
 def color(log2_ratio: np.ndarray) -> np.ndarray:
-    """Return uint8 [.., 3] of COLORS; beyond MAX_LOG2 the last one."""
+    """Return uint8 [.., 3]: COLORS interpolated, and the last one beyond MAX_LOG2."""
     anchors = np.linspace(-MAX_LOG2, MAX_LOG2, len(COLORS))
     channels = [np.interp(log2_ratio, anchors, line) for line in np.transpose(COLORS)]
     return np.stack(channels, axis=-1).round().astype(np.uint8)
 
 
 def frame(payload: bytes) -> bytes:
-    """Return a record of an event file: length, its checksum, payload, its checksum."""
+    """Return a record of an event file: the length with its checksum, then the payload
+    with its checksum."""
     from tensorboardX.record_writer import masked_crc32c
 
     length = struct.pack("<Q", len(payload))
@@ -214,13 +228,16 @@ def frame(payload: bytes) -> bytes:
 
 
 def _new_file(folder: pathlib.Path) -> io.FileIO:
-    """Open a new file, whose name is the last of its folder wherever the clock stands:
-    TensorBoard reads files in the order of their names, which begin with a time."""
+    """Open a new file whose name sorts last in its folder, even if the clock was set
+    back.
+
+    TensorBoard reads files in the order of their names, which begin with a time.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     taken = [
-        int(found[1])
+        int(match[1])
         for path in folder.iterdir()
-        if (found := re.match(r"events\.out\.tfevents\.(\d{10})\.", path.name))
+        if (match := re.match(r"events\.out\.tfevents\.(\d{10})\.", path.name))
     ]
     stamp = max([int(time.time()), *(number + 1 for number in taken)])
     name = f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}"

@@ -195,7 +195,7 @@ def init(cfg) -> None:
     [
         (lambda: domain_config(PLAIN, (2, 3)), ["(2, 3)", "divisor", "use (2, 1)"]),
         (lambda: domain_config(PLAIN, (0, 1)), ["(0, 1)", "divisor"]),
-        (lambda: config(PLAIN, domain=(2, 1)), ["(2, 1)", "(1, 4)", "use (1, 1)"]),
+        (lambda: config(PLAIN, domain=(2, 1)), ["(2, 1)", "dc axis", "'dc_expert'", "(1, 1)"]),
         (
             lambda: config(
                 Topology(data=2, expert=4), group="data_expert", domain=(1, 2)

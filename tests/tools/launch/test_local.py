@@ -14,6 +14,7 @@ import time
 import pytest
 
 from tests.support.pids import LIMIT_SEC, is_alive, wait_until_gone
+from tools.launch.lines import is_noise
 
 LAUNCHER = pathlib.Path(__file__).resolve().parents[3] / "tools" / "launch" / "local.py"
 START = """
@@ -107,6 +108,12 @@ for i in range(200):
     assert record["restarts"] == 0
     assert record["attempts"][0]["codes"] == [0, 0, 0]
     assert all(line.startswith("launch_local: ") for line in err.splitlines())
+
+
+def test_lines_of_gloo_are_left_out_also_when_threads_mix_them():
+    assert is_noise(b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of ")
+    assert is_noise(b" 7 peer ranks. Expected number of connected peer ranks is : 7\n")
+    assert not is_noise(b"step 20/20  loss 3.941\n")
 
 
 def test_one_death_ends_all_within_the_bound_with_their_stacks(tmp_path):

@@ -67,7 +67,7 @@ def test_a_speedup_is_the_ratio_of_medians_beside_the_ratio_of_loads():
     nothing slowed the devices."""
     medians = {"home": (5.0, 3.9), "micromoe": (2.0, 1.3), "dynamic": (3.0, 1.0)}
     variants = {
-        name: {"median_sec": sec, "max_over_mean": ratio}
+        name: {"median_sec": sec, "device_max_over_mean": ratio}
         for name, (sec, ratio) in medians.items()
     }
     record = make_record(variants, is_slowed=True)

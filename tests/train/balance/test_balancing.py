@@ -115,6 +115,25 @@ def test_a_swap_evens_the_devices(swaps):
         assert before > 2
 
 
+def test_steps_say_how_even_the_home_placement_would_be(swaps):
+    """Until the first swap the home placement is what the run has."""
+    first = swaps.adopted[0]
+    for step, line in swaps.steps.items():
+        home_l = line["home_device_max_over_mean"]
+        if step < first:
+            assert home_l == line["device_max_over_mean"]
+        assert ("modelled_saving_msec" in line) == (step % 5 == 0)
+    savings_msec = {
+        step: line["modelled_saving_msec"]
+        for step, line in swaps.steps.items()
+        if "modelled_saving_msec" in line
+    }
+    before = [x for step, x in savings_msec.items() if step < first]
+    after = [x for step, x in savings_msec.items() if step >= first]
+    assert max(before) < max(after)
+    assert max(before) < 0, "slots for copies cost a little beside the home placement"
+
+
 def test_steps_go_on_while_a_relayout_compiles(relayout):
     (change,) = [x for x in relayout.decisions if x["kind"] == "relayout"]
     ((begin, end),) = relayout.background

@@ -106,6 +106,15 @@ def test_render_holds_every_field_and_loads_again(tmp_path: pathlib.Path) -> Non
     assert render(load([path])) == text
 
 
+def test_render_of_what_is_changed_leaves_defaults_out() -> None:
+    assert render(Config(), only_changed=True) == ""
+    config = load([ROOT / "configs" / "skewed_cpu.gin"])
+    text = render(config, only_changed=True)
+    assert "Mesh.expert = 8\n" in text
+    assert "Mesh.dc" not in text
+    assert load([], [text]) == config
+
+
 def test_loads_of_one_process_do_not_know_of_each_other(tmp_path: pathlib.Path) -> None:
     tiny = [ROOT / "configs" / "tiny_cpu.gin"]
     first = load(tiny, ["Train.seed = 5"])

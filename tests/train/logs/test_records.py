@@ -37,7 +37,11 @@ def test_loads_of_experts_and_devices_stand_every_so_many_steps(tmp_path):
             record = step_record(step, metrics, 0.5, 100)
             records.step(record, metrics.routing.tokens_le)
             if step == 4:
-                decision = {"kind": "keep", "ratio_before": 1.5, "ratio_after": 1.5}
+                decision = {
+                    "kind": "keep",
+                    "device_max_over_mean_before": 1.5,
+                    "device_max_over_mean_after": 1.5,
+                }
                 records.event({"step": step, "decision": decision})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
@@ -53,7 +57,7 @@ def test_loads_of_experts_and_devices_stand_every_so_many_steps(tmp_path):
         rounded_l = np.array(record["device_max_over_mean"])
         assert_close(rounded_l, ratio_l.round(4))
     (board,) = (tmp_path / "tensorboard").iterdir()
-    assert b"balance/ratio_before" in board.read_bytes()
+    assert b"balance/device_max_over_mean_before" in board.read_bytes()
 
 
 def steps_of(path):

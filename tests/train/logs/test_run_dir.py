@@ -1,9 +1,11 @@
+import faulthandler
 import os
 import subprocess
 import sys
 
 import pytest
 
+from train.launch.processes import STDERR
 from train.logs import run_dir
 from train.logs.run_dir import RunDirInUse, claim
 
@@ -30,6 +32,19 @@ def holder(repo, tmp_path):
     yield process
     process.kill()
     process.communicate()
+
+
+def test_stacks_go_to_the_log_and_messages_to_the_terminal(tmp_path, capfd):
+    """What C++ code writes goes where stacks do: to descriptor 2."""
+    with run_dir._native_stderr_in(tmp_path / "process-1.log"):
+        print("for people", file=sys.stderr)
+        os.write(2, b"for the log\n")
+        faulthandler.dump_traceback(file=STDERR)
+    os.write(2, b"again for people\n")
+    log = (tmp_path / "process-1.log").read_text()
+    assert log.startswith("for the log\n")
+    assert "most recent call first" in log
+    assert capfd.readouterr().err == "for people\nagain for people\n"
 
 
 def test_claim_creates_and_frees(tmp_path):

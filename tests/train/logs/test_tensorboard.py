@@ -17,9 +17,9 @@ RECORD = {
     "balance_loss": [1.0, 2.0],
     "sequence_balance_loss": [],
     "lr": 1e-3,
-    "load_max_over_mean": [1.25, 3.0],
+    "expert_max_over_mean": [1.25, 3.0],
     "device_max_over_mean": [1.5, 1.125],
-    "max_over_bound": [1.25, 1.0],
+    "device_max_over_bound": [1.25, 1.0],
     "plan": "a09e",
     "adopt_msec": 0.5,
     "rows_lw": np.array([[1, 3], [9, 7]]),
@@ -91,12 +91,12 @@ def test_events_hold_the_numbers_of_the_record(tmp_path):
         "loss/balance": 1.5,
         "optimizer/lr": 1e-3,
         "optimizer/skipped": 1.0,
-        "load/max_over_mean": 3.0,
+        "load/expert_max_over_mean": 3.0,
         "load/device_max_over_mean": 1.5,
-        "load/max_over_bound": 1.25,
+        "load/device_max_over_bound": 1.25,
         "balance/adopt_msec": 0.5,
-        "load_by_layer/00_max_over_mean": 1.25,
-        "load_by_layer/01_max_over_mean": 3.0,
+        "load_by_layer/00_expert_max_over_mean": 1.25,
+        "load_by_layer/01_expert_max_over_mean": 3.0,
         "exchange/rounds": 4.0,
         "exchange/dropped": 0.0,
         "other/data_wait_msec": 0.25,
@@ -108,8 +108,9 @@ def test_events_hold_the_numbers_of_the_record(tmp_path):
 def test_decision_is_an_event_of_its_step(tmp_path):
     decision = {
         "kind": "swap", "step": 7, "adopt_step": 11, "policy": "eplb", "why": "pays",
-        "ratio_before": 1.5, "ratio_after": 1.25, "num_moves": 3, "gain_sec": 0.5,
-        "cost_sec": 2.0, "changes": {},
+        "device_max_over_mean_before": 1.5, "device_max_over_mean_after": 1.25,
+        "num_moves": 3, "modelled_gain_sec": 0.5,
+        "modelled_cost_sec": 2.0, "changes": {},
     }  # fmt: skip
     board = TensorBoard(tmp_path, "", 0)
     board.append({"step": 7, "decision": decision})
@@ -118,15 +119,15 @@ def test_decision_is_an_event_of_its_step(tmp_path):
     swap, keep = events_of(tmp_path)[-2:]
     assert (swap.step, keep.step) == (7, 9)
     assert {value.tag: value.simple_value for value in swap.summary.value} == {
-        "balance/ratio_before": 1.5,
-        "balance/ratio_after": 1.25,
+        "balance/device_max_over_mean_before": 1.5,
+        "balance/device_max_over_mean_after": 1.25,
         "balance/num_moves": 3.0,
-        "balance/gain_msec": 500.0,
-        "balance/cost_msec": 2000.0,
+        "balance/modelled_gain_msec": 500.0,
+        "balance/modelled_cost_msec": 2000.0,
     }
     assert [value.tag for value in keep.summary.value] == [
-        "balance/ratio_before",
-        "balance/ratio_after",
+        "balance/device_max_over_mean_before",
+        "balance/device_max_over_mean_after",
     ]
 
 

@@ -15,7 +15,13 @@ HOME = ("Balance.policy = 'home'", "Train.num_steps = 24")
 MICROMOE = ("Balance.policy = 'micromoe'", "Train.num_steps = 24")
 DYNAMIC = (*HOME, "Dispatch.split = 'dynamic'")
 MERGED = "Dispatch.group = 'data_expert'"
-COUNTED = ("rows_lw", "fullest_pair", "rounds", "max_over_bound", "load_max_over_mean")
+COUNTED = (
+    "rows_lw",
+    "fullest_pair",
+    "rounds",
+    "device_max_over_bound",
+    "expert_max_over_mean",
+)
 RUNS = [
     MICROMOE,
     pytest.param((*MICROMOE, MERGED), marks=pytest.mark.long),
@@ -45,7 +51,7 @@ def test_losses_are_those_of_home_and_rows_at_their_bound(
         np.float32([line["loss"] for line in r.steps.values()]) for r in (run, home)
     )
     assert_close(losses, expected)
-    worst = max(max(line["max_over_bound"]) for line in run.steps.values())
+    worst = max(max(line["device_max_over_bound"]) for line in run.steps.values())
     assert worst <= 1 + 1 / 512 + 1e-3  # a device has hundreds of rows: allow one
     skew = max(max(line["device_max_over_mean"]) for line in home.steps.values())
     assert skew > 1.3

@@ -1,0 +1,80 @@
+"""What a run says at its end of what balancing has saved."""
+
+import dataclasses
+import json
+
+import pytest
+
+from moejax.config import Balance, Config, Dispatch
+from train.logs.balance_summary import balance_lines, sparkline, summarise_balance
+
+HOME = Config()
+FLEXMOE = dataclasses.replace(HOME, balance=Balance(policy="flexmoe"))
+
+
+def write_log(path, num_steps: int, *, is_balanced: bool) -> None:
+    """Two layers; the home placement is at 2.0 throughout, a swap is adopted at step 14
+    and a relayout at step 34."""
+    lines = []
+    for step in range(1, num_steps + 1):
+        ratio = 2.0 if step < 14 or not is_balanced else 1.25
+        record = {"step": step, "loss": 1.0, "device_max_over_mean": [1.0, ratio]}
+        if is_balanced:
+            record["home_device_max_over_mean"] = [2.0, 1.5]
+            if step % 10 == 0:
+                record["modelled_saving_msec"] = 0.0 if step == 10 else 4.0
+            if step in (14, 34):
+                record["adopt_msec"] = 1.0
+        lines.append(json.dumps(record))
+    for kind, step, adopt_step in (
+        ("swap", 10, 14),
+        ("keep", 20, 24),
+        ("relayout", 22, 34),
+        ("swap", 40, 44),  # the run ends before
+    ):
+        decision = {"kind": kind, "adopt_step": adopt_step}
+        lines.append(json.dumps({"step": step, "decision": decision}))
+    lines.append('{"step": 41, "lo')
+    path.write_text("\n".join(lines))
+
+
+def test_a_balanced_run_is_compared_with_the_home_placement(tmp_path):
+    write_log(tmp_path / "metrics.jsonl", 40, is_balanced=True)
+    summary = summarise_balance(tmp_path / "metrics.jsonl", FLEXMOE)
+    assert (summary["num_swaps"], summary["num_relayouts"]) == (1, 1)
+    ratio, home = summary["device_max_over_mean"], summary["home_device_max_over_mean"]
+    assert (ratio["first"], ratio["last"], ratio["max"]) == (2.0, 1.25, 2.0)
+    assert ratio["mean"] == pytest.approx((13 * 2 + 27 * 1.25) / 40, abs=1e-4)
+    assert home["mean"] == 2.0
+    assert summary["modelled_saving_msec"] == 3.0
+    head, scale, run, at_home, saving = balance_lines(summary, FLEXMOE, "presumed")
+    assert head.startswith(
+        "balancing       flexmoe: 1 swap, 1 relayout; device max/mean"
+    )
+    assert head.endswith(
+        "1.49 on average, and 2.00 for the home placement of the same loads"
+    )
+    assert scale.endswith("': 1 to 2.00)")
+    assert run.split("|")[1] == 13 * "@" + 27 * ":"
+    assert at_home.split("|")[1] == 40 * "@"
+    assert saving.startswith("modelled saving 3 ms per step")
+    assert saving.endswith("(speeds presumed)")
+
+
+def test_a_run_without_balancing_says_so_in_one_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert summarise_balance(path, HOME) is None
+    write_log(path, 13, is_balanced=False)
+    summary = summarise_balance(path, HOME)
+    (line,) = balance_lines(summary, HOME, "presumed")
+    assert line == (
+        "balancing       none (Balance.policy = 'home'): device max/mean 2.00 on "
+        "average, 2.00 at most"
+    )
+    dynamic = dataclasses.replace(HOME, dispatch=Dispatch(split="dynamic"))
+    (line,) = balance_lines(summary, dynamic, "presumed")
+    assert "none (Balance.policy = 'home', Dispatch.split = 'dynamic')" in line
+
+
+def test_a_sparkline_ends_at_its_scale():
+    assert sparkline([0.9, 1.0, 1.5, 2.0, 9.0], 2.0) == "  +@@"

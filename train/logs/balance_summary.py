@@ -1,0 +1,136 @@
+"""Say at the end of a run what balancing has saved, from the run's metrics.jsonl.
+
+The log holds the steps of all attempts, so a run that was stopped and resumed counts as
+a whole.
+"""
+
+import json
+import pathlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from moejax.config import Config
+
+RAMP = " .:-=+*#%@"
+MAX_COLUMNS = 48
+
+
+def summarise_balance(path: pathlib.Path, cfg: Config) -> dict | None:
+    """Return the figures of a run's balance from its metrics.jsonl; None without steps.
+
+    A step's ratio is device max/mean, the rows of the fullest device over the mean of
+    devices, in the worst layer. With a balancer the same ratio stands beside it for the
+    home placement under the same loads.
+    """
+    ratios, home_ratios, savings_msec, kinds, adopted = {}, {}, [], {}, set()
+    for record in _read_records(path):
+        if "decision" in record:
+            decision = record["decision"]
+            if decision["kind"] != "keep":
+                kinds[decision["adopt_step"]] = decision["kind"]
+        if "device_max_over_mean" not in record:
+            continue
+        step = record["step"]
+        ratios[step] = max(record["device_max_over_mean"])
+        if "home_device_max_over_mean" in record:
+            home_ratios[step] = max(record["home_device_max_over_mean"])
+        if "modelled_saving_msec" in record:
+            savings_msec.append(record["modelled_saving_msec"])
+        if "adopt_msec" in record:
+            adopted.add(step)
+    if not ratios:
+        return None
+    summary = {
+        "policy": cfg.balance.policy,
+        "device_max_over_mean": _describe(ratios),
+    }
+    if cfg.balance.policy == "home":
+        return summary
+    changes = [kinds.get(step) for step in adopted]
+    return summary | {
+        "home_device_max_over_mean": _describe(home_ratios) if home_ratios else None,
+        "num_swaps": changes.count("swap"),
+        "num_relayouts": changes.count("relayout"),
+        "modelled_saving_msec": float(np.mean(savings_msec)) if savings_msec else None,
+    }
+
+
+def balance_lines(summary: dict, cfg: Config, speeds: str) -> list[str]:
+    """Return the lines for people. `speeds` says where the cost model's speeds are
+    from."""
+    ratio = summary["device_max_over_mean"]
+    mean = f"device max/mean {ratio['mean']:.2f} on average"
+    if summary["policy"] == "home":
+        settings = "Balance.policy = 'home'"
+        if cfg.dispatch.split == "dynamic":
+            settings += ", Dispatch.split = 'dynamic'"
+        return [
+            f"balancing       none ({settings}): {mean}, {ratio['max']:.2f} at most"
+        ]
+    swaps = count(summary["num_swaps"], "swap")
+    relayouts = count(summary["num_relayouts"], "relayout")
+    head = f"balancing       {summary['policy']}: {swaps}, {relayouts}; {mean}"
+    home = summary["home_device_max_over_mean"]
+    if home is None:
+        return [head]
+    lines = [f"{head}, and {home['mean']:.2f} for the home placement of the same loads"]
+    top = max(*ratio["over_time"], *home["over_time"], 1.01)
+    scale = f"device max/mean of the worst layer over time ('{RAMP}': 1 to {top:.2f})"
+    lines.append(scale)
+    for name, row in (("as it ran", ratio), ("home", home)):
+        bar = sparkline(row["over_time"], top)
+        ends = f"first {row['first']:.2f}  last {row['last']:.2f}"
+        lines.append(f"  {name:<9} |{bar}|  {ends}  max {row['max']:.2f}")
+    if (saving_msec := summary["modelled_saving_msec"]) is not None:
+        lines.append(
+            f"modelled saving {saving_msec:.2g} ms per step, beside the home placement "
+            f"(speeds {speeds})"
+        )
+    return lines
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number and a noun, in the plural where it is not one.
+
+    >>> count(1, "swap"), count(2, "swap")
+    ('1 swap', '2 swaps')
+    """
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def sparkline(ratios: list[float], top: float) -> str:
+    """Return a character of RAMP for each ratio, from 1 to `top`.
+
+    >>> sparkline([1.0, 1.5, 2.0], 2.0)
+    ' +@'
+    """
+    share_n = (np.array(ratios) - 1) / (top - 1)
+    index_n = np.clip(share_n * len(RAMP), 0, len(RAMP) - 1).astype(int)
+    return "".join(RAMP[i] for i in index_n)
+
+
+def _describe(ratios: dict[int, float]) -> dict:
+    """Return the first, last, mean and largest ratio, and means of up to MAX_COLUMNS
+    equal parts of the run."""
+    ratio_n = np.array([ratios[step] for step in sorted(ratios)])
+    parts = np.array_split(ratio_n, min(MAX_COLUMNS, len(ratio_n)))
+    return {
+        "first": float(ratio_n[0]),
+        "last": float(ratio_n[-1]),
+        "mean": round(float(ratio_n.mean()), 4),
+        "max": float(ratio_n.max()),
+        "over_time": [round(float(part.mean()), 3) for part in parts],
+    }
+
+
+def _read_records(path: pathlib.Path) -> Iterator[dict]:
+    """Yield the records of metrics.jsonl, without lines that a full disk has torn."""
+    if not path.is_file():
+        return
+    with path.open() as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue
