@@ -1,5 +1,9 @@
-"""Eight simulated CPU devices, a compilation cache that git ignores, and what is
-deselected where a machine cannot run it: one line each, never a silent skip."""
+"""Set up the tests: eight simulated CPU devices, and a compilation cache that git
+ignores.
+
+Tests that a machine cannot run are deselected, and one line says why; there are no
+silent skips.
+"""
 
 import gc
 import os
@@ -16,22 +20,24 @@ LONGEST = (
     "test_notebooks", "test_trajectories", "test_communication_steps",
     "test_compressed_gradients", "test_split_runs", "test_generate", "test_evaluate",
 )  # fmt: skip
-"""Files of 20 seconds and more, which begin first: one at the end would run alone."""
+"""Files that take 20 seconds or more. They start first: with several workers, one at
+the end would run alone."""
 
-# A shell ignores SIGINT for what it runs in its background, and so would our programs.
+# A shell ignores SIGINT in its background processes, and the programs that tests start
+# would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         f"--xla_force_host_platform_device_count={NUM_DEVICES}",
-        "--xla_cpu_parallel_codegen_split_count=1",  # of small programs: a waste
+        "--xla_cpu_parallel_codegen_split_count=1",  # programs are small
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     ]
 )
-# Tests compile far longer than they compute: two thirds of the time without LLVM's
-# optimisations. Programs that tests start inherit this; XLA's own passes all run.
+# Tests compile far longer than they compute. Without LLVM's optimisations they take two
+# thirds of the time. Programs that tests start inherit this. All of XLA's passes run.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("PJRT_NPROC", "32")  # train/launch/program.py says why
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
@@ -51,7 +57,7 @@ if len(jax.devices()) != NUM_DEVICES:
     )
 
 jax.config.update("jax_threefry_partitionable", True)
-gc.set_threshold(100000)  # at 700 a tenth of the time goes to it: traces are large
+gc.set_threshold(100000)  # at the default 700 it takes a tenth of the time
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,6 +65,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
+    """Deselect tests that this machine cannot run, and start the longest files
+    first."""
     missing = {}
     if not config.getoption("--gpu"):
         missing["gpu"] = "no --gpu"
@@ -77,12 +85,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
 
 @pytest.fixture(scope="session")
 def repo() -> pathlib.Path:
+    """The root of the repository."""
     return ROOT
 
 
 @pytest.fixture
 def policies_of_tests(monkeypatch) -> None:
-    """The small policies of balanced_run stand among the real ones."""
+    """Add the small policies of balanced_run to POLICIES."""
     from moejax.balance.policies import POLICIES
     from tests.support.balanced_run import POLICIES_OF_TESTS
 
@@ -92,13 +101,13 @@ def policies_of_tests(monkeypatch) -> None:
 
 @pytest.fixture(scope="session")
 def trace() -> pathlib.Path:
-    """A recorded routing; tests that use it are marked `trace`."""
+    """The file of a recorded routing; tests that use it are marked `trace`."""
     return TRACE
 
 
 @pytest.fixture
 def doubles(monkeypatch) -> Iterator[str]:
-    """Compute in float64: what asks for float32, as the router does, gets float64."""
+    """Compute in float64, also where code asks for float32, as the router does."""
     monkeypatch.setattr(jnp, "float32", jnp.float64)
     with jax.enable_x64(True):
         yield "float64"

@@ -1,4 +1,4 @@
-"""Every rule of the configuration: one wrong value each, and what the user is told."""
+"""Test every rule of the configuration with one wrong value, and the message for it."""
 
 import dataclasses
 import json
@@ -21,8 +21,8 @@ from moejax.config import (
 from moejax.plan.layout import Topology
 from train.config.names import config_from_record
 
-# Fields with a lowest value.
-LEAST = {
+# Fields with a minimum, by class.
+MINIMA = {
     Topology: dict.fromkeys(["dc", "data", "expert", "tensor"], 1),
     Optimizer: {
         **dict.fromkeys(["learning_rate", "warmup_steps", "final_lr_ratio"], 0),
@@ -67,16 +67,15 @@ LEAST = {
     },
 }
 NAMES = {Topology: "Mesh"}
-BOUNDS = [(part, *item) for part, fields in LEAST.items() for item in fields.items()]
+BOUNDS = [(part, *item) for part, fields in MINIMA.items() for item in fields.items()]
 
 
-@pytest.mark.parametrize(("part", "field", "least"), BOUNDS)
-def test_lowest_values(part, field, least):
+@pytest.mark.parametrize(("part", "field", "minimum"), BOUNDS)
+def test_minimum_values(part, field, minimum):
     with pytest.raises(ValueError) as error:
-        part(**{field: least - 1})
-    expected = (
-        f"{NAMES.get(part, part.__name__)}.{field}={least - 1} must be at least {least}"
-    )
+        part(**{field: minimum - 1})
+    name = NAMES.get(part, part.__name__)
+    expected = f"{name}.{field}={minimum - 1} must be at least {minimum}"
     assert str(error.value) == expected
 
 
@@ -163,14 +162,14 @@ def test_lowest_values(part, field, least):
         ),
     ],
 )
-def test_complaint_names_the_field_the_value_and_what_to_do(make, words):
+def test_error_names_the_field_the_value_and_what_to_do(make, words):
     with pytest.raises(ValueError) as error:
         make()
     for word in words:
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize("part", LEAST)
+@pytest.mark.parametrize("part", MINIMA)
 def test_parts_are_frozen_and_keys(part):
     assert {part(): "same"}[part()] == "same"
     field = dataclasses.fields(part)[0].name
@@ -178,7 +177,7 @@ def test_parts_are_frozen_and_keys(part):
         setattr(part(), field, getattr(part(), field))
 
 
-def test_values_at_the_edge_of_each_rule_are_taken():
+def test_values_at_the_edge_of_each_rule_are_accepted():
     Config(
         mesh=Topology(dc=2, data=2, expert=4),
         model=Model(num_layers=5, first_k_dense=1, moe_every=2, num_kv_heads=1),
@@ -209,7 +208,8 @@ def test_mesh_names_the_topology():
 
 
 def test_dict_round_trip():
-    """Through JSON too, as in a checkpoint."""
+    """A configuration survives to_dict and config_from_record, also through JSON as in
+    a checkpoint."""
     cfg = Config(
         mesh=Topology(data=2, expert=4),
         model=Model(qk_norm="full", tie_embeddings=False, rope_theta=5e5),
@@ -229,7 +229,7 @@ def test_dict_round_trip():
     assert list(record) == [f.name for f in dataclasses.fields(Config)]
 
 
-def test_config_of_fills_defaults_and_checks_rules():
+def test_config_from_record_fills_defaults_and_checks_rules():
     partial = config_from_record({"moe": {"num_experts": 16}, "train": {}})
     assert partial == Config(moe=Moe(num_experts=16))
     with pytest.raises(ValueError, match=r"Moe\.top_k=9 is more than"):

@@ -1,4 +1,5 @@
-"""The layer as other programs use it: docs/use_the_layer.md, its errors, its wheel."""
+"""Test the layer as other programs use it: the examples of docs/use_the_layer.md,
+errors, and the wheel."""
 
 import dataclasses
 import importlib.metadata
@@ -28,16 +29,18 @@ ROLES = MeshAxes(data="batch", expert="ep")
 
 
 def make_mesh(sizes=(2, 4), names=("batch", "ep"), kind=AUTO):
+    """Return a mesh with axes of one type."""
     return jax.make_mesh(sizes, names, (kind,) * len(names))
 
 
 def set_up(mesh=None, shape=SHAPE, axes=ROLES, moe=MOE, **kwargs):
+    """Return moejax.set_up with defaults for these tests."""
     return moejax.set_up(moe, mesh or make_mesh(), shape, axes=axes, **kwargs)
 
 
 @pytest.fixture
 def compiled():
-    """Return the names of the functions that are compiled from here on."""
+    """The names of the functions that are compiled during the test."""
     names = []
 
     def listen(event: str, _: float, **kwargs) -> None:
@@ -51,6 +54,7 @@ def compiled():
 
 @pytest.fixture
 def blocks(repo) -> list[str]:
+    """The blocks of Python code of docs/use_the_layer.md."""
     page = (repo / "docs" / "use_the_layer.md").read_text()
     return re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
 
@@ -61,7 +65,7 @@ def test_the_page_runs_and_its_step_compiles_once(blocks, compiled, monkeypatch)
     program, swap, policy, split = blocks
     scope: dict = {"__name__": "page"}
     exec(program, scope)
-    assert scope["loss"] < 1.0, "it began at the log of 50, 3.9"
+    assert scope["loss"] < 1.0, "it began at log(50) = 3.9"
     steps = [name for name in compiled if "train_step" in name]
     assert len(steps) == 1, compiled
 
@@ -98,7 +102,7 @@ MESHES = {
         *((name, "flexmoe") for name in MESHES),
     ],
 )
-def test_any_mesh_computes_what_the_definition_says(name, policy):
+def test_any_mesh_equals_the_reference(name, policy):
     sizes, names, kind = MESHES[name]
     if name == "one device":
         mesh = jax.make_mesh(sizes, names, (kind,) * 2, devices=jax.devices()[:1])
@@ -135,7 +139,8 @@ def test_any_mesh_computes_what_the_definition_says(name, policy):
     assert int(sums.tokens_e.sum()) == 16 * 8 * 2
 
 
-def other(setup, **changes):
+def with_layout(setup, **changes):
+    """Return a setup whose layout has these changes."""
     return dataclasses.replace(
         setup, layout=dataclasses.replace(setup.layout, **changes)
     )
@@ -180,7 +185,7 @@ def test_a_call_that_does_not_fit_is_refused_in_one_line(name):
     if not changes.pop("layers", False):
         placement = placement.layer(0)
     if slots := changes.pop("slots", None):
-        wide = other(setup, slots_per_device=slots, store="sharded")
+        wide = with_layout(setup, slots_per_device=slots, store="sharded")
         placement = wide.place().layer(0)
     with pytest.raises(ValueError) as error:
         layer(x_btd, placement, setup, **changes)
@@ -224,7 +229,7 @@ BAD_SETUPS = {
 
 
 @pytest.mark.parametrize("name", BAD_SETUPS)
-def test_a_setup_that_cannot_be_is_refused_in_one_line(name):
+def test_an_impossible_setup_is_refused_in_one_line(name):
     changes, words = BAD_SETUPS[name]
     meshes = {
         "transposed": make_mesh((4, 2), ("ep", "batch")),
@@ -236,7 +241,7 @@ def test_a_setup_that_cannot_be_is_refused_in_one_line(name):
     assert_one_line(error, words)
 
 
-def test_a_plan_is_refused_where_the_layout_has_no_room():
+def test_a_plan_is_refused_if_the_layout_has_no_room():
     setup, tokens_lwe = set_up(), np.ones((1, 8, 16), int)
     with pytest.raises(ValueError) as error:
         moejax.make_plan("flexmoe", tokens_lwe, setup)
@@ -251,7 +256,7 @@ def test_a_plan_is_refused_where_the_layout_has_no_room():
     assert_one_line(error, ["layer 0", "experts [3]"])
 
 
-def test_a_context_mesh_that_a_cut_layer_does_not_know_is_refused():
+def test_a_context_mesh_is_refused_if_the_layer_splits_its_axes():
     mesh = make_mesh()
     setup = set_up(mesh, dispatch=Dispatch(domain=(1, 2)))
     layer = MoeLayer(MOE, SHAPE[-1], nnx.Rngs(0))
@@ -260,7 +265,7 @@ def test_a_context_mesh_that_a_cut_layer_does_not_know_is_refused():
     assert_one_line(error, ["set_mesh", "ep_outer", "cut no axis"])
 
 
-def test_a_policy_evens_what_the_layer_reports():
+def test_a_policy_gives_a_hot_expert_replicas():
     setup = set_up(policy="flexmoe")
     load_e = np.full(16, 10)
     load_e[5] = 300
@@ -271,6 +276,7 @@ def test_a_policy_evens_what_the_layer_reports():
 
 
 def assert_one_line(error, words) -> None:
+    """Assert that an error's message is one line and contains all words."""
     text = str(error.value)
     assert "\n" not in text
     for word in words:
@@ -307,7 +313,8 @@ sys.meta_path.insert(0, Undeclared())
 
 @pytest.mark.slow
 def test_the_wheel_works_with_its_declared_dependencies_alone(repo, tmp_path):
-    """Everything else that this environment has is hidden from it."""
+    """The wheel works although all packages but its declared dependencies are
+    hidden."""
     python, wheel = install(repo, tmp_path)
     here = os.path.dirname(os.path.dirname(np.__file__))
     site = next((tmp_path / "venv" / "lib").glob("python*")) / "site-packages"
@@ -351,6 +358,7 @@ def install(repo, folder, with_pip=False):
 
 
 def probe(python, folder, block: str) -> None:
+    """Run PROBE with this Python, outside the repository, and check what it prints."""
     env = dict(os.environ, PYTHONPATH="")
     done = subprocess.run(
         [python, "-c", PROBE.format(block=block)], cwd=folder, env=env,
@@ -360,22 +368,24 @@ def probe(python, folder, block: str) -> None:
 
 
 def dependencies(site) -> set[str]:
-    """Return the distributions that the wheel's metadata asks for, theirs too."""
+    """Return the distributions that the wheel's metadata requires, directly or through
+    others."""
     meta = next(site.glob("moejax-*.dist-info/METADATA")).read_text()
-    wanted = re.findall(r"^Requires-Dist: ([\w.-]+)[^;\n]*$", meta, re.MULTILINE)
-    found: set[str] = set()
-    while wanted:
-        name = canonical(wanted.pop())
-        if name in found:
+    pending = re.findall(r"^Requires-Dist: ([\w.-]+)[^;\n]*$", meta, re.MULTILINE)
+    names: set[str] = set()
+    while pending:
+        name = canonical(pending.pop())
+        if name in names:
             continue
-        found.add(name)
+        names.add(name)
         try:
             requires = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
             continue
-        wanted += [re.match(r"[\w.-]+", r)[0] for r in requires if "extra" not in r]
-    return found
+        pending += [re.match(r"[\w.-]+", r)[0] for r in requires if "extra" not in r]
+    return names
 
 
 def canonical(name: str) -> str:
+    """Return a distribution's name in its normalised form."""
     return re.sub(r"[-_.]+", "-", name).lower()

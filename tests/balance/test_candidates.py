@@ -1,4 +1,5 @@
-"""What could be done: where it pays, what it may cost, and buffers that fit."""
+"""Test the balancer's candidates: where a change pays, what it costs, and the sizes of
+buffers."""
 
 import dataclasses
 
@@ -32,12 +33,13 @@ pytestmark = pytest.mark.usefixtures("policies_of_tests")
 
 
 def test_a_layer_is_replanned_only_where_that_pays():
-    """Layer 0 is uneven; layer 1 has an odd but even plan of its own, and keeps it."""
+    """Only the uneven layer 0 is replanned; layer 1 is even under an unusual plan and
+    keeps it."""
     home = ExpertPlan.home_in(LAYOUT, L).slot_to_expert_lp.copy()
     home[1, [0, 3]] = home[1, [3, 0]]
     odd = ExpertPlan(home, E)
     load_lwe = np.stack([hot(0, 0.5)[0], EVEN[0]])
-    run = BalancedRun.of(settings(), plan=odd, layout=LAYOUT)
+    run = BalancedRun.start(settings(), plan=odd, layout=LAYOUT)
     run.go([0], lambda step: load_lwe)
     (swap,) = run.decisions
     assert swap.kind == "swap"
@@ -48,19 +50,28 @@ def test_a_layer_is_replanned_only_where_that_pays():
 
 @pytest.mark.parametrize(("margin", "num_layers"), [(0.0, 2), (0.05, 1), (0.4, 1)])
 def test_the_margin_is_of_what_a_swap_changes(margin, num_layers):
-    """Half of layer 0's time can be saved, a third of both's, 1 % of layer 1's."""
+    """The margin is a share of the time of the layers that a swap changes.
+
+    A swap can save half of layer 0's time, a third of both layers' time, and 1 % of
+    layer 1's time.
+    """
     load_lwe = np.stack([hot(0, 0.5)[0], hot(0, 0.18)[0]])
-    run = BalancedRun.of(settings(margin=margin)).go([0], lambda step: load_lwe)
+    run = BalancedRun.start(settings(margin=margin)).go([0], lambda step: load_lwe)
     assert run.kinds() == ["swap"]
     assert f"changes {num_layers} of 2 layers" in run.decisions[0].why
 
 
 def test_where_one_expert_exceeds_a_devices_share_more_slots_pay():
-    """Two slots hold the own experts and no copy: half of all rows on one of four
-    devices. With three slots each, all hold the hot expert."""
+    """A relayout adds a slot if the rows of one expert exceed a device's share.
+
+    Two slots hold the own experts and no copy, so that one of four devices has half of
+    all rows. With three slots, every device holds the hot expert.
+    """
     two = Layout(E, W, 2, 1024, store="resident", offers_per_device=1,
                  copies_per_device=1)  # fmt: skip
-    run = BalancedRun.of(settings(), layout=two).go(range(60), lambda step: hot(0, 0.5))
+    run = BalancedRun.start(settings(), layout=two).go(
+        range(60), lambda step: hot(0, 0.5)
+    )
     assert run.kinds() == ["keep", "relayout"], "no relayout before a half life"
     relayout = run.decisions[1]
     assert relayout.changes["slots_per_device"] == (2, 3)
@@ -69,7 +80,7 @@ def test_where_one_expert_exceeds_a_devices_share_more_slots_pay():
     assert run.state.layout.slots_per_device == 3
     assert worst(run.state, hot(0, 0.5)) < 1.2
     relayout.plan.validate(relayout.layout)
-    capped = BalancedRun.of(settings(max_slots_per_device=2), layout=two)
+    capped = BalancedRun.start(settings(max_slots_per_device=2), layout=two)
     capped.go(range(60), lambda step: hot(0, 0.5))
     assert all("slots_per_device" not in d.changes for d in capped.decisions)
 
@@ -79,7 +90,7 @@ def test_a_compile_that_never_ends_is_never_asked_for(slots):
     layout = dataclasses.replace(LAYOUT, slots_per_device=slots)
     never = dataclasses.replace(COST, compile_sec=np.inf)
     rng = np.random.default_rng(slots)
-    run = BalancedRun.of(settings(cooldown_steps=0), never, layout)
+    run = BalancedRun.start(settings(cooldown_steps=0), never, layout)
     run.go(range(200), lambda step: noisy(hot(step // 30 % E, 0.5), rng))
     assert "relayout" not in run.kinds()
     assert ("swap" in run.kinds()) == (slots == 3)
@@ -90,18 +101,23 @@ def test_owners_that_cost_infinitely_much_to_move_stay():
     load_lwe = EVEN.copy()
     load_lwe[..., :2] = 2 * ROWS // E  # both hot experts at home on device 0
     permuting = settings(policy="permute")
-    run = BalancedRun.of(permuting, layout=owned).go(range(40), lambda step: load_lwe)
+    run = BalancedRun.start(permuting, layout=owned).go(
+        range(40), lambda step: load_lwe
+    )
     assert [d.kind for d in run.changes()] == ["swap"]
     assert not run.state.plan.is_logical
     assert run.decisions[0].modelled_cost_sec > 0
     never = dataclasses.replace(COST, bytes_per_move=np.inf)
-    run = BalancedRun.of(permuting, never, owned).go(range(40), lambda step: load_lwe)
+    run = BalancedRun.start(permuting, never, owned).go(
+        range(40), lambda step: load_lwe
+    )
     assert set(run.kinds()) == {"keep"}
     assert run.state.plan.is_logical
 
 
 def test_owners_move_in_the_layers_where_that_pays():
-    """A move costs less than layer 0 gains in the horizon and more than layer 1."""
+    """Owners move in layer 0 alone if a move costs less than layer 0 gains within the
+    horizon, and more than layer 1 gains."""
     owned = Layout(E, W, 2, 1024, "ragged")
     load_lwe = EVEN.copy()
     load_lwe[0, :, :2] *= 4
@@ -113,20 +129,23 @@ def test_owners_move_in_the_layers_where_that_pays():
     gain_l = [sec(x, a, owned) - sec(x, b, owned) for x, a, b in tables]
     one_move = dataclasses.replace(COST, bytes_per_move=COST.bytes_per_sec)
     moves = one_move.move_sec(home, new, owned) / L  # both layers move alike
-    for share, moved in ((0.5, [True, True]), (2.0, [True, False])):
+    for share, expected_l in ((0.5, [True, True]), (2.0, [True, False])):
         move_sec = share * gain_l[1] * 500 / moves
         assert gain_l[0] * 500 > move_sec * moves
         cost = dataclasses.replace(COST, bytes_per_move=move_sec * COST.bytes_per_sec)
         chosen = settings(policy="permute", margin=0.0, act_above=1.1, rest_below=1.05)
-        run = BalancedRun.of(chosen, cost, owned).go([0], lambda step: load_lwe)
+        run = BalancedRun.start(chosen, cost, owned).go([0], lambda step: load_lwe)
         (swap,) = run.changes()
         is_moved_l = (swap.plan.owned_le != home.owned_le).any(axis=1)
-        assert is_moved_l.tolist() == moved
+        assert is_moved_l.tolist() == expected_l
 
 
-def test_what_saves_time_by_less_even_devices_is_not_taken(monkeypatch):
-    """Rows cost nothing to compute, only to send: expert 2 beside the source that wants
-    it saves all, and makes that device fuller than any was."""
+def test_a_plan_that_saves_time_but_is_less_even_is_not_taken(monkeypatch):
+    """A plan with a higher max/mean is refused although it is faster.
+
+    Rows cost time only when they are sent. Moving expert 2 to the source that uses it
+    saves all of that time, and makes that device fuller than any was before.
+    """
     load_we = np.zeros((W, E), np.int64)
     load_we[[0, 1, 2, 3], [0, 3, 4, 6]] = 200, 100, 200, 200
     load_we[0, 2] = 150
@@ -154,16 +173,21 @@ def test_what_saves_time_by_less_even_devices_is_not_taken(monkeypatch):
 
 
 def full_pairs(rows):
+    """Return a function of the step that reports this fullest pair in every layer."""
     return lambda step: np.full(L, rows)
 
 
-def test_buffers_grow_to_what_is_seen_and_shrink_from_what_is_not():
-    """The load is even, and each device has 200 rows for each other in a step: with two
-    micro-batches 100 in each. Chance fills one pair to 160."""
+def test_buffers_are_fitted_to_the_fullest_pair():
+    """Buffers that are too small grow to the fullest pair, and much larger ones shrink
+    to it.
+
+    The load is even. Each device has 200 rows for each other in a step, which is 100 in
+    each of two micro-batches. The fullest pair that is reported has 160.
+    """
     cost = dataclasses.replace(COST, micro_batches=2, latency_sec=1e-3)
     for rows_per_peer, becomes in ((64, 160), (512, 160), (160, 160), (192, 192)):
         layout = dataclasses.replace(PADDED, rows_per_peer=rows_per_peer)
-        run = BalancedRun.of(settings(margin=0.0, horizon_steps=10**6), cost, layout)
+        run = BalancedRun.start(settings(margin=0.0, horizon_steps=10**6), cost, layout)
         run.go(range(40), lambda step: EVEN, full_pairs(160))
         assert run.state.layout.rows_per_peer == becomes, rows_per_peer
         assert len(run.changes()) == len(run.decisions) == (rows_per_peer != becomes)
@@ -172,33 +196,34 @@ def test_buffers_grow_to_what_is_seen_and_shrink_from_what_is_not():
 def test_buffers_stay_where_another_program_does_not_pay_or_drops_would_change():
     dear = dataclasses.replace(COST, compile_sec=1e9)
     layout = dataclasses.replace(PADDED, rows_per_peer=64)
-    run = BalancedRun.of(settings(), dear, layout)
+    run = BalancedRun.start(settings(), dear, layout)
     assert run.go(range(40), lambda step: EVEN, full_pairs(160)).decisions == []
     roomy = dataclasses.replace(PADDED, rows_per_peer=512)
     for exchange, kinds in (("exact", ["relayout"]), ("capacity", [])):
         layout = dataclasses.replace(roomy, exchange=exchange)
         chosen = settings(margin=0.0, horizon_steps=10**6)
-        run = BalancedRun.of(chosen, COST, layout)
+        run = BalancedRun.start(chosen, COST, layout)
         run.go(range(40), lambda step: EVEN, full_pairs(160))
         assert run.kinds() == kinds
     layout = dataclasses.replace(roomy, exchange="capacity", slots_per_device=2)
-    run = BalancedRun.of(settings(), COST, layout).go(
+    run = BalancedRun.start(settings(), COST, layout).go(
         range(40), lambda step: hot(0, 0.5)
     )
     assert "relayout" not in run.kinds()
 
 
-def test_few_pairs_are_no_percentile_to_fit_buffers_to():
+def test_buffers_are_not_fitted_to_few_observed_pairs():
     layout = dataclasses.replace(PADDED, slots_per_device=2)
-    run = BalancedRun.of(settings(lag_steps=2), COST, layout)
+    run = BalancedRun.start(settings(lag_steps=2), COST, layout)
     run.go(range(15), lambda step: hot(0, 0.5), full_pairs(160))
     (relayout,) = run.changes()
     assert "slots_per_device" in relayout.changes
     assert "rows_per_peer" not in relayout.changes
 
 
-def test_the_padded_wire_is_priced_by_the_pairs_that_are_seen():
-    """A pair seen twice as full as the model's needs its later rounds paid."""
+def test_padded_exchanges_are_priced_by_the_observed_pairs():
+    """A pair that is observed to be twice as full as the model says is priced with its
+    later rounds."""
     cost = dataclasses.replace(COST, latency_sec=1e-3)
     layout = dataclasses.replace(PADDED, rows_per_peer=256)
     plan = ExpertPlan.home_in(layout, L)
@@ -216,6 +241,7 @@ def test_the_padded_wire_is_priced_by_the_pairs_that_are_seen():
 
 
 def layout_for(policy, slots_per_device):
+    """Return a layout with the policy's first store, its split and its prefetch."""
     store = policy.stores[0]
     budget = 2 if store in ("transient", "resident") else 0
     return Layout(
@@ -226,8 +252,12 @@ def layout_for(policy, slots_per_device):
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_every_policy_is_held_to_the_same_laws(name):
-    """Hot experts move every 40 steps; both of device 1 are hot at first."""
+def test_every_policy_obeys_the_same_laws(name):
+    """Every change makes the devices more even and pays within the horizon.
+
+    The hot expert changes every 40 steps. At first both experts of device 1 are hot
+    too.
+    """
     rng = np.random.default_rng(5)
 
     def load_of_step(step):
@@ -237,7 +267,7 @@ def test_every_policy_is_held_to_the_same_laws(name):
 
     layout = layout_for(POLICIES[name], 3)
     plan = ExpertPlan.home_in(layout, L)
-    run = BalancedRun.of(settings(policy=name), layout=layout, plan=plan)
+    run = BalancedRun.start(settings(policy=name), layout=layout, plan=plan)
     run.go(range(200), load_of_step)
     for decision in run.changes():
         decision.plan.validate(decision.layout)
@@ -248,7 +278,7 @@ def test_every_policy_is_held_to_the_same_laws(name):
     assert bool(run.changes()) == (name != "home")
     assert len(run.changes()) <= 200 // 23 + 1
     assert (
-        BalancedRun.of(settings(policy=name), layout=layout)
+        BalancedRun.start(settings(policy=name), layout=layout)
         .go(range(30), lambda step: EVEN)
         .decisions
         == []
@@ -258,7 +288,7 @@ def test_every_policy_is_held_to_the_same_laws(name):
 @pytest.mark.parametrize("name", ["flexmoe", "eplb"])
 def test_published_policies_even_out_a_lasting_hot_expert(name):
     layout = layout_for(POLICIES[name], 2)
-    run = BalancedRun.of(settings(policy=name), layout=layout)
+    run = BalancedRun.start(settings(policy=name), layout=layout)
     run.go(range(200), lambda step: hot(0, 0.5))
     assert "relayout" in run.kinds()
     assert run.state.layout.slots_per_device == 3

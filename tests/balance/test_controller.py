@@ -1,4 +1,5 @@
-"""The balancer: laws of when it acts, what it takes, and that its state is a value."""
+"""Test the balancer's controller: when it acts, what it chooses, and that its state is
+a value that survives JSON."""
 
 import dataclasses
 
@@ -23,30 +24,36 @@ from tests.support.balanced_run import (
 pytestmark = pytest.mark.usefixtures("policies_of_tests")
 
 
-def test_an_even_load_asks_nothing():
-    assert BalancedRun.of(settings()).go(range(50), lambda step: EVEN).decisions == []
+def test_an_even_load_leads_to_no_decision():
+    assert (
+        BalancedRun.start(settings()).go(range(50), lambda step: EVEN).decisions == []
+    )
 
 
 def test_below_the_threshold_nothing_is_decided():
     load_lwe = hot(0, 0.2)  # device 0 has 0.314 of the rows: 1.257 times the mean
-    run = BalancedRun.of(settings(act_above=1.3, rest_below=1.1, margin=0.0))
+    run = BalancedRun.start(settings(act_above=1.3, rest_below=1.1, margin=0.0))
     assert 1.25 < worst(run.state, load_lwe) < 1.3
     assert run.go(range(60), lambda step: load_lwe).decisions == []
     assert (
-        BalancedRun.of(settings(act_above=1.24))
+        BalancedRun.start(settings(act_above=1.24))
         .go(range(9), lambda step: load_lwe)
         .changes()
     )
 
 
-def test_between_the_thresholds_it_goes_on_if_it_was_above():
-    """Margin 0.9 lets nothing happen: each question is a keep."""
+def test_between_the_thresholds_it_decides_only_if_it_was_above():
+    """Between rest_below and act_above the controller goes on deciding if the load was
+    above act_above before.
+
+    With a margin of 0.9 no change pays, so that each decision is a keep.
+    """
     quiet = settings(margin=0.9, half_life_steps=1.0, cooldown_steps=0)
     between = hot(0, 0.25)  # 1.43
     high, low = hot(0, 0.5), EVEN
     args = {"act_above": 1.6, "rest_below": 1.3}
     quiet = dataclasses.replace(quiet, **args)
-    run = BalancedRun.of(quiet).go(range(20), lambda step: between)
+    run = BalancedRun.start(quiet).go(range(20), lambda step: between)
     assert run.decisions == []
     run.go(range(20, 40), lambda step: high)
     assert len(run.decisions) == 4
@@ -54,14 +61,14 @@ def test_between_the_thresholds_it_goes_on_if_it_was_above():
     assert len(run.decisions) == 12
     run.go(range(80, 101), lambda step: low)
     assert run.decisions[-1].step <= 85
-    asked = len(run.decisions)
+    num_decisions = len(run.decisions)
     run.go(range(101, 140), lambda step: between)
-    assert len(run.decisions) == asked
+    assert len(run.decisions) == num_decisions
     assert set(run.kinds()) == {"keep"}
 
 
-def test_it_decides_only_at_its_steps_and_from_what_it_has_seen():
-    run = BalancedRun.of(settings(every_steps=7, margin=0.9, cooldown_steps=0))
+def test_it_decides_only_at_its_steps_and_after_an_observation():
+    run = BalancedRun.start(settings(every_steps=7, margin=0.9, cooldown_steps=0))
     state, decision = controller.decide(run.settings, COST, run.state, 0)
     assert decision is None
     assert state is run.state
@@ -70,7 +77,7 @@ def test_it_decides_only_at_its_steps_and_from_what_it_has_seen():
 
 
 def test_a_decision_is_adopted_at_its_step_and_blocks_others_until_then():
-    run = BalancedRun.of(settings(every_steps=1, lag_steps=6, cooldown_steps=0))
+    run = BalancedRun.start(settings(every_steps=1, lag_steps=6, cooldown_steps=0))
     run.go(range(6), lambda step: hot(0, 0.5))
     (swap,) = run.decisions
     assert (swap.kind, swap.step, swap.adopt_step) == ("swap", 0, 6)
@@ -86,80 +93,90 @@ def test_a_decision_is_adopted_at_its_step_and_blocks_others_until_then():
 @pytest.mark.parametrize(("slots", "lag_steps"), [(3, 3), (2, 11)])
 def test_a_relayout_may_take_longer_than_a_swap(slots, lag_steps):
     layout = dataclasses.replace(LAYOUT, slots_per_device=slots)
-    run = BalancedRun.of(settings(relayout_lag_steps=11), layout=layout)
+    run = BalancedRun.start(settings(relayout_lag_steps=11), layout=layout)
     run.go(range(9), lambda step: hot(0, 0.5))
     (change,) = run.changes()
     assert change.kind == ("swap" if slots == 3 else "relayout")
     assert change.adopt_step - change.step == lag_steps
 
 
-def test_only_stores_that_the_model_can_have_are_weighed():
-    """Collectives are slow and bytes are free: gathered slots take one collective a
-    step, owners and copies two."""
+def test_only_stores_that_the_settings_allow_are_considered():
+    """The cheapest of the allowed stores is chosen.
+
+    Here collectives are slow and bytes are free. Gathered slots ('sharded') take one
+    collective a step; owners and copies take two.
+    """
     slow = dataclasses.replace(COST, latency_sec=0.1, bytes_per_expert=0.0)
     slow = dataclasses.replace(slow, bytes_per_move=0.0)
     for stores, becomes in ((None, "sharded"), (("resident",), "resident")):
         chosen = settings(policy="flexmoe", stores=stores, rest_below=1.0)
-        run = BalancedRun.of(chosen, slow).go(range(1, 120), lambda step: hot(0, 0.5))
+        run = BalancedRun.start(chosen, slow).go(
+            range(1, 120), lambda step: hot(0, 0.5)
+        )
         assert run.changes()
         assert run.state.layout.store == becomes
 
 
 def test_after_an_adoption_it_rests_for_the_cooldown():
-    """The hot expert moves as soon as it has been replicated."""
-    run = BalancedRun.of(settings(every_steps=1, cooldown_steps=25))
+    """No decision is made within the cool-down after an adoption, although another
+    expert is hot as soon as the first has replicas."""
+    run = BalancedRun.start(settings(every_steps=1, cooldown_steps=25))
     run.go(range(200), lambda step: hot(step // 4 % E, 0.5))
-    adopted = [d.adopt_step for d in run.changes()]
-    asked = [d.step for d in run.decisions]
-    assert len(adopted) > 3
-    for at in adopted:
-        assert not [step for step in asked if at <= step < at + 25]
+    adoption_steps = [d.adopt_step for d in run.changes()]
+    decision_steps = [d.step for d in run.decisions]
+    assert len(adoption_steps) > 3
+    for at in adoption_steps:
+        assert not [step for step in decision_steps if at <= step < at + 25]
 
 
 def test_a_gain_within_the_margin_changes_nothing():
-    gain = BalancedRun.of(settings()).go([0], lambda step: hot(0, 0.5)).changes()[0]
-    at_home = BalancedRun.of(settings())
+    gain = BalancedRun.start(settings()).go([0], lambda step: hot(0, 0.5)).changes()[0]
+    at_home = BalancedRun.start(settings())
     at_home.state = controller.observe(
         at_home.settings, at_home.state, 0, hot(0, 0.5), np.zeros(L, int)
     )
     home_sec = COST.step_sec(hot(0, 0.5).astype(float), at_home.state.plan, LAYOUT)
     share = gain.modelled_gain_sec / home_sec
     for margin, kind in ((share * 0.99, "swap"), (share * 1.01, "keep")):
-        run = BalancedRun.of(settings(margin=margin)).go([0], lambda step: hot(0, 0.5))
+        run = BalancedRun.start(settings(margin=margin)).go(
+            [0], lambda step: hot(0, 0.5)
+        )
         assert run.kinds() == [kind]
     assert "max/mean" in run.decisions[0].line()
 
 
 def test_a_lasting_hot_expert_leads_to_one_swap():
     load_lwe = hot(5, 0.4)
-    run = BalancedRun.of(settings()).go(range(100), lambda step: load_lwe)
+    run = BalancedRun.start(settings()).go(range(100), lambda step: load_lwe)
     assert run.kinds() == ["swap"]
-    before = worst(BalancedRun.of(settings()).state, load_lwe)
+    before = worst(BalancedRun.start(settings()).state, load_lwe)
     assert worst(run.state, load_lwe) < 1.2 < before
 
 
-def test_a_load_faster_than_the_cooldown_does_not_thrash():
-    """Two experts are hot in turn, for 10 steps each, and chance is at work."""
+def test_a_load_faster_than_the_cooldown_does_not_cause_constant_changes():
+    """The number of changes is bounded by the cool-down if two experts are hot in turn
+    for 10 steps each, with noise."""
     rng = np.random.default_rng(0)
     oscillating = settings(every_steps=1, cooldown_steps=60)
-    run = BalancedRun.of(oscillating)
+    run = BalancedRun.start(oscillating)
     run.go(range(1200), lambda step: noisy(hot(4 * (step // 10 % 2), 0.4), rng))
     period = 60 + run.settings.lag_steps
     assert 1 <= len(run.changes()) <= 1200 // period + 1
-    slow = BalancedRun.of(dataclasses.replace(oscillating, half_life_steps=40.0))
+    slow = BalancedRun.start(dataclasses.replace(oscillating, half_life_steps=40.0))
     slow.go(range(1200), lambda step: noisy(hot(4 * (step // 10 % 2), 0.4), rng))
     assert 1 <= len(slow.changes()) <= 3, "an average over both sees both"
 
 
 def test_noise_alone_changes_nothing_after_the_first_swap():
     rng = np.random.default_rng(1)
-    run = BalancedRun.of(settings(every_steps=1, cooldown_steps=0, act_above=1.3))
+    run = BalancedRun.start(settings(every_steps=1, cooldown_steps=0, act_above=1.3))
     run.go(range(400), lambda step: noisy(hot(3, 0.4), rng))
     assert 1 <= len(run.changes()) <= 2
 
 
 def random_run(seed, **changes):
-    """Hot experts that come and go, two layers of their own, with noise."""
+    """Return a run and a function that gives loads for each step: random hot experts
+    that change every 20 steps, different in each layer, with noise."""
     rng = np.random.default_rng(seed)
     experts, shares = rng.integers(0, E, (30, L)), rng.uniform(0.1, 0.6, (30, L))
 
@@ -168,7 +185,7 @@ def random_run(seed, **changes):
         load = [hot(e, s, 1)[0] for e, s in zip(experts[at], shares[at])]
         return noisy(np.stack(load), np.random.default_rng(1000 * seed + step))
 
-    return BalancedRun.of(settings(**changes)), load_of_step
+    return BalancedRun.start(settings(**changes)), load_of_step
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -186,7 +203,8 @@ def test_no_change_makes_the_worst_layer_worse(seed):
 
 @pytest.mark.parametrize("cut", ["pending", "quiet"])
 def test_a_state_from_json_goes_on_as_the_state(cut):
-    """200 random steps after: the same decisions, and the same state bit for bit."""
+    """A run from a saved state makes the same decisions as the run that was saved, and
+    has the same state bit for bit after 200 random steps."""
     run, load_of_step = random_run(7, cooldown_steps=10)
     is_pending = cut == "pending"
     step = 40
@@ -213,7 +231,7 @@ def test_two_runs_decide_alike():
 
 
 def test_pairs_under_an_older_plan_are_forgotten():
-    run = BalancedRun.of(settings()).go(range(3), lambda step: hot(0, 0.5))
+    run = BalancedRun.start(settings()).go(range(3), lambda step: hot(0, 0.5))
     assert run.state.tracker.fullest_lt.shape[1] == 3
     adopted = controller.adopt(run.state)
     assert adopted.last_change_step == 3
@@ -226,14 +244,14 @@ def test_pairs_under_an_older_plan_are_forgotten():
 
 
 def test_a_changed_half_life_counts_from_then_on():
-    run = BalancedRun.of(settings()).go(range(3), lambda step: EVEN)
+    run = BalancedRun.start(settings()).go(range(3), lambda step: EVEN)
     other = settings(half_life_steps=9.0)
     state = controller.observe(other, run.state, 3, EVEN, np.zeros(L, int))
     assert state.tracker.half_life_steps == 9.0
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "words"),
     [
         ({"rest_below": 1.5}, "Balance.rest_below=1.5 must be below act_above=1.4"),
         ({"lag_steps": 1}, "Balance.lag_steps=1 must be at least 2"),
@@ -247,14 +265,14 @@ def test_a_changed_half_life_counts_from_then_on():
         ({"relayout_lag_steps": 2}, "Balance.relayout_lag_steps=2 must be at least"),
     ],
 )
-def test_wrong_settings_say_so_in_a_line(changes, says):
+def test_wrong_settings_are_refused_in_one_line(changes, words):
     with pytest.raises(ValueError) as info:
         settings(**changes)
-    assert says in str(info.value)
+    assert words in str(info.value)
     assert "\n" not in str(info.value)
 
 
-def test_a_start_that_does_not_fit_says_so_in_a_line():
+def test_a_start_that_does_not_fit_is_refused():
     plan = ExpertPlan.home_in(LAYOUT, L)
     with pytest.raises(ValueError, match=r"max_slots_per_device=2 is less than the 3"):
         controller.init(settings(max_slots_per_device=2), LAYOUT, plan, L)

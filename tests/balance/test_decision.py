@@ -1,4 +1,4 @@
-"""A decision: the exact text of its log line, its record, and its JSON."""
+"""Test decisions: the exact text of the log line, the record, and the JSON."""
 
 import dataclasses
 import json
@@ -22,6 +22,7 @@ from tests.support.balanced_run import (
 
 @pytest.fixture(autouse=True)
 def _policies(monkeypatch):
+    """Add the small policies of balanced_run to POLICIES."""
     for name, policy in POLICIES_OF_TESTS.items():
         monkeypatch.setitem(POLICIES, name, policy)
 
@@ -35,7 +36,7 @@ GOLDEN = Decision(
 )  # fmt: skip
 
 
-def test_log_lines_are_of_one_form():
+def test_log_lines_have_one_form():
     after = HOME.digest
     assert GOLDEN.line() == (
         f"step 4200  swap 7c1f->{after}  flexmoe  device max/mean 1.83->1.07  "
@@ -70,12 +71,16 @@ def test_log_lines_are_of_one_form():
 
 
 def test_a_kept_plan_says_why():
-    """At a row a millisecond: device 0 has 1600 rows of expert 0 and 228 of expert 1;
-    with a replica on each, the fullest has 400 + 2 * 228. Three times forward, in two
-    layers: 6 * (1.828 - 0.856) s are saved."""
+    """The log line of a keep says why nothing changes.
+
+    A row takes a millisecond. Device 0 has 1600 rows of expert 0 and 228 of expert 1.
+    With a replica of expert 0 on each device, the fullest device has 400 + 2 * 228. A
+    step takes three times the forward pass, in two layers, so that a relayout saves
+    6 * (1.828 - 0.856) s.
+    """
     dear = dataclasses.replace(COST, compile_sec=1e4)
     capped = dataclasses.replace(LAYOUT, slots_per_device=2)
-    run = BalancedRun.of(settings(), dear, capped).go(
+    run = BalancedRun.start(settings(), dear, capped).go(
         range(9), lambda step: hot(0, 0.5)
     )
     early, late = run.decisions
@@ -88,7 +93,7 @@ def test_a_kept_plan_says_why():
 
 
 def test_a_record_is_plain_and_a_decision_survives_json():
-    run = BalancedRun.of(
+    run = BalancedRun.start(
         settings(), layout=dataclasses.replace(LAYOUT, slots_per_device=2)
     )
     (decision,) = run.go(range(9), lambda step: hot(0, 0.5)).changes()
@@ -99,9 +104,9 @@ def test_a_record_is_plain_and_a_decision_survives_json():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "says"),
+    ("seconds", "text"),
     [(0, "0 ms"), (3.14e-3, "3.1 ms"), (4e-3, "4.0 ms"), (0.0412, "41 ms"),
      (0.412, "412 ms"), (3.1e-5, "0.031 ms"), (8.12, "8.1 s"), (np.inf, "inf s")],
 )  # fmt: skip
-def test_durations_have_two_digits_or_more(seconds, says):
-    assert duration(seconds) == says
+def test_durations_have_two_digits_or_more(seconds, text):
+    assert duration(seconds) == text

@@ -1,4 +1,5 @@
-"""The densest set against its definition, linear programs and whole-number programs."""
+"""Compare the densest set of devices with its definition, with linear programs and with
+integer programs."""
 
 import itertools
 import math
@@ -20,12 +21,16 @@ from moejax.plan.expert_plan import EMPTY
 from tests.support.close import assert_close
 
 SIZES = [(4, 8, 3), (8, 16, 4), (16, 32, 3), (24, 48, 3), (64, 256, 5), (64, 256, 8)]
-"""Devices, experts and slots on both sides of where all sets are looked at."""
+"""Numbers of devices, experts and slots per device. For the small ones the function
+looks at all sets of devices, for the large ones it does not."""
 
 
-def case(seed: int, sizes) -> tuple[np.ndarray, np.ndarray]:
-    """Slots with own experts and others at random - empty ones and experts twice on a
-    device too - and a skewed load in whole rows, a tenth of it zero."""
+def make_case(seed: int, sizes) -> tuple[np.ndarray, np.ndarray]:
+    """Return random slots and a skewed load in whole rows.
+
+    Each device has its own experts and random others. A slot may be empty, and a device
+    may have an expert twice. A tenth of the experts have no rows.
+    """
     rng = np.random.default_rng(seed)
     w, e, s = sizes
     own_we = np.arange(e).reshape(w, -1)
@@ -35,7 +40,9 @@ def case(seed: int, sizes) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([own_we, other_wc], axis=1).reshape(-1), load_e
 
 
-def by_definition(row_p, load_e, w) -> float:
+def defined_density(row_p, load_e, w) -> float:
+    """Return the largest number of rows per device over all sets of devices, of rows
+    whose experts have replicas in the set alone."""
     device_p = np.arange(len(row_p)) // (len(row_p) // w)
     best = 0.0
     for size in range(1, w + 1):
@@ -47,8 +54,10 @@ def by_definition(row_p, load_e, w) -> float:
 
 
 def program(row_p, load_e, w):
-    """The split's linear program: a column for each (expert, device) and the last for
-    the fullest device; (cost, upper matrix, equality matrix)."""
+    """Return the linear program of a split as (cost, upper matrix, equality matrix).
+
+    It has a column for each (expert, device); the last column is the fullest device.
+    """
     expert_x, device_x = np.nonzero(device_holds(row_p, len(load_e), w).T)
     num_columns = len(expert_x) + 1
     upper_wx = np.zeros((w, num_columns))
@@ -60,24 +69,24 @@ def program(row_p, load_e, w):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_it_is_the_definition(seed):
+def test_density_equals_its_definition(seed):
     w = (2, 3, 5, 7)[seed % 4]
-    row_p, load_e = case(seed, (w, 2 * w, 4))
-    assert density(row_p, load_e, w) == pytest.approx(by_definition(row_p, load_e, w))
+    row_p, load_e = make_case(seed, (w, 2 * w, 4))
+    assert density(row_p, load_e, w) == pytest.approx(defined_density(row_p, load_e, w))
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_it_is_the_optimum_of_the_linear_program(sizes):
+def test_density_is_the_optimum_of_the_linear_program(sizes):
     for seed in range(3):
-        row_p, load_e = case(seed, sizes)
+        row_p, load_e = make_case(seed, sizes)
         cost, upper_wx, equal_ex = program(row_p, load_e, sizes[0])
         optimum = linprog(cost, upper_wx, np.zeros(sizes[0]), equal_ex, load_e).fun
         assert_close(density(row_p, load_e, sizes[0]), optimum, dtype=np.float32)
 
 
-def test_whole_rows_reach_its_ceiling():
+def test_the_best_split_in_whole_rows_is_the_density_rounded_up():
     for seed in range(6):
-        row_p, load_e = case(seed, (6, 12, 3))
+        row_p, load_e = make_case(seed, (6, 12, 3))
         load_e = np.round(load_e / 1000)
         cost, upper_wx, equal_ex = program(row_p, load_e, 6)
         limits = [
@@ -90,18 +99,19 @@ def test_whole_rows_reach_its_ceiling():
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_the_set_is_the_proof(sizes):
+def test_the_densest_set_has_the_rows_that_it_reports(sizes):
     w, e, _ = sizes
     for seed in range(3):
-        row_p, load_e = case(seed, sizes)
+        row_p, load_e = make_case(seed, sizes)
         best = densest(row_p, load_e, w)
         is_away_e = device_holds(row_p, e, w)[~best.is_in_w].any(axis=0)
         assert best.rows == pytest.approx(load_e[~is_away_e].sum())
         assert best.rows_per_device >= load_e.sum() / w * (1 - 1e-12)
 
 
-def test_on_a_long_ring_rows_go_far():
-    """A sine around 64 devices in a ring: half of it moves through many devices."""
+def test_the_density_of_a_long_ring_is_that_of_its_densest_arc():
+    """On a ring of 64 devices with a sine wave as load, rows move through many devices,
+    and the densest set is an arc."""
     device = np.arange(64)
     load_e = 1000 * (1 + 0.5 * np.sin(device / 64 * 2 * np.pi))
     row_p = np.stack([device, (device + 1) % 64], axis=1).reshape(-1)
@@ -115,7 +125,7 @@ def test_on_a_long_ring_rows_go_far():
 
 
 @pytest.mark.parametrize("w", [3, 20])
-def test_one_replica_is_the_own_load_and_all_replicas_are_the_mean(w):
+def test_without_replicas_it_is_the_own_load_and_with_all_the_mean(w):
     load_e = np.random.default_rng(w).random(2 * w)
     home_p = np.arange(2 * w)
     own = load_e.reshape(w, 2).sum(axis=1).max()
@@ -146,7 +156,7 @@ def test_subset_sums_are_those_of_the_experts_inside(w):
 
 def test_a_dense_prefix_is_nearly_the_densest():
     for seed in range(6):
-        row_p, load_e = case(seed, (64, 256, 6))
+        row_p, load_e = make_case(seed, (64, 256, 6))
         held_we = device_holds(row_p, 256, 64)
         is_in_w = dense_prefix(held_we, load_e)
         rows = load_e[~held_we[~is_in_w].any(axis=0)].sum() / is_in_w.sum()

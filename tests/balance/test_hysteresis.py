@@ -1,5 +1,8 @@
-"""The balancer over many steps: it neither nags, nor starves a change, nor repeats one
-that cannot be had."""
+"""Test the balancer over many steps.
+
+It does not ask too often, does not postpone a relayout for ever, and does not propose a
+refused layout again.
+"""
 
 import dataclasses
 import itertools
@@ -15,19 +18,23 @@ from tests.support.balanced_run import LAYOUT, BalancedRun, E, hot, settings
 pytestmark = pytest.mark.usefixtures("policies_of_tests")
 
 
-def test_where_nothing_pays_the_question_rests_for_the_cooldown():
-    run = BalancedRun.of(settings(every_steps=1, margin=0.9, cooldown_steps=25))
+def test_after_a_keep_no_decision_is_made_within_the_cooldown():
+    run = BalancedRun.start(settings(every_steps=1, margin=0.9, cooldown_steps=25))
     run.go(range(200), lambda step: hot(0, 0.5))
     assert set(run.kinds()) == {"keep"}
-    settled = [d.step for d in run.decisions if d.step > 25]
-    assert len(settled) >= 5
-    assert all(b - a == 25 for a, b in itertools.pairwise(settled))
+    later_steps = [d.step for d in run.decisions if d.step > 25]
+    assert len(later_steps) >= 5
+    assert all(b - a == 25 for a, b in itertools.pairwise(later_steps))
 
 
-def test_swaps_do_not_put_a_relayout_off_for_ever(monkeypatch):
-    """Always both pay, and the relayout more. A swap may follow a relayout at once and
-    another one may be preferred; then the relayout's time has come."""
-    run = BalancedRun.of(settings(every_steps=1, cooldown_steps=10))
+def test_swaps_do_not_postpone_a_relayout_for_ever(monkeypatch):
+    """There are never three swaps in a row if both kinds always pay and a relayout pays
+    more.
+
+    A swap may follow a relayout at once, and a second swap may be preferred. The next
+    change is then a relayout.
+    """
+    run = BalancedRun.start(settings(every_steps=1, cooldown_steps=10))
     wide = dataclasses.replace(LAYOUT, slots_per_device=4)
 
     def candidate(plan, layout, gain_sec):
@@ -44,26 +51,27 @@ def test_swaps_do_not_put_a_relayout_off_for_ever(monkeypatch):
     monkeypatch.setattr(candidates, "swap", swaps)
     monkeypatch.setattr(candidates, "relayouts", relayouts)
     run.go(range(120), lambda step: hot(0, 0.5))
-    settled = run.kinds()[2:]  # at first too little was seen for a relayout
-    assert len(settled) >= 4
-    assert set(settled) == {"swap", "relayout"}
-    triples = zip(settled, settled[1:], settled[2:])
+    kinds = run.kinds()[2:]  # before, too few steps were observed for a relayout
+    assert len(kinds) >= 4
+    assert set(kinds) == {"swap", "relayout"}
+    triples = zip(kinds, kinds[1:], kinds[2:])
     assert all(triple != ("swap",) * 3 for triple in triples)
 
 
 def test_a_layout_that_is_refused_is_not_proposed_again():
-    """Not compiled, or too large: the run goes on, and something else may be tried."""
+    """A layout that could not be compiled or was too large is not proposed again; other
+    layouts may be."""
     layout = dataclasses.replace(LAYOUT, slots_per_device=2)
-    run = BalancedRun.of(settings(cooldown_steps=10, lag_steps=1000, every_steps=1),
+    run = BalancedRun.start(settings(cooldown_steps=10, lag_steps=1000, every_steps=1),
                  layout=layout)  # fmt: skip
-    seen = []
+    layouts = []
     for step in range(0, 300, 30):
         run.go(range(step, step + 30), lambda step: hot(0, 0.5))
         if run.state.pending is not None:
-            seen.append(run.state.pending.layout)
+            layouts.append(run.state.pending.layout)
             run.state = controller.refuse(run.state)
             again = controller.from_json(controller.to_json(run.state))
-            assert again.refused == tuple(seen)
+            assert again.refused == tuple(layouts)
             assert again.layout == layout
-    assert seen
-    assert len(set(seen)) == len(seen)
+    assert layouts
+    assert len(set(layouts)) == len(layouts)

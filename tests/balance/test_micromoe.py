@@ -1,4 +1,4 @@
-"""MicroMoE's plans: laws of the search, and the paper's sweep of Zipf skews."""
+"""Test MicroMoE's plans: laws of the search, and the paper's sweep of Zipf skews."""
 
 import dataclasses
 import itertools
@@ -25,12 +25,13 @@ E, W = 32, 8
 
 
 def zipf(seed: int, skew: float, num_experts: int = E) -> np.ndarray:
-    """Expert i has a load ~ i ** -skew, in an order drawn from `seed`."""
+    """Return loads ~ i ** -skew, in an order drawn from `seed`."""
     load_e = 1 / np.arange(1, num_experts + 1) ** skew
     return np.random.default_rng(seed).permutation(load_e)
 
 
-def layout_of(slots: int, offers: int = E // W, copies: int | None = None) -> Layout:
+def make_layout(slots: int, offers: int = E // W, copies: int | None = None) -> Layout:
+    """Return a layout of E experts on W devices with these slots and budgets."""
     copies = slots if copies is None else copies
     return Layout(
         E, W, slots, 64, "ragged", store="resident", offers_per_device=offers,
@@ -38,21 +39,26 @@ def layout_of(slots: int, offers: int = E // W, copies: int | None = None) -> La
     )  # fmt: skip
 
 
-def planned(load_e: np.ndarray, layout: Layout, current=None) -> ExpertPlan:
-    """One layer; each device sends an equal share of the load."""
+def make_plan(load_e: np.ndarray, layout: Layout, current=None) -> ExpertPlan:
+    """Return MicroMoE's plan of one layer; each device sends an equal share of the
+    load."""
     current = current or ExpertPlan.home_in(layout, 1)
     load_lwe = np.tile(load_e / W, (1, W, 1))
     return micromoe.plan(load_lwe, layout, NOTES, current).validate(layout)
 
 
 def ratio(load_e: np.ndarray, row_p: np.ndarray, w: int = W) -> float:
+    """Return max/mean of the devices under an exact split."""
     return density(row_p, load_e, w) / (load_e.sum() / w)
 
 
 @pytest.mark.parametrize("skew", [0.4, 0.8, 1.0, 1.2, 1.6, 2.0])
 def test_with_true_loads_every_skew_is_even(skew):
-    """Figure 8 of the paper: 8 devices, 32 experts, two slots an expert; a symmetric
-    plan is as even only while the hottest expert fits its two devices."""
+    """A plan made for the true loads is even under every skew (Figure 8 of the paper: 8
+    devices, 32 experts, two slots per expert).
+
+    A symmetric plan is as even only while the hottest expert fits on its two devices.
+    """
     for seed in range(4):
         load_e = zipf(seed, skew)
         assert ratio(load_e, micromoe.asymmetric(load_e, W, 8)) == pytest.approx(1)
@@ -70,8 +76,9 @@ def test_one_spare_slot_a_device_is_enough_on_64_devices(skew):
     assert ratio(load_e, np.arange(256), 64) > 1.5
 
 
-def test_slots_of_the_same_number_are_more_even_than_eplb():
-    """An exact split of either plan, and the even split that `eplb` plans for."""
+def test_with_the_same_number_of_slots_it_is_more_even_than_eplb():
+    """An exact split of MicroMoE's plan is at least as even as one of EPLB's plan,
+    which is more even than the even split that EPLB plans for."""
     for seed in range(6):
         load_e = zipf(seed, 1.0)
         eplb_p = eplb.rebalance(load_e, W, 5)
@@ -86,7 +93,7 @@ def test_slots_of_the_same_number_are_more_even_than_eplb():
 
 def test_devices_keep_their_own_experts_and_hold_none_twice():
     for seed, slots in itertools.product(range(4), (5, 6, 9)):
-        row_p = planned(zipf(seed, 1.3), layout_of(slots)).slot_to_expert_lp[0]
+        row_p = make_plan(zipf(seed, 1.3), make_layout(slots)).slot_to_expert_lp[0]
         for device, row_s in enumerate(row_p.reshape(W, slots)):
             held_s = row_s[row_s != EMPTY].tolist()
             assert set(range(4 * device, 4 * device + 4)) <= set(held_s)
@@ -94,52 +101,53 @@ def test_devices_keep_their_own_experts_and_hold_none_twice():
 
 
 @pytest.mark.parametrize(("offers", "copies"), [(1, 1), (2, 3), (4, 1), (0, 0)])
-def test_budgets_are_used_and_no_more(offers, copies):
-    layout = layout_of(8, offers, copies)
+def test_budgets_are_used_and_not_exceeded(offers, copies):
+    layout = make_layout(8, offers, copies)
     for load_e in (zipf(1, 1.0), np.zeros(E)):
-        plan = planned(load_e, layout)
+        plan = make_plan(load_e, layout)
         assert plan.needs(W).offers <= offers
         held_ws = plan.slot_to_expert_lp.reshape(W, 8) != EMPTY
         assert np.array_equal(held_ws.sum(axis=1), np.full(W, E // W + copies))
 
 
-def test_no_load_makes_a_symmetric_plan():
-    plan = planned(np.zeros(E), layout_of(8))
+def test_without_load_the_plan_is_symmetric():
+    plan = make_plan(np.zeros(E), make_layout(8))
     assert np.array_equal(plan.slot_to_expert_lp[0], graphs.symmetric(E, W, 8))
     sharded = dataclasses.replace(
-        layout_of(8, 0, 0), store="sharded", slots_per_device=32
+        make_layout(8, 0, 0), store="sharded", slots_per_device=32
     )
-    row_ws = planned(np.zeros(E), sharded).slot_to_expert_lp.reshape(W, 32)
+    row_ws = make_plan(np.zeros(E), sharded).slot_to_expert_lp.reshape(W, 32)
     assert (np.sort(row_ws) == np.arange(32)).all()  # all experts everywhere
 
 
 def test_a_plan_is_kept_under_drift_and_not_when_the_hot_expert_moves():
-    layout, load_e = layout_of(5), zipf(0, 1.2)
-    first = planned(load_e, layout)
+    layout, load_e = make_layout(5), zipf(0, 1.2)
+    first = make_plan(load_e, layout)
     drift_e = np.random.default_rng(1).normal(1, 0.002, E)
-    assert planned(load_e * drift_e, layout, first) == first
-    moved_e = np.roll(load_e, 5)
-    then = planned(moved_e, layout, first)
-    assert ratio(moved_e, first.slot_to_expert_lp[0]) > 1.5
-    assert ratio(moved_e, then.slot_to_expert_lp[0]) < 1.01
+    assert make_plan(load_e * drift_e, layout, first) == first
+    rolled_e = np.roll(load_e, 5)
+    second = make_plan(rolled_e, layout, first)
+    assert ratio(rolled_e, first.slot_to_expert_lp[0]) > 1.5
+    assert ratio(rolled_e, second.slot_to_expert_lp[0]) < 1.01
 
 
-def test_from_a_plan_that_cannot_be_kept_it_sets_out_from_home():
-    """Own experts elsewhere, masters elsewhere, copies that the budgets forbid."""
-    load_e, layout = zipf(2, 1.0), layout_of(5)
-    expected = planned(load_e, layout)
+def test_from_a_plan_that_cannot_be_kept_it_starts_from_home():
+    """The search starts from home if the current plan has own experts on other devices,
+    other owners, or copies that the budgets forbid."""
+    load_e, layout = zipf(2, 1.0), make_layout(5)
+    expected = make_plan(load_e, layout)
     elsewhere = ExpertPlan(eplb.rebalance(load_e, W, 5)[None], E)
     home = ExpertPlan.home_in(layout, 1).slot_to_expert_lp
     owned_le = np.arange(E, dtype=np.int32)[None, ::-1]
     for current in (elsewhere, ExpertPlan(home, E, owned_le)):
-        assert planned(load_e, layout, current) == expected
-    tight = layout_of(5, 1, 1)
-    assert planned(load_e, tight, expected) == planned(load_e, tight)
+        assert make_plan(load_e, layout, current) == expected
+    tight = make_layout(5, 1, 1)
+    assert make_plan(load_e, tight, expected) == make_plan(load_e, tight)
 
 
 def test_the_score_counts_rows_with_one_standard_deviation():
-    """By its definition, over all sets of four devices: of the rows inside, when the
-    total does not drift."""
+    """The score equals its definition over all sets of four devices: rows inside the
+    set plus one standard deviation, while the total does not drift, per device."""
     load_e = zipf(4, 1.0, 8)
     row_p = micromoe.asymmetric(load_e, 4, 3)
     rows_e = load_e / (load_e.sum() / 4)
@@ -158,7 +166,8 @@ def test_the_score_counts_rows_with_one_standard_deviation():
 
 
 def test_the_search_does_not_end_worse_than_it_began():
-    """What is filled is a greedy plan; on more than 16 devices too."""
+    """The result scores no worse than the greedy plan that the search starts from, on
+    more than 16 devices too."""
     for seed, (e, w, s) in itertools.product(range(3), [(32, 16, 3), (64, 32, 3)]):
         load_e = zipf(seed, 0.9, e)
         home_ws = np.full((w, s), EMPTY, np.int32)

@@ -1,5 +1,8 @@
-"""MicroMoE's plans on the real trace: planned from one sample, an exact split of the
-next, layer by layer. Every 25th of 501 samples; docs/log.md has more, p90 and worst."""
+"""Test MicroMoE's plans on a recorded trace.
+
+A plan is made from one sample and scored by an exact split of the next, layer by layer.
+The tests use every 25th of 501 samples. docs/log.md has more, with p90 and the worst.
+"""
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ NUM_DEVICES, NUM_EXPERTS = 16, 32
 
 @pytest.fixture(scope="module")
 def tokens(trace) -> np.ndarray:
-    """Float [pair, (from, scored on), l, w, e]."""
+    """Loads as floats [pair, (planned from, scored on), l, w, e]."""
     with np.load(trace) as arrays:
         tokens_nlwe = arrays["tokens"].astype(float)
     sample = np.arange(0, len(tokens_nlwe) - 1, 25)
@@ -25,16 +28,18 @@ def tokens(trace) -> np.ndarray:
 
 
 def ratios(tokens: np.ndarray, slots: int, is_chained: bool) -> np.ndarray:
-    """Device max/mean of the next sample [pair, l]; chained, each plan is made from
-    the one before, and else from home."""
+    """Return max/mean of the devices for the next sample [pair, l].
+
+    With `is_chained` each plan is made from the one before, otherwise from home.
+    """
     layout = Layout(
         NUM_EXPERTS, NUM_DEVICES, slots, 8192, "ragged", store="resident",
         offers_per_device=2, copies_per_device=slots,
     )  # fmt: skip
     home = current = ExpertPlan.home_in(layout, tokens.shape[2])
     ratio_nl = []
-    for seen_lwe, next_lwe in tokens:
-        plan = micromoe.plan(seen_lwe, layout, NOTES, current).validate(layout)
+    for load_lwe, next_lwe in tokens:
+        plan = micromoe.plan(load_lwe, layout, NOTES, current).validate(layout)
         next_le = next_lwe.sum(axis=1)
         ratio_nl.append(
             [
@@ -53,7 +58,8 @@ def test_four_slots_even_out_every_layer(tokens, is_chained):
 
 
 @pytest.mark.parametrize("is_chained", [False, True])
-def test_three_slots_do_nearly(tokens, is_chained):
-    """A plain greedy plan gives 1.03 to 1.20."""
+def test_three_slots_nearly_even_out_the_layers(tokens, is_chained):
+    """The mean over layers of max/mean is at most 1.01; a plain greedy plan gives 1.03
+    to 1.20."""
     median_l = np.median(ratios(tokens, 3, is_chained), axis=0)
     assert median_l.mean() <= 1.01, median_l

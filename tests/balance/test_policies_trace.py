@@ -1,6 +1,7 @@
-"""On the real trace: planned from one sample, scored on the next, layer by layer.
+"""Test the policies on a recorded trace.
 
-Every 25th of 501 samples here; docs/log.md has all of them, with p90 and the worst.
+A plan is made from one sample and scored on the next, layer by layer. The tests use
+every 25th of 501 samples. docs/log.md has all of them, with p90 and the worst.
 """
 
 import dataclasses
@@ -21,14 +22,16 @@ NUM_LAYERS, NUM_DEVICES, NUM_EXPERTS = 6, 16, 32
 
 @pytest.fixture(scope="module")
 def tokens(trace) -> np.ndarray:
-    """Float [pair, (from, scored on), l, w, e]."""
+    """Loads as floats [pair, (planned from, scored on), l, w, e]."""
     with np.load(trace) as arrays:
         tokens_nlwe = arrays["tokens"].astype(float)
     sample = np.arange(0, len(tokens_nlwe) - 1, 25)
     return np.stack([tokens_nlwe[sample], tokens_nlwe[sample + 1]], axis=1)
 
 
-def layout_of(name: str, slots: int, store=None) -> Layout:
+def make_layout(name: str, slots: int, store=None) -> Layout:
+    """Return a layout that a policy plans for, with its first store unless one is
+    given."""
     policy = POLICIES[name]
     store = store or policy.stores[0]
     has_copies = store in ("transient", "resident")
@@ -47,12 +50,13 @@ def layout_of(name: str, slots: int, store=None) -> Layout:
 
 
 def medians(name: str, slots: int, tokens, store=None) -> tuple[np.ndarray, np.ndarray]:
-    """Of device max/mean, and of modelled seconds at tight budgets, per layer."""
-    layout = layout_of(name, slots, store)
+    """Return for each layer the medians of the devices' max/mean and of the modelled
+    seconds at tight budgets."""
+    layout = make_layout(name, slots, store)
     current = ExpertPlan.home_in(layout, NUM_LAYERS)
     ratio_nl, sec_nl = [], []
-    for seen_lwe, next_lwe in tokens:
-        current = POLICIES[name].plan(seen_lwe, layout, NOTES, current)
+    for load_lwe, next_lwe in tokens:
+        current = POLICIES[name].plan(load_lwe, layout, NOTES, current)
         current.validate(layout)
         scores = [
             _score(next_lwe[layer], current, layer, layout)
@@ -64,6 +68,7 @@ def medians(name: str, slots: int, tokens, store=None) -> tuple[np.ndarray, np.n
 
 
 def _score(load_we, plan, layer, layout) -> tuple[float, float]:
+    """Return max/mean and modelled seconds of one layer."""
     part = slice(layer, layer + 1)
     alone = dataclasses.replace(
         plan,
@@ -96,7 +101,7 @@ def test_replicas_even_out_every_layer(tokens, name, slots, store, limit):
     assert ratio_l.max() <= limit, ratio_l
 
 
-def test_shadows_even_out_every_layer_and_prophet_is_the_quicker(tokens):
+def test_shadows_even_out_every_layer_and_prophet_is_faster(tokens):
     fastermoe_l, fastermoe_sec_l = medians("fastermoe", 10, tokens)
     prophet_l, prophet_sec_l = medians("prophet", 10, tokens)
     assert fastermoe_l.max() <= 2.3, fastermoe_l

@@ -1,5 +1,8 @@
-"""The papers' formulas by hand, their toy examples, EPLB's published vector, and greedy
-searches against brute force."""
+"""Test the formulas of the policies' papers by hand.
+
+The tests also cover the papers' toy examples, EPLB's published vector, and greedy
+searches compared with brute force.
+"""
 
 import itertools
 
@@ -23,14 +26,15 @@ COST = CostModel(
     bytes_per_sec=2,
 )
 TOY_WE = np.array([[3.0, 0, 0], [1, 1, 1], [1, 1, 1]])
-"""Pro-Prophet, Fig. 6: experts with 5, 2 and 2 rows on 3 devices of 3 rows each."""
+"""Loads of Pro-Prophet, Fig. 6: experts with 5, 2 and 2 rows from 3 devices with 3 rows
+each."""
 
 
 def three(slots=2, copies=None, **kwargs) -> Layout:
-    """Three devices that own an expert each."""
+    """Return a layout of three devices that own an expert each."""
     copies = slots if copies is None else copies
-    given = {"store": "resident", "offers_per_device": 1, "copies_per_device": copies}
-    return Layout(3, 3, slots, 8, transport="ragged", **{**given, **kwargs})
+    fields = {"store": "resident", "offers_per_device": 1, "copies_per_device": copies}
+    return Layout(3, 3, slots, 8, transport="ragged", **{**fields, **kwargs})
 
 
 def test_fastermoe_equations_7_and_8():
@@ -41,16 +45,16 @@ def test_fastermoe_equations_7_and_8():
 
 
 def test_fastermoe_equations_9_and_10_follow_from_7_and_8():
-    """It pays to shadow r experts if 3 (B - B') F / P + 4 B H / W > 2 r |W| / W."""
-    for most, after, r in itertools.product((2, 5, 9), (1, 4), (1, 3)):
-        gain = 3 * (most - after) + 4 * most * 0.5 - 2 * r * 2
-        before = fastermoe.imbalance_sec(COST, np.array([most, 0.0]))
+    """Shadowing r experts pays if 3 (B - B') F / P + 4 B H / W > 2 r |W| / W."""
+    for rows, after, r in itertools.product((2, 5, 9), (1, 4), (1, 3)):
+        gain = 3 * (rows - after) + 4 * rows * 0.5 - 2 * r * 2
+        before = fastermoe.imbalance_sec(COST, np.array([rows, 0.0]))
         shadowed = fastermoe.shadow_sec(COST, r, np.array([after, 0.0]))
         assert before - shadowed == pytest.approx(gain)
 
 
 def test_fastermoe_never_expects_to_lose():
-    """Eq. 8 of what it shadows is below Eq. 7 of home."""
+    """The time of Eq. 8 with the chosen shadows is below the time of Eq. 7 at home."""
     layout = Layout(
         16, 4, 8, 8, store="transient", offers_per_device=4, copies_per_device=8
     )
@@ -82,14 +86,15 @@ def test_prophet_equations_1_to_8():
     assert prophet.trans_sec(COST, 0, 0, 8) == 0
     assert prophet.trans_sec(COST, 3, 1, 8, 1) == pytest.approx((3 * 7 / 8 + 1) * 2)
     assert prophet.planner_sec(3, 6, 5.25, 5) == pytest.approx(12 + 18 + 10.25)
-    # of 10 s out, 6 + 1.5 hide; of 17 s back, 12 + 3
+    # 6 + 1.5 of 10 s forward are hidden, and 12 + 3 of 17 s backward.
     coupled = prophet.coupled_sec(3, 6, 10, 17, 1.5)
     assert coupled == pytest.approx(12 + 18 + 2.5 + 2)
     assert prophet.coupled_sec(3, 6, 7, 14, 1.5) == pytest.approx(12 + 18)
 
 
 def test_prophet_is_balanced_within_alpha_of_an_expert():
-    """Eq. 7: I / E = 3; 4 - 2 is less than 0.7 * 3 and not less than 0.6 * 3."""
+    """A load is balanced if max - min is less than alpha * I / E (Eq. 7). Here I / E is
+    3, and 4 - 2 is less than 0.7 * 3 and not less than 0.6 * 3."""
     rows_w = np.array([4.0, 3, 2])
     assert prophet.is_balanced(rows_w, 0.7, 3)
     assert not prophet.is_balanced(rows_w, 0.6, 3)
@@ -97,8 +102,11 @@ def test_prophet_is_balanced_within_alpha_of_an_expert():
 
 
 def test_prophet_toy():
-    """Expert 0 copied to both others: everyone computes three rows, and only experts 1
-    and 2 receive any. T' = 4 * 2 / 2 + 3 * 3 + 2 T_Trans."""
+    """The plan of the paper's toy example copies expert 0 to both other devices.
+
+    Every device then computes three rows, and only experts 1 and 2 receive rows.
+    T' = 4 * 2 / 2 + 3 * 3 + 2 T_Trans.
+    """
     layout = three(store="transient", split="local_first")
     start = prophet.Traffic(np.array([5.0, 2, 2]), np.array([3.0, 1, 1]))
     everywhere = np.ones(3, bool)
@@ -119,7 +127,8 @@ def test_prophet_toy():
 
 
 def test_prophet_leaves_out_the_devices_with_the_fewest_rows():
-    """n = 1: device 1 has fewest rows for expert 0 and sends them to both holders."""
+    """With n = 1, device 1, which has fewest rows for expert 0, gets no copy and sends
+    its rows to both holders."""
     load_w = np.array([4.0, 1, 3])
     assert prophet.holders(load_w, 0, 1).tolist() == [True, False, True]
     assert prophet.holders(load_w, 1, 2).tolist() == [False, True, False]
@@ -130,8 +139,11 @@ def test_prophet_leaves_out_the_devices_with_the_fewest_rows():
 
 
 def test_prophet_walks_past_a_step_that_does_not_pay():
-    """Two equally full devices: one shadow saves nothing, two do. The paper's form
-    keeps both (cnt = s); stopping at the first, as FasterMoE's, keeps neither."""
+    """With two equally full devices one shadow saves nothing and two do.
+
+    The paper's search keeps both (cnt = s). A search that stops at the first, as
+    FasterMoE's, keeps neither.
+    """
     load_we = np.full((4, 4), 1.0)
     load_we[:, :2] = 9
     layout = Layout(
@@ -171,8 +183,12 @@ PUBLISHED_LP = [
 
 
 def test_eplb_published_vector():
-    """16 replicas, 4 groups, 2 nodes, 8 devices. No replicas share a device there, so
-    the rule that forbids it leaves the vector as it is."""
+    """The plan is EPLB's published one for 16 replicas, 4 groups, 2 nodes and 8
+    devices.
+
+    No two replicas of an expert share a device there, so that our rule against this
+    changes nothing.
+    """
     rows = [
         eplb.rebalance(
             np.array(load_e, float), 8, 2, num_groups=4, num_nodes=2
@@ -182,23 +198,25 @@ def test_eplb_published_vector():
     assert rows == PUBLISHED_LP
 
 
-def test_eplb_is_global_where_nodes_do_not_divide_groups():
+def test_eplb_is_global_if_nodes_do_not_divide_groups():
     load_e = np.array(PUBLISHED_LOAD_LE[0], float)
-    want = eplb.rebalance(load_e, 8, 2).tolist()
-    assert eplb.rebalance(load_e, 8, 2, num_groups=3, num_nodes=2).tolist() == want
-    assert want != PUBLISHED_LP[0]
+    expected = eplb.rebalance(load_e, 8, 2).tolist()
+    assert eplb.rebalance(load_e, 8, 2, num_groups=3, num_nodes=2).tolist() == expected
+    assert expected != PUBLISHED_LP[0]
 
 
-def test_eplb_replicates_where_a_replica_has_most():
-    """9, 4, 1 in 6 slots: 9 -> 4.5, 4.5; 4.5 -> 3 each; then 4 -> 2 each."""
+def test_eplb_replicates_the_expert_with_most_rows_per_replica():
+    """Loads 9, 4, 1 in 6 slots: the 9 is split into 4.5 each, then into 3 each, and
+    then the 4 into 2 each."""
     expert_x, replicas_e = eplb.replicate(np.array([9.0, 4, 1]), 6, 3)
     assert (expert_x.tolist(), replicas_e.tolist()) == ([0, 1, 2, 0, 0, 1], [3, 2, 1])
     _, replicas_e = eplb.replicate(np.array([9.0, 0, 0]), 9, 3)
     assert replicas_e.tolist() == [3, 1, 1]  # as many as devices; none without load
 
 
-def test_eplb_makes_room_where_only_a_device_of_the_same_expert_has_any():
-    """Heaviest first, items 4 and 5 of expert 2 would both end on device 1."""
+def test_eplb_makes_room_if_only_a_device_with_the_same_expert_has_any():
+    """No device gets two replicas of an expert; by weight alone, items 4 and 5 of
+    expert 2 would both be on device 1."""
     load, expert = [9.0, 5, 4, 4, 3, 3], [0, 1, 3, 4, 2, 2]
     packs = eplb.pack(load, expert, 2, 3)
     assert sorted(item for items in packs for item in items) == list(range(6))
@@ -207,7 +225,8 @@ def test_eplb_makes_room_where_only_a_device_of_the_same_expert_has_any():
 
 
 def test_smartmoe_packs_from_the_hottest_down():
-    """8, 7, 6, 5, 2, 1 on three devices: 8+1, 7+2, 6+5; ties stay where they are."""
+    """Loads 8, 7, 6, 5, 2, 1 on three devices are packed as 8+1, 7+2, 6+5; experts with
+    equal loads stay where they are."""
     load_e = np.array([8.0, 7, 6, 5, 2, 1])
     owned_e = np.arange(6, dtype=np.int32)
     held = smartmoe.pack(load_e, owned_e, 3)
@@ -220,22 +239,25 @@ def test_smartmoe_packs_from_the_hottest_down():
 
 
 def fillings():
-    """All valid ones of 4^6: two slots on three devices."""
+    """Yield all valid plans of two slots on three devices, from 4^6 combinations."""
     for row in itertools.product(range(-1, 3), repeat=6):
         if set(row) >= {0, 1, 2}:
             yield ExpertPlan(np.array([row], np.int32), 3)
 
 
 def total_sec(load_we: np.ndarray, plan: ExpertPlan, layout: Layout) -> float:
-    """At budgets of what the plan needs."""
+    """Return the modelled time of a plan, at the budgets that it needs."""
     return NOTES.layer_sec(load_we, plan.slot_to_expert_lp[0], tight(layout, plan))
 
 
 @pytest.mark.parametrize("skew", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("store", ["resident", "sharded"])
 def test_flexmoe_against_brute_force(store, skew):
-    """Three devices, three experts, two slots each: time within three tenths of the
-    best of all fillings. Replicas that only help two at a time stay unfound."""
+    """On three devices with two slots each, the time is at most 1.3 times that of the
+    best plan of three experts.
+
+    The search does not find replicas that help only two at a time.
+    """
     budgets = {"offers_per_device": 0, "copies_per_device": 0}
     layout = three(store=store, **(budgets if store == "sharded" else {}))
     home = ExpertPlan.home_in(layout, 1)
@@ -250,7 +272,8 @@ def test_flexmoe_against_brute_force(store, skew):
 
 
 def test_prophet_against_brute_force():
-    """The cheapest of all sets of shadows, by the cost of each at its own budgets."""
+    """The time is at most 1.05 times that of the best set of shadows, each set at its
+    own budgets."""
     layout = three(slots=3, store="transient", split="local_first", prefetch=True)
     home = ExpertPlan.home_in(layout, 1)
     rng = np.random.default_rng(8)

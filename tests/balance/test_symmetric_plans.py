@@ -1,4 +1,5 @@
-"""Symmetric plans: named graphs by their definitions, and laws of the general one."""
+"""Test symmetric plans: named graphs equal their definitions, and general plans obey
+laws."""
 
 import numpy as np
 import pytest
@@ -12,17 +13,17 @@ SIZES = [
     (8, 8, 2), (16, 8, 4), (32, 16, 3), (32, 16, 4), (64, 16, 8), (14, 7, 3),
     (12, 12, 5), (36, 12, 4), (256, 64, 8), (256, 64, 16), (4, 1, 4), (4, 4, 4),
 ]  # fmt: skip
-"""Experts, devices, slots per device."""
+"""Numbers of experts, devices, and slots per device."""
 
 
 def edges(row_p, num_experts, w) -> list[tuple[int, ...]]:
-    """The devices of each expert."""
+    """Return the devices of each expert."""
     held_we = device_holds(row_p, num_experts, w)
     return [tuple(np.flatnonzero(held_e).tolist()) for held_e in held_we.T]
 
 
-def joined(row_p, num_experts, w) -> np.ndarray:
-    """Experts that each pair of devices shares, [w, w]."""
+def shared_experts(row_p, num_experts, w) -> np.ndarray:
+    """Return the number of experts that each pair of devices shares, [w, w]."""
     held_we = device_holds(row_p, num_experts, w).astype(int)
     return held_we @ held_we.T * (1 - np.eye(w, dtype=int))
 
@@ -33,24 +34,25 @@ def test_the_ring():
 
 
 def test_the_torus():
-    """Every device is joined once with each of its four neighbours in a 4 x 4 grid."""
-    joined_ww = joined(symmetric.torus(4, 4), 32, 16)
-    place = np.stack(np.divmod(np.arange(16), 4), axis=1)
-    apart = (place[:, None] - place) % 4
-    steps = np.minimum(apart, 4 - apart).sum(axis=-1)
+    """Every device shares one expert with each of its four neighbours in a 4 x 4
+    grid."""
+    joined_ww = shared_experts(symmetric.torus(4, 4), 32, 16)
+    coordinates = np.stack(np.divmod(np.arange(16), 4), axis=1)
+    distance = (coordinates[:, None] - coordinates) % 4
+    steps = np.minimum(distance, 4 - distance).sum(axis=-1)
     assert np.array_equal(joined_ww, steps == 1)
 
 
 @pytest.mark.parametrize("w", [4, 8, 16])
 def test_the_complete_bipartite_graph(w):
-    joined_ww = joined(symmetric.complete_bipartite(w), w * w // 4, w)
+    joined_ww = shared_experts(symmetric.complete_bipartite(w), w * w // 4, w)
     is_odd = np.arange(w) % 2
     assert np.array_equal(joined_ww, is_odd[:, None] != is_odd)
 
 
 @pytest.mark.parametrize("w", [4, 8, 10])
 def test_the_complete_graph_and_a_matching(w):
-    joined_ww = joined(symmetric.complete_with_matching(w), w * w // 2, w)
+    joined_ww = shared_experts(symmetric.complete_with_matching(w), w * w // 2, w)
     is_opposite = (np.arange(w)[:, None] - np.arange(w)) % w == w // 2
     assert np.array_equal(joined_ww, 1 - np.eye(w) + is_opposite)
 
@@ -63,7 +65,7 @@ def test_the_complete_graph_and_a_matching(w):
         ((32, 8, 8), symmetric.complete_with_matching),
     ],
 )
-def test_the_general_one_finds_the_named_ones(sizes, named):
+def test_the_general_search_finds_the_named_graphs(sizes, named):
     row_p = symmetric.symmetric(*sizes)
     assert sorted(edges(row_p, *sizes[:2])) == sorted(edges(named(8), *sizes[:2]))
 
@@ -83,7 +85,7 @@ def test_a_general_plan_is_valid_full_and_even(sizes):
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_all_devices_look_alike(sizes):
-    """With all devices and experts one device further the plan is the same."""
+    """Shifting all devices and experts by one device does not change the plan."""
     num_experts, w, _ = sizes
     held_we = device_holds(symmetric.symmetric(*sizes), num_experts, w)
     rolled_we = np.roll(held_we, (1, num_experts // w), axis=(0, 1))
@@ -91,15 +93,15 @@ def test_all_devices_look_alike(sizes):
 
 
 @pytest.mark.parametrize("sizes", [(16, 8, 4), (32, 16, 4), (256, 64, 8), (64, 64, 4)])
-def test_no_pair_of_devices_shares_two_experts_where_that_can_be(sizes):
-    assert joined(symmetric.symmetric(*sizes), *sizes[:2]).max() == 1
+def test_no_pair_of_devices_shares_two_experts_if_that_is_possible(sizes):
+    assert shared_experts(symmetric.symmetric(*sizes), *sizes[:2]).max() == 1
 
 
-def test_it_expands():
-    """Its second eigenvalue is far below that of the plan that copies to neighbours."""
+def test_the_graph_of_a_plan_is_an_expander():
+    """The second eigenvalue is far below that of a plan that copies to neighbours."""
     near_p = symmetric.cayley((64,), [[(1,)], [(2,)], [(3,)], [(4,)]])
     second = [
-        np.linalg.eigvalsh(joined(row_p, 256, 64))[-2]
+        np.linalg.eigvalsh(shared_experts(row_p, 256, 64))[-2]
         for row_p in (symmetric.symmetric(256, 64, 8), near_p)
     ]
     assert second[0] < 0.7 * second[1]
@@ -148,4 +150,4 @@ def test_bad_sizes_are_named_in_one_line(make, why):
 def test_replicas_of_three_are_on_three_devices():
     row_p = symmetric.symmetric(64, 64, 3)
     assert {len(devices) for devices in edges(row_p, 64, 64)} == {3}
-    assert joined(row_p, 64, 64).max() == 1
+    assert shared_experts(row_p, 64, 64).max() == 1

@@ -1,4 +1,5 @@
-"""The worked examples of docs/extend.md and moejax/moe/README.md, run as they stand."""
+"""Run the worked examples of docs/extend.md and moejax/moe/README.md as they are
+written, and check the table of settings in docs/balance.md."""
 
 import dataclasses
 import re
@@ -29,7 +30,7 @@ from tests.support.close import assert_close
 
 L, W, E = 2, 8, 16
 ROWS = 4096
-"""Rows per step of one source device."""
+"""Number of rows that one source device has in a step."""
 LAYOUT = Layout(
     E, W, 3, 64, "ragged", store="resident", offers_per_device=2, copies_per_device=1
 )
@@ -37,7 +38,7 @@ HOME = ExpertPlan.home_in(LAYOUT, L)
 
 
 def zipf(seed: int | None = None) -> np.ndarray:
-    """Expert i of E has a load ~ 1 / (i + 1); of a seed, in another order."""
+    """Return loads ~ 1 / (i + 1) of expert i, in random order if a seed is given."""
     load_e = 1 / np.arange(1, E + 1)
     if seed is not None:
         load_e = np.random.default_rng(seed).permutation(load_e)
@@ -45,17 +46,19 @@ def zipf(seed: int | None = None) -> np.ndarray:
 
 
 def worst(load_lwe, plan, layout=LAYOUT) -> float:
+    """Return the largest max/mean of the devices over all layers."""
     return ratio_by_layer(load_lwe, plan, layout).max()
 
 
 @pytest.fixture
 def page(repo) -> str:
+    """The text of docs/extend.md."""
     return (repo / "docs" / "extend.md").read_text()
 
 
 @pytest.fixture
 def hottest(page, monkeypatch) -> Policy:
-    """The page's file as a module, and its entry in the dict."""
+    """The policy of the page, made from its file and its entry in POLICIES."""
     file, entry = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     module = types.ModuleType("hottest")
     exec(compile(file, "extend.md", "exec"), module.__dict__)
@@ -95,16 +98,16 @@ def test_the_controller_adopts_the_policy_of_the_page(hottest):
         max_slots_per_device=3,
     )  # fmt: skip
     state = controller.init(settings, LAYOUT, HOME, L)
-    load_lwe, said = np.round(zipf()).astype(int), []
+    load_lwe, decisions = np.round(zipf()).astype(int), []
     for step in range(20):
         if state.pending is not None and step == state.pending.adopt_step:
             state = controller.adopt(state)
         pair_l = np.zeros(L, int)
         state = controller.observe(settings, state, step, load_lwe, pair_l)
         state, decision = controller.decide(settings, NOTES, state, step)
-        said += [decision] if decision else []
-    assert [d.kind for d in said if d.adopt_step < 20] == ["swap"]
-    assert said[0].policy == "hottest"
+        decisions += [decision] if decision else []
+    assert [d.kind for d in decisions if d.adopt_step < 20] == ["swap"]
+    assert decisions[0].policy == "hottest"
     assert state.plan == hottest.plan(load_lwe, LAYOUT, NOTES, HOME)
     assert worst(load_lwe, state.plan) < 0.5 * worst(load_lwe, HOME)
 
@@ -120,23 +123,25 @@ def test_the_page_of_settings_has_all_of_them_with_their_defaults(repo):
 
 
 def numbers(text: str) -> list[int]:
+    """Return all integers in a text."""
     return [int(n) for n in re.findall(r"-?\d+", text)]
 
 
 @pytest.fixture
 def example(repo) -> str:
+    """The worked example of moejax/moe/README.md."""
     text = (repo / "moejax" / "moe" / "README.md").read_text()
     return text[text.index("## Worked example") : text.index("## Further reading")]
 
 
 def inputs(example: str):
-    """Slots, tokens and choices of both devices, from the example's tables."""
-    held = re.search(r"expert  (.*)", example)[1].replace("-", "-1")
+    """Return slots, tokens and choices of both devices, from the example's tables."""
+    slots = re.search(r"expert  (.*)", example)[1].replace("-", "-1")
     cells = [r.split("|")[2:-1] for r in example.splitlines() if r.startswith("| ")]
     _, *rows = cells
     x_n = np.array([float(c) for row in rows[::2] for c in row], np.float32)
     expert_nk = np.array([numbers(c) for row in rows[1::2] for c in row], np.int32)
-    return np.array(numbers(held), np.int32), x_n, expert_nk
+    return np.array(numbers(slots), np.int32), x_n, expert_nk
 
 
 TIMES_E = np.float32([1, 10, 100, 1000])
@@ -144,8 +149,8 @@ GATES = np.float32([0.75, 0.25])
 
 
 def on_two_devices(example: str, mode: str):
-    """The example's placement, and of both devices: outputs, send positions in round 0,
-    counts, assignments, drops and rounds."""
+    """Return the example's placement, and for both devices: outputs, send positions in
+    round 0, counts, assignments, drops and rounds."""
     row_p, x_n, expert_nk = inputs(example)
     layout = Layout(4, 2, 3, 4, exchange=mode, store="resident", offers_per_device=1,
                     copies_per_device=1)  # fmt: skip
@@ -178,7 +183,7 @@ def on_two_devices(example: str, mode: str):
 
 
 def shown_outputs(example: str) -> list[np.ndarray]:
-    """In the exact mode and in the capacity mode."""
+    """Return the outputs that the example shows, in exact mode and in capacity mode."""
     lines = re.findall(r"^ device 0:  (.*)device 1:  (.*)$", example, re.MULTILINE)
     return [np.array(" ".join(pair).split(), np.float32) for pair in lines]
 

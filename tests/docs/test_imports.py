@@ -1,14 +1,16 @@
-"""What several test files share stands in tests/support."""
+"""Test that no test file imports another; shared code is in tests/support."""
 
 import re
 
-OF_A_TEST = re.compile(r"^\s*(?:from|import)\s+(tests\.(?!support\b)\S+)", re.MULTILINE)
+TEST_IMPORT = re.compile(
+    r"^\s*(?:from|import)\s+(tests\.(?!support\b)\S+)", re.MULTILINE
+)
 
 
 def test_no_test_file_imports_another(repo):
-    found = {
+    imports = {
         str(path.relative_to(repo)): names
         for path in (repo / "tests").rglob("*.py")
-        if (names := OF_A_TEST.findall(path.read_text(encoding="utf-8")))
+        if (names := TEST_IMPORT.findall(path.read_text(encoding="utf-8")))
     }
-    assert not found, f"move what they share into tests/support: {found}"
+    assert not imports, f"move what they share into tests/support: {imports}"

@@ -1,4 +1,4 @@
-"""The index lists every page, and links and paths in the docs lead somewhere."""
+"""Test that the index lists every page, and that links and paths in the docs exist."""
 
 import pathlib
 import re
@@ -31,7 +31,7 @@ def prose(page: pathlib.Path) -> str:
 
 
 def links(page: pathlib.Path) -> list[tuple[pathlib.Path, str]]:
-    """Return (file, anchor) of every link of a page that is not of the web."""
+    """Return (file, anchor) of every link of a page to a file of the repository."""
     targets = [t for t in LINK.findall(prose(page)) if "://" not in t]
     parts = [target.partition("#") for target in targets]
     return [
@@ -62,7 +62,8 @@ def test_links_resolve(page):
 
 @pytest.mark.parametrize("page", READ, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_a_page_names_exist(page):
-    """Except in the log, which names files of earlier commits."""
+    """Files that a page names exist, except in the log, which names files of earlier
+    commits."""
     names = set(FILE.findall(prose(page))) - TO_BE_WRITTEN
     missing = sorted(name for name in names if not (ROOT / name).exists())
     assert not missing or page.name == "log.md"

@@ -1,4 +1,5 @@
-"""Notebooks: stored outputs are whole, clean, and what a fresh kernel gives again."""
+"""Test the notebooks: stored outputs are complete and clean, and a fresh kernel gives
+the same ones."""
 
 import copy
 import pathlib
@@ -24,7 +25,8 @@ def code_cells(notebook) -> list:
 
 
 def texts(cell) -> list[tuple[str, str]]:
-    """What a cell printed and showed, without pictures; streams in one piece."""
+    """Return the texts that a cell printed and displayed; streams are joined, and
+    pictures left out."""
     printed = "".join(o.text for o in cell.outputs if o.output_type == "stream")
     shown = [
         (kind, text)
@@ -49,7 +51,8 @@ def test_there_are_notebooks_and_the_list_names_them():
 
 @each_notebook
 def test_stored_outputs_are_whole_and_clean(path):
-    """Run once from the top, with pictures, no errors, and nothing of a machine."""
+    """A notebook was run once from the top, has pictures and no errors, and contains no
+    paths of a machine."""
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     cells = code_cells(notebook)
@@ -67,8 +70,8 @@ def test_stored_outputs_are_whole_and_clean(path):
         assert not cell.metadata, "no timings, no state of an editor"
         shown = texts(cell) if cell.cell_type == "code" else []
         words = [cell.source, *(text for _, text in shown)]
-        found = [m[0] for m in map(MACHINE_PATH.search, words) if m]
-        assert not found, f"paths of a machine: {found}"
+        paths = [m[0] for m in map(MACHINE_PATH.search, words) if m]
+        assert not paths, f"paths of a machine: {paths}"
 
 
 @each_notebook
@@ -85,9 +88,10 @@ def test_sources_are_formatted(path):
 @pytest.mark.slow
 @each_notebook
 def test_a_fresh_kernel_gives_the_stored_outputs(path, tmp_path, monkeypatch):
-    """Text, figures and tables again, word for word; the notebook's own asserts hold.
+    """A fresh kernel gives the stored texts, tables and numbers of pictures, and the
+    notebook's own asserts hold.
 
-    The kernel is this Python's, on a machine without any settings for Jupyter.
+    The kernel is this Python's, without any settings for Jupyter.
     """
     for name, value in store_notebook.settings(tmp_path).items():
         monkeypatch.setenv(name, value)
@@ -95,8 +99,8 @@ def test_a_fresh_kernel_gives_the_stored_outputs(path, tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)  # compiled as for a reader
     stored = nbformat.read(path, as_version=4)
     notebook = copy.deepcopy(stored)
-    asks = nbformat.v4.new_code_cell("import sys; print(sys.prefix)")
-    notebook.cells.append(asks)
+    prefix_cell = nbformat.v4.new_code_cell("import sys; print(sys.prefix)")
+    notebook.cells.append(prefix_cell)
     store_notebook.execute(notebook, tmp_path)
     *again, last = code_cells(notebook)
     assert last.outputs[0].text.strip() == sys.prefix
@@ -105,8 +109,9 @@ def test_a_fresh_kernel_gives_the_stored_outputs(path, tmp_path, monkeypatch):
     assert num_pictures(notebook) == num_pictures(stored)
 
 
-def small(*sources: str):
-    """A notebook as an editor leaves it: its state, and cells run out of order."""
+def make_notebook(*sources: str):
+    """Return a notebook as an editor leaves it, with the editor's state and with cells
+    that were run out of order."""
     cells = [nbformat.v4.new_code_cell(source, execution_count=7) for source in sources]
     cells[0].metadata = {"editable": True}
     cells[0].outputs = [nbformat.v4.new_output("stream", text="of before")]
@@ -121,7 +126,7 @@ def store(path):
 def test_a_stored_notebook_is_run_and_clean(tmp_path):
     path = tmp_path / "small.ipynb"
     prints = "print(1, flush=True)\nprint(2, flush=True)"
-    nbformat.write(small("value = 6", prints, "7 * value"), path)
+    nbformat.write(make_notebook("value = 6", prints, "7 * value"), path)
     done = store(path)
     assert done.returncode == 0, done.stderr
     notebook = nbformat.read(path, as_version=4)
@@ -144,7 +149,7 @@ def test_a_stored_notebook_is_run_and_clean(tmp_path):
 )
 def test_a_notebook_that_fails_stays_as_it_was(source, why, tmp_path):
     path = tmp_path / "small.ipynb"
-    nbformat.write(small("print('fine')", source), path)
+    nbformat.write(make_notebook("print('fine')", source), path)
     before = path.read_bytes()
     done = store(path)
     assert done.returncode == 2
@@ -152,7 +157,7 @@ def test_a_notebook_that_fails_stays_as_it_was(source, why, tmp_path):
     assert path.read_bytes() == before
 
 
-def test_what_is_no_notebook_is_refused_in_one_line(tmp_path):
+def test_a_file_that_is_no_notebook_is_refused_in_one_line(tmp_path):
     path = tmp_path / "no.ipynb"
     path.write_text("no notebook")
     with pytest.raises(ValueError, match="is not a notebook"):

@@ -1,4 +1,4 @@
-"""Documents of one window know nothing of one another, and joined ones do."""
+"""Test that documents of one data window do not affect each other, unless joined."""
 
 import dataclasses
 import itertools
@@ -33,45 +33,53 @@ EDGES = np.cumsum((0, *LENGTHS))
 
 
 def tokens():
+    """Return random token ids [b, t]."""
     return np.random.default_rng(0).integers(0, 32, (B, T)).astype(np.int32)
 
 
 def in_one_window():
-    """Three documents in row 0; the other rows are of one document each."""
+    """Return tokens and positions with three documents in row 0 and one document in
+    each other row."""
     position_bt = np.tile(np.arange(T), (B, 1))
     position_bt[0] = np.concatenate([np.arange(length) for length in LENGTHS])
     return tokens(), position_bt
 
 
 def each_in_its_own():
-    """Document i of row 0 at the start of row i, and then what no one asks about."""
+    """Return tokens and positions with document i of row 0 at the start of row i; the
+    tokens after it are ignored."""
     token_bt = tokens()
     for row, (first, last) in enumerate(itertools.pairwise(EDGES)):
         token_bt[row, : last - first] = tokens()[0, first:last]
     return token_bt, np.tile(np.arange(T), (B, 1))
 
 
-def results(cfg, windows, is_asked_bt):
-    """Hidden states and, of a loss that reads those asked for, every gradient."""
+def gradients_and_hidden(cfg, windows, is_in_loss_bt):
+    """Return every gradient of a loss over the chosen tokens, and the hidden states."""
     ours = network(cfg)
 
-    def loss(params, token_bt, position_bt, is_asked_bt):
+    def loss(params, token_bt, position_bt, is_in_loss_bt):
         hidden_btd, _, head_vd = ours.apply(params, token_bt, position_bt)
         nats_bt = jax.nn.logsumexp(hidden_btd @ head_vd.T, axis=-1)
-        return jnp.sum(jnp.where(is_asked_bt, nats_bt, 0.0)), hidden_btd
+        return jnp.sum(jnp.where(is_in_loss_bt, nats_bt, 0.0)), hidden_btd
 
     run = jax.jit(jax.grad(loss, has_aux=True))
-    return run(ours.params, *windows, is_asked_bt)
+    return run(ours.params, *windows, is_in_loss_bt)
 
 
 @pytest.mark.slow
 def test_a_window_of_three_documents_is_three_windows():
-    """For each token the same hidden state, for all parameters the same gradient."""
+    """Three documents in one window have the hidden states and gradients of three
+    windows."""
     is_first_row_bt = np.broadcast_to(np.arange(B)[:, None] == 0, (B, T))
-    is_begun_bt = np.arange(T) < np.array(LENGTHS)[:, None]
-    gradients, hidden_btd = results(SEPARATE, in_one_window(), is_first_row_bt)
-    alone_gradients, alone_btd = results(SEPARATE, each_in_its_own(), is_begun_bt)
-    assert_close(hidden_btd[0], np.asarray(alone_btd)[is_begun_bt])
+    is_document_bt = np.arange(T) < np.array(LENGTHS)[:, None]
+    gradients, hidden_btd = gradients_and_hidden(
+        SEPARATE, in_one_window(), is_first_row_bt
+    )
+    alone_gradients, alone_btd = gradients_and_hidden(
+        SEPARATE, each_in_its_own(), is_document_bt
+    )
+    assert_close(hidden_btd[0], np.asarray(alone_btd)[is_document_bt])
     assert_close(
         gradients,
         alone_gradients,
@@ -99,24 +107,25 @@ def test_equals_its_formulas(cfg):
 
 
 @pytest.mark.slow
-def test_no_hidden_state_knows_another_document():
-    """Not one bit of it; joined, a later document does."""
+def test_no_hidden_state_depends_on_another_document():
+    """Changing a document changes no bit of a later one, unless documents are
+    joined."""
     token_bt, position_bt = in_one_window()
     other_bt = token_bt.copy()
     other_bt[0, : LENGTHS[0]] = (other_bt[0, : LENGTHS[0]] + 1) % 32
-    for cfg, knows in ((SEPARATE, False), (JOINED, True)):
+    for cfg, is_joined in ((SEPARATE, False), (JOINED, True)):
         ours = network(cfg)
         hidden_btd, again_btd = (
             np.asarray(ours.jit(ours.params, each, position_bt)[0])
             for each in (token_bt, other_bt)
         )
         later = slice(LENGTHS[0], None)
-        assert (hidden_btd[0, later] != again_btd[0, later]).any() == knows
+        assert (hidden_btd[0, later] != again_btd[0, later]).any() == is_joined
         assert (hidden_btd[0, :1] != again_btd[0, :1]).any()
 
 
 class Cudnn:
-    """A version that has the kernels, on machines that have none."""
+    """Stand-in for jaxlib's cuDNN module that reports a version with the kernels."""
 
     @staticmethod
     def cudnn_get_version() -> int:
@@ -126,7 +135,8 @@ class Cudnn:
 @pytest.mark.slow
 @pytest.mark.parametrize("documents", ["separate", "joined"])
 def test_lowers_for_cuda_with_the_fused_kernel(documents, monkeypatch):
-    """Forwards and backwards; the mask goes into the kernel as a bias."""
+    """Forward and backward passes use the fused kernel; the mask of separate documents
+    is its bias."""
     monkeypatch.setattr(fused_attention_stablehlo, "cuda_versions", Cudnn)
     model = dataclasses.replace(
         SEPARATE.model, attention="cudnn", compute_dtype="bfloat16", head_dim=64
@@ -143,5 +153,5 @@ def test_lowers_for_cuda_with_the_fused_kernel(documents, monkeypatch):
     traced = jax.jit(jax.grad(loss)).trace(ours.params, windows_bt)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     kernels = set(re.findall(r"__cudnn\$fmha\w*", text))
-    assert len(kernels) == 2, "one forwards, one backwards"
+    assert len(kernels) == 2, "one forward, one backward"
     assert all(("ScaleBias" in name) == (documents == "separate") for name in kernels)

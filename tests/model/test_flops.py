@@ -1,4 +1,4 @@
-"""FLOPs and parameters against counts of programs and arrays."""
+"""Compare FLOPs and numbers of parameters with counts of programs and arrays."""
 
 import dataclasses
 
@@ -24,7 +24,8 @@ BASE = Config(
 )  # fmt: skip
 
 
-def varied(moe=None, router=None, dispatch=None, **model):
+def vary(moe=None, router=None, dispatch=None, **model):
+    """Return BASE with changes; `moe` and `model` hold fields, the others are whole."""
     return dataclasses.replace(
         BASE,
         model=dataclasses.replace(BASE.model, **model),
@@ -36,16 +37,16 @@ def varied(moe=None, router=None, dispatch=None, **model):
 
 CONFIGS = {
     "base": BASE,
-    "untied": varied(tie_embeddings=False),
-    "grouped queries, norms per head": varied(num_kv_heads=2, qk_norm="head"),
-    "one key head, norms over all": varied(num_kv_heads=1, qk_norm="full"),
-    "wide heads": varied(head_dim=32),
-    "dense prefix": varied(num_layers=3, first_k_dense=2),
-    "every second": varied(num_layers=4, moe_every=2),
-    "prefix, every second": varied(num_layers=3, first_k_dense=1, moe_every=2),
-    "shared experts": varied(moe={"num_shared_experts": 2}, num_layers=1),
-    "all experts": varied(moe={"top_k": 4}),
-    "sigmoid, one of eight": varied(
+    "untied": vary(tie_embeddings=False),
+    "grouped queries, norms per head": vary(num_kv_heads=2, qk_norm="head"),
+    "one key head, norms over all": vary(num_kv_heads=1, qk_norm="full"),
+    "wide heads": vary(head_dim=32),
+    "dense prefix": vary(num_layers=3, first_k_dense=2),
+    "every second": vary(num_layers=4, moe_every=2),
+    "prefix, every second": vary(num_layers=3, first_k_dense=1, moe_every=2),
+    "shared experts": vary(moe={"num_shared_experts": 2}, num_layers=1),
+    "all experts": vary(moe={"top_k": 4}),
+    "sigmoid, one of eight": vary(
         moe={"num_experts": 8, "top_k": 1}, router=Router(kind="sigmoid")
     ),
 }
@@ -53,7 +54,8 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_num_params_counts_the_elements_of_the_model(name):
-    """All of them; and without the experts, of each layer, that a token passes by."""
+    """The total counts all parameters; the active ones leave out the experts of each
+    layer that a token does not use."""
     cfg, moe = CONFIGS[name], CONFIGS[name].moe
     leaves = jax.tree_util.tree_leaves_with_path(network(cfg).params)
     total = sum(leaf.size for _, leaf in leaves)
@@ -66,7 +68,8 @@ def test_num_params_counts_the_elements_of_the_model(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_flops_are_those_of_the_plain_program(name):
-    """Forwards; and three times as many with the gradient of every parameter."""
+    """FLOPs of the forward pass, and of a pass with all gradients, are those of the
+    plain program."""
     cfg = CONFIGS[name]
     params, tokens_bt = network(cfg).params, np.zeros((B, T), np.int32)
 
@@ -78,9 +81,10 @@ def test_flops_are_those_of_the_plain_program(name):
     assert flops.train * B * T == dot_flops(jax.value_and_grad(total), params)
 
 
-def test_flops_by_part_by_hand():
-    """d = 16, 4 query heads and 2 key heads of 8, t = 6, 1 dense layer and 2 MoE."""
-    cfg = varied(
+def test_flops_of_each_part_computed_by_hand():
+    """FLOPs of each part equal a hand calculation for d = 16, 4 query heads and 2 key
+    heads of width 8, t = 6, 1 dense layer and 2 MoE layers."""
+    cfg = vary(
         moe={"num_shared_experts": 2}, num_layers=3, first_k_dense=1, num_kv_heads=2
     )
     flops = flops_per_token(cfg.network)
@@ -94,8 +98,9 @@ def test_flops_by_part_by_hand():
     assert flops.train == 3 * flops.forward == 3 * sum(dataclasses.astuple(flops))
 
 
-def test_padding_and_remat_are_no_useful_work():
-    """Utilisation can't be bought by wider buffers or by computing twice."""
+def test_padding_and_remat_are_not_counted():
+    """Wider buffers and recomputation do not raise the FLOPs that utilisation
+    counts."""
     dispatch = Dispatch(buffer_factor=4.0, exchange="capacity")
-    cfg = varied(dispatch=dispatch, remat="full")
+    cfg = vary(dispatch=dispatch, remat="full")
     assert flops_per_token(cfg.network) == flops_per_token(BASE.network)

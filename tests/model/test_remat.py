@@ -1,7 +1,9 @@
-"""What the backward pass repeats under each remat policy, and that it changes nothing.
+"""Test what the backward pass computes again under each remat policy, and that no
+policy changes a result.
 
-Routes are never chosen again: a top-k that flips in the backward pass is a wrong
-gradient. They are counted in the jaxpr of the gradient; XLA can only remove from it.
+Routes are never chosen again, because a top-k with another result in the backward pass
+would give a wrong gradient. Operations are counted in the jaxpr of the gradient; XLA
+can only remove some.
 """
 
 import dataclasses
@@ -22,7 +24,7 @@ from tests.support.primitives import equations
 
 POLICIES = ("none", "dispatch", "full")
 B, T, E, K, L = 8, 8, 8, 2, 2
-# Of one device of eight; in expert choice every expert may take a token.
+# Assignments on one of eight devices. In expert choice every expert may take a token.
 NUM_ASSIGNMENTS = dict.fromkeys(("softmax", "sigmoid", "recorded"), B * T // 8 * K)
 NUM_ASSIGNMENTS["expert_choice"] = B * T // 8 * E
 ROUTERS = {
@@ -44,8 +46,9 @@ SMALL = Config(
 )  # fmt: skip
 
 
-def loss_of(cfg, remat):
-    """loss(params, tokens, key) that reads every output of the model."""
+def make_loss(cfg, remat):
+    """Return loss(params, tokens, key), which reads every output of the model, and the
+    parameters."""
     model = dataclasses.replace(cfg.model, remat=remat)
     ours = network(dataclasses.replace(cfg, model=model))
     chance_le = None
@@ -65,64 +68,71 @@ def loss_of(cfg, remat):
 
 
 def operands():
+    """Return random tokens and a key."""
     tokens_bt = np.random.default_rng(0).integers(0, 16, (B, T))
     return tokens_bt, jax.random.key(0)
 
 
 def counts(cfg, remat):
-    """Primitives of one layer, forwards and backwards."""
-    loss, params = loss_of(cfg, remat)
+    """Return how often each primitive occurs in forward and backward pass of a
+    layer."""
+    loss, params = make_loss(cfg, remat)
     jaxpr = jax.make_jaxpr(jax.grad(loss, has_aux=True))(params, *operands())
-    found = Counter()
+    occurrences = Counter()
     for eqn, _ in equations(jaxpr):
         name, operand = eqn.primitive.name, eqn.invars[0].aval if eqn.invars else None
-        found[name] += 1
+        occurrences[name] += 1
         if name == "sort" and operand.size == NUM_ASSIGNMENTS[cfg.router.kind]:
-            found["sort of all choices"] += 1
+            occurrences["sort of all choices"] += 1
         if name.startswith("all_gather") and operand.dtype == jnp.int32:
-            found["all_gather of counts"] += 1
-    return found
+            occurrences["all_gather of counts"] += 1
+    return occurrences
 
 
 @pytest.mark.parametrize("kind", ROUTERS)
 def test_routes_are_chosen_once(kind):
-    """Under 'full', which saves least, no top-k, no draw, no sort of the manifest and
-    no exchange of counts is repeated."""
-    found = counts(dataclasses.replace(SMALL, router=ROUTERS[kind]), "full")
-    assert found["top_k"] == {"sigmoid, groups": 3, "recorded": 0}.get(kind, 1)
-    assert found["random_bits"] == (kind == "recorded")
-    assert found["sort of all choices"] == 1
-    assert found["all_gather of counts"] == 1
+    """The policy 'full', which saves fewest arrays, repeats no top-k, no draw, no sort
+    of the manifest and no exchange of counts."""
+    count = counts(dataclasses.replace(SMALL, router=ROUTERS[kind]), "full")
+    assert count["top_k"] == {"sigmoid, groups": 3, "recorded": 0}.get(kind, 1)
+    assert count["random_bits"] == (kind == "recorded")
+    assert count["sort of all choices"] == 1
+    assert count["all_gather of counts"] == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("exchange", "none", "full"),
     [
-        # Round 0: 2 forwards, 2 of gradients. Later rounds: 2 forwards; the backward
-        # loop dispatches again, 2 and 2. 'full' repeats the two of round 0 only.
+        # Round 0 has 2 forward and 2 of gradients. Later rounds have 2 forward; their
+        # backward loop dispatches again, and has 2 and 2. 'full' repeats only the two
+        # of round 0.
         ("exact", 10, 12),
         ("capacity", 4, 6),
     ],
 )
 def test_exchanges(exchange, none, full):
-    """'dispatch' repeats no exchange; no policy runs the loop of later rounds again.
-    Multiplications are repeated: else all this would show nothing."""
+    """The policy 'dispatch' repeats no exchange, and no policy runs the loop of later
+    rounds again.
+
+    The policies do repeat matrix products, so that the test can tell them apart.
+    """
     dispatch = dataclasses.replace(SMALL.dispatch, exchange=exchange)
     cfg = dataclasses.replace(SMALL, dispatch=dispatch)
-    found = [counts(cfg, remat) for remat in POLICIES]
-    assert [each["all_to_all"] for each in found] == [none, none, full]
-    assert [each["all_gather of counts"] for each in found] == [1, 1, 1]
-    dots = [each["dot_general"] for each in found]
+    by_policy = [counts(cfg, remat) for remat in POLICIES]
+    assert [count["all_to_all"] for count in by_policy] == [none, none, full]
+    assert [count["all_gather of counts"] for count in by_policy] == [1, 1, 1]
+    dots = [count["dot_general"] for count in by_policy]
     assert dots[0] < dots[1] < dots[2]
 
 
 @functools.cache
 def results(remat):
-    """With jitter, and buffers so small that later rounds run."""
+    """Return loss and gradients under a policy, with jitter and with buffers so small
+    that later rounds run."""
     router = Router(kind="sigmoid", jitter=0.1)
     cfg = dataclasses.replace(SMALL, router=router, mesh=Topology(expert=2))
-    loss, params = loss_of(cfg, remat)
+    loss, params = make_loss(cfg, remat)
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))
     return run(params, *operands())
 

@@ -1,4 +1,5 @@
-"""Shortcut-connected layers: their formula; and no exchange waits for attention."""
+"""Test shortcut-connected layers: they equal their formula, and no exchange depends on
+attention."""
 
 import dataclasses
 
@@ -28,39 +29,40 @@ SHORTCUT = dataclasses.replace(
         CFG.model, block="shortcut", num_layers=4, first_k_dense=0, remat="dispatch"
     ),
 )
-"""Twice a dense and an MoE layer."""
+"""A model of two cycles, each of a dense and an MoE layer."""
 ON_MESH = dataclasses.replace(
     SHORTCUT,
     mesh=Topology(data=2, expert=2),
     dispatch=Dispatch(rows_per_peer=3),
 )
-"""In rounds."""
+"""The same model on a mesh, with buffers so small that later rounds run."""
 LAYERS = dataclasses.replace(
     SHORTCUT,
     mesh=Topology(expert=2),
     model=dataclasses.replace(SHORTCUT.model, num_layers=2, moe_every=1, remat="none"),
     dispatch=Dispatch(rows_per_peer=B * T * 2),
 )
-"""Two MoE layers and no more."""
+"""A model of two MoE layers without dense layers."""
 
 
 def plain_logits(cfg: Config, params: dict, tokens_bt):
-    """x + attention(norm(x)) + shared(norm(of that)) + moe(norm(x)), layer by layer."""
+    """Return logits computed layer by layer: h = x + attention(norm(x)), and the output
+    is h + shared(norm(h)) + moe(norm(x))."""
     model, position_bt = cfg.model, plain_model.one_document(tokens_bt)
     x_btd = params["embed_vd"][tokens_bt]
     for layer in range(model.num_layers):
         block, is_moe = plain_model._find_block(model, params, layer)
-        given_btd = x_btd
+        input_btd = x_btd
         args = (
             block["attention"],
             plain_model.norm(x_btd, block["attention_norm"], model),
         )
         x_btd = x_btd + plain_model.attention(cfg, *args, position_bt)
-        seen_btd = plain_model.norm(x_btd, block["ff_norm"], model)
-        x_btd = x_btd + plain_model.swiglu(block["dense"], seen_btd)
+        dense_btd = plain_model.norm(x_btd, block["ff_norm"], model)
+        x_btd = x_btd + plain_model.swiglu(block["dense"], dense_btd)
         assert ("routed_norm" in block) == is_moe
         if is_moe:
-            routed_btd = plain_model.norm(given_btd, block["routed_norm"], model)
+            routed_btd = plain_model.norm(input_btd, block["routed_norm"], model)
             x_btd = x_btd + plain_model.moe(cfg, block["moe"], routed_btd)
     return plain_model.norm(x_btd, params["norm"], model) @ params["embed_vd"].T
 
@@ -71,8 +73,11 @@ def plain_logits(cfg: Config, params: dict, tokens_bt):
 )
 @pytest.mark.slow
 def test_equals_its_formula(cfg):
-    """Values and every gradient: scanned, on a mesh; then between dense layers, in
-    rounds, and computed again going back."""
+    """Values and every gradient equal the formula.
+
+    The first case scans two MoE layers on a mesh. The second has dense layers between,
+    several rounds, and recomputation in the backward pass.
+    """
     ours, tokens_bt = network(cfg), tokens()[:, :T]
     pull_btv = np.cos(np.arange(B * T * 32, dtype=np.float32)).reshape(B, T, 32)
 
@@ -92,42 +97,42 @@ def test_equals_its_formula(cfg):
     reason = "four layers, each summed in another order"
     assert_close(actual[0][1], expected[0][1], factor=3, reason=reason)
     assert_close(actual[1], expected[1], factor=20, reason=reason)
-    moved = expected[1]["cycles"]["blocks"][cfg.model.moe_every - 1]["routed_norm"][
-        "scale_d"
-    ]
-    assert np.abs(moved).max() > 1e-3
+    moe_block = expected[1]["cycles"]["blocks"][cfg.model.moe_every - 1]
+    assert np.abs(moe_block["routed_norm"]["scale_d"]).max() > 1e-3
 
 
 @pytest.mark.slow
 def test_one_token_at_a_time_with_a_cache():
-    """The router's input is never in the cache: it is the token's own."""
+    """Decoding with a cache gives the hidden states of one pass over all tokens; the
+    router's input is not in the cache."""
     cfg = dataclasses.replace(LAYERS, mesh=Topology())
     whole_btd = network(cfg).jit(network(cfg).params, tokens())[0]
     row_b = np.arange(B)
-    found_bsd = one_by_one(cfg)
-    for step in range(found_bsd.shape[1]):
+    cached_bsd = one_by_one(cfg)
+    for step in range(cached_bsd.shape[1]):
         last_b = LENGTHS - 1 + step
         assert_close(
-            found_bsd[:, step], whole_btd[row_b, last_b],
+            cached_bsd[:, step], whole_btd[row_b, last_b],
             factor=3, reason="two layers, each summed in another order",
         )  # fmt: skip
 
 
 def test_no_exchange_depends_on_attention():
-    """In a standard layer each does. There and back, later rounds too."""
-    found = {}
+    """In a shortcut layer no exchange depends on attention; in a standard layer each
+    does, in both directions and in later rounds too."""
+    by_block = {}
     for block in ("standard", "shortcut"):
         model = dataclasses.replace(ON_MESH.model, block=block, moe_every=1)
         cfg = dataclasses.replace(ON_MESH, model=model)
-        found[block] = exchanges(scan_body(cfg))
-    after, before = found["standard"], found["shortcut"]
+        by_block[block] = exchanges(scan_body(cfg))
+    after, before = by_block["standard"], by_block["shortcut"]
     assert after == ["after"] * len(after)
     assert before == ["before"] * len(after)
     assert len(after) >= 4
 
 
 def scan_body(cfg: Config):
-    """The jaxpr of the layer that the model's scan over MoE layers repeats."""
+    """Return the jaxpr of the layer that the model's scan over MoE layers repeats."""
     ours, tokens_bt = network(cfg), tokens()[:, :T]
     jaxpr = jax.make_jaxpr(ours.apply)(ours.params, tokens_bt).jaxpr
     scans = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
@@ -135,18 +140,18 @@ def scan_body(cfg: Config):
 
 
 def exchanges(body) -> list[str]:
-    """Of each all_to_all of a layer, in program order, whether any path of data leads
-    to it from what attention computes, and whether it stands before or after that."""
-    found: list[str] = []
+    """Return for each all_to_all of a layer, in program order, 'after' if its input
+    depends on results of attention and 'before' otherwise."""
+    order: list[str] = []
 
     def walk(jaxpr, tainted: set, all_inside: bool):
-        """Outputs that depend on attention."""
+        """Return for each output whether it depends on attention."""
         for eqn in jaxpr.eqns:
             inputs = [v for v in eqn.invars if not isinstance(v, Literal)]
             is_tainted = all_inside or any(v in tainted for v in inputs)
             is_attention = "attention" in str(eqn.source_info.name_stack)
             if eqn.primitive.name == "all_to_all":
-                found.append("after" if is_tainted else "before")
+                order.append("after" if is_tainted else "before")
             outputs = [is_tainted or is_attention] * len(eqn.outvars)
             for inner in jaxprs_in_params(eqn.params):
                 body = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
@@ -154,17 +159,17 @@ def exchanges(body) -> list[str]:
                     walk(body, set(), is_tainted)
                     continue
                 pairs = zip(body.invars, eqn.invars)
-                given = {
+                tainted_inputs = {
                     i for i, o in pairs if not isinstance(o, Literal) and o in tainted
                 }
-                of_inner = walk(body, given, all_inside)
-                if len(of_inner) == len(outputs) and not is_attention:
-                    outputs = of_inner
+                inner_outputs = walk(body, tainted_inputs, all_inside)
+                if len(inner_outputs) == len(outputs) and not is_attention:
+                    outputs = inner_outputs
             tainted |= {v for v, is_one in zip(eqn.outvars, outputs) if is_one}
         return [not isinstance(v, Literal) and v in tainted for v in jaxpr.outvars]
 
     walk(body, set(), False)
-    return found
+    return order
 
 
 def test_flops_and_parameters():
@@ -172,8 +177,8 @@ def test_flops_and_parameters():
     leaves = jax.tree.leaves(params)
     assert num_params(cfg.network)["total"] == sum(leaf.size for leaf in leaves)
     tokens_bt = np.zeros((B, cfg.data.seq_len), np.int32)
-    found = dot_flops(lambda params: plain_logits(cfg, params, tokens_bt), params)
-    assert flops_per_token(cfg.network).forward * tokens_bt.size == found
+    flops = dot_flops(lambda params: plain_logits(cfg, params, tokens_bt), params)
+    assert flops_per_token(cfg.network).forward * tokens_bt.size == flops
 
 
 def test_needs_a_shared_expert():

@@ -1,5 +1,8 @@
-"""Attention and dense parts split over tensor: the numbers of one device, and one sum
-over tensor for each part and for its gradient."""
+"""Test attention and dense parts that are split over the tensor axis.
+
+Their values are those of one device. Each part needs one sum over the tensor axis in
+the forward pass and one in the backward pass.
+"""
 
 import dataclasses
 import functools
@@ -29,7 +32,7 @@ from tests.support.close import assert_close
 
 B, T, D, F = 4, 16, 64, 128
 POSITION_BT = np.tile(np.r_[0:6, 0:10], (B, 1)).astype(np.int32)
-"""Two documents in each row."""
+"""Positions of two documents in each row."""
 CFG = Model(
     d_model=D, num_heads=8, num_kv_heads=4, head_dim=16, compute_dtype="float32"
 )
@@ -38,10 +41,12 @@ SPLITS = (
     Topology(data=2, expert=2, tensor=2),
 )
 TENSOR_ALONE = Topology(tensor=4)
-"""Every collective here is one over tensor."""
+"""A mesh on which every collective runs over the tensor axis."""
 
 
 class Part(NamedTuple):
+    """Functions that make and call one part of a block."""
+
     make: Callable
     """make(mesh) -> module"""
     call: Callable
@@ -49,6 +54,7 @@ class Part(NamedTuple):
 
 
 def attention(qk_norm: str) -> Part:
+    """Return the attention part with this kind of norm of queries and keys."""
     cfg = dataclasses.replace(CFG, qk_norm=qk_norm)
 
     def call(module, x_btd):
@@ -70,7 +76,7 @@ PARTS = {
 }
 
 
-def mesh_of(topology: Topology) -> jax.sharding.Mesh:
+def build_mesh(topology: Topology) -> jax.sharding.Mesh:
     return axes.make_mesh(topology, jax.devices()[: topology.num_devices])
 
 
@@ -78,24 +84,25 @@ def rows(mesh) -> NamedSharding:
     return axes.sharding(mesh, axes.BATCH_AXES)
 
 
-def parted(part: Part, mesh, dtype=jnp.float32):
-    """Structure of the part, and shapes of its parameters with their shardings."""
+def split_part(part: Part, mesh, dtype=jnp.float32):
+    """Return the graph of a part, and the shapes and shardings of its parameters."""
     graph, shapes = nnx.split(nnx.eval_shape(lambda: part.make(mesh)))
     mesh_layout = on_mesh(mesh, Layout.home(1, 1, 1))
 
-    def placed(_, variable):
-        where = param_sharding(
+    def add_sharding(_, variable):
+        sharding = param_sharding(
             variable, mesh, mesh_layout, stacked=False, store="owned"
         )
-        return jax.ShapeDtypeStruct(variable.shape, dtype, sharding=where)
+        return jax.ShapeDtypeStruct(variable.shape, dtype, sharding=sharding)
 
-    return graph, nnx.to_pure_dict(nnx.map_state(placed, shapes))
+    return graph, nnx.to_pure_dict(nnx.map_state(add_sharding, shapes))
 
 
 def program(part: Part, mesh, dtype=jnp.float32):
-    """Compiled: output and all gradients of what is no linear function of it."""
-    graph, shapes = parted(part, mesh, dtype)
-    where = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+    """Return a compiled program for the output and all gradients of a loss that is not
+    linear in the output."""
+    graph, shapes = split_part(part, mesh, dtype)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
 
     def loss(params, x_btd):
         y_btd = part.call(nnx.merge(graph, params), x_btd)
@@ -103,15 +110,15 @@ def program(part: Part, mesh, dtype=jnp.float32):
 
     both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     x_btd = jax.ShapeDtypeStruct((B, T, D), dtype, sharding=rows(mesh))
-    outs = ((axes.sharding(mesh), rows(mesh)), (where, rows(mesh)))
+    outs = ((axes.sharding(mesh), rows(mesh)), (shardings, rows(mesh)))
     return jax.jit(both, out_shardings=outs).lower(shapes, x_btd).compile()
 
 
 @functools.cache
-def numbers(name: str, topology: Topology, dtype=jnp.float32):
-    """Output, and the gradients of parameters and input."""
-    mesh = mesh_of(topology)
-    _, shapes = parted(PARTS[name], mesh, dtype)
+def run_part(name: str, topology: Topology, dtype=jnp.float32):
+    """Return the output, and the gradients of parameters and input."""
+    mesh = build_mesh(topology)
+    _, shapes = split_part(PARTS[name], mesh, dtype)
     random = np.random.default_rng(0)
 
     def draw(leaf):
@@ -136,32 +143,37 @@ def numbers(name: str, topology: Topology, dtype=jnp.float32):
     ids=str,
 )
 def test_values_and_gradients_are_those_of_one_device(name, topology):
-    """Grouped queries and documents apart among them."""
-    assert_close(numbers(name, topology), numbers(name, Topology()))
+    """Values and gradients of a split part are those of one device, with grouped
+    queries and separate documents too."""
+    assert_close(run_part(name, topology), run_part(name, Topology()))
 
 
 def test_parameters_are_drawn_alike_on_any_mesh():
     drawn = []
     for topology in (Topology(), SPLITS[1]):
-        part, mesh = PARTS["attention"], mesh_of(topology)
-        _, shapes = parted(part, mesh)
-        where = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+        part, mesh = PARTS["attention"], build_mesh(topology)
+        _, shapes = split_part(part, mesh)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
 
         def new(part=part, mesh=mesh):
             return nnx.to_pure_dict(nnx.split(part.make(mesh))[1])
 
-        drawn.append(jax.device_get(jax.jit(new, out_shardings=where)()))
+        drawn.append(jax.device_get(jax.jit(new, out_shardings=shardings)()))
     jax.tree.map(np.testing.assert_array_equal, *drawn)
 
 
 def test_a_dense_part_in_float64():
-    """Attention has no such test: jax.nn.dot_product_attention weighs in float32."""
+    """A dense part equals that of one device in float64.
+
+    Attention has no such test, because jax.nn.dot_product_attention computes weights in
+    float32.
+    """
     with jax.enable_x64(True):
-        found, expected = (
-            numbers("swiglu", topology, jnp.float64)
+        actual, expected = (
+            run_part("swiglu", topology, jnp.float64)
             for topology in (SPLITS[0], Topology())
         )
-        assert_close(found, expected)
+        assert_close(actual, expected)
 
 
 ARRAY = re.compile(r"[a-z]+\d+\[([\d,]*)\]")
@@ -172,17 +184,18 @@ COLLECTIVE = re.compile(
 
 
 def collectives(compiled) -> Counter:
-    """How often an array of so many elements comes out of a collective, by kind."""
-    found = Counter()
+    """Return how often a collective has a result of each size, by (kind, elements)."""
+    counts = Counter()
     for arrays, kind in COLLECTIVE.findall(compiled.as_text()):
         for dims in ARRAY.findall(arrays):
-            found[kind, math.prod(int(n) for n in dims.split(",") if n)] += 1
-    return found
+            counts[kind, math.prod(int(n) for n in dims.split(",") if n)] += 1
+    return counts
 
 
 @pytest.mark.slow
 def test_one_sum_for_each_part_and_one_for_its_gradient():
-    """Norms over all heads add two numbers per token each way, and their scales."""
+    """Each part has one sum forward and one backward; norms over all heads add sums of
+    two numbers per token in each direction, and gathers of their scales."""
     for name, part in PARTS.items():
         expected = Counter({("all-reduce", B * T * D): 2})
         if name == "norms over all heads":
@@ -190,45 +203,47 @@ def test_one_sum_for_each_part_and_one_for_its_gradient():
             expected["all-gather", 8 * 16] = expected["all-gather", 4 * 16] = 1
         if name == "norms per head":
             expected["all-reduce", 16] = 2  # gradients of the scales
-        run = program(part, mesh_of(TENSOR_ALONE))
+        run = program(part, build_mesh(TENSOR_ALONE))
         assert collectives(run) == expected, name
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_matrices_lie_split_over_tensor_and_fsdp(name):
-    """Along two dims; the axes of a batch gather theirs, and tensor never does."""
+def test_matrices_are_split_over_tensor_and_fsdp(name):
+    """A matrix is split over the tensor axis along one dim and over the batch axes
+    along the other; only the latter gather it."""
     sizes = {"data": 2, "expert": 2}
     whole, split = (
-        parted(PARTS[name], mesh_of(Topology(**sizes, tensor=tensor)))[1]
+        split_part(PARTS[name], build_mesh(Topology(**sizes, tensor=tensor)))[1]
         for tensor in (1, 2)
     )
     for key in whole:
         if not key.endswith("_norm"):
-            held = [
+            shard_sizes = [
                 math.prod(leaf[key].sharding.shard_shape(leaf[key].shape))
                 for leaf in (whole, split)
             ]
-            assert held[0] == 2 * held[1] == whole[key].size // 4
+            assert shard_sizes[0] == 2 * shard_sizes[1] == whole[key].size // 4
             dims = (axes.FSDP_AXES, "tensor")
             is_out = key in ("out_hid", "down_fd")
             assert split[key].sharding.spec == P(*(dims[::-1] if is_out else dims))
 
 
 def test_small_matrices_are_split_over_tensor_alone():
-    """Computing is split there, so that nothing is gathered."""
+    """Small matrices are split over the tensor axis, which splits the computation, and
+    are not gathered."""
     part = Part(lambda mesh: SwiGlu(8, 16, mesh, nnx.Rngs(0)), None)
-    _, shapes = parted(part, mesh_of(SPLITS[1]))
+    _, shapes = split_part(part, build_mesh(SPLITS[1]))
     assert shapes["up_df"].sharding.spec == P(None, "tensor")
     assert shapes["down_fd"].sharding.spec == P("tensor", None)
 
 
-def decoded(topology: Topology):
-    """Output of a token that follows three in a cache, the cache then, and the compiled
-    program."""
-    mesh = mesh_of(topology)
+def decode_token(topology: Topology):
+    """Return the output of a token that follows three in a cache, the new cache, and
+    the compiled program."""
+    mesh = build_mesh(topology)
     cfg = dataclasses.replace(CFG, num_layers=1)
-    graph, shapes = parted(PARTS["attention"], mesh)
-    where = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+    graph, shapes = split_part(PARTS["attention"], mesh)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
     random = np.random.default_rng(0)
 
     def draw(shape):
@@ -238,37 +253,39 @@ def decoded(topology: Topology):
 
     def step(params, cache, x_b1d, position_b1):
         context, document_bu = AttentionContext.from_cache(position_b1, cfg, cache)
-        memory = KvCacheView(cache.key_lbugi, cache.value_lbugi, jnp.int32(0))
-        y_b1d, memory = nnx.merge(graph, params)(x_b1d, context, memory)
-        after = Cache(
-            memory.key_lbugi, memory.value_lbugi, document_bu, cache.num_tokens
-        )
+        view = KvCacheView(cache.key_lbugi, cache.value_lbugi, jnp.int32(0))
+        y_b1d, view = nnx.merge(graph, params)(x_b1d, context, view)
+        after = Cache(view.key_lbugi, view.value_lbugi, document_bu, cache.num_tokens)
         return y_b1d, after
 
     empty = Cache.empty(cfg, B, capacity=8)
-    kept_lbugi = draw(empty.key_lbugi.shape)
+    cached_lbugi = draw(empty.key_lbugi.shape)
     documents_bu = np.tile(np.r_[[1] * 3, [0] * 5], (B, 1)).astype(np.int32)
-    cache = Cache(kept_lbugi, kept_lbugi, documents_bu, np.int32(3))
+    cache = Cache(cached_lbugi, cached_lbugi, documents_bu, np.int32(3))
     args = (params, cache, draw((B, 1, D)), np.full((B, 1), 3, np.int32))
-    lie = (where, Cache.shardings(mesh), rows(mesh), rows(mesh))
-    args = jax.tree.map(jax.device_put, args, lie)
-    run = jax.jit(step, out_shardings=(rows(mesh), lie[1])).lower(*args).compile()
+    cache_shardings = Cache.shardings(mesh)
+    args = jax.tree.map(
+        jax.device_put, args, (shardings, cache_shardings, rows(mesh), rows(mesh))
+    )
+    outs = (rows(mesh), cache_shardings)
+    run = jax.jit(step, out_shardings=outs).lower(*args).compile()
     return *run(*args), run
 
 
 def test_a_cache_stays_split_by_head():
-    """One device has a quarter of it; a token costs one sum of its output, no more."""
-    y_b1d, cache, run = decoded(TENSOR_ALONE)
-    expected = decoded(Topology())
+    """One device has a quarter of the cache, and a token needs one collective, the sum
+    of its output."""
+    y_b1d, cache, run = decode_token(TENSOR_ALONE)
+    expected = decode_token(Topology())
     assert_close((y_b1d, cache), expected[:2])
-    kept_lbugi = cache.value_lbugi
-    shard = kept_lbugi.sharding.shard_shape(kept_lbugi.shape)
+    value_lbugi = cache.value_lbugi
+    shard = value_lbugi.sharding.shard_shape(value_lbugi.shape)
     assert shard == (1, B, 8, 1, 16)
     assert collectives(run) == Counter({("all-reduce", B * D): 1})
 
 
-def test_what_tensor_cannot_split_is_declined():
-    mesh = mesh_of(Topology(tensor=4))
+def test_sizes_that_the_tensor_axis_cannot_split_are_refused():
+    mesh = build_mesh(Topology(tensor=4))
     with pytest.raises(
         ValueError, match=r"num_kv_heads=2 .* use 4, or Mesh.tensor = 2"
     ):

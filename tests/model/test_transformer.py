@@ -1,4 +1,5 @@
-"""The decoder: equal to its formulas, causal, and built of the layers that it says."""
+"""Test the decoder: it equals its formulas, is causal, and has the configured
+layers."""
 
 import dataclasses
 
@@ -45,6 +46,7 @@ PLAIN = Config(
 
 
 def tokens(seed=0):
+    """Return random token ids [b, t]."""
     return np.random.default_rng(seed).integers(0, SMALL.vocab_size, (B, T))
 
 
@@ -52,8 +54,11 @@ def tokens(seed=0):
     "cfg", [MIXED, pytest.param(PLAIN, marks=pytest.mark.slow)], ids=["mixed", "plain"]
 )
 def test_equals_its_formulas(cfg):
-    """Dense prefix, cycles, shared experts, grouped queries, both QK-norms, RoPE, tied
-    and untied embeddings, softmax and sigmoid gates."""
+    """The logits equal those of the plain formulas.
+
+    The two models cover dense prefix, cycles, shared experts, grouped queries, both
+    QK-norms, RoPE, tied and untied embeddings, softmax and sigmoid gates.
+    """
     ours = network(cfg)
     hidden_btd, _, head_vd = ours.jit(ours.params, tokens())
     expected = jax.jit(lambda *args: plain_model.logits(cfg, *args))
@@ -65,8 +70,9 @@ def test_equals_its_formulas(cfg):
     )
 
 
-def changed_before(cfg, position):
-    """Whether hidden states before `position` know its token; they differ after it."""
+def depends_on_future(cfg, position):
+    """Return whether hidden states before `position` depend on the token there, and
+    assert that those from it on do."""
     ours = network(cfg)
     before, after = tokens(), tokens()
     after[:, position] = (after[:, position] + 1) % SMALL.vocab_size
@@ -78,20 +84,22 @@ def changed_before(cfg, position):
 
 
 @pytest.mark.parametrize("position", [1, 3, T - 1])
-def test_no_hidden_state_knows_a_later_token(position):
-    """Not one bit of it: routing, too, is a function of the past alone."""
-    assert not changed_before(MIXED, position)
+def test_no_hidden_state_depends_on_a_later_token(position):
+    """Hidden states are equal bit for bit when a later token changes, so that routing
+    too depends on the past alone."""
+    assert not depends_on_future(MIXED, position)
 
 
 @pytest.mark.slow
-def test_expert_choice_knows_the_future():
-    """Why it is refused in a decoder unless asked for by name."""
+def test_expert_choice_depends_on_the_future():
+    """Expert choice depends on later tokens; a decoder therefore refuses it unless
+    allow_expert_choice_in_decoder is set."""
     router = Router(kind="expert_choice", allow_expert_choice_in_decoder=True)
     cfg = dataclasses.replace(PLAIN, router=router)
-    assert changed_before(cfg, T - 1)
+    assert depends_on_future(cfg, T - 1)
 
 
-def test_rope_knows_relative_positions_only():
+def test_rope_depends_on_relative_positions_only():
     random = np.random.default_rng(0)
     q_bthi, k_bthi = random.standard_normal((2, 1, 5, 2, 8)).astype(np.float32)
 
@@ -121,7 +129,8 @@ def test_rope_keeps_norms_and_dtype():
 
 
 def test_grouped_queries_are_repeated_keys_and_values():
-    """Query heads 0, 1 read key head 0 and 2, 3 head 1: as if it stood there twice."""
+    """Grouped queries equal full attention in which each key head is repeated: query
+    heads 0 and 1 read key head 0, and 2 and 3 read key head 1."""
     mesh = axes.make_mesh(Topology(), jax.devices()[:1])
     grouped_cfg = dataclasses.replace(SMALL, num_kv_heads=2)
     grouped, full = (Attention(cfg, mesh, nnx.Rngs(0)) for cfg in (grouped_cfg, SMALL))
@@ -141,7 +150,8 @@ def test_grouped_queries_are_repeated_keys_and_values():
 
 
 def test_layers_are_where_the_rule_puts_them():
-    """1 dense, then 2 cycles of dense and MoE; shared experts stand by the routed."""
+    """The model has one dense layer, then two cycles of a dense and an MoE layer;
+    shared experts are in the block of the routed ones."""
     params = network(MIXED).params
     d = SMALL.d_model
     assert params["prefix"]["dense"]["gate_df"].shape == (1, d, 24)
@@ -168,8 +178,9 @@ def test_tied_embeddings_are_one_parameter():
     assert not (untied.params["head_vd"] == untied.params["embed_vd"]).any()
 
 
-def test_bfloat16_computes_and_float32_decides():
-    """Hidden states and the head travel narrow; what losses are made of does not."""
+def test_hidden_states_are_bfloat16_and_sums_of_the_router_float32():
+    """Hidden states and head have the compute dtype; sums that the router's losses are
+    made of are float32."""
     model = dataclasses.replace(MIXED.model, compute_dtype="bfloat16")
     ours = network(dataclasses.replace(MIXED, model=model))
     hidden, sums, head = jax.eval_shape(ours.apply, ours.params, tokens())
@@ -181,8 +192,8 @@ def test_bfloat16_computes_and_float32_decides():
 
 @pytest.mark.long
 def test_jitter_is_the_same_noise_on_one_device_and_on_eight():
-    """It is drawn for the global batch, so it does not depend on who holds which part.
-    Another key is other noise."""
+    """Jitter is drawn for the global batch, so that it does not depend on the mesh;
+    another key gives other noise."""
     cfg = dataclasses.replace(PLAIN, moe=Moe(num_experts=8, top_k=2, d_expert=8))
     runs = {}
     for mesh in (Topology(), Topology(data=2, expert=4)):

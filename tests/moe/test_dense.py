@@ -1,5 +1,9 @@
-"""Dense training: every expert computes every token, on any mesh, and the loss that
-makes few of them enough afterwards."""
+"""Test dense training, in which every expert computes every token.
+
+The layer is compared with the reference on several meshes. The mutual-information loss,
+which makes few experts per token enough for evaluation, is compared with its
+definition.
+"""
 
 import dataclasses
 import functools
@@ -50,18 +54,21 @@ def operands():
     return x_btd, jitter_btd, random.permutation(E).astype(np.int32)
 
 
-def value_of(y_btd, losses):
+def weighted_sum(y_btd, losses):
+    """Return a scalar whose gradient depends on every output and every loss."""
     pull_btd = jnp.cos(jnp.arange(y_btd.size, dtype=y_btd.dtype)).reshape(y_btd.shape)
     return jnp.sum(y_btd * pull_btd) + sum(jax.tree.leaves(losses)) ** 2
 
 
 @functools.cache
-def case_of(cfg: Config, call=dense):
-    """run(params, x) of the layer on its mesh, its experts at owners by chance, and its
-    arguments; `call` is how the layer is called."""
+def make_case(cfg: Config, call=dense):
+    """Return run(params, x) of the layer on its mesh, and its arguments.
+
+    Experts have random owners. `call` is the function that computes the layer.
+    """
     layout = make_layout(cfg)
     mesh = axes.make_mesh(cfg.mesh, simulated_devices(cfg.mesh))
-    graph, params, rest = layer_of(cfg)
+    graph, params, rest = split_layer(cfg)
     setup = LayerSetup(cfg.moe, cfg.router, D, layout, mesh)
     x_btd, jitter_btd, owned_e = operands()
     plan = ExpertPlan(owned_e[None], E, owned_e[None]).validate(layout)
@@ -69,33 +76,35 @@ def case_of(cfg: Config, call=dense):
 
     def run(params, x_btd):
         layer = nnx.merge(graph, params, rest)
-        return measured(*call(layer, x_btd, placement, setup, jitter_btd=jitter_btd))
+        return value_and_results(
+            *call(layer, x_btd, placement, setup, jitter_btd=jitter_btd)
+        )
 
     return run, params, x_btd
 
 
-def layer_of(cfg):
+def split_layer(cfg):
     layer = MoeLayer(cfg.moe, D, nnx.Rngs(0))
     layer.router_de[...] = jax.random.normal(jax.random.key(1), (D, E))
     return nnx.split(layer, nnx.Param, ...)
 
 
-def measured(y_btd, sums):
+def value_and_results(y_btd, sums):
     totals = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), sums)
     losses = route.router_losses(totals, B * T, T)
-    return value_of(y_btd, losses), (y_btd, losses, sums)
+    return weighted_sum(y_btd, losses), (y_btd, losses, sums)
 
 
-def result(run, *args):
+def value_and_gradients(run, *args):
     run = jax.value_and_grad(run, (0, 1), has_aux=True)
     return jax.device_get(jax.jit(run, compiler_options=QUICK)(*args))
 
 
 @functools.cache
-def defined(router: Router):
-    """By moe/reference.py on one device, with a choice of all experts."""
+def reference_results(router: Router):
+    """Return the results of moe/reference.py on one device, with all experts chosen."""
     cfg = config(router=router)
-    graph, params, rest = layer_of(cfg)
+    graph, params, rest = split_layer(cfg)
     x_btd, jitter_btd, owned_e = operands()
 
     def run(params, x_btd):
@@ -104,19 +113,21 @@ def defined(router: Router):
         args = (routed_nd, layer.router_de[...], layer.bias_e[...], router)
         routes, score_ne, logit_ne = route.route(*args, K, T)
         every, _, _ = route.route(*args, E, T)
-        position_e = jnp.argsort(owned_e)  # masters are in the order of owners
+        position_e = jnp.argsort(owned_e)  # parameters are in the order of owners
         weights = {n: leaf[position_e] for n, leaf in layer.master_params().items()}
         y_btd = reference.moe(x_nd, every, weights).reshape(x_btd.shape)
         sums = route.balance_sums(score_ne, logit_ne, routes.expert_nk, T)
         sums = {n: jnp.asarray(leaf)[None] for n, leaf in sums.items()}
-        return measured(y_btd, Sums(**sums))
+        return value_and_results(y_btd, Sums(**sums))
 
-    return result(run, params, x_btd)
+    return value_and_gradients(run, params, x_btd)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Sums:
+    """Sums over tokens that the router's losses are computed from."""
+
     prob_e: jax.Array
     entropy: jax.Array
     sequence: jax.Array
@@ -126,7 +137,7 @@ class Sums:
 
 MESHES = {
     "alone": config(),
-    "masters over data": config(Topology(data=2, expert=4), SIGMOID),
+    "parameters over data": config(Topology(data=2, expert=4), SIGMOID),
     "shards of half": config(Topology(dc=2, expert=2, tensor=2), schedule="s1h"),
     "one shard": config(Topology(expert=2, tensor=2), expert_shards=1),
     "more shards": config(
@@ -136,7 +147,7 @@ MESHES = {
     "domain": config(Topology(dc=2, expert=2), group="dc_expert", domain=(2, 1)),
     "merged": config(Topology(data=2, expert=2), group="data_expert"),
 }
-FIRST = ("masters over data", "shards of half", "more shards")
+FIRST = ("parameters over data", "shards of half", "more shards")
 
 
 @pytest.mark.slow
@@ -145,22 +156,24 @@ FIRST = ("masters over data", "shards of half", "more shards")
     [name if name in FIRST else pytest.param(name, marks=ALSO) for name in MESHES],
 )
 def test_every_mesh_equals_the_reference(name):
-    """Outputs, router losses, loads and all gradients."""
+    """Outputs, router losses, loads and all gradients equal those of the reference."""
     cfg = MESHES[name]
-    (_, (y_btd, losses, sums)), gradients = result(*case_of(cfg))
-    (_, (y_expected, losses_expected, sums_expected)), expected = defined(cfg.router)
+    (_, (y_btd, losses, sums)), gradients = value_and_gradients(*make_case(cfg))
+    (_, (y_expected, losses_expected, sums_expected)), expected = reference_results(
+        cfg.router
+    )
     assert_close((y_btd, losses), (y_expected, losses_expected))
     assert_close(gradients, expected)
     assert np.abs(expected[0]["router_de"][...]).max(axis=0).min() > 1e-3
     assert_close(sums.tokens_e.sum(axis=0), sums_expected.tokens_e[0])
-    # Every device is equally busy: all tokens times all experts, shared out.
+    # Every device computes the same number of rows.
     assert len(set(sums.rows)) == 1
-    assert sums.rows[0] == sums.bound[0] == rows_of(cfg)
+    assert sums.rows[0] == sums.bound[0] == expected_rows(cfg)
 
 
-def rows_of(cfg: Config) -> int:
-    """Rows of a device: tokens of all devices that its experts' width or number is
-    split over, times its experts."""
+def expected_rows(cfg: Config) -> int:
+    """Return the rows of one device: the tokens of all devices of its group, times its
+    share of the experts."""
     sources = cfg.mesh.expert * (
         cfg.mesh.dc if cfg.dispatch.group == "dc_expert" else 1
     )
@@ -171,32 +184,36 @@ def rows_of(cfg: Config) -> int:
 
 @pytest.mark.long
 def test_dense_is_the_sparse_layer_with_every_expert_chosen():
-    """By dispatch, rounds and combine, with top_k = num_experts: outputs and gradients
-    of all that makes them."""
+    """Outputs and gradients equal those of the sparse layer with top_k = num_experts,
+    which uses dispatch, rounds and combine."""
     cfg = config(Topology(expert=2), SIGMOID, top_k=E, rows_per_peer=B * T * E)
-    dense_run, *args = case_of(cfg)
-    sparse_run, *_ = case_of(cfg, MoeLayer.__call__)
-    (_, (y_btd, losses, sums)), gradients = result(dense_run, *args)
-    (_, (y_sparse, losses_sparse, sums_sparse)), expected = result(sparse_run, *args)
+    dense_run, *args = make_case(cfg)
+    sparse_run, *_ = make_case(cfg, MoeLayer.__call__)
+    (_, (y_btd, losses, sums)), gradients = value_and_gradients(dense_run, *args)
+    (_, (y_sparse, losses_sparse, sums_sparse)), expected = value_and_gradients(
+        sparse_run, *args
+    )
     assert_close((y_btd, losses), (y_sparse, losses_sparse))
     assert_close(gradients, expected)
     assert sums.rows.tolist() == sums_sparse.rows.tolist()
 
 
 def test_training_is_dense_and_evaluation_sparse():
+    """Only evaluation exchanges rows, and only training draws random numbers."""
     model, state, placement, windows = routed_step(Router(training="dense", jitter=0.1))
     trained = training.make_train_step(model).trace(state, placement, windows)
     args = (state.params, state.router_bias, placement, windows)
     evaluated = training.make_eval_step(model).trace(*args)
-    found = [primitives(traced.jaxpr) for traced in (trained, evaluated)]
-    assert [each["all_to_all"] > 0 for each in found] == [False, True]
-    assert [each["random_bits"] > 0 for each in found] == [True, False]
+    counts = [primitives(traced.jaxpr) for traced in (trained, evaluated)]
+    assert [count["all_to_all"] > 0 for count in counts] == [False, True]
+    assert [count["random_bits"] > 0 for count in counts] == [True, False]
 
 
 def test_flops_of_training_are_those_of_all_experts():
-    """And of the parameters that serve a token, those of the best top_k."""
+    """FLOPs count all experts; the parameters that serve a token count top_k
+    experts."""
     cfg = config()
-    run, *args = case_of(cfg)
+    run, *args = make_case(cfg)
     flops, layers = flops_per_token(cfg.network), cfg.model.num_moe_layers
     scale = cfg.model.d_model / D * layers
     assert (flops.routed + flops.router) * B * T == scale * dot_flops(run, *args)
@@ -206,21 +223,25 @@ def test_flops_of_training_are_those_of_all_experts():
 
 
 def mutual_information(prob_ne):
-    """sum p(n, e) log(p(n, e) / (p(n) p(e))) with all tokens alike."""
+    """Return sum p(n, e) log(p(n, e) / (p(n) p(e))), with equal p(n) for all tokens."""
     joint_ne = prob_ne / len(prob_ne)
     return jnp.sum(joint_ne * jnp.log(prob_ne / joint_ne.sum(axis=0)))
 
 
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
 def test_the_loss_is_minus_the_mutual_information_of_token_and_expert(kind):
-    """Value and gradient, in two halves as two devices have them."""
+    """Value and gradient equal the definition; the sums come from two halves of the
+    tokens, as two devices would compute them."""
     logit_ne = np.random.default_rng(0).standard_normal((B * T, E)).astype(np.float32)
     score = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[kind]
 
     def ours(logit_ne):
         half = B * T // 2
-        parts = [sums_of(logit_ne[:half], kind), sums_of(logit_ne[half:], kind)]
-        return losses_of(jax.tree.map(jnp.add, *parts)).mutual_information
+        parts = [
+            balance_sums(logit_ne[:half], kind),
+            balance_sums(logit_ne[half:], kind),
+        ]
+        return router_losses(jax.tree.map(jnp.add, *parts)).mutual_information
 
     def defined(logit_ne):
         score_ne = score(logit_ne)
@@ -233,31 +254,31 @@ def test_the_loss_is_minus_the_mutual_information_of_token_and_expert(kind):
     assert np.abs(expected[1]).max() > 1e-3
 
 
-@pytest.mark.parametrize(("name", "least"), [("sure", -np.log(E)), ("even", 0.0),
-                                             ("one for all", 0.0)])  # fmt: skip
-def test_the_loss_is_least_where_tokens_are_sure_and_experts_busy(name, least):
-    """Chances of exactly 0 give no NaN, and no gradient."""
+@pytest.mark.parametrize(("name", "expected"), [("sure", -np.log(E)), ("even", 0.0),
+                                                ("one for all", 0.0)])  # fmt: skip
+def test_the_loss_is_minimal_if_tokens_are_sure_and_experts_are_even(name, expected):
+    """Probabilities of exactly 0 give no NaN and no gradient."""
     favourite_n = np.arange(B * T) % E if name == "sure" else np.zeros(B * T, int)
     height = 0.0 if name == "even" else 400.0
     logit_ne = (height * np.eye(E)[favourite_n]).astype(np.float32)
 
     def loss(logit_ne):
-        return losses_of(sums_of(logit_ne, "softmax")).mutual_information
+        return router_losses(balance_sums(logit_ne, "softmax")).mutual_information
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(logit_ne)
-    assert np.isclose(value, least, atol=1e-5)
+    assert np.isclose(value, expected, atol=1e-5)
     assert_close(
         gradient, np.zeros_like(logit_ne), factor=10, reason="rounding of sums"
     )
 
 
-def sums_of(logit_ne, kind):
+def balance_sums(logit_ne, kind):
     score_ne = route.scores(logit_ne, Router(kind=kind))
     choice_nk = jnp.argsort(-score_ne, axis=1)[:, :K]
     return Sums(**route.balance_sums(score_ne, logit_ne, choice_nk, T))
 
 
-def losses_of(sums):
+def router_losses(sums):
     return route.router_losses(sums, B * T, T)
 
 
@@ -269,15 +290,15 @@ def losses_of(sums):
             ["Router.training='dense'", "kind is 'recorded'", "'softmax' or 'sigmoid'"],
         ),
         (
-            lambda: resolved_with(balance=Balance(policy="eplb")),
+            lambda: resolve_with(balance=Balance(policy="eplb")),
             ["Router.training='dense'", "Balance.policy='eplb'", "use 'home'"],
         ),
         (
-            lambda: resolved_with(dispatch=Dispatch(store="resident")),
+            lambda: resolve_with(dispatch=Dispatch(store="resident")),
             ["Router.training='dense'", "Dispatch.store='resident'", "use 'home'"],
         ),
         (
-            lambda: resolved_with(dispatch=Dispatch(fp8="e5m2")),
+            lambda: resolve_with(dispatch=Dispatch(fp8="e5m2")),
             ["Router.training='dense'", "Dispatch.fp8='e5m2': use 'none'"],
         ),
     ],
@@ -290,5 +311,5 @@ def test_bad_combinations_are_refused_in_one_line(make, words):
     assert [word for word in words if word not in message] == []
 
 
-def resolved_with(**parts):
+def resolve_with(**parts):
     return make_run(dataclasses.replace(config(), **parts))

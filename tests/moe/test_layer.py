@@ -1,8 +1,8 @@
-"""The grid: the MoE layer against moe/reference.py, outputs and all gradients.
+"""Compare the MoE layer with moe/reference.py: outputs and all gradients, in float32.
 
-transport x mesh x k x skew x shared experts, float32. Skews are choices given to the
-layer, so that one compiled layer serves them all; gates stay the router's, and their
-gradient is compared too.
+The tests cover a grid of mesh x k x skew x shared experts. For a skew the tests choose
+each token's experts, so that one compiled layer serves all skews. The gates are still
+the router's, and their gradient is compared too.
 """
 
 import functools
@@ -31,7 +31,7 @@ MESHES = {"1": Topology()} | MESHES_OF_EIGHT
 
 @functools.cache
 def make_case(mesh_name: str, k: int, shared: int, rows_per_peer=None, kind="softmax"):
-    """(layer step, reference step, parameters, x): each step is jitted once."""
+    """Return layer step, reference step, parameters and x; each step is jitted once."""
     topology = MESHES[mesh_name]
     mesh = make_mesh(topology, simulated_devices(topology))
     moe = Moe(num_experts=EXPERTS, top_k=k, d_expert=32, num_shared_experts=shared)
@@ -83,7 +83,8 @@ def make_case(mesh_name: str, k: int, shared: int, rows_per_peer=None, kind="sof
 
 
 def check_case(case, forced_btk):
-    """Outputs and all gradients agree and no row is lost; returns the layer's sums."""
+    """Assert that outputs and all gradients agree with the reference and that no row is
+    lost; return the layer's routing sums."""
     step, defined, params, x_btd = case
     (_, (y_btd, sums)), grads = step(params, x_btd, forced_btk)
     (_, (expected_btd, routes)), expected = defined(params, x_btd, forced_btk)
@@ -96,12 +97,14 @@ def check_case(case, forced_btk):
 
 
 ALSO = pytest.mark.long
-"""What differs from a case of `make test` in one respect, and in nothing new."""
+"""Mark of cases that differ from a case of `make test` in one already tested
+respect."""
 
 
 GRID = list(itertools.product(MESHES, (1, 2, 4), (0, 1)))
 FIRST = (("expert8", 4, 0), ("dc2_data2_expert2", 1, 1))
-"""With the two tests below: one device, each axis, each k, shared experts, rounds."""
+"""Cases of `make test`. With the two tests below they cover one device, each axis, each
+k, shared experts and rounds."""
 
 
 @pytest.mark.parametrize(
@@ -116,7 +119,8 @@ def test_grid_equals_the_reference(mesh_name, k, shared):
 
 
 def test_one_device_equals_the_reference():
-    """The smallest part of the grid, for `make test-fast`."""
+    """A layer on one device equals the reference; this is the part of the grid in
+    `make test-fast`."""
     for skew in SKEWS:
         check_case(make_case("1", 2, 0), skewed_choices(skew, 2))
 
@@ -126,7 +130,8 @@ def test_one_device_equals_the_reference():
     "rows_per_peer", [3, *(pytest.param(rows, marks=ALSO) for rows in (1, 8))]
 )
 def test_later_rounds_carry_what_round_0_could_not(rows_per_peer):
-    """One expert that takes every token: as many rounds as the fullest pair needs."""
+    """If one expert takes every token, the number of rounds is the number that the
+    fullest pair of devices needs."""
     case = make_case("data2_expert4", 2, 0, rows_per_peer)
     for skew in SKEWS:
         check_case(case, skewed_choices(skew, 2))
@@ -141,6 +146,7 @@ def test_later_rounds_carry_what_round_0_could_not(rows_per_peer):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("sigmoid", marks=ALSO), "expert_choice"])
 def test_other_routers_travel_the_same_way(kind):
-    """Choices of the router itself; expert choice leaves choices empty."""
+    """The layer equals the reference under choices of the router itself; expert choice
+    leaves some choices empty."""
     step, defined, params, x_btd = make_case("data2_expert4", 2, 0, None, kind)
     check_case((step, defined, params, x_btd), None)

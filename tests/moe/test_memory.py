@@ -1,4 +1,4 @@
-"""Memory of the exact exchange is bounded whatever the skew."""
+"""Test that the memory of the exact exchange is bounded for any skew of the loads."""
 
 import os
 import statistics
@@ -16,7 +16,8 @@ BATCH = 64
 @pytest.mark.slow
 @pytest.mark.long
 def test_exact_costs_little_more_than_capacity():
-    """Temporary bytes of forward and backward, at the same rows_per_peer."""
+    """The exact exchange needs at most 1.3 times the temporary bytes of capacity mode
+    at the same rows_per_peer, in forward and backward."""
     temporary = {}
     for exchange in ("exact", "capacity"):
         step, params, mesh = layer_step(exchange, BATCH)
@@ -28,15 +29,16 @@ def test_exact_costs_little_more_than_capacity():
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_hot_expert_takes_no_more_memory(repo):
-    """Peak resident memory of whole processes: many rounds against one."""
+    """A process whose loads need many rounds has at most 1.1 times the peak resident
+    memory of one whose loads need one round."""
     environment = os.environ | {"PYTHONPATH": str(repo)}
     peaks, rounds = {"uniform": [], "one_hot": []}, {}
     for skew in ("uniform", "one_hot") * 2:
         command = [sys.executable, str(repo / "tests/support/memory_probe.py"), skew]
-        done = subprocess.run(
+        process = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=True
         )
-        _, rounds[skew], _, peak_mib = done.stdout.split()
+        _, rounds[skew], _, peak_mib = process.stdout.split()
         peaks[skew].append(float(peak_mib))
     assert int(rounds["uniform"]) == 1
     assert int(rounds["one_hot"]) > 5
@@ -47,7 +49,7 @@ def test_a_hot_expert_takes_no_more_memory(repo):
 @pytest.mark.slow
 @pytest.mark.long
 def test_capacity_drops_what_exact_carries():
-    """The same hot expert in capacity mode: counted, and only there."""
+    """Capacity mode needs one round for a hot expert, and counts the rows it drops."""
     step, params, mesh = layer_step("capacity", BATCH)
     _, (rounds, dropped) = step(params, *inputs(mesh, "one_hot", BATCH))
     assert int(rounds) == 1

@@ -1,5 +1,8 @@
-"""Groups over data and expert merged: the same layer as by definition, masters that
-move between all devices of a group, and what a layout and a cost model say of it."""
+"""Test expert groups over the merged axes data and expert.
+
+The layer equals the reference, float32 master parameters move between all devices of a
+group, and layout and cost model describe the group.
+"""
 
 import dataclasses
 import json
@@ -53,7 +56,8 @@ ALSO = pytest.mark.long
     ],
 )
 def test_any_plan_is_the_same_layer(mesh_name, store, split):
-    """('transient' and 'resident' are one function in a layer.)"""
+    """A layer equals the reference under random and odd plans. Stores 'transient' and
+    'resident' are one function in a layer."""
     topology = MESHES[mesh_name]
     layout = layer_layout(topology, store, MERGED, split=split)
     rng = np.random.default_rng(1)
@@ -80,8 +84,9 @@ def test_merged_with_one_index_of_data_is_the_expert_axis_alone():
     assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, results)))
 
 
-def test_masters_move_between_all_devices_of_the_group():
-    """Bit for bit, to new owners; and to hidden width and back."""
+def test_master_params_move_between_all_devices_of_the_group():
+    """Parameters keep every bit when they move to new owners, and when they are
+    resharded by hidden width and back."""
     mesh, names = make_mesh(MESHES["data2_expert4"]), list(EXPERT_PARAMS)
     layout = layer_layout(MESHES["data2_expert4"], "owned", MERGED)
     mesh_layout = on_mesh(mesh, layout)
@@ -126,7 +131,8 @@ SIZES = {"d_model": 8, "d_expert": 16, "itemsize": 2, "micro_batches": 1,
 
 
 def test_merged_slots_are_whole_and_nothing_gathers_them():
-    """Copies of whole experts travel; the group's own line, else the slower axis's."""
+    """The cost model sends whole experts. It uses the calibrated speed of the group if
+    there is one, and that of the slower axis otherwise."""
     lines = {
         name: {"latency_sec": 0.0, "bytes_per_sec": speed, "r2": 1.0}
         for name, speed in (("data", 1e9), ("expert", 2e9), ("data_expert", 3e9))
@@ -181,7 +187,7 @@ def test_merged_slots_are_whole_and_nothing_gathers_them():
         ),
     ],
 )
-def test_complaint_names_the_group_and_what_to_do(make, words):
+def test_error_names_the_group_and_what_to_do(make, words):
     with pytest.raises(ValueError) as error:
         make()
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""Choices that follow loads: chances, draws, phases and files."""
+"""Test the router that follows given loads: probabilities, draws, phases and files."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from tests.support.close import assert_close
 L, E, K = 3, 8, 2
 SYNTHETIC = ("uniform", "zipf", "one_hot", "rotating", "burst")
 NUM_TOKENS = 40_000
-SIGMAS = 4  # two-sided: once in 16 000 experts; the seeds below are fixed
+SIGMAS = 4  # exceeded once in 16 000 experts by chance; the seeds below are fixed
 
 choose = jax.jit(recorded.choose, static_argnums=2)
 
@@ -22,7 +22,10 @@ def starts(seed):
 
 
 def assert_follows(chance_e, expert_btk):
-    """Counts of independent tokens are binomial: within SIGMAS of their chances."""
+    """Assert that the tokens of each expert are within SIGMAS of their expected number.
+
+    Tokens are independent, so that the numbers have a binomial distribution.
+    """
     count_e = np.bincount(np.ravel(expert_btk), minlength=len(chance_e))
     chance_e = np.minimum(chance_e.astype(np.float64), 1)
     sigma_e = np.sqrt(NUM_TOKENS * chance_e * (1 - chance_e)) + 1
@@ -31,6 +34,7 @@ def assert_follows(chance_e, expert_btk):
 
 
 def assert_distinct(expert_btk, num_experts):
+    """Assert that each token chose different experts, all of them in range."""
     sorted_btk = np.sort(expert_btk, axis=-1)
     assert (np.diff(sorted_btk, axis=-1) > 0).all()
     assert 0 <= sorted_btk.min() <= sorted_btk.max() < num_experts
@@ -56,9 +60,13 @@ def test_chances_are_the_loads_where_none_is_too_large():
     assert_close(uniform_e, np.full(E, K / E, np.float32))
 
 
-def test_what_is_over_one_goes_to_the_others_in_proportion():
-    """Zipf 2 for k = 3 of 4 experts: 1, 1/4, 1/9, 1/16. The first gets 1; then 2 are
-    left and the second gets 1; the last two share 1 as 16 to 9."""
+def test_probability_above_one_goes_to_the_others_in_proportion():
+    """Loads of Zipf's law with exponent 2 become valid probabilities for k = 3 of 4
+    experts.
+
+    The loads are 1, 1/4, 1/9, 1/16. The first expert gets 1. Of the remaining 2 the
+    second gets 1. The last two share 1 in the ratio 16 to 9.
+    """
     chance_e = recorded.loads(Recorded(source="zipf", zipf=2.0), 1, 4, 3)[0, 0]
     assert_close(chance_e, np.array([1, 1, 16 / 25, 9 / 25]), dtype=np.float32)
 
@@ -81,7 +89,8 @@ def test_choices_are_distinct_and_follow_the_chances(source, top_k):
 
 @pytest.mark.parametrize("source", SYNTHETIC)
 def test_choices_are_distinct_at_every_edge(source):
-    """Starts on and next to the rounded ends of all intervals, and of [0, 1)."""
+    """Choices are distinct for starts on and next to the rounded ends of all intervals,
+    and of [0, 1)."""
     for num_experts, top_k in [(4, 4), (7, 2), (8, 4), (32, 2), (128, 8)]:
         chance_e = recorded.loads(Recorded(source=source), 1, num_experts, top_k)[-1, 0]
         end_e = np.cumsum(chance_e, dtype=np.float32) % 1
@@ -120,13 +129,17 @@ def test_constant_loads_have_one_sample():
 
 
 def write(path, counts, name="tokens"):
+    """Write an .npz file with one array and return its path as text."""
     np.savez(path, **{name: counts})
     return str(path)
 
 
 def test_counts_from_a_file_are_summed_over_the_dims_between(tmp_path):
-    """[samples, layers, devices, experts]; layers repeat when the model has more, and
-    a sample serves so many steps before the next, round and round."""
+    """Counts [samples, layers, devices, experts] of a file become probabilities.
+
+    Layers repeat if the model has more than the file. Each sample serves
+    steps_per_sample steps, and the first follows the last.
+    """
     random = np.random.default_rng(0)
     counts = random.integers(90, 110, (4, 2, 5, E)).astype(np.uint16)
     counts[3] += 60_000  # the sum over devices does not fit uint16
@@ -147,7 +160,7 @@ def test_a_layer_that_nobody_used_is_even(tmp_path):
     assert_close(chance_e, np.full(E, K / E, np.float32))
 
 
-def test_complaints_about_files(tmp_path):
+def test_errors_about_files(tmp_path):
     counts = np.ones((2, 2, E), np.int32)
     source = write(tmp_path / "a.npz", counts, "copies")
     flat = write(tmp_path / "b.npz", counts[0])
@@ -179,13 +192,14 @@ def test_complaints_about_files(tmp_path):
 
 @pytest.mark.trace
 def test_draws_follow_the_recorded_run(trace):
-    """Every 167th sample, first and last layer, of 32 experts on 16 devices."""
+    """Draws follow the recorded loads of 32 experts on 16 devices, in every 167th
+    sample and in the first and the last layer."""
     with np.load(trace) as arrays:
         load_tle = arrays["tokens"].sum(axis=2, dtype=np.int64)
     cfg = Recorded(source=str(trace))
     num_samples, num_layers, num_experts = load_tle.shape
     chance_tle = recorded.loads(cfg, num_layers, num_experts, K)
-    seen = 0
+    num_skewed = 0
     for sample in range(0, num_samples, 167):
         for layer in (0, num_layers - 1):
             chance_e, load_e = chance_tle[sample, layer], load_tle[sample, layer]
@@ -196,5 +210,5 @@ def test_draws_follow_the_recorded_run(trace):
             free_e = chance_e < 1
             rest = (K - (~free_e).sum()) / share_e[free_e].sum()
             assert_close(chance_e[free_e], rest * share_e[free_e], dtype=np.float32)
-            seen += share_e.max() * num_experts > 4
-    assert seen > 0, "the record is skewed"
+            num_skewed += share_e.max() * num_experts > 4
+    assert num_skewed > 0, "the record is skewed"

@@ -1,4 +1,4 @@
-"""The router against loops written from the papers' formulas, in NumPy."""
+"""Compare the router with loops in NumPy, written from the papers' formulas."""
 
 import dataclasses
 
@@ -29,7 +29,8 @@ route = jax.jit(routing.route, static_argnums=(3, 4, 5))
 
 
 def operands(seed=0):
-    """x_nd, router_de and a bias that is large enough to change choices."""
+    """Return random x_nd, router_de and a bias that is large enough to change
+    choices."""
     random = np.random.default_rng(seed)
     x_nd = random.standard_normal((N, D)).astype(np.float32)
     router_de = random.standard_normal((D, E)).astype(np.float32) / 2
@@ -38,6 +39,7 @@ def operands(seed=0):
 
 
 def plain_scores(x_nd, router_de, cfg):
+    """Return logits and scores [n, e] in float64."""
     logit_ne = x_nd.astype(np.float64) @ router_de
     if cfg.kind == "sigmoid":
         return logit_ne, 1 / (1 + np.exp(-logit_ne))
@@ -46,23 +48,28 @@ def plain_scores(x_nd, router_de, cfg):
 
 
 def best(values, count):
-    """Indices of the largest values, the lower index first where two are equal."""
+    """Return the indices of the largest values; of equal values the lower index
+    first."""
     return sorted(range(len(values)), key=lambda i: (-values[i], i))[:count]
 
 
 def plain_choice(score_e, cfg, top_k):
-    """DeepSeek-V3 section 2.1.2: a group is worth its two best experts together;
-    DeepSeek-V2, whose scores are softmax: its best one."""
+    """Return the experts that one token chooses, best first.
+
+    The score of a group is the sum of its two best experts with sigmoid scores
+    (DeepSeek-V3 section 2.1.2), and its best expert with softmax scores (DeepSeek-V2).
+    """
     size = E // cfg.num_groups
-    taken = min(size, 2 if cfg.kind == "sigmoid" else 1)
+    num_summed = min(size, 2 if cfg.kind == "sigmoid" else 1)
     groups = score_e.reshape(cfg.num_groups, size)
-    worth_q = [sum(sorted(group, reverse=True)[:taken]) for group in groups]
-    top_groups = best(worth_q, cfg.top_groups if cfg.num_groups > 1 else 1)
+    group_scores = [sum(sorted(group, reverse=True)[:num_summed]) for group in groups]
+    top_groups = best(group_scores, cfg.top_groups if cfg.num_groups > 1 else 1)
     allowed = [e for e in range(E) if e // size in top_groups]
     return [allowed[i] for i in best(score_e[allowed], top_k)]
 
 
 def plain_routes(x_nd, router_de, bias_e, cfg, top_k):
+    """Return the experts and the gates [n, k] of every token."""
     _, score_ne = plain_scores(x_nd, router_de, cfg)
     expert_nk = np.array(
         [plain_choice(row_e, cfg, top_k) for row_e in score_ne + bias_e]
@@ -85,7 +92,8 @@ def test_token_choice_is_the_papers(name, top_k):
 
 
 def test_bias_changes_the_choice_and_never_the_gates():
-    """DeepSeek-V3 eq. 16: with the choice held, no bit of a gate knows the bias."""
+    """With the same choice, the gates are equal bit for bit with and without the bias
+    (DeepSeek-V3 eq. 16)."""
     x_nd, router_de, _ = operands()
     bias_e = np.where(np.arange(E) == 5, 10.0, 0.0).astype(np.float32)
     plain, *_ = route(x_nd, router_de, 0 * bias_e, SIGMOID, K, T)
@@ -116,7 +124,7 @@ def test_normalised_gates_sum_to_the_scale():
 
 
 def test_routing_is_float32_whatever_comes_in():
-    """The same tokens in bfloat16 are routed as their exact float32 values."""
+    """Tokens in bfloat16 are routed as the same values in float32 are."""
     x_nd, router_de, bias_e = operands()
     x_nd = jnp.asarray(x_nd, jnp.bfloat16)
     narrow = route(x_nd, router_de, bias_e, SIGMOID, K, T)
@@ -143,7 +151,8 @@ def test_ties_go_to_the_lower_index(cfg, chosen):
 
 @pytest.mark.parametrize("top_k", [1, 2, 8])
 def test_expert_choice_takes_its_best_tokens_of_each_sequence(top_k):
-    """Zhou et al. 2022: exactly t * k / e tokens for every expert and sequence."""
+    """Every expert takes exactly t * k / e tokens of every sequence (Zhou et al.
+    2022)."""
     x_nd, router_de, bias_e = operands()
     routes, *_ = route(x_nd, router_de, bias_e, EXPERT_CHOICE, top_k, T)
     _, score_ne = plain_scores(x_nd, router_de, EXPERT_CHOICE)
@@ -170,7 +179,8 @@ def test_expert_choice_breaks_ties_towards_the_first_tokens():
 
 
 def test_pick_and_its_gradient():
-    """Also where an expert is named twice or nobody is (-1 picks zero)."""
+    """`pick` and its gradient equal loops, also if a token names an expert twice or
+    names none (-1 picks zero)."""
     random = np.random.default_rng(0)
     value_ne, weight_nk = random.standard_normal((N, E)), random.standard_normal((N, 3))
     expert_nk = random.integers(-1, E, (N, 3))
@@ -193,8 +203,8 @@ def test_count_ignores_empty_choices():
 
 
 def test_gradient_of_gates_flows_through_scores_alone():
-    """d gates / d router equals that of the same choice forced: the choice and the
-    bias have no gradient."""
+    """The gradient of the gates equals that with the same choice forced, so that the
+    choice has no gradient; the bias has none either."""
     x_nd, router_de, bias_e = operands()
     weight_nk = np.random.default_rng(2).standard_normal((N, K)).astype(np.float32)
 
@@ -211,8 +221,11 @@ def test_gradient_of_gates_flows_through_scores_alone():
 
 
 def test_update_bias_evens_loads():
-    """Wang et al. 2024, section 3: with the router held, moving the bias against the
-    load brings expert max/mean from more than 2.5 near 1, worst experts furthest."""
+    """With a fixed router, moving the bias against the load brings expert
+    max/mean from above 2.5 to below 1.2 (Wang et al. 2024, section 3).
+
+    The bias moves furthest for the experts with the smallest and the largest load.
+    """
     random = np.random.default_rng(0)
     logit_sne = np.linspace(-2, 2, E) + random.standard_normal((20, 512, E))
     score_sne = jax.nn.sigmoid(jnp.asarray(logit_sne, jnp.float32))

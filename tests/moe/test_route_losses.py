@@ -1,4 +1,4 @@
-"""The router's losses against naive formulas, cut batches, and jitter."""
+"""Compare the router's losses with naive formulas; test micro-batches and jitter."""
 
 import dataclasses
 import functools
@@ -22,7 +22,8 @@ KINDS = {"softmax": Router(), "sigmoid": Router(kind="sigmoid")}
 
 
 def operands(seed=0, skew=1.0):
-    """Logits that favour the first experts, and every token's choice by them."""
+    """Return logits that favour the first experts, and each token's choice of
+    experts."""
     random = np.random.default_rng(seed)
     logit_ne = random.standard_normal((N, E)) - skew * np.arange(E) / 2
     logit_ne = logit_ne.astype(np.float32)
@@ -30,20 +31,21 @@ def operands(seed=0, skew=1.0):
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def sums_of(logit_ne, expert_nk, cfg):
+def layer_sums(logit_ne, expert_nk, cfg):
     score_ne = routing.scores(logit_ne, cfg)
     sums = routing.balance_sums(score_ne, logit_ne, expert_nk, T)
     return LayerSums(**sums, rows=0, rounds=1, dropped=0, fullest_pair=0, bound=0)
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def losses_of(logit_ne, expert_nk, cfg):
-    sums = sums_of(logit_ne, expert_nk, cfg)
+def router_losses(logit_ne, expert_nk, cfg):
+    sums = layer_sums(logit_ne, expert_nk, cfg)
     return routing.router_losses(sums, len(logit_ne), T)
 
 
 def plain_losses(logit_ne, expert_nk, cfg):
-    """Switch eq. 4-6, DeepSeek-V3 eq. 17-20 and ST-MoE eq. 5, sequence by sequence."""
+    """Return the losses of Switch eq. 4-6, DeepSeek-V3 eq. 17-20 and ST-MoE eq. 5,
+    computed sequence by sequence."""
     score_ne = jnp.exp(logit_ne) / jnp.exp(logit_ne).sum(1, keepdims=True)
     if cfg.kind == "sigmoid":
         score_ne = 1 / (1 + jnp.exp(-logit_ne))
@@ -74,7 +76,7 @@ def test_losses_and_gradients_are_the_papers(kind):
     @jax.jit
     def both(logit_ne):
         def ours(logit_ne):
-            losses = losses_of(logit_ne, expert_nk, cfg)
+            losses = router_losses(logit_ne, expert_nk, cfg)
             return {name: getattr(losses, name) for name in names}
 
         def plain(logit_ne):
@@ -92,46 +94,50 @@ def test_losses_and_gradients_are_the_papers(kind):
 @pytest.mark.parametrize("cfg", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_even_load_costs_one(cfg, top_k):
-    """Whatever k: each expert chosen equally often in every sequence, all scores equal
-    in the mean."""
+    """The losses are 1 for any k if each expert is chosen equally often in every
+    sequence and all mean scores are equal."""
     first_nk = np.arange(N)[:, None] * top_k + np.arange(top_k)
-    losses = losses_of(np.zeros((N, E), np.float32), first_nk % E, cfg)
+    losses = router_losses(np.zeros((N, E), np.float32), first_nk % E, cfg)
     one = np.float32(1)
     assert_close((losses.balance, losses.sequence_balance), (one, one))
 
 
 def test_collapse_costs_e():
-    """One expert with every token and all of its probability: e times the least."""
+    """The balance loss is e if one expert has every token and all probability; even
+    loads cost 1."""
     logit_ne = np.where(np.arange(E) == 3, 50.0, 0.0) * np.ones((N, 1))
     choice_n1 = np.full((N, 1), 3)
-    losses = losses_of(logit_ne.astype(np.float32), choice_n1, Router())
+    losses = router_losses(logit_ne.astype(np.float32), choice_n1, Router())
     assert_close(losses.balance, np.float32(E))
 
 
 def test_sums_of_devices_add_up_to_those_of_the_batch():
     cfg, (logit_ne, expert_nk) = Router(), operands()
     parts = [
-        sums_of(logit_ne[rows], expert_nk[rows], cfg)
+        layer_sums(logit_ne[rows], expert_nk[rows], cfg)
         for rows in (slice(0, N // 2), slice(N // 2, N))
     ]
     added = jax.tree.map(lambda a, b: a + b, *parts)
-    whole = sums_of(logit_ne, expert_nk, cfg)
+    whole = layer_sums(logit_ne, expert_nk, cfg)
     for name in ("prob_e", "sequence", "z", "tokens_e"):
         assert_close(getattr(added, name), getattr(whole, name))
 
 
 def test_accumulation_leaves_z_and_sequence_losses_and_redefines_balance():
-    """Two micro-batches that are skewed towards other experts are unbalanced each, and
-    less so together: balance is that within a micro-batch, by definition."""
+    """The balance loss is larger in each of two micro-batches that are skewed towards
+    different experts than in both together; z and sequence losses are means.
+
+    By definition the balance loss is that within a micro-batch.
+    """
     cfg, (logit_ne, _) = Router(), operands(skew=2.0)
     logit_ne = np.concatenate([logit_ne[: N // 2], logit_ne[N // 2 :, ::-1]])
     expert_nk = np.argsort(-logit_ne, axis=1)[:, :K]
     halves = [
-        losses_of(logit_ne[rows], expert_nk[rows], cfg)
+        router_losses(logit_ne[rows], expert_nk[rows], cfg)
         for rows in (slice(0, N // 2), slice(N // 2, N))
     ]
     mean = jax.tree.map(lambda a, b: (a + b) / 2, *halves)
-    whole = losses_of(logit_ne, expert_nk, cfg)
+    whole = router_losses(logit_ne, expert_nk, cfg)
     assert_close(mean.z, whole.z)
     assert_close(mean.sequence_balance, whole.sequence_balance)
     assert mean.balance > 1.5 * whole.balance
@@ -150,7 +156,8 @@ def test_jitter_is_drawn_in_training_and_nowhere_else(jitter):
 
 
 def test_every_loss_has_its_weight():
-    """The step's total is its cross-entropy plus weighted means over layers."""
+    """The router's part of the loss is a weighted sum of means over layers; it is 0
+    with recorded choices."""
     router = Router(
         balance_loss=0.5, sequence_balance_loss=0.25, z_loss=0.125,
         mutual_information_loss=0.0625,

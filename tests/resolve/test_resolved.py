@@ -1,4 +1,4 @@
-"""A run resolved: every open question answered once, and the next value checked."""
+"""Test that a resolved run has no open question, and that a relayout is checked."""
 
 import ast
 import dataclasses
@@ -19,7 +19,8 @@ TENSOR = dataclasses.replace(CFG, mesh=Topology(expert=4, tensor=2))
 
 @pytest.mark.parametrize("policy", ["home", "flexmoe", "micromoe", "eplb", "smartmoe"])
 def test_no_question_is_open_below(policy):
-    """A layout's optional parts are absent (no tensor axis, no domain), never open."""
+    """A layout has None only for parts that it does not have (tensor axis, domain), and
+    no 'auto' but that of the kernels."""
     run = make_run(dataclasses.replace(CFG, balance=Balance(policy=policy)))
     values = dataclasses.asdict(run.layout)
     assert {name for name, value in values.items() if value is None} == {
@@ -33,7 +34,7 @@ def test_no_question_is_open_below(policy):
     assert run.home_plan().validate(run.layout).is_logical
 
 
-def test_it_says_how_auto_was_answered_and_why():
+def test_the_lines_say_what_auto_became_and_why():
     kernels, answers = make_run(CFG).lines()
     assert kernels.startswith("kernels ")
     assert answers.startswith("None, so chosen ")
@@ -91,7 +92,8 @@ def test_settings_are_the_balance_of_the_run():
 
 
 def test_a_batch_of_another_size_drops_nothing():
-    """Evaluation of a run that drops rows, whose buffers are small."""
+    """Evaluation uses the exact mode also in a run with small buffers that drops
+    rows."""
     dispatch = Dispatch(exchange="capacity", buffer_factor=1.0)
     run = make_run(dataclasses.replace(CFG, dispatch=dispatch))
     layout = run.exact_layout(batch_size=24, width=5)
@@ -99,8 +101,8 @@ def test_a_batch_of_another_size_drops_nothing():
 
 
 def test_rooms_below_see_no_configuration_with_open_questions(repo):
-    """Models take a Network, layers a LayerSetup; none below moejax.resolve imports
-    Config."""
+    """No room below moejax.resolve imports Config; models take a Network and layers a
+    LayerSetup."""
     importers = []
     for path in sorted((repo / "moejax").rglob("*.py")):
         if path.parent.name == "resolve":

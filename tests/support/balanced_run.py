@@ -1,4 +1,8 @@
-"""A balancer's run without devices: loads made by hand, two small policies, a loop."""
+"""Run the balancer without devices, on loads made by hand.
+
+The file holds two small policies, functions that make loads, and a loop in place of the
+training loop.
+"""
 
 import dataclasses
 
@@ -18,8 +22,9 @@ OWN = E // W
 LAYOUT = Layout(
     E, W, 3, 1024, "ragged", store="resident", offers_per_device=2, copies_per_device=1
 )
-"""Two own experts and a copy on each device; no buffers, but where a test pads."""
+"""Two own experts and one copy on each device. The ragged transport has no buffers."""
 PADDED = dataclasses.replace(LAYOUT, transport="padded")
+"""The same layout with the padded transport, which has buffers."""
 COST = CostModel(
     flops_per_row=1e6,
     bytes_per_row=1e3,
@@ -32,8 +37,11 @@ COST = CostModel(
 
 
 def spread(load_lwe, layout, cost, current):
-    """Own experts at home; then each device with room, in turn, takes the expert with
-    most rows per replica that it has not, of what the budgets let it have."""
+    """Return a plan that keeps every expert at home and fills free slots with copies.
+
+    The devices take turns. Each takes the expert with most rows per replica that it
+    does not hold yet and that the budget of offers admits.
+    """
     w, own = layout.num_devices, layout.experts_per_device
     rows = ExpertPlan.home_in(layout, len(load_lwe)).slot_to_expert_lp.copy()
     for load_we, row_p in zip(load_lwe, rows):
@@ -56,7 +64,8 @@ def spread(load_lwe, layout, cost, current):
 
 
 def permute(load_lwe, layout, cost, current):
-    """The fullest experts on different devices: sorted by load, dealt in turn."""
+    """Return a plan of new owners: experts sorted by load are dealt to devices in turn,
+    so that the fullest experts have different owners."""
     rows = []
     for load_we in load_lwe:
         order_e = np.argsort(-load_we.sum(axis=0), kind="stable")
@@ -72,17 +81,19 @@ POLICIES_OF_TESTS = {
 
 
 def settings(**changes):
-    given = {
+    """Return the balancer's settings for these tests, with `changes`."""
+    values = {
         "policy": "spread", "every_steps": 5, "lag_steps": 3, "act_above": 1.4,
         "rest_below": 1.2, "margin": 0.05, "cooldown_steps": 20, "horizon_steps": 500,
         "half_life_steps": 4.0, "max_slots_per_device": 3,
     }  # fmt: skip
-    given["relayout_lag_steps"] = changes.get("lag_steps", given["lag_steps"])
-    return Settings(**{**given, **changes})
+    values["relayout_lag_steps"] = changes.get("lag_steps", values["lag_steps"])
+    return Settings(**{**values, **changes})
 
 
 def hot(expert, share, num_layers=L):
-    """`share` of every source's rows go to one expert, the others get the rest."""
+    """Return loads in which one expert gets `share` of the rows of every source, and
+    the other experts divide the rest evenly."""
     load_e = np.full(E, ROWS * (1 - share) / (E - 1))
     load_e[expert] = ROWS * share
     return np.tile(np.round(load_e).astype(np.int64), (num_layers, W, 1))
@@ -92,18 +103,20 @@ EVEN = np.full((L, W, E), ROWS // E)
 
 
 def noisy(load_lwe, rng):
-    """As many choices, drawn by chance."""
+    """Draw loads at random with the shares and the totals of `load_lwe`."""
     total = load_lwe.sum(axis=-1, keepdims=True)
     return rng.multinomial(total[..., 0], load_lwe / total)
 
 
 def pairs(state, load_lwe):
+    """Return the rows of the fullest pair of devices in each layer under the plan."""
     return candidates.fullest_pair_by_layer(load_lwe, state.plan, state.layout)
 
 
 @dataclasses.dataclass
 class BalancedRun:
-    """What a loop would have: a state, and all that was decided."""
+    """State of a balancer and all its decisions, as the training loop would have
+    them."""
 
     settings: Settings
     cost: CostModel
@@ -111,12 +124,17 @@ class BalancedRun:
     decisions: list
 
     @classmethod
-    def of(cls, settings, cost=COST, layout=LAYOUT, plan=None):
+    def start(cls, settings, cost=COST, layout=LAYOUT, plan=None):
+        """Return a run in which nothing has happened yet."""
         plan = plan or ExpertPlan.home_in(layout, L)
         return cls(settings, cost, controller.init(settings, layout, plan, L), [])
 
     def go(self, steps, load_of_step, pair_of_step=None):
-        """A step: adopt what is due; see the load of the step before; decide."""
+        """Run the balancer through `steps` and return self.
+
+        Each step adopts the pending decision if it is due, observes the step's load,
+        and decides.
+        """
         for step in steps:
             pending = self.state.pending
             if pending is not None and pending.adopt_step == step:
@@ -141,4 +159,5 @@ class BalancedRun:
 
 
 def worst(state, load_lwe):
+    """Return the largest max/mean load of devices over all layers."""
     return candidates.ratio_by_layer(load_lwe, state.plan, state.layout).max()

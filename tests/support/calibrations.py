@@ -1,4 +1,4 @@
-"""Calibrations of machines on paper, and a stream of rows and experts."""
+"""Build calibrations of imaginary machines, and the traffic of one imaginary layer."""
 
 from moejax.perf.calibration import Calibration
 from moejax.perf.choose_domain import LayerTraffic
@@ -7,8 +7,10 @@ KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 
 
 def ideal(sharers: int = 1, **bytes_per_sec: float) -> Calibration:
-    """Return a machine without latency whose slowest level is a link that `sharers`
-    devices share."""
+    """Return the calibration of a machine without latency.
+
+    The slowest of its levels is a link that `sharers` devices share.
+    """
     slowest = min(bytes_per_sec, key=bytes_per_sec.get)
     lines = {
         axis: {
@@ -23,17 +25,20 @@ def ideal(sharers: int = 1, **bytes_per_sec: float) -> Calibration:
 
 
 def stream(row_bytes, expert_bytes, pre_expert_sec=0.0, **changes) -> LayerTraffic:
-    """Return the rows and experts of a forward pass on eight devices in one level."""
+    """Return the traffic of a layer's forward pass on eight devices of one axis: bytes
+    of rows and of experts."""
     fields = {"sizes": {"dc": 8}, "is_training": False, "expert_sec": 0.0, **changes}
     return LayerTraffic(row_bytes, expert_bytes, pre_expert_sec, **fields)
 
 
 def line(bytes_per_sec: float, latency_sec: float = 0.0) -> dict[str, float]:
+    """Return the calibrated speed of one collective, as a calibration file holds it."""
     return {"latency_sec": latency_sec, "bytes_per_sec": bytes_per_sec, "r2": 1.0}
 
 
 def calibration(flops_per_sec=1e12, **line_of_axes) -> Calibration:
-    """Return a machine with the same line for every collective over an axis."""
+    """Return the calibration of a machine on which every collective over an axis has
+    the same speed."""
     mesh = {"dc": 1, "data": 1, "expert": 4, "tensor": 2}
     collectives = {kind: dict(line_of_axes) for kind in KINDS}
     return Calibration(

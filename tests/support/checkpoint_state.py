@@ -1,4 +1,5 @@
-"""A small state of all dtypes, a directory to save it in, and a writer to disturb."""
+"""Build what checkpoint tests need: a small state with every dtype, a directory to save
+it in, and a writer that can be slow or fail."""
 
 import asyncio
 import os
@@ -28,12 +29,17 @@ class Extra(NamedTuple):
 
 
 def build_mesh(num_devices: int, data: int):
+    """Return a mesh of the first devices with `data` of them on the data axis."""
     topology = Topology(data=data, expert=num_devices // data)
     return make_mesh(topology, jax.devices()[:num_devices])
 
 
 def make_state(mesh, seed: int) -> dict:
-    """All dtypes; replicated, split, doubly split; one large enough for own files."""
+    """Return a random state with arrays of every dtype and several shardings.
+
+    Arrays are replicated, split over one mesh axis, and split over two. One is large
+    enough for files of its own.
+    """
     rng = np.random.default_rng(seed)
 
     def put(x, *dims):
@@ -60,12 +66,14 @@ def make_state(mesh, seed: int) -> dict:
 
 
 def abstract(state):
+    """Return the shapes, dtypes and shardings of a state."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
 
 
 def are_same_bits(a, b) -> bool:
+    """Return whether two states of one structure agree in dtypes and bit for bit."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b))
     return all(
@@ -75,7 +83,7 @@ def are_same_bits(a, b) -> bool:
 
 
 class Disk:
-    """A checkpoint directory, and what was said about it."""
+    """A checkpoint directory with its open checkpointers and the lines they log."""
 
     def __init__(self, directory: pathlib.Path) -> None:
         self.directory = directory
@@ -95,7 +103,7 @@ class Disk:
 
 
 class Writer:
-    """Orbax's writer of one array, made slow or made to fail."""
+    """Replacement of Orbax's writer of one array that can be slow or fail."""
 
     delay_sec = 0.0
     fault: Exception | None = None

@@ -1,11 +1,12 @@
-"""assert_close: the one place that says how near is near enough."""
+"""Compare arrays within tolerances; all tolerances of the tests are in this file."""
 
 import jax
 import ml_dtypes
 import numpy as np
 
-# By dtype: times the largest |expected| of the leaf, plus an absolute part that counts
-# only where a leaf is all but zero. Integers and booleans are equal or wrong.
+# (relative, absolute) tolerance by dtype. The relative part is multiplied by the
+# largest |expected| of the leaf. The absolute part matters only where a leaf is nearly
+# zero. Integers and booleans must be equal.
 TOLERANCES = {
     np.dtype(np.float64): (1e-12, 1e-15),
     np.dtype(np.float32): (1e-5, 1e-8),
@@ -18,10 +19,10 @@ def assert_close(actual, expected, *, dtype=None, factor=1.0, reason="") -> None
     """Raise AssertionError, naming the leaf, unless two pytrees agree in structure,
     shapes and values.
 
-    Each leaf is judged by the coarser of its two dtypes, or by `dtype`, that of the
-    computation when results are wider than what made them. Infinities must be equal,
-    and NaN is never close. A test that needs `factor` times the table's tolerance says
-    why in `reason`.
+    The tolerance of a leaf is that of the coarser of its two dtypes. `dtype` replaces
+    both; give the dtype of the computation when the results are wider than that.
+    Infinities must be equal, and NaN is never close. A test that needs `factor` times
+    the table's tolerance says why in `reason`.
     """
     if (factor != 1.0) != bool(reason):
         raise ValueError(f"factor={factor} and reason={reason!r} go together")
@@ -45,7 +46,7 @@ def are_same_bits(actual, expected) -> bool:
 
 
 def _difference(path: str, actual, expected, dtype, factor: float) -> str:
-    """What is wrong with one leaf, in a line; empty when nothing is."""
+    """Return one line that says how two leaves differ, or '' if they are close."""
     name = f"leaf {path or 'itself'}"
     actual, expected = np.asarray(actual), np.asarray(expected)
     if actual.shape != expected.shape:
@@ -73,6 +74,8 @@ def _difference(path: str, actual, expected, dtype, factor: float) -> str:
 
 
 def _tolerance(actual, expected, override) -> tuple[float, float]:
+    """Return the (relative, absolute) tolerance of the coarser dtype, or of `override`
+    if it is not None."""
     kinds = (actual, expected) if override is None else (np.dtype(override),)
     return max(
         (TOLERANCES[kind] for kind in kinds if kind in TOLERANCES), default=(0.0, 0.0)

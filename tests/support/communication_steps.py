@@ -1,4 +1,4 @@
-"""The small train step under schedules, domains and compression."""
+"""Build the small train step under every schedule, domain and compression."""
 
 import dataclasses
 import functools
@@ -41,6 +41,7 @@ COMMUNICATION = {
 
 
 def make_context(name: str, dtype: str) -> StepContext:
+    """Return the context of the small train step with a setting of COMMUNICATION."""
     mesh, fields = COMMUNICATION[name]
     cfg = dataclasses.replace(
         SMALL,
@@ -52,12 +53,16 @@ def make_context(name: str, dtype: str) -> StepContext:
 
 @functools.cache
 def wire_case(name: str, dtype: str) -> StepCase:
+    """Return the compiled train step with a setting of COMMUNICATION."""
     return case_maker(make_context(name, dtype))
 
 
 def home_plan(case: StepCase) -> ExpertPlan:
+    """Return the plan that keeps every expert on the device that owns it at the
+    start."""
     return case.model.run.home_plan()
 
 
 def whole(array) -> np.ndarray:
+    """Return a distributed array as one NumPy array."""
     return np.asarray(jax.device_get(array))

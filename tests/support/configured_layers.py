@@ -1,9 +1,10 @@
-"""One MoE layer of a Config on its mesh, and the reference's answer: outputs, router
-losses and all gradients.
+"""Run one MoE layer of a Config on its mesh and compare it with the reference.
+
+Outputs, router losses and all gradients are compared. Comments use two abbreviations:
 
     MP    devices of the tensor axis        ESP    expert shards (moejax.plan.parallel)
 
-Choices are given to the layer, so that one compiled layer serves all skews.
+The tests choose each token's experts, so that one compiled layer serves all skews.
 """
 
 import functools
@@ -35,6 +36,8 @@ SKEWS = ("uniform", "zipf", "one_hot", "empty")
 
 
 class ConfiguredLayer(NamedTuple):
+    """A compiled MoE layer on its mesh, with its configuration and parameters."""
+
     cfg: Config
     layout: Layout
     forward: Callable
@@ -50,34 +53,42 @@ SOFTMAX = Router()
 def config(
     mesh: Topology, batch: int = BATCH, router: Router = SOFTMAX, **moe
 ) -> Config:
+    """Return the configuration of a small layer; `moe` holds fields of Moe and
+    Dispatch."""
     fields = {"num_experts": EXPERTS, "top_k": TOP_K, "d_expert": HIDDEN} | moe
     rest = {"data": Data(seq_len=SEQ), "train": Train(batch_size=batch, loss_chunk=SEQ)}
     return Config(mesh, router=router, **parts_with(fields), **rest)
 
 
 def split_layer(cfg: Config):
+    """Return the graph, the parameters and the other state of a new MoE layer."""
     layer = MoeLayer(cfg.moe, WIDTH, nnx.Rngs(0))
     return nnx.split(layer, nnx.Param, ...)
 
 
 def build_mesh(topology: Topology) -> jax.sharding.Mesh:
+    """Return a mesh of the first simulated devices."""
     return make_mesh(topology, simulated_devices(topology))
 
 
 def joined(losses: RouterLosses):
-    """Return the losses as one array, judged by its largest: the rounding of a small
-    difference of large entropies is large."""
+    """Return the losses as one array, so that its largest sets the tolerance of all.
+
+    A small loss can be the difference of large entropies, whose rounding is larger than
+    the tolerance of the loss itself.
+    """
     return jnp.stack(jax.tree.leaves(losses))
 
 
 def linear_value(y_btd, losses):
-    """Return a value that is linear in no output."""
+    """Return a scalar whose gradient depends on every output and every loss: a weighted
+    sum of the outputs plus the square of the sum of the losses."""
     pull_btd = jnp.cos(jnp.arange(y_btd.size, dtype=y_btd.dtype)).reshape(y_btd.shape)
     return jnp.sum(y_btd * pull_btd) + jnp.sum(losses) ** 2
 
 
 def differentiated(run):
-    """Return run(params, placement, x_btd, forced_btk) with its gradients."""
+    """Return `run`, jitted, with gradients of its parameters and its input x_btd."""
     step = jax.value_and_grad(run, (0, 2), has_aux=True)
     return jax.jit(step, compiler_options=QUICK)
 
@@ -86,8 +97,10 @@ def differentiated(run):
 def make_case(
     cfg: Config, dtype: str = "float32", saved: tuple = ()
 ) -> ConfiguredLayer:
-    """Return the layer on its devices. Where arrays are `saved` by name, the backward
-    pass computes all others again."""
+    """Return the compiled layer on its devices.
+
+    If `saved` names arrays, the backward pass recomputes all other arrays.
+    """
     layout, mesh = make_layout(cfg), build_mesh(cfg.mesh)
     graph, params, rest = split_layer(cfg)
     setup = LayerSetup(cfg.moe, cfg.router, WIDTH, layout, mesh)
@@ -112,7 +125,8 @@ def make_case(
 
 @functools.cache
 def make_reference(router: Router, dtype: str):
-    """Return the same step on one device, by definition."""
+    """Return the layer's step with gradients on one device, computed by
+    moe/reference.py."""
     cfg = config(Topology(), router=router)
     graph, _, rest = split_layer(cfg)
 
@@ -131,6 +145,7 @@ def make_reference(router: Router, dtype: str):
 
 
 def operands(batch: int, skew: str, dtype: str = "float32"):
+    """Return random hidden states [b, t, d] and the experts of each token [b, t, k]."""
     x_btd = np.random.default_rng(1).normal(size=(BATCH, SEQ, WIDTH)).astype(dtype)
     return x_btd[:batch], skewed_choices(skew, TOP_K)[:batch]
 
@@ -151,11 +166,12 @@ def skewed_choices(skew: str, k: int) -> np.ndarray:
 
 
 def home(case: ConfiguredLayer) -> ExpertPlan:
+    """Return the plan of one layer that keeps every expert at home."""
     return ExpertPlan.home_in(case.layout, 1)
 
 
 def on_mesh(case: ConfiguredLayer, plan: ExpertPlan, args):
-    """Return what a case's functions take, on its devices."""
+    """Return the arguments of a case's functions, placed on its devices."""
     mesh = build_mesh(case.cfg.mesh)
     placement = Placement.from_plan(plan.validate(case.layout), case.layout).layer(0)
     params = jax.device_put(in_order(case.params, plan.owned_le[0]), sharding(mesh))
@@ -163,15 +179,15 @@ def on_mesh(case: ConfiguredLayer, plan: ExpertPlan, args):
 
 
 def check(case: ConfiguredLayer, skew: str = "zipf", plan=None, dtype="float32"):
-    """Compare a case with the reference; return the layer's sums."""
+    """Assert that a layer agrees with the reference, and return its routing sums."""
     plan = plan or home(case)
     args = operands(case.cfg.train.batch_size, skew, dtype)
     (value, (y_btd, losses, sums)), grads = case.run(*on_mesh(case, plan, args))
     define = make_reference(case.cfg.router, dtype)
     (expected, outs), (d_params, d_x) = define(case.params, None, *args)
     d_params = in_order(d_params, plan.owned_le[0])
-    found = (value, (y_btd, losses), grads)
-    assert_close(*jax.device_get((found, (expected, outs, (d_params, d_x)))))
+    actual = (value, (y_btd, losses), grads)
+    assert_close(*jax.device_get((actual, (expected, outs, (d_params, d_x)))))
     assert_same_bits_along_tensor(y_btd, case.cfg.mesh)
     assert int(jnp.sum(sums.tokens_e)) == args[1].size
     assert int(jnp.sum(sums.dropped)) == 0
@@ -179,6 +195,7 @@ def check(case: ConfiguredLayer, skew: str = "zipf", plan=None, dtype="float32")
 
 
 def assert_same_bits_along_tensor(y_btd, mesh: Topology) -> None:
+    """Raise AssertionError unless all devices of the tensor axis hold the same bits."""
     copies = {}
     for shard in y_btd.addressable_shards:
         copies.setdefault(shard.index[0].start, []).append(np.asarray(shard.data))
@@ -188,10 +205,12 @@ def assert_same_bits_along_tensor(y_btd, mesh: Topology) -> None:
 
 
 def cut(mp: int, esp: int, expert: int, schedule: str, **changes) -> Config:
-    """Return a configuration with two rows per peer and device of the tensor axis, so
-    that even loads take two rounds.
+    """Return a configuration with `mp` devices on the tensor axis and `esp` expert
+    shards.
 
-    Six sequences of 8 on two devices: along a tensor axis of 4 they are cut.
+    Buffers hold two rows per peer and device of the tensor axis, so that even loads
+    need two rounds. An expert axis of 2 gets a batch of six sequences of 8 tokens; a
+    tensor axis of 4 then cuts through sequences.
     """
     changes = {"rows_per_peer": 2 * mp, "batch": 6 if expert == 2 else BATCH} | changes
     mesh = Topology(expert=expert, tensor=mp)
@@ -199,9 +218,9 @@ def cut(mp: int, esp: int, expert: int, schedule: str, **changes) -> Config:
 
 
 ALL_ROWS = {"rows_per_peer": 4 * BATCH * SEQ * TOP_K}
-"""Buffers that hold all rows in round 0, copies of base too, so that no later round is
-compiled."""
+"""Buffers so large that round 0 holds all rows, also those that schedule 'base' sends
+several times. No later round is compiled then."""
 SCHEDULES = tuple(n for n, rules in RULES.items() if not rules.is_local)
-"""Schedules whose rows travel."""
+"""Schedules that send rows between devices."""
 CUTS = ((2, 2, 4), (2, 1, 2), (2, 4, 4), (4, 2, 2), (1, 2, 4), (2, 2, 1), (4, 4, 2))
-"""(MP, ESP, size of the expert axis)."""
+"""Sizes (MP, ESP, expert axis) that the tests cover."""

@@ -1,4 +1,4 @@
-"""Small corpora for tests: made of arrays, or written as files."""
+"""Build small corpora for tests, as arrays or as files."""
 
 import numpy as np
 
@@ -9,20 +9,24 @@ from train.data.tokenizer import load_tokenizer
 
 
 def random_documents(seed, num_documents, longest=9, largest=250):
-    """Ids of documents that begin with 0, the separator; some have nothing else."""
+    """Return token ids of random documents.
+
+    Every document begins with 0, the separator. Some have no other token.
+    """
     rng = np.random.default_rng(seed)
     sizes = rng.integers(0, longest, num_documents)
     return [np.append(0, rng.integers(1, largest, size)) for size in sizes]
 
 
 def as_file(documents, path=None, dtype=np.uint16):
-    """As a reader gives them."""
+    """Return documents as the reader of an indexed file returns them."""
     token_b = np.concatenate(documents).astype(dtype)
     sizes = np.array([document.size for document in documents])
     return TokenFile(path, token_b, np.cumsum(sizes) - sizes)
 
 
 def write_bin(path, documents, dtype=np.uint16):
+    """Write documents as an indexed file and return its path."""
     indexed = as_file(documents)
     writer = IndexedWriter(path, np.dtype(dtype))
     writer.append(indexed.token_b, indexed.start_d)
@@ -30,7 +34,8 @@ def write_bin(path, documents, dtype=np.uint16):
 
 
 def make_corpus(*parts, held_out_every, weights=None):
-    """A corpus of sources, each a list of files, each a list of documents."""
+    """Return a corpus of several sources. Each of `parts` is one source: a list of
+    files, each a list of documents."""
     sources = []
     for i, files in enumerate(parts):
         streams = split_held_out(

@@ -1,4 +1,4 @@
-"""Small files of every format that readers of data meet, for their tests."""
+"""Write small files in every data format, for tests of their readers."""
 
 import functools
 import gzip
@@ -21,30 +21,35 @@ TEXTS = (
 
 
 def write_text(path: Path, text: str = TEXTS[0]) -> Path:
+    """Write a text, compressed if the path ends in .gz, and return the path."""
     data = text.encode()
     path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     return path
 
 
 def write_jsonl(path: Path, texts=TEXTS, key: str = "text") -> Path:
+    """Write texts as JSON lines with ids and return the path."""
     records = (json.dumps({"id": i, key: text}) for i, text in enumerate(texts))
     return write_text(path, "".join(line + "\n" for line in records))
 
 
 def write_parquet(path: Path, texts=TEXTS, key: str = "text", rows: int = 2) -> Path:
+    """Write texts as a parquet file with `rows` texts per row group; return the
+    path."""
     table = pa.table({"id": range(len(texts)), key: pa.array(texts, pa.string())})
     parquet.write_table(table, path, row_group_size=rows)
     return path
 
 
 def write_npy(path: Path, tokens=range(50), dtype="uint16") -> Path:
+    """Write token ids as a .npy file and return the path."""
     np.save(path, np.array(list(tokens), dtype))
     return path
 
 
 @functools.cache
 def bpe_json(vocab_size: int = 400) -> str:
-    """A byte-level BPE tokenizer, trained on TEXTS, as the text of its file."""
+    """Return the JSON text of a byte-level BPE tokenizer that was trained on TEXTS."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -59,5 +64,6 @@ def bpe_json(vocab_size: int = 400) -> str:
 
 
 def write_bpe(path: Path) -> Path:
+    """Write the tokenizer of `bpe_json` and return the path."""
     path.write_text(bpe_json())
     return path

@@ -1,4 +1,4 @@
-"""Hidden states of a small model's tokens, one by one with a cache."""
+"""Compute hidden states of a small model token by token, with a key-value cache."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ from tests.support.resolved import make_run
 
 B, SEQ_LEN, PROMPT, TOTAL = 8, 6, 4, 9
 LENGTHS = np.array([4, 1, 3, 2, 4, 2, 1, 3])
-"""Lengths of the prompts; rows end up longer than SEQ_LEN."""
+"""Number of tokens in each row's prompt. Rows end with 6 to 9 tokens, at least
+SEQ_LEN."""
 CFG = Config(
     model=Model(
         vocab_size=32, d_model=16, num_layers=5, num_heads=4, num_kv_heads=2,
@@ -25,12 +26,13 @@ CFG = Config(
 
 
 def tokens():
+    """Return random token ids [b, t] of the prompts and of what follows them."""
     return np.random.default_rng(0).integers(0, 32, (B, TOTAL)).astype(np.int32)
 
 
 def one_by_one(cfg):
-    """Return hidden states [b, step, d] of each prompt's last token and of each later
-    token."""
+    """Return hidden states [b, step, d] of each prompt's last token and of every later
+    token, computed with a cache."""
     ours = network(cfg)
 
     def extend(params, token_bt, position_bt, cache):
@@ -45,11 +47,11 @@ def one_by_one(cfg):
         position_bt[row, PROMPT - length :] = np.arange(length)
     cache = Cache.empty(cfg.model, B, capacity=16)
     hidden_btd, cache = run(ours.params, token_bt, position_bt, cache)
-    found = [hidden_btd[:, -1]]
+    hidden = [hidden_btd[:, -1]]
     for more in range(TOTAL - max(LENGTHS)):
         position_b1 = (LENGTHS + more)[:, None]
         token_b1 = np.take_along_axis(tokens(), position_b1, axis=1)
         hidden_b1d, cache = run(ours.params, token_b1, position_b1, cache)
-        found.append(hidden_b1d[:, 0])
+        hidden.append(hidden_b1d[:, 0])
     assert cache.num_tokens == PROMPT + TOTAL - max(LENGTHS)
-    return jnp.stack(found, axis=1)
+    return jnp.stack(hidden, axis=1)

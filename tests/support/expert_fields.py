@@ -1,4 +1,4 @@
-"""Fields of experts by name, wherever the configuration has them."""
+"""Set fields of Moe and Dispatch by name, without saying which class has them."""
 
 import dataclasses
 
@@ -6,10 +6,11 @@ from moejax.config import Config, Dispatch, Moe
 
 
 def parts_with(fields: dict, base: Config | None = None) -> dict[str, Moe | Dispatch]:
-    """Return {'moe': .., 'dispatch': ..} with these fields, each in its own class.
+    """Return {'moe': .., 'dispatch': ..} with each of `fields` in the class that has
+    it.
 
-    What `fields` does not name is as in `base`, or the default. TypeError for a field
-    that neither class has.
+    Other fields have the values of `base`, or the defaults. Raises TypeError for a
+    field that neither class has.
     """
     base = base or Config()
     named = {field.name for field in dataclasses.fields(Moe)}

@@ -1,5 +1,8 @@
-"""The passes of the Hopper kernels as cases: what each takes, what it must give, and a
-run of it in the interpreter that fails where the race detector sees anything."""
+"""Run the passes of the Hopper kernels in the interpreter, with operands and expected
+results.
+
+A run fails if the race detector finds a race.
+"""
 
 import dataclasses
 import functools
@@ -22,7 +25,8 @@ INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """All that is static of a kernel; the rows of groups are not."""
+    """Static arguments of a kernel: everything but the arrays and the rows of
+    groups."""
 
     shape: ProductShape
     tiles: Tiles
@@ -31,9 +35,12 @@ class Setup:
 
 
 def fitting(which: Pass, setup: Setup) -> Setup:
-    """With tiles that lower: of wgrad a warpgroup must have 64 columns of x and of dy
-    to blank, which is no part of a swizzle. In fp8 steps are twice as deep, and so are
-    the arrays: as many steps."""
+    """Return the setup with tiles for which this pass lowers.
+
+    In wgrad a warpgroup blanks 64 columns of x and of dy, so that it never blanks a
+    part of a swizzle. Steps of an fp8 pass are twice as deep. Its arrays are made twice
+    as deep too, so that the number of steps stays the same.
+    """
     if which in FP8:
         tiles, shape = dataclasses.replace(setup.tiles, depth=128), setup.shape
         shape = dataclasses.replace(shape, d=2 * shape.d, f=2 * shape.f)
@@ -45,7 +52,7 @@ def fitting(which: Pass, setup: Setup) -> Setup:
 
 
 def operand_dims(which: Pass, shape: ProductShape) -> list[tuple[int, ...]]:
-    """Shapes of the arrays that a pass takes before rows_g."""
+    """Return the shapes of the arrays that a pass takes before rows_g."""
     m, d, f, g = shape.rows, shape.d, shape.f, shape.groups
     which = which.removeprefix("fp8_")
     return {
@@ -59,7 +66,7 @@ def operand_dims(which: Pass, shape: ProductShape) -> list[tuple[int, ...]]:
 
 @functools.cache
 def operands(setup: Setup) -> dict[Pass, list[jax.Array]]:
-    """Of each pass, alike where passes belong together."""
+    """Return random operands of each pass; arrays of one shape are shared."""
     shape, random = setup.shape, np.random.default_rng(0)
 
     @functools.cache
@@ -72,7 +79,7 @@ def operands(setup: Setup) -> dict[Pass, list[jax.Array]]:
 
 @functools.cache
 def kernel(which: Pass, setup: Setup):
-    """Compiled once, for any rows_g."""
+    """Return the interpreted kernel of a pass, jitted once for any rows_g."""
     run = KernelRun(setup.num_blocks, INTERPRET)
     return jax.jit(
         functools.partial(getattr(kernels, which), tiles=setup.tiles, run=run)
@@ -80,7 +87,8 @@ def kernel(which: Pass, setup: Setup):
 
 
 def interpreted(which: Pass, setup: Setup, rows_g: np.ndarray, call=None):
-    """Its results, with NaN in all padding; asserts that nothing raced."""
+    """Return the results of a pass whose padding holds NaN, and assert that there was
+    no race."""
     arrays = padded_with(jnp.nan, which, setup, rows_g)
     results = (call or kernel(which, setup))(*arrays, rows_g)
     results = jax.tree.map(np.asarray, results)
@@ -89,12 +97,14 @@ def interpreted(which: Pass, setup: Setup, rows_g: np.ndarray, call=None):
 
 
 def expected(which: Pass, setup: Setup, rows_g: np.ndarray):
-    """Of the definition, in float32 on the rounded operands."""
+    """Return the results of a pass by its definition, in float32; fp8 passes take
+    rounded operands."""
     return _definition(which, *padded_with(0, which, setup, rows_g), rows_g)
 
 
 def padded_with(value, which: Pass, setup: Setup, rows_g) -> list[jax.Array]:
-    """The operands, with this value in rows that no group owns."""
+    """Return a pass's operands with `value` in the padding, the rows that belong to no
+    group."""
     is_padding_m1 = jnp.arange(setup.shape.rows)[:, None] >= rows_g.sum()
     return [
         jnp.where(is_padding_m1, jnp.asarray(value, a.dtype), a) if a.ndim == 2 else a
@@ -104,8 +114,8 @@ def padded_with(value, which: Pass, setup: Setup, rows_g) -> list[jax.Array]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _definition(which: Pass, *arrays):
-    """The passes by reference.py and its transpose, and SwiGLU by its formula and what
-    JAX makes of that."""
+    """Return the results of a pass, computed by reference.py and by JAX's derivatives
+    of it and of the formula of SwiGLU."""
     *floats, rows_g = arrays
     first, other, *into_mh = (a.astype(jnp.float32) for a in floats)
     if which in FP8:
@@ -132,12 +142,14 @@ def _definition(which: Pass, *arrays):
 
 
 def activated(into_mh: jax.Array) -> jax.Array:
+    """Return silu(gate) * up; gate and up are the halves of `into_mh`."""
     gate_mf, up_mf = jnp.split(into_mh, 2, axis=-1)
     return jax.nn.silu(gate_mf) * up_mf
 
 
 def leave_out(monkeypatch, holder, names):
-    """Of a Ring's methods; of plgpu's functions, in this module of a kernel alone."""
+    """Replace functions by ones that do nothing: methods if `holder` is Ring, otherwise
+    functions of plgpu, as the kernel's module `holder` alone sees them."""
 
     def does_nothing(*args, **kwargs):
         pass

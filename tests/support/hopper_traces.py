@@ -1,4 +1,4 @@
-"""Hopper kernels as they are traced for an H200 that is not here."""
+"""Read the order of operations in Hopper kernels that are traced for an absent H200."""
 
 from jax.sharding import AbstractDevice, AbstractMesh
 
@@ -10,21 +10,24 @@ H200 = AbstractMesh(
 
 
 def order(jaxpr, stages):
-    """Return what a WGMMA and its slot go through, in program order: begun; how many
-    may still run behind a wait; whose slot is given back, in steps before."""
-    made_by, found = {}, []
+    """Return the events of a kernel's WGMMAs and of their slots, in program order.
+
+    'wgmma' is the start of one. ('left', n) is a wait after which n may still run.
+    ('released', n) gives back the slot of the step n steps before the current one.
+    """
+    made_by, events = {}, []
     for eqn, _ in equations(jaxpr):
         made_by |= dict.fromkeys(eqn.outvars, eqn)
         match eqn.primitive.name:
             case "wgmma_ref":
-                found.append("wgmma")
+                events.append("wgmma")
             case "wgmma_wait":
-                found.append(("left", eqn.params["n"]))
+                events.append(("left", eqn.params["n"]))
             case "wgmma_accumulator_deref_p":
-                found.append(("left", eqn.params["wait_n"]))
-            # The barrier of blanked rows is a single one.
+                events.append(("left", eqn.params["wait_n"]))
+            # An array of `stages` barriers belongs to the slots; blanked rows have one.
             case "barrier_arrive" if eqn.invars[0].aval.shape == (stages,):
                 step = made_by.get(made_by[eqn.invars[1]].invars[0])  # % stages
                 is_before = step is not None and step.primitive.name == "sub"
-                found.append(("released", step.invars[1].val if is_before else 0))
-    return found
+                events.append(("released", step.invars[1].val if is_before else 0))
+    return events

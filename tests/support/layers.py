@@ -1,5 +1,5 @@
-"""One MoE layer on eight devices, under any layout and plan, and the reference's answer
-to the same inputs.
+"""Run one MoE layer on eight devices, under any layout and plan, and compare it with
+the reference.
 
     layer_layout(topology, store, axes)          a layout with room for every plan
     make_layer(topology, layout)                 compiled once
@@ -39,11 +39,13 @@ compiled = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 def simulated_devices(topology: Topology) -> list:
+    """Return the first devices, as many as the topology has."""
     return jax.devices()[: topology.num_devices]
 
 
 def split_modules(mesh, moe: Moe):
-    """Return graph, parameters and the rest of an MoE layer and its shared experts."""
+    """Return the graph, the parameters and the other state of an MoE layer and its
+    shared experts."""
     rngs = nnx.Rngs(0)
     modules = {"moe": MoeLayer(moe, WIDTH, rngs)}
     if moe.num_shared_experts:
@@ -52,8 +54,11 @@ def split_modules(mesh, moe: Moe):
 
 
 def layer_layout(topology: Topology, store: str, axes=ALONE, **changes) -> Layout:
-    """Return a layout with two slots beside a device's own experts, room for any copies
-    in them, and for all rows in round 0."""
+    """Return a layout with two more slots on each device than it owns experts.
+
+    Store 'owned' has no such slots. The budgets admit any copies in them, and the
+    buffers hold all rows in round 0.
+    """
     devices = topology.expert * (topology.data if axes == MERGED else 1)
     own, assignments = EXPERTS // devices, BATCH * SEQ * TOP_K // 8
     slots = changes.get("slots_per_device", own + 2)
@@ -85,9 +90,10 @@ def make_layer(topology: Topology, layout: Layout):
 
 @functools.cache
 def make_reference():
-    """Return step(params, x, choices) by definition, on one device."""
+    """Return step(params, x, choices) with gradients on one device, computed by
+    moe/reference.py."""
     graph, _, rest = split_modules(
-        make_mesh(Topology(), simulated_devices(Topology())), MOE, Router()
+        make_mesh(Topology(), simulated_devices(Topology())), MOE
     )
 
     def run(params, x_btd, forced_btk):
@@ -101,7 +107,8 @@ def make_reference():
 
 
 def in_order(params, owned_e: np.ndarray):
-    """Return masters as a plan's owners hold them; the router stays logical."""
+    """Return master parameters in the order of a plan's owners; the router keeps the
+    logical order."""
 
     def ordered(path, leaf):
         return leaf if "router" in jax.tree_util.keystr(path) else leaf[owned_e]
@@ -128,14 +135,16 @@ def zipf_choices(seed: int, exponent: float) -> np.ndarray:
 
 
 def drawn(rng, chance_e: np.ndarray) -> np.ndarray:
+    """Return distinct choices [b, t, k] of experts that are drawn with these
+    chances."""
     noise_bte = rng.gumbel(size=(BATCH, SEQ, EXPERTS))
     order_bte = np.argsort(-(np.log(chance_e) + noise_bte), axis=-1)
     return order_bte[..., :TOP_K].astype(np.int32)
 
 
 def layer_run(topology: Topology, layout: Layout, plan: ExpertPlan, x_btd, forced_btk):
-    """Return output, sums and gradients of the layer, its masters in the plan's
-    order."""
+    """Return the output, the routing sums and the gradients of the layer; gradients of
+    experts are in the order of the plan's owners."""
     mesh, step, params = make_layer(topology, layout)
     args = jax.device_put((x_btd, forced_btk), sharding(mesh, BATCH_AXES))
     params = in_order(params, plan.owned_le[0])
@@ -146,8 +155,11 @@ def layer_run(topology: Topology, layout: Layout, plan: ExpertPlan, x_btd, force
 def check_layer(
     topology: Topology, layout: Layout, plan: ExpertPlan, seed=0, forced_btk=None
 ):
-    """Compare output and all gradients with the reference, under skewed choices where
-    none are given; return the layer's sums. No row may be lost."""
+    """Assert that output and all gradients agree with the reference and that no row is
+    lost; return the layer's routing sums.
+
+    Choices of experts are skewed unless `forced_btk` gives them.
+    """
     params = make_layer(topology, layout)[2]
     forced_btk = skewed(seed) if forced_btk is None else forced_btk
     x_btd = np.random.default_rng(seed).normal(size=PULL_BTD.shape).astype(np.float32)

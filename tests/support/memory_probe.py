@@ -1,7 +1,9 @@
-"""Peak resident memory of a few MoE layer steps: `python memory_probe.py SKEW`.
+"""Print the peak resident memory of a few MoE layer steps: `python memory_probe.py
+SKEW`.
 
-A process of its own, so that nothing else is resident. The compiler's own peak is
-forgotten (clear_refs) before the steps whose peak is printed, in MiB.
+The program is a process of its own, so that nothing else is resident. It resets the
+recorded peak (clear_refs) after compilation, and prints the peak of the steps after
+that, in MiB.
 """
 
 import os
@@ -29,7 +31,7 @@ TOPOLOGY = Topology(expert=8)
 
 
 def layer_step(exchange: str, batch: int):
-    """step(params, x, choices) -> gradients of all, and its arguments' makers."""
+    """Return step(params, x, choices) -> gradients, its parameters, and the mesh."""
     mesh = make_mesh(TOPOLOGY)
     moe = Moe(num_experts=EXPERTS, top_k=TOP_K, d_expert=HIDDEN)
     layer = MoeLayer(moe, WIDTH, nnx.Rngs(0))
@@ -50,12 +52,13 @@ def layer_step(exchange: str, batch: int):
 
 
 def inputs(mesh, skew: str, batch: int):
+    """Return hidden states [b, t, d] and the experts of each token [b, t, k]."""
     rng = np.random.default_rng(0)
     x_btd = rng.normal(size=(batch, SEQ, WIDTH)).astype(np.float32)
     if skew == "uniform":
         score = rng.random((batch, SEQ, EXPERTS))
         choice_btk = np.argsort(score, axis=-1)[..., :TOP_K]
-    else:  # expert 0 takes every token; its companion is any other
+    else:  # every token goes to expert 0 and to one other
         other = rng.integers(1, EXPERTS, (batch, SEQ))
         choice_btk = np.stack([np.zeros_like(other), other], axis=-1)
     arrays = (x_btd, choice_btk.astype(np.int32))
@@ -63,6 +66,7 @@ def inputs(mesh, skew: str, batch: int):
 
 
 def main(skew: str, batch: int = 256) -> None:
+    """Print the rounds and the peak memory of three steps."""
     step, params, mesh = layer_step("exact", batch)
     args = (params, *inputs(mesh, skew, batch))
     jax.block_until_ready(step(*args))

@@ -1,4 +1,4 @@
-"""metrics.jsonl as runs write it, made up."""
+"""Build files metrics.jsonl with invented values, in the form that runs write."""
 
 import json
 
@@ -8,8 +8,10 @@ from moejax.perf.traffic import over_mean
 
 
 def log_lines(num_steps: int, num_layers: int = 3, num_experts: int = 8) -> list[str]:
-    """What a run without a balancer writes, with an evaluation and the loads of experts
-    and devices now and then."""
+    """Return the lines of a run without a balancer.
+
+    Every 10th step has the loads of experts and devices, and every 20th an evaluation.
+    """
     rng = np.random.default_rng(0)
     lines = []
     for step in range(1, num_steps + 1):
@@ -32,12 +34,14 @@ def log_lines(num_steps: int, num_layers: int = 3, num_experts: int = 8) -> list
 
 
 def decided(kind: str, step: int, adopt_step: int, **changes) -> str:
+    """Return the line of one decision of the balancer."""
     decision = {"kind": kind, "adopt_step": adopt_step, "changes": changes}
     return json.dumps({"step": step, "decision": decision})
 
 
 def balanced_lines(num_steps: int, decisions: list[str]) -> list[str]:
-    """Those of log_lines, and decisions, each adopted at its step or never."""
+    """Return the lines of a run with these decisions, each adopted at its step if the
+    run gets that far."""
     steps = [json.loads(line)["decision"]["adopt_step"] for line in decisions]
     lines = []
     for line in log_lines(num_steps):
@@ -50,6 +54,7 @@ def balanced_lines(num_steps: int, decisions: list[str]) -> list[str]:
 
 
 def write_run(folder, lines: list[str], end: str = "\n"):
+    """Make a run directory that holds these lines alone, and return it."""
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("\n".join(lines) + end)
     return folder
@@ -61,4 +66,5 @@ DECISIONS = [
     decided("relayout", 20, 34, rows_per_peer=[128, 96], slots_per_device=[2, 3]),
     decided("swap", 39, 43),
 ]
-"""To keep is nothing to adopt, and a run of 40 steps ends before the last is due."""
+"""Four decisions. 'keep' adopts nothing, and a run of 40 steps ends before the last
+decision is due."""

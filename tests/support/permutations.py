@@ -1,5 +1,5 @@
-"""Dispatches of rows at random, and both permutations of a dispatch with all their
-gradients."""
+"""Build random dispatches of rows, and run both permutations of a dispatch with all
+their gradients."""
 
 from typing import NamedTuple
 
@@ -11,6 +11,8 @@ from moejax.kernels.permute import combine_rows, gather_rows
 
 
 class Sizes(NamedTuple):
+    """Sizes of a dispatch: tokens, choices of each, rows of the buffer, and width."""
+
     tokens: int
     choices: int
     rows: int
@@ -37,7 +39,10 @@ def tables(kept, seed=0, sizes=SIZES):
 
 
 def arrays(dtype=jnp.float32, seed=0, sizes=SIZES):
-    """Return x_nd, dout_nd, y_md and gate_nk; y_md is gathered rows' cotangent too."""
+    """Return random x_nd, dout_nd, y_md and gate_nk.
+
+    y_md serves as the rows to combine and as the cotangent of gathered rows.
+    """
     random = np.random.default_rng(seed)
     x_nd, dout_nd = (
         jnp.asarray(random.standard_normal((sizes.tokens, sizes.d)), dtype)
@@ -49,8 +54,11 @@ def arrays(dtype=jnp.float32, seed=0, sizes=SIZES):
 
 
 def both_ways(how, floats, integers):
-    """Return results of both permutations and all their gradients. `how` is a name of
-    an implementation; '(interpreted)' after it interprets its kernels."""
+    """Return the results of both permutations and all their gradients.
+
+    `how` names an implementation. '(interpreted)' after the name runs its kernels in
+    the interpreter.
+    """
     x_nd, dout_nd, y_md, gate_nk = floats
     positions_nk, assignment_m, source_m = integers
     implementation, _, interpreted = how.partition(" ")

@@ -1,7 +1,8 @@
-"""The whole decoder once more, from its formulas: no scan, no exchange, no kernels.
+"""Define the whole decoder by its formulas, without scan, exchange or kernels.
 
 Everything is a loop over layers, positions or choices, so that the jaxpr holds exactly
-the multiplications that a causal, dropless model needs. `network` makes the real one.
+the multiplications that a causal, dropless model needs. `network` builds the
+Transformer that tests compare with these formulas.
 """
 
 import functools
@@ -24,11 +25,11 @@ from tests.support.resolved import make_layout
 
 
 class Network(NamedTuple):
-    """A Transformer of a configuration on the first devices, with random parameters."""
+    """Functions of a Transformer on the first devices, with random parameters."""
 
     apply: Callable
-    """apply(params, tokens_bt, position_bt=None, noise=None) -> hidden_btd, sums,
-    head_vd; not jitted. Without positions a row is one document from its start."""
+    """apply(params, tokens_bt, position_bt=None, step_inputs=None) -> hidden_btd, sums,
+    head_vd; not jitted. Without positions each row is one document from its start."""
     jit: Callable
     extend: Callable
     """extend(params, tokens_bt, position_bt, cache, layout) -> hidden_btd, cache."""
@@ -38,6 +39,7 @@ class Network(NamedTuple):
 
 @functools.cache
 def network(cfg: Config) -> Network:
+    """Return the Transformer of a configuration under the home plan."""
     devices = jax.devices()[: cfg.mesh.num_devices]
     mesh = axes.make_mesh(cfg.mesh, devices)
     model = nnx.eval_shape(lambda: Transformer(cfg.network, mesh, nnx.Rngs(0)))
@@ -69,13 +71,15 @@ def network(cfg: Config) -> Network:
 
 
 def one_document(tokens_bt):
-    """Positions 0, 1, 2 .. in every row."""
+    """Return positions 0, 1, 2 .. for every row, which make it one document."""
     return jnp.broadcast_to(jnp.arange(tokens_bt.shape[1]), tokens_bt.shape)
 
 
 def hidden_states(cfg: Config, params: dict, tokens_bt, position_bt=None):
-    """Final hidden states [b, t, d] in float32, from the parameters of a Transformer
-    as nested dicts, whose layers are stacked."""
+    """Return the final hidden states [b, t, d] in float32.
+
+    `params` are a Transformer's parameters as nested dicts, with stacked layers.
+    """
     model = cfg.model
     position_bt = one_document(tokens_bt) if position_bt is None else position_bt
     x_btd = params["embed_vd"][tokens_bt]
@@ -92,33 +96,42 @@ def hidden_states(cfg: Config, params: dict, tokens_bt, position_bt=None):
 
 
 def logits(cfg: Config, params: dict, tokens_bt, position_bt=None):
+    """Return the logits [b, t, v] of every token."""
     head = "embed_vd" if cfg.model.tie_embeddings else "head_vd"
     return hidden_states(cfg, params, tokens_bt, position_bt) @ params[head].T
 
 
 def _find_block(model: Model, params: dict, layer: int):
-    """(parameters, is_moe) of one layer: the dense prefix, then cycles of moe_every."""
+    """Return the parameters of one layer, and whether it is an MoE layer.
+
+    The dense prefix comes first, then cycles of moe_every layers.
+    """
     if layer < model.first_k_dense:
         return jax.tree.map(lambda leaf: leaf[layer], params["prefix"]), False
-    cycle, place = divmod(layer - model.first_k_dense, model.moe_every)
-    block = params["cycles"]["blocks"][place]
+    cycle, index = divmod(layer - model.first_k_dense, model.moe_every)
+    block = params["cycles"]["blocks"][index]
     is_moe = (layer - model.first_k_dense + 1) % model.moe_every == 0
     return jax.tree.map(lambda leaf: leaf[cycle], block), is_moe
 
 
 def norm(x, params: dict, model: Model):
+    """Return the RMS norm of the last dim, times the scale."""
     mean_square = (x * x).mean(axis=-1, keepdims=True)
     return x / jnp.sqrt(mean_square + model.norm_eps) * params["scale_d"]
 
 
 def swiglu(params: dict, x):
+    """Return down(silu(gate(x)) * up(x))."""
     hidden = jax.nn.silu(x @ params["gate_df"]) * (x @ params["up_df"])
     return hidden @ params["down_fd"]
 
 
 def attention(cfg: Config, params: dict, x_btd, position_bt):
-    """Token by token: each query sees the keys of its document up to its own, and query
-    heads r of group g share one key head. A document begins at position 0."""
+    """Return causal attention, computed token by token.
+
+    Each query sees the keys of its own document up to its own position. A document
+    begins at position 0. The query heads r of group g share one key head.
+    """
     model, (b, t, _) = cfg.model, x_btd.shape
     q, k, v = (x_btd @ params[name] for name in ("q_dhi", "k_dgi", "v_dgi"))
     if model.qk_norm == "full":
@@ -142,7 +155,10 @@ def attention(cfg: Config, params: dict, x_btd, position_bt):
 
 
 def turn(x_bthi, position_bt, theta: float):
-    """RoFormer eq. 34 as complex numbers: the j-th pair turned by t * theta^(-2j/i)."""
+    """Return rotary embeddings (RoFormer eq. 34), computed with complex numbers.
+
+    The j-th pair of values is rotated by t * theta^(-2j/i).
+    """
     half = x_bthi.shape[-1] // 2
     angle_btj = position_bt[..., None] * theta ** (-jnp.arange(half) / half)
     pair = jax.lax.complex(x_bthi[..., :half], x_bthi[..., half:])
@@ -151,7 +167,8 @@ def turn(x_bthi, position_bt, theta: float):
 
 
 def moe(cfg: Config, params: dict, x_btd):
-    """Choice by choice: each token times the weights of its k-th expert."""
+    """Return the MoE layer's output, computed choice by choice: for each k, every token
+    is multiplied by the weights of its k-th expert."""
     b, t, d = x_btd.shape
     x_nd = x_btd.reshape(b * t, d)
     bias_e = jnp.zeros(cfg.moe.num_experts)

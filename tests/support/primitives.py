@@ -1,4 +1,4 @@
-"""primitives: what a program computes with, counted in its jaxpr."""
+"""Count the primitives and the FLOPs of a program in its jaxpr."""
 
 import math
 from collections import Counter
@@ -9,13 +9,16 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 
 
 def primitives(jaxpr: ClosedJaxpr | Jaxpr) -> Counter:
-    """How often each primitive is named; the body of a loop counts once."""
+    """Return how often each primitive occurs; the body of a loop counts once."""
     return Counter(eqn.primitive.name for eqn, _ in equations(jaxpr))
 
 
 def equations(jaxpr: ClosedJaxpr | Jaxpr, times: int = 1) -> Iterator[tuple]:
-    """(equation, times that it runs) of a jaxpr and of all that it calls: a scan's body
-    runs its length, a while loop's is taken to run once."""
+    """Yield (equation, number of times that it runs) for a jaxpr and everything that it
+    calls.
+
+    The body of a scan runs `length` times. The body of a while loop counts as one run.
+    """
     jaxpr = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
     for eqn in jaxpr.eqns:
         yield eqn, times
@@ -25,7 +28,7 @@ def equations(jaxpr: ClosedJaxpr | Jaxpr, times: int = 1) -> Iterator[tuple]:
 
 
 def dot_flops(function, *args):
-    """Two FLOPs for each multiply-add of every dot_general that runs."""
+    """Return the FLOPs of every dot_general that runs, two for each multiply-add."""
     total = 0
     for eqn, times in equations(jax.make_jaxpr(function)(*args)):
         assert eqn.primitive.name not in ("while", "conv_general_dilated")

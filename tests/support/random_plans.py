@@ -1,4 +1,5 @@
-"""Plans at random, plans that only a mistake makes, and plans of every policy."""
+"""Build random plans, odd plans that no good policy makes, and plans of every
+policy."""
 
 import dataclasses
 
@@ -11,9 +12,12 @@ from moejax.plan.layout import Layout
 
 
 def random_plan(rng, layout: Layout, num_layers: int) -> ExpertPlan:
-    """Every expert somewhere, the other slots anything or empty; owners at random.
+    """Return a random plan in which every expert has a slot and an owner; the other
+    slots hold any expert or none.
 
-    For layouts with room for all copies: offers of every expert, copies in every slot.
+    The layout must have room for all copies: its budgets admit an offer of every expert
+    and a copy in every slot. Store 'owned' and split 'dynamic' get plans without
+    copies.
     """
     rows = [_random_row(rng, layout) for _ in range(num_layers)]
     owned_le = random_owners(rng, layout.num_experts, num_layers)
@@ -27,8 +31,8 @@ def random_plan(rng, layout: Layout, num_layers: int) -> ExpertPlan:
 
 
 def owners_alone(layout: Layout, owned_le: np.ndarray) -> ExpertPlan:
-    """Own experts in the first slots, the others empty: dynamic replication fills
-    them."""
+    """Return a plan with own experts in the first slots of each device and the others
+    empty, for dynamic replication to fill."""
     w, own = layout.num_devices, layout.experts_per_device
     table_lws = np.full((len(owned_le), w, layout.slots_per_device), -1, np.int32)
     table_lws[:, :, :own] = owned_le.reshape(len(owned_le), w, own)
@@ -37,13 +41,18 @@ def owners_alone(layout: Layout, owned_le: np.ndarray) -> ExpertPlan:
 
 
 def random_owners(rng, num_experts: int, num_layers: int) -> np.ndarray:
+    """Return experts in a random order of owners for each layer, int32 [l, e]."""
     order = [rng.permutation(num_experts) for _ in range(num_layers)]
     return np.stack(order).astype(np.int32)
 
 
 def odd_plans(layout: Layout, num_layers: int) -> dict[str, ExpertPlan]:
-    """A hot expert on all devices; all replicas on one, which is not the owner and
-    has nothing else; a device that computes nothing."""
+    """Return three extreme plans by name.
+
+    In the first every device has a replica of one hot expert. In the second all
+    replicas of an expert are on one device, which is not its owner and holds nothing
+    else. In the third a device computes nothing.
+    """
     w, s, own = (
         layout.num_devices,
         layout.slots_per_device,
@@ -71,7 +80,7 @@ def odd_plans(layout: Layout, num_layers: int) -> dict[str, ExpertPlan]:
 
 
 def policy_plans(layout: Layout, num_layers: int) -> dict[str, ExpertPlan]:
-    """What each policy makes of a skewed load, brought to this layout."""
+    """Return the plan of each policy for a skewed load, converted to this layout."""
     rng = np.random.default_rng(7)
     w, e = layout.num_devices, layout.num_experts
     share_le = rng.permuted(np.tile(2.0 ** -np.arange(e), (num_layers, 1)), axis=1)
@@ -91,7 +100,8 @@ def policy_plans(layout: Layout, num_layers: int) -> dict[str, ExpertPlan]:
 
 
 def _with_store(layout: Layout, store: str) -> Layout:
-    """The same slots under another store, and room for every copy."""
+    """Return the layout with another store, the same slots, and budgets for every copy;
+    store 'owned' has no slots for copies."""
     own, copies = layout.experts_per_device, layout.slots_per_device
     has_copies = store in ("transient", "resident")
     return dataclasses.replace(
@@ -105,6 +115,8 @@ def _with_store(layout: Layout, store: str) -> Layout:
 
 
 def _random_row(rng, layout: Layout) -> np.ndarray:
+    """Return the experts of all slots of one layer: each expert once, then any or none,
+    in random order."""
     every_e = np.arange(layout.num_experts)
     rest = rng.integers(-1, layout.num_experts, layout.num_slots - len(every_e))
     return rng.permutation(np.r_[every_e, rest]).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Runs resolved without devices, and their layouts."""
+"""Resolve runs without devices, and return their layouts."""
 
 from jax.sharding import AbstractMesh, AxisType
 
@@ -12,12 +12,12 @@ from moejax.resolve.speeds import load_calibration
 
 
 def make_run(cfg: Config) -> Resolved:
-    """Return the run on an abstract mesh: its layouts, settings and choices."""
+    """Return the resolved run of a configuration on an abstract mesh."""
     mesh = AbstractMesh(cfg.mesh.sizes, AXES, axis_types=(AxisType.Auto,) * 4)
     return resolve(cfg, mesh)
 
 
 def make_layout(cfg: Config) -> Layout:
-    """Return the layout of the run's step; its plans may come from no policy."""
+    """Return the layout of the run's step, without resolving the policy."""
     partition = choose_communication(cfg, load_calibration(cfg)).partition
     return step_layout(cfg, partition)

@@ -1,4 +1,4 @@
-"""Whole runs of train/main.py in processes of their own, on the toy configuration."""
+"""Run train/main.py in processes of their own, on the toy configuration."""
 
 import dataclasses
 import functools
@@ -17,11 +17,12 @@ MAIN = ROOT / "train" / "main.py"
 TOY = ROOT / "tests" / "support" / "toy.gin"
 LIMIT_SEC = 300
 OF_THE_CLOCK = ("tok_per_sec", "step_msec", "mfu", "adopt_msec", "adopt_wait_msec")
+"""Metrics that depend on the time that steps take."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A process that has ended."""
+    """Exit code and printed text of a process; the code is None while it runs."""
 
     code: int
     out: str
@@ -30,16 +31,20 @@ class Ended:
     @property
     def record(self) -> dict:
         """The JSON object on the last line."""
-        return json.loads(self.out.splitlines()[-1], parse_constant=_no_json)
+        return json.loads(self.out.splitlines()[-1], parse_constant=_refuse_constant)
 
 
 class Live:
-    """A run that goes on; it is killed when the block that uses it ends."""
+    """A process of train/main.py that is running.
+
+    It is a context manager, and kills the process at the end of the block.
+    """
 
     def __init__(self, run_dir: pathlib.Path, *params: str, flags=(), gin_file=TOY):
         self.start(run_dir, command(run_dir, *params, flags=flags, gin_file=gin_file))
 
     def start(self, run_dir: pathlib.Path, words: list[str]) -> None:
+        """Start a command whose output goes to temporary files."""
         self.run_dir = run_dir
         self._files = tempfile.TemporaryDirectory(prefix="run-")
         self._out, self._err = (pathlib.Path(self._files.name, x) for x in "oe")
@@ -57,7 +62,8 @@ class Live:
         self._files.cleanup()
 
     def wait_until(self, is_so, what: str) -> None:
-        """Returns soon after is_so() has become true; fails when the run has ended."""
+        """Wait until is_so() is true. Raises AssertionError if the run ends first or
+        after LIMIT_SEC."""
         end_sec = time.monotonic() + LIMIT_SEC
         while not is_so():
             code = self.process.poll()
@@ -66,41 +72,47 @@ class Live:
             time.sleep(0.002)
 
     def wait_for_text(self, text: str, count: int = 1) -> None:
+        """Wait until the process has printed `text` `count` times."""
         self.wait_until(lambda: self.read().out.count(text) >= count, repr(text))
 
     def wait_for_steps(self, count: int) -> None:
-        """Until this process has logged `count` lines; what was there is cut before."""
+        """Wait until this process has logged `count` lines of metrics.
+
+        A resumed run cuts old lines before it prints "compiled for", so that the lines
+        there at that time are not of this process.
+        """
         self.wait_for_text("compiled for")
         log = self.run_dir / "metrics.jsonl"
         goal = log.read_bytes().count(b"\n") + count
         self.wait_until(lambda: log.read_bytes().count(b"\n") >= goal, f"line {goal}")
 
     def wait_for_save(self) -> None:
-        """Until a save is under way."""
+        """Wait until the process is writing a checkpoint."""
         self.wait_for_text("compiled for")
         folder = self.run_dir / "checkpoints"
         self.wait_until(lambda: any(folder.glob("*.orbax-checkpoint-tmp")), "a save")
 
     def end(self, number: int | None = None) -> Ended:
-        """Sends the signal, if one is given, and waits for the end."""
+        """Send the signal if one is given, and wait for the end of the process."""
         if number is not None:
             self.process.send_signal(number)
         self.process.wait(LIMIT_SEC)
         return self.read()
 
     def read(self) -> Ended:
-        """What it has printed so far."""
+        """Return the text that the process has printed so far."""
         out, err = self._out.read_text(), self._err.read_text()
         return Ended(self.process.returncode, out, err)
 
 
 def run(run_dir: pathlib.Path, *params: str, flags=(), gin_file=TOY) -> Ended:
+    """Run train/main.py to its end."""
     with Live(run_dir, *params, flags=flags, gin_file=gin_file) as live:
         return live.end()
 
 
 def command(run_dir, *params: str, flags=(), gin_file=TOY) -> list[str]:
-    """`params` replace the toy configuration's values."""
+    """Return the command line of train/main.py; `params` override the gin file."""
     words = [sys.executable, str(MAIN), f"--gin_file={gin_file}", "--json", *flags]
     words.append(f"--run_dir={run_dir}")
     for param in (f"Data.corpus = '{corpus()}'", *params):
@@ -109,7 +121,7 @@ def command(run_dir, *params: str, flags=(), gin_file=TOY) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Ours, without the devices that conftest simulates in this process."""
+    """Return this process's environment without the devices that conftest simulates."""
     rest = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"}
     return rest | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
 
@@ -121,7 +133,8 @@ def _folder() -> tempfile.TemporaryDirectory:
 
 @functools.cache
 def corpus(seed: int = 0, num_words: int = 10_000) -> pathlib.Path:
-    """A text of words of its own."""
+    """Return the path of a text of random words, written once for each seed and
+    size."""
     rng = random.Random(seed)
     words = ["".join(rng.choices("etaoinshrdlu", k=1 + i % 8)) for i in range(300)]
     path = pathlib.Path(_folder().name) / f"words-{seed}-{num_words}.txt"
@@ -130,9 +143,9 @@ def corpus(seed: int = 0, num_words: int = 10_000) -> pathlib.Path:
 
 
 def metric_lines(run_dir: pathlib.Path) -> list[dict]:
-    """metrics.jsonl, without what the clock said."""
+    """Return the records of metrics.jsonl without the metrics that depend on time."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line, parse_constant=_no_json) for line in lines]
+    records = [json.loads(line, parse_constant=_refuse_constant) for line in lines]
     return [
         {name: value for name, value in record.items() if name not in OF_THE_CLOCK}
         for record in records
@@ -140,20 +153,25 @@ def metric_lines(run_dir: pathlib.Path) -> list[dict]:
 
 
 def checkpoint_record(run_dir: pathlib.Path, step: int) -> dict:
-    """What checkpoint `step` says of itself: meta, and a checksum for each array."""
+    """Return the record of the checkpoint of a step: its meta data, and a checksum for
+    each array."""
     path = run_dir / "checkpoints" / str(step) / "record" / "metadata"
     return json.loads(path.read_text())
 
 
 def listing(folder: pathlib.Path) -> dict[str, str]:
-    """sha256 of every file below `folder`; a lock file is there or not."""
-    found = {}
+    """Return the sha256 of every file below `folder`, by name.
+
+    The content of directories and of lock files is not read.
+    """
+    hashes = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         text = path.read_bytes() if path.is_file() and path.name != ".lock" else b""
-        found[name] = hashlib.sha256(text).hexdigest()
-    return found
+        hashes[name] = hashlib.sha256(text).hexdigest()
+    return hashes
 
 
-def _no_json(constant: str):
-    raise ValueError(f"{constant} is no JSON")
+def _refuse_constant(constant: str):
+    """Raise ValueError: NaN and infinities are not JSON."""
+    raise ValueError(f"{constant} is not JSON")

@@ -1,4 +1,4 @@
-"""A run directory with two checkpoints of a toy model that has learned nothing."""
+"""Write a run directory with two checkpoints of an untrained toy model."""
 
 import pathlib
 
@@ -16,10 +16,11 @@ STEPS = (3, 7)
 
 
 def save_run(folder: pathlib.Path, *params: str) -> pathlib.Path:
-    """Of the toy configuration with `params`; the older checkpoint is of zeros.
+    """Save two checkpoints of the toy configuration with `params`, and return the
+    folder.
 
-    Dense weights are made larger than they start, so that logits differ by more than
-    the order of summation.
+    All parameters of the older checkpoint are zero. Those of the newer are three times
+    their initial values, so that logits differ by more than the order of summation.
     """
     cfg = gin_reader.load([TOY], (f"Data.corpus = '{corpus()}'", *params))
     job = prepare(cfg)

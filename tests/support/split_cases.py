@@ -1,5 +1,5 @@
-"""Counts of sources, slots of plans, and the rows that a device deals from one to the
-other."""
+"""Build counts of rows and slots of plans, and compute how a split divides the rows
+over the slots."""
 
 import functools
 
@@ -13,21 +13,24 @@ from moejax.plan.layout import Layout
 
 W, E = 4, 8
 MANY = 2**24
-"""Rows of one source and expert: w times as many, and sums over experts, are int32."""
+"""Largest number of rows of one source and expert in these tests. Sums of it over all
+sources and experts fit in int32."""
 
 
 def make_layout(slots: int, split: str) -> Layout:
+    """Return a layout of W devices with this many slots each."""
     return Layout(E, W, slots, 8, store="sharded", split=split)
 
 
 @functools.cache
 def compiled(layout: Layout):
+    """Return the layout's split, jitted."""
     return jax.jit(functools.partial(SPLITS[layout.split], layout=layout))
 
 
 def quotas(counts_we: np.ndarray, row_p: np.ndarray, split: str) -> np.ndarray:
-    """Return rows from each source to each slot by number, [w, p], as a device deals
-    them."""
+    """Return the rows from each source to each slot [w, p], as the device function
+    computes them."""
     layout = make_layout(len(row_p) // W, split)
     placement = Placement.from_plan(ExpertPlan(row_p[None], E).validate(layout), layout)
     placement = placement.layer(0)
@@ -39,14 +42,17 @@ def quotas(counts_we: np.ndarray, row_p: np.ndarray, split: str) -> np.ndarray:
 
 
 def make_slots(seed: int, slots: int = 5) -> np.ndarray:
-    """Return a plan's slots: replicas anywhere, side by side too, and empty slots."""
+    """Return the slots of a plan with each expert at least once, in random order.
+
+    Two replicas may share a device, and slots may be empty.
+    """
     rng = np.random.default_rng(seed)
     rest = rng.choice([-1, -1, 0, 0, 1, 5], W * slots - E)
     return rng.permutation(np.r_[np.arange(E), rest]).astype(np.int32)
 
 
 def make_counts(seed: int) -> np.ndarray:
-    """Return counts of sources: some 0, some few, some many."""
+    """Return the rows of each source for each expert: zero, few or many."""
     rng = np.random.default_rng(seed)
     return rng.choice([0, 0, 1, 2, 3, 17, MANY - 1, MANY], (W, E)).astype(np.int32)
 

@@ -1,9 +1,8 @@
-"""A small train step under each store, compiled once on eight devices, and steps from
-one state.
+"""Compile a small train step under each store on eight devices, and run steps of it.
 
-    make_case(store, dtype) -> Case          the compiled step
-    one_step(case, state, plan)              from and to logical NumPy
-    check_step(actual, expected, dtype)      loss, gradients, moments and parameters
+make_case(store, dtype) -> StepCase      the compiled step
+one_step(case, state, plan)              from and to logical NumPy
+check_step(actual, expected, dtype)      loss, gradients, moments and parameters
 """
 
 import dataclasses
@@ -40,7 +39,7 @@ from train.step.step import StepContext, window_sharding
 
 L, E, SLOTS, BATCH, SEQ, WIDTH, HIDDEN = 2, 8, 3, 16, 8, 16, 32
 ONE_EXPERT = WIDTH * HIDDEN
-"""Values of an expert's smallest matrix: more than any other parameter has."""
+"""Number of values in an expert's smallest matrix, more than in any other parameter."""
 QUICK = {"xla_backend_optimization_level": 0}  # compiled in half the time
 SMALL = Config(
     mesh=Topology(data=2, expert=4),
@@ -48,10 +47,11 @@ SMALL = Config(
         vocab_size=16, d_model=WIDTH, num_layers=L, num_heads=2, num_kv_heads=2,
         head_dim=4, compute_dtype="float32",
     ),
-    # Room for all rows of a peer: later rounds are the subject of test_layer.py.
+    # Buffers hold all rows of a peer; test_layer.py tests later rounds.
     moe=Moe(num_experts=E, top_k=2, d_expert=HIDDEN),
     dispatch=Dispatch(rows_per_peer=BATCH * SEQ),
-    # Without Switch's loss, which alone would tell micro-batches from one batch.
+    # Switch's balance loss is off. It is the only part of the loss that differs between
+    # micro-batches and one batch.
     router=Router(balance_loss=0.0, sequence_balance_loss=0.05),
     optimizer=Optimizer(learning_rate=3e-3, warmup_steps=5, eps=1e-6),
     data=Data(seq_len=SEQ),
@@ -82,7 +82,8 @@ MICRO_BATCHES = {"resident": 2, "filled": 2}
 
 @dataclasses.dataclass(frozen=True)
 class StepCase:
-    """A compiled train step, where its state lies, and the moves between owners."""
+    """A compiled train step, the shardings of its state, and the program that moves
+    experts between owners."""
 
     model: StepContext
     traced: object
@@ -92,6 +93,8 @@ class StepCase:
 
 
 def make_model(store: str, dtype: str, split=None, **model_changes) -> StepContext:
+    """Return the context of SMALL with a store of STORES; `model_changes` are fields of
+    Model, and 'mesh'."""
     split = split or SPLITS.get(store, "even")
     fields = {"slots_per_device": SLOTS, "split": split, **STORES[store]}
     mesh_sizes = model_changes.pop("mesh", SMALL.mesh)
@@ -109,7 +112,8 @@ def make_model(store: str, dtype: str, split=None, **model_changes) -> StepConte
 
 
 def model_from(cfg: Config, dtype: str) -> StepContext:
-    """Return the model of a configuration, with an optimizer that keeps gradients."""
+    """Return the context of a configuration, with an optimizer whose state also holds
+    the last gradients."""
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model))
     run = resolve(cfg, make_mesh(cfg.mesh))
     object.__setattr__(cfg.model, "compute_dtype", dtype)  # float64 is no choice
@@ -119,10 +123,12 @@ def model_from(cfg: Config, dtype: str) -> StepContext:
 
 @functools.cache
 def make_case(*args, **kwargs) -> StepCase:
+    """Return the compiled step of `make_model` with these arguments."""
     return case_maker(make_model(*args, **kwargs))
 
 
 def case_maker(model: StepContext) -> StepCase:
+    """Compile the train step of a context."""
     traced = trace_train_step(model)
     step = traced.lower().compile(compiler_options=QUICK)
     args = (model.run, model.optimizer, model.layout.store)
@@ -131,8 +137,8 @@ def case_maker(model: StepContext) -> StepCase:
 
 
 def keep_gradients() -> optax.GradientTransformation:
-    """Return a transformation that changes nothing and whose state is the last
-    gradient."""
+    """Return a transformation that does not change gradients, and whose state is the
+    last gradients."""
     return optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params),
         lambda grads, _state, _params=None: (grads, grads),
@@ -140,7 +146,7 @@ def keep_gradients() -> optax.GradientTransformation:
 
 
 def make_windows(case: StepCase, step: int) -> Windows:
-    """Return the tokens of one step, in micro-batches."""
+    """Return the data windows of one step, in micro-batches and on the devices."""
     shape = (case.model.cfg.train.accumulate_steps, -1, SEQ + 1)
     token_bt = np.random.default_rng(step).integers(0, 16, (BATCH, SEQ + 1))
     position_bt = np.broadcast_to(np.arange(SEQ + 1), token_bt.shape)
@@ -150,20 +156,24 @@ def make_windows(case: StepCase, step: int) -> Windows:
 
 
 def run(case: StepCase, state, plan: ExpertPlan, step: int):
+    """Return the state and the metrics of a step, on the devices."""
     placement = on_devices(plan, case.model.layout, case.model.mesh)
     return case.step(state, placement, make_windows(case, step))
 
 
 def one_step(case: StepCase, state, plan: ExpertPlan, step: int = 0):
-    """Return the state after a step from `state`, both logical and NumPy, and the
-    metrics."""
+    """Return the state after a step, and the step's metrics.
+
+    Both states are NumPy arrays with experts in logical order.
+    """
     state = jax.device_put(in_order(state, plan.owned_le), case.shardings)
     state, metrics = jax.device_get(run(case, state, plan, step))
     return in_order(state, np.argsort(plan.owned_le, axis=1)), metrics
 
 
 def in_order(state, order_le):
-    """Return experts' masters and moments of each layer taken in this order."""
+    """Return a state whose experts (master parameters and moments) are in this order in
+    each layer."""
     layer_l1 = np.arange(L)[:, None]
 
     def ordered(path, leaf):
@@ -174,10 +184,11 @@ def in_order(state, order_le):
 
 @functools.cache
 def warm_state(dtype: str):
-    """Return a logical NumPy state with warm moments and a bias that skews loads.
+    """Return a NumPy state in logical order whose moments are not zero and whose router
+    bias skews loads.
 
-    With moments at zero Adam's step is a sign, which is chance where a gradient is all
-    but zero.
+    With zero moments Adam's step is the sign of the gradient, which is arbitrary where
+    a gradient is nearly zero.
     """
     model, rng = make_model("owned", dtype), np.random.default_rng(0)
     values = {
@@ -198,12 +209,14 @@ def warm_state(dtype: str):
 
 
 def home(case: StepCase) -> ExpertPlan:
+    """Return the plan that keeps every expert on the device that owns it at the
+    start."""
     return case.model.run.home_plan()
 
 
 def check_step(actual, expected, dtype, **kwargs) -> None:
-    """Compare loss, gradients, moments and parameters; every device chose the same
-    experts."""
+    """Assert that two steps agree in loss, gradients, moments, parameters, and the
+    tokens of each expert."""
     (state, metrics), (expected_state, expected_metrics) = actual, expected
     tokens = metrics.routing.tokens_lwe, expected_metrics.routing.tokens_lwe
     assert np.array_equal(tokens[0].sum(1), tokens[1].sum(1))
@@ -216,8 +229,8 @@ def check_step(actual, expected, dtype, **kwargs) -> None:
 
 
 def routed_step(router: Router):
-    """Return SMALL's model with this router, its abstract state and its arguments, to
-    trace."""
+    """Return SMALL's context with this router, and abstract arguments to trace its step
+    with: state, placement and data windows."""
     cfg = dataclasses.replace(SMALL, router=router)
     model = StepContext(resolve(cfg, make_mesh(cfg.mesh)), optax.sgd(0.1))
     state = abstract_state(model.run, model.optimizer)

@@ -1,6 +1,6 @@
-"""Runs of the balanced toy in this process, as train/main.py would run it, watched.
+"""Run the toy configuration with a balancer in this process, and record what happens.
 
-Programs are shared by all runs of a house.
+A run does what train/main.py does. All runs of one House share compiled programs.
 """
 
 import contextlib
@@ -33,31 +33,32 @@ from train.step.compiled import compile_steps
 
 BALANCED = ROOT / "tests" / "support" / "balanced.gin"
 WAITED_STEPS = 10
-"""A compilation in a thread is made to take so many steps, or longer."""
+"""Minimum number of steps that a compilation in a thread takes."""
 MESH = {"dc": 1, "data": 2, "expert": 4, "tensor": 1}
 
 
 @dataclasses.dataclass
 class House:
-    """Programs, each made once, and what is seen of the run that goes on."""
+    """Compiled programs that runs share, and records of the current run."""
 
     programs: dict = dataclasses.field(default_factory=dict)
     step: int = 0
     num_compiled: int = 0
     compiled_before: dict[int, int] = dataclasses.field(default_factory=dict)
-    """How many compilations there had been when a step was dispatched."""
+    """Number of compilations before each step was dispatched."""
     background: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     """Steps dispatched when a compilation in a thread began, and when it ended."""
 
     def steps(self, model):
-        """In place of compile_steps."""
+        """Return the compiled steps of a model; this replaces compile_steps."""
         key = (model.layout, model.mesh)
         if key not in self.programs:
             self.programs[key] = compile_steps(model)
         return self.programs[key]
 
     def watch(self, make, is_main: bool):
-        """What make() returns; while steps are done, in a thread, so many later."""
+        """Return make(). In a thread, wait first until the run has done WAITED_STEPS
+        more steps."""
         if is_main or not self.step:
             return make()
         begin, end_sec = self.step, time.monotonic() + 60
@@ -69,16 +70,18 @@ class House:
         return steps
 
     def before(self, step: int) -> None:
+        """Record that a step is about to be dispatched."""
         self.step = step
         self.compiled_before[step] = self.num_compiled
 
     def count(self, name: str, *_, **__) -> None:
+        """Count compilations; JAX calls this for every event that it times."""
         self.num_compiled += name == "/jax/core/compile/backend_compile_duration"
 
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """A run of this process that has ended, and what was seen of it."""
+    """Logs and records of a run that has ended."""
 
     run_dir: pathlib.Path
     steps: dict[int, dict]
@@ -90,16 +93,19 @@ class Done:
 
     @property
     def adopted(self) -> list[int]:
+        """Steps at which the run adopted a plan or a layout."""
         return [step for step, line in self.steps.items() if "adopt_msec" in line]
 
     def plan(self, step: int) -> ExpertPlan:
+        """Return the plan in the checkpoint of a step."""
         meta = checkpoint_record(self.run_dir, step)["meta"]
         return ExpertPlan.from_json(meta["plan"])
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[House]:
-    """Flags and caches as a process of train/main.py has them."""
+    """Set flags and caches as train/main.py does, and yield a House that records
+    runs."""
     house, before, compiled = House(), Balancing.before, Balancing._compile_steps
 
     def watched_before(self, step, state):
@@ -126,10 +132,12 @@ def watched() -> Iterator[House]:
 
 
 def config(*params: str):
+    """Return the configuration of balanced.gin with `params`."""
     return gin_reader.load([BALANCED], [f"Data.corpus = '{corpus()}'", *params])
 
 
 def speeds(path: pathlib.Path, mesh: dict[str, int]) -> pathlib.Path:
+    """Write a calibration of an imaginary machine and return its path."""
     line = {"latency_sec": 0.01, "bytes_per_sec": 1e12, "r2": 1.0}
     calibration = Calibration(
         device_kind="cpu",
@@ -146,11 +154,12 @@ def speeds(path: pathlib.Path, mesh: dict[str, int]) -> pathlib.Path:
 
 
 def build_mesh(topology):
+    """Return a mesh of the first simulated devices."""
     return make_mesh(topology, jax.devices()[: topology.num_devices])
 
 
 def run_here(house: House, run_dir: pathlib.Path, *params: str) -> Done:
-    """train.main's run, in this process."""
+    """Run train/main.py's training in this process, and return its logs."""
     house.step, house.compiled_before, house.background = 0, {}, []
     cfg = config(*params)
     with claim(run_dir) as held:
@@ -169,18 +178,19 @@ def run_here(house: House, run_dir: pathlib.Path, *params: str) -> Done:
 
 
 def restored(run_dir: pathlib.Path, *params: str):
-    """Job, state and balancing of a run that would go on from what is saved here."""
+    """Return job, state and balancing of a run that resumes from this directory."""
     job = prepare.prepare(config(*params))
     checkpointer = Checkpointer(run_dir / "checkpoints", job.cfg.checkpoint)
     state, meta = loop.restore(job, checkpointer, print)
     checkpointer.close()
-    now = Balancing(job, print)
-    now.restore(meta)
-    return job, state, now
+    balancing_now = Balancing(job, print)
+    balancing_now.restore(meta)
+    return job, state, balancing_now
 
 
 def assert_same_run(run_dir: pathlib.Path, expected_dir: pathlib.Path) -> None:
-    """Every line but what the clock said, the balancer's state and every array."""
+    """Assert that two runs have the same metrics, balancer state and final arrays;
+    metrics that depend on time may differ."""
     lines, expected = (
         [
             {n: v for n, v in x.items() if "adopt_" not in n}

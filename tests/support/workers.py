@@ -1,4 +1,4 @@
-"""Runs of several processes on this machine, under tools/launch/local.py."""
+"""Run several processes on this machine with tools/launch/local.py."""
 
 import json
 import pathlib
@@ -11,19 +11,24 @@ QUICK = ("Processes.heartbeat_sec = 10", "Processes.shutdown_sec = 20")
 
 
 class LiveWorkers(Live):
-    """A gang that goes on; with its launcher it is killed when the block ends."""
+    """A launcher and its workers that are running.
+
+    It is a context manager, and kills the launcher and with it the workers at the end
+    of the block.
+    """
 
     def __init__(
         self, run_dir: pathlib.Path, count: int, *params: str, flags=(), of_main=()
     ):
-        """`flags` are the launcher's, `of_main` those of train/main.py."""
+        """Start `count` workers. `flags` are flags of the launcher, `of_main` flags of
+        train/main.py."""
         words = command(run_dir, *QUICK, *params, flags=of_main, gin_file=WORKERS)
         launcher = [words[0], str(LAUNCHER), "-n", str(count), *flags, "--json", "--"]
         self.start(run_dir, [*launcher, *words[1:]])
 
     def pids(self) -> list[int]:
-        """Of the living processes, by index."""
-        found = {}
+        """Return the ids of the living workers, in the order of their indices."""
+        pid_by_index = {}
         for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
             try:
                 words = dict(
@@ -35,27 +40,29 @@ class LiveWorkers(Live):
             except (OSError, ValueError):
                 continue
             if parent == self.process.pid and "MOEJAX_PROCESS_ID" in words:
-                found[int(words["MOEJAX_PROCESS_ID"])] = int(path.parent.name)
-        return [found[index] for index in sorted(found)]
+                pid_by_index[int(words["MOEJAX_PROCESS_ID"])] = int(path.parent.name)
+        return [pid_by_index[index] for index in sorted(pid_by_index)]
 
 
 def run_workers(run_dir: pathlib.Path, count: int, *params: str, flags=()):
-    """Ended; its out holds what process 0 said, and its last line is the launcher's."""
+    """Run workers to their end, and return exit code and text.
+
+    The text holds the lines of process 0; its last line is the launcher's.
+    """
     with LiveWorkers(run_dir, count, *params, flags=flags) as live:
         return live.end()
 
 
 def sample_ids(run_dir: pathlib.Path) -> dict[int, list[str]]:
-    """By step: the id of each row of the batch in order, from all processes' files."""
+    """Return the ids of the rows of each step's batch in order, from the files of all
+    processes."""
     rows: dict[int, dict[int, str]] = {}
     for path in run_dir.glob("samples-*.jsonl"):
         for line in path.read_text().splitlines():
             record = json.loads(line)
-            of_step = rows.setdefault(record["step"], {})
+            id_by_row = rows.setdefault(record["step"], {})
             for row, name in zip(record["rows"], record["ids"], strict=True):
-                assert of_step.setdefault(row, name) == name, "two ids of one row"
-    for step, of_step in rows.items():
-        assert sorted(of_step) == list(range(len(of_step))), f"rows of step {step}"
-    return {
-        step: [of_step[i] for i in sorted(of_step)] for step, of_step in rows.items()
-    }
+                assert id_by_row.setdefault(row, name) == name, "two ids of one row"
+    for step, id_by_row in rows.items():
+        assert sorted(id_by_row) == list(range(len(id_by_row))), f"rows of step {step}"
+    return {step: [ids[i] for i in sorted(ids)] for step, ids in rows.items()}

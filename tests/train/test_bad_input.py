@@ -1,6 +1,6 @@
-"""Bad input: one clear line, an exit code, and nothing made, changed or left behind.
+"""Test that bad input gives one clear line and an exit code, and changes no file.
 
-Most of it is given to train/main.py in this process, where jax has started already.
+Most tests call train/main.py in this process, where jax has started already.
 """
 
 import functools
@@ -78,7 +78,7 @@ OTHER = [
 
 @pytest.fixture
 def run_here(capfd):
-    """run() in this process."""
+    """A function that runs train/main.py in this process."""
     return functools.partial(_run_here, capfd)
 
 
@@ -88,12 +88,15 @@ def _run_here(capfd, run_dir, *params, flags=()) -> Ended:
     return Ended(code, *capfd.readouterr())
 
 
-def cpu_sec_of_children() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def children_cpu_sec() -> float:
+    """Return the CPU time of all ended children of this process."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def assert_refused(ended, match: str) -> None:
+    """Assert that a run ended with one line of error that matches, and with its
+    record."""
     assert ended.code == BAD_INPUT, (ended.out, ended.err)
     assert re.search(match, ended.err), ended.err
     assert ended.err.startswith("error: ")
@@ -113,24 +116,26 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize(("param", "match"), CONFIG)
 def test_configuration_errors_need_no_device(tmp_path, param, match):
-    """No jax: the one that is found first here cannot be imported."""
+    """Errors of the configuration are found before jax is imported; a module that fails
+    stands in for jax here."""
     (tmp_path / "jax.py").write_text("raise SystemExit('jax was imported')\n")
-    before, start_sec = listing(tmp_path), cpu_sec_of_children()
-    done = subprocess.run(
+    before, start_sec = listing(tmp_path), children_cpu_sec()
+    process = subprocess.run(
         command(tmp_path / "run", param),
         env=environment() | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert cpu_sec_of_children() - start_sec < 2
-    assert_refused(Ended(done.returncode, done.stdout, done.stderr), match)
+    assert children_cpu_sec() - start_sec < 2
+    ended = Ended(process.returncode, process.stdout, process.stderr)
+    assert_refused(ended, match)
     assert listing(tmp_path) == before
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("params", "match"), SET_UP)
-def test_what_cannot_run_leaves_no_directory(tmp_path, run_here, params, match):
+def test_a_run_that_cannot_start_leaves_no_directory(tmp_path, run_here, params, match):
     empty = tmp_path / "empty.txt"
     empty.touch()
     before = listing(tmp_path)
@@ -179,7 +184,7 @@ def test_a_directory_that_cannot_be_made(run_here, run_dir, match):
 
 
 @pytest.mark.slow
-def test_a_process_ends_as_a_call_does(tmp_path):
+def test_a_process_ends_like_a_call_of_main(tmp_path):
     params, match = SET_UP[0]
     assert_refused(run(tmp_path / "run", *params), match)
     assert listing(tmp_path) == {}

@@ -1,4 +1,5 @@
-"""train/evaluate.py: every token once, loads of those alone, the run's own figures."""
+"""Test train/evaluate.py: each token of a text is predicted once, loads are those of
+the text alone, and held-out text has the run's own figures."""
 
 import json
 import math
@@ -33,18 +34,20 @@ TEXTS = ("a text of more than one window, and of a part of another, long", "a", 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Windows of the run are of 32 tokens."""
+    """The directory of a saved run whose windows have 32 tokens."""
     return save_run(tmp_path_factory.mktemp("saved"))
 
 
 @pytest.fixture(scope="module")
 def jsonl(tmp_path_factory):
+    """A file of JSON lines with TEXTS."""
     path = tmp_path_factory.mktemp("files") / "some texts.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     return path
 
 
-def measured(run_dir, *words, params=()):
+def measure(run_dir, *words, params=()):
+    """Return the record of train/evaluate.py with these arguments."""
     args = evaluate.parse([str(run_dir), *map(str, words)])
     return evaluate.measure(
         load_model(find_checkpoints(run_dir, args.step, params)), args
@@ -52,8 +55,10 @@ def measured(run_dir, *words, params=()):
 
 
 def plain_figures(run_dir, line_b):
-    """Nats of all tokens but the first, and loads of all but the last: window by window
-    on one device, each as long as it is."""
+    """Return the nats of all tokens but the first and the loads of all but the last.
+
+    The windows are computed one by one on one device, without padding.
+    """
     loaded = load_model(
         find_checkpoints(run_dir, params=("Mesh.data = 1", "Mesh.expert = 1"))
     )
@@ -78,9 +83,9 @@ def plain_figures(run_dir, line_b):
 
 
 def test_every_token_of_a_file_is_predicted_once(saved, jsonl):
-    """On eight devices, with windows that are not full and rows that are empty; loads
-    are those of the text alone."""
-    record = measured(saved, "--files", jsonl)
+    """Loss and loads on eight devices equal the plain figures, with windows that are
+    not full and rows that are empty."""
+    record = measure(saved, "--files", jsonl)
     line_b = np.frombuffer(b"".join(b"\0" + t.encode() for t in TEXTS), np.uint8)
     line_b = line_b.astype(np.int32)
     assert record["num_tokens"] == record["num_bytes"] == len(line_b) - 1
@@ -92,21 +97,21 @@ def test_every_token_of_a_file_is_predicted_once(saved, jsonl):
 
 
 def test_another_mesh_has_the_same_figures(saved, jsonl):
-    eight = measured(saved, "--files", jsonl)
-    two = measured(saved, "--files", jsonl, params=("Mesh.data=1", "Mesh.expert=2"))
+    eight = measure(saved, "--files", jsonl)
+    two = measure(saved, "--files", jsonl, params=("Mesh.data=1", "Mesh.expert=2"))
     assert_close(np.float32(two["loss"]), np.float32(eight["loss"]))
     assert two["load_le"] == eight["load_le"]
 
 
 def test_held_out_text_is_what_the_run_evaluates(saved):
-    """The windows of the run's own evaluation: its loss and its loads."""
+    """Loss and loads of held-out text equal those of the run's own evaluation."""
     loaded = load_model(find_checkpoints(saved))
     job = prepare(config_from_record(loaded.meta["config"]))
     step = make_eval_step(job.model)
     expected = held_out.evaluate(
         step, loaded, loaded.placement, job.held_out, job.window_sharding
     )
-    record = measured(saved)
+    record = measure(saved)
     assert_close(np.float32(record["loss"]), np.float32(expected.loss))
     np.testing.assert_array_equal(record["load_le"], expected.tokens_le)
 
@@ -114,15 +119,15 @@ def test_held_out_text_is_what_the_run_evaluates(saved):
 def test_files_without_two_tokens_are_one_line(saved, tmp_path):
     (tmp_path / "one.txt").write_text("a")
     with pytest.raises(ValueError, match="no token that follows another"):
-        measured(saved, "--files", tmp_path / "one.txt")
+        measure(saved, "--files", tmp_path / "one.txt")
     with pytest.raises(ValueError, match=r"none\.txt"):
-        measured(saved, "--files", tmp_path / "none.txt")
+        measure(saved, "--files", tmp_path / "none.txt")
 
 
 def test_other_held_out_text_is_refused(saved):
     params = (f"Data.corpus = '{corpus(seed=1)}'",)
     with pytest.raises(ValueError, match=r"trained on other data: .*sha256"):
-        measured(saved, params=params)
+        measure(saved, params=params)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +151,9 @@ def test_bad_input_is_one_line(saved, capsys, words, message):
     assert listing(saved) == before
 
 
-def line_of(tokenizer, texts):
-    """The documents, and the bytes of their texts and of all separators but the first,
-    which is given."""
+def make_line(tokenizer, texts):
+    """Return the documents as a line, and the number of bytes that are predicted: those
+    of the texts and of all separators but the first."""
     documents = [np.append(tokenizer.separator, tokenizer.encode(t)) for t in texts]
     start_d = np.cumsum([0, *map(len, documents[:-1])])
     num_bytes = sum(len(text.encode()) + 1 for text in texts) - 1
@@ -168,26 +173,26 @@ def tokenizer(request, tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 2**16])
 def test_bytes_of_files_are_those_of_the_texts(tokenizer, size, monkeypatch):
-    """However many tokens are decoded at a time."""
+    """The number of bytes does not depend on how many tokens are decoded at a time."""
     monkeypatch.setattr(evaluate, "PART_TOKENS", size)
     texts = [WORDS, *DOCUMENTS, "\ufffd" * 5, "a", WORDS * 9]
-    line, num_bytes = line_of(tokenizer, texts)
+    line, num_bytes = make_line(tokenizer, texts)
     assert evaluate.bytes_of_line(tokenizer, line) == num_bytes
 
 
 def test_bytes_of_files_do_not_depend_on_windows(saved, tmp_path):
     (tmp_path / "a.txt").write_text(TEXTS[0] + WORDS)
     counts = [
-        measured(saved, "--files", tmp_path / "a.txt", params=params)["num_bytes"]
+        measure(saved, "--files", tmp_path / "a.txt", params=params)["num_bytes"]
         for params in ((), ("Data.seq_len = 16", "Train.loss_chunk = 16"))
     ]
     assert counts == [len((TEXTS[0] + WORDS).encode()) - 1] * 2
 
 
 @pytest.mark.parametrize("seq_len", [5, 8, 40])
-def test_bytes_of_windows_leave_out_what_their_edges_cut(tokenizer, seq_len):
-    """At most a character at either end: three bytes."""
-    line, _ = line_of(tokenizer, [WORDS, *DOCUMENTS] * 3)
+def test_bytes_of_windows_leave_out_characters_that_an_edge_cuts(tokenizer, seq_len):
+    """A window leaves out at most three bytes, a character that is cut at an end."""
+    line, _ = make_line(tokenizer, [WORDS, *DOCUMENTS] * 3)
     num_windows = (line.num_tokens - 1) // seq_len
     start_w = np.arange(num_windows) * seq_len
     token_bt, position_bt = (
@@ -206,7 +211,8 @@ def test_bytes_of_windows_leave_out_what_their_edges_cut(tokenizer, seq_len):
 
 
 def test_a_window_counts_its_own_characters(tmp_path):
-    """The first token is given; what begins before it or ends behind is left out."""
+    """A window counts the bytes of whole characters after its first token; characters
+    that begin before the window or end after it are left out."""
     tokenizer = load_metaspace(tmp_path)
     ids = tokenizer.encode("world the 数据 cat").tolist()
     for first, stop, text in (

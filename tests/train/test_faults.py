@@ -1,4 +1,5 @@
-"""Disks that fill up and updates that are not finite: loud, bounded, and no loss."""
+"""Test runs on full disks and with updates that are not finite: they report the fault,
+stop after a limit, and lose nothing that was saved."""
 
 import contextlib
 import pathlib
@@ -14,17 +15,23 @@ from tests.support.run_main import Live, checkpoint_record, listing, metric_line
 FAILED = 3
 ENDLESS = "Train.num_steps = 1000000"
 BYTES_OF_LOGS = 2**16
-"""More than the logs of these runs take, less than the arrays of a checkpoint."""
+"""Limit on the size of a file: more than the logs of these runs need, and less than the
+arrays of a checkpoint."""
 
 
 def steps_saved(run_dir: pathlib.Path) -> list[int]:
+    """Return the steps of all checkpoints in ascending order."""
     names = [path.name for path in (run_dir / "checkpoints").glob("*")]
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 @pytest.mark.long
 def test_saves_that_keep_failing_stop_the_run(tmp_path):
-    """The limit on the size of a file stands in for a disk without room: no root."""
+    """Three failed saves in a row stop the run, and the last good checkpoint is
+    restored.
+
+    A limit on the size of files stands in for a full disk, which would need root.
+    """
     run_dir = tmp_path / "run"
     with Live(run_dir, ENDLESS) as live:
         live.wait_until(lambda: steps_saved(run_dir), "the first checkpoint")
@@ -52,18 +59,20 @@ def test_saves_that_keep_failing_stop_the_run(tmp_path):
 
 
 def good_and_last(err: str) -> tuple[int, int]:
-    """Of the one line that the run ends with: the step restored next, and the lost."""
-    found = re.fullmatch(
+    """Return the steps of the last good checkpoint and of the lost one, from the line
+    that the run ends with."""
+    match = re.fullmatch(
         r"error: SAVE FAILED, 3 of 3 in a row: checkpoint (\d+) in .*; the last good "
         r"one is (\d+): make room, or raise Checkpoint.max_failed_saves\n",
         err,
     )
-    assert found, err
-    return int(found[2]), int(found[1])
+    assert match, err
+    return int(match[2]), int(match[1])
 
 
 @pytest.fixture
 def small_disk(tmp_path):
+    """The folder of a mounted file system of 12 MB."""
     path = tmp_path / "disk"
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", path]
@@ -76,7 +85,11 @@ def small_disk(tmp_path):
 @pytest.mark.slow
 @pytest.mark.long
 def test_full_disk(small_disk):
-    """One failure, room again, one more, then a signal: nothing can be saved."""
+    """A run survives two failed saves with room between them, and ends with code 3 if
+    the disk is full when a signal stops it.
+
+    A later run refuses to start on the full disk, and resumes when there is room.
+    """
     run_dir = small_disk / "run"
 
     def has_failed(times: int) -> bool:
@@ -117,7 +130,7 @@ def test_full_disk(small_disk):
 
 
 def fill(folder: pathlib.Path) -> None:
-    """Takes what room is left, down to the last page."""
+    """Fill the disk down to the last page."""
     for size in (2**16, 2**12):
         with (
             contextlib.suppress(OSError),
@@ -129,7 +142,10 @@ def fill(folder: pathlib.Path) -> None:
 
 @pytest.mark.long
 def test_updates_that_are_not_finite_change_nothing_and_stop_the_run(tmp_path):
-    """The first update of a rate of 1e30 is finite; no gradient is after it."""
+    """Updates that are not finite are skipped, and five in a row stop the run.
+
+    With a learning rate of 1e30 the first update is finite, and no gradient after it.
+    """
     ended = run(
         tmp_path / "run",
         "Optimizer.learning_rate = 1e30",
@@ -155,7 +171,8 @@ def test_updates_that_are_not_finite_change_nothing_and_stop_the_run(tmp_path):
 
 
 def arrays(run_dir: pathlib.Path, step: int) -> dict:
-    """Of a checkpoint: parameters, router bias and moments, without the counters."""
-    found = checkpoint_record(run_dir, step)["arrays"]
+    """Return the checksums of a checkpoint's parameters, router bias and moments,
+    without the counters."""
+    checksums = checkpoint_record(run_dir, step)["arrays"]
     counters = ("step", "skipped_in_a_row")
-    return {k: v for k, v in found.items() if not any(c in k for c in counters)}
+    return {k: v for k, v in checksums.items() if not any(c in k for c in counters)}

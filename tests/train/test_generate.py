@@ -1,4 +1,5 @@
-"""train/generate.py: greedy tokens are those of full passes, on any mesh; its words."""
+"""Test train/generate.py: greedy tokens are those of passes without a cache, on any
+mesh; printed texts and errors."""
 
 import dataclasses
 import functools
@@ -32,28 +33,32 @@ ONE = ("Mesh.data = 1", "Mesh.expert = 1")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Windows of the run are of 32 tokens: shorter than the longest prompt and more."""
+    """The directory of a saved run whose windows have 32 tokens, fewer than the longest
+    prompt and its continuation."""
     return save_run(tmp_path_factory.mktemp("saved"))
 
 
-def encoded():
+def encode_prompts():
+    """Return the token ids of each prompt."""
     return [generate.encode(TOKENIZER, prompt) for prompt in PROMPTS]
 
 
 @functools.cache
-def decoder_of(run_dir, params=()):
+def load_decoder(run_dir, params=()):
+    """Return a decoder of the saved run with these parameters."""
     loaded = load_model(find_checkpoints(run_dir, params=params))
     return make_decoder(loaded, TOKENIZER.vocab_size, TOKENIZER.separator)
 
 
-def decoded(run_dir, how, *params, prompts=None):
-    decoder = decoder_of(run_dir, params)
-    tokens = decode(decoder, prompts or encoded(), MAX_TOKENS, how)
+def decode_prompts(run_dir, how, *params, prompts=None):
+    """Return the tokens that follow the prompts, [b, t]."""
+    decoder = load_decoder(run_dir, params)
+    tokens = decode(decoder, prompts or encode_prompts(), MAX_TOKENS, how)
     return np.stack(list(tokens), axis=1)
 
 
 def by_full_passes(run_dir):
-    """The likeliest next token by a whole pass over all so far, again and again."""
+    """Return greedy tokens, each computed by a pass over all tokens before it."""
     loaded = load_model(find_checkpoints(run_dir, params=ONE))
     graph = model_graph(loaded.run)
     layout = loaded.run.exact_layout(len(PROMPTS), WIDTH)
@@ -62,54 +67,55 @@ def by_full_passes(run_dir):
     def likeliest(params, bias, placement, windows, length_b):
         network = nnx.merge(graph, params, bias)
         hidden_btd, _ = network(*windows, placement, layout)
-        at_b = jnp.arange(len(PROMPTS)), length_b - 1
-        return jnp.argmax(hidden_btd[at_b] @ network.head().T, axis=-1)
+        last_b = jnp.arange(len(PROMPTS)), length_b - 1
+        return jnp.argmax(hidden_btd[last_b] @ network.head().T, axis=-1)
 
     token_bt = np.zeros((len(PROMPTS), WIDTH), np.int32)
-    length_b = np.array([len(prompt) for prompt in encoded()])
-    for row_t, prompt in zip(token_bt, encoded()):
+    length_b = np.array([len(prompt) for prompt in encode_prompts()])
+    for row_t, prompt in zip(token_bt, encode_prompts()):
         row_t[: len(prompt)] = prompt
     position_bt = np.tile(np.arange(WIDTH), (len(PROMPTS), 1))
     weights = loaded.params, loaded.router_bias, loaded.placement
-    found = []
+    tokens = []
     for _ in range(MAX_TOKENS):
         token_b = np.asarray(likeliest(*weights, (token_bt, position_bt), length_b))
         token_bt[np.arange(len(PROMPTS)), length_b] = token_b
-        found.append(token_b)
+        tokens.append(token_b)
         length_b += 1
-    return np.stack(found, axis=1)
+    return np.stack(tokens, axis=1)
 
 
 def test_greedy_tokens_are_those_of_full_passes_without_a_cache(saved):
-    """On one device and on eight, of four prompts together, beyond the windows that the
-    model was trained on."""
+    """Greedy tokens of four prompts equal those of full passes, on one device and on
+    eight, also beyond the length of a training window."""
     expected = by_full_passes(saved)
     assert len({tuple(row) for row in expected.tolist()}) == len(PROMPTS)
-    np.testing.assert_array_equal(decoded(saved, Sampling(), *ONE), expected)
-    np.testing.assert_array_equal(decoded(saved, Sampling()), expected)
+    np.testing.assert_array_equal(decode_prompts(saved, Sampling(), *ONE), expected)
+    np.testing.assert_array_equal(decode_prompts(saved, Sampling()), expected)
 
 
-def test_what_is_drawn_depends_on_neither_batch_nor_mesh(saved):
+def test_drawn_tokens_depend_on_neither_batch_nor_mesh(saved):
     how = Sampling(temperature=1.0, top_p=0.95, seed=3)
-    together = decoded(saved, how)
-    np.testing.assert_array_equal(decoded(saved, how, *ONE), together)
-    alone = decoded(saved, how, prompts=encoded()[:1])
+    together = decode_prompts(saved, how)
+    np.testing.assert_array_equal(decode_prompts(saved, how, *ONE), together)
+    alone = decode_prompts(saved, how, prompts=encode_prompts()[:1])
     np.testing.assert_array_equal(alone, together[:1])
     other = Sampling(temperature=1.0, top_p=0.95, seed=4)
-    assert (decoded(saved, other) != together).any()
+    assert (decode_prompts(saved, other) != together).any()
 
 
 def test_no_token_compiles_anything(saved):
-    """After the second: neither tokens nor how they are drawn."""
-    decoder = decoder_of(saved)
-    decoded(saved, Sampling())
+    """Nothing is compiled after the second token, for other ways of drawing either."""
+    decoder = load_decoder(saved)
+    decode_prompts(saved, Sampling())
     sizes = decoder.prefill._cache_size(), decoder.step._cache_size()
     for how in (Sampling(), Sampling(0.7, 0.9, 5)):
-        decoded(saved, how)
+        decode_prompts(saved, how)
     assert (decoder.prefill._cache_size(), decoder.step._cache_size()) == sizes
 
 
 def run(*words, **options):
+    """Run train/generate.py in a process of its own."""
     return subprocess.run(
         [sys.executable, str(ROOT / "train" / "generate.py"), *map(str, words)],
         env=environment(),
@@ -129,7 +135,7 @@ def test_the_program_streams_and_ends_with_a_record(saved, tmp_path):
     assert done.returncode == 0, done.stderr
     *_, last = done.stdout.splitlines()
     (text,) = json.loads(last)["texts"]
-    expected = decoded(saved, Sampling())[3]
+    expected = decode_prompts(saved, Sampling())[3]
     assert text["prompt"] == PROMPTS[3]
     assert text["num_tokens"] == MAX_TOKENS
     assert not text["is_ended"]
@@ -172,7 +178,7 @@ def test_expert_choice_is_refused(saved):
         make_decoder(loaded, 256, 0)
 
 
-def test_prompts_that_are_no_text_are_one_line(tmp_path):
+def test_prompts_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff")
     for path, message in (("bytes", "byte 0 is not UTF-8"), ("none", "No such file")):
         args = generate.parse(["run", "--prompt_file", str(tmp_path / path)])
@@ -183,7 +189,7 @@ def test_prompts_that_are_no_text_are_one_line(tmp_path):
 
 
 def test_a_text_ends_at_the_separator():
-    """The separator and what comes after it are not shown."""
+    """The separator and the tokens after it are not shown."""
     text = generate.Continuation("p", lambda ids: chr(*ids))
     assert [text.add(ord(c), 0) for c in "ab"] == ["a", "b"]
     assert text.add(0, 0) == ""
@@ -191,7 +197,8 @@ def test_a_text_ends_at_the_separator():
 
 
 def test_a_text_goes_on_behind_its_prompt(tmp_path):
-    """The space between the two, which the decoder strips at the beginning, is kept."""
+    """The space between prompt and continuation is kept, although the decoder strips a
+    space at the beginning."""
     tokenizer = load_metaspace(tmp_path)
     for prompt, expected in (("hello world", "hello world the cat"), ("", "the cat")):
         text = generate.new_continuation(
@@ -202,7 +209,7 @@ def test_a_text_goes_on_behind_its_prompt(tmp_path):
         assert text.prompt + text.text == expected
 
 
-def test_a_terminal_is_not_steered(capsys):
+def test_control_characters_do_not_reach_the_terminal(capsys):
     texts = [generate.Continuation("a\x1b[2J\n", stream_decoder(TOKENIZER))]
     screen = generate.Screen(texts)
     screen.add(0, "\x07b\té", is_last=True)

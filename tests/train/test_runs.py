@@ -1,4 +1,5 @@
-"""Runs that are killed, stopped, moved to other devices and continued are one run."""
+"""Test that runs which are killed, stopped or moved to other devices and then resumed
+have the results of an undisturbed run."""
 
 import json
 import random
@@ -27,14 +28,15 @@ PREEMPTED = 75
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that nobody disturbed: its directory and how it ended."""
+    """The directory of an undisturbed run, and how it ended."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     return run_dir, run(run_dir)
 
 
 @pytest.fixture(scope="module")
 def stopped(whole, tmp_path_factory):
-    """Began afresh where a finished run was, and got SIGTERM on its way."""
+    """The directory of a run that began with --fresh where a finished run was and got
+    SIGTERM, and how it ended."""
     run_dir = tmp_path_factory.mktemp("stopped") / "run"
     shutil.copytree(whole[0], run_dir)
     with Live(run_dir, flags=["--fresh"]) as live:
@@ -43,7 +45,8 @@ def stopped(whole, tmp_path_factory):
 
 
 def assert_same_run(run_dir, ended, expected_dir, expected) -> None:
-    """Every line once, and bit for bit: losses, gradient norms, loads, final state."""
+    """Assert that two runs agree bit for bit in all metrics and in the final state,
+    with each line logged once."""
     assert (ended.code, ended.err) == (expected.code, expected.err) == (0, "")
     assert metric_lines(run_dir) == metric_lines(expected_dir)
     for name in ("step", "eval_loss", "digest", "load_le"):
@@ -123,8 +126,8 @@ def test_fresh_keeps_the_old_run_under_another_name(whole, stopped):
     run_dir, ended = stopped
     old = run_dir.with_name("run.1")
     assert f"the run that was here is now {old}" in ended.out
-    kept = {name: sha for name, sha in listing(whole[0]).items() if name != ".lock"}
-    assert listing(old) == kept
+    hashes = {name: sha for name, sha in listing(whole[0]).items() if name != ".lock"}
+    assert listing(old) == hashes
     assert metric_lines(run_dir) == metric_lines(old)[: len(metric_lines(run_dir))]
 
 
@@ -139,7 +142,8 @@ def test_stopped_and_resumed_is_the_same_run(whole, stopped, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(("data", "expert"), [(2, 2), (1, 1)])
 def test_continues_on_fewer_devices(whole, stopped, tmp_path, data, expert):
-    """And to another step: what was logged stays, and the configuration is the new."""
+    """A run continues on fewer devices and to another step; logged lines stay, and
+    config.gin is the new configuration."""
     shutil.copytree(stopped[0], tmp_path / "run")
     first = stopped[1].record["step"] + 1
     ended = run(
@@ -174,10 +178,10 @@ def test_a_finished_run_says_so_and_how_to_go_on(whole):
     ended = run(run_dir)
     assert (ended.code, ended.err) == (0, "")
     assert ended.record == first.record
-    said, _ = ended.out.splitlines()
-    assert said.startswith(f"{run_dir} is finished: {NUM_STEPS} of {NUM_STEPS} steps")
-    for way in ("--gin_param='Train.num_steps = 120'", "--fresh", "--run_dir"):
-        assert way in said
+    line, _ = ended.out.splitlines()
+    assert line.startswith(f"{run_dir} is finished: {NUM_STEPS} of {NUM_STEPS} steps")
+    for flag in ("--gin_param='Train.num_steps = 120'", "--fresh", "--run_dir"):
+        assert flag in line
     assert listing(run_dir) == before
 
 

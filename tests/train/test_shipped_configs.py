@@ -1,4 +1,5 @@
-"""Every configuration that is shipped says its sizes, and trains at toy width."""
+"""Test every shipped configuration: the dry run reports its sizes, and it trains at toy
+width."""
 
 import subprocess
 import sys
@@ -13,8 +14,8 @@ BILLIONS = {
     "qwen3_30b_a3b": (30.5, 3.4),
     "mixtral_8x7b": (46.7, 12.9),
 }
-"""Parameters, and those that serve one token: as published, but for Qwen's 3.35, which
-its card cuts to 3.3."""
+"""Billions of parameters, and of those that serve one token, as published. Qwen's 3.35
+is rounded to 3.4 here; its card cuts it to 3.3."""
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.gin"))
 
 TOY_WIDTH = [
@@ -46,7 +47,7 @@ def test_these_are_all():
 @pytest.mark.parametrize("name", NAMES)
 def test_dry_run(name, tmp_path):
     gin_file = CONFIGS / f"{name}.gin"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, MAIN, f"--gin_file={gin_file}", "--dry_run", "--json"],
         env=environment(),
         cwd=tmp_path,
@@ -54,32 +55,34 @@ def test_dry_run(name, tmp_path):
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    record = Ended(done.returncode, done.stdout, done.stderr).record
+    assert (process.returncode, process.stderr) == (0, "")
+    record = Ended(process.returncode, process.stdout, process.stderr).record
     params = record["params"]
     if name in BILLIONS:
-        found = tuple(round(params[x] / 1e9, 1) for x in ("total", "active"))
-        assert found == BILLIONS[name]
-    held = record["bytes_per_device"]
-    # float32 masters and two moments; the rest of the moments are counters.
-    assert 2 * held["params"] <= held["moments"] < 2 * held["params"] + 64
+        billions = tuple(round(params[x] / 1e9, 1) for x in ("total", "active"))
+        assert billions == BILLIONS[name]
+    num_bytes = record["bytes_per_device"]
+    # There are float32 master parameters and two moments; moments also hold counters.
+    params_bytes = num_bytes["params"]
+    assert 2 * params_bytes <= num_bytes["moments"] < 2 * params_bytes + 64
     assert record["flops_per_token"]["train"] > 6 * 0.8 * params["active"]
     for word in ("parameters", "bytes per device", "FLOPs per token", record["plan"]):
-        assert word in done.stdout
-    assert "nothing was run" in done.stdout
+        assert word in process.stdout
+    assert "nothing was run" in process.stdout
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", BILLIONS)
 def test_trains_at_toy_width(name, tmp_path):
-    """On four simulated devices: the features of the file, with fewer of everything."""
+    """The configuration trains on four simulated devices, with its own features and
+    small sizes."""
     gin_file = CONFIGS / f"{name}.gin"
     ended = run(tmp_path / "run", *TOY_WIDTH, gin_file=gin_file)
     assert (ended.code, ended.err) == (0, "")
     assert "Model.compute_dtype = 'bfloat16'\n" in ended.out
     lines = [x for x in metric_lines(tmp_path / "run") if "loss" in x]
     assert [x["step"] for x in lines] == [1, 2]
-    # ln 256 = 5.55 before anything is learned.
+    # The loss of an untrained model is about ln 256 = 5.55.
     assert all(5 < x["loss"] < 6 and x["grad_norm"] > 0 for x in lines)
     assert not any(x["skipped"] or x["dropped"] for x in lines)

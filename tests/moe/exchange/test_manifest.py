@@ -1,4 +1,5 @@
-"""The manifest: every row exactly once, blocks by slot; what capacity mode drops."""
+"""Test the manifest: each row is sent exactly once, in blocks by slot, and capacity
+mode counts the rows that it drops."""
 
 import functools
 
@@ -28,7 +29,8 @@ ROWS_PER_PEER = 10  # capacity mode: two rows of one device to one slot
 
 @functools.cache
 def program(split: str, exchange: str):
-    """run(expert_wnk, placement): manifests with a leading device dim, drops, rows."""
+    """Return a layout and run(expert_wnk, placement), which returns manifests, drops,
+    rows and fullest pairs, all with a leading device dim."""
     layout = Layout(
         E, W, SLOTS, ROWS_PER_PEER, store="sharded", split=split, exchange=exchange
     )
@@ -46,15 +48,16 @@ def program(split: str, exchange: str):
 
 
 def choices(rng) -> np.ndarray:
-    """Distinct experts of each token, the first often expert 0; some choices empty."""
+    """Return distinct experts of each token; many tokens choose expert 0, and some
+    choices are empty."""
     chance_e = np.r_[5.0, 2.0, np.ones(E - 2)]
     noise = rng.gumbel(size=(W, N, E))
     expert_wnk = np.argsort(-(np.log(chance_e) + noise), axis=-1)[..., :K]
     return np.where(rng.random((W, N, K)) < 0.1, -1, expert_wnk).astype(np.int32)
 
 
-def case(seed: int, split: str, exchange: str = "exact"):
-    """Choices, slots, and each device's manifest and drops."""
+def run_case(seed: int, split: str, exchange: str = "exact"):
+    """Return choices, slots, and the results of `program` for a random case."""
     layout, run = program(split, exchange)
     expert_wnk, row_p = choices(np.random.default_rng(seed)), make_slots(seed, SLOTS)
     placement = Placement.from_plan(ExpertPlan(row_p[None], E), layout).layer(0)
@@ -62,7 +65,7 @@ def case(seed: int, split: str, exchange: str = "exact"):
 
 
 def blocks(sent: Manifest, me: int) -> list[np.ndarray]:
-    """Assignments that device `me` sends to each slot, in order."""
+    """Return the assignments that device `me` sends to each slot, in order."""
     ends_p = np.cumsum(sent.counts_up[me, me])
     return np.split(sent.assignment_a[me], ends_p)[:-1]
 
@@ -70,7 +73,7 @@ def blocks(sent: Manifest, me: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("split", ["even", "local_first"])
 def test_every_choice_is_sent_once_to_a_slot_of_its_expert(split):
     for seed in range(8):
-        expert_wnk, row_p, sent, dropped, _, _ = case(seed, split)
+        expert_wnk, row_p, sent, dropped, _, _ = run_case(seed, split)
         counts_we = (expert_wnk[..., None] == np.arange(E)).sum((1, 2)).astype(np.int32)
         assert not dropped.any()
         assert (sent.counts_up == quotas(counts_we, row_p, split)).all()
@@ -86,9 +89,10 @@ def test_every_choice_is_sent_once_to_a_slot_of_its_expert(split):
 
 @pytest.mark.parametrize("exchange", ["exact", "capacity"])
 def test_peer_and_place_find_each_choice_among_the_rows(exchange):
-    """place counts from where the peer's rows begin; -1 went nowhere."""
+    """Each choice's place counts from the first row of its peer; peer -1 means that the
+    row is not sent."""
     for seed in range(8):
-        _, _, sent, _, _, _ = case(seed, "even", exchange)
+        _, _, sent, _, _, _ = run_case(seed, "even", exchange)
         for me in range(W):
             peer_a, offset_a = sent.peer_nk[me].ravel(), sent.offset_nk[me].ravel()
             sent_a = np.flatnonzero(peer_a >= 0)
@@ -103,7 +107,7 @@ def test_peer_and_place_find_each_choice_among_the_rows(exchange):
 
 def test_all_devices_know_who_receives_how_much():
     for seed in range(4):
-        _, _, sent, _, rows_w, fullest_w = case(seed, "local_first")
+        _, _, sent, _, rows_w, fullest_w = run_case(seed, "local_first")
         assert (sent.counts_up == sent.counts_up[0]).all()
         pair_ww = sent.counts_up[0].reshape(W, W, SLOTS).sum(axis=2)
         assert np.array_equal(rows_w, pair_ww.sum(axis=0))
@@ -112,12 +116,16 @@ def test_all_devices_know_who_receives_how_much():
 
 @pytest.mark.parametrize("split", ["even", "local_first"])
 def test_capacity_drops_the_last_choices_and_counts_them(split):
-    """At most rows_per_slot from one device to one slot; of an expert's rows the first
-    stay: all first choices before any second one, then by token."""
+    """One device sends at most ROWS_PER_PEER // SLOTS rows to one slot, and the dropped
+    rows are counted.
+
+    The first rows of an expert are kept, in this order: all first choices before any
+    second choice, then by token.
+    """
     some_dropped = False
     for seed in range(8):
-        expert_wnk, _, sent, dropped, _, _ = case(seed, split, "capacity")
-        _, _, whole, _, _, _ = case(seed, split)
+        expert_wnk, _, sent, dropped, _, _ = run_case(seed, split, "capacity")
+        _, _, whole, _, _, _ = run_case(seed, split)
         limit = ROWS_PER_PEER // SLOTS
         assert (sent.counts_up == np.minimum(whole.counts_up, limit)).all()
         for me in range(W):
@@ -127,8 +135,8 @@ def test_capacity_drops_the_last_choices_and_counts_them(split):
             expert_a = expert_wnk[me].reshape(-1)
             kept_a = sent.peer_nk[me].reshape(-1) >= 0
             for expert in range(E):
-                of_expert = np.flatnonzero(expert_a == expert)
-                ranked = of_expert[np.lexsort((of_expert // K, of_expert % K))]
+                own_a = np.flatnonzero(expert_a == expert)
+                ranked = own_a[np.lexsort((own_a // K, own_a % K))]
                 is_kept = kept_a[ranked]
                 assert not (is_kept[1:] > is_kept[:-1]).any()
     assert some_dropped

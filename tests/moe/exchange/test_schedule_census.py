@@ -1,12 +1,13 @@
-"""What compiled layers send is what moejax.moe.exchange.schedules and .domains say, and
-what the selector reckons with: kinds, counts and sizes of collectives, forward and
-trained.
+"""Test that compiled layers send what the formulas of schedules and domains say.
+
+Kinds, counts and sizes of collectives, forward and backward, are compared with formulas
+and with the bytes that perf/choose_schedule.py predicts.
 
     n    tokens of a tensor group    T    rows of a full send buffer for them
     EP   owners of experts           w    devices of a collective
 
-Buffers hold every row, so that there are no later rounds. Integers, losses and the
-router's gradient are left out: of all floats here they alone are so few.
+Buffers hold every row, so that there are no later rounds. Collectives of at most FEW
+floats are left out: they carry integers, losses and the router's gradient.
 """
 
 import math
@@ -48,19 +49,21 @@ SIZES, ALONG = re.compile(r"'(\w+)'=(\d+)"), re.compile(r"'(\w+)'[,}]")
 
 
 class Sent(NamedTuple):
+    """Kind and size of one collective, and the number of devices in it."""
+
     kind: str
     elements: int
-    """As perf.calibration counts: what an all_to_all sends, what an all_gather
-    returns, what others take."""
+    """Number of floats as perf.calibration counts them: those that an all_to_all sends,
+    that an all_gather returns, and that other kinds take."""
     w: int
 
 
-def counted(compiled) -> Counter:
-    """How often each is sent; one device alone sends nothing."""
-    found = Counter()
+def count_collectives(compiled) -> Counter:
+    """Return how often a program runs each large collective of more than one device."""
+    counts = Counter()
     for arrays, kind, rest in LINE.findall(compiled.as_text()):
-        dims_of = [dims.split(",") for dims in FLOATS.findall(arrays)]
-        sizes = [math.prod(int(n) for n in dims if n) for dims in dims_of]
+        dims_of_arrays = [dims.split(",") for dims in FLOATS.findall(arrays)]
+        sizes = [math.prod(int(n) for n in dims if n) for dims in dims_of_arrays]
         if kind == "all-to-all":
             sizes = [sum(sizes)]
         if max(sizes, default=0) <= FEW:
@@ -68,39 +71,41 @@ def counted(compiled) -> Counter:
         mesh, along = re.search(
             r"replica_groups=mesh\[(.*?)\] (\{.*?\})", rest
         ).groups()
-        of_axis = dict(SIZES.findall(mesh))
-        w = math.prod(int(of_axis[axis]) for axis in ALONG.findall(along))
+        axis_sizes = dict(SIZES.findall(mesh))
+        w = math.prod(int(axis_sizes[axis]) for axis in ALONG.findall(along))
         for size in sizes if w > 1 else ():
             elements = w * size if kind == "reduce-scatter" else size
             if elements > FEW:
-                found[Sent(kind.replace("-", "_"), elements, w)] += 1
-    return found
+                counts[Sent(kind.replace("-", "_"), elements, w)] += 1
+    return counts
 
 
-def compiled(case: ConfiguredLayer) -> tuple:
-    """Forward alone, and forward and back."""
+def compile_both(case: ConfiguredLayer) -> tuple:
+    """Return the compiled forward pass, and the compiled forward and backward
+    passes."""
     args = on_mesh(case, home(case), operands(case.cfg.train.batch_size, "zipf"))
     return tuple(run.lower(*args).compile() for run in (case.forward, case.run))
 
 
 class Sizes(NamedTuple):
-    """What the formulas of a schedule take: MP, ESP, the expert axis and EP."""
+    """Arguments of a schedule's formulas: MP, ESP, the size of the expert axis, EP."""
 
     mp: int
     esp: int
     expert: int
     ep: int
     nd: int
-    """Tokens of a device, times the width."""
+    """Number of tokens of a tensor group, times the width."""
     rows_d: int
-    """Rows of its full buffers, times the width."""
+    """Number of rows of full buffers for these tokens, times the width."""
 
     @property
     def tokens(self) -> Sent:
+        """The gather of tokens over the tensor axis."""
         return Sent("all_gather", self.nd, self.mp)
 
     def rows(self) -> Counter:
-        """Rows out and home, to every shard at once."""
+        """Return the exchanges of rows, there and back, with every shard at once."""
         size = self.rows_d * self.esp // self.mp
         return Counter({Sent("all_to_all", size, self.ep * self.esp): 2})
 
@@ -124,7 +129,9 @@ def _s1h(s: Sizes) -> tuple[Counter, Counter]:
 
 def _local(s: Sizes) -> tuple[Counter, Counter]:
     tokens = Counter([Sent("all_reduce", s.nd, s.mp)])
-    one = EXPERTS // s.mp * WIDTH * HIDDEN  # of gate, up and down
+    one = (
+        EXPERTS // s.mp * WIDTH * HIDDEN
+    )  # one matrix of each expert: gate, up or down
     gathered, scattered = (
         Counter(Sent(kind, times * one, s.expert) for times in (1, 2))
         for kind in ("all_gather", "reduce_scatter")
@@ -140,19 +147,22 @@ def _base(s: Sizes) -> tuple[Counter, Counter]:
         {Sent("all_to_all", rows, s.ep): 2, Sent("all_reduce", rows, s.esp): 1}
     )
     forward = sent + Counter([Sent("all_gather", round(s.nd * part), s.esp)])
-    if outer > 1:  # back it is that of the split
+    if outer > 1:  # in the backward pass it is the transpose of the split
         forward[Sent("all_gather", s.nd, outer)] += 1
         sent[Sent("all_gather", s.nd, outer)] += 1
-    if inner > 1:  # of gradients, that owners' other devices took of their tokens
+    if inner > 1:  # gradients of the tokens that other devices of an owner took
         sent[Sent("all_gather", s.nd * inner, inner)] += 1
     return forward, sent
 
 
 SENT = {"base": _base, "s1": _s1, "s2": _s2, "s1h": _s1h, "local": _local}
-"""By the papers' formulas: what each schedule sends forward, and back."""
+"""For each schedule, the papers' formulas for what is sent forward and backward."""
 
 
-def sent_by(schedule: str, mp: int, esp: int, expert: int) -> tuple[Counter, Counter]:
+def expected_collectives(
+    schedule: str, mp: int, esp: int, expert: int
+) -> tuple[Counter, Counter]:
+    """Return the collectives of the forward pass and those of the backward pass."""
     ep, n = expert * mp // esp, BATCH * SEQ // expert
     return SENT[schedule](Sizes(mp, esp, expert, ep, n * WIDTH, ep * n * TOP_K * WIDTH))
 
@@ -172,13 +182,17 @@ GRID = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("mp", "esp", "expert", "schedule"), GRID)
 def test_schedules_send_what_their_formulas_say(mp, esp, expert, schedule):
-    """Nothing else of that size: no all_reduce comes of the tensor axis's split."""
+    """A layer runs the collectives of its schedule and no others of that size; the
+    predicted bytes are those of these collectives.
+
+    In particular the split over the tensor axis causes no all_reduce.
+    """
     case = make_case(cut(mp, esp, expert, schedule, batch=BATCH, **ALL_ROWS))
-    found, trained = map(counted, compiled(case))
-    forward, back = sent_by(schedule, mp, esp, expert)
-    assert found == forward
+    evaluated, trained = map(count_collectives, compile_both(case))
+    forward, back = expected_collectives(schedule, mp, esp, expert)
+    assert evaluated == forward
     scores = Counter()
-    if schedule == "base" and esp > mp:  # of each group's tokens, and logits
+    if schedule == "base" and esp > mp:  # scores and logits of each group's tokens
         groups = esp // mp
         size = BATCH * SEQ // expert * EXPERTS * groups
         scores[Sent("all_gather", size, groups)] = 2
@@ -211,10 +225,11 @@ DOMAINS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", DOMAINS)
 def test_domains_gather_experts_and_scatter_their_gradients(shared):
-    """Each of two arrays of weights over the slow axis first; rows between domains."""
+    """A domain gathers two arrays of weights, over the slow axis first, and rows travel
+    between domains; the backward pass scatters gradients."""
     mesh = Topology(dc=2, expert=4)
     case = make_case(config(mesh, group="dc_expert", domain=shared, **ALL_ROWS))
-    found, trained = map(counted, compiled(case))
+    evaluated, trained = map(count_collectives, compile_both(case))
     domains = 8 // math.prod(shared)
     forward, back = Counter(), Counter()
     if domains > 1:
@@ -228,5 +243,5 @@ def test_domains_gather_experts_and_scatter_their_gradients(shared):
             if w > 1:
                 forward[Sent("all_gather", elements, w)] += 1
                 back[Sent("reduce_scatter", elements, w)] += 1
-    assert found == forward
+    assert evaluated == forward
     assert trained == forward + back

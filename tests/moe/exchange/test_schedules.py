@@ -1,10 +1,12 @@
-"""Every order of collectives is the same layer: outputs, router losses, all gradients
-against moe/reference.py; and what a schedule may do otherwise.
+"""Test that the layer is the same under every schedule.
+
+Outputs, router losses and all gradients are compared with moe/reference.py. Only in
+capacity mode does a schedule change which rows are dropped.
 
     MP    devices of the tensor axis        ESP    expert shards (moejax.plan.parallel)
 
-Choices are given to the layer, so that one compiled layer serves all skews; buffers are
-small, so that later rounds run.
+The tests choose each token's experts, so that one compiled layer serves all skews.
+Buffers are small, so that later rounds run.
 """
 
 import jax.numpy as jnp
@@ -83,7 +85,8 @@ def test_one_round_equals_the_reference(mp, esp, expert, schedule):
     [(4, 2, 2, "s1h"), *(pytest.param(2, 2, 4, s, marks=ALSO) for s in SCHEDULES)],
 )
 def test_in_float64(doubles, mp, esp, expert, schedule):
-    """To 1e-12, router and combine too: nothing is rounded to float32."""
+    """In float64 the layer equals the reference to 1e-12, so that nothing is rounded to
+    float32, in router and combine either."""
     case = make_case(cut(mp, esp, expert, schedule), doubles)
     for skew in ("uniform", "zipf"):
         check(case, skew, dtype=doubles)
@@ -104,7 +107,8 @@ COPIES = {"offers_per_device": 4, "copies_per_device": 6}
     ],
 )
 def test_replicas_change_nothing(schedule, store, split, rows_per_peer):
-    """s1 and s1h have twice as many sources as owners: halves of a device's tokens."""
+    """The layer equals the reference with replicas too. s1 and s1h have twice as many
+    sources as owners, because each owner has two devices with half of the tokens."""
     changes = {"store": store, "split": split, "rows_per_peer": rows_per_peer}
     changes |= COPIES if store != "sharded" else {}
     case = make_case(cut(2, 2, 4, schedule, slots_per_device=6, **changes))
@@ -117,12 +121,14 @@ def test_replicas_change_nothing(schedule, store, split, rows_per_peer):
 @pytest.mark.slow
 @pytest.mark.parametrize("saved", [FULL, pytest.param(DISPATCH, marks=ALSO)], ids=str)
 def test_recomputed_layers_are_the_same(saved):
-    """When a layer saves what Model.remat = 'full' and 'dispatch' do."""
+    """A layer equals the reference if it saves only the arrays that Model.remat =
+    'full' or 'dispatch' saves."""
     check(make_case(cut(2, 2, 4, "s1h", **ALL_ROWS), saved=saved))
 
 
-def of_capacity(expert: int, rows_per_slot: int, **changes):
-    """Output, and how many choices were dropped, of a layer of this capacity."""
+def run_with_capacity(expert: int, rows_per_slot: int, **changes):
+    """Return the output and the number of dropped choices of a layer with a
+    capacity."""
     changes |= {"rows_per_peer": rows_per_slot * EXPERTS // expert}
     mesh = Topology(expert=expert, tensor=changes.get("expert_shards", 1))
     case = make_case(config(mesh, exchange="capacity", **changes))
@@ -137,12 +143,13 @@ def of_capacity(expert: int, rows_per_slot: int, **changes):
 @pytest.mark.long
 @pytest.mark.slow
 def test_which_rows_a_capacity_drops():
-    """s2 those that one device with all tokens of the tensor group would; s1 and s1h
-    those of as many devices with a part of them each, which are others."""
-    whole, num_whole = of_capacity(4, 4)
-    s2, num_s2 = of_capacity(4, 4, schedule="s2", expert_shards=2)
-    parts, num_parts = of_capacity(8, 2)
-    s1, num_s1 = of_capacity(4, 2, schedule="s1", expert_shards=2)
+    """In capacity mode s2 drops the rows that one device with all tokens of the tensor
+    group would drop. s1 drops those that several devices, each with a part of the
+    tokens, would drop, which are others."""
+    whole, num_whole = run_with_capacity(4, 4)
+    s2, num_s2 = run_with_capacity(4, 4, schedule="s2", expert_shards=2)
+    parts, num_parts = run_with_capacity(8, 2)
+    s1, num_s1 = run_with_capacity(4, 2, schedule="s1", expert_shards=2)
     assert 0 < num_whole == num_s2
     assert 0 < num_parts == num_s1
     assert_close((s2, s1), (whole, parts))
@@ -150,7 +157,8 @@ def test_which_rows_a_capacity_drops():
 
 
 def test_expert_choice_wants_whole_sequences():
-    """It chooses among the tokens of one, which s1 may cut."""
+    """Expert choice chooses among the tokens of one sequence, so that s1 refuses to cut
+    sequences."""
     router = Router(kind="expert_choice", allow_expert_choice_in_decoder=True)
     case = make_case(cut(4, 4, 2, "s1", router=router))
     x_btd, _ = operands(6, "zipf")

@@ -1,4 +1,4 @@
-"""Transports: what moves where, and who declines."""
+"""Test the transports: where rows arrive, and on which devices a transport declines."""
 
 import types
 from functools import partial
@@ -26,8 +26,9 @@ DEVICES, ROWS, WIDTH = 8, 3, 2
 EIGHT = Topology(expert=DEVICES)
 
 
-def exchanged(transport, rows, counts_ww, topology=EIGHT, axes=(EXPERT,)):
-    """rows [sender, receiver, row, d] through one transport on eight devices."""
+def make_exchange(transport, rows, counts_ww, topology=EIGHT, axes=(EXPERT,)):
+    """Return a jitted exchange of rows [sender, receiver, row, d] by one transport on
+    eight devices, and its arguments."""
     mesh = make_mesh(topology)
 
     def body(rows_wcd, count_w, incoming_w):
@@ -38,7 +39,8 @@ def exchanged(transport, rows, counts_ww, topology=EIGHT, axes=(EXPERT,)):
     return jax.jit(run), (rows, counts_ww, counts_ww.T)
 
 
-def case():
+def random_rows():
+    """Return random rows [sender, receiver, row, d] and the counts that are valid."""
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(DEVICES, DEVICES, ROWS, WIDTH)).astype(np.float32)
     counts_ww = rng.integers(0, ROWS + 1, (DEVICES, DEVICES)).astype(np.int32)
@@ -46,8 +48,8 @@ def case():
 
 
 def test_padded_swaps_sender_and_receiver():
-    rows, counts_ww = case()
-    run, args = exchanged(padded, rows, counts_ww)
+    rows, counts_ww = random_rows()
+    run, args = make_exchange(padded, rows, counts_ww)
     assert np.array_equal(run(*args), rows.swapaxes(0, 1))
 
 
@@ -60,11 +62,11 @@ def test_padded_swaps_sender_and_receiver():
     ],
 )
 def test_hierarchical_is_padded_over_one_axis_after_the_other(topology, axes):
-    """Bit for bit; gradients too, by the transpose of each."""
-    rows, counts_ww = case()
+    """Results and gradients equal those of the padded transport bit for bit."""
+    rows, counts_ww = random_rows()
     results = []
     for transport in (hierarchical, padded):
-        run, args = exchanged(transport, rows, counts_ww, topology, axes)
+        run, args = make_exchange(transport, rows, counts_ww, topology, axes)
         out, pull = jax.vjp(lambda rows, run=run, args=args: run(rows, *args[1:]), rows)
         results.append((out, *pull(2 * out + 1)))
     jax.tree.map(np.testing.assert_array_equal, *results)
@@ -72,14 +74,14 @@ def test_hierarchical_is_padded_over_one_axis_after_the_other(topology, axes):
 
 
 def test_local_is_the_identity():
-    rows = case()[0][0]
+    rows = random_rows()[0][0]
     assert local(rows, None, None, EXPERT) is rows
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_ragged_lowers_for_cuda(pass_):
-    """Both ways are ragged, and no dense all_to_all is left."""
-    run, args = exchanged(ragged, *case())
+    """Forward and backward use ragged exchanges, and no dense all_to_all."""
+    run, args = make_exchange(ragged, *random_rows())
     if pass_ == "backward":
         forward = run
         run = jax.jit(jax.grad(lambda *args: jnp.sum(forward(*args) ** 2)))

@@ -1,5 +1,8 @@
-"""From rows per slot to rows from each source: both margins exact, pairs about as full
-as one another, rows at home as far as round 0 carries them."""
+"""Test the function that turns rows per slot into rows from each source to each slot.
+
+Sums over sources and over slots are exact. Pairs of devices are about equally full.
+Rows stay at home as far as round 0 carries them.
+"""
 
 import functools
 
@@ -14,16 +17,17 @@ from moejax.plan.layout import Layout
 from tests.support.split_cases import CASES, E
 
 ROOM = 2**30
-"""More rows than any source has for a peer."""
+"""Rows per peer that no source exceeds."""
 
 
 @functools.cache
 def compiled(layout: Layout):
+    """Return `deal` for a layout, jitted."""
     return jax.jit(functools.partial(deal, layout=layout))
 
 
-def dealt(counts_we, row_p, rows_p, rows_per_peer: int) -> np.ndarray:
-    """Rows from each source to each slot by number, [w, p]."""
+def run_deal(counts_we, row_p, rows_p, rows_per_peer: int) -> np.ndarray:
+    """Return the rows from each source to each slot, [w, p]."""
     w, e = counts_we.shape
     layout = Layout(e, w, len(row_p) // w, rows_per_peer, store="sharded")
     placement = Placement.from_plan(ExpertPlan(row_p[None], e).validate(layout), layout)
@@ -36,8 +40,8 @@ def dealt(counts_we, row_p, rows_p, rows_per_peer: int) -> np.ndarray:
 
 
 def any_rows(counts_we: np.ndarray, row_p: np.ndarray, seed: int) -> np.ndarray:
-    """Split each expert's load over its devices at random; a second slot on a device
-    gets nothing."""
+    """Return rows per slot that split each expert's load over its devices at random; a
+    second slot of an expert on one device gets none."""
     rng, rows_p = np.random.default_rng(seed), np.zeros(len(row_p), np.int64)
     device_p = np.arange(len(row_p)) // (len(row_p) // len(counts_we))
     for expert, load in enumerate(counts_we.sum(axis=0)):
@@ -49,10 +53,10 @@ def any_rows(counts_we: np.ndarray, row_p: np.ndarray, seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("rows_per_peer", [8, ROOM])
-def test_both_margins_are_exact(rows_per_peer):
+def test_sums_over_sources_and_over_slots_are_exact(rows_per_peer):
     for seed, (row_p, counts_we) in enumerate(CASES):
         rows_p = any_rows(counts_we, row_p, seed)
-        quota_wp = dealt(counts_we, row_p, rows_p, rows_per_peer)
+        quota_wp = run_deal(counts_we, row_p, rows_p, rows_per_peer)
         assert quota_wp.min() >= 0
         assert np.array_equal(quota_wp.sum(axis=0), rows_p)
         for expert in range(E):
@@ -61,20 +65,20 @@ def test_both_margins_are_exact(rows_per_peer):
 
 
 def test_with_room_rows_stay_at_home():
-    """As many as are there and the replica takes; no other split of the same rows per
-    slot leaves more at home."""
+    """The rows that stay are the minimum of those on the device and those that its
+    replica takes, which no split of the same rows per slot can exceed."""
     device_p = np.arange(len(CASES[0][0])) // 5
     for seed, (row_p, counts_we) in enumerate(CASES):
         rows_p = any_rows(counts_we, row_p, seed)
-        quota_wp = dealt(counts_we, row_p, rows_p, ROOM)
+        quota_wp = run_deal(counts_we, row_p, rows_p, ROOM)
         here_p = counts_we[device_p, np.maximum(row_p, 0)]
         stays_p = quota_wp[device_p, np.arange(len(row_p))]
         assert np.array_equal(stays_p, np.minimum(here_p, rows_p))
 
 
 def test_one_hot_expert_on_half_of_the_devices_fills_pairs_evenly():
-    """Every source has as much for each of its replicas, to the rounding, and keeps no
-    more at home than its round 0 carries."""
+    """Every source sends about the same number of rows to each replica, and keeps no
+    more at home than round 0 carries."""
     w, rows = 16, 1024
     counts_we = np.zeros((w, w), np.int32)
     counts_we[:, 0] = rows
@@ -82,7 +86,9 @@ def test_one_hot_expert_on_half_of_the_devices_fills_pairs_evenly():
     row_ws[:, 0] = np.arange(w)
     row_ws[1:8, 1] = 0
     rows_p = np.where(row_ws.reshape(-1) == 0, w * rows // 8, 0)
-    pair_ww = dealt(counts_we, row_ws.reshape(-1), rows_p, 256).reshape(w, w, 2).sum(2)
+    pair_ww = (
+        run_deal(counts_we, row_ws.reshape(-1), rows_p, 256).reshape(w, w, 2).sum(2)
+    )
     away_ww = np.where(np.eye(w, dtype=bool), 0, pair_ww)
     assert pair_ww.max() <= 256
     assert (np.diagonal(pair_ww)[:8] > rows // 8).all()

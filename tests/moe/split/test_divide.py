@@ -1,4 +1,5 @@
-"""Splits on a device against the planner's float model, and laws that counts obey."""
+"""Compare splits on a device with the planner's model in floats, and test laws that
+counts obey."""
 
 import numpy as np
 import pytest
@@ -8,12 +9,12 @@ from moejax.perf.traffic import rows_by_slot
 from tests.support.split_cases import CASES, E, W, make_counts, quotas
 
 STATIC = [split for split in SPLITS if split != "dynamic"]
-"""Those that leave the plan's replicas as they are."""
+"""Splits that do not change the plan's replicas."""
 
 
 @pytest.mark.parametrize("split", ["even", "local_first"])
-def test_device_deals_whole_rows_of_what_the_planner_reckons(split):
-    """Each source's quota is the float share, rounded up or down."""
+def test_device_rounds_the_shares_of_the_planner(split):
+    """Each source's quota is the planner's share, rounded up or down."""
     for row_p, counts_we in CASES:
         quota_wp = quotas(counts_we, row_p, split)
         share_wp = rows_by_slot(counts_we.astype(float), row_p, W, split)
@@ -33,13 +34,14 @@ def test_no_row_is_lost_and_none_invented(split):
 
 
 def test_even_is_even_over_all_sources_too():
-    """To one row, however many sources there are: roundings do not add up."""
+    """Replicas of an expert differ by at most one row in total, so that the roundings
+    of several sources do not add up."""
     for row_p, counts_we in CASES:
         quota_wp = quotas(counts_we, row_p, "even")
         for expert in range(E):
-            of_expert_wr = quota_wp[:, row_p == expert]
-            assert np.ptp(of_expert_wr, axis=1).max() <= 1
-            assert np.ptp(of_expert_wr.sum(axis=0)) <= 1
+            quota_wr = quota_wp[:, row_p == expert]
+            assert np.ptp(quota_wr, axis=1).max() <= 1
+            assert np.ptp(quota_wr.sum(axis=0)) <= 1
 
 
 def test_local_rows_stay_and_the_others_are_shared_evenly():
@@ -50,12 +52,12 @@ def test_local_rows_stay_and_the_others_are_shared_evenly():
             slots = np.flatnonzero(row_p == expert)
             is_here_wr = device_p[slots] == np.arange(W)[:, None]
             has_w = is_here_wr.any(axis=1)
-            of_expert_wr = quota_wp[:, slots]
-            assert not of_expert_wr[has_w][~is_here_wr[has_w]].any()
+            quota_wr = quota_wp[:, slots]
+            assert not quota_wr[has_w][~is_here_wr[has_w]].any()
             for source in np.flatnonzero(has_w):
-                assert np.ptp(of_expert_wr[source, is_here_wr[source]]) <= 1
+                assert np.ptp(quota_wr[source, is_here_wr[source]]) <= 1
             if not has_w.all():
-                assert np.ptp(of_expert_wr[~has_w].sum(axis=0)) <= 1
+                assert np.ptp(quota_wr[~has_w].sum(axis=0)) <= 1
 
 
 def test_without_replicas_all_splits_are_the_plan():

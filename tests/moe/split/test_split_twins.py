@@ -1,5 +1,8 @@
-"""What a device computes of water-filling and of dynamic replication is what their
-definitions in NumPy say, bit for bit: paths, bounds and copies included."""
+"""Compare water-filling and dynamic replication on a device with their definitions in
+NumPy, bit for bit.
+
+Bounds and tables of copies are compared too.
+"""
 
 import functools
 
@@ -18,6 +21,7 @@ from tests.support.replica_loads import replicated, ring, scattered, zipf
 
 
 def by_slot(value_q, slot_q) -> np.ndarray:
+    """Return values of slots sorted by expert in the order of slots."""
     value_p = np.empty_like(np.asarray(value_q))
     value_p[np.asarray(slot_q)] = np.asarray(value_q)
     return value_p
@@ -31,31 +35,31 @@ def test_water_filling_with_its_paths(e, w, s):
     fill = jax.jit(functools.partial(moe_water.fill, layout=layout))
     for seed in range(24):
         rng = np.random.default_rng(seed)
-        make = (
+        row_p = (
             scattered(rng, e, w, s) if seed % 2 else replicated(rng, e, w, s * w // e)
-        )
-        row_p = make.astype(np.int32)
+        ).astype(np.int32)
         load_e = zipf(rng, e, 1000 * w, rng.uniform(0, 2))
         check_filling(fill, layout, load_e, row_p, tolerance=int(rng.choice([0, 0, 5])))
 
 
 def check_filling(fill, layout, load_e, row_p, tolerance: int):
-    """Equal to the definition; how many paths it took."""
+    """Assert that water-filling equals its definition; return the number of paths."""
     plan = ExpertPlan(row_p[None], layout.num_experts).validate(layout)
     placement = Placement.from_plan(plan, layout).layer(0)
-    found = fill(
+    result = fill(
         jnp.asarray(load_e, jnp.int32), placement, tolerance=jnp.int32(tolerance)
     )
     expected = water_filling.fill(load_e, row_p, layout.num_devices, tolerance)
-    assert np.array_equal(by_slot(found.rows_q, placement.slot_lq), expected.rows_p)
-    assert int(found.bound) == expected.bound
-    assert int(found.sweeps) == expected.sweeps
-    return int(found.paths)
+    assert np.array_equal(by_slot(result.rows_q, placement.slot_lq), expected.rows_p)
+    assert int(result.bound) == expected.bound
+    assert int(result.sweeps) == expected.sweeps
+    return int(result.paths)
 
 
 @pytest.mark.slow
 def test_a_ring_needs_many_paths():
-    """Each device shares an expert with the next alone, and the load is a wave."""
+    """Water-filling needs many paths if each device shares experts with its neighbours
+    alone and the load is a wave."""
     load_e, row_p, w = ring()
     layout = Layout(len(load_e), w, len(row_p) // w, 8, store="sharded",
                     split="water_filling")  # fmt: skip
@@ -93,7 +97,7 @@ def test_dynamic_replication_with_its_tables(w, own, offers, copies):
 
 
 def assert_copies(placement, owned_e, layout: Layout) -> None:
-    """Each slot is filled from an own expert, or from a copy of an owner's offer."""
+    """Assert that each full slot gets an own expert, or a copy of an owner's offer."""
     w, own = layout.num_devices, layout.experts_per_device
     row_ws = np.asarray(placement.slot_to_expert_lp).reshape(w, -1)
     owned_wi = owned_e.reshape(w, own)
@@ -106,5 +110,5 @@ def assert_copies(placement, owned_e, layout: Layout) -> None:
                 assert expert == owned_wi[device, fill]
             else:
                 offer = int(placement.want_lwc[device, fill - own])
-                owner, place = divmod(offer, layout.offers_per_device)
-                assert expert == owned_wi[owner, placement.offer_lwo[owner, place]]
+                owner, index = divmod(offer, layout.offers_per_device)
+                assert expert == owned_wi[owner, placement.offer_lwo[owner, index]]

@@ -1,6 +1,8 @@
-"""An MoE layer under water-filling and dynamic replication: the function is that of the
-definition, the fullest device is at the certified bound, and every device decides
-the same, bit for bit."""
+"""Test an MoE layer under water-filling and dynamic replication.
+
+The layer equals the reference, the fullest device is at the certified bound, and every
+device computes the same split bit for bit.
+"""
 
 import dataclasses
 import functools
@@ -59,7 +61,7 @@ CASES = [
 
 
 def split_layout(topology: Topology, axes, store: str, split: str, **changes) -> Layout:
-    """Return a layout with twice the slots of a device's own experts."""
+    """Return a layout in which each device has two slots per own expert."""
     own = EXPERTS // (topology.expert * (topology.data if axes == MERGED else 1))
     copies = {} if store == "sharded" else {"copies_per_device": own}
     sizes = {"slots_per_device": 2 * own, "split": split, **copies}
@@ -67,8 +69,8 @@ def split_layout(topology: Topology, axes, store: str, split: str, **changes) ->
 
 
 def split_plan(layout: Layout) -> ExpertPlan:
-    """Return two replicas of each expert; for dynamic replication permuted owners
-    alone."""
+    """Return a plan with two replicas of each expert; for dynamic replication, a plan
+    with permuted owners and no replicas."""
     if layout.split == "dynamic":
         owned_le = random_owners(np.random.default_rng(0), EXPERTS, 1)
         return owners_alone(layout, owned_le)
@@ -90,9 +92,12 @@ def test_the_layer_is_its_definition_and_the_fullest_device_at_its_bound(
 
 
 @functools.cache
-def decided(split: str, rows_per_peer: int):
-    """Return run(expert_nk, placement): each device's counts, certificate and copies,
-    and the fullest pair with the rows that buffers must have."""
+def make_split(split: str, rows_per_peer: int):
+    """Return run(expert_nk, placement) and a placement.
+
+    The function returns each device's counts, certified bound and copies, the rows of
+    the fullest pair, and the rows that buffers must have.
+    """
     layout = split_layout(EIGHT, ALONE, "transient", split)
     layout = dataclasses.replace(layout, rows_per_peer=rows_per_peer)
     mesh = make_mesh(EIGHT)
@@ -101,8 +106,8 @@ def decided(split: str, rows_per_peer: int):
     def body(expert_nk, placement):
         sent, used = manifest(expert_nk, placement, mesh_layout)
         pairs = fullest_pair(sent, layout), pair_to_fit(sent, layout)
-        found = (sent.counts_up, sent.bound, used, *pairs)
-        return jax.tree.map(lambda leaf: varying_alike(leaf, expert_nk)[0][None], found)
+        out = (sent.counts_up, sent.bound, used, *pairs)
+        return jax.tree.map(lambda leaf: varying_alike(leaf, expert_nk)[0][None], out)
 
     spec = P(BATCH_AXES)
     run = jax.shard_map(body, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
@@ -117,12 +122,12 @@ def many_choices(seed: int) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_large_buffers_are_not_taken_for_needed():
-    """Rows stay at home while a buffer has room; the fullest pair that is reported, for
-    buffers to fit, is the same for one that is four times as large."""
+def test_large_buffers_do_not_raise_the_size_that_is_reported_as_needed():
+    """The size that buffers need does not grow in a buffer that is four times as large,
+    although more rows stay at home there."""
     reported = []
     for rows_per_peer in (32, 128):
-        run, placement = decided("water_filling", rows_per_peer)
+        run, placement = make_split("water_filling", rows_per_peer)
         *_, pair_w, fit_w = jax.device_get(run(many_choices(0), placement))
         reported.append((pair_w[0], fit_w[0]))
     (small, small_fit), (large, large_fit) = reported
@@ -133,18 +138,19 @@ def test_large_buffers_are_not_taken_for_needed():
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["water_filling", "dynamic"])
 def test_every_device_decides_the_same(split):
-    """Bit for bit: who sends how much where, the certificate, and the copies."""
-    run, placement = decided(split, 32)
+    """Counts, certified bound and copies are the same bit for bit on all devices."""
+    run, placement = make_split(split, 32)
     for seed in range(3):
-        found = jax.device_get(run(many_choices(seed), placement))
-        for leaf in jax.tree.leaves(found):
+        results = jax.device_get(run(many_choices(seed), placement))
+        for leaf in jax.tree.leaves(results):
             assert (leaf == leaf[0]).all()
             assert len(leaf) == 8
 
 
 @pytest.mark.slow
 def test_the_fused_split_is_one_kernel_in_the_layer():
-    """Lowered for CUDA: with it no loop over colors is left; forward and backward."""
+    """A train step lowered for CUDA contains the fused kernel once, forward and
+    backward together."""
     layout = split_layout(EIGHT, ALONE, "resident", "water_filling", fused_split=True)
     mesh, step, params = make_layer(EIGHT, layout)
     x_btd = jnp.zeros(PULL_BTD.shape, jnp.float32, device=sharding(mesh, BATCH_AXES))
@@ -154,7 +160,8 @@ def test_the_fused_split_is_one_kernel_in_the_layer():
 
 
 def assert_bounds(sums, layout: Layout, plan: ExpertPlan) -> None:
-    """In each group: rows computed, the certificate, and the exact optimum."""
+    """Assert that each group's fullest device is at the certified bound, and that the
+    bound is at most the exact optimum."""
     w = layout.num_devices
     for rows_w, bound_w, load_we in zip(
         sums.rows.reshape(-1, w),
@@ -168,30 +175,31 @@ def assert_bounds(sums, layout: Layout, plan: ExpertPlan) -> None:
             assert rows_w.max() == bound == -(-total // w)
             assert np.ptp(rows_w) <= 1
         else:
-            found = densest(plan.slot_to_expert_lp[0], load_we.sum(axis=0), w)
-            optimum = int(np.ceil(found.rows / found.is_in_w.sum()))
+            dense = densest(plan.slot_to_expert_lp[0], load_we.sum(axis=0), w)
+            optimum = int(np.ceil(dense.rows / dense.is_in_w.sum()))
             assert bound <= optimum
             assert rows_w.max() <= bound + (-(-total // w) >> 9)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("store", ["filled", "dynamic"])
-def test_a_split_is_saved_and_not_made_again_under_remat(store):
-    """The backward pass of a train step gathers no counts and solves nothing."""
-    found = [solved(store, remat) for remat in ("none", "full")]
-    assert found[0] == found[1]
-    assert found[0]["all_gather"] > 0
-    assert (found[0]["while"] > 0) == (store == "filled")
+def test_a_split_is_saved_and_not_computed_again_under_remat(store):
+    """The backward pass of a train step gathers no counts and solves no split."""
+    counts = [count_splits(store, remat) for remat in ("none", "full")]
+    assert counts[0] == counts[1]
+    assert counts[0]["all_gather"] > 0
+    assert (counts[0]["while"] > 0) == (store == "filled")
 
 
-def solved(store: str, remat: str) -> dict[str, int]:
-    """Gathers of the manifest, and loops of water-filling, in a traced train step."""
+def count_splits(store: str, remat: str) -> dict[str, int]:
+    """Return how many gathers of the manifest and loops of water-filling a traced train
+    step runs."""
     traced = trace_train_step(make_model(store, "float32", remat=remat))
-    found = {"all_gather": 0, "while": 0}
+    counts = {"all_gather": 0, "while": 0}
     for eqn, times in equations(traced.jaxpr):
         scope, name = str(eqn.source_info.name_stack), eqn.primitive.name
         if name == "while" and "water" in scope:
-            found["while"] += times
+            counts["while"] += times
         if name.startswith("all_gather") and "manifest" in scope:
-            found["all_gather"] += times
-    return found
+            counts["all_gather"] += times
+    return counts

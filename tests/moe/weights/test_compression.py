@@ -1,6 +1,8 @@
-"""Compression of moved experts: what is chosen, what travels, what comes back.
+"""Test the compression of experts that a domain gathers.
 
-The domain is 2 x 2 of the devices (dc, expert), and data is not of it.
+The tests cover which entries are chosen, which bytes are sent, and what receivers
+decode. The domain has 2 x 2 devices on the axes (dc, expert); the data axis is not part
+of it.
 """
 
 import re
@@ -34,22 +36,23 @@ decode = jax.jit(compression.decode)
 @pytest.mark.parametrize("blocks", [1, BLOCKS])
 def test_the_largest_differences_of_each_block_are_sent(blocks):
     target_ex, base_ex, k = weights(0), weights(1), 8
-    target_ex[0], base_ex[0] = 1, 0  # equals: the first are taken
+    target_ex[0], base_ex[0] = 1, 0  # all differences are equal: the first are taken
     packed = encode(target_ex, base_ex, k, "float32", blocks)
-    apart_ebx = np.abs(target_ex - base_ex).reshape(ALL, blocks, -1)
-    order_ebx = np.argsort(-apart_ebx, axis=-1, kind="stable")
-    place_ebk = order_ebx[..., : k // blocks]
-    index_ek = place_ebk + np.arange(blocks)[:, None] * (SIZE // blocks)
+    difference_ebx = np.abs(target_ex - base_ex).reshape(ALL, blocks, -1)
+    order_ebx = np.argsort(-difference_ebx, axis=-1, kind="stable")
+    in_block_ebk = order_ebx[..., : k // blocks]
+    index_ek = in_block_ebk + np.arange(blocks)[:, None] * (SIZE // blocks)
     assert np.array_equal(packed.index_ek, index_ek.reshape(ALL, k))
     decoded_ex = decode(base_ex, packed)
-    tail_ebx = np.sort(apart_ebx, axis=-1)[..., : (SIZE - k) // blocks]
+    tail_ebx = np.sort(difference_ebx, axis=-1)[..., : (SIZE - k) // blocks]
     error_e = np.linalg.norm(target_ex - decoded_ex, axis=1)
     assert_close(error_e, np.linalg.norm(tail_ebx, axis=(1, 2)))
 
 
 @pytest.mark.parametrize("value_dtype", COMMUNICATION)
 def test_all_entries_are_the_target(value_dtype):
-    """From zeros, as the wire rounds it."""
+    """With all entries sent and a base of zeros, a receiver decodes the target, rounded
+    to the dtype that is sent."""
     target_ex, zeros_1x = weights(0), jnp.zeros((1, SIZE))
     packed = encode(target_ex, zeros_1x, SIZE, value_dtype)
     expected_ex = jnp.asarray(target_ex).astype(value_dtype).astype(jnp.float32)
@@ -74,8 +77,12 @@ def test_entries_are_the_most_that_fit(size, ratio):
 
 @pytest.mark.parametrize("value_dtype", COMMUNICATION)
 @pytest.mark.parametrize("size", [SIZE, 2**16, 2**16 + 2])
-def test_words_are_what_wire_bytes_says(value_dtype, size):
-    """Places 2 ** 15 and above, too, in two bytes; and in four where they need it."""
+def test_a_message_has_the_size_that_wire_bytes_returns(value_dtype, size):
+    """Values and indices survive packing, and the message has the computed size.
+
+    Indices take two bytes from 256 entries on, also if they are 2 ** 15 or more, and
+    four bytes if two are not enough.
+    """
     num, k, itemsize = 2, 8, jnp.dtype(value_dtype).itemsize
     for blocks in (1, 2):
         base_ex = np.zeros((num, size), np.float32)
@@ -102,24 +109,29 @@ def test_experts_are_the_same_again():
     assert np.array_equal(back["down"], down_efd)
 
 
-def test_the_mean_leaves_the_least():
-    """Among shared bases; and is the mean of all, where experts are split."""
+def test_the_mean_is_the_best_shared_base():
+    """`shared_mean` returns the mean over the experts of all devices, which has the
+    smallest sum of squared differences to them."""
     w_sx = weights(0)
     mean = partial(compression.shared_mean, group=DOMAIN)
     mean_1x = on_devices(mean, P(DOMAIN), P())(w_sx)
     assert_close(mean_1x, w_sx.mean(axis=0, keepdims=True))
-    least = np.sum((w_sx - mean_1x) ** 2)
+    min_error = np.sum((w_sx - mean_1x) ** 2)
     for seed in range(3):
         other_1x = mean_1x + 0.01 * weights(seed, 1)
-        assert least < np.sum((w_sx - other_1x) ** 2)
+        assert min_error < np.sum((w_sx - other_1x) ** 2)
 
 
 @pytest.mark.parametrize(("value_dtype", "base_dtype"), [
     ("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"),
 ])  # fmt: skip
 def test_sender_and_receiver_track_the_same(value_dtype, base_dtype):
-    """Over steps of moving weights: every member holds the same bits, and those of an
-    owner that never looks at the wire; compiled each in its own way."""
+    """Over 30 steps of changing weights, every member tracks the same bits as the
+    owner, who never receives anything.
+
+    A third computation without a compiled loop gives the same bits, so that they do not
+    depend on how a program is compiled.
+    """
     k, steps = 8, 30
 
     def body(w_tex, base_sx):
@@ -143,64 +155,73 @@ def test_sender_and_receiver_track_the_same(value_dtype, base_dtype):
     assert len(shards) == 8
     assert all(np.array_equal(shard, own_sx) for shard in shards)
     base_sx = zeros_sx
-    for w_sx in w_tsx:  # op by op: no compiler sees two of them at once
+    for w_sx in w_tsx:  # one operation at a time, so that none are fused
         packed = compression.encode(w_sx, base_sx, k, value_dtype, BLOCKS)
         base_sx = compression.decode(base_sx, packed)
     assert np.array_equal(own_sx, base_sx)
-    error, moved = np.abs(w_tsx[-1] - own_sx).sum(), np.abs(w_tsx[-1]).sum()
-    assert error < moved / 2  # it follows
+    error, total = np.abs(w_tsx[-1] - own_sx).sum(), np.abs(w_tsx[-1]).sum()
+    assert error < total / 2  # the tracked weights follow
 
 
-def test_what_stands_still_is_reached():
-    """In ceil(size / k) steps exactly where values travel whole, and to half a
-    bfloat16's last place of the largest difference where they are rounded; in few more,
-    to all that a bfloat16 base can hold."""
+def test_constant_weights_are_reached():
+    """The tracked weights reach constant weights in ceil(size / k) steps.
+
+    They are equal if values are sent in float32. In bfloat16 they are within half a
+    unit in the last place of the largest difference. After as many steps again, a
+    bfloat16 base equals the weights rounded to bfloat16.
+    """
     k, size = 7, SIZE
     whole_ex = np.random.default_rng(0).integers(-9, 9, (ALL, size)).astype(np.float32)
     w_ex, zeros_ex = weights(0), np.zeros((ALL, size), np.float32)
 
-    def after(steps, w_ex, base_ex, value_dtype):
+    def track(steps, w_ex, base_ex, value_dtype):
         for _ in range(steps):
             packed = encode(w_ex, base_ex, k, value_dtype)
             base_ex = decode(base_ex, packed)
         return base_ex
 
     sweep = -(-size // k)
-    assert np.array_equal(after(sweep, whole_ex, zeros_ex, "float32"), whole_ex)
-    assert not np.array_equal(after(sweep - 1, whole_ex, zeros_ex, "float32"), whole_ex)
-    near_ex = after(sweep, w_ex, zeros_ex, "bfloat16")
+    assert np.array_equal(track(sweep, whole_ex, zeros_ex, "float32"), whole_ex)
+    assert not np.array_equal(track(sweep - 1, whole_ex, zeros_ex, "float32"), whole_ex)
+    near_ex = track(sweep, w_ex, zeros_ex, "bfloat16")
     max_e1 = np.abs(w_ex).max(axis=1, keepdims=True)
     assert np.all(np.abs(near_ex - w_ex) <= max_e1 * 2.0**-9)
-    held_ex = after(2 * sweep, w_ex, zeros_ex.astype(jnp.bfloat16), "bfloat16")
-    assert np.array_equal(held_ex, w_ex.astype(jnp.bfloat16))
+    rounded_ex = track(2 * sweep, w_ex, zeros_ex.astype(jnp.bfloat16), "bfloat16")
+    assert np.array_equal(rounded_ex, w_ex.astype(jnp.bfloat16))
 
 
-def loss_of(w_sx, x_nx):
-    """Every device's, of its own rows x and all experts of the domain."""
+def total_loss(w_sx, x_nx):
+    """Return the sum over all devices of a loss of each device's own rows x and all
+    experts of the domain."""
     y_ns = jnp.tanh(x_nx @ w_sx.T)
     return jax.lax.psum(jnp.sum(y_ns**2), ("dc", "data", "expert"))
 
 
-def all_gathered(own_ex):
+def gather_all(own_ex):
+    """Return the experts of all members of the domain, without compression."""
     own_ex = jax.lax.pcast(own_ex, "data", to="varying")
     return jax.lax.all_gather(own_ex, DOMAIN, tiled=True)
 
 
 def test_the_gradient_is_that_of_an_all_gather():
-    """And so is the value, where W~ is W: bit for bit. Where it is not, own experts
-    are exact still, the others' decoded; nothing flows to base and entries."""
+    """The gradient of compressed experts is that of a plain all_gather.
+
+    If the tracked experts equal the weights, the gathered values are equal bit for bit.
+    Otherwise a device's own experts are exact and the others are decoded ones. Base and
+    entries have no gradient.
+    """
     w_sx, x_nx, k = weights(0), weights(1, 16), 8
 
     def run(own_ex, packed, base_sx, x_nx):
         def compressed(own_ex, base_sx, value_ek):
             entries = packed.replace(value_ek=value_ek)
             held_sx = compression.gather(own_ex, entries, base_sx, DOMAIN)
-            return loss_of(held_sx, x_nx), held_sx
+            return total_loss(held_sx, x_nx), held_sx
 
         args = (own_ex, base_sx, packed.value_ek)
         grads, held_sx = jax.grad(compressed, (0, 1, 2), has_aux=True)(*args)
-        expected = jax.grad(lambda own_ex: loss_of(all_gathered(own_ex), x_nx))(own_ex)
-        return *grads, held_sx[None], expected
+        expected = jax.grad(lambda own_ex: total_loss(gather_all(own_ex), x_nx))
+        return *grads, held_sx[None], expected(own_ex)
 
     shard = P(DOMAIN)
     step = on_devices(run, (shard, shard, P(), ROWS), (shard, P(), shard, shard, shard))
@@ -222,8 +243,9 @@ def test_the_gradient_is_that_of_an_all_gather():
         assert np.array_equal(held_sx, expected_sx)
 
 
-def test_one_buffer_travels_along_each_axis():
-    """Of exactly `wire_bytes` per sender; gradients back by reduce-scatter alone."""
+def test_one_buffer_is_gathered_along_each_axis():
+    """Each sender's buffer has exactly `wire_bytes` bytes; gradients return by
+    reduce-scatter alone."""
     k, shard = 8, P(DOMAIN)
 
     def run(own_ex, packed, base_1x, d_sx):

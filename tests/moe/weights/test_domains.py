@@ -1,7 +1,8 @@
-"""Domains change where experts are computed, and nothing else: the layer against
-moe/reference.py, devices against the paper's Algorithm 1, and where parameters rest.
+"""Test that domains change only where experts are computed.
 
-HybridEP, arXiv 2510.19470. Levels are mesh axes, the slowest first.
+The layer is compared with moe/reference.py, the members of domains with Algorithm 1 of
+the paper (HybridEP, arXiv 2510.19470), and the shardings of parameters between domains.
+Levels are mesh axes, the slowest first.
 """
 
 import dataclasses
@@ -47,14 +48,16 @@ GRID = [
 
 
 def domain_config(mesh: Topology, shared: tuple[int, int], **changes):
-    """Small buffers: later rounds run between domains."""
+    """Return a configuration with a domain and with small buffers, so that later rounds
+    run between domains."""
     return config(mesh, group="dc_expert", domain=shared, rows_per_peer=4, **changes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "shared", "changes"), GRID)
 def test_every_domain_equals_the_reference(mesh, shared, changes):
-    """Whoever owns the experts; masters rest over data where there is one."""
+    """The layer equals the reference under the home plan and under random owners;
+    float32 master parameters are split over the data axis if there is one."""
     case, rng = (
         make_case(domain_config(mesh, shared, **changes)),
         np.random.default_rng(0),
@@ -67,6 +70,7 @@ def test_every_domain_equals_the_reference(mesh, shared, changes):
 
 
 def divisors(number: int) -> list[int]:
+    """Return the divisors of a number in ascending order."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
@@ -78,8 +82,8 @@ EVERY = [
 ]
 
 
-def place(device: int, sizes) -> tuple[int, ...]:
-    """Location renumbering, section 4.2: an index for each level."""
+def level_indices(device: int, sizes) -> tuple[int, ...]:
+    """Return a device's index at each level (location renumbering, section 4.2)."""
     index = []
     for size in sizes[::-1]:
         index.append(device % size)
@@ -88,12 +92,15 @@ def place(device: int, sizes) -> tuple[int, ...]:
 
 
 def links(sizes, shared, *, checks_prefix: bool = True) -> list[dict[str, set]]:
-    """Ordered pairs of devices by level and kind. Algorithm 1 wants equal indices at
-    later levels; as it is printed, not at earlier ones."""
+    """Return the ordered pairs of devices that communicate, by level and kind.
+
+    Algorithm 1 wants equal indices at later levels. `checks_prefix` also wants equal
+    indices at earlier levels, which the algorithm as printed does not.
+    """
     devices = range(math.prod(sizes))
-    found = [{"gather": set(), "rows": set()} for _ in sizes]
+    pairs = [{"gather": set(), "rows": set()} for _ in sizes]
     for m, n in itertools.permutations(devices, 2):
-        x, y = place(m, sizes), place(n, sizes)
+        x, y = level_indices(m, sizes), level_indices(n, sizes)
         for level, size in enumerate(shared):
             if x[level + 1 :] != y[level + 1 :]:
                 continue
@@ -103,17 +110,17 @@ def links(sizes, shared, *, checks_prefix: bool = True) -> list[dict[str, set]]:
                 divmod(z[level], size) for z in (x, y)
             )
             if domain_x == domain_y and offset_x != offset_y:
-                found[level]["gather"].add((m, n))
+                pairs[level]["gather"].add((m, n))
             if domain_x != domain_y and offset_x == offset_y:
-                found[level]["rows"].add((m, n))
-    return found
+                pairs[level]["rows"].add((m, n))
+    return pairs
 
 
-def reached(device: int, kind: str, found) -> Counter:
-    """Devices that are reached by a link of this kind or none at each level, and in how
-    many ways."""
+def count_ways(device: int, kind: str, pairs) -> Counter:
+    """Return in how many ways each device is reached from `device`, with at most one
+    link of this kind at each level."""
     ways = Counter([device])
-    for level in found:
+    for level in pairs:
         steps = Counter(ways)
         for m, n in level[kind]:
             steps[n] += ways[m]
@@ -123,48 +130,56 @@ def reached(device: int, kind: str, found) -> Counter:
 
 @pytest.mark.parametrize(("sizes", "shared"), EVERY)
 def test_domains_are_those_of_algorithm_1(sizes, shared):
-    """Experts reach all of a domain; rows the same place in every domain."""
-    found, members = links(sizes, shared), Domain(sizes, shared).members()
+    """Experts reach all devices of a domain; rows reach the devices with the same index
+    in every domain."""
+    pairs, members = links(sizes, shared), Domain(sizes, shared).members()
     for domain in members:
         for device in domain:
-            assert reached(device, "gather", found) == Counter(domain)
+            assert count_ways(device, "gather", pairs) == Counter(domain)
     for same in zip(*members):
         for device in same:
-            assert reached(device, "rows", found) == Counter(same)
+            assert count_ways(device, "rows", pairs) == Counter(same)
         assert domain == sorted(domain)
     assert sorted(itertools.chain(*members)) == list(range(math.prod(sizes)))
 
 
 @pytest.mark.parametrize(("sizes", "shared"), EVERY)
 def test_every_row_meets_its_expert_at_one_device(sizes, shared):
-    """And each pair of devices has at most one link; as many as Table VII says."""
-    found, num_devices = links(sizes, shared), math.prod(sizes)
-    kinds = [kind for level in found for kind in level.values()]
+    """A row and its expert meet at exactly one device.
+
+    Each pair of devices has at most one link, and the number of links is that of
+    Table VII.
+    """
+    pairs, num_devices = links(sizes, shared), math.prod(sizes)
+    kinds = [kind for level in pairs for kind in level.values()]
     assert len(set().union(*kinds)) == sum(map(len, kinds))
-    for level, size, s in zip(found, sizes, shared):
+    for level, size, s in zip(pairs, sizes, shared):
         assert len(level["gather"]) == num_devices * (s - 1)
         assert len(level["rows"]) == num_devices * (size // s - 1)
     for source, owner in itertools.product(range(num_devices), repeat=2):
-        rows, experts = reached(source, "rows", found), reached(owner, "gather", found)
+        rows = count_ways(source, "rows", pairs)
+        experts = count_ways(owner, "gather", pairs)
         assert sum(rows[device] * experts[device] for device in rows) == 1
 
 
 def test_algorithm_1_as_printed_links_devices_of_other_data_centres():
-    """Figure 8, 4 x 4 devices in domains of 2 x 4: without equal indices at earlier
-    levels, level 1 gathers across them, and experts come many times."""
+    """Without equal indices at earlier levels, level 1 gathers across data centres, and
+    experts arrive several times (Figure 8: 4 x 4 devices in domains of 2 x 4)."""
     sizes, shared = (4, 4), (2, 4)
     right, printed = links(sizes, shared), links(sizes, shared, checks_prefix=False)
     assert [len(level["gather"]) for level in right] == [16, 48]
     assert len(printed[1]["gather"]) == 192
-    assert max(reached(0, "gather", printed).values()) > 1
-    of_5 = [{kind: {n for m, n in pairs if m == 5} for kind, pairs in level.items()}
-            for level in right]  # fmt: skip
-    assert of_5 == [{"gather": {1}, "rows": {13}}, {"gather": {4, 6, 7}, "rows": set()}]
+    assert max(count_ways(0, "gather", printed).values()) > 1
+    peers = [{kind: {n for m, n in pairs if m == 5} for kind, pairs in level.items()}
+             for level in right]  # fmt: skip
+    expected = [{"gather": {1}, "rows": {13}}, {"gather": {4, 6, 7}, "rows": set()}]
+    assert peers == expected
 
 
 @pytest.mark.parametrize("mesh", [PLAIN, DATA, TENSOR])
-def test_owners_and_their_masters_stay_whatever_the_domain(mesh):
-    """Shardings of the whole state, moments too."""
+def test_owners_and_shardings_are_the_same_for_every_domain(mesh):
+    """Owners and the shardings of the whole state, moments included, do not depend on
+    the domain."""
     dispatch = dataclasses.replace(SMALL.dispatch, group="dc_expert")
     states = []
     for shared in itertools.product(divisors(mesh.dc), divisors(mesh.expert)):
@@ -186,6 +201,7 @@ DC_EXPERT = {"axes": ("dc", "expert"), "num_devices": 8, **OWNED}
 
 
 def init(cfg) -> None:
+    """Make the abstract state of a run, which checks its configuration."""
     optimizer = make_optimizer(cfg.optimizer, cfg.train.num_steps)
     abstract_state(resolve(cfg, build_mesh(cfg.mesh)), optimizer)
 
@@ -195,7 +211,10 @@ def init(cfg) -> None:
     [
         (lambda: domain_config(PLAIN, (2, 3)), ["(2, 3)", "divisor", "use (2, 1)"]),
         (lambda: domain_config(PLAIN, (0, 1)), ["(0, 1)", "divisor"]),
-        (lambda: config(PLAIN, domain=(2, 1)), ["(2, 1)", "dc axis", "'dc_expert'", "(1, 1)"]),
+        (
+            lambda: config(PLAIN, domain=(2, 1)),
+            ["(2, 1)", "dc axis", "dc_expert", "(1, 1)"],
+        ),
         (
             lambda: config(
                 Topology(data=2, expert=4), group="data_expert", domain=(1, 2)

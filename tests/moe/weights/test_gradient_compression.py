@@ -1,6 +1,7 @@
-"""Gradients of a domain's experts as entries: what arrives, what is kept, what travels.
+"""Test the compression of the gradients of a domain's experts.
 
-The domain is that of test_compress: 2 x 2 of the devices (dc, expert).
+The tests cover what arrives, what stays in the residual, and which bytes are sent. The
+domain has 2 x 2 devices on the axes (dc, expert), as in test_compression.py.
 """
 
 import functools
@@ -29,9 +30,12 @@ from tests.support.compressed_domain import (
 
 
 @functools.cache
-def scattered_on_devices(k, value_dtype, blocks=1):
-    """Return scatter_layer(gradients, residuals) for all members at once: arguments
-    [w, s, x], results [s, x] and [w, s, x]."""
+def scatter_on_devices(k, value_dtype, blocks=1):
+    """Return `scatter_layer` for all members at once.
+
+    The function takes gradients and residuals [w, s, x]. It returns the owners'
+    gradients [s, x] and the new residuals [w, s, x].
+    """
 
     def body(grad_wsx, residual_wsx):
         sizes = (k, DOMAIN, value_dtype, blocks)
@@ -43,8 +47,12 @@ def scattered_on_devices(k, value_dtype, blocks=1):
 
 @pytest.mark.parametrize("value_dtype", COMMUNICATION)
 def test_gradients_that_stay_behind_come_later(value_dtype):
-    """Over steps, what arrived and what is kept are the sum of all gradients: exactly,
-    for they are integers in float64. Own gradients never wait."""
+    """After several steps the gradients that arrived plus the residuals are the sum of
+    all gradients.
+
+    The sums are exact, because the gradients are integers in float64. A device has no
+    residual for its own experts.
+    """
     steps, k = 5, 8
     grads = np.random.default_rng(0).integers(-999, 999, (steps, MEMBERS, ALL, SIZE))
 
@@ -67,7 +75,7 @@ def test_gradients_that_stay_behind_come_later(value_dtype):
     assert np.array_equal(total_sx, grads.sum(axis=(0, 1)))
     residual_wwex = residual_wsx.reshape(MEMBERS, MEMBERS, OWN, SIZE)
     assert np.all(np.any(residual_wwex, axis=(2, 3)) == ~np.eye(MEMBERS, dtype=bool))
-    others_wex = grads[0, :-1, -OWN:]  # what all but the last owner send it first
+    others_wex = grads[0, :-1, -OWN:]  # the others' first gradients of the last owner
     zeros_1x = np.zeros((1, SIZE), np.float32)
     expected_ex = grads[0, -1, -OWN:].astype(np.float32)
     for other_ex in others_wex:
@@ -81,8 +89,8 @@ def test_all_entries_of_gradients_are_a_reduce_scatter():
 
     def body(grad_wsx):
         zeros_sx = jnp.zeros_like(grad_wsx[0])
-        own, kept = scatter_layer(grad_wsx[0], zeros_sx, SIZE, DOMAIN, "float32")
-        return own, kept[None]
+        own, residual = scatter_layer(grad_wsx[0], zeros_sx, SIZE, DOMAIN, "float32")
+        return own, residual[None]
 
     own_sx, residual_wsx = on_devices(body, P(DOMAIN), (P(DOMAIN),) * 2)(grad_wsx)
     assert_close(own_sx, grad_wsx.sum(axis=0))
@@ -91,10 +99,11 @@ def test_all_entries_of_gradients_are_a_reduce_scatter():
 
 @pytest.mark.parametrize("value_dtype", COMMUNICATION)
 @pytest.mark.parametrize("power", [-60, -17, 9])
-def test_gradients_of_any_size_travel_alike(value_dtype, power):
-    """Far below the smallest 8-bit float: the same entries, scaled."""
+def test_gradients_of_any_size_are_sent_alike(value_dtype, power):
+    """Scaling all gradients by a power of two scales the results exactly, also far
+    below the smallest 8-bit float."""
     grad_wsx = weights(0, MEMBERS * ALL).reshape(MEMBERS, ALL, SIZE)
-    run = scattered_on_devices(8, value_dtype, BLOCKS)
+    run = scatter_on_devices(8, value_dtype, BLOCKS)
     zeros_wsx = np.zeros_like(grad_wsx)
     own_sx, residual_wsx = run(grad_wsx, zeros_wsx)
     scaled = run(grad_wsx * np.float32(2.0**power), zeros_wsx)
@@ -103,21 +112,23 @@ def test_gradients_of_any_size_travel_alike(value_dtype, power):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_shows_wherever_it_is(bad):
-    """In what arrives or in what is kept, sent or not: a step can tell."""
-    run = scattered_on_devices(4, "float8_e5m2", BLOCKS)
+def test_values_that_are_not_finite_are_never_lost(bad):
+    """A NaN or infinity is in the gradients that arrive or in the residuals, whether it
+    was sent or not, so that a step can detect it."""
+    run = scatter_on_devices(4, "float8_e5m2", BLOCKS)
     for seed in range(4):
-        member, expert, place = np.random.default_rng(seed).integers((4, ALL, SIZE))
+        member, expert, index = np.random.default_rng(seed).integers((4, ALL, SIZE))
         grad_wsx = weights(seed, MEMBERS * ALL).reshape(MEMBERS, ALL, SIZE)
-        grad_wsx[member, expert, place] = bad
+        grad_wsx[member, expert, index] = bad
         own_sx, residual_wsx = run(grad_wsx, np.zeros_like(grad_wsx))
         assert not (np.isfinite(own_sx).all() and np.isfinite(residual_wsx).all())
 
 
 def test_one_buffer_goes_to_every_member():
-    """Entries and a scale of each expert; nothing else travels."""
+    """One all-to-all carries the entries and a scale of each expert; there is no other
+    collective."""
     k, shape = 8, (MEMBERS, ALL, SIZE)
-    run = scattered_on_devices(k, "bfloat16", BLOCKS)
+    run = scatter_on_devices(k, "bfloat16", BLOCKS)
     text = run.lower(np.zeros(shape), np.zeros(shape)).compile().as_text()
     kinds = r"= (.*?) (all-[\w-]+|reduce-scatter|collective-\S*?)\("
     ((arrays, kind),) = re.findall(kinds, text)

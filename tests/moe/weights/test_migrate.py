@@ -1,5 +1,8 @@
-"""Moves of masters and moments: NumPy's permutation, bit for bit, in bounded rounds;
-and from expert to hidden width and back."""
+"""Test the moves of float32 master parameters and moments between owners.
+
+A move equals a permutation in NumPy bit for bit, and runs in bounded rounds. Resharding
+from experts to hidden width and back changes no value.
+"""
 
 import functools
 import re
@@ -19,7 +22,7 @@ from tests.support.close import are_same_bits
 from tests.support.random_plans import random_owners
 
 L, E, WIDTH, HIDDEN, TOPOLOGY = 12, 12, 4, 16, Topology(data=2, expert=4)
-NAMES = [*EXPERT_PARAMS, *EXPERT_PARAMS]  # masters, and moments that are shaped alike
+NAMES = [*EXPERT_PARAMS, *EXPERT_PARAMS]  # parameters, and moments of the same shapes
 BY_EXPERT = {
     "gate_edf": P(None, "expert", None, "data"),
     "up_edf": P(None, "expert", None, "data"),
@@ -33,7 +36,7 @@ BY_WIDTH = {
 
 
 def arrays() -> list[np.ndarray]:
-    """Any bits at all: infinities and every kind of NaN too."""
+    """Return float32 arrays of random bits, which include infinities and NaNs."""
     rng = np.random.default_rng(0)
     shapes = dict.fromkeys(EXPERT_PARAMS, (L, E, WIDTH, HIDDEN))
     shapes["down_efd"] = (L, E, HIDDEN, WIDTH)
@@ -42,23 +45,25 @@ def arrays() -> list[np.ndarray]:
 
 
 def on_devices(mesh, leaves, specs):
-    places = [NamedSharding(mesh, specs[name]) for name in NAMES]
-    return jax.device_put(leaves, places)
+    """Return arrays placed on the mesh, sharded by `specs`."""
+    shardings = [NamedSharding(mesh, specs[name]) for name in NAMES]
+    return jax.device_put(leaves, shardings)
 
 
-def lie(leaves, specs) -> bool:
-    """Whether they are split as these say."""
-    places = [NamedSharding(leaves[0].sharding.mesh, specs[name]) for name in NAMES]
-    return all(x.sharding.is_equivalent_to(p, 4) for x, p in zip(leaves, places))
+def are_sharded(leaves, specs) -> bool:
+    """Return whether arrays are sharded by `specs`."""
+    shardings = [NamedSharding(leaves[0].sharding.mesh, specs[name]) for name in NAMES]
+    return all(x.sharding.is_equivalent_to(s, 4) for x, s in zip(leaves, shardings))
 
 
 def owners(seed: int, num_experts: int = E, num_layers: int = L) -> np.ndarray:
+    """Return random owners, as experts in the order of owners, int32 [l, e]."""
     return random_owners(np.random.default_rng(seed), num_experts, num_layers)
 
 
 @functools.cache
 def programs():
-    """The mesh, and the compiled move and reshards."""
+    """Return the mesh, and the traced and the compiled move and reshards."""
     mesh = make_mesh(TOPOLOGY)
     mesh_layout = on_mesh(mesh, Layout.home(E, TOPOLOGY.expert, 8))
     leaves = on_devices(mesh, arrays(), BY_EXPERT)
@@ -80,7 +85,8 @@ def programs():
     return mesh, traced, {name: t.lower().compile() for name, t in traced.items()}
 
 
-def moved(leaves, old_le: np.ndarray, new_le: np.ndarray):
+def run_moves(leaves, old_le: np.ndarray, new_le: np.ndarray):
+    """Return arrays after they have moved from the old owners to the new ones."""
     mesh, _, compiled = programs()
     for rounds in exchanges(old_le, new_le, TOPOLOGY.expert):
         leaves = compiled["move"](leaves, everywhere(rounds, mesh))
@@ -88,8 +94,10 @@ def moved(leaves, old_le: np.ndarray, new_le: np.ndarray):
 
 
 def after_each_round(owned_le: np.ndarray, rounds: Rounds, num_devices: int):
-    """Owners after each round, as its tables say: a device sends and takes at most one
-    expert."""
+    """Yield the owners after each round, computed from the tables of the round.
+
+    In each round a device sends at most one expert and takes at most one.
+    """
     owned_le = owned_le.copy()
     own = owned_le.shape[1] // num_devices
     for r in range(rounds.count):
@@ -126,7 +134,8 @@ def test_owners_are_a_permutation_after_every_round(num_experts, num_devices):
 
 
 def test_move_is_the_permutation_of_all_arrays():
-    """Many rounds, several calls; layers differ."""
+    """A move of many rounds and several calls equals a permutation that differs between
+    layers."""
     mesh, _, _ = programs()
     layer_l1, old_le = np.arange(L)[:, None], owners(5)
     logical = arrays()
@@ -134,42 +143,47 @@ def test_move_is_the_permutation_of_all_arrays():
         new_le = owners(seed)
         assert len(list(exchanges(old_le, new_le, TOPOLOGY.expert))) > 1
         leaves = [leaf[layer_l1, old_le] for leaf in logical]
-        leaves = moved(on_devices(mesh, leaves, BY_EXPERT), old_le, new_le)
+        leaves = run_moves(on_devices(mesh, leaves, BY_EXPERT), old_le, new_le)
         assert are_same_bits(leaves, [leaf[layer_l1, new_le] for leaf in logical])
-        assert lie(leaves, BY_EXPERT)
+        assert are_sharded(leaves, BY_EXPERT)
 
 
 def test_there_and_back_is_the_identity():
     mesh, _, _ = programs()
-    there = moved(on_devices(mesh, arrays(), BY_EXPERT), owners(1), owners(2))
-    assert are_same_bits(moved(there, owners(2), owners(1)), arrays())
+    there = run_moves(on_devices(mesh, arrays(), BY_EXPERT), owners(1), owners(2))
+    assert are_same_bits(run_moves(there, owners(2), owners(1)), arrays())
 
 
 def test_reshard_changes_where_values_lie_and_none_of_them():
     mesh, _, compiled = programs()
     wide = compiled["sharded"](on_devices(mesh, arrays(), BY_EXPERT))
     assert are_same_bits(wide, arrays())
-    assert lie(wide, BY_WIDTH)
+    assert are_sharded(wide, BY_WIDTH)
     back = compiled["owned"](wide)
     assert are_same_bits(back, arrays())
-    assert lie(back, BY_EXPERT)
+    assert are_sharded(back, BY_EXPERT)
 
 
 @pytest.mark.parametrize("name", ["move", "sharded", "owned"])
 def test_nothing_is_gathered(name):
-    """Compiled here, and lowered for CUDA: a move scatters and gathers slices of all
-    arrays at once, a change of store exchanges each; there is no other collective."""
+    """Programs compiled for the CPU and lowered for CUDA have no collective but
+    all-to-all.
+
+    A move scatters and gathers slices of all arrays at once, with two exchanges. A
+    change of store exchanges each array.
+    """
     _, traced, compiled = programs()
     collective = r"= \S.* (all-[a-z-]+|reduce-scatter|collective-[a-z-]+)\("
-    found = re.findall(collective, compiled[name].as_text())
-    assert set(found) == {"all-to-all"}
+    kinds = re.findall(collective, compiled[name].as_text())
+    assert set(kinds) == {"all-to-all"}
     text = traced[name].lower(lowering_platforms=("cuda",)).as_text()
-    found = re.findall(r"stablehlo\.(all_\w+|reduce_scatter|collective_\w+)", text)
-    assert found == ["all_to_all"] * (2 if name == "move" else len(NAMES))
+    kinds = re.findall(r"stablehlo\.(all_\w+|reduce_scatter|collective_\w+)", text)
+    assert kinds == ["all_to_all"] * (2 if name == "move" else len(NAMES))
 
 
-def test_a_move_needs_little_room():
-    """Arrays are updated where they lie; beside them is room for a layer on its way."""
+def test_a_move_needs_little_memory():
+    """Arrays are updated in place, and temporary memory is less than a third of the
+    state."""
     memory = programs()[2]["move"].memory_analysis()
     state_bytes = sum(leaf.nbytes for leaf in arrays()) // TOPOLOGY.num_devices
     assert memory.alias_size_in_bytes == state_bytes

@@ -1,5 +1,8 @@
-"""Every store under every plan is the same function: slots and their gradients by
-definition, an MoE layer against moe/reference.py, and the tables of copies."""
+"""Test that every store computes the same function under every plan.
+
+Slots and their gradients are compared with their definition, an MoE layer with
+moe/reference.py, and the tables of copies with the plan.
+"""
 
 import dataclasses
 import functools
@@ -29,6 +32,7 @@ from tests.support.random_plans import odd_plans, random_plan
 
 
 def plans_for(layout: Layout, num_random: int) -> list[ExpertPlan]:
+    """Return odd plans, if the store can have them, and random plans of one layer."""
     rng = np.random.default_rng(1)
     odd = [] if layout.store == "owned" else odd_plans(layout, 1).values()
     return [*odd, *(random_plan(rng, layout, 1) for _ in range(num_random))]
@@ -39,7 +43,8 @@ TOPOLOGY = MESHES["data2_expert4"]
 
 @functools.cache
 def make_slots(layout: Layout, dtype: str):
-    """run(masters, placement, d_slots) -> slots, gradients of the masters."""
+    """Return run(master_params, placement, d_slots) -> slots, gradients of
+    master_params."""
     mesh_layout = on_mesh(make_mesh(TOPOLOGY), layout)
 
     def run(master_params, placement, d_slots):
@@ -55,7 +60,8 @@ def make_slots(layout: Layout, dtype: str):
 
 
 def slots_case(layout: Layout, plan: ExpertPlan):
-    """Masters in logical order, placement and gradients of slots, at random."""
+    """Return random float32 master parameters in logical order, the plan's placement,
+    and random gradients of slots."""
     rng, p = np.random.default_rng(0), layout.num_slots
     master_params = {
         name: rng.normal(size=shape).astype(np.float32)
@@ -73,7 +79,7 @@ def slots_case(layout: Layout, plan: ExpertPlan):
 
 
 def slots_run(layout, plan, dtype, master_params, placement, d_slots):
-    """Slots, and gradients in logical order, NumPy."""
+    """Return the slots, and the gradients in logical order, as NumPy arrays."""
     owned_e = plan.owned_le[0]
     master_params = {name: leaf[owned_e] for name, leaf in master_params.items()}
     run = make_slots(layout, dtype)
@@ -84,8 +90,12 @@ def slots_run(layout, plan, dtype, master_params, placement, d_slots):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("store", ["owned", "resident", "sharded"])
 def test_slots_hold_their_experts_and_replicas_are_summed(store, dtype):
-    """Slots bit for bit, zeros where they are empty; gradients of empty ones go
-    nowhere. ('transient' and 'resident' are one function here.)"""
+    """Slots hold the bits of their experts, and zeros if they are empty; gradients of
+    replicas are summed.
+
+    Gradients of empty slots are ignored. 'transient' and 'resident' are one function
+    here.
+    """
     layout = layer_layout(TOPOLOGY, store)
     for plan in plans_for(layout, 4):
         master_params, placement, d_slots = slots_case(layout, plan)
@@ -112,8 +122,9 @@ def test_slots_hold_their_experts_and_replicas_are_summed(store, dtype):
 
 @pytest.mark.parametrize("store", ["owned", "resident", "sharded"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_is_not_finite_in_one_replica_reaches_its_expert(store, value):
-    """A sum that hid it would let a step go wrong unseen."""
+def test_a_gradient_that_is_not_finite_reaches_its_expert(store, value):
+    """A NaN or infinity in the gradient of one replica stays in the sum, so that the
+    step is skipped."""
     layout = layer_layout(TOPOLOGY, store)
     for plan in plans_for(layout, 2):
         master_params, placement, d_slots = slots_case(layout, plan)
@@ -151,8 +162,9 @@ def test_later_rounds_carry_rows_to_replicas_too(store):
     assert max(rounds) > 1
 
 
-def by_definition(row_p, owned_e, num_devices):
-    """[w, e]: a device has a slot of an expert whose owner is another."""
+def defined_copies(row_p, owned_e, num_devices):
+    """Return [w, e]: whether a device has a slot of an expert that another device
+    owns."""
     slots, own = len(row_p) // num_devices, len(owned_e) // num_devices
     return [
         [
@@ -165,7 +177,8 @@ def by_definition(row_p, owned_e, num_devices):
 
 
 def random_case(rng):
-    """Any row, any owners, 8 experts on 4 devices of 3 slots."""
+    """Return random slots and owners of 8 experts on 4 devices with 3 slots each, and
+    their layout."""
     row_p = rng.permutation(np.r_[np.arange(8), rng.integers(-1, 8, 4)])
     layout = Layout(8, 4, 3, 8, store="transient", offers_per_device=2,
                     copies_per_device=3)  # fmt: skip
@@ -176,13 +189,14 @@ def test_copied_is_held_but_not_owned():
     rng = np.random.default_rng(0)
     for _ in range(20):
         row_p, owned_e, _ = random_case(rng)
-        assert find_copies(row_p, owned_e, 4).tolist() == by_definition(
+        assert find_copies(row_p, owned_e, 4).tolist() == defined_copies(
             row_p, owned_e, 4
         )
 
 
-def filled(tables: CopyTables, owned_e, layout: Layout) -> np.ndarray:
-    """The expert in every slot, following the tables as the device does."""
+def follow_tables(tables: CopyTables, owned_e, layout: Layout) -> np.ndarray:
+    """Return the expert in every slot, found by following the tables as a device
+    does."""
     own_we = owned_e.reshape(layout.num_devices, -1)
     offered = [
         e_x[o] if o >= 0 else -1
@@ -204,7 +218,7 @@ def test_copy_tables_fill_every_slot_with_its_expert():
         assert all(table.dtype == np.int32 for table in tables)
         assert tables.offer_wo.shape == (4, 2)
         assert tables.want_wc.shape == (4, 3)
-        assert np.array_equal(filled(tables, owned_e, layout), row_p)
+        assert np.array_equal(follow_tables(tables, owned_e, layout), row_p)
         needs = ExpertPlan(row_p[None], 8, owned_e[None]).needs(4)
         assert (tables.offer_wo >= 0).sum(axis=1).max(initial=0) == needs.offers
         assert (tables.want_wc >= 0).sum(axis=1).max(initial=0) == needs.copies

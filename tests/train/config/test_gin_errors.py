@@ -1,4 +1,5 @@
-"""The wrapper around gin refuses what is wrong: one line, its place, a valid name."""
+"""Test that the wrapper around gin refuses wrong files with one line that has the place
+of the error and, where there is one, a valid name."""
 
 import pathlib
 import re
@@ -9,7 +10,7 @@ import pytest
 from train.config.gin_reader import ConfigError, load
 from train.config.names import convert
 
-# What a file says, the line that is to blame, and what the message must hold.
+# Text of a file, the number of the wrong line, and a part of the message.
 WRONG = [
     ("Trian.num_steps = 5", 1, "no class Trian; nearest is Train"),
     ("train.num_steps = 5", 1, "no class train; nearest is Train"),
@@ -89,7 +90,7 @@ WRONG = [
     ("include 'bed.gin'", 1, "bad.gin"),
     ("include 'bad.gin'", 1, "includes in a circle"),
     ("include 3", 1, "Expected file path as string"),
-    # Rules of the dataclasses, blamed on the line that bound what they name.
+    # Rules of the dataclasses; the message names the line that bound the field.
     ("Train.seed = 1\nTrain.num_steps = 0", 2, "num_steps=0 must be at least 1"),
     ("Train.seed=1\nModel.num_kv_heads=3", 2, "num_heads=4 must be a multiple of"),
     (
@@ -231,7 +232,7 @@ def test_convert_refuses(value: object, kind: object, fragment: str) -> None:
 
 
 def refusal(files: list[pathlib.Path], params: list[str] | None = None) -> str:
-    """The one line with which `load` refuses."""
+    """Return the message with which `load` refuses; it is one line."""
     with pytest.raises(ConfigError) as caught:
         load(files, params or [])
     message = str(caught.value)

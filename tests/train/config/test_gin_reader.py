@@ -1,4 +1,4 @@
-"""The wrapper around gin reads what it accepts as gin does, and runs nothing."""
+"""Test that the wrapper around gin reads valid files as gin does, and runs no code."""
 
 import ast
 import dataclasses
@@ -115,7 +115,7 @@ def test_render_of_what_is_changed_leaves_defaults_out() -> None:
     assert load([], [text]) == config
 
 
-def test_loads_of_one_process_do_not_know_of_each_other(tmp_path: pathlib.Path) -> None:
+def test_loads_in_one_process_are_independent(tmp_path: pathlib.Path) -> None:
     tiny = [ROOT / "configs" / "tiny_cpu.gin"]
     first = load(tiny, ["Train.seed = 5"])
     for param in ("SEED = 3", "Train.seed = 'x'", "Train.seed = 3 4"):
@@ -214,8 +214,8 @@ def test_load_is_quick_and_needs_no_jax() -> None:
         start_sec = time.process_time()
         from train.config.gin_reader import load
         load(["configs/skewed_cpu.gin"], ["Train.num_steps = 5"])
-        took_sec = time.process_time() - start_sec
-        print(json.dumps({"took_sec": took_sec, "modules": sorted(sys.modules)}))
+        load_sec = time.process_time() - start_sec
+        print(json.dumps({"load_sec": load_sec, "modules": sorted(sys.modules)}))
     """
     run = subprocess.run(
         [sys.executable, "-c", script],
@@ -225,5 +225,5 @@ def test_load_is_quick_and_needs_no_jax() -> None:
         check=True,
     )
     result = json.loads(run.stdout)
-    assert result["took_sec"] < 2
+    assert result["load_sec"] < 2
     assert not {"jax", "jaxlib", "flax"} & set(result["modules"])

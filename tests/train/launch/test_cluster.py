@@ -1,4 +1,5 @@
-"""A table of environments, and which process of a run each one describes."""
+"""Test which process of a run an environment describes, from a table of
+environments."""
 
 import subprocess
 import sys
@@ -51,7 +52,7 @@ def test_it_imports_without_jax():
         dict.fromkeys(OURS, ""),
     ],
 )
-def test_one_process_has_no_place(environ):
+def test_one_process_has_no_process_info(environ):
     assert detect(environ) is None
     assert detect(environ, Flags()) is None
 
@@ -124,7 +125,7 @@ def test_flags_come_before_the_environment():
 
 
 @pytest.mark.parametrize(
-    ("environ", "flags", "said"),
+    ("environ", "flags", "words"),
     [
         (
             {},
@@ -159,10 +160,11 @@ def test_flags_come_before_the_environment():
         (MPI5, None, "set MOEJAX_COORDINATOR=HOST:PORT"),
     ],
 )
-def test_what_is_half_set_or_contradictory_is_refused_in_one_line(environ, flags, said):
+def test_incomplete_or_contradictory_settings_are_refused(environ, flags, words):
+    """The message is one line that names the variables or flags."""
     with pytest.raises(ValueError) as refusal:
         detect(environ, flags)
-    assert said in str(refusal.value)
+    assert words in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
@@ -183,13 +185,13 @@ def test_node_lists_expand(node_list, hosts):
 @pytest.mark.parametrize(
     "text", ["", "n[", "n]", "n[]", "n[a]", "a,,b", ",a", "a,", "a b"]
 )
-def test_what_is_no_node_list_is_refused(text):
+def test_a_text_that_is_no_node_list_is_refused(text):
     with pytest.raises(ValueError, match="not a list of hosts"):
         expand_hosts(text)
 
 
 @pytest.mark.parametrize(
-    ("coordinator", "is_so"),
+    ("coordinator", "expected"),
     [
         ("127.0.0.1:80", True),
         ("127.3.2.1", True),
@@ -203,5 +205,5 @@ def test_what_is_no_node_list_is_refused(text):
         ("[fe80::1]:80", False),
     ],
 )
-def test_loopback(coordinator, is_so):
-    assert is_loopback(coordinator) == is_so
+def test_loopback(coordinator, expected):
+    assert is_loopback(coordinator) == expected

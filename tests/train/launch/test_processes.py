@@ -1,4 +1,7 @@
-"""Several processes are one run: like one process, whoever dies, stops or leaves."""
+"""Test that several processes are one run, with the results of one process.
+
+Processes are killed, stopped and restarted, and their number changes.
+"""
 
 import os
 import pathlib
@@ -18,9 +21,9 @@ from tests.support.workers import WORKERS, LiveWorkers, run_workers, sample_ids
 PREEMPTED = 75
 NUM_STEPS = 20
 LIMIT_SEC = 30.0
-"""From the death of one process to the end of all others, on a busy machine; left to
-themselves they would wait for ALONE."""
-ALONE = "Processes.heartbeat_sec = 100"
+"""Longest time from the death of one process to the end of all others, on a busy
+machine. Without the launcher they would wait for the heartbeat of SLOW_HEARTBEAT."""
+SLOW_HEARTBEAT = "Processes.heartbeat_sec = 100"
 PROMISED = "one in a million: only the order of sums between devices differs"
 
 
@@ -43,13 +46,15 @@ def pair(tmp_path_factory):
 
 
 def losses(run_dir) -> np.ndarray:
+    """Return the loss of every step, and assert that each step is logged once."""
     lines = [x for x in metric_lines(run_dir) if "loss" in x]
     assert [x["step"] for x in lines] == list(range(1, len(lines) + 1))
     return np.float32([x["loss"] for x in lines])
 
 
 def assert_same_end(run_dir, expected_dir) -> None:
-    """Every metrics line, every sample and every array, bit for bit."""
+    """Assert that two runs have the same metrics, samples and final arrays, bit for
+    bit."""
     assert metric_lines(run_dir) == metric_lines(expected_dir)
     assert sample_ids(run_dir) == sample_ids(expected_dir)
     arrays, expected = (
@@ -59,12 +64,13 @@ def assert_same_end(run_dir, expected_dir) -> None:
 
 
 def assert_equal_to_one(run_dir, alone) -> None:
+    """Assert that a run has the losses and the samples of the run of one process."""
     assert_close(losses(run_dir), losses(alone), factor=0.1, reason=PROMISED)
     assert len(losses(run_dir)) == NUM_STEPS
     ids = sample_ids(run_dir)
     assert ids == sample_ids(alone)
     assert sorted(ids) == list(range(1, NUM_STEPS + 1))
-    assert {len(of_step) for of_step in ids.values()} == {16}
+    assert {len(step_ids) for step_ids in ids.values()} == {16}
 
 
 @pytest.mark.slow
@@ -86,15 +92,19 @@ def test_four_processes_are_one(alone, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("second", [2, 4])
 def test_other_numbers_of_processes_lose_and_repeat_no_sample(alone, tmp_path, second):
-    """Two, then two or four, then one; nor when the newest checkpoint is damaged, which
-    all must agree on."""
+    """A run of two processes, then two or four, then one has the samples of one
+    process.
+
+    The newest checkpoint is damaged after the first part, and all processes must agree
+    to set it aside.
+    """
     run_dir = tmp_path / "run"
     assert run_workers(run_dir, 2, "Train.num_steps = 8").code == 0
     damage(run_dir / "checkpoints" / "8" / "state")
-    gang = run_workers(run_dir, second, "Train.num_steps = 14")
-    assert gang.code == 0, gang.err
-    assert "CORRUPT CHECKPOINT 8 renamed" in gang.out
-    assert "resumed at step 4\n" in gang.out
+    workers = run_workers(run_dir, second, "Train.num_steps = 14")
+    assert workers.code == 0, workers.err
+    assert "CORRUPT CHECKPOINT 8 renamed" in workers.out
+    assert "resumed at step 4\n" in workers.out
     ended = run(run_dir, gin_file=WORKERS)
     assert (ended.code, ended.err) == (0, "")
     assert "resumed at step 14" in ended.out
@@ -103,17 +113,18 @@ def test_other_numbers_of_processes_lose_and_repeat_no_sample(alone, tmp_path, s
 
 @pytest.mark.long
 @pytest.mark.parametrize("count", [1, 20], ids=["once", "twenty"])
-def test_a_gang_that_loses_a_process_restarts_and_is_the_same_run(
+def test_workers_that_lose_a_process_restart_and_are_the_same_run(
     pair, tmp_path, count
 ):
-    """Killed at any time: as it starts or compiles, as it trains, and once more."""
+    """Killing a process at any time, once or twice, leads to restarts and to the
+    results of the undisturbed run."""
     rng = random.Random(count)
     for trial in range(count):
         run_dir = tmp_path / f"run{trial}"
         num_kills = 1 + trial % 2
         restarts = ["--max_restarts", "3"]
         with LiveWorkers(
-            run_dir, 2, ALONE, flags=restarts, of_main=["--fresh"]
+            run_dir, 2, SLOW_HEARTBEAT, flags=restarts, of_main=["--fresh"]
         ) as live:
             for kill in range(num_kills):
                 if trial % 3 == 1:
@@ -153,7 +164,7 @@ def test_sigterm_saves_one_step_on_all_processes(pair, tmp_path):
 
 
 @pytest.mark.long
-def test_sigterm_before_the_first_step_of_a_resumed_gang_is_not_lost(pair, tmp_path):
+def test_sigterm_before_the_first_step_of_resumed_workers_is_not_lost(pair, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(pair, run_dir)
     with LiveWorkers(run_dir, 2, "Train.num_steps = 100000") as live:
@@ -165,7 +176,8 @@ def test_sigterm_before_the_first_step_of_a_resumed_gang_is_not_lost(pair, tmp_p
 
 @pytest.mark.long
 def test_a_stopped_process_is_reported_with_stacks(tmp_path):
-    """As in test_local.py, of the trainer."""
+    """The launcher reports a stopped process of the trainer with stacks of Python, as
+    test_local.py tests for a small program."""
     run_dir = tmp_path / "run"
     flags = ["--max_restarts", "0", "--stopped_sec", "2"]
     with LiveWorkers(run_dir, 2, "Train.num_steps = 100000", flags=flags) as live:
@@ -185,7 +197,8 @@ def test_a_stopped_process_is_reported_with_stacks(tmp_path):
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_process_that_hangs_ends_with_stacks(tmp_path):
-    """The launcher sees nothing here: the other process' own watchdog must."""
+    """The watchdog of the other process ends the run with stacks; the launcher is set
+    not to notice the stopped process."""
     run_dir = tmp_path / "run"
     flags = ["--max_restarts", "0", "--stopped_sec", "1000"]
     limits = ("Processes.watchdog_sec = 4", "Processes.heartbeat_sec = 100")
@@ -211,21 +224,22 @@ def test_a_mesh_that_processes_cannot_share_is_refused(tmp_path):
 
 
 def kill_one(live: LiveWorkers, rng: random.Random) -> None:
-    """Kills one of the processes; all have ended soon after."""
+    """Kill one of the processes, and assert that all have ended within LIMIT_SEC."""
     pids = live.pids()
     os.kill(rng.choice(pids), signal.SIGKILL)
     killed_sec = time.monotonic()
-    live.wait_until(lambda: not alive(pids), "the end of all processes")
+    live.wait_until(lambda: not living(pids), "the end of all processes")
     assert time.monotonic() - killed_sec < LIMIT_SEC
 
 
 def damage(folder: pathlib.Path) -> None:
-    """Flips a bit in the middle of the largest file."""
+    """Flip a bit in the middle of the largest file."""
     path = max((x for x in folder.rglob("*") if x.is_file()), key=os.path.getsize)
     text = bytearray(path.read_bytes())
     text[len(text) // 2] ^= 1
     path.write_bytes(text)
 
 
-def alive(pids: list[int]) -> list[int]:
+def living(pids: list[int]) -> list[int]:
+    """Return the ids of the processes that still exist."""
     return [pid for pid in pids if pathlib.Path(f"/proc/{pid}").exists()]

@@ -1,3 +1,6 @@
+"""Test the profiler's window of steps, and tools/read_profile.py, which reads its
+trace."""
+
 import gzip
 import json
 import subprocess
@@ -23,7 +26,7 @@ def test_steps_are_those_from_a_to_before_b():
     "text",
     [" ", "10", "10:", ":3", "13:10", "5:5", "0:3", "-1:3", "1:2:3", "a:b", "１:３"],
 )
-def test_what_is_no_window_is_refused_in_one_line(text):
+def test_a_text_that_is_no_window_is_refused_in_one_line(text):
     with pytest.raises(ValueError, match="must be A:B with 1 <= A < B") as caught:
         parse_steps(text)
     assert "\n" not in str(caught.value)
@@ -45,7 +48,8 @@ def step():
     return jax.jit(exchange).lower(x_nd).compile(), x_nd
 
 
-def go(window, step, steps):
+def run_steps(window, step, steps):
+    """Run steps in a window, and return the numbers of the steps at its edges."""
     compiled, x_nd = step
     edges = []
     with window:
@@ -58,12 +62,12 @@ def go(window, step, steps):
 
 
 def test_trace_holds_the_steps_of_the_window_and_the_names_of_our_parts(step, tmp_path):
-    said = []
-    window = Window(tmp_path, range(3, 5), said.append, hlo_text=step[0].as_text)
-    assert go(window, step, range(1, 8)) == [2, 4]
+    messages = []
+    window = Window(tmp_path, range(3, 5), messages.append, hlo_text=step[0].as_text)
+    assert run_steps(window, step, range(1, 8)) == [2, 4]
     folder = tmp_path / "step-3-5"
-    assert len(said) == 1
-    assert said[0].startswith(f"profile of steps 3 to 4: {folder} ")
+    assert len(messages) == 1
+    assert messages[0].startswith(f"profile of steps 3 to 4: {folder} ")
     assert sorted(path.name for path in folder.iterdir()) == [
         "op_names.json.gz",
         "perfetto_trace.json.gz",
@@ -83,41 +87,46 @@ def test_trace_holds_the_steps_of_the_window_and_the_names_of_our_parts(step, tm
 
 
 def test_resumed_run_past_the_window_says_so(step, tmp_path):
-    said = []
-    go(Window(tmp_path, range(3, 5), said.append), step, range(5, 8))
-    assert said == ["no profile: steps 3:5 lie before step 5, where this run goes on"]
+    messages = []
+    run_steps(Window(tmp_path, range(3, 5), messages.append), step, range(5, 8))
+    assert messages == [
+        "no profile: steps 3:5 lie before step 5, where this run goes on"
+    ]
     assert not list(tmp_path.iterdir())
 
 
 def test_no_steps_is_no_window(step, tmp_path):
-    said = []
-    assert go(Window(tmp_path, parse_steps(""), said.append), step, range(1, 4)) == []
-    assert (said, list(tmp_path.iterdir())) == ([], [])
+    messages = []
+    assert (
+        run_steps(Window(tmp_path, parse_steps(""), messages.append), step, range(1, 4))
+        == []
+    )
+    assert (messages, list(tmp_path.iterdir())) == ([], [])
 
 
 def test_run_that_ends_before_the_window_says_so(step, tmp_path):
-    said = []
-    go(Window(tmp_path, range(30, 50), said.append), step, range(1, 4))
-    assert said == ["no profile: the run ended before step 30"]
+    messages = []
+    run_steps(Window(tmp_path, range(30, 50), messages.append), step, range(1, 4))
+    assert messages == ["no profile: the run ended before step 30"]
 
 
 def test_run_that_ends_or_begins_within_the_window_keeps_its_part(step, tmp_path):
     for first, last, kept in ((1, 4, "3 to 4"), (4, 9, "4 to 5")):
-        said = []
-        window = Window(tmp_path / kept, range(3, 6), said.append)
-        go(window, step, range(first, last + 1))
-        assert len(said) == 1
-        assert said[0].startswith(f"profile of steps {kept}: ")
+        messages = []
+        window = Window(tmp_path / kept, range(3, 6), messages.append)
+        run_steps(window, step, range(first, last + 1))
+        assert len(messages) == 1
+        assert messages[0].startswith(f"profile of steps {kept}: ")
 
 
 def test_folder_that_cannot_be_written_costs_the_trace_and_not_the_run(step, tmp_path):
     (tmp_path / "profile").touch()
-    said = []
-    window = Window(tmp_path / "profile", range(2, 4), said.append)
-    assert go(window, step, range(1, 6)) == [1]
-    assert len(said) == 1
-    assert said[0].startswith("NO PROFILE of steps 2:4: ")
-    assert said[0].endswith("; training goes on")
+    messages = []
+    window = Window(tmp_path / "profile", range(2, 4), messages.append)
+    assert run_steps(window, step, range(1, 6)) == [1]
+    assert len(messages) == 1
+    assert messages[0].startswith("NO PROFILE of steps 2:4: ")
+    assert messages[0].endswith("; training goes on")
 
 
 def test_op_names_of_compiled_text():
@@ -135,6 +144,7 @@ def test_op_names_of_compiled_text():
 
 
 def span(name, start, dur, is_op=True, thread=1):
+    """Return an event of a trace."""
     args = {"args": {"hlo_op": name}} if is_op else {}
     return {"ph": "X", "pid": 1, "tid": thread, "name": name, "ts": start, "dur": dur,
             **args}  # fmt: skip
@@ -151,16 +161,16 @@ def test_self_times_leave_out_the_ops_within():
         span("dot.2", 100, 7),
         span("dot.3", 20, 5, thread=2),
     ]
-    found = {op["name"]: times for op, *times in read_profile.self_times(spans)}
-    assert found == {
+    times_by_op = {op["name"]: times for op, *times in read_profile.self_times(spans)}
+    assert times_by_op == {
         "while.1": [35, 0],
         "dot.1": [30, 0],
         "all-to-all.1": [35, 20],
         "dot.2": [7, 0],
         "dot.3": [5, 0],
     }
-    busy_usec = sum(busy for busy, _ in found.values())
-    assert busy_usec == 107 + 5  # what the two threads spent in ops
+    busy_usec = sum(busy for busy, _ in times_by_op.values())
+    assert busy_usec == 107 + 5  # time that the two threads spent in ops
 
 
 @pytest.mark.parametrize(
@@ -207,7 +217,7 @@ def test_parts_of_forward_backward_and_later_rounds():
         gzip.compress(b"x" * 1000, mtime=0)[:40] + b"\0" * 40,
     ],
 )
-def test_what_is_no_trace_is_one_line(content, tmp_path, capsys):
+def test_a_file_that_is_no_trace_is_an_error_of_one_line(content, tmp_path, capsys):
     if content is not None:
         (tmp_path / "perfetto_trace.json.gz").write_bytes(content)
     assert read_profile.main([str(tmp_path), "--json"]) == 2

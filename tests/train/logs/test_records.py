@@ -1,3 +1,5 @@
+"""Test the records of steps and the file metrics.jsonl."""
+
 import json
 import math
 
@@ -12,7 +14,8 @@ from train.logs.run_dir import RunDir
 from train.step.step import StepMetrics
 
 
-def metrics_of(rng) -> StepMetrics:
+def make_metrics(rng) -> StepMetrics:
+    """Return random metrics of a step with 2 layers, 4 devices and 8 experts."""
     routing = RoutingStats(
         tokens_lwe=rng.integers(1, 9, (2, 4, 8)),
         rows_lw=rng.integers(1, 99, (2, 4)),
@@ -26,13 +29,13 @@ def metrics_of(rng) -> StepMetrics:
     return StepMetrics(2.0, 2.5, losses, 1.0, 1e-3, False, 0, routing)
 
 
-def test_loads_of_experts_and_devices_stand_every_so_many_steps(tmp_path):
+def test_loads_are_logged_every_log_load_every_steps(tmp_path):
     rng = np.random.default_rng(0)
     cfg = Config(train=Train(log_load_every_steps=3))
     routing = []
     with Records(RunDir(tmp_path, None), cfg, 0, "a = 1") as records:
         for step in range(1, 8):
-            metrics = metrics_of(rng)
+            metrics = make_metrics(rng)
             routing.append(metrics.routing)
             record = step_record(step, metrics, 0.5, 100)
             records.step(record, metrics.routing.tokens_le)
@@ -44,9 +47,9 @@ def test_loads_of_experts_and_devices_stand_every_so_many_steps(tmp_path):
                 }
                 records.event({"step": step, "decision": decision})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
-    assert found.pop(4) == {"step": 4, "decision": decision}
-    for step, (record, stats) in enumerate(zip(found, routing, strict=True), start=1):
+    records = [json.loads(line) for line in lines]
+    assert records.pop(4) == {"step": 4, "decision": decision}
+    for step, (record, stats) in enumerate(zip(records, routing, strict=True), start=1):
         assert record["step"] == step
         is_due = step % 3 == 0
         assert ("rows_lw" in record) == ("tokens_le" in record) == is_due
@@ -60,7 +63,8 @@ def test_loads_of_experts_and_devices_stand_every_so_many_steps(tmp_path):
     assert b"balance/device_max_over_mean_before" in board.read_bytes()
 
 
-def steps_of(path):
+def read_steps(path):
+    """Return the steps of the lines of a file."""
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
@@ -77,7 +81,7 @@ def test_metrics_are_valid_json(tmp_path):
     )
 
     def refuse(constant):
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not JSON")
 
     text = (tmp_path / "metrics.jsonl").read_text()
     assert text.endswith("}\n")
@@ -106,9 +110,9 @@ def test_cut_back(tmp_path, step, torn):
     log = MetricsLog(path)
     log.cut_back(step)
     kept = [k for k in (1, 2, 2, 3) if k <= step]
-    assert steps_of(path) == kept
+    assert read_steps(path) == kept
     log.append({"step": step + 1})
-    assert steps_of(path) == [*kept, step + 1]
+    assert read_steps(path) == [*kept, step + 1]
     log.close()
     log.close()
 
@@ -117,25 +121,26 @@ def test_lines_are_there_before_close(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl")
     for k in range(3):
         log.append({"step": k})
-        assert steps_of(tmp_path / "metrics.jsonl") == list(range(k + 1))
+        assert read_steps(tmp_path / "metrics.jsonl") == list(range(k + 1))
     log.close()
 
 
 def test_full_disk_costs_lines_and_not_the_run():
-    said = []
-    log = MetricsLog("/dev/full", say=said.append)
+    messages = []
+    log = MetricsLog("/dev/full", say=messages.append)
     for k in range(3):
         log.append({"step": k})
-    assert len(said) == 1
-    assert "METRICS NOT WRITTEN from step 0 on" in said[0]
-    assert "No space left" in said[0]
+    assert len(messages) == 1
+    assert "METRICS NOT WRITTEN from step 0 on" in messages[0]
+    assert "No space left" in messages[0]
 
 
 def test_line_that_fits_in_part_is_taken_back(tmp_path, monkeypatch):
-    """A write may end short on a disk that fills up: the file keeps whole lines."""
-    said = []
+    """A line that a full disk cuts off is removed, so that the file has whole lines
+    only."""
+    messages = []
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path, say=said.append)
+    log = MetricsLog(path, say=messages.append)
     log.append({"step": 1})
     whole = log._file
 
@@ -148,7 +153,7 @@ def test_line_that_fits_in_part_is_taken_back(tmp_path, monkeypatch):
     log.append({"step": 3})
     monkeypatch.setattr(log, "_file", whole)
     log.append({"step": 4})
-    assert steps_of(path) == [1, 4]
-    assert len(said) == 2
-    assert "written again, without 2 lines" in said[1]
+    assert read_steps(path) == [1, 4]
+    assert len(messages) == 2
+    assert "written again, without 2 lines" in messages[1]
     log.close()

@@ -1,3 +1,5 @@
+"""Test how a run claims its directory: locks, archives of old runs, and errors."""
+
 import faulthandler
 import os
 import subprocess
@@ -121,7 +123,8 @@ def test_failed_archive_changes_nothing_and_frees(tmp_path, monkeypatch):
 def test_lock_of_an_archived_directory_is_not_taken_for_the_new_one(
     tmp_path, monkeypatch
 ):
-    """Another process archives the run between our open and our flock."""
+    """The lock is taken again if another process archives the run between our open and
+    our flock."""
     path = tmp_path / "run"
     flock = run_dir.fcntl.flock
 

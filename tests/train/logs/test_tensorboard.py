@@ -1,3 +1,5 @@
+"""Test the events that a run writes for TensorBoard."""
+
 import io
 import math
 import struct
@@ -33,7 +35,7 @@ RECORD = {
 
 
 def crc32c(data: bytes) -> int:
-    """RFC 3720, appendix B.4, bit by bit."""
+    """Return the CRC-32C of RFC 3720, appendix B.4, computed bit by bit."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -43,12 +45,16 @@ def crc32c(data: bytes) -> int:
 
 
 def masked(data: bytes) -> int:
+    """Return the masked checksum that event files use."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def events_of(folder) -> list[Event]:
-    """All events as TensorBoard reads them: files by name, records by length."""
+def read_events(folder) -> list[Event]:
+    """Return all events as TensorBoard reads them, and check lengths and checksums.
+
+    Files are read in the order of their names.
+    """
     events = []
     for path in sorted(folder.iterdir()):
         data = io.BytesIO(path.read_bytes())
@@ -61,10 +67,11 @@ def events_of(folder) -> list[Event]:
     return events
 
 
-def shown(folder) -> dict[str, list[int]]:
-    """Steps by tag, after the orders to forget."""
+def shown_steps(folder) -> dict[str, list[int]]:
+    """Return the steps that TensorBoard shows for each tag, without those that a later
+    session replaces."""
     steps = {}
-    for event in events_of(folder):
+    for event in read_events(folder):
         if event.session_log.status == SessionLog.START:
             for kept in steps.values():
                 kept[:] = [step for step in kept if step < event.step]
@@ -78,14 +85,14 @@ def test_events_hold_the_numbers_of_the_record(tmp_path):
     board.append(RECORD)
     board.append({"step": 7, "eval_loss": 2.5})
     board.close()
-    version, start, config, numbers, evaluation = events_of(tmp_path)
+    version, start, config, numbers, evaluation = read_events(tmp_path)
     assert version.file_version == "brain.Event:2"
     assert (start.session_log.status, start.step) == (SessionLog.START, 1)
     text = config.summary.value[0]
     assert text.tag.startswith("config")
     assert text.tensor.string_val[0] == b"    Moe.top_k = 2"
     assert numbers.step == evaluation.step == 7
-    found = {value.tag: value.simple_value for value in numbers.summary.value}
+    values = {value.tag: value.simple_value for value in numbers.summary.value}
     expected = {
         "loss/train": 1.5,
         "loss/balance": 1.5,
@@ -101,7 +108,7 @@ def test_events_hold_the_numbers_of_the_record(tmp_path):
         "exchange/dropped": 0.0,
         "other/data_wait_msec": 0.25,
     }
-    assert_close(found, expected, dtype=np.float32)
+    assert_close(values, expected, dtype=np.float32)
     assert dict(scalars({"step": 7, "eval_loss": 2.5})) == {"loss/held_out": 2.5}
 
 
@@ -116,7 +123,7 @@ def test_decision_is_an_event_of_its_step(tmp_path):
     board.append({"step": 7, "decision": decision})
     board.append({"step": 9, "decision": decision | {"kind": "keep", "num_moves": 0}})
     board.close()
-    swap, keep = events_of(tmp_path)[-2:]
+    swap, keep = read_events(tmp_path)[-2:]
     assert (swap.step, keep.step) == (7, 9)
     assert {value.tag: value.simple_value for value in swap.summary.value} == {
         "balance/device_max_over_mean_before": 1.5,
@@ -131,25 +138,28 @@ def test_decision_is_an_event_of_its_step(tmp_path):
     ]
 
 
-def test_what_is_not_finite_stays_so(tmp_path):
+def test_values_that_are_not_finite_are_written(tmp_path):
     board = TensorBoard(tmp_path, "", 0)
     board.append({"step": 1, "loss": math.nan, "grad_norm": math.inf})
     board.close()
-    loss, norm = events_of(tmp_path)[-1].summary.value
+    loss, norm = read_events(tmp_path)[-1].summary.value
     assert math.isnan(loss.simple_value)
     assert norm.simple_value == math.inf
 
 
 def test_resumed_run_shows_each_step_once(tmp_path, monkeypatch):
-    """Killed after step 9, resumed from 6, killed after 8, resumed from 7; the clock
-    stands still, and then goes back."""
+    """A run that was killed and resumed twice shows each step once.
+
+    It is killed after step 9, resumed from 6, killed after 8 and resumed from 7. The
+    clock stands still, and then goes back.
+    """
     for first, last, now in ((1, 9, 2e9), (7, 8, 2e9), (8, 12, 1e9)):
         monkeypatch.setattr(tensorboard.time, "time", lambda now=now: now)
         board = TensorBoard(tmp_path, "a = 1", first - 1, heat_every_steps=2)
         for step in range(first, last + 1):
             board.append(RECORD | {"step": step})
         board.close()
-    steps = shown(tmp_path)
+    steps = shown_steps(tmp_path)
     assert steps["loss/train"] == list(range(1, 13))
     assert steps["load/over_mean"] == list(range(2, 13, 2))
 
@@ -160,7 +170,7 @@ def test_heat_map_is_that_of_the_step(tmp_path):
     for step in range(1, 11):
         board.append(RECORD | {"step": step}, tokens_le * (step == 10))
     board.close()
-    values = [event.summary.value for event in events_of(tmp_path)]
+    values = [event.summary.value for event in read_events(tmp_path)]
     images = [
         value[0].image for value in values if value and value[0].HasField("image")
     ]
@@ -197,31 +207,31 @@ def test_even_is_neutral_and_colors_run_one_way():
 
 
 def test_full_disk_costs_events_and_not_the_run(monkeypatch):
-    said = []
+    messages = []
     monkeypatch.setattr(
         tensorboard, "_new_file", lambda folder: io.FileIO("/dev/full", "w")
     )
-    board = TensorBoard("anywhere", "a = 1", 2, say=said.append)
+    board = TensorBoard("anywhere", "a = 1", 2, say=messages.append)
     for step in range(3, 6):
         board.append(RECORD | {"step": step})
-    assert len(said) == 1
-    assert "TENSORBOARD EVENTS NOT WRITTEN from step 3 on: " in said[0]
-    assert "No space left" in said[0]
+    assert len(messages) == 1
+    assert "TENSORBOARD EVENTS NOT WRITTEN from step 3 on: " in messages[0]
+    assert "No space left" in messages[0]
 
 
 def test_folder_that_cannot_be_made_costs_events_and_not_the_run(tmp_path):
     (tmp_path / "file").touch()
-    said = []
-    board = TensorBoard(tmp_path / "file" / "board", "", 2, say=said.append)
+    messages = []
+    board = TensorBoard(tmp_path / "file" / "board", "", 2, say=messages.append)
     board.append(RECORD)
     board.close()
-    assert len(said) == 1
-    assert "NOT WRITTEN from step 3 on" in said[0]
+    assert len(messages) == 1
+    assert "NOT WRITTEN from step 3 on" in messages[0]
 
 
 def test_event_that_fits_in_part_is_taken_back(tmp_path, monkeypatch):
-    said = []
-    board = TensorBoard(tmp_path, "", 0, say=said.append)
+    messages = []
+    board = TensorBoard(tmp_path, "", 0, say=messages.append)
     whole = board._file
 
     class Short:
@@ -232,6 +242,6 @@ def test_event_that_fits_in_part_is_taken_back(tmp_path, monkeypatch):
         monkeypatch.setattr(board, "_file", Short if step in (2, 3) else whole)
         board.append(RECORD | {"step": step})
     board.close()
-    assert shown(tmp_path)["loss/train"] == [1, 4, 5]
-    assert len(said) == 2
-    assert "written again, without 2" in said[1]
+    assert shown_steps(tmp_path)["loss/train"] == [1, 4, 5]
+    assert len(messages) == 2
+    assert "written again, without 2" in messages[1]
