@@ -35,10 +35,9 @@ class Decision:
     """Layout to adopt; for 'keep' and 'swap' the current one."""
     policy: str
     device_max_over_mean_before: float
-    """Rows of the fullest device over the mean of devices, of the forecast load in the
-    worst layer, under the plan in use."""
+    """Forecast device max/mean of the worst layer under the plan in use."""
     device_max_over_mean_after: float
-    """The same ratio under `plan`."""
+    """Forecast device max/mean of the worst layer under `plan`."""
     num_moves: int
     """Experts that a device holds after and not before, over layers and devices."""
     modelled_gain_sec: float

@@ -35,7 +35,7 @@ ON_MESH = dataclasses.replace(
     mesh=Topology(data=2, expert=2),
     dispatch=Dispatch(rows_per_peer=3),
 )
-"""The same model on a mesh, with buffers so small that later rounds run."""
+"""Configuration on a mesh, with buffers so small that later rounds run."""
 LAYERS = dataclasses.replace(
     SHORTCUT,
     mesh=Topology(expert=2),

@@ -1,4 +1,4 @@
-"""What a run says at its end of what balancing has saved."""
+"""Test the lines at the end of a run about what balancing has saved."""
 
 import dataclasses
 import json

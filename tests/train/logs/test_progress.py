@@ -1,4 +1,4 @@
-"""What a run prints while it goes on."""
+"""Test the lines that a run prints while it trains."""
 
 import io
 

@@ -37,7 +37,7 @@ def holder(repo, tmp_path):
 
 
 def test_stacks_go_to_the_log_and_messages_to_the_terminal(tmp_path, capfd):
-    """What C++ code writes goes where stacks do: to descriptor 2."""
+    """C++ code writes to descriptor 2, as stacks do."""
     with run_dir._native_stderr_in(tmp_path / "process-1.log"):
         print("for people", file=sys.stderr)
         os.write(2, b"for the log\n")
