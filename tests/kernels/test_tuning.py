@@ -256,7 +256,7 @@ def test_what_hopper_declines_needs_no_measured_tiles(
     kind = "no such device"
     device = types.SimpleNamespace(device_kind=kind, compute_capability="9.0")
     monkeypatch.setattr(device_module, "device_here", lambda: device)
-    monkeypatch.setattr(grouped_dot, "about", lambda settings: {"device": kind})
+    monkeypatch.setattr(grouped_dot, "describe_run", lambda settings: {"device": kind})
     options = f"--device gpu --shapes tiny --skews zipf --impls hopper --dtype {dtype}"
     assert grouped_dot.main([*options.split(), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -96,7 +96,7 @@ def test_the_result_does_not_depend_on_the_number_of_workers(
 ):
     """The pieces are small, so that there are more of them than the workers may have in
     flight."""
-    monkeypatch.setattr(documents, "PIECE_BYTES", 500)
+    monkeypatch.setattr(documents, "RANGE_BYTES", 500)
     recipe = Recipe(str(write_bpe(tmp_path / "t.json")) if name == "bpe" else "bytes")
     before = contents(sources[0].parent)
     folders = []

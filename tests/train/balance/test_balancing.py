@@ -249,7 +249,7 @@ def test_owners_are_permuted_and_a_checkpoint_is_not(house, owners, home):
         ),
         (
             ["Dispatch.slots_per_device = 3", "Dispatch.store = 'owned'"],
-            "store='owned' has a slot for each of 8 experts and no more",
+            "store='owned' has exactly one slot for each of 8 experts",
         ),
         (
             ["Dispatch.store = 'sharded'", "Moe.d_expert = 12"],
