@@ -2,15 +2,15 @@
 
     axis     what it splits
     dc       batch, over slow links: replicas of the parameters, or experts too
-    data     batch; masters and moments of all parameters (FSDP)
-    expert   batch and experts: where all_to_all moves rows; masters too
+    data     batch; float32 master parameters and moments of all parameters (FSDP)
+    expert   batch and experts (all_to_all moves rows along it); master parameters too
     tensor   hidden widths; a batch is whole on all of its devices
 
-Letters: b batch, t time, u places of a cache, d model width, v vocabulary, l layers,
+Letters: b batch, t time, u positions of a cache, d model width, v vocabulary, l layers,
 h query heads, g kv heads, i head width, j its pairs, n local tokens, k choices, a
-assignments n*k, e experts, f expert hidden width, p all slots, s slots of one device,
-r replicas, w devices of a group, c rows per peer, m rows received. Of an exchange u are
-sources and v senders; x are the weights of one expert, flat.
+assignments n*k, e experts, f expert hidden width, p all slots, s slots of one device, r
+replicas, w devices of a group, c rows per peer, m rows received, u sources and v
+senders of an exchange, x weights of one expert, flat.
 
 A *group* is the devices between which rows travel: along expert, or along data or dc
 and expert merged, the expert axis innermost (Layout.axes).

@@ -54,8 +54,8 @@ def require_min(instance: Any, minimum: float, *names: str) -> None:
 class Model:
     """Shape of a decoder-only transformer with some Mixture-of-Experts (MoE) layers.
 
-    Layer i is dense if i < first_k_dense. Of the other layers, those for which
-    (i - first_k_dense + 1) is a multiple of moe_every are MoE layers.
+    Layer i is dense if i < first_k_dense. Each later layer is an MoE layer if
+    (i - first_k_dense + 1) is a multiple of moe_every, else dense.
     """
 
     vocab_size: int = 256

@@ -140,7 +140,7 @@ def longest_prefix(name: str, known: Container[str]) -> str:
 
 
 def find_circles(modules: dict[str, Module]) -> list[str]:
-    """Return the circles of imports, each as a text with one line per import."""
+    """Return the import cycles, each as a text with one line per import."""
     graph = {name: set(module.imports) for name, module in modules.items()}
     circles = []
     while True:
@@ -171,7 +171,7 @@ def find_wrong_arrows(modules: dict[str, Module]) -> list[str]:
 
 
 def arrow(modules: dict[str, Module], importer: str, imported: str) -> str:
-    """Return 'path:line imports path' of one import."""
+    """Describe one import as 'path:line imports path'."""
     path, imports = modules[importer]
     return f"{path}:{imports[imported]} imports {modules[imported].path}"
 

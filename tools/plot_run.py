@@ -137,7 +137,8 @@ def draw_throughput(runs: list[RunArrays]):
 
 
 def smooth(y_n: np.ndarray) -> np.ndarray:
-    """Return the centred mean over a fiftieth of the run, of the finite values."""
+    """Smooth a curve by a centred moving mean over a fiftieth of the run, of the finite
+    values."""
     window = np.ones(2 * (len(y_n) // SMOOTH_SHARE // 2) + 1)
     is_good = np.isfinite(y_n)
     sums = np.convolve(np.where(is_good, y_n, 0.0), window, "full")

@@ -302,7 +302,7 @@ def score(
 
 
 def figures(result: ReplayResult, home: ReplayResult, layers: tuple[int, ...]) -> dict:
-    """Return the figures of each layer, by its name, and of 'all' layers.
+    """Summarize a replay: the figures of each layer, by its name, and of 'all' layers.
 
     `all` pools samples and layers. Its modelled_layer_msec is the median over samples
     of the mean over layers.

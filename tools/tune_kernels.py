@@ -188,7 +188,7 @@ def tune(
 
 
 def add_bucket(record: dict, row: dict) -> dict:
-    """Return the content of the file with one more bucket.
+    """Return the content of the file of tuned tiles, with one more bucket of shapes.
 
     The times of a bucket come with its own `when`, `jax` and `commit`; those of the
     last bucket are at the top too.

@@ -78,7 +78,8 @@ def check(args: argparse.Namespace) -> None:
 
 
 def measure(loaded: LoadedModel, args: argparse.Namespace) -> dict:
-    """Print the figures and return them. Raises ValueError."""
+    """Compute the loss of a model on files or on the held-out text. Print the figures
+    and return them. Raises ValueError."""
     from train.eval.scoring import score
 
     tokenizer, batch_size = cli.run_tokenizer(loaded), batch_size_for(loaded)
@@ -224,8 +225,8 @@ def bytes_of_rows(tokenizer: Tokenizer, rows: "Windows") -> int:
 
 
 def _num_cut(tokenizer: Tokenizer, token_t: "np.ndarray") -> int:
-    """Return how many tokens at the beginning are the rest of a character: at most
-    three."""
+    """Count the tokens at the beginning that are only the rest of a character, whose
+    first bytes are cut off. There are at most three."""
     for first in range(4):
         text = stream_decoder(tokenizer)(token_t[first:][:64].tolist())
         if not text.startswith("\ufffd"):
@@ -241,14 +242,14 @@ class Bytes:
     """
 
     def __init__(self, tokenizer: Tokenizer, given: int) -> None:
-        """Begin to count behind the token `given`, which is not counted."""
+        """Begin to count after the token `given`, which is not counted itself."""
         self._tokenizer, self.num = tokenizer, 0
         context = [] if given == tokenizer.separator else [given]
         self._complete = stream_decoder(tokenizer, context)
 
     def add(self, token_b: "np.ndarray", start_d: "np.ndarray") -> None:
-        """Count more tokens. `start_d` has the positions among them at which documents
-        begin."""
+        """Add the bytes of more tokens. `start_d` has the positions among them at which
+        documents begin."""
         import numpy as np
 
         separator_b = token_b == self._tokenizer.separator
@@ -261,7 +262,7 @@ class Bytes:
             self._extend(part_b[part_b != self._tokenizer.separator])
 
     def end(self) -> None:
-        """End a document: count its last characters."""
+        """End a document, and add the bytes of its last characters."""
         self.num += len(self._complete([], is_last=True).encode())
         self._complete = stream_decoder(self._tokenizer)
 

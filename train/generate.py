@@ -224,7 +224,8 @@ def new_continuation(
 def note_length(
     loaded: LoadedModel, prompt_ids: list, args: argparse.Namespace
 ) -> None:
-    """Tell the user where texts can become longer than the windows of the training."""
+    """Print a note if generated texts can become longer than the windows that the
+    model was trained on."""
     length = max(map(len, prompt_ids)) + args.max_tokens
     trained = loaded.cfg.data.seq_len
     if length > trained and is_first():
@@ -252,7 +253,7 @@ class Screen:
             self._write(f"--- prompt {row}\n{text.prompt}{text.text}\n")
 
     def end(self) -> None:
-        """End the line of a single text, also where an interrupt has stopped it."""
+        """Print the line break after a single text, also if an interrupt stopped it."""
         if len(self._texts) == 1:
             self._write("\n")
 

@@ -178,7 +178,8 @@ def restore(job: Job, checkpointer: Checkpointer, say):
     """
 
     def check(meta):
-        """Say what has changed; raise ValueError for another model or other data."""
+        """Print the fields of the configuration that differ from the checkpoint's.
+        Raise ValueError if the model or the data differ."""
         for line in identity.check(meta, job.cfg, job.meta["data"]):
             say(f"changed since the checkpoint: {line}")
 
@@ -277,7 +278,8 @@ def _end_of_profiled(run: LoopContext, reader: "Reader", step: int, metrics) -> 
 
 
 def _evaluate(run: LoopContext, state: TrainState, step: int, bar: Bar) -> Evaluation:
-    """Return the evaluation of the held-out text; record its loss and say it."""
+    """Evaluate the model on the held-out text, log and print the loss, and return the
+    evaluation."""
     job, now = run.job, run.balancing
     evaluation = evaluate(
         now.steps.evaluate, state, now.placement, job.held_out, job.window_sharding
@@ -311,7 +313,7 @@ class Reader:
         self.waiting = (step, metrics)
 
     def flush(self) -> None:
-        """Read, log and show the metrics that wait, if any.
+        """Read, log and show the metrics that `put` stored last, unless that was done.
 
         Raises Diverged after Optimizer.max_skipped_in_a_row skipped updates.
         """

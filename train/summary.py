@@ -80,7 +80,7 @@ def _trigram_loss(job: Job) -> float | None:
 
 
 def _print(summary: dict, loss: float, tokens_le: np.ndarray, job: Job) -> None:
-    """Print the summary for people."""
+    """Print the summary as text for a reader."""
     print(f"\nheld-out loss   {loss:.4f} nats per {job.unit}")
     if summary["trigram_loss"] is not None:
         print(f"trigram table   {summary['trigram_loss']:.4f} (same text, same bytes)")

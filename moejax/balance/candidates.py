@@ -23,7 +23,7 @@ from moejax.plan.layout import ROW_MULTIPLE, Layout, Store
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A forecast load, and all that candidates for it are made from and judged by."""
+    """A forecast load, with all that is needed to propose and to judge candidates."""
 
     load_lwe: np.ndarray
     """Forecast load at the adoption of a change, in rows per step."""
@@ -100,7 +100,8 @@ def ratio_by_layer(
 def fullest_pair_by_layer(
     load_lwe: np.ndarray, plan: ExpertPlan, layout: Layout
 ) -> np.ndarray:
-    """Return the most rows of a step that one source has for one device, float [l]."""
+    """Return the maximum number of rows that one source has for one device in a step,
+    float [l]."""
     w, split = layout.num_devices, layout.split
     rows = zip(load_lwe, plan.slot_to_expert_lp)
     max_l = [pair_rows(rows_by_slot(x, p, w, split)).max() for x, p in rows]
@@ -172,8 +173,8 @@ def refits(question: Question) -> list[Candidate]:
 
 
 def fitted(question: Question, plan: ExpertPlan, layout: Layout) -> Layout:
-    """Return the layout with buffers for the fullest pair that the plan is expected to
-    have."""
+    """Return the layout with buffers large enough for the rows that any device is
+    expected to send to another under the plan."""
     if layout.transport == "local" or not question.has_pairs:
         return layout
     micro_batches = question.cost.micro_batches
@@ -203,8 +204,8 @@ def objection(question: Question, candidate: Candidate) -> str:
 
 
 def num_moves(before: ExpertPlan, after: ExpertPlan, num_devices: int) -> int:
-    """Return the number of experts that a device holds after a change and not before,
-    summed over layers and devices."""
+    """Count the experts that devices receive by a change of plans, that is hold after
+    it and not before, over all layers and devices."""
     rows = zip(before.slot_to_expert_lp, after.slot_to_expert_lp)
     sizes = (before.num_experts, num_devices)
     return sum(
@@ -321,7 +322,8 @@ def _is_changed(before: ExpertPlan, after: ExpertPlan) -> np.ndarray:
 
 
 def _price(question: Question, plan: ExpertPlan, layout: Layout) -> Candidate:
-    """Return a plan and its layout with their gains and costs."""
+    """Return a candidate: a plan and its layout, with the predicted gain and costs of
+    adopting them."""
     now, now_sec_l, cost = question.layout, question.sec_l, question.cost
     sec_l = sec_by_layer(question, plan, layout)
     changed_l = _is_changed(question.plan, plan)

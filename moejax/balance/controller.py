@@ -69,7 +69,7 @@ class State:
 def init(
     settings: Settings, layout: Layout, plan: ExpertPlan, num_layers: int
 ) -> State:
-    """Return the state before the first step.
+    """Return the balancer's state before the first step.
 
     Raises ValueError unless plan, layout and settings fit one another.
     """
@@ -243,7 +243,8 @@ def _question(
     load_lwe: np.ndarray,
     ratio: float,
 ) -> Question:
-    """Return the forecast and the limits that candidates are judged by."""
+    """Return the forecast loads, the current plan and the limits by which candidate
+    plans are judged."""
     tracker, plan, layout = state.tracker, state.plan, state.layout
     pair_l = candidates.fullest_pair_by_layer(tracker.mean_lwe, plan, layout)
     seen_l = loads.fullest_pair_p95(tracker) * cost.micro_batches
@@ -301,7 +302,8 @@ def _change(
 def _decision(
     settings: Settings, question: Question, after: Candidate, step: int, why: str
 ) -> Decision:
-    """Return the decision that leads from what is in use to a candidate."""
+    """Return the decision to use a candidate, or to keep the current plan if the
+    candidate is that."""
     before, w = question.plan, question.layout.num_devices
     is_kept = after.plan is before and after.layout is question.layout
     is_swap = after.layout == question.layout

@@ -168,11 +168,12 @@ def measured_tiles(
 def default_tiles(which: Pass, shape: ProductShape) -> Tiles:
     """Return default tiles, for a product that was not measured.
 
-    Of the tiles whose accumulators fit into the registers of two warpgroups, 128 x 256
-    reads the fewest bytes of shared memory per FLOP. Groups of few rows would fill only
-    a part of 128 rows and get 64. Fused passes get 128 columns, because they have two
-    accumulators or read two more operands in the epilogue, and so do fp8 passes, which
-    have a sum beside each accumulator. All fit into shared memory in 2-byte dtypes.
+    128 x 256 reads the fewest bytes of shared memory per FLOP, among the tiles whose
+    accumulators fit into the registers of two warpgroups. Groups of few rows would fill
+    only a part of 128 rows and get 64. Fused passes get 128 columns, because they have
+    two accumulators or read two more operands in the epilogue, and so do fp8 passes,
+    which have a sum beside each accumulator. All fit into shared memory in 2-byte
+    dtypes.
     """
     mean_rows = shape.rows // max(1, shape.groups)
     rows = 64 if mean_rows <= 192 and which != "wgrad" else 128

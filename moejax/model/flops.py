@@ -68,7 +68,7 @@ def flops_per_token(cfg: Network) -> Flops:
 def num_params(cfg: Network) -> dict[str, int]:
     """Count parameters: 'total' is all of them, 'active' those that one token uses.
 
-    Of the routed experts, 'active' counts top_k.
+    'active' counts top_k of the routed experts.
     """
     model, moe = cfg.model, cfg.moe
     d, layers, moe_layers = model.d_model, model.num_layers, model.num_moe_layers

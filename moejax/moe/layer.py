@@ -65,7 +65,8 @@ class MoeLayer(nnx.Module):
         setup: LayerSetup,
         **options,
     ) -> tuple[Float[Array, "b t d"], LayerSums]:
-        """Return `moe_layer` of this layer's parameters; `options` are its own."""
+        """Compute the layer by `moe_layer`, with this layer's parameters; `options` are
+        passed on."""
         return moe_layer(self.params(), x_btd, placement, setup, **options)
 
     def params(self) -> stores.ExpertWeights:
@@ -105,7 +106,7 @@ def moe_layer(
     slots: stores.ExpertWeights | None = None,
     experts: Experts | None = None,
 ) -> tuple[Float[Array, "b t d"], LayerSums]:
-    """Return what an MoE layer makes of tokens, and sums for losses and statistics.
+    """Return the output of an MoE layer, and sums for losses and statistics.
 
     1. Make the weights of the slots that the placement gives to each device.
     2. Route each token to its top_k experts, in float32.
@@ -150,8 +151,8 @@ def moe_layer(
 
 
 def _slots(params, placement, setup: LayerSetup, dtype) -> stores.ExpertWeights:
-    """Return the weights of all slots; of own experts alone where copies travel when
-    the loads are known."""
+    """Return the weights of all slots. With split='dynamic' return those of the
+    device's own experts alone, since copies travel later, when the loads are known."""
     dims = dict(zip(stores.EXPERT_PARAMS, stores.EXPERT_DIMS))
     experts = {k: _laid(params[k], setup.param_sharding(d)) for k, d in dims.items()}
     if setup.layout.split == "dynamic":
@@ -160,8 +161,8 @@ def _slots(params, placement, setup: LayerSetup, dtype) -> stores.ExpertWeights:
 
 
 def _laid(value: Array, where) -> Array:
-    """Return the array with a sharding, where types carry shardings; elsewhere the
-    partitioner sees to it."""
+    """Reshard an array, if the types of arrays carry shardings (JAX's explicit mode);
+    otherwise return it as it is, and leave its sharding to the partitioner."""
     if isinstance(where, NamedSharding) and is_explicit(where.mesh):
         return jax.sharding.reshard(value, where)
     return value
@@ -207,7 +208,7 @@ def _body(x_btd, router_de, bias_e, placement, slots, optional, *, static: Stati
     gate_nk, sent = checkpoint_name((routes.gate_nk, sent), routing.ROUTES)
 
     weights = whole(slots, x_nd, mesh_layout)
-    if mesh_layout.layout.split == "dynamic":  # own experts; here come copies of some
+    if mesh_layout.layout.split == "dynamic":  # so far own experts; add copies
         used = checkpoint_name(used, routing.ROUTES)
         with jax.named_scope("slots"):
             weights = stores.gather_copies(weights, used, mesh_layout)
@@ -287,7 +288,8 @@ def swiglu(
 
 
 def _make_experts(layout: Layout) -> Experts:
-    """Return `swiglu` by the layout's kernels."""
+    """Return the function that computes the rows of a device's slots: `swiglu` with
+    the layout's kernels."""
     grouped = "blocked" if layout.kernels == "plain" else "auto"
     return partial(swiglu, implementation=grouped, fp8=layout.fp8)
 

@@ -184,9 +184,12 @@ def entropy(prob_ne: Float[Array, "n e"]) -> Float[Array, " n"]:
 
 
 def _sum_sequences(pieces, width: int, seq_len: int, split_axes: tuple[str, ...]):
-    """Sum the arrays [b, e] in `pieces`, of pieces of `width` tokens, by sequence.
+    """Sum per-expert values over each sequence, also where sequences are split over
+    devices.
 
-    Each device gets the sums of all sequences of the devices along `split_axes`.
+    `pieces` is a list of arrays [b, e]. Each row is the sum over a piece of `width`
+    consecutive tokens of a sequence. Return the sums of each array over sequences of
+    `seq_len` tokens, for all sequences of the devices along `split_axes`.
     """
     num_pieces, _ = pieces[0].shape
     first = jax.lax.axis_index(split_axes) * num_pieces
@@ -232,7 +235,7 @@ def weighted_loss(losses: RouterLosses, cfg: Router) -> Float[Array, ""]:
     """Return the router losses times their weights, averaged over layers, so that a
     weight means the same at every depth (as in the trainers of OLMoE and Mixtral)."""
     if cfg.kind == "recorded":
-        return jnp.float32(0)  # choices follow the record: there is nothing to even
+        return jnp.float32(0)  # choices follow the record: nothing can be balanced
     weighted = (
         cfg.balance_loss * losses.balance
         + cfg.sequence_balance_loss * losses.sequence_balance

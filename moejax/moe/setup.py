@@ -33,7 +33,7 @@ class LayerSetup:
 
     @functools.cached_property
     def mesh_layout(self) -> MeshLayout:
-        """The layout with the mesh axes that the layer talks along."""
+        """The layout with the mesh axes along which the layer communicates."""
         return on_mesh(self.mesh, self.layout, self.axes)
 
     @property
@@ -43,12 +43,13 @@ class LayerSetup:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Sharding of x_btd and of what comes out: split over the batch alone."""
+        """Sharding of the layer's input and output, which are split over the batch
+        alone."""
         return NamedSharding(self.mesh_layout.mesh, P(self.mesh_layout.batch_axes))
 
     def param_sharding(self, dims: str | None = None) -> NamedSharding:
-        """Return the sharding of a parameter: of experts' weights with dims 'edf' or
-        'efd', which are split over their owners; None: of any other, which is whole."""
+        """Return the sharding of a parameter. Expert weights, of dims 'edf' or 'efd',
+        are split over their owners; other parameters (None) are whole everywhere."""
         if dims is None:
             return NamedSharding(self.mesh_layout.mesh, P())
         spec = master_param_spec(dims, self.layout.store, self.mesh_layout)

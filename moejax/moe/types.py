@@ -173,8 +173,8 @@ class LayerSums:
     """Lower bound on the rows of the fullest device, from the split."""
 
     def over_devices(self, add=jnp.sum) -> "LayerSums":
-        """Return the sums over devices: [..] or [l, ..] where these are [w, ..] or
-        [l, w, ..]. `add` may be another reduction, such as jnp.max."""
+        """Reduce every field over its device dim: [w, ..] to [..], or [l, w, ..] to
+        [l, ..]. `add` is the reduction, such as jnp.max."""
         of_experts = ("prob_e", "tokens_e")
         sums = {}
         for field in dataclasses.fields(self):
@@ -221,7 +221,8 @@ class RoutingStats:
 
     @classmethod
     def from_sums(cls, sums: LayerSums) -> "RoutingStats":
-        """Return the statistics of sums [l, w, ..] of all layers and devices."""
+        """Return the routing statistics of a step from the sums of all layers and
+        devices, [l, w, ..]."""
         most = sums.over_devices(jnp.max)
         return cls(
             tokens_lwe=sums.tokens_e,

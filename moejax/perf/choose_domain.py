@@ -80,7 +80,7 @@ class LayerTraffic:
 
     @property
     def num_computed(self) -> int:
-        """Time of the experts over that of their forward pass."""
+        """Time of the experts in all passes, as a multiple of their forward time."""
         return 1 + self.is_training * (2 + (self.remat != "none"))
 
     @property
@@ -122,7 +122,7 @@ def choose(
     """Return the domain that takes the least time, of all candidates whose gathered
     experts take `max_bytes` at most on a device.
 
-    Of equally fast domains the smallest is taken.
+    The smallest of equally fast domains is taken.
     """
     domains = candidates(stream.sizes)
     fitting = [d for d in domains if gathered_bytes(stream, d) <= max_bytes]
@@ -160,7 +160,8 @@ def gathered_bytes(stream: LayerTraffic, domain: DomainSizes) -> float:
 
 
 def share_leaving(domain_size: int, num_devices: int) -> float:
-    """Return the rows that leave a device over those that leave it without domains.
+    """Return the number of rows that leave a device, as a fraction of those that would
+    leave it without domains.
 
     In one level of more than one device that is (G - S) / (G - 1), the paper's p.
     """

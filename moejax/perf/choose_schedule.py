@@ -94,7 +94,7 @@ class MicroBatchShape:
 
     @property
     def num_computed(self) -> int:
-        """Time of the experts over that of their forward pass."""
+        """Time of the experts in all passes, as a multiple of their forward time."""
         return 1 + self.is_training * (2 + (self.remat != "none"))
 
     @property
@@ -213,7 +213,8 @@ def predict(
 
 @dataclasses.dataclass(frozen=True)
 class _TermMaker:
-    """Terms of one shape at the speeds of one calibration."""
+    """Maker of the terms of a predicted time, for one shape at the speeds of one
+    calibration."""
 
     shape: MicroBatchShape
     calibration: Calibration
@@ -225,7 +226,7 @@ class _TermMaker:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of all tokens of a tensor group."""
+        """Bytes of the hidden states of all tokens of a tensor group."""
         return self.shape.tokens * self.shape.d_model * self.shape.itemsize
 
     @property
@@ -359,5 +360,5 @@ def _local(p: _TermMaker) -> tuple[Term, ...]:
 
 
 TIMES = {"s1h": _s1h, "s1": _s1, "s2": _s2, "base": _base, "local": _local}
-"""Function that returns the terms of each schedule's time. Of equally fast schedules
-the first is taken."""
+"""Function that returns the terms of each schedule's time. If schedules are equally
+fast, the first is taken."""

@@ -58,7 +58,7 @@ class CostModel:
 
     @property
     def num_computed(self) -> int:
-        """Time of the experts in a step over that of their forward pass."""
+        """Time of the experts in a step, as a multiple of their forward time."""
         return 3 + (self.remat != "none")
 
     @property
@@ -202,8 +202,8 @@ def _max_off_device(pair_ww: np.ndarray) -> float:
 
 
 def _padded(fullest_pair: float, layout: Layout) -> tuple[int, int]:
-    """Return the number of rounds, and of rows that a device sends to others in all of
-    them, with padded transport."""
+    """Return the number of rounds of an exchange with padded transport, and the number
+    of rows that a device sends to others in all rounds, padding included."""
     left = fullest_pair - layout.rows_per_peer - ROUNDING * fullest_pair
     later_rounds = 0
     if left > 0 and layout.exchange == "exact":

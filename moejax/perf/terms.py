@@ -75,12 +75,12 @@ def collective_term(
     count: int = 1,
     cargo: str = "",
 ) -> Term:
-    """Return the term of `count` collectives, in each of which `leaving_bytes` leave a
-    device, over the mesh axes of the group, {axis: devices}.
+    """Return the predicted time and bytes of `count` collectives over a group of
+    devices, in each of which `leaving_bytes` leave a device.
 
-    A part of an axis ("tensor_inner") has the line of the whole axis, and several axes
-    have the line that `find_line` returns. The term of a group of one device has a
-    count of 0. `cargo` is appended to the name.
+    `group` is {mesh axis: number of devices}. A part of an axis ("tensor_inner") has
+    the line of the whole axis, and several axes have the line that `find_line` returns.
+    The term of a group of one device has a count of 0. `cargo` is appended to the name.
     """
     several = tuple([axis for axis, size in group.items() if size > 1])
     if not several:

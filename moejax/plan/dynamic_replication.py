@@ -70,8 +70,7 @@ def quotas(rows_w: np.ndarray) -> np.ndarray:
 
     w - 1 times, the device with the largest surplus over its target sends to the device
     with the largest deficit all that this one lacks, even if the sender then lacks rows
-    itself. So no device receives from two senders. Of equal devices the lowest number
-    is taken.
+    itself. So no device receives from two senders. Ties go to the lowest device number.
     """
     w = len(rows_w)
     total = int(rows_w.sum())
@@ -90,7 +89,7 @@ def _split_quotas(load_wi: np.ndarray, quota_wd: np.ndarray) -> np.ndarray:
     """Return the rows of its i-th expert that device w sends to device d, [w, i, d].
 
     Every device repeatedly assigns its expert with most rows left to its largest quota
-    left, as many rows as both have. Of equal ones the lowest number is taken.
+    left, as many rows as both have. Ties go to the lowest number.
     """
     w, own = load_wi.shape
     left_wi, quota_wd = load_wi.copy(), quota_wd.copy()
@@ -114,8 +113,8 @@ def _limit_to_budgets(sent_wid: np.ndarray, layout: Layout) -> np.ndarray:
     """Return the part of `sent_wid` that the layout's budgets for copies allow.
 
     An owner offers its offers_per_device experts with most rows to send, and a receiver
-    takes the copies_per_device of these that bring it most rows. Of equal experts the
-    lowest number is taken.
+    takes the copies_per_device of these that bring it most rows. Ties go to the
+    lowest expert number.
     """
     w, own, _ = sent_wid.shape
     is_offered_wi = _is_largest(sent_wid.sum(axis=2), layout.offers_per_device)

@@ -327,7 +327,8 @@ def _check(layout: Layout) -> None:
 
 
 def _check_group(layout: Layout) -> None:
-    """Check that the axes are those of a group, which splits the experts evenly."""
+    """Check that rows travel along axes that may form a group, and that the group
+    splits the experts evenly."""
     groups = list(GROUP_AXES.values())
     if layout.is_local:
         groups = [("tensor",)]

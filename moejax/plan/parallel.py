@@ -112,7 +112,8 @@ class Tensor:
         return self.rules.num_senders(num_owners, self.expert_shards)
 
     def num_sources(self, num_owners: int) -> int:
-        """Return the number of different sets of tokens among the senders."""
+        """Return the number of sending devices, of which those with the same tokens
+        count as one."""
         return self.rules.num_sources(num_owners, *self._sizes)
 
 

@@ -48,8 +48,8 @@ class ScheduleRules:
     """Whether the schedule works with transport='ragged'."""
 
     def num_sources(self, num_owners: int, size: int, shards: int) -> int:
-        """Return the number of different sets of tokens among the senders, at least
-        1."""
+        """Return the number of sending devices, of which those with the same tokens
+        count as one; at least 1."""
         num_senders = self.num_senders(num_owners, shards)
         return max(num_senders // self.num_windows(size, shards), 1)
 

@@ -75,7 +75,8 @@ def fill(
     tolerance: int = 0,
     max_sweeps: int = MAX_SWEEPS,
 ) -> Filling:
-    """Return rows of each slot that minimise the rows of the fullest device.
+    """Divide the rows of each expert among its slots so that the fullest device has as
+    few rows as possible.
 
     `load_e` is the number of rows of each expert, summed over sources, and `row_p` the
     expert of each slot. Every expert with rows must have a slot. Where an expert has
@@ -146,7 +147,7 @@ def certificate(experts: list[Expert], level: list[int]) -> int:
     """Return a lower bound for the rows of the fullest device under any split.
 
     It is the maximum over k of ceil(r / k), where r is the number of rows of experts
-    all of whose replicas are on the k fullest devices. Of equally full devices the
+    all of whose replicas are on the k fullest devices. If devices are equally full, the
     first counts as fuller. `level` is the number of rows of each device.
     """
     order = sorted(range(len(level)), key=lambda w: -level[w])
@@ -260,8 +261,8 @@ def _count_hops(
 def _trace_path(
     rows_ew: np.ndarray, is_held_ew: np.ndarray, hops_w: np.ndarray, end: int
 ) -> tuple[list[int], list[int]]:
-    """Return the expert of each move on a path, and its devices from the end back to
-    the source."""
+    """Return a shortest path from a device above the target to the device `end`: the
+    expert of each move, and the devices, both from the end back to the source."""
     experts, path = [], [int(end)]
     for hops in reversed(range(hops_w[end])):
         can_give_ew = (rows_ew > 0) & (hops_w == hops)

@@ -178,7 +178,7 @@ def micro_batch_shape(cfg: Config) -> choose_schedule.MicroBatchShape:
 
 
 def layer_traffic(cfg: Config, calibration: Calibration) -> choose_domain.LayerTraffic:
-    """Return what one MoE layer of a run sends and computes in one micro-batch."""
+    """Return the bytes and seconds of one MoE layer of a run in one micro-batch."""
     moe, dispatch, d_model = cfg.moe, cfg.dispatch, cfg.model.d_model
     itemsize = ITEMSIZE[cfg.model.compute_dtype]
     rows = micro_batch_tokens(cfg) * moe.top_k

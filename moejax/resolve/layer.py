@@ -79,7 +79,7 @@ def set_up(
     if isinstance(mesh, Mesh):
         check_device(layout, mesh.devices.flat[0])
     setup = LayerSetup(moe, router, d, layout, mesh, names)
-    _ = setup.mesh_layout  # what a mesh cannot be cut into is refused here
+    _ = setup.mesh_layout  # raises for sizes that the mesh cannot be cut into
     return setup
 
 
@@ -90,7 +90,7 @@ def make_plan(
     current: ExpertPlan | None = None,
     dtype: str = "bfloat16",
 ) -> ExpertPlan:
-    """Return the plan that a policy makes of loads, valid for the setup's layout.
+    """Return the plan that a policy makes for loads, valid for the setup's layout.
 
     `tokens_lwe` are choices of each expert in each layer, by device that splits the
     batch: `sums.tokens_e` of one layer, with a leading dim of layers. `current` is the

@@ -106,7 +106,7 @@ def work(args: argparse.Namespace) -> int:
 
 
 def make_record(secs: list[float], ratios: list[float], rounds: list[int]) -> dict:
-    """Return the figures of a variant from those of its steps."""
+    """Summarize a variant from the time, load ratio and rounds of each of its steps."""
     return {
         "step_sec": [round(sec, 4) for sec in secs],
         "median_sec": round(statistics.median(secs), 4),

@@ -149,8 +149,8 @@ class Widths:
 
 
 def matmul_programs(mesh: Mesh, widths: Widths) -> list[Program]:
-    """Return compiled programs of the grouped products of an expert, into the hidden
-    width and back.
+    """Return compiled programs that time the grouped products of experts, into the
+    hidden width and back.
 
     The name of their line is ("grouped_dot",). They have half to four times
     `widths.rows` rows; with fewer, the blocks that rows are cut into are not full.
@@ -160,7 +160,7 @@ def matmul_programs(mesh: Mesh, widths: Widths) -> list[Program]:
     down_gfd = _zeros(mesh, (groups, f, d), widths.dtype)
     programs = []
     for part in (0.5, 1, 2, 4):
-        multiple = math.lcm(groups, ROW_MULTIPLE)  # kernels take only such sizes
+        multiple = math.lcm(groups, ROW_MULTIPLE)  # kernels take only these multiples
         rows = max(multiple, math.ceil(part * widths.rows / multiple) * multiple)
         rows_g = np.full(groups, rows // groups, np.int32)
 
@@ -211,7 +211,7 @@ def measure_calibration(
 
 
 def fit_lines(programs: list[Program], sec: list[float]) -> dict[tuple[str, ...], Line]:
-    """Return the line fitted to the programs of each line name."""
+    """Fit a line of seconds over bytes or FLOPs to the programs of each line name."""
     points = {}
     for program, point_sec in zip(programs, sec, strict=True):
         points.setdefault(program.line, []).append((program.amount, point_sec))

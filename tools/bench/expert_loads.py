@@ -75,7 +75,7 @@ def add_options(parser: argparse.ArgumentParser):
 
 
 def from_options(args: argparse.Namespace) -> Loads:
-    """Return the loads that the options name.
+    """Return the loads that the command line asks for: recorded or synthetic ones.
 
     Raises ValueError when they are not of --devices devices, or when a layer does not
     exist.
@@ -103,7 +103,7 @@ def from_options(args: argparse.Namespace) -> Loads:
 
 
 def read_trace(path: pathlib.Path, array: str = "tokens") -> Loads:
-    """Return the loads in an .npz file.
+    """Read recorded expert loads from an .npz file.
 
     `array` names counts [samples, layers, devices, experts], or [samples, layers,
     micro-batches, devices, experts], which are summed over micro-batches. The array
@@ -199,7 +199,7 @@ def synthetic(
 
 
 def _chances(name: str, number: float, sample: int, experts: int) -> np.ndarray:
-    """Return the probability of each expert in one sample."""
+    """Return the probability of each expert in one sample of a synthetic load."""
     phase = sample // PERIOD_SAMPLES
     chance_e = np.ones(experts)
     if name == "zipf":

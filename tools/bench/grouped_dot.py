@@ -347,7 +347,8 @@ def ratios(rows: Rows, own: str, ours: Iterable[str]) -> tuple[dict, ...]:
 
 
 def format_min(ratio: dict[tuple[str, str], float]) -> str:
-    """Return the minimum of a table, with its shape and skew; '-' for no entries."""
+    """Format the minimum of a table of ratios with its shape and skew; '-' if the table
+    is empty."""
     if not ratio:
         return "-"
     case = min(ratio, key=ratio.get)

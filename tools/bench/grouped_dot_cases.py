@@ -226,7 +226,8 @@ def sampled_error(which: str, results, case: ProductCase) -> float:
 
 
 def pass_parts(which: str, case: ProductCase, results) -> Iterator[tuple]:
-    """Yield (part, its operands, out) for each array that a pass returns."""
+    """Yield the name, the operands and the computed value of each array that a pass
+    returns."""
     which = which.removeprefix("fp8_")
     by_name = dict(zip(OPERANDS[which], case.operands, strict=True))
     parts = PARTS.get(which, (which,))
@@ -238,7 +239,8 @@ def pass_parts(which: str, case: ProductCase, results) -> Iterator[tuple]:
 def compute_reference(
     part: str, arrays: Sequence[np.ndarray], rows_g: np.ndarray
 ) -> np.ndarray:
-    """Compute a part by its definition, group by group; padding is zero."""
+    """Compute one array of a pass by its definition, group by group; padding is
+    zero."""
     ends_g = np.cumsum(rows_g)
     spans = [slice(end - rows, end) for rows, end in zip(rows_g, ends_g)]
     x, other, *more = arrays
@@ -301,14 +303,16 @@ def _sample_ends(first: int, count: int) -> np.ndarray:
 
 
 def _spread(width: int, count: int) -> np.ndarray:
-    """Return `count` of `width` columns, evenly spread, the first and the last among
-    them; or all columns if there are fewer."""
+    """Return the numbers of `count` columns, spread evenly from the first to the last
+    of `width` columns; or all numbers if there are fewer columns."""
     return np.unique(np.linspace(0, width - 1, count).astype(int))
 
 
 def _columns(array: Array, width: int, axis: int = 1) -> Array:
-    """Return some columns of each block of `width` columns: in a fused array the gate
-    and up halves lie side by side."""
+    """Sample columns of an array, the same ones in each block of `width` columns.
+
+    A fused array has two blocks, gate and up, side by side.
+    """
     first = np.arange(0, array.shape[axis], width)[:, None]
     return jnp.take(array, (first + _spread(width, SAMPLED_COLUMNS)).ravel(), axis)
 

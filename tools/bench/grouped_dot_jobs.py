@@ -31,7 +31,7 @@ MIN_CALLS, MAX_CALLS = 3, 50
 
 
 class WrongResult(Exception):
-    """Error of an implementation that computes something else."""
+    """Error raised when an implementation computes wrong values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Trial(NamedTuple):
 
 def measure(settings: Settings, shape: ProductShape, which: str) -> list[dict]:
     """Measure all skews and implementations of a pass in turns, and return a row for
-    each. Raises WrongResult if an implementation computes something else."""
+    each. Raises WrongResult if an implementation computes wrong values."""
     own = Pass(settings, shape, which, input_sets(settings, shape, which))
     jobs, declined = make_jobs(own)
     take_turns(list(jobs.values()), settings)
@@ -121,8 +121,8 @@ def input_sets(settings: Settings, shape: ProductShape, which: str) -> list[tupl
 
 
 def make_jobs(own: Pass) -> tuple[dict, dict]:
-    """Return the checked job of each (skew, implementation), and the reason of each
-    (skew, implementation) that has none."""
+    """Return a job to measure for each (skew, implementation), its results checked, and
+    the reason for each (skew, implementation) that cannot be run."""
     jobs, declined = {}, {}
     for impl in own.settings.impls:
         # A peer may decline a case by any exception; ours do so by one kind only.
@@ -202,8 +202,8 @@ def fastest(jobs: list[BenchJob]) -> BenchJob:
 
 
 def judge(own: Pass, impl: str, skew: Skew, trial: Trial) -> None:
-    """Raise WrongResult unless the results are right, and set the job's error and
-    bytes.
+    """Compare a trial's results with the reference, and set its job's error and bytes.
+    Raises WrongResult if they differ by more than the limit.
 
     All results of the small case are compared, and a sample of those of the job's own.
     """
@@ -251,13 +251,14 @@ def mean_msec(
 
 
 def num_calls(msec: float) -> int:
-    """Return the number of calls of `msec` each between two waits for a GPU."""
+    """Return the number of calls to make between two waits for a GPU, when each call
+    takes `msec` milliseconds."""
     return min(MAX_CALLS, max(MIN_CALLS, round(SAMPLE_MSEC / msec)))
 
 
 def figures(job: BenchJob, dense: BenchJob | None, num_flops: int) -> dict:
-    """Return the figures of a job. `share_of_dense` is its rate over that of `dense` on
-    the same rows."""
+    """Return the times and rates of a measured job. `share_of_dense` is its rate over
+    that of `dense` on the same rows."""
     msec = statistics.median(job.msec)
     share = statistics.median(dense.msec) / msec if dense else None
     return {

@@ -94,8 +94,8 @@ def variants(impl: str, which: str, fullest_rows: int) -> tuple[Variant, ...]:
 
 
 def pass_function(products: Products, which: str) -> Callable:
-    """Return the function of a pass; `grads` is forward and both gradients in one
-    program."""
+    """Return the function that computes a pass with an implementation's products. The
+    pass `grads` is forward and both gradients in one program."""
     if which != "grads":
         return getattr(products, "swiglu" if which == "fused" else which)
 
@@ -151,7 +151,8 @@ def mgpu() -> dict[str, Products]:
 
 
 def tokamax(implementation: str) -> dict[str, Products]:
-    """Return the products of one of tokamax's implementations, by tiles."""
+    """Return the grouped products of one of tokamax's implementations, by the name of
+    their tiles."""
     import tokamax
     from tokamax._src.ops.ragged_dot.api import IMPLEMENTATIONS
 
@@ -274,7 +275,8 @@ def padded(
 def unpadded(
     y_gcf: Float[Array, "g c f"], rows_g: Int[Array, " g"], num_rows: int
 ) -> Float[Array, "m f"]:
-    """Invert `padded`. Rows that no group owns have undefined values."""
+    """Return the rows of all groups end to end: the inverse of `padded`. Rows that no
+    group owns have undefined values."""
     row_m, ends_g = jnp.arange(num_rows), jnp.cumsum(rows_g)
     owner_m = jnp.searchsorted(ends_g, row_m, side="right")
     owner_m = jnp.minimum(owner_m, len(rows_g) - 1)

@@ -50,8 +50,8 @@ def einsum_layer(
     mesh: Mesh,
     capacity: int,
 ) -> Float[Array, "b t d"]:
-    """Compute the function of `layer`, without the choices beyond the capacity of an
-    expert, which are dropped."""
+    """Compute an MoE layer by dispatch with einsum. Choices beyond the capacity of an
+    expert are dropped."""
     weights = {
         "gate_sdf": layer.gate_edf[...],
         "up_sdf": layer.up_edf[...],

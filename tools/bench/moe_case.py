@@ -89,7 +89,8 @@ class LayerCase:
         return int(self.counts_we.reshape(w, w, -1).sum(axis=-1).max())
 
     def dropped_share(self, capacity: int) -> float:
-        """Return the share of the rows beyond `capacity` from a device to an expert."""
+        """Return the fraction of all rows that are dropped if a device may send at most
+        `capacity` rows to an expert."""
         over_we = np.maximum(self.counts_we - capacity, 0)
         return float(over_we.sum() / self.counts_we.sum())
 
@@ -137,8 +138,8 @@ def choices(shape: LayerShape) -> Int[np.ndarray, "b t k"]:
 def inputs(
     expert_btk: Int[np.ndarray, "b t k"], router_de: Float[np.ndarray, "d e"]
 ) -> Float[np.ndarray, "b t d"]:
-    """Return inputs for which the router itself chooses these experts, so that each
-    variant's time includes its router.
+    """Return inputs of a layer for which its router chooses the given experts, so that
+    each variant's time includes its router.
 
     The inputs are noise, moved so that the chosen logits are 3 to 4 and the others at
     most 2.
@@ -158,7 +159,8 @@ def inputs(
 def variants(
     case: LayerCase, capacity: int, *, has_splits: bool = False
 ) -> dict[str, Variant]:
-    """Return all variants by name. Only einsum uses `capacity`."""
+    """Return all variants of the layer to measure, by name. Only einsum uses
+    `capacity`."""
     layout = case.shape.layout
     ours = partial(_ours, case, layout, ExpertPlan.home_in(layout, 1))
 

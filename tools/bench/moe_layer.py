@@ -108,8 +108,8 @@ def set_up_backend(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Check and measure all variants, and return the record. Raises AssertionError if a
-    variant computes something else."""
+    """Check and measure all variants of the layer, and return the record. Raises
+    AssertionError if a variant computes wrong values."""
     import jax
 
     from tools.bench.moe_case import LayerShape, make_case

@@ -270,8 +270,8 @@ def measure(case: SplitCase, repeats: int) -> dict[str, Measurement]:
 def judge(
     case: SplitCase, variant: Variant, msec_n: np.ndarray, results: list
 ) -> Measurement:
-    """Return the measurement of a variant, from its times and its result on each
-    micro-batch."""
+    """Compare a variant's results on each micro-batch with the optimum, and return them
+    with its times."""
     from tools.bench import split_baselines as baselines
 
     problem = baselines.Problem.of(case.row_p, case.size.experts, case.size.devices)
@@ -287,7 +287,8 @@ def judge(
 
 
 def figures(parts: list[Measurement]) -> dict[str, float]:
-    """Return the figures of a variant over the micro-batches of all skews."""
+    """Summarize the times and optimality gaps of a variant over the micro-batches of
+    all skews."""
     whole = Measurement(*map(np.concatenate, zip(*parts)))
     return {
         "msec_p50": float(np.percentile(whole.msec_n, 50)),

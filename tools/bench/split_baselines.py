@@ -55,7 +55,7 @@ class Problem:
 
     @property
     def held_we(self) -> np.ndarray:
-        """Whether a device has a replica of an expert."""
+        """Whether each device has a replica of each expert."""
         held_we = np.zeros((self.num_devices, self.num_experts), bool)
         held_we[self.device_r, self.expert_r] = True
         return held_we
@@ -197,13 +197,14 @@ def solve_warm(state: Warm, load_e: np.ndarray) -> tuple[float, np.ndarray]:
 
 
 def highs_cold(problem: Problem, load_e: np.ndarray) -> tuple[float, np.ndarray]:
-    """Return the optimum and rows [r] by a new model."""
+    """Solve the linear program with a new HiGHS model. Return the optimum and the rows
+    of each replica [r]."""
     return solve_warm(warm(problem), load_e)
 
 
 def with_callback(state: Warm) -> Callable:
-    """Return a compiled function load_e -> rows [r] float32, which calls the solver on
-    the host."""
+    """Return a compiled function from load_e to the rows of each replica, float32 [r],
+    which calls the solver on the host."""
     import jax
     import jax.numpy as jnp
 

@@ -98,7 +98,7 @@ def draw_counts(rng, popularity_e, num_devices: int, tokens: int, choices: int):
 
 
 def random_plan(rng, size: Size) -> np.ndarray:
-    """Return the experts of slots [p] by a Cayley graph with random shifts.
+    """Return a plan, the expert of each slot [p], by a Cayley graph with random shifts.
 
     Each expert has `size.replicas` replicas, all slots are full, and no expert is twice
     on a device.

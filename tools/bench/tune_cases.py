@@ -32,7 +32,7 @@ Timer = Callable[[Tiles, Callable[[], object]], float]
 
 
 class WrongKernel(Exception):
-    """Error of the rule's tiles when they compute something else."""
+    """Error raised when the kernel computes wrong values with the default tiles."""
 
 
 @dataclasses.dataclass
@@ -45,7 +45,7 @@ class TuneCase:
     rows: list[Array]
     """rows_g of each skew."""
     compiled: dict[Tiles, Callable]
-    """Program of the rule's tiles."""
+    """Program with the default tiles."""
     expected: list
     """Results of each skew."""
 
@@ -61,9 +61,10 @@ def search_bucket(
     timer: Timer,
     is_over: Callable[[], bool],
 ) -> dict:
-    """Search one bucket, and return its fastest tiles with the figures of the search.
+    """Search for the fastest tiles of one bucket of shapes, and return them with the
+    figures of the search.
 
-    Raises WrongKernel if the rule's tiles compute something else.
+    Raises WrongKernel if the kernel computes wrong values with the default tiles.
     """
     name, which, shape = bucket
     itemsize = jnp.dtype(settings.dtype).itemsize
@@ -109,9 +110,11 @@ def prepare(
     seed: int,
     product: Product,
 ) -> TuneCase:
-    """Return the inputs of a bucket with the checked results of the rule's tiles.
+    """Return the inputs of a bucket of shapes, with the results of the default tiles,
+    which have been compared with a reference.
 
-    Raises WrongKernel if these results are wrong, and any error of the rule's program.
+    Raises WrongKernel if these results are wrong, and any error of compiling or running
+    the kernel with the default tiles.
     """
     sizes = shape.rows, shape.groups, cases.SEED_OF_ROWS
     rows = [make_rows(skew, *sizes) for skew in skews]
@@ -134,7 +137,7 @@ def prepare(
 
 
 def make_measure(case: TuneCase, product: Product, timer: Timer) -> Callable:
-    """Return the function measure(batch) of tune_search.search."""
+    """Return a function that measures a batch of tiles, for tune_search.search."""
 
     def measure(batch: Sequence[Tiles]) -> list[float | str]:
         compiled = _compile_batch(case, product, batch)
@@ -202,7 +205,7 @@ def _msec(case: TuneCase, tiles: Tiles, program: Callable, timer: Timer) -> floa
                 return f"computes something else: error {error:.2g}"
             msec.append(timer(tiles, call))
     except jax.errors.JaxRuntimeError as error:
-        # If the device is lost, the rule's program fails too, and ends the search.
+        # If the device is lost, the default tiles fail too, and end the search.
         jax.block_until_ready(case.call(next(iter(case.compiled))))
         return _reason(error)
     return statistics.mean(msec)

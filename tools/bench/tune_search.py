@@ -2,7 +2,7 @@
 file of the fastest ones.
 
     tuning_buckets   a bucket for each pass of each shape, or each product of a layer
-    candidates       the rule's tiles, then all shapes of a tile, likely ones first
+    candidates       the default tiles, then all shapes of a tile, likely ones first
     neighbours       tiles that differ from the fastest in one setting; repeated while
                      this finds faster ones
 
@@ -60,7 +60,7 @@ class Bucket(NamedTuple):
     shape: ProductShape
 
     def key(self, dtype: str) -> str:
-        """Return the bucket's key in the file of tiles."""
+        """Return the key of this bucket of shapes in the file of tuned tiles."""
         return bucket(self.which, self.shape, dtype)
 
 
@@ -91,7 +91,7 @@ def tuning_buckets(shapes: dict[str, ProductShape], is_layer: bool) -> Iterator[
 
 
 def candidates(which: Pass, shape: ProductShape, itemsize: int) -> list[Tiles]:
-    """Return the rule's tiles, then tiles of all shapes, each with as many stages as
+    """Return the default tiles, then tiles of all shapes, each with as many stages as
     fit, in the order of their guessed cost.
 
     Tiles whose guessed cost is more than MAX_GUESSED times the best are left out.
@@ -108,7 +108,7 @@ def candidates(which: Pass, shape: ProductShape, itemsize: int) -> list[Tiles]:
 
 
 def guessed_cost(which: Pass, shape: ProductShape, tiles: Tiles) -> float:
-    """Return the guessed time per useful FLOP, as a ratio.
+    """Return a guess of the time per useful FLOP with these tiles, as a ratio.
 
     It grows with the part of a tile that lies beyond the result, and with the time that
     the tile waits for its operands.
@@ -274,5 +274,6 @@ def _deepest(which: Pass, tiles: Tiles, itemsize: int) -> Tiles | None:
 
 
 def _filled(size: float, tile: int) -> float:
-    """Return the share of the tiles over `size` that does not lie beyond it."""
+    """Return the useful fraction of tiles that cover `size` elements, the last of which
+    may reach beyond it."""
     return size / (-(-size // tile) * tile)

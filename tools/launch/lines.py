@@ -45,7 +45,7 @@ def pass_on(process: subprocess.Popen, index: int) -> list[threading.Thread]:
 
 
 def is_noise(line: bytes) -> bool:
-    """Return whether a line is Gloo's, and says nothing to people."""
+    """Return whether a line is a message of Gloo that tells people nothing."""
     return any(part in line for part in NOISE)
 
 

@@ -224,7 +224,8 @@ def _groups(count: int, limit: int) -> list[np.ndarray]:
 
 
 def _edges(first_steps: list, last_step: int) -> np.ndarray:
-    """Return the steps at which columns begin, and the one at which the last ends."""
+    """Return the edges of a picture's columns, in steps: where each begins, and where
+    the last ends."""
     width = np.median(np.diff(first_steps)) if len(first_steps) > 1 else 1
     return np.array([*first_steps, max(last_step, first_steps[-1]) + width])
 

@@ -142,8 +142,8 @@ class _Log:
 
 
 def _changes(changes: dict) -> str:
-    """Return one change of a relayout: that of the slots, else of the store, else the
-    first. The others follow from it or are small."""
+    """Return the label of a relayout, such as 'slots 2→3': the change of the slots,
+    else of the store, else the first. Other changes follow from it or are small."""
     for name in ("slots_per_device", "store", *changes):
         if name in changes:
             before, after = changes[name]
@@ -153,7 +153,7 @@ def _changes(changes: dict) -> str:
 
 
 def _record(line: bytes) -> dict | None:
-    """Return the record of a line; None for an unfinished or damaged line."""
+    """Parse a line of metrics.jsonl; return None for an unfinished or damaged line."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -225,7 +225,8 @@ def _as_arrays(folder: pathlib.Path, log: _Log) -> RunArrays:
 
 
 def _stack(tables: dict[int, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and tables whose shape is that of the last table."""
+    """Stack the tables that have the shape of the last one. Return their steps and the
+    stacked array."""
     steps = sorted(tables)
     steps = [step for step in steps if tables[step].shape == tables[steps[-1]].shape]
     return np.array(steps, int), np.array([tables[step] for step in steps])

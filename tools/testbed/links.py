@@ -57,13 +57,15 @@ LAYERS = (
 
 
 def domains(options: Options) -> dict:
-    """Measure domains, and return the record of the cases and the claimed figures."""
+    """Measure the time that domains save over slow links. Return the record of the
+    cases and the claimed figures."""
     record = _measure("dc=2,expert=2", domain_cases(), options)
     return {"domains": record} | _drop_unshaped(record, domain_figures(record))
 
 
 def domain_cases() -> list[dict]:
-    """Return a case for each size of rows and of experts, for communication.py."""
+    """Return the cases of domains that tools/bench/communication.py measures: one for
+    each size of rows and of experts."""
     return [
         {
             "name": f"D={rows:g} P_E={experts:g}",
@@ -105,13 +107,15 @@ def domain_figures(record: dict) -> dict:
 
 
 def schedules(options: Options) -> dict:
-    """Measure schedules, and return the record of the cases and the claimed figures."""
+    """Measure the time that each schedule takes over slow links. Return the record of
+    the cases and the claimed figures."""
     record = _measure("expert=2,tensor=2", schedule_cases(), options)
     return {"schedules": record} | _drop_unshaped(record, schedule_figures(record))
 
 
 def schedule_cases() -> list[dict]:
-    """Return a case for each buffer size and each k f, for communication.py."""
+    """Return the cases of schedules that tools/bench/communication.py measures: one for
+    each buffer size and each k f, the choices per token times the buffer factor."""
     return [
         {
             "name": f"{size} MiB kf={factor}",
@@ -153,14 +157,15 @@ def schedule_figures(record: dict) -> dict:
 
 
 def selector(options: Options) -> dict:
-    """Measure the choice of schedules, and return the record of the cases and the
-    claimed figures."""
+    """Measure how well the schedule is chosen for layers on slow links. Return the
+    record of the cases and the claimed figures."""
     record = _measure("expert=2,tensor=2", layer_cases(), options)
     return {"selector": record} | _drop_unshaped(record, selector_figures(record))
 
 
 def layer_cases() -> list[dict]:
-    """Return a case for each of LAYERS, for communication.py."""
+    """Return the layers that tools/bench/communication.py measures, a case for each of
+    LAYERS."""
     keys = ("tokens", "d_model", "d_expert", "num_experts", "top_k", "expert_shards")
     cases = []
     for number, layer in enumerate(LAYERS):
@@ -190,7 +195,7 @@ def selector_figures(record: dict) -> dict:
 
 
 def _drop_unshaped(record: dict, figures: dict) -> dict:
-    """Return the figures, each None if the links could not be shaped."""
+    """Return the figures; all become None if the rate of links could not be limited."""
     return figures if record["is_shaped"] else dict.fromkeys(figures)
 
 

@@ -38,8 +38,8 @@ _OURS = re.compile(r"moejax-(hub|dc\d{1,3})")
 
 
 class Unavailable(OSError):
-    """Error for something that this machine or this user cannot have. Its text is one
-    line."""
+    """Error raised when the testbed needs something that this machine or user does not
+    have. Its text is one line."""
 
 
 def dc_name(dc: int) -> str:
@@ -53,7 +53,8 @@ def address(dc: int) -> str:
 
 
 def set_up(dcs: int, rate_mbit: float | None) -> None:
-    """Make the namespaces, cables and buckets of `dcs` DCs.
+    """Make a network namespace, a virtual cable and a rate limit for each of `dcs` data
+    centres (DCs).
 
     The rate is that of each uplink in Mb/s; None leaves links unshaped. Raises
     Unavailable. What was made before the error remains, for `remove`.

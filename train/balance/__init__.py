@@ -1,4 +1,4 @@
 """The balancer in a run: observes loads, adopts plans and layouts between two steps.
 
-What it decides is in `moejax.balance`.
+The decisions are made in `moejax.balance`.
 """

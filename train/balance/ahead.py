@@ -1,4 +1,4 @@
-"""Steps of another layout, compiled while those of today run."""
+"""Steps of another layout, compiled while the current steps run."""
 
 import dataclasses
 import threading
@@ -11,7 +11,7 @@ from train.step.compiled import require_room
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """Compiled for one layout."""
+    """Train step and evaluation step, compiled for one layout."""
 
     train: Any
     evaluate: Any
@@ -46,6 +46,6 @@ class Ahead:
         self._thread.join()
 
     def result(self) -> tuple[Steps | None, str]:
-        """Waits for the steps, or for why there are none."""
+        """Wait for the compilation. Return the steps and '', or None and the error."""
         self.wait()
         return self._steps, self._fault

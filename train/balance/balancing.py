@@ -129,8 +129,9 @@ class Balancing:
                 self._ahead.wait()  # the watchdog has not started yet
 
     def begin(self, state):
-        """Return a state, which has experts in logical order and in the store of the
-        run's first layout, as the layout and the plan in use need it."""
+        """Return the training state with its experts arranged for the current layout
+        and plan. The given state has them in logical order, in the store of the run's
+        first layout."""
         first = self._job.model.layout.store
         return self.physical(self._mover.to_store(state, first, self.layout.store))
 
@@ -140,8 +141,8 @@ class Balancing:
         return self._mover.to_owners(state, self.plan, _logical(self.plan))
 
     def physical(self, state):
-        """Return a state, which has experts in logical order, with experts at the
-        plan's owners."""
+        """Return the state with each expert at its owner under the current plan. The
+        given state has experts in logical order."""
         return self._mover.to_owners(state, _logical(self.plan), self.plan)
 
     def is_waiting(self, step: int) -> bool:
@@ -150,8 +151,8 @@ class Balancing:
         return bool(self._ahead and pending and step >= pending.adopt_step)
 
     def before(self, step: int, state):
-        """Return the state under the pending decision if that is due: `step` is the
-        first step under it."""
+        """Return the state to run `step` with. If a decision is due at this step, the
+        state is moved to its plan and layout first."""
         pending = self._state.pending
         if pending is not None and step >= pending.adopt_step:
             state = self._adopt(step, state)
@@ -160,7 +161,8 @@ class Balancing:
         return state
 
     def _adopt(self, step: int, state):
-        """Return the state under the pending decision; say how long that took."""
+        """Move the state to the pending decision's plan and layout, and log how long
+        that took. Without compiled steps the state stays as it is."""
         start_sec, is_new = time.monotonic(), self._ahead is not None
         if is_new and not self._ahead.is_done:
             self.say(f"step {step}  waits until the new layout is compiled")
@@ -190,10 +192,11 @@ class Balancing:
         return state
 
     def _take_steps(self) -> bool:
-        """Take over the steps that were compiled ahead, and return True.
+        """Wait for the steps of the pending layout, and use them from now on; return
+        True.
 
-        Where a process could not compile its steps, refuse the layout on all of them,
-        and return False.
+        If a process could not compile its steps, refuse the layout on all of them, and
+        return False.
         """
         steps, fault = self._ahead.result()
         self._ahead = None
@@ -208,7 +211,8 @@ class Balancing:
         return True
 
     def step_record(self, step: int, stats: RoutingStats) -> dict[str, Any]:
-        """Return the fields of a step's record that are about its plan, once a step.
+        """Return the fields of a step's record that are about its plan. May be called
+        only once for each step.
 
         `home_device_max_over_mean` is the ratio that the home placement would have had
         under the step's load. `modelled_saving_msec`, at the steps of decisions, is the
@@ -234,8 +238,8 @@ class Balancing:
     def _modelled_saving_sec(
         self, stats: RoutingStats, plan: ExpertPlan, layout: Layout
     ) -> float:
-        """Return the seconds of a step that a plan saves beside the home placement, by
-        the cost model."""
+        """Return the seconds per step that a plan saves over the home placement, by the
+        cost model."""
         load_lwe = loads_by_owner(stats.tokens_lwe, self._batch_sizes, self.layout)
         home_layout = make_home_layout(self._job.model.layout)
         home = ExpertPlan.home_in(home_layout, plan.num_layers)
@@ -243,8 +247,8 @@ class Balancing:
         return home_sec - self._cost.step_sec(load_lwe, plan, layout)
 
     def observe(self, step: int, stats: RoutingStats) -> None:
-        """Observe one step's statistics, which are on the host; decide if it is time,
-        and begin to compile what was decided."""
+        """Give the balancer one step's statistics, which are on the host. At every
+        `every_steps`-th step let it decide, and begin to compile a new layout."""
         if not self._is_on:
             return
         load_lwe = loads_by_owner(stats.tokens_lwe, self._batch_sizes, self.layout)
@@ -313,7 +317,7 @@ class Balancing:
         return Steps(*compile_steps(self._job.model.relaid(layout)))
 
     def _set_placement(self) -> None:
-        """Put the tables of the plan in use on the devices."""
+        """Put the index tables of the current plan on the devices."""
         self.placement: Placement = on_devices(
             self.plan, self.layout, self._job.model.mesh
         )

@@ -1,6 +1,6 @@
 """Move the experts of a TrainState to new owners or to another store, compiled ahead.
 
-What moves are the float32 master parameters of the experts and their optimizer moments.
+The float32 master parameters of the experts and their optimizer moments move.
 """
 
 import jax
@@ -40,7 +40,8 @@ class Mover:
             self._reshard[store] = _compile_reshard(self._model, store)
 
     def to_owners(self, state: TrainState, old: ExpertPlan, new: ExpertPlan):
-        """Return the state with masters and moments on the owners of plan `new`."""
+        """Return the state with the experts' master parameters and moments on the
+        owners of plan `new`."""
         layout = self._model.layout
         for rounds in exchanges(old.owned_le, new.owned_le, layout.num_devices):
             self.prepare_moves()
@@ -95,7 +96,8 @@ def _jit(run, after: TrainState):
 
 
 def _change_experts(state: TrainState, change) -> TrainState:
-    """Return the state with its experts' arrays replaced by change(arrays, names)."""
+    """Return the state with the arrays of the experts, moments included, replaced by
+    change(arrays, names)."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
     index = [i for i, (path, _) in enumerate(leaves) if is_expert(path)]
     names = [leaves[i][0][-1].key for i in index]

@@ -189,7 +189,8 @@ def _split_name(name: str) -> tuple[str, str]:
 
 
 def _rebind(trained: Config, bindings: dict[str, Any], is_mesh_given: bool) -> Config:
-    """Return the configuration with the bindings, and one row for each batch shard.
+    """Return the trained configuration with the user's bindings, and a batch of one row
+    for each batch shard.
 
     If the mesh of simulated devices changes, their number follows the mesh.
     """

@@ -65,8 +65,8 @@ def config_from_record(record: dict[str, dict[str, Any]]) -> Config:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """Return `value` as the annotation `kind` wants it. Raises TypeError that says what
-    it must be.
+    """Convert `value` to the type annotation `kind`. Raises TypeError that says which
+    type it must have.
 
     An int is accepted for a float, and a list for a tuple. A bool is not accepted for a
     number. A float must be finite: inf and nan could not be written back as gin.
@@ -130,7 +130,8 @@ def nearest(name: str, shown: Mapping[str, str], otherwise: str) -> str:
 
 
 def names_in(message: str) -> list[str]:
-    """Return the fields that a rule's message means, as 'Class.field', each once.
+    """Return the configuration fields that an error message mentions, as 'Class.field',
+    each once.
 
     'Class.field' names one field. 'field=' names that of the class last mentioned, or
     else of every class that has such a field. 'dc x data x expert devices' and 'the

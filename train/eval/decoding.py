@@ -58,10 +58,11 @@ class Decoder:
 
 
 def make_decoder(loaded: LoadedModel, num_ids: int, separator: int) -> Decoder:
-    """Return a decoder that samples only the first `num_ids` ids.
+    """Return a decoder that generates text, by sampling among the first `num_ids` token
+    ids.
 
-    A model can have more ids than its tokenizer. Raises ValueError for a router that
-    cannot route one token at a time.
+    A model's vocabulary can be larger than its tokenizer's. Raises ValueError for a
+    router that cannot route one token at a time.
     """
     if loaded.cfg.router.kind == "expert_choice":
         raise ValueError(

@@ -49,7 +49,8 @@ def _witten_bell(
     distinct: np.ndarray | int,
     lower: np.ndarray | float,
 ) -> np.ndarray:
-    """Interpolate elementwise; return `lower` for a context that never occurred."""
+    """Return n-gram probabilities by Witten-Bell interpolation with the probability
+    `lower` of a shorter context; `lower` itself for a context that never occurred."""
     occurred = total > 0
     scale = np.where(occurred, total + distinct, 1)
     return np.where(occurred, (count + distinct * lower) / scale, lower)

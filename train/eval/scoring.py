@@ -104,7 +104,8 @@ def _score_step(run: Resolved, batch_size: int):
 
 
 def _pad_rows(rows: Windows, separator: int, batch_size: int, cfg: Config):
-    """Return the rows as a padded Batch, and the number of real targets in each row."""
+    """Pad the rows to a Batch of `batch_size` rows of Data.seq_len tokens. Return it
+    and the number of real targets in each row."""
     num_rows, width = rows.token_bt.shape
     given = Batch.from_windows(rows)
     shape = (batch_size, cfg.data.seq_len)

@@ -311,7 +311,7 @@ def _count_and_index(
 
 
 def _whole(words: Mapping[str, str], name: str) -> int:
-    """Return a word as a whole number of 0 or more, or raise ValueError."""
+    """Parse a word as a whole number of 0 or more; raise ValueError for others."""
     if not re.fullmatch(r"\d{1,18}", words[name], re.ASCII):
         raise ValueError(
             f"{name}={words[name]!r} must be a whole number of 0 or more: correct it"

@@ -158,7 +158,7 @@ def _broadcast(text: bytes) -> bytes:
 
 
 class Stop:
-    """The wish of a user or a scheduler that the run stop, the same on all processes.
+    """Request of a user or a scheduler that the run stop, the same on all processes.
 
     A single process handles its own signals. Several processes ask JAX, whose handler
     of SIGTERM makes them agree on a step that none of them has reached yet.
@@ -236,7 +236,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        """Say once what takes longer than half the limit."""
+        """Print one warning for work that takes longer than half the limit."""
         while not self._closed.wait(min(1.0, self._limit_sec / 8)):
             what, taken_sec = self._what, time.monotonic() - self._since_sec
             if what and not self._is_said and taken_sec > self._limit_sec / 2:

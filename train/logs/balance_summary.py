@@ -57,8 +57,8 @@ def summarise_balance(path: pathlib.Path, cfg: Config) -> dict | None:
 
 
 def balance_lines(summary: dict, cfg: Config, speeds: str) -> list[str]:
-    """Return the lines for people. `speeds` says where the cost model's speeds are
-    from."""
+    """Return the lines that describe a run's balance in its summary. `speeds` says
+    where the cost model's speeds are from."""
     ratio = summary["device_max_over_mean"]
     mean = f"device max/mean {ratio['mean']:.2f} on average"
     if summary["policy"] == "home":
@@ -100,7 +100,7 @@ def count(number: int, noun: str) -> str:
 
 
 def sparkline(ratios: list[float], top: float) -> str:
-    """Return a character of RAMP for each ratio, from 1 to `top`.
+    """Draw ratios from 1 to `top` as text, with a character of RAMP for each.
 
     >>> sparkline([1.0, 1.5, 2.0], 2.0)
     ' +@'

@@ -88,7 +88,7 @@ class Records:
     def evaluation(self, step: int, loss: float) -> None:
         """Write the held-out loss of a step, unless the file ends with it already.
 
-        It does in a run that was killed between its last save and its summary.
+        That happens if a run was killed between its last save and its summary.
         """
         if self._metrics is None or self._metrics.ends_with(step, "eval_loss"):
             return
@@ -194,7 +194,8 @@ class MetricsLog:
         self._last = json.loads(last)
 
     def ends_with(self, step: int, name: str) -> bool:
-        """Return whether the last line is of this step and has a field `name`."""
+        """Return whether the file's last line is a record of this step with a field
+        `name`."""
         return self._last.get("step") == step and name in self._last
 
     def append(self, record: dict) -> None:

@@ -61,9 +61,10 @@ def claim(path: str | os.PathLike, *, fresh: bool = False) -> Iterator[RunDir]:
 def share(path: str | os.PathLike, *, fresh: bool = False) -> Iterator[RunDir]:
     """Yield the directory that process 0 claims, for all processes of a run.
 
-    Of several processes each has a file logs/process-<index>.log in it. Until the block
-    ends, the stacks of a process and messages of C++ code (JAX's heartbeats) go there
-    and not to the terminal, and so does what processes other than 0 print.
+    If there are several processes, each has a file logs/process-<index>.log in it.
+    Until the block ends, the stacks of a process and messages of C++ code (JAX's
+    heartbeats) go there and not to the terminal, and so does what processes other than
+    0 print.
     """
     import jax
 

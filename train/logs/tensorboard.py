@@ -164,7 +164,7 @@ class TensorBoard:
             self._num_lost = 0
 
     def _lose(self, fault: OSError) -> None:
-        """Count a lost event, and say so at the first one."""
+        """Count an event that could not be written, and warn the user of the first."""
         self._num_lost += 1
         if self._num_lost == 1:
             self._say(
@@ -197,7 +197,8 @@ def _decision_scalars(decision: dict) -> Iterator[tuple[str, float]]:
 
 
 def heat_map(tokens_le: np.ndarray) -> np.ndarray:
-    """Return load over the layer's mean as a picture: uint8 [height, width, 3].
+    """Draw the load of each expert, relative to its layer's mean, as a picture: uint8
+    [height, width, 3].
 
     A row of cells is a layer, the first on top; a column is an expert. White is the
     mean, blue is less and orange is more. The colors end at a quarter of the mean and
@@ -218,8 +219,8 @@ def color(log2_ratio: np.ndarray) -> np.ndarray:
 
 
 def frame(payload: bytes) -> bytes:
-    """Return a record of an event file: the length with its checksum, then the payload
-    with its checksum."""
+    """Return the bytes of one record in a TensorBoard event file: the length with its
+    checksum, then the payload with its checksum."""
     from tensorboardX.record_writer import masked_crc32c
 
     length = struct.pack("<Q", len(payload))

@@ -36,9 +36,10 @@ class GradientTarget(NamedTuple):
 
 
 def gradient_target(run: Resolved, state: TrainState, placement) -> GradientTarget:
-    """Return what one train step differentiates by.
+    """Return the arrays by which one train step differentiates its loss: parameters, or
+    for experts the slots made from them.
 
-    Where that is slots, they are made here once, from the state's master parameters,
+    Slots are made here once, from the state's master parameters,
     and all micro-batches use them.
     """
     is_compressed = state.gradient_residual is not None
@@ -81,6 +82,6 @@ def _without_residual(grads):
 
 
 def _join(master_params, values):
-    """Return the parameters, with the experts' among them, and the slots."""
+    """Return the tree of all parameters, experts included, and the slots."""
     others, slots = values
     return expert_params.put(others, master_params), slots

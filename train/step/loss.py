@@ -1,4 +1,4 @@
-"""Cross-entropy in chunks of positions, so that never all logits exist at once."""
+"""Cross-entropy in chunks of positions, so that not all logits exist at once."""
 
 import jax
 import jax.numpy as jnp

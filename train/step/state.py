@@ -114,10 +114,12 @@ def abstract_state(run: Resolved, optimizer, store: Store = "owned") -> TrainSta
 
 
 def with_tracked(state: TrainState, run: Resolved) -> TrainState:
-    """Return the state after domains have exchanged updates of compressed experts.
+    """Return the state with updated copies of compressed experts, after the devices of
+    each domain have sent one another the changes.
 
-    `tracked` moves towards the new parameters by the entries that compression sends. It
-    is made anew where it is None. Without compressed experts the state stays as it is.
+    `tracked`, which holds these copies, moves towards the new parameters by the entries
+    that compression sends. It is made anew where it is None. Without compressed experts
+    the state stays as it is.
     """
     domain = run.layout.domain
     if domain is None or domain.form == "none":
@@ -129,7 +131,8 @@ def with_tracked(state: TrainState, run: Resolved) -> TrainState:
 
 
 def with_new_tracked(state: TrainState, run: Resolved) -> TrainState:
-    """Return the state with `tracked` as at the start of a run."""
+    """Return the state with its copies of compressed experts, `tracked`, made anew from
+    the parameters, as at the start of a run."""
     make = jax.jit(
         lambda params: (
             with_tracked(state.replace(params=params, tracked=None), run).tracked
@@ -152,7 +155,8 @@ def compresses_gradients(layout: Layout) -> bool:
 
 
 def _with_domains(state: TrainState, run: Resolved) -> TrainState:
-    """Return the state with `tracked` and the residual as at the start of a run."""
+    """Return the state with its copies of compressed experts (`tracked`) made from the
+    parameters, and its gradient residual zero; None if nothing is compressed."""
     residual = _zero_residual(run) if compresses_gradients(run.layout) else None
     return with_tracked(state.replace(gradient_residual=residual), run)
 

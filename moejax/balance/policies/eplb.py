@@ -133,7 +133,7 @@ def pack(
 
 
 def _experts(items: list[int], expert: list[int]) -> list[int]:
-    """Return the experts of these items."""
+    """Return the entries of `expert`, the expert of each item, for these items."""
     return [expert[i] for i in items]
 
 

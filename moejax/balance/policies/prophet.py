@@ -144,7 +144,7 @@ def planner_sec(a2a: float, fec: float, trans: float, agg: float) -> float:
 def coupled_sec(
     a2a: float, fec: float, trans: float, agg: float, other: float
 ) -> float:
-    """Return the time of a layer whose copies are prefetched (Eq. 8).
+    """Return the time of a layer whose copies of experts are prefetched (Eq. 8).
 
     Weights hide under this block's forward pass (T_FEC + T_FNEC), gradients under its
     backward pass, which takes twice as long. `other` is T_FNEC.
@@ -164,7 +164,8 @@ def holders(load_w: np.ndarray, owner: int, num_excluded: int) -> np.ndarray:
     """Return the devices that hold a shadow, bool [w].
 
     They are all but the n with the fewest rows for the expert (BottomK). The owner
-    always holds it. Of equal devices the one with the lower index is excluded first.
+    always holds it. If devices are equal, the one with the lower index is excluded
+    first.
     """
     load_w = load_w.astype(float)
     load_w[owner] = np.inf

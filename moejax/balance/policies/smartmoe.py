@@ -39,8 +39,8 @@ def place(load_e: np.ndarray, owned_e: np.ndarray, num_devices: int) -> np.ndarr
 def pack(load_e: np.ndarray, owned_e: np.ndarray, num_devices: int) -> list[list[int]]:
     """Return the experts of each device.
 
-    Of equally full devices the one that owns an expert now gets it, else the one with
-    the lowest index.
+    If several devices are equally full, an expert goes to the one that owns it now,
+    else to the one with the lowest index.
     """
     own = len(load_e) // num_devices
     device_e = np.empty(len(load_e), int)

@@ -80,8 +80,8 @@ def wgrad(
     (num_rows, d), f = x_md.shape, dy_mf.shape[1]
 
     def contract(x_cd: Array, dy_cf: Array) -> Array:
-        # The barrier makes the copy that slices x transpose it, not the product. Of the
-        # two products that XLA:CPU has, the faster one takes no transposed left side.
+        # The barrier makes the copy that slices x transpose it, not the product.
+        # XLA:CPU has two products, and the faster one takes no transposed left side.
         return _dot(lax.optimization_barrier(x_cd.T), dy_cf, contract=(1, 0))
 
     def of_group(group: Array, start: Array, end: Array, dw_gdf: Array) -> Array:

@@ -43,8 +43,8 @@ class Products(NamedTuple):
 
 
 def compose_products(forward: Callable, dgrad: Callable, wgrad: Callable) -> Products:
-    """Return products with unfused SwiGLU: its activation and the gradient of it are
-    passes after the given products."""
+    """Return the products of an implementation without fused SwiGLU: the activation
+    and its gradient are separate passes after the given products."""
     passes = partial(_swiglu, forward), partial(_swiglu_dgrad, dgrad)
     return Products(forward, dgrad, wgrad, *passes)
 
@@ -55,9 +55,10 @@ def _swiglu(
     into_gdh: Float[Array, "g d h"],
     rows_g: Int[Array, " g"],
 ) -> tuple[Float[Array, "m f"], Float[Array, "m h"]]:
-    """Return (h_mf, into_mh), zero in rows past sum(rows_g) and in the dtype of x_md.
+    """Return h = silu(gate) * up, and into = [gate, up] = x @ into_gdh.
 
-    The activation is computed in float32 or wider. _swiglu_dgrad needs into_mh.
+    Both results are zero in rows past sum(rows_g), and have the dtype of x_md. The
+    activation is computed in float32 or wider. _swiglu_dgrad needs into_mh.
     """
     into_mh = forward(x_md, into_gdh, rows_g)
     gate_mf, up_mf = _gate_and_up(into_mh)
@@ -71,7 +72,8 @@ def _swiglu_dgrad(
     into_mh: Float[Array, "m h"],
     rows_g: Int[Array, " g"],
 ) -> tuple[Float[Array, "m h"], Float[Array, "m f"]]:
-    """Return (dinto_mh, h_mf) for the cotangent dy_md of y = h @ down, in its dtype.
+    """Return the cotangent of into_mh for the cotangent dy_md of y = h @ down, and h,
+    computed again. Both have the dtype of dy_md.
 
     into_mh comes from _swiglu and is zero in rows past sum(rows_g), and so are both
     results. h_mf is computed again for the gradient of down, so that the forward pass
@@ -88,7 +90,7 @@ def _swiglu_dgrad(
 
 
 def _gate_and_up(into_mh: Array) -> list[Array]:
-    """Return the halves gate and up of into, in float32 or wider."""
+    """Split the columns of the fused product into gate and up, in float32 or wider."""
     return jnp.split(_wide(into_mh), 2, axis=1)
 
 

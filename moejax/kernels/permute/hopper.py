@@ -198,7 +198,7 @@ def _read_row_number(table, row, *column):
 
 def _read_value(table, row, *column, where):
     """Return a number from a table, or 0 where `where` is False. There the table is
-    read too, and what it holds is ignored."""
+    read too, and its content is ignored."""
     return jnp.where(where, table[(_clip(table, row), *column)], 0)
 
 

@@ -56,9 +56,9 @@ def water_fill(
 
     The bound is a certificate, computed before the first sweep and after each one: the
     maximum over k of ceil(r / k), where r is the number of units that can be nowhere
-    but in the k fullest bins. Of equally full bins the one with the lower number counts
-    as fuller. Sweeps end when the level of the fullest bin is at most
-    bound + `tolerance`, when a sweep changed nothing, or after `max_sweeps`.
+    but in the k fullest bins. If bins are equally full, the lower number counts as
+    fuller. Sweeps end when the level of the fullest bin is at most bound + `tolerance`,
+    when a sweep changed nothing, or after `max_sweeps`.
 
         bin             0    1    2
         item, c = 0     0    0    -       amount 3 3 0     poured 4 2 0

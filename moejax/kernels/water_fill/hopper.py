@@ -69,17 +69,19 @@ class _Board:
         return plgpu.load(ref.at[row, columns], layout=_BY_COLUMN, optimized=False)
 
     def over_blocks(self, step, *start):
-        """Reduce over v: call values = step(b, *values) for each block b of columns."""
+        """Fold `step` over the blocks of columns: values = step(b, *values) for each
+        block b, beginning with `start`."""
         loop = jax.lax.fori_loop
         return loop(0, self.num_blocks, lambda b, values: step(b, *values), start)
 
     def full(self, value):
-        """Return a vector over w that holds one value everywhere."""
+        """Return a vector over the bins w, filled with one value."""
         width = self.line.shape[-1]
         return plgpu.layout_cast(jnp.full((width,), value, jnp.int32), _BY_ROW)
 
     def bins(self, b):
-        """Return the bin numbers w and v of each element of block b of a matrix."""
+        """Return the row number w and the column number v of each element in block b of
+        a matrix [w, v]."""
         row_wv, column_wv = (
             plgpu.broadcasted_iota(
                 jnp.int32, (self.line.shape[-1], self.block), dim, layout=_MATRIX
@@ -208,8 +210,11 @@ def _solve(
 
 
 def _pour(board, c, state):
-    """Pour the items of color c anew, as `pour` of portable.py does. The state is the
-    level of each bin, and the largest change of any of its cells in this sweep."""
+    """Spread the items of color c over their bins again, as `pour` of portable.py does.
+
+    The state is the level of each bin, and the largest change of any of its cells in
+    this sweep.
+    """
     level_w, moved_w = state
     item_w, amount_w = board.by_row(board.item, c), board.by_row(board.amount, c)
     ground_w = level_w - amount_w
@@ -323,7 +328,7 @@ def _down(value_v, shape):
 
 
 def _count(mask_wv):
-    """Return the number of bins v in the mask of each w."""
+    """Count the true elements in each row of a mask [w, v]."""
     return jnp.sum(mask_wv.astype(jnp.int32), axis=1)
 
 

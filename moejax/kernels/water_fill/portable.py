@@ -130,10 +130,10 @@ def _before(height_w):
 
 
 def sum_over(mask_vw, value_v):
-    """Return the sum, for each w, of the values of the bins v in its mask."""
+    """Sum the values of the bins v that a mask [v, w] selects for each bin w."""
     return jnp.sum(jnp.where(mask_vw, value_v[:, None], 0), axis=0, dtype=jnp.int32)
 
 
 def _count(mask_vw):
-    """Return the number of bins v in the mask of each w."""
+    """Count the true elements in each column of a mask [v, w]."""
     return jnp.sum(mask_vw, axis=0, dtype=jnp.int32)

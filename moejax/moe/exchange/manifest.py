@@ -25,7 +25,10 @@ EMPTY = -1
 
 @struct.dataclass
 class Manifest:
-    """All integers of one exchange. Assignments are numbered a = token * k + choice."""
+    """Integer tables of one exchange, which say where each row goes.
+
+    Assignments are numbered a = token * k + choice.
+    """
 
     assignment_a: Int[Array, " a"]
     """Assignments in the order of their slots; within a slot first choices come first,
@@ -49,7 +52,7 @@ class Manifest:
 def manifest(
     expert_nk: Int[Array, "n k"], placement: Placement, mesh_layout: MeshLayout
 ) -> tuple[Manifest, Placement]:
-    """Make the manifest of one layer's choices, under its placement.
+    """Decide the way of each row of one layer: return the tables of its exchange.
 
     Also return the placement with the replicas that the split made, or unchanged if the
     split makes none. `mesh_layout` is the one of the exchange, in which a domain is one
@@ -152,7 +155,8 @@ def _pairs(sent: Manifest, layout: Layout) -> Int[Array, "u w"]:
 
 
 def _append_dropped(kept_uq, quota_uq, expert_q, num_experts: int):
-    """Return lengths of blocks that put an expert's dropped rows behind its last block.
+    """Return the lengths of the blocks of rows for each slot. The last block of an
+    expert is extended by its dropped rows.
 
     Rows are in order of choice, so second choices are dropped before first ones.
     """
@@ -176,5 +180,5 @@ def _locate_in_blocks(length_q: Int[Array, " q"], total: int):
 
 
 def _by_assignment(value_a: Int[Array, " a"], assignment_a: Int[Array, " a"]):
-    """Return values, given in the order of experts, in the order of assignments."""
+    """Reorder values from the order of experts to the order of assignments."""
     return jnp.zeros_like(value_a).at[assignment_a].set(value_a, unique_indices=True)

@@ -59,8 +59,8 @@ def exchange(
 
 
 def _window(window, x_nd, gate_nk, weights, sent, *, experts, mesh_layout):
-    """Return the output of one window's rows; the layer's output is the sum over
-    windows."""
+    """Return the contribution of one window's rows to the layer's output, which is the
+    sum over windows."""
     x_md, rows_s, receipt = dispatch(x_nd, sent, window, mesh_layout)
     return combine(experts(x_md, rows_s, weights), gate_nk, receipt, mesh_layout)
 

@@ -52,15 +52,15 @@ Counts = Int[Array, " w"]
 
 
 def enter(x_n: Array, mesh_layout: MeshLayout) -> Array:
-    """Return the tokens that this device routes, from a tensor group's tokens [n, ..],
-    which all devices of the group have whole."""
+    """Return the tokens that this device routes. `x_n` has the tokens of its tensor
+    group [n, ..], which every device of the group holds whole."""
     schedule = find_schedule(mesh_layout)
     return schedule.copy(split_over(schedule.split(mesh_layout), 0, x_n), mesh_layout)
 
 
 def leave(y_nd: Array, mesh_layout: MeshLayout) -> Array:
-    """Return the results of all tokens, whole on the tensor axis, from the results of
-    `enter`'s tokens."""
+    """Gather the results of all tokens of a tensor group, whole on each of its devices.
+    `y_nd` has the results of the tokens that `enter` returned."""
     schedule = find_schedule(mesh_layout)
     own_nd = schedule.own(y_nd, mesh_layout)
     return gather_over(schedule.split(mesh_layout), 0, own_nd)
@@ -152,7 +152,8 @@ def _s1_out(rows_wcd, count_w, incoming_v, mesh_layout: MeshLayout):
 
 
 def _s1_back(rows_vcd, incoming_v, count_w, mesh_layout: MeshLayout):
-    """Send the shards' results back by one exchange, and sum them where they arrive."""
+    """Send the results of all shards back by one exchange. The receiver sums them over
+    shards."""
     shards, (_, c, d) = _num_shards(mesh_layout), rows_vcd.shape
     count_v = jnp.repeat(count_w, shards)
     sender_axes = _sender_axes(mesh_layout)
@@ -163,7 +164,7 @@ def _s1_back(rows_vcd, incoming_v, count_w, mesh_layout: MeshLayout):
 
 
 def _s2_out(rows_wcd, count_w, incoming_v, mesh_layout: MeshLayout):
-    """Send this device's part of the buffer, as `_s1_out` does."""
+    """Send this device's part of each chunk to all shards of its owner."""
     window_wcd = split_over(mesh_layout.tensor_axes, 1, rows_wcd)
     return _s1_out(window_wcd, count_w, incoming_v, mesh_layout)
 
@@ -175,7 +176,8 @@ def _s2_back(rows_vcd, incoming_v, count_w, mesh_layout: MeshLayout):
 
 
 def _s1h_out(rows_wcd, count_w, incoming_v, mesh_layout: MeshLayout):
-    """Send chunks to the peers of this shard index, then gather them over shards."""
+    """Send chunks to those devices of the owners that have this device's shard index,
+    then gather the arrived chunks over shards."""
     _, c, d = rows_wcd.shape
     incoming_w = _from_this_shard(incoming_v, mesh_layout)
     rows_wcd = _send(mesh_layout)(rows_wcd, count_w, incoming_w, mesh_layout.peer_axes)
@@ -195,7 +197,7 @@ def _s1h_back(rows_vcd, incoming_v, count_w, mesh_layout: MeshLayout):
 
 
 def _send(mesh_layout: MeshLayout) -> Send:
-    """Return the transport of the layout."""
+    """Return the function that moves chunks of rows, by the layout's transport."""
     return TRANSPORTS[mesh_layout.layout.transport]
 
 
@@ -204,7 +206,7 @@ def _num_shards(mesh_layout: MeshLayout) -> int:
 
 
 def _from_this_shard(count_v, mesh_layout: MeshLayout):
-    """Return the counts of those senders that have this device's shard index."""
+    """Select the counts of the senders that have this device's shard index."""
     count_wx = count_v.reshape(-1, _num_shards(mesh_layout))
     return count_wx[:, index_along(mesh_layout.shard_axes)]
 

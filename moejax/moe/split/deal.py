@@ -46,7 +46,8 @@ def deal(
     placement: Placement,
     layout: Layout,
 ) -> Int[Array, "w q"]:
-    """Return the rows from each source to each slot, for given rows per slot.
+    """Return the number of rows that each source device sends to each slot, when the
+    number of rows of each slot is given.
 
     Over the slots of an expert, `rows_q` must sum to its load. If a device has several
     slots of an expert, all but the first must have no rows.
@@ -102,8 +103,8 @@ def _count_local_rows(counts_we, here_q, rows_q, placement: Placement, layout: L
 
 
 def _shares(left_ew, left_q, expert_q) -> Int[Array, "q w"]:
-    """Return each slot's share of the rows that each source has left of its expert,
-    rounded down."""
+    """Divide the remaining rows of each source among the slots of their expert, in
+    proportion to the slots' remaining room, rounded down."""
     load_q = jnp.sum(left_ew, axis=1, dtype=jnp.int32)[expert_q]
     return _product_over(left_ew[expert_q], left_q[:, None], load_q[:, None])
 
@@ -125,8 +126,11 @@ def _excess_bits(value):
 
 
 def _overlap(left_ew, left_q, expert_q, first_q) -> Int[Array, "q w"]:
-    """Return the lengths of overlap when an expert's rows are laid out on one line
-    twice, by source and by slot."""
+    """Return the rows from each source to each slot that remain after `_shares`.
+
+    The rows of an expert are laid out on one line twice, by source and by slot. A
+    source sends to a slot as many rows as their intervals overlap.
+    """
     end_ew = jnp.cumsum(left_ew, axis=1, dtype=jnp.int32)
     end_q = jnp.cumsum(left_q, dtype=jnp.int32)
     end_q1 = (end_q - (end_q - left_q)[first_q])[:, None]

@@ -28,7 +28,7 @@ EMPTY = -1
 
 
 class _Pairs(NamedTuple):
-    """Giver of each device, and the number of rows that it gives."""
+    """Pairs of devices, of which the giver hands over some of its rows."""
 
     giver_w: Int[Array, " w"]
     """Device that gives rows to each device; the device itself if none does."""
@@ -40,7 +40,8 @@ class _Pairs(NamedTuple):
 def pair(
     load_e: Int[Array, " e"], placement: Placement, layout: Layout
 ) -> tuple[Placement, Int[Array, " q"]]:
-    """Return a placement with copies for these loads, and the rows of its q-th slot.
+    """Return a placement with copies of experts that balances these loads, and the
+    number of rows of its q-th slot.
 
     Owners are those of `placement`; copies in it are dropped. The new placement has no
     tables for water-filling (color_lq, num_colors_l stay as they were).
@@ -90,7 +91,8 @@ def pair(
 
 
 def _pair_devices(load_w: Int[Array, " w"]) -> _Pairs:
-    """Pair devices until all would have the mean.
+    """Pair givers with takers of rows, so that every device would have the mean number
+    of rows.
 
     In each step the fullest device gives the emptiest all rows that it lacks. A giver
     that is then below the mean becomes a taker itself.
@@ -150,7 +152,7 @@ def _sum_by_giver(is_giver_vw, given_wi):
 def _is_among_largest(rows_wi, limit: int):
     """Return whether each value is among the `limit` largest of its row.
 
-    Of equal values the first count as larger.
+    If values are equal, the first counts as larger.
     """
     index_i = jnp.arange(rows_wi.shape[1])
     one, other = rows_wi[:, :, None], rows_wi[:, None, :]

@@ -125,7 +125,8 @@ class _Graph(NamedTuple):
         return jnp.zeros(num_devices, bool).at[self.device_q].max(is_q)
 
     def at_expert(self, is_q: Array) -> Array:
-        """Return whether each slot's expert has an active slot where `is_q` is true."""
+        """Return whether `is_q` is true for any active slot of the same expert, for
+        each slot."""
         is_q = is_q & self.is_active_q
         has_e = jnp.zeros(self.num_experts, bool).at[self.expert_q].max(is_q)
         return has_e[self.expert_q]

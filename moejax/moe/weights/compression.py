@@ -71,7 +71,8 @@ def num_blocks(size: int, max_size: int = MAX_BLOCK_SIZE) -> int:
 
 
 def index_bytes(size: int, blocks: int) -> int:
-    """Return the number of bytes in which an offset into a block is sent."""
+    """Return the number of bytes of an entry's index, which is its offset into one of
+    `blocks` equal blocks of an expert's `size` weights."""
     block_size = size // blocks
     return 1 if block_size <= 2**8 else 2 if block_size <= 2**16 else 4
 
@@ -134,7 +135,8 @@ def unflatten(w_sx: Float[Array, "s x"], d_model: int) -> ExpertWeights:
 def shared_mean(own_ex: Array, group: tuple[str, ...]) -> Float[Array, "1 x"]:
     """Return the mean of all experts of a group, by one all-reduce of an expert's size.
 
-    Of all bases common to the group, the mean minimizes the sum of squared differences.
+    The mean is the base common to the group that minimizes the sum of squared
+    differences.
     """
     return jax.lax.pmean(jnp.mean(own_ex, axis=0, keepdims=True), group)
 
@@ -149,9 +151,9 @@ def encode(
 ) -> Packed:
     """Pack the k entries of each expert that differ most from the base.
 
-    Each block contributes k / blocks entries. Of equal differences the first is taken.
-    The target is first rounded to the dtype of the base. Otherwise differences that the
-    receivers cannot represent would be sent again in every step.
+    Each block contributes k / blocks entries. If differences are equal, the first is
+    taken. The target is first rounded to the dtype of the base. Otherwise differences
+    that the receivers cannot represent would be sent again in every step.
     """
     dtype = sum_dtype(base_ex.dtype)
     target_ex = target_ex.astype(base_ex.dtype)
@@ -206,7 +208,7 @@ def receive(
 def insert_own(
     own_ex: Float[Array, "e x"], tracked_sx: Float[Array, "s x"], axes: tuple[str, ...]
 ) -> Float[Array, "s x"]:
-    """Return a domain's experts: this device's own exactly, the others as estimated.
+    """Return all experts of a domain: this device's own exactly, the others estimated.
 
     All have the dtype of `own_ex`. The gradient of `own_ex` is the one that an
     all_gather of weights would give: the sum over all copies, by reduce-scatter.
@@ -222,7 +224,8 @@ def gather(
     base_sx: Float[Array, "#s x"],
     axes: tuple[str, ...],
 ) -> Float[Array, "s x"]:
-    """Return a domain's experts from its members' entries, own ones exactly.
+    """Gather the compressed experts of a domain's members, and return all experts of
+    the domain, of which the device's own are exact.
 
     Runs inside shard_map. This is `receive`, then `insert_own`.
     """

@@ -42,7 +42,8 @@ def gather_in_domain(
     mesh_layout: MeshLayout,
     tracked_sx: Float[Array, "s x"] | None = None,
 ) -> ExpertWeights:
-    """Gather the slots [s, ..] of all devices of a domain: [S * s, ..], by device.
+    """Gather the expert weights of all devices of a domain: slots [s, ..] become
+    [S * s, ..], device after device.
 
     The slow axis is gathered first, so that each expert crosses it once for each other
     data centre of the domain. If `tracked_sx` is given, nothing travels: other devices'
@@ -64,7 +65,7 @@ def gather_in_domain(
 
 
 def tracked_axes(mesh_layout: MeshLayout) -> tuple[Axes, ...]:
-    """Return the mesh axes over which each dim of tracked_lsx is split.
+    """Return the mesh axes over which each dim of the estimates tracked_lsx is split.
 
     The devices of a domain hold equal estimates.
     """
@@ -101,7 +102,8 @@ def track(
 
 
 def _track_layer(own_ex, tracked_sx, mesh_layout: MeshLayout):
-    """Return the updated estimates of one layer's experts, [s, x]."""
+    """Return the estimates of one layer's experts, [s, x], updated for the owners'
+    current parameters."""
     e, size = own_ex.shape
     domain = mesh_layout.layout.domain
     form = domain.form

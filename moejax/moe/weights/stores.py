@@ -70,7 +70,8 @@ def slots(
     dtype,
     tracked_sx: Float[Array, "s x"] | None = None,
 ) -> ExpertWeights:
-    """Return one layer's slots, `into` [s, d, 2, f] and `down` [s, f, d], in `dtype`.
+    """Return the expert weights of one layer's slots: `into` [s, d, 2, f] and `down`
+    [s, f, d], in `dtype`.
 
     They are split as `slot_specs` says. `weights` are the parameters gate_edf, up_edf
     and down_efd, in the order of the plan's `owned_le`. An empty slot is zeros. In a
@@ -96,7 +97,8 @@ def slots(
 def track_experts(
     weights: ExpertWeights, tracked_lsx: Array | None, mesh_layout: MeshLayout, dtype
 ) -> Float[Array, "l s x"]:
-    """Return the updated estimates of compressed experts, for all layers.
+    """Return the estimates of compressed experts that the devices of a domain hold,
+    updated for the current parameters, for all layers.
 
     `weights` are the expert parameters [l, e, ..] (moejax.moe.weights.domains.track).
     """
@@ -146,14 +148,14 @@ def slots_of_layers(make, *of_layers) -> ExpertWeights:
 
 
 def keep_owned(master_params, placement, mesh_layout: MeshLayout) -> ExpertWeights:
-    """Return the own experts as slots."""
+    """Return the experts that this device owns as its slots."""
     return master_params
 
 
 def gather_copies(
     master_params: ExpertWeights, placement: Placement, mesh_layout: MeshLayout
 ) -> ExpertWeights:
-    """Return slots that are filled from own experts and from copies of others."""
+    """Fill the slots with the device's own experts and with copies of others'."""
     me = index_along(mesh_layout.owner_axes)
     fill_s, layout = placement.fill_lws[me], mesh_layout.layout
     copies = [own[:0] for own in master_params.values()]

@@ -82,7 +82,8 @@ def sync_sec(num_experts: float, cost: CostModel) -> float:
 
 
 def max_budgets(layout: Layout) -> tuple[int, int]:
-    """Return the most offers and copies of a device.
+    """Return the maximum number of experts that a device may offer to others, and of
+    copies that it may hold.
 
     A sharded store has no budgets: all own experts can be offered, and all slots can
     hold copies.

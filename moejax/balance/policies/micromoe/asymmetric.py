@@ -76,7 +76,8 @@ class Drifting:
 
     @functools.cached_property
     def drawn_ne(self) -> np.ndarray:
-        """Drifted loads, always from the same draws, in pairs of opposite signs."""
+        """Samples of the rows of each expert after a drift. The random numbers are the
+        same in every call, and come in pairs of opposite signs."""
         rng = np.random.default_rng(0)
         normal_ne = rng.standard_normal((NUM_DRIFTS // 2, len(self.rows_x) - 1))
         drift_ne = np.concatenate([normal_ne, -normal_ne])
@@ -120,7 +121,8 @@ def drifting(load_e: np.ndarray, num_devices: int) -> Drifting:
 def improved(
     slots: Slots, may_copy_e: np.ndarray, task: Drifting
 ) -> tuple[np.ndarray, float]:
-    """Return the slots [w, s] after filling and search, and their score."""
+    """Fill the free slots with copies, improve them by local search, and return the
+    slots [w, s] and their score."""
     row_ws = fill(slots, may_copy_e, task)
     score, pool_kw = scored(row_ws, task)
     for _ in range(NUM_TRIALS):

@@ -119,27 +119,29 @@ def set_sizes(num_devices: int) -> np.ndarray:
 
 
 def in_sets(set_x: np.ndarray, num_devices: int) -> np.ndarray:
-    """Return whether each device is in each of the sets with these numbers, bool
-    [x, w]."""
+    """Return whether each device is in each set, bool [x, w]. Sets are given by
+    numbers: bit w of a set's number says whether it has device w."""
     return (set_x[:, None] >> np.arange(num_devices)) & 1 == 1
 
 
 def _add_subsets(sums: np.ndarray, begin: int, end: int) -> None:
-    """Make the steps of devices `begin` to `end` of a zeta transform, in place."""
+    """Make the steps of devices begin .. end - 1 of a zeta transform (sums over all
+    subsets), in place."""
     for bit in range(begin, end):
         half = sums.reshape(-1, 2, 1 << bit)
         half[:, 1] += half[:, 0]
 
 
 def _search_all_sets(held_we: np.ndarray, load_e: np.ndarray) -> Densest:
-    """Return the densest set, from the sums of all sets."""
+    """Return the densest set of devices, by computing the density of every set."""
     rows_d = subset_sums(held_we, load_e)
     best = 1 + np.argmax(rows_d[1:] / set_sizes(len(held_we))[1:])
     return Densest(float(rows_d[best]), in_sets(best[None], len(held_we))[0])
 
 
 def _search_by_paths(held_we: np.ndarray, load_e: np.ndarray) -> Densest:
-    """Return the densest set, by Newton's method on a target load of the devices.
+    """Return the densest set of devices, by Newton's method on a target load of the
+    devices.
 
     Rows move along shortest paths from devices above the target to devices below it.
     Where no path leads on, the set of the reached devices is denser than the target,

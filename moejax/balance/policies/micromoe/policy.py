@@ -67,7 +67,8 @@ def plan(
 def asymmetric(
     load_e: np.ndarray, num_devices: int, slots_per_device: int
 ) -> np.ndarray:
-    """Return slots for a load, int32 [p], with as many copies as there are slots.
+    """Return the expert of each slot, int32 [p], with free slots filled by copies
+    that balance a load.
 
     The load is summed over devices, in any unit, and is not all zero. The number of
     experts is a multiple of that of devices.
@@ -91,7 +92,7 @@ def symmetric(num_experts: int, room: Room) -> np.ndarray:
 
 
 def replaced(load_e: np.ndarray, room: Room, current_p: np.ndarray) -> np.ndarray:
-    """Return the slots [p] to take in place of the current ones (see `_replaced`).
+    """Return the slots [p] found by a search from the current ones (see `_replaced`).
 
     Results are cached, since many layouts of one question differ only in fields that
     are not used here.
@@ -102,7 +103,8 @@ def replaced(load_e: np.ndarray, room: Room, current_p: np.ndarray) -> np.ndarra
 
 @functools.lru_cache(maxsize=512)
 def _replaced(load_e: bytes, current_p: bytes, room: Room) -> np.ndarray:
-    """Return the slots [p] at which a search from `current_p` ends.
+    """Return better slots [p] for a load, found by a search that starts from
+    `current_p`.
 
     Where they are uneven, a search from home is tried too. `current_p` itself is
     returned where no result is clearly better, and where it has no copies and needs
@@ -130,7 +132,7 @@ def _replaced(load_e: bytes, current_p: bytes, room: Room) -> np.ndarray:
 
 
 def _from_home(load_e: np.ndarray, room: Room) -> tuple[np.ndarray, float]:
-    """Return the slots [p] at which a search from home ends, and their score."""
+    """Return the slots [p] found by a search from the home plan, and their score."""
     num_devices, slots_per_device = room.num_devices, room.slots_per_device
     home_ws = np.full((num_devices, slots_per_device), EMPTY, np.int32)
     own_we = np.arange(len(load_e), dtype=np.int32).reshape(num_devices, -1)

@@ -27,7 +27,8 @@ Shift = tuple[int, ...]
 
 
 def cayley(group: Sequence[int], shifts: Sequence[Sequence[Shift]]) -> np.ndarray:
-    """Return the slots [p] of a Cayley graph of a product of cyclic groups.
+    """Return the expert of each slot [p], for replicas placed as a Cayley graph of a
+    product of cyclic groups.
 
     `group` has the orders of the cyclic groups, the last of which varies fastest over
     devices. `shifts[j]` lead from each owner of an expert j to its other replicas.
@@ -59,8 +60,8 @@ def ring(num_devices: int) -> np.ndarray:
 
 
 def torus(num_rows: int, num_columns: int) -> np.ndarray:
-    """Return the slots [p] of two experts per device, of which one is shared with the
-    device to the right and one with the device below."""
+    """Return the expert of each slot [p] on a torus of devices: each owns two experts,
+    and shares one with the device to its right and one with the device below."""
     return cayley((num_rows, num_columns), [[(0, 1)], [(1, 0)]])
 
 
@@ -160,8 +161,9 @@ def _best_shift(
 
     The best one has the smallest second largest eigenvalue of the graph in which an
     expert joins each pair of its devices; a dense small set makes this eigenvalue
-    large. Of equal ones it has the fewest experts that share pairs. `current` wins
-    unless another is better. In a cyclic group the eigenvalues are a Fourier transform.
+    large. A tie goes to the graph with the fewest experts that share pairs. `current`
+    wins unless another is better. In a cyclic group the eigenvalues are a Fourier
+    transform.
     """
     free = [x for x in range(1, num_devices) if x not in shifts[j]]
     joined_d = np.zeros(num_devices)

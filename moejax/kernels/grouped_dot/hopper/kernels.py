@@ -261,7 +261,7 @@ def swiglu_dgrad(
 
 
 def _product(x, w, rows_g, tiles, run, *, is_transposed):
-    """Return rows of x times the matrix of their group, or times its transpose."""
+    """Multiply each row of x by the matrix of its group, or by its transpose."""
     num_rows, depth = x.shape
     width = w.shape[1 if is_transposed else 2]
     _check(run, x, depth, width)

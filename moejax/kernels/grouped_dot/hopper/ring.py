@@ -38,20 +38,20 @@ class Ring:
     """Number of slots."""
 
     def slot(self, done):
-        """Return the slot of step `done`."""
+        """Return the index of the ring's slot that step number `done` uses."""
         return lax.rem(done, self.stages)
 
     def await_empty(self, done):
-        """Wait until the slot of step `done` can be filled. For the copying
-        warpgroup."""
+        """Wait until the slot of step `done` can be filled. The copying warpgroup calls
+        this."""
 
         @pl.when(done >= self.stages)
         def _():
             plgpu.barrier_wait(self.empty.at[self.slot(done)])
 
     def await_full(self, done):
-        """Wait until the operands of step `done` have arrived. For computing
-        warpgroups."""
+        """Wait until the operands of step `done` have arrived. Computing warpgroups
+        call this."""
         plgpu.barrier_wait(self.full.at[self.slot(done)])
 
     def release(self, done):
@@ -60,8 +60,11 @@ class Ring:
         plgpu.barrier_arrive(self.empty.at[self.slot(done)])
 
     def drain(self, done):
-        """Wait for the release of the last steps, so that no barrier has an arrival
-        that nobody waited for. For the copying warpgroup, after its `done` steps."""
+        """Wait until the computing warpgroups have released every slot.
+
+        The copying warpgroup calls this after its `done` steps, so that no barrier is
+        left with an arrival that nobody waited for.
+        """
 
         def await_slot(step, _):
             plgpu.barrier_wait(self.empty.at[self.slot(step)])
@@ -112,8 +115,8 @@ def kernel_arguments(run: KernelRun) -> dict[str, Any]:
 
 
 def own_part(tiles: Tiles, warpgroup):
-    """Return the first row and column, in the tile of the block, of the part that a
-    computing warpgroup computes."""
+    """Return the first row and column of a computing warpgroup's part of its block's
+    tile."""
     own_rows, own_columns = tiles.warpgroup_tile
     if tiles.halves == "rows":
         return pl.multiple_of(warpgroup * own_rows, WARPGROUP_ROWS), 0
@@ -142,7 +145,8 @@ def run_roles(ring: Ring, each_tile, copy_in, compute):
 
 
 def walk(item, tiles_high, tiles_wide: int, span: int):
-    """Return the row and column, in units of tiles, of tile number `item`.
+    """Return the row and column, in units of tiles, of the tile that is computed as
+    number `item`.
 
     The order goes through bands of `span` tiles of rows, and column after column within
     a band, so that blocks that run at the same time share operands in the L2 cache.

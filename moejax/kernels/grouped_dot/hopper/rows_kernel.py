@@ -191,8 +191,8 @@ class Block:
         )
 
     def operands(self, warpgroup, slot):
-        """Return this warpgroup's part of x, and of the matrix of each product, in a
-        ring slot."""
+        """Return references to a warpgroup's part of the operands in a ring slot: x,
+        and the matrix of each product."""
         tiles, is_transposed = self.program.tiles, self.program.is_transposed
         own_rows, own_columns = tiles.warpgroup_tile
         first_row, first_column = ring.own_part(tiles, warpgroup)
