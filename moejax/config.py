@@ -738,6 +738,15 @@ def check_shards(cfg: Config) -> None:
             d_expert % shards == 0,
             f"Moe.d_expert={d_expert} must be divisible by expert_shards={shards}",
         )
+    resting = 1 if "data" in cfg.group_axes else mesh.data
+    if cfg.dispatch.is_local:
+        resting = mesh.data * mesh.expert
+    require(
+        d_expert % (shards * resting) == 0,
+        f"Moe.d_expert={d_expert} must be divisible by {shards * resting}: experts' "
+        f"parameters are split over expert_shards={shards} and over {resting} devices "
+        f"(Mesh.data={mesh.data}): use another Mesh.data, or another d_expert",
+    )
     require(
         not cfg.dispatch.is_local or (group == "expert" and domain == (1, 1)),
         f"Dispatch.schedule='{schedule}' places experts along the tensor axis alone: "

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from moejax.config import Config, Moe, Train
+from moejax.config import Balance, Config, Moe, Train
 from moejax.plan.layout import Topology
 from moejax.resolve.meshes import NODE_DEVICES, propose_meshes
 from tests.support.run_main import ROOT
@@ -17,7 +17,7 @@ ALL = sorted((ROOT / "configs").glob("*.gin"))
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
-@pytest.mark.parametrize("num_devices", [1, 4, 6, 8, 32])
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8, 32])
 def test_the_lines_of_a_proposal_bind_it(path, num_devices):
     base = load([path])
     proposals = propose_meshes(base, num_devices * base.mesh.dc)
@@ -83,7 +83,14 @@ def test_the_table_has_flags_and_bytes(capsys):
     assert "    " + " ".join(f"--gin_param='{flag}'" for flag in flags) + "\n" in out
 
 
-def test_no_mesh_can_run_where_parameters_do_not_divide():
+def test_no_mesh_is_valid_where_parameters_do_not_divide():
     cfg = load([ROOT / "configs" / "tiny_cpu.gin"])
-    with pytest.raises(ValueError, match="no mesh of 13 devices can run; the first"):
+    with pytest.raises(ValueError, match=r"no mesh of 13 devices is valid; .*d_expert"):
         show_meshes(cfg, 13)
+
+
+def test_no_mesh_can_run_what_a_run_refuses():
+    cfg = load([ROOT / "configs" / "tiny_cpu.gin"], ["Router.training = 'dense'"])
+    cfg = dataclasses.replace(cfg, balance=Balance(policy="flexmoe"))
+    with pytest.raises(ValueError, match="no mesh of 4 devices can run; the first"):
+        show_meshes(cfg, 4)

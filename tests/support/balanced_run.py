@@ -24,7 +24,7 @@ LAYOUT = Layout(
 )
 """Two own experts and one copy on each device. The ragged transport has no buffers."""
 PADDED = dataclasses.replace(LAYOUT, transport="padded")
-"""The same layout with the padded transport, which has buffers."""
+"""LAYOUT with the padded transport, which has buffers."""
 COST = CostModel(
     flops_per_row=1e6,
     bytes_per_row=1e3,
