@@ -203,6 +203,10 @@ BAD_SETUPS = {
         {"moe": Moe(num_experts=16, d_expert=48, num_shared_experts=1)},
         ["num_shared_experts=1", "your model"],
     ),
+    "compression": (
+        {"dispatch": Dispatch(domain=(1, 2), compression="delta")},
+        ["state of a training loop", "Dispatch.compression"],
+    ),
     "no such policy": ({"policy": "flexmoo"}, ["'flexmoo'", "'flexmoe'"]),
     "axes in another order": (
         {"mesh": "transposed", "dispatch": Dispatch(group="data_expert")},

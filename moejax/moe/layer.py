@@ -115,8 +115,8 @@ def moe_layer(
     5. Bring results home, and add them up, weighted by their gates.
 
     The output has x's shape and dtype, which is the dtype that experts compute in. Sums
-    [w, ..] are of each of the w devices that split the batch: `router_losses` and
-    `RoutingStats.from_sums` take them.
+    [w, ..] are of each of the w devices that split the batch: `router_losses` takes
+    `sums.over_devices()`, and `RoutingStats.from_sums` takes those of several layers.
 
     `params` are router_de, bias_e, gate_edf, up_edf and down_efd. `placement` is of one
     layer (`setup.place(plan).layer(i)`). `jitter_btd` multiplies the router's input;
@@ -128,13 +128,17 @@ def moe_layer(
     """
     setup.check(x_btd, placement, forced_btk, jitter_btd)
     layout, mesh_layout = setup.layout, setup.mesh_layout
-    came_as = jax.typeof(x_btd).sharding
-    x_btd = _laid(x_btd, setup.batch_sharding)
+    x_sharding = jax.typeof(x_btd).sharding
+    x_btd = _reshard(x_btd, setup.batch_sharding)
     optional = {"jitter_btd": jitter_btd, "forced_btk": forced_btk}
     optional = {
-        k: _laid(v, setup.batch_sharding) for k, v in optional.items() if v is not None
+        k: _reshard(v, setup.batch_sharding)
+        for k, v in optional.items()
+        if v is not None
     }
-    router = [_laid(params[k], setup.param_sharding()) for k in ("router_de", "bias_e")]
+    router = [
+        _reshard(params[k], setup.param_sharding()) for k in ("router_de", "bias_e")
+    ]
     if slots is None:
         slots = _slots(params, placement, setup, x_btd.dtype)
     batch, slot_specs = P(mesh_layout.batch_axes), stores.slot_specs(mesh_layout)
@@ -147,20 +151,20 @@ def moe_layer(
         out_specs=(batch, jax.tree.map(lambda _: batch, SUMS)),
     )
     y_btd, sums = body(x_btd, *router, placement, slots, optional)
-    return _laid(y_btd, came_as), sums
+    return _reshard(y_btd, x_sharding), sums
 
 
 def _slots(params, placement, setup: LayerSetup, dtype) -> stores.ExpertWeights:
     """Return the weights of all slots. With split='dynamic' return those of the
     device's own experts alone, since copies travel later, when the loads are known."""
     dims = dict(zip(stores.EXPERT_PARAMS, stores.EXPERT_DIMS))
-    experts = {k: _laid(params[k], setup.param_sharding(d)) for k, d in dims.items()}
+    experts = {k: _reshard(params[k], setup.param_sharding(d)) for k, d in dims.items()}
     if setup.layout.split == "dynamic":
         return stores.join_gate_up(experts, dtype)
     return stores.slots(experts, placement, setup.mesh_layout, dtype)
 
 
-def _laid(value: Array, where) -> Array:
+def _reshard(value: Array, where) -> Array:
     """Reshard an array, if the types of arrays carry shardings (JAX's explicit mode);
     otherwise return it as it is, and leave its sharding to the partitioner."""
     if isinstance(where, NamedSharding) and is_explicit(where.mesh):

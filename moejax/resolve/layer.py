@@ -63,6 +63,12 @@ def set_up(
             f"Moe.num_shared_experts={moe.num_shared_experts} are dense, and no part "
             "of this layer: add them in your model, and set it to 0"
         )
+    if dispatch.compression != "none" or dispatch.gradient_compression is not None:
+        raise ValueError(
+            "compressed experts and gradients are state of a training loop "
+            "(train/step/state.py), which one layer does not have: leave "
+            "Dispatch.compression and gradient_compression out"
+        )
     cfg = Config(
         mesh=topology,
         model=Model(d_model=d),
