@@ -734,18 +734,14 @@ def check_shards(cfg: Config) -> None:
             f"expert axis ({mesh.expert}) into parts of {inner} devices: use "
             f"Mesh.tensor times a divisor of {mesh.expert}",
         )
-        require(
-            d_expert % shards == 0,
-            f"Moe.d_expert={d_expert} must be divisible by expert_shards={shards}",
-        )
     resting = 1 if "data" in cfg.group_axes else mesh.data
     if cfg.dispatch.is_local:
         resting = mesh.data * mesh.expert
+    data = f" x {resting} devices that hold parts of them (Mesh.data={mesh.data})"
     require(
         d_expert % (shards * resting) == 0,
-        f"Moe.d_expert={d_expert} must be divisible by {shards * resting}: experts' "
-        f"parameters are split over expert_shards={shards} and over {resting} devices "
-        f"(Mesh.data={mesh.data}): use another Mesh.data, or another d_expert",
+        f"Moe.d_expert={d_expert} must be divisible by expert_shards={shards}"
+        f"{data if resting > 1 else ''}: use a multiple of {shards * resting}",
     )
     require(
         not cfg.dispatch.is_local or (group == "expert" and domain == (1, 1)),

@@ -207,6 +207,10 @@ BAD_SETUPS = {
         {"dispatch": Dispatch(domain=(1, 2), compression="delta")},
         ["state of a training loop", "Dispatch.compression"],
     ),
+    "dense training": (
+        {"router": Router(training="dense")},
+        ["Router.training='dense'", "use 'sparse'"],
+    ),
     "no such policy": ({"policy": "flexmoo"}, ["'flexmoo'", "'flexmoe'"]),
     "axes in another order": (
         {"mesh": "transposed", "dispatch": Dispatch(group="data_expert")},

@@ -62,21 +62,15 @@ def on_mesh(
     device. Raises ValueError where an axis is missing, has no role, or is too short
     for what the layout cuts out of it.
     """
-    sizes = dict(zip(axes.AXES, names.topology(mesh).sizes))
+    sizes = dataclasses.asdict(names.topology(mesh))
     tensor, inner = layout.tensor, {}
     if layout.domain is not None:
         inner = dict(zip(layout.axes, layout.domain.shared))
     if tensor is not None:
         inner |= tensor.inner
     cut = {role: n for role, n in inner.items() if 1 < n < sizes[role]}
-    roles = [role for axis in mesh.axis_names if (role := names.role(axis))]
-    in_order = [role for role in axes.AXES if role in roles]
-    if len(layout.axes) > 1 and roles != in_order:
-        raise ValueError(
-            f"a group of {' x '.join(layout.axes)} needs the mesh axes in the order "
-            f"{', '.join(map(names.axis, in_order))}, and the mesh has "
-            f"{mesh.axis_names}"
-        )
+    if len(layout.axes) > 1:
+        _check_order(mesh, layout, names)
     refined = axes.split(mesh, {names.axis(role): n for role, n in cut.items()})
 
     def within(*roles: str) -> tuple[Axes, Axes]:
@@ -117,6 +111,18 @@ def on_mesh(
         shards = shards + tensor_axes
     owners = order(*peers, *domain)
     return MeshLayout(*whole, owners, peers, domain, shards, tensor_axes, resting)
+
+
+def _check_order(mesh, layout: Layout, names: axes.MeshAxes) -> None:
+    """Raise ValueError unless the mesh has its axes in the order of their roles."""
+    roles = [role for axis in mesh.axis_names if (role := names.role(axis))]
+    in_order = [role for role in axes.AXES if role in roles]
+    if roles != in_order:
+        raise ValueError(
+            f"a group of {' x '.join(layout.axes)} needs the mesh axes in the order "
+            f"{', '.join(map(names.axis, in_order))}, and the mesh has "
+            f"{mesh.axis_names}"
+        )
 
 
 def spec(*dims: Axes) -> P:

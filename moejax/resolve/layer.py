@@ -1,5 +1,7 @@
 """MoE layers of another program: their setup, and plans that policies make for them."""
 
+import dataclasses
+
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
@@ -9,11 +11,10 @@ from moejax.balance.policies import check_plan, check_policy
 from moejax.config import Balance, Config, Data, Dispatch, Model, Moe, Router, Train
 from moejax.moe.layer import check_device
 from moejax.moe.setup import LayerSetup
-from moejax.perf.calibration import Calibration, cost_model
+from moejax.perf.calibration import cost_model
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import ITEMSIZE
-from moejax.resolve.communication import choose_communication
-from moejax.resolve.layouts import step_layout
+from moejax.resolve.resolved import resolve
 from moejax.resolve.speeds import presumed
 
 
@@ -58,6 +59,27 @@ def set_up(
             f"a batch of {b} sequences does not divide over "
             f"{topology.num_batch_shards} devices ({topology}): use a multiple"
         )
+    _check_parts(moe, router, dispatch)
+    cfg = Config(
+        mesh=topology,
+        model=Model(d_model=d),
+        moe=moe,
+        dispatch=dispatch,
+        router=router,
+        data=Data(seq_len=max(t, 2)),
+        train=Train(batch_size=b, loss_chunk=max(t, 2)),
+        balance=Balance(policy=policy),
+    )
+    layout = resolve(cfg, mesh).layout
+    if isinstance(mesh, Mesh):
+        check_device(layout, mesh.devices.flat[0])
+    setup = LayerSetup(moe, router, d, layout, mesh, names)
+    _ = setup.mesh_layout  # raises for sizes that the mesh cannot be cut into
+    return setup
+
+
+def _check_parts(moe: Moe, router: Router, dispatch: Dispatch) -> None:
+    """Raise ValueError for what takes more than one layer."""
     if moe.num_shared_experts:
         raise ValueError(
             f"Moe.num_shared_experts={moe.num_shared_experts} are dense, and no part "
@@ -69,24 +91,11 @@ def set_up(
             "(train/step/state.py), which one layer does not have: leave "
             "Dispatch.compression and gradient_compression out"
         )
-    cfg = Config(
-        mesh=topology,
-        model=Model(d_model=d),
-        moe=moe,
-        dispatch=dispatch,
-        router=router,
-        data=Data(seq_len=max(t, 2)),
-        train=Train(batch_size=b, loss_chunk=max(t, 2)),
-        balance=Balance(policy=policy),
-    )
-    calibration = _presumed(mesh, names)
-    communication = choose_communication(cfg, calibration)
-    layout = step_layout(cfg, communication.partition)
-    if isinstance(mesh, Mesh):
-        check_device(layout, mesh.devices.flat[0])
-    setup = LayerSetup(moe, router, d, layout, mesh, names)
-    _ = setup.mesh_layout  # raises for sizes that the mesh cannot be cut into
-    return setup
+    if router.training == "dense":
+        raise ValueError(
+            "Router.training='dense' is another layer, which the trainer calls "
+            "(moejax/moe/dense.py): use 'sparse'"
+        )
 
 
 def make_plan(
@@ -123,7 +132,7 @@ def make_plan(
         )
     shards = 1 if layout.tensor is None else layout.tensor.expert_shards
     cost = cost_model(
-        _presumed(setup.mesh, setup.axes),
+        presumed(dataclasses.asdict(topology), "any device"),
         d_model=setup.d_model,
         d_expert=setup.moe.d_expert // shards,
         itemsize=ITEMSIZE[dtype],
@@ -136,9 +145,3 @@ def make_plan(
     load_lwe = loads_by_owner(tokens_lwe, sizes, layout)
     plan = check_policy(policy).plan(load_lwe, layout, cost, current)
     return check_plan(policy, plan, layout)
-
-
-def _presumed(mesh: Mesh | AbstractMesh, names: MeshAxes) -> Calibration:
-    topology = names.topology(mesh)
-    sizes = dict(zip(("dc", "data", "expert", "tensor"), topology.sizes))
-    return presumed(sizes, "any device")

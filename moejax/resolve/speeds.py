@@ -1,5 +1,6 @@
 """Speeds that a run's predictions use: those of a calibration, or presumed ones."""
 
+import dataclasses
 import pathlib
 
 from moejax.config import Config
@@ -33,10 +34,10 @@ def load_calibration(cfg: Config, device_kind: str | None = None) -> Calibration
     `device_kind` is given, on another kind of device.
     """
     if cfg.balance.calibration is None:
-        return presumed(_sizes(cfg), device_kind or "any device")
+        return presumed(dataclasses.asdict(cfg.mesh), device_kind or "any device")
     calibration = read_calibration(_find_file(cfg.balance.calibration))
     kind = calibration.device_kind if device_kind is None else device_kind
-    check(calibration, _sizes(cfg), kind, cfg.model.compute_dtype)
+    check(calibration, dataclasses.asdict(cfg.mesh), kind, cfg.model.compute_dtype)
     return calibration
 
 
@@ -64,11 +65,6 @@ def other_flops_per_device(cfg: Config) -> float:
     tokens = cfg.train.batch_size * cfg.data.seq_len / cfg.train.accumulate_steps
     devices = cfg.mesh.num_batch_shards * cfg.mesh.tensor
     return rest / cfg.model.num_layers * tokens / devices
-
-
-def _sizes(cfg: Config) -> dict[str, int]:
-    """Return the number of devices along each mesh axis."""
-    return dict(zip(("dc", "data", "expert", "tensor"), cfg.mesh.sizes))
 
 
 def _find_file(path: str) -> pathlib.Path:
