@@ -6,6 +6,7 @@ data, or recorded loads without a file.
 """
 
 import dataclasses
+import hashlib
 from typing import Any
 
 import jax
@@ -32,6 +33,22 @@ class Job:
     held_out: data.HeldOut
     meta: dict[str, Any]
     """The configuration and the identity of the data, stored with every checkpoint."""
+    recorded_sha256: str | None
+    """Hash of the recorded routing; None where a router chooses."""
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What decides the results beside configuration and program, as texts by name:
+        all processes of a run must have the same."""
+        data_lines = (
+            f"{name} = {value!r}" for name, value in self.meta["data"].items()
+        )
+        return {
+            "data": "\n".join(data_lines),
+            "recorded routing": str(self.recorded_sha256),
+            "calibration": self.model.run.calibration.to_json(),
+            "how layers are computed": "\n".join(self.model.run.lines()),
+        }
 
     @property
     def window_sharding(self) -> jax.sharding.NamedSharding:
@@ -59,9 +76,11 @@ def prepare(cfg: Config) -> Job:
     model = make_model(run)
     check_device(model.layout, model.mesh.devices.flat[0])
     run.check_policy()
+    recorded_sha256 = None
     if cfg.router.kind == "recorded":
         sizes = (cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k)
-        recorded.loads(cfg.recorded, *sizes)
+        table_tle = recorded.loads(cfg.recorded, *sizes)
+        recorded_sha256 = hashlib.sha256(table_tle.tobytes()).hexdigest()
     corpus = data.load_corpus(cfg.data, cfg.model.vocab_size)
     micro = cfg.train.batch_size // cfg.train.accumulate_steps
     eval_batches = cfg.train.eval_batches * cfg.train.accumulate_steps
@@ -76,4 +95,5 @@ def prepare(cfg: Config) -> Job:
             "config": cfg.to_dict(),
             "data": data.identity(corpus, cfg.data, cfg.train.batch_size),
         },
+        recorded_sha256=recorded_sha256,
     )

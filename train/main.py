@@ -18,6 +18,11 @@ sys.path[0] = str(ROOT)  # this folder's modules are train.x, never top-level na
 
 from moejax.config import Config  # noqa: E402
 from train.config import gin_reader  # noqa: E402
+from train.launch.agreement import (  # noqa: E402
+    device_facts,
+    program_facts,
+    require_same,
+)
 from train.launch.cluster import ATTEMPT, ProcessInfo, add_flags, cluster_flags  # noqa: E402
 from train.launch.processes import from_first_process  # noqa: E402
 from train.launch.program import (  # noqa: E402
@@ -28,6 +33,7 @@ from train.launch.program import (  # noqa: E402
     end,
     guarded,
     leave,
+    one_line,
     refuse,
     restart_with_huge_pages,
     start,
@@ -154,6 +160,8 @@ def print_config(cfg: Config, args: argparse.Namespace, whole: str) -> None:
 def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> int:
     """Do everything that needs jax: a dry run, or training from a new or an old run
     directory to the summary. Return the exit code."""
+    configuration = {"configuration": gin_reader.render(cfg)}
+    require_same("program", configuration | program_facts())
     from train.checkpoint.checkpoints import CheckpointError
     from train.dry_run import dry_run, show_meshes
     from train.job import prepare
@@ -169,6 +177,7 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
             emit(record, args.json)
         return DONE
     job = prepare(cfg)
+    require_same("job", job.facts | device_facts())
     is_first_attempt = os.environ.get(ATTEMPT, "0") == "0"
     fresh = args.fresh and is_first_attempt  # a restart continues its own run
     with share(run_directory(cfg, args), fresh=fresh) as run_dir:
@@ -184,7 +193,7 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
         try:
             outcome = train(job, run_dir, gin_reader.render(cfg), extras)
         except (CheckpointError, Diverged) as error:
-            return leave(refuse(error, FAILED, args.json))
+            return leave(refuse(error, FAILED, args.json), one_line(error))
         if outcome.evaluation is None:
             step = int(outcome.state.step)
             print(f"stopped by signal {outcome.signal} at step {step}; all is saved")

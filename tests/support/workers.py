@@ -2,8 +2,10 @@
 
 import json
 import pathlib
+import subprocess
 
-from tests.support.run_main import ROOT, Live, command
+from tests.support.run_main import LIMIT_SEC, ROOT, Ended, Live, command, environment
+from tools.launch.workers import free_port
 
 WORKERS = ROOT / "tests" / "support" / "workers.gin"
 LAUNCHER = ROOT / "tools" / "launch" / "local.py"
@@ -66,3 +68,32 @@ def sample_ids(run_dir: pathlib.Path) -> dict[int, list[str]]:
     for step, id_by_row in rows.items():
         assert sorted(id_by_row) == list(range(len(id_by_row))), f"rows of step {step}"
     return {step: [ids[i] for i in sorted(ids)] for step, ids in rows.items()}
+
+
+def run_apart(run_dir: pathlib.Path, words_by_process, envs=None, folders=None):
+    """Run one process of train/main.py for each entry of `words_by_process`, which
+    holds its bindings, without a launcher; return how each ended.
+
+    `envs` and `folders` give variables and working directories of the processes.
+    """
+    port, count = free_port(), len(words_by_process)
+    processes = []
+    for index, params in enumerate(words_by_process):
+        flags = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}"]
+        flags.append(f"--process_id={index}")
+        processes.append(
+            subprocess.Popen(
+                command(run_dir, *QUICK, *params, flags=flags, gin_file=WORKERS),
+                env=environment() | (envs[index] if envs else {}),
+                cwd=folders[index] if folders else None,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        texts = [process.communicate(timeout=LIMIT_SEC) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [Ended(p.returncode, *text) for p, text in zip(processes, texts)]

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from moejax.config import Config
+from train.launch import coordinator, failures
 from train.launch.cluster import ProcessInfo, is_loopback
 
 STDERR = 2
@@ -57,13 +58,9 @@ def join(cfg: Config, process: ProcessInfo | None) -> None:
         heartbeat_timeout_seconds=limits.heartbeat_sec,
         shutdown_timeout_seconds=limits.shutdown_sec,
     )
+    failures.watch()
     waited_sec = time.monotonic() - start_sec
     print(f"all {process.count} processes have met, in {waited_sec:.1f} s", flush=True)
-
-
-WEEK_MSEC = 7 * 24 * 3600 * 1000
-"""Limit on waiting for process 0. It is long because the watchdog ends a process that
-waits for more than Processes.watchdog_sec."""
 
 
 def is_first() -> bool:
@@ -120,22 +117,17 @@ def published(name: str, make: Callable[[], str]) -> str:
     """
     if not are_several():
         return make()
-    from jax._src.distributed import global_state
-
-    client, key = global_state.client, f"moejax/{name}"
     if not is_first():
-        return client.blocking_key_value_get(key, WEEK_MSEC)
+        return coordinator.wait_for(name)
     text = make()
-    client.key_value_set(key, text)
+    coordinator.put(name, text)
     return text
 
 
 def withdraw(name: str) -> None:
     """Delete a published text from the coordinator. Every process has read it."""
     if are_several() and is_first():
-        from jax._src.distributed import global_state
-
-        global_state.client.key_value_delete(f"moejax/{name}")
+        coordinator.delete(name)
 
 
 def wait_for_all(name: str) -> None:

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 
 from moejax.config import Config
+from train.launch import failures
 from train.launch.cluster import Flags, ProcessInfo, detect
 from train.launch.processes import join
 
@@ -102,28 +103,33 @@ def guarded(work: Callable[[], int], *, as_json: bool) -> int:
     ValueError and NotImplementedError are bad input (2), and an OSError is a failure of
     the machine (3). Any other error is a bug: it is printed with its traceback (1).
     """
+    failures.report_by(lambda line, code: refuse(line, code, as_json))
     try:
         return work()
     except KeyboardInterrupt:
-        code = refuse("interrupted", INTERRUPTED, as_json)
+        code, line = INTERRUPTED, "interrupted"
     except (ValueError, NotImplementedError) as error:
-        code = refuse(error, BAD_INPUT, as_json)
+        code, line = BAD_INPUT, one_line(error)
     except OSError as error:
-        code = refuse(error, FAILED, as_json)
+        code, line = FAILED, one_line(error)
     except Exception:
         traceback.print_exc()
-        code = CRASHED
-    return leave(code)
+        return leave(CRASHED)
+    refuse(line, code, as_json)
+    return leave(code, line)
 
 
-def leave(code: int) -> int:
+def leave(code: int, line: str = "") -> int:
     """Return `code`, or exit with it at once if this is one of several processes.
 
     The usual way out would wait for the others (Processes.shutdown_sec), which do not
-    know yet that there is a reason to end.
+    know yet that there is a reason to end. After bad input or a failure (2, 3) they are
+    told, with `line`, and end with the same code.
     """
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
+        if code in (BAD_INPUT, FAILED):
+            failures.end_all(code, line)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -1,0 +1,87 @@
+"""Test that processes which differ refuse to train together, and end together."""
+
+import pytest
+
+from tests.support.workers import run_apart
+from train.launch.agreement import first_difference, program_facts
+
+BAD_INPUT = 2
+
+
+def test_the_first_differing_line_of_each_process_is_named():
+    facts = {"data": "same\nseed = 1", "code": "a 1\nb 2"}
+    assert first_difference(facts, dict(facts), 1) == ""
+    other = facts | {"code": "a 1\nb 3"}
+    assert (
+        first_difference(facts, other, 3)
+        == "code: process 0 has 'b 2', process 3 has 'b 3'"
+    )
+    other = {"data": "same\nseed = 1"}
+    assert first_difference(facts, other, 1).endswith("'a 1', process 1 has nothing")
+    other = facts | {"data": "seed = 1\nsame"}
+    assert first_difference(facts, other, 1).startswith("data: process 0 has 'same', ")
+
+
+def test_program_facts_name_every_source_file_and_library():
+    facts = program_facts()
+    assert "train/launch/agreement.py " in facts["code"]
+    assert "\njax 0." in facts["libraries"]
+    assert "jax_enable_x64 = False" in facts["settings of jax"]
+    assert "force_host_platform_device_count" not in facts["settings of jax"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "param",
+    [
+        "Optimizer.learning_rate = 0.5",
+        pytest.param("Train.seed = 7", marks=pytest.mark.long),
+        pytest.param("Model.norm_eps = 0.1", marks=pytest.mark.long),
+    ],
+)
+def test_another_configuration_on_one_process_ends_all(tmp_path, param):
+    ended = run_apart(tmp_path / "run", [(), (param,)])
+    assert [x.code for x in ended] == [BAD_INPUT, BAD_INPUT]
+    for x in ended:
+        assert x.err.count("\n") == 1
+        assert f"process 1 has {param!r}" in x.err
+        assert x.record["error"] == x.err.removeprefix("error: ").strip()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_other_text_under_the_same_name_ends_all(tmp_path):
+    """The configuration is the same, and the corpus has one other byte on one host."""
+    text = "the words of a corpus, again and again. " * 300
+    for name, corpus in (("a", text), ("b", text.replace("a", "e", 1))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "corpus.txt").write_text(corpus)
+    params = ("Data.corpus = 'corpus.txt'",)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    ended = run_apart(tmp_path / "run", [params, params], folders=folders)
+    assert [x.code for x in ended] == [BAD_INPUT, BAD_INPUT]
+    for x in ended:
+        assert "not the same: data: process 0 has \"sha256 = '" in x.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
+def test_other_flags_of_xla_end_all(tmp_path):
+    envs = [{}, {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}]
+    ended = run_apart(tmp_path / "run", [(), ()], envs=envs)
+    assert [x.code for x in ended] == [BAD_INPUT, BAD_INPUT]
+    assert "process 1 has 'XLA --xla_cpu_enable_fast_math=true'" in ended[0].err
+
+
+@pytest.mark.slow
+def test_bad_input_of_one_process_ends_the_others_with_its_line(tmp_path):
+    """No launcher is there to end them, and no heartbeat is waited for."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "corpus.txt").write_text("the words of a corpus. " * 500)
+    params = ("Data.corpus = 'corpus.txt'", "Processes.heartbeat_sec = 100")
+    folders = [tmp_path, tmp_path / "b"]
+    ended = run_apart(tmp_path / "run", [params, params], folders=folders)
+    assert [x.code for x in ended] == [BAD_INPUT, BAD_INPUT]
+    assert "'corpus.txt'" in ended[1].err
+    assert ended[0].err.startswith("error: process 1 has ended the run: ")
+    assert "'corpus.txt'" in ended[0].err

@@ -1,0 +1,132 @@
+"""Refuse a run whose processes differ: in configuration, code, libraries or data.
+
+Every process trains a part of one model. One that computes another function, or reads
+other data, would spoil the result without an error. So before anything is compiled each
+process tells process 0 some texts (facts), and all end with one line that names the
+first difference.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import sys
+from collections.abc import Mapping
+
+from train.launch import coordinator
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+LIBRARIES = (
+    "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy",
+    "ml-dtypes", "grain", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13",
+    "nvidia-nccl-cu13",
+)  # fmt: skip
+"""Distributions that decide what is computed or read."""
+JAX_SETTINGS = (
+    "jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable",
+    "jax_default_prng_impl", "jax_numpy_dtype_promotion", "jax_disable_jit",
+)  # fmt: skip
+"""Settings of jax that decide what is computed."""
+OWN_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
+"""Beginnings of XLA's flags that may differ between processes."""
+
+
+def require_same(name: str, facts: Mapping[str, str]) -> None:
+    """Raise ValueError on all processes if the facts of one differ from process 0's.
+
+    A fact is a text of one or more lines; the message names the first differing line of
+    the first fact, on both processes. Every process calls this once with each `name`.
+    """
+    if not coordinator.is_here():
+        return
+    index, count = coordinator.own_index(), coordinator.count()
+    coordinator.put(f"facts/{name}/{index}", json.dumps(facts))
+    if index == 0:
+        coordinator.put(f"agreed/{name}", _verdict(name, facts, count))
+    if verdict := coordinator.wait_for(f"agreed/{name}"):
+        raise ValueError(verdict)
+
+
+def _verdict(name: str, facts: Mapping[str, str], count: int) -> str:
+    """Return how processes differ from process 0, or '' if all are the same."""
+    differences = []
+    for index in range(1, count):
+        other = json.loads(coordinator.wait_for(f"facts/{name}/{index}"))
+        if difference := first_difference(facts, other, index):
+            differences.append((index, difference))
+    if not differences:
+        return ""
+    others = [str(index) for index, _ in differences[1:]]
+    more = f" (others that differ: {', '.join(others[:16])})" if others else ""
+    return (
+        f"the processes of this run are not the same: {differences[0][1]}{more}: start "
+        "all of them with the same arguments, code, libraries and data"
+    )
+
+
+def first_difference(
+    facts: Mapping[str, str], other: Mapping[str, str], index: int
+) -> str:
+    """Return the first line in which the facts of process `index` differ from those of
+    process 0; '' if none does."""
+    for fact in dict.fromkeys([*facts, *other]):
+        lines, other_lines = ((x.get(fact) or "").splitlines() for x in (facts, other))
+        here = next((x for x in lines if x not in other_lines), None)
+        there = next((x for x in other_lines if x not in lines), None)
+        if here is None and there is None and lines != other_lines:
+            pairs = zip(lines, other_lines)  # the same lines in another order
+            here, there = next((x, y) for x, y in pairs if x != y)
+        if here is not None or there is not None:
+            here, there = (
+                "nothing" if x is None else repr(x[:200]) for x in (here, there)
+            )
+            return f"{fact}: process 0 has {here}, process {index} has {there}"
+    return ""
+
+
+def program_facts() -> dict[str, str]:
+    """Return the facts about this program: its source, libraries and settings of jax.
+
+    They are known before any device is touched.
+    """
+    import jax
+
+    settings = [f"{name} = {getattr(jax.config, name)!r}" for name in JAX_SETTINGS]
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    settings += [f"XLA {word}" for word in flags if not word.startswith(OWN_FLAGS)]
+    return {
+        "code": "\n".join(_sources()),
+        "libraries": "\n".join(_versions()),
+        "settings of jax": "\n".join(settings),
+    }
+
+
+def device_facts() -> dict[str, str]:
+    """Return the facts about the devices of this process: their platform and kind."""
+    import jax
+
+    kinds = sorted({f"{d.platform} {d.device_kind}" for d in jax.local_devices()})
+    runtime = jax.local_devices()[0].client.platform_version
+    return {"devices": "\n".join(kinds), "runtime of the devices": runtime}
+
+
+def _sources() -> list[str]:
+    """Return a line with the name and the hash of each source file of the trainer."""
+    paths = [p for room in ("moejax", "train") for p in (ROOT / room).rglob("*.py")]
+    return [
+        f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+        for path in sorted(paths)
+    ]
+
+
+def _versions() -> list[str]:
+    """Return a line with the version of Python and of each library that is here."""
+    lines = [f"Python {platform.python_version()} {sys.implementation.name}"]
+    for name in LIBRARIES:
+        try:
+            lines.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            lines.append(f"{name} is not installed")
+    return lines

@@ -1,0 +1,116 @@
+"""End all processes of a run when one of them ends with bad input or a failure.
+
+    the process that fails        every other process
+    end_all(code, line)           a thread looks for such a note every second, prints
+      notes code and line         the line, confirms, and ends with the same code
+      waits for the others        (wherever its main thread waits)
+      ends
+
+So nobody waits in a collective, or in a barrier of orbax, for a process that is gone,
+and a launcher sees a code that says not to start again. A process that is killed or
+crashes leaves no note: heartbeats, the watchdog or the launcher end the others.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from train.launch import coordinator
+
+POLL_SEC = 0.5
+"""Seconds from one look for a note to the next, in a run of up to POLLED_PER_POLL
+processes; larger runs look less often, so that the coordinator is not flooded."""
+POLLED_PER_POLL = 256
+CONFIRM_SEC = 5.0
+"""Longest time that a failed process waits for the others to confirm."""
+LEAVE_SEC = 0.2
+"""Time that process 0 leaves the others to end. When it ends, and the coordinator with
+it, jax aborts those that are left."""
+
+_report: Callable[[str, int], object] = lambda line, code: print(  # noqa: E731
+    f"error: {line}", file=sys.stderr, flush=True
+)
+_ending = threading.Lock()
+
+
+def report_by(report: Callable[[str, int], object]) -> None:
+    """Let `report(line, code)` print the line with which another process ends all."""
+    global _report
+    _report = report
+
+
+def watch() -> None:
+    """Start to look for a note of another process, in a run of several."""
+    if not coordinator.is_here():
+        return
+    stop = threading.Event()
+    thread = threading.Thread(target=_watch, args=(stop,), daemon=True)
+    thread.start()
+    # A daemon thread that returns from C++ while Python ends crashes the process.
+    atexit.register(lambda: (stop.set(), thread.join(2 * _poll_sec())))
+
+
+def end_all(code: int, line: str) -> NoReturn:
+    """End all processes of the run with this exit code, from any thread.
+
+    The caller has printed `line`; the other processes print it too. Returns never.
+    """
+    if _ending.acquire(blocking=False):
+        if coordinator.is_here():
+            note = json.dumps({"code": code, "line": line})
+            # Without an answer of the coordinator, process 0 is gone: nobody to tell.
+            with contextlib.suppress(Exception):
+                coordinator.put(f"failure/{coordinator.own_index()}", note)
+                coordinator.put(f"ended/{coordinator.own_index()}", "")
+                _wait_for_others()
+        _exit(code)
+    time.sleep(2 * CONFIRM_SEC)  # another thread is ending this process
+    _exit(code)
+
+
+def _watch(stop: threading.Event) -> None:
+    """Look for notes until the process ends; end it when there is one."""
+    while not stop.wait(_poll_sec()):
+        try:
+            notes = coordinator.find("failure")
+        except Exception:  # the coordinator is gone: jax ends this process
+            return
+        if not notes or not _ending.acquire(blocking=False):
+            continue
+        first = min(notes, key=int)
+        note = json.loads(notes[first])
+        with contextlib.suppress(Exception):
+            _report(f"process {first} has ended the run: {note['line']}", note["code"])
+            coordinator.put(f"ended/{coordinator.own_index()}", "")
+            if coordinator.own_index() == 0:
+                _wait_for_others()
+        _exit(note["code"])
+
+
+def _wait_for_others() -> None:
+    """Wait until all processes have confirmed, for CONFIRM_SEC at most."""
+    end_sec = time.monotonic() + CONFIRM_SEC
+    while time.monotonic() < end_sec:
+        if len(coordinator.find("ended")) >= coordinator.count():
+            break
+        time.sleep(0.05)
+    if coordinator.own_index() == 0:
+        time.sleep(LEAVE_SEC)
+
+
+def _poll_sec() -> float:
+    return POLL_SEC * max(1.0, coordinator.count() / POLLED_PER_POLL)
+
+
+def _exit(code: int) -> NoReturn:
+    """End this process now. The usual way out would wait for the other processes."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
