@@ -20,13 +20,19 @@ class LiveWorkers(Live):
     """
 
     def __init__(
-        self, run_dir: pathlib.Path, count: int, *params: str, flags=(), of_main=()
+        self,
+        run_dir: pathlib.Path,
+        count: int,
+        *params: str,
+        flags=(),
+        of_main=(),
+        prefix=(),
     ):
         """Start `count` workers. `flags` are flags of the launcher, `of_main` flags of
-        train/main.py."""
+        train/main.py, `prefix` words before the launcher's command."""
         words = command(run_dir, *QUICK, *params, flags=of_main, gin_file=WORKERS)
         launcher = [words[0], str(LAUNCHER), "-n", str(count), *flags, "--json", "--"]
-        self.start(run_dir, [*launcher, *words[1:]])
+        self.start(run_dir, [*prefix, *launcher, *words[1:]])
 
     def pids(self) -> list[int]:
         """Return the ids of the living workers, in the order of their indices."""

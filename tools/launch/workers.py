@@ -103,6 +103,8 @@ class Workers:
     """Number of earlier attempts of this run."""
     host: str = LOOPBACK
     """Address of process 0, where the coordinator listens."""
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Environment variables that all workers get beside those of their role."""
     prefixes: tuple[tuple[str, ...], ...] = ()
     """Words before the command of each process, by index. Empty: none for any."""
     listen: Callable[[subprocess.Popen, int], list[threading.Thread]] = pass_on
@@ -176,7 +178,9 @@ def _start(workers: Workers, index: int) -> _Child:
 def _environment(
     environ: Mapping[str, str], workers: Workers, index: int
 ) -> dict[str, str]:
-    return dict(environ) | {
+    return {
+        **environ,
+        **workers.variables,
         COORDINATOR: f"{workers.host}:{workers.port}",
         NUM_PROCESSES: str(workers.count),
         PROCESS_ID: str(index),

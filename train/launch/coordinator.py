@@ -15,31 +15,30 @@ has died, and the watchdog one that waits for more than Processes.watchdog_sec."
 
 def put(key: str, text: str) -> None:
     """Store a text under a key. Raises an error of jax if the key is taken."""
-    _client().key_value_set(PREFIX + key, text)
+    client().key_value_set(PREFIX + key, text)
 
 
-def wait_for(key: str) -> str:
-    """Return the text under a key, once a process has stored it."""
-    return _client().blocking_key_value_get(PREFIX + key, WEEK_MSEC)
+def wait_for(key: str, limit_msec: int = WEEK_MSEC) -> str:
+    """Return the text under a key, once a process has stored it. Raises an error of jax
+    after `limit_msec`."""
+    return client().blocking_key_value_get(PREFIX + key, limit_msec)
 
 
 def find(folder: str) -> dict[str, str]:
     """Return the texts whose keys begin with `folder`/, by the rest of the key."""
     begin = f"{PREFIX}{folder}/"
-    pairs = _client().key_value_dir_get(begin)
+    pairs = client().key_value_dir_get(begin)
     return {key.removeprefix(begin): text for key, text in pairs}
 
 
 def delete(key: str) -> None:
     """Delete the text under a key."""
-    _client().key_value_delete(PREFIX + key)
+    client().key_value_delete(PREFIX + key)
 
 
 def is_here() -> bool:
     """Return whether this process has joined a run of several."""
-    from jax._src.distributed import global_state
-
-    return global_state.client is not None
+    return client() is not None
 
 
 def own_index() -> int:
@@ -56,7 +55,8 @@ def count() -> int:
     return global_state.num_processes
 
 
-def _client() -> Any:
+def client() -> Any:
+    """Return jax's client of the coordinator; None in a run of one process."""
     from jax._src.distributed import global_state
 
     return global_state.client

@@ -20,7 +20,9 @@ import numpy as np
 
 from moejax.config import Config
 from train.launch import coordinator, failures
-from train.launch.cluster import ProcessInfo, is_loopback
+from train.launch.cluster import ProcessInfo
+from train.launch.network import bind_address, listen_with_gloo, split
+from train.launch.tls import uses_tls
 
 STDERR = 2
 """File descriptor to which C and C++ code writes, and on which stacks are printed."""
@@ -30,7 +32,7 @@ def join(cfg: Config, process: ProcessInfo | None) -> None:
     """Make this process one of the run's processes, before any device is touched.
 
     JAX aborts the process (exit code 134) if the others do not come within
-    Processes.init_sec.
+    Processes.init_sec. Raises ValueError for certificates that cannot be used.
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -38,14 +40,20 @@ def join(cfg: Config, process: ProcessInfo | None) -> None:
         return
     import jax
 
-    host, _, port = process.coordinator.rpartition(":")
     limits = cfg.processes
+    host, _ = split(process.coordinator)
+    is_secure = uses_tls(os.environ, host if process.index == 0 else None)
+    bind = bind_address(process.coordinator, os.environ)
     print(
         f"process {process.index} of {process.count} ({process.source}) meets the "
         f"others at {process.coordinator}, and waits "
         f"Processes.init_sec={limits.init_sec} at most",
         flush=True,
     )
+    if process.index == 0:
+        where = bind.replace("[::]:", "all interfaces, port ")
+        how = "with mutual TLS" if is_secure else "without TLS (SECURITY.md)"
+        print(f"the coordinator listens on {where}, {how}", flush=True)
     start_sec = time.monotonic()
     jax.distributed.initialize(
         coordinator_address=process.coordinator,
@@ -53,14 +61,17 @@ def join(cfg: Config, process: ProcessInfo | None) -> None:
         process_id=process.index,
         local_device_ids=process.local_device_ids,
         cluster_detection_method="deactivate",
-        coordinator_bind_address=f"{host}:{port}" if is_loopback(host) else None,
+        coordinator_bind_address=bind,
         initialization_timeout=limits.init_sec,
         heartbeat_timeout_seconds=limits.heartbeat_sec,
         shutdown_timeout_seconds=limits.shutdown_sec,
+        verify_secure_credentials=is_secure or None,
     )
     failures.watch()
     waited_sec = time.monotonic() - start_sec
     print(f"all {process.count} processes have met, in {waited_sec:.1f} s", flush=True)
+    if address := listen_with_gloo(process, limits.init_sec):
+        print(f"gloo, for collectives of CPUs, listens on {address}", flush=True)
 
 
 def is_first() -> bool:
