@@ -1,14 +1,19 @@
 """Test on which addresses the processes of a run listen."""
 
 import inspect
+import os
 import pathlib
 import socket
+import subprocess
+import sys
 
 import jax
 import pytest
 
-from tests.support.meeting import Meeting
+from tests.support.meeting import ROOT, Meeting
 from tests.support.workers import LiveWorkers
+from tools.testbed import network as testbed
+from tools.testbed.lock import hold_lock, remove_leftovers
 from train.launch import network
 from train.launch.network import bind_address, local_address, resolve, split
 
@@ -168,3 +173,42 @@ def test_jax_takes_an_address_for_gloo():
     assert {"priority", "fail_quietly"} <= set(given), why
     assert hasattr(distributed.global_state, "client"), why
     assert jax.config.jax_cpu_collectives_implementation == "gloo", why
+
+
+@pytest.mark.long
+@pytest.mark.root
+@pytest.mark.parametrize("own", ["127.0.1.1", "10.77.0.1"], ids=["debian", "usual"])
+def test_several_hosts_listen_where_they_reach_the_coordinator(tmp_path, own):
+    """Two hosts with two processes each; each host's own name resolves to loopback."""
+    (tmp_path / "stop").touch()
+    program = [sys.executable, str(ROOT / "tests" / "support" / "meeting.py")]
+    environ = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environ |= {"MOEJAX_COORDINATOR": "node1:61999", "MOEJAX_NUM_PROCESSES": "4"}
+    del environ["XLA_FLAGS"]
+    with hold_lock(60):
+        remove_leftovers()
+        testbed.set_up(2, None)
+        try:
+            for dc in range(2):
+                first = testbed.address(0) if dc else own
+                hosts = f"127.0.0.1 localhost {socket.gethostname()}\n{first} node1\n"
+                (testbed.ETC_NETNS / testbed.dc_name(dc) / "hosts").write_text(hosts)
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            processes = [
+                subprocess.Popen(
+                    [*testbed.prefix(index // 2), *program, str(tmp_path)],
+                    env=environ | {"MOEJAX_PROCESS_ID": str(index)},
+                    text=True,
+                    **pipes,
+                )
+                for index in range(4)
+            ]
+            texts = [process.communicate(timeout=60)[0] for process in processes]
+        finally:
+            remove_leftovers()
+    for index, (process, text) in enumerate(zip(processes, texts, strict=True)):
+        assert process.returncode == 0, text
+        assert f"listens on {testbed.address(index // 2)}\n" in text
+    usual = "the coordinator listens on 10.77.0.1:61999, without TLS"
+    debian = "the coordinator listens on all interfaces, port 61999, without TLS"
+    assert (debian if own == "127.0.1.1" else usual) in texts[0]
