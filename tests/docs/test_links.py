@@ -9,7 +9,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 INDEX = ROOT / "docs" / "README.md"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 READ = [
-    ROOT / "README.md",
+    *ROOT.glob("*.md"),
     *PAGES,
     *ROOT.glob("notebooks/*.md"),
     *ROOT.glob("moejax/**/*.md"),

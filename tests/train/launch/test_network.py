@@ -10,12 +10,14 @@ import sys
 import jax
 import pytest
 
+from tests.support.certificates import new_certificate
 from tests.support.meeting import ROOT, Meeting
 from tests.support.workers import LiveWorkers
 from tools.testbed import network as testbed
 from tools.testbed.lock import hold_lock, remove_leftovers
 from train.launch import network
 from train.launch.network import bind_address, local_address, resolve, split
+from train.launch.tls import URI_PREFIX
 
 LISTENS = "0A"
 """State of a listening socket in /proc/net/tcp."""
@@ -179,11 +181,15 @@ def test_jax_takes_an_address_for_gloo():
 @pytest.mark.root
 @pytest.mark.parametrize("own", ["127.0.1.1", "10.77.0.1"], ids=["debian", "usual"])
 def test_several_hosts_listen_where_they_reach_the_coordinator(tmp_path, own):
-    """Two hosts with two processes each; each host's own name resolves to loopback."""
+    """Two hosts have two processes each, and each host's own name resolves to loopback.
+
+    The certificate names the run by a URI, not the coordinator's host.
+    """
     (tmp_path / "stop").touch()
     program = [sys.executable, str(ROOT / "tests" / "support" / "meeting.py")]
     environ = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     environ |= {"MOEJAX_COORDINATOR": "node1:61999", "MOEJAX_NUM_PROCESSES": "4"}
+    environ |= new_certificate(tmp_path / "tls") | {URI_PREFIX: "spiffe://moejax/"}
     del environ["XLA_FLAGS"]
     with hold_lock(60):
         remove_leftovers()
@@ -209,6 +215,6 @@ def test_several_hosts_listen_where_they_reach_the_coordinator(tmp_path, own):
     for index, (process, text) in enumerate(zip(processes, texts, strict=True)):
         assert process.returncode == 0, text
         assert f"listens on {testbed.address(index // 2)}\n" in text
-    usual = "the coordinator listens on 10.77.0.1:61999, without TLS"
-    debian = "the coordinator listens on all interfaces, port 61999, without TLS"
+    usual = "the coordinator listens on 10.77.0.1:61999, with mutual TLS"
+    debian = "the coordinator listens on all interfaces, port 61999, with mutual TLS"
     assert (debian if own == "127.0.1.1" else usual) in texts[0]

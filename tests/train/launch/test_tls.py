@@ -1,31 +1,14 @@
 """Test that certificates which cannot be used are refused at once, in one line."""
 
-import pathlib
 import shutil
-import subprocess
 
 import pytest
 
 from moejax.config import Config
+from tests.support.certificates import new_certificate, openssl
 from train.launch.cluster import ProcessInfo
 from train.launch.processes import join
 from train.launch.tls import AUTHORITY, CERT, KEY, URI_PREFIX, uses_tls
-
-NAMES = "subjectAltName=DNS:node1,URI:spiffe://moejax/run"
-
-
-def openssl(*words: str) -> None:
-    subprocess.run(["openssl", *words], check=True, capture_output=True)
-
-
-def new_certificate(folder: pathlib.Path, *options: str) -> dict[str, str]:
-    """Make a certificate that is its own authority, and return its variables."""
-    folder.mkdir()
-    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
-    words = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-    words += ["-nodes", "-subj", "/CN=test", "-addext", NAMES, *options]
-    openssl("req", *words, "-keyout", key, "-out", cert)
-    return {CERT: cert, KEY: key, AUTHORITY: cert}
 
 
 @pytest.fixture(scope="module")
