@@ -32,6 +32,7 @@ from tools.launch.arguments import new_parser  # noqa: E402
 from tools.plots.plan_picture import Comparison, draw  # noqa: E402
 from train.checkpoint.record import newest_meta  # noqa: E402
 from train.launch.program import DONE, emit, guarded  # noqa: E402
+from train.logs.record_lines import read_records  # noqa: E402
 
 MAX_DECISIONS = 8
 BAR_WIDTH = 24
@@ -144,22 +145,41 @@ def read_metrics(path: pathlib.Path) -> tuple[int, np.ndarray, list[dict]]:
     """Return the last step with loads, its loads [l, e], and all decisions that changed
     something. Raises ValueError if no loads were recorded."""
     step, tokens_le, decisions = None, None, []
-    for line in path.read_bytes().splitlines() if path.is_file() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:  # the unfinished last line of a live run
-            continue
-        if "tokens_le" in record:
-            step, tokens_le = record["step"], record["tokens_le"]
-        decision = record.get("decision")
-        if decision is not None and decision["kind"] != "keep":
-            decisions.append(decision)
+    for record in read_records(path):
+        table_le = _table(record.get("tokens_le"))
+        if table_le is not None:
+            step, tokens_le = record["step"], table_le
+        if _is_change(record.get("decision")):
+            decisions.append(record["decision"])
     if step is None:
         raise ValueError(
             f"{path} holds no tokens_le: continue the run for at least "
             "Train.log_load_every_steps steps"
         )
-    return step, np.asarray(tokens_le, np.float64), decisions
+    return step, tokens_le, decisions
+
+
+def _table(table) -> np.ndarray | None:
+    """Return a table of loads as an array; None if it is none, as in a damaged line."""
+    try:
+        load_le = np.asarray(table, np.float64)
+    except (ValueError, TypeError, OverflowError):
+        return None
+    is_table = load_le.ndim == 2 and load_le.size
+    is_load = np.isfinite(load_le) & (load_le >= 0)
+    return load_le if is_table and is_load.all() else None
+
+
+def _is_change(decision) -> bool:
+    """Return whether a decision changed something and is whole, so that
+    `decision_line` can describe it."""
+    if not isinstance(decision, dict) or decision.get("kind") == "keep":
+        return False
+    try:
+        decision_line(decision)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return False
+    return True
 
 
 def decision_line(record: dict) -> str:

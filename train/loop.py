@@ -17,6 +17,7 @@ from train.checkpoint.checkpoints import Checkpointer, CheckpointError
 from train.data.feed import feed
 from train.eval.held_out import Evaluation, evaluate
 from train.job import Job
+from train.launch.files import write_whole
 from train.launch.processes import (
     Stop,
     Watchdog,
@@ -29,7 +30,7 @@ from train.logs.peak import peak_tflops
 from train.logs.profile import Window
 from train.logs.progress import Bar, elapsed_shown
 from train.logs.records import Records, step_record
-from train.logs.run_dir import RunDir, write_whole
+from train.logs.run_dir import RunDir
 from train.step.state import (
     TrainState,
     abstract_state,

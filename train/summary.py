@@ -13,9 +13,9 @@ from train.data import byte_sample
 from train.eval.held_out import format_expert_loads
 from train.eval.ngram import trigram_loss
 from train.job import Job
+from train.launch.files import write_whole
 from train.launch.processes import from_first_process
 from train.logs.balance_summary import balance_lines, summarise_balance
-from train.logs.run_dir import write_whole
 from train.loop import Outcome
 
 FILE = "summary.json"

@@ -6,13 +6,14 @@ Letters in names: n training steps, m evaluations, q steps whose loads were reco
 
 import dataclasses
 import itertools
-import json
 import pathlib
 import re
+import sys
 
 import numpy as np
 
 from moejax.perf.traffic import over_mean
+from train.logs.record_lines import lines, parse_line
 
 MAX_LOADS = 800
 """Maximum number of tables of loads that are kept. A longer run keeps only every
@@ -77,12 +78,12 @@ def read_run(folder: pathlib.Path) -> RunArrays:
         raise ValueError(f"{folder} {what}: name the run directory of train/main.py")
     log = _Log()
     with path.open("rb") as file:
-        for line in file:
-            record = _record(line)
-            if record is None:
-                log.num_bad += 1
-            else:
+        for line in lines(file):
+            record = parse_line(line)
+            if isinstance(record, dict):
                 log.take(record)
+            else:
+                log.num_bad += 1
     if not log.steps:
         raise ValueError(
             f"{path} holds no training step ({log.num_bad} damaged lines): run at "
@@ -134,7 +135,7 @@ class _Log:
         try:
             kind, adopt_step = decision["kind"], int(decision["adopt_step"])
             text = _changes(decision["changes"])
-        except (KeyError, TypeError, ValueError, OverflowError):
+        except (LookupError, TypeError, ValueError, OverflowError):
             self.num_bad += 1
             return
         if kind in ("swap", "relayout"):
@@ -152,16 +153,6 @@ def _changes(changes: dict) -> str:
     return ""
 
 
-def _record(line: bytes) -> dict | None:
-    """Parse a line of metrics.jsonl; return None for an unfinished or damaged line."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return record if type(step) is int and 0 <= step < 2**53 else None
-
-
 def _row(record: dict) -> np.ndarray:
     """Return loss, throughput, step time, then for each layer expert max/mean and
     device max/mean."""
@@ -177,7 +168,8 @@ def _row(record: dict) -> np.ndarray:
 def _number(value) -> float:
     """Return a value as a number; NaN for null, which stands for a value that was not
     finite, and for anything that is not a number."""
-    return float(value) if isinstance(value, int | float) else np.nan
+    is_number = isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    return float(value) if is_number else np.nan
 
 
 def _over_mean(table) -> np.ndarray | None:
@@ -185,7 +177,7 @@ def _over_mean(table) -> np.ndarray | None:
     finite numbers."""
     try:
         load_lx = np.asarray(table, np.float32)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return None
     is_table = load_lx.ndim == 2 and load_lx.size and np.isfinite(load_lx).all()
     return over_mean(load_lx).astype(np.float32) if is_table else None

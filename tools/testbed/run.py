@@ -19,7 +19,6 @@ failed, 124 the time of --timeout_sec is up, 130 interrupted.
 import argparse
 import contextlib
 import itertools
-import json
 import pathlib
 import statistics
 import sys
@@ -34,6 +33,7 @@ from tools.testbed import balancer, links, trace  # noqa: E402
 from tools.testbed.cluster import Cluster, Result, make_cluster, make_command  # noqa: E402
 from tools.testbed.lock import hold_lock, remove_leftovers, say  # noqa: E402
 from train.launch.program import DONE, emit, guarded  # noqa: E402
+from train.logs.record_lines import read_records  # noqa: E402
 
 TRACE = ROOT.parent / "shared" / "data" / "routing_gpt_e32.npz"
 PARTS: dict[str, Callable[[balancer.Options], dict]] = {
@@ -217,14 +217,10 @@ def _clean(args: argparse.Namespace) -> int:
 
 
 def step_records(run_dir: pathlib.Path) -> list[dict]:
-    """Return the records of the steps so far in metrics.jsonl. An unfinished last line
-    is left out."""
-    path = run_dir / "metrics.jsonl"
-    if not path.is_file():
-        return []
-    lines = path.read_text().splitlines(keepends=True)
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [record for record in records if "step_msec" in record]
+    """Return the records of the steps so far in metrics.jsonl. Damaged lines and
+    an unfinished last one are left out."""
+    records = read_records(run_dir / "metrics.jsonl")
+    return [record for record in records if type(record.get("step_msec")) is float]
 
 
 def median_sec(records: Sequence[dict]) -> float:

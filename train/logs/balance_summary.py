@@ -4,16 +4,17 @@ The log holds the steps of all attempts, so a run that was stopped and resumed c
 a whole.
 """
 
-import json
 import pathlib
-from collections.abc import Iterator
 
 import numpy as np
 
 from moejax.config import Config
+from train.logs.record_lines import read_records
 
 RAMP = " .:-=+*#%@"
 MAX_COLUMNS = 48
+MAX_NUMBER = 1e100
+"""Largest value of a metric that is believed: sums of such numbers are finite."""
 
 
 def summarise_balance(path: pathlib.Path, cfg: Config) -> dict | None:
@@ -24,19 +25,20 @@ def summarise_balance(path: pathlib.Path, cfg: Config) -> dict | None:
     home placement under the same loads.
     """
     ratios, home_ratios, savings_msec, kinds, adopted = {}, {}, [], {}, set()
-    for record in _read_records(path):
-        if "decision" in record:
-            decision = record["decision"]
-            if decision["kind"] != "keep":
-                kinds[decision["adopt_step"]] = decision["kind"]
-        if "device_max_over_mean" not in record:
+    for record in read_records(path):
+        if (adoption := _adoption(record.get("decision"))) is not None:
+            kinds[adoption[0]] = adoption[1]
+        ratio = _largest(record.get("device_max_over_mean"))
+        if ratio is None:
             continue
         step = record["step"]
-        ratios[step] = max(record["device_max_over_mean"])
-        if "home_device_max_over_mean" in record:
-            home_ratios[step] = max(record["home_device_max_over_mean"])
-        if "modelled_saving_msec" in record:
-            savings_msec.append(record["modelled_saving_msec"])
+        ratios[step] = ratio
+        home_ratio = _largest(record.get("home_device_max_over_mean"))
+        if home_ratio is not None:
+            home_ratios[step] = home_ratio
+        saving_msec = _number(record.get("modelled_saving_msec"))
+        if saving_msec is not None:
+            savings_msec.append(saving_msec)
         if "adopt_msec" in record:
             adopted.add(step)
     if not ratios:
@@ -124,13 +126,25 @@ def _describe(ratios: dict[int, float]) -> dict:
     }
 
 
-def _read_records(path: pathlib.Path) -> Iterator[dict]:
-    """Yield the records of metrics.jsonl, without lines that a full disk has torn."""
-    if not path.is_file():
-        return
-    with path.open() as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except ValueError:
-                continue
+def _largest(values) -> float | None:
+    """Return the largest of a list of finite numbers; None for anything else, which a
+    damaged line may hold."""
+    if not isinstance(values, list) or not values:
+        return None
+    numbers = [_number(value) for value in values]
+    return None if None in numbers else max(numbers)
+
+
+def _number(value) -> float | None:
+    """Return a finite number as a float; None for anything else."""
+    is_number = type(value) in (int, float) and abs(value) <= MAX_NUMBER
+    return float(value) if is_number else None
+
+
+def _adoption(decision) -> tuple[int, str] | None:
+    """Return the step and kind of the change that a decision makes, or None."""
+    if not isinstance(decision, dict):
+        return None
+    step, kind = decision.get("adopt_step"), decision.get("kind")
+    is_whole = type(step) is int and isinstance(kind, str)
+    return (step, kind) if is_whole and kind != "keep" else None

@@ -5,7 +5,8 @@
     samples-<process>.jsonl    each process, with Data.log_samples: the ids of its rows
 
 When a run resumes, all of them are cut back to the step that it resumes from. So no
-file holds a step twice, whatever the number of processes before.
+file holds a step twice, whatever the number of processes before. Damaged lines are
+moved to a file beside, metrics.jsonl.damaged, and the lines after them stay.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from train.data import TrainBatches
 from train.data.feed import own_rows
 from train.launch.processes import from_first_process, is_first
 from train.launch.program import say_loudly
+from train.logs.record_lines import cut_back
 from train.logs.run_dir import RunDir
 from train.step.step import StepMetrics
 
@@ -160,7 +162,7 @@ def max_over_bound(fullest_l: np.ndarray, bound_l: np.ndarray) -> list[float]:
 
 
 class MetricsLog:
-    """A file with one JSON object per line, each with an int `step`.
+    """A file with one JSON object per line, each with an int `step` that never falls.
 
     When `append` returns, the whole line has been handed to the operating system. A
     full disk costs lines, with a message on standard error, but does not end the run.
@@ -182,16 +184,11 @@ class MetricsLog:
         self.close()
 
     def cut_back(self, step: int) -> None:
-        """Cut off the file before the first line that is torn or of a later step, in
-        one atomic operation."""
-        end, last = 0, b"{}"
-        with self._path.open("rb") as file:
-            for line in file:
-                if _record_step(line) > step:
-                    break
-                end, last = end + len(line), line
-        self._file.truncate(end)
-        self._last = json.loads(last)
+        """Remove the lines after `step` and a torn last line, and move damaged lines to
+        a file beside, as `record_lines.cut_back` does."""
+        self._last = cut_back(self._path, step, self._say)
+        self._file.close()  # the file may be another one now
+        self._file = io.FileIO(self._path, "ab")
 
     def ends_with(self, step: int, name: str) -> bool:
         """Return whether the file's last line is a record of this step with a field
@@ -227,15 +224,6 @@ class MetricsLog:
         if not self._file.closed:
             os.fsync(self._file.fileno())
             self._file.close()
-
-
-def _record_step(line: bytes) -> float:
-    """Return the step of a line, or infinity for a torn line, so that it is cut off."""
-    try:
-        step = json.loads(line)["step"] if line.endswith(b"\n") else math.inf
-    except (ValueError, TypeError, KeyError):
-        return math.inf
-    return step if isinstance(step, int) else math.inf
 
 
 def _plain(value):

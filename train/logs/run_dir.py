@@ -186,15 +186,3 @@ def _archive_name(path: pathlib.Path) -> pathlib.Path:
         if name == path.name and number.isdecimal():
             taken.append(int(number))
     return path.with_name(f"{path.name}.{max(taken) + 1}")
-
-
-def write_whole(path: pathlib.Path, text: str) -> None:
-    """Write `text` to a file in one atomic operation. On a full disk the old file stays
-    as it was, and the error is raised."""
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        partial.write_text(text)
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise

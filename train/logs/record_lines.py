@@ -1,0 +1,248 @@
+"""Files with one JSON object a line: read them, and set damaged lines aside.
+
+Each object has an int `step`, and steps do not fall from line to line. A line that
+breaks this rule is damaged: a bad sector or an editor changed it, or a crash of the
+machine left zeros. The lines after it are as good as before.
+"""
+
+import array
+import bisect
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
+
+from train.launch.files import path_named, replace
+
+MAX_LINE_BYTES = 2**23
+"""Longest line that is parsed; it bounds the memory of a reader. The loads of 128
+layers with 4096 experts take 4 MB."""
+MAX_NAMED = 5
+"""Number of damaged lines that a message names, at most."""
+MAX_STEP = 2**53
+DAMAGED_SUFFIX = ".damaged"
+"""Suffix of the file to which the damaged lines of another file are moved."""
+
+_DAMAGED, _LATER, _KEPT = 0, 1, 2
+
+
+def read_records(path: pathlib.Path) -> Iterator[dict]:
+    """Yield the objects of a file in order, without damaged lines; none if there is no
+    such file. The steps may be out of order."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in lines(file):
+            record = parse_line(line)
+            if isinstance(record, dict):
+                yield record
+
+
+def lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file, one that is too long in pieces of MAX_LINE_BYTES."""
+    return iter(lambda: file.readline(MAX_LINE_BYTES), b"")
+
+
+def parse_line(line: bytes) -> dict | str:
+    """Return the object of a line, or what is wrong with the line."""
+    if len(line) >= MAX_LINE_BYTES:
+        return "too long"
+    if b"\0" in line:
+        return "it holds NUL bytes"
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return "not JSON"
+    if not isinstance(record, dict):
+        return "not an object"
+    step = record.get("step")
+    return record if type(step) is int and 0 <= step < MAX_STEP else "no step"
+
+
+def cut_back(path: pathlib.Path, step: int, say: Callable[[str], None]) -> dict:
+    """Remove the lines after `step`, the last step that is done, and a torn last line;
+    return the last object that stays, or {}.
+
+    Damaged lines are appended to <path>.damaged and removed. The file is replaced in
+    one atomic operation. Where there is no room for that, damaged lines stay where they
+    are. `say` gets one line about each of the three.
+    """
+    survey = _survey(path)
+    survey.mark_later(step)
+    if survey.torn_bytes:
+        say(
+            f"METRICS CUT: the last line of {path} was torn after {survey.torn_bytes} "
+            "bytes, and is removed"
+        )
+    if survey.num_damaged:
+        named = [f"line {n}: {why}" for n, why in sorted(survey.faults.items())]
+        more = survey.num_damaged - len(named)
+        text = "; ".join(named) + (f"; and {more} more" if more else "")
+        aside = path.with_name(path.name + DAMAGED_SUFFIX)
+        try:
+            _set_aside(path, aside, survey.marks)
+            say(
+                f"METRICS DAMAGED: {survey.num_damaged} lines of {path} are moved to "
+                f"{aside.name}, and all others stay ({text})"
+            )
+            return _last_record(path)
+        except OSError as fault:
+            say(
+                f"METRICS DAMAGED: {survey.num_damaged} lines of {path} stay in it, "
+                f"since they cannot be moved to {aside.name}: {fault} ({text})"
+            )
+    _truncate(path, survey.marks)
+    return _last_record(path)
+
+
+@dataclasses.dataclass
+class _Survey:
+    """The lines of a file: a mark for each, and the steps of the good ones.
+
+    A line takes 1 byte, and a good one 8 bytes more.
+    """
+
+    marks: bytearray
+    steps: array.array
+    faults: dict[int, str]
+    """What is wrong with the first damaged lines, by line number from 1."""
+    num_damaged: int = 0
+    torn_bytes: int = 0
+    """Length of a last line without an end."""
+
+    def damage(self, line: int, fault: str) -> None:
+        """Note that a line, counted from 0, is damaged."""
+        self.marks[line] = _DAMAGED
+        self.num_damaged += 1
+        if len(self.faults) < MAX_NAMED:
+            self.faults[line + 1] = fault
+
+    def mark_later(self, last_step: int) -> None:
+        """Mark the good lines after `last_step`."""
+        index = 0
+        for line, mark in enumerate(self.marks):
+            if mark == _KEPT:
+                if self.steps[index] > last_step:
+                    self.marks[line] = _LATER
+                index += 1
+
+
+def _survey(path: pathlib.Path) -> _Survey:
+    """Return the good and the damaged lines of a file.
+
+    Lines whose steps are out of order count as damaged: those that are not in the
+    longest sequence in order.
+    """
+    survey = _Survey(bytearray(), array.array("q"), {})
+    with path.open("rb") as file:
+        for line in lines(file):
+            if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+                survey.torn_bytes = len(line)
+                break
+            survey.marks.append(_KEPT)
+            record = parse_line(line)
+            if isinstance(record, dict):
+                survey.steps.append(record["step"])
+            else:
+                survey.damage(len(survey.marks) - 1, record)
+    in_order = _longest_in_order(survey.steps)
+    if not all(in_order):
+        kept, index = array.array("q"), 0
+        for line, mark in enumerate(survey.marks):
+            if mark != _KEPT:
+                continue
+            step = survey.steps[index]
+            if in_order[index]:
+                kept.append(step)
+            else:
+                survey.damage(line, f"step {step} is out of order")
+            index += 1
+        survey.steps = kept
+    return survey
+
+
+def _longest_in_order(steps: array.array) -> bytearray:
+    """Return a 1 for each line of a longest sequence in order, and 0 for others.
+
+    Lines of one step stand together: their number is the weight of the step, and steps
+    rise. `ends` holds steps with which a sequence can end, in order. The sequence to a
+    later one of them has more lines (`sizes`); `last` is the index of its last group.
+
+    >>> list(_longest_in_order(array.array("q", [1, 2, 92, 4, 4])))
+    [1, 1, 0, 1, 1]
+    """
+    ends, sizes, last = array.array("q"), array.array("q"), array.array("i")
+    counts, previous = array.array("i"), array.array("i")
+    for group, (step, members) in enumerate(itertools.groupby(steps)):
+        counts.append(sum(1 for _ in members))
+        rank = bisect.bisect_left(ends, step)
+        previous.append(last[rank - 1] if rank else -1)
+        size = counts[-1] + (sizes[rank - 1] if rank else 0)
+        if rank < len(ends) and ends[rank] == step and sizes[rank] >= size:
+            continue
+        worse = rank
+        while worse < len(ends) and sizes[worse] <= size:
+            worse += 1
+        ends[rank:worse] = array.array("q", [step])
+        sizes[rank:worse] = array.array("q", [size])
+        last[rank:worse] = array.array("i", [group])
+    is_kept = bytearray(len(counts))
+    group = last[-1] if last else -1
+    while group >= 0:
+        is_kept[group] = 1
+        group = previous[group]
+    return bytearray(
+        itertools.chain.from_iterable(map(itertools.repeat, is_kept, counts))
+    )
+
+
+def _set_aside(path: pathlib.Path, aside: pathlib.Path, marks: bytearray) -> None:
+    """Append the damaged lines of a file to `aside`, and replace the file by the lines
+    that are kept. The damaged ones are on the disk first."""
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        with (
+            path.open("rb") as file,
+            path_named(aside),
+            aside.open("ab") as damaged,
+            partial.open("wb") as kept,
+        ):
+            for line, mark in zip(lines(file), marks):  # without a torn last line
+                if mark == _KEPT:
+                    kept.write(line)
+                elif mark == _DAMAGED:
+                    damaged.write(line)
+            for written in (damaged, kept):
+                written.flush()
+                os.fsync(written.fileno())
+        replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _truncate(path: pathlib.Path, marks: bytearray) -> None:
+    """Cut off a file at the first line that is marked as a later one, or before a torn
+    last line."""
+    end = 0
+    with path.open("rb+") as file:
+        for line, mark in zip(lines(file), marks):
+            if mark == _LATER:
+                break
+            end += len(line)
+        if end != file.seek(0, os.SEEK_END):
+            file.truncate(end)
+            os.fsync(file.fileno())
+
+
+def _last_record(path: pathlib.Path) -> dict:
+    """Return the object of the last line, or {} where that has none."""
+    last = b""
+    with path.open("rb") as file:
+        for line in lines(file):
+            last = line
+    record = parse_line(last)
+    return record if isinstance(record, dict) else {}
