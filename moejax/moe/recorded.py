@@ -5,8 +5,8 @@ on the host. `choose` draws k distinct experts per token, such that the expected
 are exactly one row of the table.
 """
 
+import os
 import pathlib
-import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moejax.config import Recorded
+from moejax.moe.array_file import names_in_npz, read_npz
+
+MAX_COUNT = 1e15
+"""Largest count of a file, so that sums of counts are exact."""
+MAX_ROWS = 2**17
+MAX_NUMBERS = 2**22
+"""Largest size of a table of loads, in rows and in numbers. It is 16 MiB on each
+device, and made in some seconds."""
 
 
 def loads(cfg: Recorded, num_layers: int, num_experts: int, top_k: int) -> np.ndarray:
@@ -32,6 +40,10 @@ def loads(cfg: Recorded, num_layers: int, num_experts: int, top_k: int) -> np.nd
         "wandering": lambda: _wandering_loads(cfg, num_experts),
     }
     if cfg.source in makers:
+        samples = {"rotating": num_experts, "burst": 2}
+        samples["wandering"] = num_experts * cfg.period_steps
+        num_samples = samples.get(cfg.source, 1)
+        _check_size(cfg, num_samples, num_layers, num_experts)
         table_te = makers[cfg.source]()
         table_tle = np.repeat(table_te[:, None], num_layers, axis=1)
     else:
@@ -71,6 +83,20 @@ def choose(
     return jnp.minimum(gap_btk, chance_e.shape[0] - top_k) + order_k
 
 
+def _check_size(
+    cfg: Recorded, num_samples: int, num_layers: int, num_experts: int
+) -> None:
+    """Raise ValueError for a table of loads that is too large to be made."""
+    rows = num_samples * num_layers
+    if rows > MAX_ROWS or rows * num_experts > MAX_NUMBERS:
+        raise ValueError(
+            f"Recorded.source='{cfg.source}' has {num_samples} samples of {num_layers} "
+            f"layers with {num_experts} experts, and a table of loads has {MAX_ROWS} "
+            f"rows and {MAX_NUMBERS} numbers at most: use fewer samples (of "
+            "'wandering', a shorter Recorded.period_steps)"
+        )
+
+
 def _hot_loads(cfg: Recorded, hot_t: np.ndarray, num_experts: int) -> np.ndarray:
     """Return one row of loads per phase, with `hot_share` on the phase's hot expert.
 
@@ -108,26 +134,28 @@ def _read_loads(cfg: Recorded, num_layers: int, num_experts: int) -> np.ndarray:
     repeated.
     """
     path = pathlib.Path(cfg.source)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ValueError(
             f"Recorded.source='{cfg.source}' is neither a synthetic load (uniform, "
             "zipf, one_hot, rotating, burst, wandering) nor a file"
         )
-    if not zipfile.is_zipfile(path):
+    arrays = read_npz(path, [cfg.array])
+    if cfg.array not in arrays:
         raise ValueError(
-            f"{path} is damaged, or it is not an .npz file: write one with np.savez"
+            f"{path} holds {names_in_npz(path)}, not Recorded.array='{cfg.array}'"
         )
-    with np.load(path, allow_pickle=False) as arrays:
-        if cfg.array not in arrays:
-            raise ValueError(
-                f"{path} holds {sorted(arrays)}, not Recorded.array='{cfg.array}'"
-            )
-        counts = arrays[cfg.array]
-    if counts.ndim < 3 or counts.shape[-1] != num_experts:
+    counts = arrays[cfg.array]
+    if counts.ndim < 3 or counts.shape[-1] != num_experts or not counts.size:
         raise ValueError(
             f"{path}: '{cfg.array}' has shape {list(counts.shape)}, but "
             f"Moe.num_experts={num_experts} needs [samples, layers, ..., {num_experts}]"
         )
+    if not (counts.min() >= 0 and counts.max() <= MAX_COUNT):  # NaN fails too
+        raise ValueError(
+            f"{path}: '{cfg.array}' has numbers from {counts.min()} to "
+            f"{counts.max()}, and must hold counts, from 0 to {MAX_COUNT:.0e}"
+        )
+    _check_size(cfg, len(counts), num_layers, num_experts)
     counts_tle = counts.sum(axis=tuple(range(2, counts.ndim - 1)), dtype=np.float64)
     layer_l = np.arange(num_layers) % counts_tle.shape[1]
     return counts_tle[:, layer_l]

@@ -2,13 +2,26 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 
 from moejax.perf.cost_model import CostModel
-from moejax.plan.layout import GROUP_AXES
+from moejax.plan.layout import GROUP_AXES, ITEMSIZE, Topology
 
 LINE_KEYS = ("latency_sec", "bytes_per_sec", "r2")
 """Keys of a fitted line: seconds = latency_sec + bytes / bytes_per_sec."""
+RANGES = {
+    "latency_sec": (0.0, 3600.0),
+    "bytes_per_sec": (1.0, 1e18),
+    "r2": (-1e6, 1.0),
+    "flops_per_sec": (1.0, 1e21),
+    "matmul_r2": (-1e6, 1.0),
+    "compile_sec": (0.0, 1e6),
+}
+"""Smallest and largest value of each measured number. They are wide: a number outside
+was not measured, and would make predicted times infinite."""
+MAX_DEVICES = 2**20
+MAX_FILE_BYTES = 2**20
 BYTES_PER_MOVED_WEIGHT = 3 * 4
 """Bytes that move with a weight to another owner: a float32 master parameter and two
 float32 moments."""
@@ -67,7 +80,7 @@ class Calibration:
         """
         try:
             record = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"it is damaged, {error}") from error
         names = {field.name for field in dataclasses.fields(cls)}
         keys = set(record) if isinstance(record, dict) else set()
@@ -75,8 +88,11 @@ class Calibration:
             raise ValueError(
                 f"fields missing {sorted(names - keys)}, unknown {sorted(keys - names)}"
             )
+        _check_words(record)
+        _check_mesh(record["mesh"])
         _check_collectives(record["collectives"])
-        _check_numbers(record)
+        for name in ("flops_per_sec", "matmul_r2", "compile_sec"):
+            _check_number(name, record[name], name)
         return cls(**record)
 
 
@@ -86,8 +102,12 @@ def read_calibration(path: str | pathlib.Path) -> Calibration:
     Raises ValueError with one line if there is none in it.
     """
     try:
+        if not os.path.isfile(path):
+            raise ValueError("there is no such file")
+        if os.path.getsize(path) > MAX_FILE_BYTES:
+            raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
         return Calibration.from_json(pathlib.Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"cannot use {path} as a calibration: {error}: run tools/calibrate.py"
         ) from error
@@ -197,26 +217,73 @@ def leaving_bytes(collective: str, size_bytes: float, num_devices: int) -> float
     return LEAVING_SHARE[collective](num_devices) * size_bytes
 
 
-def _check_collectives(collectives) -> None:
-    """Raise ValueError for a line without its keys or with impossible values."""
-    for name, axes in collectives.items():
-        for axis, line in axes.items():
-            if sorted(line) != sorted(LINE_KEYS):
-                raise ValueError(
-                    f"{name} over {axis!r} must have {list(LINE_KEYS)}, and has "
-                    f"{sorted(line)}"
-                )
-            if not (line["latency_sec"] >= 0 and line["bytes_per_sec"] > 0):
-                raise ValueError(
-                    f"{name} over {axis!r} must have latency_sec >= 0 and "
-                    f"bytes_per_sec > 0, and has {line}"
-                )
-
-
-def _check_numbers(record: dict) -> None:
-    """Raise ValueError for impossible values of flops_per_sec or compile_sec."""
-    if not (record["flops_per_sec"] > 0 and record["compile_sec"] >= 0):
+def _check_words(record: dict) -> None:
+    """Raise ValueError unless the fields of a calibration that are words are words."""
+    for name in ("device_kind", "compute_dtype", "when"):
+        word = record[name]
+        if not isinstance(word, str) or not word:
+            raise ValueError(f"{name} must be a word, and is {_shown(word)}")
+    if record["compute_dtype"] not in ITEMSIZE:
         raise ValueError(
-            "flops_per_sec must be above 0 and compile_sec at least 0, and they are "
-            f"{record['flops_per_sec']} and {record['compile_sec']}"
+            f"compute_dtype must be one of {list(ITEMSIZE)}, and is "
+            f"{_shown(record['compute_dtype'])}"
         )
+
+
+def _check_mesh(mesh) -> None:
+    """Raise ValueError unless a mesh has a number of devices along each axis."""
+    axes = [field.name for field in dataclasses.fields(Topology)]
+    if not isinstance(mesh, dict) or sorted(mesh) != sorted(axes):
+        raise ValueError(f"mesh must have the axes {axes}, and is {_shown(mesh)}")
+    for axis, size in mesh.items():
+        if type(size) is not int or not 1 <= size <= MAX_DEVICES:
+            raise ValueError(
+                f"mesh must have 1 to {MAX_DEVICES} devices along {axis}, and has "
+                f"{_shown(size)}"
+            )
+
+
+def _check_collectives(collectives) -> None:
+    """Raise ValueError for an unknown collective or axis, and for a line without its
+    keys or with impossible values."""
+    if not isinstance(collectives, dict):
+        raise ValueError(f"collectives must be a table, and is {_shown(collectives)}")
+    known = {field.name for field in dataclasses.fields(Topology)}
+    for name, lines in collectives.items():
+        if name not in LEAVING_SHARE or not isinstance(lines, dict):
+            raise ValueError(
+                f"collectives must have tables of lines for some of "
+                f"{list(LEAVING_SHARE)}, and has {_shown(name)}: {_shown(lines)}"
+            )
+        for axes, line in lines.items():
+            words = axes.split("_")
+            if not known.issuperset(words) or len(set(words)) < len(words):
+                raise ValueError(
+                    f"{name} has a line over {_shown(axes)}: it must be one of "
+                    f"{sorted(known)}, or several joined by '_'"
+                )
+            if not isinstance(line, dict) or sorted(line) != sorted(LINE_KEYS):
+                raise ValueError(
+                    f"{name} over {axes!r} must have {list(LINE_KEYS)}, and is "
+                    f"{_shown(line)}"
+                )
+            for key in LINE_KEYS:
+                _check_number(key, line[key], f"{key} of {name} over {axes!r}")
+
+
+def _check_number(name: str, value, where: str) -> None:
+    """Raise ValueError unless a number is in its RANGES; NaN is in none."""
+    low, high = RANGES[name]
+    if type(value) not in (int, float) or not low <= value <= high:
+        raise ValueError(
+            f"{where} must be a number from {low:g} to {high:g}, and is {_shown(value)}"
+        )
+
+
+def _shown(value) -> str:
+    """Return a value as text, cut to 60 characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        return f"a huge {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,6 +1,7 @@
 """Speeds that a run's predictions use: those of a calibration, or presumed ones."""
 
 import dataclasses
+import os
 import pathlib
 
 from moejax.config import Config
@@ -71,4 +72,4 @@ def _find_file(path: str) -> pathlib.Path:
     """Return a path relative to the working directory or, if there is no such file,
     relative to the folder that holds train/, as the shipped configs need it."""
     here = pathlib.Path(path)
-    return here if here.exists() else pathlib.Path(__file__).parents[2] / path
+    return here if os.path.exists(here) else pathlib.Path(__file__).parents[2] / path

@@ -14,16 +14,18 @@ NumPy only.
 import argparse
 import dataclasses
 import pathlib
-import zipfile
-import zlib
 
 import numpy as np
+
+from moejax.moe.array_file import names_in_npz, read_npz
 
 SYNTHETIC = {"zipf": 1.0, "one_hot": None, "rotating": 0.5, "burst": 0.5}
 SYNTHETIC |= {"uniform": None}
 """Default of the number behind the colon, by kind; None for a kind without a number."""
 PERIOD_SAMPLES = 10
 NUM_LAYERS = 2
+MAX_COUNT = 1e15
+"""Largest count of a trace, so that sums of counts are exact."""
 ROWS_PER_DEVICE = 16384
 """Rows of each source device in a synthetic sample: as many as in the recorded trace,
 which has 4 micro-batches of 4096."""
@@ -110,44 +112,31 @@ def read_trace(path: pathlib.Path, array: str = "tokens") -> Loads:
     `layer`, if there is one, holds the numbers of the layers. Raises ValueError, with
     one line, for a file that is missing, damaged or of another shape.
     """
-    arrays = _arrays(path, array)
+    arrays = read_npz(path, [array, "layer"])
+    if array not in arrays:
+        names = ", ".join(names_in_npz(path))
+        raise ValueError(f"{path} holds {names}, but not --array {array}")
     counts = arrays[array]
     if counts.ndim == 5:
         counts = counts.sum(axis=2, dtype=np.float64)
-    if counts.ndim != 4 or not counts.size or counts.dtype.kind not in "uif":
+    if counts.ndim != 4 or not counts.size:
         raise ValueError(
             f"{path}: '{array}' is {counts.dtype} {list(counts.shape)}, but must be "
             "counts [samples, layers, devices, experts], or [samples, layers, "
             "micro-batches, devices, experts]"
         )
-    load_tlwe = counts.astype(np.float64)
-    if not (np.isfinite(load_tlwe) & (load_tlwe >= 0)).all():
+    load_tlwe = counts.astype(np.float64, copy=False)
+    if not (load_tlwe.min() >= 0 and load_tlwe.max() <= MAX_COUNT):  # NaN fails too
         raise ValueError(
-            f"{path}: '{array}' holds negative numbers or NaN: it must hold counts"
+            f"{path}: '{array}' holds negative numbers, NaN or numbers above "
+            f"{MAX_COUNT:.0e}: it must hold counts"
         )
     num_layers = load_tlwe.shape[1]
     layer_l = arrays.get("layer", np.arange(0))
-    if layer_l.shape != (num_layers,) or len(set(layer_l.tolist())) < num_layers:
+    is_named = layer_l.dtype.kind in "iu" and layer_l.shape == (num_layers,)
+    if not is_named or len(set(layer_l.tolist())) < num_layers:
         layer_l = np.arange(num_layers)
     return Loads(path.name, load_tlwe, tuple(int(layer) for layer in layer_l))
-
-
-def _arrays(path: pathlib.Path, array: str) -> dict[str, np.ndarray]:
-    if not path.is_file():
-        raise ValueError(f"no trace {path}: give the path of an .npz file")
-    if not zipfile.is_zipfile(path):
-        raise ValueError(
-            f"{path} is damaged or not an .npz file: write one with np.savez"
-        )
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            names = sorted(file)
-            arrays = {name: file[name] for name in (array, "layer") if name in names}
-    except (ValueError, zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
-        raise ValueError(f"{path} is damaged ({error}): get the file again") from error
-    if array not in arrays:
-        raise ValueError(f"{path} holds {', '.join(names)}, but not --array {array}")
-    return arrays
 
 
 def some_layers(loads: Loads, names: str) -> Loads:

@@ -1,10 +1,10 @@
 """Extraction of one layer of a recorded routing, for configs that follow it."""
 
 import pathlib
-import zipfile
 
 import numpy as np
 
+from moejax.moe.array_file import read_npz
 from tools.testbed.lock import say
 
 FIRST_SAMPLE = 400
@@ -34,18 +34,20 @@ def cut_layer(
     Returns the layer's counts [samples, experts]. Raises ValueError for a file that is
     not a recorded routing, or has no such layer or sample.
     """
-    if not zipfile.is_zipfile(trace):
+    arrays = read_npz(trace, ["tokens", "layer"])
+    missing = {"tokens", "layer"} - set(arrays)
+    if missing:
         raise ValueError(
-            f"{trace} is not an .npz file: name a recorded routing, or none"
+            f"{trace} has no array {sorted(missing)[0]!r}: name a routing with "
+            "tokens [samples, layers, .., experts] and layer [layers]"
         )
-    with np.load(trace, allow_pickle=False) as arrays:
-        missing = {"tokens", "layer"} - set(arrays)
-        if missing:
-            raise ValueError(
-                f"{trace} has no array {sorted(missing)[0]!r}: name a routing with "
-                "tokens [samples, layers, .., experts] and layer [layers]"
-            )
-        tokens, layers = arrays["tokens"], arrays["layer"].tolist()
+    tokens, layers = arrays["tokens"], arrays["layer"].tolist()
+    if tokens.ndim < 3 or arrays["layer"].shape != tokens.shape[1:2]:
+        raise ValueError(
+            f"{trace} has tokens of shape {list(tokens.shape)} and layer of shape "
+            f"{list(arrays['layer'].shape)}: they must be [samples, layers, .., "
+            "experts] and [layers]"
+        )
     if layer not in layers:
         raise ValueError(
             f"{trace} has layers {layers}, not {layer}: choose one of them"

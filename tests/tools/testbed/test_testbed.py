@@ -116,7 +116,7 @@ def test_one_layer_of_a_trace(tmp_path, capsys):
     with pytest.raises(ValueError, match="has no array 'layer'"):
         testbed_trace.cut_layer(trace, 4, out)
     (tmp_path / "text.npz").write_text("not a zip file")
-    with pytest.raises(ValueError, match=r"is not an \.npz file"):
+    with pytest.raises(ValueError, match=r"text\.npz is damaged or not an \.npz file"):
         testbed_trace.cut_layer(tmp_path / "text.npz", 4, out)
     assert testbed_trace.bindings(tmp_path / "none.npz", 4, tmp_path) == ()
     assert "using the config's synthetic load" in capsys.readouterr().err
