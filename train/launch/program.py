@@ -63,6 +63,9 @@ def start(cfg: Config, flags: Flags | None = None) -> ProcessInfo | None:
     process = detect(os.environ, flags)
     set_up_backend(cfg, 1 if process is None else process.count)
     join(cfg, process)
+    from train.launch.compilation_cache import check_entries  # imports jax
+
+    check_entries(say_loudly)
     return process
 
 
