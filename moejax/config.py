@@ -487,6 +487,10 @@ class Train:
     log_load_every_steps: int = 10
     """Number of steps from one record of all experts' loads in metrics.jsonl to the
     next."""
+    check_replicas_every_steps: int = 50
+    """Number of steps from one comparison of replicated leaves to the next: parameters
+    and other state that several devices hold must have equal bits on all of them. They
+    are also compared before each save. 0: never."""
     run_dir: str | None = None
     """Directory of the run's files; None: runs/<name of the first gin file>."""
     num_simulated_devices: int | None = None
@@ -501,6 +505,7 @@ class Train:
             "eval_every_steps", "eval_batches", "log_load_every_steps",
             "num_simulated_devices",
         )  # fmt: skip
+        require_min(self, 0, "check_replicas_every_steps")
         require(
             self.batch_size % self.accumulate_steps == 0,
             f"Train.batch_size={self.batch_size} must be a multiple of "

@@ -34,6 +34,7 @@ MINIMA = {
         **dict.fromkeys(["num_steps", "batch_size", "accumulate_steps"], 1),
         **dict.fromkeys(["loss_chunk", "eval_every_steps", "eval_batches"], 1),
         **dict.fromkeys(["log_load_every_steps", "num_simulated_devices"], 1),
+        "check_replicas_every_steps": 0,
     },
     Processes: {
         **dict.fromkeys(["init_sec", "heartbeat_sec", "shutdown_sec"], 1),

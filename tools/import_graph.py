@@ -27,6 +27,7 @@ LAYERS = (
     ("train.main", "train.evaluate", "train.generate"),
     ("train.dry_run", "train.summary"),
     ("train.loop",),
+    ("train.replicas",),
     ("train.balance", "train.eval", "train.cli"),
     ("train.job",),
     ("train.checkpoint", "train.logs"),

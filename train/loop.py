@@ -5,6 +5,7 @@ read, so a step never waits for the host.
 """
 
 import dataclasses
+import functools
 import sys
 import time
 
@@ -31,6 +32,8 @@ from train.logs.profile import Window
 from train.logs.progress import Bar, elapsed_shown
 from train.logs.records import Records, step_record
 from train.logs.run_dir import RunDir
+from train.replicas.replay import Replay
+from train.replicas.watch import Replicas
 from train.step.state import (
     TrainState,
     abstract_state,
@@ -57,6 +60,7 @@ class LoopContext:
     stop: Stop
     watchdog: Watchdog
     profile: Window
+    replicas: Replicas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +126,19 @@ def train(
             folder = run_dir.path / "profile"
             hlo_text = balancing.hlo_text
             profile = Window(folder, extras.profile_steps, say, hlo_text=hlo_text)
+            restored = functools.partial(restore, job, checkpointer, lambda _: None)
+            replay = Replay(job, balancing, checkpointer, watchdog, restored, say)
+            replicas = Replicas(job, balancing, replay, say)
             run = LoopContext(
-                job, checkpointer, records, peak, balancing, stop, watchdog, profile
+                job,
+                checkpointer,
+                records,
+                peak,
+                balancing,
+                stop,
+                watchdog,
+                profile,
+                replicas,
             )
             with profile, Bar(cfg.train.num_steps, first) as bar:
                 balancing.say = bar.say
@@ -215,6 +230,7 @@ def _steps(run: LoopContext, state: TrainState, bar: Bar):
     job, cfg, reader = run.job, run.job.cfg, Reader(run, bar)
     first, last = int(state.step), cfg.train.num_steps
     evaluation = _evaluate(run, state, first, bar) if first >= last else None
+    run.replicas.require_equal(first, state)
     for done in range(first + 1, last + 1):
         run.watchdog.at(f"step {done}")
         state = _adopt_due(run, done, state)
@@ -231,12 +247,15 @@ def _steps(run: LoopContext, state: TrainState, bar: Bar):
             step = run.balancing.steps.train
             state, metrics = step(state, run.balancing.placement, windows)
             reader.put(done, metrics)
+        run.replicas.put(done, state)
         _end_of_profiled(run, reader, done, metrics)
         is_stopping = run.stop.is_set()
         is_eval = done % cfg.train.eval_every_steps == 0 or done == last
         is_save = done % cfg.checkpoint.every_steps == 0 or done == last or is_stopping
         if is_eval or is_save:
             reader.flush()
+        if is_save:
+            run.replicas.require_equal(done, state)
         eval_loss = None
         if is_eval:
             run.watchdog.at(f"the evaluation at step {done}")

@@ -3,9 +3,10 @@
     python train/main.py --gin_file=configs/tiny_cpu.gin \\
         --gin_param='Train.num_steps = 50'
 
-Exit codes: 0 the run is finished; 2 bad input; 3 the loss diverged, or a write to the
-disk failed; 75 stopped by a signal, with everything saved. tools/launch/local.py,
-SLURM, Open MPI or Kubernetes start a run of several processes (docs/processes.md).
+Exit codes: 0 the run is finished; 2 bad input; 3 the loss diverged, a write to the
+disk failed, or devices hold different bits of one parameter; 75 stopped by a signal,
+with everything saved. tools/launch/local.py, SLURM, Open MPI or Kubernetes start a run
+of several processes (docs/processes.md).
 """
 
 import argparse
@@ -167,6 +168,7 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
     from train.job import prepare
     from train.logs.run_dir import share
     from train.loop import Diverged, Extras, train
+    from train.replicas.watch import ReplicasDiffer
     from train.summary import finished_summary, summarise
 
     if args.dry_run:
@@ -192,7 +194,7 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
         extras = Extras(args.tensorboard, args.profile_steps)
         try:
             outcome = train(job, run_dir, gin_reader.render(cfg), extras)
-        except (CheckpointError, Diverged) as error:
+        except (CheckpointError, Diverged, ReplicasDiffer) as error:
             return leave(refuse(error, FAILED, args.json), one_line(error))
         if outcome.evaluation is None:
             step = int(outcome.state.step)

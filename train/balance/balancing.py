@@ -50,8 +50,9 @@ class Balancing:
         self._job, self.say = job, say
         self._is_on = job.cfg.balance.policy != "home"
         self._settings, self._mover = job.model.run.settings, Mover(job.model)
-        self._stores = {job.model.layout.store}
-        self._stores.update(check_policy(job.cfg.balance.policy).stores)
+        self.stores = {job.model.layout.store}
+        """Stores that the layouts of this run may have."""
+        self.stores.update(check_policy(job.cfg.balance.policy).stores)
         self._cost = job.model.run.cost
         layout = job.model.layout
         num_layers = job.cfg.model.num_moe_layers
@@ -120,7 +121,7 @@ class Balancing:
         """Compile the steps of the layout in use, the programs that move experts
         between owners, and the steps of a pending relayout."""
         self.steps = self._compile_steps(self.layout)
-        if self._is_on and "owned" in self._stores:
+        if self._is_on and "owned" in self.stores:
             self._mover.prepare_moves()
         self._set_placement()
         if self._state.pending is not None:

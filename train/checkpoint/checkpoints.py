@@ -118,6 +118,11 @@ class Checkpointer:
         finally:
             self._manager.close()
 
+    def newest_step(self) -> int | None:
+        """Return the step of the newest checkpoint, or None if there is none."""
+        steps = from_first_process(lambda: list_steps(self._directory))
+        return steps[0] if steps else None
+
     def _make_room_for(self, step: int) -> None:
         if (self._directory / str(step)).exists():
             raise ValueError(

@@ -53,6 +53,24 @@ def checksums(state) -> dict[str, int]:
     return {name: sums[name] for name in leaves}
 
 
+def shard_sum(shard: jax.Array) -> jax.Array:
+    """Return the checksum, a uint32, of an array by itself, wherever it lies in a
+    larger one."""
+    return _sum(shard, shard.shape, (0,) * shard.ndim)
+
+
+def replicated_over(spec: PartitionSpec, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the axes of a mesh over which an array with this spec is not split."""
+    dims = [(dim,) if isinstance(dim, str) else dim for dim in spec if dim is not None]
+    return tuple(axis for axis in axes if not any(axis in dim for dim in dims))
+
+
+def as_own(shard: jax.Array, spec: PartitionSpec, axes: tuple[str, ...]) -> jax.Array:
+    """Return a shard, inside shard_map, as a value that may differ on every device."""
+    over = replicated_over(spec, axes)
+    return jax.lax.pcast(shard, over, to="varying") if over else shard
+
+
 def digest(sums: dict[str, int]) -> str:
     """Return 16 hex digits that identify the arrays with these checksums."""
     text = "\n".join(f"{name} {sums[name]:08x}" for name in sorted(sums))
@@ -91,7 +109,7 @@ def _type(dtype, shape) -> str:
 
 @jax.jit
 def _sums_anywhere(leaves: list[jax.Array]) -> jax.Array:
-    return jnp.stack([_sum(x, x.shape, (0,) * x.ndim) for x in leaves])
+    return jnp.stack([shard_sum(x) for x in leaves])
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "specs"))
@@ -122,8 +140,8 @@ def _shard_sum(
         jax.lax.axis_index(dim) * size if dim else 0
         for dim, size in zip(dims, shard.shape)
     ]
-    copied_over = tuple(a for a in axes if not any(a in dim for dim in dims))
-    x = jax.lax.pcast(shard, copied_over, to="varying") if copied_over else shard
+    copied_over = replicated_over(spec, axes)
+    x = as_own(shard, spec, axes)
     if jax.lax.axis_size(copied_over) == 1:
         return _sum(x, shape, start)
     return jax.lax.cond(
