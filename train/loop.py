@@ -27,6 +27,7 @@ from train.launch.processes import (
     wait_for_all,
 )
 from train.launch.program import say_loudly
+from train.logs.goodput import Stopwatch
 from train.logs.peak import peak_tflops
 from train.logs.profile import Window
 from train.logs.progress import Bar, elapsed_shown
@@ -61,6 +62,7 @@ class LoopContext:
     watchdog: Watchdog
     profile: Window
     replicas: Replicas
+    goodput: Stopwatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Outcome:
     compile_sec: float
     wall_sec: float
     signal: int | None
+    goodput: Stopwatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +87,8 @@ class Extras:
 
     has_tensorboard: bool = False
     profile_steps: range = range(0)
+    begun_sec: float | None = None
+    """Value of time.monotonic() when the program began; None: when training begins."""
 
 
 def train(
@@ -96,6 +101,8 @@ def train(
     and ValueError (a checkpoint of another model or of other data).
     """
     start_sec, stop, cfg = time.monotonic(), Stop(), job.cfg
+    begun_sec = start_sec if extras.begun_sec is None else extras.begun_sec
+    goodput = Stopwatch(run_dir.path, begun_sec)
     checkpointer = Checkpointer(run_dir.path / "checkpoints", cfg.checkpoint, say=say)
     try:
         config_path = run_dir.path / "config.gin"
@@ -108,14 +115,17 @@ def train(
             )
         from_first_process(lambda: write_whole(config_path, config_text))
         first = 0 if state is None else int(state.step)
+        goodput.resume(first)
         board_text = config_text if extras.has_tensorboard else None
         with (
+            goodput,
             Records(run_dir, cfg, first, board_text) as records,
             Watchdog(
                 cfg.processes.watchdog_sec, say_loudly, run_dir.log and str(run_dir.log)
             ) as watchdog,
         ):
-            balancing, compile_sec = _compile(job, meta, say)
+            with goodput.at("compile"):
+                balancing, compile_sec = _compile(job, meta, say)
             if state is None:
                 store = job.model.layout.store
                 with elapsed_shown("making the first parameters"):
@@ -139,12 +149,16 @@ def train(
                 watchdog,
                 profile,
                 replicas,
+                goodput,
             )
+            goodput.end_start()
             with profile, Bar(cfg.train.num_steps, first) as bar:
                 balancing.say = bar.say
-                state, evaluation, step_secs = _steps(run, state, bar)
+                with goodput.at("useful"):
+                    state, evaluation, step_secs = _steps(run, state, bar)
             watchdog.at("the last save")
-            is_saved = checkpointer.wait()
+            with goodput.at("saves"):
+                is_saved = checkpointer.wait()
         if not is_saved:
             raise CheckpointError(
                 f"the state of step {int(state.step)} could not be saved: make room, "
@@ -155,7 +169,9 @@ def train(
         if not (are_several() and sys.exception()):
             checkpointer.close()
     wall_sec = time.monotonic() - start_sec
-    return Outcome(state, evaluation, step_secs, compile_sec, wall_sec, stop.signal)
+    return Outcome(
+        state, evaluation, step_secs, compile_sec, wall_sec, stop.signal, goodput
+    )
 
 
 def _compile(job: Job, meta: dict | None, say) -> tuple[Balancing, float]:
@@ -227,22 +243,25 @@ def _steps(run: LoopContext, state: TrainState, bar: Bar):
 
     The evaluation is None where a signal stopped the run before its last step.
     """
-    job, cfg, reader = run.job, run.job.cfg, Reader(run, bar)
+    job, cfg, reader, at = run.job, run.job.cfg, Reader(run, bar), run.goodput.at
     first, last = int(state.step), cfg.train.num_steps
     evaluation = _evaluate(run, state, first, bar) if first >= last else None
     run.replicas.require_equal(first, state)
     for done in range(first + 1, last + 1):
         run.watchdog.at(f"step {done}")
-        state = _adopt_due(run, done, state)
-        windows = feed(
-            job.batches,
-            done - 1,
-            cfg.train.batch_size,
-            cfg.train.accumulate_steps,
-            job.window_sharding,
-        )
+        with at("swaps", unless=reader.is_behind):
+            state = _adopt_due(run, done, state)
+        with at("data", unless=reader.is_behind):
+            windows = feed(
+                job.batches,
+                done - 1,
+                cfg.train.batch_size,
+                cfg.train.accumulate_steps,
+                job.window_sharding,
+            )
         run.records.samples(done, job.batches, job.window_sharding)
-        run.profile.before(done)
+        with at("profile"):
+            run.profile.before(done)
         with jax.transfer_guard("disallow"):  # only explicit transfers are allowed
             step = run.balancing.steps.train
             state, metrics = step(state, run.balancing.placement, windows)
@@ -263,10 +282,12 @@ def _steps(run: LoopContext, state: TrainState, bar: Bar):
             eval_loss = evaluation.loss
         if is_save:
             run.watchdog.at(f"the save at step {done}")
-            state = run.balancing.logical(state)
-            meta = job.meta | run.balancing.meta()
-            run.checkpointer.save(done, state, meta, eval_loss)
-            state = run.balancing.physical(state)
+            with at("saves"):
+                state = run.balancing.logical(state)
+                meta = job.meta | run.balancing.meta()
+                run.checkpointer.save(done, state, meta, eval_loss)
+                state = run.balancing.physical(state)
+            run.goodput.write(done)
         if is_eval or is_save:
             reader.restart_clock()
         if is_stopping and done < last:
@@ -292,7 +313,8 @@ def _end_of_profiled(run: LoopContext, reader: "Reader", step: int, metrics) -> 
     if is_edge:
         run.watchdog.at(f"the profile at step {step}")
         reader.flush()
-    run.profile.after(step, metrics)
+    with run.goodput.at("profile"):
+        run.profile.after(step, metrics)
     if is_edge:
         reader.restart_clock()
 
@@ -301,9 +323,10 @@ def _evaluate(run: LoopContext, state: TrainState, step: int, bar: Bar) -> Evalu
     """Evaluate the model on the held-out text, log and print the loss, and return the
     evaluation."""
     job, now = run.job, run.balancing
-    evaluation = evaluate(
-        now.steps.evaluate, state, now.placement, job.held_out, job.window_sharding
-    )
+    with run.goodput.at("evaluation"):
+        evaluation = evaluate(
+            now.steps.evaluate, state, now.placement, job.held_out, job.window_sharding
+        )
     run.records.evaluation(step, evaluation.loss)
     loss = evaluation.loss
     bar.say(f"step {step}  held-out loss {loss:.4f} nats per {job.unit}")
@@ -324,6 +347,11 @@ class Reader:
     def restart_clock(self) -> None:
         """Begin to time the next step now."""
         self.last_read_sec = time.monotonic()
+
+    def is_behind(self) -> bool:
+        """Return whether devices still compute the step that was dispatched last, so
+        that they do not wait for the host."""
+        return self.waiting is not None and not self.waiting[1].loss.is_ready()
 
     def put(self, step: int, metrics) -> None:
         """Start to copy a step's metrics to the host, and read those of the step
@@ -351,6 +379,7 @@ class Reader:
         record |= self.run.balancing.step_record(step, metrics.routing)
         self.run.records.step(record, metrics.routing.tokens_le)
         self.run.balancing.observe(step, metrics.routing)
+        self.run.goodput.tick(step)
         self.bar.update(record)
         if record["skipped"]:
             self.bar.say(f"step {step}: loss or gradient not finite, update skipped")

@@ -13,6 +13,7 @@ import argparse
 import os
 import pathlib
 import sys
+import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # this folder's modules are train.x, never top-level names
@@ -38,6 +39,7 @@ from train.launch.program import (  # noqa: E402
     refuse,
     restart_with_huge_pages,
     start,
+    start_of_process,
 )
 from train.logs.profile import HELP, parse_steps  # noqa: E402
 
@@ -45,6 +47,7 @@ from train.logs.profile import HELP, parse_steps  # noqa: E402
 def main(argv: list[str] | None = None) -> int:
     """Train, or do what the arguments ask for instead; return the exit code."""
     args = parse(argv)
+    args.begun_sec = start_of_process() if argv is None else time.monotonic()
     return guarded(lambda: work(args, is_program=argv is None), as_json=args.json)
 
 
@@ -191,7 +194,7 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
             emit(summary, args.json)
             return DONE
         print_config(cfg, args, f"all of them are in {run_dir.path / 'config.gin'}")
-        extras = Extras(args.tensorboard, args.profile_steps)
+        extras = Extras(args.tensorboard, args.profile_steps, args.begun_sec)
         try:
             outcome = train(job, run_dir, gin_reader.render(cfg), extras)
         except (CheckpointError, Diverged, ReplicasDiffer) as error:

@@ -16,6 +16,7 @@ from train.job import Job
 from train.launch.files import write_whole
 from train.launch.processes import from_first_process
 from train.logs.balance_summary import balance_lines, summarise_balance
+from train.logs.goodput import goodput_lines, report
 from train.loop import Outcome
 
 FILE = "summary.json"
@@ -60,6 +61,7 @@ def summarise(job: Job, outcome: Outcome, path: pathlib.Path) -> dict:
         "digest": digest(checksums(outcome.state.params)),
         "run_dir": str(path),
     }
+    summary["goodput"] = from_first_process(lambda: report(outcome.goodput.account()))
     from_first_process(lambda: write_whole(path / FILE, json.dumps(summary)))
     _print(summary, loss, outcome.evaluation.tokens_le, job)
     return summary
@@ -91,6 +93,7 @@ def _print(summary: dict, loss: float, tokens_le: np.ndarray, job: Job) -> None:
         )
     parts = f"compilation {summary['compile_sec']:.0f} s of it"
     print(f"wall time       {summary['wall_sec']:.0f} s, {parts}")
+    print("\n".join(goodput_lines(summary["goodput"])))
     if summary["balance"] is not None:
         speeds = job.model.run.speeds
         print("\n".join(balance_lines(summary["balance"], job.cfg, speeds)))

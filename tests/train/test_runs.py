@@ -56,10 +56,29 @@ def assert_same_run(run_dir, ended, expected_dir, expected) -> None:
     assert arrays == checkpoint_record(expected_dir, step)["arrays"]
 
 
+def assert_goodput(ended, num_attempts: int, last_sec: float = 0.0) -> None:
+    """Assert that the shares of a run's wall time add up to 1, and that the time of all
+    attempts, the last of which took `last_sec`, is in it."""
+    goodput = ended.record["goodput"]
+    share, wall_sec = goodput["share"], goodput["wall_sec"]
+    assert abs(sum(share.values()) - 1) < 0.01
+    assert goodput["num_attempts"] == num_attempts
+    assert min(share.values()) >= 0
+    assert share["useful"] > 0
+    assert share["compile"] > 0
+    assert share["saves"] > 0
+    restarts_sec, useful_sec = share["restarts"] * wall_sec, share["useful"] * wall_sec
+    assert (restarts_sec > 0.5) == (num_attempts > 1)
+    assert useful_sec < 1.1 * NUM_STEPS / ended.record["steps_per_sec"] + 5
+    assert wall_sec > max(last_sec, ended.record["wall_sec"])
+    assert f"goodput         {share['useful']:.1%} of {wall_sec:.0f} s" in ended.out
+
+
 @pytest.mark.slow
 def test_an_undisturbed_run_leaves_a_whole_record(whole):
     run_dir, ended = whole
     assert (ended.code, ended.err) == (0, "")
+    assert_goodput(ended, 1)
     lines = metric_lines(run_dir)
     assert [x["step"] for x in lines if "loss" in x] == list(range(1, NUM_STEPS + 1))
     evaluated = [x["step"] for x in lines if "eval_loss" in x]
@@ -99,7 +118,9 @@ def test_killed_and_resumed_is_the_same_run(whole, tmp_path, num_kills, num_step
                 live.wait_for_steps(rng.randint(1, 15))
             time.sleep(0.04 * rng.random())
             assert live.end(signal.SIGKILL).code == -signal.SIGKILL
-    assert_same_run(run_dir, run(run_dir, steps), *expected)
+    ended = run(run_dir, steps)
+    assert_same_run(run_dir, ended, *expected)
+    assert_goodput(ended, num_kills + 1)
 
 
 @pytest.mark.long
@@ -134,7 +155,9 @@ def test_fresh_keeps_the_old_run_under_another_name(whole, stopped):
 @pytest.mark.slow
 def test_stopped_and_resumed_is_the_same_run(whole, stopped, tmp_path):
     shutil.copytree(stopped[0], tmp_path / "run")
+    begin_sec = time.time()
     ended = run(tmp_path / "run")
+    assert_goodput(ended, 2, time.time() - begin_sec)
     assert f"resumed at step {stopped[1].record['step']}" in ended.out
     assert_same_run(tmp_path / "run", ended, *whole)
 

@@ -9,6 +9,7 @@ import os
 import pathlib
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 
@@ -67,6 +68,20 @@ def start(cfg: Config, flags: Flags | None = None) -> ProcessInfo | None:
 
     check_entries(say_loudly)
     return process
+
+
+def start_of_process() -> float:
+    """Return the value that time.monotonic() had when this process began.
+
+    Without Linux's /proc it is the present value.
+    """
+    try:
+        stat = pathlib.Path("/proc/self/stat").read_text()
+    except OSError:
+        return time.monotonic()
+    ticks = int(stat.rpartition(")")[2].split()[19])  # field 22: ticks since the boot
+    begin_sec = ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - (time.clock_gettime(time.CLOCK_BOOTTIME) - begin_sec)
 
 
 def set_up_backend(cfg: Config, num_processes: int = 1) -> None:
