@@ -11,13 +11,13 @@ buckets.
 
 import contextlib
 import dataclasses
-import json
 import math
 import pathlib
 import time
 from collections.abc import Callable, Iterator
 
 from train.launch.processes import is_first
+from train.logs.record_lines import read_records
 from train.logs.records import MetricsLog
 
 FILE = "goodput.jsonl"
@@ -201,19 +201,13 @@ class Stopwatch:
 
 
 def read_lines(path: pathlib.Path) -> list[dict]:
-    """Return the lines of a goodput file, without those that are not whole."""
-    lines = []
-    for line in path.read_bytes().splitlines():
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
-            if _is_whole(record):
-                lines.append(record)
-    return lines
+    """Return the lines of a goodput file, without those that are damaged."""
+    return [record for record in read_records(path) if _is_whole(record)]
 
 
-def _is_whole(record) -> bool:
+def _is_whole(record: dict) -> bool:
     """Return whether a line has all fields, with numbers in them."""
-    if not isinstance(record, dict) or not isinstance(record.get("sec"), dict):
+    if not isinstance(record.get("sec"), dict):
         return False
     numbers = [record.get(name) for name in ("step", "attempt", "at", "down_sec")]
     numbers += record["sec"].values()
