@@ -439,12 +439,16 @@ class Data:
     max_bad_records: int = 100
     """Largest number of records that cannot be read and are skipped; with more the
     program stops."""
+    max_expansion: int = 200
+    """Largest ratio of the text in a compressed file to the bytes of the file. At least
+    64 MiB of text are always allowed."""
     log_samples: bool = False
     """Whether the ids of each step's windows are written to samples-<process>.jsonl."""
 
     def __post_init__(self) -> None:
         require_min(self, 2, "seq_len", "held_out_every")
         require_min(self, 0, "seed", "max_bad_records")
+        require_min(self, 1, "max_expansion")
         require(
             self.weights is None or len(self.weights) == len(self.corpora),
             f"Data.weights={self.weights} must have one weight for each of "

@@ -27,6 +27,7 @@ from rich.console import Console
 from tools.launch.arguments import new_parser
 from train.data.encoding import Recipe
 from train.data.prepared import Progress, prepare
+from train.data.records import MAX_EXPANSION
 from train.launch.program import DONE, emit, guarded
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -44,6 +45,7 @@ def work(args: argparse.Namespace) -> int:
         int(args.separator) if is_number(args.separator) else args.separator,
         args.text_key,
         args.max_bad_records,
+        args.max_expansion,
     )
     with show_progress() as show:
         manifest = prepare(
@@ -88,6 +90,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         type=int,
         default=100,
         help="number of damaged records that are skipped; one more ends the program",
+    )
+    add(
+        "--max_expansion",
+        type=positive,
+        default=MAX_EXPANSION,
+        help="largest ratio of the text in a compressed file to the bytes of the file;"
+        " at least 64 MiB of text are always allowed",
     )
     add(
         "--overwrite",

@@ -7,6 +7,8 @@ data, or recorded loads without a file.
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ from moejax.moe.layer import check_device
 from moejax.resolve.resolved import resolve
 from train import data
 from train.checkpoint.identity import FORMAT
+from train.data.feed import own_rows
 from train.step.compiled import make_model
 from train.step.step import StepContext, window_sharding
 
@@ -59,6 +62,15 @@ class Job:
     def unit(self) -> str:
         """The word for one token in messages: 'byte' or 'token'."""
         return "byte" if self.corpus.has_bytes else "token"
+
+    def used_data_verified(
+        self, num_steps: int, is_stopped: Callable[[], bool]
+    ) -> AbstractContextManager[None]:
+        """Return a context in which a thread verifies the data that the first steps
+        have used (TrainBatches.used_verified), each process its own rows."""
+        train = self.cfg.train
+        rows = own_rows(train.batch_size, train.accumulate_steps, self.window_sharding)
+        return self.batches.used_verified(num_steps, rows, is_stopped)
 
     @property
     def tokens_per_step(self) -> int:

@@ -79,7 +79,7 @@ def test_the_manifest_describes_the_sources_and_shards(sources, tmp_path):
     manifest = prepare(sources, tmp_path / "out")
     assert read_manifest(tmp_path / "out") == manifest
     for shard in manifest["shards"]:
-        assert scan(tmp_path / "out" / shard["file"])[0] == shard["sha256"]
+        assert scan(tmp_path / "out" / shard["file"]).sha256 == shard["sha256"]
     for path, source in zip(sources, manifest["sources"], strict=True):
         data = path.read_bytes()
         assert source["sha256"] == hashlib.sha256(data).hexdigest()

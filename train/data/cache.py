@@ -1,28 +1,41 @@
-"""Cache of the sha256 and of the tokens of source files.
+"""Cache of the checksums and of the tokens of source files.
 
     $MOEJAX_CACHE_DIR/hashes/<key>.json     key: path, size, mtime and inode of the file
     $MOEJAX_CACHE_DIR/tokens/<key>/         key: sha256 of sources, tokenizer, settings
 
-If the variable is not set, the folder is .cache/data beside the packages. Nothing is
-written beside the data, which may be read-only. The cache can be removed at any time.
+The first line of a .json is the sha256 of the rest. A damaged entry is made again, and
+said to be. If the variable is not set, the folder is .cache/data beside the packages.
+Nothing is written beside the data, which may be read-only. The cache can be removed at
+any time.
 """
 
+import base64
 import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moejax.config import Data
 from train.data.documents import file_format
 from train.data.encoding import Recipe
-from train.data.indexed import file_sha256, scan
-from train.data.prepared import FORMAT, MANIFEST, Progress, prepare, read_manifest
+from train.data.indexed import Scan, Sums, file_sha256, scan
+from train.data.prepared import (
+    FORMAT,
+    Progress,
+    prepare,
+    read_manifest,
+    sync_folder,
+)
 from train.data.records import is_gzipped, unreadable_error
 from train.data.tokenizer import Tokenizer
 
@@ -30,6 +43,8 @@ _SECONDS_BETWEEN_REPORTS = 10.0
 _MIN_AGE_NSEC = 2 * 10**9
 """Minimum age of a file whose hash is cached. A younger file could change again without
 a change of its mtime, which has a limited resolution."""
+
+_log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
@@ -45,20 +60,34 @@ def cached_sha256(path: Path) -> str:
     return record["sha256"]
 
 
-def cached_scan(path: Path) -> tuple[str, int]:
-    """Return the sha256 and the largest id of a .npy or .bin, as `scan` does.
+def cached_scan(path: Path, read: Callable[[Path], Scan] = scan) -> Scan:
+    """Return `read` of a file of tokens: its sha256, largest id and checksums.
 
     The file is read only if the result is not cached.
     """
-
-    def read() -> dict[str, Any]:
-        sha256, largest = scan(path)
-        return {"sha256": sha256, "largest": largest}
-
+    path = Path(path)
     bin_and_idx = [path.with_suffix(".bin"), path.with_suffix(".idx")]
-    paths = [path] if path.suffix == ".npy" else bin_and_idx
-    record = _cached_record("scan", paths, read)
-    return record["sha256"], record["largest"]
+    paths = bin_and_idx if path.suffix in (".bin", ".idx") else [path]
+    record = _cached_record("block sums", paths, lambda: _scan_record(read(path)))
+    sums = Sums(_decode(record["data_sums"]), _decode(record["index_sums"]))
+    return Scan(record["sha256"], record["largest_id"], sums)
+
+
+def _scan_record(found: Scan) -> dict[str, Any]:
+    return {
+        "sha256": found.sha256,
+        "largest_id": found.largest_id,
+        "data_sums": _encode(found.sums.data_k),
+        "index_sums": _encode(found.sums.index_k),
+    }
+
+
+def _encode(sum_k: np.ndarray) -> str:
+    return base64.b64encode(sum_k.astype("<u4").tobytes()).decode()
+
+
+def _decode(text: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), "<u4")
 
 
 def prepare_tokens(
@@ -77,20 +106,42 @@ def prepare_tokens(
     inputs = [FORMAT, tokenizer.sha256, tokenizer.separator, cfg.text_key, kinds]
     folder = _make_folder("tokens") / _hash_key(inputs)
     with _lock(folder.with_suffix(".lock"), say):
-        if not (folder / MANIFEST).is_file():
+        manifest = _find_prepared(folder, say)
+        if manifest is None:
             total = sum(path.stat().st_size for path in files) / 1e6
             say(f"tokenizing {len(files)} files, {total:,.0f} MB, once, into {folder}")
             recipe = Recipe(
-                cfg.tokenizer, cfg.separator, cfg.text_key, cfg.max_bad_records
+                cfg.tokenizer,
+                cfg.separator,
+                cfg.text_key,
+                cfg.max_bad_records,
+                cfg.max_expansion,
             )
-            prepare(files, folder, recipe, show=_progress_printer(say))
-        manifest = read_manifest(folder)
+            manifest = prepare(files, folder, recipe, show=_progress_printer(say))
     if [source["sha256"] for source in manifest["sources"]] != sha_f:
         raise ValueError(
             f"a file changed while it was read: remove {folder} and try again"
         )
     _check_bad_records(manifest, cfg.max_bad_records, say)
     return folder
+
+
+def _find_prepared(folder: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """Return the manifest of cached tokens; None if they must be made.
+
+    A folder whose manifest is damaged is renamed to `folder`.damaged.
+    """
+    if not folder.exists():
+        return None
+    try:
+        return read_manifest(folder)
+    except ValueError as error:
+        aside = folder.with_suffix(".damaged")
+        with _explain_write_errors(folder):
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+        say(f"{error}; the folder is now {aside}")
+        return None
 
 
 def _check_bad_records(
@@ -135,16 +186,37 @@ def _cached_record(
     """Return the cached result of `read` for these files, or call it and cache it."""
     stamp = _stamp(paths)
     record_path = _make_folder("hashes") / f"{_hash_key([kind, stamp])}.json"
-    try:
-        return json.loads(record_path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):  # missing, or truncated
-        record = read()
+    record = _read_record(record_path)
+    if record is not None:
+        return record
+    record = read()
     if _stamp(paths) != stamp:
         raise ValueError(f"'{paths[0]}' changed while it was read: try again")
     last_change_nsec = max(mtime_nsec for *_, mtime_nsec, _ in stamp)
     if time.time_ns() - last_change_nsec > _MIN_AGE_NSEC:
-        _write(record_path, json.dumps(record))
+        body = json.dumps(record)
+        _write(record_path, f"{_sha256_of(body.encode())}\n{body}")
     return record
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    """Return a cached record; None if there is none, or if it is damaged."""
+    try:
+        digest, _, body = path.read_bytes().partition(b"\n")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        problem = error.strerror
+    else:
+        if _sha256_of(body).encode() == digest:
+            return json.loads(body)
+        problem = "damaged"
+    _log.warning("the cached record '%s' is %s: its file is read again", path, problem)
+    return None
+
+
+def _sha256_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _stamp(paths: Sequence[Path]) -> list[list[Any]]:
@@ -161,7 +233,7 @@ def _stamp(paths: Sequence[Path]) -> list[list[Any]]:
 
 
 def _hash_key(parts: list[Any]) -> str:
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    return _sha256_of(json.dumps(parts).encode())[:32]
 
 
 def _make_folder(name: str) -> Path:
@@ -172,11 +244,19 @@ def _make_folder(name: str) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
+    """Write a file whole: when its name appears, its bytes are on the disk."""
     with _explain_write_errors(path):
         number, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(number, "w") as file:
-            file.write(text)
-        os.replace(temporary, path)
+        try:
+            with os.fdopen(number, "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(number)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+        sync_folder(path.parent)
 
 
 @contextlib.contextmanager

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from moejax.config import Data
-from train.data.cache import cached_scan, cached_sha256, prepare_tokens
+from train.data.cache import cached_scan, prepare_tokens
 from train.data.documents import expand, file_format
-from train.data.indexed import TokenFile, open_tokens
+from train.data.indexed import Scan, TokenFile, open_bytes, open_tokens, scan_bytes
 from train.data.mixture import apportion
 from train.data.prepared import MANIFEST, read_manifest
 from train.data.pysrc import read_pysrc
@@ -242,19 +242,29 @@ def _open_files(
     is_plain = file_format(first) == "text" and not is_gzipped(first)
     if tokenizer.name == "bytes" and is_plain and not others:
         return _open_bytes(first)
-    return _open_folder(prepare_tokens(files, cfg, tokenizer, say), tokenizer)
+    cached = prepare_tokens(files, cfg, tokenizer, say)
+    return _open_folder(cached, tokenizer, f"remove '{cached}', and run again")
 
 
 def _open_shards(
     paths: Sequence[Path], tokenizer: Tokenizer
 ) -> tuple[str, tuple[TokenFile, ...], int]:
-    shas, largest = zip(*[cached_scan(path) for path in paths])
-    files = tuple(open_tokens(path, tokenizer.separator) for path in paths)
-    return _combine_sha256(shas), files, max(largest)
+    return _open_scanned(paths, [cached_scan(path) for path in paths], tokenizer)
+
+
+def _open_scanned(
+    paths: Sequence[Path], scans: Sequence[Scan], tokenizer: Tokenizer
+) -> tuple[str, tuple[TokenFile, ...], int]:
+    files = tuple(
+        open_tokens(path, tokenizer.separator, found.sums)
+        for path, found in zip(paths, scans)
+    )
+    sha256 = _combine_sha256([found.sha256 for found in scans])
+    return sha256, files, max(found.largest_id for found in scans)
 
 
 def _open_folder(
-    folder: Path, tokenizer: Tokenizer
+    folder: Path, tokenizer: Tokenizer, remedy: str = "prepare the files again"
 ) -> tuple[str, tuple[TokenFile, ...], int]:
     """Open a prepared folder; raise ValueError unless its shards match its manifest."""
     if not (folder / MANIFEST).is_file():
@@ -275,24 +285,22 @@ def _open_folder(
     for path in [p.with_suffix(s) for p in paths for s in (".bin", ".idx")]:
         if not path.is_file():
             raise ValueError(
-                f"{path.name}, which {MANIFEST} names, is missing: copy it there, "
-                "or prepare the files again"
+                f"{path.name}, which {MANIFEST} names, is missing: copy it there, or "
+                f"{remedy}"
             )
-    for path, shard in zip(paths, manifest["shards"]):
-        if cached_scan(path)[0] != shard["sha256"]:
+    scans = [cached_scan(path) for path in paths]
+    for path, found, shard in zip(paths, scans, manifest["shards"]):
+        if found.sha256 != shard["sha256"]:
             raise ValueError(
                 f"'{path}' differs from its sha256 in {MANIFEST}: it is damaged or "
-                "changed: prepare the files again"
+                f"changed: {remedy}"
             )
-    return _open_shards(paths, tokenizer)
+    return _open_scanned(paths, scans, tokenizer)
 
 
 def _open_bytes(path: Path) -> tuple[str, tuple[TokenFile, ...], int]:
-    sha256 = cached_sha256(path)
-    if path.stat().st_size == 0:
-        raise ValueError(f"'{path}' is empty: give a file that holds text")
-    token_b = np.memmap(path, np.uint8, "r")
-    return sha256, (TokenFile(path, token_b, np.zeros(1, np.int64)),), 255
+    found = cached_scan(path, scan_bytes)
+    return found.sha256, (open_bytes(path, found.sums),), found.largest_id
 
 
 def _open_pysrc(held_out_every: int, tokenizer: Tokenizer) -> Source:

@@ -14,6 +14,7 @@ the reader goes on with the next record.
 """
 
 import codecs
+import dataclasses
 import glob
 import os
 import sys
@@ -24,6 +25,7 @@ from typing import BinaryIO, NamedTuple
 from train.data import jsonl
 from train.data.records import (
     GZIP_ERRORS,
+    MAX_EXPANSION,
     READ_BYTES,
     BadRecord,
     EndOfRange,
@@ -96,7 +98,9 @@ def file_format(path: Path) -> str:
     return DEFAULT_FORMAT
 
 
-def split_file(path: Path, text_key: str) -> list[FileRange]:
+def split_file(
+    path: Path, text_key: str, max_expansion: int = MAX_EXPANSION
+) -> list[FileRange]:
     """Cut a file into ranges that can be read independently; return them in order.
 
     Raises ValueError when the file cannot be opened, or when it is a parquet file
@@ -105,7 +109,10 @@ def split_file(path: Path, text_key: str) -> list[FileRange]:
     kind = file_format(path)
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-    return FORMATS[kind].split(path, text_key, size)
+    return [
+        dataclasses.replace(file_range, max_expansion=max_expansion)
+        for file_range in FORMATS[kind].split(path, text_key, size)
+    ]
 
 
 def read(
@@ -114,7 +121,8 @@ def read(
     """Yield the documents and bad records of a range in order, then an EndOfRange.
 
     A text that holds `forbidden`, the separator of documents, is a bad record. Raises
-    ValueError when the file cannot be read at all.
+    ValueError when the file cannot be read at all, or is found to hold more text than
+    its size allows.
     """
     try:
         yield from FORMATS[file_range.kind].read(file_range, text_key, forbidden)
@@ -157,13 +165,13 @@ def _read_text(
     begins.
     """
     path = file_range.path
-    problem = _find_problem_in_file(path, forbidden)
+    problem = _find_problem_in_file(file_range, forbidden)
     if problem is not None:
         yield BadRecord(None, problem)
         yield EndOfRange(1)
         return
     begins = True
-    with open_file(path) as file:
+    with open_file(path, file_range.max_expansion) as file:
         for text in blocks(_decode(file)):
             yield TextPart(text, begins)
             begins = False
@@ -172,8 +180,8 @@ def _read_text(
     yield EndOfRange(1)
 
 
-def _find_problem_in_file(path: Path, forbidden: str | None) -> str | None:
-    with open_file(path) as file:
+def _find_problem_in_file(file_range: FileRange, forbidden: str | None) -> str | None:
+    with open_file(file_range.path, file_range.max_expansion) as file:
         try:
             problems = (find_problem(text, forbidden) for text in _decode(file))
             return next((problem for problem in problems if problem), None)

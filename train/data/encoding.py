@@ -22,11 +22,18 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from train.data.documents import BLOCK_CHARS, blocks, read
-from train.data.records import BadRecord, EndOfRange, FileRange, TextPart
+from train.data.records import (
+    MAX_EXPANSION,
+    BadRecord,
+    EndOfRange,
+    FileRange,
+    TextPart,
+)
 from train.data.tokenizer import Tokenizer, load_tokenizer
 
 _MAX_CHUNKS_AHEAD = 32
 _MAX_BAD_PER_CHUNK = 100
+_MAX_EMPTY_PER_CHUNK = 2**18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +47,7 @@ class Recipe:
     separator: str | int | None = None
     text_key: str = "text"
     max_bad_records: int = 100
+    max_expansion: int = MAX_EXPANSION
 
 
 @dataclasses.dataclass
@@ -53,6 +61,8 @@ class Chunk:
     bad_records: list[BadRecord]
     num_empty: int
     """Number of empty documents, which are left out."""
+    num_chars: int
+    """Number of characters of text."""
     num_records: int | None
     """Number of records in the whole range, given by its last chunk; None before."""
 
@@ -180,11 +190,12 @@ def _read_chunks(
                         batch, bad_records, num_empty, num_chars = [], [], 0, 0
             case BadRecord():
                 bad_records.append(event)
-                if len(bad_records) >= _MAX_BAD_PER_CHUNK:
-                    yield _make_chunk(batch, tokenizer, bad_records, num_empty)
-                    batch, bad_records, num_empty, num_chars = [], [], 0, 0
             case EndOfRange(num_records):
                 yield _make_chunk(batch, tokenizer, bad_records, num_empty, num_records)
+                return
+        if len(bad_records) >= _MAX_BAD_PER_CHUNK or num_empty >= _MAX_EMPTY_PER_CHUNK:
+            yield _make_chunk(batch, tokenizer, bad_records, num_empty)
+            batch, bad_records, num_empty, num_chars = [], [], 0, 0
 
 
 def _make_chunk(
@@ -204,4 +215,7 @@ def _make_chunk(
         parts.append(id_b)
         size += id_b.size + begins
     start_d = np.array(starts, np.int64)
-    return Chunk(np.concatenate(parts), start_d, bad_records, num_empty, num_records)
+    num_chars = sum(len(text) for text, _ in batch)
+    return Chunk(
+        np.concatenate(parts), start_d, bad_records, num_empty, num_chars, num_records
+    )

@@ -1,4 +1,4 @@
-"""Memory-mapped files of token ids: Megatron's .bin with its .idx, and 1-D .npy.
+"""Memory-mapped files of token ids: Megatron's .bin with its .idx, 1-D .npy, and text.
 
     .bin   the ids of all sequences, one after the other, little-endian
     .idx   "MMIDIDX\\0\\0"  version u64 = 1  dtype code u8  s u64  d u64, then
@@ -7,13 +7,16 @@
 s is the number of sequences, d the number of bounds. A bound is the number of the
 sequence with which a document begins; the last bound is s. The format is that of
 NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py. An index is checked
-before any token is read.
+before any token is read. `scan` reads a file whole; its sums verify the tokens later,
+when they are used (block_sums.py).
 """
 
 import array
 import dataclasses
 import hashlib
+import io
 import itertools
+import mmap
 import os
 import struct
 from collections.abc import Callable, Iterator
@@ -23,6 +26,8 @@ from typing import BinaryIO
 
 import numpy as np
 
+from train.data.block_sums import BlockCheck, BlockSums, open_mapped, verify_file
+
 DTYPES = {
     1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64",
     7: "float32", 8: "uint16",
@@ -31,6 +36,8 @@ MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
 _READ_BYTES = 2**20
 _MAX_SEQUENCE = 2**31 - 1
+_MAX_NPY_HEADER = 2**16
+"""Maximum size of a .npy header, in bytes. NumPy itself refuses more than 10,000."""
 _BAD_HEADER = (
     ValueError, SyntaxError, TypeError, OverflowError, RecursionError, TokenError,
 )  # fmt: skip
@@ -38,23 +45,60 @@ _BAD_HEADER = (
 
 
 @dataclasses.dataclass(frozen=True)
+class Sums:
+    """Checksums of the blocks of a file of tokens and of its index: uint32 [k]."""
+
+    data_k: np.ndarray
+    index_k: np.ndarray
+    """Sums of the .idx that belongs to a .bin; empty for other files."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """Findings of a pass over the whole of a file of tokens."""
+
+    sha256: str
+    largest_id: int
+    sums: Sums
+
+
+@dataclasses.dataclass(frozen=True)
 class TokenFile:
     """Memory-mapped token ids of one file, at least one, and its document starts."""
 
-    path: Path
+    path: Path | None
+    """None for ids that are in memory."""
     token_b: np.ndarray
     """All ids of the file, in the dtype of the file."""
     start_d: np.ndarray
     """Indices at which documents start, ascending, from 0. No document is empty."""
+    check: BlockCheck | None = None
+    """Verification of the file's bytes; None if its sums are not known."""
+    offset: int = 0
+    """Offset of the first id in the file, in bytes."""
+
+    def verify(self, first: int, stop: int) -> None:
+        """Raise ValueError if a block that holds ids first .. stop - 1 is damaged."""
+        if self.check is not None:
+            size = self.token_b.itemsize
+            self.check.verify(self.offset + first * size, self.offset + stop * size)
 
 
-def open_tokens(path: Path, separator: int | None = None) -> TokenFile:
-    """Open a file of token ids: a .npy, or else a .bin with its .idx."""
+def open_tokens(
+    path: Path, separator: int | None = None, sums: Sums | None = None
+) -> TokenFile:
+    """Open a file of token ids: a .npy, or else a .bin with its .idx.
+
+    With the sums of `scan`, the index, the header and whatever else is read here are
+    verified, and the ids can be.
+    """
     path = Path(path)
-    return open_npy(path, separator) if path.suffix == ".npy" else open_indexed(path)
+    if path.suffix == ".npy":
+        return open_npy(path, separator, sums)
+    return open_indexed(path, sums)
 
 
-def open_indexed(path: Path) -> TokenFile:
+def open_indexed(path: Path, sums: Sums | None = None) -> TokenFile:
     """Open a .bin and the .idx beside it; `path` may name either.
 
     Raises a ValueError of one line when a file is missing, damaged or empty, when the
@@ -66,19 +110,23 @@ def open_indexed(path: Path) -> TokenFile:
     bin_path, idx_path = Path(f"{stem}.bin"), Path(f"{stem}.idx")
     size = _file_size(bin_path, "the .bin of ids")
     _file_size(idx_path, "the .idx that belongs to the .bin")
+    if sums is not None:
+        verify_file(idx_path, sums.index_k)
     dtype, length_s, offset_s, bound_d = _read_index(idx_path)
     _check_sequences(bin_path, length_s, offset_s, dtype.itemsize, size)
     _check_bounds(idx_path, bound_d, length_s.size)
     if size == 0:
         raise ValueError(f"'{bin_path}' holds no tokens: leave it out")
-    token_b = np.memmap(bin_path, dtype, "r")
+    mapping = open_mapped(bin_path)
+    token_b = np.frombuffer(mapping, dtype)
     start_s = np.append(offset_s // dtype.itemsize, token_b.size)
     edge_d = start_s[bound_d]
     has_tokens_d = np.diff(edge_d) > 0
-    return TokenFile(bin_path, token_b, edge_d[:-1][has_tokens_d].astype(np.int64))
+    start_d = edge_d[:-1][has_tokens_d].astype(np.int64)
+    return TokenFile(bin_path, token_b, start_d, _check(bin_path, mapping, sums))
 
 
-def open_npy(path: Path, separator: int | None) -> TokenFile:
+def open_npy(path: Path, separator: int | None, sums: Sums | None = None) -> TokenFile:
     """Open a 1-D array of integers; a document starts at each separator, and at 0.
 
     Without a separator, the whole array is one document. Raises a ValueError of one
@@ -86,51 +134,85 @@ def open_npy(path: Path, separator: int | None) -> TokenFile:
     """
     path = Path(path)
     size = _file_size(path, "the .npy of ids")
+    if not size:
+        raise ValueError(f"'{path}' has no .npy header: it is empty")
+    mapping = open_mapped(path)
+    check = _check(path, mapping, sums)
+    if check is not None:
+        check.verify_blocks(0, 1)
     dtype, shape, offset = _npy_header(path)
     if dtype.kind not in "iu":
         raise ValueError(
-            f"'{path}' holds {dtype}, but ids are integers: save it as uint16 or int32"
+            f"'{path}' holds {str(dtype)[:60]}, but ids are integers: save it as "
+            "uint16 or int32"
         )
     if len(shape) != 1:
-        raise ValueError(f"'{path}' has the shape {shape}, not one dimension: ravel it")
-    if size != offset + shape[0] * dtype.itemsize:
         raise ValueError(
-            f"'{path}' has {size} bytes, but its header says "
-            f"{offset + shape[0] * dtype.itemsize}: it is cut short or damaged"
+            f"'{path}' has the shape {str(shape)[:60]}, not one dimension: ravel it"
+        )
+    expected = offset + shape[0] * dtype.itemsize
+    if size != expected:
+        raise ValueError(
+            f"'{path}' has {size} bytes, but its header says {str(expected)[:40]}: it "
+            "is cut short or damaged"
         )
     if not shape[0]:
         raise ValueError(f"'{path}' holds no tokens: leave it out")
-    token_b = np.memmap(path, dtype, "r", offset, shape)
-    starts = [np.zeros(1, np.int64)]
-    if separator is not None:
-        starts += [
-            first + np.flatnonzero(part_b == separator)
-            for first, part_b in _parts(token_b)
-        ]
-    return TokenFile(path, token_b, np.unique(np.concatenate(starts)))
+    token_b = np.frombuffer(mapping, dtype, offset=offset)
+    file = TokenFile(path, token_b, np.zeros(1, np.int64), check, offset)
+    if separator is None:
+        return file
+    starts = [file.start_d]
+    for first, part_b in _parts(token_b):
+        file.verify(first, first + part_b.size)
+        starts.append(first + np.flatnonzero(part_b == separator))
+    return dataclasses.replace(file, start_d=np.unique(np.concatenate(starts)))
 
 
-def scan(path: Path) -> tuple[str, int]:
-    """Return the sha256 of a file of tokens and its largest id, in one pass.
+def open_bytes(path: Path, sums: Sums | None = None) -> TokenFile:
+    """Open a file whose bytes are ids, as one document."""
+    if _file_size(path, "the text") == 0:
+        raise ValueError(f"'{path}' is empty: give a file that holds text")
+    mapping = open_mapped(path)
+    byte_b = np.frombuffer(mapping, np.uint8)
+    return TokenFile(path, byte_b, np.zeros(1, np.int64), _check(path, mapping, sums))
+
+
+def scan(path: Path) -> Scan:
+    """Read a file of tokens in one pass, and return what is to be known of it.
 
     The sha256 of a .bin covers its bytes followed by those of its .idx. Raises
     ValueError for a negative id.
     """
-    indexed = open_tokens(path)
-    digest = hashlib.sha256()
-    if indexed.path.suffix == ".npy":
-        with indexed.path.open("rb") as file:
-            digest.update(file.read(indexed.token_b.offset))
+    tokens = open_tokens(path)
+    digest, data, index = hashlib.sha256(), BlockSums(), BlockSums()
+    with tokens.path.open("rb") as file:
+        header = file.read(tokens.offset)
+    digest.update(header)
+    data.update(header)
     largest = -1
-    for first, part_b in _parts(indexed.token_b):
+    for first, part_b in _parts(tokens.token_b):
         digest.update(part_b)
+        data.update(part_b)
         largest = max(largest, int(part_b.max()))
         if part_b.dtype.kind == "i" and (low := int(part_b.min())) < 0:
             at = first + int(np.argmin(part_b))
             raise ValueError(f"'{path}' has the id {low} at {at}: ids are 0 or more")
-    if indexed.path.suffix == ".bin":
-        _update_digest(digest, indexed.path.with_suffix(".idx"))
-    return digest.hexdigest(), largest
+    if tokens.path.suffix == ".bin":
+        for part in _read_parts(tokens.path.with_suffix(".idx")):
+            digest.update(part)
+            index.update(part)
+    return Scan(digest.hexdigest(), largest, Sums(data.sums(), index.sums()))
+
+
+def scan_bytes(path: Path) -> Scan:
+    """Return the same as `scan` for a file whose bytes are ids. The largest is 255,
+    whether it occurs or not."""
+    digest, data = hashlib.sha256(), BlockSums()
+    for part in _read_parts(path):
+        digest.update(part)
+        data.update(part)
+    return Scan(digest.hexdigest(), 255, Sums(data.sums(), np.zeros(0, np.uint32)))
 
 
 def file_sha256(path: Path, is_stopped: Callable[[], bool] = lambda: False) -> str:
@@ -140,7 +222,8 @@ def file_sha256(path: Path, is_stopped: Callable[[], bool] = lambda: False) -> s
     the result covers only the beginning of the file.
     """
     digest = hashlib.sha256()
-    _update_digest(digest, path, is_stopped)
+    for part in _read_parts(path, is_stopped):
+        digest.update(part)
     return digest.hexdigest()
 
 
@@ -265,24 +348,31 @@ def _check_bounds(path: Path, bound_d: np.ndarray, num_sequences: int) -> None:
             f"the documents in '{path}' do not extend from sequence 0 to "
             f"{num_sequences}: it is damaged"
         )
-    if (np.diff(bound_d) < 0).any():
+    # The range first: the difference of two absurd bounds may overflow.
+    is_inside = bound_d.min() >= 0 and bound_d.max() <= num_sequences
+    if not is_inside or (np.diff(bound_d) < 0).any():
         raise ValueError(f"the documents in '{path}' are not in order: it is damaged")
 
 
 def _npy_header(path: Path) -> tuple[np.dtype, tuple[int, ...], int]:
     """Return the dtype, the shape and the offset of the data, without unpickling."""
-    with path.open("rb") as file:
-        try:
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0
-            if version != (1, 0):
-                read = np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(file)
-        except _BAD_HEADER as error:
-            raise ValueError(
-                f"'{path}' has no .npy header: {' '.join(str(error).split())[:120]}"
-            ) from error
-        return dtype, shape, file.tell()
+    with path.open("rb") as whole_file:
+        file = io.BytesIO(whole_file.read(_MAX_NPY_HEADER))
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0
+        if version != (1, 0):
+            read = np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+    except _BAD_HEADER as error:
+        raise ValueError(
+            f"'{path}' has no .npy header: {' '.join(str(error).split())[:120]}"
+        ) from error
+    return dtype, shape, file.tell()
+
+
+def _check(path: Path, mapping: mmap.mmap, sums: Sums | None) -> BlockCheck | None:
+    return None if sums is None else BlockCheck(path, mapping, sums.data_k)
 
 
 def _parts(token_b: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -304,12 +394,13 @@ def _file_size(path: Path, what: str) -> int:
         ) from error
 
 
-def _update_digest(
-    digest, path: Path, is_stopped: Callable[[], bool] = lambda: False
-) -> None:
+def _read_parts(
+    path: Path, is_stopped: Callable[[], bool] = lambda: False
+) -> Iterator[bytes]:
+    """Yield the bytes of a file, a MiB at a time, until `is_stopped` returns True."""
     with path.open("rb") as file:
         while not is_stopped() and (part := file.read(_READ_BYTES)):
-            digest.update(part)
+            yield part
 
 
 def _index_parts(dtype: np.dtype, length_d: np.ndarray) -> Iterator[bytes]:

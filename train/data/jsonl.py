@@ -19,6 +19,7 @@ from train.data.records import (
     TextPart,
     find_problem,
     is_gzipped,
+    one_line,
     open_file,
 )
 
@@ -32,7 +33,7 @@ def read(
     neither documents nor bad.
     """
     count = 0
-    with open_file(file_range.path) as file:
+    with open_file(file_range.path, file_range.max_expansion) as file:
         try:
             stop = sys.maxsize if is_gzipped(file_range.path) else file_range.stop
             for line in _read_lines(file, file_range.start, stop):
@@ -94,7 +95,7 @@ def _parse_line(line: bytes | None, text_key: str, forbidden: str | None) -> str
     if not isinstance(record, dict):
         raise _BadLine(f"the line is a {type(record).__name__}, not an object")
     if text_key not in record:
-        fields = ", ".join(sorted(record)[:5])[:80] or "none"
+        fields = one_line(", ".join(sorted(record)[:5]), 80) or "none"
         raise _BadLine(f"no field '{text_key}' among {fields}: set text_key")
     text = record[text_key]
     if not isinstance(text, str):

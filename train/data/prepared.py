@@ -27,7 +27,15 @@ import numpy as np
 from train.data.documents import expand, split_file
 from train.data.encoding import Chunk, Recipe, encode
 from train.data.indexed import IndexedWriter, Shard, file_sha256
-from train.data.records import BadRecord, FileRange, unreadable_error
+from train.data.records import (
+    ALWAYS_READ_BYTES,
+    BadRecord,
+    FileRange,
+    expansion_error,
+    max_text_bytes,
+    one_line,
+    unreadable_error,
+)
 from train.data.tokenizer import load_tokenizer
 
 FORMAT = "moejax tokens 1"
@@ -70,7 +78,11 @@ def prepare(
     _check_target(out, overwrite)
     paths = expand(files)
     tokenizer = load_tokenizer(recipe.tokenizer, recipe.separator)
-    ranges = [part for path in paths for part in split_file(path, recipe.text_key)]
+    ranges = [
+        part
+        for path in paths
+        for part in split_file(path, recipe.text_key, recipe.max_expansion)
+    ]
     with _partial_folder(out, overwrite) as folder, _hash_sources(paths) as sources:
         dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
         with _Shards(folder, dtype, ranges, recipe.max_bad_records, show) as shards:
@@ -118,6 +130,7 @@ class _Shards:
         self._total_bytes = sum(file_range.num_bytes for file_range in ranges)
         self._num_bytes = self._num_documents = self._num_tokens = 0
         self._num_empty = self._num_bad = 0
+        self._text_chars = 0  # of the file that is being written
         self._listed: list[str] = []
         self._first_record = 0
         self._finished: list[Shard] = []
@@ -138,6 +151,7 @@ class _Shards:
         """Write a chunk; raise ValueError once too many records are bad."""
         for bad in chunk.bad_records:
             self._count_bad(file_range, bad)
+        self._check_expansion(file_range, chunk)
         begins = chunk.start_d.size > 0 and chunk.start_d[0] == 0
         is_full = self._writer.num_tokens >= SHARD_TOKENS
         if begins and (is_full or self._writer.num_documents >= SHARD_DOCUMENTS):
@@ -151,7 +165,7 @@ class _Shards:
             self._num_bytes += file_range.num_bytes
             self._first_record += chunk.num_records
             if file_range.ends_file:
-                self._first_record = 0
+                self._first_record = self._text_chars = 0
         if self._show is not None:
             self._show(self._progress())
 
@@ -197,12 +211,25 @@ class _Shards:
             self._num_bad,
         )
 
+    def _check_expansion(self, file_range: FileRange, chunk: Chunk) -> None:
+        """Raise ValueError once a file has given more text than its size allows.
+
+        A record counts as one character more, so that empty ones have an end too.
+        """
+        num_documents = chunk.start_d.size + chunk.num_empty + len(chunk.bad_records)
+        self._text_chars += chunk.num_chars + num_documents
+        if self._text_chars <= ALWAYS_READ_BYTES:
+            return
+        path, max_expansion = file_range.path, file_range.max_expansion
+        if self._text_chars > max_text_bytes(path, max_expansion):
+            raise expansion_error(path, max_expansion)
+
     def _count_bad(self, file_range: FileRange, bad: BadRecord) -> None:
         where = "" if bad.record is None else f":{self._first_record + bad.record}"
         self._num_bad += 1
         if self._num_bad <= _MAX_LISTED:
             self._listed.append(
-                f"{file_range.path}{where}: {' '.join(bad.reason.split())}"
+                f"{file_range.path}{where}: {one_line(bad.reason, 400)}"
             )
         if self._num_bad > self._max_bad_records:
             raise ValueError(
@@ -225,7 +252,9 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
             f"read: {error.strerror}"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"'{path}' is damaged: {error}: prepare it again") from error
+        raise ValueError(
+            f"'{path}' is damaged: {one_line(error)}: prepare it again"
+        ) from error
     problem = _find_damage(manifest)
     if problem:
         raise ValueError(f"'{path}' is damaged: {problem}: prepare it again")
@@ -237,23 +266,44 @@ def _find_damage(manifest: Any) -> str | None:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         return f"its format is not '{FORMAT}'"
     tokenizer, shards = manifest.get("tokenizer"), manifest.get("shards")
-    if not (isinstance(tokenizer, dict) and isinstance(tokenizer.get("sha256"), str)):
-        return "it names no tokenizer"
-    if not isinstance(manifest.get("separator"), int):
-        return "it has no separator"
-    if not (isinstance(shards, list) and shards):
-        return "it names no shards"
+    sources = manifest.get("sources")
+    is_right = {
+        "tokenizer": isinstance(tokenizer, dict) and _has_sha256(tokenizer),
+        "separator": _is_count(manifest.get("separator")),
+        "num_bad": _is_count(manifest.get("num_bad")),
+        "bad_records": _is_list_of(manifest.get("bad_records"), str),
+        "sources": _is_list_of(sources, dict) and all(map(_has_sha256, sources)),
+        "shards": _is_list_of(shards, dict) and bool(shards),
+    }
+    wrong = [name for name, is_so in is_right.items() if not is_so]
+    if wrong:
+        return f"it has no {wrong[0]}, or none of the right type"
     problems = map(_find_shard_damage, shards)
     return next((problem for problem in problems if problem), None)
 
 
-def _find_shard_damage(shard: Any) -> str | None:
-    if not isinstance(shard, dict) or not isinstance(shard.get("sha256"), str):
+def _find_shard_damage(shard: dict[str, Any]) -> str | None:
+    if not _has_sha256(shard):
         return "a shard has no sha256"
     name = shard.get("file")
     if not isinstance(name, str) or Path(name).name != name or "\0" in name:
-        return f"a shard has the file name {name!r}, not that of a file in the folder"
+        return (
+            f"a shard has the file name '{one_line(name)}', not that of a file in the "
+            "folder"
+        )
     return None
+
+
+def _has_sha256(entry: dict[str, Any]) -> bool:
+    return isinstance(entry.get("sha256"), str)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
 def _check_target(out: Path, overwrite: bool) -> None:
@@ -321,16 +371,25 @@ def _is_same_file(file: TextIO, path: Path) -> bool:
 
 
 def _publish(folder: Path, out: Path) -> None:
-    """Rename the folder to `out`; then remove the previous `out`, if any."""
+    """Rename the folder to `out`, when its entries are on the disk; then remove the
+    previous `out`, if any."""
+    sync_folder(folder)
     old = out.with_name(out.name + ".old")
     if out.exists():
         shutil.rmtree(old, ignore_errors=True)
         out.rename(old)
     folder.rename(out)
+    sync_folder(out.parent)
     shutil.rmtree(old, ignore_errors=True)
-    parent = os.open(out.parent, os.O_RDONLY)
-    os.fsync(parent)
-    os.close(parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the entries of a folder, such as a new name of a file, to the disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Token streams: documents of memory-mapped files, read as if they were one array.
 
-    files     |a a a|b b|c c c c|     |d d|e e e|f|        token_b of each file
+    files     |a a a|b b|c c c c|     |d d|e e e|f|        ids of each file
     stream     a a a b b  d d f                            without documents c and e
     runs      |---------|---|-|                            contiguous in one file
 
@@ -8,7 +8,7 @@ Names end in `b` for tokens, `r` for runs, `d` for documents and `w` for windows
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -20,11 +20,11 @@ class TokenStream:
     """Tokens of all chosen documents, end to end, as runs within memory-mapped arrays.
 
     Run r holds the tokens edge_r[r] .. edge_r[r + 1] - 1 of the stream. They are
-    contiguous in `arrays[array_r[r]]`, and start there at index `first_r[r]`.
+    contiguous in `files[file_r[r]].token_b`, and start there at index `first_r[r]`.
     """
 
-    arrays: tuple[np.ndarray, ...]
-    array_r: np.ndarray
+    files: tuple[TokenFile, ...]
+    file_r: np.ndarray
     first_r: np.ndarray
     edge_r: np.ndarray
     """Edges of the runs: int64 [runs + 1], from 0 to the number of tokens."""
@@ -38,9 +38,9 @@ class TokenStream:
 
 def make_token_stream(token_b: np.ndarray, start_d: np.ndarray) -> TokenStream:
     """Return the whole of one array as a token stream."""
-    edge_r = np.array([0, token_b.size])
+    file, edge_r = TokenFile(None, token_b, start_d), np.array([0, token_b.size])
     return TokenStream(
-        (token_b,), np.zeros(1, int), np.zeros(1, np.int64), edge_r, start_d
+        (file,), np.zeros(1, int), np.zeros(1, np.int64), edge_r, start_d
     )
 
 
@@ -70,14 +70,26 @@ def split_held_out(
 
 
 def read_tokens(stream: TokenStream, start_w: np.ndarray, width: int) -> np.ndarray:
-    """Return the `width` tokens that begin at each start: int32 [w, width]."""
+    """Return the `width` tokens that begin at each start: int32 [w, width].
+
+    Raises ValueError where a block of a file that holds them is damaged.
+    """
     start_w = np.asarray(start_w, np.int64)
     _check_bounds(stream, start_w, width)
     token_wb = np.empty((start_w.size, width), np.int32)
-    run_w = np.searchsorted(stream.edge_r, start_w, "right") - 1
-    for row_b, start, run in zip(token_wb, start_w.tolist(), run_w.tolist()):
-        _copy_tokens(stream, start, run, row_b)
+    for row_b, start in zip(token_wb, start_w.tolist()):
+        at = 0
+        for file, first, count in _spans(stream, start, width):
+            file.verify(first, first + count)
+            row_b[at : at + count] = file.token_b[first : first + count]
+            at += count
     return token_wb
+
+
+def verify_tokens(stream: TokenStream, start: int, width: int) -> None:
+    """Raise ValueError if a block of a file that holds these tokens is damaged."""
+    for file, first, count in _spans(stream, start, width):
+        file.verify(first, first + count)
 
 
 def read_positions(stream: TokenStream, start_w: np.ndarray, width: int) -> np.ndarray:
@@ -98,16 +110,17 @@ def read_positions(stream: TokenStream, start_w: np.ndarray, width: int) -> np.n
     return np.arange(width, dtype=np.int32) - edge_wb
 
 
-def _copy_tokens(stream: TokenStream, start: int, run: int, row_b: np.ndarray) -> None:
-    """Fill the row with the tokens from index `start` on, which lies in run `run`."""
-    num_copied = 0
-    while num_copied < row_b.size:
-        at = start + num_copied
-        count = min(int(stream.edge_r[run + 1]) - at, row_b.size - num_copied)
-        first = int(stream.first_r[run] + at - stream.edge_r[run])
-        array_b = stream.arrays[stream.array_r[run]]
-        row_b[num_copied : num_copied + count] = array_b[first : first + count]
-        num_copied += count
+def _spans(
+    stream: TokenStream, start: int, width: int
+) -> Iterator[tuple[TokenFile, int, int]]:
+    """Yield the file, the first index in it and the number of tokens of each run that
+    holds some of the tokens start .. start + width - 1, in order."""
+    run, stop = int(np.searchsorted(stream.edge_r, start, "right")) - 1, start + width
+    while start < stop:
+        count = min(int(stream.edge_r[run + 1]), stop) - start
+        first = int(stream.first_r[run] + start - stream.edge_r[run])
+        yield stream.files[stream.file_r[run]], first, count
+        start += count
         run += 1
 
 
@@ -123,23 +136,22 @@ def _select(files: Sequence[TokenFile], is_selected_d: np.ndarray) -> TokenStrea
     Selected documents that are neighbours in a file become one run.
     """
     count_f = [file.start_d.size for file in files]
-    array_d = np.repeat(np.arange(len(files), dtype=np.int32), count_f)
+    file_d = np.repeat(np.arange(len(files), dtype=np.int32), count_f)
     first_d = np.concatenate([file.start_d for file in files])
     length_d = np.concatenate(
         [np.diff(file.start_d, append=file.token_b.size) for file in files]
     )
     (selected_d,) = np.nonzero(is_selected_d)
-    array_d, first_d, length_d = (
-        array_d[selected_d],
+    file_d, first_d, length_d = (
+        file_d[selected_d],
         first_d[selected_d],
         length_d[selected_d],
     )
     stop_d = np.cumsum(length_d)
     start_d = stop_d - length_d
-    is_new = (np.diff(selected_d, prepend=-2) > 1) | (np.diff(array_d, prepend=-1) > 0)
+    is_new = (np.diff(selected_d, prepend=-2) > 1) | (np.diff(file_d, prepend=-1) > 0)
     edge_r = np.append(start_d[is_new], stop_d[-1:] if stop_d.size else 0)
-    arrays = tuple(file.token_b for file in files)
-    return TokenStream(arrays, array_d[is_new], first_d[is_new], edge_r, start_d)
+    return TokenStream(tuple(files), file_d[is_new], first_d[is_new], edge_r, start_d)
 
 
 def _cut_documents(

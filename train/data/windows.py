@@ -8,8 +8,12 @@ input and is not predicted. The position in the data is a step number, and any n
 processes reads the same batches.
 """
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,10 +21,19 @@ import numpy as np
 from moejax.config import Data
 from train.data.corpus import Corpus
 from train.data.mixture import apportion, find_row, make_mixture
-from train.data.token_streams import TokenStream, read_positions, read_tokens
+from train.data.token_streams import (
+    TokenStream,
+    read_positions,
+    read_tokens,
+    verify_tokens,
+)
 
 if TYPE_CHECKING:
     from moejax.moe.types import Windows
+
+_CHECKS_BETWEEN_PAUSES = 64
+_PAUSE_SEC = 0.001
+"""Pauses of the thread that verifies used data, so that steps do not wait for it."""
 
 
 class TrainBatches:
@@ -40,6 +53,7 @@ class TrainBatches:
             _Epochs(stream.num_tokens, cfg.seq_len, _seed(cfg.seed, i))
             for i, stream in enumerate(self._streams)
         ]
+        self._check_of_used: Future[None] | None = None
 
     @property
     def num_windows(self) -> list[int]:
@@ -47,7 +61,13 @@ class TrainBatches:
         return [epochs.num_windows for epochs in self._epochs]
 
     def rows(self, step: int, start: int, stop: int) -> "Windows":
-        """Return rows start .. stop - 1 of a step: int32 [rows, seq_len + 1]."""
+        """Return rows start .. stop - 1 of a step: int32 [rows, seq_len + 1].
+
+        Raises ValueError for a damaged block of the files, also for one that
+        `used_verified` has found.
+        """
+        if self._check_of_used is not None and self._check_of_used.done():
+            self._check_of_used.result()
         items = self._items(step, start, stop)
         starts = [self._epochs[corpus].first_token(item) for corpus, item in items]
         return _read(self._streams, [c for c, _ in items], starts, self._cfg)
@@ -62,6 +82,51 @@ class TrainBatches:
             for corpus, item in self._items(step, start, stop)
             for epoch, window in [self._epochs[corpus].window(item)]
         ]
+
+    @contextlib.contextmanager
+    def used_verified(
+        self, num_steps: int, rows: Sequence[int], is_stopped: Callable[[], bool]
+    ) -> Iterator[None]:
+        """Verify in a thread, while the body runs, what steps 0 .. num_steps - 1 used.
+
+        `rows` are the batch rows of this process, whose windows it verifies. The body
+        is followed by a wait for the thread, which ends early once `is_stopped` returns
+        True. Damage raises ValueError there, or in the next call of `rows`.
+        """
+        has_ended = threading.Event()
+
+        def verify() -> None:
+            checks = self._verify_used(num_steps, rows)
+            while any(True for _ in itertools.islice(checks, _CHECKS_BETWEEN_PAUSES)):
+                if is_stopped() or has_ended.wait(_PAUSE_SEC):
+                    return
+
+        with ThreadPoolExecutor(1, "verifies used data") as thread:
+            self._check_of_used = thread.submit(verify)
+            try:
+                yield
+                self._check_of_used.result()
+            finally:
+                has_ended.set()
+
+    def _verify_used(self, num_steps: int, rows: Sequence[int]) -> Iterator[None]:
+        """Verify the windows of these rows; or, where the files have fewer blocks than
+        the steps had windows, these rows' share of the blocks. Yield after each."""
+        checks = [f.check for s in self._streams for f in s.files if f.check]
+        if num_steps * self.batch_size < sum(check.num_blocks for check in checks):
+            width = self._cfg.seq_len + 1
+            for step, row in itertools.product(range(num_steps), rows):
+                ((corpus, item),) = self._items(step, row, row + 1)
+                start = self._epochs[corpus].first_token(item)
+                verify_tokens(self._streams[corpus], start, width)
+                yield
+            return
+        blocks = ((check, k) for check in checks for k in range(check.num_blocks))
+        own = set(rows)
+        for number, (check, k) in enumerate(blocks if num_steps else ()):
+            if number % self.batch_size in own:
+                check.verify_blocks(k, k + 1)
+                yield
 
     def _items(self, step: int, start: int, stop: int) -> list[tuple[int, int]]:
         assert 0 <= start <= stop <= self.batch_size, (start, stop, self.batch_size)

@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from moejax.config import Data
 from tests.support.corpora import random_documents, write_bin
 from tests.support.run_main import ROOT
 from train import data
-from train.data import cache
+from train.data import cache, indexed
 
 LOAD = """
 import sys
@@ -116,7 +117,7 @@ def test_bad_records_of_an_earlier_run_count_again(tmp_path):
         load(path, [], max_bad_records=2)
 
 
-def test_a_file_is_hashed_again_when_it_has_changed(tmp_path, monkeypatch):
+def test_a_file_is_hashed_again_when_it_has_changed(tmp_path):
     path = write_bin(tmp_path / "a.bin", random_documents(0, 20))
     index = path.with_suffix(".idx")
     count = 0
@@ -124,19 +125,21 @@ def test_a_file_is_hashed_again_when_it_has_changed(tmp_path, monkeypatch):
     def scan(path):
         nonlocal count
         count += 1
-        return "0" * 64, 7
+        return indexed.scan(path)
 
-    monkeypatch.setattr(cache, "scan", scan)
-    cache.cached_scan(path)
-    cache.cached_scan(path)
+    first = cache.cached_scan(path, scan)
+    cache.cached_scan(path, scan)
     assert count == 2  # too young to be cached by its mtime
     for when, expected in ((1, 3), (1, 3), (2, 4)):
         os.utime(path, (when, when))
         os.utime(index, (1, 1))
-        assert cache.cached_scan(path) == ("0" * 64, 7)
+        found = cache.cached_scan(path, scan)
+        assert (found.sha256, found.largest_id) == (first.sha256, first.largest_id)
+        np.testing.assert_array_equal(found.sums.data_k, first.sums.data_k)
+        np.testing.assert_array_equal(found.sums.index_k, first.sums.index_k)
         assert count == expected
     os.utime(index, (3, 3))
-    cache.cached_scan(path)
+    cache.cached_scan(path, scan)
     assert count == 5
 
 
@@ -152,13 +155,47 @@ def test_a_link_to_another_file_is_another_file(tmp_path):
     assert cache.cached_sha256(link) != first
 
 
-def test_a_record_cut_by_a_power_loss_is_read_again(tmp_path, folder):
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"sha256": "0"}',
+        b"[" * 100_000,
+        b"\xff",
+        b"1" * 9999,
+    ],
+)
+def test_a_damaged_record_is_read_again_and_said_to_be(
+    tmp_path, folder, caplog, content
+):
     path = write_lines(tmp_path / "a.jsonl", ["text"])
     sha256 = cache.cached_sha256(path)
     (record,) = folder.glob("hashes/*.json")
-    record.write_text("")
-    assert cache.cached_sha256(path) == sha256
-    assert json.loads(record.read_text()) == {"sha256": sha256}
+    whole = record.read_bytes()
+    for damaged in (content, whole.replace(b"sha256", b"sha255"), whole[:-1]):
+        caplog.clear()
+        record.write_bytes(damaged)
+        assert cache.cached_sha256(path) == sha256
+        assert record.read_bytes() == whole
+        (message,) = caplog.messages
+        assert message.endswith("is damaged: its file is read again")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", "[" * 100_000, '{"format": 1}'])
+def test_a_damaged_manifest_of_cached_tokens_is_set_aside(tmp_path, folder, content):
+    path = write_lines(tmp_path / "a.jsonl", ["some text"] * 9)
+    sha256 = load(path, []).sha256
+    (manifest,) = folder.glob("tokens/*/manifest.json")
+    for _ in range(2):
+        messages = []
+        manifest.write_text(content)
+        assert load(path, messages).sha256 == sha256
+        assert "is damaged" in messages[0]
+        assert messages[0].endswith(f"the folder is now {manifest.parent}.damaged")
+        assert messages[1].startswith("tokenizing 1 files")
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch):

@@ -263,7 +263,7 @@ def test_another_tokenizer_than_that_of_the_manifest(shards):
     )
     path = shards / "manifest.json"
     path.write_text(path.read_text().replace('"sha256"', '"sha"'))
-    assert "is damaged: it names no tokenizer" in refusal(shards)
+    assert "is damaged: it has no tokenizer" in refusal(shards)
 
 
 def test_a_changed_corpus_is_other_data_and_a_moved_one_is_not(tmp_path):
