@@ -15,11 +15,14 @@ from train.eval.ngram import trigram_loss
 from train.job import Job
 from train.launch.files import write_whole
 from train.launch.processes import from_first_process
+from train.launch.program import say_loudly
 from train.logs.balance_summary import balance_lines, summarise_balance
 from train.logs.goodput import goodput_lines, report
 from train.loop import Outcome
 
 FILE = "summary.json"
+MAX_FILE_BYTES = 2**26
+"""Size of a summary at most: the loads of 128 layers with 4096 experts take 5 MB."""
 BASELINE_BYTES = 2**26
 """Number of training bytes that the trigram table counts, at most."""
 
@@ -30,16 +33,51 @@ def finished_summary(path: pathlib.Path, job: Job) -> dict | None:
 
     Raises ValueError if that run was of another model or of other data.
     """
-    try:
-        summary = json.loads((path / FILE).read_text())
-    except FileNotFoundError:
-        return None
-    if summary["step"] < job.cfg.train.num_steps:
+    summary = _read_summary(path / FILE)
+    if summary is None or summary["step"] < job.cfg.train.num_steps:
         return None
     meta = newest_meta(path / "checkpoints")
     if meta is not None:
         identity.check(meta, job.cfg, job.meta["data"])
     return summary
+
+
+def _read_summary(file: pathlib.Path) -> dict | None:
+    """Return the summary in a file, or None.
+
+    A damaged file is renamed, and this is said: the run goes on from its checkpoint and
+    writes the summary again.
+    """
+    try:
+        with file.open("rb") as stream:
+            text = stream.read(MAX_FILE_BYTES + 1)
+        summary = json.loads(text) if len(text) <= MAX_FILE_BYTES else None
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError):
+        summary = None
+    if _is_summary(summary):
+        return summary
+    aside = file.with_name(f"{FILE}.damaged")
+    file.replace(aside)
+    say_loudly(
+        f"SUMMARY DAMAGED: {file} is not what a finished run writes, and is now "
+        f"{aside.name}; the run goes on from its newest checkpoint"
+    )
+    return None
+
+
+def _is_summary(summary) -> bool:
+    """Return whether a value has the fields of a summary that a program reads."""
+    if not isinstance(summary, dict):
+        return False
+    step, loss = summary.get("step"), summary.get("eval_loss", "")
+    return (
+        type(step) is int
+        and 0 <= step < 2**63
+        and (loss is None or (type(loss) in (int, float) and abs(loss) < 1e300))
+        and all(isinstance(summary.get(name), str) for name in ("digest", "run_dir"))
+    )
 
 
 def summarise(job: Job, outcome: Outcome, path: pathlib.Path) -> dict:

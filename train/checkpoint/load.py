@@ -152,7 +152,9 @@ def _read_config(directory: pathlib.Path, steps: Sequence[int]) -> Config:
             meta = json.loads(text)["meta"]
             require_format(meta)
             return config_from_record(meta["config"])
-        except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (
+            OSError, json.JSONDecodeError, UnicodeDecodeError, RecursionError,
+        ) as error:  # fmt: skip
             problem = one_line(error)
         except (KeyError, TypeError, AttributeError) as error:
             problem = f"it lacks {error}"

@@ -52,7 +52,7 @@ def read_record(directory: pathlib.Path, step: int) -> dict:
             raise DamagedCheckpointError(
                 f"it is the checkpoint of step {record['step']}"
             )
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise DamagedCheckpointError(f"its record: {shorten(error)}") from error
     return record
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from gin import config_parser
 
-from moejax.config import Config
+from moejax.config import Config, shorten
 from train.config.names import (
     CLASSES,
     KINDS,
@@ -30,7 +30,20 @@ from train.config.names import (
     convert,
     names_in,
     nearest,
+    show,
 )
+
+MAX_MESSAGE = 500
+"""Length of a message at most, in characters."""
+MAX_DEPTH = 30
+"""Number of files that include one another, and of macros that use one another, in a
+row at most."""
+MAX_FILES = 200
+"""Number of files that are read at most; a file that is included twice counts twice."""
+MAX_TEXT = 2**20
+"""Length of a file at most, in characters."""
+MAX_ITEMS = 20_000
+"""Number of items of a value at most, with its macros replaced."""
 
 
 class ConfigError(ValueError):
@@ -45,10 +58,12 @@ def load(files: Sequence[str | os.PathLike[str]], params: Sequence[str] = ()) ->
     reported at the latest binding that it names, with the other bindings behind it.
     """
     bindings: list[_Binding] = []
+    read_paths: list[str] = []
     for file in files:
-        bindings += _read_file(os.path.normpath(file))
+        bindings += _read_file(os.path.normpath(file), read_paths)
     for param in params:
-        bindings += _read(_Source(f"--gin_param {param!r}", param))
+        label = f"--gin_param {shorten(repr(param), 160)}"
+        bindings += _read(_Source(label, param), read_paths)
     bound = _evaluate(bindings)
     fields_of = {cls: {} for cls in CLASSES}
     for name, field_value in bound.items():
@@ -150,19 +165,34 @@ class _Marks(config_parser.ParserDelegate):
         return _Macro(macro_name)
 
 
-def _read_file(path: str, open_paths: tuple[str, ...] = ()) -> list[_Binding]:
-    """Return the bindings of a file; raise ConfigError where it cannot be read."""
+def _read_file(
+    path: str, read_paths: list[str], open_paths: tuple[str, ...] = ()
+) -> list[_Binding]:
+    """Return the bindings of a file; raise ConfigError where it cannot be read.
+
+    `read_paths` holds the files that were read, and gets this one."""
+    read_paths.append(path)
+    if len(read_paths) > MAX_FILES or len(open_paths) > MAX_DEPTH:
+        raise _error(
+            open_paths[-1] if open_paths else path,
+            f"more than {MAX_FILES} files are included, or {MAX_DEPTH} in one another; "
+            "include fewer",
+        )
     try:
         with open(path, encoding="utf-8") as file:
-            text = file.read()
+            text = file.read(MAX_TEXT + 1)
     except UnicodeDecodeError as err:
         raise _error(path, f"byte {err.start} is not UTF-8 text") from err
     except OSError as err:
         raise _error(path, f"{err.strerror}; {_nearest_file(path)}") from err
-    return _read(_Source(path, text, path, (*open_paths, path)))
+    except ValueError as err:  # a NUL in the name
+        raise _error(path, f"{err}; give the path of a .gin file") from err
+    if len(text) > MAX_TEXT:
+        raise _error(path, f"it has more than {MAX_TEXT} characters; give a .gin file")
+    return _read(_Source(path, text, path, (*open_paths, path)), read_paths)
 
 
-def _read(source: _Source) -> list[_Binding]:
+def _read(source: _Source, read_paths: list[str]) -> list[_Binding]:
     """Return the bindings of a text and of its includes, in the order in which they
     take effect."""
     bindings: list[_Binding] = []
@@ -178,7 +208,7 @@ def _read(source: _Source) -> list[_Binding]:
             )
         if isinstance(statement, config_parser.IncludeStatement):
             path = _find_include(statement.filename, source, where)
-            bindings += _read_file(path, source.open_paths)
+            bindings += _read_file(path, read_paths, source.open_paths)
             continue
         name = _name(statement, where)
         if isinstance(statement, config_parser.BlockDeclaration):
@@ -251,37 +281,52 @@ def _evaluate(bindings: Sequence[_Binding]) -> dict[str, _Bound]:
     bound = {}
     for rank, binding in enumerate(bindings):
         if "." in binding.name:
-            own_macros: set[str] = set()
-            value = _resolve(binding, macro_bindings, own_macros)
-            sources = [(rank, binding), *(macros[name] for name in own_macros)]
+            macros_in = _Expansion(macro_bindings)
+            value = _resolve(binding, macros_in)
+            sources = [(rank, binding), *(macros[name] for name in macros_in.used)]
             last_rank, last = max(sources, key=lambda source: source[0])
             value = _typed(binding, value)
             bound[binding.name] = _Bound(value, last.where, last_rank)
-            used |= own_macros
+            used |= macros_in.used
     fields = {name.split(".")[1]: name for name in KINDS}
     for name, macro in macro_bindings.items():
         if name not in used:
             near = nearest(name, {other: f"%{other}" for other in used}, "") or nearest(
                 name,
                 fields if name.islower() else {},
-                f"use it as %{name} or remove it",
+                f"use it as %{shorten(name, 80)} or remove it",
             )
-            raise _error(macro.where, f"the macro {name} is never used; {near}")
+            raise _error(
+                macro.where, f"the macro {shorten(name, 80)} is never used; {near}"
+            )
     return bound
 
 
+@dataclasses.dataclass
+class _Expansion:
+    """The macros of a value: those that there are, and those that it uses."""
+
+    macros: Mapping[str, _Binding]
+    used: set[str] = dataclasses.field(default_factory=set)
+    num_items: int = 0
+
+
 def _resolve(
-    binding: _Binding,
-    macros: Mapping[str, _Binding],
-    used: set[str],
-    open_names: tuple[str, ...] = (),
+    binding: _Binding, expansion: _Expansion, open_names: tuple[str, ...] = ()
 ) -> Any:
     """Return the value of a binding with its macros replaced. Their names are added to
-    `used`."""
-    value, where = binding.value, binding.where
+    `expansion.used`."""
+    value, where, macros = binding.value, binding.where, expansion.macros
+    expansion.num_items += 1
+    if expansion.num_items > MAX_ITEMS or len(open_names) > MAX_DEPTH:
+        raise _error(
+            where,
+            f"a value has more than {MAX_ITEMS} items, or {MAX_DEPTH} macros that use "
+            "one another; write it shorter",
+        )
     if isinstance(value, list | tuple):
         items = (dataclasses.replace(binding, value=item) for item in value)
-        return type(value)(_resolve(item, macros, used, open_names) for item in items)
+        return type(value)(_resolve(item, expansion, open_names) for item in items)
     if isinstance(value, _Reference):
         raise _error(
             where,
@@ -297,11 +342,13 @@ def _resolve(
         near = nearest(
             value.name,
             {name: f"%{name}" for name in macros},
-            f"define it with {value.name} = ...",
+            f"define it with {shorten(value.name, 80)} = ...",
         )
-        raise _error(where, f"the macro {value!r} has no value; {near}")
-    used.add(value.name)
-    return _resolve(macros[value.name], macros, used, (*open_names, value.name))
+        raise _error(
+            where, f"the macro {shorten(repr(value), 80)} has no value; {near}"
+        )
+    expansion.used.add(value.name)
+    return _resolve(macros[value.name], expansion, (*open_names, value.name))
 
 
 def _typed(binding: _Binding, value: Any) -> Any:
@@ -309,8 +356,8 @@ def _typed(binding: _Binding, value: Any) -> Any:
     try:
         return convert(value, KINDS[binding.name])
     except TypeError as err:
-        macro = f" (from {binding.value!r})" if value != binding.value else ""
-        problem = f"{binding.name} = {value!r:.80}{macro} {err}"
+        macro = f" (from {show(binding.value)})" if value != binding.value else ""
+        problem = f"{binding.name} = {show(value)}{macro} {err}"
         raise _error(binding.where, problem) from err
 
 
@@ -321,9 +368,9 @@ def _find_include(name: str, source: _Source, where: str) -> str:
     paths = [os.path.normpath(os.path.join(folder, name)) for folder in folders]
     path = next((path for path in paths if os.path.isfile(path)), None)
     if path is None:
-        tried = " or ".join(dict.fromkeys(paths))
+        tried = " or ".join(shorten(path, 100) for path in dict.fromkeys(paths))
         near = _nearest_file(paths[0])
-        raise _error(where, f"include {name!r}: there is no file {tried}; {near}")
+        raise _error(where, f"include {show(name)}: there is no file {tried}; {near}")
     if any(os.path.realpath(path) == os.path.realpath(p) for p in source.open_paths):
         circle = " -> ".join([*source.open_paths, path])
         raise _error(where, f"includes in a circle: {circle}; remove one of them")
@@ -347,11 +394,11 @@ def _broken_rule(message: str, bound: Mapping[str, _Bound]) -> ConfigError:
         return _error("configuration", message)
     latest, *others = names
     shown = [
-        f"{name} = {bound[name].value!r} at {bound[name].where}" for name in others
+        f"{name} = {show(bound[name].value)} at {bound[name].where}" for name in others
     ]
     more = f" (with {' and '.join(shown)})" if shown else ""
     return _error(bound[latest].where, message + more)
 
 
 def _error(where: str, problem: str) -> ConfigError:
-    return ConfigError(" ".join(f"{where}: {problem}".splitlines()))
+    return ConfigError(shorten(" ".join(f"{where}: {problem}".split()), MAX_MESSAGE))

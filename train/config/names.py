@@ -13,8 +13,9 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from moejax.config import Config
+from moejax.config import Config, shorten
 
+MAX_INT = 2**63 - 1
 PARTS: dict[str, type] = typing.get_type_hints(Config)
 """Fields of Config and their classes: 'mesh' -> Topology. A gin file calls a part by
 the field's name with a capital: 'Mesh'."""
@@ -37,14 +38,14 @@ def check_name(cls: str, field: str | None) -> str:
         known = "valid are " + ", ".join(sorted(CLASSES))
         last_word = cls.rpartition(".")[2]
         near = nearest(last_word, {name: name for name in CLASSES}, known)
-        raise ValueError(f"there is no class {cls}; {near}")
+        raise ValueError(f"there is no class {shorten(cls, 80)}; {near}")
     name = cls if field is None else f"{cls}.{field}"
     if field is not None and name not in KINDS:
         own = {f.name: f"{cls}.{f.name}" for f in dataclasses.fields(CLASSES[cls])}
         everywhere = {other.split(".")[1]: other for other in KINDS}
         shown = everywhere if field in everywhere else own
         near = nearest(field, shown, "valid are " + ", ".join(own.values()))
-        raise ValueError(f"{cls} has no field {field}; {near}")
+        raise ValueError(f"{cls} has no field {shorten(field, 80)}; {near}")
     return name
 
 
@@ -69,16 +70,19 @@ def convert(value: Any, kind: Any) -> Any:
     type it must have.
 
     An int is accepted for a float, and a list for a tuple. A bool is not accepted for a
-    number. A float must be finite: inf and nan could not be written back as gin.
+    number. An int has 64 bits at most. A float must be finite: inf and nan could not be
+    written back as gin.
     """
     try:
         return _fit(value, kind)
     except TypeError as err:
         near = ""
         if typing.get_origin(kind) is Literal:
-            shown = {str(choice): repr(choice) for choice in typing.get_args(kind)}
-            near = nearest(str(value), shown, "")
+            choices = {str(choice): repr(choice) for choice in typing.get_args(kind)}
+            near = nearest(show(value).strip("'"), choices, "")
         problem = f"must be {describe(kind)}, and is of type {type(value).__name__}"
+        if type(value) is int and abs(value) > MAX_INT:
+            problem = f"must be {describe(kind)}, and has more than 64 bits"
         raise TypeError(f"{problem}; {near}" if near else problem) from err
 
 
@@ -102,9 +106,18 @@ def _fit(value: Any, kind: Any) -> Any:
     elif kind is float and type(value) in (int, float):
         if abs(value) <= sys.float_info.max:
             return float(value)
-    elif type(value) is kind:
+    elif type(value) is kind and (kind is not int or abs(value) <= MAX_INT):
         return value
     raise TypeError(kind)
+
+
+def show(value: Any) -> str:
+    """Return a value as a message shows it: as Python writes it, and cut to 80
+    characters."""
+    try:
+        return shorten(repr(value), 80)
+    except ValueError:  # Python writes no int of more than 4300 digits
+        return "a number of more than 4300 digits"
 
 
 def describe(kind: Any) -> str:
