@@ -15,5 +15,5 @@ def test_a_deeply_nested_record_is_damaged(tmp_path, text):
     with pytest.raises(DamagedCheckpointError, match="its record: RecursionError"):
         read_record(directory, 7)
     assert newest_meta(directory) is None
-    with pytest.raises(ValueError, match="checkpoint 7 in .* is damaged: its record"):
+    with pytest.raises(ValueError, match=r"checkpoint 7 in .* is damaged: its record"):
         find_checkpoints(tmp_path)
