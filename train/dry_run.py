@@ -16,6 +16,7 @@ from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 from moejax.resolve.meshes import RULE, propose_meshes
 from moejax.resolve.resolved import Resolved, resolve
+from train.replicas.shards import Coverage, coverage
 from train.step.compiled import make_model
 from train.step.state import abstract_state, bytes_per_device, compresses_gradients
 
@@ -31,6 +32,7 @@ def dry_run(cfg: Config) -> dict:
     held, layout = _bytes_per_device(run), run.layout
     flops = flops_per_token(cfg.network)
     plan = run.home_plan()
+    covered = coverage(_abstract_state(run))
     record = {
         "params": num_params(cfg.network),
         "bytes_per_device": held,
@@ -38,10 +40,12 @@ def dry_run(cfg: Config) -> dict:
         "layout": dataclasses.asdict(layout),
         "kernels": {k: c._asdict() for k, c in run.kernels.items()},
         "plan": plan.digest,
+        "replicas": dataclasses.asdict(covered),
         "steps": cfg.train.num_steps,
         "tokens": cfg.train.num_steps * cfg.train.batch_size * cfg.data.seq_len,
     }
     _print(run, record, plan)
+    _print_covered(covered)
     return record
 
 
@@ -90,9 +94,13 @@ def _resolve(cfg: Config) -> Resolved:
 def _bytes_per_device(run: Resolved) -> dict[str, int]:
     """Return the bytes that one device holds, by kind: training state, gradients, and
     one MoE layer at work."""
-    held = bytes_per_device(abstract_state(run, make_model(run).optimizer))
+    held = bytes_per_device(_abstract_state(run))
     held["gradients"] = held["params"]
     return held | layer_bytes(run.cfg, run.layout)
+
+
+def _abstract_state(run: Resolved):
+    return abstract_state(run, make_model(run).optimizer, run.layout.store)
 
 
 def layer_bytes(cfg: Config, layout: Layout) -> dict[str, int]:
@@ -144,3 +152,12 @@ def _print(run: Resolved, record: dict, plan: ExpertPlan) -> None:
     print(f"plan               {plan.digest} ({home}; {plan.num_layers} layers)")
     tokens = f"{record['tokens']:,} tokens"
     print(f"run                {record['steps']} steps, {tokens}; nothing was run")
+
+
+def _print_covered(covered: Coverage) -> None:
+    """Print the leaves of the state that several devices hold, which a run compares,
+    and the others."""
+    print(f"replicas           {covered}")
+    for what, sizes in (("compared", covered.compared), ("once", covered.single)):
+        for name, size in sizes.items():
+            print(f"  {what:<16} {size:14,} bytes  {name}")

@@ -36,7 +36,7 @@ class Coverage:
     def __str__(self) -> str:
         return (
             f"{_count(self.compared)} on several devices; {_count(self.single)} exist "
-            "once, where a flipped bit is not found (--dry_run lists them)"
+            "once, where a flipped bit is not found"
         )
 
 

@@ -54,7 +54,8 @@ class Replicas:
                 self._checks[store == "sharded"] = ReplicaCheck(state, model.mesh)
         say(
             f"replicas  {coverage(abstract_state(model.run, model.optimizer, used))}; "
-            f"compared every {self._every_steps} steps and before each save"
+            f"compared every {self._every_steps} steps and before each save (--dry_run "
+            "lists them)"
         )
 
     def put(self, step: int, state: TrainState) -> None:
