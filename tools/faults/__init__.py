@@ -1,0 +1,1 @@
+"""Faults that tools/chaos.py puts into real runs, and the promises that must hold."""
