@@ -32,9 +32,11 @@ from tools.faults.fault import Fault
 from tools.faults.plan import NUM_PROCESSES, Scenario, make_plan
 from tools.faults.promises import Result
 from tools.faults.reference import Workshop
+from tools.faults.run import Broken
 from tools.faults.scenario import Verdict, play
 from tools.faults.table import FAULTS, NAMES
 from tools.launch.arguments import new_parser
+from tools.testbed.lock import handle_signals, interrupt
 from train.launch.program import DONE, emit, guarded
 
 BROKEN = 1
@@ -64,7 +66,8 @@ def work(args: argparse.Namespace) -> int:
     workshop = Workshop(root, pathlib.Path(args.cache or root / "programs").absolute())
     root.mkdir(parents=True, exist_ok=True)
     workshop.furnish()
-    verdicts, broken = play_all(plan, workshop, args.seed, 60 * args.minutes)
+    with handle_signals(interrupt):
+        verdicts, broken = play_all(plan, workshop, args.seed, 60 * args.minutes)
     record = {
         "faults": table_of(verdicts),
         "broken": broken,
@@ -151,7 +154,11 @@ def play_all(
     start_sec, results, verdicts, broken = time.monotonic(), {}, [], []
     for number in sorted({scenario.num_processes for scenario in plan}):
         print(f"undisturbed, {number} processes", flush=True)
-        results[number] = workshop.undisturbed(number, UNDISTURBED_SEC)
+        try:
+            results[number] = workshop.undisturbed(number, UNDISTURBED_SEC)
+        except Broken as why:
+            missed = [Verdict(fault) for scenario in plan for fault in scenario.faults]
+            return missed, [f"without any fault, {number} processes: {why}"]
     for scenario in plan:
         minutes = (time.monotonic() - start_sec) / 60
         if 60 * minutes > limit_sec:

@@ -53,7 +53,7 @@ def damage_shards(run: Run, rng: random.Random) -> None:
 
 def damage_programs(run: Run, rng: random.Random) -> Damage:
     """Damage entries of the compilation cache: another program is never run."""
-    entries = sorted(run.place.programs.glob("*-cache"), key=_size)[-6:]
+    entries = sorted(run.place.programs.rglob("*-cache"), key=_size)[-6:]
     how = rng.choice((_swap, _cut, _flip))
     for entry, other in zip(entries, entries[1:] + entries[:1], strict=True):
         how(entry, other, rng)

@@ -10,7 +10,7 @@ import time
 
 from moejax.perf.calibration import Calibration
 from tools.faults.promises import Result, expect_nothing_left, read_result
-from tools.faults.run import START_SEC, Place, Run
+from tools.faults.run import START_SEC, Broken, Place, Run
 from train.data.prepared import prepare
 
 NUM_DOCUMENTS, NUM_WORDS = 60, 200
@@ -62,7 +62,8 @@ class Workshop:
         return place
 
     def undisturbed(self, num_processes: int, limit_sec: float) -> Result:
-        """Run without faults, and return the result. Raises Broken if that fails."""
+        """Run without faults, and return the result. Raises Broken if that fails, or if
+        the balancer has not changed both plan and layout."""
         place = self.new_place(f"undisturbed-{num_processes}")
         run = Run(place, num_processes, limit_sec, pace_sec=0.0)
         try:
@@ -71,7 +72,12 @@ class Workshop:
         finally:
             run.close()
         expect_nothing_left(place)
-        return read_result(place.run_dir)
+        result = read_result(place.run_dir)
+        decisions = [record.get("decision", {}) for record in result.metrics.values()]
+        kinds = {decision.get("kind") for decision in decisions}
+        if not {"swap", "relayout"} <= kinds:
+            raise Broken(f"the balancer has made no swap or no relayout, only {kinds}")
+        return result
 
 
 def _documents(rng: random.Random):

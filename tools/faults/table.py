@@ -59,7 +59,7 @@ FAULTS = (
     ),
     Fault(
         "flipped bit",
-        "exit code 3 in 60 s, one line names leaf and device",
+        "exit code 3 in 90 s, one line names leaf and device",
         "running",
         values.flip_bit,
     ),

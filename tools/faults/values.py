@@ -8,9 +8,9 @@ import random
 from tools.faults.run import START_SEC, Broken, Run
 from tools.faults.worker import FLIP, FLIPPED
 
-FLIP_SEC = 60.0
+FLIP_SEC = 90.0
 """Limit on the time from a flipped bit to the end of all processes. The next save, and
-with it the next check, is at most six steps away."""
+with it the next check, is at most six steps away; steps may be replayed after it."""
 MISMATCHES = (
     "Optimizer.learning_rate = 1e-2",
     "Optimizer.weight_decay = 0.2",
