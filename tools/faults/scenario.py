@@ -86,6 +86,8 @@ class _Player:
     def __init__(self, run: Run, rng: random.Random, scenario: Scenario) -> None:
         self._run, self._rng = run, rng
         self.verdicts = [Verdict(fault) for fault in scenario.faults]
+        self._acting: Verdict | None = None
+        """The fault that is hitting the run now."""
         self._open: list[Verdict] = []
         """Faults after which the run has not reached another step yet."""
         self._damage: list[tuple[Verdict, Damage]] = []
@@ -98,10 +100,10 @@ class _Player:
                 self._wait_for_moment(fault)
             else:
                 self._rest()
-            self._open.append(verdict)
-            start_sec = time.monotonic()
+            self._acting, start_sec = verdict, time.monotonic()
             damage = fault.act(self._run, self._rng)
-            verdict.sec = time.monotonic() - start_sec
+            self._acting, verdict.sec = None, time.monotonic() - start_sec
+            self._open.append(verdict)
             if damage is not None:
                 self._damage.append((verdict, damage))
 
@@ -111,11 +113,13 @@ class _Player:
         self._run.expect_end(0, START_SEC)
 
     def blame(self, why: str) -> str:
-        """Note that the promises of the faults that were answered last are broken.
-        Return '', or `why` if the run had gone on after all of them."""
-        for verdict in self._open:
+        """Note that the promise of the fault that is hitting the run is broken, or those
+        of all faults that the run has not gone on after. Return '', or `why` if there
+        are none."""
+        guilty = [self._acting] if self._acting else self._open
+        for verdict in guilty:
             verdict.is_kept, verdict.why = False, why
-        return "" if self._open else why
+        return "" if guilty else why
 
     def _wait_for_moment(self, fault: Fault) -> None:
         """Return at a random moment: after some steps, or while the run starts."""
