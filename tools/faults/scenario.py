@@ -113,9 +113,11 @@ class _Player:
         self._run.expect_end(0, START_SEC)
 
     def blame(self, why: str) -> str:
-        """Note that the promise of the fault that is hitting the run is broken, or those
-        of all faults that the run has not gone on after. Return '', or `why` if there
-        are none."""
+        """Note that the promise of the fault that is hitting the run is broken, or else
+        those of all faults that the run has not gone on after.
+
+        Return '', or `why` if there are none.
+        """
         guilty = [self._acting] if self._acting else self._open
         for verdict in guilty:
             verdict.is_kept, verdict.why = False, why
