@@ -1,0 +1,571 @@
+"""Formats that a program reads: how to write small valid files of each, how to damage
+them, and how the program reads them.
+
+Each reader calls what a program calls, down to the use of what was read. Readers may
+return normally, or raise what a program answers with one line of an error. They check
+what must hold for whatever is read, and then raise AssertionError.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import random
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+
+from tests.support import mutations
+from tests.support.calibrations import TWO_LEVELS
+from tests.support.data_files import (
+    TEXTS,
+    bpe_json,
+    write_jsonl,
+    write_npy,
+    write_parquet,
+    write_text,
+)
+from tests.support.metrics_lines import DECISIONS, balanced_lines
+from tests.support.mutations import BYTES, GIN, INDEX, JSON, JSON_LINES, NPY, NPZ
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A format, how files of it are made and damaged, and how programs read them."""
+
+    file: str
+    """Name of the file that is damaged, or a glob of files, one of which is."""
+    build: Callable[[pathlib.Path, int], None]
+    """Function of a folder and a variant, 0 or 1, that writes valid files there."""
+    read: Callable[[pathlib.Path], object]
+    """Function of a folder that reads the files in it."""
+    mutators: Sequence[mutations.Mutator]
+    num_cases: int
+    """Number of damaged files that `make test-all` reads."""
+    names: tuple[str, ...]
+    """Texts one of which an error must hold, for it names the file."""
+    num_quick: int = 6
+    """Number of damaged files that `make test` reads."""
+    limit_sec: float = 10.0
+    """Time that one case may take."""
+    is_report: bool = False
+    """Whether the reader prints a report for people, whose lines may be long."""
+
+    def choose(self, folder: pathlib.Path, rng: random.Random) -> pathlib.Path:
+        """Return the file in `folder` that is damaged; a larger one more often."""
+        paths = sorted(path for path in folder.glob(self.file) if path.is_file())
+        assert paths, (folder, self.file)
+        return rng.choices(paths, [p.stat().st_size + 300 for p in paths])[0]
+
+
+# Configurations
+
+
+def build_gin(folder: pathlib.Path, variant: int) -> None:
+    text = (ROOT / "tests" / "support" / "toy.gin").read_text()
+    if variant:
+        text = (ROOT / "configs" / "tiny_cpu.gin").read_text()
+    (folder / "a.gin").write_text(text)
+
+
+def read_gin(folder: pathlib.Path) -> None:
+    from train.config import gin_reader
+
+    cfg = gin_reader.load([folder / "a.gin"])
+    (folder / "b.gin").write_text(gin_reader.render(cfg), encoding="utf-8")
+    assert gin_reader.load([folder / "b.gin"]) == cfg
+    gin_reader.render(cfg, only_changed=True)
+
+
+def read_sizes(folder: pathlib.Path) -> None:
+    """Print what the configuration would need, as --dry_run does."""
+    from train.config import gin_reader
+    from train.dry_run import dry_run
+    from train.launch.program import emit
+
+    emit(dry_run(gin_reader.load([folder / "a.gin"])), True)
+
+
+def build_gin_param(folder: pathlib.Path, variant: int) -> None:
+    binding = ("Train.num_steps = 50", "Data.corpus = ('a.txt', 'b.jsonl')")[variant]
+    (folder / "param").write_text(binding)
+
+
+def read_gin_param(folder: pathlib.Path) -> None:
+    from train.config import gin_reader
+
+    param = (folder / "param").read_bytes().decode(errors="surrogateescape")
+    cfg = gin_reader.load([ROOT / "tests" / "support" / "toy.gin"], [param])
+    gin_reader.render(cfg, only_changed=True)
+
+
+# Speeds, loads and plans
+
+
+def build_calibration(folder: pathlib.Path, variant: int) -> None:
+    text = TWO_LEVELS.to_json()
+    if variant:
+        text = (ROOT / "configs" / "skewed_cpu.calibration.json").read_text()
+    (folder / "a.json").write_text(text)
+
+
+def read_calibration(folder: pathlib.Path) -> None:
+    from moejax.config import Balance, Model
+    from moejax.plan.layout import Topology
+    from moejax.resolve.speeds import load_calibration
+
+    cfg = SimpleNamespace(
+        balance=Balance(calibration=str(folder / "a.json")),
+        mesh=Topology(expert=4, tensor=2),
+        model=Model(compute_dtype="float32"),
+    )
+    _use_calibration(load_calibration(cfg, "paper"))
+
+
+def _use_calibration(calibration) -> None:
+    from moejax.perf.calibration import cost_model, find_line
+
+    cost = cost_model(
+        calibration, d_model=64, d_expert=64, itemsize=4, micro_batches=1,
+        other_flops_per_device=1e6,
+    )  # fmt: skip
+    for kind in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce"):
+        line = find_line(calibration, kind, ("expert", "tensor"))
+        assert line["latency_sec"] + 1 / line["bytes_per_sec"] >= 0
+    assert cost.flops_per_sec > 0
+    assert cost.latency_sec >= 0
+    calibration.to_json()
+
+
+def build_loads(folder: pathlib.Path, variant: int) -> None:
+    rng = np.random.default_rng(variant)
+    tokens = rng.integers(0, 100, (20, 2, 8), dtype=np.uint16)
+    save = (np.savez, np.savez_compressed)[variant]
+    save(folder / "a.npz", tokens=tokens, layer=np.arange(2))
+
+
+def read_loads(folder: pathlib.Path) -> None:
+    from moejax.config import Recorded
+    from moejax.moe.recorded import loads
+
+    chance_tle = loads(Recorded(source=str(folder / "a.npz")), 3, 8, 2)
+    assert np.isfinite(chance_tle).all()
+    np.testing.assert_allclose(chance_tle.sum(-1), 2, rtol=1e-4)
+
+
+def build_trace(folder: pathlib.Path, variant: int) -> None:
+    rng = np.random.default_rng(variant)
+    tokens = rng.integers(0, 100, (6, 2, 4, 8), dtype=np.uint16)
+    save = (np.savez, np.savez_compressed)[variant]
+    save(folder / "a.npz", tokens=tokens, layer=np.array([3, 7]))
+
+
+def read_trace(folder: pathlib.Path) -> None:
+    from tools.bench.expert_loads import read_trace, some_layers
+    from tools.testbed.trace import cut_layer
+
+    cut_layer(folder / "a.npz", 3, folder / "layer.npz", first=0)
+    loads = read_trace(folder / "a.npz")
+    assert np.isfinite(loads.load_tlwe).all()
+    some_layers(loads, str(loads.layers[0]))
+
+
+# Data
+
+
+def read_corpus(folder: pathlib.Path, entry: str, tokenizer: str = "bytes") -> None:
+    """Open a corpus as a run does, and read each of its windows."""
+    from moejax.config import Data
+    from train.data import HeldOut, TrainBatches, byte_sample, load_corpus
+
+    cfg = Data(
+        corpus=str(folder / entry), seq_len=16, held_out_every=4, tokenizer=tokenizer,
+        max_bad_records=3,
+    )  # fmt: skip
+    corpus = load_corpus(cfg, 400)
+    num_held_out = corpus.num_held_out_tokens // (cfg.seq_len + 1)
+    batches = TrainBatches(corpus, cfg, 2)
+    held_out = HeldOut(corpus, cfg, 1, min(num_held_out, 100))
+    for step in range(min(sum(batches.num_windows) // 2 + 1, 300)):
+        tokens = batches.rows(step, 0, 2).token_bt
+        assert (tokens >= 0).all()
+        assert (tokens < 400).all()
+    for batch in range(held_out.num_batches):
+        held_out.rows(batch, 0, 1)
+    byte_sample(corpus, 1000)
+
+
+def make_text(texts: Sequence[str], variant: int) -> tuple[str, ...]:
+    """Return texts, with more of them than a test of one reader needs."""
+    return tuple(texts) * 3 if variant == 0 else tuple(reversed(texts)) * 2
+
+
+def data_format(name: str, write, mutators, num_cases: int) -> Format:
+    """Return the format of one data file that is a corpus by itself."""
+    return Format(
+        name,
+        lambda folder, variant: write(folder / name, make_text(TEXTS, variant)),
+        lambda folder: read_corpus(folder, name),
+        mutators,
+        num_cases,
+        (name,),
+        num_quick=6,
+    )
+
+
+def build_shards(folder: pathlib.Path, variant: int) -> None:
+    from train.data.prepared import prepare
+
+    source = write_jsonl(folder / "a.jsonl", make_text(TEXTS, variant))
+    prepare([source], folder / "out")
+
+
+def build_bpe(folder: pathlib.Path, variant: int) -> None:
+    (folder / "a.json").write_text(bpe_json(300 + 60 * variant))
+    write_jsonl(folder / "a.jsonl", make_text(TEXTS, variant))
+
+
+def build_hashes(folder: pathlib.Path, variant: int) -> None:
+    import os
+    import time
+
+    write_npy(folder / "a.npy")
+    old_sec = time.time() - 60
+    os.utime(folder / "a.npy", (old_sec, old_sec))
+    record = {"sha256": "ab" * 32, "largest": 49}
+    (folder / "record").write_text(json.dumps(record))
+
+
+def read_hashes(folder: pathlib.Path) -> None:
+    """Let the cache of hashes hold the damaged record, and open the file again."""
+    from train.data import cache
+
+    read_corpus(folder, "a.npy")
+    records = list((cache.cache_folder() / "hashes").glob("*"))
+    assert records
+    for path in records:
+        path.write_bytes((folder / "record").read_bytes())
+    read_corpus(folder, "a.npy")
+
+
+# Run directories
+
+
+def build_metrics(folder: pathlib.Path, variant: int) -> None:
+    lines = balanced_lines(40, DECISIONS if variant == 0 else [])
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    build_gin(folder, 0)
+    (folder / "a.gin").rename(folder / "config.gin")
+
+
+def read_metrics(folder: pathlib.Path) -> None:
+    """Summarise and draw the log, cut it back and continue it."""
+    from train.config import gin_reader
+    from train.logs.balance_summary import balance_lines, summarise_balance
+    from train.logs.records import MetricsLog
+
+    path = folder / "metrics.jsonl"
+    cfg = gin_reader.load([ROOT / "tests" / "support" / "balanced.gin"])
+    for step in (30, 0):
+        with MetricsLog(path) as log:
+            log.cut_back(step)
+            log.ends_with(step, "eval_loss")
+            log.append({"step": step + 1, "loss": 1.0, "device_max_over_mean": [1.0]})
+        summary = summarise_balance(path, cfg)
+        if summary is not None:
+            json.dumps(summary)
+            balance_lines(summary, cfg, "presumed")
+
+
+def read_plots(folder: pathlib.Path) -> None:
+    from tools.plots.run_arrays import read_run
+    from tools.show_plan import read_metrics
+
+    assert read_run(folder).step_n.size
+    read_metrics(folder / "metrics.jsonl")
+
+
+@functools.cache
+def _job():
+    from moejax.config import Config
+    from train.checkpoint.identity import FORMAT
+
+    cfg = Config()
+    meta = {"format": FORMAT, "config": cfg.to_dict(), "data": {}}
+    return SimpleNamespace(cfg=cfg, meta=meta)
+
+
+def build_summary(folder: pathlib.Path, variant: int) -> None:
+    balance = {"first": 1.0, "last": 1.1, "mean": 1.1, "max": 1.5, "over_time": [1.0]}
+    summary = {
+        "step": _job().cfg.train.num_steps + variant,
+        "eval_loss": 1.5, "trigram_loss": None, "steps_per_sec": 5.0,
+        "tok_per_sec": 100.0, "compile_sec": 1.0, "wall_sec": 10.0,
+        "balance": {"policy": "home", "device_max_over_mean": balance},
+        "load_le": [[1, 2], [3, 4]], "digest": "ab" * 8, "run_dir": str(folder),
+    }  # fmt: skip
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def read_summary(folder: pathlib.Path) -> None:
+    from train.launch.program import emit
+    from train.main import say_finished
+    from train.summary import finished_summary
+
+    summary = finished_summary(folder, _job())
+    if summary is not None:
+        say_finished(summary, _job().cfg)
+        emit(summary, True)
+
+
+# Checkpoints
+
+
+@functools.cache
+def _mesh():
+    from tests.support.checkpoint_state import build_mesh
+
+    return build_mesh(2, 1)
+
+
+def make_toy_state(seed: int) -> dict:
+    """Return a state of two small arrays on the devices."""
+    import jax
+
+    from moejax.axes import sharding
+
+    rng = np.random.default_rng(seed)
+    split = sharding(_mesh(), "expert")
+    return {
+        "w_ed": jax.device_put(rng.random((8, 16), np.float32), split),
+        "step": jax.device_put(np.int32(seed), sharding(_mesh())),
+    }
+
+
+def build_checkpoints(folder: pathlib.Path, variant: int) -> None:
+    from moejax import config
+    from train.checkpoint.checkpoints import Checkpointer
+    from train.config import gin_reader
+
+    cfg = gin_reader.load([ROOT / "tests" / "support" / "toy.gin"])
+    meta = _job().meta | {"config": cfg.to_dict()}
+    kept = config.Checkpoint(keep_last=2, keep_best=0)
+    checkpointer = Checkpointer(folder / "checkpoints", kept)
+    for step in (10, 20):
+        checkpointer.save(step, make_toy_state(step + variant), meta, eval_loss=1.5)
+    assert checkpointer.wait()
+    checkpointer.close()
+
+
+def read_records(folder: pathlib.Path) -> None:
+    """Read the records of a run as tools and evaluations do."""
+    from train.checkpoint.load import find_checkpoints
+    from train.checkpoint.record import newest_meta
+
+    meta = newest_meta(folder / "checkpoints")
+    assert meta is not None, "the older checkpoint is good"
+    find_checkpoints(folder)
+
+
+def read_signed_records(folder: pathlib.Path) -> None:
+    """Read a record that was changed by hand and signed again."""
+    from train.checkpoint.record import record_sha256
+
+    path = folder / "checkpoints" / "20" / "record" / "metadata"
+    try:
+        record = json.loads(path.read_bytes())
+        path.write_text(json.dumps(record | {"sha256": record_sha256(record)}))
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        pass
+    read_records(folder)
+    restore(folder, is_exact=False)
+
+
+def restore(folder: pathlib.Path, is_exact: bool = True) -> None:
+    """Restore a checkpoint as a run does; the state must be one that was saved."""
+    import jax
+
+    from moejax import config
+    from train.checkpoint import identity
+    from train.checkpoint.checkpoints import Checkpointer
+
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        make_toy_state(0),
+    )
+    cfg = config.Checkpoint(keep_last=2, keep_best=0)
+    checkpointer = Checkpointer(folder / "checkpoints", cfg)
+    try:
+        restored = checkpointer.restore(target, check=identity.require_format)
+    finally:
+        checkpointer.close()
+    assert restored is not None
+    assert restored.step in (10, 20)
+    if is_exact:
+        want = make_toy_state(restored.step)
+        assert all(
+            np.asarray(want[name]).tobytes() == np.asarray(leaf).tobytes()
+            for name, leaf in restored.state.items()
+        ), "a state that was never saved"
+
+
+# The compilation cache
+
+
+def build_compiled(folder: pathlib.Path, variant: int) -> None:
+    read_compiled(folder, is_exact=False)
+
+
+def read_compiled(folder: pathlib.Path, is_exact: bool = True) -> None:
+    """Run two programs from the compilation cache in the folder."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.compilation_cache import compilation_cache
+
+    names = {
+        "jax_compilation_cache_dir": str(folder / "compiled"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.clear_caches()
+    compilation_cache.reset_cache()
+    try:
+        for name, value in names.items():
+            jax.config.update(name, value)
+        double = jax.jit(lambda x: 2 * x + 1)(np.arange(8, dtype=np.float32))
+        total = jax.jit(lambda x, y: jnp.sum(x * y))(np.ones(5), np.ones(5))
+        assert np.asarray(double).tolist() == [2 * i + 1 for i in range(8)]
+        assert float(total) == 5
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def build_profile(folder: pathlib.Path, variant: int) -> None:
+    import gzip
+
+    spans = [
+        {"ph": "X", "name": "train_step", "pid": 1, "tid": 1, "ts": 0, "dur": 50},
+        *(
+            {
+                "ph": "X", "name": f"fusion.{i}", "pid": 1, "tid": 2, "ts": 5 * i,
+                "dur": 4, "args": {"hlo_op": f"fusion.{i}", "device_ordinal": 0},
+            }
+            for i in range(6 - variant)
+        ),
+    ]  # fmt: skip
+    data = gzip.compress(json.dumps({"traceEvents": spans}).encode(), mtime=0)
+    (folder / "perfetto_trace.json.gz").write_bytes(data)
+
+
+def read_profile(folder: pathlib.Path) -> None:
+    from tools.read_profile import read, summary
+
+    summary(*read(folder / "perfetto_trace.json.gz"))
+
+
+_CHANGED_LINES = mutations.change_gzipped(JSON_LINES)
+_CHANGED_TEXT = mutations.change_gzipped(BYTES)
+_CHANGED_JSON = mutations.change_gzipped(JSON)
+
+
+def _write_one_text(path: pathlib.Path, texts: Sequence[str]) -> None:
+    write_text(path, "\n".join(texts))
+
+
+FORMATS = {
+    "gin": Format("a.gin", build_gin, read_gin, GIN, 1500, ("a.gin",), 30),
+    "gin_param": Format(
+        "param", build_gin_param, read_gin_param, GIN, 500, ("--gin_param",), 10
+    ),
+    "sizes": Format(
+        "a.gin", build_gin, read_sizes, (mutations.change_gin_number,), 150,
+        ("a.gin",), 0, is_report=True,
+    ),
+    "calibration": Format(
+        "a.json", build_calibration, read_calibration, JSON, 900, ("a.json",), 12
+    ),
+    "loads": Format(
+        "a.npz", build_loads, read_loads, (*NPZ * 6, mutations.make_npz_bomb), 800,
+        ("a.npz",), 12,
+    ),
+    "trace": Format(
+        "a.npz", build_trace, read_trace, (*NPZ * 6, mutations.make_npz_bomb), 700,
+        ("a.npz",), 12,
+    ),
+    "text": data_format("a.txt", _write_one_text, BYTES, 150),
+    "text.gz": data_format(
+        "a.txt.gz", _write_one_text,
+        (*BYTES * 6, *(_CHANGED_TEXT,) * 20, mutations.make_gzip_bomb), 150,
+    ),
+    "jsonl": data_format("a.jsonl", write_jsonl, JSON_LINES, 700),
+    "jsonl.gz": data_format(
+        "a.jsonl.gz", write_jsonl,
+        (*BYTES * 6, *(_CHANGED_LINES,) * 30, mutations.make_gzip_bomb), 250,
+    ),
+    "parquet": data_format(
+        "a.parquet", write_parquet, (*BYTES * 8, mutations.make_parquet_bomb), 600
+    ),
+    "npy": Format(
+        "a.npy", lambda folder, variant: write_npy(folder / "a.npy"),
+        lambda folder: read_corpus(folder, "a.npy"), NPY, 500, ("a.npy",), 12,
+    ),
+    "shard": Format(
+        "out/*.bin", build_shards, lambda folder: read_corpus(folder, "out"), BYTES,
+        200, ("shard-00000", "/out"), 6,
+    ),
+    "bare_shard": Format(
+        "out/*.bin", build_shards, lambda folder: read_corpus(folder, "out/*.bin"),
+        BYTES, 200, ("shard-00000", "/out"), 6,
+    ),
+    "index": Format(
+        "out/*.idx", build_shards, lambda folder: read_corpus(folder, "out/*.bin"),
+        INDEX, 600, ("shard-00000", "/out"), 12,
+    ),
+    "manifest": Format(
+        "out/manifest.json", build_shards, lambda folder: read_corpus(folder, "out"),
+        JSON, 400, ("manifest.json", "/out"), 10,
+    ),
+    "tokenizer": Format(
+        "a.json", build_bpe, lambda f: read_corpus(f, "a.jsonl", str(f / "a.json")),
+        JSON, 400, ("a.json",), 4,
+    ),
+    "hashes": Format("record", build_hashes, read_hashes, JSON, 150, ("a.npy",), 4),
+    "record": Format(
+        "checkpoints/20/record/metadata", build_checkpoints, read_records, JSON, 400,
+        ("checkpoint", "Mesh", "Model"), 6,
+    ),
+    "signed_record": Format(
+        "checkpoints/20/record/metadata", build_checkpoints, read_signed_records, JSON,
+        150, ("checkpoint",), 0,
+    ),
+    "arrays": Format(
+        "checkpoints/20/state/**/*", build_checkpoints, restore, JSON, 150,
+        ("checkpoint",), 0,
+    ),
+    "metrics": Format(
+        "metrics.jsonl", build_metrics, read_metrics, JSON_LINES, 500,
+        ("metrics.jsonl",), 12,
+    ),
+    "plots": Format(
+        "metrics.jsonl", build_metrics, read_plots, JSON_LINES, 300, ("metrics.jsonl",),
+        6,
+    ),
+    "summary": Format(
+        "summary.json", build_summary, read_summary, JSON, 400, ("summary.json",), 12,
+        is_report=True,
+    ),
+    "profile": Format(
+        "perfetto_trace.json.gz", build_profile, read_profile,
+        (*BYTES, *(_CHANGED_JSON,) * 20), 200, ("perfetto_trace",), 6,
+    ),
+    "compiled": Format(
+        "compiled/*-cache", build_compiled, read_compiled, BYTES, 100, ("compil",), 0
+    ),
+}  # fmt: skip
+"""All formats by name."""
