@@ -232,10 +232,10 @@ def build_hashes(folder: pathlib.Path, variant: int) -> None:
     import os
     import time
 
-    write_npy(folder / "a.npy")
+    write_npy(folder / "a.npy", range(200))
     old_sec = time.time() - 60
     os.utime(folder / "a.npy", (old_sec, old_sec))
-    record = {"sha256": "ab" * 32, "largest": 49}
+    record = {"sha256": "ab" * 32, "largest": 199}
     (folder / "record").write_text(json.dumps(record))
 
 
@@ -512,7 +512,7 @@ FORMATS = {
         "a.parquet", write_parquet, (*BYTES * 8, mutations.make_parquet_bomb), 600
     ),
     "npy": Format(
-        "a.npy", lambda folder, variant: write_npy(folder / "a.npy"),
+        "a.npy", lambda folder, variant: write_npy(folder / "a.npy", range(200)),
         lambda folder: read_corpus(folder, "a.npy"), NPY, 500, ("a.npy",), 12,
     ),
     "shard": Format(
@@ -542,11 +542,11 @@ FORMATS = {
     ),
     "signed_record": Format(
         "checkpoints/20/record/metadata", build_checkpoints, read_signed_records, JSON,
-        150, ("checkpoint",), 0,
+        150, ("checkpoint",), 4,
     ),
     "arrays": Format(
-        "checkpoints/20/state/**/*", build_checkpoints, restore, JSON, 150,
-        ("checkpoint",), 0,
+        "checkpoints/20/**/*", build_checkpoints, restore, JSON, 150,
+        ("checkpoint",), 4,
     ),
     "metrics": Format(
         "metrics.jsonl", build_metrics, read_metrics, JSON_LINES, 500,
@@ -565,7 +565,8 @@ FORMATS = {
         (*BYTES, *(_CHANGED_JSON,) * 20), 200, ("perfetto_trace",), 6,
     ),
     "compiled": Format(
-        "compiled/*-cache", build_compiled, read_compiled, BYTES, 100, ("compil",), 0
+        "compiled/*-cache", build_compiled, read_compiled,
+        (*BYTES, *(mutations.replace_whole,) * 3), 100, ("compil",), 3
     ),
 }  # fmt: skip
 """All formats by name."""
