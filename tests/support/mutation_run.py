@@ -39,7 +39,7 @@ from tests.support.mutations import mutate
 LIMIT_MIB = 200
 MAX_LENGTHS = (1000, 20_000)
 """Characters that one line must stay below, and that one case may print."""
-ADDRESS_SPACE = 2**32
+ADDRESS_SPACE = 3 * 2**30
 """Bytes that the process may map beside what it has mapped before, so that a case that
 allocates without end does not take the machine with it."""
 CLOCK_SHARE = 6
