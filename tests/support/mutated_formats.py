@@ -112,31 +112,33 @@ def build_calibration(folder: pathlib.Path, variant: int) -> None:
     (folder / "a.json").write_text(text)
 
 
+@functools.cache
+def _calibrated():
+    """Return a configuration for the mesh of TWO_LEVELS."""
+    from train.config import gin_reader
+
+    sizes = ("Mesh.data = 1", "Mesh.expert = 4", "Mesh.tensor = 2")
+    return gin_reader.load([ROOT / "tests" / "support" / "toy.gin"], sizes)
+
+
 def read_calibration(folder: pathlib.Path) -> None:
-    from moejax.config import Balance, Model
-    from moejax.plan.layout import Topology
-    from moejax.resolve.speeds import load_calibration
+    """Make the cost model that a run makes, and find the lines that its choice of a
+    schedule looks for."""
+    from moejax.perf.calibration import find_line
+    from moejax.resolve.speeds import load_calibration, make_cost_model
 
-    cfg = SimpleNamespace(
-        balance=Balance(calibration=str(folder / "a.json")),
-        mesh=Topology(expert=4, tensor=2),
-        model=Model(compute_dtype="float32"),
+    balance = dataclasses.replace(
+        _calibrated().balance, calibration=str(folder / "a.json")
     )
-    _use_calibration(load_calibration(cfg, "paper"))
-
-
-def _use_calibration(calibration) -> None:
-    from moejax.perf.calibration import cost_model, find_line
-
-    cost = cost_model(
-        calibration, d_model=64, d_expert=64, itemsize=4, micro_batches=1,
-        other_flops_per_device=1e6,
-    )  # fmt: skip
-    for kind in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce"):
-        line = find_line(calibration, kind, ("expert", "tensor"))
-        assert line["latency_sec"] + 1 / line["bytes_per_sec"] >= 0
+    cfg = dataclasses.replace(_calibrated(), balance=balance)
+    calibration = load_calibration(cfg, "paper")
+    cost = make_cost_model(cfg, calibration)
     assert cost.flops_per_sec > 0
     assert cost.latency_sec >= 0
+    for kind, lines in calibration.collectives.items():
+        for axis in lines:
+            line = find_line(calibration, kind, (axis,))
+            assert line["latency_sec"] + 1 / line["bytes_per_sec"] >= 0
     calibration.to_json()
 
 

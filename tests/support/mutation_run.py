@@ -15,6 +15,7 @@ and runs no code of a file.
 """
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -27,6 +28,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import unicodedata
@@ -37,7 +39,7 @@ from tests.support.mutated_formats import FORMATS, Format
 from tests.support.mutations import mutate
 
 LIMIT_MIB = 200
-MAX_LENGTHS = (1000, 20_000)
+MAX_LENGTHS = (len("error: ") + 1001, 20_000)
 """Characters that one line must stay below, and that one case may print."""
 ADDRESS_SPACE = 3 * 2**30
 """Bytes that the process may map beside what it has mapped before, so that a case that
@@ -110,6 +112,45 @@ class Watch:
         return f"{where}/".startswith(self.allowed)
 
 
+class Memory:
+    """The peak memory of a case, without pages of files that it has mapped."""
+
+    def __init__(self) -> None:
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY)
+        self._before_mib = self._before_file_mib = self._file_mib = 0.0
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def start(self) -> None:
+        """Begin to measure the peak anew."""
+        self._before_file_mib = self._file_mib = self._mapped_file_mib()
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
+        self._before_mib = _status_kib("VmRSS:") / 1024
+
+    def growth_mib(self) -> float:
+        """Return the peak since the start over what was resident at the start. The
+        largest growth of mapped files that was seen is not counted."""
+        files_mib = self._file_mib - self._before_file_mib
+        return _status_kib("VmHWM:") / 1024 - self._before_mib - files_mib
+
+    def _watch(self) -> None:
+        while True:
+            self._file_mib = max(self._file_mib, self._mapped_file_mib())
+            time.sleep(0.005)
+
+    def _mapped_file_mib(self) -> float:
+        num_pages = int(os.pread(self._statm, 200, 0).split()[2])
+        return num_pages * resource.getpagesize() / 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """The folder in which cases are read, and what is watched."""
+
+    folder: pathlib.Path
+    watch: Watch
+    memory: Memory
+
+
 def main(words: Sequence[str]) -> None:
     """Read the cases that the command line names."""
     folder = pathlib.Path(words[0]).resolve()
@@ -120,20 +161,20 @@ def main(words: Sequence[str]) -> None:
         (inside / name).mkdir()
     tempfile.tempdir = None
     formats = all_formats()
-    watch = Watch(inside)
+    room = Room(folder, Watch(inside), Memory())
     num_cases = 0
     for word in words[1:]:
         name, first, stop = word.split(":")
         with _valid_files(formats[name], inside) as valid:
             for _ in range(2):  # the first time imports modules, which runs code
-                problem = _read(formats[name], valid[0], watch, inside, None)
+                problem = _read(formats[name], valid[0], room, None)
             if problem:
                 print(json.dumps({"format": name, "case": "valid"} | problem))
             _limit_address_space()
             for case in range(int(first), int(stop)):
                 num_cases += 1
                 print(json.dumps({"begins": f"{name}:{case}"}), flush=True)
-                found = _read_case(formats, name, case, valid, watch, folder)
+                found = _read_case(formats[name], f"{name}:{case}", valid, room)
                 if found:
                     print(json.dumps(found), flush=True)
     print(json.dumps({"num_cases": num_cases}), flush=True)
@@ -161,15 +202,10 @@ def _valid_files(form: Format, inside: pathlib.Path) -> Iterator[list[pathlib.Pa
 
 
 def _read_case(
-    formats: dict[str, Format],
-    name: str,
-    case: int,
-    valid: list[pathlib.Path],
-    watch: Watch,
-    folder: pathlib.Path,
+    form: Format, label: str, valid: list[pathlib.Path], room: Room
 ) -> dict | None:
     """Damage a file and read it; return what went wrong, or None."""
-    form, rng = formats[name], random.Random(f"{name}:{case}")
+    rng = random.Random(label)
     target = form.choose(valid[0], rng)
     second = valid[1] / target.relative_to(valid[0])
     if not second.is_file() or rng.random() < 0.5:
@@ -177,28 +213,28 @@ def _read_case(
     whole, other = target.read_bytes(), second.read_bytes()
     mutator, data = mutate(whole, other, form.mutators, rng)
     change = (target.relative_to(valid[0]), data)
-    problem = _read(form, valid[0], watch, folder / "inside", change)
+    problem = _read(form, valid[0], room, change)
     if problem is None:
         return None
-    kept = folder / "failed" / f"{name}-{case}{target.suffix}"
+    name, case = label.split(":")
+    kept = room.folder / "failed" / f"{name}-{case}{target.suffix}"
     kept.parent.mkdir(exist_ok=True)
     kept.write_bytes(data)
-    found = {"format": name, "case": case, "mutator": mutator, "bytes": len(data)}
+    found = {"format": name, "case": int(case), "mutator": mutator, "bytes": len(data)}
     return found | problem | {"input": str(kept)}
 
 
 def _read(
     form: Format,
     valid: pathlib.Path,
-    watch: Watch,
-    inside: pathlib.Path,
+    room: Room,
     change: tuple[pathlib.Path, bytes] | None,
 ) -> dict | None:
     """Read a copy of valid files after one of them was replaced; return what went wrong
     or None."""
     from train.launch.program import guarded
 
-    work = inside / "case"
+    watch, memory, work = room.watch, room.memory, room.folder / "inside" / "case"
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(valid, work)
     os.environ["MOEJAX_CACHE_DIR"] = str(work / "cache")
@@ -206,7 +242,7 @@ def _read(
     if change is not None:
         (work / change[0]).write_bytes(change[1])
         size = len(change[1])
-    before_kib = _start_peak()
+    memory.start()
     printed = io.StringIO()
     watch.seen.clear()
     fault, code, escaped = "", None, None
@@ -227,7 +263,7 @@ def _read(
             _set_limit(0)
             watch.is_on = False
     text = printed.getvalue()
-    peak_mib = (_peak_kib() - before_kib) / 1024
+    peak_mib = memory.growth_mib()
     if not fault:
         fault = _fault_of(text, code, form)
     if not fault and peak_mib > LIMIT_MIB + 2 * size / 2**20:
@@ -329,17 +365,6 @@ def _limit_address_space() -> None:
     mapped_kib = int(status.split("VmSize:")[1].split()[0])
     limit = mapped_kib * 1024 + ADDRESS_SPACE
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-
-
-def _start_peak() -> int:
-    """Begin to measure the peak memory of this process anew; return what is resident,
-    in KiB."""
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
-    return _status_kib("VmRSS:")
-
-
-def _peak_kib() -> int:
-    return _status_kib("VmHWM:")
 
 
 def _status_kib(field: str) -> int:

@@ -552,7 +552,7 @@ def change_gzipped(mutators: Sequence[Mutator]) -> Mutator:
 
 
 def make_gzip_bomb(whole: bytes, other: bytes, rng: random.Random) -> bytes:
-    """Return a gzip file of a few hundred KiB that expands to BOMB_BYTES: one line, or
+    """Return a gzip file of half a MiB that expands to BOMB_BYTES: one line, or
     many."""
     return _gzip_bomb(rng.choice(("a" * 2**24, '{"text": "aaaa b"}\n' * 2**20)))
 
@@ -560,7 +560,7 @@ def make_gzip_bomb(whole: bytes, other: bytes, rng: random.Random) -> bytes:
 @functools.cache
 def _gzip_bomb(part: str) -> bytes:
     out = io.BytesIO()
-    with gzip.GzipFile(fileobj=out, mode="wb", compresslevel=1, mtime=0) as file:
+    with gzip.GzipFile(fileobj=out, mode="wb", compresslevel=6, mtime=0) as file:
         for _ in range(max(1, BOMB_BYTES // len(part))):
             file.write(part.encode())
     return out.getvalue()
