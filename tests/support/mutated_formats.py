@@ -417,15 +417,19 @@ def restore(folder: pathlib.Path, is_exact: bool = True) -> None:
 
 
 def build_compiled(folder: pathlib.Path, variant: int) -> None:
-    read_compiled(folder, is_exact=False)
+    read_compiled(folder)
 
 
-def read_compiled(folder: pathlib.Path, is_exact: bool = True) -> None:
+def read_compiled(folder: pathlib.Path) -> None:
     """Run two programs from the compilation cache in the folder."""
     import jax
     import jax.numpy as jnp
     from jax.experimental.compilation_cache import compilation_cache
 
+    from train.launch.compilation_cache import check_entries
+    from train.launch.program import say_loudly
+
+    check_entries(say_loudly)
     names = {
         "jax_compilation_cache_dir": str(folder / "compiled"),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -566,7 +570,7 @@ FORMATS = {
         (*BYTES, *(_CHANGED_JSON,) * 20), 200, ("perfetto_trace",), 6,
     ),
     "compiled": Format(
-        "compiled/*-cache", build_compiled, read_compiled,
+        "compiled/checked/*-cache", build_compiled, read_compiled,
         (*BYTES, *(mutations.replace_whole,) * 3), 100, ("compil",), 3
     ),
 }  # fmt: skip
