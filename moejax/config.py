@@ -616,8 +616,9 @@ class Processes:
     shutdown_sec: int = 30
     """Longest time that processes wait for one another at the end, in seconds."""
     watchdog_sec: int = 300
-    """Longest time of a step, an evaluation or a save, in seconds. A process that takes
-    longer prints the stack of each thread and ends; 0 means no limit."""
+    """Longest time of a step, an evaluation, or a save that writes nothing, in seconds.
+    A process that takes longer prints the stack of each thread and ends; 0 means no
+    limit."""
 
     def __post_init__(self) -> None:
         require_min(self, 1, "init_sec", "heartbeat_sec", "shutdown_sec")

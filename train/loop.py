@@ -131,6 +131,7 @@ def train(
                 store = job.model.layout.store
                 with elapsed_shown("making the first parameters"):
                     state = init_state(job.model.run, job.model.optimizer, store)
+            checkpointer.say_save_time(state)
             state = balancing.begin(state)
             balancing.records = records
             peak = peak_tflops(job.model.mesh.size, cfg.train.peak_tflops)
@@ -157,7 +158,7 @@ def train(
                 balancing.say = bar.say
                 with goodput.at("useful"):
                     state, evaluation, step_secs = _steps(run, state, bar)
-            watchdog.at("the last save")
+            watchdog.at("the last save", checkpointer.num_written_bytes)
             with goodput.at("saves"):
                 is_saved = checkpointer.wait()
         if not is_saved:
@@ -282,11 +283,13 @@ def _steps(run: LoopContext, state: TrainState, bar: Bar):
             evaluation = _evaluate(run, state, done, bar)
             eval_loss = evaluation.loss
         if is_save:
-            run.watchdog.at(f"the save at step {done}")
+            written = run.checkpointer.num_written_bytes
+            run.watchdog.at(f"the save at step {done}", written)
             with at("saves"):
                 state = run.balancing.logical(state)
                 meta = job.meta | run.balancing.meta()
-                run.checkpointer.save(done, state, meta, eval_loss)
+                num_skipped = reader.num_skipped
+                run.checkpointer.save(done, state, meta, eval_loss, num_skipped)
                 state = run.balancing.physical(state)
             run.goodput.write(done)
         if is_eval or is_save:
@@ -341,6 +344,8 @@ class Reader:
         self.run, self.bar = run, bar
         self.waiting = None
         self.step_secs: list[float] = []
+        self.num_skipped = 0
+        """Updates in a row that were skipped, up to the last step that was read."""
         flops = flops_per_token(run.job.cfg.network).train
         self.flops_per_step = flops * run.job.tokens_per_step
         self.restart_clock()
@@ -384,11 +389,13 @@ class Reader:
         self.bar.update(record)
         if record["skipped"]:
             self.bar.say(f"step {step}: loss or gradient not finite, update skipped")
-        num_skipped = record["skipped_in_a_row"]
+        num_skipped = self.num_skipped = record["skipped_in_a_row"]
         if num_skipped >= self.run.job.cfg.optimizer.max_skipped_in_a_row:
+            updated_step = step - num_skipped
+            before = self.run.checkpointer.step_before(updated_step)
+            go_on = "" if before is None else f"go on with --from_step={before}, or "
             raise Diverged(
                 f"{num_skipped} updates in a row were not finite, up to step {step}: "
-                f"the parameters are still those of step {step - num_skipped}; go on "
-                "from a checkpoint with a lower Optimizer.learning_rate, or start "
-                "afresh with --fresh"
+                f"the parameters are still those of step {updated_step}; {go_on}start "
+                "afresh with --fresh, and with a lower Optimizer.learning_rate"
             )

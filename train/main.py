@@ -62,6 +62,10 @@ def work(args: argparse.Namespace, *, is_program: bool) -> int:
             f"--num_devices={args.num_devices} is for --dry_run, which proposes "
             "meshes: give both; a run takes the devices of Mesh.*"
         )
+    if args.fresh and args.from_step is not None:
+        raise ValueError(
+            "--fresh starts from step 0, and --from_step from a checkpoint: give one"
+        )
     cfg = gin_reader.load(args.gin_file, args.gin_param)
     args.profile_steps = parse_steps(args.profile_steps)
     if is_program and cfg.train.num_simulated_devices:
@@ -102,6 +106,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="rename the run that is in the directory, and start from step 0 (default: "
         "continue that run)",
+    )
+    add(
+        "--from_step",
+        type=int,
+        metavar="N",
+        help="continue from the checkpoint of step N, and rename later ones (default: "
+        "from the newest)",
     )
     add(
         "--dry_run",
@@ -165,7 +176,10 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
     """Do everything that needs jax: a dry run, or training from a new or an old run
     directory to the summary. Return the exit code."""
     configuration = {"configuration": gin_reader.render(cfg)}
+    configuration["--from_step"] = str(args.from_step)
     require_same("program", configuration | program_facts())
+    from train.checkpoint import identity
+    from train.checkpoint.aside import go_back
     from train.checkpoint.checkpoints import CheckpointError
     from train.dry_run import dry_run, show_meshes
     from train.job import prepare
@@ -188,6 +202,15 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
     with share(run_directory(cfg, args), fresh=fresh) as run_dir:
         if run_dir.archived:
             print(f"the run that was here is now {run_dir.archived}")
+        if args.from_step is not None and is_first_attempt:
+            for line in from_first_process(
+                lambda: go_back(
+                    run_dir.path,
+                    args.from_step,
+                    lambda meta: identity.check(meta, cfg, job.meta["data"]),
+                )
+            ):
+                print(line)
         summary = from_first_process(lambda: finished_summary(run_dir.path, job))
         if summary is not None:
             say_finished(summary, cfg)

@@ -102,7 +102,7 @@ class Disk:
             checkpointer.close()
 
 
-class Writer:
+class ArrayWriter:
     """Replacement of Orbax's writer of one array that can be slow or fail."""
 
     delay_sec = 0.0

@@ -7,22 +7,27 @@
                                       we never delete it
 
 This module handles three weaknesses of orbax: it restores flipped bits without an
-error, it takes an empty directory for a checkpoint, and it raises the error of a failed
-save only at the next save.
+error, it takes an empty directory for a checkpoint, and with several processes it waits
+for one whose save has failed.
 
-Several processes save and restore together, on one file system. Process 0 decides and
-renames; each process reads and writes the shards of its devices.
+Several processes save and restore together, on one file system. Process 0 decides,
+renames and removes; each process reads and writes the shards of its devices.
 """
 
 import contextlib
 import dataclasses
+import math
+import os
 import pathlib
+import time
 from collections.abc import Callable
 
 import jax
 import orbax.checkpoint as ocp
 
 from moejax import config
+from train.checkpoint import disk, retention, save_time
+from train.checkpoint.aside import set_aside
 from train.checkpoint.checksum import checksums, describe_arrays, require_same_arrays
 from train.checkpoint.orbax_quirks import quiet_orbax, remove_unfinished, shorten
 from train.checkpoint.record import (
@@ -31,9 +36,19 @@ from train.checkpoint.record import (
     make_record,
     read_record,
     read_record_on_all,
+    saved_part,
 )
-from train.launch.processes import any_process, are_several, from_first_process
-from train.launch.program import say_loudly
+from train.checkpoint.retention import Saved
+from train.checkpoint.writer import Writer
+from train.launch import failures
+from train.launch.processes import (
+    any_process,
+    are_several,
+    from_first_process,
+    is_first,
+    wait_for_all,
+)
+from train.launch.program import FAILED, say_loudly
 
 
 class CheckpointError(RuntimeError):
@@ -49,6 +64,21 @@ class Restored:
     meta: dict
 
 
+@dataclasses.dataclass
+class _Pending:
+    """A save in flight."""
+
+    saved: Saved
+    num_bytes: int
+    begun_sec: float
+    duration_sec: float = math.inf
+    """Time from its first byte on the host until the checkpoint is on the disk."""
+    room: str = ""
+    """Bytes needed and free at the moment of its failure."""
+    remarks: tuple[str, ...] = ()
+    """Lines about old checkpoints that could not be removed."""
+
+
 class Checkpointer:
     """Writer and reader of checkpoints of one pytree, in the directory of one run."""
 
@@ -62,74 +92,173 @@ class Checkpointer:
         self._directory = pathlib.Path(directory).absolute()
         self._cfg = cfg
         self._say = say
-        self._pending: int | None = None
+        self._remarks: set[str] = set()
+        self._pending: _Pending | None = None
         self._current: int | None = None
         self._num_failed = 0
         from_first_process(lambda: self._directory.mkdir(parents=True, exist_ok=True))
         quiet_orbax()
-        self._open()
+        self._read_saved()
+        rates = [self._saved[step].bytes_per_sec for step in sorted(self._saved)]
+        self._bytes_per_sec = ([None] + [rate for rate in rates if rate])[-1]
+        self._told_rate: float | None = None
+        self._writer = Writer(self._directory)
 
     def save(
-        self, step: int, state, meta: dict, eval_loss: float | None = None
+        self,
+        step: int,
+        state,
+        meta: dict,
+        eval_loss: float | None = None,
+        num_skipped: int = 0,
     ) -> None:
         """Start to write `state`, which the caller may donate as soon as this returns.
 
-        First waits for the previous save. If either save fails, a loud line says so;
-        CheckpointError is raised only after cfg.max_failed_saves failures in a row.
-        With several processes, it is raised at the first failure, because the other
-        processes may wait inside orbax for the one that failed. Saving again the step
-        that was saved or restored last does nothing. Raises ValueError if the directory
-        has another checkpoint of this step.
+        First waits for the previous save. If either save fails, or has no room, a loud
+        line says so; CheckpointError is raised only after cfg.max_failed_saves failures
+        in a row. With several processes, all of them end (FAILED) as soon as a save
+        that has begun fails on one of them, because the others may wait inside orbax
+        for it. Saving again the step that was saved or restored last does nothing.
+        `num_skipped` is the number of updates in a row that were skipped. Raises
+        ValueError if the directory has another checkpoint of this step.
         """
         self.wait()
         if step == self._current:
             return
-        from_first_process(lambda: self._make_room_for(step))
-        record = make_record(step, describe_arrays(state), meta, eval_loss)
-        self._eval_loss[step] = record["eval_loss"]
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record)
-        )
+        num_bytes = disk.num_bytes(state)
+        lack = from_first_process(lambda: self._make_room_for(step, num_bytes))
+        if lack:
+            self._report_failure(step, lack)
+            return
+        if eval_loss is not None and not math.isfinite(eval_loss):
+            eval_loss = None
+        saved = Saved(step, eval_loss, num_skipped, self._bytes_per_sec)
+        record = make_record(saved, describe_arrays(state), meta)
+        pending = _Pending(saved, num_bytes, begun_sec=time.monotonic())
         try:
-            self._manager.save(step, args=items, force=True)
+            self._writer.start(
+                step,
+                state,
+                record,
+                finish=lambda: self._finish(pending),
+                fail=lambda error: self._note_failure(pending, error),
+            )
         except Exception as error:
-            self._report_failure(step, error)
+            self._note_failure(pending, error)
+            self._clean_up(pending, error)
         else:
-            self._pending = step
+            self._pending = pending
 
     def wait(self) -> bool:
         """Wait until no save is in flight; return whether the last one succeeded."""
-        step, self._pending = self._pending, None
-        if step is not None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
             try:
-                self._manager.wait_until_finished()
-                if not (self._directory / str(step)).exists():
-                    raise FileNotFoundError("the writer ended without a checkpoint")
+                self._writer.wait()
             except Exception as error:
-                self._report_failure(step, error)
+                self._clean_up(pending, error)
             else:
-                self._num_failed = 0
-                self._current = step
+                wait_for_all(f"saved {pending.saved.step}")
+                self._accept(pending)
         return self._num_failed == 0
 
     def close(self) -> None:
         try:
             self.wait()
         finally:
-            self._manager.close()
+            self._writer.close()
 
     def newest_step(self) -> int | None:
         """Return the step of the newest checkpoint, or None if there is none."""
         steps = from_first_process(lambda: list_steps(self._directory))
         return steps[0] if steps else None
 
-    def _make_room_for(self, step: int) -> None:
-        if (self._directory / str(step)).exists():
+    def num_written_bytes(self) -> int:
+        """Return the bytes of all checkpoints, the unfinished one included. The number
+        changes as long as a save goes on."""
+        return disk.num_written_bytes(self._directory)
+
+    def step_before(self, updated_step: int) -> int | None:
+        """Return the checkpoint to go back to when all updates after `updated_step`
+        were skipped, or None without one."""
+        return retention.step_before(self._saved.values(), updated_step)
+
+    def say_save_time(self, state) -> None:
+        """Say how long a save takes, and what a stopped run needs, if checkpoints are
+        large; try the speed of the disk if no save has shown it."""
+        num_bytes, source = disk.num_bytes(state), "the last save"
+        if num_bytes < save_time.LARGE_BYTES:
+            return
+        if self._bytes_per_sec is None:
+            source = "one file written as a trial"
+            self._bytes_per_sec = from_first_process(
+                lambda: save_time.probe(self._directory)
+            )
+        if self._bytes_per_sec is not None:
+            self._tell_rate(num_bytes, self._bytes_per_sec, "takes about", source)
+
+    def _tell_rate(self, num_bytes: int, rate: float, verb: str, source: str) -> None:
+        self._told_rate = rate
+        self._say(save_time.describe(num_bytes, rate, verb, source))
+
+    def _make_room_for(self, step: int, num_bytes: int) -> str:
+        """Remove unfinished saves; return why there is no room for another, or ''."""
+        if os.path.lexists(self._directory / str(step)):
             raise ValueError(
                 f"{self._directory} has a checkpoint of step {step} that this run did "
                 "not write: restore it first, or use another run directory"
             )
         remove_unfinished(self._directory)
+        return disk.lack_of_room(self._directory, num_bytes)
+
+    def _finish(self, pending: _Pending) -> None:
+        """Bring a complete checkpoint to the disk, then remove older ones.
+
+        Called in a thread. tensorstore has synced its files; orbax has synced neither
+        the record nor the folders.
+        """
+        path = self._directory / str(pending.saved.step)
+        if is_first():
+            if not path.exists():
+                raise FileNotFoundError("the writer ended without a checkpoint")
+            disk.sync_tree(path)
+            steps = list_steps(self._directory)
+            saved = [*self._saved.values(), pending.saved]
+            outdated = retention.steps_to_remove(steps, saved, self._cfg)
+            pending.remarks = tuple(retention.remove(self._directory, outdated))
+        pending.duration_sec = time.monotonic() - pending.begun_sec
+
+    def _note_failure(self, pending: _Pending, error: BaseException) -> None:
+        """Note the room on the disk before files are removed, in any thread. With
+        several processes, end all of them at once."""
+        pending.room = disk.describe_room(self._directory, pending.num_bytes)
+        if not are_several():
+            return
+        step = pending.saved.step
+        good = max((s for s in self._saved if s != step), default="none")
+        line = (
+            f"SAVE FAILED: checkpoint {step} in {self._directory}: {shorten(error)}; "
+            f"{pending.room}; the last good one is {good}: free disk space, and start "
+            "the run again"
+        )
+        failures.report(line, FAILED)
+        failures.end_all(FAILED, line)
+
+    def _accept(self, pending: _Pending) -> None:
+        """Take a complete checkpoint as the last good one."""
+        step, num_bytes = pending.saved.step, pending.num_bytes
+        self._num_failed, self._current = 0, step
+        self._saved[step] = pending.saved
+        there = set(from_first_process(lambda: list_steps(self._directory)))
+        self._saved = {s: saved for s, saved in self._saved.items() if s in there}
+        for line in pending.remarks:
+            if line not in self._remarks:
+                self._say(line)
+        self._remarks.update(pending.remarks)
+        rate = num_bytes / pending.duration_sec
+        if save_time.needs_saying(num_bytes, self._told_rate, rate):
+            self._tell_rate(num_bytes, rate, "took", f"the save of step {step}")
+        self._bytes_per_sec = rate
 
     def restore(
         self,
@@ -169,56 +298,46 @@ class Checkpointer:
             )
         return None
 
-    def _open(self) -> None:
-        """Remove unfinished saves, and open a manager of the remaining checkpoints."""
-        losses = from_first_process(self._clean)
-        self._eval_loss: dict[int, float | None] = dict(losses)
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=_Retention(self._cfg, self._eval_loss),
-            save_root_metadata=False,
-            lightweight_initialize=True,
-        )
-        self._manager = ocp.CheckpointManager(
-            self._directory, options=options, item_names=("state", "record")
-        )
+    def _read_saved(self) -> None:
+        """Remove unfinished saves, and read the records of the remaining checkpoints.
 
-    def _clean(self) -> list[tuple[int, float | None]]:
-        """Remove unfinished saves; return step and loss of each undamaged record."""
-        remove_unfinished(self._directory)
-        losses = []
-        for step in list_steps(self._directory):
-            # Damage is reported by restore().
-            with contextlib.suppress(DamagedCheckpointError):
-                losses.append((step, read_record(self._directory, step)["eval_loss"]))
-        return losses
+        Damaged ones are left out, and reported by restore().
+        """
 
-    def _reopen(self) -> None:
-        # A save can fail twice, in its arrays and in its metadata. wait_until_finished
-        # raises the first error, which we have reported; close raises the other.
-        with contextlib.suppress(Exception):
-            self._manager.close()
-        self._open()
+        def read() -> list[dict]:
+            remove_unfinished(self._directory)
+            parts = []
+            for step in list_steps(self._directory):
+                with contextlib.suppress(DamagedCheckpointError):
+                    part = saved_part(read_record(self._directory, step))
+                    parts.append(dataclasses.asdict(part))
+            return parts
 
-    def _report_failure(self, step: int, error: Exception) -> None:
-        """Report a failed save and remove its files; raise after too many failures."""
-        reason = shorten(error)
-        if are_several():
-            good = max((s for s in self._eval_loss if s != step), default="none")
-            raise CheckpointError(
-                f"SAVE FAILED: checkpoint {step} in {self._directory}: {reason}; the "
-                f"last good one is {good}: free disk space, and start the run again"
-            ) from error
-        # After an error, a manager forgets which steps it still has to delete.
-        self._reopen()
-        if step in self._eval_loss:
+        parts = [Saved(**part) for part in from_first_process(read)]
+        self._saved = {part.step: part for part in parts}
+
+    def _clean_up(self, pending: _Pending, error: Exception) -> None:
+        """Remove the files of a save that failed after it had begun, and report it. The
+        run has one process."""
+        self._writer.reopen()
+        self._read_saved()
+        step, reason = pending.saved.step, shorten(error)
+        if step in self._saved:
             self._num_failed, self._current = 0, step
             self._say(
-                f"checkpoint {step} is saved, but older ones were not deleted: {reason}"
+                f"checkpoint {step} is written, but the disk does not confirm it: "
+                f"{reason}; older ones stay"
             )
             return
+        self._report_failure(step, f"{reason}; {pending.room}", error)
+
+    def _report_failure(
+        self, step: int, reason: str, error: Exception | None = None
+    ) -> None:
+        """Report a failed save; raise CheckpointError after too many in a row."""
         self._num_failed += 1
         limit = self._cfg.max_failed_saves
-        last = f"the last good one is {max(self._eval_loss, default='none')}"
+        last = f"the last good one is {max(self._saved, default='none')}"
         what = f"SAVE FAILED, {self._num_failed} of {limit} in a row: checkpoint {step}"
         if self._num_failed >= limit:
             raise CheckpointError(
@@ -229,38 +348,10 @@ class Checkpointer:
 
     def _set_aside(self, step: int, damage: str) -> None:
         """Rename a damaged checkpoint, so that training can save its step again."""
-
-        def rename() -> str:
-            new = self._directory / f"{step}.corrupt"
-            count = 1
-            while new.exists():
-                count += 1
-                new = self._directory / f"{step}.corrupt-{count}"
-            (self._directory / str(step)).rename(new)
-            return str(new)
-
-        new = from_first_process(rename)
+        path = self._directory / str(step)
+        new = from_first_process(lambda: str(set_aside(path, "corrupt")))
         self._say(f"CORRUPT CHECKPOINT {step} renamed to {new}: {damage}")
-        self._reopen()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Retention:
-    """Policy that tells orbax which checkpoints to keep once a newer one is complete.
-
-    Orbax's own policies do not suffice: they count damaged steps as good ones, and
-    after a damaged metrics file every later start fails.
-    """
-
-    cfg: config.Checkpoint
-    eval_loss: dict[int, float | None]
-
-    def should_preserve(self, checkpoints, *, context) -> list[bool]:
-        steps = sorted(self.eval_loss)
-        oldest = steps[-self.cfg.keep_last :][0]
-        scored = [s for s in steps if self.eval_loss[s] is not None]
-        best = sorted(scored, key=lambda s: self.eval_loss[s])[: self.cfg.keep_best]
-        return [info.step >= oldest or info.step in best for info in checkpoints]
+        self._read_saved()
 
 
 def _drop_fields(record: dict, state, fields: tuple[str, ...]) -> tuple[dict, object]:

@@ -22,7 +22,10 @@ def remove_unfinished(directory: pathlib.Path) -> None:
         if not remains:
             return
         for path in remains:
-            shutil.rmtree(path, ignore_errors=True)
+            if path.is_symlink() or path.is_file():
+                path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
         time.sleep(0.05)
 
 

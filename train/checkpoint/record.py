@@ -6,13 +6,14 @@ Records are read without jax, and nothing on the disk is changed. checkpoints.py
 and writes the arrays beside them.
 """
 
+import dataclasses
 import hashlib
 import json
-import math
 import pathlib
 from typing import Any
 
 from train.checkpoint.orbax_quirks import shorten
+from train.checkpoint.retention import Saved
 from train.launch.processes import from_first_process
 
 
@@ -21,17 +22,20 @@ class DamagedCheckpointError(Exception):
 
 
 def make_record(
-    step: int, arrays: dict[str, dict], meta: dict[str, Any], eval_loss: float | None
+    saved: Saved, arrays: dict[str, dict], meta: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the record of a checkpoint that is about to be written.
 
-    `arrays` is the result of describe_arrays. A loss that is not finite is recorded as
-    None.
+    `arrays` is the result of describe_arrays.
     """
-    if eval_loss is not None and not math.isfinite(eval_loss):
-        eval_loss = None
-    record = {"step": step, "eval_loss": eval_loss, "meta": meta, "arrays": arrays}
+    record = dataclasses.asdict(saved) | {"meta": meta, "arrays": arrays}
     return {**record, "sha256": record_sha256(record)}
+
+
+def saved_part(record: dict[str, Any]) -> Saved:
+    """Return the part of a record that decides how long its checkpoint is kept."""
+    names = [field.name for field in dataclasses.fields(Saved)]
+    return Saved(**{name: record[name] for name in names if name in record})
 
 
 def list_steps(directory: pathlib.Path) -> list[int]:

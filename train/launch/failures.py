@@ -45,6 +45,11 @@ def report_by(report: Callable[[str, int], object]) -> None:
     _report = report
 
 
+def report(line: str, code: int) -> None:
+    """Print the line with which this process is about to end all, from any thread."""
+    _report(line, code)
+
+
 def watch() -> None:
     """Start to look for a note of another process, in a run of several."""
     if not coordinator.is_here():

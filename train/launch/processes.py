@@ -7,6 +7,7 @@ The launcher ends those; without one their heartbeats and watchdogs do
 (docs/processes.md).
 """
 
+import dataclasses
 import faulthandler
 import json
 import os
@@ -198,12 +199,27 @@ class Stop:
         self.signal = number
 
 
+@dataclasses.dataclass
+class _Watched:
+    """Work that a watchdog times."""
+
+    what: str
+    count: Callable[[], int] | None
+    """Number that changes as long as the work goes on; None: only its end counts."""
+    last_count: int | None = None
+    since_sec: float = dataclasses.field(default_factory=time.monotonic)
+    """When it began, or when the number was last seen to change."""
+    is_said: bool = False
+
+
 class Watchdog:
     """A timer that ends this process, and prints the stack of every thread, when a
     step, an evaluation or a save takes longer than `limit_sec`. 0 never ends it.
 
-    The timer is faulthandler's, a C thread, so it works while all of Python is stuck in
-    a collective that another process never joins. At half the limit a line says what
+    Work that can count its progress, such as the bytes of a save, may go on for as long
+    as its number changes within the limit. The timer is faulthandler's, a C thread, so
+    it works while all of Python is stuck in a collective that another process never
+    joins, or in a file system that does not answer. At half the limit a line says what
     takes so long. `say` is called from a thread of the watchdog for that.
     """
 
@@ -213,8 +229,9 @@ class Watchdog:
         """`log` names the file that stacks go to, if they do not go to the terminal."""
         self._limit_sec, self._say = limit_sec, say
         self._where = f" to {log}" if log else ""
-        self._what, self._since_sec = "", time.monotonic()
-        self._is_said = False
+        self._watched: _Watched | None = None
+        self._timer = threading.Lock()
+        """Held while the timer and `_watched` change, so that they belong together."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         if limit_sec:
@@ -227,25 +244,54 @@ class Watchdog:
         self.rest()
         self._closed.set()
 
-    def at(self, what: str) -> None:
-        """Start the timer for `what`, which is to end within the limit."""
-        self._what, self._since_sec, self._is_said = what, time.monotonic(), False
-        if self._limit_sec:
-            faulthandler.dump_traceback_later(self._limit_sec, exit=True, file=STDERR)
+    def at(self, what: str, count: Callable[[], int] | None = None) -> None:
+        """Start the timer for `what`, which is to end within the limit, or to change
+        the number that `count()` returns. That is called in another thread."""
+        with self._timer:
+            self._watched = _Watched(what, count)
+            self._start_timer()
 
     def rest(self) -> None:
         """Stop the timer until the next call of `at`."""
-        self._what = ""
-        faulthandler.cancel_dump_traceback_later()
+        with self._timer:
+            self._watched = None
+            faulthandler.cancel_dump_traceback_later()
+
+    def _start_timer(self) -> None:
+        if self._limit_sec:
+            faulthandler.dump_traceback_later(self._limit_sec, exit=True, file=STDERR)
 
     def _watch(self) -> None:
+        """Look at the work, now and then, until the watchdog is closed."""
+        interval_sec, counted_sec = self._limit_sec / 8, time.monotonic()
+        while not self._closed.wait(min(1.0, interval_sec)):
+            watched = self._watched
+            if watched is None:
+                continue
+            if watched.count and time.monotonic() - counted_sec >= interval_sec:
+                self._follow(watched)
+                counted_sec = time.monotonic()
+            self._warn(watched)
+
+    def _follow(self, watched: _Watched) -> None:
+        """Start the timer again if the number of the work has changed."""
+        count = watched.count()
+        with self._timer:
+            if self._watched is not watched or count == watched.last_count:
+                return
+            watched.last_count, watched.since_sec = count, time.monotonic()
+            watched.is_said = False
+            self._start_timer()
+
+    def _warn(self, watched: _Watched) -> None:
         """Print one warning for work that takes longer than half the limit."""
-        while not self._closed.wait(min(1.0, self._limit_sec / 8)):
-            what, taken_sec = self._what, time.monotonic() - self._since_sec
-            if what and not self._is_said and taken_sec > self._limit_sec / 2:
-                self._is_said = True
-                self._say(
-                    f"WATCHDOG {what} goes on for {taken_sec:.0f} s; at "
-                    f"{self._limit_sec} s (Processes.watchdog_sec) this process ends "
-                    f"and writes the stacks of its threads{self._where}"
-                )
+        taken_sec = time.monotonic() - watched.since_sec
+        if watched.is_said or taken_sec <= self._limit_sec / 2:
+            return
+        watched.is_said = True
+        goes_on = "has not moved" if watched.count else "goes on"
+        self._say(
+            f"WATCHDOG {watched.what} {goes_on} for {taken_sec:.0f} s; at "
+            f"{self._limit_sec} s (Processes.watchdog_sec) this process ends "
+            f"and writes the stacks of its threads{self._where}"
+        )
