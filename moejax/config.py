@@ -62,6 +62,35 @@ def require_min(instance: Any, minimum: float, *names: str) -> None:
         require(value is None or value >= minimum, rule)
 
 
+def require_max(instance: Any, maximum: int, reason: str, *names: str) -> None:
+    """Raise ValueError with the reason if one of these fields of `instance` is above
+    `maximum`.
+
+    A field that is None passes.
+    """
+    for name in names:
+        value = getattr(instance, name)
+        part = type(instance).__mro__[-2].__name__
+        rule = f"{part}.{name}={value} must be at most {maximum}: {reason}"
+        require(value is None or value <= maximum, rule)
+
+
+MAX_INT32 = 2**31 - 1
+MAX_WAIT_SEC = 10**7
+MAX_WIDTH = 2**20
+MAX_HEADS = 2**14
+MAX_LAYERS = 2**12
+MAX_EXPERTS = 2**13
+MAX_SEED = 2**63 - 1
+MAX_TABLE = 2**22
+"""Largest number of entries of a table with one for each layer and expert, or for each
+layer and slot. Processes send such tables to one another, and every device holds them.
+"""
+AXIS = "axes of arrays, and products of two, have fewer than 2**31 entries"
+"""Reason for the largest widths."""
+STEPS = "steps are counted in int32"
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """Shape of a decoder-only transformer with some Mixture-of-Experts (MoE) layers.
@@ -118,6 +147,10 @@ class Model:
             "head_dim", "d_ff", "moe_every",
         )  # fmt: skip
         require_min(self, 0, "first_k_dense")
+        require_max(self, MAX_INT32, "token ids are int32", "vocab_size")
+        require_max(self, MAX_WIDTH, AXIS, "d_model", "d_ff")
+        require_max(self, MAX_HEADS, AXIS, "num_heads", "head_dim")
+        require_max(self, MAX_LAYERS, "plans have a row for each layer", "num_layers")
         require(
             self.num_heads % self.num_kv_heads == 0,
             f"Model.num_heads={self.num_heads} must be a multiple of "
@@ -159,6 +192,15 @@ class Moe:
     def __post_init__(self) -> None:
         require_min(self, 1, "num_experts", "top_k", "d_expert")
         require_min(self, 0, "num_shared_experts")
+        require_max(self, MAX_WIDTH, AXIS, "d_expert")
+        require_max(
+            self, MAX_EXPERTS, "every device has tables of all experts", "num_experts"
+        )
+        require(
+            self.num_shared_experts * self.d_expert <= MAX_INT32,
+            f"Moe.num_shared_experts={self.num_shared_experts} times d_expert="
+            f"{self.d_expert} is a width above {MAX_INT32}: use fewer",
+        )
         require(
             self.top_k <= self.num_experts,
             f"Moe.top_k={self.top_k} is more than num_experts={self.num_experts}",
@@ -378,6 +420,8 @@ class Recorded:
 
     def __post_init__(self) -> None:
         require_min(self, 0, "zipf", "hot_share")
+        require_max(self, 1, "it is a share", "hot_share")
+        require_max(self, MAX_INT32, STEPS, "period_steps", "steps_per_sample")
         require_min(self, 1, "period_steps", "steps_per_sample")
 
 
@@ -414,6 +458,7 @@ class Optimizer:
             "clip_norm",
         )  # fmt: skip
         require_min(self, 1, "max_skipped_in_a_row")
+        require_max(self, MAX_INT32, STEPS, "warmup_steps", "max_skipped_in_a_row")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -522,6 +567,9 @@ class Train:
             "num_simulated_devices",
         )  # fmt: skip
         require_min(self, 0, "check_replicas_every_steps")
+        require_max(self, MAX_INT32, STEPS, "num_steps")
+        require_max(self, MAX_SEED, "seeds have 64 bits", "seed")
+        require_min(self, -MAX_SEED, "seed")
         require(
             self.batch_size % self.accumulate_steps == 0,
             f"Train.batch_size={self.batch_size} must be a multiple of "
@@ -623,6 +671,10 @@ class Processes:
     def __post_init__(self) -> None:
         require_min(self, 1, "init_sec", "heartbeat_sec", "shutdown_sec")
         require_min(self, 0, "watchdog_sec")
+        require_max(
+            self, MAX_WAIT_SEC, "timers count 115 days at most", "init_sec",
+            "heartbeat_sec", "shutdown_sec", "watchdog_sec",
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -677,6 +729,20 @@ class Config:
     def __post_init__(self) -> None:
         moe, mesh, train = self.moe, self.mesh, self.train
         check_shards(self)
+        layers = self.model.num_moe_layers
+        require(
+            layers * moe.num_experts <= MAX_TABLE,
+            f"Moe.num_experts={moe.num_experts} in {layers} layers "
+            f"(Model.num_layers={self.model.num_layers}) is more than {MAX_TABLE} "
+            "experts: every device has a table of all of them",
+        )
+        slots = (self.dispatch.slots_per_device or 1) * self.group_size * layers
+        require(
+            slots <= MAX_TABLE,
+            f"Dispatch.slots_per_device={self.dispatch.slots_per_device} on "
+            f"{self.group_size} owners in {layers} layers is more than {MAX_TABLE} "
+            "slots: every device has a table of all of them",
+        )
         uneven = uneven_group(moe.num_experts, self.group_size, self.group_axes)
         require(not uneven, f"Moe.{uneven}")
         shards = mesh.num_batch_shards * train.accumulate_steps
@@ -685,6 +751,12 @@ class Config:
             f"Train.batch_size={train.batch_size} must be a multiple of {shards}: "
             "dc x data x expert devices times "
             f"accumulate_steps={train.accumulate_steps}",
+        )
+        require(
+            train.batch_size * self.data.seq_len <= MAX_INT32,
+            f"Train.batch_size={train.batch_size} sequences of "
+            f"Data.seq_len={self.data.seq_len} are more than {MAX_INT32} tokens: rows "
+            "are counted in int32",
         )
         simulated = train.num_simulated_devices
         require(

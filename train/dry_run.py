@@ -29,6 +29,7 @@ def dry_run(cfg: Config) -> dict:
     """Print the sizes of a run, and return them. None of its devices is needed."""
     run = _resolve(cfg)
     run.check_policy()
+    run.recorded_sha256()
     held, layout = _bytes_per_device(run), run.layout
     flops = flops_per_token(cfg.network)
     plan = run.home_plan()

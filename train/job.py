@@ -6,7 +6,6 @@ data, or recorded loads without a file.
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,7 +14,6 @@ import jax
 
 from moejax.axes import make_mesh
 from moejax.config import Config
-from moejax.moe import recorded
 from moejax.moe.layer import check_device
 from moejax.resolve.resolved import resolve
 from train import data
@@ -88,11 +86,7 @@ def prepare(cfg: Config) -> Job:
     model = make_model(run)
     check_device(model.layout, model.mesh.devices.flat[0])
     run.check_policy()
-    recorded_sha256 = None
-    if cfg.router.kind == "recorded":
-        sizes = (cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k)
-        table_tle = recorded.loads(cfg.recorded, *sizes)
-        recorded_sha256 = hashlib.sha256(table_tle.tobytes()).hexdigest()
+    recorded_sha256 = run.recorded_sha256()
     corpus = data.load_corpus(cfg.data, cfg.model.vocab_size)
     micro = cfg.train.batch_size // cfg.train.accumulate_steps
     eval_batches = cfg.train.eval_batches * cfg.train.accumulate_steps

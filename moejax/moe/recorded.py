@@ -18,6 +18,8 @@ from moejax.moe.array_file import names_in_npz, read_npz
 
 MAX_COUNT = 1e15
 """Largest count of a file, so that sums of counts are exact."""
+MAX_CONCENTRATION = 700
+"""Largest concentration of a hill of load; exp() of more is infinite."""
 MAX_ROWS = 2**17
 MAX_NUMBERS = 2**22
 """Largest size of a table of loads, in rows and in numbers. It is 16 MiB on each
@@ -122,6 +124,11 @@ def _wandering_loads(cfg: Recorded, num_experts: int) -> np.ndarray:
     concentration, shape_e = 0.0, np.cos(angle_te[0])
     while np.exp(concentration) / np.exp(concentration * shape_e).sum() < cfg.hot_share:
         concentration += 0.01
+        if concentration > MAX_CONCENTRATION:
+            raise ValueError(
+                f"Recorded.hot_share={cfg.hot_share} cannot be reached by a hill of "
+                f"load over Moe.num_experts={num_experts}: lower it"
+            )
     rise_t = np.minimum(step_t / cfg.period_steps, 1.0)
     table_te = np.exp(concentration * rise_t[:, None] * np.cos(angle_te))
     return table_te / table_te.sum(axis=1, keepdims=True)

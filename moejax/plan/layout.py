@@ -41,6 +41,8 @@ axes, the expert axis is the innermost."""
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 """Bytes of one array element, by compute dtype."""
+MAX_AXIS = 2**16
+"""Largest number of devices along one axis of a mesh."""
 ROW_MULTIPLE = 8
 """Buffer sizes are rounded up to a multiple of 8 rows, so that vector units and tiles
 divide them."""
@@ -67,6 +69,11 @@ class Topology:
         for name, size in zip(("dc", "data", "expert", "tensor"), self.sizes):
             if size < 1:
                 raise ValueError(f"Mesh.{name}={size} must be at least 1")
+            if size > MAX_AXIS:
+                raise ValueError(
+                    f"Mesh.{name}={size} must be at most {MAX_AXIS}: device numbers "
+                    "of a mesh are int32, and plans have an entry for each device"
+                )
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

@@ -5,6 +5,7 @@ run.relaid(layout) -> Resolved    again, when the balancer changes the layout
 """
 
 import dataclasses
+import hashlib
 import functools
 
 from jax.sharding import AbstractMesh, Mesh
@@ -13,6 +14,7 @@ from moejax.balance.policies import check_on_skewed_load
 from moejax.balance.settings import Settings
 from moejax.config import Config
 from moejax.kernels.device import KernelChoice
+from moejax.moe import recorded
 from moejax.moe.mesh_roles import MeshLayout, on_mesh
 from moejax.perf.calibration import Calibration
 from moejax.perf.cost_model import CostModel
@@ -78,6 +80,16 @@ class Resolved:
         policy, num_layers = self.settings.policy, self.cfg.model.num_moe_layers
         if policy != "home":
             check_on_skewed_load(policy, self.layout, self.cost, num_layers)
+
+    def recorded_sha256(self) -> str | None:
+        """Return the sha256 of the recorded loads that the router follows, or None
+        where it chooses by itself. Raises ValueError for loads that cannot be read."""
+        cfg = self.cfg
+        if cfg.router.kind != "recorded":
+            return None
+        sizes = (cfg.model.num_moe_layers, cfg.moe.num_experts, cfg.moe.top_k)
+        table_tle = recorded.loads(cfg.recorded, *sizes)
+        return hashlib.sha256(table_tle.tobytes()).hexdigest()
 
     def exact_layout(self, batch_size: int, width: int) -> Layout:
         """Return a layout for `batch_size` sequences of `width` tokens that drops no

@@ -81,7 +81,7 @@ def convert(value: Any, kind: Any) -> Any:
             choices = {str(choice): repr(choice) for choice in typing.get_args(kind)}
             near = nearest(show(value).strip("'"), choices, "")
         problem = f"must be {describe(kind)}, and is of type {type(value).__name__}"
-        if type(value) is int and abs(value) > MAX_INT:
+        if _has_huge_int(value):
             problem = f"must be {describe(kind)}, and has more than 64 bits"
         raise TypeError(f"{problem}; {near}" if near else problem) from err
 
@@ -109,6 +109,13 @@ def _fit(value: Any, kind: Any) -> Any:
     elif type(value) is kind and (kind is not int or abs(value) <= MAX_INT):
         return value
     raise TypeError(kind)
+
+
+def _has_huge_int(value: Any) -> bool:
+    """Return whether a value is, or holds, an int that does not fit 64 bits."""
+    if isinstance(value, list | tuple):
+        return any(map(_has_huge_int, value))
+    return type(value) is int and abs(value) > MAX_INT
 
 
 def show(value: Any) -> str:
