@@ -140,7 +140,8 @@ def train(
             profile = Window(folder, extras.profile_steps, say, hlo_text=hlo_text)
             restored = functools.partial(restore, job, checkpointer, lambda _: None)
             replay = Replay(job, balancing, checkpointer, watchdog, restored, say)
-            replicas = Replicas(job, balancing, replay, say)
+            with goodput.at("compile"):
+                replicas = Replicas(job, balancing, replay, say)
             run = LoopContext(
                 job,
                 checkpointer,
@@ -248,7 +249,8 @@ def _steps(run: LoopContext, state: TrainState, bar: Bar):
     job, cfg, reader, at = run.job, run.job.cfg, Reader(run, bar), run.goodput.at
     first, last = int(state.step), cfg.train.num_steps
     evaluation = _evaluate(run, state, first, bar) if first >= last else None
-    run.replicas.require_equal(first, state)
+    with at("other"):
+        run.replicas.require_equal(first, state)
     for done in range(first + 1, last + 1):
         run.watchdog.at(f"step {done}")
         with at("swaps", unless=reader.is_behind):
@@ -276,7 +278,8 @@ def _steps(run: LoopContext, state: TrainState, bar: Bar):
         if is_eval or is_save:
             reader.flush()
         if is_save:
-            run.replicas.require_equal(done, state)
+            with at("saves"):
+                run.replicas.require_equal(done, state)
         eval_loss = None
         if is_eval:
             run.watchdog.at(f"the evaluation at step {done}")

@@ -5,7 +5,8 @@
 
 An *attempt* is one start of the program on a run directory. A resumed attempt goes on
 from the last line of its checkpoint's step or of an earlier step. What earlier attempts
-did after that line is lost, and counts as restarts. docs/metrics.md has a table of the
+did after that line is lost, and counts as restarts. No line is ever removed, so steps
+fall where an attempt goes on from a checkpoint. docs/metrics.md has a table of the
 buckets.
 """
 
