@@ -9,6 +9,9 @@ steps       train --steps steps under each variant, in turns, in one process, wi
             that of its steps and of what they waited for (saves, data, swaps), without
             compilation and evaluation. Each variant saves its last step too, so the
             cost of a save is the extra time over the number of extra saves.
+saves       save the first state of the configuration --turns times, and train nothing:
+            time that the caller waits, time until the checkpoint is complete, processor
+            time of all threads; the first save of a process is apart
 restarts    from the start of a process that resumes a run to its first step in
             metrics.jsonl, with JAX's persistent compilation cache full and disabled, in
             turns
@@ -68,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add("--part", choices=("steps", "restarts"), required=True, help="what to measure")
+    add("--part", choices=PARTS, required=True, help="what to measure")
     add(
         "--gin_file",
         action="append",
@@ -96,10 +99,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def work(args: argparse.Namespace) -> int:
     if min(args.turns, args.steps) < 1:
         raise ValueError("--turns and --steps must be at least 1")
+    if args.variant and args.part != "steps":
+        raise ValueError("--variant is for --part steps")
     args.gin_file = args.gin_file or [str(ROOT / "configs" / "tiny_cpu.gin")]
     with tempfile.TemporaryDirectory(prefix="reliability-") as folder:
-        measure = measure_steps if args.part == "steps" else measure_restarts
-        record = measure(args, pathlib.Path(folder))
+        record = PARTS[args.part](args, pathlib.Path(folder))
     show(record)
     emit(record, args.json)
     return DONE
@@ -188,11 +192,43 @@ def train_once(job, run_dir: pathlib.Path) -> dict:
     }
 
 
+def measure_saves(args: argparse.Namespace, folder: pathlib.Path) -> dict:
+    """Save the first state of a configuration in turns; return seconds of a save."""
+    cfg = gin_reader.load(args.gin_file, args.gin_param)
+    start(cfg)
+    import jax
+
+    from moejax.axes import make_mesh
+    from moejax.resolve.resolved import resolve
+    from train.checkpoint.checkpoints import Checkpointer
+    from train.step.compiled import make_model
+    from train.step.state import init_state
+
+    model = make_model(resolve(cfg, make_mesh(cfg.mesh)))
+    state = init_state(model.run, model.optimizer, model.layout.store)
+    checkpointer = Checkpointer(folder / "checkpoints", cfg.checkpoint)
+    rows = []
+    for turn in range(args.turns + 1):
+        begin_sec, begin_cpu_sec = time.monotonic(), time.process_time()
+        checkpointer.save(turn + 1, state, {})
+        wait_sec = time.monotonic() - begin_sec
+        checkpointer.wait()
+        rows.append(
+            {
+                "wait_msec": 1e3 * wait_sec,
+                "complete_msec": 1e3 * (time.monotonic() - begin_sec),
+                "processor_msec": 1e3 * (time.process_time() - begin_cpu_sec),
+            }
+        )
+    checkpointer.close()
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    variants = {"first": rows[0], "later": summarise(rows[1:])}
+    return {"part": "saves", "state_mib": num_bytes / 2**20, "variants": variants}
+
+
 def measure_restarts(args: argparse.Namespace, folder: pathlib.Path) -> dict:
     """Resume a run in turns with and without the compilation cache; return the seconds
     from the start of the process to its first step."""
-    if args.variant:
-        raise ValueError("--variant is for --part steps")
     gin_reader.load(args.gin_file, args.gin_param)
     words = [sys.executable, str(ROOT / "train" / "main.py")]
     words += [f"--gin_file={path}" for path in args.gin_file]
@@ -292,6 +328,9 @@ def show(record: dict) -> None:
             else:
                 parts.append(f"{key} {value:.4g}")
         print(f"{name:<12} {'  '.join(parts)}")
+
+
+PARTS = {"steps": measure_steps, "saves": measure_saves, "restarts": measure_restarts}
 
 
 if __name__ == "__main__":

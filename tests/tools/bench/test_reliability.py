@@ -39,7 +39,7 @@ def test_the_last_step_ignores_a_line_that_is_being_written(tmp_path):
     [
         (["--part=steps", "--turns=0"], "at least 1"),
         (["--part=steps", "--variant=a"], "two --variant"),
-        (["--part=restarts", "--variant=a"], "is for --part steps"),
+        (["--part=saves", "--variant=a"], "is for --part steps"),
         (["--part=restarts", "--gin_param=Train.stepz=1"], "Train has no field stepz"),
         (["--part=restarts", "--gin_file=no.gin"], "no.gin"),
     ],
