@@ -171,7 +171,7 @@ def test_a_flip_changes_one_bit_of_one_replica():
     order = {"leaf": 5, "device": 6, "element": 9, "bit": 20}
     name, device, flipped = worker.flip(state, order)
     assert name == "params/whole"
-    assert device == str(mesh.devices[2])
+    assert device == mesh.devices[2].id
     copies = [np.array(x.data) for x in flipped["params"]["whole"].addressable_shards]
     different = [np.flatnonzero(copy != np.arange(6)).tolist() for copy in copies]
     assert different == [[], [], [3], []]

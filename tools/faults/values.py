@@ -56,9 +56,9 @@ def flip_bit(run: Run, rng: random.Random) -> None:
     run.expect_end(3, FLIP_SEC)
     flipped = json.loads(done.read_text())
     done.unlink()
-    leaf = flipped["leaf"].rpartition("/")[2]
-    if leaf not in run.error() or "device" not in run.error():
-        raise Broken(f"the line names not both {flipped}: {run.error()[:300]}")
+    words = flipped["leaf"].rpartition("/")[2], f"device {flipped['device']} "
+    if not all(word in run.error() for word in words):
+        raise Broken(f"the line names not both {words}: {run.error()[:300]}")
 
 
 def _written(run_dir: pathlib.Path) -> dict[str, str]:

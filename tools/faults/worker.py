@@ -55,7 +55,7 @@ def flip_if_ordered(orders: pathlib.Path, step: int, state):
     if order["process"] != jax.process_index():
         return state
     name, device, state = flip(state, order)
-    report = {"leaf": name, "device": device, "step": step} | order
+    report = order | {"leaf": name, "device": device, "step": step}
     (orders / FLIP).unlink()
     (orders / FLIPPED).write_text(json.dumps(report))
     return state
@@ -64,8 +64,8 @@ def flip_if_ordered(orders: pathlib.Path, step: int, state):
 def flip(state, order: dict):
     """Flip a bit of one copy of a replicated parameter in a training state.
 
-    Returns the name of the leaf, the device of the copy, and the new state. The numbers
-    `leaf`, `device` and `element` of the order count modulo what there is.
+    Returns the name of the leaf, the id of the copy's device, and the new state. The
+    numbers `leaf`, `device` and `element` of the order count modulo what there is.
     """
     import jax
 
@@ -87,7 +87,7 @@ def flip(state, order: dict):
     parts[wrong] = _flip_one(parts[wrong], order["element"], order["bit"])
     copy = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
     state = jax.tree.map(lambda x: copy if x is leaf else x, state)
-    return chosen, str(shards[wrong].device), state
+    return chosen, shards[wrong].device.id, state
 
 
 def _flip_one(part, element: int, bit: int):
