@@ -25,6 +25,7 @@ MARK = "MOEJAX_CHAOS_RUN"
 NUM_STEPS = 72
 PACE_SEC = 0.04
 STOPPED_SEC = 2.5
+MAX_RESTARTS = 8
 POLL_SEC = 0.01
 START_SEC = 150.0
 """Limit on the time from a start to the first step, with nothing compiled yet."""
@@ -258,7 +259,7 @@ class Run:
     def _command(self) -> list[str]:
         place, python = self.place, sys.executable
         launcher = [python, str(ROOT / "tools" / "launch" / "local.py"), "--json"]
-        launcher += ["-n", str(self.num_processes), "--max_restarts=50"]
+        launcher += ["-n", str(self.num_processes), f"--max_restarts={MAX_RESTARTS}"]
         launcher += ["--backoff_sec=0.1", f"--stopped_sec={STOPPED_SEC}", "--"]
         worker = [str(ROOT / "tools" / "faults" / "worker.py"), "--json"]
         worker += [f"--gin_file={CONFIG}", f"--run_dir={place.run_dir}"]

@@ -159,6 +159,8 @@ class _Player:
             verdict.is_kept = True
         for verdict, damage in self._damage:
             try:
+                if "starting again" in text:
+                    raise Broken("it crashed, and was started again")
                 damage.check(text)
             except Broken as broken:
                 verdict.is_kept, verdict.why = False, str(broken)
