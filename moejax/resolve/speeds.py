@@ -1,8 +1,10 @@
 """Speeds that a run's predictions use: those of a calibration, or presumed ones."""
 
+import contextlib
 import dataclasses
 import os
 import pathlib
+from collections.abc import Iterator
 
 from moejax.config import Config
 from moejax.model.flops import flops_per_token
@@ -15,17 +17,19 @@ COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 
 
 def make_cost_model(cfg: Config, calibration: Calibration) -> CostModel:
-    """Return the cost model of this model's sizes at the calibration's speeds."""
-    return cost_model(
-        calibration,
-        d_model=cfg.model.d_model,
-        d_expert=cfg.moe.d_expert // cfg.expert_shards,
-        itemsize=ITEMSIZE[cfg.model.compute_dtype],
-        micro_batches=cfg.train.accumulate_steps,
-        other_flops_per_device=other_flops_per_device(cfg),
-        remat=cfg.model.remat,
-        group=cfg.dispatch.group_axes,
-    )
+    """Return the cost model of this model's sizes at the calibration's speeds. Raises
+    ValueError, with the file's name, where it lacks a line."""
+    with _named(cfg.balance.calibration):
+        return cost_model(
+            calibration,
+            d_model=cfg.model.d_model,
+            d_expert=cfg.moe.d_expert // cfg.expert_shards,
+            itemsize=ITEMSIZE[cfg.model.compute_dtype],
+            micro_batches=cfg.train.accumulate_steps,
+            other_flops_per_device=other_flops_per_device(cfg),
+            remat=cfg.model.remat,
+            group=cfg.dispatch.group_axes,
+        )
 
 
 def load_calibration(cfg: Config, device_kind: str | None = None) -> Calibration:
@@ -38,8 +42,20 @@ def load_calibration(cfg: Config, device_kind: str | None = None) -> Calibration
         return presumed(dataclasses.asdict(cfg.mesh), device_kind or "any device")
     calibration = read_calibration(_find_file(cfg.balance.calibration))
     kind = calibration.device_kind if device_kind is None else device_kind
-    check(calibration, dataclasses.asdict(cfg.mesh), kind, cfg.model.compute_dtype)
+    with _named(cfg.balance.calibration):
+        check(calibration, dataclasses.asdict(cfg.mesh), kind, cfg.model.compute_dtype)
     return calibration
+
+
+@contextlib.contextmanager
+def _named(calibration: str | None) -> Iterator[None]:
+    """Put the name of the calibration's file before the errors of a block."""
+    try:
+        yield
+    except ValueError as error:
+        if calibration is None:
+            raise
+        raise ValueError(f"Balance.calibration={calibration!r}: {error}") from error
 
 
 def presumed(mesh_sizes: dict[str, int], device_kind: str) -> Calibration:

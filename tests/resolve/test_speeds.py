@@ -1,0 +1,30 @@
+"""A calibration that does not fit a run is refused with the name of its file."""
+
+import dataclasses
+
+import pytest
+
+from moejax.resolve.speeds import load_calibration, make_cost_model
+from tests.support.calibrations import TWO_LEVELS
+from tests.support.run_main import TOY
+from train.config import gin_reader
+
+MESH = ("Mesh.data = 1", "Mesh.expert = 4", "Mesh.tensor = 2")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"mesh": {**TWO_LEVELS.mesh, "expert": 8}}, "measured on mesh"),
+        ({"device_kind": "other"}, "measured on 'other'"),
+        ({"collectives": {}}, "has no all_to_all over the 'expert' axis"),
+    ],
+)
+def test_the_file_of_a_calibration_that_does_not_fit_is_named(
+    change, problem, tmp_path
+):
+    path = tmp_path / "a.json"
+    path.write_text(dataclasses.replace(TWO_LEVELS, **change).to_json())
+    cfg = gin_reader.load([TOY], [*MESH, f"Balance.calibration = '{path}'"])
+    with pytest.raises(ValueError, match=f"{path}.*{problem}"):
+        make_cost_model(cfg, load_calibration(cfg, "paper"))
