@@ -40,6 +40,8 @@ KINDS = {
     "copy": r"copy|memcpy|memset|transpose|concatenate|\bpad|slice",
     "fusion": r"fusion|^wrapped|^call",
 }
+MAX_USEC = 2**53
+"""Largest time in a trace, in microseconds since its start."""
 WAITS = re.compile(r"Rendezvous|Wait\b")
 
 
@@ -52,13 +54,23 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
-        record = summary(*read(args.trace))
+        record = read_summary(args.trace)
     except (ValueError, OSError) as error:
         return refuse(error, BAD_INPUT, args.json)
     show(record)
     if args.json:
         print(json.dumps(record))
     return 0
+
+
+def read_summary(path: pathlib.Path) -> dict:
+    """Return the summary of the trace in a folder or file. Raises a ValueError that
+    names it where there is none, or where it is damaged."""
+    events, op_names = read(path)
+    try:
+        return summary(events, op_names)
+    except ValueError as fault:
+        raise ValueError(f"{path}: {fault}") from fault
 
 
 def read(path: pathlib.Path) -> tuple[list[dict], dict[str, str]]:
@@ -74,11 +86,38 @@ def read(path: pathlib.Path) -> tuple[list[dict], dict[str, str]]:
     try:
         events = json.loads(gzip.decompress(traces[0].read_bytes()))["traceEvents"]
         text = gzip.decompress(names.read_bytes()) if names.is_file() else b"{}"
-        return [e for e in events if isinstance(e, dict)], dict(json.loads(text))
-    except (ValueError, KeyError, TypeError, EOFError, zlib.error) as fault:
+        events = [event for event in events if isinstance(event, dict)]
+        for event in events:
+            _check_span(event)
+        op_names = dict(json.loads(text))
+    except (
+        ValueError, KeyError, TypeError, EOFError, OSError, zlib.error, RecursionError,
+    ) as fault:  # fmt: skip
         raise ValueError(
             f"{traces[0]} is not a trace of --profile_steps ({fault}): name one"
         ) from fault
+    return events, {name: str(scope) for name, scope in op_names.items()}
+
+
+def _check_span(event: dict) -> None:
+    """Raise ValueError for a span whose fields have other types than a profiler
+    writes."""
+    if event.get("ph") != "X" or "dur" not in event:
+        return
+    args = event.get("args", {})
+    times = [event.get(name) for name in ("ts", "dur")]
+    ids = [event.get("pid"), event.get("tid")]
+    if not (
+        isinstance(event.get("name"), str)
+        and isinstance(args, dict)
+        and isinstance(args.get("hlo_op", ""), str)
+        and all(type(time) in (int, float) and 0 <= time < MAX_USEC for time in times)
+        and all(
+            type(number) in (int, str, type(None))
+            for number in (*ids, args.get("device_ordinal"))
+        )
+    ):
+        raise ValueError(f"a span has fields of other types: {str(event)[:80]}")
 
 
 def summary(events: list[dict], op_names: dict[str, str]) -> dict:
@@ -91,7 +130,7 @@ def summary(events: list[dict], op_names: dict[str, str]) -> dict:
     for span, busy_usec, waits_usec in self_times(spans):
         op = span["args"]["hlo_op"]
         path = op_names.get(op, "")
-        devices.add((span["pid"], span["args"].get("device_ordinal")))
+        devices.add((span.get("pid"), span["args"].get("device_ordinal")))
         end_usec = max(end_usec, span["ts"] + span["dur"])
         kind, part = operation_kind(f"{op} {span['name']}"), layer_part(path)
         for row in (sums["kinds", kind], sums["parts", part]):

@@ -469,9 +469,9 @@ def build_profile(folder: pathlib.Path, variant: int) -> None:
 
 
 def read_profile(folder: pathlib.Path) -> None:
-    from tools.read_profile import read, summary
+    from tools.read_profile import read_summary
 
-    summary(*read(folder / "perfetto_trace.json.gz"))
+    read_summary(folder / "perfetto_trace.json.gz")
 
 
 _CHANGED_LINES = mutations.change_gzipped(JSON_LINES)

@@ -233,3 +233,29 @@ def test_module_does_not_import_jax(repo):
         "print('jax' in sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], cwd=repo) == b"False\n"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-6] + bytes(6),
+        lambda data: data[:-4],
+        lambda data: b"no gzip",
+        lambda data: gzip.compress(b"[" * 10**5),
+        lambda data: gzip.compress(data_of(ts=None)),
+        lambda data: gzip.compress(data_of(args={"hlo_op": []})),
+        lambda data: gzip.compress(b'{"traceEvents": []}'),
+    ],
+)
+def test_a_damaged_trace_is_named(damage, tmp_path):
+    path = tmp_path / "perfetto_trace.json.gz"
+    path.write_bytes(damage(gzip.compress(data_of())))
+    with pytest.raises(ValueError, match=path.name) as error:
+        read_profile.read_summary(path)
+    assert "\n" not in str(error.value)
+
+
+def data_of(**changes) -> bytes:
+    """Return a trace with one span, whose fields are changed."""
+    span = {"ph": "X", "name": "train_step", "pid": 1, "tid": 1, "ts": 0, "dur": 5}
+    return json.dumps({"traceEvents": [span | changes]}).encode()
