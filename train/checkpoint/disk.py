@@ -1,5 +1,6 @@
 """Bytes of checkpoints: needed, free and written; and files synced to the disk."""
 
+import errno
 import os
 import pathlib
 
@@ -64,9 +65,14 @@ def sync_tree(folder: pathlib.Path) -> None:
 
 
 def _sync(path: str | os.PathLike) -> None:
+    """Return when a file or a folder is on the disk. A file system that cannot sync
+    folders, and says so, is no error."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not (os.path.isdir(path) and error.errno in (errno.EINVAL, errno.ENOTSUP)):
+            raise
     finally:
         os.close(descriptor)
 
