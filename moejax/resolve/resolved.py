@@ -5,8 +5,8 @@ run.relaid(layout) -> Resolved    again, when the balancer changes the layout
 """
 
 import dataclasses
-import hashlib
 import functools
+import hashlib
 
 from jax.sharding import AbstractMesh, Mesh
 
