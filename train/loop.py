@@ -164,8 +164,9 @@ def train(
                 is_saved = checkpointer.wait()
         if not is_saved:
             raise CheckpointError(
-                f"the state of step {int(state.step)} could not be saved: make room, "
-                "and run again to go on from the last good checkpoint"
+                f"the state of step {int(state.step)} could not be saved: "
+                f"{checkpointer.last_failure}: make room, and run again to go on from "
+                "the last good checkpoint"
             )
     finally:
         # Orbax would wait for the other processes, who know of no failure.

@@ -113,7 +113,9 @@ def test_full_disk(small_disk):
     assert re.search(r"SAVE FAILED, .* [\d,]+ bytes, and \d+ are free in", ended.out)
     *lost, last_line = ended.err.splitlines()
     assert re.fullmatch(
-        r"error: the state of step \d+ could not be saved: make room, .*", last_line
+        r"error: the state of step \d+ could not be saved: .*it needs [\d,]+ bytes, "
+        r"and \d+ are free in .*/run/checkpoints: make room, .*",
+        last_line,
     )
     assert all(
         re.match("METRICS NOT WRITTEN from|metrics are written", x) for x in lost

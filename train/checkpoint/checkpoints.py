@@ -96,6 +96,8 @@ class Checkpointer:
         self._pending: _Pending | None = None
         self._current: int | None = None
         self._num_failed = 0
+        self.last_failure = ""
+        """Why the last save that failed did so, in one line."""
         from_first_process(lambda: self._directory.mkdir(parents=True, exist_ok=True))
         quiet_orbax()
         self._read_saved()
@@ -335,7 +337,7 @@ class Checkpointer:
         self, step: int, reason: str, error: Exception | None = None
     ) -> None:
         """Report a failed save; raise CheckpointError after too many in a row."""
-        self._num_failed += 1
+        self._num_failed, self.last_failure = self._num_failed + 1, reason
         limit = self._cfg.max_failed_saves
         last = f"the last good one is {max(self._saved, default='none')}"
         what = f"SAVE FAILED, {self._num_failed} of {limit} in a row: checkpoint {step}"
