@@ -13,7 +13,7 @@ from train.data import byte_sample
 from train.eval.held_out import format_expert_loads
 from train.eval.ngram import trigram_loss
 from train.job import Job
-from train.launch.files import write_whole
+from train.launch.files import path_named, write_whole
 from train.launch.processes import from_first_process
 from train.launch.program import say_loudly
 from train.logs.balance_summary import balance_lines, summarise_balance
@@ -49,7 +49,7 @@ def _read_summary(file: pathlib.Path) -> dict | None:
     writes the summary again.
     """
     try:
-        with file.open("rb") as stream:
+        with path_named(file), file.open("rb") as stream:
             text = stream.read(MAX_FILE_BYTES + 1)
         summary = json.loads(text) if len(text) <= MAX_FILE_BYTES else None
     except FileNotFoundError:

@@ -34,7 +34,7 @@ def read_records(path: pathlib.Path) -> Iterator[dict]:
     such file. The steps may be out of order."""
     if not path.is_file():
         return
-    with path.open("rb") as file:
+    with path_named(path), path.open("rb") as file:
         for line in lines(file):
             record = parse_line(line)
             if isinstance(record, dict):
@@ -70,6 +70,12 @@ def cut_back(path: pathlib.Path, step: int, say: Callable[[str], None]) -> dict:
     one atomic operation. Where there is no room for that, damaged lines stay where they
     are. `say` gets one line about each of the three.
     """
+    with path_named(path):
+        return _cut_back(path, step, say)
+
+
+def _cut_back(path: pathlib.Path, step: int, say: Callable[[str], None]) -> dict:
+    """Do the work of `cut_back`. Errors of reads and writes do not name the file."""
     survey = _survey(path)
     survey.mark_later(step)
     if survey.torn_bytes:

@@ -24,6 +24,7 @@ from moejax.config import Config
 from moejax.perf import traffic
 from train.data import TrainBatches
 from train.data.feed import own_rows
+from train.launch.files import path_named
 from train.launch.processes import from_first_process, is_first
 from train.launch.program import say_loudly
 from train.logs.record_lines import cut_back
@@ -206,7 +207,8 @@ class MetricsLog:
                 raise OSError("no space left for a whole line")
         except OSError as fault:
             if os.fstat(self._file.fileno()).st_size != end:
-                self._file.truncate(end)
+                with path_named(self._path):
+                    self._file.truncate(end)
             self._num_lost += 1
             if self._num_lost == 1:
                 self._say(
@@ -220,10 +222,15 @@ class MetricsLog:
             self._num_lost = 0
 
     def close(self) -> None:
-        """Return when the lines are on the disk."""
-        if not self._file.closed:
+        """Return when the lines are on the disk, or a message says that they may be
+        lost."""
+        if self._file.closed:
+            return
+        try:
             os.fsync(self._file.fileno())
-            self._file.close()
+        except OSError as fault:
+            self._say(f"METRICS MAY BE LOST: {fault}: {self._path}")
+        self._file.close()
 
 
 def _plain(value):

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Iterator
 
+from train.launch.files import path_named
 from train.launch.processes import STDERR, are_several, from_first_process, is_first
 from train.launch.program import say_loudly
 
@@ -135,13 +136,15 @@ def _lock(path: pathlib.Path) -> int:
     while True:
         lock = _open_lock(path)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with path_named(path / LOCK):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Between open and flock another process may have archived the directory
             # with its lock file: then this is the lock of another directory.
             if _is_same_file(lock, path / LOCK):
                 holder = f"pid {os.getpid()} on {socket.gethostname()}"
-                os.ftruncate(lock, 0)
-                os.pwrite(lock, holder.encode(), 0)
+                with path_named(path / LOCK):
+                    os.ftruncate(lock, 0)
+                    os.pwrite(lock, holder.encode(), 0)
                 return lock
         except BlockingIOError as fault:
             holder = os.pread(lock, 200, 0).decode(errors="replace") or "another run"

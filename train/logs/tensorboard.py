@@ -98,6 +98,7 @@ class TensorBoard:
         self._event, self._say, self._num_lost = Event, say, 0
         self._step = step + 1
         self._heat_every_steps = heat_every_steps
+        self._folder = folder
         self._file: io.FileIO | None = None
         try:
             self._file = _new_file(pathlib.Path(folder))
@@ -168,7 +169,8 @@ class TensorBoard:
         self._num_lost += 1
         if self._num_lost == 1:
             self._say(
-                f"TENSORBOARD EVENTS NOT WRITTEN from step {self._step} on: {fault}; "
+                f"TENSORBOARD EVENTS NOT WRITTEN from step {self._step} on: {fault}: "
+                f"{self._folder}; "
                 "training goes on, and metrics.jsonl holds the same figures"
             )
 

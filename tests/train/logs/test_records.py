@@ -1,5 +1,6 @@
 """Test the records of steps and the file metrics.jsonl."""
 
+import errno
 import json
 import math
 
@@ -9,6 +10,8 @@ import pytest
 from moejax.config import Config, Train
 from moejax.moe.types import RouterLosses, RoutingStats
 from tests.support.close import assert_close
+from train.logs import record_lines
+from train.logs import records as records_module
 from train.logs.records import MetricsLog, Records, step_record
 from train.logs.run_dir import RunDir
 from train.step.step import StepMetrics
@@ -157,3 +160,29 @@ def test_line_that_fits_in_part_is_taken_back(tmp_path, monkeypatch):
     assert len(messages) == 2
     assert "written again, without 2 lines" in messages[1]
     log.close()
+
+
+def test_an_error_of_the_last_sync_is_said_and_ends_nothing(tmp_path, monkeypatch):
+    messages = []
+    log = MetricsLog(tmp_path / "metrics.jsonl", say=messages.append)
+    log.append({"step": 1})
+
+    def fail(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(records_module.os, "fsync", fail)
+    log.close()
+    assert "METRICS MAY BE LOST" in messages[0]
+    assert str(tmp_path / "metrics.jsonl") in messages[0]
+
+
+def test_an_error_of_a_cut_names_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+
+    def fail(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(record_lines.os, "fsync", fail)
+    with pytest.raises(OSError, match=r"No space left on device: '.*metrics.jsonl'"):
+        record_lines.cut_back(path, 1, pytest.fail)

@@ -1,5 +1,6 @@
 """Test how a run claims its directory: locks, archives of old runs, and errors."""
 
+import errno
 import faulthandler
 import os
 import subprocess
@@ -146,3 +147,15 @@ def test_file_in_place_of_the_directory(tmp_path):
     for path in (tmp_path / "run", tmp_path / "run" / "below"):
         with pytest.raises(ValueError, match="is a file"):
             claim(path).__enter__()
+
+
+def test_an_error_of_the_lock_file_names_it(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_dir.os, "pwrite", fail)
+    with (
+        pytest.raises(OSError, match=r"No space left on device: '.*/run/.lock'"),
+        claim(tmp_path / "run"),
+    ):
+        pytest.fail("the run has begun")
