@@ -77,6 +77,11 @@ def damage_samples(run: Run, rng: random.Random) -> Damage:
     return _damage_lines(run, rng, f"samples-{index}.jsonl")
 
 
+def damage_goodput(run: Run, rng: random.Random) -> Damage:
+    """Put a bad line into goodput.jsonl: the account of the time goes on without it."""
+    return _damage_lines(run, rng, "goodput.jsonl", is_named=False)
+
+
 def tear_metrics(run: Run, rng: random.Random) -> Damage:
     """Append a torn line to metrics.jsonl, as a machine that lost power would."""
     path = run.place.run_dir / "metrics.jsonl"
@@ -92,7 +97,12 @@ def damage_summary(run: Run, rng: random.Random) -> Damage:
     """Leave garbage in summary.json."""
     path = run.place.run_dir / "summary.json"
     path.write_bytes(rng.choice(GARBAGE))
-    return Damage(REFUSES_OR_GOES_ON, (path.name,), path.unlink)
+
+    def check(text: str) -> None:
+        if path.name not in text:
+            raise Broken(f"nothing is said of the bad {path.name}")
+
+    return Damage(REFUSES_OR_GOES_ON, (path.name,), path.unlink, check)
 
 
 def damage_hashes(run: Run, rng: random.Random) -> Damage:
@@ -110,9 +120,11 @@ def damage_hashes(run: Run, rng: random.Random) -> Damage:
     return Damage(REFUSES_OR_GOES_ON, ("hashes",), heal)
 
 
-def _damage_lines(run: Run, rng: random.Random, name: str) -> Damage:
-    """Insert a line of garbage before a line of a file, and check that the file is
-    named."""
+def _damage_lines(
+    run: Run, rng: random.Random, name: str, *, is_named: bool = True
+) -> Damage:
+    """Insert a line of garbage before a line of a file; if `is_named`, check that the
+    next start names the file."""
     path, bad = run.place.run_dir / name, rng.choice(GARBAGE)
     share = rng.random()
     lines = path.read_bytes().splitlines() if path.is_file() else []
@@ -122,7 +134,7 @@ def _damage_lines(run: Run, rng: random.Random, name: str) -> Damage:
     path.write_bytes(b"\n".join(lines) + b"\n")
 
     def check(text: str) -> None:
-        if name not in text:
+        if is_named and name not in text:
             raise Broken(f"nothing is said of the bad line in {name}")
 
     return Damage(GOES_ON, (), check=check)

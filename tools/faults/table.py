@@ -107,6 +107,12 @@ FAULTS = (
         damage.damage_samples,
     ),
     Fault(
+        "goodput line",
+        "left out, the account of the time goes on",
+        "resting",
+        damage.damage_goodput,
+    ),
+    Fault(
         "summary",
         "set aside, or exit code 2 and one line",
         "resting",
