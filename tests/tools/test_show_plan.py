@@ -79,7 +79,8 @@ def write_run(folder, plan: ExpertPlan, lines: list[dict], policy: str = "eplb")
         "dispatch": {"group": "expert", "split": None},
         "balance": {"policy": policy},
     }
-    record = {"step": 40, "meta": {"plan": plan.to_json(), "config": config}}
+    meta = {"plan": plan.to_json(), "config": config}
+    record = {"step": 40, "eval_loss": None, "meta": meta, "arrays": {}}
     record["sha256"] = record_sha256(record)
     path = folder / "checkpoints" / "40" / "record" / "metadata"
     path.parent.mkdir(parents=True)

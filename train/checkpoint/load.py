@@ -9,7 +9,6 @@ A run may be writing to the directory meanwhile. Optimizer moments are not read.
 
 import ast
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 from moejax.config import Config
 from moejax.plan.layout import Topology
 from train.checkpoint.identity import FIXED_FIELDS, require_format
-from train.checkpoint.record import list_steps, read_record_on_all
+from train.checkpoint.record import (
+    DamagedCheckpointError,
+    list_steps,
+    read_record,
+    read_record_on_all,
+)
 from train.config.names import KINDS, check_name, config_from_record, convert
 from train.launch.program import one_line, say_loudly
 
@@ -141,26 +145,26 @@ def load_model(
 
 
 def _read_config(directory: pathlib.Path, steps: Sequence[int]) -> Config:
-    """Return the configuration in the first record that can be read.
+    """Return the configuration in the first undamaged record.
 
-    load_model() verifies the rest. All checkpoints of a run have the same model.
+    load_model() verifies the arrays. All checkpoints of a run have the same model.
     """
     problem = ""
     for step in steps:
         try:
-            text = (directory / str(step) / "record" / "metadata").read_bytes()
-            meta = json.loads(text)["meta"]
+            meta = read_record(directory, step)["meta"]
+        except DamagedCheckpointError as damage:
+            problem = str(damage)
+            continue
+        try:
             require_format(meta)
             return config_from_record(meta["config"])
-        except (
-            OSError, json.JSONDecodeError, UnicodeDecodeError, RecursionError,
-        ) as error:  # fmt: skip
-            problem = one_line(error)
-        except (KeyError, TypeError, AttributeError) as error:
-            problem = f"it lacks {error}"
-    raise ValueError(
-        f"checkpoint {steps[-1]} in {directory} is damaged: its record: {problem}"
-    )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            lacks = "" if isinstance(error, ValueError) else "its configuration lacks "
+            raise ValueError(
+                f"checkpoint {step} in {directory}: {lacks}{one_line(error)}"
+            ) from error
+    raise ValueError(f"checkpoint {steps[-1]} in {directory} is damaged: {problem}")
 
 
 def _parse_binding(param: str) -> tuple[str, Any]:

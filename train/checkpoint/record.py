@@ -56,9 +56,41 @@ def read_record(directory: pathlib.Path, step: int) -> dict:
             raise DamagedCheckpointError(
                 f"it is the checkpoint of step {record['step']}"
             )
+        if wrong := _wrong_fields(record):
+            raise DamagedCheckpointError(
+                f"its record has other values than a save writes: {', '.join(wrong)}"
+            )
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise DamagedCheckpointError(f"its record: {shorten(error)}") from error
     return record
+
+
+def _wrong_fields(record: dict) -> list[str]:
+    """Return the fields of a record that do not have the types that make_record
+    writes."""
+    loss, arrays = record.get("eval_loss"), record.get("arrays")
+    meta, skipped = record.get("meta"), record.get("num_skipped", 0)
+    rate = record.get("bytes_per_sec")
+    is_right = {
+        "step": type(record.get("step")) is int,
+        "eval_loss": loss is None or type(loss) in (int, float),
+        "num_skipped": type(skipped) is int,
+        "bytes_per_sec": rate is None or type(rate) in (int, float),
+        "meta": isinstance(meta, dict),
+        "arrays": isinstance(arrays, dict) and all(map(_is_array, arrays.values())),
+    }
+    return [name for name, is_so in is_right.items() if not is_so]
+
+
+def _is_array(described) -> bool:
+    """Return whether a value describes an array as describe_arrays does."""
+    return (
+        isinstance(described, dict)
+        and isinstance(described.get("dtype"), str)
+        and isinstance(described.get("shape"), list)
+        and all(type(size) is int for size in described["shape"])
+        and type(described.get("checksum")) is int
+    )
 
 
 def newest_meta(directory: pathlib.Path) -> dict | None:

@@ -12,6 +12,7 @@ from tests.support.run_main import listing
 from tests.support.saved_run import STEPS, save_run
 from train.checkpoint.checksum import checksums
 from train.checkpoint.load import find_checkpoints, load_model
+from train.checkpoint.record import record_sha256
 from train.config.names import config_from_record
 
 pytestmark = pytest.mark.slow
@@ -99,6 +100,9 @@ def test_a_record_that_is_no_record_is_told_of(copied):
     assert load_model(find_checkpoints(copied), [].append).step == 3
     with pytest.raises(ValueError, match=r"checkpoint 7 in .* is damaged: its record"):
         find_checkpoints(copied, step=7)
+    text = (copied / "checkpoints" / "3" / "record" / "metadata").read_text()
+    metadata.write_text(text.replace('"num_layers": 2', '"num_layers": 0'))
+    assert find_checkpoints(copied).cfg.model.num_layers == 2
     metadata.unlink()
     with pytest.raises(ValueError, match=r"checkpoint 7 in .* is damaged: its record"):
         find_checkpoints(copied, step=7)
@@ -126,7 +130,8 @@ def test_what_cannot_be_is_one_line(saved, step, params, message):
 def test_a_router_that_follows_a_record_is_refused(copied):
     path = copied / "checkpoints" / "7" / "record" / "metadata"
     text = path.read_text().replace('"kind": "sigmoid"', '"kind": "recorded"')
-    path.write_text(text.replace('"bias_rate": 0.01', '"bias_rate": 0.0'))
+    record = json.loads(text.replace('"bias_rate": 0.01', '"bias_rate": 0.0'))
+    path.write_text(json.dumps(record | {"sha256": record_sha256(record)}))
     with pytest.raises(ValueError, match="nothing to evaluate or to generate"):
         find_checkpoints(copied)
 
