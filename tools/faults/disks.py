@@ -13,9 +13,9 @@ from tools.faults.run import Broken, Run
 
 SIZE_MIB = 16
 """Size of the small file system: more than the logs and four checkpoints need."""
-NOTICED_SEC = 45.0
+NOTICED_SEC = 60.0
 """Limit on the time from a disk that takes no bytes to the end of all processes. The
-next save is at most six steps away."""
+next save is at most six steps away, and one of them may wait for a compilation."""
 FILLING = "filling"
 
 

@@ -26,7 +26,7 @@ NUM_STEPS = 72
 PACE_SEC = 0.04
 STOPPED_SEC = 2.5
 MAX_RESTARTS = 8
-POLL_SEC = 0.01
+POLL_SEC = 0.03
 START_SEC = 150.0
 """Limit on the time from a start to the first step, with nothing compiled yet."""
 

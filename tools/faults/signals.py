@@ -11,7 +11,9 @@ from tools.faults.run import STOPPED_SEC, Broken, Run
 DEATH_SEC = 3.0 + 2.0
 """Limit on the time from a death to the end of all processes: the launcher's promise,
 and two seconds for a machine with more processes than cores."""
-TERM_SEC = 30.0
+TERM_SEC = 60.0
+"""Limit on the time from SIGTERM to the end of all processes. A step may wait until
+a new layout is compiled."""
 
 
 def kill(run: Run, rng: random.Random) -> None:
