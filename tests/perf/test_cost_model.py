@@ -221,15 +221,17 @@ def broken(**changes) -> str:
         ("{", "damaged"),
         ("[]", "fields missing"),
         (broken(extra=1), "unknown"),
-        (broken(flops_per_sec=0), "flops_per_sec must be above 0"),
+        (broken(flops_per_sec=0), "flops_per_sec must be"),
         (broken(collectives={"all_to_all": {"expert": {"r2": 1}}}), "must have"),
         (
             broken(
                 collectives={
-                    "psum": {"data": {"latency_sec": -1, "bytes_per_sec": 1, "r2": 1}}
+                    "all_to_all": {
+                        "data": {"latency_sec": -1, "bytes_per_sec": 1, "r2": 1}
+                    }
                 }
             ),
-            "latency_sec >= 0",
+            "latency_sec",
         ),
     ],
 )
