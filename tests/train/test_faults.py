@@ -186,7 +186,7 @@ def test_a_full_disk_ends_several_processes(small_disk):
         while live.process.poll() is None:
             fill(small_disk)
             assert time.monotonic() - begun_sec < LIMIT_SEC
-    ended = live.read()
+        ended = live.read()
     assert (ended.code, ended.record["restarts"]) == (FAILED, 0)
     assert "SAVE FAILED" in ended.err
     assert " bytes, and 0 are free in " in ended.err
