@@ -37,18 +37,6 @@ def require(claim: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def shorten(text: str, limit: int) -> str:
-    """Return a text without its middle if it is longer than `limit` characters.
-
-    In a message the place of an error stands at the beginning, and what to do at the
-    end.
-    """
-    if len(text) <= limit:
-        return text
-    end = limit // 3
-    return f"{text[: limit - end - 5]} ... {text[-end:]}"
-
-
 def require_min(instance: Any, minimum: float, *names: str) -> None:
     """Raise ValueError if one of these fields of `instance` is below `minimum`.
 

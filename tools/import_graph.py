@@ -33,6 +33,7 @@ LAYERS = (
     ("train.checkpoint", "train.logs"),
     ("train.step",),
     ("train.config", "train.data", "train.launch"),
+    ("train.files", "train.messages"),
     ("moejax.resolve",),
     ("moejax.model", "moejax.balance", "moejax.show"),
     ("moejax.moe", "moejax.perf"),

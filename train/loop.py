@@ -17,8 +17,8 @@ from train.checkpoint import identity
 from train.checkpoint.checkpoints import Checkpointer, CheckpointError
 from train.data.feed import feed
 from train.eval.held_out import Evaluation, evaluate
+from train.files import write_whole
 from train.job import Job
-from train.launch.files import write_whole
 from train.launch.processes import (
     Stop,
     Watchdog,

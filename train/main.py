@@ -35,13 +35,13 @@ from train.launch.program import (  # noqa: E402
     end,
     guarded,
     leave,
-    one_line,
     refuse,
     restart_with_huge_pages,
     start,
     start_of_process,
 )
 from train.logs.profile import HELP, parse_steps  # noqa: E402
+from train.messages import one_line  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:

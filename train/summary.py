@@ -12,8 +12,8 @@ from train.checkpoint.record import newest_meta
 from train.data import byte_sample
 from train.eval.held_out import format_expert_loads
 from train.eval.ngram import trigram_loss
+from train.files import path_named, write_whole
 from train.job import Job
-from train.launch.files import path_named, write_whole
 from train.launch.processes import from_first_process
 from train.launch.program import say_loudly
 from train.logs.balance_summary import balance_lines, summarise_balance

@@ -5,7 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from train.launch.program import COMPILES_AHEAD, one_line
+from train.launch.program import COMPILES_AHEAD
+from train.messages import one_line
 from train.step.compiled import require_room
 
 

@@ -40,6 +40,7 @@ from train.checkpoint.record import (
 )
 from train.checkpoint.retention import Saved
 from train.checkpoint.writer import Writer
+from train.files import sync_tree
 from train.launch import failures
 from train.launch.processes import (
     any_process,
@@ -223,7 +224,7 @@ class Checkpointer:
         if is_first():
             if not path.exists():
                 raise FileNotFoundError("the writer ended without a checkpoint")
-            disk.sync_tree(path)
+            sync_tree(path)
             steps = list_steps(self._directory)
             saved = [*self._saved.values(), pending.saved]
             outdated = retention.steps_to_remove(steps, saved, self._cfg)

@@ -1,6 +1,5 @@
-"""Bytes of checkpoints: needed, free and written; and files synced to the disk."""
+"""Bytes of checkpoints: needed, free and written."""
 
-import errno
 import os
 import pathlib
 
@@ -52,30 +51,3 @@ def num_written_bytes(folder: pathlib.Path) -> int:
             except OSError:
                 continue
     return total
-
-
-def sync_tree(folder: pathlib.Path) -> None:
-    """Return when the files and folders below `folder`, itself, and its name in its
-    parent are on the disk. Raises OSError."""
-    for parent, _, names in os.walk(folder, onerror=_raise):
-        for name in names:
-            _sync(os.path.join(parent, name))
-        _sync(parent)
-    _sync(folder.parent)
-
-
-def _sync(path: str | os.PathLike) -> None:
-    """Return when a file or a folder is on the disk. A file system that cannot sync
-    folders, and says so, is no error."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if not (os.path.isdir(path) and error.errno in (errno.EINVAL, errno.ENOTSUP)):
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def _raise(error: OSError) -> None:
-    raise error

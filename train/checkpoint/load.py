@@ -23,7 +23,8 @@ from train.checkpoint.record import (
     read_record_on_all,
 )
 from train.config.names import KINDS, check_name, config_from_record, convert
-from train.launch.program import one_line, say_loudly
+from train.launch.program import say_loudly
+from train.messages import one_line
 
 if TYPE_CHECKING:
     import jax

@@ -21,7 +21,7 @@ from typing import Any
 
 from gin import config_parser
 
-from moejax.config import Config, shorten
+from moejax.config import Config
 from train.config.names import (
     CLASSES,
     KINDS,
@@ -32,6 +32,7 @@ from train.config.names import (
     nearest,
     show,
 )
+from train.messages import shorten
 
 MAX_MESSAGE = 500
 """Length of a message at most, in characters."""

@@ -13,7 +13,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from moejax.config import Config, shorten
+from moejax.config import Config
+from train.messages import shorten
 
 MAX_INT = 2**63 - 1
 PARTS: dict[str, type] = typing.get_type_hints(Config)

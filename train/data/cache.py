@@ -34,10 +34,10 @@ from train.data.prepared import (
     Progress,
     prepare,
     read_manifest,
-    sync_folder,
 )
 from train.data.records import is_gzipped, unreadable_error
 from train.data.tokenizer import Tokenizer
+from train.files import sync_folder
 
 _SECONDS_BETWEEN_REPORTS = 10.0
 _MIN_AGE_NSEC = 2 * 10**9

@@ -19,9 +19,9 @@ from train.data.records import (
     TextPart,
     find_problem,
     is_gzipped,
-    one_line,
     open_file,
 )
+from train.messages import one_line
 
 
 def read(

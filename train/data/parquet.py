@@ -20,9 +20,9 @@ from train.data.records import (
     expansion_error,
     find_problem,
     max_text_bytes,
-    one_line,
     unreadable_error,
 )
+from train.messages import one_line
 
 _BATCH_BYTES = 2**20
 _MAX_BATCH_ROWS = 1024
@@ -46,7 +46,7 @@ def split_file(path: Path, text_key: str, size: int) -> list[FileRange]:
     except _DAMAGE:
         return [FileRange(path, "parquet", 0, 0, size, True)]
     if schema.names.count(text_key) != 1:
-        columns = one_line(", ".join(schema.names[:8]))
+        columns = one_line(", ".join(schema.names[:8]), 120)
         raise ValueError(
             f"'{path}' has no column '{text_key}' among {columns}: set text_key"
         )
@@ -54,8 +54,8 @@ def split_file(path: Path, text_key: str, size: int) -> list[FileRange]:
     value_type = type_.value_type if pa.types.is_dictionary(type_) else type_
     if value_type not in (pa.string(), pa.large_string(), pa.string_view()):
         raise ValueError(
-            f"column '{text_key}' of '{path}' holds {one_line(type_)}, not strings: "
-            "set text_key"
+            f"column '{text_key}' of '{path}' holds {one_line(type_, 120)}, not "
+            "strings: set text_key"
         )
     cuts = [size * i // max(count, 1) for i in range(count + 1)]
     return [
@@ -75,7 +75,7 @@ def read(
     try:
         file = _open(file_range.path)
     except _DAMAGE as error:
-        yield BadRecord(None, f"not parquet, or damaged: {one_line(error)}")
+        yield BadRecord(None, f"not parquet, or damaged: {one_line(error, 120)}")
         yield EndOfRange(0)
         return
     num_rows = 0
@@ -93,7 +93,7 @@ def read(
             except _DAMAGE as error:
                 yield BadRecord(
                     num_rows + count + 1,
-                    f"damaged parquet, the row group ends here: {one_line(error)}",
+                    f"damaged parquet, the row group ends here: {one_line(error, 120)}",
                 )
             num_rows += file.metadata.row_group(group).num_rows
     yield EndOfRange(num_rows)

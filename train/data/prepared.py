@@ -33,10 +33,11 @@ from train.data.records import (
     FileRange,
     expansion_error,
     max_text_bytes,
-    one_line,
     unreadable_error,
 )
 from train.data.tokenizer import load_tokenizer
+from train.files import sync_folder
+from train.messages import one_line
 
 FORMAT = "moejax tokens 1"
 MANIFEST = "manifest.json"
@@ -253,7 +254,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         ) from error
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"'{path}' is damaged: {one_line(error)}: prepare it again"
+            f"'{path}' is damaged: {one_line(error, 120)}: prepare it again"
         ) from error
     problem = _find_damage(manifest)
     if problem:
@@ -288,8 +289,8 @@ def _find_shard_damage(shard: dict[str, Any]) -> str | None:
     name = shard.get("file")
     if not isinstance(name, str) or Path(name).name != name or "\0" in name:
         return (
-            f"a shard has the file name '{one_line(name)}', not that of a file in the "
-            "folder"
+            f"a shard has the file name '{one_line(name, 120)}', not that of a file in "
+            "the folder"
         )
     return None
 
@@ -381,15 +382,6 @@ def _publish(folder: Path, out: Path) -> None:
     folder.rename(out)
     sync_folder(out.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the entries of a folder, such as a new name of a file, to the disk."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 @contextlib.contextmanager

@@ -75,14 +75,6 @@ def find_problem(text: str, forbidden: str | None) -> str | None:
     return None
 
 
-def one_line(text: object, limit: int = 120) -> str:
-    """Return the beginning of a text, with characters that do not print escaped."""
-    joined = " ".join(str(text)[: 4 * limit].split())
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode() for c in joined
-    )[:limit]
-
-
 def is_gzipped(path: Path) -> bool:
     return path.suffix.lower() == ".gz"
 

@@ -19,7 +19,7 @@ from jax._src import compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 from jax._src.lru_cache import LRUCache
 
-from train.launch.files import path_named
+from train.files import path_named
 
 FOLDER = "checked"
 SUFFIX = "-cache"

@@ -13,17 +13,15 @@ import time
 import traceback
 from collections.abc import Callable
 
-from moejax.config import Config, shorten
+from moejax.config import Config
 from train.launch import failures
 from train.launch.cluster import Flags, ProcessInfo, detect
 from train.launch.processes import join
+from train.messages import one_line, visible
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 DONE, CRASHED, BAD_INPUT, FAILED, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 75, 130
-
-MAX_LINE = 1000
-"""Length of an error's line at most, in characters."""
 
 COMPILES_AHEAD = "compiles ahead"
 """Name of the threads that compile a relayout. A program does not wait for them when it
@@ -185,27 +183,6 @@ def emit(record: dict, as_json: bool) -> None:
     """With `as_json`, print a record as one JSON object, the last line, for scripts."""
     if as_json:
         print(json.dumps(record), flush=True)
-
-
-def one_line(error: Exception | str) -> str:
-    """Return the text of an error without line breaks, cut in the middle to MAX_LINE
-    characters, and with characters that a terminal would not show escaped.
-
-    >>> one_line("in \x1b[31m" + "a" * 5 + "\u202e: \n try again")
-    'in \\x1b[31maaaaa\\u202e: try again'
-    """
-    text = str(error)
-    if len(text) > 8 * MAX_LINE:  # so that a huge text costs no time
-        text = f"{text[: 4 * MAX_LINE]} {text[-4 * MAX_LINE :]}"
-    return shorten(visible(" ".join(text.split())), MAX_LINE)
-
-
-def visible(text: str) -> str:
-    """Return a text with an escape for each character that a terminal would obey or
-    hide, such as ESC, NUL and those that turn the direction of text."""
-    return "".join(
-        x if x.isprintable() else x.encode("unicode_escape").decode() for x in text
-    )
 
 
 def say_loudly(line: str) -> None:

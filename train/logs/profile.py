@@ -17,7 +17,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from train.launch.program import one_line, say_loudly
+from train.launch.program import say_loudly
+from train.messages import one_line
 
 HELP = (
     "A:B traces steps A to B - 1; the first step of a run is 1, and 10:13 is three "

@@ -15,7 +15,7 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
-from train.launch.files import path_named, replace
+from train.files import path_named, replace
 
 MAX_LINE_BYTES = 2**23
 """Longest line that is parsed; it bounds the memory of a reader. The loads of 128

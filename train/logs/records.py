@@ -24,7 +24,7 @@ from moejax.config import Config
 from moejax.perf import traffic
 from train.data import TrainBatches
 from train.data.feed import own_rows
-from train.launch.files import path_named
+from train.files import path_named
 from train.launch.processes import from_first_process, is_first
 from train.launch.program import say_loudly
 from train.logs.record_lines import cut_back

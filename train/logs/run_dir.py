@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Iterator
 
-from train.launch.files import path_named
+from train.files import path_named
 from train.launch.processes import STDERR, are_several, from_first_process, is_first
 from train.launch.program import say_loudly
 

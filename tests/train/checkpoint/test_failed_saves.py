@@ -1,11 +1,9 @@
 """Test that failed saves are told at once, that old checkpoints are removed last, and
 that the time of a save is said."""
 
-import errno
 import os
 import pathlib
 import shutil
-import stat
 import time
 
 import jax
@@ -168,23 +166,6 @@ def test_the_new_checkpoint_is_synced_before_an_old_one_is_removed(
     before = events[: events.index(f"removed {folder.directory / '1'}")]
     assert {str(path) for path in [new, *new.rglob("*")]} <= set(before)
     assert before[-1] == str(folder.directory), "the name of the new one"
-
-
-def test_a_file_system_that_cannot_sync_folders_is_no_error(tmp_path, monkeypatch):
-    (tmp_path / "a").touch()
-    faults = {"folder": errno.EINVAL, "file": errno.EIO}
-
-    def fsync(descriptor):
-        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
-        if kind == ("folder" if is_folder else "file"):
-            raise OSError(faults[kind], "refused")
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    kind = "folder"
-    disk.sync_tree(tmp_path)
-    kind = "file"
-    with pytest.raises(OSError, match="refused"):
-        disk.sync_tree(tmp_path)
 
 
 def test_a_linked_old_step_stays_and_others_are_removed(state, folder, tmp_path):

@@ -7,7 +7,8 @@ import pytest
 
 from train.config import gin_reader
 from train.config.gin_reader import ConfigError
-from train.launch.program import MAX_LINE, guarded, one_line, say_loudly
+from train.launch.program import guarded, say_loudly
+from train.messages import MAX_LINE, one_line
 
 LONG = 100_000
 

@@ -5,6 +5,7 @@ write, unlike that of an open, names none.
 """
 
 import contextlib
+import errno
 import os
 import pathlib
 from collections.abc import Iterator
@@ -47,11 +48,34 @@ def replace(partial: pathlib.Path, path: pathlib.Path) -> None:
     sync_folder(path.parent)
 
 
+def sync_tree(folder: pathlib.Path) -> None:
+    """Return when the files and folders below `folder`, itself, and its name in its
+    parent are on the disk. Raises OSError."""
+    for parent, _, names in os.walk(folder, onerror=_raise):
+        for name in names:
+            _sync(os.path.join(parent, name))
+        _sync(parent)
+    sync_folder(folder.parent)
+
+
 def sync_folder(folder: pathlib.Path) -> None:
     """Return when the names of a folder's files are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    _sync(folder)
+
+
+def _sync(path: str | os.PathLike) -> None:
+    """Return when a file or a folder is on the disk. A file system that cannot sync
+    folders, and says so, is no error."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        with path_named(folder):
+        with path_named(path):
             os.fsync(descriptor)
+    except OSError as error:
+        if not (os.path.isdir(path) and error.errno in (errno.EINVAL, errno.ENOTSUP)):
+            raise
     finally:
         os.close(descriptor)
+
+
+def _raise(error: OSError) -> None:
+    raise error

@@ -2,11 +2,12 @@
 
 import errno
 import os
+import stat
 
 import pytest
 
-from train.launch import files
-from train.launch.files import path_named, write_whole
+from train import files
+from train.files import path_named, write_whole
 
 
 def test_the_file_and_its_folder_are_synced_around_the_rename(tmp_path, monkeypatch):
@@ -51,3 +52,20 @@ def test_an_error_that_names_a_file_keeps_its_name(tmp_path):
         path_named("other"),
     ):
         (tmp_path / "none").open()
+
+
+def test_a_file_system_that_cannot_sync_folders_is_no_error(tmp_path, monkeypatch):
+    (tmp_path / "a").touch()
+    faults = {"folder": errno.EINVAL, "file": errno.EIO}
+
+    def fsync(descriptor):
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        if kind == ("folder" if is_folder else "file"):
+            raise OSError(faults[kind], "refused")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    kind = "folder"
+    files.sync_tree(tmp_path)
+    kind = "file"
+    with pytest.raises(OSError, match="refused"):
+        files.sync_tree(tmp_path)
