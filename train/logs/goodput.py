@@ -12,7 +12,6 @@ buckets.
 
 import contextlib
 import dataclasses
-import math
 import pathlib
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +38,8 @@ BUCKETS = (
 MIN_LINE_SEC, MAX_LINE_SEC = 1.0, 60.0
 """Bounds on the seconds between two lines. The time from the last line of a killed
 attempt to its end is not known, and counts as time without a process."""
+MAX_NUMBER = 1e15
+"""Numbers of a line are smaller than this: it is 30 million years in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +213,4 @@ def _is_whole(record: dict) -> bool:
         return False
     numbers = [record.get(name) for name in ("step", "attempt", "at", "down_sec")]
     numbers += record["sec"].values()
-    return all(
-        isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
-        for x in numbers
-    )
+    return all(type(x) in (int, float) and abs(x) < MAX_NUMBER for x in numbers)

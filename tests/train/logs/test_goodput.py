@@ -185,6 +185,7 @@ def test_damaged_lines_are_left_out(tmp_path):
         b"", b"\0\0", b"null", b"[]", b"{}", b'{"step": 1', b"\xff",
         json.dumps(good | {"sec": {"useful": "2"}}).encode(),
         json.dumps(good | {"at": None}).encode(),
+        json.dumps(good | {"at": 10**400}).encode(),
         json.dumps(good | {"down_sec": float("nan")}).encode(),
     ]  # fmt: skip
     path.write_bytes(b"\n".join([*bad, json.dumps(good).encode(), *bad]))
