@@ -393,13 +393,22 @@ class Reader:
         self.bar.update(record)
         if record["skipped"]:
             self.bar.say(f"step {step}: loss or gradient not finite, update skipped")
-        num_skipped = self.num_skipped = record["skipped_in_a_row"]
-        if num_skipped >= self.run.job.cfg.optimizer.max_skipped_in_a_row:
-            updated_step = step - num_skipped
-            before = self.run.checkpointer.step_before(updated_step)
-            go_on = "" if before is None else f"go on with --from_step={before}, or "
-            raise Diverged(
-                f"{num_skipped} updates in a row were not finite, up to step {step}: "
-                f"the parameters are still those of step {updated_step}; {go_on}start "
-                "afresh with --fresh, and with a lower Optimizer.learning_rate"
-            )
+        self.num_skipped = record["skipped_in_a_row"]
+        if self.num_skipped >= self.run.job.cfg.optimizer.max_skipped_in_a_row:
+            raise self._diverged(step)
+
+    def _diverged(self, step: int) -> Diverged:
+        """Return the error of a streak of skipped updates up to `step`, which names the
+        checkpoint to go back to. The save in flight may be that one."""
+        checkpointer, updated_step = self.run.checkpointer, step - self.num_skipped
+        written = checkpointer.num_written_bytes
+        self.run.watchdog.at("the save before the skipped updates", written)
+        with jax.transfer_guard("allow"):  # several processes meet after a save
+            checkpointer.settle()
+        before = checkpointer.step_before(updated_step)
+        go_on = "" if before is None else f"go on with --from_step={before}, or "
+        return Diverged(
+            f"{self.num_skipped} updates in a row were not finite, up to step {step}: "
+            f"the parameters are still those of step {updated_step}; {go_on}start "
+            "afresh with --fresh, and with a lower Optimizer.learning_rate"
+        )

@@ -129,7 +129,10 @@ class Checkpointer:
         if step == self._current:
             return
         num_bytes = disk.num_bytes(state)
-        lack = from_first_process(lambda: self._make_room_for(step, num_bytes))
+        try:
+            lack = from_first_process(lambda: self._make_room_for(step, num_bytes))
+        except OSError as error:
+            lack = shorten(error)
         if lack:
             self._report_failure(step, lack)
             return
@@ -171,8 +174,17 @@ class Checkpointer:
         finally:
             self._writer.close()
 
+    def settle(self) -> None:
+        """Wait until no save is in flight, for a run that ends for another reason: if
+        the save has failed, that is said and not raised."""
+        try:
+            self.wait()
+        except CheckpointError as error:
+            self._say(str(error))
+
     def newest_step(self) -> int | None:
-        """Return the step of the newest checkpoint, or None if there is none."""
+        """Return the step of the newest checkpoint, or None if there is none. A save in
+        flight does not count."""
         steps = from_first_process(lambda: list_steps(self._directory))
         return steps[0] if steps else None
 
@@ -183,7 +195,7 @@ class Checkpointer:
 
     def step_before(self, updated_step: int) -> int | None:
         """Return the checkpoint to go back to when all updates after `updated_step`
-        were skipped, or None without one."""
+        were skipped, or None without one. A save in flight does not count."""
         return retention.step_before(self._saved.values(), updated_step)
 
     def say_save_time(self, state) -> None:
@@ -227,6 +239,7 @@ class Checkpointer:
             sync_tree(path)
             steps = list_steps(self._directory)
             saved = [*self._saved.values(), pending.saved]
+            saved = [x for x in saved if x.step in steps]  # a user may have moved some
             outdated = retention.steps_to_remove(steps, saved, self._cfg)
             pending.remarks = tuple(retention.remove(self._directory, outdated))
         pending.duration_sec = time.monotonic() - pending.begun_sec
@@ -244,8 +257,10 @@ class Checkpointer:
             f"{pending.room}; the last good one is {good}: free disk space, and start "
             "the run again"
         )
-        failures.report(line, FAILED)
-        failures.end_all(FAILED, line)
+        try:
+            failures.report(line, FAILED)
+        finally:  # the line may go to a file on the same full disk
+            failures.end_all(FAILED, line)
 
     def _accept(self, pending: _Pending) -> None:
         """Take a complete checkpoint as the last good one."""

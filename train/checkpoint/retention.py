@@ -36,7 +36,8 @@ def steps_to_remove(
 
     Kept are the newest (Checkpoint.keep_last) and what is newer than the oldest of
     them, the best (keep_best), and, while updates are skipped, the one to go back to.
-    Damaged checkpoints, which are not in `saved`, are only counted by their age.
+    A checkpoint with a damaged record is not in `saved`: it takes no place among those
+    that are kept, and is removed when it is older than them.
     """
     saved = sorted(saved, key=lambda x: x.step)
     scored = [x for x in saved if x.eval_loss is not None]

@@ -5,10 +5,13 @@ saves its last state. Both are checkpoints of the same size. The rate is that of
 last save, which the next checkpoint's record holds, or that of a probe.
 """
 
+import contextlib
 import math
 import os
 import pathlib
 import time
+
+from train.checkpoint.orbax_quirks import UNFINISHED
 
 LARGE_BYTES = 2**30
 """Size of a checkpoint from which on its save takes long enough to speak of it."""
@@ -57,8 +60,9 @@ def describe(num_bytes: int, bytes_per_sec: float, verb: str, source: str) -> st
 
 def probe(folder: pathlib.Path, num_bytes: int = PROBE_BYTES) -> float | None:
     """Return the bytes per second of one file written to `folder` and synced, or None
-    if it cannot be written. The file is removed."""
-    path, block = folder / ".probe", os.urandom(2**22)
+    if it cannot be written. The file is removed; that of a killed run is removed as an
+    unfinished save."""
+    path, block = folder / f"probe{UNFINISHED}", os.urandom(2**22)
     start_sec = time.monotonic()
     try:
         with path.open("wb") as file:
@@ -69,5 +73,6 @@ def probe(folder: pathlib.Path, num_bytes: int = PROBE_BYTES) -> float | None:
     except OSError:
         return None
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a file system without writes
+            path.unlink(missing_ok=True)
     return num_bytes / (time.monotonic() - start_sec)

@@ -1,6 +1,7 @@
 """Test that failed saves are told at once, that old checkpoints are removed last, and
 that the time of a save is said."""
 
+import contextlib
 import os
 import pathlib
 import shutil
@@ -121,6 +122,40 @@ def test_without_room_nothing_begins_and_training_goes_on(
     assert first.wait()
 
 
+def test_a_disk_that_does_not_answer_fails_saves_and_not_the_run(
+    state, folder, monkeypatch
+):
+    first = folder.open()
+
+    def refuse(path):
+        raise OSError(116, "Stale file handle", str(path))
+
+    monkeypatch.setattr(disk, "num_free_bytes", refuse)
+    for step in (1, 2):
+        first.save(step, state, META)
+    assert [line.split(" in a row")[0] for line in folder.said] == [
+        "SAVE FAILED, 1 of 3",
+        "SAVE FAILED, 2 of 3",
+    ]
+    with pytest.raises(CheckpointError, match="Stale file handle"):
+        first.save(3, state, META)
+
+
+def test_one_of_several_ends_all_without_a_place_to_print(
+    state, folder, ended, monkeypatch
+):
+    """Its standard error may be a file on the same full disk."""
+
+    def refuse(*_, **__):
+        raise DISK_FULL
+
+    monkeypatch.setattr(checkpoints.failures, "report", refuse)
+    monkeypatch.setattr(Writer, "start", refuse)
+    with contextlib.suppress(OSError):  # the real end_all does not return
+        folder.open().save(1, state, META)
+    assert [code for code, _ in ended] == [3]
+
+
 def test_a_disk_without_a_limit_has_room(tmp_path, monkeypatch):
     there = os.statvfs(tmp_path)
     fields = list(there)
@@ -187,15 +222,25 @@ def test_a_linked_old_step_stays_and_others_are_removed(state, folder, tmp_path)
     ]
 
 
+def test_a_checkpoint_that_was_moved_away_takes_no_place(state, folder):
+    """Two are to be kept, so the last one of this run and the one before stay."""
+    first = folder.open()
+    for step in (1, 2):
+        first.save(step, state, META)
+        assert first.wait()
+    shutil.rmtree(folder.directory / "2")
+    first.save(3, state, META)
+    assert first.wait()
+    assert folder.names() == ["1", "3"]
+
+
 def test_an_unfinished_save_that_is_a_link_is_unlinked(state, folder, tmp_path):
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "file").touch()
     folder.directory.mkdir()
     (folder.directory / "3.orbax-checkpoint-tmp").symlink_to(precious)
-    begun_sec = time.monotonic()
     folder.open()
-    assert time.monotonic() - begun_sec < 1
     assert folder.names() == []
     assert (precious / "file").exists()
 
@@ -211,6 +256,25 @@ def test_the_checkpoint_from_before_a_streak_outlives_a_restart(state, folder):
     assert folder.names() == ["1", "3"]
     assert again.step_before(updated_step=1) == 1
     assert read_record(folder.directory, 3)["num_skipped"] == 2
+
+
+def test_a_run_that_ends_goes_back_to_the_save_that_was_in_flight(state, folder):
+    first = folder.open()
+    first.save(1, state, META)
+    first.settle()
+    assert first.step_before(updated_step=5) == 1
+
+
+def test_a_failed_save_is_said_where_the_run_ends_for_another_reason(
+    state, folder, monkeypatch
+):
+    writer = ArrayWriter()
+    monkeypatch.setattr(serialization, "async_serialize_from_host", writer)
+    writer.fault = DISK_FULL
+    first = folder.open(config.Checkpoint(max_failed_saves=1))
+    first.save(1, state, META)
+    first.settle()
+    assert folder.said[0].startswith("SAVE FAILED, 1 of 1 in a row: checkpoint 1 in ")
 
 
 def test_the_time_of_a_save_is_said_at_the_start(state, folder, monkeypatch):

@@ -1,7 +1,11 @@
 """Test the time that a stopped run needs, and when it is said."""
 
+import os
+import pathlib
+
 import pytest
 
+from train.checkpoint.orbax_quirks import remove_unfinished
 from train.checkpoint.save_time import describe, needs_saying, probe, stop_sec
 
 GB = 1e9
@@ -44,6 +48,20 @@ def test_the_line_names_the_flags():
         "a stopped run at least 430 s (SLURM: --signal=TERM@430; tools/launch/local.py:"
         " --grace_sec=430)"
     )
+
+
+def test_a_probe_that_was_killed_goes_as_an_unfinished_save(tmp_path, monkeypatch):
+    def kill(descriptor):
+        raise SystemExit
+
+    monkeypatch.setattr(os, "fsync", kill)
+    monkeypatch.setattr(pathlib.Path, "unlink", lambda *_, **__: None)
+    with pytest.raises(SystemExit):
+        probe(tmp_path, 2**22)
+    monkeypatch.undo()
+    assert len(list(tmp_path.iterdir())) == 1
+    remove_unfinished(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_probe_leaves_nothing(tmp_path):
