@@ -18,6 +18,7 @@ from train.checkpoint.checksum import named_leaves
 from train.data.feed import feed
 from train.job import Job
 from train.launch.processes import Watchdog, are_several
+from train.messages import one_line
 from train.replicas.shards import Difference
 from train.step.state import TrainState
 
@@ -57,8 +58,9 @@ class Replay:
 
     def newest_step(self) -> int | None:
         """Return the step of the newest checkpoint, when it is written, or None."""
-        self._watchdog.at("the save before a difference of replicas")
-        self._checkpointer.wait()
+        written = self._checkpointer.num_written_bytes
+        self._watchdog.at("the save before a difference of replicas", written)
+        self._checkpointer.settle()
         return self._checkpointer.newest_step()
 
     def verdict(
@@ -92,9 +94,12 @@ class Replay:
         )
         for array in jax.tree.leaves(state):
             array.delete()
-        replayed = self._replayed(now)
+        try:
+            replayed = self._replayed(saved_step, now)
+        except Exception as error:  # the difference is what the user must know
+            return unknown(f"the replay failed: {one_line(repr(error), 200)}")
         if replayed is None:
-            return unknown("no checkpoint could be restored")
+            return unknown(f"checkpoint {saved_step} cannot be restored")
         right_rx = self._on_all(replayed, difference)
         distance_r = distances(held_rx, right_rx)
         near, far = min(distance_r), max(distance_r)
@@ -108,16 +113,16 @@ class Replay:
         wrong = tuple(w for w, d in zip(devices, distance_r) if d > CLEARLY * near)
         return Verdict(leaf, wrong, f"{how} comes nearer to the other ({figures})")
 
-    def _replayed(self, last: int) -> TrainState | None:
-        """Return the state after step `last`, computed again from the newest good
-        checkpoint under the plan in use; None without one."""
+    def _replayed(self, first: int, last: int) -> TrainState | None:
+        """Return the state after step `last`, computed again from the checkpoint of
+        step `first`, the newest, under the plan in use; None if it is damaged."""
         job, now = self._job, self._balancing
-        self._watchdog.at("the restore for a replay")
+        self._watchdog.rest()  # as at the start: large checkpoints take long to read
         state, _ = self._restore()
-        if state is None:
+        if state is None or int(state.step) != first:
             return None
         state = now.begin(state)
-        for step in range(int(state.step) + 1, last + 1):
+        for step in range(first + 1, last + 1):
             self._watchdog.at(f"the replay of step {step}")
             train = job.cfg.train
             sizes = train.batch_size, train.accumulate_steps

@@ -1,4 +1,4 @@
-"""Find silent corruption: the replicas of a leaf must have equal bits in all of a run.
+"""Find silent corruption: replicas of a leaf must have equal bits throughout a run.
 
     step s is dispatched  ->  every N-th time: sum the shards, on the devices
     step s + 1            ->  read the sums of step s, and compare
@@ -124,8 +124,8 @@ class Replicas:
         wrong = f" is wrong on {where}" if where else ""
         return (
             f"REPLICAS DIFFER after step {step}: {names[0]}{more}{wrong}: "
-            f"{verdict.reason}; {window}; {go_on}, and replace a device that is named "
-            "twice"
+            f"{verdict.reason}; {window}; {go_on}, and replace a device that "
+            "such lines name twice"
         )
 
     def _name(self, position: int) -> str:
