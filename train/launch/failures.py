@@ -91,9 +91,11 @@ def _watch(stop: threading.Event) -> None:
         first = min(notes, key=int)
         note = json.loads(notes[first])
         with contextlib.suppress(Exception):
-            _report(f"process {first} has ended the run: {note['line']}", note["code"])
             coordinator.put(f"ended/{coordinator.own_index()}", "")
-            if coordinator.own_index() == 0:
+        with contextlib.suppress(Exception):
+            _report(f"process {first} has ended the run: {note['line']}", note["code"])
+        if coordinator.own_index() == 0:
+            with contextlib.suppress(Exception):
                 _wait_for_others()
         _exit(note["code"])
 

@@ -17,6 +17,7 @@ from moejax.config import Config
 from train.launch import failures
 from train.launch.cluster import Flags, ProcessInfo, detect
 from train.launch.processes import join
+from train.launch.streams import print_leniently
 from train.messages import one_line, visible
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -123,6 +124,7 @@ def guarded(work: Callable[[], int], *, as_json: bool) -> int:
     the machine (3). Any other error is a bug: it is printed with its traceback (1).
     """
     failures.report_by(lambda line, code: refuse(line, code, as_json))
+    print_leniently()
     try:
         return work()
     except KeyboardInterrupt:

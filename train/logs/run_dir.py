@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from train.files import path_named
 from train.launch.processes import STDERR, are_several, from_first_process, is_first
 from train.launch.program import say_loudly
+from train.launch.streams import LenientStream
 
 LOCK = ".lock"
 
@@ -95,7 +96,8 @@ def _native_stderr_in(path: pathlib.Path) -> Iterator[None]:
     sys.stderr.flush()
     python_stderr, terminal = sys.stderr, os.dup(STDERR)
     log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    sys.stderr = os.fdopen(os.dup(terminal), "w", 1, errors="backslashreplace")
+    text = os.fdopen(os.dup(terminal), "w", 1, errors="backslashreplace")
+    sys.stderr = LenientStream(text)
     os.dup2(log, STDERR)
     os.close(log)
     try:
