@@ -27,6 +27,8 @@ DAMAGED_SUFFIX = ".damaged"
 """Suffix of the file to which the damaged lines of another file are moved."""
 
 _DAMAGED, _LATER, _KEPT = 0, 1, 2
+_LINE_SIZE = 2**32
+"""Size of a line in a sequence; a step that is not in the sequence yet adds 1."""
 
 
 def read_records(path: pathlib.Path) -> Iterator[dict]:
@@ -108,7 +110,8 @@ def _cut_back(path: pathlib.Path, step: int, say: Callable[[str], None]) -> dict
 class _Survey:
     """The lines of a file: a mark for each, and the steps of the good ones.
 
-    A line takes 1 byte, and a good one 8 bytes more.
+    A line takes 1 byte, and a good one 8 bytes more; 41 bytes while the longest
+    sequence of a file with steps out of order is found.
     """
 
     marks: bytearray
@@ -173,36 +176,35 @@ def _survey(path: pathlib.Path) -> _Survey:
 def _longest_in_order(steps: array.array) -> bytearray:
     """Return a 1 for each line of a longest sequence in order, and 0 for others.
 
-    Lines of one step stand together: their number is the weight of the step, and steps
-    rise. `ends` holds steps with which a sequence can end, in order. The sequence to a
-    later one of them has more lines (`sizes`); `last` is the index of its last group.
+    Steps in order do not fall. Of two sequences with as many lines, the one with more
+    different steps is longer, since a wrong step often repeats one of the other lines.
+
+    `ends` holds steps with which a sequence can end, in rising order. The sequence to a
+    later one of them is longer (`sizes`); `last` is the index of its last line.
 
     >>> list(_longest_in_order(array.array("q", [1, 2, 92, 4, 4])))
     [1, 1, 0, 1, 1]
     """
-    ends, sizes, last = array.array("q"), array.array("q"), array.array("i")
-    counts, previous = array.array("i"), array.array("i")
-    for group, (step, members) in enumerate(itertools.groupby(steps)):
-        counts.append(sum(1 for _ in members))
-        rank = bisect.bisect_left(ends, step)
-        previous.append(last[rank - 1] if rank else -1)
-        size = counts[-1] + (sizes[rank - 1] if rank else 0)
-        if rank < len(ends) and ends[rank] == step and sizes[rank] >= size:
-            continue
-        worse = rank
-        while worse < len(ends) and sizes[worse] <= size:
-            worse += 1
-        ends[rank:worse] = array.array("q", [step])
-        sizes[rank:worse] = array.array("q", [size])
-        last[rank:worse] = array.array("i", [group])
-    is_kept = bytearray(len(counts))
-    group = last[-1] if last else -1
-    while group >= 0:
-        is_kept[group] = 1
-        group = previous[group]
-    return bytearray(
-        itertools.chain.from_iterable(map(itertools.repeat, is_kept, counts))
-    )
+    if all(a <= b for a, b in itertools.pairwise(steps)):
+        return bytearray(b"\1") * len(steps)
+    ends, sizes, last = array.array("q"), array.array("q"), array.array("q")
+    previous = array.array("q")
+    for line, step in enumerate(steps):
+        first = bisect.bisect_left(ends, step)
+        stop = bisect.bisect_right(ends, step, first)
+        previous.append(last[stop - 1] if stop else -1)
+        size = _LINE_SIZE + (first == stop) + (sizes[stop - 1] if stop else 0)
+        while stop < len(ends) and sizes[stop] <= size:
+            stop += 1
+        ends[first:stop] = array.array("q", [step])
+        sizes[first:stop] = array.array("q", [size])
+        last[first:stop] = array.array("q", [line])
+    is_kept = bytearray(len(steps))
+    line = last[-1]
+    while line >= 0:
+        is_kept[line] = 1
+        line = previous[line]
+    return is_kept
 
 
 def _set_aside(path: pathlib.Path, aside: pathlib.Path, marks: bytearray) -> None:
