@@ -11,6 +11,7 @@ from moejax.config import Data
 from tests.support import run_main
 from tests.support.corpora import random_documents, write_bin
 from train import data
+from train.data import windows
 from train.data.block_sums import BLOCK_BYTES, BlockCheck, BlockSums, open_mapped
 from train.data.prepared import prepare
 
@@ -194,6 +195,34 @@ def test_a_resume_verifies_the_blocks_that_its_steps_have_used(tmp_path):
     with pytest.raises(ValueError, match="block 3"):
         verify_used(batches(corpus), 1000)
     verify_used(batches(corpus), 1000, is_stopped=lambda: True)
+
+
+def test_the_thread_pauses_after_several_blocks(tmp_path, monkeypatch):
+    """A pause of 1 ms after every block would hold up a run for 16 s in each GB."""
+    corpus, _ = write_text(tmp_path)
+    source, pauses = batches(corpus), []
+    wait = threading.Event.wait
+
+    def counted(event, timeout=None):
+        pauses.extend([] if timeout is None else [timeout])  # None: a thread's start
+        return wait(event, timeout)
+
+    monkeypatch.setattr(windows, "_CHECKS_BETWEEN_PAUSES", 4)
+    monkeypatch.setattr(threading.Event, "wait", counted)
+    verify_used(source, 1000)
+    assert pauses == [0, 0, 0, windows._PAUSE_SEC, 0, 0]
+
+
+def test_long_windows_are_verified_as_blocks(tmp_path):
+    """Four windows of two blocks each fill a file of six blocks, which is read once."""
+    corpus, path = write_text(tmp_path)
+    make_old(tmp_path)
+    cfg = Data(corpus=str(corpus), seq_len=2 * BLOCK_BYTES, held_out_every=2)
+    source = data.TrainBatches(data.load_corpus(cfg, 256), cfg, 1)
+    flip(path, NUM_BYTES - 1)  # in the held-out half, which no window reads
+    with pytest.raises(ValueError, match="block 5"):
+        verify_used(source, 4, [0])
+    verify_used(source, 2, [0])
 
 
 def test_each_process_verifies_its_share(tmp_path):
