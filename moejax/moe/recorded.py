@@ -21,9 +21,9 @@ MAX_COUNT = 1e15
 MAX_CONCENTRATION = 700
 """Largest concentration of a hill of load; exp() of more is infinite."""
 MAX_ROWS = 2**17
-MAX_NUMBERS = 2**22
-"""Largest size of a table of loads, in rows and in numbers. It is 16 MiB on each
-device, and made in some seconds."""
+MAX_NUMBERS = 2**25
+"""Largest size of a table of loads, in rows and in numbers: that of 'rotating' with 128
+layers of 512 experts. It is 128 MiB on each device, and made in some seconds."""
 
 
 def loads(cfg: Recorded, num_layers: int, num_experts: int, top_k: int) -> np.ndarray:
