@@ -62,13 +62,16 @@ class Job:
         return "byte" if self.corpus.has_bytes else "token"
 
     def used_data_verified(
-        self, num_steps: int, is_stopped: Callable[[], bool]
+        self,
+        num_steps: int,
+        is_stopped: Callable[[], bool],
+        say: Callable[[str], None] = print,
     ) -> AbstractContextManager[None]:
         """Return a context in which a thread verifies the data that the first steps
         have used (TrainBatches.used_verified), each process its own rows."""
         train = self.cfg.train
         rows = own_rows(train.batch_size, train.accumulate_steps, self.window_sharding)
-        return self.batches.used_verified(num_steps, rows, is_stopped)
+        return self.batches.used_verified(num_steps, rows, is_stopped, say)
 
     @property
     def tokens_per_step(self) -> int:

@@ -119,7 +119,7 @@ def train(
         board_text = config_text if extras.has_tensorboard else None
         with (
             goodput,
-            job.used_data_verified(first, lambda: stop.signal is not None),
+            job.used_data_verified(first, lambda: stop.signal is not None, say),
             Records(run_dir, cfg, first, board_text) as records,
             Watchdog(
                 cfg.processes.watchdog_sec, say_loudly, run_dir.log and str(run_dir.log)

@@ -87,13 +87,18 @@ class TrainBatches:
 
     @contextlib.contextmanager
     def used_verified(
-        self, num_steps: int, rows: Sequence[int], is_stopped: Callable[[], bool]
+        self,
+        num_steps: int,
+        rows: Sequence[int],
+        is_stopped: Callable[[], bool],
+        say: Callable[[str], None] = print,
     ) -> Iterator[None]:
         """Verify in a thread, while the body runs, what steps 0 .. num_steps - 1 used.
 
         `rows` are the batch rows of this process, whose windows it verifies. The body
-        is followed by a wait for the thread, which ends early once `is_stopped` returns
-        True. Damage raises ValueError there, or in the next call of `rows`.
+        is followed by a wait for the thread, which `say` announces, and which ends
+        early once `is_stopped` returns True. Damage raises ValueError there, or in the
+        next call of `rows`.
         """
         has_ended = threading.Event()
 
@@ -107,6 +112,11 @@ class TrainBatches:
             self._check_of_used = thread.submit(verify)
             try:
                 yield
+                if not (self._check_of_used.done() or is_stopped()):
+                    say(
+                        "still verifying the data of the steps before this attempt: "
+                        "the run ends when that is done"
+                    )
                 self._check_of_used.result()
             finally:
                 has_ended.set()

@@ -1,5 +1,6 @@
 """Bytes that a disk has altered are noticed when they are used, not trained on."""
 
+import concurrent.futures
 import dataclasses
 import os
 import threading
@@ -213,6 +214,26 @@ def test_the_thread_pauses_after_several_blocks(tmp_path, monkeypatch):
     assert pauses == [0, 0, 0, windows._PAUSE_SEC, 0, 0]
 
 
+def test_a_run_that_waits_for_the_thread_says_so(tmp_path, monkeypatch):
+    corpus, _ = write_text(tmp_path)
+    source, lines, is_ending = batches(corpus), [], threading.Event()
+    verify = BlockCheck.verify_blocks
+
+    def wait_and_verify(*args):
+        is_ending.wait(60)
+        verify(*args)
+
+    def say(line):
+        lines.append(line)
+        is_ending.set()
+
+    monkeypatch.setattr(BlockCheck, "verify_blocks", wait_and_verify)
+    with source.used_verified(1000, range(8), lambda: False, say):
+        pass
+    assert len(lines) == 1
+    assert "still verifying the data" in lines[0]
+
+
 def test_long_windows_are_verified_as_blocks(tmp_path):
     """Four windows of two blocks each fill a file of six blocks, which is read once."""
     corpus, path = write_text(tmp_path)
@@ -274,9 +295,7 @@ def test_the_next_read_raises_what_the_thread_has_found(tmp_path):
 
     def read_on():
         with source.used_verified(1000, range(8), lambda: False):
-            for thread in threading.enumerate():
-                if thread.name.startswith("verifies used data"):
-                    thread.join(0.5)  # it stays for other work when it has found this
+            concurrent.futures.wait([source._check_of_used])
             source.rows(0, 0, 0)
             raise AssertionError("rows() has not raised")
 
