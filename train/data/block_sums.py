@@ -50,8 +50,8 @@ class BlockCheck:
     """Blocks of a memory-mapped file, each verified before its first use.
 
     The blocks count as unverified again when as many bytes as the file has were used,
-    so a file that is read in several epochs is verified about once in each. Threads may
-    share the object: at worst, both verify the same block.
+    so a process that reads all of a file in several epochs verifies it about once in
+    each. Threads may share the object: at worst, both verify the same block.
     """
 
     def __init__(self, path: Path, mapping: mmap.mmap, sum_k: np.ndarray) -> None:
