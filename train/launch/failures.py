@@ -1,9 +1,9 @@
 """End all processes of a run when one of them ends with bad input or a failure.
 
     the process that fails        every other process
-    end_all(code, line)           a thread looks for such a note every second, prints
-      notes code and line         the line, confirms, and ends with the same code
-      waits for the others        (wherever its main thread waits)
+    end_all(code, line)           a thread looks for such a note twice a second,
+      notes code and line         prints the line, confirms, and ends with the same
+      waits for the others        code (wherever its main thread waits)
       ends
 
 So nobody waits in a collective, or in a barrier of orbax, for a process that is gone,
@@ -28,7 +28,8 @@ POLL_SEC = 0.5
 processes; larger runs look less often, so that the coordinator is not flooded."""
 POLLED_PER_POLL = 256
 CONFIRM_SEC = 5.0
-"""Longest time that a failed process waits for the others to confirm."""
+"""Longest time that a failed process waits for the others to confirm, or two looks of
+theirs where that is longer."""
 LEAVE_SEC = 0.2
 """Time that process 0 leaves the others to end. When it ends, and the coordinator with
 it, jax aborts those that are left."""
@@ -64,55 +65,103 @@ def watch() -> None:
 def end_all(code: int, line: str) -> NoReturn:
     """End all processes of the run with this exit code, from any thread.
 
-    The caller has printed `line`; the other processes print it too. Returns never.
+    The caller has printed `line`; the other processes print it too. It never returns.
     """
-    if _ending.acquire(blocking=False):
-        if coordinator.is_here():
-            note = json.dumps({"code": code, "line": line})
-            # Without an answer of the coordinator, process 0 is gone: nobody to tell.
-            with contextlib.suppress(Exception):
-                coordinator.put(f"failure/{coordinator.own_index()}", note)
-                coordinator.put(f"ended/{coordinator.own_index()}", "")
-                _wait_for_others()
-        _exit(code)
-    time.sleep(2 * CONFIRM_SEC)  # another thread is ending this process
+    if not _ending.acquire(blocking=False):
+        time.sleep(_limit_sec())  # another thread is ending this process
+    elif coordinator.is_here():
+        _try(lambda: _tell(code, line))
     _exit(code)
+
+
+def end_if_told() -> None:
+    """End this process if another one, or another thread of it, is ending the run.
+
+    Called after an error that nobody expects, such as that of a collective in which a
+    process is missing. That process has left its note before it ended.
+    """
+    if not coordinator.is_here():
+        return
+    if _ending.locked():
+        time.sleep(_limit_sec())
+    _try(_look)
 
 
 def _watch(stop: threading.Event) -> None:
     """Look for notes until the process ends; end it when there is one."""
     while not stop.wait(_poll_sec()):
-        try:
-            notes = coordinator.find("failure")
-        except Exception:  # the coordinator is gone: jax ends this process
+        # Without its coordinator jax ends this process; other errors may pass.
+        with contextlib.suppress(Exception):
+            _look()
+        if not coordinator.is_here():
             return
-        if not notes or not _ending.acquire(blocking=False):
-            continue
-        first = min(notes, key=int)
-        note = json.loads(notes[first])
+
+
+def _look() -> None:
+    """End this process if another one has left a note."""
+    notes = coordinator.find("failure")
+    if not notes or not _ending.acquire(blocking=False):
+        return
+    first = min(notes, key=int)
+    note = json.loads(notes[first])
+    with contextlib.suppress(Exception):
+        coordinator.put(f"ended/{coordinator.own_index()}", "")
+    with contextlib.suppress(Exception):
+        _report(f"process {first} has ended the run: {note['line']}", note["code"])
+    if coordinator.own_index() == 0:
         with contextlib.suppress(Exception):
-            coordinator.put(f"ended/{coordinator.own_index()}", "")
-        with contextlib.suppress(Exception):
-            _report(f"process {first} has ended the run: {note['line']}", note["code"])
-        if coordinator.own_index() == 0:
-            with contextlib.suppress(Exception):
-                _wait_for_others()
-        _exit(note["code"])
+            _wait_for_others()
+    _exit(note["code"])
+
+
+def _tell(code: int, line: str) -> None:
+    """Leave a note for the other processes, and wait until they have confirmed."""
+    note = json.dumps({"code": code, "line": line})
+    coordinator.put(f"failure/{coordinator.own_index()}", note)
+    coordinator.put(f"ended/{coordinator.own_index()}", "")
+    _wait_for_others()
 
 
 def _wait_for_others() -> None:
-    """Wait until all processes have confirmed, for CONFIRM_SEC at most."""
-    end_sec = time.monotonic() + CONFIRM_SEC
+    """Wait until all processes have confirmed, for _confirm_sec() at most."""
+    end_sec = time.monotonic() + _confirm_sec()
     while time.monotonic() < end_sec:
         if len(coordinator.find("ended")) >= coordinator.count():
             break
-        time.sleep(0.05)
+        time.sleep(_poll_sec() / 10)
     if coordinator.own_index() == 0:
         time.sleep(LEAVE_SEC)
 
 
+def _try(work: Callable[[], None]) -> None:
+    """Call `work` in a thread; return when it has ended or failed, or after
+    _limit_sec().
+
+    The coordinator's answers have no time limit while process 0 is stopped. Where it is
+    gone there is nobody to tell, so errors do not matter.
+    """
+
+    def suppressed() -> None:
+        with contextlib.suppress(Exception):
+            work()
+
+    with contextlib.suppress(RuntimeError):  # no thread can be started any more
+        thread = threading.Thread(target=suppressed, daemon=True)
+        thread.start()
+        thread.join(_limit_sec())
+
+
 def _poll_sec() -> float:
     return POLL_SEC * max(1.0, coordinator.count() / POLLED_PER_POLL)
+
+
+def _confirm_sec() -> float:
+    return max(CONFIRM_SEC, 2 * _poll_sec())
+
+
+def _limit_sec() -> float:
+    """Return the longest time that the end of this process may take."""
+    return 2 * _confirm_sec()
 
 
 def _exit(code: int) -> NoReturn:

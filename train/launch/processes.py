@@ -2,8 +2,9 @@
 
 Every process runs the same program. Process 0 does what only one process may do, such
 as to claim the run directory and to write metrics, and `from_first_process` tells the
-others the result. A process that fails ends at once, without waiting for the others.
-The launcher ends those; without one their heartbeats and watchdogs do
+others the result. A process that ends with bad input or a failure tells the others,
+which end with it (failures.py). One that crashes ends at once, without waiting for the
+others. The launcher ends those; without one their heartbeats and watchdogs do
 (docs/processes.md).
 """
 

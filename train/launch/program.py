@@ -134,6 +134,8 @@ def guarded(work: Callable[[], int], *, as_json: bool) -> int:
     except OSError as error:
         code, line = FAILED, one_line(error)
     except Exception:
+        if _has_joined():
+            failures.end_if_told()  # then the error is only a consequence
         traceback.print_exc()
         return leave(CRASHED)
     refuse(line, code, as_json)
@@ -147,14 +149,19 @@ def leave(code: int, line: str = "") -> int:
     know yet that there is a reason to end. After bad input or a failure (2, 3) they are
     told, with `line`, and end with the same code.
     """
-    jax = sys.modules.get("jax")
-    if jax is not None and jax.distributed.is_initialized():
+    if _has_joined():
         if code in (BAD_INPUT, FAILED):
             failures.end_all(code, line)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _has_joined() -> bool:
+    """Return whether this is one of several processes, without an import of jax."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
 
 
 def end(code: int) -> int:
