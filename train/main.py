@@ -175,9 +175,12 @@ def print_config(cfg: Config, args: argparse.Namespace, whole: str) -> None:
 def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> int:
     """Do everything that needs jax: a dry run, or training from a new or an old run
     directory to the summary. Return the exit code."""
-    configuration = {"configuration": gin_reader.render(cfg)}
-    configuration["--from_step"] = str(args.from_step)
-    require_same("program", configuration | program_facts())
+    is_first_attempt = os.environ.get(ATTEMPT, "0") == "0"
+    fresh = args.fresh and is_first_attempt  # a restart continues its own run
+    from_step = args.from_step if is_first_attempt else None
+    facts = {"configuration": gin_reader.render(cfg), "--from_step": str(from_step)}
+    facts["--dry_run"] = str(args.dry_run)
+    require_same("program", facts | program_facts())
     from train.checkpoint import identity
     from train.checkpoint.aside import go_back
     from train.checkpoint.checkpoints import CheckpointError
@@ -197,16 +200,14 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
         return DONE
     job = prepare(cfg)
     require_same("job", job.facts | device_facts())
-    is_first_attempt = os.environ.get(ATTEMPT, "0") == "0"
-    fresh = args.fresh and is_first_attempt  # a restart continues its own run
     with share(run_directory(cfg, args), fresh=fresh) as run_dir:
         if run_dir.archived:
             print(f"the run that was here is now {run_dir.archived}")
-        if args.from_step is not None and is_first_attempt:
+        if from_step is not None:
             for line in from_first_process(
                 lambda: go_back(
                     run_dir.path,
-                    args.from_step,
+                    from_step,
                     lambda meta: identity.check(meta, cfg, job.meta["data"]),
                 )
             ):

@@ -8,6 +8,7 @@ first difference.
 
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -76,14 +77,24 @@ def first_difference(
         here = next((x for x in lines if x not in other_lines), None)
         there = next((x for x in other_lines if x not in lines), None)
         if here is None and there is None and lines != other_lines:
-            pairs = zip(lines, other_lines)  # the same lines in another order
+            # The same lines in another order, or another number of them.
+            pairs = itertools.zip_longest(lines, other_lines)
             here, there = next((x, y) for x, y in pairs if x != y)
         if here is not None or there is not None:
-            here, there = (
-                "nothing" if x is None else repr(x[:200]) for x in (here, there)
+            pairs = itertools.takewhile(
+                lambda x: x[0] == x[1], zip(here or "", there or "")
             )
+            begin = max(0, sum(1 for _ in pairs) - 100)
+            here, there = (_shown(x, begin) for x in (here, there))
             return f"{fact}: process 0 has {here}, process {index} has {there}"
     return ""
+
+
+def _shown(line: str | None, begin: int) -> str:
+    """Return 200 characters of a line for a message, from `begin` on."""
+    if line is None:
+        return "nothing"
+    return f"{'.. ' if begin else ''}{line[begin : begin + 200]!r}"
 
 
 def program_facts() -> dict[str, str]:

@@ -22,6 +22,23 @@ def test_the_first_differing_line_of_each_process_is_named():
     assert first_difference(facts, other, 1).startswith("data: process 0 has 'same', ")
 
 
+def test_a_line_that_one_process_has_twice_differs():
+    """XLA's flags may be given twice."""
+    twice = {"flags": "--a\n--a"}
+    expected = "flags: process 0 has '--a', process 1 has nothing"
+    assert first_difference(twice, {"flags": "--a"}, 1) == expected
+    expected = "flags: process 0 has nothing, process 1 has '--a'"
+    assert first_difference({"flags": "--a"}, twice, 1) == expected
+
+
+def test_the_difference_of_long_lines_is_shown():
+    lines = [{"data": "x" * 1000 + end + "y" * 1000} for end in ("1", "2")]
+    text = first_difference(*lines, 1)
+    assert "x1y" in text
+    assert "x2y" in text
+    assert len(text) < 500
+
+
 def test_program_facts_name_every_source_file_and_library():
     facts = program_facts()
     assert "train/launch/agreement.py " in facts["code"]
