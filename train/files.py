@@ -10,6 +10,9 @@ import os
 import pathlib
 from collections.abc import Iterator
 
+NO_SYNC_OF_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS)
+"""Numbers with which file systems say that they cannot sync a folder."""
+
 
 @contextlib.contextmanager
 def path_named(path: str | os.PathLike) -> Iterator[None]:
@@ -65,13 +68,13 @@ def sync_folder(folder: pathlib.Path) -> None:
 
 def _sync(path: str | os.PathLike) -> None:
     """Return when a file or a folder is on the disk. A file system that cannot sync
-    folders, and says so, is no error."""
+    folders is no error; which number it returns differs."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with path_named(path):
             os.fsync(descriptor)
     except OSError as error:
-        if not (os.path.isdir(path) and error.errno in (errno.EINVAL, errno.ENOTSUP)):
+        if not (os.path.isdir(path) and error.errno in NO_SYNC_OF_FOLDERS):
             raise
     finally:
         os.close(descriptor)

@@ -65,7 +65,9 @@ def test_a_file_system_that_cannot_sync_folders_is_no_error(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "fsync", fsync)
     kind = "folder"
-    files.sync_tree(tmp_path)
+    for number in files.NO_SYNC_OF_FOLDERS:
+        faults["folder"] = number
+        files.sync_tree(tmp_path)
     kind = "file"
     with pytest.raises(OSError, match="refused"):
         files.sync_tree(tmp_path)
