@@ -61,4 +61,6 @@ def _make(folder: pathlib.Path) -> str | None:
         return f"openssl ended with {error.returncode}: {lines[0]}"
     except subprocess.TimeoutExpired:
         return f"openssl took longer than {LIMIT_SEC} s"
+    except OSError as error:
+        return f"{openssl} cannot be run ({error.strerror})"
     return None

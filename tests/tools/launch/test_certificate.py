@@ -63,6 +63,10 @@ def test_without_openssl_a_line_says_that_there_is_no_tls(monkeypatch, tmp_path,
     with throw_away_certificate(2, {}) as variables:
         assert variables == {}
     assert "openssl ended with 3: no such curve" in capfd.readouterr().err
+    program.write_bytes(b"\x7fELF of another machine")
+    with throw_away_certificate(2, {}) as variables:
+        assert variables == {}
+    assert "openssl cannot be run (Exec format error)" in capfd.readouterr().err
 
 
 def send_strangers(coordinator: str) -> None:
