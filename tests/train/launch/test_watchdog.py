@@ -3,6 +3,7 @@ ended."""
 
 import faulthandler
 import itertools
+import re
 import time
 
 import pytest
@@ -42,7 +43,7 @@ def test_the_timer_runs_out_when_bytes_stop(timers):
         time.sleep(2 * LIMIT_SEC)
         assert timers == ["start", "start"], "the second is that of the first count"
     (line,) = said
-    assert line.startswith("WATCHDOG the last save has not moved for 0 s; at 0.4 s")
+    assert re.match(r"WATCHDOG the last save has not moved for \d s; at 0.4 s", line)
 
 
 def test_other_work_has_one_timer(timers):
@@ -51,7 +52,7 @@ def test_other_work_has_one_timer(timers):
         watchdog.at("step 3")
         time.sleep(LIMIT_SEC)
     assert timers == ["start", "cancel"]
-    assert said[0].startswith("WATCHDOG step 3 goes on for 0 s")
+    assert re.match(r"WATCHDOG step 3 goes on for \d s; at 0.4 s", said[0])
 
 
 def test_a_count_that_comes_late_starts_no_timer(timers):
