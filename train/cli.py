@@ -4,8 +4,15 @@ import argparse
 import pathlib
 from collections.abc import Callable
 
-from train.checkpoint.load import LoadedModel, find_checkpoints, load_model
+from train.checkpoint.load import (
+    CheckpointSource,
+    LoadedModel,
+    find_checkpoints,
+    load_model,
+)
+from train.config import gin_reader
 from train.data.tokenizer import Tokenizer, load_tokenizer
+from train.launch.agreement import program_facts, require_same
 from train.launch.cluster import add_flags, cluster_flags
 from train.launch.processes import is_first
 from train.launch.program import DONE, emit, guarded, restart_with_huge_pages, start
@@ -70,11 +77,23 @@ def run(
         if is_program and found.cfg.train.num_simulated_devices:
             restart_with_huge_pages()
         start(found.cfg, cluster_flags(args))
+        require_same("program", _facts(args, found) | program_facts())
         record = work(load_model(found), args)
         emit(record, args.json and is_first())
         return DONE
 
     return guarded(load_and_work, as_json=args.json)
+
+
+def _facts(args: argparse.Namespace, found: CheckpointSource) -> dict[str, str]:
+    """Return what decides the work of a process beside its program, as texts by name:
+    all processes must have the same."""
+    places = vars(cluster_flags(args))
+    given = {name: value for name, value in vars(args).items() if name not in places}
+    return {
+        "arguments": "\n".join(f"{name} = {value}" for name, value in given.items()),
+        "configuration": gin_reader.render(found.cfg),
+    }
 
 
 def run_tokenizer(loaded: LoadedModel) -> Tokenizer:
