@@ -52,17 +52,21 @@ def main(argv: list[str] | None = None) -> int:
 def work(args: argparse.Namespace) -> int:
     """Play the plan, and print the table; return the exit code."""
     check(args)
-    chosen, left_out = choose(args.only, may_mount=can_mount())
-    if left_out:
-        print(f"left out, because nothing can be mounted here: {', '.join(left_out)}")
     counts = [args.processes] if args.processes else NUM_PROCESSES
+    chosen, left_out = choose(args.only, may_mount=can_mount(), most=max(counts))
+    if left_out:
+        print(f"left out, for want of mounts or of processes: {', '.join(left_out)}")
     plan = make_plan(chosen, args.faults, args.seed, counts)
     plan = [x for x in plan if args.run is None or x.number == args.run]
+    if not plan:
+        raise ValueError(
+            f"--run={args.run}: the plan has no such run (--plan prints it)"
+        )
     if args.plan:
         print("\n".join(map(str, plan)))
         return DONE
     start_sec = time.monotonic()
-    root = pathlib.Path(args.out or tempfile.mkdtemp(prefix="chaos-")).absolute()
+    root = pathlib.Path(args.out or tempfile.mkdtemp(prefix="chaos-")).resolve()
     workshop = Workshop(root, pathlib.Path(args.cache or root / "programs").absolute())
     root.mkdir(parents=True, exist_ok=True)
     workshop.furnish()
@@ -132,17 +136,25 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--out={out} is not an empty folder: name another")
 
 
-def choose(only: str, *, may_mount: bool) -> tuple[list[Fault], list[str]]:
+def choose(only: str, *, may_mount: bool, most: int) -> tuple[list[Fault], list[str]]:
     """Return the kinds of faults that are named, and the names of those that cannot be
-    made here. Raises ValueError for a name that no kind has, and if none is left."""
+    made here, in runs of at most `most` processes. Raises ValueError for a name that no
+    kind has, and if none is left."""
     names = [x.strip() for x in only.split(",")] if only else list(NAMES)
     for name in names:
         if name not in NAMES:
             raise ValueError(f"--only: no fault is called {name!r}: {', '.join(NAMES)}")
     named = [fault for fault in FAULTS if fault.name in names]
-    chosen = [fault for fault in named if may_mount or not fault.needs]
+    chosen = [
+        fault
+        for fault in named
+        if (may_mount or not fault.needs) and fault.min_processes <= most
+    ]
     if not chosen:
-        raise ValueError(f"--only={only} needs mounts, and nothing can be mounted here")
+        raise ValueError(
+            f"--only={only} cannot be made here: it needs mounts, which only root can "
+            f"make, or more processes than {most}"
+        )
     return chosen, [fault.name for fault in named if fault not in chosen]
 
 
@@ -159,6 +171,10 @@ def play_all(
         except Broken as why:
             missed = [Verdict(fault) for scenario in plan for fault in scenario.faults]
             return missed, [f"without any fault, {number} processes: {why}"]
+    first, *others = results.values()
+    if any(other.samples != first.samples for other in others):
+        missed = [Verdict(fault) for scenario in plan for fault in scenario.faults]
+        return missed, ["without any fault, samples differ by number of processes"]
     for scenario in plan:
         minutes = (time.monotonic() - start_sec) / 60
         if 60 * minutes > limit_sec:

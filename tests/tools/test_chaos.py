@@ -1,9 +1,11 @@
 """Test tools/chaos.py: its plan, its judgements, and a few faults in a real run."""
 
+import contextlib
 import itertools
 import json
 import os
 import pathlib
+import random
 import subprocess
 import sys
 
@@ -16,9 +18,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.support.run_main import ROOT
 from tools import chaos
 from tools.faults import promises, run, worker
+from tools.faults.damage import damage_metrics
 from tools.faults.plan import make_plan
 from tools.faults.run import NUM_STEPS, Broken
 from tools.faults.table import FAULTS, NAMES
+from train.checkpoint.record import record_sha256
 
 TOOL = ROOT / "tools" / "chaos.py"
 FAST = "kill,checkpoint,metrics line"
@@ -71,9 +75,15 @@ def test_a_plan_rests_once_in_each_run_and_gives_each_fault_its_processes():
 
 
 def test_faults_that_need_mounts_are_left_out_and_named():
-    chosen, left_out = chaos.choose("", may_mount=False)
+    chosen, left_out = chaos.choose("", may_mount=False, most=4)
     assert left_out == ["full disk", "read-only disk"]
     assert len(chosen) + 2 == len(FAULTS)
+
+
+def test_faults_that_need_more_processes_are_left_out_and_named():
+    chosen, left_out = chaos.choose("", may_mount=True, most=1)
+    assert left_out == ["mismatch"]
+    assert len(make_plan(chosen, 100, 0, [1])) > 1
 
 
 @pytest.mark.parametrize(
@@ -81,6 +91,8 @@ def test_faults_that_need_mounts_are_left_out_and_named():
     [
         (["--faults=0"], "--faults=0 and --minutes=45 must be positive"),
         (["--only=fire"], "--only: no fault is called 'fire'"),
+        (["--only=mismatch", "--processes=1"], "--only=mismatch cannot be made here"),
+        (["--run=99"], "--run=99: the plan has no such run"),
         ([f"--out={ROOT}"], "is not an empty folder"),
     ],
 )
@@ -102,8 +114,24 @@ def write_run(folder: pathlib.Path, **changes) -> pathlib.Path:
     for name, records in (lines | changes).items():
         text = "".join(json.dumps(record) + "\n" for record in records)
         (folder / f"{name}.jsonl").write_text(text)
-    (folder / "summary.json").write_text(json.dumps({"digest": "12ab"}))
+    goodput = {"share": {"useful": 0.25, "other": 0.75}}
+    summary = {"digest": "12ab", "goodput": goodput}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    write_record(folder / "checkpoints", 5)
     return folder
+
+
+def write_record(folder: pathlib.Path, checksum: int) -> None:
+    """Write the record of the last step's checkpoint, with one array."""
+    array = {"dtype": "float32", "shape": [2], "checksum": checksum}
+    record = {
+        "step": NUM_STEPS, "eval_loss": 1.5, "num_skipped": 0, "bytes_per_sec": 1.0,
+        "meta": {"plan": "p", "balance": {"tracker": "t"}}, "arrays": {"w": array},
+    }  # fmt: skip
+    record["sha256"] = record_sha256(record)
+    path = folder / str(NUM_STEPS) / "record" / "metadata"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record))
 
 
 def test_a_whole_run_is_accepted(tmp_path):
@@ -134,6 +162,112 @@ def test_another_loss_is_a_broken_promise(tmp_path):
     bad = promises.read_result(write_run(tmp_path / "bad", metrics=records))
     with pytest.raises(Broken, match=r"metrics differ .* first at \(1, 'loss'\)"):
         promises.expect_same(bad, good)
+
+
+def test_another_array_in_the_last_checkpoint_is_a_broken_promise(tmp_path):
+    folder = write_run(tmp_path / "run")
+    good = promises.read_result(folder)
+    write_record(folder / "checkpoints", 6)
+    with pytest.raises(Broken, match=r"arrays differ .* first at w"):
+        promises.expect_same(promises.read_result(folder), good)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "summary.json cannot be read: FileNotFoundError"),
+        ("[]", "summary.json cannot be read: TypeError"),
+        (
+            '{"digest": "12ab", "goodput": {"share": {"useful": 0.5}}}',
+            "summary.json has no digest, or shares of the time",
+        ),
+    ],
+)
+def test_a_bad_summary_is_a_broken_promise(tmp_path, text, message):
+    path = write_run(tmp_path / "run") / "summary.json"
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(Broken, match=message):
+        promises.read_result(path.parent)
+
+
+def make_resting_run(folder: pathlib.Path, *steps: int) -> run.Run:
+    """Return a run that has saved these steps, and whose launcher does not run."""
+    place = run.Place(folder, folder / "shards", folder / "a", folder / "programs")
+    place.make()
+    for step in steps:
+        (place.checkpoints / str(step)).mkdir(parents=True)
+    return run.Run(place, 1, 60.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("resumed", "spoiled", "is_kept"),
+    [(12, {}, True), (6, {}, False), (None, {}, False), (6, {12}, True)],
+)
+def test_a_run_that_loses_saved_steps_is_a_broken_promise(
+    tmp_path, monkeypatch, resumed, spoiled, is_kept
+):
+    disturbed = make_resting_run(tmp_path, 6, 12)
+    disturbed.spoiled = set(spoiled)
+    line = "" if resumed is None else f"resumed at step {resumed}\n"
+    words = [sys.executable, "-c", f"print({line!r})"]
+    monkeypatch.setattr(disturbed, "_command", lambda: words)
+    disturbed.start()
+    disturbed.expect_end(0, 30.0)
+    with contextlib.nullcontext() if is_kept else pytest.raises(Broken, match="12 was"):
+        disturbed.expect_resumed()
+
+
+def test_a_traceback_is_a_broken_promise(tmp_path, monkeypatch):
+    disturbed = make_resting_run(tmp_path)
+    words = [sys.executable, "-c", "print('Traceback (most recent call last):')"]
+    monkeypatch.setattr(disturbed, "_command", lambda: words)
+    disturbed.start()
+    with pytest.raises(Broken, match="exit code 0, but with a traceback"):
+        disturbed.expect_end(0, 30.0)
+
+
+@pytest.mark.parametrize("fault", [x for x in FAULTS if x.name.endswith("cache")])
+def test_damage_that_hits_nothing_is_no_kept_promise(tmp_path, fault):
+    with pytest.raises(Broken, match="there were no"):
+        fault.act(make_resting_run(tmp_path), random.Random(0))
+
+
+def test_lines_that_are_damaged_must_be_named_and_kept_aside(tmp_path):
+    disturbed = make_resting_run(tmp_path)
+    path = disturbed.place.run_dir / "metrics.jsonl"
+    path.parent.mkdir()
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    damage = damage_metrics(disturbed, random.Random(0))
+    lines = path.read_bytes().split(b"\n")
+    assert len(lines) == 4
+    assert lines[-1] == b'{"st', "a torn line stays torn"
+    with pytest.raises(Broken, match="nothing is said"):
+        damage.check("")
+    text = f"METRICS DAMAGED: 1 lines of {path} are moved to metrics.jsonl.damaged"
+    aside = path.with_name("metrics.jsonl.damaged")
+    aside.write_bytes(b"other\n")
+    with pytest.raises(Broken, match="has not the bad line"):
+        damage.check(text)
+    aside.write_bytes(path.read_bytes())
+    damage.check(text)
+
+
+def test_files_outside_of_the_run_directory_are_broken_promises(tmp_path):
+    place = make_resting_run(tmp_path).place
+    for path in (place.corpus, place.run_dir):
+        path.mkdir()
+    for path in (place.speeds, place.run_dir / ".lock"):
+        path.touch()
+    before = promises.listing(place)
+    promises.expect_nothing_left(place)
+    for path in (place.root / "tmp" / "key.pem", place.disk / "a"):
+        path.touch()
+        with pytest.raises(Broken, match=path.name):
+            promises.expect_nothing_left(place)
+        path.unlink()
+    (place.root / "stray").touch()
+    with pytest.raises(Broken, match="stray"):
+        promises.expect_untouched(before, promises.listing(place))
 
 
 @pytest.mark.parametrize("name", ["config.gin.tmp", "7.orbax-checkpoint-tmp"])

@@ -7,20 +7,21 @@ import random
 import shutil
 
 from tools.faults.fault import GOES_ON, REFUSES_OR_GOES_ON, Damage
-from tools.faults.run import START_SEC, Broken, Run
+from tools.faults.run import START_SEC, Broken, Run, read_lines
 
 GARBAGE = (b"garbage", b"[]", b"null", b"{}", b'{"step": ', b"[" * 100_000, b"\xff\x00")
 """Contents that are not what a program of this project writes."""
 
 
 def damage_checkpoint(run: Run, rng: random.Random) -> Damage:
-    """Damage the newest checkpoint: it is set aside, and never used."""
-    steps = run.saved_steps()
+    """Damage the newest good checkpoint: it is set aside, the one before is used."""
     how = rng.choice((_flip_arrays, _cut_record, _garble_record, _remove_arrays))
-    if not steps:
-        return Damage(GOES_ON, ())
-    folder = run.place.checkpoints / str(steps[-1])
+    good = [step for step in run.saved_steps() if step not in run.spoiled]
+    if not good:
+        raise Broken("there was no good checkpoint to damage")
+    folder = run.place.checkpoints / str(good[-1])
     how(folder, rng)
+    run.spoiled.add(good[-1])
 
     def check(text: str) -> None:
         aside = list(folder.parent.glob(f"{folder.name}.corrupt*"))
@@ -56,6 +57,8 @@ def damage_programs(run: Run, rng: random.Random) -> Damage:
     there = sorted(run.place.programs.rglob("*-cache"))
     entries = rng.sample(there, len(there) // 2)
     how = rng.choice((_swap, _cut, _flip))
+    if len(entries) < 2:
+        raise Broken("there were no entries to damage")
     for entry, other in zip(entries, entries[1:] + entries[:1], strict=True):
         how(entry, other, rng)
 
@@ -63,7 +66,11 @@ def damage_programs(run: Run, rng: random.Random) -> Damage:
         for entry in entries:
             entry.unlink(missing_ok=True)
 
-    return Damage(REFUSES_OR_GOES_ON, (str(run.place.programs),), heal)
+    def check(text: str) -> None:
+        if not any(f"DAMAGED: {entry} " in text for entry in entries):
+            raise Broken(f"{how.__name__}: nothing is said of {len(entries)} entries")
+
+    return Damage(REFUSES_OR_GOES_ON, (str(run.place.programs),), heal, check)
 
 
 def damage_metrics(run: Run, rng: random.Random) -> Damage:
@@ -79,18 +86,30 @@ def damage_samples(run: Run, rng: random.Random) -> Damage:
 
 def damage_goodput(run: Run, rng: random.Random) -> Damage:
     """Put a bad line into goodput.jsonl: the account of the time goes on without it."""
-    return _damage_lines(run, rng, "goodput.jsonl", is_named=False)
+    path = run.place.run_dir / "goodput.jsonl"
+    attempt = max(line["attempt"] for line in read_lines(path))
+    _insert_bad_line(path, rng)
+
+    def check(text: str) -> None:
+        if read_lines(path)[-1]["attempt"] <= attempt:
+            raise Broken(f"the next attempt does not count {attempt} attempts before")
+
+    return Damage(GOES_ON, (), check=check)
 
 
 def tear_metrics(run: Run, rng: random.Random) -> Damage:
     """Append a torn line to metrics.jsonl, as a machine that lost power would."""
     path = run.place.run_dir / "metrics.jsonl"
     cut = rng.randrange(5, 60)
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    if lines:
-        with path.open("ab") as file:
-            file.write(lines[-1][:cut])
-    return Damage(GOES_ON, ())
+    torn = path.read_bytes().splitlines()[-1][:cut]
+    with path.open("ab") as file:
+        file.write(torn)
+
+    def check(text: str) -> None:
+        if f"the last line of {path} was torn" not in text:
+            raise Broken("nothing is said of the torn line")
+
+    return Damage(GOES_ON, (), check=check)
 
 
 def damage_summary(run: Run, rng: random.Random) -> Damage:
@@ -99,15 +118,20 @@ def damage_summary(run: Run, rng: random.Random) -> Damage:
     path.write_bytes(rng.choice(GARBAGE))
 
     def check(text: str) -> None:
-        if path.name not in text:
-            raise Broken(f"nothing is said of the bad {path.name}")
+        if f"SUMMARY DAMAGED: {path} " not in text or path.exists():
+            raise Broken(f"the bad {path.name} was not set aside")
 
-    return Damage(REFUSES_OR_GOES_ON, (path.name,), path.unlink, check)
+    def heal() -> None:
+        path.unlink(missing_ok=True)
+
+    return Damage(REFUSES_OR_GOES_ON, (path.name,), heal, check)
 
 
 def damage_hashes(run: Run, rng: random.Random) -> Damage:
     """Damage the records of the hashes of data files: other data are never used."""
     records = list((run.place.hashes / "hashes").glob("*.json"))
+    if not records:
+        raise Broken("there were no records of hashes to damage")
     what = rng.choice((*GARBAGE, b'{"sha256": 5, "largest": null}', None))
     for path in records:
         good = path.read_bytes()
@@ -117,40 +141,59 @@ def damage_hashes(run: Run, rng: random.Random) -> Damage:
         for path in records:
             path.unlink(missing_ok=True)
 
-    return Damage(REFUSES_OR_GOES_ON, ("hashes",), heal)
+    def check(text: str) -> None:
+        if not any(
+            f"the cached record '{path}' is damaged" in text for path in records
+        ):
+            raise Broken(f"nothing is said of {len(records)} bad records")
+
+    return Damage(REFUSES_OR_GOES_ON, ("hashes",), heal, check)
 
 
-def _damage_lines(
-    run: Run, rng: random.Random, name: str, *, is_named: bool = True
-) -> Damage:
-    """Insert a line of garbage before a line of a file; if `is_named`, check that the
-    next start names the file."""
-    path, bad = run.place.run_dir / name, rng.choice(GARBAGE)
-    share = rng.random()
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    if len(lines) < 2:
-        return Damage(GOES_ON, ())
-    lines.insert(int(share * (len(lines) - 1)), bad)
-    path.write_bytes(b"\n".join(lines) + b"\n")
+def _damage_lines(run: Run, rng: random.Random, name: str) -> Damage:
+    """Insert a bad line into a file of the run directory; check that the next start
+    names the file, and keeps the line in a file beside."""
+    path = run.place.run_dir / name
+    bad = _insert_bad_line(path, rng)
 
     def check(text: str) -> None:
-        if is_named and name not in text:
+        aside = path.with_name(f"{name}.damaged")
+        if f"lines of {path} are moved to {aside.name}" not in text:
             raise Broken(f"nothing is said of the bad line in {name}")
+        if bad not in aside.read_bytes().splitlines():
+            raise Broken(f"{aside.name} has not the bad line of {name}")
 
     return Damage(GOES_ON, (), check=check)
 
 
+def _insert_bad_line(path: pathlib.Path, rng: random.Random) -> bytes:
+    """Insert a line of garbage before one of the lines of a file, and return it. A torn
+    last line stays torn."""
+    bad, share = rng.choice(GARBAGE), rng.random()
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines.insert(int(share * len(lines)), bad + b"\n")
+    path.write_bytes(b"".join(lines))
+    return bad
+
+
 def _flip_arrays(folder: pathlib.Path, rng: random.Random) -> None:
     """Flip a bit in the middle half of each file of array data."""
-    for path in (folder / "state").rglob("d/*"):
-        if path.is_file() and _size(path):
-            _flip(path, path, rng)
+    for path in _array_files(folder):
+        _flip(path, path, rng)
 
 
 def _remove_arrays(folder: pathlib.Path, rng: random.Random) -> None:
-    for path in (folder / "state").rglob("d/*"):
-        if path.is_file():
-            path.unlink()
+    for path in _array_files(folder):
+        path.unlink()
+
+
+def _array_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Return the files of array data of a checkpoint that are not empty."""
+    paths = (folder / "state").rglob("d/*")
+    files = [path for path in paths if path.is_file() and _size(path)]
+    if not files:
+        raise Broken(f"{folder} has no files of array data")
+    return files
 
 
 def _cut_record(folder: pathlib.Path, rng: random.Random) -> None:

@@ -1,7 +1,8 @@
 """What holds at the end of every run, whatever happened on its way.
 
-The parameters, the metrics and the sample ids are those of an undisturbed run with the
-same number of processes, and nothing is left behind.
+The parameters, all other arrays of the last checkpoint, the metrics and the sample ids
+are those of an undisturbed run with the same number of processes, and nothing is left
+behind.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ import pathlib
 
 from tools.faults.disks import mounts_below
 from tools.faults.run import NUM_STEPS, Broken, Place, marked_pids
+from train.checkpoint.record import DamagedCheckpointError, read_record
 
 TIMED = ("tok_per_sec", "step_msec", "mfu", "adopt_msec", "adopt_wait_msec")
 """Fields of a line of metrics that depend on the time that steps take."""
@@ -22,21 +24,31 @@ class Result:
     """What a finished run has computed."""
 
     digest: str
+    arrays: dict[str, dict]
+    """Dtype, shape and checksum of each array in the checkpoint of the last step."""
+    balancer: dict[str, object]
+    """Plan and state of the balancer in that checkpoint."""
     metrics: dict[tuple[int, str], dict]
     """Lines of metrics.jsonl without times, by step and kind."""
     samples: dict[tuple[int, int], str]
     """Id of the sample of each row of each step's batch."""
 
 
+MAX_SHARE_ERROR = 1e-6
+
+
 def read_result(run_dir: pathlib.Path) -> Result:
     """Return the result of a finished run. Raises Broken if a step or a row is there
     twice, or not at all."""
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = _read_summary(run_dir / "summary.json")
+    checkpoint = _read_checkpoint(run_dir / "checkpoints")
     metrics: dict[tuple[int, str], dict] = {}
     for record in _read(run_dir / "metrics.jsonl"):
         key = record["step"], _kind(record)
         if key in metrics:
             raise Broken(f"metrics.jsonl has two lines of {key}")
+        if metrics and key[0] < next(reversed(metrics))[0]:
+            raise Broken(f"metrics.jsonl has a line of {key} after a later step")
         metrics[key] = {x: record[x] for x in record if x not in TIMED}
     samples: dict[tuple[int, int], str] = {}
     for path in sorted(run_dir.glob("samples-*.jsonl")):
@@ -52,12 +64,14 @@ def read_result(run_dir: pathlib.Path) -> Result:
         if steps != set(range(1, NUM_STEPS + 1)):
             missing = sorted(set(range(1, NUM_STEPS + 1)) ^ steps)
             raise Broken(f"{what}: lines of the steps {missing} are missing, or extra")
-    return Result(summary["digest"], metrics, samples)
+    meta = checkpoint["meta"]
+    balancer = {name: meta[name] for name in ("plan", "balance")}
+    return Result(summary["digest"], checkpoint["arrays"], balancer, metrics, samples)
 
 
 def expect_same(found: Result, expected: Result) -> None:
     """Raise Broken unless a run has the result of the undisturbed one."""
-    for name in ("samples", "metrics"):
+    for name in ("samples", "metrics", "arrays", "balancer"):
         a, b = getattr(found, name), getattr(expected, name)
         wrong = sorted(key for key in a.keys() | b.keys() if a.get(key) != b.get(key))
         if wrong:
@@ -68,14 +82,22 @@ def expect_same(found: Result, expected: Result) -> None:
         raise Broken(f"digest {found.digest} instead of {expected.digest}")
 
 
-def expect_nothing_left(place: Place, num_mounts: int = 0) -> None:
-    """Raise Broken if the run has left a process, a lock, a partial file, or a
-    mount beside the `num_mounts` that were there before."""
+def expect_nothing_left(
+    place: Place, num_mounts: int = 0, *, may_leave_tmp: bool = False
+) -> None:
+    """Raise Broken if the run has left a process, a lock, a partial file, a file in
+    TMPDIR, one beside the run directory, or a mount beside the `num_mounts` that were
+    there before. A launcher that was killed cannot clear TMPDIR (`may_leave_tmp`)."""
     left = [str(x) for x in place.run_dir.rglob("*") if _is_partial(x)]
+    left += [str(x) for x in place.disk.iterdir() if x != place.run_dir]
+    if not may_leave_tmp:
+        left += [str(x) for x in (place.root / "tmp").glob("*")]
     left += [f"process {pid}" for pid in marked_pids(place.root)]
     left += mounts_below(place.root)[num_mounts:]
     if left:
         raise Broken(f"left behind: {', '.join(left[:5])}")
+    if not (place.run_dir / ".lock").is_file():
+        raise Broken("the run directory has no lock")
     with (place.run_dir / ".lock").open("r+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,14 +105,16 @@ def expect_nothing_left(place: Place, num_mounts: int = 0) -> None:
             raise Broken("the lock of the run directory is still held") from None
 
 
-def listing(folders: list[pathlib.Path]) -> dict[str, str]:
-    """Return the sha256 of every file below the folders; '' for a folder."""
+def listing(place: Place) -> dict[str, str]:
+    """Return the sha256 of every file in the folders that a run has nothing to write
+    in; '' for a folder."""
+    paths = [*place.root.iterdir(), place.speeds]
+    paths += [path for folder in place.untouched() for path in folder.rglob("*")]
     return {
         str(path): hashlib.sha256(path.read_bytes()).hexdigest()
         if path.is_file()
         else ""
-        for folder in folders
-        for path in sorted(folder.rglob("*"))
+        for path in paths
     }
 
 
@@ -107,8 +131,33 @@ def _kind(record: dict) -> str:
     )
 
 
+def _read_summary(path: pathlib.Path) -> dict:
+    """Return a summary, or raise Broken if it has no digest, or no shares of the time
+    that add up to 1."""
+    try:
+        summary = json.loads(path.read_text())
+        share = summary["goodput"]["share"]
+        is_good = isinstance(summary["digest"], str) and share["useful"] > 0
+        is_whole = abs(sum(share.values()) - 1) < MAX_SHARE_ERROR
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise Broken(f"{path.name} cannot be read: {error!r}") from error
+    if not (is_good and is_whole):
+        raise Broken(f"{path.name} has no digest, or shares of the time {share}")
+    return summary
+
+
+def _read_checkpoint(folder: pathlib.Path) -> dict:
+    """Return the record of the last step's checkpoint, or raise Broken."""
+    try:
+        return read_record(folder, NUM_STEPS)
+    except DamagedCheckpointError as error:
+        raise Broken(f"the last checkpoint cannot be read: {error}") from error
+
+
 def _read(path: pathlib.Path) -> list[dict]:
     """Return the objects of a file of JSON lines, or raise Broken for a bad line."""
+    if not path.is_file():
+        raise Broken(f"there is no {path.name}")
     records = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:

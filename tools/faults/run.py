@@ -4,10 +4,12 @@ A Run starts tools/launch/local.py with tools/faults/worker.py, waits for steps,
 raises Broken as soon as a promise does not hold or a time limit has passed.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +29,7 @@ PACE_SEC = 0.04
 STOPPED_SEC = 2.5
 MAX_RESTARTS = 8
 POLL_SEC = 0.03
+RESUMED = re.compile(r"^resumed at step (\d+)$", re.MULTILINE)
 START_SEC = 150.0
 """Limit on the time from a start to the first step, with nothing compiled yet."""
 
@@ -96,21 +99,23 @@ class Run:
         self._end_sec = time.monotonic() + limit_sec
         self._num_starts = 0
         self._mark = 0
+        self._min_step = 0
+        self.spoiled: set[int] = set()
+        """Steps of the checkpoints that were damaged since the last start."""
         self._launcher: subprocess.Popen | None = None
 
     def close(self) -> None:
-        """Kill the launcher and with it its processes."""
+        """Kill the launcher and its processes, also those that it has left behind."""
         if self._launcher is not None:
             self._launcher.kill()
             self._launcher.wait()
+        for pid in marked_pids(self.place.root):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     @property
     def is_live(self) -> bool:
         return self._launcher is not None
-
-    @property
-    def launcher_pid(self) -> int:
-        return self._launcher.pid
 
     def is_launcher_alive(self) -> bool:
         """Return whether the launcher that was started last still runs."""
@@ -124,6 +129,7 @@ class Run:
         assert not self.is_live
         self._num_starts += 1
         self._mark = 0
+        self._note_saved()
         with self._text.open("wb") as text:
             self._launcher = subprocess.Popen(
                 self._command(),
@@ -143,8 +149,25 @@ class Run:
         return text[self._mark :] if is_new else text
 
     def mark(self) -> None:
-        """Note how much has been printed by now."""
+        """Note how much has been printed by now, and what has been saved."""
+        self._note_saved()
         self._mark = len(self.text())
+
+    def expect_resumed(self) -> None:
+        """Raise Broken if the last attempt has begun before the step of the newest good
+        checkpoint that was there at the last start or `mark`."""
+        steps = RESUMED.findall(self.text(is_new=True))
+        step = int(steps[-1]) if steps else 0
+        if step < self._min_step:
+            raise Broken(f"went on from step {step}, but {self._min_step} was saved")
+
+    def expect_resumed_from(self, step: int) -> None:
+        """Let `expect_resumed` accept no earlier step than this one."""
+        self._min_step = max(self._min_step, step)
+
+    def _note_saved(self) -> None:
+        good = [step for step in self.saved_steps() if step not in self.spoiled]
+        self._min_step = max(good, default=0)
 
     def error(self) -> str:
         """Return the last error line of the last start, or its last line."""
@@ -180,6 +203,13 @@ class Run:
         found = self.wait_for_end(limit_sec)
         if found != code:
             raise Broken(f"exit code {found} instead of {code}: {self.error()[:300]}")
+        if (
+            code >= 0
+            and "Traceback (most recent" in self.text().rpartition("starting again")[2]
+        ):
+            raise Broken(
+                f"exit code {code}, but with a traceback: {self.error()[:300]}"
+            )
 
     def wait_for_begin(self) -> bool:
         """Wait until the attempt that began after the last `mark` has compiled its
@@ -223,6 +253,8 @@ class Run:
         found: list[int] = []
 
         def are_all() -> bool:
+            if not self.is_launcher_alive():
+                raise Broken(f"ended before the fault: {self.error()[:300]}")
             found[:] = self._children()
             return len(found) == self.num_processes
 
@@ -248,7 +280,7 @@ class Run:
 
     def _children(self) -> list[int]:
         """Return the ids of the processes that the launcher has now, by index."""
-        task = f"/proc/{self.launcher_pid}/task/{self.launcher_pid}/children"
+        task = f"/proc/{self._launcher.pid}/task/{self._launcher.pid}/children"
         pid_by_index = {}
         for pid in pathlib.Path(task).read_text().split():
             environ = read_environ(int(pid))

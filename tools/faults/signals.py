@@ -88,3 +88,4 @@ def _expect_saved(run: Run) -> None:
     said = re.search(r"stopped by signal \d+ at step (\d+); all is saved", text)
     if said is None or int(said[1]) not in run.saved_steps():
         raise Broken(f"not saved: {said and said[0]}, there are {run.saved_steps()}")
+    run.expect_resumed_from(int(said[1]))
