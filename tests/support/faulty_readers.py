@@ -56,6 +56,21 @@ def rename_outside(folder: pathlib.Path) -> None:
     (folder / "a.bin").rename(folder.parent.parent / "b.bin")
 
 
+def link_outside(folder: pathlib.Path) -> None:
+    (folder.parent.parent / "link").symlink_to(folder / "a.bin")
+
+
+def catch_all(folder: pathlib.Path) -> None:
+    """Catch the alarm too, and return late."""
+    try:
+        while True:
+            pass
+    except BaseException:
+        end_sec = time.process_time() + 0.1
+        while time.process_time() < end_sec:
+            pass
+
+
 def unpickle(folder: pathlib.Path) -> None:
     pickle.loads(pickle.dumps(pathlib.PurePosixPath("x")))
 
@@ -78,9 +93,11 @@ FAULTS = {
     say_at_length: "a line that is too long",
     colour: "control characters in a line",
     hang: "longer than 1 s",
+    catch_all: "longer than 1 s, and it caught the alarm",
     allocate: "more memory than twice the file",
     write_outside: "not allowed: open",
     rename_outside: "not allowed: os.rename",
+    link_outside: "not allowed: os.symlink",
     unpickle: "not allowed: pickle.find_class",
     execute: "not allowed: exec",
     start_program: "not allowed: subprocess.Popen",

@@ -483,14 +483,10 @@ def _write_one_text(path: pathlib.Path, texts: Sequence[str]) -> None:
     write_text(path, "\n".join(texts))
 
 
-FORMATS = {
+INPUTS = {
     "gin": Format("a.gin", build_gin, read_gin, GIN, 1500, ("a.gin",), 30),
     "gin_param": Format(
         "param", build_gin_param, read_gin_param, GIN, 500, ("--gin_param",), 10
-    ),
-    "sizes": Format(
-        "a.gin", build_gin, read_sizes, (mutations.change_gin_number,), 150,
-        ("a.gin",), 0, is_report=True,
     ),
     "calibration": Format(
         "a.json", build_calibration, read_calibration, JSON, 900, ("a.json",), 12
@@ -540,6 +536,14 @@ FORMATS = {
         "a.json", build_bpe, lambda f: read_corpus(f, "a.jsonl", str(f / "a.json")),
         JSON, 400, ("a.json",), 4,
     ),
+}  # fmt: skip
+"""Formats of files that users give: configurations, speeds, loads and corpora."""
+
+RUN_FORMATS = {
+    "sizes": Format(
+        "a.gin", build_gin, read_sizes, (mutations.change_gin_number,), 150,
+        ("a.gin",), 0, is_report=True,
+    ),
     "hashes": Format("record", build_hashes, read_hashes, JSON, 150, ("a.npy",), 4),
     "record": Format(
         "checkpoints/20/record/metadata", build_checkpoints, read_records, JSON, 400,
@@ -574,4 +578,8 @@ FORMATS = {
         (*BYTES, *(mutations.replace_whole,) * 3), 100, ("compil",), 3
     ),
 }  # fmt: skip
+"""Formats of files that a run writes and caches, and of sizes that it computes. Their
+cases take about as long as those of INPUTS (estimated from a few cases of each)."""
+
+FORMATS = INPUTS | RUN_FORMATS
 """All formats by name."""

@@ -6,12 +6,13 @@ Case n of a format is the n-th damaged file, the same in every run. For each cas
 fails, one JSON object is printed, and the damaged file is kept in FOLDER/failed. The
 last line says how many cases were read.
 
-A case is handled well if its reader returns, or raises an error that
-train.launch.program.guarded turns into exit code 2 or 3 and one short line that names
-the file. Nothing may be printed that has control characters or a traceback. The case
-takes at most `Format.limit_sec` of the processor and holds at most twice the file and
-LIMIT_MIB more memory than the process before. It writes within its own folder alone,
-and runs no code of a file.
+A valid file must be read without an error, or all its damaged copies would be refused
+for another reason. A case is handled well if its reader returns, or raises an error
+that `guarded` of train.launch.program turns into exit code 2 or 3 and one short line
+that names the file. Nothing may be printed that has control characters or a traceback.
+The case takes at most `Format.limit_sec` of the processor and holds at most twice the
+file and LIMIT_MIB more memory than the process before. It writes within its own folder
+alone, and runs no code of a file.
 """
 
 import contextlib
@@ -94,9 +95,10 @@ class Watch:
             elif name == "<string>":
                 self.seen.append(f"exec of {args[0]!r}"[:300])
         elif event in _CHANGES or (event == "open" and args[2] & _WRITES):
-            num_paths = 2 if event in ("os.rename", "os.link") else 1
+            first = 1 if event == "os.symlink" else 0  # the text of a link comes first
+            stop = 2 if event in ("os.rename", "os.link", "os.symlink") else 1
             has_folder = event in ("os.remove", "os.rmdir", "os.mkdir")
-            for path in args[:num_paths]:
+            for path in args[first:stop]:
                 folder = args[-1] if has_folder else -1
                 if not isinstance(path, int) and not self._is_inside(path, folder):
                     self.seen.append(f"{event} {path!r}"[:300])
@@ -253,6 +255,7 @@ def _read(
     ):
         watch.is_on = True
         _set_limit(form.limit_sec)
+        begin_sec = time.process_time()
         try:
             code = guarded(lambda: form.read(work) or 0, as_json=False)
         except Hang as hang:
@@ -264,8 +267,12 @@ def _read(
             watch.is_on = False
     text = printed.getvalue()
     peak_mib = memory.growth_mib()
+    if not fault and time.process_time() - begin_sec > form.limit_sec:
+        fault = f"longer than {form.limit_sec:g} s, and it caught the alarm"
     if not fault:
         fault = _fault_of(text, code, form)
+    if not fault and change is None and code != 0:
+        fault = f"a valid file is refused with exit code {code}"
     if not fault and peak_mib > LIMIT_MIB + 2 * size / 2**20:
         fault = "more memory than twice the file and the limit"
     if watch.seen:
@@ -303,6 +310,14 @@ def _fault_of(text: str, code: int | None, form: Format) -> str:
 def _has_controls(line: str) -> bool:
     """Return whether a line could colour a terminal, break or reverse text."""
     return any(unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp", "Cs") for c in line)
+
+
+def require_no_faults(folder: pathlib.Path, cases: dict[str, range]) -> None:
+    """Read damaged files of each format. Raise AssertionError with the first faults and
+    the paths of their inputs."""
+    faults = read_in_child(folder, cases)
+    lines = [json.dumps(fault, ensure_ascii=False) for fault in faults[:5]]
+    assert not faults, f"{len(faults)} files: " + "\n".join(lines)
 
 
 def read_in_child(folder: pathlib.Path, cases: dict[str, range]) -> list[dict]:
@@ -357,7 +372,11 @@ def _run_child(folder: pathlib.Path, words: list[str]) -> tuple[list[dict], str]
         process.kill()
         process.wait()
     lines = out.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")], end
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    if "Traceback (most recent" in err.read_text():
+        # A thread or a logger printed it, past the streams that a case redirects.
+        records.insert(0, {"fault": "a traceback on standard error", "end": end})
+    return records, end
 
 
 def _limit_address_space() -> None:
