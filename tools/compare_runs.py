@@ -14,7 +14,6 @@ are equal, 1 they differ, 2 bad input.
 
 import argparse
 import json
-import math
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -38,6 +37,7 @@ TIME_UNITS = ("_sec", "_msec")
 OWN_FIELDS = {"train.run_dir"}
 """Fields of the configuration in which every two runs may differ."""
 MAX_SHOWN = 8
+MAX_FLOAT = sys.float_info.max
 
 Lines = dict[tuple[int, str], dict[str, Any]]
 
@@ -289,8 +289,8 @@ def _gap(a: Any, b: Any) -> float | None:
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         gaps = [gap for pair in zip(a, b) if (gap := _gap(*pair)) is not None]
         return max(gaps, default=None)
-    if all(isinstance(x, int | float) and math.isfinite(x) for x in (a, b)):
-        return abs(a - b)
+    if all(isinstance(x, int | float) and abs(x) <= MAX_FLOAT for x in (a, b)):
+        return abs(float(a) - float(b))
     return None
 
 

@@ -123,6 +123,13 @@ def test_a_damaged_file_is_named(runs, capsys, name, text):
     assert str(runs[1] / name.split("/record")[0]) in err
 
 
+def test_numbers_beyond_the_largest_float_differ_by_no_amount(runs, capsys):
+    for run, number in zip(runs, (10**400, 1.5), strict=True):
+        (run / "metrics.jsonl").write_text(f'{{"step": 1, "loss": {number}}}\n')
+    assert compare_runs.main(list(map(str, runs))) == 1
+    assert "loss: 1 lines from step 1 on\n" in capsys.readouterr().out
+
+
 def test_no_run_and_no_metrics(runs, tmp_path, capsys):
     assert compare_runs.main([str(runs[0]), str(tmp_path)]) == 2
     assert f"{tmp_path} has no config.gin" in capsys.readouterr().err
