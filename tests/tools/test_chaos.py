@@ -22,7 +22,8 @@ from tools.faults.damage import damage_metrics
 from tools.faults.plan import make_plan
 from tools.faults.run import NUM_STEPS, Broken
 from tools.faults.table import FAULTS, NAMES
-from train.checkpoint.record import record_sha256
+from train.checkpoint.record import make_record
+from train.checkpoint.retention import Saved
 
 TOOL = ROOT / "tools" / "chaos.py"
 FAST = "kill,checkpoint,metrics line"
@@ -124,11 +125,8 @@ def write_run(folder: pathlib.Path, **changes) -> pathlib.Path:
 def write_record(folder: pathlib.Path, checksum: int) -> None:
     """Write the record of the last step's checkpoint, with one array."""
     array = {"dtype": "float32", "shape": [2], "checksum": checksum}
-    record = {
-        "step": NUM_STEPS, "eval_loss": 1.5, "num_skipped": 0, "bytes_per_sec": 1.0,
-        "meta": {"plan": "p", "balance": {"tracker": "t"}}, "arrays": {"w": array},
-    }  # fmt: skip
-    record["sha256"] = record_sha256(record)
+    meta = {"plan": "p", "balance": {"tracker": "t"}}
+    record = make_record(Saved(NUM_STEPS, 1.5), {"w": array}, meta)
     path = folder / str(NUM_STEPS) / "record" / "metadata"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record))

@@ -10,6 +10,7 @@ from moejax.config import Config
 from tests.support.metrics_lines import DECISIONS, balanced_lines, write_run
 from tools import compare_runs
 from train.checkpoint.record import make_record
+from train.checkpoint.retention import Saved
 from train.config import gin_reader
 
 ARRAYS = {
@@ -37,7 +38,7 @@ def make_run(folder):
 def save(folder, step: int, arrays) -> None:
     path = folder / "checkpoints" / str(step) / "record"
     path.mkdir(parents=True, exist_ok=True)
-    record = make_record(step, arrays, {}, None)
+    record = make_record(Saved(step, None), arrays, {})
     (path / "metadata").write_text(json.dumps(record))
 
 
