@@ -224,6 +224,22 @@ def test_a_traceback_is_a_broken_promise(tmp_path, monkeypatch):
         disturbed.expect_end(0, 30.0)
 
 
+def test_a_process_that_hangs_writes_its_stacks_and_is_killed(tmp_path, monkeypatch):
+    disturbed = make_resting_run(tmp_path)
+    code = (
+        "import faulthandler, signal, time; faulthandler.register(signal.SIGUSR1); "
+        "print('begun', flush=True); time.sleep(60)"
+    )
+    words = ["env", "MOEJAX_PROCESS_ID=0", sys.executable, "-c", code]
+    monkeypatch.setattr(disturbed, "_command", lambda: words)
+    disturbed.start()
+    disturbed.wait_until(lambda: "begun" in disturbed.text(), "a start", 30.0)
+    disturbed.write_stacks()
+    assert 'File "<string>", line 1' in disturbed.text()
+    disturbed.close()
+    assert run.marked_pids(tmp_path) == []
+
+
 @pytest.mark.parametrize("fault", [x for x in FAULTS if x.name.endswith("cache")])
 def test_damage_that_hits_nothing_is_no_kept_promise(tmp_path, fault):
     with pytest.raises(Broken, match="there were no"):

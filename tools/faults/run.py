@@ -29,6 +29,7 @@ PACE_SEC = 0.04
 STOPPED_SEC = 2.5
 MAX_RESTARTS = 8
 POLL_SEC = 0.03
+STACKS_SEC = 1.0
 RESUMED = re.compile(r"^resumed at step (\d+)$", re.MULTILINE)
 START_SEC = 150.0
 """Limit on the time from a start to the first step, with nothing compiled yet."""
@@ -112,6 +113,17 @@ class Run:
         for pid in marked_pids(self.place.root):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def write_stacks(self) -> None:
+        """Let the processes that are still there write the stacks of their threads, to
+        `texts` or to their logs, as train.launch.processes has prepared them to."""
+        pids = marked_pids(self.place.root)
+        workers = [pid for pid in pids if PROCESS_ID in read_environ(pid)]
+        for pid in workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        if workers:
+            time.sleep(STACKS_SEC)
 
     @property
     def is_live(self) -> bool:

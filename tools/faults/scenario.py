@@ -71,6 +71,7 @@ def _disturb_and_judge(player: "_Player", place: Place, expected: Result) -> str
         player.disturb()
         player.finish()
     except Broken as broken:
+        player.write_stacks()
         return player.blame(str(broken))
     try:
         expect_same(read_result(place.run_dir), expected)
@@ -113,6 +114,9 @@ class _Player:
         """Let the run go on to its end."""
         self._go_on()
         self._run.expect_end(0, START_SEC)
+
+    def write_stacks(self) -> None:
+        self._run.write_stacks()
 
     def blame(self, why: str) -> str:
         """Note that the promise of the fault that is hitting the run is broken, or else
