@@ -165,11 +165,14 @@ def _has_joined() -> bool:
 
 
 def end(code: int) -> int:
-    """Return `code`, or exit with it at once while a thread still compiles ahead.
+    """Return `code`, or exit with it at once if a thread is left that Python would wait
+    for.
 
-    On the usual way out Python goes away under XLA's compiler, which crashes (seen).
+    Such are threads of orbax after a save that failed: they wait for a folder that is
+    never made (seen on a read-only disk). A thread that still compiles ahead would
+    crash, because Python goes away under XLA's compiler (seen).
     """
-    if any(thread.name == COMPILES_AHEAD for thread in threading.enumerate()):
+    if any(_is_left(thread) for thread in threading.enumerate()):
         import jax
 
         if jax.distributed.is_initialized():
@@ -178,6 +181,13 @@ def end(code: int) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _is_left(thread: threading.Thread) -> bool:
+    """Return whether Python would wait for a thread, or crash under it."""
+    if thread is threading.main_thread():
+        return False
+    return not thread.daemon or thread.name == COMPILES_AHEAD
 
 
 def refuse(error: Exception | str, code: int, as_json: bool) -> int:

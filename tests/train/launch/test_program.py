@@ -1,0 +1,27 @@
+"""Test that a program ends with its own exit code, whatever threads it leaves."""
+
+import subprocess
+import sys
+
+import pytest
+
+WITH_A_THREAD = """
+import sys, threading
+from train.launch.program import end
+
+wait = threading.Event().wait
+threading.Thread(target=wait, args=(60,)).start()
+print("a last line")
+sys.exit(end({code}))
+"""
+LIMIT_SEC = 30
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_thread_that_waits_for_ever_does_not_keep_a_program(repo, code):
+    words = [sys.executable, "-c", WITH_A_THREAD.format(code=code)]
+    ended = subprocess.run(
+        words, cwd=repo, capture_output=True, check=False, timeout=LIMIT_SEC
+    )
+    assert ended.returncode == code
+    assert ended.stdout == b"a last line\n"
