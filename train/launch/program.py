@@ -173,9 +173,8 @@ def end(code: int) -> int:
     crash, because Python goes away under XLA's compiler (seen).
     """
     if any(_is_left(thread) for thread in threading.enumerate()):
-        import jax
-
-        if jax.distributed.is_initialized():
+        jax = sys.modules.get("jax")
+        if jax is not None and jax.distributed.is_initialized():
             jax.distributed.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
