@@ -201,7 +201,7 @@ def test_bytes_of_windows_leave_out_characters_that_an_edge_cuts(tokenizer, seq_
     )
     end = int(start_w[-1]) + seq_len + 1
     whole = token_streams.make_token_stream(
-        line.arrays[0][:end], line.start_d[line.start_d < end]
+        line.files[0].token_b[:end], line.start_d[line.start_d < end]
     )
     expected = evaluate.bytes_of_line(tokenizer, whole)
     count = evaluate.bytes_of_rows(tokenizer, Windows(token_bt, position_bt))
