@@ -553,8 +553,12 @@ def change_gzipped(mutators: Sequence[Mutator]) -> Mutator:
 
 def make_gzip_bomb(whole: bytes, other: bytes, rng: random.Random) -> bytes:
     """Return a gzip file of half a MiB that expands to BOMB_BYTES: one line, or
-    many."""
-    return _gzip_bomb(rng.choice(("a" * 2**24, '{"text": "aaaa b"}\n' * 2**20)))
+    many.
+
+    Lines of few characters expand less than a corpus may, so they are text to read.
+    """
+    line = '{"text": "' + "a" * 1000 + '"}\n'
+    return _gzip_bomb(rng.choice(("a" * 2**24, line * 2**14)))
 
 
 @functools.cache
