@@ -68,7 +68,7 @@ def read_record(directory: pathlib.Path, step: int) -> dict:
 def _wrong_fields(record: dict) -> list[str]:
     """Return the fields of a record that do not have the types that make_record
     writes."""
-    loss, arrays = record.get("eval_loss"), record.get("arrays")
+    loss, arrays = record.get("eval_loss", "missing"), record.get("arrays")
     meta, skipped = record.get("meta"), record.get("num_skipped", 0)
     rate = record.get("bytes_per_sec")
     is_right = {
