@@ -8,6 +8,7 @@ import pathlib
 import random
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -299,6 +300,9 @@ def test_a_process_that_lives_on_is_a_broken_promise(tmp_path):
     environ = os.environ | {run.MARK: str(tmp_path)}
     orphan = subprocess.Popen(["sleep", "60"], env=environ)
     try:
+        end_sec = time.monotonic() + 10
+        while not run.marked_pids(tmp_path) and time.monotonic() < end_sec:
+            time.sleep(0.01)  # the program of the new process is not there at once
         assert run.marked_pids(tmp_path) == [orphan.pid]
     finally:
         orphan.kill()
