@@ -39,8 +39,8 @@ class Job:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What decides the results beside configuration and program, as texts by name:
-        all processes of a run must have the same."""
+        """Texts by name that decide the results, beside configuration and program. All
+        processes of a run must have the same."""
         data_lines = (
             f"{name} = {value!r}" for name, value in self.meta["data"].items()
         )

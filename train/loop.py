@@ -26,7 +26,7 @@ from train.launch.processes import (
     from_first_process,
     wait_for_all,
 )
-from train.launch.program import say_loudly
+from train.launch.program import RunFailed, say_loudly
 from train.logs.goodput import Stopwatch
 from train.logs.peak import peak_tflops
 from train.logs.profile import Window
@@ -45,7 +45,7 @@ from train.step.state import (
 )
 
 
-class Diverged(ArithmeticError):
+class Diverged(RunFailed):
     """Raised after too many updates in a row that were not finite."""
 
 

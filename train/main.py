@@ -29,19 +29,15 @@ from train.launch.cluster import ATTEMPT, ProcessInfo, add_flags, cluster_flags 
 from train.launch.processes import from_first_process  # noqa: E402
 from train.launch.program import (  # noqa: E402
     DONE,
-    FAILED,
     PREEMPTED,
     emit,
     end,
     guarded,
-    leave,
-    refuse,
     restart_with_huge_pages,
     start,
     start_of_process,
 )
 from train.logs.profile import HELP, parse_steps  # noqa: E402
-from train.messages import one_line  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -183,12 +179,10 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
     require_same("program", facts | program_facts())
     from train.checkpoint import identity
     from train.checkpoint.aside import go_back
-    from train.checkpoint.checkpoints import CheckpointError
     from train.dry_run import dry_run, show_meshes
     from train.job import prepare
     from train.logs.run_dir import share
-    from train.loop import Diverged, Extras, train
-    from train.replicas.watch import ReplicasDiffer
+    from train.loop import Extras, train
     from train.summary import finished_summary, summarise
 
     if args.dry_run:
@@ -219,10 +213,7 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
             return DONE
         print_config(cfg, args, f"all of them are in {run_dir.path / 'config.gin'}")
         extras = Extras(args.tensorboard, args.profile_steps, args.begun_sec)
-        try:
-            outcome = train(job, run_dir, gin_reader.render(cfg), extras)
-        except (CheckpointError, Diverged, ReplicasDiffer) as error:
-            return leave(refuse(error, FAILED, args.json), one_line(error))
+        outcome = train(job, run_dir, gin_reader.render(cfg), extras)
         if outcome.evaluation is None:
             step = int(outcome.state.step)
             print(f"stopped by signal {outcome.signal} at step {step}; all is saved")

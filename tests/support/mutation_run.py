@@ -66,7 +66,7 @@ class Hang(BaseException):
 
 
 class Watch:
-    """What a case did that it must not, by Python's audit events."""
+    """Record of forbidden actions of a case, by Python's audit events."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", "/dev")

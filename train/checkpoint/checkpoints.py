@@ -49,10 +49,10 @@ from train.launch.processes import (
     is_first,
     wait_for_all,
 )
-from train.launch.program import FAILED, say_loudly
+from train.launch.program import FAILED, RunFailed, say_loudly
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RunFailed):
     """Too many saves in a row failed, so the run should stop."""
 
 
@@ -257,10 +257,7 @@ class Checkpointer:
             f"{pending.room}; the last good one is {good}: free disk space, and start "
             "the run again"
         )
-        try:
-            failures.report(line, FAILED)
-        finally:  # the line may go to a file on the same full disk
-            failures.end_all(FAILED, line)
+        failures.end_all(FAILED, line)
 
     def _accept(self, pending: _Pending) -> None:
         """Take a complete checkpoint as the last good one."""

@@ -41,14 +41,9 @@ _ending = threading.Lock()
 
 
 def report_by(report: Callable[[str, int], object]) -> None:
-    """Let `report(line, code)` print the line with which another process ends all."""
+    """Let `report(line, code)` print the line with which this process ends."""
     global _report
     _report = report
-
-
-def report(line: str, code: int) -> None:
-    """Print the line with which this process is about to end all, from any thread."""
-    _report(line, code)
 
 
 def watch() -> None:
@@ -63,15 +58,16 @@ def watch() -> None:
 
 
 def end_all(code: int, line: str) -> NoReturn:
-    """End all processes of the run with this exit code, from any thread.
-
-    The caller has printed `line`; the other processes print it too. It never returns.
-    """
+    """End all processes of the run with this exit code and line, from any thread. It
+    never returns."""
     if not _ending.acquire(blocking=False):
         time.sleep(_limit_sec())  # another thread is ending this process
-    elif coordinator.is_here():
+        exit_now(code)
+    with contextlib.suppress(Exception):  # its output may be on the same full disk
+        _report(line, code)
+    if coordinator.is_here():
         _try(lambda: _tell(code, line))
-    _exit(code)
+    exit_now(code)
 
 
 def end_if_told() -> None:
@@ -111,7 +107,7 @@ def _look() -> None:
     if coordinator.own_index() == 0:
         with contextlib.suppress(Exception):
             _wait_for_others()
-    _exit(note["code"])
+    exit_now(note["code"])
 
 
 def _tell(code: int, line: str) -> None:
@@ -164,8 +160,8 @@ def _limit_sec() -> float:
     return 2 * _confirm_sec()
 
 
-def _exit(code: int) -> NoReturn:
-    """End this process now. The usual way out would wait for the other processes."""
+def exit_now(code: int) -> NoReturn:
+    """End this process at once, without a wait for other processes or threads."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -116,45 +116,46 @@ def restart_with_huge_pages() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
+class RunFailed(RuntimeError):
+    """Raised when a run cannot go on, and a new start by itself would not help."""
+
+
 def guarded(work: Callable[[], int], *, as_json: bool) -> int:
     """Return the exit code of `work`, or print the error that it raises and return the
     code for it.
 
-    ValueError and NotImplementedError are bad input (2), and an OSError is a failure of
-    the machine (3). Any other error is a bug: it is printed with its traceback (1).
+    ValueError and NotImplementedError are bad input (2). RunFailed and OSError, a
+    failure of the machine, end with 3. Any other error is a bug: it is printed with its
+    traceback (1). After 2 and 3 all processes of a run end with the same line and code.
     """
     failures.report_by(lambda line, code: refuse(line, code, as_json))
     print_leniently()
     try:
         return work()
     except KeyboardInterrupt:
-        code, line = INTERRUPTED, "interrupted"
+        return _leave(refuse("interrupted", INTERRUPTED, as_json))
     except (ValueError, NotImplementedError) as error:
         code, line = BAD_INPUT, one_line(error)
-    except OSError as error:
+    except (RunFailed, OSError) as error:
         code, line = FAILED, one_line(error)
     except Exception:
         if _has_joined():
             failures.end_if_told()  # then the error is only a consequence
         traceback.print_exc()
-        return leave(CRASHED)
-    refuse(line, code, as_json)
-    return leave(code, line)
+        return _leave(CRASHED)
+    if _has_joined():
+        failures.end_all(code, line)
+    return refuse(line, code, as_json)
 
 
-def leave(code: int, line: str = "") -> int:
+def _leave(code: int) -> int:
     """Return `code`, or exit with it at once if this is one of several processes.
 
     The usual way out would wait for the others (Processes.shutdown_sec), which do not
-    know yet that there is a reason to end. After bad input or a failure (2, 3) they are
-    told, with `line`, and end with the same code.
+    know yet that there is a reason to end.
     """
     if _has_joined():
-        if code in (BAD_INPUT, FAILED):
-            failures.end_all(code, line)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        failures.exit_now(code)
     return code
 
 
@@ -173,12 +174,9 @@ def end(code: int) -> int:
     crash, because Python goes away under XLA's compiler (seen).
     """
     if any(_is_left(thread) for thread in threading.enumerate()):
-        jax = sys.modules.get("jax")
-        if jax is not None and jax.distributed.is_initialized():
-            jax.distributed.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        if _has_joined():
+            sys.modules["jax"].distributed.shutdown()
+        failures.exit_now(code)
     return code
 
 

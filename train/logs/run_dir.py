@@ -83,8 +83,8 @@ def share(path: str | os.PathLike, *, fresh: bool = False) -> Iterator[RunDir]:
             log.parent.mkdir(exist_ok=True)
             held.enter_context(_native_stderr_in(log))
         if not is_first():
-            sys.stdout = held.enter_context(_Log(log))
-            held.callback(setattr, sys, "stdout", sys.__stdout__)
+            before, sys.stdout = sys.stdout, held.enter_context(_Log(log))
+            held.callback(setattr, sys, "stdout", before)
         yield RunDir(path, archived and pathlib.Path(archived), log)
 
 

@@ -16,12 +16,13 @@ import jax
 from train.balance.balancing import Balancing
 from train.job import Job
 from train.launch.processes import are_several, wait_for_all
+from train.launch.program import RunFailed
 from train.replicas.replay import Replay, Verdict
 from train.replicas.shards import Difference, ReplicaCheck, coverage
 from train.step.state import TrainState, abstract_state
 
 
-class ReplicasDiffer(RuntimeError):
+class ReplicasDiffer(RunFailed):
     """Raised when replicas of a leaf do not have the same bits."""
 
 

@@ -1,7 +1,6 @@
 """Test that failed saves are told at once, that old checkpoints are removed last, and
 that the time of a save is said."""
 
-import contextlib
 import os
 import pathlib
 import shutil
@@ -45,7 +44,6 @@ def ended(monkeypatch) -> list[tuple]:
     """Let this process be one of several, and return the list of its endings."""
     endings = []
     monkeypatch.setattr(checkpoints, "are_several", lambda: True)
-    monkeypatch.setattr(checkpoints.failures, "report", lambda *_: None)
     monkeypatch.setattr(
         checkpoints.failures, "end_all", lambda code, line: endings.append((code, line))
     )
@@ -139,21 +137,6 @@ def test_a_disk_that_does_not_answer_fails_saves_and_not_the_run(
     ]
     with pytest.raises(CheckpointError, match="Stale file handle"):
         first.save(3, state, META)
-
-
-def test_one_of_several_ends_all_without_a_place_to_print(
-    state, folder, ended, monkeypatch
-):
-    """Its standard error may be a file on the same full disk."""
-
-    def refuse(*_, **__):
-        raise DISK_FULL
-
-    monkeypatch.setattr(checkpoints.failures, "report", refuse)
-    monkeypatch.setattr(Writer, "start", refuse)
-    with contextlib.suppress(OSError):  # the real end_all does not return
-        folder.open().save(1, state, META)
-    assert [code for code, _ in ended] == [3]
 
 
 def test_a_disk_without_a_limit_has_room(tmp_path, monkeypatch):

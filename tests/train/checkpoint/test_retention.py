@@ -53,7 +53,7 @@ def test_parameters_whose_gradient_is_not_finite_are_the_second_choice():
 
 
 def test_links_and_files_stay_and_are_named(tmp_path):
-    """What a link points to is somebody else's, in the directory or outside."""
+    """A link stays, for its target is somebody else's, in the directory or outside."""
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "file").touch()

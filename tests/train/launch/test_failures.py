@@ -48,7 +48,7 @@ def codes(monkeypatch):
         codes.append(code)
         raise Ended
 
-    monkeypatch.setattr(failures, "_exit", end)
+    monkeypatch.setattr(failures, "exit_now", end)
     monkeypatch.setattr(failures, "_ending", threading.Lock())
     monkeypatch.setattr(failures, "_report", failures._report)
     return codes
@@ -76,6 +76,19 @@ def test_a_failure_is_told_and_the_others_confirm(store, codes):
     assert "moejax/ended/1" in store.texts
 
 
+def test_a_failure_is_told_without_a_place_to_print(store, codes):
+    """Standard error may be a file on the disk that is full."""
+
+    def refuse(*_):
+        raise OSError("No space left on device")
+
+    failures.report_by(refuse)
+    with pytest.raises(Ended):
+        failures.end_all(FAILED, "the disk is full")
+    assert codes == [FAILED]
+    assert "moejax/failure/1" in store.texts
+
+
 def test_a_failure_ends_its_process_while_process_0_is_stopped(store, codes):
     """The coordinator takes the note only when process 0 goes on, if ever."""
     store.goes_on.clear()
@@ -91,7 +104,7 @@ def test_an_error_after_the_end_of_another_process_is_its_consequence(
 ):
     """A collective fails where a process of it has ended: no traceback, no code 1."""
     monkeypatch.setattr("train.launch.program._has_joined", lambda: True)
-    monkeypatch.setattr("train.launch.program.leave", lambda code: code)
+    monkeypatch.setattr("train.launch.program._leave", lambda code: code)
 
     def work():
         raise RuntimeError("Connection closed by peer")
@@ -106,7 +119,7 @@ def test_an_error_after_the_end_of_another_process_is_its_consequence(
 
 def test_a_crash_of_its_own_has_a_traceback(store, codes, capfd, monkeypatch):
     monkeypatch.setattr("train.launch.program._has_joined", lambda: True)
-    monkeypatch.setattr("train.launch.program.leave", lambda code: code)
+    monkeypatch.setattr("train.launch.program._leave", lambda code: code)
     assert guarded(lambda: 1 // 0, as_json=False) == CRASHED
     assert codes == []
     assert "ZeroDivisionError" in capfd.readouterr().err

@@ -142,7 +142,7 @@ def test_without_room_damaged_lines_stay_and_later_ones_go(tmp_path, monkeypatch
 
 
 def test_random_flips_cost_their_lines_alone(tmp_path):
-    """Of 300 files in which up to four bytes were flipped, all untouched lines stay."""
+    """All untouched lines of 300 files stay, in which up to four bytes were flipped."""
     rng, path = random.Random(0), tmp_path / "metrics.jsonl"
     lines = []
     for step in range(1, LAST + 1):

@@ -70,7 +70,7 @@ def ended(house, run_dir, *params: str) -> str:
     ("leaf", "bit"), [("attention/q_dhi", 20), ("moe/router_de", 29)]
 )
 def test_a_run_names_leaf_device_and_steps(house, undisturbed, tmp_path, leaf, bit):
-    """It saves nothing after the flip, and a new start ends as an undisturbed run."""
+    """A run saves nothing after a flip, and a new start ends as an undisturbed run."""
     run_dir = tmp_path / "run"
     with flipping(10, f"params/cycles/blocks/0/{leaf}", 6, bit):
         line = ended(house, run_dir, *SHORT)
