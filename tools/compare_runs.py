@@ -29,11 +29,9 @@ from train.checkpoint.record import (  # noqa: E402
 )
 from train.config import gin_reader  # noqa: E402
 from train.launch.program import BAD_INPUT, DONE, emit, refuse  # noqa: E402
+from train.logs.record_lines import kind_of, without_times  # noqa: E402
 
 DIFFERENT = 1
-TIMED = ("tok_per_sec", "mfu")
-"""Metrics that depend on time, beside those whose names end in TIME_UNITS."""
-TIME_UNITS = ("_sec", "_msec")
 OWN_FIELDS = {"train.run_dir"}
 """Fields of the configuration in which every two runs may differ."""
 MAX_SHOWN = 8
@@ -95,12 +93,7 @@ def read_metrics(run: pathlib.Path) -> Lines:
     """Return the lines of a run's metrics by step and kind, without times."""
     lines: Lines = {}
     for line in _read_lines(run / "metrics.jsonl"):
-        kind = next((k for k in ("loss", "eval_loss", "decision") if k in line), "")
-        lines[line["step"], kind] = {
-            name: value
-            for name, value in line.items()
-            if name not in TIMED and not name.endswith(TIME_UNITS)
-        }
+        lines[line["step"], kind_of(line)] = without_times(line)
     return lines
 
 

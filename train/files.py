@@ -8,6 +8,7 @@ import contextlib
 import errno
 import os
 import pathlib
+import secrets
 from collections.abc import Iterator
 
 NO_SYNC_OF_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS)
@@ -25,21 +26,29 @@ def path_named(path: str | os.PathLike) -> Iterator[None]:
         raise
 
 
-def write_whole(path: pathlib.Path, text: str) -> None:
-    """Write `text` to a file in one atomic operation, and return when it is on the
-    disk.
+def write_whole(
+    path: pathlib.Path, content: str | bytes, *, is_shared: bool = False
+) -> None:
+    """Write a file in one atomic operation, and return when it is on the disk.
+
+    The bytes are written to <name>.tmp, which is then renamed. If `is_shared`, several
+    processes may write the file at the same time, and the temporary name also has the
+    process id and a random number: processes of two machines, or of two containers, may
+    have the same id.
 
     On a full disk the old file stays as it was, and the OSError, which names the file,
     is raised.
     """
-    partial = path.with_name(path.name + ".tmp")
+    data = content.encode() if isinstance(content, str) else content
+    own = f".{os.getpid()}-{secrets.token_hex(4)}" if is_shared else ""
+    partial = path.with_name(f"{path.name}{own}.tmp")
     try:
-        with path_named(path), partial.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with path_named(path), partial.open("wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         replace(partial, path)
-    except OSError:
+    except BaseException:
         partial.unlink(missing_ok=True)
         raise
 

@@ -12,12 +12,12 @@ import sys
 import tempfile
 import time
 
+from train.logs.record_lines import without_times
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MAIN = ROOT / "train" / "main.py"
 TOY = ROOT / "tests" / "support" / "toy.gin"
 LIMIT_SEC = 300
-OF_THE_CLOCK = ("tok_per_sec", "step_msec", "mfu", "adopt_msec", "adopt_wait_msec")
-"""Metrics that depend on the time that steps take."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,10 +146,7 @@ def metric_lines(run_dir: pathlib.Path) -> list[dict]:
     """Return the records of metrics.jsonl without the metrics that depend on time."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line, parse_constant=_refuse_constant) for line in lines]
-    return [
-        {name: value for name, value in record.items() if name not in OF_THE_CLOCK}
-        for record in records
-    ]
+    return [without_times(record) for record in records]
 
 
 def checkpoint_record(run_dir: pathlib.Path, step: int) -> dict:

@@ -12,6 +12,7 @@ from tools import compare_runs
 from train.checkpoint.record import make_record
 from train.checkpoint.retention import Saved
 from train.config import gin_reader
+from train.logs.record_lines import TIMED
 
 ARRAYS = {
     name: {"dtype": "float32", "shape": [2], "checksum": i}
@@ -100,6 +101,17 @@ def test_each_difference_is_named(runs, capsys):
     assert record["checkpoints"]["leaves"] == {"40": ["params/b"]}
     for part in ("step 30, in loss", "moe.top_k: 2 and 3", "step 40: params/b"):
         assert part in text
+
+
+def test_times_are_left_out_and_nothing_else(runs, capsys):
+    """The saving that the cost model sees is in msec and depends on no clock."""
+    for number, run in enumerate(runs):
+        record = {"step": 1, "loss": 2.0, "modelled_saving_msec": 3.0 + number}
+        record |= dict.fromkeys(TIMED, 5.0 + number)
+        (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    code, record, _ = compare(runs, capsys)
+    assert code == 1
+    assert list(record["metrics"]["fields"]) == ["modelled_saving_msec"]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,33 @@ def test_an_error_of_a_write_names_the_file_and_leaves_the_old_one(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_two_writers_of_a_shared_file_do_not_meet(tmp_path, monkeypatch):
+    """The second writes while the bytes of the first are not yet on the disk."""
+    path, fsync = tmp_path / "a.json", os.fsync
+
+    def write_another(descriptor):
+        monkeypatch.setattr(files.os, "fsync", fsync)
+        write_whole(path, b"second", is_shared=True)
+        (partial,) = (x.name for x in tmp_path.iterdir() if x != path)
+        assert f".{os.getpid()}-" in partial
+        fsync(descriptor)
+
+    monkeypatch.setattr(files.os, "fsync", write_another)
+    write_whole(path, b"first", is_shared=True)
+    assert path.read_bytes() == b"first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
+    def interrupt(descriptor):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files.os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "a.json", "text", is_shared=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_error_that_names_a_file_keeps_its_name(tmp_path):
     with (
         pytest.raises(FileNotFoundError, match=r"'.*none'"),

@@ -1,4 +1,4 @@
-"""What holds at the end of every run, whatever happened on its way.
+"""Promises that hold at the end of every run, whatever happened on its way.
 
 The parameters, all other arrays of the last checkpoint, the metrics and the sample ids
 are those of an undisturbed run with the same number of processes, and nothing is left
@@ -14,14 +14,12 @@ import pathlib
 from tools.faults.disks import mounts_below
 from tools.faults.run import NUM_STEPS, Broken, Place, marked_pids
 from train.checkpoint.record import DamagedCheckpointError, read_record
-
-TIMED = ("tok_per_sec", "step_msec", "mfu", "adopt_msec", "adopt_wait_msec")
-"""Fields of a line of metrics that depend on the time that steps take."""
+from train.logs.record_lines import kind_of, without_times
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a finished run has computed."""
+    """Results of a finished run."""
 
     digest: str
     arrays: dict[str, dict]
@@ -44,12 +42,12 @@ def read_result(run_dir: pathlib.Path) -> Result:
     checkpoint = _read_checkpoint(run_dir / "checkpoints")
     metrics: dict[tuple[int, str], dict] = {}
     for record in _read(run_dir / "metrics.jsonl"):
-        key = record["step"], _kind(record)
+        key = record["step"], kind_of(record)
         if key in metrics:
             raise Broken(f"metrics.jsonl has two lines of {key}")
         if metrics and key[0] < next(reversed(metrics))[0]:
             raise Broken(f"metrics.jsonl has a line of {key} after a later step")
-        metrics[key] = {x: record[x] for x in record if x not in TIMED}
+        metrics[key] = without_times(record)
     samples: dict[tuple[int, int], str] = {}
     for path in sorted(run_dir.glob("samples-*.jsonl")):
         for record in _read(path):
@@ -122,13 +120,6 @@ def expect_untouched(before: dict[str, str], after: dict[str, str]) -> None:
     """Raise Broken if two listings differ."""
     if changed := sorted(before.items() ^ after.items()):
         raise Broken(f"touched outside of the run directory: {changed[0][0]}")
-
-
-def _kind(record: dict) -> str:
-    """Return the name of the field that tells which kind of line this is."""
-    return next(
-        x for x in ("loss", "eval_loss", "decision", "") if x in record or not x
-    )
 
 
 def _read_summary(path: pathlib.Path) -> dict:

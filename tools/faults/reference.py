@@ -15,6 +15,7 @@ from train.data.prepared import prepare
 
 NUM_DOCUMENTS, NUM_WORDS = 60, 200
 LETTERS = "etaoinshrdlu"
+MESH = {"dc": 1, "data": 2, "expert": 4, "tensor": 1}
 OLD_SEC = 3600.0
 """Age that the shards are given. Hashes of files of a few seconds are not cached."""
 
@@ -46,7 +47,7 @@ class Workshop:
         old_sec = time.time() - OLD_SEC
         for path in self.shards.iterdir():
             os.utime(path, (old_sec, old_sec))
-        self.speeds.write_text(_speeds().to_json())
+        self.speeds.write_text(imaginary_speeds(MESH).to_json())
         self.programs.mkdir(parents=True, exist_ok=True)
 
     def new_place(self, name: str, *, has_own_programs: bool = False) -> Place:
@@ -87,12 +88,13 @@ def _documents(rng: random.Random):
         yield json.dumps({"text": " ".join(rng.choices(words, k=NUM_WORDS))}) + "\n"
 
 
-def _speeds() -> Calibration:
-    """Return the speeds of an imaginary machine, at which a relayout pays."""
+def imaginary_speeds(mesh: dict[str, int]) -> Calibration:
+    """Return the speeds of an imaginary machine, at which a relayout pays. `mesh` is
+    the number of devices along each axis."""
     line = {"latency_sec": 0.01, "bytes_per_sec": 1e12, "r2": 1.0}
     return Calibration(
         device_kind="cpu",
-        mesh={"dc": 1, "data": 2, "expert": 4, "tensor": 1},
+        mesh=mesh,
         compute_dtype="float32",
         collectives={"all_to_all": {"expert": line}, "all_gather": {"data": line}},
         flops_per_sec=1e6,

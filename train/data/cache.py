@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -37,7 +36,7 @@ from train.data.prepared import (
 )
 from train.data.records import is_gzipped, unreadable_error
 from train.data.tokenizer import Tokenizer
-from train.files import sync_folder
+from train.files import write_whole
 
 _SECONDS_BETWEEN_REPORTS = 10.0
 _MIN_AGE_NSEC = 2 * 10**9
@@ -195,7 +194,9 @@ def _cached_record(
     last_change_nsec = max(mtime_nsec for *_, mtime_nsec, _ in stamp)
     if time.time_ns() - last_change_nsec > _MIN_AGE_NSEC:
         body = json.dumps(record)
-        _write(record_path, f"{_sha256_of(body.encode())}\n{body}")
+        with _explain_write_errors(record_path):
+            text = f"{_sha256_of(body.encode())}\n{body}"
+            write_whole(record_path, text, is_shared=True)
     return record
 
 
@@ -241,22 +242,6 @@ def _make_folder(name: str) -> Path:
     with _explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file whole: when its name appears, its bytes are on the disk."""
-    with _explain_write_errors(path):
-        number, temporary = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(number, "w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(number)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-        sync_folder(path.parent)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ This module alone uses the private cache of jax (0.11).
 
 import functools
 import hashlib
-import os
 import pathlib
 from collections.abc import Callable
 
@@ -19,7 +18,7 @@ from jax._src import compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 from jax._src.lru_cache import LRUCache
 
-from train.files import path_named
+from train.files import write_whole
 
 FOLDER = "checked"
 SUFFIX = "-cache"
@@ -63,21 +62,10 @@ class CheckedCache(CacheInterface):
             if self._files.eviction_enabled:
                 self._files.put(key, entry)
             else:
-                self._write(self._path / f"{key}{SUFFIX}", entry)
+                path = self._path / f"{key}{SUFFIX}"
+                write_whole(path, entry, is_shared=True)
         except OSError as fault:
             self._lose(fault)
-
-    def _write(self, path: pathlib.Path, entry: bytes) -> None:
-        """Write a file under another name, and rename it: several processes share the
-        folder."""
-        partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        try:
-            with path_named(path):
-                partial.write_bytes(entry)
-            partial.replace(path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
 
     def _lose(self, fault: OSError) -> None:
         """Warn the user of the first operation that failed."""

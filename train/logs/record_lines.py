@@ -26,6 +26,9 @@ MAX_STEP = 2**53
 DAMAGED_SUFFIX = ".damaged"
 """Suffix of the file to which the damaged lines of another file are moved."""
 
+TIMED = ("tok_per_sec", "step_msec", "mfu", "adopt_msec", "adopt_wait_msec")
+"""Fields of a line of metrics that depend on the time that steps take."""
+
 _DAMAGED, _LATER, _KEPT = 0, 1, 2
 _LINE_SIZE = 2**32
 """Size of a line in a sequence; a step that is not in the sequence yet adds 1."""
@@ -41,6 +44,18 @@ def read_records(path: pathlib.Path) -> Iterator[dict]:
             record = parse_line(line)
             if isinstance(record, dict):
                 yield record
+
+
+def without_times(record: dict) -> dict:
+    """Return a record without the fields that differ between two equal runs."""
+    return {name: value for name, value in record.items() if name not in TIMED}
+
+
+def kind_of(record: dict) -> str:
+    """Return the kind of a line of metrics, by the field that tells it: a step has a
+    'loss', an evaluation an 'eval_loss', the balancer's line a 'decision'; or ''."""
+    kinds = ("loss", "eval_loss", "decision")
+    return next((kind for kind in kinds if kind in record), "")
 
 
 def lines(file: BinaryIO) -> Iterator[bytes]:

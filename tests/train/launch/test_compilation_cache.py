@@ -75,11 +75,11 @@ def test_a_folder_that_cannot_be_written_costs_time_only(cache, messages, monkey
     assert len(messages) == 1
     assert "COMPILATION CACHE NOT USED" in messages[0]
 
-    def fail(path, data):
+    def fail(descriptor):
         raise OSError(28, "No space left on device")
 
     full = CheckedCache(cache._path, messages.append)
-    monkeypatch.setattr(type(full._path), "write_bytes", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     full.put("a", b"program")
     full.put("b", b"program")
     assert len(messages) == 2
