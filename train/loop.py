@@ -134,25 +134,10 @@ def train(
             checkpointer.say_save_time(state)
             state = balancing.begin(state)
             balancing.records = records
-            peak = peak_tflops(job.model.mesh.size, cfg.train.peak_tflops)
-            folder = run_dir.path / "profile"
-            hlo_text = balancing.hlo_text
-            profile = Window(folder, extras.profile_steps, say, hlo_text=hlo_text)
-            restored = functools.partial(restore, job, checkpointer, lambda _: None)
-            replay = Replay(job, balancing, checkpointer, watchdog, restored, say)
-            with goodput.at("compile"):
-                replicas = Replicas(job, balancing, replay, say)
-            run = LoopContext(
-                job,
-                checkpointer,
-                records,
-                peak,
-                balancing,
-                stop,
-                watchdog,
-                profile,
-                replicas,
-                goodput,
+            folder, steps = run_dir.path / "profile", extras.profile_steps
+            profile = Window(folder, steps, say, hlo_text=balancing.hlo_text)
+            run = _context(
+                job, balancing, checkpointer, watchdog, profile, stop, goodput
             )
             goodput.end_start()
             with profile, Bar(cfg.train.num_steps, first) as bar:
@@ -204,6 +189,37 @@ def _compile(job: Job, meta: dict | None, say) -> tuple[Balancing, float]:
             wait_for_all("compiled")
     say(f"compiled for {where} in {compile_sec:.1f} s")
     return balancing, compile_sec
+
+
+def _context(
+    job: Job,
+    balancing: Balancing,
+    checkpointer: Checkpointer,
+    watchdog: Watchdog,
+    profile: Window,
+    stop: Stop,
+    goodput: Stopwatch,
+) -> LoopContext:
+    """Return the context of the steps, which writes the records and prints the lines
+    where the balancer does. The comparison of replicas is compiled."""
+    say = balancing.say
+    peak = peak_tflops(job.model.mesh.size, job.cfg.train.peak_tflops)
+    restored = functools.partial(restore, job, checkpointer, lambda _: None)
+    replay = Replay(job, balancing, checkpointer, watchdog, restored, say)
+    with goodput.at("compile"):
+        replicas = Replicas(job, balancing, replay, say)
+    return LoopContext(
+        job=job,
+        checkpointer=checkpointer,
+        records=balancing.records,
+        peak_tflops=peak,
+        balancing=balancing,
+        stop=stop,
+        watchdog=watchdog,
+        profile=profile,
+        replicas=replicas,
+        goodput=goodput,
+    )
 
 
 def restore(job: Job, checkpointer: Checkpointer, say):
