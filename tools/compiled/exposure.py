@@ -331,8 +331,8 @@ class _Schedule:
         if instruction.opcode == "while":
             trips = instruction.trip_count
             trips = self.rates.unknown_trip_count if trips is None else trips
-            (body,) = self.module.callees(instruction, "body")
-            return self.run(body).times(trips)
+            parts = self.module.callees(instruction, "body", "condition")
+            return sum(map(self.run, parts), _Span()).times(trips)
         if instruction.opcode in ("conditional", "call"):
             branches = map(self.run, self.module.callees(instruction))
             return max(branches, key=lambda span: span.seconds)

@@ -54,7 +54,7 @@ def axes_of(groups: list[list[int]], mesh_shape: dict[str, int]) -> tuple[str, .
 def _iota(text: str) -> np.ndarray:
     """Return the devices of '[2,4]<=[4,2]T(1,0)' in an array [groups, devices]."""
     shape, source, order = _IOTA.match(text).groups()
-    return _ordered(source, order).reshape(_numbers(shape))
+    return _ordered(source, order).reshape(-1, _numbers(shape)[-1])
 
 
 def _named(text: str) -> list[list[int]]:
