@@ -67,8 +67,8 @@ class Collective:
 
     @property
     def phase(self) -> str:
-        """'forward', 'backward', 'remat' (the forward pass again) or 'update'."""
-        if "rematted_computation" in self.op_name:
+        """'forward', 'backward', 'remat' (computed again) or 'update'."""
+        if self.is_remat:
             return "remat"
         if "transpose(" in self.op_name:
             return "backward"

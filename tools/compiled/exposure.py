@@ -62,6 +62,15 @@ class Summary:
         return _hidden_share(self.exposures)
 
     @property
+    def sync_collective_sec(self) -> float:
+        """Estimated seconds of the collectives during which nothing else may run."""
+        return sum(
+            e.seconds * e.collective.runs
+            for e in self.exposures
+            if not e.collective.is_async
+        )
+
+    @property
     def largest_float32_collective_bytes(self) -> int:
         """Bytes of the largest float32 array in a collective that is no
         reduce-scatter."""
@@ -113,6 +122,7 @@ class Summary:
             "num_xla_remat_ops": self.num_xla_remat_ops,
             "remat_collectives": self.remat_collectives,
             "collective_sec": self.collective_sec,
+            "sync_collective_sec": self.sync_collective_sec,
             "compute_sec": self.compute_sec,
             **self.work._asdict(),
             "rates": dataclasses.asdict(self.rates),
@@ -137,8 +147,9 @@ class Summary:
         return [
             f"hidden: {_percent(self.exchange_hidden_share)} of row exchanges, "
             f"{_percent(self.collective_hidden_share)} of all collectives' "
-            f"{1e3 * self.collective_sec:.1f} ms, beside {1e3 * self.compute_sec:.1f} "
-            f"ms of other work ({product_flops / 1e12:.1f} TFLOP in products)",
+            f"{1e3 * self.collective_sec:.1f} ms ({1e3 * self.sync_collective_sec:.1f} "
+            f"ms synchronous), beside {1e3 * self.compute_sec:.1f} ms of other work "
+            f"({product_flops / 1e12:.1f} TFLOP in products)",
             "largest float32 array: "
             f"{self.largest_float32_collective_bytes / _MIB:.2f} MiB in a collective, "
             f"{self.largest_float32_reduce_scatter_bytes / _MIB:.2f} MiB in a "

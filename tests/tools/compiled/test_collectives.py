@@ -201,8 +201,12 @@ def test_seconds_are_the_travelling_bytes_at_the_links_rate(kind, inside, across
     assert found.seconds(2, RATES) == across
 
 
-def test_a_group_with_one_device_a_node_uses_only_the_slow_link():
-    assert one("all-gather", 64, 2).seconds(1, RATES) == 256 / 2 / 4.0
+def test_both_links_carry_their_own_bytes_at_the_same_time():
+    slow_inside = Rates(nvlink_bytes_per_sec=1.0, infiniband_bytes_per_sec=64.0)
+    # Of 256 bytes, each of 4 devices sends a quarter to its neighbour on the node.
+    assert one("all-to-all", 64, 4).seconds(2, slow_inside) == 64
+    # With one device on each node nothing stays inside.
+    assert one("all-gather", 64, 2).seconds(1, slow_inside) == 128 / 64
 
 
 def test_a_ragged_exchange_sends_only_filled_rows():

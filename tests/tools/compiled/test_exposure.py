@@ -96,6 +96,8 @@ def test_a_product_that_the_collective_needs_hides_nothing():
 )
 def test_a_synchronous_collective_hides_behind_nothing(line):
     assert hidden(line, product("a"), DONE.replace("%s", "%p")) == [0]
+    assert summary(line).sync_collective_sec == 48
+    assert summary(START, DONE).sync_collective_sec == 0
     assert "sync" in "\n".join(summary(line).lines())
 
 
