@@ -67,12 +67,12 @@ class Collective:
 
     @property
     def phase(self) -> str:
-        """'forward', 'backward', 'remat' (computed again) or 'update'."""
+        """'forward', 'backward', 'remat' (computed again), or '' outside the loss."""
         if self.is_remat:
             return "remat"
         if "transpose(" in self.op_name:
             return "backward"
-        return "forward" if "jvp(" in self.op_name else "update"
+        return "forward" if "jvp(" in self.op_name else ""
 
     @property
     def scope(self) -> str:

@@ -143,7 +143,8 @@ class Summary:
     def totals(self) -> list[str]:
         """Return the results that concern all collectives, as lines of text."""
         work = self.work
-        product_flops = work.dense_flops + work.attention_flops + work.grouped_flops
+        product_flops = work.dense_flops + work.attention_flops
+        product_flops += work.grouped_flops * self.rates.filled_rows
         return [
             f"hidden: {_percent(self.exchange_hidden_share)} of row exchanges, "
             f"{_percent(self.collective_hidden_share)} of all collectives' "
@@ -402,7 +403,7 @@ def _line(row: dict) -> str:
     hidden = _percent(row["hidden_share"]) if row["is_async"] else "sync"
     beside = next(iter(row["beside"]), "-")
     kind = row["kind"] + ("" if row["is_ours"] else " *")
-    place = f"{row['phase']} {row['scope']}"
+    place = f"{row['phase']} {row['scope']}".strip()
     return (
         f"{kind:18} {row['dtypes']:8} {row['num_bytes'] / _MIB:8.2f} "
         f"{','.join(row['axes']):14} {row['runs']:5} {1e3 * row['seconds']:7.2f} "

@@ -189,15 +189,15 @@ def _read_instruction(line: str) -> Instruction | None:
 
 def _closing(line: str, start: int) -> int:
     """Return where the parenthesis closes that was opened before `start`."""
-    end = line.index(")", start)
-    if line.find("(", start, end) < 0:
+    end = line.find(")", start)
+    if end >= 0 and line.find("(", start, end) < 0:
         return end
     depth = 1
     for match in _PARENTHESIS.finditer(line, start):
         depth += 1 if match[0] == "(" else -1
         if not depth:
             return match.start()
-    raise ValueError(f"a parenthesis is not closed in {line[:80]!r}")
+    raise ValueError(f"the HLO module is cut off: {line[:80].strip()!r} has no end")
 
 
 @functools.cache

@@ -50,8 +50,8 @@ class Estimator:
             return Work()
         operands = [computation.instructions[name] for name in instruction.operands]
         opcode = opcode.removesuffix("-start")
-        if opcode in ("fusion", "async"):
-            called = self.module.callees(instruction, "calls")[0]
+        if opcode in ("fusion", "async", "call"):
+            called = self.module.callees(instruction)[0]
             return self._flops_of(called)._replace(
                 num_bytes=fusion_bytes(called, operands)
             )
@@ -82,10 +82,11 @@ def product_flops(instruction: Instruction, operands: list[Instruction]) -> Work
     kernels, by their name in op_name; and attention of cuDNN, of which a causal call
     needs half.
     """
-    if instruction.opcode == "dot":
+    opcode = instruction.opcode.removesuffix("-start")
+    if opcode == "dot":
         dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
         return Work(dense_flops=_dot_flops(instruction, operands, dims and dims[1]))
-    if instruction.opcode != "custom-call":
+    if opcode != "custom-call":
         return Work()
     target = _target(instruction)
     if target.startswith("__cublas$"):

@@ -143,7 +143,7 @@ backend_config={"known_trip_count":{"n":"5"}}
         ),
         ("jit(f)/jvp()/shard_map/slots/all_to_all", 1, 0, "forward", "slots"),
         ("jit(f)/jvp()/dispatch/all_to_all", 0, 0, "forward", "dispatch"),
-        ("jit(f)/optimizer/mul", 0, 0, "update", "optimizer"),
+        ("jit(f)/optimizer/mul", 0, 0, "", "optimizer"),
         (
             "jit(f)/transpose(jvp())/rematted_computation/attention/dot",
             0,

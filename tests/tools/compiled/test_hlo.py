@@ -118,6 +118,7 @@ def test_the_source_is_the_innermost_line_of_ours(frame, source):
         ("module @jit_step {", "not the text of an HLO module"),
         ("HloModule jit_step\n", "has no schedule"),
         (HEAD + "\n\n%f (p: f32[]) -> f32[] {\n", "no ENTRY"),
+        (HEAD + "\n\nENTRY %f () -> f32[] {\n  %x = f32[] add(%a, %", "cut off"),
     ],
 )
 def test_other_texts_are_refused(text, rule):

@@ -104,8 +104,19 @@ def test_a_fusion_has_the_flops_of_the_products_inside():
     line = "%r = bf16[8,32]{1,0} fusion(%x, %y), kind=kCustom, calls=%outer"
     num_bytes = 2 * (8 * 16 + 16 * 32 + 8 * 32)
     assert work(line, inner, outer) == Work(2 * 8 * 32 * 16, num_bytes=num_bytes)
-    done = "%r = bf16[8,32]{1,0} fusion-done(%x), calls=%outer"
-    assert work(done, inner, outer) == Work()
+
+
+def test_an_asynchronous_instruction_has_its_work_at_its_start():
+    wrapped = """wrapped
+    %a = bf16[8,16]{1,0} parameter(0)
+    %b = bf16[16,32]{1,0} parameter(1)
+    ROOT %d = bf16[8,32]{1,0} dot(%a, %b), lhs_contracting_dims={1}"""
+    result = "((bf16[8,16], bf16[16,32]), bf16[8,32])"
+    for opcode in ("async", "fusion", "call"):
+        start = f"%r = {result} {opcode}-start(%x, %y), calls=%wrapped"
+        assert work(start, wrapped).dense_flops == 2 * 8 * 32 * 16
+        done = f"%r = bf16[8,32]{{1,0}} {opcode}-done(%x), calls=%wrapped"
+        assert work(done, wrapped) == Work()
 
 
 READ_SLICE = """fused
