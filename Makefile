@@ -8,7 +8,7 @@ ARGS ?=
 SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train dry-run lint format test test-fast test-all bench clean
+.PHONY: help setup train dry-run lint format test test-fast test-all bench aot-wheels clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -52,5 +52,15 @@ test-all: lint  ## with the long repetitions (kills, corruptions)
 bench: $(VENV)/.stamp  ## one MoE layer against its baselines
 	@$(RUN) tools/bench/moe_layer.py $(ARGS)
 
-clean:  ## remove the environment and the compilation cache, never a run
-	@rm -rf $(VENV) .cache *.egg-info
+AOT := .aot
+$(AOT)/.stamp: constraints.txt | $(VENV)/.stamp
+	@echo "installing JAX's CUDA plugin in $(AOT) (once; 142 MB)"
+	@rm -rf $(AOT)
+	@$(RUN) -m pip install -q --disable-pip-version-check --no-deps --target $(AOT) -c constraints.txt \
+	    jax-cuda13-plugin jax-cuda13-pjrt
+	@touch $@
+
+aot-wheels: $(AOT)/.stamp  ## JAX's CUDA plugin alone, for tools/aot.py; needs no GPU
+
+clean:  ## remove the environment, JAX's CUDA plugin and the compilation cache, never a run
+	@rm -rf $(VENV) $(AOT) .cache *.egg-info

@@ -144,6 +144,14 @@ def sharding(mesh: Mesh, *dims: str | tuple[str, ...] | None) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*dims))
 
 
+def devices_of(mesh: Mesh | AbstractMesh):
+    """Return a context in which programs, and choices for them, are for the devices of
+    a mesh. An abstract mesh without a device stands for those of this machine."""
+    abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    device = abstract.abstract_device
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
 def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
     """Return whether the types of arrays carry their sharding on this mesh (JAX's
     explicit mode, the default of `jax.make_mesh`)."""

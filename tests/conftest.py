@@ -50,6 +50,8 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import pytest  # noqa: E402
 
+from tools.compiled import wheels  # noqa: E402
+
 if len(jax.devices()) != NUM_DEVICES:
     pytest.exit(
         f"the tests need {NUM_DEVICES} simulated CPU devices and see {jax.devices()}: "
@@ -75,6 +77,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
         missing["root"] = "not root: nothing can be mounted"
     if not TRACE.is_file():
         missing["trace"] = f"no {TRACE.name} in ../shared/data"
+    if why := wheels.missing():
+        missing["aot"] = why
     for mark, why in missing.items():
         out = [item for item in items if item.get_closest_marker(mark)]
         if out:

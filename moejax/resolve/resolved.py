@@ -10,6 +10,7 @@ import hashlib
 
 from jax.sharding import AbstractMesh, Mesh
 
+from moejax.axes import devices_of
 from moejax.balance.policies import check_on_skewed_load
 from moejax.balance.settings import Settings
 from moejax.config import Config
@@ -60,8 +61,10 @@ class Resolved:
 
     @functools.cached_property
     def kernels(self) -> dict[str, KernelChoice]:
-        """Kernel implementations of the step's layers on the device of this machine."""
-        return choose_kernels(self.cfg, self.layout)
+        """Kernel implementations of the step's layers, on the devices of the mesh; on
+        the device of this machine where the mesh is abstract and names none."""
+        with devices_of(self.mesh):
+            return choose_kernels(self.cfg, self.layout)
 
     @property
     def num_owners(self) -> int:

@@ -185,10 +185,12 @@ def _train_step(context: StepContext, loss_fn, state: TrainState, placement, win
     def add_micro_batch(grads, args):
         """Return the sum of gradients with one micro-batch more, and its report."""
         (total, aux), new = value_and_grad(target.values, *args)
-        # Gradients of slots have the compute dtype, which is too coarse for a sum.
-        if count > 1:
-            new = jax.tree.map(_wide, new)
-        return new if grads is None else jax.tree.map(jnp.add, grads, new), (total, aux)
+        with jax.named_scope("gradients"):
+            # Those of slots have the compute dtype, which is too coarse for a sum.
+            if count > 1:
+                new = jax.tree.map(_wide, new)
+            new = new if grads is None else jax.tree.map(jnp.add, grads, new)
+        return new, (total, aux)
 
     first = jax.tree.map(lambda leaf: leaf[0], windows)
     rest = jax.tree.map(lambda leaf: leaf[1:], windows)
@@ -197,7 +199,8 @@ def _train_step(context: StepContext, loss_fn, state: TrainState, placement, win
     if count > 1:
         grads, more = jax.lax.scan(add_micro_batch, grads, (jnp.arange(1, count), rest))
         reports = jax.tree.map(lambda *pair: jnp.concatenate(pair), reports, more)
-        grads = jax.tree.map(lambda leaf: leaf / count, grads)
+        with jax.named_scope("gradients"):
+            grads = jax.tree.map(lambda leaf: leaf / count, grads)
     return _update(context, state, target.to_params(grads), *reports)
 
 

@@ -125,6 +125,7 @@ def scatter_gradients(
     return dict(zip(EXPERT_PARAMS, (gate_ledf, up_ledf, own["down"]))), residual_lsx
 
 
+@jax.named_scope("slots")
 def join_gate_up(weights: ExpertWeights, dtype) -> ExpertWeights:
     """Return expert parameters in `dtype` and in the form of slots, gate beside up."""
     gate_edf, up_edf = weights["gate_edf"], weights["up_edf"]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tools.census import census, compiled_census
+from tools.compiled.census import census, compiled_census
 from train.config import gin_reader
 
 
@@ -12,8 +12,8 @@ from train.config import gin_reader
 def test_collectives_of_the_main_job(repo):
     """An accidental all-gather fails this test.
 
-    `python tools/census.py --gin_file=configs/tiny_cpu.gin --json` prints a new golden
-    file. Review it before it replaces the old one.
+    `python tools/aot.py --gin_file=configs/tiny_cpu.gin --census --json` prints a new
+    golden file. Review it before it replaces the old one.
     """
     golden = json.loads((repo / "tests/golden/census_tiny_cpu.json").read_text())
     assert census(gin_reader.load([repo / "configs/tiny_cpu.gin"])) == golden

@@ -30,7 +30,7 @@ from tests.support.communication_steps import (
 from tests.support.run_main import TOY, checkpoint_record, corpus, metric_lines, run
 from tests.support.steps import SMALL, E, L, StepCase, case_maker
 from tests.support.steps import run as run_step
-from tools.census import HLO, compiled_census
+from tools.compiled.census import HLO, compiled_census
 from train.checkpoint.checkpoints import Checkpointer
 from train.config import gin_reader
 from train.dry_run import dry_run

@@ -1,11 +1,9 @@
 """Count the collectives of a train step, so that an accidental all-gather is seen.
 
-    python tools/census.py --gin_file=configs/tiny_cpu.gin [--json]
-
-    cpu   the compiled step. `ours` are those in a shard_map, which are written by hand;
-          `partitioner` are those that XLA inserted for parameters and losses.
-    cuda  the step lowered for CUDA, which needs no GPU. Only ours are counted, because
-          the partitioner has not run yet: once with each transport.
+cpu   the compiled step. `ours` are those in a shard_map, which are written by hand;
+      `partitioner` are those that XLA inserted for parameters and losses.
+cuda  the step lowered for CUDA, which needs no GPU. Only ours are counted, because the
+      partitioner has not run yet: once with each transport.
 
 Instructions are counted: one in the body of a loop (all layers, later rounds) counts
 once.
@@ -13,17 +11,9 @@ once.
 
 import collections
 import dataclasses
-import json
-import pathlib
 import re
-import sys
 
-sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
-
-from moejax.config import Config  # noqa: E402
-from tools.launch.arguments import new_parser  # noqa: E402
-from train.config import gin_reader  # noqa: E402
-from train.launch.program import set_up_backend  # noqa: E402
+from moejax.config import Config
 
 HLO = re.compile(
     r"= .*? (all-to-all|ragged-all-to-all|all-gather|all-reduce|reduce-scatter|"
@@ -34,31 +24,6 @@ STABLEHLO = re.compile(
     r"reduce_scatter|collective_permute)\b"
 )
 OURS = re.compile(r'op_name="[^"]*shard_map')
-
-
-def main() -> None:
-    parser = new_parser(__doc__)
-    parser.add_argument(
-        "--gin_file",
-        action="append",
-        required=True,
-        help="configuration; may be repeated, and later files win",
-    )
-    parser.add_argument(
-        "--gin_param",
-        action="append",
-        default=[],
-        help="one more setting, as 'Moe.d_expert = 512'; may be repeated",
-    )
-    args = parser.parse_args()
-    cfg = gin_reader.load(args.gin_file, args.gin_param)
-    set_up_backend(cfg)
-    record = census(cfg)
-    for backend, groups in record.items():
-        for group, counts in groups.items():
-            print(f"{backend:5} {group:12} {counts}")
-    if args.json:
-        print(json.dumps(record))
 
 
 def census(cfg: Config) -> dict:
@@ -101,7 +66,3 @@ def lowered_census(traced) -> dict[str, int]:
     """Return the number of collectives of a traced step lowered for CUDA, by kind."""
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     return dict(sorted(collections.Counter(STABLEHLO.findall(text)).items()))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,128 @@
+"""A toy with the structure of the GPU configurations, compiled for H100s that are not
+here; and the bad inputs of tools/aot.py."""
+
+import pytest
+
+from tests.support.aot import TOY, run_aot
+from tools import aot
+from tools.compiled import wheels
+from tools.compiled.memory import KINDS, NUM_LARGEST
+from tools.compiled.target import FOLDER
+from train.config import gin_reader
+
+GIB = 2**30
+TARGET = ["--target=h100", "--devices=8"]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> tuple[str, dict, str]:
+    """The text, the record and the page of the toy."""
+    page = tmp_path_factory.mktemp("aot") / "toy.html"
+    text, record = run_aot(f"--gin_file={TOY}", *TARGET, f"--html={page}")
+    return text, record, page.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.aot
+def test_kinds_of_memory_add_up_to_the_peak(toy):
+    _, record, _ = toy
+    by_kind = record["memory_gib"]
+    assert list(by_kind) == list(KINDS)
+    assert sum(by_kind.values()) == pytest.approx(record["peak_gib"])
+    assert all(size > 0 for size in by_kind.values())
+    assert record["fits"]
+    assert not record["warnings"]
+
+
+@pytest.mark.slow
+@pytest.mark.aot
+def test_masters_and_moments_are_those_of_the_state(toy):
+    """The dry run counts the same arrays without a compiler. XLA pads each to 256
+    bytes at most."""
+    from train.dry_run import _bytes_per_device, _resolve
+
+    _, record, _ = toy
+    held = _bytes_per_device(_resolve(gin_reader.load([TOY])))
+    by_kind = record["memory_gib"]
+    slack = 64 * 256 / GIB
+    assert by_kind["masters"] == pytest.approx(held["params"] / GIB, abs=slack)
+    assert by_kind["moments"] == pytest.approx(held["moments"] / GIB, abs=slack)
+
+
+@pytest.mark.slow
+@pytest.mark.aot
+def test_little_of_the_peak_has_no_kind_and_no_source(toy):
+    _, record, _ = toy
+    assert record["memory_gib"]["temporaries"] < 0.05 * record["peak_gib"]
+    largest = record["largest_buffers"]
+    assert len(largest) == NUM_LARGEST
+    sizes = [buffer["gib"] for buffer in largest]
+    assert sizes == sorted(sizes, reverse=True)
+    for buffer in largest:
+        is_argument = buffer["kind"] in ("masters", "moments")
+        assert buffer["source"].startswith(("moejax/", "train/")) != is_argument, buffer
+
+
+@pytest.mark.slow
+@pytest.mark.aot
+def test_kernels_are_those_of_the_target(toy):
+    text, record, _ = toy
+    assert record["kernels"]["grouped_dot"]["implementation"] == "hopper"
+    assert "grouped_dot hopper (NVIDIA H100" in text
+    assert "not covered: autotuning" in text
+
+
+@pytest.mark.slow
+@pytest.mark.aot
+def test_the_page_says_what_the_text_says(toy):
+    text, record, page = toy
+    assert page.startswith("<!doctype html>")
+    assert "http" not in page  # one file, which loads nothing
+    for kind in KINDS:
+        assert f"<td>{kind}</td>" in page
+    assert f"{record['peak_gib']:.3f}" in page
+    assert f"{record['peak_gib']:.3f}" in text
+
+
+def refused(capsys, *words) -> str:
+    """Return the line with which the tool refuses its words."""
+    assert aot.main([f"--gin_file={TOY}", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_an_unknown_target(capsys):
+    line = refused(capsys, "--target=h101")
+    assert line.startswith("error: no target 'h101': give b200, h100, h200")
+
+
+@pytest.mark.parametrize("words", [("--devices=4",), ("--nodes=2",), ("--nodes=0",)])
+def test_devices_that_are_not_the_mesh(capsys, words):
+    line = refused(capsys, *words)
+    assert "--devices" in line
+    assert "--nodes" in line
+
+
+def test_a_target_file_with_a_missing_field(capsys, tmp_path):
+    path = tmp_path / "mine.toml"
+    lines = (FOLDER / "h100.toml").read_text().splitlines()
+    path.write_text("\n".join(x for x in lines if not x.startswith("l2_bytes")))
+    assert refused(capsys, f"--target={path}").endswith("no field 'l2_bytes'")
+
+
+def test_missing_wheels(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(wheels, "FOLDER", tmp_path / "none")
+    assert "make aot-wheels" in refused(capsys, *TARGET)
+
+
+def test_wheels_of_another_version(capsys, tmp_path, monkeypatch):
+    (tmp_path / "jax_plugins" / "xla_cuda13").mkdir(parents=True)
+    (tmp_path / "jax_cuda13_plugin-0.1.2.dist-info").mkdir()
+    monkeypatch.setattr(wheels, "FOLDER", tmp_path)
+    assert "is 0.1.2, and JAX" in refused(capsys, *TARGET)
+
+
+def test_a_wrong_memory_fraction(capsys, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "90")
+    line = refused(capsys, *TARGET)
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION='90' must be a number above 0" in line

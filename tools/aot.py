@@ -1,0 +1,118 @@
+"""Compile a train step ahead of time for GPUs that are not here: will it fit?
+
+    python tools/aot.py --gin_file=configs/olmoe_1b_7b.gin --target h100 --devices 8
+    python tools/aot.py --gin_file=configs/tiny_cpu.gin --census
+
+XLA compiles the whole step on the CPU for the target's GPUs, in a minute or two. The
+tool prints the memory of a device at the peak of the step, by kind, and the largest
+buffers with their source lines (docs/aot.md). `make aot-wheels` installs the plugin it
+needs.
+
+--census counts collectives instead, by who inserted them, in the step compiled for the
+simulated CPU devices and in the step lowered for CUDA. It needs no plugin.
+
+Exit codes: 0 done, 2 bad input, 3 a file could not be written. A step that does not fit
+is no bad input: `fits` in the record says so.
+"""
+
+import argparse
+import pathlib
+import sys
+
+sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
+
+from moejax.config import Config  # noqa: E402
+from tools.compiled import target  # noqa: E402
+from tools.launch.arguments import new_parser  # noqa: E402
+from train.config import gin_reader  # noqa: E402
+from train.launch.program import DONE, emit, guarded, set_up_backend  # noqa: E402
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    return guarded(lambda: work(args), as_json=args.json)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = new_parser(__doc__)
+    add = parser.add_argument
+    add(
+        "--gin_file",
+        action="append",
+        required=True,
+        help="configuration; may be repeated, and later files win",
+    )
+    add(
+        "--gin_param",
+        action="append",
+        default=[],
+        help="one more setting, as 'Moe.d_expert = 512'; may be repeated",
+    )
+    add(
+        "--target",
+        default="h100",
+        help=f"GPU to compile for: {', '.join(target.names())}, or a file like those "
+        "in tools/compiled/targets",
+    )
+    add("--devices", type=int, default=8, metavar="N", help="GPUs of a node")
+    add(
+        "--nodes", type=int, default=1, metavar="N", help="nodes, with a slower network"
+    )
+    add(
+        "--html",
+        nargs="?",
+        type=pathlib.Path,
+        const=pathlib.Path("aot.html"),
+        metavar="FILE",
+        help="write the report as a page to FILE (default: aot.html)",
+    )
+    add(
+        "--keep",
+        type=pathlib.Path,
+        metavar="FOLDER",
+        help="keep what XLA writes about the program, its text included, in FOLDER",
+    )
+    add("--census", action="store_true", help="count collectives instead")
+    return parser.parse_args(argv)
+
+
+def work(args: argparse.Namespace) -> int:
+    cfg = gin_reader.load(args.gin_file, args.gin_param)
+    record = count(cfg) if args.census else compile_for_target(cfg, args)
+    emit(record, args.json)
+    return DONE
+
+
+def count(cfg: Config) -> dict:
+    """Print the numbers of collectives, and return them."""
+    from tools.compiled.census import census
+
+    set_up_backend(cfg)
+    record = census(cfg)
+    for backend, groups in record.items():
+        for group, counts in groups.items():
+            print(f"{backend:5} {group:12} {counts}")
+    return record
+
+
+def compile_for_target(cfg: Config, args: argparse.Namespace) -> dict:
+    """Compile, print the report, and return its record."""
+    from tools.compiled.compile import compile_step
+    from tools.compiled.memory import memory
+    from tools.compiled.page import page
+    from tools.compiled.report import make_report, memory_fraction, text
+
+    gpu = target.load(args.target)
+    memory_fraction()  # a wrong variable is found before the minutes of compilation
+    step = compile_step(cfg, gpu, args.devices, args.nodes, args.keep)
+    report = make_report(step, memory(step), gpu)
+    print(text(report), flush=True)
+    if args.html:
+        title = f"{pathlib.Path(args.gin_file[-1]).stem} on {cfg.mesh}"
+        args.html.write_text(page(report, title), encoding="utf-8")
+        print(f"page: {args.html}", flush=True)
+    return report.record
+
+
+if __name__ == "__main__":
+    sys.exit(main())

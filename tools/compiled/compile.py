@@ -1,0 +1,236 @@
+"""Compile the train step of a configuration for GPUs that are not here.
+
+XLA compiles on the CPU for the described devices. It is told to write down which buffer
+has which place in memory, and when, to a temporary folder.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import pathlib
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from moejax.config import Config
+from tools.compiled import wheels
+from tools.compiled.cudnn_checks import of_target
+from tools.compiled.target import Target
+
+SORT = "Missing deviceless CUB scratch size data"
+"""Begin of XLA's warning that a sort is compiled in another form than on a GPU."""
+LOG_LINE = re.compile(r"^[IWEF]\d{4} [\d:.]+ +\d+ (\S+:\d+)\] (.*)")
+SILENT = (SORT, "slow_operation_alarm.cc")
+"""Lines of XLA's log that no note repeats: the sort has its own, and slowness is no
+property of the program."""
+NOT_COVERED = (
+    "not covered: autotuning of products (none runs without a GPU), the workspace of "
+    "cuDNN's attention (counted as 0)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """A train step compiled for a target, and what XLA wrote about it."""
+
+    run: Any
+    """Resolved run on a mesh of the target's devices."""
+    text: str
+    """Scheduled HLO of the program of one device."""
+    buffer_assignment: str
+    """XLA's text of which value lies where in memory."""
+    live_range: str
+    """XLA's text of when each value is alive."""
+    peak_bytes: int
+    """Device memory that the program needs, its arguments included."""
+    argument_bytes: int
+    temp_bytes: int
+    weight_shapes: frozenset[tuple[int, ...]]
+    """Shapes of weights on one device (`shapes_of_weights`)."""
+    trace_sec: float
+    lower_sec: float
+    compile_sec: float
+    notes: tuple[str, ...]
+    """What XLA said, and what was not covered."""
+
+
+def check_mesh(cfg: Config, num_devices: int, num_nodes: int) -> None:
+    """Raise ValueError unless the nodes have as many devices as the mesh."""
+    if num_devices < 1 or num_nodes < 1:
+        raise ValueError(
+            f"--devices={num_devices} and --nodes={num_nodes} must be 1 or more"
+        )
+    needed, here = cfg.mesh.num_devices, num_devices * num_nodes
+    if needed != here:
+        raise ValueError(
+            f"mesh {cfg.mesh} has {needed} devices, and {num_nodes} node(s) of "
+            f"{num_devices} have {here}: change --devices, --nodes or Mesh"
+        )
+
+
+def compile_step(
+    cfg: Config,
+    target: Target,
+    num_devices: int,
+    num_nodes: int = 1,
+    keep: pathlib.Path | None = None,
+) -> CompiledStep:
+    """Return the train step compiled for `num_nodes` nodes of `num_devices` GPUs each.
+
+    XLA's own files go to the folder `keep`, or are deleted. Raises ValueError where the
+    plugin is missing, the mesh does not fit the devices, or the compiler refuses the
+    target. It must be called before JAX starts a backend.
+    """
+    check_mesh(cfg, num_devices, num_nodes)
+    wheels.put_on_path()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+
+    # A program from the cache would come without its files.
+    jax.config.update("jax_enable_compilation_cache", False)
+    # Tests of moejax set it, and XLA would then compile another program.
+    jax.config.update("jax_disable_most_optimizations", False)
+    with _xla_log() as log, _folder(keep) as folder:
+        return _compile(cfg, target, (num_devices, num_nodes), folder, log)
+
+
+def _compile(cfg, target, sizes, folder, log) -> CompiledStep:
+    from moejax.axes import make_mesh
+    from moejax.resolve.resolved import resolve
+    from train.step.compiled import make_model, trace_train_step
+
+    devices = _devices(target, *sizes)
+    run = resolve(cfg, make_mesh(cfg.mesh, devices))
+    context = make_model(run)
+    with of_target(target):
+        seconds = [time.perf_counter()]
+        traced = trace_train_step(context)
+        seconds.append(time.perf_counter())
+        lowered = traced.lower()
+        seconds.append(time.perf_counter())
+    options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+    compiled = lowered.compile(compiler_options=options)
+    seconds.append(time.perf_counter())
+    stats = compiled.runtime_executable().get_compiled_memory_stats()
+    trace_sec, lower_sec, compile_sec = (
+        end - begin for begin, end in itertools.pairwise(seconds)
+    )
+    return CompiledStep(
+        run=run,
+        text=_dumped(folder, "gpu_after_optimizations.txt"),
+        buffer_assignment=_dumped(folder, "optimizations-buffer-assignment.txt"),
+        live_range=_dumped(folder, "optimizations-live-range.txt"),
+        peak_bytes=stats.peak_memory_in_bytes,
+        argument_bytes=stats.argument_size_in_bytes,
+        temp_bytes=stats.temp_size_in_bytes,
+        weight_shapes=shapes_of_weights(context),
+        trace_sec=trace_sec,
+        lower_sec=lower_sec,
+        compile_sec=compile_sec,
+        notes=_notes(log),
+    )
+
+
+def _devices(target: Target, num_devices: int, num_nodes: int) -> list:
+    """Return the devices of a topology: as many partitions, joined by the slower
+    network, as there are nodes; one host each."""
+    import jax
+    from jax.experimental import topologies
+
+    try:
+        return topologies.get_topology_desc(
+            platform="cuda",
+            target_config=target.proto(),
+            topology=f"{num_nodes}x1x{num_devices}",
+        ).devices
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"XLA refuses target {target.name!r}: {error}") from None
+
+
+def shapes_of_weights(context) -> frozenset[tuple[int, ...]]:
+    """Return the shapes that master parameters and weights made from them have on one
+    device, in the form of `plain_shape`.
+
+    They are: a parameter's part, a parameter whole, both for all layers and for one,
+    and slots with gate and up side by side.
+    """
+    import jax
+
+    from train.step.state import abstract_state
+
+    state = abstract_state(context.run, context.optimizer, context.layout.store)
+    shapes = set()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+        is_stacked = path[0].key in ("prefix", "cycles")
+        for shape in (leaf.shape, leaf.sharding.shard_shape(leaf.shape)):
+            shapes |= {shape, shape[1:]} if is_stacked else {shape}
+    cfg, num_slots = context.cfg, context.layout.slots_per_device
+    d, f = cfg.model.d_model, cfg.moe.d_expert
+    shapes |= {(num_slots, d, 2, f), (num_slots, d, 2 * f), (num_slots, f, d)}
+    plain = {plain_shape(shape) for shape in shapes}
+    return frozenset(shape for shape in plain if len(shape) > 1)
+
+
+def plain_shape(shape) -> tuple[int, ...]:
+    """Return a shape without dims of 1, sorted: the compiler transposes."""
+    return tuple(sorted(size for size in shape if size != 1))
+
+
+def _dumped(folder: pathlib.Path, suffix: str) -> str:
+    """Return the text of the step's file that ends in `suffix`. If XLA wrote other
+    programs as well, the step is the largest."""
+    paths = [path for path in folder.iterdir() if path.name.endswith(suffix)]
+    if not paths:
+        raise ValueError(f"XLA wrote no file *{suffix}: its options have changed")
+    largest = max(paths, key=lambda path: path.stat().st_size)
+    return largest.read_text(encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _folder(keep: pathlib.Path | None) -> Iterator[pathlib.Path]:
+    """Give the folder of XLA's files, and delete it unless the user keeps it."""
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        if any(keep.iterdir()):
+            raise ValueError(f"--keep={keep}: the folder is not empty")
+        yield keep
+        return
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="aot-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _xla_log() -> Iterator[pathlib.Path]:
+    """Send what XLA writes to stderr to a file; after an error, show it."""
+    sys.stderr.flush()
+    with tempfile.TemporaryDirectory(prefix="aot-log-") as folder:
+        path = pathlib.Path(folder, "stderr")
+        kept = os.dup(2)
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), 2)
+        try:
+            yield path
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+def _notes(log: pathlib.Path) -> tuple[str, ...]:
+    """Return what was not covered, and each thing that XLA said, once."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    has_sort = any(SORT in line for line in lines)
+    notes = [NOT_COVERED + (", CUB's sort (another one is compiled)" * has_sort)]
+    for line in lines:
+        match = LOG_LINE.match(line)
+        if match and not any(text in line for text in SILENT):
+            notes.append(f"XLA says ({match[1]}): {match[2].strip()}")
+    return tuple(dict.fromkeys(notes))

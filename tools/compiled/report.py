@@ -1,0 +1,180 @@
+"""The report of a compiled step: one record, and its tables as text."""
+
+import dataclasses
+import os
+from typing import NamedTuple
+
+from tools.compiled.compile import CompiledStep
+from tools.compiled.memory import GIB, KINDS, Memory
+from tools.compiled.target import Target
+
+MEMORY_FRACTION = 0.9
+"""Share of a GPU's memory that a run may use, unless XLA_PYTHON_CLIENT_MEM_FRACTION is
+set: that of tools/launch. The libraries of NVIDIA get the rest."""
+SCHEDULER_SHARE, SCHEDULER_SLACK = 0.8, 0.95
+"""XLA's scheduler lets the temporaries of a step have this share of the target's
+memory, less the arguments, times this factor (GetSchedulerMemoryLimit in
+xla/service/gpu/gpu_hlo_schedule.cc, and xla_gpu_memory_limit_slop_factor)."""
+NEAR = 0.95
+"""Share of the scheduler's limit from which a step counts as near it."""
+
+
+class Table(NamedTuple):
+    """A table of the report."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+class Report(NamedTuple):
+    """All that the tool says about a compiled step."""
+
+    record: dict
+    """What --json prints."""
+    lines: tuple[str, ...]
+    """What was compiled, for which target, at which rates."""
+    tables: tuple[Table, ...]
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+    """What XLA said, and what was not covered."""
+
+
+def make_report(step: CompiledStep, held: Memory, target: Target) -> Report:
+    """Return the report of a compiled step and its memory."""
+    usable = int(memory_fraction() * target.memory_bytes)
+    warnings = tuple(_warnings(step, target, usable))
+    record = {
+        "target": target.name,
+        "mesh": dataclasses.asdict(step.run.cfg.mesh),
+        "peak_gib": held.peak_bytes / GIB,
+        "usable_gib": usable / GIB,
+        "fits": held.peak_bytes <= usable,
+        "memory_gib": {kind: size / GIB for kind, size in held.bytes_by_kind.items()},
+        "gap_gib": held.gap_bytes / GIB,
+        "host_gib": held.host_bytes / GIB,
+        "largest_buffers": [
+            {
+                "kind": buffer.kind,
+                "gib": buffer.num_bytes / GIB,
+                "type": buffer.type,
+                "source": buffer.source,
+                "what": buffer.what,
+            }
+            for buffer in held.largest
+        ],
+        "kernels": {name: k._asdict() for name, k in step.run.kernels.items()},
+        "rates": dataclasses.asdict(target.rates),
+        "trace_sec": step.trace_sec,
+        "lower_sec": step.lower_sec,
+        "compile_sec": step.compile_sec,
+        "warnings": list(warnings),
+        "notes": list(step.notes),
+    }
+    tables = (memory_table(held), largest_table(held))
+    return Report(record, tuple(_lines(step, target)), tables, warnings, step.notes)
+
+
+def memory_fraction() -> float:
+    """Return the share of a GPU's memory that a run may use."""
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    text = os.environ.get(name, "")
+    try:
+        share = float(text) if text else MEMORY_FRACTION
+    except ValueError:
+        share = -1.0
+    if not 0 < share <= 1:
+        raise ValueError(f"{name}={text!r} must be a number above 0, at most 1")
+    return share
+
+
+def _lines(step: CompiledStep, target: Target) -> list[str]:
+    rates = target.rates
+    return [
+        f"target             {target.name}, {target.memory_bytes / GIB:.1f} GiB",
+        f"mesh               {step.run.cfg.mesh}",
+        *step.run.lines(),
+        f"rates, as stated   dense products {rates.dense_flops_per_sec / 1e12:g} TF/s, "
+        f"grouped {rates.grouped_flops_per_sec / 1e12:g}, HBM "
+        f"{rates.hbm_bytes_per_sec / 1e12:g} TB/s, NVLink "
+        f"{rates.nvlink_bytes_per_sec / 1e9:g} GB/s, InfiniBand "
+        f"{rates.infiniband_bytes_per_sec / 1e9:g} GB/s per direction",
+        f"compiled           traced in {step.trace_sec:.1f} s, lowered in "
+        f"{step.lower_sec:.1f} s, compiled in {step.compile_sec:.1f} s",
+    ]
+
+
+def _warnings(step: CompiledStep, target: Target, usable: int) -> list[str]:
+    """Return in plain words what is wrong with the step's memory."""
+    warnings = []
+    if step.peak_bytes > usable:
+        warnings.append(
+            f"does not fit: the step needs {step.peak_bytes / GIB:.1f} GiB, and a run "
+            f"may use {usable / GIB:.1f} GiB ({memory_fraction():.0%} of the target's "
+            f"{target.memory_bytes / GIB:.1f} GiB)"
+        )
+    arguments = step.peak_bytes - step.temp_bytes
+    limit = SCHEDULER_SLACK * (SCHEDULER_SHARE * target.memory_bytes - arguments)
+    if step.temp_bytes > NEAR * limit:
+        warnings.append(
+            "near the limit: XLA makes collectives synchronous, because temporaries "
+            f"take {step.temp_bytes / GIB:.1f} GiB and its scheduler plans with "
+            f"{max(limit, 0) / GIB:.1f} GiB"
+        )
+    return warnings
+
+
+def memory_table(held: Memory) -> Table:
+    """Return the table of the peak's kinds, which add up to it."""
+    rows = [
+        (kind, f"{size / GIB:.3f}", f"{size / held.peak_bytes:.1%}", KINDS[kind])
+        for kind, size in held.bytes_by_kind.items()
+    ]
+    gap = f"of the temporaries, gaps between buffers {held.gap_bytes / GIB:.3f} GiB"
+    host = f"; in the host's memory {held.host_bytes / GIB:.2f} GiB"
+    rows.append(
+        (
+            "peak",
+            f"{held.peak_bytes / GIB:.3f}",
+            "100.0%",
+            gap + (host if held.host_bytes else ""),
+        )
+    )
+    title = "memory of one device at the peak of the step"
+    return Table(title, ("kind", "GiB", "share", "what"), tuple(rows))
+
+
+def largest_table(held: Memory) -> Table:
+    """Return the table of the largest buffers at the peak."""
+    rows = [
+        (f"{b.num_bytes / GIB:.3f}", b.kind, b.type, b.source or "-", b.what)
+        for b in held.largest
+    ]
+    title = f"the {len(rows)} largest buffers at the peak"
+    return Table(title, ("GiB", "kind", "array", "source", "what"), tuple(rows))
+
+
+def text(report: Report) -> str:
+    """Return the report as text for a terminal."""
+    parts = ["\n".join(report.lines)]
+    parts += [_text_of(table) for table in report.tables]
+    said = [f"warning: {line}" for line in report.warnings]
+    parts.append("\n".join([*said, *report.notes]))
+    return "\n\n".join(parts)
+
+
+def _text_of(table: Table) -> str:
+    """Return a table as text, numbers flush right."""
+    cells = [table.columns, *table.rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    is_number = [
+        all(cell[:1].isdigit() for cell in column) for column in zip(*table.rows)
+    ]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(row, widths, is_number)
+        ).rstrip()
+        for row in cells
+    ]
+    return "\n".join([table.title, *lines])
