@@ -29,7 +29,7 @@ from moejax.moe.route import ROUTES
 from moejax.moe.setup import LayerSetup
 from moejax.moe.types import LayerSums, Placement
 from moejax.moe.weights import stores
-from moejax.moe.weights.stores import ExpertWeights
+from moejax.moe.weights.stores import ExpertWeights, SummedSlots
 from moejax.plan.layout import Layout
 
 EMBED_SCALE = 0.02
@@ -60,7 +60,7 @@ class SlotSource(NamedTuple):
 
     placement: Placement
     layout: Layout
-    slots: ExpertWeights | None = None
+    slots: ExpertWeights | SummedSlots | None = None
     """Slots of all layers, made before the first layer runs."""
     first: ExpertWeights | None = None
     """Slots of layer 0, if slots are prefetched."""
@@ -102,7 +102,7 @@ class Transformer(nnx.Module):
         placement: Placement,
         layout: Layout,
         step_inputs: StepInputs | None = None,
-        slots: ExpertWeights | None = None,
+        slots: SummedSlots | None = None,
         tracked_lsx: Float[Array, "l s x"] | None = None,
     ) -> tuple[Float[Array, "b t d"], LayerSums]:
         """Return the final hidden states, and the sums of all MoE layers.
@@ -110,9 +110,9 @@ class Transformer(nnx.Module):
         Hidden states have the compute dtype. Sums have leading dims [layer, device].
 
         Without `step_inputs` nothing is random and the router chooses. `slots` are
-        those of all layers, if the step has made them already; their gradients are then
-        summed over micro-batches. `tracked_lsx` are the estimates of experts that
-        travel compressed; if it is None, experts travel whole.
+        those of all layers, if the step has made them already. `tracked_lsx` are the
+        estimates of experts that travel compressed; if it is None, experts travel
+        whole.
         """
         is_separate = self.cfg.documents == "separate"
         context = AttentionContext.from_windows(
@@ -206,7 +206,7 @@ class Transformer(nnx.Module):
             options = {"jitter_btd": jitter_btd, "forced_btk": forced_btk}
 
             def run_moe(layer, x_btd):
-                ready = slots
+                ready = stores.read(slots) if isinstance(slots, SummedSlots) else slots
                 if slots is None and tracked_sx is not None:
                     of_layer = placement, setup.mesh_layout, x_btd.dtype, tracked_sx
                     ready = layer.slots(*of_layer)

@@ -7,7 +7,8 @@ Each store has one of two gradient targets:
     but the experts'
 
 With slots as the target, experts' gradients travel to the experts' float32 master
-parameters once a step, and not once a micro-batch.
+parameters once a step, and not once a micro-batch. Slots have the compute dtype, which
+is too coarse for sums over micro-batches: their gradients are summed in float32.
 """
 
 from collections.abc import Callable
@@ -27,9 +28,10 @@ class GradientTarget(NamedTuple):
     """Arrays to differentiate by, and functions that map them to parameters."""
 
     values: Any
-    """Tree of the arrays by which each micro-batch differentiates its loss."""
+    """Tree of the arrays by which each micro-batch differentiates its loss. In place of
+    the slots it has zeros, to which the slots' gradients go (stores.SummedSlots)."""
     split: Callable
-    """split(values) -> parameters, slots of all layers or None."""
+    """split(values) -> parameters, stores.SummedSlots of all layers or None."""
     to_params: Callable
     """to_params(grads) -> gradients of the parameters, TrainState.gradient_residual;
     `grads` are gradients of `values`, summed over micro-batches."""
@@ -73,7 +75,10 @@ def gradient_target(run: Resolved, state: TrainState, placement) -> GradientTarg
         slot_grads = jax.tree.map(lambda g, s: g.astype(s.dtype), slot_grads, slots)
         return expert_params.put(other_grads, pull_back(slot_grads)[0]), None
 
-    return GradientTarget((others, slots), partial(_join, master_params), to_params)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, wide), slots)
+    split = partial(_join, master_params, slots)
+    return GradientTarget((others, zeros), split, to_params)
 
 
 def _without_residual(grads):
@@ -81,7 +86,8 @@ def _without_residual(grads):
     return grads, None
 
 
-def _join(master_params, values):
+def _join(master_params, slots, values):
     """Return the tree of all parameters, experts included, and the slots."""
-    others, slots = values
-    return expert_params.put(others, master_params), slots
+    others, gradients = values
+    summed = stores.SummedSlots(slots, gradients)
+    return expert_params.put(others, master_params), summed

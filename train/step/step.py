@@ -1,7 +1,7 @@
 """One training step and one evaluation step: pure functions of arrays, jitted once."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from moejax.model.transformer import StepInputs
 from moejax.moe import recorded
 from moejax.moe import route as routing
 from moejax.moe.types import Batch, Placement, RouterLosses, RoutingStats, Windows
+from moejax.moe.weights.stores import SummedSlots
 from moejax.plan.layout import Layout
 from moejax.resolve.resolved import Resolved
 from train.step.gradient_target import gradient_target
@@ -75,9 +76,9 @@ class LossInputs(NamedTuple):
     """Random key of the micro-batch, for jitter and recorded choices."""
     step: jax.Array
     is_training: bool
-    slots: Any = None
-    """Weights of the slots of all layers, if they were made before the loss. None: each
-    layer makes its slots from the parameters."""
+    slots: SummedSlots | None = None
+    """Slots of all layers, if they were made before the loss. None: each layer makes
+    its slots from the parameters."""
     tracked: jax.Array | None = None
     """Copy of TrainState.tracked. None: a domain's experts travel whole, or the slots
     are given."""
@@ -178,35 +179,23 @@ def _train_step(context: StepContext, loss_fn, state: TrainState, placement, win
         )
         return loss_fn(params, state.router_bias, inputs)
 
-    value_and_grad = jax.value_and_grad(micro_batch_loss, has_aux=True)
+    def add_micro_batch(sums, args):
+        """Return the sum of gradients with one micro-batch more, and its report."""
+        loss = partial(micro_batch_loss, index=args[0], windows=args[1])
+        total, pull_back, aux = jax.vjp(loss, target.values, has_aux=True)
+        # Each layer's gradients are added to their part of the sum: those of all layers
+        # never exist beside it.
+        refs = jax.tree.map(jax.new_ref, sums)
+        pull_back.with_refs(refs)(jnp.ones_like(total))
+        return jax.tree.map(jax.ref.freeze, refs), (total, aux)
 
     count = windows.token_bt.shape[0]
-
-    def add_micro_batch(grads, args):
-        """Return the sum of gradients with one micro-batch more, and its report."""
-        (total, aux), new = value_and_grad(target.values, *args)
-        with jax.named_scope("gradients"):
-            # Those of slots have the compute dtype, which is too coarse for a sum.
-            if count > 1:
-                new = jax.tree.map(_wide, new)
-            new = new if grads is None else jax.tree.map(jnp.add, grads, new)
-        return new, (total, aux)
-
-    first = jax.tree.map(lambda leaf: leaf[0], windows)
-    rest = jax.tree.map(lambda leaf: leaf[1:], windows)
-    grads, reports = add_micro_batch(None, (jnp.int32(0), first))
-    reports = jax.tree.map(lambda leaf: leaf[None], reports)
-    if count > 1:
-        grads, more = jax.lax.scan(add_micro_batch, grads, (jnp.arange(1, count), rest))
-        reports = jax.tree.map(lambda *pair: jnp.concatenate(pair), reports, more)
-        with jax.named_scope("gradients"):
-            grads = jax.tree.map(lambda leaf: leaf / count, grads)
+    with jax.named_scope("gradients"):
+        zeros = jax.tree.map(jnp.zeros_like, target.values)
+    sums, reports = jax.lax.scan(add_micro_batch, zeros, (jnp.arange(count), windows))
+    with jax.named_scope("gradients"):
+        grads = jax.tree.map(lambda leaf: leaf / count, sums)
     return _update(context, state, target.to_params(grads), *reports)
-
-
-def _wide(leaf):
-    """Return an array in its own dtype or in float32, whichever is wider."""
-    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
 
 
 @jax.named_scope("optimizer")

@@ -18,6 +18,8 @@ Gradients go back the same way. Those of replicas are summed where their slices 
 float32 and in a fixed order, and then once more at the owner.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +39,38 @@ EXPERT_DIMS = ("edf", "edf", "efd")
 SLOT_DIMS = {"into": "ed2f", "down": "efd"}
 """Names of slot weights and the letters of their dims, where e counts the slots of all
 devices: `into` has gate beside up."""
+
+
+class SummedSlots(NamedTuple):
+    """Slots whose gradients are summed over micro-batches, of one layer or of all."""
+
+    weights: ExpertWeights
+    """The weights, in the compute dtype."""
+    gradients: ExpertWeights
+    """Arrays of the same shapes, in the dtype of the sums, to which `read` sends the
+    gradients of `weights`. Their values are not read."""
+
+
+@jax.custom_vjp
+def read(slots: SummedSlots) -> ExpertWeights:
+    """Return the weights. Their gradients go to `slots.gradients`, in its dtype.
+
+    A layer reads its slots here, so that its gradients are widened and added to their
+    sum before the next layer has any.
+    """
+    return slots.weights
+
+
+def _read_forward(slots):
+    return slots.weights, jax.tree.map(lambda leaf: leaf.dtype.type(0), slots.gradients)
+
+
+def _read_backward(zeros, d_weights):
+    widened = jax.tree.map(lambda d, zero: d.astype(zero.dtype), d_weights, zeros)
+    return (SummedSlots(jax.tree.map(jnp.zeros_like, d_weights), widened),)
+
+
+read.defvjp(_read_forward, _read_backward)
 
 
 def master_param_spec(dims: str, store: str, mesh_layout: MeshLayout) -> P:
