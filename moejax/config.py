@@ -128,6 +128,9 @@ class Model:
     pass computes the rest again."""
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Number format of activations and matrix products; parameters are float32."""
+    gradient_reduce_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Number format in which gradients of weights travel to where the weights rest;
+    their sums are float32. If compute_dtype is float32, gradients travel so too."""
 
     def __post_init__(self) -> None:
         require_min(

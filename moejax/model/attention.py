@@ -23,7 +23,7 @@ from moejax.model.layers import (
     rope,
     rotation,
 )
-from moejax.model.sharding import check_tensor, gather_param, shard_batch
+from moejax.model.sharding import check_tensor, on_rows, sum_parts
 
 
 class AttentionContext(NamedTuple):
@@ -117,7 +117,6 @@ class Attention(nnx.Module):
         Without a view the tokens attend to one another only, and None is returned in
         its place.
         """
-        b, t, _ = x_btd.shape
         q_bthi, k_bugi, v_bugi = self._project(x_btd)
         q_bthi = rope(self._normalize(q_bthi, self.q_norm), context.rotation)
         k_bugi = rope(self._normalize(k_bugi, self.k_norm), context.rotation)
@@ -135,29 +134,41 @@ class Attention(nnx.Module):
             is_causal=context.is_causal,
             implementation=implementation,
         )
-        out_bthi = shard_batch(out_bthi, self.mesh, tensor_dim=2)
-        out_btd = out_bthi.reshape(b, t, -1) @ gather_param(
-            self.out_hid, self.mesh, x_btd.dtype
+        out_btd = on_rows(
+            self._sum_heads,
+            out_bthi,
+            (self.out_hid,),
+            self.mesh,
+            self.cfg.gradient_reduce_dtype,
+            tensor_dim=2,
         )
-        return shard_batch(out_btd, self.mesh), cache_view
+        return out_btd, cache_view
 
     def _project(self, x_btd: Float[Array, "b t d"]) -> list[Array]:
         """Return queries, keys and values [b, t, heads, i], made by one product.
 
         Three products would sum the gradient of x over the tensor axis three times.
         """
-        x_btd, dtype = shard_batch(x_btd, self.mesh), x_btd.dtype
-        (b, t, d), g, i = x_btd.shape, self.cfg.num_kv_heads, self.cfg.head_dim
-        parts = [
-            gather_param(param, self.mesh, dtype).reshape(d, g, -1, i)
-            for param in (self.q_dhi, self.k_dgi, self.v_dgi)
-        ]
-        # c: the query heads of a group, then its key head, then its value head.
-        y_btgci = jnp.einsum("btd,dgci->btgci", x_btd, jnp.concatenate(parts, axis=2))
-        y_btgci = shard_batch(y_btgci, self.mesh, tensor_dim=2)
-        last = y_btgci.shape[3] - 1
-        parts = jnp.split(y_btgci, [last - 1, last], axis=3)
-        return [part.reshape(b, t, -1, i) for part in parts]
+
+        def body(x_btd, *weights):
+            (b, t, d), i = x_btd.shape, self.cfg.head_dim
+            g = weights[-1].shape[1] // i  # heads of this device
+            parts = [weight.reshape(d, g, -1, i) for weight in weights]
+            # c: the query heads of a group, then its key head, then its value head.
+            w_dgci = jnp.concatenate(parts, axis=2)
+            y_btgci = jnp.einsum("btd,dgci->btgci", x_btd, w_dgci)
+            last = y_btgci.shape[3] - 1
+            parts = jnp.split(y_btgci, [last - 1, last], axis=3)
+            return [part.reshape(b, t, -1, i) for part in parts]
+
+        params = (self.q_dhi, self.k_dgi, self.v_dgi)
+        reduce_dtype = self.cfg.gradient_reduce_dtype
+        return on_rows(body, x_btd, params, self.mesh, reduce_dtype, out_tensor_dim=2)
+
+    def _sum_heads(self, out_bthi: Array, weight_hid: Array) -> Float[Array, "b t d"]:
+        """Return the output of attention from that of this device's heads."""
+        out_btd = out_bthi.reshape(*out_bthi.shape[:2], -1) @ weight_hid
+        return sum_parts(out_btd, self.mesh)
 
     def _normalize(self, y_bthi: Array, norm: RmsNorm | None) -> Array:
         """Return the queries or keys, normalised as cfg.qk_norm says: not at all, each

@@ -56,7 +56,7 @@ class Block(nnx.Module):
         self.ff_norm = RmsNorm(model.d_model, model.norm_eps)
         self.mesh = mesh
         width = moe.num_shared_experts * moe.d_expert if is_moe else model.d_ff
-        self.dense = SwiGlu(model.d_model, width, mesh, rngs) if width else None
+        self.dense = SwiGlu(model, width, mesh, rngs) if width else None
         self.moe = MoeLayer(moe, model.d_model, rngs) if is_moe else None
         has_shortcut = is_moe and model.block == "shortcut"
         self.routed_norm = (

@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from moejax import axes
-from moejax.model.sharding import check_tensor, gather_param, shard_batch
+from moejax.config import Model
+from moejax.model.sharding import check_tensor, on_rows, sum_parts
 
 
 def input_matrix(rngs: nnx.Rngs, d_model: int, width: int) -> nnx.Param:
@@ -53,13 +54,13 @@ class RmsNorm(nnx.Module):
 class SwiGlu(nnx.Module):
     """A dense feed-forward part: (silu(x gate) * (x up)) down."""
 
-    def __init__(self, d_model: int, d_ff: int, mesh: Mesh, rngs: nnx.Rngs):
+    def __init__(self, cfg: Model, d_ff: int, mesh: Mesh, rngs: nnx.Rngs):
         name = "Model.d_ff or Moe.num_shared_experts * d_expert"
         check_tensor(name, d_ff, mesh.shape[axes.TENSOR])
-        self.mesh = mesh
-        self.gate_df = input_matrix(rngs, d_model, d_ff)
-        self.up_df = input_matrix(rngs, d_model, d_ff)
-        self.down_fd = output_matrix(rngs, d_ff, d_model)
+        self.cfg, self.mesh = cfg, mesh
+        self.gate_df = input_matrix(rngs, cfg.d_model, d_ff)
+        self.up_df = input_matrix(rngs, cfg.d_model, d_ff)
+        self.down_fd = output_matrix(rngs, d_ff, cfg.d_model)
 
     @jax.named_scope("dense")
     def __call__(self, x_btd: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
@@ -68,17 +69,15 @@ class SwiGlu(nnx.Module):
         Gate and up are one product. Two products would sum the gradient of x over the
         tensor axis twice.
         """
-        x_btd, dtype = shard_batch(x_btd, self.mesh), x_btd.dtype
-        gate_df, up_df = (
-            gather_param(param, self.mesh, dtype)
-            for param in (self.gate_df, self.up_df)
-        )
-        into_d2f = jnp.stack([gate_df, up_df], axis=1)
-        y_bt2f = jnp.einsum("btd,dcf->btcf", x_btd, into_d2f)
-        y_bt2f = shard_batch(y_bt2f, self.mesh, tensor_dim=3)
-        hidden_btf = jax.nn.silu(y_bt2f[:, :, 0]) * y_bt2f[:, :, 1]
-        y_btd = hidden_btf @ gather_param(self.down_fd, self.mesh, dtype)
-        return shard_batch(y_btd, self.mesh)
+
+        def body(x_btd, gate_df, up_df, down_fd):
+            into_d2f = jnp.stack([gate_df, up_df], axis=1)
+            y_bt2f = jnp.einsum("btd,dcf->btcf", x_btd, into_d2f)
+            hidden_btf = jax.nn.silu(y_bt2f[:, :, 0]) * y_bt2f[:, :, 1]
+            return sum_parts(hidden_btf @ down_fd, self.mesh)
+
+        params = (self.gate_df, self.up_df, self.down_fd)
+        return on_rows(body, x_btd, params, self.mesh, self.cfg.gradient_reduce_dtype)
 
 
 class Rotation(NamedTuple):

@@ -8,6 +8,9 @@
 
 Over (data, expert) the largest dim is split that the number of those devices divides.
 Small parameters stay whole there, because gathering them would cost more than it saves.
+`on_rows` gathers matrices inside shard_map, where each device multiplies its own rows;
+so their gradients are summed where they rest (moejax.moe.weights.gather).
+
 Over tensor the dim is split that the module names: the columns of a matrix that reads
 x, the rows of a matrix whose output is added to x (Shoeybi et al. 2019, Megatron-LM,
 section 3). Each part then needs one sum over tensor at its end, and one for its
@@ -15,19 +18,20 @@ gradient.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from moejax import axes
 from moejax.moe.mesh_roles import MeshLayout
+from moejax.moe.weights.gather import Rest, gather, resting_dim
 from moejax.moe.weights.stores import master_param_spec
 from moejax.plan.layout import Store
-
-MIN_SHARDED_SIZE = 4096
-"""Elements below which a parameter is replicated (norms, small routers)."""
 
 
 def param_sharding(
@@ -66,14 +70,12 @@ def _used_split(variable: nnx.Variable, num_dims: int, mesh: Mesh) -> tuple:
 def _dense_split(shape: tuple[int, ...], mesh: Mesh, used: tuple) -> tuple:
     """Return how a dense parameter is split where it is stored: as in `used`, and over
     (data, expert) in another dim if one fits."""
-    num_shards = axes.axis_size(mesh, axes.FSDP_AXES)
-    split = list(used or (None,) * len(shape))
-    fits = [
-        i for i, size in enumerate(shape) if split[i] is None and size % num_shards == 0
-    ]
-    if not fits or math.prod(shape) < MIN_SHARDED_SIZE:
+    taken = tuple(i for i, axis in enumerate(used) if axis is not None)
+    dim = resting_dim(shape, axes.axis_size(mesh, axes.FSDP_AXES), taken)
+    if dim is None:
         return used
-    split[max(fits, key=lambda i: shape[i])] = axes.FSDP_AXES
+    split = list(used or (None,) * len(shape))
+    split[dim] = axes.FSDP_AXES
     return tuple(split)
 
 
@@ -89,16 +91,71 @@ def gather_param(param: nnx.Param, mesh: Mesh, dtype=None) -> Array:
     return jax.lax.with_sharding_constraint(value, axes.sharding(mesh, *used))
 
 
-def shard_batch(x: Array, mesh: Mesh, tensor_dim: int | None = None) -> Array:
-    """Constrain an activation's sharding: the leading (batch) dim over the batch axes.
+def on_rows(
+    body: Callable[..., Any],
+    x: Array,
+    params: tuple[nnx.Param, ...],
+    mesh: Mesh,
+    reduce_dtype: str,
+    *,
+    tensor_dim: int | None = None,
+    out_tensor_dim: int | None = None,
+) -> Any:
+    """Return body(x, *weights), which each device computes for its own rows of x.
 
-    `tensor_dim`, counted from the front, is split over the tensor axis. All other dims
-    are whole. The gradient has the same sharding.
+    x [b, ..] is split over the batch axes, and over the tensor axis in `tensor_dim`. So
+    are the arrays that `body` returns, in `out_tensor_dim`. Inside, weights have the
+    dtype of x and are whole but for the tensor axis; the body sums over that axis
+    (`sum_parts`) what `out_tensor_dim` = None makes whole. Gradients travel in
+    `reduce_dtype` (Model.gradient_reduce_dtype).
     """
-    dims = [axes.BATCH_AXES, *(None,) * (x.ndim - 1)]
-    if tensor_dim is not None:
-        dims[tensor_dim] = axes.TENSOR
-    return jax.lax.with_sharding_constraint(x, axes.sharding(mesh, *dims))
+    values = tuple(param[...] for param in params)
+    along = _several(mesh, axes.FSDP_AXES)
+    specs, rests = [], []
+    for param, value in zip(params, values):
+        split = _dense_split(value.shape, mesh, _used_split(param, value.ndim, mesh))
+        is_whole = axes.FSDP_AXES not in split
+        dim = 0 if is_whole else split.index(axes.FSDP_AXES)
+        specs.append(P(*(along if a == axes.FSDP_AXES else a for a in split)))
+        rests.append(Rest(dim, () if is_whole else along, x.dtype, reduce_dtype))
+
+    def on_device(x, *parts):
+        with jax.named_scope("gathered"):
+            weights = [gather(part, x, rest) for part, rest in zip(parts, rests)]
+        return body(x, *weights)
+
+    return jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(_batch_spec(mesh, tensor_dim), *specs),
+        out_specs=_batch_spec(mesh, out_tensor_dim),
+    )(x, *values)
+
+
+def sum_parts(y: Array, mesh: Mesh) -> Array:
+    """Sum over the tensor axis inside shard_map, in the dtype of y: the product of a
+    part of the rows of a matrix is an addend of the whole product."""
+    return jax.lax.psum(y, axes.TENSOR) if mesh.shape[axes.TENSOR] > 1 else y
+
+
+def _batch_spec(mesh: Mesh, tensor_dim: int | None) -> P:
+    """Return the PartitionSpec of an activation [b, ..] (see `on_rows`)."""
+    batch = _several(mesh, axes.BATCH_AXES)
+    if tensor_dim is None or mesh.shape[axes.TENSOR] == 1:
+        return P(batch)
+    return P(batch, *(None,) * (tensor_dim - 1), axes.TENSOR)
+
+
+def _several(mesh: Mesh, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the axes along which the mesh has several devices. XLA for CPUs runs a sum
+    over one device too, as a copy."""
+    return tuple(axis for axis in names if mesh.shape[axis] > 1)
+
+
+def shard_batch(x: Array, mesh: Mesh) -> Array:
+    """Constrain an activation's sharding: the leading (batch) dim over the batch axes,
+    all others whole. The gradient has the same sharding."""
+    return jax.lax.with_sharding_constraint(x, axes.sharding(mesh, axes.BATCH_AXES))
 
 
 def check_tensor(name: str, size: int, tensor: int) -> None:

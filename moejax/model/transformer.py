@@ -227,7 +227,15 @@ class Transformer(nnx.Module):
 
     def _setup(self, layout: Layout) -> LayerSetup:
         cfg = self.cfg
-        return LayerSetup(cfg.moe, cfg.router, cfg.model.d_model, layout, self.mesh)
+        return LayerSetup(
+            cfg.moe,
+            cfg.router,
+            cfg.model.d_model,
+            layout,
+            self.mesh,
+            is_router_split=True,
+            gradient_reduce_dtype=cfg.model.gradient_reduce_dtype,
+        )
 
     @property
     def _dtype(self):

@@ -24,6 +24,7 @@ from moejax.moe.mesh_roles import MeshLayout, index_along
 from moejax.moe.setup import LayerSetup
 from moejax.moe.types import LayerSums, Placement
 from moejax.moe.weights import stores
+from moejax.moe.weights.gather import gather
 
 
 def dense(
@@ -45,11 +46,18 @@ def dense(
     mesh_layout = setup.mesh_layout
     batch, specs = P(mesh_layout.batch_axes), stores.slot_specs(mesh_layout)
     optional = {} if jitter_btd is None else {"jitter_btd": jitter_btd}
-    static = Static(setup.moe.top_k, setup.router, mesh_layout)
+    static = Static.of(setup)
     body = jax.shard_map(
         partial(_body, static=static),
         mesh=mesh_layout.mesh,
-        in_specs=(batch, *[P()] * 3, specs, dict.fromkeys(optional, batch)),
+        in_specs=(
+            batch,
+            setup.router_rest.spec,
+            P(),
+            P(),
+            specs,
+            dict.fromkeys(optional, batch),
+        ),
         out_specs=(batch, jax.tree.map(lambda _: batch, SUMS)),
     )
     master_params = stores.join_gate_up(layer.master_params(), x_btd.dtype)
@@ -67,13 +75,15 @@ def _body(
     routed_nd = x_nd
     if optional:
         routed_nd = x_nd * optional["jitter_btd"].reshape(b * t, d)
+    router_de = gather(router_de, x_nd, static.router_rest)
     routes, score_ne, logit_ne = routing.route(
         routed_nd, router_de, bias_e, static.router, static.top_k, t
     )
     gate_ne = routing.gates(score_ne, static.router)
     owned_we = owned_e.reshape(-1, len(master_params["down"]))
     own_e = owned_we[index_along(mesh_layout.owner_axes)]
-    weights = whole(master_params, x_nd, mesh_layout)
+    reduce_dtype = static.gradient_reduce_dtype
+    weights = whole(master_params, x_nd, mesh_layout, reduce_dtype)
     y_nd = everywhere(x_nd, gate_ne, own_e, weights, mesh_layout)
 
     added = routing.balance_sums(score_ne, logit_ne, routes.expert_nk, t)

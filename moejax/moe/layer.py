@@ -28,6 +28,7 @@ from moejax.moe.mesh_roles import MeshLayout
 from moejax.moe.setup import LayerSetup
 from moejax.moe.types import LayerSums, Placement
 from moejax.moe.weights import stores
+from moejax.moe.weights.gather import Rest, gather
 from moejax.plan.edge_coloring import max_colors
 from moejax.plan.layout import Fp8, Layout
 
@@ -136,18 +137,26 @@ def moe_layer(
         for k, v in optional.items()
         if v is not None
     }
-    router = [
-        _reshard(params[k], setup.param_sharding()) for k in ("router_de", "bias_e")
-    ]
+    router = (
+        _reshard(params["router_de"], setup.router_sharding),
+        _reshard(params["bias_e"], setup.param_sharding()),
+    )
     if slots is None:
         slots = _slots(params, placement, setup, x_btd.dtype)
     batch, slot_specs = P(mesh_layout.batch_axes), stores.slot_specs(mesh_layout)
     experts = experts or _make_experts(layout)
-    static = Static(setup.moe.top_k, setup.router, mesh_layout, experts)
+    static = Static.of(setup, experts)
     body = jax.shard_map(
         partial(_body, static=static),
         mesh=mesh_layout.mesh,
-        in_specs=(batch, P(), P(), P(), slot_specs, dict.fromkeys(optional, batch)),
+        in_specs=(
+            batch,
+            setup.router_rest.spec,
+            P(),
+            P(),
+            slot_specs,
+            dict.fromkeys(optional, batch),
+        ),
         out_specs=(batch, jax.tree.map(lambda _: batch, SUMS)),
     )
     y_btd, sums = body(x_btd, *router, placement, slots, optional)
@@ -179,9 +188,19 @@ class Static:
     top_k: int
     router: Router
     mesh_layout: MeshLayout
+    router_rest: Rest
+    gradient_reduce_dtype: str
     experts: Experts | None = None
     """Function that computes rows; None: the dense layer (moejax.moe.dense), which has
     no rows."""
+
+    @classmethod
+    def of(cls, setup: LayerSetup, experts: Experts | None = None) -> "Static":
+        """Return the static arguments of a layer."""
+        return cls(
+            setup.moe.top_k, setup.router, setup.mesh_layout, setup.router_rest,
+            setup.gradient_reduce_dtype, experts,
+        )  # fmt: skip
 
 
 SUMS = LayerSums(*[0] * 10)
@@ -201,7 +220,7 @@ def _body(x_btd, router_de, bias_e, placement, slots, optional, *, static: Stati
 
     routes, score_ne, logit_ne = routing.route(
         routed_nd,
-        router_de,
+        gather(router_de, x_nd, static.router_rest),
         bias_e,
         static.router,
         static.top_k,
@@ -211,7 +230,7 @@ def _body(x_btd, router_de, bias_e, placement, slots, optional, *, static: Stati
     sent, used = manifest(routes.expert_nk, placement, exchanged)
     gate_nk, sent = checkpoint_name((routes.gate_nk, sent), routing.ROUTES)
 
-    weights = whole(slots, x_nd, mesh_layout)
+    weights = whole(slots, x_nd, mesh_layout, static.gradient_reduce_dtype)
     if mesh_layout.layout.split == "dynamic":  # so far own experts; add copies
         used = checkpoint_name(used, routing.ROUTES)
         with jax.named_scope("slots"):
@@ -247,7 +266,10 @@ def _sums(score_ne, logit_ne, expert_nk, peer_nk, sent, seq_len, mesh_layout):
 
 @jax.named_scope("slots")
 def whole(
-    slots: stores.ExpertWeights, x_nd: Array, mesh_layout: MeshLayout
+    slots: stores.ExpertWeights,
+    x_nd: Array,
+    mesh_layout: MeshLayout,
+    gradient_reduce_dtype: str,
 ) -> stores.ExpertWeights:
     """Gather the hidden width of this device's slots over the axes on which parameters
     rest, and lay gate and up weights side by side.
@@ -256,12 +278,9 @@ def whole(
     """
 
     def gathered(leaf, hidden_dim):
-        leaf, _ = varying_alike(
-            leaf, x_nd
-        )  # sum gradients over dc as shards, not whole
-        if axes := mesh_layout.master_axes:
-            leaf = jax.lax.all_gather(leaf, axes, axis=hidden_dim, tiled=True)
-        return leaf
+        along, dtype = mesh_layout.master_axes, leaf.dtype
+        rest = Rest(hidden_dim, along, dtype, gradient_reduce_dtype)
+        return gather(leaf, x_nd, rest)
 
     into_sd2f = slots["into"]
     s, d = into_sd2f.shape[:2]

@@ -9,6 +9,7 @@
     tensor_axes    the tensor axis: attention and dense parts are split over it
     master_axes    hidden width of an expert where it rests, beside shards; gathered
                    for use
+    fsdp_axes      dense matrices and the router's where they rest; gathered for use
 
 Where a layout cuts an axis in two, `mesh` is a reshape of the run's mesh, and has both
 parts as axes. Axes of one device are in `batch_axes` alone: nothing is sent along them.
@@ -41,6 +42,7 @@ class MeshLayout:
     shard_axes: Axes
     tensor_axes: Axes
     master_axes: Axes
+    fsdp_axes: Axes
 
     @property
     def width_axes(self) -> Axes:
@@ -95,10 +97,10 @@ def on_mesh(
         *(f"{a}{end}" for a in batch for end in ("", "_outer", "_inner"))
     )
     whole = (layout, refined, batch_axes)
+    fsdp = order(*sum(within(*axes.FSDP_AXES), ()))
     if layout.is_local:
-        resting = sum(within(*axes.FSDP_AXES), ())
         return MeshLayout(
-            *whole, tensor_axes, tensor_axes, (), (), tensor_axes, resting
+            *whole, tensor_axes, tensor_axes, (), (), tensor_axes, fsdp, fsdp
         )
     resting = () if axes.DATA in layout.axes else sum(within(axes.DATA), ())
     peers, domain = within(*layout.axes)
@@ -110,7 +112,7 @@ def on_mesh(
     else:
         shards = shards + tensor_axes
     owners = order(*peers, *domain)
-    return MeshLayout(*whole, owners, peers, domain, shards, tensor_axes, resting)
+    return MeshLayout(*whole, owners, peers, domain, shards, tensor_axes, resting, fsdp)
 
 
 def _check_order(mesh, layout: Layout, names: axes.MeshAxes) -> None:

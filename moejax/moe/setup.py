@@ -11,9 +11,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from moejax.axes import OWN_NAMES, MeshAxes, axis_size, everywhere, put
-from moejax.config import Moe, Router
+from moejax.config import Model, Moe, Router
 from moejax.moe.mesh_roles import MeshLayout, on_mesh
 from moejax.moe.types import Placement
+from moejax.moe.weights.gather import Rest, resting_dim
 from moejax.moe.weights.stores import master_param_spec
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
@@ -30,6 +31,11 @@ class LayerSetup:
     layout: Layout
     mesh: Mesh | AbstractMesh
     axes: MeshAxes = OWN_NAMES
+    is_router_split: bool = False
+    """Whether the router's matrix rests split over data and expert, as the dense
+    matrices of moejax.model do, if it is large. Otherwise it is whole everywhere."""
+    gradient_reduce_dtype: str = Model.gradient_reduce_dtype
+    """Dtype in which gradients of experts travel (Model.gradient_reduce_dtype)."""
 
     @functools.cached_property
     def mesh_layout(self) -> MeshLayout:
@@ -49,11 +55,25 @@ class LayerSetup:
 
     def param_sharding(self, dims: str | None = None) -> NamedSharding:
         """Return the sharding of a parameter. Expert weights, of dims 'edf' or 'efd',
-        are split over their owners; other parameters (None) are whole everywhere."""
+        are split over their owners; the router's bias (None) is whole everywhere."""
         if dims is None:
             return NamedSharding(self.mesh_layout.mesh, P())
         spec = master_param_spec(dims, self.layout.store, self.mesh_layout)
         return NamedSharding(self.mesh_layout.mesh, spec)
+
+    @functools.cached_property
+    def router_rest(self) -> Rest:
+        """How the router's matrix rests. It is used in float32, in which its gradient
+        travels too."""
+        along = self.mesh_layout.fsdp_axes if self.is_router_split else ()
+        shape = self.d_model, self.moe.num_experts
+        dim = resting_dim(shape, axis_size(self.mesh_layout.mesh, along))
+        return Rest(dim or 0, () if dim is None else along, None, "float32")
+
+    @property
+    def router_sharding(self) -> NamedSharding:
+        """Sharding of the router's matrix."""
+        return NamedSharding(self.mesh_layout.mesh, self.router_rest.spec)
 
     def home_plan(self, num_layers: int = 1) -> ExpertPlan:
         """Return the plan with every expert at its owner and nowhere else."""

@@ -118,12 +118,24 @@ class Resolved:
     def lines(self) -> list[str]:
         """Return lines that say how each None and 'auto' was answered, and why."""
         choices = self.communication.lines()
-        lines = [*choices, kernel_line(self.kernels)]
+        lines = [*choices, kernel_line(self.kernels), self._gradient_line()]
         if answers := self._answers():
             lines.append(f"None, so chosen    {', '.join(answers)}")
         if choices or self._is_balanced:
             lines.append(f"speeds             {self.speeds}")
         return lines
+
+    def _gradient_line(self) -> str:
+        """Return the line that says in which dtype gradients travel."""
+        model = self.cfg.model
+        dtype, why = model.gradient_reduce_dtype, "Model.gradient_reduce_dtype"
+        if model.compute_dtype == "float32":
+            dtype, why = "float32", "as Model.compute_dtype"
+        how = "reduce-scatter" if dtype == "float32" else "all_to_all"
+        return (
+            f"gradients          of weights travel in {dtype} by {how}, summed in "
+            f"float32 ({why})"
+        )
 
     @property
     def speeds(self) -> str:

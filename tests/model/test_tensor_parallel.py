@@ -71,7 +71,7 @@ PARTS = {
     "norms per head": attention("head"),
     "norms over all heads": attention("full"),
     "swiglu": Part(
-        lambda mesh: SwiGlu(D, F, mesh, nnx.Rngs(0)), lambda module, x: module(x)
+        lambda mesh: SwiGlu(CFG, F, mesh, nnx.Rngs(0)), lambda module, x: module(x)
     ),
 }
 
@@ -231,7 +231,8 @@ def test_matrices_are_split_over_tensor_and_fsdp(name):
 def test_small_matrices_are_split_over_tensor_alone():
     """Small matrices are split over the tensor axis, which splits the computation, and
     are not gathered."""
-    part = Part(lambda mesh: SwiGlu(8, 16, mesh, nnx.Rngs(0)), None)
+    small = dataclasses.replace(CFG, d_model=8)
+    part = Part(lambda mesh: SwiGlu(small, 16, mesh, nnx.Rngs(0)), None)
     _, shapes = split_part(part, build_mesh(SPLITS[1]))
     assert shapes["up_df"].sharding.spec == P(None, "tensor")
     assert shapes["down_fd"].sharding.spec == P("tensor", None)
@@ -291,4 +292,4 @@ def test_sizes_that_the_tensor_axis_cannot_split_are_refused():
     ):
         Attention(dataclasses.replace(CFG, num_kv_heads=2), mesh, nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"d_ff .*=30 .* use 32, or Mesh.tensor = 2"):
-        SwiGlu(D, 30, mesh, nnx.Rngs(0))
+        SwiGlu(CFG, 30, mesh, nnx.Rngs(0))

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from moejax.balance.settings import Settings
-from moejax.config import Balance, Config, Dispatch, Moe, Network, Train
+from moejax.config import Balance, Config, Dispatch, Model, Moe, Network, Train
 from moejax.perf.cost_model import NOTES
 from moejax.plan.layout import Layout, Topology
 from moejax.plan.parallel import Tensor
@@ -35,19 +35,40 @@ def test_no_question_is_open_below(policy):
 
 
 def test_the_lines_say_what_auto_became_and_why():
-    kernels, answers = make_run(CFG).lines()
+    kernels, gradients, answers = make_run(CFG).lines()
     assert kernels.startswith("kernels ")
     assert answers.startswith("None, so chosen ")
     assert "Dispatch.store = 'owned'" in answers
     assert "None" not in answers.removeprefix("None")
     assert "Balance." not in answers, "home asks nothing of the balancer"
-    chosen, *candidates, kernels, answers, speeds = make_run(TENSOR).lines()
+    assert "travel in bfloat16 by all_to_all" in gradients
+    chosen, *candidates, kernels, _, answers, speeds = make_run(TENSOR).lines()
     assert all(" modelled " in line for line in candidates)
     assert speeds.startswith("speeds             presumed, 50 TFLOP/s and 12.5 GB/s")
     assert (chosen.startswith("schedule ") and "because" in chosen) or ":" in chosen
     assert {line.split()[0] for line in candidates} >= {"base", "s1", "s1h", "s2"}
     assert kernels.startswith("kernels ")
     assert make_run(TENSOR).layout.tensor.schedule in chosen
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"gradient_reduce_dtype": "float32"},
+            "travel in float32 by reduce-scatter, summed in float32 "
+            "(Model.gradient_reduce_dtype)",
+        ),
+        (
+            {"compute_dtype": "float32"},
+            "travel in float32 by reduce-scatter, summed in float32 "
+            "(as Model.compute_dtype)",
+        ),
+    ],
+)
+def test_the_lines_say_how_gradients_travel(fields, words):
+    lines = make_run(dataclasses.replace(CFG, model=Model(**fields))).lines()
+    assert any(line.startswith("gradients ") and words in line for line in lines)
 
 
 def test_a_relayout_is_the_next_value():

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from moejax.axes import BATCH_AXES, make_mesh, sharding
-from moejax.config import Moe, Router
+from moejax.config import Model, Moe, Router
 from moejax.model.layers import SwiGlu
 from moejax.moe import reference, route
 from moejax.moe.layer import MoeLayer
@@ -49,7 +49,7 @@ def split_modules(mesh, moe: Moe):
     rngs = nnx.Rngs(0)
     modules = {"moe": MoeLayer(moe, WIDTH, rngs)}
     if moe.num_shared_experts:
-        modules["dense"] = SwiGlu(WIDTH, 32, mesh, rngs)
+        modules["dense"] = SwiGlu(Model(d_model=WIDTH), 32, mesh, rngs)
     return nnx.split(nnx.Dict(modules), nnx.Param, ...)
 
 
