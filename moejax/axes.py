@@ -31,6 +31,8 @@ BATCH_AXES = (DC, DATA, EXPERT)
 """A batch is split over all three: experts share data parallelism's devices."""
 FSDP_AXES = (DATA, EXPERT)
 """Dense parameters and their moments are split over these: they exist once per dc."""
+VOCAB_AXES = (DATA, EXPERT, TENSOR)
+"""The rows of embedding and head are split over these (moejax.model.vocabulary)."""
 AUTO = (AxisType.Auto,)
 
 

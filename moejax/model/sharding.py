@@ -2,11 +2,12 @@
 
     parameter       stored split over         used split over
     dense matrix    (data, expert), tensor    tensor
-    embedding       (data, expert)            nothing: whole
+    embedding, head (data, expert, tensor)    expert, tensor (moejax.model.vocabulary)
     norm            nothing: small            nothing: whole
     expert weights  moejax.moe.weights.stores.master_param_spec
 
-Over (data, expert) the largest dim is split that the number of those devices divides.
+Over (data, expert) the largest dim is split that the number of those devices divides; a
+vocabulary that the devices do not divide is stored as a dense matrix is.
 Small parameters stay whole there, because gathering them would cost more than it saves.
 `on_rows` gathers matrices inside shard_map, where each device multiplies its own rows;
 so their gradients are summed where they rest (moejax.moe.weights.gather).
@@ -53,9 +54,21 @@ def param_sharding(
             mesh_layout.mesh,
             tuple(master_param_spec(dims, store, mesh_layout)),
         )
+    elif _are_rows_split(variable, mesh):
+        split = (axes.VOCAB_AXES,)
     else:
         split = _dense_split(shape, mesh, _used_split(variable, len(shape), mesh))
     return axes.sharding(mesh, None, *split) if stacked else axes.sharding(mesh, *split)
+
+
+def _are_rows_split(variable: nnx.Variable, mesh: Mesh) -> bool:
+    """Return whether a parameter is a table with a row for each token id, and is split
+    by rows where it is stored."""
+    if not variable.get_metadata().get("is_vocabulary"):
+        return False
+    is_small = variable.size < MIN_SHARDED_SIZE
+    num_shards = axes.axis_size(mesh, axes.VOCAB_AXES)
+    return not is_small and variable.shape[0] % num_shards == 0
 
 
 def _used_split(variable: nnx.Variable, num_dims: int, mesh: Mesh) -> tuple:

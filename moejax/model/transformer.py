@@ -16,11 +16,13 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from moejax.config import Model, Network
+from moejax.model import vocabulary
 from moejax.model.attention import AttentionContext
 from moejax.model.blocks import Block, Cycle
 from moejax.model.cache import Cache, KvCacheView
 from moejax.model.layers import RmsNorm
 from moejax.model.sharding import gather_param, shard_batch
+from moejax.model.vocabulary import Slices
 from moejax.moe import recorded
 from moejax.moe.dense import dense
 from moejax.moe.exchange.dispatch import ROWS
@@ -83,12 +85,13 @@ class Transformer(nnx.Module):
         self.cfg, self.mesh = cfg, mesh
         embed = jax.nn.initializers.normal(EMBED_SCALE)
         shape = (model.vocab_size, model.d_model)
-        self.embed_vd = nnx.Param(embed(rngs.params(), shape, jnp.float32))
-        self.head_vd = (
-            None
-            if model.tie_embeddings
-            else nnx.Param(embed(rngs.params(), shape, jnp.float32))
-        )
+
+        def table() -> nnx.Param:
+            values_vd = embed(rngs.params(), shape, jnp.float32)
+            return nnx.Param(values_vd, is_vocabulary=True)
+
+        self.embed_vd = table()
+        self.head_vd = None if model.tie_embeddings else table()
         self.prefix = _stack(
             partial(Block, cfg, False, mesh), model.first_k_dense, rngs
         )
@@ -123,7 +126,9 @@ class Transformer(nnx.Module):
             slot_source = SlotSource(placement, layout)
         else:
             slot_source = self._slot_source(placement, layout, slots, tracked_lsx)
-        hidden_btd, sums, _ = self._run(tokens_bt, context, slot_source, step_inputs)
+        slices = Slices(self.mesh, self.cfg.model.vocab_size)
+        x_btd = vocabulary.embed(self.embed_vd[...], tokens_bt, slices, self._dtype)
+        hidden_btd, sums, _ = self._run(x_btd, context, slot_source, step_inputs)
         return hidden_btd, sums
 
     def extend(
@@ -143,8 +148,10 @@ class Transformer(nnx.Module):
         )
         cache_view = KvCacheView(cache.key_lbugi, cache.value_lbugi, jnp.int32(0))
         slot_source = self._slot_source(placement, layout)
+        # Decoding has the table whole on every device, and few tokens.
+        embed_vd = gather_param(self.embed_vd, self.mesh, self._dtype)
         hidden_btd, _, cache_view = self._run(
-            tokens_bt, context, slot_source, cache_view=cache_view
+            embed_vd[tokens_bt], context, slot_source, cache_view=cache_view
         )
         cache = Cache(
             key_lbugi=cache_view.key_lbugi,
@@ -174,7 +181,7 @@ class Transformer(nnx.Module):
 
     def _run(
         self,
-        tokens_bt,
+        x_btd,
         context,
         slot_source: SlotSource,
         step_inputs=None,
@@ -183,8 +190,7 @@ class Transformer(nnx.Module):
         """Run all layers. Return the hidden states, the sums of the MoE layers, and the
         cache view after the last layer."""
         model, moe = self.cfg.model, self.cfg.moe
-        embed_vd = gather_param(self.embed_vd, self.mesh, self._dtype)
-        x_btd = shard_batch(embed_vd[tokens_bt], self.mesh)
+        x_btd = shard_batch(x_btd, self.mesh)
         carry = (x_btd, cache_view, None)
         if self.prefix is not None:
             carry, _ = _scan(self.prefix, carry, context, None, None, model)
@@ -198,7 +204,7 @@ class Transformer(nnx.Module):
                 shape = x_btd.shape
                 jitter_btd = jax.random.uniform(key, shape, jnp.float32, low, high)
             if chance_e is not None:
-                start_bt = jax.random.uniform(key, tokens_bt.shape)
+                start_bt = jax.random.uniform(key, x_btd.shape[:2])
                 forced_btk = recorded.choose(chance_e, start_bt, moe.top_k)
             args = placement, setup
             if step_inputs is not None and step_inputs.is_dense:
@@ -242,9 +248,16 @@ class Transformer(nnx.Module):
         return jnp.dtype(self.cfg.model.compute_dtype)
 
     def head(self) -> Float[Array, "v d"]:
-        """Return the output embedding, whole, in the compute dtype."""
-        head_vd = self.embed_vd if self.head_vd is None else self.head_vd
-        return gather_param(head_vd, self.mesh, self._dtype)
+        """Return the output embedding as it is stored, for a loss."""
+        return self._head[...]
+
+    def whole_head(self) -> Float[Array, "v d"]:
+        """Return the output embedding, whole on every device, in the compute dtype."""
+        return gather_param(self._head, self.mesh, self._dtype)
+
+    @property
+    def _head(self) -> nnx.Param:
+        return self.embed_vd if self.head_vd is None else self.head_vd
 
 
 def _stack(make, count: int, rngs: nnx.Rngs) -> nnx.Module | None:

@@ -53,7 +53,7 @@ def network(cfg: Config) -> Network:
         model = nnx.merge(graph, params, bias)
         position_bt = one_document(tokens_bt) if position_bt is None else position_bt
         hidden_btd, sums = model(tokens_bt, position_bt, placement, layout, step_inputs)
-        return hidden_btd, sums, model.head()
+        return hidden_btd, sums, model.whole_head()
 
     def extend(params, tokens_bt, position_bt, cache, layout):
         model = nnx.merge(graph, params, bias)

@@ -76,7 +76,7 @@ def plain_figures(run_dir, line_b):
             loaded.placement,
             loaded.run.exact_layout(1, len(window_t) - 1),
         )
-        share_tv = jax.nn.log_softmax(hidden_btd[0] @ network.head().T)
+        share_tv = jax.nn.log_softmax(hidden_btd[0] @ network.whole_head().T)
         nats -= jnp.take_along_axis(share_tv, window_t[1:, None], axis=1).sum()
         tokens_le = tokens_le + np.sum(sums.tokens_e, axis=1)
     return nats, tokens_le

@@ -68,7 +68,7 @@ def by_full_passes(run_dir):
         network = nnx.merge(graph, params, bias)
         hidden_btd, _ = network(*windows, placement, layout)
         last_b = jnp.arange(len(PROMPTS)), length_b - 1
-        return jnp.argmax(hidden_btd[last_b] @ network.head().T, axis=-1)
+        return jnp.argmax(hidden_btd[last_b] @ network.whole_head().T, axis=-1)
 
     token_bt = np.zeros((len(PROMPTS), WIDTH), np.int32)
     length_b = np.array([len(prompt) for prompt in encode_prompts()])

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx, struct
 from jaxtyping import Array, Float, Int
 
-from moejax.axes import BATCH_AXES, FSDP_AXES, sharding
+from moejax.axes import BATCH_AXES, FSDP_AXES, VOCAB_AXES, sharding
 from moejax.config import Config
 from moejax.model.cache import Cache
 from moejax.resolve.resolved import Resolved
@@ -147,7 +147,7 @@ def _make_programs(run: Resolved, num_ids: int):
         logits_bv = jnp.einsum(
             "bd,vd->bv",
             hidden_btd[:, -1],
-            network.head(),
+            network.whole_head(),
             preferred_element_type=jnp.float32,
         )
         is_id_v = jnp.arange(logits_bv.shape[1]) < num_ids
@@ -194,7 +194,7 @@ def _gathered_sharding(where: jax.sharding.NamedSharding) -> jax.sharding.NamedS
 
     Only the dims over the expert axis stay sharded.
     """
-    dims = [None if dim == FSDP_AXES else dim for dim in where.spec]
+    dims = [None if dim in (FSDP_AXES, VOCAB_AXES) else dim for dim in where.spec]
     return sharding(where.mesh, *dims)
 
 

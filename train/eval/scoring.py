@@ -93,9 +93,8 @@ def _score_step(run: Resolved, batch_size: int):
         hidden_btd, sums = network(
             batch.tokens_bt, batch.position_bt, placement, layout
         )
-        nats_bt, _ = token_nats(
-            hidden_btd, network.head(), batch.targets_bt, cfg.train.loss_chunk
-        )
+        args = hidden_btd, network.head(), batch.targets_bt, run.mesh
+        nats_bt = token_nats(*args, cfg.train.loss_chunk)
         is_counted_bt = jnp.arange(nats_bt.shape[1]) < count_b[:, None]
         nats = jnp.sum(jnp.where(is_counted_bt, nats_bt, 0.0))
         return nats, jnp.sum(sums.tokens_e, axis=1)

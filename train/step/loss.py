@@ -1,55 +1,184 @@
-"""Cross-entropy in chunks of positions, so that not all logits exist at once."""
+"""Cross-entropy, split over the vocabulary, with gradients made in the forward pass.
+
+Each device computes the logits of its slice of the vocabulary for the tokens of its
+group (moejax.model.vocabulary), a chunk of tokens at a time:
+
+    1. hidden states of the group's tokens are gathered, in the compute dtype;
+    2. a chunk's logits are a product with the slice, in float32;
+    3. their maxima, and then the sums of their exponentials and the targets' logits,
+       are combined over the slices: three numbers a token;
+    4. the gradient of the logits, softmax minus one-hot, is made while the logits are
+       there, and a product with the slice makes the hidden states' gradient from it;
+    5. the parts of the hidden states' gradient go home and are summed there; the
+       gradient of the slice is one product over all chunks.
+
+A training step computes the logits once, as Liger Kernel does on one GPU (Hsu et al.
+2024, arXiv:2410.10989): 6 FLOPs for each weight and token, where a backward pass that
+makes logits again takes 8. The backward pass multiplies the gradients by the incoming
+one, a number.
+"""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
+
+from moejax.axes import EXPERT, TENSOR
+from moejax.model.vocabulary import BATCH, ROWS, SLICE_AXES, Slices, gather_group
 
 
 def cross_entropy(
     hidden_btd: Float[Array, "b t d"],
     head_vd: Float[Array, "v d"],
     targets_bt: Int[Array, "b t"],
+    mesh: Mesh,
     chunk: int,
+    z_loss: float = 0.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Return the mean nats per token and the mean of logsumexp(logits)^2.
+    """Return the mean loss per token, and the nats per token in it.
 
-    The second is PaLM's z-loss. `chunk` positions at a time have logits.
+    The loss is nats and `z_loss` times the mean of logsumexp(logits)^2, PaLM's z-loss.
+    It has a gradient, and the nats have none. The other arguments are those of
+    `token_nats`.
     """
-    nats_bt, square_bt = token_nats(hidden_btd, head_vd, targets_bt, chunk)
-    return jnp.mean(nats_bt), jnp.mean(square_bt)
+    loss, nats = _mean_loss(hidden_btd, head_vd, targets_bt, mesh, chunk, z_loss)
+    return loss, jax.lax.stop_gradient(nats)
 
 
-@jax.named_scope("loss")
 def token_nats(
     hidden_btd: Float[Array, "b t d"],
     head_vd: Float[Array, "v d"],
     targets_bt: Int[Array, "b t"],
+    mesh: Mesh,
     chunk: int,
-) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
-    """Return the nats of each target and logsumexp(logits)^2 at its position.
+) -> Float[Array, "b t"]:
+    """Return the nats of each target, which have no gradient.
 
-    Logits are float32; hidden_btd and head_vd share any dtype. `chunk` divides t, or
-    exceeds it.
+    `head_vd` is the output embedding as it is stored. Products take it in the dtype of
+    hidden_btd; logits are float32, or wider if that is. `chunk` positions of each row
+    have logits at a time; it divides t, or exceeds it.
     """
+    arrays = jax.lax.stop_gradient((hidden_btd, head_vd))
+    return _token_losses(*arrays, targets_bt, mesh, chunk)[0]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _mean_loss(hidden_btd, head_vd, targets_bt, mesh, chunk, z_loss):
+    """Return the mean loss and the mean nats per token."""
+    losses = _token_losses(hidden_btd, head_vd, targets_bt, mesh, chunk)
+    return _means(*losses, z_loss)
+
+
+def _mean_loss_forward(hidden_btd, head_vd, targets_bt, mesh, chunk, z_loss):
+    """Return the means, and the gradients of the loss."""
+    args = hidden_btd, head_vd, targets_bt, mesh, chunk
+    *losses, d_hidden_btd, d_head_vd = _token_losses(*args, z_loss)
+    d_head_vd = d_head_vd[: head_vd.shape[0]].astype(head_vd.dtype)
+    return _means(*losses, z_loss), (d_hidden_btd, d_head_vd)
+
+
+def _mean_loss_backward(mesh, chunk, z_loss, grads, d_means):
+    d_loss, _ = d_means
+    return *((grad * d_loss).astype(grad.dtype) for grad in grads), None
+
+
+_mean_loss.defvjp(_mean_loss_forward, _mean_loss_backward)
+
+
+def _means(nats_bt, square_bt, z_loss):
+    nats = jnp.mean(nats_bt)
+    return nats + z_loss * jnp.mean(square_bt), nats
+
+
+@jax.named_scope("loss")
+def _token_losses(hidden_btd, head_vd, targets_bt, mesh, chunk, z_loss=None):
+    """Return nats and logsumexp(logits)^2 of each token [b, t].
+
+    If `z_loss` is not None, return also the gradients of the mean loss by hidden_btd
+    and by the padded head.
+    """
+    slices = Slices(mesh, head_vd.shape[0])
     b, t, d = hidden_btd.shape
-    count = t // min(chunk, t)
-    hidden_cbtd = hidden_btd.reshape(b, count, -1, d).swapaxes(0, 1)
-    targets_cbt = targets_bt.reshape(b, count, -1).swapaxes(0, 1)
+    num_chunks = t // min(chunk, t)
 
-    @jax.checkpoint
-    def chunk_nats(args):
-        hidden, target = args
-        logits = jnp.einsum(
-            "btd,vd->btv",
-            hidden,
-            head_vd,
-            preferred_element_type=jnp.float32,
+    def body(block_vd, hidden_btd, targets_bt):
+        slice_vd = slices.gather(block_vd, hidden_btd.dtype)
+        hidden_md = gather_group(hidden_btd)
+        row_m = slices.row_of(gather_group(targets_bt))
+        of_chunk = partial(_chunk, slice_vd, slices.is_real(), z_loss, b * t)
+        chunks = hidden_md.reshape(num_chunks, -1, d), row_m.reshape(num_chunks, -1)
+        _, parts = jax.lax.scan(
+            lambda _, args: (None, of_chunk(*args)),
+            None,
+            chunks,
+            unroll=num_chunks == 1,
         )
-        norm = jax.nn.logsumexp(logits, axis=-1)
-        chosen = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
-        return norm - chosen, norm * norm
+        nats_m, square_m, *grads = (x.reshape(-1, *x.shape[2:]) for x in parts)
+        losses = (_own(x_m, targets_bt.shape) for x_m in (nats_m, square_m))
+        if z_loss is None:
+            return (*losses,)
+        d_logits_mv, d_hidden_md = grads
+        wide = jnp.promote_types(block_vd.dtype, jnp.float32)
+        d_slice_vd = jnp.einsum(
+            "mv,md->vd", d_logits_mv, hidden_md, preferred_element_type=wide
+        )
+        d_hidden_btd = sum_at_home(d_hidden_md).reshape(hidden_btd.shape)
+        return *losses, d_hidden_btd, slices.sum_gradient(d_slice_vd)
 
-    if count == 1:
-        return chunk_nats((hidden_btd, targets_bt))
-    chunks = jax.lax.map(chunk_nats, (hidden_cbtd, targets_cbt))
-    return jax.tree.map(lambda leaf: leaf.swapaxes(0, 1).reshape(b, t), chunks)
+    return jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(ROWS, BATCH, BATCH),
+        out_specs=(BATCH,) * 2 + (() if z_loss is None else (BATCH, ROWS)),
+    )(slices.pad(head_vd), hidden_btd, targets_bt)
+
+
+def _chunk(slice_vd, is_real_v, z_loss, num_tokens, hidden_md, row_m):
+    """Return nats and logsumexp(logits)^2 of a chunk's tokens [m], equal on all slices.
+
+    If `z_loss` is not None, return also the gradient of the mean loss of `num_tokens`
+    by this slice's logits [m, v], and its part by hidden_md [m, d].
+    """
+    dtype = hidden_md.dtype
+    logits_mv = jnp.einsum(
+        "md,vd->mv",
+        hidden_md,
+        slice_vd,
+        preferred_element_type=jnp.promote_types(dtype, jnp.float32),
+    )
+    logits_mv = jnp.where(is_real_v, logits_mv, -jnp.inf)
+    is_target_mv = jnp.arange(len(slice_vd)) == row_m[:, None]
+    max_m = jax.lax.pmax(jnp.max(logits_mv, axis=1), SLICE_AXES)
+    exp_m = jnp.sum(jnp.exp(logits_mv - max_m[:, None]), axis=1)
+    chosen_m = jnp.sum(jnp.where(is_target_mv, logits_mv, 0), axis=1)
+    exp_m, chosen_m = jax.lax.psum((exp_m, chosen_m), SLICE_AXES)
+    norm_m = max_m + jnp.log(exp_m)
+    losses = norm_m - chosen_m, norm_m * norm_m
+    if z_loss is None:
+        return losses
+    share_mv = jnp.exp(logits_mv - norm_m[:, None])
+    d_logits_mv = share_mv * (1 + 2 * z_loss * norm_m[:, None]) - is_target_mv
+    d_logits_mv = (d_logits_mv / num_tokens).astype(dtype)
+    d_hidden_md = jnp.einsum("mv,vd->md", d_logits_mv, slice_vd)
+    return *losses, d_logits_mv, d_hidden_md
+
+
+def _own(x_m, shape):
+    """Return the values of this device's tokens [b, t] among those of its group."""
+    x_wn = x_m.reshape(-1, *shape)
+    return x_wn[jax.lax.axis_index(EXPERT)]
+
+
+def sum_at_home(part_md: Float[Array, "m d"]) -> Float[Array, "n d"]:
+    """Return the sum over slices of the parts for this device's own tokens.
+
+    `part_md` are this device's parts for all tokens of its group. They travel in their
+    own dtype, and are summed in float32, or wider if that is, where they arrive.
+    """
+    w, d = jax.lax.axis_size(EXPERT), part_md.shape[1]
+    part_wnd = jax.lax.all_to_all(part_md.reshape(w, -1, d), EXPERT, 0, 0)
+    wide = jnp.promote_types(part_md.dtype, jnp.float32)
+    sum_nd = jnp.sum(part_wnd.astype(wide), axis=0).astype(part_md.dtype)
+    return jax.lax.psum(sum_nd, TENSOR)

@@ -144,17 +144,18 @@ def make_loss(context: StepContext):
             inputs.slots,
             inputs.tracked,
         )
-        nats, square = cross_entropy(
-            hidden_btd, network.head(), batch.targets_bt, cfg.train.loss_chunk
+        loss, nats = cross_entropy(
+            hidden_btd,
+            network.head(),
+            batch.targets_bt,
+            context.mesh,
+            cfg.train.loss_chunk,
+            cfg.train.logit_z_loss,
         )
         stats = RoutingStats.from_sums(sums)
         sizes = batch.tokens_bt.size, cfg.data.seq_len
         router = routing.router_losses(sums.over_devices(), *sizes)
-        total = (
-            nats
-            + cfg.train.logit_z_loss * square
-            + routing.weighted_loss(router, cfg.router)
-        )
+        total = loss + routing.weighted_loss(router, cfg.router)
         return total, (nats, router, stats)
 
     return loss_fn
