@@ -30,7 +30,7 @@ from jaxtyping import Array
 
 from moejax import axes
 from moejax.moe.mesh_roles import MeshLayout
-from moejax.moe.weights.gather import Rest, gather, resting_dim
+from moejax.moe.weights.gather import MIN_SHARDED_SIZE, Rest, gather, resting_dim
 from moejax.moe.weights.stores import master_param_spec
 from moejax.plan.layout import Store
 
