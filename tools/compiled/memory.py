@@ -162,6 +162,6 @@ def short(origin: Origin) -> str:
     transformations."""
     skipped = ("while", "body", "eval_jaxpr", "shard_map", "checkpoint", "closed_call")
     path = origin.stacked or origin.op_name
-    path = path.removeprefix("(").partition(":")[0]  # one of several that XLA joined
+    path = path.replace("/(", "/").partition(":")[0]  # one of several that XLA joined
     parts = [part for part in path.split("/")[1:] if part not in skipped]
     return ("all layers of " if origin.stacked else "") + "/".join(parts)
