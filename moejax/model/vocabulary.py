@@ -34,6 +34,8 @@ BATCH = P(BATCH_AXES)
 """PartitionSpec of tokens and hidden states."""
 BLOCK = 32
 """Number of sorted rows that `sum_rows` sums in one product."""
+COLUMNS = 256
+"""Number of columns that `sum_rows` sums at a time, which bounds its memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +104,7 @@ def embed(
 
     def body(block_vd, tokens_bt):
         slice_vd = slices.gather(block_vd, dtype)
-        row_m = slices.row_of(gather_group(tokens_bt))
+        row_m = slices.row_of(gather_group(tokens_bt.reshape(-1)))
         x_md = jnp.where(row_m[:, None] >= 0, slice_vd[jnp.maximum(row_m, 0)], 0)
         x_nd = jax.lax.psum_scatter(x_md, EXPERT, tiled=True)
         return jax.lax.psum(x_nd, TENSOR).reshape(*tokens_bt.shape, -1)
@@ -122,8 +124,8 @@ def _embed_backward(slices, dtype, saved, d_x_btd):
     tokens_bt, no_rows_vd = saved
 
     def body(tokens_bt, d_x_btd):
-        row_m = slices.row_of(gather_group(tokens_bt))
-        d_x_md = gather_group(d_x_btd)
+        row_m = slices.row_of(gather_group(tokens_bt.reshape(-1)))
+        d_x_md = gather_group(d_x_btd.reshape(-1, d_x_btd.shape[-1]))
         return slices.sum_gradient(sum_rows(d_x_md, row_m, slices.num_rows))
 
     grad_vd = jax.shard_map(
@@ -146,35 +148,46 @@ def sum_rows(
     goes on from one block to the next are summed by a second such product. A scatter
     then writes each sum once.
     """
-    d = x_md.shape[1]
     wide = jnp.promote_types(x_md.dtype, jnp.float32)
     row_m = jnp.where(row_m < 0, num_rows, row_m)
     order_m = jnp.argsort(row_m, stable=True)
-    x_bkd = _in_blocks(x_md[order_m], 0)
     row_bk = _in_blocks(row_m[order_m], num_rows)
     is_new_bk = jnp.diff(row_bk, axis=1, prepend=-1) != 0
     is_same_bkk = row_bk[:, :, None] == row_bk[:, None]
     hit_bkk = (is_new_bk[:, :, None] & is_same_bkk).astype(x_md.dtype)
-    precise = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": wide}
-    sum_bkd = jnp.einsum("bkj,bjd->bkd", hit_bkk, x_bkd, **precise)
 
     # The last row of a block collects the parts at the beginning of later blocks.
     first_b, last_b = row_bk[:, 0], row_bk[:, -1]
     continues_b = first_b == jnp.roll(last_b, 1).at[0].set(-1)
     starts_b = ~(continues_b & (first_b == last_b))
     is_part_bb = (last_b[:, None] == first_b) & continues_b & starts_b[:, None]
-    more_bd = jnp.einsum("bc,cd->bd", is_part_bb.astype(wide), sum_bkd[:, 0], **precise)
     is_last_bk = is_new_bk & (row_bk == last_b[:, None])
-    sum_bkd = sum_bkd + jnp.where(is_last_bk[..., None], more_bd[:, None], 0)
-
-    is_written_bk = is_new_bk.at[:, 0].set(~continues_b)
+    is_written_bk = is_new_bk.at[:, 0].set(~continues_b) & (row_bk < num_rows)
     nowhere_bk = num_rows + jnp.arange(row_bk.size).reshape(row_bk.shape)
-    at_bk = jnp.where(is_written_bk & (row_bk < num_rows), row_bk, nowhere_bk)
-    return (
-        jnp.zeros((num_rows, d), wide)
-        .at[at_bk.reshape(-1)]
-        .set(sum_bkd.reshape(-1, d), mode="drop", unique_indices=True)
+    at_bk = jnp.where(is_written_bk, row_bk, nowhere_bk)
+    precise = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": wide}
+
+    def sum_columns(x_md):
+        x_bkd = _in_blocks(x_md[order_m], 0)
+        sum_bkd = jnp.einsum("bkj,bjd->bkd", hit_bkk, x_bkd, **precise)
+        first_bd = sum_bkd[:, 0]
+        more_bd = jnp.einsum("bc,cd->bd", is_part_bb.astype(wide), first_bd, **precise)
+        sum_bkd += jnp.where(is_last_bk[..., None], more_bd[:, None], 0)
+        sum_md = sum_bkd.reshape(row_bk.size, -1)
+        zero_vd = jnp.zeros((num_rows, sum_md.shape[1]), wide)
+        options = {"mode": "drop", "unique_indices": True}
+        return zero_vd.at[at_bk.reshape(-1)].set(sum_md, **options)
+
+    d = x_md.shape[1]
+    if d <= COLUMNS or d % COLUMNS:
+        return sum_columns(x_md)
+    sum_cvd = jax.lax.map(
+        lambda start: sum_columns(
+            jax.lax.dynamic_slice_in_dim(x_md, start, COLUMNS, axis=1)
+        ),
+        jnp.arange(0, d, COLUMNS),
     )
+    return sum_cvd.swapaxes(0, 1).reshape(num_rows, d)
 
 
 def _in_blocks(x: Array, fill) -> Array:
@@ -184,7 +197,6 @@ def _in_blocks(x: Array, fill) -> Array:
     return jnp.pad(x, widths, constant_values=fill).reshape(-1, k, *x.shape[1:])
 
 
-def gather_group(x_bt: Array) -> Array:
-    """Return the values of the tokens of all devices of the group, [m, ..]."""
-    x_n = x_bt.reshape(-1, *x_bt.shape[2:])
-    return jax.lax.all_gather(x_n, EXPERT, tiled=True)
+def gather_group(x: Array, axis: int = 0) -> Array:
+    """Return the values of all devices of the group, joined along a dim."""
+    return jax.lax.all_gather(x, EXPERT, axis=axis, tiled=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moejax import axes
-from moejax.model.vocabulary import Slices, embed, sum_rows
+from moejax.model.vocabulary import COLUMNS, Slices, embed, sum_rows
 from moejax.plan.layout import Topology
 from tests.support.close import assert_close
 
@@ -75,10 +75,12 @@ def test_rows_and_gradient_are_those_of_the_whole_table(name, v):
     ],
     ids=str,
 )
-def test_sum_rows_is_a_sum(rows):
+@pytest.mark.parametrize("width", [3, 2 * COLUMNS])
+def test_sum_rows_is_a_sum(rows, width):
     """Rows that fill blocks, span several, or have no x have the sums of the
     definition."""
     row_m = np.asarray(rows, np.int32)
-    x_md = np.random.default_rng(1).standard_normal((len(row_m), 3)).astype(np.float32)
+    x_md = np.random.default_rng(1).standard_normal((len(row_m), width))
+    x_md = x_md.astype(np.float32)
     expected_vd = np.stack([x_md[row_m == v].sum(axis=0) for v in range(7)])
     assert_close(sum_rows(x_md, row_m, 7), expected_vd)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from moejax.axes import EXPERT, TENSOR
+from moejax.axes import AXES, EXPERT, TENSOR
 from moejax.model.vocabulary import BATCH, ROWS, SLICE_AXES, Slices, gather_group
 
 
@@ -105,27 +105,32 @@ def _token_losses(hidden_btd, head_vd, targets_bt, mesh, chunk, z_loss=None):
 
     def body(block_vd, hidden_btd, targets_bt):
         slice_vd = slices.gather(block_vd, hidden_btd.dtype)
-        hidden_md = gather_group(hidden_btd)
-        row_m = slices.row_of(gather_group(targets_bt))
         of_chunk = partial(_chunk, slice_vd, slices.is_real(), z_loss, b * t)
-        chunks = hidden_md.reshape(num_chunks, -1, d), row_m.reshape(num_chunks, -1)
-        _, parts = jax.lax.scan(
-            lambda _, args: (None, of_chunk(*args)),
-            None,
-            chunks,
+        row_cm = slices.row_of(gather_group(targets_bt.reshape(num_chunks, -1), 1))
+        hidden_cnd = hidden_btd.reshape(num_chunks, -1, d)
+
+        def next_chunk(carry, args):
+            # The hidden states of the next chunk travel while this one is computed.
+            hidden_md, d_slice_vd = carry
+            next_nd, row_m = args
+            *parts, d_chunk_vd = of_chunk(hidden_md, row_m)
+            if z_loss is not None:
+                d_slice_vd = d_slice_vd + d_chunk_vd
+            return (gather_group(next_nd), d_slice_vd), parts
+
+        wide = jnp.promote_types(block_vd.dtype, jnp.float32)
+        zero_vd = jax.lax.pcast(jnp.zeros(slice_vd.shape, wide), AXES, to="varying")
+        (_, d_slice_vd), parts = jax.lax.scan(
+            next_chunk,
+            (gather_group(hidden_cnd[0]), zero_vd),
+            (jnp.roll(hidden_cnd, -1, axis=0), row_cm),
             unroll=num_chunks == 1,
         )
-        nats_m, square_m, *grads = (x.reshape(-1, *x.shape[2:]) for x in parts)
-        losses = (_own(x_m, targets_bt.shape) for x_m in (nats_m, square_m))
+        nats_bt, square_bt = (x_cn.reshape(targets_bt.shape) for x_cn in parts[:2])
         if z_loss is None:
-            return (*losses,)
-        d_logits_mv, d_hidden_md = grads
-        wide = jnp.promote_types(block_vd.dtype, jnp.float32)
-        d_slice_vd = jnp.einsum(
-            "mv,md->vd", d_logits_mv, hidden_md, preferred_element_type=wide
-        )
-        d_hidden_btd = sum_at_home(d_hidden_md).reshape(hidden_btd.shape)
-        return *losses, d_hidden_btd, slices.sum_gradient(d_slice_vd)
+            return nats_bt, square_bt
+        d_hidden_btd = parts[2].reshape(hidden_btd.shape)
+        return nats_bt, square_bt, d_hidden_btd, slices.sum_gradient(d_slice_vd)
 
     return jax.shard_map(
         body,
@@ -136,18 +141,15 @@ def _token_losses(hidden_btd, head_vd, targets_bt, mesh, chunk, z_loss=None):
 
 
 def _chunk(slice_vd, is_real_v, z_loss, num_tokens, hidden_md, row_m):
-    """Return nats and logsumexp(logits)^2 of a chunk's tokens [m], equal on all slices.
+    """Return nats and logsumexp(logits)^2 of this device's tokens [n] in a chunk.
 
-    If `z_loss` is not None, return also the gradient of the mean loss of `num_tokens`
-    by this slice's logits [m, v], and its part by hidden_md [m, d].
+    If `z_loss` is not None, return also the gradients of the mean loss of `num_tokens`
+    by these tokens' hidden states [n, d] and by this slice [v, d].
     """
     dtype = hidden_md.dtype
-    logits_mv = jnp.einsum(
-        "md,vd->mv",
-        hidden_md,
-        slice_vd,
-        preferred_element_type=jnp.promote_types(dtype, jnp.float32),
-    )
+    wide = jnp.promote_types(dtype, jnp.float32)
+    product = partial(jnp.einsum, preferred_element_type=wide)
+    logits_mv = product("md,vd->mv", hidden_md, slice_vd)
     logits_mv = jnp.where(is_real_v, logits_mv, -jnp.inf)
     is_target_mv = jnp.arange(len(slice_vd)) == row_m[:, None]
     max_m = jax.lax.pmax(jnp.max(logits_mv, axis=1), SLICE_AXES)
@@ -155,20 +157,20 @@ def _chunk(slice_vd, is_real_v, z_loss, num_tokens, hidden_md, row_m):
     chosen_m = jnp.sum(jnp.where(is_target_mv, logits_mv, 0), axis=1)
     exp_m, chosen_m = jax.lax.psum((exp_m, chosen_m), SLICE_AXES)
     norm_m = max_m + jnp.log(exp_m)
-    losses = norm_m - chosen_m, norm_m * norm_m
+    losses = _own(norm_m - chosen_m), _own(norm_m * norm_m)
     if z_loss is None:
-        return losses
+        return *losses, None
     share_mv = jnp.exp(logits_mv - norm_m[:, None])
     d_logits_mv = share_mv * (1 + 2 * z_loss * norm_m[:, None]) - is_target_mv
     d_logits_mv = (d_logits_mv / num_tokens).astype(dtype)
     d_hidden_md = jnp.einsum("mv,vd->md", d_logits_mv, slice_vd)
-    return *losses, d_logits_mv, d_hidden_md
+    d_slice_vd = product("mv,md->vd", d_logits_mv, hidden_md)
+    return *losses, sum_at_home(d_hidden_md), d_slice_vd
 
 
-def _own(x_m, shape):
-    """Return the values of this device's tokens [b, t] among those of its group."""
-    x_wn = x_m.reshape(-1, *shape)
-    return x_wn[jax.lax.axis_index(EXPERT)]
+def _own(x_m):
+    """Return the values of this device's tokens among those of its group."""
+    return x_m.reshape(jax.lax.axis_size(EXPERT), -1)[jax.lax.axis_index(EXPERT)]
 
 
 def sum_at_home(part_md: Float[Array, "m d"]) -> Float[Array, "n d"]:
