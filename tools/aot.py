@@ -16,13 +16,14 @@ is no bad input: `fits` in the record says so.
 """
 
 import argparse
+import dataclasses
 import pathlib
 import sys
 
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from moejax.config import Config  # noqa: E402
-from tools.compiled import target  # noqa: E402
+from moejax.perf import target  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
 from train.config import gin_reader  # noqa: E402
 from train.launch.program import DONE, emit, guarded, set_up_backend  # noqa: E402
@@ -52,7 +53,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--target",
         default="h100",
         help=f"GPU to compile for: {', '.join(target.names())}, or a file like those "
-        "in tools/compiled/targets",
+        "in moejax/perf/targets",
     )
     add("--devices", type=int, default=8, metavar="N", help="GPUs of a node")
     add(
@@ -97,7 +98,9 @@ def count(cfg: Config) -> dict:
 
 def compile_for_target(cfg: Config, args: argparse.Namespace) -> dict:
     """Compile, print the report, and return its record."""
+    from tools.compiled import hlo
     from tools.compiled.compile import compile_step
+    from tools.compiled.exposure import summary
     from tools.compiled.memory import memory
     from tools.compiled.page import page
     from tools.compiled.report import make_report, memory_fraction, text
@@ -105,7 +108,11 @@ def compile_for_target(cfg: Config, args: argparse.Namespace) -> dict:
     gpu = target.load(args.target)
     memory_fraction()  # a wrong variable is found before the minutes of compilation
     step = compile_step(cfg, gpu, args.devices, args.nodes, args.keep)
-    report = make_report(step, memory(step), gpu)
+    rates = dataclasses.replace(gpu.rates, filled_rows=step.run.filled_rows)
+    travels = summary(
+        hlo.read(step.text), dataclasses.asdict(cfg.mesh), args.devices, rates
+    )
+    report = make_report(step, memory(step), travels, gpu)
     print(text(report), flush=True)
     if args.html:
         title = f"{pathlib.Path(args.gin_file[-1]).stem} on {cfg.mesh}"

@@ -22,7 +22,11 @@ from moejax.perf.cost_model import CostModel
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 from moejax.resolve import layouts
-from moejax.resolve.communication import Communication, choose_communication
+from moejax.resolve.communication import (
+    Communication,
+    choose_communication,
+    micro_batch_tokens,
+)
 from moejax.resolve.kernels import choose_kernels, kernel_line
 from moejax.resolve.speeds import load_calibration, make_cost_model
 
@@ -70,6 +74,15 @@ class Resolved:
     def num_owners(self) -> int:
         """Number of devices that share out the experts of each layer."""
         return self.communication.partition.num_owners
+
+    @property
+    def filled_rows(self) -> float:
+        """Share of the rows of round 0's buffers that hold tokens, if the load is
+        even."""
+        tokens = micro_batch_tokens(self.cfg)
+        rows = self.communication.partition.source_tokens(tokens) * self.cfg.moe.top_k
+        view = self.layout.exchanged
+        return min(1.0, rows / (view.num_devices * view.rows_per_peer))
 
     def home_plan(self, layout: Layout | None = None) -> ExpertPlan:
         """Return the plan with every expert at its owner, for the step's layout or

@@ -1,5 +1,9 @@
 """Short texts of compiled programs, in the form that XLA prints."""
 
+import dataclasses
+
+from moejax.perf.rates import Rates
+from moejax.perf.target import load
 from tools.compiled import hlo
 
 HEAD = "HloModule jit_step, is_scheduled=true, entry_computation_layout={()->f32[]}"
@@ -20,3 +24,8 @@ def _block(name: str, lines: str) -> str:
     title = f"{'ENTRY ' * is_entry}%{name.removeprefix('ENTRY ')}"
     body = "\n".join(f"  {line.strip()}" for line in lines.strip().splitlines())
     return f"{title} (p: f32[]) -> f32[] {{\n{body}\n}}"
+
+
+def rates(**speeds: float) -> Rates:
+    """Return rates of an H100, but for those given."""
+    return dataclasses.replace(load("h100").rates, **speeds)

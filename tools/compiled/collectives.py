@@ -4,9 +4,9 @@ import collections
 import dataclasses
 import re
 
+from moejax.perf.rates import Rates
 from tools.compiled.groups import axes_of, device_groups
 from tools.compiled.hlo import Array, Computation, Instruction, Module
-from tools.compiled.rates import Rates
 
 KINDS = (
     "all-gather",
@@ -52,7 +52,9 @@ class Collective:
     is_exchange: bool
     """Whether it carries rows to or from the experts of an MoE layer."""
     is_remat: bool
-    """Whether it is computed again, by jax.checkpoint or by XLA."""
+    """Whether it runs again in the backward pass, by jax.checkpoint or by XLA."""
+    is_xla_remat: bool
+    """Whether XLA made it run again because memory is short."""
     source: str
     op_name: str
 
@@ -187,6 +189,7 @@ def find(
                         and kind in ("all-to-all", "ragged-all-to-all")
                         and bool(_EXCHANGE.search(op_name)),
                         is_remat=is_recomputed(inner) or is_recomputed(instruction),
+                        is_xla_remat=is_xla_remat(inner) or is_xla_remat(instruction),
                         source=_source(module, computation, instruction),
                         op_name=op_name,
                     )

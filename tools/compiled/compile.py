@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from moejax.config import Config
+from moejax.perf.target import Target
 from tools.compiled import wheels
 from tools.compiled.cudnn_checks import of_target
-from tools.compiled.target import Target
 
 SORT = "Missing deviceless CUB scratch size data"
 """Begin of XLA's warning that a sort is compiled in another form than on a GPU."""

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-from tools.compiled.target import CUDNN, Target
+from moejax.perf.target import CUDNN, Target
 
 
 @contextlib.contextmanager

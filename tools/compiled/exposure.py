@@ -10,10 +10,10 @@ neither needs the collective's data nor gives it any.
 import collections
 import dataclasses
 
+from moejax.perf.rates import Rates
 from tools.compiled import collectives
 from tools.compiled.collectives import Collective
 from tools.compiled.hlo import Computation, Instruction, Module
-from tools.compiled.rates import Rates
 from tools.compiled.work import Estimator, Work
 
 _MIB = 2**20
@@ -83,8 +83,14 @@ class Summary:
 
     @property
     def remat_collectives(self) -> list[str]:
-        """Names of the collectives that run again in the backward pass."""
+        """Names of the collectives that run again in the backward pass, those that XLA
+        repeats included."""
         return [e.collective.name for e in self.exposures if e.collective.is_remat]
+
+    @property
+    def xla_remat_collectives(self) -> list[str]:
+        """Names of the collectives that XLA repeats because memory is short."""
+        return [e.collective.name for e in self.exposures if e.collective.is_xla_remat]
 
     def _largest_float32(self, is_meant) -> int:
         return max(
@@ -121,6 +127,7 @@ class Summary:
             "num_remat_ops": self.num_remat_ops,
             "num_xla_remat_ops": self.num_xla_remat_ops,
             "remat_collectives": self.remat_collectives,
+            "xla_remat_collectives": self.xla_remat_collectives,
             "collective_sec": self.collective_sec,
             "sync_collective_sec": self.sync_collective_sec,
             "compute_sec": self.compute_sec,
@@ -129,25 +136,14 @@ class Summary:
             "collectives": self.rows(),
         }
 
-    def lines(self) -> list[str]:
-        """Return a table of the distinct collectives, and the totals, as text.
-
-        A star marks the partitioner's collectives; the others are ours.
-        """
-        head = (
-            f"{'kind':18} {'dtype':8} {'MiB':>8} {'axes':14} {'runs':>5} {'ms':>7} "
-            f"{'hidden':>7}  {'in':24} {'source':38} longest beside it"
-        )
-        return [head, *map(_line, self.rows()), *self.totals()]
-
     def totals(self) -> list[str]:
         """Return the results that concern all collectives, as lines of text."""
         work = self.work
         product_flops = work.dense_flops + work.attention_flops
         product_flops += work.grouped_flops * self.rates.filled_rows
         return [
-            f"hidden: {_percent(self.exchange_hidden_share)} of row exchanges, "
-            f"{_percent(self.collective_hidden_share)} of all collectives' "
+            f"hidden: {percent(self.exchange_hidden_share)} of row exchanges, "
+            f"{percent(self.collective_hidden_share)} of all collectives' "
             f"{1e3 * self.collective_sec:.1f} ms ({1e3 * self.sync_collective_sec:.1f} "
             f"ms synchronous), beside {1e3 * self.compute_sec:.1f} ms of other work "
             f"({product_flops / 1e12:.1f} TFLOP in products)",
@@ -156,9 +152,8 @@ class Summary:
             f"{self.largest_float32_reduce_scatter_bytes / _MIB:.2f} MiB in a "
             "reduce-scatter",
             f"computed again: {self.num_remat_ops} instructions by jax.checkpoint, "
-            f"{self.num_xla_remat_ops} by XLA; collectives: "
-            f"{', '.join(self.remat_collectives) or 'none'}",
-            self.rates.line(),
+            f"{self.num_xla_remat_ops} by XLA; of them collectives: "
+            f"{len(self.remat_collectives)}, {len(self.xla_remat_collectives)} by XLA",
         ]
 
 
@@ -166,7 +161,7 @@ def summary(
     module: Module,
     mesh_shape: dict[str, int],
     devices_per_node: int,
-    rates: Rates | None = None,
+    rates: Rates,
 ) -> Summary:
     """Return what a compiled step exchanges, hides and computes again.
 
@@ -174,7 +169,6 @@ def summary(
     this order, and each `devices_per_node` of them in a row are a node. Raises
     ValueError where the mesh is no whole number of nodes.
     """
-    rates = rates or Rates()
     num_devices = 1
     for size in mesh_shape.values():
         num_devices *= size
@@ -399,19 +393,8 @@ def _row(group: list[Exposure]) -> dict:
     }
 
 
-def _line(row: dict) -> str:
-    hidden = _percent(row["hidden_share"]) if row["is_async"] else "sync"
-    beside = next(iter(row["beside"]), "-")
-    kind = row["kind"] + ("" if row["is_ours"] else " *")
-    place = f"{row['phase']} {row['scope']}".strip()
-    return (
-        f"{kind:18} {row['dtypes']:8} {row['num_bytes'] / _MIB:8.2f} "
-        f"{','.join(row['axes']):14} {row['runs']:5} {1e3 * row['seconds']:7.2f} "
-        f"{hidden:>7}  {place:24} {row['source']:38} {beside}"
-    )
-
-
-def _percent(share: float | None) -> str:
+def percent(share: float | None) -> str:
+    """Return a share as text; '-' where there is nothing to share."""
     return "-" if share is None else f"{100 * share:.1f} %"
 
 

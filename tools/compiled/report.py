@@ -4,9 +4,10 @@ import dataclasses
 import os
 from typing import NamedTuple
 
+from moejax.perf.target import Target
 from tools.compiled.compile import CompiledStep
+from tools.compiled.exposure import Summary, percent
 from tools.compiled.memory import GIB, KINDS, Memory
-from tools.compiled.target import Target
 
 MEMORY_FRACTION = 0.9
 """Share of a GPU's memory that a run may use, unless XLA_PYTHON_CLIENT_MEM_FRACTION is
@@ -40,10 +41,12 @@ class Report(NamedTuple):
     """What XLA said, and what was not covered."""
 
 
-def make_report(step: CompiledStep, held: Memory, target: Target) -> Report:
-    """Return the report of a compiled step and its memory."""
+def make_report(
+    step: CompiledStep, held: Memory, travels: Summary, target: Target
+) -> Report:
+    """Return the report of a compiled step, its memory and its collectives."""
     usable = int(memory_fraction() * target.memory_bytes)
-    warnings = tuple(_warnings(step, target, usable))
+    warnings = tuple(_warnings(step, travels, target, usable))
     record = {
         "target": target.name,
         "mesh": dataclasses.asdict(step.run.cfg.mesh),
@@ -64,15 +67,16 @@ def make_report(step: CompiledStep, held: Memory, target: Target) -> Report:
             for buffer in held.largest
         ],
         "kernels": {name: k._asdict() for name, k in step.run.kernels.items()},
-        "rates": dataclasses.asdict(target.rates),
         "trace_sec": step.trace_sec,
         "lower_sec": step.lower_sec,
         "compile_sec": step.compile_sec,
         "warnings": list(warnings),
         "notes": list(step.notes),
-    }
-    tables = (memory_table(held), largest_table(held))
-    return Report(record, tuple(_lines(step, target)), tables, warnings, step.notes)
+    } | travels.as_dict()
+    tables = (memory_table(held), largest_table(held), travel_table(travels))
+    return Report(
+        record, tuple(_lines(step, target, travels)), tables, warnings, step.notes
+    )
 
 
 def memory_fraction() -> float:
@@ -88,24 +92,21 @@ def memory_fraction() -> float:
     return share
 
 
-def _lines(step: CompiledStep, target: Target) -> list[str]:
-    rates = target.rates
+def _lines(step: CompiledStep, target: Target, travels: Summary) -> list[str]:
     return [
         f"target             {target.name}, {target.memory_bytes / GIB:.1f} GiB",
         f"mesh               {step.run.cfg.mesh}",
         *step.run.lines(),
-        f"rates, as stated   dense products {rates.dense_flops_per_sec / 1e12:g} TF/s, "
-        f"grouped {rates.grouped_flops_per_sec / 1e12:g}, HBM "
-        f"{rates.hbm_bytes_per_sec / 1e12:g} TB/s, NVLink "
-        f"{rates.nvlink_bytes_per_sec / 1e9:g} GB/s, InfiniBand "
-        f"{rates.infiniband_bytes_per_sec / 1e9:g} GB/s per direction",
+        travels.rates.line(),
         f"compiled           traced in {step.trace_sec:.1f} s, lowered in "
         f"{step.lower_sec:.1f} s, compiled in {step.compile_sec:.1f} s",
     ]
 
 
-def _warnings(step: CompiledStep, target: Target, usable: int) -> list[str]:
-    """Return in plain words what is wrong with the step's memory."""
+def _warnings(
+    step: CompiledStep, travels: Summary, target: Target, usable: int
+) -> list[str]:
+    """Return in plain words what is wrong with the step."""
     warnings = []
     if step.peak_bytes > usable:
         warnings.append(
@@ -120,6 +121,17 @@ def _warnings(step: CompiledStep, target: Target, usable: int) -> list[str]:
             "near the limit: XLA makes collectives synchronous, because temporaries "
             f"take {step.temp_bytes / GIB:.1f} GiB and its scheduler plans with "
             f"{max(limit, 0) / GIB:.1f} GiB"
+        )
+    if (seconds := travels.sync_collective_sec) > 0:
+        share = seconds / travels.collective_sec
+        warnings.append(
+            f"{share:.0%} of the collectives' time is synchronous: nothing runs beside "
+            "them"
+        )
+    if names := travels.xla_remat_collectives:
+        warnings.append(
+            "memory is short: XLA repeats collectives in the backward pass, "
+            f"{', '.join(names)}"
         )
     return warnings
 
@@ -152,6 +164,32 @@ def largest_table(held: Memory) -> Table:
     ]
     title = f"the {len(rows)} largest buffers at the peak"
     return Table(title, ("GiB", "kind", "array", "source", "what"), tuple(rows))
+
+
+def travel_table(travels: Summary) -> Table:
+    """Return the table of the distinct collectives, the longest exposed first."""
+    rows = [
+        (
+            f"{1e3 * row['exposed_sec']:.2f}",
+            f"{1e3 * row['seconds']:.2f}",
+            "synchronous" if not row["is_async"] else percent(row["hidden_share"]),
+            row["kind"] + ("" if row["is_ours"] else " (partitioner)"),
+            row["dtypes"],
+            f"{row['num_bytes'] / 2**20:.2f}",
+            " ".join(row["axes"]),
+            str(row["runs"]),
+            f"{row['phase']} {row['scope']}".strip(),
+            row["source"] or "-",
+            next(iter(row["beside"]), "-"),
+        )
+        for row in travels.rows()
+    ]
+    columns = (
+        "exposed ms", "ms", "hidden", "collective", "dtype", "MiB", "axes", "runs",
+        "where", "source", "longest beside it",
+    )  # fmt: skip
+    title = "collectives, in a step; " + "; ".join(travels.totals())
+    return Table(title, columns, tuple(rows))
 
 
 def text(report: Report) -> str:

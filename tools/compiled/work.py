@@ -5,8 +5,8 @@ import math
 import re
 from typing import NamedTuple
 
+from moejax.perf.rates import Rates
 from tools.compiled.hlo import Array, Computation, Instruction, Module
-from tools.compiled.rates import Rates
 
 
 class Work(NamedTuple):

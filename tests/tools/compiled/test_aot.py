@@ -3,11 +3,11 @@ here; and the bad inputs of tools/aot.py."""
 
 import pytest
 
+from moejax.perf.target import FOLDER
 from tests.support.aot import TOY, run_aot
 from tools import aot
 from tools.compiled import wheels
 from tools.compiled.memory import KINDS, NUM_LARGEST
-from tools.compiled.target import FOLDER
 from train.config import gin_reader
 
 GIB = 2**30

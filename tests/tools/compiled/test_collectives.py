@@ -2,14 +2,13 @@
 
 import pytest
 
-from tests.support.hlo_text import read_program
+from tests.support.hlo_text import rates, read_program
 from tools.compiled import collectives
 from tools.compiled.collectives import Part
-from tools.compiled.rates import Rates
 
 MESH = {"dc": 1, "data": 1, "expert": 4, "tensor": 1}
 ALL = "replica_groups=[1,4]<=[4]"
-RATES = Rates(nvlink_bytes_per_sec=64.0, infiniband_bytes_per_sec=4.0)
+RATES = rates(nvlink_bytes_per_sec=64.0, infiniband_bytes_per_sec=4.0)
 WRAPPED = f"""wrapped
 %x = f32[4]{{0}} parameter(0)
 ROOT %inner = f32[4]{{0}} all-to-all(%x), {ALL}, dimensions={{0}}"""
@@ -202,7 +201,7 @@ def test_seconds_are_the_travelling_bytes_at_the_links_rate(kind, inside, across
 
 
 def test_both_links_carry_their_own_bytes_at_the_same_time():
-    slow_inside = Rates(nvlink_bytes_per_sec=1.0, infiniband_bytes_per_sec=64.0)
+    slow_inside = rates(nvlink_bytes_per_sec=1.0, infiniband_bytes_per_sec=64.0)
     # Of 256 bytes, each of 4 devices sends a quarter to its neighbour on the node.
     assert one("all-to-all", 64, 4).seconds(2, slow_inside) == 64
     # With one device on each node nothing stays inside.
@@ -211,7 +210,7 @@ def test_both_links_carry_their_own_bytes_at_the_same_time():
 
 def test_a_ragged_exchange_sends_only_filled_rows():
     found = one("ragged-all-to-all", 64, 4)
-    half = Rates(nvlink_bytes_per_sec=64.0, filled_rows=0.5)
+    half = rates(nvlink_bytes_per_sec=64.0, filled_rows=0.5)
     assert found.seconds(4, half) == 0.5 * found.seconds(4, RATES) == 1.5
 
 

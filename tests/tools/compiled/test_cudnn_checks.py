@@ -6,8 +6,8 @@ import jax
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as attention
 
+from moejax.perf.target import load
 from tools.compiled.cudnn_checks import of_target
-from tools.compiled.target import load
 
 WRITTEN_FOR = "0.11.2"
 

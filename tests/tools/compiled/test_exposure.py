@@ -7,12 +7,12 @@ import json
 
 import pytest
 
-from tests.support.hlo_text import read_program
+from tests.support.hlo_text import rates, read_program
 from tools.compiled import exposure
-from tools.compiled.rates import Rates
+from tools.compiled.report import travel_table
 
 MESH = {"dc": 1, "data": 1, "expert": 4, "tensor": 1}
-RATES = Rates(
+RATES = rates(
     dense_flops_per_sec=1.0,
     grouped_flops_per_sec=1.0,
     hbm_bytes_per_sec=2.0**60,
@@ -98,7 +98,6 @@ def test_a_synchronous_collective_hides_behind_nothing(line):
     assert hidden(line, product("a"), DONE.replace("%s", "%p")) == [0]
     assert summary(line).sync_collective_sec == 48
     assert summary(START, DONE).sync_collective_sec == 0
-    assert "sync" in "\n".join(summary(line).lines())
 
 
 def test_two_collectives_in_flight_share_a_product():
@@ -194,16 +193,19 @@ def test_what_is_computed_again_is_counted_and_named():
     )
     assert (found.num_remat_ops, found.num_xla_remat_ops) == (2, 1)
     assert found.remat_collectives == ["kept"]
+    assert found.xla_remat_collectives == []
+    again = summary(START.replace("%s ", "%s.remat ")).xla_remat_collectives
+    assert again == ["s.remat"]
 
 
-def test_the_table_names_what_runs_beside_and_the_rates():
+def test_the_record_names_what_runs_beside_and_the_rates():
     found = summary(START, product("a"), DONE)
-    head, row, *totals = found.lines()
-    assert head.split()[0] == "kind"
-    assert row.split()[0] == "all-gather"
-    assert "33.3 %" in row
-    assert row.endswith("dot")
-    assert RATES.line() in totals
+    table = travel_table(found)
+    (row,) = (dict(zip(table.columns, row)) for row in table.rows)
+    assert row["collective"] == "all-gather (partitioner)"
+    assert row["hidden"] == "33.3 %"
+    assert row["longest beside it"] == "dot"
+    assert all(line in table.title for line in found.totals())
     record = json.loads(json.dumps(found.as_dict()))
     assert record["collectives"][0]["beside"] == {"dot": 16}
     assert record["rates"]["nvlink_bytes_per_sec"] == 1.0

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.support.hlo_text import read_program
-from tools.compiled.rates import Rates
+from tests.support.hlo_text import rates, read_program
 from tools.compiled.work import Estimator, Work
 
 LEAVES = """%x = bf16[8,16]{1,0} parameter(0)
@@ -150,15 +149,15 @@ def test_only_the_slice_of_a_stack_is_read_or_written(line, fused, num_bytes):
 
 
 def test_seconds_are_the_longer_of_flops_and_bytes():
-    rates = Rates(
+    slow = rates(
         dense_flops_per_sec=2.0,
         grouped_flops_per_sec=4.0,
         hbm_bytes_per_sec=8.0,
         filled_rows=0.5,
     )
-    assert Work(dense_flops=8, attention_flops=8, num_bytes=8).seconds(rates) == 8
-    assert Work(grouped_flops=64, num_bytes=8).seconds(rates) == 8
-    assert Work(dense_flops=2, num_bytes=64).seconds(rates) == 8
+    assert Work(dense_flops=8, attention_flops=8, num_bytes=8).seconds(slow) == 8
+    assert Work(grouped_flops=64, num_bytes=8).seconds(slow) == 8
+    assert Work(dense_flops=2, num_bytes=64).seconds(slow) == 8
 
 
 @pytest.mark.parametrize(
@@ -171,4 +170,4 @@ def test_seconds_are_the_longer_of_flops_and_bytes():
 )
 def test_impossible_rates_are_refused(fields, rule):
     with pytest.raises(ValueError, match=rule):
-        Rates(**fields)
+        rates(**fields)

@@ -7,20 +7,19 @@ import dataclasses
 class Rates:
     """Rates of one device, printed with each result that uses them.
 
-    The defaults are what large products and collectives reach on an H100 SXM, not the
-    peaks of its data sheet. They serve to compare compiled programs, not to predict a
-    step's time.
+    They are what large products and transfers reach, not the peaks of a data sheet.
+    They serve to compare compiled programs, not to predict a step's time.
     """
 
-    dense_flops_per_sec: float = 600e12
+    dense_flops_per_sec: float
     """Dense products and attention."""
-    grouped_flops_per_sec: float = 400e12
+    grouped_flops_per_sec: float
     """Products of experts, by the grouped kernels."""
-    hbm_bytes_per_sec: float = 2.6e12
-    nvlink_bytes_per_sec: float = 350e9
-    """One direction."""
-    infiniband_bytes_per_sec: float = 45e9
-    """One direction, one device's card."""
+    hbm_bytes_per_sec: float
+    nvlink_bytes_per_sec: float
+    """To GPUs of the same node, one direction."""
+    infiniband_bytes_per_sec: float
+    """To other nodes, one direction, one device's card."""
     filled_rows: float = 1.0
     """Share of the rows of an exchange buffer that hold tokens. Grouped products skip
     the others, and a ragged exchange does not send them. A padded buffer of 1.5 times

@@ -9,6 +9,8 @@ import math
 import pathlib
 import tomllib
 
+from moejax.perf.rates import Rates
+
 FOLDER = pathlib.Path(__file__).parent / "targets"
 SUFFIX = ".toml"
 
@@ -16,21 +18,6 @@ CUDA = (13, 0)
 """Version of CUDA for whose driver the step is compiled."""
 CUDNN = (9, 28, 0)
 """Version of cuDNN at which the step is compiled: that of constraints.txt."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Rates:
-    """Rates that a device is stated to reach, from which shares of time are made."""
-
-    dense_flops_per_sec: float
-    """Dense products and attention, in bfloat16."""
-    grouped_flops_per_sec: float
-    """Products of experts."""
-    hbm_bytes_per_sec: float
-    nvlink_bytes_per_sec: float
-    """To GPUs of the same node, one direction."""
-    infiniband_bytes_per_sec: float
-    """To other nodes, one direction, per GPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,8 +127,13 @@ def load(name: str) -> Target:
 
 
 def _make(kind, values: dict, path: pathlib.Path):
-    """Return an instance of a dataclass, each field of the type that it states."""
-    fields = {field.name: field.type for field in dataclasses.fields(kind)}
+    """Return an instance of a dataclass from its fields without defaults, each of the
+    type that it states."""
+    fields = {
+        field.name: field.type
+        for field in dataclasses.fields(kind)
+        if field.default is dataclasses.MISSING
+    }
     if unknown := sorted(set(values) - set(fields)):
         raise ValueError(f"{path}: unknown field {unknown[0]!r}")
     for name, type_ in fields.items():

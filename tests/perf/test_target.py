@@ -3,8 +3,8 @@
 import pytest
 
 from moejax.kernels.device import is_hopper
-from tools.compiled import target
-from tools.compiled.target import CUDNN, FOLDER, load
+from moejax.perf import target
+from moejax.perf.target import CUDNN, FOLDER, load
 
 
 @pytest.mark.parametrize("name", ["b200", "h100", "h200"])
