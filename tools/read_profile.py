@@ -26,7 +26,8 @@ from tools.launch.arguments import new_parser  # noqa: E402
 from train.launch.program import BAD_INPUT, refuse  # noqa: E402
 
 PARTS = ["later_rounds", "route", "manifest", "slots", "dispatch", "experts"]
-PARTS += ["combine", "attention", "dense", "gathered", "loss", "optimizer"]
+PARTS += ["combine", "attention", "dense", "gathered", "embedding", "loss"]
+PARTS += ["optimizer"]
 KINDS = {
     "all_to_all": r"all[-_]to[-_]all|SendRecv",
     "all_gather": r"all[-_]?gather",

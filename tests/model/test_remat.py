@@ -85,7 +85,8 @@ def counts(cfg, remat):
         if name == "sort" and operand.size == NUM_ASSIGNMENTS[cfg.router.kind]:
             occurrences["sort of all choices"] += 1
         if name.startswith("all_gather") and operand.dtype == jnp.int32:
-            occurrences["all_gather of counts"] += 1
+            is_tokens = eqn.params["tiled"]  # which the embedding gathers
+            occurrences["all_gather of counts"] += not is_tokens
     return occurrences
 
 

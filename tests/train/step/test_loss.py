@@ -11,6 +11,7 @@ import pytest
 from moejax import axes
 from moejax.plan.layout import Topology
 from tests.support.close import assert_close
+from tests.support.primitives import dot_flops
 from train.step.loss import cross_entropy, token_nats
 
 B, T, D = 8, 12, 16
@@ -26,7 +27,7 @@ MESHES = {
 
 
 def make_arrays(v: int, dtype=np.float64):
-    """Return hidden states, head and targets, and weights of the gradient."""
+    """Return hidden states, head and targets."""
     random = np.random.default_rng(v)
     hidden_btd, head_vd = (
         random.standard_normal(shape).astype(dtype) for shape in ((B, T, D), (v, D))
@@ -44,8 +45,8 @@ def plain_loss(hidden_btd, head_vd, targets_bt):
 
 
 def value_and_grads(loss, *args):
-    """Return loss, nats and gradients by hidden states and head; the loss is not the
-    last function before the gradient."""
+    """Return loss, nats, and the gradients by hidden states and head of a function of
+    the loss."""
 
     def scaled(*args):
         loss_and_nats = loss(*args)
@@ -80,8 +81,18 @@ def split_values(v: int, topology: Topology, chunk: int, dtype=np.float64):
     return loss, nats_bt, *grads
 
 
-@pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize(("v", "chunk"), [(48, 4), (37, T), (5, 100)])
+@pytest.mark.parametrize(
+    ("name", "v", "chunk"),
+    [
+        ("one device", 37, 4),
+        ("expert", 48, T),
+        ("data and expert", 48, 4),
+        ("data and expert", 37, 100),
+        ("tensor", 37, 4),
+        ("dc", 5, 4),
+        ("dc and tensor", 48, 4),
+    ],
+)
 def test_values_and_gradients_are_those_of_whole_logits(name, v, chunk):
     """This holds with one chunk and with several, and for vocabularies that the devices
     do not divide, or that leave devices without a row."""
@@ -90,3 +101,44 @@ def test_values_and_gradients_are_those_of_whole_logits(name, v, chunk):
         assert_close(split_values(v, MESHES[name], chunk), expected)
     actual = split_values(v, MESHES[name], chunk, np.float32)
     assert_close(actual, jax.tree.map(np.float32, expected))
+
+
+def test_logits_are_computed_once():
+    """With the gradient there are three products over the vocabulary, and one
+    without."""
+    args, mesh = (
+        make_arrays(48, np.float32),
+        axes.make_mesh(Topology(), jax.devices()[:1]),
+    )
+
+    def loss(*args):
+        return cross_entropy(*args, mesh, 4)[0]
+
+    product = 2 * B * T * 48 * D
+    assert dot_flops(loss, *args) == product
+    assert dot_flops(jax.grad(loss, (0, 1)), *args) == 3 * product
+
+
+def test_errors_of_bfloat16():
+    """Errors of the gradients are below those of two roundings. The gradient of logits
+    is rounded, that of hidden states also as a part from each slice and as the sum."""
+    mesh = axes.make_mesh(MESHES["data and expert"])
+    *arrays, targets_bt = make_arrays(512)
+    few = [jnp.asarray(array, jnp.bfloat16) for array in arrays]
+    with jax.enable_x64(True):
+        args = *(np.float64(array) for array in few), targets_bt
+        expected = jax.grad(lambda *args: jnp.mean(plain_loss(*args)[1]), (0, 1))(*args)
+    rows = axes.sharding(mesh, axes.BATCH_AXES)
+    hidden_btd, targets_bt = jax.device_put((few[0], targets_bt), rows)
+    head_vd = jax.device_put(few[1].astype(jnp.float32), axes.sharding(mesh))
+    grad = jax.jit(jax.grad(lambda *args: cross_entropy(*args, mesh, 4)[0], (0, 1)))
+    actual = grad(hidden_btd, head_vd, targets_bt)
+    for gradient, exact in zip(actual, expected, strict=True):
+        rounded = jnp.asarray(exact, jnp.bfloat16)
+        assert relative_error(gradient, exact) < 2 * relative_error(rounded, exact)
+
+
+def relative_error(actual, expected) -> float:
+    """Return the norm of the difference over that of `expected`."""
+    difference = np.asarray(actual, np.float64) - np.asarray(expected)
+    return np.linalg.norm(difference) / np.linalg.norm(expected)
