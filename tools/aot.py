@@ -4,9 +4,9 @@
     python tools/aot.py --gin_file=configs/tiny_cpu.gin --census
 
 XLA compiles the whole step on the CPU for the target's GPUs, in a minute or two. The
-tool prints the memory of a device at the peak of the step, by kind, and the largest
-buffers with their source lines (docs/aot.md). `make aot-wheels` installs the plugin it
-needs.
+tool prints the memory of a device at the peak of the step, by kind, the largest buffers
+with their source lines, and the collectives with what hides them (docs/aot.md).
+`make aot-wheels` installs the plugin it needs.
 
 --census counts collectives instead, by who inserted them, in the step compiled for the
 simulated CPU devices and in the step lowered for CUDA. It needs no plugin.

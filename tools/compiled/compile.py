@@ -41,7 +41,9 @@ class CompiledStep:
     run: Any
     """Resolved run on a mesh of the target's devices."""
     text: str
-    """Scheduled HLO of the program of one device."""
+    """Scheduled HLO of the program of one device, in JAX's short form."""
+    dumped_text: str
+    """The same as XLA writes it, with the names that are in the two texts below."""
     buffer_assignment: str
     """XLA's text of which value lies where in memory."""
     live_range: str
@@ -122,7 +124,8 @@ def _compile(cfg, target, sizes, folder, log) -> CompiledStep:
     )
     return CompiledStep(
         run=run,
-        text=_dumped(folder, "gpu_after_optimizations.txt"),
+        text=compiled.as_text(),
+        dumped_text=_dumped(folder, "gpu_after_optimizations.txt"),
         buffer_assignment=_dumped(folder, "optimizations-buffer-assignment.txt"),
         live_range=_dumped(folder, "optimizations-live-range.txt"),
         peak_bytes=stats.peak_memory_in_bytes,

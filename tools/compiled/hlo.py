@@ -39,6 +39,9 @@ class Instruction:
     """Arrays of the result; those of nested tuples in one row."""
     operands: tuple[str, ...]
     """Names of instructions of the same computation."""
+    elements: tuple[int | None, ...]
+    """For each operand that XLA's own files write as '%x#2', which part of that
+    instruction's result it is; None for the whole."""
     attributes: str
     """Text between the operands and the metadata."""
     op_name: str
@@ -170,6 +173,7 @@ def _read_instruction(line: str) -> Instruction | None:
     end = _closing(line, opcode.end())
     is_leaf = opcode[1] in ("parameter", "constant")
     inside = line[opcode.end() : end]
+    operands = [] if is_leaf else _OPERAND.findall(inside)
     attributes, _, config = line[end + 1 :].partition(", backend_config=")
     attributes, _, metadata = attributes.partition(", metadata=")
     op_name, frame = _OP_NAME.search(metadata), _FRAME.search(metadata)
@@ -177,7 +181,8 @@ def _read_instruction(line: str) -> Instruction | None:
         name=head[2],
         opcode=opcode[1],
         results=_arrays(line[head.end() : opcode.start()]),
-        operands=() if is_leaf else tuple(_NAME.findall(inside)),
+        operands=tuple(name for name, _ in operands),
+        elements=tuple(int(number) if number else None for _, number in operands),
         attributes=attributes,
         op_name=op_name[1] if op_name else "",
         frame=int(frame[1]) if frame else 0,
@@ -259,6 +264,7 @@ _HEAD = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
 _PARENTHESIS = re.compile(r"[()]")
 _NAME = re.compile(r"%([\w.\-]+)")
+_OPERAND = re.compile(r"%([\w.\-]+)(?:#(\d+))?")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation|"

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from tools.compiled.buffers import Peak, Value, find_peak, new_bytes
 from tools.compiled.compile import CompiledStep, plain_shape
+from tools.compiled.hlo import read
 from tools.compiled.origins import Origin, Origins
 
 GIB = 2**30
@@ -78,10 +79,8 @@ class Memory(NamedTuple):
 
 def memory(step: CompiledStep) -> Memory:
     """Return the memory of a compiled step at its peak."""
-    peak, origins = (
-        find_peak(step.buffer_assignment, step.live_range),
-        Origins(step.text),
-    )
+    peak = find_peak(step.buffer_assignment, step.live_range)
+    origins = Origins(read(step.dumped_text))
     buffers = [*_arguments(peak, origins), *_temporaries(peak, origins, step)]
     by_kind = dict.fromkeys(KINDS, 0)
     for buffer in buffers:

@@ -74,6 +74,22 @@ def test_kernels_are_those_of_the_target(toy):
 
 @pytest.mark.slow
 @pytest.mark.aot
+def test_row_exchanges_are_found_and_no_large_float32_travels(toy):
+    """Two layers send rows and bring them home, forward and backward, in two
+    micro-batches; gradients alone travel in float32, as reduce-scatters."""
+    text, record, _ = toy
+    rows = record["collectives"]
+    exchanges = [row for row in rows if row["is_exchange"]]
+    assert exchanges
+    assert all(row["kind"] == "all-to-all" and row["is_ours"] for row in exchanges)
+    assert 0 <= record["exchange_hidden_share"] <= 1
+    assert record["largest_float32_collective_bytes"] <= 2**20
+    assert not record["remat_collectives"] or record["num_remat_ops"] > 0
+    assert "all-to-all" in text
+
+
+@pytest.mark.slow
+@pytest.mark.aot
 def test_the_page_says_what_the_text_says(toy):
     text, record, page = toy
     assert page.startswith("<!doctype html>")

@@ -1,4 +1,5 @@
-"""The memory of the GPU configurations, compiled whole, equals golden files."""
+"""Memory and collectives of the GPU configurations, compiled whole, equal golden
+files."""
 
 import json
 
@@ -9,13 +10,18 @@ from tests.support.aot import run_aot
 TOLERANCE = 0.02
 """Relative. Another version of XLA may lay buffers out in another order."""
 
+FLOAT32 = (
+    "largest_float32_collective_bytes",
+    "largest_float32_reduce_scatter_bytes",
+)
+
 
 @pytest.mark.long
 @pytest.mark.aot
 @pytest.mark.parametrize(
     ("name", "nodes"), [("olmoe_1b_7b", 1), ("qwen3_30b_a3b", 2), ("mixtral_8x7b", 2)]
 )
-def test_memory_of_a_configuration(repo, name, nodes):
+def test_a_configuration(repo, name, nodes):
     """This command writes a new golden file, to review before it replaces the old one:
 
     python tools/aot.py --gin_file=configs/olmoe_1b_7b.gin --json | tail -n 1 |
@@ -25,5 +31,9 @@ def test_memory_of_a_configuration(repo, name, nodes):
     _, record = run_aot(f"--gin_file={repo}/configs/{name}.gin", f"--nodes={nodes}")
     assert record["mesh"] == golden["mesh"]
     assert record["peak_gib"] == pytest.approx(golden["peak_gib"], rel=TOLERANCE)
+    for field in ("num_remat_ops", "remat_collectives", *FLOAT32):
+        assert record[field] == golden[field]
+    for field in ("exchange_hidden_share", "collective_hidden_share"):
+        assert record[field] == pytest.approx(golden[field], abs=TOLERANCE)
     slack = TOLERANCE * golden["peak_gib"]
     assert record["memory_gib"] == pytest.approx(golden["memory_gib"], abs=slack)

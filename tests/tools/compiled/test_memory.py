@@ -2,6 +2,7 @@
 
 import pytest
 
+from tools.compiled import hlo
 from tools.compiled.compile import plain_shape
 from tools.compiled.memory import kind_of_argument, kind_of_value, short
 from tools.compiled.origins import Origin, Origins
@@ -118,18 +119,18 @@ for name, text in {
 )
 def test_a_loops_values_come_from_its_body(name, index):
     expected = Origin("jit(f)/while/body/mul", "moejax/moe/layer.py:7")
-    assert Origins(HLO).of(name, index) == expected
+    assert Origins(hlo.read(HLO)).of(name, index) == expected
 
 
 @pytest.mark.parametrize(
     ("name", "index"), [("while.1", (2,)), ("zeros", ()), ("copy.1", ())]
 )
 def test_a_stack_of_turns_has_the_line_of_a_turns_value(name, index):
-    origin = Origins(HLO).of(name, index)
+    origin = Origins(hlo.read(HLO)).of(name, index)
     assert origin.op_name.endswith("dynamic_update_slice")
     assert origin.stacked == "jit(f)/while/body/mul"
     assert origin.source == "moejax/moe/layer.py:7"
 
 
 def test_arguments_have_their_names():
-    assert Origins(HLO).arguments() == {0: "state.params['w']"}
+    assert Origins(hlo.read(HLO)).arguments() == {0: "state.params['w']"}
