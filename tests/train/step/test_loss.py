@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from moejax import axes
+from moejax.model.vocabulary import Slices, embed
 from moejax.plan.layout import Topology
 from tests.support.close import assert_close
 from tests.support.primitives import dot_flops
@@ -101,6 +102,30 @@ def test_values_and_gradients_are_those_of_whole_logits(name, v, chunk):
         assert_close(split_values(v, MESHES[name], chunk), expected)
     actual = split_values(v, MESHES[name], chunk, np.float32)
     assert_close(actual, jax.tree.map(np.float32, expected))
+
+
+def test_a_tied_table_has_the_sum_of_two_gradients():
+    """The gradient of a table that is embedding and head is that of both."""
+    v, mesh = 48, axes.make_mesh(MESHES["tensor"])
+    tokens_bt = np.random.default_rng(1).integers(0, v, (B, T)).astype(np.int32)
+
+    def split_loss(table_vd, tokens_bt, targets_bt):
+        x_btd = embed(table_vd, tokens_bt, Slices(mesh, v), table_vd.dtype)
+        return cross_entropy(jnp.sin(x_btd), table_vd, targets_bt, mesh, 4, Z_LOSS)[0]
+
+    def plain_tied_loss(table_vd, tokens_bt, targets_bt):
+        return plain_loss(jnp.sin(table_vd[tokens_bt]), table_vd, targets_bt)[0]
+
+    with jax.enable_x64(True):
+        _, table_vd, targets_bt = make_arrays(v)
+        rows = axes.sharding(mesh, axes.BATCH_AXES)
+        batch = jax.device_put((tokens_bt, targets_bt), rows)
+        table_vd = jax.device_put(table_vd, axes.sharding(mesh))
+        actual, expected = (
+            jax.device_get(jax.jit(jax.value_and_grad(loss))(table_vd, *batch))
+            for loss in (split_loss, plain_tied_loss)
+        )
+        assert_close(actual, expected)
 
 
 def test_logits_are_computed_once():
