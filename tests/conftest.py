@@ -19,7 +19,7 @@ LONGEST = (
     "test_processes", "test_runs", "test_balancing", "test_hopper_dot",
     "test_notebooks", "test_trajectories", "test_communication_steps",
     "test_compressed_gradients", "test_split_runs", "test_generate", "test_evaluate",
-    "test_mutated_inputs", "test_mutated_runs",
+    "test_mutated_inputs", "test_mutated_runs", "test_aot",
 )  # fmt: skip
 """Files that take 20 seconds or more. They start first: with several workers, one at
 the end would run alone."""

@@ -4,12 +4,15 @@ import ast
 import dataclasses
 
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from moejax.axes import AXES
 from moejax.balance.settings import Settings
 from moejax.config import Balance, Config, Dispatch, Model, Moe, Network, Train
 from moejax.perf.cost_model import NOTES
 from moejax.plan.layout import Layout, Topology
 from moejax.plan.parallel import Tensor
+from moejax.resolve.resolved import resolve
 from tests.support.resolved import make_run
 
 MESH = Topology(data=2, expert=4)
@@ -49,6 +52,22 @@ def test_the_lines_say_what_auto_became_and_why():
     assert {line.split()[0] for line in candidates} >= {"base", "s1", "s1h", "s2"}
     assert kernels.startswith("kernels ")
     assert make_run(TENSOR).layout.tensor.schedule in chosen
+
+
+@pytest.mark.parametrize(
+    ("kind", "grouped"),
+    [("NVIDIA H100 80GB HBM3", "hopper"), ("NVIDIA B200", "blocked")],
+)
+def test_kernels_are_those_of_the_meshs_devices(kind, grouped):
+    """The device of this machine is a CPU."""
+    device = AbstractDevice(kind, num_cores=132, platform="gpu")
+    types = (AxisType.Auto,) * len(AXES)
+    mesh = AbstractMesh(MESH.sizes, AXES, axis_types=types, abstract_device=device)
+    model = Model(d_model=256, compute_dtype="bfloat16")
+    moe = Moe(num_experts=8, d_expert=256)
+    run = resolve(dataclasses.replace(CFG, model=model, moe=moe), mesh)
+    assert run.kernels["grouped_dot"].implementation == grouped
+    assert kind in run.kernels["grouped_dot"].why
 
 
 @pytest.mark.parametrize(
