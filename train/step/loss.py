@@ -110,27 +110,36 @@ def _token_losses(hidden_btd, head_vd, targets_bt, mesh, chunk, z_loss=None):
         hidden_cnd = hidden_btd.reshape(num_chunks, -1, d)
 
         def next_chunk(carry, args):
-            # The hidden states of the next chunk travel while this one is computed.
-            hidden_md, d_slice_vd = carry
-            next_nd, row_m = args
-            *parts, d_chunk_vd = of_chunk(hidden_md, row_m)
+            # While a chunk is computed, the next one's hidden states travel, and the
+            # gradient of those of the one before.
+            (hidden_md, *grads), (next_nd, row_m) = carry, args
+            losses, new_grads = of_chunk(hidden_md, row_m)
+            home = ()
             if z_loss is not None:
-                d_slice_vd = d_slice_vd + d_chunk_vd
-            return (gather_group(next_nd), d_slice_vd), parts
+                (sum_vd, last_md), (d_slice_vd, d_hidden_md) = grads, new_grads
+                grads = sum_vd + d_slice_vd, d_hidden_md
+                home = (sum_at_home(last_md),)
+            return (gather_group(next_nd), *grads), (losses, home)
 
-        wide = jnp.promote_types(block_vd.dtype, jnp.float32)
-        zero_vd = jax.lax.pcast(jnp.zeros(slice_vd.shape, wide), AXES, to="varying")
-        (_, d_slice_vd), parts = jax.lax.scan(
+        hidden_md = gather_group(hidden_cnd[0])
+        zeros = ()
+        if z_loss is not None:
+            wide = jnp.promote_types(block_vd.dtype, jnp.float32)
+            shapes = (slice_vd.shape, wide), (hidden_md.shape, hidden_md.dtype)
+            zeros = tuple(jnp.zeros(*shape) for shape in shapes)
+        (_, *grads), (losses, home) = jax.lax.scan(
             next_chunk,
-            (gather_group(hidden_cnd[0]), zero_vd),
+            (hidden_md, *jax.lax.pcast(zeros, AXES, to="varying")),
             (jnp.roll(hidden_cnd, -1, axis=0), row_cm),
             unroll=num_chunks == 1,
         )
-        nats_bt, square_bt = (x_cn.reshape(targets_bt.shape) for x_cn in parts[:2])
+        losses = [x_cn.reshape(targets_bt.shape) for x_cn in losses]
         if z_loss is None:
-            return nats_bt, square_bt
-        d_hidden_btd = parts[2].reshape(hidden_btd.shape)
-        return nats_bt, square_bt, d_hidden_btd, slices.sum_gradient(d_slice_vd)
+            return tuple(losses)
+        d_slice_vd, last_md = grads
+        d_hidden_cnd = jnp.concatenate([home[0][1:], sum_at_home(last_md)[None]])
+        d_hidden_btd = d_hidden_cnd.reshape(hidden_btd.shape)
+        return *losses, d_hidden_btd, slices.sum_gradient(d_slice_vd)
 
     return jax.shard_map(
         body,
@@ -141,10 +150,11 @@ def _token_losses(hidden_btd, head_vd, targets_bt, mesh, chunk, z_loss=None):
 
 
 def _chunk(slice_vd, is_real_v, z_loss, num_tokens, hidden_md, row_m):
-    """Return nats and logsumexp(logits)^2 of this device's tokens [n] in a chunk.
+    """Return nats and logsumexp(logits)^2 of this device's tokens [n] in a chunk, and
+    gradients of the mean loss of `num_tokens`.
 
-    If `z_loss` is not None, return also the gradients of the mean loss of `num_tokens`
-    by these tokens' hidden states [n, d] and by this slice [v, d].
+    They are those by this slice [v, d], and this slice's part of those by hidden_md
+    [m, d]; none if `z_loss` is None.
     """
     dtype = hidden_md.dtype
     wide = jnp.promote_types(dtype, jnp.float32)
@@ -159,13 +169,13 @@ def _chunk(slice_vd, is_real_v, z_loss, num_tokens, hidden_md, row_m):
     norm_m = max_m + jnp.log(exp_m)
     losses = _own(norm_m - chosen_m), _own(norm_m * norm_m)
     if z_loss is None:
-        return *losses, None
+        return losses, ()
     share_mv = jnp.exp(logits_mv - norm_m[:, None])
     d_logits_mv = share_mv * (1 + 2 * z_loss * norm_m[:, None]) - is_target_mv
     d_logits_mv = (d_logits_mv / num_tokens).astype(dtype)
     d_hidden_md = jnp.einsum("mv,vd->md", d_logits_mv, slice_vd)
     d_slice_vd = product("mv,md->vd", d_logits_mv, hidden_md)
-    return *losses, sum_at_home(d_hidden_md), d_slice_vd
+    return losses, (d_slice_vd, d_hidden_md)
 
 
 def _own(x_m):
