@@ -145,8 +145,8 @@ def sum_rows(
     The sums are in float32, or the dtype of x if it is wider, and in a fixed order: a
     scatter on a GPU would add in a random one. Sorted by row, x is cut into blocks, and
     a product with zeros and ones sums each row's part of a block. Parts of a row that
-    goes on from one block to the next are summed by a second such product. A scatter
-    then writes each sum once.
+    goes on from one block to the next are summed by a second such product. The sum is
+    then where the row begins.
     """
     wide = jnp.promote_types(x_md.dtype, jnp.float32)
     row_m = jnp.where(row_m < 0, num_rows, row_m)
@@ -162,9 +162,9 @@ def sum_rows(
     starts_b = ~(continues_b & (first_b == last_b))
     is_part_bb = (last_b[:, None] == first_b) & continues_b & starts_b[:, None]
     is_last_bk = is_new_bk & (row_bk == last_b[:, None])
-    is_written_bk = is_new_bk.at[:, 0].set(~continues_b) & (row_bk < num_rows)
-    nowhere_bk = num_rows + jnp.arange(row_bk.size).reshape(row_bk.shape)
-    at_bk = jnp.where(is_written_bk, row_bk, nowhere_bk)
+    begin_v = jnp.searchsorted(row_bk.reshape(-1), jnp.arange(num_rows))
+    begin_v = jnp.minimum(begin_v, row_bk.size - 1)
+    is_there_v = row_bk.reshape(-1)[begin_v] == jnp.arange(num_rows)
     precise = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": wide}
 
     def sum_columns(x_md):
@@ -174,9 +174,7 @@ def sum_rows(
         more_bd = jnp.einsum("bc,cd->bd", is_part_bb.astype(wide), first_bd, **precise)
         sum_bkd += jnp.where(is_last_bk[..., None], more_bd[:, None], 0)
         sum_md = sum_bkd.reshape(row_bk.size, -1)
-        zero_vd = jnp.zeros((num_rows, sum_md.shape[1]), wide)
-        options = {"mode": "drop", "unique_indices": True}
-        return zero_vd.at[at_bk.reshape(-1)].set(sum_md, **options)
+        return jnp.where(is_there_v[:, None], sum_md[begin_v], 0)
 
     d = x_md.shape[1]
     if d <= COLUMNS or d % COLUMNS:
