@@ -29,7 +29,7 @@ from train.balance.migrate import Mover
 from train.job import Job
 from train.launch.processes import any_process, is_first, published, withdraw
 from train.logs.records import Records, max_over_mean
-from train.step.compiled import compile_steps, on_devices
+from train.step.compiled import compile_steps, on_devices, require_room
 
 SAME = {
     "mesh": None, "moe": None, "dispatch": None, "balance": None,
@@ -121,6 +121,7 @@ class Balancing:
         """Compile the steps of the layout in use, the programs that move experts
         between owners, and the steps of a pending relayout."""
         self.steps = self._compile_steps(self.layout)
+        require_room(self.steps.train)
         if self._is_on and "owned" in self.stores:
             self._mover.prepare_moves()
         self._set_placement()

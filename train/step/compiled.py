@@ -57,7 +57,7 @@ def compile_steps(context: StepContext):
 
 
 def require_room(step) -> None:
-    """Raise MemoryError if a compiled step needs more memory than a device here has.
+    """Raise ValueError if a compiled step needs more memory than a device here has.
 
     Devices that do not report their memory pass; GPUs report it.
     """
@@ -65,13 +65,25 @@ def require_room(step) -> None:
     memory, limit = step.memory_analysis(), stats.get("bytes_limit")
     if memory is None or limit is None:
         return
-    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    needed += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    needed = device_bytes(memory)
     if needed > limit:
-        raise MemoryError(
-            f"the step needs {needed / 2**30:.1f} GiB, and the device has "
-            f"{limit / 2**30:.1f} GiB"
+        raise ValueError(
+            f"the step needs {needed / 2**30:.1f} GiB on a device, and JAX has "
+            f"{limit / 2**30:.1f} GiB of it: {(needed - limit) / 2**30:.1f} GiB too "
+            "much: use a larger Train.accumulate_steps, Model.remat = 'full', "
+            "Optimizer.mu_dtype = 'bfloat16' or more devices"
         )
+
+
+def device_bytes(memory) -> int:
+    """Return the bytes of device memory that a compiled program needs while it runs,
+    from its memory_analysis().
+
+    Outputs that take the place of donated arguments count once. Memory of the host,
+    which has fields of its own, is not in it.
+    """
+    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return needed + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 def _abstract_args(context: StepContext):

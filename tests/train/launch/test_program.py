@@ -1,9 +1,13 @@
 """Test that a program ends with its own exit code, whatever threads it leaves."""
 
+import os
 import subprocess
 import sys
 
 import pytest
+
+from moejax.config import Config
+from train.launch.program import GPU_MEMORY_FRACTION, set_up_backend
 
 WITH_A_THREAD = """
 import sys, threading
@@ -25,3 +29,11 @@ def test_a_thread_that_waits_for_ever_does_not_keep_a_program(repo, code):
     )
     assert ended.returncode == code
     assert ended.stdout == b"a last line\n"
+
+
+@pytest.mark.parametrize("own", [None, "0.5"])
+def test_the_share_of_gpu_memory_is_set_unless_the_user_has(own, monkeypatch):
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    monkeypatch.setattr(os, "environ", {} if own is None else {name: own})
+    set_up_backend(Config())
+    assert os.environ[name] == (own or str(GPU_MEMORY_FRACTION))
