@@ -432,6 +432,10 @@ class Optimizer:
     """Decay rate of Adam's first moment, per step."""
     b2: float = 0.95
     """Decay rate of Adam's second moment, per step."""
+    mu_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format in which Adam's first moment rests; 'bfloat16' saves 2 bytes a
+    parameter. The second moment and the update are float32
+    (docs/decisions/0018-will-it-fit.md)."""
     eps: float = 1e-8
     """Number that Adam adds to the root of the second moment."""
     weight_decay: float = 0.1

@@ -20,9 +20,11 @@ FIXED_FIELDS = {
     },
     "moe": {"num_experts", "top_k", "d_expert", "num_shared_experts"},
     "router": {"kind", "normalise_gates", "gate_scale", "num_groups", "top_groups"},
+    "optimizer": {"mu_dtype"},
     "train": {"seed"},
 }  # fmt: skip
-"""Fields that decide which function the parameters define. All other fields (mesh,
+"""Fields that decide which function the parameters define, and the dtypes of the state.
+All other fields (mesh,
 buffers, remat, learning rate, number of steps) may differ between a checkpoint and the
 run that resumes from it."""
 

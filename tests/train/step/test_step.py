@@ -182,3 +182,24 @@ def test_learning_rate_rises_and_falls(decay):
     assert np.isclose(rate(10), 1.0)
     assert np.isclose(rate(100), 1.0 if decay == "constant" else 0.1)
     assert all(rate(i) <= rate(i - 1) + 1e-6 for i in range(11, 100))
+
+
+def test_a_bfloat16_moment_is_rounded_once_an_update():
+    """The moment rests in bfloat16; its average and the update are in float32. optax's
+    mu_dtype would multiply by b1 = 0.8984, which is 0.9 in bfloat16."""
+    cfg = Optimizer(mu_dtype="bfloat16", weight_decay=0.0, clip_norm=0.0)
+    optimizer = make_optimizer(cfg, 10)
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.zeros(64)}
+    state, mu, nu = optimizer.init(params), jnp.zeros(64, jnp.bfloat16), 0.0
+    for count in range(1, 4):
+        grad = jnp.asarray(rng.standard_normal(64), jnp.float32)
+        updates, state = optimizer.update({"w": grad}, state, params)
+        mean = 0.9 * mu.astype(jnp.float32) + (1 - 0.9) * grad
+        mu, nu = mean.astype(jnp.bfloat16), 0.95 * nu + (1 - 0.95) * grad**2
+        root = jnp.sqrt(nu / (1 - 0.95**count)) + cfg.eps
+        rate = learning_rate(cfg, 10)(count - 1)
+        assert_close(updates["w"], -rate * mean / (1 - 0.9**count) / root)
+        assert state[1].mu["w"].dtype == jnp.bfloat16
+        assert_close(state[1].mu["w"], mu)
+        assert state[1].nu["w"].dtype == jnp.float32
