@@ -124,17 +124,22 @@ def on_rows(
     """
     values = tuple(param[...] for param in params)
     along = _several(mesh, axes.FSDP_AXES)
-    specs, rests = [], []
-    for param, value in zip(params, values):
-        split = _dense_split(value.shape, mesh, _used_split(param, value.ndim, mesh))
-        is_whole = axes.FSDP_AXES not in split
-        dim = 0 if is_whole else split.index(axes.FSDP_AXES)
-        specs.append(P(*(along if a == axes.FSDP_AXES else a for a in split)))
-        rests.append(Rest(dim, () if is_whole else along, x.dtype, reduce_dtype))
+    rest = Rest(along, x.dtype, reduce_dtype)
+    splits = [
+        _dense_split(value.shape, mesh, _used_split(param, value.ndim, mesh))
+        for param, value in zip(params, values)
+    ]
+    dims = tuple(
+        split.index(axes.FSDP_AXES) if axes.FSDP_AXES in split else None
+        for split in splits
+    )
+    specs = (
+        P(*(along if a == axes.FSDP_AXES else a for a in split)) for split in splits
+    )
 
     def on_device(x, *parts):
         with jax.named_scope("gathered"):
-            weights = [gather(part, x, rest) for part, rest in zip(parts, rests)]
+            weights = gather(parts, dims, x, rest)
         return body(x, *weights)
 
     return jax.shard_map(

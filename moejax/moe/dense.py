@@ -24,7 +24,6 @@ from moejax.moe.mesh_roles import MeshLayout, index_along
 from moejax.moe.setup import LayerSetup
 from moejax.moe.types import LayerSums, Placement
 from moejax.moe.weights import stores
-from moejax.moe.weights.gather import gather
 
 
 def dense(
@@ -52,7 +51,7 @@ def dense(
         mesh=mesh_layout.mesh,
         in_specs=(
             batch,
-            setup.router_rest.spec,
+            setup.router_spec,
             P(),
             P(),
             specs,
@@ -75,7 +74,7 @@ def _body(
     routed_nd = x_nd
     if optional:
         routed_nd = x_nd * optional["jitter_btd"].reshape(b * t, d)
-    router_de = gather(router_de, x_nd, static.router_rest)
+    router_de = static.whole_router(router_de, x_nd)
     routes, score_ne, logit_ne = routing.route(
         routed_nd, router_de, bias_e, static.router, static.top_k, t
     )

@@ -138,7 +138,9 @@ def moe_layer(
         if v is not None
     }
     router = (
-        _reshard(params["router_de"], setup.router_sharding),
+        _reshard(
+            params["router_de"], NamedSharding(mesh_layout.mesh, setup.router_spec)
+        ),
         _reshard(params["bias_e"], setup.param_sharding()),
     )
     if slots is None:
@@ -151,7 +153,7 @@ def moe_layer(
         mesh=mesh_layout.mesh,
         in_specs=(
             batch,
-            setup.router_rest.spec,
+            setup.router_spec,
             P(),
             P(),
             slot_specs,
@@ -189,7 +191,11 @@ class Static:
     router: Router
     mesh_layout: MeshLayout
     router_rest: Rest
+    """How the router's matrix rests (LayerSetup.router_rest)."""
+    router_dim: int | None
+    """Dim along which it is split, or None."""
     gradient_reduce_dtype: str
+    """Dtype in which gradients of experts travel (Model.gradient_reduce_dtype)."""
     experts: Experts | None = None
     """Function that computes rows; None: the dense layer (moejax.moe.dense), which has
     no rows."""
@@ -199,8 +205,13 @@ class Static:
         """Return the static arguments of a layer."""
         return cls(
             setup.moe.top_k, setup.router, setup.mesh_layout, setup.router_rest,
-            setup.gradient_reduce_dtype, experts,
+            setup.router_dim, setup.gradient_reduce_dtype, experts,
         )  # fmt: skip
+
+    def whole_router(self, part: Array, x_nd: Array) -> Float[Array, "d e"]:
+        """Return the whole matrix of the router, from this device's part of it."""
+        (router_de,) = gather((part,), (self.router_dim,), x_nd, self.router_rest)
+        return router_de
 
 
 SUMS = LayerSums(*[0] * 10)
@@ -220,7 +231,7 @@ def _body(x_btd, router_de, bias_e, placement, slots, optional, *, static: Stati
 
     routes, score_ne, logit_ne = routing.route(
         routed_nd,
-        gather(router_de, x_nd, static.router_rest),
+        static.whole_router(router_de, x_nd),
         bias_e,
         static.router,
         static.top_k,
@@ -278,9 +289,8 @@ def whole(
     """
 
     def gathered(leaf, hidden_dim):
-        along, dtype = mesh_layout.master_axes, leaf.dtype
-        rest = Rest(hidden_dim, along, dtype, gradient_reduce_dtype)
-        return gather(leaf, x_nd, rest)
+        rest = Rest(mesh_layout.master_axes, None, gradient_reduce_dtype)
+        return gather((leaf,), (hidden_dim,), x_nd, rest)[0]
 
     into_sd2f = slots["into"]
     s, d = into_sd2f.shape[:2]

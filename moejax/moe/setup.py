@@ -61,19 +61,24 @@ class LayerSetup:
         spec = master_param_spec(dims, self.layout.store, self.mesh_layout)
         return NamedSharding(self.mesh_layout.mesh, spec)
 
-    @functools.cached_property
+    @property
     def router_rest(self) -> Rest:
         """How the router's matrix rests. It is used in float32, in which its gradient
         travels too."""
-        along = self.mesh_layout.fsdp_axes if self.is_router_split else ()
-        shape = self.d_model, self.moe.num_experts
-        dim = resting_dim(shape, axis_size(self.mesh_layout.mesh, along))
-        return Rest(dim or 0, () if dim is None else along, None, "float32")
+        return Rest(self.mesh_layout.fsdp_axes, None, "float32")
 
     @property
-    def router_sharding(self) -> NamedSharding:
-        """Sharding of the router's matrix."""
-        return NamedSharding(self.mesh_layout.mesh, self.router_rest.spec)
+    def router_dim(self) -> int | None:
+        """Dim along which the router's matrix is split where it rests, or None."""
+        if not self.is_router_split:
+            return None
+        mesh_layout, shape = self.mesh_layout, (self.d_model, self.moe.num_experts)
+        return resting_dim(shape, axis_size(mesh_layout.mesh, mesh_layout.fsdp_axes))
+
+    @property
+    def router_spec(self) -> P:
+        """PartitionSpec of the router's matrix."""
+        return self.router_rest.spec(self.router_dim)
 
     def home_plan(self, num_layers: int = 1) -> ExpertPlan:
         """Return the plan with every expert at its owner and nowhere else."""

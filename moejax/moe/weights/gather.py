@@ -19,12 +19,14 @@ it is n / E (1 - 1 / D).
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from moejax.kernels import varying_alike
 from moejax.moe.mesh_roles import Axes
@@ -47,76 +49,109 @@ def resting_dim(
 
 @dataclasses.dataclass(frozen=True)
 class Rest:
-    """How a weight rests, how it is gathered, and how its gradient travels."""
+    """How weights rest, how they are gathered, and how their gradients travel."""
 
-    dim: int
-    """Dim along which it is split."""
     along: Axes
-    """Mesh axes over which it is split, the outermost first. Empty: it is whole."""
+    """Mesh axes over which they are split, the outermost first. Empty: all are
+    whole."""
     dtype: str | None
-    """Dtype in which it is gathered and used. None: that in which it rests."""
+    """Dtype in which they are gathered and used. None: that in which they rest."""
     reduce_dtype: str
     """Dtype in which gradients travel (Model.gradient_reduce_dtype), unless `dtype` is
     wider."""
 
-    @property
-    def spec(self) -> P:
-        """PartitionSpec of the weight where it rests, without the tensor axis."""
-        return P(*(None,) * self.dim, self.along) if self.along else P()
+    def spec(self, dim: int | None) -> P:
+        """Return the PartitionSpec of a weight that is split along `dim`, or whole
+        (None); without the tensor axis."""
+        return P() if dim is None else P(*(None,) * dim, self.along)
 
 
-def gather(part: Array, x: Array, rest: Rest) -> Array:
-    """Return the whole weight in `rest.dtype`, from this device's part of it.
+def gather(
+    parts: tuple[Array, ...], dims: tuple[int | None, ...], x: Array, rest: Rest
+) -> tuple[Array, ...]:
+    """Return whole weights in `rest.dtype`, from this device's parts of them.
 
-    For use inside shard_map, where `x` is what the weight multiplies. The gradient of
-    the part has the part's own dtype. It is the sum over all devices along which the
-    part or `x` differs. Over axes along which the weight is whole, that is an
-    all-reduce of the part.
+    For use inside shard_map, where `x` is what the weights multiply. Each weight is
+    split along its dim of `dims`, or whole (None); one collective carries all parts.
+    The gradient of a part has the part's own dtype. It is the sum over all devices
+    along which the part or `x` differs. Over axes along which the weight is whole, that
+    is an all-reduce of the part.
     """
     # Before the gather, so that the all-reduce is of parts.
-    part, _ = varying_alike(part, x)
-    return _gather(part, rest, part.dtype)
+    *parts, _ = varying_alike(*parts, x)
+    dims = dims if rest.along else (None,) * len(parts)
+    return _gather(tuple(parts), dims, rest, parts[0].dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(part: Array, rest: Rest, part_dtype) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(parts, dims, rest: Rest, part_dtype):
     """Cast and gather; `part_dtype` is what the backward pass returns."""
-    part = part.astype(rest.dtype or part.dtype)
-    if not rest.along:
-        return part
-    return jax.lax.all_gather(part, rest.along, axis=rest.dim, tiled=True)
+    parts = [part.astype(rest.dtype or part_dtype) for part in parts]
+
+    def send(flat_x):
+        return jax.lax.all_gather(flat_x, rest.along)
+
+    def unpack(part_wx, part, dim):
+        by_device = jnp.moveaxis(part_wx.reshape(-1, *part.shape), 0, dim)
+        return by_device.reshape(*part.shape[:dim], -1, *part.shape[dim + 1 :])
+
+    flat = [None if d is None else p.reshape(-1) for p, d in zip(parts, dims)]
+    part_wx = _together(send, flat)
+    return tuple(
+        part if dim is None else unpack(flat_wx, part, dim)
+        for flat_wx, part, dim in zip(part_wx, parts, dims)
+    )
 
 
-def _gather_forward(part, rest, part_dtype):
-    return _gather(part, rest, part_dtype), None
+def _gather_forward(parts, dims, rest, part_dtype):
+    return _gather(parts, dims, rest, part_dtype), None
 
 
-def _gather_backward(rest, part_dtype, _, grad):
-    return (_sum_parts(grad, rest).astype(part_dtype),)
+def _gather_backward(dims, rest, part_dtype, _, grads):
+    def by_device(grad, dim):
+        w = jax.lax.axis_size(rest.along)
+        split = (*grad.shape[:dim], w, -1, *grad.shape[dim + 1 :])
+        return jnp.moveaxis(grad.reshape(split), dim, 0)
+
+    grads = [g if d is None else by_device(g, d) for g, d in zip(grads, dims)]
+    flat = [
+        None if dim is None else grad.reshape(len(grad), -1)
+        for grad, dim in zip(grads, dims)
+    ]
+    sums = _together(partial(_sum_own, rest=rest), flat)
+    own = [
+        grad if dim is None else flat_x.reshape(grad.shape[1:])
+        for flat_x, grad, dim in zip(sums, grads, dims)
+    ]
+    return (tuple(part.astype(part_dtype) for part in own),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-def _sum_parts(grad: Array, rest: Rest) -> Array:
-    """Return the sum of all devices' gradients for this device's part."""
-    travel = jnp.promote_types(grad.dtype, rest.reduce_dtype)
-    if not rest.along:
-        return grad
+def _together(send: Callable[[Array], Array], arrays: list) -> list:
+    """Send arrays, joined along their last dim, and cut what arrives in the same way.
+    Those that are None stay so."""
+    given = [array for array in arrays if array is not None]
+    if not given:
+        return arrays
+    ends = np.cumsum([array.shape[-1] for array in given])[:-1]
+    arrived = iter(jnp.split(send(jnp.concatenate(given, axis=-1)), ends, axis=-1))
+    return [None if array is None else next(arrived) for array in arrays]
+
+
+def _sum_own(grad_wx: Float[Array, "w x"], rest: Rest) -> Float[Array, " x"]:
+    """Return the sum over all devices of what they have for this one."""
+    travel = jnp.promote_types(grad_wx.dtype, rest.reduce_dtype)
     if travel.itemsize >= 4:
-        return jax.lax.psum_scatter(
-            grad.astype(travel), rest.along, scatter_dimension=rest.dim, tiled=True
-        )
-    dim, num_axes = rest.dim, len(rest.along)
+        return jax.lax.psum_scatter(grad_wx.astype(travel), rest.along)
     sizes = [jax.lax.axis_size(axis) for axis in rest.along]
-    split = (*grad.shape[:dim], *sizes, -1, *grad.shape[dim + 1 :])
     # Leading dims: receivers along the axes, the innermost axis first.
-    outer_first = range(dim, dim + num_axes)
-    grad = jnp.moveaxis(grad.reshape(split), outer_first, range(num_axes)[::-1])
+    grad = grad_wx.reshape(*sizes, -1)
+    grad = grad.transpose(*range(len(sizes))[::-1], len(sizes))
     for axis in reversed(rest.along):
-        sent = grad.astype(travel)
-        arrived = jax.lax.all_to_all(
-            sent, axis, split_axis=0, concat_axis=0, tiled=True
+        grad = jax.lax.all_to_all(
+            grad.astype(travel), axis, split_axis=0, concat_axis=0, tiled=True
         )
-        grad = jnp.sum(arrived, axis=0, dtype=jnp.float32)
+        grad = jnp.sum(grad, axis=0, dtype=jnp.float32)
     return grad

@@ -25,23 +25,24 @@ MESHES = [
 SHAPE = (16, 24)
 
 
-def rest(dim=0, dtype="float32", reduce_dtype="float32") -> Rest:
-    return Rest(dim, ALONG, dtype, reduce_dtype)
-
-
-def pull_back(topology: Topology, rest: Rest, part_dtype="float32"):
+def pull_back(
+    topology: Topology, dim=0, dtype=None, reduce_dtype="float32", part_dtype="float32"
+):
     """Return a function (weight, grad_w) -> weight as each device has it [w, ..], and
     the gradient of the weight, where device i has the gradient grad_w[i] of its whole
     weight."""
-    mesh = axes.make_mesh(topology)
+    mesh, rest = axes.make_mesh(topology), Rest(ALONG, dtype, reduce_dtype)
     batch = P(tuple(axis for axis in axes.BATCH_AXES if mesh.shape[axis] > 1))
 
     def on_device(part, grad_1):
-        whole, pull = jax.vjp(lambda part: gather(part, grad_1, rest), part)
-        return whole[None], pull(grad_1[0].astype(whole.dtype))[0]
+        (whole,), pull = jax.vjp(
+            lambda part: gather((part,), (dim,), grad_1, rest), part
+        )
+        return whole[None], pull((grad_1[0].astype(whole.dtype),))[0]
 
+    spec = rest.spec(dim)
     run = jax.shard_map(
-        on_device, mesh=mesh, in_specs=(rest.spec, batch), out_specs=(batch, rest.spec)
+        on_device, mesh=mesh, in_specs=(spec, batch), out_specs=(batch, spec)
     )
     return lambda weight, grad_w: run(weight.astype(part_dtype), grad_w)
 
@@ -57,14 +58,14 @@ def draw(dtype="float32"):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_gradient_is_the_sum_over_all_devices(topology, dim):
     weight, grad_w = draw()
-    whole_w, grad = jax.jit(pull_back(topology, rest(dim)))(weight, grad_w)
+    whole_w, grad = jax.jit(pull_back(topology, dim))(weight, grad_w)
     np.testing.assert_array_equal(whole_w, np.broadcast_to(weight, grad_w.shape))
     assert_close(grad, grad_w.sum(axis=0, dtype=np.float64), dtype="float32")
 
 
 def test_a_gradient_in_float64(doubles):
     weight, grad_w = draw(doubles)
-    run = pull_back(MESHES[2], rest(1, doubles, "bfloat16"), doubles)
+    run = pull_back(MESHES[2], 1, doubles, "bfloat16", doubles)
     assert_close(jax.jit(run)(weight, grad_w)[1], grad_w.sum(axis=0))
 
 
@@ -76,7 +77,7 @@ def test_sums_of_bfloat16_are_rounded_between_axes_alone(topology, dim):
     weight, grad_w = draw()
     # Multiples of 1/64 below 4: sums of a few are exact in float32, in any order.
     grad_w = np.round(64 * grad_w).clip(-255, 255) / 64
-    run = pull_back(topology, rest(dim, "bfloat16", "bfloat16"))
+    run = pull_back(topology, dim, "bfloat16", "bfloat16")
     whole_w, grad = jax.jit(run)(weight, grad_w)
     narrow = weight.astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(whole_w, np.broadcast_to(narrow, grad_w.shape))
@@ -91,11 +92,51 @@ def test_sums_of_bfloat16_are_rounded_between_axes_alone(topology, dim):
 def test_a_weight_that_rests_narrow_gets_a_narrow_gradient():
     """Slots have the compute dtype where they rest, and so has their gradient."""
     weight, grad_w = draw()
-    run = pull_back(MESHES[0], rest(0, None, "float32"), "bfloat16")
+    run = pull_back(MESHES[0], part_dtype="bfloat16")
     whole_w, grad = jax.jit(run)(weight, grad_w)
     assert whole_w.dtype == grad.dtype == jnp.bfloat16
     narrow_w = grad_w.astype(ml_dtypes.bfloat16).astype(np.float32)
     assert_close(grad, narrow_w.sum(axis=0), dtype="bfloat16")
+
+
+@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+def test_weights_that_travel_together_equal_those_that_travel_alone(reduce_dtype):
+    """Two weights of other shapes and dims are gathered by one collective, and so are
+    their gradients: bits do not change."""
+    mesh, rest = axes.make_mesh(MESHES[0]), Rest(ALONG, "bfloat16", reduce_dtype)
+    random, dims = np.random.default_rng(0), (0, 2)
+    weights = tuple(
+        random.standard_normal(shape).astype(np.float32)
+        for shape in ((16, 6), (2, 3, 8))
+    )
+    x_w = random.standard_normal(8).astype(np.float32)
+
+    def grads_of(gather_both):
+        def loss(weights, x_w):
+            def on_device(parts, x_1):
+                whole = gather_both(parts, x_1)
+                return sum(jnp.sin(x_1 * w.sum()) for w in whole).astype(jnp.float32)
+
+            specs = tuple(rest.spec(dim) for dim in dims)
+            run = jax.shard_map(
+                on_device, mesh=mesh, in_specs=(specs, P(ALONG)), out_specs=P(ALONG)
+            )
+            return run(weights, x_w).sum()
+
+        traced = jax.jit(jax.grad(loss)).trace(weights, x_w)
+        names = [eqn.primitive.name for eqn, _ in equations(traced.jaxpr)]
+        return jax.device_get(traced.lower().compile()(weights, x_w)), names
+
+    together, names = grads_of(lambda parts, x_1: gather(parts, dims, x_1, rest))
+    alone, _ = grads_of(
+        lambda parts, x_1: tuple(
+            gather((part,), (dim,), x_1, rest)[0] for part, dim in zip(parts, dims)
+        )
+    )
+    for one, other in zip(together, alone):
+        assert np.abs(one).max() > 0
+        np.testing.assert_array_equal(one, other)
+    assert names.count("all_gather") == 1
 
 
 COLLECTIVES = ("all_gather", "all_to_all", "reduce_scatter", "psum", "psum_invariant")
@@ -113,7 +154,7 @@ def test_gradients_travel_as_configured(reduce_dtype, expected):
     """The collectives and the share and bytes of the elements that each of them takes
     are those that the module states."""
     weight, grad_w = draw()
-    run = pull_back(MESHES[0], rest(0, "bfloat16", reduce_dtype))
+    run = pull_back(MESHES[0], 0, "bfloat16", reduce_dtype)
     sent = [
         (
             eqn.primitive.name,
@@ -130,7 +171,7 @@ def test_a_sum_over_data_centres_is_of_parts():
     """The gradient is summed over dc in float32, after each data centre has summed its
     own."""
     weight, grad_w = draw()
-    run = pull_back(MESHES[2], rest(0, "bfloat16", "bfloat16"))
+    run = pull_back(MESHES[2], 0, "bfloat16", "bfloat16")
     sums = [
         eqn.invars[0].aval
         for eqn, _ in equations(jax.make_jaxpr(run)(weight, grad_w))
