@@ -172,7 +172,7 @@ def travel_table(travels: Summary) -> Table:
         (
             f"{1e3 * row['exposed_sec']:.2f}",
             f"{1e3 * row['seconds']:.2f}",
-            "synchronous" if not row["is_async"] else percent(row["hidden_share"]),
+            _hidden(row),
             row["kind"] + ("" if row["is_ours"] else " (partitioner)"),
             row["dtypes"],
             f"{row['num_bytes'] / 2**20:.2f}",
@@ -190,6 +190,13 @@ def travel_table(travels: Summary) -> Table:
     )  # fmt: skip
     title = "collectives, in a step; " + "; ".join(travels.totals())
     return Table(title, columns, tuple(rows))
+
+
+def _hidden(row: dict) -> str:
+    """Return the hidden share of a collective; '-' for one that does not run."""
+    if row["runs"] and not row["is_async"]:
+        return "synchronous"
+    return percent(row["hidden_share"])
 
 
 def text(report: Report) -> str:
