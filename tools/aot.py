@@ -26,7 +26,13 @@ from moejax.config import Config  # noqa: E402
 from moejax.perf import target  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
 from train.config import gin_reader  # noqa: E402
-from train.launch.program import DONE, emit, guarded, set_up_backend  # noqa: E402
+from train.launch.program import (  # noqa: E402
+    DONE,
+    emit,
+    gpu_memory_fraction,
+    guarded,
+    set_up_backend,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -103,10 +109,10 @@ def compile_for_target(cfg: Config, args: argparse.Namespace) -> dict:
     from tools.compiled.exposure import summary
     from tools.compiled.memory import memory
     from tools.compiled.page import page
-    from tools.compiled.report import make_report, memory_fraction, text
+    from tools.compiled.report import make_report, text
 
     gpu = target.load(args.target)
-    memory_fraction()  # a wrong variable is found before the minutes of compilation
+    gpu_memory_fraction()  # a wrong variable is found before the minutes of compilation
     step = compile_step(cfg, gpu, args.devices, args.nodes, args.keep)
     rates = dataclasses.replace(gpu.rates, filled_rows=step.run.filled_rows)
     travels = summary(

@@ -1,44 +1,84 @@
-"""Print what a run would be: parameters, bytes per device, FLOPs per token, the plan.
+"""Print what a run would be: parameters, memory per device, FLOPs per token, the plan.
 
-With a number of devices, print the meshes that the run can have on them.
+With a target, print also whether the run fits there, and what would make it fit. With a
+number of devices, print the meshes that the run can have on them.
 """
 
 import dataclasses
 import shlex
+from typing import NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from moejax.axes import AXES
 from moejax.config import Config
 from moejax.model.flops import flops_per_token, num_params
+from moejax.perf.target import Target
+from moejax.perf.target import load as load_target
+from moejax.perf.target import names as target_names
 from moejax.plan.expert_plan import ExpertPlan
-from moejax.plan.layout import Layout
+from moejax.resolve.fitting import find_changes
+from moejax.resolve.memory import step_memory
 from moejax.resolve.meshes import RULE, propose_meshes
 from moejax.resolve.resolved import Resolved, resolve
+from train.launch.program import gpu_memory_fraction
 from train.replicas.shards import Coverage, coverage
 from train.step.compiled import make_model
-from train.step.state import abstract_state, bytes_per_device, compresses_gradients
+from train.step.state import abstract_state, bytes_per_device
 
 GIB = 2**30
 MAX_MESHES = 8
 """Number of meshes that are shown at most."""
+NUM_CHANGES = 3
+"""Number of changes that are shown where a run does not fit."""
 
 
-def dry_run(cfg: Config) -> dict:
-    """Print the sizes of a run, and return them. None of its devices is needed."""
-    run = _resolve(cfg)
+class Fit(NamedTuple):
+    """How the predicted memory of a run compares with what a target gives it."""
+
+    target: Target
+    total_bytes: int
+    """Predicted bytes at the peak of a train step."""
+    usable_bytes: int
+    """Bytes of the target that a run may use."""
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.usable_bytes
+
+    def __str__(self) -> str:
+        """Return the line about the target."""
+        share = self.usable_bytes / self.target.memory_bytes
+        left = (self.usable_bytes - self.total_bytes) / GIB
+        verdict = f"fits, and {left:.1f} GiB are left"
+        if not self.fits:
+            verdict = f"does not fit: {-left:.1f} GiB too much"
+        return (
+            f"{self.target.name}: {self.target.memory_bytes / GIB:.1f} GiB, of which a "
+            f"run may use {share:.0%}, {self.usable_bytes / GIB:.1f} GiB: {verdict}"
+        )
+
+
+def dry_run(cfg: Config, target: Target | None) -> dict:
+    """Print the sizes of a run, and return them. None of its devices is needed.
+
+    `target` is the GPU whose memory and kernels count; None: this machine's kernels,
+    and no limit of memory.
+    """
+    run = _resolve(cfg, target)
     run.check_policy()
     run.recorded_sha256()
-    held, layout = _bytes_per_device(run), run.layout
-    flops = flops_per_token(cfg.network)
+    memory, flops = _memory(run), flops_per_token(cfg.network)
     plan = run.home_plan()
-    covered = coverage(_abstract_state(run))
+    state = _abstract_state(run)
+    covered = coverage(state)
     record = {
         "params": num_params(cfg.network),
-        "bytes_per_device": held,
+        "memory": memory,
+        "checkpoint_bytes": _checkpoint_bytes(state),
         "flops_per_token": dataclasses.asdict(flops) | {"train": flops.train},
-        "layout": dataclasses.asdict(layout),
+        "layout": dataclasses.asdict(run.layout),
         "kernels": {k: c._asdict() for k, c in run.kernels.items()},
         "plan": plan.digest,
         "replicas": dataclasses.asdict(covered),
@@ -47,6 +87,8 @@ def dry_run(cfg: Config) -> dict:
     }
     _print(run, record, plan)
     _print_covered(covered)
+    if target is not None:
+        record["fit"] = _say_fit(cfg, target, sum(memory.values()))
     return record
 
 
@@ -56,7 +98,7 @@ def show_meshes(cfg: Config, num_devices: int) -> dict:
     meshes, problem = [], ""
     for proposal in propose_meshes(cfg, num_devices):
         try:
-            held = _bytes_per_device(_resolve(proposal.cfg))
+            memory = _memory(_resolve(proposal.cfg))
         except (ValueError, NotImplementedError) as fault:
             problem = problem or f"Mesh ({proposal.cfg.mesh}): {fault}"
             continue
@@ -64,7 +106,7 @@ def show_meshes(cfg: Config, num_devices: int) -> dict:
             {
                 "mesh": dataclasses.asdict(proposal.cfg.mesh),
                 "gin_params": list(proposal.params),
-                "bytes_per_device": held,
+                "memory": memory,
             }
         )
         if len(meshes) == MAX_MESHES:
@@ -76,71 +118,95 @@ def show_meshes(cfg: Config, num_devices: int) -> dict:
     print(f"meshes of {num_devices} devices, best first: {RULE}")
     for mesh in meshes:
         sizes = ", ".join(f"{axis}={size}" for axis, size in mesh["mesh"].items())
-        print(f"{sizes}: {sum(mesh['bytes_per_device'].values()) / GIB:.2f} GiB/device")
+        print(f"{sizes}: {sum(mesh['memory'].values()) / GIB:.2f} GiB/device")
         flags = " ".join(f"--gin_param={shlex.quote(x)}" for x in mesh["gin_params"])
         print(f"    {flags or 'as configured'}")
-    print(
-        "GiB/device: parameters, moments, gradients and one layer's exchange, without"
-    )
-    print("activations; the same flags without --num_devices print each of them")
+    print("GiB/device: predicted for the peak of a step; the same flags without")
+    print("--num_devices print its parts")
     return {"num_devices": num_devices, "rule": RULE, "meshes": meshes}
 
 
-def _resolve(cfg: Config) -> Resolved:
-    """Return the run on an abstract mesh, which has no devices."""
-    mesh = AbstractMesh(cfg.mesh.sizes, AXES, axis_types=(AxisType.Auto,) * 4)
+def _resolve(cfg: Config, target: Target | None = None) -> Resolved:
+    """Return the run on an abstract mesh, which has no devices. Kernels are chosen for
+    the target, or for this machine."""
+    device = None if target is None else AbstractDevice(target.name, None, "gpu")
+    mesh = AbstractMesh(
+        cfg.mesh.sizes, AXES, axis_types=(AxisType.Auto,) * 4, abstract_device=device
+    )
     return resolve(cfg, mesh)
 
 
-def _bytes_per_device(run: Resolved) -> dict[str, int]:
-    """Return the bytes that one device holds, by kind: training state, gradients, and
-    one MoE layer at work."""
+def _memory(run: Resolved) -> dict[str, int]:
+    """Return the predicted bytes of one device at the peak of a step, by kind."""
     held = bytes_per_device(_abstract_state(run))
-    held["gradients"] = held["params"]
-    return held | layer_bytes(run.cfg, run.layout)
+    return step_memory(run.cfg, run.layout, held)
 
 
 def _abstract_state(run: Resolved):
     return abstract_state(run, make_model(run).optimizer, run.layout.store)
 
 
-def layer_bytes(cfg: Config, layout: Layout) -> dict[str, int]:
-    """Return the bytes of one MoE layer at work on one device, by kind.
+def _checkpoint_bytes(state) -> int:
+    """Return the bytes of a checkpoint: each array of the state once."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
-    `slots`: expert weights in the compute dtype; where a domain prefetches, those of
-    all layers. `exchange`: the four buffers of rows (sent, received, and both on the
-    way back). `slot_gradients`, where gradients travel compressed: the gradients of the
-    slots of all layers, in float32 at least if micro-batches add to them.
-    """
-    itemsize = jax.numpy.dtype(cfg.model.compute_dtype).itemsize
-    d, view = cfg.model.d_model, layout.exchanged
-    shards = 1 if layout.is_local else cfg.expert_shards
-    arriving = view.num_senders * view.rows_per_peer // view.num_windows
-    rows = 1 if layout.is_local else view.num_devices
-    rows = rows * view.rows_per_peer + arriving
-    slots, is_compressed = view.slots_per_device, compresses_gradients(layout)
-    keeps_all_layers = layout.prefetch or is_compressed
-    if layout.domain is not None and keeps_all_layers:  # for the backward pass
-        slots *= cfg.model.num_moe_layers
-    weights = slots * 3 * d * cfg.moe.d_expert // shards
-    held = {"slots": weights * itemsize, "exchange": 2 * rows * d * itemsize}
-    if is_compressed:
-        wide = itemsize if cfg.train.accumulate_steps == 1 else max(itemsize, 4)
-        held["slot_gradients"] = weights * wide
-    return held
+
+def _say_fit(cfg: Config, target: Target, total: int) -> dict:
+    """Print whether a run fits the target and, if not, what would make it fit; return
+    the same as a record."""
+    fit = Fit(target, total, usable_bytes(target))
+    print(f"target             {fit}")
+    record = {
+        "target": target.name,
+        "usable_bytes": fit.usable_bytes,
+        "fits": fit.fits,
+    }
+    if fit.fits:
+        return record
+
+    def total_of(changed: Config) -> int:
+        return sum(_memory(_resolve(changed)).values())
+
+    changes = find_changes(cfg, fit.usable_bytes, total_of, NUM_CHANGES)
+    record["changes"] = [
+        {
+            "why": change.why,
+            "flags": [f"--gin_param={shlex.quote(x)}" for x in change.params],
+            "total_bytes": change.total_bytes,
+        }
+        for change in changes
+    ]
+    larger = (load_target(name) for name in target_names())
+    record["changes"] += [
+        {"why": gpu.name, "flags": [f"--target={name}"], "total_bytes": total}
+        for name, gpu in zip(target_names(), larger)
+        if usable_bytes(gpu) >= total
+    ][: NUM_CHANGES - len(changes)]
+    print("each of these makes it fit:")
+    for change in record["changes"]:
+        print(f"  {change['total_bytes'] / GIB:.1f} GiB: {change['why']}")
+        print(f"    {' '.join(change['flags'])}")
+    return record
+
+
+def usable_bytes(gpu: Target) -> int:
+    """Return the bytes of a GPU that a run may use."""
+    return int(gpu_memory_fraction() * gpu.memory_bytes)
 
 
 def _print(run: Resolved, record: dict, plan: ExpertPlan) -> None:
     """Print the record of a dry run, and how each open question was answered."""
-    params, held, flops = (
-        record[name] for name in ("params", "bytes_per_device", "flops_per_token")
+    params, memory, flops = (
+        record[name] for name in ("params", "memory", "flops_per_token")
     )
     layout = record["layout"]
     print(f"mesh               {run.cfg.mesh}")
     print(f"parameters         {params['total']:,} ({params['active']:,} per token)")
-    print("bytes per device")
-    for kind, size in held.items():
+    print("memory per device, predicted for the peak of a step")
+    for kind, size in memory.items():
         print(f"  {kind:<16} {size / GIB:10.4f} GiB")
+    print(f"  {'total':<16} {sum(memory.values()) / GIB:10.4f} GiB")
+    print(f"checkpoint         {record['checkpoint_bytes'] / 1e9:.4g} GB")
     print("forward FLOPs per token")
     for part, count in flops.items():
         if part != "train":

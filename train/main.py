@@ -19,6 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # this folder's modules are train.x, never top-level names
 
 from moejax.config import Config  # noqa: E402
+from moejax.perf import target  # noqa: E402
 from train.config import gin_reader  # noqa: E402
 from train.launch.agreement import (  # noqa: E402
     device_facts,
@@ -39,6 +40,9 @@ from train.launch.program import (  # noqa: E402
 )
 from train.logs.profile import HELP, parse_steps  # noqa: E402
 
+DEFAULT_TARGET = "h100"
+"""GPU of a dry run, where devices are not simulated and none is named."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Train, or do what the arguments ask for instead; return the exit code."""
@@ -58,11 +62,17 @@ def work(args: argparse.Namespace, *, is_program: bool) -> int:
             f"--num_devices={args.num_devices} is for --dry_run, which proposes "
             "meshes: give both; a run takes the devices of Mesh.*"
         )
+    if args.target is not None and not args.dry_run:
+        raise ValueError(
+            f"--target={args.target} is for --dry_run: give both; a run takes the "
+            "devices of this machine"
+        )
     if args.fresh and args.from_step is not None:
         raise ValueError(
             "--fresh starts from step 0, and --from_step from a checkpoint: give one"
         )
     cfg = gin_reader.load(args.gin_file, args.gin_param)
+    args.target = find_target(cfg, args.target)
     args.profile_steps = parse_steps(args.profile_steps)
     if is_program and cfg.train.num_simulated_devices:
         restart_with_huge_pages()
@@ -123,6 +133,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="with --dry_run: print the valid meshes of N devices, best first, each "
         "with its --gin_param flags and bytes per device (default: the sizes of the "
         "configured mesh)",
+    )
+    add(
+        "--target",
+        metavar="GPU",
+        help="with --dry_run: the GPU whose memory and kernels count, "
+        f"{', '.join(target.names())}, or a file like those of moejax/perf/targets "
+        "(default: h100, or this machine where devices are simulated)",
     )
     add(
         "--print_config",
@@ -188,8 +205,10 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
     if args.dry_run:
         if process is None or process.index == 0:
             print_config(cfg, args, "--print_config prints all of them")
-            is_for_run = args.num_devices is None
-            record = dry_run(cfg) if is_for_run else show_meshes(cfg, args.num_devices)
+            if args.num_devices is None:
+                record = dry_run(cfg, args.target)
+            else:
+                record = show_meshes(cfg, args.num_devices)
             emit(record, args.json)
         return DONE
     job = prepare(cfg)
@@ -222,6 +241,14 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
             return PREEMPTED
         emit(summarise(job, outcome, run_dir.path), args.json)
     return DONE
+
+
+def find_target(cfg: Config, name: str | None) -> target.Target | None:
+    """Return the GPU that a dry run is for: the one named, or else an H100. None for
+    simulated devices: this machine."""
+    if name is None and cfg.train.num_simulated_devices:
+        return None
+    return target.load(name or DEFAULT_TARGET)
 
 
 def say_finished(summary: dict, cfg: Config) -> None:

@@ -76,7 +76,7 @@ def test_the_table_has_flags_and_bytes(capsys):
     record = show_meshes(cfg, 4)
     first = record["meshes"][0]
     assert first["mesh"] == dataclasses.asdict(Topology(expert=4))
-    assert first["bytes_per_device"]["params"] > 0
+    assert first["memory"]["masters"] > 0
     out = capsys.readouterr().out
     assert "meshes of 4 devices, best first" in out
     flags = ("Mesh.data = 1", "Train.num_simulated_devices = 4")

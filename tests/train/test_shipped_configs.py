@@ -61,12 +61,15 @@ def test_dry_run(name, tmp_path):
     if name in BILLIONS:
         billions = tuple(round(params[x] / 1e9, 1) for x in ("total", "active"))
         assert billions == BILLIONS[name]
-    num_bytes = record["bytes_per_device"]
+    memory, masters = record["memory"], record["memory"]["masters"]
     # There are float32 master parameters and two moments; moments also hold counters.
-    params_bytes = num_bytes["params"]
-    assert 2 * params_bytes <= num_bytes["moments"] < 2 * params_bytes + 64
+    assert 2 * masters <= memory["moments"] < 2 * masters + 64
+    assert 12 * params["total"] <= record["checkpoint_bytes"] < 12.001 * params["total"]
+    if name in BILLIONS:
+        assert record["fit"]["fits"]
+        assert sum(memory.values()) < record["fit"]["usable_bytes"] < 80e9
     assert record["flops_per_token"]["train"] > 6 * 0.8 * params["active"]
-    for word in ("parameters", "bytes per device", "FLOPs per token", record["plan"]):
+    for word in ("parameters", "memory per device", "FLOPs per token", record["plan"]):
         assert word in process.stdout
     assert "nothing was run" in process.stdout
     assert not list(tmp_path.iterdir())

@@ -1,17 +1,14 @@
 """The report of a compiled step: one record, and its tables as text."""
 
 import dataclasses
-import os
 from typing import NamedTuple
 
 from moejax.perf.target import Target
 from tools.compiled.compile import CompiledStep
 from tools.compiled.exposure import Summary, percent
 from tools.compiled.memory import GIB, KINDS, Memory
+from train.launch.program import gpu_memory_fraction
 
-MEMORY_FRACTION = 0.9
-"""Share of a GPU's memory that a run may use, unless XLA_PYTHON_CLIENT_MEM_FRACTION is
-set: that of tools/launch. The libraries of NVIDIA get the rest."""
 SCHEDULER_SHARE, SCHEDULER_SLACK = 0.8, 0.95
 """XLA's scheduler lets the temporaries of a step have this share of the target's
 memory, less the arguments, times this factor (GetSchedulerMemoryLimit in
@@ -45,7 +42,7 @@ def make_report(
     step: CompiledStep, held: Memory, travels: Summary, target: Target
 ) -> Report:
     """Return the report of a compiled step, its memory and its collectives."""
-    usable = int(memory_fraction() * target.memory_bytes)
+    usable = int(gpu_memory_fraction() * target.memory_bytes)
     warnings = tuple(_warnings(step, travels, target, usable))
     record = {
         "target": target.name,
@@ -79,19 +76,6 @@ def make_report(
     )
 
 
-def memory_fraction() -> float:
-    """Return the share of a GPU's memory that a run may use."""
-    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    text = os.environ.get(name, "")
-    try:
-        share = float(text) if text else MEMORY_FRACTION
-    except ValueError:
-        share = -1.0
-    if not 0 < share <= 1:
-        raise ValueError(f"{name}={text!r} must be a number above 0, at most 1")
-    return share
-
-
 def _lines(step: CompiledStep, target: Target, travels: Summary) -> list[str]:
     return [
         f"target             {target.name}, {target.memory_bytes / GIB:.1f} GiB",
@@ -111,8 +95,8 @@ def _warnings(
     if step.peak_bytes > usable:
         warnings.append(
             f"does not fit: the step needs {step.peak_bytes / GIB:.1f} GiB, and a run "
-            f"may use {usable / GIB:.1f} GiB ({memory_fraction():.0%} of the target's "
-            f"{target.memory_bytes / GIB:.1f} GiB)"
+            f"may use {usable / GIB:.1f} GiB ({gpu_memory_fraction():.0%} of the "
+            f"target's {target.memory_bytes / GIB:.1f} GiB)"
         )
     arguments = step.peak_bytes - step.temp_bytes
     limit = SCHEDULER_SLACK * (SCHEDULER_SHARE * target.memory_bytes - arguments)

@@ -39,6 +39,8 @@ GPU_MEMORY_FRACTION = 0.92
 """Share of a GPU's memory that JAX takes at its start; NVIDIA's libraries get the rest.
 Of 80 GB that is 6.4 GB, for CUDA's context, NCCL's buffers and cuDNN. JAX's own default
 is 0.75."""
+FRACTION_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""Variable in which JAX finds the share, and a user can set another one."""
 
 THREADS_PER_DEVICE = 4
 """Threads in XLA:CPU's pool, per device. By default the pool has one per device. But
@@ -106,10 +108,24 @@ def set_up_backend(cfg: Config, num_processes: int = 1) -> None:
         words.append(f"--xla_force_host_platform_device_count={count}")
         os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * count))
         os.environ["JAX_PLATFORMS"] = "cpu"
-    fraction = str(GPU_MEMORY_FRACTION)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", fraction)
+    os.environ.setdefault(FRACTION_NAME, str(GPU_MEMORY_FRACTION))
     os.environ["XLA_FLAGS"] = " ".join(words).strip()
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+
+
+def gpu_memory_fraction() -> float:
+    """Return the share of a GPU's memory that a run may use: GPU_MEMORY_FRACTION, or
+    what the user has set. Raises ValueError unless that is above 0 and at most 1."""
+    text = os.environ.get(FRACTION_NAME, "")
+    try:
+        share = float(text) if text else GPU_MEMORY_FRACTION
+    except ValueError:
+        share = -1.0
+    if not 0 < share <= 1:
+        raise ValueError(
+            f"{FRACTION_NAME}={text!r} must be a number above 0, at most 1"
+        )
+    return share
 
 
 def restart_with_huge_pages() -> None:

@@ -3,6 +3,7 @@
 A `TrainState` and functions of its step are all that a resumed run needs.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -194,11 +195,9 @@ def bytes_per_device(state: TrainState) -> dict[str, int]:
     """Return the bytes that one device holds of each kind of the state's arrays."""
 
     def num_bytes(tree) -> int:
-        leaves = jax.tree.leaves(tree)
-        shards = (leaf.sharding.shard_shape(leaf.shape) for leaf in leaves)
-        sizes = zip(leaves, shards, strict=True)
         return sum(
-            jnp.dtype(x.dtype).itemsize * int(jnp.prod(jnp.array(s))) for x, s in sizes
+            leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+            for leaf in jax.tree.leaves(tree)
         )
 
     trees = {"params": state.params, "moments": state.opt_state}

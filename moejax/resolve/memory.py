@@ -1,0 +1,176 @@
+"""Predicted memory of one device at the peak of a train step, by kind.
+
+The prediction counts arrays; it compiles nothing. `tools/aot.py` compiles the step, and
+says the same by the same kinds. Everything rests (parameters, moments) or grows with
+the layers (gradients, kept activations), or is of the part at work when the step peaks:
+one layer in the backward pass, or the loss.
+
+    masters, moments   as they rest
+    gradients          their sums over micro-batches, float32
+    slots              weights as layers compute with them
+    activations        what the forward pass keeps, and what the part at work needs
+    exchange           rows that are sent, received, or put in order for it
+
+Letters: n local tokens, d model width, m received rows, f expert hidden width on this
+device, t time.
+"""
+
+import dataclasses
+
+from moejax.config import Config
+from moejax.plan.layout import Layout
+
+FLOAT32 = 4
+"""Bytes of a float32."""
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+"""Bytes of a number, by name of the dtype."""
+KINDS = ("masters", "moments", "gradients", "slots", "activations", "exchange")
+"""Kinds of a prediction, in the order of the tables."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PartCounts:
+    """Numbers of arrays that live at once where a part of the step peaks.
+
+    They are counted in programs that XLA compiled for H100s (docs/aot.md), for the
+    three GPU configurations; `tests/resolve/test_memory.py` compares others.
+    """
+
+    hidden: float
+    """Arrays [n, d] of a layer."""
+    rows: float
+    """Arrays [m, d] of an exchange and of the experts."""
+    expert_hidden: float
+    """Arrays [m, f] of the experts."""
+
+
+LAYER = PartCounts(hidden=10, rows=6, expert_hidden=5)
+"""A layer in its backward pass, whose forward pass is computed again."""
+KEPT = PartCounts(hidden=14, rows=3, expert_hidden=3)
+"""What one layer keeps where nothing is computed again (remat 'none')."""
+
+
+def step_memory(cfg: Config, layout: Layout, held: dict[str, int]) -> dict[str, int]:
+    """Return the predicted bytes of one device at the peak of a train step, by kind.
+
+    `held` are the bytes of its training state: 'params', 'moments', and, where experts
+    or their gradients travel compressed, 'tracked' and 'gradient_residual'.
+    """
+    sizes = _Sizes.of(cfg, layout)
+    parts = (_layer_at_work(cfg, sizes), _loss_at_work(cfg, sizes))
+    at_work = max(parts, key=lambda part: sum(part.values()))
+    gradients, slots = _of_all_layers(cfg, layout, sizes)
+    fixed = {
+        "masters": held["params"],
+        "moments": held["moments"],
+        "gradients": held["params"] + gradients + held.get("gradient_residual", 0),
+        "slots": slots + held.get("tracked", 0),
+        "activations": _kept(cfg, sizes),
+    }
+    return {kind: round(fixed.get(kind, 0) + at_work.get(kind, 0)) for kind in KINDS}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """Bytes of the arrays of one device that the parts of a step are made of."""
+
+    hidden: int
+    """Hidden states [n, d]."""
+    row: int
+    """Received rows [m, d]."""
+    expert_hidden: int
+    """Hidden states of the experts [m, f]."""
+    slots: int
+    """Slots of one layer."""
+    attention: int
+    """Weights of attention, gathered."""
+    heads: int
+    """Queries, keys, values and the output of attention [n, heads, i]."""
+    mask: int
+    """Mask of attention [b, t, t]."""
+    scores: int
+    """Attention's scores in float32 [b, h, t, t], where they exist at once."""
+    routes: int
+    """What a layer keeps of its routing: for each choice of a token a gate, a place
+    and a peer."""
+
+    @classmethod
+    def of(cls, cfg: Config, layout: Layout) -> "_Sizes":
+        model, moe, c = cfg.model, cfg.moe, ITEMSIZE[cfg.model.compute_dtype]
+        t, d, tensor = cfg.data.seq_len, model.d_model, cfg.mesh.tensor
+        b = cfg.train.batch_size // cfg.train.accumulate_steps
+        b //= cfg.mesh.num_batch_shards
+        view, shards = layout.exchanged, 1 if layout.is_local else cfg.expert_shards
+        m = view.num_senders * view.rows_per_peer // view.num_windows
+        f = moe.d_expert // shards
+        query, key = (
+            model.num_heads * model.head_dim,
+            model.num_kv_heads * model.head_dim,
+        )
+        is_fused = model.attention == "cudnn"
+        return cls(
+            hidden=b * t * d * c,
+            row=m * d * c,
+            expert_hidden=m * f * c,
+            slots=view.slots_per_device * 3 * d * f * c,
+            attention=2 * d * (query + key) // tensor * c,
+            heads=2 * b * t * (query + key) // tensor * c,
+            mask=b * t * t * (c if is_fused else 1),
+            scores=0 if is_fused else b * model.num_heads // tensor * t * t * FLOAT32,
+            routes=b * t * moe.top_k * 3 * FLOAT32,
+        )
+
+
+def _layer_at_work(cfg: Config, sizes: _Sizes) -> dict[str, float]:
+    """Return the bytes of one layer in its backward pass, by kind."""
+    return {
+        "slots": sizes.slots + sizes.attention,
+        "gradients": sizes.slots + sizes.attention,
+        "activations": LAYER.hidden * sizes.hidden
+        + LAYER.expert_hidden * sizes.expert_hidden
+        + 2 * sizes.heads
+        + sizes.mask
+        + 3 * sizes.scores,
+        "exchange": LAYER.rows * sizes.row,
+    }
+
+
+def _loss_at_work(cfg: Config, sizes: _Sizes) -> dict[str, float]:
+    """Return the bytes of the loss, by kind: a chunk's logits, the gradients of all
+    logits, and that of the head."""
+    model, shards = cfg.model, cfg.mesh.expert * cfg.mesh.tensor
+    c = ITEMSIZE[model.compute_dtype]
+    slice_size = -(-model.vocab_size // shards)
+    n = sizes.hidden // (model.d_model * c) * cfg.mesh.expert
+    chunk = n * min(cfg.train.loss_chunk, cfg.data.seq_len) // cfg.data.seq_len
+    logits = 2 * chunk * slice_size * FLOAT32 + n * slice_size * c
+    head = slice_size * model.d_model * (c + FLOAT32)
+    gathered = 3 * sizes.hidden * cfg.mesh.expert
+    return {"slots": head, "activations": logits + gathered}
+
+
+def _of_all_layers(cfg: Config, layout: Layout, sizes: _Sizes) -> tuple[int, int]:
+    """Return the bytes of slots' gradients and of slots that all layers have at once;
+    0 where each layer has its own alone."""
+    num_layers = cfg.model.num_moe_layers
+    domain = layout.domain
+    is_compressed = domain is not None and domain.gradient_compression is not None
+    if layout.store == "resident" or is_compressed:
+        wide = FLOAT32 / ITEMSIZE[cfg.model.compute_dtype]
+        return round(num_layers * sizes.slots * wide), num_layers * sizes.slots
+    if domain is not None and layout.prefetch:
+        return 0, num_layers * sizes.slots
+    return 0, 0
+
+
+def _kept(cfg: Config, sizes: _Sizes) -> float:
+    """Return the bytes that the forward pass keeps for the backward pass."""
+    num_layers, num_moe = cfg.model.num_layers, cfg.model.num_moe_layers
+    kept = num_layers * sizes.hidden + num_moe * sizes.routes
+    if cfg.model.remat == "dispatch":
+        kept += num_moe * sizes.row
+    if cfg.model.remat == "none":
+        kept += num_layers * (KEPT.hidden * sizes.hidden + sizes.heads + sizes.scores)
+        kept += num_moe * KEPT.rows * sizes.row
+        kept += num_moe * KEPT.expert_hidden * sizes.expert_hidden
+    return kept
