@@ -3,7 +3,7 @@
 import pytest
 
 from tools.compiled import report
-from tools.compiled.report import Table, collective_table
+from tools.compiled.report import Table, travel_table
 
 ROW = {
     "kind": "all-to-all",
@@ -12,6 +12,7 @@ ROW = {
     "axes": ["data", "expert"],
     "runs": 4,
     "seconds": 0.002,
+    "exposed_sec": 0.0015,
     "is_async": True,
     "is_ours": True,
     "hidden_share": 0.25,
@@ -31,24 +32,29 @@ class Rows:
     def rows(self) -> list[dict]:
         return [ROW | self._changes]
 
+    def totals(self) -> list[str]:
+        return ["hidden: all", "largest: none"]
+
 
 @pytest.mark.parametrize(
     ("changes", "column", "cell"),
     [
-        ({}, "kind", "all-to-all"),
-        ({"is_ours": False}, "kind", "all-to-all *"),
+        ({}, "collective", "all-to-all"),
+        ({"is_ours": False}, "collective", "all-to-all (partitioner)"),
         ({}, "MiB", "3.00"),
-        ({}, "axes", "data,expert"),
-        ({}, "hidden", "25.0%"),
-        ({"is_async": False}, "hidden", "sync"),
+        ({}, "exposed ms", "1.50"),
+        ({}, "ms", "2.00"),
+        ({}, "axes", "data expert"),
+        ({}, "hidden", "25.0 %"),
+        ({"is_async": False}, "hidden", "synchronous"),
         ({"hidden_share": None, "runs": 0}, "hidden", "-"),
-        ({"phase": "", "scope": "optimizer"}, "in", "optimizer"),
+        ({"phase": "", "scope": "optimizer"}, "where", "optimizer"),
         ({"source": "", "beside": {}}, "source", "-"),
-        ({"source": "", "beside": {}}, "beside", "-"),
+        ({"source": "", "beside": {}}, "longest beside it", "-"),
     ],
 )
 def test_a_row_of_the_table_of_collectives(changes, column, cell):
-    table = collective_table(Rows(**changes))
+    table = travel_table(Rows(**changes))
     ((*cells,),) = table.rows
     assert dict(zip(table.columns, cells, strict=True))[column] == cell
 
@@ -61,9 +67,3 @@ def test_numbers_are_flush_right():
         " 1.00  slots",
         "10.00  masters",
     ]
-
-
-@pytest.mark.parametrize(("text", "share"), [("", 0.9), ("0.5", 0.5), ("1", 1.0)])
-def test_the_share_of_memory_that_a_run_may_use(monkeypatch, text, share):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", text)
-    assert report.memory_fraction() == share

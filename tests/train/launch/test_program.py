@@ -7,7 +7,11 @@ import sys
 import pytest
 
 from moejax.config import Config
-from train.launch.program import GPU_MEMORY_FRACTION, set_up_backend
+from train.launch.program import (
+    GPU_MEMORY_FRACTION,
+    gpu_memory_fraction,
+    set_up_backend,
+)
 
 WITH_A_THREAD = """
 import sys, threading
@@ -37,3 +41,11 @@ def test_the_share_of_gpu_memory_is_set_unless_the_user_has(own, monkeypatch):
     monkeypatch.setattr(os, "environ", {} if own is None else {name: own})
     set_up_backend(Config())
     assert os.environ[name] == (own or str(GPU_MEMORY_FRACTION))
+
+
+@pytest.mark.parametrize(
+    ("text", "share"), [("", GPU_MEMORY_FRACTION), ("0.5", 0.5), ("1", 1.0)]
+)
+def test_the_share_of_memory_that_a_run_may_use(monkeypatch, text, share):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", text)
+    assert gpu_memory_fraction() == share
