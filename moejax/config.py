@@ -122,10 +122,11 @@ class Model:
     attention: Literal["xla", "cudnn"] = "xla"
     """Implementation of jax.nn.dot_product_attention; 'cudnn' is a fused kernel for
     NVIDIA GPUs."""
-    remat: Literal["none", "dispatch", "full"] = "none"
+    remat: Literal["none", "dispatch", "full", "offload"] = "none"
     """Activations that a layer keeps for its backward pass: all of them ('none'), its
-    routes and exchanged rows ('dispatch'), or its routes alone ('full'). The backward
-    pass computes the rest again."""
+    input, routes and exchanged rows ('dispatch'), or input and routes alone ('full').
+    The backward pass computes the rest again. 'offload' is 'full' with inputs in the
+    host's memory (GPUs only)."""
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Number format of activations and matrix products; parameters are float32."""
     gradient_reduce_dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -159,6 +160,12 @@ class Model:
             f"{self.first_k_dense} must be a multiple of moe_every={self.moe_every}, "
             "and at least one such multiple: a model needs an MoE layer",
         )
+
+    @property
+    def repeats(self) -> Literal["none", "dispatch", "full"]:
+        """The remat policy that computes the same again in the backward pass: 'full' in
+        place of 'offload'."""
+        return "full" if self.remat == "offload" else self.remat
 
     @property
     def num_moe_layers(self) -> int:

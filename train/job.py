@@ -14,6 +14,7 @@ import jax
 
 from moejax.axes import make_mesh
 from moejax.config import Config
+from moejax.model.transformer import check_remat
 from moejax.moe.layer import check_device
 from moejax.resolve.resolved import resolve
 from train import data
@@ -87,7 +88,9 @@ def prepare(cfg: Config) -> Job:
     """
     run = resolve(cfg, make_mesh(cfg.mesh))
     model = make_model(run)
-    check_device(model.layout, model.mesh.devices.flat[0])
+    device = model.mesh.devices.flat[0]
+    check_device(model.layout, device)
+    check_remat(cfg.model, device)
     run.check_policy()
     recorded_sha256 = run.recorded_sha256()
     corpus = data.load_corpus(cfg.data, cfg.model.vocab_size)

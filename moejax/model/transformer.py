@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
@@ -35,6 +36,9 @@ from moejax.moe.weights.stores import ExpertWeights, SummedSlots
 from moejax.plan.layout import Layout
 
 EMBED_SCALE = 0.02
+
+INPUTS = "inputs"
+"""Checkpoint name of the inputs of layers, which remat 'offload' sends to the host."""
 
 
 class StepInputs(NamedTuple):
@@ -289,6 +293,7 @@ def _scan(stack: nnx.Module, carry, context, routing, slot_source, model: Model)
 
     def body(carry, layer):
         x_btd, cache_view, slots = carry
+        x_btd = checkpoint_name(x_btd, INPUTS)
         params, per_layer, ready, ahead = layer
         # The next layer's slots do not depend on x, so they may travel meanwhile.
         following = None if ahead is None else slot_source.make(*ahead)
@@ -298,7 +303,28 @@ def _scan(stack: nnx.Module, carry, context, routing, slot_source, model: Model)
         return (x_btd, cache_view, following), sums
 
     if model.remat != "none":
-        names = (ROUTES, ROWS) if model.remat == "dispatch" else (ROUTES,)
-        policy = jax.checkpoint_policies.save_only_these_names(*names)
-        body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+        body = jax.checkpoint(body, policy=_policy(model.remat), prevent_cse=False)
     return jax.lax.scan(body, carry, (params, per_layer, ready, ahead))
+
+
+def _policy(remat: str):
+    """Return which arrays of a layer are kept for its backward pass, and where."""
+    if remat != "offload":
+        names = (ROUTES, ROWS) if remat == "dispatch" else (ROUTES,)
+        return jax.checkpoint_policies.save_only_these_names(*names)
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[ROUTES],
+        names_which_can_be_offloaded=[INPUTS],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+def check_remat(model: Model, device: jax.Device) -> None:
+    """Raise NotImplementedError where a device cannot keep activations as the model
+    asks."""
+    if model.remat == "offload" and device.platform == "cpu":
+        raise NotImplementedError(
+            "Model.remat='offload' sends activations from a GPU to its host, and this "
+            "is a CPU: use Model.remat = 'full'"
+        )

@@ -173,7 +173,7 @@ def micro_batch_shape(cfg: Config) -> choose_schedule.MicroBatchShape:
         tensor=cfg.mesh.tensor,
         expert_shards=cfg.expert_shards,
         sizes=_group_sizes(cfg),
-        remat=cfg.model.remat,
+        remat=cfg.model.repeats,
     )
 
 
@@ -191,7 +191,7 @@ def layer_traffic(cfg: Config, calibration: Calibration) -> choose_domain.LayerT
         sizes=_group_sizes(cfg),
         **_compression_ratios(cfg),
         num_micro_batches=cfg.train.accumulate_steps,
-        remat=cfg.model.remat,
+        remat=cfg.model.repeats,
         is_prefetched=dispatch.prefetch is not False,
         is_hierarchical=dispatch.transport == "hierarchical",
     )

@@ -27,7 +27,7 @@ def make_cost_model(cfg: Config, calibration: Calibration) -> CostModel:
             itemsize=ITEMSIZE[cfg.model.compute_dtype],
             micro_batches=cfg.train.accumulate_steps,
             other_flops_per_device=other_flops_per_device(cfg),
-            remat=cfg.model.remat,
+            remat=cfg.model.repeats,
             group=cfg.dispatch.group_axes,
         )
 

@@ -148,3 +148,18 @@ def test_policies_agree_in_loss_and_every_gradient(remat):
     assert rounds > 1
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradients))
     assert_close(results(remat), results("none"))
+
+
+def test_offload_sends_the_inputs_of_layers_to_the_host_alone():
+    """The scan over layers returns one array in the host's memory, and the backward
+    pass computes as much again as under 'full'."""
+    loss, params = make_loss(SMALL, "offload")
+    jaxpr = jax.make_jaxpr(jax.grad(loss, has_aux=True))(params, *operands())
+    sent = [
+        eqn.outvars[0].aval.shape
+        for eqn, _ in equations(jaxpr)
+        if eqn.primitive.name == "device_put" and "<host>" in str(eqn.outvars[0].aval)
+    ]
+    assert sent == [(B, T, SMALL.model.d_model)]
+    dots = [counts(SMALL, remat)["dot_general"] for remat in ("offload", "full")]
+    assert dots[0] == dots[1]

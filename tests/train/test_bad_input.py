@@ -47,6 +47,7 @@ SET_UP = [
         ["Train.eval_batches = 64"],
         r"need 1024 held-out windows, .* lower Train.eval_batches",
     ),
+    (["Model.remat = 'offload'"], r"this is a CPU: use Model.remat = 'full'"),
     (
         ["Dispatch.transport = 'ragged'"],
         r"XLA:CPU has no ragged_all_to_all .*: use Dispatch.transport = 'padded'",
