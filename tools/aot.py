@@ -124,7 +124,8 @@ def compile_for_target(cfg: Config, args: argparse.Namespace) -> dict:
         title = f"{pathlib.Path(args.gin_file[-1]).stem} on {cfg.mesh}"
         args.html.write_text(page(report, title), encoding="utf-8")
         print(f"page: {args.html}", flush=True)
-    return report.record
+    asked = {"gin_files": args.gin_file, "gin_params": args.gin_param}
+    return asked | {"nodes": args.nodes} | report.record
 
 
 if __name__ == "__main__":

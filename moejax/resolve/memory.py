@@ -44,7 +44,7 @@ class PartCounts:
     """Arrays [m, f] of the experts."""
 
 
-LAYER = PartCounts(hidden=10, rows=6, expert_hidden=5)
+LAYER = PartCounts(hidden=2, rows=4, expert_hidden=5)
 """A layer in its backward pass, whose forward pass is computed again."""
 KEPT = PartCounts(hidden=14, rows=3, expert_hidden=3)
 """What one layer keeps where nothing is computed again (remat 'none')."""
@@ -128,7 +128,7 @@ def _layer_at_work(cfg: Config, sizes: _Sizes) -> dict[str, float]:
         "gradients": sizes.slots + sizes.attention,
         "activations": LAYER.hidden * sizes.hidden
         + LAYER.expert_hidden * sizes.expert_hidden
-        + 2 * sizes.heads
+        + sizes.heads
         + sizes.mask
         + 3 * sizes.scores,
         "exchange": LAYER.rows * sizes.row,

@@ -43,6 +43,8 @@ SCOPES = {
     "gathered": "slots",
 }
 """Kinds by named scope. The first that a value's path has wins."""
+MOVES = {"concatenate", "convert_element_type", "dynamic_slice", "reshape", "transpose"}
+"""Primitives that make a weight in use from a master parameter."""
 WORD = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -139,8 +141,9 @@ def kind_of_value(origin: Origin, *, is_weight: bool) -> str:
     """Return the kind of a value that the step computes.
 
     `is_weight` says that it has the shape of a weight or a part of one. Such a value is
-    a gradient if the backward pass makes it, else a weight in use. In the backward
-    pass, what is computed again belongs to the forward pass.
+    a gradient if the backward pass makes it, and a weight in use if the forward pass
+    only moves or converts it. In the backward pass, what is computed again belongs to
+    the forward pass.
     """
     path = origin.op_name
     is_loss = "jvp(" in path
@@ -150,7 +153,10 @@ def kind_of_value(origin: Origin, *, is_weight: bool) -> str:
     if scoped in ("slots", "gradients"):
         return "gradients" if is_backward else scoped
     if is_weight and scoped != "temporaries" and path:
-        return "gradients" if is_backward or not is_loss else "slots"
+        if is_backward or not is_loss:
+            return "gradients"
+        if path.rpartition("/")[2] in MOVES:
+            return "slots"
     if scoped is not None:
         return scoped
     return "activations" if is_loss else "temporaries"

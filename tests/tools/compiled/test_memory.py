@@ -27,6 +27,7 @@ AGAIN = f"{BACKWARD}/rematted_computation"
         (f"{BACKWARD}/dynamic_update_slice", True, "gradients"),
         (f"{BACKWARD}/shard_map/experts/mpmd_map", True, "gradients"),
         (f"{AGAIN}/convert_element_type", True, "slots"),
+        (f"{FORWARD}/add", True, "activations"),
         ("jit(_train_step)/while/body/gradients/add", True, "gradients"),
         ("jit(_train_step)/transpose(jvp(loss))/while/body/dot", True, "gradients"),
         ("jit(_train_step)/jvp(loss)/while/body/dot", False, "activations"),

@@ -1,0 +1,35 @@
+"""Print the part of a record of tools/aot.py that a golden file keeps.
+
+tail -n 1 output | python -m tests.support.golden_aot
+"""
+
+import json
+import sys
+
+KEPT = (
+    "gin_files",
+    "gin_params",
+    "nodes",
+    "target",
+    "mesh",
+    "peak_gib",
+    "fits",
+    "memory_gib",
+    "exchange_hidden_share",
+    "collective_hidden_share",
+    "largest_float32_collective_bytes",
+    "largest_float32_reduce_scatter_bytes",
+    "num_remat_ops",
+    "num_xla_remat_ops",
+    "xla_remat_collectives",
+    "warnings",
+)
+
+
+def kept(record: dict) -> dict:
+    """Return the fields of a record that another compilation must repeat."""
+    return {name: record[name] for name in KEPT}
+
+
+if __name__ == "__main__":
+    print(json.dumps(kept(json.load(sys.stdin)), indent=2))
