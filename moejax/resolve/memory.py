@@ -168,7 +168,7 @@ def _kept(cfg: Config, sizes: _Sizes) -> float:
     num_layers, num_moe = cfg.model.num_layers, cfg.model.num_moe_layers
     kept = num_layers * sizes.hidden + num_moe * sizes.routes
     if cfg.model.remat == "dispatch":
-        kept += num_moe * sizes.row
+        kept += 2 * num_moe * sizes.row  # as received, and as experts return them
     if cfg.model.remat == "none":
         kept += num_layers * (KEPT.hidden * sizes.hidden + sizes.heads + sizes.scores)
         kept += num_moe * KEPT.rows * sizes.row
