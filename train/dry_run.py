@@ -182,6 +182,9 @@ def _say_fit(cfg: Config, target: Target, total: int) -> dict:
         for name, gpu in zip(target_names(), larger)
         if usable_bytes(gpu) >= total
     ][: NUM_CHANGES - len(changes)]
+    if not record["changes"]:
+        print("no change that was tried makes it fit")
+        return record
     print("each of these makes it fit:")
     for change in record["changes"]:
         print(f"  {change['total_bytes'] / GIB:.1f} GiB: {change['why']}")

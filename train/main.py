@@ -67,6 +67,11 @@ def work(args: argparse.Namespace, *, is_program: bool) -> int:
             f"--target={args.target} is for --dry_run: give both; a run takes the "
             "devices of this machine"
         )
+    if args.target is not None and args.num_devices is not None:
+        raise ValueError(
+            f"--target={args.target} says whether a mesh fits, and --num_devices="
+            f"{args.num_devices} asks for meshes: give one after the other"
+        )
     if args.fresh and args.from_step is not None:
         raise ValueError(
             "--fresh starts from step 0, and --from_step from a checkpoint: give one"

@@ -118,6 +118,8 @@ def load(name: str) -> Target:
             )
     try:
         fields = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not TOML: {error}") from None
     rates = fields.pop("rates", None)

@@ -95,9 +95,12 @@ def _smaller_moments(cfg: Config) -> Iterator[_Remedy]:
 
 
 def _less_kept(cfg: Config) -> Iterator[_Remedy]:
-    if cfg.model.remat != "full":
+    if cfg.model.remat in ("none", "dispatch"):
         why = "layers keep their routes alone, and compute the rest again"
         yield _Remedy(why, {"Model.remat": "full"})
+    if cfg.model.remat != "offload" and not cfg.train.num_simulated_devices:
+        why = "inputs of layers rest in the host's memory"
+        yield _Remedy(why, {"Model.remat": "offload"})
 
 
 def _smaller_micro_batches(cfg: Config) -> Iterator[_Remedy]:

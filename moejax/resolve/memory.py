@@ -3,7 +3,7 @@
 The prediction counts arrays; it compiles nothing. `tools/aot.py` compiles the step, and
 says the same by the same kinds. Everything rests (parameters, moments) or grows with
 the layers (gradients, kept activations), or is of the part at work when the step peaks:
-one layer in the backward pass, or the loss.
+one layer in the backward pass, the loss, or the embedding.
 
     masters, moments   as they rest
     gradients          their sums over micro-batches, float32
@@ -33,7 +33,7 @@ class PartCounts:
     """Numbers of arrays that live at once where a part of the step peaks.
 
     They are counted in programs that XLA compiled for H100s (docs/aot.md), for the
-    three GPU configurations; `tests/resolve/test_memory.py` compares others.
+    three GPU configurations; `tests/tools/compiled/test_goldens.py` compares others.
     """
 
     hidden: float
@@ -57,7 +57,11 @@ def step_memory(cfg: Config, layout: Layout, held: dict[str, int]) -> dict[str, 
     or their gradients travel compressed, 'tracked' and 'gradient_residual'.
     """
     sizes = _Sizes.of(cfg, layout)
-    parts = (_layer_at_work(cfg, sizes), _loss_at_work(cfg, sizes))
+    parts = (
+        _layer_at_work(cfg, sizes),
+        _loss_at_work(cfg, sizes),
+        _embedding_at_work(cfg, sizes),
+    )
     at_work = max(parts, key=lambda part: sum(part.values()))
     gradients, slots = _of_all_layers(cfg, layout, sizes)
     fixed = {
@@ -82,8 +86,11 @@ class _Sizes:
     """Hidden states of the experts [m, f]."""
     slots: int
     """Slots of one layer."""
-    attention: int
-    """Weights of attention, gathered."""
+    dense: int
+    """Weights of attention and of a dense feed-forward part, gathered."""
+    dense_hidden: int
+    """Hidden states of a dense feed-forward part [n, f]: shared experts or a dense
+    layer."""
     heads: int
     """Queries, keys, values and the output of attention [n, heads, i]."""
     mask: int
@@ -107,13 +114,16 @@ class _Sizes:
             model.num_heads * model.head_dim,
             model.num_kv_heads * model.head_dim,
         )
+        has_dense = model.num_moe_layers < model.num_layers
+        width = max(moe.num_shared_experts * moe.d_expert, has_dense * model.d_ff)
         is_fused = model.attention == "cudnn"
         return cls(
             hidden=b * t * d * c,
             row=m * d * c,
             expert_hidden=m * f * c,
             slots=view.slots_per_device * 3 * d * f * c,
-            attention=2 * d * (query + key) // tensor * c,
+            dense=(2 * d * (query + key) + 3 * d * width) // tensor * c,
+            dense_hidden=b * t * width // tensor * c,
             heads=2 * b * t * (query + key) // tensor * c,
             mask=b * t * t * (c if is_fused else 1),
             scores=0 if is_fused else b * model.num_heads // tensor * t * t * FLOAT32,
@@ -124,10 +134,10 @@ class _Sizes:
 def _layer_at_work(cfg: Config, sizes: _Sizes) -> dict[str, float]:
     """Return the bytes of one layer in its backward pass, by kind."""
     return {
-        "slots": sizes.slots + sizes.attention,
-        "gradients": sizes.slots + sizes.attention,
+        "slots": sizes.slots + sizes.dense,
+        "gradients": sizes.slots + sizes.dense,
         "activations": LAYER.hidden * sizes.hidden
-        + LAYER.expert_hidden * sizes.expert_hidden
+        + LAYER.expert_hidden * (sizes.expert_hidden + sizes.dense_hidden)
         + sizes.heads
         + sizes.mask
         + 3 * sizes.scores,
@@ -136,17 +146,29 @@ def _layer_at_work(cfg: Config, sizes: _Sizes) -> dict[str, float]:
 
 
 def _loss_at_work(cfg: Config, sizes: _Sizes) -> dict[str, float]:
-    """Return the bytes of the loss, by kind: a chunk's logits, the gradients of all
-    logits, and that of the head."""
+    """Return the bytes of the loss, by kind: a chunk's logits, its hidden states on
+    their way, and the slice of the head with its gradient."""
     model, shards = cfg.model, cfg.mesh.expert * cfg.mesh.tensor
     c = ITEMSIZE[model.compute_dtype]
     slice_size = -(-model.vocab_size // shards)
     n = sizes.hidden // (model.d_model * c) * cfg.mesh.expert
     chunk = n * min(cfg.train.loss_chunk, cfg.data.seq_len) // cfg.data.seq_len
-    logits = 2 * chunk * slice_size * FLOAT32 + n * slice_size * c
-    head = slice_size * model.d_model * (c + FLOAT32)
-    gathered = 3 * sizes.hidden * cfg.mesh.expert
-    return {"slots": head, "activations": logits + gathered}
+    travelling = 3 * chunk * model.d_model * c + sizes.hidden
+    return {
+        "slots": slice_size * model.d_model * (c + FLOAT32),
+        "activations": chunk * slice_size * FLOAT32 + travelling,
+    }
+
+
+def _embedding_at_work(cfg: Config, sizes: _Sizes) -> dict[str, float]:
+    """Return the bytes of the embedding, by kind: hidden states of the group's tokens,
+    and the slice of the table with its gradient."""
+    model, c = cfg.model, ITEMSIZE[cfg.model.compute_dtype]
+    slice_size = -(-model.vocab_size // (cfg.mesh.expert * cfg.mesh.tensor))
+    return {
+        "slots": slice_size * model.d_model * (c + FLOAT32),
+        "activations": 2 * sizes.hidden * cfg.mesh.expert,
+    }
 
 
 def _of_all_layers(cfg: Config, layout: Layout, sizes: _Sizes) -> tuple[int, int]:
@@ -166,11 +188,13 @@ def _of_all_layers(cfg: Config, layout: Layout, sizes: _Sizes) -> tuple[int, int
 def _kept(cfg: Config, sizes: _Sizes) -> float:
     """Return the bytes that the forward pass keeps for the backward pass."""
     num_layers, num_moe = cfg.model.num_layers, cfg.model.num_moe_layers
-    kept = num_layers * sizes.hidden + num_moe * sizes.routes
+    num_inputs = min(num_layers, 1) if cfg.model.remat == "offload" else num_layers
+    kept = num_inputs * sizes.hidden + num_moe * sizes.routes
     if cfg.model.remat == "dispatch":
         kept += 2 * num_moe * sizes.row  # as received, and as experts return them
     if cfg.model.remat == "none":
         kept += num_layers * (KEPT.hidden * sizes.hidden + sizes.heads + sizes.scores)
+        kept += num_layers * KEPT.expert_hidden * sizes.dense_hidden
         kept += num_moe * KEPT.rows * sizes.row
         kept += num_moe * KEPT.expert_hidden * sizes.expert_hidden
     return kept

@@ -104,3 +104,14 @@ def test_simulated_devices_follow_the_mesh():
 @pytest.mark.parametrize("count", [1, 2])
 def test_count(count):
     assert len(find_changes(CFG, 300, total, count)) == count
+
+
+def test_a_run_that_keeps_its_routes_alone_may_send_inputs_to_the_host():
+    full = dataclasses.replace(CFG, model=dataclasses.replace(CFG.model, remat="full"))
+    changes = find_changes(full, 10**9, total, 50)
+    remat = [p for c in changes for p in c.params if p.startswith("Model.remat")]
+    assert set(remat) == {'Model.remat = "offload"'}
+    simulated = dataclasses.replace(full.train, num_simulated_devices=2)
+    on_cpu = dataclasses.replace(full, train=simulated)
+    changes = find_changes(on_cpu, 10**9, total, 50)
+    assert not [p for c in changes for p in c.params if p.startswith("Model.remat")]
