@@ -70,6 +70,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
     """Deselect tests that this machine cannot run, and start the longest files
     first."""
+    for mark in _missing(config):
+        out = [item for item in items if item.get_closest_marker(mark)]
+        if out:
+            config.hook.pytest_deselected(items=out)
+            items[:] = [item for item in items if item not in out]
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """Say which tests this machine cannot run. Workers of xdist print nothing."""
+    for mark, why in _missing(config).items():
+        terminalreporter.write_line(f"not run: tests marked {mark!r} ({why})")
+
+
+def _missing(config: pytest.Config) -> dict[str, str]:
+    """Return the marks of tests that this machine cannot run, with the reasons."""
     missing = {}
     if not config.getoption("--gpu"):
         missing["gpu"] = "no --gpu"
@@ -79,13 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
         missing["trace"] = f"no {TRACE.name} in ../shared/data"
     if why := wheels.missing():
         missing["aot"] = why
-    for mark, why in missing.items():
-        out = [item for item in items if item.get_closest_marker(mark)]
-        if out:
-            config.hook.pytest_deselected(items=out)
-            items[:] = [item for item in items if item not in out]
-            print(f"deselected {len(out)} tests marked {mark!r} ({why})")
-    items.sort(key=lambda item: item.path.stem not in LONGEST)
+    return missing
 
 
 @pytest.fixture(scope="session")

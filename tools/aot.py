@@ -113,6 +113,8 @@ def compile_for_target(cfg: Config, args: argparse.Namespace) -> dict:
 
     gpu = target.load(args.target)
     gpu_memory_fraction()  # a wrong variable is found before the minutes of compilation
+    if args.html and not args.html.parent.is_dir():
+        raise ValueError(f"--html={args.html}: no folder {args.html.parent}")
     step = compile_step(cfg, gpu, args.devices, args.nodes, args.keep)
     rates = dataclasses.replace(gpu.rates, filled_rows=step.run.filled_rows)
     travels = summary(

@@ -22,7 +22,7 @@ from moejax.resolve.fitting import find_changes
 from moejax.resolve.memory import step_memory
 from moejax.resolve.meshes import RULE, propose_meshes
 from moejax.resolve.resolved import Resolved, resolve
-from train.launch.program import gpu_memory_fraction
+from train.launch.program import usable_bytes
 from train.replicas.shards import Coverage, coverage
 from train.step.compiled import make_model
 from train.step.state import abstract_state, bytes_per_device
@@ -32,6 +32,10 @@ MAX_MESHES = 8
 """Number of meshes that are shown at most."""
 NUM_CHANGES = 3
 """Number of changes that are shown where a run does not fit."""
+
+CLOSE = 0.1
+"""Share of the memory within which a prediction may be wrong about what fits."""
+NEAR = " (predicted; tools/aot.py compiles it, and is sure)"
 
 
 class Fit(NamedTuple):
@@ -57,6 +61,7 @@ class Fit(NamedTuple):
         return (
             f"{self.target.name}: {self.target.memory_bytes / GIB:.1f} GiB, of which a "
             f"run may use {share:.0%}, {self.usable_bytes / GIB:.1f} GiB: {verdict}"
+            + (NEAR if abs(left) * GIB < CLOSE * self.usable_bytes else "")
         )
 
 
@@ -69,6 +74,7 @@ def dry_run(cfg: Config, target: Target | None) -> dict:
     run = _resolve(cfg, target)
     run.check_policy()
     run.recorded_sha256()
+    usable = None if target is None else usable_bytes(target.memory_bytes)
     memory, flops = _memory(run), flops_per_token(cfg.network)
     plan = run.home_plan()
     state = _abstract_state(run)
@@ -88,7 +94,7 @@ def dry_run(cfg: Config, target: Target | None) -> dict:
     _print(run, record, plan)
     _print_covered(covered)
     if target is not None:
-        record["fit"] = _say_fit(cfg, target, sum(memory.values()))
+        record["fit"] = _say_fit(cfg, Fit(target, sum(memory.values()), usable))
     return record
 
 
@@ -151,13 +157,12 @@ def _checkpoint_bytes(state) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
-def _say_fit(cfg: Config, target: Target, total: int) -> dict:
+def _say_fit(cfg: Config, fit: Fit) -> dict:
     """Print whether a run fits the target and, if not, what would make it fit; return
     the same as a record."""
-    fit = Fit(target, total, usable_bytes(target))
     print(f"target             {fit}")
     record = {
-        "target": target.name,
+        "target": fit.target.name,
         "usable_bytes": fit.usable_bytes,
         "fits": fit.fits,
     }
@@ -165,7 +170,7 @@ def _say_fit(cfg: Config, target: Target, total: int) -> dict:
         return record
 
     def total_of(changed: Config) -> int:
-        return sum(_memory(_resolve(changed)).values())
+        return sum(_memory(_resolve(changed, fit.target)).values())
 
     changes = find_changes(cfg, fit.usable_bytes, total_of, NUM_CHANGES)
     record["changes"] = [
@@ -176,11 +181,9 @@ def _say_fit(cfg: Config, target: Target, total: int) -> dict:
         }
         for change in changes
     ]
-    larger = (load_target(name) for name in target_names())
     record["changes"] += [
-        {"why": gpu.name, "flags": [f"--target={name}"], "total_bytes": total}
-        for name, gpu in zip(target_names(), larger)
-        if usable_bytes(gpu) >= total
+        {"why": f"on {gpu.name}", "flags": [f"--target={name}"], "total_bytes": total}
+        for name, gpu, total in _larger(fit)
     ][: NUM_CHANGES - len(changes)]
     if not record["changes"]:
         print("no change that was tried makes it fit")
@@ -192,9 +195,15 @@ def _say_fit(cfg: Config, target: Target, total: int) -> dict:
     return record
 
 
-def usable_bytes(gpu: Target) -> int:
-    """Return the bytes of a GPU that a run may use."""
-    return int(gpu_memory_fraction() * gpu.memory_bytes)
+def _larger(fit: Fit) -> list[tuple[str, Target, int]]:
+    """Return the GPUs that ship in which the run fits, the smallest first: the name,
+    the GPU, and the bytes that the run needs."""
+    gpus = {name: load_target(name) for name in target_names()}
+    return [
+        (name, gpu, fit.total_bytes)
+        for name, gpu in sorted(gpus.items(), key=lambda item: item[1].memory_bytes)
+        if usable_bytes(gpu.memory_bytes) >= fit.total_bytes
+    ]
 
 
 def _print(run: Resolved, record: dict, plan: ExpertPlan) -> None:

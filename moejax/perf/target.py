@@ -150,7 +150,7 @@ def _check(name: str, value, type_, path: pathlib.Path) -> None:
     number."""
     allowed = (int, float) if type_ is float else type_
     if isinstance(value, bool) or not isinstance(value, allowed):
-        raise ValueError(f"{path}: {name} = {value!r} must be a {type_.__name__}")
+        raise ValueError(f"{path}: {name} = {value!r} must be of type {type_.__name__}")
     if type_ in (int, float) and not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{path}: {name} = {value!r} must be above 0")
     parts = value.split(".") if name == "compute_capability" else ["0", "0"]

@@ -49,8 +49,8 @@ class CompiledStep:
     live_range: str
     """XLA's text of when each value is alive."""
     peak_bytes: int
-    """Device memory that the program needs, its arguments included."""
-    argument_bytes: int
+    """Device memory that the program needs, its arguments and the gaps between buffers
+    included (train.step.compiled.device_bytes)."""
     temp_bytes: int
     weight_shapes: frozenset[tuple[int, ...]]
     """Shapes of weights on one device (`shapes_of_weights`)."""
@@ -104,7 +104,7 @@ def compile_step(
 def _compile(cfg, target, sizes, folder, log) -> CompiledStep:
     from moejax.axes import make_mesh
     from moejax.resolve.resolved import resolve
-    from train.step.compiled import make_model, trace_train_step
+    from train.step.compiled import device_bytes, make_model, trace_train_step
 
     devices = _devices(target, *sizes)
     run = resolve(cfg, make_mesh(cfg.mesh, devices))
@@ -116,9 +116,10 @@ def _compile(cfg, target, sizes, folder, log) -> CompiledStep:
         lowered = traced.lower()
         seconds.append(time.perf_counter())
     options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
-    compiled = lowered.compile(compiler_options=options)
+    with _refused(target):
+        compiled = lowered.compile(compiler_options=options)
     seconds.append(time.perf_counter())
-    stats = compiled.runtime_executable().get_compiled_memory_stats()
+    stats = compiled.memory_analysis()
     trace_sec, lower_sec, compile_sec = (
         end - begin for begin, end in itertools.pairwise(seconds)
     )
@@ -128,8 +129,7 @@ def _compile(cfg, target, sizes, folder, log) -> CompiledStep:
         dumped_text=_dumped(folder, "gpu_after_optimizations.txt"),
         buffer_assignment=_dumped(folder, "optimizations-buffer-assignment.txt"),
         live_range=_dumped(folder, "optimizations-live-range.txt"),
-        peak_bytes=stats.peak_memory_in_bytes,
-        argument_bytes=stats.argument_size_in_bytes,
+        peak_bytes=device_bytes(stats),
         temp_bytes=stats.temp_size_in_bytes,
         weight_shapes=shapes_of_weights(context),
         trace_sec=trace_sec,
@@ -142,17 +142,26 @@ def _compile(cfg, target, sizes, folder, log) -> CompiledStep:
 def _devices(target: Target, num_devices: int, num_nodes: int) -> list:
     """Return the devices of a topology: as many partitions, joined by the slower
     network, as there are nodes; one host each."""
-    import jax
     from jax.experimental import topologies
 
-    try:
+    with _refused(target):
         return topologies.get_topology_desc(
             platform="cuda",
             target_config=target.proto(),
             topology=f"{num_nodes}x1x{num_devices}",
         ).devices
+
+
+@contextlib.contextmanager
+def _refused(target: Target) -> Iterator[None]:
+    """Raise ValueError, in one line, where XLA refuses a target."""
+    import jax
+
+    try:
+        yield
     except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"XLA refuses target {target.name!r}: {error}") from None
+        line = str(error).partition("\n")[0]
+        raise ValueError(f"XLA refuses target {target.name!r}: {line}") from None
 
 
 def shapes_of_weights(context) -> frozenset[tuple[int, ...]]:
@@ -198,6 +207,8 @@ def _dumped(folder: pathlib.Path, suffix: str) -> str:
 def _folder(keep: pathlib.Path | None) -> Iterator[pathlib.Path]:
     """Give the folder of XLA's files, and delete it unless the user keeps it."""
     if keep is not None:
+        if keep.exists() and not keep.is_dir():
+            raise ValueError(f"--keep={keep}: not a folder")
         keep.mkdir(parents=True, exist_ok=True)
         if any(keep.iterdir()):
             raise ValueError(f"--keep={keep}: the folder is not empty")
@@ -212,7 +223,7 @@ def _folder(keep: pathlib.Path | None) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def _xla_log() -> Iterator[pathlib.Path]:
-    """Send what XLA writes to stderr to a file; after an error, show it."""
+    """Send what XLA writes to stderr to a file; after an error, show it there."""
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix="aot-log-") as folder:
         path = pathlib.Path(folder, "stderr")
@@ -221,6 +232,11 @@ def _xla_log() -> Iterator[pathlib.Path]:
             os.dup2(file.fileno(), 2)
         try:
             yield path
+        except ValueError:
+            raise
+        except BaseException:
+            os.write(kept, path.read_bytes())
+            raise
         finally:
             sys.stderr.flush()
             os.dup2(kept, 2)

@@ -87,7 +87,7 @@ def memory(step: CompiledStep) -> Memory:
     by_kind = dict.fromkeys(KINDS, 0)
     for buffer in buffers:
         by_kind[buffer.kind] += buffer.num_bytes
-    # What is left are gaps, constants and results that replace no argument.
+    # What is left are the gaps, constants and results that replace no argument.
     by_kind["temporaries"] += step.peak_bytes - sum(by_kind.values())
     return Memory(
         step.peak_bytes,

@@ -22,8 +22,8 @@ h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 pre { white-space: pre-wrap; font-size: 12.5px; color: #444; }
 .bar { position: relative; display: flex; height: 2.4rem; border: 1px solid #888;
        background: #f4f4f4; }
-.bar div { overflow: hidden; color: #111; font-size: 12px; padding: .55rem .3rem;
-           box-sizing: border-box; white-space: nowrap; }
+.bar div { overflow: hidden; color: #111; font-size: 12px; padding: .55rem 0;
+           text-indent: .3rem; box-sizing: border-box; white-space: nowrap; }
 .bar .limit { position: absolute; top: -.3rem; bottom: -.3rem; width: 0; padding: 0;
               border-left: 2px dashed #c00; }
 .legend { margin: .6rem 0; font-size: 13px; }

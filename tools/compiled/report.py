@@ -7,12 +7,14 @@ from moejax.perf.target import Target
 from tools.compiled.compile import CompiledStep
 from tools.compiled.exposure import Summary, percent
 from tools.compiled.memory import GIB, KINDS, Memory
-from train.launch.program import gpu_memory_fraction
+from train.launch.program import gpu_memory_fraction, usable_bytes
 
 SCHEDULER_SHARE, SCHEDULER_SLACK = 0.8, 0.95
 """XLA's scheduler lets the temporaries of a step have this share of the target's
 memory, less the arguments, times this factor (GetSchedulerMemoryLimit in
 xla/service/gpu/gpu_hlo_schedule.cc, and xla_gpu_memory_limit_slop_factor)."""
+MANY = 0.5
+"""Share of the collectives' time from which synchronous ones are warned of."""
 NEAR = 0.95
 """Share of the scheduler's limit from which a step counts as near it."""
 
@@ -42,7 +44,7 @@ def make_report(
     step: CompiledStep, held: Memory, travels: Summary, target: Target
 ) -> Report:
     """Return the report of a compiled step, its memory and its collectives."""
-    usable = int(gpu_memory_fraction() * target.memory_bytes)
+    usable = usable_bytes(target.memory_bytes)
     warnings = tuple(_warnings(step, travels, target, usable))
     record = {
         "target": target.name,
@@ -82,6 +84,7 @@ def _lines(step: CompiledStep, target: Target, travels: Summary) -> list[str]:
         f"mesh               {step.run.cfg.mesh}",
         *step.run.lines(),
         travels.rates.line(),
+        *travels.totals(),
         f"compiled           traced in {step.trace_sec:.1f} s, lowered in "
         f"{step.lower_sec:.1f} s, compiled in {step.compile_sec:.1f} s",
     ]
@@ -102,12 +105,12 @@ def _warnings(
     limit = SCHEDULER_SLACK * (SCHEDULER_SHARE * target.memory_bytes - arguments)
     if step.temp_bytes > NEAR * limit:
         warnings.append(
-            "near the limit: XLA makes collectives synchronous, because temporaries "
-            f"take {step.temp_bytes / GIB:.1f} GiB and its scheduler plans with "
-            f"{max(limit, 0) / GIB:.1f} GiB"
+            "near the limit: XLA may make collectives synchronous, so that nothing "
+            f"runs beside them; temporaries take {step.temp_bytes / GIB:.1f} GiB, and "
+            f"its scheduler plans with {max(limit, 0) / GIB:.1f} GiB"
         )
-    if (seconds := travels.sync_collective_sec) > 0:
-        share = seconds / travels.collective_sec
+    if travels.sync_collective_sec > MANY * travels.collective_sec:
+        share = travels.sync_collective_sec / travels.collective_sec
         warnings.append(
             f"{share:.0%} of the collectives' time is synchronous: nothing runs beside "
             "them"
@@ -172,8 +175,7 @@ def travel_table(travels: Summary) -> Table:
         "exposed ms", "ms", "hidden", "collective", "dtype", "MiB", "axes", "runs",
         "where", "source", "longest beside it",
     )  # fmt: skip
-    title = "collectives, in a step; " + "; ".join(travels.totals())
-    return Table(title, columns, tuple(rows))
+    return Table("collectives in a step", columns, tuple(rows))
 
 
 def _hidden(row: dict) -> str:
@@ -194,6 +196,8 @@ def text(report: Report) -> str:
 
 def _text_of(table: Table) -> str:
     """Return a table as text, numbers flush right."""
+    if not table.rows:
+        return f"{table.title}\nnone"
     cells = [table.columns, *table.rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
     is_number = [

@@ -56,7 +56,8 @@ class Estimator:
                 num_bytes=fusion_bytes(called, operands)
             )
         flops = product_flops(instruction, operands)
-        return flops._replace(num_bytes=_num_bytes(instruction, operands))
+        num_bytes = _num_bytes(opcode, instruction, operands)
+        return flops._replace(num_bytes=num_bytes)
 
     def _flops_of(self, computation: Computation) -> Work:
         """Return the FLOPs of all products in a fused computation."""
@@ -149,11 +150,15 @@ def _bytes_written(computation: Computation, value: Instruction) -> float:
     return 0.0 if value.parameter is not None else value.num_bytes
 
 
-def _num_bytes(instruction: Instruction, operands: list[Instruction]) -> float:
-    """Return the bytes that an instruction reads and writes outside a fusion."""
-    if instruction.opcode in _SLICES:
-        return 2 * instruction.num_bytes
-    if instruction.opcode == _UPDATE:
+def _num_bytes(
+    opcode: str, instruction: Instruction, operands: list[Instruction]
+) -> float:
+    """Return the bytes that an instruction reads and writes outside a fusion. `opcode`
+    is without '-start', at which the results have the operands before them."""
+    if opcode in _SLICES:
+        is_start = opcode != instruction.opcode
+        return 2 * instruction.results[len(operands) if is_start else 0].num_bytes
+    if opcode == _UPDATE:
         return 2 * operands[1].num_bytes
     return instruction.num_bytes + sum(operand.num_bytes for operand in operands)
 

@@ -128,6 +128,11 @@ def gpu_memory_fraction() -> float:
     return share
 
 
+def usable_bytes(memory_bytes: int) -> int:
+    """Return the bytes of a GPU with `memory_bytes` that a run may use."""
+    return int(gpu_memory_fraction() * memory_bytes)
+
+
 def restart_with_huge_pages() -> None:
     """Replace this process by itself with TUNABLES; return if they are set already.
 

@@ -20,9 +20,25 @@ TOLERANCE = 0.02
 PREDICTION = 0.1
 """Relative error of a predicted peak, at most."""
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "aot"
-NAMES = sorted(path.stem for path in GOLDEN.glob("*.json"))
+NAMES = (
+    "olmoe_1b_7b",
+    "qwen3_30b_a3b",
+    "mixtral_8x7b",
+    "varied_batch",
+    "varied_dtype",
+    "varied_length",
+    "varied_mesh",
+    "varied_moments",
+    "varied_remat",
+    "varied_tensor",
+)
 EXACT = (
+    "target",
+    "mesh",
+    "fits",
+    "warnings",
     "num_remat_ops",
+    "num_xla_remat_ops",
     "xla_remat_collectives",
     "largest_float32_collective_bytes",
     "largest_float32_reduce_scatter_bytes",
@@ -34,15 +50,9 @@ def read(name: str) -> dict:
     return json.loads((GOLDEN / f"{name}.json").read_text())
 
 
-def test_there_are_three_configurations_and_six_variations():
-    varied = [name for name in NAMES if name.startswith("varied_")]
-    assert len(varied) >= 6
-    fitted = {pathlib.Path(read(name)["gin_files"][0]).stem for name in NAMES}
-    assert fitted == {"olmoe_1b_7b", "qwen3_30b_a3b", "mixtral_8x7b"}
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_the_dry_run_predicts_the_peak(name, capsys, repo):
+def test_the_dry_run_predicts_the_peak(name, capsys, repo, monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     golden = read(name)
     gin_files = [repo / gin_file for gin_file in golden["gin_files"]]
     cfg = gin_reader.load(gin_files, golden["gin_params"])
@@ -67,7 +77,6 @@ def test_a_configuration(repo, name):
     words = [f"--gin_param={param}" for param in golden["gin_params"]]
     words += [f"--gin_file={repo / path}" for path in golden["gin_files"]]
     _, record = run_aot(*words, f"--nodes={golden['nodes']}")
-    assert record["mesh"] == golden["mesh"]
     assert record["peak_gib"] == pytest.approx(golden["peak_gib"], rel=TOLERANCE)
     for field in EXACT:
         assert record[field] == golden[field]
