@@ -120,10 +120,11 @@ def on_rows(
     are the arrays that `body` returns, in `out_tensor_dim`. Inside, weights have the
     dtype of x and are whole but for the tensor axis; the body sums over that axis
     (`sum_parts`) what `out_tensor_dim` = None makes whole. Gradients travel in
-    `reduce_dtype` (Model.gradient_reduce_dtype).
+    `reduce_dtype` (Model.gradient_reduce_dtype). Parameters that have the mark
+    `is_gathered` are whole over data and expert already, and stay so.
     """
     values = tuple(param[...] for param in params)
-    along = _several(mesh, axes.FSDP_AXES)
+    along = () if is_gathered(params[0]) else _several(mesh, axes.FSDP_AXES)
     rest = Rest(along, x.dtype, reduce_dtype)
     splits = [
         _dense_split(value.shape, mesh, _used_split(param, value.ndim, mesh))
@@ -148,6 +149,12 @@ def on_rows(
         in_specs=(_batch_spec(mesh, tensor_dim), *specs),
         out_specs=_batch_spec(mesh, out_tensor_dim),
     )(x, *values)
+
+
+def is_gathered(param: nnx.Param) -> bool:
+    """Return whether a dense parameter is whole over data and expert where its module
+    gets it, as for decoding (train.step.state.model_graph)."""
+    return bool(param.get_metadata().get("is_gathered"))
 
 
 def sum_parts(y: Array, mesh: Mesh) -> Array:

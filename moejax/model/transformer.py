@@ -22,7 +22,7 @@ from moejax.model.attention import AttentionContext
 from moejax.model.blocks import Block, Cycle
 from moejax.model.cache import Cache, KvCacheView
 from moejax.model.layers import RmsNorm
-from moejax.model.sharding import gather_param, shard_batch
+from moejax.model.sharding import gather_param, is_gathered, shard_batch
 from moejax.model.vocabulary import Slices
 from moejax.moe import recorded
 from moejax.moe.dense import dense
@@ -243,7 +243,7 @@ class Transformer(nnx.Module):
             cfg.model.d_model,
             layout,
             self.mesh,
-            is_router_split=True,
+            is_router_split=not is_gathered(self.cycles.blocks[-1].moe.router_de),
             gradient_reduce_dtype=cfg.model.gradient_reduce_dtype,
         )
 

@@ -21,6 +21,7 @@ from moejax.config import Config
 from moejax.model.cache import Cache
 from moejax.resolve.resolved import Resolved
 from train.checkpoint.load import LoadedModel
+from train.step import expert_params
 from train.step.state import model_graph
 
 PROMPT_MULTIPLE = 32
@@ -69,11 +70,13 @@ def make_decoder(loaded: LoadedModel, num_ids: int, separator: int) -> Decoder:
             "Router.kind='expert_choice' chooses among all tokens of a text, but later "
             "tokens do not exist yet: it cannot generate text"
         )
-    # Dense parameters are gathered here once, instead of in every step.
-    params = jax.tree.map(
-        lambda leaf: jax.device_put(leaf, _gathered_sharding(leaf.sharding)),
-        loaded.params,
+    # Dense parameters are gathered here once. Both programs know them to be whole, so
+    # that no step gathers one (model_graph).
+    experts, dense = expert_params.take(loaded.params)
+    dense = jax.tree.map(
+        lambda leaf: jax.device_put(leaf, _gathered_sharding(leaf.sharding)), dense
     )
+    params = expert_params.put(dense, experts)
     weights = params, loaded.router_bias, loaded.placement
     programs = _make_programs(loaded.run, num_ids)
     return Decoder(loaded.cfg, loaded.mesh, weights, separator, *programs)
@@ -136,7 +139,7 @@ def sample_tokens(
 
 def _make_programs(run: Resolved, num_ids: int):
     """Return the jitted prefill and step functions of a Decoder."""
-    cfg, graph = run.cfg, model_graph(run)
+    cfg, graph = run.cfg, model_graph(run, is_gathered=True)
 
     def extend(params, bias, placement, token_bt, position_bt, sampling, cache):
         network = nnx.merge(graph, params, bias)
@@ -190,10 +193,8 @@ def _pad_prompts(decoder: Decoder, prompts: Sequence[np.ndarray]):
 
 
 def _gathered_sharding(where: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding:
-    """Return the sharding with the dims over all FSDP axes gathered.
-
-    Only the dims over the expert axis stay sharded.
-    """
+    """Return the sharding in which a dense parameter is used: split over the tensor
+    axis at most, and not over the other axes over which it rests."""
     dims = [None if dim in (FSDP_AXES, VOCAB_AXES) else dim for dim in where.spec]
     return sharding(where.mesh, *dims)
 

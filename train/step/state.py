@@ -50,9 +50,18 @@ class TrainState:
     mean loss per token. None: gradients travel whole."""
 
 
-def model_graph(run: Resolved) -> nnx.GraphDef:
-    """Return the structure of the model, without any array."""
-    return nnx.split(_abstract_model(run))[0]
+def model_graph(run: Resolved, is_gathered: bool = False) -> nnx.GraphDef:
+    """Return the structure of the model, without any array.
+
+    `is_gathered`: its dense parameters are whole over data and expert already, so that
+    layers gather none.
+    """
+    model = _abstract_model(run)
+    for _, variable in nnx.iter_graph(model):
+        if isinstance(variable, nnx.Param):
+            is_dense = variable.get_metadata().get("expert_dims") is None
+            variable.set_metadata(is_gathered=is_gathered and is_dense)
+    return nnx.split(model)[0]
 
 
 def init_state(run: Resolved, optimizer, store: Store = "owned") -> TrainState:
