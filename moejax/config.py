@@ -130,8 +130,11 @@ class Model:
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Number format of activations and matrix products; parameters are float32."""
     gradient_reduce_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Number format in which gradients of weights travel to where the weights rest;
-    their sums are float32. If compute_dtype is float32, gradients travel so too."""
+    """Number format in which gradients of dense matrices and experts travel along data
+    and expert, and in a domain, to where the weights rest; sums are float32. If
+    compute_dtype is float32, so is this. Gradients of router, embedding and head always
+    travel in float32, and those of an expert's copies in compute_dtype. Along dc, parts
+    that are summed already are all-reduced in the dtype in which they rest."""
 
     def __post_init__(self) -> None:
         require_min(

@@ -171,7 +171,12 @@ class Transformer(nnx.Module):
         """Return how layers get their slots: all at once, one layer ahead, or each by
         itself."""
         mesh_layout = on_mesh(self.mesh, layout)
-        make = partial(stores.slots, mesh_layout=mesh_layout, dtype=self._dtype)
+        make = partial(
+            stores.slots,
+            mesh_layout=mesh_layout,
+            dtype=self._dtype,
+            gradient_reduce_dtype=self.cfg.model.gradient_reduce_dtype,
+        )
         weights = self.cycles.blocks[-1].moe.master_params()
         if layout.store == "resident" and slots is None:
             slots = stores.slots_of_layers(make, weights, placement)
@@ -218,8 +223,9 @@ class Transformer(nnx.Module):
             def run_moe(layer, x_btd):
                 ready = stores.read(slots) if isinstance(slots, SummedSlots) else slots
                 if slots is None and tracked_sx is not None:
-                    of_layer = placement, setup.mesh_layout, x_btd.dtype, tracked_sx
-                    ready = layer.slots(*of_layer)
+                    reduce_dtype = setup.gradient_reduce_dtype
+                    of_layer = placement, setup.mesh_layout, x_btd.dtype, reduce_dtype
+                    ready = layer.slots(*of_layer, tracked_sx)
                 return layer(x_btd, *args, slots=ready, **options)
 
             return run_moe

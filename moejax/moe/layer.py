@@ -80,6 +80,7 @@ class MoeLayer(nnx.Module):
         placement: Placement,
         mesh_layout: MeshLayout,
         dtype,
+        gradient_reduce_dtype: str,
         tracked_sx: Float[Array, "s x"] | None = None,
     ) -> stores.ExpertWeights:
         """Return the weights of all slots, made from the float32 parameters.
@@ -87,9 +88,8 @@ class MoeLayer(nnx.Module):
         `tracked_sx` are the copies of compressed experts that the domains hold; None:
         experts travel uncompressed.
         """
-        return stores.slots(
-            self.master_params(), placement, mesh_layout, dtype, tracked_sx
-        )
+        of_layer = placement, mesh_layout, dtype, gradient_reduce_dtype
+        return stores.slots(self.master_params(), *of_layer, tracked_sx)
 
     def master_params(self) -> stores.ExpertWeights:
         """Return the float32 weights of all experts: gate_edf, up_edf, down_efd."""
@@ -172,7 +172,8 @@ def _slots(params, placement, setup: LayerSetup, dtype) -> stores.ExpertWeights:
     experts = {k: _reshard(params[k], setup.param_sharding(d)) for k, d in dims.items()}
     if setup.layout.split == "dynamic":
         return stores.join_gate_up(experts, dtype)
-    return stores.slots(experts, placement, setup.mesh_layout, dtype)
+    reduce_dtype = setup.gradient_reduce_dtype
+    return stores.slots(experts, placement, setup.mesh_layout, dtype, reduce_dtype)
 
 
 def _reshard(value: Array, where) -> Array:

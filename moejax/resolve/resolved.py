@@ -139,15 +139,19 @@ class Resolved:
         return lines
 
     def _gradient_line(self) -> str:
-        """Return the line that says in which dtype gradients travel."""
+        """Return the line that says in which dtype gradients travel.
+
+        Along dc, and of copies of experts, see Model.gradient_reduce_dtype.
+        """
         model = self.cfg.model
         dtype, why = model.gradient_reduce_dtype, "Model.gradient_reduce_dtype"
         if model.compute_dtype == "float32":
             dtype, why = "float32", "as Model.compute_dtype"
         how = "reduce-scatter" if dtype == "float32" else "all_to_all"
         return (
-            f"gradients          of weights travel in {dtype} by {how}, summed in "
-            f"float32 ({why})"
+            f"gradients          of dense matrices and experts travel in {dtype} by "
+            f"{how}, summed in float32 ({why}); those of router, embedding and head in "
+            "float32 by reduce-scatter"
         )
 
     @property

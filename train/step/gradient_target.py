@@ -53,7 +53,8 @@ def gradient_target(run: Resolved, state: TrainState, placement) -> GradientTarg
     dtype, mesh_layout = jnp.dtype(run.cfg.model.compute_dtype), run.mesh_layout
 
     def make(master_params, placement, tracked_sx=None):
-        return stores.slots(master_params, placement, mesh_layout, dtype, tracked_sx)
+        of_run = mesh_layout, dtype, run.cfg.model.gradient_reduce_dtype
+        return stores.slots(master_params, placement, *of_run, tracked_sx)
 
     if is_compressed:
         per_layer = (master_params, placement, state.tracked)

@@ -11,8 +11,9 @@ arXiv 2510.19470, section 4.1).
     experts   a A  b B | a A  b B || c C  d D | c C  d D      own a, b, A, B, ..
     rows      0.0 <-> 2.0, 0.1 <-> 0.0, 1.0 <-> 3.0, ..       never 0.0 <-> 1.0
 
-Owners and their float32 master parameters stay where they are, whatever the domain. The
-transpose of the gather scatters summed gradients back to them.
+Owners and their float32 master parameters stay where they are, whatever the domain.
+Gradients are summed on their way back to them (moejax.moe.weights.gather), over the
+fast axis first.
 
 With compression (Domain.form) the other members hold an estimate of each expert
 (`tracked`). Estimates are part of the run's state. After each optimizer step they are
@@ -27,6 +28,7 @@ from jaxtyping import Array, Float
 from moejax.moe.mesh_roles import Axes, MeshLayout, index_along, spec
 from moejax.moe.weights import compression
 from moejax.moe.weights.compression import ExpertWeights
+from moejax.moe.weights.gather import Rest, gather
 
 VALUE_DTYPE, VALUE_BYTES = "float8_e5m2", 1
 """Dtype of an entry's value as it is sent, and its size in bytes.
@@ -40,14 +42,17 @@ allows twice the number of entries.
 def gather_in_domain(
     slots: ExpertWeights,
     mesh_layout: MeshLayout,
+    gradient_reduce_dtype: str,
     tracked_sx: Float[Array, "s x"] | None = None,
 ) -> ExpertWeights:
     """Gather the expert weights of all devices of a domain: slots [s, ..] become
     [S * s, ..], device after device.
 
     The slow axis is gathered first, so that each expert crosses it once for each other
-    data centre of the domain. If `tracked_sx` is given, nothing travels: other devices'
-    experts are taken from these estimates.
+    data centre of the domain. Gradients travel in `gradient_reduce_dtype`
+    (Model.gradient_reduce_dtype). If `tracked_sx` is given, no weight travels: other
+    devices' experts are taken from these estimates, and gradients travel in the compute
+    dtype by reduce-scatter.
     """
     if not mesh_layout.domain_axes:
         return slots
@@ -56,12 +61,16 @@ def gather_in_domain(
         every_sx = compression.insert_own(own_ex, tracked_sx, mesh_layout.domain_axes)
         return compression.unflatten(every_sx, slots["down"].shape[2])
 
-    def gather(leaf: Array) -> Array:
-        for dim, axis in enumerate(mesh_layout.domain_axes):
-            leaf = jax.lax.all_gather(leaf, axis, axis=dim)
-        return leaf.reshape(-1, *leaf.shape[len(mesh_layout.domain_axes) + 1 :])
+    num_axes = len(mesh_layout.domain_axes)
 
-    return jax.tree.map(gather, slots)
+    def gather_leaf(leaf: Array) -> Array:
+        leaf = leaf.reshape(*(1,) * num_axes, *leaf.shape)
+        for dim, axis in enumerate(mesh_layout.domain_axes):
+            rest = Rest((axis,), None, gradient_reduce_dtype)
+            (leaf,) = gather((leaf,), (dim,), leaf, rest)
+        return leaf.reshape(-1, *leaf.shape[num_axes + 1 :])
+
+    return jax.tree.map(gather_leaf, slots)
 
 
 def tracked_axes(mesh_layout: MeshLayout) -> tuple[Axes, ...]:

@@ -72,7 +72,8 @@ def gather(
     """Return whole weights in `rest.dtype`, from this device's parts of them.
 
     For use inside shard_map, where `x` is what the weights multiply. Each weight is
-    split along its dim of `dims`, or whole (None); one collective carries all parts.
+    split along its dim of `dims`, or whole (None). All have one dtype, and one
+    collective carries all parts.
     The gradient of a part has the part's own dtype. It is the sum over all devices
     along which the part or `x` differs. Over axes along which the weight is whole, that
     is an all-reduce of the part.
@@ -118,7 +119,8 @@ def _gather_backward(dims, rest, part_dtype, _, grads):
         None if dim is None else grad.reshape(len(grad), -1)
         for grad, dim in zip(grads, dims)
     ]
-    sums = _together(partial(_sum_own, rest=rest), flat)
+    send = partial(sum_own, along=rest.along, dtype=rest.reduce_dtype)
+    sums = _together(send, flat)
     own = [
         grad if dim is None else flat_x.reshape(grad.shape[1:])
         for flat_x, grad, dim in zip(sums, grads, dims)
@@ -140,16 +142,22 @@ def _together(send: Callable[[Array], Array], arrays: list) -> list:
     return [None if array is None else next(arrived) for array in arrays]
 
 
-def _sum_own(grad_wx: Float[Array, "w x"], rest: Rest) -> Float[Array, " x"]:
-    """Return the sum over all devices of what they have for this one."""
-    travel = jnp.promote_types(grad_wx.dtype, rest.reduce_dtype)
+def sum_own(
+    grad_wx: Float[Array, "w x"], along: Axes, dtype: str
+) -> Float[Array, " x"]:
+    """Return the sum over the devices along mesh axes of what they have for this one.
+
+    grad_wx[i] is what this device has for device i. It travels in `dtype`, or in its
+    own if that is wider, as the module says. The sum is in float32 at least.
+    """
+    travel = jnp.promote_types(grad_wx.dtype, dtype)
     if travel.itemsize >= 4:
-        return jax.lax.psum_scatter(grad_wx.astype(travel), rest.along)
-    sizes = [jax.lax.axis_size(axis) for axis in rest.along]
+        return jax.lax.psum_scatter(grad_wx.astype(travel), along)
+    sizes = [jax.lax.axis_size(axis) for axis in along]
     # Leading dims: receivers along the axes, the innermost axis first.
     grad = grad_wx.reshape(*sizes, -1)
     grad = grad.transpose(*range(len(sizes))[::-1], len(sizes))
-    for axis in reversed(rest.along):
+    for axis in reversed(along):
         grad = jax.lax.all_to_all(
             grad.astype(travel), axis, split_axis=0, concat_axis=0, tiled=True
         )

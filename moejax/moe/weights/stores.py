@@ -1,6 +1,6 @@
 """Stores: how expert weights reach the slots of a device, and gradients come back.
 
-    slots(weights, placement, mesh_layout, dtype) -> slot weights, differentiable
+    slots(weights, placement, mesh_layout, dtype, ..) -> slot weights, differentiable
 
     owned       slots are the own experts of their device: nothing travels
     transient,  owners cut the experts that they offer into slices and scatter these;
@@ -102,6 +102,7 @@ def slots(
     placement: Placement,
     mesh_layout: MeshLayout,
     dtype,
+    gradient_reduce_dtype: str,
     tracked_sx: Float[Array, "s x"] | None = None,
 ) -> ExpertWeights:
     """Return the expert weights of one layer's slots: `into` [s, d, 2, f] and `down`
@@ -109,15 +110,17 @@ def slots(
 
     They are split as `slot_specs` says. `weights` are the parameters gate_edf, up_edf
     and down_efd, in the order of the plan's `owned_le`. An empty slot is zeros. In a
-    domain each device has the slots of all members; if `tracked_sx` is given, other
-    members' slots are the estimates in it.
+    domain each device has the slots of all members, and gradients travel between them
+    in `gradient_reduce_dtype` (Model.gradient_reduce_dtype). If `tracked_sx` is given,
+    other members' slots are the estimates in it.
     """
     store = mesh_layout.layout.store
     specs = {n: master_param_spec(d, store, mesh_layout) for n, d in SLOT_DIMS.items()}
 
     def body(master_params, placement, tracked_sx):
         slots = STORES[store](master_params, placement, mesh_layout)
-        return gather_in_domain(slots, mesh_layout, tracked_sx)
+        args = slots, mesh_layout, gradient_reduce_dtype, tracked_sx
+        return gather_in_domain(*args)
 
     tracked_spec = None if tracked_sx is None else spec(*tracked_axes(mesh_layout)[1:])
     return jax.shard_map(

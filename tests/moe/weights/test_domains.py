@@ -11,14 +11,19 @@ import math
 from collections import Counter
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from moejax.config import Router
+from moejax.moe.mesh_roles import on_mesh
+from moejax.moe.weights.domains import gather_in_domain
 from moejax.plan.layout import Layout, Topology
 from moejax.plan.parallel import Domain, Tensor
 from moejax.resolve.resolved import check_dense_training, resolve
 from tests.support.configured_layers import SKEWS, build_mesh, check, config, make_case
+from tests.support.primitives import equations
 from tests.support.random_plans import random_plan
 from tests.support.resolved import make_layout
 from tests.support.steps import SMALL
@@ -313,3 +318,40 @@ def test_bad_input_is_one_line(make, words):
     for word in words:
         assert word in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("reduce_dtype", ["bfloat16", "float32"])
+def test_gradients_are_summed_where_experts_rest(reduce_dtype):
+    """A device of a domain of 2 x 2 has the experts of all members, and gets the sum of
+    their gradients. It crosses the fast axis first, and the slow one with half the
+    elements."""
+    layout = make_layout(domain_config(PLAIN, (2, 2)))
+    mesh_layout = on_mesh(build_mesh(PLAIN), layout)
+    random, spec = np.random.default_rng(0), P(mesh_layout.owner_axes)
+    # Small integers: all sums are exact in bfloat16.
+    own_wsx, d_every_wsx = (
+        random.integers(-8, 9, (8, n, 6)).astype(ml_dtypes.bfloat16) for n in (2, 8)
+    )
+
+    def body(own_sx, d_every_sx):
+        args = mesh_layout, reduce_dtype
+        every, pull = jax.vjp(lambda x: gather_in_domain({"x": x}, *args), own_sx)
+        return every["x"], pull({"x": d_every_sx})[0]
+
+    run = jax.shard_map(body, mesh=mesh_layout.mesh, in_specs=spec, out_specs=spec)
+    args = [x.reshape(-1, 6) for x in (own_wsx, d_every_wsx)]
+    every_wsx, grad_wsx = (np.asarray(x).reshape(8, -1, 6) for x in jax.jit(run)(*args))
+    for members in layout.domain.members():
+        gathered_sx = np.concatenate([own_wsx[w] for w in members])
+        grad_vsx = d_every_wsx[np.array(members)].astype(int).sum(0).reshape(4, 2, 6)
+        for w, expected_sx in zip(members, grad_vsx, strict=True):
+            np.testing.assert_array_equal(every_wsx[w], gathered_sx)
+            np.testing.assert_array_equal(grad_wsx[w].astype(int), expected_sx)
+
+    kinds = {"bfloat16": "all_to_all", "float32": "reduce_scatter"}
+    sent = [
+        (eqn.primitive.name, eqn.invars[0].aval.size, eqn.invars[0].aval.dtype)
+        for eqn, _ in equations(jax.make_jaxpr(run)(*args))
+        if eqn.primitive.name in kinds.values()
+    ]
+    assert sent == [(kinds[reduce_dtype], n * 6, reduce_dtype) for n in (8, 4)]

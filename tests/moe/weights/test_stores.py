@@ -50,7 +50,7 @@ def make_slots(layout: Layout, dtype: str):
     def run(master_params, placement, d_slots):
         slots, pull = jax.vjp(
             lambda master_params: stores.slots(
-                master_params, placement, mesh_layout, dtype
+                master_params, placement, mesh_layout, dtype, "float32"
             ),
             master_params,
         )

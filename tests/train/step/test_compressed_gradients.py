@@ -216,7 +216,8 @@ def test_all_entries_are_whole_gradients_bit_for_bit(monkeypatch):
     def both(master_params, seed):
         def slots(master_params):
             def make(master_params, placement):
-                return stores.slots(master_params, placement, mesh_layout, jnp.float32)
+                of_run = mesh_layout, jnp.float32, "float32"
+                return stores.slots(master_params, placement, *of_run)
 
             return stores.slots_of_layers(make, master_params, placement)
 
