@@ -11,8 +11,8 @@ section 3, where a group has the same tokens). So hidden states travel between t
 devices of a group, and the table does not.
 
 A vocabulary that the devices do not divide is stored as other matrices are, and padded
-with rows of zeros where it is used. Gradients are summed in float32, or a wider dtype
-of the table, and in a fixed order.
+with rows of zeros where it is used. Gradients are summed in float32, or the dtype of
+the hidden states if it is wider, and in a fixed order.
 """
 
 import dataclasses
@@ -25,17 +25,18 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from moejax.axes import BATCH_AXES, DATA, DC, EXPERT, TENSOR, VOCAB_AXES, axis_size
+from moejax.moe.weights.gather import sum_own
 
 SLICE_AXES = (EXPERT, TENSOR)
 """The rows of a table are split over these where it is used."""
-ROWS = P(VOCAB_AXES)
+TABLE = P(VOCAB_AXES)
 """PartitionSpec of a padded table."""
 BATCH = P(BATCH_AXES)
 """PartitionSpec of tokens and hidden states."""
 BLOCK = 32
-"""Number of sorted rows that `sum_rows` sums in one product."""
+"""Number of sorted rows that `sum_rows` sums in one product, or a multiple of it."""
 COLUMNS = 256
-"""Number of columns that `sum_rows` sums at a time, which bounds its memory."""
+"""Largest number of columns that `sum_rows` sums at a time, which bounds its memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,8 @@ class Slices:
     def sum_gradient(self, grad_vd: Float[Array, "v d"]) -> Float[Array, "v d"]:
         """Return the gradient of this device's block, from that of its slice: the sum
         over the devices along data and dc that have the same slice."""
-        block_vd = jax.lax.psum_scatter(grad_vd, DATA, tiled=True)
+        grad_wx = grad_vd.reshape(jax.lax.axis_size(DATA), -1)
+        block_vd = sum_own(grad_wx, (DATA,), "float32").reshape(self.block_size, -1)
         return jax.lax.psum(block_vd, DC)
 
     def row_of(self, token_m: Int[Array, " m"]) -> Int[Array, " m"]:
@@ -111,7 +113,7 @@ def embed(
 
     args = slices.pad(table_vd), tokens_bt
     return jax.shard_map(
-        body, mesh=slices.mesh, in_specs=(ROWS, BATCH), out_specs=BATCH
+        body, mesh=slices.mesh, in_specs=(TABLE, BATCH), out_specs=BATCH
     )(*args)
 
 
@@ -129,7 +131,7 @@ def _embed_backward(slices, dtype, saved, d_x_btd):
         return slices.sum_gradient(sum_rows(d_x_md, row_m, slices.num_rows))
 
     grad_vd = jax.shard_map(
-        body, mesh=slices.mesh, in_specs=(BATCH, BATCH), out_specs=ROWS
+        body, mesh=slices.mesh, in_specs=(BATCH, BATCH), out_specs=TABLE
     )(tokens_bt, d_x_btd)
     return grad_vd[: slices.vocab_size].astype(no_rows_vd.dtype), None
 
@@ -147,6 +149,9 @@ def sum_rows(
     a product with zeros and ones sums each row's part of a block. Parts of a row that
     goes on from one block to the next are summed by a second such product. The sum is
     then where the row begins.
+
+    Columns are summed one equal part after the other, the last one padded. Blocks of k
+    take m k zeros and ones, and the second product (m / k)^2: k is some m^(1/3).
     """
     wide = jnp.promote_types(x_md.dtype, jnp.float32)
     row_m = jnp.where(row_m < 0, num_rows, row_m)
@@ -177,20 +182,23 @@ def sum_rows(
         return jnp.where(is_there_v[:, None], sum_md[begin_v], 0)
 
     d = x_md.shape[1]
-    if d <= COLUMNS or d % COLUMNS:
+    num_parts = -(-d // COLUMNS)
+    if num_parts == 1:
         return sum_columns(x_md)
+    columns = -(-d // num_parts)
+    x_md = jnp.pad(x_md, ((0, 0), (0, num_parts * columns - d)))
     sum_cvd = jax.lax.map(
         lambda start: sum_columns(
-            jax.lax.dynamic_slice_in_dim(x_md, start, COLUMNS, axis=1)
+            jax.lax.dynamic_slice_in_dim(x_md, start, columns, axis=1)
         ),
-        jnp.arange(0, d, COLUMNS),
+        columns * jnp.arange(num_parts),
     )
-    return sum_cvd.swapaxes(0, 1).reshape(num_rows, d)
+    return sum_cvd.swapaxes(0, 1).reshape(num_rows, -1)[:, :d]
 
 
 def _in_blocks(x: Array, fill) -> Array:
     """Return x [m, ..] as blocks [b, k, ..], the last one padded with `fill`."""
-    k = min(BLOCK, len(x))
+    k = min(BLOCK * max(1, round(len(x) ** (1 / 3) / BLOCK)), len(x))
     widths = ((0, -len(x) % k), *((0, 0),) * (x.ndim - 1))
     return jnp.pad(x, widths, constant_values=fill).reshape(-1, k, *x.shape[1:])
 

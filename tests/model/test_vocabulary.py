@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 from moejax import axes
-from moejax.model.vocabulary import COLUMNS, Slices, embed, sum_rows
+from moejax.model.vocabulary import BLOCK, COLUMNS, Slices, embed, sum_rows
 from moejax.plan.layout import Topology
 from tests.support.close import assert_close
+from tests.support.primitives import equations
 
 B, T, D = 8, 20, 16
+WIDE = 2 * COLUMNS + 65
+"""A width that COLUMNS does not divide, and whose parts need padding."""
 MESHES = {
     "one device": Topology(),
     "data and expert": Topology(data=2, expert=4),
@@ -81,7 +84,37 @@ def test_sum_rows_is_a_sum(rows):
     """Rows that fill blocks, span several, or have no x have the sums of the
     definition."""
     row_m = np.asarray(rows, np.int32)
-    x_md = np.random.default_rng(1).standard_normal((len(row_m), 2 * COLUMNS))
+    x_md = np.random.default_rng(1).standard_normal((len(row_m), WIDE))
     x_md = x_md.astype(np.float32)
     expected_vd = np.stack([x_md[row_m == v].sum(axis=0) for v in range(7)])
     assert_close(sum_rows(x_md, row_m, 7), expected_vd)
+
+
+def test_many_rows_are_summed_in_larger_blocks():
+    """So that the product of blocks with blocks stays as small as that in a block."""
+    m = 120_000
+    random = np.random.default_rng(2)
+    row_m = (random.zipf(1.3, m) % 500 - 1).astype(np.int32)
+    x_md = random.integers(-8, 9, (m, 3)).astype(np.float32)  # sums are exact
+    expected_vd = np.stack([x_md[row_m == v].sum(axis=0) for v in range(499)])
+    traced = jax.jit(sum_rows, static_argnums=2).trace(x_md, row_m, 499)
+    largest = max(
+        variable.aval.size
+        for eqn, _ in equations(traced.jaxpr)
+        for variable in eqn.outvars
+    )
+    assert largest <= 2 * BLOCK * (m + 2 * BLOCK)
+    sums_vd = traced.lower().compile()(x_md, row_m)
+    np.testing.assert_array_equal(sums_vd, expected_vd)
+
+
+def test_the_memory_of_a_sum_does_not_depend_on_divisors_of_the_width():
+    """A width that COLUMNS does not divide takes no more than the next one that it
+    does, and the padding."""
+
+    def temporaries(d):
+        args = jax.ShapeDtypeStruct((4096, d), jnp.float32), jnp.zeros(4096, jnp.int32)
+        compiled = jax.jit(sum_rows, static_argnums=2).lower(*args, 32).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(2 * COLUMNS + 64) < 1.1 * temporaries(3 * COLUMNS)

@@ -10,7 +10,7 @@ group (moejax.model.vocabulary), a chunk of tokens at a time:
     4. the gradient of the logits, softmax minus one-hot, is made while the logits are
        there, and a product with the slice makes the hidden states' gradient from it;
     5. the parts of the hidden states' gradient go home and are summed there; the
-       gradient of the slice is one product over all chunks.
+       gradient of the slice is added up over chunks, in float32.
 
 A training step computes the logits once, as Liger Kernel does on one GPU (Hsu et al.
 2024, arXiv:2410.10989): 6 FLOPs for each weight and token, where a backward pass that
@@ -26,7 +26,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from moejax.axes import AXES, EXPERT, TENSOR
-from moejax.model.vocabulary import BATCH, ROWS, SLICE_AXES, Slices, gather_group
+from moejax.model.vocabulary import BATCH, SLICE_AXES, TABLE, Slices, gather_group
+from moejax.moe.weights.gather import sum_own
 
 
 def cross_entropy(
@@ -57,8 +58,8 @@ def token_nats(
     """Return the nats of each target, which have no gradient.
 
     `head_vd` is the output embedding as it is stored. Products take it in the dtype of
-    hidden_btd; logits are float32, or wider if that is. `chunk` positions of each row
-    have logits at a time; it divides t, or exceeds it.
+    hidden_btd; logits are float32, or wider if that is. A device computes its tokens in
+    t / chunk equal parts, one after the other; `chunk` divides t, or exceeds it.
     """
     arrays = jax.lax.stop_gradient((hidden_btd, head_vd))
     return _token_losses(*arrays, targets_bt, mesh, chunk)[0]
@@ -118,7 +119,7 @@ def _token_losses(hidden_btd, head_vd, targets_bt, mesh, chunk, z_loss=None):
             if z_loss is not None:
                 (sum_vd, last_md), (d_slice_vd, d_hidden_md) = grads, new_grads
                 grads = sum_vd + d_slice_vd, d_hidden_md
-                home = (sum_at_home(last_md),)
+                home = (_sum_at_home(last_md),)
             return (gather_group(next_nd), *grads), (losses, home)
 
         hidden_md = gather_group(hidden_cnd[0])
@@ -137,15 +138,15 @@ def _token_losses(hidden_btd, head_vd, targets_bt, mesh, chunk, z_loss=None):
         if z_loss is None:
             return tuple(losses)
         d_slice_vd, last_md = grads
-        d_hidden_cnd = jnp.concatenate([home[0][1:], sum_at_home(last_md)[None]])
+        d_hidden_cnd = jnp.concatenate([home[0][1:], _sum_at_home(last_md)[None]])
         d_hidden_btd = d_hidden_cnd.reshape(hidden_btd.shape)
         return *losses, d_hidden_btd, slices.sum_gradient(d_slice_vd)
 
     return jax.shard_map(
         body,
         mesh=mesh,
-        in_specs=(ROWS, BATCH, BATCH),
-        out_specs=(BATCH,) * 2 + (() if z_loss is None else (BATCH, ROWS)),
+        in_specs=(TABLE, BATCH, BATCH),
+        out_specs=(BATCH,) * 2 + (() if z_loss is None else (BATCH, TABLE)),
     )(slices.pad(head_vd), hidden_btd, targets_bt)
 
 
@@ -183,14 +184,13 @@ def _own(x_m):
     return x_m.reshape(jax.lax.axis_size(EXPERT), -1)[jax.lax.axis_index(EXPERT)]
 
 
-def sum_at_home(part_md: Float[Array, "m d"]) -> Float[Array, "n d"]:
+def _sum_at_home(part_md: Float[Array, "m d"]) -> Float[Array, "n d"]:
     """Return the sum over slices of the parts for this device's own tokens.
 
-    `part_md` are this device's parts for all tokens of its group. They travel in their
-    own dtype, and are summed in float32, or wider if that is, where they arrive.
+    `part_md` are this device's parts for all tokens of its group. They travel along
+    expert in their own dtype, and are summed in float32, or wider if that is. The sum
+    over tensor is of these, and is rounded once, at its end.
     """
-    w, d = jax.lax.axis_size(EXPERT), part_md.shape[1]
-    part_wnd = jax.lax.all_to_all(part_md.reshape(w, -1, d), EXPERT, 0, 0)
-    wide = jnp.promote_types(part_md.dtype, jnp.float32)
-    sum_nd = jnp.sum(part_wnd.astype(wide), axis=0).astype(part_md.dtype)
-    return jax.lax.psum(sum_nd, TENSOR)
+    part_wx = part_md.reshape(jax.lax.axis_size(EXPERT), -1)
+    sum_x = jax.lax.psum(sum_own(part_wx, (EXPERT,), part_md.dtype), TENSOR)
+    return sum_x.reshape(-1, part_md.shape[1]).astype(part_md.dtype)

@@ -144,10 +144,11 @@ def test_logits_are_computed_once():
     assert dot_flops(jax.grad(loss, (0, 1)), *args) == 3 * product
 
 
-def test_errors_of_bfloat16():
+@pytest.mark.parametrize("name", ["data and expert", "tensor"])
+def test_errors_of_bfloat16(name):
     """Errors of the gradients are below those of two roundings. The gradient of logits
     is rounded, that of hidden states also as a part from each slice and as the sum."""
-    mesh = axes.make_mesh(MESHES["data and expert"])
+    mesh = axes.make_mesh(MESHES[name])
     *arrays, targets_bt = make_arrays(512)
     few = [jnp.asarray(array, jnp.bfloat16) for array in arrays]
     with jax.enable_x64(True):
