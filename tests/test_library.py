@@ -21,6 +21,7 @@ import moejax
 from moejax import Dispatch, ExpertPlan, MeshAxes, Moe, MoeLayer, Router, moe_layer
 from moejax.moe import reference, route
 from tests.support.close import assert_close
+from tests.support.primitives import equations
 
 SHAPE = (16, 8, 32)
 MOE = Moe(num_experts=16, top_k=2, d_expert=48)
@@ -124,6 +125,30 @@ def test_any_mesh_equals_the_reference(name, policy):
     assert losses.balance >= 1.0
     assert sums.tokens_e.shape == (setup.num_batch_shards, 16)
     assert int(sums.tokens_e.sum()) == 16 * 8 * 2
+
+
+def test_gradients_travel_in_the_dtype_of_the_setup():
+    """Gradients of bfloat16 experts are sent over the axis on which they rest in
+    bfloat16, and as float32 if the setup is changed to that."""
+    setup = set_up()
+    placement, layer = setup.place().layer(0), MoeLayer(MOE, SHAPE[-1], nnx.Rngs(0))
+    x_btd = jnp.zeros(SHAPE, jnp.bfloat16)
+
+    def sent(setup):
+        def loss(params):
+            y_btd, _ = moe_layer(params, x_btd, placement, setup)
+            return jnp.sum(y_btd.astype(jnp.float32))
+
+        return {
+            (eqn.primitive.name, str(eqn.invars[0].aval.dtype))
+            for eqn, _ in equations(jax.make_jaxpr(jax.grad(loss))(layer.params()))
+            if "batch" in eqn.params.get("axis_name", ())
+            and eqn.primitive.name in ("all_to_all", "reduce_scatter")
+        }
+
+    assert sent(setup) == {("all_to_all", "bfloat16")}
+    wide = dataclasses.replace(setup, gradient_reduce_dtype="float32")
+    assert sent(wide) == {("reduce_scatter", "float32")}
 
 
 def with_layout(setup, **changes):

@@ -92,18 +92,6 @@ def _dense_split(shape: tuple[int, ...], mesh: Mesh, used: tuple) -> tuple:
     return tuple(split)
 
 
-@jax.named_scope("gathered")
-def gather_param(param: nnx.Param, mesh: Mesh, dtype=None) -> Array:
-    """Return a parameter as it is used: split over the tensor axis if its module says
-    so, otherwise whole on every device.
-
-    It is cast to `dtype` before it is gathered, so that fewer bytes travel.
-    """
-    value = param[...] if dtype is None else param[...].astype(dtype)
-    used = _used_split(param, value.ndim, mesh)
-    return jax.lax.with_sharding_constraint(value, axes.sharding(mesh, *used))
-
-
 def on_rows(
     body: Callable[..., Any],
     x: Array,

@@ -16,13 +16,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from moejax import axes
 from moejax.config import Model, Network
 from moejax.model import vocabulary
 from moejax.model.attention import AttentionContext
 from moejax.model.blocks import Block, Cycle
 from moejax.model.cache import Cache, KvCacheView
 from moejax.model.layers import RmsNorm
-from moejax.model.sharding import gather_param, is_gathered, shard_batch
+from moejax.model.sharding import is_gathered, shard_batch
 from moejax.model.vocabulary import Slices
 from moejax.moe import recorded
 from moejax.moe.dense import dense
@@ -153,7 +154,7 @@ class Transformer(nnx.Module):
         cache_view = KvCacheView(cache.key_lbugi, cache.value_lbugi, jnp.int32(0))
         slot_source = self._slot_source(placement, layout)
         # Decoding has the table whole on every device, and few tokens.
-        embed_vd = gather_param(self.embed_vd, self.mesh, self._dtype)
+        embed_vd = self._whole(self.embed_vd)
         hidden_btd, _, cache_view = self._run(
             embed_vd[tokens_bt], context, slot_source, cache_view=cache_view
         )
@@ -263,7 +264,14 @@ class Transformer(nnx.Module):
 
     def whole_head(self) -> Float[Array, "v d"]:
         """Return the output embedding, whole on every device, in the compute dtype."""
-        return gather_param(self._head, self.mesh, self._dtype)
+        return self._whole(self._head)
+
+    @jax.named_scope("gathered")
+    def _whole(self, table: nnx.Param) -> Float[Array, "v d"]:
+        """Return a table, whole on every device. It is cast to the compute dtype before
+        it is gathered, so that fewer bytes travel."""
+        values_vd = table[...].astype(self._dtype)
+        return jax.lax.with_sharding_constraint(values_vd, axes.sharding(self.mesh))
 
     @property
     def _head(self) -> nnx.Param:

@@ -35,7 +35,10 @@ def set_up(
     which mesh axis has which role; by default axes have the names of their roles: dc,
     data, expert and tensor. `policy` is the balancing policy that plans will come from:
     it decides how many replicas a device has room for and how weights reach them,
-    unless `dispatch` says so.
+    unless `dispatch` says so. Gradients of experts travel in bfloat16 if x is bfloat16,
+    and in float32 otherwise; `dataclasses.replace(setup,
+    gradient_reduce_dtype="float32")` returns a setup where they always travel in
+    float32.
 
     >>> import jax
     >>> mesh = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1])

@@ -110,11 +110,11 @@ def test_many_rows_are_summed_in_larger_blocks():
 
 def test_the_memory_of_a_sum_does_not_depend_on_divisors_of_the_width():
     """A width that COLUMNS does not divide takes no more than the next one that it
-    does, and the padding."""
+    does."""
 
     def temporaries(d):
         args = jax.ShapeDtypeStruct((4096, d), jnp.float32), jnp.zeros(4096, jnp.int32)
         compiled = jax.jit(sum_rows, static_argnums=2).lower(*args, 32).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    assert temporaries(2 * COLUMNS + 64) < 1.1 * temporaries(3 * COLUMNS)
+    assert temporaries(2 * COLUMNS + 64) <= temporaries(3 * COLUMNS)

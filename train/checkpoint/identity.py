@@ -24,9 +24,9 @@ FIXED_FIELDS = {
     "train": {"seed"},
 }  # fmt: skip
 """Fields that decide which function the parameters define, and the dtypes of the state.
-All other fields (mesh,
-buffers, remat, learning rate, number of steps) may differ between a checkpoint and the
-run that resumes from it."""
+
+All other fields (mesh, buffers, remat, learning rate, number of steps) may differ
+between a checkpoint and the run that resumes from it."""
 
 SHARDING_FIELDS = {
     "mesh": {"dc", "data", "expert", "tensor"},

@@ -139,6 +139,31 @@ def test_weights_that_travel_together_equal_those_that_travel_alone(reduce_dtype
     assert names.count("all_gather") == 1
 
 
+@pytest.mark.parametrize("topology", [MESHES[0], MESHES[2]], ids=str)
+def test_whole_and_split_weights_are_gathered_together(topology, doubles):
+    """Each of three weights has the sum of its gradients, in float64. One is whole, and
+    two are split along other dims."""
+    mesh, rest = axes.make_mesh(topology), Rest(ALONG, None, "bfloat16")
+    batch = P(tuple(axis for axis in axes.BATCH_AXES if mesh.shape[axis] > 1))
+    dims, shapes = (None, 1, 0), ((6,), (3, 16), (24, 2))
+    random = np.random.default_rng(0)
+    weights = tuple(random.standard_normal(shape) for shape in shapes)
+    grads = tuple(random.standard_normal((8, *shape)) for shape in shapes)
+
+    def on_device(parts, grads):
+        whole, pull = jax.vjp(lambda parts: gather(parts, dims, grads[0], rest), parts)
+        return tuple(w[None] for w in whole), pull(tuple(g[0] for g in grads))[0]
+
+    specs = tuple(rest.spec(dim) for dim in dims)
+    run = jax.shard_map(
+        on_device, mesh=mesh, in_specs=(specs, batch), out_specs=(batch, specs)
+    )
+    whole, sums = jax.jit(run)(weights, grads)
+    for weight_w, weight in zip(whole, weights, strict=True):
+        np.testing.assert_array_equal(weight_w, np.stack([weight] * 8))
+    assert_close(sums, tuple(grad_w.sum(axis=0) for grad_w in grads), dtype=doubles)
+
+
 COLLECTIVES = ("all_gather", "all_to_all", "reduce_scatter", "psum", "psum_invariant")
 
 
