@@ -91,7 +91,7 @@ def compile_loss(topology: Topology):
     loss_fn = make_loss(context)
 
     def loss(params):
-        return loss_fn(params, bias, inputs)[1][0]
+        return loss_fn(params, bias, inputs)[0]
 
     both = jax.jit(jax.value_and_grad(loss), out_shardings=(None, shardings))
     compiled = both.lower(state.params).compile()
