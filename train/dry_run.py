@@ -65,7 +65,7 @@ class Fit(NamedTuple):
         )
 
 
-def dry_run(cfg: Config, target: Target | None) -> dict:
+def dry_run(cfg: Config, target: Target | None = None) -> dict:
     """Print the sizes of a run, and return them. None of its devices is needed.
 
     `target` is the GPU whose memory and kernels count; None: this machine's kernels,

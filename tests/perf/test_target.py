@@ -45,10 +45,14 @@ def test_a_file_of_the_users(tmp_path):
     [
         ("num_cores = 132\n", "", "no field 'num_cores'"),
         ("num_cores", "num_core", "unknown field 'num_core'"),
-        ("num_cores = 132", "num_cores = 132.5", "num_cores = 132.5 must be a int"),
+        (
+            "num_cores = 132",
+            "num_cores = 132.5",
+            "num_cores = 132.5 must be of type int",
+        ),
         ("num_cores = 132", "num_cores = 0", "num_cores = 0 must be above 0"),
         ("2.6e12", "inf", "hbm_bytes_per_sec = inf must be above 0"),
-        ("2.6e12", "true", "hbm_bytes_per_sec = True must be a float"),
+        ("2.6e12", "true", "hbm_bytes_per_sec = True must be of type float"),
         ('"9.0"', '"9"', "compute_capability = '9' must be like '9.0'"),
         ("HBM3", "HBM3\\n", "must have no quote"),
         ("[rates]", "[rate]", "no table"),
