@@ -24,7 +24,7 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from moejax.config import Config  # noqa: E402
 from moejax.perf import target  # noqa: E402
-from tools.launch.arguments import new_parser  # noqa: E402
+from tools.launch.arguments import add_gin_flags, new_parser  # noqa: E402
 from train.config import gin_reader  # noqa: E402
 from train.launch.program import (  # noqa: E402
     DONE,
@@ -43,18 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add(
-        "--gin_file",
-        action="append",
-        required=True,
-        help="configuration; may be repeated, and later files win",
-    )
-    add(
-        "--gin_param",
-        action="append",
-        default=[],
-        help="one more setting, as 'Moe.d_expert = 512'; may be repeated",
-    )
+    add_gin_flags(parser)
     add(
         "--target",
         default="h100",
@@ -85,15 +74,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def work(args: argparse.Namespace) -> int:
     cfg = gin_reader.load(args.gin_file, args.gin_param)
-    record = count(cfg) if args.census else compile_for_target(cfg, args)
+    record = count(cfg, args) if args.census else compile_for_target(cfg, args)
     emit(record, args.json)
     return DONE
 
 
-def count(cfg: Config) -> dict:
+def count(cfg: Config, args: argparse.Namespace) -> dict:
     """Print the numbers of collectives, and return them."""
     from tools.compiled.census import census
 
+    for name in ("html", "keep"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--census writes no file: leave out --{name}")
     set_up_backend(cfg)
     record = census(cfg)
     for backend, groups in record.items():

@@ -26,7 +26,7 @@ import time
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from moejax.config import Config  # noqa: E402
-from tools.launch.arguments import new_parser  # noqa: E402
+from tools.launch.arguments import add_gin_flags, new_parser  # noqa: E402
 from train.config import gin_reader  # noqa: E402
 from train.launch.cluster import add_flags, cluster_flags  # noqa: E402
 from train.launch.program import DONE, emit, guarded, start  # noqa: E402
@@ -42,18 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add(
-        "--gin_file",
-        action="append",
-        default=[],
-        help="configuration; may be repeated, and later files win (default: none)",
-    )
-    add(
-        "--gin_param",
-        action="append",
-        default=[],
-        help="one more setting, as 'Moe.d_expert = 512'; may be repeated",
-    )
+    add_gin_flags(parser, "none")
     add(
         "--mesh",
         help="sizes of mesh axes, as data=2,expert=4 (default: the gin file's)",

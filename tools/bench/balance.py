@@ -23,7 +23,7 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])
 
 from moejax.perf.traffic import over_mean  # noqa: E402
 from tools.bench.turns import in_turns  # noqa: E402
-from tools.launch.arguments import new_parser  # noqa: E402
+from tools.launch.arguments import add_gin_flags, new_parser  # noqa: E402
 from train.config import gin_reader  # noqa: E402
 from train.launch.cluster import add_flags, cluster_flags  # noqa: E402
 from train.launch.program import DONE, emit, guarded, start  # noqa: E402
@@ -40,19 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add(
-        "--gin_file",
-        action="append",
-        default=[],
-        required=True,
-        help="configuration; may be repeated, and later files win",
-    )
-    add(
-        "--gin_param",
-        action="append",
-        default=[],
-        help="one more setting of all variants, as 'Moe.d_expert = 512'",
-    )
+    add_gin_flags(parser)
     add(
         "--variant",
         action="append",

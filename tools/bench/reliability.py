@@ -37,7 +37,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
 from tools.bench.turns import in_turns  # noqa: E402
-from tools.launch.arguments import new_parser  # noqa: E402
+from tools.launch.arguments import add_gin_flags, new_parser  # noqa: E402
 from train.config import gin_reader  # noqa: E402
 from train.launch.program import (  # noqa: E402
     DONE,
@@ -72,18 +72,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
     add("--part", choices=PARTS, required=True, help="what to measure")
-    add(
-        "--gin_file",
-        action="append",
-        help="configuration; may be repeated, and later files win (default: "
-        "configs/tiny_cpu.gin)",
-    )
-    add(
-        "--gin_param",
-        action="append",
-        default=[],
-        help="one more setting of all runs, as 'Moe.d_expert = 512'",
-    )
+    add_gin_flags(parser, "configs/tiny_cpu.gin")
     add(
         "--variant",
         action="append",

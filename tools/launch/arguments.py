@@ -30,3 +30,22 @@ def new_parser(doc: str, **options) -> argparse.ArgumentParser:
         help="print the result as one JSON object on the last line of stdout",
     )
     return parser
+
+
+def add_gin_flags(parser: argparse.ArgumentParser, default: str = "") -> None:
+    """Add --gin_file, which is required unless `default` says what stands in its place,
+    and --gin_param. Both are lists."""
+    parser.add_argument(
+        "--gin_file",
+        action="append",
+        default=[],
+        required=not default,
+        help="configuration; may be repeated, and later files win"
+        + (f" (default: {default})" if default else ""),
+    )
+    parser.add_argument(
+        "--gin_param",
+        action="append",
+        default=[],
+        help="one more setting, as 'Moe.d_expert = 512'; may be repeated",
+    )

@@ -142,3 +142,20 @@ def test_a_wrong_memory_fraction(capsys, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "90")
     line = refused(capsys, *TARGET)
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION='90' must be a number above 0" in line
+
+
+@pytest.mark.parametrize("word", ["--html=x.html", "--keep=x"])
+def test_a_census_writes_no_file(capsys, word):
+    assert "--census writes no file" in refused(capsys, "--census", word)
+
+
+def test_a_page_in_a_folder_that_is_not_there(capsys, tmp_path):
+    line = refused(capsys, *TARGET, f"--html={tmp_path / 'no' / 'page.html'}")
+    assert "no folder" in line
+
+
+def test_what_xla_wrote_is_kept_in_an_empty_folder_alone(capsys, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(wheels, "put_on_path", lambda: None)
+    assert "not empty" in refused(capsys, *TARGET, f"--keep={tmp_path}")
+    assert "not a folder" in refused(capsys, *TARGET, f"--keep={tmp_path / 'file'}")
