@@ -119,9 +119,11 @@ class Model:
     """Base of the wavelengths of the rotary position embedding (RoPE)."""
     norm_eps: float = 1e-6
     """Number that RMSNorm adds to the mean square before the root."""
-    attention: Literal["xla", "cudnn"] = "xla"
-    """Implementation of jax.nn.dot_product_attention; 'cudnn' is a fused kernel for
-    NVIDIA GPUs."""
+    attention: Literal["auto", "reference", "blocked", "cudnn", "hopper"] = "auto"
+    """Implementation of attention over windows. 'auto': the one made for the device
+    that takes the run's shapes (docs/kernels.md). One that is named and cannot compute
+    them is refused at the start. With a cache, as in generation, it is always 'auto'.
+    """
     remat: Literal["none", "dispatch", "full", "offload"] = "none"
     """Activations that a layer keeps for its backward pass: all of them ('none'), its
     input, routes and exchanged rows ('dispatch'), or input and routes alone ('full').

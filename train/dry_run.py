@@ -145,7 +145,8 @@ def _resolve(cfg: Config, target: Target | None = None) -> Resolved:
 def _memory(run: Resolved) -> dict[str, int]:
     """Return the predicted bytes of one device at the peak of a step, by kind."""
     held = bytes_per_device(_abstract_state(run))
-    return step_memory(run.cfg, run.layout, held)
+    attention = run.kernels["attention"].implementation
+    return step_memory(run.cfg, run.layout, held, attention)
 
 
 def _abstract_state(run: Resolved):

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moejax import axes
 from moejax.config import Model
+from moejax.kernels.attention import attention
 from moejax.model.cache import Cache, KvCacheView
 from moejax.model.layers import (
     RmsNorm,
@@ -23,21 +24,19 @@ from moejax.model.layers import (
     rope,
     rotation,
 )
-from moejax.model.sharding import check_tensor, on_rows, sum_parts
+from moejax.model.sharding import check_tensor, on_own_rows, on_rows, sum_parts
 
 
 class AttentionContext(NamedTuple):
-    """Positions and attention mask of a batch's tokens, shared by all layers."""
+    """Positions and documents of a batch's tokens, shared by all layers."""
 
     rotation: Rotation
     """RoPE angles of the tokens, by their positions in their documents."""
-    mask_bhtu: Bool[Array, "b 1 t u"] | None
-    """True where query t may attend to key u. None masks nothing."""
-    is_causal: bool
-    """Whether keys after the query are hidden as well, beside those that the mask
-    hides."""
-    start: Int[Array, ""] | None = None
-    """Position in the KV cache of the batch's first token. None without a cache."""
+    first_bt: Int[Array, "b t"]
+    """Key at which each token's document begins. It never falls along a row."""
+    start: Int[Array, ""] | int = 0
+    """Key at whose place the batch's first token stands: the number of tokens in the KV
+    cache, or 0 without one."""
 
     @classmethod
     def from_windows(
@@ -45,15 +44,14 @@ class AttentionContext(NamedTuple):
     ) -> "AttentionContext":
         """Return the context of whole windows, as in training and evaluation.
 
-        A document begins where a position is 0. With `is_separate`, tokens attend only
-        to tokens of their own document.
+        A document begins where a position is 0, and at the start of a window, which may
+        continue one. With `is_separate`, tokens attend only to tokens of their own
+        document.
         """
         angles = rotation(position_bt, cfg.head_dim, cfg.rope_theta)
         if not is_separate:
-            return cls(angles, None, is_causal=True)
-        document_bt = jnp.cumsum(position_bt == 0, axis=1)
-        same_btt = document_bt[:, :, None] == document_bt[:, None, :]
-        return cls(angles, same_btt[:, None], is_causal=True)
+            return cls(angles, jnp.zeros(position_bt.shape, jnp.int32))
+        return cls(angles, _last_begin(position_bt == 0))
 
     @classmethod
     def from_cache(
@@ -66,18 +64,23 @@ class AttentionContext(NamedTuple):
         """
         before_b1 = jnp.max(cache.document_bu, axis=1, keepdims=True)
         document_bt = before_b1 + jnp.cumsum(position_bt == 0, axis=1)
-        start, (t, u) = (
-            cache.num_tokens,
-            (position_bt.shape[1], cache.document_bu.shape[1]),
-        )
+        start, num_new = cache.num_tokens, position_bt.shape[1]
         document_bu = jax.lax.dynamic_update_slice(
             cache.document_bu, document_bt, (0, start)
         )
-        mask_btu = document_bt[:, :, None] == document_bu[:, None, :]
-        mask_btu &= jnp.arange(u) <= start + jnp.arange(t)[:, None]
+        # Padding is document 0, so the first real token of a row begins another one.
+        is_begin_bu = jnp.diff(document_bu, axis=1, prepend=0) != 0
+        first_bt = jax.lax.dynamic_slice_in_dim(
+            _last_begin(is_begin_bu), start, num_new, axis=1
+        )
         angles = rotation(position_bt, cfg.head_dim, cfg.rope_theta)
-        context = cls(angles, mask_btu[:, None], is_causal=False, start=start)
-        return context, document_bu
+        return cls(angles, first_bt, start), document_bu
+
+
+def _last_begin(is_begin_bt: Bool[Array, "b t"]) -> Int[Array, "b t"]:
+    """Return the last place up to each token where a document begins, or 0."""
+    place_t = jnp.arange(is_begin_bt.shape[1], dtype=jnp.int32)
+    return jax.lax.cummax(jnp.where(is_begin_bt, place_t, 0), axis=1)
 
 
 def check_heads(cfg: Model, tensor: int) -> None:
@@ -125,14 +128,16 @@ class Attention(nnx.Module):
             cache_view, k_bugi, v_bugi = cache_view.append(
                 context.start, k_bugi, v_bugi
             )
-            implementation = "xla"  # fused kernels are made for many queries
-        out_bthi = jax.nn.dot_product_attention(
-            q_bthi,
-            k_bugi,
-            v_bugi,
-            mask=context.mask_bhtu,
-            is_causal=context.is_causal,
-            implementation=implementation,
+            implementation = "auto"  # the one that was named is for windows
+        arrays = (q_bthi, k_bugi, v_bugi, context.first_bt, jnp.int32(context.start))
+        out_bthi = on_own_rows(
+            lambda q, k, v, first_bt, start: attention(
+                q, k, v, first_bt, start=start, implementation=implementation
+            ),
+            arrays,
+            (2, 2, 2, None, None),
+            self.mesh,
+            out_tensor_dim=2,
         )
         out_btd = on_rows(
             self._sum_heads,

@@ -139,6 +139,34 @@ def on_rows(
     )(x, *values)
 
 
+def on_own_rows(
+    body: Callable[..., Array],
+    arrays: tuple[Array, ...],
+    tensor_dims: tuple[int | None, ...],
+    mesh: Mesh,
+    *,
+    out_tensor_dim: int | None = None,
+) -> Array:
+    """Return body(*arrays), which each device computes for its own rows and, along the
+    tensor axis, for its own part of one dim.
+
+    It is for kernels, which XLA's partitioner cannot split. Arrays [b, ..] are split
+    over the batch axes, and over the tensor axis in their dim of `tensor_dims`, where
+    that is not None; so is the result, in `out_tensor_dim`. Scalars are whole. `body`
+    has no weights: those take `on_rows`.
+    """
+    specs = (
+        _batch_spec(mesh, tensor_dim) if array.ndim else P()
+        for array, tensor_dim in zip(arrays, tensor_dims)
+    )
+    return jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=tuple(specs),
+        out_specs=_batch_spec(mesh, out_tensor_dim),
+    )(*arrays)
+
+
 def is_gathered(param: nnx.Param) -> bool:
     """Return whether a dense parameter is whole over data and expert where its module
     gets it, as for decoding (train.step.state.model_graph)."""

@@ -1,6 +1,13 @@
 """Choice of the kernels that a run's layers use, and the line that reports it."""
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from moejax.axes import devices_of
 from moejax.config import Config
+from moejax.kernels.attention.choose import choose_attention, why_not
+from moejax.kernels.attention.reading import CAUSAL, Inputs
 from moejax.kernels.device import KernelChoice, device_here
 from moejax.kernels.grouped_dot.choose import choose_grouped_dot
 from moejax.kernels.permute.choose import choose_permute
@@ -15,6 +22,47 @@ def choose_kernels(cfg: Config, layout: Layout) -> dict[str, KernelChoice]:
 
     "grouped_dot in later rounds" is among them if it differs from that of round 0.
     """
+    return _expert_kernels(cfg, layout) | {"attention": _attention(cfg)}
+
+
+def _attention(cfg: Config) -> KernelChoice:
+    """Return the implementation of attention over the windows of a micro-batch."""
+    named = cfg.model.attention
+    if named != "auto":
+        return KernelChoice(named, f"Model.attention='{named}'")
+    return choose_attention(_attention_arrays(cfg), CAUSAL)
+
+
+def check_attention(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
+    """Raise NotImplementedError where Model.attention names an implementation that
+    cannot compute the run's windows on the devices of the mesh. An abstract mesh that
+    names no device is not judged."""
+    named, is_abstract = cfg.model.attention, isinstance(mesh, AbstractMesh)
+    if named == "auto" or (is_abstract and mesh.abstract_device is None):
+        return
+    with devices_of(mesh):
+        why = why_not(named, _attention_arrays(cfg), CAUSAL)
+    if why:
+        raise NotImplementedError(
+            f"Model.attention='{named}' cannot run here: {why}: use 'auto'"
+        )
+
+
+def _attention_arrays(cfg: Config) -> Inputs:
+    """Return the shapes of one device's arrays of attention in a micro-batch."""
+    model, tensor = cfg.model, cfg.mesh.tensor
+    b = cfg.train.batch_size // cfg.train.accumulate_steps // cfg.mesh.num_batch_shards
+    t, i, dtype = cfg.data.seq_len, model.head_dim, jnp.dtype(model.compute_dtype)
+    query, key = (
+        jax.ShapeDtypeStruct((b, t, heads // tensor, i), dtype)
+        for heads in (model.num_heads, model.num_kv_heads)
+    )
+    first, start = (jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((b, t), ()))
+    return Inputs(query, key, key, first, start)
+
+
+def _expert_kernels(cfg: Config, layout: Layout) -> dict[str, KernelChoice]:
+    """Return the implementations of experts' products and of row permutations."""
     if layout.kernels == "plain":
         why = "Dispatch.kernels='plain'"
         grouped = KernelChoice("blocked", why + _emulated(layout))

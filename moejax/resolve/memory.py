@@ -50,13 +50,16 @@ KEPT = PartCounts(hidden=14, rows=3, expert_hidden=3)
 """What one layer keeps where nothing is computed again (remat 'none')."""
 
 
-def step_memory(cfg: Config, layout: Layout, held: dict[str, int]) -> dict[str, int]:
+def step_memory(
+    cfg: Config, layout: Layout, held: dict[str, int], attention: str
+) -> dict[str, int]:
     """Return the predicted bytes of one device at the peak of a train step, by kind.
 
     `held` are the bytes of its training state: 'params', 'moments', and, where experts
-    or their gradients travel compressed, 'tracked' and 'gradient_residual'.
+    or their gradients travel compressed, 'tracked' and 'gradient_residual'. `attention`
+    is the implementation of attention that the step takes (moejax.resolve.kernels).
     """
-    sizes = _Sizes.of(cfg, layout)
+    sizes = _Sizes.of(cfg, layout, attention)
     parts = (
         _layer_at_work(cfg, sizes),
         _loss_at_work(cfg, sizes),
@@ -93,16 +96,19 @@ class _Sizes:
     layer."""
     heads: int
     """Queries, keys, values and the output of attention [n, heads, i]."""
-    mask: int
-    """Mask of attention [b, t, t]."""
+    softmax_sums: int
+    """Logarithms of the sums of attention's softmax, float32 [b, h, t]."""
+    blocks: int
+    """Queries, keys, values and the output's gradient, cut into blocks: 'blocked' makes
+    a copy of them, and other implementations of attention read them as they are."""
     scores: int
-    """Attention's scores in float32 [b, h, t, t], where they exist at once."""
+    """Scores of attention in float32 [b, h, t, t], which 'reference' alone has."""
     routes: int
     """What a layer keeps of its routing: for each choice of a token a gate, a place
     and a peer."""
 
     @classmethod
-    def of(cls, cfg: Config, layout: Layout) -> "_Sizes":
+    def of(cls, cfg: Config, layout: Layout, attention: str) -> "_Sizes":
         model, moe, c = cfg.model, cfg.moe, ITEMSIZE[cfg.model.compute_dtype]
         t, d, tensor = cfg.data.seq_len, model.d_model, cfg.mesh.tensor
         b = cfg.train.batch_size // cfg.train.accumulate_steps
@@ -116,7 +122,8 @@ class _Sizes:
         )
         has_dense = model.num_moe_layers < model.num_layers
         width = max(moe.num_shared_experts * moe.d_expert, has_dense * model.d_ff)
-        is_fused = model.attention == "cudnn"
+        heads = 2 * b * t * (query + key) // tensor * c
+        num_heads = model.num_heads // tensor
         return cls(
             hidden=b * t * d * c,
             row=m * d * c,
@@ -124,9 +131,10 @@ class _Sizes:
             slots=view.slots_per_device * 3 * d * f * c,
             dense=(2 * d * (query + key) + 3 * d * width) // tensor * c,
             dense_hidden=b * t * width // tensor * c,
-            heads=2 * b * t * (query + key) // tensor * c,
-            mask=b * t * t * (c if is_fused else 1),
-            scores=0 if is_fused else b * model.num_heads // tensor * t * t * FLOAT32,
+            heads=heads,
+            softmax_sums=b * num_heads * t * FLOAT32,
+            blocks=heads if attention == "blocked" else 0,
+            scores=b * num_heads * t * t * FLOAT32 * (attention == "reference"),
             routes=b * t * moe.top_k * 3 * FLOAT32,
         )
 
@@ -139,7 +147,8 @@ def _layer_at_work(cfg: Config, sizes: _Sizes) -> dict[str, float]:
         "activations": LAYER.hidden * sizes.hidden
         + LAYER.expert_hidden * (sizes.expert_hidden + sizes.dense_hidden)
         + sizes.heads
-        + sizes.mask
+        + sizes.softmax_sums
+        + sizes.blocks
         + 3 * sizes.scores,
         "exchange": LAYER.rows * sizes.row,
     }
@@ -193,7 +202,8 @@ def _kept(cfg: Config, sizes: _Sizes) -> float:
     if cfg.model.remat == "dispatch":
         kept += 2 * num_moe * sizes.row  # as received, and as experts return them
     if cfg.model.remat == "none":
-        kept += num_layers * (KEPT.hidden * sizes.hidden + sizes.heads + sizes.scores)
+        kept += num_layers * (KEPT.hidden * sizes.hidden + sizes.heads)
+        kept += num_layers * (sizes.softmax_sums + sizes.scores)
         kept += num_layers * KEPT.expert_hidden * sizes.dense_hidden
         kept += num_moe * KEPT.rows * sizes.row
         kept += num_moe * KEPT.expert_hidden * sizes.expert_hidden

@@ -27,7 +27,7 @@ from moejax.resolve.communication import (
     choose_communication,
     micro_batch_tokens,
 )
-from moejax.resolve.kernels import choose_kernels, kernel_line
+from moejax.resolve.kernels import check_attention, choose_kernels, kernel_line
 from moejax.resolve.speeds import load_calibration, make_cost_model
 
 
@@ -188,9 +188,11 @@ def resolve(cfg: Config, mesh: Mesh | AbstractMesh) -> Resolved:
 
     `mesh` has the run's devices, or is abstract where none are needed. Raises
     ValueError for a calibration of another machine and for settings that contradict one
-    another; the message says what to do instead.
+    another, and NotImplementedError for attention that the devices cannot compute; the
+    message says what to do instead.
     """
     check_dense_training(cfg)
+    check_attention(cfg, mesh)
     is_abstract = isinstance(mesh, AbstractMesh)
     kind = None if is_abstract else mesh.devices.flat[0].device_kind
     calibration = load_calibration(cfg, kind)

@@ -2,13 +2,11 @@
 
 import dataclasses
 import itertools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.cudnn import fused_attention_stablehlo
 
 from moejax.config import Config, Data, Model, Moe, Train
 from tests.support import plain_model
@@ -22,7 +20,7 @@ SEPARATE = Config(
     model=Model(
         vocab_size=32, d_model=16, num_layers=3, num_heads=4, num_kv_heads=2,
         head_dim=8, d_ff=24, first_k_dense=1, qk_norm="head", rope_theta=100.0,
-        compute_dtype="float32",
+        compute_dtype="float32", attention="blocked",
     ),
     moe=Moe(num_experts=4, top_k=2, d_expert=8),
     data=Data(seq_len=T),
@@ -122,36 +120,3 @@ def test_no_hidden_state_depends_on_another_document():
         later = slice(LENGTHS[0], None)
         assert (hidden_btd[0, later] != again_btd[0, later]).any() == is_joined
         assert (hidden_btd[0, :1] != again_btd[0, :1]).any()
-
-
-class Cudnn:
-    """Stand-in for jaxlib's cuDNN module that reports a version with the kernels."""
-
-    @staticmethod
-    def cudnn_get_version() -> int:
-        return 91000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("documents", ["separate", "joined"])
-def test_lowers_for_cuda_with_the_fused_kernel(documents, monkeypatch):
-    """Forward and backward passes use the fused kernel; the mask of separate documents
-    is its bias."""
-    monkeypatch.setattr(fused_attention_stablehlo, "cuda_versions", Cudnn)
-    model = dataclasses.replace(
-        SEPARATE.model, attention="cudnn", compute_dtype="bfloat16", head_dim=64
-    )
-    data = Data(seq_len=64, documents=documents)
-    train = dataclasses.replace(SEPARATE.train, loss_chunk=64)
-    cfg = dataclasses.replace(SEPARATE, model=model, data=data, train=train)
-    ours = network(cfg)
-
-    def loss(params, windows_bt):
-        return jnp.sum(ours.apply(params, *windows_bt)[0].astype(jnp.float32))
-
-    windows_bt = np.zeros((2, B, 64), np.int32)
-    traced = jax.jit(jax.grad(loss)).trace(ours.params, windows_bt)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    kernels = set(re.findall(r"__cudnn\$fmha\w*", text))
-    assert len(kernels) == 2, "one forward, one backward"
-    assert all(("ScaleBias" in name) == (documents == "separate") for name in kernels)

@@ -34,8 +34,9 @@ B, T, D, F = 4, 16, 64, 128
 POSITION_BT = np.tile(np.r_[0:6, 0:10], (B, 1)).astype(np.int32)
 """Positions of two documents in each row."""
 CFG = Model(
-    d_model=D, num_heads=8, num_kv_heads=4, head_dim=16, compute_dtype="float32"
-)
+    d_model=D, num_heads=8, num_kv_heads=4, head_dim=16, compute_dtype="float32",
+    attention="blocked",
+)  # fmt: skip
 SPLITS = (
     Topology(expert=2, tensor=4),
     Topology(data=2, expert=2, tensor=2),
@@ -162,15 +163,11 @@ def test_parameters_are_drawn_alike_on_any_mesh():
     jax.tree.map(np.testing.assert_array_equal, *drawn)
 
 
-def test_a_dense_part_in_float64():
-    """A dense part equals that of one device in float64.
-
-    Attention has no such test, because jax.nn.dot_product_attention computes weights in
-    float32.
-    """
+@pytest.mark.parametrize("name", ["swiglu", "attention"])
+def test_a_part_in_float64(name):
     with jax.enable_x64(True):
         actual, expected = (
-            run_part("swiglu", topology, jnp.float64)
+            run_part(name, topology, jnp.float64)
             for topology in (SPLITS[0], Topology())
         )
         assert_close(actual, expected)

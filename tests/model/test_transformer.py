@@ -141,9 +141,8 @@ def test_grouped_queries_are_repeated_keys_and_values():
         getattr(full, name)[...] = twice_dgi
     x_btd = np.random.default_rng(0).standard_normal((2, T, SMALL.d_model))
     x_btd = x_btd.astype(np.float32)
-    context = AttentionContext.from_windows(
-        jnp.arange(T)[None], SMALL, is_separate=False
-    )
+    position_bt = jnp.tile(jnp.arange(T), (2, 1))
+    context = AttentionContext.from_windows(position_bt, SMALL, is_separate=False)
     assert_close(
         *jax.jit(lambda x: (grouped(x, context)[0], full(x, context)[0]))(x_btd)
     )

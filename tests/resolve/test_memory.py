@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from moejax.axes import AUTO, AXES
-from moejax.config import Config, Dispatch, Moe
+from moejax.config import Config, Data, Dispatch, Moe
 from moejax.plan.layout import Topology
 from moejax.resolve.memory import KINDS, step_memory
 from moejax.resolve.resolved import resolve
@@ -18,7 +18,8 @@ HELD = {"params": 1000, "moments": 2000}
 
 def predict(cfg: Config, held: dict[str, int] = HELD) -> dict[str, int]:
     mesh = AbstractMesh(cfg.mesh.sizes, AXES, axis_types=AUTO * 4)
-    return step_memory(cfg, resolve(cfg, mesh).layout, held)
+    run = resolve(cfg, mesh)
+    return step_memory(cfg, run.layout, held, run.kernels["attention"].implementation)
 
 
 def with_model(**fields) -> Config:
@@ -42,6 +43,22 @@ def test_what_rests_is_taken_as_it_is():
 def test_a_remat_policy_that_keeps_more_needs_more(less, more):
     needs = [sum(predict(with_model(remat=remat)).values()) for remat in (less, more)]
     assert needs[0] < needs[1]
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_only_the_definition_of_attention_needs_memory_for_pairs_of_tokens(remat):
+    """Twice the tokens need twice the memory; 'reference' needs four times as much for
+    its scores."""
+
+    def activations(attention: str, seq_len: int) -> int:
+        cfg = dataclasses.replace(CFG, data=Data(seq_len=seq_len))
+        model = dataclasses.replace(CFG.model, attention=attention, remat=remat)
+        return predict(dataclasses.replace(cfg, model=model))["activations"]
+
+    for attention in ("hopper", "cudnn", "blocked"):
+        assert activations(attention, 8192) == 2 * activations(attention, 4096)
+    assert activations("blocked", 4096) > activations("hopper", 4096)
+    assert activations("reference", 8192) > 3 * activations("reference", 4096)
 
 
 def test_kept_activations_grow_with_layers_and_others_do_not():

@@ -3,12 +3,13 @@
 import ast
 import dataclasses
 
+import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from moejax.axes import AXES
+from moejax.axes import AUTO, AXES, make_mesh
 from moejax.balance.settings import Settings
-from moejax.config import Balance, Config, Dispatch, Model, Moe, Network, Train
+from moejax.config import Balance, Config, Data, Dispatch, Model, Moe, Network, Train
 from moejax.perf.cost_model import NOTES
 from moejax.plan.layout import Layout, Topology
 from moejax.plan.parallel import Tensor
@@ -52,6 +53,28 @@ def test_the_lines_say_what_auto_became_and_why():
     assert {line.split()[0] for line in candidates} >= {"base", "s1", "s1h", "s2"}
     assert kernels.startswith("kernels ")
     assert make_run(TENSOR).layout.tensor.schedule in chosen
+
+
+@pytest.mark.parametrize("named", ["hopper", "cudnn"])
+def test_named_attention_that_cannot_run_is_refused_with_its_reason(named):
+    cfg = Config(model=Model(attention=named))
+    with pytest.raises(NotImplementedError) as error:
+        resolve(cfg, make_mesh(Topology(), jax.devices()[:1]))
+    message = str(error.value)
+    assert message.startswith(f"Model.attention='{named}' cannot run here: ")
+    assert message.endswith(" not cpu: use 'auto'")
+    assert "\n" not in message
+    elsewhere = AbstractMesh((1,) * len(AXES), AXES, axis_types=AUTO * len(AXES))
+    choice = resolve(cfg, elsewhere).kernels["attention"]
+    assert choice == (named, f"Model.attention='{named}'")
+
+
+def test_attention_of_this_machine():
+    choice = make_run(CFG).kernels["attention"]
+    assert choice.implementation == "blocked"
+    assert "for Hopper, not cpu" in choice.why
+    short = dataclasses.replace(CFG, data=Data(seq_len=16), train=Train(loss_chunk=16))
+    assert make_run(short).kernels["attention"] == ("reference", "few queries: 16")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ TOY_WIDTH = [
     "Model.num_heads = 4",
     "Model.num_kv_heads = 2",
     "Model.head_dim = 8",
-    "Model.attention = 'xla'",
     "Moe.num_experts = 16",
     "Moe.d_expert = 16",
     "Data.seq_len = 32",

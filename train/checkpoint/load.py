@@ -234,7 +234,7 @@ def _adapt_to_devices(
     """Return the configuration for the devices of this machine.
 
     If the user gave no mesh, and the mesh of the run does not fit, it gets another
-    mesh. Devices that are not GPUs get portable attention and the padded transport.
+    mesh. Devices that are not GPUs get attention='auto' and the padded transport.
     """
     cfg, mesh = source.cfg, source.cfg.mesh
     is_other = mesh.num_devices != len(devices)
@@ -247,7 +247,7 @@ def _adapt_to_devices(
         )
     model, dispatch = cfg.model, cfg.dispatch
     if devices[0].platform != "gpu":
-        model = dataclasses.replace(model, attention="xla")
+        model = dataclasses.replace(model, attention="auto")
         dispatch = dataclasses.replace(dispatch, transport="padded")
     if mesh != cfg.mesh:  # these fields fit only the mesh of the run
         dispatch = dataclasses.replace(dispatch, **MESH_DEFAULTS)

@@ -129,7 +129,7 @@ def show(value: Any) -> str:
 
 
 def describe(kind: Any) -> str:
-    """Return an annotation in words: 'an int or None', "one of 'xla', 'cudnn'"."""
+    """Return an annotation in words: 'an int or None', "one of 'auto', 'plain'"."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(describe(choice) for choice in args)

@@ -13,6 +13,12 @@ from moejax.kernels.device import KernelChoice, device_here, why_not_hopper
 Implementation = Literal["auto", "reference", "blocked", "cudnn", "hopper"]
 
 
+FEW_QUERIES = 16
+"""Largest number of queries, as in decoding, that take 'reference': their scores
+[b, h, t, u] are no larger than 16 rows of the keys, and blocks would be mostly padding.
+"""
+
+
 class Passes(NamedTuple):
     """Both passes of one implementation. Sinks are added around them (vjp.py)."""
 
@@ -26,28 +32,46 @@ class Passes(NamedTuple):
 
 
 def choose_attention(inputs: Inputs, rule: Rule) -> KernelChoice:
-    """Return the implementation for these arrays on the current device: 'hopper',
-    'cudnn' or 'blocked', the first of them that does not decline.
+    """Return the implementation for these arrays on the current device: 'reference'
+    for few queries, else 'hopper', 'cudnn' or 'blocked', the first of them that does
+    not decline.
 
     Only shapes and dtypes are read, so the arrays may be jax.ShapeDtypeStruct.
     """
+    num_queries = inputs.q_bthi.shape[1]
+    if num_queries <= FEW_QUERIES:
+        return KernelChoice("reference", f"few queries: {num_queries}")
     declined = []
-    if why := why_not_hopper():
+    for implementation in ("hopper", "cudnn"):
+        if not (why := why_not(implementation, inputs, rule)):
+            why = "; ".join(declined) or device_here().device_kind
+            return KernelChoice(implementation, why)
         declined.append(why)
-    else:
+    return KernelChoice("blocked", "; ".join(declined))
+
+
+def why_not(implementation: Implementation, inputs: Inputs, rule: Rule) -> str | None:
+    """Return the reason why an implementation cannot compute attention of these arrays
+    on the current device, or None if it can.
+
+    Only shapes and dtypes are read, so the arrays may be jax.ShapeDtypeStruct.
+    """
+    if implementation == "hopper":
+        if why := why_not_hopper():
+            return why
         # Importing Pallas takes half a second, and only Hopper GPUs need it.
         from moejax.kernels.attention.hopper.kernels import declines
 
-        if not (why := declines(inputs, rule)):
-            return KernelChoice("hopper", device_here().device_kind)
-        declined.append(f"the Hopper kernels decline: {why}")
-    if device_here().platform == "gpu":
+        why = declines(inputs, rule)
+        return why and f"the Hopper kernels decline: {why}"
+    if implementation == "cudnn":
+        if device_here().platform != "gpu":
+            return f"cuDNN is for NVIDIA GPUs, not {device_here().device_kind}"
         from moejax.kernels.attention.cudnn import declines
 
-        if not (why := declines(inputs, rule)):
-            return KernelChoice("cudnn", "; ".join(declined))
-        declined.append(f"cuDNN declines: {why}")
-    return KernelChoice("blocked", "; ".join(declined))
+        why = declines(inputs, rule)
+        return why and f"cuDNN declines: {why}"
+    return None
 
 
 @functools.cache
