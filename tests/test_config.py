@@ -235,3 +235,5 @@ def test_config_from_record_fills_defaults_and_checks_rules():
     assert partial == Config(moe=Moe(num_experts=16))
     with pytest.raises(ValueError, match=r"Moe\.top_k=9 is more than"):
         config_from_record({"moe": {"top_k": 9}})
+    with pytest.raises(ValueError, match=r"has Model\.attention = 'xla', .* wrote it"):
+        config_from_record({"model": {"attention": "xla"}})

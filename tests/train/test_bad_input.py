@@ -49,6 +49,10 @@ SET_UP = [
     ),
     (["Model.remat = 'offload'"], r"this is a CPU: use Model.remat = 'full'"),
     (
+        ["Model.attention = 'hopper'"],
+        r"attention='hopper' cannot run here: .* for Hopper, not cpu: use 'auto'",
+    ),
+    (
         ["Dispatch.transport = 'ragged'"],
         r"XLA:CPU has no ragged_all_to_all .*: use Dispatch.transport = 'padded'",
     ),

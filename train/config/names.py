@@ -52,7 +52,8 @@ def check_name(cls: str, field: str | None) -> str:
 
 def config_from_record(record: dict[str, dict[str, Any]]) -> Config:
     """Return the configuration that a checkpoint's record holds, {'moe': {'top_k': 2,
-    ..}, ..}. Raises ValueError for a field that this program does not have."""
+    ..}, ..}. Raises ValueError for a field, or a value, that this program does not
+    have."""
     values: dict[str, dict[str, Any]] = {name: {} for name in PARTS}
     for part, fields in record.items():
         for field, value in fields.items():
@@ -62,7 +63,13 @@ def config_from_record(record: dict[str, dict[str, Any]]) -> Config:
                     f"the checkpoint's configuration has {name}, and this program does "
                     "not: use the version of moejax that wrote it"
                 )
-            values[part][field] = convert(value, KINDS[name])
+            try:
+                values[part][field] = convert(value, KINDS[name])
+            except TypeError as error:
+                raise ValueError(
+                    f"the checkpoint's configuration has {name} = {show(value)}, which "
+                    f"{error}: use the version of moejax that wrote it"
+                ) from error
     return Config(**{name: PARTS[name](**fields) for name, fields in values.items()})
 
 

@@ -68,6 +68,15 @@ def test_every_mesh_has_the_numbers_that_were_saved(saved, params, mesh):
     assert listing(saved) == before
 
 
+@pytest.mark.parametrize(
+    ("named", "becomes"),
+    [("cudnn", "auto"), ("hopper", "auto"), ("reference", "reference")],
+)
+def test_attention_for_gpus_becomes_auto_without_one(saved, named, becomes):
+    source = find_checkpoints(saved, params=(f"Model.attention = '{named}'",))
+    assert load_model(source).cfg.model.attention == becomes
+
+
 def test_a_relative_path_is_a_run_directory(saved, monkeypatch):
     monkeypatch.chdir(saved.parent)
     assert (
