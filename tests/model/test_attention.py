@@ -1,6 +1,7 @@
 """Test which keys the tokens of windows and caches read, and that a layer of attention
 makes no array of all pairs of tokens."""
 
+import itertools
 import math
 import re
 
@@ -12,9 +13,11 @@ from flax import nnx
 
 from moejax import axes
 from moejax.config import Model
+from moejax.kernels.attention.choose import FEW_QUERIES
 from moejax.model.attention import Attention, AttentionContext
-from moejax.model.cache import Cache
+from moejax.model.cache import Cache, KvCacheView
 from moejax.plan.layout import Topology
+from tests.support.close import assert_close
 
 CFG = Model(
     d_model=8, num_heads=2, num_kv_heads=1, head_dim=4, num_layers=1,
@@ -87,11 +90,12 @@ def test_documents_of_a_cache():
     expected_buu = is_read_by_definition(position_bu)
     is_real_bu = position_bu != PADDING
     cache, start = Cache.empty(CFG, 4, capacity), 0
+    from_cache = jax.jit(
+        lambda position_bt, cache: AttentionContext.from_cache(position_bt, CFG, cache)
+    )
     for size in chunks:
         new = slice(start, start + size)
-        context, document_bu = AttentionContext.from_cache(
-            jnp.asarray(position_bu[:, new]), CFG, cache
-        )
+        context, document_bu = from_cache(position_bu[:, new], cache)
         actual_btu = is_read(context.first_bt, capacity, int(context.start))
         is_real_bt = is_real_bu[:, new]
         np.testing.assert_array_equal(
@@ -101,6 +105,42 @@ def test_documents_of_a_cache():
         assert (np.diff(context.first_bt, axis=1) >= 0).all()
         start += size
         cache = cache.replace(document_bu=document_bu, num_tokens=jnp.int32(start))
+
+
+def extend(chunks: tuple[int, ...], position_bu, x_bud):
+    """Return the layer's output for tokens that come in chunks of these sizes."""
+    layer = Attention(CFG, axes.make_mesh(Topology(), jax.devices()[:1]), nnx.Rngs(0))
+    graph, params = nnx.split(layer)
+
+    def run(params, position_bu, x_bud):
+        cache, outs = Cache.empty(CFG, len(position_bu), capacity=24), []
+        edges = np.cumsum((0, *chunks))
+        for start, end in itertools.pairwise(edges):
+            context, document_bu = AttentionContext.from_cache(
+                position_bu[:, start:end], CFG, cache
+            )
+            view = KvCacheView(cache.key_lbugi, cache.value_lbugi, jnp.int32(0))
+            x_btd = x_bud[:, start:end]
+            out_btd, view = nnx.merge(graph, params)(x_btd, context, view)
+            outs.append(out_btd)
+            cache = Cache(view.key_lbugi, view.value_lbugi, document_bu, jnp.int32(end))
+        return jnp.concatenate(outs, axis=1)
+
+    return jax.jit(run)(params, position_bu, x_bud)
+
+
+@pytest.mark.slow
+def test_a_prompt_in_one_chunk_is_the_prompt_in_several():
+    """A long prompt is computed in blocks and few tokens by the definition; both read
+    the same keys of a cache that has rows with padding."""
+    position_bu = random_positions(2, 2, FEW_QUERIES + 4, is_begun=False)
+    position_bu[1] = np.r_[[PADDING] * 3, position_bu[1, :-3]]
+    shape = (*position_bu.shape, CFG.d_model)
+    x_bud = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    whole_bud = extend((FEW_QUERIES + 4,), position_bu, x_bud)
+    parts_bud = extend((8, FEW_QUERIES - 4), position_bu, x_bud)
+    is_real_bu = position_bu != PADDING
+    assert_close(whole_bud[is_real_bu], parts_bud[is_real_bu])
 
 
 def largest_array(implementation: str, num_tokens: int) -> int:
