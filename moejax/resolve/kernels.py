@@ -13,6 +13,7 @@ from moejax.kernels.grouped_dot.choose import choose_grouped_dot
 from moejax.kernels.permute.choose import choose_permute
 from moejax.kernels.shapes import ProductShape
 from moejax.kernels.tuning import layer_products, measured_tiles
+from moejax.model.attention import check_heads
 from moejax.plan.layout import Layout
 
 
@@ -25,27 +26,28 @@ def choose_kernels(cfg: Config, layout: Layout) -> dict[str, KernelChoice]:
     return _expert_kernels(cfg, layout) | {"attention": _attention(cfg)}
 
 
+def check_attention(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
+    """Raise NotImplementedError where Model.attention names an implementation that
+    cannot compute the run's windows on the devices of the mesh. An abstract mesh that
+    names no device is not judged. Raises ValueError for heads that do not divide."""
+    named, is_abstract = cfg.model.attention, isinstance(mesh, AbstractMesh)
+    if named == "auto" or (is_abstract and mesh.abstract_device is None):
+        return
+    check_heads(cfg.model, cfg.mesh.tensor)
+    with devices_of(mesh):
+        why = why_not(named, _attention_arrays(cfg), CAUSAL)
+    if why:
+        raise NotImplementedError(
+            f"Model.attention='{named}' cannot compute this run: {why}: use 'auto'"
+        )
+
+
 def _attention(cfg: Config) -> KernelChoice:
     """Return the implementation of attention over the windows of a micro-batch."""
     named = cfg.model.attention
     if named != "auto":
         return KernelChoice(named, f"Model.attention='{named}'")
     return choose_attention(_attention_arrays(cfg), CAUSAL)
-
-
-def check_attention(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
-    """Raise NotImplementedError where Model.attention names an implementation that
-    cannot compute the run's windows on the devices of the mesh. An abstract mesh that
-    names no device is not judged."""
-    named, is_abstract = cfg.model.attention, isinstance(mesh, AbstractMesh)
-    if named == "auto" or (is_abstract and mesh.abstract_device is None):
-        return
-    with devices_of(mesh):
-        why = why_not(named, _attention_arrays(cfg), CAUSAL)
-    if why:
-        raise NotImplementedError(
-            f"Model.attention='{named}' cannot run here: {why}: use 'auto'"
-        )
 
 
 def _attention_arrays(cfg: Config) -> Inputs:

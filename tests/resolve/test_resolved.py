@@ -61,7 +61,7 @@ def test_named_attention_that_cannot_run_is_refused_with_its_reason(named):
     with pytest.raises(NotImplementedError) as error:
         resolve(cfg, make_mesh(Topology(), jax.devices()[:1]))
     message = str(error.value)
-    assert message.startswith(f"Model.attention='{named}' cannot run here: ")
+    assert message.startswith(f"Model.attention='{named}' cannot compute this run: ")
     assert message.endswith(" not cpu: use 'auto'")
     assert "\n" not in message
     elsewhere = AbstractMesh((1,) * len(AXES), AXES, axis_types=AUTO * len(AXES))
