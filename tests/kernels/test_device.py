@@ -15,6 +15,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from moejax.axes import AXES, make_mesh
 from moejax.config import Config, Model, Moe, Router
+from moejax.kernels.attention.choose import choose_attention
+from moejax.kernels.attention.reading import CAUSAL, Inputs
 from moejax.kernels.device import is_hopper
 from moejax.kernels.grouped_dot import vjp
 from moejax.kernels.grouped_dot.choose import choose_grouped_dot
@@ -94,6 +96,19 @@ def test_permute_on_hopper_declines_narrow_rows():
         result = choose_permute("bfloat16", 24)
     assert result.implementation == "xla"
     assert "d=24 must be a multiple of" in result.why
+
+
+def test_few_queries_take_the_definition_of_attention_on_any_device():
+    """A token that is decoded reads a cache of 4096 keys."""
+    q_bthi = jax.ShapeDtypeStruct((2, 1, 8, 128), "bfloat16")
+    k_bugi = jax.ShapeDtypeStruct((2, 4096, 2, 128), "bfloat16")
+    first_bt = jax.ShapeDtypeStruct((2, 1), "int32")
+    start = jax.ShapeDtypeStruct((), "int32")
+    inputs = Inputs(q_bthi, k_bugi, k_bugi, first_bt, start)
+    expected = ("reference", "few queries: 1")
+    assert choose_attention(inputs, CAUSAL) == expected
+    with on(H200):
+        assert choose_attention(inputs, CAUSAL) == expected
 
 
 def config(**moe) -> Config:

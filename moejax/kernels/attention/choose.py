@@ -14,9 +14,8 @@ Implementation = Literal["auto", "reference", "blocked", "cudnn", "hopper"]
 
 
 FEW_QUERIES = 16
-"""Largest number of queries, as in decoding, that take 'reference': their scores
-[b, h, t, u] are no larger than 16 rows of the keys, and blocks would be mostly padding.
-"""
+"""Largest number of queries, as in decoding, that take 'reference'. Their scores
+[b, h, 16, u] are small, and blocks of queries would be mostly padding."""
 
 
 class Passes(NamedTuple):

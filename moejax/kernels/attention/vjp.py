@@ -51,11 +51,11 @@ def attention(
     the queries; softmax and sums are taken in float32 or wider. No implementation but
     'reference' makes an array [t, u].
 
-    The implementation 'auto' takes the first of 'hopper', 'cudnn' and 'blocked' that
-    the device has and that does not decline the arrays; 'blocked' declines nothing. An
-    implementation that was named raises NotImplementedError with the reason.
-    `interpret` runs 'hopper' on any device, slowly, for tests. Raises ValueError for
-    shapes that do not fit each other.
+    The implementation 'auto' takes 'reference' for few queries, as in decoding, and
+    otherwise the first of 'hopper', 'cudnn' and 'blocked' that the device has and that
+    does not decline the arrays; 'blocked' declines nothing. An implementation that was
+    named raises NotImplementedError with the reason. `interpret` runs 'hopper' on any
+    device, slowly, for tests. Raises ValueError for shapes that do not fit each other.
     """
     if first_bt is None:
         first_bt = jnp.zeros(q_bthi.shape[:2], jnp.int32)
