@@ -1,0 +1,70 @@
+"""Ranges of keys and of blocks, against comparison of every query with every key."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moejax.kernels.attention import Rule
+from moejax.kernels.attention.reading import (
+    Inputs,
+    key_blocks,
+    key_range,
+    query_blocks,
+)
+from tests.support.attention_cases import edges_by_name, first_keys, is_read
+
+NUM_KEYS = 48
+EDGES = edges_by_name(NUM_KEYS, block=8)
+CASES = {
+    "causal": (Rule(), NUM_KEYS, 0),
+    "a window of one key": (Rule(window=1), NUM_KEYS, 0),
+    "a window wider than a block": (Rule(window=11), NUM_KEYS, 0),
+    "not causal": (Rule(is_causal=False), NUM_KEYS, 0),
+    "a cache": (Rule(), 16, 21),
+    "a cache and a window": (Rule(window=9), 32, 16),
+}
+
+
+@pytest.mark.parametrize("rows_columns", [(16, 8), (8, 16), (16, 48)])
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_are_those_with_a_read_key_and_no_others(name, rows_columns):
+    rule, num_queries, start = CASES[name]
+    rows, columns = rows_columns
+    first_bu = np.stack([first_keys(edges, NUM_KEYS) for edges in EDGES.values()])
+    first_bt = first_bu[:, start : start + num_queries]
+    keys, of_queries, of_keys = jax.device_get(
+        ranges(rule, rows_columns, jnp.asarray(first_bt), start)
+    )
+    for row, first_t in enumerate(first_bt):
+        is_read_tu = is_read(first_t, NUM_KEYS, rule, start)
+        key_u = np.arange(NUM_KEYS)
+        low_t1, high_t1 = keys.low_bt[row][:, None], keys.high_bt[row][:, None]
+        np.testing.assert_array_equal((low_t1 <= key_u) & (key_u < high_t1), is_read_tu)
+        cut = is_read_tu.reshape(-1, rows, NUM_KEYS // columns, columns)
+        is_needed_nc = cut.any(axis=(1, 3))
+        np.testing.assert_array_equal(
+            visited(of_queries, row, is_needed_nc.shape[1]), is_needed_nc
+        )
+        np.testing.assert_array_equal(
+            visited(of_keys, row, is_needed_nc.shape[0]), is_needed_nc.T
+        )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 3))
+def ranges(rule, rows_columns, first_bt, start):
+    """Return the keys of each query, the blocks of keys of each block of queries, and
+    the blocks of queries of each block of keys."""
+    empty = jnp.zeros((*first_bt.shape, 1, 1))
+    keys = key_range(Inputs(empty, empty, empty, first_bt, jnp.int32(start)), rule)
+    blocks = key_blocks(keys, *rows_columns)
+    return keys, blocks, query_blocks(blocks, NUM_KEYS // rows_columns[1])
+
+
+def visited(blocks, row: int, num_blocks: int) -> np.ndarray:
+    """Return whether each block of one side visits each of the other."""
+    begin_n1, end_n1 = blocks.begin_bn[row][:, None], blocks.end_bn[row][:, None]
+    other = np.arange(num_blocks)
+    return (begin_n1 <= other) & (other < end_n1)
