@@ -51,7 +51,8 @@ class Inputs(NamedTuple):
     first_bt: Int[Array, "b t"]
     """Key at which each query's document begins. It never falls along a row."""
     start: Int[Array, ""]
-    """Key at whose place the first query stands; the others follow it."""
+    """Key at whose place the first query stands; the others follow it. There is a key
+    at the place of each, which only a caller can check: start + t <= u."""
 
 
 class KeyRange(NamedTuple):
@@ -90,6 +91,8 @@ def check(inputs: Inputs, rule: Rule, num_sinks: int | None) -> None:
         raise ValueError("window is for causal attention: set is_causal, or no window")
     if rule.window is not None and rule.window < 1:
         raise ValueError(f"window={rule.window} must be 1 or more keys")
+    if q[1] > k[1]:
+        raise ValueError(f"{q[1]} queries and {k[1]} keys: each query stands at a key")
     if not rule.is_causal and q[1] != k[1]:
         raise ValueError(
             f"{q[1]} queries and {k[1]} keys: without is_causal they must be the same "

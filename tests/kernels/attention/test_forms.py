@@ -233,6 +233,9 @@ WRONG = {
     r"first_bt has shape \(1, 5\), and queries have \(1, 6\)": {"first_bt": (1, 5)},
     "window is for causal attention": {"rule": Rule(is_causal=False, window=3)},
     "window=0 must be 1 or more keys": {"rule": Rule(window=0)},
+    "6 queries and 5 keys: each query stands at a key": {
+        "k_bugi": (1, 5, 2, 8), "v_bugj": (1, 5, 2, 8),
+    },
     "6 queries and 7 keys: without is_causal they must be the same": {
         "k_bugi": (1, 7, 2, 8), "v_bugj": (1, 7, 2, 8), "rule": Rule(is_causal=False),
     },
