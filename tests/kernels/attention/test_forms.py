@@ -158,7 +158,7 @@ def test_inside_shard_map_scan_and_checkpoint(small_blocks):
 @pytest.mark.parametrize(
     ("num_edges", "window"),
     [
-        (60, None),
+        (100, None),
         pytest.param(7, None, marks=pytest.mark.long),
         pytest.param(0, None, marks=pytest.mark.long),
         pytest.param(0, 1000, marks=pytest.mark.long),
