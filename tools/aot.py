@@ -5,7 +5,8 @@
 
 XLA compiles the whole step on the CPU for the target's GPUs, in a minute or two. The
 tool prints the memory of a device at the peak of the step, by kind, the largest buffers
-with their source lines, and the collectives with what hides them (docs/aot.md).
+with their source lines, the collectives with what hides them, and whether attention
+makes an array of a window's length squared (docs/aot.md).
 `make aot-wheels` installs the plugin it needs.
 
 --census counts collectives instead, by who inserted them, in the step compiled for the
@@ -97,6 +98,7 @@ def count(cfg: Config, args: argparse.Namespace) -> dict:
 def compile_for_target(cfg: Config, args: argparse.Namespace) -> dict:
     """Compile, print the report, and return its record."""
     from tools.compiled import hlo
+    from tools.compiled.attention import find_attention
     from tools.compiled.compile import compile_step
     from tools.compiled.exposure import summary
     from tools.compiled.memory import memory
@@ -109,10 +111,10 @@ def compile_for_target(cfg: Config, args: argparse.Namespace) -> dict:
         raise ValueError(f"--html={args.html}: no folder {args.html.parent}")
     step = compile_step(cfg, gpu, args.devices, args.nodes, args.keep)
     rates = dataclasses.replace(gpu.rates, filled_rows=step.run.filled_rows)
-    travels = summary(
-        hlo.read(step.text), dataclasses.asdict(cfg.mesh), args.devices, rates
-    )
-    report = make_report(step, memory(step), travels, gpu)
+    module = hlo.read(step.text)
+    travels = summary(module, dataclasses.asdict(cfg.mesh), args.devices, rates)
+    attention = find_attention(module, cfg.data.seq_len, step.weight_shapes)
+    report = make_report(step, memory(step), travels, attention, gpu)
     print(text(report), flush=True)
     if args.html:
         title = f"{pathlib.Path(args.gin_file[-1]).stem} on {cfg.mesh}"

@@ -26,7 +26,8 @@ class Rates:
     the mean has 2 / 3."""
     unknown_trip_count: int = 0
     """How often a loop runs whose trip count the compiler does not know. Ours are the
-    later rounds of an exchange, which run only when rows exceed a buffer."""
+    later rounds of an exchange, which run only when rows exceed a buffer, and the pairs
+    of blocks that attention without a kernel visits."""
 
     def __post_init__(self):
         speeds = [f.name for f in dataclasses.fields(self) if "per_sec" in f.name]

@@ -107,9 +107,9 @@ def _compile(cfg, target, sizes, folder, log) -> CompiledStep:
     from train.step.compiled import device_bytes, make_model, trace_train_step
 
     devices = _devices(target, *sizes)
-    run = resolve(cfg, make_mesh(cfg.mesh, devices))
-    context = make_model(run)
     with of_target(target):
+        run = resolve(cfg, make_mesh(cfg.mesh, devices))
+        context = make_model(run)
         seconds = [time.perf_counter()]
         traced = trace_train_step(context)
         seconds.append(time.perf_counter())

@@ -1,9 +1,10 @@
 """Answers of the target, in place of this machine, to what JAX asks of cuDNN.
 
-JAX asks three functions of a private module, while attention is lowered, which version
-of cuDNN is here and which compute capability the first GPU has. Without a GPU there is
-no answer. `of_target` answers for the target. A test names the version of JAX whose
-functions these are.
+Three functions of a private module of JAX say which version of cuDNN is here and which
+compute capability the first GPU has. moejax.kernels.attention.cudnn asks them before it
+takes attention, where a GPU of the right kind is here. Without one there is no answer.
+`of_target` says that the target is here, and answers for it. A test names the version
+of JAX whose functions these are.
 """
 
 import contextlib
@@ -16,7 +17,9 @@ from moejax.perf.target import CUDNN, Target
 @contextlib.contextmanager
 def of_target(target: Target) -> Iterator[None]:
     """Within the block, cuDNN is that of the target."""
-    from jax._src.cudnn import fused_attention_stablehlo as attention
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    from moejax.kernels.attention import cudnn
 
     major, minor, patch = CUDNN
     answers = {
@@ -26,7 +29,8 @@ def of_target(target: Target) -> Iterator[None]:
             target.capability == _parse(asked)
         ),
     }
-    with mock.patch.multiple(attention, **answers):
+    is_here = mock.patch.object(cudnn, "is_here", return_value=True)
+    with is_here, mock.patch.multiple(fused, **answers):
         yield
 
 

@@ -14,7 +14,7 @@ from moejax.perf.rates import Rates
 from tools.compiled import collectives
 from tools.compiled.collectives import Collective
 from tools.compiled.hlo import Computation, Instruction, Module
-from tools.compiled.work import Estimator, Work
+from tools.compiled.work import HOPPER_ATTENTION, Estimator, Work
 
 _MIB = 2**20
 
@@ -349,7 +349,7 @@ class _Schedule:
 def _describe(module: Module, instruction: Instruction) -> str:
     """Return a short name of an instruction: what it is, and its source line."""
     name = instruction.op_name.rsplit("/", 1)[-1] or instruction.opcode
-    for kernel in ("grouped_rows", "grouped_matrices", "dot_product_attention"):
+    for kernel in _KERNELS:
         if kernel in instruction.op_name or kernel in instruction.name:
             name = kernel
     source = module.source(instruction)
@@ -398,4 +398,11 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
+_KERNELS = (
+    "grouped_rows",
+    "grouped_matrices",
+    "dot_product_attention",
+    *HOPPER_ATTENTION,
+)
+"""Kernels that are called by their own names."""
 _NOT_COUNTED = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")

@@ -4,6 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 from moejax.perf.target import Target
+from tools.compiled.attention import CompiledAttention
 from tools.compiled.compile import CompiledStep
 from tools.compiled.exposure import Summary, percent
 from tools.compiled.memory import GIB, KINDS, Memory
@@ -41,11 +42,17 @@ class Report(NamedTuple):
 
 
 def make_report(
-    step: CompiledStep, held: Memory, travels: Summary, target: Target
+    step: CompiledStep,
+    held: Memory,
+    travels: Summary,
+    attention: CompiledAttention,
+    target: Target,
 ) -> Report:
-    """Return the report of a compiled step, its memory and its collectives."""
+    """Return the report of a compiled step, its memory, its collectives and its
+    attention."""
     usable = usable_bytes(target.memory_bytes)
     warnings = tuple(_warnings(step, travels, target, usable))
+    found = travels.as_dict() | attention.as_dict()
     record = {
         "target": target.name,
         "mesh": dataclasses.asdict(step.run.cfg.mesh),
@@ -71,20 +78,22 @@ def make_report(
         "compile_sec": step.compile_sec,
         "warnings": list(warnings),
         "notes": list(step.notes),
-    } | travels.as_dict()
+    } | found
     tables = (memory_table(held), largest_table(held), travel_table(travels))
-    return Report(
-        record, tuple(_lines(step, target, travels)), tables, warnings, step.notes
-    )
+    lines = tuple(_lines(step, target, travels, attention))
+    return Report(record, lines, tables, warnings, step.notes)
 
 
-def _lines(step: CompiledStep, target: Target, travels: Summary) -> list[str]:
+def _lines(
+    step: CompiledStep, target: Target, travels: Summary, attention: CompiledAttention
+) -> list[str]:
     return [
         f"target             {target.name}, {target.memory_bytes / GIB:.1f} GiB",
         f"mesh               {step.run.cfg.mesh}",
         *step.run.lines(),
         travels.rates.line(),
         *travels.totals(),
+        *attention.lines(),
         f"compiled           traced in {step.trace_sec:.1f} s, lowered in "
         f"{step.lower_sec:.1f} s, compiled in {step.compile_sec:.1f} s",
     ]

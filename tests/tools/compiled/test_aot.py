@@ -100,6 +100,18 @@ def test_the_page_says_what_the_text_says(toy):
     assert f"{record['peak_gib']:.3f}" in text
 
 
+@pytest.mark.slow
+@pytest.mark.aot
+def test_kernels_of_attention_are_named_and_short_windows_are_not_judged(toy):
+    text, record, page = toy
+    assert record["attention_calls"]
+    assert record["largest_square_array"] is None
+    for name in record["attention_calls"]:
+        assert name in text
+    for written in (text, page):
+        assert "largest [t, t]     not looked for: t = 256 is less than 1024" in written
+
+
 def refused(capsys, *words) -> str:
     """Return the line with which the tool refuses its words."""
     assert aot.main([f"--gin_file={TOY}", *words]) == 2
