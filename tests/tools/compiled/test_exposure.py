@@ -160,6 +160,18 @@ def test_a_conditional_takes_its_longest_branch():
     assert found.exposures[0].hidden_sec == pytest.approx(32)
 
 
+def test_a_conditional_takes_the_branch_with_a_kernel_of_attention():
+    kernel = """kernel
+    %x = bf16[1,2,1,2]{3,2,1,0} parameter(0)
+    %k = bf16[1,2,1,2]{3,2,1,0} custom-call(%x, %x, %x), custom_call_target="mosaic_gpu_v2", metadata={op_name="attention_forward/mpmd_map"}
+    ROOT %y = f32[4]{0} bitcast(%k)"""  # noqa: E501
+    long = BODY.replace("body", "long", 1).replace("ROOT", product("b") + "\nROOT")
+    line = "%w = f32[4]{0} conditional(%p, %p), branch_computations={%long, %kernel}"
+    found = summary(line, computations=(kernel, long))
+    assert found.work.attention_flops == 2 * 3 * 4  # 3 scores, 2 products 2 wide
+    assert not found.work.dense_flops
+
+
 def test_row_exchanges_have_a_share_of_their_own():
     scope = 'metadata={op_name="jvp()/shard_map/dispatch/all_to_all"}'
     exchange = f"""%e = ((f32[16]), f32[16]) all-to-all-start(%q), {scope}
