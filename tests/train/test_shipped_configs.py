@@ -1,6 +1,7 @@
 """Test every shipped configuration: the dry run reports its sizes, and it trains at toy
 width."""
 
+import resource
 import subprocess
 import sys
 
@@ -39,7 +40,8 @@ TOY_WIDTH = [
 
 
 def test_these_are_all():
-    assert sorted([*BILLIONS, "tiny_cpu", "skewed_cpu", "testbed_skew"]) == NAMES
+    small = ["tiny_cpu", "long_cpu", "skewed_cpu", "testbed_skew"]
+    assert sorted([*BILLIONS, *small]) == NAMES
 
 
 @pytest.mark.slow
@@ -88,3 +90,15 @@ def test_trains_at_toy_width(name, tmp_path):
     # The loss of an untrained model is about ln 256 = 5.55.
     assert all(5 < x["loss"] < 6 and x["grad_norm"] > 0 for x in lines)
     assert not any(x["skipped"] or x["dropped"] for x in lines)
+
+
+@pytest.mark.long
+def test_32k_tokens_train_in_6_gib(tmp_path):
+    """Scores of a window would be 4 GiB in each of two heads, for the forward pass
+    alone."""
+    settings = ["Train.num_steps = 2", "Train.eval_every_steps = 2"]
+    gin_file = CONFIGS / "long_cpu.gin"
+    ended = run(tmp_path / "run", *settings, gin_file=gin_file)
+    assert (ended.code, ended.err) == (0, "")
+    peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    assert peak_kib < 6 * 2**20, "the largest of all processes that this one started"
