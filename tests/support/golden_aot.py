@@ -22,6 +22,8 @@ KEPT = (
     "num_remat_ops",
     "num_xla_remat_ops",
     "xla_remat_collectives",
+    "attention_calls",
+    "largest_square_array",
     "warnings",
 )
 

@@ -50,7 +50,7 @@ SET_UP = [
     (["Model.remat = 'offload'"], r"this is a CPU: use Model.remat = 'full'"),
     (
         ["Model.attention = 'hopper'"],
-        r"attention='hopper' cannot compute this run: .* for Hopper, not cpu: use 'auto'",
+        r"attention='hopper' cannot compute this run: .* not cpu: use 'auto'",
     ),
     (
         ["Dispatch.transport = 'ragged'"],
