@@ -98,13 +98,16 @@ def dry_run(cfg: Config, target: Target | None = None) -> dict:
     return record
 
 
-def show_meshes(cfg: Config, num_devices: int) -> dict:
+def show_meshes(cfg: Config, num_devices: int, target: Target | None = None) -> dict:
     """Print the best meshes of `num_devices` devices, with the flags that set them and
-    the bytes per device; return them. Raises ValueError where there is none."""
+    the bytes per device; return them. Raises ValueError where there is none.
+
+    Kernels are those of `target`, as in `dry_run`.
+    """
     meshes, problem = [], ""
     for proposal in propose_meshes(cfg, num_devices):
         try:
-            memory = _memory(_resolve(proposal.cfg))
+            memory = _memory(_resolve(proposal.cfg, target))
         except (ValueError, NotImplementedError) as fault:
             problem = problem or f"Mesh ({proposal.cfg.mesh}): {fault}"
             continue
@@ -132,10 +135,14 @@ def show_meshes(cfg: Config, num_devices: int) -> dict:
     return {"num_devices": num_devices, "rule": RULE, "meshes": meshes}
 
 
-def _resolve(cfg: Config, target: Target | None = None) -> Resolved:
+def _resolve(cfg: Config, target: Target | None) -> Resolved:
     """Return the run on an abstract mesh, which has no devices. Kernels are chosen for
     the target, or for this machine."""
-    device = None if target is None else AbstractDevice(target.name, None, "gpu")
+    if target is None:
+        here = jax.devices()[0]
+        device = AbstractDevice(here.device_kind, None, here.platform)
+    else:
+        device = AbstractDevice(target.name, None, "gpu")
     mesh = AbstractMesh(
         cfg.mesh.sizes, AXES, axis_types=(AxisType.Auto,) * 4, abstract_device=device
     )

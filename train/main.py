@@ -213,7 +213,7 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
             if args.num_devices is None:
                 record = dry_run(cfg, args.target)
             else:
-                record = show_meshes(cfg, args.num_devices)
+                record = show_meshes(cfg, args.num_devices, args.target)
             emit(record, args.json)
         return DONE
     job = prepare(cfg)

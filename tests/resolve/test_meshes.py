@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 
 from moejax.config import Balance, Config, Moe, Train
+from moejax.perf.target import load as load_target
 from moejax.plan.layout import Topology
 from moejax.resolve.meshes import NODE_DEVICES, propose_meshes
 from tests.support.run_main import ROOT
 from train.config.gin_reader import load
-from train.dry_run import show_meshes
+from train.dry_run import dry_run, show_meshes
 
 LARGE = [ROOT / "configs" / f"{name}.gin"
          for name in ("olmoe_1b_7b", "qwen3_30b_a3b", "mixtral_8x7b")]  # fmt: skip
@@ -81,6 +82,21 @@ def test_the_table_has_flags_and_bytes(capsys):
     assert "meshes of 4 devices, best first" in out
     flags = ("Mesh.data = 1", "Train.num_simulated_devices = 4")
     assert "    " + " ".join(f"--gin_param='{flag}'" for flag in flags) + "\n" in out
+
+
+@pytest.mark.parametrize("name", ["h100", "b200", None])
+def test_a_mesh_needs_the_memory_of_its_dry_run(name):
+    cfg = load([ROOT / "configs" / "olmoe_1b_7b.gin"])
+    target = name and load_target(name)
+    first = show_meshes(cfg, 8, target)["meshes"][0]
+    assert first["mesh"] == dataclasses.asdict(cfg.mesh)
+    assert first["memory"] == dry_run(cfg, target)["memory"]
+
+
+def test_a_dry_run_refuses_attention_that_simulated_devices_cannot_compute():
+    cfg = load([ROOT / "configs" / "tiny_cpu.gin"], ["Model.attention = 'cudnn'"])
+    with pytest.raises(NotImplementedError, match="not cpu: use 'auto'"):
+        dry_run(cfg)
 
 
 def test_no_mesh_is_valid_where_parameters_do_not_divide():
