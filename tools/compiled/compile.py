@@ -21,6 +21,7 @@ from moejax.config import Config
 from moejax.perf.target import Target
 from tools.compiled import wheels
 from tools.compiled.cudnn_checks import of_target
+from tools.compiled.work import CUDNN_CALL
 
 SORT = "Missing deviceless CUB scratch size data"
 """Begin of XLA's warning that a sort is compiled in another form than on a GPU."""
@@ -28,10 +29,9 @@ LOG_LINE = re.compile(r"^[IWEF]\d{4} [\d:.]+ +\d+ (\S+:\d+)\] (.*)")
 SILENT = (SORT, "slow_operation_alarm.cc")
 """Lines of XLA's log that no note repeats: the sort has its own, and slowness is no
 property of the program."""
-NOT_COVERED = (
-    "not covered: autotuning of products (none runs without a GPU), the workspace of "
-    "cuDNN's attention (counted as 0)"
-)
+NOT_COVERED = "not covered: autotuning of products (none runs without a GPU)"
+CUDNN_WORKSPACE = "the workspace of cuDNN's attention (counted as 0)"
+OTHER_SORT = "CUB's sort (another one is compiled)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,13 +119,13 @@ def _compile(cfg, target, sizes, folder, log) -> CompiledStep:
     with _refused(target):
         compiled = lowered.compile(compiler_options=options)
     seconds.append(time.perf_counter())
-    stats = compiled.memory_analysis()
+    stats, text = compiled.memory_analysis(), compiled.as_text()
     trace_sec, lower_sec, compile_sec = (
         end - begin for begin, end in itertools.pairwise(seconds)
     )
     return CompiledStep(
         run=run,
-        text=compiled.as_text(),
+        text=text,
         dumped_text=_dumped(folder, "gpu_after_optimizations.txt"),
         buffer_assignment=_dumped(folder, "optimizations-buffer-assignment.txt"),
         live_range=_dumped(folder, "optimizations-live-range.txt"),
@@ -135,7 +135,7 @@ def _compile(cfg, target, sizes, folder, log) -> CompiledStep:
         trace_sec=trace_sec,
         lower_sec=lower_sec,
         compile_sec=compile_sec,
-        notes=_notes(log),
+        notes=make_notes(log.read_text(encoding="utf-8", errors="replace"), text),
     )
 
 
@@ -243,12 +243,16 @@ def _xla_log() -> Iterator[pathlib.Path]:
             os.close(kept)
 
 
-def _notes(log: pathlib.Path) -> tuple[str, ...]:
-    """Return what was not covered, and each thing that XLA said, once."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    has_sort = any(SORT in line for line in lines)
-    notes = [NOT_COVERED + (", CUB's sort (another one is compiled)" * has_sort)]
-    for line in lines:
+def make_notes(log: str, program: str) -> tuple[str, ...]:
+    """Return what was not covered of a program, and each thing that XLA said in its
+    log, once."""
+    not_covered = [NOT_COVERED]
+    if CUDNN_CALL in program:
+        not_covered.append(CUDNN_WORKSPACE)
+    if SORT in log:
+        not_covered.append(OTHER_SORT)
+    notes = [", ".join(not_covered)]
+    for line in log.splitlines():
         match = LOG_LINE.match(line)
         if match and not any(text in line for text in SILENT):
             notes.append(f"XLA says ({match[1]}): {match[2].strip()}")

@@ -97,7 +97,7 @@ def product_flops(instruction: Instruction, operands: list[Instruction]) -> Work
             r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.config
         )
         return Work(dense_flops=_dot_flops(instruction, operands, dims and dims[1]))
-    if target.startswith("__cudnn$fmha"):
+    if target.startswith(CUDNN_CALL):
         return Work(attention_flops=_attention_flops(instruction, operands))
     if target.startswith("mosaic_gpu"):
         return _own_kernel_work(instruction, operands)
@@ -110,7 +110,7 @@ def attention_kernel(instruction: Instruction) -> str | None:
     if instruction.opcode.removesuffix("-start") != "custom-call":
         return None
     target = _target(instruction)
-    if target.startswith("__cudnn$fmha"):
+    if target.startswith(CUDNN_CALL):
         return target
     if target.startswith("mosaic_gpu"):
         names = instruction.op_name.split("/")
@@ -252,6 +252,8 @@ def _target(instruction: Instruction) -> str:
     return match[1] if match else ""
 
 
+CUDNN_CALL = "__cudnn$fmha"
+"""Begin of the targets of XLA's calls of cuDNN's attention."""
 HOPPER_ATTENTION = {
     "attention_forward": (1, 1),
     "attention_dq": (2, 1),
