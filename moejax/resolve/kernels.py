@@ -35,7 +35,7 @@ def check_attention(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
         return
     check_heads(cfg.model, cfg.mesh.tensor)
     with devices_of(mesh):
-        why = why_not(named, _attention_arrays(cfg), CAUSAL)
+        why = why_not(named, attention_arrays(cfg), CAUSAL)
     if why:
         raise NotImplementedError(
             f"Model.attention='{named}' cannot compute this run: {why}: use 'auto'"
@@ -47,10 +47,10 @@ def _attention(cfg: Config) -> KernelChoice:
     named = cfg.model.attention
     if named != "auto":
         return KernelChoice(named, f"Model.attention='{named}'")
-    return choose_attention(_attention_arrays(cfg), CAUSAL)
+    return choose_attention(attention_arrays(cfg), CAUSAL)
 
 
-def _attention_arrays(cfg: Config) -> Inputs:
+def attention_arrays(cfg: Config) -> Inputs:
     """Return the shapes of one device's arrays of attention in a micro-batch."""
     model, tensor = cfg.model, cfg.mesh.tensor
     b = cfg.train.batch_size // cfg.train.accumulate_steps // cfg.mesh.num_batch_shards

@@ -1,9 +1,10 @@
 """Predicted memory of one device at the peak of a train step, by kind.
 
 The prediction counts arrays; it compiles nothing. `tools/aot.py` compiles the step, and
-says the same by the same kinds. Everything rests (parameters, moments) or grows with
-the layers (gradients, kept activations), or is of the part at work when the step peaks:
-one layer in the backward pass, the loss, or the embedding.
+says the same by the same kinds, but for the workspace of cuDNN's attention, which it
+does not know. Everything rests (parameters, moments) or grows with the layers
+(gradients, kept activations), or is of the part at work when the step peaks: one layer
+in the backward pass, the loss, or the embedding.
 
     masters, moments   as they rest
     gradients          their sums over micro-batches, float32
@@ -19,6 +20,7 @@ import dataclasses
 
 from moejax.config import Config
 from moejax.plan.layout import Layout
+from moejax.resolve.kernels import attention_arrays
 
 FLOAT32 = 4
 """Bytes of a float32."""
@@ -103,6 +105,8 @@ class _Sizes:
     a copy of them, and other implementations of attention read them as they are."""
     scores: int
     """Scores of attention in float32 [b, h, t, t], which 'reference' alone has."""
+    workspace: int
+    """Largest workspace of a call of 'cudnn'."""
     routes: int
     """What a layer keeps of its routing: for each choice of a token a gate, a place
     and a peer."""
@@ -135,8 +139,16 @@ class _Sizes:
             softmax_sums=b * num_heads * t * FLOAT32,
             blocks=heads if attention == "blocked" else 0,
             scores=b * num_heads * t * t * FLOAT32 * (attention == "reference"),
+            workspace=_workspace_bytes(cfg) if attention == "cudnn" else 0,
             routes=b * t * moe.top_k * 3 * FLOAT32,
         )
+
+
+def _workspace_bytes(cfg: Config) -> int:
+    """Return the bytes of the workspace of cuDNN's attention."""
+    from moejax.kernels.attention.cudnn import workspace_bytes
+
+    return workspace_bytes(attention_arrays(cfg))
 
 
 def _layer_at_work(cfg: Config, sizes: _Sizes) -> dict[str, float]:
@@ -149,6 +161,7 @@ def _layer_at_work(cfg: Config, sizes: _Sizes) -> dict[str, float]:
         + sizes.heads
         + sizes.softmax_sums
         + sizes.blocks
+        + sizes.workspace
         + 3 * sizes.scores,
         "exchange": LAYER.rows * sizes.row,
     }

@@ -61,6 +61,30 @@ def test_only_the_definition_of_attention_needs_memory_for_pairs_of_tokens(remat
     assert activations("reference", 8192) > 3 * activations("reference", 4096)
 
 
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_the_workspace_of_cudnn_is_that_of_one_row(accumulate_steps):
+    """A row of 32768 tokens has 32 places for documents in 4 GiB, where the gradient of
+    its queries is 32768 x 16 x 64 float32."""
+    model = dataclasses.replace(CFG.model, num_heads=16, num_kv_heads=16, head_dim=64)
+    train = dataclasses.replace(CFG.train, accumulate_steps=accumulate_steps)
+    data = Data(seq_len=32768)
+    needs = {
+        name: predict(
+            dataclasses.replace(
+                CFG,
+                model=dataclasses.replace(model, attention=name),
+                train=train,
+                data=data,
+            )
+        )
+        for name in ("cudnn", "hopper")
+    }
+    more = {kind: needs["cudnn"][kind] - needs["hopper"][kind] for kind in KINDS}
+    places = 32
+    expected = places * 32768 * 16 * 64 * 4
+    assert more == dict.fromkeys(KINDS, 0) | {"activations": expected}
+
+
 def test_kept_activations_grow_with_layers_and_others_do_not():
     two, four = (predict(with_model(remat="full", num_layers=num)) for num in (2, 4))
     grown = {kind for kind in KINDS if four[kind] > two[kind]}

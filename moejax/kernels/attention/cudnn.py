@@ -91,6 +91,11 @@ def max_documents(inputs: Inputs) -> int:
     return min(MAX_DOCUMENTS, WORKSPACE_BYTES // _document_bytes(inputs))
 
 
+def workspace_bytes(inputs: Inputs) -> int:
+    """Return the bytes of a backward call's workspace, which serves one row."""
+    return max_documents(inputs) * _document_bytes(inputs)
+
+
 def forward(
     inputs: Inputs, rule: Rule
 ) -> tuple[Float[Array, "b t h j"], Float[Array, "b h t"]]:
