@@ -20,12 +20,13 @@ def attention(
     q_bthi, k_bugi, v_bugj = inputs[:3]
     (b, t, h, i), g = q_bthi.shape, k_bugi.shape[2]
     dtype = jnp.promote_types(q_bthi.dtype, jnp.float32)
-    q_btgri, k_bugi, v_bugj = (
-        array.astype(dtype)
-        for array in (q_bthi.reshape(b, t, g, h // g, i), k_bugi, v_bugj)
-    )
+    # Keys are not cast: a copy of a whole cache would take longer than their products.
     scores_bgrtu = scale(inputs, rule) * jnp.einsum(
-        "btgri,bugi->bgrtu", q_btgri, k_bugi, precision="highest"
+        "btgri,bugi->bgrtu",
+        q_bthi.reshape(b, t, g, h // g, i),
+        k_bugi,
+        precision="highest",
+        preferred_element_type=dtype,
     )
     if rule.soft_cap is not None:
         scores_bgrtu = rule.soft_cap * jnp.tanh(scores_bgrtu / rule.soft_cap)
@@ -46,6 +47,6 @@ def attention(
         sum_bgrt1 += jnp.exp(sinks_gr11 - top_bgrt1)
     weights_bgrtu /= jnp.where(sum_bgrt1 > 0, sum_bgrt1, 1)
     out_btgrj = jnp.einsum(
-        "bgrtu,bugj->btgrj", weights_bgrtu, v_bugj, precision="highest"
+        "bgrtu,bugj->btgrj", weights_bgrtu, v_bugj.astype(dtype), precision="highest"
     )
     return out_btgrj.reshape(b, t, h, -1).astype(q_bthi.dtype)
