@@ -19,10 +19,11 @@ ROOT %t = (f32[8,1024]) tuple(%k)"""
 COND = """cond
 %p = (f32[8,1024]) parameter(0)
 ROOT %c = pred[] constant(true)"""
-FUSED = """fused
-%a = f32[8,1024]{1,0} parameter(0)
-%mask = f32[4,1024,1024]{2,1,0} broadcast(%a)
-ROOT %s = f32[8,1024]{1,0} reduce(%mask)"""
+FUSED = f"""fused
+%a = f32[8,1024]{{1,0}} parameter(0)
+%mask = f32[4,1024,1024]{{2,1,0}} broadcast(%a)
+%dq = f32[8,1024]{{1,0}} {KERNEL.replace("%q", "%a").replace("forward", "dq")}
+ROOT %s = f32[8,1024]{{1,0}} reduce(%mask)"""
 
 
 def found(lines: str, t: int = T, weights=((8, 16),)):
@@ -36,14 +37,15 @@ def found(lines: str, t: int = T, weights=((8, 16),)):
 
 
 def test_without_a_square_array_there_is_none():
-    """That of a fusion is in no memory, and other dims of size t do not count."""
+    """That of a fusion is in no memory, and other dims of size t do not count. The
+    kernel of the fusion does."""
     attention = found("%y = f32[1024,2,512]{2,1,0} negate(%q)")
     assert attention.as_dict() == {
-        "attention_calls": {"attention_forward": 1},
+        "attention_calls": {"attention_dq": 1, "attention_forward": 1},
         "largest_square_array": None,
     }
     assert attention.lines() == [
-        "attention calls    attention_forward 1",
+        "attention calls    attention_dq 1, attention_forward 1",
         "largest [t, t]     no array [t, t] of t = 1024",
     ]
 
@@ -64,7 +66,11 @@ def test_the_largest_square_array_is_named():
 
 def test_calls_of_each_kernel_are_counted():
     calls = f"%a = f32[8,1024] {CUDNN}\n%b = f32[8,1024] {CUDNN}"
-    assert found(calls).calls == {"__cudnn$fmhaSoftmax": 2, "attention_forward": 1}
+    assert found(calls).calls == {
+        "__cudnn$fmhaSoftmax": 2,
+        "attention_dq": 1,
+        "attention_forward": 1,
+    }
 
 
 def test_a_width_of_the_model_that_equals_the_window_is_said():
