@@ -1,4 +1,4 @@
-"""Build documents and arrays of attention, and run its forms with all their gradients.
+"""Build documents and arrays of attention, and run implementations with all gradients.
 
 Documents are given by their edges, the keys at which one begins; key 0 always is one.
 """
@@ -95,23 +95,23 @@ def is_read(first_t: np.ndarray, num_keys: int, rule: Rule, start: int) -> np.nd
 
 
 def results(
-    form: str, rule: Rule, arrays: Arrays, first_bt, start: int = 0
+    impl: str, rule: Rule, arrays: Arrays, first_bt, start: int = 0
 ) -> dict[str, jax.Array]:
-    """Return the output of a form and all gradients, by name.
+    """Return the output of an implementation and all gradients, by name.
 
-    `form` names an implementation. '(interpreted)' after the name runs its kernels in
-    the interpreter. One program is compiled for each form, rule and shape.
+    `impl` names an implementation. '(interpreted)' after the name runs its kernels in
+    the interpreter. One program is compiled for each implementation, rule and shape.
     """
-    program = _program(form, rule, (portable.QUERIES, portable.KEYS))
+    program = _program(impl, rule, (portable.QUERIES, portable.KEYS))
     return program(arrays, jnp.asarray(first_bt), jnp.int32(start))
 
 
 @functools.cache
-def _program(form: str, rule: Rule, blocks: tuple[int, int]):
+def _program(impl: str, rule: Rule, blocks: tuple[int, int]):
     """Return the compiled function of `results`. It depends on the sizes of blocks,
     which tests make small."""
     del blocks
-    implementation, _, interpreted = form.partition(" ")
+    implementation, _, interpreted = impl.partition(" ")
     how = {"implementation": implementation, "interpret": bool(interpreted)}
 
     def run(arrays: Arrays, first_bt, start) -> dict[str, jax.Array]:

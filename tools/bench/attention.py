@@ -1,5 +1,5 @@
-"""Time our forms of attention against JAX's attention with a mask, and state the memory
-of each.
+"""Time our implementations of attention against JAX's attention with a mask, and state
+the memory of each.
 
     python tools/bench/attention.py [--lengths 512,2048] [--documents 1,8] [--json]
     python tools/bench/attention.py --device gpu --heads 32 --key_heads 4 --width 128
@@ -9,17 +9,18 @@ of each.
     masked_cudnn  the same by cuDNN, which takes the mask as a bias (GPU)
     blocked, hopper, cudnn    moejax/kernels/attention; the last two need a GPU
 
-A call is the attention of one layer, forward and backward, without its projections. The
-forms of one length and number of documents take turns, and medians are shown. Documents
-have random edges. Before that the results of each form are compared with those of the
-first one. A form that declines, or lacks its device, is left out with the reason.
+A call is the attention of one layer, forward and backward, without its projections. All
+implementations of one length and number of documents take turns, and medians are shown.
+Documents have random edges. Before that the results of each implementation are compared
+with those of the first one. One that declines, or lacks its device, is left out with
+the reason.
 
 Memory is that of the compiled program, by XLA's own analysis: temporaries and results,
 without arguments. Nothing is run for it. The exponent is the slope of its logarithm by
 that of the length, over the lengths of --memory_lengths.
 
-docs/bench_kernels.md explains the results. Exit codes: 0 done, 1 a form computes
-something else, 2 bad input, 3 the machine failed.
+docs/bench_kernels.md explains the results. Exit codes: 0 done, 1 an implementation
+computes something else, 2 bad input, 3 the machine failed.
 """
 
 import argparse
@@ -46,13 +47,14 @@ from train.launch.program import (  # noqa: E402
     restart_with_huge_pages,
 )
 
-FORMS = ("masked", "masked_cudnn", "blocked", "hopper", "cudnn")
+IMPLS = ("masked", "masked_cudnn", "blocked", "hopper", "cudnn")
 BASELINES = ("masked", "masked_cudnn")
 """Forms that get a mask, and no first keys."""
 NEED_GPU = ("masked_cudnn", "hopper", "cudnn")
 DTYPES = {"cpu": "float32", "gpu": "bfloat16"}
 MAX_ERROR = {"float32": 1e-5, "bfloat16": 2e-2}
-"""Largest ||x - y|| / ||y|| of an array of two forms. Both round to the dtype."""
+"""Largest ||x - y|| / ||y|| of an array of two implementations. Both round to the
+dtype."""
 MAX_ERROR_TF32 = 2e-3
 """The same in float32 on a GPU, whose matrix units round both operands to 10 bits."""
 
@@ -69,7 +71,7 @@ class Settings(NamedTuple):
 
 
 class WrongResult(Exception):
-    """A form computes something else than the first one."""
+    """An implementation computes something else than the first one."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -91,7 +93,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default="cpu",
         help="device to measure; gpu is the first GPU of this machine",
     )
-    add("--forms", default=",".join(FORMS), help="forms with commas between")
+    add("--impls", default=",".join(IMPLS), help="implementations with commas between")
     add(
         "--lengths",
         default="512,1024,2048,4096,8192",
@@ -143,14 +145,14 @@ def work(args: argparse.Namespace) -> int:
     for number in documents:
         if lengths and number > min(lengths):
             raise ValueError(f"--documents {number} in --lengths {min(lengths)} tokens")
-    forms = parse_forms(args.forms)
+    impls = parse_impls(args.impls)
     import jax
 
     try:
         device = jax.devices(args.device)[0]
     except RuntimeError:
         raise ValueError("--device gpu, but there is no GPU here: use cpu") from None
-    here = find_here(forms, settings, [*lengths, *memory_lengths])
+    here = find_here(impls, settings, [*lengths, *memory_lengths])
     record = {
         "device": device.device_kind,
         "cores": os.cpu_count(),
@@ -158,29 +160,29 @@ def work(args: argparse.Namespace) -> int:
         **settings._asdict(),
         "repeats": args.repeats,
         "seed": args.seed,
-        "declined": {form: why for form, why in here.items() if why},
+        "declined": {impl: why for impl, why in here.items() if why},
         "times": [],
         "memory": [],
         "exponents": {},
     }
-    forms = [form for form in forms if not here[form]]
+    impls = [impl for impl in impls if not here[impl]]
     print(f"{record['device']}, {settings}, {args.repeats} repeats", flush=True)
-    for form, why in record["declined"].items():
-        print(f"{form} is left out: {why}", flush=True)
+    for impl, why in record["declined"].items():
+        print(f"{impl} is left out: {why}", flush=True)
     rng = np.random.default_rng(args.seed)
     try:
         for t in lengths:
             for number in documents:
-                rows = time_case(forms, settings, (t, number), args.repeats, rng)
+                rows = time_case(impls, settings, (t, number), args.repeats, rng)
                 record["times"] += rows
                 show_times(rows, is_first=len(record["times"]) == len(rows))
     except WrongResult as error:
         return refuse(error, CRASHED, args.json)
-    for form in forms:
-        rows = [memory_row(form, settings, t) for t in memory_lengths]
+    for impl in impls:
+        rows = [memory_row(impl, settings, t) for t in memory_lengths]
         record["memory"] += rows
         if len(rows) > 1:
-            record["exponents"][form] = exponent(rows)
+            record["exponents"][impl] = exponent(rows)
     if memory_lengths:
         show_memory(record)
     emit(record, args.json)
@@ -200,37 +202,37 @@ def parse_numbers(name: str, text: str) -> list[int]:
     return numbers
 
 
-def parse_forms(text: str) -> list[str]:
-    """Return the names of forms in `text`, with commas between."""
-    forms = text.split(",")
-    for form in forms:
-        if form not in FORMS:
-            raise ValueError(f"--forms has '{form}', which is none of {list(FORMS)}")
-    return forms
+def parse_impls(text: str) -> list[str]:
+    """Return the names of implementations in `text`, with commas between."""
+    impls = text.split(",")
+    for impl in impls:
+        if impl not in IMPLS:
+            raise ValueError(f"--impls has '{impl}', which is none of {list(IMPLS)}")
+    return impls
 
 
 def find_here(
-    forms: Iterable[str], settings: Settings, lengths: Iterable[int]
+    impls: Iterable[str], settings: Settings, lengths: Iterable[int]
 ) -> dict[str, str]:
-    """Return, for each form, the reason why it cannot run here, or ''."""
+    """Return, for each implementation, the reason why it cannot run here, or ''."""
     import jax
 
     reasons = {}
-    for form in forms:
-        reasons[form] = ""
-        if form in NEED_GPU and settings.device != "gpu":
-            reasons[form] = f"it needs a GPU, and --device is {settings.device}"
+    for impl in impls:
+        reasons[impl] = ""
+        if impl in NEED_GPU and settings.device != "gpu":
+            reasons[impl] = f"it needs a GPU, and --device is {settings.device}"
             continue
         for t in lengths:
             try:
-                jax.eval_shape(make_call(form), *shapes(form, settings, t))
+                jax.eval_shape(make_call(impl), *shapes(impl, settings, t))
             except (NotImplementedError, RuntimeError) as error:
-                reasons[form] = f"{t} tokens: {error}"
+                reasons[impl] = f"{t} tokens: {error}"
                 break
     return reasons
 
 
-def make_call(form: str):
+def make_call(impl: str):
     """Return call(q, k, v, dout, documents) -> the output and the gradients of queries,
     keys and values. The documents are a mask, or first keys."""
     import jax
@@ -238,16 +240,16 @@ def make_call(form: str):
     from moejax.kernels.attention import attention
 
     def call(q_bthi, k_bugi, v_bugi, dout_bthi, documents):
-        if form in BASELINES:
+        if impl in BASELINES:
             attend = functools.partial(
                 jax.nn.dot_product_attention,
                 mask=documents,
                 is_causal=True,
-                implementation="cudnn" if form == "masked_cudnn" else "xla",
+                implementation="cudnn" if impl == "masked_cudnn" else "xla",
             )
         else:
             attend = functools.partial(
-                attention, first_bt=documents, implementation=form
+                attention, first_bt=documents, implementation=impl
             )
         out_bthi, vjp = jax.vjp(attend, q_bthi, k_bugi, v_bugi)
         return out_bthi, *vjp(dout_bthi)
@@ -255,7 +257,7 @@ def make_call(form: str):
     return call
 
 
-def shapes(form: str, settings: Settings, t: int) -> list:
+def shapes(impl: str, settings: Settings, t: int) -> list:
     """Return the shapes and dtypes of a call's arguments."""
     import jax
     import jax.numpy as jnp
@@ -263,7 +265,7 @@ def shapes(form: str, settings: Settings, t: int) -> list:
     _, dtype, b, h, g, i = settings
     kept = (
         jax.ShapeDtypeStruct((b, 1, t, t), jnp.bool_)
-        if form in BASELINES
+        if impl in BASELINES
         else jax.ShapeDtypeStruct((b, t), jnp.int32)
     )
     heads = h, g, g, h
@@ -271,12 +273,12 @@ def shapes(form: str, settings: Settings, t: int) -> list:
 
 
 @functools.cache
-def compiled(form: str, settings: Settings, t: int):
-    """Return the compiled call of a form."""
+def compiled(impl: str, settings: Settings, t: int):
+    """Return the compiled call of an implementation."""
     import jax
 
-    call = jax.jit(make_call(form))
-    return call.lower(*shapes(form, settings, t)).compile()
+    call = jax.jit(make_call(impl))
+    return call.lower(*shapes(impl, settings, t)).compile()
 
 
 def draw_first_keys(rng: np.random.Generator, t: int, number: int) -> np.ndarray:
@@ -288,14 +290,16 @@ def draw_first_keys(rng: np.random.Generator, t: int, number: int) -> np.ndarray
 
 
 def time_case(
-    forms: list[str],
+    impls: list[str],
     settings: Settings,
     t_documents: tuple[int, int],
     repeats: int,
     rng: np.random.Generator,
 ) -> list[dict[str, Any]]:
-    """Return a row for each form, with its time on the same arrays. Raises WrongResult
-    if a form differs from the first one."""
+    """Return a row for each implementation, with its time on the same arrays.
+
+    Raises WrongResult if one differs from the first.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -308,28 +312,28 @@ def time_case(
         for each in shapes("blocked", settings, t)[:4]
     ]
     calls = {}
-    for form in forms:
+    for impl in impls:
         documents = jnp.asarray(first_bt)
-        if form in BASELINES:
+        if impl in BASELINES:
             documents = (documents[:, :, None] == documents[:, None, :])[:, None]
-        program = compiled(form, settings, t)
-        calls[form] = functools.partial(program, *args, documents)
-    expected, errors = jax.device_get(calls[forms[0]]()), {}
-    for form in forms:
-        actual = jax.device_get(calls[form]())
-        errors[form] = float(np.max(list(map(error_of, actual, expected))))  # keeps NaN
+        program = compiled(impl, settings, t)
+        calls[impl] = functools.partial(program, *args, documents)
+    expected, errors = jax.device_get(calls[impls[0]]()), {}
+    for impl in impls:
+        actual = jax.device_get(calls[impl]())
+        errors[impl] = float(np.max(list(map(error_of, actual, expected))))  # keeps NaN
     check(errors, settings, t_documents)
     sec = median_sec(calls, repeats)
     return [
         {
-            "form": form,
+            "impl": impl,
             "tokens": t,
             "documents": number,
-            "msec": 1e3 * sec[form],
-            "share_of_first": sec[form] / sec[forms[0]],
-            "error": errors[form],
+            "msec": 1e3 * sec[impl],
+            "share_of_first": sec[impl] / sec[impls[0]],
+            "error": errors[impl],
         }
-        for form in forms
+        for impl in impls
     ]
 
 
@@ -345,21 +349,21 @@ def check(errors: dict[str, float], settings: Settings, t_documents) -> None:
     """Raise WrongResult for an error that the dtype does not explain."""
     is_tf32 = (settings.device, settings.dtype) == ("gpu", "float32")
     allowed = MAX_ERROR_TF32 if is_tf32 else MAX_ERROR[settings.dtype]
-    for form, error in errors.items():
+    for impl, error in errors.items():
         if not error <= allowed:
             t, number = t_documents
             raise WrongResult(
-                f"{form} differs from {next(iter(errors))} by {error:.2g} (allowed: "
+                f"{impl} differs from {next(iter(errors))} by {error:.2g} (allowed: "
                 f"{allowed:.2g}) at {t} tokens and {number} documents"
             )
 
 
-def memory_row(form: str, settings: Settings, t: int) -> dict[str, Any]:
-    """Return the bytes of temporaries and results of a form's program."""
-    memory = compiled(form, settings, t).memory_analysis()
+def memory_row(impl: str, settings: Settings, t: int) -> dict[str, Any]:
+    """Return the bytes of temporaries and results of an implementation's program."""
+    memory = compiled(impl, settings, t).memory_analysis()
     parts = memory.temp_size_in_bytes, memory.output_size_in_bytes
     names = "temporary_bytes", "result_bytes"
-    return {"form": form, "tokens": t, **dict(zip(names, parts)), "bytes": sum(parts)}
+    return {"impl": impl, "tokens": t, **dict(zip(names, parts)), "bytes": sum(parts)}
 
 
 def exponent(rows: list[dict[str, Any]]) -> float:
@@ -371,30 +375,33 @@ def exponent(rows: list[dict[str, Any]]) -> float:
 def show_times(rows: list[dict[str, Any]], is_first: bool) -> None:
     """Print the rows of one case, with the head of the table before the first."""
     if is_first:
-        print(f"\n| tokens | documents | form | ms | / {rows[0]['form']} | error |")
+        print(
+            "\n| tokens | documents | implementation | ms "
+            f"| / {rows[0]['impl']} | error |"
+        )
         print("|--:|--:|---|--:|--:|--:|")
     for row in rows:
         print(
-            f"| {row['tokens']} | {row['documents']} | {row['form']} "
+            f"| {row['tokens']} | {row['documents']} | {row['impl']} "
             f"| {row['msec']:.2f} | {row['share_of_first']:.2f} | {row['error']:.1e} |",
             flush=True,
         )
 
 
 def show_memory(record: dict[str, Any]) -> None:
-    """Print the memory of each form by length, in MiB."""
+    """Print the memory of each implementation by length, in MiB."""
     lengths = list(dict.fromkeys(row["tokens"] for row in record["memory"]))
     print(f"\n| MiB of | {' | '.join(map(str, lengths))} tokens | exponent |")
     print("|---|" + "--:|" * (len(lengths) + 1))
-    for form in dict.fromkeys(row["form"] for row in record["memory"]):
+    for impl in dict.fromkeys(row["impl"] for row in record["memory"]):
         cells = [
             f"{row['bytes'] / 2**20:.1f}"
             for row in record["memory"]
-            if row["form"] == form
+            if row["impl"] == impl
         ]
-        fit = record["exponents"].get(form)
+        fit = record["exponents"].get(impl)
         cells.append("" if fit is None else f"{fit:.2f}")
-        print(f"| {form} | {' | '.join(cells)} |")
+        print(f"| {impl} | {' | '.join(cells)} |")
     print("", end="", flush=True)
 
 

@@ -31,16 +31,16 @@ def test_a_tiny_run(capsys):
     record = json.loads(last)
     assert list(record["declined"]) == ["masked_cudnn", "hopper", "cudnn"]
     assert all(
-        f"{form} is left out: it needs a GPU" in text for form in record["declined"]
+        f"{impl} is left out: it needs a GPU" in text for impl in record["declined"]
     )
-    cases = [(row["form"], row["tokens"], row["documents"]) for row in record["times"]]
-    forms = "masked", "blocked"
-    assert cases == [(form, 64, number) for number in (1, 3) for form in forms]
+    cases = [(row["impl"], row["tokens"], row["documents"]) for row in record["times"]]
+    impls = "masked", "blocked"
+    assert cases == [(impl, 64, number) for number in (1, 3) for impl in impls]
     for row in record["times"]:
         assert row["msec"] > 0
         assert row["error"] < 1e-5
-    sizes = {(row["form"], row["tokens"]): row["bytes"] for row in record["memory"]}
-    # The masked form makes all scores: 2 heads * 256 * 256 * 4 bytes are half a MiB.
+    sizes = {(row["impl"], row["tokens"]): row["bytes"] for row in record["memory"]}
+    # masked makes all scores: 2 heads * 256 * 256 * 4 bytes are half a MiB.
     assert sizes["masked", 256] > 2**19 > sizes["blocked", 64]
     assert record["exponents"]["masked"] > record["exponents"]["blocked"]
 
@@ -63,7 +63,7 @@ def test_a_form_that_computes_something_else_is_refused():
         ("--lengths=12,x", "--lengths 12,x is not numbers"),
         ("--documents=0", "--documents 0 must be numbers of at least 1"),
         ("--documents=600", "--documents 600 in --lengths 512 tokens"),
-        ("--forms=blocked,dense", "'dense', which is none of"),
+        ("--impls=blocked,dense", "'dense', which is none of"),
         ("--key_heads=3", "key heads must divide heads"),
         ("--device=gpu", "there is no GPU here"),
     ],

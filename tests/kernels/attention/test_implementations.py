@@ -1,4 +1,4 @@
-"""Forms of attention against the definition, values and gradients."""
+"""Implementations of attention against the definition, values and gradients."""
 
 import functools
 
@@ -44,9 +44,9 @@ def documents(num_keys: int = T) -> np.ndarray:
     return np.stack([first_keys(edges, num_keys) for edges in rows])
 
 
-def check(rule: Rule, operands, first_bt, start: int = 0, form: str = "blocked"):
-    """Compare a form with the definition."""
-    actual = results(form, rule, operands, first_bt, start)
+def check(rule: Rule, operands, first_bt, start: int = 0, impl: str = "blocked"):
+    """Compare an implementation with the definition."""
+    actual = results(impl, rule, operands, first_bt, start)
     expected = results("reference", rule, operands, first_bt, start)
     assert_close(actual, expected)
     for name, leaf in expected.items():
