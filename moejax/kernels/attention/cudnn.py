@@ -154,8 +154,8 @@ class Documents(NamedTuple):
     """First token of each of M documents, and the end. An absent one begins there."""
     document_t: Int[Array, " t"]
     """Document of each token."""
-    place_t: Int[Array, " t"]
-    """Place of each token in its document."""
+    position_t: Int[Array, " t"]
+    """Position of each token in its document."""
 
 
 def documents_of(row: Inputs) -> Documents:
@@ -185,7 +185,7 @@ def _operands(row: Inputs, begin_n: Int[Array, " n"]) -> tuple[Array, ...]:
 
 def join(stat_mht: Float[Array, "m h t"], documents: Documents) -> Float[Array, "h t"]:
     """Return the values at the places of documents, by token."""
-    return stat_mht[documents.document_t, :, documents.place_t].T
+    return stat_mht[documents.document_t, :, documents.position_t].T
 
 
 def cut(stat_ht: Float[Array, "h t"], documents: Documents) -> Float[Array, "m h t"]:

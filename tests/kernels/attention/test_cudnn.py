@@ -95,7 +95,7 @@ def test_places_are_those_of_the_documents(few_places, lengths):
     number_t = np.repeat(range(len(lengths)), lengths)
     assert documents.begin_n.tolist() == begins
     assert documents.document_t.tolist() == number_t.tolist()
-    assert documents.place_t.tolist() == [p for n in lengths for p in range(n)]
+    assert documents.position_t.tolist() == [p for n in lengths for p in range(n)]
 
 
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
