@@ -177,8 +177,10 @@ def compile_sec(cfg: Config, mesh) -> float:
     is_cached = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     begin = time.perf_counter()
-    trace_train_step(make_model(resolve(cfg, mesh))).lower().compile()
-    jax.config.update("jax_enable_compilation_cache", is_cached)
+    try:
+        trace_train_step(make_model(resolve(cfg, mesh))).lower().compile()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", is_cached)
     return time.perf_counter() - begin
 
 

@@ -91,14 +91,29 @@ def compile_step(
     check_mesh(cfg, num_devices, num_nodes)
     wheels.put_on_path()
     os.environ["JAX_PLATFORMS"] = "cpu"
+    with _own_compilation(), _xla_log() as log, _folder(keep) as folder:
+        return _compile(cfg, target, (num_devices, num_nodes), folder, log)
+
+
+@contextlib.contextmanager
+def _own_compilation():
+    """Let XLA compile the whole program, with all optimizations, and restore JAX's
+    settings afterwards.
+
+    A program from the cache would come without its files. Tests of moejax disable
+    optimizations, and XLA would then compile another program.
+    """
     import jax
 
-    # A program from the cache would come without its files.
-    jax.config.update("jax_enable_compilation_cache", False)
-    # Tests of moejax set it, and XLA would then compile another program.
-    jax.config.update("jax_disable_most_optimizations", False)
-    with _xla_log() as log, _folder(keep) as folder:
-        return _compile(cfg, target, (num_devices, num_nodes), folder, log)
+    names = ("jax_enable_compilation_cache", "jax_disable_most_optimizations")
+    before = {name: jax.config.values[name] for name in names}
+    try:
+        for name in names:
+            jax.config.update(name, False)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 def _compile(cfg, target, sizes, folder, log) -> CompiledStep:
