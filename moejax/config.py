@@ -191,6 +191,10 @@ class Moe:
     num_shared_experts: int = 0
     """Number of experts that compute every token, beside the routed ones. Together they
     are one dense SwiGLU of hidden width num_shared_experts * d_expert."""
+    halves: bool = False
+    """Whether a device computes its tokens in two independent halves, so that the rows
+    of one half travel while the other one is computed (docs/overlap.md). The function
+    is the same."""
 
     def __post_init__(self) -> None:
         require_min(self, 1, "num_experts", "top_k", "d_expert")

@@ -177,10 +177,10 @@ def fitted(question: Question, plan: ExpertPlan, layout: Layout) -> Layout:
     expected to send to another under the plan."""
     if layout.transport == "local" or not question.has_pairs:
         return layout
-    micro_batches = question.cost.micro_batches
+    num_exchanges = question.cost.micro_batches * layout.num_exchanges
     pair_l = fullest_pair_by_layer(question.load_lwe, plan, layout)
-    fullest = (question.peak_l * pair_l).max() / micro_batches
-    max_rows = math.ceil(round(question.load_lwe.sum(axis=2).max() / micro_batches, 6))
+    fullest = (question.peak_l * pair_l).max() / num_exchanges
+    max_rows = math.ceil(round(question.load_lwe.sum(axis=2).max() / num_exchanges, 6))
     rows = math.ceil(round(fullest / ROW_MULTIPLE, 6)) * ROW_MULTIPLE
     windows = layout.num_windows
     rows = -(-max(1, min(rows, max_rows)) // windows) * windows

@@ -247,7 +247,8 @@ def _question(
     plans are judged."""
     tracker, plan, layout = state.tracker, state.plan, state.layout
     pair_l = candidates.fullest_pair_by_layer(tracker.mean_lwe, plan, layout)
-    seen_l = loads.fullest_pair_p95(tracker) * cost.micro_batches
+    num_exchanges = cost.micro_batches * layout.num_exchanges
+    seen_l = loads.fullest_pair_p95(tracker) * num_exchanges
     return Question(
         load_lwe=load_lwe,
         peak_l=np.maximum(seen_l / np.maximum(pair_l, 1.0), 1.0),

@@ -111,16 +111,35 @@ class Attention(nnx.Module):
     @jax.named_scope("attention")
     def __call__(
         self,
-        x_btd: Float[Array, "b t d"],
-        context: AttentionContext,
+        parts: tuple[Float[Array, "b t d"], ...],
+        contexts: tuple[AttentionContext, ...],
         cache_view: KvCacheView | None = None,
-    ) -> tuple[Float[Array, "b t d"], KvCacheView | None]:
-        """Return the output, and the cache view with these tokens appended.
+    ) -> tuple[tuple[Float[Array, "b t d"], ...], KvCacheView | None]:
+        """Return the output for each part of a batch, and the cache view with these
+        tokens appended. Each part has its context.
 
         Without a view the tokens attend to one another only, and None is returned in
-        its place.
+        its place. A view is that of a batch in one part.
         """
-        q_bthi, k_bugi, v_bugi = self._project(x_btd)
+        heads = []
+        for projected, context in zip(self._project(parts), contexts, strict=True):
+            out_bthi, cache_view = self._attend(*projected, context, cache_view)
+            heads.append(out_bthi)
+        outputs = on_rows(
+            self._sum_heads,
+            tuple(heads),
+            (self.out_hid,),
+            self.mesh,
+            self.cfg.gradient_reduce_dtype,
+            tensor_dim=2,
+        )
+        return outputs, cache_view
+
+    def _attend(
+        self, q_bthi, k_bugi, v_bugi, context: AttentionContext, cache_view
+    ) -> tuple[Float[Array, "b t h i"], KvCacheView | None]:
+        """Return the output of each head, and the cache view with these keys and values
+        appended."""
         q_bthi = rope(self._normalize(q_bthi, self.q_norm), context.rotation)
         k_bugi = rope(self._normalize(k_bugi, self.k_norm), context.rotation)
         implementation = self.cfg.attention
@@ -139,18 +158,13 @@ class Attention(nnx.Module):
             self.mesh,
             out_tensor_dim=2,
         )
-        out_btd = on_rows(
-            self._sum_heads,
-            out_bthi,
-            (self.out_hid,),
-            self.mesh,
-            self.cfg.gradient_reduce_dtype,
-            tensor_dim=2,
-        )
-        return out_btd, cache_view
+        return out_bthi, cache_view
 
-    def _project(self, x_btd: Float[Array, "b t d"]) -> list[Array]:
-        """Return queries, keys and values [b, t, heads, i], made by one product.
+    def _project(
+        self, parts: tuple[Float[Array, "b t d"], ...]
+    ) -> tuple[list[Array], ...]:
+        """Return queries, keys and values [b, t, heads, i] of each part, made by one
+        product.
 
         Three products would sum the gradient of x over the tensor axis three times.
         """
@@ -168,7 +182,7 @@ class Attention(nnx.Module):
 
         params = (self.q_dhi, self.k_dgi, self.v_dgi)
         reduce_dtype = self.cfg.gradient_reduce_dtype
-        return on_rows(body, x_btd, params, self.mesh, reduce_dtype, out_tensor_dim=2)
+        return on_rows(body, parts, params, self.mesh, reduce_dtype, out_tensor_dim=2)
 
     def _sum_heads(self, out_bthi: Array, weight_hid: Array) -> Float[Array, "b t d"]:
         """Return the output of attention from that of this device's heads."""

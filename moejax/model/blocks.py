@@ -11,6 +11,7 @@ except that moe and shared share one in the standard block.
 
 from collections.abc import Callable
 
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
@@ -23,8 +24,12 @@ from moejax.model.sharding import shard_batch
 from moejax.moe.layer import MoeLayer
 from moejax.moe.types import LayerSums
 
-RunMoe = Callable[[MoeLayer, Array], tuple[Array, LayerSums]]
-"""Signature of run_moe(layer, x_btd) -> (y_btd, sums), which calls an MoE layer with
+Parts = tuple[Float[Array, "b t d"], ...]
+"""Activations of a batch: one array, or two halves of each device's sequences that have
+nothing in common but the weights (Moe.halves)."""
+
+RunMoe = Callable[[MoeLayer, Parts], tuple[Parts, LayerSums]]
+"""Signature of run_moe(layer, parts) -> (parts, sums), which calls an MoE layer with
 everything else that it needs in this pass (placement, slots, jitter)."""
 
 
@@ -65,26 +70,31 @@ class Block(nnx.Module):
 
     def __call__(
         self,
-        x_btd: Float[Array, "b t d"],
-        context: AttentionContext,
+        parts: Parts,
+        contexts: tuple[AttentionContext, ...],
         run_moe: RunMoe,
         cache_view: KvCacheView | None,
     ):
-        """Return the block's output, the MoE layer's sums (None for a dense block) and
-        the cache view of the next layer."""
-        sums, y_btd = None, 0.0
+        """Return the block's output for each part, the MoE layer's sums (None for a
+        dense block) and the cache view of the next layer."""
+        sums, added = None, ()
         if self.routed_norm is not None:  # before attention in program order
-            y_btd, sums = run_moe(self.moe, self.routed_norm(x_btd))
-        attended_btd, cache_view = self.attention(
-            self.attention_norm(x_btd), context, cache_view
+            added, sums = run_moe(self.moe, _each(self.routed_norm, parts))
+        attended, cache_view = self.attention(
+            _each(self.attention_norm, parts), contexts, cache_view
         )
-        x_btd = shard_batch(x_btd + attended_btd, self.mesh)
-        normed_btd = self.ff_norm(x_btd)
+        parts = self._sum(parts, attended)
+        normed = _each(self.ff_norm, parts)
         if self.moe is not None and self.routed_norm is None:
-            y_btd, sums = run_moe(self.moe, normed_btd)
+            added, sums = run_moe(self.moe, normed)
         if self.dense is not None:
-            y_btd = y_btd + self.dense(normed_btd)
-        return shard_batch(x_btd + y_btd, self.mesh), sums, cache_view
+            dense = self.dense(normed)
+            added = _each(jnp.add, added, dense) if added else dense
+        return self._sum(parts, added), sums, cache_view
+
+    def _sum(self, parts: Parts, added: Parts) -> Parts:
+        """Return the sums of two activations, split as batches are."""
+        return _each(lambda x, y: shard_batch(x + y, self.mesh), parts, added)
 
 
 class Cycle(nnx.Module):
@@ -96,8 +106,13 @@ class Cycle(nnx.Module):
             [Block(cfg, i == last, mesh, rngs) for i in range(cfg.model.moe_every)]
         )
 
-    def __call__(self, x_btd, context, run_moe, cache_view):
+    def __call__(self, parts, contexts, run_moe, cache_view):
         """Return the output, the MoE layer's sums and the next layer's cache view."""
         for block in self.blocks:
-            x_btd, sums, cache_view = block(x_btd, context, run_moe, cache_view)
-        return x_btd, sums, cache_view
+            parts, sums, cache_view = block(parts, contexts, run_moe, cache_view)
+        return parts, sums, cache_view
+
+
+def _each(function: Callable[..., Array], *activations: Parts) -> Parts:
+    """Return the function's results for each part of activations."""
+    return tuple(map(function, *activations))

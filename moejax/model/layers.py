@@ -63,8 +63,10 @@ class SwiGlu(nnx.Module):
         self.down_fd = output_matrix(rngs, d_ff, cfg.d_model)
 
     @jax.named_scope("dense")
-    def __call__(self, x_btd: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        """Return the feed-forward output of x.
+    def __call__(
+        self, parts: tuple[Float[Array, "b t d"], ...]
+    ) -> tuple[Float[Array, "b t d"], ...]:
+        """Return the feed-forward output of each part of a batch.
 
         Gate and up are one product. Two products would sum the gradient of x over the
         tensor axis twice.
@@ -77,7 +79,7 @@ class SwiGlu(nnx.Module):
             return sum_parts(hidden_btf @ down_fd, self.mesh)
 
         params = (self.gate_df, self.up_df, self.down_fd)
-        return on_rows(body, x_btd, params, self.mesh, self.cfg.gradient_reduce_dtype)
+        return on_rows(body, parts, params, self.mesh, self.cfg.gradient_reduce_dtype)
 
 
 class Rotation(NamedTuple):

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -94,15 +95,16 @@ def _dense_split(shape: tuple[int, ...], mesh: Mesh, used: tuple) -> tuple:
 
 def on_rows(
     body: Callable[..., Any],
-    x: Array,
+    parts: tuple[Array, ...],
     params: tuple[nnx.Param, ...],
     mesh: Mesh,
     reduce_dtype: str,
     *,
     tensor_dim: int | None = None,
     out_tensor_dim: int | None = None,
-) -> Any:
-    """Return body(x, *weights), which each device computes for its own rows of x.
+) -> tuple[Any, ...]:
+    """Return body(x, *weights) for each part x of a batch, which each device computes
+    for its own rows of x. Weights are gathered once for all parts.
 
     x [b, ..] is split over the batch axes, and over the tensor axis in `tensor_dim`. So
     are the arrays that `body` returns, in `out_tensor_dim`. Inside, weights have the
@@ -113,7 +115,7 @@ def on_rows(
     """
     values = tuple(param[...] for param in params)
     along = () if is_gathered(params[0]) else _several(mesh, axes.FSDP_AXES)
-    rest = Rest(along, x.dtype, reduce_dtype)
+    rest = Rest(along, parts[0].dtype, reduce_dtype)
     splits = [
         _dense_split(value.shape, mesh, _used_split(param, value.ndim, mesh))
         for param, value in zip(params, values)
@@ -126,17 +128,17 @@ def on_rows(
         P(*(along if a == axes.FSDP_AXES else a for a in split)) for split in splits
     )
 
-    def on_device(x, *parts):
+    def on_device(parts, *values):
         with jax.named_scope("gathered"):
-            weights = gather(parts, dims, x, rest)
-        return body(x, *weights)
+            weights = gather(values, dims, parts[0], rest)
+        return tuple(body(x, *weights) for x in parts)
 
     return jax.shard_map(
         on_device,
         mesh=mesh,
         in_specs=(_batch_spec(mesh, tensor_dim), *specs),
         out_specs=_batch_spec(mesh, out_tensor_dim),
-    )(x, *values)
+    )(parts, *values)
 
 
 def on_own_rows(
@@ -171,6 +173,31 @@ def is_gathered(param: nnx.Param) -> bool:
     """Return whether a dense parameter is whole over data and expert where its module
     gets it, as for decoding (train.step.state.model_graph)."""
     return bool(param.get_metadata().get("is_gathered"))
+
+
+def halve_rows(x: Array, mesh: Mesh) -> tuple[Array, Array]:
+    """Return the first and the second half of each device's rows of an activation
+    [b, ..]: two arrays [b/2, ..] that are split over the batch axes. `join_rows` undoes
+    it. Nothing is sent."""
+
+    def body(x):
+        first, second = jnp.split(x, 2)
+        return first, second
+
+    spec = _batch_spec(mesh, None)
+    return jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+
+def join_rows(parts: tuple[Array, ...], mesh: Mesh) -> Array:
+    """Return each device's rows of all parts of a batch, one part after the other."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def body(*parts):
+        return jnp.concatenate(parts)
+
+    spec = _batch_spec(mesh, None)
+    return jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)(*parts)
 
 
 def sum_parts(y: Array, mesh: Mesh) -> Array:

@@ -23,11 +23,12 @@ from moejax.model.attention import AttentionContext
 from moejax.model.blocks import Block, Cycle
 from moejax.model.cache import Cache, KvCacheView
 from moejax.model.layers import RmsNorm
-from moejax.model.sharding import is_gathered, shard_batch
+from moejax.model.sharding import halve_rows, is_gathered, join_rows, shard_batch
 from moejax.model.vocabulary import Slices
 from moejax.moe import recorded
 from moejax.moe.dense import dense
 from moejax.moe.exchange.dispatch import ROWS
+from moejax.moe.layer import LayerInputs
 from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.route import ROUTES
 from moejax.moe.setup import LayerSetup
@@ -122,9 +123,11 @@ class Transformer(nnx.Module):
         estimates of experts that travel compressed; if it is None, experts travel
         whole.
         """
+        cut = self._cut(layout, len(tokens_bt), step_inputs)
         is_separate = self.cfg.documents == "separate"
-        context = AttentionContext.from_windows(
-            position_bt, self.cfg.model, is_separate
+        contexts = tuple(
+            AttentionContext.from_windows(part_bt, self.cfg.model, is_separate)
+            for part_bt in cut(position_bt)
         )
         # Dense training needs no slots: owners compute with their own parameters.
         if step_inputs is not None and step_inputs.is_dense:
@@ -133,8 +136,22 @@ class Transformer(nnx.Module):
             slot_source = self._slot_source(placement, layout, slots, tracked_lsx)
         slices = Slices(self.mesh, self.cfg.model.vocab_size)
         x_btd = vocabulary.embed(self.embed_vd[...], tokens_bt, slices, self._dtype)
-        hidden_btd, sums, _ = self._run(x_btd, context, slot_source, step_inputs)
-        return hidden_btd, sums
+        parts, sums, _ = self._run(x_btd, contexts, slot_source, step_inputs, cut=cut)
+        return join_rows(parts, self.mesh), sums
+
+    def _cut(self, layout: Layout, batch_size: int, step_inputs) -> Callable:
+        """Return the function from an activation [b, ..] to its parts: two halves of
+        each device's sequences if the layout asks for halves, else itself.
+
+        Halves of another kind are cut by the MoE layer itself: where a device has an
+        odd number of sequences, or where experts choose among all of its tokens.
+        """
+        num_rows = batch_size // axes.axis_size(self.mesh, axes.BATCH_AXES)
+        is_dense = step_inputs is not None and step_inputs.is_dense
+        is_joint = is_dense or self.cfg.router.kind == "expert_choice"
+        if not layout.halves or num_rows % 2 or is_joint:
+            return lambda x: (x,)
+        return partial(halve_rows, mesh=self.mesh)
 
     def extend(
         self,
@@ -155,8 +172,8 @@ class Transformer(nnx.Module):
         slot_source = self._slot_source(placement, layout)
         # Decoding has the table whole on every device, and few tokens.
         embed_vd = self._whole(self.embed_vd)
-        hidden_btd, _, cache_view = self._run(
-            embed_vd[tokens_bt], context, slot_source, cache_view=cache_view
+        (hidden_btd,), _, cache_view = self._run(
+            embed_vd[tokens_bt], (context,), slot_source, cache_view=cache_view
         )
         cache = Cache(
             key_lbugi=cache_view.key_lbugi,
@@ -192,18 +209,20 @@ class Transformer(nnx.Module):
     def _run(
         self,
         x_btd,
-        context,
+        contexts,
         slot_source: SlotSource,
         step_inputs=None,
         cache_view=None,
+        cut=lambda x: (x,),
     ):
-        """Run all layers. Return the hidden states, the sums of the MoE layers, and the
-        cache view after the last layer."""
+        """Run all layers on the parts into which `cut` cuts the batch. Return the
+        hidden states of each part, the sums of the MoE layers, and the cache view after
+        the last layer."""
         model, moe = self.cfg.model, self.cfg.moe
-        x_btd = shard_batch(x_btd, self.mesh)
-        carry = (x_btd, cache_view, None)
+        parts = cut(shard_batch(x_btd, self.mesh))
+        carry = (parts, cache_view, None)
         if self.prefix is not None:
-            carry, _ = _scan(self.prefix, carry, context, None, None, model)
+            carry, _ = _scan(self.prefix, carry, contexts, None, None, model)
 
         def make_run_moe(per_layer, slots):
             """Return the call of one MoE layer (blocks.RunMoe)."""
@@ -217,19 +236,26 @@ class Transformer(nnx.Module):
                 start_bt = jax.random.uniform(key, x_btd.shape[:2])
                 forced_btk = recorded.choose(chance_e, start_bt, moe.top_k)
             args = placement, setup
-            if step_inputs is not None and step_inputs.is_dense:
-                return lambda layer, x_btd: dense(layer, x_btd, *args, jitter_btd)
-            options = {"jitter_btd": jitter_btd, "forced_btk": forced_btk}
 
-            def run_moe(layer, x_btd):
+            def run_dense(layer, parts):
+                y_btd, sums = dense(layer, *parts, *args, jitter_btd)
+                return (y_btd,), sums
+
+            def run_moe(layer, parts):
                 ready = stores.read(slots) if isinstance(slots, SummedSlots) else slots
                 if slots is None and tracked_sx is not None:
-                    reduce_dtype = setup.gradient_reduce_dtype
-                    of_layer = placement, setup.mesh_layout, x_btd.dtype, reduce_dtype
-                    ready = layer.slots(*of_layer, tracked_sx)
-                return layer(x_btd, *args, slots=ready, **options)
+                    of_layer = placement, setup.mesh_layout, self._dtype
+                    of_layer += (setup.gradient_reduce_dtype, tracked_sx)
+                    ready = layer.slots(*of_layer)
+                given = (jitter_btd, forced_btk)
+                cut_given = (
+                    (None,) * len(parts) if v is None else cut(v) for v in given
+                )
+                inputs = tuple(map(LayerInputs, parts, *cut_given))
+                return layer.of_parts(inputs, *args, slots=ready)
 
-            return run_moe
+            is_dense = step_inputs is not None and step_inputs.is_dense
+            return run_dense if is_dense else run_moe
 
         chance_le = None if step_inputs is None else step_inputs.chance_le
         keys_l = None
@@ -239,8 +265,8 @@ class Transformer(nnx.Module):
         per_layer = slot_source.placement, chance_le, keys_l, slot_source.tracked_lsx
         routing = per_layer, make_run_moe
         carry = (*carry[:2], slot_source.first)
-        carry, sums = _scan(self.cycles, carry, context, routing, slot_source, model)
-        return self.norm(carry[0]), sums, carry[1]
+        carry, sums = _scan(self.cycles, carry, contexts, routing, slot_source, model)
+        return tuple(map(self.norm, carry[0])), sums, carry[1]
 
     def _setup(self, layout: Layout) -> LayerSetup:
         cfg = self.cfg
@@ -289,11 +315,11 @@ def _stack(make, count: int, rngs: nnx.Rngs) -> nnx.Module | None:
     return nnx.vmap(lambda key: make(rngs=nnx.Rngs(params=key)))(keys)
 
 
-def _scan(stack: nnx.Module, carry, context, routing, slot_source, model: Model):
+def _scan(stack: nnx.Module, carry, contexts, routing, slot_source, model: Model):
     """Run stacked modules one after the other.
 
-    `carry` is (x, cache view, slots); slots are None unless they are prefetched. Return
-    the last carry, and the modules' sums, stacked.
+    `carry` is (parts of x, cache view, slots); slots are None unless they are
+    prefetched. Return the last carry, and the modules' sums, stacked.
 
     `routing` is a pair: arrays that differ between layers, and a function that makes
     from one layer's arrays and slots the call of its MoE layer (blocks.RunMoe). It is
@@ -306,15 +332,15 @@ def _scan(stack: nnx.Module, carry, context, routing, slot_source, model: Model)
     )
 
     def body(carry, layer):
-        x_btd, cache_view, slots = carry
-        x_btd = checkpoint_name(x_btd, INPUTS)
+        parts, cache_view, slots = carry
+        parts = checkpoint_name(parts, INPUTS)
         params, per_layer, ready, ahead = layer
         # The next layer's slots do not depend on x, so they may travel meanwhile.
         following = None if ahead is None else slot_source.make(*ahead)
         block = nnx.merge(graph, params)
         run_moe = make_run_moe(per_layer, slots if ready is None else ready)
-        x_btd, sums, cache_view = block(x_btd, context, run_moe, cache_view)
-        return (x_btd, cache_view, following), sums
+        parts, sums, cache_view = block(parts, contexts, run_moe, cache_view)
+        return (parts, cache_view, following), sums
 
     if model.remat != "none":
         body = jax.checkpoint(body, policy=_policy(model.remat), prevent_cse=False)

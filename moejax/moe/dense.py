@@ -89,8 +89,8 @@ def _body(
     rows = jnp.int32(b * t * _num_sources(mesh_layout) * len(own_e))
     sums = LayerSums(
         **added,
-        rows=rows, rounds=jnp.int32(1), dropped=jnp.int32(0),
-        fullest_pair=jnp.int32(b * t), bound=rows,
+        rows_h=rows[None], rounds=jnp.int32(1), dropped=jnp.int32(0),
+        fullest_pair=jnp.int32(b * t), bound_h=rows[None],
     )  # fmt: skip
     sums = jax.tree.map(lambda leaf: varying_alike(leaf, x_btd)[0][None], sums)
     return y_nd.reshape(b, t, d).astype(x_btd.dtype), sums

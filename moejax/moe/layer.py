@@ -4,7 +4,9 @@ The body of the layer runs on each device inside one `shard_map`.
 """
 
 import dataclasses
+import functools
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +24,17 @@ from moejax.kernels.grouped_dot import grouped_swiglu
 from moejax.kernels.water_fill import fits_fused
 from moejax.moe import route as routing
 from moejax.moe.exchange import schedules
-from moejax.moe.exchange.manifest import manifest, num_dropped, pair_to_fit, rows_here
+from moejax.moe.exchange.manifest import (
+    Manifest,
+    manifest,
+    num_dropped,
+    pair_to_fit,
+    rows_here,
+)
 from moejax.moe.exchange.rounds import Experts, exchange, num_rounds
 from moejax.moe.mesh_roles import MeshLayout
 from moejax.moe.setup import LayerSetup
-from moejax.moe.types import LayerSums, Placement
+from moejax.moe.types import LayerSums, Placement, Routes
 from moejax.moe.weights import stores
 from moejax.moe.weights.gather import Rest, gather
 from moejax.plan.edge_coloring import max_colors
@@ -69,6 +77,16 @@ class MoeLayer(nnx.Module):
         """Compute the layer by `moe_layer`, with this layer's parameters; `options` are
         passed on."""
         return moe_layer(self.params(), x_btd, placement, setup, **options)
+
+    def of_parts(
+        self,
+        parts: "tuple[LayerInputs, ...]",
+        placement: Placement,
+        setup: LayerSetup,
+        slots: stores.ExpertWeights | None = None,
+    ) -> tuple[tuple[Float[Array, "b t d"], ...], LayerSums]:
+        """Compute the layer by `moe_layer_of_parts`, with this layer's parameters."""
+        return moe_layer_of_parts(self.params(), parts, placement, setup, slots=slots)
 
     def params(self) -> stores.ExpertWeights:
         """Return the parameters by name, as `moe_layer` takes them."""
@@ -127,16 +145,43 @@ def moe_layer(
 
     Raises ValueError, one line, for shapes that do not fit the setup.
     """
-    setup.check(x_btd, placement, forced_btk, jitter_btd)
-    layout, mesh_layout = setup.layout, setup.mesh_layout
-    x_sharding = jax.typeof(x_btd).sharding
-    x_btd = _reshard(x_btd, setup.batch_sharding)
-    optional = {"jitter_btd": jitter_btd, "forced_btk": forced_btk}
-    optional = {
-        k: _reshard(v, setup.batch_sharding)
-        for k, v in optional.items()
-        if v is not None
-    }
+    inputs = LayerInputs(x_btd, jitter_btd, forced_btk)
+    (y_btd,), sums = moe_layer_of_parts(
+        params, (inputs,), placement, setup, slots=slots, experts=experts
+    )
+    return y_btd, sums
+
+
+class LayerInputs(NamedTuple):
+    """Inputs of an MoE layer that differ from token to token, as `moe_layer` takes
+    them."""
+
+    x_btd: Float[Array, "b t d"]
+    jitter_btd: Float[Array, "b t d"] | None = None
+    forced_btk: Int[Array, "b t k"] | None = None
+
+
+def moe_layer_of_parts(
+    params: stores.ExpertWeights,
+    parts: tuple[LayerInputs, ...],
+    placement: Placement,
+    setup: LayerSetup,
+    *,
+    slots: stores.ExpertWeights | None = None,
+    experts: Experts | None = None,
+) -> tuple[tuple[Float[Array, "b t d"], ...], LayerSums]:
+    """Return the output of an MoE layer for each part of a batch, and the sums of all.
+
+    Parts have nothing in common but the weights, which are gathered once: the rows of
+    one may travel while another one's are computed. With Moe.halves a single part is
+    cut into two halves of each device's tokens, once they are routed; of two parts each
+    is a half. The other arguments are those of `moe_layer`.
+    """
+    for part in parts:
+        setup.check(part.x_btd, placement, part.forced_btk, part.jitter_btd, len(parts))
+    mesh_layout = setup.mesh_layout
+    x_sharding, dtype = jax.typeof(parts[0].x_btd).sharding, parts[0].x_btd.dtype
+    parts = jax.tree.map(lambda leaf: _reshard(leaf, setup.batch_sharding), parts)
     router = (
         _reshard(
             params["router_de"], NamedSharding(mesh_layout.mesh, setup.router_spec)
@@ -144,25 +189,18 @@ def moe_layer(
         _reshard(params["bias_e"], setup.param_sharding()),
     )
     if slots is None:
-        slots = _slots(params, placement, setup, x_btd.dtype)
+        slots = _slots(params, placement, setup, dtype)
     batch, slot_specs = P(mesh_layout.batch_axes), stores.slot_specs(mesh_layout)
-    experts = experts or _make_experts(layout)
+    experts = experts or _make_experts(setup.layout)
     static = Static.of(setup, experts)
     body = jax.shard_map(
         partial(_body, static=static),
         mesh=mesh_layout.mesh,
-        in_specs=(
-            batch,
-            setup.router_spec,
-            P(),
-            P(),
-            slot_specs,
-            dict.fromkeys(optional, batch),
-        ),
+        in_specs=(batch, setup.router_spec, P(), P(), slot_specs),
         out_specs=(batch, jax.tree.map(lambda _: batch, SUMS)),
     )
-    y_btd, sums = body(x_btd, *router, placement, slots, optional)
-    return _reshard(y_btd, x_sharding), sums
+    y_parts, sums = body(parts, *router, placement, slots)
+    return tuple(_reshard(y_btd, x_sharding) for y_btd in y_parts), sums
 
 
 def _slots(params, placement, setup: LayerSetup, dtype) -> stores.ExpertWeights:
@@ -219,61 +257,118 @@ SUMS = LayerSums(*[0] * 10)
 """The structure of LayerSums, for specs of shard_map."""
 
 
-def _body(x_btd, router_de, bias_e, placement, slots, optional, *, static: Static):
-    """Compute the layer for x_btd, the sequences of one device. Devices along the
+class _Stream(NamedTuple):
+    """Routed tokens of one exchange: those of a part, or half of them."""
+
+    x_nd: Array
+    routes: Routes
+
+
+def _body(parts, router_de, bias_e, placement, slots, *, static: Static):
+    """Compute the layer for parts of the sequences of one device. Devices along the
     tensor axis have the same sequences."""
-    b, t, d = x_btd.shape
     mesh_layout, exchanged = static.mesh_layout, static.mesh_layout.exchanged
-    given = {"x_btd": x_btd} | optional
-    given = {k: v.reshape(b * t, -1) for k, v in given.items()}
-    given = {k: schedules.enter(v, exchanged) for k, v in given.items()}
-    x_nd = given["x_btd"]
-    routed_nd = x_nd * given["jitter_btd"] if "jitter_btd" in given else x_nd
-
-    routes, score_ne, logit_ne = routing.route(
-        routed_nd,
-        static.whole_router(router_de, x_nd),
-        bias_e,
-        static.router,
-        static.top_k,
-        t,
-        given.get("forced_btk"),
+    given = [_enter(part, exchanged) for part in parts]
+    x_nd, (_, t, _) = given[0].x_btd, parts[0].x_btd.shape
+    route = partial(
+        _route, static.whole_router(router_de, x_nd), bias_e, t, static=static
     )
-    sent, used = manifest(routes.expert_nk, placement, exchanged)
-    gate_nk, sent = checkpoint_name((routes.gate_nk, sent), routing.ROUTES)
-
     weights = whole(slots, x_nd, mesh_layout, static.gradient_reduce_dtype)
+    y_parts, sums = [], []
+    for part, entered in zip(parts, given):
+        routes, score_ne, logit_ne = route(entered)
+        streams = _streams(_Stream(entered.x_btd, routes), len(parts), exchanged)
+        y_nd, sents = zip(
+            *(_travel(stream, weights, placement, static) for stream in streams)
+        )
+        y_nd = schedules.leave(_join(y_nd), exchanged)
+        y_parts.append(y_nd.reshape(part.x_btd.shape).astype(part.x_btd.dtype))
+        peer_nk = _join([sent.peer_nk for sent in sents])
+        keep_own = schedules.find_schedule(exchanged).own
+        own = (score_ne, logit_ne, routes.expert_nk, peer_nk)
+        own = (keep_own(value, exchanged) for value in own)
+        sums.append(_sums(*own, sents, t, exchanged))
+    total = LayerSums.over_parts(sums)
+    x_btd = parts[0].x_btd
+    total = jax.tree.map(lambda leaf: varying_alike(leaf, x_btd)[0][None], total)
+    return tuple(y_parts), total
+
+
+def _enter(part: LayerInputs, mesh_layout: MeshLayout) -> LayerInputs:
+    """Return the inputs of the tokens that this device routes, [n, ..]."""
+
+    def enter(value_bt):
+        b, t = value_bt.shape[:2]
+        return schedules.enter(value_bt.reshape(b * t, -1), mesh_layout)
+
+    return jax.tree.map(enter, part)
+
+
+def _route(router_de, bias_e, seq_len: int, part: LayerInputs, *, static: Static):
+    """Return the routes of the tokens [n, ..] of a part, and the router's scores and
+    logits."""
+    x_nd, jitter_nd, forced_nk = part
+    routed_nd = x_nd if jitter_nd is None else x_nd * jitter_nd
+    return routing.route(
+        routed_nd, router_de, bias_e, static.router, static.top_k, seq_len, forced_nk
+    )
+
+
+def _streams(
+    whole_part: _Stream, num_parts: int, mesh_layout: MeshLayout
+) -> list[_Stream]:
+    """Return what is exchanged separately: a part, or its two halves where the layout
+    asks for halves and there is no other part."""
+    if not mesh_layout.layout.halves or num_parts > 1:
+        return [whole_part]
+    leaves, tree = jax.tree.flatten(whole_part)
+    halves = zip(*(jnp.split(leaf, 2) for leaf in leaves))
+    return [tree.unflatten(half) for half in halves]
+
+
+def _travel(stream: _Stream, weights, placement, static: Static):
+    """Return the results of a stream's tokens, and the manifest of its exchange."""
+    mesh_layout, exchanged = static.mesh_layout, static.mesh_layout.exchanged
+    expert_nk, gate_nk = stream.routes.expert_nk, stream.routes.gate_nk
+    sent, used = manifest(expert_nk, placement, exchanged)
+    gate_nk, sent = checkpoint_name((gate_nk, sent), routing.ROUTES)
     if mesh_layout.layout.split == "dynamic":  # so far own experts; add copies
         used = checkpoint_name(used, routing.ROUTES)
         with jax.named_scope("slots"):
             weights = stores.gather_copies(weights, used, mesh_layout)
-    y_nd = exchange(x_nd, gate_nk, weights, sent, static.experts, exchanged)
-    y_nd = schedules.leave(y_nd, exchanged)
-
-    own = (score_ne, logit_ne, routes.expert_nk, sent.peer_nk)
-    keep_own = schedules.find_schedule(exchanged).own
-    own = (keep_own(value, exchanged) for value in own)
-    sums = _sums(*own, sent, t, exchanged)
-    sums = jax.tree.map(lambda leaf: varying_alike(leaf, x_btd)[0][None], sums)
-    return y_nd.reshape(b, t, d).astype(x_btd.dtype), sums
+    y_nd = exchange(stream.x_nd, gate_nk, weights, sent, static.experts, exchanged)
+    return y_nd, sent
 
 
-def _sums(score_ne, logit_ne, expert_nk, peer_nk, sent, seq_len, mesh_layout):
-    """Return this device's addends to losses and statistics. Devices along the tensor
-    axis return the same."""
+def _join(values):
+    """Return the values of one or several streams, one after the other."""
+    return values[0] if len(values) == 1 else jnp.concatenate(values)
+
+
+def _sums(
+    score_ne, logit_ne, expert_nk, peer_nk, sents: tuple[Manifest, ...], seq_len,
+    mesh_layout: MeshLayout,
+):  # fmt: skip
+    """Return this device's addends to losses and statistics, of one part and the
+    exchanges of its streams. Devices along the tensor axis return the same."""
     layout = mesh_layout.layout
     split = schedules.find_schedule(mesh_layout).split(mesh_layout)
     added = routing.balance_sums(score_ne, logit_ne, expert_nk, seq_len, split)
     added["dropped"] = num_dropped(expert_nk, peer_nk)
-    rows = rows_here(sent, mesh_layout)
+    rows_h = jnp.stack([rows_here(sent, mesh_layout) for sent in sents])
     owners = set(mesh_layout.tensor_axes) & set(mesh_layout.peer_axes)
     return LayerSums(
         **(jax.lax.psum(added, split) if split else added),
-        rows=jax.lax.pmax(rows, tuple(sorted(owners))) if owners else rows,
-        rounds=num_rounds(sent, layout),
-        fullest_pair=pair_to_fit(sent, layout),
-        bound=sent.bound,
+        rows_h=jax.lax.pmax(rows_h, tuple(sorted(owners))) if owners else rows_h,
+        rounds=_largest(num_rounds(sent, layout) for sent in sents),
+        fullest_pair=_largest(pair_to_fit(sent, layout) for sent in sents),
+        bound_h=jnp.stack([sent.bound for sent in sents]),
     )
+
+
+def _largest(counts) -> Int[Array, ""]:
+    """Return the largest of several counts."""
+    return functools.reduce(jnp.maximum, counts)
 
 
 @jax.named_scope("slots")

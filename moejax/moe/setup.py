@@ -101,10 +101,12 @@ class LayerSetup:
         placement: Placement,
         forced_btk: Array | None = None,
         jitter_btd: Array | None = None,
+        num_parts: int = 1,
     ) -> None:
-        """Raise ValueError, one line, for arguments of a call that do not fit."""
+        """Raise ValueError, one line, for arguments of a call that do not fit. x_btd is
+        one of `num_parts` parts of a batch."""
         self._check_mesh()
-        self._check_batch(x_btd)
+        self._check_batch(x_btd, num_parts)
         _check_placement(placement, self.layout)
         b, t, _ = x_btd.shape
         if forced_btk is None and self.router.kind == "recorded":
@@ -137,7 +139,7 @@ class LayerSetup:
                 "with a schedule and a domain that cut no axis in two"
             )
 
-    def _check_batch(self, x_btd: Array) -> None:
+    def _check_batch(self, x_btd: Array, num_parts: int) -> None:
         shape, shards = x_btd.shape, self.num_batch_shards
         if x_btd.ndim != 3 or shape[-1] != self.d_model:
             raise ValueError(
@@ -157,6 +159,12 @@ class LayerSetup:
             raise ValueError(
                 f"schedule='{tensor.schedule}' splits the {tokens} tokens of a device "
                 f"in {tensor.num_parts} parts: use a batch and length that they divide"
+            )
+        routed = tokens if tensor is None else tokens // tensor.num_parts
+        if self.layout.halves and num_parts == 1 and routed % 2:
+            raise ValueError(
+                f"Moe.halves cuts the {routed} tokens that a device routes in two: use "
+                "a batch or length that makes them even, or Moe.halves = False"
             )
 
 

@@ -161,27 +161,60 @@ class LayerSums:
     """logsumexp(logits)^2, summed over tokens."""
     tokens_e: Int[Array, " e"]
     """Choices of each expert, before any drop."""
-    rows: Int[Array, ""]
-    """Rows that the device computed."""
+    rows_h: Int[Array, " h"]
+    """Rows that the device computed, in each exchange of the layer: h is 1, or 2 with
+    Moe.halves."""
     rounds: Int[Array, ""]
     """Passes of the exchange."""
     dropped: Int[Array, ""]
     """Choices that capacity mode dropped."""
     fullest_pair: Int[Array, ""]
     """Maximum number of rows that the device had for one other."""
-    bound: Int[Array, ""]
-    """Lower bound on the rows of the fullest device, from the split."""
+    bound_h: Int[Array, " h"]
+    """Lower bound on the rows of the fullest device, from the split, in each
+    exchange."""
+
+    @property
+    def rows(self) -> Int[Array, ""]:
+        """Rows that the device computed, in all exchanges."""
+        return jnp.sum(self.rows_h, axis=-1)
+
+    @property
+    def bound(self) -> Int[Array, ""]:
+        """Lower bound on the rows of the fullest devices, summed over exchanges."""
+        return jnp.sum(self.bound_h, axis=-1)
+
+    @classmethod
+    def over_parts(cls, parts: list["LayerSums"]) -> "LayerSums":
+        """Return the sums of all parts of a device's tokens, of their maxima the
+        largest. Exchanges are listed part after part."""
+        if len(parts) == 1:
+            return parts[0]
+        joined = {"rows_h": jnp.concatenate, "bound_h": jnp.concatenate}
+        joined |= dict.fromkeys(("rounds", "fullest_pair"), _largest)
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(
+            **{
+                name: joined.get(name, sum)([getattr(part, name) for part in parts])
+                for name in names
+            }
+        )
 
     def over_devices(self, add=jnp.sum) -> "LayerSums":
         """Reduce every field over its device dim: [w, ..] to [..], or [l, w, ..] to
         [l, ..]. `add` is the reduction, such as jnp.max."""
-        of_experts = ("prob_e", "tokens_e")
+        are_vectors = ("prob_e", "tokens_e", "rows_h", "bound_h")
         sums = {}
         for field in dataclasses.fields(self):
             leaf = getattr(self, field.name)
-            axis = leaf.ndim - (2 if field.name in of_experts else 1)
+            axis = leaf.ndim - (2 if field.name in are_vectors else 1)
             sums[field.name] = add(leaf, axis=axis)
         return LayerSums(**sums)
+
+
+def _largest(values: list[Array]) -> Array:
+    """Return the largest of several numbers."""
+    return jnp.max(jnp.stack(values))
 
 
 @struct.dataclass
@@ -214,7 +247,8 @@ class RoutingStats:
     fullest_pair_l: Int[Array, " l"]
     """Maximum number of rows that one device had for one other."""
     fullest_device_l: Int[Array, " l"]
-    """Rows of the fullest device, summed over micro-batches."""
+    """Rows of the fullest device, summed over exchanges: those of micro-batches, and
+    with Moe.halves of each half."""
     bound_l: Int[Array, " l"]
     """Lower bound on fullest_device_l: no split over these replicas gives the fullest
     device fewer rows. The mean of rows, for splits that compute no bound."""

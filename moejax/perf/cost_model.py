@@ -77,7 +77,8 @@ class CostModel:
         return float(rows_w.max()) * self.flops_per_row / self.flops_per_sec
 
     def wire_sec(self, pair_ww: np.ndarray, layout: Layout) -> float:
-        """Return the time of one exchange of rows in each micro-batch (T_A2A).
+        """Return the time of one exchange of rows in each micro-batch (T_A2A), with
+        halves that of both.
 
         With ragged transport the device that sends or receives most, to or from others,
         decides how many rows travel; with padded transport whole buffers travel. In
@@ -86,12 +87,13 @@ class CostModel:
         """
         if layout.num_devices == 1:
             return 0.0
-        per_micro_batch_ww = layout.source_share * pair_ww / self.micro_batches
-        rounds, rows = _padded(float(per_micro_batch_ww.max()), layout)
+        num_exchanges = self.micro_batches * layout.num_exchanges
+        per_exchange_ww = layout.source_share * pair_ww / num_exchanges
+        rounds, rows = _padded(float(per_exchange_ww.max()), layout)
         if layout.transport == "ragged":
-            rows = _max_off_device(per_micro_batch_ww)
+            rows = _max_off_device(per_exchange_ww)
         sec = rows * self.bytes_per_row / self.bytes_per_sec + rounds * self.latency_sec
-        return self.micro_batches * sec
+        return num_exchanges * sec
 
     def sync_sec(self, layout: Layout, forward_sec: float = 0.0) -> float:
         """Return the exposed time in which one layer's weights reach their slots and

@@ -120,7 +120,8 @@ class Layout:
     is empty."""
     rows_per_peer: int
     """Number of rows that one device can send to one other device in round 0 of an
-    exchange (c). Each device has a send buffer of this size for every other device."""
+    exchange (c). Each device has a send buffer of this size for every other device, and
+    with `halves` one for each half."""
     transport: Transport = "padded"
     """How rows travel between devices: 'local' where there is no other device, 'padded'
     sends whole buffers, 'ragged' only the rows in use, and 'hierarchical' whole buffers
@@ -152,6 +153,9 @@ class Layout:
     copies_per_device: int = 0
     """Maximum number of copies of other devices' experts that one device holds, per
     layer. Only the stores 'transient' and 'resident' have copies."""
+    halves: bool = False
+    """Whether the tokens of a device are exchanged in two independent halves, so that
+    the rows of one travel while the other one's are computed."""
     prefetch: bool = False
     """Whether the weights of the next layer travel while this layer computes: copies of
     the store 'transient', or the experts that a domain gathers."""
@@ -220,6 +224,11 @@ class Layout:
         return 1 if self.tensor is None else self.tensor.num_windows
 
     @property
+    def num_exchanges(self) -> int:
+        """Number of exchanges of rows in each layer and micro-batch: 2 with halves."""
+        return 2 if self.halves else 1
+
+    @property
     def domain_size(self) -> int:
         """Number of devices in one domain; 1 without domains."""
         return 1 if self.domain is None else self.domain.num_devices
@@ -279,9 +288,12 @@ class Layout:
         `assignments_per_device` is n*k: n tokens of one source (`num_sources`) with k
         experts each. Without `rows_per_peer` the buffer holds `buffer_factor` times the
         even share n*k/w, rounded up to a multiple of 8 rows, where w is the number of
-        devices, or of domains where there are any. For w = 1 it holds n*k rows. Raises
-        ValueError for fields that do not fit together.
+        devices, or of domains where there are any. For w = 1 it holds n*k rows. With
+        halves n*k is that of one half. Raises ValueError for fields that do not fit
+        together.
         """
+        if kwargs.get("halves"):
+            assignments_per_device = -(-assignments_per_device // 2)
         tensor, domain = kwargs.get("tensor"), kwargs.get("domain")
         num_peers = num_devices if domain is None else num_devices // domain.num_devices
         senders = num_peers if tensor is None else tensor.num_senders(num_peers)

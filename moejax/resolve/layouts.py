@@ -24,6 +24,7 @@ def step_layout(cfg: Config, partition: Partition) -> Layout:
         exchange=cfg.dispatch.exchange,
         kernels=cfg.dispatch.kernels,
         fp8=cfg.dispatch.fp8,
+        halves=cfg.moe.halves,
         **partition.fields,
         **_store_fields(cfg, partition),
     )

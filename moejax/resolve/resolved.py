@@ -82,7 +82,8 @@ class Resolved:
         tokens = micro_batch_tokens(self.cfg)
         rows = self.communication.partition.source_tokens(tokens) * self.cfg.moe.top_k
         view = self.layout.exchanged
-        return min(1.0, rows / (view.num_devices * view.rows_per_peer))
+        room = view.num_exchanges * view.num_devices * view.rows_per_peer
+        return min(1.0, rows / room)
 
     def home_plan(self, layout: Layout | None = None) -> ExpertPlan:
         """Return the plan with every expert at its owner, for the step's layout or

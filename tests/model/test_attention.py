@@ -121,7 +121,7 @@ def extend(chunks: tuple[int, ...], position_bu, x_bud):
             )
             view = KvCacheView(cache.key_lbugi, cache.value_lbugi, jnp.int32(0))
             x_btd = x_bud[:, start:end]
-            out_btd, view = nnx.merge(graph, params)(x_btd, context, view)
+            (out_btd,), view = nnx.merge(graph, params)((x_btd,), (context,), view)
             outs.append(out_btd)
             cache = Cache(view.key_lbugi, view.value_lbugi, document_bu, jnp.int32(end))
         return jnp.concatenate(outs, axis=1)
@@ -154,7 +154,7 @@ def largest_array(implementation: str, num_tokens: int) -> int:
 
     def loss(params, x_btd):
         context = AttentionContext.from_windows(position_bt, cfg, True)
-        return jnp.sum(jnp.sin(nnx.merge(graph, params)(x_btd, context)[0]))
+        return jnp.sum(jnp.sin(nnx.merge(graph, params)((x_btd,), (context,))[0][0]))
 
     x_btd = jax.ShapeDtypeStruct((1, num_tokens, CFG.d_model), jnp.float32)
     run = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, x_btd).compile()

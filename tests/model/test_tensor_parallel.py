@@ -62,7 +62,7 @@ def attention(qk_norm: str) -> Part:
         context = AttentionContext.from_windows(
             jnp.asarray(POSITION_BT), cfg, is_separate=True
         )
-        return module(x_btd, context)[0]
+        return module((x_btd,), (context,))[0][0]
 
     return Part(lambda mesh: Attention(cfg, mesh, nnx.Rngs(0)), call)
 
@@ -72,7 +72,8 @@ PARTS = {
     "norms per head": attention("head"),
     "norms over all heads": attention("full"),
     "swiglu": Part(
-        lambda mesh: SwiGlu(CFG, F, mesh, nnx.Rngs(0)), lambda module, x: module(x)
+        lambda mesh: SwiGlu(CFG, F, mesh, nnx.Rngs(0)),
+        lambda module, x: module((x,))[0],
     ),
 }
 
@@ -252,7 +253,7 @@ def decode_token(topology: Topology):
     def step(params, cache, x_b1d, position_b1):
         context, document_bu = AttentionContext.from_cache(position_b1, cfg, cache)
         view = KvCacheView(cache.key_lbugi, cache.value_lbugi, jnp.int32(0))
-        y_b1d, view = nnx.merge(graph, params)(x_b1d, context, view)
+        (y_b1d,), view = nnx.merge(graph, params)((x_b1d,), (context,), view)
         after = Cache(view.key_lbugi, view.value_lbugi, document_bu, cache.num_tokens)
         return y_b1d, after
 

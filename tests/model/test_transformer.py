@@ -143,9 +143,14 @@ def test_grouped_queries_are_repeated_keys_and_values():
     x_btd = x_btd.astype(np.float32)
     position_bt = jnp.tile(jnp.arange(T), (2, 1))
     context = AttentionContext.from_windows(position_bt, SMALL, is_separate=False)
-    assert_close(
-        *jax.jit(lambda x: (grouped(x, context)[0], full(x, context)[0]))(x_btd)
-    )
+
+    @jax.jit
+    def both(x_btd):
+        (grouped_btd,), _ = grouped((x_btd,), (context,))
+        (full_btd,), _ = full((x_btd,), (context,))
+        return grouped_btd, full_btd
+
+    assert_close(*both(x_btd))
 
 
 def test_layers_are_where_the_rule_puts_them():

@@ -57,7 +57,7 @@ def make_case(mesh_name: str, k: int, shared: int, rows_per_peer=None, kind="sof
         modules = nnx.merge(graph, params, rest)
         setup = LayerSetup(moe, router, WIDTH, layout, mesh)
         y_btd, sums = modules["moe"](x_btd, placement, setup, forced_btk=forced_btk)
-        y_btd = y_btd + (modules["dense"](x_btd) if shared else 0.0)
+        y_btd = y_btd + (modules["dense"]((x_btd,))[0] if shared else 0.0)
         return jnp.sum(y_btd * weight_btd), (y_btd, sums)
 
     def defined(params, x_btd, forced_btk):
@@ -69,7 +69,7 @@ def make_case(mesh_name: str, k: int, shared: int, rows_per_peer=None, kind="sof
         names = ("gate_edf", "up_edf", "down_efd")
         y_nd = reference.moe(x_nd, routes, {n: getattr(layer, n)[...] for n in names})
         y_btd = y_nd.reshape(x_btd.shape)
-        y_btd = y_btd + (modules["dense"](x_btd) if shared else 0.0)
+        y_btd = y_btd + (modules["dense"]((x_btd,))[0] if shared else 0.0)
         return jnp.sum(y_btd * weight_btd), (y_btd, routes)
 
     step = functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)

@@ -34,7 +34,8 @@ def operands(seed=0, skew=1.0):
 def layer_sums(logit_ne, expert_nk, cfg):
     score_ne = routing.scores(logit_ne, cfg)
     sums = routing.balance_sums(score_ne, logit_ne, expert_nk, T)
-    return LayerSums(**sums, rows=0, rounds=1, dropped=0, fullest_pair=0, bound=0)
+    counts = {"rows_h": jnp.zeros(1, int), "bound_h": jnp.zeros(1, int)}
+    return LayerSums(**sums, **counts, rounds=1, dropped=0, fullest_pair=0)
 
 
 @functools.partial(jax.jit, static_argnums=2)
