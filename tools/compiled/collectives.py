@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import re
+from collections.abc import Sequence
 
 from moejax.perf.rates import Rates
 from tools.compiled.groups import axes_of, device_groups
@@ -79,12 +80,7 @@ class Collective:
     @property
     def scope(self) -> str:
         """Innermost named scope, such as 'dispatch', or ''."""
-        *path, _ = self.op_name.split("/")
-        for part in reversed(path):
-            match = _SCOPE.fullmatch(part)
-            if match and match[1] not in _NO_SCOPES:
-                return match[1]
-        return ""
+        return innermost_scope(self.op_name)
 
     def seconds(self, devices_per_node: int, rates: Rates) -> float:
         """Return the seconds of one run by the rates of the links, all its bytes on the
@@ -123,6 +119,17 @@ class Collective:
             inside / rates.nvlink_bytes_per_sec * (per_node > 1),
             across / rates.infiniband_bytes_per_sec,
         )
+
+
+def innermost_scope(op_name: str, but: Sequence[str] = ()) -> str:
+    """Return the innermost named scope of an instruction that is none of `but`, or
+    ''."""
+    *path, _ = op_name.split("/")
+    for part in reversed(path):
+        match = _SCOPE.fullmatch(part)
+        if match and match[1] not in (*_NO_SCOPES, *but):
+            return match[1]
+    return ""
 
 
 def count_runs(module: Module, unknown_trip_count: int = 0) -> dict[str, int]:

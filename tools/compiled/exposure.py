@@ -1,21 +1,25 @@
-"""Estimate which share of the collectives' time is hidden by other work.
+"""Estimate which share of the collectives' time is hidden by other work, and say why
+the rest is not.
 
-XLA's text is a schedule: between the start and the done of a collective stands what the
-device computes meanwhile. Seconds are estimates by stated rates. Collectives run one
-after another in the order of their starts, beside one stream of other work, so a second
-of work hides a second of one collective at most. Work counts as hiding only where it
-neither needs the collective's data nor gives it any.
+XLA's text is a schedule, which tools/compiled/schedule.py walks through. Seconds are
+estimates by stated rates.
 """
 
 import collections
 import dataclasses
+from collections.abc import Iterable
 
 from moejax.perf.rates import Rates
 from tools.compiled import collectives
 from tools.compiled.collectives import Collective
-from tools.compiled.hlo import Computation, Instruction, Module
-from tools.compiled.work import HOPPER_ATTENTION, Estimator, Work
+from tools.compiled.hlo import Module
+from tools.compiled.reasons import REASONS, Cause, find_cause
+from tools.compiled.schedule import Piece, Schedule
+from tools.compiled.work import Work
 
+EXPOSED_SHARE, EXPOSED_SEC = 0.05, 1e-4
+"""Share of a collective's seconds, and seconds in a step, above which the report says
+why they are exposed."""
 _MIB = 2**20
 
 
@@ -26,8 +30,25 @@ class Exposure:
     collective: Collective
     seconds: float
     hidden_sec: float
-    beside: dict[str, float]
-    """Seconds of the work that hides it or could, by what it is, the longest first."""
+    exposed_by: dict[str, float]
+    """Exposed seconds by reason, one of REASONS."""
+    beside: tuple[Piece, ...]
+    """The work between start and done that is independent of it."""
+    cause: Cause
+    """Why it is exposed, and how much work is independent of it."""
+
+    @property
+    def beside_sec(self) -> dict[str, float]:
+        """Seconds of the work that hides it or could, by what it is and its source
+        line, the longest first."""
+        return _longest_first((p.description, p.seconds) for p in self.beside)
+
+    @property
+    def products_beside_sec(self) -> dict[str, float]:
+        """Seconds of the products between start and done that are independent of it, by
+        scope and operation, the longest first: 'experts/grouped_rows', 'dense/dot'."""
+        products = (piece.products.items() for piece in self.beside)
+        return _longest_first(item for items in products for item in items)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +58,7 @@ class Summary:
     rates: Rates
     exposures: list[Exposure]
     work: Work
-    """Of a whole step on one device."""
+    """Work of a whole step on one device."""
     compute_sec: float
     """Estimated seconds of all work on one device, without collectives."""
     num_remat_ops: int
@@ -178,8 +199,7 @@ def summary(
             f"of {devices_per_node}"
         )
     found = collectives.find(module, mesh_shape, rates.unknown_trip_count)
-    schedule = _Schedule(module, found, devices_per_node, rates)
-    entry = schedule.run(module.computations[module.entry])
+    schedule = Schedule(module, found, devices_per_node, rates)
     runs = collectives.count_runs(module, rates.unknown_trip_count)
     scheduled = [
         instruction
@@ -189,173 +209,39 @@ def summary(
     ]
     return Summary(
         rates=rates,
-        exposures=schedule.exposures(),
-        work=entry.work,
-        compute_sec=entry.seconds,
+        exposures=_exposures(schedule, found),
+        work=schedule.entry.work,
+        compute_sec=schedule.entry.seconds,
         num_remat_ops=sum("rematted_computation" in i.op_name for i in scheduled),
         num_xla_remat_ops=sum(collectives.is_xla_remat(i) for i in scheduled),
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Span:
-    """One run of an instruction or of a whole computation."""
-
-    seconds: float = 0.0
-    hiding_sec: float = 0.0
-    """Part of `seconds` that hides collectives inside it."""
-    work: Work = Work()
-
-    def __add__(self, other: "_Span") -> "_Span":
-        return _Span(
-            self.seconds + other.seconds,
-            self.hiding_sec + other.hiding_sec,
-            self.work + other.work,
+def _exposures(schedule: Schedule, found: list[Collective]) -> list[Exposure]:
+    """Return all collectives with their seconds; those of one start share what is
+    hidden in proportion."""
+    causes: dict[tuple[str, str], Cause] = {}
+    exposures = []
+    for collective in found:
+        timeline = schedule.timelines[collective.computation]
+        flight = timeline.flights[collective.name]
+        key = collective.computation, collective.name
+        if key not in causes:
+            causes[key] = find_cause(timeline, flight)
+        seconds = collective.seconds(schedule.devices_per_node, schedule.rates)
+        share = seconds / flight.seconds if flight.seconds else 0.0
+        by_reason = causes[key].exposed_by.items()
+        exposures.append(
+            Exposure(
+                collective=collective,
+                seconds=seconds,
+                hidden_sec=share * flight.hidden_sec,
+                exposed_by={reason: share * sec for reason, sec in by_reason},
+                beside=tuple(timeline.beside(flight)),
+                cause=causes[key],
+            )
         )
-
-    def times(self, count: int) -> "_Span":
-        return _Span(
-            count * self.seconds, count * self.hiding_sec, self.work.times(count)
-        )
-
-
-@dataclasses.dataclass
-class _Flight:
-    """A collective between its start and its done."""
-
-    collectives: list[Collective]
-    """One, or several that one start wraps."""
-    done: str | None
-    seconds: float
-    remaining_sec: float
-    needed: set[str]
-    """Instructions of which it needs data."""
-    tainted: set[str]
-    """Instructions that need its data, and the start."""
-    beside: dict[str, float] = dataclasses.field(
-        default_factory=lambda: collections.defaultdict(float)
-    )
-
-    def is_independent(self, instruction: Instruction) -> bool:
-        """Return whether an instruction neither needs this collective's data nor gives
-        it any. Call it for all instructions in the order of the schedule."""
-        waits = not self.tainted.isdisjoint(instruction.operands) or any(
-            name in self.tainted and name != self.collectives[0].name
-            for name in instruction.control_predecessors
-        )
-        if waits:
-            self.tainted.add(instruction.name)
-        return not waits and instruction.name not in self.needed
-
-
-class _Schedule:
-    """Walks through the schedules of a module, each once."""
-
-    def __init__(
-        self,
-        module: Module,
-        found: list[Collective],
-        devices_per_node: int,
-        rates: Rates,
-    ):
-        self.module, self.rates = module, rates
-        self.devices_per_node = devices_per_node
-        self.estimator = Estimator(module)
-        self.found = found
-        self.by_start: dict[tuple[str, str], list[Collective]] = {}
-        for collective in found:
-            key = collective.computation, collective.name
-            self.by_start.setdefault(key, []).append(collective)
-        self.spans: dict[str, _Span] = {}
-        self.flights: dict[tuple[str, str], _Flight] = {}
-
-    def run(self, computation: Computation) -> _Span:
-        """Return one run of a computation; its collectives are in `flights` then."""
-        if computation.name in self.spans:
-            return self.spans[computation.name]
-        total, in_flight = _Span(), []
-        for instruction in computation:
-            key = computation.name, instruction.name
-            if key in self.by_start:
-                flight = self._start(computation, instruction, self.by_start[key])
-                self.flights[key] = flight
-                # Earlier ones may give it data or wait for it.
-                for other in in_flight:
-                    other.is_independent(instruction)
-                if flight.collectives[0].is_async:
-                    in_flight.append(flight)
-                continue
-            in_flight = [f for f in in_flight if f.done != instruction.name]
-            span = self._span(computation, instruction)
-            free_sec = span.seconds - span.hiding_sec
-            hiding_sec = 0.0
-            for flight in in_flight:
-                if not flight.is_independent(instruction) or not span.seconds:
-                    continue
-                flight.beside[_describe(self.module, instruction)] += span.seconds
-                used = min(free_sec - hiding_sec, flight.remaining_sec)
-                flight.remaining_sec -= used
-                hiding_sec += used
-            total += dataclasses.replace(span, hiding_sec=span.hiding_sec + hiding_sec)
-        self.spans[computation.name] = total
-        return total
-
-    def exposures(self) -> list[Exposure]:
-        """Return all collectives with their seconds; those of one start share what is
-        hidden in proportion."""
-        results = []
-        for collective in self.found:
-            seconds = collective.seconds(self.devices_per_node, self.rates)
-            key = collective.computation, collective.name
-            flight = self.flights[key]
-            share = 0.0
-            if flight.seconds:
-                share = 1 - flight.remaining_sec / flight.seconds
-            beside = sorted(flight.beside.items(), key=lambda item: -item[1])
-            results.append(Exposure(collective, seconds, share * seconds, dict(beside)))
-        return results
-
-    def _start(
-        self,
-        computation: Computation,
-        instruction: Instruction,
-        members: list[Collective],
-    ) -> _Flight:
-        seconds = sum(c.seconds(self.devices_per_node, self.rates) for c in members)
-        needed: set[str] = set()
-        pending = list(instruction.operands)
-        while pending:
-            name = pending.pop()
-            if name not in needed:
-                needed.add(name)
-                pending += computation.instructions[name].operands
-        done = collectives.find_done(computation, instruction)
-        return _Flight(members, done, seconds, seconds, needed, {instruction.name})
-
-    def _span(self, computation: Computation, instruction: Instruction) -> _Span:
-        """Return one run of an instruction that is no collective."""
-        if instruction.opcode == "while":
-            trips = instruction.trip_count
-            trips = self.rates.unknown_trip_count if trips is None else trips
-            parts = self.module.callees(instruction, "body", "condition")
-            return sum(map(self.run, parts), _Span()).times(trips)
-        if instruction.opcode in ("conditional", "call"):
-            branches = map(self.run, self.module.callees(instruction))
-            # Where documents are many, attention by cuDNN goes on in blocks: the other
-            # branch, whose loops of unknown length would count too little.
-            return max(branches, key=lambda s: (s.work.attention_flops > 0, s.seconds))
-        work = self.estimator.work(computation, instruction)
-        return _Span(work.seconds(self.rates), 0.0, work)
-
-
-def _describe(module: Module, instruction: Instruction) -> str:
-    """Return a short name of an instruction: what it is, and its source line."""
-    name = instruction.op_name.rsplit("/", 1)[-1] or instruction.opcode
-    for kernel in _KERNELS:
-        if kernel in instruction.op_name or kernel in instruction.name:
-            name = kernel
-    source = module.source(instruction)
-    return f"{name} {source}".strip()
+    return exposures
 
 
 def _hidden_share(exposures: list[Exposure]) -> float | None:
@@ -367,12 +253,13 @@ def _hidden_share(exposures: list[Exposure]) -> float | None:
 def _row(group: list[Exposure]) -> dict:
     """Return the record of collectives that are alike."""
     first = group[0].collective
-    beside: dict[str, float] = collections.defaultdict(float)
-    for e in group:
-        for name, seconds in e.beside.items():
-            beside[name] += seconds * e.collective.runs
     seconds = sum(e.seconds * e.collective.runs for e in group)
     hidden = sum(e.hidden_sec * e.collective.runs for e in group)
+    beside = _longest_first(
+        (name, sec * e.collective.runs)
+        for e in group
+        for name, sec in e.beside_sec.items()
+    )
     return {
         "kind": first.kind,
         "parts": [dataclasses.asdict(part) for part in first.parts],
@@ -390,9 +277,39 @@ def _row(group: list[Exposure]) -> dict:
         "seconds": seconds,
         "exposed_sec": seconds - hidden,
         "hidden_share": _hidden_share(group),
-        "beside": dict(sorted(beside.items(), key=lambda item: -item[1])[:3]),
+        "beside": dict(list(beside.items())[:3]),
+        **_reasons(group, seconds, seconds - hidden),
         "names": [e.collective.name for e in group],
     }
+
+
+def _reasons(group: list[Exposure], seconds: float, exposed_sec: float) -> dict:
+    """Return the fields of a row that say why its collectives are exposed. `reason` and
+    `why` are None where little is exposed."""
+    sec = {
+        reason: sum(e.exposed_by[reason] * e.collective.runs for e in group)
+        for reason in REASONS
+    }
+    reason = why = None
+    if exposed_sec > max(EXPOSED_SEC, EXPOSED_SHARE * seconds):
+        reason = max(sec, key=sec.__getitem__)
+        worst = max(group, key=lambda e: e.exposed_by[reason] * e.collective.runs)
+        why = worst.cause.text(reason)
+    independent = (e.cause.independent_sec * e.collective.runs for e in group)
+    return {
+        "independent_sec": sum(independent),
+        "exposed_by": sec,
+        "reason": reason,
+        "why": why,
+    }
+
+
+def _longest_first(items: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the sums of the seconds of each name, the longest first."""
+    sums: dict[str, float] = collections.defaultdict(float)
+    for name, seconds in items:
+        sums[name] += seconds
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
 def percent(share: float | None) -> str:
@@ -400,11 +317,4 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
-_KERNELS = (
-    "grouped_rows",
-    "grouped_matrices",
-    "dot_product_attention",
-    *HOPPER_ATTENTION,
-)
-"""Kernels that are called by their own names."""
 _NOT_COUNTED = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")

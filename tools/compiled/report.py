@@ -79,7 +79,12 @@ def make_report(
         "warnings": list(warnings),
         "notes": list(step.notes),
     } | found
-    tables = (memory_table(held), largest_table(held), travel_table(travels))
+    tables = (
+        memory_table(held),
+        largest_table(held),
+        travel_table(travels),
+        exposed_table(travels),
+    )
     lines = tuple(_lines(step, target, travels, attention))
     return Report(record, lines, tables, warnings, step.notes)
 
@@ -169,12 +174,12 @@ def travel_table(travels: Summary) -> Table:
             f"{1e3 * row['exposed_sec']:.2f}",
             f"{1e3 * row['seconds']:.2f}",
             _hidden(row),
-            row["kind"] + ("" if row["is_ours"] else " (partitioner)"),
+            _kind(row),
             row["dtypes"],
             f"{row['num_bytes'] / 2**20:.2f}",
             " ".join(row["axes"]),
             str(row["runs"]),
-            f"{row['phase']} {row['scope']}".strip(),
+            _where(row),
             row["source"] or "-",
             next(iter(row["beside"]), "-"),
         )
@@ -185,6 +190,36 @@ def travel_table(travels: Summary) -> Table:
         "where", "source", "longest beside it",
     )  # fmt: skip
     return Table("collectives in a step", columns, tuple(rows))
+
+
+def exposed_table(travels: Summary) -> Table:
+    """Return the table of the collectives of which much is exposed, with the reason.
+    Seconds in a reason are those of one run."""
+    rows = [
+        (
+            f"{1e3 * row['exposed_sec']:.2f}",
+            f"{1e3 * row['seconds']:.2f}",
+            _kind(row),
+            str(row["runs"]),
+            _where(row),
+            row["reason"],
+            row["why"],
+        )
+        for row in travels.rows()
+        if row["reason"]
+    ]
+    columns = ("exposed ms", "ms", "collective", "runs", "where", "reason", "why")
+    return Table("what stays exposed, and why", columns, tuple(rows))
+
+
+def _kind(row: dict) -> str:
+    """Return the kind of a collective, and whether the partitioner made it."""
+    return row["kind"] + ("" if row["is_ours"] else " (partitioner)")
+
+
+def _where(row: dict) -> str:
+    """Return the phase and the scope of a collective."""
+    return f"{row['phase']} {row['scope']}".strip()
 
 
 def _hidden(row: dict) -> str:

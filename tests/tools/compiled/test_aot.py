@@ -90,6 +90,20 @@ def test_row_exchanges_are_found_and_no_large_float32_travels(toy):
 
 @pytest.mark.slow
 @pytest.mark.aot
+def test_exposed_seconds_are_divided_among_reasons(toy):
+    """The collectives of a toy are too short for the table to list them."""
+    text, record, page = toy
+    for row in record["collectives"]:
+        parts = row["exposed_by"]
+        assert sum(parts.values()) == pytest.approx(row["exposed_sec"], abs=1e-12)
+        assert row["is_async"] or not sum(parts.values()) - parts["synchronous"]
+        assert row["independent_sec"] >= row["seconds"] - row["exposed_sec"] - 1e-12
+    for written in (text, page):
+        assert "what stays exposed, and why" in written
+
+
+@pytest.mark.slow
+@pytest.mark.aot
 def test_the_page_says_what_the_text_says(toy):
     text, record, page = toy
     assert page.startswith("<!doctype html>")
