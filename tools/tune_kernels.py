@@ -19,28 +19,24 @@ input; 3 there is no Hopper GPU here.
 import argparse
 import datetime
 import functools
-import os
 import pathlib
 import secrets
 import sys
 import time
 from collections.abc import Callable
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
+sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
-from tools.bench.grouped_dot import commit, parse_names  # noqa: E402
+from tools.bench import program  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
-from train.launch.program import CRASHED, DONE, emit, guarded, refuse  # noqa: E402
+from train.launch.program import CRASHED, DONE, emit, refuse  # noqa: E402
 
 LIMIT_SEC = 300
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    # JAX reads this when it is imported, which only later functions do.
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
-    return guarded(lambda: work(args), as_json=args.json)
+    return program.run(work, args, is_gpu=True)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -100,10 +96,10 @@ def work(args: argparse.Namespace) -> int:
     from moejax.kernels.shapes import MODEL_SHAPES, SKEWS
     from tools.bench import tune_cases, tune_search
 
-    names = parse_names("shapes", args.shapes, MODEL_SHAPES)
+    names = program.parse_names("shapes", args.shapes, MODEL_SHAPES)
     shapes = {name: MODEL_SHAPES[name] for name in names}
-    passes = parse_names("passes", args.passes, tuning.PASSES)
-    skews = parse_names("skews", args.skews, SKEWS)
+    passes = program.parse_names("passes", args.passes, tuning.PASSES)
+    skews = program.parse_names("skews", args.skews, SKEWS)
     if not args.limit_sec > 0:
         raise ValueError(f"--limit_sec {args.limit_sec} must be above 0")
     kind = hopper_here()
@@ -196,7 +192,7 @@ def add_bucket(record: dict, row: dict) -> dict:
     import jax
 
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    about = {"when": now, "jax": jax.__version__, "commit": commit()}
+    about = {"when": now, "jax": jax.__version__, "commit": program.commit()}
     key, tiles = row["bucket"], row["tiles"]
     figures = {k: v for k, v in row.items() if k not in ("bucket", "tiles")}
     return {

@@ -14,6 +14,7 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Callable
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # this folder's modules are train.x, never top-level names
@@ -89,7 +90,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
+    _add_run(parser.add_argument)
+    _add_dry_run(parser.add_argument)
+    _add_output(parser.add_argument)
+    add_flags(parser)
+    return parser.parse_args(argv)
+
+
+def _add_run(add: Callable) -> None:
+    """Add the arguments that say what is trained, where and from which step."""
     add(
         "--gin_file",
         action="append",
@@ -125,6 +134,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="continue from the checkpoint of step N, and rename later ones (default: "
         "from the newest)",
     )
+
+
+def _add_dry_run(add: Callable) -> None:
+    """Add the arguments of a run that trains nothing."""
     add(
         "--dry_run",
         action="store_true",
@@ -146,6 +159,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         f"{', '.join(target.names())}, or a file like those of moejax/perf/targets "
         "(default: h100, or this machine where devices are simulated)",
     )
+
+
+def _add_output(add: Callable) -> None:
+    """Add the arguments that say what is printed and recorded."""
     add(
         "--print_config",
         action="store_true",
@@ -168,8 +185,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="A:B",
         help=f"{HELP} (default: no steps)",
     )
-    add_flags(parser)
-    return parser.parse_args(argv)
 
 
 def run_directory(cfg: Config, args: argparse.Namespace) -> pathlib.Path:

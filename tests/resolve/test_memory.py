@@ -1,5 +1,5 @@
-"""What the predicted memory of a step follows. How near it is to compiled steps is
-tested in tests/tools/compiled/test_goldens.py."""
+"""Laws of the predicted memory of a step. tests/tools/compiled/test_goldens.py compares
+it with compiled steps."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What cuDNN's kernels for packed documents compute, in JAX, for machines without one.
+"""Attention over packed documents in JAX, in place of cuDNN's kernels where no GPU is.
 
 Each function takes the place of a primitive in jax._src.cudnn. It reads documents from
 the flat buffers by their offsets and lengths, as cuDNN does, and fills the places past

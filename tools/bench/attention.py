@@ -33,25 +33,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
+sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])
 
+from tools.bench import program  # noqa: E402
 from tools.bench.turns import median_sec  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
-from train.launch.program import (  # noqa: E402
-    CRASHED,
-    DONE,
-    emit,
-    guarded,
-    refuse,
-    restart_with_huge_pages,
-)
+from train.launch.program import CRASHED, DONE, emit, refuse  # noqa: E402
 
 IMPLS = ("masked", "masked_cudnn", "blocked", "hopper", "cudnn")
 BASELINES = ("masked", "masked_cudnn")
 """Forms that get a mask, and no first keys."""
 NEED_GPU = ("masked_cudnn", "hopper", "cudnn")
-DTYPES = {"cpu": "float32", "gpu": "bfloat16"}
 MAX_ERROR = {"float32": 1e-5, "bfloat16": 2e-2}
 """Largest ||x - y|| / ||y|| of an array of two implementations. Both round to the
 dtype."""
@@ -76,24 +68,15 @@ class WrongResult(Exception):
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    if argv is None and args.device == "cpu":
-        restart_with_huge_pages()
-    if args.device == "cpu":
-        os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
-    return guarded(lambda: work(args), as_json=args.json)
+    is_gpu = args.device == "gpu"
+    return program.run(work, args, is_gpu=is_gpu, has_huge_pages=argv is None)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add(
-        "--device",
-        choices=("cpu", "gpu"),
-        default="cpu",
-        help="device to measure; gpu is the first GPU of this machine",
-    )
-    add("--impls", default=",".join(IMPLS), help="implementations with commas between")
+    program.add_device(parser, MAX_ERROR)
+    add("--impls", default="all", help="implementations with commas between")
     add(
         "--lengths",
         default="512,1024,2048,4096,8192",
@@ -114,24 +97,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--heads", type=int, default=8, help="query heads")
     add("--key_heads", type=int, default=2, help="heads of keys and values")
     add("--width", type=int, default=64, help="width of a head")
-    add(
-        "--dtype",
-        choices=tuple(MAX_ERROR),
-        help="dtype of all arrays (default: float32 on a CPU, bfloat16 on a GPU)",
-    )
-    add(
-        "--repeats",
-        type=int,
-        default=5,
-        help="number of times that each program is measured; medians are kept",
-    )
+    program.add_repeats(parser, 5)
     add("--seed", type=int, default=0, help="random seed of arrays and documents")
     return parser.parse_args(argv)
 
 
 def work(args: argparse.Namespace) -> int:
     sizes = args.batch, args.heads, args.key_heads, args.width
-    settings = Settings(args.device, args.dtype or DTYPES[args.device], *sizes)
+    settings = Settings(args.device, args.dtype or program.DTYPES[args.device], *sizes)
     if min(*sizes, args.repeats) < 1 or args.heads % args.key_heads:
         raise ValueError(
             f"--batch {args.batch}, --heads {args.heads}, --key_heads {args.key_heads},"
@@ -145,13 +118,10 @@ def work(args: argparse.Namespace) -> int:
     for number in documents:
         if lengths and number > min(lengths):
             raise ValueError(f"--documents {number} in --lengths {min(lengths)} tokens")
-    impls = parse_impls(args.impls)
+    impls = program.parse_names("impls", args.impls, IMPLS)
     import jax
 
-    try:
-        device = jax.devices(args.device)[0]
-    except RuntimeError:
-        raise ValueError("--device gpu, but there is no GPU here: use cpu") from None
+    device = program.first_device(args.device)
     here = find_here(impls, settings, [*lengths, *memory_lengths])
     record = {
         "device": device.device_kind,
@@ -200,15 +170,6 @@ def parse_numbers(name: str, text: str) -> list[int]:
     if min(numbers) < 1:
         raise ValueError(f"--{name} {text} must be numbers of at least 1")
     return numbers
-
-
-def parse_impls(text: str) -> list[str]:
-    """Return the names of implementations in `text`, with commas between."""
-    impls = text.split(",")
-    for impl in impls:
-        if impl not in IMPLS:
-            raise ValueError(f"--impls has '{impl}', which is none of {list(IMPLS)}")
-    return impls
 
 
 def find_here(
@@ -316,8 +277,8 @@ def time_case(
         documents = jnp.asarray(first_bt)
         if impl in BASELINES:
             documents = (documents[:, :, None] == documents[:, None, :])[:, None]
-        program = compiled(impl, settings, t)
-        calls[impl] = functools.partial(program, *args, documents)
+        call = compiled(impl, settings, t)
+        calls[impl] = functools.partial(call, *args, documents)
     expected, errors = jax.device_get(calls[impls[0]]()), {}
     for impl in impls:
         actual = jax.device_get(calls[impl]())

@@ -20,53 +20,32 @@ computes something else, 2 bad input, 3 the machine failed.
 import argparse
 import dataclasses
 import datetime
-import difflib
 import json
-import os
 import pathlib
 import secrets
-import subprocess
 import sys
 from collections.abc import Iterable
 from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
+sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])
 
+from tools.bench import program  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
-from train.launch.program import (  # noqa: E402
-    CRASHED,
-    DONE,
-    emit,
-    guarded,
-    refuse,
-    restart_with_huge_pages,
-)
+from train.launch.program import CRASHED, DONE, emit, refuse  # noqa: E402
 
 Rows = list[dict]
-
-DTYPES = {"cpu": "float32", "gpu": "bfloat16"}
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    if argv is None and args.device == "cpu":
-        restart_with_huge_pages()
-    if args.device == "cpu":
-        os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
-    return guarded(lambda: work(args), as_json=args.json)
+    is_gpu = args.device == "gpu"
+    return program.run(work, args, is_gpu=is_gpu, has_huge_pages=argv is None)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     add = parser.add_argument
-    add(
-        "--device",
-        choices=("cpu", "gpu"),
-        default="cpu",
-        help="device to measure; gpu is the first GPU of this machine",
-    )
+    program.add_device(parser, ("float32", "float16", "bfloat16"))
     add(
         "--shapes",
         default="all",
@@ -89,17 +68,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="implementations with commas between, as in"
         " tools/bench/grouped_dot_peers.py",
     )
-    add(
-        "--dtype",
-        choices=("float32", "float16", "bfloat16"),
-        help="dtype of all arrays (default: float32 on a CPU, bfloat16 on a GPU)",
-    )
-    add(
-        "--repeats",
-        type=int,
-        default=7,
-        help="number of times that each program is measured; medians are kept",
-    )
+    program.add_repeats(parser, 7)
     add(
         "--seed",
         type=int,
@@ -125,16 +94,17 @@ def work(args: argparse.Namespace) -> int:
     from tools.bench import grouped_dot_peers as peers
 
     known = CPU_SHAPES if args.device == "cpu" else MODEL_SHAPES
-    shapes = {name: known[name] for name in parse_names("shapes", args.shapes, known)}
-    passes = parse_names("passes", args.passes, cases.PASSES)
+    names = program.parse_names("shapes", args.shapes, known)
+    shapes = {name: known[name] for name in names}
+    passes = program.parse_names("passes", args.passes, cases.PASSES)
     here = peers.ON_CPU if args.device == "cpu" else peers.IMPLEMENTATIONS
     if args.repeats < 1:
         raise ValueError(f"--repeats {args.repeats} must be at least 1")
     settings = jobs.Settings(
         args.device,
-        args.dtype or DTYPES[args.device],
-        parse_names("skews", args.skews, SKEWS),
-        parse_names("impls", args.impls, here),
+        args.dtype or program.DTYPES[args.device],
+        program.parse_names("skews", args.skews, SKEWS),
+        program.parse_names("impls", args.impls, here),
         args.repeats,
         secrets.randbits(31) if args.seed is None else args.seed,
     )
@@ -160,53 +130,19 @@ def work(args: argparse.Namespace) -> int:
     return DONE
 
 
-def parse_names(option: str, text: str, known: Iterable[str]) -> list[str]:
-    """Return the names in `text`, with commas between, in their order; or all known
-    names for 'all'. Raises ValueError for an unknown name."""
-    if text == "all":
-        return list(known)
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
-            raise ValueError(
-                f"--{option} has '{name}', which is none of {', '.join(known)} here: "
-                f"did you mean '{near[0]}'?"
-            )
-    return names
-
-
 def describe_run(settings) -> dict[str, Any]:
     """Return the fields that all rows have in common."""
     import jax
 
-    try:
-        device = jax.devices(settings.device)[0]
-    except RuntimeError:
-        raise ValueError("--device gpu, but there is no GPU here: use cpu") from None
     return {
-        "device": device.device_kind,
+        "device": program.first_device(settings.device).device_kind,
         "dtype": settings.dtype,
         "jax": jax.__version__,
-        "commit": commit(),
+        "commit": program.commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "repeats": settings.repeats,
         "seed": settings.seed,
     }
-
-
-def commit() -> str:
-    """Return the short name of the commit that is checked out, with a + if files differ
-    from it; 'unknown' outside a repository."""
-    git = ["git", "-C", str(ROOT)]
-    try:
-        name = subprocess.check_output(
-            [*git, "rev-parse", "--short", "HEAD"], text=True
-        )
-        changed = subprocess.check_output([*git, "status", "--porcelain"], text=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return name.strip() + ("+" if changed.strip() else "")
 
 
 KERNELS = {

@@ -36,6 +36,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
+from tools.bench.program import add_variants, read_variants  # noqa: E402
 from tools.bench.turns import in_turns  # noqa: E402
 from tools.launch.arguments import add_gin_flags, new_parser  # noqa: E402
 from train.config import gin_reader  # noqa: E402
@@ -73,13 +74,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--part", choices=PARTS, required=True, help="what to measure")
     add_gin_flags(parser, "configs/tiny_cpu.gin")
-    add(
-        "--variant",
-        action="append",
-        default=[],
-        help="of --part steps: name and settings of a variant: 'name: Class.field = "
-        "value; ..'; repeated for each variant, the reference first",
-    )
+    add_variants(parser, "--part steps")
     add("--steps", type=int, default=100, help="steps of a variant in a turn")
     add("--turns", type=int, default=5, help="number of turns, whose medians are kept")
     return parser.parse_args(argv)
@@ -100,15 +95,8 @@ def work(args: argparse.Namespace) -> int:
 
 def measure_steps(args: argparse.Namespace, folder: pathlib.Path) -> dict:
     """Train under each variant in turns; return times and the cost of a save."""
-    cfgs = {}
-    for text in args.variant:
-        name, _, params = text.partition(":")
-        own = [param.strip() for param in params.split(";") if param.strip()]
-        steps = f"Train.num_steps = {args.steps}"
-        params = [*args.gin_param, steps, "Train.eval_every_steps = 1000000", *own]
-        cfgs[name.strip()] = gin_reader.load(args.gin_file, params)
-    if len(cfgs) < 2:
-        raise ValueError("give at least two --variant with different names")
+    params = f"Train.num_steps = {args.steps}", "Train.eval_every_steps = 1000000"
+    cfgs = read_variants(args, params)
     start(next(iter(cfgs.values())))
     from train.job import prepare
 

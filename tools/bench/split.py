@@ -35,12 +35,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
+sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])
 
+from tools.bench import program  # noqa: E402
 from tools.bench.split_cases import SKEWS, Size, SplitCase, make_case  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
-from train.launch.program import DONE, emit, guarded  # noqa: E402
+from train.launch.program import DONE, emit  # noqa: E402
 
 SIZES = "64/8/2,128/16/2,256/64/2,256/64/4"
 OURS, BASELINE = "water_fill", "highs_callback"
@@ -74,10 +74,7 @@ class Measurement(NamedTuple):
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    if not args.gpu:
-        os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
-    return guarded(lambda: work(args), as_json=args.json)
+    return program.run(work, args, is_gpu=args.gpu)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -88,12 +85,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=SIZES,
         help="sizes experts/devices/replicas with commas between",
     )
-    add(
-        "--repeats",
-        type=int,
-        default=5,
-        help="number of times that each variant is measured; medians are kept",
-    )
+    program.add_repeats(parser, 5)
     add(
         "--micro_batches",
         type=int,
@@ -115,12 +107,7 @@ def work(args: argparse.Namespace) -> int:
     for name in ("repeats", "micro_batches", "tokens"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
-    import jax
-
-    try:
-        device = jax.devices("gpu" if args.gpu else "cpu")[0]
-    except RuntimeError:
-        raise ValueError("--gpu, but there is no GPU here: leave it out") from None
+    device = program.first_device("gpu" if args.gpu else "cpu")
     record = {
         "device": device.device_kind,
         "cores": os.cpu_count(),

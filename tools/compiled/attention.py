@@ -1,4 +1,4 @@
-"""Which kernels of attention a compiled step calls, and whether it has an array [t, t].
+"""Find the kernels of attention that a compiled step calls, and its arrays [t, t].
 
 An array that has two dims of the window's length t is as large as a mask or the scores
 of attention. A step whose attention goes on in blocks has none.
@@ -27,12 +27,12 @@ class SquareArray(NamedTuple):
 
 
 class CompiledAttention(NamedTuple):
-    """What a compiled step has of attention."""
+    """Kernels of attention in a compiled step, and its largest array [t, t]."""
 
     calls: dict[str, int]
     """Calls of kernels in the text, by name; one in the body of a loop counts once."""
     largest_square: SquareArray | None
-    """The largest of its kind; None where there is none."""
+    """The largest array [t, t]; None where there is none."""
     window: int
     """Length t of a window."""
     is_width: bool

@@ -53,7 +53,7 @@ class Exposure:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What a compiled step exchanges, hides and computes again."""
+    """Collectives of a compiled step, other work, and what is computed again."""
 
     rates: Rates
     exposures: list[Exposure]
@@ -184,7 +184,8 @@ def summary(
     devices_per_node: int,
     rates: Rates,
 ) -> Summary:
-    """Return what a compiled step exchanges, hides and computes again.
+    """Return the collectives of a compiled step, their hidden shares, its other work,
+    and what it computes again.
 
     `mesh_shape` has the size of each axis, the slowest first; devices are numbered in
     this order, and each `devices_per_node` of them in a row are a node. Raises

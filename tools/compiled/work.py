@@ -10,11 +10,11 @@ from tools.compiled.hlo import Array, Computation, Instruction, Module
 
 
 class Work(NamedTuple):
-    """What an instruction computes, reads and writes in one run."""
+    """FLOPs and bytes of one run of an instruction."""
 
     dense_flops: float = 0.0
     grouped_flops: float = 0.0
-    """Products of experts, of all rows of their buffers."""
+    """FLOPs of experts' products, of all rows of their buffers."""
     attention_flops: float = 0.0
     num_bytes: float = 0.0
     """Bytes read and written in HBM."""

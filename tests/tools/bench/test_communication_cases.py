@@ -11,6 +11,7 @@ from moejax.perf.calibration import Calibration
 from moejax.plan.layout import Topology
 from tools.bench import communication, communication_cases
 from tools.bench.communication_cases import BenchedLayer, bytes_leaving, make_layout
+from tools.bench.process_turns import time_runs
 from tools.testbed import links
 
 SHAPE = {
@@ -153,7 +154,7 @@ def test_a_tiny_run(tmp_path, capfd, monkeypatch):
 def test_times_are_of_the_right_run_whatever_the_order():
     pauses = (0.02, 0.001, 0.01)
     runs = [lambda pause=pause: time.sleep(pause) for pause in pauses]
-    times = communication.time_runs(runs, 3, lambda: None)
+    times = time_runs(runs, 3, lambda: None)
     assert all(sec >= pause for row, pause in zip(times, pauses) for sec in row)
     assert min(times[0]) > min(times[2]) > min(times[1])
     assert {len(row) for row in times} == {3}

@@ -37,8 +37,8 @@ def found(lines: str, t: int = T, weights=((8, 16),)):
 
 
 def test_without_a_square_array_there_is_none():
-    """That of a fusion is in no memory, and other dims of size t do not count. The
-    kernel of the fusion does."""
+    """An array [t, t] inside a fusion is in no memory, and one dim of size t does not
+    count. The kernel inside the fusion does."""
     attention = found("%y = f32[1024,2,512]{2,1,0} negate(%q)")
     assert attention.as_dict() == {
         "attention_calls": {"attention_dq": 1, "attention_forward": 1},

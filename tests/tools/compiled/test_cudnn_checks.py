@@ -1,4 +1,4 @@
-"""What JAX asks of cuDNN on this machine is answered for the target."""
+"""Questions that JAX asks of cuDNN on this machine are answered for the target."""
 
 import dataclasses
 import inspect

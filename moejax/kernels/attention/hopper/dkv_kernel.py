@@ -161,13 +161,6 @@ class _Block:
         return lax.cond(is_cut, masked, lambda: weights)
 
 
-def _kernel(program: Program, *arrays, full, empty, bridge=None, **scratch):
-    """Run one block: the body of the kernel."""
-    barriers = ring.Ring(full, empty, scratch["q_slots"].shape[0])
-    block = _Block(program, *arrays, **scratch, ring=barriers, bridge=bridge)
-    scores.run_roles(block.copy_in, block.compute)
-
-
 def call(program: Program, keys, stats_bh2t, q_bthi, k_bugi, v_bugj, dout_bthj):
     """Run the kernel, and return the gradients of keys and values.
 
@@ -189,7 +182,7 @@ def call(program: Program, keys, stats_bh2t, q_bthi, k_bugi, v_bugj, dout_bthj):
     table = scores.query_table(keys, u)
     return scores.launch(
         program,
-        _kernel,
+        scores.body_with_ring(_Block, "q_slots"),
         "attention_dkv",
         (b, u // TILE, g),
         ((k_bugi.shape, dtype), (v_bugj.shape, dtype)),

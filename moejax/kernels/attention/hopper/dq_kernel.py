@@ -49,17 +49,9 @@ class _Block:
     ring: ring.Ring
     bridge: Any
 
-    @property
-    def at(self):
-        """Return the place of the tile: the row of the batch, the tile and the head.
-        The last tiles come first, because causal attention gives them most keys."""
-        last = lax.axis_size("tile") - 1
-        row, head = lax.axis_index("row"), lax.axis_index("head")
-        return row, last - lax.axis_index("tile"), head
-
     def copy_in(self):
         """Copy the arrays of the tile, and its blocks of keys and values."""
-        row, tile, head = self.at
+        row, tile, head = scores.query_tile()
         own = lax.div(head, self.program.heads)
         needed = scores.needed(self.table, row, tile)
         queries = scores.tile_rows(tile)
@@ -79,7 +71,7 @@ class _Block:
 
     def compute(self, warpgroup):
         """Compute the gradients of this warpgroup's queries, and store them."""
-        row, tile, head = self.at
+        row, tile, head = scores.query_tile()
         queries = scores.own_rows(tile, warpgroup)
         part = scores.own_rows(0, warpgroup)
         low, high = (
@@ -131,13 +123,6 @@ class _Block:
         plgpu.copy_smem_to_gmem(q, self.dq.at[row, queries, head])
 
 
-def _kernel(program: Program, *arrays, full, empty, bridge=None, **scratch):
-    """Run one block: the body of the kernel."""
-    barriers = ring.Ring(full, empty, scratch["k_slots"].shape[0])
-    block = _Block(program, *arrays, **scratch, ring=barriers, bridge=bridge)
-    scores.run_roles(block.copy_in, block.compute)
-
-
 def call(program: Program, keys, stats_bh2t, q_bthi, k_bugi, v_bugj, dout_bthj):
     """Run the kernel, and return the gradient of queries.
 
@@ -155,7 +140,7 @@ def call(program: Program, keys, stats_bh2t, q_bthi, k_bugi, v_bugj, dout_bthj):
     }
     (dq_bthi,) = scores.launch(
         program,
-        _kernel,
+        scores.body_with_ring(_Block, "k_slots"),
         "attention_dq",
         (b, t // TILE, h),
         ((q_bthi.shape, dtype),),

@@ -53,17 +53,9 @@ class _Block:
     values: ring.Ring
     bridge: Any
 
-    @property
-    def at(self):
-        """Return the place of the tile: the row of the batch, the tile and the head.
-        The last tiles come first, because causal attention gives them most keys."""
-        last = lax.axis_size("tile") - 1
-        row, head = lax.axis_index("row"), lax.axis_index("head")
-        return row, last - lax.axis_index("tile"), head
-
     def copy_in(self):
         """Copy the tile's queries, and its blocks of keys and values."""
-        row, tile, head = self.at
+        row, tile, head = scores.query_tile()
         own = lax.div(head, self.program.heads)
         needed = scores.needed(self.table, row, tile)
         q = self.q.at[row, scores.tile_rows(tile), head]
@@ -86,7 +78,7 @@ class _Block:
 
     def compute(self, warpgroup):
         """Compute the output of this warpgroup's queries, and store it."""
-        row, tile, _ = self.at
+        row, tile, _ = scores.query_tile()
         own = scores.own_rows(tile, warpgroup)
         low, high = (scores.by_row(end.at[row, own]) for end in (self.low, self.high))
         needed = scores.needed(self.table, row, tile)
@@ -144,7 +136,7 @@ class _Block:
 
     def _store(self, warpgroup, own, top, total, out):
         """Store the output and the logarithm of the sum."""
-        row, _, head = self.at
+        row, _, head = scores.query_tile()
         is_any = total > 0
         total = jnp.where(is_any, total, jnp.ones_like(total))
         lse = top * math.log(2) + jnp.log(total)

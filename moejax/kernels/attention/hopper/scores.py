@@ -190,6 +190,15 @@ def stages(slot_bytes: int, other_bytes: int) -> int:
     return min(4, (SHARED_BYTES - other_bytes) // slot_bytes)
 
 
+def query_tile():
+    """Return the place of a block's tile of queries: the row of the batch, the tile and
+    the head. The last tiles come first, because causal attention gives them most
+    keys."""
+    last = lax.axis_size("tile") - 1
+    row, head = lax.axis_index("row"), lax.axis_index("head")
+    return row, last - lax.axis_index("tile"), head
+
+
 def tile_rows(number):
     """Return the rows of a tile, or of a block of TILE, in the array of all."""
     return pl.ds(pl.multiple_of(number * TILE, TILE), TILE)
@@ -214,6 +223,18 @@ def run_roles(copy_in, compute) -> None:
         plgpu.set_max_registers(COMPUTING_REGISTERS, action="increase")
         compute(warpgroup)
         plgpu.wait_smem_to_gmem(0)
+
+
+def body_with_ring(block_type, slots: str):
+    """Return the body of a kernel whose blocks are of this type and have one ring, as
+    long as the array `slots` in shared memory."""
+
+    def body(program: Program, *arrays, full, empty, bridge=None, **scratch):
+        barriers = ring.Ring(full, empty, scratch[slots].shape[0])
+        block = block_type(program, *arrays, **scratch, ring=barriers, bridge=bridge)
+        run_roles(block.copy_in, block.compute)
+
+    return body
 
 
 def launch(program: Program, body, name: str, grid, outs, scratch, bridges, arrays):
