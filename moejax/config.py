@@ -22,6 +22,7 @@ from moejax.plan.layout import (
     Fp8,
     Group,
     Kernels,
+    Overflow,
     Split,
     Store,
     Topology,
@@ -226,6 +227,12 @@ class Dispatch:
     exchange: Literal["exact", "capacity"] = "exact"
     """How rows beyond the buffers are treated. 'exact' carries every row, in as many
     rounds as that takes; 'capacity' drops and counts the rows that do not fit."""
+    overflow: Overflow | None = None
+    """How an exact step treats rows that round 0 of the exchange cannot carry.
+    'rounds': later rounds carry them, in loops whose length only the devices know.
+    'redo': the step has no such loops; where rows are left, it changes nothing, and the
+    batch runs again with loops. None: 'redo' on GPUs, whose host waits at each loop,
+    and 'rounds' on CPUs."""
     transport: Literal["padded", "ragged", "hierarchical"] = "padded"
     """How rows travel: an all_to_all of whole buffers ('padded'), of the filled rows
     alone ('ragged', GPUs only), or of whole buffers over one mesh axis of the group

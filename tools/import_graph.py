@@ -27,7 +27,7 @@ LAYERS = (
     ("train.main", "train.evaluate", "train.generate"),
     ("train.dry_run", "train.summary"),
     ("train.loop",),
-    ("train.replicas",),
+    ("train.replicas", "train.in_flight"),
     ("train.balance", "train.eval", "train.cli"),
     ("train.job",),
     ("train.checkpoint", "train.logs"),

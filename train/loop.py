@@ -1,7 +1,8 @@
 """The training loop: restore or begin, step, evaluate, save, stop, from top to bottom.
 
 The device is one step ahead: step i is dispatched before the metrics of step i - 1 are
-read, so a step never waits for the host.
+read, so a step never waits for the host. Where a step may have to run again
+(`Layout.overflow`), whatever needs a certain state settles the steps in flight first.
 """
 
 import dataclasses
@@ -12,12 +13,14 @@ import time
 import jax
 
 from moejax.model.flops import flops_per_token
+from moejax.moe.types import Windows
 from train.balance.balancing import Balancing
 from train.checkpoint import identity
 from train.checkpoint.checkpoints import Checkpointer, CheckpointError
 from train.data.feed import feed
 from train.eval.held_out import Evaluation, evaluate
 from train.files import write_whole
+from train.in_flight import InFlight
 from train.job import Job
 from train.launch.processes import (
     Stop,
@@ -58,6 +61,7 @@ class LoopContext:
     records: Records
     peak_tflops: float | None
     balancing: Balancing
+    in_flight: InFlight
     stop: Stop
     watchdog: Watchdog
     profile: Window
@@ -139,6 +143,7 @@ def train(
             run = _context(
                 job, balancing, checkpointer, watchdog, profile, stop, goodput
             )
+            run.in_flight.restore(meta)
             goodput.end_start()
             with profile, Bar(cfg.train.num_steps, first) as bar:
                 balancing.say = bar.say
@@ -214,6 +219,7 @@ def _context(
         records=balancing.records,
         peak_tflops=peak,
         balancing=balancing,
+        in_flight=InFlight(job.model.run, balancing, watchdog),
         stop=stop,
         watchdog=watchdog,
         profile=profile,
@@ -270,6 +276,8 @@ def _steps(run: LoopContext, state: TrainState, bar: Bar):
         run.replicas.require_equal(first, state)
     for done in range(first + 1, last + 1):
         run.watchdog.at(f"step {done}")
+        if run.in_flight.may_redo and run.balancing.is_due(done):
+            state = reader.settle(state)
         with at("swaps", unless=reader.is_behind):
             state = _adopt_due(run, done, state)
         with at("data", unless=reader.is_behind):
@@ -284,16 +292,16 @@ def _steps(run: LoopContext, state: TrainState, bar: Bar):
         with at("profile"):
             run.profile.before(done)
         with jax.transfer_guard("disallow"):  # only explicit transfers are allowed
-            step = run.balancing.steps.train
-            state, metrics = step(state, run.balancing.placement, windows)
-            reader.put(done, metrics)
+            state = reader.dispatch(done, state, windows)
+        if run.in_flight.may_redo and run.replicas.is_due(done):
+            state = reader.settle(state)
         run.replicas.put(done, state)
-        _end_of_profiled(run, reader, done, metrics)
+        state = _end_of_profiled(run, reader, done, state)
         is_stopping = run.stop.is_set()
         is_eval = done % cfg.train.eval_every_steps == 0 or done == last
         is_save = done % cfg.checkpoint.every_steps == 0 or done == last or is_stopping
         if is_eval or is_save:
-            reader.flush()
+            state = reader.settle(state)
         if is_save:
             with at("saves"):
                 run.replicas.require_equal(done, state)
@@ -307,7 +315,7 @@ def _steps(run: LoopContext, state: TrainState, bar: Bar):
             run.watchdog.at(f"the save at step {done}", written)
             with at("saves"):
                 state = run.balancing.logical(state)
-                meta = job.meta | run.balancing.meta()
+                meta = job.meta | run.balancing.meta() | run.in_flight.meta()
                 num_skipped = reader.num_skipped
                 run.checkpointer.save(done, state, meta, eval_loss, num_skipped)
                 state = run.balancing.physical(state)
@@ -330,17 +338,20 @@ def _adopt_due(run: LoopContext, step: int, state: TrainState) -> TrainState:
     return state
 
 
-def _end_of_profiled(run: LoopContext, reader: "Reader", step: int, metrics) -> None:
-    """Let the profiler end its trace if this step is the last of its window. That takes
-    seconds, which are not counted as a step's time."""
+def _end_of_profiled(
+    run: LoopContext, reader: "Reader", step: int, state: TrainState
+) -> TrainState:
+    """Let the profiler end its trace if this step is the last of its window, and return
+    the state. That takes seconds, which are not counted as a step's time."""
     is_edge = run.profile.is_edge(step)
     if is_edge:
         run.watchdog.at(f"the profile at step {step}")
-        reader.flush()
+        state = reader.settle(state)
     with run.goodput.at("profile"):
-        run.profile.after(step, metrics)
+        run.profile.after(step, state)
     if is_edge:
         reader.restart_clock()
+    return state
 
 
 def _evaluate(run: LoopContext, state: TrainState, step: int, bar: Bar) -> Evaluation:
@@ -362,7 +373,6 @@ class Reader:
 
     def __init__(self, run: LoopContext, bar: Bar):
         self.run, self.bar = run, bar
-        self.waiting = None
         self.step_secs: list[float] = []
         self.num_skipped = 0
         """Updates in a row that were skipped, up to the last step that was read."""
@@ -377,23 +387,29 @@ class Reader:
     def is_behind(self) -> bool:
         """Return whether devices still compute the step that was dispatched last, so
         that they do not wait for the host."""
-        return self.waiting is not None and not self.waiting[1].loss.is_ready()
+        return not self.run.in_flight.is_ready()
 
-    def put(self, step: int, metrics) -> None:
-        """Start to copy a step's metrics to the host, and read those of the step
-        before."""
-        jax.tree.map(lambda leaf: leaf.copy_to_host_async(), metrics)
-        self.flush()
-        self.waiting = (step, metrics)
+    def dispatch(self, step: int, state: TrainState, windows: Windows) -> TrainState:
+        """Dispatch a step, read the metrics of the step before, and return the
+        state."""
+        state = self.run.in_flight.dispatch(step, state, windows)
+        return self._read(state) if len(self.run.in_flight) > 1 else state
 
-    def flush(self) -> None:
-        """Read, log and show the metrics that `put` stored last, unless that was done.
+    def settle(self, state: TrainState) -> TrainState:
+        """Read the metrics of all steps in flight, and return the state after them. No
+        step before it is run again."""
+        while len(self.run.in_flight):
+            state = self._read(state)
+        return state
+
+    def _read(self, state: TrainState) -> TrainState:
+        """Read, log and show the metrics of the oldest step in flight, after it was run
+        again if that was needed, and return the state.
 
         Raises Diverged after Optimizer.max_skipped_in_a_row skipped updates.
         """
-        if self.waiting is None:
-            return
-        (step, metrics), self.waiting = self.waiting, None
+        state, kept = self.run.in_flight.settle(state)
+        step, metrics = kept.step, kept.metrics
         jax.block_until_ready(metrics)
         now_sec = time.monotonic()
         step_sec, self.last_read_sec = now_sec - self.last_read_sec, now_sec
@@ -402,6 +418,7 @@ class Reader:
         record = step_record(step, metrics, step_sec, self.run.job.tokens_per_step)
         peak = self.run.peak_tflops
         record["mfu"] = self.flops_per_step / step_sec / 1e12 / peak if peak else None
+        record |= kept.record
         record |= self.run.balancing.step_record(step, metrics.routing)
         self.run.records.step(record, metrics.routing.tokens_le)
         self.run.balancing.observe(step, metrics.routing)
@@ -412,6 +429,7 @@ class Reader:
         self.num_skipped = record["skipped_in_a_row"]
         if self.num_skipped >= self.run.job.cfg.optimizer.max_skipped_in_a_row:
             raise self._diverged(step)
+        return state
 
     def _diverged(self, step: int) -> Diverged:
         """Return the error of a streak of skipped updates up to `step`, which names the

@@ -16,8 +16,9 @@ from train.files import path_named, write_whole
 from train.job import Job
 from train.launch.processes import from_first_process
 from train.launch.program import say_loudly
-from train.logs.balance_summary import balance_lines, summarise_balance
+from train.logs.balance_summary import balance_lines, count, summarise_balance
 from train.logs.goodput import goodput_lines, report
+from train.logs.record_lines import read_records
 from train.loop import Outcome
 
 FILE = "summary.json"
@@ -96,6 +97,7 @@ def summarise(job: Job, outcome: Outcome, path: pathlib.Path) -> dict:
             lambda: summarise_balance(path / "metrics.jsonl", job.cfg)
         ),
         "load_le": outcome.evaluation.tokens_le.tolist(),
+        "redone_steps": from_first_process(lambda: _redone_steps(path, job)),
         "digest": digest(checksums(outcome.state.params)),
         "run_dir": str(path),
     }
@@ -103,6 +105,15 @@ def summarise(job: Job, outcome: Outcome, path: pathlib.Path) -> dict:
     from_first_process(lambda: write_whole(path / FILE, json.dumps(summary)))
     _print(summary, loss, outcome.evaluation.tokens_le, job)
     return summary
+
+
+def _redone_steps(path: pathlib.Path, job: Job) -> int | None:
+    """Return the number of steps of all attempts that ran again because an exchange
+    overflowed; None where no step can."""
+    if job.model.layout.overflow != "redo":
+        return None
+    records = read_records(path / "metrics.jsonl")
+    return sum(record.get("redone") is True for record in records)
 
 
 def _trigram_loss(job: Job) -> float | None:
@@ -129,6 +140,9 @@ def _print(summary: dict, loss: float, tokens_le: np.ndarray, job: Job) -> None:
         print(
             f"throughput      {rate}, {summary['steps_per_sec']:.2f} steps/s (median)"
         )
+    if summary["redone_steps"] is not None:
+        number = count(summary["redone_steps"], "step")
+        print(f"overflows       {number} of {summary['step']} ran again")
     parts = f"compilation {summary['compile_sec']:.0f} s of it"
     print(f"wall time       {summary['wall_sec']:.0f} s, {parts}")
     print("\n".join(goodput_lines(summary["goodput"])))

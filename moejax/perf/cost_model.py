@@ -52,6 +52,9 @@ class CostModel:
     gather_sec: float = 0.0
     """Time to gather one slot over the data axis, or to scatter its gradient; 0 in
     groups that data belongs to."""
+    loop_sec: float = 0.0
+    """Time for which the host waits at a loop whose number of rounds only the devices
+    know, before it can launch what follows."""
     remat: str = "none"
     """Copy of Model.remat: what the backward pass repeats. 'dispatch' repeats experts
     and copies; 'full' repeats the exchange of rows too."""
@@ -71,6 +74,11 @@ class CostModel:
     def num_fetched(self) -> int:
         """Number of times in a step that a layer makes its own slots."""
         return 1 + (self.remat != "none")
+
+    def loops_sec(self, num_layers: int) -> float:
+        """Return the time for which the host waits at the later rounds of a step, which
+        are two loops in each layer of a micro-batch: forward and backward."""
+        return 2 * num_layers * self.micro_batches * self.loop_sec
 
     def compute_sec(self, rows_w: np.ndarray) -> float:
         """Return the forward time of the fullest device (T_FEC)."""

@@ -24,6 +24,7 @@ from moejax.plan.schedule_rules import SCHEDULES
 
 Transport = Literal["local", "padded", "ragged", "hierarchical"]
 Exchange = Literal["exact", "capacity"]
+Overflow = Literal["rounds", "redo"]
 Store = Literal["owned", "transient", "resident", "sharded"]
 Split = Literal["even", "local_first", "water_filling", "dynamic"]
 Kernels = Literal["auto", "plain"]
@@ -130,6 +131,10 @@ class Layout:
     """Handling of rows that do not fit into round 0. 'exact' runs further rounds of
     `rows_per_round` rows each until all rows have arrived. 'capacity' drops and counts
     the rest."""
+    overflow: Overflow = "rounds"
+    """Handling of an exact step in which round 0 cannot carry all rows. 'rounds' runs
+    later rounds within the step. 'redo' has no loops: the step changes nothing, and its
+    batch runs again in the step of 'rounds', which is compiled too."""
     store: Store = "owned"
     """How expert weights reach the slots: see the table at the top of this module."""
     split: Split = "even"
@@ -246,6 +251,17 @@ class Layout:
             domain=None,
             prefetch=False,
         )
+
+    def has_loops(self, assignments_per_device: int) -> bool:
+        """Return whether the exchange of so many rows of a source has later rounds."""
+        carries_all = self.rows_per_peer >= assignments_per_device
+        is_exact = self.exchange == "exact" and self.overflow == "rounds"
+        return is_exact and not carries_all
+
+    @property
+    def with_rounds(self) -> "Layout":
+        """Same layout, whose exact exchange runs later rounds within the step."""
+        return dataclasses.replace(self, overflow="rounds")
 
     @property
     def yields_home_rows(self) -> bool:
@@ -501,6 +517,11 @@ def _check_buffers(layout: Layout) -> None:
     rows = layout.rows_per_peer
     if rows < 1:
         raise ValueError(f"rows_per_peer={rows} must be at least 1")
+    if layout.overflow == "redo" and layout.exchange == "capacity":
+        raise ValueError(
+            "overflow='redo' runs a batch again whose rows do not fit, and "
+            "exchange='capacity' drops those rows: use overflow='rounds' or 'exact'"
+        )
     slots = layout.slots_per_device * layout.domain_size
     if layout.exchange == "capacity" and rows < slots:
         raise ValueError(

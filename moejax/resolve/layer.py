@@ -31,12 +31,13 @@ def set_up(
     """Return the setup of MoE layers: their layout, on a mesh, for a batch.
 
     `batch_shape` is (batch, length, width) of the layer's input over all devices. In
-    exact mode other batches run too: the shape sets the sizes of buffers. `axes` says
-    which mesh axis has which role; by default axes have the names of their roles: dc,
-    data, expert and tensor. `policy` is the balancing policy that plans will come from:
-    it decides how many replicas a device has room for and how weights reach them,
-    unless `dispatch` says so. Gradients of experts travel in bfloat16 if x is bfloat16,
-    and in float32 otherwise; `dataclasses.replace(setup,
+    exact mode other batches run too: the shape sets the sizes of buffers, and later
+    rounds carry what round 0 cannot, because only a trainer can run a step again.
+    `axes` says which mesh axis has which role; by default axes have the names of their
+    roles: dc, data, expert and tensor. `policy` is the balancing policy that plans will
+    come from: it decides how many replicas a device has room for and how weights reach
+    them, unless `dispatch` says so. Gradients of experts travel in bfloat16 if x is
+    bfloat16, and in float32 otherwise; `dataclasses.replace(setup,
     gradient_reduce_dtype="float32")` returns a setup where they always travel in
     float32.
 
@@ -56,6 +57,7 @@ def set_up(
         )
     (b, t, d), names = batch_shape, axes or MeshAxes.by_role(mesh)
     router, dispatch = router or Router(), dispatch or Dispatch()
+    dispatch = dataclasses.replace(dispatch, overflow=dispatch.overflow or "rounds")
     topology = names.topology(mesh)
     if b % topology.num_batch_shards:
         raise ValueError(
@@ -93,6 +95,11 @@ def _check_parts(moe: Moe, router: Router, dispatch: Dispatch) -> None:
             "compressed experts and gradients are state of a training loop "
             "(train/step/state.py), which one layer does not have: leave "
             "Dispatch.compression and gradient_compression out"
+        )
+    if dispatch.overflow == "redo":
+        raise ValueError(
+            "Dispatch.overflow='redo' drops rows of a step that the trainer then runs "
+            "again, which one layer cannot do: use 'rounds' or None"
         )
     if router.training == "dense":
         raise ValueError(

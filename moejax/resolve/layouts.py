@@ -1,23 +1,29 @@
 """Layouts of a run and settings of its balancer, from the configuration.
 
 A field of `Dispatch` that is None gets the value that the balancing policy works with.
+`Dispatch.overflow` depends on the devices.
 """
 
+import dataclasses
 import typing
 
+from jax.sharding import AbstractMesh, Mesh
+
+from moejax.axes import devices_of
 from moejax.balance.controller import Settings
 from moejax.balance.policies import check_policy
 from moejax.config import Config
-from moejax.plan.layout import Layout, Store
+from moejax.kernels.device import device_here
+from moejax.plan.layout import Layout, Overflow, Store
 from moejax.resolve.communication import Partition, micro_batch_tokens
 
 
-def step_layout(cfg: Config, partition: Partition) -> Layout:
+def step_layout(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) -> Layout:
     """Return the layout of the first train step of a run, for one micro-batch."""
-    return Layout.home(
+    layout = Layout.home(
         cfg.moe.num_experts,
         partition.num_owners,
-        partition.source_tokens(micro_batch_tokens(cfg)) * cfg.moe.top_k,
+        _source_rows(cfg, partition),
         cfg.dispatch.rows_per_peer,
         cfg.dispatch.buffer_factor,
         transport=cfg.dispatch.transport,
@@ -28,6 +34,36 @@ def step_layout(cfg: Config, partition: Partition) -> Layout:
         **partition.fields,
         **_store_fields(cfg, partition),
     )
+    overflow, _ = choose_overflow(cfg, layout, partition, mesh)
+    return dataclasses.replace(layout, overflow=overflow)
+
+
+def choose_overflow(
+    cfg: Config, layout: Layout, partition: Partition, mesh: Mesh | AbstractMesh
+) -> tuple[Overflow, str]:
+    """Return how steps of a layout treat rows that round 0 cannot carry, and why.
+
+    An abstract mesh that names no device stands for the device of this machine.
+    """
+    if cfg.router.training == "dense":
+        return "rounds", "Router.training='dense' exchanges no rows"
+    if not layout.with_rounds.has_loops(_source_rows(cfg, partition)):
+        why = "round 0 carries every row"
+        if cfg.dispatch.exchange == "capacity":
+            why = "Dispatch.exchange='capacity' drops the rest"
+        return "rounds", why
+    if cfg.dispatch.overflow is not None:
+        return cfg.dispatch.overflow, f"Dispatch.overflow={cfg.dispatch.overflow!r}"
+    with devices_of(mesh):
+        device = device_here()
+    if device.platform == "cpu":
+        return "rounds", "on CPUs no host waits at a loop"
+    return "redo", f"on {device.device_kind} the host waits at each loop"
+
+
+def _source_rows(cfg: Config, partition: Partition) -> int:
+    """Return the number of rows that one source makes in a micro-batch."""
+    return partition.source_tokens(micro_batch_tokens(cfg)) * cfg.moe.top_k
 
 
 def owning_layout(cfg: Config, partition: Partition) -> Layout:

@@ -11,6 +11,7 @@ import hashlib
 from jax.sharding import AbstractMesh, Mesh
 
 from moejax.axes import devices_of
+from moejax.balance.overflows import Prices
 from moejax.balance.policies import check_on_skewed_load
 from moejax.balance.settings import Settings
 from moejax.config import Config
@@ -28,7 +29,11 @@ from moejax.resolve.communication import (
     micro_batch_tokens,
 )
 from moejax.resolve.kernels import check_attention, choose_kernels, kernel_line
-from moejax.resolve.speeds import load_calibration, make_cost_model
+from moejax.resolve.speeds import (
+    load_calibration,
+    make_cost_model,
+    make_overflow_prices,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +74,11 @@ class Resolved:
         the device of this machine where the mesh is abstract and names none."""
         with devices_of(self.mesh):
             return choose_kernels(self.cfg, self.layout)
+
+    @property
+    def overflow_prices(self) -> Prices:
+        """Prices of loop-free and exact steps, for a layout with overflow 'redo'."""
+        return make_overflow_prices(self.cfg, self.cost)
 
     @property
     def num_owners(self) -> int:
@@ -119,9 +129,10 @@ class Resolved:
 
         A relayout changes slots, store, split and buffers. Raises ValueError where
         `layout` is partitioned over the mesh in another way, since the parameters would
-        have to move.
+        have to move, or treats overflows in another way.
         """
-        for name in ("num_experts", "num_devices", "axes", "tensor", "domain"):
+        kept = ("num_experts", "num_devices", "axes", "tensor", "domain", "overflow")
+        for name in kept:
             now, new = getattr(self.layout, name), getattr(layout, name)
             if now != new:
                 raise ValueError(
@@ -133,6 +144,7 @@ class Resolved:
         """Return lines that say how each None and 'auto' was answered, and why."""
         choices = self.communication.lines()
         lines = [*choices, kernel_line(self.kernels), self._gradient_line()]
+        lines.append(self._overflow_line())
         if answers := self._answers():
             lines.append(f"None, so chosen    {', '.join(answers)}")
         if choices or self._is_balanced:
@@ -154,6 +166,17 @@ class Resolved:
             f"{how}, summed in float32 ({why}); those of router, embedding and head in "
             "float32 by reduce-scatter"
         )
+
+    def _overflow_line(self) -> str:
+        """Return the line that says how steps treat rows that round 0 cannot carry."""
+        partition = self.communication.partition
+        args = self.cfg, self.layout, partition, self.mesh
+        overflow, why = layouts.choose_overflow(*args)
+        how = {
+            "rounds": "later rounds of the same step carry rows beyond round 0",
+            "redo": "steps have no loops, and one that overflows runs again with them",
+        }
+        return f"overflow           {overflow}: {how[overflow]} ({why})"
 
     @property
     def speeds(self) -> str:
@@ -198,7 +221,7 @@ def resolve(cfg: Config, mesh: Mesh | AbstractMesh) -> Resolved:
     kind = None if is_abstract else mesh.devices.flat[0].device_kind
     calibration = load_calibration(cfg, kind)
     communication = choose_communication(cfg, calibration)
-    layout = layouts.step_layout(cfg, communication.partition)
+    layout = layouts.step_layout(cfg, communication.partition, mesh)
     return Resolved(
         cfg=cfg,
         mesh=mesh,

@@ -6,12 +6,16 @@ import os
 import pathlib
 from collections.abc import Iterator
 
+from moejax.balance.overflows import Prices
 from moejax.config import Config
 from moejax.model.flops import flops_per_token
 from moejax.perf.calibration import Calibration, check, cost_model, read_calibration
 from moejax.perf.cost_model import NOTES, CostModel
 from moejax.plan.layout import ITEMSIZE
 
+LOOP_SEC = 20e-6
+"""Presumed time for which the host waits at a loop on a GPU: a copy of the condition to
+the host, and the launches that could not be queued meanwhile. It is not measured."""
 COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 """Names of the collectives that predictions need."""
 
@@ -20,7 +24,7 @@ def make_cost_model(cfg: Config, calibration: Calibration) -> CostModel:
     """Return the cost model of this model's sizes at the calibration's speeds. Raises
     ValueError, with the file's name, where it lacks a line."""
     with _named(cfg.balance.calibration):
-        return cost_model(
+        cost = cost_model(
             calibration,
             d_model=cfg.model.d_model,
             d_expert=cfg.moe.d_expert // cfg.expert_shards,
@@ -30,6 +34,18 @@ def make_cost_model(cfg: Config, calibration: Calibration) -> CostModel:
             remat=cfg.model.repeats,
             group=cfg.dispatch.group_axes,
         )
+    return dataclasses.replace(cost, loop_sec=LOOP_SEC)
+
+
+def make_overflow_prices(cfg: Config, cost: CostModel) -> Prices:
+    """Return the prices of loop-free and exact steps. The time of a step is that of its
+    FLOPs alone."""
+    tokens = cfg.train.batch_size * cfg.data.seq_len
+    flops = flops_per_token(cfg.network).train * tokens / cfg.mesh.num_devices
+    return Prices(
+        step_sec=flops / cost.flops_per_sec,
+        loops_sec=cost.loops_sec(cfg.model.num_moe_layers),
+    )
 
 
 def load_calibration(cfg: Config, device_kind: str | None = None) -> Calibration:

@@ -39,14 +39,16 @@ def test_no_question_is_open_below(policy):
 
 
 def test_the_lines_say_what_auto_became_and_why():
-    kernels, gradients, answers = make_run(CFG).lines()
+    kernels, gradients, overflow, answers = make_run(CFG).lines()
     assert kernels.startswith("kernels ")
     assert answers.startswith("None, so chosen ")
     assert "Dispatch.store = 'owned'" in answers
     assert "None" not in answers.removeprefix("None")
     assert "Balance." not in answers, "home asks nothing of the balancer"
     assert "travel in bfloat16 by all_to_all" in gradients
-    chosen, *candidates, kernels, _, answers, speeds = make_run(TENSOR).lines()
+    assert overflow.startswith("overflow           rounds: later rounds of the same")
+    assert overflow.endswith("(on CPUs no host waits at a loop)")
+    chosen, *candidates, kernels, _, _, answers, speeds = make_run(TENSOR).lines()
     assert all(" modelled " in line for line in candidates)
     assert speeds.startswith("speeds             presumed, 50 TFLOP/s and 12.5 GB/s")
     assert (chosen.startswith("schedule ") and "because" in chosen) or ":" in chosen
@@ -75,6 +77,33 @@ def test_attention_of_this_machine():
     assert "for Hopper, not cpu" in choice.why
     short = dataclasses.replace(CFG, data=Data(seq_len=16), train=Train(loss_chunk=16))
     assert make_run(short).kernels["attention"] == ("reference", "few queries: 16")
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "overflow", "why"),
+    [
+        ({}, "redo", "on NVIDIA B200 the host waits at each loop"),
+        ({"overflow": "rounds"}, "rounds", "Dispatch.overflow='rounds'"),
+        ({"exchange": "capacity"}, "rounds", "exchange='capacity' drops the rest"),
+        ({"rows_per_peer": 10**6}, "rounds", "round 0 carries every row"),
+    ],
+)
+def test_steps_have_no_loops_on_gpus(dispatch, overflow, why):
+    device = AbstractDevice("NVIDIA B200", num_cores=148, platform="gpu")
+    types = (AxisType.Auto,) * len(AXES)
+    mesh = AbstractMesh(MESH.sizes, AXES, axis_types=types, abstract_device=device)
+    cfg = dataclasses.replace(CFG, dispatch=Dispatch(**dispatch))
+    run = resolve(cfg, mesh)
+    assert run.layout.overflow == overflow
+    (line,) = [x for x in run.lines() if x.startswith("overflow ")]
+    assert why in line
+
+
+def test_a_relayout_keeps_how_overflows_are_treated():
+    run = make_run(CFG)
+    other = dataclasses.replace(run.layout, overflow="redo")
+    with pytest.raises(ValueError, match="a relayout keeps overflow=rounds"):
+        run.relaid(other)
 
 
 @pytest.mark.parametrize(

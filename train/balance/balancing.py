@@ -29,7 +29,7 @@ from train.balance.migrate import Mover
 from train.job import Job
 from train.launch.processes import any_process, is_first, published, withdraw
 from train.logs.records import Records, max_over_mean
-from train.step.compiled import compile_steps, on_devices, require_room
+from train.step.compiled import compile_steps, on_devices
 
 SAME = {
     "mesh": None, "moe": None, "dispatch": None, "balance": None,
@@ -87,22 +87,25 @@ class Balancing:
         return self._state.plan
 
     def hlo_text(self) -> str:
-        """Return the compiled train step that runs now, as XLA's text."""
-        return self.steps.train.as_text()
+        """Return the compiled train step of the layout in use, as XLA's text: the
+        loop-free one if there is one."""
+        return (self.steps.loop_free or self.steps.train).as_text()
 
     def restore(self, meta: dict | None) -> None:
         """Restore the balancer from the meta record of a checkpoint.
 
-        Its whole state is restored if the configuration and the cost model are as they
-        were (SAME). Otherwise its plan is, where that fits the layout. Otherwise the
-        balancer starts with its first plan.
+        Its whole state is restored if the configuration, the cost model and the kind of
+        devices are as they were (SAME). Otherwise its plan is, where that fits the
+        layout. Otherwise the balancer starts with its first plan.
         """
         if meta is None or not self._is_on:
             return
         is_same = _is_same(meta["config"], self._job.cfg.to_dict())
         if meta.get("balance") and is_same and meta["cost"] == self._cost.as_dict():
-            self._state = controller.from_json(meta["balance"])
-            return
+            state = controller.from_json(meta["balance"])
+            if state.layout.overflow == self.layout.overflow:
+                self._state = state
+                return
         plan = ExpertPlan.from_json(meta["plan"])
         sizes = (plan.num_experts, meta["num_owners"])
         fits = sizes == (self.layout.num_experts, self.layout.num_devices)
@@ -121,7 +124,7 @@ class Balancing:
         """Compile the steps of the layout in use, the programs that move experts
         between owners, and the steps of a pending relayout."""
         self.steps = self._compile_steps(self.layout)
-        require_room(self.steps.train)
+        self.steps.require_room()
         if self._is_on and "owned" in self.stores:
             self._mover.prepare_moves()
         self._set_placement()
@@ -149,14 +152,17 @@ class Balancing:
 
     def is_waiting(self, step: int) -> bool:
         """Return whether this step is the first of a layout that compiles ahead."""
+        return self._ahead is not None and self.is_due(step)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `before` adopts a decision at this step."""
         pending = self._state.pending
-        return bool(self._ahead and pending and step >= pending.adopt_step)
+        return pending is not None and step >= pending.adopt_step
 
     def before(self, step: int, state):
         """Return the state to run `step` with. If a decision is due at this step, the
         state is moved to its plan and layout first."""
-        pending = self._state.pending
-        if pending is not None and step >= pending.adopt_step:
+        if self.is_due(step):
             state = self._adopt(step, state)
         self._step_records.setdefault(step, {"plan": self.plan.digest})
         self._in_use[step] = self.plan, self.layout

@@ -127,7 +127,7 @@ class Replay:
             train = job.cfg.train
             sizes = train.batch_size, train.accumulate_steps
             windows = feed(job.batches, step - 1, *sizes, job.window_sharding)
-            state, metrics = now.steps.train(state, now.placement, windows)
+            state, metrics = now.steps.run(step, state, now.placement, windows)
             jax.block_until_ready(metrics)
         return state
 

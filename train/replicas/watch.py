@@ -59,6 +59,11 @@ class Replicas:
             "lists them)"
         )
 
+    def is_due(self, step: int) -> bool:
+        """Return whether `put` begins or reads a comparison at this step."""
+        is_first = bool(self._every_steps) and step % self._every_steps == 0
+        return is_first or self._waiting is not None
+
     def put(self, step: int, state: TrainState) -> None:
         """Start to compare the replicas after `step` if that is due, and read the
         comparison that was started last. The state may be donated afterwards.

@@ -1,5 +1,7 @@
 """Ahead-of-time compilation of a run's steps, from shapes alone, without arrays."""
 
+from concurrent import futures
+
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -45,15 +47,23 @@ def trace_train_step(context: StepContext):
 
 
 def compile_steps(context: StepContext):
-    """Return the train step and the evaluation step, compiled for the mesh's devices.
+    """Return the exact train step, the evaluation step and the loop-free train step,
+    compiled for the mesh's devices.
 
-    The evaluation step takes windows of one micro-batch.
+    The evaluation step takes windows of one micro-batch. The loop-free step is None
+    unless the layout's overflow is 'redo'.
     """
-    state, placement, windows = _abstract_args(context)
+    state, placement, windows, *_ = _abstract_args(context)
     first = jax.tree.map(lambda leaf: leaf.update(shape=(1, *leaf.shape[1:])), windows)
     eval_args = (state.params, state.router_bias, placement, first)
-    train_step = trace_train_step(context).lower().compile()
-    return train_step, make_eval_step(context).lower(*eval_args).compile()
+    exact = context._replace(is_exact=True)
+    with futures.ThreadPoolExecutor(1) as thread:
+        loop_free = None
+        if context.layout.overflow == "redo":  # XLA compiles it beside the others
+            loop_free = thread.submit(trace_train_step(context).lower().compile)
+        train_step = trace_train_step(exact).lower().compile()
+        eval_step = make_eval_step(context).lower(*eval_args).compile()
+        return train_step, eval_step, loop_free and loop_free.result()
 
 
 def require_room(step) -> None:
@@ -87,7 +97,8 @@ def device_bytes(memory) -> int:
 
 
 def _abstract_args(context: StepContext):
-    """Return the state, placement and windows of a train step as ShapeDtypeStructs."""
+    """Return the arguments of a train step as ShapeDtypeStructs: state, placement,
+    windows and, if the layout's overflow is 'redo', the number of updates."""
     cfg, mesh = context.cfg, context.mesh
     rows = cfg.train.batch_size // cfg.train.accumulate_steps
     shape = (cfg.train.accumulate_steps, rows, cfg.data.seq_len + 1)
@@ -98,4 +109,7 @@ def _abstract_args(context: StepContext):
     )
     leaf = jax.ShapeDtypeStruct(shape, np.int32, sharding=window_sharding(mesh))
     state = abstract_state(context.run, context.optimizer, context.layout.store)
-    return state, placement, Windows(token_bt=leaf, position_bt=leaf)
+    args = state, placement, Windows(token_bt=leaf, position_bt=leaf)
+    if context.layout.overflow != "redo":
+        return args
+    return *args, jax.ShapeDtypeStruct((), np.int32, sharding=whole)

@@ -38,6 +38,9 @@ class StepMetrics:
     is_skipped: jax.Array
     skipped_in_a_row: jax.Array
     routing: RoutingStats
+    is_redo_needed: jax.Array | None = None
+    """Whether the step left the state as it was, because rows were left after round 0
+    or because a step before it did so. None: the layout's overflow is not 'redo'."""
 
 
 class StepContext(NamedTuple):
@@ -46,6 +49,9 @@ class StepContext(NamedTuple):
 
     run: Resolved
     optimizer: optax.GradientTransformation
+    is_exact: bool = False
+    """Whether later rounds carry what round 0 cannot, also where the layout's overflow
+    is 'redo': the step in which a batch runs again."""
 
     @property
     def cfg(self) -> Config:
@@ -93,7 +99,11 @@ def window_sharding(mesh: Mesh) -> jax.sharding.NamedSharding:
 def make_train_step(context: StepContext):
     """Return the jitted step(state, placement, windows) -> state, StepMetrics.
 
-    The step donates its state.
+    The step donates its state. If the layout's overflow is 'redo', the step has one
+    more argument: the number of updates that the state should have, as an int32. The
+    step leaves every leaf of the state as it was if the number is another one, for a
+    step before it must run again, or, unless the context is exact, if an exchange of
+    the step overflows.
     """
     # Metrics are whole on every device, so that every process can read them.
     state = abstract_state(context.run, context.optimizer, context.layout.store)
@@ -109,16 +119,17 @@ def make_eval_step(context: StepContext):
     """Return the jitted step(params, router_bias, placement, windows) -> nats per
     token, RoutingStats.
 
-    The step evaluates the first micro-batch of `windows` only.
+    The step evaluates the first micro-batch of `windows` only. It is exact.
     """
-    whole = axes.sharding(context.mesh)
-    return jax.jit(partial(_eval_step, make_loss(context)), out_shardings=whole)
+    whole, exact = axes.sharding(context.mesh), context._replace(is_exact=True)
+    return jax.jit(partial(_eval_step, make_loss(exact)), out_shardings=whole)
 
 
 def make_loss(context: StepContext):
     """Return loss_fn(params, router_bias, inputs: LossInputs) -> total loss,
     (cross-entropy, router losses, routing statistics) of one micro-batch."""
     cfg, layout = context.cfg, context.layout
+    layout = layout.with_rounds if context.is_exact else layout
     graph = model_graph(context.run)
     chance_tle = None
     if cfg.router.kind == "recorded":
@@ -161,7 +172,14 @@ def make_loss(context: StepContext):
     return loss_fn
 
 
-def _train_step(context: StepContext, loss_fn, state: TrainState, placement, windows):
+def _train_step(
+    context: StepContext,
+    loss_fn,
+    state: TrainState,
+    placement,
+    windows,
+    num_updates=None,
+):
     """Average gradients over micro-batches and update the state with them."""
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     target = gradient_target(context.run, state, placement)
@@ -196,7 +214,14 @@ def _train_step(context: StepContext, loss_fn, state: TrainState, placement, win
     sums, reports = jax.lax.scan(add_micro_batch, zeros, (jnp.arange(count), windows))
     with jax.named_scope("gradients"):
         grads = jax.tree.map(lambda leaf: leaf / count, sums)
-    return _update(context, state, target.to_params(grads), *reports)
+    after, metrics = _update(context, state, target.to_params(grads), *reports)
+    if num_updates is None:
+        return after, metrics
+    is_redo_needed = state.step != num_updates
+    if not context.is_exact:
+        is_redo_needed |= jnp.any(metrics.routing.rounds_l > 1)
+    after = jax.tree.map(partial(jnp.where, is_redo_needed), state, after)
+    return after, metrics.replace(is_redo_needed=is_redo_needed)
 
 
 @jax.named_scope("optimizer")

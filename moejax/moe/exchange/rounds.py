@@ -1,10 +1,14 @@
 """Exact exchange: as many rounds as it takes until every row has been computed.
 
-Round 0 is ordinary differentiable code; later rounds are a loop. Buffers are static and
-bounded: round 0 carries `rows_per_peer` rows per peer, each later round a quarter of
-that (`rows_per_round`). All devices of a group know all counts, so they agree on the
-number of rounds without a reduction, and a loop of zero rounds costs nothing. Later
-rounds save nothing for the backward pass, which dispatches their rows again.
+Round 0 is ordinary differentiable code; later rounds are a loop. With
+`Layout.overflow` = 'redo' there is no loop: the statistics of the step say that more
+rounds are needed (`num_rounds`), and the trainer runs the batch again.
+
+Buffers are static and bounded: round 0 carries `rows_per_peer` rows per peer, each
+later round a quarter of that (`rows_per_round`). All devices of a group know all
+counts, so they agree on the number of rounds without a reduction. Later rounds save
+nothing for the backward pass, which dispatches their rows again. A loop of zero rounds
+computes nothing, but on a GPU the host waits until it knows that.
 """
 
 from collections.abc import Callable
@@ -27,7 +31,8 @@ Experts = Callable[..., Array]
 def num_rounds(sent: Manifest, layout: Layout) -> Int[Array, ""]:
     """Return the number of rounds that the group's fullest pair of devices needs.
 
-    It is 1 if round 0 carries everything.
+    It is 1 if round 0 carries everything. With overflow 'redo' round 0 is the only one
+    that runs, and the number says what the batch needs.
     """
     rest = jnp.maximum(fullest_pair(sent, layout) - layout.rows_per_peer, 0)
     return 1 + -(-rest // layout.rows_per_round)
@@ -45,11 +50,12 @@ def exchange(
 
     The results of a token's rows are weighted with its gates and summed. `weights` are
     the slots' weights, varying over all mesh axes as x does. In capacity mode the
-    manifest holds no more rows than round 0 carries.
+    manifest holds no more rows than round 0 carries. With overflow 'redo' the output is
+    wrong where `num_rounds` is above 1.
     """
     window = partial(_window, experts=experts, mesh_layout=mesh_layout)
     layout, rest_nd = mesh_layout.layout, None
-    if layout.exchange == "exact" and layout.rows_per_peer < gate_nk.size:
+    if layout.has_loops(gate_nk.size):
         rest_nd, x_nd, gate_nk, weights = later_rounds(
             window, layout, x_nd, gate_nk, weights, sent
         )
