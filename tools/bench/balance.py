@@ -151,6 +151,9 @@ def make_variant(cfg) -> Variant:
     from train.step.compiled import make_model, on_devices, trace_train_step
     from train.step.state import init_state
 
+    # A step that is run alone and timed carries all rows itself.
+    dispatch = dataclasses.replace(cfg.dispatch, overflow="rounds")
+    cfg = dataclasses.replace(cfg, dispatch=dispatch)
     mesh = make_mesh(cfg.mesh)
     model = make_model(resolve(cfg, mesh))
     run = trace_train_step(model).lower().compile()
