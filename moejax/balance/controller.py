@@ -248,7 +248,7 @@ def _question(
     tracker, plan, layout = state.tracker, state.plan, state.layout
     pair_l = candidates.fullest_pair_by_layer(tracker.mean_lwe, plan, layout)
     num_exchanges = cost.micro_batches * layout.num_exchanges
-    seen_l = loads.fullest_pair_p95(tracker) * num_exchanges
+    seen_l = _fullest_pair(state) * num_exchanges
     return Question(
         load_lwe=load_lwe,
         peak_l=np.maximum(seen_l / np.maximum(pair_l, 1.0), 1.0),
@@ -265,10 +265,18 @@ def _question(
     )
 
 
+def _fullest_pair(state: State) -> np.ndarray:
+    """Return the rows of a micro-batch that buffers should hold, float [l]: those of
+    the fullest pair in all recent steps where a step that overflows runs again, and in
+    95 % of them where later rounds carry the rest."""
+    percentile = 100 if state.layout.overflow == "redo" else 95
+    return loads.fullest_pair(state.tracker, percentile)
+
+
 def _is_misfit(state: State) -> bool:
     """Return whether padded buffers are too small for the fullest pair of devices, or
     more than MAX_SPARE times as large as it needs."""
-    seen = loads.fullest_pair_p95(state.tracker).max()
+    seen = _fullest_pair(state).max()
     rows = state.layout.rows_per_peer
     is_known = state.layout.transport != "local" and state.tracker.has_pairs
     return is_known and bool(seen > rows or MAX_SPARE * seen < rows)

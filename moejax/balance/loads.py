@@ -64,7 +64,7 @@ class LoadTracker:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether enough steps were observed for fullest_pair_p95."""
+        """Whether enough steps were observed for fullest_pair."""
         return self.fullest_lt.shape[1] >= MIN_PAIR_STEPS
 
     def to_json(self) -> str:
@@ -171,12 +171,12 @@ def drift(tracker: LoadTracker) -> np.ndarray:
     return np.minimum(in_half_life * moved_l / np.maximum(seen_l, 1.0), 1.0)
 
 
-def fullest_pair_p95(tracker: LoadTracker) -> np.ndarray:
-    """Return the 95th percentile over recent steps of the fullest pair of devices, in
-    rows of a micro-batch, float [l]; 0 where no pair was observed."""
+def fullest_pair(tracker: LoadTracker, percentile: float) -> np.ndarray:
+    """Return a percentile over recent steps of the fullest pair of devices, in rows of
+    a micro-batch, float [l]; 0 where no pair was observed."""
     if not tracker.fullest_lt.shape[1]:
         return np.zeros(len(tracker.fullest_lt))
-    return np.percentile(tracker.fullest_lt, 95, axis=1)
+    return np.percentile(tracker.fullest_lt, percentile, axis=1)
 
 
 def _lag_steps(tracker: LoadTracker) -> float:

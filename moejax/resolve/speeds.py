@@ -39,7 +39,7 @@ def make_cost_model(cfg: Config, calibration: Calibration) -> CostModel:
 
 def make_overflow_prices(cfg: Config, cost: CostModel) -> Prices:
     """Return the prices of loop-free and exact steps. The time of a step is that of its
-    FLOPs alone."""
+    FLOPs alone, so that an overflow costs no less than this."""
     tokens = cfg.train.batch_size * cfg.data.seq_len
     flops = flops_per_token(cfg.network).train * tokens / cfg.mesh.num_devices
     return Prices(

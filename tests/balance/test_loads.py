@@ -114,7 +114,7 @@ def test_the_fullest_pair_is_a_percentile_of_the_last_steps():
     pair_tl = np.random.default_rng(4).integers(0, 10_000, (steps, L))
     pair_tl[:30] = 1_000_000  # older than the window
     tracker = watch(np.zeros((steps, L, W, E), np.int64), 5.0, pair_tl=pair_tl)
-    p95_l = loads.fullest_pair_p95(tracker)
+    p95_l = loads.fullest_pair(tracker, 95)
     above_l = (pair_tl[30:] > p95_l).sum(axis=0)
     assert (above_l == loads.WINDOW_STEPS // 20).all(), above_l
     assert p95_l.max() < 10_000
@@ -122,9 +122,9 @@ def test_the_fullest_pair_is_a_percentile_of_the_last_steps():
 
 def test_forgetting_pairs_does_not_change_the_loads():
     tracker = watch(random_loads(5, 9), 5.0, pair_tl=np.full((9, L), 77))
-    assert (loads.fullest_pair_p95(tracker) == 77).all()
+    assert (loads.fullest_pair(tracker, 95) == 77).all()
     without_pairs = loads.forget_pairs(tracker)
-    assert (loads.fullest_pair_p95(without_pairs) == 0).all()
+    assert (loads.fullest_pair(without_pairs, 95) == 0).all()
     assert np.array_equal(loads.forecast(without_pairs, 2), loads.forecast(tracker, 2))
 
 

@@ -158,6 +158,20 @@ def count_runs(module: Module, unknown_trip_count: int = 0) -> dict[str, int]:
     return dict(runs)
 
 
+def num_host_waits(module: Module) -> int:
+    """Return how often a step comes to a loop whose trip count the compiler does not
+    know. The host waits there until the devices have the count.
+
+    Loops within such a loop are not in it.
+    """
+    return sum(
+        times
+        for name, times in count_runs(module).items()
+        for instruction in module.computations[name]
+        if instruction.opcode == "while" and instruction.trip_count is None
+    )
+
+
 def find(
     module: Module, mesh_shape: dict[str, int], unknown_trip_count: int = 0
 ) -> list[Collective]:

@@ -65,6 +65,8 @@ class Summary:
     """Instructions that jax.checkpoint computes again, in the schedules' text."""
     num_xla_remat_ops: int
     """Instructions that XLA computes again to save memory."""
+    num_host_waits: int
+    """Loops of unknown length in a step, at each of which the host waits."""
 
     @property
     def collective_sec(self) -> float:
@@ -147,6 +149,7 @@ class Summary:
             ),
             "num_remat_ops": self.num_remat_ops,
             "num_xla_remat_ops": self.num_xla_remat_ops,
+            "num_host_waits": self.num_host_waits,
             "remat_collectives": self.remat_collectives,
             "xla_remat_collectives": self.xla_remat_collectives,
             "collective_sec": self.collective_sec,
@@ -175,6 +178,7 @@ class Summary:
             f"computed again: {self.num_remat_ops} instructions by jax.checkpoint, "
             f"{self.num_xla_remat_ops} by XLA; of them collectives: "
             f"{len(self.remat_collectives)}, {len(self.xla_remat_collectives)} by XLA",
+            f"host waits: {self.num_host_waits} in a step, at loops of unknown length",
         ]
 
 
@@ -215,6 +219,7 @@ def summary(
         compute_sec=schedule.entry.seconds,
         num_remat_ops=sum("rematted_computation" in i.op_name for i in scheduled),
         num_xla_remat_ops=sum(collectives.is_xla_remat(i) for i in scheduled),
+        num_host_waits=collectives.num_host_waits(module),
     )
 
 

@@ -89,6 +89,20 @@ def test_row_exchanges_are_found_and_no_large_float32_travels(toy):
 
 
 @pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.aot
+@pytest.mark.parametrize(("overflow", "num_waits"), [("redo", 0), ("rounds", 8)])
+def test_the_host_waits_at_no_loop_of_a_step_without_later_rounds(overflow, num_waits):
+    """With later rounds it waits forward and backward, in two layers of two
+    micro-batches."""
+    params = ["Dispatch.buffer_factor = 1.5", f"Dispatch.overflow = '{overflow}'"]
+    words = [f"--gin_param={param}" for param in params]
+    text, record = run_aot(f"--gin_file={TOY}", *TARGET, *words)
+    assert record["num_host_waits"] == num_waits
+    assert f"host waits: {num_waits} in a step" in text
+
+
+@pytest.mark.slow
 @pytest.mark.aot
 def test_exposed_seconds_are_divided_among_reasons(toy):
     """The collectives of a toy are too short for the table to list them."""

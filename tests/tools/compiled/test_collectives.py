@@ -127,6 +127,7 @@ backend_config={"known_trip_count":{"n":"5"}}
     assert {c.name: c.runs for c in found} == {"all": 16, "rare": 0}
     counted = read_program(lines, inner, middle, condition, later)
     assert collectives.count_runs(counted, unknown_trip_count=2)["later"] == 10
+    assert collectives.num_host_waits(counted) == 5
 
 
 @pytest.mark.parametrize(
