@@ -20,6 +20,7 @@ from typing import Any, Literal
 from moejax.plan.layout import (
     GROUP_AXES,
     Fp8,
+    Gather,
     Group,
     Kernels,
     Overflow,
@@ -275,6 +276,10 @@ class Dispatch:
     """How expert weights reach the slots (docs/balance.md), for the whole run. None:
     the run starts with the first store of Balance.policy, and the balancer may change
     to another one."""
+    gather: Gather | None = None
+    """When slots are gathered over data: in each layer of each micro-batch ('layer'),
+    or once a step for all layers ('step', which takes memory: docs/balance.md). None:
+    'step' on a GPU of known memory where that is less work and fits, else 'layer'."""
     slots_per_device: int | None = None
     """Number of slots of a device in each layer, at the start. None: one for each
     expert that the device owns, and one more where the policy replicates; groups of

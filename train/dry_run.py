@@ -146,7 +146,8 @@ def _resolve(cfg: Config, target: Target | None) -> Resolved:
     mesh = AbstractMesh(
         cfg.mesh.sizes, AXES, axis_types=(AxisType.Auto,) * 4, abstract_device=device
     )
-    return resolve(cfg, mesh)
+    usable = None if target is None else usable_bytes(target.memory_bytes)
+    return resolve(cfg, mesh, usable)
 
 
 def _memory(run: Resolved) -> dict[str, int]:

@@ -16,10 +16,12 @@ from moejax.axes import make_mesh
 from moejax.config import Config
 from moejax.model.transformer import check_remat
 from moejax.moe.layer import check_device
+from moejax.perf import target
 from moejax.resolve.resolved import resolve
 from train import data
 from train.checkpoint.identity import FORMAT
 from train.data.feed import own_rows
+from train.launch.program import usable_bytes
 from train.step.compiled import make_model
 from train.step.step import StepContext, window_sharding
 
@@ -86,7 +88,8 @@ def prepare(cfg: Config) -> Job:
     Raises ValueError or NotImplementedError, with what to do instead, for a
     configuration that cannot run here.
     """
-    run = resolve(cfg, make_mesh(cfg.mesh))
+    mesh = make_mesh(cfg.mesh)
+    run = resolve(cfg, mesh, _usable_bytes(mesh.devices.flat[0]))
     model = make_model(run)
     device = model.mesh.devices.flat[0]
     check_device(model.layout, device)
@@ -109,3 +112,13 @@ def prepare(cfg: Config) -> Job:
         },
         recorded_sha256=recorded_sha256,
     )
+
+
+def _usable_bytes(device: jax.Device) -> int | None:
+    """Return the bytes of a device that a run may use; None for devices of which no
+    target is known (moejax/perf/targets), such as CPUs.
+
+    All processes of a run must agree, so that no device is asked how many are free.
+    """
+    gpu = target.of_device(device.device_kind)
+    return None if gpu is None else usable_bytes(gpu.memory_bytes)

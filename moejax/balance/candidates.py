@@ -18,7 +18,7 @@ from moejax.balance.policies import Policy, make_valid_plan
 from moejax.perf.cost_model import CostModel, tight
 from moejax.perf.traffic import device_rows, max_over_mean, pair_rows, rows_by_slot
 from moejax.plan.expert_plan import ExpertPlan
-from moejax.plan.layout import ROW_MULTIPLE, Layout, Store
+from moejax.plan.layout import GATHERED_ONCE, ROW_MULTIPLE, Layout, Store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,6 +263,7 @@ def _roomy(question: Question, store: Store, slots_per_device: int) -> Layout:
         offers_per_device=now.experts_per_device if has_copies else 0,
         copies_per_device=slots_per_device if has_copies else 0,
         prefetch=is_prefetched and store == "transient",
+        gather=now.gather if store in GATHERED_ONCE else "layer",
     )
 
 

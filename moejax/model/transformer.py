@@ -196,7 +196,7 @@ class Transformer(nnx.Module):
             gradient_reduce_dtype=self.cfg.model.gradient_reduce_dtype,
         )
         weights = self.cycles.blocks[-1].moe.master_params()
-        if layout.store == "resident" and slots is None:
+        if layout.keeps_slots and slots is None:
             slots = stores.slots_of_layers(make, weights, placement)
         is_given = slots is not None or tracked_lsx is not None
         if not layout.prefetch or is_given:

@@ -379,13 +379,15 @@ def whole(
     gradient_reduce_dtype: str,
 ) -> stores.ExpertWeights:
     """Gather the hidden width of this device's slots over the axes on which parameters
-    rest, and lay gate and up weights side by side.
+    rest, unless that was done once for the step, and lay gate and up weights side by
+    side.
 
     The transpose sums gradients, and scatters them back.
     """
 
     def gathered(leaf, hidden_dim):
-        rest = Rest(mesh_layout.master_axes, None, gradient_reduce_dtype)
+        along = mesh_layout.master_axes if mesh_layout.layout.gather == "layer" else ()
+        rest = Rest(along, None, gradient_reduce_dtype)
         return gather((leaf,), (hidden_dim,), x_nd, rest)[0]
 
     into_sd2f = slots["into"]

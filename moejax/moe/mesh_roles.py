@@ -50,6 +50,11 @@ class MeshLayout:
         return self.shard_axes + self.master_axes
 
     @property
+    def replica_axes(self) -> Axes:
+        """Axes along which devices compute the same experts for other tokens."""
+        return tuple(axis for axis in self.batch_axes if axis not in self.owner_axes)
+
+    @property
     def exchanged(self) -> "MeshLayout":
         """The mesh layout with each domain as one device (Layout.exchanged)."""
         return dataclasses.replace(self, layout=self.layout.exchanged)

@@ -139,21 +139,32 @@ class CostModel:
         """Return the time of one layer in one step, with the slots `row_p`.
 
         Without remat that is 3 T_FEC + 4 T_A2A + T_sync, and the time to gather slots
-        over data in each micro-batch.
+        over data (`gathers_sec`).
         """
         rows_wp = rows_by_slot(load_we, row_p, layout.num_devices, layout.split)
         forward_sec = self.compute_sec(device_rows(rows_wp))
         wire_sec = self.wire_sec(pair_rows(rows_wp), layout)
-        whole = layout.slots_per_device
-        if layout.split == "dynamic":  # copies travel whole
-            whole = layout.experts_per_device
-        num_gathers = self.micro_batches * (1 + self.num_fetched) * whole
         return (
             self.num_computed * forward_sec
             + self.num_exchanged * wire_sec
             + self.sync_sec(layout, forward_sec)
-            + num_gathers * self.gather_sec
+            + self.gathers_sec(layout)
         )
+
+    def num_gathers(self, layout: Layout) -> tuple[int, int]:
+        """Return how many slots one layer gathers over data in one step, and of how
+        many it scatters the gradients: in each micro-batch, or once (Layout.gather)."""
+        whole = layout.slots_per_device
+        if layout.split == "dynamic":  # copies travel whole
+            whole = layout.experts_per_device
+        if layout.gather == "step":
+            return whole, whole
+        return self.micro_batches * self.num_fetched * whole, self.micro_batches * whole
+
+    def gathers_sec(self, layout: Layout) -> float:
+        """Return the time in which one layer gathers its slots over data, and scatters
+        their gradients, in one step."""
+        return sum(self.num_gathers(layout)) * self.gather_sec
 
     def step_sec(self, load_lwe: np.ndarray, plan: ExpertPlan, layout: Layout) -> float:
         """Return the time of all MoE layers in one step."""

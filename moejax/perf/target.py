@@ -102,6 +102,11 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob(f"*{SUFFIX}"))
 
 
+def of_device(kind: str) -> Target | None:
+    """Return the target that ships for a kind of device, as jax names it, or None."""
+    return next((gpu for gpu in map(load, names()) if gpu.name == kind), None)
+
+
 def load(name: str) -> Target:
     """Return the target of a name such as 'h100', or of a TOML file of the user's.
 

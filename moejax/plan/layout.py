@@ -26,6 +26,7 @@ Transport = Literal["local", "padded", "ragged", "hierarchical"]
 Exchange = Literal["exact", "capacity"]
 Overflow = Literal["rounds", "redo"]
 Store = Literal["owned", "transient", "resident", "sharded"]
+Gather = Literal["layer", "step"]
 Split = Literal["even", "local_first", "water_filling", "dynamic"]
 Kernels = Literal["auto", "plain"]
 Fp8 = Literal["none", "e4m3", "e5m2"]
@@ -39,6 +40,9 @@ GROUP_AXES: dict[Group, tuple[str, ...]] = {
 """Mesh axes of each *group*. A group is a set of devices that exchange rows with each
 other and among which the replicas of an expert are placed. Where a group spans two mesh
 axes, the expert axis is the innermost."""
+
+GATHERED_ONCE: tuple[Store, ...] = ("owned", "resident")
+"""Stores whose slots can be gathered over data once a step (Layout.gather)."""
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 """Bytes of one array element, by compute dtype."""
@@ -164,6 +168,11 @@ class Layout:
     prefetch: bool = False
     """Whether the weights of the next layer travel while this layer computes: copies of
     the store 'transient', or the experts that a domain gathers."""
+    gather: Gather = "layer"
+    """When slots are gathered over the data axis, along which their hidden width is
+    split while parameters rest. 'layer' gathers those of a layer whenever it computes,
+    in each micro-batch. 'step' gathers those of all layers once a step, keeps them
+    whole, and scatters their gradients once."""
     axes: tuple[str, ...] = GROUP_AXES["expert"]
     """Mesh axes of the group, the innermost last."""
     tensor: Tensor | None = None
@@ -189,6 +198,11 @@ class Layout:
     def has_copies(self) -> bool:
         """Whether slots can hold copies of experts that other devices own."""
         return self.store in ("transient", "resident")
+
+    @property
+    def keeps_slots(self) -> bool:
+        """Whether slots of all layers are made once a step, and kept until its end."""
+        return self.store == "resident" or self.gather == "step"
 
     @property
     def is_local(self) -> bool:
@@ -355,6 +369,7 @@ def _check(layout: Layout) -> None:
     """Raise ValueError for the first rule that the layout breaks, with a remedy."""
     _check_group(layout)
     _check_copies(layout)
+    _check_gather(layout)
     _check_dynamic(layout)
     _check_tensor(layout)
     _check_domain(layout)
@@ -411,6 +426,23 @@ def _check_copies(layout: Layout) -> None:
         raise ValueError(
             "prefetch=True works with store='transient' or with domains, and this "
             f"layout has store='{layout.store}' and no domain: leave it out"
+        )
+
+
+def _check_gather(layout: Layout) -> None:
+    """Check that slots which are gathered once a step are made once a step."""
+    if layout.gather == "layer":
+        return
+    if layout.store not in GATHERED_ONCE:
+        raise ValueError(
+            f"gather='step' keeps the slots of all layers for a step, and store="
+            f"'{layout.store}' makes those of a layer in each micro-batch: use store="
+            f"{' or '.join(map(repr, GATHERED_ONCE))}, or gather='layer'"
+        )
+    if layout.domain is not None:
+        raise ValueError(
+            f"gather='step' keeps slots whole, and domain={layout.domain.shared} "
+            "gathers experts in each micro-batch: use gather='layer', or no domain"
         )
 
 

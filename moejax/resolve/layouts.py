@@ -14,7 +14,7 @@ from moejax.balance.controller import Settings
 from moejax.balance.policies import check_policy
 from moejax.config import Config
 from moejax.kernels.device import device_here
-from moejax.plan.layout import Layout, Overflow, Store
+from moejax.plan.layout import GATHERED_ONCE, Layout, Overflow, Store
 from moejax.resolve.communication import Partition, micro_batch_tokens
 
 
@@ -119,7 +119,8 @@ def balancer_settings(cfg: Config, layout: Layout) -> Settings:
 
 
 def _possible_stores(cfg: Config) -> tuple[Store, ...]:
-    """Return the stores that the run can have: Dispatch.store, or all if that is None.
+    """Return the stores that the run can have: Dispatch.store, or, if that is None, all
+    that can gather as Dispatch.gather says.
 
     'sharded' is among all only where data x expert x tensor devices divide the experts'
     hidden width.
@@ -127,7 +128,7 @@ def _possible_stores(cfg: Config) -> tuple[Store, ...]:
     if cfg.dispatch.store is not None:
         return (cfg.dispatch.store,)
     shards = cfg.mesh.data * cfg.mesh.expert * cfg.mesh.tensor
-    stores = typing.get_args(Store)
+    stores = GATHERED_ONCE if cfg.dispatch.gather == "step" else typing.get_args(Store)
     return (
         stores if cfg.moe.d_expert % shards == 0 else tuple(set(stores) - {"sharded"})
     )
@@ -219,4 +220,5 @@ def _store_fields(cfg: Config, partition: Partition) -> dict:
         "offers_per_device": offers,
         "copies_per_device": copies,
         "prefetch": prefetch,
+        "gather": dispatch.gather or "layer",
     }

@@ -19,6 +19,7 @@ device, t time.
 import dataclasses
 
 from moejax.config import Config
+from moejax.model.flops import num_params
 from moejax.plan.layout import Layout
 from moejax.resolve.kernels import attention_arrays
 
@@ -77,6 +78,22 @@ def step_memory(
         "activations": _kept(cfg, sizes),
     }
     return {kind: round(fixed.get(kind, 0) + at_work.get(kind, 0)) for kind in KINDS}
+
+
+def state_bytes(cfg: Config) -> dict[str, int]:
+    """Return the bytes of one device of parameters and moments, as `step_memory` takes
+    them, where neither weights nor gradients travel compressed.
+
+    Small parameters, which rest whole, count as split.
+    """
+    params = num_params(cfg.network)["total"] // _num_parts(cfg)
+    moment = ITEMSIZE[cfg.optimizer.mu_dtype]
+    return {"params": params * FLOAT32, "moments": params * (FLOAT32 + moment)}
+
+
+def _num_parts(cfg: Config) -> int:
+    """Return the number of devices over which a parameter is split while it rests."""
+    return cfg.mesh.data * cfg.mesh.expert * cfg.mesh.tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,16 +211,21 @@ def _embedding_at_work(cfg: Config, sizes: _Sizes) -> dict[str, float]:
 
 
 def _of_all_layers(cfg: Config, layout: Layout, sizes: _Sizes) -> tuple[int, int]:
-    """Return the bytes of slots' gradients and of slots that all layers have at once;
-    0 where each layer has its own alone."""
-    num_layers = cfg.model.num_moe_layers
+    """Return the bytes of slots that all layers have at once, and by how much the sums
+    of their gradients exceed those of the parameters, whose place they take; 0 where
+    each layer has its own alone."""
+    slots = cfg.model.num_moe_layers * sizes.slots
+    own = cfg.model.num_moe_layers * 3 * cfg.model.d_model * cfg.moe.d_expert
+    own = own * cfg.moe.num_experts * FLOAT32 // _num_parts(cfg)
+    if layout.gather == "layer" and "data" not in layout.axes:
+        slots //= cfg.mesh.data  # the hidden width is still split
     domain = layout.domain
     is_compressed = domain is not None and domain.gradient_compression is not None
-    if layout.store == "resident" or is_compressed:
-        wide = FLOAT32 / ITEMSIZE[cfg.model.compute_dtype]
-        return round(num_layers * sizes.slots * wide), num_layers * sizes.slots
+    if layout.keeps_slots or is_compressed:
+        sums = round(slots * FLOAT32 / ITEMSIZE[cfg.model.compute_dtype])
+        return sums - own, slots
     if domain is not None and layout.prefetch:
-        return 0, num_layers * sizes.slots
+        return 0, slots
     return 0, 0
 
 

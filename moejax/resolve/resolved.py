@@ -21,14 +21,16 @@ from moejax.moe.mesh_roles import MeshLayout, on_mesh
 from moejax.perf.calibration import Calibration
 from moejax.perf.cost_model import CostModel
 from moejax.plan.expert_plan import ExpertPlan
-from moejax.plan.layout import Layout
-from moejax.resolve import layouts
+from moejax.plan.layout import Gather, Layout
+from moejax.resolve import gather, layouts
 from moejax.resolve.communication import (
     Communication,
     choose_communication,
     micro_batch_tokens,
 )
+from moejax.resolve.gather import GatherChoice
 from moejax.resolve.kernels import check_attention, choose_kernels, kernel_line
+from moejax.resolve.memory import state_bytes, step_memory
 from moejax.resolve.speeds import (
     load_calibration,
     make_cost_model,
@@ -57,6 +59,8 @@ class Resolved:
     """Cost model of the layers at these speeds."""
     settings: Settings
     """Settings of the balancer."""
+    gather: GatherChoice | None = None
+    """Choice of when slots are gathered over data; None where no predictions chose."""
 
     @functools.cached_property
     def mesh_layout(self) -> MeshLayout:
@@ -145,6 +149,8 @@ class Resolved:
         choices = self.communication.lines()
         lines = [*choices, kernel_line(self.kernels), self._gradient_line()]
         lines.append(self._overflow_line())
+        if self.gather is not None:
+            lines.append(self.gather.line())
         if answers := self._answers():
             lines.append(f"None, so chosen    {', '.join(answers)}")
         if choices or self._is_balanced:
@@ -207,10 +213,14 @@ class Resolved:
         ]
 
 
-def resolve(cfg: Config, mesh: Mesh | AbstractMesh) -> Resolved:
+def resolve(
+    cfg: Config, mesh: Mesh | AbstractMesh, usable_bytes: int | None = None
+) -> Resolved:
     """Return the run of a configuration, with an answer to each 'auto' and None.
 
-    `mesh` has the run's devices, or is abstract where none are needed. Raises
+    `mesh` has the run's devices, or is abstract where none are needed. `usable_bytes`
+    are those of a device that a run may use; None: they are not known, and what could
+    be kept in them is not (Dispatch.gather). Raises
     ValueError for a calibration of another machine and for settings that contradict one
     another, and NotImplementedError for attention that the devices cannot compute; the
     message says what to do instead.
@@ -222,7 +232,7 @@ def resolve(cfg: Config, mesh: Mesh | AbstractMesh) -> Resolved:
     calibration = load_calibration(cfg, kind)
     communication = choose_communication(cfg, calibration)
     layout = layouts.step_layout(cfg, communication.partition, mesh)
-    return Resolved(
+    run = Resolved(
         cfg=cfg,
         mesh=mesh,
         communication=communication,
@@ -232,6 +242,27 @@ def resolve(cfg: Config, mesh: Mesh | AbstractMesh) -> Resolved:
         cost=make_cost_model(cfg, calibration),
         settings=layouts.balancer_settings(cfg, layout),
     )
+    return run if usable_bytes is None else _with_gather(run, usable_bytes)
+
+
+def _with_gather(run: Resolved, usable_bytes: int) -> Resolved:
+    """Return the run with Dispatch.gather chosen by predicted times and memory, if it
+    is None and there is a choice."""
+    cfg, layout, cost = run.cfg, run.layout, run.cost
+    is_dense = cfg.router.training == "dense"
+    if is_dense or not gather.is_open(cfg.dispatch.gather, layout, cost.gather_sec):
+        return run
+    attention = run.kernels["attention"].implementation
+
+    def predict(way: Gather) -> tuple[float, int]:
+        """Return the seconds on the way in a step, and the bytes at its peak."""
+        there = dataclasses.replace(layout, gather=way)
+        sec = cfg.model.num_moe_layers * cost.gathers_sec(there)
+        return sec, sum(step_memory(cfg, there, state_bytes(cfg), attention).values())
+
+    choice = gather.choose(predict("layer"), predict("step"), usable_bytes)
+    layout = dataclasses.replace(layout, gather=choice.gather)
+    return dataclasses.replace(run, layout=layout, gather=choice)
 
 
 def check_dense_training(cfg: Config) -> None:
@@ -258,4 +289,9 @@ def check_dense_training(cfg: Config) -> None:
             "compressed, and "
             f"Dispatch.gradient_compression={cfg.dispatch.gradient_compression}: use "
             "None"
+        )
+    if cfg.router.training == "dense" and cfg.dispatch.gather == "step":
+        raise ValueError(
+            "Router.training='dense' has no slots to gather once a step: use "
+            "Dispatch.gather = None"
         )

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh
 from moejax.axes import AUTO, AXES
 from moejax.config import Config, Data, Dispatch, Moe
 from moejax.plan.layout import Topology
-from moejax.resolve.memory import KINDS, step_memory
+from moejax.resolve.memory import KINDS, state_bytes, step_memory
 from moejax.resolve.resolved import resolve
 
 CFG = Config(mesh=Topology(expert=2))
@@ -105,7 +105,23 @@ def test_shared_experts_take_weights_and_hidden_states():
 
 
 def test_resident_slots_are_there_for_all_layers_with_their_gradients():
-    resident = dataclasses.replace(CFG, dispatch=Dispatch(store="resident"))
-    own, all_layers = predict(CFG), predict(resident)
+    """The sums of their gradients take the place of those of the parameters."""
+    more = Dispatch(store="resident", slots_per_device=CFG.moe.num_experts)
+    own, all_layers = predict(CFG), predict(dataclasses.replace(CFG, dispatch=more))
     for kind in ("slots", "gradients"):
         assert all_layers[kind] > own[kind] + CFG.model.num_layers
+
+
+def test_slots_that_are_gathered_once_are_whole_for_all_layers():
+    """Beside them are float32 sums of their gradients, in place of those of the
+    parameters, of which a device has a part."""
+    cfg = dataclasses.replace(CFG, mesh=Topology(data=4, expert=2))
+    once = dataclasses.replace(cfg, dispatch=Dispatch(gather="step"))
+    held = state_bytes(cfg)
+    layer, step = predict(cfg, held), predict(once, held)
+    more = {kind: step[kind] - layer[kind] for kind in KINDS}
+    model, moe = CFG.model, CFG.moe
+    weights = model.num_layers * moe.num_experts // 2 * 3 * model.d_model * moe.d_expert
+    own = weights // 4
+    expected = {"slots": 2 * weights, "gradients": 4 * (weights - own)}
+    assert more == dict.fromkeys(KINDS, 0) | expected

@@ -119,11 +119,13 @@ def _own_compilation():
 def _compile(cfg, target, sizes, folder, log) -> CompiledStep:
     from moejax.axes import make_mesh
     from moejax.resolve.resolved import resolve
+    from train.launch.program import usable_bytes
     from train.step.compiled import device_bytes, make_model, trace_train_step
 
     devices = _devices(target, *sizes)
     with of_target(target):
-        run = resolve(cfg, make_mesh(cfg.mesh, devices))
+        usable = usable_bytes(target.memory_bytes)
+        run = resolve(cfg, make_mesh(cfg.mesh, devices), usable)
         context = make_model(run)
         seconds = [time.perf_counter()]
         traced = trace_train_step(context)

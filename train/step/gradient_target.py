@@ -1,10 +1,10 @@
 """Arrays that a train step differentiates the loss by, in place of the parameters.
 
-Each store has one of two gradient targets:
+Each layout has one of two gradient targets:
 
     parameters                  stores owned, transient, sharded
-    slots and all parameters    store resident; compressed gradients of a domain
-    but the experts'
+    slots and all parameters    store resident; compressed gradients of a domain;
+    but the experts'            slots gathered once a step (Layout.gather)
 
 With slots as the target, experts' gradients travel to the experts' float32 master
 parameters once a step, and not once a micro-batch. Slots have the compute dtype, which
@@ -45,7 +45,7 @@ def gradient_target(run: Resolved, state: TrainState, placement) -> GradientTarg
     and all micro-batches use them.
     """
     is_compressed = state.gradient_residual is not None
-    if run.layout.store != "resident" and not is_compressed:
+    if not run.layout.keeps_slots and not is_compressed:
         return GradientTarget(
             state.params, lambda params: (params, None), _without_residual
         )

@@ -31,6 +31,7 @@ from moejax.moe.mesh_roles import MeshLayout, index_along, spec
 from moejax.moe.types import Placement
 from moejax.moe.weights.compression import ExpertWeights
 from moejax.moe.weights.domains import gather_in_domain, track, tracked_axes
+from moejax.moe.weights.gather import Rest, gather
 from moejax.moe.weights.gradient_compression import scatter
 
 EXPERT_PARAMS = ("gate_edf", "up_edf", "down_efd")
@@ -89,8 +90,18 @@ def master_param_spec(dims: str, store: str, mesh_layout: MeshLayout) -> P:
 def slot_specs(mesh_layout: MeshLayout) -> dict[str, P]:
     """Return the PartitionSpecs of slots: each device has its own.
 
-    Their hidden width is still split over the axes over which parameters are stored.
+    Their hidden width is still split over the axes over which parameters are stored,
+    if it is gathered in each layer. Slots that are gathered once a step have no width
+    left to split: every device has its own whole slots, also where others have equal
+    ones, so that gradients of slots differ between devices until they are summed.
     """
+    if mesh_layout.layout.gather == "step":
+        experts = mesh_layout.replica_axes + mesh_layout.owner_axes
+        where = {"e": experts, "f": mesh_layout.shard_axes}
+        return {
+            n: spec(*(where.get(dim, ()) for dim in dims))
+            for n, dims in SLOT_DIMS.items()
+        }
     return {
         n: master_param_spec(dims, "owned", mesh_layout)
         for n, dims in SLOT_DIMS.items()
@@ -108,7 +119,8 @@ def slots(
     """Return the expert weights of one layer's slots: `into` [s, d, 2, f] and `down`
     [s, f, d], in `dtype`.
 
-    They are split as `slot_specs` says. `weights` are the parameters gate_edf, up_edf
+    They are split as `slot_specs` says, and whole if they are gathered once a step.
+    `weights` are the parameters gate_edf, up_edf
     and down_efd, in the order of the plan's `owned_le`. An empty slot is zeros. In a
     domain each device has the slots of all members, and gradients travel between them
     in `gradient_reduce_dtype` (Model.gradient_reduce_dtype). If `tracked_sx` is given,
@@ -119,6 +131,8 @@ def slots(
 
     def body(master_params, placement, tracked_sx):
         slots = STORES[store](master_params, placement, mesh_layout)
+        if mesh_layout.layout.gather == "step":
+            return gather_width(slots, mesh_layout, gradient_reduce_dtype)
         args = slots, mesh_layout, gradient_reduce_dtype, tracked_sx
         return gather_in_domain(*args)
 
@@ -129,6 +143,20 @@ def slots(
         in_specs=(specs, P(), tracked_spec),
         out_specs=slot_specs(mesh_layout),
     )(join_gate_up(weights, dtype), placement, tracked_sx)
+
+
+def gather_width(
+    slots: ExpertWeights, mesh_layout: MeshLayout, gradient_reduce_dtype: str
+) -> ExpertWeights:
+    """Return slots with their whole hidden width, from this device's part of it.
+
+    The transpose sums the gradients of all devices that compute the same experts, and
+    scatters them to where the width rests.
+    """
+    rest = Rest(mesh_layout.master_axes, None, gradient_reduce_dtype)
+    tokens = jax.lax.pcast(jnp.zeros(()), mesh_layout.batch_axes, to="varying")
+    dims = {n: dims.index("f") for n, dims in SLOT_DIMS.items()}
+    return {n: gather((slots[n],), (dims[n],), tokens, rest)[0] for n in SLOT_DIMS}
 
 
 def track_experts(
