@@ -5,6 +5,7 @@ number of devices, print the meshes that the run can have on them.
 """
 
 import dataclasses
+import math
 import shlex
 from typing import NamedTuple
 
@@ -14,13 +15,15 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from moejax.axes import AXES
 from moejax.config import Config
 from moejax.model.flops import flops_per_token, num_params
+from moejax.perf.stated import stated_calibration
 from moejax.perf.target import Target
 from moejax.perf.target import load as load_target
 from moejax.perf.target import names as target_names
 from moejax.plan.expert_plan import ExpertPlan
+from moejax.resolve.arms import find_arms, link_time
 from moejax.resolve.fitting import find_changes
 from moejax.resolve.memory import step_memory
-from moejax.resolve.meshes import RULE, propose_meshes
+from moejax.resolve.meshes import NODE_DEVICES, RULE, propose_meshes
 from moejax.resolve.resolved import Resolved, resolve
 from train.launch.program import usable_bytes
 from train.replicas.shards import Coverage, coverage
@@ -95,6 +98,7 @@ def dry_run(cfg: Config, target: Target | None = None) -> dict:
     _print_covered(covered)
     if target is not None:
         record["fit"] = _say_fit(cfg, Fit(target, sum(memory.values()), usable))
+        record["arms"] = _show_arms(run, target)
     return record
 
 
@@ -202,6 +206,87 @@ def _say_fit(cfg: Config, fit: Fit) -> dict:
         print(f"  {change['total_bytes'] / GIB:.1f} GiB: {change['why']}")
         print(f"    {' '.join(change['flags'])}")
     return record
+
+
+def _show_arms(run: Resolved, target: Target) -> list[dict]:
+    """Print the ways to compute the experts on these devices, with the seconds of their
+    links at the target's stated rates and their memory; return them as records."""
+    usable, rows = usable_bytes(target.memory_bytes), []
+    for arm in find_arms(run):
+        try:
+            there = _resolve(arm.cfg, target)
+        except (ValueError, NotImplementedError) as fault:
+            print(f"{arm.name}: {fault}")
+            continue
+        calibration = stated_calibration(target, arm.cfg.mesh, NODE_DEVICES)
+        time, total_bytes = link_time(there, calibration), sum(_memory(there).values())
+        rows.append(
+            {
+                "name": arm.name,
+                "mesh": dataclasses.asdict(arm.cfg.mesh),
+                "gin_params": list(arm.params),
+                "rows_sec": time.rows_sec,
+                "weights_sec": time.weights_sec,
+                "sec": time.sec,
+                "total_bytes": total_bytes,
+                "fits": total_bytes <= usable,
+                "is_this_run": there.layout == run.layout
+                and there.cfg.mesh == run.cfg.mesh,
+                "is_fastest": False,
+            }
+        )
+    fitting = [row for row in rows if row["fits"]]
+    if not fitting:
+        return rows
+    best = min(fitting, key=lambda row: row["sec"])
+    best["is_fastest"] = True
+    _print_arms(rows, best, target)
+    return rows
+
+
+def _print_arms(rows: list[dict], best: dict, target: Target) -> None:
+    """Print the table of arms, and one sentence about the fastest that fits."""
+    rates = target.rates
+    print(
+        f"experts on {target.name}, nodes of {NODE_DEVICES}: seconds of the links in a "
+        f"step at stated rates ({rates.nvlink_bytes_per_sec / 1e9:g} GB/s inside a "
+        f"node, {rates.infiniband_bytes_per_sec / 1e9:g} GB/s between), before any is "
+        "hidden"
+    )
+    print(f"  {'':<52} {'rows':>6} {'weights':>8} {'sum':>6} {'GiB':>6}")
+    for row in rows:
+        notes = [
+            "this run" * row["is_this_run"],
+            "does not fit" * (not row["fits"]),
+            "fastest that fits" * row["is_fastest"],
+        ]
+        print(
+            f"  {row['name']:<52} {row['rows_sec']:6.2f} {row['weights_sec']:8.2f} "
+            f"{row['sec']:6.2f} {row['total_bytes'] / GIB:6.1f}  "
+            + ", ".join(filter(None, notes))
+        )
+    print(f"  {_why(rows, best)}")
+    if not best["is_this_run"]:
+        flags = (f"--gin_param={shlex.quote(x)}" for x in best["gin_params"])
+        print(f"    {' '.join(flags)}")
+
+
+def _why(rows: list[dict], best: dict) -> str:
+    """Return the sentence that says why an arm is the fastest that fits."""
+    others = [row for row in rows if row is not best]
+    if not others:
+        return f"{best['name']}: there is no other way"
+    part = "rows" if best["rows_sec"] > best["weights_sec"] else "weights"
+    second = min(others, key=lambda row: (not row["fits"], row["sec"]))
+    ratio = second["sec"] / best["sec"] if best["sec"] else math.inf
+    faster = [row["name"] for row in others if row["sec"] < best["sec"]]
+    unfit = (
+        f"; {' and '.join(faster)} would be faster and does not fit" if faster else ""
+    )
+    return (
+        f"{best['name']}: its links work {best['sec']:.2f} s, mostly for {part}, and "
+        f"those of {second['name']} {ratio:.1f} times as long{unfit}"
+    )
 
 
 def _larger(fit: Fit) -> list[tuple[str, Target, int]]:

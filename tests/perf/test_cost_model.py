@@ -75,6 +75,18 @@ def test_sync_by_store():
     assert unused.sync_sec(make_layout("resident", 4)) == 0
 
 
+def test_slots_are_gathered_in_each_micro_batch_or_once():
+    """With remat the backward pass gathers again; gradients are scattered once."""
+    cost = dataclasses.replace(COST, micro_batches=4, gather_sec=0.5, remat="full")
+    each, once = make_layout(), make_layout(gather="step")
+    assert cost.num_gathers(each) == (2 * 4 * 2, 4 * 2)
+    assert cost.num_gathers(once) == (2, 2)
+    assert cost.gathers_sec(each) == pytest.approx(24 * 0.5)
+    load_we, row_p = np.ones((3, 6)), np.arange(6)
+    saved = cost.layer_sec(load_we, row_p, each) - cost.layer_sec(load_we, row_p, once)
+    assert saved == pytest.approx(20 * 0.5)
+
+
 def test_prefetched_copies_hide_under_the_block():
     """Forward (12 s) and attention (3 s) hide 15 of 20 s out; backward (30 s) hides
     20 s back."""

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from moejax.plan.layout import ROW_MULTIPLE, Layout, Topology
+from moejax.plan.parallel import Domain
 
 LAYOUT = Layout(
     num_experts=4,
@@ -122,6 +123,16 @@ def test_layouts_are_keys():
         (
             lambda: dataclasses.replace(LAYOUT, prefetch=True),
             ["prefetch", "store='transient'", "'resident'"],
+        ),
+        (
+            lambda: dataclasses.replace(LAYOUT, store="transient", gather="step"),
+            ["gather='step'", "'transient'", "'owned' or 'resident'", "'layer'"],
+        ),
+        (
+            lambda: Layout(
+                4, 2, 2, 8, gather="step", domain=Domain((2,), (2,)), transport="local"
+            ),
+            ["gather='step'", "domain=(2,)", "'layer'"],
         ),
         (
             lambda: Layout(4, 2, 2, 8, store="resident", split="dynamic"),

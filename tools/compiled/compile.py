@@ -185,8 +185,8 @@ def shapes_of_weights(context) -> frozenset[tuple[int, ...]]:
     """Return the shapes that master parameters and weights made from them have on one
     device, in the form of `plain_shape`.
 
-    They are: a parameter's part, a parameter whole, both for all layers and for one,
-    and slots with gate and up side by side.
+    They are: a parameter's part, a parameter whole, and slots with gate and up side by
+    side, all of them for all layers and for one.
     """
     import jax
 
@@ -200,7 +200,8 @@ def shapes_of_weights(context) -> frozenset[tuple[int, ...]]:
             shapes |= {shape, shape[1:]} if is_stacked else {shape}
     cfg, num_slots = context.cfg, context.layout.slots_per_device
     d, f = cfg.model.d_model, cfg.moe.d_expert
-    shapes |= {(num_slots, d, 2, f), (num_slots, d, 2 * f), (num_slots, f, d)}
+    slots = {(num_slots, d, 2, f), (num_slots, d, 2 * f), (num_slots, f, d)}
+    shapes |= slots | {(cfg.model.num_moe_layers, *shape) for shape in slots}
     plain = {plain_shape(shape) for shape in shapes}
     return frozenset(shape for shape in plain if len(shape) > 1)
 

@@ -60,9 +60,9 @@ def gradient_target(run: Resolved, state: TrainState, placement) -> GradientTarg
         per_layer = (master_params, placement, state.tracked)
         slots, pull_back = stores.slots_of_layers(make, *per_layer), None
     else:
-        make_all = partial(stores.slots_of_layers, make)
         slots, pull_back = jax.vjp(
-            lambda master_params: make_all(master_params, placement), master_params
+            lambda experts: stores.slots_of_layers(make, experts, placement),
+            master_params,
         )
 
     def to_params(grads):
@@ -74,12 +74,26 @@ def gradient_target(run: Resolved, state: TrainState, placement) -> GradientTarg
             )
             return expert_params.put(other_grads, own_grads), residual_lsx
         slot_grads = jax.tree.map(lambda g, s: g.astype(s.dtype), slot_grads, slots)
-        return expert_params.put(other_grads, pull_back(slot_grads)[0]), None
+        slot_grads, zeros = _zeros_after(slot_grads, master_params)
+        refs = jax.tree.map(jax.new_ref, zeros)
+        pull_back.with_refs(refs)(slot_grads)
+        own_grads = jax.tree.map(jax.ref.freeze, refs)
+        return expert_params.put(other_grads, own_grads), None
 
     wide = jnp.promote_types(dtype, jnp.float32)
     zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, wide), slots)
     split = partial(_join, master_params, slots)
     return GradientTarget((others, zeros), split, to_params)
+
+
+def _zeros_after(arrays, like):
+    """Return the arrays, and zeros like those of a tree that exist no earlier.
+
+    XLA schedules zeros that depend on nothing at the beginning of the step, where
+    gradients of all master parameters would take memory until its end.
+    """
+    arrays, zero = jax.lax.optimization_barrier((arrays, jnp.float32(0)))
+    return arrays, jax.tree.map(lambda leaf: jnp.full_like(leaf, zero), like)
 
 
 def _without_residual(grads):

@@ -200,6 +200,7 @@ def join_gate_up(weights: ExpertWeights, dtype) -> ExpertWeights:
     }
 
 
+@jax.named_scope("slots")
 def slots_of_layers(make, *of_layers) -> ExpertWeights:
     """Return the slots of all layers, made one layer after the other.
 

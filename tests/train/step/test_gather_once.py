@@ -10,8 +10,11 @@ import pytest
 from moejax.config import Balance, Config
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Topology
+from tests.support.close import assert_close
 from tests.support.primitives import equations
 from tests.support.random_plans import random_plan
+from tests.support.run_main import ROOT, metric_lines
+from tests.support.run_main import run as run_main
 from tests.support.steps import (
     ONE_EXPERT,
     SMALL,
@@ -127,3 +130,32 @@ def num_over_data(jaxpr) -> int:
         and eqn.params["axis_name"] == ("data",)
         and eqn.invars[0].aval.size >= ONE_EXPERT
     )
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("gathers", [("step", "layer"), ("layer", "step")])
+def test_a_checkpoint_and_swaps_go_on_under_the_other(tmp_path, gathers):
+    """With the balancer on, the losses of two legs are those of a run with one way to
+    gather. The second leg resumes the checkpoint of the first."""
+    plain, legs = tmp_path / "plain", tmp_path / "legs"
+    gin_file = ROOT / "tests" / "support" / "balanced.gin"
+    often = ("Checkpoint.every_steps = 7", "Checkpoint.keep_last = 9")
+
+    def leg(run_dir, num_steps: int, gather: str):
+        params = (f"Train.num_steps = {num_steps}", f"Dispatch.gather = '{gather}'")
+        ended = run_main(run_dir, *params, *often, gin_file=gin_file)
+        assert (ended.code, ended.err) == (0, "")
+        return ended.out
+
+    assert " swap " in leg(plain, 20, gathers[1])
+    leg(legs, 14, gathers[0])
+    (legs / "summary.json").unlink()  # as if the run had been stopped
+    messages = leg(legs, 20, gathers[1])
+    assert "resumed at step 14" in messages
+
+    def losses(run_dir):
+        return np.float32([x["loss"] for x in metric_lines(run_dir) if "loss" in x])
+
+    assert losses(legs).shape == (20,)
+    assert_close(losses(legs), losses(plain))

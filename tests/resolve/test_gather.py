@@ -1,0 +1,130 @@
+"""When slots are gathered over data, and which ways to compute experts there are."""
+
+import dataclasses
+
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from moejax.axes import AUTO, AXES
+from moejax.config import Balance, Config, Router
+from moejax.perf.stated import stated_calibration
+from moejax.perf.target import load, of_device
+from moejax.plan.layout import Topology
+from moejax.resolve.arms import find_arms, link_time
+from moejax.resolve.resolved import Resolved, resolve
+from train.config import gin_reader
+from train.dry_run import dry_run
+
+GIB = 2**30
+H100 = load("h100")
+USABLE = 72 * GIB
+
+
+@pytest.fixture
+def qwen(repo) -> Config:
+    return gin_reader.load([repo / "configs" / "qwen3_30b_a3b.gin"], [])
+
+
+def on_h100(cfg: Config, usable_bytes: int | None = USABLE) -> Resolved:
+    device = AbstractDevice(H100.name, num_cores=132, platform="gpu")
+    mesh = AbstractMesh(
+        cfg.mesh.sizes, AXES, axis_types=AUTO * len(AXES), abstract_device=device
+    )
+    return resolve(cfg, mesh, usable_bytes)
+
+
+def with_fields(cfg: Config, **fields) -> Config:
+    return dataclasses.replace(
+        cfg, dispatch=dataclasses.replace(cfg.dispatch, **fields)
+    )
+
+
+def test_once_a_step_where_it_fits(qwen):
+    """Two gathers and scatters a step, in place of three in each of 8 micro-batches."""
+    run = on_h100(qwen)
+    assert run.layout.gather == "step"
+    (line,) = [line for line in run.lines() if line.startswith("gather ")]
+    assert "once a step: 6.38 s less" in line
+    assert "13.5 GiB more" in line
+    choice = run.gather
+    assert choice.saved_sec == pytest.approx(11 * choice.once_sec)
+    small = on_h100(qwen, 40 * GIB)
+    assert small.layout.gather == "layer"
+    (line,) = [line for line in small.lines() if line.startswith("gather ")]
+    assert "in each layer of each micro-batch: once a step would take" in line
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fields", "parts"),
+    [
+        (Topology(data=1, expert=16), {}, {}),
+        (Topology(data=2, expert=8), {"gather": "layer"}, {}),
+        (Topology(data=2, expert=8), {"group": "data_expert"}, {}),
+        (Topology(data=2, expert=8), {"store": "sharded"}, {}),
+        (Topology(data=2, expert=8), {}, {"balance": Balance(policy="prophet")}),
+        (Topology(data=2, expert=8), {}, {"router": Router(training="dense")}),
+    ],
+)
+def test_no_choice(qwen, mesh, fields, parts):
+    """Nothing to gather over data, a way that the user named, or slots that a layer
+    makes."""
+    run = on_h100(dataclasses.replace(with_fields(qwen, **fields), mesh=mesh, **parts))
+    assert (run.layout.gather, run.gather) == ("layer", None)
+
+
+def test_unknown_memory_and_cpus_gather_in_each_layer(qwen):
+    assert on_h100(qwen, None).layout.gather == "layer"
+    assert of_device("cpu") is None
+    assert of_device(H100.name) == H100
+
+
+def test_a_named_way_stays(qwen):
+    """Relayouts change to stores that gather once, too."""
+    cfg = dataclasses.replace(
+        with_fields(qwen, gather="step", store=None), balance=Balance(policy="smartmoe")
+    )
+    run = on_h100(cfg, None)
+    assert run.layout.gather == "step"
+    assert run.settings.stores == ("owned", "resident")
+    with pytest.raises(ValueError, match=r"gather='step' .* store='transient'"):
+        on_h100(with_fields(qwen, gather="step", store="transient"))
+    dense = dataclasses.replace(
+        with_fields(qwen, gather="step"), router=Router(training="dense")
+    )
+    with pytest.raises(ValueError, match="no slots to gather once a step"):
+        on_h100(dense)
+
+
+def test_arms_of_two_nodes(qwen):
+    """A step of Qwen3 compiled for two nodes has row exchanges of 1160 ms, and gathers
+    and scatters of experts over data of 1933 ms, or 161 ms once a step."""
+    arms = {arm.name: arm for arm in find_arms(on_h100(qwen))}
+    msec = {}
+    for name, arm in arms.items():
+        calibration = stated_calibration(H100, arm.cfg.mesh, 8)
+        time = link_time(on_h100(arm.cfg), calibration)
+        msec[name] = round(1e3 * time.rows_sec), round(1e3 * time.weights_sec)
+    expert, fsdp = "expert parallelism", "no expert parallelism (FSDP)"
+    assert msec[f"{expert}, gathered in each layer"] == (1160, 1933)
+    assert msec[f"{expert}, gathered once a step"] == (1160, 161)
+    assert msec[f"{fsdp}, gathered once a step"][0] == 0
+    assert arms[f"{fsdp}, gathered once a step"].params == (
+        "Mesh.data = 16",
+        "Mesh.expert = 1",
+        "Dispatch.gather = 'step'",
+    )
+
+
+def test_the_dry_run_marks_the_fastest_arm_that_fits(qwen, capsys, monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    arms = {arm["name"]: arm for arm in dry_run(qwen, H100)["arms"]}
+    (best,) = [arm for arm in arms.values() if arm["is_fastest"]]
+    assert best["name"] == "expert parallelism, gathered once a step"
+    assert best["is_this_run"]
+    assert best["fits"]
+    fsdp = arms["no expert parallelism (FSDP), gathered once a step"]
+    assert fsdp["sec"] < best["sec"]
+    assert not fsdp["fits"]
+    out = capsys.readouterr().out
+    assert "this run, fastest that fits" in out
+    assert "would be faster and does not fit" in out
