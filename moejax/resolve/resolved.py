@@ -153,7 +153,7 @@ class Resolved:
             lines.append(self.gather.line())
         if answers := self._answers():
             lines.append(f"None, so chosen    {', '.join(answers)}")
-        if choices or self._is_balanced:
+        if choices or self._is_balanced or self.gather is not None:
             lines.append(f"speeds             {self.speeds}")
         return lines
 
