@@ -211,19 +211,23 @@ def _embedding_at_work(cfg: Config, sizes: _Sizes) -> dict[str, float]:
 
 
 def _of_all_layers(cfg: Config, layout: Layout, sizes: _Sizes) -> tuple[int, int]:
-    """Return the bytes of slots that all layers have at once, and by how much the sums
-    of their gradients exceed those of the parameters, whose place they take; 0 where
-    each layer has its own alone."""
+    """Return the bytes that gradients take beside those of all parameters, and those of
+    slots, that all layers have at once; 0 where each layer has its own alone.
+
+    Sums of slots' gradients take the place of those of experts' parameters. Where
+    gradients travel compressed, both are there when they do.
+    """
     slots = cfg.model.num_moe_layers * sizes.slots
-    own = cfg.model.num_moe_layers * 3 * cfg.model.d_model * cfg.moe.d_expert
-    own = own * cfg.moe.num_experts * FLOAT32 // _num_parts(cfg)
     if layout.gather == "layer" and "data" not in layout.axes:
         slots //= cfg.mesh.data  # the hidden width is still split
+    sums = round(slots * FLOAT32 / ITEMSIZE[cfg.model.compute_dtype])
     domain = layout.domain
-    is_compressed = domain is not None and domain.gradient_compression is not None
-    if layout.keeps_slots or is_compressed:
-        sums = round(slots * FLOAT32 / ITEMSIZE[cfg.model.compute_dtype])
-        return sums - own, slots
+    if domain is not None and domain.gradient_compression is not None:
+        return sums, slots
+    if layout.keeps_slots:
+        experts = 3 * cfg.model.d_model * cfg.moe.d_expert * cfg.moe.num_experts
+        experts *= cfg.model.num_moe_layers
+        return sums - experts * FLOAT32 // _num_parts(cfg), slots
     if domain is not None and layout.prefetch:
         return 0, slots
     return 0, 0
