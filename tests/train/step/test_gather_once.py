@@ -69,6 +69,7 @@ def compiled(case: Case, gather: str, dtype: str) -> StepCase:
     return case_maker(model_from(configure(case, gather), dtype))
 
 
+@pytest.mark.slow
 def test_a_step_in_float64(doubles):
     """Two micro-batches whose gradients are summed in whole slots, against one batch
     whose gradients are summed where parameters rest."""
