@@ -7,7 +7,7 @@ The parameters of a scanned part are stacked on a leading layer dim (decision 00
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from moejax import axes
 from moejax.config import Model, Network
-from moejax.model import vocabulary
+from moejax.model import ahead, vocabulary
 from moejax.model.attention import AttentionContext
 from moejax.model.blocks import Block, Cycle
 from moejax.model.cache import Cache, KvCacheView
@@ -35,6 +35,7 @@ from moejax.moe.setup import LayerSetup
 from moejax.moe.types import LayerSums, Placement
 from moejax.moe.weights import stores
 from moejax.moe.weights.stores import ExpertWeights, SummedSlots
+from moejax.moe.weights.whole import WholeSlots, whole_slots
 from moejax.plan.layout import Layout
 
 EMBED_SCALE = 0.02
@@ -61,23 +62,19 @@ class StepInputs(NamedTuple):
 class SlotSource(NamedTuple):
     """Source of the slot weights of each MoE layer.
 
-    There are three kinds: ready-made `slots` of all layers; prefetching, where each
-    layer makes the slots of the next one (`first`, `ahead`, `make`); or, if all of
-    these are None, each layer makes its own.
+    There are three kinds: ready-made `slots` of all layers; prefetching, where the
+    whole slots of each layer are fetched while the one before computes (`fetch`,
+    `fetched_from`); or, if all of these are None, each layer makes its own.
     """
 
     placement: Placement
     layout: Layout
     slots: ExpertWeights | SummedSlots | None = None
     """Slots of all layers, made before the first layer runs."""
-    first: ExpertWeights | None = None
-    """Slots of layer 0, if slots are prefetched."""
-    ahead: tuple[ExpertWeights, Placement] | None = None
-    """For each layer the expert weights and placement of the next one, if slots are
-    prefetched. The last layer has those of layer 0."""
-    make: Callable[..., ExpertWeights] | None = None
-    """Function from one layer's weights and placement to its slots, if slots are
-    prefetched."""
+    fetch: Callable[..., WholeSlots] | None = None
+    """Function from one layer's part of `fetched_from` to its slots."""
+    fetched_from: Any = None
+    """Arrays from which slots are made, stacked over layers."""
     tracked_lsx: Array | None = None
     """Estimates of compressed experts (moejax.moe.weights.domains), for layers that
     make their slots from them."""
@@ -189,22 +186,31 @@ class Transformer(nnx.Module):
         """Return how layers get their slots: all at once, one layer ahead, or each by
         itself."""
         mesh_layout = on_mesh(self.mesh, layout)
+        reduce_dtype = self.cfg.model.gradient_reduce_dtype
         make = partial(
             stores.slots,
             mesh_layout=mesh_layout,
             dtype=self._dtype,
-            gradient_reduce_dtype=self.cfg.model.gradient_reduce_dtype,
+            gradient_reduce_dtype=reduce_dtype,
         )
         weights = self.cycles.blocks[-1].moe.master_params()
         if layout.keeps_slots and slots is None:
             slots = stores.slots_of_layers(make, weights, placement)
-        is_given = slots is not None or tracked_lsx is not None
-        if not layout.prefetch or is_given:
+        if not layout.prefetch:
             return SlotSource(placement, layout, slots, tracked_lsx=tracked_lsx)
-        weights = jax.tree.map(lambda leaf: leaf.astype(self._dtype), weights)
-        first = jax.tree.map(lambda leaf: leaf[0], (weights, placement))
-        ahead = jax.tree.map(lambda leaf: jnp.roll(leaf, -1, 0), (weights, placement))
-        return SlotSource(placement, layout, None, make(*first), ahead, make)
+        fetched_from = slots
+        if slots is None:
+            fetched_from = weights, placement, tracked_lsx
+
+        def fetch(source) -> WholeSlots:
+            if isinstance(source, SummedSlots):
+                source = stores.read(source)
+            if slots is None:
+                weights, placement, tracked_sx = source
+                source = make(weights, placement, tracked_sx=tracked_sx)
+            return whole_slots(source, mesh_layout, reduce_dtype)
+
+        return SlotSource(placement, layout, None, fetch, fetched_from)
 
     def _run(
         self,
@@ -220,7 +226,7 @@ class Transformer(nnx.Module):
         the last layer."""
         model, moe = self.cfg.model, self.cfg.moe
         parts = cut(shard_batch(x_btd, self.mesh))
-        carry = (parts, cache_view, None)
+        carry = (parts, cache_view)
         if self.prefix is not None:
             carry, _ = _scan(self.prefix, carry, contexts, None, None, model)
 
@@ -264,7 +270,6 @@ class Transformer(nnx.Module):
         setup = self._setup(slot_source.layout)
         per_layer = slot_source.placement, chance_le, keys_l, slot_source.tracked_lsx
         routing = per_layer, make_run_moe
-        carry = (*carry[:2], slot_source.first)
         carry, sums = _scan(self.cycles, carry, contexts, routing, slot_source, model)
         return tuple(map(self.norm, carry[0])), sums, carry[1]
 
@@ -318,8 +323,8 @@ def _stack(make, count: int, rngs: nnx.Rngs) -> nnx.Module | None:
 def _scan(stack: nnx.Module, carry, contexts, routing, slot_source, model: Model):
     """Run stacked modules one after the other.
 
-    `carry` is (parts of x, cache view, slots); slots are None unless they are
-    prefetched. Return the last carry, and the modules' sums, stacked.
+    `carry` is (parts of x, cache view). Return the last carry, and the modules' sums,
+    stacked.
 
     `routing` is a pair: arrays that differ between layers, and a function that makes
     from one layer's arrays and slots the call of its MoE layer (blocks.RunMoe). It is
@@ -327,24 +332,37 @@ def _scan(stack: nnx.Module, carry, contexts, routing, slot_source, model: Model
     """
     graph, params = nnx.split(stack)
     per_layer, make_run_moe = routing or (None, lambda *_: None)
-    ready, ahead = (
-        (slot_source.slots, slot_source.ahead) if slot_source else (None, None)
-    )
+
+    def run(carry, slots, layer):
+        parts, cache_view = carry
+        parts = checkpoint_name(parts, INPUTS)
+        params, per_layer = layer
+        block = nnx.merge(graph, params)
+        run_moe = make_run_moe(per_layer, slots)
+        parts, sums, cache_view = block(parts, contexts, run_moe, cache_view)
+        return (parts, cache_view), sums
+
+    is_kept = model.remat == "none"
+    if not is_kept:
+        run = jax.checkpoint(run, policy=_policy(model.remat), prevent_cse=False)
+    if slot_source is not None and slot_source.fetch is not None:
+        # Experts learn through their slots alone.
+        layers = nnx.map_state(_without_gradient, params), per_layer
+        fetched = slot_source.fetch, slot_source.fetched_from
+        return ahead.scan(run, carry, layers, *fetched, is_kept)
+    ready = None if slot_source is None else slot_source.slots
 
     def body(carry, layer):
-        parts, cache_view, slots = carry
-        parts = checkpoint_name(parts, INPUTS)
-        params, per_layer, ready, ahead = layer
-        # The next layer's slots do not depend on x, so they may travel meanwhile.
-        following = None if ahead is None else slot_source.make(*ahead)
-        block = nnx.merge(graph, params)
-        run_moe = make_run_moe(per_layer, slots if ready is None else ready)
-        parts, sums, cache_view = block(parts, contexts, run_moe, cache_view)
-        return (parts, cache_view, following), sums
+        return run(carry, *layer)
 
-    if model.remat != "none":
-        body = jax.checkpoint(body, policy=_policy(model.remat), prevent_cse=False)
-    return jax.lax.scan(body, carry, (params, per_layer, ready, ahead))
+    return jax.lax.scan(body, carry, (ready, (params, per_layer)))
+
+
+def _without_gradient(_, variable: nnx.Variable) -> nnx.Variable:
+    """Return a parameter of experts as a constant, and any other variable as it is."""
+    if variable.get_metadata().get("expert_dims") is None:
+        return variable
+    return variable.replace(jax.lax.stop_gradient(variable[...]))
 
 
 def _policy(remat: str):

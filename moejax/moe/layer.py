@@ -37,6 +37,7 @@ from moejax.moe.setup import LayerSetup
 from moejax.moe.types import LayerSums, Placement, Routes
 from moejax.moe.weights import stores
 from moejax.moe.weights.gather import Rest, gather
+from moejax.moe.weights.whole import WholeSlots, whole, whole_spec
 from moejax.plan.edge_coloring import max_colors
 from moejax.plan.layout import Fp8, Layout
 
@@ -122,7 +123,7 @@ def moe_layer(
     *,
     jitter_btd: Float[Array, "b t d"] | None = None,
     forced_btk: Int[Array, "b t k"] | None = None,
-    slots: stores.ExpertWeights | None = None,
+    slots: stores.ExpertWeights | WholeSlots | None = None,
     experts: Experts | None = None,
 ) -> tuple[Float[Array, "b t d"], LayerSums]:
     """Return the output of an MoE layer, and sums for losses and statistics.
@@ -140,8 +141,8 @@ def moe_layer(
     `params` are router_de, bias_e, gate_edf, up_edf and down_efd. `placement` is of one
     layer (`setup.place(plan).layer(i)`). `jitter_btd` multiplies the router's input;
     `forced_btk` replaces its choice; `slots` are the weights of all slots where they
-    exist already; `experts` computes the rows of a device's slots (None: `swiglu`, by
-    the layout's kernels).
+    exist already, gathered (WholeSlots) or not; `experts` computes the rows of a
+    device's slots (None: `swiglu`, by the layout's kernels).
 
     Raises ValueError, one line, for shapes that do not fit the setup.
     """
@@ -191,6 +192,8 @@ def moe_layer_of_parts(
     if slots is None:
         slots = _slots(params, placement, setup, dtype)
     batch, slot_specs = P(mesh_layout.batch_axes), stores.slot_specs(mesh_layout)
+    if isinstance(slots, WholeSlots):
+        slot_specs = whole_spec(mesh_layout)
     experts = experts or _make_experts(setup.layout)
     static = Static.of(setup, experts)
     body = jax.shard_map(
@@ -273,7 +276,10 @@ def _body(parts, router_de, bias_e, placement, slots, *, static: Static):
     route = partial(
         _route, static.whole_router(router_de, x_nd), bias_e, t, static=static
     )
-    weights = whole(slots, x_nd, mesh_layout, static.gradient_reduce_dtype)
+    if isinstance(slots, WholeSlots):
+        weights = slots.weights
+    else:
+        weights = whole(slots, x_nd, mesh_layout, static.gradient_reduce_dtype)
     y_parts, sums = [], []
     for part, entered in zip(parts, given):
         routes, score_ne, logit_ne = route(entered)
@@ -369,33 +375,6 @@ def _sums(
 def _largest(counts) -> Int[Array, ""]:
     """Return the largest of several counts."""
     return functools.reduce(jnp.maximum, counts)
-
-
-@jax.named_scope("slots")
-def whole(
-    slots: stores.ExpertWeights,
-    x_nd: Array,
-    mesh_layout: MeshLayout,
-    gradient_reduce_dtype: str,
-) -> stores.ExpertWeights:
-    """Gather the hidden width of this device's slots over the axes on which parameters
-    rest, unless that was done once for the step, and lay gate and up weights side by
-    side.
-
-    The transpose sums gradients, and scatters them back.
-    """
-
-    def gathered(leaf, hidden_dim):
-        along = mesh_layout.master_axes if mesh_layout.layout.gather == "layer" else ()
-        rest = Rest(along, None, gradient_reduce_dtype)
-        return gather((leaf,), (hidden_dim,), x_nd, rest)[0]
-
-    into_sd2f = slots["into"]
-    s, d = into_sd2f.shape[:2]
-    return {
-        "into_sdh": gathered(into_sd2f, 3).reshape(s, d, -1),
-        "down_sfd": gathered(slots["down"], 1),
-    }
 
 
 @jax.named_scope("experts")

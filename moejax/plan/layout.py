@@ -166,8 +166,9 @@ class Layout:
     """Whether the tokens of a device are exchanged in two independent halves, so that
     the rows of one travel while the other one's are computed."""
     prefetch: bool = False
-    """Whether the weights of the next layer travel while this layer computes: copies of
-    the store 'transient', or the experts that a domain gathers."""
+    """Whether the weights of the next layer travel while this layer computes: copies,
+    slots of the store 'sharded', the experts that a domain gathers, and what is
+    gathered over data. Not with split 'dynamic', whose copies follow the loads."""
     gather: Gather = "layer"
     """When slots are gathered over the data axis, along which their hidden width is
     split while parameters rest. 'layer' gathers those of a layer whenever it computes,
@@ -393,7 +394,7 @@ def _check_group(layout: Layout) -> None:
 
 
 def _check_copies(layout: Layout) -> None:
-    """Check that the store agrees with slots, budgets, kernels, split and prefetch."""
+    """Check that the store agrees with slots, budgets, kernels and split."""
     budgets = (layout.offers_per_device, layout.copies_per_device)
     limits = (layout.experts_per_device, layout.slots_per_device)
     if layout.has_copies and any(not 0 <= b <= n for b, n in zip(budgets, limits)):
@@ -421,11 +422,6 @@ def _check_copies(layout: Layout) -> None:
         raise ValueError(
             "fused_split=True works with split='water_filling' only, and split is "
             f"'{layout.split}': leave it out"
-        )
-    if layout.prefetch and layout.store != "transient" and not layout.domain:
-        raise ValueError(
-            "prefetch=True works with store='transient' or with domains, and this "
-            f"layout has store='{layout.store}' and no domain: leave it out"
         )
 
 

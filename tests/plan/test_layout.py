@@ -121,10 +121,6 @@ def test_layouts_are_keys():
             ["store='owned'", "the layout has 6", "'transient'"],
         ),
         (
-            lambda: dataclasses.replace(LAYOUT, prefetch=True),
-            ["prefetch", "store='transient'", "'resident'"],
-        ),
-        (
             lambda: dataclasses.replace(LAYOUT, store="transient", gather="step"),
             ["gather='step'", "'transient'", "'owned' or 'resident'", "'layer'"],
         ),
