@@ -304,8 +304,10 @@ class Dispatch:
     """8-bit format of the gradients that the experts' products multiply; their rows and
     weights are then rounded to e4m3 (docs/kernels.md). 'none': nothing is rounded."""
     prefetch: bool | None = None
-    """Whether copies of store='transient', or experts that a domain gathers, travel a
-    layer ahead. None: with a domain, yes; else as Balance.policy does."""
+    """Whether a layer's expert weights are fetched while the layer before computes:
+    copies, slots of store='sharded', experts that a domain gathers, and what is
+    gathered over data. None: with a domain, and on GPUs where data splits experts, yes;
+    else as Balance.policy does."""
 
     def __post_init__(self) -> None:
         require_min(self, 1, "rows_per_peer", "slots_per_device", "expert_shards")

@@ -255,14 +255,17 @@ def _roomy(question: Question, store: Store, slots_per_device: int) -> Layout:
     """Return the layout of this store and number of slots, with budgets for any plan
     that its slots can hold."""
     now, has_copies = question.layout, store in ("transient", "resident")
-    is_prefetched = now.prefetch if now.store == store else question.policy.prefetch
+    is_gathered = question.cost.gather_sec > 0  # over data, whatever the store
+    is_prefetched = question.policy.prefetch and store == "transient"
+    if now.store == store or is_gathered:
+        is_prefetched = now.prefetch
     return dataclasses.replace(
         now,
         store=store,
         slots_per_device=slots_per_device,
         offers_per_device=now.experts_per_device if has_copies else 0,
         copies_per_device=slots_per_device if has_copies else 0,
-        prefetch=is_prefetched and store == "transient",
+        prefetch=is_prefetched,
         gather=now.gather if store in GATHERED_ONCE else "layer",
     )
 

@@ -87,10 +87,10 @@ class LayerTraffic:
     def num_gathered(self) -> int:
         """Number of times that experts are gathered.
 
-        Experts that are prefetched, or move once a step, stay for the backward pass.
+        Experts that move once a step stay for the backward pass.
         """
-        stays = self.is_prefetched or self.moves_once
-        return 1 + self.is_training * (self.remat != "none" and not stays)
+        is_repeated = self.remat != "none" and not self.moves_once
+        return 1 + self.is_training * is_repeated
 
     @property
     def moves_once(self) -> bool:
@@ -173,9 +173,9 @@ def predict(
 ) -> Prediction:
     """Return the time of one layer and micro-batch, in training with the backward pass.
 
-    Rows are even over experts. Prefetched experts hide in the forward pass, under the
-    work before the experts. Nothing hides gradients, nor experts that are gathered
-    again under remat. The formulas are equations 8 to 12, with max(a, b) written as
+    Rows are even over experts. Prefetched experts hide under the work before the
+    experts, in the forward pass and where remat gathers them again. Nothing hides
+    gradients. The formulas are equations 8 to 12, with max(a, b) written as
     a + b - min(a, b). Raises ValueError unless the domain divides each level.
     """
     _check(stream, domain)
@@ -185,14 +185,17 @@ def predict(
         backward = [_compressed_gradient_term(stream, domain, calibration)]
     gather_sec = sum(term.sec for term in forward) / stream.num_gathered
     is_hidden = stream.is_prefetched and not stream.moves_once
-    hidden_sec = min(stream.pre_expert_sec, gather_sec) if is_hidden else 0.0
+    num_hidden = stream.num_gathered if is_hidden and gather_sec > 0 else 0
+    hidden_sec = num_hidden * min(stream.pre_expert_sec, gather_sec)
     is_summed = stream.is_training and stream.dense_sec > 0
     passes, times = 1 + 2 * stream.is_training, stream.num_computed
     passes += stream.is_training * (stream.remat == "full")
     return terms.make_prediction(
         Term("pre-expert", passes, 0.0, passes * stream.pre_expert_sec),
         *forward,
-        Term("hidden under pre-expert", int(hidden_sec > 0), 0.0, -hidden_sec),
+        Term(
+            "hidden under pre-expert", num_hidden * (hidden_sec > 0), 0.0, -hidden_sec
+        ),
         *_row_terms(stream, domain, calibration),
         Term("experts", times, 0.0, times * stream.expert_sec),
         *backward,

@@ -110,9 +110,31 @@ class CostModel:
         Owners scatter slices of the experts that they offer, and devices gather slices
         of their copies, so that the budgets of the layout decide, not the plan.
         Resident copies travel once a step; transient copies and sharded slots travel in
-        each micro-batch. Prefetched copies hide under the experts (`forward_sec` =
-        T_FEC) and the rest of the block: Pro-Prophet, Eq. 8.
+        each micro-batch. So do slots that are gathered over data, unless that is done
+        once a step (Layout.gather).
+
+        What is prefetched hides under the experts (`forward_sec` = T_FEC) and the rest
+        of the block: Pro-Prophet, Eq. 8. The backward pass has twice that work, and
+        with remat once more, under which slots that it fetches again hide too.
         """
+        each_layer_sec, once_sec = self._copies_sec(layout), 0.0
+        if layout.store == "resident":
+            each_layer_sec, once_sec = 0.0, 2 * each_layer_sec
+        if layout.gather == "step":
+            once_sec += self.gathers_sec(layout)
+        else:
+            each_layer_sec += self.num_gathers(layout)[1] * self.gather_sec
+        back_sec = self.num_fetched * each_layer_sec  # gradients, and slots again
+        if not layout.prefetch:
+            return once_sec + each_layer_sec + back_sec
+        work_sec = forward_sec + self.micro_batches * self.other_sec
+        hidden_sec = min(each_layer_sec, work_sec)
+        hidden_sec += min(back_sec, (1 + self.num_fetched) * work_sec)
+        return once_sec + each_layer_sec + back_sec - hidden_sec
+
+    def _copies_sec(self, layout: Layout) -> float:
+        """Return the time in which one layer's weights travel to their slots within the
+        group, in one step, or their gradients back."""
         w = layout.num_devices
         if layout.store == "sharded":
             num_experts, num_collectives = layout.slots_per_device, 1
@@ -122,24 +144,15 @@ class CostModel:
         if num_experts == 0 or w == 1:
             return 0.0
         sent_bytes = num_experts * self.bytes_per_expert * (w - 1) / w
-        back_sec = sent_bytes / self.bytes_per_sec + num_collectives * self.latency_sec
-        if layout.store != "resident":
-            back_sec *= self.micro_batches
-        out_sec = back_sec
-        if layout.store != "resident" and not layout.prefetch:
-            out_sec *= self.num_fetched
-        if not layout.prefetch:
-            return out_sec + back_sec
-        hidden_sec = forward_sec + self.micro_batches * self.other_sec
-        return max(0.0, out_sec - hidden_sec) + max(0.0, out_sec - 2 * hidden_sec)
+        sec = sent_bytes / self.bytes_per_sec + num_collectives * self.latency_sec
+        return sec if layout.store == "resident" else self.micro_batches * sec
 
     def layer_sec(
         self, load_we: np.ndarray, row_p: np.ndarray, layout: Layout
     ) -> float:
         """Return the time of one layer in one step, with the slots `row_p`.
 
-        Without remat that is 3 T_FEC + 4 T_A2A + T_sync, and the time to gather slots
-        over data (`gathers_sec`).
+        Without remat that is 3 T_FEC + 4 T_A2A + T_sync.
         """
         rows_wp = rows_by_slot(load_we, row_p, layout.num_devices, layout.split)
         forward_sec = self.compute_sec(device_rows(rows_wp))
@@ -148,7 +161,6 @@ class CostModel:
             self.num_computed * forward_sec
             + self.num_exchanged * wire_sec
             + self.sync_sec(layout, forward_sec)
-            + self.gathers_sec(layout)
         )
 
     def num_gathers(self, layout: Layout) -> tuple[int, int]:

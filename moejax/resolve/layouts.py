@@ -33,6 +33,7 @@ def step_layout(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) ->
         halves=cfg.moe.halves,
         **partition.fields,
         **_store_fields(cfg, partition),
+        prefetch=_prefetch(cfg, partition, mesh),
     )
     overflow, _ = choose_overflow(cfg, layout, partition, mesh)
     return dataclasses.replace(layout, overflow=overflow)
@@ -54,11 +55,16 @@ def choose_overflow(
         return "rounds", why
     if cfg.dispatch.overflow is not None:
         return cfg.dispatch.overflow, f"Dispatch.overflow={cfg.dispatch.overflow!r}"
-    with devices_of(mesh):
-        device = device_here()
-    if device.platform == "cpu":
+    if _is_cpu(mesh):
         return "rounds", "on CPUs no host waits at a loop"
-    return "redo", f"on {device.device_kind} the host waits at each loop"
+    return "redo", "on GPUs the host waits at each loop"
+
+
+def _is_cpu(mesh: Mesh | AbstractMesh) -> bool:
+    """Return whether the devices of a mesh are CPUs. One that is abstract and names no
+    device stands for the device of this machine."""
+    with devices_of(mesh):
+        return device_here().platform == "cpu"
 
 
 def _source_rows(cfg: Config, partition: Partition) -> int:
@@ -208,10 +214,6 @@ def _store_fields(cfg: Config, partition: Partition) -> dict:
             f"tensor = {shards} devices: use a multiple of {shards}, or another "
             "Dispatch.store and Balance.policy"
         )
-    prefetch = dispatch.prefetch
-    if prefetch is None:
-        prefetch = policy.prefetch and store == "transient" and not is_dynamic
-        prefetch = prefetch or partition.domain is not None
     return {
         "slots_per_device": slots,
         "store": store,
@@ -219,6 +221,26 @@ def _store_fields(cfg: Config, partition: Partition) -> dict:
         "fused_split": dispatch.fused_split,
         "offers_per_device": offers,
         "copies_per_device": copies,
-        "prefetch": prefetch,
         "gather": dispatch.gather or "layer",
     }
+
+
+def _prefetch(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) -> bool:
+    """Return Dispatch.prefetch or, if that is None, whether expert weights travel a
+    layer ahead: those of a domain, those of a policy that says so, and on GPUs, where
+    collectives travel beside other work, those that each layer gathers over data.
+
+    Split 'dynamic' chooses copies when a layer's loads are known, and dense training
+    has no slots.
+    """
+    if cfg.dispatch.prefetch is not None:
+        return cfg.dispatch.prefetch
+    if cfg.dispatch.split == "dynamic":
+        return False
+    policy = check_policy(cfg.balance.policy)
+    store = cfg.dispatch.store or policy.stores[0]
+    is_split = cfg.mesh.data > 1 and "data" not in cfg.dispatch.group_axes
+    is_split = is_split and cfg.dispatch.gather != "step"
+    is_gathered = is_split and cfg.router.training != "dense" and not _is_cpu(mesh)
+    has_domain = partition.domain is not None
+    return has_domain or is_gathered or (policy.prefetch and store == "transient")

@@ -212,7 +212,8 @@ def _embedding_at_work(cfg: Config, sizes: _Sizes) -> dict[str, float]:
 
 def _of_all_layers(cfg: Config, layout: Layout, sizes: _Sizes) -> tuple[int, int]:
     """Return the bytes that gradients take beside those of all parameters, and those of
-    slots, that all layers have at once; 0 where each layer has its own alone.
+    slots, that other layers than the one at work have at once; 0 where each layer has
+    its own alone.
 
     Sums of slots' gradients take the place of those of experts' parameters. Where
     gradients travel compressed, both are there when they do.
@@ -228,6 +229,8 @@ def _of_all_layers(cfg: Config, layout: Layout, sizes: _Sizes) -> tuple[int, int
         experts = 3 * cfg.model.d_model * cfg.moe.d_expert * cfg.moe.num_experts
         experts *= cfg.model.num_moe_layers
         return sums - experts * FLOAT32 // _num_parts(cfg), slots
+    if layout.prefetch and cfg.model.remat != "none":
+        return sizes.slots, sizes.slots  # of the layers before and after
     if domain is not None and layout.prefetch:
         return 0, slots
     return 0, 0

@@ -15,7 +15,7 @@ from moejax.balance.overflows import Prices
 from moejax.balance.policies import check_on_skewed_load
 from moejax.balance.settings import Settings
 from moejax.config import Config
-from moejax.kernels.device import KernelChoice
+from moejax.kernels.device import KernelChoice, device_here
 from moejax.moe import recorded
 from moejax.moe.mesh_roles import MeshLayout, on_mesh
 from moejax.perf.calibration import Calibration
@@ -261,6 +261,8 @@ def _with_gather(run: Resolved, usable_bytes: int) -> Resolved:
         return sec, sum(step_memory(cfg, there, state_bytes(cfg), attention).values())
 
     choice = gather.choose(predict("layer"), predict("step"), usable_bytes)
+    if choice.gather == "step" and cfg.dispatch.prefetch is None:
+        layout = dataclasses.replace(layout, prefetch=False)  # layers fetch nothing
     layout = dataclasses.replace(layout, gather=choice.gather)
     return dataclasses.replace(run, layout=layout, gather=choice)
 

@@ -150,7 +150,6 @@ def defined_sec(s: LayerTraffic, domain, lines: Calibration) -> float:
     out /= s.num_micro_batches if is_once else 1
     pair = 2 * s.row_bytes * ((1 - s0 / slow) / dc + (1 - s1 / fast) / near)
     before = s.pre_expert_sec
-    is_kept = s.is_prefetched or is_once
     is_hidden = s.is_prefetched and not is_once
     forward = (max(before, out) if is_hidden else before + out) + pair
     forward += s.expert_sec
@@ -162,7 +161,9 @@ def defined_sec(s: LayerTraffic, domain, lines: Calibration) -> float:
         back = (s0 * s1 - 1) * s.expert_bytes / ratio / rate / s.num_micro_batches
     again = 0.0
     if s.remat == "full":
-        again = before + s.expert_sec + pair + (0.0 if is_kept else out)
+        again = before + s.expert_sec + pair
+        if not is_once:
+            again += max(0.0, out - before) if is_hidden else out
     work = 2 * (before + s.expert_sec)
     return forward + again + work + pair + back + s.dense_sec
 

@@ -99,6 +99,18 @@ def test_prefetched_copies_hide_under_the_block():
     assert cost.sync_sec(layout, 100) == 0
 
 
+def test_prefetched_gathers_over_data_hide_too():
+    """Forward (12 s) hides 12 of 20 s of gathers. With remat the backward pass has 36 s
+    of work, for 20 s of gathers and 20 s of gradients."""
+    cost = dataclasses.replace(COST, gather_sec=5, remat="full")
+    layout = make_layout("sharded", 4)
+    alone = dataclasses.replace(cost, bytes_per_expert=0.0)
+    assert alone.sync_sec(layout, 12) == pytest.approx(3 * 20)
+    ahead = dataclasses.replace(layout, prefetch=True)
+    assert alone.sync_sec(ahead, 12) == pytest.approx(8 + 4)
+    assert alone.sync_sec(ahead, 20) == 0
+
+
 def test_a_layer_by_hand():
     """Expert 0 has 12 rows from device 0, and two replicas on devices 0 and 2."""
     load_we = np.zeros((3, 6))

@@ -82,7 +82,7 @@ def test_attention_of_this_machine():
 @pytest.mark.parametrize(
     ("dispatch", "overflow", "why"),
     [
-        ({}, "redo", "on NVIDIA B200 the host waits at each loop"),
+        ({}, "redo", "on GPUs the host waits at each loop"),
         ({"overflow": "rounds"}, "rounds", "Dispatch.overflow='rounds'"),
         ({"exchange": "capacity"}, "rounds", "exchange='capacity' drops the rest"),
         ({"rows_per_peer": 10**6}, "rounds", "round 0 carries every row"),
@@ -120,6 +120,29 @@ def test_kernels_are_those_of_the_meshs_devices(kind, grouped):
     run = resolve(dataclasses.replace(CFG, model=model, moe=moe), mesh)
     assert run.kernels["grouped_dot"].implementation == grouped
     assert kind in run.kernels["grouped_dot"].why
+
+
+@pytest.mark.parametrize(
+    ("platform", "mesh_sizes", "dispatch", "expected"),
+    [
+        ("gpu", MESH, Dispatch(), True),
+        ("cpu", MESH, Dispatch(), False),
+        ("gpu", MESH, Dispatch(prefetch=False), False),
+        ("gpu", MESH, Dispatch(split="dynamic"), False),
+        ("gpu", MESH, Dispatch(group="data_expert"), False),
+        ("gpu", Topology(expert=8), Dispatch(), False),
+    ],
+)
+def test_gpus_fetch_weights_ahead_that_are_split_over_data(
+    platform, mesh_sizes, dispatch, expected
+):
+    device = AbstractDevice("NVIDIA H100 80GB HBM3", None, platform)
+    types = (AxisType.Auto,) * len(AXES)
+    mesh = AbstractMesh(
+        mesh_sizes.sizes, AXES, axis_types=types, abstract_device=device
+    )
+    cfg = dataclasses.replace(CFG, mesh=mesh_sizes, dispatch=dispatch)
+    assert resolve(cfg, mesh).layout.prefetch == expected
 
 
 @pytest.mark.parametrize(
