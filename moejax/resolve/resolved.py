@@ -15,7 +15,7 @@ from moejax.balance.overflows import Prices
 from moejax.balance.policies import check_on_skewed_load
 from moejax.balance.settings import Settings
 from moejax.config import Config
-from moejax.kernels.device import KernelChoice, device_here
+from moejax.kernels.device import KernelChoice
 from moejax.moe import recorded
 from moejax.moe.mesh_roles import MeshLayout, on_mesh
 from moejax.perf.calibration import Calibration

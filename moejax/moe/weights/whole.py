@@ -36,18 +36,23 @@ def whole(
     x_nd: Array,
     mesh_layout: MeshLayout,
     gradient_reduce_dtype: str,
+    is_joined: bool = False,
 ) -> ExpertWeights:
     """Gather the hidden width of this device's slots over the axes on which parameters
     rest, unless that was done once for the step, and lay gate and up weights side by
     side.
 
     The result varies over the mesh axes of `x_nd` and of the slots. The transpose sums
-    gradients, and scatters them back.
+    gradients, and scatters them back. If `is_joined`, both weights are copied into one
+    collective, which starts as a whole: more of it hides where it travels ahead.
     """
     along = mesh_layout.master_axes if mesh_layout.layout.gather == "layer" else ()
     rest = Rest(along, None, gradient_reduce_dtype)
-    parts = slots["into"], slots["down"]
-    into_sd2f, down_sfd = gather(parts, (3, 1), x_nd, rest)
+    into, down = (slots["into"], 3), (slots["down"], 1)
+    gathered = []
+    for group in [(into, down)] if is_joined else [(into,), (down,)]:
+        gathered += gather(*zip(*group), x_nd, rest)
+    into_sd2f, down_sfd = gathered
     s, d = into_sd2f.shape[:2]
     return {"into_sdh": into_sd2f.reshape(s, d, -1), "down_sfd": down_sfd}
 
@@ -65,7 +70,7 @@ def whole_slots(
             set(whole_axes(mesh_layout)) - jax.typeof(part).manual_axis_type.varying
         )
         x = jax.lax.pcast(part, tuple(sorted(missing)), to="varying")
-        return whole(slots, x, mesh_layout, gradient_reduce_dtype)
+        return whole(slots, x, mesh_layout, gradient_reduce_dtype, is_joined=True)
 
     made = jax.shard_map(
         body,
