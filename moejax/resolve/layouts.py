@@ -48,7 +48,8 @@ def choose_overflow(
     """
     if cfg.router.training == "dense":
         return "rounds", "Router.training='dense' exchanges no rows"
-    if not layout.with_rounds.has_loops(_source_rows(cfg, partition)):
+    rows = -(-_source_rows(cfg, partition) // layout.num_exchanges)
+    if not layout.with_rounds.has_loops(rows):
         why = "round 0 carries every row"
         if cfg.dispatch.exchange == "capacity":
             why = "Dispatch.exchange='capacity' drops the rest"
