@@ -38,6 +38,7 @@ from train.logs.records import Records, step_record
 from train.logs.run_dir import RunDir
 from train.replicas.replay import Replay
 from train.replicas.watch import Replicas
+from train.step.gpu_options import options_line
 from train.step.state import (
     TrainState,
     abstract_state,
@@ -176,6 +177,8 @@ def _compile(job: Job, meta: dict | None, say) -> tuple[Balancing, float]:
     """
     start_sec, mesh = time.monotonic(), job.model.mesh
     for line in job.model.run.lines():
+        say(line)
+    if line := options_line(mesh.devices.flat[0].platform):
         say(line)
     balancing = Balancing(job, say)
     balancing.restore(meta)

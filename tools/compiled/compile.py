@@ -121,6 +121,7 @@ def _compile(cfg, target, sizes, folder, log) -> CompiledStep:
     from moejax.resolve.resolved import resolve
     from train.launch.program import usable_bytes
     from train.step.compiled import device_bytes, make_model, trace_train_step
+    from train.step.gpu_options import compiler_options
 
     devices = _devices(target, *sizes)
     with of_target(target):
@@ -133,6 +134,7 @@ def _compile(cfg, target, sizes, folder, log) -> CompiledStep:
         lowered = traced.lower()
         seconds.append(time.perf_counter())
     options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+    options |= compiler_options("gpu")
     with _refused(target):
         compiled = lowered.compile(compiler_options=options)
     seconds.append(time.perf_counter())

@@ -9,6 +9,7 @@ from tools.compiled.compile import CompiledStep
 from tools.compiled.exposure import Summary, percent
 from tools.compiled.memory import GIB, KINDS, Memory
 from train.launch.program import gpu_memory_fraction, usable_bytes
+from train.step.gpu_options import options_line
 
 SCHEDULER_SHARE, SCHEDULER_SLACK = 0.8, 0.95
 """XLA's scheduler lets the temporaries of a step have this share of the target's
@@ -96,6 +97,7 @@ def _lines(
         f"target             {target.name}, {target.memory_bytes / GIB:.1f} GiB",
         f"mesh               {step.run.cfg.mesh}",
         *step.run.lines(),
+        options_line("gpu"),
         travels.rates.line(),
         *travels.totals(),
         *attention.lines(),

@@ -1,16 +1,19 @@
 """Ahead-of-time compilation of a run's steps, from shapes alone, without arrays."""
 
 from concurrent import futures
+from functools import partial
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jax.stages import Lowered
 
 from moejax.axes import everywhere, sharding
 from moejax.moe.types import Placement, Windows
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 from moejax.resolve.resolved import Resolved
+from train.step.gpu_options import compiler_options
 from train.step.optimizer import make_optimizer
 from train.step.state import abstract_state
 from train.step.step import (
@@ -57,12 +60,15 @@ def compile_steps(context: StepContext):
     first = jax.tree.map(lambda leaf: leaf.update(shape=(1, *leaf.shape[1:])), windows)
     eval_args = (state.params, state.router_bias, placement, first)
     exact = context._replace(is_exact=True)
+    options = compiler_options(context.mesh.devices.flat[0].platform)
+    compile_lowered = partial(Lowered.compile, compiler_options=options)
     with futures.ThreadPoolExecutor(1) as thread:
         loop_free = None
         if context.layout.overflow == "redo":  # XLA compiles it beside the others
-            loop_free = thread.submit(trace_train_step(context).lower().compile)
-        train_step = trace_train_step(exact).lower().compile()
-        eval_step = make_eval_step(context).lower(*eval_args).compile()
+            lowered = trace_train_step(context).lower()
+            loop_free = thread.submit(compile_lowered, lowered)
+        train_step = compile_lowered(trace_train_step(exact).lower())
+        eval_step = compile_lowered(make_eval_step(context).lower(*eval_args))
         return train_step, eval_step, loop_free and loop_free.result()
 
 
