@@ -120,7 +120,9 @@ def link_time(run: Resolved, calibration: Calibration) -> LinkTime:
     rows = rows * cfg.expert_shards / cfg.mesh.tensor
     pair_ww = np.full((w, w), rows / w)
     gathered, scattered = cost.num_gathers(layout)
-    weights_sec = cost.sync_sec(layout) + gathered * cost.gather_sec
+    copies = dataclasses.replace(cost, gather_sec=0.0)  # slots over data: below
+    weights_sec = copies.sync_sec(dataclasses.replace(layout, prefetch=False))
+    weights_sec += gathered * cost.gather_sec
     weights_sec += scattered * _scatter_sec(run, calibration, cost.gather_sec)
     num_layers = cfg.model.num_moe_layers
     return LinkTime(
