@@ -140,8 +140,10 @@ class Transformer(nnx.Module):
         """Return the function from an activation [b, ..] to its parts: two halves of
         each device's sequences if the layout asks for halves, else itself.
 
-        Halves of another kind are cut by the MoE layer itself: where a device has an
-        odd number of sequences, or where experts choose among all of its tokens.
+        Halves of another kind are cut by the MoE layer itself, once tokens are routed:
+        where a device has an odd number of sequences, or where experts choose among the
+        tokens of a sequence, which a device must then route whole. Dense training has
+        no rows that travel, and is not cut.
         """
         num_rows = batch_size // axes.axis_size(self.mesh, axes.BATCH_AXES)
         is_dense = step_inputs is not None and step_inputs.is_dense

@@ -174,7 +174,8 @@ def moe_layer_of_parts(
     """Return the output of an MoE layer for each part of a batch, and the sums of all.
 
     Parts have nothing in common but the weights, which are gathered once: the rows of
-    one may travel while another one's are computed. With Moe.halves a single part is
+    one may travel while another one's are computed. (With split 'dynamic' each exchange
+    chooses its own copies, which travel for it alone.) With Moe.halves a single part is
     cut into two halves of each device's tokens, once they are routed; of two parts each
     is a half. The other arguments are those of `moe_layer`.
     """

@@ -145,6 +145,8 @@ class CostModel:
             return 0.0
         sent_bytes = num_experts * self.bytes_per_expert * (w - 1) / w
         sec = sent_bytes / self.bytes_per_sec + num_collectives * self.latency_sec
+        if layout.split == "dynamic":  # each exchange chooses its own copies
+            sec *= layout.num_exchanges
         return sec if layout.store == "resident" else self.micro_batches * sec
 
     def layer_sec(

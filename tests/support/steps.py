@@ -184,13 +184,18 @@ def in_order(state, order_le):
 
 @functools.cache
 def warm_state(dtype: str):
+    """Return the state of `warm_state_of` for SMALL."""
+    return warm_state_of(make_model("owned", dtype))
+
+
+def warm_state_of(model: StepContext):
     """Return a NumPy state in logical order whose moments are not zero and whose router
     bias skews loads.
 
     With zero moments Adam's step is the sign of the gradient, which is arbitrary where
     a gradient is nearly zero.
     """
-    model, rng = make_model("owned", dtype), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     values = {
         ".params": lambda shape: 0.3 * rng.normal(size=shape),
         ".mu": lambda shape: 1e-3 * rng.normal(size=shape),
