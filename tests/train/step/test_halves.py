@@ -41,33 +41,39 @@ CHOICE = Router(
 )
 CASES = {
     "prefetched": STORES["prefetched"] | {"slots_per_device": 3},
-    "remat none": {"remat": "none"},
-    "remat dispatch": {"remat": "dispatch"},
-    "gather in a step": {"gather": "step", "rows_per_peer": 8},
-    "resident": STORES["resident"] | {"slots_per_device": 3, "rows_per_peer": 4},
-    "sharded": STORES["sharded"] | {"slots_per_device": 3, "split": "local_first"},
-    "prefetch and gather": {"gather": "step", "prefetch": True},
-    "prefetch over data": {"prefetch": True, "remat": "none"},
+    "documents and jitter": {
+        "documents": "separate", "remat": "none",
+        "router": Router(jitter=0.3, balance_loss=0.0),
+    },
+    "odd": {
+        "accumulate_steps": 2, "rows_per_peer": 4, "overflow": "rounds",
+        "router": Router(balance_loss=0.1, z_loss=0.1, kind="sigmoid"),
+    },
+    "recorded and sharded": STORES["sharded"]
+    | {"split": "local_first", "slots_per_device": 3}
+    | {"router": Router(kind="recorded")},
+    "shared experts behind a dense layer": {
+        "num_shared_experts": 1, "first_k_dense": 1, "num_layers": 3,
+        "remat": "dispatch",
+    },
+    "shortcut": {"num_shared_experts": 1, "block": "shortcut", "qk_norm": "full"},
+    "gathered once and prefetched": {
+        "gather": "step", "prefetch": True, "rows_per_peer": 8, "overflow": "rounds",
+    },
     "water filling": STORES["resident"]
     | {"slots_per_device": 3, "split": "water_filling"},
     "dynamic": STORES["dynamic"] | {"split": "dynamic"},
-    "shared experts": {"num_shared_experts": 1, "remat": "dispatch"},
-    "shortcut": {"num_shared_experts": 1, "block": "shortcut"},
-    "dense layers": {"first_k_dense": 1, "num_layers": 3},
-    "dense layers between": {"moe_every": 2, "num_layers": 4, "qk_norm": "full"},
-    "documents": {"documents": "separate", "remat": "none"},
-    "odd": {"accumulate_steps": 2, "rows_per_peer": 4},
+    "expert choice": {"router": CHOICE, "remat": "none"},
     "odd with tensor": TENSOR | {"accumulate_steps": 4, "schedule": "s1"},
-    "one sequence less": {"batch_size": 24},
-    "expert choice": {"router": CHOICE},
-    "recorded": {"router": Router(kind="recorded")},
-    "jitter": {"router": Router(jitter=0.3, balance_loss=0.0)},
-    "losses": {"router": Router(balance_loss=0.1, z_loss=0.1, kind="sigmoid")},
-    **{s: TENSOR | {"schedule": s} for s in ("s1", "s1h", "s2", "base", "local")},
+    "s1h": TENSOR | {"schedule": "s1h"},
+    "base": TENSOR | {"schedule": "base"},
+    "dense training": {"router": Router(training="dense", balance_loss=0.0)},
+    "s2": TENSOR | {"schedule": "s2"},
+    "local": TENSOR | {"schedule": "local"},
+    "prefetched over data": {"prefetch": True, "remat": "none"},
     "domain": {
         "mesh": Topology(dc=2, expert=4), "group": "dc_expert", "domain": (2, 2),
     },
-    "dense training": {"router": Router(training="dense", balance_loss=0.0)},
 }  # fmt: skip
 
 
