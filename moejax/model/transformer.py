@@ -140,15 +140,13 @@ class Transformer(nnx.Module):
         """Return the function from an activation [b, ..] to its parts: two halves of
         each device's sequences if the layout asks for halves, else itself.
 
-        Halves of another kind are cut by the MoE layer itself, once tokens are routed:
-        where a device has an odd number of sequences, or where experts choose among the
-        tokens of a sequence, which a device must then route whole. Dense training has
-        no rows that travel, and is not cut.
+        Where a device has an odd number of sequences, the MoE layer itself cuts its
+        tokens, once they are routed. Dense training has no rows that travel, and is not
+        cut.
         """
         num_rows = batch_size // axes.axis_size(self.mesh, axes.BATCH_AXES)
         is_dense = step_inputs is not None and step_inputs.is_dense
-        is_joint = is_dense or self.cfg.router.kind == "expert_choice"
-        if not layout.halves or num_rows % 2 or is_joint:
+        if not layout.halves or num_rows % 2 or is_dense:
             return lambda x: (x,)
         return partial(halve_rows, mesh=self.mesh)
 
