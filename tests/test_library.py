@@ -83,21 +83,24 @@ MESHES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "policy"),
+    ("name", "policy", "halves"),
     [
-        ("other names", "home"),
-        ("other names", "eplb"),
-        *((name, "flexmoe") for name in MESHES),
+        ("other names", "home", False),
+        ("other names", "eplb", False),
+        *((name, "flexmoe", False) for name in MESHES),
+        pytest.param("other names", "flexmoe", True, marks=pytest.mark.long),
     ],
 )
-def test_any_mesh_equals_the_reference(name, policy):
+def test_any_mesh_equals_the_reference(name, policy, halves):
     sizes, names, kind = MESHES[name]
     if name == "one device":
         mesh = jax.make_mesh(sizes, names, (kind,) * 2, devices=jax.devices()[:1])
     else:
         mesh = make_mesh(sizes, names, kind)
-    setup = set_up(mesh, policy=policy)
-    layer = moejax.shard(MoeLayer(MOE, SHAPE[-1], nnx.Rngs(0)), setup)
+    moe = dataclasses.replace(MOE, halves=halves)
+    setup = set_up(mesh, policy=policy, moe=moe)
+    assert setup.layout.halves == halves
+    layer = moejax.shard(MoeLayer(moe, SHAPE[-1], nnx.Rngs(0)), setup)
     x_btd = jax.random.normal(jax.random.key(1), SHAPE)
     placement = setup.place().layer(0)
 

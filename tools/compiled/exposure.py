@@ -286,6 +286,7 @@ def _row(group: list[Exposure]) -> dict:
         "beside": dict(list(beside.items())[:3]),
         **_reasons(group, seconds, seconds - hidden),
         "names": [e.collective.name for e in group],
+        "products_beside": [e.products_beside_sec for e in group],
     }
 
 

@@ -4,7 +4,7 @@ here; and the bad inputs of tools/aot.py."""
 import pytest
 
 from moejax.perf.target import FOLDER
-from tests.support.aot import TOY, run_aot
+from tests.support.aot import ROOT, TOY, run_aot
 from tools import aot
 from tools.compiled import wheels
 from tools.compiled.memory import KINDS, NUM_LARGEST
@@ -220,3 +220,46 @@ def test_weights_travel_beside_the_products_of_the_layer_before():
         assert collective["hidden_share"] > 0.9
         beside = " ".join(collective["beside"])
         assert "grouped_rows" in beside or "dot_general" in beside
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.aot
+def test_rows_of_one_half_travel_under_the_experts_of_the_other():
+    """Two of OLMoE's layers with Moe.halves, without later rounds. The gradients of
+    results (backward combine) of each half travel under grouped products of rows, which
+    must be the other half's, because its own wait for them. So does the dispatch of one
+    half in the forward pass. The gradients of dispatched rows travel under grouped
+    products of either half: of weights, which wait for no rows. The first dispatch and
+    the combines of the forward pass stand under no grouped product of rows."""
+    params = (
+        "Moe.halves = True", "Dispatch.overflow = 'redo'", "Model.num_layers = 2",
+        "Train.accumulate_steps = 1", "Train.batch_size = 16",
+    )  # fmt: skip
+    _, record = run_aot(
+        f"--gin_file={ROOT / 'configs' / 'olmoe_1b_7b.gin'}",
+        *TARGET,
+        *(f"--gin_param={param}" for param in params),
+        xla_flags="--xla_gpu_experimental_parallel_collective_overlap_limit=4",
+    )
+    rows = {
+        (row["phase"], row["scope"]): row
+        for row in record["collectives"]
+        if row["is_exchange"]
+    }
+    assert len(rows) == 4
+    for row in rows.values():
+        assert len(row["products_beside"]) == 2, "one of each half, in two layers"
+        assert row["runs"] == 4
+
+    def under(phase: str, scope: str, product: str) -> list[bool]:
+        products = rows[phase, scope]["products_beside"]
+        return [f"experts/{product}" in beside for beside in products]
+
+    assert under("backward", "combine", "grouped_rows") == [True, True]
+    assert under("backward", "dispatch", "grouped_matrices") == [True, True]
+    assert any(under("forward", "dispatch", "grouped_rows"))
+    for scope in ("combine", "dispatch"):
+        assert rows["backward", scope]["hidden_share"] > 0.95
+    assert record["exchange_hidden_share"] > 0.75
+    assert record["num_host_waits"] == 0
