@@ -160,12 +160,8 @@ class LayerSetup:
                 f"schedule='{tensor.schedule}' splits the {tokens} tokens of a device "
                 f"in {tensor.num_parts} parts: use a batch and length that they divide"
             )
-        routed = tokens if tensor is None else tokens // tensor.num_parts
-        if self.layout.halves and num_parts == 1 and routed % 2:
-            raise ValueError(
-                f"Moe.halves cuts the {routed} tokens that a device routes in two: use "
-                "a batch or length that makes them even, or Moe.halves = False"
-            )
+        if num_parts == 1:
+            self.layout.check_halves(tokens)
 
 
 def _check_placement(placement: Placement, layout: Layout) -> None:

@@ -248,6 +248,17 @@ class Layout:
         """Number of exchanges of rows in each layer and micro-batch: 2 with halves."""
         return 2 if self.halves else 1
 
+    def check_halves(self, tokens: int) -> None:
+        """Raise ValueError if the layout asks for halves of an odd number of tokens.
+        `tokens` are those of a device in one micro-batch, which the devices of a tensor
+        group share out if the schedule says so."""
+        routed = tokens if self.tensor is None else tokens // self.tensor.num_parts
+        if self.halves and routed % 2:
+            raise ValueError(
+                f"Moe.halves cuts the {routed} tokens that a device routes in two: use "
+                "a batch or length that makes them even, or Moe.halves = False"
+            )
+
     @property
     def domain_size(self) -> int:
         """Number of devices in one domain; 1 without domains."""

@@ -35,6 +35,8 @@ def step_layout(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) ->
         **_store_fields(cfg, partition),
         prefetch=_prefetch(cfg, partition, mesh),
     )
+    if cfg.router.training != "dense":
+        layout.check_halves(micro_batch_tokens(cfg))
     overflow, _ = choose_overflow(cfg, layout, partition, mesh)
     return dataclasses.replace(layout, overflow=overflow)
 

@@ -215,6 +215,21 @@ def test_a_batch_of_another_size_drops_nothing():
     assert (run.layout.exchange, layout.exchange) == ("capacity", "exact")
 
 
+@pytest.mark.parametrize("has_tensor_axis", [False, True])
+def test_an_odd_number_of_tokens_cannot_be_halved(has_tensor_axis):
+    """Of 8 sequences a device has one, or two that it shares with another one."""
+    cfg = dataclasses.replace(
+        TENSOR if has_tensor_axis else CFG,
+        dispatch=Dispatch(schedule="s1" if has_tensor_axis else "auto"),
+        moe=Moe(num_experts=8, halves=True),
+        data=Data(seq_len=127),
+        train=Train(batch_size=8),
+    )
+    with pytest.raises(ValueError, match=r"cuts the 127 tokens .* Moe\.halves = False"):
+        make_run(cfg)
+    make_run(dataclasses.replace(cfg, data=Data(seq_len=128)))
+
+
 def test_rooms_below_see_no_configuration_with_open_questions(repo):
     """No room below moejax.resolve imports Config; models take a Network and layers a
     LayerSetup."""

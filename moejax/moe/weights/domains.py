@@ -29,6 +29,7 @@ from moejax.moe.mesh_roles import Axes, MeshLayout, index_along, spec
 from moejax.moe.weights import compression
 from moejax.moe.weights.compression import ExpertWeights
 from moejax.moe.weights.gather import Rest, gather
+from moejax.moe.weights.over_layers import over_layers
 
 VALUE_DTYPE, VALUE_BYTES = "float8_e5m2", 1
 """Dtype of an entry's value as it is sent, and its size in bytes.
@@ -100,7 +101,7 @@ def track(
         return _track_layer(compression.flatten(joined), tracked_sx, mesh_layout)
 
     def body(joined, tracked_lsx):
-        return jax.lax.map(one_layer, (joined, tracked_lsx))
+        return over_layers(one_layer, (joined, tracked_lsx))
 
     return jax.shard_map(
         body,

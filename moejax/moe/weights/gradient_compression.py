@@ -23,6 +23,7 @@ from moejax.moe.mesh_roles import Axes, MeshLayout, spec
 from moejax.moe.weights import compression
 from moejax.moe.weights.compression import ExpertWeights, Packed
 from moejax.moe.weights.domains import VALUE_DTYPE, entries
+from moejax.moe.weights.over_layers import over_layers
 
 SCALE_DTYPE, SCALE_BYTES = "float8_e8m0fnu", 1
 """Dtype of the power of two that is sent with each expert as the scale of its values,
@@ -64,7 +65,7 @@ def scatter(
         return compression.unflatten(own_ex, grads["down"].shape[2]), residual_sx
 
     def body(grads, residual_lsx):
-        return jax.lax.map(one_layer, (grads, residual_lsx))
+        return over_layers(one_layer, (grads, residual_lsx))
 
     return jax.shard_map(
         body,

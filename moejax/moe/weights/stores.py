@@ -33,6 +33,7 @@ from moejax.moe.weights.compression import ExpertWeights
 from moejax.moe.weights.domains import gather_in_domain, track, tracked_axes
 from moejax.moe.weights.gather import Rest, gather
 from moejax.moe.weights.gradient_compression import scatter
+from moejax.moe.weights.over_layers import over_layers
 
 EXPERT_PARAMS = ("gate_edf", "up_edf", "down_efd")
 EXPERT_DIMS = ("edf", "edf", "efd")
@@ -208,10 +209,7 @@ def slots_of_layers(make, *of_layers) -> ExpertWeights:
     arguments with a leading layer dim.
     """
 
-    def layer(_, args):
-        return None, make(*args)
-
-    return jax.lax.scan(layer, None, of_layers)[1]
+    return over_layers(lambda args: make(*args), of_layers)
 
 
 def keep_owned(master_params, placement, mesh_layout: MeshLayout) -> ExpertWeights:

@@ -61,14 +61,11 @@ def whole_slots(
     slots: ExpertWeights, mesh_layout: MeshLayout, gradient_reduce_dtype: str
 ) -> WholeSlots:
     """Return the whole slots of one layer, from those that `stores.slots` made."""
-
     axes = whole_axes(mesh_layout)
 
     def body(slots):
         part = slots["down"]
-        missing = (
-            set(whole_axes(mesh_layout)) - jax.typeof(part).manual_axis_type.varying
-        )
+        missing = set(axes) - jax.typeof(part).manual_axis_type.varying
         x = jax.lax.pcast(part, tuple(sorted(missing)), to="varying")
         return whole(slots, x, mesh_layout, gradient_reduce_dtype, is_joined=True)
 

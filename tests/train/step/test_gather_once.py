@@ -160,3 +160,20 @@ def test_a_checkpoint_and_swaps_go_on_under_the_other(tmp_path, gathers):
 
     assert losses(legs).shape == (20,)
     assert_close(losses(legs), losses(plain))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_programs_from_a_compilation_cache_compute_the_same(tmp_path, monkeypatch):
+    """The second run finds the programs of the first (docs/testbed.md)."""
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache))
+    digests, programs = [], []
+    for name in ("fresh", "cached"):
+        params = ("Train.num_steps = 20", "Dispatch.gather = 'step'")
+        ended = run_main(tmp_path / name, *params)
+        assert (ended.code, ended.err) == (0, "")
+        digests.append(ended.record["digest"])
+        programs.append(sorted(path.name for path in cache.rglob("*-cache")))
+    assert digests[0] == digests[1]
+    assert programs[0] == programs[1] != []
