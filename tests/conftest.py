@@ -15,6 +15,9 @@ from collections.abc import Iterator
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TRACE = ROOT.parent / "shared" / "data" / "routing_gpt_e32.npz"
 NUM_DEVICES = 8
+MAX_MEMORY_AREAS = 30_000
+"""Compiled programs take a hundred memory areas each, and Linux gives a process 65,530:
+beyond, loading one more program is a segmentation fault."""
 LONGEST = (
     "test_processes", "test_runs", "test_balancing", "test_hopper_dot",
     "test_notebooks", "test_trajectories", "test_communication_steps",
@@ -102,6 +105,16 @@ def _missing(config: pytest.Config) -> dict[str, str]:
 def repo() -> pathlib.Path:
     """The root of the repository."""
     return ROOT
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs() -> Iterator[None]:
+    """Drop compiled programs after a file of tests, if they have become many."""
+    yield
+    areas = pathlib.Path("/proc/self/maps")
+    if areas.is_file() and areas.read_bytes().count(b"\n") > MAX_MEMORY_AREAS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
