@@ -69,6 +69,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="FOLDER",
         help="keep what XLA writes about the program, its text included, in FOLDER",
     )
+    add(
+        "--costs",
+        type=pathlib.Path,
+        metavar="FILE.pbtxt",
+        help="write what each instruction costs to a file, for XLA's scheduler in the "
+        "next compilation of this step (docs/overlap.md)",
+    )
     add("--census", action="store_true", help="count collectives instead")
     return parser.parse_args(argv)
 
@@ -84,7 +91,7 @@ def count(cfg: Config, args: argparse.Namespace) -> dict:
     """Print the numbers of collectives, and return them."""
     from tools.compiled.census import census
 
-    for name in ("html", "keep"):
+    for name in ("html", "keep", "costs"):
         if getattr(args, name) is not None:
             raise ValueError(f"--census writes no file: leave out --{name}")
     set_up_backend(cfg)
@@ -100,19 +107,26 @@ def compile_for_target(cfg: Config, args: argparse.Namespace) -> dict:
     from tools.compiled import hlo
     from tools.compiled.attention import find_attention
     from tools.compiled.compile import compile_step
+    from tools.compiled.costs import profile
     from tools.compiled.exposure import summary
     from tools.compiled.memory import memory
     from tools.compiled.page import page
     from tools.compiled.report import make_report, text
+    from tools.compiled.schedule import Schedule
 
     gpu = target.load(args.target)
     gpu_memory_fraction()  # a wrong variable is found before the minutes of compilation
-    if args.html and not args.html.parent.is_dir():
-        raise ValueError(f"--html={args.html}: no folder {args.html.parent}")
+    if args.costs and args.costs.suffix != ".pbtxt":
+        raise ValueError(f"--costs={args.costs}: XLA reads it as text if named *.pbtxt")
+    for name, path in {"html": args.html, "costs": args.costs}.items():
+        if path and not path.parent.is_dir():
+            raise ValueError(f"--{name}={path}: no folder {path.parent}")
     step = compile_step(cfg, gpu, args.devices, args.nodes, args.keep)
     rates = dataclasses.replace(gpu.rates, filled_rows=step.run.filled_rows)
     module = hlo.read(step.text)
-    travels = summary(module, dataclasses.asdict(cfg.mesh), args.devices, rates)
+    mesh = dataclasses.asdict(cfg.mesh)
+    schedule = Schedule(module, mesh, args.devices, rates)
+    travels = summary(schedule)
     attention = find_attention(module, cfg.data.seq_len, step.weight_shapes)
     report = make_report(step, memory(step), travels, attention, gpu)
     print(text(report), flush=True)
@@ -120,6 +134,9 @@ def compile_for_target(cfg: Config, args: argparse.Namespace) -> dict:
         title = f"{pathlib.Path(args.gin_file[-1]).stem} on {cfg.mesh}"
         args.html.write_text(page(report, title), encoding="utf-8")
         print(f"page: {args.html}", flush=True)
+    if args.costs:
+        args.costs.write_text(profile(schedule), encoding="utf-8")
+        print(f"costs: {args.costs}", flush=True)
     asked = {"gin_files": args.gin_file, "gin_params": args.gin_param}
     return asked | {"nodes": args.nodes} | report.record
 

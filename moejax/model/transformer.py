@@ -195,7 +195,7 @@ class Transformer(nnx.Module):
         )
         weights = self.cycles.blocks[-1].moe.master_params()
         if layout.keeps_slots and slots is None:
-            slots = stores.slots_of_layers(make, weights, placement)
+            slots = stores.slots_of_layers(make, self.mesh, weights, placement)
         if not layout.prefetch:
             return SlotSource(placement, layout, slots, tracked_lsx=tracked_lsx)
         fetched_from = slots

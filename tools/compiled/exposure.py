@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from moejax.perf.rates import Rates
 from tools.compiled import collectives
 from tools.compiled.collectives import Collective
-from tools.compiled.hlo import Module
 from tools.compiled.reasons import REASONS, Cause, find_cause
 from tools.compiled.schedule import Piece, Schedule
 from tools.compiled.work import Work
@@ -182,29 +181,10 @@ class Summary:
         ]
 
 
-def summary(
-    module: Module,
-    mesh_shape: dict[str, int],
-    devices_per_node: int,
-    rates: Rates,
-) -> Summary:
+def summary(schedule: Schedule) -> Summary:
     """Return the collectives of a compiled step, their hidden shares, its other work,
-    and what it computes again.
-
-    `mesh_shape` has the size of each axis, the slowest first; devices are numbered in
-    this order, and each `devices_per_node` of them in a row are a node. Raises
-    ValueError where the mesh is no whole number of nodes.
-    """
-    num_devices = 1
-    for size in mesh_shape.values():
-        num_devices *= size
-    if num_devices % min(devices_per_node, num_devices):
-        raise ValueError(
-            f"a mesh of {num_devices} devices {mesh_shape} is no whole number of nodes "
-            f"of {devices_per_node}"
-        )
-    found = collectives.find(module, mesh_shape, rates.unknown_trip_count)
-    schedule = Schedule(module, found, devices_per_node, rates)
+    and what it computes again."""
+    module, rates = schedule.module, schedule.rates
     runs = collectives.count_runs(module, rates.unknown_trip_count)
     scheduled = [
         instruction
@@ -214,7 +194,7 @@ def summary(
     ]
     return Summary(
         rates=rates,
-        exposures=_exposures(schedule, found),
+        exposures=_exposures(schedule),
         work=schedule.entry.work,
         compute_sec=schedule.entry.seconds,
         num_remat_ops=sum("rematted_computation" in i.op_name for i in scheduled),
@@ -223,12 +203,12 @@ def summary(
     )
 
 
-def _exposures(schedule: Schedule, found: list[Collective]) -> list[Exposure]:
+def _exposures(schedule: Schedule) -> list[Exposure]:
     """Return all collectives with their seconds; those of one start share what is
     hidden in proportion."""
     causes: dict[tuple[str, str], Cause] = {}
     exposures = []
-    for collective in found:
+    for collective in schedule.found:
         timeline = schedule.timelines[collective.computation]
         flight = timeline.flights[collective.name]
         key = collective.computation, collective.name

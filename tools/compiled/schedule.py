@@ -7,6 +7,7 @@ counts as hiding only where it neither needs the collective's data nor gives it 
 """
 
 import dataclasses
+import math
 
 from moejax.perf.rates import Rates
 from tools.compiled import collectives
@@ -141,14 +142,29 @@ class Schedule:
     def __init__(
         self,
         module: Module,
-        found: list[Collective],
+        mesh_shape: dict[str, int],
         devices_per_node: int,
         rates: Rates,
     ):
-        """Walk through all computations of a module, whose collectives are `found`."""
-        self.module, self.rates = module, rates
+        """Walk through all computations of a compiled step.
+
+        `mesh_shape` has the size of each axis, the slowest first; devices are numbered
+        in this order, and each `devices_per_node` of them in a row are a node. Raises
+        ValueError where the mesh is no whole number of nodes.
+        """
+        num_devices = math.prod(mesh_shape.values())
+        if num_devices % min(devices_per_node, num_devices):
+            raise ValueError(
+                f"a mesh of {num_devices} devices {mesh_shape} is no whole number of "
+                f"nodes of {devices_per_node}"
+            )
+        found = collectives.find(module, mesh_shape, rates.unknown_trip_count)
+        self.module, self.found, self.rates = module, found, rates
         self.devices_per_node = devices_per_node
         self.estimator = Estimator(module)
+        self.seconds: dict[str, float] = {}
+        """Of one run of each instruction, by name. The start of a collective has those
+        of its whole flight."""
         self.by_start: dict[str, dict[str, list[Collective]]] = {}
         for collective in found:
             starts = self.by_start.setdefault(collective.computation, {})
@@ -169,6 +185,7 @@ class Schedule:
         for instruction in computation:
             if members := starts.get(instruction.name):
                 flight = self._start(computation, instruction, members, timeline)
+                self.seconds[instruction.name] = flight.seconds
                 if members[0].is_async:
                     in_flight.append(flight)
                 continue
@@ -177,6 +194,7 @@ class Schedule:
                     flight.last = len(timeline.pieces)
             in_flight = [f for f in in_flight if f.done != instruction.name]
             span = self._span(computation, instruction)
+            self.seconds[instruction.name] = span.seconds
             if span.seconds:
                 piece = self._piece(instruction, span)
                 _hide(piece, in_flight, timeline.dependence)

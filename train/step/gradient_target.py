@@ -58,10 +58,10 @@ def gradient_target(run: Resolved, state: TrainState, placement) -> GradientTarg
 
     if is_compressed:
         per_layer = (master_params, placement, state.tracked)
-        slots, pull_back = stores.slots_of_layers(make, *per_layer), None
+        slots, pull_back = stores.slots_of_layers(make, run.mesh, *per_layer), None
     else:
         slots, pull_back = jax.vjp(
-            lambda experts: stores.slots_of_layers(make, experts, placement),
+            lambda experts: stores.slots_of_layers(make, run.mesh, experts, placement),
             master_params,
         )
 

@@ -101,7 +101,7 @@ def track(
         return _track_layer(compression.flatten(joined), tracked_sx, mesh_layout)
 
     def body(joined, tracked_lsx):
-        return over_layers(one_layer, (joined, tracked_lsx))
+        return over_layers(one_layer, (joined, tracked_lsx), mesh_layout.mesh)
 
     return jax.shard_map(
         body,

@@ -65,7 +65,7 @@ def scatter(
         return compression.unflatten(own_ex, grads["down"].shape[2]), residual_sx
 
     def body(grads, residual_lsx):
-        return over_layers(one_layer, (grads, residual_lsx))
+        return over_layers(one_layer, (grads, residual_lsx), mesh_layout.mesh)
 
     return jax.shard_map(
         body,

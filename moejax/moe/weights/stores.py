@@ -23,6 +23,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -202,14 +203,14 @@ def join_gate_up(weights: ExpertWeights, dtype) -> ExpertWeights:
 
 
 @jax.named_scope("slots")
-def slots_of_layers(make, *of_layers) -> ExpertWeights:
-    """Return the slots of all layers, made one layer after the other.
+def slots_of_layers(make, mesh: Mesh, *of_layers) -> ExpertWeights:
+    """Return the slots of all layers on a mesh, made one layer after the other.
 
     `make(weights, placement, ..)` makes those of one layer. `of_layers` are its
     arguments with a leading layer dim.
     """
 
-    return over_layers(lambda args: make(*args), of_layers)
+    return over_layers(lambda args: make(*args), of_layers, mesh)
 
 
 def keep_owned(master_params, placement, mesh_layout: MeshLayout) -> ExpertWeights:

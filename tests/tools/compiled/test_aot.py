@@ -184,14 +184,20 @@ def test_a_wrong_memory_fraction(capsys, monkeypatch):
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION='90' must be a number above 0" in line
 
 
-@pytest.mark.parametrize("word", ["--html=x.html", "--keep=x"])
+@pytest.mark.parametrize("word", ["--html=x.html", "--keep=x", "--costs=x"])
 def test_a_census_writes_no_file(capsys, word):
     assert "--census writes no file" in refused(capsys, "--census", word)
 
 
-def test_a_page_in_a_folder_that_is_not_there(capsys, tmp_path):
-    line = refused(capsys, *TARGET, f"--html={tmp_path / 'no' / 'page.html'}")
+@pytest.mark.parametrize("flag", ["--html", "--costs"])
+def test_a_file_in_a_folder_that_is_not_there(capsys, tmp_path, flag):
+    line = refused(capsys, *TARGET, f"{flag}={tmp_path / 'no' / 'file.pbtxt'}")
+    assert f"{flag}=" in line
     assert "no folder" in line
+
+
+def test_costs_have_the_suffix_by_which_xla_knows_text(capsys, tmp_path):
+    assert "*.pbtxt" in refused(capsys, *TARGET, f"--costs={tmp_path / 'costs'}")
 
 
 def test_what_xla_wrote_is_kept_in_an_empty_folder_alone(capsys, tmp_path, monkeypatch):

@@ -10,7 +10,9 @@ import pytest
 
 from tests.support.hlo_text import rates, read_program
 from tools.compiled import exposure
+from tools.compiled.costs import profile
 from tools.compiled.report import exposed_table, travel_table
+from tools.compiled.schedule import Schedule
 
 MESH = {"dc": 1, "data": 1, "expert": 4, "tensor": 1}
 RATES = rates(
@@ -40,15 +42,31 @@ def loop(body: str, more: str = f", {TRIPS}") -> str:
     return f"%w = f32[4]{{0}} while(%p), condition=%condition, body=%{body}{more}"
 
 
-def summary(*lines: str, computations=(), mesh=MESH, rates=RATES) -> exposure.Summary:
+def schedule(*lines: str, computations=(), mesh=MESH, rates=RATES) -> Schedule:
     module = read_program(LEAVES + "\n".join((*lines, ROOT)), *computations)
-    return exposure.summary(module, mesh, 8, rates)
+    return Schedule(module, mesh, 8, rates)
+
+
+def summary(*lines: str, **options) -> exposure.Summary:
+    return exposure.summary(schedule(*lines, **options))
 
 
 def hidden(*lines: str, computations=()) -> list[float]:
     """Return the hidden seconds of each collective."""
     found = summary(*lines, computations=computations)
     return [e.hidden_sec for e in found.exposures]
+
+
+def test_costs_are_those_of_one_run_of_each_instruction():
+    """A collective costs what it travels, hidden or not, and a loop all its rounds."""
+    body = ("body\n" + LEAVES + product("b") + "\n" + ROOT, CONDITION)
+    text = profile(schedule(START, product("a"), DONE, loop("body"), computations=body))
+    assert sorted(text.splitlines()) == [
+        'costs { name: "a" cost_us: 16000000.0000 }',
+        'costs { name: "b" cost_us: 16000000.0000 }',
+        'costs { name: "s" cost_us: 48000000.0000 }',
+        'costs { name: "w" cost_us: 32000000.0000 }',
+    ]
 
 
 def test_a_product_between_start_and_done_hides_its_seconds():

@@ -227,7 +227,7 @@ def test_all_entries_are_whole_gradients_bit_for_bit(monkeypatch):
                 of_run = mesh_layout, jnp.float32, "float32"
                 return stores.slots(master_params, placement, *of_run)
 
-            return stores.slots_of_layers(make, master_params, placement)
+            return stores.slots_of_layers(make, model.mesh, master_params, placement)
 
         slots_tree, pull = jax.vjp(slots, master_params)
         keys = jax.random.split(jax.random.key(seed), len(slots_tree))
