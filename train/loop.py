@@ -110,15 +110,7 @@ def train(
     goodput = Stopwatch(run_dir.path, begun_sec)
     checkpointer = Checkpointer(run_dir.path / "checkpoints", cfg.checkpoint, say=say)
     try:
-        config_path = run_dir.path / "config.gin"
-        has_begun = from_first_process(config_path.exists)
-        state, meta = restore(job, checkpointer, say)
-        if state is None and has_begun:
-            say(
-                "this run has begun before, and has no whole checkpoint: it starts "
-                f"again at step 1, and saves every {cfg.checkpoint.every_steps} steps"
-            )
-        from_first_process(lambda: write_whole(config_path, config_text))
+        state, meta = _restore_or_begin(job, run_dir, config_text, checkpointer, say)
         first = 0 if state is None else int(state.step)
         goodput.resume(first)
         board_text = config_text if extras.has_tensorboard else None
@@ -154,11 +146,7 @@ def train(
             with goodput.at("saves"):
                 is_saved = checkpointer.wait()
         if not is_saved:
-            raise CheckpointError(
-                f"the state of step {int(state.step)} could not be saved: "
-                f"{checkpointer.last_failure}: make room, and run again to go on from "
-                "the last good checkpoint"
-            )
+            raise _lost(checkpointer, state)
     finally:
         # Orbax would wait for the other processes, who know of no failure.
         if not (are_several() and sys.exception()):
@@ -166,6 +154,32 @@ def train(
     wall_sec = time.monotonic() - start_sec
     return Outcome(
         state, evaluation, step_secs, compile_sec, wall_sec, stop.signal, goodput
+    )
+
+
+def _restore_or_begin(
+    job: Job, run_dir: RunDir, config_text: str, checkpointer: Checkpointer, say
+) -> tuple[TrainState | None, dict | None]:
+    """Return what `restore` returns, and write the configuration of the run. A run that
+    begins again, because it has no whole checkpoint, says so."""
+    config_path = run_dir.path / "config.gin"
+    has_begun = from_first_process(config_path.exists)
+    state, meta = restore(job, checkpointer, say)
+    if state is None and has_begun:
+        say(
+            "this run has begun before, and has no whole checkpoint: it starts again "
+            f"at step 1, and saves every {job.cfg.checkpoint.every_steps} steps"
+        )
+    from_first_process(lambda: write_whole(config_path, config_text))
+    return state, meta
+
+
+def _lost(checkpointer: Checkpointer, state: TrainState) -> CheckpointError:
+    """Return the error of a run whose last state could not be saved."""
+    return CheckpointError(
+        f"the state of step {int(state.step)} could not be saved: "
+        f"{checkpointer.last_failure}: make room, and run again to go on from the last "
+        "good checkpoint"
     )
 
 
@@ -314,15 +328,7 @@ def _steps(run: LoopContext, state: TrainState, bar: Bar):
             evaluation = _evaluate(run, state, done, bar)
             eval_loss = evaluation.loss
         if is_save:
-            written = run.checkpointer.num_written_bytes
-            run.watchdog.at(f"the save at step {done}", written)
-            with at("saves"):
-                state = run.balancing.logical(state)
-                meta = job.meta | run.balancing.meta() | run.in_flight.meta()
-                num_skipped = reader.num_skipped
-                run.checkpointer.save(done, state, meta, eval_loss, num_skipped)
-                state = run.balancing.physical(state)
-            run.goodput.write(done)
+            state = _save(run, reader, done, state, eval_loss)
         if is_eval or is_save:
             reader.restart_clock()
         if is_stopping and done < last:
@@ -354,6 +360,24 @@ def _end_of_profiled(
         run.profile.after(step, state)
     if is_edge:
         reader.restart_clock()
+    return state
+
+
+def _save(
+    run: LoopContext,
+    reader: "Reader",
+    step: int,
+    state: TrainState,
+    eval_loss: float | None,
+) -> TrainState:
+    """Begin to save the state after a step, and return it as the next step takes it."""
+    run.watchdog.at(f"the save at step {step}", run.checkpointer.num_written_bytes)
+    with run.goodput.at("saves"):
+        state = run.balancing.logical(state)
+        meta = run.job.meta | run.balancing.meta() | run.in_flight.meta()
+        run.checkpointer.save(step, state, meta, eval_loss, reader.num_skipped)
+        state = run.balancing.physical(state)
+    run.goodput.write(step)
     return state
 
 

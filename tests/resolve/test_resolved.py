@@ -217,7 +217,8 @@ def test_a_batch_of_another_size_drops_nothing():
 
 @pytest.mark.parametrize("has_tensor_axis", [False, True])
 def test_an_odd_number_of_tokens_cannot_be_halved(has_tensor_axis):
-    """Of 8 sequences a device has one, or two that it shares with another one."""
+    """Each device routes 127 tokens: one sequence, or with a tensor axis half of
+    two."""
     cfg = dataclasses.replace(
         TENSOR if has_tensor_axis else CFG,
         dispatch=Dispatch(schedule="s1" if has_tensor_axis else "auto"),

@@ -11,12 +11,11 @@ TOY = ROOT / "tests" / "support" / "aot_toy.gin"
 LIMIT_SEC = 1200
 
 
-def run_aot(*words, xla_flags: str | None = None) -> tuple[str, dict]:
+def run_aot(*words) -> tuple[str, dict]:
     """Return what the tool prints for these words, and its record."""
     command = [sys.executable, str(ROOT / "tools" / "aot.py"), *map(str, words)]
     names = ("XLA_FLAGS", "PJRT_NPROC", "XLA_PYTHON_CLIENT_MEM_FRACTION")
     env = {name: value for name, value in os.environ.items() if name not in names}
-    env |= {} if xla_flags is None else {"XLA_FLAGS": xla_flags}
     ended = subprocess.run(
         [*command, "--json"],
         env=env,

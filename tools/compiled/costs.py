@@ -1,10 +1,9 @@
 """Costs of a compiled step's instructions, as a profile for XLA's scheduler.
 
 The scheduler puts other work between the start and the done of a collective by what it
-believes that both cost. Of kernels that are not its own it knows nothing. XLA reads
-costs from a file that --xla_gpu_pgle_profile_file_or_directory_path names, as text if
-its suffix is .pbtxt; a profile of a run on a GPU is meant. Here they are estimates by
-stated rates.
+believes that both cost. It reads costs from a file that
+--xla_gpu_pgle_profile_file_or_directory_path names, as text if its suffix is .pbtxt. A
+profile of a run on a GPU is meant; here they are estimates by stated rates.
 """
 
 from tools.compiled.schedule import Schedule

@@ -246,7 +246,6 @@ def test_rows_of_one_half_travel_under_the_experts_of_the_other():
         f"--gin_file={ROOT / 'configs' / 'olmoe_1b_7b.gin'}",
         *TARGET,
         *(f"--gin_param={param}" for param in params),
-        xla_flags="--xla_gpu_experimental_parallel_collective_overlap_limit=4",
     )
     rows = {
         (row["phase"], row["scope"]): row

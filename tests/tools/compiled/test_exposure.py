@@ -281,7 +281,8 @@ def test_a_synchronous_collective_says_what_could_run_beside_it():
 
 
 def test_a_collective_is_exposed_by_its_data():
-    """Of the work of a loop, 16 s are free, 32 s come before and 16 s after."""
+    """The gather needs two products of its loop and gives one its data; one product is
+    independent of it."""
     body = f"""body
     %p = f32[4]{{0}} parameter(0)
     %m = f32[2,2]{{1,0}} constant(0)
@@ -343,7 +344,8 @@ def test_what_is_hidden_or_short_has_no_reason():
 
 
 def test_the_largest_part_is_the_reason():
-    """Of 48 s, 16 are hidden, 16 could be by the product behind, 16 by none."""
+    """The gather takes 48 s: one product hides 16 of them, the one behind its done
+    could hide 16 more, and nothing can hide the rest."""
     found = summary(START, product("a"), DONE, product("b"))
     (row,) = found.rows()
     parts = {"synchronous": 0, "data": 16, "placement": 16, "crowded": 0}

@@ -34,7 +34,7 @@ from train.step.compiled import trace_train_step
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What a step is compiled for, beside Dispatch.gather."""
+    """Settings of a step that is compared with both values of Dispatch.gather."""
 
     store: str = "owned"
     mesh: tuple[int, ...] = (1, 2, 4, 1)
