@@ -91,7 +91,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def work(args: argparse.Namespace) -> int:
-    from moejax.kernels import tuning
+    from moejax.kernels import device_file, tuning
     from moejax.kernels.grouped_dot.hopper import kernels
     from moejax.kernels.shapes import MODEL_SHAPES, SKEWS
     from tools.bench import tune_cases, tune_search
@@ -111,7 +111,7 @@ def work(args: argparse.Namespace) -> int:
         limit_sec=args.limit_sec,
         seed=secrets.randbits(31) if args.seed is None else args.seed,
         is_again=args.again,
-        path=args.out or tuning.tuned_file(kind),
+        path=args.out or device_file.path_of(kind),
     )
 
     def product(which: tuning.Pass, tiles: tuning.Tiles) -> Callable:
@@ -158,9 +158,10 @@ def tune(
 
     `settings` are those of tune_search, `product` and `timer` those of tune_cases.
     """
-    from tools.bench import tune_cases, tune_search
+    from moejax.kernels import device_file
+    from tools.bench import tune_cases
 
-    record = tune_search.load(settings.path, kind)
+    record = device_file.load(settings.path, kind)
     by_key = {b.key(settings.dtype): b for b in settings.buckets}
     known = () if settings.is_again else record["tiles"]
     todo = [bucket for key, bucket in by_key.items() if key not in known]
@@ -175,7 +176,7 @@ def tune(
         bucket = todo.pop(0)
         row = tune_cases.search_bucket(bucket, settings, product, timer, is_over)
         record = add_bucket(record, row)
-        tune_search.save(settings.path, record)
+        device_file.save(settings.path, record)
         rows.append(row)
     if todo:
         print(f"the time is up: {len(todo)} buckets are left, run the tool again")

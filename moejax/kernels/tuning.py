@@ -1,21 +1,13 @@
 """Tile sizes of the Hopper kernels: measured ones per device, else default ones.
 
-Measured sizes are in one file per device, which `tools/tune_kernels.py` writes:
-
-    tuned/<device>.json     {"tiles": {"forward bfloat16 r16384 d4096 f16384 g8":
-                                       {"rows": 128, "columns": 256, ..}, ..}}
-
-A key is a bucket: the pass, the dtype, and each size of the product rounded up to a
-power of two. No GPU has been measured yet, so there is no file.
+Measured sizes are in the file of the device (device_file.py), by bucket: the pass, the
+dtype, and each size of the product rounded up to a power of two.
 """
 
 import dataclasses
-import functools
-import json
-import pathlib
-import re
 from typing import Literal, get_args
 
+from moejax.kernels import device_file
 from moejax.kernels.shapes import MODEL_SHAPES, ProductShape
 
 Pass = Literal[
@@ -27,8 +19,6 @@ FUSED: tuple[Pass, ...] = ("swiglu", "swiglu_dgrad")
 """Passes with a part of SwiGLU in their epilogue."""
 FP8: tuple[Pass, ...] = ("fp8_forward", "fp8_dgrad")
 """Passes that multiply 8-bit values."""
-FOLDER = pathlib.Path(__file__).parent / "tuned"
-"""Folder of the files with measured tile sizes."""
 
 SHARED_BYTES = 227 * 1024
 """Bytes of shared memory that one block can have on Hopper."""
@@ -140,7 +130,8 @@ def require_measured_tiles(
             "`python tools/tune_kernels.py` on that device"
         )
         raise ValueError(
-            f"{tuned_file(device_kind)} has no measured tiles for '{key}': {how}"
+            f"{device_file.path_of(device_kind)} has no measured tiles for '{key}': "
+            f"{how}"
         )
     return tiles
 
@@ -152,16 +143,16 @@ def measured_tiles(
 
     Raises ValueError for a file that cannot be read or that holds impossible tiles.
     """
-    path, key = tuned_file(device_kind), bucket(which, shape, dtype)
-    sizes = _table(path).get(key)
+    key = bucket(which, shape, dtype)
+    sizes = device_file.known(device_kind)["tiles"].get(key)
     if sizes is None:
         return None
     try:
         return Tiles(**sizes)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} must hold tiles for '{key}', and has {sizes}: {error}; measure "
-            "them again with tools/tune_kernels.py --again"
+            f"{device_file.path_of(device_kind)} must hold tiles for '{key}', and has "
+            f"{sizes}: {error}; measure them again with tools/tune_kernels.py --again"
         ) from error
 
 
@@ -228,29 +219,3 @@ def bucket(which: Pass, shape: ProductShape, dtype: str) -> str:
 def _power(size: int) -> int:
     """Return `size` rounded up to a power of two, at least 1."""
     return 1 << max(0, size - 1).bit_length()
-
-
-def tuned_file(device_kind: str) -> pathlib.Path:
-    """Return the file of a device's measured tiles: tuned/nvidia_h200.json for the kind
-    'NVIDIA H200'."""
-    return FOLDER / (re.sub(r"[^a-z0-9]+", "_", device_kind.lower()) + ".json")
-
-
-@functools.cache
-def _table(path: pathlib.Path) -> dict[str, dict]:
-    """Return a file's tiles by bucket, or {} if there is no such file."""
-    return read(path)["tiles"] if path.is_file() else {}
-
-
-def read(path: pathlib.Path) -> dict:
-    """Return the content of a file of measured tiles. Raises ValueError unless it is
-    JSON with tiles by bucket."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        record["tiles"].items()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} must hold tiles by bucket, and does not ({error!r}): write it "
-            "with tools/tune_kernels.py"
-        ) from error
-    return record

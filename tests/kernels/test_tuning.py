@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from moejax.kernels import device as device_module
-from moejax.kernels import tuning
+from moejax.kernels import device_file, tuning
 from moejax.kernels.grouped_dot.hopper import kernels
 from moejax.kernels.shapes import MODEL_SHAPES, ProductShape
 from moejax.kernels.tuning import (
@@ -193,7 +193,7 @@ def test_a_bucket_rounds_sizes_up():
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    monkeypatch.setenv(device_file.FOLDER_VARIABLE, str(tmp_path))
     return tmp_path
 
 
@@ -201,7 +201,7 @@ def test_measured_tiles_or_the_rule(folder):
     measured = Tiles(256, 64, stages=3, span=2)
     key = tuning.bucket("forward", MIXTRAL, "bfloat16")
     record = {"device": KIND, "tiles": {key: dataclasses.asdict(measured)}}
-    tune_search.save(folder / "nvidia_h200.json", record)
+    device_file.save(folder / "nvidia_h200.json", record)
     known = ("forward", MIXTRAL, "bfloat16", KIND)
     other = ("dgrad", MIXTRAL, "bfloat16", KIND)
     assert tuning.tiles_for(*known) == tuning.require_measured_tiles(*known) == measured

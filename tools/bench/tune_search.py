@@ -1,5 +1,4 @@
-"""The search of tools/tune_kernels.py: which tiles are tried, in which order, and the
-file of the fastest ones.
+"""The search of tools/tune_kernels.py: which tiles are tried, and in which order.
 
     tuning_buckets   a bucket for each pass of each shape, or each product of a layer
     candidates       the default tiles, then all shapes of a tile, likely ones first
@@ -10,10 +9,7 @@ Measurements decide. The order only determines what is tried before the time is 
 """
 
 import dataclasses
-import json
-import os
 import pathlib
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -29,7 +25,6 @@ from moejax.kernels.tuning import (
     layer_products,
     shared_bytes,
 )
-from moejax.kernels.tuning import read as read_file
 
 ROWS, COLUMNS = (64, 128, 256), (64, 128, 192, 256)
 MAX_SUMS = {"swiglu": 128, "swiglu_dgrad": 96, "fp8_forward": 64, "fp8_dgrad": 64}
@@ -209,36 +204,6 @@ def search(
             return result
     result.is_whole = True
     return result
-
-
-def load(path: pathlib.Path, device_kind: str) -> dict:
-    """Return the content of a file of tiles, or that of a new file if there is none.
-    Raises ValueError for a damaged file, or one of another device."""
-    if not path.is_file():
-        return {"device": device_kind, "tiles": {}, "measured": {}}
-    record = read_file(path)
-    if record.get("device") != device_kind:
-        raise ValueError(
-            f"{path} is for {record.get('device')}, but this is {device_kind}: give "
-            "another --out"
-        )
-    return {"measured": {}} | record
-
-
-def save(path: pathlib.Path, record: dict) -> None:
-    """Write the file of tiles completely or not at all, since a run may be cut off at
-    any time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(record, indent=1) + "\n"
-    number, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    try:
-        with os.fdopen(number, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _shapes(which: Pass) -> Iterator[Tiles]:

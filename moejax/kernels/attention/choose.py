@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, get_args
 
 from jaxtyping import Array
 
+from moejax.kernels import quarantine
 from moejax.kernels.attention import portable
 from moejax.kernels.attention.reading import Inputs, Rule
 from moejax.kernels.device import KernelChoice, device_here, why_not_hopper
@@ -61,14 +62,16 @@ def why_not(implementation: Implementation, inputs: Inputs, rule: Rule) -> str |
         # Importing Pallas takes half a second, and only Hopper GPUs need it.
         from moejax.kernels.attention.hopper.kernels import declines
 
-        why = declines(inputs, rule)
+        why = quarantine.why_unusable("attention", device_here().device_kind)
+        why = why or declines(inputs, rule)
         return why and f"the Hopper kernels decline: {why}"
     if implementation == "cudnn":
         if device_here().platform != "gpu":
             return f"cuDNN is for NVIDIA GPUs, not {device_here().device_kind}"
         from moejax.kernels.attention.cudnn import declines
 
-        why = declines(inputs, rule)
+        why = quarantine.why_unusable("attention_cudnn", device_here().device_kind)
+        why = why or declines(inputs, rule)
         return why and f"cuDNN declines: {why}"
     return None
 

@@ -13,6 +13,7 @@ from moejax.kernels.grouped_dot.choose import (
     Implementation,
     choose_grouped_dot,
     products,
+    usable_products,
 )
 from moejax.kernels.grouped_dot.fp8 import check_option
 from moejax.kernels.grouped_dot.products import Products
@@ -52,10 +53,10 @@ def grouped_dot(
     _check(x_md, rows_g, w_gdf=(w_gdf, (num_groups, d, f)))
     check_option(fp8, x_md.dtype)
     x_md, w_gdf, rows_g = varying_alike(x_md, w_gdf, rows_g)
-    implementation = _resolve(implementation, x_md, d, f, fp8)
     if implementation in DERIVED and fp8 == "none":
         return DERIVED[implementation](x_md, w_gdf, rows_g)
-    return _dot(x_md, w_gdf, rows_g, products(implementation, block_rows, fp8))
+    p = _find_products(implementation, x_md, (d, f), fp8, block_rows)
+    return _dot(x_md, w_gdf, rows_g, p)
 
 
 def grouped_swiglu(
@@ -83,26 +84,31 @@ def grouped_swiglu(
     _check(x_md, rows_g, into_gdh=into, down_gfd=down)
     check_option(fp8, x_md.dtype)
     arrays = varying_alike(x_md, into_gdh, down_gfd, rows_g)
-    implementation = _resolve(implementation, x_md, d, f, fp8)
     if implementation in DERIVED and fp8 == "none":
         x_md, into_gdh, down_gfd, rows_g = arrays
         dot = partial(DERIVED[implementation], rows_g=rows_g)
         gate_mf, up_mf = jnp.split(dot(x_md, into_gdh), 2, axis=-1)
         return dot(jax.nn.silu(gate_mf) * up_mf, down_gfd)
-    return _swiglu(*arrays, products(implementation, None, fp8))
+    return _swiglu(*arrays, _find_products(implementation, x_md, (d, f), fp8))
 
 
-def _resolve(implementation: str, x_md: Array, d: int, f: int, fp8: str) -> str:
-    """Return the implementation to use, which for 'auto' depends on the device and the
-    arrays. Raises ValueError for an unknown name."""
+def _find_products(
+    implementation: str,
+    x_md: Array,
+    widths: tuple[int, int],
+    fp8: str,
+    block_rows: int | None = None,
+) -> Products:
+    """Return the products of an implementation, which for 'auto' depends on the device
+    and the arrays. Raises ValueError for an unknown name."""
     if implementation not in get_args(Implementation):
         known = ", ".join(get_args(Implementation))
         raise ValueError(f"implementation={implementation!r} is not one of {known}")
     if implementation != "auto":
-        return implementation
+        return products(implementation, block_rows, fp8)
     is_fp8 = fp8 != "none"
-    choice = choose_grouped_dot(x_md.dtype, len(x_md), d, f, is_fp8=is_fp8)
-    return choice.implementation
+    choice = choose_grouped_dot(x_md.dtype, len(x_md), *widths, is_fp8=is_fp8)
+    return usable_products(choice.implementation, fp8, block_rows)
 
 
 def _check(x_md: Array, rows_g: Array, **matrices: tuple[Array, tuple[int, ...]]):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moejax.kernels import tuning
+from moejax.kernels import device_file, tuning
 from moejax.kernels.grouped_dot import reference
 from moejax.kernels.grouped_dot.hopper import kernels
 from moejax.kernels.grouped_dot.hopper.ring import KernelRun
@@ -226,7 +226,7 @@ def test_buckets_share_the_time(tmp_path, capsys):
     assert [row["is_whole"] for row in summary["measured"]] == [False]
     assert summary["num_left"] == 1
     assert "the time is up: 1 buckets are left" in capsys.readouterr().out
-    assert len(tune_search.load(path, KIND)["tiles"]) == 1
+    assert len(device_file.load(path, KIND)["tiles"]) == 1
 
 
 def test_a_layer_has_its_own_products():
@@ -290,15 +290,15 @@ def test_compiled_programs_go_to_the_cache_of_the_repository(repo):
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "new" / "some.json"
-    tune_search.save(path, {"device": KIND, "tiles": {"a": 1}})
+    device_file.save(path, {"device": KIND, "tiles": {"a": 1}})
 
     def cut_off(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", cut_off)
     with pytest.raises(KeyboardInterrupt):
-        tune_search.save(path, {"device": KIND, "tiles": {"a": 2}})
-    assert tune_search.load(path, KIND)["tiles"] == {"a": 1}
+        device_file.save(path, {"device": KIND, "tiles": {"a": 2}})
+    assert device_file.load(path, KIND)["tiles"] == {"a": 1}
     assert [name.name for name in path.parent.iterdir()] == ["some.json"]
     with pytest.raises(ValueError, match="is for NVIDIA H200, but this is other"):
-        tune_search.load(path, "other")
+        device_file.load(path, "other")
