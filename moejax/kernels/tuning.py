@@ -182,6 +182,13 @@ def _width(which: Pass, shape: ProductShape) -> int:
     return shape.d if which == "dgrad" else shape.f
 
 
+def has_whole_tiles(which: Pass, tiles: Tiles, align_rows: int) -> bool:
+    """Return whether tiles of rows, or steps of wgrad, divide `align_rows`, so that
+    groups whose rows are multiples of it consist of whole ones."""
+    rows = tiles.depth if which == "wgrad" else tiles.rows
+    return align_rows % rows == 0
+
+
 def shared_bytes(which: Pass, tiles: Tiles, itemsize: int) -> int:
     """Return the bytes of shared memory that a block of a pass allocates, for results
     of `itemsize` bytes per value."""

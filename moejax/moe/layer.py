@@ -385,24 +385,26 @@ def swiglu(
     weights: dict[str, Array],
     implementation: str = "auto",
     fp8: Fp8 = "none",
+    align_rows: int = 1,
 ) -> Float[Array, "m d"]:
     """Return (silu(x gate) * (x up)) down for each row x, with the weights of its slot.
 
-    Rows are sorted by slot; slot s has rows_s[s] of them. Rows past sum(rows_s) are
-    padding and come out as zeros. weights: into_sdh [s, d, 2f], gate and up side by
-    side so that one product reads the rows once, and down_sfd, both in the dtype of x.
+    Rows are sorted by slot; slot s has rows_s[s] of them, a multiple of `align_rows`.
+    Rows past sum(rows_s) are padding and come out as zeros. weights: into_sdh
+    [s, d, 2f], gate and up side by side so that one product reads the rows once, and
+    down_sfd, both in the dtype of x.
     """
     into_sdh, down_sfd = weights["into_sdh"], weights["down_sfd"]
-    return grouped_swiglu(
-        x_md, into_sdh, down_sfd, rows_s, implementation=implementation, fp8=fp8
-    )
+    options = {"implementation": implementation, "fp8": fp8, "align_rows": align_rows}
+    return grouped_swiglu(x_md, into_sdh, down_sfd, rows_s, **options)
 
 
 def _make_experts(layout: Layout) -> Experts:
     """Return the function that computes the rows of a device's slots: `swiglu` with
     the layout's kernels."""
     grouped = "blocked" if layout.kernels == "plain" else "auto"
-    return partial(swiglu, implementation=grouped, fp8=layout.fp8)
+    options = {"fp8": layout.fp8, "align_rows": layout.align_rows}
+    return partial(swiglu, implementation=grouped, **options)
 
 
 def _param(rngs: nnx.Rngs, shape, fan_in: int, dims: str | None = None) -> nnx.Param:

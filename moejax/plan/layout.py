@@ -17,7 +17,7 @@ from the float32 master parameters into the slots:
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 from moejax.plan.parallel import Domain, Tensor
 from moejax.plan.schedule_rules import SCHEDULES
@@ -30,6 +30,7 @@ Gather = Literal["layer", "step"]
 Split = Literal["even", "local_first", "water_filling", "dynamic"]
 Kernels = Literal["auto", "plain"]
 Fp8 = Literal["none", "e4m3", "e5m2"]
+RowAlignment = Literal[1, 64, 128]
 
 Group = Literal["expert", "data_expert", "dc_expert"]
 GROUP_AXES: dict[Group, tuple[str, ...]] = {
@@ -156,6 +157,10 @@ class Layout:
     """8-bit matrix products of the experts. 'none' multiplies rows and weights in their
     own dtype. 'e4m3' and 'e5m2' round rows and weights to e4m3, and the gradients of
     rows to the format named."""
+    align_rows: RowAlignment = 1
+    """Divisor of the row at which the rows of each slot begin, where experts compute
+    them. Above 1, zero rows stand between slots, and the Hopper kernels store whole
+    tiles only."""
     offers_per_device: int = 0
     """Maximum number of its own experts that one device sends to others as copies, per
     layer. Only the stores 'transient' and 'resident' have copies."""
@@ -308,6 +313,13 @@ class Layout:
         parts = 4 * self.num_windows
         return -(-self.rows_per_peer // parts) * self.num_windows
 
+    def num_sorted_rows(self, rows_per_peer: int) -> int:
+        """Return the number of rows of the buffer that experts compute, in slot order,
+        where each peer may send `rows_per_peer` rows: those that can arrive, and the
+        most zero rows that aligning slots can take."""
+        received = self.num_senders * rows_per_peer // self.num_windows
+        return max_aligned_rows(received, self.slots_per_device, self.align_rows)
+
     @property
     def rows_per_slot(self) -> int:
         """Number of rows that one device may send to one slot in capacity mode."""
@@ -355,6 +367,20 @@ class Layout:
             rows_per_peer=-(-rows_per_peer // windows) * windows,
             **kwargs,
         )
+
+
+def max_aligned_rows(num_rows: int, num_groups: int, multiple: int) -> int:
+    """Return the largest sum of rows of groups, each rounded up to a multiple, that
+    `num_rows` rows in `num_groups` groups can have.
+
+    It has groups of one row, as many as there can be, and all other rows in whole
+    multiples:
+
+    >>> max_aligned_rows(300, 3, 128)  # groups of 1, 1 and 298 rows
+    640
+    """
+    groups = min(num_groups, num_rows)
+    return (groups + (num_rows - groups) // multiple) * multiple
 
 
 def group_name(axes: tuple[str, ...]) -> str:
@@ -429,6 +455,11 @@ def _check_copies(layout: Layout) -> None:
         raise ValueError(f"kernels='{layout.kernels}' must be 'auto' or 'plain'")
     if layout.fp8 not in ("none", "e4m3", "e5m2"):
         raise ValueError(f"fp8='{layout.fp8}' must be 'none', 'e4m3' or 'e5m2'")
+    if layout.align_rows not in get_args(RowAlignment):
+        raise ValueError(
+            f"align_rows={layout.align_rows} must be 1, 64 or 128, the rows of a tile: "
+            "use 128 where slots have a few hundred rows or more, and 64 below"
+        )
     if layout.fused_split and layout.split != "water_filling":
         raise ValueError(
             "fused_split=True works with split='water_filling' only, and split is "

@@ -12,7 +12,7 @@ from moejax.kernels.device import KernelChoice, device_here
 from moejax.kernels.grouped_dot.choose import choose_grouped_dot
 from moejax.kernels.permute.choose import choose_permute
 from moejax.kernels.shapes import ProductShape
-from moejax.kernels.tuning import layer_products, measured_tiles
+from moejax.kernels.tuning import layer_products, measured_tiles, tiles_for
 from moejax.model.attention import check_heads
 from moejax.plan.layout import Layout
 
@@ -67,12 +67,12 @@ def _expert_kernels(cfg: Config, layout: Layout) -> dict[str, KernelChoice]:
     """Return the implementations of experts' products and of row permutations."""
     if layout.kernels == "plain":
         why = "Dispatch.kernels='plain'"
-        grouped = KernelChoice("blocked", why + _emulated(layout))
+        grouped = KernelChoice("blocked", why + _without_hopper(layout))
         return {"grouped_dot": grouped, "permute": KernelChoice("xla", why)}
     view, d = layout.exchanged, cfg.model.d_model
     dtype = cfg.model.compute_dtype
     first, later = (
-        _grouped_dot(cfg, layout, view.num_senders * rows // view.num_windows)
+        _grouped_dot(cfg, layout, view.num_sorted_rows(rows))
         for rows in (view.rows_per_peer, view.rows_per_round)
     )
     kernels = {"grouped_dot": first, "permute": choose_permute(dtype, d)}
@@ -88,7 +88,7 @@ def _grouped_dot(cfg: Config, layout: Layout, num_rows: int) -> KernelChoice:
     is_fp8 = layout.fp8 != "none"
     choice = choose_grouped_dot(dtype, num_rows, d, f, is_fp8=is_fp8)
     if choice.implementation != "hopper":
-        return choice._replace(why=choice.why + _emulated(layout))
+        return choice._replace(why=choice.why + _without_hopper(layout))
     shape = ProductShape(num_rows, d, f, layout.slots_per_device)
     kind = device_here().device_kind
     products = layer_products(shape, is_fp8=is_fp8)
@@ -96,15 +96,27 @@ def _grouped_dot(cfg: Config, layout: Layout, num_rows: int) -> KernelChoice:
     count = sum(tiles is not None for tiles in tiles_by_product)
     tiles = f"{count} of {len(products)} products with measured tiles"
     fp8 = f"fp8 with gradients in {layout.fp8}, " if is_fp8 else ""
+    if (align := layout.align_rows) > 1:
+        # Importing Pallas takes half a second, and only Hopper GPUs need it.
+        from moejax.kernels.grouped_dot.hopper.kernels import takes_aligned_form
+
+        whole = sum(
+            takes_aligned_form(which, tiles_for(which, side, dtype, kind), align, kind)
+            for which, side in products
+        )
+        tiles += f", {whole} in whole tiles of slots aligned to {align} rows"
     return KernelChoice("hopper", f"{choice.why}, {fp8}{tiles}")
 
 
-def _emulated(layout: Layout) -> str:
-    """Return the note that fp8 is emulated, for kernels without 8-bit products; '' if
-    the layout has no fp8."""
-    if layout.fp8 == "none":
-        return ""
-    return f"; fp8 with gradients in {layout.fp8} is emulated, which is no faster"
+def _without_hopper(layout: Layout) -> str:
+    """Return the notes on options that serve the Hopper kernels, for kernels without
+    8-bit products and tiles; '' if the layout has no such option."""
+    notes = ""
+    if layout.fp8 != "none":
+        notes += f"; fp8 with gradients in {layout.fp8} is emulated, which is no faster"
+    if layout.align_rows > 1:
+        notes += f"; slots are aligned to {layout.align_rows} rows, which is no faster"
+    return notes
 
 
 def kernel_line(kernels: dict[str, KernelChoice]) -> str:

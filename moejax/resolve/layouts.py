@@ -30,6 +30,7 @@ def step_layout(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) ->
         exchange=cfg.dispatch.exchange,
         kernels=cfg.dispatch.kernels,
         fp8=cfg.dispatch.fp8,
+        align_rows=cfg.dispatch.align_rows,
         halves=cfg.moe.halves,
         **partition.fields,
         **_store_fields(cfg, partition),

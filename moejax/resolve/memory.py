@@ -135,7 +135,7 @@ class _Sizes:
         b = cfg.train.batch_size // cfg.train.accumulate_steps
         b //= cfg.mesh.num_batch_shards
         view, shards = layout.exchanged, 1 if layout.is_local else cfg.expert_shards
-        m = view.num_senders * view.rows_per_peer // view.num_windows
+        m = view.num_sorted_rows(view.rows_per_peer)
         m *= view.num_exchanges  # those of one half are alive beside the other's
         f = moe.d_expert // shards
         query, key = (

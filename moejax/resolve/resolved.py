@@ -268,8 +268,8 @@ def _with_gather(run: Resolved, usable_bytes: int) -> Resolved:
 
 
 def check_dense_training(cfg: Config) -> None:
-    """Raise ValueError where dense training is combined with balancing, fp8 or gradient
-    compression."""
+    """Raise ValueError where dense training is combined with balancing, fp8, aligned
+    rows or gradient compression."""
     is_home = cfg.balance.policy == "home" and cfg.dispatch.store in (None, "owned")
     if cfg.router.training == "dense" and not (
         is_home and cfg.dispatch.split != "dynamic"
@@ -284,6 +284,11 @@ def check_dense_training(cfg: Config) -> None:
         raise ValueError(
             "Router.training='dense' has no grouped products to compute in 8 bits, and "
             f"Dispatch.fp8='{cfg.dispatch.fp8}': use 'none'"
+        )
+    if cfg.router.training == "dense" and cfg.dispatch.align_rows > 1:
+        raise ValueError(
+            "Router.training='dense' sorts no rows by slot whose beginnings could be "
+            f"aligned, and Dispatch.align_rows={cfg.dispatch.align_rows}: use 1"
         )
     if cfg.router.training == "dense" and cfg.dispatch.gradient_compression is not None:
         raise ValueError(

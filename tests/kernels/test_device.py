@@ -149,6 +149,20 @@ def test_plain_kernels_on_any_device():
     assert "Dispatch.kernels='plain'" in kernel_line(choose_kernels(cfg, layout))
 
 
+@pytest.mark.parametrize(("align_rows", "whole"), [(64, 2), (128, 6)])
+def test_the_run_says_which_products_have_whole_tiles(align_rows, whole):
+    """Tiles have 128 rows here. With 64 the steps of both wgrads are whole."""
+    cfg = config(align_rows=align_rows)
+    layout = make_layout(cfg)
+    assert layout.align_rows == align_rows
+    note = f"; slots are aligned to {align_rows} rows, which is no faster"
+    line = kernel_line(choose_kernels(cfg, layout))
+    assert f"blocked (the kernels are for Hopper, not cpu{note}), permute" in line
+    with on(H200):
+        line = kernel_line(choose_kernels(cfg, layout))
+    assert f"tiles, {whole} in whole tiles of slots aligned to {align_rows} " in line
+
+
 @pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
 def test_the_run_says_what_fp8_is_there(fp8):
     """The line says whether fp8 is emulated, and how many products have measured
@@ -285,9 +299,13 @@ def by_definition(layer, params, x_btd):
 def interpret(monkeypatch):
     own, run = vjp.products, KernelRun(2, plgpu.InterpretGPUParams())
 
-    def products(name, block_rows, fp8):
+    def products(name, block_rows, *options):
         is_hopper = name == "hopper"
-        return kernels.products(run, fp8) if is_hopper else own(name, block_rows, fp8)
+        return (
+            kernels.products(run, *options)
+            if is_hopper
+            else own(name, block_rows, *options)
+        )
 
     monkeypatch.setattr(vjp, "products", products)
 

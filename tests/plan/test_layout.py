@@ -151,6 +151,10 @@ def test_layouts_are_keys():
             lambda: Layout(4, 2, 2, 8, fp8="e3m4"),
             ["fp8='e3m4'", "'none', 'e4m3' or 'e5m2'"],
         ),
+        (
+            lambda: Layout(4, 2, 2, 8, align_rows=96),
+            ["align_rows=96", "must be 1, 64 or 128", "use 128"],
+        ),
     ],
 )  # fmt: skip
 def test_complaint_names_the_rule_the_value_and_what_to_do(make, words):

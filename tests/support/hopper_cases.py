@@ -32,6 +32,8 @@ class Setup:
     tiles: Tiles
     num_blocks: int
     dtype: str = "bfloat16"
+    is_aligned: bool = False
+    """Whether groups consist of whole tiles, and the kernel has no code for parts."""
 
 
 def fitting(which: Pass, setup: Setup) -> Setup:
@@ -80,7 +82,7 @@ def operands(setup: Setup) -> dict[Pass, list[jax.Array]]:
 @functools.cache
 def kernel(which: Pass, setup: Setup):
     """Return the interpreted kernel of a pass, jitted once for any rows_g."""
-    run = KernelRun(setup.num_blocks, INTERPRET)
+    run = KernelRun(setup.num_blocks, INTERPRET, setup.is_aligned)
     return jax.jit(
         functools.partial(getattr(kernels, which), tiles=setup.tiles, run=run)
     )

@@ -55,7 +55,7 @@ def choose_grouped_dot(
 
 
 def usable_products(
-    implementation: str, fp8: str, block_rows: int | None = None
+    implementation: str, fp8: str, align_rows: int = 1, block_rows: int | None = None
 ) -> Products:
     """Return the products of an implementation that was chosen and not named by a
     caller: a pass that is quarantined on the current device is computed by
@@ -64,7 +64,8 @@ def usable_products(
     if implementation == "hopper":
         passes = PASSES_OF_LAYER[fp8 != "none"]
         wrong = tuple(quarantine.unusable(passes, device_here().device_kind))
-    return _replace_products(products(implementation, block_rows, fp8), wrong, fp8)
+    own = products(implementation, block_rows, fp8, align_rows)
+    return _replace_products(own, wrong, fp8)
 
 
 @functools.cache
@@ -90,22 +91,36 @@ def _replace_products(own: Products, wrong: tuple[Pass, ...], fp8: str) -> Produ
     return compose_products(**chosen)
 
 
-@functools.cache
 def products(
-    implementation: str, block_rows: int | None = None, fp8: str = "none"
+    implementation: str,
+    block_rows: int | None = None,
+    fp8: str = "none",
+    align_rows: int = 1,
 ) -> Products:
-    """Return the products of an implementation. Only 'blocked' uses `block_rows`.
+    """Return the products of an implementation. Only 'blocked' uses `block_rows`, and
+    only 'hopper' uses `align_rows`, which divides the rows of every group.
 
     With fp8, forward and dgrad multiply rounded arrays (fp8.py): x and w in e4m3, and
     dy in the format that `fp8` names. wgrad multiplies x and dy without rounding. Only
     'hopper' multiplies 8-bit values. The other implementations multiply wider values
     that were rounded to 8 bits, and so have the accuracy of fp8 without its speed.
+
+    Equal arguments give the same object, because it is part of the key under which JAX
+    caches a trace.
     """
+    return _make_products(implementation, block_rows, fp8, align_rows)
+
+
+@functools.cache
+def _make_products(
+    implementation: str, block_rows: int | None, fp8: str, align_rows: int
+) -> Products:
+    """Return the products of `products`."""
     if implementation == "hopper":
         # Importing Pallas takes half a second, and only this path needs it.
         from moejax.kernels.grouped_dot.hopper import kernels
 
-        return kernels.products(fp8=fp8)
+        return kernels.products(fp8=fp8, align_rows=align_rows)
     if implementation == "blocked":
         own = portable.products(block_rows)
     else:

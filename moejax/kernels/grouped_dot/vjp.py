@@ -27,6 +27,7 @@ def grouped_dot(
     implementation: Implementation = "auto",
     block_rows: int | None = None,
     fp8: str = "none",
+    align_rows: int = 1,
 ) -> Float[Array, "m f"]:
     """Multiply each row by the matrix of its group: x_md[j] @ w_gdf[i] for row j of
     group i.
@@ -45,6 +46,8 @@ def grouped_dot(
     block_rows       number of rows of a block, for 'blocked' only (static)
     fp8              'e4m3' or 'e5m2' rounds operands to 8 bits, except in the gradient
                      of w: x and w to e4m3, dy to the format named (choose.py)
+    align_rows       a number that divides rows_g and m, of which the caller is sure: it
+                     is not checked, and results are wrong where it does not (static)
 
     Raises ValueError if dtypes or sizes do not fit, and NotImplementedError if 'hopper'
     cannot take the arrays.
@@ -52,10 +55,12 @@ def grouped_dot(
     (_, d), (num_groups, _, f) = x_md.shape, w_gdf.shape
     _check(x_md, rows_g, w_gdf=(w_gdf, (num_groups, d, f)))
     check_option(fp8, x_md.dtype)
+    _check_alignment(x_md, align_rows)
     x_md, w_gdf, rows_g = varying_alike(x_md, w_gdf, rows_g)
     if implementation in DERIVED and fp8 == "none":
         return DERIVED[implementation](x_md, w_gdf, rows_g)
-    p = _find_products(implementation, x_md, (d, f), fp8, block_rows)
+    options = {"fp8": fp8, "align_rows": align_rows, "block_rows": block_rows}
+    p = _find_products(implementation, x_md, (d, f), **options)
     return _dot(x_md, w_gdf, rows_g, p)
 
 
@@ -67,6 +72,7 @@ def grouped_swiglu(
     *,
     implementation: Implementation = "auto",
     fp8: str = "none",
+    align_rows: int = 1,
 ) -> Float[Array, "m d"]:
     """Apply the SwiGLU expert of its group to each row: return
     (silu(x @ gate) * (x @ up)) @ down.
@@ -83,13 +89,15 @@ def grouped_swiglu(
     into, down = (into_gdh, (num_groups, d, 2 * f)), (down_gfd, (num_groups, f, d))
     _check(x_md, rows_g, into_gdh=into, down_gfd=down)
     check_option(fp8, x_md.dtype)
+    _check_alignment(x_md, align_rows)
     arrays = varying_alike(x_md, into_gdh, down_gfd, rows_g)
     if implementation in DERIVED and fp8 == "none":
         x_md, into_gdh, down_gfd, rows_g = arrays
         dot = partial(DERIVED[implementation], rows_g=rows_g)
         gate_mf, up_mf = jnp.split(dot(x_md, into_gdh), 2, axis=-1)
         return dot(jax.nn.silu(gate_mf) * up_mf, down_gfd)
-    return _swiglu(*arrays, _find_products(implementation, x_md, (d, f), fp8))
+    p = _find_products(implementation, x_md, (d, f), fp8=fp8, align_rows=align_rows)
+    return _swiglu(*arrays, p)
 
 
 def _find_products(
@@ -97,6 +105,7 @@ def _find_products(
     x_md: Array,
     widths: tuple[int, int],
     fp8: str,
+    align_rows: int,
     block_rows: int | None = None,
 ) -> Products:
     """Return the products of an implementation, which for 'auto' depends on the device
@@ -105,10 +114,10 @@ def _find_products(
         known = ", ".join(get_args(Implementation))
         raise ValueError(f"implementation={implementation!r} is not one of {known}")
     if implementation != "auto":
-        return products(implementation, block_rows, fp8)
+        return products(implementation, block_rows, fp8, align_rows)
     is_fp8 = fp8 != "none"
     choice = choose_grouped_dot(x_md.dtype, len(x_md), *widths, is_fp8=is_fp8)
-    return usable_products(choice.implementation, fp8, block_rows)
+    return usable_products(choice.implementation, fp8, align_rows, block_rows)
 
 
 def _check(x_md: Array, rows_g: Array, **matrices: tuple[Array, tuple[int, ...]]):
@@ -130,6 +139,15 @@ def _check(x_md: Array, rows_g: Array, **matrices: tuple[Array, tuple[int, ...]]
                 f"rows_g has shape {rows_g.shape}, and {name} has {shape[0]} groups: "
                 "give one number of rows for each group"
             )
+
+
+def _check_alignment(x_md: Array, align_rows: int) -> None:
+    """Raise ValueError unless `align_rows` divides the number of rows."""
+    if align_rows < 1 or len(x_md) % align_rows:
+        raise ValueError(
+            f"align_rows={align_rows} must divide the {len(x_md)} rows of x_md, and "
+            "each number in rows_g: add rows of zeros, or use align_rows=1"
+        )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -11,6 +11,12 @@ no rows are left.
     device 0 has rows for slots 0 0 0 1 | 2 3 3      (2 devices, 2 slots each, c = 3)
     window 0..3:     to device 0: 0 0 0   to device 1: 2 3 3
     window 3..6:     to device 0: 1 - -   to device 1: - - -
+
+With Layout.align_rows the rows of each slot begin at a multiple of it where experts
+compute them. Rows between slots have no source, and are zero. With a multiple of 4:
+
+    device 0 receives the first window of both devices:   0 0 0 | 0 1 1
+    in slot order, for its experts:                       0 0 0 0 1 1 - -
 """
 
 from functools import partial
@@ -51,9 +57,9 @@ class Receipt:
     assignment_m: Int[Array, " m"]
     """Assignment in each row of the send buffer, -1 if the row is empty."""
     arrival_m: Int[Array, " m"]
-    """Row of the receive buffer that is m-th in slot order, -1 past the last."""
+    """Row of the receive buffer that is m-th in slot order, -1 where none is."""
     sorted_m1: Int[Array, "m 1"]
-    """Inverse permutation of arrival_m, -1 for empty rows."""
+    """Place in slot order of each row of the receive buffer, -1 for empty rows."""
     count_w: Int[Array, " w"]
     """Number of rows in this window for each peer."""
     incoming_v: Int[Array, " v"]
@@ -71,7 +77,8 @@ def dispatch(
     """Send the rows of a window to the devices of their slots.
 
     Return the rows that arrived here, sorted by slot, the number of rows per slot, and
-    the receipt for `combine`.
+    the receipt for `combine`. Where the layout aligns slots, zero rows at the end of a
+    slot count as its rows.
     """
     layout = mesh_layout.layout
     receipt, rows_s = make_receipt(sent, window, mesh_layout)
@@ -79,7 +86,7 @@ def dispatch(
     token_m = jnp.where(receipt.assignment_m < 0, EMPTY, receipt.assignment_m // k)
     gather = partial(gather_rows, implementation=_implementation(layout))
     send_md = gather(x_nd, token_m, receipt.position_nk)
-    send_wcd = send_md.reshape(-1, window.rows, x_nd.shape[1])
+    send_wcd = send_md.reshape(len(receipt.count_w), -1, x_nd.shape[1])
     counts = (receipt.count_w, receipt.incoming_v)
     arrived_vcd = find_schedule(mesh_layout).out(send_wcd, *counts, mesh_layout)
     arrived_md = checkpoint_name(arrived_vcd.reshape(-1, x_nd.shape[1]), ROWS)
@@ -117,7 +124,8 @@ def make_receipt(
 ) -> tuple[Receipt, Int[Array, " s"]]:
     """Return the index tables of one window, and the number of rows per slot here.
 
-    They are computed from the manifest alone, without communication.
+    They are computed from the manifest alone, without communication. Rows per slot are
+    rounded up to the multiple that the layout aligns slots to.
     """
     layout = mesh_layout.layout
     w, s = layout.num_devices, layout.slots_per_device
@@ -150,7 +158,10 @@ def make_receipt(
         jnp.clip(edge_vs - start_v1, 0, piece)
         for edge_vs in (end_vs, end_vs - counts_vs)
     )
-    arrival_m, sorted_m1 = _sort_arrivals(begin_vs, end_vs, piece)
+    num_sorted = layout.num_sorted_rows(rows)
+    arrival_m, sorted_m1 = _sort_arrivals(
+        begin_vs, end_vs, piece, num_sorted, layout.align_rows
+    )
     part_vs = end_vs - begin_vs
     receipt = Receipt(
         position_nk=jnp.where(inside_nk, position_nk, EMPTY),
@@ -160,7 +171,24 @@ def make_receipt(
         count_w=jnp.clip(count_w - start, 0, rows),
         incoming_v=jnp.sum(part_vs, axis=1),
     )
-    return receipt, jnp.sum(part_vs, axis=0)
+    rows_s = jnp.sum(part_vs, axis=0)
+    if layout.align_rows > 1:
+        rows_s = _round_up(rows_s, layout.align_rows)
+        receipt = _send_in_order(receipt) if _is_sorted(layout) else receipt
+    return receipt, rows_s
+
+
+def _send_in_order(receipt: Receipt) -> Receipt:
+    """Return the receipt of a single sender whose send buffer has its rows where
+    experts compute them, so that no second permutation aligns slots."""
+
+    def look_up(table_m: Array, row: Array) -> Array:
+        return jnp.where(row >= 0, table_m[jnp.maximum(row, 0)], EMPTY)
+
+    return receipt.replace(
+        assignment_m=look_up(receipt.assignment_m, receipt.arrival_m),
+        position_nk=look_up(receipt.sorted_m1[:, 0], receipt.position_nk),
+    )
 
 
 def _implementation(layout: Layout) -> str:
@@ -174,26 +202,37 @@ def _is_sorted(layout: Layout) -> bool:
 
 
 def _sort_arrivals(
-    begin_ws: Int[Array, "w s"], end_ws: Int[Array, "w s"], rows: int
+    begin_ws: Int[Array, "w s"],
+    end_ws: Int[Array, "w s"],
+    rows: int,
+    num_sorted: int,
+    align_rows: int,
 ) -> tuple[Int[Array, " m"], Int[Array, "m 1"]]:
-    """Return the permutation from arrival order to slot order, and its inverse.
+    """Return the permutation from arrival order to `num_sorted` rows in slot order, and
+    its inverse.
 
-    Rows arrive in the order (sender, slot) and are needed in the order (slot, sender).
-    Within a sender's chunk of `rows` rows, those of a slot are begin .. end. `w` counts
-    senders here.
+    Rows arrive in the order (sender, slot) and are needed in the order (slot, sender),
+    where each slot begins at a multiple of `align_rows`. Within a sender's chunk of
+    `rows` rows, those of a slot are begin .. end. `w` counts senders here.
     """
     w, s = begin_ws.shape
     part_sw = (end_ws - begin_ws).T
     last_sw = jnp.cumsum(part_sw.reshape(-1)).reshape(s, w)
+    if align_rows > 1:
+        rows_s = jnp.sum(part_sw, axis=1)
+        gap_s = _round_up(rows_s, align_rows) - rows_s
+        last_sw += (jnp.cumsum(gap_s) - gap_s)[:, None]
     first_sw = last_sw - part_sw
 
-    row_m = jnp.arange(w * rows, dtype=jnp.int32)
+    row_m = jnp.arange(num_sorted, dtype=jnp.int32)
     segment_m = jnp.sum(row_m[:, None] >= last_sw.reshape(-1), axis=1, dtype=jnp.int32)
     real_m = segment_m < s * w
     segment_m = jnp.minimum(segment_m, s * w - 1)
     slot_m, peer_m = segment_m // w, segment_m % w
     within_m = row_m - first_sw[slot_m, peer_m]
     arrival_m = peer_m * rows + begin_ws[peer_m, slot_m] + within_m
+    if align_rows > 1:  # a row between slots comes before the next slot's first
+        real_m &= within_m >= 0
 
     row_c = jnp.arange(rows, dtype=jnp.int32)
     slot_wc = jnp.sum(row_c[:, None] >= end_ws[:, None, :], axis=2, dtype=jnp.int32)
@@ -203,3 +242,8 @@ def _sort_arrivals(
     sorted_wc = first_sw[slot_wc, peer_w1] + row_c - begin_ws[peer_w1, slot_wc]
     sorted_m1 = jnp.where(here_wc, sorted_wc, EMPTY).reshape(-1, 1)
     return jnp.where(real_m, arrival_m, EMPTY), sorted_m1
+
+
+def _round_up(rows_s: Int[Array, " s"], multiple: int) -> Int[Array, " s"]:
+    """Return numbers of rows rounded up to a multiple."""
+    return -(-rows_s // multiple) * multiple

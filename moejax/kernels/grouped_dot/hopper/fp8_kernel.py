@@ -92,7 +92,7 @@ def _kernel(program, table, count, *arrays, **scratch):
         scratch.pop("full"), scratch.pop("empty"), program.tiles.stages
     )
     scales = {"x_scale": x_scale, "w_scale": w_scale}
-    references = {"loaded": None, "ring": barriers, **scratch, **scales}
+    references = {"loaded": None, "edge": None, "ring": barriers, **scratch, **scales}
     block = _Block(program, table, count, x, w, (), (y,), **references)
     ring.run_roles(barriers, block.each_tile, block.copy_in, block.compute)
 
@@ -110,13 +110,14 @@ def call(
         is_transposed=True,
         num_steps=depth // BLOCK,
         num_groups=num_groups,
+        is_aligned=run.is_aligned,
         num_columns=pl.cdiv(width, tiles.columns),
         finish=lambda products, sources, is_padding: products,
         products=(None,),
     )
     slots = rows_kernel.scratch(program, x.values.dtype, w.values.dtype, dtype)
     scales = plgpu.SMEM((tiles.stages, tiles.rows), jnp.float32)
-    table, count = row_tiles(rows_g, num_rows, tiles.rows)
+    table, count = row_tiles(rows_g, num_rows, tiles.rows, run.is_aligned)
     kernel = plgpu.kernel(
         functools.partial(_kernel, program),
         out_type=jax.ShapeDtypeStruct((num_rows, width), dtype),

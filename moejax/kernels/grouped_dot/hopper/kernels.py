@@ -6,6 +6,7 @@ arrays that the kernels cannot take. docs/kernels.md explains how the kernels wo
 Tests interpret and lower them; they have never run on a GPU.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from moejax.kernels import device
+from moejax.kernels import device, quarantine
 from moejax.kernels.grouped_dot.fp8 import (
     BLOCK,
     FORWARD_DTYPE,
@@ -33,7 +34,7 @@ from moejax.kernels.grouped_dot.hopper.ring import KernelRun
 from moejax.kernels.grouped_dot.hopper.rows_kernel import RowsProgram
 from moejax.kernels.grouped_dot.products import Products, compose_products
 from moejax.kernels.shapes import ProductShape
-from moejax.kernels.tuning import Pass, Tiles, tiles_for
+from moejax.kernels.tuning import Pass, Tiles, has_whole_tiles, tiles_for
 
 DTYPES = ("bfloat16", "float16")
 """Names of the dtypes of operands and results."""
@@ -70,9 +71,24 @@ def declines(
     return None
 
 
-def products(run: KernelRun = ON_DEVICE, fp8: str = "none") -> Products:
+def takes_aligned_form(
+    which: Pass, tiles: Tiles, align_rows: int, device_kind: str
+) -> bool:
+    """Return whether a pass runs in its aligned form, for groups whose rows
+    are multiples of `align_rows`: its tiles of rows divide them, or its steps in wgrad,
+    and nothing about the pass is quarantined on this kind of device."""
+    is_wrong = quarantine.find(which, device_kind) is not None
+    return has_whole_tiles(which, tiles, align_rows) and not is_wrong
+
+
+def products(
+    run: KernelRun = ON_DEVICE, fp8: str = "none", align_rows: int = 1
+) -> Products:
     """Return the products of these kernels; each call takes the tiles of its shape and
     device.
+
+    `align_rows` divides the rows of every group, and takes_aligned_form says which
+    products then run in the aligned form (KernelRun.is_aligned).
 
     With fp8, SwiGLU is not fused into the products, and wgrad is the same as without
     fp8.
@@ -84,8 +100,10 @@ def products(run: KernelRun = ON_DEVICE, fp8: str = "none") -> Products:
             rows_g = arrays[-1]
             shape = ProductShape(arrays[0].shape[0], d, f, rows_g.shape[0])
             kind = device.device_here().device_kind
+            tiles = tiles_for(which, shape, arrays[0].dtype.name, kind)
+            is_aligned = takes_aligned_form(which, tiles, align_rows, kind)
             return product(
-                *arrays, tiles_for(which, shape, arrays[0].dtype.name, kind), run
+                *arrays, tiles, dataclasses.replace(run, is_aligned=is_aligned)
             )
 
         return call
@@ -205,6 +223,7 @@ def swiglu(
         is_transposed=False,
         num_steps=pl.cdiv(d, tiles.depth),
         num_groups=num_groups,
+        is_aligned=run.is_aligned,
         num_columns=pl.cdiv(f, tiles.columns),
         finish=finish,
         products=(0, 1),
@@ -247,6 +266,7 @@ def swiglu_dgrad(
         is_transposed=True,
         num_steps=pl.cdiv(d, tiles.depth),
         num_groups=num_groups,
+        is_aligned=run.is_aligned,
         num_columns=pl.cdiv(f, tiles.columns),
         finish=finish,
         products=(None,),
@@ -270,6 +290,7 @@ def _product(x, w, rows_g, tiles, run, *, is_transposed):
         is_transposed=is_transposed,
         num_steps=pl.cdiv(depth, tiles.depth),
         num_groups=w.shape[0],
+        is_aligned=run.is_aligned,
         num_columns=pl.cdiv(width, tiles.columns),
         finish=lambda products, sources, is_padding: products,
         products=(None,),

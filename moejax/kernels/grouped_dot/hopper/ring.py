@@ -100,6 +100,9 @@ class KernelRun:
     interpret: Any = None
     """plgpu.InterpretGPUParams to interpret the kernel on any device, for tests; None
     to compile it."""
+    is_aligned: bool = False
+    """Whether the rows of every group, and those of the array, are whole tiles (in
+    wgrad, whole steps). The kernel then has no code for parts of them."""
 
 
 def kernel_arguments(run: KernelRun) -> dict[str, Any]:

@@ -14,6 +14,9 @@ The first tile of a group begins at the last multiple of ALIGNMENT at or before 
 group's first row, because a tiled copy (TMA) can only begin at such rows. So it loads
 up to 7 rows of the group before, and the last tile loads rows of the group after. Tiles
 do not store rows of other groups. Padding is one more group, whose result is zero.
+
+Where every group has whole tiles, a tile is a number of rows of the buffer, and the
+table has GROUP and START alone.
 """
 
 import jax.numpy as jnp
@@ -35,13 +38,17 @@ def max_tiles(num_rows: int, num_groups: int, tile_rows: int) -> int:
 
 
 def row_tiles(
-    rows_g: Int[Array, " g"], num_rows: int, tile_rows: int
-) -> tuple[Int[Array, "4 t"], Int[Array, " 1"]]:
+    rows_g: Int[Array, " g"], num_rows: int, tile_rows: int, is_aligned: bool = False
+) -> tuple[Int[Array, "4 t"] | Int[Array, "2 t"], Int[Array, " 1"]]:
     """Return the table of all tiles, in the order of their rows, and their number.
 
     The table has max_tiles columns, and those from the number of tiles on are unused.
-    `num_rows` counts the rows of the buffer, padding included.
+    `num_rows` counts the rows of the buffer, padding included. With `is_aligned`, which
+    says that `tile_rows` divides `num_rows` and each number of rows, all of the
+    num_rows / tile_rows columns are used.
     """
+    if is_aligned:
+        return _whole_tiles(rows_g, num_rows, tile_rows)
     num_groups = rows_g.shape[0]
     first_g, end_g = bounds(rows_g, num_rows)
     base_g = first_g - first_g % ALIGNMENT
@@ -56,6 +63,16 @@ def row_tiles(
     high_t = jnp.minimum(end_g[group_t] - start_t, tile_rows)
     table = jnp.stack([group_t, start_t, low_t, high_t])
     return table.astype(jnp.int32), last_g[-1:].astype(jnp.int32)
+
+
+def _whole_tiles(rows_g: Int[Array, " g"], num_rows: int, tile_rows: int):
+    """Return the table of GROUP and START of whole tiles, and their number."""
+    assert num_rows % tile_rows == 0, f"{num_rows} rows, in tiles of {tile_rows}"
+    start_t = jnp.arange(0, num_rows, tile_rows, dtype=jnp.int32)
+    end_g = jnp.cumsum(rows_g)
+    group_t = jnp.searchsorted(end_g, start_t, side="right", method="compare_all")
+    table = jnp.stack([group_t, start_t])
+    return table.astype(jnp.int32), jnp.full(1, len(start_t), jnp.int32)
 
 
 def bounds(rows_g: Int[Array, " g"], num_rows: int) -> tuple[Array, Array]:

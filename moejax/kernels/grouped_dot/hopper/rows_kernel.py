@@ -7,9 +7,9 @@
 A tile stores rows of one group (row_tiles.py), and so has one matrix. If all of its
 rows belong to the group, it is stored by copies of whole chunks. Otherwise rows LOW to
 HIGH are stored in pieces of 1, 2, 4 .. rows, with one copy each, and no row of another
-group is written. Matrices are not transposed in global memory: if the contraction is
-over their last dim, WGMMA reads the tile transposed from shared memory. docs/kernels.md
-has a drawing.
+group is written. Where groups are aligned, all tiles are whole. Matrices are not
+transposed in global memory: if the contraction is over their last dim, WGMMA reads the
+tile transposed from shared memory. docs/kernels.md has a drawing.
 """
 
 import dataclasses
@@ -41,6 +41,8 @@ class RowsProgram:
     """Number of steps of one contraction."""
     num_groups: int
     """Number of groups, padding not counted."""
+    is_aligned: bool
+    """Whether groups consist of whole tiles (KernelRun.is_aligned)."""
     num_columns: int
     """Number of tiles across the columns of the result."""
     finish: Callable
@@ -104,7 +106,8 @@ class Block:
     out: Any
     """Chunks on their way to the result, by warpgroup and slot, in shared memory."""
     edge: Any
-    """Chunk of a tile of which only part is stored, by warpgroup, in shared memory."""
+    """Chunk of a tile of which only part is stored, by warpgroup, in shared memory;
+    None where groups are aligned."""
     loaded: Any
     """Barriers for the chunks that the epilogue reads, by warpgroup; None without a
     source."""
@@ -119,7 +122,9 @@ class Block:
 
         def run_tile(i, done):
             t, column = ring.walk(first + i * blocks, self.count[0], wide, tiles.span)
-            group, row, low, high = (self.table[row, t] for row in range(4))
+            fields = range(self.table.shape[0])
+            group, row, *part = (self.table[field, t] for field in fields)
+            low, high = part or (0, tiles.rows)
             # A tile of padding has no steps and stores its accumulators, which are 0.
             steps = jnp.where(
                 group < self.program.num_groups, self.program.num_steps, 0
@@ -212,6 +217,10 @@ class Block:
         group."""
         own_rows, _ = self.program.tiles.warpgroup_tile
         first_row, first_column = ring.own_part(self.program.tiles, warpgroup)
+        if self.program.is_aligned:
+            at = (tile.row + first_row, tile.column + first_column)
+            self._store_chunks(warpgroup, at, tile, sums)
+            return
         low = jnp.maximum(tile.low - first_row, 0)
         high = jnp.minimum(tile.high - first_row, own_rows)
         is_whole = (low == 0) & (high == own_rows)
@@ -228,7 +237,7 @@ class Block:
         rows = pl.ds(pl.multiple_of(row, ALIGNMENT), own_rows)
         is_padding = tile.group == program.num_groups
         alternates = part is None and program.num_slots > len(program.results)
-        edge = self.edge.at[warpgroup]
+        edge = None if self.edge is None else self.edge.at[warpgroup]
         shift = 0 if part is None else lax.rem(part[0], EDGE_ROWS)
         for c in range(own_columns // tiles.chunk):
             inside = slice(c * tiles.chunk, (c + 1) * tiles.chunk)
@@ -301,9 +310,9 @@ def _kernel(program: RowsProgram, table, count, x, w, *rest, **scratch):
     barriers = ring.Ring(
         scratch.pop("full"), scratch.pop("empty"), program.tiles.stages
     )
-    loaded = scratch.pop("loaded", None)
+    scratch = {"edge": None, "loaded": None, **scratch}
     arrays = table, count, x, w, sources, outputs
-    block = Block(program, *arrays, **scratch, loaded=loaded, ring=barriers)
+    block = Block(program, *arrays, **scratch, ring=barriers)
     ring.run_roles(barriers, block.each_tile, block.copy_in, block.compute)
 
 
@@ -320,8 +329,10 @@ def scratch(program: RowsProgram, x_dtype, w_dtype, out_dtype) -> dict[str, Any]
             (tiles.stages, len(program.products), *matrix), w_dtype
         ),
         "out": ring.swizzled((WARPGROUPS, program.num_slots, *chunk), out_dtype),
-        "edge": plgpu.SMEM((WARPGROUPS, own_rows + EDGE_ROWS, tiles.chunk), out_dtype),
     }
+    if not program.is_aligned:
+        edge = (WARPGROUPS, own_rows + EDGE_ROWS, tiles.chunk)
+        slots["edge"] = plgpu.SMEM(edge, out_dtype)
     if program.sources:
         slots["loaded"] = plgpu.Barrier(
             num_arrivals=len(program.sources), num_barriers=WARPGROUPS
@@ -341,7 +352,7 @@ def call(
     `arrays` are x, w and, if the epilogue reads one, the source array.
     """
     x = arrays[0]
-    table, count = row_tiles(rows_g, x.shape[0], program.tiles.rows)
+    table, count = row_tiles(rows_g, x.shape[0], program.tiles.rows, program.is_aligned)
     barriers = ring.ring_barriers(program.tiles.stages, 1 + len(program.products))
     kernel = plgpu.kernel(
         functools.partial(_kernel, program),

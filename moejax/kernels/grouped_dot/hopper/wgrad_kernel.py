@@ -4,8 +4,8 @@ A tile is a part of one group's matrix. Its steps go through the rows of that gr
 their number is known at run time only. Steps begin at multiples of ALIGNMENT rows, so
 that the first and the last step of a group can hold rows of other groups or padding. In
 such steps the two computing warpgroups set these rows to zero in shared memory, each
-half of the columns. They do so in both x and dy, because 0 times NaN is NaN. An empty
-group has no step and stores zeros.
+half of the columns. They do so in both x and dy, because 0 times NaN is NaN. Where
+groups are aligned, all steps are whole. An empty group has no step and stores zeros.
 
 Groups with most rows come first, so that the longest tiles begin first.
 """
@@ -52,6 +52,8 @@ class _Block:
     """References of a running block to its arrays in global and shared memory."""
 
     tiles: Tiles
+    is_aligned: bool
+    """Whether groups consist of whole steps (KernelRun.is_aligned)."""
     table: Any
     """Table of groups."""
     x: Any
@@ -65,7 +67,8 @@ class _Block:
     out: Any
     """Chunks on their way to the result, by warpgroup and slot, in shared memory."""
     blanked: Any
-    """Barrier: both computing warpgroups have set rows of other groups to zero."""
+    """Barrier: both computing warpgroups have set rows of other groups to zero; None
+    where groups are aligned."""
     ring: ring.Ring
 
     def each_tile(self, step):
@@ -110,18 +113,14 @@ class _Block:
     def compute(self, warpgroup, i, row, column, done):
         """Compute this warpgroup's part of a tile, and store it."""
         num_steps = self.table[STEPS, i]
-        low, high = self.table[LOW, i], self.table[HIGH, i]
+        part = None if self.is_aligned else (self.table[LOW, i], self.table[HIGH, i])
 
         def multiply(total):
             def step(number, done):
                 self.ring.await_full(done)
-                slot, first = self.ring.slot(done), number * self.tiles.depth
-                low_here, high_here = low - first, high - first
-                is_cut = (low_here > 0) | (high_here < self.tiles.depth)
-                blank = functools.partial(
-                    self._blank, warpgroup, slot, low_here, high_here
-                )
-                pl.when(is_cut)(blank)
+                slot = self.ring.slot(done)
+                if part is not None:
+                    self._blank_others(warpgroup, slot, number, *part)
                 plgpu.wgmma(total, *self._operands(warpgroup, slot))
                 plgpu.wgmma_wait(1)
 
@@ -143,6 +142,15 @@ class _Block:
         value = pl.run_scoped(multiply, plgpu.ACC(self.tiles.warpgroup_tile))
         self._store(warpgroup, self.table[GROUP, i], row, column, value)
         return done + num_steps
+
+    def _blank_others(self, warpgroup, slot, number, low, high):
+        """Set the rows of step `number` of a group that are outside of [low, high), in
+        the rows of all its steps, to zero."""
+        first = number * self.tiles.depth
+        low_here, high_here = low - first, high - first
+        is_cut = (low_here > 0) | (high_here < self.tiles.depth)
+        blank = functools.partial(self._blank, warpgroup, slot, low_here, high_here)
+        pl.when(is_cut)(blank)
 
     def _own_columns(self, warpgroup):
         """Return the columns of x and of dy, in a ring slot, that this warpgroup's part
@@ -189,9 +197,13 @@ class _Block:
             plgpu.copy_smem_to_gmem(slot, self.dw.at[group, rows, columns])
 
 
-def _kernel(tiles: Tiles, table, x, dy, dw, *, full, empty, **scratch):
+def _kernel(
+    tiles: Tiles, is_aligned: bool, table, x, dy, dw, *, full, empty, **scratch
+):
     barriers = ring.Ring(full, empty, tiles.stages)
-    block = _Block(tiles, table, x, dy, dw, **scratch, ring=barriers)
+    static = tiles, is_aligned
+    scratch = {"blanked": None, **scratch}
+    block = _Block(*static, table, x, dy, dw, **scratch, ring=barriers)
     ring.run_roles(barriers, block.each_tile, block.copy_in, block.compute)
 
 
@@ -201,14 +213,15 @@ def call(x_md, dy_mf, rows_g, tiles: Tiles, run: ring.KernelRun):
     own_rows, own_columns = tiles.warpgroup_tile
     num_slots = 2 if own_columns // tiles.chunk % 2 == 0 else 1
     dtype, slots = x_md.dtype, (tiles.stages, tiles.depth)
+    blanked = {"blanked": plgpu.Barrier(num_arrivals=WARPGROUPS)}
     kernel = plgpu.kernel(
-        functools.partial(_kernel, tiles),
+        functools.partial(_kernel, tiles, run.is_aligned),
         out_type=jax.ShapeDtypeStruct((rows_g.shape[0], d, f), dtype),
         scratch_types={
             "x_slots": ring.swizzled((*slots, tiles.rows), dtype),
             "dy_slots": ring.swizzled((*slots, tiles.columns), dtype),
             "out": ring.swizzled((WARPGROUPS, num_slots, own_rows, tiles.chunk), dtype),
-            "blanked": plgpu.Barrier(num_arrivals=WARPGROUPS),
+            **({} if run.is_aligned else blanked),
             **ring.ring_barriers(tiles.stages, 2),
         },
         kernel_name="grouped_matrices",

@@ -1,0 +1,276 @@
+"""Slots whose rows begin at multiples of Layout.align_rows: tables by definition, sizes
+of buffers, and layers that equal the reference and the layer without alignment."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from moejax.axes import make_mesh, sharding
+from moejax.config import Dispatch, Moe, Router
+from moejax.moe.exchange import dispatch
+from moejax.moe.exchange.dispatch import Window, make_receipt
+from moejax.moe.exchange.manifest import manifest
+from moejax.moe.layer import MoeLayer, moe_layer
+from moejax.moe.mesh_roles import on_mesh
+from moejax.moe.route import ROUTES
+from moejax.moe.setup import LayerSetup
+from moejax.moe.types import Placement
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout, Topology, max_aligned_rows
+from moejax.resolve.layer import set_up
+from tests.support import configured_layers
+from tests.support.configured_layers import CUTS, cut
+from tests.support.configured_layers import make_case as make_configured
+from tests.support.layers import (
+    ALONE,
+    BATCH,
+    EXPERTS,
+    MERGED,
+    MESHES,
+    SEQ,
+    TOP_K,
+    WIDTH,
+    check_layer,
+    compiled,
+    layer_layout,
+    placed,
+    skewed,
+)
+from tests.support.random_plans import owners_alone, random_owners, random_plan
+
+ALSO = pytest.mark.long
+
+
+def test_the_largest_sum_of_aligned_rows_is_reached_and_never_exceeded():
+    rng = np.random.default_rng(0)
+    for groups in (1, 3, 8):
+        for num_rows in (0, 1, 2, 7, 40):
+            most = max_aligned_rows(num_rows, groups, 4)
+            parts = rng.multinomial(num_rows, np.ones(groups) / groups, 200)
+            worst = [min(1, max(num_rows - i, 0)) for i in range(groups)]
+            worst[-1] += num_rows - sum(worst)
+            sums = (-(-np.vstack([parts, worst]) // 4) * 4).sum(axis=1)
+            assert sums.max() == sums[-1] == most, (groups, num_rows)
+    assert max_aligned_rows(40, 8, 1) == 40
+
+
+def sort_arrivals(counts_ws: np.ndarray, rows: int, align: int):
+    """Return what `_sort_arrivals` should, row by row, for senders that each fill their
+    chunk of `rows` rows from its begin, slot after slot."""
+    w, s = counts_ws.shape
+    end_ws = counts_ws.cumsum(axis=1)
+    num_sorted = max_aligned_rows(w * rows, s, align)
+    arrival_m, sorted_m1 = np.full(num_sorted, -1), np.full((w * rows, 1), -1)
+    place = 0
+    for slot in range(s):
+        for sender in range(w):
+            first = end_ws[sender, slot] - counts_ws[sender, slot]
+            for row in range(first, end_ws[sender, slot]):
+                arrival_m[place] = sender * rows + row
+                sorted_m1[sender * rows + row] = place
+                place += 1
+        place = -(-place // align) * align
+    return arrival_m, sorted_m1
+
+
+@pytest.mark.parametrize("align", [1, 4, 8])
+def test_tables_by_definition(align):
+    rows, w, s = 10, 3, 5
+    sort = jax.jit(dispatch._sort_arrivals, static_argnums=(2, 3, 4))
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        counts_ws = rng.integers(0, 3, (w, s)) * rng.integers(0, 2, s)
+        end_ws = counts_ws.cumsum(axis=1).astype(np.int32)
+        begin_ws = (end_ws - counts_ws).astype(np.int32)
+        num_sorted = max_aligned_rows(w * rows, s, align)
+        actual = sort(begin_ws, end_ws, rows, num_sorted, align)
+        for table, expected in zip(actual, sort_arrivals(counts_ws, rows, align)):
+            np.testing.assert_array_equal(table, expected)
+
+
+def test_a_single_sender_sends_rows_where_experts_compute_them():
+    """Both sides of the table agree, and every slot's rows begin at a multiple."""
+    layout = Layout.home(4, 1, 48, align_rows=64)
+    mesh_layout = on_mesh(make_mesh(Topology(), jax.devices()[:1]), layout)
+    placement = Placement.from_plan(ExpertPlan.home_in(layout, 1), layout).layer(0)
+    expert_nk = np.random.default_rng(0).choice([0, 0, 0, 1, 3], (24, 2))
+    expert_nk = expert_nk.astype(np.int32)
+
+    @compiled
+    def tables(expert_nk, placement):
+        sent, _ = manifest(expert_nk, placement, mesh_layout)
+        return make_receipt(sent, Window(0, layout.rows_per_peer), mesh_layout)
+
+    receipt, rows_s = tables(expert_nk, placement)
+    count_s = np.bincount(expert_nk.ravel(), minlength=4)
+    assert rows_s.tolist() == (-(-count_s // 64) * 64).tolist()
+    assignment_m = np.asarray(receipt.assignment_m)
+    assert len(assignment_m) == layout.num_sorted_rows(layout.rows_per_peer) == 256
+    position_a = np.asarray(receipt.position_nk).ravel()
+    assert assignment_m[position_a].tolist() == list(range(48))
+    assert (assignment_m >= 0).sum() == 48
+    slot_of_first = np.cumsum(np.asarray(rows_s)) - np.asarray(rows_s)
+    for slot, first in enumerate(slot_of_first):
+        own_a = assignment_m[first : first + count_s[slot]]
+        assert (expert_nk.ravel()[own_a] == slot).all()
+
+
+FULL = BATCH * SEQ * TOP_K // 8
+STORES = ("owned", "transient", "resident", "sharded")
+FIELDS = (
+    {"align_rows": 64, "rows_per_peer": 2, "halves": True},
+    {"align_rows": 128, "overflow": "redo", "kernels": "plain"},
+    {"align_rows": 128, "rows_per_peer": 2},
+)
+WHERE = [
+    (mesh_name, axes, store)
+    for mesh_name in MESHES
+    for axes in (ALONE, MERGED)
+    for store in STORES
+    if axes == ALONE or MESHES[mesh_name].data > 1
+]
+GRID = [(*where, FIELDS[i % len(FIELDS)]) for i, where in enumerate(WHERE)]
+FIRST = ("data2_expert4", ALONE, "transient", {"align_rows": 64, "rows_per_peer": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh_name", "axes", "store", "fields"),
+    [FIRST, *(pytest.param(*case, marks=ALSO) for case in GRID)],
+)
+def test_the_layer_equals_the_reference(mesh_name, axes, store, fields):
+    """Values and gradients do, later rounds and replicas included."""
+    topology = MESHES[mesh_name]
+    layout = layer_layout(topology, store, axes, **fields)
+    plan = random_plan(np.random.default_rng(3), layout, 1)
+    sums = check_layer(topology, layout, plan)
+    assert (np.max(sums.rounds) > 1) == (layout.rows_per_peer < FULL // 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("align_rows", [64, pytest.param(128, marks=pytest.mark.long)])
+def test_one_device_equals_the_reference(align_rows):
+    case = make_configured(configured_layers.config(Topology(), align_rows=align_rows))
+    for skew in configured_layers.SKEWS:
+        configured_layers.check(case, skew)
+
+
+CONFIGURED = {
+    f"mp={mp}, esp={esp}, expert={expert}, {schedule}, {halves}": cut(
+        mp, esp, expert, schedule, align_rows=64, halves=halves,
+        **({"batch": 8} if halves and expert == 2 else {}),
+    )
+    for mp, esp, expert in CUTS
+    for schedule in (*configured_layers.SCHEDULES, "local")
+    for halves in (False, True)
+    if schedule != "local" or 1 < mp == esp
+} | {
+    f"domain {shared}": configured_layers.config(
+        Topology(dc=2, expert=4), group="dc_expert", domain=shared, rows_per_peer=4,
+        align_rows=128,
+    )
+    for shared in ((1, 2), (2, 2), (2, 4))
+}  # fmt: skip
+
+
+@ALSO
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_every_schedule_and_domain_equals_the_reference(name):
+    case = make_configured(CONFIGURED[name])
+    assert case.layout.align_rows > 1
+    for skew in ("zipf", "one_hot"):
+        configured_layers.check(case, skew)
+
+
+@ALSO
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", [(ROUTES,), (ROUTES, dispatch.ROWS)], ids=str)
+@pytest.mark.parametrize("mesh", [Topology(), Topology(expert=4, tensor=2)], ids=str)
+def test_recomputed_layers_are_the_same(mesh, saved):
+    cfg = configured_layers.config(mesh, align_rows=64, rows_per_peer=4)
+    configured_layers.check(make_configured(cfg, saved=saved))
+
+
+@ALSO
+@pytest.mark.slow
+@pytest.mark.parametrize("align_rows", [1, 64, 128])
+def test_in_float64(doubles, align_rows):
+    """Values and gradients equal the reference to 1e-12."""
+    cfg = cut(2, 2, 4, "s1h", align_rows=align_rows)
+    configured_layers.check(make_configured(cfg, doubles), dtype=doubles)
+
+
+@ALSO
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["local_first", "water_filling", "dynamic"])
+def test_every_split_equals_the_reference(split):
+    own = EXPERTS // 8
+    fields = {"split": split, "slots_per_device": 2 * own, "align_rows": 64}
+    if split == "dynamic":
+        fields["copies_per_device"] = own
+    topology = MESHES["expert8"]
+    layout = layer_layout(topology, "transient", rows_per_peer=2, **fields)
+    plan = ExpertPlan.home_in(layout, 1)
+    if split == "dynamic":
+        plan = owners_alone(layout, random_owners(np.random.default_rng(0), EXPERTS, 1))
+    elif split == "local_first":
+        plan = random_plan(np.random.default_rng(0), layout, 1)
+    check_layer(topology, layout, plan)
+
+
+@functools.cache
+def make_forward(layout: Layout, topology: Topology):
+    """Return forward(x_btd, forced_btk) -> y_btd of a layer whose experts multiply each
+    row by the number of its slot plus one, and by nothing else."""
+    moe = Moe(num_experts=EXPERTS, top_k=TOP_K, d_expert=8)
+    mesh = make_mesh(topology)
+    setup = LayerSetup(moe, Router(), WIDTH, layout, mesh)
+    plan = ExpertPlan.home_in(layout, 1)
+    layer = MoeLayer(moe, WIDTH, nnx.Rngs(0))
+    params = jax.device_put(layer.params(), sharding(mesh))
+
+    def experts(x_md, rows_s, weights):
+        end_s = jnp.cumsum(rows_s)
+        slot_m = jnp.sum(jnp.arange(len(x_md))[:, None] >= end_s, axis=1)
+        return x_md * (1 + slot_m)[:, None].astype(x_md.dtype)
+
+    @compiled
+    def forward(x_btd, forced_btk):
+        options = {"forced_btk": forced_btk, "experts": experts}
+        return moe_layer(params, x_btd, placed(plan, layout), setup, **options)
+
+    return forward
+
+
+@ALSO
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["exact", "capacity"])
+@pytest.mark.parametrize("mesh_name", ["expert8", "data4_expert2"])
+def test_rows_travel_without_a_change_of_bits(mesh_name, exchange):
+    """Alignment moves rows. With experts whose sums do not depend on the place of a
+    row, results and drops are the same bit for bit."""
+    topology = MESHES[mesh_name]
+    rows = EXPERTS // topology.expert
+    x_btd = np.random.default_rng(0).normal(size=(BATCH, SEQ, WIDTH)).astype("float32")
+    results = []
+    for align_rows in (1, 64, 128):
+        fields = {"rows_per_peer": rows, "exchange": exchange, "align_rows": align_rows}
+        layout = layer_layout(topology, "owned", **fields)
+        y_btd, sums = make_forward(layout, topology)(x_btd, skewed(0))
+        assert (int(jnp.sum(sums.dropped)) > 0) == (exchange == "capacity")
+        results.append(np.asarray(y_btd))
+    for aligned in results[1:]:
+        np.testing.assert_array_equal(aligned, results[0])
+
+
+def test_a_layer_of_another_program_takes_the_option():
+    mesh = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1])
+    dispatch_64 = Dispatch(align_rows=64)
+    layout = set_up(Moe(num_experts=4), mesh, (2, 16, 32), dispatch=dispatch_64).layout
+    assert layout.align_rows == 64
+    assert layout.num_sorted_rows(layout.rows_per_peer) == 64 * 4
