@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh
 
 from moejax.axes import AUTO, AXES
 from moejax.config import Config, Data, Dispatch, Moe
-from moejax.plan.layout import Topology
+from moejax.plan.layout import Topology, max_aligned_rows
 from moejax.resolve.memory import KINDS, state_bytes, step_memory
 from moejax.resolve.resolved import resolve
 
@@ -96,6 +96,15 @@ def test_bfloat16_halves_what_travels():
         predict(with_model(compute_dtype=dtype)) for dtype in ("float32", "bfloat16")
     )
     assert narrow["exchange"] == wide["exchange"] / 2
+
+
+def test_zero_rows_between_slots_take_memory():
+    """A device receives 1.5 times its even share of rows, from two devices."""
+    tokens = CFG.train.batch_size // 2 * CFG.data.seq_len
+    received = 2 * int(1.5 * tokens * CFG.moe.top_k / 2)
+    aligned = dataclasses.replace(CFG, dispatch=Dispatch(align_rows=128))
+    expected = max_aligned_rows(received, CFG.moe.num_experts // 2, 128) / received
+    assert predict(aligned)["exchange"] == expected * predict(CFG)["exchange"]
 
 
 def test_shared_experts_take_weights_and_hidden_states():
