@@ -103,7 +103,9 @@ class _Sizes:
     hidden: int
     """Hidden states [n, d]."""
     row: int
-    """Received rows [m, d]."""
+    """Rows in the order in which experts compute them [m, d]."""
+    received_row: int
+    """Rows in the order in which they arrive [m, d]."""
     expert_hidden: int
     """Hidden states of the experts [m, f]."""
     slots: int
@@ -136,7 +138,10 @@ class _Sizes:
         b //= cfg.mesh.num_batch_shards
         view, shards = layout.exchanged, 1 if layout.is_local else cfg.expert_shards
         m = view.num_sorted_rows(view.rows_per_peer)
+        received = view.num_senders * view.rows_per_peer // view.num_windows
+        received = m if view.num_senders == 1 else received
         m *= view.num_exchanges  # those of one half are alive beside the other's
+        received *= view.num_exchanges
         f = moe.d_expert // shards
         query, key = (
             model.num_heads * model.head_dim,
@@ -149,6 +154,7 @@ class _Sizes:
         return cls(
             hidden=b * t * d * c,
             row=m * d * c,
+            received_row=received * d * c,
             expert_hidden=m * f * c,
             slots=view.slots_per_device * 3 * d * f * c,
             dense=(2 * d * (query + key) + 3 * d * width) // tensor * c,
@@ -243,7 +249,7 @@ def _kept(cfg: Config, sizes: _Sizes) -> float:
     num_inputs = min(num_layers, 1) if cfg.model.remat == "offload" else num_layers
     kept = num_inputs * sizes.hidden + num_moe * sizes.routes
     if cfg.model.remat == "dispatch":
-        kept += 2 * num_moe * sizes.row  # as received, and as experts return them
+        kept += 2 * num_moe * sizes.received_row  # to experts, and their results
     if cfg.model.remat == "none":
         kept += num_layers * (KEPT.hidden * sizes.hidden + sizes.heads)
         kept += num_layers * (sizes.softmax_sums + sizes.scores)

@@ -134,7 +134,7 @@ WHERE = [
     if axes == ALONE or MESHES[mesh_name].data > 1
 ]
 GRID = [(*where, FIELDS[i % len(FIELDS)]) for i, where in enumerate(WHERE)]
-FIRST = ("data2_expert4", ALONE, "transient", {"align_rows": 64, "rows_per_peer": 2})
+FIRST = ("data4_expert2", ALONE, "transient", {"align_rows": 64})
 
 
 @pytest.mark.slow
@@ -151,23 +151,26 @@ def test_the_layer_equals_the_reference(mesh_name, axes, store, fields):
     assert (np.max(sums.rounds) > 1) == (layout.rows_per_peer < FULL // 2)
 
 
+@ALSO
 @pytest.mark.slow
-@pytest.mark.parametrize("align_rows", [64, pytest.param(128, marks=pytest.mark.long)])
+@pytest.mark.parametrize("align_rows", [64, 128])
 def test_one_device_equals_the_reference(align_rows):
     case = make_configured(configured_layers.config(Topology(), align_rows=align_rows))
     for skew in configured_layers.SKEWS:
         configured_layers.check(case, skew)
 
 
-CONFIGURED = {
-    f"mp={mp}, esp={esp}, expert={expert}, {schedule}, {halves}": cut(
-        mp, esp, expert, schedule, align_rows=64, halves=halves,
-        **({"batch": 8} if halves and expert == 2 else {}),
-    )
-    for mp, esp, expert in CUTS
+SCHEDULED = [
+    (*sizes, schedule)
+    for sizes in CUTS
     for schedule in (*configured_layers.SCHEDULES, "local")
-    for halves in (False, True)
-    if schedule != "local" or 1 < mp == esp
+    if schedule != "local" or 1 < sizes[0] == sizes[1]
+]
+CONFIGURED = {
+    f"mp={mp}, esp={esp}, expert={expert}, {schedule}": cut(
+        mp, esp, expert, schedule, align_rows=64, halves=i % 2 == 1, batch=8,
+    )
+    for i, (mp, esp, expert, schedule) in enumerate(SCHEDULED)
 } | {
     f"domain {shared}": configured_layers.config(
         Topology(dc=2, expert=4), group="dc_expert", domain=shared, rows_per_peer=4,
