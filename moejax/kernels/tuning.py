@@ -37,9 +37,18 @@ DEFAULT_STAGES = 4
 multiplied."""
 
 
+MIN_TURN = 64 * 128
+"""Minimum number of values of a tile that one warpgroup computes in turns. Smaller ones
+would read more shared memory than the tensor cores can wait for."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tile sizes of a grouped product, for a block with two computing warpgroups."""
+    """Tile sizes of a grouped product, for a block with two computing warpgroups.
+
+    halves='turns' and the fields after `chunk` choose second forms of a kernel
+    (docs/kernels.md), which are off by default.
+    """
 
     rows: int
     """Number of rows of the result that a block computes at a time."""
@@ -54,12 +63,22 @@ class Tiles:
     span: int = 8
     """Number of tiles of rows in a band. Blocks visit all columns of one band before
     the next band, so that they share operands in the L2 cache."""
-    halves: Literal["rows", "columns"] = "rows"
-    """Dim of the tile that is split between the two computing warpgroups."""
+    halves: Literal["rows", "columns", "turns"] = "rows"
+    """Dim of the tile that is split between the two computing warpgroups. 'turns'
+    splits none: the warpgroups compute whole tiles, in turns."""
     chunk: int = 32
     """Number of columns that are written from registers to the result at a time."""
+    math: Literal["precise", "approx"] = "precise"
+    """Whether exp and division are approximate, in the passes with a part of SwiGLU."""
+    barriers: Literal["auto", "own"] = "auto"
+    """Who orders the threads of a warpgroup around copies and stores: the compiler
+    ('auto'), or the kernel's code alone."""
+    cluster: Literal[1, 2] = 1
+    """Number of blocks that compute tiles side by side and copy their common operand,
+    x, once for all of them."""
 
     def __post_init__(self) -> None:
+        self._check_choices()
         own_rows, own_columns = self.warpgroup_tile
         if own_rows not in (64, 128) or own_columns not in (64, 128, 192, 256):
             raise ValueError(
@@ -77,12 +96,51 @@ class Tiles:
             # A slot is released when the next step has begun, which needs another one.
             raise ValueError(f"stages={self.stages} must be at least 2")
 
+    def _check_choices(self) -> None:
+        for name in ("halves", "math", "barriers", "cluster"):
+            known = get_args(type(self).__annotations__[name])
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not one of {known}"
+                )
+        if self.takes_turns and self.rows * self.columns < MIN_TURN:
+            raise ValueError(
+                f"a tile of {self.rows} x {self.columns} is too small for "
+                f"halves='turns': it must have at least {MIN_TURN} values"
+            )
+
     @property
     def warpgroup_tile(self) -> tuple[int, int]:
         """Number of rows and columns of the tile that one warpgroup computes."""
+        if self.takes_turns:
+            return self.rows, self.columns
         if self.halves == "rows":
             return self.rows // 2, self.columns
         return self.rows, self.columns // 2
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether each computing warpgroup computes whole tiles."""
+        return self.halves == "turns"
+
+    @property
+    def is_second_form(self) -> bool:
+        """Whether the tiles choose a second form of the kernel."""
+        return self != self.first_form()
+
+    def first_form(self) -> "Tiles":
+        """Return these tiles without any choice of a second form: the kernel then is
+        the one that default tiles have. The result takes no more shared memory."""
+        plain = {"math": "precise", "barriers": "auto", "cluster": 1}
+        if not self.takes_turns:
+            return dataclasses.replace(self, **plain)
+        # Both warpgroups share a tile, which 64 rows let them do by columns only.
+        columns = 128 if (self.rows, self.columns) == (64, 192) else self.columns
+        halves = "rows" if self.rows == 128 else "columns"
+        own_columns = columns if halves == "rows" else columns // 2
+        chunk = self.chunk if own_columns % self.chunk == 0 else MIN_CHUNK
+        cut = {"columns": columns, "halves": halves, "chunk": chunk}
+        return dataclasses.replace(self, **plain, **cut)
 
 
 def layer_products(
@@ -202,9 +260,9 @@ def shared_bytes(which: Pass, tiles: Tiles, itemsize: int) -> int:
         step * tiles.columns * (2 if which == "swiglu" else 1),
         WARPGROUPS * num_slots * own_rows * tiles.chunk * itemsize,
     ]
-    num_barriers = 2 * tiles.stages
+    num_barriers = (3 if tiles.takes_turns else 2) * tiles.stages
     if which == "wgrad":
-        num_barriers += 1
+        num_barriers += not tiles.takes_turns
     else:
         sizes.append(WARPGROUPS * (own_rows + EDGE_ROWS) * tiles.chunk * itemsize)
     if which in FP8:

@@ -49,7 +49,10 @@ class _Block(rows_kernel.Block):
     def copy_step(self, tile, number, slot):
         super().copy_step(tile, number, slot)
         rows = pl.ds(tile.row, self.program.tiles.rows)
-        source, full = self.x_scale.at[number, rows], self.ring.full.at[slot]
+        source, full = (
+            self.x_scale.at[number, rows],
+            self.ring.full_at(slot, tile.number),
+        )
         plgpu.copy_gmem_to_smem(source, self.scale_slots.at[slot], full)
 
     def multiply(self, warpgroup, tile, done):
@@ -63,7 +66,7 @@ class _Block(rows_kernel.Block):
         def step(number, carry):
             done, total = carry
             w_scale = self.w_scale[tile.group, column, number]
-            self.ring.await_full(done)
+            self.ring.await_full(done, tile.number)
             slot = self.ring.slot(done)
             x, (w,) = self.operands(warpgroup, slot)
             product = pl.run_scoped(functools.partial(_product, x, w), plgpu.ACC(own))
@@ -88,9 +91,7 @@ def _product(x, w, total):
 def _kernel(program, table, count, *arrays, **scratch):
     """Run one block: the body of the kernel."""
     x, w, x_scale, w_scale, y = arrays
-    barriers = ring.Ring(
-        scratch.pop("full"), scratch.pop("empty"), program.tiles.stages
-    )
+    barriers = ring.of_tiles(program.tiles, scratch.pop("full"), scratch.pop("empty"))
     scales = {"x_scale": x_scale, "w_scale": w_scale}
     references = {"loaded": None, "edge": None, "ring": barriers, **scratch, **scales}
     block = _Block(program, table, count, x, w, (), (y,), **references)
@@ -122,9 +123,9 @@ def call(
         functools.partial(_kernel, program),
         out_type=jax.ShapeDtypeStruct((num_rows, width), dtype),
         scratch_types=slots
-        | {"scale_slots": scales, **ring.ring_barriers(tiles.stages, 3)},
+        | {"scale_slots": scales, **ring.barriers_of_tiles(tiles, 3)},
         kernel_name="grouped_rows_fp8",
-        **ring.kernel_arguments(run),
+        **ring.kernel_arguments(run, tiles),
     )
     y = kernel(table, count, x.values, w.values, x.scale.T, w.scale)
     return varying_alike(y, rows_g, *x, *w)[0]
@@ -132,7 +133,9 @@ def call(
 
 def check(tiles: Tiles) -> None:
     """Raise ValueError unless one scale per row and one per matrix fit each step of a
-    warpgroup's tile."""
+    warpgroup's tile, and for a second form, which fp8 does not have."""
+    if tiles.is_second_form:
+        raise ValueError(f"{tiles} must be {tiles.first_form()} in fp8")
     own_rows, own_columns = tiles.warpgroup_tile
     if tiles.depth != BLOCK or own_columns not in (BLOCK // 2, BLOCK) or own_rows != 64:
         raise ValueError(

@@ -82,6 +82,8 @@ class _Tile:
     """First column of the tile in the result."""
     num_steps: Any
     """Number of steps of the contraction: 0 for padding."""
+    number: Any
+    """Number of the tile among those of its block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +118,8 @@ class Block:
     def each_tile(self, step):
         """Call step(tile, done) -> done for each tile of this block, and return the
         last `done`."""
-        tiles, wide = self.program.tiles, self.program.num_columns
+        tiles = self.program.tiles
+        wide = pl.cdiv(self.program.num_columns, tiles.cluster)
         first, blocks = lax.axis_index("block"), lax.axis_size("block")
         total = self.count[0] * wide
 
@@ -130,8 +133,9 @@ class Block:
                 group < self.program.num_groups, self.program.num_steps, 0
             )
             row = pl.multiple_of(row, ALIGNMENT)
+            column = ring.own_column(tiles, column)
             column = pl.multiple_of(column * tiles.columns, tiles.columns)
-            return step(_Tile(group, row, low, high, column, steps), done)
+            return step(_Tile(group, row, low, high, column, steps, i), done)
 
         return lax.fori_loop(0, pl.cdiv(total - first, blocks), run_tile, jnp.int32(0))
 
@@ -147,11 +151,16 @@ class Block:
 
     def copy_step(self, tile, number, slot):
         """Start the copies of x and w for step `number` of a tile into a ring slot."""
-        tiles, full = self.program.tiles, self.ring.full.at[slot]
+        tiles, full = self.program.tiles, self.ring.full_at(slot, tile.number)
         rows = pl.ds(tile.row, tiles.rows)
         columns = pl.ds(tile.column, tiles.columns)
         depth = pl.ds(number * tiles.depth, tiles.depth)
-        plgpu.copy_gmem_to_smem(self.x.at[rows, depth], self.x_slots.at[slot], full)
+        plgpu.copy_gmem_to_smem(
+            self.x.at[rows, depth],
+            self.x_slots.at[slot],
+            full,
+            collective_axes=ring.shared_by(tiles),
+        )
         window = (columns, depth) if self.program.is_transposed else (depth, columns)
         for p, half in enumerate(self.program.products):
             matrix = _windowed(self.w.at[tile.group], half, *window)
@@ -159,7 +168,11 @@ class Block:
 
     def compute(self, warpgroup, tile, done):
         """Compute this warpgroup's part of a tile, and store it."""
-        self._store(warpgroup, tile, self.multiply(warpgroup, tile, done))
+
+        def own_part():
+            self._store(warpgroup, tile, self.multiply(warpgroup, tile, done))
+
+        ring.when_in_turn(self.program.tiles, warpgroup, tile.number, own_part)
         return done + tile.num_steps
 
     def multiply(self, warpgroup, tile, done):
@@ -168,7 +181,7 @@ class Block:
 
         def steps(*sums):
             def step(number, done):
-                self.ring.await_full(done)
+                self.ring.await_full(done, tile.number)
                 x, w_p = self.operands(warpgroup, self.ring.slot(done))
                 for total, w in zip(sums, w_p, strict=True):
                     plgpu.wgmma(total, x, w)
@@ -307,9 +320,7 @@ def _copy_rows(edge, shift, target, low, high):
 def _kernel(program: RowsProgram, table, count, x, w, *rest, **scratch):
     """Run one block: the body of the kernel."""
     sources, outputs = rest[: bool(program.sources)], rest[bool(program.sources) :]
-    barriers = ring.Ring(
-        scratch.pop("full"), scratch.pop("empty"), program.tiles.stages
-    )
+    barriers = ring.of_tiles(program.tiles, scratch.pop("full"), scratch.pop("empty"))
     scratch = {"edge": None, "loaded": None, **scratch}
     arrays = table, count, x, w, sources, outputs
     block = Block(program, *arrays, **scratch, ring=barriers)
@@ -353,13 +364,13 @@ def call(
     """
     x = arrays[0]
     table, count = row_tiles(rows_g, x.shape[0], program.tiles.rows, program.is_aligned)
-    barriers = ring.ring_barriers(program.tiles.stages, 1 + len(program.products))
+    barriers = ring.barriers_of_tiles(program.tiles, 1 + len(program.products))
     kernel = plgpu.kernel(
         functools.partial(_kernel, program),
         out_type=tuple(jax.ShapeDtypeStruct(shape, x.dtype) for shape in out_shapes),
         scratch_types=scratch(program, x.dtype, x.dtype, x.dtype) | barriers,
         kernel_name="grouped_rows",
-        **ring.kernel_arguments(run),
+        **ring.kernel_arguments(run, program.tiles),
     )
     outputs = kernel(table, count, *arrays)
     # JAX types a kernel's outputs as equal on all devices, whatever its inputs are.

@@ -67,17 +67,17 @@ class _Block:
     out: Any
     """Chunks on their way to the result, by warpgroup and slot, in shared memory."""
     blanked: Any
-    """Barrier: both computing warpgroups have set rows of other groups to zero; None
-    where groups are aligned."""
+    """Barrier: both computing warpgroups have set rows of other groups to zero. None in
+    turns, where one warpgroup does so, and where groups are aligned."""
     ring: ring.Ring
 
     def each_tile(self, step):
-        """Call step(i, row, column, done) -> done for each tile of this block, and
-        return the last `done`. Column i of the table has the tile's group, and the tile
-        begins at `row` and `column` of its matrix."""
+        """Call step(n, i, row, column, done) -> done for each tile of this block, n =
+        0, 1, .., and return the last `done`. Column i of the table has the tile's
+        group, and the tile begins at `row` and `column` of its matrix."""
         num_groups, d, f = self.dw.shape
         tiles = self.tiles
-        high, wide = pl.cdiv(d, tiles.rows), pl.cdiv(f, tiles.columns)
+        high, wide = pl.cdiv(d, tiles.rows), pl.cdiv(f, tiles.columns * tiles.cluster)
         first, blocks = lax.axis_index("block"), lax.axis_size("block")
         total = num_groups * high * wide
 
@@ -87,12 +87,13 @@ class _Block:
             inside = item - i * high * wide
             row, column = ring.walk(inside, high, wide, tiles.span)
             row = pl.multiple_of(row * tiles.rows, tiles.rows)
+            column = ring.own_column(tiles, column)
             column = pl.multiple_of(column * tiles.columns, tiles.columns)
-            return step(i, row, column, done)
+            return step(n, i, row, column, done)
 
         return lax.fori_loop(0, pl.cdiv(total - first, blocks), run_tile, jnp.int32(0))
 
-    def copy_in(self, i, row, column, done):
+    def copy_in(self, n, i, row, column, done):
         """Copy the operands of all steps of a tile into the ring."""
         tiles = self.tiles
         start = pl.multiple_of(self.table[START, i], ALIGNMENT)
@@ -101,23 +102,35 @@ class _Block:
             depth = pl.ds(start + number * tiles.depth, tiles.depth)
             self.ring.await_empty(done)
             slot = self.ring.slot(done)
-            full = self.ring.full.at[slot]
+            full = self.ring.full_at(slot, n)
             x, dy = self.x.at[depth, pl.ds(row, tiles.rows)], self.dy.at[depth]
-            plgpu.copy_gmem_to_smem(x, self.x_slots.at[slot], full)
+            plgpu.copy_gmem_to_smem(
+                x, self.x_slots.at[slot], full, collective_axes=ring.shared_by(tiles)
+            )
             dy = dy.at[:, pl.ds(column, tiles.columns)]
             plgpu.copy_gmem_to_smem(dy, self.dy_slots.at[slot], full)
             return done + 1
 
         return lax.fori_loop(0, self.table[STEPS, i], step, done)
 
-    def compute(self, warpgroup, i, row, column, done):
+    def compute(self, warpgroup, n, i, row, column, done):
         """Compute this warpgroup's part of a tile, and store it."""
         num_steps = self.table[STEPS, i]
+
+        def own_part():
+            value = self._multiply(warpgroup, n, i, done, num_steps)
+            self._store(warpgroup, self.table[GROUP, i], row, column, value)
+
+        ring.when_in_turn(self.tiles, warpgroup, n, own_part)
+        return done + num_steps
+
+    def _multiply(self, warpgroup, n, i, done, num_steps):
+        """Return this warpgroup's part of a tile, in registers."""
         part = None if self.is_aligned else (self.table[LOW, i], self.table[HIGH, i])
 
         def multiply(total):
             def step(number, done):
-                self.ring.await_full(done)
+                self.ring.await_full(done, n)
                 slot = self.ring.slot(done)
                 if part is not None:
                     self._blank_others(warpgroup, slot, number, *part)
@@ -139,9 +152,7 @@ class _Block:
 
             return value
 
-        value = pl.run_scoped(multiply, plgpu.ACC(self.tiles.warpgroup_tile))
-        self._store(warpgroup, self.table[GROUP, i], row, column, value)
-        return done + num_steps
+        return pl.run_scoped(multiply, plgpu.ACC(self.tiles.warpgroup_tile))
 
     def _blank_others(self, warpgroup, slot, number, low, high):
         """Set the rows of step `number` of a group that are outside of [low, high), in
@@ -168,17 +179,19 @@ class _Block:
 
     def _blank(self, warpgroup, slot, low, high):
         """Set the rows of a ring slot outside [low, high) to zero. Each warpgroup does
-        half of the columns of x and of dy, and waits for the other one."""
+        half of the columns of x and of dy, and waits for the other one. In turns it
+        does one half after the other."""
         for slots in (self.x_slots, self.dy_slots):
             half = slots.shape[-1] // WARPGROUPS
-            columns = pl.ds(pl.multiple_of(warpgroup * half, half), half)
-            value = slots[slot, :, columns]
-            row = lax.broadcasted_iota(jnp.int32, value.shape, 0)
-            is_own = (low <= row) & (row < high)
-            slots[slot, :, columns] = jnp.where(is_own, value, jnp.zeros_like(value))
+            first = [pl.multiple_of(warpgroup * half, half)]
+            if self.tiles.takes_turns:
+                first = [number * half for number in range(WARPGROUPS)]
+            for start in first:
+                _blank_columns(slots.at[slot, :, pl.ds(start, half)], low, high)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.blanked)
-        plgpu.barrier_wait(self.blanked)
+        if not self.tiles.takes_turns:
+            plgpu.barrier_arrive(self.blanked)
+            plgpu.barrier_wait(self.blanked)
 
     def _store(self, warpgroup, group, row, column, value):
         """Store this warpgroup's part of a tile, one chunk of columns after the
@@ -197,10 +210,18 @@ class _Block:
             plgpu.copy_smem_to_gmem(slot, self.dw.at[group, rows, columns])
 
 
+def _blank_columns(slot, low, high):
+    """Set the rows of a reference outside [low, high) to zero."""
+    value = slot[...]
+    row = lax.broadcasted_iota(jnp.int32, value.shape, 0)
+    is_own = (low <= row) & (row < high)
+    slot[...] = jnp.where(is_own, value, jnp.zeros_like(value))
+
+
 def _kernel(
     tiles: Tiles, is_aligned: bool, table, x, dy, dw, *, full, empty, **scratch
 ):
-    barriers = ring.Ring(full, empty, tiles.stages)
+    barriers = ring.of_tiles(tiles, full, empty)
     static = tiles, is_aligned
     scratch = {"blanked": None, **scratch}
     block = _Block(*static, table, x, dy, dw, **scratch, ring=barriers)
@@ -208,7 +229,9 @@ def _kernel(
 
 
 def call(x_md, dy_mf, rows_g, tiles: Tiles, run: ring.KernelRun):
-    """Run the kernel and return dw_gdf, in the dtype of x_md."""
+    """Run the kernel and return dw_gdf, in the dtype of x_md. Raises ValueError for a
+    form that this kernel does not have."""
+    check(tiles, run.is_aligned)
     (num_rows, d), f = x_md.shape, dy_mf.shape[1]
     own_rows, own_columns = tiles.warpgroup_tile
     num_slots = 2 if own_columns // tiles.chunk % 2 == 0 else 1
@@ -221,11 +244,22 @@ def call(x_md, dy_mf, rows_g, tiles: Tiles, run: ring.KernelRun):
             "x_slots": ring.swizzled((*slots, tiles.rows), dtype),
             "dy_slots": ring.swizzled((*slots, tiles.columns), dtype),
             "out": ring.swizzled((WARPGROUPS, num_slots, own_rows, tiles.chunk), dtype),
-            **({} if run.is_aligned else blanked),
-            **ring.ring_barriers(tiles.stages, 2),
+            **({} if run.is_aligned or tiles.takes_turns else blanked),
+            **ring.barriers_of_tiles(tiles, 2),
         },
         kernel_name="grouped_matrices",
-        **ring.kernel_arguments(run),
+        **ring.kernel_arguments(run, tiles),
     )
     dw_gdf = kernel(groups_table(rows_g, num_rows, tiles.depth), x_md, dy_mf)
     return varying_alike(dw_gdf, rows_g, x_md, dy_mf)[0]
+
+
+def check(tiles: Tiles, is_aligned: bool) -> None:
+    """Raise ValueError for barriers='own' unless groups are aligned. Blanking reads and
+    writes the same shared memory, and only the compiler's barriers keep its threads
+    apart."""
+    if tiles.barriers == "own" and not is_aligned:
+        raise ValueError(
+            f"{tiles} must have barriers='auto' in wgrad, which sets rows of other "
+            "groups to zero in shared memory: use that, or groups of aligned rows"
+        )
