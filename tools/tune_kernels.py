@@ -65,6 +65,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="dtype of all arrays",
     )
     add(
+        "--forms",
+        choices=("first", "all"),
+        default="first",
+        help="forms of the kernels to try: first forms (the default), or second forms"
+        " too (docs/kernels.md)",
+    )
+    add(
         "--layer",
         action="store_true",
         help="tune the products that a layer runs in training, instead of each pass on"
@@ -111,6 +118,7 @@ def work(args: argparse.Namespace) -> int:
         limit_sec=args.limit_sec,
         seed=secrets.randbits(31) if args.seed is None else args.seed,
         is_again=args.again,
+        forms=args.forms,
         path=args.out or device_file.path_of(kind),
     )
 

@@ -79,8 +79,13 @@ def test_just_below_the_limit_lowers(which):
 @pytest.mark.parametrize("which", PASSES)
 def test_all_that_is_tried_lowers(which):
     rule = default_tiles(which, MIXTRAL)
-    tried = tune_search.candidates(which, MIXTRAL, 2)
-    for tiles in dict.fromkeys([*tried, *tune_search.neighbours(which, rule, 2)]):
+    tried = tune_search.candidates(which, MIXTRAL, 2, "all")
+    near = [
+        tiles
+        for centre in (rule, *tried[:3])
+        for tiles in tune_search.neighbours(which, centre, 2, "all")
+    ]
+    for tiles in dict.fromkeys([*tried, *near]):
         lower(which, MIXTRAL, tiles)
 
 
@@ -93,18 +98,38 @@ def some_shapes():
     ]
 
 
+@pytest.mark.parametrize("forms", tune_search.FORMS)
 @pytest.mark.parametrize("which", PASSES)
-def test_all_that_is_tried_fits(which):
+def test_all_that_is_tried_fits(which, forms):
     for shape in some_shapes():
         rule = default_tiles(which, shape)
-        tried = tune_search.candidates(which, shape, 2)
+        tried = tune_search.candidates(which, shape, 2, forms)
         assert tried[0] == rule
         assert len(set(tried)) == len(tried) > 1
-        near = tune_search.neighbours(which, rule, 2)
+        near = tune_search.neighbours(which, rule, 2, forms)
         assert rule not in near
         for tiles in [*tried, *near]:
             assert shared_bytes(which, tiles, 2) <= SHARED_BYTES
             assert tune_search.is_possible(which, tiles)
+            assert forms == "all" or not tiles.is_second_form
+
+
+def test_second_forms_are_tried_where_they_are_asked_for():
+    """Each pass has turns; blanking needs the compiler's barriers, and only SwiGLU has
+    an exp."""
+    for which in (which for which in PASSES if which not in FP8):
+        tried = tune_search.candidates(which, MIXTRAL, 2, "all")
+        assert any(tiles.takes_turns for tiles in tried)
+        near = tune_search.neighbours(which, default_tiles(which, MIXTRAL), 2, "all")
+        second = [tiles for tiles in near if tiles.is_second_form]
+        assert sum(tiles.cluster == 2 for tiles in second) == 1
+        assert any(tiles.barriers == "own" for tiles in second) == (which != "wgrad")
+        assert any(tiles.math == "approx" for tiles in second) == ("swiglu" in which)
+    assert not any(
+        tiles.is_second_form
+        for which in FP8
+        for tiles in tune_search.candidates(which, MIXTRAL, 2, "all")
+    )
 
 
 def test_likely_tiles_come_first():

@@ -70,8 +70,8 @@ def search_bucket(
     itemsize = jnp.dtype(settings.dtype).itemsize
     case = prepare(which, shape, settings.dtype, settings.skews, settings.seed, product)
     result = tune_search.search(
-        tune_search.candidates(which, shape, itemsize),
-        lambda tiles: tune_search.neighbours(which, tiles, itemsize),
+        tune_search.candidates(which, shape, itemsize, settings.forms),
+        lambda tiles: tune_search.neighbours(which, tiles, itemsize, settings.forms),
         make_measure(case, product, timer),
         is_over,
     )

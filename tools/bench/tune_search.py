@@ -6,16 +6,19 @@
                      this finds faster ones
 
 Measurements decide. The order only determines what is tried before the time is up.
+Second forms of the kernels (docs/kernels.md) are tried only where they are asked for.
 """
 
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from moejax.kernels.shapes import ProductShape
 from moejax.kernels.tuning import (
     FP8,
+    FUSED,
     PASSES,
     SHARED_BYTES,
     Pass,
@@ -26,6 +29,9 @@ from moejax.kernels.tuning import (
     shared_bytes,
 )
 
+Forms = Literal["first", "all"]
+"""Forms of the kernels that a search tries: first forms, or second forms too."""
+FORMS: tuple[Forms, ...] = get_args(Forms)
 ROWS, COLUMNS = (64, 128, 256), (64, 128, 192, 256)
 MAX_SUMS = {"swiglu": 128, "swiglu_dgrad": 96, "fp8_forward": 64, "fp8_dgrad": 64}
 MAX_SUMS_PLAIN = 192
@@ -70,6 +76,7 @@ class Settings:
     seed: int
     is_again: bool
     path: pathlib.Path
+    forms: Forms = "first"
 
 
 def tuning_buckets(shapes: dict[str, ProductShape], is_layer: bool) -> Iterator[Bucket]:
@@ -85,14 +92,17 @@ def tuning_buckets(shapes: dict[str, ProductShape], is_layer: bool) -> Iterator[
             yield Bucket(name, which, product_shape)
 
 
-def candidates(which: Pass, shape: ProductShape, itemsize: int) -> list[Tiles]:
+def candidates(
+    which: Pass, shape: ProductShape, itemsize: int, forms: Forms = "first"
+) -> list[Tiles]:
     """Return the default tiles, then tiles of all shapes, each with as many stages as
-    fit, in the order of their guessed cost.
+    fit, in the order of their guessed cost. With forms='all' some are for warpgroups
+    that take turns.
 
     Tiles whose guessed cost is more than MAX_GUESSED times the best are left out.
     """
     first = default_tiles(which, shape)
-    deepest = (_deepest(which, tiles, itemsize) for tiles in _shapes(which))
+    deepest = (_deepest(which, tiles, itemsize) for tiles in _shapes(which, forms))
     cost = {
         tiles: guessed_cost(which, shape, tiles)
         for tiles in deepest
@@ -110,20 +120,25 @@ def guessed_cost(which: Pass, shape: ProductShape, tiles: Tiles) -> float:
     """
     high = shape.d if which == "wgrad" else shape.rows / shape.groups
     wide = shape.d if which in ("dgrad", "fp8_dgrad") else shape.f
-    filled = _filled(high, tiles.rows) * _filled(wide, tiles.columns)
+    side_by_side = tiles.columns * tiles.cluster
+    filled = _filled(high, tiles.rows) * _filled(wide, side_by_side)
     columns = tiles.columns * (2 if which == "swiglu" else 1)
     waits = OPERAND_ROWS / 2 * (1 / tiles.rows + 1 / columns)
     return (1 + waits) / filled
 
 
-def neighbours(which: Pass, tiles: Tiles, itemsize: int) -> list[Tiles]:
+def neighbours(
+    which: Pass, tiles: Tiles, itemsize: int, forms: Forms = "first"
+) -> list[Tiles]:
     """Return the tiles that fit and differ from `tiles` in one setting.
 
     The order of settings is: how blocks walk over tiles, the ring of stages, the chunk,
-    the half of the tile that a warpgroup has. A chunk has at least 32 columns, since
+    the half of the tile that a warpgroup has; with forms='all' also the barriers, the
+    accuracy of exp, and clusters. A chunk has at least 32 columns, since
     single rows of fewer would be sent from addresses that TMA does not accept.
     """
     other = "columns" if tiles.halves == "rows" else "rows"
+    second = [{"barriers": "own"}, {"math": "approx"}, {"cluster": 2}]
     changes = [
         *({"span": span} for span in (4, 16, 1, 32)),
         {"depth": 2 * tiles.depth, "stages": max(2, tiles.stages // 2)},
@@ -131,6 +146,7 @@ def neighbours(which: Pass, tiles: Tiles, itemsize: int) -> list[Tiles]:
         {"stages": tiles.stages + 1},
         *({"chunk": chunk} for chunk in (32, 64)),
         {"halves": other},
+        *(second if forms == "all" else ()),
     ]
     changed = (_change(tiles, change) for change in changes)
     return [
@@ -143,15 +159,20 @@ def neighbours(which: Pass, tiles: Tiles, itemsize: int) -> list[Tiles]:
 
 
 def is_possible(which: Pass, tiles: Tiles) -> bool:
-    """Return whether registers can hold the sums of the tiles, and swizzled arrays can
-    be divided in this way."""
+    """Return whether registers can hold the sums of the tiles, swizzled arrays can be
+    divided in this way, and the pass has this form."""
+    if tiles.math == "approx" and which not in FUSED:  # there is no exp
+        return False
     own_rows, own_columns = tiles.warpgroup_tile
     sums = own_rows * own_columns // 128 * (2 if which == "swiglu" else 1)
     if sums > MAX_SUMS.get(which, MAX_SUMS_PLAIN):
         return False
     if which in FP8:  # a step and a warpgroup's columns have one scale of w
-        return tiles.depth == FP8_DEPTH and own_columns in (64, 128) and own_rows == 64
+        is_scaled = tiles.depth == FP8_DEPTH and own_columns in (64, 128)
+        return is_scaled and own_rows == 64 and not tiles.is_second_form
     if which == "wgrad":  # each warpgroup blanks half of both operands
+        if tiles.barriers == "own":
+            return False
         parts = (tiles.rows // 2, tiles.columns // 2)
     elif which in ("forward", "swiglu"):
         parts = (own_columns,)
@@ -206,12 +227,12 @@ def search(
     return result
 
 
-def _shapes(which: Pass) -> Iterator[Tiles]:
+def _shapes(which: Pass, forms: Forms) -> Iterator[Tiles]:
     depth = FP8_DEPTH if which in FP8 else Tiles.depth
-    for rows in ROWS:
-        for columns in COLUMNS:
+    for halves in ("rows", "turns") if forms == "all" else ("rows",):
+        for rows, columns in itertools.product(ROWS, COLUMNS):
             sizes = {"rows": rows, "columns": columns, "depth": depth}
-            tiles = _change(Tiles(128, 128), sizes)
+            tiles = _change(Tiles(128, 128), sizes | {"halves": halves})
             if tiles is not None and is_possible(which, tiles):
                 yield tiles
 
@@ -220,7 +241,7 @@ def _change(tiles: Tiles, change: dict) -> Tiles | None:
     """Return the tiles with some settings changed; None if such tiles do not exist.
     Tiles of 64 rows can only be halved by columns."""
     settings = dataclasses.asdict(tiles) | change
-    if settings["rows"] == 64:
+    if settings["rows"] == 64 and settings["halves"] == "rows":
         settings["halves"] = "columns"
     try:
         return Tiles(**settings)
