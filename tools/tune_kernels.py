@@ -2,6 +2,7 @@
 
     python tools/tune_kernels.py [--shapes ..] [--passes ..] [--skews zipf,uniform]
     python tools/tune_kernels.py --layer --limit_sec 500 --json
+    python tools/tune_kernels.py --forms all --spared 8
 
 Tiles are searched for one bucket (a pass and a shape) after another. Each shape of
 moejax/kernels/shapes.py has one bucket per pass, or with --layer one for each product
@@ -72,6 +73,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         " too (docs/kernels.md)",
     )
     add(
+        "--spared",
+        type=int,
+        default=0,
+        help="number of multiprocessors to leave to collectives: tiles are measured on"
+        " the others, and later run on these",
+    )
+    add(
         "--layer",
         action="store_true",
         help="tune the products that a layer runs in training, instead of each pass on"
@@ -109,6 +117,8 @@ def work(args: argparse.Namespace) -> int:
     skews = program.parse_names("skews", args.skews, SKEWS)
     if not args.limit_sec > 0:
         raise ValueError(f"--limit_sec {args.limit_sec} must be above 0")
+    if args.spared < 0:
+        raise ValueError(f"--spared {args.spared} must be at least 0")
     kind = hopper_here()
     buckets = tune_search.tuning_buckets(shapes, args.layer)
     settings = tune_search.Settings(
@@ -119,6 +129,7 @@ def work(args: argparse.Namespace) -> int:
         seed=secrets.randbits(31) if args.seed is None else args.seed,
         is_again=args.again,
         forms=args.forms,
+        spared=args.spared,
         path=args.out or device_file.path_of(kind),
     )
 

@@ -46,7 +46,7 @@ would read more shared memory than the tensor cores can wait for."""
 class Tiles:
     """Tile sizes of a grouped product, for a block with two computing warpgroups.
 
-    halves='turns' and the fields after `chunk` choose second forms of a kernel
+    halves='turns', `math`, `barriers` and `cluster` choose second forms of a kernel
     (docs/kernels.md), which are off by default.
     """
 
@@ -76,6 +76,9 @@ class Tiles:
     cluster: Literal[1, 2] = 1
     """Number of blocks that compute tiles side by side and copy their common operand,
     x, once for all of them."""
+    spared: int = 0
+    """Number of multiprocessors that get no block, and are left to collectives. No
+    search varies it: it depends on what runs at the same time."""
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -103,6 +106,8 @@ class Tiles:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not one of {known}"
                 )
+        if self.spared < 0:
+            raise ValueError(f"spared={self.spared} must be at least 0")
         if self.takes_turns and self.rows * self.columns < MIN_TURN:
             raise ValueError(
                 f"a tile of {self.rows} x {self.columns} is too small for "

@@ -30,6 +30,8 @@ from moejax.kernels.tuning import (
 )
 from tests.support.close import assert_close
 from tests.support.hopper_cases import (
+    INTERPRET,
+    Setup,
     expected,
     interpreted,
     leave_out,
@@ -145,10 +147,11 @@ def test_blocks_of_a_cluster_that_copy_other_rows_are_detected(monkeypatch):
     fail_retraced("wgrad", "cluster", "values off|a race")
 
 
-def trace(which, shape, tiles, dtype=jnp.bfloat16):
+def trace(which, shape, tiles, dtype=jnp.bfloat16, run=kernels.ON_DEVICE):
     floats = [jax.ShapeDtypeStruct(dims, dtype) for dims in operand_dims(which, shape)]
     rows_g = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
-    call = jax.jit(functools.partial(getattr(kernels, which), tiles=tiles))
+    static = {"tiles": tiles, "run": run}
+    call = jax.jit(functools.partial(getattr(kernels, which), **static))
     with use_abstract_mesh(H200):
         return call.trace(*floats, rows_g)
 
@@ -188,6 +191,33 @@ def test_wgrad_declines_barriers_of_its_own():
         trace("wgrad", RAGGED, Tiles(128, 128, barriers="own"))
 
 
+@pytest.mark.parametrize(
+    "form",
+    ["turns", *(pytest.param(f, marks=pytest.mark.long) for f in ("own", "all"))],
+)
+def test_aligned_groups_have_no_blanking_to_keep_apart(form):
+    tiles = dataclasses.replace(Tiles(128, 128), **FORMS[form])
+    run = ring.KernelRun(is_aligned=True)
+    aligned = ProductShape(rows=1024, d=320, f=576, groups=9)
+    jaxpr = trace("wgrad", aligned, tiles, run=run).jaxpr
+    assert broken_barrier_rules(jaxpr) == set()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("which", OWN_DTYPE)
+def test_aligned_groups(which, form):
+    """All forms equal the definition where groups have whole tiles."""
+    tiles = dataclasses.replace(Tiles(128, 128, stages=2), **FORMS[form])
+    shape = ProductShape(rows=640, d=192, f=192, groups=4)
+    setup = Setup(shape, tiles, num_blocks=4)
+    rows_g = np.array([128, 0, 256, 128], np.int32)
+    run = ring.KernelRun(setup.num_blocks, INTERPRET, is_aligned=True)
+    call = functools.partial(getattr(kernels, which), tiles=tiles, run=run)
+    actual = interpreted(which, setup, rows_g, jax.jit(call))
+    assert_close(actual, expected(which, setup, rows_g))
+
+
 def test_fp8_has_no_second_form():
     with pytest.raises(ValueError, match=r"must be .*cluster=1.* in fp8"):
         trace("fp8_forward", MODEL_SHAPES["fine_grained"], Tiles(128, 128, cluster=2))
@@ -203,6 +233,21 @@ def test_parameters_of_the_compiler(form):
     else:
         parameters = arguments["compiler_params"]
         assert (parameters.approx_math, parameters.unsafe_no_auto_barriers) == (1, 1)
+
+
+def test_multiprocessors_that_are_spared():
+    """The second form with clusters needs two blocks."""
+    run, tiles = ring.KernelRun(), Tiles(128, 128, spared=9)
+    with use_abstract_mesh(H200):
+        assert ring.kernel_arguments(run, tiles)["grid"] == (123,)
+        pairs = dataclasses.replace(tiles, cluster=2)
+        assert ring.kernel_arguments(run, pairs)["grid"] == (61,)
+        with pytest.raises(
+            ValueError, match="spared=131 must leave 2 or more of the 132"
+        ):
+            ring.kernel_arguments(run, dataclasses.replace(pairs, spared=131))
+    assert not tiles.is_second_form
+    assert pairs.first_form() == tiles
 
 
 @pytest.mark.parametrize(
@@ -289,6 +334,7 @@ def test_the_first_form_of_other_choices_is_the_same_tile(form):
         ({"math": "fast"}, "math='fast' is not one of"),
         ({"barriers": "none"}, "barriers='none' is not one of"),
         ({"cluster": 4}, "cluster=4 is not one of"),
+        ({"spared": -1}, "spared=-1 must be at least 0"),
         ({"rows": 64, "columns": 64, "halves": "turns"}, "64 x 64 is too small"),
         ({"columns": 320, "halves": "turns"}, "at most 256 columns"),
     ],

@@ -69,13 +69,16 @@ def search_bucket(
     name, which, shape = bucket
     itemsize = jnp.dtype(settings.dtype).itemsize
     case = prepare(which, shape, settings.dtype, settings.skews, settings.seed, product)
+    rule, *others = (
+        dataclasses.replace(tiles, spared=settings.spared)
+        for tiles in tune_search.candidates(which, shape, itemsize, settings.forms)
+    )
     result = tune_search.search(
-        tune_search.candidates(which, shape, itemsize, settings.forms),
+        [rule, *others],
         lambda tiles: tune_search.neighbours(which, tiles, itemsize, settings.forms),
         make_measure(case, product, timer),
         is_over,
     )
-    rule = default_tiles(which, shape)
     if rule not in result.msec:
         raise RuntimeError(
             f"the rule's {rule} could not be timed: {result.skipped[rule]}"

@@ -77,6 +77,8 @@ class Settings:
     is_again: bool
     path: pathlib.Path
     forms: Forms = "first"
+    spared: int = 0
+    """Number of multiprocessors without a block (Tiles.spared)."""
 
 
 def tuning_buckets(shapes: dict[str, ProductShape], is_layer: bool) -> Iterator[Bucket]:

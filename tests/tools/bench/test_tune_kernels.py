@@ -191,6 +191,25 @@ def fake_msec(tiles, call):
     return float(tiles.span + tiles.stages)
 
 
+@pytest.mark.long
+def test_second_forms_and_spared_multiprocessors_are_asked_for(tmp_path):
+    """With made times by which clusters are the fastest."""
+
+    def msec(tiles, call):
+        return fake_msec(tiles, call) - 20 * (tiles.cluster - 1)
+
+    path = tmp_path / "some.json"
+    settings = make_settings(path, forms="all", spared=4)
+    settings = dataclasses.replace(settings, buckets=settings.buckets[:1])
+    tune_kernels.tune(settings, KIND, plain, msec)
+    for tiles in json.loads(path.read_text())["tiles"].values():
+        assert (tiles["cluster"], tiles["spared"]) == (2, 4)
+    first = dataclasses.replace(settings, forms="first", is_again=True)
+    tune_kernels.tune(first, KIND, plain, msec)
+    for tiles in json.loads(path.read_text())["tiles"].values():
+        assert not Tiles(**tiles).is_second_form
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_where_the_file_ends(tmp_path, capsys):
     path = tmp_path / "some.json"

@@ -135,7 +135,8 @@ class KernelRun:
     """Settings of a kernel launch other than its tiles."""
 
     num_blocks: int | None = None
-    """Number of blocks; None means one per multiprocessor of the device."""
+    """Number of blocks; None means one per multiprocessor of the device, less those
+    that the tiles spare."""
     interpret: Any = None
     """plgpu.InterpretGPUParams to interpret the kernel on any device, for tests; None
     to compile it."""
@@ -147,7 +148,7 @@ class KernelRun:
 def kernel_arguments(run: KernelRun, tiles: Tiles) -> dict[str, Any]:
     """Return the arguments of plgpu.kernel that all kernels have in common: blocks of
     two computing warpgroups and one that copies."""
-    num_blocks = run.num_blocks or _num_multiprocessors()
+    num_blocks = run.num_blocks or _num_unspared(tiles)
     arguments = {
         "interpret": run.interpret,
         "grid": (max(1, num_blocks // tiles.cluster),),
@@ -234,8 +235,16 @@ def walk(item, tiles_high, tiles_wide: int, span: int):
     return band * span + lax.rem(inside, height), lax.div(inside, height)
 
 
-def _num_multiprocessors() -> int:
-    """Return the number of multiprocessors of the current device."""
+def _num_unspared(tiles: Tiles) -> int:
+    """Return the number of multiprocessors of the current device that get a block.
+    Raises ValueError if the tiles spare too many."""
     device = device_here()
-    cores = getattr(device, "num_cores", None)  # only abstract devices have it
-    return cores or device.core_count
+    # Only abstract devices have num_cores.
+    cores = getattr(device, "num_cores", None) or device.core_count
+    if cores - tiles.spared < tiles.cluster:
+        raise ValueError(
+            f"spared={tiles.spared} must leave {tiles.cluster} or more of the "
+            f"{cores} multiprocessors of {device.device_kind}: measure tiles with a "
+            "smaller --spared"
+        )
+    return cores - tiles.spared
