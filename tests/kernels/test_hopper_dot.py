@@ -18,7 +18,7 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
     reset_gpu_interpret_mode_state,
 )
 
-from moejax.kernels.grouped_dot.hopper import kernels, ring, rows_kernel, wgrad_kernel
+from moejax.kernels.grouped_dot.hopper import kernels, ring, rows_store, wgrad_kernel
 from moejax.kernels.shapes import ProductShape
 from moejax.kernels.tuning import Tiles
 from tests.support.close import assert_close
@@ -162,10 +162,10 @@ COMMIT, STORED, WAIT = ("commit_smem",), ("wait_smem_to_gmem",), ("barrier_wait"
                 UNOBSERVED,
             ),
             "slots read unfilled": (ring.Ring, ("await_full",), "forward", UNOBSERVED),
-            "stores not fenced": (rows_kernel, COMMIT, "forward", "a race"),
+            "stores not fenced": (rows_store, COMMIT, "forward", "a race"),
             "stores of matrices not fenced": (wgrad_kernel, COMMIT, "wgrad", "a race"),
-            "slots stored over": (rows_kernel, STORED, "forward", "a race"),
-            "sources read too early": (rows_kernel, WAIT, "swiglu_dgrad", UNOBSERVED),
+            "slots stored over": (rows_store, STORED, "forward", "a race"),
+            "sources read too early": (rows_store, WAIT, "swiglu_dgrad", UNOBSERVED),
         }.items()
     ],
 )

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moejax.kernels import varying_alike
-from moejax.kernels.grouped_dot.hopper import ring
+from moejax.kernels.grouped_dot.hopper import ring, rows_store
 from moejax.kernels.grouped_dot.hopper.row_tiles import ALIGNMENT, row_tiles
 from moejax.kernels.tuning import EDGE_ROWS, WARPGROUPS, Tiles
 
@@ -163,14 +163,15 @@ class Block:
         )
         window = (columns, depth) if self.program.is_transposed else (depth, columns)
         for p, half in enumerate(self.program.products):
-            matrix = _windowed(self.w.at[tile.group], half, *window)
+            matrix = rows_store.windowed(self.w.at[tile.group], half, *window)
             plgpu.copy_gmem_to_smem(matrix, self.w_slots.at[slot, p], full)
 
     def compute(self, warpgroup, tile, done):
         """Compute this warpgroup's part of a tile, and store it."""
 
         def own_part():
-            self._store(warpgroup, tile, self.multiply(warpgroup, tile, done))
+            sums = self.multiply(warpgroup, tile, done)
+            rows_store.store(self, warpgroup, tile, sums)
 
         ring.when_in_turn(self.program.tiles, warpgroup, tile.number, own_part)
         return done + tile.num_steps
@@ -224,97 +225,6 @@ class Block:
                 w = w.at[own] if is_transposed else w.at[:, own]
             w_p.append(w.T if is_transposed else w)
         return x, w_p
-
-    def _store(self, warpgroup, tile, sums):
-        """Store the rows of this warpgroup's part of a tile that belong to its
-        group."""
-        own_rows, _ = self.program.tiles.warpgroup_tile
-        first_row, first_column = ring.own_part(self.program.tiles, warpgroup)
-        if self.program.is_aligned:
-            at = (tile.row + first_row, tile.column + first_column)
-            self._store_chunks(warpgroup, at, tile, sums)
-            return
-        low = jnp.maximum(tile.low - first_row, 0)
-        high = jnp.minimum(tile.high - first_row, own_rows)
-        is_whole = (low == 0) & (high == own_rows)
-        at = (tile.row + first_row, tile.column + first_column)
-        store = functools.partial(self._store_chunks, warpgroup, at, tile, sums)
-        pl.when(is_whole)(store)
-        pl.when(~is_whole & (low < high))(functools.partial(store, (low, high)))
-
-    def _store_chunks(self, warpgroup, at, tile, sums, part=None):
-        """Store one chunk of columns after the other through this warpgroup's slots.
-        With `part` = (low, high) only these rows are written."""
-        program, tiles = self.program, self.program.tiles
-        (own_rows, own_columns), (row, column) = tiles.warpgroup_tile, at
-        rows = pl.ds(pl.multiple_of(row, ALIGNMENT), own_rows)
-        is_padding = tile.group == program.num_groups
-        alternates = part is None and program.num_slots > len(program.results)
-        edge = None if self.edge is None else self.edge.at[warpgroup]
-        shift = 0 if part is None else lax.rem(part[0], EDGE_ROWS)
-        for c in range(own_columns // tiles.chunk):
-            inside = slice(c * tiles.chunk, (c + 1) * tiles.chunk)
-            columns = pl.ds(column + inside.start, tiles.chunk)
-            sources = self._read_sources(warpgroup, rows, columns)
-            values = program.finish([x[:, inside] for x in sums], sources, is_padding)
-            for number, (output, half) in enumerate(program.results):
-                if number == 0 or part is not None:
-                    plgpu.wait_smem_to_gmem(int(alternates), wait_read_only=True)
-                slot = self.out.at[warpgroup, c % 2 if alternates else number]
-                slot = slot if part is None else edge.at[pl.ds(shift, own_rows)]
-                slot[...] = values[number].astype(self.out.dtype)
-                plgpu.commit_smem()
-                target = _windowed(self.outputs[output], half, rows, columns)
-                if part is None:
-                    plgpu.copy_smem_to_gmem(slot, target)
-                else:
-                    _copy_rows(edge, shift, target, *part)
-
-    def _read_sources(self, warpgroup, rows, columns):
-        """Return the chunks that the epilogue reads, in registers. They are copied
-        through the slots of results."""
-        if not self.program.sources:
-            return []
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        loaded = self.loaded.at[warpgroup]
-        for slot, half in enumerate(self.program.sources):
-            window = _windowed(self.sources[0], half, rows, columns)
-            plgpu.copy_gmem_to_smem(window, self.out.at[warpgroup, slot], loaded)
-        plgpu.barrier_wait(loaded)
-        count = len(self.program.sources)
-        chunks = [
-            self.out[warpgroup, slot].astype(jnp.float32) for slot in range(count)
-        ]
-        plgpu.commit_smem()  # all threads must have read before any thread writes
-        return chunks
-
-
-def _windowed(ref, half: int | None, first, second):
-    """Return the window [first, second] of a two-dimensional reference, or of one half
-    of a reference [first, 2, second]."""
-    return ref.at[first, second] if half is None else ref.at[first, half, second]
-
-
-def _copy_rows(edge, shift, target, low, high):
-    """Copy rows low to high of a chunk from `edge` to the result, in pieces whose
-    numbers of rows are powers of two.
-
-    The largest piece comes first. So every piece begins at a row of the same parity as
-    `low`, and with `shift` = low % 2 added at an even row of `edge`, as TMA requires
-    (EDGE_ROWS).
-    """
-    piece, count = target.shape[0] // 2, high - low
-    while piece:
-        first = low + (count & ~(2 * piece - 1))
-
-        @pl.when(count & piece != 0)
-        def _(first=first, piece=piece):
-            source = edge.at[pl.ds(first + shift, piece)]
-            rows = target.at[pl.ds(first, piece)]
-            plgpu.copy_smem_to_gmem(source, rows, commit_group=False)
-
-        piece //= 2
-    plgpu.commit_smem_to_gmem_group()
 
 
 def _kernel(program: RowsProgram, table, count, x, w, *rest, **scratch):
