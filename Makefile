@@ -54,13 +54,15 @@ bench: $(VENV)/.stamp  ## one MoE layer against its baselines
 
 AOT := .aot
 $(AOT)/.stamp: constraints.txt | $(VENV)/.stamp
-	@echo "installing JAX's CUDA plugin in $(AOT) (once; 142 MB)"
+	@echo "installing JAX's CUDA plugin and nvdisasm in $(AOT) (once; 142 MB and 5 MB)"
 	@rm -rf $(AOT)
 	@$(RUN) -m pip install -q --disable-pip-version-check --no-deps --target $(AOT) -c constraints.txt \
 	    jax-cuda13-plugin jax-cuda13-pjrt
+	@$(RUN) -m pip install -q --disable-pip-version-check --no-deps --target $(AOT)/disassembler \
+	    -c constraints.txt nvidia-cuda-nvdisasm
 	@touch $@
 
-aot-wheels: $(AOT)/.stamp  ## JAX's CUDA plugin alone, for tools/aot.py; needs no GPU
+aot-wheels: $(AOT)/.stamp  ## JAX's CUDA plugin and nvdisasm, for tools/aot.py and kernel_code.py; needs no GPU
 
 clean:  ## remove the environment, JAX's CUDA plugin and the compilation cache, never a run
 	@rm -rf $(VENV) $(AOT) .cache *.egg-info

@@ -91,12 +91,12 @@ def compile_step(
     check_mesh(cfg, num_devices, num_nodes)
     wheels.put_on_path()
     os.environ["JAX_PLATFORMS"] = "cpu"
-    with _own_compilation(), _xla_log() as log, _folder(keep) as folder:
+    with own_compilation(), _xla_log() as log, _folder(keep) as folder:
         return _compile(cfg, target, (num_devices, num_nodes), folder, log)
 
 
 @contextlib.contextmanager
-def _own_compilation():
+def own_compilation():
     """Let XLA compile the whole program, with all optimizations, and restore JAX's
     settings afterwards.
 
@@ -123,7 +123,7 @@ def _compile(cfg, target, sizes, folder, log) -> CompiledStep:
     from train.step.compiled import device_bytes, make_model, trace_train_step
     from train.step.gpu_options import compiler_options
 
-    devices = _devices(target, *sizes)
+    devices = target_devices(target, *sizes)
     with of_target(target):
         usable = usable_bytes(target.memory_bytes)
         run = resolve(cfg, make_mesh(cfg.mesh, devices), usable)
@@ -158,7 +158,7 @@ def _compile(cfg, target, sizes, folder, log) -> CompiledStep:
     )
 
 
-def _devices(target: Target, num_devices: int, num_nodes: int) -> list:
+def target_devices(target: Target, num_devices: int, num_nodes: int = 1) -> list:
     """Return the devices of a topology: as many partitions, joined by the slower
     network, as there are nodes; one host each."""
     from jax.experimental import topologies

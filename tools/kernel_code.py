@@ -1,0 +1,207 @@
+"""Compile the Hopper kernels without a GPU, and print what ptxas and SASS say of each.
+
+    python tools/kernel_code.py
+    python tools/kernel_code.py --shapes olmoe_1b_7b,deepseek_v3 --passes wgrad
+    python tools/kernel_code.py --shapes olmoe_1b_7b --tiles 'span=4 stages=3' --json
+
+The kernels of the grouped products, in the default tiles and with some fields of them
+changed (--forms, --tiles), and of the other operations (--others). A kernel takes two
+to five seconds. docs/kernels.md explains the figures. `make aot-wheels` installs what
+the tool needs.
+
+Exit codes: 0 done, 2 bad input. A kernel that cannot be compiled is no bad input: its
+row says why.
+"""
+
+import argparse
+import ast
+import dataclasses
+import pathlib
+import sys
+from typing import Any
+
+sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
+
+from moejax.kernels.shapes import MODEL_SHAPES  # noqa: E402
+from moejax.kernels.tuning import Tiles  # noqa: E402
+from moejax.perf import target  # noqa: E402
+from tools.launch.arguments import new_parser  # noqa: E402
+from train.launch.program import DONE, emit, guarded  # noqa: E402
+
+COLUMNS = (
+    "form", "shape", "kernel", "tiles", "registers", "spilled", "shared", "HGMMA",
+    "instructions", "cycles", "BAR", "fences", "MUFU", "remarks",
+)  # fmt: skip
+"""HGMMA, instructions and cycles are those of a stage, where a slash parts computing
+and copying warpgroups. BAR has the barriers of a stage, and those of the whole kernel;
+fences and MUFU are of the whole kernel."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    return guarded(lambda: work(args), as_json=args.json)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = new_parser(__doc__)
+    add = parser.add_argument
+    add(
+        "--shapes",
+        default="all",
+        help="shapes with commas, of moejax/kernels/shapes.py",
+    )
+    add("--passes", default="all", help="passes with commas, or none")
+    add("--forms", default="first", help="forms with commas, or all")
+    add(
+        "--tiles",
+        action="append",
+        default=[],
+        metavar="FIELDS",
+        help="one more form: fields of Tiles that differ from the default tiles, such "
+        "as 'stages=3 chunk=64'; may be repeated",
+    )
+    add("--others", default="none", help="other kernels with commas, all or none")
+    add("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    add("--target", default="h100", help="GPU to compile for, as in tools/aot.py")
+    return parser.parse_args(argv)
+
+
+def work(args: argparse.Namespace) -> int:
+    from tools.compiled import kernel_code
+
+    gpu = target.load(args.target)
+    kernel_code.set_up()
+    from tools.compiled import kernel_cases
+
+    forms = dict.fromkeys(names("forms", args.forms, kernel_cases.FORMS))
+    cases = [
+        *kernel_cases.products(
+            names("shapes", args.shapes, MODEL_SHAPES),
+            names("passes", args.passes, kernel_cases.PRODUCTS),
+            {form: kernel_cases.FORMS[form] for form in forms}
+            | {text: fields(text) for text in args.tiles},
+            args.dtype,
+        ),
+        *map(kernel_cases.other, names("others", args.others, kernel_cases.OTHERS)),
+    ]
+    about = {
+        "target": gpu.name,
+        "dtype": args.dtype,
+        "ptxas": kernel_code.ptxas_version(),
+        "jax": _jax_version(),
+    }
+    print(", ".join(f"{name} {value}" for name, value in about.items()))
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
+    rows = []
+    for case in cases:
+        for row in records(case, gpu):
+            rows.append(row)
+            print(line(row), flush=True)
+    emit(about | {"kernels": rows}, args.json)
+    return DONE
+
+
+def records(case, gpu: target.Target) -> list[dict[str, Any]]:
+    """Return the figures of a case's kernels, or one row with the reason why there are
+    none."""
+    from tools.compiled.kernel_code import compile_kernels
+
+    about = {"case": case.name, "shape": case.shape, "form": case.form}
+    about["tiles"] = stated_tiles(case.tiles) if case.tiles else None
+    try:
+        kernels = compile_kernels(case.function, case.arguments, gpu)
+    except (ValueError, NotImplementedError) as error:
+        return [about | {"refused": " ".join(str(error).split())[:300]}]
+    return [about | kernel.record() for kernel in kernels]
+
+
+def stated_tiles(tiles: Tiles) -> dict[str, Any]:
+    """Return rows and columns of tiles, and the other fields that are not at their
+    default."""
+    return {
+        field.name: value
+        for field in dataclasses.fields(tiles)
+        if (value := getattr(tiles, field.name)) != field.default
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return a row of the table."""
+    tiles = row["tiles"]
+    about = [row["form"], row["shape"] or "-", row["case"]]
+    if "refused" in row:
+        return f"| {' | '.join(about)} | {format_tiles(tiles)} | {row['refused']} |"
+    if not row["shape"]:
+        about[-1] = row["kernel"]
+    computing = row["computing"] or {}
+    cells = [
+        *about,
+        format_tiles(tiles),
+        row["registers"],
+        row["spill_store_bytes"] + row["spill_load_bytes"],
+        row["shared_bytes"],
+        computing.get("products", "-"),
+        *(_per_stage(row, name) for name in ("instructions", "issue_cycles")),
+        f"{_per_stage(row, 'barriers')} / {row['barriers']}",
+        row["fences"],
+        row["specials"],
+        " ".join(row["codes"]) or "-",
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _per_stage(row: dict[str, Any], figure: str) -> str:
+    """Return a figure of the two loops, for one stage. ptxas may unroll a loop; each
+    stage of a copying loop waits once for an empty slot."""
+    computing, copying = row["computing"], row["copying"]
+    of_computing = computing[figure] if computing else "-"
+    of_copying = round(copying[figure] / max(1, copying["waits"])) if copying else "-"
+    return f"{of_computing} / {of_copying}"
+
+
+def format_tiles(tiles: dict[str, Any] | None) -> str:
+    """Return tiles as text: 128 x 256, and the other fields that are stated."""
+    if tiles is None:
+        return "-"
+    others = {name: v for name, v in tiles.items() if name not in ("rows", "columns")}
+    sizes = f"{tiles['rows']} x {tiles['columns']}"
+    return " ".join([sizes, *(f"{name}={value}" for name, value in others.items())])
+
+
+def names(flag: str, text: str, known) -> list[str]:
+    """Return the names of a list with commas, 'all' or 'none'. Raises ValueError for an
+    unknown one."""
+    if text in ("all", "none"):
+        return list(known) if text == "all" else []
+    given = [name.strip() for name in text.split(",")]
+    for name in given:
+        if name not in known:
+            raise ValueError(
+                f"--{flag}: {name!r} is not one of {', '.join(known)}, all or none"
+            )
+    return given
+
+
+def fields(text: str) -> dict[str, Any]:
+    """Return the fields of --tiles: 'stages=3 halves=rows' is {'stages': 3, 'halves':
+    'rows'}. Raises ValueError where one has no value."""
+    found = {}
+    for word in text.split():
+        name, equals, value = word.partition("=")
+        if not equals or not value:
+            raise ValueError(f"--tiles={text!r}: {word!r} must be field=value")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
+
+
+def _jax_version() -> str:
+    import jax
+
+    return jax.__version__
+
+
+if __name__ == "__main__":
+    sys.exit(main())
