@@ -8,7 +8,7 @@ ARGS ?=
 SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train dry-run lint format test test-fast test-all bench aot-wheels clean
+.PHONY: help setup train dry-run lint format test test-fast test-all bench aot-wheels peers clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -64,5 +64,15 @@ $(AOT)/.stamp: constraints.txt | $(VENV)/.stamp
 
 aot-wheels: $(AOT)/.stamp  ## JAX's CUDA plugin and nvdisasm, for tools/aot.py and kernel_code.py; needs no GPU
 
-clean:  ## remove the environment, JAX's CUDA plugin and the compilation cache, never a run
-	@rm -rf $(VENV) $(AOT) .cache *.egg-info
+PEERS := .peers
+PEER_WHEELS := tokamax einshape immutabledict pydantic pydantic-core annotated-types typing-inspection qwix typeguard
+$(PEERS)/.stamp: constraints.txt | $(VENV)/.stamp
+	@echo "installing tokamax in $(PEERS) (once; 27 MB)"
+	@rm -rf $(PEERS)
+	@$(RUN) -m pip install -q --disable-pip-version-check --no-deps --target $(PEERS) -c constraints.txt $(PEER_WHEELS)
+	@touch $@
+
+peers: $(PEERS)/.stamp  ## tokamax in .peers, for tools/bench/grouped_dot.py
+
+clean:  ## remove the environment, .aot, .peers and the compilation cache, never a run
+	@rm -rf $(VENV) $(AOT) $(PEERS) .cache *.egg-info

@@ -53,6 +53,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import pytest  # noqa: E402
 
+from tools.bench.grouped_dot_peers import missing_tokamax  # noqa: E402
 from tools.compiled import wheels  # noqa: E402
 
 if len(jax.devices()) != NUM_DEVICES:
@@ -98,6 +99,8 @@ def _missing(config: pytest.Config) -> dict[str, str]:
         missing["trace"] = f"no {TRACE.name} in ../shared/data"
     if why := wheels.missing():
         missing["aot"] = why
+    if why := missing_tokamax():
+        missing["peers"] = why
     return missing
 
 

@@ -126,6 +126,7 @@ def work(args: argparse.Namespace) -> int:
     except jobs.WrongResult as error:
         return refuse(error, CRASHED, args.json)
     show_summary(rows, peers.OURS)
+    show_bars(rows, peers.OURS)
     emit(rows, args.json)
     return DONE
 
@@ -245,6 +246,32 @@ def show_summary(rows: Rows, ours: Iterable[str]) -> None:
         cells = [format_min(speed) for speed in ratios(rows_of_pass, own, ours)]
         print(f"| {which} | {' | '.join(cells)} |")
     print("", end="", flush=True)
+
+
+def show_bars(rows: Rows, ours: Iterable[str]) -> None:
+    """Print our rates on even rows beside those that others published for these shapes
+    and this device, if there are any."""
+    from moejax.kernels.shapes import ProductShape
+    from tools.bench import published_rates
+
+    own = first_measured(rows, ours)
+    lines = []
+    for row in rows:
+        if (row["impl"], row["skew"]) != (own, "uniform") or row["msec"] is None:
+            continue
+        shape = ProductShape(row["rows"], row["d"], row["f"], row["groups"])
+        bar = published_rates.find(row["pass"], shape, row["device"])
+        if bar is not None:
+            lines.append(
+                f"| {row['shape']} | {row['pass']} | {row['tflops']:.0f} "
+                f"| {bar.tflops:.0f} | {row['tflops'] / bar.tflops:.2f} "
+                f"| {bar.impl} {bar.version}, H100, {bar.shape.rows} rows |"
+            )
+    if lines:
+        print(f"\n{own} in TFLOP/s beside published rates")
+        print("| shape | pass | ours | bar | ours / bar | bar of |")
+        print("|---|---|--:|--:|--:|---|")
+        print("\n".join(lines), flush=True)
 
 
 def first_measured(rows: Rows, ours: Iterable[str]) -> str | None:

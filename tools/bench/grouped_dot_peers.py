@@ -6,17 +6,22 @@
     ragged_dot       jax.lax.ragged_dot_general, with the dims of ragged_dot's gradients
     mgpu             ragged_dot and transposed_ragged_dot of JAX's pallas.ops.gpu
     tokamax_mosaic   tokamax.ragged_dot_general by its Pallas kernels for Hopper
-    tokamax_triton   the same by its Triton kernels
+    tokamax_triton   the same by its Triton kernels (Pallas)
     torch            PyTorch's grouped_mm, eager
     batched          rows padded to the fullest group, then one batched matmul
     dense            one matmul of equal FLOPs, without groups: the speed of light
 
 An implementation that takes tile sizes has several variants, of which the benchmark
-keeps the fastest. The sizes are from the implementation's own search.
+keeps the fastest. The sizes are from the implementation's own search. `make peers`
+installs tokamax, in a folder of its own.
 """
 
 import dataclasses
 import functools
+import importlib.util
+import pathlib
+import sys
+import types
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,11 +36,31 @@ IN_FP8 = ("hopper_fp8",)
 MGPU_TILES = ((128, 128, 64, 4, 4), (64, 128, 64, 6, 4), (128, 192, 64, 4, 2))
 """block_m, block_n, block_k, max_concurrent_steps, grid_block_n of JAX's kernels."""
 MGPU_WGRAD_TILES = ((128, 128, 64, 4, 4), (64, 128, 64, 6, 4), (128, 128, 128, 2, 4))
-TOKAMAX_TILES = (
-    {"block_m": 128, "num_stages": 4, "persistent": True, "grid_tile_width": 4},
-    {"block_m": 128, "num_stages": 4, "persistent": False},
-    {"block_m": 64, "num_stages": 4, "persistent": True},
-)
+TOKAMAX_TILES = {
+    "mosaic_gpu": (
+        {"persistent": True, "num_stages": 4, "grid_tile_width": 8},
+        {"persistent": True, "num_stages": 4, "grid_tile_width": 4},
+        {"persistent": False, "num_stages": 2, "grid_tile_width": 1},
+        {"persistent": True, "num_stages": 4, "block_m": 64, "grid_tile_width": 4},
+    ),
+    "triton": (
+        {"block_n": 128, "block_k": 32, "num_stages": 4, "num_warps": 4},
+        {"block_n": 256, "block_k": 64, "num_stages": 3, "num_warps": 8},
+        {"block_n": 256, "block_k": 32, "num_stages": 6, "num_warps": 8},
+    ),
+}
+"""Tiles of tokamax that were the fastest most often in its own search on an H100
+(tokamax_h100.json has the source), and one for groups of few rows. Without them tokamax
+takes tiles by rule on every GPU that it has not searched, an H200 included."""
+TOKAMAX_SIZES = {
+    "mosaic_gpu": {"block_m": 128, "block_n": 64, "block_k": 128, "split_k": 1},
+    "triton": {"block_m": 128, "split_k": 1},
+}
+"""Sizes that the tiles above have in common."""
+PEERS = pathlib.Path(__file__).resolve().parents[2] / ".peers"
+"""Folder of `make peers`."""
+XPROF = "xprof.cli.tools.get_kernel_stats_tool"
+"""Module that tokamax imports for a timing of its own, which is not used here."""
 
 
 class Products(NamedTuple):
@@ -153,24 +178,50 @@ def mgpu() -> dict[str, Products]:
 def tokamax(implementation: str) -> dict[str, Products]:
     """Return the grouped products of one of tokamax's implementations, by the name of
     their tiles."""
-    import tokamax
+    library = import_tokamax()
     from tokamax._src.ops.ragged_dot.api import IMPLEMENTATIONS
 
     if implementation not in IMPLEMENTATIONS:
         raise ImportError(f"this tokamax has no {implementation}")
     op = IMPLEMENTATIONS[implementation]
     variants = {"its own choice": op}
-    if implementation == "mosaic_gpu":
-        for tiles in TOKAMAX_TILES:
-            sizes = {"block_n": 64, "block_k": 128, "split_k": 1, **tiles}
-            config = type(op).config_cls(**sizes)
-            variants[str(tiles)] = op.replace(config=config)
+    for tiles in TOKAMAX_TILES[implementation]:
+        config = type(op).config_cls(**TOKAMAX_SIZES[implementation] | tiles)
+        variants[str(tiles)] = op.replace(config=config)
 
-    general = tokamax.ragged_dot_general
+    general = library.ragged_dot_general
     return {
         tiles: _ragged_dot_general(partial(general, implementation=[op]))
         for tiles, op in variants.items()
     }
+
+
+def missing_tokamax() -> str | None:
+    """Return why tokamax cannot be imported, or None if it can."""
+    if importlib.util.find_spec("tokamax") or (PEERS / "tokamax").is_dir():
+        return None
+    return f"tokamax is not in {PEERS.name}: run `make peers`"
+
+
+def import_tokamax() -> types.ModuleType:
+    """Return tokamax, from the folder of `make peers` unless it is installed. Raises
+    ImportError where it is in neither.
+
+    Where xprof is not installed (100 MB, and 50 packages that it needs), an empty
+    module stands for the one that tokamax imports of it.
+    """
+    if why := missing_tokamax():
+        raise ImportError(why)
+    if importlib.util.find_spec("tokamax") is None:
+        sys.path.append(str(PEERS))
+    if XPROF not in sys.modules and importlib.util.find_spec("xprof") is None:
+        parts = XPROF.split(".")
+        names = [".".join(parts[: n + 1]) for n in range(len(parts))]
+        sys.modules |= {name: types.ModuleType(name) for name in names}
+        setattr(sys.modules[names[-2]], parts[-1], sys.modules[XPROF])
+    import tokamax
+
+    return tokamax
 
 
 def torch() -> dict[str, Products]:

@@ -16,7 +16,7 @@ from moejax.kernels import shapes, tuning
 from moejax.kernels.grouped_dot import reference
 from moejax.kernels.shapes import SKEWS, ProductShape
 from tests.support.close import assert_close
-from tools.bench import grouped_dot, grouped_dot_jobs
+from tools.bench import grouped_dot, grouped_dot_jobs, published_rates
 from tools.bench import grouped_dot_cases as cases
 from tools.bench import grouped_dot_peers as peers
 
@@ -184,6 +184,37 @@ def test_the_summary_has_the_minimum_with_its_shape_and_skew(capsys):
     minima = ["2.00", "6.00", "0.60", "0.80"]
     expected = [f"{n} (even, {skew})" for n, skew in zip(minima, skews)]
     assert [cell.strip(" |") for cell in cells] == expected
+
+
+def test_our_rate_is_shown_beside_published_ones(capsys):
+    """DeepSeek-V3's product has 65536 rows in both; qwen's bar has twice as many."""
+    sizes = {"deepseek_v3": (65536, 7168, 2048, 256), "toy": (96, 16, 24, 4)}
+    sizes["qwen3_30b_a3b"] = (65536, 2048, 768, 128)
+    row = {"pass": "forward", "impl": "hopper", "skew": "uniform", "msec": 5.0}
+    rows = [
+        row
+        | {"shape": name, "rows": m, "d": d, "f": f, "groups": g}
+        | {"device": "NVIDIA H200", "tflops": 2 * m * d * f / 5 / 1e9}
+        for name, (m, d, f, g) in sizes.items()
+    ]
+    grouped_dot.show_bars(rows, peers.OURS)
+    *_, deepseek, qwen = capsys.readouterr().out.splitlines()
+    # 2 x 65536 x 7168 x 2048 FLOPs in 5 ms are 385 TFLOP/s; tokamax took 4.949 ms.
+    assert deepseek == (
+        "| deepseek_v3 | forward | 385 | 389 | 0.99 "
+        "| tokamax_triton 0.0.12, H100, 65536 rows |"
+    )
+    assert qwen.endswith("| tokamax_mosaic 0.0.14, H100, 131072 rows |")
+    for row in rows:
+        row["device"] = "NVIDIA B200"
+    grouped_dot.show_bars(rows, peers.OURS)
+    assert not capsys.readouterr().out
+
+
+def test_every_published_rate_is_below_the_peak():
+    assert len(published_rates.bars()) == 141
+    assert all(1 < bar.tflops < 989 for bar in published_rates.bars())
+    assert {bar.impl for bar in published_rates.bars()} < set(peers.IMPLEMENTATIONS)
 
 
 def test_bytes_of_empty_groups_are_not_counted():
