@@ -79,7 +79,10 @@ def work(args: argparse.Namespace) -> int:
             names("shapes", args.shapes, MODEL_SHAPES),
             names("passes", args.passes, kernel_cases.PRODUCTS),
             {form: kernel_cases.FORMS[form] for form in forms}
-            | {text: fields(text) for text in args.tiles},
+            | {
+                text: dict.fromkeys(kernel_cases.PRODUCTS, fields(text))
+                for text in args.tiles
+            },
             args.dtype,
         ),
         *map(kernel_cases.other, names("others", args.others, kernel_cases.OTHERS)),

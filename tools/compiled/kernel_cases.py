@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.kernels.shapes import MODEL_SHAPES, ProductShape
-from moejax.kernels.tuning import Pass, Tiles, default_tiles
+from moejax.kernels.tuning import FUSED, Pass, Tiles, default_tiles
 from tools.bench.grouped_dot_cases import OPERANDS
 
 PRODUCTS: tuple[Pass, ...] = ("swiglu", "forward", "swiglu_dgrad", "dgrad", "wgrad")
@@ -18,8 +18,24 @@ PRODUCTS: tuple[Pass, ...] = ("swiglu", "forward", "swiglu_dgrad", "dgrad", "wgr
 them."""
 OTHERS = ("attention_forward", "attention_backward", "permute", "water_fill")
 """Kernels of the other operations: rows of OLMoE, heads of 128 values, eight bins."""
-FORMS: dict[str, dict[str, Any]] = {"first": {}}
-"""Fields of Tiles that each form of the products changes in the default tiles."""
+ROWS_PASSES = PRODUCTS[:-1]
+_TURNS = {"halves": "turns", "columns": 128}
+FORMS: dict[str, dict[Pass, dict[str, Any]]] = {
+    "first": dict.fromkeys(PRODUCTS, {}),
+    "approx": dict.fromkeys(FUSED, {"math": "approx"}),
+    "own": dict.fromkeys(ROWS_PASSES, {"barriers": "own"}),
+    "cluster": dict.fromkeys(PRODUCTS, {"cluster": 2}),
+    "turns": {
+        "swiglu": _TURNS | {"rows": 64, "stages": 4},
+        "swiglu_dgrad": _TURNS | {"rows": 64, "stages": 6},
+        "forward": _TURNS | {"rows": 128, "stages": 5},
+        "dgrad": _TURNS | {"rows": 128, "stages": 5},
+        "wgrad": _TURNS | {"rows": 128, "stages": 5},
+    },
+}
+"""Fields of Tiles that each form changes in the default tiles, by the passes that have
+the form. A warpgroup that takes turns has the sums of a whole tile in its registers, so
+that its tiles are smaller."""
 
 
 class KernelCase(NamedTuple):
@@ -40,19 +56,20 @@ class KernelCase(NamedTuple):
 def products(
     shapes: Sequence[str],
     passes: Sequence[Pass],
-    forms: Mapping[str, Mapping[str, Any]],
+    forms: Mapping[str, Mapping[Pass, Mapping[str, Any]]],
     dtype: str = "bfloat16",
 ) -> Iterator[KernelCase]:
     """Yield the cases of grouped products by shape, pass and form.
 
-    `forms` gives the fields of Tiles that each form changes. A form whose tiles are
-    those of one before it, or are impossible, has no case.
+    `forms` is like FORMS. A form whose tiles are those of one before it, or are
+    impossible, has no case.
     """
     for name in shapes:
         for which in passes:
             known = set()
-            for form, fields in forms.items():
-                tiles = changed_tiles(default_tiles(which, MODEL_SHAPES[name]), fields)
+            default = default_tiles(which, MODEL_SHAPES[name])
+            for form in (form for form in forms if which in forms[form]):
+                tiles = changed_tiles(default, forms[form][which])
                 if tiles is not None and tiles not in known:
                     known.add(tiles)
                     yield product(name, which, form, tiles, dtype)

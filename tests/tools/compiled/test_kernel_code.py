@@ -17,6 +17,7 @@ from tools.compiled import kernel_cases, ptxas, sass
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "kernel_code" / "first.json"
 LIMIT_SEC = 600
+FIRST = {"first": kernel_cases.FORMS["first"]}
 PTXAS = """
 ptxas info    : (C7519) warpgroup.arrive is injected in around line 707 by compiler to
 ptxas warning : (C7510) Potential Performance Loss: wgmma.mma_async are serialized
@@ -111,7 +112,7 @@ def test_text_without_instructions_is_refused():
 
 def test_every_pass_of_every_shape_is_a_case_of_the_golden_file():
     cases = kernel_cases.products(
-        kernel_cases.MODEL_SHAPES, kernel_cases.PRODUCTS, {"first": {}}
+        kernel_cases.MODEL_SHAPES, kernel_cases.PRODUCTS, FIRST
     )
     golden = json.loads(GOLDEN.read_text())["kernels"]
     names = {(row["shape"], row["case"]) for row in golden if row["shape"]}
@@ -120,7 +121,8 @@ def test_every_pass_of_every_shape_is_a_case_of_the_golden_file():
 
 
 def test_forms_without_tiles_of_their_own_are_left_out():
-    forms = {"first": {}, "same": {"depth": 64}, "impossible": {"stages": 1}}
+    forms = FIRST | {"same": {"wgrad": {"depth": 64}}, "absent": {}}
+    forms |= {"impossible": {"wgrad": {"stages": 1}}}
     (case,) = kernel_cases.products(["olmoe_1b_7b"], ["wgrad"], forms)
     assert (case.form, case.tiles) == ("first", Tiles(128, 256))
     x, dy, rows_g = case.arguments
