@@ -80,7 +80,9 @@ def work(args: argparse.Namespace) -> int:
             names("passes", args.passes, kernel_cases.PRODUCTS),
             {form: kernel_cases.FORMS[form] for form in forms}
             | {
-                text: dict.fromkeys(kernel_cases.PRODUCTS, fields(text))
+                text: dict.fromkeys(
+                    kernel_cases.PRODUCTS, kernel_cases.Form(fields(text))
+                )
                 for text in args.tiles
             },
             args.dtype,

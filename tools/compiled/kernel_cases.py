@@ -19,23 +19,42 @@ them."""
 OTHERS = ("attention_forward", "attention_backward", "permute", "water_fill")
 """Kernels of the other operations: rows of OLMoE, heads of 128 values, eight bins."""
 ROWS_PASSES = PRODUCTS[:-1]
+
+
+class Form(NamedTuple):
+    """A form of the kernel of a product."""
+
+    fields: Mapping[str, Any] = {}
+    """Fields of Tiles that differ from the default tiles."""
+    is_aligned: bool = False
+    """Whether groups consist of whole tiles (KernelRun.is_aligned)."""
+
+
 _TURNS = {"halves": "turns", "columns": 128}
-FORMS: dict[str, dict[Pass, dict[str, Any]]] = {
-    "first": dict.fromkeys(PRODUCTS, {}),
-    "approx": dict.fromkeys(FUSED, {"math": "approx"}),
-    "own": dict.fromkeys(ROWS_PASSES, {"barriers": "own"}),
-    "cluster": dict.fromkeys(PRODUCTS, {"cluster": 2}),
+FORMS: dict[str, dict[Pass, Form]] = {
+    "first": {which: Form() for which in PRODUCTS},
+    "approx": {which: Form({"math": "approx"}) for which in FUSED},
+    "own": {which: Form({"barriers": "own"}) for which in PRODUCTS[:-1]},
+    "cluster": {which: Form({"cluster": 2}) for which in PRODUCTS},
     "turns": {
-        "swiglu": _TURNS | {"rows": 64, "stages": 4},
-        "swiglu_dgrad": _TURNS | {"rows": 64, "stages": 6},
-        "forward": _TURNS | {"rows": 128, "stages": 5},
-        "dgrad": _TURNS | {"rows": 128, "stages": 5},
-        "wgrad": _TURNS | {"rows": 128, "stages": 5},
+        "swiglu": Form(_TURNS | {"rows": 64, "stages": 4}),
+        "swiglu_dgrad": Form(_TURNS | {"rows": 64, "stages": 6}),
+        "forward": Form(_TURNS | {"rows": 128, "stages": 5}),
+        "dgrad": Form(_TURNS | {"rows": 128, "stages": 5}),
+        "wgrad": Form(_TURNS | {"rows": 128, "stages": 5}),
+    },
+    "aligned": {which: Form(is_aligned=True) for which in PRODUCTS},
+    "lean": {
+        which: Form(
+            {"barriers": "own"} | ({"math": "approx"} if which in FUSED else {}),
+            is_aligned=True,
+        )
+        for which in PRODUCTS
     },
 }
-"""Fields of Tiles that each form changes in the default tiles, by the passes that have
-the form. A warpgroup that takes turns has the sums of a whole tile in its registers, so
-that its tiles are smaller."""
+"""Forms of the products, by the passes that have them; `lean` is aligned, approx and
+own at once. A warpgroup that takes turns has the sums of a whole tile in its registers,
+so that its tiles are smaller."""
 
 
 class KernelCase(NamedTuple):
@@ -56,12 +75,12 @@ class KernelCase(NamedTuple):
 def products(
     shapes: Sequence[str],
     passes: Sequence[Pass],
-    forms: Mapping[str, Mapping[Pass, Mapping[str, Any]]],
+    forms: Mapping[str, Mapping[Pass, Form]],
     dtype: str = "bfloat16",
 ) -> Iterator[KernelCase]:
     """Yield the cases of grouped products by shape, pass and form.
 
-    `forms` is like FORMS. A form whose tiles are those of one before it, or are
+    `forms` is like FORMS. A form that is the same as one before it, or whose tiles are
     impossible, has no case.
     """
     for name in shapes:
@@ -69,10 +88,12 @@ def products(
             known = set()
             default = default_tiles(which, MODEL_SHAPES[name])
             for form in (form for form in forms if which in forms[form]):
-                tiles = changed_tiles(default, forms[form][which])
-                if tiles is not None and tiles not in known:
-                    known.add(tiles)
-                    yield product(name, which, form, tiles, dtype)
+                fields, is_aligned = forms[form][which]
+                tiles = changed_tiles(default, fields)
+                if tiles is not None and (tiles, is_aligned) not in known:
+                    known.add((tiles, is_aligned))
+                    case = product(name, which, tiles, dtype, is_aligned=is_aligned)
+                    yield case._replace(form=form)
 
 
 def changed_tiles(tiles: Tiles, fields: Mapping[str, Any]) -> Tiles | None:
@@ -87,16 +108,16 @@ def changed_tiles(tiles: Tiles, fields: Mapping[str, Any]) -> Tiles | None:
 
 
 def product(
-    shape: str, which: Pass, form: str, tiles: Tiles, dtype: str = "bfloat16"
+    shape: str, which: Pass, tiles: Tiles, dtype: str, *, is_aligned: bool
 ) -> KernelCase:
     """Return the case of one grouped product."""
-    from moejax.kernels.grouped_dot.hopper import kernels
+    from moejax.kernels.grouped_dot.hopper import kernels, ring
 
-    sizes = MODEL_SHAPES[shape]
-    function = functools.partial(getattr(kernels, which), tiles=tiles)
+    sizes, run = MODEL_SHAPES[shape], ring.KernelRun(is_aligned=is_aligned)
+    function = functools.partial(getattr(kernels, which), tiles=tiles, run=run)
     rows_g = jax.ShapeDtypeStruct((sizes.groups,), jnp.int32)
     arguments = (*operands(which, sizes, dtype), rows_g)
-    return KernelCase(which, shape, form, tiles, function, arguments)
+    return KernelCase(which, shape, "", tiles, function, arguments)
 
 
 def operands(which: str, shape: ProductShape, dtype: str) -> tuple:
