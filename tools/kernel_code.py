@@ -25,6 +25,7 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 from moejax.kernels.shapes import MODEL_SHAPES  # noqa: E402
 from moejax.kernels.tuning import Tiles  # noqa: E402
 from moejax.perf import target  # noqa: E402
+from tools.bench import program  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
 from train.launch.program import DONE, emit, guarded  # noqa: E402
 
@@ -174,17 +175,9 @@ def format_tiles(tiles: dict[str, Any] | None) -> str:
 
 
 def names(flag: str, text: str, known) -> list[str]:
-    """Return the names of a list with commas, 'all' or 'none'. Raises ValueError for an
-    unknown one."""
-    if text in ("all", "none"):
-        return list(known) if text == "all" else []
-    given = [name.strip() for name in text.split(",")]
-    for name in given:
-        if name not in known:
-            raise ValueError(
-                f"--{flag}: {name!r} is not one of {', '.join(known)}, all or none"
-            )
-    return given
+    """Return the names of a list with commas, of 'all' or of 'none'. Raises ValueError
+    for an unknown one."""
+    return [] if text == "none" else program.parse_names(flag, text, known)
 
 
 def fields(text: str) -> dict[str, Any]:

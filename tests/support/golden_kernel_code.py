@@ -2,6 +2,9 @@
 
 python tools/kernel_code.py --others all --json | tail -n 1 |
     python -m tests.support.golden_kernel_code > tests/golden/kernel_code/first.json
+
+second.json is of --shapes olmoe_1b_7b,fine_grained --forms
+approx,own,cluster,turns,aligned,lean instead.
 """
 
 import json

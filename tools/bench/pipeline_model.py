@@ -15,8 +15,9 @@ takes as long as the slowest of the units that work on it:
 
 A tile has its stages, and then the epilogue: registers -> shared memory -> result, a
 chunk at a time. Copies of the next tile run meanwhile, products do not, except where
-warpgroups take turns. Blocks take every 132nd tile, and the last one to end decides. No
-kernel is faster than its bytes from and to HBM. docs/kernels.md has the predictions.
+warpgroups take turns. Blocks take every 132nd tile, and the last one to end decides;
+`Tiles.spared` multiprocessors have none. No kernel is faster than its bytes from and to
+HBM. docs/kernels.md has the predictions.
 
 Predictions are of a clock of 1.755 GHz, which a GPU lowers under a load of products to
 stay within its power. So they are bounds. What tokamax measured on an H100 for the same
@@ -174,7 +175,7 @@ def predict(
     if align_rows:
         rows_g = -(-rows_g // align_rows) * align_rows
     cost = tile_cycles(which, shape, tiles, rows_g, stage, gpu, bool(align_rows))
-    blocks = gpu.num_cores // tiles.cluster
+    blocks = (gpu.num_cores - tiles.spared) // tiles.cluster
     busy_b = np.bincount(np.arange(len(cost.cycles_t)) % blocks, cost.cycles_t, blocks)
     cycles = busy_b.max() + LATENCY
     hbm = hbm_bytes(which, shape, tiles, rows_g, gpu)

@@ -81,6 +81,15 @@ def test_one_tile_more_than_blocks_takes_another_wave():
     assert one_group(7, 19).shares["waves"] > 0.45
 
 
+def test_spared_multiprocessors_have_no_block():
+    shape, spared = ProductShape(12 * 128, 1024, 11 * 256, 1), {"spared": 66}
+    halved = dataclasses.replace(TILES, **spared)
+    rows_g = np.array([shape.rows])
+    both = (model.predict("forward", shape, t, rows_g).msec for t in (TILES, halved))
+    whole, half = both
+    assert 1.9 < half / whole < 2
+
+
 def test_a_short_contraction_is_limited_by_memory():
     shape = ProductShape(rows=128 * 1320, d=64, f=4096, groups=1)
     found = model.predict("forward", shape, TILES, np.array([shape.rows]))
