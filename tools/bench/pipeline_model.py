@@ -108,15 +108,16 @@ CHUNK_CYCLES, PART_CYCLES = 200, 600
 and for the start of its copy; and a chunk of a part of a tile, whose copies are serial.
 Assumptions."""
 INSTRUCTIONS = {
-    "forward": 4,
-    "dgrad": 4,
-    "wgrad": 4,
-    "swiglu": 34,
-    "swiglu_dgrad": 51,
+    "forward": (3, 6),
+    "dgrad": (3, 6),
+    "wgrad": (3, 3),
+    "swiglu": (26, 44),
+    "swiglu_dgrad": (42, 61),
 }
-"""Instructions of an epilogue for each value of a tile: half of the instructions
-outside of the loops, because SASS has an epilogue for whole tiles and one for parts."""
-INSTRUCTIONS_APPROX = {"swiglu": 26, "swiglu_dgrad": 43}
+"""Instructions of an epilogue for each value of a whole tile, and of a part of one. Of
+whole tiles they are those outside of the loops where groups are aligned, which have no
+other epilogue, less 600; and of parts, what the first form has more (SASS)."""
+INSTRUCTIONS_APPROX = {"swiglu": (18, 36), "swiglu_dgrad": (34, 53)}
 """The same where exp and division are approximate."""
 RESULTS = {"swiglu": 3, "swiglu_dgrad": 3}
 """Number of results of a pass, if there are several."""
@@ -293,6 +294,7 @@ def epilogue_cycles(
     per_value = INSTRUCTIONS[which]
     if tiles.math == "approx":
         per_value = INSTRUCTIONS_APPROX.get(which, per_value)
+    per_value = per_value[is_part]
     threads = 32 * gpu.instructions_per_clock
     issue = tiles.rows * tiles.columns * per_value / threads
     results = RESULTS.get(which, 1)

@@ -61,9 +61,10 @@ def one_group(high: int, wide: int) -> model.Prediction:
 
 
 def test_the_cycles_of_one_tile():
-    # Eight chunks wait 200 cycles and for four barriers of 30; 4 instructions for each
-    # of 128 x 256 values are issued by 128 lanes.
-    epilogue = 8 * (200 + 4 * 30) + 128 * 256 * 4 / 128
+    # Eight chunks wait 200 cycles and for four barriers of 30; 128 x 256 values of 2
+    # bytes are written and read at 128 bytes a cycle, which takes longer than 3
+    # instructions for each by 128 lanes.
+    epilogue = 8 * (200 + 4 * 30) + 2 * 128 * 256 * 2 / 128
     assert model.epilogue_cycles("forward", TILES, is_part=False) == epilogue
     cycles = 16 * 1024 + epilogue + 1000
     found = one_group(12, 11)
