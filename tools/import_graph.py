@@ -28,7 +28,7 @@ LAYERS = (
     ("train.dry_run", "train.summary"),
     ("train.loop",),
     ("train.replicas", "train.in_flight"),
-    ("train.balance", "train.eval", "train.cli"),
+    ("train.balance", "train.doctor", "train.eval", "train.cli"),
     ("train.job",),
     ("train.checkpoint", "train.logs"),
     ("train.step",),

@@ -28,6 +28,7 @@ from moejax.resolve.resolved import Resolved, resolve
 from train.launch.program import usable_bytes
 from train.replicas.shards import Coverage, coverage
 from train.step.compiled import make_model
+from train.step.ragged import check_ragged
 from train.step.state import abstract_state, bytes_per_device
 
 GIB = 2**30
@@ -151,7 +152,9 @@ def _resolve(cfg: Config, target: Target | None) -> Resolved:
         cfg.mesh.sizes, AXES, axis_types=(AxisType.Auto,) * 4, abstract_device=device
     )
     usable = None if target is None else usable_bytes(target.memory_bytes)
-    return resolve(cfg, mesh, usable)
+    run = resolve(cfg, mesh, usable)
+    check_ragged(run.mesh_layout, device.platform)
+    return run
 
 
 def _memory(run: Resolved) -> dict[str, int]:
@@ -328,7 +331,8 @@ def _print(run: Resolved, record: dict, plan: ExpertPlan) -> None:
             print(f"  {part:<22} {count:.4g}")
     print(f"training FLOPs per token {flops['train']:.4g}")
     print(f"layout             {layout}")
-    for line in run.lines():
+    platform = run.mesh.abstract_device.platform
+    for line in (*run.lines(), *check_ragged(run.mesh_layout, platform)):
         print(line)
     home = "home: slot p holds expert p" if plan.is_home else "not home"
     print(f"plan               {plan.digest} ({home}; {plan.num_layers} layers)")

@@ -17,12 +17,13 @@ from moejax.config import Config
 from moejax.model.transformer import check_remat
 from moejax.moe.layer import check_device
 from moejax.perf import target
-from moejax.resolve.resolved import resolve
+from moejax.resolve.resolved import Resolved, resolve
 from train import data
 from train.checkpoint.identity import FORMAT
 from train.data.feed import own_rows
 from train.launch.program import usable_bytes
 from train.step.compiled import make_model
+from train.step.ragged import check_ragged
 from train.step.step import StepContext, window_sharding
 
 
@@ -88,14 +89,8 @@ def prepare(cfg: Config) -> Job:
     Raises ValueError or NotImplementedError, with what to do instead, for a
     configuration that cannot run here.
     """
-    mesh = make_mesh(cfg.mesh)
-    run = resolve(cfg, mesh, _usable_bytes(mesh.devices.flat[0]))
-    model = make_model(run)
-    device = model.mesh.devices.flat[0]
-    check_device(model.layout, device)
-    check_remat(cfg.model, device)
-    run.check_policy()
-    recorded_sha256 = run.recorded_sha256()
+    model = prepare_model(cfg)
+    recorded_sha256 = model.run.recorded_sha256()
     corpus = data.load_corpus(cfg.data, cfg.model.vocab_size)
     micro = cfg.train.batch_size // cfg.train.accumulate_steps
     eval_batches = cfg.train.eval_batches * cfg.train.accumulate_steps
@@ -112,6 +107,26 @@ def prepare(cfg: Config) -> Job:
         },
         recorded_sha256=recorded_sha256,
     )
+
+
+def prepare_model(cfg: Config) -> StepContext:
+    """Return the model on the devices that a configuration asks for, without data.
+    Raises as `prepare` does."""
+    mesh = make_mesh(cfg.mesh)
+    run = resolve(cfg, mesh, _usable_bytes(mesh.devices.flat[0]))
+    model = make_model(run)
+    device = model.mesh.devices.flat[0]
+    check_device(model.layout, device)
+    ragged_lines(run)
+    check_remat(cfg.model, device)
+    run.check_policy()
+    return model
+
+
+def ragged_lines(run: Resolved) -> list[str]:
+    """Return the warnings of the ragged transport for the devices of a run; raise
+    ValueError where it is known to go wrong on them (train/step/ragged.py)."""
+    return check_ragged(run.mesh_layout, run.mesh.devices.flat[0].platform)
 
 
 def _usable_bytes(device: jax.Device) -> int | None:

@@ -28,14 +28,16 @@ from train.launch.agreement import (  # noqa: E402
     require_same,
 )
 from train.launch.cluster import ATTEMPT, ProcessInfo, add_flags, cluster_flags  # noqa: E402
-from train.launch.processes import from_first_process  # noqa: E402
+from train.launch.processes import from_first_process, is_first  # noqa: E402
 from train.launch.program import (  # noqa: E402
     DONE,
+    FAILED,
     PREEMPTED,
     emit,
     end,
     guarded,
     restart_with_huge_pages,
+    say_loudly,
     start,
     start_of_process,
 )
@@ -77,6 +79,11 @@ def work(args: argparse.Namespace, *, is_program: bool) -> int:
         raise ValueError(
             "--fresh starts from step 0, and --from_step from a checkpoint: give one"
         )
+    if args.check and (args.dry_run or args.fresh or args.from_step is not None):
+        raise ValueError(
+            "--check compares kernels and collectives, and trains nothing: give it "
+            "without --dry_run, --fresh and --from_step"
+        )
     cfg = gin_reader.load(args.gin_file, args.gin_param)
     args.target = find_target(cfg, args.target)
     args.profile_steps = parse_steps(args.profile_steps)
@@ -91,6 +98,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     _add_run(parser.add_argument)
+    _add_check(parser.add_argument)
     _add_dry_run(parser.add_argument)
     _add_output(parser.add_argument)
     add_flags(parser)
@@ -133,6 +141,17 @@ def _add_run(add: Callable) -> None:
         metavar="N",
         help="continue from the checkpoint of step N, and rename later ones (default: "
         "from the newest)",
+    )
+
+
+def _add_check(add: Callable) -> None:
+    """Add the argument of a check of the devices."""
+    add(
+        "--check",
+        action="store_true",
+        help="compare each kernel and each collective that the run would use with its "
+        "definition on the devices, print a table, and train nothing; exit code 3 if "
+        "something is wrong (default: only GPUs are checked, before the first run)",
     )
 
 
@@ -212,12 +231,13 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
     fresh = args.fresh and is_first_attempt  # a restart continues its own run
     from_step = args.from_step if is_first_attempt else None
     facts = {"configuration": gin_reader.render(cfg), "--from_step": str(from_step)}
-    facts["--dry_run"] = str(args.dry_run)
+    facts |= {"--dry_run": str(args.dry_run), "--check": str(args.check)}
     require_same("program", facts | program_facts())
     from train.checkpoint import identity
     from train.checkpoint.aside import go_back
+    from train.doctor.doctor import heal
     from train.dry_run import dry_run, show_meshes
-    from train.job import prepare
+    from train.job import prepare, prepare_model, ragged_lines
     from train.logs.run_dir import share
     from train.loop import Extras, train
     from train.summary import finished_summary, summarise
@@ -231,8 +251,17 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
                 record = show_meshes(cfg, args.num_devices, args.target)
             emit(record, args.json)
         return DONE
+    if args.check:
+        return check_devices(cfg, args)
     job = prepare(cfg)
     require_same("job", job.facts | device_facts())
+    if is_first():
+        for line in ragged_lines(job.model.run):
+            say_loudly(line)
+    healed = heal(job.model.run, lambda cfg: prepare_model(cfg).run, say_loudly)
+    if healed is not None:
+        cfg, job = healed, prepare(healed)
+        require_same("job with plain forms", job.facts)
     with share(run_directory(cfg, args), fresh=fresh) as run_dir:
         if run_dir.archived:
             print(f"the run that was here is now {run_dir.archived}")
@@ -261,6 +290,26 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
             return PREEMPTED
         emit(summarise(job, outcome, run_dir.path), args.json)
     return DONE
+
+
+def check_devices(cfg: Config, args: argparse.Namespace) -> int:
+    """Compare kernels and collectives of the run with their definitions; print a table,
+    and return the exit code."""
+    from train.doctor.doctor import check
+    from train.doctor.table import as_record, table
+    from train.job import prepare_model, ragged_lines
+
+    run = prepare_model(cfg).run
+    require_same("devices", device_facts())
+    report = check(run, say_loudly)
+    code = FAILED if report.wrong else DONE
+    if is_first():
+        for line in ragged_lines(run):
+            say_loudly(line)
+        print_config(cfg, args, "--print_config prints all of them")
+        print(table(report, run), flush=True)
+        emit(as_record(report) | {"exit_code": code}, args.json)
+    return code
 
 
 def find_target(cfg: Config, name: str | None) -> target.Target | None:

@@ -69,22 +69,34 @@ def _expert_kernels(cfg: Config, layout: Layout) -> dict[str, KernelChoice]:
         why = "Dispatch.kernels='plain'"
         grouped = KernelChoice("blocked", why + _without_hopper(layout))
         return {"grouped_dot": grouped, "permute": KernelChoice("xla", why)}
-    view, d = layout.exchanged, cfg.model.d_model
-    dtype = cfg.model.compute_dtype
-    first, later = (
-        _grouped_dot(cfg, layout, view.num_sorted_rows(rows))
-        for rows in (view.rows_per_peer, view.rows_per_round)
-    )
+    d, dtype = cfg.model.d_model, cfg.model.compute_dtype
+    first, later = (_grouped_dot(cfg, layout, rows) for rows in product_rows(layout))
     kernels = {"grouped_dot": first, "permute": choose_permute(dtype, d)}
     if layout.exchange == "exact" and later.implementation != first.implementation:
         kernels["grouped_dot in later rounds"] = later
     return kernels
 
 
+def product_rows(layout: Layout) -> tuple[int, int]:
+    """Return the number of rows of a grouped product, padding included, in round 0 and
+    in later rounds."""
+    view = layout.exchanged
+    first, later = (
+        view.num_sorted_rows(rows) for rows in (view.rows_per_peer, view.rows_per_round)
+    )
+    return first, later
+
+
+def product_widths(cfg: Config, layout: Layout) -> tuple[int, int]:
+    """Return the width of a row, and the hidden width of an expert as one device
+    computes it."""
+    shards = 1 if layout.is_local else cfg.expert_shards
+    return cfg.model.d_model, cfg.moe.d_expert // shards
+
+
 def _grouped_dot(cfg: Config, layout: Layout, num_rows: int) -> KernelChoice:
     """Return the implementation of the grouped product of `num_rows` rows."""
-    shards = 1 if layout.is_local else cfg.expert_shards
-    d, f, dtype = cfg.model.d_model, cfg.moe.d_expert // shards, cfg.model.compute_dtype
+    (d, f), dtype = product_widths(cfg, layout), cfg.model.compute_dtype
     is_fp8 = layout.fp8 != "none"
     choice = choose_grouped_dot(dtype, num_rows, d, f, is_fp8=is_fp8)
     if choice.implementation != "hopper":

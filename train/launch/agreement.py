@@ -14,7 +14,7 @@ import os
 import pathlib
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from train.launch import coordinator
 
@@ -40,21 +40,33 @@ def require_same(name: str, facts: Mapping[str, str]) -> None:
     A fact is a text of one or more lines; the message names the first differing line of
     the first fact, on both processes. Every process calls this once with each `name`.
     """
-    if not coordinator.is_here():
-        return
-    index, count = coordinator.own_index(), coordinator.count()
-    coordinator.put(f"facts/{name}/{index}", json.dumps(facts))
-    if index == 0:
-        coordinator.put(f"agreed/{name}", _verdict(name, facts, count))
-    if verdict := coordinator.wait_for(f"agreed/{name}"):
+    if verdict := merged(f"facts of the {name}", json.dumps(facts), _verdict):
         raise ValueError(verdict)
 
 
-def _verdict(name: str, facts: Mapping[str, str], count: int) -> str:
-    """Return how processes differ from process 0, or '' if all are the same."""
+def merged(name: str, text: str, merge: Callable[[list[str]], str]) -> str:
+    """Return merge(texts) on all processes, from the texts that they give in their
+    order. Process 0 merges.
+
+    The texts go through the coordinator and not through devices. Every process calls
+    this once with each `name`.
+    """
+    if not coordinator.is_here():
+        return merge([text])
+    index, count = coordinator.own_index(), coordinator.count()
+    coordinator.put(f"told/{name}/{index}", text)
+    if index == 0:
+        texts = [coordinator.wait_for(f"told/{name}/{i}") for i in range(count)]
+        coordinator.put(f"merged/{name}", merge(texts))
+    return coordinator.wait_for(f"merged/{name}")
+
+
+def _verdict(texts: list[str]) -> str:
+    """Return how the facts of processes differ from those of process 0, as one line, or
+    '' if all are the same."""
+    facts, *others = map(json.loads, texts)
     differences = []
-    for index in range(1, count):
-        other = json.loads(coordinator.wait_for(f"facts/{name}/{index}"))
+    for index, other in enumerate(others, 1):
         if difference := first_difference(facts, other, index):
             differences.append((index, difference))
     if not differences:
@@ -115,12 +127,27 @@ def program_facts() -> dict[str, str]:
 
 
 def device_facts() -> dict[str, str]:
-    """Return the facts about the devices of this process: their platform and kind."""
+    """Return the facts about the devices of this process: their platform and kind, and
+    which tiles and kernels the files of their kinds choose."""
     import jax
 
-    kinds = sorted({f"{d.platform} {d.device_kind}" for d in jax.local_devices()})
-    runtime = jax.local_devices()[0].client.platform_version
-    return {"devices": "\n".join(kinds), "runtime of the devices": runtime}
+    from moejax.kernels import device_file  # imports jax
+
+    devices = jax.local_devices()
+    kinds = sorted({f"{d.platform} {d.device_kind}" for d in devices})
+    paths = sorted({device_file.path_of(d.device_kind) for d in devices})
+    return {
+        "devices": "\n".join(kinds),
+        "runtime of the devices": devices[0].client.platform_version,
+        "choices of kernels": "\n".join(map(_file_line, paths)),
+    }
+
+
+def _file_line(path: pathlib.Path) -> str:
+    """Return a line with the name of a file and its hash, or that there is none."""
+    if not path.is_file():
+        return f"{path.name} is not here"
+    return f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
 
 
 def _sources() -> list[str]:

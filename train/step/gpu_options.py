@@ -21,9 +21,10 @@ class GpuOption:
     """What it is for, in a few words."""
 
 
+LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 GPU_OPTIONS = (
     GpuOption(
-        "xla_gpu_enable_latency_hiding_scheduler",
+        LATENCY_HIDING,
         True,
         "collectives start early and end late",
     ),
@@ -62,7 +63,14 @@ def options_line(platform: str, environ: Mapping[str, str] = os.environ) -> str 
     return f"compiler options   {', '.join(parts)}"
 
 
-def _flags(environ: Mapping[str, str]) -> set[str]:
-    """Return the names of the flags in XLA_FLAGS."""
-    words = environ.get("XLA_FLAGS", "").split()
-    return {word.lstrip("-").partition("=")[0] for word in words}
+def value_of(name: str, environ: Mapping[str, str] = os.environ) -> Any:
+    """Return the value of one of GPU_OPTIONS with which steps on GPUs are compiled, as
+    a text where XLA_FLAGS has it. A flag without a value is 'true'."""
+    of_run = {option.name: option.value for option in GPU_OPTIONS}[name]
+    return _flags(environ).get(name, of_run)
+
+
+def _flags(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the flags in XLA_FLAGS by name; of one that is there twice, the last."""
+    pairs = (word.partition("=") for word in environ.get("XLA_FLAGS", "").split())
+    return {name.lstrip("-"): value or "true" for name, _, value in pairs}

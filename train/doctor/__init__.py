@@ -1,0 +1,6 @@
+"""What a run checks of its devices before it trains: kernels and collectives against
+their definitions.
+
+Not here: what quarantines a kernel for later runs (moejax/kernels/quarantine.py), and
+the comparison of replicas while a run trains (train/replicas).
+"""

@@ -1,0 +1,190 @@
+"""Checks of the row permutations, of attention and of the water-filling split."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.kernels.attention import attention
+from moejax.kernels.attention.choose import why_not
+from moejax.kernels.attention.reading import CAUSAL, Inputs
+from moejax.kernels.permute import combine_rows, gather_rows
+from moejax.moe.split import water_filling as split
+from moejax.moe.types import Placement
+from moejax.plan import water_filling
+from moejax.plan.expert_plan import EMPTY, ExpertPlan
+from moejax.plan.layout import Layout
+from moejax.resolve.kernels import attention_arrays
+from moejax.resolve.resolved import Resolved
+from train.doctor import definitions
+from train.doctor.kernel_check import (
+    KernelCheck,
+    allowed_error,
+    find_subject,
+    largest_error,
+)
+
+LENGTHS = (200, 256)
+"""Numbers of tokens for attention, the first that the implementation takes; else those
+of the run's windows."""
+NUM_TOKENS = 37
+"""Number of tokens whose rows are permuted."""
+SPARE_ROWS = 11
+"""Number of rows of the buffer that no token has."""
+
+
+def permute_check(run: Resolved) -> KernelCheck:
+    """Return the check of both permutations of rows and of their gradients."""
+    choice = run.kernels["permute"].implementation
+    name, subject = find_subject("permute", choice, run)
+    cfg, rng = run.cfg, np.random.default_rng(1)
+    (n, k), d = (NUM_TOKENS, cfg.moe.top_k), cfg.model.d_model
+    dtype = jnp.dtype(cfg.model.compute_dtype)
+    m = n * k + SPARE_ROWS
+
+    positions_nk = rng.permutation(m)[: n * k].reshape(n, k)
+    positions_nk[rng.random((n, k)) < 0.2] = EMPTY
+    assignment_m = np.full(m, EMPTY)
+    is_here_nk = positions_nk >= 0
+    assignment_m[positions_nk[is_here_nk]] = np.flatnonzero(is_here_nk)
+    is_used_m = assignment_m >= 0
+
+    def draw(*shape):
+        return rng.standard_normal(shape).astype(dtype)
+
+    x_nd, y_md, dx_md, dout_nd = draw(n, d), draw(m, d), draw(m, d), draw(n, d)
+    gate_nk = rng.random((n, k)).astype(np.float32)
+    wide = [each.astype(np.float64) for each in (x_nd, y_md, dx_md, dout_nd)]
+    x, y, dx, dout = wide
+    gate = np.where(is_here_nk, gate_nk, 0).astype(np.float64)
+    token_m, choice_m = assignment_m // k, assignment_m % k
+    used_m1 = is_used_m[:, None]
+    expected = {
+        "gathered": np.where(used_m1, x[token_m], 0),
+        "dx": np.where(is_here_nk[..., None], dx[positions_nk], 0).sum(1),
+        "combined": np.einsum("nk,nkd->nd", gate, y[positions_nk]),
+        "dy": np.where(used_m1, gate[token_m, choice_m][:, None] * dout[token_m], 0),
+        "dgate": np.where(
+            is_here_nk, np.einsum("nd,nkd->nk", dout, y[positions_nk]), 0
+        ),
+    }
+    for rows in (y_md, dx_md):
+        rows[~is_used_m] = np.nan
+    case = {
+        "x": x_nd, "y": y_md, "gate": gate_nk, "dx": dx_md, "dout": dout_nd,
+        "positions": positions_nk.astype(np.int32),
+        "assignment": assignment_m.astype(np.int32),
+        "expected": {key: np.float32(value) for key, value in expected.items()},
+    }  # fmt: skip
+
+    def measure(case):
+        positions_nk, assignment_m = case["positions"], case["assignment"]
+        source_m = jnp.where(assignment_m < 0, EMPTY, assignment_m // k)
+
+        def gather(x_nd):
+            return gather_rows(x_nd, source_m, positions_nk, implementation=choice)
+
+        def combine(y_md, gate_nk):
+            tables = positions_nk, assignment_m
+            return combine_rows(y_md, gate_nk, *tables, implementation=choice)
+
+        gathered_md, back = jax.vjp(gather, case["x"])
+        actual = {"gathered": gathered_md, "dx": back(case["dx"])[0]}
+        actual["combined"], back = jax.vjp(combine, case["y"], case["gate"])
+        actual["dy"], actual["dgate"] = back(case["dout"])
+        return _largest(actual, case["expected"])
+
+    name = f"permutations of rows ({name})"
+    return KernelCheck(name, subject, allowed_error(run), measure, [case])
+
+
+def attention_check(run: Resolved) -> KernelCheck:
+    """Return the check of attention over two rows of tokens, one of them with four
+    documents, and of its gradients."""
+    choice = run.kernels["attention"].implementation
+    kernel = "attention_cudnn" if choice == "cudnn" else "attention"
+    name, subject = find_subject(kernel, choice, run)
+    given, rng = attention_arrays(run.cfg), np.random.default_rng(2)
+    t = _length(choice, given)
+
+    def draw(array):
+        return rng.standard_normal((2, t, *array.shape[2:])).astype(array.dtype)
+
+    q, k, v, dout = map(draw, (*given[:3], given.q_bthi))
+    edges = [0, t // 8 + 1, t // 8 + 2, t // 2 + 1]
+    first_t = np.repeat(edges, np.diff([*edges, t]))
+    first_bt = np.stack([first_t, np.zeros_like(first_t)]).astype(np.int32)
+    arrays = (q, k, v, first_bt, dout)
+    results = definitions.attention(
+        *(a if a is first_bt else a.astype(np.float64) for a in arrays)
+    )
+    expected = dict(zip(("out", "dq", "dk", "dv"), map(np.float32, results)))
+
+    def measure(case):
+        *qkv, first_bt, dout = case["arrays"]
+
+        def call(*qkv):
+            return attention(*qkv, first_bt, implementation=choice)
+
+        out, back = jax.vjp(call, *qkv)
+        actual = dict(zip(("out", "dq", "dk", "dv"), (out, *back(dout))))
+        return _largest(actual, case["expected"])
+
+    case = {"arrays": arrays, "expected": expected}
+    name = f"attention ({name}, {t} tokens)"
+    return KernelCheck(name, subject, allowed_error(run), measure, [case])
+
+
+def _length(implementation: str, given: Inputs) -> int:
+    """Return the number of tokens to compute attention of."""
+    whole = given.q_bthi.shape[1]
+
+    def of_length(array, t):
+        return jax.ShapeDtypeStruct((2, t, *array.shape[2:]), array.dtype)
+
+    for t in LENGTHS:
+        q, k, v, first = (of_length(array, t) for array in given[:4])
+        inputs = Inputs(q, k, v, first, given.start)
+        if t < whole and why_not(implementation, inputs, CAUSAL) is None:
+            return t
+    return whole
+
+
+def water_fill_check(run: Resolved) -> KernelCheck:
+    """Return the check of the water-filling split, whose integers are compared
+    exactly."""
+    layout = run.layout.exchanged
+    how = "fused" if layout.fused_split else "portable"
+    subject = "Dispatch.fused_split" if layout.fused_split else ""
+    row_p = _spread(layout)
+    owned_e = np.arange(layout.num_experts)
+    plan = ExpertPlan(row_p[None], layout.num_experts, owned_e[None])
+    load_e = 10_000 // (1 + np.random.default_rng(3).permutation(layout.num_experts))
+    expected = water_filling.fill(load_e, row_p, layout.num_devices)
+    placement = Placement.from_plan(plan, layout).layer(0)
+    case = {
+        "load": load_e.astype(np.int32), "placement": placement,
+        "rows": expected.rows_p.astype(np.float32),
+    }  # fmt: skip
+
+    def measure(case):
+        placement = case["placement"]
+        filled = split.fill(case["load"], placement, layout, jnp.int32(0))
+        rows_p = jnp.zeros_like(filled.rows_q).at[placement.slot_lq].set(filled.rows_q)
+        return largest_error(rows_p, case["rows"])
+
+    return KernelCheck(f"water-filling ({how})", subject, 0.0, measure, [case])
+
+
+def _spread(layout: Layout) -> np.ndarray:
+    """Return which expert each slot of a layout holds: on each device its own, then in
+    spare slots those that follow."""
+    s, own, e = layout.slots_per_device, layout.experts_per_device, layout.num_experts
+    first_w1 = own * np.arange(layout.num_devices)[:, None]
+    return ((first_w1 + np.arange(s)) % e).reshape(-1).astype(np.int32)
+
+
+def _largest(actual: dict, expected: dict):
+    """Return the largest relative error of several results."""
+    pairs = ((actual[name], expected[name]) for name in expected)
+    errors = [largest_error(*pair) for pair in pairs]
+    return jnp.max(jnp.stack(errors))
