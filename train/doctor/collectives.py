@@ -276,8 +276,23 @@ def run_collectives(checks: list[CollectiveCheck], mesh: Mesh) -> list[Outcome]:
     The program has the compiler's options of a step: a collective may be wrong under
     one scheduler and right under another.
     """
-    names, everywhere = mesh.axis_names, P(mesh.axis_names)
-    tables = {check.along: _peers(mesh, check.along) for check in checks}
+    program, tables = make_program(checks, mesh)
+    split = NamedSharding(mesh, P(mesh.axis_names))
+
+    def put(table: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(table.shape, split, lambda i: table[i])
+
+    found = jax.block_until_ready(program(*jax.tree.map(put, tables)))
+    return [_outcome(check, found[check.name]) for check in checks]
+
+
+def make_program(checks: list[CollectiveCheck], mesh: Mesh):
+    """Return the jitted function that runs checks on a mesh and returns the finding of
+    each on every device, [n, 3] by name, and its arguments in NumPy: the numbers of the
+    devices, and their peers by axes."""
+    everywhere = P(mesh.axis_names)
+    numbers_n = np.arange(mesh.size, dtype=np.int32)
+    peers = {check.along: _peers(mesh, check.along) for check in checks}
 
     def body(me_1, peers_by_axes):
         findings = {}
@@ -286,20 +301,12 @@ def run_collectives(checks: list[CollectiveCheck], mesh: Mesh) -> list[Outcome]:
             findings[check.name] = jnp.stack(_find(check.run(place)))[None]
         return findings
 
+    specs = {"in_specs": (everywhere, everywhere), "out_specs": everywhere}
     program = jax.jit(
-        jax.shard_map(
-            body, mesh=mesh, in_specs=(everywhere, everywhere), out_specs=everywhere
-        ),
+        jax.shard_map(body, mesh=mesh, **specs),
         compiler_options=compiler_options(mesh.devices.flat[0].platform),
     )
-    split = NamedSharding(mesh, P(names))
-
-    def put(table: np.ndarray) -> jax.Array:
-        return jax.make_array_from_callback(table.shape, split, lambda i: table[i])
-
-    args = put(np.arange(mesh.size, dtype=np.int32)), jax.tree.map(put, tables)
-    found = jax.block_until_ready(program(*args))
-    return [_outcome(check, found[check.name]) for check in checks]
+    return program, (numbers_n, peers)
 
 
 def _peers(mesh: Mesh, along: Axes) -> Int[np.ndarray, "n w"]:

@@ -103,23 +103,29 @@ def heal(
 
     Raises RunFailed if something without a plain form is wrong.
     """
-    if run.mesh.devices.flat[0].platform != "gpu":
+    if not is_for(run):
         return None
-    checks = Checks.of(run)
-    if _all_remember(run, checks, say):
+    checks, is_first = Checks.of(run), jax.process_index() == 0
+    if is_known := _all_remember(run, checks, say):
         ragged = checks.transport if run.layout.transport == "ragged" else []
         checks = Checks([], ragged, [])
-    tell = say if jax.process_index() == 0 else _say_nothing
     report, healed = examine(run, checks), None
     while report.wrong:
-        healed = _replace(run, report.wrong, tell)
+        healed = _replace(run, report.wrong, say if is_first else _say_nothing)
         run = resolve_again(healed)
         checks = Checks.of(run)
         report = examine(run, checks)
-    if report.outcomes:
-        tell(f"doctor: {len(report.outcomes)} checks are right, in {report.sec:.1f} s")
+    if report.outcomes and is_first:
+        num = len(report.outcomes)
+        print(f"doctor: {num} checks are right, in {report.sec:.1f} s", flush=True)
+    if healed is not None or not is_known:
         memory.remember(memory.fingerprint(run, checks.names), say)
     return healed
+
+
+def is_for(run: Resolved) -> bool:
+    """Return whether the devices of a run are checked without being asked to."""
+    return run.mesh.devices.flat[0].platform == "gpu"
 
 
 def check(run: Resolved, say: Say) -> Report:

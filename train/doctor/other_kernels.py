@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.axes import devices_of
 from moejax.kernels.attention import attention
 from moejax.kernels.attention.choose import why_not
 from moejax.kernels.attention.reading import CAUSAL, Inputs
@@ -98,21 +99,21 @@ def permute_check(run: Resolved) -> KernelCheck:
 
 
 def attention_check(run: Resolved) -> KernelCheck:
-    """Return the check of attention over two rows of tokens, one of them with four
-    documents, and of its gradients."""
+    """Return the check of attention over a row of tokens with four documents, and of
+    its gradients."""
     choice = run.kernels["attention"].implementation
     kernel = "attention_cudnn" if choice == "cudnn" else "attention"
     name, subject = find_subject(kernel, choice, run)
     given, rng = attention_arrays(run.cfg), np.random.default_rng(2)
-    t = _length(choice, given)
+    with devices_of(run.mesh):
+        t = _length(choice, given)
 
     def draw(array):
-        return rng.standard_normal((2, t, *array.shape[2:])).astype(array.dtype)
+        return rng.standard_normal((1, t, *array.shape[2:])).astype(array.dtype)
 
     q, k, v, dout = map(draw, (*given[:3], given.q_bthi))
     edges = [0, t // 8 + 1, t // 8 + 2, t // 2 + 1]
-    first_t = np.repeat(edges, np.diff([*edges, t]))
-    first_bt = np.stack([first_t, np.zeros_like(first_t)]).astype(np.int32)
+    first_bt = np.repeat(edges, np.diff([*edges, t]))[None].astype(np.int32)
     arrays = (q, k, v, first_bt, dout)
     results = definitions.attention(
         *(a if a is first_bt else a.astype(np.float64) for a in arrays)
@@ -139,7 +140,7 @@ def _length(implementation: str, given: Inputs) -> int:
     whole = given.q_bthi.shape[1]
 
     def of_length(array, t):
-        return jax.ShapeDtypeStruct((2, t, *array.shape[2:]), array.dtype)
+        return jax.ShapeDtypeStruct((1, t, *array.shape[2:]), array.dtype)
 
     for t in LENGTHS:
         q, k, v, first = (of_length(array, t) for array in given[:4])

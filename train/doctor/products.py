@@ -13,6 +13,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moejax.kernels.grouped_dot.choose import usable_products
+from moejax.kernels.shapes import ProductShape
+from moejax.kernels.tuning import Tiles, layer_products, tiles_for
 from moejax.resolve.kernels import product_rows, product_widths
 from moejax.resolve.resolved import Resolved
 from train.doctor import definitions
@@ -39,16 +41,29 @@ def product_checks(run: Resolved) -> Iterable[KernelCheck]:
     """Return a check for each product of a layer, forward and backward.
 
     The number of rows is that of round 0 of the exchange and, if the Hopper kernels
-    compute these, which choose tiles by it, that of later rounds.
+    have other tiles for it, that of later rounds.
     """
     first, later = product_rows(run.layout)
     choice = run.kernels["grouped_dot"]
     by_rows = {first: choice}
-    if choice.implementation == "hopper" and run.layout.exchange == "exact":
+    if choice.implementation == "hopper" and _tiles(run, first) != _tiles(run, later):
         by_rows[later] = run.kernels.get("grouped_dot in later rounds", choice)
     for num_rows, (implementation, _) in by_rows.items():
         limit = num_rows if implementation == "hopper" else MAX_PLAIN_ROWS
         yield from _Products(run, min(num_rows, limit), implementation).checks()
+
+
+def _tiles(run: Resolved, num_rows: int) -> list[Tiles] | None:
+    """Return the tiles of a layer's products of this many rows; None where there are no
+    later rounds to have other ones."""
+    layout = run.layout
+    if layout.exchange != "exact":
+        return None
+    groups = layout.exchanged.slots_per_device
+    shape = ProductShape(num_rows, *product_widths(run.cfg, layout), groups)
+    products = layer_products(shape, is_fp8=layout.fp8 != "none")
+    rest = run.cfg.model.compute_dtype, run.mesh.devices.flat[0].device_kind
+    return [tiles_for(*product, *rest) for product in products]
 
 
 def group_sizes(num_groups: int, num_rows: int) -> list[Int[np.ndarray, " g"]]:

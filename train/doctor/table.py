@@ -7,7 +7,7 @@ from train.doctor.doctor import Report, remedy
 def table(report: Report, run: Resolved) -> str:
     """Return the outcomes as a table, with what a run does about those that are
     wrong."""
-    width = max(len(outcome.name) for outcome in report.outcomes)
+    width = max((len(x.name) for x in report.outcomes), default=0)
     lines = [f"{'':5}  {'check':{width}}  {'error':>8}  {'allowed':>8}"]
     for each in report.outcomes:
         state = "right" if each.is_right else "WRONG"

@@ -1,0 +1,97 @@
+"""Test the checks of collectives: what is right passes on meshes of all kinds, and what
+is wrong is found on the devices where it is."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from moejax.axes import make_mesh
+from moejax.moe.exchange.transport import TRANSPORTS
+from moejax.resolve.resolved import resolve
+from tests.support.planted import swap_ends
+from tests.support.run_main import TOY, corpus
+from train.config import gin_reader
+from train.doctor import collectives
+from train.doctor.collectives import (
+    collective_checks,
+    run_collectives,
+    transport_checks,
+)
+
+MESHES = {
+    "tensor": ("Mesh.data = 1", "Mesh.tensor = 2", "Model.num_kv_heads = 2"),
+    "s1": (
+        "Mesh.data = 1", "Mesh.tensor = 2", "Model.num_kv_heads = 2",
+        "Dispatch.schedule = 's1'", "Dispatch.expert_shards = 4",
+    ),
+    "domain": (
+        "Mesh.data = 1", "Mesh.dc = 2", "Dispatch.group = 'dc_expert'",
+        "Dispatch.domain = (2, 1)",
+    ),
+    "bfloat16": ("Model.compute_dtype = 'bfloat16'",),
+}  # fmt: skip
+
+
+@functools.cache
+def make_run(*params: str):
+    cfg = gin_reader.load([str(TOY)], [f"Data.corpus = '{corpus()}'", *params])
+    return resolve(cfg, make_mesh(cfg.mesh))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["bfloat16", *(pytest.param(n, marks=pytest.mark.long) for n in MESHES)]
+)
+def test_what_is_right_passes(name):
+    run = make_run(*MESHES[name])
+    checks = [*transport_checks(run), *collective_checks(run)]
+    outcomes = run_collectives(checks, run.mesh_layout.mesh)
+    assert [x for x in outcomes if not x.is_right or x.devices] == []
+    assert len({x.name for x in outcomes}) == len(checks) > 6
+
+
+@pytest.mark.long
+def test_rows_in_the_wrong_order_are_found(monkeypatch):
+    run = make_run()
+    monkeypatch.setitem(TRANSPORTS, "padded", swap_ends(TRANSPORTS["padded"]))
+    (found,) = run_collectives(transport_checks(run), run.mesh_layout.mesh)
+    assert not found.is_right
+    assert found.subject == ""
+    assert len(found.devices) == 8
+    assert " came as " in str(found)
+
+
+@pytest.mark.slow
+def test_one_wrong_bit_on_one_device_is_found(monkeypatch):
+    """A sum that is one too large on one of eight devices."""
+    run = make_run()
+    name = "psum in float32 along expert"
+    (check,) = [c for c in collective_checks(run) if c.name == name]
+
+    def one_off(place):
+        ((came, expected),) = check.run(place)
+        return [(came.at[3, 5].add(place.me == 6), expected)]
+
+    wrong = collectives.CollectiveCheck(check.name, "", check.along, one_off)
+    (found,) = run_collectives([wrong], run.mesh_layout.mesh)
+    assert (found.error, found.devices) == (1.0, (6,))
+
+
+def test_peers_are_in_the_order_of_the_axes():
+    devices = np.array(jax.devices()).reshape(2, 4)
+    mesh = jax.sharding.Mesh(devices, ("a", "b"))
+    assert collectives._peers(mesh, ("b",))[5].tolist() == [4, 5, 6, 7]
+    assert collectives._peers(mesh, ("a",))[5].tolist() == [1, 5]
+    assert collectives._peers(mesh, ("a", "b"))[5].tolist() == list(range(8))
+    assert collectives._peers(mesh, ("b", "a"))[0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def test_a_run_on_one_device_has_no_collectives():
+    cfg = gin_reader.load(
+        [str(TOY)],
+        ["Mesh.data = 1", "Mesh.expert = 1", "Train.num_simulated_devices = None"],
+    )
+    run = resolve(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
+    assert transport_checks(run) == collective_checks(run) == []
