@@ -237,8 +237,8 @@ class Dispatch:
     and 'rounds' on CPUs."""
     transport: Literal["padded", "ragged", "hierarchical"] = "padded"
     """How rows travel: an all_to_all of whole buffers ('padded'), of the filled rows
-    alone ('ragged', GPUs only), or of whole buffers over one mesh axis of the group
-    after the other ('hierarchical')."""
+    alone ('ragged', GPUs only, and dangerous: docs/doctor.md), or of whole buffers over
+    one mesh axis of the group after the other ('hierarchical')."""
     group: Group = "expert"
     """Devices between which rows travel. 'expert': those along the expert axis, with a
     group of its own for each index of data. 'data_expert': all of data x expert, so
@@ -696,7 +696,7 @@ class Processes:
     watchdog_sec: int = 300
     """Longest time of a step, an evaluation, or a save that writes nothing, in seconds.
     A process that takes longer prints the stack of each thread and ends; 0 means no
-    limit."""
+    limit. It is also the limit of checks at the start (docs/doctor.md)."""
 
     def __post_init__(self) -> None:
         require_min(self, 1, "init_sec", "heartbeat_sec", "shutdown_sec")

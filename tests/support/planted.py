@@ -3,14 +3,16 @@
 A CPU has no kernel that another one could replace. So the Hopper kernels seem to be
 usable, and are replaced by the portable ones, of which one may be wrong.
 
-    python tests/support/planted.py INDEX train/main.py ARGS..
+    python tests/support/planted.py FAULT INDEX train/main.py ARGS..
 
-runs a program whose product 'wgrad' is wrong on process INDEX.
+runs a program whose devices are checked at start. On process INDEX the product 'wgrad'
+is wrong (FAULT 'wrong'), or collectives are never run ('silent').
 """
 
 import pathlib
 import runpy
 import sys
+import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -53,27 +55,29 @@ def swap_ends(send):
 
 
 def main() -> None:
-    """Plant a wrong product and run a program, as the module says."""
+    """Plant a fault and run a program, as the module says."""
     import pytest
 
     sys.path[0] = str(ROOT)
-    index, program, *args = sys.argv[1:]
+    fault, index, program, *args = sys.argv[1:]
     sys.argv = [program, *args]
     from train.doctor import doctor
     from train.launch import coordinator
 
     monkeypatch = pytest.MonkeyPatch()
+    plant_hopper(monkeypatch)
 
     def is_for(run) -> bool:
-        is_wrong = coordinator.own_index() == int(index)
-        plant_hopper(monkeypatch, **({"wgrad": wrong_wgrad} if is_wrong else {}))
+        if coordinator.own_index() == int(index):
+            if fault == "wrong":
+                plant_hopper(monkeypatch, wgrad=wrong_wgrad)
+            else:
+                monkeypatch.setattr(
+                    doctor, "run_collectives", lambda *_: time.sleep(9e9)
+                )
         return True
 
     monkeypatch.setattr(doctor, "is_for", is_for)
-    from moejax.kernels.grouped_dot import choose
-
-    monkeypatch.setattr(choose, "why_not_hopper", lambda: None)
-    plant_hopper(monkeypatch)
     runpy.run_path(program, run_name="__main__")
 
 

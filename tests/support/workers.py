@@ -76,20 +76,24 @@ def sample_ids(run_dir: pathlib.Path) -> dict[int, list[str]]:
     return {step: [ids[i] for i in sorted(ids)] for step, ids in rows.items()}
 
 
-def run_apart(run_dir: pathlib.Path, words_by_process, envs=None, folders=None):
+def run_apart(
+    run_dir: pathlib.Path, words_by_process, envs=None, folders=None, before=()
+):
     """Run one process of train/main.py for each entry of `words_by_process`, which
     holds its bindings, without a launcher; return how each ended.
 
-    `envs` and `folders` give variables and working directories of the processes.
+    `envs` and `folders` give variables and working directories of the processes,
+    `before` a program and its arguments that run train/main.py.
     """
     port, count = free_port(), len(words_by_process)
     processes = []
     for index, params in enumerate(words_by_process):
         flags = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}"]
         flags.append(f"--process_id={index}")
+        words = command(run_dir, *QUICK, *params, flags=flags, gin_file=WORKERS)
         processes.append(
             subprocess.Popen(
-                command(run_dir, *QUICK, *params, flags=flags, gin_file=WORKERS),
+                [words[0], *before, *words[1:]],
                 env=environment() | (envs[index] if envs else {}),
                 cwd=folders[index] if folders else None,
                 stdout=subprocess.PIPE,

@@ -3,8 +3,8 @@
     <JAX_COMPILATION_CACHE_DIR>/doctor/<digest>.json
 
 The digest is of all that decides the result: source, libraries, flags, kinds of
-devices, mesh, and the names of the checks. A file that cannot be read or written costs
-the checks once more.
+devices, mesh, layout and sizes of the model, and the names of the checks. A file that
+cannot be read or written costs the checks once more.
 """
 
 import datetime
@@ -24,8 +24,9 @@ FOLDER = "doctor"
 
 def fingerprint(run: Resolved, names: Sequence[str]) -> str:
     """Return the digest of the checks with these names, on the devices of a run."""
-    facts = program_facts() | device_facts()
-    text = json.dumps([facts, str(run.mesh_layout.mesh.shape), list(names)])
+    facts, cfg = program_facts() | device_facts(), run.cfg
+    sizes = run.mesh.shape, run.layout, cfg.model, cfg.moe, cfg.router.training
+    text = json.dumps([facts, repr(sizes), list(names)])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -187,8 +187,9 @@ def test_what_decides_the_result_is_in_the_fingerprint(monkeypatch, tmp_path):
     run = resolve_here(make_cfg())
     digest = memory.fingerprint(run, ["a", "b"])
     assert memory.fingerprint(run, ["a"]) != digest
-    wide = resolve_here(make_cfg("Mesh.data = 1", "Mesh.expert = 8"))
-    assert memory.fingerprint(wide, ["a", "b"]) != digest
+    for param in ("Mesh.data = 1", "Mesh.expert = 8"), ("Model.d_model = 64",):
+        other = resolve_here(make_cfg(*param))
+        assert memory.fingerprint(other, ["a", "b"]) != digest
     assert memory.fingerprint(run, ["a", "b"]) == digest
     monkeypatch.setenv("MOEJAX_TUNED", str(tmp_path))
     (tmp_path / "cpu.json").write_text('{"tiles": {}}')

@@ -1,16 +1,20 @@
 """Test the checks of kernels: what is right passes, and planted faults are found."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import use_abstract_mesh
 
 from moejax.axes import make_mesh
 from moejax.kernels import quarantine
 from moejax.kernels.grouped_dot import portable
+from moejax.resolve.kernels import choose_kernels
 from moejax.resolve.resolved import resolve
+from tests.support.hopper_traces import H200
 from tests.support.planted import plant_hopper, wrong_wgrad
 from tests.support.run_main import TOY, corpus
 from train.config import gin_reader
@@ -117,3 +121,27 @@ def test_only_what_has_another_form_can_be_replaced(monkeypatch):
     subjects = {c.name: c.subject for c in doctor.kernel_checks(run)}
     assert subjects["wgrad of down (blocked, 96 rows)"] == ""
     assert subjects["dgrad (hopper, 96 rows)"] == "dgrad"
+
+
+@pytest.mark.long
+def test_the_checks_lower_for_hopper():
+    """All kernels of the checks of a run on Hopper GPUs are lowered for CUDA."""
+    run = make_run(
+        "Model.compute_dtype = 'bfloat16'", "Model.d_model = 1024", "Moe.d_expert = 256",
+        "Model.head_dim = 64", "Data.seq_len = 256",
+    )  # fmt: skip
+    with use_abstract_mesh(H200):
+        run = dataclasses.replace(run)
+        vars(run)["kernels"] = choose_kernels(run.cfg, run.layout)
+        checks = doctor.kernel_checks(run)
+
+        def measure(cases):
+            return [check.measure(case) for check, case in zip(checks, cases)]
+
+        traced = jax.jit(measure).trace(kernel_check.take_cases(checks, 0))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    names = [check.subject for check in checks]
+    passes = ["swiglu", "forward", "swiglu_dgrad", "dgrad", "wgrad", "wgrad"]
+    assert names[:6] == passes
+    assert names[-2] == "permute"
+    assert text.count("mosaic_gpu") >= len(checks)

@@ -1,9 +1,11 @@
 """Test that processes which differ refuse to train together, and end together."""
 
+import re
+
 import pytest
 
 from tests.support.workers import run_apart
-from train.launch.agreement import first_difference, program_facts
+from train.launch.agreement import device_facts, first_difference, program_facts
 
 BAD_INPUT = 2
 
@@ -47,6 +49,16 @@ def test_program_facts_name_every_source_file_and_library():
     assert "force_host_platform_device_count" not in facts["settings of jax"]
 
 
+def test_device_facts_have_the_hash_of_the_choices_of_kernels(monkeypatch, tmp_path):
+    monkeypatch.setenv("MOEJAX_TUNED", str(tmp_path))
+    assert device_facts()["choices of kernels"] == "cpu.json is not here"
+    (tmp_path / "cpu.json").write_text('{"tiles": {}}')
+    before = device_facts()["choices of kernels"]
+    assert re.fullmatch(r"cpu\.json [0-9a-f]{16}", before)
+    (tmp_path / "cpu.json").write_text('{"tiles": {}, "quarantined": {}}')
+    assert device_facts()["choices of kernels"] != before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "param",
@@ -88,6 +100,15 @@ def test_other_flags_of_xla_end_all(tmp_path):
     ended = run_apart(tmp_path / "run", [(), ()], envs=envs)
     assert [x.code for x in ended] == [BAD_INPUT, BAD_INPUT]
     assert "process 1 has 'XLA --xla_cpu_enable_fast_math=true'" in ended[0].err
+
+
+@pytest.mark.long
+def test_other_choices_of_kernels_end_all(tmp_path):
+    (tmp_path / "cpu.json").write_text('{"tiles": {}}')
+    envs = [{}, {"MOEJAX_TUNED": str(tmp_path)}]
+    ended = run_apart(tmp_path / "run", [(), ()], envs=envs)
+    assert [x.code for x in ended] == [BAD_INPUT, BAD_INPUT]
+    assert "choices of kernels: process 0 has 'cpu.json is not here'" in ended[1].err
 
 
 @pytest.mark.slow
