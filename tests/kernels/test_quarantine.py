@@ -13,7 +13,9 @@ from moejax.kernels import device_file, quarantine
 from moejax.kernels.attention.choose import choose_attention
 from moejax.kernels.attention.reading import CAUSAL, Inputs
 from moejax.kernels.grouped_dot import choose, grouped_dot
+from moejax.kernels.grouped_dot.hopper import kernels
 from moejax.kernels.permute.choose import choose_permute
+from moejax.kernels.tuning import Tiles
 from moejax.moe.layer import check_device
 from moejax.plan.layout import Layout
 from tests.support.hopper_traces import H200
@@ -190,3 +192,21 @@ def test_a_file_that_changes_is_read_again():
     assert quarantine.find("wgrad", KIND).why == "one"
     quarantine.store(KIND, "wgrad", "second", "two")
     assert quarantine.find("wgrad", KIND).why == "two"
+
+
+def test_tiles_lose_their_second_form(monkeypatch):
+    """The tiles of the device's file choose a second form, and a quarantine of second
+    forms takes it away from this pass alone."""
+    second = Tiles(128, 128, halves="turns", math="approx", cluster=2)
+    taken = []
+    monkeypatch.setattr(kernels, "tiles_for", lambda *bucket: second)
+    for name in ("forward", "dgrad"):
+        monkeypatch.setattr(kernels, name, lambda *a: taken.append(a[-2]))
+    x_md, w_gdf = jnp.ones((128, 64)), jnp.ones((2, 64, 64))
+    quarantine.hold("forward", "second", "planted")
+    with use_abstract_mesh(H200):
+        own = kernels.products()
+        own.forward(x_md, w_gdf, jnp.array([60, 40]))
+        own.dgrad(x_md, w_gdf, jnp.array([60, 40]))
+    assert taken == [second.first_form(), second]
+    assert not second.first_form().is_second_form
