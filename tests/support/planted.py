@@ -27,8 +27,8 @@ def plant_hopper(monkeypatch, **wrong) -> None:
     monkeypatch.setattr(choose, "why_not_hopper", lambda: None)
     monkeypatch.setattr(kernels, "declines", lambda *args, **options: None)
     planted = own._replace(**{name: make(own) for name, make in wrong.items()})
-    monkeypatch.setattr(kernels, "products", lambda fp8: planted)
-    choose.products.cache_clear()
+    monkeypatch.setattr(kernels, "products", lambda **options: planted)
+    choose._make_products.cache_clear()
     choose._replace_products.cache_clear()
 
 

@@ -66,9 +66,13 @@ def _tiles(run: Resolved, num_rows: int) -> list[Tiles] | None:
     return [tiles_for(*product, *rest) for product in products]
 
 
-def group_sizes(num_groups: int, num_rows: int) -> list[Int[np.ndarray, " g"]]:
+def group_sizes(
+    num_groups: int, num_rows: int, align_rows: int = 1
+) -> list[Int[np.ndarray, " g"]]:
     """Return cases of the number of rows of each group: all SIZES in one case, or in
     several where there are fewer groups. They have `num_rows` in sum at most.
+
+    Both numbers are multiples of `align_rows`: sizes are rounded up.
 
     >>> [rows_g.tolist() for rows_g in group_sizes(2, 66)]
     [[65, 0], [1, 7]]
@@ -79,6 +83,7 @@ def group_sizes(num_groups: int, num_rows: int) -> list[Int[np.ndarray, " g"]]:
         sizes += [0] * (num_groups - len(sizes))
         if num_groups > len(SIZES):
             sizes[-1] = LAST
+        sizes = [-(-size // align_rows) * align_rows for size in sizes]
         ends_g = np.minimum(np.cumsum(sizes), num_rows)
         cases.append(np.diff(ends_g, prepend=0))
     return cases
@@ -102,10 +107,8 @@ class _Products:
 
     def checks(self) -> Iterable[KernelCheck]:
         """Return the check of each pass."""
-        sizes, rng = (
-            group_sizes(self.num_groups, self.num_rows),
-            np.random.default_rng(0),
-        )
+        align_rows, rng = self.run.layout.align_rows, np.random.default_rng(0)
+        sizes = group_sizes(self.num_groups, self.num_rows, align_rows)
         most = max(rows_g.sum() for rows_g in sizes)
         cases = [self._case(rng, rows_g, most) for rows_g in sizes]
         is_fp8, allowed = self.fp8 != "none", allowed_error(self.run)
@@ -120,7 +123,8 @@ class _Products:
         d, f = product_widths(self.run.cfg, self.run.layout)
 
         def call(case: dict) -> Float[Array, ""]:
-            own = usable_products(self.implementation, self.fp8)
+            align_rows = self.run.layout.align_rows
+            own = usable_products(self.implementation, self.fp8, align_rows)
             return measure(own, _Operands(case, d, f, self.num_rows, self.num_groups))
 
         return call

@@ -73,15 +73,17 @@ def test_attention_within_documents():
 
 
 @pytest.mark.parametrize(
-    ("num_groups", "num_rows", "expected"),
+    ("num_groups", "num_rows", "align_rows", "expected"),
     [
-        (1, 512, [[65], [0], [1], [7]]),
-        (4, 512, [[65, 0, 1, 7]]),
-        (6, 512, [[65, 0, 1, 7, 0, 9]]),
-        (4, 66, [[65, 0, 1, 0]]),
-        (2, 8, [[8, 0], [1, 7]]),
+        (1, 512, 1, [[65], [0], [1], [7]]),
+        (4, 512, 1, [[65, 0, 1, 7]]),
+        (6, 512, 1, [[65, 0, 1, 7, 0, 9]]),
+        (4, 66, 1, [[65, 0, 1, 0]]),
+        (2, 8, 1, [[8, 0], [1, 7]]),
+        (6, 512, 64, [[128, 0, 64, 64, 0, 64]]),
+        (4, 256, 128, [[128, 0, 128, 0]]),
     ],
 )
-def test_groups_have_all_sizes_that_fit(num_groups, num_rows, expected):
-    found = group_sizes(num_groups, num_rows)
+def test_groups_have_all_sizes_that_fit(num_groups, num_rows, align_rows, expected):
+    found = group_sizes(num_groups, num_rows, align_rows)
     assert [rows_g.tolist() for rows_g in found] == expected

@@ -58,6 +58,7 @@ def checks_named(run, begin: str):
         ("Model.compute_dtype = 'bfloat16'",),
         pytest.param(("Balance.policy = 'micromoe'",), marks=pytest.mark.long),
         pytest.param(("Dispatch.fp8 = 'e5m2'",), marks=pytest.mark.long),
+        pytest.param(("Dispatch.align_rows = 64",), marks=pytest.mark.long),
         pytest.param(("Router.training = 'dense'",), marks=pytest.mark.long),
     ],
 )
@@ -124,12 +125,17 @@ def test_only_what_has_another_form_can_be_replaced(monkeypatch):
 
 
 @pytest.mark.long
-def test_the_checks_lower_for_hopper():
+@pytest.mark.parametrize("align_rows", [1, 128])
+def test_the_checks_lower_for_hopper(align_rows):
     """All kernels of the checks of a run on Hopper GPUs are lowered for CUDA."""
     run = make_run(
-        "Model.compute_dtype = 'bfloat16'", "Model.d_model = 1024", "Moe.d_expert = 256",
-        "Model.head_dim = 64", "Data.seq_len = 256",
-    )  # fmt: skip
+        "Model.compute_dtype = 'bfloat16'",
+        "Model.d_model = 1024",
+        "Moe.d_expert = 256",
+        "Model.head_dim = 64",
+        "Data.seq_len = 256",
+        f"Dispatch.align_rows = {align_rows}",
+    )
     with use_abstract_mesh(H200):
         run = dataclasses.replace(run)
         vars(run)["kernels"] = choose_kernels(run.cfg, run.layout)
