@@ -128,14 +128,9 @@ def test_only_what_has_another_form_can_be_replaced(monkeypatch):
 @pytest.mark.parametrize("align_rows", [1, 128])
 def test_the_checks_lower_for_hopper(align_rows):
     """All kernels of the checks of a run on Hopper GPUs are lowered for CUDA."""
-    run = make_run(
-        "Model.compute_dtype = 'bfloat16'",
-        "Model.d_model = 1024",
-        "Moe.d_expert = 256",
-        "Model.head_dim = 64",
-        "Data.seq_len = 256",
-        f"Dispatch.align_rows = {align_rows}",
-    )
+    sizes = ("Model.d_model = 1024", "Moe.d_expert = 256", "Model.head_dim = 64")
+    sizes += ("Data.seq_len = 256", f"Dispatch.align_rows = {align_rows}")
+    run = make_run("Model.compute_dtype = 'bfloat16'", *sizes)
     with use_abstract_mesh(H200):
         run = dataclasses.replace(run)
         vars(run)["kernels"] = choose_kernels(run.cfg, run.layout)
