@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Callable, Iterable, Sequence
 
 from moejax.config import Config
-from train.config import gin_reader
 from train.launch.program import guarded, restart_with_huge_pages
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -60,6 +59,8 @@ def read_variants(
 
     Raises ValueError for fewer than two names.
     """
+    from train.config import gin_reader  # gin is not needed where kernels alone are
+
     cfgs = {}
     for text in args.variant:
         name, _, settings = text.partition(":")

@@ -27,6 +27,7 @@ from moejax.kernels.tuning import FP8, PASSES, Pass, Tiles
 from moejax.kernels.water_fill import hopper as water_fill
 from moejax.plan.water_filling import MAX_SWEEPS, Expert, certificate, pour
 from tools.bench import grouped_dot_cases as product_cases
+from tools.bench import tune_search
 
 ROWS = (0, 1, 7, 8, 9, 63, 65, 127, 129)
 """Rows of groups, and tokens of documents: beside the multiples of 8, 64 and 128 at
@@ -37,8 +38,9 @@ PADDING = {True: 40, False: 39}
 DTYPES = ("bfloat16", "float16")
 MAX_ERROR = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}
 """Largest ||out - ref|| / ||ref|| of permutations and attention, by dtype."""
-SECOND_FORMS: dict[Pass, tuple[dict[str, Any], ...]] = {}
-"""Fields of Tiles that make second forms of a pass. Tiles has none yet."""
+SECOND_FORMS: tuple[dict[str, Any], ...] = ()
+"""Fields of Tiles that choose a second form of a kernel, each tried by itself. Tiles
+has none yet."""
 
 
 class KernelCase(NamedTuple):
@@ -74,11 +76,19 @@ def tile_forms(which: Pass, form: str, *, is_dry: bool) -> list[Tiles]:
     high = Tiles(128, 128, depth=depth, stages=2 if is_dry else 4)
     low = dataclasses.replace(high, rows=64, halves="columns")
     both = [high] if which == "wgrad" else [low, high]
-    if form == "first":
-        return both[:1] if is_dry else both
-    changes = SECOND_FORMS.get(which, ())
     chosen = both[:1] if is_dry else both
-    return [dataclasses.replace(tiles, **own) for tiles in chosen for own in changes]
+    if form == "first":
+        return chosen
+    changed = (_change(tiles, own) for tiles in chosen for own in SECOND_FORMS)
+    return [t for t in changed if t is not None and tune_search.is_possible(which, t)]
+
+
+def _change(tiles: Tiles, fields: dict[str, Any]) -> Tiles | None:
+    """Return tiles with other fields; None if such tiles do not exist."""
+    try:
+        return dataclasses.replace(tiles, **fields)
+    except ValueError:
+        return None
 
 
 def _product_cases(which: Pass, form: str, *, is_dry: bool) -> Iterator[KernelCase]:
@@ -95,8 +105,8 @@ def _product_cases(which: Pass, form: str, *, is_dry: bool) -> Iterator[KernelCa
     for tiles in tile_forms(which, form, is_dry=is_dry):
         call = functools.partial(getattr(products, which), tiles=tiles, run=run)
         for dtype in DTYPES[:1] if is_dry else DTYPES:
-            name = f"{dtype}, {tiles}"
-            is_scanned = not is_dry or which == "forward"
+            name = f"{dtype}, tiles {_short(tiles)}"
+            is_scanned = which == "forward" if is_dry else dtype == DTYPES[0]
             for rows_g in () if is_dry and is_scanned else _patterns(is_dry):
                 operands = product_cases.operands(which, shape, dtype, 0)
                 yield _product_case(f"{name}, rows {rows_g}", which, call, operands,
@@ -207,7 +217,7 @@ def _moves(dtype: str, kept: float, sizes, interpret: bool) -> Iterator[KernelCa
         ),
     }
     for move, (arguments, expected) in table.items():
-        call = functools.partial(getattr(permute, move), interpret=interpret)
+        call = _move(move, interpret)
         yield KernelCase(
             f"{move}, {dtype}, {kept:.0%} kept",
             call,
@@ -215,6 +225,12 @@ def _moves(dtype: str, kept: float, sizes, interpret: bool) -> Iterator[KernelCa
             functools.partial(_error, expected),
             MAX_ERROR[dtype],
         )
+
+
+@functools.cache
+def _move(name: str, interpret: bool) -> Callable:
+    """Return a move, the same object for the same arguments."""
+    return functools.partial(getattr(permute, name), interpret=interpret)
 
 
 def _attention_cases(*, is_dry: bool) -> Iterator[KernelCase]:
@@ -357,6 +373,18 @@ def _error(expected: tuple[np.ndarray, ...], results) -> float:
 def _float64(array) -> np.ndarray:
     with np.errstate(invalid="ignore"):
         return np.asarray(jax.device_get(array)).astype(np.float64)
+
+
+def _short(tiles: Tiles) -> str:
+    """Return the sizes of a tile, and its other fields that are not the default's."""
+    plain = Tiles(128, 128)
+    fields = {
+        name: value
+        for name, value in dataclasses.asdict(tiles).items()
+        if name not in ("rows", "columns") and value != getattr(plain, name)
+    }
+    rest = "".join(f", {name} {value}" for name, value in fields.items())
+    return f"{tiles.rows} x {tiles.columns}{rest}"
 
 
 def _round_up(size: int, multiple: int) -> int:

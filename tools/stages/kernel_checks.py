@@ -46,10 +46,11 @@ def check(unit: str, settings: Settings) -> Iterator[dict[str, Any]]:
     is_wrong = f"wrong:{kernel}" in settings.plants and form == "first"
     is_wrong |= f"wrong:{unit}" in settings.plants
     begin, num_cases, max_error, why = time.monotonic(), 0, 0.0, ""
+    programs: dict = {}
     cases = make_cases(kernel, form, is_dry=settings.is_dry)
     for case in itertools.islice(cases, 1) if settings.is_small else cases:
         try:
-            error, is_same = run_twice(case, is_wrong)
+            error, is_same = run_twice(case, programs, is_wrong)
         except Exception as fault:  # whatever a compiler or a kernel raises
             why = f"{case.name}: {type(fault).__name__}: {one_line(fault, MAX_REASON)}"
             break
@@ -69,14 +70,20 @@ def check(unit: str, settings: Settings) -> Iterator[dict[str, Any]]:
     }
 
 
-def run_twice(case, is_wrong: bool) -> tuple[float, bool]:
+def run_twice(case, programs: dict, is_wrong: bool) -> tuple[float, bool]:
     """Return the error of a case, and whether two runs of it have the same bits.
-    `is_wrong` plants a wrong element."""
+
+    `programs` are those that cases before it have compiled, by call and dtype.
+    `is_wrong` plants wrong elements.
+    """
     import jax
     import numpy as np
 
-    program = jax.jit(case.call).lower(*case.arguments).compile()
-    shapes = jax.eval_shape(case.call, *case.arguments)
+    key = case.call, *((a.shape, a.dtype) for a in case.arguments)
+    if key not in programs:
+        lowered = jax.jit(case.call).lower(*case.arguments)
+        programs[key] = lowered.compile(), lowered.out_info
+    program, shapes = programs[key]
     runs = []
     for _ in range(2):
         jax.block_until_ready(jax.tree.map(poison, shapes))

@@ -23,6 +23,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 MIN_DRIVER = 580
 """First major version of the Linux driver for CUDA 13, of NVIDIA's CUDA Toolkit 13
 Release Notes, table "CUDA Toolkit and Minimum Required Driver Version"."""
+PLUGIN = "jax-cuda13-plugin"
 PROBE_SEC = 180.0
 DISTRIBUTIONS = {
     "gin": "gin-config",
@@ -88,7 +89,9 @@ def find_driver() -> str | None:
 
 def require_driver(version: str | None) -> None:
     """Raise ValueError for a driver that is too old for CUDA 13."""
-    if version is not None and int(version.split(".")[0]) < MIN_DRIVER:
+    if version is None or PLUGIN not in versions():
+        return
+    if int(version.split(".")[0]) < MIN_DRIVER:
         raise ValueError(
             f"the NVIDIA driver is {version}, and CUDA 13 needs {MIN_DRIVER} or later "
             "(CUDA Toolkit 13 Release Notes, minimum required driver): update it; "

@@ -11,7 +11,7 @@ import sys
 import time
 
 from tools.stages import runner
-from tools.stages.stage import NotHere, Result, Task
+from tools.stages.stage import Result, Task
 
 KERNEL_SEC = {True: 60.0, False: 120.0}
 """Limit on one kernel in one form, compilation included, by Settings.is_dry."""
@@ -23,8 +23,6 @@ def work(task: Task) -> Result:
     """Check all kernels, and quarantine those that are wrong."""
     from moejax.kernels.quarantine import FORMS, KERNELS
 
-    if not task.settings.is_hopper:
-        raise NotHere(f"the kernels are for Hopper, not {task.settings.device_kind}")
     todo = [f"{kernel}/{form}" for form in FORMS for kernel in KERNELS]
     found: dict[str, dict] = {}
     while todo:
@@ -35,12 +33,28 @@ def work(task: Task) -> Result:
         begun = [line["unit"] for line in lines if line["unit"] not in over]
         if begun:
             found[begun[-1]] = {"why": end.why or "it ended in the middle"}
-        elif not over and todo:
+        elif not over:
             raise RuntimeError(f"no kernel was checked: {end.why}")
-        todo = [unit for unit in todo if unit not in found]
-        wrong = {unit.split("/")[0] for unit, own in found.items() if own["why"]}
-        todo = [unit for unit in todo if unit.split("/")[0] not in wrong]
-    return judge(task, found)
+        wrong = {unit: own["why"] for unit, own in found.items() if own["why"]}
+        hold(task, {unit: why for unit, why in wrong.items() if unit in todo})
+        left_out = {unit.split("/")[0] for unit in wrong}
+        todo = [
+            unit
+            for unit in todo
+            if unit not in found and unit.split("/")[0] not in left_out
+        ]
+    return judge(found)
+
+
+def hold(task: Task, wrong: dict[str, str]) -> None:
+    """Quarantine kernels, in the form that is wrong, with the reasons."""
+    from moejax.kernels import quarantine
+    from tools.bench.program import commit
+
+    for unit, why in wrong.items():
+        kernel, form = unit.split("/")
+        kind = task.settings.device_kind
+        quarantine.store(kind, kernel, form, why, commit=commit())
 
 
 def check(task: Task, units: list[str]) -> tuple[list[dict], runner.Ended]:
@@ -73,14 +87,9 @@ def read_lines(findings: pathlib.Path) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-def judge(task: Task, found: dict[str, dict]) -> Result:
-    """Quarantine the kernels that are wrong, and return the result of the stage."""
-    from moejax.kernels import quarantine
-
+def judge(found: dict[str, dict]) -> Result:
+    """Return the result of the stage."""
     wrong = {unit: own["why"] for unit, own in found.items() if own["why"]}
-    for unit, why in wrong.items():
-        kernel, form = unit.split("/")
-        quarantine.store(task.settings.device_kind, kernel, form, why)
     checked = {u: own for u, own in found.items() if own.get("num_cases")}
     num_cases = sum(own["num_cases"] for own in checked.values())
     figures = {"kernels": found}

@@ -77,19 +77,32 @@ def _print(*texts: str | bytes | None) -> None:
 
 
 def run_right(words: Sequence[str], impls: Sequence[str], task: Task) -> tuple:
-    """Run a benchmark that refuses wrong implementations, without those that it finds.
+    """Run a benchmark without the implementations that it finds wrong, and without
+    those that crash it.
 
-    Returns how it ended, and the reasons by implementation that was left out.
+    The first of `impls` is the one that others are compared with. Returns how the
+    benchmark ended, and the reasons by implementation that was left out.
     """
     left_out: dict[str, str] = {}
+
+    def run_those(names: Sequence[str]) -> Done:
+        limit_sec = max(1.0, task.left_sec - MARGIN_SEC)
+        return run([*words, "--impls", ",".join(names)], limit_sec)
+
     while True:
         names = [name for name in impls if name not in left_out]
-        limit_sec = max(1.0, task.left_sec - MARGIN_SEC)
-        done = run([*words, "--impls", ",".join(names)], limit_sec)
-        wrong = WRONG.match(done.error)
-        if done.code != CRASHED or not wrong or wrong[1] not in names[1:]:
+        done = run_those(names)
+        if done.code in (0, None) or len(names) < 2:
             return done, left_out
-        left_out[wrong[1]] = done.error
+        wrong = WRONG.match(done.error)
+        if done.code == CRASHED and wrong and wrong[1] in names[1:]:
+            left_out[wrong[1]] = done.error
+            continue
+        alone = {name: run_those([names[0], name]) for name in names[1:]}
+        crashed = {name: own.error for name, own in alone.items() if own.code != 0}
+        if not crashed:
+            return done, left_out
+        left_out |= crashed
 
 
 def attention(task: Task) -> Result:
