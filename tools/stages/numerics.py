@@ -15,6 +15,8 @@ from tools.stages.stage import Result, Task
 
 KERNEL_SEC = {True: 60.0, False: 120.0}
 """Limit on one kernel in one form, compilation included, by Settings.is_dry."""
+CHECKS = "tools.stages.kernel_checks"
+"""Module that checks the kernels, in a process of its own."""
 START_SEC = 60.0
 """Limit on the start of a process."""
 
@@ -62,7 +64,7 @@ def check(task: Task, units: list[str]) -> tuple[list[dict], runner.Ended]:
     Return the lines that it wrote, and how it ended."""
     findings = task.path.with_name("findings.jsonl")
     findings.write_text("")
-    words = [sys.executable, "-m", "tools.stages.kernel_checks"]
+    words = [sys.executable, "-m", CHECKS]
     words += [str(task.path.with_name("settings.json")), str(findings), *units]
     process = runner.start(words)
     begin, at = time.monotonic(), 0
