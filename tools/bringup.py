@@ -343,7 +343,6 @@ class BringUp:
         if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
             own["JAX_COMPILATION_CACHE_DIR"] = str(self.work / "programs")
         if self.settings.is_dry:
-            own["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
             own |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
             own["GLIBC_TUNABLES"] = ""  # programs need not start again for huge pages
             flag = "--xla_cpu_parallel_codegen_split_count=1"  # programs are small

@@ -215,8 +215,7 @@ def add_bucket(record: dict, row: dict) -> dict:
     about = {"when": now, "jax": jax.__version__, "commit": program.commit()}
     key, tiles = row["bucket"], row["tiles"]
     figures = {k: v for k, v in row.items() if k not in ("bucket", "tiles")}
-    return {
-        "device": record["device"],
+    return record | {
         **about,
         "tiles": record["tiles"] | {key: tiles},
         "measured": record["measured"] | {key: figures | about},

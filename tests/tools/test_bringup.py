@@ -15,7 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_me
 from moejax.kernels import device_file, quarantine
 from moejax.kernels.permute.choose import choose_permute
 from tests.support import fake_checks
-from tools import bringup
+from tools import bringup, tune_kernels
 from tools.stages import kernel_checks, machine, numerics, pack, record, runner, screen
 from tools.stages.machine import ROOT, Devices
 from tools.stages.stage import DRY_KIND, Settings, Task
@@ -416,3 +416,10 @@ def test_jax_has_not_started_in_the_bringup():
     text = "import tools.bringup, sys; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=True)
     assert jax.__version__ in machine.versions()["jax"]
+
+
+def test_tuning_keeps_the_quarantine():
+    held = {"wgrad": {"form": "first", "why": "error 1"}}
+    known = device_file.empty(DRY_KIND) | {"quarantined": held}
+    row = {"bucket": "forward", "tiles": {"rows": 128}, "msec": 1.0}
+    assert tune_kernels.add_bucket(known, row)["quarantined"] == held

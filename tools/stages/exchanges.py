@@ -12,7 +12,7 @@ from typing import Any
 
 from moejax.config import Dispatch, Moe
 from moejax.plan.layout import Topology
-from tools.stages.runner import end_with_parent
+from tools.stages.runner import begin_process
 from tools.stages.stage import Settings
 from train.files import write_whole
 from train.messages import one_line
@@ -52,7 +52,7 @@ WAYS = {
 
 
 def main() -> int:
-    end_with_parent()
+    begin_process()
     settings = Settings.load(pathlib.Path(sys.argv[1]))
     path, found = pathlib.Path(sys.argv[2]), {}
     import jax

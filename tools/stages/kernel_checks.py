@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from tools.stages.runner import end_with_parent
+from tools.stages.runner import begin_process
 from tools.stages.stage import Settings
 from train.messages import one_line
 
@@ -26,7 +26,7 @@ MAX_REASON = 160
 
 def main() -> int:
     settings_path, findings, *units = sys.argv[1:]
-    end_with_parent()
+    begin_process()
     settings = Settings.load(pathlib.Path(settings_path))
     with pathlib.Path(findings).open("a") as file:
         for unit in units:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from tools.stages.runner import end_with_parent
+from tools.stages.runner import begin_process
 from tools.stages.stage import Settings, Task
 from tools.stages.table import BY_NAME
 
@@ -16,7 +16,7 @@ from tools.stages.table import BY_NAME
 def main() -> int:
     name, settings_path, result_path, limit_sec = sys.argv[1:]
     settings = Settings.load(pathlib.Path(settings_path))
-    end_with_parent()
+    begin_process()
     if f"hang:{name}" in settings.plants:
         print(f"{name} hangs, as planted", flush=True)
         threading.Event().wait()

@@ -26,11 +26,11 @@ WARM_UP = 2
 
 def main() -> int:
     from tools.stages.models import read_models, trained_model
-    from tools.stages.runner import end_with_parent
+    from tools.stages.runner import begin_process
     from train.config import gin_reader
     from train.launch.program import start
 
-    end_with_parent()
+    begin_process()
     settings = Settings.load(pathlib.Path(sys.argv[1]))
     trial = json.loads(pathlib.Path(sys.argv[2]).read_text())
     start(next(iter(read_models(settings).values())))
