@@ -38,9 +38,16 @@ PADDING = {True: 40, False: 39}
 DTYPES = ("bfloat16", "float16")
 MAX_ERROR = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}
 """Largest ||out - ref|| / ||ref|| of permutations and attention, by dtype."""
-SECOND_FORMS: tuple[dict[str, Any], ...] = ()
-"""Fields of Tiles that choose a second form of a kernel, each tried by itself. Tiles
-has none yet."""
+SECOND_FORMS: tuple[dict[str, Any], ...] = (
+    {"halves": "turns"},
+    {"barriers": "own"},
+    {"cluster": 2},
+    {"math": "approx"},
+)
+"""Fields of Tiles that choose a second form of a kernel, each tried by itself. The
+first one alone is another program to the interpreter, and so to a dry run."""
+ALIGNED_ROWS = 128
+"""Divisor of the rows of groups in the aligned form, the last of the second forms."""
 
 
 class KernelCase(NamedTuple):
@@ -70,17 +77,20 @@ def make_cases(kernel: str, form: str, *, is_dry: bool) -> Iterator[KernelCase]:
         yield from make(is_dry=is_dry)
 
 
-def tile_forms(which: Pass, form: str, *, is_dry: bool) -> list[Tiles]:
-    """Return the tiles of a form of a pass: of 64 and of 128 rows."""
+def tile_forms(which: Pass, form: str, *, is_dry: bool) -> list[tuple[Tiles, bool]]:
+    """Return the tiles of a form of a pass, of 64 and of 128 rows, and whether groups
+    are aligned."""
     depth = 128 if which in FP8 else 64
     high = Tiles(128, 128, depth=depth, stages=2 if is_dry else 4)
     low = dataclasses.replace(high, rows=64, halves="columns")
     both = [high] if which == "wgrad" else [low, high]
     chosen = both[:1] if is_dry else both
     if form == "first":
-        return chosen
-    changed = (_change(tiles, own) for tiles in chosen for own in SECOND_FORMS)
-    return [t for t in changed if t is not None and tune_search.is_possible(which, t)]
+        return [(tiles, False) for tiles in chosen]
+    fields = SECOND_FORMS[:1] if is_dry else SECOND_FORMS
+    changed = (_change(tiles, own) for tiles in chosen for own in fields)
+    second = [t for t in changed if t and tune_search.is_possible(which, t)]
+    return [(t, False) for t in second] + [(t, True) for t in chosen]
 
 
 def _change(tiles: Tiles, fields: dict[str, Any]) -> Tiles | None:
@@ -96,23 +106,26 @@ def _product_cases(which: Pass, form: str, *, is_dry: bool) -> Iterator[KernelCa
     rows, and the kernel inside a scan over stacked operands."""
     run = KernelRun(2, plgpu.InterpretGPUParams()) if is_dry else KernelRun()
     width = 128 if which in FP8 or not is_dry else 64
-    shape = ProductShape(
-        rows=_round_up(sum(_rows(is_dry)) + PADDING[is_dry], 64),
-        d=width * (1 if is_dry else 3),
-        f=width * (1 if is_dry else 2),
-        groups=len(_rows(is_dry)),
-    )
-    for tiles in tile_forms(which, form, is_dry=is_dry):
-        call = functools.partial(getattr(products, which), tiles=tiles, run=run)
+    for tiles, is_aligned in tile_forms(which, form, is_dry=is_dry):
+        multiple = ALIGNED_ROWS if is_aligned else 1
+        rows = tuple(_round_up(each, multiple) for each in _rows(is_dry))
+        shape = ProductShape(
+            rows=_round_up(sum(rows) + PADDING[is_dry], max(64, multiple)),
+            d=width * (1 if is_dry else 3),
+            f=width * (1 if is_dry else 2),
+            groups=len(rows),
+        )
+        own_run = dataclasses.replace(run, is_aligned=is_aligned)
+        call = functools.partial(getattr(products, which), tiles=tiles, run=own_run)
         for dtype in DTYPES[:1] if is_dry else DTYPES:
-            name = f"{dtype}, tiles {_short(tiles)}"
+            name = f"{dtype}, tiles {_short(tiles)}{', aligned' * is_aligned}"
             is_scanned = which == "forward" if is_dry else dtype == DTYPES[0]
-            for rows_g in () if is_dry and is_scanned else _patterns(is_dry):
+            for rows_g in () if is_dry and is_scanned else _patterns(rows, is_dry):
                 operands = product_cases.operands(which, shape, dtype, 0)
                 yield _product_case(f"{name}, rows {rows_g}", which, call, operands,
                                     rows_g)  # fmt: skip
             if is_scanned:
-                yield _scanned(name, which, call, shape, dtype)
+                yield _scanned(name, which, call, (shape, rows), dtype)
 
 
 def _product_case(name, which, call, operands, rows_g) -> KernelCase:
@@ -126,10 +139,10 @@ def _product_case(name, which, call, operands, rows_g) -> KernelCase:
     return KernelCase(name, call, arguments, error, _max_product_error(which, dtype))
 
 
-def _scanned(name: str, which, call, shape: ProductShape, dtype: str) -> KernelCase:
+def _scanned(name: str, which, call, sizes, dtype: str) -> KernelCase:
     """Return a case in which a scan slices the operands of two products out of stacked
     arrays, which XLA may fuse into the call."""
-    rows_g = _rows(shape.groups == len(DRY_ROWS))
+    shape, rows_g = sizes
     each = [
         _product_case(name, which, call,
                       product_cases.operands(which, shape, dtype, seed), rows_g)
@@ -156,10 +169,9 @@ def _rows(is_dry: bool) -> tuple[int, ...]:
     return DRY_ROWS if is_dry else ROWS
 
 
-def _patterns(is_dry: bool) -> list[tuple[int, ...]]:
+def _patterns(rows: tuple[int, ...], is_dry: bool) -> list[tuple[int, ...]]:
     """Return numbers of rows of the groups: mixed, backwards, one group with all, and
     none with any."""
-    rows = _rows(is_dry)
     if is_dry:
         return [rows]
     one = (0,) * (len(rows) - 1)

@@ -13,8 +13,9 @@ DRY_LIMIT_SEC = 0.5
 def work(task: Task) -> Result:
     """Search tiles for each pass of the layers' products, until the time is up.
 
-    A pass whose default tiles compute something else is quarantined. Shapes that have
-    tiles are left out, as in tools/tune_kernels.py.
+    Second forms are tried too, unless those of the pass are quarantined. A pass whose
+    default tiles compute something else is quarantined. Shapes that have tiles are left
+    out, as in tools/tune_kernels.py.
     """
     from moejax.kernels import device_file, quarantine
     from tools import tune_kernels
@@ -40,6 +41,7 @@ def work(task: Task) -> Result:
             seed=0,
             is_again=False,
             path=device_file.path_of(kind),
+            forms="first" if quarantine.find(which, kind) else "all",
         )
         try:
             summary = tune_kernels.tune(own, kind, product, timer)
