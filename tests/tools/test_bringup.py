@@ -16,7 +16,16 @@ from moejax.kernels import device_file, quarantine
 from moejax.kernels.permute.choose import choose_permute
 from tests.support import fake_checks
 from tools import bringup, tune_kernels
-from tools.stages import kernel_checks, machine, numerics, pack, record, runner, screen
+from tools.stages import (
+    kernel_checks,
+    machine,
+    numerics,
+    pack,
+    record,
+    runner,
+    screen,
+    session,
+)
 from tools.stages.machine import ROOT, Devices
 from tools.stages.stage import DRY_KIND, Settings, Task
 from tools.stages.table import BY_NAME, STAGES
@@ -46,14 +55,14 @@ def make_settings(folder: pathlib.Path, **changes) -> Settings:
     return dataclasses.replace(settings, **changes)
 
 
-def make_bringup(folder: pathlib.Path, **changes) -> bringup.BringUp:
+def make_bringup(folder: pathlib.Path, **changes) -> session.BringUp:
     settings = make_settings(folder, is_dry=False)
-    run = bringup.BringUp(settings, KEY, "580.1", False, [], {})
+    run = session.BringUp(settings, KEY, "580.1", False, [], {})
     return dataclasses.replace(run, **changes)
 
 
 def read_lines(folder: pathlib.Path) -> list[dict]:
-    text = (folder / bringup.LINES).read_text()
+    text = (folder / session.LINES).read_text()
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -66,7 +75,7 @@ def end_at_once(monkeypatch, states=None) -> list[str]:
         state = (states or {}).get(stage.name, "passed")
         return {"state": state, "sec": 1.0, "why": "so", "figures": {}}
 
-    monkeypatch.setattr(bringup.BringUp, "ended", ended)
+    monkeypatch.setattr(session.BringUp, "ended", ended)
     return ran
 
 
@@ -105,7 +114,7 @@ def test_a_call_goes_on_where_the_last_one_ended(tmp_path, monkeypatch, own_cach
     first = make_bringup(tmp_path)
     first.play(stages, 3600)
     assert ran == ["machine", "attention", "products", "layer"]
-    record.append(tmp_path / bringup.LINES, {"stage": "steps", "state": "begun"}
+    record.append(tmp_path / session.LINES, {"stage": "steps", "state": "begun"}
                   | {"key": KEY})  # fmt: skip
     ran.clear()
     again = make_bringup(tmp_path)
@@ -123,7 +132,7 @@ def test_a_stage_that_was_cut_off_twice_is_left_out(tmp_path, monkeypatch, own_c
     ran = end_at_once(monkeypatch)
     for _ in range(2):
         line = {"stage": "layer", "state": "begun", "key": KEY}
-        record.append(tmp_path / bringup.LINES, line)
+        record.append(tmp_path / session.LINES, line)
     run = make_bringup(tmp_path)
     run.play([BY_NAME["layer"], BY_NAME["attention"]], 3600)
     assert ran == ["attention"]
@@ -149,7 +158,7 @@ def test_stages_share_the_time(tmp_path, monkeypatch, own_caches):
 def test_a_planted_hang_is_killed_and_the_rest_done(
     tmp_path, monkeypatch, capsys, own_caches
 ):
-    monkeypatch.setattr(bringup, "PLANTED_LIMIT_SEC", 2.0)
+    monkeypatch.setattr(session, "PLANTED_LIMIT_SEC", 2.0)
     out = tmp_path / "out"
     flags = ["--dry", f"--out={out}", "--stages=machine,sanitizer", "--json"]
     code = bringup.main([*flags, "--plant=hang:machine"])
@@ -162,14 +171,15 @@ def test_a_planted_hang_is_killed_and_the_rest_done(
     assert 1 <= len(list(out.iterdir())) <= 8
     states = [(line["stage"], line["state"]) for line in read_lines(out)]
     assert states.count(("machine", "begun")) == 1
-    assert (out / bringup.SCREEN).read_text() in printed
+    assert (out / session.SCREEN).read_text() in printed
 
 
 def test_killing_the_bringup_ends_its_stages(tmp_path):
     """Also SIGKILL. The next call goes on."""
     out = tmp_path / "out"
     words = [sys.executable, "-c", "import sys; from tools import bringup; "
-             "bringup.PLANTED_LIMIT_SEC = 60; sys.exit(bringup.main(sys.argv[1:]))",
+             "from tools.stages import session; "
+             "session.PLANTED_LIMIT_SEC = 60; sys.exit(bringup.main(sys.argv[1:]))",
              "--dry", f"--out={out}", "--stages=sanitizer",
              f"--work={tmp_path / 'work'}", "--plant=hang:sanitizer"]  # fmt: skip
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -287,6 +297,7 @@ def refused(capsys, *flags: str) -> tuple[int, str]:
         (["--stages=numeric"], "did you mean 'numerics'?"),
         (["--minutes=0"], "--minutes=0 must be above 0"),
         (["--plant=wrong:gemm"], "--plant=wrong:gemm must be wrong:KERNEL"),
+        (["--dry", "--plant=wrong:swiglu/second"], "forward and wgrad alone; plant it"),
         (["--gin_file=no.gin"], "--gin_file=no.gin is not a file"),
     ],
 )
@@ -350,11 +361,11 @@ def test_choices_reach_the_runs_of_this_machine(tmp_path, monkeypatch):
 
 def test_another_gpu_and_missing_modules_leave_some_stages(tmp_path, monkeypatch):
     a100 = make_settings(tmp_path, is_hopper=False, device_kind="NVIDIA A100")
-    why, lines = bringup.lacking(a100)
+    why, lines = session.lacking(a100)
     assert set(why) == {stage.name for stage in STAGES if stage.needs_hopper}
     assert "for Hopper, not NVIDIA A100: machine, attention" in lines[0]
     monkeypatch.setattr(machine, "missing", lambda modules: ["gin", "grain"])
-    why, lines = bringup.lacking(make_settings(tmp_path))
+    why, lines = session.lacking(make_settings(tmp_path))
     assert "numerics" not in why
     assert "gin-config==0.5.0" in why["steps"]
     assert len(lines) == 1

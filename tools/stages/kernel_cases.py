@@ -28,6 +28,7 @@ from moejax.kernels.water_fill import hopper as water_fill
 from moejax.plan.water_filling import MAX_SWEEPS, Expert, certificate, pour
 from tools.bench import grouped_dot_cases as product_cases
 from tools.bench import tune_search
+from tools.stages.stage import DRY_SECOND
 
 ROWS = (0, 1, 7, 8, 9, 63, 65, 127, 129)
 """Rows of groups, and tokens of documents: beside the multiples of 8, 64 and 128 at
@@ -44,8 +45,7 @@ SECOND_FORMS: tuple[dict[str, Any], ...] = (
     {"cluster": 2},
     {"math": "approx"},
 )
-"""Fields of Tiles that choose a second form of a kernel, each tried by itself. The
-first one alone is another program to the interpreter, and so to a dry run."""
+"""Fields of Tiles that choose a second form of a kernel, each tried by itself."""
 ALIGNED_ROWS = 128
 """Divisor of the rows of groups in the aligned form, the last of the second forms."""
 
@@ -87,10 +87,12 @@ def tile_forms(which: Pass, form: str, *, is_dry: bool) -> list[tuple[Tiles, boo
     chosen = both[:1] if is_dry else both
     if form == "first":
         return [(tiles, False) for tiles in chosen]
-    fields = SECOND_FORMS[:1] if is_dry else SECOND_FORMS
-    changed = (_change(tiles, own) for tiles in chosen for own in fields)
+    changed = (_change(tiles, own) for own in SECOND_FORMS for tiles in chosen)
     second = [t for t in changed if t and tune_search.is_possible(which, t)]
-    return [(t, False) for t in second] + [(t, True) for t in chosen]
+    every = [(t, False) for t in second] + [(t, True) for t in chosen]
+    if is_dry:
+        return every[:1] if which in DRY_SECOND else []
+    return every
 
 
 def _change(tiles: Tiles, fields: dict[str, Any]) -> Tiles | None:

@@ -13,6 +13,9 @@ from train.messages import one_line
 DRY_KIND = "interpreted H100"
 """Kind of device of a dry run: the name of a Hopper GPU, so that kernels are chosen as
 there, and that of no real one, so that no other run reads its choices."""
+DRY_SECOND = ("forward", "wgrad")
+"""Passes whose second forms a dry run checks, in turns alone: to the interpreter, other
+forms are no other program, or need groups that are aligned."""
 LINE = 200
 """Largest number of characters of a stage's line."""
 

@@ -86,7 +86,6 @@ def measure(
                 begin = time.perf_counter()
             before = metrics
         losses.append(float(jax.device_get(before.loss)))
-        times_sec.append(time.perf_counter() - begin)
     record = speeds(job, times_sec) | {"compile_sec": sec, "losses": losses}
     record |= memory(program, job)
     record["profile"] = str(window.folder) if profiled else None
@@ -113,7 +112,8 @@ def compile_by_part(model) -> tuple:
 
 
 def speeds(job, times_sec: list[float]) -> dict:
-    """Return the speeds of the steps after the first ones."""
+    """Return the speeds of the steps after the first ones, from the seconds between the
+    ends of two steps."""
     from moejax.model.flops import flops_per_token
     from train.logs.peak import peak_tflops
 
