@@ -13,8 +13,8 @@ from tools.stages.stage import NotHere, Result, Task
 TOOLS = ("memcheck", "racecheck")
 PLACES = ("/usr/local/cuda/bin/compute-sanitizer",)
 KERNELS = "kns=mosaic_gpu"
-"""Part of the name of each kernel that Pallas makes by Mosaic GPU. The sanitizer leaves
-XLA's own kernels alone."""
+"""Part of the name of each kernel that Pallas makes by Mosaic GPU, as ptxas prints it:
+grouped_rows_mosaic_gpu_kernel. The sanitizer leaves XLA's own kernels alone."""
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 KERNEL_SEC = 60.0
 """Limit on one kernel under one tool."""
