@@ -34,7 +34,7 @@ MAX_CUT_OFF = 2
 """Number of times that a stage may be cut off before it is left out."""
 MAX_LOG_BYTES = 2**20
 """Bytes of the end of each stage's output that are kept."""
-LANES = 2
+LANES = 3
 """Number of stages that run at once in a dry run."""
 LINES, LOG, SCREEN, RESULT = "stages.jsonl", "log.txt", "screen.txt", "result.json"
 """Names of files in OUT: a line as each stage begins and ends, output, the end."""

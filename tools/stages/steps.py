@@ -151,7 +151,10 @@ def variants(task: Task) -> Result:
         else f"{name} - ({row['why']})"
         for name, row in rows.items() if name != "as it is"
     ]  # fmt: skip
-    return Result("passed", f"speed over that as it is: {', '.join(parts)}", figures)
+    why = f"as it is {base:,.0f} tokens/s"
+    if parts:
+        why += f"; speed over that: {', '.join(parts)}"
+    return Result("passed", why, figures)
 
 
 def run_variant(task: Task, variant: Variant) -> dict:
