@@ -422,6 +422,12 @@ def test_the_pack_names_versions_and_keeps_its_size(tmp_path, monkeypatch, capsy
     assert (code, "more than 0" in err) == (2, True)
 
 
+def test_the_pack_has_the_wheels_of_make_peers():
+    text = (ROOT / "Makefile").read_text()
+    (line,) = (x for x in text.splitlines() if x.startswith("PEER_WHEELS"))
+    assert line.partition(":= ")[2].split() == list(pack.PEERS)
+
+
 def test_jax_has_not_started_in_the_bringup():
     """The process that holds the order must hold no GPU."""
     text = "import tools.bringup, sys; sys.exit('jax' in sys.modules)"

@@ -20,6 +20,11 @@ MODULES = (
 )  # fmt: skip
 """Modules that training imports, and their needs, without those that come with JAX and
 its plugin for CUDA 13, which such a machine must have."""
+PEERS = (
+    "tokamax", "einshape", "immutabledict", "pydantic", "pydantic-core",
+    "annotated-types", "typing-inspection", "qwix", "typeguard",
+)  # fmt: skip
+"""Wheels of `make peers`: another implementation of the products, to compare with."""
 MAX_BYTES = 60 * 2**20
 PLATFORMS = (
     *(f"manylinux_2_{x}_x86_64" for x in (39, 34, 31, 28, 27, 24, 17, 12, 5)),
@@ -44,7 +49,7 @@ def write(folder: pathlib.Path) -> dict[str, Any]:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--pack={folder} is not an empty folder: name another")
     folder.mkdir(parents=True, exist_ok=True)
-    names = [wanted(module) for module in MODULES]
+    names = [wanted(module) for module in MODULES + PEERS]
     download(names, folder / "wheels")
     write_corpus(folder / "corpus")
     line = INSTALL.format(site="/tmp/site", wheels="DIR/wheels/*.whl")
@@ -64,7 +69,7 @@ def write(folder: pathlib.Path) -> dict[str, Any]:
     if total > MAX_BYTES:
         raise ValueError(
             f"the pack has {total / 2**20:.1f} MiB, more than {MAX_BYTES / 2**20:.0f}: "
-            "take wheels out of MODULES in tools/stages/pack.py"
+            "take wheels out of MODULES or PEERS in tools/stages/pack.py"
         )
     return {"folder": str(folder), "wheels": names, "bytes": total}
 
