@@ -79,6 +79,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="number of multiprocessors to leave to collectives: tiles are measured on"
         " the others, and later run on these",
     )
+    _add_search(add)
+    return parser.parse_args(argv)
+
+
+def _add_search(add: Callable) -> None:
+    """Add the flags that say how long and where tiles are searched."""
     add(
         "--layer",
         action="store_true",
@@ -102,7 +108,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         type=pathlib.Path,
         help="file for the tiles (default: moejax/kernels/tuned/<device>.json)",
     )
-    return parser.parse_args(argv)
 
 
 def work(args: argparse.Namespace) -> int:

@@ -235,33 +235,17 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
     require_same("program", facts | program_facts())
     from train.checkpoint import identity
     from train.checkpoint.aside import go_back
-    from train.doctor.doctor import heal
-    from train.dry_run import dry_run, show_meshes
-    from train.job import prepare, prepare_model, ragged_lines
     from train.logs.run_dir import share
     from train.loop import Extras, train
     from train.summary import finished_summary, summarise
 
     if args.dry_run:
         if process is None or process.index == 0:
-            print_config(cfg, args, "--print_config prints all of them")
-            if args.num_devices is None:
-                record = dry_run(cfg, args.target)
-            else:
-                record = show_meshes(cfg, args.num_devices, args.target)
-            emit(record, args.json)
+            show_dry_run(cfg, args)
         return DONE
     if args.check:
         return check_devices(cfg, args)
-    job = prepare(cfg)
-    require_same("job", job.facts | device_facts())
-    if is_first():
-        for line in ragged_lines(job.model.run):
-            say_loudly(line)
-    healed = heal(job.model.run, lambda cfg: prepare_model(cfg).run, say_loudly)
-    if healed is not None:
-        cfg, job = healed, prepare(healed)
-        require_same("job with plain forms", job.facts)
+    cfg, job = prepare_healed(cfg)
     with share(run_directory(cfg, args), fresh=fresh) as run_dir:
         if run_dir.archived:
             print(f"the run that was here is now {run_dir.archived}")
@@ -290,6 +274,37 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
             return PREEMPTED
         emit(summarise(job, outcome, run_dir.path), args.json)
     return DONE
+
+
+def show_dry_run(cfg: Config, args: argparse.Namespace) -> None:
+    """Print the configuration, and what a run of it, or meshes for it, would need."""
+    from train.dry_run import dry_run, show_meshes
+
+    print_config(cfg, args, "--print_config prints all of them")
+    if args.num_devices is None:
+        record = dry_run(cfg, args.target)
+    else:
+        record = show_meshes(cfg, args.num_devices, args.target)
+    emit(record, args.json)
+
+
+def prepare_healed(cfg: Config):
+    """Return the configuration and the job to train, once the devices have been checked
+    (train/doctor): with plain forms in place of what is wrong on them."""
+    from train.doctor.doctor import heal
+    from train.job import prepare, prepare_model, ragged_lines
+
+    job = prepare(cfg)
+    require_same("job", job.facts | device_facts())
+    if is_first():
+        for line in ragged_lines(job.model.run):
+            say_loudly(line)
+    healed = heal(job.model.run, lambda cfg: prepare_model(cfg).run, say_loudly)
+    if healed is None:
+        return cfg, job
+    job = prepare(healed)
+    require_same("job with plain forms", job.facts)
+    return healed, job
 
 
 def check_devices(cfg: Config, args: argparse.Namespace) -> int:

@@ -65,7 +65,7 @@ class Tally:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What alignment costs one device, and what it saves."""
+    """Costs and savings of aligned groups on one device."""
 
     align_rows: int
     zero_rows: int

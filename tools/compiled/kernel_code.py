@@ -25,7 +25,7 @@ _SHARED = re.compile(r"smem_scratch_bytes=(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class KernelCode:
-    """What one kernel compiles to."""
+    """Figures of the machine code of one kernel."""
 
     name: str
     """Name of the kernel, such as grouped_rows."""

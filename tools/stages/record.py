@@ -23,7 +23,7 @@ BEGUN = "begun"
 
 @dataclasses.dataclass
 class Past:
-    """What the record says of one stage."""
+    """Past of one stage, by the record."""
 
     ended: dict | None = None
     """The last line with a state of STATES, or None."""

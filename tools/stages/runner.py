@@ -30,7 +30,7 @@ class Ended(NamedTuple):
 
     @property
     def why(self) -> str:
-        """What is wrong with this end, as one clause; '' for exit code 0."""
+        """Reason why this end is wrong, as one clause; '' for exit code 0."""
         if self.code is None:
             return f"no end after {self.sec:.0f} s: killed"
         if self.code < 0:

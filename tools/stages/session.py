@@ -51,7 +51,7 @@ class BringUp:
     driver: str | None
     is_again: bool
     lines: list[str]
-    """What a reader must know of this machine, a line each."""
+    """Lines about this machine for the screen: what it lacks, and what still runs."""
     not_here: dict[str, str]
     """Reasons by stage, for stages that lack a module."""
     left: list[str] = dataclasses.field(default_factory=list)

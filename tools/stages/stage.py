@@ -1,4 +1,4 @@
-"""What a stage is given, and what it gives back: Settings, Task, Result."""
+"""Types of a stage: its Settings and Task, which it is given, and its Result."""
 
 import dataclasses
 import json

@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What a check has found on one device."""
+    """Number of wrong values of a check on one device, and the first of them."""
 
     num_wrong: Float[Array, ""]
     found: Float[Array, ""]

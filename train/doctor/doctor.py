@@ -70,7 +70,7 @@ class Checks:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What the checks have found on all devices."""
+    """Outcomes of the checks on all devices."""
 
     outcomes: list[Outcome]
     sec: float
@@ -106,20 +106,25 @@ def heal(
     if not is_for(run):
         return None
     checks, is_first = Checks.of(run), jax.process_index() == 0
-    if is_known := _all_remember(run, checks, say):
+    digest = memory.fingerprint(run, checks.names)
+    if is_known := _all_remember(digest, say):
         ragged = checks.transport if run.layout.transport == "ragged" else []
         checks = Checks([], ragged, [])
     report, healed = examine(run, checks), None
     while report.wrong:
-        healed = _replace(run, report.wrong, say if is_first else _say_nothing)
+        healed, lines = _replace(run, report.wrong)
+        for line in lines if is_first else ():
+            say(line)
         run = resolve_again(healed)
         checks = Checks.of(run)
         report = examine(run, checks)
     if report.outcomes and is_first:
         num = len(report.outcomes)
         print(f"doctor: {num} checks are right, in {report.sec:.1f} s", flush=True)
-    if healed is not None or not is_known:
+    if healed is not None:
         memory.remember(memory.fingerprint(run, checks.names), say)
+    elif not is_known:
+        memory.remember(digest, say)
     return healed
 
 
@@ -181,15 +186,10 @@ def _failed(check: CollectiveCheck, run: Resolved, fault: str) -> Outcome:
     return Outcome(check.name, check.subject, infinite, 0.0, devices, process, fault)
 
 
-def _all_remember(run: Resolved, checks: Checks, say: Say) -> bool:
-    """Return whether every process remembers that these checks were right."""
-    digest = memory.fingerprint(run, checks.names)
+def _all_remember(digest: str, say: Say) -> bool:
+    """Return whether every process remembers that the checks of a digest were right."""
     own = "yes" if memory.is_remembered(digest, say) else "no"
     return merged(_unused_name(), own, min) == "yes"  # 'no' is below 'yes'
-
-
-def _say_nothing(line: str) -> None:
-    """Take a line that process 0 prints."""
 
 
 _names = iter(range(2**31))
@@ -201,17 +201,17 @@ def _unused_name() -> str:
     return f"doctor {next(_names)}"
 
 
-def _replace(run: Resolved, wrong: list[Outcome], say: Say) -> Config:
-    """Replace what is wrong by its plain form; return the new configuration.
+def _replace(run: Resolved, wrong: list[Outcome]) -> tuple[Config, list[str]]:
+    """Replace what is wrong by its plain form; return the new configuration, and a
+    warning for each.
 
     Raises RunFailed for the first thing that has no plain form.
     """
-    cfg = run.cfg
-    for outcome in wrong:
+    cfg, lines = run.cfg, []
+    for outcome in sorted(wrong, key=lambda outcome: outcome.subject != ""):
+        lines.append(f"WRONG ON THESE DEVICES: {outcome}: {remedy(outcome)}")
         if not outcome.subject:
-            raise RunFailed(f"WRONG ON THESE DEVICES: {outcome}: {remedy(outcome)}")
-    for outcome in wrong:
-        say(f"WRONG ON THESE DEVICES: {outcome}: {remedy(outcome)}")
+            raise RunFailed(lines[-1])
         if outcome.subject in PLAIN_OPTIONS:
             cfg = _with_plain(cfg, outcome.subject)
             continue
@@ -219,7 +219,7 @@ def _replace(run: Resolved, wrong: list[Outcome], say: Say) -> Config:
         if outcome.subject.startswith("attention"):  # its name would insist on it
             model = dataclasses.replace(cfg.model, attention="auto")
             cfg = dataclasses.replace(cfg, model=model)
-    return cfg
+    return cfg, lines
 
 
 def _with_plain(cfg: Config, option: str) -> Config:

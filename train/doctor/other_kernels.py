@@ -36,7 +36,35 @@ SPARE_ROWS = 11
 def permute_check(run: Resolved) -> KernelCheck:
     """Return the check of both permutations of rows and of their gradients."""
     choice = run.kernels["permute"].implementation
-    name, subject = find_subject("permute", choice, run)
+    how, subject = find_subject("permute", choice, run)
+
+    def measure(case):
+        positions_nk, assignment_m = case["positions"], case["assignment"]
+        source_m = jnp.where(
+            assignment_m < 0, EMPTY, assignment_m // positions_nk.shape[1]
+        )
+
+        def gather(x_nd):
+            return gather_rows(x_nd, source_m, positions_nk, implementation=choice)
+
+        def combine(y_md, gate_nk):
+            tables = positions_nk, assignment_m
+            return combine_rows(y_md, gate_nk, *tables, implementation=choice)
+
+        gathered_md, back = jax.vjp(gather, case["x"])
+        actual = {"gathered": gathered_md, "dx": back(case["dx"])[0]}
+        actual["combined"], back = jax.vjp(combine, case["y"], case["gate"])
+        actual["dy"], actual["dgate"] = back(case["dout"])
+        return _largest(actual, case["expected"])
+
+    cases = [_permute_case(run)]
+    name = f"permutations of rows ({how})"
+    return KernelCheck(name, subject, allowed_error(run), measure, cases)
+
+
+def _permute_case(run: Resolved) -> dict:
+    """Return rows, tables of both permutations, and expected results. Rows that no
+    token has hold NaN."""
     cfg, rng = run.cfg, np.random.default_rng(1)
     (n, k), d = (NUM_TOKENS, cfg.moe.top_k), cfg.model.d_model
     dtype = jnp.dtype(cfg.model.compute_dtype)
@@ -70,32 +98,12 @@ def permute_check(run: Resolved) -> KernelCheck:
     }
     for rows in (y_md, dx_md):
         rows[~is_used_m] = np.nan
-    case = {
+    return {
         "x": x_nd, "y": y_md, "gate": gate_nk, "dx": dx_md, "dout": dout_nd,
         "positions": positions_nk.astype(np.int32),
         "assignment": assignment_m.astype(np.int32),
         "expected": {key: np.float32(value) for key, value in expected.items()},
     }  # fmt: skip
-
-    def measure(case):
-        positions_nk, assignment_m = case["positions"], case["assignment"]
-        source_m = jnp.where(assignment_m < 0, EMPTY, assignment_m // k)
-
-        def gather(x_nd):
-            return gather_rows(x_nd, source_m, positions_nk, implementation=choice)
-
-        def combine(y_md, gate_nk):
-            tables = positions_nk, assignment_m
-            return combine_rows(y_md, gate_nk, *tables, implementation=choice)
-
-        gathered_md, back = jax.vjp(gather, case["x"])
-        actual = {"gathered": gathered_md, "dx": back(case["dx"])[0]}
-        actual["combined"], back = jax.vjp(combine, case["y"], case["gate"])
-        actual["dy"], actual["dgate"] = back(case["dout"])
-        return _largest(actual, case["expected"])
-
-    name = f"permutations of rows ({name})"
-    return KernelCheck(name, subject, allowed_error(run), measure, [case])
 
 
 def attention_check(run: Resolved) -> KernelCheck:

@@ -11,7 +11,7 @@ MAX_DEVICES = 16
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one check has found on the devices of one process, or of all."""
+    """Largest error of one check on the devices of one process, or of all."""
 
     name: str
     """What was checked, such as 'wgrad of into (hopper)'."""

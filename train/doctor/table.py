@@ -1,4 +1,4 @@
-"""What the checks have found, as a table for people and as a record for scripts."""
+"""Outcomes of the checks, as a table for people and as a record for scripts."""
 
 from moejax.resolve.resolved import Resolved
 from train.doctor.doctor import Report, remedy

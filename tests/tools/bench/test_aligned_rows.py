@@ -1,5 +1,5 @@
-"""What alignment costs and saves: counts by hand, by the tables that the kernels read,
-and the table of docs/kernels.md."""
+"""Test costs and savings of aligned groups: counts by hand, by the tables that the
+kernels read, and the table of docs/kernels.md."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""What is read from ptxas and from machine code, against counts by hand; and forms of
-the grouped products, compiled, equal golden files."""
+"""Test figures read from ptxas and from machine code, against counts by hand; and forms
+of the grouped products, compiled, equal golden files."""
 
 import json
 import os
