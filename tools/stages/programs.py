@@ -99,7 +99,10 @@ def run_right(words: Sequence[str], impls: Sequence[str], task: Task) -> tuple:
             left_out[wrong[1]] = done.error
             continue
         alone = {name: run_those([names[0], name]) for name in names[1:]}
-        crashed = {name: own.error for name, own in alone.items() if own.code != 0}
+        # One whose time was up may only have come late: it is not left out.
+        crashed = {
+            name: own.error for name, own in alone.items() if own.code not in (0, None)
+        }
         if not crashed:
             return done, left_out
         left_out |= crashed

@@ -65,7 +65,7 @@ def copy_gb_per_sec(num_bytes: int) -> float:
     import jax.numpy as jnp
     from jax import jit
 
-    x_n = jnp.zeros(num_bytes // 4, jnp.float32)
+    x_n = jnp.arange(num_bytes // 4, dtype=jnp.float32)
     add = jit(lambda x_n: x_n + 1)
     return 2 * num_bytes / median_sec(functools.partial(add, x_n)) / 1e9
 
