@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TRACE = ROOT.parent / "shared" / "data" / "routing_gpt_e32.npz"
+PUBLISHED = ROOT.parent / "shared" / "data" / "hf"
 NUM_DEVICES = 8
 MAX_MEMORY_AREAS = 30_000
 """Compiled programs take a hundred memory areas each, and Linux gives a process 65,530:
@@ -97,6 +98,8 @@ def _missing(config: pytest.Config) -> dict[str, str]:
         missing["root"] = "not root: nothing can be mounted"
     if not TRACE.is_file():
         missing["trace"] = f"no {TRACE.name} in ../shared/data"
+    if not PUBLISHED.is_dir():
+        missing["published"] = f"no {PUBLISHED.name} in ../shared/data"
     if why := wheels.missing():
         missing["aot"] = why
     if why := missing_tokamax():
@@ -134,6 +137,12 @@ def policies_of_tests(monkeypatch) -> None:
 def trace() -> pathlib.Path:
     """The file of a recorded routing; tests that use it are marked `trace`."""
     return TRACE
+
+
+@pytest.fixture(scope="session")
+def published() -> pathlib.Path:
+    """The folder of tiny published models; tests that use it are marked `published`."""
+    return PUBLISHED
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ LAYERS = (
     ("train.step",),
     ("train.config", "train.data", "train.launch"),
     ("train.files", "train.messages"),
+    ("moejax.interop",),
     ("moejax.resolve",),
     ("moejax.model", "moejax.balance", "moejax.show"),
     ("moejax.moe", "moejax.perf"),

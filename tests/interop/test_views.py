@@ -1,0 +1,186 @@
+"""Test that every box of a view equals NumPy's, and that views read no more than it."""
+
+import numpy as np
+import pytest
+
+from moejax.interop import views
+from moejax.interop.folder import TensorFolder
+from tests.support.tensor_folders import BF16, SINGLE, write_arrays
+
+E, D, F = 5, 12, 8
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An open folder with the tensors of a few experts, separate and fused."""
+    rng = np.random.default_rng(0)
+    arrays = {f"up.{e}": rng.standard_normal((F, D)).astype(BF16) for e in range(E)}
+    arrays |= {f"down.{e}": rng.standard_normal((D, F)).astype("f") for e in range(E)}
+    arrays["fused"] = rng.standard_normal((E, D, 2 * F)).astype("f")
+    arrays["bias"] = rng.standard_normal((1, E)).astype("f")
+    write_arrays(tmp_path / SINGLE, arrays)
+    with TensorFolder(tmp_path) as opened:
+        yield opened
+
+
+def read_stack(folder, name: str) -> np.ndarray:
+    """Return the tensors of all experts."""
+    return np.stack([folder.read(f"{name}.{e}") for e in range(E)])
+
+
+def stack(folder, name: str) -> views.View:
+    """Return the view of the tensors of all experts."""
+    return views.stacked([folder.view(f"{name}.{e}") for e in range(E)])
+
+
+def heads(num_heads: int, width: int) -> np.ndarray:
+    """Return the rows of interleaved heads in half-split order."""
+    one = np.r_[0:width:2, 1:width:2]
+    return (np.arange(num_heads)[:, None] * width + one).reshape(-1)
+
+
+CASES = {
+    "tensor": (lambda f: f.view("fused"), lambda f: f.read("fused")),
+    "stacked": (lambda f: stack(f, "up"), lambda f: read_stack(f, "up")),
+    "transposed": (
+        lambda f: views.transposed(stack(f, "up"), (0, 2, 1)),
+        lambda f: read_stack(f, "up").transpose(0, 2, 1),
+    ),
+    "stacked twice": (
+        lambda f: views.transposed(
+            views.stacked([stack(f, "down"), stack(f, "down")]), (1, 3, 0, 2)
+        ),
+        lambda f: np.stack([read_stack(f, "down")] * 2).transpose(1, 3, 0, 2),
+    ),
+    "joined": (
+        lambda f: views.joined([f.view("down.0"), f.view("down.3")], 1),
+        lambda f: np.concatenate([f.read("down.0"), f.read("down.3")], 1),
+    ),
+    "joined in rows": (
+        lambda f: views.joined([f.view(f"up.{e}") for e in range(E)], 0),
+        lambda f: np.concatenate([f.read(f"up.{e}") for e in range(E)]),
+    ),
+    "first half": (
+        lambda f: views.taken(f.view("fused"), -1, range(F)),
+        lambda f: f.read("fused")[..., :F],
+    ),
+    "even columns": (
+        lambda f: views.taken(f.view("fused"), -1, range(0, 2 * F, 2)),
+        lambda f: f.read("fused")[..., ::2],
+    ),
+    "rows of heads": (
+        lambda f: views.taken(f.view("down.0"), 0, heads(2, 6)),
+        lambda f: f.read("down.0")[heads(2, 6)],
+    ),
+    "far rows": (
+        lambda f: views.taken(f.view("down.0"), 0, [11, 0, 1, 5]),
+        lambda f: f.read("down.0")[[11, 0, 1, 5]],
+    ),
+    "far columns": (
+        lambda f: views.taken(f.view("fused"), 2, [15, 0]),
+        lambda f: f.read("fused")[..., [15, 0]],
+    ),
+    "no rows": (
+        lambda f: views.taken(f.view("fused"), 1, []),
+        lambda f: f.read("fused")[:, :0],
+    ),
+    "item": (
+        lambda f: views.item(f.view("fused"), 1, 3),
+        lambda f: f.read("fused")[:, 3],
+    ),
+    "item of the last dim": (
+        lambda f: views.item(f.view("fused"), -1, -1),
+        lambda f: f.read("fused")[..., -1],
+    ),
+    "a dim of 1 dropped": (
+        lambda f: views.item(f.view("bias"), 0, 0),
+        lambda f: f.read("bias")[0],
+    ),
+    "held": (
+        lambda f: views.transposed(views.held(f.read("fused")), (2, 1, 0)),
+        lambda f: f.read("fused").transpose(2, 1, 0),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_box_is_numpys(case, folder):
+    make, want = CASES[case][0](folder), CASES[case][1](folder)
+    assert make.shape == want.shape
+    assert make.dtype == want.dtype
+    assert sorted(make.order) == list(range(want.ndim))
+    rng = np.random.default_rng(1)
+    indices = [
+        tuple(slice(*np.sort(rng.integers(0, size + 1, 2))) for size in want.shape)
+        for _ in range(30)
+    ]
+    for index in [None, *indices]:
+        part = want if index is None else want[index]
+        got = make.read(index)
+        assert got.tobytes() == np.ascontiguousarray(part).tobytes()
+        cast = make.read(index, np.float32)
+        assert cast.dtype == np.float32
+        assert np.array_equal(cast, part.astype(np.float32))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "far" not in case])
+def test_a_box_reads_its_share(case, folder, monkeypatch):
+    """Half of the slowest dim reads half of the bytes that the whole reads."""
+    make = CASES[case][0](folder)
+    before = folder.bytes_read
+    make.read()
+    whole = folder.bytes_read - before
+    slow = make.order[0]
+    half = make.shape[slow] // 2
+    index = [slice(None)] * len(make.shape)
+    index[slow] = slice(0, half)
+    make.read(tuple(index))
+    part = folder.bytes_read - before - whole
+    if "held" not in case and "no rows" not in case:
+        assert whole > 0
+    assert part * make.shape[slow] <= whole * (half + (case == "rows of heads"))
+
+
+def test_the_inverse_of_each_operation(folder):
+    up_efd, fused = stack(folder, "up"), folder.read("fused")
+    assert np.array_equal(views.item(up_efd, 0, 2).read(), folder.read("up.2"))
+    back = views.transposed(
+        views.transposed(folder.view("fused"), (2, 0, 1)), (1, 2, 0)
+    )
+    assert np.array_equal(back.read(), fused)
+    halves = [views.taken(folder.view("fused"), 2, part) for part in
+              (range(F), range(F, 2 * F))]  # fmt: skip
+    assert np.array_equal(views.joined(halves, 2).read(), fused)
+    rows = heads(2, 6)
+    there = views.taken(folder.view("down.1"), 0, rows)
+    assert np.array_equal(
+        views.taken(there, 0, np.argsort(rows)).read(), folder.read("down.1")
+    )
+
+
+def test_different_tensors_are_not_put_together(folder):
+    down, fused, up = map(folder.view, ("down.0", "fused", "up.0"))
+    with pytest.raises(
+        ValueError, match=r"'fused' has shape \[5, 12, 16\], and .*down"
+    ):
+        views.stacked([down, fused])
+    with pytest.raises(ValueError, match=r"'up.0' is bfloat16, and .*'down.0' is f"):
+        views.stacked([down, up])
+    with pytest.raises(ValueError, match=r"'up.0' is bfloat16"):
+        views.joined([down, up], 0)
+    with pytest.raises(ValueError, match="must be equal but in dim 1"):
+        views.joined([down, folder.view("bias")], 1)
+
+
+@pytest.mark.parametrize("dtypes", [("f", "f"), (BF16, BF16), (BF16, "f"), ("f", BF16)])
+def test_assign_is_a_copy_with_a_cast(dtypes):
+    source, target = map(np.dtype, dtypes)
+    x = np.random.default_rng(0).standard_normal((2, 300, 70)).astype(source)
+    for dims in ((0, 1, 2), (0, 2, 1), (2, 1, 0), (1, 2, 0)):
+        values = x.transpose(dims)
+        for out in (np.zeros(values.shape, target),
+                    np.zeros(values.shape[::-1], target).T):  # fmt: skip
+            views.assign(out, values)
+            assert np.array_equal(out, values.astype(target))
+    views.assign(np.zeros((0, 3)), np.zeros((3, 0)).T)
+    views.assign(np.zeros(()), np.ones(()))
