@@ -9,6 +9,7 @@ Beside the arrays the host needs a few chunks of CHUNK_BYTES, however large they
     chunk    a part of a cover, cut along the slowest dims of the file
 """
 
+import os
 import queue
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -24,10 +25,10 @@ from moejax.interop import boxes
 from moejax.interop.boxes import Box
 from moejax.interop.views import View
 
-CHUNK_BYTES = 2**24
-NUM_READERS = 2
-"""Threads that read chunks."""
-NUM_CHUNKS = 4
+CHUNK_BYTES = 2**22
+NUM_READERS = min(8, len(os.sched_getaffinity(0)))
+"""Threads that read chunks: one for each core that the process may use, up to 8."""
+NUM_CHUNKS = 2 * NUM_READERS
 """Chunks in memory: those that are read, and those that wait for a device."""
 ALIGNMENT = 64
 """Bytes to which XLA:CPU wants arrays aligned that it takes without a copy."""
@@ -99,10 +100,13 @@ class _Shard:
 
     def arrays(self) -> list[jax.Array]:
         """Return the arrays, one for each device, as they are filled so far."""
-        shape = boxes.shape_of(self.box)
-        return self._arrays or [
-            jnp.zeros(shape, self._dtype, device=device) for device in self._devices
-        ]
+        return self._arrays or [self._zeros(device) for device in self._devices]
+
+    def _zeros(self, device: jax.Device) -> jax.Array:
+        # jnp.zeros(device=..) makes zeros on the first device and copies them.
+        with jax.default_device(device):
+            zeros = jnp.zeros(boxes.shape_of(self.box), self._dtype)
+        return jax.device_put(zeros, device)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -33,6 +33,8 @@ class TensorFolder:
         demands, or the index not as `_read_index` does.
         """
         self.path = pathlib.Path(folder)
+        self.entries: dict[str, Entry] = {}
+        """The dtype, shape and place of each tensor, by name."""
         self.notes: tuple[str, ...] = ()
         """Lines about what is unusual and not wrong, for a program to print."""
         self._files: list[TensorFile] = []
@@ -51,13 +53,8 @@ class TensorFolder:
 
     def close(self) -> None:
         """Close the files."""
-        while self._files:
-            self._files.pop().close()
-
-    @property
-    def entries(self) -> dict[str, Entry]:
-        """The dtype, shape and place of each tensor, by name."""
-        return {name: file.entries[name] for name, file in self._file_by_name.items()}
+        for file in self._files:
+            file.close()
 
     @property
     def bytes_read(self) -> int:
@@ -65,14 +62,14 @@ class TensorFolder:
         return sum(file.bytes_read for file in self._files)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_by_name
+        return name in self.entries
 
     def view(self, name: str, shape: Sequence[int] | None = None) -> "Tensor":
         """Return a tensor that is not read yet.
 
         Raises ValueError if the folder does not have it, or not with this shape.
         """
-        if name not in self._file_by_name:
+        if name not in self.entries:
             raise ValueError(
                 f"{self.path} has no tensor {quoted(name)}: download the folder again, "
                 "or correct config.json if the model should not have it"
@@ -102,7 +99,7 @@ class TensorFolder:
             self._open_shards(_resolve(self.path, INDEX))
         elif single.exists():
             file = self._open_file(SINGLE)
-            self._file_by_name = dict.fromkeys(file.entries, file)
+            self._add(dict.fromkeys(file.entries, file))
         else:
             names = sorted(os.listdir(self.path))
             pickled = [name for name in names if name.endswith(PICKLES)]
@@ -129,20 +126,22 @@ class TensorFolder:
                 f"{_list(missing)}: download them"
             )
         files = {shard: self._open_file(shard) for shard in shards}
-        self._file_by_name = {
-            name: files[shard] for name, shard in shard_by_name.items()
-        }
         named: dict[str, set[str]] = {shard: set() for shard in shards}
         for name, shard in shard_by_name.items():
             named[shard].add(name)
         for shard, file in files.items():
             _check_shard(named[shard], file, index)
+        self._add({name: files[shard] for name, shard in shard_by_name.items()})
         num_bytes = sum(entry.num_bytes for entry in self.entries.values())
         if total_bytes is not None and total_bytes != num_bytes:
             self.notes = (
                 f"{index} states a total_size of {total_bytes:,} bytes, and the "
                 f"tensors have {num_bytes:,}; every shard is whole.",
             )
+
+    def _add(self, file_by_name: dict[str, TensorFile]) -> None:
+        self._file_by_name = file_by_name
+        self.entries = {name: file.entries[name] for name, file in file_by_name.items()}
 
     def _open_file(self, name: str) -> TensorFile:
         file = TensorFile(_resolve(self.path, name))

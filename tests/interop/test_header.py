@@ -30,6 +30,7 @@ WRONG = {
     "nested": (b'{"a":' + b"[" * 100_000, b"", None, "nested too deeply"),
     "twice": (b'{"a":{}, "a":{}}', b"", None, "has the key 'a' twice"),
     "twice inside": (b'{"a":{"x":1,"x":2}}', b"", None, "has the key 'x' twice"),
+    "surrogate": (b'{"\\ud800":1}', b"", None, "the header is no JSON"),
     "NaN": (b'{"a":NaN}', b"", None, "has the number NaN"),
     "digits": (b'{"a":' + b"9" * 5000 + b"}", b"", None, "the header is no JSON"),
     "metadata": ({"__metadata__": {"a": 1}}, b"", None, "must map text to text"),

@@ -2,7 +2,9 @@
 written as they are."""
 
 import pathlib
+import re
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
@@ -29,6 +31,21 @@ def test_every_folder_is_read_as_by_the_library(published):
                 assert (got.dtype, got.shape) == (array.dtype, array.shape)
                 assert got.tobytes() == array.tobytes()
             assert folder.bytes_read == sum(array.nbytes for array in want.values())
+
+
+def test_the_examples_of_the_page_run(published, repo, tmp_path, monkeypatch):
+    page = (repo / "docs" / "interop.md").read_text()
+    read, write = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    names: dict = {}
+    monkeypatch.chdir(published)
+    exec(compile(read, "interop.md", "exec"), names)
+    assert names["arrays"]["gate_ledf"].shape == (3, 8, 64, 32)
+    want = load_file(published / "olmoe" / SINGLE)
+    one = want["model.layers.2.mlp.experts.7.gate_proj.weight"]
+    assert np.array_equal(np.asarray(names["arrays"]["gate_ledf"])[2, 7], one.T)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(write, "interop.md", "exec"), names)
+    assert load_file(tmp_path / "out" / SINGLE)["lm_head.weight"].sum() == 128 * 64
 
 
 def test_every_folder_is_written_byte_by_byte_as_it_is(published, tmp_path):

@@ -27,6 +27,12 @@ from tests.support.data_files import (
     write_text,
 )
 from tests.support.metrics_lines import DECISIONS, balanced_lines
+from tests.support.mutated_tensors import (
+    HEADER,
+    TENSOR_INDEX,
+    build_tensors,
+    read_tensors,
+)
 from tests.support.mutations import BYTES, GIN, INDEX, JSON, JSON_LINES, NPY, NPZ
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -535,6 +541,14 @@ INPUTS = {
     "tokenizer": Format(
         "a.json", build_bpe, lambda f: read_corpus(f, "a.jsonl", str(f / "a.json")),
         JSON, 400, ("a.json",), 4,
+    ),
+    "tensors": Format(
+        "model/*.safetensors", build_tensors, read_tensors, HEADER, 6500, ("/model",),
+        160,
+    ),
+    "tensor_index": Format(
+        "model/*.json", build_tensors, read_tensors, TENSOR_INDEX, 3500, ("/model",),
+        80,
     ),
 }  # fmt: skip
 """Formats of files that users give: configurations, speeds, loads and corpora."""

@@ -1,0 +1,47 @@
+"""Test a checkpoint of 2 GiB in four files: memory, bytes of each process, speed."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import large_folder
+from tools.launch.workers import free_port
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+MAX_ABOVE_MIB = 300
+
+
+@pytest.mark.long
+def test_a_large_checkpoint_is_read_by_share(tmp_path):
+    folder = tmp_path / "model"
+    large_folder.build(folder)
+    for count in (1, 2):
+        port = free_port()
+        command = [sys.executable, "-m", "tests.support.large_folder", str(folder)]
+        processes = [
+            subprocess.Popen(
+                [*command, str(count), str(index), str(port)],
+                cwd=ROOT, stdout=subprocess.PIPE, text=True,
+            )
+            for index in range(count)
+        ]  # fmt: skip
+        results = []
+        for process in processes:
+            out, _ = process.communicate(timeout=500)
+            assert process.returncode == 0, out
+            results.append(json.loads(out.splitlines()[-1]))
+        print(count, *results, sep="\n")
+        for result in results:
+            assert result["bytes_read"] == result["bytes_held"]
+            assert result["above_mib"] < MAX_ABOVE_MIB
+        # The norm, 4 KiB, is read by each process.
+        shared = 2 * large_folder.D * (count - 1)
+        total = sum(result["bytes_read"] for result in results)
+        assert total == 2 * sum(map(_size, large_folder.SHAPES.values())) + shared
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return shape[0] * (shape[1] if len(shape) > 1 else 1)
