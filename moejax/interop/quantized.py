@@ -8,8 +8,11 @@
                   the product of its code (FP4_VALUES) and 2 ** (scale - 127). Scale 255
                   makes a group NaN
 
-The second is the MX format with FP4 E2M1 elements and E8M0 scales (Open Compute
-Project, Microscaling Formats, version 1.0, sections 5.3.3, 5.4.1 and 6.3).
+Rows are taken before they are decoded: mxfp4(taken(blocks, 1, rows), taken(scales, 1,
+rows)) decodes no other rows.
+
+MXFP4 is the MX format with FP4 E2M1 elements and E8M0 scales (Open Compute
+Project, Microscaling Formats, version 1.0, sections 5.3.3 and 5.4.1).
 """
 
 import ml_dtypes
