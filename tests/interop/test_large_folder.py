@@ -2,8 +2,10 @@
 
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,10 +16,16 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 MAX_ABOVE_MIB = 300
 
 
+@pytest.fixture
+def folder(tmp_path) -> Iterator[pathlib.Path]:
+    """A folder with 2 GiB, which is removed at the end."""
+    large_folder.build(tmp_path / "model")
+    yield tmp_path / "model"
+    shutil.rmtree(tmp_path / "model")
+
+
 @pytest.mark.long
-def test_a_large_checkpoint_is_read_by_share(tmp_path):
-    folder = tmp_path / "model"
-    large_folder.build(folder)
+def test_a_large_checkpoint_is_read_by_share(folder):
     for count in (1, 2):
         port = free_port()
         command = [sys.executable, "-m", "tests.support.large_folder", str(folder)]
