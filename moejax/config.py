@@ -5,7 +5,8 @@ within one class is checked when an object of it is made; a rule between two cla
 checked when the `Config` is made. This module needs the standard library only.
 
     Mesh                            devices (moejax.plan.layout.Topology)
-    Model, Moe, Router              the network: the parameters of a checkpoint
+    Model, Attention, Rope, Moe, Router
+                                    the network: the parameters of a checkpoint
     Dispatch                        how the experts are computed
     Recorded                        loads that replace a router's choices
     Optimizer, Data, Train          how the network is trained
@@ -66,6 +67,17 @@ def require_max(instance: Any, maximum: int, reason: str, *names: str) -> None:
         require(value is None or value <= maximum, rule)
 
 
+def require_positive(instance: Any, *names: str) -> None:
+    """Raise ValueError unless these fields of `instance` are above 0.
+
+    A field that is None passes.
+    """
+    for name in names:
+        value = getattr(instance, name)
+        rule = f"{type(instance).__name__}.{name}={value} must be above 0"
+        require(value is None or value > 0, rule)
+
+
 MAX_INT32 = 2**31 - 1
 MAX_WAIT_SEC = 10**7
 MAX_WIDTH = 2**20
@@ -122,6 +134,13 @@ class Model:
     """Base of the wavelengths of the rotary position embedding (RoPE)."""
     norm_eps: float = 1e-6
     """Number that RMSNorm adds to the mean square before the root."""
+    embedding_multiplier: float = 1.0
+    """Factor of the token embeddings that the first layer reads (Granite)."""
+    residual_multiplier: float = 1.0
+    """Factor of what attention and feed-forward parts add to the residual stream
+    (Granite)."""
+    logits_scaling: float = 1.0
+    """Number by which logits are divided (Granite)."""
     attention: Literal["auto", "reference", "blocked", "cudnn", "hopper"] = "auto"
     """Implementation of attention over windows. 'auto': the one made for the device
     that takes the run's shapes (docs/kernels.md). One that is named and cannot compute
@@ -147,6 +166,8 @@ class Model:
             "head_dim", "d_ff", "moe_every",
         )  # fmt: skip
         require_min(self, 0, "first_k_dense")
+        for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
+            require_positive(self, name)
         require_max(self, MAX_INT32, "token ids are int32", "vocab_size")
         require_max(self, MAX_WIDTH, AXIS, "d_model", "d_ff")
         require_max(self, MAX_HEADS, AXIS, "num_heads", "head_dim")
@@ -179,6 +200,102 @@ class Model:
     def num_moe_layers(self) -> int:
         """Number of MoE layers of the model."""
         return (self.num_layers - self.first_k_dense) // self.moe_every
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Options of attention beside its shape. By default queries, keys and values are
+    plain products, and each token reads all earlier ones of its document."""
+
+    bias: Literal["none", "qkv", "all"] = "none"
+    """Products that have a bias: none, those that make queries, keys and values
+    ('qkv', as in Qwen2 and GLM-4.5), or the output's too ('all', as in GPT-OSS)."""
+    clip_qkv: float | None = None
+    """Largest magnitude of queries, keys and values, to which they are clipped after
+    QK-norm and before RoPE (OLMoE). None: no limit."""
+    l2_norm: bool = False
+    """Whether queries and keys are divided by their root mean square in each head after
+    RoPE, without a learned scale (Llama-4)."""
+    sinks: bool = False
+    """Whether each head has a learned sink: a score without a value, which takes part
+    in the softmax (GPT-OSS)."""
+    scale: float | None = None
+    """Factor of the products of queries and keys. None: 1 / sqrt(width of a query).
+    Granite calls it attention_multiplier."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "clip_qkv", "scale")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Scaling of the rotary position embedding (RoPE) for sequences that are longer
+    than those of pre-training. Its base is Model.rope_theta."""
+
+    scaling: Literal["none", "linear", "yarn", "llama3"] = "none"
+    """How frequencies are changed. 'linear' divides all of them by `factor`; 'yarn'
+    (Peng et al. 2023, arXiv 2309.00071) and 'llama3' divide low ones, keep high ones,
+    and interpolate between."""
+    factor: float = 1.0
+    """Number by which frequencies are divided: the longest sequence over
+    original_max_position_embeddings."""
+    original_max_position_embeddings: int = 4096
+    """Length of the sequences of pre-training, in tokens; for 'yarn' and 'llama3'."""
+    beta_fast: float = 32.0
+    """Rotations within the original length above which 'yarn' keeps a frequency."""
+    beta_slow: float = 1.0
+    """Rotations within the original length below which 'yarn' divides a frequency by
+    `factor`."""
+    truncate: bool = True
+    """Whether 'yarn' rounds the two ends of its interpolation to whole pairs."""
+    mscale: float = 0.0
+    """Weight of the logarithm of `factor` in what 'yarn' multiplies cosine and sine by,
+    m(mscale) / m(mscale_all_dim) where m(s) = 0.1 s ln(factor) + 1 (DeepSeek). 0 for
+    one of them: m(1)."""
+    mscale_all_dim: float = 0.0
+    """The same in the divisor. Above 0, the softmax scale of 'yarn' is multiplied by
+    m(mscale_all_dim)**2 (DeepSeek)."""
+    low_freq_factor: float = 1.0
+    """Rotations within the original length below which 'llama3' divides a frequency by
+    `factor`."""
+    high_freq_factor: float = 4.0
+    """Rotations within the original length above which 'llama3' keeps a frequency."""
+    partial_rotary_factor: float = 1.0
+    """Share of a head's components that are rotated: the first ones (GLM-4.5)."""
+
+    def __post_init__(self) -> None:
+        require_min(self, 1, "factor", "original_max_position_embeddings")
+        require_min(self, 0, "mscale", "mscale_all_dim")
+        require_positive(self, "beta_slow", "low_freq_factor", "partial_rotary_factor")
+        require_max(self, 1, "it is a share", "partial_rotary_factor")
+        for low, high in (
+            ("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor"),
+        ):  # fmt: skip
+            require(
+                getattr(self, low) < getattr(self, high),
+                f"Rope.{low}={getattr(self, low)} must be below "
+                f"{high}={getattr(self, high)}: frequencies between are interpolated",
+            )
+        require(
+            self.scaling != "none" or self.factor == 1,
+            f"Rope.factor={self.factor} scales nothing, because Rope.scaling is "
+            "'none': name a scaling, or set factor to 1",
+        )
+
+    def attention_factor(self) -> float:
+        """Return the factor of cosine and sine."""
+        if self.scaling != "yarn":
+            return 1.0
+        if self.mscale and self.mscale_all_dim:
+            return self._m(self.mscale) / self._m(self.mscale_all_dim)
+        return self._m(1.0)
+
+    def softmax_factor(self) -> float:
+        """Return the factor by which scaling changes the softmax scale."""
+        return self._m(self.mscale_all_dim) ** 2 if self.scaling == "yarn" else 1.0
+
+    def _m(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -731,12 +848,19 @@ class Network:
     """The parts of a configuration that `moejax.model` reads."""
 
     model: Model
-    moe: Moe
-    router: Router
+    moe: Moe = Moe()
+    router: Router = Router()
+    attention: Attention = Attention()
+    rope: Rope = Rope()
     documents: Literal["separate", "joined"] = "separate"
     """Copy of Data.documents."""
     seq_len: int = 256
     """Copy of Data.seq_len: the length of a training sequence, in tokens."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of components of a head that RoPE rotates, the first ones."""
+        return int(self.model.head_dim * self.rope.partial_rotary_factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -745,6 +869,8 @@ class Config:
 
     mesh: Topology = Topology()
     model: Model = Model()
+    attention: Attention = Attention()
+    rope: Rope = Rope()
     moe: Moe = Moe()
     dispatch: Dispatch = Dispatch()
     router: Router = Router()
@@ -794,6 +920,13 @@ class Config:
             f"Mesh ({mesh}) has {mesh.num_devices} devices, and "
             f"Train.num_simulated_devices={simulated}: make them equal",
         )
+        rotary_dim, share = self.network.rotary_dim, self.rope.partial_rotary_factor
+        require(
+            rotary_dim >= 2 and rotary_dim % 2 == 0,
+            f"Rope.partial_rotary_factor={share} of Model.head_dim="
+            f"{self.model.head_dim} is {rotary_dim} components: RoPE rotates pairs, so "
+            "let the product be even and at least 2",
+        )
         groups = self.router.num_groups
         require(
             moe.num_experts % groups == 0
@@ -835,7 +968,10 @@ class Config:
     def network(self) -> Network:
         """The parts that a model is made of."""
         data = self.data
-        return Network(self.model, self.moe, self.router, data.documents, data.seq_len)
+        return Network(
+            self.model, self.moe, self.router, self.attention, self.rope,
+            data.documents, data.seq_len,
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return all fields by part and name."""

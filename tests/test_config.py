@@ -6,6 +6,7 @@ import json
 import pytest
 
 from moejax.config import (
+    Attention,
     Checkpoint,
     Config,
     Data,
@@ -15,6 +16,7 @@ from moejax.config import (
     Optimizer,
     Processes,
     Recorded,
+    Rope,
     Router,
     Train,
 )
@@ -48,6 +50,10 @@ MINIMA = {
         **dict.fromkeys(["vocab_size", "d_model", "num_layers", "num_heads"], 1),
         **dict.fromkeys(["num_kv_heads", "head_dim", "d_ff", "moe_every"], 1),
         "first_k_dense": 0,
+    },
+    Rope: {
+        **dict.fromkeys(["factor", "original_max_position_embeddings"], 1),
+        **dict.fromkeys(["mscale", "mscale_all_dim"], 0),
     },
     Moe: {
         **dict.fromkeys(["num_experts", "top_k", "d_expert"], 1),
@@ -95,6 +101,30 @@ def test_minimum_values(part, field, minimum):
             ["Model.num_heads=6", "a multiple of num_kv_heads=4"],
         ),
         (lambda: Model(head_dim=7), ["Model.head_dim=7", "must be even"]),
+        (
+            lambda: Model(logits_scaling=0.0),
+            ["Model.logits_scaling=0.0 must be above 0"],
+        ),
+        (lambda: Attention(clip_qkv=-1.0), ["Attention.clip_qkv=-1.0 must be above 0"]),
+        (
+            lambda: Rope(scaling="yarn", beta_fast=1.0),
+            ["Rope.beta_slow=1.0", "below beta_fast=1.0"],
+        ),
+        (
+            lambda: Rope(scaling="llama3", low_freq_factor=5.0),
+            ["Rope.low_freq_factor=5.0", "below high_freq_factor=4.0"],
+        ),
+        (lambda: Rope(factor=4.0), ["Rope.factor=4.0", "Rope.scaling", "'none'"]),
+        (
+            lambda: Rope(partial_rotary_factor=1.5),
+            ["Rope.partial_rotary_factor=1.5", "at most 1: it is a share"],
+        ),
+        (
+            lambda: Config(
+                model=Model(head_dim=10), rope=Rope(partial_rotary_factor=0.5)
+            ),
+            ["Rope.partial_rotary_factor=0.5", "Model.head_dim=10 is 5", "even"],
+        ),
         (
             lambda: Model(num_layers=6, first_k_dense=1, moe_every=2),
             ["Model.num_layers=6", "first_k_dense=1", "a multiple of moe_every=2"],

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention with RoPE and optional QK-norm.
+"""Causal grouped-query attention with RoPE, and what models add to it.
 
 Heads are split over the tensor axis. Each device has whole groups; a group is one
 key-value head and the query heads that read it.
@@ -13,17 +13,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from moejax import axes
-from moejax.config import Model
-from moejax.kernels.attention import attention
+from moejax.config import Model, Network
+from moejax.kernels.attention import Rule, attention
 from moejax.model.cache import Cache, KvCacheView
-from moejax.model.layers import (
-    RmsNorm,
-    Rotation,
-    input_matrix,
-    output_matrix,
-    rope,
-    rotation,
-)
+from moejax.model.layers import RmsNorm, bias, input_matrix, output_matrix, unit_rms
+from moejax.model.rope import Rotation, rope, rotation
 from moejax.model.sharding import check_tensor, on_own_rows, on_rows, sum_parts
 
 
@@ -40,22 +34,22 @@ class AttentionContext(NamedTuple):
 
     @classmethod
     def from_windows(
-        cls, position_bt: Int[Array, "b t"], cfg: Model, is_separate: bool
+        cls, position_bt: Int[Array, "b t"], cfg: Network
     ) -> "AttentionContext":
         """Return the context of whole windows, as in training and evaluation.
 
         A document begins where a position is 0, and at the start of a window, which may
-        continue one. With `is_separate`, tokens attend only to tokens of their own
-        document.
+        continue one. If documents are separate, tokens attend only to tokens of their
+        own document.
         """
-        angles = rotation(position_bt, cfg.head_dim, cfg.rope_theta)
-        if not is_separate:
+        angles = _rotation(position_bt, cfg)
+        if cfg.documents == "joined":
             return cls(angles, jnp.zeros(position_bt.shape, jnp.int32))
         return cls(angles, _last_begin(position_bt == 0))
 
     @classmethod
     def from_cache(
-        cls, position_bt: Int[Array, "b t"], cfg: Model, cache: Cache
+        cls, position_bt: Int[Array, "b t"], cfg: Network, cache: Cache
     ) -> tuple["AttentionContext", Int[Array, "b u"]]:
         """Return the context of t tokens that follow those in the cache.
 
@@ -73,8 +67,11 @@ class AttentionContext(NamedTuple):
         first_bt = jax.lax.dynamic_slice_in_dim(
             _last_begin(is_begin_bu), start, num_new, axis=1
         )
-        angles = rotation(position_bt, cfg.head_dim, cfg.rope_theta)
-        return cls(angles, first_bt, start), document_bu
+        return cls(_rotation(position_bt, cfg), first_bt, start), document_bu
+
+
+def _rotation(position_bt: Int[Array, "b t"], cfg: Network) -> Rotation:
+    return rotation(position_bt, cfg.rotary_dim, cfg.model.rope_theta, cfg.rope)
 
 
 def _last_begin(is_begin_bt: Bool[Array, "b t"]) -> Int[Array, "b t"]:
@@ -92,13 +89,22 @@ def check_heads(cfg: Model, tensor: int) -> None:
     check_tensor("Model.num_kv_heads", cfg.num_kv_heads, tensor)
 
 
-class Attention(nnx.Module):
-    """Projections and optional QK-norms of one attention layer."""
+def make_rule(cfg: Network) -> Rule:
+    """Return the static part of the attention of a layer."""
+    factor, scale = cfg.rope.softmax_factor(), cfg.attention.scale
+    if factor != 1:
+        scale = factor * (scale or cfg.model.head_dim**-0.5)
+    return Rule(scale=scale)
 
-    def __init__(self, cfg: Model, mesh: Mesh, rngs: nnx.Rngs):
+
+class Attention(nnx.Module):
+    """Projections, optional biases, QK-norms and sinks of one attention layer."""
+
+    def __init__(self, cfg: Network, mesh: Mesh, rngs: nnx.Rngs):
+        self.network, self.cfg, self.mesh = cfg, cfg.model, mesh
+        options, cfg = cfg.attention, cfg.model
         d, h, g, i = cfg.d_model, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         check_heads(cfg, mesh.shape[axes.TENSOR])
-        self.cfg, self.mesh = cfg, mesh
         self.q_dhi = input_matrix(rngs, d, h * i)
         self.k_dgi = input_matrix(rngs, d, g * i)
         self.v_dgi = input_matrix(rngs, d, g * i)
@@ -107,6 +113,12 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = (
             width and RmsNorm(width, cfg.norm_eps) for width in widths[cfg.qk_norm]
         )
+        has_bias = options.bias != "none"
+        self.q_bias_hi, self.k_bias_gi, self.v_bias_gi = (
+            bias(heads * i, tensor_dim=0) if has_bias else None for heads in (h, g, g)
+        )
+        self.out_bias_d = bias(d, None) if options.bias == "all" else None
+        self.sinks_h = bias(h, tensor_dim=0) if options.sinks else None
 
     @jax.named_scope("attention")
     def __call__(
@@ -133,6 +145,9 @@ class Attention(nnx.Module):
             self.cfg.gradient_reduce_dtype,
             tensor_dim=2,
         )
+        if self.out_bias_d is not None:
+            bias_d = self.out_bias_d[...].astype(outputs[0].dtype)
+            outputs = tuple(out_btd + bias_d for out_btd in outputs)
         return outputs, cache_view
 
     def _attend(
@@ -140,8 +155,9 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "b t h i"], KvCacheView | None]:
         """Return the output of each head, and the cache view with these keys and values
         appended."""
-        q_bthi = rope(self._normalize(q_bthi, self.q_norm), context.rotation)
-        k_bugi = rope(self._normalize(k_bugi, self.k_norm), context.rotation)
+        q_bthi = self._rotate(self._normalize(q_bthi, self.q_norm), context)
+        k_bugi = self._rotate(self._normalize(k_bugi, self.k_norm), context)
+        v_bugi = self._clip(v_bugi)
         implementation = self.cfg.attention
         if cache_view is not None:
             cache_view, k_bugi, v_bugi = cache_view.append(
@@ -149,14 +165,23 @@ class Attention(nnx.Module):
             )
             implementation = "auto"  # the one that was named is for windows
         arrays = (q_bthi, k_bugi, v_bugi, context.first_bt, jnp.int32(context.start))
+        sinks = tuple(param[...] for param in _given(self.sinks_h))
         out_bthi = on_own_rows(
-            lambda q, k, v, first_bt, start: attention(
-                q, k, v, first_bt, start=start, implementation=implementation
+            lambda q, k, v, first_bt, start, *sinks: attention(
+                q,
+                k,
+                v,
+                first_bt,
+                rule=make_rule(self.network),
+                start=start,
+                sinks_h=sinks[0] if sinks else None,
+                implementation=implementation,
             ),
             arrays,
             (2, 2, 2, None, None),
             self.mesh,
             out_tensor_dim=2,
+            per_head=sinks,
         )
         return out_bthi, cache_view
 
@@ -169,18 +194,23 @@ class Attention(nnx.Module):
         Three products would sum the gradient of x over the tensor axis three times.
         """
 
-        def body(x_btd, *weights):
+        def body(x_btd, *params):
             (b, t, d), i = x_btd.shape, self.cfg.head_dim
+            weights, biases = params[:3], params[3:]
             g = weights[-1].shape[1] // i  # heads of this device
             parts = [weight.reshape(d, g, -1, i) for weight in weights]
             # c: the query heads of a group, then its key head, then its value head.
             w_dgci = jnp.concatenate(parts, axis=2)
             y_btgci = jnp.einsum("btd,dgci->btgci", x_btd, w_dgci)
+            if biases:
+                parts = [each.reshape(g, -1, i) for each in biases]
+                y_btgci += jnp.concatenate(parts, axis=1)
             last = y_btgci.shape[3] - 1
             parts = jnp.split(y_btgci, [last - 1, last], axis=3)
             return [part.reshape(b, t, -1, i) for part in parts]
 
         params = (self.q_dhi, self.k_dgi, self.v_dgi)
+        params += _given(self.q_bias_hi, self.k_bias_gi, self.v_bias_gi)
         reduce_dtype = self.cfg.gradient_reduce_dtype
         return on_rows(body, parts, params, self.mesh, reduce_dtype, out_tensor_dim=2)
 
@@ -197,3 +227,21 @@ class Attention(nnx.Module):
         if self.cfg.qk_norm == "full":
             return norm(y_bthi.reshape(*y_bthi.shape[:2], -1)).reshape(y_bthi.shape)
         return norm(y_bthi)
+
+    def _rotate(self, y_bthi: Array, context: AttentionContext) -> Array:
+        """Return queries or keys, clipped as cfg.attention says, rotated by RoPE, and
+        then with a root mean square of 1 in each head if l2_norm says so."""
+        y_bthi = rope(self._clip(y_bthi), context.rotation)
+        if not self.network.attention.l2_norm:
+            return y_bthi
+        return unit_rms(y_bthi, self.cfg.norm_eps).astype(y_bthi.dtype)
+
+    def _clip(self, y_bthi: Array) -> Array:
+        """Return queries, keys or values, clipped to Attention.clip_qkv."""
+        limit = self.network.attention.clip_qkv
+        return y_bthi if limit is None else jnp.clip(y_bthi, -limit, limit)
+
+
+def _given(*params: nnx.Param | None) -> tuple[nnx.Param, ...]:
+    """Return the parameters that a layer has."""
+    return tuple(param for param in params if param is not None)

@@ -57,9 +57,9 @@ class Block(nnx.Module):
         check_block(cfg)
         model, moe = cfg.model, cfg.moe
         self.attention_norm = RmsNorm(model.d_model, model.norm_eps)
-        self.attention = Attention(model, mesh, rngs)
+        self.attention = Attention(cfg, mesh, rngs)
         self.ff_norm = RmsNorm(model.d_model, model.norm_eps)
-        self.mesh = mesh
+        self.mesh, self.multiplier = mesh, model.residual_multiplier
         width = moe.num_shared_experts * moe.d_expert if is_moe else model.d_ff
         self.dense = SwiGlu(model, width, mesh, rngs) if width else None
         self.moe = MoeLayer(moe, model.d_model, rngs) if is_moe else None
@@ -93,7 +93,10 @@ class Block(nnx.Module):
         return self._sum(parts, added), sums, cache_view
 
     def _sum(self, parts: Parts, added: Parts) -> Parts:
-        """Return the sums of two activations, split as batches are."""
+        """Return the residual stream with the output of a part added to it, split as
+        batches are."""
+        if self.multiplier != 1:
+            added = _each(lambda y: self.multiplier * y, added)
         return _each(lambda x, y: shard_batch(x + y, self.mesh), parts, added)
 
 

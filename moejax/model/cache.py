@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from moejax import axes
-from moejax.config import Model
+from moejax.config import Network
 
 
 class KvCacheView(NamedTuple):
@@ -72,10 +72,12 @@ class Cache:
     """Number of positions filled, equal for all rows."""
 
     @classmethod
-    def empty(cls, cfg: Model, batch_size: int, capacity: int) -> "Cache":
+    def empty(cls, cfg: Network, batch_size: int, capacity: int) -> "Cache":
         """Return a cache without tokens, with `capacity` positions per row."""
-        shape = (cfg.num_layers, batch_size, capacity, cfg.num_kv_heads, cfg.head_dim)
-        zeros_lbugi = jnp.zeros(shape, jnp.dtype(cfg.compute_dtype))
+        model = cfg.model
+        tokens = (model.num_layers, batch_size, capacity)
+        shape = (*tokens, model.num_kv_heads, model.head_dim)
+        zeros_lbugi = jnp.zeros(shape, jnp.dtype(model.compute_dtype))
         document_bu = jnp.zeros((batch_size, capacity), jnp.int32)
         return cls(zeros_lbugi, zeros_lbugi, document_bu, jnp.int32(0))
 

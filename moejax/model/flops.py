@@ -77,8 +77,11 @@ def num_params(cfg: Network) -> dict[str, int]:
         model.num_kv_heads * model.head_dim,
     )
     qk_norms = {"none": 0, "head": 2 * model.head_dim, "full": query + key_value}
-    norms = 2 * d + qk_norms[model.qk_norm]
-    every = layers * (d * (2 * query + 2 * key_value) + norms) + d
+    vectors = 2 * d + qk_norms[model.qk_norm] + model.num_heads * cfg.attention.sinks
+    biases = {"none": 0, "qkv": query + 2 * key_value}
+    biases["all"] = biases["qkv"] + d
+    vectors += biases[cfg.attention.bias]
+    every = layers * (d * (2 * query + 2 * key_value) + vectors) + d
     every += model.vocab_size * d * (1 if model.tie_embeddings else 2)
     every += (layers - moe_layers) * 3 * d * model.d_ff
     every += moe_layers * (d * moe.num_experts)

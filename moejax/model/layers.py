@@ -1,15 +1,13 @@
-"""Dense building blocks: RMSNorm, RoPE, SwiGLU.
+"""Dense building blocks: RMSNorm, SwiGLU, matrices and biases.
 
 Parameters are float32 master parameters. Products are computed in the input's dtype.
 """
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from moejax import axes
 from moejax.config import Model
@@ -33,22 +31,35 @@ def _weight(rngs: nnx.Rngs, shape: tuple[int, int], tensor_dim: int) -> nnx.Para
     return nnx.Param(init(rngs.params(), shape, jnp.float32), tensor_dim=tensor_dim)
 
 
-class RmsNorm(nnx.Module):
-    """RMS normalization with a learned scale per channel."""
+def bias(width: int, tensor_dim: int | None) -> nnx.Param:
+    """Return a new bias of zeros. It is split over the tensor axis as the output is to
+    which it is added: in dim 0, or not at all (None)."""
+    return nnx.Param(jnp.zeros(width, jnp.float32), tensor_dim=tensor_dim)
 
-    def __init__(self, width: int, eps: float):
+
+class RmsNorm(nnx.Module):
+    """RMS normalization with a learned scale per channel, and a constant divisor."""
+
+    def __init__(self, width: int, eps: float, divisor: float = 1.0):
         self.scale_d = nnx.Param(jnp.ones(width, jnp.float32))
-        self.eps = eps
+        self.eps, self.divisor = eps, divisor
 
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-        """Return x / rms(x) * scale over the last dim.
+        """Return x / rms(x) * scale / divisor over the last dim.
 
         The computation is in float32; the result has the dtype of x.
         """
-        x32 = x.astype(jnp.float32)
-        variance = jnp.mean(x32 * x32, axis=-1, keepdims=True)
-        normed = x32 * jax.lax.rsqrt(variance + self.eps)
-        return (normed * self.scale_d[...]).astype(x.dtype)
+        scale_d = self.scale_d[...]
+        if self.divisor != 1:
+            scale_d = scale_d / self.divisor
+        return (unit_rms(x, self.eps) * scale_d).astype(x.dtype)
+
+
+def unit_rms(x: Float[Array, "*b d"], eps: float) -> Float[Array, "*b d"]:
+    """Return x / rms(x) over the last dim, in float32."""
+    x32 = x.astype(jnp.float32)
+    variance = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+    return x32 * jax.lax.rsqrt(variance + eps)
 
 
 class SwiGlu(nnx.Module):
@@ -80,33 +91,3 @@ class SwiGlu(nnx.Module):
 
         params = (self.gate_df, self.up_df, self.down_fd)
         return on_rows(body, parts, params, self.mesh, self.cfg.gradient_reduce_dtype)
-
-
-class Rotation(NamedTuple):
-    """Cosine and sine of the angles by which RoPE rotates a head's i/2 pairs, for each
-    token."""
-
-    cos_btj: Float[Array, "b t j"]
-    sin_btj: Float[Array, "b t j"]
-
-
-def rotation(position_bt: Int[Array, "b t"], head_dim: int, theta: float) -> Rotation:
-    """Return the RoPE rotation by position * theta**(-2j/i), in float32.
-
-    The formula is equation 34 of RoFormer; pair j of a head of width i.
-    """
-    half = head_dim // 2
-    frequency_j = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_btj = position_bt.astype(jnp.float32)[..., None] * frequency_j
-    return Rotation(jnp.cos(angle_btj), jnp.sin(angle_btj))
-
-
-def rope(x_bthi: Float[Array, "b t h i"], angles: Rotation) -> Float[Array, "b t h i"]:
-    """Rotate the pairs of each head.
-
-    Pair j is elements j and j + i/2 of the head (the half-split order of Llama).
-    """
-    cos, sin = angles.cos_btj[:, :, None], angles.sin_btj[:, :, None]
-    first, second = jnp.split(x_bthi.astype(jnp.float32), 2, axis=-1)
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(rotated, axis=-1).astype(x_bthi.dtype)

@@ -148,25 +148,29 @@ def on_own_rows(
     mesh: Mesh,
     *,
     out_tensor_dim: int | None = None,
+    per_head: tuple[Array, ...] = (),
 ) -> Array:
-    """Return body(*arrays), which each device computes for its own rows and, along the
-    tensor axis, for its own part of one dim.
+    """Return body(*arrays, *per_head), which each device computes for its own rows and,
+    along the tensor axis, for its own part of one dim.
 
     It is for kernels, which XLA's partitioner cannot split. Arrays [b, ..] are split
     over the batch axes, and over the tensor axis in their dim of `tensor_dims`, where
-    that is not None; so is the result, in `out_tensor_dim`. Scalars are whole. `body`
-    has no weights: those take `on_rows`.
+    that is not None; so is the result, in `out_tensor_dim`. Scalars are whole. Arrays
+    `per_head` [h] are split over the tensor axis alone. `body` has no matrices: those
+    take `on_rows`.
     """
-    specs = (
+    specs = [
         _batch_spec(mesh, tensor_dim) if array.ndim else P()
         for array, tensor_dim in zip(arrays, tensor_dims)
-    )
+    ]
+    head_spec = P(axes.TENSOR) if mesh.shape[axes.TENSOR] > 1 else P()
+    specs += [head_spec] * len(per_head)
     return jax.shard_map(
         body,
         mesh=mesh,
         in_specs=tuple(specs),
         out_specs=_batch_spec(mesh, out_tensor_dim),
-    )(*arrays)
+    )(*arrays, *per_head)
 
 
 def is_gathered(param: nnx.Param) -> bool:

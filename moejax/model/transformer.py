@@ -99,7 +99,7 @@ class Transformer(nnx.Module):
             partial(Block, cfg, False, mesh), model.first_k_dense, rngs
         )
         self.cycles = _stack(partial(Cycle, cfg, mesh), model.num_moe_layers, rngs)
-        self.norm = RmsNorm(model.d_model, model.norm_eps)
+        self.norm = RmsNorm(model.d_model, model.norm_eps, model.logits_scaling)
 
     def __call__(
         self,
@@ -121,9 +121,8 @@ class Transformer(nnx.Module):
         whole.
         """
         cut = self._cut(layout, len(tokens_bt), step_inputs)
-        is_separate = self.cfg.documents == "separate"
         contexts = tuple(
-            AttentionContext.from_windows(part_bt, self.cfg.model, is_separate)
+            AttentionContext.from_windows(part_bt, self.cfg)
             for part_bt in cut(position_bt)
         )
         # Dense training needs no slots: owners compute with their own parameters.
@@ -162,9 +161,7 @@ class Transformer(nnx.Module):
 
         Also return the cache with these tokens appended. It must have room for them.
         """
-        context, document_bu = AttentionContext.from_cache(
-            position_bt, self.cfg.model, cache
-        )
+        context, document_bu = AttentionContext.from_cache(position_bt, self.cfg, cache)
         cache_view = KvCacheView(cache.key_lbugi, cache.value_lbugi, jnp.int32(0))
         slot_source = self._slot_source(placement, layout)
         # Decoding has the table whole on every device, and few tokens.
@@ -221,10 +218,12 @@ class Transformer(nnx.Module):
         cache_view=None,
         cut=lambda x: (x,),
     ):
-        """Run all layers on the parts into which `cut` cuts the batch. Return the
+        """Run all layers on the parts into which `cut` cuts the embeddings. Return the
         hidden states of each part, the sums of the MoE layers, and the cache view after
         the last layer."""
         model, moe = self.cfg.model, self.cfg.moe
+        if model.embedding_multiplier != 1:
+            x_btd = model.embedding_multiplier * x_btd
         parts = cut(shard_batch(x_btd, self.mesh))
         carry = (parts, cache_view)
         if self.prefix is not None:

@@ -7,13 +7,13 @@ from jax.sharding import AbstractMesh, Mesh
 from moejax.axes import devices_of
 from moejax.config import Config
 from moejax.kernels.attention.choose import choose_attention, why_not
-from moejax.kernels.attention.reading import CAUSAL, Inputs
+from moejax.kernels.attention.reading import Inputs
 from moejax.kernels.device import KernelChoice, device_here
 from moejax.kernels.grouped_dot.choose import choose_grouped_dot
 from moejax.kernels.permute.choose import choose_permute
 from moejax.kernels.shapes import ProductShape
 from moejax.kernels.tuning import layer_products, measured_tiles, tiles_for
-from moejax.model.attention import check_heads
+from moejax.model.attention import check_heads, make_rule
 from moejax.plan.layout import Layout
 
 
@@ -35,7 +35,7 @@ def check_attention(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
         return
     check_heads(cfg.model, cfg.mesh.tensor)
     with devices_of(mesh):
-        why = why_not(named, attention_arrays(cfg), CAUSAL)
+        why = why_not(named, attention_arrays(cfg), make_rule(cfg.network))
     if why:
         raise NotImplementedError(
             f"Model.attention='{named}' cannot compute this run: {why}: use 'auto'"
@@ -47,7 +47,7 @@ def _attention(cfg: Config) -> KernelChoice:
     named = cfg.model.attention
     if named != "auto":
         return KernelChoice(named, f"Model.attention='{named}'")
-    return choose_attention(attention_arrays(cfg), CAUSAL)
+    return choose_attention(attention_arrays(cfg), make_rule(cfg.network))
 
 
 def attention_arrays(cfg: Config) -> Inputs:

@@ -1,6 +1,7 @@
 """Test which keys the tokens of windows and caches read, and that a layer of attention
 makes no array of all pairs of tokens."""
 
+import dataclasses
 import itertools
 import math
 import re
@@ -12,16 +13,18 @@ import pytest
 from flax import nnx
 
 from moejax import axes
-from moejax.config import Model
+from moejax.config import Model, Network
 from moejax.kernels.attention.choose import FEW_QUERIES
 from moejax.model.attention import Attention, AttentionContext
 from moejax.model.cache import Cache, KvCacheView
 from moejax.plan.layout import Topology
 from tests.support.close import assert_close
 
-CFG = Model(
-    d_model=8, num_heads=2, num_kv_heads=1, head_dim=4, num_layers=1,
-    compute_dtype="float32",
+CFG = Network(
+    Model(
+        d_model=8, num_heads=2, num_kv_heads=1, head_dim=4, num_layers=1,
+        compute_dtype="float32",
+    )
 )  # fmt: skip
 PADDING = -1
 """Position of a padding token."""
@@ -66,11 +69,12 @@ def random_positions(seed: int, b: int, u: int, is_begun: bool):
 @pytest.mark.parametrize("is_begun", [True, False])
 def test_documents_of_windows(is_begun):
     position_bt = random_positions(0, 6, 24, is_begun)
-    context = AttentionContext.from_windows(jnp.asarray(position_bt), CFG, True)
+    context = AttentionContext.from_windows(jnp.asarray(position_bt), CFG)
     expected_btu = is_read_by_definition(position_bt)
     np.testing.assert_array_equal(is_read(context.first_bt, 24), expected_btu)
     assert (np.diff(context.first_bt, axis=1) >= 0).all()
-    joined = AttentionContext.from_windows(jnp.asarray(position_bt), CFG, False)
+    cfg = dataclasses.replace(CFG, documents="joined")
+    joined = AttentionContext.from_windows(jnp.asarray(position_bt), cfg)
     assert (joined.first_bt == 0).all()
     assert joined.first_bt.shape == position_bt.shape
 
@@ -135,7 +139,7 @@ def test_a_prompt_in_one_chunk_is_the_prompt_in_several():
     the same keys of a cache that has rows with padding."""
     position_bu = random_positions(2, 2, FEW_QUERIES + 4, is_begun=False)
     position_bu[1] = np.r_[[PADDING] * 3, position_bu[1, :-3]]
-    shape = (*position_bu.shape, CFG.d_model)
+    shape = (*position_bu.shape, CFG.model.d_model)
     x_bud = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     whole_bud = extend((FEW_QUERIES + 4,), position_bu, x_bud)
     parts_bud = extend((8, FEW_QUERIES - 4), position_bu, x_bud)
@@ -147,16 +151,17 @@ def largest_array(implementation: str, num_tokens: int) -> int:
     """Return the elements of the largest array in a compiled layer of attention with
     its gradients."""
     mesh = axes.make_mesh(Topology(), jax.devices()[:1])
-    cfg = Model(**{**vars(CFG), "attention": implementation})
+    model = dataclasses.replace(CFG.model, attention=implementation)
+    cfg = dataclasses.replace(CFG, model=model)
     layer = Attention(cfg, mesh, nnx.Rngs(0))
     graph, params = nnx.split(layer)
     position_bt = jnp.arange(num_tokens)[None] % 300
 
     def loss(params, x_btd):
-        context = AttentionContext.from_windows(position_bt, cfg, True)
+        context = AttentionContext.from_windows(position_bt, cfg)
         return jnp.sum(jnp.sin(nnx.merge(graph, params)((x_btd,), (context,))[0][0]))
 
-    x_btd = jax.ShapeDtypeStruct((1, num_tokens, CFG.d_model), jnp.float32)
+    x_btd = jax.ShapeDtypeStruct((1, num_tokens, CFG.model.d_model), jnp.float32)
     run = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, x_btd).compile()
     shapes = re.findall(r"\b[a-z]+\d*\[([\d,]+)\]", run.as_text())
     return max(math.prod(map(int, shape.split(","))) for shape in shapes)

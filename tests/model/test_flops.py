@@ -6,7 +6,16 @@ import jax
 import numpy as np
 import pytest
 
-from moejax.config import Config, Data, Dispatch, Model, Moe, Router, Train
+from moejax.config import (
+    Attention,
+    Config,
+    Data,
+    Dispatch,
+    Model,
+    Moe,
+    Router,
+    Train,
+)
 from moejax.model.flops import flops_per_token, num_params
 from tests.support import plain_model
 from tests.support.plain_model import network
@@ -24,7 +33,7 @@ BASE = Config(
 )  # fmt: skip
 
 
-def vary(moe=None, router=None, dispatch=None, **model):
+def vary(moe=None, router=None, dispatch=None, attention=None, **model):
     """Return BASE with changes; `moe` and `model` hold fields, the others are whole."""
     return dataclasses.replace(
         BASE,
@@ -32,6 +41,7 @@ def vary(moe=None, router=None, dispatch=None, **model):
         moe=dataclasses.replace(BASE.moe, **(moe or {})),
         router=router or BASE.router,
         dispatch=dispatch or BASE.dispatch,
+        attention=attention or BASE.attention,
     )
 
 
@@ -52,11 +62,19 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+VECTORS = {
+    "biases of queries, keys and values": vary(attention=Attention(bias="qkv")),
+    "all biases, sinks": vary(attention=Attention(bias="all", sinks=True)),
+}
+"""Configurations with more parameters and no more products than BASE."""
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *VECTORS])
 def test_num_params_counts_the_elements_of_the_model(name):
     """The total counts all parameters; the active ones leave out the experts of each
     layer that a token does not use."""
-    cfg, moe = CONFIGS[name], CONFIGS[name].moe
+    cfg = (CONFIGS | VECTORS)[name]
+    moe = cfg.moe
     leaves = jax.tree_util.tree_leaves_with_path(network(cfg).params)
     total = sum(leaf.size for _, leaf in leaves)
     routed = [leaf for path, leaf in leaves if path[-1].key.split("_")[1][0] == "e"]

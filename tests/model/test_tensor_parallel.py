@@ -20,8 +20,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moejax import axes
-from moejax.config import Model
+from moejax import axes, config
+from moejax.config import Model, Network
 from moejax.model.attention import Attention, AttentionContext
 from moejax.model.cache import Cache, KvCacheView
 from moejax.model.layers import SwiGlu
@@ -54,14 +54,13 @@ class Part(NamedTuple):
     """call(module, x_btd) -> y_btd"""
 
 
-def attention(qk_norm: str) -> Part:
-    """Return the attention part with this kind of norm of queries and keys."""
-    cfg = dataclasses.replace(CFG, qk_norm=qk_norm)
+def attention(qk_norm: str, options=config.Attention()) -> Part:  # noqa: B008
+    """Return the attention part with this kind of norm of queries and keys, and these
+    options."""
+    cfg = Network(dataclasses.replace(CFG, qk_norm=qk_norm), attention=options)
 
     def call(module, x_btd):
-        context = AttentionContext.from_windows(
-            jnp.asarray(POSITION_BT), cfg, is_separate=True
-        )
+        context = AttentionContext.from_windows(jnp.asarray(POSITION_BT), cfg)
         return module((x_btd,), (context,))[0][0]
 
     return Part(lambda mesh: Attention(cfg, mesh, nnx.Rngs(0)), call)
@@ -76,6 +75,8 @@ PARTS = {
         lambda module, x: module((x,))[0],
     ),
 }
+VECTORS = attention("head", config.Attention(bias="all", sinks=True))
+"""Attention with parameters that are no matrices."""
 
 
 def build_mesh(topology: Topology) -> jax.sharding.Mesh:
@@ -120,7 +121,8 @@ def program(part: Part, mesh, dtype=jnp.float32):
 def run_part(name: str, topology: Topology, dtype=jnp.float32):
     """Return the output, and the gradients of parameters and input."""
     mesh = build_mesh(topology)
-    _, shapes = split_part(PARTS[name], mesh, dtype)
+    part = VECTORS if name == "biases and sinks" else PARTS[name]
+    _, shapes = split_part(part, mesh, dtype)
     random = np.random.default_rng(0)
 
     def draw(leaf):
@@ -130,7 +132,7 @@ def run_part(name: str, topology: Topology, dtype=jnp.float32):
 
     x_btd = random.standard_normal((B, T, D)).astype(dtype)
     args = jax.tree.map(draw, shapes), jax.device_put(x_btd, rows(mesh))
-    (_, y_btd), grads = program(PARTS[name], mesh, dtype)(*args)
+    (_, y_btd), grads = program(part, mesh, dtype)(*args)
     return jax.device_get((y_btd, grads))
 
 
@@ -139,6 +141,7 @@ def run_part(name: str, topology: Topology, dtype=jnp.float32):
     [
         ("norms over all heads", SPLITS[0]),
         ("swiglu", SPLITS[0]),
+        ("biases and sinks", SPLITS[1]),
         pytest.param("norms per head", SPLITS[0], marks=pytest.mark.slow),
         pytest.param("norms over all heads", SPLITS[1], marks=pytest.mark.slow),
     ],
@@ -240,7 +243,7 @@ def decode_token(topology: Topology):
     """Return the output of a token that follows three in a cache, the new cache, and
     the compiled program."""
     mesh = build_mesh(topology)
-    cfg = dataclasses.replace(CFG, num_layers=1)
+    cfg = Network(dataclasses.replace(CFG, num_layers=1))
     graph, shapes = split_part(PARTS["attention"], mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
     random = np.random.default_rng(0)
@@ -288,6 +291,6 @@ def test_sizes_that_the_tensor_axis_cannot_split_are_refused():
     with pytest.raises(
         ValueError, match=r"num_kv_heads=2 .* use 4, or Mesh.tensor = 2"
     ):
-        Attention(dataclasses.replace(CFG, num_kv_heads=2), mesh, nnx.Rngs(0))
+        Attention(Network(dataclasses.replace(CFG, num_kv_heads=2)), mesh, nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"d_ff .*=30 .* use 32, or Mesh.tensor = 2"):
         SwiGlu(CFG, 30, mesh, nnx.Rngs(0))

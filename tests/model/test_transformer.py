@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 from moejax import axes
-from moejax.config import Config, Data, Model, Moe, Router, Train
+from moejax.config import Config, Data, Model, Moe, Network, Rope, Router, Train
 from moejax.model.attention import Attention, AttentionContext
-from moejax.model.layers import rope, rotation
+from moejax.model.rope import rope, rotation
 from moejax.model.transformer import StepInputs
 from moejax.plan.layout import Topology
 from tests.support import plain_model
@@ -104,7 +104,7 @@ def test_rope_depends_on_relative_positions_only():
     q_bthi, k_bthi = random.standard_normal((2, 1, 5, 2, 8)).astype(np.float32)
 
     def scores(first):
-        turn = rotation(first + jnp.arange(5)[None], 8, 100.0)
+        turn = rotation(first + jnp.arange(5)[None], 8, 100.0, Rope())
         q, k = (rope(y, turn) for y in (q_bthi, k_bthi))
         return jnp.einsum("bthi,bshi->bhts", q, k)
 
@@ -121,7 +121,7 @@ def test_rope_depends_on_relative_positions_only():
 
 def test_rope_keeps_norms_and_dtype():
     x_bthi = np.random.default_rng(0).standard_normal((1, 5, 2, 8)).astype(np.float32)
-    turn = rotation(jnp.arange(5)[None], 8, 10_000.0)
+    turn = rotation(jnp.arange(5)[None], 8, 10_000.0, Rope())
     turned_bthi = rope(x_bthi, turn)
     norms = (jnp.linalg.norm(y, axis=-1) for y in (turned_bthi, x_bthi))
     assert_close(*norms)
@@ -132,8 +132,9 @@ def test_grouped_queries_are_repeated_keys_and_values():
     """Grouped queries equal full attention in which each key head is repeated: query
     heads 0 and 1 read key head 0, and 2 and 3 read key head 1."""
     mesh = axes.make_mesh(Topology(), jax.devices()[:1])
-    grouped_cfg = dataclasses.replace(SMALL, num_kv_heads=2)
-    grouped, full = (Attention(cfg, mesh, nnx.Rngs(0)) for cfg in (grouped_cfg, SMALL))
+    cfg = Network(SMALL, documents="joined")
+    grouped_cfg = Network(dataclasses.replace(SMALL, num_kv_heads=2))
+    grouped, full = (Attention(each, mesh, nnx.Rngs(0)) for each in (grouped_cfg, cfg))
     full.q_dhi[...], full.out_hid[...] = grouped.q_dhi[...], grouped.out_hid[...]
     for name in ("k_dgi", "v_dgi"):
         heads_dgi = getattr(grouped, name)[...].reshape(SMALL.d_model, 2, -1)
@@ -142,7 +143,7 @@ def test_grouped_queries_are_repeated_keys_and_values():
     x_btd = np.random.default_rng(0).standard_normal((2, T, SMALL.d_model))
     x_btd = x_btd.astype(np.float32)
     position_bt = jnp.tile(jnp.arange(T), (2, 1))
-    context = AttentionContext.from_windows(position_bt, SMALL, is_separate=False)
+    context = AttentionContext.from_windows(position_bt, cfg)
 
     @jax.jit
     def both(x_btd):

@@ -45,7 +45,7 @@ def one_by_one(cfg):
     for row, length in enumerate(LENGTHS):
         token_bt[row, PROMPT - length :] = tokens()[row, :length]
         position_bt[row, PROMPT - length :] = np.arange(length)
-    cache = Cache.empty(cfg.model, B, capacity=16)
+    cache = Cache.empty(cfg.network, B, capacity=16)
     hidden_btd, cache = run(ours.params, token_bt, position_bt, cache)
     hidden = [hidden_btd[:, -1]]
     for more in range(TOTAL - max(LENGTHS)):

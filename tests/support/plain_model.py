@@ -28,13 +28,17 @@ class Network(NamedTuple):
     """Functions of a Transformer on the first devices, with random parameters."""
 
     apply: Callable
-    """apply(params, tokens_bt, position_bt=None, step_inputs=None) -> hidden_btd, sums,
-    head_vd; not jitted. Without positions each row is one document from its start."""
+    """apply(params, tokens_bt, position_bt=None, step_inputs=None, bias=zeros) ->
+    hidden_btd, sums, head_vd; not jitted. Without positions each row is one document
+    from its start. `bias` is the tree of the router's biases."""
     jit: Callable
     extend: Callable
-    """extend(params, tokens_bt, position_bt, cache, layout) -> hidden_btd, cache."""
+    """extend(params, tokens_bt, position_bt, cache, layout, bias=zeros) -> hidden_btd,
+    cache."""
     params: dict
-    """float32 NumPy arrays; norms' scales and router are random too."""
+    """float32 NumPy arrays; norms' scales, biases and router are random too."""
+    bias: dict
+    """The router's biases, which are zeros."""
 
 
 @functools.cache
@@ -49,13 +53,13 @@ def network(cfg: Config) -> Network:
     plan = ExpertPlan.home_in(layout, cfg.model.num_moe_layers)
     placement = Placement.from_plan(plan, layout)
 
-    def apply(params, tokens_bt, position_bt=None, step_inputs=None):
+    def apply(params, tokens_bt, position_bt=None, step_inputs=None, bias=bias):
         model = nnx.merge(graph, params, bias)
         position_bt = one_document(tokens_bt) if position_bt is None else position_bt
         hidden_btd, sums = model(tokens_bt, position_bt, placement, layout, step_inputs)
         return hidden_btd, sums, model.whole_head()
 
-    def extend(params, tokens_bt, position_bt, cache, layout):
+    def extend(params, tokens_bt, position_bt, cache, layout, bias=bias):
         model = nnx.merge(graph, params, bias)
         return model.extend(tokens_bt, position_bt, placement, layout, cache)
 
@@ -64,10 +68,12 @@ def network(cfg: Config) -> Network:
     def draw(path, leaf):
         values = random.standard_normal(leaf.shape).astype(np.float32)
         is_scale = path[-1].key == "scale_d"
+        if "bias" in path[-1].key or path[-1].key == "sinks_h":
+            return values
         return 1 + values / 5 if is_scale else values * leaf.shape[-2] ** -0.5
 
     params = jax.tree_util.tree_map_with_path(draw, nnx.to_pure_dict(shapes))
-    return Network(apply, jax.jit(apply), extend, params)
+    return Network(apply, jax.jit(apply), extend, params, bias)
 
 
 def one_document(tokens_bt):

@@ -16,7 +16,13 @@ FIXED_FIELDS = {
     "model": {
         "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim",
         "d_ff", "first_k_dense", "moe_every", "qk_norm", "tie_embeddings", "rope_theta",
-        "norm_eps",
+        "norm_eps", "embedding_multiplier", "residual_multiplier", "logits_scaling",
+    },
+    "attention": {"bias", "clip_qkv", "l2_norm", "sinks", "scale"},
+    "rope": {
+        "scaling", "factor", "original_max_position_embeddings", "beta_fast",
+        "beta_slow", "truncate", "mscale", "mscale_all_dim", "low_freq_factor",
+        "high_freq_factor", "partial_rotary_factor",
     },
     "moe": {"num_experts", "top_k", "d_expert", "num_shared_experts"},
     "router": {"kind", "normalise_gates", "gate_scale", "num_groups", "top_groups"},

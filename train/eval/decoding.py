@@ -159,7 +159,7 @@ def _make_programs(run: Resolved, num_ids: int):
         return sample_tokens(logits_bv, position_b, sampling), position_b, cache
 
     def prefill(params, bias, placement, token_bt, position_bt, sampling, capacity):
-        cache = Cache.empty(cfg.model, token_bt.shape[0], capacity)
+        cache = Cache.empty(cfg.network, token_bt.shape[0], capacity)
         return extend(params, bias, placement, token_bt, position_bt, sampling, cache)
 
     def step(params, bias, placement, token_b, position_b, sampling, cache):

@@ -5,9 +5,9 @@ import optax
 
 from moejax.config import Optimizer
 
-UNDECAYED = ("scale_d", "embed_vd", "head_vd")
-"""Names of the parameters without weight decay: norm scales and embeddings. Decay is
-for matrices that multiply activations."""
+UNDECAYED = ("scale_d", "embed_vd", "head_vd", "bias", "sinks_h")
+"""Parts of the names of parameters without weight decay: norm scales, embeddings,
+biases and sinks. Decay is for matrices that multiply activations."""
 
 
 def learning_rate(cfg: Optimizer, num_steps: int) -> optax.Schedule:

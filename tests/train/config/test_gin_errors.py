@@ -14,7 +14,7 @@ from train.config.names import convert
 WRONG = [
     ("Trian.num_steps = 5", 1, "no class Trian; nearest is Train"),
     ("train.num_steps = 5", 1, "no class train; nearest is Train"),
-    ("Config.mesh = 5", 1, "no class Config; valid are Balance, Checkpoint"),
+    ("Config.mesh = 5", 1, "no class Config; valid are Attention, Balance"),
     ("moejax.config.Trainer.seed = 5", 1, "nearest is Train"),
     ("Train.num_step = 5", 1, "no field num_step; nearest is Train.num_steps"),
     ("\n\nMoe.topk = 5", 3, "Moe has no field topk; nearest is Moe.top_k"),

@@ -58,7 +58,7 @@ def test_a_step_gathers_no_dense_parameter(group):
     for before, after in zip(jax.tree.leaves(given), jax.tree.leaves(kept)):
         assert before.sharding == after.sharding
     rows = jax.device_put(jnp.zeros(B, jnp.int32), sharding(mesh, BATCH_AXES))
-    cache = jax.eval_shape(lambda: Cache.empty(cfg.model, B, 32))
+    cache = jax.eval_shape(lambda: Cache.empty(cfg.network, B, 32))
     sampling = Sampling(jnp.float32(0), jnp.float32(1), jnp.uint32(0))
     args = *decoder.weights, rows, rows, sampling, cache
     text = decoder.step.lower(*args).compile().as_text()
