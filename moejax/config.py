@@ -5,7 +5,7 @@ within one class is checked when an object of it is made; a rule between two cla
 checked when the `Config` is made. This module needs the standard library only.
 
     Mesh                            devices (moejax.plan.layout.Topology)
-    Model, Attention, Rope, Moe, Router
+    Model, Attention, Rope, Mla, Moe, Router
                                     the network: the parameters of a checkpoint
     Dispatch                        how the experts are computed
     Recorded                        loads that replace a router's choices
@@ -16,7 +16,7 @@ checked when the `Config` is made. This module needs the standard library only.
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from moejax.plan.layout import (
     GROUP_AXES,
@@ -99,7 +99,7 @@ class Model:
     """Shape of a decoder-only transformer with some Mixture-of-Experts (MoE) layers.
 
     Layer i is dense if i < first_k_dense. Each later layer is an MoE layer if
-    (i - first_k_dense + 1) is a multiple of moe_every, else dense.
+    (i - first_k_dense + 1) is a multiple of moe_every, else dense; or as `layers` says.
     """
 
     vocab_size: int = 256
@@ -121,6 +121,9 @@ class Model:
     moe_every: int = 1
     """Period of MoE layers after the first dense ones: with 1 every layer is MoE, with
     2 every other layer."""
+    layers: tuple[Literal["dense", "moe"], ...] | None = None
+    """Kinds of the layers of one period, which repeats after the first dense ones, in
+    place of moe_every. None: moe_every - 1 dense layers, then an MoE layer."""
     block: Literal["standard", "shortcut"] = "standard"
     """Input of the routed experts: the residual stream after their layer's attention
     ('standard') or before it ('shortcut'). Shared experts always read it after
@@ -182,6 +185,8 @@ class Model:
             f"Model.head_dim={self.head_dim} must be even: RoPE rotates pairs of "
             "components",
         )
+        if self.layers is not None:
+            self._check_period()
         require(
             self.num_moe_layers >= 1
             and (self.num_layers - self.first_k_dense) % self.moe_every == 0,
@@ -197,9 +202,74 @@ class Model:
         return "full" if self.remat == "offload" else self.remat
 
     @property
+    def period(self) -> tuple[Literal["dense", "moe"], ...]:
+        """Kinds of the layers of one period, after the first dense ones."""
+        return self.layers or ("dense",) * (self.moe_every - 1) + ("moe",)
+
+    @property
     def num_moe_layers(self) -> int:
         """Number of MoE layers of the model."""
-        return (self.num_layers - self.first_k_dense) // self.moe_every
+        periods = (self.num_layers - self.first_k_dense) // len(self.period)
+        return periods * self.period.count("moe")
+
+    def _check_period(self) -> None:
+        require(
+            "moe" in self.layers and self.moe_every == 1,
+            f"Model.layers={self.layers} must have a layer 'moe', and takes the place "
+            f"of moe_every={self.moe_every}: leave that at 1",
+        )
+        rest = self.num_layers - self.first_k_dense
+        require(
+            rest >= 1 and rest % len(self.layers) == 0,
+            f"Model.num_layers={self.num_layers} minus first_k_dense="
+            f"{self.first_k_dense} must be a multiple of the {len(self.layers)} layers "
+            f"of Model.layers={self.layers}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Mla:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), in place of
+    grouped-query attention: keys and values come from one latent vector of a token.
+    Model.head_dim is then not read."""
+
+    kv_lora_rank: int | None = None
+    """Width of the latent vector of keys and values. None: no latent attention."""
+    q_lora_rank: int | None = None
+    """Width of the latent vector of queries. None: queries are one product."""
+    qk_nope_head_dim: int = 128
+    """Width of the part of a query and key that RoPE does not rotate."""
+    qk_rope_head_dim: int = 64
+    """Width of the part that RoPE rotates; all heads share that of the key. It must be
+    even."""
+    v_head_dim: int = 128
+    """Width of a value."""
+    norm_eps: float = 1e-6
+    """Number that the RMSNorms of the two latent vectors add to the mean square."""
+
+    def __post_init__(self) -> None:
+        sizes = (
+            "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+            "v_head_dim",
+        )  # fmt: skip
+        require_min(self, 1, *sizes)
+        require_max(self, MAX_WIDTH, AXIS, *sizes)
+        require(
+            self.qk_rope_head_dim % 2 == 0,
+            f"Mla.qk_rope_head_dim={self.qk_rope_head_dim} must be even: RoPE rotates "
+            "pairs of components",
+        )
+        require(
+            self.q_lora_rank is None or self.kv_lora_rank is not None,
+            f"Mla.q_lora_rank={self.q_lora_rank} is for latent attention, which is "
+            "off: set Mla.kv_lora_rank",
+        )
+
+
+LayerAttention = Literal["full", "sliding", "chunked", "nope"]
+"""Kind of attention of a layer: which earlier tokens of its document a token reads, and
+whether RoPE rotates queries and keys. 'full': all of them; 'sliding': the last ones;
+'chunked': those of its chunk of positions; 'nope': all, without RoPE."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +277,20 @@ class Attention:
     """Options of attention beside its shape. By default queries, keys and values are
     plain products, and each token reads all earlier ones of its document."""
 
+    layers: tuple[LayerAttention, ...] = ("full",)
+    """Kinds of attention of one period of layers, which repeats from the first layer
+    on: all earlier tokens of the document ('full'), the last sliding_window of them
+    ('sliding'), those of the same chunk ('chunked'), or all of them without RoPE
+    ('nope')."""
+    sliding_window: int | None = None
+    """Number of tokens that a token of a 'sliding' layer reads, itself included."""
+    chunk_size: int | None = None
+    """Number of positions of a chunk in 'chunked' layers (Llama-4)."""
+    temperature_scale: float = 0.0
+    """Weight a of the query temperature in 'nope' layers: queries are multiplied by
+    1 + a log(1 + floor((position + 1) / temperature_floor)) (Llama-4)."""
+    temperature_floor: int = 8192
+    """Number of positions between two steps of the query temperature."""
     bias: Literal["none", "qkv", "all"] = "none"
     """Products that have a bias: none, those that make queries, keys and values
     ('qkv', as in Qwen2 and GLM-4.5), or the output's too ('all', as in GPT-OSS)."""
@@ -215,7 +299,7 @@ class Attention:
     QK-norm and before RoPE (OLMoE). None: no limit."""
     l2_norm: bool = False
     """Whether queries and keys are divided by their root mean square in each head after
-    RoPE, without a learned scale (Llama-4)."""
+    RoPE, without a learned scale, in layers that have RoPE (Llama-4)."""
     sinks: bool = False
     """Whether each head has a learned sink: a score without a value, which takes part
     in the softmax (GPT-OSS)."""
@@ -225,6 +309,31 @@ class Attention:
 
     def __post_init__(self) -> None:
         require_positive(self, "clip_qkv", "scale")
+        require_min(
+            self, 1, "sliding_window", "chunk_size", "temperature_floor"
+        )  # fmt: skip
+        require_min(self, 0, "temperature_scale")
+        require_max(
+            self, MAX_INT32, "positions are int32", "sliding_window", "chunk_size",
+            "temperature_floor",
+        )  # fmt: skip
+        require(len(self.layers) > 0, "Attention.layers=() names no layer: use 'full'")
+        for field, kind, off in (
+            ("sliding_window", "sliding", None),
+            ("chunk_size", "chunked", None),
+            ("temperature_scale", "nope", 0.0),
+        ):
+            value, is_there = getattr(self, field), kind in self.layers
+            require(
+                is_there or value == off,
+                f"Attention.{field}={value} is for layers of kind {kind!r}, and "
+                f"Attention.layers={self.layers} has none: set it to {off}",
+            )
+            require(
+                not is_there or off is not None or value is not None,
+                f"Attention.layers={self.layers} has layers of kind {kind!r}: set "
+                f"Attention.{field}",
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -843,6 +952,13 @@ class Checkpoint:
         require_min(self, 0, "keep_best")
 
 
+class LayerKind(NamedTuple):
+    """Static part of a layer: what decides its shapes and kernels."""
+
+    is_moe: bool
+    attention: LayerAttention
+
+
 @dataclasses.dataclass(frozen=True)
 class Network:
     """The parts of a configuration that `moejax.model` reads."""
@@ -852,14 +968,61 @@ class Network:
     router: Router = Router()
     attention: Attention = Attention()
     rope: Rope = Rope()
+    mla: Mla = Mla()
     documents: Literal["separate", "joined"] = "separate"
     """Copy of Data.documents."""
     seq_len: int = 256
     """Copy of Data.seq_len: the length of a training sequence, in tokens."""
 
     @property
+    def is_latent(self) -> bool:
+        """Whether attention is multi-head latent attention."""
+        return self.mla.kv_lora_rank is not None
+
+    @property
+    def query_dim(self) -> int:
+        """Width of a query and of a key."""
+        if not self.is_latent:
+            return self.model.head_dim
+        return self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value."""
+        return self.mla.v_head_dim if self.is_latent else self.model.head_dim
+
+    @property
+    def prefix_kind(self) -> LayerKind:
+        """Kind of each of the first dense layers."""
+        return LayerKind(False, self.attention.layers[0])
+
+    @property
+    def cycle(self) -> tuple[LayerKind, ...]:
+        """Kinds of the layers that repeat after the first dense ones, as often as they
+        fit: the shortest period of both MoE layers and kinds of attention."""
+        period, kinds = self.model.period, self.attention.layers
+        start = self.model.first_k_dense
+        return tuple(
+            LayerKind(period[i % len(period)] == "moe", kinds[(start + i) % len(kinds)])
+            for i in range(math.lcm(len(period), len(kinds)))
+        )
+
+    @property
+    def num_moe_in_cycle(self) -> int:
+        """Number of MoE layers of a cycle."""
+        return sum(kind.is_moe for kind in self.cycle)
+
+    @property
+    def num_cycles(self) -> int:
+        """Number of cycles after the first dense layers."""
+        return (self.model.num_layers - self.model.first_k_dense) // len(self.cycle)
+
+    @property
     def rotary_dim(self) -> int:
-        """Number of components of a head that RoPE rotates, the first ones."""
+        """Number of components of a head that RoPE rotates: the first ones, or the last
+        ones of latent attention."""
+        if self.is_latent:
+            return self.mla.qk_rope_head_dim
         return int(self.model.head_dim * self.rope.partial_rotary_factor)
 
 
@@ -871,6 +1034,7 @@ class Config:
     model: Model = Model()
     attention: Attention = Attention()
     rope: Rope = Rope()
+    mla: Mla = Mla()
     moe: Moe = Moe()
     dispatch: Dispatch = Dispatch()
     router: Router = Router()
@@ -920,6 +1084,9 @@ class Config:
             f"Mesh ({mesh}) has {mesh.num_devices} devices, and "
             f"Train.num_simulated_devices={simulated}: make them equal",
         )
+        self._check_cycle()
+        if self.network.is_latent:
+            self._check_latent()
         rotary_dim, share = self.network.rotary_dim, self.rope.partial_rotary_factor
         require(
             rotary_dim >= 2 and rotary_dim % 2 == 0,
@@ -939,6 +1106,46 @@ class Config:
             self.data.seq_len % min(train.loss_chunk, self.data.seq_len) == 0,
             f"Data.seq_len={self.data.seq_len} must be a multiple of "
             f"Train.loss_chunk={train.loss_chunk}",
+        )
+
+    def _check_latent(self) -> None:
+        """Raise ValueError for options that latent attention does not have."""
+        model, here = self.model, f"Mla.kv_lora_rank={self.mla.kv_lora_rank}"
+        require(
+            model.num_kv_heads == model.num_heads,
+            f"{here} gives each query head its own keys: set Model.num_kv_heads="
+            f"{model.num_kv_heads} to num_heads={model.num_heads}",
+        )
+        default = Config()
+        for part, field in (
+            ("model", "qk_norm"), ("attention", "bias"), ("attention", "clip_qkv"),
+            ("attention", "l2_norm"), ("attention", "sinks"),
+            ("rope", "partial_rotary_factor"),
+        ):  # fmt: skip
+            value, off = (getattr(getattr(c, part), field) for c in (self, default))
+            require(
+                value == off,
+                f"{part.title()}.{field}={value!r} is not for latent attention ({here})"
+                f": set it to {off!r}",
+            )
+
+    def _check_cycle(self) -> None:
+        """Raise ValueError unless kinds of attention fit the layers."""
+        model, kinds, size = self.model, self.attention.layers, len(self.network.cycle)
+        first = {kinds[i % len(kinds)] for i in range(model.first_k_dense)}
+        require(
+            len(first) < 2,
+            f"Model.first_k_dense={model.first_k_dense} dense layers have several "
+            f"kinds of attention by Attention.layers={kinds}: set first_k_dense to 0, "
+            "and write the dense layers in Model.layers",
+        )
+        rest = model.num_layers - model.first_k_dense
+        require(
+            rest % size == 0,
+            f"Model.num_layers={model.num_layers} minus first_k_dense="
+            f"{model.first_k_dense} must be a multiple of {size}, in which the periods "
+            f"of Attention.layers={kinds} and of MoE layers repeat together: write "
+            "longer periods",
         )
 
     @property
@@ -969,7 +1176,7 @@ class Config:
         """The parts that a model is made of."""
         data = self.data
         return Network(
-            self.model, self.moe, self.router, self.attention, self.rope,
+            self.model, self.moe, self.router, self.attention, self.rope, self.mla,
             data.documents, data.seq_len,
         )  # fmt: skip
 

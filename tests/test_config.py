@@ -11,6 +11,7 @@ from moejax.config import (
     Config,
     Data,
     Dispatch,
+    Mla,
     Model,
     Moe,
     Optimizer,
@@ -51,6 +52,20 @@ MINIMA = {
         **dict.fromkeys(["num_kv_heads", "head_dim", "d_ff", "moe_every"], 1),
         "first_k_dense": 0,
     },
+    Attention: {
+        **dict.fromkeys(["sliding_window", "chunk_size", "temperature_floor"], 1),
+        "temperature_scale": 0,
+    },
+    Mla: dict.fromkeys(
+        [
+            "kv_lora_rank",
+            "q_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+        ],
+        1,
+    ),
     Rope: {
         **dict.fromkeys(["factor", "original_max_position_embeddings"], 1),
         **dict.fromkeys(["mscale", "mscale_all_dim"], 0),
@@ -104,6 +119,54 @@ def test_minimum_values(part, field, minimum):
         (
             lambda: Model(logits_scaling=0.0),
             ["Model.logits_scaling=0.0 must be above 0"],
+        ),
+        (
+            lambda: Model(layers=("dense",)),
+            ["Model.layers=('dense',)", "a layer 'moe'", "moe_every=1"],
+        ),
+        (
+            lambda: Model(layers=("dense", "moe"), moe_every=2),
+            ["Model.layers=('dense', 'moe')", "moe_every=2: leave that at 1"],
+        ),
+        (
+            lambda: Model(layers=("dense", "moe"), num_layers=3),
+            ["Model.num_layers=3", "first_k_dense=0", "a multiple of the 2 layers"],
+        ),
+        (
+            lambda: Mla(kv_lora_rank=8, qk_rope_head_dim=5),
+            ["Mla.qk_rope_head_dim=5 must be even"],
+        ),
+        (
+            lambda: Mla(q_lora_rank=8),
+            ["Mla.q_lora_rank=8", "off: set Mla.kv_lora_rank"],
+        ),
+        (
+            lambda: Config(model=Model(num_kv_heads=2), mla=Mla(kv_lora_rank=8)),
+            ["Mla.kv_lora_rank=8", "set Model.num_kv_heads=2 to num_heads=4"],
+        ),
+        (
+            lambda: Config(model=Model(qk_norm="head"), mla=Mla(kv_lora_rank=8)),
+            ["Model.qk_norm='head' is not for latent attention", "to 'none'"],
+        ),
+        (lambda: Attention(layers=()), ["Attention.layers=()", "use 'full'"]),
+        (
+            lambda: Attention(layers=("sliding", "full")),
+            ["Attention.layers=('sliding', 'full')", "set Attention.sliding_window"],
+        ),
+        (
+            lambda: Attention(chunk_size=8),
+            ["Attention.chunk_size=8 is for layers of kind 'chunked'", "to None"],
+        ),
+        (
+            lambda: Config(attention=Attention(layers=("full", "full", "nope"))),
+            ["Model.num_layers=4", "a multiple of 3", "Attention.layers="],
+        ),
+        (
+            lambda: Config(
+                model=Model(first_k_dense=2),
+                attention=Attention(layers=("full", "nope")),
+            ),
+            ["Model.first_k_dense=2", "several kinds", "in Model.layers"],
         ),
         (lambda: Attention(clip_qkv=-1.0), ["Attention.clip_qkv=-1.0 must be above 0"]),
         (

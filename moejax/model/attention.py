@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from moejax import axes
-from moejax.config import Model, Network
+from moejax.config import LayerAttention, Model, Network
 from moejax.kernels.attention import Rule, attention
 from moejax.model.cache import Cache, KvCacheView
 from moejax.model.layers import RmsNorm, bias, input_matrix, output_matrix, unit_rms
@@ -28,6 +28,8 @@ class AttentionContext(NamedTuple):
     """RoPE angles of the tokens, by their positions in their documents."""
     first_bt: Int[Array, "b t"]
     """Key at which each token's document begins. It never falls along a row."""
+    position_bt: Int[Array, "b t"]
+    """Positions of the tokens in their documents."""
     start: Int[Array, ""] | int = 0
     """Key at whose place the batch's first token stands: the number of tokens in the KV
     cache, or 0 without one."""
@@ -44,8 +46,10 @@ class AttentionContext(NamedTuple):
         """
         angles = _rotation(position_bt, cfg)
         if cfg.documents == "joined":
-            return cls(angles, jnp.zeros(position_bt.shape, jnp.int32))
-        return cls(angles, _last_begin(position_bt == 0))
+            first_bt = jnp.zeros(position_bt.shape, jnp.int32)
+        else:
+            first_bt = _last_begin(position_bt == 0)
+        return cls(angles, first_bt, position_bt)
 
     @classmethod
     def from_cache(
@@ -67,7 +71,14 @@ class AttentionContext(NamedTuple):
         first_bt = jax.lax.dynamic_slice_in_dim(
             _last_begin(is_begin_bu), start, num_new, axis=1
         )
-        return cls(_rotation(position_bt, cfg), first_bt, start), document_bu
+        context = cls(_rotation(position_bt, cfg), first_bt, position_bt, start)
+        return context, document_bu
+
+    def first_of_chunk(self, size: int) -> Int[Array, "b t"]:
+        """Return the first key that each token reads where it reads its own chunk of
+        `size` positions alone, or its document if that begins later."""
+        place_t = self.start + jnp.arange(self.first_bt.shape[1], dtype=jnp.int32)
+        return jnp.maximum(self.first_bt, place_t - self.position_bt % size)
 
 
 def _rotation(position_bt: Int[Array, "b t"], cfg: Network) -> Rotation:
@@ -89,19 +100,20 @@ def check_heads(cfg: Model, tensor: int) -> None:
     check_tensor("Model.num_kv_heads", cfg.num_kv_heads, tensor)
 
 
-def make_rule(cfg: Network) -> Rule:
-    """Return the static part of the attention of a layer."""
+def make_rule(cfg: Network, kind: LayerAttention) -> Rule:
+    """Return the static part of the attention of a layer of this kind."""
     factor, scale = cfg.rope.softmax_factor(), cfg.attention.scale
-    if factor != 1:
-        scale = factor * (scale or cfg.model.head_dim**-0.5)
-    return Rule(scale=scale)
+    if factor != 1 or cfg.is_latent:  # queries of a cache are wider than those here
+        scale = factor * (scale or cfg.query_dim**-0.5)
+    window = cfg.attention.sliding_window if kind == "sliding" else None
+    return Rule(scale=scale, window=window)
 
 
 class Attention(nnx.Module):
     """Projections, optional biases, QK-norms and sinks of one attention layer."""
 
-    def __init__(self, cfg: Network, mesh: Mesh, rngs: nnx.Rngs):
-        self.network, self.cfg, self.mesh = cfg, cfg.model, mesh
+    def __init__(self, cfg: Network, kind: LayerAttention, mesh: Mesh, rngs: nnx.Rngs):
+        self.network, self.cfg, self.kind, self.mesh = cfg, cfg.model, kind, mesh
         options, cfg = cfg.attention, cfg.model
         d, h, g, i = cfg.d_model, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         check_heads(cfg, mesh.shape[axes.TENSOR])
@@ -137,14 +149,8 @@ class Attention(nnx.Module):
         for projected, context in zip(self._project(parts), contexts, strict=True):
             out_bthi, cache_view = self._attend(*projected, context, cache_view)
             heads.append(out_bthi)
-        outputs = on_rows(
-            self._sum_heads,
-            tuple(heads),
-            (self.out_hid,),
-            self.mesh,
-            self.cfg.gradient_reduce_dtype,
-            tensor_dim=2,
-        )
+        reduce_dtype = self.cfg.gradient_reduce_dtype
+        outputs = sum_heads(tuple(heads), self.out_hid, self.mesh, reduce_dtype)
         if self.out_bias_d is not None:
             bias_d = self.out_bias_d[...].astype(outputs[0].dtype)
             outputs = tuple(out_btd + bias_d for out_btd in outputs)
@@ -156,6 +162,7 @@ class Attention(nnx.Module):
         """Return the output of each head, and the cache view with these keys and values
         appended."""
         q_bthi = self._rotate(self._normalize(q_bthi, self.q_norm), context)
+        q_bthi = query_temperature(q_bthi, context, self.network, self.kind)
         k_bugi = self._rotate(self._normalize(k_bugi, self.k_norm), context)
         v_bugi = self._clip(v_bugi)
         implementation = self.cfg.attention
@@ -164,7 +171,8 @@ class Attention(nnx.Module):
                 context.start, k_bugi, v_bugi
             )
             implementation = "auto"  # the one that was named is for windows
-        arrays = (q_bthi, k_bugi, v_bugi, context.first_bt, jnp.int32(context.start))
+        first_bt = first_keys(context, self.network, self.kind)
+        arrays = (q_bthi, k_bugi, v_bugi, first_bt, jnp.int32(context.start))
         sinks = tuple(param[...] for param in _given(self.sinks_h))
         out_bthi = on_own_rows(
             lambda q, k, v, first_bt, start, *sinks: attention(
@@ -172,7 +180,7 @@ class Attention(nnx.Module):
                 k,
                 v,
                 first_bt,
-                rule=make_rule(self.network),
+                rule=make_rule(self.network, self.kind),
                 start=start,
                 sinks_h=sinks[0] if sinks else None,
                 implementation=implementation,
@@ -214,11 +222,6 @@ class Attention(nnx.Module):
         reduce_dtype = self.cfg.gradient_reduce_dtype
         return on_rows(body, parts, params, self.mesh, reduce_dtype, out_tensor_dim=2)
 
-    def _sum_heads(self, out_bthi: Array, weight_hid: Array) -> Float[Array, "b t d"]:
-        """Return the output of attention from that of this device's heads."""
-        out_btd = out_bthi.reshape(*out_bthi.shape[:2], -1) @ weight_hid
-        return sum_parts(out_btd, self.mesh)
-
     def _normalize(self, y_bthi: Array, norm: RmsNorm | None) -> Array:
         """Return the queries or keys, normalised as cfg.qk_norm says: not at all, each
         head by itself, or all heads together."""
@@ -229,10 +232,11 @@ class Attention(nnx.Module):
         return norm(y_bthi)
 
     def _rotate(self, y_bthi: Array, context: AttentionContext) -> Array:
-        """Return queries or keys, clipped as cfg.attention says, rotated by RoPE, and
-        then with a root mean square of 1 in each head if l2_norm says so."""
-        y_bthi = rope(self._clip(y_bthi), context.rotation)
-        if not self.network.attention.l2_norm:
+        """Return queries or keys, clipped as cfg.attention says, rotated by RoPE if the
+        layer has it, and then with a root mean square of 1 in each head if l2_norm says
+        so."""
+        y_bthi = turn(self._clip(y_bthi), context, self.kind)
+        if self.kind == "nope" or not self.network.attention.l2_norm:
             return y_bthi
         return unit_rms(y_bthi, self.cfg.norm_eps).astype(y_bthi.dtype)
 
@@ -240,6 +244,47 @@ class Attention(nnx.Module):
         """Return queries, keys or values, clipped to Attention.clip_qkv."""
         limit = self.network.attention.clip_qkv
         return y_bthi if limit is None else jnp.clip(y_bthi, -limit, limit)
+
+
+def turn(y_bthi: Array, context: AttentionContext, kind: LayerAttention) -> Array:
+    """Return queries or keys, rotated by RoPE if this kind of layer has it."""
+    return y_bthi if kind == "nope" else rope(y_bthi, context.rotation)
+
+
+def query_temperature(
+    q_bthi: Array, context: AttentionContext, cfg: Network, kind: LayerAttention
+) -> Array:
+    """Return queries, times their temperature in a layer without RoPE."""
+    options = cfg.attention
+    if kind != "nope" or not options.temperature_scale:
+        return q_bthi
+    step_bt = (context.position_bt + 1) // options.temperature_floor
+    factor_bt = 1 + options.temperature_scale * jnp.log1p(step_bt)
+    return (q_bthi * factor_bt[:, :, None, None]).astype(q_bthi.dtype)
+
+
+def first_keys(
+    context: AttentionContext, cfg: Network, kind: LayerAttention
+) -> Int[Array, "b t"]:
+    """Return the first key that each token may read in a layer of this kind."""
+    if kind == "chunked":
+        return context.first_of_chunk(cfg.attention.chunk_size)
+    return context.first_bt
+
+
+def sum_heads(
+    heads: tuple[Float[Array, "b t h i"], ...],
+    matrix: nnx.Param,
+    mesh: Mesh,
+    reduce_dtype: str,
+) -> tuple[Float[Array, "b t d"], ...]:
+    """Return the output of attention from that of the heads, for each part."""
+
+    def body(out_bthi, weight_hid):
+        out_btd = out_bthi.reshape(*out_bthi.shape[:2], -1) @ weight_hid
+        return sum_parts(out_btd, mesh)
+
+    return on_rows(body, heads, (matrix,), mesh, reduce_dtype, tensor_dim=2)
 
 
 def _given(*params: nnx.Param | None) -> tuple[nnx.Param, ...]:

@@ -9,17 +9,21 @@ Each part (attention, moe, shared) reads its input through an RMSNorm of its own
 except that moe and shared share one in the standard block.
 """
 
+import operator
 from collections.abc import Callable
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from moejax.config import Network
+from moejax.config import LayerKind, Network
 from moejax.model.attention import Attention, AttentionContext
 from moejax.model.cache import KvCacheView
 from moejax.model.layers import RmsNorm, SwiGlu
+from moejax.model.mla import LatentAttention
 from moejax.model.sharding import shard_batch
 from moejax.moe.layer import MoeLayer
 from moejax.moe.types import LayerSums
@@ -30,7 +34,8 @@ nothing in common but the weights (Moe.halves)."""
 
 RunMoe = Callable[[MoeLayer, Parts], tuple[Parts, LayerSums]]
 """Signature of run_moe(layer, parts) -> (parts, sums), which calls an MoE layer with
-everything else that it needs in this pass (placement, slots, jitter)."""
+everything else that it needs in this pass (placement, slots, jitter). A cycle has one
+for each of its MoE layers."""
 
 
 def check_block(cfg: Network) -> None:
@@ -53,16 +58,27 @@ class Block(nnx.Module):
     the exchanges of rows do not wait for this layer's attention.
     """
 
-    def __init__(self, cfg: Network, is_moe: bool, mesh: Mesh, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        cfg: Network,
+        kind: LayerKind,
+        mesh: Mesh,
+        rngs: nnx.Rngs,
+        num_moe_layers: int = 1,
+    ):
+        """Make a block of this kind; with the parameters of `num_moe_layers` MoE layers
+        if it has any."""
         check_block(cfg)
-        model, moe = cfg.model, cfg.moe
+        model, moe, is_moe = cfg.model, cfg.moe, kind.is_moe
+        self.is_moe = is_moe
         self.attention_norm = RmsNorm(model.d_model, model.norm_eps)
-        self.attention = Attention(cfg, mesh, rngs)
+        make_attention = LatentAttention if cfg.is_latent else Attention
+        self.attention = make_attention(cfg, kind.attention, mesh, rngs)
         self.ff_norm = RmsNorm(model.d_model, model.norm_eps)
         self.mesh, self.multiplier = mesh, model.residual_multiplier
         width = moe.num_shared_experts * moe.d_expert if is_moe else model.d_ff
         self.dense = SwiGlu(model, width, mesh, rngs) if width else None
-        self.moe = MoeLayer(moe, model.d_model, rngs) if is_moe else None
+        self.moe = _moe_layers(cfg, num_moe_layers if is_moe else 0, rngs)
         has_shortcut = is_moe and model.block == "shortcut"
         self.routed_norm = (
             RmsNorm(model.d_model, model.norm_eps) if has_shortcut else None
@@ -72,21 +88,22 @@ class Block(nnx.Module):
         self,
         parts: Parts,
         contexts: tuple[AttentionContext, ...],
-        run_moe: RunMoe,
+        run_moe: Callable[[Parts], tuple[Parts, LayerSums]] | None,
         cache_view: KvCacheView | None,
     ):
         """Return the block's output for each part, the MoE layer's sums (None for a
-        dense block) and the cache view of the next layer."""
+        dense block) and the cache view of the next layer. `run_moe` calls the MoE
+        layer."""
         sums, added = None, ()
         if self.routed_norm is not None:  # before attention in program order
-            added, sums = run_moe(self.moe, _each(self.routed_norm, parts))
+            added, sums = run_moe(_each(self.routed_norm, parts))
         attended, cache_view = self.attention(
             _each(self.attention_norm, parts), contexts, cache_view
         )
         parts = self._sum(parts, attended)
         normed = _each(self.ff_norm, parts)
-        if self.moe is not None and self.routed_norm is None:
-            added, sums = run_moe(self.moe, normed)
+        if self.is_moe and self.routed_norm is None:
+            added, sums = run_moe(normed)
         if self.dense is not None:
             dense = self.dense(normed)
             added = _each(jnp.add, added, dense) if added else dense
@@ -101,19 +118,88 @@ class Block(nnx.Module):
 
 
 class Cycle(nnx.Module):
-    """The blocks that a scan repeats: moe_every - 1 dense ones, then one MoE block."""
+    """The blocks that a scan repeats: one of each kind of Network.cycle.
+
+    The last MoE block has the parameters of all MoE layers of the cycle, so that those
+    of all cycles are one array in the order of layers.
+    """
 
     def __init__(self, cfg: Network, mesh: Mesh, rngs: nnx.Rngs):
-        last = cfg.model.moe_every - 1
+        self.num_moe = num_moe = cfg.num_moe_in_cycle
+        last = max(i for i, kind in enumerate(cfg.cycle) if kind.is_moe)
         self.blocks = nnx.List(
-            [Block(cfg, i == last, mesh, rngs) for i in range(cfg.model.moe_every)]
+            [
+                Block(cfg, kind, mesh, rngs, num_moe if i == last else 0)
+                for i, kind in enumerate(cfg.cycle)
+            ]
         )
 
-    def __call__(self, parts, contexts, run_moe, cache_view):
-        """Return the output, the MoE layer's sums and the next layer's cache view."""
+    @property
+    def moe(self) -> MoeLayer:
+        """The MoE layer; if there are several, with their parameters stacked."""
+        return next(block.moe for block in self.blocks if block.moe is not None)
+
+    def __call__(self, parts, contexts, run_moes: list[RunMoe], cache_view):
+        """Return the output, the MoE layers' sums, stacked if there are several, and
+        the next layer's cache view."""
+        layers = [self.moe]
+        if self.num_moe > 1:
+            graph, params = nnx.split(self.moe)
+            layers = [nnx.merge(graph, each) for each in unstack(params, self.num_moe)]
+        calls = map(partial, run_moes, layers)
+        sums = []
         for block in self.blocks:
-            parts, sums, cache_view = block(parts, contexts, run_moe, cache_view)
-        return parts, sums, cache_view
+            run_moe = next(calls) if block.is_moe else None
+            parts, own, cache_view = block(parts, contexts, run_moe, cache_view)
+            sums += [own] if block.is_moe else []
+        if self.num_moe > 1:
+            return parts, jax.tree.map(lambda *of: jnp.stack(of), *sums), cache_view
+        return parts, sums[0], cache_view
+
+
+def stack(make, count: int, rngs: nnx.Rngs) -> nnx.Module | None:
+    """Make `count` modules with their parameters stacked on a leading dim.
+
+    Return None if `count` is 0.
+    """
+    if count == 0:
+        return None
+    keys = jax.random.split(rngs.params(), count)
+    return nnx.vmap(lambda key: make(rngs=nnx.Rngs(params=key)))(keys)
+
+
+def _moe_layers(cfg: Network, count: int, rngs: nnx.Rngs) -> MoeLayer | None:
+    """Make an MoE layer, or several with their parameters stacked, or none."""
+    make = partial(MoeLayer, cfg.moe, cfg.model.d_model)
+    return make(rngs) if count == 1 else stack(make, count, rngs)
+
+
+def unstack(tree, num_moe: int) -> list:
+    """Return what each MoE layer of a cycle has of arrays with a leading dim of them,
+    or of arrays without one if there is one layer."""
+    if num_moe == 1:
+        return [tree]
+    return [jax.tree.map(operator.itemgetter(i), tree) for i in range(num_moe)]
+
+
+def by_cycle(tree, num_moe: int):
+    """Return arrays of all layers [l, ..] as those of all cycles [c, m, ..], or as they
+    are if a cycle has one MoE layer."""
+    if num_moe == 1:
+        return tree
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(len(leaf) // num_moe, num_moe, *leaf.shape[1:]), tree
+    )
+
+
+def by_layer(tree, num_moe: int):
+    """Return arrays of all layers from those of all cycles: the inverse of
+    `by_cycle`."""
+    if num_moe == 1:
+        return tree
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(len(leaf) * num_moe, *leaf.shape[2:]), tree
+    )
 
 
 def _each(function: Callable[..., Array], *activations: Parts) -> Parts:

@@ -4,7 +4,9 @@
     decode    tokens [b, 1]  ->  hidden states, and the cache with one more
 
 Here u counts the positions of a cache, filled or not, and l all layers, dense ones
-included.
+included. Latent attention (moejax.model.mla) has one head g here: its keys are those
+that RoPE rotates, and its values are the latents, from which each head's keys and
+values are made.
 """
 
 from typing import NamedTuple
@@ -74,17 +76,21 @@ class Cache:
     @classmethod
     def empty(cls, cfg: Network, batch_size: int, capacity: int) -> "Cache":
         """Return a cache without tokens, with `capacity` positions per row."""
-        model = cfg.model
-        tokens = (model.num_layers, batch_size, capacity)
-        shape = (*tokens, model.num_kv_heads, model.head_dim)
-        zeros_lbugi = jnp.zeros(shape, jnp.dtype(model.compute_dtype))
+        model, heads = cfg.model, cfg.model.num_kv_heads
+        widths = (model.head_dim, model.head_dim)
+        if cfg.is_latent:
+            heads, widths = 1, (cfg.mla.qk_rope_head_dim, cfg.mla.kv_lora_rank)
+        tokens = (model.num_layers, batch_size, capacity, heads)
+        dtype = jnp.dtype(model.compute_dtype)
+        key_lbugi, value_lbugi = (jnp.zeros((*tokens, i), dtype) for i in widths)
         document_bu = jnp.zeros((batch_size, capacity), jnp.int32)
-        return cls(zeros_lbugi, zeros_lbugi, document_bu, jnp.int32(0))
+        return cls(key_lbugi, value_lbugi, document_bu, jnp.int32(0))
 
     @classmethod
-    def shardings(cls, mesh: Mesh) -> "Cache":
+    def shardings(cls, cfg: Network, mesh: Mesh) -> "Cache":
         """Return the sharding of each field: rows over the batch axes, heads over the
-        tensor axis."""
-        heads = axes.sharding(mesh, None, axes.BATCH_AXES, None, axes.TENSOR)
+        tensor axis. The one head of latent attention is whole."""
+        split = None if cfg.is_latent else axes.TENSOR
+        heads = axes.sharding(mesh, None, axes.BATCH_AXES, None, split)
         rows, whole = axes.sharding(mesh, axes.BATCH_AXES), axes.sharding(mesh)
         return cls(heads, heads, rows, whole)

@@ -19,13 +19,21 @@ def input_matrix(rngs: nnx.Rngs, d_model: int, width: int) -> nnx.Param:
     return _weight(rngs, (d_model, width), tensor_dim=1)
 
 
+def latent_matrix(rngs: nnx.Rngs, d_model: int, width: int) -> nnx.Param:
+    """Return a new matrix that reads x, and is whole over the tensor axis: all heads
+    read its output."""
+    return _weight(rngs, (d_model, width), tensor_dim=None)
+
+
 def output_matrix(rngs: nnx.Rngs, width: int, d_model: int) -> nnx.Param:
     """Return a new matrix whose output is added to x. Its rows are split over the
     tensor axis."""
     return _weight(rngs, (width, d_model), tensor_dim=0)
 
 
-def _weight(rngs: nnx.Rngs, shape: tuple[int, int], tensor_dim: int) -> nnx.Param:
+def _weight(
+    rngs: nnx.Rngs, shape: tuple[int, int], tensor_dim: int | None
+) -> nnx.Param:
     """Return a parameter drawn from a truncated normal of variance 1 / rows."""
     init = jax.nn.initializers.truncated_normal(shape[0] ** -0.5)
     return nnx.Param(init(rngs.params(), shape, jnp.float32), tensor_dim=tensor_dim)

@@ -1,8 +1,9 @@
 """A decoder-only transformer with scanned layers: a dense prefix, then cycles.
 
-    embed -> first_k_dense blocks -> cycles of (moe_every - 1 dense, 1 MoE) -> norm
+    embed -> first_k_dense blocks -> cycles of dense and MoE blocks -> norm
 
-The parameters of a scanned part are stacked on a leading layer dim (decision 0001).
+The parameters of a scanned part are stacked on a leading layer dim (decision 0001). A
+cycle has one MoE layer or more; those of all cycles are stacked in the order of layers.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from moejax import axes
 from moejax.config import Model, Network
 from moejax.model import ahead, vocabulary
 from moejax.model.attention import AttentionContext
-from moejax.model.blocks import Block, Cycle
+from moejax.model.blocks import Block, Cycle, by_cycle, by_layer, stack, unstack
 from moejax.model.cache import Cache, KvCacheView
 from moejax.model.layers import RmsNorm
 from moejax.model.sharding import halve_rows, is_gathered, join_rows, shard_batch
@@ -95,10 +96,12 @@ class Transformer(nnx.Module):
 
         self.embed_vd = table()
         self.head_vd = None if model.tie_embeddings else table()
-        self.prefix = _stack(
-            partial(Block, cfg, False, mesh), model.first_k_dense, rngs
-        )
-        self.cycles = _stack(partial(Cycle, cfg, mesh), model.num_moe_layers, rngs)
+        make_block = partial(Block, cfg, cfg.prefix_kind, mesh)
+        self.prefix = stack(make_block, model.first_k_dense, rngs)
+        self.cycles = stack(partial(Cycle, cfg, mesh), cfg.num_cycles, rngs)
+        if (num_moe := cfg.num_moe_in_cycle) > 1:
+            join = partial(by_layer, num_moe=num_moe)
+            nnx.update(self.cycles, _change_moe(nnx.state(self.cycles), join))
         self.norm = RmsNorm(model.d_model, model.norm_eps, model.logits_scaling)
 
     def __call__(
@@ -190,7 +193,7 @@ class Transformer(nnx.Module):
             dtype=self._dtype,
             gradient_reduce_dtype=reduce_dtype,
         )
-        weights = self.cycles.blocks[-1].moe.master_params()
+        weights = self.cycles.moe.master_params()
         if layout.keeps_slots and slots is None:
             slots = stores.slots_of_layers(make, self.mesh, weights, placement)
         if not layout.prefetch:
@@ -227,7 +230,7 @@ class Transformer(nnx.Module):
         parts = cut(shard_batch(x_btd, self.mesh))
         carry = (parts, cache_view)
         if self.prefix is not None:
-            carry, _ = _scan(self.prefix, carry, contexts, None, None, model)
+            carry, _ = _scan(self.prefix, carry, contexts, None, None, self.cfg)
 
         def make_run_moe(per_layer, slots):
             """Return the call of one MoE layer (blocks.RunMoe)."""
@@ -269,7 +272,9 @@ class Transformer(nnx.Module):
         setup = self._setup(slot_source.layout)
         per_layer = slot_source.placement, chance_le, keys_l, slot_source.tracked_lsx
         routing = per_layer, make_run_moe
-        carry, sums = _scan(self.cycles, carry, contexts, routing, slot_source, model)
+        carry, sums = _scan(
+            self.cycles, carry, contexts, routing, slot_source, self.cfg
+        )
         return tuple(map(self.norm, carry[0])), sums, carry[1]
 
     def _setup(self, layout: Layout) -> LayerSetup:
@@ -280,7 +285,7 @@ class Transformer(nnx.Module):
             cfg.model.d_model,
             layout,
             self.mesh,
-            is_router_split=not is_gathered(self.cycles.blocks[-1].moe.router_de),
+            is_router_split=not is_gathered(self.cycles.moe.router_de),
             gradient_reduce_dtype=cfg.model.gradient_reduce_dtype,
         )
 
@@ -308,36 +313,31 @@ class Transformer(nnx.Module):
         return self.embed_vd if self.head_vd is None else self.head_vd
 
 
-def _stack(make, count: int, rngs: nnx.Rngs) -> nnx.Module | None:
-    """Make `count` modules with their parameters stacked on a leading dim.
+def _scan(modules: nnx.Module, carry, contexts, routing, slot_source, cfg: Network):
+    """Run stacked modules, blocks or cycles, one after the other.
 
-    Return None if `count` is 0.
+    `carry` is (parts of x, cache view). Return the last carry, and the sums of all MoE
+    layers, stacked.
+
+    `routing` is a pair: arrays that differ between MoE layers, and a function that
+    makes from one layer's arrays and slots the call of it (blocks.RunMoe). It is None
+    if nothing is routed.
     """
-    if count == 0:
-        return None
-    keys = jax.random.split(rngs.params(), count)
-    return nnx.vmap(lambda key: make(rngs=nnx.Rngs(params=key)))(keys)
-
-
-def _scan(stack: nnx.Module, carry, contexts, routing, slot_source, model: Model):
-    """Run stacked modules one after the other.
-
-    `carry` is (parts of x, cache view). Return the last carry, and the modules' sums,
-    stacked.
-
-    `routing` is a pair: arrays that differ between layers, and a function that makes
-    from one layer's arrays and slots the call of its MoE layer (blocks.RunMoe). It is
-    None if nothing is routed.
-    """
-    graph, params = nnx.split(stack)
-    per_layer, make_run_moe = routing or (None, lambda *_: None)
+    graph, params = nnx.split(modules)
+    per_layer, make_run_moe = routing or (None, None)
+    model, num_moe = cfg.model, cfg.num_moe_in_cycle
+    split = partial(by_cycle, num_moe=num_moe)
+    if routing is not None and num_moe > 1:
+        params, per_layer = _change_moe(params, split), split(per_layer)
 
     def run(carry, slots, layer):
         parts, cache_view = carry
         parts = checkpoint_name(parts, INPUTS)
         params, per_layer = layer
         block = nnx.merge(graph, params)
-        run_moe = make_run_moe(per_layer, slots)
+        run_moe = None
+        if routing is not None:
+            run_moe = list(map(make_run_moe, unstack(per_layer, num_moe), slots))
         parts, sums, cache_view = block(parts, contexts, run_moe, cache_view)
         return (parts, cache_view), sums
 
@@ -347,14 +347,30 @@ def _scan(stack: nnx.Module, carry, contexts, routing, slot_source, model: Model
     if slot_source is not None and slot_source.fetch is not None:
         # Experts learn through their slots alone.
         layers = nnx.map_state(_without_gradient, params), per_layer
-        fetched = slot_source.fetch, slot_source.fetched_from
-        return ahead.scan(run, carry, layers, *fetched, is_kept)
-    ready = None if slot_source is None else slot_source.slots
 
-    def body(carry, layer):
-        return run(carry, *layer)
+        def fetch(source) -> list[WholeSlots]:
+            return [slot_source.fetch(each) for each in unstack(source, num_moe)]
 
-    return jax.lax.scan(body, carry, (ready, (params, per_layer)))
+        sources = split(slot_source.fetched_from)
+        carry, sums = ahead.scan(run, carry, layers, fetch, sources, is_kept)
+    else:
+        ready = None if slot_source is None else split(slot_source.slots)
+
+        def body(carry, layer):
+            slots, layer = layer
+            return run(carry, unstack(slots, num_moe), layer)
+
+        carry, sums = jax.lax.scan(body, carry, (ready, (params, per_layer)))
+    return carry, by_layer(sums, num_moe)
+
+
+def _change_moe(params: nnx.State, change: Callable[[Array], Array]) -> nnx.State:
+    """Return the parameters of stacked cycles, with those of MoE layers changed."""
+
+    def change_one(path, variable: nnx.Variable) -> nnx.Variable:
+        return variable.replace(change(variable[...])) if "moe" in path else variable
+
+    return nnx.map_state(change_one, params)
 
 
 def _without_gradient(_, variable: nnx.Variable) -> nnx.Variable:

@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh, Mesh
 from moejax.axes import devices_of
 from moejax.config import Config
 from moejax.kernels.attention.choose import choose_attention, why_not
-from moejax.kernels.attention.reading import Inputs
+from moejax.kernels.attention.reading import Inputs, Rule
 from moejax.kernels.device import KernelChoice, device_here
 from moejax.kernels.grouped_dot.choose import choose_grouped_dot
 from moejax.kernels.permute.choose import choose_permute
@@ -21,9 +21,10 @@ def choose_kernels(cfg: Config, layout: Layout) -> dict[str, KernelChoice]:
     """Return the implementation of each kernel, for a layer of this layout on the
     device of this machine.
 
-    "grouped_dot in later rounds" is among them if it differs from that of round 0.
+    "grouped_dot in later rounds" is among them if it differs from that of round 0, and
+    "attention in sliding layers" if it differs from that of other layers.
     """
-    return _expert_kernels(cfg, layout) | {"attention": _attention(cfg)}
+    return _expert_kernels(cfg, layout) | _attention(cfg)
 
 
 def check_attention(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
@@ -35,32 +36,53 @@ def check_attention(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
         return
     check_heads(cfg.model, cfg.mesh.tensor)
     with devices_of(mesh):
-        why = why_not(named, attention_arrays(cfg), make_rule(cfg.network))
-    if why:
+        reasons = [
+            why_not(named, attention_arrays(cfg), rule) for rule in _rules(cfg).values()
+        ]
+    if why := next(filter(None, reasons), None):
         raise NotImplementedError(
             f"Model.attention='{named}' cannot compute this run: {why}: use 'auto'"
         )
 
 
-def _attention(cfg: Config) -> KernelChoice:
+def _attention(cfg: Config) -> dict[str, KernelChoice]:
     """Return the implementation of attention over the windows of a micro-batch."""
     named = cfg.model.attention
     if named != "auto":
-        return KernelChoice(named, f"Model.attention='{named}'")
-    return choose_attention(attention_arrays(cfg), make_rule(cfg.network))
+        return {"attention": KernelChoice(named, f"Model.attention='{named}'")}
+    arrays = attention_arrays(cfg)
+    choices = {
+        kind: choose_attention(arrays, rule) for kind, rule in _rules(cfg).items()
+    }
+    first, *others = choices.values()
+    chosen = {"attention": first}
+    if any(other.implementation != first.implementation for other in others):
+        chosen["attention in sliding layers"] = choices["sliding"]
+    return chosen
+
+
+def _rules(cfg: Config) -> dict[str, Rule]:
+    """Return the different rules of the layers' attention, by one kind of layer that
+    has each; that of sliding layers last."""
+    kinds = sorted(set(cfg.attention.layers), key=lambda kind: kind == "sliding")
+    rules = {make_rule(cfg.network, kind): kind for kind in reversed(kinds)}
+    return {kind: rule for rule, kind in reversed(rules.items())}
 
 
 def attention_arrays(cfg: Config) -> Inputs:
     """Return the shapes of one device's arrays of attention in a micro-batch."""
     model, tensor = cfg.model, cfg.mesh.tensor
     b = cfg.train.batch_size // cfg.train.accumulate_steps // cfg.mesh.num_batch_shards
-    t, i, dtype = cfg.data.seq_len, model.head_dim, jnp.dtype(model.compute_dtype)
-    query, key = (
-        jax.ShapeDtypeStruct((b, t, heads // tensor, i), dtype)
-        for heads in (model.num_heads, model.num_kv_heads)
-    )
+    t, dtype = cfg.data.seq_len, jnp.dtype(model.compute_dtype)
+    i, j = cfg.network.query_dim, cfg.network.value_dim
+    query, key, value = (
+        jax.ShapeDtypeStruct((b, t, heads // tensor, width), dtype)
+        for heads, width in (
+            (model.num_heads, i), (model.num_kv_heads, i), (model.num_kv_heads, j),
+        )
+    )  # fmt: skip
     first, start = (jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((b, t), ()))
-    return Inputs(query, key, key, first, start)
+    return Inputs(query, key, value, first, start)
 
 
 def _expert_kernels(cfg: Config, layout: Layout) -> dict[str, KernelChoice]:

@@ -19,7 +19,7 @@ device, t time.
 import dataclasses
 
 from moejax.config import Config
-from moejax.model.flops import num_params
+from moejax.model.flops import attention_matrices, num_params
 from moejax.plan.layout import Layout
 from moejax.resolve.kernels import attention_arrays
 
@@ -143,13 +143,11 @@ class _Sizes:
         m *= view.num_exchanges  # those of one half are alive beside the other's
         received *= view.num_exchanges
         f = moe.d_expert // shards
-        query, key = (
-            model.num_heads * model.head_dim,
-            model.num_kv_heads * model.head_dim,
-        )
+        network, kv_heads = cfg.network, model.num_kv_heads
+        widths = network.query_dim + network.value_dim
         has_dense = model.num_moe_layers < model.num_layers
         width = max(moe.num_shared_experts * moe.d_expert, has_dense * model.d_ff)
-        heads = 2 * b * t * (query + key) // tensor * c
+        heads = b * t * widths * (model.num_heads + kv_heads) // tensor * c
         num_heads = model.num_heads // tensor
         return cls(
             hidden=b * t * d * c,
@@ -157,7 +155,7 @@ class _Sizes:
             received_row=received * d * c,
             expert_hidden=m * f * c,
             slots=view.slots_per_device * 3 * d * f * c,
-            dense=(2 * d * (query + key) + 3 * d * width) // tensor * c,
+            dense=(attention_matrices(network) + 3 * d * width) // tensor * c,
             dense_hidden=b * t * width // tensor * c,
             heads=heads,
             softmax_sums=b * num_heads * t * FLOAT32,

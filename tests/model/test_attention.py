@@ -113,7 +113,9 @@ def test_documents_of_a_cache():
 
 def extend(chunks: tuple[int, ...], position_bu, x_bud):
     """Return the layer's output for tokens that come in chunks of these sizes."""
-    layer = Attention(CFG, axes.make_mesh(Topology(), jax.devices()[:1]), nnx.Rngs(0))
+    layer = Attention(
+        CFG, "full", axes.make_mesh(Topology(), jax.devices()[:1]), nnx.Rngs(0)
+    )
     graph, params = nnx.split(layer)
 
     def run(params, position_bu, x_bud):
@@ -153,7 +155,7 @@ def largest_array(implementation: str, num_tokens: int) -> int:
     mesh = axes.make_mesh(Topology(), jax.devices()[:1])
     model = dataclasses.replace(CFG.model, attention=implementation)
     cfg = dataclasses.replace(CFG, model=model)
-    layer = Attention(cfg, mesh, nnx.Rngs(0))
+    layer = Attention(cfg, "full", mesh, nnx.Rngs(0))
     graph, params = nnx.split(layer)
     position_bt = jnp.arange(num_tokens)[None] % 300
 

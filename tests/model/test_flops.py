@@ -11,12 +11,14 @@ from moejax.config import (
     Config,
     Data,
     Dispatch,
+    Mla,
     Model,
     Moe,
+    Network,
     Router,
     Train,
 )
-from moejax.model.flops import flops_per_token, num_params
+from moejax.model.flops import flops_per_token, num_keys, num_params
 from tests.support import plain_model
 from tests.support.plain_model import network
 from tests.support.primitives import dot_flops
@@ -33,7 +35,7 @@ BASE = Config(
 )  # fmt: skip
 
 
-def vary(moe=None, router=None, dispatch=None, attention=None, **model):
+def vary(moe=None, router=None, dispatch=None, attention=None, mla=None, **model):
     """Return BASE with changes; `moe` and `model` hold fields, the others are whole."""
     return dataclasses.replace(
         BASE,
@@ -42,6 +44,7 @@ def vary(moe=None, router=None, dispatch=None, attention=None, **model):
         router=router or BASE.router,
         dispatch=dispatch or BASE.dispatch,
         attention=attention or BASE.attention,
+        mla=mla or BASE.mla,
     )
 
 
@@ -62,6 +65,19 @@ CONFIGS = {
 }
 
 
+PATTERNS = {
+    "two MoE layers a cycle": vary(num_layers=6, layers=("moe", "dense", "moe")),
+    "windows": vary(attention=Attention(layers=("full", "sliding"), sliding_window=4)),
+}
+"""Configurations whose layers differ; the plain program computes every score."""
+MLA = Mla(
+    kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=10
+)  # fmt: skip
+LATENT = {
+    "latent": vary(mla=MLA),
+    "latent queries": vary(mla=dataclasses.replace(MLA, q_lora_rank=14)),
+}
+"""Configurations with latent attention."""
 VECTORS = {
     "biases of queries, keys and values": vary(attention=Attention(bias="qkv")),
     "all biases, sinks": vary(attention=Attention(bias="all", sinks=True)),
@@ -69,11 +85,11 @@ VECTORS = {
 """Configurations with more parameters and no more products than BASE."""
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *VECTORS])
+@pytest.mark.parametrize("name", [*CONFIGS, *VECTORS, *PATTERNS, *LATENT])
 def test_num_params_counts_the_elements_of_the_model(name):
     """The total counts all parameters; the active ones leave out the experts of each
     layer that a token does not use."""
-    cfg = (CONFIGS | VECTORS)[name]
+    cfg = (CONFIGS | VECTORS | PATTERNS | LATENT)[name]
     moe = cfg.moe
     leaves = jax.tree_util.tree_leaves_with_path(network(cfg).params)
     total = sum(leaf.size for _, leaf in leaves)
@@ -114,6 +130,35 @@ def test_flops_of_each_part_computed_by_hand():
     assert flops.router == 2 * 2 * 16 * 4
     assert flops.head == 2 * 16 * 48
     assert flops.train == 3 * flops.forward == 3 * sum(dataclasses.astuple(flops))
+
+
+def test_flops_of_latent_attention_computed_by_hand():
+    """FLOPs for d = 16, 4 heads, latents of 12 and 14, queries of 6 + 4 and values of
+    10, t = 6 and 2 layers."""
+    flops = flops_per_token(LATENT["latent queries"].network)
+    queries = 16 * 14 + 14 * 4 * (6 + 4)
+    keys_and_values = 16 * (12 + 4) + 12 * 4 * (6 + 10)
+    per_layer = 2 * (queries + keys_and_values + 4 * 10 * 16)
+    assert flops.attention_projections == 2 * per_layer
+    assert flops.attention_scores == 2 * 2 * 4 * (10 + 10) * (1 + 2 + 3 + 4 + 5 + 6) / 6
+
+
+@pytest.mark.parametrize("t", [6, 3, 16])
+def test_keys_that_a_token_reads(t):
+    """The mean number of keys is that of a count token by token, for windows and chunks
+    that are shorter and longer than the sequence."""
+    kinds = ("sliding", "chunked", "full", "nope", "sliding")
+    options = Attention(layers=kinds, sliding_window=4, chunk_size=5)
+    model = dataclasses.replace(BASE.model, num_layers=7)
+    cfg = Network(model, attention=options, seq_len=t)
+    counts = {
+        "sliding": [min(token + 1, 4) for token in range(t)],
+        "chunked": [token % 5 + 1 for token in range(t)],
+        "full": range(1, t + 1),
+        "nope": range(1, t + 1),
+    }
+    total = sum(sum(counts[kind]) for kind in (*kinds, *kinds[:2]))
+    assert num_keys(cfg) == pytest.approx(total / t)
 
 
 def test_padding_and_remat_are_not_counted():

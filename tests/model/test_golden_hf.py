@@ -13,6 +13,7 @@ from tests.support.resolved import make_run
 NAMES = [
     "mixtral", "olmoe", "qwen3_moe", "ernie4_5_moe",
     "granitemoe", "olmoe_clip", "glm4_moe",
+    "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "moonlight",
 ]  # fmt: skip
 CACHED = [pytest.param(name, marks=pytest.mark.long) for name in NAMES]
 pytestmark = pytest.mark.golden

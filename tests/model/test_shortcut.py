@@ -51,7 +51,7 @@ def plain_logits(cfg: Config, params: dict, tokens_bt):
     model, position_bt = cfg.model, plain_model.one_document(tokens_bt)
     x_btd = params["embed_vd"][tokens_bt]
     for layer in range(model.num_layers):
-        block, is_moe = plain_model._find_block(model, params, layer)
+        block, kind = plain_model._find_block(cfg, params, layer)
         input_btd = x_btd
         args = (
             block["attention"],
@@ -60,8 +60,8 @@ def plain_logits(cfg: Config, params: dict, tokens_bt):
         x_btd = x_btd + plain_model.attention(cfg, *args, position_bt)
         dense_btd = plain_model.norm(x_btd, block["ff_norm"], model)
         x_btd = x_btd + plain_model.swiglu(block["dense"], dense_btd)
-        assert ("routed_norm" in block) == is_moe
-        if is_moe:
+        assert ("routed_norm" in block) == kind.is_moe
+        if kind.is_moe:
             routed_btd = plain_model.norm(input_btd, block["routed_norm"], model)
             x_btd = x_btd + plain_model.moe(cfg, block["moe"], routed_btd)
     return plain_model.norm(x_btd, params["norm"], model) @ params["embed_vd"].T

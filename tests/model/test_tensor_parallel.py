@@ -25,6 +25,7 @@ from moejax.config import Model, Network
 from moejax.model.attention import Attention, AttentionContext
 from moejax.model.cache import Cache, KvCacheView
 from moejax.model.layers import SwiGlu
+from moejax.model.mla import LatentAttention
 from moejax.model.sharding import param_sharding
 from moejax.moe.mesh_roles import on_mesh
 from moejax.plan.layout import Layout, Topology
@@ -63,7 +64,7 @@ def attention(qk_norm: str, options=config.Attention()) -> Part:  # noqa: B008
         context = AttentionContext.from_windows(jnp.asarray(POSITION_BT), cfg)
         return module((x_btd,), (context,))[0][0]
 
-    return Part(lambda mesh: Attention(cfg, mesh, nnx.Rngs(0)), call)
+    return Part(lambda mesh: Attention(cfg, "full", mesh, nnx.Rngs(0)), call)
 
 
 PARTS = {
@@ -75,8 +76,33 @@ PARTS = {
         lambda module, x: module((x,))[0],
     ),
 }
-VECTORS = attention("head", config.Attention(bias="all", sinks=True))
-"""Attention with parameters that are no matrices."""
+
+
+def latent_attention(rank: int | None) -> Part:
+    """Return latent attention, with queries that are latent too or not (None)."""
+    mla = config.Mla(
+        kv_lora_rank=32,
+        q_lora_rank=rank,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+    )
+    model = dataclasses.replace(CFG, num_kv_heads=CFG.num_heads)
+    cfg = Network(model, mla=mla)
+
+    def call(module, x_btd):
+        context = AttentionContext.from_windows(jnp.asarray(POSITION_BT), cfg)
+        return module((x_btd,), (context,))[0][0]
+
+    return Part(lambda mesh: LatentAttention(cfg, "full", mesh, nnx.Rngs(0)), call)
+
+
+OTHERS = {
+    "biases and sinks": attention("head", config.Attention(bias="all", sinks=True)),
+    "latent": latent_attention(None),
+    "latent queries": latent_attention(24),
+}
+"""Parts that are compared with those of one device alone."""
 
 
 def build_mesh(topology: Topology) -> jax.sharding.Mesh:
@@ -121,7 +147,7 @@ def program(part: Part, mesh, dtype=jnp.float32):
 def run_part(name: str, topology: Topology, dtype=jnp.float32):
     """Return the output, and the gradients of parameters and input."""
     mesh = build_mesh(topology)
-    part = VECTORS if name == "biases and sinks" else PARTS[name]
+    part = (PARTS | OTHERS)[name]
     _, shapes = split_part(part, mesh, dtype)
     random = np.random.default_rng(0)
 
@@ -142,6 +168,8 @@ def run_part(name: str, topology: Topology, dtype=jnp.float32):
         ("norms over all heads", SPLITS[0]),
         ("swiglu", SPLITS[0]),
         ("biases and sinks", SPLITS[1]),
+        ("latent queries", SPLITS[1]),
+        pytest.param("latent", SPLITS[0], marks=pytest.mark.slow),
         pytest.param("norms per head", SPLITS[0], marks=pytest.mark.slow),
         pytest.param("norms over all heads", SPLITS[1], marks=pytest.mark.slow),
     ],
@@ -265,7 +293,7 @@ def decode_token(topology: Topology):
     documents_bu = np.tile(np.r_[[1] * 3, [0] * 5], (B, 1)).astype(np.int32)
     cache = Cache(cached_lbugi, cached_lbugi, documents_bu, np.int32(3))
     args = (params, cache, draw((B, 1, D)), np.full((B, 1), 3, np.int32))
-    cache_shardings = Cache.shardings(mesh)
+    cache_shardings = Cache.shardings(cfg, mesh)
     args = jax.tree.map(
         jax.device_put, args, (shardings, cache_shardings, rows(mesh), rows(mesh))
     )
@@ -291,6 +319,8 @@ def test_sizes_that_the_tensor_axis_cannot_split_are_refused():
     with pytest.raises(
         ValueError, match=r"num_kv_heads=2 .* use 4, or Mesh.tensor = 2"
     ):
-        Attention(Network(dataclasses.replace(CFG, num_kv_heads=2)), mesh, nnx.Rngs(0))
+        Attention(
+            Network(dataclasses.replace(CFG, num_kv_heads=2)), "full", mesh, nnx.Rngs(0)
+        )
     with pytest.raises(ValueError, match=r"d_ff .*=30 .* use 32, or Mesh.tensor = 2"):
         SwiGlu(CFG, 30, mesh, nnx.Rngs(0))

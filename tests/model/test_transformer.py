@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moejax import axes
+from moejax import axes, config
 from moejax.config import Config, Data, Model, Moe, Network, Rope, Router, Train
 from moejax.model.attention import Attention, AttentionContext
 from moejax.model.rope import rope, rotation
@@ -45,19 +45,36 @@ PLAIN = Config(
 )
 
 
+PATTERN = Config(
+    model=dataclasses.replace(
+        SMALL, num_layers=7, first_k_dense=1, layers=("moe", "dense", "moe"),
+    ),
+    attention=config.Attention(
+        layers=("sliding", "chunked", "nope"), sliding_window=2, chunk_size=3,
+        temperature_scale=0.5, temperature_floor=2,
+    ),
+    moe=Moe(num_experts=4, top_k=2, d_expert=8, num_shared_experts=1),
+    data=DATA,
+    train=TRAIN,
+)  # fmt: skip
+
+
 def tokens(seed=0):
     """Return random token ids [b, t]."""
     return np.random.default_rng(seed).integers(0, SMALL.vocab_size, (B, T))
 
 
 @pytest.mark.parametrize(
-    "cfg", [MIXED, pytest.param(PLAIN, marks=pytest.mark.slow)], ids=["mixed", "plain"]
+    "cfg",
+    [MIXED, PATTERN, pytest.param(PLAIN, marks=pytest.mark.slow)],
+    ids=["mixed", "pattern", "plain"],
 )
 def test_equals_its_formulas(cfg):
     """The logits equal those of the plain formulas.
 
-    The two models cover dense prefix, cycles, shared experts, grouped queries, both
-    QK-norms, RoPE, tied and untied embeddings, softmax and sigmoid gates.
+    The models cover dense prefix, cycles with one and two MoE layers, shared experts,
+    grouped queries, both QK-norms, RoPE, layers without it, with a window or with
+    chunks, tied and untied embeddings, softmax and sigmoid gates.
     """
     ours = network(cfg)
     hidden_btd, _, head_vd = ours.jit(ours.params, tokens())
@@ -66,7 +83,7 @@ def test_equals_its_formulas(cfg):
         hidden_btd @ head_vd.T,
         expected(ours.params, tokens()),
         factor=3,
-        reason="five layers, each summed in another order",
+        reason="up to seven layers, each summed in another order",
     )
 
 
@@ -134,7 +151,9 @@ def test_grouped_queries_are_repeated_keys_and_values():
     mesh = axes.make_mesh(Topology(), jax.devices()[:1])
     cfg = Network(SMALL, documents="joined")
     grouped_cfg = Network(dataclasses.replace(SMALL, num_kv_heads=2))
-    grouped, full = (Attention(each, mesh, nnx.Rngs(0)) for each in (grouped_cfg, cfg))
+    grouped, full = (
+        Attention(each, "full", mesh, nnx.Rngs(0)) for each in (grouped_cfg, cfg)
+    )
     full.q_dhi[...], full.out_hid[...] = grouped.q_dhi[...], grouped.out_hid[...]
     for name in ("k_dgi", "v_dgi"):
         heads_dgi = getattr(grouped, name)[...].reshape(SMALL.d_model, 2, -1)

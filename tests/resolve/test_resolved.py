@@ -244,7 +244,7 @@ def test_rooms_below_see_no_configuration_with_open_questions(repo):
                 importers += [path.name] * ("Config" in names)
     assert importers == []
     assert {field.name for field in dataclasses.fields(Network)} == {
-        "model", "moe", "router", "attention", "rope", "documents", "seq_len",
+        "model", "moe", "router", "attention", "rope", "mla", "documents", "seq_len",
     }  # fmt: skip
 
 

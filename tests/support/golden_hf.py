@@ -18,6 +18,7 @@ from moejax.config import (
     Config,
     Data,
     Dispatch,
+    Mla,
     Model,
     Moe,
     Rope,
@@ -56,7 +57,7 @@ def case(name: str) -> Case:
     params = {
         "embed_vd": tensors["model.embed_tokens.weight"],
         "norm": {"scale_d": tensors["model.norm.weight"]},
-        **stack(cfg.model, layers),
+        **stack(cfg, layers),
     }
     if not cfg.model.tie_embeddings:
         params["head_vd"] = tensors["lm_head.weight"]
@@ -107,6 +108,7 @@ def make_config(config: dict[str, Any]) -> Config:
         ),
         attention=Attention(**own.get("attention", {})),
         rope=Rope(**rope),
+        mla=Mla(**own.get("mla", {})),
         moe=Moe(**(moe | own.get("moe", {}))),
         router=Router(**own.get("router", {})),
         dispatch=Dispatch(rows_per_peer=B * T * top_k),
@@ -157,6 +159,17 @@ def _deepseek_router(config):
     }
 
 
+def _deepseek(config):
+    names = ("kv_lora_rank", "q_lora_rank", "v_head_dim")
+    names += ("qk_nope_head_dim", "qk_rope_head_dim")
+    return {
+        "model": {"first_k_dense": config["first_k_dense_replace"]},
+        "mla": {name: config[name] for name in names},
+        "moe": {"num_shared_experts": config["n_shared_experts"]},
+        "router": _deepseek_router(config),
+    }
+
+
 OWN: dict[str, Callable[[dict], dict[str, dict]]] = {
     "mixtral": lambda config: {},
     "olmoe": _olmoe,
@@ -164,6 +177,8 @@ OWN: dict[str, Callable[[dict], dict[str, dict]]] = {
     "ernie4_5_moe": _ernie,
     "granitemoe": _granite,
     "glm4_moe": _glm,
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
 }
 """Fields of our configuration that an architecture adds, by part."""
 
@@ -171,15 +186,18 @@ INTERLEAVED = ("ernie4_5_moe", "deepseek_v2", "deepseek_v3", "llama4_text")
 """Architectures whose RoPE rotates neighbours: pair j is elements 2j and 2j + 1."""
 
 
-def stack(model: Model, layers: list[dict]) -> dict:
+def stack(cfg: Config, layers: list[dict]) -> dict:
     """Return the parameters of layers as the Transformer holds them."""
 
     def stacked(trees):
         return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
-    start, period = model.first_k_dense, model.moe_every
+    start, size = cfg.model.first_k_dense, len(cfg.network.cycle)
     prefix = {"prefix": stacked(layers[:start])} if start else {}
-    blocks = {i: stacked(layers[start + i :: period]) for i in range(period)}
+    moe = stacked([layer.pop("moe") for layer in layers if "moe" in layer])
+    blocks = {i: stacked(layers[start + i :: size]) for i in range(size)}
+    last = max(i for i, kind in enumerate(cfg.network.cycle) if kind.is_moe)
+    blocks[last]["moe"] = moe
     return prefix | {"cycles": {"blocks": blocks}}
 
 
@@ -237,6 +255,8 @@ def _experts(cfg: Config, own) -> dict:
 def _attention(config, cfg: Config, own) -> dict:
     """Return the parameters of attention of one layer."""
     is_interleaved = config["model_type"] in INTERLEAVED
+    if cfg.network.is_latent:
+        return _latent_attention(cfg.mla, own)
 
     def rows(name, is_rotated):
         value = own[f"self_attn.{name}"]
@@ -264,6 +284,35 @@ def _attention(config, cfg: Config, own) -> dict:
         if f"self_attn.{name}" in own:
             attention[ours] = own[f"self_attn.{name}"]
     return attention
+
+
+def _latent_attention(mla: Mla, own) -> dict:
+    """Return the parameters of latent attention of one layer."""
+
+    def matrix(name):
+        return own[f"self_attn.{name}.weight"]
+
+    def turned(value, head_dim):
+        by_head = value.reshape(-1, head_dim, value.shape[1])
+        parts = np.split(by_head, [head_dim - mla.qk_rope_head_dim], axis=1)
+        return np.concatenate([parts[0], half_split(parts[1])], 1).reshape(value.shape)
+
+    query_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    latent_cd, rope_id = np.split(matrix("kv_a_proj_with_mqa"), [mla.kv_lora_rank])
+    attention = {
+        "kv_a_dc": latent_cd.T,
+        "kv_a_norm": {"scale_d": matrix("kv_a_layernorm")},
+        "k_rope_di": turned(rope_id, mla.qk_rope_head_dim).T,
+        "kv_b_chj": matrix("kv_b_proj").T,
+        "out_hjd": matrix("o_proj").T,
+    }
+    if mla.q_lora_rank is None:
+        return attention | {"q_dhi": turned(matrix("q_proj"), query_dim).T}
+    return attention | {
+        "q_a_dr": matrix("q_a_proj").T,
+        "q_a_norm": {"scale_d": matrix("q_a_layernorm")},
+        "q_b_rhi": turned(matrix("q_b_proj"), query_dim).T,
+    }
 
 
 def half_split(value: np.ndarray) -> np.ndarray:

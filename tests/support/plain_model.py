@@ -90,11 +90,12 @@ def hidden_states(cfg: Config, params: dict, tokens_bt, position_bt=None):
     position_bt = one_document(tokens_bt) if position_bt is None else position_bt
     x_btd = params["embed_vd"][tokens_bt]
     for layer in range(model.num_layers):
-        block, is_moe = _find_block(cfg.model, params, layer)
+        block, kind = _find_block(cfg, params, layer)
         normed_btd = norm(x_btd, block["attention_norm"], model)
-        x_btd = x_btd + attention(cfg, block["attention"], normed_btd, position_bt)
+        args = normed_btd, position_bt, kind.attention
+        x_btd = x_btd + attention(cfg, block["attention"], *args)
         normed_btd = norm(x_btd, block["ff_norm"], model)
-        if is_moe:
+        if kind.is_moe:
             x_btd = x_btd + moe(cfg, block["moe"], normed_btd)
         if "dense" in block:
             x_btd = x_btd + swiglu(block["dense"], normed_btd)
@@ -107,17 +108,27 @@ def logits(cfg: Config, params: dict, tokens_bt, position_bt=None):
     return hidden_states(cfg, params, tokens_bt, position_bt) @ params[head].T
 
 
-def _find_block(model: Model, params: dict, layer: int):
-    """Return the parameters of one layer, and whether it is an MoE layer.
+def _find_block(cfg: Config, params: dict, layer: int):
+    """Return the parameters of one layer, and its kind.
 
-    The dense prefix comes first, then cycles of moe_every layers.
+    The dense prefix comes first, then cycles. The parameters of the MoE layers of all
+    cycles are in one block of the cycle, in the order of layers.
     """
-    if layer < model.first_k_dense:
-        return jax.tree.map(lambda leaf: leaf[layer], params["prefix"]), False
-    cycle, index = divmod(layer - model.first_k_dense, model.moe_every)
-    block = params["cycles"]["blocks"][index]
-    is_moe = (layer - model.first_k_dense + 1) % model.moe_every == 0
-    return jax.tree.map(lambda leaf: leaf[cycle], block), is_moe
+    kinds, start = cfg.network.cycle, cfg.model.first_k_dense
+    if layer < start:
+        block = jax.tree.map(lambda leaf: leaf[layer], params["prefix"])
+        return block, cfg.network.prefix_kind
+    cycle, index = divmod(layer - start, len(kinds))
+    block = dict(params["cycles"]["blocks"][index])
+    block.pop("moe", None)
+    block = jax.tree.map(lambda leaf: leaf[cycle], block)
+    if kinds[index].is_moe:
+        all_blocks = params["cycles"]["blocks"].values()
+        (layers,) = (block["moe"] for block in all_blocks if "moe" in block)
+        num_before = sum(kind.is_moe for kind in kinds[:index])
+        row = cycle * cfg.network.num_moe_in_cycle + num_before
+        block["moe"] = jax.tree.map(lambda leaf: leaf[row], layers)
+    return block, kinds[index]
 
 
 def norm(x, params: dict, model: Model):
@@ -132,11 +143,12 @@ def swiglu(params: dict, x):
     return hidden @ params["down_fd"]
 
 
-def attention(cfg: Config, params: dict, x_btd, position_bt):
+def attention(cfg: Config, params: dict, x_btd, position_bt, kind: str = "full"):
     """Return causal attention, computed token by token.
 
-    Each query sees the keys of its own document up to its own position. A document
-    begins at position 0. The query heads r of group g share one key head.
+    Each query sees the keys of its own document up to its own position, or those of
+    them that the kind of layer allows. A document begins at position 0. The query heads
+    r of group g share one key head.
     """
     model, (b, t, _) = cfg.model, x_btd.shape
     q, k, v = (x_btd @ params[name] for name in ("q_dhi", "k_dgi", "v_dgi"))
@@ -145,7 +157,12 @@ def attention(cfg: Config, params: dict, x_btd, position_bt):
     q, k, v = (y.reshape(b, t, -1, model.head_dim) for y in (q, k, v))
     if model.qk_norm == "head":
         q, k = norm(q, params["q_norm"], model), norm(k, params["k_norm"], model)
-    q, k = (turn(y, position_bt, model.rope_theta) for y in (q, k))
+    if kind == "nope":
+        steps_bt = (position_bt + 1) // cfg.attention.temperature_floor
+        factor_bt = 1 + cfg.attention.temperature_scale * jnp.log1p(steps_bt)
+        q = q * factor_bt[..., None, None]
+    else:
+        q, k = (turn(y, position_bt, model.rope_theta) for y in (q, k))
     q = q.reshape(b, t, model.num_kv_heads, -1, model.head_dim)
     rows = []
     for now in range(t):
@@ -155,6 +172,13 @@ def attention(cfg: Config, params: dict, x_btd, position_bt):
             later_bs = jnp.cumsum(position_bt[:, now::-1] == 0, axis=1)[:, ::-1]
             is_own_bs = jnp.pad(later_bs, ((0, 0), (0, 1)))[:, 1:] == 0
             score = jnp.where(is_own_bs[:, None, None], score, -jnp.inf)
+        for key in range(now + 1):
+            is_far = kind == "sliding" and now - key >= cfg.attention.sliding_window
+            if kind == "chunked":
+                size = cfg.attention.chunk_size
+                is_far = position_bt[:, now] // size != position_bt[:, key] // size
+                is_far = is_far[:, None, None]
+            score = score.at[..., key].set(jnp.where(is_far, -jnp.inf, score[..., key]))
         share = jax.nn.softmax(score / model.head_dim**0.5, axis=-1)
         rows.append(jnp.einsum("bgrs,bsgi->bgri", share, v[:, seen]).reshape(b, -1))
     return jnp.stack(rows, axis=1) @ params["out_hid"]

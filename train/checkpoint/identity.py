@@ -15,14 +15,22 @@ their format."""
 FIXED_FIELDS = {
     "model": {
         "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim",
-        "d_ff", "first_k_dense", "moe_every", "qk_norm", "tie_embeddings", "rope_theta",
+        "d_ff", "first_k_dense", "moe_every", "layers", "qk_norm", "tie_embeddings",
+        "rope_theta",
         "norm_eps", "embedding_multiplier", "residual_multiplier", "logits_scaling",
     },
-    "attention": {"bias", "clip_qkv", "l2_norm", "sinks", "scale"},
+    "attention": {
+        "layers", "sliding_window", "chunk_size", "temperature_scale",
+        "temperature_floor", "bias", "clip_qkv", "l2_norm", "sinks", "scale",
+    },
     "rope": {
         "scaling", "factor", "original_max_position_embeddings", "beta_fast",
         "beta_slow", "truncate", "mscale", "mscale_all_dim", "low_freq_factor",
         "high_freq_factor", "partial_rotary_factor",
+    },
+    "mla": {
+        "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+        "v_head_dim", "norm_eps",
     },
     "moe": {"num_experts", "top_k", "d_expert", "num_shared_experts"},
     "router": {"kind", "normalise_gates", "gate_scale", "num_groups", "top_groups"},

@@ -167,7 +167,7 @@ def _make_programs(run: Resolved, num_ids: int):
         return extend(params, bias, placement, *rows, sampling, cache)
 
     whole = sharding(run.mesh)
-    outs = whole, whole, Cache.shardings(run.mesh)
+    outs = whole, whole, Cache.shardings(cfg.network, run.mesh)
     return (
         jax.jit(prefill, static_argnums=6, out_shardings=outs),
         jax.jit(step, donate_argnums=6, out_shardings=outs),

@@ -82,7 +82,7 @@ def test_convert_accepts(value: object, kind: object, expected: object) -> None:
 def test_configurables_are_the_dataclasses_of_config() -> None:
     assert set(CLASSES) == {
         "Mesh", "Model", "Moe", "Dispatch", "Router", "Recorded", "Optimizer", "Data",
-        "Train", "Checkpoint", "Processes", "Balance", "Attention", "Rope",
+        "Train", "Checkpoint", "Processes", "Balance", "Attention", "Rope", "Mla",
     }  # fmt: skip
     assert KINDS["Train.num_steps"] is int
 

@@ -1,0 +1,64 @@
+"""A cycle with several MoE layers computes the step of as many cycles with one."""
+
+import operator
+
+import jax
+import numpy as np
+import pytest
+
+from moejax.plan.expert_plan import ExpertPlan
+from tests.support.random_plans import random_plan
+from tests.support.steps import (
+    E,
+    L,
+    check_step,
+    home,
+    make_case,
+    one_step,
+    warm_state,
+)
+
+LAYERS = ("moe",) * L
+
+
+def in_one_cycle(state):
+    """Return a state of L cycles of one MoE layer as that of one cycle of L layers."""
+
+    def is_params(tree):
+        return isinstance(tree, dict) and "cycles" in tree
+
+    def convert(tree):
+        if not is_params(tree):
+            return tree
+        block = dict(tree["cycles"]["blocks"][0])
+        moe = block.pop("moe")
+        blocks = {i: jax.tree.map(operator.itemgetter([i]), block) for i in range(L)}
+        blocks[L - 1]["moe"] = moe
+        blocks = {i: block for i, block in blocks.items() if block}
+        return tree | {"cycles": {"blocks": blocks}}
+
+    return jax.tree.map(convert, state, is_leaf=is_params)
+
+
+@pytest.mark.parametrize(
+    ("store", "remat"),
+    [
+        ("prefetched", "full"),
+        pytest.param("resident", "dispatch", marks=pytest.mark.slow),
+        pytest.param("prefetched", "none", marks=pytest.mark.long),
+        pytest.param("sharded", "full", marks=pytest.mark.long),
+        pytest.param("dynamic", "none", marks=pytest.mark.long),
+    ],
+)
+def test_one_cycle_of_two_layers_is_two_cycles(store, remat):
+    """Loss, gradients, moments, parameters and loads are the same, with the home plan
+    and with replicas."""
+    case = make_case(store, "float32", layers=LAYERS, remat=remat)
+    expected_case = make_case("owned", "float32")
+    start = warm_state("float32")
+    state, metrics = one_step(expected_case, start, ExpertPlan.home(L, E))
+    expected = in_one_cycle(state), metrics
+    random = np.random.default_rng(0)
+    for plan in home(case), random_plan(random, case.model.layout, L):
+        actual = one_step(case, in_one_cycle(start), plan)
+        check_step(actual, expected, "float32")
