@@ -419,7 +419,22 @@ class Moe:
     """Hidden width f of the SwiGLU of one expert."""
     num_shared_experts: int = 0
     """Number of experts that compute every token, beside the routed ones. Together they
-    are one dense SwiGLU of hidden width num_shared_experts * d_expert."""
+    are one dense SwiGLU of hidden width num_shared_experts * d_shared."""
+    d_shared: int | None = None
+    """Hidden width of the SwiGLU of one shared expert; None: d_expert."""
+    shared_gate: bool = False
+    """Whether the output of the shared experts is multiplied by the sigmoid of a
+    learned product with their input (Qwen2-MoE)."""
+    activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    """Function of a routed expert's two products, gate and up. 'swiglu': silu(gate) *
+    up; 'clamped_swiglu': gate * sigmoid(swiglu_alpha * gate) * (up + 1), with gate at
+    most swiglu_limit and up between -swiglu_limit and it (GPT-OSS)."""
+    swiglu_limit: float = 7.0
+    """Limit of 'clamped_swiglu'."""
+    swiglu_alpha: float = 1.702
+    """Factor in the sigmoid of 'clamped_swiglu'."""
+    expert_bias: bool = False
+    """Whether the three products of a routed expert have biases (GPT-OSS)."""
     halves: bool = False
     """Whether a device computes its tokens in two independent halves, so that the rows
     of one half travel while the other one is computed (docs/overlap.md). The function
@@ -432,15 +447,38 @@ class Moe:
         require_max(
             self, MAX_EXPERTS, "every device has tables of all experts", "num_experts"
         )
+        require_min(self, 1, "d_shared")
+        require_max(self, MAX_WIDTH, AXIS, "d_shared")
+        require_positive(self, "swiglu_limit", "swiglu_alpha")
+        field = "d_expert" if self.d_shared is None else "d_shared"
         require(
-            self.num_shared_experts * self.d_expert <= MAX_INT32,
-            f"Moe.num_shared_experts={self.num_shared_experts} times d_expert="
-            f"{self.d_expert} is a width above {MAX_INT32}: use fewer",
+            self.shared_width <= MAX_INT32,
+            f"Moe.num_shared_experts={self.num_shared_experts} times {field}="
+            f"{getattr(self, field)} is a width above {MAX_INT32}: use fewer",
+        )
+        require(
+            self.num_shared_experts > 0 or not self.shared_gate,
+            "Moe.shared_gate=True gates the shared experts, and Moe.num_shared_experts="
+            "0: set it to False",
         )
         require(
             self.top_k <= self.num_experts,
             f"Moe.top_k={self.top_k} is more than num_experts={self.num_experts}",
         )
+
+    @property
+    def shared_width(self) -> int:
+        """Hidden width of all shared experts together."""
+        width = self.d_expert if self.d_shared is None else self.d_shared
+        return self.num_shared_experts * width
+
+    @property
+    def why_unfused(self) -> str | None:
+        """The option for which no fused kernel computes the experts' SwiGLU, or
+        None."""
+        if self.expert_bias:
+            return "Moe.expert_bias"
+        return None if self.activation == "swiglu" else "Moe.activation"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -585,6 +623,11 @@ class Router:
     """Whether the gates of a token's chosen experts are divided by their sum."""
     gate_scale: float = 1.0
     """Factor of all gates."""
+    bias: bool = False
+    """Whether the product that makes the logits has a learned bias (GPT-OSS)."""
+    gate_input: bool = False
+    """Whether a gate multiplies the input of its expert, and not the output
+    (Llama-4)."""
     num_groups: int = 1
     """Number of equal groups of experts for a group-limited choice; 1 turns it off."""
     top_groups: int = 1
@@ -607,7 +650,8 @@ class Router:
     ('dense'). Evaluation and generation always take the top_k (docs/blocks.md)."""
     bias_rate: float = 0.0
     """Amount by which each expert's bias changes per step, up for an expert below the
-    mean load and down for one above it; for kind='sigmoid'. 0 keeps biases at 0."""
+    mean load and down for one above it. The bias, DeepSeek-V3's correction bias, moves
+    the choice and not the gates. 0 freezes it: at 0, or as a checkpoint has it."""
     allow_expert_choice_in_decoder: bool = False
     """Whether kind='expert_choice' is permitted, although its choices depend on later
     tokens of the sequence."""
@@ -629,14 +673,20 @@ class Router:
             f"Router.top_groups={self.top_groups} exceeds num_groups={self.num_groups}",
         )
         require(
-            self.bias_rate == 0 or self.kind == "sigmoid",
-            f"Router.bias_rate={self.bias_rate} steers kind='sigmoid' only, and kind "
-            f"is '{self.kind}': set it to 0",
+            self.bias_rate == 0 or self.kind in ("softmax", "sigmoid"),
+            f"Router.bias_rate={self.bias_rate} steers tokens that choose by scores, "
+            f"and kind is '{self.kind}': set it to 0",
         )
         require(
             self.training == "sparse" or self.kind in ("softmax", "sigmoid"),
             f"Router.training='dense' weights all experts by their scores, and kind is "
             f"'{self.kind}': use 'softmax' or 'sigmoid'",
+        )
+        require(
+            not self.gate_input
+            or (self.kind in ("softmax", "sigmoid") and self.training == "sparse"),
+            f"Router.gate_input=True is for tokens that choose experts, and kind is "
+            f"'{self.kind}', training '{self.training}': set it to False",
         )
         require(
             self.kind != "expert_choice" or self.allow_expert_choice_in_decoder,
@@ -1084,6 +1134,7 @@ class Config:
             f"Mesh ({mesh}) has {mesh.num_devices} devices, and "
             f"Train.num_simulated_devices={simulated}: make them equal",
         )
+        self._check_experts()
         self._check_cycle()
         if self.network.is_latent:
             self._check_latent()
@@ -1106,6 +1157,32 @@ class Config:
             self.data.seq_len % min(train.loss_chunk, self.data.seq_len) == 0,
             f"Data.seq_len={self.data.seq_len} must be a multiple of "
             f"Train.loss_chunk={train.loss_chunk}",
+        )
+
+    def _check_experts(self) -> None:
+        """Raise ValueError for options of experts that do not go together."""
+        moe, group = self.moe, self.dispatch.domain
+        if moe.why_unfused is None:
+            return
+        value = getattr(moe, moe.why_unfused.removeprefix("Moe."))
+        here = f"{moe.why_unfused}={value!r}"
+        require(
+            self.router.training == "sparse",
+            f"{here} is for experts that compute rows, and Router.training='dense' has "
+            "none: use 'sparse'",
+        )
+        if not moe.expert_bias:
+            return
+        require(
+            group == (1, 1),
+            f"{here} has biases that no domain gathers: use Dispatch.domain=(1, 1), "
+            f"not {group}",
+        )
+        parts = self.expert_shards * num_resting(self)
+        require(
+            self.model.d_model % parts == 0,
+            f"{here} rests in {parts} parts: use a Model.d_model that they divide, not "
+            f"{self.model.d_model}",
         )
 
     def _check_latent(self) -> None:
@@ -1172,6 +1249,14 @@ class Config:
         return size * self.mesh.tensor // self.expert_shards
 
     @property
+    def expert_widths(self) -> dict[str, int]:
+        """Widths of an expert's parameters that are split where they rest, by name."""
+        widths = {"Moe.d_expert": self.moe.d_expert}
+        if self.moe.expert_bias:
+            widths["Model.d_model"] = self.model.d_model
+        return widths
+
+    @property
     def network(self) -> Network:
         """The parts that a model is made of."""
         data = self.data
@@ -1183,6 +1268,13 @@ class Config:
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return all fields by part and name."""
         return dataclasses.asdict(self)
+
+
+def num_resting(cfg: Config) -> int:
+    """Return the number of devices over which a shard of an expert's width rests."""
+    if cfg.dispatch.is_local:
+        return cfg.mesh.data * cfg.mesh.expert
+    return 1 if "data" in cfg.group_axes else cfg.mesh.data
 
 
 def check_shards(cfg: Config) -> None:
@@ -1201,9 +1293,7 @@ def check_shards(cfg: Config) -> None:
             f"expert axis ({mesh.expert}) into parts of {inner} devices: use "
             f"Mesh.tensor times a divisor of {mesh.expert}",
         )
-    resting = 1 if "data" in cfg.group_axes else mesh.data
-    if cfg.dispatch.is_local:
-        resting = mesh.data * mesh.expert
+    resting = num_resting(cfg)
     data = f" x {resting} devices that hold parts of them (Mesh.data={mesh.data})"
     require(
         d_expert % (shards * resting) == 0,

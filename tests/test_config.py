@@ -6,6 +6,7 @@ import json
 import pytest
 
 from moejax.config import (
+    MAX_WIDTH,
     Attention,
     Checkpoint,
     Config,
@@ -213,8 +214,46 @@ def test_minimum_values(part, field, minimum):
             ["Router.top_groups=3", "exceeds num_groups=2"],
         ),
         (
-            lambda: Router(kind="softmax", bias_rate=0.001),
-            ["Router.bias_rate=0.001", "kind='sigmoid' only", "'softmax'", "to 0"],
+            lambda: Router(
+                kind="expert_choice",
+                bias_rate=0.001,
+                allow_expert_choice_in_decoder=True,
+            ),
+            ["Router.bias_rate=0.001", "choose by scores", "'expert_choice'", "to 0"],
+        ),
+        (
+            lambda: Router(kind="recorded", gate_input=True),
+            ["Router.gate_input=True", "'recorded'", "to False"],
+        ),
+        (
+            lambda: Moe(shared_gate=True),
+            ["Moe.shared_gate=True", "Moe.num_shared_experts=0", "to False"],
+        ),
+        (
+            lambda: Moe(d_shared=MAX_WIDTH, num_shared_experts=2**12),
+            ["Moe.num_shared_experts=4096 times d_shared=1048576", "use fewer"],
+        ),
+        (
+            lambda: Config(
+                moe=Moe(activation="clamped_swiglu"), router=Router(training="dense")
+            ),
+            ["Moe.activation='clamped_swiglu'", "Router.training='dense'", "'sparse'"],
+        ),
+        (
+            lambda: Config(
+                mesh=Topology(dc=2),
+                moe=Moe(expert_bias=True),
+                dispatch=Dispatch(domain=(2, 1), group="dc_expert"),
+            ),
+            ["Moe.expert_bias=True", "Dispatch.domain=(1, 1)"],
+        ),
+        (
+            lambda: Config(
+                mesh=Topology(data=4),
+                model=Model(d_model=126),
+                moe=Moe(expert_bias=True),
+            ),
+            ["Moe.expert_bias=True rests in 4 parts", "Model.d_model", "not 126"],
         ),
         (
             lambda: Router(kind="expert_choice"),

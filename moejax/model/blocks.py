@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from moejax.config import LayerKind, Network
 from moejax.model.attention import Attention, AttentionContext
 from moejax.model.cache import KvCacheView
-from moejax.model.layers import RmsNorm, SwiGlu
+from moejax.model.layers import RmsNorm, SwiGlu, vector
 from moejax.model.mla import LatentAttention
 from moejax.model.sharding import shard_batch
 from moejax.moe.layer import MoeLayer
@@ -76,8 +76,10 @@ class Block(nnx.Module):
         self.attention = make_attention(cfg, kind.attention, mesh, rngs)
         self.ff_norm = RmsNorm(model.d_model, model.norm_eps)
         self.mesh, self.multiplier = mesh, model.residual_multiplier
-        width = moe.num_shared_experts * moe.d_expert if is_moe else model.d_ff
+        width = moe.shared_width if is_moe else model.d_ff
         self.dense = SwiGlu(model, width, mesh, rngs) if width else None
+        has_gate = is_moe and moe.shared_gate
+        self.shared_gate_d = vector(rngs, model.d_model) if has_gate else None
         self.moe = _moe_layers(cfg, num_moe_layers if is_moe else 0, rngs)
         has_shortcut = is_moe and model.block == "shortcut"
         self.routed_norm = (
@@ -106,8 +108,15 @@ class Block(nnx.Module):
             added, sums = run_moe(normed)
         if self.dense is not None:
             dense = self.dense(normed)
+            if self.shared_gate_d is not None:
+                dense = _each(self._gated, dense, normed)
             added = _each(jnp.add, added, dense) if added else dense
         return self._sum(parts, added), sums, cache_view
+
+    def _gated(self, y_btd: Array, x_btd: Array) -> Float[Array, "b t d"]:
+        """Return the output of the shared experts, times the gate of their input."""
+        logit_bt = x_btd.astype(jnp.float32) @ self.shared_gate_d[...]
+        return (y_btd * jax.nn.sigmoid(logit_bt)[..., None]).astype(y_btd.dtype)
 
     def _sum(self, parts: Parts, added: Parts) -> Parts:
         """Return the residual stream with the output of a part added to it, split as
@@ -170,7 +179,8 @@ def stack(make, count: int, rngs: nnx.Rngs) -> nnx.Module | None:
 
 def _moe_layers(cfg: Network, count: int, rngs: nnx.Rngs) -> MoeLayer | None:
     """Make an MoE layer, or several with their parameters stacked, or none."""
-    make = partial(MoeLayer, cfg.moe, cfg.model.d_model)
+    has_bias = cfg.router.bias
+    make = partial(MoeLayer, cfg.moe, cfg.model.d_model, router_bias=has_bias)
     return make(rngs) if count == 1 else stack(make, count, rngs)
 
 

@@ -56,7 +56,7 @@ def flops_per_token(cfg: Network) -> Flops:
         attention_projections=layers * 2 * attention_matrices(cfg),
         attention_scores=2 * widths * num_keys(cfg),
         dense=(layers - moe_layers) * swiglu * model.d_ff,
-        shared=moe_layers * swiglu * moe.num_shared_experts * moe.d_expert,
+        shared=moe_layers * (swiglu * moe.shared_width + 2 * d * moe.shared_gate),
         routed=moe_layers * swiglu * experts * moe.d_expert,
         router=moe_layers * 2 * d * moe.num_experts,
         head=2 * d * model.vocab_size,
@@ -115,10 +115,11 @@ def num_params(cfg: Network) -> dict[str, int]:
     every = layers * (attention_matrices(cfg) + vectors) + d
     every += model.vocab_size * d * (1 if model.tie_embeddings else 2)
     every += (layers - moe_layers) * 3 * d * model.d_ff
-    every += moe_layers * (d * moe.num_experts)
+    every += moe_layers * (d + cfg.router.bias) * moe.num_experts
     every += moe_layers * (d if model.block == "shortcut" else 0)
-    every += moe_layers * 3 * d * moe.num_shared_experts * moe.d_expert
-    expert = 3 * d * moe.d_expert * moe_layers
+    every += moe_layers * d * (3 * moe.shared_width + moe.shared_gate)
+    biases = (2 * moe.d_expert + d) * moe.expert_bias
+    expert = (3 * d * moe.d_expert + biases) * moe_layers
     return {
         "total": every + expert * moe.num_experts,
         "active": every + expert * moe.top_k,

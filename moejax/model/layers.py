@@ -45,6 +45,12 @@ def bias(width: int, tensor_dim: int | None) -> nnx.Param:
     return nnx.Param(jnp.zeros(width, jnp.float32), tensor_dim=tensor_dim)
 
 
+def vector(rngs: nnx.Rngs, width: int) -> nnx.Param:
+    """Return a new vector that multiplies x to a number."""
+    init = jax.nn.initializers.truncated_normal(width**-0.5)
+    return nnx.Param(init(rngs.params(), (width,), jnp.float32))
+
+
 class RmsNorm(nnx.Module):
     """RMS normalization with a learned scale per channel, and a constant divisor."""
 

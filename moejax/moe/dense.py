@@ -43,9 +43,11 @@ def dense(
     """
     setup.check(x_btd, placement, jitter_btd=jitter_btd)
     mesh_layout = setup.mesh_layout
-    batch, specs = P(mesh_layout.batch_axes), stores.slot_specs(mesh_layout)
+    batch = P(mesh_layout.batch_axes)
     optional = {} if jitter_btd is None else {"jitter_btd": jitter_btd}
     static = Static.of(setup)
+    master_params = stores.join_gate_up(layer.master_params(), x_btd.dtype)
+    specs = stores.slot_specs(mesh_layout, master_params)
     body = jax.shard_map(
         partial(_body, static=static),
         mesh=mesh_layout.mesh,
@@ -59,13 +61,12 @@ def dense(
         ),
         out_specs=(batch, jax.tree.map(lambda _: batch, SUMS)),
     )
-    master_params = stores.join_gate_up(layer.master_params(), x_btd.dtype)
-    router = layer.router_de[...], layer.bias_e[...]
+    router = layer.router_de[...], layer.biases()
     return body(x_btd, *router, placement.owned_le, master_params, optional)
 
 
 def _body(
-    x_btd, router_de, bias_e, owned_e, master_params, optional, *, static: Static
+    x_btd, router_de, biases, owned_e, master_params, optional, *, static: Static
 ):
     """Compute the layer for x_btd, the sequences of one device. Devices along the
     tensor axis have the same sequences."""
@@ -76,7 +77,12 @@ def _body(
         routed_nd = x_nd * optional["jitter_btd"].reshape(b * t, d)
     router_de = static.whole_router(router_de, x_nd)
     routes, score_ne, logit_ne = routing.route(
-        routed_nd, router_de, bias_e, static.router, static.top_k, t
+        routed_nd,
+        router_de,
+        cfg=static.router,
+        top_k=static.top_k,
+        seq_len=t,
+        **biases,
     )
     gate_ne = routing.gates(score_ne, static.router)
     owned_we = owned_e.reshape(-1, len(master_params["down"]))

@@ -20,7 +20,7 @@ from moejax.axes import is_explicit
 from moejax.config import Moe, Router
 from moejax.kernels import quarantine, varying_alike
 from moejax.kernels.device import is_hopper
-from moejax.kernels.grouped_dot import grouped_swiglu
+from moejax.kernels.grouped_dot import grouped_dot, grouped_swiglu
 from moejax.kernels.water_fill import fits_fused
 from moejax.moe import route as routing
 from moejax.moe.exchange import schedules
@@ -32,7 +32,7 @@ from moejax.moe.exchange.manifest import (
     rows_here,
 )
 from moejax.moe.exchange.rounds import Experts, exchange, num_rounds
-from moejax.moe.mesh_roles import MeshLayout
+from moejax.moe.mesh_roles import Axes, MeshLayout, index_along
 from moejax.moe.setup import LayerSetup
 from moejax.moe.types import LayerSums, Placement, Routes
 from moejax.moe.weights import stores
@@ -55,18 +55,27 @@ class MoeLayer(nnx.Module):
     """Router and experts of one MoE layer, as float32 parameters in logical order.
 
     router_de [d, e], bias_e [e], gate_edf and up_edf [e, d, f], down_efd [e, f, d]: d
-    is the model's width, e counts experts, f is the hidden width of one. They do not
-    depend on mesh, layout or plan, all of which come with a call. `moejax.shard` puts
-    them on a mesh.
+    is the model's width, e counts experts, f is the hidden width of one. With
+    Moe.expert_bias there are gate_bias_ef, up_bias_ef [e, f] and down_bias_ew [e, d],
+    and with Router.bias (`router_bias`) logit_bias_e [e]. They do not depend on mesh,
+    layout or plan, all of which come with a call. `moejax.shard` puts them on a mesh.
     """
 
-    def __init__(self, moe: Moe, d_model: int, rngs: nnx.Rngs):
+    def __init__(
+        self, moe: Moe, d_model: int, rngs: nnx.Rngs, router_bias: bool = False
+    ):
         e, d, f = moe.num_experts, d_model, moe.d_expert
         self.router_de = _param(rngs, (d, e), ROUTER_FAN * d)
         self.bias_e = RouterBias(jnp.zeros(e, jnp.float32))
         self.gate_edf = _param(rngs, (e, d, f), d, "edf")
         self.up_edf = _param(rngs, (e, d, f), d, "edf")
         self.down_efd = _param(rngs, (e, f, d), f, "efd")
+        widths = (f, f, d) if moe.expert_bias else (None,) * 3
+        self.gate_bias_ef, self.up_bias_ef, self.down_bias_ew = (
+            width and nnx.Param(jnp.zeros((e, width)), expert_dims=stores.dims(name))
+            for name, width in zip(stores.EXPERT_BIASES, widths)
+        )
+        self.logit_bias_e = nnx.Param(jnp.zeros(e)) if router_bias else None
 
     def __call__(
         self,
@@ -91,8 +100,14 @@ class MoeLayer(nnx.Module):
 
     def params(self) -> stores.ExpertWeights:
         """Return the parameters by name, as `moe_layer` takes them."""
-        names = ("router_de", "bias_e", *stores.EXPERT_PARAMS)
-        return {name: getattr(self, name)[...] for name in names}
+        return {"router_de": self.router_de[...], **self.biases()} | (
+            self.master_params()
+        )
+
+    def biases(self) -> dict[str, Array]:
+        """Return the biases of the router: bias_e, which moves the choice, and
+        logit_bias_e if there is one."""
+        return self._given("bias_e", "logit_bias_e")
 
     def slots(
         self,
@@ -111,8 +126,14 @@ class MoeLayer(nnx.Module):
         return stores.slots(self.master_params(), *of_layer, tracked_sx)
 
     def master_params(self) -> stores.ExpertWeights:
-        """Return the float32 weights of all experts: gate_edf, up_edf, down_efd."""
-        return {name: getattr(self, name)[...] for name in stores.EXPERT_PARAMS}
+        """Return the float32 weights of all experts: gate_edf, up_edf, down_efd, and
+        their biases if they have any."""
+        return self._given(*stores.EXPERT_PARAMS, *stores.EXPERT_BIASES)
+
+    def _given(self, *names: str) -> dict[str, Array]:
+        """Return the parameters of these names that the layer has."""
+        params = {name: getattr(self, name) for name in names}
+        return {name: param[...] for name, param in params.items() if param is not None}
 
 
 def moe_layer(
@@ -138,7 +159,7 @@ def moe_layer(
     [w, ..] are of each of the w devices that split the batch: `router_losses` takes
     `sums.over_devices()`, and `RoutingStats.from_sums` takes those of several layers.
 
-    `params` are router_de, bias_e, gate_edf, up_edf and down_efd. `placement` is of one
+    `params` are those of MoeLayer by name. `placement` is of one
     layer (`setup.place(plan).layer(i)`). `jitter_btd` multiplies the router's input;
     `forced_btk` replaces its choice; `slots` are the weights of all slots where they
     exist already, gathered (WholeSlots) or not; `experts` computes the rows of a
@@ -188,14 +209,18 @@ def moe_layer_of_parts(
         _reshard(
             params["router_de"], NamedSharding(mesh_layout.mesh, setup.router_spec)
         ),
-        _reshard(params["bias_e"], setup.param_sharding()),
+        {
+            name: _reshard(params[name], setup.param_sharding())
+            for name in ("bias_e", "logit_bias_e")
+            if name in params
+        },
     )
     if slots is None:
         slots = _slots(params, placement, setup, dtype)
-    batch, slot_specs = P(mesh_layout.batch_axes), stores.slot_specs(mesh_layout)
-    if isinstance(slots, WholeSlots):
-        slot_specs = whole_spec(mesh_layout)
-    experts = experts or _make_experts(setup.layout)
+    batch, slot_specs = P(mesh_layout.batch_axes), whole_spec(mesh_layout)
+    if not isinstance(slots, WholeSlots):
+        slot_specs = stores.slot_specs(mesh_layout, slots)
+    experts = experts or _make_experts(setup.moe, mesh_layout)
     static = Static.of(setup, experts)
     body = jax.shard_map(
         partial(_body, static=static),
@@ -210,8 +235,11 @@ def moe_layer_of_parts(
 def _slots(params, placement, setup: LayerSetup, dtype) -> stores.ExpertWeights:
     """Return the weights of all slots. With split='dynamic' return those of the
     device's own experts alone, since copies travel later, when the loads are known."""
-    dims = dict(zip(stores.EXPERT_PARAMS, stores.EXPERT_DIMS))
-    experts = {k: _reshard(params[k], setup.param_sharding(d)) for k, d in dims.items()}
+    experts = {
+        name: _reshard(params[name], setup.param_sharding(stores.dims(name)))
+        for name in (*stores.EXPERT_PARAMS, *stores.EXPERT_BIASES)
+        if name in params
+    }
     if setup.layout.split == "dynamic":
         return stores.join_gate_up(experts, dtype)
     reduce_dtype = setup.gradient_reduce_dtype
@@ -268,14 +296,14 @@ class _Stream(NamedTuple):
     routes: Routes
 
 
-def _body(parts, router_de, bias_e, placement, slots, *, static: Static):
+def _body(parts, router_de, biases, placement, slots, *, static: Static):
     """Compute the layer for parts of the sequences of one device. Devices along the
     tensor axis have the same sequences."""
     mesh_layout, exchanged = static.mesh_layout, static.mesh_layout.exchanged
     given = [_enter(part, exchanged) for part in parts]
     x_nd, (_, t, _) = given[0].x_btd, parts[0].x_btd.shape
     route = partial(
-        _route, static.whole_router(router_de, x_nd), bias_e, t, static=static
+        _route, static.whole_router(router_de, x_nd), biases, t, static=static
     )
     if isinstance(slots, WholeSlots):
         weights = slots.weights
@@ -311,13 +339,19 @@ def _enter(part: LayerInputs, mesh_layout: MeshLayout) -> LayerInputs:
     return jax.tree.map(enter, part)
 
 
-def _route(router_de, bias_e, seq_len: int, part: LayerInputs, *, static: Static):
+def _route(router_de, biases, seq_len: int, part: LayerInputs, *, static: Static):
     """Return the routes of the tokens [n, ..] of a part, and the router's scores and
     logits."""
     x_nd, jitter_nd, forced_nk = part
     routed_nd = x_nd if jitter_nd is None else x_nd * jitter_nd
     return routing.route(
-        routed_nd, router_de, bias_e, static.router, static.top_k, seq_len, forced_nk
+        routed_nd,
+        router_de,
+        cfg=static.router,
+        top_k=static.top_k,
+        seq_len=seq_len,
+        forced_nk=forced_nk,
+        **biases,
     )
 
 
@@ -336,6 +370,8 @@ def _streams(
 def _travel(stream: _Stream, weights, placement, static: Static):
     """Return the results of a stream's tokens, and the manifest of its exchange."""
     mesh_layout, exchanged = static.mesh_layout, static.mesh_layout.exchanged
+    if static.router.gate_input:
+        return _travel_gated(stream, weights, placement, static)
     expert_nk, gate_nk = stream.routes.expert_nk, stream.routes.gate_nk
     sent, used = manifest(expert_nk, placement, exchanged)
     gate_nk, sent = checkpoint_name((gate_nk, sent), routing.ROUTES)
@@ -345,6 +381,22 @@ def _travel(stream: _Stream, weights, placement, static: Static):
             weights = stores.gather_copies(weights, used, mesh_layout)
     y_nd = exchange(stream.x_nd, gate_nk, weights, sent, static.experts, exchanged)
     return y_nd, sent
+
+
+def _travel_gated(stream: _Stream, weights, placement, static: Static):
+    """Return what `_travel` does where gates multiply the input of experts: each choice
+    is a token of its own, with one expert and a gate of 1."""
+    (n, k), x_nd = stream.routes.gate_nk.shape, stream.x_nd
+    x_nkd = x_nd[:, None] * stream.routes.gate_nk[..., None].astype(x_nd.dtype)
+    expert_a1 = stream.routes.expert_nk.reshape(n * k, 1)
+    routes = Routes(expert_a1, jnp.ones_like(stream.routes.gate_nk, shape=(n * k, 1)))
+    ungated = dataclasses.replace(
+        static, router=dataclasses.replace(static.router, gate_input=False)
+    )
+    choices = _Stream(x_nkd.reshape(n * k, -1), routes)
+    y_ad, sent = _travel(choices, weights, placement, ungated)
+    sent = sent.replace(peer_nk=sent.peer_nk.reshape(n, k))
+    return y_ad.reshape(n, k, -1).sum(axis=1), sent
 
 
 def _join(values):
@@ -399,12 +451,68 @@ def swiglu(
     return grouped_swiglu(x_md, into_sdh, down_sfd, rows_s, **options)
 
 
-def _make_experts(layout: Layout) -> Experts:
+@jax.named_scope("experts")
+def unfused(
+    x_md: Float[Array, "m d"],
+    rows_s: Int[Array, " s"],
+    weights: dict[str, Array],
+    moe: Moe,
+    shard_axes: Axes,
+    implementation: str = "auto",
+    fp8: Fp8 = "none",
+    align_rows: int = 1,
+) -> Float[Array, "m d"]:
+    """Return down(activation(x gate + b, x up + b)) + b for each row x, as `swiglu`
+    does, with the activation and the biases of `moe`.
+
+    The products are grouped products; no kernel fuses the activation with them. Biases
+    are into_bias_sh [s, 2f] and down_bias_sw [s, w], this shard's part of the output's
+    width d.
+    """
+    options = {"implementation": implementation, "fp8": fp8, "align_rows": align_rows}
+    dot = partial(grouped_dot, rows_g=rows_s, **options)
+    into_mh = dot(x_md, weights["into_sdh"])
+    if moe.expert_bias:
+        end_s, row_m = jnp.cumsum(rows_s), jnp.arange(len(x_md))
+        slot_m = jnp.searchsorted(end_s, row_m, side="right")
+        # Rows past the last slot have none, and get no bias. A product has a gradient
+        # that is no scatter.
+        is_slot_ms = (slot_m[:, None] == jnp.arange(len(end_s))).astype(x_md.dtype)
+        exact = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+        into_mh += exact(is_slot_ms, weights["into_bias_sh"])
+    y_md = dot(activate(*jnp.split(into_mh, 2, axis=-1), moe), weights["down_sfd"])
+    if moe.expert_bias:
+        part_sw = weights["down_bias_sw"]
+        missing = x_md.shape[1] - part_sw.shape[1]
+        # The shards' results are summed: each adds its own part of the bias.
+        before = index_along(shard_axes) * part_sw.shape[1]
+        bias_sd = jnp.pad(part_sw, ((0, 0), (0, missing)))
+        y_md += exact(is_slot_ms, jnp.roll(bias_sd, before, axis=1))
+    return y_md
+
+
+def activate(gate_mf: Array, up_mf: Array, moe: Moe) -> Float[Array, "m f"]:
+    """Return the hidden values of an expert from its two products."""
+    if moe.activation == "swiglu":
+        return jax.nn.silu(gate_mf) * up_mf
+    gate_mf = jnp.minimum(gate_mf, moe.swiglu_limit)
+    up_mf = jnp.clip(up_mf, -moe.swiglu_limit, moe.swiglu_limit)
+    return gate_mf * jax.nn.sigmoid(moe.swiglu_alpha * gate_mf) * (up_mf + 1)
+
+
+def _make_experts(moe: Moe, mesh_layout: MeshLayout) -> Experts:
     """Return the function that computes the rows of a device's slots: `swiglu` with
-    the layout's kernels."""
+    the layout's kernels, or `unfused` for what it lacks."""
+    layout = mesh_layout.layout
     grouped = "blocked" if layout.kernels == "plain" else "auto"
-    options = {"fp8": layout.fp8, "align_rows": layout.align_rows}
-    return partial(swiglu, implementation=grouped, **options)
+    options = {
+        "implementation": grouped,
+        "fp8": layout.fp8,
+        "align_rows": layout.align_rows,
+    }
+    if moe.why_unfused is None:
+        return partial(swiglu, **options)
+    return partial(unfused, moe=moe, shard_axes=mesh_layout.shard_axes, **options)
 
 
 def _param(rngs: nnx.Rngs, shape, fan_in: int, dims: str | None = None) -> nnx.Param:

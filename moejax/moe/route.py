@@ -35,16 +35,19 @@ def route(
     top_k: int,
     seq_len: int,
     forced_nk: Int[Array, "n k"] | None = None,
+    logit_bias_e: Float[Array, " e"] | None = None,
 ) -> tuple[Routes, Float[Array, "n e"], Float[Array, "n e"]]:
     """Return the routes, scores and logits of n tokens.
 
     Gates are the scores of the chosen experts, without bias (DeepSeek-V3, eq. 16),
     divided by their sum if cfg.normalise_gates, times cfg.gate_scale. If `forced_nk` is
-    given, it replaces the router's choice.
+    given, it replaces the router's choice. `logit_bias_e` is added to the logits.
     """
     logit_ne = jnp.matmul(
         x_nd.astype(jnp.float32), router_de, precision=jax.lax.Precision.HIGHEST
     )
+    if logit_bias_e is not None:
+        logit_ne += logit_bias_e
     score_ne = scores(logit_ne, cfg)
     if cfg.kind == "expert_choice":
         routes = choose_tokens(score_ne, top_k, seq_len)

@@ -121,6 +121,9 @@ def _grouped_dot(cfg: Config, layout: Layout, num_rows: int) -> KernelChoice:
     (d, f), dtype = product_widths(cfg, layout), cfg.model.compute_dtype
     is_fp8 = layout.fp8 != "none"
     choice = choose_grouped_dot(dtype, num_rows, d, f, is_fp8=is_fp8)
+    if option := cfg.moe.why_unfused:
+        note = f"; no kernel fuses SwiGLU with {option}"
+        choice = choice._replace(why=choice.why + note)
     if choice.implementation != "hopper":
         return choice._replace(why=choice.why + _without_hopper(layout))
     shape = ProductShape(num_rows, d, f, layout.slots_per_device)

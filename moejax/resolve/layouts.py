@@ -132,16 +132,15 @@ def _possible_stores(cfg: Config) -> tuple[Store, ...]:
     """Return the stores that the run can have: Dispatch.store, or, if that is None, all
     that can gather as Dispatch.gather says.
 
-    'sharded' is among all only where data x expert x tensor devices divide the experts'
-    hidden width.
+    'sharded' is among all only where data x expert x tensor devices divide the widths
+    of the experts' parameters.
     """
     if cfg.dispatch.store is not None:
         return (cfg.dispatch.store,)
     shards = cfg.mesh.data * cfg.mesh.expert * cfg.mesh.tensor
     stores = GATHERED_ONCE if cfg.dispatch.gather == "step" else typing.get_args(Store)
-    return (
-        stores if cfg.moe.d_expert % shards == 0 else tuple(set(stores) - {"sharded"})
-    )
+    is_uneven = any(width % shards for width in cfg.expert_widths.values())
+    return tuple(set(stores) - {"sharded"}) if is_uneven else stores
 
 
 def _store_sizes(
@@ -212,12 +211,13 @@ def _store_fields(cfg: Config, partition: Partition) -> dict:
             f"expert only once: use num_experts={moe.num_experts} at most"
         )
     shards = cfg.mesh.data * cfg.mesh.expert * cfg.mesh.tensor
-    if store == "sharded" and moe.d_expert % shards:
-        raise ValueError(
-            f"store='sharded' splits Moe.d_expert={moe.d_expert} over data x expert x "
-            f"tensor = {shards} devices: use a multiple of {shards}, or another "
-            "Dispatch.store and Balance.policy"
-        )
+    for name, width in cfg.expert_widths.items():
+        if store == "sharded" and width % shards:
+            raise ValueError(
+                f"store='sharded' splits {name}={width} over data x expert x tensor = "
+                f"{shards} devices: use a multiple of {shards}, or another "
+                "Dispatch.store and Balance.policy"
+            )
     return {
         "slots_per_device": slots,
         "store": store,

@@ -146,7 +146,7 @@ class _Sizes:
         network, kv_heads = cfg.network, model.num_kv_heads
         widths = network.query_dim + network.value_dim
         has_dense = model.num_moe_layers < model.num_layers
-        width = max(moe.num_shared_experts * moe.d_expert, has_dense * model.d_ff)
+        width = max(moe.shared_width, has_dense * model.d_ff)
         heads = b * t * widths * (model.num_heads + kv_heads) // tensor * c
         num_heads = model.num_heads // tensor
         return cls(

@@ -22,6 +22,7 @@ from moejax.model.flops import flops_per_token, num_keys, num_params
 from tests.support import plain_model
 from tests.support.plain_model import network
 from tests.support.primitives import dot_flops
+from train.step.expert_params import is_expert
 
 B, T = 2, 6
 BASE = Config(
@@ -81,6 +82,12 @@ LATENT = {
 VECTORS = {
     "biases of queries, keys and values": vary(attention=Attention(bias="qkv")),
     "all biases, sinks": vary(attention=Attention(bias="all", sinks=True)),
+    "biases of experts and router": vary(
+        moe={"expert_bias": True}, router=Router(bias=True)
+    ),
+    "gate of two shared experts": vary(
+        moe={"num_shared_experts": 2, "d_shared": 20, "shared_gate": True}
+    ),
 }
 """Configurations with more parameters and no more products than BASE."""
 
@@ -93,8 +100,8 @@ def test_num_params_counts_the_elements_of_the_model(name):
     moe = cfg.moe
     leaves = jax.tree_util.tree_leaves_with_path(network(cfg).params)
     total = sum(leaf.size for _, leaf in leaves)
-    routed = [leaf for path, leaf in leaves if path[-1].key.split("_")[1][0] == "e"]
-    assert len(routed) == 3, "gate_edf, up_edf, down_efd"
+    routed = [leaf for path, leaf in leaves if is_expert(path)]
+    assert len(routed) == 3 * (1 + moe.expert_bias), "gate, up and down"
     idle = sum(leaf.size for leaf in routed) * (moe.num_experts - moe.top_k)
     expected = {"total": total, "active": total - idle // moe.num_experts}
     assert num_params(cfg.network) == expected
@@ -130,6 +137,12 @@ def test_flops_of_each_part_computed_by_hand():
     assert flops.router == 2 * 2 * 16 * 4
     assert flops.head == 2 * 16 * 48
     assert flops.train == 3 * flops.forward == 3 * sum(dataclasses.astuple(flops))
+
+
+def test_flops_of_gated_shared_experts():
+    """Two shared experts of width 20, and a gate of d = 16 numbers, in 2 layers."""
+    flops = flops_per_token(VECTORS["gate of two shared experts"].network)
+    assert flops.shared == 2 * (3 * 2 * 16 * 40 + 2 * 16)
 
 
 def test_flops_of_latent_attention_computed_by_hand():

@@ -14,6 +14,7 @@ NAMES = [
     "mixtral", "olmoe", "qwen3_moe", "ernie4_5_moe",
     "granitemoe", "olmoe_clip", "glm4_moe",
     "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "moonlight",
+    "qwen2_moe", "gpt_oss", "llama4_text",
 ]  # fmt: skip
 CACHED = [pytest.param(name, marks=pytest.mark.long) for name in NAMES]
 pytestmark = pytest.mark.golden

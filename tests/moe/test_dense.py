@@ -219,7 +219,7 @@ def test_flops_of_training_are_those_of_all_experts():
     assert (flops.routed + flops.router) * B * T == scale * dot_flops(run, *args)
     sparse = dataclasses.replace(cfg, router=Router())
     assert flops.routed == E / K * flops_per_token(sparse.network).routed
-    assert num_params(cfg.network) == num_params(sparse)
+    assert num_params(cfg.network) == num_params(sparse.network)
 
 
 def mutual_information(prob_ne):

@@ -170,6 +170,58 @@ def _deepseek(config):
     }
 
 
+def _qwen2(config):
+    return {
+        "attention": {"bias": "qkv"},
+        "moe": {
+            "num_shared_experts": 1,
+            "d_shared": config["shared_expert_intermediate_size"],
+            "shared_gate": True,
+        },
+        "router": {"normalise_gates": config["norm_topk_prob"]},
+    }
+
+
+def _gpt_oss(config):
+    kinds = {"sliding_attention": "sliding", "full_attention": "full"}
+    return {
+        "attention": {
+            "layers": tuple(kinds[kind] for kind in config["layer_types"]),
+            "sliding_window": config["sliding_window"],
+            "bias": "all",
+            "sinks": True,
+        },
+        "moe": {
+            "activation": "clamped_swiglu",
+            "swiglu_limit": config["swiglu_limit"],
+            "swiglu_alpha": config["swiglu_alpha"],
+            "expert_bias": True,
+        },
+        "router": {"bias": True},
+    }
+
+
+def _llama4(config):
+    kinds = {"chunked_attention": "chunked", "full_attention": "nope"}
+    layers = range(config["num_hidden_layers"])
+    return {
+        "model": {
+            "layers": tuple(
+                "moe" if i in config["moe_layers"] else "dense" for i in layers
+            ),
+        },
+        "attention": {
+            "layers": tuple(kinds[kind] for kind in config["layer_types"]),
+            "chunk_size": config["attention_chunk_size"],
+            "temperature_scale": config["attn_scale"],
+            "temperature_floor": config["floor_scale"],
+            "l2_norm": config["use_qk_norm"],
+        },
+        "moe": {"num_shared_experts": 1},
+        "router": {"kind": "sigmoid", "normalise_gates": False, "gate_input": True},
+    }
+
+
 OWN: dict[str, Callable[[dict], dict[str, dict]]] = {
     "mixtral": lambda config: {},
     "olmoe": _olmoe,
@@ -177,6 +229,9 @@ OWN: dict[str, Callable[[dict], dict[str, dict]]] = {
     "ernie4_5_moe": _ernie,
     "granitemoe": _granite,
     "glm4_moe": _glm,
+    "qwen2_moe": _qwen2,
+    "gpt_oss": _gpt_oss,
+    "llama4_text": _llama4,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
 }
@@ -215,11 +270,15 @@ def _layer(config, cfg: Config, tensors, index: int) -> dict:
         "attention": _attention(config, cfg, own),
     }
     if (router := _find(own, "gate", "router", "router.layer")) is None:
-        return layer | {"dense": _swiglu(own, "mlp.")}
+        return layer | {"dense": _swiglu(own, "")}
     layer["moe"] = {"router_de": router.T, **_experts(cfg, own)}
-    for shared in ("mlp.shared_experts.", "mlp.shared_expert."):
-        if shared + "up_proj.weight" in own:
+    if "mlp.router.bias" in own:
+        layer["moe"]["logit_bias_e"] = own["mlp.router.bias"]
+    for shared in ("shared_experts.", "shared_expert."):
+        if _find(own, shared + "up_proj") is not None:
             layer["dense"] = _swiglu(own, shared)
+    if (gate_1d := _find(own, "shared_expert_gate")) is not None:
+        layer["shared_gate_d"] = gate_1d[0]
     return layer
 
 
@@ -232,11 +291,14 @@ def _find(own, *names: str) -> np.ndarray | None:
 
 def _swiglu(own, at: str) -> dict:
     names = {"gate_df": "gate_proj", "up_df": "up_proj", "down_fd": "down_proj"}
-    return {ours: own[f"{at}{name}.weight"].T for ours, name in names.items()}
+    return {ours: _find(own, at + name).T for ours, name in names.items()}
 
 
 def _experts(cfg: Config, own) -> dict:
     """Return the experts of one layer."""
+    for at in ("mlp.experts.", "feed_forward.experts."):
+        if at + "gate_up_proj" in own:
+            return _fused_experts(own, at)
     if (into_ehd := own.get("block_sparse_moe.input_linear.weight")) is not None:
         gate_efd, up_efd = np.split(into_ehd, 2, axis=1)
         down_edf = own["block_sparse_moe.output_linear.weight"]
@@ -250,6 +312,24 @@ def _experts(cfg: Config, own) -> dict:
         )
     arrays = {"gate_edf": gate_efd, "up_edf": up_efd, "down_efd": down_edf}
     return {name: array.swapaxes(1, 2) for name, array in arrays.items()}
+
+
+def _fused_experts(own, at: str) -> dict:
+    """Return the experts of one layer of GPT-OSS, where gate and up are interleaved and
+    there are biases, or of Llama-4, where up follows gate."""
+    into_edh, down_efd = own[at + "gate_up_proj"], own[at + "down_proj"]
+    if at + "down_proj_bias" not in own:
+        gate_edf, up_edf = np.split(into_edh, 2, axis=2)
+        return {"gate_edf": gate_edf, "up_edf": up_edf, "down_efd": down_efd}
+    bias_eh = own[at + "gate_up_proj_bias"]
+    return {
+        "gate_edf": into_edh[..., ::2],
+        "up_edf": into_edh[..., 1::2],
+        "down_efd": down_efd,
+        "gate_bias_ef": bias_eh[:, ::2],
+        "up_bias_ef": bias_eh[:, 1::2],
+        "down_bias_ew": own[at + "down_proj_bias"],
+    }
 
 
 def _attention(config, cfg: Config, own) -> dict:

@@ -32,8 +32,14 @@ FIXED_FIELDS = {
         "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
         "v_head_dim", "norm_eps",
     },
-    "moe": {"num_experts", "top_k", "d_expert", "num_shared_experts"},
-    "router": {"kind", "normalise_gates", "gate_scale", "num_groups", "top_groups"},
+    "moe": {
+        "num_experts", "top_k", "d_expert", "num_shared_experts", "d_shared",
+        "shared_gate", "activation", "swiglu_limit", "swiglu_alpha", "expert_bias",
+    },
+    "router": {
+        "kind", "normalise_gates", "gate_scale", "num_groups", "top_groups", "bias",
+        "gate_input",
+    },
     "optimizer": {"mu_dtype"},
     "train": {"seed"},
 }  # fmt: skip

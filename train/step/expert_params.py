@@ -6,12 +6,12 @@ structure.
 
 import jax
 
-from moejax.moe.weights.stores import EXPERT_PARAMS
+from moejax.moe.weights.stores import EXPERT_BIASES, EXPERT_PARAMS
 
 
 def is_expert(path) -> bool:
     """Return whether the leaf at this path of a tree belongs to experts."""
-    return getattr(path[-1], "key", None) in EXPERT_PARAMS
+    return getattr(path[-1], "key", None) in (*EXPERT_PARAMS, *EXPERT_BIASES)
 
 
 def take(params) -> tuple[dict, dict]:

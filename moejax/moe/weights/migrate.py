@@ -23,19 +23,18 @@ from jaxtyping import Array, Int
 from moejax import axes
 from moejax.axes import AxisNames
 from moejax.moe.mesh_roles import MeshLayout, index_along
+from moejax.moe.weights.stores import dims as param_dims
 from moejax.moe.weights.stores import (
-    EXPERT_PARAMS,
     exchange_copies,
     master_param_spec,
     pick,
+    width_dim,
 )
 from moejax.plan import owner_moves
 from moejax.plan.layout import Store
 
 ROUNDS_PER_CALL = 8
 """Number of rounds that one call of `move` does, at most."""
-HIDDEN_DIMS = {name: name.rpartition("_")[2].index("f") for name in EXPERT_PARAMS}
-"""Dim of the hidden width in each expert parameter."""
 
 
 @struct.dataclass
@@ -117,7 +116,7 @@ def reshard(
     is_to_width = to == "sharded"
 
     def body(arrays):
-        dims = [HIDDEN_DIMS[name] + 1 for name in names]
+        dims = [width_dim(param_dims(name)) + 1 for name in names]
         return [
             jax.lax.all_to_all(
                 leaf,
@@ -155,8 +154,7 @@ def _move_round(
 
 def _spec(name: str, store: Store, mesh_layout: MeshLayout) -> P:
     """Return the PartitionSpec of a stacked parameter, whose layer dim is not split."""
-    dims = name.rpartition("_")[2]
-    return P(None, *master_param_spec(dims, store, mesh_layout))
+    return P(None, *master_param_spec(param_dims(name), store, mesh_layout))
 
 
 def _tables(part: list, num_experts: int, num_devices: int) -> Rounds:

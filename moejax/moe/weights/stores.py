@@ -18,6 +18,7 @@ Gradients go back the same way. Those of replicas are summed where their slices 
 float32 and in a fixed order, and then once more at the owner.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -37,11 +38,25 @@ from moejax.moe.weights.gradient_compression import scatter
 from moejax.moe.weights.over_layers import over_layers
 
 EXPERT_PARAMS = ("gate_edf", "up_edf", "down_efd")
-EXPERT_DIMS = ("edf", "edf", "efd")
-"""Names of an MoE layer's expert parameters."""
-SLOT_DIMS = {"into": "ed2f", "down": "efd"}
+"""Names of the matrices of an MoE layer's experts."""
+EXPERT_BIASES = ("gate_bias_ef", "up_bias_ef", "down_bias_ew")
+"""Names of their biases (Moe.expert_bias). The letter w is the width of the output. It
+rests in as many parts as the hidden width f, so that biases travel as matrices do."""
+SLOT_DIMS = {"into": "ed2f", "down": "efd", "into_bias": "e2f", "down_bias": "ew"}
 """Names of slot weights and the letters of their dims, where e counts the slots of all
 devices: `into` has gate beside up."""
+WIDTHS = "fw"
+"""Letters of the dims that are split where weights rest; each weight has one."""
+
+
+def dims(name: str) -> str:
+    """Return the letters of the dims of an expert parameter, such as 'edf'."""
+    return name.rpartition("_")[2]
+
+
+def width_dim(dims: str) -> int:
+    """Return the dim of a weight that is split where it rests."""
+    return next(i for i, letter in enumerate(dims) if letter in WIDTHS)
 
 
 class SummedSlots(NamedTuple):
@@ -83,14 +98,15 @@ def master_param_spec(dims: str, store: str, mesh_layout: MeshLayout) -> P:
     stored, over the data axis, unless the group includes that axis. In the store
     'sharded' every device has a part of the hidden width of every expert.
     """
-    where = {"e": mesh_layout.owner_axes, "f": mesh_layout.width_axes}
+    experts, width = mesh_layout.owner_axes, mesh_layout.width_axes
     if store == "sharded":
-        where = {"e": (), "f": mesh_layout.width_axes + mesh_layout.owner_axes}
+        experts, width = (), width + experts
+    where = {"e": experts} | dict.fromkeys(WIDTHS, width)
     return spec(*(where.get(dim, ()) for dim in dims))
 
 
-def slot_specs(mesh_layout: MeshLayout) -> dict[str, P]:
-    """Return the PartitionSpecs of slots: each device has its own.
+def slot_specs(mesh_layout: MeshLayout, names: Iterable[str]) -> dict[str, P]:
+    """Return the PartitionSpecs of slot weights: each device has its own slots.
 
     Their hidden width is still split over the axes over which parameters are stored,
     if it is gathered in each layer. Slots that are gathered once a step have no width
@@ -99,15 +115,9 @@ def slot_specs(mesh_layout: MeshLayout) -> dict[str, P]:
     """
     if mesh_layout.layout.gather == "step":
         experts = mesh_layout.replica_axes + mesh_layout.owner_axes
-        where = {"e": experts, "f": mesh_layout.shard_axes}
-        return {
-            n: spec(*(where.get(dim, ()) for dim in dims))
-            for n, dims in SLOT_DIMS.items()
-        }
-    return {
-        n: master_param_spec(dims, "owned", mesh_layout)
-        for n, dims in SLOT_DIMS.items()
-    }
+        where = {"e": experts} | dict.fromkeys(WIDTHS, mesh_layout.shard_axes)
+        return {n: spec(*(where.get(dim, ()) for dim in SLOT_DIMS[n])) for n in names}
+    return {n: master_param_spec(SLOT_DIMS[n], "owned", mesh_layout) for n in names}
 
 
 def slots(
@@ -119,7 +129,7 @@ def slots(
     tracked_sx: Float[Array, "s x"] | None = None,
 ) -> ExpertWeights:
     """Return the expert weights of one layer's slots: `into` [s, d, 2, f] and `down`
-    [s, f, d], in `dtype`.
+    [s, f, d], and biases where experts have them, in `dtype`.
 
     They are split as `slot_specs` says, and whole if they are gathered once a step.
     `weights` are the parameters gate_edf, up_edf
@@ -128,8 +138,8 @@ def slots(
     in `gradient_reduce_dtype` (Model.gradient_reduce_dtype). If `tracked_sx` is given,
     other members' slots are the estimates in it.
     """
-    store = mesh_layout.layout.store
-    specs = {n: master_param_spec(d, store, mesh_layout) for n, d in SLOT_DIMS.items()}
+    store, own = mesh_layout.layout.store, join_gate_up(weights, dtype)
+    specs = {n: master_param_spec(SLOT_DIMS[n], store, mesh_layout) for n in own}
 
     def body(master_params, placement, tracked_sx):
         slots = STORES[store](master_params, placement, mesh_layout)
@@ -143,8 +153,8 @@ def slots(
         jax.named_scope("slots")(body),
         mesh=mesh_layout.mesh,
         in_specs=(specs, P(), tracked_spec),
-        out_specs=slot_specs(mesh_layout),
-    )(join_gate_up(weights, dtype), placement, tracked_sx)
+        out_specs=slot_specs(mesh_layout, own),
+    )(own, placement, tracked_sx)
 
 
 def gather_width(
@@ -157,8 +167,8 @@ def gather_width(
     """
     rest = Rest(mesh_layout.master_axes, None, gradient_reduce_dtype)
     tokens = jax.lax.pcast(jnp.zeros(()), mesh_layout.batch_axes, to="varying")
-    dims = {n: dims.index("f") for n, dims in SLOT_DIMS.items()}
-    return {n: gather((slots[n],), (dims[n],), tokens, rest)[0] for n in SLOT_DIMS}
+    dims = {n: width_dim(SLOT_DIMS[n]) for n in slots}
+    return {n: gather((slots[n],), (dims[n],), tokens, rest)[0] for n in slots}
 
 
 def track_experts(
@@ -171,8 +181,8 @@ def track_experts(
     """
     store = mesh_layout.layout.store
     specs = {
-        n: P(None, *master_param_spec(d, store, mesh_layout))
-        for n, d in SLOT_DIMS.items()
+        n: P(None, *master_param_spec(SLOT_DIMS[n], store, mesh_layout))
+        for n in ("into", "down")
     }
     experts = jax.vmap(lambda weights: join_gate_up(weights, dtype))(weights)
     return track(experts, tracked_lsx, mesh_layout, specs)
@@ -186,7 +196,7 @@ def scatter_gradients(
     `grads` are those of the slots of all layers. They travel compressed
     (moejax.moe.weights.gradient_compression.scatter).
     """
-    specs = {n: P(None, *s) for n, s in slot_specs(mesh_layout).items()}
+    specs = {n: P(None, *s) for n, s in slot_specs(mesh_layout, grads).items()}
     own, residual_lsx = scatter(grads, residual_lsx, mesh_layout, specs, dtype)
     gate_ledf, up_ledf = jnp.moveaxis(own["into"], 3, 0)
     return dict(zip(EXPERT_PARAMS, (gate_ledf, up_ledf, own["down"]))), residual_lsx
@@ -196,10 +206,15 @@ def scatter_gradients(
 def join_gate_up(weights: ExpertWeights, dtype) -> ExpertWeights:
     """Return expert parameters in `dtype` and in the form of slots, gate beside up."""
     gate_edf, up_edf = weights["gate_edf"], weights["up_edf"]
-    return {
+    joined = {
         "into": jnp.stack([gate_edf.astype(dtype), up_edf.astype(dtype)], axis=2),
         "down": weights["down_efd"].astype(dtype),
     }
+    if "down_bias_ew" in weights:
+        both = [weights[name].astype(dtype) for name in EXPERT_BIASES[:2]]
+        joined["into_bias"] = jnp.stack(both, axis=1)
+        joined["down_bias"] = weights["down_bias_ew"].astype(dtype)
+    return joined
 
 
 @jax.named_scope("slots")
@@ -263,17 +278,17 @@ def gather_sharded(
     """Return slots that are gathered from all devices' slices of the experts."""
     table_p = placement.slot_to_expert_lp
 
-    def gather(part_exx: Array, hidden_dim: int) -> Array:
+    def gather(part_exx: Array, width_dim: int) -> Array:
         slices_pxx = pick(part_exx, table_p)
         if not (group := mesh_layout.owner_axes):
             return slices_pxx
         return jax.lax.all_to_all(
-            slices_pxx, group, split_axis=0, concat_axis=hidden_dim, tiled=True
+            slices_pxx, group, split_axis=0, concat_axis=width_dim, tiled=True
         )
 
     return {
-        "into": gather(master_params["into"], 3),
-        "down": gather(master_params["down"], 1),
+        name: gather(part_exx, width_dim(SLOT_DIMS[name]))
+        for name, part_exx in master_params.items()
     }
 
 

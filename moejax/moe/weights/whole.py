@@ -27,7 +27,8 @@ class WholeSlots(NamedTuple):
 
     weights: ExpertWeights
     """into_sdh [s, d, 2f], gate and up side by side, and down_sfd, where s counts the
-    slots of all devices that `whole_axes` names."""
+    slots of all devices that `whole_axes` names; into_bias_sh and down_bias_sw where
+    experts have biases."""
 
 
 @jax.named_scope("slots")
@@ -54,7 +55,13 @@ def whole(
         gathered += gather(*zip(*group), x_nd, rest)
     into_sd2f, down_sfd = gathered
     s, d = into_sd2f.shape[:2]
-    return {"into_sdh": into_sd2f.reshape(s, d, -1), "down_sfd": down_sfd}
+    weights = {"into_sdh": into_sd2f.reshape(s, d, -1), "down_sfd": down_sfd}
+    if "down_bias" in slots:
+        parts = (slots["into_bias"], slots["down_bias"])
+        into_s2f, down_bias_sw = gather(parts, (2, 1), x_nd, rest)
+        weights["into_bias_sh"] = into_s2f.reshape(s, -1)
+        weights["down_bias_sw"] = down_bias_sw
+    return weights
 
 
 def whole_slots(
@@ -72,7 +79,7 @@ def whole_slots(
     made = jax.shard_map(
         body,
         mesh=mesh_layout.mesh,
-        in_specs=(slot_specs(mesh_layout),),
+        in_specs=(slot_specs(mesh_layout, slots),),
         out_specs=spec(axes),
     )(slots)
     return WholeSlots(made)

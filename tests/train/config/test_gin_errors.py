@@ -105,7 +105,7 @@ WRONG = [
     ),
     ("\nMesh.expert = 3", 2, "must be divisible by the expert axis (3)"),
     ("\nMesh.data = 64", 2, "must be a multiple of 64: dc x data x expert"),
-    ("Router.bias_rate = 0.1", 1, "steers kind='sigmoid' only"),
+    ("Router.kind = 'recorded'\nRouter.bias_rate = 0.1", 2, "choose by scores"),
 ]
 
 

@@ -1,0 +1,70 @@
+"""Biases of experts move with their experts: under every store, with replicas and with
+shards, a train step is that of a model whose experts stay at home."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Topology
+from tests.support.random_plans import random_plan
+from tests.support.steps import (
+    E,
+    L,
+    StepCase,
+    case_maker,
+    check_step,
+    home,
+    make_model,
+    model_from,
+    one_step,
+    warm_state_of,
+)
+
+
+@functools.cache
+def compiled(store: str, gate_input: bool, **changes) -> StepCase:
+    """Return the compiled step of SMALL under a store, with the options of experts that
+    no fused kernel has, and gates on their output or input."""
+    cfg = make_model(store, "float32", **changes).cfg
+    options = {"expert_bias": True, "activation": "clamped_swiglu", "swiglu_limit": 0.5}
+    kind = "sigmoid" if gate_input else "softmax"
+    router = dataclasses.replace(
+        cfg.router, bias=True, gate_input=gate_input, kind=kind, bias_rate=0.01
+    )
+    cfg = dataclasses.replace(
+        cfg, moe=dataclasses.replace(cfg.moe, **options), router=router
+    )
+    return case_maker(model_from(cfg, "float32"))
+
+
+@pytest.mark.parametrize(
+    ("store", "gate_input", "mesh"),
+    [
+        ("resident", True, None),
+        pytest.param("prefetched", False, None, marks=pytest.mark.slow),
+        pytest.param("sharded", False, None, marks=pytest.mark.slow),
+        pytest.param(
+            "owned", True, Topology(expert=2, tensor=4), marks=pytest.mark.long
+        ),
+        pytest.param("dynamic", True, None, marks=pytest.mark.long),
+        pytest.param("filled", False, None, marks=pytest.mark.long),
+    ],
+)
+def test_a_step_under_every_store(store, gate_input, mesh):
+    """Loss, gradients, moments, parameters and loads agree, with replicas where the
+    store has them."""
+    changes = {} if mesh is None else {"mesh": mesh}
+    case = compiled(store, gate_input, **changes)
+    whole = compiled("owned", gate_input)
+    start = warm_state_of(whole.model)
+    expected = one_step(whole, start, ExpertPlan.home(L, E))
+    biases = start.params["cycles"]["blocks"][0]["moe"]["down_bias_ew"]
+    assert np.abs(biases).max() > 0.1
+    plans = [home(case)]
+    if store != "owned":
+        plans += [random_plan(np.random.default_rng(0), case.model.layout, L)]
+    for plan in plans:
+        check_step(one_step(case, start, plan), expected, "float32")
