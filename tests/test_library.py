@@ -162,6 +162,10 @@ def with_layout(setup, **changes):
 
 
 REFUSED = {
+    "a router without its bias": (
+        {"router": Router(bias=True)},
+        ["Router.bias is True", "made without logit_bias_e", "router_bias"],
+    ),
     "another width": ({"x": (16, 8, 31)}, ["[batch, length, 32]", "[16, 8, 31]"]),
     "no length": ({"x": (16, 32)}, ["[batch, length, 32]", "[16, 32]"]),
     "tokens, not vectors": ({"dtype": jnp.int32}, ["floating point", "int32"]),

@@ -200,6 +200,7 @@ def moe_layer_of_parts(
     cut into two halves of each device's tokens, once they are routed; of two parts each
     is a half. The other arguments are those of `moe_layer`.
     """
+    setup.check_biases(params)
     for part in parts:
         setup.check(part.x_btd, placement, part.forced_btk, part.jitter_btd, len(parts))
     mesh_layout = setup.mesh_layout

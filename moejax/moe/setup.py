@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Container
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +129,20 @@ class LayerSetup:
                     f"{name} must be {kind.__name__} [{b}, {t}, {last}], as x_btd "
                     f"and top_k={self.moe.top_k} say, and is {value.dtype} "
                     f"{list(value.shape)}"
+                )
+
+    def check_biases(self, params: Container[str]) -> None:
+        """Raise ValueError, one line, unless a layer has the biases that the setup
+        says, and no others."""
+        for name, field, value in (
+            ("down_bias_ew", "Moe.expert_bias", self.moe.expert_bias),
+            ("logit_bias_e", "Router.bias", self.router.bias),
+        ):
+            if (name in params) != value:
+                raise ValueError(
+                    f"{field} is {value} in the setup, and the layer was made "
+                    f"{'without' if value else 'with'} {name}: make it by MoeLayer("
+                    "moe, d_model, rngs, router_bias=router.bias) of the same settings"
                 )
 
     def _check_mesh(self) -> None:

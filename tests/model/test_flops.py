@@ -180,3 +180,72 @@ def test_padding_and_remat_are_not_counted():
     dispatch = Dispatch(buffer_factor=4.0, exchange="capacity")
     cfg = vary(dispatch=dispatch, remat="full")
     assert flops_per_token(cfg.network) == flops_per_token(BASE.network)
+
+
+PUBLISHED = {
+    "DeepSeek-V3": (
+        671_026_404_352,
+        Model(
+            vocab_size=129_280, d_model=7168, num_layers=61, num_heads=128,
+            num_kv_heads=128, d_ff=18_432, first_k_dense=3, tie_embeddings=False,
+        ),
+        {
+            "mla": Mla(
+                kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128,
+                qk_rope_head_dim=64, v_head_dim=128,
+            ),
+            "moe": Moe(num_experts=256, top_k=8, d_expert=2048, num_shared_experts=1),
+        },
+    ),
+    "DeepSeek-V2-Lite": (
+        15_706_484_224,
+        Model(
+            vocab_size=102_400, d_model=2048, num_layers=27, num_heads=16,
+            num_kv_heads=16, d_ff=10_944, first_k_dense=1, tie_embeddings=False,
+        ),
+        {
+            "mla": Mla(
+                kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+                v_head_dim=128,
+            ),
+            "moe": Moe(num_experts=64, top_k=6, d_expert=1408, num_shared_experts=2),
+        },
+    ),
+    "GPT-OSS-20b": (
+        20_914_757_184,
+        Model(
+            vocab_size=201_088, d_model=2880, num_layers=24, num_heads=64,
+            num_kv_heads=8, head_dim=64, tie_embeddings=False,
+        ),
+        {
+            "attention": Attention(
+                layers=("sliding", "full"), sliding_window=128, bias="all", sinks=True
+            ),
+            "moe": Moe(
+                num_experts=32, top_k=4, d_expert=2880, expert_bias=True,
+                activation="clamped_swiglu",
+            ),
+            "router": Router(bias=True),
+        },
+    ),
+    "GLM-4.5-Air": (
+        106_852_245_504,
+        Model(
+            vocab_size=151_552, d_model=4096, num_layers=46, num_heads=96,
+            num_kv_heads=8, head_dim=128, d_ff=10_944, first_k_dense=1,
+            tie_embeddings=False,
+        ),
+        {
+            "attention": Attention(bias="qkv"),
+            "moe": Moe(num_experts=128, top_k=8, d_expert=1408, num_shared_experts=1),
+        },
+    ),
+}  # fmt: skip
+"""Published numbers of parameters, sizes from memory. Correction biases, which no
+gradient reaches, are left out, and so are layers for multi-token prediction."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_the_published_number_of_parameters(name):
+    published, model, parts = PUBLISHED[name]
+    assert num_params(Config(model=model, **parts).network)["total"] == published

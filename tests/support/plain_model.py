@@ -28,9 +28,9 @@ class Network(NamedTuple):
     """Functions of a Transformer on the first devices, with random parameters."""
 
     apply: Callable
-    """apply(params, tokens_bt, position_bt=None, step_inputs=None, bias=zeros) ->
-    hidden_btd, sums, head_vd; not jitted. Without positions each row is one document
-    from its start. `bias` is the tree of the router's biases."""
+    """apply(params, tokens_bt, position_bt=None, step_inputs=None, bias=zeros,
+    plan=home) -> hidden_btd, sums, head_vd; not jitted. Without positions each row is
+    one document from its start. `bias` is the tree of the router's biases."""
     jit: Callable
     extend: Callable
     """extend(params, tokens_bt, position_bt, cache, layout, bias=zeros) -> hidden_btd,
@@ -43,7 +43,7 @@ class Network(NamedTuple):
 
 @functools.cache
 def network(cfg: Config) -> Network:
-    """Return the Transformer of a configuration under the home plan."""
+    """Return the Transformer of a configuration, under the home plan by default."""
     devices = jax.devices()[: cfg.mesh.num_devices]
     mesh = axes.make_mesh(cfg.mesh, devices)
     model = nnx.eval_shape(lambda: Transformer(cfg.network, mesh, nnx.Rngs(0)))
@@ -53,9 +53,12 @@ def network(cfg: Config) -> Network:
     plan = ExpertPlan.home_in(layout, cfg.model.num_moe_layers)
     placement = Placement.from_plan(plan, layout)
 
-    def apply(params, tokens_bt, position_bt=None, step_inputs=None, bias=bias):
+    def apply(
+        params, tokens_bt, position_bt=None, step_inputs=None, bias=bias, plan=plan
+    ):
         model = nnx.merge(graph, params, bias)
         position_bt = one_document(tokens_bt) if position_bt is None else position_bt
+        placement = Placement.from_plan(plan, layout)
         hidden_btd, sums = model(tokens_bt, position_bt, placement, layout, step_inputs)
         return hidden_btd, sums, model.whole_head()
 
