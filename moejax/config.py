@@ -1161,7 +1161,7 @@ class Config:
 
     def _check_experts(self) -> None:
         """Raise ValueError for options of experts that do not go together."""
-        moe, group = self.moe, self.dispatch.domain
+        moe = self.moe
         if moe.why_unfused is None:
             return
         value = getattr(moe, moe.why_unfused.removeprefix("Moe."))
@@ -1173,11 +1173,13 @@ class Config:
         )
         if not moe.expert_bias:
             return
-        require(
-            group == (1, 1),
-            f"{here} has biases that no domain gathers: use Dispatch.domain=(1, 1), "
-            f"not {group}",
-        )
+        for field, off in (("compression", "none"), ("gradient_compression", None)):
+            value = getattr(self.dispatch, field)
+            require(
+                value == off,
+                f"{here} has biases, which are not compressed: use Dispatch.{field}="
+                f"{off!r}, not {value!r}",
+            )
         parts = self.expert_shards * num_resting(self)
         require(
             self.model.d_model % parts == 0,

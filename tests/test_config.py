@@ -243,9 +243,11 @@ def test_minimum_values(part, field, minimum):
             lambda: Config(
                 mesh=Topology(dc=2),
                 moe=Moe(expert_bias=True),
-                dispatch=Dispatch(domain=(2, 1), group="dc_expert"),
+                dispatch=Dispatch(
+                    domain=(2, 1), group="dc_expert", compression="delta"
+                ),
             ),
-            ["Moe.expert_bias=True", "Dispatch.domain=(1, 1)"],
+            ["Moe.expert_bias=True", "Dispatch.compression='none', not 'delta'"],
         ),
         (
             lambda: Config(

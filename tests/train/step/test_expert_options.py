@@ -25,10 +25,15 @@ from tests.support.steps import (
 
 
 @functools.cache
-def compiled(store: str, gate_input: bool, **changes) -> StepCase:
+def compiled(store: str, gate_input: bool, domain=(1, 1), **changes) -> StepCase:
     """Return the compiled step of SMALL under a store, with the options of experts that
     no fused kernel has, and gates on their output or input."""
-    cfg = make_model(store, "float32", **changes).cfg
+    cfg = make_model(store, "float32").cfg
+    if changes:
+        fields = {"slots_per_device": None, "domain": domain}
+        fields["group"] = "expert" if domain == (1, 1) else "dc_expert"
+        dispatch = dataclasses.replace(cfg.dispatch, **fields)
+        cfg = dataclasses.replace(cfg, dispatch=dispatch, **changes)
     options = {"expert_bias": True, "activation": "clamped_swiglu", "swiglu_limit": 0.5}
     kind = "sigmoid" if gate_input else "softmax"
     router = dataclasses.replace(
@@ -40,24 +45,29 @@ def compiled(store: str, gate_input: bool, **changes) -> StepCase:
     return case_maker(model_from(cfg, "float32"))
 
 
+MESHES = {
+    "whole experts": {},
+    "shards": {"mesh": Topology(data=2, expert=2, tensor=2)},
+    "domain": {"mesh": Topology(dc=2, expert=4), "domain": (2, 1)},
+}
+
+
 @pytest.mark.parametrize(
-    ("store", "gate_input", "mesh"),
+    ("store", "gate_input", "where"),
     [
-        ("resident", True, None),
-        pytest.param("prefetched", False, None, marks=pytest.mark.slow),
-        pytest.param("sharded", False, None, marks=pytest.mark.slow),
-        pytest.param(
-            "owned", True, Topology(expert=2, tensor=4), marks=pytest.mark.long
-        ),
-        pytest.param("dynamic", True, None, marks=pytest.mark.long),
-        pytest.param("filled", False, None, marks=pytest.mark.long),
+        ("resident", True, "whole experts"),
+        pytest.param("prefetched", False, "whole experts", marks=pytest.mark.slow),
+        pytest.param("sharded", False, "whole experts", marks=pytest.mark.slow),
+        pytest.param("owned", True, "shards", marks=pytest.mark.long),
+        pytest.param("owned", False, "domain", marks=pytest.mark.long),
+        pytest.param("dynamic", True, "whole experts", marks=pytest.mark.long),
+        pytest.param("filled", False, "whole experts", marks=pytest.mark.long),
     ],
 )
-def test_a_step_under_every_store(store, gate_input, mesh):
+def test_a_step_under_every_store(store, gate_input, where):
     """Loss, gradients, moments, parameters and loads agree, with replicas where the
     store has them."""
-    changes = {} if mesh is None else {"mesh": mesh}
-    case = compiled(store, gate_input, **changes)
+    case = compiled(store, gate_input, **MESHES[where])
     whole = compiled("owned", gate_input)
     start = warm_state_of(whole.model)
     expected = one_step(whole, start, ExpertPlan.home(L, E))
