@@ -79,6 +79,20 @@ def test_documents_of_windows(is_begun):
     assert joined.first_bt.shape == position_bt.shape
 
 
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_chunks_of_windows(is_begun):
+    """A token of a chunked layer reads the keys of its document, up to its own, whose
+    position has the same chunk."""
+    position_bt = random_positions(0, 6, 24, is_begun)
+    context = AttentionContext.from_windows(jnp.asarray(position_bt), CFG)
+    first_bt = context.first_of_chunk(3)
+    chunk_bt = position_bt // 3
+    expected_btu = is_read_by_definition(position_bt)
+    expected_btu &= chunk_bt[:, :, None] == chunk_bt[:, None]
+    np.testing.assert_array_equal(is_read(first_bt, 24), expected_btu)
+    assert (np.diff(first_bt, axis=1) >= 0).all()
+
+
 def test_documents_of_a_cache():
     """Rows are padded to the longest prompt, and grow by 5, 1 and 3 tokens, among them
     new documents. A real token reads no padding."""

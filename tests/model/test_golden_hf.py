@@ -19,17 +19,23 @@ from tests.support.random_plans import random_plan
 from tests.support.resolved import make_layout, make_run
 from train.step.expert_params import is_expert
 
+OFTEN = ["granitemoe", "qwen2_moe", "gpt_oss", "llama4_text", "deepseek_v3"]
+"""Models that have every kind of layer together; the others repeat parts of them."""
 NAMES = [
-    "mixtral", "olmoe", "qwen3_moe", "ernie4_5_moe",
-    "granitemoe", "olmoe_clip", "glm4_moe",
-    "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "moonlight",
-    "qwen2_moe", "gpt_oss", "llama4_text",
+    *OFTEN, "mixtral", "olmoe", "olmoe_clip", "qwen3_moe", "ernie4_5_moe", "glm4_moe",
+    "deepseek_v2", "deepseek_v2_lite", "moonlight",
 ]  # fmt: skip
-CACHED = [pytest.param(name, marks=pytest.mark.long) for name in NAMES]
 pytestmark = pytest.mark.golden
 
 
-@pytest.mark.parametrize("name", NAMES)
+def long(*values):
+    """Return the values of a test that `make test-all` alone runs."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else long(name) for name in NAMES]
+)
 def test_logits_routes_and_loss(name, monkeypatch):
     """In float32, logits agree within 1e-5, expert ids are equal, and the loss agrees
     within 1e-6."""
@@ -63,7 +69,7 @@ def mean_nats(logits_btv, tokens_bt) -> float:
     return np.mean(np.log(np.exp(logits_btv).sum(-1)) - of_targets_bt1[..., 0])
 
 
-@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize("name", [long(name) for name in NAMES])
 def test_a_cache_gives_the_same_logits(name):
     """A prompt of 20 tokens, and then one token at a time, give the logits of the whole
     window within 1e-5."""
@@ -99,21 +105,10 @@ MESHES = {
     ),
 }  # fmt: skip
 """Meshes, and how experts are computed on them."""
-ON_MESHES = [
-    pytest.param(name, where, marks=pytest.mark.long)
-    for name in NAMES
-    for where in MESHES
-    if (name, where) != ("gpt_oss", "replicas")
-]
 
 
-@pytest.mark.parametrize(
-    ("name", "where"),
-    [
-        pytest.param("gpt_oss", "replicas", marks=pytest.mark.slow),
-        *ON_MESHES,
-    ],
-)
+@pytest.mark.parametrize("where", MESHES)
+@pytest.mark.parametrize("name", [long(name) for name in NAMES])
 def test_a_mesh_gives_the_same(name, where):
     """The batch, four times over, gives the same logits within 1e-5 and the same norm
     of gradients within 1e-5 of it, on eight devices or two; with random replicas."""

@@ -56,8 +56,8 @@ MESHES = {
     ("store", "gate_input", "where"),
     [
         ("resident", True, "whole experts"),
-        pytest.param("prefetched", False, "whole experts", marks=pytest.mark.slow),
-        pytest.param("sharded", False, "whole experts", marks=pytest.mark.slow),
+        pytest.param("prefetched", False, "whole experts", marks=pytest.mark.long),
+        pytest.param("sharded", False, "whole experts", marks=pytest.mark.long),
         pytest.param("owned", True, "shards", marks=pytest.mark.long),
         pytest.param("owned", False, "domain", marks=pytest.mark.long),
         pytest.param("dynamic", True, "whole experts", marks=pytest.mark.long),

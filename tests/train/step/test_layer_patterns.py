@@ -44,7 +44,7 @@ def in_one_cycle(state):
     ("store", "remat"),
     [
         ("prefetched", "full"),
-        pytest.param("resident", "dispatch", marks=pytest.mark.slow),
+        pytest.param("resident", "dispatch", marks=pytest.mark.long),
         pytest.param("prefetched", "none", marks=pytest.mark.long),
         pytest.param("sharded", "full", marks=pytest.mark.long),
         pytest.param("dynamic", "none", marks=pytest.mark.long),
