@@ -53,6 +53,31 @@ def case(name: str) -> Case:
     tensors = read_safetensors(ROOT / name / "model.safetensors")
     expected = dict(np.load(ROOT / name / "expected.npz"))
     cfg = make_config(config)
+    params = _params(config, cfg, tensors)
+    _check_shapes(network(cfg).params, params)
+    return Case(cfg, params, _router_bias(cfg, tensors), expected)
+
+
+def as_published(name: str, tree: dict) -> dict[str, np.ndarray]:
+    """Return arrays like our parameters, such as their gradients, under the names and
+    in the shapes of the folder's file. It leaves out correction biases."""
+    config = json.loads((ROOT / name / "config.json").read_text())
+    tensors = read_safetensors(ROOT / name / "model.safetensors")
+    ends = np.cumsum([tensor.size for tensor in tensors.values()])
+    numbers = {
+        key: np.arange(end - tensor.size, end).reshape(tensor.shape)
+        for end, (key, tensor) in zip(ends, tensors.items())
+    }
+    places = _params(config, make_config(config), numbers)
+    flat = np.full(ends[-1], np.nan)
+    for place, leaf in zip(jax.tree.leaves(places), jax.tree.leaves(tree), strict=True):
+        flat[place] = leaf
+    arrays = {key: flat[number] for key, number in numbers.items()}
+    return {key: array for key, array in arrays.items() if not np.isnan(array).any()}
+
+
+def _params(config, cfg: Config, tensors) -> dict:
+    """Return the tensors of a file as our parameters."""
     layers = [_layer(config, cfg, tensors, i) for i in range(cfg.model.num_layers)]
     params = {
         "embed_vd": tensors["model.embed_tokens.weight"],
@@ -61,8 +86,7 @@ def case(name: str) -> Case:
     }
     if not cfg.model.tie_embeddings:
         params["head_vd"] = tensors["lm_head.weight"]
-    _check_shapes(network(cfg).params, params)
-    return Case(cfg, params, _router_bias(cfg, tensors), expected)
+    return params
 
 
 def read_safetensors(path: pathlib.Path) -> dict[str, np.ndarray]:
