@@ -12,35 +12,40 @@ from typing import Any
 
 from moejax.interop.strict_json import quoted
 
-HARMLESS = frozenset(
-    # names, versions, and which code computes the model
-    """architectures model_type auto_map transformers_version _name_or_path
-    name_or_path tokenizer_class _attn_implementation _attn_implementation_autoset
-    attn_implementation _experts_implementation experts_implementation
-    cache_implementation use_cache for_llm_compressor unsloth_fixed unsloth_version
-    torchscript return_dict output_attentions output_hidden_states
-    output_router_logits torch_dtype dtype tp_plan base_model_tp_plan ep_size
-    pretraining_tp id2label label2id num_labels problem_type task_specific_params
-    chunk_size_feed_forward use_bfloat16 keys_to_ignore_at_inference"""
-    # ids of tokens, and how text is generated
-    """ bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id
+_NAMES = """
+    architectures model_type auto_map transformers_version _name_or_path name_or_path
+    tokenizer_class use_cache cache_implementation _attn_implementation
+    attn_implementation _attn_implementation_autoset _experts_implementation
+    experts_implementation torchscript return_dict output_attentions
+    output_hidden_states output_router_logits torch_dtype dtype tp_plan
+    base_model_tp_plan ep_size pretraining_tp id2label label2id num_labels problem_type
+    task_specific_params chunk_size_feed_forward use_bfloat16
+    keys_to_ignore_at_inference for_llm_compressor unsloth_fixed unsloth_version
+"""
+_TOKENS = """
+    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id
     mask_token_id im_start_token_id im_end_token_id decoder_start_token_id
     begin_suppress_tokens suppress_tokens forced_bos_token_id forced_eos_token_id
     bad_words_ids max_length min_length do_sample early_stopping num_beams
     num_beam_groups diversity_penalty temperature top_k top_p typical_p
     repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size num_return_sequences exponential_decay_length_penalty
-    remove_invalid_values return_dict_in_generate output_scores"""
-    # lengths that were trained, and layers and gates that inference does not have
-    """ max_position_embeddings max_sequence_length model_max_length max_model_len
+    remove_invalid_values return_dict_in_generate output_scores
+"""
+_LENGTHS = """
+    max_position_embeddings max_sequence_length model_max_length max_model_len
     initial_context_length seq_length num_nextn_predict_layers num_mtp_layers
-    mtp_loss_scaling_factor"""
-    # training
-    """ initializer_range init_std router_aux_loss_coef aux_loss_alpha seq_aux
+    mtp_loss_scaling_factor
+"""
+_TRAINING = """
+    initializer_range init_std router_aux_loss_coef aux_loss_alpha seq_aux
     moe_aux_loss_coef router_z_loss_coef router_jitter_noise input_jitter_noise
-    bias_update_speed use_flash_attention recompute fuse_rms_norm""".split()
-)
-"""Keys that do not change the function."""
+    bias_update_speed use_flash_attention recompute fuse_rms_norm
+"""
+HARMLESS = frozenset((_NAMES + _TOKENS + _LENGTHS + _TRAINING).split())
+"""Keys that do not change the function: names and versions; ids of tokens and how text
+is generated; lengths that were trained, and layers that inference does not have;
+training."""
 REQUIRED = object()
 """Default of a key that config.json must have."""
 MAX_WHOLE = 2**31 - 1
@@ -110,6 +115,12 @@ class ConfigJson:
         if value is not default and not isinstance(value, bool):
             raise self.error(key, "must be true or false")
         return value
+
+    def whole_or_flag(self, key: str, default: Any = REQUIRED) -> Any:
+        """Return a whole number from 0 on, or true or false."""
+        if isinstance(self.record.get(key), bool):
+            return self.flag(key)
+        return self.whole(key, default, 0)
 
     def choice(self, key: str, values: dict[str, Any], default: Any = REQUIRED) -> Any:
         """Return what `values` says of a key's text."""

@@ -20,7 +20,19 @@ import numpy as np
 from moejax.config import Network
 from moejax.interop import fields, views
 from moejax.interop.config_json import ConfigJson
-from moejax.interop.families import mixtral, olmoe, qwen3_moe
+from moejax.interop.families import (
+    deepseek_v2,
+    deepseek_v3,
+    ernie4_5_moe,
+    glm4_moe,
+    gpt_oss,
+    granitemoe,
+    llama4_text,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+)
 from moejax.interop.families.shared import Family
 from moejax.interop.folder import TensorFolder
 from moejax.interop.strict_json import quoted, read_json
@@ -29,8 +41,14 @@ from moejax.interop.views import View
 
 CONFIG = "config.json"
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY for module in (mixtral, olmoe, qwen3_moe)
-}
+    module.FAMILY.name: module.FAMILY
+    for module in (
+        mixtral, olmoe, qwen3_moe, qwen2_moe, granitemoe, glm4_moe, deepseek_v3,
+        deepseek_v2, ernie4_5_moe, gpt_oss, llama4_text,
+    )
+}  # fmt: skip
+"""Families by name, in the order in which one is looked for that can express a
+network."""
 DTYPES = {
     "float32": "float32", "bfloat16": "bfloat16", "float16": "float32",
 }  # fmt: skip

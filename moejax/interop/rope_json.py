@@ -28,6 +28,8 @@ class RopeKeys(Setting):
     """Whether mscale and mscale_all_dim scale the softmax too (DeepSeek)."""
     is_partial: bool = False
     """Whether there may be a partial_rotary_factor."""
+    partial: float = 1.0
+    """partial_rotary_factor if config.json has none."""
     missing: dict[str, Any] | None = None
     """Scaling if config.json says nothing of RoPE but its base."""
 
@@ -41,7 +43,7 @@ class RopeKeys(Setting):
             scaling = ConfigJson(dict(given or {}), "config.json: rope_parameters: ")
         theta = _one_of(config, scaling, "rope_theta", self.theta)
         values["model.rope_theta"] = theta
-        partial = _one_of(config, scaling, "partial_rotary_factor", 1.0)
+        partial = _one_of(config, scaling, "partial_rotary_factor", self.partial)
         if partial > 1 or (partial != 1 and not self.is_partial):
             at = scaling if "partial_rotary_factor" in scaling else config
             limit = "at most 1" if self.is_partial else "1 in this family"

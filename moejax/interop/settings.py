@@ -135,33 +135,69 @@ class Only(Setting):
 
 
 @dataclasses.dataclass(frozen=True)
+class Ignored(Setting):
+    """A key that changes nothing beside the other keys of its family."""
+
+    key: str
+
+    def read(self, config, values) -> None:
+        config.take(self.key)
+
+    def write(self, values, record) -> None:
+        """Leave the key as it is."""
+
+
+@dataclasses.dataclass(frozen=True)
 class HeadDim(Setting):
     """The width of a head: hidden_size over num_attention_heads if it is not given."""
 
-    key: str | None = "head_dim"
-    """None: a family that has no key for it."""
+    is_usual: bool = True
+    """Whether the family's config.json has the key also where it says nothing new."""
 
     def read(self, config, values) -> None:
         heads, width = values["model.num_heads"], values["model.d_model"]
         default = REQUIRED if width % heads else width // heads
-        head_dim = config.whole("head_dim", default)
-        if self.key is None and head_dim != default:
-            raise config.error(
-                "head_dim",
-                f"is not supported: models of this family have hidden_size / "
-                f"num_attention_heads = {width}/{heads}",
-            )
-        values["model.head_dim"] = head_dim
+        values["model.head_dim"] = config.whole("head_dim", default)
 
     def write(self, values, record) -> None:
-        head_dim, heads = values.pop("model.head_dim"), record["num_attention_heads"]
-        width = record["hidden_size"]
-        if self.key is not None:
-            record[self.key] = head_dim
-        elif head_dim * heads != width:
-            raise inexpressible(
-                "model.head_dim", head_dim, "hidden_size / num_attention_heads"
-            )
+        head_dim = values.pop("model.head_dim")
+        total = head_dim * record["num_attention_heads"]
+        if self.is_usual or total != record["hidden_size"]:
+            record["head_dim"] = head_dim
+        else:
+            record.pop("head_dim", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class DensePrefix(Setting):
+    """The number of dense layers before all others, which are MoE layers."""
+
+    key: str
+    default: int
+
+    def read(self, config, values) -> None:
+        num_layers = values["model.num_layers"]
+        num = min(config.whole(self.key, self.default, 0), num_layers)
+        values["layers.ff"] = ("dense",) * num + ("moe",) * (num_layers - num)
+
+    def write(self, values, record) -> None:
+        kinds = values["layers.ff"]
+        num = kinds.index("moe")
+        if "dense" in kinds[num:]:
+            raise ValueError("a dense layer after an MoE layer: all must be before")
+        record[self.key] = num
+        values["layers.ff"] = ("moe",)
+
+
+class FullAttention(Setting):
+    """Kinds of attention, in families that have full attention alone."""
+
+    def read(self, config, values) -> None:
+        num_layers = values["model.num_layers"]
+        config.names("layer_types", {"full_attention": "full"}, num_layers)
+
+    def write(self, values, record) -> None:
+        """Leave the key as it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,9 +228,6 @@ def inexpressible(field: str, value: object, allowed: str) -> ValueError:
 
 def check_rest(values: Values) -> None:
     """Raise ValueError if a value that no setting took is not its default."""
-    has_dense = "dense" in values.get("layers.ff", ())
-    if not has_dense:
-        values.pop("model.d_ff", None)
     for name, kind in (("layers.ff", "moe"), ("layers.attention", "full")):
         others = sorted(set(values.pop(name, ())) - {kind})
         if others:

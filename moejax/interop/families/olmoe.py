@@ -3,7 +3,7 @@
 from moejax.config import Network
 from moejax.interop.families import shared
 from moejax.interop.families.shared import Family, Rows
-from moejax.interop.settings import Constant, Flag, HeadDim, Number, Only, Whole
+from moejax.interop.settings import Constant, Flag, HeadDim, Number, Whole
 
 
 def layer(net: Network, is_moe: bool) -> Rows:
@@ -20,7 +20,7 @@ FAMILY = Family(
     model_types=("olmoe",),
     class_name="OlmoeForCausalLM",
     settings=shared.settings(
-        Only("attention_bias", (False,)),
+        Flag("attention_bias", "attention.bias", False, off="none", on="all"),
         Number("clip_qkv", "attention.clip_qkv", None),
         Constant("model.qk_norm", "full"),
         Whole("intermediate_size", "moe.d_expert"),
@@ -28,7 +28,7 @@ FAMILY = Family(
         Whole("num_experts_per_tok", "moe.top_k", 8),
         Flag("norm_topk_prob", "router.normalise_gates", False),
         eps=1e-5,
-        heads=HeadDim(None),
+        heads=HeadDim(is_usual=False),
     ),
     layer=layer,
 )

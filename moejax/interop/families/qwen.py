@@ -26,4 +26,4 @@ class SparseLayers(Setting):
         record["mlp_only_layers"] = [
             i for i, kind in enumerate(kinds) if kind == "dense" and not (i + 1) % step
         ]
-        values["layers.ff"] = ("dense",) if "dense" in kinds else ()
+        values["layers.ff"] = ("moe",)

@@ -4,7 +4,7 @@ from moejax.config import Network
 from moejax.interop.families import shared
 from moejax.interop.families.qwen import SparseLayers
 from moejax.interop.families.shared import Family, Rows
-from moejax.interop.settings import Constant, Flag, Only, Whole
+from moejax.interop.settings import Constant, Flag, Ignored, Only, Whole
 
 
 def layer(net: Network, is_moe: bool) -> Rows:
@@ -19,8 +19,10 @@ FAMILY = Family(
     model_types=("qwen3_moe",),
     class_name="Qwen3MoeForCausalLM",
     settings=shared.settings(
-        Only("attention_bias", (False,)),
+        Flag("attention_bias", "attention.bias", False, off="none", on="all"),
         Only("use_sliding_window", (False,)),
+        Ignored("sliding_window"),
+        Ignored("max_window_layers"),
         Constant("model.qk_norm", "head"),
         Whole("intermediate_size", "model.d_ff"),
         Whole("moe_intermediate_size", "moe.d_expert"),

@@ -11,7 +11,15 @@ from typing import NamedTuple
 
 from moejax.config import Network
 from moejax.interop.rope_json import RopeKeys
-from moejax.interop.settings import Flag, HeadDim, Number, Only, Setting, Whole
+from moejax.interop.settings import (
+    Flag,
+    FullAttention,
+    HeadDim,
+    Number,
+    Only,
+    Setting,
+    Whole,
+)
 from moejax.interop.table import Row, Split, Stack, Step, Transpose, half_split
 
 TRANSPOSE = Transpose()
@@ -39,8 +47,6 @@ class Family(NamedTuple):
     """Names of the embedding, the last norm and the head."""
     layer_name: str = "model.layers.{}."
     """Beginning of the names of a layer."""
-    has_correction_bias: bool = False
-    """Whether a bias moves the choice of experts and not their gates."""
     has_extra_layers: bool = False
     """Whether published files may have layers for multi-token prediction after the
     last one."""
@@ -51,6 +57,7 @@ def settings(
     eps: float = 1e-6,
     heads: Setting | None = None,
     rope: Setting | None = None,
+    attention: Setting | None = None,
     is_tied: bool = False,
 ) -> tuple[Setting, ...]:
     """Return the settings that all families have, and those of one."""
@@ -66,6 +73,7 @@ def settings(
         Flag("tie_word_embeddings", "model.tie_embeddings", is_tied),
         heads or HeadDim(),
         rope or RopeKeys(),
+        attention or FullAttention(),
         *own,
     )
 
@@ -205,3 +213,23 @@ def experts(
         )
         for name, shape, param in zip(names, shapes, params)
     ]
+
+
+def moe_with_shared(net: Network) -> Rows:
+    """Return the rows of router, experts and shared experts of DeepSeek and others."""
+    rows = [router(net, "mlp.gate.weight"), *experts(net)]
+    if net.moe.num_shared_experts:
+        rows += swiglu(net, "mlp.shared_experts.", net.moe.shared_width)
+    return rows
+
+
+def correction_bias(
+    net: Network,
+    at: str = "mlp.gate.",
+    outer: tuple[int, ...] = (),
+    steps: tuple[Step, ...] = (),
+) -> Row:
+    """Return the row of the bias that moves the choice of experts and not their gates.
+    `outer` are dims of 1 before that of experts."""
+    name, shape = f"{at}e_score_correction_bias", (*outer, net.moe.num_experts)
+    return Row((name,), shape, ("moe.bias_e",), steps)
