@@ -108,7 +108,7 @@ def _inactive(network: Network) -> list[str]:
     return off
 
 
-def same(values: Values, others: Values) -> str | None:
+def difference(values: Values, others: Values) -> str | None:
     """Return the first field in which two models differ, or None. The width of dense
     layers is none where there are no dense layers, nor is the number of shared experts
     that make up one width."""

@@ -17,7 +17,7 @@ Each operation has an inverse among them, so that one table serves import and ex
 """
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -70,8 +70,18 @@ class View(abc.ABC):
 
 
 def held(array: np.ndarray) -> View:
-    """Return the view of an array in memory, for export."""
+    """Return the view of an array in memory, on the host or on devices of this process,
+    for export."""
     return _Held(array)
+
+
+def computed(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    read: Callable[[tuple[slice, ...]], np.ndarray],
+) -> View:
+    """Return the view of an array any part of which `read(slices)` returns."""
+    return _Computed(shape, dtype, read)
 
 
 def transposed(view: View, dims: Sequence[int]) -> View:
@@ -133,11 +143,23 @@ def assign(out: np.ndarray, values: np.ndarray) -> None:
 class _Held(View):
     def __init__(self, array: np.ndarray):
         order = tuple(range(array.ndim))
-        super().__init__(array.shape, array.dtype, order, "an array in memory")
+        super().__init__(
+            array.shape, np.dtype(array.dtype), order, "an array in memory"
+        )
         self._array = array
 
     def fill(self, out, box) -> None:
-        assign(out, self._array[tuple(slice(*part) for part in box)])
+        assign(out, np.asarray(self._array[tuple(slice(*part) for part in box)]))
+
+
+class _Computed(View):
+    def __init__(self, shape, dtype, read):
+        order = tuple(range(len(shape)))
+        super().__init__(tuple(shape), dtype, order, "an array that is computed")
+        self._read = read
+
+    def fill(self, out, box) -> None:
+        assign(out, np.asarray(self._read(tuple(slice(*part) for part in box))))
 
 
 class _Transposed(View):

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, Moonlight and Kimi-K2: latent attention, sigmoid with a correction
+"""DeepSeek-V3 and R1, Moonlight, Kimi-K2: latent attention, sigmoid with a correction
 bias, groups judged by their two best experts."""
 
 from moejax.config import Network
@@ -9,7 +9,7 @@ from moejax.interop.settings import Constant, Flag, Only
 
 def layer(net: Network, is_moe: bool) -> Rows:
     rows = deepseek.layer(net, is_moe)
-    return rows + [shared.correction_bias(net)] if is_moe else rows
+    return [*rows, shared.correction_bias(net)] if is_moe else rows
 
 
 FAMILY = Family(

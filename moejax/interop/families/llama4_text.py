@@ -142,4 +142,6 @@ FAMILY = Family(
         attention=Layers(),
     ),
     layer=layer,
+    text_prefix="language_model.",
+    other_parts=("vision_model.", "multi_modal_projector."),
 )

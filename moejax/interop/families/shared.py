@@ -50,6 +50,10 @@ class Family(NamedTuple):
     has_extra_layers: bool = False
     """Whether published files may have layers for multi-token prediction after the
     last one."""
+    text_prefix: str = ""
+    """Beginning of all names in files that have other parts too."""
+    other_parts: tuple[str, ...] = ()
+    """Beginnings of the names of those parts."""
 
 
 def settings(

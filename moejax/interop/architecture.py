@@ -1,0 +1,128 @@
+"""The model that a config.json describes."""
+
+import dataclasses
+from typing import Any
+
+from moejax.interop import fields
+from moejax.interop.config_json import HARMLESS, ConfigJson
+from moejax.interop.families import (
+    deepseek_v2,
+    deepseek_v3,
+    ernie4_5_moe,
+    glm4_moe,
+    gpt_oss,
+    granitemoe,
+    llama4_text,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+)
+from moejax.interop.families.shared import Family
+from moejax.interop.source import quantization
+from moejax.interop.strict_json import quoted
+
+CONFIG = "config.json"
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.name: module.FAMILY
+    for module in (
+        mixtral, olmoe, qwen3_moe, qwen2_moe, granitemoe, glm4_moe, deepseek_v3,
+        deepseek_v2, ernie4_5_moe, gpt_oss, llama4_text,
+    )
+}  # fmt: skip
+"""Families by name, in the order in which one is looked for that can express a
+network."""
+DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
+"""Dtype that holds the weights of a published one exactly."""
+LLAMA4 = "llama4"
+"""The model_type of Llama-4 with a vision part; text_config describes the text part."""
+IMAGE_KEYS = frozenset(
+    [
+        "vision_config", "text_config", "boi_token_index", "eoi_token_index",
+        "image_token_index", "boi_token_id", "eoi_token_id", "image_token_id",
+        "tie_word_embeddings", "quantization_config",
+    ]
+)  # fmt: skip
+"""Keys beside text_config that the text part does not need."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """The model that a config.json describes."""
+
+    family: str
+    """Name of the family, such as 'mixtral'."""
+    fields: dict[str, dict[str, Any]]
+    """Fields by part of `moejax.config.Config`: all that make up an architecture, also
+    where a value is our default."""
+    record: dict[str, Any]
+    """config.json as it was read; of a model with a vision part, text_config."""
+    notes: tuple[str, ...]
+    """Lines to print: what is not imported as it is, and why that is right."""
+    dtype: str
+    """Dtype that holds the published weights: 'bfloat16' or 'float32'."""
+    quantization: str | None
+    """How the weights are quantised on disk: 'fp8', 'mxfp4' or None."""
+
+
+def as_architecture(record: dict[str, Any], label: str) -> Architecture:
+    """Return what a config.json says.
+
+    Raises ValueError, one line that begins with `label`, for a family, a key or a value
+    that is not supported.
+    """
+    notes: tuple[str, ...] = ()
+    if record.get("model_type") == LLAMA4:
+        record = _text_part(record, label)
+        notes += ("The vision part is not imported; the text part is.",)
+    family = _find_family(record, label)
+    config = ConfigJson(record, label)
+    values: fields.Values = {}
+    for setting in family.settings:
+        setting.read(config, values)
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    published = config.choice(key, {name: name for name in DTYPES}, "float32")
+    kind = quantization(config)
+    config.finish()
+    by_part = fields.nested(values)
+    try:
+        fields.make_network(by_part)
+    except ValueError as error:
+        raise ValueError(f"{label}{error}") from None
+    if DTYPES[published] != published:
+        notes += (f"Weights are {published}, which {DTYPES[published]} holds exactly.",)
+    if kind is not None:
+        notes += (f"Weights are {kind} in blocks, and are decoded as they are read.",)
+    dtype = DTYPES[published]
+    return Architecture(family.name, by_part, record, notes, dtype, kind)
+
+
+def _text_part(record: dict[str, Any], label: str) -> dict[str, Any]:
+    """Return the config.json of the text part, with what is said beside it."""
+    config = ConfigJson(record, label)
+    text = config.object("text_config")
+    if text is None:
+        raise config.error("text_config", "is missing: it describes the text part")
+    config.finish(HARMLESS | IMAGE_KEYS)
+    names = ("torch_dtype", "dtype", "quantization_config")
+    beside = {name: record[name] for name in names if record.get(name) is not None}
+    own = {name: value for name, value in text.record.items() if value is not None}
+    if {"torch_dtype", "dtype"} & own.keys():
+        beside = {n: value for n, value in beside.items() if "dtype" not in n}
+    return {"model_type": llama4_text.FAMILY.name, **beside, **own}
+
+
+def _find_family(record: dict[str, Any], label: str) -> Family:
+    """Return the family of model_type, or else of the class that config.json names."""
+    found, classes = record.get("model_type"), record.get("architectures")
+    for family in FAMILIES.values():
+        if found in family.model_types:
+            return family
+    for family in FAMILIES.values():
+        if isinstance(classes, list) and classes == [family.class_name]:
+            return family
+    known = ", ".join(name for f in FAMILIES.values() for name in f.model_types)
+    raise ValueError(
+        f"{label}model_type={quoted(found)} is not supported: it must be one of "
+        f"{known}, {LLAMA4}"
+    )

@@ -1,0 +1,235 @@
+"""Write a network's parameters as the folder of a published model.
+
+config.json has the spelling of transformers 4 (rope_theta, rope_scaling, torch_dtype),
+which transformers 5 reads too.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from moejax.config import Network
+from moejax.interop import fields, tree, views
+from moejax.interop.architecture import CONFIG, FAMILIES, as_architecture
+from moejax.interop.families.shared import Family
+from moejax.interop.folder import INDEX
+from moejax.interop.settings import check_rest
+from moejax.interop.views import View
+from moejax.interop.write import MAX_SHARD_BYTES, Plan, plan_folder, write_folder
+
+GENERATION = "generation_config.json"
+DTYPES = {"float32": np.dtype("float32"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+CORRECTION = "e_score_correction_bias"
+"""End of the names of biases that move the choice of experts."""
+DROPPED = ("quantization_config", "auto_map", "dtype", "torch_dtype", "text_config")
+"""Keys that do not hold of what is written: weights are not quantised, and no code is
+in the folder."""
+
+Leaf = View | np.ndarray | Callable[[tuple[slice, ...]], np.ndarray]
+"""An array, on the host or on devices; or a view; or a function from a tuple of slices
+to that part of an array."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """A folder to be written: its tensors and its other files."""
+
+    family: str
+    plan: Plan
+    tensors: Mapping[str, View]
+    files: Mapping[str, bytes]
+
+    def value(self, name: str) -> np.ndarray:
+        """Return a tensor, as float32 or narrower."""
+        return self.tensors[name].read()
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A folder that was written."""
+
+    family: str
+    dtype: str
+    num_tensors: int
+    num_bytes: int
+    files: tuple[str, ...]
+    """Names of all files."""
+
+
+def write_model(
+    out: str | os.PathLike,
+    network: Network,
+    params: Mapping[str, Any],
+    router_bias: Mapping[str, Any],
+    **options: Any,
+) -> Written:
+    """Write a folder, as `plan_model` says; `options` are its. All files are written,
+    or none.
+
+    Raises what `plan_model` and `write_folder` raise.
+    """
+    export = plan_model(network, params, router_bias, **options)
+    write_folder(out, export.plan, export.value, export.files)
+    names = {*export.plan.files, *export.files}
+    if len(export.plan.files) > 1:
+        names.add(INDEX)
+    dtype = json.loads(export.files[CONFIG])["torch_dtype"]
+    num_tensors = len(export.tensors)
+    return Written(
+        export.family, dtype, num_tensors, export.plan.num_bytes, tuple(sorted(names))
+    )
+
+
+def plan_model(
+    network: Network,
+    params: Mapping[str, Any],
+    router_bias: Mapping[str, Any],
+    *,
+    dtype: str,
+    family: str | None = None,
+    record: dict[str, Any] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    files: Mapping[str, bytes] | None = None,
+) -> Export:
+    """Return the tensors and files of a folder. Leaves of `params` and `router_bias`
+    (Leaf) have logical experts and stacked layers, as a Transformer's parameters.
+
+    `record` is the config.json that the model came from, if any. Of it, keys that no
+    field of ours says are kept; the others are written from `network`. `family` None is
+    that of `record`, or else the first one that can express the network. `files` are
+    others by name, such as tokenizer.json.
+
+    Weights are written in `dtype`, 'bfloat16' or 'float32'; biases that move the choice
+    of experts always in float32.
+
+    Raises ValueError, one line, if the family cannot express the network, or `record`
+    contradicts it.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r}: it must be one of {', '.join(DTYPES)}")
+    chosen, config = _as_config(network, family, record)
+    leaves = _leaves(chosen, network, params, router_bias)
+    tensors = tree.save(chosen, network, leaves)
+    specs = {
+        name: (DTYPES["float32" if name.endswith(CORRECTION) else dtype], view.shape)
+        for name, view in sorted(tensors.items())
+    }
+    others = _check_files(files or {})
+    written = {CONFIG: _as_bytes(config | {"torch_dtype": dtype})}
+    if GENERATION not in others:
+        written[GENERATION] = _generation(config)
+    plan = plan_folder(specs, max_shard_bytes)
+    return Export(chosen.name, plan, tensors, {**written, **others})
+
+
+def _as_config(
+    network: Network, name: str | None, record: dict[str, Any] | None
+) -> tuple[Family, dict[str, Any]]:
+    """Return a family and its config.json."""
+    values = fields.flatten(network)
+    if record is not None:
+        came_from = as_architecture(record, f"{CONFIG} of the original: ")
+        if name not in (None, came_from.family):
+            raise ValueError(
+                f"the model came from {came_from.family}, and would be written as "
+                f"{name}: leave out one of the two"
+            )
+        name = came_from.family
+        before = fields.flatten(fields.make_network(came_from.fields))
+        if (field := fields.difference(values, before)) is not None:
+            raise ValueError(
+                f"{field}={values[field]!r}, and {CONFIG} of the original says "
+                f"{before[field]!r}: a model is written as it was imported"
+            )
+    if name is not None and name not in FAMILIES:
+        raise ValueError(f"no family {name!r}: it must be one of {', '.join(FAMILIES)}")
+    reasons = []
+    for family in FAMILIES.values() if name is None else (FAMILIES[name],):
+        try:
+            return family, _config_of(family, network, record)
+        except ValueError as error:
+            reasons.append(f"as {family.name} ({error})")
+    raise ValueError(f"the model cannot be written {'; '.join(reasons)}")
+
+
+def _config_of(family: Family, network: Network, record) -> dict[str, Any]:
+    """Return the config.json of a network as this family. Raises ValueError if it
+    cannot say what the network is."""
+    values = fields.flatten(network)
+    if record is None:
+        config: dict[str, Any] = {
+            "max_position_embeddings": network.seq_len,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        }
+    else:
+        config = {key: value for key, value in record.items() if key not in DROPPED}
+    config["architectures"] = [family.class_name]
+    config["model_type"] = family.name
+    if config.get("num_nextn_predict_layers"):
+        config["num_nextn_predict_layers"] = 0  # they are not written
+    has_dense = "dense" in values["layers.ff"]
+    for setting in family.settings:
+        setting.write(values, config)
+    if not has_dense:
+        values.pop("model.d_ff", None)
+    check_rest(values)
+    again = as_architecture(config, "").fields
+    before, after = map(fields.flatten, (network, fields.make_network(again)))
+    assert fields.difference(before, after) is None, (before, after)
+    return config
+
+
+def _leaves(family: Family, network: Network, params, router_bias) -> tree.Leaves:
+    """Return all leaves as views, checked against the shapes of the network."""
+    shapes, bias_shapes = tree.abstract(family, network)
+    given, given_bias = tree.as_leaves(params), tree.as_leaves(router_bias)
+    assert given.keys() == shapes.keys(), given.keys() ^ shapes.keys()
+    assert given_bias.keys() == bias_shapes.keys()
+    leaves = {
+        path: _as_view(leaf, (shapes | bias_shapes)[path], path)
+        for path, leaf in (given | given_bias).items()
+    }
+    if not tree.has_bias(family, network):
+        bias_le = leaves.pop(tree.bias_path(network)).read()
+        if bias_le.any():
+            raise ValueError(
+                f"{family.name} has no correction bias of the router, and that of the "
+                "run is not zero (Router.bias_rate): name another family"
+            )
+    return leaves
+
+
+def _as_view(leaf: Leaf, like: View, path: str) -> View:
+    if isinstance(leaf, View):
+        view = leaf
+    elif callable(leaf):
+        view = views.computed(like.shape, np.dtype(np.float32), leaf)
+    else:
+        view = views.held(leaf)
+    assert view.shape == like.shape, (path, view.shape, like.shape)
+    return view
+
+
+def _check_files(files: Mapping[str, bytes]) -> Mapping[str, bytes]:
+    for name in files:
+        is_plain = name == os.path.basename(name) and not name.startswith(".")
+        if not is_plain or name in (CONFIG, INDEX) or name.endswith(".safetensors"):
+            raise ValueError(f"file {name!r} cannot be beside the tensors: rename it")
+    return files
+
+
+def _generation(config: Mapping[str, Any]) -> bytes:
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ids = {name: config[name] for name in names if config.get(name) is not None}
+    return _as_bytes({"_from_model_config": True, **ids})
+
+
+def _as_bytes(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(record, indent=2, sort_keys=True) + "\n").encode()

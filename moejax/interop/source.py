@@ -1,0 +1,130 @@
+"""Tensors of a published folder as weights: decoded if they are quantised, and all
+accounted for."""
+
+import re
+from typing import Any
+
+import numpy as np
+
+from moejax.config import Network
+from moejax.interop import quantized, views
+from moejax.interop.config_json import ConfigJson
+from moejax.interop.families.shared import Family
+from moejax.interop.folder import TensorFolder
+from moejax.interop.strict_json import quoted
+from moejax.interop.views import View
+
+FP8, MXFP4 = "fp8", "mxfp4"
+BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$")
+"""Names of tensors that are no weights."""
+EXTRA_BLOCKS = re.compile(r"(^|\.)mtp[._]")
+"""Names of tensors for multi-token prediction outside of layers."""
+
+
+def quantization(config: ConfigJson) -> str | None:
+    """Return how weights are quantised, by quantization_config: FP8, MXFP4 or None.
+
+    Raises ValueError for other ways than blocks of 128 x 128 in e4m3 and MXFP4.
+    """
+    found = config.object("quantization_config")
+    if found is None:
+        return None
+    kind = found.choice("quant_method", {FP8: FP8, MXFP4: MXFP4})
+    for key in ("modules_to_not_convert", "activation_scheme", "scale_fmt"):
+        found.take(key)
+    if kind == FP8:
+        found.only("fmt", "e4m3")
+        found.only("weight_block_size", [quantized.BLOCK, quantized.BLOCK])
+        if "weight_block_size" not in found:
+            raise found.error("weight_block_size", "is missing: [128, 128] is read")
+    found.finish(frozenset(["dequantize"]))
+    return kind
+
+
+class Source:
+    """The tensors of a folder, and which of them are in use."""
+
+    def __init__(self, folder: TensorFolder, family: Family, quantized_as: str | None):
+        self._folder, self._family, self._kind = folder, family, quantized_as
+        self._unused = set(folder.entries)
+        prefix = family.text_prefix
+        self._prefix = prefix if prefix + family.top[0] in folder else ""
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> View:
+        """Return a tensor as weights. Raises ValueError if it is missing, or has
+        another shape, or a dtype that is none of weights."""
+        name = self._prefix + name
+        if self._kind == MXFP4 and f"{name}_blocks" in self._folder:
+            return self._mxfp4(name, shape)
+        view = self._view(name, shape)
+        scale = name + "_scale_inv"
+        if self._kind == FP8 and scale in self._folder:
+            self._unused.discard(scale)
+            return quantized.fp8_blocks(view, self._folder.view(scale))
+        if view.dtype.itemsize < 2 or not np.issubdtype(_base(view.dtype), np.floating):
+            raise ValueError(
+                f"{view.label} is {view.dtype}, which is no dtype of weights, and "
+                "quantization_config in config.json does not say what it is"
+            )
+        return view
+
+    def _view(self, name: str, shape: tuple[int, ...]) -> View:
+        view = self._folder.view(name, shape)
+        self._unused.discard(name)
+        return view
+
+    def _mxfp4(self, name: str, shape: tuple[int, ...]) -> View:
+        """Return a tensor [e, in, out] of blocks [e, out, in / 32, 16]."""
+        e, into, out = shape
+        groups = -(-into // quantized.GROUP)
+        blocks = self._view(f"{name}_blocks", (e, out, groups, quantized.GROUP // 2))
+        scales = self._view(f"{name}_scales", (e, out, groups))
+        decoded = quantized.mxfp4(blocks, scales)
+        return views.transposed(decoded, (0, 2, 1))
+
+    def judge_rest(self, network: Network, record: dict[str, Any]) -> tuple[str, ...]:
+        """Return lines about tensors that are read past. Raises ValueError for one that
+        the model should not have."""
+        found: dict[str, list[str]] = {}
+        for name in sorted(self._unused):
+            why = self._why_unused(name, network, record)
+            if why is None:
+                layers, e = network.model.num_layers, network.moe.num_experts
+                raise ValueError(
+                    f"{self._folder.path} has tensor {quoted(name)}, and config.json "
+                    f"describes a {self._family.name} model of {layers} layers and {e} "
+                    "experts without it: they belong to different models"
+                )
+            found.setdefault(why, []).append(name)
+        return tuple(
+            f"{len(names):,} tensors are read past, such as {quoted(names[0])}: {why}."
+            for why, names in found.items()
+            if why
+        )
+
+    def _why_unused(self, name: str, network: Network, record) -> str | None:
+        """Return why a tensor is not needed, "" for a reason that nobody needs to read;
+        None: it should not be there."""
+        family = self._family
+        if family.text_prefix and name.startswith(family.other_parts):
+            return "they see images, and the text part alone is imported"
+        name = name.removeprefix(self._prefix)
+        if BUFFERS.search(name):
+            return ""
+        if name == family.top[2] and network.model.tie_embeddings:
+            return "tie_word_embeddings is true, so that the head is the embedding"
+        if not family.has_extra_layers:
+            return None
+        why = "they are for multi-token prediction"
+        if EXTRA_BLOCKS.search(name):
+            return why
+        at = re.match(r"model\.layers\.(\d{1,9})\.", name)
+        extra = record.get("num_nextn_predict_layers")
+        first = network.model.num_layers
+        has_extra = isinstance(extra, int) and at is not None
+        return why if has_extra and first <= int(at[1]) < first + extra else None
+
+
+def _base(dtype: np.dtype) -> np.dtype:
+    """Return a dtype that NumPy can order: bfloat16 counts as a float."""
+    return np.dtype(np.float32) if dtype.name == "bfloat16" else dtype
