@@ -171,8 +171,8 @@ def test_minimum_values(part, field, minimum):
         ),
         (lambda: Attention(clip_qkv=-1.0), ["Attention.clip_qkv=-1.0 must be above 0"]),
         (
-            lambda: Rope(scaling="yarn", beta_fast=1.0),
-            ["Rope.beta_slow=1.0", "below beta_fast=1.0"],
+            lambda: Rope(scaling="yarn", beta_fast=0.5),
+            ["Rope.beta_slow=1.0", "at most beta_fast=0.5"],
         ),
         (
             lambda: Rope(scaling="llama3", low_freq_factor=5.0),
