@@ -112,7 +112,7 @@ def plan_model(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: it must be one of {', '.join(DTYPES)}")
-    chosen, config = _as_config(network, family, record)
+    chosen, config = make_config(network, family, record)
     leaves = _leaves(chosen, network, params, router_bias)
     tensors = tree.save(chosen, network, leaves)
     specs = {
@@ -127,10 +127,13 @@ def plan_model(
     return Export(chosen.name, plan, tensors, {**written, **others})
 
 
-def _as_config(
-    network: Network, name: str | None, record: dict[str, Any] | None
+def make_config(
+    network: Network,
+    name: str | None = None,
+    record: dict[str, Any] | None = None,
 ) -> tuple[Family, dict[str, Any]]:
-    """Return a family and its config.json."""
+    """Return a family and its config.json, but for the dtype. Arguments and errors are
+    those of `plan_model`."""
     values = fields.flatten(network)
     if record is not None:
         came_from = as_architecture(record, f"{CONFIG} of the original: ")

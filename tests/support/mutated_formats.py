@@ -27,6 +27,7 @@ from tests.support.data_files import (
     write_text,
 )
 from tests.support.metrics_lines import DECISIONS, balanced_lines
+from tests.support.mutated_configs import CONFIGS, build_configs, read_configs
 from tests.support.mutated_tensors import (
     HEADER,
     TENSOR_INDEX,
@@ -549,6 +550,10 @@ INPUTS = {
     "tensor_index": Format(
         "model/*.json", build_tensors, read_tensors, TENSOR_INDEX, 3500, ("/model",),
         80,
+    ),
+    "model_config": Format(
+        "model/*/config.json", build_configs, read_configs, CONFIGS, 10_000,
+        ("/model",), 200,
     ),
 }  # fmt: skip
 """Formats of files that users give: configurations, speeds, loads and corpora."""

@@ -1,0 +1,315 @@
+"""Test that config.json gives the fields that it says, in both spellings, that it is
+written as it was, and that what is not supported is one line."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import pytest
+from flax import nnx
+
+from moejax import axes
+from moejax.config import Attention, Mla, Model, Moe, Network, Rope, Router
+from moejax.interop import fields, tree
+from moejax.interop.architecture import CONFIG, FAMILIES, as_architecture
+from moejax.interop.export import make_config
+from moejax.interop.published import read_architecture
+from moejax.model.transformer import Transformer
+from moejax.moe.layer import RouterBias
+from moejax.plan.layout import Topology
+from tests.support.mutated_configs import GOLDEN, SPELLINGS, TINY
+
+NAMES = sorted(path.name for path in GOLDEN.iterdir())
+
+
+def record_of(name: str, spelling: str = CONFIG, **changes) -> dict:
+    """Return a golden config.json with some keys changed; `...` removes a key."""
+    record = json.loads((GOLDEN / name / spelling).read_text()) | changes
+    return {key: value for key, value in record.items() if value is not ...}
+
+
+def network_of(record: dict) -> Network:
+    return fields.make_network(as_architecture(record, "").fields)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_spellings_say_the_same(name):
+    five, four = (record_of(name, spelling) for spelling in SPELLINGS)
+    assert ("rope_parameters" in five, "rope_parameters" in four) == (True, False)
+    one, other = (as_architecture(record, "") for record in (five, four))
+    assert one.fields == other.fields
+    assert (one.dtype, one.notes, one.quantization) == ("float32", (), None)
+    assert set(one.fields) == set(fields.PARTS)
+    for part, values in one.fields.items():
+        assert {f"{part}.{field}" for field in values} <= set(fields.NAMES)
+
+
+def test_fields_are_those_that_config_json_says():
+    got = as_architecture(record_of("deepseek_v3"), "").fields
+    assert got["mla"] == {
+        "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8, "v_head_dim": 12, "norm_eps": 1e-6,
+    }  # fmt: skip
+    assert got["router"] == {
+        "kind": "sigmoid", "normalise_gates": True, "gate_scale": 2.5, "bias": False,
+        "gate_input": False, "num_groups": 4, "top_groups": 2,
+    }  # fmt: skip
+    assert got["rope"]["scaling"] == "yarn"
+    assert (got["rope"]["mscale"], got["rope"]["factor"]) == (1.0, 4.0)
+    assert (got["model"]["first_k_dense"], got["moe"]["num_shared_experts"]) == (1, 1)
+    got = as_architecture(record_of("llama4_text"), "").fields
+    assert got["attention"]["layers"] == ("chunked", "nope", "chunked")
+    assert got["model"]["layers"] == ("moe", "dense", "moe")
+    assert (got["model"]["d_ff"], got["moe"]["d_expert"]) == (96, 32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_written_is_the_spelling_of_transformers_4(name):
+    """All keys of config_v4.json are written with its values, from either spelling."""
+    four = record_of(name, SPELLINGS[1])
+    for spelling in SPELLINGS:
+        record = record_of(name, spelling)
+        family, written = make_config(network_of(record), record=record)
+        assert "rope_parameters" not in written
+        expected = dict(four)
+        if "num_nextn_predict_layers" in expected:
+            expected["num_nextn_predict_layers"] = 0
+        for key, value in expected.items():
+            if key == "rope_scaling" and value is not None:
+                assert written[key].items() >= value.items()
+            elif key not in ("torch_dtype", "transformers_version"):
+                is_same = written.get(key) == value
+                assert is_same or (key, value) == ("head_dim", None), key
+        assert as_architecture(written, "").family == family.name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_network_without_a_record_is_written(name):
+    network = network_of(record_of(name))
+    family, written = make_config(network)
+    assert fields.difference(
+        fields.flatten(network), fields.flatten(network_of(written))
+    ) in (None, "attention.scale")
+    assert written["model_type"] == family.name == record_of(name)["model_type"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_makes_all_parameters(name):
+    """Trees have the paths and shapes of a Transformer's parameters and biases."""
+    network = network_of(record_of(name))
+    family = FAMILIES[record_of(name)["model_type"]]
+    mesh = axes.make_mesh(Topology(), jax.devices()[:1])
+    model = nnx.eval_shape(lambda: Transformer(network, mesh, nnx.Rngs(0)))
+    _, *states = nnx.split(model, nnx.Param, RouterBias)
+    for state, leaves in zip(states, tree.abstract(family, network), strict=True):
+        expected = tree.as_leaves(nnx.to_pure_dict(state))
+        shapes = {path: leaf.shape for path, leaf in leaves.items()}
+        assert shapes == {path: leaf.shape for path, leaf in expected.items()}
+    saved = tree.save(family, network, leaves | tree.abstract(family, network)[0])
+    again = tree.load(family, network, lambda key, shape: saved[key])
+    assert {p: leaf.shape for p, leaf in again[1].items()} == shapes
+
+
+def test_published_names_of_a_family():
+    """Moonlight and Kimi-K2 are DeepSeek-V3; a class that is known will do."""
+    kimi = record_of(
+        "moonlight", SPELLINGS[1], model_type="kimi_k2", head_dim=...,
+        auto_map={"AutoModel": "modeling_deepseek.DeepseekV3Model"}, ep_size=1,
+        rope_scaling={
+            "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        aux_loss_alpha=0.001, seq_aux=True, scoring_func="sigmoid",
+        topk_method="noaux_tc", moe_layer_freq=1, num_nextn_predict_layers=0,
+    )  # fmt: skip
+    for model_type in ("kimi_k2", "kimi_next", ...):
+        record = {**kimi, "model_type": model_type}
+        record = {key: value for key, value in record.items() if value is not ...}
+        got = as_architecture(record, "")
+        assert got.family == "deepseek_v3"
+        assert got.fields["rope"]["beta_fast"] == got.fields["rope"]["beta_slow"] == 1
+    _, written = make_config(network_of(kimi), record=kimi)
+    assert written["model_type"] == "deepseek_v3"
+    assert "auto_map" not in written
+
+
+def test_the_text_part_of_llama_4():
+    text = record_of("llama4_text", SPELLINGS[1], torch_dtype=...)
+    record = {
+        "model_type": "llama4", "text_config": text, "vision_config": {"hidden": 3},
+        "architectures": ["Llama4ForConditionalGeneration"], "boi_token_index": 200080,
+        "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+    }  # fmt: skip
+    got = as_architecture(record, "")
+    assert got.fields == as_architecture(text, "").fields
+    assert got.dtype == "bfloat16"
+    assert got.record["model_type"] == "llama4_text"
+    assert len(got.notes) == 1
+    with pytest.raises(ValueError, match=r"^text_config is missing"):
+        as_architecture({"model_type": "llama4"}, "")
+    with pytest.raises(ValueError, match=r"^image_gate=3 is unknown"):
+        as_architecture({**record, "image_gate": 3}, "")
+
+
+def test_layers_are_written_as_short_periods():
+    record = record_of("llama4_text", num_hidden_layers=48, layer_types=...)
+    record |= {"moe_layers": None, "no_rope_layers": [], "interleave_moe_layer_step": 2}
+    got = as_architecture(record, "").fields
+    assert (got["model"]["layers"], got["model"]["moe_every"]) == (None, 2)
+    assert got["attention"]["layers"] == ("chunked", "chunked", "chunked", "nope")
+    record = record_of("gpt_oss", num_hidden_layers=36, layer_types=...)
+    got = as_architecture(record, "").fields
+    assert got["attention"]["layers"] == ("sliding", "full")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "kinds"),
+    [
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "dmdmdm"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 3]}, "dmmdmm"),
+        ("qwen2_moe", {"decoder_sparse_step": 3, "mlp_only_layers": [2]}, "dddddm"),
+        ("ernie4_5_moe", {"moe_layer_start_index": 3}, "dddmmm"),
+        ("ernie4_5_moe", {"moe_layer_end_index": 3}, "dmmmdd"),
+        ("ernie4_5_moe", {"moe_layer_interval": 2}, "dmdmdm"),
+        ("glm4_moe", {"first_k_dense_replace": 2}, "ddmmmm"),
+        ("llama4_text", {"moe_layers": [1, 4]}, "dmddmd"),
+    ],
+)
+def test_kinds_of_layers_both_ways(name, change, kinds):
+    record = record_of(name, num_hidden_layers=6, layer_types=...)
+    if name == "llama4_text":
+        record["no_rope_layers"] = []
+    if name == "ernie4_5_moe":
+        record["moe_layer_end_index"] = -1
+    expected = tuple({"d": "dense", "m": "moe"}[kind] for kind in kinds)
+    network = network_of(record | change)
+    assert fields.flatten(network)["layers.ff"] == expected
+    _, written = make_config(network, name)
+    assert network_of(written) == network
+
+
+BAD = [
+    ("mixtral", {"model_type": "mamba", "architectures": ["Mamba"]}, "'mamba' is not"),
+    ("mixtral", {"model_type": ["a"], "architectures": 3}, "model_type=['a'] is not"),
+    ("mixtral", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: it must"),
+    ("mixtral", {"sliding_window": 4096}, "sliding_window=4096 is not supported"),
+    ("mixtral", {"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported"),
+    ("mixtral", {"hidden_size": "64"}, "hidden_size='64' must be a whole number"),
+    ("mixtral", {"hidden_size": True}, "hidden_size=true must be a whole number"),
+    ("mixtral", {"hidden_size": 64.0}, "hidden_size=64.0 must be a whole number"),
+    ("mixtral", {"hidden_size": -64}, "hidden_size=-64 must be a whole number"),
+    ("mixtral", {"hidden_size": 10**30}, "must be a whole number from 1"),
+    ("mixtral", {"num_hidden_layers": 10**9}, "from 1 to 4,096"),
+    ("mixtral", {"hidden_size": ...}, "hidden_size is missing: a model of this"),
+    ("mixtral", {"num_experts_per_tok": 9}, "Moe.top_k=9 is more than num_experts=8"),
+    ("mixtral", {"num_key_value_heads": 3}, "must be a multiple of num_kv_heads=3"),
+    ("mixtral", {"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0 must be a number above 0"),
+    ("mixtral", {"rms_norm_eps": "a\nb"}, "rms_norm_eps='a\\nb' must be a number"),
+    ("mixtral", {"num_experts": 16}, "num_experts=16 contradicts num_local_experts=8"),
+    ("mixtral", {"qk_layernorm": True}, "qk_layernorm=true is unknown, and could"),
+    ("mixtral", {"a b": [[1]]}, "'a b'=[[1]] is unknown"),
+    ("mixtral", {"layer_types": ["sliding_attention"] * 2}, "must be a list of 'full_"),
+    ("mixtral", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_type='dynamic' "),
+    ("mixtral", {"rope_parameters": []}, "rope_parameters=[] must be an object"),
+    ("mixtral", {"rope_scaling": {"type": "linear"}}, "contradicts rope_parameters"),
+    ("mixtral", {"rope_theta": 3.0}, "contradicts rope_theta=3 beside it"),
+    ("mixtral", {"partial_rotary_factor": 0.5}, "must be 1 in this family"),
+    ("mixtral", {"dtype": "int8"}, "dtype='int8' is not supported"),
+    ("mixtral", {"quantization_config": {"quant_method": "gptq"}}, "quant_method='gp"),
+    ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window=true is not"),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "must have a layer 'moe'"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=true is not supported"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc' is not"),
+    ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' is not"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=false is not"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, "set Model.num_kv_heads=2 to num_hea"),
+    ("deepseek_v3", {"n_group": 3}, "Router.num_groups=3 must divide num_experts=8"),
+    ("ernie4_5_moe", {"use_bias": True}, "use_bias=true is not supported"),
+    ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min=0.1 must be at most 1e-06"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias=false is not supported"),
+    ("gpt_oss", {"layer_types": ["full_attention"]}, "must have 2 names, one for each"),
+    ("llama4_text", {"moe_layers": [0, 5]}, "must be a list of whole numbers from 0"),
+    ("llama4_text", {"no_rope_layers": [1, 1]}, "must have 3 numbers"),
+    ("llama4_text", {"no_rope_layers": [0, 0, 0]}, "has chunks in a layer without"),
+]
+FP8 = {"quant_method": "fp8", "fmt": "e4m3"}
+BAD += [
+    ("deepseek_v3", {"quantization_config": FP8 | {"weight_block_size": [64, 64]}},
+     "quantization_config: weight_block_size=[64, 64] is not supported"),
+    ("deepseek_v3", {"quantization_config": FP8}, "weight_block_size is missing"),
+    ("deepseek_v3", {"quantization_config": {"quant_method": "mxfp4", "bits": 4}},
+     "quantization_config: bits=4 is unknown"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "message"), BAD)
+def test_what_is_not_supported_is_one_line(name, change, message, tmp_path):
+    (tmp_path / CONFIG).write_text(json.dumps(record_of(name, **change)))
+    with pytest.raises(ValueError) as error:
+        read_architecture(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / CONFIG}: ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_are_no_configuration(tmp_path: pathlib.Path):
+    with pytest.raises(FileNotFoundError):
+        read_architecture(tmp_path)
+    for data, message in (
+        (b"[]", "must be an object"), (b"{", "is no JSON"), (b'{"a": NaN}', "is no J"),
+        (b'{"a": 1, "a": 1}', "twice"), (b"{}", "model_type=None is not supported"),
+    ):  # fmt: skip
+        (tmp_path / CONFIG).write_bytes(data)
+        with pytest.raises(ValueError, match=message):
+            read_architecture(tmp_path)
+
+
+def test_options_that_a_family_cannot_express():
+    base = TINY["mixtral"]
+    change = dataclasses.replace
+    cases = [
+        ("olmoe", {}, "Model.qk_norm='none': it must be 'full'"),
+        ("mixtral", {"router": Router(gate_scale=2.0)}, "Router.gate_scale=2.0"),
+        ("mixtral", {"attention": Attention(bias="qkv")}, "Attention.bias='qkv'"),
+        ("mixtral", {"moe": change(base.moe, num_shared_experts=1)}, "shared"),
+        ("mixtral", {"rope": Rope("yarn", 4.0, mscale=0.5)}, "Rope.mscale=0.5"),
+        ("mixtral", {"model": change(base.model, moe_every=2)}, "layers of kind 'den"),
+        ("glm4_moe", {"router": Router(kind="sigmoid"), "model": change(
+            base.model, layers=("moe", "dense"))}, "a dense layer after an MoE layer"),
+        ("nothing", {}, "no family 'nothing'"),
+    ]  # fmt: skip
+    for family, changes, message in cases:
+        with pytest.raises(ValueError) as error:
+            make_config(change(base, **changes), family)
+        assert message in str(error.value)
+        assert "\n" not in str(error.value)
+    shortcut = change(base, model=change(base.model, block="shortcut"))
+    with pytest.raises(ValueError, match=r"written as mixtral .*; as llama4_text"):
+        make_config(shortcut)
+
+
+def test_a_model_is_written_as_it_was_imported():
+    record = record_of("mixtral")
+    network = network_of(record)
+    other = dataclasses.replace(
+        network, model=dataclasses.replace(network.model, rope_theta=5.0)
+    )
+    with pytest.raises(ValueError, match=r"model.rope_theta=5.0, .* says 1000000.0"):
+        make_config(other, record=record)
+    with pytest.raises(ValueError, match="came from mixtral, and would be written as"):
+        make_config(network, "olmoe", record)
+    # How a network is computed is not part of it.
+    other = dataclasses.replace(
+        network, model=dataclasses.replace(network.model, remat="full")
+    )
+    _, written = make_config(other, record=record)
+    assert written["max_position_embeddings"] == record["max_position_embeddings"]
+
+
+def test_defaults_of_ours_are_a_mixtral():
+    family, _ = make_config(Network(Model(), Moe(), Router()))
+    assert family.name == "mixtral"
+    latent = Network(Model(), Moe(), Router(kind="sigmoid"), mla=Mla(16))
+    assert make_config(latent)[0].name == "deepseek_v3"
