@@ -71,30 +71,44 @@ class ConfigJson:
         """Return whether a key is there and not null."""
         return self.record.get(key) is not None
 
-    def take(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key, or the default where it is absent or null."""
+    def take(self, key: str, default: Any = None, null: Any = None) -> Any:
+        """Return the value of a key, `default` if it is absent, or `null` if it is
+        null; where that is REQUIRED, raise ValueError."""
         self._unread.discard(key)
-        value = self.record.get(key)
-        if value is None and default is REQUIRED:
-            rule = "is missing" if key not in self.record else "must be given"
+        value = self.record.get(key, default)
+        if key in self.record and value is None:
+            value = null
+        if value is REQUIRED:
+            rule = "must be given" if key in self.record else "is missing"
             raise self.error(key, f"{rule}: a model of this family needs it")
-        return default if value is None else value
+        return value
 
     def whole(
-        self, key: str, default: Any = REQUIRED, least: int = 1, most: int = MAX_WHOLE
+        self,
+        key: str,
+        default: Any = REQUIRED,
+        null: Any = REQUIRED,
+        least: int = 1,
+        most: int = MAX_WHOLE,
     ) -> Any:
-        """Return a whole number, or the default where the key is absent or null."""
-        value = self.take(key, default)
-        if value is not default and not (_is_whole(value) and least <= value <= most):
+        """Return a whole number, or what `take` says."""
+        value = self.take(key, default, null)
+        if key in self and not (_is_whole(value) and least <= value <= most):
             raise self.error(key, f"must be a whole number from {least:,} to {most:,}")
         return value
 
     def number(
-        self, key: str, default: Any = REQUIRED, least: float = 0, above: bool = True
+        self,
+        key: str,
+        default: Any = REQUIRED,
+        null: Any = REQUIRED,
+        least: float = 0,
+        above: bool = True,
     ) -> Any:
-        """Return a number above `least`, or also `least` itself unless `above`."""
-        value = self.take(key, default)
-        if value is default:
+        """Return a number above `least`, or also `least` itself unless `above`; or what
+        `take` says."""
+        value = self.take(key, default, null)
+        if key not in self:
             return value
         is_number = isinstance(value, float | int) and not isinstance(value, bool)
         if not (
@@ -110,9 +124,9 @@ class ConfigJson:
         return float(value)
 
     def flag(self, key: str, default: Any = REQUIRED) -> Any:
-        """Return true or false, or the default where the key is absent or null."""
-        value = self.take(key, default)
-        if value is not default and not isinstance(value, bool):
+        """Return true or false, or the default where the key is absent."""
+        value = self.take(key, default, REQUIRED)
+        if key in self and not isinstance(value, bool):
             raise self.error(key, "must be true or false")
         return value
 
@@ -120,12 +134,13 @@ class ConfigJson:
         """Return a whole number from 0 on, or true or false."""
         if isinstance(self.record.get(key), bool):
             return self.flag(key)
-        return self.whole(key, default, 0)
+        return self.whole(key, default, least=0)
 
     def choice(self, key: str, values: dict[str, Any], default: Any = REQUIRED) -> Any:
-        """Return what `values` says of a key's text."""
-        value = self.take(key, default)
-        if value is default:
+        """Return what `values` says of a key's text, or the default where the key is
+        absent or null."""
+        value = self.take(key, default, default)
+        if key not in self:
             return value
         if not isinstance(value, str) or value not in values:
             named = ", ".join(repr(name) for name in values)
@@ -160,12 +175,15 @@ class ConfigJson:
         return tuple(values[name] for name in value)
 
     def only(self, key: str, *values: object) -> None:
-        """Raise ValueError unless a key is absent, null, or one of these values."""
+        """Raise ValueError unless a key is absent or has one of these values. Null
+        counts as false, and as 0."""
         found = self.take(key)
-        if found is None or any(_is_same(found, value) for value in values):
+        is_off = found is None and not (values and values[0])
+        if key not in self.record or is_off:
             return
-        named = " or ".join(_shown(value) for value in values) or "null"
-        raise self.error(key, f"is not supported: it must be {named}")
+        if not any(_is_same(found, value) for value in values):
+            named = " or ".join(_shown(value) for value in values) or "null"
+            raise self.error(key, f"is not supported: it must be {named}")
 
     def object(self, key: str) -> "ConfigJson | None":
         """Return the object that is a key's value, or None."""

@@ -31,8 +31,8 @@ DROPPED = ("quantization_config", "auto_map", "dtype", "torch_dtype", "text_conf
 in the folder."""
 
 Leaf = View | np.ndarray | Callable[[tuple[slice, ...]], np.ndarray]
-"""An array, on the host or on devices; or a view; or a function from a tuple of slices
-to that part of an array."""
+"""An array, which is copied to the host whole if it is on devices; or a view; or a
+function from a tuple of slices to that part of an array."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +215,7 @@ def _as_view(leaf: Leaf, like: View, path: str) -> View:
     elif callable(leaf):
         view = views.computed(like.shape, np.dtype(np.float32), leaf)
     else:
-        view = views.held(leaf)
+        view = views.held(np.asarray(leaf))
     assert view.shape == like.shape, (path, view.shape, like.shape)
     return view
 

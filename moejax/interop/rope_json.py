@@ -52,27 +52,27 @@ class RopeKeys(Setting):
         values["rope.scaling"] = self._type(scaling)
         if values["rope.scaling"] != "none":
             values["rope.factor"] = scaling.number("factor", least=1, above=False)
-        longest = config.whole("max_position_embeddings", 4096)
+        longest = config.whole("max_position_embeddings", 4096, 4096)
         if values["rope.scaling"] in ("yarn", "llama3"):
             key = "original_max_position_embeddings"
-            values[f"rope.{key}"] = scaling.whole(key, longest)
+            values[f"rope.{key}"] = scaling.whole(key, longest, longest)
         else:
             scaling.take("original_max_position_embeddings")
         if values["rope.scaling"] == "yarn":
             self._read_yarn(scaling, values)
         if values["rope.scaling"] == "llama3":
             for name, default in (("low_freq_factor", 1.0), ("high_freq_factor", 4.0)):
-                values[f"rope.{name}"] = scaling.number(name, default)
+                values[f"rope.{name}"] = scaling.number(name, default, default)
         scaling.finish(IGNORED)
 
     def _read_yarn(self, scaling: ConfigJson, values) -> None:
         for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
-            values[f"rope.{name}"] = scaling.number(name, default)
+            values[f"rope.{name}"] = scaling.number(name, default, default)
         values["rope.truncate"] = scaling.flag("truncate", True)
         scaling.only("attention_factor")
         for name in ("mscale", "mscale_all_dim"):
             if self.has_mscale:
-                values[f"rope.{name}"] = scaling.number(name, 0.0, above=False)
+                values[f"rope.{name}"] = scaling.number(name, 0.0, 0.0, above=False)
             else:
                 scaling.only(name, 0)
 

@@ -32,23 +32,25 @@ class Setting(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Whole(Setting):
-    """A key whose whole number is a field, or null is None."""
+    """A key whose whole number is a field."""
 
     key: str
     field: str
     default: Any = REQUIRED
-    least: int = 1
+    """Value if the key is absent."""
+    null: Any = REQUIRED
+    """Value if it is null."""
     other_keys: tuple[str, ...] = ()
     """Other names of the key; all that are there must agree."""
 
     def read(self, config, values) -> None:
         most = MAX_LAYERS if self.field == "model.num_layers" else 2**31 - 1
         keys = [key for key in (self.key, *self.other_keys) if key in config]
-        found = [config.whole(key, self.default, self.least, most) for key in keys]
+        found = [config.whole(key, most=most) for key in keys]
         for key in {self.key, *self.other_keys} - set(keys):
             config.take(key)
         if not found:
-            found = [config.whole(self.key, self.default)]
+            found = [config.take(self.key, self.default, self.null)]
         for key, value in zip(keys, found):
             if value != found[0]:
                 raise config.error(key, f"contradicts {keys[0]}={found[0]}")
@@ -62,18 +64,15 @@ class Whole(Setting):
 
 @dataclasses.dataclass(frozen=True)
 class Number(Setting):
-    """A key whose number is a field, or null is None."""
+    """A key whose number, above 0, is a field."""
 
     key: str
     field: str
     default: Any = REQUIRED
-    least: float = 0
-    above: bool = True
+    null: Any = REQUIRED
 
     def read(self, config, values) -> None:
-        values[self.field] = config.number(
-            self.key, self.default, self.least, self.above
-        )
+        values[self.field] = config.number(self.key, self.default, self.null)
 
     def write(self, values, record) -> None:
         record[self.key] = values.pop(self.field)
@@ -151,13 +150,15 @@ class Ignored(Setting):
 class HeadDim(Setting):
     """The width of a head: hidden_size over num_attention_heads if it is not given."""
 
+    default: int | None = None
+    """Width if the key is absent, in families that have one."""
     is_usual: bool = True
     """Whether the family's config.json has the key also where it says nothing new."""
 
     def read(self, config, values) -> None:
         heads, width = values["model.num_heads"], values["model.d_model"]
-        default = REQUIRED if width % heads else width // heads
-        values["model.head_dim"] = config.whole("head_dim", default)
+        even = REQUIRED if width % heads else width // heads
+        values["model.head_dim"] = config.whole("head_dim", self.default or even, even)
 
     def write(self, values, record) -> None:
         head_dim = values.pop("model.head_dim")
@@ -177,7 +178,7 @@ class DensePrefix(Setting):
 
     def read(self, config, values) -> None:
         num_layers = values["model.num_layers"]
-        num = min(config.whole(self.key, self.default, 0), num_layers)
+        num = min(config.whole(self.key, self.default, least=0), num_layers)
         values["layers.ff"] = ("dense",) * num + ("moe",) * (num_layers - num)
 
     def write(self, values, record) -> None:
@@ -208,7 +209,8 @@ class SharedExperts(Setting):
     default: Any = 0
 
     def read(self, config, values) -> None:
-        values["moe.num_shared_experts"] = config.whole(self.key, self.default, 0)
+        num = config.whole(self.key, self.default, null=0, least=0)
+        values["moe.num_shared_experts"] = num
 
     def write(self, values, record) -> None:
         num = values.pop("moe.num_shared_experts")

@@ -70,8 +70,7 @@ class View(abc.ABC):
 
 
 def held(array: np.ndarray) -> View:
-    """Return the view of an array in memory, on the host or on devices of this process,
-    for export."""
+    """Return the view of an array in memory, for export."""
     return _Held(array)
 
 
@@ -149,7 +148,7 @@ class _Held(View):
         self._array = array
 
     def fill(self, out, box) -> None:
-        assign(out, np.asarray(self._array[tuple(slice(*part) for part in box)]))
+        assign(out, self._array[tuple(slice(*part) for part in box)])
 
 
 class _Computed(View):

@@ -313,3 +313,33 @@ def test_defaults_of_ours_are_a_mixtral():
     assert family.name == "mixtral"
     latent = Network(Model(), Moe(), Router(kind="sigmoid"), mla=Mla(16))
     assert make_config(latent)[0].name == "deepseek_v3"
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "field", "absent", "null"),
+    [
+        ("deepseek_v2", "q_lora_rank", "mla.q_lora_rank", 1536, None),
+        ("deepseek_v3", "n_shared_experts", "moe.num_shared_experts", 1, 0),
+        ("moonlight", "topk_group", "router.top_groups", None, 1),
+        ("deepseek_v2_lite", "n_group", "router.num_groups", 1, 1),
+        ("gpt_oss", "head_dim", "model.head_dim", 64, 16),
+        ("llama4_text", "head_dim", "model.head_dim", 128, 16),
+        ("mixtral", "num_key_value_heads", "model.num_kv_heads", 4, 4),
+        ("olmoe_clip", "clip_qkv", "attention.clip_qkv", None, None),
+        ("ernie4_5_moe", "tie_word_embeddings", "model.tie_embeddings", True, "null"),
+        ("glm4_moe", "use_qk_norm", "model.qk_norm", "none", "null"),
+        ("mixtral", "num_experts_per_tok", "moe.top_k", 2, "null"),
+        ("deepseek_v2", "num_experts_per_tok", "moe.top_k", "missing", "must be given"),
+    ],
+)
+def test_absent_keys_and_null_mean_what_transformers_takes_them_for(
+    name, key, field, absent, null
+):
+    part, field = field.split(".")
+    for value, expected in ((..., absent), (None, null)):
+        record = record_of(name, **{key: value})
+        if isinstance(expected, str) and expected != "none":
+            with pytest.raises(ValueError, match=expected):
+                as_architecture(record, "")
+        elif (name, value) != ("moonlight", ...):  # its n_group says more
+            assert as_architecture(record, "").fields[part][field] == expected

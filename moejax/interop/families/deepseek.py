@@ -1,6 +1,9 @@
 """What DeepSeek-V2 and DeepSeek-V3 share: latent attention, a dense prefix, and shared
 experts."""
 
+import dataclasses
+from typing import Any
+
 from moejax.config import Network
 from moejax.interop.families import shared
 from moejax.interop.families.shared import Rows
@@ -17,12 +20,17 @@ from moejax.interop.settings import (
 )
 
 
+@dataclasses.dataclass(frozen=True)
 class Groups(Setting):
-    """The groups of experts that a choice is limited to."""
+    """The groups of experts that a choice is limited to; null is one group."""
+
+    num_groups: int = 1
+    """Number of groups if it is not given."""
+    top_groups: int = 1
 
     def read(self, config, values) -> None:
-        values["router.num_groups"] = config.whole("n_group", 1)
-        values["router.top_groups"] = config.whole("topk_group", 1)
+        values["router.num_groups"] = config.whole("n_group", self.num_groups, 1)
+        values["router.top_groups"] = config.whole("topk_group", self.top_groups, 1)
 
     def write(self, values, record) -> None:
         record["n_group"] = values.pop("router.num_groups")
@@ -30,13 +38,18 @@ class Groups(Setting):
 
 
 def settings(
-    *own: Setting, first_k_dense: int, top_k: int, num_shared: int, gate_scale: float
+    *own: Setting,
+    first_k_dense: int,
+    top_k: Any,
+    num_shared: int,
+    gate_scale: float,
+    groups: Groups,
 ) -> tuple[Setting, ...]:
     """Return the settings of both, and those of one. The numbers are defaults."""
     return shared.settings(
         Only("attention_bias", (False,)),
         Whole("kv_lora_rank", "mla.kv_lora_rank", 512),
-        Whole("q_lora_rank", "mla.q_lora_rank", None),
+        Whole("q_lora_rank", "mla.q_lora_rank", 1536, null=None),
         Whole("qk_nope_head_dim", "mla.qk_nope_head_dim", 128),
         Whole("qk_rope_head_dim", "mla.qk_rope_head_dim", 64),
         Whole("v_head_dim", "mla.v_head_dim", 128),
@@ -50,7 +63,7 @@ def settings(
         DensePrefix("first_k_dense_replace", first_k_dense),
         Only("moe_layer_freq", (1,)),
         Number("routed_scaling_factor", "router.gate_scale", gate_scale),
-        Groups(),
+        groups,
         *own,
         heads=Ignored("head_dim"),
         rope=RopeKeys(has_mscale=True),

@@ -1,7 +1,9 @@
 """DeepSeek-V2 and V2-Lite: latent attention, softmax, groups judged by their best
 expert."""
 
+from moejax.interop.config_json import REQUIRED
 from moejax.interop.families import deepseek
+from moejax.interop.families.deepseek import Groups
 from moejax.interop.families.shared import Family
 from moejax.interop.settings import Constant, Only, Setting
 
@@ -34,9 +36,10 @@ FAMILY = Family(
         Constant("router.kind", "softmax"),
         Constant("router.normalise_gates", False),
         first_k_dense=0,
-        top_k=6,
+        top_k=REQUIRED,
         num_shared=2,
         gate_scale=1.0,
+        groups=Groups(),
     ),
     layer=deepseek.layer,
 )

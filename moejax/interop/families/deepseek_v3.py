@@ -3,6 +3,7 @@ bias, groups judged by their two best experts."""
 
 from moejax.config import Network
 from moejax.interop.families import deepseek, shared
+from moejax.interop.families.deepseek import Groups
 from moejax.interop.families.shared import Family, Rows
 from moejax.interop.settings import Constant, Flag, Only
 
@@ -26,6 +27,7 @@ FAMILY = Family(
         top_k=8,
         num_shared=1,
         gate_scale=2.5,
+        groups=Groups(8, 4),
     ),
     layer=layer,
     has_extra_layers=True,

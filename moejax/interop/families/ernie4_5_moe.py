@@ -25,8 +25,8 @@ class MoeLayers(Setting):
 
     def read(self, config, values) -> None:
         num_layers = values["model.num_layers"]
-        start = config.whole("moe_layer_start_index", 1, 0)
-        end = config.whole("moe_layer_end_index", -1, -1)
+        start = config.whole("moe_layer_start_index", 1, least=0)
+        end = config.whole("moe_layer_end_index", -1, least=-1)
         step = config.whole("moe_layer_interval", 1)
         last = num_layers - 1 if end == -1 else end
         values["layers.ff"] = tuple(

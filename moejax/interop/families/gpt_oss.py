@@ -32,10 +32,9 @@ class Layers(Setting):
             ("sliding", "full")[i % 2] for i in range(num_layers)
         )
         values["layers.attention"] = kinds
+        config.take("sliding_window")
         if "sliding" in kinds:
             values["attention.sliding_window"] = config.whole("sliding_window", 128)
-        else:
-            config.take("sliding_window")
 
     def write(self, values, record) -> None:
         titles = {kind: title for title, kind in KINDS.items()}
@@ -89,7 +88,7 @@ FAMILY = Family(
         Constant("moe.expert_bias", True),
         Constant("router.bias", True),
         eps=1e-5,
-        heads=HeadDim(),
+        heads=HeadDim(64),
         rope=RopeKeys(theta=150_000.0, missing=YARN),
         attention=Layers(),
     ),

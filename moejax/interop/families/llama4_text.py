@@ -42,8 +42,9 @@ class Layers(Setting):
         values["layers.attention"] = kinds = tuple(
             kind if has_rope else "nope" for kind, has_rope in zip(kinds, rope)
         )
-        size = config.whole("attention_chunk_size", 8192)
+        config.take("attention_chunk_size")
         if "chunked" in kinds:
+            size = config.whole("attention_chunk_size", 8192)
             values["attention.chunk_size"] = size
         is_tuned = bool(config.whole_or_flag("attn_temperature_tuning", True))
         scale = config.number("attn_scale", 0.1, above=False)
@@ -137,7 +138,7 @@ FAMILY = Family(
         Constant("router.normalise_gates", False),
         Constant("router.gate_input", True),
         eps=1e-5,
-        heads=HeadDim(),
+        heads=HeadDim(128),
         rope=RopeKeys(theta=500_000.0),
         attention=Layers(),
     ),

@@ -21,7 +21,7 @@ FAMILY = Family(
     class_name="OlmoeForCausalLM",
     settings=shared.settings(
         Flag("attention_bias", "attention.bias", False, off="none", on="all"),
-        Number("clip_qkv", "attention.clip_qkv", None),
+        Number("clip_qkv", "attention.clip_qkv", None, null=None),
         Constant("model.qk_norm", "full"),
         Whole("intermediate_size", "moe.d_expert"),
         Whole("num_experts", "moe.num_experts", other_keys=("num_local_experts",)),

@@ -87,7 +87,9 @@ class KeyHeads(Setting):
 
     def read(self, config, values) -> None:
         num_heads = values["model.num_heads"]
-        values["model.num_kv_heads"] = config.whole("num_key_value_heads", num_heads)
+        values["model.num_kv_heads"] = config.whole(
+            "num_key_value_heads", num_heads, num_heads
+        )
 
     def write(self, values, record) -> None:
         record["num_key_value_heads"] = values.pop("model.num_kv_heads")
