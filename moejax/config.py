@@ -377,17 +377,14 @@ class Rope:
         require_min(self, 0, "mscale", "mscale_all_dim")
         require_positive(self, "beta_slow", "low_freq_factor", "partial_rotary_factor")
         require_max(self, 1, "it is a share", "partial_rotary_factor")
-        low, high = self.low_freq_factor, self.high_freq_factor
-        require(
-            low < high,
-            f"Rope.low_freq_factor={low} must be below high_freq_factor={high}: "
-            "frequencies between are interpolated",
-        )
-        require(  # Kimi-K2 has 1 for both
-            self.beta_slow <= self.beta_fast,
-            f"Rope.beta_slow={self.beta_slow} must be at most beta_fast="
-            f"{self.beta_fast}: frequencies between are interpolated",
-        )
+        for low, high in (
+            ("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor"),
+        ):  # fmt: skip
+            require(
+                getattr(self, low) <= getattr(self, high),
+                f"Rope.{low}={getattr(self, low)} must be at most "
+                f"{high}={getattr(self, high)}: frequencies between are interpolated",
+            )
         require(
             self.scaling != "none" or self.factor == 1,
             f"Rope.factor={self.factor} scales nothing, because Rope.scaling is "

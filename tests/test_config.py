@@ -176,7 +176,7 @@ def test_minimum_values(part, field, minimum):
         ),
         (
             lambda: Rope(scaling="llama3", low_freq_factor=5.0),
-            ["Rope.low_freq_factor=5.0", "below high_freq_factor=4.0"],
+            ["Rope.low_freq_factor=5.0", "at most high_freq_factor=4.0"],
         ),
         (lambda: Rope(factor=4.0), ["Rope.factor=4.0", "Rope.scaling", "'none'"]),
         (

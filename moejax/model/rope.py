@@ -61,7 +61,7 @@ def _share_j(frequency_j: np.ndarray, theta: float, scaling: Rope) -> np.ndarray
     if scaling.scaling == "llama3":
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         rotations_j = length * frequency_j / (2 * math.pi)
-        return np.clip((high - rotations_j) / (high - low), 0, 1)
+        return np.clip((high - rotations_j) / max(high - low, 1e-9), 0, 1)
     num_pairs = len(frequency_j)
     low, high = (  # pairs that turn beta times within the original length
         num_pairs * math.log(length / (2 * math.pi * beta)) / math.log(theta)

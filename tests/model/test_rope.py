@@ -43,6 +43,22 @@ def test_high_frequencies_are_kept_and_low_ones_divided(scaling):
     assert ((share_j > 1 / 8) & (share_j < 1))[between_j].all()
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        Rope(scaling="yarn", factor=8.0, beta_fast=1.0, beta_slow=1.0),
+        Rope(scaling="yarn", factor=8.0, beta_fast=1.0, beta_slow=1.0, truncate=False),
+        Rope(scaling="llama3", factor=8.0, high_freq_factor=1.0),
+    ],
+    ids=["yarn, as Kimi-K2", "yarn, not truncated", "llama3, as Llama-4 Scout"],
+)
+def test_nothing_is_interpolated_between_equal_ends(scaling):
+    """Where both ends are one rotation, pairs that rotate more often are kept, and the
+    others are divided."""
+    share_j = scaled_frequencies(DIM, THETA, scaling) / PLAIN_J
+    np.testing.assert_allclose(share_j, np.where(ROTATIONS_J > 1, 1, 1 / 8))
+
+
 def test_factors_of_yarn():
     """m(s) = 0.1 s ln(factor) + 1 by hand, for factor = e**10."""
     factor = float(np.exp(10))
