@@ -80,15 +80,19 @@ def as_architecture(record: dict[str, Any], label: str) -> Architecture:
     values: fields.Values = {}
     for setting in family.settings:
         setting.read(config, values)
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    published = config.choice(key, {name: name for name in DTYPES}, "float32")
     kind = quantization(config)
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    usual = "bfloat16" if kind is not None else "float32"
+    published = config.choice(key, {name: name for name in DTYPES}, usual)
+    dropout = config.number("attention_dropout", 0.0, above=False)
     config.finish()
     by_part = fields.nested(values)
     try:
         fields.make_network(by_part)
     except ValueError as error:
         raise ValueError(f"{label}{error}") from None
+    if dropout:
+        notes += (f"attention_dropout={dropout:g} is left out: there is no dropout.",)
     if DTYPES[published] != published:
         notes += (f"Weights are {published}, which {DTYPES[published]} holds exactly.",)
     if kind is not None:

@@ -62,9 +62,12 @@ class Source:
             self._unused.discard(scale)
             return quantized.fp8_blocks(view, self._folder.view(scale))
         if view.dtype.itemsize < 2 or not np.issubdtype(_base(view.dtype), np.floating):
+            missing = "quantization_config in config.json does not say what it is"
+            if self._kind == FP8:
+                missing = f"there is no {quoted(scale)}"
             raise ValueError(
                 f"{view.label} is {view.dtype}, which is no dtype of weights, and "
-                "quantization_config in config.json does not say what it is"
+                + missing
             )
         return view
 

@@ -195,7 +195,7 @@ BAD = [
     ("mixtral", {"model_type": ["a"], "architectures": 3}, "model_type=['a'] is not"),
     ("mixtral", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: it must"),
     ("mixtral", {"sliding_window": 4096}, "sliding_window=4096 is not supported"),
-    ("mixtral", {"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported"),
+    ("mixtral", {"attention_dropout": -0.1}, "must be a number of at least 0"),
     ("mixtral", {"hidden_size": "64"}, "hidden_size='64' must be a whole number"),
     ("mixtral", {"hidden_size": True}, "hidden_size=true must be a whole number"),
     ("mixtral", {"hidden_size": 64.0}, "hidden_size=64.0 must be a whole number"),

@@ -80,6 +80,7 @@ FAMILY = Family(
         Only("use_bias", (False,)),
         Only("moe_gate", ("topk",), is_written=False),
         Only("moe_use_aux_free", (True,), is_written=False),
+        Only("use_rmsnorm", (True,), is_written=False),
         Ignored("moe_capacity"),
         SmallestSum(),
         Whole("intermediate_size", "model.d_ff"),

@@ -67,7 +67,6 @@ def settings(
     """Return the settings that all families have, and those of one."""
     return (
         Only("hidden_act", ("silu",)),
-        Only("attention_dropout", (0,), is_written=False),
         Whole("vocab_size", "model.vocab_size"),
         Whole("hidden_size", "model.d_model"),
         Whole("num_hidden_layers", "model.num_layers"),
