@@ -84,7 +84,7 @@ def as_architecture(record: dict[str, Any], label: str) -> Architecture:
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     usual = "bfloat16" if kind is not None else "float32"
     published = config.choice(key, {name: name for name in DTYPES}, usual)
-    dropout = config.number("attention_dropout", 0.0, above=False)
+    dropout = config.number("attention_dropout", 0.0, 0.0, above=False)
     config.finish()
     by_part = fields.nested(values)
     try:

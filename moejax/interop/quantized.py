@@ -8,8 +8,7 @@
                   the product of its code (FP4_VALUES) and 2 ** (scale - 127). Scale 255
                   makes a group NaN
 
-Rows are taken before they are decoded: mxfp4(taken(blocks, 1, rows), taken(scales, 1,
-rows)) decodes no other rows.
+`taken` rows of MXFP4 are taken before they are decoded: no others are.
 
 MXFP4 is the MX format with FP4 E2M1 elements and E8M0 scales (Open Compute
 Project, Microscaling Formats, version 1.0, sections 5.3.3 and 5.4.1).
@@ -107,6 +106,11 @@ class _Mxfp4(View):
         shape = (*outer, num_groups * GROUP)
         super().__init__(shape, np.dtype(np.float32), order, blocks.label)
         self._blocks, self._scales = blocks, scales
+
+    def take(self, dim, index_i) -> View:
+        if dim == len(self.shape) - 1:
+            return super().take(dim, index_i)
+        return _Mxfp4(*(v.take(dim, index_i) for v in (self._blocks, self._scales)))
 
     def fill(self, out, box: Box) -> None:
         box_shape, (start, stop) = boxes.shape_of(box), box[-1]

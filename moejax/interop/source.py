@@ -51,9 +51,13 @@ class Source:
         self._prefix = prefix if prefix + family.top[0] in folder else ""
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> View:
-        """Return a tensor as weights. Raises ValueError if it is missing, or has
-        another shape, or a dtype that is none of weights."""
-        name = self._prefix + name
+        """Return a tensor as weights, in float32 if some of the folder are quantised:
+        then layers may differ. Raises ValueError if it is missing, or has another
+        shape, or a dtype that is none of weights."""
+        view = self._weights(self._prefix + name, shape)
+        return view if self._kind is None else views.cast(view, np.dtype(np.float32))
+
+    def _weights(self, name: str, shape: tuple[int, ...]) -> View:
         if self._kind == MXFP4 and f"{name}_blocks" in self._folder:
             return self._mxfp4(name, shape)
         view = self._view(name, shape)

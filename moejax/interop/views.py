@@ -68,6 +68,11 @@ class View(abc.ABC):
             self.fill(out, box)
         return out
 
+    def take(self, dim: int, index_i: np.ndarray) -> "View":
+        """Return the view that `taken` describes. Views that change no entries pass
+        this on to what they are made from, so that less is read and decoded."""
+        return _Taken(self, dim, index_i)
+
 
 def held(array: np.ndarray) -> View:
     """Return the view of an array in memory, for export."""
@@ -86,6 +91,11 @@ def computed(
 def transposed(view: View, dims: Sequence[int]) -> View:
     """Return a view whose dim i is dim `dims[i]` of another."""
     return _Transposed(view, tuple(dims))
+
+
+def cast(view: View, dtype: np.dtype) -> View:
+    """Return a view with another dtype; values are cast as they are read."""
+    return view if view.dtype == dtype else _Cast(view, np.dtype(dtype))
 
 
 def stacked(views: Sequence[View]) -> View:
@@ -119,7 +129,7 @@ def taken(view: View, dim: int, indices: Sequence[int]) -> View:
     index_i = np.asarray(indices, np.int64)
     assert index_i.ndim == 1
     assert not index_i.size or 0 <= index_i.min() <= index_i.max() < view.shape[dim]
-    return _Taken(view, dim, index_i)
+    return view.take(dim, index_i)
 
 
 def assign(out: np.ndarray, values: np.ndarray) -> None:
@@ -161,6 +171,15 @@ class _Computed(View):
         assign(out, np.asarray(self._read(tuple(slice(*part) for part in box))))
 
 
+class _Cast(View):
+    def __init__(self, view: View, dtype: np.dtype):
+        super().__init__(view.shape, dtype, view.order, view.label)
+        self._view = view
+
+    def fill(self, out, box) -> None:
+        self._view.fill(out, box)
+
+
 class _Transposed(View):
     def __init__(self, view: View, dims: tuple[int, ...]):
         assert sorted(dims) == list(range(len(view.shape))), (dims, view.shape)
@@ -168,6 +187,9 @@ class _Transposed(View):
         order = tuple(dims.index(dim) for dim in view.order)
         super().__init__(shape, view.dtype, order, view.label)
         self._view, self._dims = view, dims
+
+    def take(self, dim, index_i) -> View:
+        return _Transposed(self._view.take(self._dims[dim], index_i), self._dims)
 
     def fill(self, out, box) -> None:
         inverse = np.argsort(self._dims)
@@ -242,6 +264,11 @@ class _Taken(View):
         shape = (*view.shape[:dim], len(index_i), *view.shape[dim + 1 :])
         super().__init__(shape, view.dtype, view.order, view.label)
         self._view, self._dim, self._index_i = view, dim, index_i
+
+    def take(self, dim, index_i) -> View:
+        if dim != self._dim:
+            return super().take(dim, index_i)
+        return _Taken(self._view, dim, self._index_i[index_i])
 
     def fill(self, out, box) -> None:
         dim, (start, stop) = self._dim, box[self._dim]
