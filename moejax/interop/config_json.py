@@ -10,6 +10,7 @@ supported.
 import math
 from typing import Any
 
+from moejax.config import MAX_LAYERS
 from moejax.interop.strict_json import quoted
 
 _NAMES = """
@@ -147,7 +148,7 @@ class ConfigJson:
             raise self.error(key, f"is not supported: it must be one of {named}")
         return values[value]
 
-    def wholes(self, key: str, length: int | None = None, most: int = 2**12) -> Any:
+    def wholes(self, key: str, most: int = MAX_LAYERS) -> Any:
         """Return a list of whole numbers from 0 to `most`, or None."""
         value = self.take(key)
         if value is None:
@@ -156,8 +157,6 @@ class ConfigJson:
             _is_whole(number) and 0 <= number <= most for number in value
         ):
             raise self.error(key, f"must be a list of whole numbers from 0 to {most:,}")
-        if length is not None and len(value) != length:
-            raise self.error(key, f"must have {length:,} numbers, one for each layer")
         return value
 
     def names(self, key: str, values: dict[str, Any], length: int) -> Any:

@@ -73,6 +73,8 @@ def flatten(network: Network) -> Values:
     )
     if network.moe.num_shared_experts:
         values["moe.d_shared"] = network.moe.shared_width
+    if values["attention.scale"] == network.query_dim**-0.5:
+        values["attention.scale"] = None
     for name in _inactive(network):
         values[name] = DEFAULTS[name]
     return values

@@ -9,6 +9,7 @@ from moejax.interop.settings import Constant, Flag, Only
 
 
 def layer(net: Network, is_moe: bool) -> Rows:
+    """Return the rows of a layer."""
     rows = deepseek.layer(net, is_moe)
     return [*rows, shared.correction_bias(net)] if is_moe else rows
 

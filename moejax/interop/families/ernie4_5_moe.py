@@ -65,6 +65,7 @@ class SmallestSum(Setting):
 
 
 def layer(net: Network, is_moe: bool) -> Rows:
+    """Return the rows of a layer."""
     rows = [*shared.norms(net), *shared.attention(net, is_interleaved=True)]
     if not is_moe:
         return rows + shared.swiglu(net, "mlp.", net.model.d_ff)

@@ -18,6 +18,7 @@ from moejax.interop.settings import (
 
 
 def layer(net: Network, is_moe: bool) -> Rows:
+    """Return the rows of a layer."""
     rows = [*shared.norms(net), *shared.attention(net)]
     if not is_moe:
         return rows + shared.swiglu(net, "mlp.", net.model.d_ff)

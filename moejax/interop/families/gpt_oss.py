@@ -47,6 +47,7 @@ class Layers(Setting):
 
 
 def layer(net: Network, is_moe: bool) -> Rows:
+    """Return the rows of a layer."""
     e, d, f = net.moe.num_experts, net.model.d_model, net.moe.d_expert
     columns = (*range(0, 2 * f, 2), *range(1, 2 * f, 2))
 

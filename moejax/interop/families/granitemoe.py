@@ -22,6 +22,7 @@ class AttentionMultiplier(Setting):
 
 
 def layer(net: Network, is_moe: bool) -> Rows:
+    """Return the rows of a layer."""
     e, d, f = net.moe.num_experts, net.model.d_model, net.moe.d_expert
     at = "block_sparse_moe."
     both = ("moe.gate_edf", "moe.up_edf")

@@ -106,6 +106,7 @@ class SharedExpert(Setting):
 
 
 def layer(net: Network, is_moe: bool) -> Rows:
+    """Return the rows of a layer."""
     e, d, f = net.moe.num_experts, net.model.d_model, net.moe.d_expert
     at = "feed_forward."
     rows = [*shared.norms(net), *shared.attention(net, is_interleaved=True)]

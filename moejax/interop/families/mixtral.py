@@ -8,6 +8,7 @@ from moejax.interop.settings import Only, Whole
 
 
 def layer(net: Network, is_moe: bool) -> Rows:
+    """Return the rows of a layer."""
     return [
         *shared.norms(net),
         *shared.attention(net),

@@ -7,6 +7,7 @@ from moejax.interop.settings import Constant, Flag, HeadDim, Number, Whole
 
 
 def layer(net: Network, is_moe: bool) -> Rows:
+    """Return the rows of a layer."""
     return [
         *shared.norms(net),
         *shared.attention(net),
