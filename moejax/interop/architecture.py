@@ -110,10 +110,9 @@ def _text_part(record: dict[str, Any], label: str) -> dict[str, Any]:
     config.finish(HARMLESS | IMAGE_KEYS)
     names = ("torch_dtype", "dtype", "quantization_config")
     beside = {name: record[name] for name in names if record.get(name) is not None}
-    own = {name: value for name, value in text.record.items() if value is not None}
-    if {"torch_dtype", "dtype"} & own.keys():
+    if any(text.record.get(name) for name in ("torch_dtype", "dtype")):
         beside = {n: value for n, value in beside.items() if "dtype" not in n}
-    return {"model_type": llama4_text.FAMILY.name, **beside, **own}
+    return {**text.record, **beside, "model_type": llama4_text.FAMILY.name}
 
 
 def _find_family(record: dict[str, Any], label: str) -> Family:

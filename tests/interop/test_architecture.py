@@ -144,6 +144,8 @@ def test_the_text_part_of_llama_4():
     assert got.fields == as_architecture(text, "").fields
     assert got.dtype == "bfloat16"
     assert got.record["model_type"] == "llama4_text"
+    text["head_dim"] = None
+    assert as_architecture(record, "").fields["model"]["head_dim"] == 16
     assert len(got.notes) == 1
     with pytest.raises(ValueError, match=r"^text_config is missing"):
         as_architecture({"model_type": "llama4"}, "")
@@ -342,3 +344,15 @@ def test_absent_keys_and_null_mean_what_transformers_takes_them_for(
                 as_architecture(record, "")
         elif (name, value) != ("moonlight", ...):  # its n_group says more
             assert as_architecture(record, "").fields[part][field] == expected
+
+
+def test_each_field_of_the_configuration_is_of_the_model_or_not():
+    """A new field must be put where it belongs: a family may have to say it."""
+    others = {
+        "jitter", "balance_loss", "sequence_balance_loss", "z_loss", "bias_rate",
+        "training", "allow_expert_choice_in_decoder", "mutual_information_loss",
+    }  # fmt: skip
+    names = {field.name for field in dataclasses.fields(Router)}
+    assert names == others | set(fields.ROUTER)
+    assert {name.partition(".")[0] for name in fields.NAMES} == set(fields.PARTS)
+    assert set(fields.COMPUTED).isdisjoint(fields.NAMES)
