@@ -146,8 +146,9 @@ def make_config(
         before = fields.flatten(fields.make_network(came_from.fields))
         if (field := fields.difference(values, before)) is not None:
             raise ValueError(
-                f"{field}={values[field]!r}, and {CONFIG} of the original says "
-                f"{before[field]!r}: a model is written as it was imported"
+                f"{fields.title(field)}={values[field]!r}, and {CONFIG} of the "
+                f"original says {before[field]!r}: a model is written as it was "
+                "imported"
             )
     if name is not None and name not in FAMILIES:
         raise ValueError(f"no family {name!r}: it must be one of {', '.join(FAMILIES)}")

@@ -125,6 +125,12 @@ def difference(values: Values, others: Values) -> str | None:
     return None
 
 
+def title(name: str) -> str:
+    """Return the name of a field as gin and messages have it, such as Model.d_model."""
+    part, field = name.split(".")
+    return f"{part.title()}.{field}"
+
+
 def nested(values: Values) -> dict[str, dict[str, Any]]:
     """Return fields by part, all of an architecture, from values that may be without
     some. Kinds of layers are written as the shortest periods."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from moejax.config import MAX_LAYERS
 from moejax.interop.config_json import REQUIRED, ConfigJson
-from moejax.interop.fields import DEFAULTS, Values
+from moejax.interop.fields import DEFAULTS, Values, title
 
 Record = dict[str, Any]
 
@@ -223,9 +223,7 @@ class SharedExperts(Setting):
 
 def inexpressible(field: str, value: object, allowed: str) -> ValueError:
     """Return the error that a family has no key for a field's value."""
-    part, name = field.split(".")
-    title = f"{part.title()}.{name}"
-    return ValueError(f"{title}={value!r}: it must be {allowed}")
+    return ValueError(f"{title(field)}={value!r}: it must be {allowed}")
 
 
 def check_rest(values: Values) -> None:

@@ -64,7 +64,10 @@ class Source:
         scale = name + "_scale_inv"
         if self._kind == FP8 and scale in self._folder:
             self._unused.discard(scale)
-            return quantized.fp8_blocks(view, self._folder.view(scale))
+            scales = self._folder.view(scale)
+            if scales.dtype.name == "bfloat16":  # as Qwen3 has them
+                scales = views.cast(scales, np.dtype(np.float32))
+            return quantized.fp8_blocks(view, scales)
         if view.dtype.itemsize < 2 or not np.issubdtype(_base(view.dtype), np.floating):
             missing = "quantization_config in config.json does not say what it is"
             if self._kind == FP8:

@@ -296,7 +296,7 @@ def test_a_model_is_written_as_it_was_imported():
     other = dataclasses.replace(
         network, model=dataclasses.replace(network.model, rope_theta=5.0)
     )
-    with pytest.raises(ValueError, match=r"model.rope_theta=5.0, .* says 1000000.0"):
+    with pytest.raises(ValueError, match=r"Model.rope_theta=5.0, .* says 1000000.0"):
         make_config(other, record=record)
     with pytest.raises(ValueError, match="came from mixtral, and would be written as"):
         make_config(network, "olmoe", record)

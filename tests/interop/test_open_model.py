@@ -259,7 +259,8 @@ def test_layers_for_more_tokens_and_buffers_are_read_past(deepseek):
     assert json.loads(export.files[CONFIG])["num_nextn_predict_layers"] == 0
 
 
-def test_fp8_blocks(tmp_path):
+@pytest.mark.parametrize("scale_dtype", [np.float32, BF16])
+def test_fp8_blocks(scale_dtype, tmp_path):
     """Products that have weight_scale_inv are decoded, and rounded when written."""
     network = TINY["deepseek_v3"]
     network = dataclasses.replace(
@@ -274,10 +275,10 @@ def test_fp8_blocks(tmp_path):
         if not name.endswith("_proj.weight"):
             continue
         rows, columns = (-(-size // 128) for size in array.shape)
-        scale = random.random((rows, columns)).astype("f")
+        scale = random.random((rows, columns)).astype(scale_dtype)
         arrays[name] = array.astype(E4M3)
         arrays[f"{name}_scale_inv"] = scale
-        whole = scale.repeat(128, axis=0).repeat(128, axis=1)
+        whole = scale.astype("f").repeat(128, axis=0).repeat(128, axis=1)
         whole = whole[: array.shape[0], : array.shape[1]]
         expected[name] = arrays[name].astype("f") * whole
     write_arrays(folder / SINGLE, arrays)
