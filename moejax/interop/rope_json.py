@@ -31,7 +31,8 @@ class RopeKeys(Setting):
     partial: float = 1.0
     """partial_rotary_factor if config.json has none."""
     missing: dict[str, Any] | None = None
-    """Scaling if config.json says nothing of RoPE but its base."""
+    """Scaling if config.json says nothing of RoPE but its base. Null is this for
+    transformers 5 and no scaling for 4, and is refused."""
 
     def read(self, config, values) -> None:
         old, new = config.object("rope_scaling"), config.object("rope_parameters")
@@ -39,8 +40,12 @@ class RopeKeys(Setting):
             raise config.error("rope_scaling", "contradicts rope_parameters: keep one")
         scaling = old or new
         if scaling is None:
-            given = self.missing if "rope_scaling" not in config.record else None
-            scaling = ConfigJson(dict(given or {}), "config.json: rope_parameters: ")
+            is_null = not {"rope_scaling", "rope_parameters"}.isdisjoint(config.record)
+            if self.missing and is_null:
+                raise config.error(
+                    "rope_scaling", "is ambiguous: say the rope_type, such as 'default'"
+                )
+            scaling = ConfigJson(dict(self.missing or {}), "")
         theta = _one_of(config, scaling, "rope_theta", self.theta)
         values["model.rope_theta"] = theta
         partial = _one_of(config, scaling, "partial_rotary_factor", self.partial)
@@ -102,10 +107,10 @@ class RopeKeys(Setting):
             for name in [name for name in values if name.startswith("rope.")]
         }
         scaling = given.pop("scaling")
-        record["rope_scaling"] = None
-        if scaling == "none":
-            return
         title = next(title for title, name in TYPES.items() if name == scaling)
+        if scaling == "none":
+            record["rope_scaling"] = {"rope_type": title} if self.missing else None
+            return
         names = {
             "linear": ("factor",),
             "yarn": (

@@ -133,6 +133,17 @@ def test_published_names_of_a_family():
     assert "auto_map" not in written
 
 
+def test_gpt_oss_has_a_scaling_unless_it_says_none():
+    """An absent scaling is YaRN in both transformers, null in one of them alone."""
+    record = record_of("gpt_oss", rope_parameters=..., rope_theta=1e4)
+    rope = as_architecture(record, "").fields["rope"]
+    assert (rope["scaling"], rope["factor"], rope["truncate"]) == ("yarn", 32, False)
+    record["rope_scaling"] = {"rope_type": "default"}
+    network = network_of(record)
+    assert network.rope.scaling == "none"
+    assert make_config(network)[1]["rope_scaling"] == {"rope_type": "default"}
+
+
 def test_the_text_part_of_llama_4():
     text = record_of("llama4_text", SPELLINGS[1], torch_dtype=...)
     record = {
@@ -228,6 +239,7 @@ BAD = [
     ("deepseek_v3", {"n_group": 3}, "Router.num_groups=3 must divide num_experts=8"),
     ("ernie4_5_moe", {"use_bias": True}, "use_bias=true is not supported"),
     ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min=0.1 must be at most 1e-06"),
+    ("gpt_oss", {"rope_parameters": None}, "rope_scaling is ambiguous: say the"),
     ("gpt_oss", {"attention_bias": False}, "attention_bias=false is not supported"),
     ("gpt_oss", {"layer_types": ["full_attention"]}, "must have 2 names, one for each"),
     ("llama4_text", {"moe_layers": [0, 5]}, "must be a list of whole numbers from 0"),
