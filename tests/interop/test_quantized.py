@@ -9,33 +9,10 @@ import pytest
 from moejax.interop import quantized
 from moejax.interop.folder import TensorFolder
 from moejax.interop.views import held, stacked, taken, transposed
+from tests.support.block_formats import e2m1, e4m3
 from tests.support.tensor_folders import BF16, E4M3, SINGLE, write_arrays
 
-F8_BIAS, F8_MANTISSA = 7, 3
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
-
-
-def e4m3(code: int) -> float:
-    """Return the value of a code of FP8 E4M3: one sign, four exponent and three
-    mantissa bits, no infinity, and NaN where all but the sign are ones (Micikevicius et
-    al. 2022, table 1)."""
-    sign = -1.0 if code >> 7 else 1.0
-    exponent, mantissa = code >> 3 & 15, code & 7
-    if (exponent, mantissa) == (15, 7):
-        return math.nan
-    if exponent == 0:
-        return sign * mantissa * 2.0 ** (1 - F8_BIAS - F8_MANTISSA)
-    return sign * (8 + mantissa) * 2.0 ** (exponent - F8_BIAS - F8_MANTISSA)
-
-
-def e2m1(code: int) -> float:
-    """Return the value of a code of FP4 E2M1: one sign, two exponent and one mantissa
-    bit (Microscaling Formats 1.0, section 5.3.3)."""
-    sign = -1.0 if code >> 3 else 1.0
-    exponent, mantissa = code >> 1 & 3, code & 1
-    return sign * (
-        mantissa * 0.5 if exponent == 0 else (2 + mantissa) * 2.0 ** (exponent - 2)
-    )
 
 
 def as_float32(value: float) -> np.float32:
