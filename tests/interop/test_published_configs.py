@@ -1,8 +1,10 @@
-"""Test that config.json of published models is read, and that its model has the
-published number of parameters."""
+"""Test that config.json of published models is read, that its model has the published
+number of parameters, and that a dry run says what docs/models.md says."""
 
 import math
-import pathlib
+import re
+import subprocess
+import sys
 from typing import Literal, NamedTuple
 
 import jax
@@ -15,8 +17,9 @@ from moejax.interop import fields
 from moejax.interop.published import read_architecture
 from moejax.model.flops import num_params
 from moejax.model.transformer import Transformer
+from tests.support.run_main import MAIN, ROOT, Ended, environment
 
-ROOT = pathlib.Path(__file__).resolve().parents[1] / "golden" / "published"
+FOLDERS = ROOT / "tests" / "golden" / "published"
 
 
 class Published(NamedTuple):
@@ -93,8 +96,16 @@ MODELS = {
 """What authors say is from memory. The other part of Llama-4 reads images."""
 
 
+def table_of_the_page() -> dict[str, list[str]]:
+    """Return the cells of docs/models.md by model."""
+    page = (ROOT / "docs" / "models.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (\w.*) \|$", page, re.MULTILINE)
+    return {name: rest.split(" | ") for name, rest in rows if name in MODELS}
+
+
 def test_these_are_all():
-    assert {path.parent.name for path in ROOT.glob("*/config.json")} == set(MODELS)
+    assert {path.parent.name for path in FOLDERS.glob("*/config.json")} == set(MODELS)
+    assert list(table_of_the_page()) == list(MODELS)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -103,7 +114,7 @@ def test_parameters_are_as_many_as_published(name):
     those of transformers, and the authors' numbers agree in all their digits, whether
     they rounded or cut them."""
     model = MODELS[name]
-    architecture = read_architecture(ROOT / name)
+    architecture = read_architecture(FOLDERS / name)
     assert architecture.family == model.family
     network = fields.make_network(architecture.fields)
     counts = num_params(network)
@@ -112,6 +123,31 @@ def test_parameters_are_as_many_as_published(name):
     width = network.model.vocab_size * network.model.d_model
     _check_digits(model.total + model.others, model.total_said)
     _check_digits(model.active - model.without * width, model.active_said)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
+def test_the_dry_run_says_what_the_page_says(name, tmp_path):
+    family, total, active, _, num_devices, mesh, gib = table_of_the_page()[name]
+    params = [f"Model.from_hf = {str(FOLDERS / name)!r}"]
+    params += [f"Train.batch_size = {num_devices}"]
+    if mesh != "one device":
+        params += [f"Mesh.{axis}" for axis in mesh.split(", ")]
+    words = [sys.executable, MAIN, f"--gin_file={FOLDERS / 'dry_run.gin'}"]
+    words += [f"--gin_param={param}" for param in params]
+    process = subprocess.run(
+        [*words, "--dry_run", "--target=h100", "--json"],
+        env=environment(), cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (process.returncode, process.stderr) == (0, "")
+    record = Ended(process.returncode, process.stdout, process.stderr).record
+    model = MODELS[name]
+    assert family == model.family
+    assert record["params"] == {"total": model.total, "active": model.active}
+    assert [total, active] == [f"{n:,}" for n in (model.total, model.active)]
+    assert record["fit"]["fits"]
+    assert f"{sum(record['memory'].values()) / 2**30:.1f}" == gib
+    assert not list(tmp_path.iterdir())
 
 
 OPTIONS = {
@@ -169,7 +205,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_are_as_published(name):
-    fields_of = read_architecture(ROOT / name).fields
+    fields_of = read_architecture(FOLDERS / name).fields
     for key, value in OPTIONS[name].items():
         part, field = key.split(".")
         assert fields_of[part][field] == value, key
@@ -185,13 +221,13 @@ def test_options_are_as_published(name):
     ],
 )
 def test_what_is_not_imported_as_it_is_is_said(name, words):
-    (note,) = read_architecture(ROOT / name).notes
+    (note,) = read_architecture(FOLDERS / name).notes
     assert words in note
 
 
 def test_the_dtype_of_weights():
     """All were published in bfloat16, or quantised so that it holds them."""
-    assert {read_architecture(ROOT / name).dtype for name in MODELS} == {"bfloat16"}
+    assert {read_architecture(FOLDERS / name).dtype for name in MODELS} == {"bfloat16"}
 
 
 def _num_elements(network) -> int:
