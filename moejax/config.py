@@ -102,6 +102,11 @@ class Model:
     (i - first_k_dense + 1) is a multiple of moe_every, else dense; or as `layers` says.
     """
 
+    from_hf: str | None = None
+    """Folder of a published model that a new run starts from: its config.json decides
+    the fields of Model, Attention, Rope, Mla, Moe and Router that it has a value for,
+    and its tensors are the first parameters (docs/finetune.md). Its tokenizer.json is
+    the default of Data.tokenizer. None: parameters start at random."""
     vocab_size: int = 256
     """Number of token ids."""
     d_model: int = 128

@@ -4,11 +4,18 @@ import argparse
 import pathlib
 from collections.abc import Callable
 
+from moejax.interop.companions import TOKENIZER, read_text_ids
 from train.checkpoint.load import (
     CheckpointSource,
     LoadedModel,
     find_checkpoints,
     load_model,
+)
+from train.checkpoint.load_folder import (
+    FolderSource,
+    find_folder,
+    is_folder,
+    load_folder,
 )
 from train.config import gin_reader
 from train.data.tokenizer import Tokenizer, load_tokenizer
@@ -32,7 +39,9 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add(
         "run_dir",
         type=pathlib.Path,
-        help="run directory of train/main.py; the run may still be going on",
+        metavar="run_dir",
+        help="run directory of train/main.py, where the run may still be going on; or "
+        "folder of a published model",
     )
     add(
         "--step",
@@ -73,19 +82,52 @@ def run(
 
     def load_and_work() -> int:
         check(args)
-        found = find_checkpoints(args.run_dir, args.step, args.gin_param)
+        found = find(args.run_dir, args.step, args.gin_param)
+        require_tokenizer(found)
         if is_program and found.cfg.train.num_simulated_devices:
             restart_with_huge_pages()
         start(found.cfg, cluster_flags(args))
         require_same("program", _facts(args, found) | program_facts())
-        record = work(load_model(found), args)
+        record = work(load(found), args)
         emit(record, args.json and is_first())
         return DONE
 
     return guarded(load_and_work, as_json=args.json)
 
 
-def _facts(args: argparse.Namespace, found: CheckpointSource) -> dict[str, str]:
+def find(
+    path: pathlib.Path, step: int | None, params: list[str]
+) -> CheckpointSource | FolderSource:
+    """Find the model in a run directory, or in the folder of a published model. Raises
+    a ValueError of one line."""
+    if is_folder(path):
+        return find_folder(path, step, params)
+    return find_checkpoints(path, step, params)
+
+
+def load(source: CheckpointSource | FolderSource) -> LoadedModel:
+    """Load the model that `find` has found onto the devices of this machine."""
+    if isinstance(source, FolderSource):
+        return load_folder(source)
+    return load_model(source)
+
+
+def require_tokenizer(source: CheckpointSource | FolderSource) -> None:
+    """Raise ValueError for a published folder without a tokenizer."""
+    if not isinstance(source, FolderSource):
+        return
+    name = source.cfg.data.tokenizer
+    if name != "bytes" and not pathlib.Path(name).expanduser().exists():
+        raise ValueError(
+            f"{source.folder} has no {TOKENIZER}: copy it there from where the model "
+            "came from, or name one with --gin_param \"Data.tokenizer = '...'\"; "
+            "tools/hf.py logits needs none"
+        )
+
+
+def _facts(
+    args: argparse.Namespace, found: CheckpointSource | FolderSource
+) -> dict[str, str]:
     """Return what decides the work of a process beside its program, as texts by name:
     all processes must have the same."""
     places = vars(cluster_flags(args))
@@ -97,10 +139,11 @@ def _facts(args: argparse.Namespace, found: CheckpointSource) -> dict[str, str]:
 
 
 def run_tokenizer(loaded: LoadedModel) -> Tokenizer:
-    """Return the tokenizer that the run was trained with. Raises ValueError where the
-    configured one differs from it."""
-    data, identity = loaded.cfg.data, loaded.meta["data"]
+    """Return the tokenizer that the run was trained with, or that of a published
+    folder. Raises ValueError where the configured one differs from it."""
+    data, identity = loaded.cfg.data, loaded.meta["data"] or {}
     tokenizer = load_tokenizer(data.tokenizer, data.separator)
+    tokenizer.check(loaded.cfg.model.vocab_size)
     here = {"tokenizer_sha256": tokenizer.sha256, "separator": tokenizer.separator}
     trained = [identity.get(name, value) for name, value in here.items()]
     if trained != list(here.values()):
@@ -111,3 +154,11 @@ def run_tokenizer(loaded: LoadedModel) -> Tokenizer:
             "--gin_param \"Data.tokenizer = '...'\""
         )
     return tokenizer
+
+
+def end_ids(loaded: LoadedModel, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids of the tokens that end a text: the separator of documents, and
+    those that a published model names."""
+    folder = loaded.published
+    ends = () if folder is None else read_text_ids(folder).ends
+    return frozenset((tokenizer.separator, *ends))

@@ -1,11 +1,13 @@
 """Measure loss, perplexity and load per expert of a trained model.
 
     python train/evaluate.py runs/tiny_cpu --files 'books/*.txt' --json
+    python train/evaluate.py models/olmoe --files 'books/*.txt'
 
-Without --files the text is the held-out windows that the run's own evaluations use. In
-files, each token but the first of a text is predicted once, in windows of Data.seq_len.
-No token is dropped, even where the run's exchange drops some. Exit codes: 0 done, 2 bad
-input, 130 stopped by Ctrl-C.
+The model is that of a run, or of a folder as models are published. Without --files,
+which such a folder needs, the text is the held-out windows that the run's own
+evaluations use. In files, each token but the first of a text is predicted once, in
+windows of Data.seq_len. No token is dropped, even where the run's exchange drops some.
+Exit codes: 0 done, 2 bad input, 130 stopped by Ctrl-C.
 """
 
 import argparse
@@ -22,6 +24,7 @@ if __name__ == "__main__":
 
 from train import cli, data
 from train.checkpoint.load import LoadedModel
+from train.checkpoint.load_folder import is_folder
 from train.config.names import config_from_record
 from train.data.token_streams import TokenStream, read_positions, read_tokens
 from train.data.tokenizer import Tokenizer, stream_decoder
@@ -74,6 +77,11 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(
             "--batches counts batches of held-out text, and --files are read whole: "
             "give one of the two"
+        )
+    if is_folder(args.run_dir) and not args.files:
+        raise ValueError(
+            f"{args.run_dir} is a published model, without held-out text: "
+            "name a text with --files"
         )
 
 
@@ -276,7 +284,8 @@ def show(record: dict, tokens_le: "np.ndarray", say: Callable[[str], None] = pri
 
     perplexity = record["perplexity"]
     shown = "more than e700" if perplexity is None else f"{perplexity:.4g}"
-    say(f"checkpoint      step {record['step']}")
+    step = record["step"]
+    say("checkpoint      " + ("as published" if step is None else f"step {step}"))
     say(f"text            {record['text']}")
     num_tokens, num_bytes = record["num_tokens"], record["num_bytes"]
     say(f"predicted       {num_tokens:,} tokens, {num_bytes:,} bytes")

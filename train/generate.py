@@ -1,10 +1,13 @@
 """Continue prompts with a trained model, greedily or by random draws.
 
     python train/generate.py runs/tiny_cpu --prompt 'import ' --temperature 0.8
+    python train/generate.py models/olmoe --prompt 'import '
 
-The text of a single prompt streams to the terminal; each of several texts is printed
-when it is complete. A text ends at the token that separates documents, or after
---max_tokens. Exit codes: 0 done, 2 bad input, 130 stopped by Ctrl-C.
+The model is that of a run, or of a folder as models are published. The text of a single
+prompt streams to the terminal; each of several texts is printed when it is complete. A
+text ends at the token that separates documents, at another one that a published model
+ends its texts with, or after --max_tokens. Exit codes: 0 done, 2 bad input, 130 stopped
+by Ctrl-C.
 """
 
 import argparse
@@ -38,14 +41,15 @@ class Continuation:
     text: str = ""
     """Text behind the prompt."""
     num_tokens: int = 0
-    """Number of tokens behind the prompt, the separator included."""
+    """Number of tokens behind the prompt, the one that ends the text included."""
     is_ended: bool = False
-    """Whether the separator of documents has ended the text."""
+    """Whether a token that ends texts has ended this one."""
 
-    def add(self, token: int, separator: int) -> str:
-        """Add a token; return the characters that it completes."""
+    def add(self, token: int, ends: frozenset[int]) -> str:
+        """Add a token; return the characters that it completes, none for one of
+        `ends`."""
         self.num_tokens += 1
-        self.is_ended = token == separator
+        self.is_ended = token in ends
         piece = "" if self.is_ended else self.complete([token])
         self.text += piece
         return piece
@@ -73,6 +77,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="file whose whole text is a prompt; may be given several times (default: "
         "none)",
+    )
+    add(
+        "--special_tokens",
+        action="store_true",
+        help="read names of special tokens in prompts, such as <|im_start|>, as these "
+        "tokens (default: as plain text)",
     )
     add(
         "--max_tokens",
@@ -114,8 +124,8 @@ def generate(loaded: LoadedModel, args: argparse.Namespace) -> dict:
     from train.eval.decoding import Sampling, decode, make_decoder
 
     tokenizer = cli.run_tokenizer(loaded)
-    prompts = load_prompts(args)
-    prompt_ids = [encode(tokenizer, text) for text in prompts]
+    ends, prompts = cli.end_ids(loaded, tokenizer), load_prompts(args)
+    prompt_ids = [encode(tokenizer, text, args.special_tokens) for text in prompts]
     note_length(loaded, prompt_ids, args)
     decoder = make_decoder(loaded, tokenizer.vocab_size, tokenizer.separator)
     sampling = Sampling(args.temperature, args.top_p, args.seed)
@@ -129,7 +139,7 @@ def generate(loaded: LoadedModel, args: argparse.Namespace) -> dict:
         for token_b in decode(decoder, prompt_ids, args.max_tokens, sampling):
             if texts[0].num_tokens == 0:
                 first_sec = time.monotonic()
-            add(texts, np.asarray(token_b).tolist(), decoder.separator, args, show)
+            add(texts, np.asarray(token_b).tolist(), ends, args, show)
             if all(text.is_ended for text in texts):
                 break
     finally:
@@ -158,12 +168,12 @@ def generate(loaded: LoadedModel, args: argparse.Namespace) -> dict:
 
 
 def add(
-    texts: list[Continuation], tokens: list[int], separator: int, args, show
+    texts: list[Continuation], tokens: list[int], ends: frozenset[int], args, show
 ) -> None:
     """Add one token to each text that has not ended, and show it."""
     for row, (text, token) in enumerate(zip(texts, tokens)):
         if not text.is_ended:
-            piece = text.add(token, separator)
+            piece = text.add(token, ends)
             is_last = text.is_ended or text.num_tokens == args.max_tokens
             if show:
                 show.add(row, piece, is_last)
@@ -201,8 +211,11 @@ def load_prompts(args: argparse.Namespace) -> list[str]:
     return texts or [""]
 
 
-def encode(tokenizer: Tokenizer, text: str):
-    """Return the token ids of a prompt, behind the separator of documents."""
+def encode(tokenizer: Tokenizer, text: str, has_special_tokens: bool = False):
+    """Return the token ids of a prompt, behind the separator of documents.
+
+    `has_special_tokens`: names of special tokens in the prompt stand for them.
+    """
     import numpy as np
 
     if tokenizer.forbidden is not None and tokenizer.forbidden in text:
@@ -210,7 +223,8 @@ def encode(tokenizer: Tokenizer, text: str):
             f"a prompt contains {tokenizer.forbidden!r}, which separates documents: "
             "remove it"
         )
-    return np.append(np.int32(tokenizer.separator), tokenizer.encode(text))
+    encode = tokenizer.encode_special if has_special_tokens else tokenizer.encode
+    return np.append(np.int32(tokenizer.separator), encode(text))
 
 
 def new_continuation(
@@ -228,7 +242,7 @@ def note_length(
     model was trained on."""
     length = max(map(len, prompt_ids)) + args.max_tokens
     trained = loaded.cfg.data.seq_len
-    if length > trained and is_first():
+    if length > trained and loaded.step is not None and is_first():
         say_loudly(
             f"note: texts may have {length} tokens, and the run was trained on "
             f"Data.seq_len={trained}"

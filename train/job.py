@@ -19,6 +19,7 @@ from moejax.moe.layer import check_device
 from moejax.perf import target
 from moejax.resolve.resolved import Resolved, resolve
 from train import data
+from train.checkpoint.from_hf import check_folder
 from train.checkpoint.identity import FORMAT
 from train.data.feed import own_rows
 from train.launch.program import usable_bytes
@@ -40,6 +41,9 @@ class Job:
     """The configuration and the identity of the data, stored with every checkpoint."""
     recorded_sha256: str | None
     """Hash of the recorded routing; None where a router chooses."""
+    headers_sha256: str | None = None
+    """Hash of the headers of the folder that the run starts from; None where it starts
+    from no folder, or goes on from a checkpoint."""
 
     @property
     def facts(self) -> dict[str, str]:
@@ -51,6 +55,7 @@ class Job:
         return {
             "data": "\n".join(data_lines),
             "recorded routing": str(self.recorded_sha256),
+            "tensors of Model.from_hf": str(self.headers_sha256),
             "calibration": self.model.run.calibration.to_json(),
             "how layers are computed": "\n".join(self.model.run.lines()),
         }
@@ -83,14 +88,17 @@ class Job:
         return self.cfg.train.batch_size * self.cfg.data.seq_len
 
 
-def prepare(cfg: Config) -> Job:
+def prepare(cfg: Config, *, is_new: bool = False) -> Job:
     """Return the model, devices and data that a configuration asks for.
 
+    The folder of Model.from_hf is checked if `is_new`: the run has no checkpoint.
     Raises ValueError or NotImplementedError, with what to do instead, for a
     configuration that cannot run here.
     """
     model = prepare_model(cfg)
     recorded_sha256 = model.run.recorded_sha256()
+    starts_from_folder = is_new and cfg.model.from_hf is not None
+    headers_sha256 = check_folder(cfg) if starts_from_folder else None
     corpus = data.load_corpus(cfg.data, cfg.model.vocab_size)
     micro = cfg.train.batch_size // cfg.train.accumulate_steps
     eval_batches = cfg.train.eval_batches * cfg.train.accumulate_steps
@@ -106,6 +114,7 @@ def prepare(cfg: Config) -> Job:
             "data": data.identity(corpus, cfg.data, cfg.train.batch_size),
         },
         recorded_sha256=recorded_sha256,
+        headers_sha256=headers_sha256,
     )
 
 

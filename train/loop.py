@@ -15,7 +15,7 @@ import jax
 from moejax.model.flops import flops_per_token
 from moejax.moe.types import Windows
 from train.balance.balancing import Balancing
-from train.checkpoint import identity
+from train.checkpoint import from_hf, identity
 from train.checkpoint.checkpoints import Checkpointer, CheckpointError
 from train.data.feed import feed
 from train.eval.held_out import Evaluation, evaluate
@@ -44,6 +44,7 @@ from train.step.state import (
     abstract_state,
     compresses_gradients,
     init_state,
+    state_from,
     with_new_tracked,
     with_zero_residual,
 )
@@ -125,9 +126,7 @@ def train(
             with goodput.at("compile"):
                 balancing, compile_sec = _compile(job, meta, say)
             if state is None:
-                store = job.model.layout.store
-                with elapsed_shown("making the first parameters"):
-                    state = init_state(job.model.run, job.model.optimizer, store)
+                state = _first_state(job, run_dir, say)
             checkpointer.say_save_time(state)
             state = balancing.begin(state)
             balancing.records = records
@@ -172,6 +171,19 @@ def _restore_or_begin(
         )
     from_first_process(lambda: write_whole(config_path, config_text))
     return state, meta
+
+
+def _first_state(job: Job, run_dir: RunDir, say) -> TrainState:
+    """Return the state of a new run: from the folder of Model.from_hf, of which the run
+    keeps config.json and tokenizer, or else at random."""
+    model, store, cfg = job.model, job.model.layout.store, job.cfg
+    if cfg.model.from_hf is None:
+        with elapsed_shown("making the first parameters"):
+            return init_state(model.run, model.optimizer, store)
+    from_first_process(lambda: from_hf.keep_companions(cfg, run_dir.path))
+    with elapsed_shown("reading the first parameters"):
+        params, router_bias = from_hf.read_params(model.run, store, say)
+    return state_from(params, router_bias, model.run, model.optimizer, store)
 
 
 def _lost(checkpointer: Checkpointer, state: TrainState) -> CheckpointError:

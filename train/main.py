@@ -22,6 +22,7 @@ sys.path[0] = str(ROOT)  # this folder's modules are train.x, never top-level na
 from moejax.config import Config  # noqa: E402
 from moejax.perf import target  # noqa: E402
 from train.config import gin_reader  # noqa: E402
+from train.config.from_hf import notes_on_folder, with_kept_tokenizer  # noqa: E402
 from train.launch.agreement import (  # noqa: E402
     device_facts,
     program_facts,
@@ -42,6 +43,7 @@ from train.launch.program import (  # noqa: E402
     start_of_process,
 )
 from train.logs.profile import HELP, parse_steps  # noqa: E402
+from train.messages import visible  # noqa: E402
 
 DEFAULT_TARGET = "h100"
 """GPU of a dry run, where devices are not simulated and none is named."""
@@ -222,6 +224,8 @@ def print_config(cfg: Config, args: argparse.Namespace, whole: str) -> None:
         return
     print(f"configuration: the fields that differ from their defaults; {whole}\n")
     print(gin_reader.render(cfg, only_changed=True), flush=True)
+    for note in notes_on_folder(cfg.model.from_hf):
+        print(f"note: {visible(note)}", flush=True)
 
 
 def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> int:
@@ -235,6 +239,7 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
     require_same("program", facts | program_facts())
     from train.checkpoint import identity
     from train.checkpoint.aside import go_back
+    from train.checkpoint.record import has_checkpoint
     from train.logs.run_dir import share
     from train.loop import Extras, train
     from train.summary import finished_summary, summarise
@@ -245,8 +250,11 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
         return DONE
     if args.check:
         return check_devices(cfg, args)
-    cfg, job = prepare_healed(cfg)
-    with share(run_directory(cfg, args), fresh=fresh) as run_dir:
+    path = run_directory(cfg, args)
+    cfg = with_kept_tokenizer(cfg, path)
+    is_new = from_first_process(lambda: fresh or not has_checkpoint(path))
+    cfg, job = prepare_healed(cfg, is_new)
+    with share(path, fresh=fresh) as run_dir:
         if run_dir.archived:
             print(f"the run that was here is now {run_dir.archived}")
         if from_step is not None:
@@ -288,13 +296,14 @@ def show_dry_run(cfg: Config, args: argparse.Namespace) -> None:
     emit(record, args.json)
 
 
-def prepare_healed(cfg: Config):
-    """Return the configuration and the job to train, once the devices have been checked
+def prepare_healed(cfg: Config, is_new: bool):
+    """Return the configuration and the job to train, of a run that has no checkpoint if
+    `is_new`, once the devices have been checked
     (train/doctor): with plain forms in place of what is wrong on them."""
     from train.doctor.doctor import heal
     from train.job import prepare, prepare_model, ragged_lines
 
-    job = prepare(cfg)
+    job = prepare(cfg, is_new=is_new)
     require_same("job", job.facts | device_facts())
     if is_first():
         for line in ragged_lines(job.model.run):
@@ -302,7 +311,7 @@ def prepare_healed(cfg: Config):
     healed = heal(job.model.run, lambda cfg: prepare_model(cfg).run, say_loudly)
     if healed is None:
         return cfg, job
-    job = prepare(healed)
+    job = prepare(healed, is_new=is_new)
     require_same("job with plain forms", job.facts)
     return healed, job
 

@@ -23,10 +23,10 @@ PARTS = {
     "router": Router,
 }
 COMPUTED = (
-    "model.attention", "model.remat", "model.compute_dtype",
+    "model.from_hf", "model.attention", "model.remat", "model.compute_dtype",
     "model.gradient_reduce_dtype", "moe.halves",
 )  # fmt: skip
-"""Fields that say how a model is computed, and not what."""
+"""Fields that say where a model comes from and how it is computed, and not what."""
 PERIODS = (
     "model.first_k_dense", "model.moe_every", "model.layers", "attention.layers",
 )  # fmt: skip

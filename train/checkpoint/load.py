@@ -22,6 +22,7 @@ from train.checkpoint.record import (
     read_record,
     read_record_on_all,
 )
+from train.config.from_hf import KEPT, with_kept_tokenizer
 from train.config.names import KINDS, check_name, config_from_record, convert
 from train.launch.program import say_loudly
 from train.messages import one_line
@@ -55,6 +56,13 @@ class CheckpointSource:
     is_mesh_given: bool
     """Whether the user gave a mesh."""
 
+    @property
+    def kept(self) -> pathlib.Path | None:
+        """Folder in which the run keeps what belongs to the published model that it
+        started from; None if it started from none."""
+        folder = self.directory.parent / KEPT
+        return folder if folder.is_dir() else None
+
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
@@ -65,9 +73,13 @@ class LoadedModel:
     params: Any
     router_bias: Any
     placement: "Placement"
-    step: int
+    step: int | None
+    """Step of the checkpoint; None for a published folder."""
     meta: dict[str, Any]
     """Meta of the checkpoint: configuration of the run, data identity and plan."""
+    published: pathlib.Path | None = None
+    """Folder with the config.json and the tokenizer of a published model: the folder
+    itself, or the copy of a run that started from one. None: there is none."""
 
     @property
     def cfg(self) -> Config:
@@ -92,7 +104,7 @@ def find_checkpoints(
     if not saved_steps:
         raise ValueError(
             f"{run_dir} has no checkpoints: name the run directory of a run of "
-            "train/main.py that has saved one"
+            "train/main.py that has saved one, or the folder of a published model"
         )
     if step is not None and step not in saved_steps:
         names = ", ".join(map(str, sorted(saved_steps)))
@@ -104,9 +116,8 @@ def find_checkpoints(
             "Router.kind='recorded' routes tokens as a record says, whatever the text "
             "is: there is nothing to evaluate or to generate"
         )
-    bindings = dict(_parse_binding(param) for param in params)
-    is_mesh_given = any(name.startswith("Mesh.") for name in bindings)
-    cfg = _rebind(trained, bindings, is_mesh_given)
+    cfg, is_mesh_given = rebind(trained, params)
+    cfg = with_kept_tokenizer(cfg, directory.parent)
     return CheckpointSource(directory, steps, cfg, is_mesh_given)
 
 
@@ -119,25 +130,26 @@ def load_model(
     checkpoints are damaged, if there are too few devices, or if this program builds a
     different model from the one that was saved.
     """
-    import jax
-
-    from moejax.axes import make_mesh
-    from moejax.resolve.resolved import resolve
     from train.checkpoint.orbax_quirks import quiet_orbax
     from train.step.compiled import home_placement
 
     quiet_orbax()
-    cfg = _adapt_to_devices(source, jax.devices())
-    mesh = make_mesh(cfg.mesh, jax.devices()[: cfg.mesh.num_devices])
-    run = resolve(cfg, mesh)
+    run = resolve_here(source.cfg, source.is_mesh_given)
     placement = home_placement(run)
     for step in source.steps:
         record, damage = read_record_on_all(source.directory, step)
         if record is not None:
             tree, damage = _read_params(source.directory, record, run)
             if tree is not None:
-                params, bias = tree["params"], tree["router_bias"]
-                return LoadedModel(run, params, bias, placement, step, record["meta"])
+                return LoadedModel(
+                    run,
+                    tree["params"],
+                    tree["router_bias"],
+                    placement,
+                    step,
+                    record["meta"],
+                    source.kept,
+                )
         problem = f"checkpoint {step} in {source.directory} is damaged: {damage}"
         if len(source.steps) == 1:
             raise ValueError(f"{problem}: use another one")
@@ -197,12 +209,15 @@ def _split_name(name: str) -> tuple[str, str]:
     return cls.lower(), field
 
 
-def _rebind(trained: Config, bindings: dict[str, Any], is_mesh_given: bool) -> Config:
-    """Return the trained configuration with the user's bindings, and a batch of one row
-    for each batch shard.
+def rebind(trained: Config, params: Sequence[str]) -> tuple[Config, bool]:
+    """Return the trained configuration with the user's bindings, `params`, and a batch
+    of one row for each batch shard; and whether the bindings give a mesh.
 
-    If the mesh of simulated devices changes, their number follows the mesh.
+    If the mesh of simulated devices changes, their number follows the mesh. Raises a
+    ValueError of one line for a binding that changes the parameters.
     """
+    bindings = dict(_parse_binding(param) for param in params)
+    is_mesh_given = any(name.startswith("Mesh.") for name in bindings)
     values = trained.to_dict()
     for name, value in bindings.items():
         part, field = _split_name(name)
@@ -221,7 +236,7 @@ def _rebind(trained: Config, bindings: dict[str, Any], is_mesh_given: bool) -> C
     values["balance"] |= {"policy": "home", "calibration": None}
     values["mesh"] = dataclasses.asdict(mesh)
     train |= {"accumulate_steps": 1, "batch_size": mesh.num_batch_shards}
-    return config_from_record(values)
+    return config_from_record(values), is_mesh_given
 
 
 def _make_fitting_mesh(num_experts: int, num_devices: int) -> Topology:
@@ -230,8 +245,20 @@ def _make_fitting_mesh(num_experts: int, num_devices: int) -> Topology:
     return Topology(expert=max(n for n in fits if num_experts % n == 0))
 
 
+def resolve_here(cfg: Config, is_mesh_given: bool) -> "Resolved":
+    """Return a configuration, resolved on the devices of this machine, with a mesh,
+    batch and kernels for them. Raises a ValueError of one line if they are too few."""
+    import jax
+
+    from moejax.axes import make_mesh
+    from moejax.resolve.resolved import resolve
+
+    cfg = _adapt_to_devices(cfg, is_mesh_given, jax.devices())
+    return resolve(cfg, make_mesh(cfg.mesh, jax.devices()[: cfg.mesh.num_devices]))
+
+
 def _adapt_to_devices(
-    source: CheckpointSource, devices: "Sequence[jax.Device]"
+    cfg: Config, is_mesh_given: bool, devices: "Sequence[jax.Device]"
 ) -> Config:
     """Return the configuration for the devices of this machine.
 
@@ -239,9 +266,9 @@ def _adapt_to_devices(
     mesh. Without a GPU, the transport is 'padded', and attention by an implementation
     for GPUs becomes 'auto'.
     """
-    cfg, mesh = source.cfg, source.cfg.mesh
+    mesh = cfg.mesh
     is_other = mesh.num_devices != len(devices)
-    if is_other and not source.is_mesh_given and not cfg.train.num_simulated_devices:
+    if is_other and not is_mesh_given and not cfg.train.num_simulated_devices:
         mesh = _make_fitting_mesh(cfg.moe.num_experts, len(devices))
     if mesh.num_devices > len(devices):
         raise ValueError(

@@ -45,6 +45,12 @@ def list_steps(directory: pathlib.Path) -> list[int]:
     return sorted((s for s in steps if str(s) in names), reverse=True)
 
 
+def has_checkpoint(run_dir: pathlib.Path) -> bool:
+    """Return whether a run directory has a checkpoint, good or not."""
+    directory = run_dir / "checkpoints"
+    return directory.is_dir() and bool(list_steps(directory))
+
+
 def read_record(directory: pathlib.Path, step: int) -> dict:
     """Return the record of a step, or raise DamagedCheckpointError."""
     try:

@@ -22,6 +22,7 @@ from typing import Any
 from gin import config_parser
 
 from moejax.config import Config
+from train.config.from_hf import FOLDER, fields_of_folder
 from train.config.names import (
     CLASSES,
     KINDS,
@@ -32,7 +33,7 @@ from train.config.names import (
     nearest,
     show,
 )
-from train.messages import shorten
+from train.messages import one_line, shorten
 
 MAX_MESSAGE = 500
 """Length of a message at most, in characters."""
@@ -65,7 +66,7 @@ def load(files: Sequence[str | os.PathLike[str]], params: Sequence[str] = ()) ->
     for param in params:
         label = f"--gin_param {shorten(repr(param), 160)}"
         bindings += _read(_Source(label, param), read_paths)
-    bound = _evaluate(bindings)
+    bound = _with_folder(_evaluate(bindings))
     fields_of = {cls: {} for cls in CLASSES}
     for name, field_value in bound.items():
         cls, field = name.split(".")
@@ -301,6 +302,32 @@ def _evaluate(bindings: Sequence[_Binding]) -> dict[str, _Bound]:
                 macro.where, f"the macro {shorten(name, 80)} is never used; {near}"
             )
     return bound
+
+
+def _with_folder(bound: Mapping[str, _Bound]) -> dict[str, _Bound]:
+    """Return the bound values with those that the folder of Model.from_hf decides.
+
+    Raises ConfigError for a binding that disagrees with the folder's config.json.
+    """
+    source = bound.get(FOLDER)
+    if source is None or source.value is None:
+        return dict(bound)
+    try:
+        values = fields_of_folder(source.value, set(bound))
+        read = {name: convert(value, KINDS[name]) for name, value in values.items()}
+    except (ValueError, TypeError, OSError) as err:
+        problem = f"{FOLDER} = {show(source.value)}: {one_line(err)}"
+        raise _error(source.where, problem) from err
+    for name, value in read.items():
+        if name in bound and bound[name].value != value:
+            raise _error(
+                bound[name].where,
+                f"{name} = {show(bound[name].value)}, and the config.json of {FOLDER} "
+                f"= {show(source.value)} says {show(value)}: remove the binding",
+            )
+    where = f"{source.value}/config.json"
+    given = {name: _Bound(value, where, source.rank) for name, value in read.items()}
+    return given | dict(bound)
 
 
 @dataclasses.dataclass

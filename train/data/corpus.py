@@ -170,11 +170,14 @@ def identity(corpus: Corpus, cfg: Data, batch_size: int) -> dict[str, Any]:
     }
 
 
-def check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
+def check_identity(saved: dict[str, Any] | None, current: dict[str, Any]) -> None:
     """Raise ValueError unless both identities are the same data; name all differences.
 
-    The same contents under another name are the same data.
+    The same contents under another name are the same data. A checkpoint that has seen
+    no data, whose identity is None, goes on with any.
     """
+    if saved is None:
+        return
     differences = [
         f"{name} was {saved.get(name)}, is {current.get(name)}"
         for name in dict.fromkeys([*saved, *current])

@@ -46,6 +46,10 @@ class Tokenizer:
     decode: Callable[[Sequence[int]], str]
     """Function from ids to their text, with U+FFFD for bytes that are not UTF-8."""
 
+    encode_special: Callable[[str], np.ndarray]
+    """Function from a text to ids, int32 [b], in which names of special tokens stand
+    for these tokens; as `encode` for bytes, which have none."""
+
     def encode(self, text: str) -> np.ndarray:
         """Encode a text as ids, int32 [b], without a separator.
 
@@ -190,6 +194,7 @@ def _byte_tokenizer(separator: str | int | None) -> Tokenizer:
         separator=separator,
         forbidden=chr(separator) if separator < 0x80 else None,
         encode_blocks=_encode_bytes,
+        encode_special=lambda text: _encode_bytes([text])[0],
         decode=lambda ids: bytes(map(int, ids)).decode(errors="replace"),
     )
 
@@ -217,6 +222,7 @@ def _file_tokenizer(name: str, separator: str | int | None) -> Tokenizer:
         separator=_find_separator(name, ids, separator),
         forbidden=None,
         encode_blocks=functools.partial(_encode_batch, encoder),
+        encode_special=functools.partial(_encode_special, encoder),
         decode=functools.partial(_decode, encoder),
     )
 
@@ -267,6 +273,14 @@ def _find_separator(name: str, ids: dict[str, int], separator: str | int | None)
 def _encode_batch(encoder: Any, texts: list[str]) -> list[np.ndarray]:
     encodings = encoder.encode_batch_fast(texts, add_special_tokens=False)
     return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+
+def _encode_special(encoder: Any, text: str) -> np.ndarray:
+    encoder.encode_special_tokens = False
+    try:
+        return _encode_batch(encoder, [text])[0]
+    finally:
+        encoder.encode_special_tokens = True
 
 
 def _decode(encoder: Any, ids: Sequence[int]) -> str:

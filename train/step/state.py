@@ -78,6 +78,35 @@ def init_state(run: Resolved, optimizer, store: Store = "owned") -> TrainState:
     return make()
 
 
+def state_from(
+    params, router_bias, run: Resolved, optimizer, store: Store = "owned"
+) -> TrainState:
+    """Return the state at the start of a run whose parameters and router bias are given
+    on its devices, with the shardings of `abstract_state`.
+
+    All else is as in `init_state`, the random key too.
+    """
+    abstract = abstract_state(run, optimizer, store)
+
+    def without_params(state: TrainState) -> TrainState:
+        fields = ("params", "router_bias", "tracked", "gradient_residual")
+        return state.replace(**dict.fromkeys(fields))
+
+    # XLA drops the parameters that _make_state draws: nothing here depends on them.
+    make = jax.jit(
+        lambda: without_params(_make_state(run, optimizer)),
+        out_shardings=jax.tree.map(
+            lambda leaf: leaf.sharding, without_params(abstract)
+        ),
+    )
+    state = make().replace(params=params, router_bias=router_bias)
+    if abstract.tracked is not None:
+        state = with_new_tracked(state, run)
+    if abstract.gradient_residual is not None:
+        state = with_zero_residual(state, run)
+    return state
+
+
 def abstract_state(run: Resolved, optimizer, store: Store = "owned") -> TrainState:
     """Return the shapes, dtypes and shardings of the state.
 

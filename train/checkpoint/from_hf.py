@@ -1,0 +1,91 @@
+"""Start a run from the folder of a published model, and keep what belongs to the model.
+
+<run directory>/hf     config.json, generation_config.json and the tokenizer's files
+                       of the folder, from which tools/hf.py exports
+"""
+
+import hashlib
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from moejax.config import Config
+from moejax.interop.arrays import to_arrays
+from moejax.interop.companions import CONFIG, read_companions
+from moejax.interop.published import PublishedModel, open_model
+from moejax.plan.layout import Store
+from moejax.resolve.resolved import Resolved
+from train.checkpoint.checksum import named_leaves
+from train.config.from_hf import KEPT, folder_of
+from train.files import write_whole
+from train.launch.processes import are_several
+from train.step.state import abstract_state
+
+
+def check_folder(cfg: Config) -> str:
+    """Check the headers of the folder of Model.from_hf against its config.json, and
+    return their sha256. No tensor is read.
+
+    Raises a ValueError of one line.
+    """
+    folder = folder_of(cfg.model.from_hf)
+    if not (folder / CONFIG).exists():
+        raise ValueError(
+            f"Model.from_hf='{cfg.model.from_hf}' has no {CONFIG}, and a new run reads "
+            "its first parameters there: give the folder of a published model"
+        )
+    with open_model(folder) as published:
+        entries = published.folder.entries
+        lines = [f"{n} {e.dtype} {e.shape}" for n, e in sorted(entries.items())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def read_params(
+    run: Resolved, store: Store = "owned", say: Callable[[str], None] = print
+) -> tuple[Any, Any]:
+    """Return the parameters and the router bias of the folder of Model.from_hf on the
+    devices of a run, as `abstract_state` shards them.
+
+    Each process reads what its devices hold; the line that it says counts these bytes.
+    """
+    folder = folder_of(run.cfg.model.from_hf)
+    abstract = abstract_state(run, optax.identity(), store)
+    wanted = {"params": abstract.params, "router_bias": abstract.router_bias}
+    begun_sec = time.monotonic()
+    with open_model(folder) as published:
+        arrays = _to_tree(published, wanted)
+        num_bytes = published.folder.bytes_read
+    sec = time.monotonic() - begun_sec
+    whose = " for the devices of this process" if are_several() else ""
+    say(
+        f"read {num_bytes:,} bytes of {folder}{whose} in {sec:.1f} s, "
+        f"{num_bytes / 1e6 / sec:,.0f} MB/s"
+    )
+    return arrays["params"], arrays["router_bias"]
+
+
+def keep_companions(cfg: Config, run_dir: pathlib.Path) -> None:
+    """Copy config.json, generation_config.json and the tokenizer of the folder of
+    Model.from_hf to the run directory."""
+    folder, kept = folder_of(cfg.model.from_hf), run_dir / KEPT
+    files = {CONFIG: (folder / CONFIG).read_bytes(), **read_companions(folder)}
+    kept.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        write_whole(kept / name, content)
+
+
+def _to_tree(published: PublishedModel, wanted: Any) -> Any:
+    """Return the tensors of a folder as a tree of arrays like `wanted`, which holds
+    their shapes and shardings."""
+    views = {"params": published.params, "router_bias": published.router_bias}
+    views, shapes = named_leaves(views), named_leaves(wanted)
+    for name, leaf in shapes.items():
+        assert views[name].shape == leaf.shape, (name, views[name].shape, leaf.shape)
+    assert views.keys() == shapes.keys(), views.keys() ^ shapes.keys()
+    arrays = to_arrays(views, {name: leaf.sharding for name, leaf in shapes.items()})
+    leaves = [arrays[name] for name in shapes]
+    return jax.tree.unflatten(jax.tree.structure(wanted), leaves)
