@@ -4,6 +4,7 @@ import argparse
 import pathlib
 from collections.abc import Callable
 
+from moejax.interop.architecture import CONFIG
 from moejax.interop.companions import TOKENIZER, read_text_ids
 from train.checkpoint.load import (
     CheckpointSource,
@@ -17,6 +18,7 @@ from train.checkpoint.load_folder import (
     is_folder,
     load_folder,
 )
+from train.checkpoint.record import has_checkpoint
 from train.config import gin_reader
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.launch.agreement import program_facts, require_same
@@ -102,6 +104,12 @@ def find(
     a ValueError of one line."""
     if is_folder(path):
         return find_folder(path, step, params)
+    if not has_checkpoint(path):
+        raise ValueError(
+            f"{path} has no checkpoints, and no {CONFIG}: name the run directory of a "
+            "run of train/main.py that has saved one, or the folder of a published "
+            "model"
+        )
     return find_checkpoints(path, step, params)
 
 

@@ -4,10 +4,10 @@ the configuration of generation with the ids of tokens that begin and end a text
 import pathlib
 from typing import Any, NamedTuple
 
+from moejax.interop.architecture import CONFIG
+from moejax.interop.export import GENERATION
 from moejax.interop.strict_json import read_json
 
-CONFIG = "config.json"
-GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 COMPANIONS = (
     GENERATION, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json",

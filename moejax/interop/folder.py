@@ -61,6 +61,11 @@ class TensorFolder:
         """The number of bytes of tensors that were read so far."""
         return sum(file.bytes_read for file in self._files)
 
+    @property
+    def num_files(self) -> int:
+        """The number of files that hold tensors."""
+        return len(self._files)
+
     def __contains__(self, name: str) -> bool:
         return name in self.entries
 

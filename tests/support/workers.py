@@ -27,10 +27,11 @@ class LiveWorkers(Live):
         flags=(),
         of_main=(),
         prefix=(),
+        gin_file=WORKERS,
     ):
         """Start `count` workers. `flags` are flags of the launcher, `of_main` flags of
         train/main.py, `prefix` words before the launcher's command."""
-        words = command(run_dir, *QUICK, *params, flags=of_main, gin_file=WORKERS)
+        words = command(run_dir, *QUICK, *params, flags=of_main, gin_file=gin_file)
         launcher = [words[0], str(LAUNCHER), "-n", str(count), *flags, "--json", "--"]
         self.start(run_dir, [*prefix, *launcher, *words[1:]])
 
@@ -52,12 +53,14 @@ class LiveWorkers(Live):
         return [pid_by_index[index] for index in sorted(pid_by_index)]
 
 
-def run_workers(run_dir: pathlib.Path, count: int, *params: str, flags=()):
+def run_workers(
+    run_dir: pathlib.Path, count: int, *params: str, flags=(), gin_file=WORKERS
+):
     """Run workers to their end, and return exit code and text.
 
     The text holds the lines of process 0; its last line is the launcher's.
     """
-    with LiveWorkers(run_dir, count, *params, flags=flags) as live:
+    with LiveWorkers(run_dir, count, *params, flags=flags, gin_file=gin_file) as live:
         return live.end()
 
 

@@ -191,8 +191,9 @@ def test_prompts_that_are_no_text_are_refused(tmp_path):
 def test_a_text_ends_at_the_separator():
     """The separator and the tokens after it are not shown."""
     text = generate.Continuation("p", lambda ids: chr(*ids))
-    assert [text.add(ord(c), 0) for c in "ab"] == ["a", "b"]
-    assert text.add(0, 0) == ""
+    ends = frozenset((0, 3))
+    assert [text.add(ord(c), ends) for c in "ab"] == ["a", "b"]
+    assert text.add(0, ends) == ""
     assert (text.text, text.num_tokens, text.is_ended) == ("ab", 3, True)
 
 
@@ -205,7 +206,7 @@ def test_a_text_goes_on_behind_its_prompt(tmp_path):
             tokenizer, prompt, generate.encode(tokenizer, prompt)
         )
         for token in tokenizer.encode("the cat").tolist():
-            text.add(token, tokenizer.separator)
+            text.add(token, frozenset([tokenizer.separator]))
         assert text.prompt + text.text == expected
 
 

@@ -40,7 +40,7 @@ TOY_WIDTH = [
 
 
 def test_these_are_all():
-    small = ["tiny_cpu", "long_cpu", "skewed_cpu", "testbed_skew"]
+    small = ["finetune_cpu", "tiny_cpu", "long_cpu", "skewed_cpu", "testbed_skew"]
     assert sorted([*BILLIONS, *small]) == NAMES
 
 

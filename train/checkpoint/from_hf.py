@@ -14,8 +14,9 @@ import jax
 import optax
 
 from moejax.config import Config
+from moejax.interop.architecture import CONFIG
 from moejax.interop.arrays import to_arrays
-from moejax.interop.companions import CONFIG, read_companions
+from moejax.interop.companions import read_companions
 from moejax.interop.published import PublishedModel, open_model
 from moejax.plan.layout import Store
 from moejax.resolve.resolved import Resolved

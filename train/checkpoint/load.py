@@ -104,7 +104,7 @@ def find_checkpoints(
     if not saved_steps:
         raise ValueError(
             f"{run_dir} has no checkpoints: name the run directory of a run of "
-            "train/main.py that has saved one, or the folder of a published model"
+            "train/main.py that has saved one"
         )
     if step is not None and step not in saved_steps:
         names = ", ".join(map(str, sorted(saved_steps)))

@@ -11,7 +11,8 @@ import pathlib
 from collections.abc import Callable, Sequence
 
 from moejax.config import Config, Data, Train
-from moejax.interop.companions import CONFIG, TOKENIZER, read_text_ids
+from moejax.interop.architecture import CONFIG
+from moejax.interop.companions import TOKENIZER, read_text_ids
 from moejax.interop.published import Architecture, read_architecture
 from train.checkpoint.load import LoadedModel, rebind, resolve_here
 from train.checkpoint.record import has_checkpoint

@@ -7,7 +7,8 @@ from collections.abc import Set
 from typing import Any
 
 from moejax.config import Config
-from moejax.interop.companions import CONFIG, TOKENIZER, read_text_ids
+from moejax.interop.architecture import CONFIG
+from moejax.interop.companions import TOKENIZER, read_text_ids
 from moejax.interop.published import read_architecture
 from train.config.names import PARTS
 

@@ -199,6 +199,33 @@ def _byte_tokenizer(separator: str | int | None) -> Tokenizer:
     )
 
 
+def byte_tokenizer_file() -> bytes:
+    """Return a tokenizers file (tokenizer.json) that has one id for each byte, as the
+    tokenizer 'bytes' has."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    names = _names_of_bytes()
+    model = models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[])
+    encoder = tokenizers.Tokenizer(model)
+    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    encoder.decoder = decoders.ByteLevel()
+    return encoder.to_str(pretty=True).encode()
+
+
+def _names_of_bytes() -> list[str]:
+    """Return the character by which tokenizers files name each byte: its own in Latin-1
+    if that is visible, else one from U+0100 on (GPT-2)."""
+    names, num_hidden = [], 0
+    for byte in range(256):
+        is_visible = 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174
+        names.append(chr(byte) if is_visible else chr(256 + num_hidden))
+        num_hidden += not is_visible
+    return names
+
+
 def _encode_bytes(texts: Iterable[str]) -> list[np.ndarray]:
     return [np.frombuffer(t.encode(), np.uint8).astype(np.int32) for t in texts]
 

@@ -18,8 +18,8 @@ from train.config.names import CLASSES, KINDS, convert
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 SHIPPED = [
-    "long_cpu", "mixtral_8x7b", "olmoe_1b_7b", "qwen3_30b_a3b", "skewed_cpu",
-    "testbed_skew", "tiny_cpu",
+    "finetune_cpu", "long_cpu", "mixtral_8x7b", "olmoe_1b_7b", "qwen3_30b_a3b",
+    "skewed_cpu", "testbed_skew", "tiny_cpu",
 ]  # fmt: skip
 
 

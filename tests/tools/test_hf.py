@@ -1,0 +1,220 @@
+"""tools/hf.py: each command does what it says, and bad input is one line after which
+nothing is written."""
+
+import json
+
+import numpy as np
+import pytest
+
+from moejax.interop.published import open_model
+from tests.support.published_model import NUM_BYTES, write_published
+from tests.support.run_main import listing
+from tests.support.saved_run import save_run
+from tools import hf
+from train.checkpoint.load import find_checkpoints, load_model
+
+EIGHT = ("--gin_param=Mesh.expert = 8", "--gin_param=Train.num_simulated_devices = 8")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The folder of a tiny published model."""
+    return write_published(tmp_path_factory.mktemp("published") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def run_dir(tiny, tmp_path_factory):
+    """The run that `import` makes of it."""
+    path = tmp_path_factory.mktemp("runs") / "run"
+    assert hf.main(["import", str(tiny), "--out", str(path), *EIGHT]) == 0
+    return path
+
+
+def call(capfd, *words):
+    """Run a command; return its exit code, its record and its line of error."""
+    code = hf.main([*map(str, words), "--json"])
+    text = capfd.readouterr()
+    return code, json.loads(text.out.splitlines()[-1]), text.err
+
+
+def test_check(tiny, capfd):
+    code, record, err = call(capfd, "check", tiny)
+    assert (code, err) == (0, "")
+    assert (record["family"], record["num_files"]) == ("qwen3_moe", 1)
+    assert record["num_bytes"] == NUM_BYTES == 4 * record["params"]
+    assert record["active_params"] < record["params"]
+
+
+def test_check_refuses_values_that_are_not_finite(tmp_path, capfd):
+    folder = write_published(tmp_path / "bad")
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-4:] = np.float32(np.nan).tobytes()
+    path.write_bytes(data)
+    code, record, err = call(capfd, "check", folder)
+    assert code == record["exit_code"] == 2
+    assert "1 values that are not finite" in record["error"]
+    assert err.count("\n") == 1
+    assert call(capfd, "check", folder, "--headers_only")[0] == 0
+
+
+def test_import_and_export_give_the_folder_back(tiny, run_dir, tmp_path, capfd):
+    """Tensors come back bit for bit, from several files too, and the other files as
+    they were."""
+    assert {path.name for path in run_dir.iterdir()} == {
+        "checkpoints", "config.gin", "hf"
+    }  # fmt: skip
+    out = tmp_path / "out"
+    code, record, _ = call(capfd, "export", run_dir, "--out", out)
+    assert (code, record["step"], record["dtype"]) == (0, 0, "float32")
+    before, after = listing(tiny), listing(out)
+    assert before == after
+    cut = tmp_path / "cut"
+    assert call(capfd, "export", run_dir, "--out", cut, "--max_shard_gb=0.0001")[0] == 0
+    assert len(list(cut.glob("model-0*.safetensors"))) > 2
+    with open_model(tiny) as one, open_model(cut) as several:
+        assert one.folder.entries.keys() == several.folder.entries.keys()
+        for name in one.folder.entries:
+            expected = one.folder.read(name)
+            np.testing.assert_array_equal(several.folder.read(name), expected)
+
+
+def test_an_export_in_bfloat16_says_so(run_dir, tmp_path, capfd):
+    words = ("export", run_dir, "--out", tmp_path / "out", "--dtype=bfloat16")
+    assert call(capfd, *words)[1]["dtype"] == "bfloat16"
+    _, record, _ = call(capfd, "check", tmp_path / "out")
+    assert list(record["dtypes"]) == ["bfloat16"]
+
+
+@pytest.mark.long
+def test_a_run_from_random_parameters_is_published_too(tmp_path, capfd):
+    """A toy run with a correction bias becomes a model of a family that has one, with
+    experts in their order, and a tokenizer of bytes."""
+    params = ("Router.gate_scale = 2.0", "Moe.num_shared_experts = 1")
+    saved = save_run(tmp_path / "saved", *params)
+    out = tmp_path / "out"
+    code, record, err = call(capfd, "export", saved, "--out", out, "--dtype=float32")
+    assert (code, record["step"]) == (0, 7), err
+    loaded = load_model(find_checkpoints(saved))
+    ids = tmp_path / "ids.npy"
+    np.save(ids, np.arange(24, dtype=np.int64).reshape(3, 8))
+    logits = []
+    for source, flags in ((saved, ()), (out, EIGHT)):
+        path = tmp_path / f"{source.name}.npy"
+        assert (
+            call(capfd, "logits", source, "--ids", ids, "--out", path, *flags)[0] == 0
+        )
+        logits.append(np.load(path))
+    assert logits[0].shape == (3, 8, loaded.cfg.model.vocab_size)
+    assert np.abs(logits[0] - logits[1]).max() < 1e-5 * np.abs(logits[0]).max()
+    assert (out / "tokenizer.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.published
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("qwen3_moe", ("--gin_param=Mesh.expert = 1",)),
+        pytest.param("deepseek_v3", EIGHT, marks=pytest.mark.long),
+        pytest.param("gpt_oss", EIGHT, marks=pytest.mark.long),
+    ],
+)
+def test_logits_are_those_of_transformers(published, name, flags, tmp_path, capfd):
+    expected = np.load(published / name / "expected.npz")
+    ids, out = tmp_path / "ids.npy", tmp_path / "logits.npy"
+    np.save(ids, expected["input_ids"])
+    words = ("logits", published / name, "--ids", ids, "--out", out, *flags)
+    assert call(capfd, *words)[0] == 0
+    logits_btv = np.load(out)
+    assert logits_btv.dtype == np.float32
+    assert np.abs(logits_btv - expected["logits"]).max() < 1e-5
+
+
+BAD = {
+    "check: no folder": (["check", "{no}"], "has no config.json"),
+    "check: no tensors": (["check", "{run}/hf"], "has neither model.safetensors"),
+    "import: no folder": (["import", "{no}", "--out", "{new}"], "has no config.json"),
+    "import: no tensors": (
+        ["import", "{run}/hf", "--out", "{new}"], "has neither model.safetensors",
+    ),
+    "import: out exists": (
+        ["import", "{hf}", "--out", "{run}"], "exists and is not empty",
+    ),
+    "import: out without a folder": (
+        ["import", "{hf}", "--out", "{no}/run"], "is no folder: make it first",
+    ),
+    "import: a binding that disagrees": (
+        ["import", "{hf}", "--out", "{new}", "--gin_param=Moe.top_k = 1"],
+        "Moe.top_k = 1, and the config.json",
+    ),
+    "import: a mesh that does not fit": (
+        ["import", "{hf}", "--out", "{new}", "--gin_param=Mesh.expert = 3"],
+        "num_experts=8 must be divisible",
+    ),
+    "import: too few devices": (
+        ["import", "{hf}", "--out", "{new}", "--gin_param=Mesh.data = 16"],
+        "needs 16 devices",
+    ),
+    "export: no checkpoint": (
+        ["export", "{empty}", "--out", "{new}"], "has no checkpoints",
+    ),
+    "export: out exists": (
+        ["export", "{run}", "--out", "{hf}"], "exists and is not empty",
+    ),
+    "export: no such step": (
+        ["export", "{run}", "--out", "{new}", "--step=5"], "no checkpoint of step 5",
+    ),
+    "export: another family": (
+        ["export", "{run}", "--out", "{new}", "--family=mixtral"], "qwen3_moe",
+    ),
+    "export: no bytes": (
+        ["export", "{run}", "--out", "{new}", "--max_shard_gb=0"], "must be above 0",
+    ),
+    "logits: neither": (
+        ["logits", "{empty}", "--ids", "{ids}", "--out", "{new}"], "no config.json",
+    ),
+    "logits: no ids": (
+        ["logits", "{hf}", "--ids", "{no}", "--out", "{new}"], "No such file",
+    ),
+    "logits: text for ids": (
+        ["logits", "{hf}", "--ids", "{hf}/config.json", "--out", "{new}"],
+        "no .npy file",
+    ),
+    "logits: floats for ids": (
+        ["logits", "{hf}", "--ids", "{floats}", "--out", "{new}"], "give integers",
+    ),
+    "logits: ids beyond the vocabulary": (
+        ["logits", "{hf}", "--ids", "{large}", "--out", "{new}"], "ids 0 to 999",
+    ),
+    "logits: out exists": (
+        ["logits", "{hf}", "--ids", "{ids}", "--out", "{ids}"], "exists",
+    ),
+    "logits: a step of a folder": (
+        ["logits", "{hf}", "--ids", "{ids}", "--out", "{new}", "--step=1"],
+        "leave --step out",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_writes_nothing(case, tiny, run_dir, tmp_path, capfd):
+    words, message = BAD[case]
+    arrays = {
+        "ids": np.zeros((1, 4), np.int32),
+        "floats": np.zeros((1, 4)),
+        "large": np.array([[0, 999]]),
+    }
+    paths = {name: tmp_path / f"{name}.npy" for name in arrays}
+    for name, array in arrays.items():
+        np.save(paths[name], array)
+    (tmp_path / "empty").mkdir()
+    paths |= {"empty": tmp_path / "empty", "no": tmp_path / "no"}
+    paths |= {"new": tmp_path / "new", "hf": tiny, "run": run_dir}
+    before = [listing(path) for path in (tmp_path, tiny.parent, run_dir.parent)]
+    code, record, err = call(capfd, *(word.format(**paths) for word in words))
+    assert code == record["exit_code"] == 2
+    assert message in record["error"]
+    assert err == f"error: {record['error']}\n"
+    after = [listing(path) for path in (tmp_path, tiny.parent, run_dir.parent)]
+    assert before == after

@@ -1,0 +1,82 @@
+"""A run's first state from a published folder: its values on any mesh, each part read
+once, and all else as without a folder."""
+
+import jax
+import numpy as np
+import pytest
+
+from moejax.interop.published import open_model
+from tests.support.published_model import NUM_BYTES, write_published
+from train.checkpoint.checksum import named_leaves
+from train.checkpoint.from_hf import check_folder, keep_companions, read_params
+from train.checkpoint.on_devices import as_views
+from train.config import gin_reader
+from train.job import prepare_model
+from train.step.state import init_state, state_from
+
+MESHES = (
+    ("Mesh.data = 2", "Mesh.expert = 4"),
+    ("Mesh.data = 2", "Mesh.expert = 2", "Mesh.tensor = 2"),
+)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """The folder of a tiny published model."""
+    return write_published(tmp_path_factory.mktemp("published") / "tiny")
+
+
+def configured(folder, *params):
+    """Return the configuration of a run that starts from the folder."""
+    return gin_reader.load([], [f"Model.from_hf = '{folder}'", *params])
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=" ".join)
+def test_parameters_are_those_of_the_folder(published, mesh):
+    """They lie as `init_state` shards them, and are read once."""
+    model = prepare_model(configured(published, *mesh))
+    lines = []
+    params, bias = read_params(model.run, "owned", lines.append)
+    state = state_from(params, bias, model.run, model.optimizer)
+    other = init_state(model.run, model.optimizer)
+    assert jax.tree.structure(state) == jax.tree.structure(other)
+    for ours, leaf in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
+        assert (ours.shape, ours.dtype) == (leaf.shape, leaf.dtype)
+        assert ours.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+    for name in ("step", "opt_state", "key", "skipped_in_a_row"):
+        jax.tree.map(
+            np.testing.assert_array_equal, getattr(state, name), getattr(other, name)
+        )
+    with open_model(published) as opened:
+        for name, view in named_leaves(opened.params).items():
+            given = named_leaves(params)[name]
+            np.testing.assert_array_equal(given, view.read())
+            (held,) = jax.tree.leaves(as_views(given))
+            np.testing.assert_array_equal(held.read(), view.read())
+    (line,) = lines
+    assert line.startswith(f"read {NUM_BYTES:,} bytes of {published} in ")
+
+
+def test_compressed_domains_have_their_copies(published):
+    """The copies of a domain's experts and the residual are made as for other runs."""
+    params = ("Mesh.data = 2", "Mesh.expert = 4", "Dispatch.domain = (1, 2)")
+    params += ("Dispatch.compression = 'delta'", "Dispatch.gradient_compression = 2.0")
+    params += ("Dispatch.compression_ratio = 2.0",)
+    model = prepare_model(configured(published, *params))
+    given = read_params(model.run, "owned", lambda _: None)
+    state = state_from(*given, model.run, model.optimizer)
+    other = init_state(model.run, model.optimizer)
+    assert state.tracked.shape == other.tracked.shape
+    assert np.any(np.asarray(state.tracked) != np.asarray(other.tracked))
+    assert not np.any(np.asarray(state.gradient_residual))
+
+
+def test_a_folder_is_checked_before_anything_is_read(published, tmp_path):
+    cfg = configured(published)
+    assert check_folder(cfg) == check_folder(cfg)
+    keep_companions(cfg, tmp_path)
+    kept = tmp_path / "hf"
+    names = {"config.json", "generation_config.json", "tokenizer.json"}
+    assert {path.name for path in kept.iterdir()} == names
+    with pytest.raises(ValueError, match=r"has neither model.safetensors nor"):
+        check_folder(configured(kept))

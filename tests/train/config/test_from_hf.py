@@ -1,0 +1,97 @@
+"""Model.from_hf: config.json decides the fields of the model, and a binding that
+disagrees is one line."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.support.published_model import CONFIG, write_published
+from train.config.gin_reader import ConfigError, load, render
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """The folder of a tiny published model."""
+    return write_published(tmp_path_factory.mktemp("published") / "tiny")
+
+
+def from_hf(folder, *params):
+    """Return the configuration of a run that starts from a folder."""
+    return load([], [f"Model.from_hf = '{folder}'", *params])
+
+
+def test_config_json_decides_the_model(published):
+    cfg = from_hf(published, "Model.remat = 'full'", "Router.balance_loss = 0.5")
+    assert cfg.moe == CONFIG.moe
+    for name in ("vocab_size", "d_model", "num_layers", "head_dim", "qk_norm"):
+        assert getattr(cfg.model, name) == getattr(CONFIG.model, name)
+    assert (cfg.model.remat, cfg.router.balance_loss) == ("full", 0.5)
+    assert cfg.data.tokenizer == str(published / "tokenizer.json")
+    assert cfg.data.separator == 0
+
+
+def test_a_tokenizer_of_the_user_wins(published):
+    cfg = from_hf(published, "Data.tokenizer = 'bytes'", "Data.separator = 10")
+    assert (cfg.data.tokenizer, cfg.data.separator) == ("bytes", 10)
+
+
+def test_tensors_need_not_be_there(published, tmp_path):
+    shutil.copy(published / "config.json", tmp_path)
+    assert from_hf(tmp_path).moe == CONFIG.moe
+    assert from_hf(tmp_path).data.tokenizer == "bytes"
+
+
+def test_what_is_rendered_reads_back_without_the_folder(published, tmp_path):
+    folder = tmp_path / "moved"
+    shutil.copytree(published, folder)
+    cfg = from_hf(folder)
+    text = tmp_path / "all.gin"
+    text.write_text(render(cfg))
+    assert load([text]) == cfg
+    shutil.rmtree(folder)
+    assert load([text]) == cfg
+    changed = tmp_path / "changed.gin"
+    changed.write_text(render(cfg, only_changed=True))
+    with pytest.raises(ConfigError, match=r"has no config.json: .* own config.gin"):
+        load([changed])
+
+
+def test_a_relative_folder_is_that_of_the_working_directory(published, monkeypatch):
+    monkeypatch.chdir(published.parent)
+    assert from_hf("tiny").model.from_hf == "tiny"
+
+
+def test_equal_bindings_are_fine_and_others_are_refused(published):
+    assert from_hf(published, "Moe.top_k = 2").moe.top_k == 2
+    with pytest.raises(ConfigError) as refused:
+        from_hf(published, "Moe.top_k = 3")
+    line = str(refused.value)
+    assert line.startswith("--gin_param 'Moe.top_k = 3': Moe.top_k = 3, and the config")
+    assert line.endswith("says 2: remove the binding")
+    assert "\n" not in line
+
+
+def test_a_rule_that_the_folder_breaks_names_it(published):
+    with pytest.raises(ConfigError, match=r"num_experts=8 must be divisible.*config"):
+        from_hf(published, "Mesh.expert = 3")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2", "architectures": None}, "gpt2"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers"),
+        (None, "no config.json"),
+        ("[]", "must be an object"),
+    ],
+)
+def test_a_folder_that_cannot_be_read_is_one_line(published, tmp_path, change, message):
+    if isinstance(change, dict):
+        record = json.loads((published / "config.json").read_text()) | change
+        (tmp_path / "config.json").write_text(json.dumps(record))
+    elif change:
+        (tmp_path / "config.json").write_text(change)
+    with pytest.raises(ConfigError, match=message) as refused:
+        from_hf(tmp_path)
+    assert str(refused.value).startswith("--gin_param \"Model.from_hf = '")

@@ -1,0 +1,234 @@
+"""Runs that start from a published folder: on one process and on two, without the
+folder later, and a fine-tuning from beginning to end."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.support.close import assert_close
+from tests.support.published_model import NUM_BYTES, write_published
+from tests.support.run_main import (
+    ROOT,
+    checkpoint_record,
+    command,
+    environment,
+    listing,
+    metric_lines,
+    run,
+)
+from tests.support.workers import run_workers
+from train import evaluate, generate
+from train.main import main
+
+GIN = ROOT / "tests" / "support" / "from_hf.gin"
+FINETUNE = ROOT / "configs" / "finetune_cpu.gin"
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """The folder of a tiny published model."""
+    return write_published(tmp_path_factory.mktemp("published") / "tiny")
+
+
+def bytes_read(text):
+    """Return the bytes that the lines about reading count."""
+    found = re.findall(r"^read ([\d,]+) bytes of \S+ ", text, re.MULTILINE)
+    return [int(number.replace(",", "")) for number in found]
+
+
+def call(program, *words):
+    """Run a program of train/ or tools/ in a process of its own; return its record."""
+    words = [sys.executable, str(ROOT / program), *map(str, words), "--json"]
+    ended = subprocess.run(
+        words, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+BAD = {
+    "no folder": ([], "{no}", "has no config.json"),
+    "no tensors": ([], "{bare}", "has neither model.safetensors"),
+    "a missing shard": ([], "{cut}", "files are missing"),
+    "other tensors": ([], "{other}", "they belong to different models"),
+    "a binding that disagrees": (["Moe.top_k = 1"], "{hf}", "says 2: remove the"),
+    "a mesh that does not fit": (
+        ["Mesh.expert = 3"], "{hf}", "num_experts=8 must be divisible",
+    ),
+    "a tokenizer that does not fit": (
+        ["Data.tokenizer = '{bpe}'"], "{hf}", "ids, but Model.vocab_size=256",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_writes_nothing(case, published, tmp_path, capfd):
+    params, folder, message = BAD[case]
+    paths = make_bad_folders(published, tmp_path)
+    source = f"Model.from_hf = '{folder.format(**paths)}'"
+    before = listing(tmp_path)
+    params = [param.format(**paths) for param in params]
+    words = command(tmp_path / "run", source, *params, gin_file=GIN)[2:]
+    assert main(words) == 2
+    text = capfd.readouterr()
+    record = json.loads(text.out.splitlines()[-1])
+    assert message in record["error"]
+    assert text.err.splitlines()[-1] == f"error: {record['error']}"
+    assert listing(tmp_path) == before
+
+
+def make_bad_folders(published, path):
+    """Write folders with a fault each; return their paths by name, and that of a
+    tokenizer of more ids."""
+    from tests.support.data_files import write_bpe
+
+    names = ("bare", "cut", "other")
+    paths = {"hf": published, "no": path / "no"} | {name: path / name for name in names}
+    paths["bare"].mkdir()
+    shutil.copy(published / "config.json", paths["bare"])
+    write_published(paths["cut"], max_shard_bytes=100_000)
+    next(paths["cut"].glob("model-00002*")).unlink()
+    shutil.copytree(published, paths["other"])
+    config = paths["other"] / "config.json"
+    record = json.loads(config.read_text())
+    config.write_text(json.dumps(record | {"moe_intermediate_size": 64}))
+    return paths | {"bpe": write_bpe(path / "bpe.json")}
+
+
+@pytest.mark.parametrize("program", [evaluate, generate], ids=lambda p: p.__name__)
+def test_programs_refuse_what_they_cannot_read(program, published, tmp_path, capfd):
+    """A folder without tokenizer, or without text to evaluate, is one line, and no
+    tensor is read."""
+    shutil.copy(published / "config.json", tmp_path)
+    files = ["--files", str(GIN)] if program is evaluate else []
+    assert program.main([str(tmp_path), *files]) == 2
+    assert "has no tokenizer.json: copy it there" in capfd.readouterr().err
+    assert program.main([str(published), *files, "--step=1"]) == 2
+    assert "leave --step out" in capfd.readouterr().err
+    assert program.main([str(tmp_path / "no"), *files]) == 2
+    assert "no checkpoints, and no config.json" in capfd.readouterr().err
+    assert program.main([str(published), *files, "--gin_param=Moe.top_k = 1"]) == 2
+    assert "depend on this field" in capfd.readouterr().err
+    if program is evaluate:
+        assert evaluate.main([str(published)]) == 2
+        assert "name a text with --files" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_folder_is_generated_from_and_evaluated(published, tmp_path, capfd):
+    """A text ends at each of the folder's ids, and the loss is that of the logits."""
+    one = "--gin_param=Mesh.expert = 1"
+    words = (str(published), "--prompt=ab", "--max_tokens=8", one, "--json")
+    assert generate.main([*words]) == 0
+    record = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert record["step"] is None
+    assert 1 <= record["texts"][0]["num_tokens"] <= 8
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(65, 90)) * 4)
+    assert evaluate.main([str(published), "--files", str(text), one, "--json"]) == 0
+    shown = capfd.readouterr().out
+    assert "checkpoint      as published" in shown
+    record = json.loads(shown.splitlines()[-1])
+    assert record["num_tokens"] == 100
+    assert_close(np.float32(record["loss"]), loss_of_text(published, text))
+
+
+def loss_of_text(folder, text):
+    """Return the mean loss of the bytes of a file behind the separator, by logits."""
+    from train import cli
+    from train.eval.logits import logits_by_rows
+
+    loaded = cli.load(cli.find(folder, None, ["Mesh.expert = 1"]))
+    ids_b = np.array([0, *text.read_bytes()])
+    ((_, logits_btv),) = logits_by_rows(loaded, ids_b[None, :-1])
+    logits_tv = logits_btv[0].astype(np.float64)
+    total_t = np.log(np.exp(logits_tv).sum(axis=1))
+    return np.float32(np.mean(total_t - logits_tv[np.arange(len(total_t)), ids_b[1:]]))
+
+
+@pytest.mark.long
+def test_two_processes_read_their_shares(published, tmp_path):
+    """Each process reads what its devices hold, together hardly more than the whole,
+    and the run is that of one process."""
+    source = f"Model.from_hf = '{published}'"
+    one, two = tmp_path / "one", tmp_path / "two"
+    mesh = "Mesh.data = 1", "Mesh.expert = 8"
+    ended = run(one, source, *mesh, gin_file=GIN)
+    assert ended.code == 0, ended.err
+    assert bytes_read(ended.out) == [NUM_BYTES]
+    ended = run_workers(two, 2, source, *mesh, gin_file=GIN)
+    assert ended.code == 0, ended.err
+    texts = [ended.out, (two / "logs" / "process-1.log").read_text()]
+    counts = [bytes_read(text)[0] for text in texts]
+    assert all("for the devices of this process" in text for text in texts)
+    assert all(NUM_BYTES / 2 <= count < 0.6 * NUM_BYTES for count in counts), counts
+    for ours, theirs in zip(metric_lines(one), metric_lines(two), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in {"loss", "grad_norm", "eval_loss"} & ours.keys():
+            assert_close(np.float32(ours[name]), np.float32(theirs[name]))
+    arrays = [checkpoint_record(path, 4)["arrays"] for path in (one, two)]
+    assert arrays[0].keys() == arrays[1].keys()
+
+
+@pytest.mark.long
+def test_a_run_needs_the_folder_at_its_start_alone(published, tmp_path):
+    """It resumes, generates, evaluates and exports without the folder, and an imported
+    run is the same run."""
+    folder, run_dir = tmp_path / "folder", tmp_path / "run"
+    shutil.copytree(published, folder)
+    source = f"Model.from_hf = '{folder}'"
+    first = run(run_dir, source, "Train.num_steps = 2", gin_file=GIN)
+    assert first.code == 0, first.err
+    imported = tmp_path / "imported"
+    call("tools/hf.py", "import", folder, "--out", imported, "--gin_file", GIN)
+    shutil.rmtree(folder)
+    whole = run(run_dir, "Train.num_steps = 4", gin_file=run_dir / "config.gin")
+    assert whole.code == 0, whole.err
+    assert "resumed at step 2" in whole.out
+    assert not bytes_read(whole.out)
+    other = run(imported, gin_file=imported / "config.gin")
+    assert other.code == 0, other.err
+    assert "resumed at step 0" in other.out
+    assert other.record["digest"] == whole.record["digest"]
+    again = run(run_dir, source, gin_file=GIN)
+    assert "own config.gin" in again.record["error"]
+    assert call("train/generate.py", run_dir, "--max_tokens=4")["step"] == 4
+    assert call("train/evaluate.py", run_dir)["step"] == 4
+    assert call("tools/hf.py", "export", run_dir, "--out", folder)["step"] == 4
+    assert call("tools/hf.py", "check", folder)["family"] == "qwen3_moe"
+
+
+@pytest.mark.long
+def test_a_fine_tuning_from_beginning_to_end(published, tmp_path):
+    """docs/finetune.md: 50 steps on a text of the user's with a policy and swaps; the
+    loss falls, and the exported folder computes what the run does."""
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    text = ROOT / "docs" / "house.md"
+    words = f"Model.from_hf = '{published}'", f"Data.corpus = '{ROOT}/docs/*.md'"
+    before = call("train/evaluate.py", published, "--files", text)
+    ended = run(run_dir, *words, gin_file=FINETUNE)
+    assert ended.code == 0, ended.err
+    assert re.search(r"^step \d+  adopted ", ended.out, re.MULTILINE)
+    assert re.search(r"^balancing +flexmoe: [1-9]\d* swaps?,", ended.out, re.MULTILINE)
+    losses = [line["loss"] for line in metric_lines(run_dir) if "loss" in line]
+    assert len(losses) == 50
+    assert np.mean(losses[-5:]) < losses[0] - 1
+    after = call("train/evaluate.py", run_dir, "--files", text)
+    assert after["loss"] < before["loss"] - 1
+    assert call("train/generate.py", run_dir, "--prompt=The ", "--max_tokens=8")[
+        "texts"
+    ]
+    call("tools/hf.py", "export", run_dir, "--out", out)
+    ids = tmp_path / "ids.npy"
+    np.save(ids, np.arange(64).reshape(2, 32))
+    logits = []
+    for name, source in (("run", run_dir), ("folder", out)):
+        path = tmp_path / f"{name}.npy"
+        call("tools/hf.py", "logits", source, "--ids", ids, "--out", path)
+        logits.append(np.load(path))
+    assert np.abs(logits[0] - logits[1]).max() < 1e-5

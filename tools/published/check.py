@@ -1,0 +1,84 @@
+"""Check a published model: config.json, the headers of its tensors, and all values.
+
+Prints family, parameters, dtype and files, and what moejax reads past. Exit code 2 and
+one line say what is wrong.
+"""
+
+import argparse
+import collections
+import time
+
+import numpy as np
+
+from moejax.interop import boxes
+from moejax.interop.architecture import CONFIG
+from moejax.interop.folder import TensorFolder
+from moejax.interop.published import PublishedModel, open_model
+from moejax.model.flops import num_params
+from train.messages import visible
+
+BLOCK_ELEMENTS = 2**22
+"""Number of values that are read at a time."""
+
+
+def work(args: argparse.Namespace) -> dict:
+    """Check the folder, print what it is, and return that as a record."""
+    if not (args.folder / CONFIG).is_file():
+        raise ValueError(
+            f"{args.folder} has no {CONFIG}: give the folder of a published model"
+        )
+    with open_model(args.folder) as model:
+        record = describe(model)
+        show(record)
+        if not args.headers_only:
+            begun_sec = time.monotonic()
+            require_finite(model.folder)
+            sec, num_bytes = time.monotonic() - begun_sec, model.folder.bytes_read
+            rate = num_bytes / 1e6 / sec
+            print(f"values      finite; {num_bytes:,} bytes read, {rate:,.0f} MB/s")
+    return record
+
+
+def describe(model: PublishedModel) -> dict:
+    """Return what a published model is, as a record."""
+    entries, params = model.folder.entries.values(), num_params(model.network)
+    return {
+        "family": model.architecture.family,
+        "params": params["total"],
+        "active_params": params["active"],
+        "dtypes": dict(collections.Counter(str(entry.dtype) for entry in entries)),
+        "num_tensors": len(entries),
+        "num_bytes": sum(entry.num_bytes for entry in entries),
+        "num_files": model.folder.num_files,
+        "notes": list(model.notes),
+    }
+
+
+def show(record: dict) -> None:
+    """Print a record of `describe`."""
+    dtypes = ", ".join(f"{name} ({num:,})" for name, num in record["dtypes"].items())
+    params, active = record["params"], record["active_params"]
+    print(f"family      {record['family']}")
+    print(f"parameters  {params:,} ({active:,} per token)")
+    print(f"tensors     {record['num_tensors']:,}: {dtypes}")
+    print(
+        f"files       {record['num_files']}, {record['num_bytes']:,} bytes of tensors"
+    )
+    for note in record["notes"]:
+        print(f"note        {visible(note)}")
+
+
+def require_finite(folder: TensorFolder) -> None:
+    """Read all tensors; raise ValueError for the first with a NaN or an infinity."""
+    for name, entry in folder.entries.items():
+        if np.issubdtype(entry.dtype, np.integer):
+            continue
+        view, num_wrong = folder.view(name), 0
+        whole = tuple((0, size) for size in view.shape)
+        for box in boxes.cut(whole, view.order, BLOCK_ELEMENTS):
+            num_wrong += int(np.count_nonzero(~np.isfinite(view.read_box(box))))
+        if num_wrong:
+            raise ValueError(
+                f"{view.label} has {num_wrong:,} values that are not finite: download "
+                "the folder again"
+            )

@@ -1,0 +1,114 @@
+"""Publish a run: write its newest checkpoint as a folder of safetensors.
+
+Experts are in logical order, whatever the plan and the mesh were. config.json is that
+of the model which the run started from, or else made for the first family that can
+express the run's; the tokenizer is copied. A run on bytes gets a tokenizer of bytes.
+"""
+
+import argparse
+import json
+import pathlib
+import time
+
+from moejax.config import Data
+from moejax.interop.architecture import CONFIG
+from moejax.interop.companions import TOKENIZER, read_companions
+from moejax.interop.export import GENERATION
+from moejax.interop.published import read_architecture
+from train.checkpoint.load import CheckpointSource, find_checkpoints
+from train.config.from_hf import folder_of
+from train.data.tokenizer import byte_tokenizer_file, load_tokenizer
+from train.launch.program import start
+
+DTYPE = "bfloat16"
+"""Dtype of the tensors of a model that started from no published one."""
+
+
+def work(args: argparse.Namespace) -> dict:
+    """Write the folder; return the record."""
+    if args.max_shard_gb <= 0:
+        raise ValueError(f"--max_shard_gb={args.max_shard_gb:g} must be above 0")
+    require_new(args.out)
+    source = find_checkpoints(args.run_dir, args.step, args.gin_param)
+    folder, files = find_origin(source), {}
+    record, dtype = None, DTYPE
+    if folder is not None:
+        architecture = read_architecture(folder)
+        record, dtype = architecture.record, architecture.dtype
+        files = read_companions(folder)
+    files |= {n: b for n, b in own_files(source.cfg.data).items() if n not in files}
+    start(source.cfg)
+    from moejax.interop.published import write_model
+    from train.checkpoint.load import load_model
+    from train.checkpoint.on_devices import as_views
+
+    begun_sec = time.monotonic()
+    loaded = load_model(source)
+    write_model(
+        args.out,
+        loaded.cfg.network,
+        as_views(loaded.params),
+        as_views(loaded.router_bias),
+        family=args.family,
+        record=record,
+        dtype=args.dtype or dtype,
+        max_shard_bytes=int(args.max_shard_gb * 1e9),
+        files=files,
+    )
+    return report(args, loaded.step, time.monotonic() - begun_sec)
+
+
+def find_origin(source: CheckpointSource) -> pathlib.Path | None:
+    """Return the folder with the config.json of the published model that a run started
+    from: the run's own copy, or that which Model.from_hf names. None without one."""
+    if source.kept is not None:
+        return source.kept
+    name = source.cfg.model.from_hf
+    has_config = name is not None and (folder_of(name) / CONFIG).exists()
+    return folder_of(name) if has_config else None
+
+
+def own_files(data: Data) -> dict[str, bytes]:
+    """Return the tokenizer of a run, and a generation_config.json that says which token
+    ends a text."""
+    tokenizer = load_tokenizer(data.tokenizer, data.separator)
+    content = byte_tokenizer_file()
+    if tokenizer.name != "bytes":
+        content = pathlib.Path(tokenizer.name).expanduser().read_bytes()
+    ids = {"bos_token_id": tokenizer.separator, "eos_token_id": tokenizer.separator}
+    return {TOKENIZER: content, GENERATION: (json.dumps(ids, indent=2) + "\n").encode()}
+
+
+def require_new(path: pathlib.Path) -> None:
+    """Raise ValueError unless there is nothing at `path`, or an empty folder."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ValueError(
+            f"--out {path} exists and is not empty: remove it or name another"
+        )
+    require_parent(path)
+
+
+def require_parent(path: pathlib.Path) -> None:
+    """Raise ValueError unless the folder is there in which `path` is to be made."""
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--out {path}: {path.parent} is no folder: make it first")
+
+
+def report(args: argparse.Namespace, step: int, sec: float) -> dict:
+    """Print what was written, and return it as a record."""
+    files = sorted(args.out.glob("*.safetensors"))
+    num_bytes = sum(file.stat().st_size for file in files)
+    architecture = read_architecture(args.out)
+    print(
+        f"{args.out}: {architecture.family} of step {step}, {architecture.dtype}, "
+        f"{num_bytes:,} bytes in {len(files)} files, {sec:.1f} s"
+    )
+    return {
+        "out": str(args.out),
+        "step": step,
+        "family": architecture.family,
+        "dtype": architecture.dtype,
+        "num_bytes": num_bytes,
+        "num_files": len(files),
+        "sec": sec,
+    }
