@@ -102,11 +102,6 @@ class Model:
     (i - first_k_dense + 1) is a multiple of moe_every, else dense; or as `layers` says.
     """
 
-    from_hf: str | None = None
-    """Folder of a published model that a new run starts from: its config.json decides
-    the fields of Model, Attention, Rope, Mla, Moe and Router that it has a value for,
-    and its tensors are the first parameters (docs/finetune.md). Its tokenizer.json is
-    the default of Data.tokenizer. None: parameters start at random."""
     vocab_size: int = 256
     """Number of token ids."""
     d_model: int = 128
@@ -167,6 +162,11 @@ class Model:
     compute_dtype is float32, so is this. Gradients of router, embedding and head always
     travel in float32, and those of an expert's copies in compute_dtype. Along dc, parts
     that are summed already are all-reduced in the dtype in which they rest."""
+    from_hf: str | None = None
+    """Folder of a published model that a new run starts from: its config.json decides
+    the fields of Model, Attention, Rope, Mla, Moe and Router that it has a value for,
+    and its tensors are the first parameters (docs/finetune.md). Its tokenizer.json is
+    the default of Data.tokenizer. None: parameters start at random."""
 
     def __post_init__(self) -> None:
         require_min(

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from moejax.interop.architecture import CONFIG
 from moejax.interop.export import GENERATION
+from moejax.interop.folder import resolve
 from moejax.interop.strict_json import read_json
 
 TOKENIZER = "tokenizer.json"
@@ -46,13 +47,16 @@ def read_text_ids(folder: pathlib.Path) -> TextIds:
 
 
 def read_companions(folder: pathlib.Path) -> dict[str, bytes]:
-    """Return the contents of those of COMPANIONS that a folder has, by name. Raises
-    ValueError for one that is larger than MAX_BYTES."""
+    """Return the contents of those of COMPANIONS that a folder has, by name.
+
+    Raises ValueError for one that is larger than MAX_BYTES, or a link that leaves the
+    folder.
+    """
     found = {}
     for name in COMPANIONS:
-        path = folder / name
-        if not path.is_file():
+        if not (folder / name).is_file():
             continue
+        path = resolve(folder, name)
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"{path} has more than {MAX_BYTES:,} bytes: remove it")
         found[name] = path.read_bytes()

@@ -101,7 +101,7 @@ class TensorFolder:
         if not self.path.is_dir():
             raise ValueError(f"{self.path} is no folder: give the one with config.json")
         if index.exists():
-            self._open_shards(_resolve(self.path, INDEX))
+            self._open_shards(resolve(self.path, INDEX))
         elif single.exists():
             file = self._open_file(SINGLE)
             self._add(dict.fromkeys(file.entries, file))
@@ -149,7 +149,7 @@ class TensorFolder:
         self.entries = {name: file.entries[name] for name, file in file_by_name.items()}
 
     def _open_file(self, name: str) -> TensorFile:
-        file = TensorFile(_resolve(self.path, name))
+        file = TensorFile(resolve(self.path, name))
         self._files.append(file)
         return file
 
@@ -210,7 +210,7 @@ def _is_plain(name: object) -> bool:
     )
 
 
-def _resolve(folder: pathlib.Path, name: str) -> pathlib.Path:
+def resolve(folder: pathlib.Path, name: str) -> pathlib.Path:
     """Return the path of a file of a folder.
 
     Raises ValueError if it is a link that leaves the folder. The one exception is the

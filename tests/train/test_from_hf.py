@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ from tests.support.run_main import (
     run,
 )
 from tests.support.workers import run_workers
-from train import evaluate, generate
+from train import cli, evaluate, generate
+from train.data.tokenizer import load_tokenizer
 from train.main import main
 
 GIN = ROOT / "tests" / "support" / "from_hf.gin"
@@ -100,6 +102,16 @@ def make_bad_folders(published, path):
     return paths | {"bpe": write_bpe(path / "bpe.json")}
 
 
+def test_a_dry_run_needs_config_json_alone(published, tmp_path, capfd):
+    shutil.copy(published / "config.json", tmp_path)
+    source, run_dir = f"Model.from_hf = '{tmp_path}'", tmp_path / "run"
+    words = command(run_dir, source, flags=["--dry_run"], gin_file=GIN)[2:]
+    assert main(words) == 0
+    record = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert record["params"]["total"] == NUM_BYTES // 4
+    assert not run_dir.exists()
+
+
 @pytest.mark.parametrize("program", [evaluate, generate], ids=lambda p: p.__name__)
 def test_programs_refuse_what_they_cannot_read(program, published, tmp_path, capfd):
     """A folder without tokenizer, or without text to evaluate, is one line, and no
@@ -119,7 +131,16 @@ def test_programs_refuse_what_they_cannot_read(program, published, tmp_path, cap
         assert "name a text with --files" in capfd.readouterr().err
 
 
-@pytest.mark.slow
+def test_a_text_ends_at_each_id_of_the_folder(published):
+    """The ids are the folder's and the separator; a run that keeps a copy has them
+    too."""
+    tokenizer = load_tokenizer(str(published / "tokenizer.json"), 7)
+    for folder, ids in ((published, {0, 3, 7}), (None, {7})):
+        loaded = SimpleNamespace(published=folder)
+        assert cli.end_ids(loaded, tokenizer) == ids
+
+
+@pytest.mark.long
 def test_a_folder_is_generated_from_and_evaluated(published, tmp_path, capfd):
     """A text ends at each of the folder's ids, and the loss is that of the logits."""
     one = "--gin_param=Mesh.expert = 1"
@@ -140,7 +161,6 @@ def test_a_folder_is_generated_from_and_evaluated(published, tmp_path, capfd):
 
 def loss_of_text(folder, text):
     """Return the mean loss of the bytes of a file behind the separator, by logits."""
-    from train import cli
     from train.eval.logits import logits_by_rows
 
     loaded = cli.load(cli.find(folder, None, ["Mesh.expert = 1"]))

@@ -16,7 +16,9 @@ from train.step.state import init_state, state_from
 
 MESHES = (
     ("Mesh.data = 2", "Mesh.expert = 4"),
-    ("Mesh.data = 2", "Mesh.expert = 2", "Mesh.tensor = 2"),
+    pytest.param(
+        ("Mesh.data = 2", "Mesh.expert = 2", "Mesh.tensor = 2"), marks=pytest.mark.long
+    ),
 )
 
 
@@ -31,7 +33,7 @@ def configured(folder, *params):
     return gin_reader.load([], [f"Model.from_hf = '{folder}'", *params])
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=" ".join)
+@pytest.mark.parametrize("mesh", MESHES)
 def test_parameters_are_those_of_the_folder(published, mesh):
     """They lie as `init_state` shards them, and are read once."""
     model = prepare_model(configured(published, *mesh))
@@ -57,6 +59,7 @@ def test_parameters_are_those_of_the_folder(published, mesh):
     assert line.startswith(f"read {NUM_BYTES:,} bytes of {published} in ")
 
 
+@pytest.mark.long
 def test_compressed_domains_have_their_copies(published):
     """The copies of a domain's experts and the residual are made as for other runs."""
     params = ("Mesh.data = 2", "Mesh.expert = 4", "Dispatch.domain = (1, 2)")

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from moejax.interop.companions import read_companions, read_text_ids
 from tests.support.published_model import CONFIG, write_published
 from train.config.gin_reader import ConfigError, load, render
 
@@ -29,6 +30,40 @@ def test_config_json_decides_the_model(published):
     assert (cfg.model.remat, cfg.router.balance_loss) == ("full", 0.5)
     assert cfg.data.tokenizer == str(published / "tokenizer.json")
     assert cfg.data.separator == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "start", "ends"),
+    [
+        ({"eos_token_id": 2}, None, 2, (2,)),
+        ({"bos_token_id": 1, "eos_token_id": 2}, {"eos_token_id": [4, 5]}, 1, (4, 5)),
+        ({"text_config": {"bos_token_id": 7}}, {"eos_token_id": None}, 7, ()),
+        ({"eos_token_id": None}, None, None, ()),
+    ],
+)
+def test_ids_around_texts(tmp_path, config, generation, start, ends):
+    """generation_config.json wins over config.json, and a text begins with bos if there
+    is one."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert read_text_ids(tmp_path) == (start, ends)
+
+
+@pytest.mark.parametrize("wrong", ["2", -1, [1, None], 2.5, True, 2**40])
+def test_ids_that_are_none_are_one_line(tmp_path, wrong):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": wrong}))
+    with pytest.raises(ValueError, match=r"eos_token_id is .*, which is no id of a"):
+        read_text_ids(tmp_path)
+
+
+def test_a_tokenizer_that_links_out_of_the_folder_is_not_copied(tmp_path):
+    (tmp_path / "secret").write_text("{}")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match="a link that leaves the folder"):
+        read_companions(folder)
 
 
 def test_a_tokenizer_of_the_user_wins(published):

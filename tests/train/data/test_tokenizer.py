@@ -10,7 +10,11 @@ import pytest
 from tests.support.data_files import TEXTS, bpe_json, write_bpe
 from tests.support.metaspace import WORDS, load_metaspace
 from train.data import documents
-from train.data.tokenizer import load_tokenizer, stream_decoder
+from train.data.tokenizer import (
+    byte_tokenizer_file,
+    load_tokenizer,
+    stream_decoder,
+)
 
 
 @pytest.fixture
@@ -41,6 +45,37 @@ def test_no_text_forges_a_separator(bpe):
     ids = bpe.encode("a<|endoftext|>b")
     assert bpe.separator not in ids
     assert bpe.decode(ids) == "a<|endoftext|>b"
+
+
+def test_special_tokens_can_be_asked_for(bpe):
+    ids = bpe.encode_special("a<|endoftext|>b")
+    assert ids.tolist() == [*bpe.encode("a"), bpe.separator, *bpe.encode("b")]
+    assert bpe.separator not in bpe.encode("a<|endoftext|>b")
+
+
+def test_a_tokenizers_file_of_bytes_is_the_tokenizer_bytes(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(byte_tokenizer_file())
+    tokenizer, plain = load_tokenizer(str(path), 0), load_tokenizer("bytes")
+    every = "".join(map(chr, [*range(0x180), 0x2028, 0xFFFD, 0x1F642]))
+    for text in (*TEXTS, every):
+        np.testing.assert_array_equal(tokenizer.encode(text), plain.encode(text))
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert (tokenizer.vocab_size, tokenizer.separator) == (256, 0)
+
+
+@pytest.mark.published
+def test_ids_are_those_of_transformers(published):
+    """Prompts may name special tokens, and then have the ids that transformers gives;
+    texts without them have these ids anyway."""
+    folder = published / "qwen3_moe"
+    tokenizer = load_tokenizer(str(folder / "tokenizer.json"), 0)
+    expected = json.loads((folder / "tokenizer_expected.json").read_text())
+    assert len(expected) >= 3
+    for text, ids in expected.items():
+        assert tokenizer.encode_special(text).tolist() == ids
+        if "<|" not in text:
+            assert tokenizer.encode(text).tolist() == ids
 
 
 def test_settings_of_a_file_do_not_cut_or_pad(tmp_path, bpe):
