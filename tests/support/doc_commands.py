@@ -41,6 +41,8 @@ VARIABLE = re.compile(r'([A-Z]+)="(.*)"')
 GONE = re.compile(r"[\s,(]*last at commit")
 """Words behind a command whose program is in the history alone."""
 USE = re.compile(r"\$([A-Z]+)")
+FROM_HF = re.compile(r"Model\.from_hf = 'models/")
+"""Binding of a folder that the reader has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,13 +227,17 @@ def _check_local(args: argparse.Namespace, words: list[str]) -> None:
 def check_config(args: argparse.Namespace) -> Config:
     """Return the configuration of --gin_file and --gin_param; raise ValueError where it
     or its layout is invalid. STAND_IN replaces a file without a folder that is not
-    there."""
+    there, and the config.gin of a run in runs/. A published folder that is not there
+    decides nothing."""
     files = args.gin_file if isinstance(args.gin_file, list) else [args.gin_file]
     there = [ROOT / name if (ROOT / name).is_file() else STAND_IN for name in files]
     for name in files:
-        if "/" in str(name) and not (ROOT / name).is_file():
+        is_of_run = str(name).startswith("runs/")
+        if "/" in str(name) and not is_of_run and not (ROOT / name).is_file():
             raise ValueError(f"there is no file {name}")
-    cfg = load(there, args.gin_param)
+    check_bindings(args.gin_param)
+    params = [param for param in args.gin_param if not FROM_HF.match(param)]
+    cfg = load(there, params)
     balance = cfg.balance
     if balance.calibration and not (ROOT / balance.calibration).is_file():
         balance = dataclasses.replace(balance, calibration=None)
