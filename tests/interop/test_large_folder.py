@@ -45,11 +45,6 @@ def test_a_large_checkpoint_is_read_by_share(folder):
         for result in results:
             assert result["bytes_read"] == result["bytes_held"]
             assert result["above_mib"] < MAX_ABOVE_MIB
-        # The norm, 4 KiB, is read by each process.
-        shared = 2 * large_folder.D * (count - 1)
+        # The norms and what has too few rows to split are read by each process.
         total = sum(result["bytes_read"] for result in results)
-        assert total == 2 * sum(map(_size, large_folder.SHAPES.values())) + shared
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return shape[0] * (shape[1] if len(shape) > 1 else 1)
+        assert 0 <= total - large_folder.num_bytes() < count * 2**20
