@@ -52,12 +52,15 @@ def read_params(
     devices of a run, as `abstract_state` shards them.
 
     Each process reads what its devices hold; the line that it says counts these bytes.
+    Lines about tensors that are read past come before it.
     """
     folder = folder_of(run.cfg.model.from_hf)
     abstract = abstract_state(run, optax.identity(), store)
     wanted = {"params": abstract.params, "router_bias": abstract.router_bias}
     begun_sec = time.monotonic()
     with open_model(folder) as published:
+        for note in published.notes[len(published.architecture.notes) :]:
+            say(f"note: {note}")
         arrays = _to_tree(published, wanted)
         num_bytes = published.folder.bytes_read
     sec = time.monotonic() - begun_sec

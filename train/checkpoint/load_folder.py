@@ -17,6 +17,7 @@ from moejax.interop.published import Architecture, read_architecture
 from train.checkpoint.load import LoadedModel, rebind, resolve_here
 from train.checkpoint.record import has_checkpoint
 from train.config.names import PARTS
+from train.launch.processes import is_first
 from train.launch.program import say_loudly
 
 MAX_WINDOW = 2048
@@ -63,12 +64,16 @@ def load_folder(
     source: FolderSource, say: Callable[[str], None] = say_loudly
 ) -> LoadedModel:
     """Load a published folder onto the devices of this machine, each process what its
-    devices hold. Raises a ValueError of one line."""
+    devices hold. The first process says what is unusual. Raises a ValueError of one
+    line."""
     from train.checkpoint.from_hf import read_params
     from train.step.compiled import home_placement
 
+    tell = say if is_first() else lambda _: None
+    for note in read_architecture(source.folder).notes:
+        tell(f"note: {note}")
     run = resolve_here(source.cfg, source.is_mesh_given)
-    params, router_bias = read_params(run, say=say)
+    params, router_bias = read_params(run, say=tell)
     meta = {"config": source.cfg.to_dict(), "data": None}
     placement = home_placement(run)
     return LoadedModel(run, params, router_bias, placement, None, meta, source.folder)
