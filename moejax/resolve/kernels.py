@@ -36,9 +36,8 @@ def check_attention(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
         return
     check_heads(cfg.model, cfg.mesh.tensor)
     with devices_of(mesh):
-        reasons = [
-            why_not(named, attention_arrays(cfg), rule) for rule in _rules(cfg).values()
-        ]
+        rules = attention_rules(cfg).values()
+        reasons = [why_not(named, attention_arrays(cfg), rule) for rule in rules]
     if why := next(filter(None, reasons), None):
         raise NotImplementedError(
             f"Model.attention='{named}' cannot compute this run: {why}: use 'auto'"
@@ -52,7 +51,8 @@ def _attention(cfg: Config) -> dict[str, KernelChoice]:
         return {"attention": KernelChoice(named, f"Model.attention='{named}'")}
     arrays = attention_arrays(cfg)
     choices = {
-        kind: choose_attention(arrays, rule) for kind, rule in _rules(cfg).items()
+        kind: choose_attention(arrays, rule)
+        for kind, rule in attention_rules(cfg).items()
     }
     first, *others = choices.values()
     chosen = {"attention": first}
@@ -61,7 +61,7 @@ def _attention(cfg: Config) -> dict[str, KernelChoice]:
     return chosen
 
 
-def _rules(cfg: Config) -> dict[str, Rule]:
+def attention_rules(cfg: Config) -> dict[str, Rule]:
     """Return the different rules of the layers' attention, by one kind of layer that
     has each; that of sliding layers last."""
     kinds = sorted(set(cfg.attention.layers), key=lambda kind: kind == "sliding")

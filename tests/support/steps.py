@@ -174,7 +174,7 @@ def one_step(case: StepCase, state, plan: ExpertPlan, step: int = 0):
 def in_order(state, order_le):
     """Return a state whose experts (master parameters and moments) are in this order in
     each layer."""
-    layer_l1 = np.arange(L)[:, None]
+    layer_l1 = np.arange(len(order_le))[:, None]
 
     def ordered(path, leaf):
         return leaf[layer_l1, order_le] if is_expert(path) else leaf

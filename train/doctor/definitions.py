@@ -63,27 +63,41 @@ def swiglu_gradient(
     return dh * up * (sigmoid + silu * (1 - sigmoid)), dh * silu
 
 
-def attention(q_bthi, k_bugi, v_bugj, first_bt, dout_bthj) -> tuple[np.ndarray, ...]:
-    """Return causal attention within documents, and the gradients of queries, keys and
-    values. A document begins at key first_bt."""
+def attention(
+    q_bthi, k_bugi, v_bugj, first_bt, dout_bthj, *, scale=None, window=None, sinks_h=()
+) -> tuple[np.ndarray, ...]:
+    """Return causal attention within documents, and the gradients of queries, keys,
+    values and sinks.
+
+    A document begins at key first_bt. `scale` multiplies scores (None: 1 / sqrt(width
+    of a query)), `window` limits the keys that a query reads, and `sinks_h` are scores
+    without a value, one for each query head or none.
+    """
     (_, t, h, i), g = q_bthi.shape, k_bugi.shape[2]
+    scale, window = i**-0.5 if scale is None else scale, window or t
     k_buhi, v_buhj = (np.repeat(each, h // g, axis=2) for each in (k_bugi, v_bugj))
-    scores_bhtu = np.einsum("bthi,buhi->bhtu", q_bthi, k_buhi, optimize=True) * i**-0.5
+    scores_bhtu = np.einsum("bthi,buhi->bhtu", q_bthi, k_buhi, optimize=True) * scale
     place = np.arange(t)
-    is_read_btu = (place >= first_bt[..., None]) & (place <= place[:, None])
+    low_bt = np.maximum(first_bt, place - window + 1)
+    is_read_btu = (place >= low_bt[..., None]) & (place <= place[:, None])
     scores_bhtu = np.where(is_read_btu[:, None], scores_bhtu, -np.inf)
-    weight_bhtu = np.exp(scores_bhtu - scores_bhtu.max(axis=-1, keepdims=True))
-    weight_bhtu /= weight_bhtu.sum(axis=-1, keepdims=True)
+    sink_h11 = np.reshape(sinks_h if len(sinks_h) else [-np.inf], (-1, 1, 1))
+    most_bht1 = np.maximum(scores_bhtu.max(axis=-1, keepdims=True), sink_h11)
+    weight_bhtu, sink_bht1 = np.exp(scores_bhtu - most_bht1), sink_h11 - most_bht1
+    total_bht1 = weight_bhtu.sum(axis=-1, keepdims=True) + np.exp(sink_bht1)
+    weight_bhtu /= total_bht1
     out_bthj = np.einsum("bhtu,buhj->bthj", weight_bhtu, v_buhj, optimize=True)
 
     dv_buhj = np.einsum("bhtu,bthj->buhj", weight_bhtu, dout_bthj, optimize=True)
     dweight_bhtu = np.einsum("bthj,buhj->bhtu", dout_bthj, v_buhj, optimize=True)
     mean_bht1 = (weight_bhtu * dweight_bhtu).sum(axis=-1, keepdims=True)
-    dscore_bhtu = weight_bhtu * (dweight_bhtu - mean_bht1) * i**-0.5
+    dsink_h = -(np.exp(sink_bht1) / total_bht1 * mean_bht1).sum(axis=(0, 2, 3))
+    dscore_bhtu = weight_bhtu * (dweight_bhtu - mean_bht1) * scale
     dq_bthi = np.einsum("bhtu,buhi->bthi", dscore_bhtu, k_buhi, optimize=True)
     dk_buhi = np.einsum("bhtu,bthi->buhi", dscore_bhtu, q_bthi, optimize=True)
 
     def over_heads(gradient_buhx):
         return gradient_buhx.reshape(*gradient_buhx.shape[:2], g, h // g, -1).sum(3)
 
-    return out_bthj, dq_bthi, over_heads(dk_buhi), over_heads(dv_buhj)
+    gradients = dq_bthi, over_heads(dk_buhi), over_heads(dv_buhj)
+    return (out_bthj, *gradients, *([dsink_h] if len(sinks_h) else []))

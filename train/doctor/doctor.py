@@ -27,7 +27,7 @@ from train.doctor.collectives import (
 )
 from train.doctor.kernel_check import KernelCheck, run_kernels
 from train.doctor.other_kernels import (
-    attention_check,
+    attention_checks,
     permute_check,
     water_fill_check,
 )
@@ -82,7 +82,7 @@ class Report:
 
 def kernel_checks(run: Resolved) -> list[KernelCheck]:
     """Return a check for each kernel that the layers of a run use."""
-    checks = [attention_check(run)]
+    checks = attention_checks(run)
     if run.cfg.router.training != "dense":
         checks = [*product_checks(run), permute_check(run), *checks]
         if run.layout.split == "water_filling":

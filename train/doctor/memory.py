@@ -25,7 +25,7 @@ FOLDER = "doctor"
 def fingerprint(run: Resolved, names: Sequence[str]) -> str:
     """Return the digest of the checks with these names, on the devices of a run."""
     facts, cfg = program_facts() | device_facts(), run.cfg
-    sizes = run.mesh.shape, run.layout, cfg.model, cfg.moe, cfg.router.training
+    sizes = run.mesh.shape, run.layout, cfg.network
     text = json.dumps([facts, repr(sizes), list(names)])
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -7,14 +7,14 @@ import numpy as np
 from moejax.axes import devices_of
 from moejax.kernels.attention import attention
 from moejax.kernels.attention.choose import why_not
-from moejax.kernels.attention.reading import CAUSAL, Inputs
+from moejax.kernels.attention.reading import Inputs, Rule
 from moejax.kernels.permute import combine_rows, gather_rows
 from moejax.moe.split import water_filling as split
 from moejax.moe.types import Placement
 from moejax.plan import water_filling
 from moejax.plan.expert_plan import EMPTY, ExpertPlan
 from moejax.plan.layout import Layout
-from moejax.resolve.kernels import attention_arrays
+from moejax.resolve.kernels import attention_arrays, attention_rules
 from moejax.resolve.resolved import Resolved
 from train.doctor import definitions
 from train.doctor.kernel_check import (
@@ -27,6 +27,8 @@ from train.doctor.kernel_check import (
 LENGTHS = (200, 256)
 """Numbers of tokens for attention, the first that the implementation takes; else those
 of the run's windows."""
+MAX_WINDOW = 50
+"""Largest window of keys of sliding layers; documents have more tokens."""
 NUM_TOKENS = 37
 """Number of tokens whose rows are permuted."""
 SPARE_ROWS = 11
@@ -67,6 +69,8 @@ def _permute_case(run: Resolved) -> dict:
     token has hold NaN."""
     cfg, rng = run.cfg, np.random.default_rng(1)
     (n, k), d = (NUM_TOKENS, cfg.moe.top_k), cfg.model.d_model
+    if cfg.router.gate_input:  # each choice is a token of its own
+        k = 1
     dtype = jnp.dtype(cfg.model.compute_dtype)
     m = n * k + SPARE_ROWS
 
@@ -106,44 +110,62 @@ def _permute_case(run: Resolved) -> dict:
     }  # fmt: skip
 
 
-def attention_check(run: Resolved) -> KernelCheck:
-    """Return the check of attention over a row of tokens with four documents, and of
-    its gradients."""
-    choice = run.kernels["attention"].implementation
+def attention_checks(run: Resolved) -> list[KernelCheck]:
+    """Return a check of attention, with its gradients, for each rule that the run's
+    layers have; chunks are documents to it."""
+    choices, checks = run.kernels, []
+    for kind, rule in attention_rules(run.cfg).items():
+        choice = choices["attention"]
+        if kind == "sliding":
+            choice = choices.get("attention in sliding layers", choice)
+        checks.append(_attention_check(run, choice.implementation, rule))
+    return checks
+
+
+def _attention_check(run: Resolved, choice: str, rule: Rule) -> KernelCheck:
+    """Return the check of attention over a row of tokens with four documents."""
     kernel = "attention_cudnn" if choice == "cudnn" else "attention"
-    name, subject = find_subject(kernel, choice, run)
+    how, subject = find_subject(kernel, choice, run)
     given, rng = attention_arrays(run.cfg), np.random.default_rng(2)
+    if rule.window is not None:  # one that is shorter than a document
+        rule = rule._replace(window=min(rule.window, MAX_WINDOW))
     with devices_of(run.mesh):
-        t = _length(choice, given)
+        t = _length(choice, given, rule)
 
-    def draw(array):
-        return rng.standard_normal((1, t, *array.shape[2:])).astype(array.dtype)
+    def draw(array, width):
+        return rng.standard_normal((1, t, array.shape[2], width)).astype(array.dtype)
 
-    q, k, v, dout = map(draw, (*given[:3], given.q_bthi))
+    q, k, v = (draw(array, array.shape[3]) for array in given[:3])
+    dout = draw(given.q_bthi, given.v_bugj.shape[3])
+    num_sinks = q.shape[2] * run.cfg.attention.sinks
+    sinks = (np.float32(rng.standard_normal(num_sinks)),) if num_sinks else ()
     edges = [0, t // 8 + 1, t // 8 + 2, t // 2 + 1]
     first_bt = np.repeat(edges, np.diff([*edges, t]))[None].astype(np.int32)
-    arrays = (q, k, v, first_bt, dout)
     results = definitions.attention(
-        *(a if a is first_bt else a.astype(np.float64) for a in arrays)
-    )
-    expected = dict(zip(("out", "dq", "dk", "dv"), map(np.float32, results)))
+        *(a.astype(np.float64) for a in (q, k, v)), first_bt, dout.astype(np.float64),
+        scale=rule.scale, window=rule.window, sinks_h=np.float64(sinks).ravel(),
+    )  # fmt: skip
+    names = ("out", "dq", "dk", "dv", "dsinks")
+    expected = dict(zip(names, map(np.float32, results)))
 
     def measure(case):
-        *qkv, first_bt, dout = case["arrays"]
+        def call(q, k, v, *sinks):
+            options = {"rule": rule, "sinks_h": sinks[0] if sinks else None}
+            first_bt = case["first"]
+            return attention(q, k, v, first_bt, implementation=choice, **options)
 
-        def call(*qkv):
-            return attention(*qkv, first_bt, implementation=choice)
+        out, back = jax.vjp(call, *case["arrays"])
+        return _largest(dict(zip(names, (out, *back(case["dout"])))), case["expected"])
 
-        out, back = jax.vjp(call, *qkv)
-        actual = dict(zip(("out", "dq", "dk", "dv"), (out, *back(dout))))
-        return _largest(actual, case["expected"])
-
-    case = {"arrays": arrays, "expected": expected}
-    name = f"attention ({name}, {t} tokens)"
+    case = {"arrays": (q, k, v, *sinks), "first": first_bt, "dout": dout}
+    words = [how, *(["sinks"] if sinks else []), f"{t} tokens"]
+    words += [] if rule.window is None else [f"a window of {rule.window}"]
+    name = f"attention ({', '.join(words)})"
+    case["expected"] = expected
     return KernelCheck(name, subject, allowed_error(run), measure, [case])
 
 
-def _length(implementation: str, given: Inputs) -> int:
+def _length(implementation: str, given: Inputs, rule: Rule) -> int:
     """Return the number of tokens to compute attention of."""
     whole = given.q_bthi.shape[1]
 
@@ -153,7 +175,7 @@ def _length(implementation: str, given: Inputs) -> int:
     for t in LENGTHS:
         q, k, v, first = (of_length(array, t) for array in given[:4])
         inputs = Inputs(q, k, v, first, given.start)
-        if t < whole and why_not(implementation, inputs, CAUSAL) is None:
+        if t < whole and why_not(implementation, inputs, rule) is None:
             return t
     return whole
 

@@ -112,7 +112,8 @@ class _Products:
         most = max(rows_g.sum() for rows_g in sizes)
         cases = [self._case(rng, rows_g, most) for rows_g in sizes]
         is_fp8, allowed = self.fp8 != "none", allowed_error(self.run)
-        for name, (*kernels, measure) in PASSES.items():
+        is_fused = self.run.cfg.moe.why_unfused is None
+        for name, (*kernels, measure) in (PASSES if is_fused else UNFUSED).items():
             how, subject = find_subject(kernels[is_fp8], self.implementation, self.run)
             of = f"{how}{', fp8' if is_fp8 else ''}, {self.num_rows} rows"
             measured = self._measured(measure)
@@ -174,6 +175,7 @@ class _Products:
         rows |= {"up": into_stored[1], "dgate": dgate, "dup": dup}
         results = {"gate": into[0], "up": into[1], "h": h, "dx": dx}
         results |= {"dgate": dinto[0], "dup": dinto[1], "y": dot(stored(h), down, f)}
+        results["dh"] = dh
         matrices = {"gate": outer(x, dgate), "up": outer(x, dup)}
         matrices["down"] = outer(stored(h), dy)
         return {
@@ -271,6 +273,16 @@ def _forward(own, of: _Operands):
     return of.errors(y_md, of.d, "y")
 
 
+def _forward_into(own, of: _Operands):
+    into_mh = own.forward(of.rows(of.d, "x"), of.matrices("gate", "up"), of.rows_g)
+    return of.errors(into_mh, of.f, "gate", "up")
+
+
+def _dgrad_down(own, of: _Operands):
+    dh_mf = own.dgrad(of.rows(of.d, "dy"), of.matrices("down"), of.rows_g)
+    return of.errors(dh_mf, of.f, "dh")
+
+
 def _swiglu_dgrad(own, of: _Operands):
     into_mh = of.rows(of.f, "gate", "up", padding=0)
     dinto_mh, h_mf = own.swiglu_dgrad(
@@ -308,3 +320,9 @@ PASSES = {
 }
 """Products of a layer by name: the kernel without fp8 and with it, and the function
 from products and operands to the largest relative error."""
+UNFUSED = {
+    "forward of gate and up": ("forward", "fp8_forward", _forward_into),
+    "dgrad of down": ("dgrad", "fp8_dgrad", _dgrad_down),
+} | {name: entry for name, entry in PASSES.items() if "swiglu" not in name}
+"""The same for experts whose activation no kernel fuses with a product
+(Moe.why_unfused)."""
