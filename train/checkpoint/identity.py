@@ -15,9 +15,9 @@ their format."""
 FIXED_FIELDS = {
     "model": {
         "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim",
-        "d_ff", "first_k_dense", "moe_every", "layers", "qk_norm", "tie_embeddings",
-        "rope_theta",
-        "norm_eps", "embedding_multiplier", "residual_multiplier", "logits_scaling",
+        "d_ff", "first_k_dense", "moe_every", "layers", "block", "qk_norm",
+        "tie_embeddings", "rope_theta", "norm_eps", "embedding_multiplier",
+        "residual_multiplier", "logits_scaling",
     },
     "attention": {
         "layers", "sliding_window", "chunk_size", "temperature_scale",

@@ -15,6 +15,20 @@ FIELDS = [
     for field in dataclasses.fields(cls)
     if (part, field.name) != ("train", "run_dir")  # a run may be moved
 ]
+FREE_FIELDS = {
+    "model": {"attention", "remat", "compute_dtype", "gradient_reduce_dtype"},
+    "attention": set(),
+    "rope": set(),
+    "mla": set(),
+    "moe": {"halves"},
+    "router": {
+        "jitter", "balance_loss", "sequence_balance_loss", "z_loss",
+        "mutual_information_loss", "training", "bias_rate",
+        "allow_expert_choice_in_decoder",
+    },
+}  # fmt: skip
+"""Fields of the network that may change on resume: they say how it is computed, or
+what it learns from, and not which function its parameters define."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +61,14 @@ def test_a_field_that_the_checkpoint_lacks_had_its_default(part, field):
     meta = make_meta(Config())
     del meta["config"][part][field]
     assert identity.check(meta, Config(), {}) == []
+
+
+@pytest.mark.parametrize("part", FREE_FIELDS)
+def test_every_field_of_the_network_is_fixed_or_free(part):
+    """A new field must be entered in one of the two lists."""
+    fixed, free = identity.FIXED_FIELDS[part], FREE_FIELDS[part]
+    assert fixed | free == {field for p, field in FIELDS if p == part}
+    assert not fixed & free
 
 
 def test_fixed_fields_exist():
