@@ -5,6 +5,7 @@ Tests that a machine cannot run are deselected, and one line says why; there are
 silent skips.
 """
 
+import functools
 import gc
 import os
 import pathlib
@@ -115,10 +116,16 @@ def repo() -> pathlib.Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs() -> Iterator[None]:
-    """Drop compiled programs after a file of tests, if they have become many."""
+    """Drop compiled programs after a file of tests, if they have become many: those of
+    JAX, and those that tests keep with functools.cache."""
     yield
     areas = pathlib.Path("/proc/self/maps")
     if areas.is_file() and areas.read_bytes().count(b"\n") > MAX_MEMORY_AREAS:
+        for each in gc.get_objects():
+            if isinstance(each, functools._lru_cache_wrapper) and (
+                each.__module__.startswith("tests.")
+            ):
+                each.cache_clear()
         jax.clear_caches()
         gc.collect()
 
