@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.config import Config, Data, Model, Moe, Train
+from moejax.config import Attention, Config, Data, Mla, Model, Moe, Train
 from tests.support import plain_model
 from tests.support.close import assert_close
 from tests.support.plain_model import network
@@ -27,6 +27,22 @@ SEPARATE = Config(
     train=Train(batch_size=B, loss_chunk=T),
 )  # fmt: skip
 JOINED = dataclasses.replace(SEPARATE, data=Data(seq_len=T, documents="joined"))
+LATENT = dataclasses.replace(
+    SEPARATE,
+    model=dataclasses.replace(SEPARATE.model, num_kv_heads=4, qk_norm="none"),
+    mla=Mla(
+        kv_lora_rank=12, q_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4,
+        v_head_dim=5,
+    ),
+)  # fmt: skip
+KINDS = dataclasses.replace(
+    SEPARATE,
+    model=dataclasses.replace(SEPARATE.model, first_k_dense=0),
+    attention=Attention(
+        layers=("sliding", "chunked", "nope"), sliding_window=3, chunk_size=4,
+        temperature_scale=1.0, temperature_floor=2, sinks=True,
+    ),
+)  # fmt: skip
 EDGES = np.cumsum((0, *LENGTHS))
 
 
@@ -66,16 +82,19 @@ def gradients_and_hidden(cfg, windows, is_in_loss_bt):
 
 
 @pytest.mark.slow
-def test_a_window_of_three_documents_is_three_windows():
+@pytest.mark.parametrize(
+    "cfg",
+    [SEPARATE, *(pytest.param(cfg, marks=pytest.mark.long) for cfg in (LATENT, KINDS))],
+    ids=["full", "latent", "windows, chunks and no positions"],
+)
+def test_a_window_of_three_documents_is_three_windows(cfg):
     """Three documents in one window have the hidden states and gradients of three
     windows."""
     is_first_row_bt = np.broadcast_to(np.arange(B)[:, None] == 0, (B, T))
     is_document_bt = np.arange(T) < np.array(LENGTHS)[:, None]
-    gradients, hidden_btd = gradients_and_hidden(
-        SEPARATE, in_one_window(), is_first_row_bt
-    )
+    gradients, hidden_btd = gradients_and_hidden(cfg, in_one_window(), is_first_row_bt)
     alone_gradients, alone_btd = gradients_and_hidden(
-        SEPARATE, each_in_its_own(), is_document_bt
+        cfg, each_in_its_own(), is_document_bt
     )
     assert_close(hidden_btd[0], np.asarray(alone_btd)[is_document_bt])
     assert_close(
