@@ -49,6 +49,9 @@ class PartCounts:
 
 LAYER = PartCounts(hidden=2, rows=4, expert_hidden=5)
 """A layer in its backward pass, whose forward pass is computed again."""
+UNFUSED = PartCounts(hidden=2, rows=8, expert_hidden=15)
+"""The same where no kernel fuses the experts' activation (Moe.why_unfused). Counted in
+two toys with biases and clamps, of widths 256 and 1024."""
 KEPT = PartCounts(hidden=14, rows=3, expert_hidden=3)
 """What one layer keeps where nothing is computed again (remat 'none')."""
 
@@ -175,17 +178,19 @@ def _workspace_bytes(cfg: Config) -> int:
 
 def _layer_at_work(cfg: Config, sizes: _Sizes) -> dict[str, float]:
     """Return the bytes of one layer in its backward pass, by kind."""
+    counts = LAYER if cfg.moe.why_unfused is None else UNFUSED
     return {
         "slots": sizes.slots + sizes.dense,
         "gradients": sizes.slots + sizes.dense,
-        "activations": LAYER.hidden * sizes.hidden
-        + LAYER.expert_hidden * (sizes.expert_hidden + sizes.dense_hidden)
+        "activations": counts.hidden * sizes.hidden
+        + counts.expert_hidden * sizes.expert_hidden
+        + LAYER.expert_hidden * sizes.dense_hidden
         + sizes.heads
         + sizes.softmax_sums
         + sizes.blocks
         + sizes.workspace
         + 3 * sizes.scores,
-        "exchange": LAYER.rows * sizes.row,
+        "exchange": counts.rows * sizes.row,
     }
 
 

@@ -175,13 +175,13 @@ def attention(cfg: Config, params: dict, x_btd, position_bt, kind: str = "full")
             later_bs = jnp.cumsum(position_bt[:, now::-1] == 0, axis=1)[:, ::-1]
             is_own_bs = jnp.pad(later_bs, ((0, 0), (0, 1)))[:, 1:] == 0
             score = jnp.where(is_own_bs[:, None, None], score, -jnp.inf)
-        for key in range(now + 1):
-            is_far = kind == "sliding" and now - key >= cfg.attention.sliding_window
-            if kind == "chunked":
-                size = cfg.attention.chunk_size
-                is_far = position_bt[:, now] // size != position_bt[:, key] // size
-                is_far = is_far[:, None, None]
-            score = score.at[..., key].set(jnp.where(is_far, -jnp.inf, score[..., key]))
+        if kind == "sliding":
+            is_far_s = now - np.arange(now + 1) >= cfg.attention.sliding_window
+            score = jnp.where(is_far_s, -jnp.inf, score)
+        if kind == "chunked":
+            chunk_bs = position_bt[:, seen] // cfg.attention.chunk_size
+            is_far_bs = chunk_bs != chunk_bs[:, -1:]
+            score = jnp.where(is_far_bs[:, None, None], -jnp.inf, score)
         share = jax.nn.softmax(score / model.head_dim**0.5, axis=-1)
         rows.append(jnp.einsum("bgrs,bsgi->bgri", share, v[:, seen]).reshape(b, -1))
     return jnp.stack(rows, axis=1) @ params["out_hid"]

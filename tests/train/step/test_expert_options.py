@@ -45,6 +45,7 @@ def compiled(store: str, gate_input: bool, domain=(1, 1), **changes) -> StepCase
     return case_maker(model_from(cfg, "float32"))
 
 
+pytestmark = pytest.mark.long  # tests/moe/test_expert_biases.py has a layer alone
 MESHES = {
     "whole experts": {},
     "shards": {"mesh": Topology(data=2, expert=2, tensor=2)},
@@ -56,12 +57,12 @@ MESHES = {
     ("store", "gate_input", "where"),
     [
         ("resident", True, "whole experts"),
-        pytest.param("prefetched", False, "whole experts", marks=pytest.mark.long),
-        pytest.param("sharded", False, "whole experts", marks=pytest.mark.long),
-        pytest.param("owned", True, "shards", marks=pytest.mark.long),
-        pytest.param("owned", False, "domain", marks=pytest.mark.long),
-        pytest.param("dynamic", True, "whole experts", marks=pytest.mark.long),
-        pytest.param("filled", False, "whole experts", marks=pytest.mark.long),
+        ("prefetched", False, "whole experts"),
+        ("sharded", False, "whole experts"),
+        ("owned", True, "shards"),
+        ("owned", False, "domain"),
+        ("dynamic", True, "whole experts"),
+        ("filled", False, "whole experts"),
     ],
 )
 def test_a_step_under_every_store(store, gate_input, where):

@@ -25,7 +25,7 @@ from tests.support.steps import (
     warm_state_of,
 )
 
-ALSO = pytest.mark.long
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # a step compiles in 15 s
 SLOTS = {"slots_per_device": 3}
 TENSOR = Topology(data=2, expert=2, tensor=2)
 WAYS = {
@@ -77,7 +77,6 @@ WAYS = {
     },
 }  # fmt: skip
 """Ways to compute a step, by parts of the configuration."""
-OFTEN = [("gpt_oss", "aligned, in halves")]
 
 
 @functools.cache
@@ -88,15 +87,8 @@ def expected_step(family: str):
     return start, one_step(case, start, home(case))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "way"),
-    [
-        pytest.param(family, way, marks=() if (family, way) in OFTEN else ALSO)
-        for family in FAMILIES
-        for way in WAYS
-    ],
-)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_is_the_plain_step(family, way):
     """Loss, gradients, moments, parameters and loads agree, for a plan with random
     owners and replicas."""
@@ -107,8 +99,6 @@ def test_a_step_is_the_plain_step(family, way):
     assert (rounds_l > 1).all() == ("rounds" in way)
 
 
-@pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_with_rows_left_over_runs_again(family):
     """The loop-free step changes nothing, and the exact step is the plain one."""
