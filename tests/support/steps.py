@@ -115,7 +115,7 @@ def model_from(cfg: Config, dtype: str) -> StepContext:
     """Return the context of a configuration, with an optimizer whose state also holds
     the last gradients."""
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model))
-    run = resolve(cfg, make_mesh(cfg.mesh))
+    run = resolve(cfg, make_mesh(cfg.mesh, jax.devices()[: cfg.mesh.num_devices]))
     object.__setattr__(cfg.model, "compute_dtype", dtype)  # float64 is no choice
     adamw = make_optimizer(cfg.optimizer, cfg.train.num_steps)
     return StepContext(run, optax.chain(keep_gradients(), adamw))
