@@ -26,6 +26,7 @@ from tests.support.steps import (
 )
 from train.step.state import with_new_tracked
 
+pytestmark = pytest.mark.long  # test_transformer.py has formulas of patterns
 LAYERS = ("moe",) * L
 
 
@@ -52,10 +53,10 @@ def in_one_cycle(state):
     ("store", "remat"),
     [
         ("prefetched", "full"),
-        pytest.param("resident", "dispatch", marks=pytest.mark.long),
-        pytest.param("prefetched", "none", marks=pytest.mark.long),
-        pytest.param("sharded", "full", marks=pytest.mark.long),
-        pytest.param("dynamic", "none", marks=pytest.mark.long),
+        ("resident", "dispatch"),
+        ("prefetched", "none"),
+        ("sharded", "full"),
+        ("dynamic", "none"),
     ],
 )
 def test_one_cycle_of_two_layers_is_two_cycles(store, remat):
@@ -91,7 +92,6 @@ def compressed_step(layers, start=None):
     return start, jax.device_get(run(case, state, home(case), 0))
 
 
-@pytest.mark.long
 def test_compressed_experts_in_a_cycle_of_two_layers():
     """The estimates, residuals and gradients of all layers are the same."""
     start, (state, metrics) = compressed_step(None)
