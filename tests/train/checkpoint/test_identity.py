@@ -16,7 +16,9 @@ FIELDS = [
     if (part, field.name) != ("train", "run_dir")  # a run may be moved
 ]
 FREE_FIELDS = {
-    "model": {"attention", "remat", "compute_dtype", "gradient_reduce_dtype"},
+    "model": {
+        "attention", "remat", "compute_dtype", "gradient_reduce_dtype", "from_hf",
+    },
     "attention": set(),
     "rope": set(),
     "mla": set(),
