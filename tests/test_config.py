@@ -6,7 +6,6 @@ import json
 import pytest
 
 from moejax.config import (
-    MAX_WIDTH,
     Attention,
     Checkpoint,
     Config,
@@ -22,6 +21,7 @@ from moejax.config import (
     Router,
     Train,
 )
+from moejax.config.checks import MAX_WIDTH
 from moejax.plan.layout import Topology
 from train.config.names import config_from_record
 

@@ -10,7 +10,7 @@ supported.
 import math
 from typing import Any
 
-from moejax.config import MAX_LAYERS
+from moejax.config.checks import MAX_LAYERS
 from moejax.interop.strict_json import quoted
 
 _NAMES = """

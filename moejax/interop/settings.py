@@ -9,7 +9,7 @@ import abc
 import dataclasses
 from typing import Any
 
-from moejax.config import MAX_LAYERS
+from moejax.config.checks import MAX_LAYERS
 from moejax.interop.config_json import REQUIRED, ConfigJson
 from moejax.interop.fields import DEFAULTS, Values, title
 

@@ -12,11 +12,11 @@ import pytest
 from flax import nnx
 
 from moejax import axes
-from moejax.config import Topology
 from moejax.interop import fields
 from moejax.interop.published import read_architecture
 from moejax.model.flops import num_params
 from moejax.model.transformer import Transformer
+from moejax.plan.layout import Topology
 from tests.support.run_main import MAIN, ROOT, Ended, environment
 
 FOLDERS = ROOT / "tests" / "golden" / "published"

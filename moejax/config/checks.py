@@ -1,0 +1,62 @@
+"""Rules that fields of a configuration keep, and their limits."""
+
+from typing import Any
+
+
+def require(claim: bool, message: str) -> None:
+    """Raise ValueError with `message` unless `claim` holds."""
+    if not claim:
+        raise ValueError(message)
+
+
+def require_min(instance: Any, minimum: float, *names: str) -> None:
+    """Raise ValueError if one of these fields of `instance` is below `minimum`.
+
+    A field that is None passes.
+    """
+    for name in names:
+        value = getattr(instance, name)
+        # gin binds the base class: an error in a subclass names the base too.
+        part = type(instance).__mro__[-2].__name__
+        rule = f"{part}.{name}={value} must be at least {minimum}"
+        require(value is None or value >= minimum, rule)
+
+
+def require_max(instance: Any, maximum: int, reason: str, *names: str) -> None:
+    """Raise ValueError with the reason if one of these fields of `instance` is above
+    `maximum`.
+
+    A field that is None passes.
+    """
+    for name in names:
+        value = getattr(instance, name)
+        part = type(instance).__mro__[-2].__name__
+        rule = f"{part}.{name}={value} must be at most {maximum}: {reason}"
+        require(value is None or value <= maximum, rule)
+
+
+def require_positive(instance: Any, *names: str) -> None:
+    """Raise ValueError unless these fields of `instance` are above 0.
+
+    A field that is None passes.
+    """
+    for name in names:
+        value = getattr(instance, name)
+        rule = f"{type(instance).__name__}.{name}={value} must be above 0"
+        require(value is None or value > 0, rule)
+
+
+MAX_INT32 = 2**31 - 1
+MAX_WAIT_SEC = 10**7
+MAX_WIDTH = 2**20
+MAX_HEADS = 2**14
+MAX_LAYERS = 2**12
+MAX_EXPERTS = 2**13
+MAX_SEED = 2**63 - 1
+MAX_TABLE = 2**22
+"""Largest number of entries of a table with one for each layer and expert, or for each
+layer and slot. Processes send such tables to one another, and every device holds them.
+"""
+AXIS = "axes of arrays, and products of two, have fewer than 2**31 entries"
+"""Reason for the largest widths."""
+STEPS = "steps are counted in int32"
