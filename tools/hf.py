@@ -21,6 +21,7 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 from moejax.interop.architecture import FAMILIES  # noqa: E402
 from tools.launch.arguments import HelpFormatter, add_gin_flags  # noqa: E402
 from tools.published import check, export, import_run, logits  # noqa: E402
+from train.cli import add_checkpoint_flags  # noqa: E402
 from train.launch.program import DONE, emit, guarded  # noqa: E402
 
 Add = Callable[..., argparse.Action]
@@ -96,7 +97,7 @@ def _add_export(add: Add) -> None:
         metavar="DIR",
         help="folder to write; it must not exist, or be empty (required)",
     )
-    _add_checkpoint(add)
+    add_checkpoint_flags(add)
     add(
         "--dtype",
         choices=("bfloat16", "float32"),
@@ -141,25 +142,7 @@ def _add_logits(add: Add) -> None:
         help=".npy file for the logits, float32 [b, t, v]; it must not exist "
         "(required)",
     )
-    _add_checkpoint(add)
-
-
-def _add_checkpoint(add: Add) -> None:
-    """Add the arguments that say which checkpoint is read, and on which mesh."""
-    add(
-        "--step",
-        type=int,
-        metavar="N",
-        help="read the checkpoint of step N (default: the newest undamaged one)",
-    )
-    add(
-        "--gin_param",
-        action="append",
-        default=[],
-        metavar="BINDING",
-        help="replace a field of the configuration, such as 'Mesh.expert = 2'; may be "
-        "given several times",
-    )
+    add_checkpoint_flags(add)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,18 @@ def make_parser(description: str) -> argparse.ArgumentParser:
         help="run directory of train/main.py, where the run may still be going on; or "
         "folder of a published model",
     )
+    add_checkpoint_flags(add)
+    add(
+        "--json",
+        action="store_true",
+        help="print one JSON object as the last line (default: text alone)",
+    )
+    add_flags(parser)
+    return parser
+
+
+def add_checkpoint_flags(add: Callable[..., argparse.Action]) -> None:
+    """Add the arguments that say which checkpoint is read, and on which mesh."""
     add(
         "--step",
         type=int,
@@ -59,13 +71,6 @@ def make_parser(description: str) -> argparse.ArgumentParser:
         help="replace a field of the run's configuration, such as 'Mesh.expert = 2'; "
         f"may be given several times (default: none; {MESH_RULE})",
     )
-    add(
-        "--json",
-        action="store_true",
-        help="print one JSON object as the last line (default: text alone)",
-    )
-    add_flags(parser)
-    return parser
 
 
 def run(
