@@ -32,7 +32,7 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 """Families by name, in the order in which one is looked for that can express a
 network."""
-DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
+HOLDING_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
 """Dtype that holds the weights of a published one exactly."""
 LLAMA4 = "llama4"
 """The model_type of Llama-4 with a vision part; text_config describes the text part."""
@@ -62,7 +62,8 @@ class Architecture:
     dtype: str
     """Dtype that holds the published weights: 'bfloat16' or 'float32'."""
     quantization: str | None
-    """How the weights are quantised on disk: 'fp8', 'mxfp4' or None."""
+    """Format of quantised weights on disk: 'fp8' or 'mxfp4'; None where they are
+    plain."""
 
 
 def as_architecture(record: dict[str, Any], label: str) -> Architecture:
@@ -83,7 +84,7 @@ def as_architecture(record: dict[str, Any], label: str) -> Architecture:
     kind = quantization(config)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     usual = "bfloat16" if kind is not None else "float32"
-    published = config.choice(key, {name: name for name in DTYPES}, usual)
+    published = config.choice(key, {name: name for name in HOLDING_DTYPES}, usual)
     dropout = config.number("attention_dropout", 0.0, 0.0, above=False)
     config.finish()
     by_part = fields.nested(values)
@@ -93,11 +94,11 @@ def as_architecture(record: dict[str, Any], label: str) -> Architecture:
         raise ValueError(f"{label}{error}") from None
     if dropout:
         notes += (f"attention_dropout={dropout:g} is left out: there is no dropout.",)
-    if DTYPES[published] != published:
-        notes += (f"Weights are {published}, which {DTYPES[published]} holds exactly.",)
+    dtype = HOLDING_DTYPES[published]
+    if dtype != published:
+        notes += (f"Weights are {published}, which {dtype} holds exactly.",)
     if kind is not None:
         notes += (f"Weights are {kind} in blocks, and are decoded as they are read.",)
-    dtype = DTYPES[published]
     return Architecture(family.name, by_part, record, notes, dtype, kind)
 
 

@@ -5,10 +5,10 @@ import pathlib
 from typing import Any, NamedTuple
 
 from moejax.interop.architecture import CONFIG
-from moejax.interop.export import GENERATION
 from moejax.interop.folder import resolve
 from moejax.interop.strict_json import read_json
 
+GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 COMPANIONS = (
     GENERATION, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json",

@@ -7,7 +7,7 @@ which transformers 5 reads too.
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -16,23 +16,24 @@ import numpy as np
 from moejax.config import Network
 from moejax.interop import fields, tree, views
 from moejax.interop.architecture import CONFIG, FAMILIES, as_architecture
+from moejax.interop.companions import GENERATION
 from moejax.interop.families.shared import Family
 from moejax.interop.folder import INDEX
 from moejax.interop.settings import check_rest
 from moejax.interop.views import View
 from moejax.interop.write import MAX_SHARD_BYTES, Plan, plan_folder, write_folder
 
-GENERATION = "generation_config.json"
-DTYPES = {"float32": np.dtype("float32"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+WRITTEN_DTYPES = {
+    "float32": np.dtype("float32"), "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}  # fmt: skip
 CORRECTION = "e_score_correction_bias"
 """End of the names of biases that move the choice of experts."""
 DROPPED = ("quantization_config", "auto_map", "dtype", "torch_dtype", "text_config")
 """Keys that do not hold of what is written: weights are not quantised, and no code is
 in the folder."""
 
-Leaf = View | np.ndarray | Callable[[tuple[slice, ...]], np.ndarray]
-"""An array, which is copied to the host whole if it is on devices; or a view; or a
-function from a tuple of slices to that part of an array."""
+Leaf = View | np.ndarray
+"""A view, or an array, which is copied to the host whole if it is on devices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,13 +111,14 @@ def plan_model(
     Raises ValueError, one line, if the family cannot express the network, or `record`
     contradicts it.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r}: it must be one of {', '.join(DTYPES)}")
+    if dtype not in WRITTEN_DTYPES:
+        known = ", ".join(WRITTEN_DTYPES)
+        raise ValueError(f"dtype {dtype!r}: it must be one of {known}")
     chosen, config = make_config(network, family, record)
     leaves = _leaves(chosen, network, params, router_bias)
     tensors = tree.save(chosen, network, leaves)
     specs = {
-        name: (DTYPES["float32" if name.endswith(CORRECTION) else dtype], view.shape)
+        name: (_written_dtype(name, dtype), view.shape)
         for name, view in sorted(tensors.items())
     }
     others = _check_files(files or {})
@@ -190,6 +192,11 @@ def _config_of(family: Family, network: Network, record) -> dict[str, Any]:
     return config
 
 
+def _written_dtype(name: str, dtype: str) -> np.dtype:
+    """Return the dtype in which a tensor is written: float32 for correction biases."""
+    return WRITTEN_DTYPES["float32" if name.endswith(CORRECTION) else dtype]
+
+
 def _leaves(family: Family, network: Network, params, router_bias) -> tree.Leaves:
     """Return all leaves as views, checked against the shapes of the network."""
     shapes, bias_shapes = tree.abstract(family, network)
@@ -211,12 +218,7 @@ def _leaves(family: Family, network: Network, params, router_bias) -> tree.Leave
 
 
 def _as_view(leaf: Leaf, like: View, path: str) -> View:
-    if isinstance(leaf, View):
-        view = leaf
-    elif callable(leaf):
-        view = views.computed(like.shape, np.dtype(np.float32), leaf)
-    else:
-        view = views.held(np.asarray(leaf))
+    view = leaf if isinstance(leaf, View) else views.held(np.asarray(leaf))
     assert view.shape == like.shape, (path, view.shape, like.shape)
     return view
 

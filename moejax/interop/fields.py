@@ -47,6 +47,17 @@ def _names() -> tuple[str, ...]:
 
 NAMES = _names()
 """All fields of an architecture."""
+
+
+def names_by_part() -> dict[str, set[str]]:
+    """Return the names of the fields of an architecture, by part."""
+    names = {part: set() for part in PARTS}
+    for name in NAMES:
+        part, field = name.split(".")
+        names[part].add(field)
+    return names
+
+
 DEFAULTS: Values = {
     name: getattr(getattr(Config(), name.split(".")[0]), name.split(".")[1])
     for name in NAMES

@@ -86,7 +86,13 @@ class Source:
     def _mxfp4(self, name: str, shape: tuple[int, ...]) -> View:
         """Return a tensor [e, in, out] of blocks [e, out, in / 32, 16]."""
         e, into, out = shape
-        groups = -(-into // quantized.GROUP)
+        groups, rest = divmod(into, quantized.GROUP)
+        if rest:
+            raise ValueError(
+                f"{self._folder.path}: {quoted(name)} is quantised in groups of "
+                f"{quantized.GROUP}, and config.json says that it has {into} inputs: "
+                "they belong to different models"
+            )
         blocks = self._view(f"{name}_blocks", (e, out, groups, quantized.GROUP // 2))
         scales = self._view(f"{name}_scales", (e, out, groups))
         decoded = quantized.mxfp4(blocks, scales)

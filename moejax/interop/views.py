@@ -17,7 +17,7 @@ Each operation has an inverse among them, so that one table serves import and ex
 """
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -77,15 +77,6 @@ class View(abc.ABC):
 def held(array: np.ndarray) -> View:
     """Return the view of an array in memory, for export."""
     return _Held(array)
-
-
-def computed(
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    read: Callable[[tuple[slice, ...]], np.ndarray],
-) -> View:
-    """Return the view of an array any part of which `read(slices)` returns."""
-    return _Computed(shape, dtype, read)
 
 
 def transposed(view: View, dims: Sequence[int]) -> View:
@@ -159,16 +150,6 @@ class _Held(View):
 
     def fill(self, out, box) -> None:
         assign(out, self._array[tuple(slice(*part) for part in box)])
-
-
-class _Computed(View):
-    def __init__(self, shape, dtype, read):
-        order = tuple(range(len(shape)))
-        super().__init__(tuple(shape), dtype, order, "an array that is computed")
-        self._read = read
-
-    def fill(self, out, box) -> None:
-        assign(out, np.asarray(self._read(tuple(slice(*part) for part in box))))
 
 
 class _Cast(View):

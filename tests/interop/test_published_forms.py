@@ -17,6 +17,7 @@ from tests.support.block_formats import decode_fp8, decode_mxfp4
 from tests.support.golden_hf import ROOT
 from tests.support.run_main import ROOT as REPO
 from tests.support.tensor_folders import BF16, E4M3, SINGLE, write_arrays, write_raw
+from tools import hf
 
 pytestmark = pytest.mark.published
 
@@ -261,6 +262,36 @@ def test_mxfp4_tensors_of_another_shape_are_refused(name, shape, dtype, tmp_path
     with pytest.raises(ValueError, match=re.escape(name)) as error:
         open_model(folder)
     assert "\n" not in str(error.value)
+
+
+def test_mxfp4_needs_whole_groups(tmp_path):
+    """A config.json whose width is no multiple of 32 is refused, also where blocks
+    hold as many groups, rounded up."""
+    config, tensors = read_folder("gpt_oss")
+    quantized, _, _ = in_mxfp4(np.random.default_rng(6), tensors)
+    for layer in range(2):
+        at = f"model.layers.{layer}.mlp.experts."
+        for name, rows in (("gate_up_proj", 96), ("down_proj", 64)):
+            quantized[f"{at}{name}_blocks"] = np.zeros((8, rows, 2, 16), np.uint8)
+            quantized[f"{at}{name}_scales"] = np.zeros((8, rows, 2), np.uint8)
+        quantized[at + "gate_up_proj_bias"] = np.zeros((8, 96), np.float32)
+    changes = {"quantization_config": MXFP4, "intermediate_size": 48}
+    folder = write(tmp_path / "folder", config, quantized, **changes)
+    with pytest.raises(ValueError, match=r"groups of 32.*48 inputs") as error:
+        open_model(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_check_decodes_before_it_looks(tmp_path, capfd):
+    """The scale 255 makes a group NaN (Microscaling Formats 1.0, section 5.4.1)."""
+    config, tensors = read_folder("gpt_oss")
+    quantized, _, _ = in_mxfp4(np.random.default_rng(6), tensors)
+    folder = write(tmp_path / "good", config, quantized, quantization_config=MXFP4)
+    assert hf.main(["check", str(folder)]) == 0
+    quantized["model.layers.1.mlp.experts.down_proj_scales"][3, 5, 0] = 255
+    folder = write(tmp_path / "bad", config, quantized, quantization_config=MXFP4)
+    assert hf.main(["check", str(folder)]) == 2
+    assert "down_proj' has 32 values that are not finite" in capfd.readouterr().err
 
 
 def sizes_on_disk(name: str):

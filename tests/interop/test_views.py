@@ -118,10 +118,6 @@ CASES = {
         lambda f: views.cast(f.view("up.0"), np.dtype(np.float32)),
         lambda f: f.read("up.0").astype(np.float32),
     ),
-    "computed": (
-        lambda f: views.computed((D, F), np.dtype("f"), f.read("down.0").__getitem__),
-        lambda f: f.read("down.0"),
-    ),
     "held": (
         lambda f: views.transposed(views.held(f.read("fused")), (2, 1, 0)),
         lambda f: f.read("fused").transpose(2, 1, 0),
@@ -162,7 +158,7 @@ def test_a_box_reads_its_share(case, folder, monkeypatch):
     index[slow] = slice(0, half)
     make.read(tuple(index))
     part = folder.bytes_read - before - whole
-    if case not in ("held", "computed", "no rows"):
+    if case not in ("held", "no rows"):
         assert whole > 0
     assert part * make.shape[slow] <= whole * (half + (case == "rows of heads"))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moejax.config import Moe, Router
-from moejax.moe.layer import unfused
+from moejax.moe.experts import unfused
 from moejax.plan.layout import Topology
 from tests.support import configured_layers
 from tests.support.close import assert_close

@@ -12,8 +12,9 @@ import numpy as np
 
 from moejax.interop import boxes
 from moejax.interop.architecture import CONFIG
-from moejax.interop.folder import TensorFolder
+from moejax.interop.export import plan_model
 from moejax.interop.published import PublishedModel, open_model
+from moejax.interop.strict_json import quoted
 from moejax.model.flops import num_params
 from train.messages import visible
 
@@ -32,7 +33,7 @@ def work(args: argparse.Namespace) -> dict:
         show(record)
         if not args.headers_only:
             begun_sec = time.monotonic()
-            require_finite(model.folder)
+            require_finite(model)
             sec, num_bytes = time.monotonic() - begun_sec, model.folder.bytes_read
             rate = num_bytes / 1e6 / sec
             print(f"values      finite; {num_bytes:,} bytes read, {rate:,.0f} MB/s")
@@ -68,17 +69,22 @@ def show(record: dict) -> None:
         print(f"note        {visible(note)}")
 
 
-def require_finite(folder: TensorFolder) -> None:
-    """Read all tensors; raise ValueError for the first with a NaN or an infinity."""
-    for name, entry in folder.entries.items():
-        if np.issubdtype(entry.dtype, np.integer):
-            continue
-        view, num_wrong = folder.view(name), 0
-        whole = tuple((0, size) for size in view.shape)
+def require_finite(model: PublishedModel) -> None:
+    """Read all weights, decoded as a run would have them; raise ValueError for the
+    first tensor with a NaN or an infinity."""
+    export = plan_model(
+        model.network,
+        model.params,
+        model.router_bias,
+        dtype="float32",
+        record=model.architecture.record,
+    )
+    for name, view in export.tensors.items():
+        whole, num_wrong = tuple((0, size) for size in view.shape), 0
         for box in boxes.cut(whole, view.order, BLOCK_ELEMENTS):
             num_wrong += int(np.count_nonzero(~np.isfinite(view.read_box(box))))
         if num_wrong:
             raise ValueError(
-                f"{view.label} has {num_wrong:,} values that are not finite: download "
-                "the folder again"
+                f"{model.folder.path}: tensor {quoted(name)} has {num_wrong:,} values "
+                "that are not finite: download the folder again"
             )

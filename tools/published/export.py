@@ -12,8 +12,7 @@ import time
 
 from moejax.config import Data
 from moejax.interop.architecture import CONFIG
-from moejax.interop.companions import TOKENIZER, read_companions
-from moejax.interop.export import GENERATION
+from moejax.interop.companions import GENERATION, TOKENIZER, read_companions
 from moejax.interop.published import read_architecture
 from train.checkpoint.load import CheckpointSource, find_checkpoints
 from train.config.from_hf import folder_of

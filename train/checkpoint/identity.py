@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from moejax.config import Config
+from moejax.interop.fields import names_by_part
 from train import data
 
 FORMAT = 3
@@ -13,36 +14,10 @@ In format 1, the fields of Dispatch were fields of Moe, and checkpoints did not 
 their format."""
 
 FIXED_FIELDS = {
-    "model": {
-        "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim",
-        "d_ff", "first_k_dense", "moe_every", "layers", "block", "qk_norm",
-        "tie_embeddings", "rope_theta", "norm_eps", "embedding_multiplier",
-        "residual_multiplier", "logits_scaling",
-    },
-    "attention": {
-        "layers", "sliding_window", "chunk_size", "temperature_scale",
-        "temperature_floor", "bias", "clip_qkv", "l2_norm", "sinks", "scale",
-    },
-    "rope": {
-        "scaling", "factor", "original_max_position_embeddings", "beta_fast",
-        "beta_slow", "truncate", "mscale", "mscale_all_dim", "low_freq_factor",
-        "high_freq_factor", "partial_rotary_factor",
-    },
-    "mla": {
-        "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-        "v_head_dim", "norm_eps",
-    },
-    "moe": {
-        "num_experts", "top_k", "d_expert", "num_shared_experts", "d_shared",
-        "shared_gate", "activation", "swiglu_limit", "swiglu_alpha", "expert_bias",
-    },
-    "router": {
-        "kind", "normalise_gates", "gate_scale", "num_groups", "top_groups", "bias",
-        "gate_input",
-    },
+    **names_by_part(),
     "optimizer": {"mu_dtype"},
     "train": {"seed"},
-}  # fmt: skip
+}
 """Fields that decide which function the parameters define, and the dtypes of the state.
 
 All other fields (mesh, buffers, remat, learning rate, number of steps) may differ

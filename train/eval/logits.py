@@ -52,7 +52,10 @@ def logits_by_rows(
         token_bt[: len(given_bt)] = given_bt
         rows = jax.device_put((token_bt, position_bt), sharding(mesh, BATCH_AXES))
         weights = loaded.params, loaded.router_bias, loaded.placement
-        yield first, np.asarray(compute(*weights, *rows))[: len(given_bt)]
+        # GPUs multiply float32 with fewer bits if they may.
+        with jax.default_matmul_precision("highest"):
+            logits_btv = compute(*weights, *rows)
+        yield first, np.asarray(logits_btv)[: len(given_bt)]
 
 
 def _program(loaded: LoadedModel, num_rows: int, width: int):

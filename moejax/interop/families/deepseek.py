@@ -1,5 +1,5 @@
-"""What DeepSeek-V2 and DeepSeek-V3 share: latent attention, a dense prefix, and shared
-experts."""
+"""Parts that DeepSeek-V2 and DeepSeek-V3 share: latent attention, a dense prefix, and
+shared experts."""
 
 import dataclasses
 from typing import Any

@@ -11,7 +11,7 @@ GREEDY, LIMITED = "greedy", "group_limited_greedy"
 
 
 class Method(Setting):
-    """How experts are chosen: among all of them, or in the best groups."""
+    """The choice of experts: among all of them, or in the best groups."""
 
     def read(self, config, values) -> None:
         methods = {GREEDY: False, LIMITED: True}

@@ -72,7 +72,7 @@ class Layers(Setting):
 
 
 class MoeLayers(Setting):
-    """Which layers are MoE layers: those listed, or every n-th one."""
+    """The MoE layers: those listed, or every n-th one."""
 
     def read(self, config, values) -> None:
         num_layers = values["model.num_layers"]

@@ -1,4 +1,4 @@
-"""What Qwen2-MoE and Qwen3-MoE share: which layers are MoE layers."""
+"""The MoE layers of Qwen2-MoE and Qwen3-MoE, which both name in the same way."""
 
 from moejax.interop.settings import Setting
 
