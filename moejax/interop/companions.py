@@ -32,11 +32,12 @@ class TextIds(NamedTuple):
 
 def read_text_ids(folder: pathlib.Path) -> TextIds:
     """Return the ids of a folder: those of generation_config.json, or else of
-    config.json. Raises ValueError, one line, where they are no ids."""
+    config.json. Raises ValueError, one line, where they are no ids, and for a link that
+    leaves the folder."""
     record = {}
     for name in (CONFIG, GENERATION):
         if (folder / name).is_file():
-            given = read_json(folder / name, name)
+            given = read_json(resolve(folder, name), name)
             inner = given.get("text_config")  # of a model that sees pictures too
             given = (inner if isinstance(inner, dict) else {}) | given
             keys = ("bos_token_id", "eos_token_id")

@@ -24,7 +24,7 @@ from moejax.interop.architecture import (
     as_architecture,
 )
 from moejax.interop.export import Export, Written, plan_model, write_model
-from moejax.interop.folder import TensorFolder
+from moejax.interop.folder import TensorFolder, resolve
 from moejax.interop.source import Source
 from moejax.interop.strict_json import read_json
 
@@ -63,9 +63,9 @@ def read_architecture(folder: str | os.PathLike) -> Architecture:
     """Read config.json alone; no tensors need be there.
 
     Raises OSError, and ValueError, one line, for a config.json that does not describe a
-    model of a known family.
+    model of a known family, or is a link that leaves the folder.
     """
-    path = pathlib.Path(folder) / CONFIG
+    path = resolve(pathlib.Path(folder), CONFIG)
     return as_architecture(read_json(path, "the configuration"), f"{path}: ")
 
 
