@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable
 
 from moejax.interop.architecture import CONFIG
-from moejax.interop.companions import TOKENIZER, read_text_ids
+from moejax.interop.companions import read_text_ids
 from train.checkpoint.load import (
     CheckpointSource,
     LoadedModel,
@@ -20,6 +20,7 @@ from train.checkpoint.load_folder import (
 )
 from train.checkpoint.record import has_checkpoint
 from train.config import gin_reader
+from train.config.from_hf import folder_of, missing_tokenizer
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.launch.agreement import program_facts, require_same
 from train.launch.cluster import add_flags, cluster_flags
@@ -40,7 +41,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "run_dir",
-        type=pathlib.Path,
+        type=folder_of,
         metavar="run_dir",
         help="run directory of train/main.py, where the run may still be going on; or "
         "folder of a published model",
@@ -127,27 +128,24 @@ def load(source: CheckpointSource | FolderSource) -> LoadedModel:
 
 def require_tokenizer(source: CheckpointSource | FolderSource) -> None:
     """Raise ValueError for a published folder without a tokenizer."""
-    if not isinstance(source, FolderSource):
-        return
-    name = source.cfg.data.tokenizer
-    if name != "bytes" and not pathlib.Path(name).expanduser().exists():
-        raise ValueError(
-            f"{source.folder} has no {TOKENIZER}: copy it there from where the model "
-            "came from, or name one with --gin_param \"Data.tokenizer = '...'\"; "
-            "tools/hf.py logits needs none"
-        )
+    if isinstance(source, FolderSource) and (problem := missing_tokenizer(source.cfg)):
+        raise ValueError(f"{problem}; tools/hf.py logits needs none")
 
 
 def _facts(
     args: argparse.Namespace, found: CheckpointSource | FolderSource
 ) -> dict[str, str]:
     """Return what decides the work of a process beside its program, as texts by name:
-    all processes must have the same."""
+    all processes must have the same. Headers of a published folder are read."""
+    from train.checkpoint.from_hf import headers_sha256
+
+    is_folder = isinstance(found, FolderSource)
     places = vars(cluster_flags(args))
     given = {name: value for name, value in vars(args).items() if name not in places}
     return {
         "arguments": "\n".join(f"{name} = {value}" for name, value in given.items()),
         "configuration": gin_reader.render(found.cfg),
+        "tensors": headers_sha256(found.folder) if is_folder else "",
     }
 
 

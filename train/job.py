@@ -91,7 +91,8 @@ class Job:
 def prepare(cfg: Config, *, is_new: bool = False) -> Job:
     """Return the model, devices and data that a configuration asks for.
 
-    The folder of Model.from_hf is checked if `is_new`: the run has no checkpoint.
+    The folder of Model.from_hf is checked if `is_new`: the run has no checkpoint whose
+    record is whole.
     Raises ValueError or NotImplementedError, with what to do instead, for a
     configuration that cannot run here.
     """

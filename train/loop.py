@@ -22,6 +22,7 @@ from train.eval.held_out import Evaluation, evaluate
 from train.files import write_whole
 from train.in_flight import InFlight
 from train.job import Job
+from train.launch.agreement import require_same
 from train.launch.processes import (
     Stop,
     Watchdog,
@@ -160,10 +161,16 @@ def _restore_or_begin(
     job: Job, run_dir: RunDir, config_text: str, checkpointer: Checkpointer, say
 ) -> tuple[TrainState | None, dict | None]:
     """Return what `restore` returns, and write the configuration of the run. A run that
-    begins again, because it has no whole checkpoint, says so."""
+    begins again, because it has no whole checkpoint, says so.
+
+    Raises ValueError where the published model that it came from is not named, or its
+    folder is not as `check_folder` demands.
+    """
     config_path = run_dir.path / "config.gin"
     has_begun = from_first_process(config_path.exists)
     state, meta = restore(job, checkpointer, say)
+    if state is None:
+        _require_folder(job, run_dir)
     if state is None and has_begun:
         say(
             "this run has begun before, and has no whole checkpoint: it starts again "
@@ -171,6 +178,15 @@ def _restore_or_begin(
         )
     from_first_process(lambda: write_whole(config_path, config_text))
     return state, meta
+
+
+def _require_folder(job: Job, run_dir: RunDir) -> None:
+    """Check the folder that a run starts from, unless that was done before its
+    checkpoints turned out to be damaged. Raises ValueError."""
+    from_first_process(lambda: from_hf.require_origin(job.cfg, run_dir.path))
+    if job.cfg.model.from_hf is not None and job.headers_sha256 is None:
+        headers = from_hf.check_folder(job.cfg)
+        require_same("first parameters", {"tensors of Model.from_hf": headers})
 
 
 def _first_state(job: Job, run_dir: RunDir, say) -> TrainState:

@@ -239,7 +239,6 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
     require_same("program", facts | program_facts())
     from train.checkpoint import identity
     from train.checkpoint.aside import go_back
-    from train.checkpoint.record import has_checkpoint
     from train.logs.run_dir import share
     from train.loop import Extras, train
     from train.summary import finished_summary, summarise
@@ -251,8 +250,7 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
     if args.check:
         return check_devices(cfg, args)
     path = run_directory(cfg, args)
-    cfg = with_kept_tokenizer(cfg, path)
-    is_new = from_first_process(lambda: fresh or not has_checkpoint(path))
+    cfg, is_new = look_back(cfg, path, fresh)
     cfg, job = prepare_healed(cfg, is_new)
     with share(path, fresh=fresh) as run_dir:
         if run_dir.archived:
@@ -282,6 +280,30 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
             return PREEMPTED
         emit(summarise(job, outcome, run_dir.path), args.json)
     return DONE
+
+
+def look_back(cfg: Config, path: pathlib.Path, fresh: bool) -> tuple[Config, bool]:
+    """Return the configuration, and whether the run is new: without `fresh` too, if its
+    directory has no checkpoint with a whole record. A run that goes on may get its own
+    copy of a tokenizer that is gone.
+
+    Raises ValueError for a new run that came from a published model and names none.
+    """
+    from train.checkpoint.from_hf import require_origin
+    from train.checkpoint.record import newest_meta
+
+    def recorded_tokenizer() -> str | None:
+        meta = None if fresh else newest_meta(path / "checkpoints")
+        if meta is None:
+            require_origin(cfg, path)
+            return None
+        return meta.get("config", {}).get("data", {}).get("tokenizer", "")
+
+    recorded = from_first_process(recorded_tokenizer)
+    if recorded is None:
+        return cfg, True
+    say = say_loudly if is_first() else lambda _: None
+    return with_kept_tokenizer(cfg, path, recorded, say), False
 
 
 def show_dry_run(cfg: Config, args: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from moejax.interop.published import open_model, write_model
 from tests.support.close import assert_close
 from tests.support.published_model import NUM_BYTES, write_published
 from tests.support.run_main import (
@@ -23,7 +24,9 @@ from tests.support.run_main import (
     run,
 )
 from tests.support.workers import run_workers
+from tools import hf
 from train import cli, evaluate, generate
+from train.checkpoint.load import find_checkpoints
 from train.data.tokenizer import load_tokenizer
 from train.main import main
 
@@ -62,6 +65,7 @@ BAD = {
     "a mesh that does not fit": (
         ["Mesh.expert = 3"], "{hf}", "num_experts=8 must be divisible",
     ),
+    "no tokenizer": ([], "{mute}", "has no tokenizer.json: copy it there"),
     "a tokenizer that does not fit": (
         ["Data.tokenizer = '{bpe}'"], "{hf}", "ids, but Model.vocab_size=256",
     ),
@@ -99,7 +103,95 @@ def make_bad_folders(published, path):
     config = paths["other"] / "config.json"
     record = json.loads(config.read_text())
     config.write_text(json.dumps(record | {"moe_intermediate_size": 64}))
+    paths["mute"] = path / "mute"
+    shutil.copytree(published, paths["mute"])
+    (paths["mute"] / "tokenizer.json").unlink()
     return paths | {"bpe": write_bpe(path / "bpe.json")}
+
+
+@pytest.fixture(scope="module")
+def imported(published, tmp_path_factory):
+    """A run directory that `import` makes."""
+    path = tmp_path_factory.mktemp("runs") / "imported"
+    words = ["import", str(published), "--out", str(path), f"--gin_file={GIN}"]
+    assert hf.main(words) == 0
+    return path
+
+
+ORIGIN = "came from a published model, and would start from random parameters"
+LOST = {
+    "no checkpoint": ([], None, ORIGIN),
+    "a fresh start": (["--fresh"], None, ORIGIN),
+    "a damaged record": ([], "record/metadata", ORIGIN),
+    "a folder that is gone": ([], "record/metadata", "has no config.json, and a new"),
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_no_published_model_becomes_random_parameters(case, imported, tmp_path, capfd):
+    """A run without a whole checkpoint, that is not told where its model is, is one
+    line, and nothing is written."""
+    flags, damaged, message = LOST[case]
+    run_dir = tmp_path / "run"
+    shutil.copytree(imported, run_dir)
+    if case == "no checkpoint":
+        shutil.rmtree(run_dir / "checkpoints")
+    if damaged:
+        (run_dir / "checkpoints" / "0" / damaged).write_text("{}")
+    params = [f"Model.from_hf = '{tmp_path / 'no'}'"] if "gone" in case else []
+    before = listing(tmp_path)
+    words = command(run_dir, *params, flags=flags, gin_file=run_dir / "config.gin")[2:]
+    assert main(words) == 2
+    assert message in json.loads(capfd.readouterr().out.splitlines()[-1])["error"]
+    assert listing(tmp_path) == before
+
+
+def test_damaged_arrays_do_not_become_random_parameters(imported, tmp_path, capfd):
+    """That the arrays are damaged shows when they are read; nothing is compiled."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(imported, run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "0" / "state")
+    for params, message in (
+        ([], ORIGIN), ([f"Model.from_hf = '{tmp_path / 'no'}'"], "has no config.json"),
+    ):  # fmt: skip
+        words = command(run_dir, *params, gin_file=run_dir / "config.gin")[2:]
+        assert main(words) == 2
+        assert message in json.loads(capfd.readouterr().out.splitlines()[-1])["error"]
+
+
+def test_the_tokenizer_of_a_run_that_was_moved(imported, tmp_path, capfd):
+    """It is the run's copy; a path of the user's that is wrong stays what it is."""
+    moved, name = tmp_path / "moved", f"{imported}/hf/tokenizer.json"
+    imported.rename(moved)
+    try:
+        found = find_checkpoints(moved)
+        other = find_checkpoints(moved, params=["Data.tokenizer = 'typo.json'"])
+    finally:
+        moved.rename(imported)
+    assert found.cfg.data.tokenizer == f"{moved}/hf/tokenizer.json"
+    assert other.cfg.data.tokenizer == "typo.json"
+    assert capfd.readouterr().err.startswith(f"{name} is gone: the tokenizer is the")
+
+
+def test_processes_compare_the_tensors_of_a_folder(published, tmp_path):
+    """Their names, types and shapes are among the facts, but not their files."""
+    cut, narrow, tensors = tmp_path / "cut", tmp_path / "narrow", []
+    write_published(cut, max_shard_bytes=100_000)
+    with open_model(published) as opened:
+        trees = opened.params, opened.router_bias
+        write_model(narrow, opened.network, *trees, dtype="bfloat16")
+    for folder in (published, cut, narrow):
+        args = evaluate.parse([str(folder), "--files", "a"])
+        found = cli.find(folder, None, [])
+        tensors.append(cli._facts(args, found)["tensors"])
+    assert tensors[0] == tensors[1] != tensors[2]
+
+
+def test_a_home_directory_is_expanded(published, monkeypatch, capfd):
+    monkeypatch.setenv("HOME", str(published.parent))
+    assert evaluate.parse(["~/tiny"]).run_dir == published
+    assert generate.parse(["~/tiny"]).run_dir == published
+    assert hf.main(["check", "~/tiny", "--headers_only"]) == 0
 
 
 def test_a_dry_run_needs_config_json_alone(published, tmp_path, capfd):

@@ -16,12 +16,13 @@ import optax
 from moejax.config import Config
 from moejax.interop.architecture import CONFIG
 from moejax.interop.arrays import to_arrays
-from moejax.interop.companions import read_companions
+from moejax.interop.companions import COMPANIONS, read_companions
+from moejax.interop.folder import resolve
 from moejax.interop.published import PublishedModel, open_model
 from moejax.plan.layout import Store
 from moejax.resolve.resolved import Resolved
 from train.checkpoint.checksum import named_leaves
-from train.config.from_hf import KEPT, folder_of
+from train.config.from_hf import KEPT, folder_of, missing_tokenizer
 from train.files import write_whole
 from train.launch.processes import are_several
 from train.step.state import abstract_state
@@ -29,7 +30,7 @@ from train.step.state import abstract_state
 
 def check_folder(cfg: Config) -> str:
     """Check the headers of the folder of Model.from_hf against its config.json, and
-    return their sha256. No tensor is read.
+    that its tokenizer is there if Data.tokenizer names it; return `headers_sha256`.
 
     Raises a ValueError of one line.
     """
@@ -39,10 +40,33 @@ def check_folder(cfg: Config) -> str:
             f"Model.from_hf='{cfg.model.from_hf}' has no {CONFIG}, and a new run reads "
             "its first parameters there: give the folder of a published model"
         )
+    sha256 = headers_sha256(folder)
+    if problem := missing_tokenizer(cfg):
+        raise ValueError(problem)
+    return sha256
+
+
+def headers_sha256(folder: pathlib.Path) -> str:
+    """Return the sha256 of names, dtypes and shapes of a folder's tensors, which are
+    checked against its config.json. No tensor is read. Raises a ValueError of one
+    line."""
     with open_model(folder) as published:
         entries = published.folder.entries
         lines = [f"{n} {e.dtype} {e.shape}" for n, e in sorted(entries.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def require_origin(cfg: Config, run_dir: pathlib.Path) -> None:
+    """Raise ValueError for a run directory without a checkpoint that keeps the files of
+    a published model, if the configuration names no folder to start from: the
+    parameters would be random."""
+    if cfg.model.from_hf is None and (run_dir / KEPT / CONFIG).exists():
+        raise ValueError(
+            f"the run in {run_dir} came from a published model, and would start from "
+            "random parameters without a checkpoint: import the model again "
+            "(tools/hf.py import), bind Model.from_hf to its folder, or name another "
+            "--run_dir"
+        )
 
 
 def read_params(
@@ -74,10 +98,14 @@ def read_params(
 
 def keep_companions(cfg: Config, run_dir: pathlib.Path) -> None:
     """Copy config.json, generation_config.json and the tokenizer of the folder of
-    Model.from_hf to the run directory."""
+    Model.from_hf to the run directory, in place of those of an earlier start. Raises
+    ValueError for a link that leaves the folder."""
     folder, kept = folder_of(cfg.model.from_hf), run_dir / KEPT
-    files = {CONFIG: (folder / CONFIG).read_bytes(), **read_companions(folder)}
+    config = resolve(folder, CONFIG).read_bytes()
+    files = {CONFIG: config, **read_companions(folder)}
     kept.mkdir(parents=True, exist_ok=True)
+    for name in {CONFIG, *COMPANIONS} - files.keys():
+        (kept / name).unlink(missing_ok=True)
     for name, content in files.items():
         write_whole(kept / name, content)
 

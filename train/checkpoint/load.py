@@ -117,7 +117,8 @@ def find_checkpoints(
             "is: there is nothing to evaluate or to generate"
         )
     cfg, is_mesh_given = rebind(trained, params)
-    cfg = with_kept_tokenizer(cfg, directory.parent)
+    recorded = trained.data.tokenizer
+    cfg = with_kept_tokenizer(cfg, directory.parent, recorded, say_loudly)
     return CheckpointSource(directory, steps, cfg, is_mesh_given)
 
 

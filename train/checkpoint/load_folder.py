@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from moejax.config import Config, Data, Train
 from moejax.interop.architecture import CONFIG
 from moejax.interop.companions import TOKENIZER, read_text_ids
+from moejax.interop.folder import resolve
 from moejax.interop.published import Architecture, read_architecture
 from train.checkpoint.load import LoadedModel, rebind, resolve_here
 from train.checkpoint.record import has_checkpoint
@@ -88,10 +89,10 @@ def _config(folder: pathlib.Path, architecture: Architecture) -> Config:
         "compute_dtype": architecture.dtype,
         "gradient_reduce_dtype": architecture.dtype,
     }
-    length = architecture.record.get("max_position_embeddings", MAX_WINDOW)
+    length = architecture.record.get("max_position_embeddings") or MAX_WINDOW
     length = min(length, MAX_WINDOW)
     data = Data(
-        tokenizer=str(folder / TOKENIZER),
+        tokenizer=str(resolve(folder, TOKENIZER)),
         separator=read_text_ids(folder).start,
         seq_len=length,
     )

@@ -1,12 +1,15 @@
 """A run's first state from a published folder: its values on any mesh, each part read
 once, and all else as without a folder."""
 
+import shutil
+
 import jax
 import numpy as np
 import pytest
 
 from moejax.interop.published import open_model
 from tests.support.published_model import NUM_BYTES, write_published
+from tests.support.run_main import listing
 from train.checkpoint.checksum import named_leaves
 from train.checkpoint.from_hf import check_folder, keep_companions, read_params
 from train.checkpoint.on_devices import as_views
@@ -83,3 +86,25 @@ def test_a_folder_is_checked_before_anything_is_read(published, tmp_path):
     assert {path.name for path in kept.iterdir()} == names
     with pytest.raises(ValueError, match=r"has neither model.safetensors nor"):
         check_folder(configured(kept))
+
+
+def test_files_of_an_earlier_start_are_not_kept(published, tmp_path):
+    kept = tmp_path / "hf"
+    kept.mkdir()
+    for name in ("config.json", "tokenizer.model", "vocab.json"):
+        (kept / name).write_text("old")
+    keep_companions(configured(published), tmp_path)
+    assert listing(kept).keys() == {
+        "config.json", "generation_config.json", "tokenizer.json"
+    }  # fmt: skip
+    assert (kept / "config.json").read_text() != "old"
+
+
+def test_a_folder_without_tokenizer_is_for_those_who_name_one(published, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(published, folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"has no tokenizer.json: copy it there from"):
+        check_folder(configured(folder))
+    bytes_too = configured(folder, "Data.tokenizer = 'bytes'")
+    assert check_folder(bytes_too) == check_folder(configured(published))

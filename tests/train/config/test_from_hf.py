@@ -8,6 +8,8 @@ import pytest
 
 from moejax.interop.companions import read_companions, read_text_ids
 from tests.support.published_model import CONFIG, write_published
+from train.checkpoint.load_folder import MAX_WINDOW, find_folder
+from train.config.from_hf import with_kept_tokenizer
 from train.config.gin_reader import ConfigError, load, render
 
 
@@ -66,6 +68,60 @@ def test_a_tokenizer_that_links_out_of_the_folder_is_not_copied(tmp_path):
         read_companions(folder)
 
 
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer.json"]
+)
+def test_no_file_may_link_out_of_the_folder(name, published, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(published, folder)
+    (folder / name).rename(tmp_path / name)
+    (folder / name).symlink_to(tmp_path / name)
+    for read in (from_hf, find_folder):
+        with pytest.raises(ValueError, match="is a link that leaves the folder"):
+            read(folder)
+
+
+def test_the_cache_of_huggingface_hub_is_read(published, tmp_path):
+    folder, blobs = tmp_path / "snapshots" / "1a2b", tmp_path / "blobs"
+    shutil.copytree(published, blobs)
+    folder.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (folder / path.name).symlink_to(f"../../blobs/{path.name}")
+    assert from_hf(folder).data.tokenizer == str(folder / "tokenizer.json")
+    assert find_folder(folder).cfg.data.tokenizer == str(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("length", "window"), [(None, MAX_WINDOW), (2**20, MAX_WINDOW), (96, 96)]
+)
+def test_windows_of_an_evaluation(length, window, published, tmp_path):
+    record = json.loads((published / "config.json").read_text())
+    record["max_position_embeddings"] = length
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    assert find_folder(tmp_path).cfg.data.seq_len == window
+
+
+def test_only_a_tokenizer_that_the_run_recorded_is_replaced(published, tmp_path):
+    folder, lines = tmp_path / "gone", []
+    (tmp_path / "hf").mkdir()
+    kept = tmp_path / "hf" / "tokenizer.json"
+    shutil.copy(published / "tokenizer.json", kept)
+    shutil.copytree(published, folder)
+    cfg = from_hf(folder)
+    name = cfg.data.tokenizer
+    assert with_kept_tokenizer(cfg, tmp_path, name, lines.append) is cfg
+    shutil.rmtree(folder)
+    other = load([], ["Data.tokenizer = 'typo.json'"])
+    assert with_kept_tokenizer(other, tmp_path, name, lines.append) is other
+    assert not lines
+    recorded = load([], [f"Data.tokenizer = '{name}'"])
+    for given, record in ((cfg, "bytes"), (recorded, name)):
+        changed = with_kept_tokenizer(given, tmp_path, record, lines.append)
+        assert changed.data.tokenizer == str(kept)
+        line = f"{name} is gone: the tokenizer is the run's own copy, {kept}"
+        assert lines.pop() == line
+
+
 def test_a_tokenizer_of_the_user_wins(published):
     cfg = from_hf(published, "Data.tokenizer = 'bytes'", "Data.separator = 10")
     assert (cfg.data.tokenizer, cfg.data.separator) == ("bytes", 10)
@@ -74,7 +130,7 @@ def test_a_tokenizer_of_the_user_wins(published):
 def test_tensors_need_not_be_there(published, tmp_path):
     shutil.copy(published / "config.json", tmp_path)
     assert from_hf(tmp_path).moe == CONFIG.moe
-    assert from_hf(tmp_path).data.tokenizer == "bytes"
+    assert from_hf(tmp_path).data.tokenizer == str(tmp_path / "tokenizer.json")
 
 
 def test_what_is_rendered_reads_back_without_the_folder(published, tmp_path):
