@@ -22,6 +22,7 @@ from moejax.interop.architecture import FAMILIES  # noqa: E402
 from tools.launch.arguments import HelpFormatter, add_gin_flags  # noqa: E402
 from tools.published import check, export, import_run, logits  # noqa: E402
 from train.cli import add_checkpoint_flags  # noqa: E402
+from train.config.from_hf import folder_of  # noqa: E402
 from train.launch.program import DONE, emit, guarded  # noqa: E402
 
 Add = Callable[..., argparse.Action]
@@ -64,7 +65,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _add_check(add: Add) -> None:
-    add("folder", type=pathlib.Path, metavar="DIR", help="folder of a published model")
+    add("folder", type=folder_of, metavar="DIR", help="folder of a published model")
     add(
         "--headers_only",
         action="store_true",
@@ -75,10 +76,10 @@ def _add_check(add: Add) -> None:
 
 def _add_import(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("folder", type=pathlib.Path, metavar="DIR", help="folder of a published model")
+    add("folder", type=folder_of, metavar="DIR", help="folder of a published model")
     add(
         "--out",
-        type=pathlib.Path,
+        type=folder_of,
         required=True,
         metavar="RUN",
         help="run directory to make; it must not exist, or be empty (required)",
@@ -89,10 +90,10 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_export(add: Add) -> None:
-    add("run_dir", type=pathlib.Path, metavar="RUN", help="run directory")
+    add("run_dir", type=folder_of, metavar="RUN", help="run directory")
     add(
         "--out",
-        type=pathlib.Path,
+        type=folder_of,
         required=True,
         metavar="DIR",
         help="folder to write; it must not exist, or be empty (required)",
@@ -124,20 +125,20 @@ def _add_export(add: Add) -> None:
 def _add_logits(add: Add) -> None:
     add(
         "run_dir",
-        type=pathlib.Path,
+        type=folder_of,
         metavar="DIR_OR_RUN",
         help="folder of a published model, or run directory",
     )
     add(
         "--ids",
-        type=pathlib.Path,
+        type=folder_of,
         required=True,
         help=".npy file of token ids, integers [b, t]; each row is a text from its "
         "first token on (required)",
     )
     add(
         "--out",
-        type=pathlib.Path,
+        type=folder_of,
         required=True,
         help=".npy file for the logits, float32 [b, t, v]; it must not exist "
         "(required)",

@@ -2,10 +2,13 @@
 nothing is written."""
 
 import json
+import shlex
+import shutil
 
 import numpy as np
 import pytest
 
+from moejax.interop.companions import read_text_ids
 from moejax.interop.published import open_model
 from tests.support.published_model import NUM_BYTES, write_published
 from tests.support.run_main import listing
@@ -77,6 +80,60 @@ def test_import_and_export_give_the_folder_back(tiny, run_dir, tmp_path, capfd):
         for name in one.folder.entries:
             expected = one.folder.read(name)
             np.testing.assert_array_equal(several.folder.read(name), expected)
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory):
+    """A folder with a tokenizer that moejax does not read, and its run, on bytes."""
+    path = tmp_path_factory.mktemp("foreign")
+    folder, run_dir = write_published(path / "published"), path / "a run"
+    for name in ("generation_config.json", "tokenizer.json"):
+        (folder / name).unlink()
+    (folder / "tokenizer.model").write_bytes(b"pieces")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"bos_token_id": 0, "eos_token_id": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    words = ["import", str(folder), "--out", str(run_dir), *EIGHT]
+    assert hf.main(words) == 2
+    assert hf.main([*words, "--gin_param=Data.tokenizer = 'bytes'"]) == 0
+    return folder, run_dir
+
+
+def test_a_folder_keeps_its_own_tokenizer_and_ids(foreign, tmp_path, capfd):
+    """No tokenizer of bytes and no other ids come beside those of a published
+    model."""
+    out = tmp_path / "out"
+    assert call(capfd, "export", foreign[1], "--out", out)[0] == 0
+    assert listing(out).keys() == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.model"
+    }  # fmt: skip
+    assert read_text_ids(out) == (0, (1,))
+    ids = json.loads((out / "generation_config.json").read_text())
+    assert (ids["bos_token_id"], ids["eos_token_id"]) == (0, 1)
+
+
+def test_a_tokenizer_of_the_user_is_exported(run_dir, tmp_path, capfd):
+    """It replaces all files of the folder's tokenizer, and a line says so."""
+    mine, out, copy = tmp_path / "mine.json", tmp_path / "out", tmp_path / "copy"
+    shutil.copytree(run_dir, copy)
+    (copy / "hf" / "tokenizer_config.json").write_text("{}")
+    mine.write_bytes((copy / "hf" / "tokenizer.json").read_bytes() + b"\n")
+    words = ["export", str(copy), "--out", str(out)]
+    assert hf.main([*words, f"--gin_param=Data.tokenizer = '{mine}'"]) == 0
+    assert f"the tokenizer is {mine}, with which" in capfd.readouterr().out
+    assert (out / "tokenizer.json").read_bytes() == mine.read_bytes()
+    assert not (out / "tokenizer_config.json").exists()
+    kept = (out / "generation_config.json").read_bytes()
+    assert kept == (copy / "hf" / "generation_config.json").read_bytes()
+
+
+def test_the_command_to_go_on_can_be_pasted(foreign, tmp_path, capfd):
+    out = tmp_path / "two words"
+    words = ["import", str(foreign[0]), "--out", str(out), *EIGHT]
+    assert hf.main([*words, "--gin_param=Data.tokenizer = 'bytes'"]) == 0
+    line = capfd.readouterr().out.splitlines()[-1]
+    pasted = shlex.split(line.removeprefix("continue it: "))
+    assert pasted[2:4] == [f"--gin_file={out}/config.gin", f"--run_dir={out}"]
 
 
 def test_an_export_in_bfloat16_says_so(run_dir, tmp_path, capfd):

@@ -10,7 +10,7 @@ import json
 import pathlib
 import time
 
-from moejax.config import Data
+from moejax.config import Config, Data
 from moejax.interop.architecture import CONFIG
 from moejax.interop.companions import GENERATION, TOKENIZER, read_companions
 from moejax.interop.published import read_architecture
@@ -29,13 +29,11 @@ def work(args: argparse.Namespace) -> dict:
         raise ValueError(f"--max_shard_gb={args.max_shard_gb:g} must be above 0")
     require_new(args.out)
     source = find_checkpoints(args.run_dir, args.step, args.gin_param)
-    folder, files = find_origin(source), {}
-    record, dtype = None, DTYPE
+    folder, record, dtype = find_origin(source), None, DTYPE
     if folder is not None:
         architecture = read_architecture(folder)
         record, dtype = architecture.record, architecture.dtype
-        files = read_companions(folder)
-    files |= {n: b for n, b in own_files(source.cfg.data).items() if n not in files}
+    files = companions(folder, source.cfg)
     start(source.cfg)
     from moejax.interop.published import write_model
     from train.checkpoint.load import load_model
@@ -65,6 +63,33 @@ def find_origin(source: CheckpointSource) -> pathlib.Path | None:
     name = source.cfg.model.from_hf
     has_config = name is not None and (folder_of(name) / CONFIG).exists()
     return folder_of(name) if has_config else None
+
+
+def companions(folder: pathlib.Path | None, cfg: Config) -> dict[str, bytes]:
+    """Return the tokenizer and generation_config.json to publish a run with, by name.
+
+    They are those of `folder`, which the run started from; a tokenizer of its own that
+    differs takes the place of all files of the folder's tokenizer, but 'bytes' does
+    not; both are printed. A run from no folder has its tokenizer, and a
+    generation_config.json that says which token ends a text.
+    """
+    data, name = cfg.data, cfg.model.from_hf
+    if folder is None:
+        return own_files(data)
+    files = read_companions(folder)
+    if name is not None and data.tokenizer == str(folder_of(name) / TOKENIZER):
+        return files
+    if data.tokenizer == "bytes":
+        print(f"the run was trained on bytes; tokenizer files are those of {folder}")
+        return files
+    own = own_files(data)[TOKENIZER]
+    if files.get(TOKENIZER, own) != own:
+        print(
+            f"the tokenizer is {data.tokenizer}, with which the run was trained; the "
+            f"tokenizer's files of {folder} are left out"
+        )
+        files = {name: files[name] for name in {GENERATION} & files.keys()}
+    return files | {TOKENIZER: own}
 
 
 def own_files(data: Data) -> dict[str, bytes]:

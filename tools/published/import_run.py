@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import pathlib
 import secrets
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -43,9 +44,10 @@ def work(args: argparse.Namespace) -> dict:
         f"{args.out}: a run with a checkpoint of step 0, {num_bytes:,} bytes, "
         f"{sec:.1f} s"
     )
+    gin_file, out = (shlex.quote(str(p)) for p in (args.out / "config.gin", args.out))
     print(
-        f"continue it: python train/main.py --gin_file={args.out}/config.gin "
-        f"--run_dir={args.out} --gin_param=\"Data.corpus = '...'\""
+        f"continue it: python train/main.py --gin_file={gin_file} "
+        f"--run_dir={out} --gin_param=\"Data.corpus = '...'\""
     )
     return {"out": str(args.out), "num_bytes": num_bytes, "sec": sec}
 
