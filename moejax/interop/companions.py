@@ -10,8 +10,9 @@ from moejax.interop.strict_json import read_json
 
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 COMPANIONS = (
-    GENERATION, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json",
+    GENERATION, TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip

@@ -122,7 +122,8 @@ def test_a_tokenizer_of_the_user_is_exported(run_dir, tmp_path, capfd):
     assert hf.main([*words, f"--gin_param=Data.tokenizer = '{mine}'"]) == 0
     assert f"the tokenizer is {mine}, with which" in capfd.readouterr().out
     assert (out / "tokenizer.json").read_bytes() == mine.read_bytes()
-    assert not (out / "tokenizer_config.json").exists()
+    own = json.loads((out / "tokenizer_config.json").read_text())
+    assert own == {"tokenizer_class": "PreTrainedTokenizerFast"}
     kept = (out / "generation_config.json").read_bytes()
     assert kept == (copy / "hf" / "generation_config.json").read_bytes()
 

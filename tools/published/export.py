@@ -7,26 +7,38 @@ express the run's; the tokenizer is copied. A run on bytes gets a tokenizer of b
 
 import argparse
 import json
+import math
 import pathlib
 import time
 
 from moejax.config import Config, Data
 from moejax.interop.architecture import CONFIG
-from moejax.interop.companions import GENERATION, TOKENIZER, read_companions
+from moejax.interop.companions import (
+    GENERATION,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    read_companions,
+)
+from moejax.interop.export import Written
 from moejax.interop.published import read_architecture
 from train.checkpoint.load import CheckpointSource, find_checkpoints
 from train.config.from_hf import folder_of
 from train.data.tokenizer import byte_tokenizer_file, load_tokenizer
 from train.launch.program import start
 
+PLAIN_TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast"}
+"""tokenizer_config.json of a tokenizer.json alone. Without it transformers takes the
+class that belongs to model_type, which adds tokens and normalises text."""
 DTYPE = "bfloat16"
 """Dtype of the tensors of a model that started from no published one."""
 
 
 def work(args: argparse.Namespace) -> dict:
     """Write the folder; return the record."""
-    if args.max_shard_gb <= 0:
-        raise ValueError(f"--max_shard_gb={args.max_shard_gb:g} must be above 0")
+    if not 0 < args.max_shard_gb < math.inf:
+        raise ValueError(
+            f"--max_shard_gb={args.max_shard_gb:g} must be above 0, and finite"
+        )
     require_new(args.out)
     source = find_checkpoints(args.run_dir, args.step, args.gin_param)
     folder, record, dtype = find_origin(source), None, DTYPE
@@ -41,7 +53,7 @@ def work(args: argparse.Namespace) -> dict:
 
     begun_sec = time.monotonic()
     loaded = load_model(source)
-    write_model(
+    written = write_model(
         args.out,
         loaded.cfg.network,
         as_views(loaded.params),
@@ -52,7 +64,7 @@ def work(args: argparse.Namespace) -> dict:
         max_shard_bytes=int(args.max_shard_gb * 1e9),
         files=files,
     )
-    return report(args, loaded.step, time.monotonic() - begun_sec)
+    return report(args, written, loaded.step, time.monotonic() - begun_sec)
 
 
 def find_origin(source: CheckpointSource) -> pathlib.Path | None:
@@ -82,25 +94,34 @@ def companions(folder: pathlib.Path | None, cfg: Config) -> dict[str, bytes]:
     if data.tokenizer == "bytes":
         print(f"the run was trained on bytes; tokenizer files are those of {folder}")
         return files
-    own = own_files(data)[TOKENIZER]
-    if files.get(TOKENIZER, own) != own:
+    own = own_files(data)
+    if files.get(TOKENIZER) == own[TOKENIZER]:
+        return files
+    if files.keys() - {GENERATION}:
         print(
             f"the tokenizer is {data.tokenizer}, with which the run was trained; the "
             f"tokenizer's files of {folder} are left out"
         )
-        files = {name: files[name] for name in {GENERATION} & files.keys()}
-    return files | {TOKENIZER: own}
+    return own | {name: files[name] for name in {GENERATION} & files.keys()}
 
 
 def own_files(data: Data) -> dict[str, bytes]:
-    """Return the tokenizer of a run, and a generation_config.json that says which token
-    ends a text."""
+    """Return the tokenizer of a run, a tokenizer_config.json which says that there is
+    nothing else to it, and a generation_config.json with the token that ends a text."""
     tokenizer = load_tokenizer(data.tokenizer, data.separator)
     content = byte_tokenizer_file()
     if tokenizer.name != "bytes":
         content = pathlib.Path(tokenizer.name).expanduser().read_bytes()
     ids = {"bos_token_id": tokenizer.separator, "eos_token_id": tokenizer.separator}
-    return {TOKENIZER: content, GENERATION: (json.dumps(ids, indent=2) + "\n").encode()}
+    return {
+        TOKENIZER: content,
+        TOKENIZER_CONFIG: _as_bytes(PLAIN_TOKENIZER),
+        GENERATION: _as_bytes(ids),
+    }
+
+
+def _as_bytes(record: dict) -> bytes:
+    return (json.dumps(record, indent=2) + "\n").encode()
 
 
 def require_new(path: pathlib.Path) -> None:
@@ -118,21 +139,19 @@ def require_parent(path: pathlib.Path) -> None:
         raise ValueError(f"--out {path}: {path.parent} is no folder: make it first")
 
 
-def report(args: argparse.Namespace, step: int, sec: float) -> dict:
+def report(args: argparse.Namespace, written: Written, step: int, sec: float) -> dict:
     """Print what was written, and return it as a record."""
-    files = sorted(args.out.glob("*.safetensors"))
-    num_bytes = sum(file.stat().st_size for file in files)
-    architecture = read_architecture(args.out)
+    num_files = sum(name.endswith(".safetensors") for name in written.files)
     print(
-        f"{args.out}: {architecture.family} of step {step}, {architecture.dtype}, "
-        f"{num_bytes:,} bytes in {len(files)} files, {sec:.1f} s"
+        f"{args.out}: {written.family} of step {step}, {written.dtype}, "
+        f"{written.num_bytes:,} bytes of tensors, files: {num_files}, {sec:.1f} s"
     )
     return {
         "out": str(args.out),
         "step": step,
-        "family": architecture.family,
-        "dtype": architecture.dtype,
-        "num_bytes": num_bytes,
-        "num_files": len(files),
+        "family": written.family,
+        "dtype": written.dtype,
+        "num_bytes": written.num_bytes,
+        "num_files": num_files,
         "sec": sec,
     }
