@@ -7,9 +7,10 @@ import shutil
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from moejax.interop.companions import read_text_ids
-from moejax.interop.published import open_model
+from moejax.interop.published import open_model, read_architecture
 from tests.support.published_model import NUM_BYTES, write_published
 from tests.support.run_main import listing
 from tests.support.saved_run import save_run
@@ -135,6 +136,38 @@ def test_the_command_to_go_on_can_be_pasted(foreign, tmp_path, capfd):
     line = capfd.readouterr().out.splitlines()[-1]
     pasted = shlex.split(line.removeprefix("continue it: "))
     assert pasted[2:4] == [f"--gin_file={out}/config.gin", f"--run_dir={out}"]
+
+
+ARCHITECTURES = [
+    "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "ernie4_5_moe", "glm4_moe",
+    "gpt_oss", "granitemoe", "llama4_text", "mixtral", "moonlight", "olmoe",
+    "olmoe_clip", "qwen2_moe", "qwen3_moe",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.published
+@pytest.mark.parametrize("spelling", ["config.json", "config_v4.json"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_each_architecture_comes_back(name, spelling, published, tmp_path, capfd):
+    """Names, shapes, dtypes and values are those of the folder, read by safetensors'
+    own reader; and the configuration, in the spelling of transformers 5 or 4, says the
+    same."""
+    folder, run, out = (tmp_path / name for name in ("folder", "run", "out"))
+    shutil.copytree(published / name, folder, copy_function=shutil.copyfile)
+    folder.chmod(0o755)
+    shutil.copyfile(published / name / spelling, folder / "config.json")
+    assert call(capfd, "import", folder, "--out", run, *EIGHT)[0] == 0
+    code, record, _ = call(capfd, "export", run, "--out", out)
+    assert (code, record["dtype"]) == (0, "float32")
+    before, after = (load_file(path / "model.safetensors") for path in (folder, out))
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert after[key].dtype == value.dtype
+        np.testing.assert_array_equal(after[key], value, err_msg=key)
+    before, after = map(read_architecture, (folder, out))
+    assert (before.family, before.fields) == (after.family, after.fields)
 
 
 def test_an_export_in_bfloat16_says_so(run_dir, tmp_path, capfd):
