@@ -102,6 +102,7 @@ def logits(capfd, source: pathlib.Path) -> np.ndarray:
     """Return what tools/hf.py computes for a run or a folder."""
     ids, path = (source.with_suffix(f".{name}.npy") for name in ("ids", "logits"))
     np.save(ids, np.arange(64).reshape(2, 32))
-    flags = ("--gin_param=Mesh.expert = 8", "--gin_param=Mesh.data = 1")
+    mesh = {"data": 1, "expert": 8, "tensor": 1}
+    flags = [f"--gin_param=Mesh.{axis} = {size}" for axis, size in mesh.items()]
     call(capfd, hf, "logits", source, "--ids", ids, "--out", path, *flags)
     return np.load(path)
