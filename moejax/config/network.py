@@ -139,8 +139,10 @@ class Model:
     @property
     def num_moe_layers(self) -> int:
         """Number of MoE layers of the model."""
-        periods = (self.num_layers - self.first_k_dense) // len(self.period)
-        return periods * self.period.count("moe")
+        rest = self.num_layers - self.first_k_dense
+        if self.layers is None:
+            return rest // self.moe_every
+        return rest // len(self.layers) * self.layers.count("moe")
 
     def _check_period(self) -> None:
         require(
