@@ -25,7 +25,8 @@ from moejax.kernels.grouped_dot.hopper.ring import KernelRun
 from moejax.kernels.permute.choose import choose_permute
 from moejax.kernels.tuning import Tiles
 from moejax.moe import reference, route
-from moejax.moe.layer import MoeLayer, swiglu
+from moejax.moe.experts import swiglu
+from moejax.moe.layer import MoeLayer
 from moejax.moe.setup import LayerSetup
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan

@@ -17,7 +17,8 @@ from moejax import axes
 from moejax.balance.policies.micromoe.symmetric import symmetric
 from moejax.config import Dispatch, Moe, Recorded, Router
 from moejax.moe import recorded, reference, route
-from moejax.moe.layer import MoeLayer, swiglu
+from moejax.moe.experts import swiglu
+from moejax.moe.layer import MoeLayer
 from moejax.moe.setup import LayerSetup
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
