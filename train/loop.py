@@ -45,7 +45,6 @@ from train.step.state import (
     abstract_state,
     compresses_gradients,
     init_state,
-    state_from,
     with_new_tracked,
     with_zero_residual,
 )
@@ -198,8 +197,7 @@ def _first_state(job: Job, run_dir: RunDir, say) -> TrainState:
             return init_state(model.run, model.optimizer, store)
     from_first_process(lambda: from_hf.keep_companions(cfg, run_dir.path))
     with elapsed_shown("reading the first parameters"):
-        params, router_bias = from_hf.read_params(model.run, store, say)
-    return state_from(params, router_bias, model.run, model.optimizer, store)
+        return from_hf.first_state(model.run, model.optimizer, store, say)
 
 
 def _lost(checkpointer: Checkpointer, state: TrainState) -> CheckpointError:

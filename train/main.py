@@ -10,6 +10,7 @@ of several processes (docs/processes.md).
 """
 
 import argparse
+import dataclasses
 import os
 import pathlib
 import sys
@@ -320,8 +321,8 @@ def show_dry_run(cfg: Config, args: argparse.Namespace) -> None:
 
 def prepare_healed(cfg: Config, is_new: bool):
     """Return the configuration and the job to train, of a run that has no checkpoint if
-    `is_new`, once the devices have been checked
-    (train/doctor): with plain forms in place of what is wrong on them."""
+    `is_new`, once the devices have been checked (train/doctor): with plain forms in
+    place of what is wrong on them."""
     from train.doctor.doctor import heal
     from train.job import prepare, prepare_model, ragged_lines
 
@@ -333,7 +334,7 @@ def prepare_healed(cfg: Config, is_new: bool):
     healed = heal(job.model.run, lambda cfg: prepare_model(cfg).run, say_loudly)
     if healed is None:
         return cfg, job
-    job = prepare(healed, is_new=is_new)
+    job = dataclasses.replace(prepare(healed), headers_sha256=job.headers_sha256)
     require_same("job with plain forms", job.facts)
     return healed, job
 

@@ -90,13 +90,7 @@ class Config:
         self._check_cycle()
         if self.network.is_latent:
             self._check_latent()
-        rotary_dim, share = self.network.rotary_dim, self.rope.partial_rotary_factor
-        require(
-            rotary_dim >= 2 and rotary_dim % 2 == 0,
-            f"Rope.partial_rotary_factor={share} of Model.head_dim="
-            f"{self.model.head_dim} is {rotary_dim} components: RoPE rotates pairs, so "
-            "let the product be even and at least 2",
-        )
+        self._check_rope()
         groups = self.router.num_groups
         require(
             moe.num_experts % groups == 0
@@ -109,6 +103,16 @@ class Config:
             self.data.seq_len % min(train.loss_chunk, self.data.seq_len) == 0,
             f"Data.seq_len={self.data.seq_len} must be a multiple of "
             f"Train.loss_chunk={train.loss_chunk}",
+        )
+
+    def _check_rope(self) -> None:
+        """Raise ValueError unless RoPE rotates whole pairs."""
+        rotary_dim, share = self.network.rotary_dim, self.rope.partial_rotary_factor
+        require(
+            rotary_dim >= 2 and rotary_dim % 2 == 0,
+            f"Rope.partial_rotary_factor={share} of Model.head_dim="
+            f"{self.model.head_dim} is {rotary_dim} components: RoPE rotates pairs, so "
+            "let the product be even and at least 2",
         )
 
     def _check_experts(self) -> None:

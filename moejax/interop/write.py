@@ -107,20 +107,39 @@ def write_folder(
     <name>.<random>.tmp.
     """
     folder = pathlib.Path(folder)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not empty: remove it or name another")
-    if not folder.parent.is_dir():
-        raise ValueError(f"{folder.parent} is no folder: make it first")
-    partial = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        _require_room(folder, plan.num_bytes)
-        partial.mkdir()
+    require_new(folder)
+    _require_room(folder, plan.num_bytes)
+    with whole_folder(folder) as partial:
         for title, names in plan.files.items():
             _write_shard(partial / title, {n: plan.specs[n] for n in names}, value)
         if len(plan.files) > 1:
             others = {**others, INDEX: _index(plan)}
         for title, data in others.items():
             _write(partial / title, data)
+
+
+def require_new(folder: pathlib.Path) -> None:
+    """Raise ValueError unless there is nothing at a path, or an empty folder, and its
+    parent is there."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not empty: remove it or name another")
+    require_parent(folder)
+
+
+def require_parent(path: pathlib.Path) -> None:
+    """Raise ValueError unless the folder is there in which a path is to be made."""
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{path}: {path.parent} is no folder: make it first")
+
+
+@contextlib.contextmanager
+def whole_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yield a new folder beside `folder`, to which it is renamed at the end of the
+    block; after an error nothing is left."""
+    partial = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        partial.mkdir()
+        yield partial
         _sync_folder(partial)
         partial.rename(folder)
         _sync_folder(folder.parent)

@@ -224,13 +224,7 @@ class Transformer(nnx.Module):
         """Run all layers on the parts into which `cut` cuts the embeddings. Return the
         hidden states of each part, the sums of the MoE layers, and the cache view after
         the last layer."""
-        model, moe = self.cfg.model, self.cfg.moe
-        if model.embedding_multiplier != 1:
-            x_btd = model.embedding_multiplier * x_btd
-        parts = cut(shard_batch(x_btd, self.mesh))
-        carry = (parts, cache_view)
-        if self.prefix is not None:
-            carry, _ = _scan(self.prefix, carry, contexts, None, None, self.cfg)
+        carry = self._enter(x_btd, contexts, cache_view, cut)
 
         def make_run_moe(per_layer, slots):
             """Return the call of one MoE layer (blocks.RunMoe)."""
@@ -242,7 +236,7 @@ class Transformer(nnx.Module):
                 jitter_btd = jax.random.uniform(key, shape, jnp.float32, low, high)
             if chance_e is not None:
                 start_bt = jax.random.uniform(key, x_btd.shape[:2])
-                forced_btk = recorded.choose(chance_e, start_bt, moe.top_k)
+                forced_btk = recorded.choose(chance_e, start_bt, self.cfg.moe.top_k)
             args = placement, setup
 
             def run_dense(layer, parts):
@@ -268,7 +262,8 @@ class Transformer(nnx.Module):
         chance_le = None if step_inputs is None else step_inputs.chance_le
         keys_l = None
         if step_inputs is not None and (step_inputs.jitter or chance_le is not None):
-            keys_l = jax.random.split(step_inputs.key, model.num_moe_layers)
+            num_moe = self.cfg.model.num_moe_layers
+            keys_l = jax.random.split(step_inputs.key, num_moe)
         setup = self._setup(slot_source.layout)
         per_layer = slot_source.placement, chance_le, keys_l, slot_source.tracked_lsx
         routing = per_layer, make_run_moe
@@ -276,6 +271,18 @@ class Transformer(nnx.Module):
             self.cycles, carry, contexts, routing, slot_source, self.cfg
         )
         return tuple(map(self.norm, carry[0])), sums, carry[1]
+
+    def _enter(self, x_btd, contexts, cache_view, cut):
+        """Return the parts of the embeddings and the cache view after the dense layers
+        at the start."""
+        factor = self.cfg.model.embedding_multiplier
+        if factor != 1:
+            x_btd = factor * x_btd
+        carry = (cut(shard_batch(x_btd, self.mesh)), cache_view)
+        if self.prefix is None:
+            return carry
+        carry, _ = _scan(self.prefix, carry, contexts, None, None, self.cfg)
+        return carry
 
     def _setup(self, layout: Layout) -> LayerSetup:
         cfg = self.cfg

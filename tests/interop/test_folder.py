@@ -143,7 +143,7 @@ def test_a_link_does_not_leave_the_folder(shards, arrays, tmp_path):
 
 
 def test_the_cache_of_the_hub_is_read(arrays, tmp_path):
-    """Its folder of a revision has links to the blobs of the repository."""
+    """The folder of a revision has links to the blobs of the repository."""
     folder = write_shards(tmp_path / "shards", arrays)
     repository = tmp_path / "models--a--b"
     revision = repository / "snapshots" / "0123abcd"

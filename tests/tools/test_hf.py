@@ -114,7 +114,8 @@ def test_a_folder_keeps_its_own_tokenizer_and_ids(foreign, tmp_path, capfd):
 
 
 def test_a_tokenizer_of_the_user_is_exported(run_dir, tmp_path, capfd):
-    """It replaces all files of the folder's tokenizer, and a line says so."""
+    """A tokenizer that the user bound replaces all files of the folder's tokenizer, and
+    a line says so."""
     mine, out, copy = tmp_path / "mine.json", tmp_path / "out", tmp_path / "copy"
     shutil.copytree(run_dir, copy)
     (copy / "hf" / "tokenizer_config.json").write_text("{}")

@@ -160,7 +160,8 @@ def test_damaged_arrays_do_not_become_random_parameters(imported, tmp_path, capf
 
 
 def test_the_tokenizer_of_a_run_that_was_moved(imported, tmp_path, capfd):
-    """It is the run's copy; a path of the user's that is wrong stays what it is."""
+    """A run that was moved takes its own copy of the tokenizer; a wrong path that the
+    user gives stays what it is."""
     moved, name = tmp_path / "moved", f"{imported}/hf/tokenizer.json"
     imported.rename(moved)
     try:
@@ -289,8 +290,8 @@ def test_two_processes_read_their_shares(published, tmp_path):
 
 @pytest.mark.long
 def test_a_run_needs_the_folder_at_its_start_alone(published, tmp_path):
-    """It resumes, generates, evaluates and exports without the folder, and an imported
-    run is the same run."""
+    """A run from a folder resumes, generates, evaluates and exports without it, and an
+    imported run is the same run."""
     folder, run_dir = tmp_path / "folder", tmp_path / "run"
     shutil.copytree(published, folder)
     source = f"Model.from_hf = '{folder}'"

@@ -21,6 +21,7 @@ from moejax.interop.companions import (
 )
 from moejax.interop.export import Written
 from moejax.interop.published import read_architecture
+from moejax.interop.write import require_new
 from train.checkpoint.load import CheckpointSource, find_checkpoints
 from train.config.from_hf import folder_of
 from train.data.tokenizer import byte_tokenizer_file, load_tokenizer
@@ -122,21 +123,6 @@ def own_files(data: Data) -> dict[str, bytes]:
 
 def _as_bytes(record: dict) -> bytes:
     return (json.dumps(record, indent=2) + "\n").encode()
-
-
-def require_new(path: pathlib.Path) -> None:
-    """Raise ValueError unless there is nothing at `path`, or an empty folder."""
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise ValueError(
-            f"--out {path} exists and is not empty: remove it or name another"
-        )
-    require_parent(path)
-
-
-def require_parent(path: pathlib.Path) -> None:
-    """Raise ValueError unless the folder is there in which `path` is to be made."""
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"--out {path}: {path.parent} is no folder: make it first")
 
 
 def report(args: argparse.Namespace, written: Written, step: int, sec: float) -> dict:

@@ -6,18 +6,14 @@ start of a run, and on several processes.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import pathlib
-import secrets
 import shlex
-import shutil
 import time
-from collections.abc import Iterator
 
 from moejax.config import Config
 from moejax.interop.companions import TOKENIZER
-from tools.published.export import require_new
+from moejax.interop.write import require_new, whole_folder
 from train.config import gin_reader
 from train.config.from_hf import KEPT, folder_of
 from train.files import write_whole
@@ -34,7 +30,7 @@ def work(args: argparse.Namespace) -> dict:
 
     check_folder(cfg)
     begun_sec = time.monotonic()
-    with new_folder(args.out) as partial:
+    with whole_folder(args.out) as partial:
         keep_companions(cfg, partial)
         own = own_config(cfg, args)
         write_whole(partial / "config.gin", gin_reader.render(own))
@@ -66,15 +62,13 @@ def save_first_state(cfg: Config, own: Config, run_dir: pathlib.Path) -> int:
     checkpoint of the configuration `own`; return its bytes."""
     from train.checkpoint import disk
     from train.checkpoint.checkpoints import Checkpointer
-    from train.checkpoint.from_hf import read_params
+    from train.checkpoint.from_hf import first_state
     from train.checkpoint.identity import FORMAT
     from train.job import prepare_model
-    from train.step.state import state_from
 
     model = prepare_model(cfg)
     run, store = model.run, model.layout.store
-    params, router_bias = read_params(run, store)
-    state = state_from(params, router_bias, run, model.optimizer, store)
+    state = first_state(run, model.optimizer, store)
     plan = {"plan": run.home_plan().to_json(), "num_owners": run.num_owners}
     meta = {"format": FORMAT, "config": own.to_dict(), "data": None, "balance": None}
     checkpointer = Checkpointer(run_dir / "checkpoints", cfg.checkpoint)
@@ -86,17 +80,3 @@ def save_first_state(cfg: Config, own: Config, run_dir: pathlib.Path) -> int:
     if not is_saved:
         raise RunFailed(f"the checkpoint was not saved: {checkpointer.last_failure}")
     return disk.num_bytes(state)
-
-
-@contextlib.contextmanager
-def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield a folder that is renamed to `path` at the end of the block; after an error
-    nothing is left."""
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    partial.mkdir()
-    try:
-        yield partial
-        partial.rename(path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise

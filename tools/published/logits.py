@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from tools.published.export import require_parent
+from moejax.interop.write import require_parent
 from train import cli
 from train.launch.program import start
 

@@ -25,7 +25,7 @@ from train.checkpoint.checksum import named_leaves
 from train.config.from_hf import KEPT, folder_of, missing_tokenizer
 from train.files import write_whole
 from train.launch.processes import are_several
-from train.step.state import abstract_state
+from train.step.state import TrainState, abstract_state, state_from
 
 
 def check_folder(cfg: Config) -> str:
@@ -94,6 +94,15 @@ def read_params(
         f"{num_bytes / 1e6 / sec:,.0f} MB/s"
     )
     return arrays["params"], arrays["router_bias"]
+
+
+def first_state(
+    run: Resolved, optimizer, store: Store, say: Callable[[str], None] = print
+) -> TrainState:
+    """Return the state at step 0 of a run that starts from the folder of Model.from_hf,
+    as `read_params` reads it."""
+    params, router_bias = read_params(run, store, say)
+    return state_from(params, router_bias, run, optimizer, store)
 
 
 def keep_companions(cfg: Config, run_dir: pathlib.Path) -> None:

@@ -1,6 +1,5 @@
 """Compute the logits of whole texts, a few rows at a time, into a file."""
 
-import os
 import pathlib
 import secrets
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from flax import nnx
 
 from moejax.axes import BATCH_AXES, sharding
 from train.checkpoint.load import LoadedModel
-from train.files import path_named
+from train.files import path_named, replace
 from train.step.state import model_graph
 
 
@@ -30,7 +29,7 @@ def write_logits(path: pathlib.Path, loaded: LoadedModel, ids_bt: np.ndarray) ->
                 out[first : first + len(logits_btv)] = logits_btv
             out.flush()
             del out
-            os.replace(partial, path)
+            replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 

@@ -38,7 +38,7 @@ def configured(folder, *params):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_parameters_are_those_of_the_folder(published, mesh):
-    """They lie as `init_state` shards them, and are read once."""
+    """Parameters from a folder lie as `init_state` shards them, and are read once."""
     model = prepare_model(configured(published, *mesh))
     lines = []
     params, bias = read_params(model.run, "owned", lines.append)
