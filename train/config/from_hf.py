@@ -9,16 +9,14 @@ from typing import Any
 from moejax.config import Config
 from moejax.interop.architecture import CONFIG
 from moejax.interop.companions import TOKENIZER, read_text_ids
+from moejax.interop.fields import names_by_part
 from moejax.interop.folder import resolve
 from moejax.interop.published import read_architecture
-from train.config.names import PARTS
 
 FOLDER = "Model.from_hf"
 KEPT = "hf"
 """Folder in a run directory with the config.json and the tokenizer of the published
 model that the run started from."""
-PUBLISHED_PARTS = ("model", "attention", "rope", "mla", "moe", "router")
-"""Parts of a configuration of which config.json decides fields."""
 
 
 def folder_of(name: str) -> pathlib.Path:
@@ -35,7 +33,7 @@ def fields_of_folder(name: str, bound: Set[str]) -> dict[str, Any]:
     They are those that its config.json decides. Data.tokenizer and Data.separator are
     among them, for its tokenizer.json, be it there or not, unless Data.tokenizer is in
     `bound`, the names that the user has bound. Nothing is read, and nothing returned,
-    where the folder is missing and all fields of PUBLISHED_PARTS are bound, as in the
+    where the folder is missing and all fields of an architecture are bound, as in the
     config.gin of a run. Raises ValueError or OSError where config.json cannot be read,
     and for a link that leaves the folder.
     """
@@ -103,9 +101,9 @@ def notes_on_folder(name: str | None) -> tuple[str, ...]:
 
 
 def _all_fields() -> set[str]:
-    """Return the names of all fields that config.json may decide."""
+    """Return the names of all fields that config.json decides."""
     return {
-        f"{part.title()}.{field.name}"
-        for part in PUBLISHED_PARTS
-        for field in dataclasses.fields(PARTS[part])
+        f"{part.title()}.{field}"
+        for part, names in names_by_part().items()
+        for field in names
     }
