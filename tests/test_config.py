@@ -7,6 +7,7 @@ import pytest
 
 from moejax.config import (
     Attention,
+    Balance,
     Checkpoint,
     Config,
     Data,
@@ -83,6 +84,10 @@ MINIMA = {
         **dict.fromkeys(["jitter", "balance_loss", "sequence_balance_loss"], 0),
         **dict.fromkeys(["z_loss", "bias_rate", "mutual_information_loss"], 0),
         **dict.fromkeys(["num_groups", "top_groups"], 1),
+    },
+    Balance: {
+        "num_excluded_devices": 0,
+        **dict.fromkeys(["num_nodes", "num_expert_groups"], 1),
     },
     Recorded: {
         **dict.fromkeys(["zipf", "hot_share"], 0),
@@ -290,6 +295,20 @@ def test_minimum_values(part, field, minimum):
                 router=Router(num_groups=4, top_groups=1),
             ),
             ["Router.num_groups=4", "top_groups=1", "hold top_k=3 experts"],
+        ),
+        (
+            lambda: Config(
+                mesh=Topology(expert=4), balance=Balance(num_excluded_devices=4)
+            ),
+            ["Balance.num_excluded_devices=4", "the 4 devices", "at most 3"],
+        ),
+        (
+            lambda: Config(mesh=Topology(expert=4), balance=Balance(num_nodes=3)),
+            ["Balance.num_nodes=3 must divide the 4 devices", "use a divisor"],
+        ),
+        (
+            lambda: Config(balance=Balance(num_expert_groups=3)),
+            ["Balance.num_expert_groups=3 must divide Moe.num_experts=8"],
         ),
         (
             lambda: Config(data=Data(seq_len=100), train=Train(loss_chunk=64)),

@@ -32,6 +32,7 @@ from moejax.balance.policies import (  # noqa: E402
     check_plan,
     check_policy,
 )
+from moejax.config import Balance  # noqa: E402
 from moejax.perf import cost_model as cost_models  # noqa: E402
 from moejax.perf import traffic  # noqa: E402
 from moejax.perf.cost_model import CostModel  # noqa: E402
@@ -48,6 +49,14 @@ FIELDS = (
     "device_max_over_mean_max", "modelled_layer_msec", "speedup", "moves", "changes",
     "plan_msec",
 )  # fmt: skip
+
+
+OPTIONS = {
+    "num_excluded_devices": "prophet: devices that get no copy of a copied expert",
+    "num_nodes": "eplb: nodes, equal runs of consecutive devices",
+    "num_expert_groups": "eplb: groups of experts, each of which stays on one node",
+}
+"""Options of policies, by field of Balance: text for --help."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +162,9 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="micro-batches per step, used with --calibration",
     )
+    for field, text in OPTIONS.items():
+        default = getattr(Balance(), field)
+        add(f"--{field}", type=int, default=default, help=text, metavar="N")
 
 
 def work(args: argparse.Namespace) -> int:
@@ -171,7 +183,8 @@ def work(args: argparse.Namespace) -> int:
 
     def run_policy(name: str, split: Split | None) -> ReplayResult:
         layout = layout_for(POLICIES[name], loads.load_tlwe.shape[3], args, split)
-        return replay(name, loads, times, layout, cost)
+        policy = find_policy(name, loads, args)
+        return replay(name, policy, loads, times, layout, cost)
 
     home = run_policy("home", None)  # every speedup is over this one
     policies = {
@@ -259,8 +272,17 @@ def layout_for(
     )
 
 
+def find_policy(name: str, loads: Loads, args: argparse.Namespace) -> Policy:
+    """Return the policy with the options that were given; raise ValueError for those
+    that do not fit the loads."""
+    balance = Balance(**{field: getattr(args, field) for field in OPTIONS})
+    balance.check_sizes(loads.load_tlwe.shape[3], args.devices)
+    return check_policy(name).with_options(balance)
+
+
 def replay(
     name: str,
+    policy: Policy,
     loads: Loads,
     times: Times,
     layout: Layout,
@@ -272,12 +294,12 @@ def replay(
     num_layers = load_tlwe.shape[1]
     arrays = [np.zeros((len(times.planned), num_layers)) for _ in range(4)]
     ratio_nl, layer_sec_nl, plan_sec_nl, moves_nl = arrays
-    plan = POLICIES[name].plan
     for layer in range(num_layers):
         current = ExpertPlan.home_in(layout, 1)
         for n, (planned, scored) in enumerate(zip(times.planned, times.scored)):
             begin = time.perf_counter()
-            new = plan(load_tlwe[planned, layer][None], layout, cost, current)
+            load_1we = load_tlwe[planned, layer][None]
+            new = policy.plan(load_1we, layout, cost, current)
             if layout.split == "dynamic":
                 new = new.resized(layout)
             plan_sec_nl[n, layer] = time.perf_counter() - begin

@@ -87,17 +87,18 @@ def work(args: argparse.Namespace) -> int:
 def from_loads(args: argparse.Namespace) -> tuple[Comparison, list[str]]:
     """Return the plan that --policy makes from one sample of the loads, compared with
     the home plan, and no further lines. The policy starts from the home plan."""
-    check_policy(args.policy)
+    check_policy(args.policy)  # before the loads, which take longer
     loads = expert_loads.from_options(args)
     (num_samples, *_, num_experts) = loads.load_tlwe.shape
     sample = num_samples // 2 if args.sample is None else args.sample
     if not 0 <= sample < num_samples:
         raise ValueError(f"--sample {sample} must be one of 0 to {num_samples - 1}")
     shown = min(sample + 1, num_samples - 1)
-    layout = replay.layout_for(POLICIES[args.policy], num_experts, args)
+    policy = replay.find_policy(args.policy, loads, args)
+    layout = replay.layout_for(policy, num_experts, args)
     cost, current = replay.cost_model(args), ExpertPlan.home_in(layout, 1)
     plans = [
-        POLICIES[args.policy].plan(load_we[None], layout, cost, current)
+        policy.plan(load_we[None], layout, cost, current)
         for load_we in loads.load_tlwe[sample]
     ]
     rows_lp = np.concatenate([plan.slot_to_expert_lp for plan in plans])

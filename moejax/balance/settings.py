@@ -22,6 +22,7 @@ class Settings(Balance):
         check_policy(self.policy)
         if self.max_slots_per_device is None:
             raise ValueError("Balance.max_slots_per_device=None must be a number here")
+        self._check_options()
         if self.policy != "home" and not find_policy(self).stores:
             raise ValueError(
                 f"Balance.policy='{self.policy}' plans for the stores "
@@ -29,6 +30,27 @@ class Settings(Balance):
                 f"{', '.join(self.stores or ())}: use another Dispatch.store, policy, "
                 "or Moe.d_expert that data x expert devices divide"
             )
+
+    def _check_options(self) -> None:
+        """Raise ValueError for an option of another policy, and for groups of experts
+        that nodes cannot share out."""
+        groups, nodes = self.num_expert_groups, self.num_nodes
+        if self.policy == "eplb" and groups % nodes:
+            raise ValueError(
+                f"Balance.num_expert_groups={groups} must be a multiple of "
+                f"num_nodes={nodes}: each group of experts stays on one node"
+            )
+        for field in dataclasses.fields(Balance):
+            takers = [
+                n for n, policy in POLICIES.items() if field.name in policy.options
+            ]
+            value = getattr(self, field.name)
+            if takers and self.policy not in takers and value != field.default:
+                raise ValueError(
+                    f"Balance.{field.name}={value} is an option of policy "
+                    f"{' and '.join(takers)}, not of '{self.policy}': use "
+                    f"{field.default}, or another Balance.policy"
+                )
 
     @classmethod
     def of(
@@ -40,8 +62,9 @@ class Settings(Balance):
 
 
 def find_policy(settings: Settings) -> Policy:
-    """Return the policy, with only those of its stores that the model can have."""
-    policy = POLICIES[settings.policy]
+    """Return the policy with its options, and with only those of its stores that the
+    model can have."""
+    policy = POLICIES[settings.policy].with_options(settings)
     if settings.stores is None:
         return policy
     stores = tuple(s for s in policy.stores if s in settings.stores)

@@ -87,6 +87,7 @@ class Config:
             f"Train.num_simulated_devices={simulated}: make them equal",
         )
         self._check_experts()
+        self.balance.check_sizes(moe.num_experts, self.group_size)
         self._check_cycle()
         if self.network.is_latent:
             self._check_latent()

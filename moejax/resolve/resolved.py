@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from moejax.axes import devices_of
 from moejax.balance.overflows import Prices
 from moejax.balance.policies import check_on_skewed_load
-from moejax.balance.settings import Settings
+from moejax.balance.settings import Settings, find_policy
 from moejax.config import Config
 from moejax.kernels.device import KernelChoice
 from moejax.moe import recorded
@@ -108,9 +108,10 @@ class Resolved:
     def check_policy(self) -> None:
         """Raise ValueError where the balancing policy makes an invalid plan for a
         synthetic skewed load."""
-        policy, num_layers = self.settings.policy, self.cfg.model.num_moe_layers
-        if policy != "home":
-            check_on_skewed_load(policy, self.layout, self.cost, num_layers)
+        name, num_layers = self.settings.policy, self.cfg.model.num_moe_layers
+        if name != "home":
+            policy = find_policy(self.settings)
+            check_on_skewed_load(name, policy, self.layout, self.cost, num_layers)
 
     def recorded_sha256(self) -> str | None:
         """Return the sha256 of the recorded loads that the router follows, or None

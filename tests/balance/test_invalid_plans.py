@@ -65,12 +65,13 @@ def test_replay_names_the_policy_the_layer_and_the_expert(lossy, tmp_path, capsy
 
 def test_the_check_before_the_first_step_is_on_a_skewed_load(lossy):
     with pytest.raises(ValueError, match=LOST.format(0, r"\d")):
-        check_on_skewed_load("lossy", LAYOUT, NOTES, L)
+        check_on_skewed_load("lossy", POLICIES["lossy"], LAYOUT, NOTES, L)
     lossy(functools.partial(drop_hottest, layer=2))
     with pytest.raises(ValueError, match=LOST.format(2, r"\d")):
-        check_on_skewed_load("lossy", LAYOUT, NOTES, L)
+        check_on_skewed_load("lossy", POLICIES["lossy"], LAYOUT, NOTES, L)
     other_store = dataclasses.replace(LAYOUT, store="transient")
-    check_on_skewed_load("lossy", other_store, NOTES, L)  # none is planned for it
+    policy = POLICIES["lossy"]  # plans for another store
+    check_on_skewed_load("lossy", policy, other_store, NOTES, L)
 
 
 def test_a_run_checks_its_policy(lossy):
@@ -94,7 +95,7 @@ def test_every_shipped_policy_passes(name, devices):
             E, devices, slots, 64, "ragged" if devices > 1 else "local",
             store=store, split=policy.split, **budgets,
         )  # fmt: skip
-        check_on_skewed_load(name, layout, NOTES, L)
+        check_on_skewed_load(name, policy, layout, NOTES, L)
 
 
 def test_the_balancer_takes_no_invalid_plan(lossy):

@@ -5,12 +5,14 @@ searches compared with brute force.
 """
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from moejax.balance.policies import eplb, fastermoe, prophet, smartmoe
 from moejax.balance.policies.flexmoe import policy as flexmoe
+from moejax.balance.settings import Settings, find_policy
 from moejax.perf.cost_model import NOTES, CostModel, tight
 from moejax.perf.traffic import max_over_mean
 from moejax.plan.expert_plan import ExpertPlan
@@ -138,6 +140,70 @@ def test_prophet_leaves_out_the_devices_with_the_fewest_rows():
     assert after.local_w.tolist() == [4, 0, 3]
 
 
+def toy_traffic(load_we, held):
+    """Return the Traffic of Pro-Prophet with one expert a device, row by row: rows of a
+    holder stay, and those of other devices go to all holders in equal numbers."""
+    w = len(load_we)
+    computed_w, local_w = np.zeros(w), np.zeros(w)
+    for source, expert in np.ndindex(load_we.shape):
+        holders = held.get(expert, [expert])
+        targets = [source] if source in holders else holders
+        for target in targets:
+            computed_w[target] += load_we[source, expert] / len(targets)
+            local_w[target] += (target == source) * load_we[source, expert]
+    return prophet.Traffic(computed_w, local_w)
+
+
+def most_rows(load_w, owner, num_excluded):
+    """Return the set of D - n devices with the owner that has most rows, of all such
+    sets: their numbers. Of equal devices the one with the lower number is left out."""
+    others = [w for w in range(len(load_w)) if w != owner]
+    num_others = len(others) - num_excluded
+    sets = [[owner, *s] for s in itertools.combinations(others, num_others)]
+    return max(map(sorted, sets), key=lambda held: (load_w[held].sum(), held))
+
+
+@pytest.mark.parametrize("num_excluded", [0, 1, 2, 3])
+def test_prophet_with_excluded_devices_against_brute_force(num_excluded):
+    """With n excluded devices the plan is the cheapest prefix of Alg. 1 followed row by
+    row, each holder set the best of all sets of D - n devices; its time by Eq. 6 is at
+    most 1.2 times that of the best of all sets of experts."""
+    layout = Layout(
+        4, 4, 5, 8, store="transient", split="local_first",
+        offers_per_device=1, copies_per_device=4,
+    )  # fmt: skip
+    rng, num_shadows = np.random.default_rng(6), 0
+    cheap = CostModel(**{**COST.as_dict(), "bytes_per_expert": 100})
+    for _ in range(20):
+        load_we = rng.poisson(rng.permutation([400, 150, 60, 20]), (4, 4)).astype(float)
+        held = {e: most_rows(load_we[:, e], e, num_excluded) for e in range(4)}
+
+        def times(experts, load_we=load_we, held=held):
+            """Return the traffic with these shadows, and its time."""
+            traffic = toy_traffic(load_we, {e: held[e] for e in experts})
+            args = traffic, load_we.sum(axis=1), [(e, None) for e in experts]
+            sec = prophet.plan_sec(cheap, layout, *args, num_excluded)
+            return traffic.computed_w, sec
+
+        walk, prefixes = [], {(): times([])[1]}
+        while not prophet.is_balanced(times(walk)[0], 0.05, 4):
+            if (fullest := int(times(walk)[0].argmax())) in walk:
+                break
+            walk.append(fullest)
+            prefixes[tuple(walk)] = times(walk)[1]
+        found = prophet.search(load_we, layout, cheap, num_excluded, alpha=0.05)
+        experts = tuple(e for e, _ in found)
+        assert experts == min(prefixes, key=prefixes.get)
+        for expert, holds_w in found:
+            rows = load_we[holds_w, expert].sum()
+            assert rows == load_we[held[expert], expert].sum()
+            assert holds_w.sum() == 4 - num_excluded
+        sets = [s for n in range(5) for s in itertools.combinations(range(4), n)]
+        assert times(experts)[1] <= 1.2 * min(times(s)[1] for s in sets)
+        num_shadows += len(found)
+    assert (num_shadows > 0) == (num_excluded < 3)  # with n = 3 the owner is alone
+
+
 def test_prophet_walks_past_a_step_that_does_not_pay():
     """With two equally full devices one shadow saves nothing and two do.
 
@@ -196,6 +262,66 @@ def test_eplb_published_vector():
         for load_e in PUBLISHED_LOAD_LE
     ]
     assert rows == PUBLISHED_LP
+
+
+def test_eplb_from_the_fields_of_balance_is_the_published_plan():
+    """The policy with Balance.num_expert_groups = 4 and num_nodes = 2 makes the
+    published plan, in which each group of experts is on one node."""
+    settings = Settings(
+        policy="eplb", num_expert_groups=4, num_nodes=2, max_slots_per_device=2
+    )
+    # 12 experts have no home on 8 devices, and EPLB needs these sizes alone.
+    layout = SimpleNamespace(num_experts=12, num_devices=8, slots_per_device=2)
+    load_lwe = np.array(PUBLISHED_LOAD_LE, float)[:, None] / 8
+    plan = find_policy(settings).plan(load_lwe, layout, COST, None)
+    assert plan.slot_to_expert_lp.tolist() == PUBLISHED_LP
+    for row_p in plan.slot_to_expert_lp:
+        nodes_of_groups = [set(np.flatnonzero(row_p // 3 == g) // 8) for g in range(4)]
+        assert [len(nodes) for nodes in nodes_of_groups] == [1] * 4
+
+
+def test_hierarchical_eplb_against_brute_force():
+    """Each of two nodes holds half of eight groups of experts, and the fuller node has
+    at most 7/6 times the load of the best of all 70 ways."""
+    rng = np.random.default_rng(3)
+    halves = [list(half) for half in itertools.combinations(range(8), 4)]
+    for _ in range(20):
+        load_e = rng.pareto(1.0, 16) + 0.1
+        row_p = eplb.rebalance(load_e, 8, 3, num_groups=8, num_nodes=2)
+        load_g = load_e.reshape(8, 2).sum(axis=1)
+        held = [set(node_p[node_p >= 0] // 2) for node_p in row_p.reshape(2, 12)]
+        assert [len(groups) for groups in held] == [4, 4]
+        assert held[0] | held[1] == set(range(8))
+        fuller = max(load_g[list(groups)].sum() for groups in held)
+        best = min(max(load_g[h].sum(), load_g.sum() - load_g[h].sum()) for h in halves)
+        assert fuller <= 7 / 6 * best
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "words"),
+    [
+        (
+            "flexmoe",
+            {"num_excluded_devices": 1},
+            ["num_excluded_devices=1", "of policy prophet, not of 'flexmoe'", "use 0"],
+        ),
+        (
+            "prophet",
+            {"num_nodes": 2},
+            ["num_nodes=2", "eplb", "not of 'prophet'", "use 1"],
+        ),
+        (
+            "eplb",
+            {"num_nodes": 4, "num_expert_groups": 6},
+            ["num_expert_groups=6 must be a multiple of num_nodes=4"],
+        ),
+    ],
+)
+def test_options_of_another_policy_are_refused(policy, options, words):
+    with pytest.raises(ValueError) as error:
+        Settings(policy=policy, max_slots_per_device=4, **options)
+    for word in words:
+        assert word in str(error.value)
 
 
 def test_eplb_is_global_if_nodes_do_not_divide_groups():

@@ -11,6 +11,7 @@ a policy and checks that its plan is valid.
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from moejax.balance.policies import eplb, fastermoe, home, prophet, smartmoe
 from moejax.balance.policies.flexmoe import policy as flexmoe
 from moejax.balance.policies.micromoe import policy as micromoe
+from moejax.config import Balance
 from moejax.perf.cost_model import CostModel
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Split, Store
@@ -41,15 +43,29 @@ class Policy:
     is_spread_first: bool = False
     """Whether a run starts from the policy's plan for a load of zeros, and not from the
     home plan."""
+    options: tuple[str, ...] = ()
+    """Fields of Balance that the plan function takes, as keywords of the same names."""
+
+    def with_options(self, balance: Balance) -> "Policy":
+        """Return the policy whose plan function has its options from `balance`."""
+        values = {name: getattr(balance, name) for name in self.options}
+        plan = functools.partial(self.plan, **values) if values else self.plan
+        return dataclasses.replace(self, plan=plan)
 
 
 POLICIES: dict[str, Policy] = {
     "home": Policy(home.plan, ("owned",), has_replicas=False),
     "fastermoe": Policy(fastermoe.plan, ("transient",), "local_first"),
-    "prophet": Policy(prophet.plan, ("transient",), "local_first", prefetch=True),
+    "prophet": Policy(
+        prophet.plan,
+        ("transient",),
+        "local_first",
+        prefetch=True,
+        options=("num_excluded_devices",),
+    ),
     "flexmoe": Policy(flexmoe.plan, ("resident", "sharded")),
     "smartmoe": Policy(smartmoe.plan, ("owned",), has_replicas=False),
-    "eplb": Policy(eplb.plan, ("sharded",)),
+    "eplb": Policy(eplb.plan, ("sharded",), options=("num_expert_groups", "num_nodes")),
     "micromoe": Policy(
         micromoe.plan,
         ("resident", "transient", "sharded"),
@@ -106,14 +122,13 @@ def check_plan(
 
 
 def check_on_skewed_load(
-    name: str, layout: Layout, cost: CostModel, num_layers: int
+    name: str, policy: Policy, layout: Layout, cost: CostModel, num_layers: int
 ) -> None:
     """Raise ValueError where the policy's plan for a synthetic skewed load is invalid.
 
     In each layer the loads of the experts are proportional to 1, 1/2, 1/3 ..., in a
     random order. A layout whose store the policy does not plan for is not checked.
     """
-    policy = check_policy(name)
     if layout.store not in policy.stores:
         return
     rng, rows = np.random.default_rng(0), layout.num_devices * layout.rows_per_peer

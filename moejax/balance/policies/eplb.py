@@ -24,14 +24,14 @@ def plan(
     cost: CostModel,
     current: ExpertPlan,
     *,
-    num_groups: int = 1,
+    num_expert_groups: int = 1,
     num_nodes: int = 1,
 ) -> ExpertPlan:
     """Return a plan made from the load alone, without regard to costs and to the
     current plan."""
     shape = (layout.num_devices, layout.slots_per_device)
     rows = [
-        rebalance(load_we.sum(axis=0), *shape, num_groups, num_nodes)
+        rebalance(load_we.sum(axis=0), *shape, num_expert_groups, num_nodes)
         for load_we in load_lwe
     ]
     return ExpertPlan(np.stack(rows), layout.num_experts)

@@ -28,15 +28,16 @@ def plan(
     cost: CostModel,
     current: ExpertPlan,
     *,
-    num_excluded: int = 0,
+    num_excluded_devices: int = 0,
     alpha: float = ALPHA,
 ) -> ExpertPlan:
     """Return a plan with the cheapest prefix of shadows in each layer.
 
-    A shadow goes to all devices but the `num_excluded` (n) with the fewest rows for it.
+    A shadow goes to all devices but those with the fewest rows for it
+    (`num_excluded_devices`, n in the paper).
     """
     rows = [
-        shadow_row(search(load_we, layout, cost, num_excluded, alpha), layout)
+        shadow_row(search(load_we, layout, cost, num_excluded_devices, alpha), layout)
         for load_we in load_lwe
     ]
     return ExpertPlan(np.stack(rows), layout.num_experts)
