@@ -6,6 +6,7 @@ moe/reference.py, and the tables of copies with the plan.
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -96,8 +97,23 @@ def test_slots_hold_their_experts_and_replicas_are_summed(store, dtype):
     Gradients of empty slots are ignored. 'transient' and 'resident' are one function
     here.
     """
+    check_slots(store, dtype, num_random=4)
+
+
+@pytest.mark.parametrize("store", ["resident", "sharded"])
+def test_slots_of_many_experts_sum_replicas_by_segment(store, monkeypatch):
+    """Gradients reach the owners through sums by segment too, as they are with many
+    experts on CPUs."""
+    monkeypatch.setattr(stores, "MIN_SEGMENTS", 1)
+    make_slots.cache_clear()
+    check_slots(store, "float32", num_random=1)
+    make_slots.cache_clear()
+
+
+def check_slots(store: str, dtype: str, num_random: int) -> None:
+    """Compare slots and gradients of odd and random plans with their definition."""
     layout = layer_layout(TOPOLOGY, store)
-    for plan in plans_for(layout, 4):
+    for plan in plans_for(layout, num_random):
         master_params, placement, d_slots = slots_case(layout, plan)
         slots, grads = slots_run(layout, plan, dtype, master_params, placement, d_slots)
         expert_p = plan.slot_to_expert_lp[0]
@@ -132,6 +148,55 @@ def test_a_gradient_that_is_not_finite_reaches_its_expert(store, value):
         d_slots["down"][slot, 3, 5] = value
         _, grads = slots_run(layout, plan, "float32", master_params, placement, d_slots)
         assert not np.isfinite(grads["down_efd"][0, 3, 5])
+
+
+def replicated(num_rows: int, num_slots: int) -> np.ndarray:
+    """Return the rows of slots, int32 [s]: each row at least once, some -1 between."""
+    rng = np.random.default_rng(num_rows)
+    more = rng.integers(-1, num_rows, num_slots - num_rows)
+    return rng.permutation(np.r_[np.arange(num_rows), more]).astype(np.int32)
+
+
+def sum_in_order(d_sx: np.ndarray, index_s: np.ndarray, num_rows: int) -> np.ndarray:
+    """Return the sums by row, added in float32 in the order of slots."""
+    sum_qx = np.zeros((num_rows, *d_sx.shape[1:]), np.float32)
+    for row, d_x in zip(index_s, d_sx, strict=True):
+        if row >= 0:
+            sum_qx[row] += d_x
+    return sum_qx
+
+
+MANY = stores.MIN_SEGMENTS
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("sizes", [(4, 9), (MANY - 1, 60), (MANY, 60), (256, 400)])
+def test_sums_by_row_are_those_of_their_definition(sizes, dtype):
+    """Sums by product and by segment are those of a loop over slots. With many rows in
+    float32 on a CPU they have the bits of that loop, run after run."""
+    (num_rows, num_slots), rng = sizes, np.random.default_rng(0)
+    index_s = replicated(num_rows, num_slots)
+    d_sx = rng.normal(size=(num_slots, 5, 33)).astype(jnp.dtype(dtype))
+    sums = jax.jit(stores.sum_by_row, static_argnums=2)
+    found_qx = np.asarray(sums(d_sx, index_s, num_rows))
+    assert found_qx.dtype == np.float32
+    expected_qx = sum_in_order(d_sx.astype(np.float32), index_s, num_rows)
+    assert_close(found_qx, expected_qx, dtype="float32")
+    if num_rows >= MANY and dtype == "float32":
+        assert np.array_equal(found_qx, expected_qx)
+    assert np.array_equal(found_qx, np.asarray(sums(d_sx, index_s, num_rows)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_gpu_no_scatter_sums_in_an_order_of_its_own(dtype, monkeypatch):
+    gpu = SimpleNamespace(platform="gpu")
+    monkeypatch.setattr(stores, "device_here", lambda: gpu)
+    index_s = replicated(256, 320)
+    program = jax.make_jaxpr(lambda d_sx: stores.sum_by_row(d_sx, index_s, 256))
+    text = str(program(jnp.zeros((320, 8), dtype)))
+    assert "dot_general" in text
+    assert "scatter" not in text
+    assert text.count("f32[320,8]") == (dtype == "float32")  # its own copy, or none
 
 
 @pytest.mark.slow
