@@ -53,7 +53,7 @@ FIELDS = (
 
 OPTIONS = {
     "num_excluded_devices": "prophet: devices that get no copy of a copied expert",
-    "num_nodes": "eplb: nodes, equal runs of consecutive devices",
+    "num_nodes": "eplb, laer: nodes, equal runs of consecutive devices",
     "num_expert_groups": "eplb: groups of experts, each of which stays on one node",
 }
 """Options of policies, by field of Balance: text for --help."""

@@ -256,7 +256,7 @@ def _roomy(question: Question, store: Store, slots_per_device: int) -> Layout:
     that its slots can hold."""
     now, has_copies = question.layout, store in ("transient", "resident")
     is_gathered = question.cost.gather_sec > 0  # over data, whatever the store
-    is_prefetched = question.policy.prefetch and store == "transient"
+    is_prefetched = question.policy.prefetches(store)
     if now.store == store or is_gathered:
         is_prefetched = now.prefetch
     return dataclasses.replace(

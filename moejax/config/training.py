@@ -218,8 +218,9 @@ class Balance:
     """Number of devices that get no copy of an expert that 'prophet' copies: those with
     the fewest rows for it (n in Pro-Prophet, arXiv 2411.10003)."""
     num_nodes: int = 1
-    """Number of nodes among which 'eplb' shares out groups of experts: equal runs of
-    consecutive devices of the group (Dispatch.group)."""
+    """Number of nodes among which 'eplb' shares out groups of experts, and 'laer' the
+    replicas of each expert: equal runs of consecutive devices of the group
+    (Dispatch.group)."""
     num_expert_groups: int = 1
     """Number of groups of consecutive experts, each of which 'eplb' keeps on one node.
     """

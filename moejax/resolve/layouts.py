@@ -247,4 +247,4 @@ def _prefetch(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) -> b
     is_split = is_split and cfg.dispatch.gather != "step"
     is_gathered = is_split and cfg.router.training != "dense" and not _is_cpu(mesh)
     has_domain = partition.domain is not None
-    return has_domain or is_gathered or (policy.prefetch and store == "transient")
+    return has_domain or is_gathered or policy.prefetches(store)

@@ -39,7 +39,7 @@ def make_layout(name, store, sizes=(16, 4), spare=2, budgets=None) -> Layout:
         transport="ragged",
         store=store,
         split=policy.split,
-        prefetch=policy.prefetch and store == "transient",
+        prefetch=policy.prefetches(store),
         offers_per_device=offers,
         copies_per_device=copies,
     )
@@ -161,7 +161,7 @@ def test_copies_of_infinite_cost_are_not_made(name):
         assert POLICIES[name].plan(load_lwe, layout, ENDLESS, home) == home
 
 
-@pytest.mark.parametrize("name", ["fastermoe", "prophet", "flexmoe", "eplb"])
+@pytest.mark.parametrize("name", ["fastermoe", "prophet", "flexmoe", "eplb", "laer"])
 def test_free_copies_balance_a_hot_expert(name):
     """If copies are free and one expert has all rows, every device computes the same
     number of rows."""
@@ -177,7 +177,7 @@ def test_a_balanced_load_changes_nothing(name, store):
     layout = make_layout(name, store)
     load_lwe, home = np.full((3, 4, 16), 50.0), home_plan(layout)
     plan = POLICIES[name].plan(load_lwe, layout, NOTES, home)
-    assert name == "eplb" or plan == home
+    assert name in ("eplb", "laer") or plan == home
     assert POLICIES[name].plan(load_lwe, layout, NOTES, plan) == plan
 
 

@@ -4,13 +4,14 @@ The tests also cover the papers' toy examples, EPLB's published vector, and gree
 searches compared with brute force.
 """
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from moejax.balance.policies import eplb, fastermoe, prophet, smartmoe
+from moejax.balance.policies import eplb, fastermoe, laer, prophet, smartmoe
 from moejax.balance.policies.flexmoe import policy as flexmoe
 from moejax.balance.settings import Settings, find_policy
 from moejax.perf.cost_model import NOTES, CostModel, tight
@@ -348,6 +349,57 @@ def test_eplb_makes_room_if_only_a_device_with_the_same_expert_has_any():
     assert sorted(item for items in packs for item in items) == list(range(6))
     for items in packs:
         assert len({expert[i] for i in items}) == len(items) == 3
+
+
+def test_laer_candidates():
+    """With loads 9, 4, 1 and six slots on three devices: two replicas each; 3, 2 and 1
+    by load; and one replica shifted."""
+    found = [r.tolist() for r in laer.candidates(np.array([9.0, 4, 1]), 3, 2)]
+    assert found[:2] == [[2, 2, 2], [3, 2, 1]]
+    assert found[2:] == [[3, 1, 2], [2, 3, 1], [2, 2, 2]]
+
+
+def test_laer_places_replicas_on_the_nodes_with_the_fewest():
+    """From the most rows per replica down, each replica goes to another node, there to
+    the device with the fewest rows; an expert is at most once on a device."""
+    load_e, replicas_e = np.array([12.0, 8, 3, 2]), np.array([3, 2, 1, 2])
+    row_p = laer.place(load_e, replicas_e, 4, 2, num_nodes=2)
+    # Expert 0 goes to devices 0, 2 and 1, with 4 rows each, expert 1 to 3 and 0, expert
+    # 2 to 1; node 0 is full then.
+    assert row_p.reshape(4, 2).tolist() == [[0, 1], [0, 2], [0, 3], [1, 3]]
+    load_e, replicas_e = np.array([10.0, 4, 3, 2, 2]), np.array([1, 1, 1, 1, 2])
+    row_p = laer.place(load_e, replicas_e, 2, 3)
+    # Only device 0 has room for expert 4 when its turn comes.
+    assert row_p.reshape(2, 3).tolist() == [[0, 4, -1], [1, 2, 3]]
+    full = laer.place(load_e[:4], np.ones(4, int), 4, 1)
+    assert sorted(full) == [0, 1, 2, 3]
+
+
+def test_laer_score_by_hand():
+    """Expert 0 on devices 0 and 1, expert 1 on device 2, expert 2 on device 0: device 0
+    sends half of its 3 rows of expert 0, device 1 half of its row of expert 0 and both
+    others, device 2 all but its row of expert 1. Device 0 computes 2.5 + 2 rows."""
+    row_p = np.array([0, 2, 0, -1, 1, -1])
+    num_sent = 1.5 + (0.5 + 1 + 1) + (1 + 0 + 1)
+    sec = laer.score(TOY_WE, row_p, COST)
+    assert sec == pytest.approx(4 * num_sent * 0.5 + 3 * 4.5)
+    again = dataclasses.replace(COST, remat="full")
+    assert laer.score(TOY_WE, row_p, again) == pytest.approx(sec + 4.5)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 3])
+def test_laer_against_brute_force(num_nodes):
+    """The score is at most 1.15 times that of the best of all fillings."""
+    layout = three(store="sharded", offers_per_device=0, copies_per_device=0)
+    rng = np.random.default_rng(11)
+    for _ in range(4):
+        load_we = rng.poisson(rng.permutation([9000, 3000, 500]), (3, 3)).astype(float)
+        best = min(
+            laer.score(load_we, p.slot_to_expert_lp[0], NOTES) for p in fillings()
+        )
+        row_p = laer.search(load_we, layout, NOTES, num_nodes)
+        ExpertPlan(row_p[None], 3).validate(layout)
+        assert laer.score(load_we, row_p, NOTES) <= 1.15 * best
 
 
 def test_smartmoe_packs_from_the_hottest_down():

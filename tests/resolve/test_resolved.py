@@ -259,3 +259,18 @@ def test_a_domain_and_a_policy_that_plans_do_not_go_together():
     with pytest.raises(ValueError, match=r"Dispatch\.domain") as error:
         make_run(cfg)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("laer", ("sharded", True)),
+        ("eplb", ("sharded", False)),
+        ("prophet", ("transient", True)),
+        ("flexmoe", ("resident", False)),
+    ],
+)
+def test_policies_that_fetch_a_layer_ahead(policy, expected):
+    cfg = dataclasses.replace(CFG, balance=Balance(policy=policy))
+    layout = make_run(cfg).layout
+    assert (layout.store, layout.prefetch) == expected

@@ -158,7 +158,7 @@ def test_slots_and_shadows_of_a_layout():
     }
     assert slots == {
         "home": 2, "smartmoe": 2, "fastermoe": 5, "prophet": 5, "flexmoe": 5, "eplb": 5,
-        "micromoe": 5,
+        "laer": 5, "micromoe": 5,
     }  # fmt: skip
     dynamic = replay.layout_for(POLICIES["home"], EXPERTS, args, "dynamic")
     assert dynamic.slots_per_device == 4  # the own experts, and as many copies
@@ -224,7 +224,10 @@ def test_a_calibration_sets_the_times(tmp_path, capsys):
         (["--layers=5"], "no layer '5'"),
         (["--array=counts"], "holds tokens"),
         (["--stride=0"], "--stride 0"),
-        (["--split=dynamic"], "fastermoe, prophet, flexmoe, smartmoe, eplb, micromoe"),
+        (
+            ["--split=dynamic"],
+            "fastermoe, prophet, flexmoe, smartmoe, eplb, laer, micromoe",
+        ),
         (["--split=dynamic", "--policies=home,eplb"], "eplb would plan them too"),
         (["--calibration=none.json"], "none.json"),
     ],

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from moejax.balance.policies import eplb, fastermoe, home, prophet, smartmoe
+from moejax.balance.policies import eplb, fastermoe, home, laer, prophet, smartmoe
 from moejax.balance.policies.flexmoe import policy as flexmoe
 from moejax.balance.policies.micromoe import policy as micromoe
 from moejax.config import Balance
@@ -37,7 +37,7 @@ class Policy:
     split: Split = "even"
     """Split that runs with the policy's plans, unless Dispatch.split names another."""
     prefetch: bool = False
-    """Whether transient copies travel a layer ahead by default."""
+    """Whether transient copies, or sharded slots, travel a layer ahead by default."""
     has_replicas: bool = True
     """Whether the policy can use more slots than there are experts."""
     is_spread_first: bool = False
@@ -45,6 +45,10 @@ class Policy:
     home plan."""
     options: tuple[str, ...] = ()
     """Fields of Balance that the plan function takes, as keywords of the same names."""
+
+    def prefetches(self, store: Store) -> bool:
+        """Return whether the weights of slots travel a layer ahead by default."""
+        return self.prefetch and store in ("transient", "sharded")
 
     def with_options(self, balance: Balance) -> "Policy":
         """Return the policy whose plan function has its options from `balance`."""
@@ -66,6 +70,7 @@ POLICIES: dict[str, Policy] = {
     "flexmoe": Policy(flexmoe.plan, ("resident", "sharded")),
     "smartmoe": Policy(smartmoe.plan, ("owned",), has_replicas=False),
     "eplb": Policy(eplb.plan, ("sharded",), options=("num_expert_groups", "num_nodes")),
+    "laer": Policy(laer.plan, ("sharded",), prefetch=True, options=("num_nodes",)),
     "micromoe": Policy(
         micromoe.plan,
         ("resident", "transient", "sharded"),
