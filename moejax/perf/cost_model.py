@@ -97,9 +97,19 @@ class CostModel:
             return 0.0
         num_exchanges = self.micro_batches * layout.num_exchanges
         per_exchange_ww = layout.source_share * pair_ww / num_exchanges
-        rounds, rows = _padded(float(per_exchange_ww.max()), layout)
+        most = _max_off_device(per_exchange_ww)
+        return self._exchanges_sec(float(per_exchange_ww.max()), most, layout)
+
+    def _exchanges_sec(
+        self, fullest_pair: float, most_rows: float, layout: Layout
+    ) -> float:
+        """Return the time of one exchange of rows in each micro-batch, with the rows of
+        the fullest pair of devices in each, and the most rows of one device to or from
+        others."""
+        num_exchanges = self.micro_batches * layout.num_exchanges
+        rounds, rows = _padded(fullest_pair, layout)
         if layout.transport == "ragged":
-            rows = _max_off_device(per_exchange_ww)
+            rows = most_rows
         sec = rows * self.bytes_per_row / self.bytes_per_sec + rounds * self.latency_sec
         return num_exchanges * sec
 
@@ -164,6 +174,45 @@ class CostModel:
             + self.num_exchanged * wire_sec
             + self.sync_sec(layout, forward_sec)
         )
+
+    def counted_layer_sec(
+        self, fullest_device: float, fullest_pair: float, layout: Layout
+    ) -> float:
+        """Return the time of one layer in one step, from rows that a step has counted.
+
+        `fullest_device` are the rows of the fullest device, summed over exchanges, and
+        `fullest_pair` those of the fullest pair in one exchange. With ragged transport
+        the fullest device is taken to have received a share of (w - 1) / w.
+        """
+        forward_sec = fullest_device * self.flops_per_row / self.flops_per_sec
+        wire_sec, w = 0.0, layout.num_devices
+        if w > 1:
+            num_exchanges = self.micro_batches * layout.num_exchanges
+            received = fullest_device / num_exchanges * (w - 1) / w
+            wire_sec = self._exchanges_sec(fullest_pair, received, layout)
+        return (
+            self.num_computed * forward_sec
+            + self.num_exchanged * wire_sec
+            + self.sync_sec(layout, forward_sec)
+        )
+
+    def counted_step_sec(
+        self,
+        fullest_device_l: np.ndarray,
+        fullest_pair_l: np.ndarray,
+        layout: Layout,
+        num_blocks: int,
+    ) -> float:
+        """Return the time of a step's blocks, from rows that it has counted by MoE
+        layer: `counted_layer_sec`, and forward and backward of the rest of each of the
+        model's `num_blocks` blocks.
+
+        Embedding, head, optimizer and gradients of dense parameters are not in it.
+        """
+        rows = zip(fullest_device_l.tolist(), fullest_pair_l.tolist(), strict=True)
+        num_passes = 3 + (self.remat == "full")
+        rest_sec = num_passes * num_blocks * self.micro_batches * self.other_sec
+        return rest_sec + sum(self.counted_layer_sec(*x, layout) for x in rows)
 
     def num_gathers(self, layout: Layout) -> tuple[int, int]:
         """Return how many slots one layer gathers over data in one step, and of how

@@ -8,6 +8,7 @@ import pytest
 
 from moejax.perf.calibration import Calibration, check, cost_model, read_calibration
 from moejax.perf.cost_model import NOTES, CostModel, tight
+from moejax.perf.traffic import device_rows, pair_rows, rows_by_slot
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 
@@ -56,6 +57,36 @@ def test_micro_batches_share_rows_but_not_latency_or_buffers():
     assert cost.wire_sec(PAIR_WW, ragged) == pytest.approx(8 * 2 / 4 + 7 * 0.25)
     # At most one row per pair and micro-batch: it fits into round 0 of each of seven.
     assert cost.wire_sec(PAIR_WW, padded) == pytest.approx(7 * (2 * 3 * 0.5 + 0.25))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_counted_rows_give_the_time_of_the_load(micro_batches):
+    """The time from the rows that a step counts is that from its load, where the load
+    is the same in every micro-batch; the step has the rest of its blocks too."""
+    cost = dataclasses.replace(
+        COST, latency_sec=0.25, micro_batches=micro_batches, other_sec=0.5, remat="full"
+    )
+    rng = np.random.default_rng(2)
+    layout = make_layout(
+        "transient", 4, "padded", offers_per_device=1, copies_per_device=2
+    )
+    plan = ExpertPlan.home_in(layout, 2)
+    load_lwe = rng.poisson(40, (2, 3, 6)).astype(float) * micro_batches
+    rows = [
+        rows_by_slot(load_we, row_p, 3, "even")
+        for load_we, row_p in zip(load_lwe, plan.slot_to_expert_lp)
+    ]
+    fullest_device_l = np.array([device_rows(x).max() for x in rows])
+    fullest_pair_l = np.array([pair_rows(x).max() for x in rows]) / micro_batches
+    counts = fullest_device_l, fullest_pair_l, layout
+    for device, pair, load_we, row_p in zip(
+        *counts[:2], load_lwe, plan.slot_to_expert_lp, strict=True
+    ):
+        expected = cost.layer_sec(load_we, row_p, layout)
+        assert cost.counted_layer_sec(device, pair, layout) == pytest.approx(expected)
+    blocks_sec = 5 * micro_batches * 4 * 0.5  # forward, backward twice, forward again
+    expected = cost.step_sec(load_lwe, plan, layout) + blocks_sec
+    assert cost.counted_step_sec(*counts, num_blocks=5) == pytest.approx(expected)
 
 
 def test_sync_by_store():

@@ -28,7 +28,7 @@ from train.balance.ahead import Ahead, Steps
 from train.balance.migrate import Mover
 from train.job import Job
 from train.launch.processes import any_process, is_first, published, withdraw
-from train.logs.records import Records, max_over_mean
+from train.logs.records import Records, home_std_over_std, max_over_mean
 from train.step.compiled import compile_steps, on_devices
 
 SAME = {
@@ -223,14 +223,25 @@ class Balancing:
         only once for each step.
 
         `home_device_max_over_mean` is the ratio that the home placement would have had
-        under the step's load. `modelled_saving_msec`, at the steps of decisions, is the
+        under the step's load, and `home_std_over_std` its standard deviation of devices
+        over that of the step. `modelled_step_msec` is the time that the cost model
+        gives to a step with these rows; it stands in the record of a run without a
+        balancer too. `modelled_saving_msec`, at the steps of decisions, is the
         time per step that the cost model sees saved by the plan in use.
         """
         record, in_use = self._step_records.pop(step), self._in_use.pop(step)
-        if not self._is_on or not is_first():
+        if not is_first():
             return {}
+        counts = stats.fullest_device_l, stats.fullest_pair_l, in_use[1]
+        num_blocks = self._job.cfg.model.num_layers
+        modelled_sec = self._cost.counted_step_sec(*counts, num_blocks)
+        modelled = {"modelled_step_msec": 1e3 * modelled_sec}
+        if not self._is_on:
+            return modelled
+        record |= modelled
         rows_lw = home_rows(stats.tokens_lwe, self._batch_sizes, self.layout)
         record["home_device_max_over_mean"] = max_over_mean(rows_lw)
+        record["home_std_over_std"] = home_std_over_std(rows_lw, stats.rows_lw)
         if step % self._settings.every_steps == 0:
             record["modelled_saving_msec"] = 1e3 * self._modelled_saving_sec(
                 stats, *in_use

@@ -25,6 +25,7 @@ def summarise_balance(path: pathlib.Path, cfg: Config) -> dict | None:
     home placement under the same loads.
     """
     ratios, home_ratios, savings_msec, kinds, adopted = {}, {}, [], {}, set()
+    dropped_shares, std_ratios = [], []
     for record in read_records(path):
         if (adoption := _adoption(record.get("decision"))) is not None:
             kinds[adoption[0]] = adoption[1]
@@ -39,6 +40,9 @@ def summarise_balance(path: pathlib.Path, cfg: Config) -> dict | None:
         saving_msec = _number(record.get("modelled_saving_msec"))
         if saving_msec is not None:
             savings_msec.append(saving_msec)
+        share = _number(record.get("dropped_share"))
+        dropped_shares += [] if share is None else [share]
+        std_ratios += _numbers(record.get("home_std_over_std"))
         if "adopt_msec" in record:
             adopted.add(step)
     if not ratios:
@@ -46,12 +50,14 @@ def summarise_balance(path: pathlib.Path, cfg: Config) -> dict | None:
     summary = {
         "policy": cfg.balance.policy,
         "device_max_over_mean": _describe(ratios),
+        "dropped_share": float(np.mean(dropped_shares)) if dropped_shares else None,
     }
     if cfg.balance.policy == "home":
         return summary
     changes = [kinds.get(step) for step in adopted]
     return summary | {
         "home_device_max_over_mean": _describe(home_ratios) if home_ratios else None,
+        "home_std_over_std": float(np.median(std_ratios)) if std_ratios else None,
         "num_swaps": changes.count("swap"),
         "num_relayouts": changes.count("relayout"),
         "modelled_saving_msec": float(np.mean(savings_msec)) if savings_msec else None,
@@ -68,7 +74,8 @@ def balance_lines(summary: dict, cfg: Config, speeds: str) -> list[str]:
         if cfg.dispatch.split == "dynamic":
             settings += ", Dispatch.split = 'dynamic'"
         return [
-            f"balancing       none ({settings}): {mean}, {ratio['max']:.2f} at most"
+            f"balancing       none ({settings}): {mean}, {ratio['max']:.2f} at most",
+            *_dropped_lines(summary),
         ]
     swaps = count(summary["num_swaps"], "swap")
     relayouts = count(summary["num_relayouts"], "relayout")
@@ -84,12 +91,23 @@ def balance_lines(summary: dict, cfg: Config, speeds: str) -> list[str]:
         bar = sparkline(row["over_time"], top)
         ends = f"first {row['first']:.2f}  last {row['last']:.2f}"
         lines.append(f"  {name:<9} |{bar}|  {ends}  max {row['max']:.2f}")
+    if (std_ratio := summary["home_std_over_std"]) is not None:
+        lines.append(
+            f"deviation       of devices {std_ratio:.2f} times as large at home, in "
+            "the median step and layer (RB)"
+        )
     if (saving_msec := summary["modelled_saving_msec"]) is not None:
         lines.append(
             f"modelled saving {saving_msec:.2g} ms per step, beside the home placement "
             f"(speeds {speeds})"
         )
     return lines
+
+
+def _dropped_lines(summary: dict) -> list[str]:
+    """Return the line about choices that capacity mode dropped, if there are any."""
+    share = summary["dropped_share"]
+    return [f"dropped         {share:.2%} of the choices of experts"] if share else []
 
 
 def count(number: int, noun: str) -> str:
@@ -133,6 +151,13 @@ def _largest(values) -> float | None:
         return None
     numbers = [_number(value) for value in values]
     return None if None in numbers else max(numbers)
+
+
+def _numbers(values) -> list[float]:
+    """Return the finite numbers of a list, whatever else it holds; none of anything
+    else."""
+    numbers = map(_number, values) if isinstance(values, list) else []
+    return [number for number in numbers if number is not None]
 
 
 def _number(value) -> float | None:

@@ -119,6 +119,7 @@ def step_record(step: int, metrics: StepMetrics, step_sec: float, tokens: int) -
 
     It always has `rows_lw`; `Records.step` leaves that out of most lines.
     """
+    num_choices = int(metrics.routing.tokens_le.sum())
     return {
         "step": step,
         "loss": float(metrics.loss),
@@ -141,6 +142,7 @@ def step_record(step: int, metrics: StepMetrics, step_sec: float, tokens: int) -
         "rounds": metrics.routing.rounds_l.tolist(),
         "fullest_pair": metrics.routing.fullest_pair_l.tolist(),
         "dropped": int(metrics.routing.dropped_l.sum()),
+        "dropped_share": dropped_share(metrics.routing.dropped_l, num_choices),
         "skipped": bool(metrics.is_skipped),
         "skipped_in_a_row": int(metrics.skipped_in_a_row),
         "step_msec": 1e3 * step_sec,
@@ -151,6 +153,32 @@ def max_over_mean(load_lx: np.ndarray) -> list[float]:
     """Return the largest load of a layer's experts or devices over their mean, for each
     layer; 1.0 is even."""
     return [round(traffic.max_over_mean(load_x), 4) for load_x in load_lx]
+
+
+def dropped_share(dropped_l: np.ndarray, num_choices: int) -> float:
+    """Return the choices that capacity mode dropped over all choices of experts."""
+    return round(int(dropped_l.sum()) / max(num_choices, 1), 6)
+
+
+def home_std_over_std(home_rows_lw: np.ndarray, rows_lw: np.ndarray) -> list[float]:
+    """Return Pro-Prophet's RB (arXiv 2411.10003): the standard deviation of the rows of
+    devices under the home placement over that under the plan in use, by layer.
+
+    Each is over the mean of its own devices, so that both may count other devices. It
+    is infinite where the plan leaves no deviation, and 1 where there was none before
+    either.
+    """
+    return [
+        _ratio(*(np.std(x_w) / max(np.mean(x_w), 1e-9) for x_w in pair))
+        for pair in zip(home_rows_lw, rows_lw, strict=True)
+    ]
+
+
+def _ratio(before: float, after: float) -> float:
+    """Return before / after; 1 where both are 0."""
+    if after == 0:
+        return 1.0 if before == 0 else math.inf
+    return round(float(before / after), 4)
 
 
 def max_over_bound(fullest_l: np.ndarray, bound_l: np.ndarray) -> list[float]:

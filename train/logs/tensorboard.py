@@ -40,8 +40,10 @@ TAGS = {
     "skipped_in_a_row": "optimizer/skipped_in_a_row",
     "tok_per_sec": "speed/tok_per_sec",
     "step_msec": "speed/step_msec",
+    "modelled_step_msec": "speed/modelled_step_msec",
     "mfu": "speed/mfu",
     "dropped": "exchange/dropped",
+    "dropped_share": "exchange/dropped_share",
     "adopt_msec": "balance/adopt_msec",
     "adopt_wait_msec": "balance/adopt_wait_msec",
     "modelled_saving_msec": "balance/modelled_saving_msec",
@@ -62,6 +64,7 @@ MEAN_TAGS = {
     "sequence_balance_loss": "loss/sequence_balance",
     "router_z_loss": "loss/router_z",
     "mutual_information_loss": "loss/mutual_information",
+    "home_std_over_std": "load/home_std_over_std",
 }
 DECISION_TAGS = {
     "device_max_over_mean_before": ("balance/device_max_over_mean_before", 1.0),

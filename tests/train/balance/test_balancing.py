@@ -122,6 +122,8 @@ def test_steps_say_how_even_the_home_placement_would_be(swaps):
         home_l = line["home_device_max_over_mean"]
         if step < first:
             assert home_l == line["device_max_over_mean"]
+            assert line["home_std_over_std"] == [1.0] * len(home_l)
+        assert line["modelled_step_msec"] > 0
         assert ("modelled_saving_msec" in line) == (step % 5 == 0)
     savings_msec = {
         step: line["modelled_saving_msec"]
@@ -130,6 +132,8 @@ def test_steps_say_how_even_the_home_placement_would_be(swaps):
     }
     before = [x for step, x in savings_msec.items() if step < first]
     after = [x for step, x in savings_msec.items() if step >= first]
+    last = swaps.steps[max(swaps.steps)]
+    assert max(last["home_std_over_std"]) > 1.5
     assert max(before) < max(after)
     assert max(before) < 0, "slots for copies cost a little beside the home placement"
 

@@ -21,6 +21,7 @@ def write_log(path, num_steps: int, *, is_balanced: bool) -> None:
         record = {"step": step, "loss": 1.0, "device_max_over_mean": [1.0, ratio]}
         if is_balanced:
             record["home_device_max_over_mean"] = [2.0, 1.5]
+            record["home_std_over_std"] = [1.0, None if step < 14 else 3.0]
             if step % 10 == 0:
                 record["modelled_saving_msec"] = 0.0 if step == 10 else 4.0
             if step in (14, 34):
@@ -47,7 +48,11 @@ def test_a_balanced_run_is_compared_with_the_home_placement(tmp_path):
     assert ratio["mean"] == pytest.approx((13 * 2 + 27 * 1.25) / 40, abs=1e-4)
     assert home["mean"] == 2.0
     assert summary["modelled_saving_msec"] == 3.0
-    head, scale, run, at_home, saving = balance_lines(summary, FLEXMOE, "presumed")
+    assert summary["home_std_over_std"] == 1.0  # 40 of the 67 that are known
+    head, scale, run, at_home, deviation, saving = balance_lines(
+        summary, FLEXMOE, "presumed"
+    )
+    assert deviation.startswith("deviation       of devices 1.00 times as large")
     assert head.startswith(
         "balancing       flexmoe: 1 swap, 1 relayout; device max/mean"
     )
@@ -59,6 +64,21 @@ def test_a_balanced_run_is_compared_with_the_home_placement(tmp_path):
     assert at_home.split("|")[1] == 40 * "@"
     assert saving.startswith("modelled saving 3 ms per step")
     assert saving.endswith("(speeds presumed)")
+
+
+def test_dropped_choices_are_summed_up(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    shares = [0.01, 0.03]
+    records = [
+        {"step": i, "device_max_over_mean": [1.0], "dropped_share": share}
+        for i, share in enumerate(shares, 1)
+    ]
+    path.write_text("\n".join(map(json.dumps, records)))
+    summary = summarise_balance(path, HOME)
+    assert summary["dropped_share"] == pytest.approx(0.02)
+    assert balance_lines(summary, HOME, "presumed")[1:] == [
+        "dropped         2.00% of the choices of experts"
+    ]
 
 
 def test_a_run_without_balancing_says_so_in_one_line(tmp_path):

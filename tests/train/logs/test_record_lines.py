@@ -187,6 +187,7 @@ def test_readers_take_any_value(tmp_path, value):
     lines = balanced_lines(40, DECISIONS)
     fields = {name for line in lines for name in json.loads(line)} - {"step"}
     fields |= {"home_device_max_over_mean", "modelled_saving_msec"}
+    fields |= {"home_std_over_std", "dropped_share"}
     odd = [json.dumps({"step": 41, field: value}) for field in sorted(fields)]
     odd.append(json.dumps({"step": 41, **dict.fromkeys(fields, value)}))
     path = tmp_path / "metrics.jsonl"

@@ -1,5 +1,6 @@
 """Test the records of steps and the file metrics.jsonl."""
 
+import dataclasses
 import errno
 import json
 import math
@@ -12,7 +13,7 @@ from moejax.moe.types import RouterLosses, RoutingStats
 from tests.support.close import assert_close
 from train.logs import record_lines
 from train.logs import records as records_module
-from train.logs.records import MetricsLog, Records, step_record
+from train.logs.records import MetricsLog, Records, home_std_over_std, step_record
 from train.logs.run_dir import RunDir
 from train.step.step import StepMetrics
 
@@ -64,6 +65,27 @@ def test_loads_are_logged_every_log_load_every_steps(tmp_path):
         assert_close(rounded_l, ratio_l.round(4))
     (board,) = (tmp_path / "tensorboard").iterdir()
     assert b"balance/device_max_over_mean_before" in board.read_bytes()
+
+
+def test_home_std_over_std_is_the_ratio_of_deviations():
+    """RB of Pro-Prophet, by layer: 2 where deviations are halved, whatever the number
+    of devices; 1 where nothing changes, and infinite where none is left."""
+    home_lw = np.array([[1, 3, 5, 7], [1, 3, 5, 7], [4, 4, 4, 4], [1, 3, 5, 7]])
+    rows_lw = np.array([[5, 7, 9, 11], [1, 3, 5, 7], [8, 8, 8, 8], [4, 4, 4, 4]])
+    found_l = home_std_over_std(home_lw, rows_lw)
+    std = home_lw[0].std() / 4 / (rows_lw[0].std() / 8)
+    assert found_l == [pytest.approx(std), 1.0, 1.0, np.inf]
+    assert std == pytest.approx(2.0)
+
+
+def test_dropped_choices_are_a_share_of_all():
+    metrics = make_metrics(np.random.default_rng(1))
+    num_choices = int(metrics.routing.tokens_lwe.sum())
+    dropped_l = np.array([3, 4])
+    routing = dataclasses.replace(metrics.routing, dropped_l=dropped_l)
+    record = step_record(1, dataclasses.replace(metrics, routing=routing), 0.5, 100)
+    assert record["dropped"] == 7
+    assert record["dropped_share"] == pytest.approx(7 / num_choices, abs=1e-6)
 
 
 def read_steps(path):
