@@ -100,7 +100,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--policies", default="all", help="policies with commas between, or all")
     add(
         "--split",
-        choices=get_args(Split),
+        choices=[split for split in get_args(Split) if split != "shadow"],
         help="how rows are split over replicas (default: each policy's own split)",
     )
     add(

@@ -92,18 +92,18 @@ class Dispatch:
     slots_per_device: int | None = None
     """Number of slots of a device in each layer, at the start. None: one for each
     expert that the device owns, and one more where the policy replicates; groups of
-    several axes and split='dynamic' get more (docs/balance.md)."""
+    several axes and splits that make replicas get more (docs/balance.md)."""
     offers_per_device: int | None = None
     """Number of its own experts that a device can give to others as copies, at the
-    start. None: 2 at most; all of them in groups of several axes and with
-    split='dynamic'."""
+    start. None: 2 at most; all of them in groups of several axes and with splits that
+    make replicas."""
     copies_per_device: int | None = None
     """Number of copies of others' experts that a device can hold, at the start. None:
     its slots beyond its own experts, or 1 if there are none."""
     split: Split | None = None
     """Rule by which a row goes to one replica of its expert (docs/balance.md); None:
-    the split of Balance.policy. 'dynamic' makes the replicas too, for each micro-batch.
-    """
+    the split of Balance.policy. 'dynamic' and 'shadow' make the replicas too, for each
+    micro-batch."""
     fused_split: bool = False
     """Whether split='water_filling' runs as one kernel; for Hopper GPUs."""
     kernels: Kernels = "auto"

@@ -234,14 +234,14 @@ def moe_layer_of_parts(
 
 
 def _slots(params, placement, setup: LayerSetup, dtype) -> stores.ExpertWeights:
-    """Return the weights of all slots. With split='dynamic' return those of the
-    device's own experts alone, since copies travel later, when the loads are known."""
+    """Return the weights of all slots. With a split that makes replicas return those of
+    the device's own experts alone: copies travel later, when the loads are known."""
     experts = {
         name: _reshard(params[name], setup.param_sharding(stores.dims(name)))
         for name in (*stores.EXPERT_PARAMS, *stores.EXPERT_BIASES)
         if name in params
     }
-    if setup.layout.split == "dynamic":
+    if setup.layout.makes_replicas:
         return stores.join_gate_up(experts, dtype)
     reduce_dtype = setup.gradient_reduce_dtype
     return stores.slots(experts, placement, setup.mesh_layout, dtype, reduce_dtype)
@@ -376,7 +376,7 @@ def _travel(stream: _Stream, weights, placement, static: Static):
     expert_nk, gate_nk = stream.routes.expert_nk, stream.routes.gate_nk
     sent, used = manifest(expert_nk, placement, exchanged)
     gate_nk, sent = checkpoint_name((gate_nk, sent), routing.ROUTES)
-    if mesh_layout.layout.split == "dynamic":  # so far own experts; add copies
+    if mesh_layout.layout.makes_replicas:  # so far own experts; add copies
         used = checkpoint_name(used, routing.ROUTES)
         with jax.named_scope("slots"):
             weights = stores.gather_copies(weights, used, mesh_layout)

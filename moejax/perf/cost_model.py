@@ -155,7 +155,7 @@ class CostModel:
             return 0.0
         sent_bytes = num_experts * self.bytes_per_expert * (w - 1) / w
         sec = sent_bytes / self.bytes_per_sec + num_collectives * self.latency_sec
-        if layout.split == "dynamic":  # each exchange chooses its own copies
+        if layout.makes_replicas:  # each exchange chooses its own copies
             sec *= layout.num_exchanges
         return sec if layout.store == "resident" else self.micro_batches * sec
 
@@ -218,7 +218,7 @@ class CostModel:
         """Return how many slots one layer gathers over data in one step, and of how
         many it scatters the gradients: in each micro-batch, or once (Layout.gather)."""
         whole = layout.slots_per_device
-        if layout.split == "dynamic":  # copies travel whole
+        if layout.makes_replicas:  # copies travel whole
             whole = layout.experts_per_device
         if layout.gather == "step":
             return whole, whole
@@ -268,9 +268,9 @@ class CostModel:
 def tight(layout: Layout, plan: ExpertPlan) -> Layout:
     """Return `layout` with the smallest budgets of offers and copies for `plan`.
 
-    With split 'dynamic', where the step makes the replicas, budgets stay as they are.
+    Where the step makes the replicas (Layout.makes_replicas), budgets stay as they are.
     """
-    if not layout.has_copies or layout.split == "dynamic":
+    if not layout.has_copies or layout.makes_replicas:
         return layout
     needs = plan.needs(layout.num_devices)
     return dataclasses.replace(

@@ -28,7 +28,9 @@ def rows_by_slot(
     dynamic: `moejax.plan.dynamic_replication` fills the slots for this load, rounded
     too. `row_p` has a device's own experts first, and as many slots for copies as it
     has further entries.
+    shadow: not here, for what it copies depends on the prices of a layout.
     """
+    assert split != "shadow", "the step alone knows which experts are worth a shadow"
     if split == "water_filling":
         return _water_filling(load_we, row_p)
     if split == "dynamic":

@@ -27,7 +27,7 @@ Exchange = Literal["exact", "capacity"]
 Overflow = Literal["rounds", "redo"]
 Store = Literal["owned", "transient", "resident", "sharded"]
 Gather = Literal["layer", "step"]
-Split = Literal["even", "local_first", "water_filling", "dynamic"]
+Split = Literal["even", "local_first", "water_filling", "dynamic", "shadow"]
 Kernels = Literal["auto", "plain"]
 Fp8 = Literal["none", "e4m3", "e5m2"]
 RowAlignment = Literal[1, 64, 128]
@@ -146,7 +146,13 @@ class Layout:
     """Which replica of its expert computes a row. 'even' gives every replica an equal
     share. 'local_first' prefers a replica on the row's own device. 'water_filling'
     minimises the rows of the fullest device. 'dynamic' also chooses the replicas, in
-    each layer of each micro-batch, from the loads of that micro-batch."""
+    each layer of each micro-batch, from the loads of that micro-batch. 'shadow' copies
+    the hottest experts to all devices then, where that pays by the next two fields."""
+    shadow_price: int = 0
+    """Time of a copied expert, weights and gradients, in rows of compute. For split
+    'shadow'; 0 takes copies for free."""
+    exchange_toll: int = 0
+    """Time of the exchanges of a row in 1/256 of its compute. For split 'shadow'."""
     fused_split: bool = False
     """Whether water-filling runs as one kernel. It needs a Hopper GPU."""
     kernels: Kernels = "auto"
@@ -301,6 +307,11 @@ class Layout:
         return self.split in ("water_filling", "dynamic")
 
     @property
+    def makes_replicas(self) -> bool:
+        """Whether the split makes the replicas, in each micro-batch."""
+        return self.split in ("dynamic", "shadow")
+
+    @property
     def experts_per_device(self) -> int:
         """Number of experts whose parameters one device owns, per layer."""
         return self.num_experts // self.num_devices
@@ -408,7 +419,7 @@ def _check(layout: Layout) -> None:
     _check_group(layout)
     _check_copies(layout)
     _check_gather(layout)
-    _check_dynamic(layout)
+    _check_replicas_of_steps(layout)
     _check_tensor(layout)
     _check_domain(layout)
     _check_buffers(layout)
@@ -484,32 +495,33 @@ def _check_gather(layout: Layout) -> None:
         )
 
 
-def _check_dynamic(layout: Layout) -> None:
-    """Check what split='dynamic' needs."""
-    if layout.split != "dynamic":
+def _check_replicas_of_steps(layout: Layout) -> None:
+    """Check what a split that makes the replicas needs."""
+    if not layout.makes_replicas:
         return
+    here = f"split='{layout.split}'"
     if layout.store != "transient" or layout.prefetch:
         raise ValueError(
-            "split='dynamic' plans the copies of a layer once its loads are known: use "
+            f"{here} plans the copies of a layer once its loads are known: use "
             "store='transient' and prefetch=False, not store="
             f"'{layout.store}' and prefetch={layout.prefetch}"
         )
     budgets = (layout.offers_per_device, layout.copies_per_device)
     if layout.num_devices > 1 and not all(budgets):
         raise ValueError(
-            "split='dynamic' needs offers_per_device and copies_per_device of at least "
+            f"{here} needs offers_per_device and copies_per_device of at least "
             f"1, and they are {budgets[0]} and {budgets[1]}: "
             f"{layout.experts_per_device} of each are always enough"
         )
     if layout.exchange == "capacity":
         raise ValueError(
-            "split='dynamic' chooses replicas for each micro-batch, and with "
+            f"{here} chooses replicas for each micro-batch, and with "
             "exchange='capacity' they would decide which rows are dropped: use 'exact'"
         )
     slots = layout.experts_per_device + layout.copies_per_device
     if layout.slots_per_device != slots:
         raise ValueError(
-            f"split='dynamic' needs a slot for each of {layout.experts_per_device} own "
+            f"{here} needs a slot for each of {layout.experts_per_device} own "
             f"experts and {layout.copies_per_device} copies of a device, and "
             f"slots_per_device={layout.slots_per_device}: use {slots}, or another "
             "copies_per_device"

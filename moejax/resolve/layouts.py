@@ -5,6 +5,7 @@ A field of `Dispatch` that is None gets the value that the balancing policy work
 """
 
 import dataclasses
+import math
 import typing
 
 from jax.sharding import AbstractMesh, Mesh
@@ -14,6 +15,8 @@ from moejax.balance.controller import Settings
 from moejax.balance.policies import check_policy
 from moejax.config import Config
 from moejax.kernels.device import device_here
+from moejax.perf.cost_model import CostModel
+from moejax.plan import shadowing
 from moejax.plan.layout import GATHERED_ONCE, Layout, Overflow, Store
 from moejax.resolve.communication import Partition, micro_batch_tokens
 
@@ -149,12 +152,13 @@ def _store_sizes(
     """Return the slots of a device, and the most copies that it can offer and hold.
 
     In a group of several axes a device has as many slots as it would have in a group of
-    the expert axis alone, since data parallelism holds as many copies anyway. Dynamic
-    replication has a slot for one copy beside each own expert, which is always enough.
+    the expert axis alone, since data parallelism holds as many copies anyway. A split
+    that makes replicas has a slot for one copy beside each own expert: for dynamic
+    replication that is always enough.
     """
     moe, dispatch = cfg.moe, cfg.dispatch
     own = moe.num_experts // partition.num_owners
-    alone, is_dynamic = moe.num_experts // cfg.mesh.expert, dispatch.split == "dynamic"
+    alone, is_dynamic = moe.num_experts // cfg.mesh.expert, _makes_replicas(cfg)
     offers, copies, slots = (
         dispatch.offers_per_device, dispatch.copies_per_device,
         dispatch.slots_per_device,
@@ -174,6 +178,29 @@ def _store_sizes(
     return slots, offers, max(slots - own, 1) if copies is None else copies
 
 
+def with_shadow_prices(layout: Layout, cost: CostModel) -> Layout:
+    """Return the layout of split 'shadow' with the price of a copy and the toll of the
+    exchange by FasterMoE's Eq. 7 and 8, in rows of compute; others as they are.
+
+    The price is 2 |expert| / W over 3 F / P, and a row's toll 4 H / W over 3 F / P.
+    """
+    if layout.split != "shadow":
+        return layout
+    row_sec = 3 * cost.flops_per_row / cost.flops_per_sec
+    price = 2 * cost.bytes_per_expert / cost.bytes_per_sec / row_sec
+    toll = 4 * cost.bytes_per_row / cost.bytes_per_sec / row_sec
+    return dataclasses.replace(
+        layout,
+        shadow_price=min(math.ceil(price), shadowing.MAX_PRICE),
+        exchange_toll=min(round(toll * 2**shadowing.TOLL_BITS), shadowing.MAX_TOLL),
+    )
+
+
+def _makes_replicas(cfg: Config) -> bool:
+    """Return whether the split makes the replicas, in each micro-batch."""
+    return cfg.dispatch.split in ("dynamic", "shadow")
+
+
 def _store_fields(cfg: Config, partition: Partition) -> dict:
     """Return the fields of the Layout about slots, copies and splits, by name.
 
@@ -187,10 +214,11 @@ def _store_fields(cfg: Config, partition: Partition) -> dict:
             "would drop other rows: use 'exact' with "
             f"Balance.policy='{cfg.balance.policy}'"
         )
-    is_dynamic = dispatch.split == "dynamic"
+    is_dynamic = _makes_replicas(cfg)
     if is_dynamic and cfg.balance.policy != "home":
         raise ValueError(
-            "Dispatch.split='dynamic' makes the replicas that each micro-batch needs: "
+            f"Dispatch.split='{dispatch.split}' makes the replicas that each "
+            "micro-batch needs: "
             f"use Balance.policy='home' with it, not '{cfg.balance.policy}'"
         )
     is_local = partition.tensor is not None and partition.tensor.is_local
@@ -234,12 +262,12 @@ def _prefetch(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) -> b
     layer ahead: those of a domain, those of a policy that says so, and on GPUs, where
     collectives travel beside other work, those that each layer gathers over data.
 
-    Split 'dynamic' chooses copies when a layer's loads are known, and dense training
-    has no slots.
+    A split that makes replicas chooses them when a layer's loads are known, and dense
+    training has no slots.
     """
     if cfg.dispatch.prefetch is not None:
         return cfg.dispatch.prefetch
-    if cfg.dispatch.split == "dynamic":
+    if _makes_replicas(cfg):
         return False
     policy = check_policy(cfg.balance.policy)
     store = cfg.dispatch.store or policy.stores[0]

@@ -232,7 +232,9 @@ def resolve(
     kind = None if is_abstract else mesh.devices.flat[0].device_kind
     calibration = load_calibration(cfg, kind)
     communication = choose_communication(cfg, calibration)
+    cost = make_cost_model(cfg, calibration)
     layout = layouts.step_layout(cfg, communication.partition, mesh)
+    layout = layouts.with_shadow_prices(layout, cost)
     run = Resolved(
         cfg=cfg,
         mesh=mesh,
@@ -240,7 +242,7 @@ def resolve(
         layout=layout,
         owning=layouts.owning_layout(cfg, communication.partition),
         calibration=calibration,
-        cost=make_cost_model(cfg, calibration),
+        cost=cost,
         settings=layouts.balancer_settings(cfg, layout),
     )
     return run if usable_bytes is None else _with_gather(run, usable_bytes)
@@ -273,7 +275,7 @@ def check_dense_training(cfg: Config) -> None:
     rows or gradient compression."""
     is_home = cfg.balance.policy == "home" and cfg.dispatch.store in (None, "owned")
     if cfg.router.training == "dense" and not (
-        is_home and cfg.dispatch.split != "dynamic"
+        is_home and cfg.dispatch.split not in ("dynamic", "shadow")
     ):
         raise ValueError(
             "Router.training='dense' loads every expert alike, so that there is "

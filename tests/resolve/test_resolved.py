@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import math
 
 import jax
 import pytest
@@ -274,3 +275,26 @@ def test_policies_that_fetch_a_layer_ahead(policy, expected):
     cfg = dataclasses.replace(CFG, balance=Balance(policy=policy))
     layout = make_run(cfg).layout
     assert (layout.store, layout.prefetch) == expected
+
+
+def test_shadows_are_priced_by_the_equations_of_fastermoe():
+    """A shadow costs 2 |expert| / W and a row 4 H / W, in units of 3 F / P of a row;
+    by the presumed speeds. Other splits have no prices."""
+    run = make_run(dataclasses.replace(CFG, dispatch=Dispatch(split="shadow")))
+    cost, layout = run.cost, run.layout
+    row_sec = 3 * cost.flops_per_row / cost.flops_per_sec
+    copy_sec = 2 * cost.bytes_per_expert / cost.bytes_per_sec
+    exchange_sec = 4 * cost.bytes_per_row / cost.bytes_per_sec
+    assert layout.shadow_price == math.ceil(copy_sec / row_sec) > 0
+    assert layout.exchange_toll / 256 == pytest.approx(exchange_sec / row_sec, rel=0.01)
+    assert (layout.store, layout.prefetch) == ("transient", False)
+    assert layout.slots_per_device == 2 * layout.experts_per_device
+    others = make_run(CFG).layout
+    assert (others.shadow_price, others.exchange_toll) == (0, 0)
+    shadowed = Dispatch(split="shadow")
+    with pytest.raises(ValueError, match=r"split='shadow' makes the replicas"):
+        make_run(
+            dataclasses.replace(
+                CFG, dispatch=shadowed, balance=Balance(policy="flexmoe")
+            )
+        )

@@ -23,7 +23,7 @@ def random_plan(rng, layout: Layout, num_layers: int) -> ExpertPlan:
     owned_le = random_owners(rng, layout.num_experts, num_layers)
     if layout.store == "owned":
         return ExpertPlan(owned_le, layout.num_experts, owned_le)
-    if layout.split == "dynamic":
+    if layout.makes_replicas:
         return owners_alone(layout, owned_le)
     if layout.store == "sharded":
         owned_le = None

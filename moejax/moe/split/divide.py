@@ -10,6 +10,7 @@ Placement). The quotas of an expert's replicas sum to the source's count.
     local_first     rows stay on a device that has their expert
     water_filling   the fullest device gets as few rows as these replicas allow
     dynamic         replicas are made for these loads, so that all devices get the mean
+    shadow          the hottest experts get copies on all devices, where that pays
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from moejax.moe.split import dynamic
+from moejax.moe.split import dynamic, shadow
 from moejax.moe.split import water_filling as water
 from moejax.moe.split.deal import Division, deal
 from moejax.moe.types import Placement
@@ -137,11 +138,21 @@ def dynamic_replication(
     return Division(quota_wq, mean_rows(counts_we, layout), placement)
 
 
+def shadowing(
+    counts_we: Int[Array, "w e"], placement: Placement, layout: Layout
+) -> Division:
+    """Copy the hottest experts to all devices for this layer and micro-batch alone,
+    where that pays (moejax.moe.split.shadow); rows of theirs stay where they are."""
+    placement = shadow.place(counts_we, placement, layout)
+    return local_first(counts_we, placement, layout)
+
+
 SPLITS: dict[str, Splitter] = {
     "even": even,
     "local_first": local_first,
     "water_filling": water_filling,
     "dynamic": dynamic_replication,
+    "shadow": shadowing,
 }
 """Splits by name."""
 

@@ -66,11 +66,11 @@ def pair(
     is_better = jnp.max(after_w) <= jnp.max(jnp.sum(load_wi, axis=1, dtype=jnp.int32))
     given_wi, is_kept_wi = is_better * given_wi, is_better & is_kept_wi
     kept_wi = jnp.where(is_better, kept_wi, load_wi)
-    index_wc = _true_indices(is_kept_wi, layout.copies_per_device)
+    index_wc = true_indices(is_kept_wi, layout.copies_per_device)
     is_copy_wc = index_wc >= 0
     rows_wc = jnp.where(is_copy_wc, _take(given_wi, index_wc), 0)
     expert_wc = jnp.where(is_copy_wc, _take(owned_wi[pairs.giver_w], index_wc), EMPTY)
-    offer_wo = _true_indices(is_offered_wi, layout.offers_per_device)
+    offer_wo = true_indices(is_offered_wi, layout.offers_per_device)
     first_offer_w = pairs.giver_w * layout.offers_per_device
     offer_wi = (jnp.cumsum(is_offered_wi, axis=1, dtype=jnp.int32) - 1)[pairs.giver_w]
     want_wc = first_offer_w[:, None] + _take(offer_wi, index_wc)
@@ -79,7 +79,7 @@ def pair(
     fill_wc = jnp.where(is_copy_wc, copy_c, EMPTY)
     row_p = jnp.concatenate([owned_wi, expert_wc], axis=1).reshape(-1)
     rows_p = jnp.concatenate([kept_wi, rows_wc], axis=1).reshape(-1)
-    tables = _by_expert(row_p, layout)
+    tables = tables_by_expert(row_p, layout)
     placement = placement.replace(
         slot_to_expert_lp=row_p,
         offer_lwo=offer_wo,
@@ -160,7 +160,7 @@ def _is_among_largest(rows_wi, limit: int):
     return jnp.sum(is_before_wii, axis=2, dtype=jnp.int32) < limit
 
 
-def _true_indices(is_wi, size: int):
+def true_indices(is_wi, size: int):
     """Return the indices i at which each row is true, ascending, filled up with -1 to
     `size` entries."""
     rank_wi = jnp.where(is_wi, jnp.cumsum(is_wi, axis=1, dtype=jnp.int32) - 1, EMPTY)
@@ -175,7 +175,7 @@ def _take(value_wi, index_wx):
     return jnp.take_along_axis(value_wi, jnp.maximum(index_wx, 0), axis=1)
 
 
-def _by_expert(row_p, layout: Layout) -> dict[str, Array]:
+def tables_by_expert(row_p, layout: Layout) -> dict[str, Array]:
     """Return a placement's tables by expert, for one layer's slots `row_p`.
 
     No device may hold an expert twice.

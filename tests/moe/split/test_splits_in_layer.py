@@ -19,6 +19,7 @@ from moejax.balance.policies.micromoe.symmetric import symmetric
 from moejax.kernels import varying_alike
 from moejax.moe.exchange.manifest import fullest_pair, manifest, pair_to_fit
 from moejax.moe.mesh_roles import on_mesh
+from moejax.plan import shadowing
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
 from tests.support.layers import (
@@ -69,9 +70,9 @@ def split_layout(topology: Topology, axes, store: str, split: str, **changes) ->
 
 
 def split_plan(layout: Layout) -> ExpertPlan:
-    """Return a plan with two replicas of each expert; for dynamic replication, a plan
-    with permuted owners and no replicas."""
-    if layout.split == "dynamic":
+    """Return a plan with two replicas of each expert; for splits that make replicas, a
+    plan with permuted owners and none."""
+    if layout.makes_replicas:
         owned_le = random_owners(np.random.default_rng(0), EXPERTS, 1)
         return owners_alone(layout, owned_le)
     row_p = symmetric(EXPERTS, layout.num_devices, layout.slots_per_device)
@@ -89,6 +90,33 @@ def test_the_layer_is_its_definition_and_the_fullest_device_at_its_bound(
         forced_btk = zipf_choices(seed, zipf)
         sums = check_layer(topology, layout, plan, seed, forced_btk)
         assert_bounds(sums, layout, plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "topology", [EIGHT, pytest.param(MESHES["data2_expert4"], marks=ALSO)]
+)
+def test_the_layer_with_shadows_is_its_definition(topology):
+    """The layer is the reference, and no device computes more rows than at home; with
+    free copies all devices of a hot expert's layer have about their own rows."""
+    for price in (0, 30):
+        layout = split_layout(
+            topology, ALONE, "transient", "shadow", shadow_price=price
+        )
+        plan, w = split_plan(layout), layout.num_devices
+        for seed, zipf in enumerate((0.3, 4.0)):
+            forced_btk = zipf_choices(seed, zipf)
+            sums = check_layer(topology, layout, plan, seed, forced_btk)
+            owner_e = np.argsort(plan.owned_le[0]) // layout.experts_per_device
+            loads_gwe = np.asarray(sums.tokens_e, np.int64).reshape(-1, w, EXPERTS)
+            for rows_w, load_we in zip(sums.rows.reshape(-1, w), loads_gwe):
+                owned_e = plan.owned_le[0]
+                hot = shadowing.choose(load_we, owned_e, layout)
+                home_w = np.bincount(owner_e, load_we.sum(axis=0), w)
+                expected_w = home_w + load_we[:, hot].sum(axis=1)
+                np.add.at(expected_w, owner_e[hot], -load_we[:, hot].sum(axis=0))
+                assert np.array_equal(rows_w, expected_w)
+                assert rows_w.max() <= home_w.max()
 
 
 @functools.cache
@@ -136,7 +164,7 @@ def test_large_buffers_do_not_raise_the_size_that_is_reported_as_needed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", ["water_filling", "dynamic"])
+@pytest.mark.parametrize("split", ["water_filling", "dynamic", "shadow"])
 def test_every_device_decides_the_same(split):
     """Counts, certified bound and copies are the same bit for bit on all devices."""
     run, placement = make_split(split, 32)
