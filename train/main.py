@@ -242,6 +242,7 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
     from train.checkpoint.aside import go_back
     from train.logs.run_dir import share
     from train.loop import Extras, train
+    from train.step.low_priority import mark_compiler_threads
     from train.summary import finished_summary, summarise
 
     if args.dry_run:
@@ -250,6 +251,7 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
         return DONE
     if args.check:
         return check_devices(cfg, args)
+    mark_compiler_threads()
     path = run_directory(cfg, args)
     cfg, is_new = look_back(cfg, path, fresh)
     cfg, job = prepare_healed(cfg, is_new)

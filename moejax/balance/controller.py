@@ -11,7 +11,8 @@ The balancer looks for a change in two cases:
 
 It makes a change that, by the cost model, saves more per step than the margin, and
 saves more over the horizon than it costs. Where both a swap and a relayout pay, the
-swap goes first, once, even if the relayout saves more.
+swap goes first, once, even if the relayout saves more. A relayout whose adoption lies
+beyond the run's last step is not considered.
 
 During the cool-down no swap follows a swap, no relayout follows any change, and nothing
 is asked after a decision that no change pays. A relayout also waits until loads have
@@ -133,6 +134,7 @@ def decide(
     may_swap = is_fresh and is_active
     may_swap = may_swap and _has_cooled(settings, state.last_swap_step, step)
     may_relayout = is_fresh and _has_cooled(settings, state.last_change_step, step)
+    may_relayout = may_relayout and _is_in_time(settings, step)
     if not may_swap and not (may_relayout and (is_active or _is_misfit(state))):
         return state, None
     question = _question(settings, cost, state, load_lwe, ratio)
@@ -166,6 +168,13 @@ def decide(
 def _has_cooled(settings: Settings, since_step: int | None, step: int) -> bool:
     """Return whether the cool-down after `since_step` is over at `step`."""
     return since_step is None or step - since_step >= settings.cooldown_steps
+
+
+def _is_in_time(settings: Settings, step: int) -> bool:
+    """Return whether a relayout that is decided at `step` is adopted before the run
+    ends."""
+    last_step = settings.num_steps
+    return last_step is None or step + settings.relayout_lag_steps <= last_step
 
 
 def adopt(state: State) -> State:

@@ -71,6 +71,7 @@ class Decision:
             f"moves {self.num_moves}",
             f"modelled gain {duration(self.modelled_gain_sec)}/step",
             f"modelled cost {duration(self.modelled_cost_sec)}",
+            f"adoption at step {self.adopt_step}",
             *speeds,
         ]
         return "  ".join(fields)

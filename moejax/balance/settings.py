@@ -16,6 +16,9 @@ class Settings(Balance):
 
     stores: tuple[Store, ...] | None = None
     """Stores that the model can have; None: all stores of the policy."""
+    num_steps: int | None = None
+    """Last step of the run, by which a relayout must be adopted; None: no last step is
+    known."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,10 +57,16 @@ class Settings(Balance):
 
     @classmethod
     def of(
-        cls, balance: Balance, max_slots_per_device: int, stores: tuple[Store, ...]
+        cls,
+        balance: Balance,
+        max_slots_per_device: int,
+        stores: tuple[Store, ...],
+        num_steps: int | None = None,
     ) -> "Settings":
-        """Return the settings of a run with this limit on slots and these stores."""
+        """Return the settings of a run of this many steps, with this limit on slots and
+        these stores."""
         answers = {"max_slots_per_device": max_slots_per_device, "stores": stores}
+        answers["num_steps"] = num_steps
         return cls(**dataclasses.asdict(balance) | answers)
 
 

@@ -128,7 +128,8 @@ def balancer_settings(cfg: Config, layout: Layout) -> Settings:
     max_slots = cfg.balance.max_slots_per_device
     if max_slots is None:
         max_slots = max(2 * layout.experts_per_device + 2, layout.slots_per_device)
-    return Settings.of(cfg.balance, max_slots, _possible_stores(cfg))
+    stores, num_steps = _possible_stores(cfg), cfg.train.num_steps
+    return Settings.of(cfg.balance, max_slots, stores, num_steps)
 
 
 def _possible_stores(cfg: Config) -> tuple[Store, ...]:

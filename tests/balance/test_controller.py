@@ -100,6 +100,17 @@ def test_a_relayout_may_take_longer_than_a_swap(slots, lag_steps):
     assert change.adopt_step - change.step == lag_steps
 
 
+@pytest.mark.parametrize("spare_steps", [-1, 0])
+def test_a_relayout_is_begun_only_if_the_run_adopts_it(spare_steps):
+    """The first relayout is decided at step 5 and adopted at step 16."""
+    layout = dataclasses.replace(LAYOUT, slots_per_device=2)
+    last = settings(relayout_lag_steps=11, num_steps=16 + spare_steps)
+    run = BalancedRun.start(last, layout=layout).go(range(20), lambda step: hot(0, 0.5))
+    assert [(d.step, d.adopt_step) for d in run.changes()] == (
+        [] if spare_steps else [(5, 16)]
+    )
+
+
 def test_only_stores_that_the_settings_allow_are_considered():
     """The cheapest of the allowed stores is chosen.
 

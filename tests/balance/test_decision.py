@@ -40,7 +40,7 @@ def test_log_lines_have_one_form():
     after = HOME.digest
     assert GOLDEN.line() == (
         f"step 4200  swap 7c1f->{after}  flexmoe  device max/mean 1.83->1.07  "
-        "moves 6  modelled gain 3.1 ms/step  modelled cost 41 ms"
+        "moves 6  modelled gain 3.1 ms/step  modelled cost 41 ms  adoption at step 4210"
     )
     presumed = GOLDEN.line(are_speeds_presumed=True)
     assert presumed == GOLDEN.line() + "  presumed speeds"
@@ -52,7 +52,7 @@ def test_log_lines_have_one_form():
     assert relayout.line() == (
         f"step 4400  relayout 7c1f->{after}  flexmoe  slots 2->3  "
         "device max/mean 1.83->1.07  moves 9  modelled gain 4.0 ms/step  "
-        "modelled cost 8.1 s"
+        "modelled cost 8.1 s  adoption at step 4210"
     )
     others = dataclasses.replace(
         two, slots_per_device=3, rows_per_peer=96, store="transient"

@@ -49,7 +49,7 @@ class House:
     background: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     """Steps dispatched when a compilation in a thread began, and when it ended."""
 
-    def steps(self, model):
+    def steps(self, model, **_):
         """Return the compiled steps of a model; this replaces compile_steps."""
         key = (model.layout, model.mesh)
         if key not in self.programs:

@@ -13,6 +13,7 @@ from moejax.axes import everywhere
 from train.launch.program import COMPILES_AHEAD
 from train.messages import one_line
 from train.step.compiled import require_room
+from train.step.low_priority import code_generated_at_low_priority
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,8 @@ class Ahead:
 
     def _run(self, make) -> None:
         try:
-            steps = make()
+            with code_generated_at_low_priority():
+                steps = make()
             steps.require_room()
         except Exception as fault:
             self._fault = f"{type(fault).__name__}: {one_line(fault)}"

@@ -14,6 +14,7 @@ from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 from moejax.resolve.resolved import Resolved
 from train.step.gpu_options import compiler_options
+from train.step.low_priority import yield_cores
 from train.step.optimizer import make_optimizer
 from train.step.state import abstract_state
 from train.step.step import (
@@ -49,12 +50,14 @@ def trace_train_step(context: StepContext):
     return make_train_step(context).trace(*_abstract_args(context))
 
 
-def compile_steps(context: StepContext):
+def compile_steps(context: StepContext, *, yields_cores: bool = False):
     """Return the exact train step, the evaluation step and the loop-free train step,
     compiled for the mesh's devices.
 
     The evaluation step takes windows of one micro-batch. The loop-free step is None
-    unless the layout's overflow is 'redo'.
+    unless the layout's overflow is 'redo'. With `yields_cores` XLA compiles at low
+    priority. Tracing keeps its priority, because it holds Python's lock, for which the
+    thread that dispatches steps would wait.
     """
     state, placement, windows, *_ = _abstract_args(context)
     first = jax.tree.map(lambda leaf: leaf.update(shape=(1, *leaf.shape[1:])), windows)
@@ -62,14 +65,16 @@ def compile_steps(context: StepContext):
     exact = context._replace(is_exact=True)
     options = compiler_options(context.mesh.devices.flat[0].platform)
     compile_lowered = partial(Lowered.compile, compiler_options=options)
-    with futures.ThreadPoolExecutor(1) as thread:
+    initializer = yield_cores if yields_cores else None
+    with futures.ThreadPoolExecutor(3, initializer=initializer) as threads:
         loop_free = None
-        if context.layout.overflow == "redo":  # XLA compiles it beside the others
+        if context.layout.overflow == "redo":
             lowered = trace_train_step(context).lower()
-            loop_free = thread.submit(compile_lowered, lowered)
-        train_step = compile_lowered(trace_train_step(exact).lower())
-        eval_step = compile_lowered(make_eval_step(context).lower(*eval_args))
-        return train_step, eval_step, loop_free and loop_free.result()
+            loop_free = threads.submit(compile_lowered, lowered)
+        train_step = threads.submit(compile_lowered, trace_train_step(exact).lower())
+        lowered = make_eval_step(context).lower(*eval_args)
+        eval_step = threads.submit(compile_lowered, lowered)
+        return train_step.result(), eval_step.result(), loop_free and loop_free.result()
 
 
 def require_room(step) -> None:
