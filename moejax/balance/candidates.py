@@ -139,7 +139,7 @@ def swap(question: Question) -> list[Candidate]:
     sunk = dataclasses.replace(question.cost, bytes_per_expert=0.0)
     new = _plan(question, layout, sunk, plan)
     merged = _merge_where_cheaper(question, plan, new, layout, question.margin)
-    return [] if merged == plan else [_price(question, merged, layout)]
+    return [] if merged == plan else [price(question, merged, layout)]
 
 
 def relayouts(question: Question, swapped: ExpertPlan) -> list[Candidate]:
@@ -158,7 +158,7 @@ def relayouts(question: Question, swapped: ExpertPlan) -> list[Candidate]:
         plan = _merge_where_cheaper(question, base, new, roomy, 0.0)
         pairs.append((plan, _with_slack(plan, roomy)))
     pairs += [(plan, fitted(question, plan, layout)) for plan, layout in pairs]
-    return [_price(question, plan, layout) for plan, layout in pairs if layout != now]
+    return [price(question, plan, layout) for plan, layout in pairs if layout != now]
 
 
 def refits(question: Question) -> list[Candidate]:
@@ -169,7 +169,7 @@ def refits(question: Question) -> list[Candidate]:
     layout = fitted(question, question.plan, question.layout)
     if layout == question.layout:
         return []
-    return [_price(question, question.plan, layout)]
+    return [price(question, question.plan, layout)]
 
 
 def fitted(question: Question, plan: ExpertPlan, layout: Layout) -> Layout:
@@ -325,7 +325,7 @@ def _is_changed(before: ExpertPlan, after: ExpertPlan) -> np.ndarray:
     return slots_lp.any(axis=1) | (before.owned_le != after.owned_le).any(axis=1)
 
 
-def _price(question: Question, plan: ExpertPlan, layout: Layout) -> Candidate:
+def price(question: Question, plan: ExpertPlan, layout: Layout) -> Candidate:
     """Return a candidate: a plan and its layout, with the predicted gain and costs of
     adopting them."""
     now, now_sec_l, cost = question.layout, question.sec_l, question.cost

@@ -2,6 +2,12 @@
 
     init -> observe, every step -> decide -> adopt, lag_steps after a decision
 
+A swap waits lag_steps for its adoption, a relayout relayout_lag_steps, because it is
+compiled meanwhile. Several swaps may wait at once where there is no cool-down; each is
+planned from the one before. While a relayout waits, swaps go on in the layout that is
+in use, if they pay before its adoption. The load has changed by then, so the relayout
+is judged anew lag_steps before its adoption: it gets another plan, or is given up.
+
 The balancer looks for a change in two cases:
 
 * The forecast load is uneven. Device max/mean (rows of the fullest device over the mean
@@ -33,6 +39,10 @@ from moejax.perf.cost_model import CostModel
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 
+FORMAT = 2
+"""Number of the format of a state in JSON, which rises when its fields change."""
+DECIDED = ("is_active", "last_keep_step", "is_relayout_due")
+"""Fields of the state that `decide` changes, beside those that `pend` does."""
 MAX_SPARE = 2.0
 """The balancer looks for smaller buffers when they hold more than this many times the
 rows of the fullest pair of devices."""
@@ -63,8 +73,16 @@ class State:
     next decision does not."""
     refused: tuple[Layout, ...]
     """Layouts that could not be compiled or did not fit into memory."""
-    pending: Decision | None
-    """Decision that waits for its adopt_step; until then nothing else is decided."""
+    swaps: tuple[Decision, ...]
+    """Swaps that wait for their adopt_step, in the order of decision and adoption; at
+    most one unless the cool-down is 0."""
+    relayout: Decision | None
+    """Relayout that waits for its adopt_step; until then no other is decided."""
+
+    @property
+    def coming_plan(self) -> ExpertPlan:
+        """Plan that is in use once the waiting swaps are adopted."""
+        return self.swaps[-1].plan if self.swaps else self.plan
 
 
 def init(
@@ -87,7 +105,7 @@ def init(
         )
     shape = (num_layers, layout.num_devices, layout.num_experts)
     tracker = loads.init(*shape, settings.half_life_steps)
-    return State(tracker, layout, plan, False, None, None, None, False, (), None)
+    return State(tracker, layout, plan, False, None, None, None, False, (), (), None)
 
 
 def observe(
@@ -116,34 +134,34 @@ def decide(
 ) -> tuple[State, Decision | None]:
     """Return the state after the decision, and the decision.
 
-    The decision is None when there was nothing to ask: `step` is not a multiple of
-    every_steps, a decision is pending, the load is even, or the cool-down lasts.
+    The decision is None when there was nothing to ask: `is_asked` is false, the load is
+    even, or the cool-down lasts.
     """
-    is_asked = step % settings.every_steps == 0 and not state.tracker.is_empty
-    if not is_asked or state.pending is not None:
+    if not is_asked(settings, state, step) or state.tracker.is_empty:
         return state, None
     ahead_steps = step + settings.lag_steps - state.tracker.step
     load_lwe = loads.forecast(state.tracker, ahead_steps)
-    ratio_l = candidates.ratio_by_layer(load_lwe, state.plan, state.layout)
-    ratio = float(ratio_l.max())
-    is_active = ratio > settings.act_above or (
-        state.is_active and ratio >= settings.rest_below
+    if _is_last_call(settings, state, step):
+        return _judge_anew(settings, cost, state, load_lwe, step)
+    question = _question(settings, cost, state, load_lwe, state.layout)
+    is_active = question.ratio > settings.act_above or (
+        state.is_active and question.ratio >= settings.rest_below
     )
     state = dataclasses.replace(state, is_active=is_active)
-    is_fresh = _has_cooled(settings, state.last_keep_step, step)
-    may_swap = is_fresh and is_active
-    may_swap = may_swap and _has_cooled(settings, state.last_swap_step, step)
-    may_relayout = is_fresh and _has_cooled(settings, state.last_change_step, step)
-    may_relayout = may_relayout and _is_in_time(settings, step)
+    may_swap, may_relayout = _may_change(settings, state, step)
     if not may_swap and not (may_relayout and (is_active or _is_misfit(state))):
         return state, None
-    question = _question(settings, cost, state, load_lwe, ratio)
+    if state.relayout is not None:  # until then a swap must have paid
+        left_steps = state.relayout.adopt_step - step - settings.lag_steps
+        horizon_steps = min(settings.horizon_steps, left_steps)
+        settings = dataclasses.replace(settings, horizon_steps=horizon_steps)
+        question = dataclasses.replace(question, horizon_steps=horizon_steps)
     swaps = candidates.swap(question) if may_swap else []
     proposals = list(swaps)
     if may_relayout and not is_active:
         proposals += candidates.refits(question)
     elif may_relayout and state.tracker.is_settled:
-        best_plan = swaps[0].plan if swaps else state.plan
+        best_plan = swaps[0].plan if swaps else state.coming_plan
         proposals += candidates.relayouts(question, best_plan)
     proposals = [c for c in proposals if c.layout not in state.refused]
     accepted = [c for c in proposals if not candidates.objection(question, c)]
@@ -159,15 +177,90 @@ def decide(
         # A swap is in place within a few steps, and a relayout can follow it.
         chosen = next((c for c in accepted if c in swaps), best)
     decision = _change(settings, question, chosen, step)
-    is_due = chosen is not best
-    return dataclasses.replace(
-        state, pending=decision, is_relayout_due=is_due
-    ), decision
+    state = dataclasses.replace(state, is_relayout_due=chosen is not best)
+    return pend(settings, state, decision), decision
+
+
+def is_asked(settings: Settings, state: State, step: int) -> bool:
+    """Return whether `decide` may decide something at `step`: it is a multiple of
+    every_steps, or the last step at which a pending relayout can be judged anew."""
+    is_last_call = _is_last_call(settings, state, step)
+    return is_last_call or step % settings.every_steps == 0
+
+
+def pend(settings: Settings, state: State, decision: Decision | None) -> State:
+    """Return the state in which a decision waits for its adoption. None changes
+    nothing, and a decision to keep gives up a relayout at its last call."""
+    if decision is None:
+        return state
+    if decision.kind == "swap":
+        return dataclasses.replace(state, swaps=(*state.swaps, decision))
+    if decision.kind == "relayout":
+        return dataclasses.replace(state, relayout=decision)
+    if _is_last_call(settings, state, decision.step):
+        return dataclasses.replace(state, relayout=None)
+    return state
+
+
+def _is_last_call(settings: Settings, state: State, step: int) -> bool:
+    """Return whether a pending relayout, decided earlier, is to be adopted lag_steps
+    after `step`."""
+    waits = state.relayout
+    return (
+        waits is not None
+        and waits.step < step
+        and step + settings.lag_steps == waits.adopt_step
+    )
+
+
+def _judge_anew(
+    settings: Settings, cost: CostModel, state: State, load_lwe: np.ndarray, step: int
+) -> tuple[State, Decision | None]:
+    """Return the state in which the pending relayout has the best known plan for its
+    layout, or is given up because it no longer pays; and that decision, None if it
+    stays as it is.
+
+    Its compilation counts no more: it is over, or nearly so.
+    """
+    waits = state.relayout
+    there = _question(settings, cost, state, load_lwe, waits.layout, waits.plan)
+    here = _question(settings, cost, state, load_lwe, state.layout)
+    plans = [waits.plan, *(candidate.plan for candidate in candidates.swap(there))]
+    priced = [candidates.price(here, plan, waits.layout) for plan in plans]
+    best = max(priced, key=lambda c: c.gain_sec)
+    best = dataclasses.replace(best, compile_sec=0.0)
+    if candidates.objection(here, best):
+        state = dataclasses.replace(state, last_keep_step=step)
+        decision = _keep(settings, here, [best], step)
+    elif best.plan == waits.plan:
+        return state, None
+    else:
+        decision = _change(settings, here, best, step)
+        decision = dataclasses.replace(decision, adopt_step=waits.adopt_step)
+    return pend(settings, state, decision), decision
+
+
+def _may_change(settings: Settings, state: State, step: int) -> tuple[bool, bool]:
+    """Return whether a swap, and a relayout, may be decided at `step`, so far as this
+    depends on steps. A relayout may also be one of buffers that do not fit, for which
+    the load need not be uneven."""
+    if not _has_cooled(settings, state.last_keep_step, step):
+        return False, False
+    waits, last_swap_step = state.relayout, state.last_swap_step
+    last_change_step = state.last_change_step
+    if state.swaps:
+        last_swap_step = last_change_step = state.swaps[-1].adopt_step
+    is_ahead = waits is None or step + settings.lag_steps < waits.adopt_step
+    may_swap = is_ahead and _has_cooled(settings, last_swap_step, step)
+    may_relayout = waits is None and _has_cooled(settings, last_change_step, step)
+    return state.is_active and may_swap, may_relayout and _is_in_time(settings, step)
 
 
 def _has_cooled(settings: Settings, since_step: int | None, step: int) -> bool:
-    """Return whether the cool-down after `since_step` is over at `step`."""
-    return since_step is None or step - since_step >= settings.cooldown_steps
+    """Return whether the cool-down after `since_step` is over at `step`, or there is
+    none. `since_step` may be that of an adoption to come."""
+    steps = settings.cooldown_steps
+    return since_step is None or steps == 0 or step - since_step >= steps
 
 
 def _is_in_time(settings: Settings, step: int) -> bool:
@@ -177,42 +270,58 @@ def _is_in_time(settings: Settings, step: int) -> bool:
     return last_step is None or step + settings.relayout_lag_steps <= last_step
 
 
+def next_adoption(state: State) -> Decision | None:
+    """Return the pending decision that is adopted first. No swap is adopted at or after
+    the step of a pending relayout."""
+    return state.swaps[0] if state.swaps else state.relayout
+
+
+def is_due(state: State, step: int) -> bool:
+    """Return whether a pending decision is to be adopted before `step` is run."""
+    coming = next_adoption(state)
+    return coming is not None and step >= coming.adopt_step
+
+
 def adopt(state: State) -> State:
-    """Return the state with the pending decision's plan and layout in use."""
-    pending = state.pending
-    assert pending is not None, "no decision is pending"
+    """Return the state with the plan and layout of the next adoption in use.
+
+    What was said of the old layout, that nothing pays, is forgotten with it.
+    """
+    coming = next_adoption(state)
+    assert coming is not None, "no decision is pending"
+    is_swap = coming.kind == "swap"
     return dataclasses.replace(
         state,
         tracker=loads.forget_pairs(state.tracker),
-        layout=pending.layout,
-        plan=pending.plan,
-        last_change_step=pending.adopt_step,
-        last_swap_step=(
-            pending.adopt_step if pending.kind == "swap" else state.last_swap_step
-        ),
-        pending=None,
+        layout=coming.layout,
+        plan=coming.plan,
+        last_change_step=coming.adopt_step,
+        last_swap_step=coming.adopt_step if is_swap else state.last_swap_step,
+        last_keep_step=state.last_keep_step if is_swap else None,
+        swaps=state.swaps[1:],
+        relayout=state.relayout if is_swap else None,
     )
 
 
 def refuse(state: State) -> State:
     """Return the state without the pending relayout, which could not be compiled or did
     not fit into memory. Its layout is not proposed again."""
-    pending = state.pending
-    assert pending is not None, "no decision is pending"
+    refused = state.relayout
+    assert refused is not None, "no relayout is pending"
     return dataclasses.replace(
         state,
-        refused=(*state.refused, pending.layout),
-        last_change_step=pending.adopt_step,
-        pending=None,
+        refused=(*state.refused, refused.layout),
+        last_change_step=refused.adopt_step,
+        relayout=None,
     )
 
 
 def to_json(state: State) -> str:
     """Return JSON from which `from_json` restores the state bit for bit, with its
-    pending decision."""
-    pending = state.pending
+    pending decisions."""
     return json.dumps(
         {
+            "format": FORMAT,
             "tracker": state.tracker.to_json(),
             "layout": dataclasses.asdict(state.layout),
             "plan": state.plan.to_json(),
@@ -222,15 +331,18 @@ def to_json(state: State) -> str:
             "last_keep_step": state.last_keep_step,
             "is_relayout_due": state.is_relayout_due,
             "refused": [dataclasses.asdict(layout) for layout in state.refused],
-            "pending": None if pending is None else pending.to_json(),
+            "swaps": [swap.to_json() for swap in state.swaps],
+            "relayout": None if state.relayout is None else state.relayout.to_json(),
         }
     )
 
 
-def from_json(text: str) -> State:
-    """Return the state that `to_json` wrote."""
+def from_json(text: str) -> State | None:
+    """Return the state that `to_json` wrote; None if it has another FORMAT."""
     record = json.loads(text)
-    pending = record["pending"]
+    if record.get("format") != FORMAT:
+        return None
+    relayout = record["relayout"]
     return State(
         tracker=LoadTracker.from_json(record["tracker"]),
         layout=Layout(**record["layout"]),
@@ -241,7 +353,8 @@ def from_json(text: str) -> State:
         last_keep_step=record["last_keep_step"],
         is_relayout_due=record["is_relayout_due"],
         refused=tuple(Layout(**layout) for layout in record["refused"]),
-        pending=None if pending is None else Decision.from_json(pending),
+        swaps=tuple(map(Decision.from_json, record["swaps"])),
+        relayout=None if relayout is None else Decision.from_json(relayout),
     )
 
 
@@ -250,19 +363,20 @@ def _question(
     cost: CostModel,
     state: State,
     load_lwe: np.ndarray,
-    ratio: float,
+    layout: Layout,
+    plan: ExpertPlan | None = None,
 ) -> Question:
-    """Return the forecast loads, the current plan and the limits by which candidate
-    plans are judged."""
-    tracker, plan, layout = state.tracker, state.plan, state.layout
-    pair_l = candidates.fullest_pair_by_layer(tracker.mean_lwe, plan, layout)
-    num_exchanges = cost.micro_batches * layout.num_exchanges
+    """Return the forecast loads, a plan for a layout, by default the coming plan, and
+    the limits by which candidates for another plan are judged."""
+    tracker, plan, now = state.tracker, plan or state.coming_plan, state.layout
+    pair_l = candidates.fullest_pair_by_layer(tracker.mean_lwe, state.plan, now)
+    num_exchanges = cost.micro_batches * now.num_exchanges
     seen_l = _fullest_pair(state) * num_exchanges
     return Question(
         load_lwe=load_lwe,
         peak_l=np.maximum(seen_l / np.maximum(pair_l, 1.0), 1.0),
         has_pairs=tracker.has_pairs,
-        ratio=ratio,
+        ratio=float(candidates.ratio_by_layer(load_lwe, plan, layout).max()),
         plan=plan,
         layout=layout,
         cost=cost,

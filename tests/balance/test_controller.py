@@ -2,6 +2,8 @@
 a value that survives JSON."""
 
 import dataclasses
+import itertools
+import json
 
 import numpy as np
 import pytest
@@ -77,17 +79,42 @@ def test_it_decides_only_at_its_steps_and_after_an_observation():
 
 
 def test_a_decision_is_adopted_at_its_step_and_blocks_others_until_then():
-    run = BalancedRun.start(settings(every_steps=1, lag_steps=6, cooldown_steps=0))
+    run = BalancedRun.start(settings(every_steps=1, lag_steps=6, cooldown_steps=1))
     run.go(range(6), lambda step: hot(0, 0.5))
     (swap,) = run.decisions
     assert (swap.kind, swap.step, swap.adopt_step) == ("swap", 0, 6)
-    assert run.state.pending == swap
+    assert run.state.swaps == (swap,)
     assert run.state.plan == ExpertPlan.home_in(LAYOUT, L)
     assert run.state.last_change_step is None
     run.go([6], lambda step: hot(0, 0.5))
     assert run.state.plan == swap.plan
     assert run.state.last_change_step == 6
-    assert run.state.pending is None or run.state.pending.step == 6
+    assert not run.state.swaps
+
+
+@pytest.mark.parametrize("lag_steps", [1, 3])
+def test_without_a_cooldown_the_plan_may_change_at_every_step(lag_steps):
+    """As many swaps wait as a lag has steps. Each is planned from the one before, and
+    they are adopted in their order."""
+    args = {"act_above": 1.1, "rest_below": 1.0, "half_life_steps": 1.0}
+    run = BalancedRun.start(
+        settings(every_steps=1, lag_steps=lag_steps, cooldown_steps=0, **args)
+    )
+    adopted, num_waiting = [], []
+    for step in range(60):
+        run.go([step], lambda step: hot(step % E, 0.5))
+        adopted.append(run.state.plan.digest)
+        num_waiting.append(len(run.state.swaps))
+    swaps = run.changes()
+    assert len(swaps) >= 15
+    assert max(num_waiting) == lag_steps
+    assert all(b.digest_before == a.plan.digest for a, b in itertools.pairwise(swaps))
+    for swap in swaps:
+        assert swap.adopt_step == swap.step + lag_steps
+        assert adopted[swap.adopt_step : swap.adopt_step + 1] in (
+            [],
+            [swap.plan.digest],
+        )
 
 
 @pytest.mark.parametrize(("slots", "lag_steps"), [(3, 3), (2, 11)])
@@ -212,15 +239,15 @@ def test_no_change_makes_the_worst_layer_worse(seed):
         decision.plan.validate(decision.layout)
 
 
-@pytest.mark.parametrize("cut", ["pending", "quiet"])
+@pytest.mark.parametrize("cut", ["swap", "quiet"])
 def test_a_state_from_json_goes_on_as_the_state(cut):
     """A run from a saved state makes the same decisions as the run that was saved, and
     has the same state bit for bit after 200 random steps."""
     run, load_of_step = random_run(7, cooldown_steps=10)
-    is_pending = cut == "pending"
+    is_pending = cut == "swap"
     step = 40
     run.go(range(step), load_of_step)
-    while (run.state.pending is not None) != is_pending:
+    while bool(run.state.swaps) != is_pending:
         run.go([step], load_of_step)
         step += 1
     text = controller.to_json(run.state)
@@ -232,6 +259,119 @@ def test_a_state_from_json_goes_on_as_the_state(cut):
     assert len(run.changes()) > 1
     assert [d.to_json() for d in run.decisions] == [d.to_json() for d in twin.decisions]
     assert controller.to_json(run.state) == controller.to_json(twin.state)
+
+
+def relayout_run(**changes):
+    """Return a run whose expert of half of the rows is another one every 25 steps, and
+    a function that gives its loads. A relayout to four slots is decided at step 105 and
+    adopted at step 165."""
+    values = {"relayout_lag_steps": 60, "cooldown_steps": 5, "max_slots_per_device": 4}
+    run = BalancedRun.start(settings(**values | changes))
+    return run, lambda step: hot(step // 25 % E, 0.5)
+
+
+def test_swaps_go_on_while_a_relayout_is_pending():
+    """They keep the load even in the layout in use, and must pay before it is left.
+    The relayout gets a plan for the load that is forecast for its adoption, because its
+    first one is outdated by then."""
+    run, load_of_step = relayout_run()
+    run.go(range(165), load_of_step)
+    first, *swaps, again = [d for d in run.changes() if d.step >= 105]
+    assert (first.kind, first.step, first.adopt_step) == ("relayout", 105, 165)
+    assert [d.kind for d in swaps] == ["swap"] * 4
+    assert all(d.layout == first.layout_before for d in swaps)
+    assert all(d.device_max_over_mean_after < 1.2 for d in swaps)
+    assert all(f" in {165 - d.adopt_step} steps" in d.why for d in swaps)
+    assert (again.kind, again.step, again.adopt_step) == ("relayout", 162, 165)
+    assert again.layout == first.layout
+    assert again.digest_before == swaps[-1].plan.digest == run.state.plan.digest
+    run.go([165], load_of_step)
+    assert run.state.layout == first.layout
+    assert run.state.plan == again.plan.validate(first.layout)
+    outdated = dataclasses.replace(run.state, plan=first.plan)
+    load_lwe = load_of_step(165)
+    assert worst(run.state, load_lwe) < 1.25 < worst(outdated, load_lwe)
+
+
+@pytest.mark.parametrize("every_steps", [1, 2, 7])
+def test_no_swap_is_adopted_with_a_relayout_or_after_it_in_its_old_layout(every_steps):
+    run, load_of_step = relayout_run(every_steps=every_steps, relayout_lag_steps=31)
+    run.go(range(200), load_of_step)
+    relayouts = [d for d in run.changes() if d.kind == "relayout"]
+    assert relayouts
+    layout = LAYOUT
+    for decision in sorted(run.changes(), key=lambda d: (d.adopt_step, d.step)):
+        assert decision.layout_before == layout or decision.kind == "relayout"
+        layout = decision.layout
+    due_steps = [d.adopt_step for d in run.changes() if d.kind == "swap"]
+    assert not set(due_steps) & {d.adopt_step for d in relayouts}
+    assert len(set(due_steps)) == len(due_steps)
+
+
+def test_a_relayout_that_no_longer_pays_is_given_up():
+    """The plan in use stays, and the layout may be proposed again."""
+    run, load_of_step = relayout_run()
+    run.go(range(162), load_of_step)
+    plan = run.state.plan
+    assert run.state.relayout is not None
+    run.settings = dataclasses.replace(run.settings, margin=0.9)
+    run.go(range(162, 170), load_of_step)
+    given_up = run.decisions[-1]
+    assert (given_up.kind, given_up.step) == ("keep", 162)
+    assert "relayout saves" in given_up.why
+    assert (run.state.relayout, run.state.swaps, run.state.refused) == (None, (), ())
+    assert (run.state.plan, run.state.layout) == (plan, LAYOUT)
+
+
+def test_another_process_takes_over_the_state_of_a_decision():
+    run, load_of_step = relayout_run()
+    for step in range(170):
+        before, num_decisions = run.state, len(run.decisions)
+        run.go([step], load_of_step)
+        decision = run.decisions[-1] if len(run.decisions) > num_decisions else None
+        if decision is None or controller.is_due(before, step):
+            continue
+        fields = {
+            name: getattr(run.state, name) for name in ("tracker", *controller.DECIDED)
+        }
+        other = dataclasses.replace(before, **fields)
+        other = controller.pend(run.settings, other, decision)
+        assert controller.to_json(other) == controller.to_json(run.state)
+
+
+def test_a_state_with_several_swaps_goes_on_from_json():
+    values = {"every_steps": 1, "half_life_steps": 1.0, "rest_below": 1.0}
+    run, load_of_step = random_run(5, cooldown_steps=0, **values)
+    step = 0
+    while len(run.state.swaps) < 2:
+        run.go([step], load_of_step)
+        step += 1
+    saved = controller.from_json(controller.to_json(run.state))
+    twin = BalancedRun(run.settings, run.cost, saved, list(run.decisions))
+    for each in (run, twin):
+        each.go(range(step, step + 40), load_of_step)
+    assert [d.to_json() for d in run.decisions] == [d.to_json() for d in twin.decisions]
+    assert controller.to_json(run.state) == controller.to_json(twin.state)
+
+
+def test_a_state_with_a_swap_and_a_relayout_goes_on_from_json():
+    run, load_of_step = relayout_run()
+    run.go(range(111), load_of_step)
+    assert [swap.adopt_step for swap in run.state.swaps] == [113]
+    assert run.state.relayout.adopt_step == 165
+    saved = controller.from_json(controller.to_json(run.state))
+    twin = BalancedRun(run.settings, run.cost, saved, list(run.decisions))
+    for each in (run, twin):
+        each.go(range(111, 200), load_of_step)
+    assert [d.to_json() for d in run.decisions] == [d.to_json() for d in twin.decisions]
+    assert controller.to_json(run.state) == controller.to_json(twin.state)
+
+
+def test_a_state_of_another_format_is_not_read():
+    text = controller.to_json(BalancedRun.start(settings()).state)
+    record = json.loads(text) | {"format": controller.FORMAT - 1}
+    assert controller.from_json(text) is not None
+    assert controller.from_json(json.dumps(record)) is None
 
 
 def test_two_runs_decide_alike():

@@ -67,8 +67,8 @@ def test_a_layout_that_is_refused_is_not_proposed_again():
     layouts = []
     for step in range(0, 300, 30):
         run.go(range(step, step + 30), lambda step: hot(0, 0.5))
-        if run.state.pending is not None:
-            layouts.append(run.state.pending.layout)
+        if run.state.relayout is not None:
+            layouts.append(run.state.relayout.layout)
             run.state = controller.refuse(run.state)
             again = controller.from_json(controller.to_json(run.state))
             assert again.refused == tuple(layouts)

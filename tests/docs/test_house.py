@@ -100,7 +100,7 @@ def test_the_controller_adopts_the_policy_of_the_page(hottest):
     state = controller.init(settings, LAYOUT, HOME, L)
     load_lwe, decisions = np.round(zipf()).astype(int), []
     for step in range(20):
-        if state.pending is not None and step == state.pending.adopt_step:
+        if controller.is_due(state, step):
             state = controller.adopt(state)
         pair_l = np.zeros(L, int)
         state = controller.observe(settings, state, step, load_lwe, pair_l)

@@ -132,12 +132,11 @@ class BalancedRun:
     def go(self, steps, load_of_step, pair_of_step=None):
         """Run the balancer through `steps` and return self.
 
-        Each step adopts the pending decision if it is due, observes the step's load,
-        and decides.
+        Each step adopts a pending decision that is due, observes the step's load, and
+        decides.
         """
         for step in steps:
-            pending = self.state.pending
-            if pending is not None and pending.adopt_step == step:
+            if controller.is_due(self.state, step):
                 self.state = controller.adopt(self.state)
             load_lwe = load_of_step(step)
             pair_l = np.ceil(pairs(self.state, load_lwe)).astype(int)

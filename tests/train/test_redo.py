@@ -128,7 +128,7 @@ def test_a_relayout_compiles_both_steps_ahead(house, redo, tmp_path, slow_device
     params += ["Balance.max_slots_per_device = 3"]
     with mock.patch.object(InFlight, "_runs_loop_free", return_value=True):
         done = run_here(house, tmp_path / "run", *REDO, *params)
-    (change,) = [x for x in done.decisions if x["kind"] == "relayout"]
+    change, *_ = [x for x in done.decisions if x["kind"] == "relayout"]
     assert change["adopt_step"] in done.adopted
     redone = steps_with(done, "redone")
     assert redone == overflows(done)

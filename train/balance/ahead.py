@@ -13,7 +13,7 @@ from moejax.axes import everywhere
 from train.launch.program import COMPILES_AHEAD
 from train.messages import one_line
 from train.step.compiled import require_room
-from train.step.low_priority import code_generated_at_low_priority
+from train.step.low_priority import code_generated_at_low_priority, take_cores_back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +71,9 @@ class Ahead:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
+        """Return when the compilation has ended, which yields no cores any more."""
+        if not self.is_done:
+            take_cores_back()
         self._thread.join()
 
     def result(self) -> tuple[Steps | None, str]:

@@ -38,9 +38,6 @@ SAME = {
 """Fields of the configuration that must be as they were in the checkpoint for the
 balancer to go on where it stopped. None stands for all fields of a class."""
 
-DECIDED = ("is_active", "last_keep_step", "is_relayout_due")
-"""Fields of the balancer's state that a decision changes, beside `pending`."""
-
 
 class Balancing:
     """The balancer of a run, with the compiled steps, the placement and the layout that
@@ -103,7 +100,7 @@ class Balancing:
         is_same = _is_same(meta["config"], self._job.cfg.to_dict())
         if meta.get("balance") and is_same and meta["cost"] == self._cost.as_dict():
             state = controller.from_json(meta["balance"])
-            if state.layout.overflow == self.layout.overflow:
+            if state and state.layout.overflow == self.layout.overflow:
                 self._state = state
                 return
         plan = ExpertPlan.from_json(meta["plan"])
@@ -128,10 +125,9 @@ class Balancing:
         if self._is_on and "owned" in self.stores:
             self._mover.prepare_moves()
         self._set_placement()
-        if self._state.pending is not None:
-            self._prepare(self._state.pending)
-            if self._ahead is not None:
-                self._ahead.wait()  # the watchdog has not started yet
+        self._prepare()
+        if self._ahead is not None:
+            self._ahead.wait()  # the watchdog has not started yet
 
     def begin(self, state):
         """Return the training state with its experts arranged for the current layout
@@ -152,12 +148,15 @@ class Balancing:
 
     def is_waiting(self, step: int) -> bool:
         """Return whether this step is the first of a layout that compiles ahead."""
-        return self._ahead is not None and self.is_due(step)
+        return self.is_due(step) and self._is_relayout_next()
 
     def is_due(self, step: int) -> bool:
         """Return whether `before` adopts a decision at this step."""
-        pending = self._state.pending
-        return pending is not None and step >= pending.adopt_step
+        return controller.is_due(self._state, step)
+
+    def _is_relayout_next(self) -> bool:
+        """Return whether the decision that is adopted next needs other steps."""
+        return controller.next_adoption(self._state) is self._state.relayout
 
     def before(self, step: int, state):
         """Return the state to run `step` with. If a decision is due at this step, the
@@ -169,9 +168,9 @@ class Balancing:
         return state
 
     def _adopt(self, step: int, state):
-        """Move the state to the pending decision's plan and layout, and log how long
-        that took. Without compiled steps the state stays as it is."""
-        start_sec, is_new = time.monotonic(), self._ahead is not None
+        """Move the state to the plan and layout that are due, and log how long that
+        took. Without compiled steps the state stays as it is."""
+        start_sec, is_new = time.monotonic(), self._is_relayout_next()
         if is_new and not self._ahead.is_done:
             self.say(f"step {step}  waits until the new layout is compiled")
         if is_new and not self._take_steps():
@@ -209,7 +208,7 @@ class Balancing:
         steps, fault = self._ahead.result()
         self._ahead = None
         if any_process(steps is None):
-            layout = self._state.pending.layout
+            layout = self._state.relayout.layout
             self._state = controller.refuse(self._state)
             self.say(
                 f"RELAYOUT GIVEN UP: {fault or 'another process could not'}: {layout}"
@@ -274,7 +273,7 @@ class Balancing:
         self._state = controller.observe(
             self._settings, self._state, step, load_lwe, stats.fullest_pair_l
         )
-        if step % self._settings.every_steps or self._state.pending is not None:
+        if not controller.is_asked(self._settings, self._state, step):
             return
         decision = self._decide(step)
         if decision is None:
@@ -282,8 +281,7 @@ class Balancing:
         are_presumed = self._job.model.run.calibration.is_presumed
         self.say(decision.line(are_speeds_presumed=are_presumed))
         self.records.event({"step": step, "decision": decision.record()})
-        if self._state.pending is not None:
-            self._prepare(self._state.pending)
+        self._prepare()
 
     def meta(self) -> dict[str, Any]:
         """Return the part of a checkpoint's meta record that `restore` reads."""
@@ -295,7 +293,10 @@ class Balancing:
         return record
 
     def _decide(self, step: int) -> Decision | None:
-        """Return the decision of process 0, and take over its state of the balancer."""
+        """Return the decision of process 0, and take over its state of the balancer.
+
+        Every process asks at the same steps, because its state is the same.
+        """
 
         def decide() -> str:
             state, decision = controller.decide(
@@ -303,7 +304,9 @@ class Balancing:
             )
             self._state = state
             text = None if decision is None else decision.to_json()
-            return json.dumps([{name: getattr(state, name) for name in DECIDED}, text])
+            return json.dumps(
+                [{name: getattr(state, name) for name in controller.DECIDED}, text]
+            )
 
         reply = published(f"decision/{step}", decide)
         # A process that has run step s has read what was published for step s - 2.
@@ -314,15 +317,18 @@ class Balancing:
         decided, text = json.loads(reply)
         decision = None if text is None else Decision.from_json(text)
         if not is_first():
-            pending = None if decision is None or decision.kind == "keep" else decision
-            self._state = dataclasses.replace(self._state, **decided, pending=pending)
+            state = dataclasses.replace(self._state, **decided)
+            self._state = controller.pend(self._settings, state, decision)
         return decision
 
-    def _prepare(self, decision: Decision) -> None:
-        """Begin to compile the steps of a decision to change the layout."""
-        if decision.layout != self.layout:
-            make = partial(self._compile_steps, decision.layout, self.layout)
-            self._ahead = Ahead(make)
+    def _prepare(self) -> None:
+        """Begin to compile the steps of a pending relayout, if that has not begun, and
+        leave those of one that was given up."""
+        if self._state.relayout is None:
+            self._ahead = None
+        elif self._ahead is None:
+            layout = self._state.relayout.layout
+            self._ahead = Ahead(partial(self._compile_steps, layout, self.layout))
 
     def _compile_steps(self, layout: Layout, before: Layout | None = None) -> Steps:
         """Return the compiled steps of a layout; compile also the programs that bring

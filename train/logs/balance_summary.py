@@ -4,11 +4,13 @@ The log holds the steps of all attempts, so a run that was stopped and resumed c
 a whole.
 """
 
+import dataclasses
 import pathlib
 
 import numpy as np
 
 from moejax.config import Config
+from train.logs.compilation_summary import Beside, compare
 from train.logs.record_lines import read_records
 
 RAMP = " .:-=+*#%@"
@@ -26,14 +28,18 @@ def summarise_balance(path: pathlib.Path, cfg: Config) -> dict | None:
     """
     ratios, home_ratios, savings_msec, kinds, adopted = {}, {}, [], {}, set()
     dropped_shares, std_ratios = [], []
+    step_msecs, decided_steps = {}, {}
     for record in read_records(path):
         if (adoption := _adoption(record.get("decision"))) is not None:
             kinds[adoption[0]] = adoption[1]
+            decided_steps.setdefault(adoption[0], record["step"])
         ratio = _largest(record.get("device_max_over_mean"))
         if ratio is None:
             continue
         step = record["step"]
         ratios[step] = ratio
+        if (step_msec := _number(record.get("step_msec"))) is not None:
+            step_msecs[step] = step_msec
         home_ratio = _largest(record.get("home_device_max_over_mean"))
         if home_ratio is not None:
             home_ratios[step] = home_ratio
@@ -55,12 +61,18 @@ def summarise_balance(path: pathlib.Path, cfg: Config) -> dict | None:
     if cfg.balance.policy == "home":
         return summary
     changes = [kinds.get(step) for step in adopted]
+    relayout_steps = [step for step in sorted(adopted) if kinds.get(step) == "relayout"]
+    beside = [
+        compare(decided_steps[step], step, step_msecs, ratios)
+        for step in relayout_steps
+    ]
     return summary | {
         "home_device_max_over_mean": _describe(home_ratios) if home_ratios else None,
         "home_std_over_std": float(np.median(std_ratios)) if std_ratios else None,
         "num_swaps": changes.count("swap"),
         "num_relayouts": changes.count("relayout"),
         "modelled_saving_msec": float(np.mean(savings_msec)) if savings_msec else None,
+        "while_compiling": [dataclasses.asdict(x) for x in beside if x is not None],
     }
 
 
@@ -80,9 +92,10 @@ def balance_lines(summary: dict, cfg: Config, speeds: str) -> list[str]:
     swaps = count(summary["num_swaps"], "swap")
     relayouts = count(summary["num_relayouts"], "relayout")
     head = f"balancing       {summary['policy']}: {swaps}, {relayouts}; {mean}"
+    beside = [Beside(**x).line() for x in summary["while_compiling"]]
     home = summary["home_device_max_over_mean"]
     if home is None:
-        return [head]
+        return [head, *beside]
     lines = [f"{head}, and {home['mean']:.2f} for the home placement of the same loads"]
     top = max(*ratio["over_time"], *home["over_time"], 1.01)
     scale = f"device max/mean of the worst layer over time ('{RAMP}': 1 to {top:.2f})"
@@ -101,7 +114,7 @@ def balance_lines(summary: dict, cfg: Config, speeds: str) -> list[str]:
             f"modelled saving {saving_msec:.2g} ms per step, beside the home placement "
             f"(speeds {speeds})"
         )
-    return lines
+    return lines + beside
 
 
 def _dropped_lines(summary: dict) -> list[str]:

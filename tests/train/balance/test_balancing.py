@@ -39,8 +39,8 @@ from train.step.step import make_eval_step
 
 pytestmark = pytest.mark.slow
 NUM_STEPS, SAVED_STEP = 39, 30
-PENDING_STEP = 20
-"""Step between the decision for a relayout and its adoption."""
+PENDING_STEP = 25
+"""Step at which a relayout is pending, and a swap is decided."""
 HOME = "Balance.policy = 'home'"
 PATIENT = "Balance.horizon_steps = 1000000"
 """Horizon after which moving owners pays at the presumed speeds."""
@@ -94,11 +94,16 @@ def test_swaps_compile_nothing(swaps, owners):
 def test_a_decision_is_adopted_lag_steps_after(swaps, relayout):
     """Steps run under a plan from its adoption up to the next one."""
     for done in (swaps, relayout):
-        changes = [x for x in done.decisions if x["kind"] != "keep"]
-        assert [x["adopt_step"] for x in changes] == done.adopted
-        for x in changes:
+        first, last = {}, {}  # decisions by the step of their adoption
+        for x in done.decisions:
+            if x["kind"] != "keep":
+                first.setdefault(x["adopt_step"], x)
+                last[x["adopt_step"]] = x
+        assert sorted(first) == done.adopted
+        for x in first.values():
             lag_steps = {"swap": 2, "relayout": 20}[x["kind"]]
             assert x["adopt_step"] == x["step"] + lag_steps
+        changes = [last[step] for step in done.adopted]
         digests = [changes[0]["digest_before"], *(x["digest"] for x in changes)]
         for step, line in done.steps.items():
             num_adopted = sum(adopted <= step for adopted in done.adopted)
@@ -138,13 +143,21 @@ def test_steps_say_how_even_the_home_placement_would_be(swaps):
     assert max(before) < 0, "slots for copies cost a little beside the home placement"
 
 
-def test_steps_go_on_while_a_relayout_compiles(relayout):
-    (change,) = [x for x in relayout.decisions if x["kind"] == "relayout"]
+def test_steps_and_swaps_go_on_while_a_relayout_compiles(relayout):
+    """The relayout gets another plan lag_steps before it is adopted, because the hot
+    expert is another one by then."""
+    change, again = [x for x in relayout.decisions if x["kind"] == "relayout"]
     ((begin, end),) = relayout.background
     assert change["step"] <= begin
     assert begin + WAITED_STEPS <= end <= change["adopt_step"]
-    before = [relayout.steps[s]["plan"] for s in range(begin, end)]
-    assert set(before) == {change["digest_before"]}
+    assert (again["step"], again["adopt_step"]) == (28, change["adopt_step"])
+    assert again["digest"] != change["digest"]
+    plans = [relayout.steps[s]["plan"] for s in range(begin, change["adopt_step"])]
+    assert again["digest"] not in plans
+    swaps = [x for x in relayout.decisions if x["kind"] == "swap"]
+    meanwhile = [x["digest"] for x in swaps if begin < x["adopt_step"] < 30]
+    assert len(meanwhile) == 2
+    assert set(meanwhile) <= set(plans)
 
 
 def test_a_swap_takes_less_than_a_step(swaps, owners):
@@ -161,7 +174,8 @@ def test_a_swap_takes_less_than_a_step(swaps, owners):
 def test_killed_while_a_relayout_is_pending_is_the_same_run(
     house, relayout, tmp_path, cheap
 ):
-    """The run is killed after a save with a decision that is not yet adopted."""
+    """The run is killed after a save with a swap and a relayout that are not yet
+    adopted."""
     run_dir, params = tmp_path / "run", pending(cheap)
     with Live(run_dir, *params, gin_file=BALANCED) as live:
         saved = run_dir / "checkpoints" / str(PENDING_STEP)
@@ -169,8 +183,8 @@ def test_killed_while_a_relayout_is_pending_is_the_same_run(
         assert live.end(signal.SIGKILL).code == -signal.SIGKILL
     record = checkpoint_record(run_dir, PENDING_STEP)
     state = controller.from_json(record["meta"]["balance"])
-    assert state.pending.kind == "relayout"
-    assert state.pending.adopt_step > PENDING_STEP
+    assert state.relayout.adopt_step > PENDING_STEP
+    assert [swap.step for swap in state.swaps] == [PENDING_STEP]
     run_here(house, run_dir, *params)
     assert_same_run(run_dir, relayout.run_dir)
 
@@ -222,7 +236,7 @@ def test_a_checkpoint_goes_on_on_four_devices(house, swaps):
 def test_what_a_store_of_slices_saves_is_whole(house, relayout, home):
     """The run ends under another store than the one that it saves for. Its evaluation
     equals that of the arrays in logical order."""
-    (change,) = [x for x in relayout.decisions if x["kind"] == "relayout"]
+    *_, change = [x for x in relayout.decisions if x["kind"] == "relayout"]
     assert change["changes"]["store"] == ["resident", "sharded"]
     assert_evaluates_alike(house, relayout, HOME)
 
