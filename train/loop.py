@@ -3,6 +3,7 @@
 The device is one step ahead: step i is dispatched before the metrics of step i - 1 are
 read, so a step never waits for the host. Where a step may have to run again
 (`Layout.overflow`), whatever needs a certain state settles the steps in flight first.
+So does a step that a decision after the one before may change (Balance.lag_steps = 1).
 """
 
 import dataclasses
@@ -319,7 +320,8 @@ def _steps(run: LoopContext, state: TrainState, bar: Bar):
         run.replicas.require_equal(first, state)
     for done in range(first + 1, last + 1):
         run.watchdog.at(f"step {done}")
-        if run.in_flight.may_redo and run.balancing.is_due(done):
+        is_due = run.in_flight.may_redo and run.balancing.is_due(done)
+        if is_due or run.balancing.awaits(done - 1):
             state = reader.settle(state)
         with at("swaps", unless=reader.is_behind):
             state = _adopt_due(run, done, state)

@@ -186,7 +186,8 @@ class Balance:
     """Number of steps from one decision to the next; decisions are taken at multiples
     of it."""
     lag_steps: int = 4
-    """Number of steps from the decision for a swap to its adoption by all processes."""
+    """Number of steps from the decision for a swap to its adoption by all processes.
+    With 1 the step after a decision begins only when the host has decided."""
     relayout_lag_steps: int = 50
     """Number of steps from the decision for a relayout to its adoption by all
     processes. They should take longer than the compilation."""
@@ -227,10 +228,9 @@ class Balance:
 
     def __post_init__(self) -> None:
         require_min(
-            self, 1, "every_steps", "rest_below", "horizon_steps", "half_life_steps",
-            "max_slots_per_device", "num_nodes", "num_expert_groups",
+            self, 1, "every_steps", "lag_steps", "rest_below", "horizon_steps",
+            "half_life_steps", "max_slots_per_device", "num_nodes", "num_expert_groups",
         )  # fmt: skip
-        require_min(self, 2, "lag_steps")
         require_min(self, 0, "margin", "cooldown_steps", "num_excluded_devices")
         require(
             self.rest_below < self.act_above,

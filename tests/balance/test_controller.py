@@ -405,7 +405,7 @@ def test_a_changed_half_life_counts_from_then_on():
     ("changes", "words"),
     [
         ({"rest_below": 1.5}, "Balance.rest_below=1.5 must be below act_above=1.4"),
-        ({"lag_steps": 1}, "Balance.lag_steps=1 must be at least 2"),
+        ({"lag_steps": 0}, "Balance.lag_steps=0 must be at least 1"),
         ({"rest_below": 0.9}, "Balance.rest_below=0.9 must be at least 1"),
         ({"margin": -0.1}, "Balance.margin=-0.1 must be at least 0"),
         ({"margin": 1.0}, "Balance.margin=1.0 must be below 1"),

@@ -150,6 +150,12 @@ class Balancing:
         """Return whether this step is the first of a layout that compiles ahead."""
         return self.is_due(step) and self._is_relayout_next()
 
+    def awaits(self, step: int) -> bool:
+        """Return whether a decision at this step may be adopted before the next one,
+        which must not be dispatched until this one was observed."""
+        is_next = self._is_on and self._settings.lag_steps == 1
+        return is_next and controller.is_asked(self._settings, self._state, step)
+
     def is_due(self, step: int) -> bool:
         """Return whether `before` adopts a decision at this step."""
         return controller.is_due(self._state, step)
@@ -309,7 +315,7 @@ class Balancing:
             )
 
         reply = published(f"decision/{step}", decide)
-        # A process that has run step s has read what was published for step s - 2.
+        # A process that has dispatched step s has read what was published for s - 2.
         for old in [s for s in self._published if s <= step - 2]:
             withdraw(f"decision/{old}")
             self._published.remove(old)
