@@ -17,7 +17,7 @@ moejax.plan alone.
 
 from moejax.config.attention import Attention, LayerAttention, Mla, Rope
 from moejax.config.config import Config
-from moejax.config.dispatch import Dispatch, Recorded
+from moejax.config.dispatch import Dispatch, Points, Recorded
 from moejax.config.network import LayerKind, Model, Moe, Network, Router
 from moejax.config.training import (
     Balance,
@@ -31,5 +31,5 @@ from moejax.config.training import (
 __all__ = [
     "Attention", "Balance", "Checkpoint", "Config", "Data", "Dispatch",
     "LayerAttention", "LayerKind", "Mla", "Model", "Moe", "Network", "Optimizer",
-    "Processes", "Recorded", "Rope", "Router", "Train",
+    "Points", "Processes", "Recorded", "Rope", "Router", "Train",
 ]  # fmt: skip

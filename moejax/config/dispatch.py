@@ -150,6 +150,9 @@ class Dispatch:
         return self.schedule != "auto" and SCHEDULES[self.schedule].is_local
 
 
+Points = Literal["random", "spread"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Recorded:
     """Expert loads that Router.kind='recorded' follows; benchmarks of skewed loads use
@@ -172,7 +175,16 @@ class Recorded:
     """Name of the array in the .npz file that has the counts [samples, layers, ...,
     experts]; dims between layers and experts are summed."""
     steps_per_sample: int = 1
-    """Number of training steps that follow one sample of the .npz file."""
+    """Number of training steps that follow one sample of the .npz file, or, with
+    sample_per='micro_batch', of micro-batches."""
+    sample_per: Literal["step", "micro_batch"] = "step"
+    """What takes the next sample of the .npz file: every step, with the same loads in
+    all of its micro-batches, or every micro-batch of every step. Other sources change
+    by the step."""
+    points: Points = "random"
+    """How tokens draw their experts. 'random': each by itself, so that loads differ
+    from the record by chance. 'spread': the draws of a device's tokens are spread
+    evenly, so that its loads follow the record to within a few rows."""
 
     def __post_init__(self) -> None:
         require_min(self, 0, "zipf", "hot_share")

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from moejax import axes
-from moejax.config import Model, Network
+from moejax.config import Model, Network, Points
 from moejax.model import ahead, vocabulary
 from moejax.model.attention import AttentionContext
 from moejax.model.blocks import Block, Cycle, by_cycle, by_layer, stack, unstack
@@ -51,13 +51,15 @@ class StepInputs(NamedTuple):
     key: Array
     """Random key of the micro-batch, for jitter and for recorded choices."""
     chance_le: Float[Array, "l e"] | None
-    """With recorded routing, the probability in this step that a token chooses each
-    expert. None: the router chooses."""
+    """With recorded routing, the probability in this micro-batch that a token chooses
+    each expert. None: the router chooses."""
     jitter: float = 0.0
     """Half-width of the interval around 1 from which factors on the router's input are
     drawn; 0 for none."""
     is_dense: bool = False
     """Whether every expert computes every token (moejax.moe.dense)."""
+    points: Points = "random"
+    """How the tokens draw their experts with recorded routing (Recorded.points)."""
 
 
 class SlotSource(NamedTuple):
@@ -235,8 +237,9 @@ class Transformer(nnx.Module):
                 shape = x_btd.shape
                 jitter_btd = jax.random.uniform(key, shape, jnp.float32, low, high)
             if chance_e is not None:
-                start_bt = jax.random.uniform(key, x_btd.shape[:2])
-                forced_btk = recorded.choose(chance_e, start_bt, self.cfg.moe.top_k)
+                shape = x_btd.shape[:2]
+                point_bt = recorded.draw_points(step_inputs.points, key, shape)
+                forced_btk = recorded.choose(chance_e, point_bt, self.cfg.moe.top_k)
             args = placement, setup
 
             def run_dense(layer, parts):

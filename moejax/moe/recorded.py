@@ -1,8 +1,9 @@
 """Recorded routing: choices that follow given loads instead of a router.
 
 It serves benchmarks of skewed loads. `loads` makes a table [samples, layers, experts]
-on the host. `choose` draws k distinct experts per token, such that the expected counts
-are exactly one row of the table.
+on the host. `sample_index` says which sample a micro-batch follows. `choose` draws k
+distinct experts per token, such that the expected counts are exactly one row of the
+table.
 """
 
 import os
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from moejax.config import Recorded
+from moejax.config import Points, Recorded
 from moejax.moe.array_file import names_in_npz, read_npz
 
 MAX_COUNT = 1e15
@@ -56,13 +57,46 @@ def loads(cfg: Recorded, num_layers: int, num_experts: int, top_k: int) -> np.nd
 
 
 def sample_index(
-    cfg: Recorded, num_samples: int, step: Int[Array, ""]
+    cfg: Recorded,
+    num_samples: int,
+    step: Int[Array, ""],
+    micro_batch: Int[Array, ""] | int = 0,
+    accumulate_steps: int = 1,
 ) -> Int[Array, ""]:
-    """Return the index of the table's row that this step uses."""
-    num_steps = 1 if cfg.source == "wandering" else cfg.steps_per_sample
+    """Return the index of the table's sample that a micro-batch of this step uses.
+
+    `micro_batch` is its number within the step, of `accumulate_steps`. It counts with
+    sample_per='micro_batch' and loads of a file alone.
+    """
+    if cfg.source == "wandering":
+        return step % num_samples
     if cfg.source in ("rotating", "burst"):
-        num_steps = cfg.period_steps
-    return (step // num_steps) % num_samples
+        return (step // cfg.period_steps) % num_samples
+    if cfg.sample_per == "micro_batch":
+        step = step * accumulate_steps + micro_batch
+    return (step // cfg.steps_per_sample) % num_samples
+
+
+def draw_points(
+    points: Points, key: Array, shape: tuple[int, int]
+) -> Float[Array, "b t"]:
+    """Return the point of each token in [0, 1), from which `choose` draws its experts.
+
+    With points='spread' token i has the i-th number of van der Corput's sequence (1935;
+    the bits of i in reverse order), all moved by one random offset. So the tokens of a
+    device, which are consecutive, have evenly spaced points where they are a power of
+    two, and nearly so otherwise.
+    """
+    if points == "random":
+        return jax.random.uniform(key, shape)
+    bits = jnp.arange(shape[0] * shape[1], dtype=jnp.uint32).reshape(shape)
+    for width, mask in (
+        (1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF),
+        (16, 0x0000FFFF),
+    ):  # fmt: skip
+        bits = ((bits >> width) & mask) | ((bits & mask) << width)
+    offset = jax.random.bits(key, dtype=jnp.uint32)
+    return (bits + offset >> 8).astype(jnp.float32) * 2.0**-24
 
 
 def choose(

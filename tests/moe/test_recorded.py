@@ -154,6 +154,43 @@ def test_counts_from_a_file_are_summed_over_the_dims_between(tmp_path):
     assert [int(recorded.sample_index(cfg, 4, s)) for s in steps] == [0, 0, 1, 3, 0]
 
 
+def test_every_micro_batch_takes_the_next_sample():
+    """Of 7 samples, with 2 micro-batches a step and two of these on each sample."""
+    cfg = Recorded(source="a.npz", sample_per="micro_batch", steps_per_sample=2)
+    index = [
+        int(recorded.sample_index(cfg, 7, step, micro_batch, 2))
+        for step in range(8)
+        for micro_batch in range(2)
+    ]
+    assert index == [n // 2 % 7 for n in range(16)]
+    by_step = Recorded(source="a.npz")
+    assert [int(recorded.sample_index(by_step, 7, 3, i, 2)) for i in (0, 1)] == [3, 3]
+
+
+@pytest.mark.parametrize("source", ["uniform", "zipf"])
+def test_spread_points_give_each_device_the_recorded_load(source):
+    """Each device has 256 tokens. Where loads are even, and a whole number of rows for
+    each expert, its load is exact; else it is off by less than 2 rows."""
+    num_devices, num_experts, n = 4, 32, 256
+    chance_e = recorded.loads(Recorded(source=source), 1, num_experts, K)[0, 0]
+    expected_e = n * chance_e.astype(np.float64)
+    shape = (4 * num_devices, n // 4)
+    for seed in range(3):
+        point_bt = recorded.draw_points("spread", jax.random.key(seed), shape)
+        assert 0 <= point_bt.min() <= point_bt.max() < 1
+        expert_wx = np.asarray(choose(chance_e, point_bt, K)).reshape(num_devices, -1)
+        for expert_x in expert_wx:
+            count_e = np.bincount(expert_x, minlength=num_experts)
+            limit = 0 if source == "uniform" else 2
+            assert np.abs(count_e - expected_e).max() <= limit
+        assert_distinct(expert_wx.reshape(-1, 1, K), num_experts)
+
+
+def test_spread_points_move_from_draw_to_draw():
+    a, b = (recorded.draw_points("spread", jax.random.key(s), (2, 8)) for s in (0, 1))
+    assert not np.array_equal(a, b)
+
+
 def test_a_layer_that_nobody_used_is_even(tmp_path):
     source = write(tmp_path / "empty.npz", np.zeros((1, 1, E), np.int32))
     chance_e = recorded.loads(Recorded(source=source), 1, E, K)[0, 0]

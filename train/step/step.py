@@ -82,6 +82,8 @@ class LossInputs(NamedTuple):
     """Random key of the micro-batch, for jitter and recorded choices."""
     step: jax.Array
     is_training: bool
+    micro_batch: jax.Array | int = 0
+    """Number of the micro-batch within its step, from 0."""
     slots: SummedSlots | None = None
     """Slots of all layers, if they were made before the loss. None: each layer makes
     its slots from the parameters."""
@@ -140,12 +142,14 @@ def make_loss(context: StepContext):
         batch = Batch.from_windows(inputs.windows)
         chance_le = None
         if chance_tle is not None:
-            sample = recorded.sample_index(cfg.recorded, len(chance_tle), inputs.step)
+            at = (inputs.step, inputs.micro_batch, cfg.train.accumulate_steps)
+            sample = recorded.sample_index(cfg.recorded, len(chance_tle), *at)
             chance_le = jnp.asarray(chance_tle)[sample]
         jitter = cfg.router.jitter if inputs.is_training else 0.0
         network = nnx.merge(graph, params, router_bias)
         is_dense = inputs.is_training and cfg.router.training == "dense"
-        step_inputs = StepInputs(inputs.key, chance_le, jitter, is_dense)
+        points = cfg.recorded.points
+        step_inputs = StepInputs(inputs.key, chance_le, jitter, is_dense, points)
         hidden_btd, sums = network(
             batch.tokens_bt,
             batch.position_bt,
@@ -193,6 +197,7 @@ def _train_step(
             jax.random.fold_in(key, index),
             state.step,
             is_training=True,
+            micro_batch=index,
             slots=slots,
             tracked=state.tracked if slots is None else None,
         )
