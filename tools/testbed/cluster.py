@@ -11,6 +11,7 @@ of its DC in /sys/class/net/uplink/statistics. docs/testbed.md has a picture.
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import shutil
@@ -136,14 +137,7 @@ class LiveCluster:
         """
         lines: list[str] = []
         requests, clock = workers.StopRequests(), _Clock(timeout_sec)
-        group = workers.Workers(
-            make_command(program),
-            self.spec.count,
-            workers.free_port(),
-            host=network.address(0) if self.has_namespaces else LOOPBACK,
-            prefixes=tuple(map(self._prefix, range(self.spec.count))),
-            listen=_listener(lines, is_shown),
-        )
+        group = self._workers(program, _listener(lines, is_shown))
         before = self.sent_bytes()
         with handle_signals(requests.note), _run_watcher(requests, clock, watch):
             verdict = workers.run(group, WAITS, requests)
@@ -159,6 +153,39 @@ class LiveCluster:
         wall_sec = time.monotonic() - clock.start_sec
         return Result(code, tuple(lines), sent, self.is_shaped, wall_sec)
 
+    @contextlib.contextmanager
+    def held(self, program: Sequence[str]) -> "Iterator[HeldProgram]":
+        """Run a program in every process of the cluster during a `with` block, for
+        `HeldProgram.hold` to stop and `go_on` to continue; it is ended with the block.
+
+        Several such programs may be on the cluster at once: their processes i share a
+        control group. stdout is dropped, and stderr passed on. Raises ValueError for a
+        program that does not exist.
+        """
+        pids: list[int] = []
+        listen = _listener([], is_shown=False)
+
+        def note(process: subprocess.Popen, index: int) -> list[threading.Thread]:
+            pids.append(process.pid)
+            return listen(process, index)
+
+        held = HeldProgram(self._workers(program, note), pids)
+        try:
+            yield held
+        finally:
+            held.end()
+
+    def _workers(self, program: Sequence[str], listen: Callable) -> workers.Workers:
+        """Return the processes that run a program on this cluster."""
+        return workers.Workers(
+            make_command(program),
+            self.spec.count,
+            workers.free_port(),
+            host=network.address(0) if self.has_namespaces else LOOPBACK,
+            prefixes=tuple(map(self._prefix, range(self.spec.count))),
+            listen=listen,
+        )
+
     def sent_bytes(self) -> tuple[int, ...]:
         """Return the bytes sent over the uplink of each DC since the cluster was set
         up; an empty tuple without namespaces."""
@@ -171,6 +198,57 @@ class LiveCluster:
         if self.has_namespaces:
             words += network.prefix(index // self.spec.per_dc)
         return words
+
+
+class HeldProgram:
+    """A program in every process of a cluster, which can be held: all threads and
+    children of its processes are stopped, so that it takes no core."""
+
+    def __init__(self, group: workers.Workers, pids: list[int]) -> None:
+        """Start the processes, and return when all have started. `group.listen` appends
+        their ids to `pids`."""
+        self._pids = pids
+        self._requests = workers.StopRequests()
+        self._verdict: workers.Verdict | None = None
+        self._fault: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(group,), daemon=True)
+        self._thread.start()
+        while len(pids) < group.count and self._thread.is_alive():
+            time.sleep(POLL_SEC)
+
+    def hold(self) -> None:
+        """Stop all processes, their children included."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let processes that are held continue."""
+        self._signal(signal.SIGCONT)
+
+    def require_running(self) -> None:
+        """Raise OSError if a process has ended."""
+        if not self._thread.is_alive():
+            raise OSError(
+                "a program of the cluster ended before its time: "
+                f"{self._fault or self._verdict.cause}"
+            )
+
+    def end(self) -> None:
+        """End all processes, and return when they are gone."""
+        self._requests.has_enough = True
+        self._thread.join()
+
+    def _run(self, group: workers.Workers) -> None:
+        waits = dataclasses.replace(WAITS, stopped_sec=math.inf)
+        try:
+            self._verdict = workers.run(group, waits, self._requests)
+        except Exception as fault:
+            self._fault = fault
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self._pids:
+            # A process that has ended is found by require_running.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, number)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
     python tools/testbed/run.py run --dcs 2 --per_dc 4 --rate_mbit 100 --quota 0.25 \\
         -- train/main.py --gin_file=configs/tiny_cpu.gin --run_dir=/tmp/tiny --fresh
     python tools/testbed/run.py headline --only balancer --json
+    python tools/testbed/run.py race --arms forced,home,micromoe --json
     python tools/testbed/run.py clean
 
 Each DC is a network namespace. Its uplink is a veth pair that is shaped in both
@@ -18,6 +19,7 @@ failed, 124 the time of --timeout_sec is up, 130 interrupted.
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import pathlib
 import statistics
@@ -29,8 +31,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
 from tools.launch.arguments import HelpFormatter  # noqa: E402
-from tools.testbed import balancer, links, trace  # noqa: E402
+from tools.testbed import balancer, links, race, trace  # noqa: E402
+from tools.testbed.arms import ARMS, AT_JUMPS  # noqa: E402
 from tools.testbed.cluster import Cluster, Result, make_cluster, make_command  # noqa: E402
+from tools.testbed.loads import LOADS  # noqa: E402
 from tools.testbed.lock import hold_lock, remove_leftovers, say  # noqa: E402
 from train.launch.program import DONE, emit, guarded  # noqa: E402
 from train.logs.record_lines import read_records  # noqa: E402
@@ -55,7 +59,9 @@ def main(argv: list[str]) -> int:
 
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="run | headline | clean")
+    commands = parser.add_subparsers(
+        required=True, metavar="run | headline | race | clean"
+    )
 
     def new_command(name: str, purpose: str) -> argparse.ArgumentParser:
         return commands.add_parser(
@@ -67,6 +73,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 
     _add_run(new_command("run", "run a program on a cluster: run .. -- PROGRAM .."))
     _add_headline(new_command("headline", "measure the claims of docs/testbed.md"))
+    _add_race(new_command("race", "time balancing policies in the training loop"))
     clean = new_command("clean", "remove what killed testbeds have left")
     clean.set_defaults(work=_clean)
     for command in commands.choices.values():
@@ -132,6 +139,59 @@ def _add_headline(parser: argparse.ArgumentParser) -> None:
         " it if it does not exist",
     )
     add("--repeats", type=int, default=5, help="turns of each variant that count")
+
+
+def _add_race(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(work=_race)
+    add = parser.add_argument
+    add(
+        "--arms",
+        help=f"arms to run: all, or some of {', '.join(ARMS)} (default: all on a "
+        f"recorded load, else {', '.join(AT_JUMPS)})",
+    )
+    add("--load", choices=LOADS, default="recorded", help="load that choices follow")
+    add(
+        "--trace",
+        type=pathlib.Path,
+        default=TRACE,
+        help=".npz file with the recorded routing of --load recorded",
+    )
+    add("--steps", type=int, default=200, help="steps of each run that count")
+    add("--block_steps", type=int, default=10, help="steps of one turn")
+    add("--seed", type=int, default=0, help="seed of parameters, data and load")
+    add(
+        "--gin_file",
+        type=pathlib.Path,
+        default=race.CONFIG,
+        help="configuration of every arm",
+    )
+    add(
+        "--gin_param",
+        action="append",
+        default=[],
+        metavar="BINDING",
+        help="one binding for every arm, such as 'Moe.d_expert = 1024'; may be given"
+        " several times (default: none)",
+    )
+    add(
+        "--calibration",
+        type=pathlib.Path,
+        help="speeds by tools/calibrate.py for the cost model (default: measured first,"
+        " and kept in --out)",
+    )
+    add(
+        "--rate_mbit",
+        type=float,
+        default=1000.0,
+        help="rate of each DC's uplink in Mb/s, each way; 0 leaves links unshaped",
+    )
+    add("--quota", type=float, default=0.25, help="maximum number of cores per process")
+    add(
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path("runs", "race"),
+        help="folder of the results; arms that are there are not run again",
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -206,6 +266,16 @@ def headline(only: str, options: balancer.Options) -> dict:
     for name in names:
         record |= PARTS[name](options)
     return record
+
+
+def _race(args: argparse.Namespace) -> int:
+    fields = {field.name for field in dataclasses.fields(race.Options)}
+    given = {name: value for name, value in vars(args).items() if name in fields}
+    given["rate_mbit"] = args.rate_mbit or None
+    record = race.race(race.Options(**given))
+    print("\n".join(race.table(record)))
+    emit(record, args.json)
+    return DONE
 
 
 def _clean(args: argparse.Namespace) -> int:

@@ -1,0 +1,105 @@
+"""Arms of the race: settings that make a configuration follow a published system.
+
+All arms share one configuration. An arm adds the settings of its policy, and no other:
+how often it plans, which store and split it uses. Each arm that replicates has the
+slots of the budget, SPARE_SHARE more than its own experts.
+"""
+
+import dataclasses
+import itertools
+
+from moejax.config import Config
+
+SPARE_SHARE = 0.5
+"""Slots of a device beyond its own experts, over its own experts."""
+COPIES = (
+    "Dispatch.slots_per_device = {slots}",
+    "Dispatch.copies_per_device = {spare}",
+    "Dispatch.offers_per_device = {spare}",
+    "Balance.max_slots_per_device = {slots}",
+)
+SLOTS = (
+    "Dispatch.slots_per_device = {slots}",
+    "Balance.max_slots_per_device = {slots}",
+)
+EVEN_BUFFERS = ("Dispatch.buffer_factor = 2.0",)
+"""Buffers of arms whose replicas share the rows of every source. The others keep the
+configuration's, which hold the fullest pair of devices under home."""
+EACH_STEP = (
+    "Balance.every_steps = 1",
+    "Balance.cooldown_steps = 0",
+    "Balance.half_life_steps = 1.0",
+    "Balance.act_above = 1.05",
+    "Balance.rest_below = 1.01",
+)
+"""Settings of a system that plans each iteration from the loads of the last one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One arm of the race."""
+
+    params: tuple[str, ...] = ()
+    """Gin bindings beside those of the configuration, with {slots} and {spare}."""
+    changes_function: bool = False
+    """Whether its losses are others than exact home's: it drops rows, or follows
+    another load."""
+
+
+def _arm(policy: str, store: str, *groups: tuple[str, ...]) -> Arm:
+    """Return an arm that balances by a policy, with groups of further bindings."""
+    first = (f"Balance.policy = '{policy}'", f"Dispatch.store = '{store}'")
+    return Arm(first + tuple(itertools.chain(*groups)))
+
+
+ARMS: dict[str, Arm] = {
+    "forced": Arm(
+        ("Recorded.source = 'uniform'", "Dispatch.buffer_factor = 1.0"),
+        changes_function=True,
+    ),
+    "home": Arm(),
+    "capacity": Arm(
+        ("Dispatch.exchange = 'capacity'", "Dispatch.buffer_factor = 1.0"),
+        changes_function=True,
+    ),
+    "fastermoe": _arm("fastermoe", "transient", COPIES, EACH_STEP),
+    "smartmoe": _arm("smartmoe", "owned"),
+    "flexmoe": _arm("flexmoe", "resident", COPIES, EVEN_BUFFERS),
+    "prophet": _arm("prophet", "transient", COPIES),
+    "prophet_every": _arm("prophet", "transient", COPIES, EACH_STEP),
+    "eplb": _arm("eplb", "sharded", SLOTS, EVEN_BUFFERS),
+    "micromoe": _arm("micromoe", "resident", COPIES, EVEN_BUFFERS),
+    "dynamic": Arm(("Dispatch.split = 'dynamic'", *COPIES, *EVEN_BUFFERS)),
+}
+"""Arms by name, in the order in which they are run."""
+CEILING, BASELINE = "forced", "home"
+AT_JUMPS = ("forced", "home", "flexmoe", "prophet", "micromoe", "dynamic")
+"""Arms that are run by default on synthetic loads."""
+
+
+def names(text: str | None, load: str) -> list[str]:
+    """Return the arms that `text` names, with commas between, in the order of ARMS.
+    None: those that are run by default on a load.
+
+    Raises ValueError for an arm that does not exist.
+    """
+    if text is None:
+        return list(ARMS if load == "recorded" else AT_JUMPS)
+    chosen = [name.strip() for name in text.split(",")]
+    for name in chosen:
+        if name != "all" and name not in ARMS:
+            raise ValueError(f"--arms {name} is not an arm: use {', '.join(ARMS)}")
+    return [name for name in ARMS if name in chosen or "all" in chosen]
+
+
+def params(name: str, cfg: Config) -> list[str]:
+    """Return the gin bindings of an arm for a configuration of this size."""
+    slots = num_slots(cfg)
+    spare = slots - cfg.moe.num_experts // cfg.mesh.expert
+    return [text.format(slots=slots, spare=spare) for text in ARMS[name].params]
+
+
+def num_slots(cfg: Config) -> int:
+    """Return the slots of a device of an arm that replicates."""
+    own = cfg.moe.num_experts // cfg.mesh.expert
+    return own + max(1, round(SPARE_SHARE * own))

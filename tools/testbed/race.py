@@ -1,0 +1,340 @@
+"""The race: arms of configs/race_cpu.gin in the real training loop, beside exact home.
+
+    for each arm that has no result yet:
+        start arm and home, each eight processes, without a quota; stop each after its
+        first steps; then, with a quota, let them do blocks of steps in turns
+        write DIR/<load>_seed<n>/<arm>.json
+
+A second call does the arms that are left, and prints all. Nothing of a run's time is
+left out but its start: swaps, relayouts, their compilation and planning are in the
+blocks of the arm that needs them. docs/race.md says what the figures mean.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from moejax.config import Config
+from tools.testbed import arms, budget
+from tools.testbed.cluster import Cluster, LiveCluster, make_cluster
+from tools.testbed.loads import Sizes, make_load
+from tools.testbed.lock import say
+from tools.testbed.standings import Side, figures, series, standings
+from tools.testbed.turns import Run, started, take_turns
+from train.config import gin_reader
+from train.files import write_whole
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "configs" / "race_cpu.gin"
+FIRST_STEPS = 2
+"""Steps of each run before its first block. The first compiles what was not yet, and
+runs without a quota."""
+START_SEC, BLOCK_SEC = 1500.0, 900.0
+"""Limits of the time that a run takes to compile and do its first steps, and of the
+time of a block."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of a race."""
+
+    arms: str | None
+    """Names with commas between, or 'all'; None: the default ones of the load."""
+    load: str
+    trace: pathlib.Path
+    steps: int
+    block_steps: int
+    seed: int
+    gin_file: pathlib.Path
+    calibration: pathlib.Path | None
+    """Speeds for the cost model; None: they are measured before the first arm."""
+    rate_mbit: float | None
+    quota: float | None
+    out: pathlib.Path
+
+    def __post_init__(self) -> None:
+        if self.block_steps < 1 or self.steps < self.block_steps:
+            raise ValueError(
+                f"--steps {self.steps} must be at least --block_steps "
+                f"{self.block_steps}, which must be at least 1"
+            )
+        if self.steps % self.block_steps:
+            raise ValueError(
+                f"--steps {self.steps} must be a multiple of --block_steps "
+                f"{self.block_steps}"
+            )
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """Folder of the results with this load and seed."""
+        load = self.trace.stem if self.load == "recorded" else self.load
+        return self.out / f"{load}_seed{self.seed}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a race is to run: the same for all of its arms."""
+
+    options: Options
+    bindings: tuple[str, ...]
+    """Gin bindings of every run."""
+    cfg: Config
+    """Configuration of home."""
+
+    def words(self, name: str) -> list[str]:
+        """Return the arguments of train/main.py that configure an arm."""
+        params = [*self.bindings, *arms.params(name, self.cfg)]
+        return [f"--gin_file={self.options.gin_file}"] + [
+            f"--gin_param={param}" for param in params
+        ]
+
+    def config(self, name: str) -> Config:
+        """Return the configuration of an arm."""
+        params = [*self.bindings, *arms.params(name, self.cfg)]
+        return gin_reader.load([self.options.gin_file], params)
+
+    def settings(self, name: str) -> dict:
+        """Return what a result depends on, for a later call to compare."""
+        folder = str(self.options.out.resolve())  # results may be moved
+        text = gin_reader.render(self.config(name)).replace(folder, "")
+        kept = ("load", "steps", "block_steps", "seed", "rate_mbit", "quota")
+        record = {field: getattr(self.options, field) for field in kept}
+        load = (self.options.folder / "load.npz").read_bytes()
+        return record | {
+            "config_sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "load_sha256": hashlib.sha256(load).hexdigest(),
+        }
+
+
+def race(options: Options) -> dict:
+    """Run the arms that have no result yet, and return the record of all that have.
+
+    Raises ValueError for arms, loads and settings that cannot be, before any runs, and
+    for a folder with results of other settings; OSError for a run that fails.
+    """
+    chosen = arms.names(options.arms, options.load)
+    plan = make_plan(options)
+    results = {name: _read_result(plan, name) for name in chosen}
+    left = [name for name in chosen if results[name] is None]
+    if left:
+        layouts, most_bytes = _checked_layouts(plan, left)
+        with _cluster(plan) as live:
+            _calibrate(plan, live)
+            for name in left:
+                result = _run_pair(plan, live, name, layouts[name])
+                results[name] = result | {"budget_bytes": most_bytes}
+                path = options.folder / f"{name}.json"
+                write_whole(path, json.dumps(results[name]))
+                _show(name, result["figures"])
+    return make_record(options, results)
+
+
+def make_plan(options: Options) -> Plan:
+    """Write the load of a race into its folder, and return what is to be run."""
+    cfg = gin_reader.load([options.gin_file], [])
+    num_steps = options.steps + FIRST_STEPS
+    sizes = Sizes(
+        num_steps=num_steps,
+        micro_batches=cfg.train.accumulate_steps,
+        num_layers=cfg.model.num_moe_layers,
+        num_experts=cfg.moe.num_experts,
+        num_devices=cfg.mesh.expert,
+    )
+    count_rle = make_load(options.load, sizes, options.seed, options.trace)
+    folder = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez(folder / "load.npz", tokens=count_rle)
+    bindings = (
+        f"Recorded.source = '{folder / 'load.npz'}'",
+        # The last step is never done: a run is ended after its last block, without the
+        # evaluation and the checkpoint that stand at its end.
+        f"Train.num_steps = {num_steps + 1}",
+        f"Train.seed = {options.seed}",
+        f"Data.seed = {options.seed}",
+        f"Balance.calibration = '{_calibration(options)}'",
+    )
+    return Plan(options, bindings, gin_reader.load([options.gin_file], bindings))
+
+
+def make_record(options: Options, results: dict[str, dict]) -> dict:
+    """Return the record of a race: `arms` by name, and what they have in common."""
+    made = {name: result["figures"] for name, result in results.items()}
+    return {
+        "load": options.load,
+        "trace": options.trace.name if options.load == "recorded" else None,
+        "steps": options.steps,
+        "block_steps": options.block_steps,
+        "seeds": [options.seed],
+        "has_quota": all(x["has_quota"] for x in results.values()),
+        "is_shaped": all(x["is_shaped"] for x in results.values()),
+        "budget_bytes": max(x["budget_bytes"] for x in results.values()),
+        "arms": standings(made, arms.CEILING),
+    }
+
+
+def _cluster(plan: Plan) -> contextlib.AbstractContextManager[LiveCluster]:
+    """Return the cluster of a race: a process for each device, in two data centres."""
+    num_devices, options = plan.cfg.train.num_simulated_devices, plan.options
+    if num_devices is None or num_devices % 2:
+        raise ValueError(
+            f"Train.num_simulated_devices={num_devices} must be even: a race has two "
+            "data centres, and a process for each device"
+        )
+    return make_cluster(Cluster(2, num_devices // 2, options.rate_mbit, None))
+
+
+def _calibration(options: Options) -> pathlib.Path:
+    """Return the path of the speeds that the cost model of every arm has."""
+    return (options.calibration or options.out / "calibration.json").resolve()
+
+
+def _calibrate(plan: Plan, live: LiveCluster) -> None:
+    """Measure the speeds of the cluster under its quota, unless the file is there."""
+    options, path = plan.options, _calibration(plan.options)
+    if path.is_file():
+        return
+    say(f"measuring the speeds of collectives and products: {path}")
+    live.set_quota(options.quota)
+    program = [str(ROOT / "tools" / "calibrate.py"), f"--gin_file={options.gin_file}"]
+    result = live.run(
+        [*program, "--turns", "3", f"--out={path}"], timeout_sec=START_SEC
+    )
+    if result.exit_code:
+        raise OSError(f"tools/calibrate.py ended with code {result.exit_code}")
+
+
+def _checked_layouts(plan: Plan, left: Sequence[str]) -> tuple[dict[str, dict], int]:
+    """Return the layout of the first step of each arm that is left, and the budget of
+    each: the slots of one that replicates, in all layers, and home's buffers, in bytes.
+
+    Raises ValueError for an arm that cannot run, or that exceeds the budget.
+    """
+    layouts = {name: _dry_layout(plan, name) for name in left}
+    home = layouts.get(arms.BASELINE) or _dry_layout(plan, arms.BASELINE)
+    most_bytes = budget.limit(home, arms.num_slots(plan.cfg), plan.cfg)
+    for name, layout in layouts.items():
+        budget.require_within(name, layout, most_bytes, plan.config(name))
+    return layouts, most_bytes
+
+
+def _dry_layout(plan: Plan, name: str) -> dict:
+    """Return the layout of an arm's first step, from a dry run."""
+    # The calibration may not be there yet, and a layout does not depend on it.
+    command = [sys.executable, str(ROOT / "train" / "main.py"), *plan.words(name)]
+    command += ["--gin_param=Balance.calibration = None", "--dry_run", "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        lines = result.stderr.strip().splitlines() or ["no message"]
+        raise ValueError(f"arm {name} cannot run: {lines[-1]}")
+    return json.loads(result.stdout.splitlines()[-1])["layout"]
+
+
+def _run_pair(plan: Plan, live: LiveCluster, name: str, layout: dict) -> dict:
+    """Run an arm beside home, and return its result."""
+    options, folder = plan.options, plan.options.folder / "runs" / name
+    say(f"{name}: starting it and home, which compile one after the other")
+    live.set_quota(None)
+    with (
+        _first_steps(plan, live, name, folder / "arm") as arm,
+        _first_steps(plan, live, arms.BASELINE, folder / "home") as home,
+    ):
+        live.set_quota(options.quota)
+        say(f"{name}: {options.steps} steps of each, {options.block_steps} at a time")
+        num_blocks = options.steps // options.block_steps
+        blocks = take_turns((arm, home), options.block_steps, num_blocks, BLOCK_SEC)
+    sides = [
+        Side([b for b in blocks if b.run == run.name], run.metrics.records)
+        for run in (arm, home)
+    ]
+    has_quota = live.groups is not None and options.quota is not None
+    is_exact = not arms.ARMS[name].changes_function
+    made = figures(*sides, layout, plan.config(name), is_exact=is_exact)
+    if not has_quota:
+        made["speedup"] = None  # all processes share the cores as they like
+    return {
+        "settings": plan.settings(name),
+        "figures": made,
+        "has_quota": has_quota,
+        "is_shaped": live.is_shaped,
+        "blocks": [dataclasses.asdict(block) for block in blocks],
+        "arm": series(sides[0]),
+        "home": series(sides[1]),
+    }
+
+
+@contextlib.contextmanager
+def _first_steps(
+    plan: Plan, live: LiveCluster, name: str, run_dir: pathlib.Path
+) -> Iterator[Run]:
+    """Start a run, let it do its first steps, and stop it, for a `with` block."""
+    run_dir = run_dir.resolve()
+    command = [str(ROOT / "train" / "main.py"), *plan.words(name)]
+    command += [f"--run_dir={run_dir}", "--fresh"]
+    # home may be an arm too, beside itself
+    label = f"{run_dir.name}: {name}"
+    with started(live, label, command, run_dir) as run:
+        run.advance(FIRST_STEPS, START_SEC)
+        yield run
+
+
+def _read_result(plan: Plan, name: str) -> dict | None:
+    """Return the result of an arm in the folder, or None.
+
+    Raises ValueError for one that was made with other settings.
+    """
+    path = plan.options.folder / f"{name}.json"
+    if not path.is_file():
+        return None
+    result, settings = json.loads(path.read_text()), plan.settings(name)
+    other = [key for key in settings if result["settings"].get(key) != settings[key]]
+    if other:
+        raise ValueError(
+            f"{path} was made with another {' and '.join(other)}: name another --out, "
+            "or remove it"
+        )
+    return result
+
+
+def _show(name: str, made: dict) -> None:
+    """Print one line about an arm that has just run."""
+    speedup = "without a quota" if made["speedup"] is None else f"{made['speedup']:.2f}"
+    say(
+        f"{name}: {made['sec_per_step']:.3f} s per step, home "
+        f"{made['home_sec_per_step']:.3f} s, speedup {speedup}, device max/mean "
+        f"{made['max_over_mean_p50']:.2f}"
+    )
+
+
+def table(record: dict) -> list[str]:
+    """Return the lines of a race's table for a reader, the ceiling first."""
+    head = f"{'arm':<14}{'s/step':>8}{'speedup':>9}{'of forced':>10}{'max/mean':>9}"
+    head += f"{'dropped':>9}{'slots MiB':>10}{'buffers MiB':>12}  losses"
+    lines = [head]
+    for name in (x for x in arms.ARMS if x in record["arms"]):
+        arm = record["arms"][name]
+        loss = arm["loss"]
+        same = "home's" if loss["equals_home"] else "others"
+        is_wrong = loss["should_equal_home"] and not loss["equals_home"]
+        cells = [
+            f"{name:<14}{arm['sec_per_step']:>8.3f}",
+            _cell(arm["speedup"], 9),
+            _cell(arm["of_forced_balance"], 10),
+            _cell(arm["max_over_mean_p50"], 9),
+            f"{arm['dropped_share']:>9.3f}",
+            f"{arm['bytes_of_slots'] / 2**20:>10.1f}",
+            f"{arm['bytes_of_buffers'] / 2**20:>12.1f}",
+            f"  {same}{', WRONG' if is_wrong else ''}",
+        ]
+        lines.append("".join(cells))
+    return lines
+
+
+def _cell(value: float | None, width: int) -> str:
+    return f"{'-':>{width}}" if value is None else f"{value:>{width}.2f}"

@@ -1,0 +1,159 @@
+"""Figures of one arm of a race, from the records of its run and of home's beside it."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from moejax.config import Config
+from tools.testbed import budget
+from tools.testbed.turns import Block
+
+LOSS_PER_STEP = 1e-5
+"""Difference of losses, in nats, by which a step may add to that of the step before.
+
+Two arms sum the same numbers in another order. From the same state one step differs by
+less; from then on the states differ too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One of the two runs of a pair."""
+
+    blocks: Sequence[Block]
+    """Its blocks, in the order in which they ran."""
+    records: Sequence[Mapping]
+    """Records of its metrics.jsonl."""
+
+    @property
+    def steps(self) -> list[Mapping]:
+        """Records of the steps of the blocks."""
+        first, last = self.blocks[0].first_step, self.blocks[-1].last_step
+        return [
+            x for x in self.records if "step_msec" in x and first <= x["step"] <= last
+        ]
+
+    @property
+    def step_sec(self) -> float:
+        """Wall time of all blocks over their steps, in seconds."""
+        total_sec = sum(block.sec for block in self.blocks)
+        return total_sec / sum(block.num_steps for block in self.blocks)
+
+    @property
+    def adopted(self) -> list[Mapping]:
+        """Decisions that were adopted before the last step."""
+        last = self.blocks[-1].last_step
+        decisions = [x["decision"] for x in self.records if "decision" in x]
+        return [x for x in decisions if x["kind"] != "keep" and x["adopt_step"] <= last]
+
+
+def figures(
+    arm: Side, home: Side, layout: Mapping, cfg: Config, *, is_exact: bool
+) -> dict:
+    """Return the figures of an arm beside home's of the same blocks.
+
+    `layout` is that of the arm's first step, and `cfg` its configuration. `is_exact`
+    says whether its losses should be home's.
+    """
+    pairs = [h.step_sec / a.step_sec for a, h in zip(arm.blocks, home.blocks)]
+    bytes_used = budget.most_used(layout, arm.adopted, cfg)
+    kinds = [x["kind"] for x in arm.adopted]
+    return {
+        "sec_per_step": round(arm.step_sec, 5),
+        "home_sec_per_step": round(home.step_sec, 5),
+        "speedup": round(home.step_sec / arm.step_sec, 4),
+        "speedup_of_blocks": spread(pairs),
+        "sec_per_step_of_blocks": spread([x.step_sec for x in arm.blocks]),
+        "num_steps": sum(block.num_steps for block in arm.blocks),
+        "max_over_mean_p50": pooled_median(arm.steps, "device_max_over_mean"),
+        "rb_p50": pooled_median(arm.steps, "home_std_over_std"),
+        "dropped_share": statistics.fmean(x["dropped_share"] for x in arm.steps),
+        "bytes_of_slots": bytes_used.slots,
+        "bytes_of_buffers": bytes_used.buffers,
+        "num_swaps": kinds.count("swap"),
+        "num_relayouts": kinds.count("relayout"),
+        "adopt_sec": _sum_msec(arm.steps, "adopt_msec") / 1e3,
+        "adopt_wait_sec": _sum_msec(arm.steps, "adopt_wait_msec") / 1e3,
+        "loss": compare_losses(arm, home) | {"should_equal_home": is_exact},
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median, the smallest and the largest of some values."""
+    return {
+        "p50": round(statistics.median(values), 5),
+        "min": round(min(values), 5),
+        "max": round(max(values), 5),
+    }
+
+
+def pooled_median(steps: Sequence[Mapping], field: str) -> float | None:
+    """Return the median of a field over steps and layers. None where no step has it, or
+    where it is infinite, which metrics.jsonl has as null."""
+    values = [
+        math.inf if value is None else value
+        for record in steps
+        for value in record.get(field, ())
+    ]
+    median = statistics.median(values) if values else math.inf
+    return round(median, 4) if math.isfinite(median) else None
+
+
+def compare_losses(arm: Side, home: Side) -> dict:
+    """Return how far an arm's losses are from home's at the same steps, in nats.
+
+    They are equal if step n of the run differs by at most n times LOSS_PER_STEP.
+    """
+    home_loss = {x["step"]: x["loss"] for x in home.records if "step_msec" in x}
+    apart = {
+        x["step"]: abs(x["loss"] - home_loss[x["step"]])
+        for x in arm.records
+        if "step_msec" in x and x["step"] in home_loss
+    }
+    per_step = max(apart[step] / step for step in apart)
+    return {
+        "first_apart": apart[min(apart)],
+        "last_apart": apart[max(apart)],
+        "apart_per_step_max": per_step,
+        "equals_home": per_step <= LOSS_PER_STEP,
+    }
+
+
+def series(side: Side) -> dict[str, list]:
+    """Return figures of each step: its seconds without pauses, device max/mean of the
+    worst layer, and the steps that adopted a plan or a layout."""
+    paused = {block.first_step: block.paused_sec for block in side.blocks}
+    return {
+        "step": [x["step"] for x in side.steps],
+        "sec": [
+            round(x["step_msec"] / 1e3 - paused.get(x["step"], 0.0), 5)
+            for x in side.steps
+        ],
+        "max_over_mean": [max(x["device_max_over_mean"]) for x in side.steps],
+        "home_max_over_mean": [
+            max(x.get("home_device_max_over_mean", x["device_max_over_mean"]))
+            for x in side.steps
+        ],
+        "dropped_share": [x["dropped_share"] for x in side.steps],
+        "loss": [x["loss"] for x in side.steps],
+        "adopted": [x["step"] for x in side.steps if "adopt_msec" in x],
+    }
+
+
+def standings(arms: Mapping[str, Mapping], ceiling: str) -> dict[str, dict]:
+    """Return the figures of all arms, with `of_forced_balance`: an arm's speedup over
+    that of the arm `ceiling`; None until that one has run."""
+    top = arms.get(ceiling, {}).get("speedup")
+    return {
+        name: dict(
+            arm,
+            of_forced_balance=(
+                round(arm["speedup"] / top, 4) if top and arm["speedup"] else None
+            ),
+        )
+        for name, arm in arms.items()
+    }
+
+
+def _sum_msec(steps: Sequence[Mapping], field: str) -> float:
+    return round(sum(x.get(field, 0.0) for x in steps), 3)

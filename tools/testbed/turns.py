@@ -1,0 +1,143 @@
+"""Two training runs in turns on one cluster, each stopped while it is not its turn.
+
+    arm     ██░░░░██░░░░██░░          a block: the steps of one run while the other one
+    home    ░░████░░████░░██          is stopped (SIGSTOP, which reaches every thread)
+    turns   a h h a a h h a ..        so that slow changes of the machine hit both alike
+
+A stopped run takes no core and sends nothing: no compilation of a relayout goes on, and
+no plan is made. So what a run does beside its steps is paid for in its own blocks. A
+run is stopped when the line of a block's last step is in its metrics.jsonl, which is
+within POLL_SEC and the time to write it; what it has then done of the next step is
+missing from its next block. Sums of blocks are exact.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import time
+from collections.abc import Iterator, Sequence
+
+from tools.testbed.cluster import HeldProgram, LiveCluster
+from train.logs.record_lines import parse_line
+
+POLL_SEC = 0.005
+"""Interval at which a run's metrics.jsonl is looked at; a step takes a hundred times as
+long."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Consecutive steps of one run, and the wall time that they took."""
+
+    run: str
+    first_step: int
+    last_step: int
+    sec: float
+    paused_sec: float
+    """Time for which the run was stopped before the block; it lies within the time of
+    the block's first step as the run itself sees it."""
+
+    @property
+    def num_steps(self) -> int:
+        return self.last_step - self.first_step + 1
+
+    @property
+    def step_sec(self) -> float:
+        """Mean wall time of a step of the block, in seconds."""
+        return self.sec / self.num_steps
+
+
+class Metrics:
+    """The records of a run's metrics.jsonl, read while the run writes them."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path, self._offset = path, 0
+        self.records: list[dict] = []
+        """All records so far, evaluations and decisions included."""
+        self.last_step = 0
+        """Number of the last step whose line is there; 0 before the first."""
+
+    def read(self) -> None:
+        """Take over the whole lines that were written since the last call."""
+        try:
+            size = self._path.stat().st_size
+        except FileNotFoundError:
+            return
+        if size == self._offset:
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            record = parse_line(line)
+            if isinstance(record, dict):
+                self.records.append(record)
+                if "step_msec" in record:
+                    self.last_step = record["step"]
+
+
+@dataclasses.dataclass
+class Run:
+    """A training run that takes turns with another one."""
+
+    name: str
+    program: HeldProgram
+    metrics: Metrics
+    held_since_sec: float | None = None
+    """Value of time.monotonic() when the run was stopped; None before the first
+    time."""
+
+    def advance(self, to_step: int, limit_sec: float) -> Block:
+        """Let the run continue until step `to_step` is in its metrics, stop it, and
+        return the block. Raises OSError if it ends, or takes longer than the limit."""
+        first, begin_sec = self.metrics.last_step + 1, time.monotonic()
+        paused_sec = begin_sec - (self.held_since_sec or begin_sec)
+        self.program.go_on()
+        while self.metrics.last_step < to_step:
+            self.program.require_running()
+            if time.monotonic() - begin_sec > limit_sec:
+                raise OSError(
+                    f"{self.name} has not done step {to_step} after {limit_sec:g} s"
+                )
+            time.sleep(POLL_SEC)
+            self.metrics.read()
+        self.program.hold()
+        self.held_since_sec = time.monotonic()
+        self.metrics.read()  # a line may have come before the processes stopped
+        sec, last = self.held_since_sec - begin_sec, self.metrics.last_step
+        return Block(self.name, first, last, sec, paused_sec)
+
+
+def order(num_blocks: int) -> list[int]:
+    """Return whose turn each block is, 0 or 1, with `num_blocks` of each.
+
+    The two runs begin in turn (0 1 1 0 0 1 1 0 ..), so that neither has the later half
+    of all pairs.
+    """
+    return [(pair + place) % 2 for pair in range(num_blocks) for place in range(2)]
+
+
+@contextlib.contextmanager
+def started(
+    live: LiveCluster, name: str, command: Sequence[str], run_dir: pathlib.Path
+) -> Iterator[Run]:
+    """Start a training run for a `with` block, at whose end its processes are ended."""
+    metrics = Metrics(run_dir / "metrics.jsonl")
+    with live.held(command) as program:
+        yield Run(name, program, metrics)
+
+
+def take_turns(
+    runs: Sequence[Run], block_steps: int, num_blocks: int, limit_sec: float
+) -> list[Block]:
+    """Let two runs, which are stopped, do their blocks in turns, and return them in the
+    order in which they ran. Blocks end at the same steps of both."""
+    before = max(run.metrics.last_step for run in runs)
+    done, blocks = [0, 0], []
+    for index in order(num_blocks):
+        done[index] += 1
+        to_step = before + done[index] * block_steps
+        blocks.append(runs[index].advance(to_step, limit_sec))
+    return blocks
