@@ -53,6 +53,8 @@ class Options:
     block_steps: int
     seed: int
     gin_file: pathlib.Path
+    gin_param: list[str]
+    """Bindings for every arm, home included."""
     calibration: pathlib.Path | None
     """Speeds for the cost model; None: they are measured before the first arm."""
     rate_mbit: float | None
@@ -69,6 +71,11 @@ class Options:
             raise ValueError(
                 f"--steps {self.steps} must be a multiple of --block_steps "
                 f"{self.block_steps}"
+            )
+        if self.calibration is not None and not self.calibration.is_file():
+            raise ValueError(
+                f"--calibration {self.calibration} is not a file: name one by "
+                "tools/calibrate.py, or leave it out"
             )
 
     @property
@@ -138,7 +145,7 @@ def race(options: Options) -> dict:
 
 def make_plan(options: Options) -> Plan:
     """Write the load of a race into its folder, and return what is to be run."""
-    cfg = gin_reader.load([options.gin_file], [])
+    cfg = gin_reader.load([options.gin_file], options.gin_param)
     num_steps = options.steps + FIRST_STEPS
     sizes = Sizes(
         num_steps=num_steps,
@@ -152,6 +159,7 @@ def make_plan(options: Options) -> Plan:
     folder.mkdir(parents=True, exist_ok=True)
     np.savez(folder / "load.npz", tokens=count_rle)
     bindings = (
+        *options.gin_param,
         f"Recorded.source = '{folder / 'load.npz'}'",
         # The last step is never done: a run is ended after its last block, without the
         # evaluation and the checkpoint that stand at its end.
@@ -203,9 +211,9 @@ def _calibrate(plan: Plan, live: LiveCluster) -> None:
     say(f"measuring the speeds of collectives and products: {path}")
     live.set_quota(options.quota)
     program = [str(ROOT / "tools" / "calibrate.py"), f"--gin_file={options.gin_file}"]
-    result = live.run(
-        [*program, "--turns", "3", f"--out={path}"], timeout_sec=START_SEC
-    )
+    program += [f"--gin_param={param}" for param in options.gin_param]
+    program += ["--turns", "3", f"--out={path}"]
+    result = live.run(program, timeout_sec=START_SEC)
     if result.exit_code:
         raise OSError(f"tools/calibrate.py ended with code {result.exit_code}")
 

@@ -290,8 +290,12 @@ def test_results_are_read_again_and_not_mixed(tmp_path):
         assert field in home
     assert (record["seeds"], record["budget_bytes"]) == ([0], 7)
     assert "home" in race.table(record)[1]
-    with pytest.raises(ValueError, match=r"made with another quota: name another --o"):
-        race.race(options(tmp_path, quota=0.5))
+    for changes, what in (
+        ({"quota": 0.5}, "quota"),
+        ({"gin_param": ["Moe.d_expert = 256"]}, "config_sha256"),
+    ):
+        with pytest.raises(ValueError, match=f"made with another {what}: name another"):
+            race.race(options(tmp_path, **changes))
 
 
 @pytest.mark.parametrize(
@@ -301,6 +305,7 @@ def test_results_are_read_again_and_not_mixed(tmp_path):
         (["--steps=15"], "--steps 15 must be a multiple of --block_steps 10"),
         (["--steps=5"], "--steps 5 must be at least --block_steps 10"),
         (["--trace=no/such.npz"], "--trace no/such.npz is not a file"),
+        (["--calibration=no.json"], "--calibration no.json is not a file"),
     ],
 )
 def test_bad_usage_is_one_line_and_code_2(words, message, tmp_path):
