@@ -33,6 +33,8 @@ EACH_STEP = (
     "Balance.rest_below = 1.01",
 )
 """Settings of a system that plans each iteration from the loads of the last one."""
+LAER = ("Balance.half_life_steps = 3.0",)
+"""LAER-MoE plans from the loads of the last five iterations."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +70,7 @@ ARMS: dict[str, Arm] = {
     "prophet": _arm("prophet", "transient", COPIES),
     "prophet_every": _arm("prophet", "transient", COPIES, EACH_STEP),
     "eplb": _arm("eplb", "sharded", SLOTS, EVEN_BUFFERS),
+    "laer": _arm("laer", "sharded", SLOTS, EVEN_BUFFERS, EACH_STEP, LAER),
     "micromoe": _arm("micromoe", "resident", COPIES, EVEN_BUFFERS),
     "dynamic": Arm(("Dispatch.split = 'dynamic'", *COPIES, *EVEN_BUFFERS)),
 }
