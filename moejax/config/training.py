@@ -215,6 +215,11 @@ class Balance:
     calibration: str | None = None
     """Path of a JSON file of measured speeds that tools/calibrate.py wrote. None:
     presumed speeds, 50 TFLOP/s and 12.5 GB/s."""
+    sends_states: bool = False
+    """Whether a device that gets a copy of an expert is sent its master parameters and
+    moments too, as where every replica has an optimizer state (FlexMoE as published).
+    Nothing uses them here: the field is for comparisons of systems, with
+    Dispatch.store='resident'."""
     num_excluded_devices: int = 0
     """Number of devices that get no copy of an expert that 'prophet' copies: those with
     the fewest rows for it (n in Pro-Prophet, arXiv 2411.10003)."""

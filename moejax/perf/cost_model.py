@@ -18,7 +18,7 @@ import numpy as np
 from moejax.perf.traffic import device_rows, pair_rows, rows_by_slot
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
-from moejax.plan.owner_moves import num_rounds
+from moejax.plan.owner_moves import num_rounds, state_rounds
 
 ROUNDING = 1e-9
 """Relative rounding error of a sum of shares of rows. A sum that exceeds a whole number
@@ -55,6 +55,9 @@ class CostModel:
     loop_sec: float = 0.0
     """Time for which the host waits at a loop whose number of rounds only the devices
     know, before it can launch what follows."""
+    sends_states: bool = False
+    """Copy of Balance.sends_states: whether a new copy is sent the master parameters
+    and moments of its expert."""
     remat: str = "none"
     """Copy of Model.remat: what the backward pass repeats. 'dispatch' repeats experts
     and copies; 'full' repeats the exchange of rows too."""
@@ -247,8 +250,9 @@ class CostModel:
 
         In each round a device sends the slices of one expert and receives those of one
         (moejax.plan.owner_moves). Copies cost nothing here, since they travel in each
-        step anyway. If the store of `old_layout` splits parameters by expert and that
-        of `layout` by hidden width, or the other way round, everything moves once.
+        step anyway, unless states are sent with them. If the store of `old_layout`
+        splits parameters by expert and that of `layout` by hidden width, or the other
+        way round, everything moves once.
         """
         w, own = layout.num_devices, layout.experts_per_device
         stores = {layout.store, (old_layout or layout).store}
@@ -257,12 +261,25 @@ class CostModel:
             moved *= new.num_layers
         else:
             rounds = num_rounds(current.owned_le, new.owned_le, w)
+            if self.sends_states:
+                rounds += num_state_rounds(current, new, w)
             moved = 2 * rounds * (w - 1) / w
         return moved and moved * self.bytes_per_move / self.bytes_per_sec
 
     def as_dict(self) -> dict:
         """Return all fields by name."""
         return dataclasses.asdict(self)
+
+
+def num_state_rounds(old: ExpertPlan, new: ExpertPlan, num_devices: int) -> int:
+    """Return the number of rounds, over all layers, in which states travel to the
+    copies that `new` has and `old` has not."""
+    return sum(
+        len(state_rounds(old_p, new_p, owned_e, num_devices))
+        for old_p, new_p, owned_e in zip(
+            old.slot_to_expert_lp, new.slot_to_expert_lp, new.owned_le, strict=True
+        )
+    )
 
 
 def tight(layout: Layout, plan: ExpertPlan) -> Layout:

@@ -34,7 +34,8 @@ def make_cost_model(cfg: Config, calibration: Calibration) -> CostModel:
             remat=cfg.model.repeats,
             group=cfg.dispatch.group_axes,
         )
-    return dataclasses.replace(cost, loop_sec=LOOP_SEC)
+    sends_states = cfg.balance.sends_states
+    return dataclasses.replace(cost, loop_sec=LOOP_SEC, sends_states=sends_states)
 
 
 def make_overflow_prices(cfg: Config, cost: CostModel) -> Prices:

@@ -67,6 +67,9 @@ ARMS: dict[str, Arm] = {
     "fastermoe": _arm("fastermoe", "transient", COPIES, EACH_STEP),
     "smartmoe": _arm("smartmoe", "owned"),
     "flexmoe": _arm("flexmoe", "resident", COPIES, EVEN_BUFFERS),
+    "flexmoe_migrate": _arm(
+        "flexmoe", "resident", COPIES, EVEN_BUFFERS, ("Balance.sends_states = True",)
+    ),
     "prophet": _arm("prophet", "transient", COPIES),
     "prophet_every": _arm("prophet", "transient", COPIES, EACH_STEP),
     "eplb": _arm("eplb", "sharded", SLOTS, EVEN_BUFFERS),

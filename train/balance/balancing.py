@@ -122,7 +122,7 @@ class Balancing:
         between owners, and the steps of a pending relayout."""
         self.steps = self._compile_steps(self.layout)
         self.steps.require_room()
-        if self._is_on and "owned" in self.stores:
+        if self._is_on and ("owned" in self.stores or self._settings.sends_states):
             self._mover.prepare_moves()
         self._set_placement()
         self._prepare()
@@ -190,6 +190,8 @@ class Balancing:
             state = self._mover.to_store(state, old_store, new_store)
             old_plan = _logical(old_plan)
         state = self._mover.to_owners(state, old_plan, self.plan)
+        if self._settings.sends_states:
+            state = self._mover.send_states(state, old_plan, self.plan)
         self._set_placement()
         adopted_sec = time.monotonic() - start_sec - waited_sec
         waited_msec, adopted_msec = 1e3 * waited_sec, 1e3 * adopted_sec

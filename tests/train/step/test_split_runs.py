@@ -72,6 +72,10 @@ def test_a_run_that_goes_on_from_home_begins_spread(home):
     [
         ((*HOME, "Dispatch.split = 'water_filling'"), "makes none: use 'micromoe'"),
         (
+            ("Balance.sends_states = True", "Balance.policy = 'flexmoe'"),
+            "Balance.sends_states=True needs Dispatch.store='resident'",
+        ),
+        (
             (*MICROMOE, "Dispatch.split = 'dynamic'"),
             "use Balance.policy='home' with it",
         ),
