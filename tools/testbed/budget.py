@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from moejax.config import Config
+from moejax.plan.layout import ITEMSIZE
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
 AHEAD = 3
 """Layers whose slots are there at once where they are fetched a layer ahead and are not
 kept for the backward pass."""
