@@ -212,7 +212,8 @@ def _calibrate(plan: Plan, live: LiveCluster) -> None:
     live.set_quota(options.quota)
     program = [str(ROOT / "tools" / "calibrate.py"), f"--gin_file={options.gin_file}"]
     program += [f"--gin_param={param}" for param in options.gin_param]
-    program += ["--turns", "3", f"--out={path}"]
+    # Without --compile a relayout would count as free, and it is not under a quota.
+    program += ["--compile", "--turns", "3", f"--out={path}"]
     result = live.run(program, timeout_sec=START_SEC)
     if result.exit_code:
         raise OSError(f"tools/calibrate.py ended with code {result.exit_code}")
