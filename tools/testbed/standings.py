@@ -55,7 +55,9 @@ def figures(
     `layout` is that of the arm's first step, and `cfg` its configuration. `is_exact`
     says whether its losses should be home's.
     """
-    pairs = [h.step_sec / a.step_sec for a, h in zip(arm.blocks, home.blocks)]
+    # A block is empty where tiny steps ran on before the run was stopped.
+    full = [x for x in zip(arm.blocks, home.blocks) if all(b.num_steps for b in x)]
+    pairs = [h.step_sec / a.step_sec for a, h in full]
     bytes_used = budget.most_used(layout, arm.adopted, cfg)
     kinds = [x["kind"] for x in arm.adopted]
     return {
@@ -63,7 +65,7 @@ def figures(
         "home_sec_per_step": round(home.step_sec, 5),
         "speedup": round(home.step_sec / arm.step_sec, 4),
         "speedup_of_blocks": spread(pairs),
-        "sec_per_step_of_blocks": spread([x.step_sec for x in arm.blocks]),
+        "sec_per_step_of_blocks": spread([a.step_sec for a, _ in full]),
         "num_steps": sum(block.num_steps for block in arm.blocks),
         "max_over_mean_p50": pooled_median(arm.steps, "device_max_over_mean"),
         "rb_p50": pooled_median(arm.steps, "home_std_over_std"),

@@ -234,6 +234,17 @@ def test_the_figures_of_an_arm():
     json.dumps(made, allow_nan=False)
 
 
+def test_an_empty_block_counts_in_sums_alone():
+    arm, home = made_side(0.5, [1.0]), made_side(2.0, [4.0])
+    empty = Block("x", 11, 10, 0.01, 1.0)
+    arm = dataclasses.replace(arm, blocks=[*arm.blocks, empty])
+    home = dataclasses.replace(home, blocks=[*home.blocks, empty])
+    made = figures(arm, home, HOME, CFG, is_exact=True)
+    assert made["speedup_of_blocks"]["min"] == 4.0
+    assert made["num_steps"] == STEPS
+    assert made["speedup"] < 4.0
+
+
 def test_losses_are_equal_up_to_a_share_of_each_step():
     home = made_side(1.0, [1.0])
     assert compare_losses(made_side(1.0, [1.0], 0.9e-5), home)["equals_home"]
@@ -342,4 +353,4 @@ def test_two_arms_race_and_a_second_call_runs_nothing(tmp_path):
     assert made["forced"]["max_over_mean_p50"] == 1.0
     assert made["flexmoe"]["num_swaps"] > 0
     assert made["flexmoe"]["max_over_mean_p50"] < 2
-    assert all(arm["num_steps"] == 20 for arm in made.values())
+    assert all(arm["num_steps"] >= 20 for arm in made.values())
