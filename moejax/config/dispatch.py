@@ -12,6 +12,7 @@ from moejax.config.checks import (
 )
 from moejax.plan.layout import (
     GROUP_AXES,
+    REPLICATING_SPLITS,
     Fp8,
     Gather,
     Group,
@@ -143,6 +144,11 @@ class Dispatch:
     def group_axes(self) -> tuple[str, ...]:
         """Names of the mesh axes of the group."""
         return GROUP_AXES[self.group]
+
+    @property
+    def makes_replicas(self) -> bool:
+        """Whether the split makes the replicas too, in each micro-batch."""
+        return self.split in REPLICATING_SPLITS
 
     @property
     def is_local(self) -> bool:

@@ -28,6 +28,8 @@ Overflow = Literal["rounds", "redo"]
 Store = Literal["owned", "transient", "resident", "sharded"]
 Gather = Literal["layer", "step"]
 Split = Literal["even", "local_first", "water_filling", "dynamic", "shadow"]
+REPLICATING_SPLITS: tuple[Split, ...] = ("dynamic", "shadow")
+"""Splits that make the replicas too, in each micro-batch."""
 Kernels = Literal["auto", "plain"]
 Fp8 = Literal["none", "e4m3", "e5m2"]
 RowAlignment = Literal[1, 64, 128]
@@ -309,7 +311,7 @@ class Layout:
     @property
     def makes_replicas(self) -> bool:
         """Whether the split makes the replicas, in each micro-batch."""
-        return self.split in ("dynamic", "shadow")
+        return self.split in REPLICATING_SPLITS
 
     @property
     def experts_per_device(self) -> int:

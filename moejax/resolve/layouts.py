@@ -165,7 +165,7 @@ def _store_sizes(
     """
     moe, dispatch = cfg.moe, cfg.dispatch
     own = moe.num_experts // partition.num_owners
-    alone, is_dynamic = moe.num_experts // cfg.mesh.expert, _makes_replicas(cfg)
+    alone, is_dynamic = moe.num_experts // cfg.mesh.expert, cfg.dispatch.makes_replicas
     offers, copies, slots = (
         dispatch.offers_per_device, dispatch.copies_per_device,
         dispatch.slots_per_device,
@@ -203,11 +203,6 @@ def with_shadow_prices(layout: Layout, cost: CostModel) -> Layout:
     )
 
 
-def _makes_replicas(cfg: Config) -> bool:
-    """Return whether the split makes the replicas, in each micro-batch."""
-    return cfg.dispatch.split in ("dynamic", "shadow")
-
-
 def _store_fields(cfg: Config, partition: Partition) -> dict:
     """Return the fields of the Layout about slots, copies and splits, by name.
 
@@ -221,7 +216,7 @@ def _store_fields(cfg: Config, partition: Partition) -> dict:
             "would drop other rows: use 'exact' with "
             f"Balance.policy='{cfg.balance.policy}'"
         )
-    is_dynamic = _makes_replicas(cfg)
+    is_dynamic = cfg.dispatch.makes_replicas
     if is_dynamic and cfg.balance.policy != "home":
         raise ValueError(
             f"Dispatch.split='{dispatch.split}' makes the replicas that each "
@@ -274,7 +269,7 @@ def _prefetch(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) -> b
     """
     if cfg.dispatch.prefetch is not None:
         return cfg.dispatch.prefetch
-    if _makes_replicas(cfg):
+    if cfg.dispatch.makes_replicas:
         return False
     policy = check_policy(cfg.balance.policy)
     store = cfg.dispatch.store or policy.stores[0]

@@ -275,7 +275,7 @@ def check_dense_training(cfg: Config) -> None:
     rows or gradient compression."""
     is_home = cfg.balance.policy == "home" and cfg.dispatch.store in (None, "owned")
     if cfg.router.training == "dense" and not (
-        is_home and cfg.dispatch.split not in ("dynamic", "shadow")
+        is_home and not cfg.dispatch.makes_replicas
     ):
         raise ValueError(
             "Router.training='dense' loads every expert alike, so that there is "

@@ -27,6 +27,7 @@ EVEN_BUFFERS = ("Dispatch.buffer_factor = 2.0",)
 configuration's, which hold the fullest pair of devices under home."""
 EACH_STEP = (
     "Balance.every_steps = 1",
+    "Balance.lag_steps = 1",
     "Balance.cooldown_steps = 0",
     "Balance.half_life_steps = 1.0",
     "Balance.act_above = 1.05",
@@ -64,6 +65,7 @@ ARMS: dict[str, Arm] = {
         ("Dispatch.exchange = 'capacity'", "Dispatch.buffer_factor = 1.0"),
         changes_function=True,
     ),
+    "fastermoe_now": Arm(("Dispatch.split = 'shadow'", *COPIES)),
     "fastermoe": _arm("fastermoe", "transient", COPIES, EACH_STEP),
     "smartmoe": _arm("smartmoe", "owned"),
     "flexmoe": _arm("flexmoe", "resident", COPIES, EVEN_BUFFERS),

@@ -243,13 +243,13 @@ class Balancing:
         num_blocks = self._job.cfg.model.num_layers
         modelled_sec = self._cost.counted_step_sec(*counts, num_blocks)
         modelled = {"modelled_step_msec": 1e3 * modelled_sec}
-        if not self._is_on:
+        if not self._is_on and not self.layout.makes_replicas:
             return modelled
         record |= modelled
         rows_lw = home_rows(stats.tokens_lwe, self._batch_sizes, self.layout)
         record["home_device_max_over_mean"] = max_over_mean(rows_lw)
         record["home_std_over_std"] = home_std_over_std(rows_lw, stats.rows_lw)
-        if step % self._settings.every_steps == 0:
+        if self._is_on and step % self._settings.every_steps == 0:
             record["modelled_saving_msec"] = 1e3 * self._modelled_saving_sec(
                 stats, *in_use
             )

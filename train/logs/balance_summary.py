@@ -83,7 +83,7 @@ def balance_lines(summary: dict, cfg: Config, speeds: str) -> list[str]:
     mean = f"device max/mean {ratio['mean']:.2f} on average"
     if summary["policy"] == "home":
         settings = "Balance.policy = 'home'"
-        if cfg.dispatch.split in ("dynamic", "shadow"):
+        if cfg.dispatch.makes_replicas:
             settings += f", Dispatch.split = '{cfg.dispatch.split}'"
         return [
             f"balancing       none ({settings}): {mean}, {ratio['max']:.2f} at most",
