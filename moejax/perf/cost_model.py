@@ -178,44 +178,39 @@ class CostModel:
             + self.sync_sec(layout, forward_sec)
         )
 
-    def counted_layer_sec(
-        self, fullest_device: float, fullest_pair: float, layout: Layout
-    ) -> float:
-        """Return the time of one layer in one step, from rows that a step has counted.
-
-        `fullest_device` are the rows of the fullest device, summed over exchanges, and
-        `fullest_pair` those of the fullest pair in one exchange. With ragged transport
-        the fullest device is taken to have received a share of (w - 1) / w.
-        """
-        forward_sec = fullest_device * self.flops_per_row / self.flops_per_sec
-        wire_sec, w = 0.0, layout.num_devices
-        if w > 1:
-            num_exchanges = self.micro_batches * layout.num_exchanges
-            received = fullest_device / num_exchanges * (w - 1) / w
-            wire_sec = self._exchanges_sec(fullest_pair, received, layout)
-        return (
-            self.num_computed * forward_sec
-            + self.num_exchanged * wire_sec
-            + self.sync_sec(layout, forward_sec)
-        )
-
-    def counted_step_sec(
+    def counted_step_parts(
         self,
-        fullest_device_l: np.ndarray,
+        mean_rows_l: np.ndarray,
+        fullest_rows_l: np.ndarray,
         fullest_pair_l: np.ndarray,
         layout: Layout,
         num_blocks: int,
-    ) -> float:
-        """Return the time of a step's blocks, from rows that it has counted by MoE
-        layer: `counted_layer_sec`, and forward and backward of the rest of each of the
-        model's `num_blocks` blocks.
+    ) -> "StepParts":
+        """Return the time of a step's blocks by parts, from rows that the step has
+        counted in each MoE layer.
 
-        Embedding, head, optimizer and gradients of dense parameters are not in it.
+        `mean_rows_l` are the rows of a device, `fullest_rows_l` those of the fullest
+        one, both summed over exchanges, and `fullest_pair_l` those of the fullest pair
+        in one exchange. With ragged transport the fullest device is taken to have
+        received a share of (w - 1) / w.
         """
-        rows = zip(fullest_device_l.tolist(), fullest_pair_l.tolist(), strict=True)
+        row_sec, w = self.flops_per_row / self.flops_per_sec, layout.num_devices
+        num_exchanges = self.micro_batches * layout.num_exchanges
+        wires_sec = copies_sec = 0.0
+        for rows, pair in zip(fullest_rows_l.tolist(), fullest_pair_l.tolist()):
+            copies_sec += self.sync_sec(layout, rows * row_sec)
+            if w > 1:
+                received = rows / num_exchanges * (w - 1) / w
+                wires_sec += self._exchanges_sec(pair, received, layout)
+        waits_l = np.maximum(fullest_rows_l - mean_rows_l, 0)
         num_passes = 3 + (self.remat == "full")
-        rest_sec = num_passes * num_blocks * self.micro_batches * self.other_sec
-        return rest_sec + sum(self.counted_layer_sec(*x, layout) for x in rows)
+        return StepParts(
+            experts=self.num_computed * float(mean_rows_l.sum()) * row_sec,
+            wait=self.num_computed * float(waits_l.sum()) * row_sec,
+            wires=self.num_exchanged * wires_sec,
+            copies=copies_sec,
+            blocks=num_passes * num_blocks * self.micro_batches * self.other_sec,
+        )
 
     def num_gathers(self, layout: Layout) -> tuple[int, int]:
         """Return how many slots one layer gathers over data in one step, and of how
@@ -269,6 +264,29 @@ class CostModel:
     def as_dict(self) -> dict:
         """Return all fields by name."""
         return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepParts:
+    """Modelled seconds of a step's blocks, by what takes them. Embedding, head,
+    optimizer and gradients of dense parameters are in none of them."""
+
+    experts: float
+    """Experts, if every device had the mean number of rows."""
+    wait: float
+    """Waiting for the fullest device of each layer."""
+    wires: float
+    """Exchanges of rows."""
+    copies: float
+    """Weights that travel to slots and gradients that return, as far as no other work
+    hides them."""
+    blocks: float
+    """The rest of the blocks, such as attention."""
+
+    @property
+    def total(self) -> float:
+        """Sum of all parts."""
+        return self.experts + self.wait + self.wires + self.copies + self.blocks
 
 
 def num_state_rounds(old: ExpertPlan, new: ExpertPlan, num_devices: int) -> int:

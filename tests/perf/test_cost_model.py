@@ -78,15 +78,21 @@ def test_counted_rows_give_the_time_of_the_load(micro_batches):
     ]
     fullest_device_l = np.array([device_rows(x).max() for x in rows])
     fullest_pair_l = np.array([pair_rows(x).max() for x in rows]) / micro_batches
-    counts = fullest_device_l, fullest_pair_l, layout
-    for device, pair, load_we, row_p in zip(
-        *counts[:2], load_lwe, plan.slot_to_expert_lp, strict=True
-    ):
-        expected = cost.layer_sec(load_we, row_p, layout)
-        assert cost.counted_layer_sec(device, pair, layout) == pytest.approx(expected)
-    blocks_sec = 5 * micro_batches * 4 * 0.5  # forward, backward twice, forward again
-    expected = cost.step_sec(load_lwe, plan, layout) + blocks_sec
-    assert cost.counted_step_sec(*counts, num_blocks=5) == pytest.approx(expected)
+    mean_l = np.array([device_rows(x).mean() for x in rows])
+    counts = mean_l, fullest_device_l, fullest_pair_l, layout
+    parts = cost.counted_step_parts(*counts, num_blocks=5)
+    assert parts.total - parts.blocks == pytest.approx(
+        cost.step_sec(load_lwe, plan, layout)
+    )
+    # forward, backward twice as long, forward again
+    assert parts.blocks == pytest.approx(5 * micro_batches * 4 * 0.5)
+    row_sec = cost.flops_per_row / cost.flops_per_sec
+    assert parts.experts == pytest.approx(4 * mean_l.sum() * row_sec)
+    waits = (fullest_device_l - mean_l).sum()
+    assert waits > 0
+    assert parts.wait == pytest.approx(4 * waits * row_sec)
+    sync = [cost.sync_sec(layout, x * row_sec) for x in fullest_device_l]
+    assert parts.copies == pytest.approx(sum(sync))
 
 
 def test_sync_by_store():

@@ -232,17 +232,24 @@ class Balancing:
         `home_device_max_over_mean` is the ratio that the home placement would have had
         under the step's load, and `home_std_over_std` its standard deviation of devices
         over that of the step. `modelled_step_msec` is the time that the cost model
-        gives to a step with these rows; it stands in the record of a run without a
-        balancer too. `modelled_saving_msec`, at the steps of decisions, is the
-        time per step that the cost model sees saved by the plan in use.
+        gives to a step with these rows, and `modelled_parts_msec` its parts; both stand
+        in the record of a run without a balancer too. `modelled_saving_msec`, at the
+        steps of decisions, is the time per step that the cost model sees saved by the
+        plan in use.
         """
         record, in_use = self._step_records.pop(step), self._in_use.pop(step)
         if not is_first():
             return {}
-        counts = stats.fullest_device_l, stats.fullest_pair_l, in_use[1]
-        num_blocks = self._job.cfg.model.num_layers
-        modelled_sec = self._cost.counted_step_sec(*counts, num_blocks)
-        modelled = {"modelled_step_msec": 1e3 * modelled_sec}
+        parts = self._cost.counted_step_parts(
+            stats.rows_lw.mean(axis=1),
+            stats.fullest_device_l,
+            stats.fullest_pair_l,
+            in_use[1],
+            self._job.cfg.model.num_layers,
+        )
+        parts_msec = {k: 1e3 * sec for k, sec in dataclasses.asdict(parts).items()}
+        modelled = {"modelled_step_msec": 1e3 * parts.total}
+        modelled["modelled_parts_msec"] = parts_msec
         if not self._is_on and not self.layout.makes_replicas:
             return modelled
         record |= modelled
