@@ -18,7 +18,6 @@ Exit codes: 0 done, 2 bad input.
 """
 
 import argparse
-import itertools
 import pathlib
 import sys
 from typing import Any
@@ -28,11 +27,9 @@ import numpy as np
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from tools.launch.arguments import new_parser  # noqa: E402
+from tools.predictions import figures, rank  # noqa: E402
 from train.launch.program import DONE, emit, guarded  # noqa: E402
 from train.logs.record_lines import read_records  # noqa: E402
-
-MIN_STEPS = 3
-"""Number of steps from which correlations are computed."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,48 +77,6 @@ def read_times(run: pathlib.Path, skip: int) -> tuple[np.ndarray, np.ndarray]:
         )
     measured_n, modelled_n = np.array(pairs, float).T
     return measured_n, modelled_n
-
-
-def figures(measured_n: np.ndarray, modelled_n: np.ndarray) -> dict[str, Any]:
-    """Return the figures of one run, by name."""
-    return {
-        "num_steps": len(measured_n),
-        "step_msec": float(np.median(measured_n)),
-        "modelled_step_msec": float(np.median(modelled_n)),
-        "bias": float(np.median(modelled_n / measured_n)) - 1,
-        "correlation": correlation(measured_n, modelled_n),
-        "rank_correlation": correlation(*map(ranks, (measured_n, modelled_n))),
-    }
-
-
-def rank(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the order of the runs, the fastest first, by measured and by modelled
-    time; the number of pairs of runs, and that of pairs in the same order by both."""
-    fields = ("step_msec", "modelled_step_msec")
-    orders = {f: sorted(runs, key=lambda name: runs[name][f]) for f in fields}
-    pairs = list(itertools.combinations(orders["step_msec"], 2))
-    modelled = orders["modelled_step_msec"]
-    num_same = sum(modelled.index(a) < modelled.index(b) for a, b in pairs)
-    return {
-        "by_step_msec": orders["step_msec"],
-        "by_modelled_step_msec": modelled,
-        "num_pairs": len(pairs),
-        "num_pairs_in_order": num_same,
-    }
-
-
-def correlation(x_n: np.ndarray, y_n: np.ndarray) -> float | None:
-    """Return Pearson's correlation; None where it is not defined, because there are
-    fewer than MIN_STEPS values or one of the two is constant."""
-    if len(x_n) < MIN_STEPS or np.ptp(x_n) == 0 or np.ptp(y_n) == 0:
-        return None
-    return float(np.corrcoef(x_n, y_n)[0, 1])
-
-
-def ranks(x_n: np.ndarray) -> np.ndarray:
-    """Return the rank of each value, from 0; equal values have their mean rank."""
-    _, group_n, size_g = np.unique(x_n, return_inverse=True, return_counts=True)
-    return (np.cumsum(size_g) - (size_g + 1) / 2)[group_n]
 
 
 def show(runs: dict[str, dict[str, Any]], order: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tools import rank_runs
+from tools import predictions, rank_runs
 
 
 def write_run(folder, measured, modelled, **extra) -> str:
@@ -51,7 +51,7 @@ def test_bias_correlation_and_order(tmp_path, capsys):
 
 
 def test_equal_values_share_a_rank():
-    assert rank_runs.ranks(np.array([3.0, 1, 3, 2])).tolist() == [2.5, 0, 2.5, 1]
+    assert predictions.ranks(np.array([3.0, 1, 3, 2])).tolist() == [2.5, 0, 2.5, 1]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from moejax.config import Config
+from tools import predictions
 from tools.testbed import arms, budget
 from tools.testbed.cluster import Cluster, LiveCluster, make_cluster
 from tools.testbed.loads import Sizes, make_load
@@ -183,6 +184,7 @@ def make_record(options: Options, results: dict[str, dict]) -> dict:
         "has_quota": all(x["has_quota"] for x in results.values()),
         "is_shaped": all(x["is_shaped"] for x in results.values()),
         "budget_bytes": max(x["budget_bytes"] for x in results.values()),
+        "order": predictions.rank({k: x["prediction"] for k, x in made.items()}),
         "arms": standings(made, arms.CEILING),
     }
 

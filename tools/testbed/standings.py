@@ -5,7 +5,10 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from moejax.config import Config
+from tools import predictions
 from tools.testbed import budget
 from tools.testbed.turns import Block
 
@@ -14,6 +17,10 @@ LOSS_PER_STEP = 1e-5
 
 Two arms sum the same numbers in another order. From the same state one step differs by
 less; from then on the states differ too."""
+
+
+ADOPTION_FIELDS = ("adopt_msec", "adopt_wait_msec")
+"""Fields of a step's record that say how long the loop was held by an adoption."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +83,40 @@ def figures(
         "num_relayouts": kinds.count("relayout"),
         "adopt_sec": _sum_msec(arm.steps, "adopt_msec") / 1e3,
         "adopt_wait_sec": _sum_msec(arm.steps, "adopt_wait_msec") / 1e3,
+        "parts_sec": parts_sec(arm),
+        "prediction": prediction(arm),
         "loss": compare_losses(arm, home) | {"should_equal_home": is_exact},
     }
+
+
+def parts_sec(side: Side) -> dict[str, float]:
+    """Return where the wall time of a step goes, in seconds by name, mean over steps.
+
+    The cost model's parts come first (moejax.perf.cost_model.StepParts). `adoptions`
+    were measured: putting plans in place, and waiting for a plan or a compilation.
+    `rest` is what is left: embedding, head, optimizer, what a compilation takes from
+    the steps beside it, and the error of the model.
+    """
+    steps = side.steps
+    parts = {
+        name: 1e-3 * statistics.fmean(x["modelled_parts_msec"][name] for x in steps)
+        for name in steps[0]["modelled_parts_msec"]
+    }
+    parts["adoptions"] = sum(_adopting_msec(x) for x in steps) / (1e3 * len(steps))
+    parts["rest"] = side.step_sec - sum(parts.values())
+    return {name: round(sec, 5) for name, sec in parts.items()}
+
+
+def prediction(side: Side) -> dict:
+    """Return how well the cost model predicts the steps that adopted nothing
+    (tools/predictions.py)."""
+    paused = _paused_sec(side)
+    pairs = [
+        (x["step_msec"] - 1e3 * paused.get(x["step"], 0.0), x["modelled_step_msec"])
+        for x in side.steps
+        if "adopt_msec" not in x
+    ]
+    return predictions.figures(*np.array(pairs).T)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -124,7 +163,7 @@ def compare_losses(arm: Side, home: Side) -> dict:
 def series(side: Side) -> dict[str, list]:
     """Return figures of each step: its seconds without pauses, device max/mean of the
     worst layer, and the steps that adopted a plan or a layout."""
-    paused = {block.first_step: block.paused_sec for block in side.blocks}
+    paused = _paused_sec(side)
     return {
         "step": [x["step"] for x in side.steps],
         "sec": [
@@ -155,6 +194,15 @@ def standings(arms: Mapping[str, Mapping], ceiling: str) -> dict[str, dict]:
         )
         for name, arm in arms.items()
     }
+
+
+def _paused_sec(side: Side) -> dict[int, float]:
+    """Return the seconds for which a run was stopped, by the step that they lie in."""
+    return {block.first_step: block.paused_sec for block in side.blocks}
+
+
+def _adopting_msec(record: Mapping) -> float:
+    return sum(record.get(name, 0.0) for name in ADOPTION_FIELDS)
 
 
 def _sum_msec(steps: Sequence[Mapping], field: str) -> float:

@@ -206,6 +206,8 @@ def made_side(
             "step": step, "loss": 5.0 + loss_apart * step, "dropped_share": dropped,
             "step_msec": 1e3 * (sec + 7 * (step == 7)),
             "device_max_over_mean": rows, "home_std_over_std": [2.0, None],
+            "modelled_step_msec": 1e3 * 0.8 * sec,
+            "modelled_parts_msec": {"experts": 500.0 * sec, "wait": 300.0 * sec},
         }  # fmt: skip
         records.append(record | ({"adopt_msec": 40.0} if step == 5 else {}))
     for adopt_step, kind in ((5, "swap"), (99, "relayout")):
@@ -229,6 +231,11 @@ def test_the_figures_of_an_arm():
     assert made["dropped_share"] == 0.25
     assert made["bytes_of_slots"] == 12 * EXPERT_BYTES, "no relayout was adopted"
     assert (made["num_swaps"], made["num_relayouts"], made["adopt_sec"]) == (1, 0, 0.04)
+    parts = {"experts": 0.25, "wait": 0.15, "adoptions": 0.005, "rest": 0.095}
+    assert made["parts_sec"] == parts, "they sum to the wall time"
+    assert made["prediction"]["num_steps"] == STEPS - 1, "one step adopted a plan"
+    assert made["prediction"]["bias"] == pytest.approx(-0.2)
+    assert made["prediction"]["correlation"] is None
     assert made["loss"]["should_equal_home"]
     assert made["loss"]["equals_home"]
     json.dumps(made, allow_nan=False)
@@ -300,6 +307,7 @@ def test_results_are_read_again_and_not_mixed(tmp_path):
     ):  # fmt: skip
         assert field in home
     assert (record["seeds"], record["budget_bytes"]) == ([0], 7)
+    assert record["order"]["by_step_msec"] == ["home"]
     assert "home" in race.table(record)[1]
     for changes, what in (
         ({"quota": 0.5}, "quota"),
