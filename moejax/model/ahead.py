@@ -77,7 +77,9 @@ def _refetching(run: Callable, fetch: Callable) -> tuple[Callable, Callable]:
     run(carry, weights, layer), unread. Its backward pass takes its weights from the
     gradient of `unread`, and returns those of layer `index` as that of its argument.
     The second, (carry, unread, sources, index) -> carry, begins the backward pass.
+    What it fetches is in the named scope 'refetch', which tells it from gradients.
     """
+    refetch = jax.named_scope("refetch")(fetch)
 
     @jax.custom_vjp
     def compute(carry, weights, unread, layer, sources, index):
@@ -91,7 +93,7 @@ def _refetching(run: Callable, fetch: Callable) -> tuple[Callable, Callable]:
     def compute_backward(saved, cotangents):
         (pull_back, sources, index), (d_out, weights) = saved, cotangents
         d_carry, d_weights, d_layer = _with_weights(pull_back, weights)(d_out)
-        before = fetch(_layer(sources, index))
+        before = refetch(_layer(sources, index))
         return d_carry, d_weights, before, d_layer, None, None
 
     @jax.custom_vjp
@@ -103,7 +105,7 @@ def _refetching(run: Callable, fetch: Callable) -> tuple[Callable, Callable]:
 
     def begin_backward(saved, d_carry):
         sources, index = saved
-        return d_carry, fetch(_layer(sources, index)), None, None
+        return d_carry, refetch(_layer(sources, index)), None, None
 
     compute.defvjp(compute_forward, compute_backward)
     begin.defvjp(begin_forward, begin_backward)
