@@ -104,7 +104,7 @@ def count(cfg: Config, args: argparse.Namespace) -> dict:
 
 def compile_for_target(cfg: Config, args: argparse.Namespace) -> dict:
     """Compile, print the report, and return its record."""
-    from tools.compiled import hlo
+    from tools.compiled import hlo, sub_operators
     from tools.compiled.attention import find_attention
     from tools.compiled.compile import compile_step
     from tools.compiled.costs import profile
@@ -128,7 +128,8 @@ def compile_for_target(cfg: Config, args: argparse.Namespace) -> dict:
     schedule = Schedule(module, mesh, args.devices, rates)
     travels = summary(schedule)
     attention = find_attention(module, cfg.data.seq_len, step.weight_shapes)
-    report = make_report(step, memory(step), travels, attention, gpu)
+    weights = sub_operators.find(schedule, travels.exposures)
+    report = make_report(step, memory(step), travels, weights, attention, gpu)
     print(text(report), flush=True)
     if args.html:
         title = f"{pathlib.Path(args.gin_file[-1]).stem} on {cfg.mesh}"

@@ -12,6 +12,10 @@ carry has one more value, of the shape of a layer's weights, which the forward p
 hands on as it is and nobody reads. In the backward pass the "gradient" of this value is
 the next weights: layer l + 1 fetches those of layer l and returns them as it.
 
+XLA's scheduler does not place what travels by itself where a layer has time for it. A
+layer can wait: `fetch` returns, beside the weights of the next layer, what tells that
+they have arrived, and the layer at work gets it.
+
 Gradients of weights need nothing special. The weights of layer l + 1 are an output of
 iteration l, so their gradients leave in the backward pass of iteration l.
 """
@@ -29,22 +33,23 @@ def scan(
 ) -> tuple[Any, Any]:
     """Return the last carry, and the outputs of all layers, stacked.
 
-    run(carry, weights, layer) -> carry, output computes one layer; `layers` has the
-    values of all layers, stacked. fetch(source) returns the weights of one layer, from
-    its part of `sources`, which are stacked too. It is linear in every float of the
-    source, up to a cast. If `is_kept`, the backward pass uses the weights that the
+    run(carry, weights, (layer, arrival)) -> carry, output computes one layer; `layers`
+    has the values of all layers, stacked. fetch(source) -> weights, arrival makes the
+    weights of one layer, from its part of `sources`, which are stacked too. They are
+    linear in every float of the source, up to a cast. `arrival`, integers or None, goes
+    to the layer before. If `is_kept`, the backward pass uses the weights that the
     forward pass fetched, which all stay in memory.
     """
     num_layers = len(jax.tree.leaves(sources)[0])
-    first = fetch(_layer(sources, 0))
+    first, _ = fetch(_layer(sources, 0))
     index_l = jnp.arange(num_layers)
     if is_kept:
 
         def keep(carry, layer):
             carry, weights = carry
             index, layer = layer
-            following = fetch(_layer(sources, (index + 1) % num_layers))
-            carry, output = run(carry, weights, layer)
+            following, arrival = fetch(_layer(sources, (index + 1) % num_layers))
+            carry, output = run(carry, weights, (layer, arrival))
             return (carry, following), output
 
         (carry, _), outputs = jax.lax.scan(keep, (carry, first), (index_l, layers))
@@ -57,9 +62,9 @@ def scan(
         carry, weights, unread = carry
         index, layer = layer
         # The next layer's weights do not depend on the carry: they travel meanwhile.
-        following = fetch(_layer(sources, (index + 1) % num_layers))
+        following, arrival = fetch(_layer(sources, (index + 1) % num_layers))
         before = (index - 1) % num_layers
-        args = carry, weights, unread, layer, constant, before
+        args = carry, weights, unread, (layer, arrival), constant, before
         (carry, output), unread = run(*args)
         return (carry, following, unread), output
 
@@ -77,7 +82,9 @@ def _refetching(run: Callable, fetch: Callable) -> tuple[Callable, Callable]:
     run(carry, weights, layer), unread. Its backward pass takes its weights from the
     gradient of `unread`, and returns those of layer `index` as that of its argument.
     The second, (carry, unread, sources, index) -> carry, begins the backward pass.
+    What it fetches is in the named scope 'refetch', which tells it from gradients.
     """
+    refetch = jax.named_scope("refetch")(fetch)
 
     @jax.custom_vjp
     def compute(carry, weights, unread, layer, sources, index):
@@ -91,7 +98,7 @@ def _refetching(run: Callable, fetch: Callable) -> tuple[Callable, Callable]:
     def compute_backward(saved, cotangents):
         (pull_back, sources, index), (d_out, weights) = saved, cotangents
         d_carry, d_weights, d_layer = _with_weights(pull_back, weights)(d_out)
-        before = fetch(_layer(sources, index))
+        before, _ = refetch(_layer(sources, index))
         return d_carry, d_weights, before, d_layer, None, None
 
     @jax.custom_vjp
@@ -103,7 +110,8 @@ def _refetching(run: Callable, fetch: Callable) -> tuple[Callable, Callable]:
 
     def begin_backward(saved, d_carry):
         sources, index = saved
-        return d_carry, fetch(_layer(sources, index)), None, None
+        last, _ = refetch(_layer(sources, index))
+        return d_carry, last, None, None
 
     compute.defvjp(compute_forward, compute_backward)
     begin.defvjp(begin_forward, begin_backward)

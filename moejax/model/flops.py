@@ -63,6 +63,13 @@ def flops_per_token(cfg: Network) -> Flops:
     )
 
 
+def attention_flops_per_token(cfg: Network) -> float:
+    """Return the forward FLOPs per token of attention, of the mean layer."""
+    flops = flops_per_token(cfg)
+    both = flops.attention_projections + flops.attention_scores
+    return both / cfg.model.num_layers
+
+
 def attention_matrices(cfg: Network) -> int:
     """Return the number of elements of the matrices of one layer's attention."""
     model, mla, d = cfg.model, cfg.mla, cfg.model.d_model

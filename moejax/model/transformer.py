@@ -23,6 +23,7 @@ from moejax.model import ahead, vocabulary
 from moejax.model.attention import AttentionContext
 from moejax.model.blocks import Block, Cycle, by_cycle, by_layer, stack, unstack
 from moejax.model.cache import Cache, KvCacheView
+from moejax.model.flops import attention_flops_per_token
 from moejax.model.layers import RmsNorm
 from moejax.model.sharding import halve_rows, is_gathered, join_rows, shard_batch
 from moejax.model.vocabulary import Slices
@@ -35,6 +36,7 @@ from moejax.moe.route import ROUTES
 from moejax.moe.setup import LayerSetup
 from moejax.moe.types import LayerSums, Placement
 from moejax.moe.weights import stores
+from moejax.moe.weights.arrival import is_awaited
 from moejax.moe.weights.stores import ExpertWeights, SummedSlots
 from moejax.moe.weights.whole import WholeSlots, whole_slots
 from moejax.plan.layout import Layout
@@ -74,8 +76,9 @@ class SlotSource(NamedTuple):
     layout: Layout
     slots: ExpertWeights | SummedSlots | None = None
     """Slots of all layers, made before the first layer runs."""
-    fetch: Callable[..., WholeSlots] | None = None
-    """Function from one layer's part of `fetched_from` to its slots."""
+    fetch: Callable[..., tuple[WholeSlots, Array | None]] | None = None
+    """Function from one layer's part of `fetched_from` to its slots, and what tells
+    that their copies have arrived (moejax.moe.weights.arrival)."""
     fetched_from: Any = None
     """Arrays from which slots are made, stacked over layers."""
     tracked_lsx: Array | None = None
@@ -134,7 +137,11 @@ class Transformer(nnx.Module):
         if step_inputs is not None and step_inputs.is_dense:
             slot_source = SlotSource(placement, layout)
         else:
-            slot_source = self._slot_source(placement, layout, slots, tracked_lsx)
+            of_device = tokens_bt.size / self.mesh.size
+            flops = of_device * attention_flops_per_token(self.cfg)
+            slot_source = self._slot_source(
+                placement, layout, slots, tracked_lsx, flops
+            )
         slices = Slices(self.mesh, self.cfg.model.vocab_size)
         x_btd = vocabulary.embed(self.embed_vd[...], tokens_bt, slices, self._dtype)
         parts, sums, _ = self._run(x_btd, contexts, slot_source, step_inputs, cut=cut)
@@ -183,10 +190,11 @@ class Transformer(nnx.Module):
         return hidden_btd, cache
 
     def _slot_source(
-        self, placement, layout, slots=None, tracked_lsx=None
+        self, placement, layout, slots=None, tracked_lsx=None, attention_flops=None
     ) -> SlotSource:
         """Return how layers get their slots: all at once, one layer ahead, or each by
-        itself."""
+        itself. `attention_flops` are those of a device in one layer's forward pass;
+        None: no layer waits for copies of the next one's experts."""
         mesh_layout = on_mesh(self.mesh, layout)
         reduce_dtype = self.cfg.model.gradient_reduce_dtype
         make = partial(
@@ -204,13 +212,18 @@ class Transformer(nnx.Module):
         if slots is None:
             fetched_from = weights, placement, tracked_lsx
 
-        def fetch(source) -> WholeSlots:
+        def fetch(source) -> tuple[WholeSlots, Array | None]:
             if isinstance(source, SummedSlots):
                 source = stores.read(source)
+            arrival = None
             if slots is None:
                 weights, placement, tracked_sx = source
-                source = make(weights, placement, tracked_sx=tracked_sx)
-            return whole_slots(source, mesh_layout, reduce_dtype)
+                if is_awaited(mesh_layout) and attention_flops is not None:
+                    of_layer = weights, placement, mesh_layout, self._dtype
+                    source, arrival = stores.awaited_slots(*of_layer, attention_flops)
+                else:
+                    source = make(weights, placement, tracked_sx=tracked_sx)
+            return whole_slots(source, mesh_layout, reduce_dtype), arrival
 
         return SlotSource(placement, layout, None, fetch, fetched_from)
 
@@ -228,8 +241,9 @@ class Transformer(nnx.Module):
         the last layer."""
         carry = self._enter(x_btd, contexts, cache_view, cut)
 
-        def make_run_moe(per_layer, slots):
-            """Return the call of one MoE layer (blocks.RunMoe)."""
+        def make_run_moe(per_layer, slots, arrival):
+            """Return the call of one MoE layer (blocks.RunMoe), which waits for copies
+            of experts for another layer to arrive."""
             placement, chance_e, key, tracked_sx = per_layer
             jitter_btd = forced_btk = None
             if step_inputs is not None and step_inputs.jitter:
@@ -257,7 +271,7 @@ class Transformer(nnx.Module):
                     (None,) * len(parts) if v is None else cut(v) for v in given
                 )
                 inputs = tuple(map(LayerInputs, parts, *cut_given))
-                return layer.of_parts(inputs, *args, slots=ready)
+                return layer.of_parts(inputs, *args, slots=ready, arrival=arrival)
 
             is_dense = step_inputs is not None and step_inputs.is_dense
             return run_dense if is_dense else run_moe
@@ -343,11 +357,13 @@ def _scan(modules: nnx.Module, carry, contexts, routing, slot_source, cfg: Netwo
     def run(carry, slots, layer):
         parts, cache_view = carry
         parts = checkpoint_name(parts, INPUTS)
-        params, per_layer = layer
+        (params, per_layer), arrivals = layer
         block = nnx.merge(graph, params)
         run_moe = None
         if routing is not None:
-            run_moe = list(map(make_run_moe, unstack(per_layer, num_moe), slots))
+            arrivals = arrivals or [None] * num_moe
+            given = unstack(per_layer, num_moe), slots, arrivals
+            run_moe = list(map(make_run_moe, *given))
         parts, sums, cache_view = block(parts, contexts, run_moe, cache_view)
         return (parts, cache_view), sums
 
@@ -358,8 +374,9 @@ def _scan(modules: nnx.Module, carry, contexts, routing, slot_source, cfg: Netwo
         # Experts learn through their slots alone.
         layers = nnx.map_state(_without_gradient, params), per_layer
 
-        def fetch(source) -> list[WholeSlots]:
-            return [slot_source.fetch(each) for each in unstack(source, num_moe)]
+        def fetch(source) -> tuple[list[WholeSlots], list[Array | None]]:
+            made = [slot_source.fetch(each) for each in unstack(source, num_moe)]
+            return tuple(map(list, zip(*made)))
 
         sources = split(slot_source.fetched_from)
         carry, sums = ahead.scan(run, carry, layers, fetch, sources, is_kept)
@@ -368,7 +385,7 @@ def _scan(modules: nnx.Module, carry, contexts, routing, slot_source, cfg: Netwo
 
         def body(carry, layer):
             slots, layer = layer
-            return run(carry, unstack(slots, num_moe), layer)
+            return run(carry, unstack(slots, num_moe), (layer, None))
 
         carry, sums = jax.lax.scan(body, carry, (ready, (params, per_layer)))
     return carry, by_layer(sums, num_moe)

@@ -36,6 +36,7 @@ from moejax.moe.mesh_roles import MeshLayout
 from moejax.moe.setup import LayerSetup
 from moejax.moe.types import LayerSums, Placement, Routes
 from moejax.moe.weights import stores
+from moejax.moe.weights.arrival import arrival_spec, wait_for
 from moejax.moe.weights.gather import Rest, gather
 from moejax.moe.weights.whole import WholeSlots, whole, whole_spec
 from moejax.plan.edge_coloring import max_colors
@@ -93,10 +94,11 @@ class MoeLayer(nnx.Module):
         parts: "tuple[LayerInputs, ...]",
         placement: Placement,
         setup: LayerSetup,
-        slots: stores.ExpertWeights | None = None,
+        **options,
     ) -> tuple[tuple[Float[Array, "b t d"], ...], LayerSums]:
-        """Compute the layer by `moe_layer_of_parts`, with this layer's parameters."""
-        return moe_layer_of_parts(self.params(), parts, placement, setup, slots=slots)
+        """Compute the layer by `moe_layer_of_parts`, with this layer's parameters;
+        `options` are passed on."""
+        return moe_layer_of_parts(self.params(), parts, placement, setup, **options)
 
     def params(self) -> stores.ExpertWeights:
         """Return the parameters by name, as `moe_layer` takes them."""
@@ -191,6 +193,7 @@ def moe_layer_of_parts(
     *,
     slots: stores.ExpertWeights | None = None,
     experts: Experts | None = None,
+    arrival: Int[Array, " w"] | None = None,
 ) -> tuple[tuple[Float[Array, "b t d"], ...], LayerSums]:
     """Return the output of an MoE layer for each part of a batch, and the sums of all.
 
@@ -198,7 +201,8 @@ def moe_layer_of_parts(
     one may travel while another one's are computed. (With split 'dynamic' each exchange
     chooses its own copies, which travel for it alone.) With Moe.halves a single part is
     cut into two halves of each device's tokens, once they are routed; of two parts each
-    is a half. The other arguments are those of `moe_layer`.
+    is a half. Rows leave when the copies of another layer's experts have arrived, if
+    `arrival` tells of them. The other arguments are those of `moe_layer`.
     """
     setup.check_biases(params)
     for part in parts:
@@ -226,10 +230,17 @@ def moe_layer_of_parts(
     body = jax.shard_map(
         partial(_body, static=static),
         mesh=mesh_layout.mesh,
-        in_specs=(batch, setup.router_spec, P(), P(), slot_specs),
+        in_specs=(
+            batch,
+            setup.router_spec,
+            P(),
+            P(),
+            slot_specs,
+            arrival_spec(mesh_layout),
+        ),
         out_specs=(batch, jax.tree.map(lambda _: batch, SUMS)),
     )
-    y_parts, sums = body(parts, *router, placement, slots)
+    y_parts, sums = body(parts, *router, placement, slots, arrival)
     return tuple(_reshard(y_btd, x_sharding) for y_btd in y_parts), sums
 
 
@@ -297,7 +308,7 @@ class _Stream(NamedTuple):
     routes: Routes
 
 
-def _body(parts, router_de, biases, placement, slots, *, static: Static):
+def _body(parts, router_de, biases, placement, slots, arrival, *, static: Static):
     """Compute the layer for parts of the sequences of one device. Devices along the
     tensor axis have the same sequences."""
     mesh_layout, exchanged = static.mesh_layout, static.mesh_layout.exchanged
@@ -313,6 +324,7 @@ def _body(parts, router_de, biases, placement, slots, *, static: Static):
     y_parts, sums = [], []
     for part, entered in zip(parts, given):
         routes, score_ne, logit_ne = route(entered)
+        routes = routes.replace(expert_nk=wait_for(arrival, routes.expert_nk))
         streams = _streams(_Stream(entered.x_btd, routes), len(parts), exchanged)
         y_nd, sents = zip(
             *(_travel(stream, weights, placement, static) for stream in streams)

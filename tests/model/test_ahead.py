@@ -11,6 +11,7 @@ import pytest
 
 from moejax.config import Balance, Config, Data, Dispatch, Model, Moe, Train
 from moejax.model import ahead
+from moejax.moe.weights import arrival
 from moejax.plan.layout import Topology
 from tests.support.close import assert_close
 from tests.support.plain_model import network
@@ -24,13 +25,15 @@ def toy(num_layers: int, is_ahead: bool, remat: bool):
     """Return loss(params, x) of layers x -> tanh(x w) * scale, whose w is fetched as
     twice a parameter."""
 
-    def run(x_d, w_dd, scale_d):
+    def run(x_d, w_dd, layer):
+        scale_d, arrival = layer
+        assert arrival is None
         x_d = jnp.tanh(x_d @ w_dd) * scale_d
         return x_d, x_d.sum()
 
     def fetch(source):
         w_dd, which = source
-        return 2 * w_dd.astype(jnp.float32) * (which + 1)
+        return 2 * w_dd.astype(jnp.float32) * (which + 1), None
 
     run = jax.checkpoint(run) if remat else run
 
@@ -41,7 +44,7 @@ def toy(num_layers: int, is_ahead: bool, remat: bool):
             scanned = ahead.scan(run, x_d, scale_ld, fetch, sources, is_kept=not remat)
         else:
             scanned = jax.lax.scan(
-                lambda x_d, layer: run(x_d, fetch(layer[0]), layer[1]),
+                lambda x_d, layer: run(x_d, fetch(layer[0])[0], (layer[1], None)),
                 x_d,
                 (sources, scale_ld),
             )
@@ -150,6 +153,11 @@ CASES = {
                "offers_per_device": 1, "copies_per_device": 1},
         {"remat": "full"},
     ),
+    "awaited": (
+        Topology(expert=4),
+        {"store": "transient", "split": "local_first", **COPIES},
+        {"remat": "full"},
+    ),
     "two dcs": (TWO_DCS, {"store": "owned"}, {"remat": "full"}),
     "domain": (
         TWO_DCS, {"group": "dc_expert", "domain": (2, 1)}, {"remat": "full"}
@@ -185,6 +193,20 @@ def gradient(name: str, prefetch: bool):
         return (hidden_btd**2).mean() + 0.1 * sums.z.mean() + sums.sequence.mean()
 
     return jax.jit(jax.value_and_grad(loss), compiler_options=QUICK)(ours.params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flop_per_byte",
+    [pytest.param(0, marks=pytest.mark.long), arrival.FLOP_PER_BYTE],
+)
+def test_rows_that_wait_for_copies_are_the_same_bits(flop_per_byte, monkeypatch):
+    """Without a price per byte copies fit under attention, and rows wait for them; in
+    so small a model they do not, and rows wait for the offers."""
+    monkeypatch.setattr(arrival, "FLOP_PER_BYTE", flop_per_byte)
+    actual, expected = (gradient("awaited", prefetch) for prefetch in (True, False))
+    pairs = zip(*map(jax.tree.leaves, (actual, expected)), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.long

@@ -124,12 +124,15 @@ class Collective:
 def innermost_scope(op_name: str, but: Sequence[str] = ()) -> str:
     """Return the innermost named scope of an instruction that is none of `but`, or
     ''."""
+    found = reversed(scopes(op_name))
+    return next((scope for scope in found if scope not in but), "")
+
+
+def scopes(op_name: str) -> list[str]:
+    """Return the named scopes of an instruction, the outermost first."""
     *path, _ = op_name.split("/")
-    for part in reversed(path):
-        match = _SCOPE.fullmatch(part)
-        if match and match[1] not in (*_NO_SCOPES, *but):
-            return match[1]
-    return ""
+    found = filter(None, map(_SCOPE.fullmatch, path))
+    return [match[1] for match in found if match[1] not in _NO_SCOPES]
 
 
 def count_runs(module: Module, unknown_trip_count: int = 0) -> dict[str, int]:

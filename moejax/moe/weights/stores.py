@@ -33,6 +33,7 @@ from moejax.kernels import varying_alike
 from moejax.kernels.device import device_here
 from moejax.moe.mesh_roles import MeshLayout, index_along, spec
 from moejax.moe.types import Placement
+from moejax.moe.weights.arrival import arrival_spec, fits_in_attention, zero_of
 from moejax.moe.weights.compression import ExpertWeights
 from moejax.moe.weights.domains import gather_in_domain, track, tracked_axes
 from moejax.moe.weights.gather import Rest, gather
@@ -165,6 +166,36 @@ def slots(
     )(own, placement, tracked_sx)
 
 
+def awaited_slots(
+    weights: ExpertWeights,
+    placement: Placement,
+    mesh_layout: MeshLayout,
+    dtype,
+    attention_flops: float,
+) -> tuple[ExpertWeights, Int[Array, " w"]]:
+    """Return the slots of one layer, as `slots` does where `arrival.is_awaited`, and a
+    zero of each device for which the rows of the layer before can wait.
+
+    It is known when what travels under the attention of that layer has arrived: the
+    copies, or the offers alone if both take longer than `attention_flops`.
+    """
+    own = join_gate_up(weights, dtype)
+    specs = {n: master_param_spec(SLOT_DIMS[n], "transient", mesh_layout) for n in own}
+
+    def body(master_params, placement):
+        parts = list(master_params.values())
+        slots, offers_px = gather_in_parts(master_params, placement, mesh_layout)
+        is_short = fits_in_attention(parts, mesh_layout, attention_flops)
+        return slots, zero_of(slots["down"] if is_short else offers_px)
+
+    return jax.shard_map(
+        jax.named_scope("slots")(body),
+        mesh=mesh_layout.mesh,
+        in_specs=(specs, P()),
+        out_specs=(slot_specs(mesh_layout, own), arrival_spec(mesh_layout)),
+    )(own, placement)
+
+
 def gather_width(
     slots: ExpertWeights, mesh_layout: MeshLayout, gradient_reduce_dtype: str
 ) -> ExpertWeights:
@@ -245,17 +276,28 @@ def gather_copies(
     master_params: ExpertWeights, placement: Placement, mesh_layout: MeshLayout
 ) -> ExpertWeights:
     """Fill the slots with the device's own experts and with copies of others'."""
+    return gather_in_parts(master_params, placement, mesh_layout)[0]
+
+
+def gather_in_parts(
+    master_params: ExpertWeights, placement: Placement, mesh_layout: MeshLayout
+) -> tuple[ExpertWeights, Float[Array, "p x"] | None]:
+    """Return the slots of `gather_copies`, and the slices of all offers, which arrive
+    before copies are made from them; None where nothing travels."""
     me = index_along(mesh_layout.owner_axes)
     fill_s, layout = placement.fill_lws[me], mesh_layout.layout
-    copies = [own[:0] for own in master_params.values()]
+    group = mesh_layout.owner_axes
+    copies, offers_px = [own[:0] for own in master_params.values()], None
     if layout.copies_per_device and layout.offers_per_device:
         offer_o = placement.offer_lwo[me]
         offered = [pick(own, offer_o) for own in master_params.values()]
-        copies = exchange_copies(offered, placement.want_lwc, mesh_layout.owner_axes)
-    return {
+        offers_px = scatter_offers(offered, len(placement.want_lwc), group)
+        copies = gather_wanted(offers_px, offered, placement.want_lwc, group)
+    slots = {
         name: pick(jnp.concatenate([own, copy]), fill_s)
         for (name, own), copy in zip(master_params.items(), copies)
     }
+    return slots, offers_px
 
 
 def exchange_copies(
@@ -267,16 +309,37 @@ def exchange_copies(
     slices are scattered; then each device gathers the slices of the experts it wants.
     `want_wc` holds indices into the offers of all devices, and is equal on all of them.
     """
-    (w, copies), offers = want_wc.shape, len(offered[0])
+    offers_px = scatter_offers(offered, len(want_wc), group)
+    return gather_wanted(offers_px, offered, want_wc, group)
+
+
+def scatter_offers(
+    offered: list[Array], num_devices: int, group: AxisNames
+) -> Float[Array, "p x"]:
+    """Return this device's slices of the offers of all w devices, the first part of
+    `exchange_copies`."""
+    offers = len(offered[0])
     flat_ox = jnp.concatenate([x.reshape(offers, -1) for x in offered], axis=1)
-    size = flat_ox.shape[1]
-    flat_ox = jnp.pad(flat_ox, ((0, 0), (0, -size % w)))
-    slices_wox = _to_all(flat_ox.reshape(offers, w, -1).swapaxes(0, 1), group)
-    every_px = slices_wox.reshape(-1, slices_wox.shape[-1])  # offers of all owners
-    wanted_wcx = pick(every_px, want_wc.reshape(-1)).reshape(w, copies, -1)
-    whole_cx = _to_all(wanted_wcx, group).swapaxes(0, 1).reshape(copies, -1)[:, :size]
-    ends = np.cumsum([x[0].size for x in offered])[:-1]
-    parts = jnp.split(whole_cx, ends, axis=1)
+    flat_ox = jnp.pad(flat_ox, ((0, 0), (0, -flat_ox.shape[1] % num_devices)))
+    slices_owx = flat_ox.reshape(offers, num_devices, -1)
+    slices_wox = _to_all(slices_owx.swapaxes(0, 1), group)
+    return slices_wox.reshape(-1, slices_wox.shape[-1])
+
+
+def gather_wanted(
+    offers_px: Float[Array, "p x"],
+    offered: list[Array],
+    want_wc: Int[Array, "w c"],
+    group: AxisNames,
+) -> list[Array]:
+    """Return the copies from the slices of all offers, the second part of
+    `exchange_copies`. `offered` has the shapes of an expert's weights."""
+    w, copies = want_wc.shape
+    wanted_wcx = pick(offers_px, want_wc.reshape(-1)).reshape(w, copies, -1)
+    ends = np.cumsum([x[0].size for x in offered])
+    whole_cx = _to_all(wanted_wcx, group).swapaxes(0, 1)
+    whole_cx = whole_cx.reshape(copies, -1)[:, : ends[-1]]
+    parts = jnp.split(whole_cx, ends[:-1], axis=1)
     return [part.reshape(copies, *x.shape[1:]) for part, x in zip(parts, offered)]
 
 

@@ -1,6 +1,8 @@
 """A toy with the structure of the GPU configurations, compiled for H100s that are not
 here; and the bad inputs of tools/aot.py."""
 
+import itertools
+
 import pytest
 
 from moejax.perf.target import FOLDER
@@ -268,3 +270,50 @@ def test_rows_of_one_half_travel_under_the_experts_of_the_other():
         assert rows["backward", scope]["hidden_share"] > 0.95
     assert record["exchange_hidden_share"] > 0.75
     assert record["num_host_waits"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("config", "sizes", "under"),
+    [
+        ("olmoe_1b_7b", ("Dispatch.slots_per_device = 12",), ("attention",) * 2),
+        (
+            "mixtral_8x7b",
+            ("Mesh.data = 1", "Model.num_layers = 4", "Train.batch_size = 64"),
+            ("attention", "experts"),
+        ),
+    ],
+)
+def test_copies_travel_in_parts_under_attention_and_experts(config, sizes, under):
+    """Pro-Prophet's schedule on 8 H100s. OLMoE's copies fit under attention; of
+    Mixtral's, the second part travels under the experts, and sums of gradients do
+    so too, one part under each."""
+    params = ("Balance.policy = 'prophet'", *sizes)
+    _, record = run_aot(
+        f"--gin_file={ROOT / 'configs' / config}.gin",
+        *TARGET,
+        *(f"--gin_param={param}" for param in params),
+    )
+    found = record["sub_operators"]
+    runs = max(each["runs"] for each in found)
+    parts = {
+        (what, phase): [
+            each
+            for each in found
+            if (each["what"], each["phase"], each["runs"]) == (what, phase, runs)
+        ]
+        for what, phase in (("weights", "forward"), ("gradients", "backward"))
+    }
+    for each in itertools.chain(*parts.values()):
+        assert each["exposed_sec"] < 0.05 * each["seconds"]
+    forward = parts["weights", "forward"]
+    assert len(forward) == 2
+    for each, part in zip(forward, under, strict=True):
+        others = {"attention", "experts"} - {part}
+        assert each["hidden_sec"][part] > max(each["hidden_sec"][o] for o in others)
+    if "experts" in under:
+        sums = parts["gradients", "backward"]
+        longest = [max(s["hidden_sec"], key=s["hidden_sec"].get) for s in sums]
+        assert sorted(longest) == ["attention", "experts"]
