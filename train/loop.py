@@ -6,6 +6,7 @@ read, so a step never waits for the host. Where a step may have to run again
 So does a step that a decision after the one before may change (Balance.lag_steps = 1).
 """
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -123,9 +124,10 @@ def train(
             Watchdog(
                 cfg.processes.watchdog_sec, say_loudly, run_dir.log and str(run_dir.log)
             ) as watchdog,
+            contextlib.ExitStack() as ends,
         ):
             with goodput.at("compile"):
-                balancing, compile_sec = _compile(job, meta, say)
+                balancing, compile_sec = _compile(job, meta, ends, say)
             if state is None:
                 state = _first_state(job, run_dir, say)
             checkpointer.say_save_time(state)
@@ -210,8 +212,11 @@ def _lost(checkpointer: Checkpointer, state: TrainState) -> CheckpointError:
     )
 
 
-def _compile(job: Job, meta: dict | None, say) -> tuple[Balancing, float]:
-    """Return the balancer with the compiled steps, and the seconds of compilation.
+def _compile(
+    job: Job, meta: dict | None, ends: contextlib.ExitStack, say
+) -> tuple[Balancing, float]:
+    """Return the balancer with the compiled steps, and the seconds of compilation. The
+    balancer is closed with `ends`.
 
     Returns when all processes have compiled, because the watchdog, which starts with
     the first step, allows no time for it.
@@ -222,6 +227,7 @@ def _compile(job: Job, meta: dict | None, say) -> tuple[Balancing, float]:
     if line := options_line(mesh.devices.flat[0].platform):
         say(line)
     balancing = Balancing(job, say)
+    ends.callback(balancing.close)
     balancing.restore(meta)
     where = f"{mesh.size} devices ({job.cfg.mesh})"
     cache = jax.config.jax_compilation_cache_dir or "JAX's compilation cache"
@@ -320,8 +326,11 @@ def _steps(run: LoopContext, state: TrainState, bar: Bar):
         run.replicas.require_equal(first, state)
     for done in range(first + 1, last + 1):
         run.watchdog.at(f"step {done}")
-        is_due = run.in_flight.may_redo and run.balancing.is_due(done)
-        if is_due or run.balancing.awaits(done - 1):
+        if run.balancing.awaits(done - 1):
+            state = reader.settle(state)
+        with at("swaps", unless=reader.is_behind):
+            run.balancing.collect(done)
+        if run.in_flight.may_redo and run.balancing.is_due(done):
             state = reader.settle(state)
         with at("swaps", unless=reader.is_behind):
             state = _adopt_due(run, done, state)

@@ -30,7 +30,14 @@ import json
 
 import numpy as np
 
-from moejax.balance import candidates, loads
+from moejax.balance import adoptions, candidates, loads
+from moejax.balance.adoptions import (
+    Adoptions,
+    is_asked,
+    is_last_call,
+    next_adoption,
+    pend,
+)
 from moejax.balance.candidates import Candidate, Question
 from moejax.balance.decision import Decision, duration
 from moejax.balance.loads import LoadTracker
@@ -39,25 +46,22 @@ from moejax.perf.cost_model import CostModel
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 
-FORMAT = 2
-"""Number of the format of a state in JSON, which rises when its fields change."""
-DECIDED = ("is_active", "last_keep_step", "is_relayout_due")
-"""Fields of the state that `decide` changes, beside those that `pend` does."""
+PLAIN = (
+    "is_active", "last_change_step", "last_swap_step", "last_keep_step",
+    "is_relayout_due",
+)  # fmt: skip
+"""Fields of the state that JSON can express as they are."""
 MAX_SPARE = 2.0
 """The balancer looks for smaller buffers when they hold more than this many times the
 rows of the fullest pair of devices."""
 
 
 @dataclasses.dataclass(frozen=True)
-class State:
+class State(Adoptions):
     """Everything that the balancer remembers between steps; checkpoints hold it."""
 
     tracker: LoadTracker
     """Moving averages of the observed loads."""
-    layout: Layout
-    """Current layout of the step."""
-    plan: ExpertPlan
-    """Current plan."""
     is_active: bool
     """Whether the load counts as uneven: true from the step at which device max/mean
     rises above act_above until it falls below rest_below."""
@@ -73,16 +77,6 @@ class State:
     next decision does not."""
     refused: tuple[Layout, ...]
     """Layouts that could not be compiled or did not fit into memory."""
-    swaps: tuple[Decision, ...]
-    """Swaps that wait for their adopt_step, in the order of decision and adoption; at
-    most one unless the cool-down is 0."""
-    relayout: Decision | None
-    """Relayout that waits for its adopt_step; until then no other is decided."""
-
-    @property
-    def coming_plan(self) -> ExpertPlan:
-        """Plan that is in use once the waiting swaps are adopted."""
-        return self.swaps[-1].plan if self.swaps else self.plan
 
 
 def init(
@@ -105,7 +99,19 @@ def init(
         )
     shape = (num_layers, layout.num_devices, layout.num_experts)
     tracker = loads.init(*shape, settings.half_life_steps)
-    return State(tracker, layout, plan, False, None, None, None, False, (), (), None)
+    return State(
+        layout=layout,
+        plan=plan,
+        swaps=(),
+        relayout=None,
+        tracker=tracker,
+        is_active=False,
+        last_change_step=None,
+        last_swap_step=None,
+        last_keep_step=None,
+        is_relayout_due=False,
+        refused=(),
+    )
 
 
 def observe(
@@ -141,7 +147,7 @@ def decide(
         return state, None
     ahead_steps = step + settings.lag_steps - state.tracker.step
     load_lwe = loads.forecast(state.tracker, ahead_steps)
-    if _is_last_call(settings, state, step):
+    if is_last_call(settings, state, step):
         return _judge_anew(settings, cost, state, load_lwe, step)
     question = _question(settings, cost, state, load_lwe, state.layout)
     is_active = question.ratio > settings.act_above or (
@@ -179,38 +185,6 @@ def decide(
     decision = _change(settings, question, chosen, step)
     state = dataclasses.replace(state, is_relayout_due=chosen is not best)
     return pend(settings, state, decision), decision
-
-
-def is_asked(settings: Settings, state: State, step: int) -> bool:
-    """Return whether `decide` may decide something at `step`: it is a multiple of
-    every_steps, or the last step at which a pending relayout can be judged anew."""
-    is_last_call = _is_last_call(settings, state, step)
-    return is_last_call or step % settings.every_steps == 0
-
-
-def pend(settings: Settings, state: State, decision: Decision | None) -> State:
-    """Return the state in which a decision waits for its adoption. None changes
-    nothing, and a decision to keep gives up a relayout at its last call."""
-    if decision is None:
-        return state
-    if decision.kind == "swap":
-        return dataclasses.replace(state, swaps=(*state.swaps, decision))
-    if decision.kind == "relayout":
-        return dataclasses.replace(state, relayout=decision)
-    if _is_last_call(settings, state, decision.step):
-        return dataclasses.replace(state, relayout=None)
-    return state
-
-
-def _is_last_call(settings: Settings, state: State, step: int) -> bool:
-    """Return whether a pending relayout, decided earlier, is to be adopted lag_steps
-    after `step`."""
-    waits = state.relayout
-    return (
-        waits is not None
-        and waits.step < step
-        and step + settings.lag_steps == waits.adopt_step
-    )
 
 
 def _judge_anew(
@@ -270,36 +244,20 @@ def _is_in_time(settings: Settings, step: int) -> bool:
     return last_step is None or step + settings.relayout_lag_steps <= last_step
 
 
-def next_adoption(state: State) -> Decision | None:
-    """Return the pending decision that is adopted first. No swap is adopted at or after
-    the step of a pending relayout."""
-    return state.swaps[0] if state.swaps else state.relayout
-
-
-def is_due(state: State, step: int) -> bool:
-    """Return whether a pending decision is to be adopted before `step` is run."""
-    coming = next_adoption(state)
-    return coming is not None and step >= coming.adopt_step
-
-
 def adopt(state: State) -> State:
     """Return the state with the plan and layout of the next adoption in use.
 
     What was said of the old layout, that nothing pays, is forgotten with it.
     """
     coming = next_adoption(state)
-    assert coming is not None, "no decision is pending"
-    is_swap = coming.kind == "swap"
+    is_swap = coming is not None and coming.kind == "swap"
+    state = adoptions.adopt(state)
     return dataclasses.replace(
         state,
         tracker=loads.forget_pairs(state.tracker),
-        layout=coming.layout,
-        plan=coming.plan,
         last_change_step=coming.adopt_step,
         last_swap_step=coming.adopt_step if is_swap else state.last_swap_step,
         last_keep_step=state.last_keep_step if is_swap else None,
-        swaps=state.swaps[1:],
-        relayout=state.relayout if is_swap else None,
     )
 
 
@@ -309,10 +267,9 @@ def refuse(state: State) -> State:
     refused = state.relayout
     assert refused is not None, "no relayout is pending"
     return dataclasses.replace(
-        state,
+        adoptions.refuse(state),
         refused=(*state.refused, refused.layout),
         last_change_step=refused.adopt_step,
-        relayout=None,
     )
 
 
@@ -321,40 +278,22 @@ def to_json(state: State) -> str:
     pending decisions."""
     return json.dumps(
         {
-            "format": FORMAT,
+            "adoptions": adoptions.to_json(state),
             "tracker": state.tracker.to_json(),
-            "layout": dataclasses.asdict(state.layout),
-            "plan": state.plan.to_json(),
-            "is_active": state.is_active,
-            "last_change_step": state.last_change_step,
-            "last_swap_step": state.last_swap_step,
-            "last_keep_step": state.last_keep_step,
-            "is_relayout_due": state.is_relayout_due,
             "refused": [dataclasses.asdict(layout) for layout in state.refused],
-            "swaps": [swap.to_json() for swap in state.swaps],
-            "relayout": None if state.relayout is None else state.relayout.to_json(),
+            **{name: getattr(state, name) for name in PLAIN},
         }
     )
 
 
-def from_json(text: str) -> State | None:
-    """Return the state that `to_json` wrote; None if it has another FORMAT."""
+def from_json(text: str) -> State:
+    """Return the state that `to_json` wrote."""
     record = json.loads(text)
-    if record.get("format") != FORMAT:
-        return None
-    relayout = record["relayout"]
     return State(
+        **adoptions.fields(record["adoptions"]),
         tracker=LoadTracker.from_json(record["tracker"]),
-        layout=Layout(**record["layout"]),
-        plan=ExpertPlan.from_json(record["plan"]),
-        is_active=record["is_active"],
-        last_change_step=record["last_change_step"],
-        last_swap_step=record["last_swap_step"],
-        last_keep_step=record["last_keep_step"],
-        is_relayout_due=record["is_relayout_due"],
         refused=tuple(Layout(**layout) for layout in record["refused"]),
-        swaps=tuple(map(Decision.from_json, record["swaps"])),
-        relayout=None if relayout is None else Decision.from_json(relayout),
+        **{name: record[name] for name in PLAIN},
     )
 
 

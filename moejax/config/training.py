@@ -249,10 +249,10 @@ class Balance:
             "layers' time that a change must save",
         )
         require(
-            self.relayout_lag_steps >= self.lag_steps,
-            f"Balance.relayout_lag_steps={self.relayout_lag_steps} must be at least "
-            f"lag_steps={self.lag_steps}: a relayout must be compiled before it is "
-            "adopted",
+            self.relayout_lag_steps > self.lag_steps,
+            f"Balance.relayout_lag_steps={self.relayout_lag_steps} must exceed "
+            f"lag_steps={self.lag_steps}: a relayout is known lag_steps after its "
+            "decision, and compiles from then until it is adopted",
         )
 
     def check_sizes(self, num_experts: int, num_owners: int) -> None:

@@ -52,6 +52,7 @@ def test_swaps_do_not_postpone_a_relayout_for_ever(monkeypatch):
     monkeypatch.setattr(candidates, "relayouts", relayouts)
     run.go(range(120), lambda step: hot(0, 0.5))
     kinds = run.kinds()[2:]  # before, too few steps were observed for a relayout
+    kinds = [kind for kind in kinds if kind != "keep"]  # at the last call of a relayout
     assert len(kinds) >= 4
     assert set(kinds) == {"swap", "relayout"}
     triples = zip(kinds, kinds[1:], kinds[2:])

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from moejax.axes import EXPERT, make_mesh
-from moejax.balance import controller
+from moejax.balance import adoptions, controller
 from moejax.balance.candidates import ratio_by_layer
 from moejax.balance.controller import Settings
 from moejax.balance.policies import POLICIES, Policy
@@ -100,7 +100,7 @@ def test_the_controller_adopts_the_policy_of_the_page(hottest):
     state = controller.init(settings, LAYOUT, HOME, L)
     load_lwe, decisions = np.round(zipf()).astype(int), []
     for step in range(20):
-        if controller.is_due(state, step):
+        if adoptions.is_due(state, step):
             state = controller.adopt(state)
         pair_l = np.zeros(L, int)
         state = controller.observe(settings, state, step, load_lwe, pair_l)

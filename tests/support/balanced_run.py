@@ -8,7 +8,7 @@ import dataclasses
 
 import numpy as np
 
-from moejax.balance import candidates, controller
+from moejax.balance import adoptions, candidates, controller
 from moejax.balance.controller import Settings
 from moejax.balance.policies import Policy
 from moejax.perf.cost_model import CostModel
@@ -87,7 +87,7 @@ def settings(**changes):
         "rest_below": 1.2, "margin": 0.05, "cooldown_steps": 20, "horizon_steps": 500,
         "half_life_steps": 4.0, "max_slots_per_device": 3,
     }  # fmt: skip
-    values["relayout_lag_steps"] = changes.get("lag_steps", values["lag_steps"])
+    values["relayout_lag_steps"] = changes.get("lag_steps", values["lag_steps"]) + 1
     return Settings(**{**values, **changes})
 
 
@@ -136,7 +136,7 @@ class BalancedRun:
         decides.
         """
         for step in steps:
-            if controller.is_due(self.state, step):
+            if adoptions.is_due(self.state, step):
                 self.state = controller.adopt(self.state)
             load_lwe = load_of_step(step)
             pair_l = np.ceil(pairs(self.state, load_lwe)).astype(int)

@@ -1,15 +1,17 @@
 """Run the balancer beside training: observe each step, change plans between steps.
 
-    read step s  ->  observe, and decide (process 0, which tells the others)
-                     for a relayout: compile the new step in a thread meanwhile
-    before step s + lag_steps  ->  adopt: new tables, or the new compiled step
+    read step s  ->  observe: a process beside process 0 gets the counts, and plans
+    before step s + lag_steps  ->  collect: its decision, which process 0 publishes
+                     a swap: adopt new tables
+                     a relayout: compile the new step in a thread, and adopt it later
 
-Every process decides and adopts at the same steps. A checkpoint holds experts in
-logical order, and the plan and the balancer's state in its meta record.
+Every process collects and adopts at the same steps. A checkpoint holds experts in
+logical order, and the plan, what waits, and the planner's state in its meta record.
 """
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,20 +19,28 @@ from typing import Any
 
 import numpy as np
 
-from moejax.balance import controller
-from moejax.balance.decision import Decision
-from moejax.balance.loads import home_rows, loads_by_owner
+from moejax.balance import adoptions, controller, planning
+from moejax.balance.adoptions import Adoptions
+from moejax.balance.loads import home_rows
+from moejax.balance.planning import Adopted, Planner, Refused, Reply, Snapshot, Task
 from moejax.balance.policies import check_policy, make_valid_plan
 from moejax.moe.types import Placement, RoutingStats
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 from train.balance.ahead import Ahead, Steps
 from train.balance.migrate import Mover
+from train.balance.planner_process import PlannerProcess
 from train.job import Job
 from train.launch.processes import any_process, is_first, published, withdraw
 from train.logs.records import Records, home_std_over_std, max_over_mean
 from train.step.compiled import compile_steps, on_devices
 
+FORMAT = 3
+"""Number of the format of the balancer's record in a checkpoint, which rises when its
+fields change."""
+LATE_SEC = 0.05
+"""Shortest wait for a plan that a line tells of, where lag_steps leave it a whole step.
+Each wait is in the record of its step."""
 SAME = {
     "mesh": None, "moe": None, "dispatch": None, "balance": None,
     "train": {"batch_size", "accumulate_steps"}, "data": {"seq_len"},
@@ -52,14 +62,25 @@ class Balancing:
         self.stores.update(check_policy(job.cfg.balance.policy).stores)
         self._cost = job.model.run.cost
         layout = job.model.layout
-        num_layers = job.cfg.model.num_moe_layers
-        plan = self._first_plan(layout)
-        self._state = controller.init(self._settings, layout, plan, num_layers)
+        self._now = Adoptions(layout, self._first_plan(layout), (), None)
+        self._first_step: int | None = None
+        """First step that this balancer has observed; None before it."""
+        self._snapshot = ""
+        """Snapshot from which the planner's process starts."""
+        self._planner: PlannerProcess | None = None
         self._ahead: Ahead | None = None
         self._step_records: dict[int, dict] = {}
-        self._in_use: dict[int, tuple[ExpertPlan, Layout]] = {}
-        self._published: list[int] = []
+        self._decided: dict[int, dict] = {}
+        """Records of decisions, by the step before which they were collected."""
+        self._layouts: dict[int, Layout] = {}
+        self._published: dict[int, int] = {}
         self.records: Records
+
+    @property
+    def _task(self) -> Task:
+        """What the planner has to know of this run."""
+        home_layout = planning.make_home_layout(self._job.model.layout)
+        return Task(self._settings, self._cost, self._batch_sizes, home_layout)
 
     def _first_plan(self, layout: Layout) -> ExpertPlan:
         """Return the plan of the first step: home, or for a policy that replicates
@@ -76,12 +97,12 @@ class Balancing:
     @property
     def layout(self) -> Layout:
         """The layout of the step that runs now."""
-        return self._state.layout
+        return self._now.layout
 
     @property
     def plan(self) -> ExpertPlan:
         """The plan that is in use."""
-        return self._state.plan
+        return self._now.plan
 
     def hlo_text(self) -> str:
         """Return the compiled train step of the layout in use, as XLA's text: the
@@ -99,9 +120,8 @@ class Balancing:
             return
         is_same = _is_same(meta["config"], self._job.cfg.to_dict())
         if meta.get("balance") and is_same and meta["cost"] == self._cost.as_dict():
-            state = controller.from_json(meta["balance"])
-            if state and state.layout.overflow == self.layout.overflow:
-                self._state = state
+            record = json.loads(meta["balance"])
+            if record.get("format") == FORMAT and self._take_over(record):
                 return
         plan = ExpertPlan.from_json(meta["plan"])
         sizes = (plan.num_experts, meta["num_owners"])
@@ -114,12 +134,43 @@ class Balancing:
             except ValueError as misfit:
                 self.say(f"the checkpoint's plan is not used: {misfit}")
             else:
-                self._state = dataclasses.replace(self._state, plan=plan)
+                self._now = dataclasses.replace(self._now, plan=plan)
         self.say(f"the balancer starts afresh with plan {self.plan.digest}")
+
+    def _take_over(self, record: dict) -> bool:
+        """Take over the balancer's record of a checkpoint, and return True; False if
+        its steps overflow in another way."""
+        now = Adoptions(**adoptions.fields(record["adoptions"]))
+        if now.layout.overflow != self.layout.overflow:
+            return False
+        self._now, self._first_step = now, record["first_step"]
+        self._snapshot = record["planner"]
+        return True
+
+    def _start_planner(self) -> None:
+        """Start the planner's process beside process 0. It comes to life while this
+        one compiles."""
+        if not self._is_on or not is_first():
+            return
+        num_layers = self._job.cfg.model.num_moe_layers
+        if not self._snapshot:
+            state = controller.init(self._settings, self.layout, self.plan, num_layers)
+            self._snapshot = Snapshot(Planner(state)).to_json()
+        num_shards = math.prod(self._batch_sizes.values())
+        shape = num_layers, num_shards, self.layout.num_experts
+        self._planner = PlannerProcess(self._task, shape, self._snapshot)
+        self._snapshot = ""
+
+    def close(self) -> None:
+        """End the planner's process."""
+        if self._planner is not None:
+            self._planner.close()
 
     def compile(self) -> None:
         """Compile the steps of the layout in use, the programs that move experts
-        between owners, and the steps of a pending relayout."""
+        between owners, and the steps of a pending relayout. The planner's process
+        starts meanwhile."""
+        self._start_planner()
         self.steps = self._compile_steps(self.layout)
         self.steps.require_room()
         if self._is_on and ("owned" in self.stores or self._settings.sends_states):
@@ -154,23 +205,75 @@ class Balancing:
         """Return whether a decision at this step may be adopted before the next one,
         which must not be dispatched until this one was observed."""
         is_next = self._is_on and self._settings.lag_steps == 1
-        return is_next and controller.is_asked(self._settings, self._state, step)
+        return is_next and adoptions.is_asked(self._settings, self._now, step)
 
     def is_due(self, step: int) -> bool:
-        """Return whether `before` adopts a decision at this step."""
-        return controller.is_due(self._state, step)
+        """Return whether `before` adopts a decision at this step, for which `collect`
+        was called."""
+        return adoptions.is_due(self._now, step)
 
     def _is_relayout_next(self) -> bool:
         """Return whether the decision that is adopted next needs other steps."""
-        return controller.next_adoption(self._state) is self._state.relayout
+        return adoptions.next_adoption(self._now) is self._now.relayout
+
+    def collect(self, step: int) -> None:
+        """Take the decision that was asked for lag_steps before `step`, which is about
+        to be dispatched; begin to compile the new layout of a relayout.
+
+        Every process takes it before the same step. Process 0 waits for a plan that is
+        late, and the others for process 0.
+        """
+        asked_step = step - self._settings.lag_steps
+        is_observed = self._first_step is not None and self._first_step <= asked_step
+        if not is_observed or not adoptions.is_asked(
+            self._settings, self._now, asked_step
+        ):
+            return
+        record = self._step_records.setdefault(step, {})
+        reply = Reply.from_json(
+            published(
+                f"decision/{asked_step}",
+                lambda: self._waited_for(step, asked_step, record),
+            )
+        )
+        self._withdraw(step, asked_step)
+        if reply.saving_sec is not None:
+            record["modelled_saving_msec"] = 1e3 * reply.saving_sec
+        if (decision := reply.decision) is None:
+            return
+        self._now = adoptions.pend(self._settings, self._now, decision)
+        are_presumed = self._job.model.run.calibration.is_presumed
+        self.say(decision.line(are_speeds_presumed=are_presumed))
+        self._decided[step] = decision.record()
+        self._prepare()
+
+    def _waited_for(self, step: int, asked_step: int, record: dict) -> str:
+        """Return the planner's reply as JSON, on process 0, and record how long `step`
+        waited for it."""
+        text, waited_sec = self._planner.collect(asked_step)
+        record["plan_wait_msec"] = 1e3 * waited_sec
+        if waited_sec >= LATE_SEC and self._settings.lag_steps > 1:
+            self.say(
+                f"step {step}  waited {waited_sec:.1f} s for the plan of step "
+                f"{asked_step}: a larger Balance.lag_steps leaves it more time"
+            )
+        return text
+
+    def _withdraw(self, step: int, asked_step: int) -> None:
+        """Delete texts that every process has read: before a step is dispatched, all
+        processes have dispatched the one two steps before, whose metrics were read."""
+        for old in [s for s, at in self._published.items() if at <= step - 2]:
+            withdraw(f"decision/{old}")
+            del self._published[old]
+        self._published[asked_step] = step
 
     def before(self, step: int, state):
         """Return the state to run `step` with. If a decision is due at this step, the
         state is moved to its plan and layout first."""
         if self.is_due(step):
             state = self._adopt(step, state)
-        self._step_records.setdefault(step, {"plan": self.plan.digest})
-        self._in_use[step] = self.plan, self.layout
+        self._step_records.setdefault(step, {})["plan"] = self.plan.digest
+        self._layouts[step] = self.layout
         return state
 
     def _adopt(self, step: int, state):
@@ -183,7 +286,8 @@ class Balancing:
             return state
         waited_sec = time.monotonic() - start_sec
         old_layout, old_plan = self.layout, self.plan
-        self._state = controller.adopt(self._state)
+        self._now = adoptions.adopt(self._now)
+        self._tell(Adopted())
         old_store, new_store = old_layout.store, self.layout.store
         if (old_store == "sharded") != (new_store == "sharded"):
             state = self._mover.to_owners(state, old_plan, _logical(old_plan))
@@ -199,12 +303,15 @@ class Balancing:
             f"step {step}  adopted {self.plan.digest}  in {adopted_msec:.1f} ms  "
             f"waited {waited_msec:.1f} ms"
         )
-        self._step_records[step] = {
-            "plan": self.plan.digest,
-            "adopt_msec": adopted_msec,
-            "adopt_wait_msec": waited_msec,
-        }
+        self._step_records.setdefault(step, {}).update(
+            adopt_msec=adopted_msec, adopt_wait_msec=waited_msec
+        )
         return state
+
+    def _tell(self, event: Adopted | Refused) -> None:
+        """Tell the planner, on process 0, what was done with a decision."""
+        if self._planner is not None:
+            self._planner.tell(event)
 
     def _take_steps(self) -> bool:
         """Wait for the steps of the pending layout, and use them from now on; return
@@ -216,8 +323,9 @@ class Balancing:
         steps, fault = self._ahead.result()
         self._ahead = None
         if any_process(steps is None):
-            layout = self._state.relayout.layout
-            self._state = controller.refuse(self._state)
+            layout = self._now.relayout.layout
+            self._now = adoptions.refuse(self._now)
+            self._tell(Refused())
             self.say(
                 f"RELAYOUT GIVEN UP: {fault or 'another process could not'}: {layout}"
             )
@@ -233,18 +341,20 @@ class Balancing:
         under the step's load, and `home_std_over_std` its standard deviation of devices
         over that of the step. `modelled_step_msec` is the time that the cost model
         gives to a step with these rows, and `modelled_parts_msec` its parts; both stand
-        in the record of a run without a balancer too. `modelled_saving_msec`, at the
-        steps of decisions, is the time per step that the cost model sees saved by the
-        plan in use.
+        in the record of a run without a balancer too.
+
+        Before a step for which a decision was collected: `plan_wait_msec`, the time
+        for which the step waited for it, and `modelled_saving_msec`, the time per step
+        that the cost model saw saved by the plan in use when it was asked for.
         """
-        record, in_use = self._step_records.pop(step), self._in_use.pop(step)
+        record, layout = self._step_records.pop(step), self._layouts.pop(step)
         if not is_first():
             return {}
         parts = self._cost.counted_step_parts(
             stats.rows_lw.mean(axis=1),
             stats.fullest_device_l,
             stats.fullest_pair_l,
-            in_use[1],
+            layout,
             self._job.cfg.model.num_layers,
         )
         parts_msec = {k: 1e3 * sec for k, sec in dataclasses.asdict(parts).items()}
@@ -256,10 +366,6 @@ class Balancing:
         rows_lw = home_rows(stats.tokens_lwe, self._batch_sizes, self.layout)
         record["home_device_max_over_mean"] = max_over_mean(rows_lw)
         record["home_std_over_std"] = home_std_over_std(rows_lw, stats.rows_lw)
-        if self._is_on and step % self._settings.every_steps == 0:
-            record["modelled_saving_msec"] = 1e3 * self._modelled_saving_sec(
-                stats, *in_use
-            )
         return record
 
     @property
@@ -268,81 +374,41 @@ class Balancing:
         mesh = self._job.cfg.mesh
         return {"dc": mesh.dc, "data": mesh.data, "expert": mesh.expert}
 
-    def _modelled_saving_sec(
-        self, stats: RoutingStats, plan: ExpertPlan, layout: Layout
-    ) -> float:
-        """Return the seconds per step that a plan saves over the home placement, by the
-        cost model."""
-        load_lwe = loads_by_owner(stats.tokens_lwe, self._batch_sizes, self.layout)
-        home_layout = make_home_layout(self._job.model.layout)
-        home = ExpertPlan.home_in(home_layout, plan.num_layers)
-        home_sec = self._cost.step_sec(load_lwe, home, home_layout)
-        return home_sec - self._cost.step_sec(load_lwe, plan, layout)
-
     def observe(self, step: int, stats: RoutingStats) -> None:
-        """Give the balancer one step's statistics, which are on the host. At every
-        `every_steps`-th step let it decide, and begin to compile a new layout."""
+        """Give the balancer one step's statistics, which are on the host; write the
+        decision that was collected before this step, whose record is written."""
         if not self._is_on:
             return
-        load_lwe = loads_by_owner(stats.tokens_lwe, self._batch_sizes, self.layout)
-        self._state = controller.observe(
-            self._settings, self._state, step, load_lwe, stats.fullest_pair_l
-        )
-        if not controller.is_asked(self._settings, self._state, step):
-            return
-        decision = self._decide(step)
-        if decision is None:
-            return
-        are_presumed = self._job.model.run.calibration.is_presumed
-        self.say(decision.line(are_speeds_presumed=are_presumed))
-        self.records.event({"step": step, "decision": decision.record()})
-        self._prepare()
+        if step in self._decided:
+            self.records.event({"step": step, "decision": self._decided.pop(step)})
+        if self._first_step is None:
+            self._first_step = step
+        if self._planner is not None:
+            self._planner.observe(step, stats.tokens_lwe, stats.fullest_pair_l)
 
     def meta(self) -> dict[str, Any]:
         """Return the part of a checkpoint's meta record that `restore` reads."""
         record = {"plan": self.plan.to_json(), "balance": None}
         record["num_owners"] = self._job.model.run.num_owners
-        if self._is_on:
-            record["balance"] = controller.to_json(self._state)
+        if self._planner is not None:  # process 0, which writes the record
+            record["balance"] = json.dumps(
+                {
+                    "format": FORMAT,
+                    "adoptions": adoptions.to_json(self._now),
+                    "first_step": self._first_step,
+                    "planner": self._planner.snapshot(),
+                }
+            )
             record["cost"] = self._cost.as_dict()
         return record
-
-    def _decide(self, step: int) -> Decision | None:
-        """Return the decision of process 0, and take over its state of the balancer.
-
-        Every process asks at the same steps, because its state is the same.
-        """
-
-        def decide() -> str:
-            state, decision = controller.decide(
-                self._settings, self._cost, self._state, step
-            )
-            self._state = state
-            text = None if decision is None else decision.to_json()
-            return json.dumps(
-                [{name: getattr(state, name) for name in controller.DECIDED}, text]
-            )
-
-        reply = published(f"decision/{step}", decide)
-        # A process that has dispatched step s has read what was published for s - 2.
-        for old in [s for s in self._published if s <= step - 2]:
-            withdraw(f"decision/{old}")
-            self._published.remove(old)
-        self._published.append(step)
-        decided, text = json.loads(reply)
-        decision = None if text is None else Decision.from_json(text)
-        if not is_first():
-            state = dataclasses.replace(self._state, **decided)
-            self._state = controller.pend(self._settings, state, decision)
-        return decision
 
     def _prepare(self) -> None:
         """Begin to compile the steps of a pending relayout, if that has not begun, and
         leave those of one that was given up."""
-        if self._state.relayout is None:
+        if self._now.relayout is None:
             self._ahead = None
         elif self._ahead is None:
-            layout = self._state.relayout.layout
+            layout = self._now.relayout.layout
             self._ahead = Ahead(partial(self._compile_steps, layout, self.layout))
 
     def _compile_steps(self, layout: Layout, before: Layout | None = None) -> Steps:
@@ -362,20 +428,6 @@ class Balancing:
         self.placement: Placement = on_devices(
             self.plan, self.layout, self._job.model.mesh
         )
-
-
-def make_home_layout(layout: Layout) -> Layout:
-    """Return `layout` with a slot for each expert at its owner, and no copies."""
-    return dataclasses.replace(
-        layout,
-        slots_per_device=layout.experts_per_device,
-        store="owned",
-        split="even",
-        fused_split=False,
-        offers_per_device=0,
-        copies_per_device=0,
-        prefetch=False,
-    )
 
 
 def _has_replicas(plan: ExpertPlan) -> bool:

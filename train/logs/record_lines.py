@@ -26,7 +26,10 @@ MAX_STEP = 2**53
 DAMAGED_SUFFIX = ".damaged"
 """Suffix of the file to which the damaged lines of another file are moved."""
 
-TIMED = ("tok_per_sec", "step_msec", "mfu", "adopt_msec", "adopt_wait_msec")
+TIMED = (
+    "tok_per_sec", "step_msec", "mfu", "adopt_msec", "adopt_wait_msec",
+    "plan_wait_msec",
+)  # fmt: skip
 """Fields of a line of metrics that depend on the time that steps take."""
 
 _DAMAGED, _LATER, _KEPT = 0, 1, 2

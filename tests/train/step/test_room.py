@@ -57,6 +57,8 @@ def test_the_first_step_and_those_of_a_relayout_are_checked(compiled_step, monke
     ready, fault = Ahead(lambda: steps).result()
     assert ready is None
     assert "GiB too much" in fault
-    run = types.SimpleNamespace(layout=None, _compile_steps=lambda layout: steps)
+    run = types.SimpleNamespace(
+        layout=None, _start_planner=lambda: None, _compile_steps=lambda layout: steps
+    )
     with pytest.raises(ValueError, match="GiB too much"):
         balancing.Balancing.compile(run)

@@ -1,0 +1,127 @@
+"""What is in use and what waits for its step: the part of the balancer's state that
+every process of a run must know.
+
+    pend -> adopt, before the step of the adoption, or refuse
+
+The functions take Adoptions, or the controller's state, which is more than that, and
+return the same type.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+from moejax.balance.decision import Decision
+from moejax.balance.settings import Settings
+from moejax.plan.expert_plan import ExpertPlan
+from moejax.plan.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Adoptions:
+    """Plan and layout in use, and the decisions that wait for their adoption."""
+
+    layout: Layout
+    """Current layout of the step."""
+    plan: ExpertPlan
+    """Current plan."""
+    swaps: tuple[Decision, ...]
+    """Swaps that wait for their adopt_step, in the order of decision and adoption; at
+    most one unless the cool-down is 0."""
+    relayout: Decision | None
+    """Relayout that waits for its adopt_step; until then no other is decided."""
+
+    @property
+    def coming_plan(self) -> ExpertPlan:
+        """Plan that is in use once the waiting swaps are adopted."""
+        return self.swaps[-1].plan if self.swaps else self.plan
+
+
+def is_asked(settings: Settings, state: Adoptions, step: int) -> bool:
+    """Return whether something may be decided at `step`: it is a multiple of
+    every_steps, or the last step at which a pending relayout can be judged anew.
+
+    `state` has the decisions before `step` alone.
+    """
+    return is_last_call(settings, state, step) or step % settings.every_steps == 0
+
+
+def is_last_call(settings: Settings, state: Adoptions, step: int) -> bool:
+    """Return whether a pending relayout, decided earlier, is to be adopted lag_steps
+    after `step`."""
+    waits = state.relayout
+    return (
+        waits is not None
+        and waits.step < step
+        and step + settings.lag_steps == waits.adopt_step
+    )
+
+
+def pend[S: Adoptions](settings: Settings, state: S, decision: Decision | None) -> S:
+    """Return the state in which a decision waits for its adoption. None changes
+    nothing, and a decision to keep gives up a relayout at its last call."""
+    if decision is None:
+        return state
+    if decision.kind == "swap":
+        return dataclasses.replace(state, swaps=(*state.swaps, decision))
+    if decision.kind == "relayout":
+        return dataclasses.replace(state, relayout=decision)
+    if is_last_call(settings, state, decision.step):
+        return dataclasses.replace(state, relayout=None)
+    return state
+
+
+def next_adoption(state: Adoptions) -> Decision | None:
+    """Return the pending decision that is adopted first. No swap is adopted at or after
+    the step of a pending relayout."""
+    return state.swaps[0] if state.swaps else state.relayout
+
+
+def is_due(state: Adoptions, step: int) -> bool:
+    """Return whether a pending decision is to be adopted before `step` is run."""
+    coming = next_adoption(state)
+    return coming is not None and step >= coming.adopt_step
+
+
+def adopt[S: Adoptions](state: S) -> S:
+    """Return the state with the plan and layout of the next adoption in use."""
+    coming = next_adoption(state)
+    assert coming is not None, "no decision is pending"
+    is_swap = coming.kind == "swap"
+    return dataclasses.replace(
+        state,
+        layout=coming.layout,
+        plan=coming.plan,
+        swaps=state.swaps[1:],
+        relayout=state.relayout if is_swap else None,
+    )
+
+
+def refuse[S: Adoptions](state: S) -> S:
+    """Return the state without the pending relayout, which could not be compiled."""
+    assert state.relayout is not None, "no relayout is pending"
+    return dataclasses.replace(state, relayout=None)
+
+
+def to_json(state: Adoptions) -> str:
+    """Return JSON from which `fields` restores what every process must know."""
+    return json.dumps(
+        {
+            "layout": dataclasses.asdict(state.layout),
+            "plan": state.plan.to_json(),
+            "swaps": [swap.to_json() for swap in state.swaps],
+            "relayout": None if state.relayout is None else state.relayout.to_json(),
+        }
+    )
+
+
+def fields(text: str) -> dict[str, Any]:
+    """Return the fields of Adoptions by name, from the JSON that `to_json` wrote."""
+    record = json.loads(text)
+    relayout = record["relayout"]
+    return {
+        "layout": Layout(**record["layout"]),
+        "plan": ExpertPlan.from_json(record["plan"]),
+        "swaps": tuple(map(Decision.from_json, record["swaps"])),
+        "relayout": None if relayout is None else Decision.from_json(relayout),
+    }
