@@ -35,6 +35,24 @@ class Task:
     home_layout: Layout
     """Layout of the home placement, with which plans are compared."""
 
+    def to_json(self) -> str:
+        """Return JSON that `from_json` reads back to an equal task."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Task":
+        """Return the task that `to_json` wrote."""
+        record = json.loads(text)
+        settings = record["settings"]
+        if settings["stores"] is not None:
+            settings["stores"] = tuple(settings["stores"])
+        return cls(
+            Settings(**settings),
+            CostModel(**record["cost"]),
+            record["batch_sizes"],
+            Layout(**record["home_layout"]),
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Observed:

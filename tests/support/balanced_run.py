@@ -8,8 +8,9 @@ import dataclasses
 
 import numpy as np
 
-from moejax.balance import adoptions, candidates, controller
+from moejax.balance import adoptions, candidates, controller, planning
 from moejax.balance.controller import Settings
+from moejax.balance.planning import Observed, Planner, Snapshot, Task
 from moejax.balance.policies import Policy
 from moejax.perf.cost_model import CostModel
 from moejax.plan.expert_plan import ExpertPlan
@@ -160,3 +161,20 @@ class BalancedRun:
 def worst(state, load_lwe):
     """Return the largest max/mean load of devices over all layers."""
     return candidates.ratio_by_layer(load_lwe, state.plan, state.layout).max()
+
+
+def new_planner() -> tuple[Task, Snapshot]:
+    """Return what a planner has to know, and its first snapshot. Its policy is one of
+    the program's, so that another process knows it too."""
+    changes = {"policy": "flexmoe", "half_life_steps": 2.0, "cooldown_steps": 4}
+    own = settings(**changes, stores=("resident",))
+    state = BalancedRun.start(own).state
+    sizes = {"dc": 1, "data": 1, "expert": W}
+    task = Task(own, COST, sizes, planning.make_home_layout(state.layout))
+    return task, Snapshot(Planner(state))
+
+
+def observed(step: int) -> Observed:
+    """Return the counts of a step, whose hot expert changes every eight steps."""
+    load_lwe = noisy(hot(step // 8 % E, 0.5), np.random.default_rng(step))
+    return Observed(step, load_lwe.astype(np.int32), np.full(L, 30, np.int32))

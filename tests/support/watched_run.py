@@ -18,9 +18,6 @@ import jax
 import pytest
 
 from moejax.axes import make_mesh
-from moejax.balance import adoptions
-from moejax.balance.adoptions import Adoptions
-from moejax.balance.planning import Snapshot, Task
 from moejax.plan.expert_plan import ExpertPlan
 from tests.support.run_main import ROOT, checkpoint_record, corpus, metric_lines
 from tools.faults.reference import imaginary_speeds
@@ -28,6 +25,7 @@ from train import job as prepare
 from train import loop
 from train.balance import balancing
 from train.balance.balancing import Balancing
+from train.balance.record import BalanceRecord
 from train.checkpoint.checkpoints import Checkpointer
 from train.config import gin_reader
 from train.launch.program import set_up_backend
@@ -189,27 +187,6 @@ def assert_same_run(run_dir: pathlib.Path, expected_dir: pathlib.Path) -> None:
     record, expected = (checkpoint_record(x, step) for x in (run_dir, expected_dir))
     assert record["arrays"] == expected["arrays"]
     assert record["meta"]["plan"] == expected["meta"]["plan"]
-    cfg = gin_reader.load([run_dir / "config.gin"])
-    task = Balancing(prepare.prepare(cfg), print)._task
-    assert settled_balance(record["meta"], task) == settled_balance(
-        expected["meta"], task
-    )
-
-
-def saved_balance(meta: dict) -> tuple[Adoptions, Snapshot]:
-    """Return what was in use and what waited, and the planner, by the meta record of a
-    checkpoint."""
-    record = json.loads(meta["balance"])
-    now = Adoptions(**adoptions.fields(record["adoptions"]))
-    return now, Snapshot.from_json(record["planner"])
-
-
-def settled_balance(meta: dict, task: Task) -> tuple:
-    """Return the balancer's part of the meta record of a checkpoint as it is once the
-    planner has taken all events, which it may have or not when it was saved."""
-    if meta["balance"] is None:
-        return ()
-    record = json.loads(meta["balance"])
-    now, snapshot = saved_balance(meta)
-    settled = snapshot.settled(task).to_json()
-    return adoptions.to_json(now), record["first_step"], settled
+    texts = [x["meta"]["balance"] for x in (record, expected)]
+    settled = [x and BalanceRecord.from_json(x).settled() for x in texts]
+    assert settled[0] == settled[1]

@@ -53,7 +53,7 @@ def test_adoptions_are_decisions_that_came_into_force(tmp_path):
         "Balance.policy = 'eplb'\nBalance.act_above = 1.25\n"
     )
     run = read_run(folder)
-    swap = Adoption(step=14, kind="swap", decided_step=10, changes="")
+    swap = Adoption(step=14, kind="swap", collected_step=10, changes="")
     relayout = Adoption(34, "relayout", 20, "slots 2→3")
     assert run.adoptions == (swap, relayout)
     assert (run.act_above, run.num_bad_lines) == (1.25, 0)

@@ -13,6 +13,7 @@ import pathlib
 
 from tools.faults.disks import mounts_below
 from tools.faults.run import NUM_STEPS, Broken, Place, marked_pids
+from train.balance.record import BalanceRecord
 from train.checkpoint.record import DamagedCheckpointError, read_record
 from train.logs.record_lines import kind_of, without_times
 
@@ -63,7 +64,8 @@ def read_result(run_dir: pathlib.Path) -> Result:
             missing = sorted(set(range(1, NUM_STEPS + 1)) ^ steps)
             raise Broken(f"{what}: lines of the steps {missing} are missing, or extra")
     meta = checkpoint["meta"]
-    balancer = {name: meta[name] for name in ("plan", "balance")}
+    balance = BalanceRecord.from_json(meta["balance"]).settled().to_json()
+    balancer = {"plan": meta["plan"], "balance": balance}
     return Result(summary["digest"], checkpoint["arrays"], balancer, metrics, samples)
 
 

@@ -95,7 +95,7 @@ def _line(ax, x: np.ndarray, ratio_ql: np.ndarray, run: RunArrays) -> None:
         ax.axhline(run.act_above, color=THRESHOLD_COLOR, lw=1.2, label=label)
     for adoption in run.adoptions:
         if adoption.kind == "relayout":
-            span = adoption.decided_step, adoption.step
+            span = adoption.collected_step, adoption.step
             label = "relayout decided, compiling while steps continue"
             ax.axvspan(*span, color="0.5", alpha=0.2, lw=0, label=label)
     ax.set_ylim(bottom=1)

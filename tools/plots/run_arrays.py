@@ -28,7 +28,7 @@ class Adoption:
     """First step under the new plan or layout."""
     kind: str
     """Either 'swap' or 'relayout'."""
-    decided_step: int
+    collected_step: int
     changes: str
     """Main change of the layout, as 'slots 2→3'; empty for a swap."""
 

@@ -11,7 +11,6 @@ logical order, and the plan, what waits, and the planner's state in its meta rec
 
 import dataclasses
 import json
-import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -30,14 +29,12 @@ from moejax.plan.layout import Layout
 from train.balance.ahead import Ahead, Steps
 from train.balance.migrate import Mover
 from train.balance.planner_process import PlannerProcess
+from train.balance.record import BalanceRecord
 from train.job import Job
 from train.launch.processes import any_process, is_first, published, withdraw
 from train.logs.records import Records, home_std_over_std, max_over_mean
 from train.step.compiled import compile_steps, on_devices
 
-FORMAT = 3
-"""Number of the format of the balancer's record in a checkpoint, which rises when its
-fields change."""
 LATE_SEC = 0.05
 """Shortest wait for a plan that a line tells of, where lag_steps leave it a whole step.
 Each wait is in the record of its step."""
@@ -120,8 +117,10 @@ class Balancing:
             return
         is_same = _is_same(meta["config"], self._job.cfg.to_dict())
         if meta.get("balance") and is_same and meta["cost"] == self._cost.as_dict():
-            record = json.loads(meta["balance"])
-            if record.get("format") == FORMAT and self._take_over(record):
+            record = BalanceRecord.from_json(meta["balance"])
+            if record and record.now.layout.overflow == self.layout.overflow:
+                self._now, self._first_step = record.now, record.first_step
+                self._snapshot = record.planner
                 return
         plan = ExpertPlan.from_json(meta["plan"])
         sizes = (plan.num_experts, meta["num_owners"])
@@ -137,16 +136,6 @@ class Balancing:
                 self._now = dataclasses.replace(self._now, plan=plan)
         self.say(f"the balancer starts afresh with plan {self.plan.digest}")
 
-    def _take_over(self, record: dict) -> bool:
-        """Take over the balancer's record of a checkpoint, and return True; False if
-        its steps overflow in another way."""
-        now = Adoptions(**adoptions.fields(record["adoptions"]))
-        if now.layout.overflow != self.layout.overflow:
-            return False
-        self._now, self._first_step = now, record["first_step"]
-        self._snapshot = record["planner"]
-        return True
-
     def _start_planner(self) -> None:
         """Start the planner's process beside process 0. It comes to life while this
         one compiles."""
@@ -156,9 +145,7 @@ class Balancing:
         if not self._snapshot:
             state = controller.init(self._settings, self.layout, self.plan, num_layers)
             self._snapshot = Snapshot(Planner(state)).to_json()
-        num_shards = math.prod(self._batch_sizes.values())
-        shape = num_layers, num_shards, self.layout.num_experts
-        self._planner = PlannerProcess(self._task, shape, self._snapshot)
+        self._planner = PlannerProcess(self._task, self._snapshot)
         self._snapshot = ""
 
     def close(self) -> None:
@@ -230,12 +217,7 @@ class Balancing:
         ):
             return
         record = self._step_records.setdefault(step, {})
-        reply = Reply.from_json(
-            published(
-                f"decision/{asked_step}",
-                lambda: self._waited_for(step, asked_step, record),
-            )
-        )
+        reply = self._reply(step, asked_step, record)
         self._withdraw(step, asked_step)
         if reply.saving_sec is not None:
             record["modelled_saving_msec"] = 1e3 * reply.saving_sec
@@ -247,17 +229,21 @@ class Balancing:
         self._decided[step] = decision.record()
         self._prepare()
 
-    def _waited_for(self, step: int, asked_step: int, record: dict) -> str:
-        """Return the planner's reply as JSON, on process 0, and record how long `step`
-        waited for it."""
-        text, waited_sec = self._planner.collect(asked_step)
+    def _reply(self, step: int, asked_step: int, record: dict) -> Reply:
+        """Return the planner's reply, which process 0 publishes and records how long
+        `step` waited for it."""
+        name = f"decision/{asked_step}"
+        if self._planner is None:
+            return Reply.from_json(published(name, str))
+        reply, text, waited_sec = self._planner.collect(asked_step)
+        published(name, lambda: text)
         record["plan_wait_msec"] = 1e3 * waited_sec
         if waited_sec >= LATE_SEC and self._settings.lag_steps > 1:
             self.say(
                 f"step {step}  waited {waited_sec:.1f} s for the plan of step "
                 f"{asked_step}: a larger Balance.lag_steps leaves it more time"
             )
-        return text
+        return reply
 
     def _withdraw(self, step: int, asked_step: int) -> None:
         """Delete texts that every process has read: before a step is dispatched, all
@@ -391,14 +377,9 @@ class Balancing:
         record = {"plan": self.plan.to_json(), "balance": None}
         record["num_owners"] = self._job.model.run.num_owners
         if self._planner is not None:  # process 0, which writes the record
-            record["balance"] = json.dumps(
-                {
-                    "format": FORMAT,
-                    "adoptions": adoptions.to_json(self._now),
-                    "first_step": self._first_step,
-                    "planner": self._planner.snapshot(),
-                }
-            )
+            snapshot = self._planner.snapshot()
+            balance = BalanceRecord(self._now, self._first_step, self._task, snapshot)
+            record["balance"] = balance.to_json()
             record["cost"] = self._cost.as_dict()
         return record
 

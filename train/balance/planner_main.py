@@ -17,9 +17,10 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
+import numpy as np
+
 from moejax.balance import planning
 from moejax.balance.planning import Event, Observed, Planner, Reply, Snapshot
-from train.balance.ring import Ring
 
 
 class Desk:
@@ -36,7 +37,7 @@ class Desk:
         self._has_events = threading.Condition(self._lock)
         self._to_loop, self._sends = replies, threading.Lock()
         for reply in snapshot.replies:
-            self.send(("reply", reply.step, reply.to_json()))
+            self._send_reply(reply)
 
     def put(self, event: Event) -> None:
         """Add an event, for the thread that plans."""
@@ -79,7 +80,11 @@ class Desk:
             self._events.popleft()
             self._uncollected += [] if reply is None else [reply]
         if reply is not None:
-            self.send(("reply", reply.step, reply.to_json()))
+            self._send_reply(reply)
+
+    def _send_reply(self, reply: Reply) -> None:
+        """Send a reply as it is, and as text for the other processes of the run."""
+        self.send(("reply", reply, reply.to_json()))
 
     def _fail(self, kind: str, text: str) -> NoReturn:
         """Tell the loop of an error, and wait for the end of this process."""
@@ -97,28 +102,28 @@ class Desk:
 
 
 def main(descriptors: list[str]) -> NoReturn:
-    """Plan for the loop at the other end of these descriptors: of the pipe from it, of
-    the pipe to it, and of the shared memory."""
+    """Plan for the loop at the other end of these pipes: from it, and to it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    from_loop, to_loop, memory = map(int, descriptors)
+    from_loop, to_loop = map(int, descriptors)
     messages = Connection(from_loop, writable=False)
+    replies = Connection(to_loop, readable=False)
     try:
-        task, shape, text = messages.recv()
-        ring = Ring(shape, memory)
-        desk = Desk(task, Snapshot.from_json(text), Connection(to_loop, readable=False))
+        task, text = messages.recv()
+        desk = Desk(task, Snapshot.from_json(text), replies)
         threading.Thread(target=desk.work, daemon=True).start()
         while True:
-            _receive(desk, ring, messages.recv())
+            _receive(desk, messages)
     except (EOFError, OSError):
         os._exit(0)  # without a wait for the plan in the making
 
 
-def _receive(desk: Desk, ring: Ring, message: tuple) -> None:
-    """Do what a message of the loop asks for."""
-    match message:
-        case ("observed", number, step, fullest_pair_l):
-            desk.put(Observed(step, ring.read(number), fullest_pair_l))
+def _receive(desk: Desk, messages: Connection) -> None:
+    """Receive a message of the loop, and do what it asks for."""
+    match messages.recv():
+        case ("observed", step, shape, fullest_pair_l):
+            tokens_lwe = np.frombuffer(messages.recv_bytes(), np.int32)
+            desk.put(Observed(step, tokens_lwe.reshape(shape), fullest_pair_l))
         case ("event", event):
             desk.put(event)
         case ("collected", step):

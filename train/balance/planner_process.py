@@ -1,14 +1,14 @@
 """The loop's side of the planner's process: start it, tell it of events, collect its
 replies.
 
-    observe     the counts of a step are copied to shared memory (ring.py), and a short
-                message goes through a pipe
-    collect     the reply for a step, which a thread has received meanwhile
+    observe     a thread writes the counts of a step to a pipe, without Python's lock
+    collect     the reply for a step, which another thread has received meanwhile
     snapshot    the planner's state for a checkpoint, without a wait for a plan
 """
 
 import os
 import pathlib
+import queue
 import subprocess
 import sys
 import threading
@@ -18,15 +18,15 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from moejax.balance.planning import Adopted, Refused, Task
-from train.balance.ring import Ring
+from moejax.balance.planning import Adopted, Refused, Reply, Task
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODULE = "train.balance.planner_main"
+NUM_WAITING = 16
+"""Messages that may wait to be written. The planner reads at once, however long it
+plans, so that there are few; the loop waits where there are more."""
 CLOSE_SEC = 5.0
 """Longest wait for the end of a process whose pipe is closed; it takes milliseconds."""
-POLL_SEC = 0.0005
-"""Time from one look at a full ring to the next."""
 
 
 class PlannerProcess:
@@ -36,34 +36,31 @@ class PlannerProcess:
     of a policy whose plan cannot run.
     """
 
-    def __init__(self, task: Task, shape: tuple[int, ...], snapshot: str) -> None:
-        """Start the process; return before it has begun. `shape` is that of the counts
-        of a step, and `snapshot` the JSON of the state from which it goes on."""
-        self._ring, self._num_observed = Ring(shape), 0
+    def __init__(self, task: Task, snapshot: str) -> None:
+        """Start the process; return before it has begun. `snapshot` is the JSON of the
+        state from which it goes on."""
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
-        passed = theirs_in, theirs_out, self._ring.descriptor
         path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", MODULE, *map(str, passed)],
-            pass_fds=passed,
+            [sys.executable, "-P", "-m", MODULE, str(theirs_in), str(theirs_out)],
+            pass_fds=(theirs_in, theirs_out),
             stdin=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
         )
-        for descriptor in passed:
-            os.close(descriptor)
-        self._to_planner = Connection(ours_out, readable=False)
-        self._replies: dict[int, str] = {}
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._replies: dict[int, tuple[Reply, str]] = {}
         self._snapshot: str | None = None
         self._fault: Exception | None = None
         self._has_news = threading.Condition()
-        first = task, shape, snapshot
-        self._starts = threading.Thread(target=self._begin, args=(first,), daemon=True)
-        self._starts.start()
-        from_planner = Connection(ours_in, writable=False)
-        threading.Thread(
-            target=self._receive, args=(from_planner,), daemon=True
-        ).start()
+        self._messages: queue.Queue = queue.Queue(NUM_WAITING)
+        self._messages.put(((task, snapshot), None))
+        for work, connection in (
+            (self._write, Connection(ours_out, readable=False)),
+            (self._receive, Connection(ours_in, writable=False)),
+        ):
+            threading.Thread(target=work, args=(connection,), daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -73,26 +70,24 @@ class PlannerProcess:
     def observe(
         self, step: int, tokens_lwe: np.ndarray, fullest_pair_l: np.ndarray
     ) -> None:
-        """Tell the planner of the counts of a step."""
-        number, self._num_observed = self._num_observed, self._num_observed + 1
-        while self._ring.is_full(number):
-            self._require()
-            time.sleep(POLL_SEC)
-        self._ring.write(number, tokens_lwe)
-        self._send(("observed", number, step, np.asarray(fullest_pair_l)))
+        """Tell the planner of the int32 counts of a step, which must not change any
+        more."""
+        tokens_lwe = np.ascontiguousarray(tokens_lwe, np.int32)
+        head = "observed", step, tokens_lwe.shape, np.asarray(fullest_pair_l)
+        self._send(head, tokens_lwe)
 
     def tell(self, event: Adopted | Refused) -> None:
         """Tell the planner what was done with the decision that was due."""
         self._send(("event", event))
 
-    def collect(self, step: int) -> tuple[str, float]:
-        """Return the JSON of the reply for an asked step, and the seconds in which it
-        was waited for."""
+    def collect(self, step: int) -> tuple[Reply, str, float]:
+        """Return the reply for an asked step, its JSON, and the seconds in which it was
+        waited for."""
         start_sec = time.monotonic()
         self._wait(lambda: step in self._replies)
         waited_sec = time.monotonic() - start_sec
         self._send(("collected", step))
-        return self._replies.pop(step), waited_sec
+        return *self._replies.pop(step), waited_sec
 
     def snapshot(self) -> str:
         """Return the JSON of the planner's Snapshot after all that it was told of."""
@@ -103,21 +98,26 @@ class PlannerProcess:
 
     def close(self) -> None:
         """End the process, whatever it does."""
-        self._starts.join()
-        self._to_planner.close()
         try:
+            self._messages.put(None, timeout=CLOSE_SEC)
             self._process.wait(CLOSE_SEC)
-        except subprocess.TimeoutExpired:
+        except (queue.Full, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()
 
-    def _begin(self, first: tuple) -> None:
-        """Send the first message, which a pipe does not hold before the process reads
-        it. An error shows at the next message."""
-        try:
-            self._to_planner.send(first)
-        except OSError as fault:
-            self._fail(fault)
+    def _write(self, to_planner: Connection) -> None:
+        """Write messages until `close` is called or the process has ended."""
+        with to_planner:
+            while (item := self._messages.get()) is not None:
+                message, array = item
+                if isinstance(self._fault, OSError | EOFError):
+                    continue  # nobody reads, and the loop must not wait
+                try:
+                    to_planner.send(message)
+                    if array is not None:
+                        to_planner.send_bytes(array.data.cast("B"))
+                except OSError as fault:
+                    self._fail(fault)
 
     def _receive(self, from_planner: Connection) -> None:
         """Receive messages until the process ends."""
@@ -132,8 +132,8 @@ class PlannerProcess:
         """Keep a message for the loop."""
         with self._has_news:
             match message:
-                case ("reply", step, text):
-                    self._replies[step] = text
+                case ("reply", reply, text):
+                    self._replies[reply.step] = reply, text
                 case ("snapshot", text):
                     self._snapshot = text
                 case ("fault", kind, text):
@@ -154,27 +154,25 @@ class PlannerProcess:
             if not is_so():
                 self._require()
 
-    def _send(self, message: tuple) -> None:
-        """Send a message to the planner, after the first one."""
-        self._starts.join()
+    def _send(self, message: tuple, array: np.ndarray | None = None) -> None:
+        """Let the thread write a message, and the bytes of an array after it."""
         self._require()
-        try:
-            self._to_planner.send(message)
-        except OSError as fault:
-            self._fail(fault)
-            self._require()
+        self._messages.put((message, array))
 
     def _require(self) -> None:
         """Raise the error of a planner that has failed or is gone."""
-        if isinstance(self._fault, (OSError, EOFError)):
-            try:
-                code = self._process.wait(CLOSE_SEC)
-            except subprocess.TimeoutExpired:
-                code = None
-            how = f"signal {-code}" if code is not None and code < 0 else f"code {code}"
+        if isinstance(self._fault, OSError | EOFError):
             raise OSError(
-                f"the planner's process {self.pid} has ended ({how}), and no decision "
-                "can be made: run again to go on from the last checkpoint"
+                f"the planner's process {self.pid} has ended ({self._how()}), and no "
+                "decision can be made: run again to go on from the last checkpoint"
             )
         if self._fault is not None:
             raise self._fault
+
+    def _how(self) -> str:
+        """Return how the process has ended: by a signal, or with an exit code."""
+        try:
+            code = self._process.wait(CLOSE_SEC)
+        except subprocess.TimeoutExpired:
+            return "its pipe is closed"
+        return f"signal {-code}" if code < 0 else f"exit code {code}"

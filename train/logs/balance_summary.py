@@ -28,11 +28,11 @@ def summarise_balance(path: pathlib.Path, cfg: Config) -> dict | None:
     """
     ratios, home_ratios, savings_msec, kinds, adopted = {}, {}, [], {}, set()
     dropped_shares, std_ratios = [], []
-    step_msecs, decided_steps = {}, {}
+    step_msecs, collected_steps = {}, {}
     for record in read_records(path):
         if (adoption := _adoption(record.get("decision"))) is not None:
             kinds[adoption[0]] = adoption[1]
-            decided_steps.setdefault(adoption[0], record["step"])
+            collected_steps.setdefault(adoption[0], record["step"])
         ratio = _largest(record.get("device_max_over_mean"))
         if ratio is None:
             continue
@@ -63,7 +63,7 @@ def summarise_balance(path: pathlib.Path, cfg: Config) -> dict | None:
     changes = [kinds.get(step) for step in adopted]
     relayout_steps = [step for step in sorted(adopted) if kinds.get(step) == "relayout"]
     beside = [
-        compare(decided_steps[step], step, step_msecs, ratios)
+        compare(collected_steps[step], step, step_msecs, ratios)
         for step in relayout_steps
     ]
     return summary | {

@@ -8,15 +8,15 @@ MIN_STEPS = 20
 """Smallest number of steps, before and during a compilation, that are compared."""
 EDGE_STEPS = 2
 """Steps at both ends that do not count: the compilation begins one step after that of
-its decision, and the time of the last step contains what the adoption waited for."""
+its collection, and the time of the last step contains what the adoption waited for."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """Steps between the decision for a relayout and its adoption, compared with as many
-    steps before the decision."""
+    """Steps between the collection of the decision for a relayout, after which it
+    compiles, and its adoption, compared with as many steps before."""
 
-    decided_step: int
+    collected_step: int
     adopt_step: int
     median_over_before: float
     """Median time of a step, over that of the steps before."""
@@ -38,15 +38,15 @@ class Beside:
 
 
 def compare(
-    decided_step: int,
+    collected_step: int,
     adopt_step: int,
     step_msecs: dict[int, float],
     ratios: dict[int, float],
 ) -> Beside | None:
     """Compare the steps beside a compilation with those before, by the times of steps
     in milliseconds, and device max/mean in the worst layer; None for too few steps."""
-    during = range(decided_step + EDGE_STEPS, adopt_step - EDGE_STEPS + 1)
-    before = range(decided_step - len(during), decided_step)
+    during = range(collected_step + EDGE_STEPS, adopt_step - EDGE_STEPS + 1)
+    before = range(collected_step - len(during), collected_step)
     during_n, before_n = (
         np.array([step_msecs[step] for step in steps if step in step_msecs])
         for steps in (during, before)
@@ -59,4 +59,4 @@ def compare(
         for q in (50, 95)
     )
     mean, largest = (round(float(x), 3) for x in (ratio_n.mean(), ratio_n.max()))
-    return Beside(decided_step, adopt_step, median, p95, mean, largest)
+    return Beside(collected_step, adopt_step, median, p95, mean, largest)

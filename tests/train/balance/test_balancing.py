@@ -17,6 +17,7 @@ import pytest
 
 from moejax.balance.planning import Observed, Snapshot
 from tests.support.close import assert_close
+from tests.support.planners import killed_in_a_plan
 from tests.support.run_main import Live, checkpoint_record, command, run
 from tests.support.watched_run import (
     BALANCED,
@@ -27,10 +28,10 @@ from tests.support.watched_run import (
     assert_same_run,
     restored,
     run_here,
-    saved_balance,
     speeds,
     watched,
 )
+from train.balance.record import BalanceRecord
 from train.checkpoint.checksum import describe_arrays
 from train.data.feed import feed
 from train.eval import held_out
@@ -69,6 +70,12 @@ def swaps(house, tmp_path_factory):
 def owners(house, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("owners") / "run"
     return run_here(house, run_dir, "Balance.policy = 'smartmoe'", PATIENT)
+
+
+@pytest.fixture(scope="module")
+def other_programs():
+    """Return programs for another recorded load, which a compiled step contains."""
+    return {}
 
 
 @pytest.fixture(scope="module")
@@ -185,18 +192,30 @@ def test_killed_while_a_relayout_is_pending_is_the_same_run(
         live.wait_until(saved.is_dir, f"checkpoint {PENDING_STEP}")
         assert live.end(signal.SIGKILL).code == -signal.SIGKILL
     record = checkpoint_record(run_dir, PENDING_STEP)
-    waiting, snapshot = saved_balance(record["meta"])
-    assert waiting.relayout.adopt_step > PENDING_STEP
-    assert PENDING_STEP in uncollected(snapshot)
+    balance = BalanceRecord.from_json(record["meta"]["balance"])
+    assert balance.now.relayout.adopt_step > PENDING_STEP
+    assert PENDING_STEP in uncollected(balance)
     run_here(house, run_dir, *params)
     assert_same_run(run_dir, relayout.run_dir)
 
 
+def test_killed_in_the_middle_of_a_plan_is_the_same_run(house, swaps, tmp_path):
+    """The planner has not taken the loads of the saved step, and decides for it when
+    the run goes on."""
+    meta = killed_in_a_plan(tmp_path / "run", SAVED_STEP)
+    planner = BalanceRecord.from_json(meta["balance"]).planner
+    assert Snapshot.from_json(planner).events[0].step == SAVED_STEP
+    run_here(house, tmp_path / "run")
+    assert_same_run(tmp_path / "run", swaps.run_dir)
+
+
 @pytest.mark.parametrize("lag_steps", [1, 3])
-def test_plans_may_change_at_every_step(house, tmp_path, monkeypatch, lag_steps):
+def test_plans_may_change_at_every_step(
+    house, other_programs, tmp_path, monkeypatch, lag_steps
+):
     """A run that goes on from a checkpoint, in which several swaps wait if the lag is
     longer than a step, is the same run."""
-    monkeypatch.setattr(house, "programs", {})  # the others have another load
+    monkeypatch.setattr(house, "programs", other_programs)
     run_dir, params = tmp_path / "run", [
         f"Balance.lag_steps = {lag_steps}", "Balance.every_steps = 1",
         "Balance.cooldown_steps = 0", "Balance.half_life_steps = 1.0",
@@ -209,10 +228,10 @@ def test_plans_may_change_at_every_step(house, tmp_path, monkeypatch, lag_steps)
     assert {x["adopt_step"] - x["step"] for x in swaps} == {lag_steps}
     assert whole.adopted == [x["adopt_step"] for x in swaps if x["adopt_step"] <= 20]
     meta = checkpoint_record(run_dir, 12)["meta"]
-    _, snapshot = saved_balance(meta)
+    balance = BalanceRecord.from_json(meta["balance"])
     pending = [x["step"] for x in swaps if x["step"] <= 12 < x["adopt_step"]]
-    assert set(pending) <= set(uncollected(snapshot))
-    assert set(uncollected(snapshot)) <= set(range(13 - lag_steps, 13))
+    assert set(pending) <= set(uncollected(balance))
+    assert set(uncollected(balance)) <= set(range(13 - lag_steps, 13))
     resumed = tmp_path / "resumed"
     shutil.copytree(run_dir, resumed)
     shutil.rmtree(resumed / "checkpoints" / "20")
@@ -328,8 +347,9 @@ def pending(calibration) -> list[str]:
     return [*words, f"Checkpoint.every_steps = {PENDING_STEP}"]
 
 
-def uncollected(snapshot: Snapshot) -> list[int]:
+def uncollected(balance: BalanceRecord) -> list[int]:
     """Return the steps with a reply that is not collected, or is yet to be made."""
+    snapshot = Snapshot.from_json(balance.planner)
     events = [x.step for x in snapshot.events if isinstance(x, Observed)]
     return [x.step for x in snapshot.replies] + events
 

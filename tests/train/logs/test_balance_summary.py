@@ -102,7 +102,7 @@ def test_steps_beside_a_compilation_are_compared_with_those_before(tmp_path):
     path.write_text("\n".join(map(json.dumps, lines)))
     summary = summarise_balance(path, FLEXMOE)
     (beside,) = summary["while_compiling"]  # the first one had too few steps
-    assert (beside["decided_step"], beside["adopt_step"]) == (60, 160)
+    assert (beside["collected_step"], beside["adopt_step"]) == (60, 160)
     assert beside["median_over_before"] == 1.1
     assert beside["p95_over_before"] == 1.5
     assert beside["device_max_over_mean"] == pytest.approx(1.2, abs=0.003)

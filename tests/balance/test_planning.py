@@ -1,0 +1,77 @@
+"""The planner as a pure function of events."""
+
+import numpy as np
+import pytest
+
+from moejax.balance import adoptions, planning
+from moejax.balance.planning import Adopted, Observed, Reply, Snapshot
+from tests.support.balanced_run import new_planner, observed
+
+NUM_STEPS = 60
+
+
+def events_and_replies():
+    """Return the events of a loop that adopts what is due, in their order, and the
+    replies."""
+    task, snapshot = new_planner()
+    planner, events, replies = snapshot.planner, [], []
+    for step in range(1, NUM_STEPS):
+        new = [Adopted()] if adoptions.is_due(planner.state, step) else []
+        for event in [*new, observed(step)]:
+            planner, reply = planning.take(task, planner, event)
+            replies += [] if reply is None else [reply]
+            events.append(event)
+    return events, replies
+
+
+def test_each_asked_step_has_a_reply():
+    _, replies = events_and_replies()
+    assert [reply.step for reply in replies] == list(range(5, NUM_STEPS, 5))
+    kinds = [reply.decision.kind for reply in replies if reply.decision]
+    assert kinds.count("swap") >= 3
+    for reply in replies:
+        assert Reply.from_json(reply.to_json()) == reply
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_snapshot_with_events_to_take_goes_on_to_the_same_replies(seed):
+    """The loop may save at any time, with any number of events that are not taken."""
+    rng, (events, replies) = np.random.default_rng(seed), events_and_replies()
+    task, snapshot = new_planner()
+    whole = Snapshot(snapshot.planner, tuple(events)).settled(task)
+    assert list(whole.replies) == replies
+    cuts = sorted(rng.integers(0, len(events), 2))
+    taken = Snapshot(snapshot.planner, tuple(events[: cuts[0]])).settled(task)
+    saved = Snapshot(taken.planner, tuple(events[cuts[0] : cuts[1]]), taken.replies)
+    text = saved.to_json()
+    assert Snapshot.from_json(text).to_json() == text
+    restored = Snapshot.from_json(text).settled(task)
+    rest = Snapshot(restored.planner, tuple(events[cuts[1] :]), restored.replies)
+    assert rest.settled(task).to_json() == whole.to_json()
+
+
+def test_the_saving_is_that_of_the_plan_of_the_step():
+    """The counts of a step come after the next step's plan was adopted, or before."""
+    task, snapshot = new_planner()
+    events, _ = events_and_replies()
+    number = next(i for i, x in enumerate(events) if isinstance(x, Adopted))
+    before = Snapshot(snapshot.planner, tuple(events[:number])).settled(task).planner
+    due_step = before.state.swaps[0].adopt_step
+    old, new = before.state.plan, before.state.swaps[0].plan
+    after, _ = planning.take(task, before, Adopted())
+    late_step = due_step - 1
+    assert planning._in_use(after, late_step)[0] == old
+    assert planning._in_use(after, due_step)[0] == new
+
+
+def test_counts_of_another_dtype_keep_their_values_in_json():
+    _, snapshot = new_planner()
+    event = observed(3)
+    wide = Observed(3, event.tokens_lwe.astype(np.int64), event.fullest_pair_l)
+    texts = [Snapshot(snapshot.planner, (x,)).to_json() for x in (event, wide)]
+    assert texts[0] == texts[1]
+
+
+def test_a_task_goes_through_json():
+    task, _ = new_planner()
+    assert planning.Task.from_json(task.to_json()) == task
