@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tests.support.balanced_run import new_planner
 from tests.support.run_main import ROOT
 from tools import chaos
 from tools.faults import promises, run, worker
@@ -23,6 +24,7 @@ from tools.faults.damage import damage_metrics
 from tools.faults.plan import make_plan
 from tools.faults.run import NUM_STEPS, Broken
 from tools.faults.table import FAULTS, NAMES
+from train.balance.record import BalanceRecord
 from train.checkpoint.record import make_record
 from train.checkpoint.retention import Saved
 
@@ -126,7 +128,9 @@ def write_run(folder: pathlib.Path, **changes) -> pathlib.Path:
 def write_record(folder: pathlib.Path, checksum: int) -> None:
     """Write the record of the last step's checkpoint, with one array."""
     array = {"dtype": "float32", "shape": [2], "checksum": checksum}
-    meta = {"plan": "p", "balance": {"tracker": "t"}}
+    task, snapshot = new_planner()
+    balance = BalanceRecord(snapshot.planner.state, 1, task, snapshot.to_json())
+    meta = {"plan": "p", "balance": balance.to_json()}
     record = make_record(Saved(NUM_STEPS, 1.5), {"w": array}, meta)
     path = folder / str(NUM_STEPS) / "record" / "metadata"
     path.parent.mkdir(parents=True, exist_ok=True)
