@@ -19,8 +19,8 @@ Two arms sum the same numbers in another order. From the same state one step dif
 less; from then on the states differ too."""
 
 
-ADOPTION_FIELDS = ("adopt_msec", "adopt_wait_msec")
-"""Fields of a step's record that say how long the loop was held by an adoption."""
+ADOPTION_FIELDS = ("plan_wait_msec", "adopt_msec", "adopt_wait_msec")
+"""Fields of a step's record that say how long the loop was held by balancing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +83,7 @@ def figures(
         "num_relayouts": kinds.count("relayout"),
         "adopt_sec": _sum_msec(arm.steps, "adopt_msec") / 1e3,
         "adopt_wait_sec": _sum_msec(arm.steps, "adopt_wait_msec") / 1e3,
+        "plan_wait_sec": _sum_msec(arm.steps, "plan_wait_msec") / 1e3,
         "parts_sec": parts_sec(arm),
         "prediction": prediction(arm),
         "loss": compare_losses(arm, home) | {"should_equal_home": is_exact},
