@@ -34,6 +34,7 @@ from train.job import Job
 from train.launch.processes import any_process, is_first, published, withdraw
 from train.logs.records import Records, home_std_over_std, max_over_mean
 from train.step.compiled import compile_steps, on_devices
+from train.step.freed_memory import return_freed_memory
 
 LATE_SEC = 0.05
 """Shortest wait for a plan that a line tells of, where lag_steps leave it a whole step.
@@ -166,6 +167,7 @@ class Balancing:
         self._prepare()
         if self._ahead is not None:
             self._ahead.wait()  # the watchdog has not started yet
+        return_freed_memory()
 
     def begin(self, state):
         """Return the training state with its experts arranged for the current layout
