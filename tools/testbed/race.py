@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -286,8 +287,10 @@ def _first_steps(
 ) -> Iterator[Run]:
     """Start a run, let it do its first steps, and stop it, for a `with` block."""
     run_dir = run_dir.resolve()
+    # What a race that was ended has left would pass for this run's first steps.
+    shutil.rmtree(run_dir, ignore_errors=True)
     command = [str(ROOT / "train" / "main.py"), *plan.words(name)]
-    command += [f"--run_dir={run_dir}", "--fresh"]
+    command += [f"--run_dir={run_dir}"]
     # home may be an arm too, beside itself
     label = f"{run_dir.name}: {name}"
     with started(live, label, command, run_dir) as run:
