@@ -73,9 +73,11 @@ def start(cfg: Config, flags: Flags | None = None) -> ProcessInfo | None:
     process = detect(os.environ, flags)
     set_up_backend(cfg, 1 if process is None else process.count)
     join(cfg, process)
-    from train.launch.compilation_cache import check_entries  # imports jax
+    from train.launch import compilation_cache  # imports jax
 
-    check_entries(say_loudly)
+    compilation_cache.check_entries(say_loudly)
+    if process is not None and cfg.train.num_simulated_devices:
+        compilation_cache.share_programs(cfg.processes.init_sec)
     return process
 
 

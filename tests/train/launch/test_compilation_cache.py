@@ -130,6 +130,40 @@ def test_swapped_programs_compute_what_was_asked(jax_with_cache, messages):
     assert len(sorted(jax_with_cache.glob("*-cache"))) == len(files)
 
 
+class FakeClient:
+    """What jax knows of the coordinator's store of bytes."""
+
+    def __init__(self) -> None:
+        self.values = {}
+
+    def key_value_set_bytes(self, key, value, may_overwrite):
+        assert may_overwrite, "a program may be compiled twice in a process"
+        self.values[key] = value
+
+
+def test_process_0_passes_on_what_it_finds_and_the_others_wait(
+    jax_with_cache, monkeypatch
+):
+    """jax waits for a program under its key, without the time that its cache puts in
+    front of it."""
+    jax.clear_caches()
+    jax.jit(lambda x: x * 41)(1.0)
+    (path,) = jax_with_cache.glob("*-cache")
+    key, client = path.name.removesuffix("-cache"), FakeClient()
+    cache = compilation_cache.SharedCache(CheckedCache(jax_with_cache, print))
+    monkeypatch.setattr(compilation_cache.coordinator, "client", lambda: client)
+    content = cache.get(key)
+    program, _ = cache_of_jax.extract_executable_and_time(
+        cache_of_jax.decompress_executable(content)
+    )
+    assert list(client.values) == [key]
+    assert cache_of_jax.decompress_executable(client.values[key]) == program
+    assert cache.get("other") is None
+    assert list(client.values) == [key]
+    monkeypatch.setattr(compilation_cache.coordinator, "own_index", lambda: 3)
+    assert cache.get(key) is None
+
+
 def test_a_cache_that_is_a_file(jax_with_cache, messages):
     os.makedirs(jax_with_cache.parent)
     jax_with_cache.write_text("in the way")
