@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from moejax.axes import BATCH_AXES, DATA, DC, EXPERT, TENSOR, VOCAB_AXES, axis_size
-from moejax.moe.weights.gather import sum_own
+from moejax.moe.weights.gather import reduce_scatter, sum_own
 
 SLICE_AXES = (EXPERT, TENSOR)
 """The rows of a table are split over these where it is used."""
@@ -108,7 +108,8 @@ def embed(
         slice_vd = slices.gather(block_vd, dtype)
         row_m = slices.row_of(gather_group(tokens_bt.reshape(-1)))
         x_md = jnp.where(row_m[:, None] >= 0, slice_vd[jnp.maximum(row_m, 0)], 0)
-        x_nd = jax.lax.psum_scatter(x_md, EXPERT, tiled=True)
+        x_wnd = x_md.reshape(jax.lax.axis_size(EXPERT), -1, x_md.shape[-1])
+        x_nd = reduce_scatter(x_wnd, EXPERT)
         return jax.lax.psum(x_nd, TENSOR).reshape(*tokens_bt.shape, -1)
 
     args = slices.pad(table_vd), tokens_bt

@@ -152,7 +152,7 @@ def sum_own(
     """
     travel = jnp.promote_types(grad_wx.dtype, dtype)
     if travel.itemsize >= 4:
-        return jax.lax.psum_scatter(grad_wx.astype(travel), along)
+        return reduce_scatter(grad_wx.astype(travel), along)
     sizes = [jax.lax.axis_size(axis) for axis in along]
     # Leading dims: receivers along the axes, the innermost axis first.
     grad = grad_wx.reshape(*sizes, -1)
@@ -163,3 +163,23 @@ def sum_own(
         )
         grad = jnp.sum(grad, axis=0, dtype=jnp.float32)
     return grad
+
+
+def reduce_scatter(x_wx: Array, along: Axes | str) -> Array:
+    """Return the sum over the devices along mesh axes of what they have for this one.
+
+    x_wx[i] is what this device has for device i. On CPUs of several processes it is an
+    all_to_all and a sum: gloo's reduce-scatter of 64 KiB between eight of them took 23
+    ms, its all_to_all 2 ms.
+    """
+    if jax.process_count() == 1:
+        return jax.lax.psum_scatter(x_wx, along)
+
+    def of_cpus(x_wx):
+        arrived_wx = jax.lax.all_to_all(x_wx, along, 0, 0, tiled=True)
+        return jnp.sum(arrived_wx, axis=0)
+
+    def of_others(x_wx):
+        return jax.lax.psum_scatter(x_wx, along)
+
+    return jax.lax.platform_dependent(x_wx, cpu=of_cpus, default=of_others)
