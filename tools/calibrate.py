@@ -9,7 +9,8 @@ collectives   line seconds = latency + bytes / bandwidth of all_to_all, all_gath
               device, and over dc x expert, data x expert and expert x tensor together
               (dc_expert ..). Bytes are those that leave one device. All groups of the
               mesh send at once, so the line includes the effect of shared links.
-grouped_dot   FLOPs per second of one device, in the configuration's widths and dtype
+experts       FLOPs per second of one device in the products of experts, forward and
+              backward, with their activation, in the configuration's widths and dtype
 compile       seconds to compile the train step (--compile, needs --gin_file)
 
 Every line comes with its r2. Exit codes: 0 done, 2 bad input, 3 the result could not be
@@ -152,7 +153,7 @@ def measure(cfg: Config, args: argparse.Namespace):
 
 
 def hidden_widths(cfg: Config):
-    """Return the sizes of the grouped product that one device computes under `cfg`."""
+    """Return the sizes of the experts that one device computes under `cfg`."""
     from tools.bench.collective_times import Widths
 
     shards = cfg.mesh.num_batch_shards * cfg.train.accumulate_steps
@@ -197,7 +198,7 @@ def show(calibration) -> None:
             )
     tflops = 1e-12 * calibration.flops_per_sec
     r2 = calibration.matmul_r2
-    print(f"grouped_dot  {tflops:.4f} TFLOP/s per device, r2 {r2:.3f}")
+    print(f"experts      {tflops:.4f} TFLOP/s per device, r2 {r2:.3f}")
     if calibration.compile_sec:
         print(f"compile      {calibration.compile_sec:.1f} s")
 

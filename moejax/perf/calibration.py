@@ -41,7 +41,7 @@ class Calibration:
     """Measured speeds of a mesh.
 
     For each collective and mesh axis there is a straight line of seconds over the bytes
-    that leave a device; there is also the throughput of the grouped matmul.
+    that leave a device; there is also the throughput of experts.
     """
 
     device_kind: str
@@ -54,7 +54,8 @@ class Calibration:
     """Lines by collective and axes: collectives[name][axes] has latency_sec,
     bytes_per_sec and r2; axes is one mesh axis, or several joined, "expert_tensor"."""
     flops_per_sec: float
-    """Throughput of the grouped matmul on one device."""
+    """FLOPs of the products of SwiGLU experts, per second of one device in training.
+    The activation, and the gradients of all, are in that time."""
     matmul_r2: float
     """Coefficient of determination of the line that gave flops_per_sec."""
     compile_sec: float

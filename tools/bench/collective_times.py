@@ -1,7 +1,7 @@
-"""Times of collectives and grouped products on the live mesh, and lines fitted to them.
+"""Times of collectives and experts on the live mesh, and lines fitted to them.
 
-Collectives are timed over each axis and over pairs of axes, for several sizes; the
-grouped product for several numbers of rows. Each program repeats its operation in a
+Collectives are timed over each axis and over pairs of axes, for several sizes; experts
+for several numbers of rows. Each program repeats its operation in a
 loop in which each repetition needs the result before, so that the cost of starting the
 program is spread over all repetitions.
 """
@@ -19,7 +19,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moejax.axes import AXES, AxisNames, axis_size
-from moejax.kernels.grouped_dot import grouped_dot
+from moejax.kernels.grouped_dot import grouped_swiglu
+from moejax.moe.weights.gather import reduce_scatter
 from moejax.perf.calibration import LINE_KEYS, Calibration, leaving_bytes
 from moejax.plan.layout import ROW_MULTIPLE
 from tools.bench.turns import median_sec
@@ -89,7 +90,7 @@ def _all_gather(x_n, axes: AxisNames, w: int):
 
 
 def _reduce_scatter(x_n, axes: AxisNames, w: int):
-    part_n = jax.lax.psum_scatter(x_n, axes, tiled=True)
+    part_n = reduce_scatter(x_n.reshape(w, -1), axes)
     return jax.lax.dynamic_update_slice(x_n, part_n, (0,))
 
 
@@ -139,7 +140,7 @@ def make_collective(
 
 @dataclasses.dataclass(frozen=True)
 class Widths:
-    """Sizes of the grouped product of one device's experts."""
+    """Sizes of one device's experts."""
 
     d_model: int
     d_expert: int
@@ -148,15 +149,17 @@ class Widths:
     dtype: str
 
 
-def matmul_programs(mesh: Mesh, widths: Widths) -> list[Program]:
-    """Return compiled programs that time the grouped products of experts, into the
-    hidden width and back.
+def expert_programs(mesh: Mesh, widths: Widths) -> list[Program]:
+    """Return compiled programs that time experts in training: grouped products,
+    activation, and the gradients of all of these.
 
-    The name of their line is ("grouped_dot",). They have half to four times
-    `widths.rows` rows; with fewer, the blocks that rows are cut into are not full.
+    The name of their line is ("experts",). Their FLOPs are those of the products, so
+    that what the activation takes counts as slower products. They have half to four
+    times `widths.rows` rows; with fewer, the blocks that rows are cut into are not
+    full.
     """
     d, f, groups = widths.d_model, widths.d_expert, widths.groups
-    into_gdf = _zeros(mesh, (groups, d, f), widths.dtype)
+    into_gdh = _zeros(mesh, (groups, d, 2 * f), widths.dtype)
     down_gfd = _zeros(mesh, (groups, f, d), widths.dtype)
     programs = []
     for part in (0.5, 1, 2, 4):
@@ -164,17 +167,21 @@ def matmul_programs(mesh: Mesh, widths: Widths) -> list[Program]:
         rows = max(multiple, math.ceil(part * widths.rows / multiple) * multiple)
         rows_g = np.full(groups, rows // groups, np.int32)
 
-        def body(x_md, into_gdf, down_gfd, rows_g=rows_g):
-            def step(_, x_md):
-                h_mf = grouped_dot(x_md, into_gdf, jnp.asarray(rows_g))
-                return grouped_dot(h_mf, down_gfd, jnp.asarray(rows_g))
+        def body(x_md, into_gdh, down_gfd, rows_g=rows_g):
+            experts = partial(grouped_swiglu, rows_g=jnp.asarray(rows_g))
 
-            return jax.lax.fori_loop(0, REPEATS, step, x_md)
+            def step(_, arrays):
+                # Gradients are the next repetition's arrays, so that none is left out.
+                y_md, gradients_of = jax.vjp(experts, *arrays)
+                return gradients_of(y_md)
 
-        arguments = (_zeros(mesh, (rows, d), widths.dtype), into_gdf, down_gfd)
+            arrays = x_md, into_gdh, down_gfd
+            return jax.lax.fori_loop(0, REPEATS, step, arrays)[0]
+
+        arguments = (_zeros(mesh, (rows, d), widths.dtype), into_gdh, down_gfd)
         run = _compile(mesh, body, *arguments)
-        flops = 4.0 * rows * d * f
-        programs.append(Program(("grouped_dot",), flops, REPEATS, run, arguments))
+        flops = 3 * 6.0 * rows * d * f
+        programs.append(Program(("experts",), flops, REPEATS, run, arguments))
     return programs
 
 
@@ -190,21 +197,21 @@ def measure_sec(programs: list[Program], turns: int) -> list[float]:
 def measure_calibration(
     mesh: Mesh, lines: dict[tuple[str, ...], Line], widths: Widths, turns: int
 ) -> Calibration:
-    """Measure the grouped product, and return a calibration of it and of the given
-    lines of collectives."""
+    """Measure experts, and return a calibration of them and of the given lines of
+    collectives."""
     collectives: dict[str, dict] = {}
     for (name, axes), line in lines.items():
         numbers = (line.latency_sec, line.amount_per_sec, line.r2)
         collectives.setdefault(name, {})[axes] = dict(zip(LINE_KEYS, numbers))
-    programs = matmul_programs(mesh, widths)
-    (matmul,) = fit_lines(programs, measure_sec(programs, turns)).values()
+    programs = expert_programs(mesh, widths)
+    (experts,) = fit_lines(programs, measure_sec(programs, turns)).values()
     return Calibration(
         device_kind=jax.devices()[0].device_kind,
         mesh=dict(mesh.shape),
         compute_dtype=widths.dtype,
         collectives=collectives,
-        flops_per_sec=matmul.amount_per_sec,
-        matmul_r2=matmul.r2,
+        flops_per_sec=experts.amount_per_sec,
+        matmul_r2=experts.r2,
         compile_sec=0.0,
         when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
