@@ -94,7 +94,7 @@ def summarise(job: Job, outcome: Outcome, path: pathlib.Path) -> dict:
         "compile_sec": outcome.compile_sec,
         "wall_sec": outcome.wall_sec,
         "balance": from_first_process(
-            lambda: summarise_balance(path / "metrics.jsonl", job.cfg)
+            lambda: summarise_balance(path / "metrics.jsonl", job.model.run.cfg)
         ),
         "load_le": outcome.evaluation.tokens_le.tolist(),
         "redone_steps": from_first_process(lambda: _redone_steps(path, job)),
@@ -147,8 +147,8 @@ def _print(summary: dict, loss: float, tokens_le: np.ndarray, job: Job) -> None:
     print(f"wall time       {summary['wall_sec']:.0f} s, {parts}")
     print("\n".join(goodput_lines(summary["goodput"])))
     if summary["balance"] is not None:
-        speeds = job.model.run.speeds
-        print("\n".join(balance_lines(summary["balance"], job.cfg, speeds)))
+        run = job.model.run
+        print("\n".join(balance_lines(summary["balance"], run.cfg, run.speeds)))
     print("load per expert on held-out text over the mean (' .:-=+*#%@': 0 to 2)")
     print("\n".join(format_expert_loads(tokens_le)))
     print(f"parameters      digest {summary['digest']} at step {summary['step']}")

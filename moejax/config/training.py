@@ -181,7 +181,9 @@ class Balance:
     """
 
     policy: str = "home"
-    """Name of a policy in moejax.balance.policies; 'home' never moves an expert."""
+    """Name of a policy in moejax.balance.policies; 'home' never moves an expert, and
+    'auto' is the policy and store that the cost model and the race recommend for the
+    model and the mesh (docs/balance.md)."""
     every_steps: int = 10
     """Number of steps from one decision to the next; decisions are taken at multiples
     of it."""

@@ -31,6 +31,7 @@ from moejax.resolve.communication import (
 from moejax.resolve.gather import GatherChoice
 from moejax.resolve.kernels import check_attention, choose_kernels, kernel_line
 from moejax.resolve.memory import state_bytes, step_memory
+from moejax.resolve.policy import AUTO, PolicyChoice, choose_policy
 from moejax.resolve.speeds import (
     load_calibration,
     make_cost_model,
@@ -43,8 +44,9 @@ class Resolved:
     """A run, in which every open question of its configuration has an answer."""
 
     cfg: Config
-    """Configuration as the user wrote it. Read from it only what no 'auto' or None can
-    stand for: sizes of the network, the optimizer, the data."""
+    """Configuration as the user wrote it, but for Balance.policy and Dispatch.store
+    where the policy is 'auto'. Read from it only what no 'auto' or None can stand for:
+    sizes of the network, the optimizer, the data."""
     mesh: Mesh | AbstractMesh
     """Mesh of the run's devices, or an abstract one where no device is needed."""
     communication: Communication
@@ -61,6 +63,8 @@ class Resolved:
     """Settings of the balancer."""
     gather: GatherChoice | None = None
     """Choice of when slots are gathered over data; None where no predictions chose."""
+    policy: PolicyChoice | None = None
+    """Choice of the policy; None where Balance.policy names one."""
 
     @functools.cached_property
     def mesh_layout(self) -> MeshLayout:
@@ -148,6 +152,7 @@ class Resolved:
     def lines(self) -> list[str]:
         """Return lines that say how each None and 'auto' was answered, and why."""
         choices = self.communication.lines()
+        choices += [] if self.policy is None else self.policy.lines()
         lines = [*choices, kernel_line(self.kernels), self._gradient_line()]
         lines.append(self._overflow_line())
         if self.gather is not None:
@@ -230,7 +235,10 @@ def resolve(
     check_attention(cfg, mesh)
     is_abstract = isinstance(mesh, AbstractMesh)
     kind = None if is_abstract else mesh.devices.flat[0].device_kind
-    calibration = load_calibration(cfg, kind)
+    calibration, policy = load_calibration(cfg, kind), None
+    if cfg.balance.policy == AUTO:
+        policy = choose_policy(cfg, mesh, calibration, usable_bytes)
+        cfg = policy.chosen.applied(cfg)
     communication = choose_communication(cfg, calibration)
     cost = make_cost_model(cfg, calibration)
     layout = layouts.step_layout(cfg, communication.partition, mesh)
@@ -244,6 +252,7 @@ def resolve(
         calibration=calibration,
         cost=cost,
         settings=layouts.balancer_settings(cfg, layout),
+        policy=policy,
     )
     return run if usable_bytes is None else _with_gather(run, usable_bytes)
 

@@ -53,11 +53,11 @@ class Balancing:
 
     def __init__(self, job: Job, say: Callable[[str], None]) -> None:
         self._job, self.say = job, say
-        self._is_on = job.cfg.balance.policy != "home"
         self._settings, self._mover = job.model.run.settings, Mover(job.model)
+        self._is_on = self._settings.policy != "home"
         self.stores = {job.model.layout.store}
         """Stores that the layouts of this run may have."""
-        self.stores.update(check_policy(job.cfg.balance.policy).stores)
+        self.stores.update(check_policy(self._settings.policy).stores)
         self._cost = job.model.run.cost
         layout = job.model.layout
         self._now = Adoptions(layout, self._first_plan(layout), (), None)
@@ -119,7 +119,7 @@ class Balancing:
         is_same = _is_same(meta["config"], self._job.cfg.to_dict())
         if meta.get("balance") and is_same and meta["cost"] == self._cost.as_dict():
             record = BalanceRecord.from_json(meta["balance"])
-            if record and record.now.layout.overflow == self.layout.overflow:
+            if record and self._can_go_on(record):
                 self._now, self._first_step = record.now, record.first_step
                 self._snapshot = record.planner
                 return
@@ -136,6 +136,12 @@ class Balancing:
             else:
                 self._now = dataclasses.replace(self._now, plan=plan)
         self.say(f"the balancer starts afresh with plan {self.plan.digest}")
+
+    def _can_go_on(self, record: BalanceRecord) -> bool:
+        """Return whether a record of the same configuration has this run's policy,
+        which another amount of memory may have chosen, and its kind of steps."""
+        has_policy = record.task.settings.policy == self._settings.policy
+        return has_policy and record.now.layout.overflow == self.layout.overflow
 
     def _start_planner(self) -> None:
         """Start the planner's process beside process 0. It comes to life while this

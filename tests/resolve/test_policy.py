@@ -1,0 +1,166 @@
+"""Which policy and store a run has where Balance.policy is 'auto', and why."""
+
+import dataclasses
+
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from moejax.axes import AUTO, AXES
+from moejax.balance.policies import POLICIES
+from moejax.config import Balance, Config, Dispatch, Model, Moe, Recorded, Router
+from moejax.perf.calibration import Calibration
+from moejax.perf.target import load
+from moejax.plan.layout import Topology
+from moejax.resolve import policy
+from moejax.resolve.resolved import Resolved, resolve
+from tests.support.calibrations import KINDS, line
+from tests.support.resolved import make_run
+
+MESH = Topology(expert=8)
+CFG = Config(
+    mesh=MESH,
+    moe=Moe(num_experts=32),
+    router=Router(kind="recorded", balance_loss=0.0),
+    recorded=Recorded(source="zipf", zipf=1.2),
+    balance=Balance(policy="auto"),
+)
+
+
+def changed(part: str, **fields) -> Config:
+    return dataclasses.replace(
+        CFG, **{part: dataclasses.replace(getattr(CFG, part), **fields)}
+    )
+
+
+@pytest.fixture
+def run_at(tmp_path):
+    """Return a function that resolves a run at a speed of links, in bytes per second,
+    on devices of 1e12 FLOP/s."""
+
+    def resolved(bytes_per_sec: float, cfg: Config = CFG) -> Resolved:
+        lines = {"expert": line(bytes_per_sec)}
+        sizes, collectives = dataclasses.asdict(MESH), dict.fromkeys(KINDS, lines)
+        dtype = cfg.model.compute_dtype
+        speeds = Calibration("cpu", sizes, dtype, collectives, 1e12, 1.0, 0.0, "never")
+        path = tmp_path / "calibration.json"
+        path.write_text(speeds.to_json())
+        balance = dataclasses.replace(cfg.balance, calibration=str(path))
+        return make_run(dataclasses.replace(cfg, balance=balance))
+
+    return resolved
+
+
+def test_the_race_knows_every_policy():
+    assert sorted(policy.RACE) == sorted(POLICIES)
+
+
+def test_fast_links_pay_for_replicas(run_at):
+    run = run_at(1e12)
+    choice = run.policy
+    assert choice.sec[choice.chosen] < 0.5 * choice.sec[choice.home]
+    assert choice.sec[choice.chosen] <= 1.05 * min(choice.sec.values())
+    assert POLICIES[choice.chosen.policy].has_replicas
+    assert run.settings.policy == run.cfg.balance.policy == choice.chosen.policy
+    assert run.layout.store == run.cfg.dispatch.store == choice.chosen.store
+    assert run.layout.split == POLICIES[choice.chosen.policy].split
+    assert len(choice.sec) == sum(len(p.stores) for p in POLICIES.values())
+    chosen, times, *_ = choice.lines()
+    assert chosen in run.lines()
+    assert f"{choice.chosen.policy} in store {choice.chosen.store}: " in chosen
+    assert "modelled for the recorded load (device max/mean " in chosen
+    assert times.startswith(f"  modelled ms: {min(choice.sec, key=choice.sec.get)[0]}/")
+
+
+def test_a_named_policy_of_the_same_name_is_the_same_run(run_at):
+    run = run_at(1e12)
+    named = Balance(policy=run.settings.policy)
+    dispatch = dataclasses.replace(CFG.dispatch, store=run.layout.store)
+    same = run_at(1e12, dataclasses.replace(CFG, balance=named, dispatch=dispatch))
+    assert same.layout == run.layout
+    assert same.settings == run.settings
+    assert same.policy is None
+
+
+def test_links_too_slow_for_copies_leave_experts_single(run_at):
+    """Experts so wide that their copies take longer than all rows."""
+    choice = run_at(1e8, changed("moe", d_expert=2**14)).policy
+    assert not POLICIES[choice.chosen.policy].has_replicas
+
+
+def test_home_where_the_load_is_even(run_at):
+    choice = run_at(1e12, changed("recorded", source="uniform")).policy
+    assert choice.chosen == choice.home == ("home", "owned")
+    assert "home in store owned: nothing saves 5% of a step's" in choice.lines()[0]
+
+
+def test_loads_are_presumed_where_a_router_chooses(run_at):
+    skewed = run_at(1e12, changed("router", kind="softmax")).policy
+    assert "a Zipf load of 1.2, presumed for a router that nothing" in skewed.load
+    evened = run_at(1e12, changed("router", kind="softmax", bias_rate=0.01)).policy
+    assert "a Zipf load of 0.3, presumed for a router whose load" in evened.load
+    assert evened.sec[evened.home] < skewed.sec[skewed.home]
+
+
+def test_a_named_store_is_kept(run_at):
+    choice = run_at(1e12, changed("dispatch", store="sharded")).policy
+    assert {name.store for name in choice.sec} == {"sharded"}
+
+
+@pytest.mark.parametrize(
+    ("part", "fields", "reason"),
+    [
+        ("dispatch", {"exchange": "capacity"}, "drops rows by slot"),
+        ("dispatch", {"split": "shadow"}, "makes the replicas that each micro-batch"),
+        ("dispatch", {"domain": (1, 2)}, "experts at home are gathered within a"),
+    ],
+)
+def test_home_where_no_other_policy_can_run(part, fields, reason):
+    choice = make_run(changed(part, **fields)).policy
+    assert choice.chosen.policy == "home"
+    first, *refused = choice.lines()
+    assert first == f"policy             {choice.chosen}: no other can run"
+    assert len(refused) == sum(len(p.stores) for p in POLICIES.values()) - 1
+    assert all(reason in text for text in refused)
+
+
+def test_budgets_for_copies_are_for_policies_that_make_them(run_at):
+    fields = {"slots_per_device": 6, "copies_per_device": 2, "offers_per_device": 1}
+    fast, slow = (
+        run_at(speed, dataclasses.replace(changed("dispatch", **fields), recorded=load))
+        for speed, load in ((1e12, CFG.recorded), (1e12, Recorded(source="uniform")))
+    )
+    assert fast.layout.slots_per_device == 6
+    assert slow.cfg.balance.policy == "home"
+    assert slow.layout.slots_per_device == 4
+
+
+def test_a_width_that_the_devices_do_not_divide_refuses_sharded_slots(run_at):
+    choice = run_at(1e12, changed("moe", d_expert=CFG.moe.d_expert + 4)).policy
+    assert {name.store for name in choice.refused} == {"sharded"}
+
+
+def test_slots_that_do_not_fit_are_refused():
+    cfg = dataclasses.replace(
+        CFG,
+        model=Model(d_model=2048, num_layers=16, remat="full"),
+        moe=Moe(num_experts=64, d_expert=1024, top_k=8),
+    )
+    gpu = load("h100")
+    device = AbstractDevice(gpu.name, num_cores=132, platform="gpu")
+    mesh = AbstractMesh(
+        MESH.sizes, AXES, axis_types=AUTO * len(AXES), abstract_device=device
+    )
+    roomy = resolve(cfg, mesh, 2**40).policy
+    assert not roomy.refused
+    needed = resolve(cfg, mesh, 12 * 2**30).policy
+    assert ("flexmoe", "resident") in needed.refused
+    assert "is predicted to need " in needed.refused["flexmoe", "resident"]
+    assert needed.chosen not in needed.refused
+
+
+def test_dense_training_is_refused():
+    cfg = changed("router", kind="softmax", training="dense")
+    with pytest.raises(
+        ValueError, match=r"nothing to balance, and Balance.policy='auto'"
+    ):
+        make_run(dataclasses.replace(cfg, dispatch=Dispatch()))
