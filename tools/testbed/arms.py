@@ -12,17 +12,27 @@ from moejax.config import Config
 
 SPARE_SHARE = 0.5
 """Slots of a device beyond its own experts, over its own experts."""
-COPIES = (
-    "Dispatch.slots_per_device = {slots}",
-    "Dispatch.copies_per_device = {spare}",
-    "Dispatch.offers_per_device = {spare}",
-    "Balance.max_slots_per_device = {slots}",
-)
 SLOTS = (
     "Dispatch.slots_per_device = {slots}",
     "Balance.max_slots_per_device = {slots}",
 )
-EVEN_BUFFERS = ("Dispatch.buffer_factor = 2.0",)
+COPIES = (
+    *SLOTS,
+    "Dispatch.copies_per_device = {spare}",
+    "Dispatch.offers_per_device = 1",
+)
+ONE_COPY = (
+    "Dispatch.slots_per_device = {one_more}",
+    "Balance.max_slots_per_device = {one_more}",
+    "Dispatch.copies_per_device = 1",
+    "Dispatch.offers_per_device = 1",
+)
+"""Budgets of arms whose split evens rows exactly over overlapping replicas. What a
+layout may send is sent, whether a plan uses it or not."""
+TWO_OFFERS = ("Dispatch.offers_per_device = 2",)
+"""Budget of arms that choose copies in the step, where an owner of two hot experts must
+give both."""
+EVEN_BUFFERS = ("Dispatch.buffer_factor = 1.25",)
 """Buffers of arms whose replicas share the rows of every source. The others keep the
 configuration's, which hold the fullest pair of devices under home."""
 EACH_STEP = (
@@ -43,7 +53,8 @@ class Arm:
     """One arm of the race."""
 
     params: tuple[str, ...] = ()
-    """Gin bindings beside those of the configuration, with {slots} and {spare}."""
+    """Gin bindings beside those of the configuration, with {slots}, {spare} and
+    {one_more}."""
     changes_function: bool = False
     """Whether its losses are others than exact home's: it drops rows, or follows
     another load."""
@@ -65,7 +76,7 @@ ARMS: dict[str, Arm] = {
         ("Dispatch.exchange = 'capacity'", "Dispatch.buffer_factor = 1.0"),
         changes_function=True,
     ),
-    "fastermoe_now": Arm(("Dispatch.split = 'shadow'", *COPIES)),
+    "fastermoe_now": Arm(("Dispatch.split = 'shadow'", *COPIES, *TWO_OFFERS)),
     "fastermoe": _arm("fastermoe", "transient", COPIES, EACH_STEP),
     "smartmoe": _arm("smartmoe", "owned"),
     "flexmoe": _arm("flexmoe", "resident", COPIES, EVEN_BUFFERS),
@@ -76,8 +87,10 @@ ARMS: dict[str, Arm] = {
     "prophet_every": _arm("prophet", "transient", COPIES, EACH_STEP),
     "eplb": _arm("eplb", "sharded", SLOTS, EVEN_BUFFERS),
     "laer": _arm("laer", "sharded", SLOTS, EVEN_BUFFERS, EACH_STEP, LAER),
-    "micromoe": _arm("micromoe", "resident", COPIES, EVEN_BUFFERS),
-    "dynamic": Arm(("Dispatch.split = 'dynamic'", *COPIES, *EVEN_BUFFERS)),
+    "micromoe": _arm("micromoe", "resident", ONE_COPY, EVEN_BUFFERS),
+    "dynamic": Arm(
+        ("Dispatch.split = 'dynamic'", *ONE_COPY, *TWO_OFFERS, *EVEN_BUFFERS)
+    ),
 }
 """Arms by name, in the order in which they are run."""
 CEILING, BASELINE = "forced", "home"
@@ -102,9 +115,9 @@ def names(text: str | None, load: str) -> list[str]:
 
 def params(name: str, cfg: Config) -> list[str]:
     """Return the gin bindings of an arm for a configuration of this size."""
-    slots = num_slots(cfg)
-    spare = slots - cfg.moe.num_experts // cfg.mesh.expert
-    return [text.format(slots=slots, spare=spare) for text in ARMS[name].params]
+    own, slots = cfg.moe.num_experts // cfg.mesh.expert, num_slots(cfg)
+    numbers = {"slots": slots, "spare": slots - own, "one_more": own + 1}
+    return [text.format(**numbers) for text in ARMS[name].params]
 
 
 def num_slots(cfg: Config) -> int:

@@ -95,7 +95,7 @@ class Result:
     wall_sec: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class LiveCluster:
     """A cluster that is set up. Several programs may run on it, one after another."""
 
@@ -103,6 +103,8 @@ class LiveCluster:
     has_namespaces: bool
     groups: Groups | None
     """Control groups of the processes. None where quotas are not available."""
+    quota: float | None = None
+    """Maximum number of cores that each process gets now. None: all."""
 
     @property
     def is_shaped(self) -> bool:
@@ -116,6 +118,7 @@ class LiveCluster:
         """
         if self.groups is not None:
             testbed_quota.set_quota(self.groups, cores)
+            self.quota = cores
 
     def run(
         self,
@@ -194,7 +197,7 @@ class LiveCluster:
     def _prefix(self, index: int) -> tuple[str, ...]:
         words = ()
         if self.groups is not None:
-            words += testbed_quota.prefix(self.groups, index)
+            words += testbed_quota.prefix(self.groups, index, self.quota)
         if self.has_namespaces:
             words += network.prefix(index // self.spec.per_dc)
         return words
@@ -277,10 +280,11 @@ def make_cluster(spec: Cluster, *, wait_sec: float = 0.0) -> Iterator[LiveCluste
                 remove_leftovers()
         try:
             groups = testbed_quota.set_up(spec.count)
-            testbed_quota.set_quota(groups, spec.quota)
         except Unavailable as reason:
             say(f"{reason}: processes run WITHOUT a quota")
-        yield LiveCluster(spec, has_namespaces, groups)
+        live = LiveCluster(spec, has_namespaces, groups)
+        live.set_quota(spec.quota)
+        yield live
 
 
 @dataclasses.dataclass

@@ -73,6 +73,22 @@ def make_load(
     return TOTAL * count_rle / count_rle.sum(axis=-1, keepdims=True)
 
 
+def thin(
+    count_rle: np.ndarray, sizes: Sizes, first_steps: int, num_steps: int, kept: int
+) -> np.ndarray:
+    """Return the counts of a run beside the one that follows `count_rle`, which does
+    `kept` steps for every `num_steps` of that one, spread evenly over them.
+
+    The counts repeat, for it is beside one run after another: the first of them stand
+    at step `first_steps`, after which blocks begin.
+    """
+    by_step = count_rle.reshape(sizes.num_steps, -1, *count_rle.shape[1:])
+    step_bt = np.arange(first_steps, sizes.num_steps).reshape(-1, num_steps)
+    places = ((np.arange(kept) + 0.5) * num_steps / kept).astype(int)
+    chosen = np.roll(by_step[step_bt[:, places].ravel()], first_steps, axis=0)
+    return chosen.reshape(-1, *count_rle.shape[1:])
+
+
 def jump(rng: np.random.Generator, sizes: Sizes) -> np.ndarray:
     """Return shares [t, e] of one layer, in which a hot expert moves to another device
     every JUMP_STEPS steps."""

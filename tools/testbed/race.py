@@ -1,13 +1,15 @@
 """The race: arms of configs/race_cpu.gin in the real training loop, beside exact home.
 
+    start home, eight processes, from the compilation cache
     for each arm that has no result yet:
-        start arm and home, each eight processes, without a quota; stop each after its
-        first steps; then, with a quota, let them do blocks of steps in turns
-        write DIR/<load>_seed<n>/<arm>.json
+        start it too, and stop it after its first steps
+        let the two do blocks of steps in turns, with a quota
+        write DIR/<load>_seed<n>/<arm>.json, and end it
 
-A second call does the arms that are left, and prints all. Nothing of a run's time is
-left out but its start: swaps, relayouts, their compilation and planning are in the
-blocks of the arm that needs them. docs/race.md says what the figures mean.
+What is started was compiled before, by runs that were ended after their first steps. A
+second call does the arms that are left, and prints all. Nothing of a run's time is left
+out but its start: swaps, relayouts, their compilation and planning are in the blocks of
+the arm that needs them. docs/race.md says what the figures mean.
 """
 
 import contextlib
@@ -26,9 +28,15 @@ from moejax.config import Config
 from tools import predictions
 from tools.testbed import arms, budget
 from tools.testbed.cluster import Cluster, LiveCluster, make_cluster
-from tools.testbed.loads import Sizes, make_load
+from tools.testbed.loads import Sizes, make_load, thin
 from tools.testbed.lock import say
-from tools.testbed.standings import Side, figures, series, standings
+from tools.testbed.standings import (
+    Side,
+    compare_losses,
+    figures,
+    series,
+    standings,
+)
 from tools.testbed.turns import Run, started, take_turns
 from train.config import gin_reader
 from train.files import write_whole
@@ -38,6 +46,12 @@ CONFIG = ROOT / "configs" / "race_cpu.gin"
 FIRST_STEPS = 2
 """Steps of each run before its first block. The first compiles what was not yet, and
 runs without a quota."""
+HOME_LOAD = "home_load.npz"
+"""File of the load that home follows beside an arm: a part of the arm's."""
+HOME_STEPS = 1_000_000
+"""Number of steps of home beside all arms, of which it does as many as they need."""
+COMPILED_AT_ONCE = 2
+"""Number of arms that compile at the same time: each does so in one process."""
 START_SEC, BLOCK_SEC = 1500.0, 900.0
 """Limits of the time that a run takes to compile and do its first steps, and of the
 time of a block."""
@@ -53,6 +67,8 @@ class Options:
     trace: pathlib.Path
     steps: int
     block_steps: int
+    home_steps: int
+    """Steps of home in the time of a block."""
     seed: int
     gin_file: pathlib.Path
     gin_param: list[str]
@@ -72,6 +88,11 @@ class Options:
         if self.steps % self.block_steps:
             raise ValueError(
                 f"--steps {self.steps} must be a multiple of --block_steps "
+                f"{self.block_steps}"
+            )
+        if not 1 <= self.home_steps <= self.block_steps:
+            raise ValueError(
+                f"--home_steps {self.home_steps} must be from 1 to --block_steps "
                 f"{self.block_steps}"
             )
         if self.calibration is not None and not self.calibration.is_file():
@@ -104,6 +125,17 @@ class Plan:
             f"--gin_param={param}" for param in params
         ]
 
+    def words_beside(self) -> list[str]:
+        """Return the arguments of train/main.py for home beside the arms, which does
+        fewer steps, on loads of an arm's blocks."""
+        source = self.options.folder.resolve() / HOME_LOAD
+        params = [f"Recorded.source = '{source}'", f"Train.num_steps = {HOME_STEPS}"]
+        return self.words(arms.BASELINE) + [f"--gin_param={param}" for param in params]
+
+    def run_dir(self, name: str) -> pathlib.Path:
+        """Return the folder of an arm's run."""
+        return self.options.folder / "runs" / name
+
     def config(self, name: str) -> Config:
         """Return the configuration of an arm."""
         params = [*self.bindings, *arms.params(name, self.cfg)]
@@ -113,7 +145,8 @@ class Plan:
         """Return what a result depends on, for a later call to compare."""
         folder = str(self.options.out.resolve())  # results may be moved
         text = gin_reader.render(self.config(name)).replace(folder, "")
-        kept = ("load", "steps", "block_steps", "seed", "rate_mbit", "quota")
+        kept = ("load", "steps", "block_steps", "home_steps", "seed", "rate_mbit")
+        kept += ("quota",)
         record = {field: getattr(self.options, field) for field in kept}
         load = (self.options.folder / "load.npz").read_bytes()
         return record | {
@@ -136,12 +169,15 @@ def race(options: Options) -> dict:
         layouts, most_bytes = _checked_layouts(plan, left)
         with _cluster(plan) as live:
             _calibrate(plan, live)
-            for name in left:
-                result = _run_pair(plan, live, name, layouts[name])
-                results[name] = result | {"budget_bytes": most_bytes}
-                path = options.folder / f"{name}.json"
-                write_whole(path, json.dumps(results[name]))
-                _show(name, result["figures"])
+            with _home_beside(plan, live) as home:
+                for index, name in enumerate(left):
+                    if index % COMPILED_AT_ONCE == 0:
+                        _compile(plan, live, left[index : index + COMPILED_AT_ONCE])
+                    result = _run_pair(plan, live, name, layouts[name], home)
+                    results[name] = result | {"budget_bytes": most_bytes}
+                    path = options.folder / f"{name}.json"
+                    write_whole(path, json.dumps(results[name]))
+                    _show(name, result["figures"])
     return make_record(options, results)
 
 
@@ -160,6 +196,10 @@ def make_plan(options: Options) -> Plan:
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     np.savez(folder / "load.npz", tokens=count_rle)
+    of_home = thin(
+        count_rle, sizes, FIRST_STEPS, options.block_steps, options.home_steps
+    )
+    np.savez(folder / HOME_LOAD, tokens=of_home)
     bindings = (
         *options.gin_param,
         f"Recorded.source = '{folder / 'load.npz'}'",
@@ -175,12 +215,17 @@ def make_plan(options: Options) -> Plan:
 
 def make_record(options: Options, results: dict[str, dict]) -> dict:
     """Return the record of a race: `arms` by name, and what they have in common."""
-    made = {name: result["figures"] for name, result in results.items()}
+    home = results.get(arms.BASELINE) or _read_result(make_plan(options), arms.BASELINE)
+    made = {
+        name: result["figures"] | {"loss": _compare_losses(name, result, home)}
+        for name, result in results.items()
+    }
     return {
         "load": options.load,
         "trace": options.trace.name if options.load == "recorded" else None,
         "steps": options.steps,
         "block_steps": options.block_steps,
+        "home_steps": options.home_steps,
         "seeds": [options.seed],
         "has_quota": all(x["has_quota"] for x in results.values()),
         "is_shaped": all(x["is_shaped"] for x in results.values()),
@@ -188,6 +233,15 @@ def make_record(options: Options, results: dict[str, dict]) -> dict:
         "order": predictions.rank({k: x["prediction"] for k, x in made.items()}),
         "arms": standings(made, arms.CEILING),
     }
+
+
+def _compare_losses(name: str, result: dict, home: dict | None) -> dict | None:
+    """Return how far an arm's losses are from those of the arm home; None without."""
+    if home is None:
+        return None
+    should_equal = not arms.ARMS[name].changes_function
+    apart = compare_losses(result["arm"], home["arm"])
+    return apart | {"should_equal_home": should_equal}
 
 
 def _cluster(plan: Plan) -> contextlib.AbstractContextManager[LiveCluster]:
@@ -248,26 +302,25 @@ def _dry_layout(plan: Plan, name: str) -> dict:
     return json.loads(result.stdout.splitlines()[-1])["layout"]
 
 
-def _run_pair(plan: Plan, live: LiveCluster, name: str, layout: dict) -> dict:
-    """Run an arm beside home, and return its result."""
-    options, folder = plan.options, plan.options.folder / "runs" / name
-    say(f"{name}: starting it and home, which compile one after the other")
+def _run_pair(
+    plan: Plan, live: LiveCluster, name: str, layout: dict, home: Run
+) -> dict:
+    """Run an arm beside home, which is alive and stopped, and return its result."""
+    options = plan.options
+    say(f"{name}: starting it")
     live.set_quota(None)
-    with (
-        _first_steps(plan, live, name, folder / "arm") as arm,
-        _first_steps(plan, live, arms.BASELINE, folder / "home") as home,
-    ):
+    with _first_steps(live, plan.words(name), plan.run_dir(name)) as arm:
         live.set_quota(options.quota)
-        say(f"{name}: {options.steps} steps of each, {options.block_steps} at a time")
+        block_steps = options.block_steps, options.home_steps
+        say(f"{name}: {options.steps} steps, {block_steps} at a time of it and of home")
         num_blocks = options.steps // options.block_steps
-        blocks = take_turns((arm, home), options.block_steps, num_blocks, BLOCK_SEC)
+        blocks = take_turns((arm, home), block_steps, num_blocks, BLOCK_SEC)
     sides = [
         Side([b for b in blocks if b.run == run.name], run.metrics.records)
         for run in (arm, home)
     ]
     has_quota = live.groups is not None and options.quota is not None
-    is_exact = not arms.ARMS[name].changes_function
-    made = figures(*sides, layout, plan.config(name), is_exact=is_exact)
+    made = figures(*sides, layout, plan.config(name))
     if not has_quota:
         made["speedup"] = None  # all processes share the cores as they like
     return {
@@ -282,20 +335,54 @@ def _run_pair(plan: Plan, live: LiveCluster, name: str, layout: dict) -> dict:
 
 
 @contextlib.contextmanager
+def _home_beside(plan: Plan, live: LiveCluster) -> Iterator[Run]:
+    """Start home, which is stopped whenever no arm has it beside it, for a `with`
+    block."""
+    say("home, beside all arms: compiling and starting it")
+    live.set_quota(None)
+    words, run_dir = plan.words_beside(), plan.options.folder / "runs" / "beside"
+    for is_compiled in (False, True):
+        with _first_steps(live, words, run_dir) as home:
+            if is_compiled:
+                yield home
+
+
+def _compile(plan: Plan, live: LiveCluster, names: Sequence[str]) -> None:
+    """Leave the programs of arms in the compilation cache.
+
+    A process that has compiled is no equal of the others: its memory is in pieces, and
+    each step takes 1.5 times the processor time of theirs.
+    """
+    say(f"{' and '.join(names)}: compiling")
+    live.set_quota(None)
+    with contextlib.ExitStack() as stack:
+        runs = [
+            stack.enter_context(_started(live, plan.words(name), plan.run_dir(name)))
+            for name in names
+        ]
+        for run in runs:
+            run.advance(FIRST_STEPS, START_SEC)
+
+
+@contextlib.contextmanager
 def _first_steps(
-    plan: Plan, live: LiveCluster, name: str, run_dir: pathlib.Path
+    live: LiveCluster, words: Sequence[str], run_dir: pathlib.Path
 ) -> Iterator[Run]:
     """Start a run, let it do its first steps, and stop it, for a `with` block."""
+    with _started(live, words, run_dir) as run:
+        run.advance(FIRST_STEPS, START_SEC)
+        yield run
+
+
+def _started(
+    live: LiveCluster, words: Sequence[str], run_dir: pathlib.Path
+) -> contextlib.AbstractContextManager[Run]:
+    """Return a run that is started, in an empty folder, for a `with` block."""
     run_dir = run_dir.resolve()
     # What a race that was ended has left would pass for this run's first steps.
     shutil.rmtree(run_dir, ignore_errors=True)
-    command = [str(ROOT / "train" / "main.py"), *plan.words(name)]
-    command += [f"--run_dir={run_dir}"]
-    # home may be an arm too, beside itself
-    label = f"{run_dir.name}: {name}"
-    with started(live, label, command, run_dir) as run:
-        run.advance(FIRST_STEPS, START_SEC)
-        yield run
+    command = [str(ROOT / "train" / "main.py"), *words, f"--run_dir={run_dir}"]
+    return started(live, run_dir.name, command, run_dir)
 
 
 def _read_result(plan: Plan, name: str) -> dict | None:
@@ -334,8 +421,8 @@ def table(record: dict) -> list[str]:
     for name in (x for x in arms.ARMS if x in record["arms"]):
         arm = record["arms"][name]
         loss = arm["loss"]
-        same = "home's" if loss["equals_home"] else "others"
-        is_wrong = loss["should_equal_home"] and not loss["equals_home"]
+        same = "?" if loss is None else "home's" if loss["equals_home"] else "others"
+        is_wrong = same == "others" and loss["should_equal_home"]
         cells = [
             f"{name:<14}{arm['sec_per_step']:>8.3f}",
             _cell(arm["speedup"], 9),

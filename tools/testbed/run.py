@@ -157,7 +157,8 @@ def _add_race(parser: argparse.ArgumentParser) -> None:
         help=".npz file with the recorded routing of --load recorded",
     )
     add("--steps", type=int, default=200, help="steps of each run that count")
-    add("--block_steps", type=int, default=10, help="steps of one turn")
+    add("--block_steps", type=int, default=40, help="steps of one turn of an arm")
+    add("--home_steps", type=int, default=6, help="steps of one turn of home beside it")
     add("--seed", type=int, default=0, help="seed of parameters, data and load")
     add(
         "--gin_file",
@@ -182,7 +183,7 @@ def _add_race(parser: argparse.ArgumentParser) -> None:
     add(
         "--rate_mbit",
         type=float,
-        default=1000.0,
+        default=5000.0,
         help="rate of each DC's uplink in Mb/s, each way; 0 leaves links unshaped",
     )
     add("--quota", type=float, default=0.25, help="maximum number of cores per process")

@@ -54,13 +54,10 @@ class Side:
         return [x for x in decisions if x["kind"] != "keep" and x["adopt_step"] <= last]
 
 
-def figures(
-    arm: Side, home: Side, layout: Mapping, cfg: Config, *, is_exact: bool
-) -> dict:
+def figures(arm: Side, home: Side, layout: Mapping, cfg: Config) -> dict:
     """Return the figures of an arm beside home's of the same blocks.
 
-    `layout` is that of the arm's first step, and `cfg` its configuration. `is_exact`
-    says whether its losses should be home's.
+    `layout` is that of the arm's first step, and `cfg` its configuration.
     """
     # A block is empty where tiny steps ran on before the run was stopped.
     full = [x for x in zip(arm.blocks, home.blocks) if all(b.num_steps for b in x)]
@@ -86,7 +83,6 @@ def figures(
         "plan_wait_sec": _sum_msec(arm.steps, "plan_wait_msec") / 1e3,
         "parts_sec": parts_sec(arm),
         "prediction": prediction(arm),
-        "loss": compare_losses(arm, home) | {"should_equal_home": is_exact},
     }
 
 
@@ -141,16 +137,17 @@ def pooled_median(steps: Sequence[Mapping], field: str) -> float | None:
     return round(median, 4) if math.isfinite(median) else None
 
 
-def compare_losses(arm: Side, home: Side) -> dict:
-    """Return how far an arm's losses are from home's at the same steps, in nats.
+def compare_losses(arm: Mapping, home: Mapping) -> dict:
+    """Return how far an arm's losses are from home's at the same steps, in nats. Both
+    are `series`.
 
     They are equal if step n of the run differs by at most n times LOSS_PER_STEP.
     """
-    home_loss = {x["step"]: x["loss"] for x in home.records if "step_msec" in x}
+    home_loss = dict(zip(home["step"], home["loss"]))
     apart = {
-        x["step"]: abs(x["loss"] - home_loss[x["step"]])
-        for x in arm.records
-        if "step_msec" in x and x["step"] in home_loss
+        step: abs(loss - home_loss[step])
+        for step, loss in zip(arm["step"], arm["loss"])
+        if step in home_loss
     }
     per_step = max(apart[step] / step for step in apart)
     return {

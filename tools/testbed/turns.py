@@ -1,8 +1,8 @@
 """Two training runs in turns on one cluster, each stopped while it is not its turn.
 
-    arm     ██░░░░██░░░░██░░          a block: the steps of one run while the other one
-    home    ░░████░░████░░██          is stopped (SIGSTOP, which reaches every thread)
-    turns   a h h a a h h a ..        so that slow changes of the machine hit both alike
+    arm     ████░░░░████████░░░       a block: the steps of one run while the other one
+    home    ░░░░████░░░░░░░░██        is stopped (SIGSTOP, which reaches every thread)
+    turns   a   h h a   a   h ..      so that slow changes of the machine hit both alike
 
 A stopped run takes no core and sends nothing: no compilation of a relayout goes on, and
 no plan is made. So what a run does beside its steps is paid for in its own blocks. A
@@ -85,21 +85,26 @@ class Run:
     name: str
     program: HeldProgram
     metrics: Metrics
+    goal_step: int = 0
+    """Step up to which the run was let go on; it may have done one more."""
     held_since_sec: float | None = None
     """Value of time.monotonic() when the run was stopped; None before the first
     time."""
 
-    def advance(self, to_step: int, limit_sec: float) -> Block:
-        """Let the run continue until step `to_step` is in its metrics, stop it, and
-        return the block. Raises OSError if it ends, or takes longer than the limit."""
+    def advance(self, num_steps: int, limit_sec: float) -> Block:
+        """Let the run do `num_steps` more steps, stop it when the last one is in its
+        metrics, and return the block. Raises OSError if it ends, or takes longer than
+        the limit."""
+        self.goal_step += num_steps
         first, begin_sec = self.metrics.last_step + 1, time.monotonic()
         paused_sec = begin_sec - (self.held_since_sec or begin_sec)
         self.program.go_on()
-        while self.metrics.last_step < to_step:
+        while self.metrics.last_step < self.goal_step:
             self.program.require_running()
             if time.monotonic() - begin_sec > limit_sec:
                 raise OSError(
-                    f"{self.name} has not done step {to_step} after {limit_sec:g} s"
+                    f"{self.name} has not done step {self.goal_step} after "
+                    f"{limit_sec:g} s"
                 )
             time.sleep(POLL_SEC)
             self.metrics.read()
@@ -130,14 +135,11 @@ def started(
 
 
 def take_turns(
-    runs: Sequence[Run], block_steps: int, num_blocks: int, limit_sec: float
+    runs: Sequence[Run], block_steps: Sequence[int], num_blocks: int, limit_sec: float
 ) -> list[Block]:
     """Let two runs, which are stopped, do their blocks in turns, and return them in the
-    order in which they ran. Blocks end at the same steps of both."""
-    before = max(run.metrics.last_step for run in runs)
-    done, blocks = [0, 0], []
-    for index in order(num_blocks):
-        done[index] += 1
-        to_step = before + done[index] * block_steps
-        blocks.append(runs[index].advance(to_step, limit_sec))
-    return blocks
+    order in which they ran. `block_steps` are the steps of a block of each run."""
+    return [
+        runs[index].advance(block_steps[index], limit_sec)
+        for index in order(num_blocks)
+    ]

@@ -1,6 +1,7 @@
 """Test tools/testbed/run.py without a cluster: bad input and the computed figures."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -84,6 +85,23 @@ def test_quotas_are_written_in_the_format_of_each_cgroup_version():
     assert quota.quota_files(None, is_v2=False)["cpu.cfs_quota_us"] == "-1"
     assert quota.quota_files(0.25, is_v2=True) == {"cpu.max": "12500 50000"}
     assert quota.quota_files(None, is_v2=True) == {"cpu.max": "max 50000"}
+
+
+def test_a_process_with_a_quota_stays_on_one_core(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 3})
+    assert [quota.cores_of(i, 0.25) for i in range(4)] == [{0}, {1}, {3}, {0}]
+    assert quota.cores_of(1, None) == quota.cores_of(1, 2.0) == {0, 1, 3}
+
+
+def test_a_command_runs_in_its_group_as_a_batch_on_its_cores(tmp_path):
+    groups = quota.Groups((tmp_path,), is_v2=False)
+    code = "import os; print(os.getpid(), os.sched_getscheduler(0) == os.SCHED_BATCH, "
+    code += "os.sched_getaffinity(0))"
+    words = [*quota.prefix(groups, 0, 0.25), sys.executable, "-c", code]
+    result = subprocess.run(words, capture_output=True, text=True, check=True)
+    pid = (tmp_path / "cgroup.procs").read_text().strip()
+    core = min(os.sched_getaffinity(0))
+    assert result.stdout.split(maxsplit=1) == [pid, f"True {{{core}}}\n"]
 
 
 def test_steps_are_found_where_the_run_writes_them(tmp_path):
