@@ -394,3 +394,25 @@ def test_two_arms_race_and_a_second_call_runs_nothing(tmp_path):
     assert made["flexmoe"]["num_swaps"] > 0
     assert made["flexmoe"]["max_over_mean_p50"] < 2
     assert all(arm["num_steps"] >= 20 for arm in made.values())
+
+
+@pytest.mark.root
+@pytest.mark.long
+@pytest.mark.parametrize("load", ["drift", "burst", "task"])
+def test_the_other_loads_race_too(load, tmp_path):
+    """Four processes with half a core each, the arms of synthetic loads."""
+    command = [
+        sys.executable, TOOL, "race", f"--load={load}", "--steps=60",
+        "--block_steps=20", "--home_steps=5", "--quota=0.5", "--json",
+        f"--gin_file={ROOT / 'tests' / 'support' / 'race.gin'}", f"--out={tmp_path}",
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    made = json.loads(result.stdout.splitlines()[-1])["arms"]
+    assert list(made) == list(arms.AT_JUMPS)
+    home = made["home"]["max_over_mean_p50"]
+    for name in ("micromoe", "dynamic"):
+        assert made[name]["max_over_mean_p50"] < home
+    for name in set(made) - {"forced"}:
+        assert made[name]["loss"]["equals_home"], name
+        assert made[name]["num_steps"] >= 60
