@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from moejax.axes import devices_of
+from moejax.balance.decision import duration
 from moejax.balance.policies import POLICIES, make_valid_plan
 from moejax.balance.settings import find_policy
 from moejax.config import Config
@@ -92,19 +93,18 @@ class PolicyChoice(NamedTuple):
     """Description of the load of the predictions."""
 
     def lines(self) -> list[str]:
-        """Return what was chosen, and why, with the time of each candidate in ms."""
+        """Return what was chosen, and why, with the time of each candidate."""
         refused = [f"  not {name}: {why}" for name, why in self.refused.items()]
         head = f"policy             {self.chosen}: "
         if not self.sec:
             return [f"{head}no other can run", *refused]
-        msec = {name: 1e3 * sec for name, sec in self.sec.items()}
-        why = f"{msec[self.chosen]:.3g} ms a step in MoE layers, home "
+        why = f"{duration(self.sec[self.chosen])} a step in MoE layers, home "
         if self.chosen == self.home:
             why = f"nothing saves {MIN_GAIN:.0%} of a step's MoE layers, "
-        why += f"{msec[self.home]:.3g} ms, modelled for {self.load}"
-        order = sorted(msec, key=msec.__getitem__)
-        times = (f"{name.policy}/{name.store} {msec[name]:.3g}" for name in order)
-        return [f"{head}{why}", f"  modelled ms: {', '.join(times)}", *refused]
+        why += f"{duration(self.sec[self.home])}, modelled for {self.load}"
+        order = sorted(self.sec, key=self.sec.__getitem__)
+        times = (f"{x.policy}/{x.store} {duration(self.sec[x])}" for x in order)
+        return [f"{head}{why}", f"  modelled: {', '.join(times)}", *refused]
 
 
 def choose_policy(

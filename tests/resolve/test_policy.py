@@ -68,7 +68,7 @@ def test_fast_links_pay_for_replicas(run_at):
     assert chosen in run.lines()
     assert f"{choice.chosen.policy} in store {choice.chosen.store}: " in chosen
     assert "modelled for the recorded load (device max/mean " in chosen
-    assert times.startswith(f"  modelled ms: {min(choice.sec, key=choice.sec.get)[0]}/")
+    assert times.startswith(f"  modelled: {min(choice.sec, key=choice.sec.get)[0]}/")
 
 
 def test_a_named_policy_of_the_same_name_is_the_same_run(run_at):
