@@ -37,7 +37,7 @@ from moejax.resolve.speeds import make_cost_model
 AUTO = "auto"
 """Value of Balance.policy that asks for this choice."""
 RACE = (
-    "micromoe", "laer", "eplb", "flexmoe", "prophet", "fastermoe", "smartmoe", "home",
+    "micromoe", "flexmoe", "eplb", "laer", "smartmoe", "home", "fastermoe", "prophet",
 )  # fmt: skip
 """Policies from the fastest to the slowest of the race (docs/race.md)."""
 NEAR = 0.05
@@ -69,9 +69,10 @@ class Candidate(NamedTuple):
         """Return a configuration with this policy and store. Slots and budgets for
         copies are those of policies that make copies."""
         fields = {"store": self.store}
+        if self.store not in ("transient", "resident"):
+            fields |= {"offers_per_device": None, "copies_per_device": None}
         if self.store == "owned":
-            budgets = ("slots_per_device", "offers_per_device", "copies_per_device")
-            fields |= dict.fromkeys(budgets)
+            fields["slots_per_device"] = None
         return replace(
             cfg,
             balance=replace(cfg.balance, policy=self.policy),

@@ -130,6 +130,7 @@ def test_budgets_for_copies_are_for_policies_that_make_them(run_at):
         for speed, load in ((1e12, CFG.recorded), (1e12, Recorded(source="uniform")))
     )
     assert fast.layout.slots_per_device == 6
+    assert not fast.policy.refused
     assert slow.cfg.balance.policy == "home"
     assert slow.layout.slots_per_device == 4
 
