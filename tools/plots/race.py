@@ -29,7 +29,7 @@ PARTS = {
     "wires": ("#56b4e9", "rows on wires"),
     "copies": ("#e69f00", "weights on wires"),
     "blocks": ("#009e73", "attention"),
-    "adoptions": ("#cc79a7", "plans: waiting, adopting"),
+    "adoptions": ("#cc79a7", "host at plans"),
     "rest": ("#bbbbbb", "rest"),
 }
 """Colors (those of Okabe and Ito) and labels of the parts of a step."""
@@ -110,8 +110,10 @@ def draw_load(results: Mapping[str, dict]):
         for step in arm["adopted"]:
             axis.axvline(step, ymax=0.06, color="#d55e00", lw=0.8)
         axis.set_title(name, fontsize=9)
-        axis.set_ylim(bottom=0.9)
         axis.tick_params(labelsize=8)
+    ratios = [x for r in results.values() for x in r["arm"]["home_max_over_mean"]]
+    ratios += [x for r in results.values() for x in r["arm"]["max_over_mean"]]
+    axes.flat[0].set_ylim(0.9, 1.05 * max(ratios))  # of all panels
     figure.supxlabel("step; orange: a plan or a layout was adopted", fontsize=9)
     figure.supylabel("device max/mean of the worst layer", fontsize=9)
     title = "blue: as it ran   grey: the home placement of the same loads"

@@ -71,6 +71,8 @@ def test_every_arm_has_its_panel(folder):
     figure = race.draw_load(made)
     titles = [axis.get_title() for axis in figure.axes if axis.get_visible()]
     assert titles == list(arms.ARMS)
+    for axis in figure.axes:
+        assert axis.get_ylim() == pytest.approx((0.9, 4.2))
 
 
 def test_a_folder_without_results_is_one_line(tmp_path, capsys):
