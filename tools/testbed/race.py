@@ -337,13 +337,21 @@ def _run_pair(
 @contextlib.contextmanager
 def _home_beside(plan: Plan, live: LiveCluster) -> Iterator[Run]:
     """Start home, which is stopped whenever no arm has it beside it, for a `with`
-    block."""
+    block.
+
+    Before the first arm it does as many steps as beside one: its heap grows meanwhile,
+    in steps of a second or two.
+    """
     say("home, beside all arms: compiling and starting it")
     live.set_quota(None)
-    words, run_dir = plan.words_beside(), plan.options.folder / "runs" / "beside"
+    options = plan.options
+    words, run_dir = plan.words_beside(), options.folder / "runs" / "beside"
+    num_blocks = options.steps // options.block_steps
     for is_compiled in (False, True):
         with _first_steps(live, words, run_dir) as home:
             if is_compiled:
+                live.set_quota(options.quota)
+                home.advance(num_blocks * options.home_steps, BLOCK_SEC)
                 yield home
 
 
