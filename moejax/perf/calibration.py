@@ -181,6 +181,7 @@ def cost_model(
         compile_sec=calibration.compile_sec,
         micro_batches=micro_batches,
         gather_sec=gather_sec,
+        overlaps=calibration.device_kind != "cpu",
         remat=remat,
     )
 

@@ -58,6 +58,8 @@ class CostModel:
     sends_states: bool = False
     """Copy of Balance.sends_states: whether a new copy is sent the master parameters
     and moments of its expert."""
+    overlaps: bool = True
+    """Whether collectives run beside other work of a device. On CPUs they do not."""
     remat: str = "none"
     """Copy of Model.remat: what the backward pass repeats. 'dispatch' repeats experts
     and copies; 'full' repeats the exchange of rows too."""
@@ -126,9 +128,10 @@ class CostModel:
         each micro-batch. So do slots that are gathered over data, unless that is done
         once a step (Layout.gather).
 
-        What is prefetched hides under the experts (`forward_sec` = T_FEC) and the rest
-        of the block: Pro-Prophet, Eq. 8. The backward pass has twice that work, and
-        with remat once more, under which slots that it fetches again hide too.
+        Where collectives overlap other work, what is prefetched hides under the experts
+        (`forward_sec` = T_FEC) and the rest of the block: Pro-Prophet, Eq. 8. The
+        backward pass has twice that work, and with remat once more, under which slots
+        that it fetches again hide too.
         """
         each_layer_sec, once_sec = self._copies_sec(layout), 0.0
         if layout.store == "resident":
@@ -138,7 +141,7 @@ class CostModel:
         else:
             each_layer_sec += self.num_gathers(layout)[1] * self.gather_sec
         back_sec = self.num_fetched * each_layer_sec  # gradients, and slots again
-        if not layout.prefetch:
+        if not (layout.prefetch and self.overlaps):
             return once_sec + each_layer_sec + back_sec
         work_sec = forward_sec + self.micro_batches * self.other_sec
         hidden_sec = min(each_layer_sec, work_sec)

@@ -263,7 +263,22 @@ def test_a_cost_model_of_a_calibration():
         other_sec=2e-3,
         compile_sec=7.5,
         micro_batches=4,
+        overlaps=False,
     )
+    gpu = dataclasses.replace(CALIBRATION, device_kind="NVIDIA H100 80GB HBM3")
+    assert cost_model(gpu, **SIZES).overlaps
+
+
+def test_nothing_hides_where_collectives_are_serial():
+    cost = cost_model(CALIBRATION, **SIZES)
+    layout = Layout.home(16, 8, 64)
+    layout = dataclasses.replace(
+        layout, store="sharded", slots_per_device=4, prefetch=True
+    )
+    at_once = dataclasses.replace(layout, prefetch=False)
+    assert cost.sync_sec(layout, 1.0) == cost.sync_sec(at_once, 1.0) > 0
+    hidden = dataclasses.replace(cost, overlaps=True)
+    assert hidden.sync_sec(layout, 1.0) == 0
 
 
 def test_one_device_on_the_expert_axis_needs_no_all_to_all():
