@@ -1,6 +1,6 @@
 # moejax: `make help` lists the targets.
 PYTHON ?= python3
-EXTRAS ?= train,dev
+EXTRAS ?= train,dev,docs
 VENV := .venv
 RUN := $(VENV)/bin/python
 GIN ?= configs/tiny_cpu.gin

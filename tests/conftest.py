@@ -55,6 +55,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.support.browser import missing_chromium  # noqa: E402
 from tools.bench.grouped_dot_peers import missing_tokamax  # noqa: E402
 from tools.compiled import wheels  # noqa: E402
 
@@ -105,6 +106,8 @@ def _missing(config: pytest.Config) -> dict[str, str]:
         missing["aot"] = why
     if why := missing_tokamax():
         missing["peers"] = why
+    if why := missing_chromium():
+        missing["browser"] = why
     return missing
 
 
