@@ -41,6 +41,11 @@ from train.launch.cluster import LOOPBACK
 TIMED_OUT = 124
 """Exit code of a run that reached its time limit, the same as that of timeout(1)."""
 WAITS = workers.Waits(grace_sec=20.0)
+BREATH_AFTER_SEC, BREATH_SEC = 3.0, 0.03
+"""A held program goes on for a moment, some seconds after it was stopped. Its processes
+ask jax's coordinator every half second. gRPC closes a connection whose ping was not
+answered in time, and then jax aborts the process. An answer that came in while a
+process was stopped is read in this moment."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +210,8 @@ class LiveCluster:
 
 class HeldProgram:
     """A program in every process of a cluster, which can be held: all threads and
-    children of its processes are stopped, so that it takes no core."""
+    children of its processes are stopped, so that it takes no core. BREATH_AFTER_SEC
+    later it goes on for BREATH_SEC."""
 
     def __init__(self, group: workers.Workers, pids: list[int]) -> None:
         """Start the processes, and return when all have started. `group.listen` appends
@@ -214,6 +220,8 @@ class HeldProgram:
         self._requests = workers.StopRequests()
         self._verdict: workers.Verdict | None = None
         self._fault: Exception | None = None
+        self._lock = threading.Lock()
+        self._breath: threading.Timer | None = None
         self._thread = threading.Thread(target=self._run, args=(group,), daemon=True)
         self._thread.start()
         while len(pids) < group.count and self._thread.is_alive():
@@ -221,11 +229,17 @@ class HeldProgram:
 
     def hold(self) -> None:
         """Stop all processes, their children included."""
-        self._signal(signal.SIGSTOP)
+        with self._lock:
+            self._signal(signal.SIGSTOP)
+            self._breath = threading.Timer(BREATH_AFTER_SEC, self._take_breath)
+            self._breath.daemon = True
+            self._breath.start()
 
     def go_on(self) -> None:
         """Let processes that are held continue."""
-        self._signal(signal.SIGCONT)
+        with self._lock:
+            self._cancel_breath()
+            self._signal(signal.SIGCONT)
 
     def require_running(self) -> None:
         """Raise OSError if a process has ended."""
@@ -237,8 +251,23 @@ class HeldProgram:
 
     def end(self) -> None:
         """End all processes, and return when they are gone."""
+        with self._lock:
+            self._cancel_breath()
         self._requests.has_enough = True
         self._thread.join()
+
+    def _cancel_breath(self) -> None:
+        if self._breath is not None:
+            self._breath.cancel()
+            self._breath = None
+
+    def _take_breath(self) -> None:
+        """Let processes that are still held continue for a moment."""
+        with self._lock:
+            if self._breath is threading.current_thread():
+                self._signal(signal.SIGCONT)
+                time.sleep(BREATH_SEC)
+                self._signal(signal.SIGSTOP)
 
     def _run(self, group: workers.Workers) -> None:
         waits = dataclasses.replace(WAITS, stopped_sec=math.inf)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.pids import is_alive, wait_until_gone
 from tests.support.run_main import ROOT
-from tools.testbed import network, quota
+from tools.testbed import cluster, network, quota
 from tools.testbed.lock import hold_lock, remove_leftovers
 
 TOOL = ROOT / "tools" / "testbed" / "run.py"
@@ -53,6 +53,42 @@ def write(folder: pathlib.Path, program: str) -> str:
     path = folder / "program.py"
     path.write_text(PEERS + program)
     return str(path)
+
+
+def test_a_held_program_takes_one_breath(tmp_path, monkeypatch):
+    """Each tick of a process is a byte in a file; a tick takes 2 ms."""
+    monkeypatch.setattr(cluster, "BREATH_AFTER_SEC", 0.5)
+    monkeypatch.setattr(cluster, "BREATH_SEC", 0.2)
+    ticks = tmp_path / "ticks"
+    program = write(
+        tmp_path,
+        f"""
+while True:
+    with open({str(ticks)!r}, "ab") as file: file.write(b".")
+    time.sleep(0.002)
+""",
+    )
+    spec = cluster.Cluster(dcs=1, per_dc=2)
+    live = cluster.LiveCluster(spec, has_namespaces=False, groups=None)
+
+    def grown(wait_sec: float) -> int:
+        before = ticks.stat().st_size
+        time.sleep(wait_sec)
+        return ticks.stat().st_size - before
+
+    with live.held([program, str(tmp_path)]) as held:
+        while not ticks.exists():
+            time.sleep(0.01)
+        held.hold()
+        time.sleep(0.1)
+        assert grown(0.2) == 0
+        assert grown(0.7) > 0
+        assert grown(0.7) == 0
+        held.go_on()
+        assert grown(0.7) > 0
+        held.hold()
+        held.go_on()
+        assert grown(1.0) > 0, "the breath of the hold before is cancelled"
 
 
 def on_a_cluster(code: str, *words: str) -> subprocess.CompletedProcess:
