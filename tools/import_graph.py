@@ -7,7 +7,8 @@ imports by room.
 Every import counts, also one in a function or for a type checker alone. A room is a
 folder or a file that LAYERS names. It may import rooms of the layers below it, and none
 of its own layer. `moejax/__init__.py` holds its public names as text and imports
-nothing: they are loaded when they are first used.
+nothing: they are loaded when they are first used. So does `moejax/rich.py` with the
+views of `moejax.show`, which draws objects of lower layers for notebooks.
 """
 
 import argparse
@@ -35,11 +36,12 @@ LAYERS = (
     ("train.config", "train.data", "train.launch"),
     ("train.files", "train.messages"),
     ("moejax.interop",),
-    ("moejax.resolve",),
-    ("moejax.model", "moejax.balance", "moejax.show"),
+    ("moejax.resolve", "moejax.show"),
+    ("moejax.model", "moejax.balance"),
     ("moejax.moe", "moejax.perf"),
     ("moejax.kernels", "moejax.axes", "moejax.config"),
     ("moejax.plan",),
+    ("moejax.rich", "moejax.simulate"),
 )
 """Rooms from top to bottom. A module is in the room whose name is the longest prefix of
 the module's own name."""

@@ -30,11 +30,11 @@ from functools import partial
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
+from moejax import simulate  # noqa: E402
 from tools.bench.turns import median_sec  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
 from train.launch.program import (  # noqa: E402
     BAD_INPUT,
-    COLLECTIVE_FLAGS,
     CRASHED,
     refuse,
     restart_with_huge_pages,
@@ -60,8 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if argv is None and not args.gpu:
         restart_with_huge_pages()
-    set_up_backend(args)
     try:
+        set_up_backend(args)
         record = run(args)
     except ValueError as error:
         return refuse(error, BAD_INPUT, args.json)
@@ -99,11 +99,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def set_up_backend(args: argparse.Namespace) -> None:
     """Set the environment variables that JAX and XLA read when JAX is imported."""
-    flags = [os.environ.get("XLA_FLAGS", ""), *COLLECTIVE_FLAGS]
+    flags = simulate.with_flags(os.environ, *simulate.COLLECTIVE_FLAGS)
+    variables = {"XLA_FLAGS": flags}
     if not args.gpu:
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        flags.append(f"--xla_force_host_platform_device_count={args.devices}")
-    os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+        variables = simulate.environment(args.devices, os.environ)
+    os.environ.update(variables)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 
 

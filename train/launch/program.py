@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 
+from moejax import simulate
 from moejax.config import Config
 from train.launch import failures
 from train.launch.cluster import Flags, ProcessInfo, detect
@@ -28,25 +29,12 @@ COMPILES_AHEAD = "compiles ahead"
 """Name of the threads that compile a relayout. A program does not wait for them when it
 ends."""
 
-COLLECTIVE_FLAGS = (
-    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
-)
-"""Flags that let collectives wait for 600 s. Eight simulated devices that share two
-cores can wait longer for one another than the 40 s after which XLA:CPU aborts."""
-
 GPU_MEMORY_FRACTION = 0.92
 """Share of a GPU's memory that JAX takes at its start; NVIDIA's libraries get the rest.
 Of 80 GB that is 6.4 GB, for CUDA's context, NCCL's buffers and cuDNN. JAX's own default
 is 0.75."""
 FRACTION_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """Variable in which JAX finds the share, and a user can set another one."""
-
-THREADS_PER_DEVICE = 4
-"""Threads in XLA:CPU's pool, per device. By default the pool has one per device. But
-XLA starts independent collectives of a device at the same time, and each holds a thread
-until all devices have joined. With two such collectives the last device may find no
-thread left, and the run hangs (seen once)."""
 
 TUNABLES = ":".join(
     f"glibc.malloc.{name}"
@@ -98,7 +86,8 @@ def start_of_process() -> float:
 def set_up_backend(cfg: Config, num_processes: int = 1) -> None:
     """Set the flags that jax reads when it starts. Variables that the user has set
     stay as they are."""
-    words = [os.environ.get("XLA_FLAGS", ""), *COLLECTIVE_FLAGS]
+    flags = simulate.with_flags(os.environ, *simulate.COLLECTIVE_FLAGS)
+    variables = {"XLA_FLAGS": flags}
     if cfg.train.num_simulated_devices:
         total = cfg.train.num_simulated_devices
         if total % num_processes:
@@ -106,12 +95,9 @@ def set_up_backend(cfg: Config, num_processes: int = 1) -> None:
                 f"Train.num_simulated_devices={total} cannot be shared by "
                 f"{num_processes} processes: give a multiple of {num_processes}"
             )
-        count = total // num_processes
-        words.append(f"--xla_force_host_platform_device_count={count}")
-        os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * count))
-        os.environ["JAX_PLATFORMS"] = "cpu"
+        variables = simulate.environment(total // num_processes, os.environ)
+    os.environ.update(variables)
     os.environ.setdefault(FRACTION_NAME, str(GPU_MEMORY_FRACTION))
-    os.environ["XLA_FLAGS"] = " ".join(words).strip()
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 
 
