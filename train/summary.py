@@ -16,8 +16,8 @@ from train.files import path_named, write_whole
 from train.job import Job
 from train.launch.processes import from_first_process
 from train.launch.program import say_loudly
+from train.logs.accounts import goodput_lines, report
 from train.logs.balance_summary import balance_lines, count, summarise_balance
-from train.logs.goodput import goodput_lines, report
 from train.logs.record_lines import read_records
 from train.loop import Outcome
 

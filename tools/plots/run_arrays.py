@@ -73,9 +73,7 @@ def read_run(folder: pathlib.Path) -> RunArrays:
     consists mostly of damaged lines.
     """
     path = folder / "metrics.jsonl"
-    if not path.is_file():
-        what = "has no metrics.jsonl" if folder.is_dir() else "is not a folder"
-        raise ValueError(f"{folder} {what}: name the run directory of train/main.py")
+    require_run(folder, path.name)
     log = _Log()
     with path.open("rb") as file:
         for line in lines(file):
@@ -89,12 +87,24 @@ def read_run(folder: pathlib.Path) -> RunArrays:
             f"{path} holds no training step ({log.num_bad} damaged lines): run at "
             "least one step first"
         )
-    if log.num_bad > len(log.steps) + len(log.evals):
-        raise ValueError(
-            f"{path} has {log.num_bad} damaged lines and {len(log.steps)} steps: it is "
-            "not the log of a run, or was overwritten"
-        )
+    require_log(path, log.num_bad, len(log.steps) + len(log.evals))
     return _as_arrays(folder, log)
+
+
+def require_run(folder: pathlib.Path, *names: str) -> None:
+    """Raise ValueError unless a folder has one of these files of a run."""
+    if not any((folder / name).is_file() for name in names):
+        what = f"has no {names[0]}" if folder.is_dir() else "is not a folder"
+        raise ValueError(f"{folder} {what}: name the run directory of train/main.py")
+
+
+def require_log(path: pathlib.Path, num_bad: int, num_good: int) -> None:
+    """Raise ValueError if a file of lines has more damaged ones than good ones."""
+    if num_bad > num_good:
+        raise ValueError(
+            f"{path} has {num_bad} damaged lines and {num_good} good ones: it is not "
+            "the log of a run, or was overwritten"
+        )
 
 
 class _Log:
@@ -112,13 +122,13 @@ class _Log:
     def take(self, record: dict) -> None:
         step = record["step"]
         if "eval_loss" in record:
-            self.evals[step] = _number(record["eval_loss"])
+            self.evals[step] = as_number(record["eval_loss"])
         if "loss" in record:
             self.steps[step] = _row(record)
             (self.adopted.add if "adopt_msec" in record else self.adopted.discard)(step)
         for name in self.tables:
             if name in record and step % self._strides[name] == 0:
-                self._take_table(name, step, _over_mean(record[name]))
+                self._take_table(name, step, table_over_mean(record[name]))
         if "decision" in record:
             self._take_decision(step, record["decision"])
 
@@ -162,17 +172,17 @@ def _row(record: dict) -> np.ndarray:
     lists = [pair if isinstance(pair, list) else [] for pair in pairs]
     first = [record.get(name) for name in ("loss", "tok_per_sec", "step_msec")]
     row = [*first, *itertools.chain(*itertools.zip_longest(*lists))]
-    return np.array([_number(value) for value in row], np.float32)
+    return np.array([as_number(value) for value in row], np.float32)
 
 
-def _number(value) -> float:
+def as_number(value) -> float:
     """Return a value as a number; NaN for null, which stands for a value that was not
     finite, and for anything that is not a number."""
     is_number = isinstance(value, int | float) and abs(value) <= sys.float_info.max
     return float(value) if is_number else np.nan
 
 
-def _over_mean(table) -> np.ndarray | None:
+def table_over_mean(table) -> np.ndarray | None:
     """Return a table of loads over the mean of each layer; None if it is not a table of
     finite numbers."""
     try:

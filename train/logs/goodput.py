@@ -17,40 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 
 from train.launch.processes import is_first
-from train.logs.record_lines import read_records
+from train.logs.accounts import BUCKETS, FILE, Account, read_lines
 from train.logs.records import MetricsLog
-
-FILE = "goodput.jsonl"
-
-BUCKETS = (
-    "useful",
-    "compile",
-    "evaluation",
-    "saves",
-    "restarts",
-    "swaps",
-    "data",
-    "profile",
-    "other",
-)  # fmt: skip
-"""Names of the parts of a run's wall time, in the order in which they are printed."""
 
 MIN_LINE_SEC, MAX_LINE_SEC = 1.0, 60.0
 """Bounds on the seconds between two lines. The time from the last line of a killed
 attempt to its end is not known, and counts as time without a process."""
-MAX_NUMBER = 1e15
-"""Numbers of a line are smaller than this: it is 30 million years in seconds."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Account:
-    """Where the time of a run went up to a moment, over all attempts."""
-
-    sec: dict[str, float]
-    """Seconds of each bucket. Their sum is the time in which a process existed."""
-    down_sec: float
-    """Seconds between attempts, in which no process existed."""
-    num_attempts: int
 
 
 def next_attempt(lines: list[dict], step: int, begun_at: float) -> Account:
@@ -67,33 +39,6 @@ def next_attempt(lines: list[dict], step: int, begun_at: float) -> Account:
     sec["restarts"] += sum(last["sec"].values()) - sum(sec.values())
     down_sec = last["down_sec"] + max(0.0, begun_at - last["at"])
     return Account(sec, down_sec, last["attempt"] + 1)
-
-
-def report(account: Account) -> dict:
-    """Return the account as the summary of a run has it: shares of the wall time that
-    add up to 1, and seconds."""
-    wall_sec = sum(account.sec.values())
-    return {
-        "share": {name: sec / wall_sec for name, sec in account.sec.items()},
-        "wall_sec": wall_sec,
-        "down_sec": account.down_sec,
-        "num_attempts": account.num_attempts,
-    }
-
-
-def goodput_lines(record: dict) -> list[str]:
-    """Return the lines of the printed summary about a record of `report`."""
-    share, number = record["share"], record["num_attempts"]
-    wall_sec, down_sec = record["wall_sec"], record["down_sec"]
-    head = f"goodput         {share['useful']:.1%} of {wall_sec:.0f} s in useful steps"
-    if number > 1:
-        head += f"; {number} attempts, {down_sec:.0f} s between them not counted"
-    rest = [
-        f"{name} {share[name]:.1%}"
-        for name in sorted(BUCKETS[1:], key=share.get, reverse=True)
-        if share[name] >= 0.0005
-    ]
-    return [head, f"not useful      {', '.join(rest)}"]
 
 
 class Stopwatch:
@@ -200,17 +145,3 @@ class Stopwatch:
         now_sec = self._monotonic()
         self._spent[self._stack[-1]] += now_sec - self._mark_sec
         self._mark_sec = now_sec
-
-
-def read_lines(path: pathlib.Path) -> list[dict]:
-    """Return the lines of a goodput file, without those that are damaged."""
-    return [record for record in read_records(path) if _is_whole(record)]
-
-
-def _is_whole(record: dict) -> bool:
-    """Return whether a line has all fields, with numbers in them."""
-    if not isinstance(record.get("sec"), dict):
-        return False
-    numbers = [record.get(name) for name in ("step", "attempt", "at", "down_sec")]
-    numbers += record["sec"].values()
-    return all(type(x) in (int, float) and abs(x) < MAX_NUMBER for x in numbers)

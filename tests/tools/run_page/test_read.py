@@ -1,0 +1,388 @@
+"""Test what is read of a run's folder: curves, loads, decisions, damage, and a run that
+goes on."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from tests.support.metrics_lines import DECISIONS, balanced_lines, decided, log_lines
+from tests.support.page_contract import decode, require_contract
+from tests.support.run_folders import ATTEMPTS, PLANS, finish, make_folder, table
+from tools.run_page.read import RunReader, page_data
+from tools.run_page.read_metrics import Limits
+
+LARGE = Limits()
+SMALL = Limits(num_bins=8, load_bytes=100, rows_bytes=50, num_goodput=3)
+
+
+def read(*folders, limits=LARGE) -> dict:
+    """Return the data of a page about these runs, after a check of its form."""
+    readers = [RunReader(folder, limits) for folder in folders]
+    for reader in readers:
+        reader.read()
+    data = page_data(readers, is_live=False)
+    require_contract(data)
+    return data
+
+
+def read_one(folder, limits=LARGE) -> dict:
+    return read(folder, limits=limits)["runs"][0]
+
+
+def steps_of(folder) -> list[dict]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "loss" in record]
+
+
+def test_curves_are_those_of_the_log(tmp_path):
+    run = read_one(folder := make_folder(tmp_path / "run"))
+    steps = steps_of(folder)
+    curves = run["curves"]
+    assert (run["step"], run["num_steps"], run["every_steps"]) == (40, 40, 1)
+    assert curves["loss"]["step"] == list(range(1, 41))
+    loss = [float(f"{record['loss']:.5g}") for record in steps]
+    assert curves["loss"]["mean"] == loss
+    worst = [max(record["device_max_over_mean"]) for record in steps]
+    found = curves["device_max_over_mean"]["mean"]
+    assert found == [float(f"{x:.5g}") for x in worst]
+    assert curves["adopt_msec"]["step"] == [9, 14, 34]
+    assert run["evals"] == {"step": [20, 40], "loss": [1.1, 1.1]}
+    by_layer = run["layer_curves"]["expert_max_over_mean"]
+    ratio_nl = decode(by_layer["mean_b64"], "<f2", 40, 3)
+    expected_nl = np.array([record["expert_max_over_mean"] for record in steps])
+    assert np.array_equal(ratio_nl, expected_nl.astype(np.float16))
+
+
+def test_thinned_curves_have_the_mean_of_the_whole(tmp_path):
+    run = read_one(folder := make_folder(tmp_path / "run"), limits=SMALL)
+    assert run["every_steps"] == 8
+    curve = run["curves"]["loss"]
+    assert len(curve["step"]) == 5
+    loss_n = np.array([record["loss"] for record in steps_of(folder)])
+    assert np.mean(curve["mean"]) == pytest.approx(loss_n.mean(), rel=1e-4)
+    assert max(curve["max"]) == pytest.approx(loss_n.max(), rel=1e-4)
+    assert min(curve["min"]) == pytest.approx(loss_n.min(), rel=1e-4)
+
+
+def test_tables_are_loads_over_their_mean(tmp_path):
+    run = read_one(folder := make_folder(tmp_path / "run"))
+    for name, field, columns in (
+        ("load", "tokens_le", "num_experts"),
+        ("rows", "rows_lw", "num_devices"),
+    ):
+        table = run[name]
+        assert table["step"] == [10, 20, 30, 40]
+        sizes = 4, table["num_layers"], table[columns]
+        ratio_qlx = 2.0 ** ((decode(table["log2_b64"], "u1", *sizes) - 128.0) / 32)
+        tokens = [r[field] for r in steps_of(folder) if field in r]
+        expected = np.array(tokens) / np.mean(tokens, axis=2, keepdims=True)
+        expected = np.maximum(expected, 2.0 ** (-127 / 32))  # byte 1
+        assert np.abs(np.log2(ratio_qlx / expected)).max() <= 1 / 64 + 1e-6
+
+
+def test_a_load_of_zero_is_byte_zero_alone(tmp_path):
+    lines = ['{"step": 1, "loss": 1.0, "tokens_le": [[0, 1, 1000000], [0, 0, 0]]}']
+    load = read_one(make_folder(tmp_path / "run", metrics=lines))["load"]
+    assert decode(load["log2_b64"], "u1", 2, 3).tolist() == [[0, 1, 179], [128] * 3]
+
+
+def test_tables_are_thinned_with_the_first_and_the_last(tmp_path):
+    lines = log_lines(390)
+    run = read_one(make_folder(tmp_path / "run", metrics=lines), limits=SMALL)
+    for name, num_bytes in (("load", 24), ("rows", 12)):
+        steps = run[name]["step"]
+        assert (steps[0], steps[-1]) == (10, 390)
+        assert len(set(np.diff(steps[:-1]))) == 1
+        assert 3 <= len(steps) <= 1 + SMALL.load_bytes // num_bytes
+    assert any("tokens_le: 4 of 39 tables" in note for note in run["notes"])
+
+
+def test_decisions_say_what_they_changed(tmp_path):
+    lines = [json.loads(line) for line in balanced_lines(40, DECISIONS)]
+    for line in lines:
+        if "loss" in line:
+            line["step_msec"] = 50.0 if line["step"] <= 14 else 40.0 + line["step"] % 2
+    run = read_one(make_folder(tmp_path / "run", metrics=lines))
+    found = [(d["kind"], d["adopted"], d["collected_step"]) for d in run["decisions"]]
+    assert found == [
+        ("keep", False, 5), ("swap", True, 10), ("relayout", True, 20),
+        ("swap", False, 39),
+    ]  # fmt: skip
+    gains = [d["gain_msec_measured"] for d in run["decisions"]]
+    before, after = range(15, 34), range(35, 41)
+    medians = [np.median([40.0 + s % 2 for s in steps]) for steps in (before, after)]
+    # From step 15 on; up to the relayout at step 34.
+    assert gains == [None, 50 - medians[0], medians[0] - medians[1], None]
+    assert run["decisions"][2]["changes"]["slots_per_device"] == [2, 3]
+
+
+def test_the_later_of_two_decisions_for_a_step_is_adopted(tmp_path):
+    two = [decided("relayout", 20, 34), decided("relayout", 30, 34)]
+    run = read_one(make_folder(tmp_path / "run", metrics=balanced_lines(40, two)))
+    assert [d["adopted"] for d in run["decisions"]] == [False, True]
+
+
+def test_plans_are_tables_with_their_changes(tmp_path):
+    run = read_one(make_folder(tmp_path / "run"))
+    tables = [decode(plan["slots_b64"], "<i2", 3, 12) for plan in run["plans"]]
+    swapped = table(0)
+    swapped[0, 11], swapped[2, 0] = 5, 1
+    for found, expected in zip(tables, (table(0), swapped, table(1)), strict=True):
+        assert np.array_equal(found, expected)
+    assert [plan["kind"] for plan in run["plans"]] == ["start", "swap", "relayout"]
+    assert run["bytes"] == [{"step": 1, "by": {"all_to_all": 1000}}]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "{}",
+        '{"step": 20}',
+        json.dumps(PLANS[1] | {"changed": [[0, 12, 1]]}),
+        json.dumps(PLANS[1] | {"changed": [[0, -1, 1]]}),
+        json.dumps(PLANS[1] | {"changed": 3}),
+        json.dumps(PLANS[2] | {"slot_to_expert_lp": [[1, 2], [3]]}),
+        json.dumps(PLANS[2] | {"slot_to_expert_lp": [[0.5] * 12]}),
+        json.dumps(PLANS[2] | {"slot_to_expert_lp": [[10**9] * 12]}),
+        json.dumps(PLANS[2] | {"num_devices": 5}),
+        json.dumps(PLANS[2] | {"num_devices": None}),
+    ],
+)
+def test_damaged_plans_are_left_out_and_counted(tmp_path, damage):
+    whole = read_one(make_folder(tmp_path / "a"))
+    run = read_one(make_folder(tmp_path / "b", plans=[*PLANS[:2], damage, PLANS[2]]))
+    assert run["plans"] == whole["plans"]
+    assert "plans.jsonl: 1 damaged lines are left out" in run["notes"]
+
+
+def test_goodput_over_time_and_attempts(tmp_path):
+    run = read_one(make_folder(tmp_path / "run"))
+    goodput = run["goodput"]
+    assert (goodput["wall_sec"], goodput["down_sec"]) == (30, 5)
+    assert goodput["share"]["useful"] == pytest.approx(20 / 30, rel=1e-4)
+    assert goodput["num_attempts"] == 2
+    assert goodput["step"] == [0, 30, 20, 40]
+    assert goodput["sec"]["useful"] == [0, 15, 10, 20]
+    assert [a["step"] for a in run["attempts"]] == [0, 20]
+    assert run["attempts"][1]["num_devices"] == 4
+    old = read_one(make_folder(tmp_path / "old", attempts=None, plans=None))
+    assert [a["step"] for a in old["attempts"]] == [0, 20]
+    assert (
+        "without attempts.jsonl, plans.jsonl: what it holds is not shown"
+        in (old["notes"])
+    )
+
+
+def test_attempts_of_two_schemas_are_noted(tmp_path):
+    run = read_one(make_folder(tmp_path / "run", attempts=ATTEMPTS[1:]))
+    assert any("wrote schemas 1, 2" in note for note in run["notes"])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        '{"step": 9, "lo',
+        "\0\0\0\0",
+        "[1]",
+        '{"loss": 1.0}',
+        '{"step": 9, "decision": 3}',
+        '{"step": 9, "decision": {"kind": "swap", "adopt_step": Infinity}}',
+        '{"step": 9, "loss": 7.0}',
+        '{"step": 900000, "loss": 7.0}',
+        f'{{"step": {10**400}, "loss": 1}}',
+        "[" * 100_000,
+    ],
+)
+def test_damaged_lines_are_left_out_and_counted(tmp_path, damage):
+    lines = balanced_lines(40, DECISIONS)
+    whole = read_one(make_folder(tmp_path / "a"))
+    run = read_one(
+        make_folder(tmp_path / "b", metrics=[*lines[:14], damage, *lines[14:]])
+    )
+    assert run.pop("notes") == [
+        "metrics.jsonl: 1 damaged lines or steps out of order are left out"
+    ]
+    for name in run.keys() - {"name", "path"}:
+        assert run[name] == whole[name], name
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-1e999", "null", '"x"', "[]"])
+def test_values_that_are_not_finite_become_null(tmp_path, value):
+    lines = [
+        '{"step": 1, "loss": 2.5, "rounds": [1, 2]}',
+        f'{{"step": 2, "loss": {value}, "rounds": [{value}, 3], "mfu": {value}}}',
+    ]
+    run = read_one(make_folder(tmp_path / "run", metrics=lines))
+    assert run["curves"]["loss"]["mean"] == [2.5, None]
+    assert run["curves"]["mfu"]["mean"] == [None]
+    assert run["curves"]["rounds"]["mean"][0] == 2
+
+
+@pytest.mark.parametrize(
+    "bad", ['"x"', "[1]", "[[1, 2], [3]]", "[[null]]", "[[-1, 2]]"]
+)
+def test_damaged_loads_are_left_out(tmp_path, bad):
+    lines = [
+        '{"step": 1, "loss": 1.0, "tokens_le": [[1, 3]]}',
+        f'{{"step": 2, "loss": 1.0, "tokens_le": {bad}}}',
+    ]
+    run = read_one(make_folder(tmp_path / "run", metrics=lines))
+    assert run["load"]["step"] == [1]
+    assert "tokens_le: 1 damaged tables are left out" in run["notes"]
+    assert run["step"] == 2
+
+
+def test_a_log_with_gaps_is_read(tmp_path):
+    lines = [json.dumps({"step": step, "loss": 1.0}) for step in (7, 9, 30, 31, 99)]
+    run = read_one(make_folder(tmp_path / "run", metrics=lines))
+    assert run["curves"]["loss"]["step"] == [7, 9, 30, 31]
+    assert run["step"] == 31  # the next line would confirm 99
+
+
+def test_a_torn_line_and_a_damaged_summary_are_noted(tmp_path):
+    folder = make_folder(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "lo')
+    (folder / "summary.json").write_text('{"step": ')
+    notes = read_one(folder)["notes"]
+    assert "metrics.jsonl: the last line is torn after 16 bytes, and is left out" in (
+        notes
+    )
+    assert "summary.json is damaged, and is left out" in notes
+
+
+def follow_at_cuts(folder, target, name: str, distance: int) -> None:
+    """Compare, at lengths of a file that grows, a reader that follows it with one that
+    begins then."""
+    data = (folder / name).read_bytes()
+    target.mkdir()
+    for path in folder.glob("*.*"):
+        (target / path.name).write_bytes(path.read_bytes())
+    (target / name).write_bytes(b"")
+    reader = RunReader(target, SMALL)
+    for begin in range(0, len(data), distance):
+        with (target / name).open("ab") as file:
+            file.write(data[begin : begin + distance])
+        reader.poll()
+        fresh = RunReader(target, SMALL)
+        fresh.poll()
+        assert reader.data() == fresh.data()
+
+
+def test_a_run_that_is_followed_is_read_as_one_that_has_ended(tmp_path):
+    short = {name: [] for name in ("goodput", "attempts", "plans")}
+    lines = [
+        '{"step": 1, "loss": 2.5, "tokens_le": [[1, 2], [2, 1]]}',
+        '{"step": 5, "loss": null}',
+        '{"step": 2, "loss": 2.5, "tokens_le": [[1, 2]], "adopt_msec": 1}',
+        '{"step": 2, "eval_loss": 1}',
+        '{"step": 3, "decision": {"kind": "swap", "adopt_step": 2}}',
+    ]
+    folder = make_folder(tmp_path / "a", metrics=lines, **short)
+    follow_at_cuts(folder, tmp_path / "b", "metrics.jsonl", 1)
+    plans = [{**plan, "step": 1} for plan in PLANS[:2]]
+    folder = make_folder(tmp_path / "c", metrics=lines, **short | {"plans": plans})
+    follow_at_cuts(folder, tmp_path / "d", "plans.jsonl", 17)
+
+
+def test_a_long_run_is_followed_in_pieces(tmp_path):
+    """Of many batches of bins, cut where the pieces of a file may end."""
+    folder = make_folder(tmp_path / "run", metrics=[])
+    data = "".join(line + "\n" for line in balanced_lines(700, DECISIONS)).encode()
+    reader = RunReader(folder, SMALL)
+    begin = 0
+    for end in [
+        *np.random.default_rng(0).integers(0, len(data), 12).tolist(),
+        len(data),
+    ]:
+        if end > begin:
+            with (folder / "metrics.jsonl").open("ab") as file:
+                file.write(data[begin:end])
+            begin = end
+            assert reader.poll()
+            assert not reader.poll()
+            reader.data()
+    fresh = RunReader(folder, SMALL)
+    fresh.poll()
+    assert reader.data() == fresh.data()
+
+
+def test_a_run_that_resumes_is_read_anew(tmp_path):
+    lines = balanced_lines(40, DECISIONS)
+    folder = make_folder(tmp_path / "run", metrics=lines)
+    path = folder / "metrics.jsonl"
+    reader = RunReader(folder, Limits())
+    reader.poll()
+    again = [line.replace('"step_msec": 50.0', '"step_msec": 60.0') for line in lines]
+    cuts = "\n".join([*lines[:20], ""]), "\n".join([*lines[:20], *again[20:], ""])
+    for text in (*cuts, cuts[0], "", cuts[1]):  # shorter, and longer at once
+        with path.open("r+") as file:
+            file.write(text)
+            file.truncate()
+        assert reader.poll()
+        fresh = RunReader(folder, Limits())
+        fresh.poll()
+        assert reader.data() == fresh.data()
+    path.unlink()
+    assert reader.poll()
+    assert reader.data()["step"] == 0
+
+
+def test_a_new_attempt_reads_the_log_anew(tmp_path):
+    """Also where the bytes at the place where reading ended are the same."""
+    filler = ['{"step": 3, "loss": 1.0, "tokens_le": [[%s]]}' % ("1," * 40_000 + "1")]
+    lines = ['{"step": 1, "loss": 1.0}', '{"step": 2, "loss": 2.0}', *filler]
+    folder = make_folder(tmp_path / "run", metrics=lines, attempts=ATTEMPTS[:1])
+    reader = RunReader(folder, Limits())
+    reader.poll()
+    path = folder / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"2.0", b"3.0"))
+    (folder / "goodput.jsonl").open("a").write(
+        json.dumps({"step": 1, "attempt": 3, "at": 1e9, "down_sec": 0, "sec": {"a": 1}})
+        + "\n"
+    )
+    assert reader.poll()
+    assert reader.data()["curves"]["loss"]["mean"] == [1, 3, 1]
+
+
+def test_a_file_that_cannot_be_read_any_more_becomes_a_note(tmp_path):
+    folder = make_folder(tmp_path / "run")
+    reader = RunReader(folder, Limits())
+    reader.poll()
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").mkdir()
+    assert reader.poll()
+    assert any("cannot be read: Is a directory" in x for x in reader.data()["notes"])
+    with pytest.raises(OSError, match=r"metrics\.jsonl"):
+        reader.read()
+
+
+def test_runs_are_told_apart_and_compared(tmp_path):
+    a, b = (make_folder(tmp_path / part / "run") for part in "ab")
+    text = (b / "config.gin").read_text()
+    text = text.replace("top_k = 2", "top_k = 4").replace("runs/a", "runs/b")
+    (b / "config.gin").write_text(text + "Train.seed = 3\n")
+    finish(b)
+    data = read(a, b)
+    assert [run["name"] for run in data["runs"]] == [str(a), str(b)]
+    assert data["differences"] == [
+        ["Moe.top_k", ["2", "4"]],
+        ["Train.seed", ["", "3"]],
+    ]
+    assert data["runs"][1]["summary"] == {"step": 40, "eval_loss": 1.1}
+    assert [run["name"] for run in read(a, a)["runs"]] == [f"{a} (1)", f"{a} (2)"]
+    limits = Limits().shared_by(3)
+    for name, value in dataclasses.asdict(limits).items():
+        assert value * 3 <= getattr(Limits(), name)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "<script>", "a" * 5000])
+def test_texts_of_files_are_bounded_and_can_be_encoded(tmp_path, text):
+    record = {"step": 1, "decision": {"kind": "keep", "adopt_step": 2, "why": text}}
+    lines = ['{"step": 1, "loss": 1.0}', json.dumps(record)]
+    run = read_one(make_folder(tmp_path / "run", metrics=lines))
+    why = run["decisions"][0]["why"]
+    assert len(why.encode()) <= 1000
+    assert why in (text, "?", text[:998] + "..")
