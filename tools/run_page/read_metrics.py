@@ -179,8 +179,7 @@ class Metrics:
         """Return the parts of the page's data that come from metrics.jsonl."""
         binned = self._bins.binned()
         evals = sorted(step for step in self.evals if step <= self.last_step)
-        stride = -(-len(evals) // MAX_EVALS) or 1
-        evals = evals[(len(evals) - 1) % stride :: stride] if evals else []
+        evals = _every(evals, MAX_EVALS)
         return {
             "step": self.last_step,
             "every_steps": binned.width,
@@ -262,7 +261,7 @@ class Metrics:
         kept = self.decisions
         if len(kept) > MAX_DECISIONS:
             kept = [d for d in kept if d["kind"] != "keep"] or kept
-            kept = kept[:: -(-len(kept) // MAX_DECISIONS)]
+            kept = _every(kept, MAX_DECISIONS)
         edges = sorted(adopted)
         return [
             decision
@@ -294,6 +293,12 @@ class Metrics:
         first, last = np.searchsorted(step_n, [begin, end])
         msec_n = np.frombuffer(self._step_msecs, np.float64)[first:last]
         return msec_n[np.isfinite(msec_n)]
+
+
+def _every(items: list, most: int) -> list:
+    """Return every n-th item up to the last, for the least n that leaves `most`."""
+    stride = -(-len(items) // most) or 1
+    return items[(len(items) - 1) % stride :: stride]
 
 
 def _curves(binned: Binned) -> dict:
