@@ -8,7 +8,7 @@ ARGS ?=
 SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train dry-run lint format test test-fast test-all bench aot-wheels peers clean
+.PHONY: help setup train dry-run lint format test test-fast test-all bench aot-wheels peers docs clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -51,6 +51,10 @@ test-all: lint  ## with the long repetitions (kills, corruptions)
 
 bench: $(VENV)/.stamp  ## one MoE layer against its baselines
 	@$(RUN) tools/bench/moe_layer.py $(ARGS)
+
+docs: $(VENV)/.stamp  ## the site of the documentation, in site/
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict $(ARGS)
+	@echo "docs: open site/index.html"
 
 AOT := .aot
 $(AOT)/.stamp: constraints.txt | $(VENV)/.stamp

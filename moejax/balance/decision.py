@@ -1,8 +1,10 @@
 """One decision of the balancer: its log line, its record, and JSON for other processes.
 
-keep       nothing changes, because no change pays
-swap       another plan in the same layout
-relayout   another layout, with a plan for it
+A decision is one of three:
+
+    keep       nothing changes, because no change pays
+    swap       another plan in the same layout
+    relayout   another layout, with a plan for it
 """
 
 import dataclasses

@@ -389,8 +389,8 @@ def max_aligned_rows(num_rows: int, num_groups: int, multiple: int) -> int:
     It has groups of one row, as many as there can be, and all other rows in whole
     multiples:
 
-    >>> max_aligned_rows(300, 3, 128)  # groups of 1, 1 and 298 rows
-    640
+        >>> max_aligned_rows(300, 3, 128)  # groups of 1, 1 and 298 rows
+        640
     """
     groups = min(num_groups, num_rows)
     return (groups + (num_rows - groups) // multiple) * multiple

@@ -41,11 +41,11 @@ def set_up(
     gradient_reduce_dtype="float32")` returns a setup where they always travel in
     float32.
 
-    >>> import jax
-    >>> mesh = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1])
-    >>> setup = set_up(Moe(num_experts=4, d_expert=8), mesh, (2, 16, 32))
-    >>> setup.layout.num_slots, setup.layout.rows_per_peer
-    (4, 64)
+        >>> import jax
+        >>> mesh = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1])
+        >>> setup = set_up(Moe(num_experts=4, d_expert=8), mesh, (2, 16, 32))
+        >>> setup.layout.num_slots, setup.layout.rows_per_peer
+        (4, 64)
 
     Raises ValueError, one line, for sizes that do not fit, for a mesh without a needed
     axis, for a batch that does not divide over the mesh, and for what does not go

@@ -2,11 +2,8 @@
 
 import argparse
 import ast
-import contextlib
 import dataclasses
-import importlib
 import importlib.util
-import inspect
 import pathlib
 import re
 import shlex
@@ -18,6 +15,7 @@ import yaml
 
 from moejax.config import Config
 from tests.support.resolved import make_run
+from tools.website.program_help import reach_parser
 from train.config.gin_reader import load
 from train.config.names import KINDS, check_name, convert
 
@@ -175,42 +173,20 @@ def _check_python(words: list[str]) -> None:
 def parsed(script: str, words: list[str]) -> argparse.Namespace:
     """Return the arguments that a script's own parser makes of `words`. Raises
     ValueError where it refuses them. Nothing else of the script runs."""
-    module = _module(script)
-    parse_args = argparse.ArgumentParser.parse_args
-
-    def stop(parser, argv=None, namespace=None):
-        parser.allow_abbrev = False
-        raise _Parsed(parse_args(parser, argv, namespace))
+    parser, argv = reach_parser(script, words)
+    parser.allow_abbrev = False
 
     def refuse(parser, message):
         raise ValueError(message)
 
     with (
-        mock.patch.object(argparse.ArgumentParser, "parse_args", stop),
         mock.patch.object(argparse.ArgumentParser, "error", refuse),
         mock.patch.object(sys, "argv", [script, *words]),
-        contextlib.suppress(SystemExit),
     ):
         try:
-            takes_words = inspect.signature(module.main).parameters
-            module.main(*([words] if takes_words else []))
-        except _Parsed as reached:
-            return reached.result
-    raise ValueError(f"{script} has no argument parser")
-
-
-class _Parsed(BaseException):
-    """Arguments have been parsed: the script goes no further."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__()
-        self.result = args
-
-
-def _module(script: str):
-    """Return the module of a script, which may put its own folder on sys.path."""
-    with mock.patch.object(sys, "path", list(sys.path)):
-        return importlib.import_module(script.removesuffix(".py").replace("/", "."))
+            return parser.parse_args(argv)
+        except SystemExit as end:
+            raise ValueError(f"{script} ends with code {end.code}") from end
 
 
 def _check_local(args: argparse.Namespace, words: list[str]) -> None:

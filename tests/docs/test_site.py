@@ -1,0 +1,236 @@
+"""Test the documentation's site: it is whole, its links hold, it loads nothing from
+another host, and its search works on files."""
+
+import html.parser
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import yaml
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+
+import moejax
+from moejax import config
+from tests.support.browser import ARGUMENTS, CHROMIUM
+from tools.website.program_help import programs
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PAGES = (
+    "*.md",
+    "docs/**/*.md",
+    "notebooks/*.md",
+    "notebooks/*.ipynb",
+    "moejax/**/*.md",
+)
+LOADS = {
+    "script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src",
+    "video": "src", "audio": "src", "object": "data", "embed": "src",
+}  # fmt: skip
+"""Attribute of each element by which a page loads something."""
+LINKS_ALONE = {"canonical", "next", "prev", "alternate"}
+"""Relations of <link> that load nothing."""
+IN_STYLES = re.compile(r"(?:url\(|@import)\s*['\"]?\s*(?:https?:)?//[^)'\"\s]+")
+MAX_MIB = 30
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> pathlib.Path:
+    """The site, built as `make docs` does, without a warning."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr, done.stderr
+    return folder
+
+
+class Loads(html.parser.HTMLParser):
+    """What a page loads when it is opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.urls: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag == "link" and LINKS_ALONE & set((values.get("rel") or "").split()):
+            return
+        if url := values.get(LOADS.get(tag, "")):
+            self.urls.append(url)
+
+
+def pages_in_nav(entries: list) -> list[str]:
+    """Return the paths of the pages that a part of the nav names."""
+    found = []
+    for entry in entries:
+        value = next(iter(entry.values())) if isinstance(entry, dict) else entry
+        found += pages_in_nav(value) if isinstance(value, list) else [value]
+    return found
+
+
+def test_every_page_is_in_the_nav():
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    named = pages_in_nav(yaml.unsafe_load(text)["nav"])
+    files = {
+        path.relative_to(ROOT).as_posix()
+        for pattern in PAGES
+        for path in ROOT.glob(pattern)
+    }
+    missing = sorted(files - set(named))
+    assert not missing, f"add these pages to `nav` of mkdocs.yml: {missing}"
+    assert len(named) == len(set(named)), "a page is in the nav twice"
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs").glob("[!R]*.md")), ids=lambda page: page.stem
+)
+def test_a_page_begins_with_its_question(page):
+    _, first, *_ = page.read_text(encoding="utf-8").split("\n\n")
+    assert "This page answers:" in first, (
+        f"{page.name} must say in its first paragraph which question it answers: "
+        "'This page answers: ...?'"
+    )
+
+
+@slow
+def test_no_page_loads_anything_from_another_host(site):
+    """Each page finds what it loads in the site. 404.html is for servers alone."""
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        loads = Loads()
+        loads.feed(text)
+        outside = [url for url in loads.urls if re.match(r"(?:https?:)?//", url)]
+        assert not outside, f"{page.relative_to(site)} loads {outside}"
+        assert not IN_STYLES.findall(text), page
+        files = {re.split("[#?]", url)[0] for url in loads.urls}
+        missing = [
+            name
+            for name in files
+            if not name.startswith("data:") and not (page.parent / name).exists()
+        ]
+        assert not missing or page.name == "404.html", f"{page} lacks {missing}"
+    for style in site.rglob("*.css"):
+        assert not IN_STYLES.findall(style.read_text(encoding="utf-8")), style
+
+
+@pytest.fixture(scope="module")
+def index(site) -> list[dict[str, str]]:
+    """The entries of the search: a part of a page each, with a title and a text."""
+    text = (site / "search" / "search_index.json").read_text(encoding="utf-8")
+    return json.loads(text)["docs"]
+
+
+@slow
+def test_the_search_knows_words_of_all_kinds_of_pages(index):
+    texts: dict[str, str] = {}
+    for entry in index:
+        page = entry["location"].partition("#")[0]
+        texts[page] = f"{texts.get(page, '')} {entry['title']} {entry['text']}"
+    for page, word in (
+        ("index.html", "simulated devices"),
+        ("SECURITY.html", "loopback"),
+        ("docs/balance.html", "relayout"),
+        ("docs/decisions/0002-exact-rounds.html", "rounds"),
+        ("notebooks/02_plans_and_swaps.html", "swap"),
+        ("reference/library.html", "set_up"),
+        ("reference/configuration.html", "relayout_lag_steps"),
+        ("reference/programs.html", "--gin_param"),
+    ):
+        assert word in texts[page], f"{page} has no {word!r}"
+    assert "font-face" not in "".join(texts.values())
+
+
+@slow
+def test_the_reference_is_complete(site, index):
+    """It has every name of `moejax`, every field of the configuration, and every
+    program."""
+    titles = {(entry["location"].partition("#")[0], entry["title"]) for entry in index}
+    for name in moejax.__all__:
+        assert ("reference/library.html", f"moejax.{name}") in titles
+    for script in programs(ROOT):
+        assert ("reference/programs.html", script) in titles
+    page = (site / "reference" / "configuration.html").read_text(encoding="utf-8")
+    for name in config.__all__:
+        fields = getattr(getattr(config, name), "__dataclass_fields__", {})
+        for field in fields:
+            assert f'id="moejax.config.{name}.{field}"' in page
+
+
+@slow
+def test_the_site_is_small(site):
+    size = sum(path.stat().st_size for path in site.rglob("*") if path.is_file())
+    assert size < MAX_MIB * 2**20, f"{size / 2**20:.1f} MiB"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        arguments = {"executable_path": CHROMIUM, "args": ARGUMENTS}
+        browser = playwright.chromium.launch(**arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser) -> Iterator[Page]:
+    """A page that must log no error and ask no other host for anything."""
+    page, faults = browser.new_page(viewport={"width": 1280, "height": 900}), []
+
+    def see_line(line: ConsoleMessage) -> None:
+        if line.type in ("error", "warning"):
+            faults.append(line.text)
+
+    def see_request(request: Request) -> None:
+        if not request.url.startswith(("file:", "data:", "about:", "blob:")):
+            faults.append(request.url)
+
+    page.on("console", see_line)
+    page.on("request", see_request)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    yield page
+    page.close()
+    assert not faults, faults
+
+
+@slow
+@pytest.mark.browser
+def test_the_search_works_on_files(site, page):
+    page.goto((site / "index.html").as_uri())
+    page.locator(".md-search__input").press_sequentially("relayout")
+    results = page.locator(".md-search-result__link", has_text="relayout")
+    results.first.wait_for()
+    assert results.count() >= 3
+    results.first.click()
+    page.wait_for_url(re.compile(r"\?h=relayout"))
+    marks = page.locator("mark", has_text=re.compile("relayout", re.IGNORECASE))
+    marks.first.wait_for()
+
+
+@slow
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    "name",
+    [
+        "index.html",
+        "docs/tutorial.html",
+        "docs/testbed.html",
+        "reference/configuration.html",
+        "notebooks/02_plans_and_swaps.html",
+    ],
+)
+def test_no_page_is_wider_than_a_phone(site, page, name):
+    """What is wide scrolls in a box of its own."""
+    page.set_viewport_size({"width": 360, "height": 800})
+    page.goto((site / name).as_uri())
+    page.evaluate("window.scrollTo(10000, 0)")
+    assert page.evaluate("[window.scrollX, document.body.scrollWidth]") == [0, 360]
