@@ -33,7 +33,9 @@ from train.launch.processes import (
     wait_for_all,
 )
 from train.launch.program import RunFailed, say_loudly
+from train.logs import attempts
 from train.logs.goodput import Stopwatch
+from train.logs.memory import memory_fields
 from train.logs.peak import peak_tflops
 from train.logs.profile import Window
 from train.logs.progress import Bar, elapsed_shown
@@ -121,6 +123,7 @@ def train(
             goodput,
             job.used_data_verified(first, lambda: stop.signal is not None, say),
             Records(run_dir, cfg, first, board_text) as records,
+            _attempt(job, records, goodput),
             Watchdog(
                 cfg.processes.watchdog_sec, say_loudly, run_dir.log and str(run_dir.log)
             ) as watchdog,
@@ -133,6 +136,7 @@ def train(
             checkpointer.say_save_time(state)
             state = balancing.begin(state)
             balancing.records = records
+            balancing.record_start(first + 1)
             folder, steps = run_dir.path / "profile", extras.profile_steps
             profile = Window(folder, steps, say, hlo_text=balancing.hlo_text)
             run = _context(
@@ -146,9 +150,8 @@ def train(
                     state, evaluation, step_secs = _steps(run, state, bar)
             watchdog.at("the last save", checkpointer.num_written_bytes)
             with goodput.at("saves"):
-                is_saved = checkpointer.wait()
-        if not is_saved:
-            raise _lost(checkpointer, state)
+                if not checkpointer.wait():
+                    raise _lost(checkpointer, state)
     finally:
         # Orbax would wait for the other processes, who know of no failure.
         if not (are_several() and sys.exception()):
@@ -157,6 +160,13 @@ def train(
     return Outcome(
         state, evaluation, step_secs, compile_sec, wall_sec, stop.signal, goodput
     )
+
+
+def _attempt(job: Job, records: Records, goodput: Stopwatch):
+    """Return a context that records where this attempt begins and how it ends."""
+    mesh, num_steps = job.cfg.mesh, job.cfg.train.num_steps
+    begin = attempts.begun(goodput.step, goodput.attempt, goodput.begun_at, mesh)
+    return attempts.recorded(records.attempt, begin, lambda: goodput.step, num_steps)
 
 
 def _restore_or_begin(
@@ -442,6 +452,7 @@ class Reader:
         """Updates in a row that were skipped, up to the last step that was read."""
         flops = flops_per_token(run.job.cfg.network).train
         self.flops_per_step = flops * run.job.tokens_per_step
+        self.devices = jax.local_devices()
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -482,7 +493,7 @@ class Reader:
         record = step_record(step, metrics, step_sec, self.run.job.tokens_per_step)
         peak = self.run.peak_tflops
         record["mfu"] = self.flops_per_step / step_sec / 1e12 / peak if peak else None
-        record |= kept.record
+        record |= kept.record | memory_fields(self.devices)
         record |= self.run.balancing.step_record(step, metrics.routing)
         self.run.records.step(record, metrics.routing.tokens_le)
         self.run.balancing.observe(step, metrics.routing)

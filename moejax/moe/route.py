@@ -213,6 +213,7 @@ def router_losses(sums: LayerSums, num_tokens: int, seq_len: int) -> RouterLosse
     sequence_balance   the same within each sequence, averaged (DeepSeek-V3, eq. 17-20)
     z                  mean logsumexp(logits)^2            (ST-MoE, eq. 5)
     mutual_information mean entropy(prob) - entropy(mean prob)    (DS-MoE, L_MI)
+    entropy            mean entropy(prob): no loss, and no part of `weighted_loss`
 
     share_e is the expert's share of all choices, so perfect balance is 1 for every k.
     The mutual-information loss lies between -log(e), where all experts are used equally
@@ -225,12 +226,13 @@ def router_losses(sums: LayerSums, num_tokens: int, seq_len: int) -> RouterLosse
     num_experts = sums.prob_e.shape[-1]
     share_e = sums.tokens_e / jnp.maximum(jnp.sum(sums.tokens_e, -1, keepdims=True), 1)
     balance = num_experts * jnp.sum(share_e * sums.prob_e, axis=-1) / num_tokens
+    mean_entropy = sums.entropy / num_tokens
     return RouterLosses(
         balance=balance,
         sequence_balance=sums.sequence / (num_tokens // seq_len),
         z=sums.z / num_tokens,
-        mutual_information=sums.entropy / num_tokens
-        - entropy(sums.prob_e / num_tokens),
+        mutual_information=mean_entropy - entropy(sums.prob_e / num_tokens),
+        entropy=mean_entropy,
     )
 
 

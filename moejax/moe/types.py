@@ -219,7 +219,8 @@ def _largest(values: list[Array]) -> Array:
 
 @struct.dataclass
 class RouterLosses:
-    """Router losses of one layer, or of several in a leading dim, without weights."""
+    """Router losses of one layer, or of several in a leading dim, without weights, and
+    the entropy of its choices."""
 
     balance: Float[Array, ""]
     """Switch's load-balancing loss over the batch; 1.0 when loads are even."""
@@ -229,6 +230,9 @@ class RouterLosses:
     """Mean of logsumexp(logits)^2."""
     mutual_information: Float[Array, ""]
     """Mutual information of token and expert in nats, negated."""
+    entropy: Float[Array, ""]
+    """Mean entropy of a token's choice in nats: a part of `mutual_information`, and no
+    loss of its own."""
 
 
 @struct.dataclass

@@ -163,7 +163,7 @@ def test_every_loss_has_its_weight():
         balance_loss=0.5, sequence_balance_loss=0.25, z_loss=0.125,
         mutual_information_loss=0.0625,
     )  # fmt: skip
-    losses = routing.RouterLosses(*(jnp.array([i, i + 2.0]) for i in (1, 2, 3, 4)))
+    losses = routing.RouterLosses(*(jnp.array([i, i + 2.0]) for i in (1, 2, 3, 4, 9)))
     total = routing.weighted_loss(losses, router)
     assert_close(total, np.float32(0.5 * 2 + 0.25 * 3 + 0.125 * 4 + 0.0625 * 5))
     recorded = dataclasses.replace(router, kind="recorded")

@@ -19,6 +19,7 @@ import pytest
 
 from moejax.axes import make_mesh
 from moejax.plan.expert_plan import ExpertPlan
+from tests.support.plan_history import adopted_records
 from tests.support.run_main import ROOT, checkpoint_record, corpus, metric_lines
 from tools.faults.reference import imaginary_speeds
 from train import job as prepare
@@ -180,9 +181,10 @@ def restored(run_dir: pathlib.Path, *params: str):
 
 def assert_same_run(run_dir: pathlib.Path, expected_dir: pathlib.Path) -> None:
     """Assert that two runs have the same metrics, balancer state and final arrays;
-    metrics that depend on time may differ."""
+    metrics that depend on time, and the plans at starts, may differ."""
     lines, expected = (metric_lines(folder) for folder in (run_dir, expected_dir))
     assert lines == expected
+    assert adopted_records(run_dir) == adopted_records(expected_dir)
     step = max(x["step"] for x in expected)
     record, expected = (checkpoint_record(x, step) for x in (run_dir, expected_dir))
     assert record["arrays"] == expected["arrays"]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.close import assert_close
+from tests.support.plan_history import adopted_records, plan_records
 from tests.support.run_main import (
     TOY,
     Live,
@@ -20,6 +21,7 @@ from tests.support.run_main import (
     metric_lines,
     run,
 )
+from tests.support.run_schema import check_run
 from train.config.gin_reader import load
 
 NUM_STEPS = 60
@@ -49,6 +51,7 @@ def assert_same_run(run_dir, ended, expected_dir, expected) -> None:
     with each line logged once."""
     assert (ended.code, ended.err) == (expected.code, expected.err) == (0, "")
     assert metric_lines(run_dir) == metric_lines(expected_dir)
+    assert adopted_records(run_dir) == adopted_records(expected_dir)
     for name in ("step", "eval_loss", "digest", "load_le"):
         assert ended.record[name] == expected.record[name]
     step = ended.record["step"]
@@ -74,6 +77,19 @@ def assert_goodput(ended, num_attempts: int, last_sec: float = 0.0) -> None:
     assert f"goodput         {share['useful']:.1%} of {wall_sec:.0f} s" in ended.out
 
 
+def assert_files_keep_their_schema(run_dir) -> None:
+    """Assert that each line of an undisturbed run is as the schema has it."""
+    counts = check_run(run_dir)
+    assert counts.pop("goodput_line") >= 2
+    assert counts == {
+        "step": NUM_STEPS, "evaluation": NUM_STEPS // 10, "plan": 1, "summary": 1,
+        "attempt_begin": 1, "attempt_end": 1,
+    }  # fmt: skip
+    (start,) = plan_records(run_dir)
+    assert (start["step"], start["kind"]) == (1, "start")
+    assert start["slot_to_expert_lp"] == [list(range(8))] * 2
+
+
 @pytest.mark.slow
 def test_an_undisturbed_run_leaves_a_whole_record(whole):
     run_dir, ended = whole
@@ -93,6 +109,7 @@ def test_an_undisturbed_run_leaves_a_whole_record(whole):
     assert f"all of them are in {run_dir / 'config.gin'}\n" in ended.out
     assert "compiling for 8 devices" in ended.out
     assert "balancing       none (Balance.policy = 'home')" in ended.out
+    assert_files_keep_their_schema(run_dir)
     saved = checkpoint_record(run_dir, NUM_STEPS)["meta"]["config"]
     assert saved == json.loads(json.dumps(cfg.to_dict()))  # tuples are lists there
 

@@ -127,7 +127,8 @@ class RunReader:
         is_record = isinstance(record, dict)
         if name == "attempts":
             if is_record and type(record.get("attempt")) is int:
-                self._starts[record["attempt"]] = plain(record)
+                number = record["attempt"]  # the line of its begin, and of its end
+                self._starts[number] = plain(record) | self._starts.get(number, {})
             else:
                 self._num_bad_starts += 1
         elif is_record and is_account(record):

@@ -26,12 +26,14 @@ from moejax.balance.policies import check_policy, make_valid_plan
 from moejax.moe.types import Placement, RoutingStats
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
+from moejax.resolve.sent_bytes import sent_bytes
 from train.balance.ahead import Ahead, Steps
 from train.balance.migrate import Mover
 from train.balance.planner_process import PlannerProcess
 from train.balance.record import BalanceRecord
 from train.job import Job
 from train.launch.processes import any_process, is_first, published, withdraw
+from train.logs import plan_lines
 from train.logs.records import Records, home_std_over_std, max_over_mean
 from train.step.compiled import compile_steps, on_devices
 from train.step.freed_memory import return_freed_memory
@@ -281,6 +283,7 @@ class Balancing:
         waited_sec = time.monotonic() - start_sec
         old_layout, old_plan = self.layout, self.plan
         self._now = adoptions.adopt(self._now)
+        self._record_adoption(step, old_plan, is_relayout=is_new)
         self._tell(Adopted())
         old_store, new_store = old_layout.store, self.layout.store
         if (old_store == "sharded") != (new_store == "sharded"):
@@ -301,6 +304,29 @@ class Balancing:
             adopt_msec=adopted_msec, adopt_wait_msec=waited_msec
         )
         return state
+
+    def record_start(self, step: int) -> None:
+        """Write the line of the plan and layout with which an attempt begins, before
+        `step`."""
+        plan_and_layout = self.plan, self.layout, self._sent_bytes()
+        self.records.plan(plan_lines.start_line(step, *plan_and_layout))
+
+    def _record_adoption(
+        self, step: int, before: ExpertPlan, *, is_relayout: bool
+    ) -> None:
+        """Write the line of the plan and layout that are in use from `step` on, in
+        place of the plan `before`."""
+        if is_relayout:
+            plan_and_layout = self.plan, self.layout, self._sent_bytes()
+            line = plan_lines.relayout_line(step, *plan_and_layout)
+        else:
+            line = plan_lines.swap_line(step, before, self.plan, self.layout)
+        self.records.plan(line)
+
+    def _sent_bytes(self) -> dict[str, float]:
+        """Return the bytes that a device sends in a step of the layout in use, by
+        collective."""
+        return sent_bytes(self._job.model.run.cfg, self._cost, self.layout)
 
     def _tell(self, event: Adopted | Refused) -> None:
         """Tell the planner, on process 0, what was done with a decision."""

@@ -71,6 +71,21 @@ class Stopwatch:
         self._base: Account | None = None
         self._step = 0
 
+    @property
+    def begun_at(self) -> float:
+        """Time in seconds since 1970 at which the attempt began."""
+        return self._begun_at
+
+    @property
+    def step(self) -> int:
+        """Last step that is done, as far as this stopwatch was told."""
+        return self._step
+
+    @property
+    def attempt(self) -> int:
+        """Number of the attempt, from 1. Call `resume` before."""
+        return self._base.num_attempts
+
     def __enter__(self) -> "Stopwatch":
         return self
 

@@ -28,9 +28,10 @@ DAMAGED_SUFFIX = ".damaged"
 
 TIMED = (
     "tok_per_sec", "step_msec", "mfu", "adopt_msec", "adopt_wait_msec",
-    "plan_wait_msec",
+    "plan_wait_msec", "host_memory_gib", "device_memory_gib", "peak_device_memory_gib",
 )  # fmt: skip
-"""Fields of a line of metrics that depend on the time that steps take."""
+"""Fields of a line of metrics that depend on the time that steps take, or on the memory
+that the process has."""
 
 _DAMAGED, _LATER, _KEPT = 0, 1, 2
 _LINE_SIZE = 2**32

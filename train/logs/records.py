@@ -1,12 +1,15 @@
 """A step's record and the files a run writes: metrics, TensorBoard events, sample ids.
 
     metrics.jsonl              process 0: one line per step, evaluation or decision
+    plans.jsonl                process 0: one line per start, swap and relayout
+    attempts.jsonl             process 0: a line at the begin and the end of an attempt
     tensorboard/               process 0, with --tensorboard
     samples-<process>.jsonl    each process, with Data.log_samples: the ids of its rows
 
-When a run resumes, all of them are cut back to the step that it resumes from. So no
-file holds a step twice, whatever the number of processes before. Damaged lines are
-moved to a file beside, metrics.jsonl.damaged, and the lines after them stay.
+When a run resumes, all of them but attempts.jsonl are cut back to the step that it
+resumes from. So no file holds a step twice, whatever the number of processes before.
+Damaged lines are moved to a file beside, such as metrics.jsonl.damaged, and the lines
+after them stay.
 """
 
 import contextlib
@@ -27,6 +30,7 @@ from train.data.feed import own_rows
 from train.files import path_named
 from train.launch.processes import from_first_process, is_first
 from train.launch.program import say_loudly
+from train.logs import attempts, plan_lines
 from train.logs.record_lines import cut_back
 from train.logs.run_dir import RunDir
 from train.step.step import StepMetrics
@@ -51,9 +55,14 @@ class Records:
         from_first_process(lambda: _cut_back_samples(folder, step))
         self._files = contextlib.ExitStack()
         self._metrics = self._samples = self._tensorboard = None
+        self._plans = self._attempts = None
         if is_first():
             self._metrics = self._open(folder / "metrics.jsonl")
             self._metrics.cut_back(step)
+            self._plans = self._open(folder / plan_lines.FILE)
+            self._plans.cut_back(step)
+            self._attempts = self._open(folder / attempts.FILE)
+            self._attempts.end_torn_line()
         if cfg.data.log_samples:
             self._samples = self._open(folder / f"samples-{jax.process_index()}.jsonl")
         if is_first() and board_text is not None:
@@ -100,6 +109,16 @@ class Records:
         if self._tensorboard is not None:
             self._tensorboard.append(record)
 
+    def plan(self, record: dict) -> None:
+        """Write a line of train/logs/plan_lines.py."""
+        if self._plans is not None:
+            self._plans.append(record)
+
+    def attempt(self, record: dict) -> None:
+        """Write a line of train/logs/attempts.py."""
+        if self._attempts is not None:
+            self._attempts.append(record)
+
     def samples(self, step: int, batches: TrainBatches, sharding) -> None:
         """Write which rows of a batch this process fed to a step, and the ids of their
         samples."""
@@ -130,10 +149,12 @@ def step_record(step: int, metrics: StepMetrics, step_sec: float, tokens: int) -
         "mutual_information_loss": [
             float(x) for x in metrics.router.mutual_information
         ],
+        "router_entropy": [float(x) for x in metrics.router.entropy],
         "grad_norm": float(metrics.grad_norm),
         "lr": float(metrics.learning_rate),
         "tok_per_sec": tokens / step_sec,
         "expert_max_over_mean": max_over_mean(metrics.routing.tokens_le),
+        "dead_experts": (metrics.routing.tokens_le == 0).sum(axis=1).tolist(),
         "device_max_over_mean": max_over_mean(metrics.routing.rows_lw),
         "device_max_over_bound": max_over_bound(
             metrics.routing.fullest_device_l, metrics.routing.bound_l
@@ -218,6 +239,15 @@ class MetricsLog:
         self._last = cut_back(self._path, step, self._say)
         self._file.close()  # the file may be another one now
         self._file = io.FileIO(self._path, "ab")
+
+    def end_torn_line(self) -> None:
+        """End a last line that a kill has cut off, so that it damages no other one."""
+        with self._path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            is_torn = file.read(1) not in (b"", b"\n")
+        if is_torn:
+            self._file.write(b"\n")
 
     def ends_with(self, step: int, name: str) -> bool:
         """Return whether the file's last line is a record of this step with a field

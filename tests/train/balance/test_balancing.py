@@ -17,8 +17,10 @@ import pytest
 
 from moejax.balance.planning import Observed, Snapshot
 from tests.support.close import assert_close
+from tests.support.plan_history import plan_records, tables
 from tests.support.planners import killed_in_a_plan
 from tests.support.run_main import Live, checkpoint_record, command, run
+from tests.support.run_schema import check_run
 from tests.support.watched_run import (
     BALANCED,
     MESH,
@@ -116,6 +118,31 @@ def test_a_decision_is_adopted_lag_steps_after(swaps, relayout):
         for step, line in done.steps.items():
             num_adopted = sum(adopted <= step for adopted in done.adopted)
             assert line["plan"] == digests[num_adopted]
+
+
+def test_files_keep_their_schema(swaps, owners, relayout):
+    """Each line and each field of three runs is as the schema has it."""
+    for done in (swaps, owners, relayout):
+        counts = check_run(done.run_dir)
+        assert counts["step"] == NUM_STEPS
+        assert counts["decision_line"] == len(done.decisions)
+        assert counts["plan"] == 1 + len(done.adopted)
+        assert counts["attempt_begin"] == counts["attempt_end"] == 1
+        assert counts["goodput_line"] >= 2
+
+
+def test_plans_are_those_of_the_steps(swaps, owners, relayout):
+    for done in (swaps, owners, relayout):
+        lines = plan_records(done.run_dir)
+        assert [line["step"] for line in lines] == [1, *done.adopted]
+        for step, record in done.steps.items():
+            in_use = [line for line in lines if line["step"] <= step][-1]
+            assert record["plan"] == in_use["digest"]
+        *_, last_lp = tables(lines)
+        assert np.array_equal(last_lp, done.plan(NUM_STEPS).slot_to_expert_lp)
+        kinds = ["relayout"] * (done is relayout)
+        assert [x["kind"] for x in lines if "bytes" in x] == ["start", *kinds]
+        assert all(x["bytes"] for x in lines if "bytes" in x)
 
 
 def test_a_swap_evens_the_devices(swaps):

@@ -29,7 +29,7 @@ def make_metrics(rng) -> StepMetrics:
         fullest_device_l=np.full(2, 25),
         bound_l=np.full(2, 20),
     )
-    losses = RouterLosses(*[np.ones(2)] * 4)
+    losses = RouterLosses(*[np.ones(2)] * 5)
     return StepMetrics(2.0, 2.5, losses, 1.0, 1e-3, False, 0, routing)
 
 

@@ -1,0 +1,119 @@
+"""Test the bytes by collective against the times of the cost model, which are bytes
+over one speed where nothing has a latency."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from moejax.config import Config, Dispatch, Model, Moe, Router, Train
+from moejax.plan.layout import Topology
+from moejax.resolve.sent_bytes import sent_bytes
+from tests.support.close import assert_close
+from tests.support.resolved import make_run
+
+MESH = Topology(data=2, expert=4)
+MODEL = Model(d_model=32, num_layers=2)
+MOE = Moe(num_experts=8, top_k=2, d_expert=32)
+
+
+def make(
+    mesh: Topology = MESH, remat: str = "none", training: str = "sparse", **dispatch
+):
+    """Return a run of two layers and two micro-batches, its layout and its cost model
+    without latencies."""
+    cfg = Config(
+        mesh,
+        model=dataclasses.replace(MODEL, remat=remat),
+        moe=MOE,
+        router=Router(training=training),
+        dispatch=Dispatch(**dispatch),
+        train=Train(batch_size=16, accumulate_steps=2),
+    )
+    run = make_run(cfg)
+    cost = dataclasses.replace(run.cost, latency_sec=0.0, overlaps=False)
+    return run.cfg, run.layout, cost
+
+
+def total(found: dict[str, float], *words: str) -> float:
+    """Return the bytes of the collectives whose names end in one of these words."""
+    return sum(x for name, x in found.items() if name.split()[-1] in words)
+
+
+COPIES = {"offers_per_device": 1, "copies_per_device": 1, "slots_per_device": 3}
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(
+    "dispatch",
+    [
+        {},
+        {"store": "transient", **COPIES},
+        {"store": "resident", **COPIES},
+        {"store": "sharded", "slots_per_device": 3},
+        {"group": "data_expert", "store": "transient", **COPIES},
+    ],
+    ids=lambda dispatch: "_".join(map(str, dispatch.values())) or "owned",
+)
+def test_bytes_are_the_cost_models_times(dispatch, remat):
+    """Rows of round 0, weights and gradients: each time is bytes over speed."""
+    cfg, layout, cost = make(remat=remat, **dispatch)
+    found = sent_bytes(cfg, cost, layout)
+    w, layers = layout.num_devices, cfg.model.num_moe_layers
+    pair_ww = [[layout.rows_per_peer * cost.micro_batches] * w] * w
+    row_sec = cost.num_exchanged * cost.wire_sec(np.array(pair_ww), layout)
+    assert_close(total(found, "rows"), layers * row_sec * cost.bytes_per_sec)
+    if cost.gather_sec:
+        cost = dataclasses.replace(
+            cost,
+            gather_sec=cost.bytes_per_expert * (1 - 1 / 2) / cost.bytes_per_sec,
+        )
+    sync_sec = cost.sync_sec(layout)
+    moved = total(found, "weights", "gradients")
+    assert_close(moved, layers * sync_sec * cost.bytes_per_sec)
+
+
+def test_ragged_rows_are_those_of_an_even_load():
+    cfg, layout, cost = make(transport="ragged")
+    (rows,) = [x for n, x in sent_bytes(cfg, cost, layout).items() if "rows" in n]
+    tokens = 16 * cfg.data.seq_len
+    even = tokens * 2 / 8 * (1 - 1 / 4) * cost.bytes_per_row
+    assert_close(rows, 4 * 2 * even)
+
+
+def test_hierarchical_rows_travel_on_each_axis():
+    mesh = Topology(dc=2, expert=4)
+    cfg, layout, cost = make(mesh, group="dc_expert", transport="hierarchical")
+    found = sent_bytes(cfg, cost, layout)
+    buffers = 8 * layout.rows_per_peer * cost.bytes_per_row
+    assert_close(found["all_to_all dc rows"], 4 * 2 * 2 * buffers / 2)
+    assert_close(found["all_to_all expert rows"], 4 * 2 * 2 * buffers * 3 / 4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dispatch", "names"),
+    [
+        (Topology(expert=2, tensor=2), {"schedule": "s1"},
+         {"all_to_all expert_tensor"}),
+        (Topology(dc=2, expert=2), {"group": "dc_expert", "domain": (2, 1)},
+         {"all_gather dc", "reduce_scatter dc", "all_to_all expert"}),
+    ],
+)  # fmt: skip
+def test_predictions_of_schedules_and_domains_are_used(mesh, dispatch, names):
+    found = sent_bytes(*_by_position(make(mesh, **dispatch)))
+    assert names <= found.keys()
+    assert all(size > 0 and math.isfinite(size) for size in found.values())
+
+
+def test_one_device_sends_nothing():
+    assert sent_bytes(*_by_position(make(Topology()))) == {}
+
+
+def test_dense_training_has_no_figures():
+    assert sent_bytes(*_by_position(make(training="dense"))) == {}
+
+
+def _by_position(made):
+    cfg, layout, cost = made
+    return cfg, cost, layout

@@ -1,0 +1,46 @@
+"""Test the memory in the record of a step, and what it costs to read."""
+
+import statistics
+import time
+import types
+
+import jax
+import numpy as np
+
+from train.logs.memory import GIB, memory_fields
+
+MAX_READ_SEC = 50e-6
+
+
+def device(used_gib: float | None, peak_gib: float = 0.0):
+    """Return a stand-in for a device of a backend that counts its memory or not."""
+    stats = None
+    if used_gib is not None:
+        stats = {"bytes_in_use": int(used_gib * GIB)}
+        stats["peak_bytes_in_use"] = int(peak_gib * GIB)
+    return types.SimpleNamespace(memory_stats=lambda: stats)
+
+
+def test_the_fullest_device_counts():
+    fields = memory_fields([device(1.5, 2.5), device(1.25, 3.0)])
+    assert fields["device_memory_gib"] == 1.5
+    assert fields["peak_device_memory_gib"] == 3.0
+    without = memory_fields([device(None)])
+    assert without["device_memory_gib"] is without["peak_device_memory_gib"] is None
+
+
+def test_host_memory_grows_with_what_is_written():
+    before = memory_fields([])["host_memory_gib"]
+    block = np.ones(2**25)  # 256 MiB
+    assert 0.2 < memory_fields([])["host_memory_gib"] - before < 0.35
+    del block
+
+
+def test_a_read_costs_next_to_nothing():
+    devices, secs = jax.local_devices(), []
+    for _ in range(300):
+        start_sec = time.perf_counter()
+        memory_fields(devices)
+        secs.append(time.perf_counter() - start_sec)
+    print(f"median {1e6 * statistics.median(secs):.1f} us")
+    assert statistics.median(secs) < MAX_READ_SEC
