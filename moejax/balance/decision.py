@@ -14,10 +14,12 @@ from typing import Any, Literal
 
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
+from moejax.rich import shown_by
 
 Kind = Literal["keep", "swap", "relayout"]
 
 
+@shown_by("decision")
 @dataclasses.dataclass(frozen=True)
 class Decision:
     """Decision of the balancer at one step, with the figures that led to it.
@@ -53,6 +55,9 @@ class Decision:
     """Digest of the plan before the change."""
     layout_before: Layout
     """Layout before the change."""
+
+    def __str__(self) -> str:
+        return self.line()
 
     def line(self, *, are_speeds_presumed: bool = False) -> str:
         """Return the line for the log: fields in a fixed order, two spaces apart.

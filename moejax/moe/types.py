@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from moejax.plan.edge_coloring import edge_coloring
 from moejax.plan.expert_plan import ExpertPlan, copy_tables
 from moejax.plan.layout import Layout
+from moejax.rich import shown_by
 
 
 @struct.dataclass
@@ -235,6 +236,7 @@ class RouterLosses:
     loss of its own."""
 
 
+@shown_by("stats")
 @struct.dataclass
 class RoutingStats:
     """Integer statistics of the MoE layers in one step, over the global batch."""

@@ -31,6 +31,7 @@ from collections.abc import Mapping
 from moejax.perf import terms
 from moejax.perf.calibration import Calibration, leaving_bytes
 from moejax.perf.terms import Prediction, Term
+from moejax.rich import shown_by
 
 DomainSizes = tuple[int, ...]
 """Number of a domain's devices at each level."""
@@ -102,6 +103,7 @@ class LayerTraffic:
         return self.compression > 1 or self.gradient_compression is not None
 
 
+@shown_by("choice")
 @dataclasses.dataclass(frozen=True)
 class DomainChoice:
     """Domain that takes the least predicted time, and the prediction of each one."""

@@ -24,6 +24,7 @@ from moejax.perf import terms
 from moejax.perf.calibration import Calibration, leaving_bytes
 from moejax.perf.terms import Prediction, Term, num_devices
 from moejax.plan.schedule_rules import SCHEDULES, UNSPLIT
+from moejax.rich import shown_by
 
 USUAL = "base"
 """The schedule that others are compared with: DeepSpeed-MoE's."""
@@ -103,6 +104,7 @@ class MicroBatchShape:
         return 1 + self.is_training * (self.remat != "none")
 
 
+@shown_by("choice")
 @dataclasses.dataclass(frozen=True)
 class ScheduleChoice:
     """Schedule that takes the least predicted time, and the prediction of each one."""

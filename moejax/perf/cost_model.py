@@ -19,12 +19,14 @@ from moejax.perf.traffic import device_rows, pair_rows, rows_by_slot
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 from moejax.plan.owner_moves import num_rounds, state_rounds
+from moejax.rich import shown_by
 
 ROUNDING = 1e-9
 """Relative rounding error of a sum of shares of rows. A sum that exceeds a whole number
 by less does not need one more row."""
 
 
+@shown_by("cost_model")
 @dataclasses.dataclass(frozen=True)
 class CostModel:
     """Speeds of one device and sizes of one expert. All times are in seconds."""
@@ -172,14 +174,22 @@ class CostModel:
 
         Without remat that is 3 T_FEC + 4 T_A2A + T_sync.
         """
-        rows_wp = rows_by_slot(load_we, row_p, layout.num_devices, layout.split)
-        forward_sec = self.compute_sec(device_rows(rows_wp))
-        wire_sec = self.wire_sec(pair_rows(rows_wp), layout)
+        forward_sec, wire_sec, sync_sec, _ = self._layer_secs(load_we, row_p, layout)
         return (
-            self.num_computed * forward_sec
-            + self.num_exchanged * wire_sec
-            + self.sync_sec(layout, forward_sec)
+            self.num_computed * forward_sec + self.num_exchanged * wire_sec + sync_sec
         )
+
+    def _layer_secs(
+        self, load_we: np.ndarray, row_p: np.ndarray, layout: Layout
+    ) -> tuple[float, float, float, float]:
+        """Return T_FEC, T_A2A and T_sync of one layer, and the forward time of a device
+        with the mean number of rows."""
+        rows_wp = rows_by_slot(load_we, row_p, layout.num_devices, layout.split)
+        rows_w = device_rows(rows_wp)
+        forward_sec = self.compute_sec(rows_w)
+        wire_sec = self.wire_sec(pair_rows(rows_wp), layout)
+        mean_sec = float(rows_w.mean()) * self.flops_per_row / self.flops_per_sec
+        return forward_sec, wire_sec, self.sync_sec(layout, forward_sec), mean_sec
 
     def counted_step_parts(
         self,
@@ -206,13 +216,12 @@ class CostModel:
                 received = rows / num_exchanges * (w - 1) / w
                 wires_sec += self._exchanges_sec(pair, received, layout)
         waits_l = np.maximum(fullest_rows_l - mean_rows_l, 0)
-        num_passes = 3 + (self.remat == "full")
         return StepParts(
             experts=self.num_computed * float(mean_rows_l.sum()) * row_sec,
             wait=self.num_computed * float(waits_l.sum()) * row_sec,
             wires=self.num_exchanged * wires_sec,
             copies=copies_sec,
-            blocks=num_passes * num_blocks * self.micro_batches * self.other_sec,
+            blocks=self._blocks_sec(num_blocks),
         )
 
     def num_gathers(self, layout: Layout) -> tuple[int, int]:
@@ -236,6 +245,35 @@ class CostModel:
             self.layer_sec(load_we, row_p, layout)
             for load_we, row_p in zip(load_lwe, plan.slot_to_expert_lp, strict=True)
         )
+
+    def step_parts(
+        self,
+        load_lwe: np.ndarray,
+        plan: ExpertPlan,
+        layout: Layout,
+        num_blocks: int = 0,
+    ) -> "StepParts":
+        """Return the time of a step's blocks by parts, for loads and a plan. Without
+        blocks, the parts add up to `step_sec`."""
+        forward_sec, wire_sec, copies_sec, mean_sec = np.sum(
+            [
+                self._layer_secs(load_we, row_p, layout)
+                for load_we, row_p in zip(load_lwe, plan.slot_to_expert_lp, strict=True)
+            ],
+            axis=0,
+        ).tolist()
+        return StepParts(
+            experts=self.num_computed * mean_sec,
+            wait=self.num_computed * (forward_sec - mean_sec),
+            wires=self.num_exchanged * wire_sec,
+            copies=copies_sec,
+            blocks=self._blocks_sec(num_blocks),
+        )
+
+    def _blocks_sec(self, num_blocks: int) -> float:
+        """Return the time of the rest of the blocks in a step."""
+        num_passes = 3 + (self.remat == "full")
+        return num_passes * num_blocks * self.micro_batches * self.other_sec
 
     def move_sec(
         self,
@@ -269,6 +307,7 @@ class CostModel:
         return dataclasses.asdict(self)
 
 
+@shown_by("step_parts")
 @dataclasses.dataclass(frozen=True)
 class StepParts:
     """Modelled seconds of a step's blocks, by what takes them. Embedding, head,

@@ -13,6 +13,7 @@ import math
 from collections.abc import Hashable, Mapping
 
 from moejax.perf.calibration import Calibration, find_line
+from moejax.rich import shown_by
 
 ROUNDING = 1e-9
 """Relative difference up to which two times count as equal: the order of a sum changes
@@ -32,6 +33,7 @@ class Term:
     """Seconds of all of them together."""
 
 
+@shown_by("prediction")
 @dataclasses.dataclass(frozen=True)
 class Prediction:
     """Predicted time of one layer and micro-batch under one candidate."""

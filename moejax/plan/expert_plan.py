@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moejax.plan.layout import Layout
+from moejax.rich import shown_by
 
 EMPTY = -1
 """Marks a slot without an expert."""
@@ -35,7 +36,8 @@ class Needs(NamedTuple):
     """Value for `Layout.copies_per_device`."""
 
 
-@dataclasses.dataclass(frozen=True)
+@shown_by("plan")
+@dataclasses.dataclass(frozen=True, repr=False)
 class ExpertPlan:
     """Assignment of experts to slots and to owners, in every MoE layer.
 
@@ -236,6 +238,14 @@ class ExpertPlan:
             record["num_experts"],
             None if owned_le is None else np.array(owned_le, dtype=np.int32),
         ).validate()
+
+    def __repr__(self) -> str:
+        num_empty = int((self.slot_to_expert_lp < 0).sum())
+        return (
+            f"ExpertPlan({self.digest}: {self.num_experts} experts in "
+            f"{self.num_slots} slots, layers: {self.num_layers}, "
+            f"empty slots: {num_empty})"
+        )
 
     def __eq__(self, other: object) -> bool:
         return (

@@ -21,6 +21,7 @@ from typing import Literal, get_args
 
 from moejax.plan.parallel import Domain, Tensor
 from moejax.plan.schedule_rules import SCHEDULES
+from moejax.rich import shown_by
 
 Transport = Literal["local", "padded", "ragged", "hierarchical"]
 Exchange = Literal["exact", "capacity"]
@@ -56,6 +57,7 @@ ROW_MULTIPLE = 8
 divide them."""
 
 
+@shown_by("mesh")
 @dataclasses.dataclass(frozen=True)
 class Topology:
     """Sizes of the mesh axes. Their product is the number of devices. gin files call
@@ -108,6 +110,7 @@ PARTS = {"tensor": Tensor, "domain": Domain}
 them into dicts."""
 
 
+@shown_by("layout")
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Static configuration of a compiled MoE layer: its slots, buffers and collectives.

@@ -1,10 +1,14 @@
-"""Views of meshes, plans and loads for notebooks and terminals, without jax.
+"""Views of meshes, plans, layouts, loads, decisions and costs for notebooks and
+terminals, without jax.
 
-A notebook that imports this package draws a Topology or an ExpertPlan as a View.
+Each function returns a View. A notebook that evaluates one of the objects shows its
+view without a call (`moejax/rich.py`).
 """
 
-from moejax.plan.expert_plan import ExpertPlan
-from moejax.plan.layout import Topology
+from moejax.show.costs import choice, cost_model, prediction, step_parts
+from moejax.show.decisions import decision
+from moejax.show.layouts import layout
+from moejax.show.traffic import pairs, stats
 from moejax.show.views import (
     View,
     device_loads,
@@ -14,16 +18,19 @@ from moejax.show.views import (
     rows_per_device,
 )
 
-__all__ = ["View", "device_loads", "loads", "mesh", "plan", "rows_per_device"]
-
-
-def _draw_in_notebooks() -> None:
-    """Give Topology and ExpertPlan the `_repr_html_` that notebooks look for.
-
-    It is set here, so that `moejax.plan` does not depend on this package.
-    """
-    Topology._repr_html_ = lambda self: mesh(self)._repr_html_()
-    ExpertPlan._repr_html_ = lambda self: plan(self)._repr_html_()
-
-
-_draw_in_notebooks()
+__all__ = [
+    "View",
+    "choice",
+    "cost_model",
+    "decision",
+    "device_loads",
+    "layout",
+    "loads",
+    "mesh",
+    "pairs",
+    "plan",
+    "prediction",
+    "rows_per_device",
+    "stats",
+    "step_parts",
+]

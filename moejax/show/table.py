@@ -7,6 +7,7 @@ in light and dark themes. Styles are inline, since notebooks drop style sheets.
 import dataclasses
 import html
 import itertools
+import math
 
 PALETTE = (
     (230, 159, 0),
@@ -20,7 +21,10 @@ PALETTE = (
 """RGB of Okabe and Ito's colors, which differ for every kind of color vision."""
 MAX_TEXT_COLUMNS = 24
 """Number of columns of a table in a terminal; further ones are left out."""
+FULL_RATIO = 4.0
+"""Load over the mean from which a cell has its full color."""
 _CELL = "padding:2px 5px;border:1px solid #8888;text-align:center"
+_TABLE = "border-collapse:collapse;margin:4px 0;table-layout:auto"
 _HATCH = "background:repeating-linear-gradient(45deg,#8886 0 2px,transparent 2px 6px)"
 
 
@@ -51,17 +55,14 @@ class View:
 
     def _repr_html_(self) -> str:
         """Return the table as HTML, by the method that notebooks look for."""
-        rows = "".join(
-            f'<tr style="background:none">{"".join(map(_cell_html, row))}</tr>'
-            for row in self.rows
-        )
+        rows = "".join(map(_row_html, self.rows))
         notes = "".join(
             f'<div style="font-size:90%;opacity:.8">{html.escape(note)}</div>'
             for note in self.notes
         )
         return (
             f'<div style="overflow-x:auto"><div><b>{html.escape(self.title)}</b></div>'
-            '<table style="border-collapse:collapse;margin:4px 0;table-layout:auto">'
+            f'<table aria-label="{html.escape(self.title)}" style="{_TABLE}">'
             f"<tbody>{rows}</tbody></table>{notes}</div>"
         )
 
@@ -95,15 +96,73 @@ def head(text: str, span: int = 1, color: str = "") -> Cell:
     return Cell(text, color, span=span, is_head=True)
 
 
-def _cell_html(cell: Cell) -> str:
-    """Return a cell as an HTML element."""
-    tag = "th" if cell.is_head else "td"
+def heat(ratio: float) -> str:
+    """Return the color of a load over the mean."""
+    return tint(PALETTE[0], 0.55 * min(ratio / FULL_RATIO, 1.0))
+
+
+def bar(share: float) -> str:
+    """Return the color of a share of a whole, 0 to 1."""
+    return tint(PALETTE[1], 0.55 * min(max(share, 0.0), 1.0))
+
+
+def quantity(value: float, units: tuple[str, ...], base: float = 1000.0) -> str:
+    """Return a number with three digits, in the largest of the units that leaves at
+    least 1 before the point. Each unit is `base` times the one before it.
+
+    >>> quantity(0.0031, ("us", "ms", "s"))
+    '0.0031 us'
+    >>> quantity(3100, ("us", "ms", "s"))
+    '3.1 ms'
+    """
+    if not math.isfinite(value):
+        return f"{value} {units[0]}"
+    index = 0
+    while abs(value) >= base and index + 1 < len(units):
+        value, index = value / base, index + 1
+    text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{text} {units[index]}"
+
+
+def groups(size: int, limit: int) -> list[tuple[int, int]]:
+    """Return the first and the last index of each of at most `limit` runs.
+
+    The runs have equal lengths, except that the last one may be shorter.
+    """
+    step = -(-size // limit)
+    return [(i, min(i + step, size) - 1) for i in range(0, size, step)]
+
+
+def span(word: str, first: int, last: int) -> str:
+    """Return a word and a number, or a range of numbers: 'layer 3', 'layer 3-5'."""
+    numbers = f"{first}" if first == last else f"{first}-{last}"
+    return f"{word} {numbers}".lstrip()
+
+
+def left_out(number: int, what: str) -> list[str]:
+    """Return the note that things are not shown, or no note where number is 0."""
+    return [f"{number} more {what} not shown"] if number > 0 else []
+
+
+def _row_html(row: tuple[Cell, ...]) -> str:
+    """Return a row as an HTML element. Its headings are those of columns if it has
+    nothing else, and else those of the row."""
+    scope = "col" if all(cell.is_head for cell in row) else "row"
+    cells = "".join(_cell_html(cell, scope) for cell in row)
+    return f'<tr style="background:none">{cells}</tr>'
+
+
+def _cell_html(cell: Cell, scope: str) -> str:
+    """Return a cell as an HTML element. A heading without a word is a plain cell."""
+    tag, where = "td", ""
+    if cell.is_head and cell.text:
+        tag, where = "th", f' scope="{scope}{"group" * (cell.span > 1)}"'
     span = f' colspan="{cell.span}"' if cell.span > 1 else ""
     hint = f' title="{html.escape(cell.hint)}"' if cell.hint else ""
     fill = f";background:{cell.color}" if cell.color else ""
     fill = f";{_HATCH}" if cell.is_hatched else fill
     text = html.escape(cell.text)
-    return f'<{tag}{span}{hint} style="{_CELL}{fill}">{text}</{tag}>'
+    return f'<{tag}{where}{span}{hint} style="{_CELL}{fill}">{text}</{tag}>'
 
 
 def _with_columns(rows):

@@ -19,15 +19,24 @@ import numpy as np
 from moejax.perf.traffic import over_mean
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Topology
-from moejax.show.table import PALETTE, Cell, View, head, hue, tint
+from moejax.show.table import (
+    PALETTE,
+    Cell,
+    View,
+    groups,
+    head,
+    heat,
+    hue,
+    left_out,
+    span,
+    tint,
+)
 
 __all__ = ["View", "device_loads", "loads", "mesh", "plan", "rows_per_device"]
 
 MAX_ROWS, MAX_COLUMNS = 24, 64
 """Largest number of rows and columns of a view: 1,536 cells of some 120 bytes keep a
 page below 250 kB."""
-FULL_RATIO = 4.0
-"""Load over the mean from which a cell has its full color."""
 
 
 def mesh(mesh, along: str | None = None) -> View:
@@ -68,8 +77,8 @@ def mesh(mesh, along: str | None = None) -> View:
     notes = []
     if along is not None and ids.shape[names.index(along)] < ids.size:
         notes.append(f"devices of one color are one group along {along}")
-    notes += _left_out(len(columns) - len(shown_columns), "columns")
-    notes += _left_out(len(rows) - len(shown_rows), "rows")
+    notes += left_out(len(columns) - len(shown_columns), "columns")
+    notes += left_out(len(rows) - len(shown_rows), "rows")
     return View(f"mesh {sizes}: {ids.size} devices", tuple(table), tuple(notes))
 
 
@@ -82,8 +91,8 @@ def plan(plan: ExpertPlan, num_devices: int | None = None) -> View:
     table_lp, num_slots = plan.slot_to_expert_lp, plan.num_slots
     if num_devices is not None:
         _check_devices(num_slots, num_devices)
-    groups = _equal_runs(table_lp)
-    shown, slots = groups[:MAX_ROWS], range(num_slots)[:MAX_COLUMNS]
+    runs = _equal_runs(table_lp)
+    shown, slots = runs[:MAX_ROWS], range(num_slots)[:MAX_COLUMNS]
     rows = []
     if num_devices is not None:
         per_device = num_slots // num_devices
@@ -97,15 +106,15 @@ def plan(plan: ExpertPlan, num_devices: int | None = None) -> View:
         row_p = table_lp[first]
         copies_e = np.bincount(row_p[row_p >= 0], minlength=plan.num_experts)
         cells = (_slot_cell(int(row_p[p]), copies_e) for p in slots)
-        rows.append((head(_span("layer", first, last)), *cells))
+        rows.append((head(span("layer", first, last)), *cells))
     num_empty = int(np.sum(table_lp < 0))
     title = (
         f"plan {plan.digest}: {plan.num_experts} experts in {num_slots} slots, "
         f"layers: {plan.num_layers}, empty slots: {num_empty}"
     )
     notes = ["a color marks the replicas of one expert"] * _has_replicas(table_lp)
-    notes += _left_out(num_slots - len(slots), "slots")
-    notes += _left_out(len(groups) - len(shown), "groups of layers")
+    notes += left_out(num_slots - len(slots), "slots")
+    notes += left_out(len(runs) - len(shown), "groups of layers")
     return View(title, tuple(rows), tuple(notes))
 
 
@@ -117,17 +126,17 @@ def loads(tokens_le) -> View:
     tokens_le = _check_loads(tokens_le)
     num_layers, num_experts = tokens_le.shape
     ratio_le = over_mean(tokens_le)
-    layers, experts = _groups(num_layers, MAX_ROWS), _groups(num_experts, MAX_COLUMNS)
-    heads = [head(_span("", *group)) for group in experts]
+    layers, experts = groups(num_layers, MAX_ROWS), groups(num_experts, MAX_COLUMNS)
+    heads = [head(span("", *group)) for group in experts]
     rows = [(head("expert"), head("max/mean"), *heads)]
     for layer in layers:
         part_le = ratio_le[layer[0] : layer[1] + 1]
         cells = [
-            _ratio_cell(part_le[:, e0 : e1 + 1].max(), _span("expert", e0, e1))
+            _ratio_cell(part_le[:, e0 : e1 + 1].max(), span("expert", e0, e1))
             for e0, e1 in experts
         ]
         fullest = Cell(f"{part_le.max():.2f}")
-        rows.append((head(_span("layer", *layer)), fullest, *cells))
+        rows.append((head(span("layer", *layer)), fullest, *cells))
     notes = []
     if len(experts) < num_experts or len(layers) < num_layers:
         notes.append("a cell is the fullest of its layers and experts")
@@ -143,20 +152,20 @@ def device_loads(tokens_le, plan: ExpertPlan, num_devices: int) -> View:
     layer."""
     rows_lw = rows_per_device(tokens_le, plan, num_devices)
     ratio_lw = over_mean(rows_lw)
-    layers = _groups(plan.num_layers, MAX_ROWS)
+    layers = groups(plan.num_layers, MAX_ROWS)
     devices = range(num_devices)[:MAX_COLUMNS]
     rows = [(head("device"), head("max/mean"), *(head(str(w)) for w in devices))]
     for first, last in layers:
         layer = first + int(np.argmax(ratio_lw[first : last + 1].max(axis=1)))
         cells = (_rows_cell(rows_lw[layer, w], ratio_lw[layer, w]) for w in devices)
         fullest = Cell(f"{ratio_lw[layer].max():.2f}")
-        rows.append((head(_span("layer", first, last)), fullest, *cells))
+        rows.append((head(span("layer", first, last)), fullest, *cells))
     notes = ["replicas of an expert share its rows evenly"] * _has_replicas(
         plan.slot_to_expert_lp
     )
     if len(layers) < plan.num_layers:
         notes.append("a row is the least even of its layers")
-    notes += _left_out(num_devices - len(devices), "devices")
+    notes += left_out(num_devices - len(devices), "devices")
     title = f"rows per device under plan {plan.digest}: {num_devices} devices"
     return View(title, tuple(rows), tuple(notes))
 
@@ -217,18 +226,13 @@ def _slot_cell(expert: int, copies_e: np.ndarray) -> Cell:
 
 def _ratio_cell(ratio: float, hint: str) -> Cell:
     """Return the cell of a load over the mean."""
-    return Cell(f"{ratio:.1f}", _heat(ratio), hint)
+    return Cell(f"{ratio:.1f}", heat(ratio), hint)
 
 
 def _rows_cell(rows: float, ratio: float) -> Cell:
     """Return the cell of a device's rows, colored by their ratio to the mean."""
     text = f"{rows:,.1f}".removesuffix(".0")
-    return Cell(text, _heat(ratio), f"{ratio:.2f} of the mean")
-
-
-def _heat(ratio: float) -> str:
-    """Return the color of a load over the mean."""
-    return tint(PALETTE[0], 0.55 * min(ratio / FULL_RATIO, 1.0))
+    return Cell(text, heat(ratio), f"{ratio:.2f} of the mean")
 
 
 def _axis_color(axis: int) -> str:
@@ -266,23 +270,3 @@ def _equal_runs(table_lp: np.ndarray) -> list[tuple[int, int]]:
     keys = [row.tobytes() for row in table_lp]
     groups = [list(g) for _, g in itertools.groupby(range(len(keys)), keys.__getitem__)]
     return [(group[0], group[-1]) for group in groups]
-
-
-def _groups(size: int, limit: int) -> list[tuple[int, int]]:
-    """Return the first and the last index of each of at most `limit` runs.
-
-    The runs have equal lengths, except that the last one may be shorter.
-    """
-    step = -(-size // limit)
-    return [(i, min(i + step, size) - 1) for i in range(0, size, step)]
-
-
-def _span(word: str, first: int, last: int) -> str:
-    """Return a word and a number, or a range of numbers: 'layer 3', 'layer 3-5'."""
-    numbers = f"{first}" if first == last else f"{first}-{last}"
-    return f"{word} {numbers}".lstrip()
-
-
-def _left_out(number: int, what: str) -> list[str]:
-    """Return the note that things are not shown, or no note where number is 0."""
-    return [f"{number} more {what} not shown"] if number > 0 else []

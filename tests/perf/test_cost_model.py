@@ -84,6 +84,8 @@ def test_counted_rows_give_the_time_of_the_load(micro_batches):
     assert parts.total - parts.blocks == pytest.approx(
         cost.step_sec(load_lwe, plan, layout)
     )
+    shared = cost.step_parts(load_lwe, plan, layout, num_blocks=5)
+    assert dataclasses.astuple(shared) == pytest.approx(dataclasses.astuple(parts))
     # forward, backward twice as long, forward again
     assert parts.blocks == pytest.approx(5 * micro_batches * 4 * 0.5)
     row_sec = cost.flops_per_row / cost.flops_per_sec
