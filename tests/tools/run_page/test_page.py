@@ -1,0 +1,340 @@
+"""Test the page of runs in a real browser: what it draws, and what it never does."""
+
+import contextlib
+import copy
+import time
+
+import numpy as np
+import pytest
+
+from tests.support.browser import open_browser, watched_page
+from tests.support.run_page_data import (
+    empty_run,
+    huge_run,
+    loads,
+    page_data,
+    run_data,
+)  # fmt: skip
+from tools.run_page.page import as_json, render
+
+pytestmark = pytest.mark.browser
+
+READY = "html[data-ready]"
+RUN = run_data()
+EVIL = (
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(2)>",
+    '"onmouseover="alert(3)',
+    "{{data}}",
+    "<a href='javascript:alert(4)'>go</a>",
+    "</script><script>alert(5)</script>",
+    "%{x}<b>bold</b>\u2028\udc80",
+    "__proto__",
+)
+"""Names that would do something if they were read as HTML, as code or as a template."""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def opened(browser, tmp_path_factory):
+    """Return a context that shows data as a page, with the options of a browser."""
+    path = tmp_path_factory.mktemp("pages") / "page.html"
+
+    def open_data(data: dict, **options):
+        path.write_text(render(data))
+        return watched_page(browser, path.as_uri(), wait_for=READY, **options)
+
+    return open_data
+
+
+@contextlib.contextmanager
+def quiet(opening):
+    """Hold a page to this: it asks for nothing but itself, and complains of nothing."""
+    with opening as watched:
+        yield watched.page
+        assert watched.complaints == []
+        assert len(watched.requests) == 1
+        assert watched.requests[0].startswith("file:")
+
+
+@pytest.fixture(scope="module")
+def finished(opened):
+    """The page of a finished run. Tests share it, for it takes long to open."""
+    with quiet(opened(page_data(RUN))) as page:
+        yield page
+
+
+def draw_all(page) -> None:
+    """Bring each figure into the window, and return when all are drawn."""
+    names = page.evaluate("[...document.querySelectorAll('.plot')].map((p) => p.id)")
+    for name in names:
+        page.evaluate(
+            "(name) => document.getElementById(name).scrollIntoView("
+            "{behavior: 'instant'})",
+            name,
+        )
+        page.wait_for_selector(f"#{name}[data-drawn]")
+
+
+def test_a_run_is_drawn_whole(finished):
+    assert finished.locator("main > section").count() == 12
+    assert finished.locator(".missing").count() == 0
+    draw_all(finished)
+    assert finished.locator(".plot[data-drawn]").count() > 20
+    for plot in finished.locator(".plot").all():
+        assert len(plot.get_attribute("aria-label")) > 25
+
+
+def test_an_empty_run_says_so_and_shows_what_it_has(opened):
+    with quiet(opened(page_data(empty_run()))) as page:
+        menu = page.locator("nav a").all_inner_texts()
+        assert menu == ["Overview", "Configuration"]
+        assert "no step was recorded yet" in page.locator("#overview").inner_text()
+        assert "metrics.jsonl is missing" in page.locator(".notes").inner_text()
+
+
+def test_a_section_without_data_says_how_to_get_it(opened):
+    run = run_data()
+    for name in ("load", "rows", "goodput"):
+        run[name] = None
+    run |= {"plans": [], "decisions": [], "bytes": [], "layer_curves": {}}
+    nothing = {"unit": "", "label": "", "step": [1, 2], "mean": [None, None]}
+    run["curves"] = {"loss": run["curves"]["loss"], "mfu": nothing}
+    run["curves"]["loss"]["mean"][3] = None
+    with quiet(opened(page_data(run))) as page:
+        draw_all(page)
+        missing = page.locator(".missing").all_inner_texts()
+        assert len(missing) == 9
+        assert any("Train.log_load_every_steps" in text for text in missing)
+        assert any("plans.jsonl" in text for text in missing)
+
+
+def test_runs_lie_over_each_other_and_differ_in_more_than_colour(opened):
+    data = page_data(
+        run_data("small"), run_data("large", seed=1),
+        differences=[("Moe.top_k", ["2", "4"])],
+    )  # fmt: skip
+    with quiet(opened(data)) as page:
+        draw_all(page)
+        traces = page.evaluate(
+            "() => document.getElementById('loss-curve-plot').data.filter("
+            "(t) => t.showlegend !== false && t.mode === 'lines')"
+            ".map((t) => [t.name, t.line.color, t.line.dash])"
+        )
+        assert [name for name, _, _ in traces] == ["small", "large"]
+        assert traces[0][1] != traces[1][1]
+        assert traces[0][2] != traces[1][2]
+        rows = page.locator("#overview table").first.locator("tr").all_inner_texts()
+        assert [row.split() for row in rows] == [
+            ["field", "small", "large"], ["Moe.top_k", "2", "4"],
+        ]  # fmt: skip
+        assert page.locator("#load h2").inner_text() == "Load small"
+        page.get_by_label("Run in detail").select_option("large")
+        assert page.locator("#load h2").inner_text() == "Load large"
+        draw_all(page)
+        shown = page.evaluate("document.getElementById('load-map-plot').data[0].z[1]")
+        np.testing.assert_allclose(shown, _log2(loads(data["runs"][1])[-1, 1]))
+
+
+def test_the_slider_changes_the_map_of_loads_and_the_table(finished):
+    slider = finished.locator("#load-slider")
+    slider.scroll_into_view_if_needed()
+    finished.wait_for_selector("#load-map-plot[data-drawn]")
+    for index in (11, 4, 0):
+        slider.fill(str(index))
+        shown = finished.evaluate("document.getElementById('load-map-plot').data[0].z")
+        expected = [_log2(bytes_e) for bytes_e in loads(RUN)[index]]
+        np.testing.assert_allclose(shown, expected)
+    finished.locator("#load-map").get_by_role("button", name="Show numbers").click()
+    cells = finished.locator("#load-map-table tbody tr").first.locator("td")
+    expected = 2.0 ** np.array(_log2(loads(RUN)[0, 0]))
+    actual = [float(text) for text in cells.all_inner_texts()]
+    np.testing.assert_allclose(actual, expected, rtol=5e-3)
+    ticks = finished.locator(".marks span").count()
+    assert ticks == 4  # three swaps and a relayout
+
+
+def test_the_play_button_shows_one_step_after_another(finished):
+    finished.locator("#load-slider").fill("9")
+    finished.get_by_role("button", name="Play").press("Space")
+    finished.get_by_role("button", name="Pause").wait_for()
+    finished.wait_for_selector("#load-slider[aria-valuetext='step 120']")
+    finished.get_by_role("button", name="Play").wait_for()
+
+
+def test_a_layer_shows_its_devices_before_and_after_a_change(finished):
+    """The second swap of RUN is told by its changes alone, the third by its table."""
+    layer = finished.locator("#layer")
+    assert "After the relayout" in layer.inner_text()
+    finished.locator("#layer-number").fill("1")
+    for steps, device in (("72 to 95", 2), ("48 to 71", 1), ("24 to 47", 0)):
+        layer.get_by_role("button", name="Previous change").click()
+        before, after = layer.locator("section.plan").all()
+        assert "Before the swap" in before.inner_text()
+        assert f"steps {steps}" in after.inner_text()
+        rows = after.locator("tbody tr")
+        assert rows.count() == 8
+        assert rows.first.locator(".slot").count() == 3
+        assert after.locator(".slot.new").count() == 1
+        assert rows.nth(device).locator(".slot.new").count() == 1
+
+
+def test_decisions_are_filtered_by_kind(finished):
+    table = finished.locator("#decisions tbody tr")
+    assert table.count() == 5
+    finished.get_by_label("Kind").select_option("relayout")
+    assert "slots per device 3 → 4" in table.inner_text()
+    assert "saves 12.3 ms" in table.inner_text()
+    finished.get_by_label("Search").fill("num_exp")
+    assert finished.locator("#configuration tbody tr").count() == 1
+
+
+def test_names_are_never_read_as_html_or_code(opened, browser):
+    runs = [_evil_run(run_data(num_points=30, num_steps=30), EVIL[:4] * 2)]
+    runs.append(_evil_run(run_data(num_points=30, num_steps=30), EVIL[4:] * 2))
+    data = page_data(*runs, differences=[(name, list(EVIL[:2])) for name in EVIL])
+    with quiet(opened(data)) as page:
+        draw_all(page)
+        assert page.locator("script").count() == 4
+        strange = "img, iframe, object, main a, [onerror], [onmouseover], main b"
+        found = page.locator(strange).all()
+        assert [one.evaluate("(e) => e.outerHTML") for one in found] == []
+        assert page.locator(".plot a, .plot b, .plot [style*=bold]").count() == 0
+        text = page.locator("main").inner_text()
+        for name in EVIL[:6]:
+            assert name in text
+        for plot in page.locator(".plot").all()[:3]:
+            plot.hover()
+
+
+def test_the_page_runs_its_own_scripts_alone(opened):
+    with opened(page_data(empty_run())) as watched:
+        watched.page.evaluate(
+            "() => { const s = document.createElement('script'); "
+            "s.textContent = 'window.hit = 1'; document.body.append(s); }"
+        )
+        assert watched.page.evaluate("window.hit") is None
+        assert "Content Security Policy" in watched.complaints[0]
+
+
+def test_json_in_a_script_element_cannot_end_it():
+    text = as_json({"a": "</script><!--&\u2028\udc80"})
+    assert text.isascii()
+    assert not set("<>&") & set(text)
+
+
+def test_nothing_scrolls_sideways_on_a_phone(opened):
+    phone = {"viewport": {"width": 360, "height": 740}, "has_touch": True}
+    run = run_data(name="a_run_with_a_name_that_has_no_place_to_break_anywhere_at_all")
+    run["notes"] = ["x" * 200]
+    with quiet(opened(page_data(run), **phone)) as page:
+        draw_all(page)
+        page.evaluate("document.querySelectorAll('.under button')"
+                      ".forEach((button) => button.click())")  # fmt: skip
+        assert page.evaluate("document.documentElement.scrollWidth") == 360
+        wide = page.evaluate(
+            "() => [...document.querySelectorAll('body *')].filter((e) => "
+            "e.getBoundingClientRect().right > 361 && !e.closest('.scroll')"
+            "&& !e.closest('.plot')).map((e) => e.outerHTML.slice(0, 90))"
+        )
+        assert wide == []
+
+
+def test_colours_follow_the_system_and_the_switch(finished):
+    finished.locator("#loss-curve-plot").scroll_into_view_if_needed()
+    for scheme, other in (("light", "dark"), ("dark", "light")):
+        finished.emulate_media(color_scheme=scheme)
+        finished.wait_for_selector(f"#loss-curve-plot[data-colors={scheme}]")
+        assert _contrasts(finished, is_dark=scheme == "dark")
+        finished.get_by_label("Colours").select_option(other)
+        finished.wait_for_selector(f"#loss-curve-plot[data-colors={other}]")
+        assert _contrasts(finished, is_dark=other == "dark")
+        finished.get_by_label("Colours").select_option("system")
+
+
+def test_everything_is_reached_by_the_keyboard(finished):
+    controls = "a, button:visible, input, select, summary, .scroll:visible"
+    assert "skip" in finished.locator(controls).first.get_attribute("class")
+    finished.locator(".skip").focus()
+    reached = []
+    for _ in range(200):
+        finished.keyboard.press("Tab")
+        if (now := _focused(finished))["tag"] == "BODY":
+            break
+        assert now["name"], now
+        assert now["outline"] != "none", now
+        reached.append(now)
+    assert len(reached) == finished.locator(controls).count() - 1
+    finished.locator("#load-slider").fill("11")
+    finished.locator("#load-slider").press("ArrowLeft")
+    assert "11 of 12" in finished.locator("output[for=load-slider]").inner_text()
+    finished.locator("#loss-curve button").press("Enter")
+    assert finished.locator("#loss-curve-table tbody tr").count() == 120
+
+
+def test_a_huge_page_is_small_enough():
+    assert len(render(page_data(huge_run()))) < 15e6
+
+
+@pytest.mark.long
+def test_a_huge_page_opens_in_three_seconds(opened):
+    begin = time.monotonic()
+    with quiet(opened(page_data(huge_run()))) as page:
+        page.wait_for_selector("#loss-curve-plot[data-drawn]")
+        msec = page.evaluate("performance.now()")
+        assert msec < 3000, (msec, time.monotonic() - begin)
+        draw_all(page)
+        page.locator("#load-slider").fill("100")
+
+
+def _log2(bytes_e) -> list[float]:
+    """Return the logarithms of loads as the page draws them, by the data's format."""
+    return [-4.0 if byte == 0 else (int(byte) - 128) / 32 for byte in bytes_e]
+
+
+def _evil_run(run: dict, names) -> dict:
+    """Return a run whose texts are all taken from `names`."""
+    name = iter(names)
+    run = copy.deepcopy(run)
+    run |= {"name": next(name), "path": next(name), "state_text": next(name)}
+    run |= {"notes": list(names), "config": [[text, text] for text in names]}
+    for plan in run["plans"]:
+        plan |= {"digest": names[0], "store": names[1]}
+    for decision in run["decisions"]:
+        decision |= {"why": names[0], "policy": names[1]}
+        decision["changes"] = {names[2]: [names[3], names[1]]}
+    run["attempts"] = [{"step": 0, "at": 0, "device_kind": text} for text in names]
+    run["bytes"] = [{"step": 1, "by": dict.fromkeys(names, 1e6)}]
+    run["goodput"]["share"][names[0]] = 0.2
+    return run
+
+
+def _contrasts(page, *, is_dark: bool) -> bool:
+    """Return whether ground, text and the figures' text are as a theme wants them."""
+    ground, text, figure = page.evaluate(
+        "() => [getComputedStyle(document.body).backgroundColor, "
+        "getComputedStyle(document.body).color, "
+        "getComputedStyle(document.querySelector('#loss-curve-plot .legendtext')).fill]"
+    )
+    light = [
+        sum(int(part) for part in color.strip("rgb()").split(",")) / 765
+        for color in (ground, text, figure)
+    ]
+    if is_dark:
+        return light[0] < 0.2 and light[1] > 0.8 and light[2] > 0.8
+    return light[0] > 0.9 and light[1] < 0.2 and light[2] < 0.2
+
+
+def _focused(page) -> dict:
+    """Return tag, text, name and outline of the element that has the focus."""
+    return page.evaluate(
+        "() => { const e = document.activeElement; return {tag: e.tagName, "
+        "text: e.textContent, outline: getComputedStyle(e).outlineStyle, "
+        "name: e.getAttribute('aria-label') || e.labels?.[0]?.textContent "
+        "|| e.textContent}; }"
+    )
