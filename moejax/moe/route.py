@@ -209,11 +209,12 @@ def router_losses(sums: LayerSums, num_tokens: int, seq_len: int) -> RouterLosse
     `sums` are those of all devices together (LayerSums.over_devices), of one layer or,
     with a leading dim, of several. Losses have one value per layer.
 
-    balance            e * sum_e share_e * mean prob_e     (Switch, eq. 4-6)
-    sequence_balance   the same within each sequence, averaged (DeepSeek-V3, eq. 17-20)
-    z                  mean logsumexp(logits)^2            (ST-MoE, eq. 5)
-    mutual_information mean entropy(prob) - entropy(mean prob)    (DS-MoE, L_MI)
-    entropy            mean entropy(prob): no loss, and no part of `weighted_loss`
+        balance              e * sum_e share_e * mean prob_e     (Switch, eq. 4-6)
+        sequence_balance     the same within each sequence, averaged (DeepSeek-V3,
+                             eq. 17-20)
+        z                    mean logsumexp(logits)^2            (ST-MoE, eq. 5)
+        mutual_information   mean entropy(prob) - entropy(mean prob)  (DS-MoE, L_MI)
+        entropy              mean entropy(prob): no loss, and no part of `weighted_loss`
 
     share_e is the expert's share of all choices, so perfect balance is 1 for every k.
     The mutual-information loss lies between -log(e), where all experts are used equally

@@ -35,6 +35,8 @@ LOADS = {
 LINKS_ALONE = {"canonical", "next", "prev", "alternate"}
 """Relations of <link> that load nothing."""
 IN_STYLES = re.compile(r"(?:url\(|@import)\s*['\"]?\s*(?:https?:)?//[^)'\"\s]+")
+CODE = ("code", "pre", "script", "style")
+MARKDOWN = re.compile(r"^ *\* .*|^ *\|.*\|$|^ *```.*|\]\([^)]*\)", re.MULTILINE)
 MAX_MIB = 30
 
 slow = pytest.mark.slow
@@ -164,6 +166,40 @@ def test_the_reference_is_complete(site, index):
         fields = getattr(getattr(config, name), "__dataclass_fields__", {})
         for field in fields:
             assert f'id="moejax.config.{name}.{field}"' in page
+
+
+class Prose(html.parser.HTMLParser):
+    """The text of a page's article, without its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.within = "", []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in ("article", *CODE):
+            self.within.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self.within:
+            self.within.remove(tag)
+
+    def handle_data(self, data: str) -> None:
+        if self.within == ["article"]:
+            self.text += data
+
+
+@slow
+def test_no_markdown_is_left_in_a_page(site):
+    """Lists, tables, links and code became what they are, as they do on GitHub."""
+    for page in site.rglob("*.html"):
+        if page.parent.name != "notebooks":
+            prose = Prose()
+            prose.feed(page.read_text(encoding="utf-8"))
+            left = MARKDOWN.findall(prose.text)
+            assert not left, (
+                f"{page.relative_to(site)} has {left[:3]}: lists and tables need a "
+                "blank line before them, and four spaces within an item of a list"
+            )
 
 
 @slow

@@ -8,53 +8,53 @@ programs         the --help of each program
 
 import importlib
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from moejax import config
 from tools.website.program_help import help_texts, programs
 
 FIELDS = ("show_signature: false", "separate_signature: false")
 """Options that show a class by its fields, with types and defaults in headings."""
-MODULES = {
+PACKAGES = {
     "plans": (
         "Layouts and plans",
         "what do `Layout`, `ExpertPlan` and the other types that host and device share "
         "hold?",
-        (
-            "moejax.plan", "moejax.plan.layout", "moejax.plan.expert_plan",
-            "moejax.plan.parallel", "moejax.plan.schedule_rules",
-            "moejax.plan.water_filling", "moejax.plan.dynamic_replication",
-            "moejax.plan.shadowing", "moejax.plan.edge_coloring",
-            "moejax.plan.owner_moves",
-        ),
+        ("moejax.plan",),
     ),
     "balancer": (
         "Balancer",
         "which functions and types does the balancer consist of, and what does a "
         "policy get and return?",
-        (
-            "moejax.balance", "moejax.balance.policies", "moejax.balance.controller",
-            "moejax.balance.settings", "moejax.balance.loads",
-            "moejax.balance.candidates", "moejax.balance.decision",
-            "moejax.balance.adoptions", "moejax.balance.planning",
-            "moejax.balance.overflows",
-        ),
+        ("moejax.balance", "moejax.balance.policies"),
     ),
     "views": (
         "Views",
-        "how does a notebook or a terminal show a mesh, a plan and loads?",
-        ("moejax.show", "moejax.show.views", "moejax.show.table"),
+        "how does a notebook or a terminal show meshes, plans, loads and decisions?",
+        ("moejax.show", "moejax.rich"),
     ),
-}  # fmt: skip
-"""Title, question and modules of the pages about modules, by name."""
+}
+"""Title, question and packages of the pages about modules, by name."""
+OF_LIBRARY = ("moejax.simulate",)
+"""Modules that programs around the library use by name."""
 
 
 def reference_pages(root: pathlib.Path) -> dict[str, str]:
     """Return the Markdown of each page of the reference, by name."""
     pages = {"library": _library(), "configuration": _configuration()}
-    for name, (title, question, modules) in MODULES.items():
+    for name, (title, question, packages) in PACKAGES.items():
+        modules = dict.fromkeys(
+            module for package in packages for module in _modules(root, package)
+        )
         pages[name] = _page(title, question, map(_module, modules))
     return pages | {"programs": _programs(root)}
+
+
+def _modules(root: pathlib.Path, package: str) -> Iterator[str]:
+    """Yield the name of a package, then those of its modules, but no private one."""
+    yield package
+    for path in sorted((root / package.replace(".", "/")).glob("[!_]*.py")):
+        yield f"{package}.{path.stem}"
 
 
 def _page(title: str, question: str, parts: Iterable[str]) -> str:
@@ -71,11 +71,12 @@ def _library() -> str:
         module = kind.__module__
         if module.startswith("moejax.config"):
             parts.append(_link(name, f"configuration.md#moejax.config.{name}"))
-        elif module in MODULES["plans"][-1]:
+        elif module.startswith("moejax.plan."):
             parts.append(_link(name, f"plans.md#{module}.{name}"))
         else:
             options = f"heading: moejax.{name}", f"toc_label: {name}"
             parts.append(_object(f"{module}.{name}", *options))
+    parts += map(_module, OF_LIBRARY)
     question = "which classes and functions does `import moejax` give, and what do "
     return _page("Library", f"{question}they take and return?", parts)
 
