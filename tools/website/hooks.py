@@ -18,10 +18,10 @@ from mkdocs.structure.pages import Page
 from tools.website.reference import reference_pages
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+WEBSITE = ROOT / "tools" / "website"
 PAGES = ("*.md", "docs/**/*", "notebooks/*.md", "notebooks/*.ipynb", "moejax/**/*.md")
-"""Patterns of the repository's files that the site has, beside assets and reference."""
-ASSETS = "tools/website"
-"""Folder whose files of assets/ the site has."""
+"""Patterns of the repository's files that the site has, beside those that they link."""
+LINK = re.compile(r"\]\(([^()\s:#]+)\)")
 MATHJAX = re.compile(r"<script data-mkdocs-jupyter-mathjax=.*?</script>\n?", re.DOTALL)
 """Script by which mkdocs-jupyter loads MathJax from another host."""
 
@@ -30,23 +30,33 @@ MATHJAX = re.compile(r"<script data-mkdocs-jupyter-mathjax=.*?</script>\n?", re.
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Replace the files of docs/ by those of the repository, and add the reference."""
     of_theme = [file for file in files if file.src_dir != config.docs_dir]
-    generated = [
+    paths = dict.fromkeys(path for pattern in PAGES for path in ROOT.glob(pattern))
+    pages = [path for path in sorted(paths) if path.is_file()]
+    linked = sorted(_linked_files(pages) - set(pages))
+    of_repository = [_file(path, ROOT, config) for path in (*pages, *linked)]
+    assets = [_file(path, WEBSITE, config) for path in WEBSITE.glob("assets/*")]
+    reference = [
         File.generated(config, f"reference/{name}.md", content=text)
         for name, text in reference_pages(ROOT).items()
     ]
-    return Files([*of_theme, *_repository_files(config), *generated])
+    return Files([*of_theme, *of_repository, *assets, *reference])
 
 
-def _repository_files(config: MkDocsConfig) -> Iterable[File]:
-    """Yield the files of the repository that the site has."""
-    roots = [(ROOT, PAGES), (ROOT / ASSETS, ("assets/*",))]
-    for root, patterns in roots:
-        paths = (path for pattern in patterns for path in sorted(root.glob(pattern)))
-        for path in paths:
-            if path.is_file():
-                name = path.relative_to(root).as_posix()
-                folders = os.fspath(root), config.site_dir
-                yield File(name, *folders, config.use_directory_urls)
+def _linked_files(pages: Iterable[pathlib.Path]) -> set[pathlib.Path]:
+    """Return the files of the repository, such as code, that pages link to."""
+    return {
+        path
+        for page in pages
+        if page.suffix == ".md"
+        for link in LINK.findall(page.read_text(encoding="utf-8"))
+        if (path := (page.parent / link).resolve()).is_file()
+    }
+
+
+def _file(path: pathlib.Path, root: pathlib.Path, config: MkDocsConfig) -> File:
+    """Return a file that the site has at the same path as `root` has."""
+    name = path.relative_to(root).as_posix()
+    return File(name, os.fspath(root), config.site_dir, config.use_directory_urls)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
