@@ -50,20 +50,20 @@ class RunReader:
             "config.gin": ("unread", {}, ""),
             "summary.json": ("unread", None, ""),
         }
-        self._fault, self._num_attempts_read = "", 0
+        self._fault, self._num_attempts_read, self._polled = "", 0, ()
         for name in self._files:
             self._restart(name)
 
     def poll(self) -> bool:
-        """Take what is new, and return whether anything is. A file that cannot be read
-        becomes a note."""
-        before = self._key()
+        """Take what is new, and return whether the data has changed since the last
+        poll. A file that cannot be read becomes a note."""
         try:
             self.read()
             self._fault = ""
         except OSError as error:
             self._fault = f"{error.filename} cannot be read: {error.strerror}"
-        return self._key() != before
+        before, self._polled = self._polled, self._key()
+        return self._polled != before
 
     def read(self) -> None:
         """Take what is new. Raises OSError where a file cannot be read."""
@@ -115,6 +115,7 @@ class RunReader:
             self._plans = Plans(self._limits.plan_bytes)
         elif name == "attempts":
             self._starts: dict[int, dict] = {}
+            self._ends: dict[int, dict] = {}
             self._num_bad_starts = 0
         else:
             self._first_lines: dict[int, dict] = {}
@@ -126,9 +127,9 @@ class RunReader:
         record = parse_line(line)
         is_record = isinstance(record, dict)
         if name == "attempts":
-            if is_record and type(record.get("attempt")) is int:
-                number = record["attempt"]  # the line of its begin, and of its end
-                self._starts[number] = plain(record) | self._starts.get(number, {})
+            if is_record and type(number := record.get("attempt")) is int:
+                lines = self._ends if "end" in record else self._starts
+                lines[number] = plain(record)
             else:
                 self._num_bad_starts += 1
         elif is_record and is_account(record):
@@ -138,13 +139,17 @@ class RunReader:
             self._num_bad_accounts += 1
 
     def _attempts(self) -> list[dict]:
-        """Return the starts of the run, as attempts.jsonl has them; of older runs, the
-        first line of each in goodput.jsonl."""
+        """Return the starts of the run, as attempts.jsonl has them, with how they
+        ended; of older runs, the first line of each in goodput.jsonl."""
         first = {
             number: {"step": line["step"], "attempt": number, "at": round(line["at"])}
             for number, line in self._first_lines.items()
         }
         attempts = first | self._starts
+        for number, line in self._ends.items():
+            end = {name: line.get(name) for name in ("end", "why")}
+            end |= {"end_step": line["step"], "end_at": line.get("at")}
+            attempts[number] = attempts.get(number, {"attempt": number}) | end
         return [attempts[number] for number in sorted(attempts)][-MAX_ATTEMPTS:]
 
     def _goodput(self) -> dict | None:
@@ -166,10 +171,13 @@ class RunReader:
     def _state(self) -> RunState:
         summary = self._small["summary.json"][1] or {}
         step = summary.get("step")
+        last = max(self._starts, default=0)
+        end = self._ends.get(last, {})
         progress = Progress(
             step=self._metrics.last_step,
             num_steps=_num_steps(self._small["config.gin"][1]),
             finished_step=step if type(step) is int else None,
+            failure=str(end.get("why", "")) if end.get("end") == "failed" else None,
         )
         return find_state(self.folder, progress)
 

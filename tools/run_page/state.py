@@ -3,9 +3,9 @@
 finished   summary.json is of the last step
 running    a process holds the folder, or (where that cannot be known) a file of the run
            grew in the last minute
+empty      neither, and no step was written
 stopped    neither, and the newest checkpoint is of the last step: nothing is lost
-crashed    neither, and steps came after the newest checkpoint
-empty      no step was written
+crashed    neither, and steps came after the newest checkpoint, or an error ended it
 """
 
 import dataclasses
@@ -44,6 +44,8 @@ class Progress:
     """Steps that the configuration asks for; None if it does not say."""
     finished_step: int | None
     """Step of summary.json; None without one."""
+    failure: str | None = None
+    """Error that has ended the last attempt; None where none is known."""
 
 
 def find_state(folder: pathlib.Path, progress: Progress) -> RunState:
@@ -60,19 +62,16 @@ def find_state(folder: pathlib.Path, progress: Progress) -> RunState:
     if is_held is None and _grew_lately(folder):
         text = f"running: {of}" if step else "running: no step yet"
         return RunState("running", f"{text}; its files grew in the last minute")
+    why = "" if progress.failure is None else f" by an error: {progress.failure}"
     if not step:
-        return RunState("empty", "no step was written: the run ended before its first")
+        return RunState("empty", f"ended before its first step{why}")
     saved = _newest_checkpoint(folder)
-    if saved == step:
-        return RunState(
-            "stopped",
-            f"stopped after {of}, which is saved: start it again to go on",
-        )
-    where = f"from step {saved}" if saved else "from the start: no checkpoint"
-    return RunState(
-        "crashed",
-        f"ended after {of} without a save of that step: a new start goes on {where}",
-    )
+    if saved == step and progress.failure is None:
+        text = f"stopped after {of}, which is saved: start it again to go on"
+        return RunState("stopped", text)
+    where = f"from step {saved}" if saved else "from the start, without a checkpoint"
+    text = f"a new start goes on {where}"
+    return RunState("crashed", f"ended after {of}{why or ', unsaved'}; {text}")
 
 
 def is_locked(folder: pathlib.Path) -> bool | None:

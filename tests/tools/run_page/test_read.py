@@ -167,6 +167,13 @@ def test_goodput_over_time_and_attempts(tmp_path):
     assert goodput["sec"]["useful"] == [0, 15, 10, 20]
     assert [a["step"] for a in run["attempts"]] == [0, 20]
     assert run["attempts"][1]["num_devices"] == 4
+    end = {"step": 31, "attempt": 1, "at": 1e9 + 21, "end": "failed", "why": "x"}
+    ends = read_one(make_folder(tmp_path / "ends", attempts=[*ATTEMPTS, end]))
+    assert ends["attempts"] == [
+        run["attempts"][0]
+        | {"end": "failed", "why": "x", "end_step": 31, "end_at": 1e9 + 21},
+        run["attempts"][1],
+    ]
     old = read_one(make_folder(tmp_path / "old", attempts=None, plans=None))
     assert [a["step"] for a in old["attempts"]] == [0, 20]
     assert (

@@ -44,6 +44,15 @@ def test_a_run_that_a_process_holds_is_running(folder):
     assert state(folder)[0] == "finished"
 
 
+def test_a_poll_tells_that_a_process_has_ended(folder):
+    reader = RunReader(folder, Limits())
+    with claim(folder):
+        assert reader.poll()
+        assert not reader.poll()
+    assert reader.poll()
+    assert not reader.poll()
+
+
 def test_a_process_that_reuses_a_number_holds_nothing(folder):
     leave_lock_of(folder, f"pid {os.getpid()} on {socket.gethostname()}")
     assert state(folder)[0] == "stopped"
@@ -75,7 +84,26 @@ def test_a_run_with_steps_after_its_last_checkpoint_has_crashed(folder):
     assert name == "crashed"
     assert text.endswith("a new start goes on from step 30")
     (folder / "checkpoints" / "30").rmdir()
-    assert state(folder)[1].endswith("from the start: no checkpoint")
+    assert state(folder)[1] == (
+        "ended after step 40 of 40, unsaved; a new start goes on from the start, "
+        "without a checkpoint"
+    )
+
+
+def test_a_run_that_an_error_has_ended_has_crashed(folder):
+    path = folder / "attempts.jsonl"
+    end = {"step": 40, "attempt": 2, "at": 1e9, "end": "failed", "why": "the loss"}
+    begins = path.read_text()
+    path.write_text(begins + json.dumps(end) + "\n")
+    assert state(folder) == (
+        "crashed",
+        "ended after step 40 of 40 by an error: the loss; a new start goes on from "
+        "step 40",
+    )
+    for number, kind in ((1, "failed"), (2, "stopped")):
+        other = end | {"attempt": number, "end": kind}
+        path.write_text(begins + json.dumps(other) + "\n")
+        assert state(folder)[0] == "stopped"
 
 
 def test_a_run_that_goes_on_after_its_summary_is_not_finished(folder):
