@@ -1,113 +1,81 @@
-"""Test that an open page follows its server: new data, no server, the server again."""
+"""Test that an open page follows a run: new steps, no server, the server again."""
 
 import contextlib
-import http.server
 import json
-import threading
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 from tests.support.browser import open_browser, watched_page
-from tests.support.run_page_data import page_data, run_data
-from tools.run_page.page import render
+from tests.support.metrics_lines import balanced_lines, decided, write_run
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 FOLLOW_SEC = 2.0
-"""Time in which an open page shows what its server has."""
-
-
-class Served:
-    """What a server of a test answers with."""
-
-    def __init__(self, data: dict) -> None:
-        self.data = data
-        self.num_whole = self.num_unchanged = 0
-
-    def answer(self, path: str, tag: str | None) -> tuple[int, str, str]:
-        """Return status, tag and body."""
-        now = f'"{self.data["runs"][0]["step"]}-{self.data["runs"][0]["state"]}"'
-        if path == "/":
-            return 200, now, render(self.data)
-        if tag == now:
-            self.num_unchanged += 1
-            return 304, now, ""
-        self.num_whole += 1
-        return 200, now, json.dumps(self.data)
+"""Time in which an open page shows what the run has written."""
+CHART = "document.getElementById('loss-curve-plot')"
+LINES = balanced_lines(120, [decided("swap", 10, 14)])
+CUT = next(i for i, line in enumerate(LINES) if json.loads(line)["step"] == 61)
 
 
 @contextlib.contextmanager
-def serving(served: Served, port: int = 0):
-    """Serve a page on loopback, and yield the port."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, tag, body = served.answer(self.path, self.headers["If-None-Match"])
-            self.send_response(status)
-            self.send_header("ETag", tag)
-            self.send_header("Content-Type", "text/html" if self.path == "/" else "")
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        def log_message(self, *_) -> None:
-            """Write no line for each request."""
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
+def serving(repo, folder, port: int = 0):
+    """Start tools/report.py --serve, yield the address, and kill it."""
+    command = [sys.executable, "tools/report.py", folder, "--serve", "--json"]
+    process = subprocess.Popen(
+        [*command, f"--port={port}"], cwd=repo, stdout=subprocess.PIPE, text=True
+    )
     try:
-        yield server.server_address[1]
+        line = next(line for line in process.stdout if line.startswith("{"))
+        yield json.loads(line)["address"]
     finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
 
 
-def test_an_open_page_follows_its_server():
-    """The page shows new data within FOLLOW_SEC and keeps its zoom, the slider and the
-    filter; without a server it says so, and with it again it goes on."""
-    run = run_data(state="running", num_steps=60, num_points=60)
-    served = Served(page_data(run, live=True))
+def test_an_open_page_follows_a_run(repo, tmp_path):
+    """The page shows new steps within FOLLOW_SEC, and keeps its zoom and its slider.
+    Without a server it says so, and goes on when there is one again."""
+    folder = write_run(tmp_path / "run", LINES[:CUT])
     with contextlib.ExitStack() as stack:
-        port = stack.enter_context(server := serving(served))
+        url = stack.enter_context(server := serving(repo, folder))
         browser = stack.enter_context(open_browser())
-        url = f"http://127.0.0.1:{port}/"
-        opening = watched_page(browser, url, wait_for="html[data-ready]")
+        opening = watched_page(browser, url, wait_for="#loss-curve-plot[data-drawn]")
         watched = stack.enter_context(opening)
         page = watched.page
-        page.locator("#load-slider").scroll_into_view_if_needed()
-        page.wait_for_selector("#load-map-plot[data-drawn]")
+        assert page.locator(".pill").first.inner_text().endswith("running")
         page.locator("#load-slider").fill("3")
-        chart = "document.getElementById('loss-curve-plot')"
-        page.wait_for_selector("#loss-curve-plot[data-drawn]")
-        page.evaluate(f"{chart}.layout.xaxis.range")
         _zoom(page)
-        zoomed = page.evaluate(f"{chart}.layout.xaxis.range")
+        zoomed = page.evaluate(f"{CHART}.layout.xaxis.range")
 
-        longer = run_data(state="running", num_steps=120, num_points=120)
-        served.data = page_data(longer, live=True)
+        _append(folder, LINES[CUT:])
         begin = time.monotonic()
-        tile = page.locator(".tiles dd").first
         page.wait_for_selector(".tiles dd:text-matches('^120')")
         assert time.monotonic() - begin < FOLLOW_SEC
-        page.locator("#loss-curve-plot").scroll_into_view_if_needed()
-        assert page.evaluate(f"{chart}.data[0].x.length") == 120
-        assert page.evaluate(f"{chart}.layout.xaxis.range") == zoomed
+        page.wait_for_selector("#loss-curve-plot[data-drawn]")
+        assert page.evaluate(f"{CHART}.data[0].x.length") == 120
+        assert page.evaluate(f"{CHART}.layout.xaxis.range") == zoomed
         assert page.locator("#load-slider").input_value() == "3"
-        assert tile.inner_text().startswith("120")
         assert watched.complaints == []
 
         server.__exit__(None, None, None)
         page.wait_for_selector("#age:text-matches('not reached')")
         assert "not reached" in page.locator("#said").inner_text()
-        served.data["runs"][0] |= {"state": "finished", "step": 120}
-        stack.enter_context(serving(served, port))
-        page.wait_for_selector("#overview .pill.finished")
+        _append(folder, [json.dumps(json.loads(LINES[-2]) | {"step": 121})])
+        port = int(url.rstrip("/").rpartition(":")[2])
+        assert stack.enter_context(serving(repo, folder, port)) == url
+        page.wait_for_selector(".tiles dd:text-matches('^121')")
         page.wait_for_selector("#age:text-matches('^updated')")
         assert set(watched.requests) == {url, url + "data.json"}
-        assert served.num_whole >= 2
-        assert served.num_unchanged >= 1
+
+
+def _append(folder, lines: list[str]) -> None:
+    """Write lines to the metrics of a run, as the run does."""
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(line + "\n" for line in lines)
 
 
 def _zoom(page) -> None:

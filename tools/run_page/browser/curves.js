@@ -2,13 +2,13 @@
 
 /** Add a figure of curves. `series` are {curve, label}; a curve that no run has is left
     out. Options: fromZero; clip, to leave out the highest hundredth; smooth, for a
-    moving mean; marks, of the chosen run's adoptions; points, of held-out losses. */
+    moving mean; marks, of the chosen run's adoptions; points, of held-out losses; dots, without lines. */
 function addCurves(parent, { id, title, unit, series, height = 260, ...options }) {
   const shown = () => series.filter((one) => runs().some((of) => hasCurve(of, one.curve)));
   if (!shown().length) return null;
   return addFigure(parent, {
     id, title, unit, height, clips: options.clip,
-    draw: () => drawCurves(id, shown(), { height, ...options }),
+    draw: () => drawCurves(shown(), { height, ...options }),
     describe: () => describeCurves(shown()),
     caption: () => curveCaption(options),
     table: () => curveTable(shown()),
@@ -30,14 +30,14 @@ function curveLines(series) {
   }));
 }
 
-function drawCurves(id, series, { height, fromZero, clip, smooth, marks, points }) {
+function drawCurves(series, { height, fromZero, clip, smooth, marks, points, dots }) {
   const lines = curveLines(series);
   const range = curveRange(lines, { fromZero, clip, points });
   const traces = lines.flatMap((line) => bandTraces(line));
-  traces.push(...lines.flatMap((line) => meanTraces(line, smooth)));
+  traces.push(...lines.flatMap((line) => meanTraces(line, { smooth, dots })));
   if (points) traces.push(...heldOutTraces());
   const markers = marks ? markTraces(run()) : [];
-  const isLabelled = lines.length > 1 && !isNarrow();
+  const isLabelled = lines.length > 1 && !isNarrow() && !dots;
   const ends = lines.map((line) => {
     const { step, mean } = strongLine(line, smooth);
     return { x: step.at(-1), y: lastOf(mean), text: line.name, color: line.color };
@@ -102,10 +102,10 @@ function strongLine(line, smooth) {
 }
 
 /** Return the line of means; where it is smoothed, each step too, faint. */
-function meanTraces(line, smooth) {
+function meanTraces(line, { smooth, dots }) {
   const { step, mean, width } = strongLine(line, smooth);
   const { curve, color, name } = line;
-  const isSparse = mean.length < 2 || finite(mean).length < 0.5 * mean.length;
+  const isSparse = dots || mean.length < 2 || finite(mean).length < 0.5 * mean.length;
   const form = { type: "scatter", mode: isSparse ? "markers" : "lines", x: step,
     legendgroup: name };
   const faint = { ...form, y: curve.mean, line: { color: `${color}55`, width: 1 },
@@ -205,5 +205,5 @@ const PATTERNS = ["", "/", ".", "x", "\\", "-", "|", "+"];
 /** Return the pattern of a part: its colour alone does not tell it. */
 function patternOf(index) {
   return { shape: PATTERNS[index % PATTERNS.length], size: 8, solidity: 0.2,
-    fgcolor: ink("ground"), bgcolor: lineColor(index) };
+    fgcolor: ink("ground"), fgopacity: 0.45, bgcolor: lineColor(index) };
 }

@@ -117,6 +117,9 @@ function nearest(sorted, value) {
   return Math.abs(sorted[above] - value) < Math.abs(sorted[below] - value) ? above : below;
 }
 
+/** Return whether a run has done a step. */
+function hasSteps(of) { return of.step > 0; }
+
 function finite(values) { return values.filter((value) => Number.isFinite(value)); }
 
 function quantile(values, share) {

@@ -5,7 +5,7 @@ const filter = { kind: "all", limit: MAX_DECISIONS };
 
 function decisionSection(body) {
   addGains(body);
-  const shown = make("div");
+  const shown = makeScrollBox("Decisions of the balancer");
   const count = make("p", { class: "hint", role: "status" });
   const more = make("button", { type: "button", class: "quiet", onclick: () => {
     filter.limit += MAX_DECISIONS;
@@ -24,7 +24,7 @@ function decisionSection(body) {
       const last = right.slice(-filter.limit).reverse();
       setText(count, `${last.length.toLocaleString("en-US")} of ${plural(all.length, "decision")}, the last first.`);
       more.hidden = right.length <= filter.limit;
-      fill(shown, last.length ? decisionTable(last) : make("p", {}, "No decision of this kind."));
+      fillIfNew(shown, last.length ? decisionTable(last) : "No decision of this kind.");
     },
   };
   body.append(make("div", { class: "controls" }, labelled("Kind", kinds), count), shown, more);
@@ -42,10 +42,15 @@ function decisionTable(decisions) {
     one.kind === "keep" ? two(one.device_max_over_mean_before)
       : `${two(one.device_max_over_mean_before)} → ${two(one.device_max_over_mean_after)}`,
     msec(one.modelled_gain_sec), one.gain_msec_measured ?? null, one.modelled_cost_sec ?? null,
-    one.kind === "keep" ? "–" : one.adopted ? `at step ${one.adopt_step}` : "no", one.why ?? "",
+    adoptionText(one), one.why ?? "",
   ]);
-  return makeScrollBox("Decisions of the balancer",
-    makeTable("Decisions of the balancer", head, rows, { class: "decisions" }));
+  return makeTable("Decisions of the balancer", head, rows, { class: "decisions" });
+}
+
+function adoptionText(one) {
+  if (one.kind === "keep") return "–";
+  if (one.adopted) return `at step ${one.adopt_step}`;
+  return one.adopt_step > run().step ? `due at step ${one.adopt_step}` : "no";
 }
 
 function changeText(one) {
@@ -152,7 +157,7 @@ function configuration(body) {
       const table = makeTable("Configuration", head, rows.map(({ name, values }) => [name, ...values]),
         { class: "config" });
       rows.forEach(({ differs }, i) => table.tBodies[0].rows[i].classList.toggle("differs", differs));
-      fill(shown, table);
+      fillIfNew(shown, table);
     },
   };
   body.append(make("div", { class: "controls" }, labelled("Search", text),

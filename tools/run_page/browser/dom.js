@@ -53,7 +53,15 @@ function makeSelect(options, value, onchange) {
 
 /** Replace the children of an element. */
 function fill(element, ...children) {
-  element.replaceChildren(...children.flat().filter((child) => child !== null));
+  element.replaceChildren(...children.flat(2).filter((child) => child !== null));
+}
+
+/** Replace the children of an element, unless they are the same: focus and scrolling
+    within them would be lost. */
+function fillIfNew(element, ...children) {
+  const other = document.createElement("div");
+  fill(other, ...children);
+  if (other.innerHTML !== element.innerHTML) element.replaceChildren(...other.childNodes);
 }
 
 /** Set the text of an element, if it is another one: a live region speaks only then. */

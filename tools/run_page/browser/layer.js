@@ -35,7 +35,7 @@ function oneLayer(body) {
       step.value = index;
       step.setAttribute("aria-valuetext", `step ${steps[index]}`);
       setText(output, `step ${steps[index].toLocaleString("en-US")}`);
-      fill(shown, planPanels(steps[index]));
+      fillIfNew(shown, planPanels(steps[index]));
     },
     updateLayer() {
       input.value = page.layer;

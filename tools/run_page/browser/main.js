@@ -109,13 +109,13 @@ const SECTIONS = [
 
 /** Return the sections to show: of runs without a step, the overview and what they have. */
 function shownSections() {
-  const isEmpty = runs().every((of) => of.state === "empty");
+  const isEmpty = !runs().some(hasSteps);
   return SECTIONS.filter((one) => !isEmpty || !one.missing());
 }
 
 /** Return what decides which figures there are. If it changes, the page is built anew. */
 function outline() {
-  return JSON.stringify([page.chosen, runs().map((of) => [of.name, of.state === "empty",
+  return JSON.stringify([page.chosen, runs().map((of) => [of.name, hasSteps(of),
     Object.keys(of.curves ?? {}).filter((name) => hasCurve(of, name)), Object.keys(of.layer_curves ?? {}),
     Boolean(of.goodput?.step?.length), Boolean(of.load), Boolean(of.parts_msec?.step.length),
     (of.plans ?? []).length > 0, (of.decisions ?? []).length > 0,

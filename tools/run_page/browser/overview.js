@@ -34,68 +34,97 @@ function latest(of) {
 }
 
 function overview(body) {
-  const hint = runs().every((of) => of.state === "empty") ? null : make("p", { class: "hint" },
-    "Drag across a figure to zoom in; a double click shows all of it again.");
-  const view = {
-    update() {
-      fill(body, runs().length > 1 ? compared() : single(run()), hint);
-    },
-  };
-  view.update();
-  page.views.push(view);
+  body.append(...(runs().length > 1 ? compared() : single()));
+  if (runs().some(hasSteps)) {
+    body.append(make("p", { class: "hint" },
+      "Drag across a figure to zoom in; a double click shows all of it again."));
+  }
 }
 
-function single(of) {
-  const share = of.num_steps ? Math.min(1, of.step / of.num_steps) : null;
-  const bar = share === null || of.state === "empty" ? null : make("progress", { max: 1, value: share,
-    "aria-label": `step ${of.step} of ${of.num_steps}` });
-  const tiles = of.state === "empty"
-    ? make("p", {}, "Loss, speed, load and the other sections appear with the first step.") : make("dl", { class: "tiles" },
-    latest(of).map(([label, value, remark]) => make("div", {}, make("dt", {}, label),
-      make("dd", {}, value, make("small", {}, remark)))));
+/** Call `update` now, and again when there are new data. */
+function keepUpdated(update) {
+  update();
+  page.views.push({ update });
+}
+
+/** Return the parts of the overview of one run. Each part changes by itself, so that what
+    has the keyboard's focus, or was opened, stays. */
+function single() {
+  const [state, tiles, notes] = [make("div", { class: "part" }), make("div"), make("div")];
+  const attempts = makeScrollBox("Attempts");
+  const summary = make("summary");
+  const count = () => (run().attempts ?? []).length;
+  const details = make("details", { open: count() > 1 }, summary, attempts);
+  keepUpdated(() => {
+    fillIfNew(state, stateLine(run()));
+    fillIfNew(tiles, tilesOf(run()));
+    fillIfNew(notes, noteList(run()));
+    fillIfNew(attempts, attemptTable(run()));
+    setText(summary, plural(count(), "attempt"));
+    details.hidden = count() === 0;
+  });
+  return [state, tiles, notes, details];
+}
+
+function stateLine(of) {
+  const share = of.num_steps && hasSteps(of) ? Math.min(1, of.step / of.num_steps) : null;
+  // The text may begin with the name of the state, which stands before it.
+  const text = of.state_text.startsWith(of.state)
+    ? of.state_text.slice(of.state.length).replace(/^[:;,]? */, "") : of.state_text;
   return [
-    make("p", { class: "state" }, statePill(of), ` ${of.state_text}`),
-    bar, tiles, ...noteList(of), attemptList(of),
+    make("p", { class: "state" }, statePill(of), ` ${text}`),
+    share === null ? null : make("progress", { max: 1, value: share,
+      "aria-label": `step ${of.step} of ${of.num_steps}` }),
   ];
 }
 
-function noteList(of) {
-  if (!of.notes?.length) return [];
-  const title = runs().length > 1 ? `Notes on ${of.name}` : "Notes";
-  return [make("div", {}, make("h3", {}, title),
-    make("ul", { class: "notes" }, of.notes.map((text) => make("li", {}, text))))];
+function tilesOf(of) {
+  if (!hasSteps(of)) return "Loss, speed, load and the other sections appear with the first step.";
+  return make("dl", { class: "tiles" }, latest(of).map(([label, value, remark]) =>
+    make("div", {}, make("dt", {}, label), make("dd", {}, value, make("small", {}, remark)))));
 }
 
-function attemptList(of) {
-  const attempts = of.attempts ?? [];
-  if (!attempts.length) return null;
-  const rows = attempts.map((one, index) => [String(one.attempt ?? index + 1), one.step,
+function noteList(of) {
+  if (!of.notes?.length) return null;
+  const title = runs().length > 1 ? `Notes on ${of.name}` : "Notes";
+  return [make("h3", {}, title),
+    make("ul", { class: "notes" }, of.notes.map((text) => make("li", {}, text)))];
+}
+
+function attemptTable(of) {
+  const rows = (of.attempts ?? []).map((one, index) => [String(one.attempt ?? index + 1), one.step,
     Number.isFinite(one.at) ? clock(one.at) : null, one.num_devices ?? null,
-    one.device_kind ?? null, one.num_processes ?? null, one.moejax ?? null, one.jax ?? null]);
-  const head = ["attempt", "from step", "started", "devices", "kind", "processes", "moejax", "jax"];
-  const table = makeScrollBox("Attempts", makeTable("Attempts of the run", head, rows,
-    { class: "attempts" }));
-  return make("details", { open: attempts.length > 1 },
-    make("summary", {}, plural(attempts.length, "attempt")), table);
+    endText(one), one.device_kind ?? null, one.num_processes ?? null, one.moejax ?? null, one.jax ?? null]);
+  const head = ["attempt", "from step", "started", "devices", "end", "kind", "processes", "moejax", "jax"];
+  return makeTable("Attempts of the run", head, rows, { class: "attempts" });
+}
+
+/** Return how an attempt ended, as far as it was recorded. */
+function endText(attempt) {
+  if (attempt.end === undefined || attempt.end === null) return null;
+  const at = Number.isFinite(attempt.end_step) ? ` at step ${attempt.end_step}` : "";
+  return `${attempt.end}${at}${attempt.why ? `: ${attempt.why}` : ""}`;
 }
 
 /** Return what differs between the runs, then their figures side by side. */
 function compared() {
-  const all = runs();
-  const names = () => all.map(runName);
-  const differences = page.data.differences ?? [];
-  const figures = all.map(latest);
-  const rows = figures[0].map(([label], row) => [label, ...figures.map((one) => one[row][1])]);
-  rows.unshift(["state", ...all.map(statePill)]);
+  const [differences, figures] = ["Differences of the configurations", "Figures of the runs"]
+    .map((label) => makeScrollBox(label));
+  const notes = make("div");
+  keepUpdated(() => {
+    const pairs = page.data.differences ?? [];
+    fillIfNew(differences, pairs.length ? makeTable("Differences of the configurations",
+      ["field", ...runs().map(runName)], pairs.map(([field, values]) => [field, ...values]))
+      : "Nothing: the configurations are equal, or were not recorded.");
+    const all = runs().map(latest);
+    const rows = all[0].map(([label], row) => [label, ...all.map((one) => one[row][1])]);
+    rows.unshift(["state", ...runs().map(statePill)]);
+    fillIfNew(figures, makeTable("Figures of the runs", ["figure", ...runs().map(runName)], rows));
+    fillIfNew(notes, runs().map(noteList));
+  });
   return [
-    make("div", {}, make("h3", {}, "What differs in their configurations"),
-      differences.length ? makeScrollBox("Differences of the configurations",
-        makeTable("Differences of the configurations", ["field", ...names()],
-          differences.map(([field, values]) => [field, ...values])))
-        : make("p", {}, "Nothing: the configurations are equal, or were not recorded.")),
-    make("div", {}, make("h3", {}, "Where they stand"),
-      makeScrollBox("Figures of the runs", makeTable("Figures of the runs", ["", ...names()], rows))),
-    ...all.flatMap(noteList),
+    make("div", {}, make("h3", {}, "What differs in their configurations"), differences),
+    make("div", {}, make("h3", {}, "Where they stand"), figures), notes,
   ];
 }
 

@@ -96,7 +96,7 @@ function prediction(body) {
     series: [{ curve: "modelled_saving_msec", label: "saving" }], height: 200, fromZero: true, marks: true });
   addCurves(body, { id: "waits", title: "What changes cost", unit: "ms",
     series: [{ curve: "adopt_msec", label: "adopt" }, { curve: "adopt_wait_msec", label: "wait to compile" },
-      { curve: "plan_wait_msec", label: "wait for a plan" }], height: 220, fromZero: true });
+      { curve: "plan_wait_msec", label: "wait for a plan" }], height: 220, fromZero: true, dots: true });
 }
 
 /** Return the medians of modelled and measured times, in words, for each run. */
