@@ -7,6 +7,7 @@ silent skips.
 
 import functools
 import gc
+import importlib.util
 import os
 import pathlib
 import signal
@@ -106,6 +107,8 @@ def _missing(config: pytest.Config) -> dict[str, str]:
         missing["aot"] = why
     if why := missing_tokamax():
         missing["peers"] = why
+    if importlib.util.find_spec("mkdocs") is None:
+        missing["docs"] = "no mkdocs: make setup EXTRAS=train,dev,docs"
     if why := missing_chromium():
         missing["browser"] = why
     return missing

@@ -8,7 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import yaml
@@ -39,7 +39,10 @@ CODE = ("code", "pre", "script", "style")
 MARKDOWN = re.compile(r"^ *\* .*|^ *\|.*\|$|^ *```.*|\]\([^)]*\)", re.MULTILINE)
 MAX_MIB = 30
 
-slow = pytest.mark.slow
+
+def built(test: Callable) -> Callable:
+    """Mark a test that needs the built site."""
+    return pytest.mark.slow(pytest.mark.docs(test))
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +83,7 @@ def pages_in_nav(entries: list) -> list[str]:
     return found
 
 
+@pytest.mark.docs
 def test_every_page_is_in_the_nav():
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     named = pages_in_nav(yaml.unsafe_load(text)["nav"])
@@ -104,7 +108,7 @@ def test_a_page_begins_with_its_question(page):
     )
 
 
-@slow
+@built
 def test_no_page_loads_anything_from_another_host(site):
     """Each page finds what it loads in the site. 404.html is for servers alone."""
     for page in site.rglob("*.html"):
@@ -132,7 +136,7 @@ def index(site) -> list[dict[str, str]]:
     return json.loads(text)["docs"]
 
 
-@slow
+@built
 def test_the_search_knows_words_of_all_kinds_of_pages(index):
     texts: dict[str, str] = {}
     for entry in index:
@@ -152,7 +156,7 @@ def test_the_search_knows_words_of_all_kinds_of_pages(index):
     assert "font-face" not in "".join(texts.values())
 
 
-@slow
+@built
 def test_the_reference_is_complete(site, index):
     """It has every name of `moejax`, every field of the configuration, and every
     program."""
@@ -188,7 +192,7 @@ class Prose(html.parser.HTMLParser):
             self.text += data
 
 
-@slow
+@built
 def test_no_markdown_is_left_in_a_page(site):
     """Lists, tables, links and code became what they are, as they do on GitHub."""
     for page in site.rglob("*.html"):
@@ -202,7 +206,7 @@ def test_no_markdown_is_left_in_a_page(site):
             )
 
 
-@slow
+@built
 def test_the_site_is_small(site):
     size = sum(path.stat().st_size for path in site.rglob("*") if path.is_file())
     assert size < MAX_MIB * 2**20, f"{size / 2**20:.1f} MiB"
@@ -238,7 +242,7 @@ def page(browser) -> Iterator[Page]:
     assert not faults, faults
 
 
-@slow
+@built
 @pytest.mark.browser
 def test_the_search_works_on_files(site, page):
     page.goto((site / "index.html").as_uri())
@@ -252,7 +256,7 @@ def test_the_search_works_on_files(site, page):
     marks.first.wait_for()
 
 
-@slow
+@built
 @pytest.mark.browser
 @pytest.mark.parametrize(
     "name",
