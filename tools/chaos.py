@@ -38,6 +38,7 @@ from tools.faults.table import FAULTS, NAMES
 from tools.launch.arguments import new_parser
 from tools.testbed.lock import handle_signals, interrupt
 from train.launch.program import DONE, emit, guarded
+from train.logs.counter import counted
 
 BROKEN = 1
 UNDISTURBED_SEC = 600.0
@@ -167,7 +168,8 @@ def play_all(
     for number in sorted({scenario.num_processes for scenario in plan}):
         print(f"undisturbed, {number} processes", flush=True)
         try:
-            results[number] = workshop.undisturbed(number, UNDISTURBED_SEC)
+            with counted(f"undisturbed, {number} processes", "runs"):
+                results[number] = workshop.undisturbed(number, UNDISTURBED_SEC)
         except Broken as why:
             missed = [Verdict(fault) for scenario in plan for fault in scenario.faults]
             return missed, [f"without any fault, {number} processes: {why}"]
@@ -175,19 +177,22 @@ def play_all(
     if any(other.samples != first.samples for other in others):
         missed = [Verdict(fault) for scenario in plan for fault in scenario.faults]
         return missed, ["without any fault, samples differ by number of processes"]
-    for scenario in plan:
-        minutes = (time.monotonic() - start_sec) / 60
-        if 60 * minutes > limit_sec:
-            broken.append(
-                f"run {scenario.number} was not begun after {minutes:.0f} min"
-            )
-            verdicts += [Verdict(fault) for fault in scenario.faults]
-            continue
-        print(f"{scenario}  ({minutes:.1f} min)", flush=True)
-        lines = _play_one(scenario, workshop, results, seed, verdicts)
-        for line in lines:
-            print(f"  BROKEN {line}", flush=True)
-        broken += lines
+    with counted("chaos", "faults", sum(len(x.faults) for x in plan)) as counter:
+        for scenario in plan:
+            minutes = (time.monotonic() - start_sec) / 60
+            if 60 * minutes > limit_sec:
+                broken.append(
+                    f"run {scenario.number} was not begun after {minutes:.0f} min"
+                )
+                verdicts += [Verdict(fault) for fault in scenario.faults]
+                continue
+            print(f"{scenario}  ({minutes:.1f} min)", flush=True)
+            counter.text = f"run {scenario.number}, {len(broken)} broken"
+            lines = _play_one(scenario, workshop, results, seed, verdicts)
+            for line in lines:
+                print(f"  BROKEN {line}", flush=True)
+            broken += lines
+            counter.advance(len(scenario.faults))
     return verdicts, broken
 
 

@@ -21,14 +21,13 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
-import rich.progress as bars
-from rich.console import Console
-
 from tools.launch.arguments import new_parser
 from train.data.encoding import Recipe
 from train.data.prepared import Progress, prepare
 from train.data.records import MAX_EXPANSION
 from train.launch.program import DONE, emit, guarded
+from train.logs.counter import BYTES, counted
+from train.logs.region import can_draw
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -154,26 +153,19 @@ def report(manifest: dict[str, Any], args: argparse.Namespace, wall_sec: float) 
 
 @contextmanager
 def show_progress() -> Iterator[Callable[[Progress], None]]:
-    """Yield a function that shows progress: as a bar on a terminal, elsewhere as a line
-    every SECONDS_BETWEEN_LINES."""
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    """Yield a function that shows progress: as a bar on standard error if that is a
+    terminal, and as a line every SECONDS_BETWEEN_LINES on standard output unless both
+    are."""
     start_sec = time.monotonic()
-    if not console.is_terminal:
-        yield lines(start_sec)
-        return
-    with bars.Progress(
-        bars.DownloadColumn(),
-        bars.BarColumn(bar_width=24),
-        bars.TextColumn("{task.fields[text]}"),
-        bars.TextColumn("ETA"),
-        bars.TimeRemainingColumn(),
-        console=console,
-    ) as bar:
-        task = bar.add_task("", total=None, text="")
+    print_lines = lines(start_sec)
+    is_bar_alone = can_draw(sys.stdout) and can_draw(sys.stderr)
+    with counted("prepare", BYTES) as counter:
 
         def show(now: Progress) -> None:
-            text = counts(now, time.monotonic() - start_sec)
-            bar.update(task, total=now.total_bytes, completed=now.num_bytes, text=text)
+            counter.text = counts(now, time.monotonic() - start_sec)
+            counter.total, counter.done = now.total_bytes, now.num_bytes
+            if not is_bar_alone:
+                print_lines(now)
 
         yield show
 

@@ -20,6 +20,7 @@ import dataclasses
 import pathlib
 import sys
 import time
+from collections.abc import Callable
 from typing import get_args
 
 import numpy as np
@@ -42,6 +43,7 @@ from tools.bench import expert_loads  # noqa: E402
 from tools.bench.expert_loads import Loads  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
 from train.launch.program import DONE, emit, guarded  # noqa: E402
+from train.logs.counter import counted  # noqa: E402
 
 HEADS = ("p50", "p90", "max", "model ms", "speedup", "moves", "changes", "plan ms")
 FIELDS = (
@@ -183,14 +185,16 @@ def work(args: argparse.Namespace) -> int:
 
     def run_policy(name: str, split: Split | None) -> ReplayResult:
         layout = layout_for(POLICIES[name], loads.load_tlwe.shape[3], args, split)
-        policy = find_policy(name, loads, args)
-        return replay(name, policy, loads, times, layout, cost)
+        policy, counter.text = find_policy(name, loads, args), name
+        return replay(name, policy, loads, times, layout, cost, counter.advance)
 
-    home = run_policy("home", None)  # every speedup is over this one
-    policies = {
-        name: figures(run_policy(name, args.split), home, loads.layers)
-        for name in names
-    }
+    total = (1 + len(names)) * len(times.planned)
+    with counted("replay", "samples", total) as counter:
+        home = run_policy("home", None)  # every speedup is over this one
+        policies = {
+            name: figures(run_policy(name, args.split), home, loads.layers)
+            for name in names
+        }
     show(policies, loads, args)
     emit(make_record(policies, loads, len(times.planned), args), args.json)
     return DONE
@@ -287,9 +291,11 @@ def replay(
     times: Times,
     layout: Layout,
     cost: CostModel,
+    advance: Callable[[float], None] = lambda _: None,
 ) -> ReplayResult:
-    """Plan each sample with a policy and score the plan, layer by layer. Raises
-    ValueError where a plan is invalid."""
+    """Plan each sample with a policy and score the plan, layer by layer; call `advance`
+    with the part of a sample that is done. Raises ValueError where a plan is
+    invalid."""
     load_tlwe, layers = loads.load_tlwe, loads.layers
     num_layers = load_tlwe.shape[1]
     arrays = [np.zeros((len(times.planned), num_layers)) for _ in range(4)]
@@ -309,6 +315,7 @@ def replay(
                 load_tlwe[scored, layer], new, layout, cost
             )
             current = new
+            advance(1 / num_layers)
     return ReplayResult(*arrays)
 
 

@@ -31,6 +31,7 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 from tools.bench import program  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
 from train.launch.program import CRASHED, DONE, emit, refuse  # noqa: E402
+from train.logs.counter import counted  # noqa: E402
 
 LIMIT_SEC = 300
 
@@ -191,17 +192,29 @@ def tune(
     todo = [bucket for key, bucket in by_key.items() if key not in known]
     print(f"{kind}: {len(todo)} buckets for {settings.path}", flush=True)
     rows, end = [], clock() + settings.limit_sec
-    while todo and clock() < end:
-        share_end = clock() + (end - clock()) / len(todo)
+    with counted("tiles", "candidates") as counter:
 
-        def is_over(share_end=share_end):
-            return clock() >= share_end
+        def counted_timer(tiles, call):
+            counter.advance(1 / len(settings.skews))
+            return timer(tiles, call)
 
-        bucket = todo.pop(0)
-        row = tune_cases.search_bucket(bucket, settings, product, timer, is_over)
-        record = add_bucket(record, row)
-        device_file.save(settings.path, record)
-        rows.append(row)
+        while todo and clock() < end:
+            share_end = clock() + (end - clock()) / len(todo)
+
+            def is_over(share_end=share_end):
+                return clock() >= share_end
+
+            bucket = todo.pop(0)
+            counter.text = (
+                f"bucket {len(rows) + 1} of {len(rows) + 1 + len(todo)}, "
+                f"{bucket.which} of {bucket.name}; {settings.limit_sec:g} s at most"
+            )
+            row = tune_cases.search_bucket(
+                bucket, settings, product, counted_timer, is_over
+            )
+            record = add_bucket(record, row)
+            device_file.save(settings.path, record)
+            rows.append(row)
     if todo:
         print(f"the time is up: {len(todo)} buckets are left, run the tool again")
     file = str(settings.path)

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import sys
 import time
+from collections.abc import Callable
 
 import jax
 
@@ -38,7 +39,7 @@ from train.logs.goodput import Stopwatch
 from train.logs.memory import memory_fields
 from train.logs.peak import peak_tflops
 from train.logs.profile import Window
-from train.logs.progress import Bar, elapsed_shown
+from train.logs.progress import Display, shown
 from train.logs.records import Records, step_record
 from train.logs.run_dir import RunDir
 from train.replicas.replay import Replay
@@ -99,6 +100,8 @@ class Extras:
     profile_steps: range = range(0)
     begun_sec: float | None = None
     """Value of time.monotonic() when the program began; None: when training begins."""
+    is_plain: bool = False
+    """Whether lines show how the run goes on a terminal too, and not a screen."""
 
 
 def train(
@@ -110,12 +113,33 @@ def train(
     run. Raises Diverged, CheckpointError (saves keep failing, or the last one failed)
     and ValueError (a checkpoint of another model or of other data).
     """
+    with shown(job.cfg.train.num_steps, is_plain=extras.is_plain) as display:
+        return _train(job, run_dir, config_text, extras, Voice(say, display))
+
+
+@dataclasses.dataclass(frozen=True)
+class Voice:
+    """How a run tells what it does."""
+
+    say: Callable[[str], None]
+    """Print a line before the first step."""
+    display: Display
+
+
+def _train(
+    job: Job, run_dir: RunDir, config_text: str, extras: Extras, voice: Voice
+) -> Outcome:
+    """Do what `train` does, once it is clear what shows how the run goes."""
+    say, display = voice.say, voice.display
     start_sec, stop, cfg = time.monotonic(), Stop(), job.cfg
     begun_sec = start_sec if extras.begun_sec is None else extras.begun_sec
     goodput = Stopwatch(run_dir.path, begun_sec)
     checkpointer = Checkpointer(run_dir.path / "checkpoints", cfg.checkpoint, say=say)
     try:
-        state, meta = _restore_or_begin(job, run_dir, config_text, checkpointer, say)
+        with display.during("looking for a checkpoint"):
+            state, meta = _restore_or_begin(
+                job, run_dir, config_text, checkpointer, say
+            )
         first = 0 if state is None else int(state.step)
         goodput.resume(first)
         board_text = config_text if extras.has_tensorboard else None
@@ -130,26 +154,27 @@ def train(
             contextlib.ExitStack() as ends,
         ):
             with goodput.at("compile"):
-                balancing, compile_sec = _compile(job, meta, ends, say)
+                balancing, compile_sec = _compile(job, meta, ends, voice)
             if state is None:
-                state = _first_state(job, run_dir, say)
+                state = _first_state(job, run_dir, voice)
             checkpointer.say_save_time(state)
             state = balancing.begin(state)
             balancing.records = records
             balancing.record_start(first + 1)
             folder, steps = run_dir.path / "profile", extras.profile_steps
             profile = Window(folder, steps, say, hlo_text=balancing.hlo_text)
-            run = _context(
-                job, balancing, checkpointer, watchdog, profile, stop, goodput
-            )
+            with display.during("compiling the comparison of replicas"):
+                run = _context(
+                    job, balancing, checkpointer, watchdog, profile, stop, goodput
+                )
             run.in_flight.restore(meta)
             goodput.end_start()
-            with profile, Bar(cfg.train.num_steps, first) as bar:
-                balancing.say = bar.say
-                with goodput.at("useful"):
-                    state, evaluation, step_secs = _steps(run, state, bar)
+            display.begin(first, balancing.outlook)
+            balancing.say = display.say
+            with profile, goodput.at("useful"):
+                state, evaluation, step_secs = _steps(run, state, display)
             watchdog.at("the last save", checkpointer.num_written_bytes)
-            with goodput.at("saves"):
+            with goodput.at("saves"), display.during("waiting for the last save"):
                 if not checkpointer.wait():
                     raise _lost(checkpointer, state)
     finally:
@@ -201,16 +226,16 @@ def _require_folder(job: Job, run_dir: RunDir) -> None:
         require_same("first parameters", {"tensors of Model.from_hf": headers})
 
 
-def _first_state(job: Job, run_dir: RunDir, say) -> TrainState:
+def _first_state(job: Job, run_dir: RunDir, voice: Voice) -> TrainState:
     """Return the state of a new run: from the folder of Model.from_hf, of which the run
     keeps config.json and tokenizer, or else at random."""
     model, store, cfg = job.model, job.model.layout.store, job.cfg
     if cfg.model.from_hf is None:
-        with elapsed_shown("making the first parameters"):
+        with voice.display.during("making the first parameters"):
             return init_state(model.run, model.optimizer, store)
     from_first_process(lambda: from_hf.keep_companions(cfg, run_dir.path))
-    with elapsed_shown("reading the first parameters"):
-        return from_hf.first_state(model.run, model.optimizer, store, say)
+    with voice.display.during("reading the first parameters"):
+        return from_hf.first_state(model.run, model.optimizer, store, voice.say)
 
 
 def _lost(checkpointer: Checkpointer, state: TrainState) -> CheckpointError:
@@ -223,7 +248,7 @@ def _lost(checkpointer: Checkpointer, state: TrainState) -> CheckpointError:
 
 
 def _compile(
-    job: Job, meta: dict | None, ends: contextlib.ExitStack, say
+    job: Job, meta: dict | None, ends: contextlib.ExitStack, voice: Voice
 ) -> tuple[Balancing, float]:
     """Return the balancer with the compiled steps, and the seconds of compilation. The
     balancer is closed with `ends`.
@@ -232,11 +257,12 @@ def _compile(
     the first step, allows no time for it.
     """
     start_sec, mesh = time.monotonic(), job.model.mesh
+    say, during = voice.say, voice.display.during
     for line in job.model.run.lines():
         say(line)
     if line := options_line(mesh.devices.flat[0].platform):
         say(line)
-    balancing = Balancing(job, say)
+    balancing = Balancing(job, say, during)
     ends.callback(balancing.close)
     balancing.restore(meta)
     where = f"{mesh.size} devices ({job.cfg.mesh})"
@@ -245,12 +271,12 @@ def _compile(
         f"compiling for {where}: seconds if {cache} has the programs, else from half a "
         "minute to several; no step runs before"
     )
-    with elapsed_shown("compiling"):
+    with during("compiling the first steps"):
         balancing.compile()
     compile_sec = time.monotonic() - start_sec
     if are_several():
         say(f"this process has compiled in {compile_sec:.1f} s, and waits for the rest")
-        with elapsed_shown("waiting for the other processes to compile"):
+        with during("waiting for the other processes to compile"):
             wait_for_all("compiled")
     say(f"compiled for {where} in {compile_sec:.1f} s")
     return balancing, compile_sec
@@ -324,14 +350,15 @@ def restore(job: Job, checkpointer: Checkpointer, say):
     return state, restored.meta
 
 
-def _steps(run: LoopContext, state: TrainState, bar: Bar):
+def _steps(run: LoopContext, state: TrainState, display: Display):
     """Run the steps; return the state, the last evaluation and the time of each step.
 
     The evaluation is None where a signal stopped the run before its last step.
     """
-    job, cfg, reader, at = run.job, run.job.cfg, Reader(run, bar), run.goodput.at
+    job, cfg, at, during = run.job, run.job.cfg, run.goodput.at, display.during
+    reader = Reader(run, display)
     first, last = int(state.step), cfg.train.num_steps
-    evaluation = _evaluate(run, state, first, bar) if first >= last else None
+    evaluation = _evaluate(run, state, first, display) if first >= last else None
     with at("other"):
         run.replicas.require_equal(first, state)
     for done in range(first + 1, last + 1):
@@ -344,7 +371,7 @@ def _steps(run: LoopContext, state: TrainState, bar: Bar):
             state = reader.settle(state)
         with at("swaps", unless=reader.is_behind):
             state = _adopt_due(run, done, state)
-        with at("data", unless=reader.is_behind):
+        with at("data", unless=reader.is_behind), during("waiting for data"):
             windows = feed(
                 job.batches,
                 done - 1,
@@ -372,10 +399,11 @@ def _steps(run: LoopContext, state: TrainState, bar: Bar):
         eval_loss = None
         if is_eval:
             run.watchdog.at(f"the evaluation at step {done}")
-            evaluation = _evaluate(run, state, done, bar)
+            evaluation = _evaluate(run, state, done, display)
             eval_loss = evaluation.loss
         if is_save:
-            state = _save(run, reader, done, state, eval_loss)
+            with during(f"saving step {done}"):
+                state = _save(run, reader, done, state, eval_loss)
         if is_eval or is_save:
             reader.restart_clock()
         if is_stopping and done < last:
@@ -428,25 +456,28 @@ def _save(
     return state
 
 
-def _evaluate(run: LoopContext, state: TrainState, step: int, bar: Bar) -> Evaluation:
+def _evaluate(
+    run: LoopContext, state: TrainState, step: int, display: Display
+) -> Evaluation:
     """Evaluate the model on the held-out text, log and print the loss, and return the
     evaluation."""
     job, now = run.job, run.balancing
-    with run.goodput.at("evaluation"):
+    with run.goodput.at("evaluation"), display.during("evaluating held-out text"):
         evaluation = evaluate(
             now.steps.evaluate, state, now.placement, job.held_out, job.window_sharding
         )
     run.records.evaluation(step, evaluation.loss)
     loss = evaluation.loss
-    bar.say(f"step {step}  held-out loss {loss:.4f} nats per {job.unit}")
+    display.evaluated(step, loss)
+    display.say(f"step {step}  held-out loss {loss:.4f} nats per {job.unit}")
     return evaluation
 
 
 class Reader:
     """Reader of a step's metrics, which it reads when the next step is dispatched."""
 
-    def __init__(self, run: LoopContext, bar: Bar):
-        self.run, self.bar = run, bar
+    def __init__(self, run: LoopContext, display: Display):
+        self.run, self.display = run, display
         self.step_secs: list[float] = []
         self.num_skipped = 0
         """Updates in a row that were skipped, up to the last step that was read."""
@@ -498,9 +529,11 @@ class Reader:
         self.run.records.step(record, metrics.routing.tokens_le)
         self.run.balancing.observe(step, metrics.routing)
         self.run.goodput.tick(step)
-        self.bar.update(record)
+        self.display.update(record)
         if record["skipped"]:
-            self.bar.say(f"step {step}: loss or gradient not finite, update skipped")
+            self.display.say(
+                f"step {step}: loss or gradient not finite, update skipped"
+            )
         self.num_skipped = record["skipped_in_a_row"]
         if self.num_skipped >= self.run.job.cfg.optimizer.max_skipped_in_a_row:
             raise self._diverged(step)

@@ -197,6 +197,11 @@ def _add_output(add: Callable) -> None:
         help="print one JSON object as the last line (default: text alone)",
     )
     add(
+        "--plain",
+        action="store_true",
+        help="print lines on a terminal too, as to a file (default: a screen there)",
+    )
+    add(
         "--tensorboard",
         action="store_true",
         help="write events to RUN_DIR/tensorboard (default: none)",
@@ -273,7 +278,9 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
             emit(summary, args.json)
             return DONE
         print_config(cfg, args, f"all of them are in {run_dir.path / 'config.gin'}")
-        extras = Extras(args.tensorboard, args.profile_steps, args.begun_sec)
+        extras = Extras(
+            args.tensorboard, args.profile_steps, args.begun_sec, args.plain
+        )
         outcome = train(job, run_dir, gin_reader.render(cfg), extras)
         if outcome.evaluation is None:
             step = int(outcome.state.step)

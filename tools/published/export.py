@@ -6,10 +6,12 @@ express the run's; the tokenizer is copied. A run on bytes gets a tokenizer of b
 """
 
 import argparse
+import glob
 import json
 import math
 import pathlib
 import time
+from collections.abc import Callable
 
 from moejax.config import Config, Data
 from moejax.interop.architecture import CONFIG
@@ -19,13 +21,16 @@ from moejax.interop.companions import (
     TOKENIZER_CONFIG,
     read_companions,
 )
-from moejax.interop.export import Written
+from moejax.interop.export import WRITTEN_DTYPES, Written
 from moejax.interop.published import read_architecture
 from moejax.interop.write import require_new
+from moejax.model.flops import num_params
+from train.checkpoint.disk import num_written_bytes
 from train.checkpoint.load import CheckpointSource, find_checkpoints
 from train.config.from_hf import folder_of
 from train.data.tokenizer import byte_tokenizer_file, load_tokenizer
 from train.launch.program import start
+from train.logs.counter import bytes_counted, counted
 
 PLAIN_TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast"}
 """tokenizer_config.json of a tokenizer.json alone. Without it transformers takes the
@@ -53,19 +58,34 @@ def work(args: argparse.Namespace) -> dict:
     from train.checkpoint.on_devices import as_views
 
     begun_sec = time.monotonic()
-    loaded = load_model(source)
-    written = write_model(
-        args.out,
-        loaded.cfg.network,
-        as_views(loaded.params),
-        as_views(loaded.router_bias),
-        family=args.family,
-        record=record,
-        dtype=args.dtype or dtype,
-        max_shard_bytes=int(args.max_shard_gb * 1e9),
-        files=files,
-    )
+    with counted("reading the checkpoint", "steps"):
+        loaded = load_model(source)
+    itemsize = WRITTEN_DTYPES[args.dtype or dtype].itemsize
+    total = num_params(loaded.cfg.network)["total"] * itemsize
+    with bytes_counted("writing", total, partial_bytes(args.out)):
+        written = write_model(
+            args.out,
+            loaded.cfg.network,
+            as_views(loaded.params),
+            as_views(loaded.router_bias),
+            family=args.family,
+            record=record,
+            dtype=args.dtype or dtype,
+            max_shard_bytes=int(args.max_shard_gb * 1e9),
+            files=files,
+        )
     return report(args, written, loaded.step, time.monotonic() - begun_sec)
+
+
+def partial_bytes(out: pathlib.Path) -> Callable[[], int]:
+    """Return a function that returns the bytes of the unfinished folder beside `out`,
+    without those that other programs have left."""
+
+    def folders() -> set[pathlib.Path]:
+        return set(out.absolute().parent.glob(f"{glob.escape(out.name)}.*.tmp"))
+
+    before = folders()
+    return lambda: sum(map(num_written_bytes, folders() - before))
 
 
 def find_origin(source: CheckpointSource) -> pathlib.Path | None:

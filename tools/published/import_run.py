@@ -18,6 +18,7 @@ from train.config import gin_reader
 from train.config.from_hf import KEPT, folder_of
 from train.files import write_whole
 from train.launch.program import RunFailed, start
+from train.logs.counter import bytes_counted
 
 
 def work(args: argparse.Namespace) -> dict:
@@ -68,15 +69,17 @@ def save_first_state(cfg: Config, own: Config, run_dir: pathlib.Path) -> int:
 
     model = prepare_model(cfg)
     run, store = model.run, model.layout.store
-    state = first_state(run, model.optimizer, store)
+    state = first_state(run, model.optimizer, store, watch=bytes_counted)
     plan = {"plan": run.home_plan().to_json(), "num_owners": run.num_owners}
     meta = {"format": FORMAT, "config": own.to_dict(), "data": None, "balance": None}
+    num_bytes = disk.num_bytes(state)
     checkpointer = Checkpointer(run_dir / "checkpoints", cfg.checkpoint)
     try:
-        checkpointer.save(0, state, meta | plan)
-        is_saved = checkpointer.wait()
+        with bytes_counted("writing", num_bytes, checkpointer.num_written_bytes):
+            checkpointer.save(0, state, meta | plan)
+            is_saved = checkpointer.wait()
     finally:
         checkpointer.close()
     if not is_saved:
         raise RunFailed(f"the checkpoint was not saved: {checkpointer.last_failure}")
-    return disk.num_bytes(state)
+    return num_bytes

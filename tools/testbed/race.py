@@ -40,6 +40,7 @@ from tools.testbed.standings import (
 from tools.testbed.turns import Run, started, take_turns
 from train.config import gin_reader
 from train.files import write_whole
+from train.logs.counter import Counter, counted
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "race_cpu.gin"
@@ -169,11 +170,16 @@ def race(options: Options) -> dict:
         layouts, most_bytes = _checked_layouts(plan, left)
         with _cluster(plan) as live:
             _calibrate(plan, live)
-            with _home_beside(plan, live) as home:
+            with (
+                _home_beside(plan, live) as home,
+                counted("race", "steps", len(left) * options.steps) as counter,
+            ):
                 for index, name in enumerate(left):
+                    counter.text = f"arm {index + 1} of {len(left)}: {name}"
                     if index % COMPILED_AT_ONCE == 0:
                         _compile(plan, live, left[index : index + COMPILED_AT_ONCE])
-                    result = _run_pair(plan, live, name, layouts[name], home)
+                    pair = Pair(name, layouts[name], home, counter)
+                    result = _run_pair(plan, live, pair)
                     results[name] = result | {"budget_bytes": most_bytes}
                     path = options.folder / f"{name}.json"
                     write_whole(path, json.dumps(results[name]))
@@ -302,25 +308,36 @@ def _dry_layout(plan: Plan, name: str) -> dict:
     return json.loads(result.stdout.splitlines()[-1])["layout"]
 
 
-def _run_pair(
-    plan: Plan, live: LiveCluster, name: str, layout: dict, home: Run
-) -> dict:
-    """Run an arm beside home, which is alive and stopped, and return its result."""
-    options = plan.options
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """An arm, the layout of its first step, and home, which is alive and stopped."""
+
+    name: str
+    layout: dict
+    home: Run
+    counter: Counter
+    """Counter of the steps of all arms."""
+
+
+def _run_pair(plan: Plan, live: LiveCluster, pair: Pair) -> dict:
+    """Run an arm beside home, and return its result."""
+    options, name, home, counter = plan.options, pair.name, pair.home, pair.counter
     say(f"{name}: starting it")
     live.set_quota(None)
     with _first_steps(live, plan.words(name), plan.run_dir(name)) as arm:
         live.set_quota(options.quota)
         block_steps = options.block_steps, options.home_steps
         say(f"{name}: {options.steps} steps, {block_steps} at a time of it and of home")
-        num_blocks = options.steps // options.block_steps
+        num_blocks, before = options.steps // options.block_steps, counter.done
+        counter.poll = lambda: before + max(arm.metrics.last_step - FIRST_STEPS, 0)
         blocks = take_turns((arm, home), block_steps, num_blocks, BLOCK_SEC)
+        counter.poll, counter.done = None, before + options.steps
     sides = [
         Side([b for b in blocks if b.run == run.name], run.metrics.records)
         for run in (arm, home)
     ]
     has_quota = live.groups is not None and options.quota is not None
-    made = figures(*sides, layout, plan.config(name))
+    made = figures(*sides, pair.layout, plan.config(name))
     if not has_quota:
         made["speedup"] = None  # all processes share the cores as they like
     return {

@@ -3,6 +3,7 @@ the current steps run."""
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,8 @@ class Ahead:
     def __init__(self, make: Callable[[], Steps]) -> None:
         self._steps: Steps | None = None
         self._fault = ""
+        self.begun_sec = time.monotonic()
+        """Value of time.monotonic() when the compilation began."""
         self._thread = threading.Thread(
             target=self._run, args=(make,), name=COMPILES_AHEAD, daemon=True
         )

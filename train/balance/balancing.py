@@ -9,9 +9,11 @@ Every process collects and adopts at the same steps. A checkpoint holds experts 
 logical order, and the plan, what waits, and the planner's state in its meta record.
 """
 
+import contextlib
 import dataclasses
 import json
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +22,7 @@ import numpy as np
 
 from moejax.balance import adoptions, controller, planning
 from moejax.balance.adoptions import Adoptions
+from moejax.balance.decision import Decision
 from moejax.balance.loads import home_rows
 from moejax.balance.planning import Adopted, Planner, Refused, Reply, Snapshot, Task
 from moejax.balance.policies import check_policy, make_valid_plan
@@ -35,12 +38,15 @@ from train.job import Job
 from train.launch.processes import any_process, is_first, published, withdraw
 from train.logs import plan_lines
 from train.logs.records import Records, home_std_over_std, max_over_mean
+from train.logs.screen import Outlook, Shown
 from train.step.compiled import compile_steps, on_devices
 from train.step.freed_memory import return_freed_memory
 
 LATE_SEC = 0.05
 """Shortest wait for a plan that a line tells of, where lag_steps leave it a whole step.
 Each wait is in the record of its step."""
+NUM_SHOWN = 12
+"""Number of decisions that a screen gets."""
 SAME = {
     "mesh": None, "moe": None, "dispatch": None, "balance": None,
     "train": {"batch_size", "accumulate_steps"}, "data": {"seq_len"},
@@ -53,8 +59,11 @@ class Balancing:
     """The balancer of a run, with the compiled steps, the placement and the layout that
     are in use."""
 
-    def __init__(self, job: Job, say: Callable[[str], None]) -> None:
-        self._job, self.say = job, say
+    def __init__(
+        self, job: Job, say: Callable[[str], None], during=contextlib.nullcontext
+    ) -> None:
+        """`during(what)` is a context for a block in which steps wait."""
+        self._job, self.say, self._during = job, say, during
         self._settings, self._mover = job.model.run.settings, Mover(job.model)
         self._is_on = self._settings.policy != "home"
         self.stores = {job.model.layout.store}
@@ -72,6 +81,10 @@ class Balancing:
         self._step_records: dict[int, dict] = {}
         self._decided: dict[int, dict] = {}
         """Records of decisions, by the step before which they were collected."""
+        self._last: deque[tuple[Decision, dict]] = deque(maxlen=NUM_SHOWN)
+        """The last decisions, each with its record."""
+        self._adopted: set[int] = set()
+        """Steps of the decisions that were adopted."""
         self._layouts: dict[int, Layout] = {}
         self._published: dict[int, int] = {}
         self.records: Records
@@ -237,6 +250,7 @@ class Balancing:
         are_presumed = self._job.model.run.calibration.is_presumed
         self.say(decision.line(are_speeds_presumed=are_presumed))
         self._decided[step] = decision.record()
+        self._last.append((decision, self._decided[step]))
         self._prepare()
 
     def _reply(self, step: int, asked_step: int, record: dict) -> Reply:
@@ -245,7 +259,8 @@ class Balancing:
         name = f"decision/{asked_step}"
         if self._planner is None:
             return Reply.from_json(published(name, str))
-        reply, text, waited_sec = self._planner.collect(asked_step)
+        with self._during(f"waiting for the plan of step {asked_step}"):
+            reply, text, waited_sec = self._planner.collect(asked_step)
         published(name, lambda: text)
         record["plan_wait_msec"] = 1e3 * waited_sec
         if waited_sec >= LATE_SEC and self._settings.lag_steps > 1:
@@ -267,7 +282,8 @@ class Balancing:
         """Return the state to run `step` with. If a decision is due at this step, the
         state is moved to its plan and layout first."""
         if self.is_due(step):
-            state = self._adopt(step, state)
+            with self._during(f"adopting the decision for step {step}"):
+                state = self._adopt(step, state)
         self._step_records.setdefault(step, {})["plan"] = self.plan.digest
         self._layouts[step] = self.layout
         return state
@@ -278,10 +294,12 @@ class Balancing:
         start_sec, is_new = time.monotonic(), self._is_relayout_next()
         if is_new and not self._ahead.is_done:
             self.say(f"step {step}  waits until the new layout is compiled")
-        if is_new and not self._take_steps():
-            return state
+        with self._during("waiting until the new layout is compiled"):
+            if is_new and not self._take_steps():
+                return state
         waited_sec = time.monotonic() - start_sec
         old_layout, old_plan = self.layout, self.plan
+        self._adopted.add(adoptions.next_adoption(self._now).step)
         self._now = adoptions.adopt(self._now)
         self._record_adoption(step, old_plan, is_relayout=is_new)
         self._tell(Adopted())
@@ -352,6 +370,36 @@ class Balancing:
             return False
         self.steps = steps
         return True
+
+    def outlook(self) -> Outlook:
+        """Return the last decisions and what became of them, and the layout that is
+        being compiled. Any thread may call this."""
+        now, ahead = self._now, self._ahead
+        waiting = [*now.swaps, *([] if now.relayout is None else [now.relayout])]
+        last = list(self._last)
+        steps = {decision.step for decision, _ in last}
+        old = [(x, x.record()) for x in waiting if x.step not in steps]
+        decisions = tuple(
+            Shown(record, self._fate(decision, waiting, last))
+            for decision, record in (*old, *last)
+        )
+        if ahead is None or ahead.is_done or now.relayout is None:
+            return Outlook(decisions)
+        sec = time.monotonic() - ahead.begun_sec
+        return Outlook(decisions, now.relayout.adopt_step, sec)
+
+    def _fate(self, decision: Decision, waiting: list[Decision], last: list) -> str:
+        """Return what has become of a decision."""
+        if decision.kind == "keep":
+            return ""
+        if decision.step in self._adopted:
+            return f"adopted at step {decision.adopt_step}"
+        if any(x.step == decision.step for x in waiting):
+            return f"adoption at step {decision.adopt_step}"
+        for later, _ in last:
+            if later.step > decision.step and later.adopt_step == decision.adopt_step:
+                return f"planned anew at step {later.step}"
+        return "given up"
 
     def step_record(self, step: int, stats: RoutingStats) -> dict[str, Any]:
         """Return the fields of a step's record that are about its plan. May be called

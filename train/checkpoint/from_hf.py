@@ -4,6 +4,7 @@
                        of the folder, from which tools/hf.py exports
 """
 
+import contextlib
 import hashlib
 import pathlib
 import time
@@ -26,6 +27,16 @@ from train.config.from_hf import KEPT, folder_of, missing_tokenizer
 from train.files import write_whole
 from train.launch.processes import are_several
 from train.step.state import TrainState, abstract_state, state_from
+
+Watch = Callable[
+    [str, int, Callable[[], int]], contextlib.AbstractContextManager[object]
+]
+"""A function (what, total bytes, bytes done) -> context of a long piece of work."""
+
+
+def unwatched(what: str, total: int, poll: Callable[[], int]):
+    """Return a context that shows nothing."""
+    return contextlib.nullcontext()
 
 
 def check_folder(cfg: Config) -> str:
@@ -70,7 +81,10 @@ def require_origin(cfg: Config, run_dir: pathlib.Path) -> None:
 
 
 def read_params(
-    run: Resolved, store: Store = "owned", say: Callable[[str], None] = print
+    run: Resolved,
+    store: Store = "owned",
+    say: Callable[[str], None] = print,
+    watch: Watch = unwatched,
 ) -> tuple[Any, Any]:
     """Return the parameters and the router bias of the folder of Model.from_hf on the
     devices of a run, as `abstract_state` shards them.
@@ -85,7 +99,9 @@ def read_params(
     with open_model(folder) as published:
         for note in published.notes[len(published.architecture.notes) :]:
             say(f"note: {note}")
-        arrays = _to_tree(published, wanted)
+        total = sum(entry.num_bytes for entry in published.folder.entries.values())
+        with watch("reading", total, lambda: published.folder.bytes_read):
+            arrays = _to_tree(published, wanted)
         num_bytes = published.folder.bytes_read
     sec = time.monotonic() - begun_sec
     whose = " for the devices of this process" if are_several() else ""
@@ -97,11 +113,15 @@ def read_params(
 
 
 def first_state(
-    run: Resolved, optimizer, store: Store, say: Callable[[str], None] = print
+    run: Resolved,
+    optimizer,
+    store: Store,
+    say: Callable[[str], None] = print,
+    watch: Watch = unwatched,
 ) -> TrainState:
     """Return the state at step 0 of a run that starts from the folder of Model.from_hf,
     as `read_params` reads it."""
-    params, router_bias = read_params(run, store, say)
+    params, router_bias = read_params(run, store, say, watch)
     return state_from(params, router_bias, run, optimizer, store)
 
 

@@ -1,0 +1,56 @@
+"""Test the region of a terminal that is drawn again and again."""
+
+import time
+
+from tests.support.terminal import obeying
+from train.logs import region
+
+START = """
+from train.logs.region import Region
+import sys, threading
+seen, held = [], threading.Event()
+def draw(width, rows): seen.append(width); return [[(f'drawing {len(seen)}', '')]]
+drawn = Region(sys.stdout, draw)
+""".strip().splitlines()
+
+
+def test_a_region_is_drawn_four_times_a_second_at_most():
+    with obeying() as terminal:
+        begun_sec = time.monotonic()
+        terminal.tell(*START, "drawn.__enter__()")
+        terminal.wait_for("drawing 4")
+        assert time.monotonic() - begun_sec >= 3 * region.MIN_SEC
+        terminal.tell(*["print('.')"] * 20, "drawn.__exit__()", "print(len(seen))")
+        terminal.wait_for(lambda lines: any(line.isdigit() for line in lines))
+        assert terminal.end() == 0
+
+
+def test_an_error_in_drawing_is_shown_and_ends_nothing():
+    with obeying() as terminal:
+        terminal.tell(*START, "def fail(width, rows): raise KeyError('x')")
+        terminal.tell("drawn = Region(sys.stdout, fail)", "drawn.__enter__()")
+        terminal.wait_for("the screen cannot be drawn: KeyError: 'x'")
+        terminal.tell("drawn.__exit__()", "print('goes on')")
+        assert terminal.end() == 0
+        assert terminal.lines()[0] == "goes on"
+
+
+def test_standard_output_that_is_no_terminal_is_left_alone(tmp_path):
+    """A region on standard error does not take the lines of a file or a pipe."""
+    path = tmp_path / "out.txt"
+    with obeying() as terminal:
+        terminal.tell(
+            f"import sys; sys.stdout = open({str(path)!r}, 'w')",
+            *START,
+            "drawn = Region(sys.stderr, draw)",
+            "with drawn: print('into the file'); print('above', file=sys.stderr)",
+            "sys.stdout.close(); sys.stdout = sys.__stdout__",
+        )
+        assert terminal.end() == 0
+        assert "above" in terminal.lines()
+    assert path.read_text() == "into the file\n"
+
+
+def test_a_terminal_that_wraps_anew_is_known_by_its_variables():
+    assert region.rewraps({"TMUX": "/tmp/tmux-0/default,1,0"})
+    assert not region.rewraps({"TERM": "xterm", "TMUX": ""})
