@@ -16,7 +16,8 @@ from train.logs.tensorboard import COLORS
 BROWSER = pathlib.Path(__file__).parent / "browser"
 SCRIPTS = (
     "dom.js", "data.js", "figures.js", "curves.js", "overview.js", "time.js", "load.js",
-    "layer.js", "decisions.js", "exchange.js", "live.js", "main.js",
+    "layer_maps.js", "layer.js", "decisions.js", "exchange.js", "configuration.js",
+    "sections.js", "live.js", "main.js",
 )  # fmt: skip
 
 

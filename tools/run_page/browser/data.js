@@ -4,14 +4,18 @@ const settings = JSON.parse(document.getElementById("settings").textContent);
 
 const page = {
   data: null,
-  chosen: 0,        // index of the run of sections that show one run
+  chosen: 0, // index of the run of sections that show one run
   layer: 0,
-  views: [],        // each has update()
+  views: [], // each has update()
 };
 
-function runs() { return page.data.runs; }
+function runs() {
+  return page.data.runs;
+}
 
-function run() { return page.data.runs[page.chosen] ?? page.data.runs[0]; }
+function run() {
+  return page.data.runs[page.chosen] ?? page.data.runs[0];
+}
 
 /** Return the bytes of base64 text. */
 function decoded(text) {
@@ -45,26 +49,35 @@ function frames(table) {
 
 /** Load over the mean of the layer, by its byte in a frame. */
 const RATIO = Float64Array.from({ length: 256 }, (_, byte) =>
-  (byte === 0 ? 0 : 2 ** ((byte - 128) / 32)));
+  byte === 0 ? 0 : 2 ** ((byte - 128) / 32),
+);
 /** Its logarithm to base 2, for colours; a load of 0 is as far down as they go. */
 const LOG2 = Float64Array.from({ length: 256 }, (_, byte) =>
-  (byte === 0 ? -4 : (byte - 128) / 32));
+  byte === 0 ? -4 : (byte - 128) / 32,
+);
 
 /** Return half-precision numbers as [point][layer]. */
 function layerTable(curve) {
   return once(curve, () => {
     const bytes = decoded(curve.mean_b64);
     const view = new DataView(bytes.buffer);
-    return curve.step.map((_, point) => Array.from({ length: curve.layers }, (_, layer) =>
-      halfNumber(view.getUint16(2 * (point * curve.layers + layer), true))));
+    return curve.step.map((_, point) =>
+      Array.from({ length: curve.layers }, (_, layer) =>
+        halfNumber(view.getUint16(2 * (point * curve.layers + layer), true)),
+      ),
+    );
   });
 }
 
 function halfNumber(bits) {
   const exponent = (bits >> 10) & 31;
   const fraction = bits & 1023;
-  const size = exponent === 31 ? NaN
-    : exponent ? (1 + fraction / 1024) * 2 ** (exponent - 15) : fraction * 2 ** -24;
+  const size =
+    exponent === 31
+      ? NaN
+      : exponent
+        ? (1 + fraction / 1024) * 2 ** (exponent - 15)
+        : fraction * 2 ** -24;
   return bits >> 15 ? -size : size;
 }
 
@@ -78,7 +91,8 @@ function planTables(of) {
       if (plan.slots_b64) table = new Int16Array(decoded(plan.slots_b64).buffer);
       else if (tables.length && plan.changed) {
         table = tables.at(-1).table.slice();
-        for (const [layer, slot, expert] of plan.changed) table[layer * slots + slot] = expert;
+        for (const [layer, slot, expert] of plan.changed)
+          table[layer * slots + slot] = expert;
       }
       if (table) tables.push({ ...plan, table, slots, layers: table.length / slots });
     }
@@ -94,9 +108,11 @@ function deviceSlots(plan, layer, device) {
 
 /** Return the swaps and relayouts that the run adopted, by step. */
 function adoptions(of) {
-  return once(of.decisions ?? [], (decisions) => decisions
-    .filter((one) => one.adopted && one.kind !== "keep")
-    .sort((a, b) => a.adopt_step - b.adopt_step));
+  return once(of.decisions ?? [], (decisions) =>
+    decisions
+      .filter((one) => one.adopted && one.kind !== "keep")
+      .sort((a, b) => a.adopt_step - b.adopt_step),
+  );
 }
 
 /** Return the last index whose value is at most `limit`; -1 if there is none. */
@@ -114,20 +130,28 @@ function lastAtMost(sorted, limit) {
 function nearest(sorted, value) {
   const below = Math.max(lastAtMost(sorted, value), 0);
   const above = Math.min(below + 1, sorted.length - 1);
-  return Math.abs(sorted[above] - value) < Math.abs(sorted[below] - value) ? above : below;
+  return Math.abs(sorted[above] - value) < Math.abs(sorted[below] - value)
+    ? above
+    : below;
 }
 
 /** Return whether a run has done a step. */
-function hasSteps(of) { return of.step > 0; }
+function hasSteps(of) {
+  return of.step > 0;
+}
 
-function finite(values) { return values.filter((value) => Number.isFinite(value)); }
+function finite(values) {
+  return values.filter((value) => Number.isFinite(value));
+}
 
 function quantile(values, share) {
   const sorted = finite(values).sort((a, b) => a - b);
   return sorted.length ? sorted[Math.round(share * (sorted.length - 1))] : null;
 }
 
-function median(values) { return quantile(values, 0.5); }
+function median(values) {
+  return quantile(values, 0.5);
+}
 
 function lastOf(values) {
   for (let i = values.length - 1; i >= 0; i -= 1) {
@@ -139,6 +163,11 @@ function lastOf(values) {
 /** Return whether a run has a curve with at least one number. */
 function hasCurve(of, name) {
   return Boolean(of.curves?.[name]?.mean.some((value) => Number.isFinite(value)));
+}
+
+/** Return whether a curve of a run is above 0 anywhere. */
+function isEverAbove0(of, name) {
+  return Boolean(of.curves?.[name]?.mean.some((value) => value > 0));
 }
 
 /** Return a centred moving mean of the finite values, over `width` points. */

@@ -1,4 +1,4 @@
-// Decisions of the balancer, with prices and reasons; bytes of collectives; configurations.
+// Decisions of the balancer, with prices and reasons.
 
 const MAX_DECISIONS = 300;
 const filter = { kind: "all", limit: MAX_DECISIONS };
@@ -7,42 +7,87 @@ function decisionSection(body) {
   addGains(body);
   const shown = makeScrollBox("Decisions of the balancer");
   const count = make("p", { class: "hint", role: "status" });
-  const more = make("button", { type: "button", class: "quiet", onclick: () => {
-    filter.limit += MAX_DECISIONS;
-    view.update();
-  } }, "Show more");
-  const kinds = makeSelect([["all", "all kinds"], ["adopted", "adopted"], ["swap", "swap"],
-    ["relayout", "relayout"], ["keep", "keep"]], filter.kind, (value) => {
-    [filter.kind, filter.limit] = [value, MAX_DECISIONS];
-    view.update();
-  });
+  const more = make(
+    "button",
+    {
+      type: "button",
+      class: "quiet",
+      onclick: () => {
+        filter.limit += MAX_DECISIONS;
+        view.update();
+      },
+    },
+    "Show more",
+  );
+  const kinds = makeSelect(
+    [
+      ["all", "all kinds"],
+      ["adopted", "adopted"],
+      ["swap", "swap"],
+      ["relayout", "relayout"],
+      ["keep", "keep"],
+    ],
+    filter.kind,
+    (value) => {
+      [filter.kind, filter.limit] = [value, MAX_DECISIONS];
+      view.update();
+    },
+  );
   const view = {
     update() {
       const all = run().decisions ?? [];
-      const right = all.filter((one) => filter.kind === "all"
-        || (filter.kind === "adopted" ? one.adopted && one.kind !== "keep" : one.kind === filter.kind));
+      const right = all.filter(
+        (one) =>
+          filter.kind === "all" ||
+          (filter.kind === "adopted"
+            ? one.adopted && one.kind !== "keep"
+            : one.kind === filter.kind),
+      );
       const last = right.slice(-filter.limit).reverse();
-      setText(count, `${last.length.toLocaleString("en-US")} of ${plural(all.length, "decision")}, the last first.`);
+      setText(
+        count,
+        `${last.length.toLocaleString("en-US")} of ${plural(all.length, "decision")}, the last first.`,
+      );
       more.hidden = right.length <= filter.limit;
       fillIfNew(shown, last.length ? decisionTable(last) : "No decision of this kind.");
     },
   };
-  body.append(make("div", { class: "controls" }, labelled("Kind", kinds), count), shown, more);
+  body.append(
+    make("div", { class: "controls" }, labelled("Kind", kinds), count),
+    shown,
+    more,
+  );
   view.update();
   page.views.push(view);
 }
 
 function decisionTable(decisions) {
-  const msec = (sec) => (Number.isFinite(sec) ? Number((1000 * sec).toPrecision(3)) : null);
+  const msec = (sec) =>
+    Number.isFinite(sec) ? Number((1000 * sec).toPrecision(3)) : null;
   const two = (ratio) => (Number.isFinite(ratio) ? ratio.toFixed(2) : "–");
-  const head = ["step", "kind", "what changes", "max/mean", "predicted gain (ms a step)",
-    "measured gain (ms a step)", "cost (s)", "adopted", "why"];
+  const head = [
+    "step",
+    "kind",
+    "what changes",
+    "max/mean",
+    "predicted gain (ms a step)",
+    "measured gain (ms a step)",
+    "cost (s)",
+    "adopted",
+    "why",
+  ];
   const rows = decisions.map((one) => [
-    String(one.step), make("span", { class: `pill ${one.kind}` }, one.kind), changeText(one),
-    one.kind === "keep" ? two(one.device_max_over_mean_before)
+    String(one.step),
+    make("span", { class: `pill ${one.kind}` }, one.kind),
+    changeText(one),
+    one.kind === "keep"
+      ? two(one.device_max_over_mean_before)
       : `${two(one.device_max_over_mean_before)} → ${two(one.device_max_over_mean_after)}`,
-    msec(one.modelled_gain_sec), one.gain_msec_measured ?? null, one.modelled_cost_sec ?? null,
-    adoptionText(one), one.why ?? "",
+    msec(one.modelled_gain_sec),
+    one.gain_msec_measured ?? null,
+    one.modelled_cost_sec ?? null,
+    adoptionText(one),
+    one.why ?? "",
   ]);
   return makeTable("Decisions of the balancer", head, rows, { class: "decisions" });
 }
@@ -55,124 +100,95 @@ function adoptionText(one) {
 
 function changeText(one) {
   if (one.kind === "keep") return "nothing";
-  const show = (value) => (typeof value === "object" ? JSON.stringify(value) : String(value));
-  const parts = Object.entries(one.changes ?? {}).map(([name, pair]) => `${name.replaceAll("_", " ")} `
-    + (Array.isArray(pair) && pair.length === 2 ? `${show(pair[0])} → ${show(pair[1])}` : show(pair)));
+  const show = (value) =>
+    typeof value === "object" ? JSON.stringify(value) : String(value);
+  const parts = Object.entries(one.changes ?? {}).map(
+    ([name, pair]) =>
+      `${name.replaceAll("_", " ")} ` +
+      (Array.isArray(pair) && pair.length === 2
+        ? `${show(pair[0])} → ${show(pair[1])}`
+        : show(pair)),
+  );
   if (Number.isFinite(one.num_moves)) parts.unshift(plural(one.num_moves, "move"));
   return parts.join("; ");
 }
 
 function measuredDecisions() {
-  return adoptions(run()).filter((one) => Number.isFinite(one.gain_msec_measured)
-    && Number.isFinite(one.modelled_gain_sec));
+  return adoptions(run()).filter(
+    (one) =>
+      Number.isFinite(one.gain_msec_measured) && Number.isFinite(one.modelled_gain_sec),
+  );
 }
 
 /** Add a figure of predicted and measured gains, where some were measured. */
 function addGains(body) {
   if (measuredDecisions().length < 2) return;
   addFigure(body, {
-    id: "gains", title: "Gain of each change, predicted beside measured", unit: "ms a step", height: 260,
-    caption: () => "Measured: median step time of the 20 steps before, minus that of the 20 after.",
+    id: "gains",
+    title: "Gain of each change, predicted beside measured",
+    unit: "ms a step",
+    height: () => 260,
+    caption: () =>
+      "Measured: median step time of the 20 steps before, minus that of the 20 after.",
     describe: () => {
       const all = measuredDecisions();
-      return `Median predicted ${shortNumber(median(all.map((one) => 1000 * one.modelled_gain_sec)), 3)} ms, `
-        + `median measured ${shortNumber(median(all.map((one) => one.gain_msec_measured)), 3)} ms, `
-        + `over ${plural(all.length, "change")}.`;
+      return (
+        `Median predicted ${shortNumber(median(all.map((one) => 1000 * one.modelled_gain_sec)), 3)} ms, ` +
+        `median measured ${shortNumber(median(all.map((one) => one.gain_msec_measured)), 3)} ms, ` +
+        `over ${plural(all.length, "change")}.`
+      );
     },
     draw: () => {
       const all = measuredDecisions();
       const x = all.map((one) => one.adopt_step);
       const predicted = all.map((one) => 1000 * one.modelled_gain_sec);
       const measured = all.map((one) => one.gain_msec_measured);
-      const points = { type: "scatter", mode: "markers", x, hovertemplate: "%{y:,.3~r}" };
+      const points = {
+        type: "scatter",
+        mode: "markers",
+        x,
+        hovertemplate: "%{y:,.3~r}",
+      };
       return {
         traces: [
-          { type: "scatter", mode: "lines", x: x.flatMap((at) => [at, at, null]), hoverinfo: "skip",
-            y: all.flatMap((_, i) => [predicted[i], measured[i], null]), showlegend: false,
-            line: { color: ink("muted"), width: 1 } },
-          { ...points, y: predicted, name: "predicted",
-            marker: { size: 9, symbol: "circle-open", color: lineColor(0), line: { width: 2 } } },
-          { ...points, y: measured, name: "measured",
-            marker: { size: 9, symbol: "diamond", color: lineColor(1) } },
+          {
+            type: "scatter",
+            mode: "lines",
+            x: x.flatMap((at) => [at, at, null]),
+            hoverinfo: "skip",
+            y: all.flatMap((_, i) => [predicted[i], measured[i], null]),
+            showlegend: false,
+            line: { color: ink("muted"), width: 1 },
+          },
+          {
+            ...points,
+            y: predicted,
+            name: "predicted",
+            marker: {
+              size: 9,
+              symbol: "circle-open",
+              color: lineColor(0),
+              line: { width: 2 },
+            },
+          },
+          {
+            ...points,
+            y: measured,
+            name: "measured",
+            marker: { size: 9, symbol: "diamond", color: lineColor(1) },
+          },
         ],
         layout: baseLayout({ yaxis: { zeroline: true, zerolinecolor: ink("muted") } }),
       };
     },
-    table: () => ({ head: ["adopted at step", "kind", "predicted", "measured"],
-      rows: measuredDecisions().map((one) => [String(one.adopt_step), one.kind,
-        Number((1000 * one.modelled_gain_sec).toPrecision(4)), one.gain_msec_measured]) }),
-  });
-}
-
-/** Add bars of the bytes that a device sends in a step, under the last layout. */
-function addBytes(body) {
-  const last = () => run().bytes?.at(-1);
-  const sorted = () => Object.entries(last().by).sort((a, b) => a[1] - b[1]);
-  if (!last() || !sorted().length) return;
-  addFigure(body, {
-    id: "bytes", title: "Bytes that a device sends in a step", unit: "by collective, modelled",
-    height: 90 + 30 * sorted().length,
-    describe: () => sorted().reverse().map(([name, bytes]) => `${name}: ${bytesText(bytes)}.`).join(" "),
-    caption: () => (run().bytes.length > 1
-      ? `Under the layout since step ${last().step}; the table has all ${run().bytes.length} layouts.` : ""),
-    draw: () => ({
-      traces: [{
-        type: "bar", orientation: "h", y: sorted().map(([name]) => plain(name, isNarrow() ? 16 : 34)),
-        x: sorted().map(([, bytes]) => bytes), text: sorted().map(([, bytes]) => bytesText(bytes)),
-        textposition: "auto", marker: { color: lineColor(0) }, hoverinfo: "skip", cliponaxis: false,
-      }],
-      layout: baseLayout({ xTitle: "bytes", hovermode: false, bargap: 0.3,
-        xaxis: { tickformat: "~s" }, yaxis: { showgrid: false } }),
+    table: () => ({
+      head: ["adopted at step", "kind", "predicted", "measured"],
+      rows: measuredDecisions().map((one) => [
+        String(one.adopt_step),
+        one.kind,
+        Number((1000 * one.modelled_gain_sec).toPrecision(4)),
+        one.gain_msec_measured,
+      ]),
     }),
-    table: () => {
-      const names = [...new Set(run().bytes.flatMap((one) => Object.keys(one.by)))];
-      return { head: ["collective", ...run().bytes.map((one) => `from step ${one.step}`)],
-        rows: names.map((name) => [name, ...run().bytes.map((one) =>
-          (one.by[name] === undefined ? null : bytesText(one.by[name])))]) };
-    },
-  });
-}
-
-const search = { text: "", onlyDifferences: false };
-
-function configuration(body) {
-  const shown = makeScrollBox("Configuration");
-  const count = make("p", { class: "hint", role: "status" });
-  const text = make("input", { type: "search", value: search.text, oninput: () => {
-    search.text = text.value;
-    view.update();
-  } });
-  const only = make("input", { type: "checkbox", onchange: () => {
-    search.onlyDifferences = only.checked;
-    view.update();
-  } });
-  only.checked = search.onlyDifferences;
-  const view = {
-    update() {
-      const rows = configRows().filter(({ name, values, differs }) =>
-        (!search.onlyDifferences || differs || runs().length === 1)
-        && [name, ...values].some((one) => String(one ?? "").toLowerCase().includes(search.text.toLowerCase())));
-      setText(count, `${plural(rows.length, "field")} shown.`);
-      const head = ["field", ...(runs().length > 1 ? runs().map((of) => of.name) : ["value"])];
-      const table = makeTable("Configuration", head, rows.map(({ name, values }) => [name, ...values]),
-        { class: "config" });
-      rows.forEach(({ differs }, i) => table.tBodies[0].rows[i].classList.toggle("differs", differs));
-      fillIfNew(shown, table);
-    },
-  };
-  body.append(make("div", { class: "controls" }, labelled("Search", text),
-    runs().length > 1 ? make("label", { class: "check" }, only, make("span", {}, "differences alone")) : null, count),
-  shown);
-  view.update();
-  page.views.push(view);
-}
-
-/** Return the fields of all runs, by name, with the value of each run. */
-function configRows() {
-  const tables = runs().map((of) => new Map(of.config.map(([name, value]) => [name, String(value)])));
-  const names = [...new Set(tables.flatMap((table) => [...table.keys()]))].sort();
-  return names.map((name) => {
-    const values = tables.map((table) => table.get(name) ?? null);
-    return { name, values, differs: new Set(values).size > 1 };
   });
 }

@@ -17,25 +17,50 @@ function make(tag, attributes = {}, ...children) {
     heading. A cell is text, a number or an element. */
 function makeTable(caption, head, rows, attributes = {}) {
   const isNumber = head.map((_, column) =>
-    rows.every((row) => row[column] === null || typeof row[column] === "number"));
+    rows.every((row) => row[column] === null || typeof row[column] === "number"),
+  );
   const cell = (value, column) => {
-    const inside = value instanceof Node ? value
-      : typeof value === "number" ? shortNumber(value) : String(value ?? "–");
+    const inside =
+      value instanceof Node
+        ? value
+        : typeof value === "number"
+          ? shortNumber(value)
+          : String(value ?? "–");
     const kind = isNumber[column] ? "number" : null;
-    return column === 0 ? make("th", { scope: "row", class: kind }, inside)
+    return column === 0
+      ? make("th", { scope: "row", class: kind }, inside)
       : make("td", { class: kind }, inside);
   };
-  return make("table", attributes,
+  return make(
+    "table",
+    attributes,
     make("caption", { class: "unseen" }, caption),
-    make("thead", {}, make("tr", {}, head.map((text, column) =>
-      make("th", { scope: "col", class: isNumber[column] ? "number" : null }, text)))),
-    make("tbody", {}, rows.map((row) => make("tr", {}, row.map(cell)))));
+    make(
+      "thead",
+      {},
+      make(
+        "tr",
+        {},
+        head.map((text, column) =>
+          make("th", { scope: "col", class: isNumber[column] ? "number" : null }, text),
+        ),
+      ),
+    ),
+    make(
+      "tbody",
+      {},
+      rows.map((row) => make("tr", {}, row.map(cell))),
+    ),
+  );
 }
 
 /** Return a box that scrolls by itself, so that the page never scrolls sideways. */
 function makeScrollBox(label, ...children) {
-  return make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label },
-    ...children);
+  return make(
+    "div",
+    { class: "scroll", tabindex: 0, role: "region", "aria-label": label },
+    ...children,
+  );
 }
 
 /** Return a label that holds a control. */
@@ -45,8 +70,11 @@ function labelled(text, control, ...after) {
 
 /** Return a select element; `options` are pairs of a value and a text. */
 function makeSelect(options, value, onchange) {
-  const select = make("select", { onchange: () => onchange(select.value) },
-    options.map(([key, text]) => make("option", { value: key }, text)));
+  const select = make(
+    "select",
+    { onchange: () => onchange(select.value) },
+    options.map(([key, text]) => make("option", { value: key }, text)),
+  );
   select.value = value;
   return select;
 }
@@ -61,7 +89,8 @@ function fill(element, ...children) {
 function fillIfNew(element, ...children) {
   const other = document.createElement("div");
   fill(other, ...children);
-  if (other.innerHTML !== element.innerHTML) element.replaceChildren(...other.childNodes);
+  if (other.innerHTML !== element.innerHTML)
+    element.replaceChildren(...other.childNodes);
 }
 
 /** Set the text of an element, if it is another one: a live region speaks only then. */
@@ -75,18 +104,26 @@ const numberForms = new Map();
 function shortNumber(value, digits = 4) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e12)) return value.toExponential(digits - 1);
+  if (size !== 0 && (size < 1e-3 || size >= 1e12))
+    return value.toExponential(digits - 1);
   if (Number.isInteger(value)) return value.toLocaleString("en-US");
   const key = size >= 10 ** digits ? 0 : digits;
   if (!numberForms.has(key)) {
-    numberForms.set(key, new Intl.NumberFormat("en-US",
-      key ? { maximumSignificantDigits: key } : { maximumFractionDigits: 0 }));
+    numberForms.set(
+      key,
+      new Intl.NumberFormat(
+        "en-US",
+        key ? { maximumSignificantDigits: key } : { maximumFractionDigits: 0 },
+      ),
+    );
   }
   return numberForms.get(key).format(value);
 }
 
 function percent(share) {
-  return Number.isFinite(share) && share !== null ? `${shortNumber(100 * share, 3)} %` : "–";
+  return Number.isFinite(share) && share !== null
+    ? `${shortNumber(100 * share, 3)} %`
+    : "–";
 }
 
 /** Return seconds as "2 h 5 min", "3 min 20 s" or "4.2 s". */
@@ -102,7 +139,8 @@ function duration(sec) {
 function bytesText(bytes) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   let unit = 0;
-  while (bytes >= 1000 && unit < units.length - 1) [bytes, unit] = [bytes / 1000, unit + 1];
+  while (bytes >= 1000 && unit < units.length - 1)
+    [bytes, unit] = [bytes / 1000, unit + 1];
   return `${shortNumber(bytes, 3)} ${units[unit]}`;
 }
 
@@ -113,6 +151,7 @@ function plural(count, word) {
 /** Return unix seconds as "2026-11-25 09:10 UTC". */
 function clock(sec) {
   const moment = new Date(1000 * sec);
-  return Number.isNaN(moment.getTime()) ? "–"
+  return Number.isNaN(moment.getTime())
+    ? "–"
     : `${moment.toISOString().slice(0, 16).replace("T", " ")} UTC`;
 }

@@ -1,101 +1,167 @@
-// Figures: drawn by plotly when they come near the window, with their numbers as a table.
+// Figures: drawn by plotly when they come near the window, and their numbers as tables.
 
-const LIGHT_LINES = ["#0072b2", "#d55e00", "#00795a", "#a8447f", "#111111", "#8a6100",
-  "#4ba3d9", "#6b7280", "#b4530a"];
-const DARK_LINES = ["#56b4e9", "#f08d49", "#2fc79b", "#e2a1c6", "#f2f2f2", "#e6b800",
-  "#2f7fb8", "#9aa3b2", "#b86a35"];
+const LIGHT_LINES = [
+  "#0072b2",
+  "#d55e00",
+  "#00795a",
+  "#a8447f",
+  "#111111",
+  "#8a6100",
+  "#4ba3d9",
+  "#6b7280",
+  "#b4530a",
+];
+const DARK_LINES = [
+  "#56b4e9",
+  "#f08d49",
+  "#2fc79b",
+  "#e2a1c6",
+  "#f2f2f2",
+  "#e6b800",
+  "#2f7fb8",
+  "#9aa3b2",
+  "#b86a35",
+];
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "x"];
 const MAX_TABLE_ROWS = 200;
 const MAX_MARK_LINES = 30;
-// Plotly's bar of buttons stays away: one of them sends the figure to a server of others.
+// Plotly's bar of buttons stays away: one of them sends the figure to another server.
 const CONFIG = { responsive: true, displayModeBar: false, doubleClick: false };
 
 function isDark() {
   const forced = document.documentElement.dataset.theme;
-  return forced ? forced === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  return forced
+    ? forced === "dark"
+    : matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
-function isNarrow() { return window.innerWidth < 700; }
+function isNarrow() {
+  return window.innerWidth < 700;
+}
 
 function lineColor(index) {
   const colors = isDark() ? DARK_LINES : LIGHT_LINES;
   return colors[index % colors.length];
 }
 
-function dash(index) { return DASHES[index % DASHES.length]; }
+function dash(index) {
+  return DASHES[index % DASHES.length];
+}
 
 function ink(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  return getComputedStyle(document.documentElement)
+    .getPropertyValue(`--${name}`)
+    .trim();
 }
 
 /** Return text that plotly shows as it is: it reads tags and %{..} otherwise. */
 function plain(text, maxLength = 60) {
   const letters = Array.from(String(text));
-  const short = letters.length > maxLength
-    ? `${letters.slice(0, maxLength - 1).join("")}…` : letters.join("");
-  return short.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;")
+  const short =
+    letters.length > maxLength
+      ? `${letters.slice(0, maxLength - 1).join("")}…`
+      : letters.join("");
+  return short
+    .replaceAll("&", "&amp;")
+    .replaceAll("<", "&lt;")
+    .replaceAll(">", "&gt;")
     .replaceAll("%{", "%\u200b{");
 }
 
 /** Return a layout of plotly in the colours of the page. */
 function baseLayout({ xTitle = "step", xaxis = {}, yaxis = {}, ...rest } = {}) {
   const axis = {
-    gridcolor: ink("line"), linecolor: ink("line"), zeroline: false, automargin: true,
+    gridcolor: ink("line"),
+    linecolor: ink("line"),
+    zeroline: false,
+    automargin: true,
     tickfont: { color: ink("muted") },
   };
   const touch = matchMedia("(pointer: coarse)").matches;
   return {
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: "system-ui, sans-serif", size: 12, color: ink("text") },
     margin: { l: 48, r: 12, t: 8, b: 40 },
     dragmode: touch ? false : "zoom",
     hovermode: "x unified",
-    hoverlabel: { bgcolor: ink("surface"), bordercolor: ink("line"), namelength: 40,
-      font: { color: ink("text") } },
-    legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom",
-      traceorder: "normal" },
-    xaxis: { ...axis, title: { text: xTitle, standoff: 6, font: { color: ink("muted") } },
-      ...xaxis },
+    hoverlabel: {
+      bgcolor: ink("surface"),
+      bordercolor: ink("line"),
+      namelength: 40,
+      font: { color: ink("text") },
+    },
+    legend: {
+      orientation: "h",
+      x: 0,
+      xanchor: "left",
+      y: 1.02,
+      yanchor: "bottom",
+      traceorder: "normal",
+    },
+    xaxis: {
+      ...axis,
+      title: { text: xTitle, standoff: 6, font: { color: ink("muted") } },
+      ...xaxis,
+    },
     yaxis: { ...axis, ...yaxis },
     ...rest,
   };
 }
 
-const watcher = new IntersectionObserver((entries) => {
-  for (const entry of entries) {
-    const view = entry.target.view;
-    view.isNear = entry.isIntersecting;
-    if (view.isNear && view.isStale) view.draw();
-  }
-}, { rootMargin: "200px 0px" });
+const watcher = new IntersectionObserver(
+  (entries) => {
+    for (const entry of entries) {
+      const view = entry.target.view;
+      view.isNear = entry.isIntersecting;
+      if (view.isNear && view.isStale) view.draw();
+    }
+  },
+  { rootMargin: "200px 0px" },
+);
 
-/** Add a figure to a section. `spec` has id, title and height; `draw()` returns traces
+/** Add a figure to a section. `spec` has id, title and height(); `draw()` returns traces
     and layout, `describe()` says the main thing in words, `table()` returns head and
     rows. `unit` and `caption()` may be left out; `clips` says that some points
     lie outside at first. */
 function addFigure(parent, spec) {
   const plot = make("div", { class: "plot", role: "img", id: `${spec.id}-plot` });
-  plot.style.height = `${spec.height}px`;
   const caption = make("figcaption");
   const box = makeScrollBox(`Numbers of: ${spec.title}`);
   box.id = `${spec.id}-table`;
   box.hidden = true;
-  const button = make("button", { type: "button", class: "quiet", "aria-expanded": "false",
-    "aria-controls": box.id }, "Show numbers");
+  const button = make(
+    "button",
+    {
+      type: "button",
+      class: "quiet",
+      "aria-expanded": "false",
+      "aria-controls": box.id,
+    },
+    "Show numbers",
+  );
   const view = {
-    plot, isNear: false, isStale: true, zoom: "none", clips: spec.clips,
+    plot,
+    isNear: false,
+    isStale: true,
+    zoom: "none",
+    clips: spec.clips,
     update() {
-      plot.setAttribute("aria-label", `${spec.title}${spec.unit ? `, ${spec.unit}` : ""}. ${spec.describe()}`);
+      plot.setAttribute(
+        "aria-label",
+        `${spec.title}${spec.unit ? `, ${spec.unit}` : ""}. ${spec.describe()}`,
+      );
       setText(caption, spec.caption?.() ?? "");
+      // Set before the figure is drawn, so that what is below stays where it is.
+      plot.style.height = `${spec.height()}px`;
       if (!box.hidden) view.fillTable();
       view.isStale = true;
       if (view.isNear) view.draw();
     },
     draw() {
       view.isStale = false;
-      const { traces, layout, height } = spec.draw();
-      if (height) plot.style.height = `${height}px`;
+      const { traces, layout } = spec.draw();
       keepZoom(view, layout);
       const isFirst = !plot.dataset.drawn;
       Plotly.react(plot, traces, layout, CONFIG);
@@ -105,8 +171,11 @@ function addFigure(parent, spec) {
     },
     fillTable() {
       const { head, rows, note } = spec.table();
-      fill(box, note ? make("p", { class: "hint" }, note) : null,
-        makeTable(spec.title, head, rows));
+      fill(
+        box,
+        note ? make("p", { class: "hint" }, note) : null,
+        makeTable(spec.title, head, rows),
+      );
     },
   };
   button.addEventListener("click", () => {
@@ -115,10 +184,21 @@ function addFigure(parent, spec) {
     setText(button, box.hidden ? "Show numbers" : "Hide numbers");
     if (!box.hidden) view.fillTable();
   });
-  const title = make("h3", {}, spec.title,
-    spec.unit ? make("span", { class: "unit" }, ` ${spec.unit}`) : null);
-  const figure = make("figure", { id: spec.id }, title, ...(spec.controls ?? []), plot,
-    make("div", { class: "under" }, caption, button), box);
+  const title = make(
+    "h3",
+    {},
+    spec.title,
+    spec.unit ? make("span", { class: "unit" }, ` ${spec.unit}`) : null,
+  );
+  const figure = make(
+    "figure",
+    { id: spec.id },
+    title,
+    ...(spec.controls ?? []),
+    plot,
+    make("div", { class: "under" }, caption, button),
+    box,
+  );
   parent.append(figure);
   plot.view = view;
   view.update();
@@ -165,14 +245,22 @@ function markTraces(of) {
     const steps = all.filter((one) => one.kind === kind).map((one) => one.adopt_step);
     if (!steps.length) return [];
     const top = kind === "swap" && steps.length > MAX_MARK_LINES ? 0.06 : 1;
-    return [{
-      type: "scatter", mode: "lines", yaxis: "y2", hoverinfo: "skip",
-      name: plural(steps.length, kind),
-      x: steps.flatMap((step) => [step, step, null]),
-      y: steps.flatMap(() => [0, top, null]),
-      line: { width: kind === "swap" ? 1 : 1.6, dash: kind === "swap" ? "dot" : "solid",
-        color: ink("muted") },
-    }];
+    return [
+      {
+        type: "scatter",
+        mode: "lines",
+        yaxis: "y2",
+        hoverinfo: "skip",
+        name: plural(steps.length, kind),
+        x: steps.flatMap((step) => [step, step, null]),
+        y: steps.flatMap(() => [0, top, null]),
+        line: {
+          width: kind === "swap" ? 1 : 1.6,
+          dash: kind === "swap" ? "dot" : "solid",
+          color: ink("muted"),
+        },
+      },
+    ];
   });
 }
 
@@ -190,8 +278,14 @@ function endLabels(ends, range, height) {
     const actual = Math.max(wanted, floor + gap);
     floor = actual;
     return {
-      x: end.x, y: end.y, yshift: actual - wanted, xanchor: "left", xshift: 5,
-      text: plain(end.text, 22), font: { color: end.color, size: 11 }, showarrow: false,
+      x: end.x,
+      y: end.y,
+      yshift: actual - wanted,
+      xanchor: "left",
+      xshift: 5,
+      text: plain(end.text, 22),
+      font: { color: end.color, size: 11 },
+      showarrow: false,
     };
   });
 }

@@ -15,7 +15,8 @@ function startLive() {
 async function poll() {
   try {
     const answer = await fetch("data.json", {
-      cache: "no-store", headers: live.etag ? { "If-None-Match": live.etag } : {},
+      cache: "no-store",
+      headers: live.etag ? { "If-None-Match": live.etag } : {},
       signal: AbortSignal.timeout(10_000),
     });
     if (answer.ok) {
@@ -29,7 +30,11 @@ async function poll() {
       reached(true);
     } else reached(false);
   } catch (error) {
-    if (!(error instanceof TypeError || error.name === "TimeoutError" || error instanceof SyntaxError)) {
+    if (!(
+      error instanceof TypeError ||
+      error.name === "TimeoutError" ||
+      error instanceof SyntaxError
+    )) {
       setTimeout(poll, POLL_MSEC);
       throw error;
     }
@@ -44,10 +49,16 @@ function reached(isReached) {
   if (isReached === live.isReached) return;
   live.isReached = isReached;
   document.body.classList.toggle("lost", !isReached);
-  announce(isReached ? "The server is reached again." : "The server is not reached; trying again each second.");
+  announce(
+    isReached
+      ? "The server is reached again."
+      : "The server is not reached; trying again each second.",
+  );
 }
 
-function announce(text) { setText(document.getElementById("said"), text); }
+function announce(text) {
+  setText(document.getElementById("said"), text);
+}
 
 function sayAge() {
   const place = document.getElementById("age");
@@ -56,5 +67,10 @@ function sayAge() {
     return;
   }
   const sec = Math.max(0, Math.round((Date.now() - live.at) / 1000));
-  setText(place, live.isReached ? `updated ${sec} s ago` : `not reached; last update ${duration(sec)} ago`);
+  setText(
+    place,
+    live.isReached
+      ? `updated ${sec} s ago`
+      : `not reached; last update ${duration(sec)} ago`,
+  );
 }

@@ -14,25 +14,44 @@ function frameIndex(all) {
 
 function colorScale() {
   const { colors } = settings;
-  return colors.map((rgb, index) => [index / (colors.length - 1), `rgb(${rgb.join(",")})`]);
+  return colors.map((rgb, index) => [
+    index / (colors.length - 1),
+    `rgb(${rgb.join(",")})`,
+  ]);
 }
 
 function loadMap(body) {
-  const input = make("input", { type: "range", min: 0, step: 1, id: "load-slider",
-    "aria-describedby": "load-marks-text" });
+  const input = make("input", {
+    type: "range",
+    min: 0,
+    step: 1,
+    id: "load-slider",
+    "aria-describedby": "load-marks-text",
+  });
   const output = make("output", { for: "load-slider" });
   const play = make("button", { type: "button", "aria-pressed": "false" }, "Play");
   const marks = make("div", { class: "marks", "aria-hidden": "true" });
   const words = make("p", { class: "hint", id: "load-marks-text" });
   const figure = addFigure(body, {
-    id: "load-map", title: "Load of each expert", unit: "over the mean of its layer",
-    height: 320,
-    controls: [make("div", { class: "player" }, play,
-      make("div", { class: "track" }, labelled("Step", input), marks), output), words],
+    id: "load-map",
+    title: "Load of each expert",
+    unit: "over the mean of its layer",
+    height: () => loadMapHeight(),
+    controls: [
+      make(
+        "div",
+        { class: "player" },
+        play,
+        make("div", { class: "track" }, labelled("Step", input), marks),
+        output,
+      ),
+      words,
+    ],
     draw: () => drawLoadMap(),
     describe: () => describeLoad(),
-    caption: () => "White is the mean, orange above it, blue below. Choose a row to see its "
-      + "layer further down.",
+    caption: () =>
+      "White is the mean, orange above it, blue below. Choose a row to see its " +
+      "layer further down.",
     table: () => loadTable(),
   });
   const control = {
@@ -57,9 +76,9 @@ function loadMap(body) {
   play.addEventListener("click", () => togglePlay(play, show));
   page.views.push(control);
   control.update();
-  figure.plot.addEventListener("click", () => {}, { passive: true });
-  onceDrawn(figure, () => figure.plot.on("plotly_click", ({ points }) =>
-    chooseLayer(Number(points[0].y))));
+  onceDrawn(figure, () =>
+    figure.plot.on("plotly_click", ({ points }) => chooseLayer(Number(points[0].y))),
+  );
 }
 
 /** Call `act` after the first drawing of a figure, when plotly has given it events. */
@@ -84,10 +103,13 @@ function togglePlay(button, show) {
   const slowly = matchMedia("(prefers-reduced-motion: reduce)").matches;
   const count = () => frames(run().load)?.step.length ?? 0;
   if (slider.index >= count() - 1) show(0);
-  slider.timer = setInterval(() => {
-    if (slider.index < count() - 1 && button.isConnected) show(slider.index + 1);
-    else togglePlay(button, show);
-  }, slowly ? PLAY_SLOWLY_MSEC : PLAY_MSEC);
+  slider.timer = setInterval(
+    () => {
+      if (slider.index < count() - 1 && button.isConnected) show(slider.index + 1);
+      else togglePlay(button, show);
+    },
+    slowly ? PLAY_SLOWLY_MSEC : PLAY_MSEC,
+  );
 }
 
 /** Put ticks of swaps and relayouts under the slider, each at its place between the
@@ -95,18 +117,37 @@ function togglePlay(button, show) {
 function placeMarks(marks, words, all) {
   const adopted = adoptions(run());
   const last = Math.max(1, all.step.length - 1);
-  fill(marks, adopted.map((one) => {
-    const before = lastAtMost(all.step, one.adopt_step);
-    const [low, high] = [all.step[Math.max(before, 0)], all.step[Math.min(before + 1, last)]];
-    const part = before < 0 || !(high > low) ? 0 : (one.adopt_step - low) / (high - low);
-    const tick = make("span", { class: one.kind, title: `${one.kind} at step ${one.adopt_step}` });
-    tick.style.left = `${(100 * Math.min(Math.max(before, 0) + part, last)) / last}%`;
-    return tick;
-  }));
-  const count = (kind) => plural(adopted.filter((one) => one.kind === kind).length, kind);
-  setText(words, adopted.length
-    ? `Ticks under the slider: ${count("swap")} (short) and ${count("relayout")} (tall).`
-    : "No plan was adopted in these steps.");
+  fill(
+    marks,
+    adopted.map((one) => {
+      const before = lastAtMost(all.step, one.adopt_step);
+      const [low, high] = [
+        all.step[Math.max(before, 0)],
+        all.step[Math.min(before + 1, last)],
+      ];
+      const part =
+        before < 0 || !(high > low) ? 0 : (one.adopt_step - low) / (high - low);
+      const tick = make("span", {
+        class: one.kind,
+        title: `${one.kind} at step ${one.adopt_step}`,
+      });
+      tick.style.left = `${(100 * Math.min(Math.max(before, 0) + part, last)) / last}%`;
+      return tick;
+    }),
+  );
+  const count = (kind) =>
+    plural(adopted.filter((one) => one.kind === kind).length, kind);
+  setText(
+    words,
+    adopted.length
+      ? `Ticks under the slider: ${count("swap")} (short) and ${count("relayout")} (tall).`
+      : "No plan was adopted in these steps.",
+  );
+}
+
+function loadMapHeight() {
+  const { layers } = frames(run().load);
+  return Math.min(640, Math.max(isNarrow() ? 240 : 200, 110 + layers * 22));
 }
 
 function drawLoadMap() {
@@ -119,33 +160,43 @@ function drawLoadMap() {
     ratio.push(Array.from(bytes, (byte) => RATIO[byte]));
   }
   const narrow = isNarrow();
-  const height = Math.min(640, Math.max(narrow ? 240 : 200, 110 + all.layers * 22));
-  const bar = narrow ? { orientation: "h", y: -0.28, yanchor: "top", thickness: 10 }
+  const bar = narrow
+    ? { orientation: "h", y: -0.28, yanchor: "top", thickness: 10 }
     : { thickness: 12, outlinewidth: 0 };
   return {
-    height,
-    traces: [{
-      type: "heatmap", z, customdata: ratio, zmin: -2, zmax: 2, colorscale: colorScale(),
-      xgap: all.columns <= 64 ? 1 : 0, ygap: all.layers <= 32 ? 1 : 0,
-      hovertemplate: "layer %{y}, expert %{x}: %{customdata:.3~r} × mean<extra></extra>",
-      colorbar: { ...bar, tickvals: [-2, -1, 0, 1, 2],
-        ticktext: ["¼ or less", "½", "mean", "2 ×", "4 × or more"],
-        tickfont: { color: ink("muted"), size: 11 } },
-    }],
+    traces: [
+      {
+        type: "heatmap",
+        z,
+        customdata: ratio,
+        zmin: -2,
+        zmax: 2,
+        colorscale: colorScale(),
+        xgap: all.columns <= 64 ? 1 : 0,
+        ygap: all.layers <= 32 ? 1 : 0,
+        hovertemplate:
+          "layer %{y}, expert %{x}: %{customdata:.3~r} × mean<extra></extra>",
+        colorbar: {
+          ...bar,
+          tickvals: [-2, -1, 0, 1, 2],
+          ticktext: ["¼ or less", "½", "mean", "2 ×", "4 × or more"],
+          tickfont: { color: ink("muted"), size: 11 },
+        },
+      },
+    ],
     layout: baseLayout({
-      xTitle: "expert", hovermode: "closest",
+      xTitle: "expert",
+      hovermode: "closest",
       xaxis: { showgrid: false, range: [-0.5, all.columns - 0.5] },
-      yaxis: { ...wholeTicks(all.layers), title: { text: "layer", standoff: 4 },
-        range: [all.layers - 0.5, -0.5], showgrid: false },
+      yaxis: {
+        ...wholeTicks(all.layers),
+        title: { text: "layer", standoff: 4 },
+        range: [all.layers - 0.5, -0.5],
+        showgrid: false,
+      },
       margin: { l: 48, r: 12, t: 8, b: narrow ? 84 : 40 },
     }),
   };
-}
-
-/** Return ticks at whole numbers, at most about twelve. */
-function wholeTicks(count) {
-  const stride = [1, 2, 4, 8, 16, 32, 64].find((one) => count / one <= 12) ?? 128;
-  return { tickmode: "linear", tick0: 0, dtick: stride };
 }
 
 /** Return what a frame says of a layer. */
@@ -162,8 +213,10 @@ function describeLoad() {
     const { bytes, order } = layerLoad(all, index, layer);
     return { layer, expert: order[0], ratio: RATIO[bytes[order[0]]] };
   }).sort((a, b) => b.ratio - a.ratio)[0];
-  return `At step ${all.step[index]} the fullest expert is expert ${worst.expert} of layer `
-    + `${worst.layer}, with ${shortNumber(worst.ratio, 3)} times the mean of its layer.`;
+  return (
+    `At step ${all.step[index]} the fullest expert is expert ${worst.expert} of layer ` +
+    `${worst.layer}, with ${shortNumber(worst.ratio, 3)} times the mean of its layer.`
+  );
 }
 
 function loadTable() {
@@ -173,77 +226,30 @@ function loadTable() {
   const three = (value) => Number(value.toPrecision(3));
   const note = `Load over the mean of the layer at step ${all.step[index]}.`;
   if (all.layers * all.columns <= MAX_TABLE_CELLS) {
-    return { note, head: ["layer", ...Array(all.columns).keys()].map((name) =>
-      (name === "layer" ? name : `expert ${name}`)),
-      rows: layers.map((layer) => [layer,
-        ...Array.from(all.layerAt(index, layer), (byte) => three(RATIO[byte]))]) };
+    return {
+      note,
+      head: ["layer", ...Array(all.columns).keys()].map((name) =>
+        name === "layer" ? name : `expert ${name}`,
+      ),
+      rows: layers.map((layer) => [
+        layer,
+        ...Array.from(all.layerAt(index, layer), (byte) => three(RATIO[byte])),
+      ]),
+    };
   }
   const rows = layers.map((layer) => {
     const { bytes, order, dead } = layerLoad(all, index, layer);
     const name = (expert) => `${expert} (${three(RATIO[bytes[expert]])})`;
-    return [layer, order.slice(0, 3).map(name).join(", "),
-      order.slice(-3).reverse().map(name).join(", "), dead];
+    return [
+      layer,
+      order.slice(0, 3).map(name).join(", "),
+      order.slice(-3).reverse().map(name).join(", "),
+      dead,
+    ];
   });
-  return { note: `${note} The three fullest and emptiest experts of each layer.`,
-    head: ["layer", "fullest experts", "emptiest experts", "dead experts"], rows };
-}
-
-const LAYER_CURVES = {
-  device_max_over_mean: "Device max/mean by layer",
-  expert_max_over_mean: "Expert max/mean by layer",
-  router_entropy: "Router entropy by layer",
-};
-
-/** Add a picture of one figure by layer over steps. Ratios begin at 1, which is even. */
-function addLayerCurve(body, name) {
-  const curve = () => run().layer_curves?.[name];
-  if (!curve()?.step.length) return;
-  const isRatio = name.endsWith("max_over_mean");
-  addFigure(body, {
-    id: `layers-${name.replaceAll("_", "-")}`, title: LAYER_CURVES[name],
-    unit: isRatio ? "1 is even" : "nats", height: 240,
-    describe: () => describeLayers(curve()),
-    draw: () => {
-      const table = layerTable(curve());
-      const { step, layers } = curve();
-      const z = Array.from({ length: layers }, (_, layer) => table.map((row) => row[layer]));
-      const values = z.flat();
-      const low = isRatio ? 1 : quantile(values, 0.01);
-      const high = quantile(values, 0.99);
-      const colors = settings.colors.map((rgb) => `rgb(${rgb.join(",")})`);
-      const scale = isRatio ? [[0, colors[2]], [0.5, colors[3]], [1, colors[4]]]
-        : [[0, colors[4]], [0.5, colors[2]], [1, colors[0]]];
-      return {
-        height: Math.min(460, 120 + 18 * layers),
-        traces: [{ type: "heatmap", x: step, z, zmin: low, zmax: Math.max(high, low + 0.1),
-          colorscale: scale, colorbar: { thickness: 12, outlinewidth: 0,
-            tickfont: { color: ink("muted"), size: 11 } },
-          hovertemplate: "step %{x}, layer %{y}: %{z:.3~r}<extra></extra>" }],
-        layout: baseLayout({ hovermode: "closest",
-          xaxis: { showgrid: false },
-          yaxis: { ...wholeTicks(layers), range: [layers - 0.5, -0.5], showgrid: false,
-            title: { text: "layer", standoff: 4 } } }),
-      };
-    },
-    caption: () => (run().every_steps > 1
-      ? `Each column is the mean of ${run().every_steps} steps or more.` : ""),
-    table: () => {
-      const { step, layers } = curve();
-      const table = layerTable(curve());
-      const rows = step.map((at, i) => [at, ...table[i].map((value) =>
-        (Number.isFinite(value) ? Number(value.toPrecision(3)) : null))]);
-      return { head: ["step", ...Array.from({ length: layers }, (_, l) => `layer ${l}`)],
-        ...thinRows(rows) };
-    },
-  });
-}
-
-function describeLayers(curve) {
-  const means = Array.from({ length: curve.layers }, (_, layer) => {
-    const values = finite(layerTable(curve).map((row) => row[layer]));
-    return values.reduce((sum, value) => sum + value, 0) / (values.length || 1);
-  });
-  const order = means.map((_, layer) => layer).sort((a, b) => means[b] - means[a]);
-  return `Mean over the steps: highest in layer ${order[0]} (${shortNumber(means[order[0]], 3)}), `
-    + `lowest in layer ${order.at(-1)} (${shortNumber(means[order.at(-1)], 3)}).`;
+  return {
+    note: `${note} The three fullest and emptiest experts of each layer.`,
+    head: ["layer", "fullest experts", "emptiest experts", "dead experts"],
+    rows,
+  };
 }

@@ -1,10 +1,20 @@
 // The first section: where each run stands, in figures and words.
 
-const STATE_SIGNS = { running: "▶", finished: "✓", stopped: "■", crashed: "✕", empty: "○" };
+const STATE_SIGNS = {
+  running: "▶",
+  finished: "✓",
+  stopped: "■",
+  crashed: "✕",
+  empty: "○",
+};
 
 function statePill(of) {
-  return make("span", { class: `pill ${of.state}` },
-    make("span", { "aria-hidden": "true" }, STATE_SIGNS[of.state] ?? "?"), ` ${of.state}`);
+  return make(
+    "span",
+    { class: `pill ${of.state}` },
+    make("span", { "aria-hidden": "true" }, STATE_SIGNS[of.state] ?? "?"),
+    ` ${of.state}`,
+  );
 }
 
 /** Return the latest figures of a run: [label, value, remark]. */
@@ -17,17 +27,34 @@ function latest(of) {
   const home = recent("home_device_max_over_mean");
   const unevenness = recent("device_max_over_mean");
   return [
-    ["step", of.step.toLocaleString("en-US"),
-      of.num_steps ? `of ${of.num_steps.toLocaleString("en-US")}` : ""],
+    [
+      "step",
+      of.step.toLocaleString("en-US"),
+      of.num_steps ? `of ${of.num_steps.toLocaleString("en-US")}` : "",
+    ],
     ["loss", shortNumber(last("loss")), "nats per token"],
-    ["held-out loss", shortNumber(held.at(-1)),
-      held.length > 1 ? `lowest ${shortNumber(quantile(held, 0))}` : ""],
+    [
+      "held-out loss",
+      shortNumber(held.at(-1)),
+      held.length > 1 ? `lowest ${shortNumber(quantile(held, 0))}` : "",
+    ],
     ["tokens per second", shortNumber(recent("tok_per_sec")), "all devices"],
     ["ms per step", shortNumber(recent("step_msec")), "median of the last points"],
-    ["MFU", percent(recent("mfu")), recent("mfu") === null ? "no peak is known" : "of peak FLOPs"],
-    ["goodput", percent(useful), of.goodput ? `of ${duration(of.goodput.wall_sec)}` : "not recorded"],
-    ["device max/mean", shortNumber(unevenness, 3),
-      home === null ? "1 is even" : `at home ${shortNumber(home, 3)}`],
+    [
+      "MFU",
+      percent(recent("mfu")),
+      recent("mfu") === null ? "no peak is known" : "of peak FLOPs",
+    ],
+    [
+      "goodput",
+      percent(useful),
+      of.goodput ? `of ${duration(of.goodput.wall_sec)}` : "not recorded",
+    ],
+    [
+      "device max/mean",
+      shortNumber(unevenness, 3),
+      home === null ? "1 is even" : `at home ${shortNumber(home, 3)}`,
+    ],
     ["swaps", String(counts("swap")), plural((of.decisions ?? []).length, "decision")],
     ["relayouts", String(counts("relayout")), ""],
   ];
@@ -36,8 +63,13 @@ function latest(of) {
 function overview(body) {
   body.append(...(runs().length > 1 ? compared() : single()));
   if (runs().some(hasSteps)) {
-    body.append(make("p", { class: "hint" },
-      "Drag across a figure to zoom in; a double click shows all of it again."));
+    body.append(
+      make(
+        "p",
+        { class: "hint" },
+        "Drag across a figure to zoom in; a double click shows all of it again.",
+      ),
+    );
   }
 }
 
@@ -50,7 +82,11 @@ function keepUpdated(update) {
 /** Return the parts of the overview of one run. Each part changes by itself, so that what
     has the keyboard's focus, or was opened, stays. */
 function single() {
-  const [state, tiles, notes] = [make("div", { class: "part" }), make("div"), make("div")];
+  const [state, tiles, notes] = [
+    make("div", { class: "part" }),
+    make("div"),
+    make("div"),
+  ];
   const attempts = makeScrollBox("Attempts");
   const summary = make("summary");
   const count = () => (run().attempts ?? []).length;
@@ -67,35 +103,77 @@ function single() {
 }
 
 function stateLine(of) {
-  const share = of.num_steps && hasSteps(of) ? Math.min(1, of.step / of.num_steps) : null;
+  const share =
+    of.num_steps && hasSteps(of) ? Math.min(1, of.step / of.num_steps) : null;
   // The text may begin with the name of the state, which stands before it.
   const text = of.state_text.startsWith(of.state)
-    ? of.state_text.slice(of.state.length).replace(/^[:;,]? */, "") : of.state_text;
+    ? of.state_text.slice(of.state.length).replace(/^[:;,]? */, "")
+    : of.state_text;
   return [
     make("p", { class: "state" }, statePill(of), ` ${text}`),
-    share === null ? null : make("progress", { max: 1, value: share,
-      "aria-label": `step ${of.step} of ${of.num_steps}` }),
+    share === null
+      ? null
+      : make("progress", {
+          max: 1,
+          value: share,
+          "aria-label": `step ${of.step} of ${of.num_steps}`,
+        }),
   ];
 }
 
 function tilesOf(of) {
-  if (!hasSteps(of)) return "Loss, speed, load and the other sections appear with the first step.";
-  return make("dl", { class: "tiles" }, latest(of).map(([label, value, remark]) =>
-    make("div", {}, make("dt", {}, label), make("dd", {}, value, make("small", {}, remark)))));
+  if (!hasSteps(of))
+    return "Loss, speed, load and the other sections appear with the first step.";
+  return make(
+    "dl",
+    { class: "tiles" },
+    latest(of).map(([label, value, remark]) =>
+      make(
+        "div",
+        {},
+        make("dt", {}, label),
+        make("dd", {}, value, make("small", {}, remark)),
+      ),
+    ),
+  );
 }
 
 function noteList(of) {
   if (!of.notes?.length) return null;
   const title = runs().length > 1 ? `Notes on ${of.name}` : "Notes";
-  return [make("h3", {}, title),
-    make("ul", { class: "notes" }, of.notes.map((text) => make("li", {}, text)))];
+  return [
+    make("h3", {}, title),
+    make(
+      "ul",
+      { class: "notes" },
+      of.notes.map((text) => make("li", {}, text)),
+    ),
+  ];
 }
 
 function attemptTable(of) {
-  const rows = (of.attempts ?? []).map((one, index) => [String(one.attempt ?? index + 1), one.step,
-    Number.isFinite(one.at) ? clock(one.at) : null, one.num_devices ?? null,
-    endText(one), one.device_kind ?? null, one.num_processes ?? null, one.moejax ?? null, one.jax ?? null]);
-  const head = ["attempt", "from step", "started", "devices", "end", "kind", "processes", "moejax", "jax"];
+  const rows = (of.attempts ?? []).map((one, index) => [
+    String(one.attempt ?? index + 1),
+    one.step,
+    Number.isFinite(one.at) ? clock(one.at) : null,
+    one.num_devices ?? null,
+    endText(one),
+    one.device_kind ?? null,
+    one.num_processes ?? null,
+    one.moejax ?? null,
+    one.jax ?? null,
+  ]);
+  const head = [
+    "attempt",
+    "from step",
+    "started",
+    "devices",
+    "end",
+    "kind",
+    "processes",
+    "moejax",
+    "jax",
+  ];
   return makeTable("Attempts of the run", head, rows, { class: "attempts" });
 }
 
@@ -108,23 +186,44 @@ function endText(attempt) {
 
 /** Return what differs between the runs, then their figures side by side. */
 function compared() {
-  const [differences, figures] = ["Differences of the configurations", "Figures of the runs"]
-    .map((label) => makeScrollBox(label));
+  const [differences, figures] = [
+    "Differences of the configurations",
+    "Figures of the runs",
+  ].map((label) => makeScrollBox(label));
   const notes = make("div");
   keepUpdated(() => {
     const pairs = page.data.differences ?? [];
-    fillIfNew(differences, pairs.length ? makeTable("Differences of the configurations",
-      ["field", ...runs().map(runName)], pairs.map(([field, values]) => [field, ...values]))
-      : "Nothing: the configurations are equal, or were not recorded.");
+    fillIfNew(
+      differences,
+      pairs.length
+        ? makeTable(
+            "Differences of the configurations",
+            ["field", ...runs().map(runName)],
+            pairs.map(([field, values]) => [field, ...values]),
+          )
+        : "Nothing: the configurations are equal, or were not recorded.",
+    );
     const all = runs().map(latest);
-    const rows = all[0].map(([label], row) => [label, ...all.map((one) => one[row][1])]);
+    const rows = all[0].map(([label], row) => [
+      label,
+      ...all.map((one) => one[row][1]),
+    ]);
     rows.unshift(["state", ...runs().map(statePill)]);
-    fillIfNew(figures, makeTable("Figures of the runs", ["figure", ...runs().map(runName)], rows));
+    fillIfNew(
+      figures,
+      makeTable("Figures of the runs", ["figure", ...runs().map(runName)], rows),
+    );
     fillIfNew(notes, runs().map(noteList));
   });
   return [
-    make("div", {}, make("h3", {}, "What differs in their configurations"), differences),
-    make("div", {}, make("h3", {}, "Where they stand"), figures), notes,
+    make(
+      "div",
+      {},
+      make("h3", {}, "What differs in their configurations"),
+      differences,
+    ),
+    make("div", {}, make("h3", {}, "Where they stand"), figures),
+    notes,
   ];
 }
 
@@ -132,13 +231,32 @@ function compared() {
 function runName(of, index) {
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   const line = document.createElementNS("http://www.w3.org/2000/svg", "line");
-  const dashes = { solid: "", dash: "7 4", dot: "2 3", dashdot: "7 3 2 3",
-    longdash: "10 4", longdashdot: "10 3 2 3" };
-  const set = (element, values) => Object.entries(values)
-    .forEach(([name, value]) => element.setAttribute(name, value));
-  set(svg, { width: 30, height: 8, "aria-hidden": "true", class: `sample line-${index % 6}` });
-  set(line, { x1: 0, x2: 30, y1: 4, y2: 4, "stroke-width": 3,
-    "stroke-dasharray": dashes[dash(index)] });
+  const dashes = {
+    solid: "",
+    dash: "7 4",
+    dot: "2 3",
+    dashdot: "7 3 2 3",
+    longdash: "10 4",
+    longdashdot: "10 3 2 3",
+  };
+  const set = (element, values) =>
+    Object.entries(values).forEach(([name, value]) =>
+      element.setAttribute(name, value),
+    );
+  set(svg, {
+    width: 30,
+    height: 8,
+    "aria-hidden": "true",
+    class: `sample line-${index % 6}`,
+  });
+  set(line, {
+    x1: 0,
+    x2: 30,
+    y1: 4,
+    y2: 4,
+    "stroke-width": 3,
+    "stroke-dasharray": dashes[dash(index)],
+  });
   svg.append(line);
   return make("span", {}, svg, ` ${of.name}`);
 }
