@@ -8,7 +8,7 @@ ARGS ?=
 SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train dry-run lint format test test-fast test-all bench aot-wheels peers docs clean
+.PHONY: help setup train dry-run lint format test test-fast test-all bench aot-wheels peers trackers docs clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -78,5 +78,18 @@ $(PEERS)/.stamp: constraints.txt | $(VENV)/.stamp
 
 peers: $(PEERS)/.stamp  ## tokamax in .peers, for tools/bench/grouped_dot.py
 
-clean:  ## remove the environment, .aot, .peers and the compilation cache, never a run
-	@rm -rf $(VENV) $(AOT) $(PEERS) .cache *.egg-info
+TRACKERS := .trackers
+TRACKER_WHEELS := wandb xxhash mlflow-skinny alembic annotated-doc annotated-types cachetools cffi cryptography \
+    databricks-sdk fastapi gitdb GitPython importlib_metadata Mako opentelemetry-api opentelemetry-proto \
+    opentelemetry-sdk opentelemetry-semantic-conventions pycparser pydantic pydantic-core python-dotenv smmap \
+    SQLAlchemy sqlparse starlette typing-inspection
+$(TRACKERS)/.stamp: constraints.txt | $(VENV)/.stamp
+	@echo "installing Weights & Biases and MLflow in $(TRACKERS) (once; 190 MB)"
+	@rm -rf $(TRACKERS)
+	@$(RUN) -m pip install -q --disable-pip-version-check --no-deps --target $(TRACKERS) -c constraints.txt $(TRACKER_WHEELS)
+	@touch $@
+
+trackers: $(TRACKERS)/.stamp  ## Weights & Biases and MLflow in .trackers, for --track=wandb,mlflow
+
+clean:  ## remove the environment, .aot, .peers, .trackers and the compilation cache, never a run
+	@rm -rf $(VENV) $(AOT) $(PEERS) $(TRACKERS) .cache *.egg-info

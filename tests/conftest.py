@@ -59,6 +59,7 @@ import pytest  # noqa: E402
 from tests.support.browser import missing_chromium  # noqa: E402
 from tools.bench.grouped_dot_peers import missing_tokamax  # noqa: E402
 from tools.compiled import wheels  # noqa: E402
+from train.logs.track.setup import missing_trackers  # noqa: E402
 
 if len(jax.devices()) != NUM_DEVICES:
     pytest.exit(
@@ -109,6 +110,8 @@ def _missing(config: pytest.Config) -> dict[str, str]:
         missing["peers"] = why
     if importlib.util.find_spec("mkdocs") is None:
         missing["docs"] = "no mkdocs: make setup EXTRAS=train,dev,docs"
+    if why := missing_trackers():
+        missing["trackers"] = why
     if why := missing_chromium():
         missing["browser"] = why
     return missing

@@ -42,6 +42,7 @@ from train.logs.profile import Window
 from train.logs.progress import Display, shown
 from train.logs.records import Records, step_record
 from train.logs.run_dir import RunDir
+from train.logs.track.setup import Setup, flat_fields
 from train.replicas.replay import Replay
 from train.replicas.watch import Replicas
 from train.step.gpu_options import options_line
@@ -96,7 +97,8 @@ class Outcome:
 class Extras:
     """Optional records that a run writes beside its metrics."""
 
-    has_tensorboard: bool = False
+    track: tuple[str, ...] = ()
+    """Trackers that get the records too."""
     profile_steps: range = range(0)
     begun_sec: float | None = None
     """Value of time.monotonic() when the program began; None: when training begins."""
@@ -142,11 +144,11 @@ def _train(
             )
         first = 0 if state is None else int(state.step)
         goodput.resume(first)
-        board_text = config_text if extras.has_tensorboard else None
+        tracking = _tracking(job, run_dir, config_text, extras, first)
         with (
             goodput,
             job.used_data_verified(first, lambda: stop.signal is not None, say),
-            Records(run_dir, cfg, first, board_text) as records,
+            Records(run_dir, cfg, first, tracking) as records,
             _attempt(job, records, goodput),
             Watchdog(
                 cfg.processes.watchdog_sec, say_loudly, run_dir.log and str(run_dir.log)
@@ -185,6 +187,17 @@ def _train(
     return Outcome(
         state, evaluation, step_secs, compile_sec, wall_sec, stop.signal, goodput
     )
+
+
+def _tracking(
+    job: Job, run_dir: RunDir, config_text: str, extras: Extras, step: int
+) -> Setup | None:
+    """Return what trackers are told of a run that goes on after `step`; None without
+    trackers."""
+    if not extras.track:
+        return None
+    fields = flat_fields(job.cfg.to_dict())
+    return Setup(extras.track, str(run_dir.path), step, config_text, fields)
 
 
 def _attempt(job: Job, records: Records, goodput: Stopwatch):

@@ -44,6 +44,7 @@ from train.launch.program import (  # noqa: E402
     start_of_process,
 )
 from train.logs.profile import HELP, parse_steps  # noqa: E402
+from train.logs.track.setup import parse_names, require_installed  # noqa: E402
 from train.messages import visible  # noqa: E402
 
 DEFAULT_TARGET = "h100"
@@ -90,6 +91,7 @@ def work(args: argparse.Namespace, *, is_program: bool) -> int:
     cfg = gin_reader.load(args.gin_file, args.gin_param)
     args.target = find_target(cfg, args.target)
     args.profile_steps = parse_steps(args.profile_steps)
+    args.track = parse_names(args.track)
     if is_program and cfg.train.num_simulated_devices:
         restart_with_huge_pages()
     return run(cfg, args, start(cfg, cluster_flags(args)))
@@ -202,9 +204,11 @@ def _add_output(add: Callable) -> None:
         help="print lines on a terminal too, as to a file (default: a screen there)",
     )
     add(
-        "--tensorboard",
-        action="store_true",
-        help="write events to RUN_DIR/tensorboard (default: none)",
+        "--track",
+        default="",
+        metavar="NAMES",
+        help="send the records to these trackers too, separated by commas: tensorboard "
+        "(events in RUN_DIR/tensorboard), wandb, mlflow (default: none)",
     )
     add(
         "--profile_steps",
@@ -242,6 +246,7 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
     from_step = args.from_step if is_first_attempt else None
     facts = {"configuration": gin_reader.render(cfg), "--from_step": str(from_step)}
     facts |= {"--dry_run": str(args.dry_run), "--check": str(args.check)}
+    facts["--track"] = ",".join(args.track)
     require_same("program", facts | program_facts())
     from train.checkpoint import identity
     from train.checkpoint.aside import go_back
@@ -256,6 +261,8 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
         return DONE
     if args.check:
         return check_devices(cfg, args)
+    if args.track:
+        from_first_process(lambda: require_installed(args.track))
     mark_compiler_threads()
     path = run_directory(cfg, args)
     cfg, is_new = look_back(cfg, path, fresh)
@@ -278,9 +285,7 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
             emit(summary, args.json)
             return DONE
         print_config(cfg, args, f"all of them are in {run_dir.path / 'config.gin'}")
-        extras = Extras(
-            args.tensorboard, args.profile_steps, args.begun_sec, args.plain
-        )
+        extras = Extras(args.track, args.profile_steps, args.begun_sec, args.plain)
         outcome = train(job, run_dir, gin_reader.render(cfg), extras)
         if outcome.evaluation is None:
             step = int(outcome.state.step)

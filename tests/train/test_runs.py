@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.close import assert_close
+from tests.support.event_files import shown_steps
 from tests.support.plan_history import adopted_records, plan_records
 from tests.support.run_main import (
     TOY,
@@ -32,7 +33,7 @@ PREEMPTED = 75
 def whole(tmp_path_factory):
     """The directory of an undisturbed run, and how it ended."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    return run_dir, run(run_dir)
+    return run_dir, run(run_dir, flags=["--track=tensorboard"])
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,9 @@ def assert_files_keep_their_schema(run_dir) -> None:
     }  # fmt: skip
     (start,) = plan_records(run_dir)
     assert (start["step"], start["kind"]) == (1, "start")
+    shown = shown_steps(run_dir / "tensorboard")
+    assert shown["loss/train"] == list(range(1, NUM_STEPS + 1))
+    assert shown["load/over_mean"] == [50]
     assert start["slot_to_expert_lp"] == [list(range(8))] * 2
 
 

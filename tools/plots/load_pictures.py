@@ -6,7 +6,7 @@ Letters in names: n steps, q columns of a picture, l layers, e experts, w device
 import numpy as np
 
 from tools.plots.run_arrays import Adoption, RunArrays
-from train.logs.tensorboard import COLORS, MAX_LOG2
+from train.logs.heat_map import COLORS, MAX_LOG2
 
 MAX_COLUMNS = 400
 MAX_TABLE_COLUMNS = 64

@@ -7,7 +7,7 @@ import numpy as np
 
 from moejax.perf.traffic import over_mean
 from moejax.plan.expert_plan import ExpertPlan
-from train.logs.tensorboard import COLORS, MAX_LOG2
+from train.logs.heat_map import COLORS, MAX_LOG2
 
 MAX_HEAT_ROWS = 32
 GREY, BLUE = "0.72", "#0072b2"

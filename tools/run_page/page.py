@@ -11,7 +11,7 @@ import json
 import pathlib
 import re
 
-from train.logs.tensorboard import COLORS
+from train.logs.heat_map import COLORS
 
 BROWSER = pathlib.Path(__file__).parent / "browser"
 SCRIPTS = (

@@ -1,9 +1,9 @@
-"""A step's record and the files a run writes: metrics, TensorBoard events, sample ids.
+"""A step's record and the files a run writes: metrics, plans, attempts, sample ids.
 
     metrics.jsonl              process 0: one line per step, evaluation or decision
     plans.jsonl                process 0: one line per start, swap and relayout
     attempts.jsonl             process 0: a line at the begin and the end of an attempt
-    tensorboard/               process 0, with --tensorboard
+    tensorboard/ and others    a process beside process 0, with --track
     samples-<process>.jsonl    each process, with Data.log_samples: the ids of its rows
 
 When a run resumes, all of them but attempts.jsonl are cut back to the step that it
@@ -30,9 +30,11 @@ from train.data.feed import own_rows
 from train.files import path_named
 from train.launch.processes import from_first_process, is_first
 from train.launch.program import say_loudly
-from train.logs import attempts, plan_lines
+from train.logs import attempts, heat_map, plan_lines
 from train.logs.record_lines import cut_back
 from train.logs.run_dir import RunDir
+from train.logs.track.process import TrackersProcess
+from train.logs.track.setup import Setup
 from train.step.step import StepMetrics
 
 
@@ -44,17 +46,14 @@ class Records:
         run_dir: RunDir,
         cfg: Config,
         step: int,
-        board_text: str | None = None,
+        tracking: Setup | None = None,
     ) -> None:
-        """Open the files after `step`, the last step that is done.
-
-        TensorBoard events are written only if `board_text`, the configuration that they
-        begin with, is given.
-        """
+        """Open the files after `step`, the last step that is done, and start the
+        process of the trackers if `tracking` is given."""
         self._cfg, folder = cfg, run_dir.path
         from_first_process(lambda: _cut_back_samples(folder, step))
         self._files = contextlib.ExitStack()
-        self._metrics = self._samples = self._tensorboard = None
+        self._metrics = self._samples = self._trackers = None
         self._plans = self._attempts = None
         if is_first():
             self._metrics = self._open(folder / "metrics.jsonl")
@@ -65,11 +64,9 @@ class Records:
             self._attempts.end_torn_line()
         if cfg.data.log_samples:
             self._samples = self._open(folder / f"samples-{jax.process_index()}.jsonl")
-        if is_first() and board_text is not None:
-            from train.logs.tensorboard import TensorBoard
-
-            board = TensorBoard(folder / "tensorboard", board_text, step)
-            self._tensorboard = self._files.enter_context(contextlib.closing(board))
+        if is_first() and tracking is not None:
+            process = TrackersProcess(tracking)
+            self._trackers = self._files.enter_context(contextlib.closing(process))
 
     def __enter__(self) -> "Records":
         return self
@@ -80,8 +77,8 @@ class Records:
     def step(self, record: dict, tokens_le: np.ndarray) -> None:
         """Write a step's record. It has the loads of experts (tokens_le) and of devices
         (rows_lw) every Train.log_load_every_steps steps only."""
-        if self._tensorboard is not None:
-            self._tensorboard.append(record, tokens_le)
+        if self._trackers is not None:
+            self._trackers.append(_tracked(record, tokens_le))
         if record["step"] % self._cfg.train.log_load_every_steps == 0:
             record = record | {"tokens_le": tokens_le}
         else:
@@ -94,8 +91,8 @@ class Records:
         balancer."""
         if self._metrics is not None:
             self._metrics.append(record)
-        if self._tensorboard is not None:
-            self._tensorboard.append(record)
+        if self._trackers is not None:
+            self._trackers.append(record)
 
     def evaluation(self, step: int, loss: float) -> None:
         """Write the held-out loss of a step, unless the file ends with it already.
@@ -106,8 +103,8 @@ class Records:
             return
         record = {"step": step, "eval_loss": loss}
         self._metrics.append(record)
-        if self._tensorboard is not None:
-            self._tensorboard.append(record)
+        if self._trackers is not None:
+            self._trackers.append(record)
 
     def plan(self, record: dict) -> None:
         """Write a line of train/logs/plan_lines.py."""
@@ -168,6 +165,14 @@ def step_record(step: int, metrics: StepMetrics, step_sec: float, tokens: int) -
         "skipped_in_a_row": int(metrics.skipped_in_a_row),
         "step_msec": 1e3 * step_sec,
     }
+
+
+def _tracked(record: dict, tokens_le: np.ndarray) -> dict:
+    """Return a step's record for trackers: with the loads of experts where they draw
+    them, and without those of devices."""
+    tracked = {name: value for name, value in record.items() if name != "rows_lw"}
+    is_drawn = record["step"] % heat_map.EVERY_STEPS == 0
+    return tracked | ({"tokens_le": tokens_le} if is_drawn else {})
 
 
 def max_over_mean(load_lx: np.ndarray) -> list[float]:

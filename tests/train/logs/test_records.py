@@ -15,6 +15,7 @@ from train.logs import record_lines
 from train.logs import records as records_module
 from train.logs.records import MetricsLog, Records, home_std_over_std, step_record
 from train.logs.run_dir import RunDir
+from train.logs.track.setup import Setup
 from train.step.step import StepMetrics
 
 
@@ -37,7 +38,8 @@ def test_loads_are_logged_every_log_load_every_steps(tmp_path):
     rng = np.random.default_rng(0)
     cfg = Config(train=Train(log_load_every_steps=3))
     routing = []
-    with Records(RunDir(tmp_path, None), cfg, 0, "a = 1") as records:
+    tracking = Setup(("tensorboard",), str(tmp_path), 0, "a = 1", {})
+    with Records(RunDir(tmp_path, None), cfg, 0, tracking) as records:
         for step in range(1, 8):
             metrics = make_metrics(rng)
             routing.append(metrics.routing)

@@ -2,16 +2,19 @@
 
 import io
 import math
-import struct
+import resource
 
 import numpy as np
 import pytest
 from PIL import Image
-from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.event_pb2 import SessionLog
 
 from tests.support.close import assert_close
-from train.logs import tensorboard
-from train.logs.tensorboard import COLORS, TensorBoard, color, heat_map, scalars
+from tests.support.event_files import read_events, read_file, shown_steps
+from train.logs.heat_map import heat_map
+from train.logs.scalars import scalars
+from train.logs.track import to_tensorboard
+from train.logs.track.to_tensorboard import TensorBoard
 
 RECORD = {
     "step": 7,
@@ -29,60 +32,16 @@ RECORD = {
     "dropped": 0,
     "skipped": True,
     "mfu": None,
+    "router_entropy": [1.0, 2.0],
+    "dead_experts": [0, 3],
     "data_wait_msec": 0.25,
     "tokens_le": [[1, 3], [2, 2]],
 }
 
 
-def crc32c(data: bytes) -> int:
-    """Return the CRC-32C of RFC 3720, appendix B.4, computed bit by bit."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
-    return crc ^ 0xFFFFFFFF
-
-
-def masked(data: bytes) -> int:
-    """Return the masked checksum that event files use."""
-    crc = crc32c(data)
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def read_events(folder) -> list[Event]:
-    """Return all events as TensorBoard reads them, and check lengths and checksums.
-
-    Files are read in the order of their names.
-    """
-    events = []
-    for path in sorted(folder.iterdir()):
-        data = io.BytesIO(path.read_bytes())
-        while head := data.read(12):
-            length, crc = struct.unpack("<QI", head)
-            payload = data.read(length)
-            assert (crc, len(payload)) == (masked(head[:8]), length)
-            assert data.read(4) == struct.pack("<I", masked(payload))
-            events.append(Event.FromString(payload))
-    return events
-
-
-def shown_steps(folder) -> dict[str, list[int]]:
-    """Return the steps that TensorBoard shows for each tag, without those that a later
-    session replaces."""
-    steps = {}
-    for event in read_events(folder):
-        if event.session_log.status == SessionLog.START:
-            for kept in steps.values():
-                kept[:] = [step for step in kept if step < event.step]
-        for value in event.summary.value:
-            steps.setdefault(value.tag, []).append(event.step)
-    return steps
-
-
 def test_events_hold_the_numbers_of_the_record(tmp_path):
     board = TensorBoard(tmp_path, "Moe.top_k = 2\n", 0)
-    board.append(RECORD)
+    board.append({n: x for n, x in RECORD.items() if n != "tokens_le"})
     board.append({"step": 7, "eval_loss": 2.5})
     board.close()
     version, start, config, numbers, evaluation = read_events(tmp_path)
@@ -106,6 +65,8 @@ def test_events_hold_the_numbers_of_the_record(tmp_path):
         "load_by_layer/01_expert_max_over_mean": 3.0,
         "exchange/rounds": 4.0,
         "exchange/dropped": 0.0,
+        "router/entropy": 1.5,
+        "router/dead_experts": 3.0,
         "other/data_wait_msec": 0.25,
     }
     assert_close(values, expected, dtype=np.float32)
@@ -147,6 +108,12 @@ def test_values_that_are_not_finite_are_written(tmp_path):
     assert norm.simple_value == math.inf
 
 
+def load(step: int, every_steps: int) -> dict:
+    """Return the field with the load of a step at which a picture is due, or none."""
+    is_due = step % every_steps == 0
+    return {"tokens_le": np.array([[1, 3], [2, 2]])} if is_due else {"tokens_le": None}
+
+
 def test_resumed_run_shows_each_step_once(tmp_path, monkeypatch):
     """A run that was killed and resumed twice shows each step once.
 
@@ -154,10 +121,10 @@ def test_resumed_run_shows_each_step_once(tmp_path, monkeypatch):
     clock stands still, and then goes back.
     """
     for first, last, now in ((1, 9, 2e9), (7, 8, 2e9), (8, 12, 1e9)):
-        monkeypatch.setattr(tensorboard.time, "time", lambda now=now: now)
-        board = TensorBoard(tmp_path, "a = 1", first - 1, heat_every_steps=2)
+        monkeypatch.setattr(to_tensorboard.time, "time", lambda now=now: now)
+        board = TensorBoard(tmp_path, "a = 1", first - 1)
         for step in range(first, last + 1):
-            board.append(RECORD | {"step": step})
+            board.append(RECORD | {"step": step} | load(step, 2))
         board.close()
     steps = shown_steps(tmp_path)
     assert steps["loss/train"] == list(range(1, 13))
@@ -165,83 +132,86 @@ def test_resumed_run_shows_each_step_once(tmp_path, monkeypatch):
 
 
 def test_heat_map_is_that_of_the_step(tmp_path):
-    board = TensorBoard(tmp_path, "", 0, heat_every_steps=5)
+    board = TensorBoard(tmp_path, "", 0)
     tokens_le = np.array([[4, 4, 4], [0, 3, 9]])
-    for step in range(1, 11):
-        board.append(RECORD | {"step": step}, tokens_le * (step == 10))
+    board.append(RECORD | {"step": 9, "tokens_le": None})
+    board.append(RECORD | {"step": 10, "tokens_le": tokens_le})
     board.close()
     values = [event.summary.value for event in read_events(tmp_path)]
-    images = [
+    (shown,) = [
         value[0].image for value in values if value and value[0].HasField("image")
     ]
-    assert len(images) == 2
-    picture = Image.open(io.BytesIO(images[-1].encoded_image_string))
+    picture = Image.open(io.BytesIO(shown.encoded_image_string))
     assert np.array_equal(np.asarray(picture), heat_map(tokens_le))
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 3), (3, 16), (94, 128), (4, 2048)])
-def test_cells_of_the_heat_map_are_layers_and_experts(shape):
-    rng = np.random.default_rng(0)
-    tokens_le = rng.integers(0, 100, shape)
-    map_hwc = heat_map(tokens_le)
-    side = map_hwc.shape[0] // shape[0]
-    assert side >= 4
-    assert map_hwc.shape == (side * shape[0], side * shape[1], 3)
-    assert map_hwc.dtype == np.uint8
-    for layer, expert in zip(*(rng.integers(0, size, 5) for size in shape)):
-        ratio = tokens_le[layer, expert] / tokens_le[layer].mean()
-        cell = map_hwc[layer * side :, expert * side :][:side, :side].reshape(-1, 3)
-        assert len(np.unique(cell, axis=0)) == 1
-        assert np.array_equal(cell[0], color(np.log2(max(ratio, 0.25))))
+@pytest.fixture
+def full_disk():
+    """Return a function that lets no file of this process grow beyond a size, as a full
+    disk would; without a size every file may grow again."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(num_bytes: int | None = None) -> None:
+        soft = before[0] if num_bytes is None else num_bytes
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, before[1]))
+
+    yield limit
+    limit()
 
 
-def test_even_is_neutral_and_colors_run_one_way():
-    neutral = COLORS[len(COLORS) // 2]
-    assert tuple(heat_map(np.full((1, 4), 7))[0, 0]) == neutral
-    assert tuple(heat_map(np.zeros((1, 4)))[0, 0]) == neutral
-    assert tuple(color(np.array(-9.0))) == COLORS[0]
-    assert tuple(color(np.array(9.0))) == COLORS[-1]
-    red, _, blue = np.moveaxis(color(np.linspace(-2, 2, 101)).astype(int), -1, 0)
-    assert (np.diff(red[:51]) >= 0).all()
-    assert (np.diff(blue[50:]) <= 0).all()
+def append_all(board: TensorBoard, steps) -> list[int]:
+    """Append and flush records of these steps; return the steps that failed."""
+    failed = []
+    for step in steps:
+        try:
+            board.append(RECORD | {"step": step, "tokens_le": None})
+            board.flush()
+        except OSError:
+            failed.append(step)
+    return failed
 
 
-def test_full_disk_costs_events_and_not_the_run(monkeypatch):
-    messages = []
-    monkeypatch.setattr(
-        tensorboard, "_new_file", lambda folder: io.FileIO("/dev/full", "w")
-    )
-    board = TensorBoard("anywhere", "a = 1", 2, say=messages.append)
-    for step in range(3, 6):
-        board.append(RECORD | {"step": step})
-    assert len(messages) == 1
-    assert "TENSORBOARD EVENTS NOT WRITTEN from step 3 on: " in messages[0]
-    assert "No space left" in messages[0]
+def test_a_full_disk_costs_events_and_tears_none_that_come_after(tmp_path, full_disk):
+    """The disk is full in the middle of an event. Later ones are in another file, and a
+    reader gets to them."""
+    board = TensorBoard(tmp_path, "a = 1", 0)
+    assert append_all(board, range(1, 4)) == []
+    (first,) = tmp_path.iterdir()
+    full_disk(first.stat().st_size + 9)
+    assert append_all(board, [4]) == [4]
+    assert len(read_file(first)) == 6, "the 7th is torn"
+    full_disk(0)
+    assert append_all(board, [5, 6]) == [5, 6]
+    full_disk()
+    assert append_all(board, [7, 8]) == []
+    board.close()
+    assert shown_steps(tmp_path)["loss/train"] == [1, 2, 3, 7, 8]
 
 
-def test_folder_that_cannot_be_made_costs_events_and_not_the_run(tmp_path):
+def test_what_begins_a_file_comes_once_there_is_room(tmp_path, full_disk):
+    """Events of an earlier attempt are forgotten, and the configuration is shown, also
+    if the disk was full at the start."""
+    board = TensorBoard(tmp_path, "a = 1", 0)
+    assert append_all(board, range(1, 6)) == []
+    board.close()
+    board = TensorBoard(tmp_path, "b = 2", 3)
+    full_disk(0)
+    assert append_all(board, [4, 5]) == [4, 5]
+    full_disk()
+    assert append_all(board, [6, 7]) == []
+    board.close()
+    assert shown_steps(tmp_path)["loss/train"] == [1, 2, 3, 6, 7]
+    texts = [
+        value.tensor.string_val[0]
+        for event in read_events(tmp_path)
+        for value in event.summary.value
+        if value.tag.startswith("config")
+    ]
+    assert texts == [b"    a = 1", b"    b = 2"]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_of_the_system(tmp_path):
     (tmp_path / "file").touch()
-    messages = []
-    board = TensorBoard(tmp_path / "file" / "board", "", 2, say=messages.append)
-    board.append(RECORD)
+    board = TensorBoard(tmp_path / "file" / "board", "", 2)
+    assert append_all(board, [3, 4]) == [3, 4]
     board.close()
-    assert len(messages) == 1
-    assert "NOT WRITTEN from step 3 on" in messages[0]
-
-
-def test_event_that_fits_in_part_is_taken_back(tmp_path, monkeypatch):
-    messages = []
-    board = TensorBoard(tmp_path, "", 0, say=messages.append)
-    whole = board._file
-
-    class Short:
-        write = staticmethod(lambda framed: whole.write(framed[:9]))
-        fileno, truncate = whole.fileno, whole.truncate
-
-    for step in range(1, 6):
-        monkeypatch.setattr(board, "_file", Short if step in (2, 3) else whole)
-        board.append(RECORD | {"step": step})
-    board.close()
-    assert shown_steps(tmp_path)["loss/train"] == [1, 4, 5]
-    assert len(messages) == 2
-    assert "written again, without 2" in messages[1]
