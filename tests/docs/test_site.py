@@ -1,7 +1,6 @@
 """Test the documentation's site: it is whole, its links hold, it loads nothing from
 another host, and its search works on files."""
 
-import html.parser
 import json
 import os
 import pathlib
@@ -17,6 +16,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_pla
 import moejax
 from moejax import config
 from tests.support.browser import ARGUMENTS, CHROMIUM
+from tests.support.site_pages import OUTSIDE, SitePage, read_site
 from tools.website.program_help import programs
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -27,15 +27,7 @@ PAGES = (
     "notebooks/*.ipynb",
     "moejax/**/*.md",
 )
-LOADS = {
-    "script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src",
-    "video": "src", "audio": "src", "object": "data", "embed": "src",
-}  # fmt: skip
-"""Attribute of each element by which a page loads something."""
-LINKS_ALONE = {"canonical", "next", "prev", "alternate"}
-"""Relations of <link> that load nothing."""
 IN_STYLES = re.compile(r"(?:url\(|@import)\s*['\"]?\s*(?:https?:)?//[^)'\"\s]+")
-CODE = ("code", "pre", "script", "style")
 MARKDOWN = re.compile(r"^ *\* .*|^ *\|.*\|$|^ *```.*|\]\([^)]*\)", re.MULTILINE)
 MAX_MIB = 30
 
@@ -59,19 +51,10 @@ def site(tmp_path_factory) -> pathlib.Path:
     return folder
 
 
-class Loads(html.parser.HTMLParser):
-    """What a page loads when it is opened."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.urls: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = dict(attrs)
-        if tag == "link" and LINKS_ALONE & set((values.get("rel") or "").split()):
-            return
-        if url := values.get(LOADS.get(tag, "")):
-            self.urls.append(url)
+@pytest.fixture(scope="module")
+def pages(site) -> dict[pathlib.Path, SitePage]:
+    """The pages of the site by file."""
+    return read_site(site)
 
 
 def pages_in_nav(entries: list) -> list[str]:
@@ -109,24 +92,30 @@ def test_a_page_begins_with_its_question(page):
 
 
 @built
-def test_no_page_loads_anything_from_another_host(site):
-    """Each page finds what it loads in the site. 404.html is for servers alone."""
-    for page in site.rglob("*.html"):
-        text = page.read_text(encoding="utf-8")
-        loads = Loads()
-        loads.feed(text)
-        outside = [url for url in loads.urls if re.match(r"(?:https?:)?//", url)]
-        assert not outside, f"{page.relative_to(site)} loads {outside}"
-        assert not IN_STYLES.findall(text), page
-        files = {re.split("[#?]", url)[0] for url in loads.urls}
-        missing = [
-            name
-            for name in files
-            if not name.startswith("data:") and not (page.parent / name).exists()
-        ]
-        assert not missing or page.name == "404.html", f"{page} lacks {missing}"
+def test_no_page_loads_anything_from_another_host(site, pages):
+    """Each page finds what it loads in the site."""
+    for file, page in pages.items():
+        outside = [url for url in page.loads if OUTSIDE.match(url)]
+        assert not outside, f"{file} loads {outside}"
+        assert not IN_STYLES.findall(page.text), file
+        inside = (url for url in page.loads if not url.startswith("data:"))
+        missing = [url for url in inside if not page.target(url)[0].is_file()]
+        assert not missing, f"{file} lacks {missing}"
     for style in site.rglob("*.css"):
         assert not IN_STYLES.findall(style.read_text(encoding="utf-8")), style
+
+
+@built
+def test_links_lead_to_files_and_anchors_of_the_site(pages):
+    """Also those that plugins made, which MkDocs does not check."""
+    for file, page in pages.items():
+        for url in page.links:
+            if re.match(r"[a-z]+:", url):
+                continue  # to another host
+            target, anchor = page.target(url)
+            assert target.is_file(), f"{file} links to {url}, which is not there"
+            if anchor and target in pages:
+                assert anchor in pages[target].ids, f"{file} links to {url}: no anchor"
 
 
 @pytest.fixture(scope="module")
@@ -157,53 +146,31 @@ def test_the_search_knows_words_of_all_kinds_of_pages(index):
 
 
 @built
-def test_the_reference_is_complete(site, index):
+def test_the_reference_is_complete(site, pages, index):
     """It has every name of `moejax`, every field of the configuration, and every
-    program."""
+    program. Examples in docstrings are code."""
     titles = {(entry["location"].partition("#")[0], entry["title"]) for entry in index}
     for name in moejax.__all__:
         assert ("reference/library.html", f"moejax.{name}") in titles
     for script in programs(ROOT):
         assert ("reference/programs.html", script) in titles
-    page = (site / "reference" / "configuration.html").read_text(encoding="utf-8")
+    reference = site / "reference"
     for name in config.__all__:
-        fields = getattr(getattr(config, name), "__dataclass_fields__", {})
-        for field in fields:
-            assert f'id="moejax.config.{name}.{field}"' in page
-
-
-class Prose(html.parser.HTMLParser):
-    """The text of a page's article, without its code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.text, self.within = "", []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in ("article", *CODE):
-            self.within.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in self.within:
-            self.within.remove(tag)
-
-    def handle_data(self, data: str) -> None:
-        if self.within == ["article"]:
-            self.text += data
+        for field in getattr(getattr(config, name), "__dataclass_fields__", {}):
+            ids = pages[reference / "configuration.html"].ids
+            assert f"moejax.config.{name}.{field}" in ids
+    assert not any("<blockquote" in pages[p].text for p in reference.glob("*.html"))
 
 
 @built
-def test_no_markdown_is_left_in_a_page(site):
+def test_no_markdown_is_left_in_a_page(pages):
     """Lists, tables, links and code became what they are, as they do on GitHub."""
-    for page in site.rglob("*.html"):
-        if page.parent.name != "notebooks":
-            prose = Prose()
-            prose.feed(page.read_text(encoding="utf-8"))
-            left = MARKDOWN.findall(prose.text)
-            assert not left, (
-                f"{page.relative_to(site)} has {left[:3]}: lists and tables need a "
-                "blank line before them, and four spaces within an item of a list"
-            )
+    for file, page in pages.items():
+        left = MARKDOWN.findall(page.prose)
+        assert not left, (
+            f"{file} has {left[:3]}: lists and tables need a blank line before them, "
+            "and four spaces within an item of a list"
+        )
 
 
 @built

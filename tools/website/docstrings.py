@@ -1,4 +1,4 @@
-"""Let the reference show the examples of docstrings as code."""
+"""Let the reference show the examples of docstrings as code, and link their pages."""
 
 import re
 import textwrap
@@ -9,15 +9,20 @@ EXAMPLE = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 """An example as doctest runs it, up to the blank line behind it."""
 
 
-class Examples(griffe.Extension):
+PAGE = re.compile(r"(?<![\w`./])docs/(\w+)\.md")
+
+
+class Docstrings(griffe.Extension):
     """Extension of griffe, which reads docstrings for mkdocstrings."""
 
     def on_object(self, *, obj: griffe.Object, **_) -> None:
-        """Indent the examples of an object's docstring, which makes them code."""
+        """Change the text of an object's docstring."""
         if obj.docstring:
-            obj.docstring.value = indent_examples(obj.docstring.value)
+            obj.docstring.value = for_site(obj.docstring.value)
 
 
-def indent_examples(text: str) -> str:
-    """Return a docstring whose examples are indented by four spaces."""
-    return EXAMPLE.sub(lambda found: textwrap.indent(found[0], "    "), text)
+def for_site(text: str) -> str:
+    """Return a docstring as Markdown of a page in reference/: examples are indented by
+    four spaces, and pages of docs/ are links."""
+    text = EXAMPLE.sub(lambda found: textwrap.indent(found[0], "    "), text)
+    return PAGE.sub(r"[docs/\1.md](../docs/\1.md)", text)
