@@ -2,6 +2,7 @@
 
     python tools/plots/page_pictures.py report.html --out docs/pictures/report_run.png
     python tools/plots/page_pictures.py report.html --out a.png --section load --dark
+    python tools/plots/page_pictures.py http://127.0.0.1:8421/ --out live.png
 
 The page is drawn as a person sees it who opens it: the first window, or the section
 that is named. Needs playwright (extra `dev`) and Debian's package `chromium`. Exit
@@ -19,8 +20,8 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])
 from tools.launch.arguments import new_parser  # noqa: E402
 from train.launch.program import BAD_INPUT, refuse  # noqa: E402
 
-NUM_COLORS = 128
-"""Colors of a picture's palette, which keeps the files small."""
+NUM_COLORS = 256
+"""Colors of a picture's palette: it makes the files small."""
 SCROLL = "(e) => e.scrollIntoView({behavior: 'instant'})"
 
 
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
-    parser.add_argument("page", type=pathlib.Path, help="page of tools/report.py")
+    parser.add_argument("page", help="page of tools/report.py, or its address")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="PNG to write")
     parser.add_argument("--section", help="id of the section to show, such as load")
     parser.add_argument("--width", type=int, default=1280, help="pixels (1280)")
@@ -53,8 +54,11 @@ def take(args: argparse.Namespace) -> bytes:
 
     if (chromium := shutil.which("chromium")) is None:
         raise ValueError("no chromium on the PATH: apt-get install chromium")
-    if not args.page.is_file():
-        raise ValueError(f"{args.page} is no file: make a page with tools/report.py")
+    address = args.page
+    if not address.startswith("http://127.0.0.1:"):
+        if not (path := pathlib.Path(args.page)).is_file():
+            raise ValueError(f"{path} is no file: make a page with tools/report.py")
+        address = path.resolve().as_uri()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
@@ -63,7 +67,7 @@ def take(args: argparse.Namespace) -> bytes:
             viewport={"width": args.width, "height": args.height},
             color_scheme="dark" if args.dark else "light",
         )
-        page.goto(args.page.resolve().as_uri())
+        page.goto(address)
         page.wait_for_selector("html[data-ready]")
         if args.section:
             place = page.locator(f"section[id='{args.section}']")

@@ -39,7 +39,7 @@ function latest(of) {
       held.length > 1 ? `lowest ${shortNumber(quantile(held, 0))}` : "",
     ],
     ["tokens per second", shortNumber(recent("tok_per_sec")), "all devices"],
-    ["ms per step", shortNumber(recent("step_msec")), "median of the last points"],
+    ["ms per step", shortNumber(recent("step_msec")), "median of the last 20"],
     [
       "MFU",
       percent(recent("mfu")),
