@@ -168,7 +168,7 @@ def play_all(
     for number in sorted({scenario.num_processes for scenario in plan}):
         print(f"undisturbed, {number} processes", flush=True)
         try:
-            with counted(f"undisturbed, {number} processes", "runs"):
+            with counted(f"undisturbed, {number} processes", "faults"):
                 results[number] = workshop.undisturbed(number, UNDISTURBED_SEC)
         except Broken as why:
             missed = [Verdict(fault) for scenario in plan for fault in scenario.faults]

@@ -30,7 +30,7 @@ from train.checkpoint.load import CheckpointSource, find_checkpoints
 from train.config.from_hf import folder_of
 from train.data.tokenizer import byte_tokenizer_file, load_tokenizer
 from train.launch.program import start
-from train.logs.counter import bytes_counted, counted
+from train.logs.counter import BYTES, bytes_counted, counted
 
 PLAIN_TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast"}
 """tokenizer_config.json of a tokenizer.json alone. Without it transformers takes the
@@ -58,7 +58,7 @@ def work(args: argparse.Namespace) -> dict:
     from train.checkpoint.on_devices import as_views
 
     begun_sec = time.monotonic()
-    with counted("reading the checkpoint", "steps"):
+    with counted("reading the checkpoint", BYTES):
         loaded = load_model(source)
     itemsize = WRITTEN_DTYPES[args.dtype or dtype].itemsize
     total = num_params(loaded.cfg.network)["total"] * itemsize

@@ -81,7 +81,9 @@ class Counter:
             self.done = self.poll()
         sec = max(self._monotonic() - self._begun_sec, 1e-9)
         ends = self._ends(sec)
-        head = [(self.what, "bold"), (self._amount(), "")]
+        head = [(self.what, "bold")]
+        if self.done or self.total:
+            head.append((self._amount(), ""))
         room = width - cells(head) - cells(ends) - 2 * (len(head) + len(ends))
         if self.total and room >= MIN_BAR:
             parts = gauge(self.done / self.total, min(room, MAX_BAR), self.signs)

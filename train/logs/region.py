@@ -3,30 +3,27 @@ above it.
 
     step 20  swap 1e49->610b ..       what is printed, to stdout or to stderr
     step 24  adopted 610b ..
-    ------------------------
+                                      an empty row, where the cursor is
     step 137/480  ━━━━━─────          the region, drawn by a thread
     loss 2.911  ▇▅▄▃▂▁
 
 It is no alternate screen: what was printed can be scrolled back to. The cursor is never
-hidden, so a program that is killed leaves a terminal in order.
+hidden, so a program that is killed leaves a terminal in order. rich.live, which leaves
+the cursor below its region, erases what C++ code writes there, such as XLA's warnings.
 """
 
 import contextlib
 import functools
 import io
-import math
-import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
-from rich.control import Control
-from rich.live import Live
-from rich.segment import ControlType, Segment
+from rich.segment import Segment
 from rich.style import Style
 
 from train.messages import one_line
@@ -40,12 +37,12 @@ Piece = tuple[str, str]
 """A text, and its style as rich names it; '' is plain."""
 Line = Sequence[Piece]
 Draw = Callable[[int, int], list[Line]]
-"""A function (width, rows) -> lines of at most `width` cells, at most `rows` of them.
-`rows` is the height of the terminal."""
+"""A function (width, height) -> lines of at most `width` cells, for a terminal of
+`height` rows."""
 
-REWRAPPING = ("TMUX", "VTE_VERSION", "KITTY_WINDOW_ID", "WT_SESSION", "KONSOLE_VERSION",
-              "ITERM_SESSION_ID", "ALACRITTY_WINDOW_ID", "WEZTERM_PANE")  # fmt: skip
-"""Variables set by terminals that wrap old lines anew when they become narrower."""
+ERASE_REST, ERASE_BELOW = "\x1b[K", "\x1b[J"
+"""Codes that erase the rest of a row, and all from the cursor to the end of the
+terminal."""
 
 
 def can_draw(stream: TextIO | None) -> bool:
@@ -65,20 +62,13 @@ class Region:
     """
 
     def __init__(self, stream: TextIO, draw: Draw) -> None:
-        self._console, self._draw = _make_console(stream), draw
+        self._stream, self._draw = stream, draw
+        self._console = _make_console(stream)
         self._lock = threading.RLock()
         """Held by whoever writes to the terminal."""
-        self._lines: list[Line] = []
         self._size = self._console.size
         """Size of the terminal when the region was drawn last."""
-        self._live = Live(
-            console=self._console,
-            get_renderable=lambda: _Drawn(self._lines),
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
+        self._rows: list[str] = []
         self._ends = contextlib.ExitStack()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="screen", daemon=True)
@@ -87,9 +77,6 @@ class Region:
         with self._lock:
             for name in ("stdout", "stderr"):
                 self._ends.enter_context(_printing_above(name, self))
-            self._live.start()
-            self._ends.callback(self._live.stop)
-            self._console.show_cursor(True)
             self.refresh()
         self._thread.start()
         return self
@@ -98,49 +85,53 @@ class Region:
         self._is_over.set()
         self._thread.join()
         with self._lock:
-            if self._console.size != self._size:
-                self.refresh()
+            self._write(f"\r{ERASE_BELOW}")
             self._ends.close()
 
     def refresh(self) -> None:
         """Draw the region anew."""
         with self._lock:
-            self._make_room()
             self._size = self._console.size
-            self._lines = self._drawn_lines()
-            self._live.refresh()
+            self._rows = self._drawn_rows()
+            self._write(self._frame())
 
     def print(self, lines: Sequence[str]) -> None:
         """Print lines above the region, which is drawn as it was."""
-        encoding = self._console.encoding
-        plain = [x.encode(encoding, "backslashreplace").decode(encoding) for x in lines]
         with self._lock:
             if self._console.size != self._size:
                 self.refresh()
-            self._console.print(_Drawn([[(line, "")] for line in plain], is_whole=True))
-            self._console.file.flush()
+            text = "".join(f"{line}\n" for line in lines)
+            self._write(f"\r{ERASE_BELOW}{text}{self._frame()}")
 
-    def _drawn_lines(self) -> list[Line]:
-        """Return the lines of the region. An error in drawing is shown in its place,
-        and ends nothing."""
-        size = self._size
-        width = max(size.width - 1, 1)  # some terminals wrap after the last column
+    def _frame(self) -> str:
+        """Return the codes that draw the region below an empty row, and bring the
+        cursor back to that row.
+
+        So what C++ code writes to the terminal has a row of its own, a terminal that
+        wraps old lines anew moves the cursor with them, and nothing above is erased.
+        """
+        below = "".join(f"{ERASE_REST}\n{row}" for row in self._rows)
+        return f"\r{below}{ERASE_BELOW}\x1b[{len(self._rows)}A\r"
+
+    def _drawn_rows(self) -> list[str]:
+        """Return the rows of the region, with codes of colours. An error in drawing is
+        shown in their place, and ends nothing."""
+        width = max(self._size.width - 1, 1)  # some terminals wrap after the last cell
         try:
-            return self._draw(width, size.height)
+            lines = self._draw(width, self._size.height)
         except Exception as fault:
             text = f"the screen cannot be drawn: {type(fault).__name__}: {fault}"
-            return [[(one_line(text)[:width], "")]]
+            lines = [[(one_line(text)[:width], "")]]
+        lines = lines[: max(self._size.height - 2, 1)]
+        with self._console.capture() as captured:
+            self._console.print(Drawn(lines))
+        return captured.get().split("\n")
 
-    def _make_room(self) -> None:
-        """Erase the rows that a terminal which has become narrower has added to the
-        region."""
-        width = self._console.size.width
-        if width < self._size.width and rewraps():
-            rows = [math.ceil(cells(line) / width) for line in self._lines]
-            num_added = sum(max(row, 1) - 1 for row in rows)
-            up = (ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)
-            begin = ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)
-            self._console.control(Control(*begin, *up * num_added))
+    def _write(self, text: str) -> None:
+        """Write a text to the terminal, with escapes for what its encoding lacks."""
+        encoding = self._console.encoding
+        self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        self._stream.flush()
 
     def _run(self) -> None:
         """Draw the region until it is over."""
@@ -149,12 +140,6 @@ class Region:
             begun_sec = time.thread_time()
             self.refresh()
             wait_sec = max(MIN_SEC, (time.thread_time() - begun_sec) / MAX_SHARE)
-
-
-def rewraps(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the terminal is known to wrap old lines anew when it becomes
-    narrower. Of an unknown one too many rows are never erased; some may stay."""
-    return any(environ.get(name) for name in REWRAPPING)
 
 
 def cells(line: Line) -> int:
@@ -201,21 +186,20 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{sec:02}" if hours else f"{minutes}:{sec:02}"
 
 
-class _Drawn:
+class Drawn:
     """Lines as rich renders them, without any change."""
 
-    def __init__(self, lines: Sequence[Line], *, is_whole: bool = False) -> None:
-        """With `is_whole` the last line ends too."""
-        self._lines, self._is_whole = lines, is_whole
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self._lines = lines
 
     def __rich_console__(
         self, _: Console, options: ConsoleOptions
     ) -> Iterator[Segment]:
         for index, line in enumerate(self._lines):
+            if index:
+                yield Segment.line()
             for text, style in line:
                 yield Segment(text, _parsed(style))
-            if self._is_whole or index < len(self._lines) - 1:
-                yield Segment.line()
 
 
 @functools.cache

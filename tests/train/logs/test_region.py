@@ -51,6 +51,17 @@ def test_standard_output_that_is_no_terminal_is_left_alone(tmp_path):
     assert path.read_text() == "into the file\n"
 
 
-def test_a_terminal_that_wraps_anew_is_known_by_its_variables():
-    assert region.rewraps({"TMUX": "/tmp/tmux-0/default,1,0"})
-    assert not region.rewraps({"TERM": "xterm", "TMUX": ""})
+def test_what_is_written_past_python_is_not_lost():
+    """C++ code writes to the file descriptor, between two drawings."""
+    with obeying() as terminal:
+        terminal.tell(*START, "drawn.__enter__()", "import os")
+        terminal.wait_for("drawing 1")
+        terminal.tell("os.write(2, b'a warning of C++\\n')")
+        terminal.wait_for("a warning of C++")
+        number = max(int(x.split()[1]) for x in terminal.lines() if "drawing" in x)
+        lines = terminal.wait_for(f"drawing {number + 2}")
+        assert sum("drawing" in line for line in lines) == 1
+        terminal.tell("print('printed')", "drawn.__exit__()")
+        assert terminal.end() == 0
+        kept = [line for line in terminal.lines() if line]
+    assert kept == ["a warning of C++", "printed"]
