@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from tests.support.large_run import write_large_run
 from tests.support.metrics_lines import DECISIONS, balanced_lines, decided, log_lines
 from tests.support.page_contract import decode, require_contract
 from tests.support.run_folders import ATTEMPTS, PLANS, finish, make_folder, table
@@ -393,3 +394,27 @@ def test_texts_of_files_are_bounded_and_can_be_encoded(tmp_path, text):
     why = run["decisions"][0]["why"]
     assert len(why.encode()) <= 1000
     assert why in (text, "?", text[:998] + "..")
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "sizes"),
+    [(300, (2, 16, 4)), pytest.param(6000, (64, 256, 32), marks=pytest.mark.long)],
+)
+def test_a_long_run_is_thinned_within_its_limits(tmp_path, num_steps, sizes):
+    """The larger run has 130 MB, as a run of 100,000 steps has 2.1 GB."""
+    limits = LARGE if num_steps > 1000 else SMALL
+    folder = write_large_run(tmp_path / "run", num_steps, *sizes)
+    run = read_one(folder, limits=limits)
+    num_layers, num_experts, num_devices = sizes
+    assert run["step"] == num_steps
+    assert len(run["curves"]["loss"]["step"]) <= limits.num_bins
+    for name, most, size in (
+        ("load", limits.load_bytes, num_layers * num_experts),
+        ("rows", limits.rows_bytes, num_layers * num_devices),
+    ):
+        steps = run[name]["step"]
+        assert (steps[0], steps[-1]) == (10, num_steps)
+        assert len(steps) <= max(2, most // size) + 1
+    assert run["plans"][0]["step"] == 1
+    assert all(d["adopted"] for d in run["decisions"] if d["adopt_step"] < num_steps)
+    assert len(json.dumps(run)) < 9e6

@@ -17,6 +17,7 @@ import pytest
 
 from moejax.balance.planning import Observed, Snapshot
 from tests.support.close import assert_close
+from tests.support.page_contract import decode, require_contract
 from tests.support.plan_history import plan_records, tables
 from tests.support.planners import killed_in_a_plan
 from tests.support.run_main import Live, checkpoint_record, command, run
@@ -33,6 +34,8 @@ from tests.support.watched_run import (
     speeds,
     watched,
 )
+from tools.run_page.read import RunReader, page_data
+from tools.run_page.read_metrics import Limits
 from train.balance.record import BalanceRecord
 from train.checkpoint.checksum import describe_arrays
 from train.data.feed import feed
@@ -143,6 +146,29 @@ def test_plans_are_those_of_the_steps(swaps, owners, relayout):
         kinds = ["relayout"] * (done is relayout)
         assert [x["kind"] for x in lines if "bytes" in x] == ["start", *kinds]
         assert all(x["bytes"] for x in lines if "bytes" in x)
+
+
+def test_a_page_shows_what_the_runs_did(swaps, owners, relayout):
+    done = swaps, owners, relayout
+    readers = [RunReader(x.run_dir, Limits()) for x in done]
+    for reader in readers:
+        reader.read()
+    data = page_data(readers, is_live=False)
+    require_contract(data)
+    assert ["Balance.policy", ["'flexmoe'", "'smartmoe'", "'flexmoe'"]] in (
+        data["differences"]
+    )
+    for shown, one in zip(data["runs"], done, strict=True):
+        assert (shown["step"], shown["notes"]) == (NUM_STEPS, [])
+        assert shown["state"] == "stopped"  # these runs write no summary
+        assert len(shown["curves"]) >= 20
+        adopted = [d["adopt_step"] for d in shown["decisions"] if d["adopted"]]
+        assert adopted == one.adopted
+        assert [plan["step"] for plan in shown["plans"]] == [1, *one.adopted]
+        last_lp = one.plan(NUM_STEPS).slot_to_expert_lp
+        found_lp = decode(shown["plans"][-1]["slots_b64"], "<i2", *last_lp.shape)
+        assert np.array_equal(found_lp, last_lp)
+        assert shown["load"]["step"] == shown["rows"]["step"] == [10, 20, 30]
 
 
 def test_a_swap_evens_the_devices(swaps):
