@@ -90,6 +90,16 @@ def test_dropped_choices_are_a_share_of_all():
     assert record["dropped_share"] == pytest.approx(7 / num_choices, abs=1e-6)
 
 
+def test_experts_without_a_choice_are_dead_for_the_step():
+    metrics = make_metrics(np.random.default_rng(2))
+    tokens_lwe = metrics.routing.tokens_lwe.copy()
+    tokens_lwe[1, :, [2, 5]] = 0
+    tokens_lwe[0, 1:, 3] = 0  # chosen by tokens of one device
+    routing = dataclasses.replace(metrics.routing, tokens_lwe=tokens_lwe)
+    record = step_record(1, dataclasses.replace(metrics, routing=routing), 0.5, 100)
+    assert record["dead_experts"] == [0, 2]
+
+
 def read_steps(path):
     """Return the steps of the lines of a file."""
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
