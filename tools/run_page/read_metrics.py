@@ -357,7 +357,7 @@ def _frame(step: int, table: bytes | list) -> Frame | None:
     logarithm to the base 2, plus 128; 0 is no load. None if it is no such table."""
     try:
         numbers = json.loads(table) if isinstance(table, bytes) else table
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     ratio_lx = table_over_mean(numbers)
     if ratio_lx is None or (ratio_lx < 0).any():
