@@ -23,7 +23,7 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from train.launch.program import DONE, guarded  # noqa: E402
 
-CELL_LIMIT_SEC = 120
+CELL_LIMIT_SEC = 300
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 LANGUAGE = {"name": "python", "version": "3.12"}
 UNSET = ("JUPYTER_PATH", "MPLBACKEND")

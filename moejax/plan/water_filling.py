@@ -15,7 +15,8 @@ fullest device has no more rows than the certificate.
 
 `fill` returns the rows of each slot: first `sweep`, then `move_along_paths`. It is the
 definition. The device versions, moejax.kernels.water_fill (sweeps only) and
-moejax.moe.split.water_filling (all of it), must give the same bits.
+moejax.moe.split.water_filling (all of it), must give the same bits. `prove` names the
+devices and experts behind a certificate.
 """
 
 import itertools
@@ -49,6 +50,23 @@ class Filling(NamedTuple):
     def level_w(self, num_devices: int) -> np.ndarray:
         """Return the number of rows of each device, int [w]."""
         return self.rows_p.reshape(num_devices, -1).sum(axis=1)
+
+
+class Proof(NamedTuple):
+    """Devices whose rows no split can send elsewhere, the fullest one among them."""
+
+    devices: np.ndarray
+    """Numbers of the devices, in rising order."""
+    experts: np.ndarray
+    """Experts with rows whose replicas are all on these devices, in rising order."""
+    rows: int
+    """Number of rows of these experts, which these devices must compute."""
+
+    @property
+    def bound(self) -> int:
+        """Mean of the rows over these devices, rounded up: one of them has at least as
+        many, under any split."""
+        return -(-self.rows // len(self.devices))
 
 
 class Expert(NamedTuple):
@@ -182,23 +200,57 @@ def move_along_paths(
     for _ in range(PATHS_PER_DEVICE * num_devices):
         if level_w.max() <= target + tolerance:
             break
-        hops_w = _count_hops(rows_ew, is_held_ew, level_w, target)
-        is_end_w = (hops_w < num_devices) & (level_w < target)
-        if not is_end_w.any():
-            reached_w = level_w[hops_w < num_devices]
-            target = -(-int(reached_w.sum()) // len(reached_w))
-            continue
-        end = is_end_w.argmax()
-        expert_x, path = _trace_path(rows_ew, is_held_ew, hops_w, end)
-        available_x = rows_ew[expert_x, path[1:]]
-        room = min(level_w[path[-1]] - target, target - level_w[end])
-        moved = min(room, available_x.min())
-        rows_ew[expert_x, path[1:]] -= moved
-        rows_ew[expert_x, path[:-1]] += moved
-        level_w[[path[-1], end]] += [-moved, moved]
+        reached_w = _relieve(rows_ew, is_held_ew, level_w, target)
+        if reached_w is not None:
+            target = -(-int(level_w[reached_w].sum()) // int(reached_w.sum()))
     rows_p = filling.rows_p.copy()
     rows_p[slot_ew[is_held_ew]] = rows_ew[is_held_ew]
     return Filling(rows_p, target, filling.sweeps)
+
+
+def prove(load_e: np.ndarray, row_p: np.ndarray, num_devices: int) -> Proof:
+    """Return the devices and experts that prove how full the fullest device must be.
+
+    `fill` has found a split with as few rows on the fullest device as possible. From it
+    rows move on, from devices as full as that to devices with at least two rows less,
+    until there is no path. The rows of the devices that are then reached cannot leave
+    them: the experts that have rows there have no replica elsewhere.
+    """
+    filling = fill(load_e, row_p, num_devices)
+    level_w, slot_ew = filling.level_w(num_devices), _find_slots(row_p, num_devices)
+    is_held_ew = slot_ew != EMPTY
+    rows_ew = np.where(is_held_ew, filling.rows_p[slot_ew], 0)
+    reached_w = None
+    while reached_w is None:
+        reached_w = _relieve(rows_ew, is_held_ew, level_w, filling.bound - 1)
+    is_inside_e = rows_ew[:, reached_w].any(axis=1)
+    return Proof(
+        np.flatnonzero(reached_w),
+        np.flatnonzero(is_inside_e),
+        int(level_w[reached_w].sum()),
+    )
+
+
+def _relieve(
+    rows_ew: np.ndarray, is_held_ew: np.ndarray, level_w: np.ndarray, target: int
+) -> np.ndarray | None:
+    """Move rows along a shortest path from a device above the target to one below it,
+    in place, and return None. Where there is no path, return whether each device was
+    reached, bool [w]."""
+    hops_w = _count_hops(rows_ew, is_held_ew, level_w, target)
+    is_reached_w = hops_w < len(level_w)
+    is_end_w = is_reached_w & (level_w < target)
+    if not is_end_w.any():
+        return is_reached_w
+    end = is_end_w.argmax()
+    expert_x, path = _trace_path(rows_ew, is_held_ew, hops_w, end)
+    available_x = rows_ew[expert_x, path[1:]]
+    room = min(level_w[path[-1]] - target, target - level_w[end])
+    moved = min(room, available_x.min())
+    rows_ew[expert_x, path[1:]] -= moved
+    rows_ew[expert_x, path[:-1]] += moved
+    level_w[[path[-1], end]] += [-moved, moved]
+    return None
 
 
 def _experts(load_e: np.ndarray, row_p: np.ndarray, num_devices: int) -> list[Expert]:

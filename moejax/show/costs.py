@@ -12,6 +12,8 @@ BYTES = ("B", "kB", "MB", "GB", "TB")
 FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
 MAX_ROWS = 24
 """Largest number of candidates or terms that a view lists."""
+ROUNDING = 1e-9
+"""Share of a step below which a part is a rounding error of the others."""
 PARTS = {
     "experts": "experts, if every device had the mean number of rows",
     "wait": "waiting for the fullest device",
@@ -63,10 +65,11 @@ def step_parts(parts: StepParts) -> View:
     for name, content in PARTS.items():
         sec = getattr(parts, name)
         share = sec / parts.total if parts.total else 0.0
+        is_rounding = abs(share) < ROUNDING
         rows.append(
             (
                 head(name),
-                Cell(_seconds(sec)),
+                Cell(_seconds(0.0 if is_rounding else sec)),
                 Cell(f"{share:.0%}", bar(share)),
                 Cell(content),
             )

@@ -100,6 +100,8 @@ def stats(stats) -> View:
 
 def _amount(value: float, units: tuple[str, ...]) -> str:
     """Return a number of rows or bytes as text."""
+    if value == 0:
+        return "0"
     if len(units) > 1:
         return quantity(float(value), units)
     return f"{value:,.1f}".removesuffix(".0")

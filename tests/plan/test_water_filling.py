@@ -109,6 +109,17 @@ def test_fullest_device_has_the_ceiling_of_the_optimum_and_the_bound_says_so():
         assert swept.level_w(w).max() <= even(load_e, row_p, w).max()
 
 
+def test_a_proof_names_devices_that_the_rows_of_its_experts_cannot_leave():
+    """Whoever has the loads and the plan can check a proof without solving anything."""
+    for load_e, row_p, w in instances():
+        proof = water_filling.prove(load_e, row_p, w)
+        is_inside_p = np.isin(row_p, proof.experts)
+        device_p = np.arange(len(row_p)) // (len(row_p) // w)
+        assert np.isin(device_p[is_inside_p], proof.devices).all()
+        assert proof.rows == load_e[proof.experts].sum()
+        assert proof.bound == water_filling.fill(load_e, row_p, w).bound
+
+
 def test_rows_are_whole_and_sum_to_the_load_of_their_expert():
     """Empty slots get no rows, nor does a second slot on the same device."""
     for load_e, row_p, w in instances():
