@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,7 +21,6 @@ import numpy as np
 
 from moejax.balance import adoptions, controller, planning
 from moejax.balance.adoptions import Adoptions
-from moejax.balance.decision import Decision
 from moejax.balance.loads import home_rows
 from moejax.balance.planning import Adopted, Planner, Refused, Reply, Snapshot, Task
 from moejax.balance.policies import check_policy, make_valid_plan
@@ -31,6 +29,7 @@ from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 from moejax.resolve.sent_bytes import sent_bytes
 from train.balance.ahead import Ahead, Steps
+from train.balance.history import History
 from train.balance.migrate import Mover
 from train.balance.planner_process import PlannerProcess
 from train.balance.record import BalanceRecord
@@ -38,15 +37,13 @@ from train.job import Job
 from train.launch.processes import any_process, is_first, published, withdraw
 from train.logs import plan_lines
 from train.logs.records import Records, home_std_over_std, max_over_mean
-from train.logs.screen import Outlook, Shown
+from train.logs.screen import Outlook
 from train.step.compiled import compile_steps, on_devices
 from train.step.freed_memory import return_freed_memory
 
 LATE_SEC = 0.05
 """Shortest wait for a plan that a line tells of, where lag_steps leave it a whole step.
 Each wait is in the record of its step."""
-NUM_SHOWN = 12
-"""Number of decisions that a screen gets."""
 SAME = {
     "mesh": None, "moe": None, "dispatch": None, "balance": None,
     "train": {"batch_size", "accumulate_steps"}, "data": {"seq_len"},
@@ -81,10 +78,7 @@ class Balancing:
         self._step_records: dict[int, dict] = {}
         self._decided: dict[int, dict] = {}
         """Records of decisions, by the step before which they were collected."""
-        self._last: deque[tuple[Decision, dict]] = deque(maxlen=NUM_SHOWN)
-        """The last decisions, each with its record."""
-        self._adopted: set[int] = set()
-        """Steps of the decisions that were adopted."""
+        self._history = History()
         self._layouts: dict[int, Layout] = {}
         self._published: dict[int, int] = {}
         self.records: Records
@@ -250,7 +244,7 @@ class Balancing:
         are_presumed = self._job.model.run.calibration.is_presumed
         self.say(decision.line(are_speeds_presumed=are_presumed))
         self._decided[step] = decision.record()
-        self._last.append((decision, self._decided[step]))
+        self._history.decisions.append((decision, self._decided[step]))
         self._prepare()
 
     def _reply(self, step: int, asked_step: int, record: dict) -> Reply:
@@ -299,7 +293,7 @@ class Balancing:
                 return state
         waited_sec = time.monotonic() - start_sec
         old_layout, old_plan = self.layout, self.plan
-        self._adopted.add(adoptions.next_adoption(self._now).step)
+        self._history.adopted_steps.add(adoptions.next_adoption(self._now).step)
         self._now = adoptions.adopt(self._now)
         self._record_adoption(step, old_plan, is_relayout=is_new)
         self._tell(Adopted())
@@ -375,31 +369,11 @@ class Balancing:
         """Return the last decisions and what became of them, and the layout that is
         being compiled. Any thread may call this."""
         now, ahead = self._now, self._ahead
-        waiting = [*now.swaps, *([] if now.relayout is None else [now.relayout])]
-        last = list(self._last)
-        steps = {decision.step for decision, _ in last}
-        old = [(x, x.record()) for x in waiting if x.step not in steps]
-        decisions = tuple(
-            Shown(record, self._fate(decision, waiting, last))
-            for decision, record in (*old, *last)
-        )
+        decisions = self._history.shown(now)
         if ahead is None or ahead.is_done or now.relayout is None:
             return Outlook(decisions)
         sec = time.monotonic() - ahead.begun_sec
         return Outlook(decisions, now.relayout.adopt_step, sec)
-
-    def _fate(self, decision: Decision, waiting: list[Decision], last: list) -> str:
-        """Return what has become of a decision."""
-        if decision.kind == "keep":
-            return ""
-        if decision.step in self._adopted:
-            return f"adopted at step {decision.adopt_step}"
-        if any(x.step == decision.step for x in waiting):
-            return f"adoption at step {decision.adopt_step}"
-        for later, _ in last:
-            if later.step > decision.step and later.adopt_step == decision.adopt_step:
-                return f"planned anew at step {later.step}"
-        return "given up"
 
     def step_record(self, step: int, stats: RoutingStats) -> dict[str, Any]:
         """Return the fields of a step's record that are about its plan. May be called
