@@ -11,6 +11,7 @@ import json
 import pathlib
 import re
 
+from train.logs.accounts import BUCKETS
 from train.logs.heat_map import COLORS
 
 BROWSER = pathlib.Path(__file__).parent / "browser"
@@ -30,7 +31,7 @@ def render(data: dict) -> str:
     parts = {
         "policy": content_security_policy(is_live=bool(data.get("live"))),
         "style": _text("page.css"),
-        "settings": as_json({"colors": COLORS}),
+        "settings": as_json({"colors": COLORS, "buckets": BUCKETS}),
         "data": as_json(data),
         "plotly": _plotly(),
         "script": _script(),

@@ -62,7 +62,7 @@ function addBytes(body) {
         hovermode: false,
         bargap: 0.3,
         xaxis: { tickformat: "~s" },
-        yaxis: { showgrid: false },
+        yaxis: { showgrid: false, automargin: true },
       }),
     }),
     table: () => {

@@ -30,10 +30,7 @@ const MAX_MARK_LINES = 30;
 const CONFIG = { responsive: true, displayModeBar: false, doubleClick: false };
 
 function isDark() {
-  const forced = document.documentElement.dataset.theme;
-  return forced
-    ? forced === "dark"
-    : matchMedia("(prefers-color-scheme: dark)").matches;
+  return document.documentElement.dataset.theme === "dark";
 }
 
 function isNarrow() {
@@ -75,7 +72,6 @@ function baseLayout({ xTitle = "step", xaxis = {}, yaxis = {}, ...rest } = {}) {
     gridcolor: ink("line"),
     linecolor: ink("line"),
     zeroline: false,
-    automargin: true,
     tickfont: { color: ink("muted") },
   };
   const touch = matchMedia("(pointer: coarse)").matches;
@@ -83,7 +79,7 @@ function baseLayout({ xTitle = "step", xaxis = {}, yaxis = {}, ...rest } = {}) {
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: "system-ui, sans-serif", size: 12, color: ink("text") },
-    margin: { l: 48, r: 12, t: 8, b: 40 },
+    margin: { l: 56, r: 12, t: 8, b: 44 },
     dragmode: touch ? false : "zoom",
     hovermode: "x unified",
     hoverlabel: {

@@ -128,58 +128,55 @@ function refresh() {
   for (const view of page.views) view.update();
 }
 
-/** Take the theme that was chosen last, if the browser keeps it, and follow the choice. */
+/** Take the colours that were chosen last, if the browser keeps them, and follow the
+    choice, or the system where it is the choice. */
 function startTheme() {
-  const root = document.documentElement;
-  const place = document.getElementById("theme");
-  const apply = (theme) => {
-    if (theme === "system") delete root.dataset.theme;
-    else root.dataset.theme = theme;
-  };
-  let theme = "system";
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  let choice = "system";
   try {
-    theme = localStorage.getItem("moejax-theme") ?? "system";
+    choice = localStorage.getItem("moejax-theme") ?? "system";
   } catch {
-    /* a browser that keeps nothing */
+    // This browser keeps nothing.
   }
-  if (!["system", "light", "dark"].includes(theme)) theme = "system";
-  apply(theme);
-  fill(
-    place,
-    labelled(
-      "Colours",
-      makeSelect(
-        [
-          ["system", "as the system"],
-          ["light", "light"],
-          ["dark", "dark"],
-        ],
-        theme,
-        (value) => {
-          apply(value);
-          try {
-            localStorage.setItem("moejax-theme", value);
-          } catch {
-            /* kept for this visit alone */
-          }
-          refresh();
-        },
-      ),
-    ),
-  );
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", refresh);
+  if (!["system", "light", "dark"].includes(choice)) choice = "system";
+  const apply = () => {
+    const ofSystem = system.matches ? "dark" : "light";
+    document.documentElement.dataset.theme = choice === "system" ? ofSystem : choice;
+    refresh();
+  };
+  const options = [
+    ["system", "as the system"],
+    ["light", "light"],
+    ["dark", "dark"],
+  ];
+  const select = makeSelect(options, choice, (value) => {
+    choice = value;
+    apply();
+    try {
+      localStorage.setItem("moejax-theme", value);
+    } catch {
+      // It is kept for this visit alone.
+    }
+  });
+  fill(document.getElementById("theme"), labelled("Colours", select));
+  system.addEventListener("change", apply);
+  apply();
+}
+
+/** Draw anew when the window becomes narrow or wide. */
+function followWidth() {
   let narrow = isNarrow();
   window.addEventListener("resize", () => {
-    if (narrow !== isNarrow()) {
-      narrow = isNarrow();
-      refresh();
-    }
+    if (narrow === isNarrow()) return;
+    narrow = isNarrow();
+    refresh();
   });
 }
 
 function start() {
   page.data = JSON.parse(document.getElementById("data").textContent);
   startTheme();
+  followWidth();
   build();
   startLive();
   document.documentElement.dataset.ready = "true";

@@ -247,13 +247,14 @@ function runName(of, index) {
     width: 30,
     height: 8,
     "aria-hidden": "true",
-    class: `sample line-${index % 6}`,
+    class: "sample",
   });
   set(line, {
     x1: 0,
     x2: 30,
     y1: 4,
     y2: 4,
+    stroke: lineColor(index),
     "stroke-width": 3,
     "stroke-dasharray": dashes[dash(index)],
   });

@@ -1,16 +1,6 @@
 // Where the time went, and what the cost model had predicted.
 
-const BUCKETS = [
-  "useful",
-  "compile",
-  "evaluation",
-  "saves",
-  "restarts",
-  "swaps",
-  "data",
-  "profile",
-  "other",
-];
+const BUCKETS = settings.buckets;
 
 /** Return the buckets that took time in any run, in the order of the docs. */
 function usedBuckets() {
@@ -87,6 +77,7 @@ function addGoodput(body) {
           xaxis: { tickformat: ".0%", range: [0, 1] },
           yaxis: {
             showgrid: false,
+            automargin: runs().length > 1,
             tickmode: "array",
             tickvals: shown.map((_, i) => i),
             ticktext: shown.map((of) => (runs().length > 1 ? plain(of.name, 18) : "")),
