@@ -125,16 +125,18 @@ def test_a_stopped_process_holds_nothing_and_goes_on_at_the_end(tmp_path):
 
 def test_a_process_that_hangs_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "MODULE", "tests.support.hung_trackers")
+    monkeypatch.setattr(process, "NOTICE_SEC", 0.1)
     messages: list[str] = []
     trackers = TrackersProcess(make_setup(tmp_path), num_waiting=4, say=messages.append)
     for step in range(1, 100):
         trackers.append(record(step, 4000))
     with timed():
-        trackers.close(0.2)
+        trackers.close(0.5)
     assert not is_there(trackers.pid)
     assert "TRACKERS BEHIND" in messages[0]
-    assert "did not end within 0.2 s, and are killed" in messages[1]
-    assert "of 99 records did not reach" in messages[-1]
+    assert messages[1] == "waiting for tensorboard, 0.5 s at most"
+    assert "did not end within 0.5 s, and are killed" in messages[2]
+    assert "of 99 records did not reach" in messages[3]
 
 
 def test_a_process_that_cannot_be_started_costs_records_alone(tmp_path, monkeypatch):

@@ -26,8 +26,9 @@ MODULE = "train.logs.track.main"
 NUM_WAITING = 4096
 """Records that may wait. One takes a few KiB; W&B and MLflow begin to take them after
 some seconds."""
-CLOSE_SEC = 20.0
-"""Longest wait at the end of a run."""
+CLOSE_SEC, NOTICE_SEC = 30.0, 5.0
+"""Longest wait at the end of a run, and the wait after which a line tells of it. On a
+busy machine the imports of W&B and MLflow alone take ten seconds."""
 
 
 class TrackersProcess:
@@ -104,6 +105,10 @@ class TrackersProcess:
         end_sec = time.monotonic() + limit_sec
         if self._thread is not None:
             self._process.send_signal(signal.SIGCONT)  # if someone has stopped it
+            line = f"waiting for {self._names}, {limit_sec:g} s at most"
+            notice = threading.Timer(NOTICE_SEC, self._say, [line])
+            notice.daemon = True
+            notice.start()
             self._stop_thread(end_sec)
             try:
                 self._process.wait(max(0.0, end_sec - time.monotonic()))
@@ -112,6 +117,7 @@ class TrackersProcess:
                 self._process.kill()
                 self._process.wait()
                 self._records.put(None)  # the thread, whose pipe is broken, takes it
+            notice.cancel()
             self._thread.join()
             self._thread = None
         if self._num_lost:
