@@ -19,6 +19,7 @@ function run() {
 
 /** Return the bytes of base64 text. */
 function decoded(text) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text); // browsers since 2025
   const letters = atob(text);
   const bytes = new Uint8Array(letters.length);
   for (let i = 0; i < letters.length; i += 1) bytes[i] = letters.charCodeAt(i);

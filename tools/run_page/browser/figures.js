@@ -117,6 +117,12 @@ const watcher = new IntersectionObserver(
   { rootMargin: "200px 0px" },
 );
 
+/** Call `act` soon, when the browser has nothing else to do. */
+function whenIdle(act) {
+  if (window.requestIdleCallback) requestIdleCallback(act, { timeout: 2000 });
+  else setTimeout(act, 200);
+}
+
 /** Add a figure to a section. `spec` has id, title and height(); `draw()` returns traces
     and layout, `describe()` says the main thing in words, `table()` returns head and
     rows. `unit` and `caption()` may be left out; `clips` says that some points
@@ -144,16 +150,18 @@ function addFigure(parent, spec) {
     zoom: "none",
     clips: spec.clips,
     update() {
-      plot.setAttribute(
-        "aria-label",
-        `${spec.title}${spec.unit ? `, ${spec.unit}` : ""}. ${spec.describe()}`,
-      );
+      whenIdle(view.describe);
       setText(caption, spec.caption?.() ?? "");
       // Set before the figure is drawn, so that what is below stays where it is.
       plot.style.height = `${spec.height()}px`;
       if (!box.hidden) view.fillTable();
       view.isStale = true;
       if (view.isNear) view.draw();
+    },
+    describe() {
+      if (!plot.isConnected) return; // the page was built anew
+      const title = spec.unit ? `${spec.title}, ${spec.unit}` : spec.title;
+      plot.setAttribute("aria-label", `${title}. ${spec.describe()}`);
     },
     draw() {
       view.isStale = false;

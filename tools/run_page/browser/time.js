@@ -74,7 +74,7 @@ function addGoodput(body) {
           xTitle: "share of the wall time",
           hovermode: "closest",
           bargap: 0.35,
-          xaxis: { tickformat: ".0%", range: [0, 1] },
+          xaxis: { tickformat: ".0%", range: [0, 1], ticklabeloverflow: "allow" },
           yaxis: {
             showgrid: false,
             automargin: runs().length > 1,
