@@ -79,7 +79,7 @@ function baseLayout({ xTitle = "step", xaxis = {}, yaxis = {}, ...rest } = {}) {
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: "system-ui, sans-serif", size: 12, color: ink("text") },
-    margin: { l: 56, r: 12, t: 8, b: 44 },
+    margin: { l: 56, r: 20, t: 8, b: 44 },
     dragmode: touch ? false : "zoom",
     hovermode: "x unified",
     hoverlabel: {

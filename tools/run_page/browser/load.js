@@ -194,7 +194,7 @@ function drawLoadMap() {
         range: [all.layers - 0.5, -0.5],
         showgrid: false,
       },
-      margin: { l: 56, r: 12, t: 8, b: narrow ? 84 : 44 },
+      margin: { l: 56, r: 20, t: 8, b: narrow ? 84 : 44 },
     }),
   };
 }
