@@ -1,11 +1,12 @@
 """Test the notebooks: stored outputs are complete and clean, and a fresh kernel gives
 the same ones."""
 
-import copy
+import concurrent.futures
 import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 
 import nbformat
 import pytest
@@ -15,6 +16,8 @@ from tools import store_notebook
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MAX_BYTES, MAX_CELL_LINES = 400_000, 25
+NUM_KERNELS = 2
+"""Number of kernels at a time, one for each core of a small machine."""
 MACHINE_PATH = re.compile(r"(?<![\w.:/])(/[\w.-]+){2,}|~/|[A-Z]:\\")
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -85,23 +88,44 @@ def test_sources_are_formatted(path):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
-@each_notebook
-def test_a_fresh_kernel_gives_the_stored_outputs(path, tmp_path, monkeypatch):
-    """A fresh kernel gives the stored texts, tables and numbers of pictures, and the
-    notebook's own asserts hold.
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, request):
+    """Runs of the notebooks that are tested in fresh kernels, NUM_KERNELS at a time, as
+    futures by path. The last notebooks take longest and begin first.
 
-    The kernel is this Python's, without any settings for Jupyter.
+    A kernel is this Python's, without any settings for Jupyter.
     """
-    for name, value in store_notebook.settings(tmp_path).items():
-        monkeypatch.setenv(name, value)
-    for name in (*store_notebook.UNSET, "JAX_DISABLE_MOST_OPTIMIZATIONS"):
-        monkeypatch.delenv(name, raising=False)  # compiled as for a reader
-    stored = nbformat.read(path, as_version=4)
-    notebook = copy.deepcopy(stored)
+    folder = tmp_path_factory.mktemp("kernels")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        concurrent.futures.ThreadPoolExecutor(NUM_KERNELS) as pool,
+    ):
+        for name, value in store_notebook.settings(folder).items():
+            patch.setenv(name, value)
+        for name in (*store_notebook.UNSET, "JAX_DISABLE_MOST_OPTIMIZATIONS"):
+            patch.delenv(name, raising=False)  # compiled as for a reader
+        tests = [x for x in request.session.items if "runs" in x.fixturenames]
+        paths = sorted({test.callspec.params["path"] for test in tests}, reverse=True)
+        yield {path: pool.submit(run_again, path) for path in paths}
+
+
+def run_again(path: pathlib.Path):
+    """Return the notebook with the outputs of a fresh kernel, and with a last cell that
+    prints the kernel's Python."""
+    notebook = nbformat.read(path, as_version=4)
     prefix_cell = nbformat.v4.new_code_cell("import sys; print(sys.prefix)")
     notebook.cells.append(prefix_cell)
-    store_notebook.execute(notebook, tmp_path)
+    with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
+        store_notebook.execute(notebook, folder)
+    return notebook
+
+
+@pytest.mark.slow
+@each_notebook
+def test_a_fresh_kernel_gives_the_stored_outputs(path, runs):
+    """A fresh kernel gives the stored texts, tables and numbers of pictures, and the
+    notebook's own asserts hold."""
+    stored, notebook = nbformat.read(path, as_version=4), runs[path].result()
     *again, last = code_cells(notebook)
     assert last.outputs[0].text.strip() == sys.prefix
     for cell, expected in zip(again, code_cells(stored), strict=True):
