@@ -146,6 +146,7 @@ def _train(
         goodput.resume(first)
         tracking = _tracking(job, run_dir, config_text, extras, first)
         with (
+            stop.answered(say_loudly),
             goodput,
             job.used_data_verified(first, lambda: stop.signal is not None, say),
             Records(run_dir, cfg, first, tracking) as records,

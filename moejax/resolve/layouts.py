@@ -63,7 +63,7 @@ def choose_overflow(
     if cfg.dispatch.overflow is not None:
         return cfg.dispatch.overflow, f"Dispatch.overflow={cfg.dispatch.overflow!r}"
     if _is_cpu(mesh):
-        return "rounds", "on CPUs no host waits at a loop"
+        return "rounds", "on CPUs the host waits at no loop"
     return "redo", "on GPUs the host waits at each loop"
 
 

@@ -313,5 +313,5 @@ def test_an_unknown_policy_names_the_nearest():
     with pytest.raises(ValueError, match="did you mean 'flexmoe'") as error:
         check_policy("flexmo")
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="use one of them"):
+    with pytest.raises(ValueError, match=r"'auto' is for a run .*use one of them"):
         check_policy("quux")

@@ -48,7 +48,7 @@ def test_the_lines_say_what_auto_became_and_why():
     assert "Balance." not in answers, "home asks nothing of the balancer"
     assert "travel in bfloat16 by all_to_all" in gradients
     assert overflow.startswith("overflow           rounds: later rounds of the same")
-    assert overflow.endswith("(on CPUs no host waits at a loop)")
+    assert overflow.endswith("(on CPUs the host waits at no loop)")
     chosen, *candidates, kernels, _, _, answers, speeds = make_run(TENSOR).lines()
     assert all(" modelled " in line for line in candidates)
     assert speeds.startswith("speeds             presumed, 50 TFLOP/s and 12.5 GB/s")

@@ -1,4 +1,5 @@
-"""Test that a damaged summary.json is set aside, and that the run goes on."""
+"""Test that a damaged summary.json is set aside, that the run goes on, and what the
+printed summary calls the loads."""
 
 import json
 import types
@@ -6,7 +7,12 @@ import types
 import pytest
 
 from moejax.config import Config, Train
-from train.summary import FILE, MAX_FILE_BYTES, finished_summary
+from train.summary import (
+    FILE,
+    MAX_FILE_BYTES,
+    _load_heading,
+    finished_summary,
+)
 
 GOOD = {"step": 5, "eval_loss": 2.5, "digest": "ab", "run_dir": "runs/a"}
 JOB = types.SimpleNamespace(cfg=Config(train=Train(num_steps=5)))
@@ -51,3 +57,8 @@ def test_a_whole_summary_is_read(tmp_path, loss):
     longer = types.SimpleNamespace(cfg=Config(train=Train(num_steps=6)))
     assert finished_summary(tmp_path, longer) is None
     assert (tmp_path / FILE).is_file()
+
+
+def test_the_heading_of_loads_says_which_load_is_shown():
+    assert _load_heading("softmax").endswith("on held-out text over the mean")
+    assert "not as in training" in _load_heading("recorded")

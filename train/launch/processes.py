@@ -8,6 +8,7 @@ others. The launcher ends those; without one their heartbeats and watchdogs do
 (docs/processes.md).
 """
 
+import contextlib
 import dataclasses
 import faulthandler
 import json
@@ -15,7 +16,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -181,6 +182,30 @@ class Stop:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._set)
 
+    @contextlib.contextmanager
+    def answered(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Call `say` with a line as soon as the first signal comes in the block.
+
+        Python runs its handler of a signal between two of its own instructions, so not
+        before XLA returns from a compilation. The number of the signal is in a pipe at
+        once, and a thread reads it. Several processes say nothing before they stop.
+        """
+        if self._are_several:
+            yield
+            return
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        thread = threading.Thread(target=_answer, args=(reader, say), daemon=True)
+        thread.start()
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            os.close(writer)
+            thread.join()
+            os.close(reader)
+
     def is_set(self) -> bool:
         """Return whether the run is to stop. All processes ask once after each step."""
         self._num_asked += 1
@@ -198,6 +223,17 @@ class Stop:
         if self.signal == number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = number
+
+
+def _answer(reader: int, say: Callable[[str], None]) -> None:
+    """Call `say` for the first signal that stops a run whose number is in the pipe."""
+    while number := os.read(reader, 1):
+        if number[0] in (signal.SIGTERM, signal.SIGINT):
+            say(
+                f"signal {number[0]}: the run stops after the next step, with "
+                "everything saved; a compilation ends first"
+            )
+            return
 
 
 @dataclasses.dataclass

@@ -23,6 +23,7 @@ TAGS = {
     "dropped_share": "exchange/dropped_share",
     "adopt_msec": "balance/adopt_msec",
     "adopt_wait_msec": "balance/adopt_wait_msec",
+    "plan_wait_msec": "balance/plan_wait_msec",
     "modelled_saving_msec": "balance/modelled_saving_msec",
 }
 MAX_TAGS = {

@@ -86,7 +86,10 @@ def check_policy(name: str) -> Policy:
     if name not in POLICIES:
         near = difflib.get_close_matches(name, POLICIES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "use one of them"
-        raise ValueError(f"no policy {name!r} among {', '.join(POLICIES)}: {hint}")
+        raise ValueError(
+            f"no policy {name!r} among {', '.join(POLICIES)} ('auto' is for a run "
+            f"alone): {hint}"
+        )
     return POLICIES[name]
 
 
