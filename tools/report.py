@@ -110,9 +110,8 @@ def show(args: argparse.Namespace) -> int:
         page = Page(render, content_security_policy(is_live=True))
         follower = Follower(read(args.run_dir, LIVE), page)
         address = f"http://{ADDRESS}:{server.port}/"
-        print(
-            f"{address} shows {len(args.run_dir)} of this machine's runs; Ctrl-C ends"
-        )
+        names = [path.resolve().name for path in args.run_dir]
+        print(one_line(f"serves {' and '.join(names)} at {address}; Ctrl-C ends"))
         emit({"address": address}, args.json)
         serve(server, follower)
     return DONE

@@ -10,6 +10,7 @@ RUN_FIELDS = {
     "name", "path", "state", "state_text", "notes", "step", "num_steps", "every_steps",
     "config", "attempts", "curves", "layer_curves", "evals", "parts_msec", "goodput",
     "load", "rows", "plans", "decisions", "bytes", "summary",
+    "step_at",
 }  # fmt: skip
 STATES = {"finished", "running", "stopped", "crashed", "empty"}
 MAX_RAW_BYTES = 5_000_000
@@ -53,7 +54,7 @@ def _require_run(run: dict) -> Iterable[bytes]:
     for decision in run["decisions"]:
         assert {"kind", "adopt_step", "adopted", "collected_step"} <= set(decision)
         assert isinstance(decision["adopted"], bool)
-        assert "gain_msec_measured" in decision
+        assert {"gain_msec_measured", "waited_sec", "replaced_by"} <= set(decision)
     assert all(set(line) == {"step", "by"} for line in run["bytes"])
     return _tables(run)
 

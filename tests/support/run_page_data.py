@@ -55,6 +55,7 @@ def run_data(
         "notes": [],
         "step": num_steps,
         "num_steps": num_steps if state == "finished" else 2 * num_steps,
+        "step_at": 1.78e9 + 90,
         "every_steps": every,
         "config": [["Balance.policy", "'eplb'"], ["Moe.num_experts", str(sizes[1])]],
         "attempts": [
@@ -92,7 +93,7 @@ def empty_run(name: str = "empty") -> dict:
     return {
         "name": name, "path": f"runs/{name}", "state": "empty",
         "state_text": "no step was recorded yet", "notes": ["metrics.jsonl is missing"],
-        "step": 0, "num_steps": 400, "every_steps": 1,
+        "step": 0, "num_steps": 400, "step_at": None, "every_steps": 1,
         "config": [["Moe.num_experts", "16"]], "attempts": [], "curves": {},
         "layer_curves": {}, "evals": {"step": [], "loss": []},
         "parts_msec": {"step": []}, "goodput": None, "load": None, "rows": None,
@@ -264,9 +265,15 @@ def _decisions(adopted: list) -> list[dict]:
                 "changes": {"slots_per_device": [3, 4]} if kind == "relayout" else {},
                 "adopted": kind != "keep",
                 "gain_msec_measured": None if kind == "keep" else 10.0 + number,
+                "waited_sec": None if kind == "keep" else 0.1 * number,
+                "replaced_by": None,
             }
         )
-    return decisions
+    last = decisions[-1]
+    replaced_by = {"kind": last["kind"], "step": last["step"]}
+    planned = {"step": last["step"] - 10, "adopted": False, "gain_msec_measured": None}
+    planned |= {"waited_sec": None, "replaced_by": replaced_by}
+    return [*decisions[:-1], last | planned, last]
 
 
 def _slots(table: np.ndarray) -> str:

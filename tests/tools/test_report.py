@@ -67,7 +67,8 @@ def test_an_empty_run_among_others_is_shown(tmp_path):
         (["{run}", "--out={tmp}/none/a.html"], "cannot be written: No such file"),
         (["{run}", "--serve", "--out=a.html"], "--serve writes no file"),
         (["{run}", "--port=1"], "--port=1 is for --serve"),
-        (["{run}", "--serve", "--port=99999"], "give another port"),
+        (["{run}", "--serve", "--port=99999"], "is a number from 0 to 65535: give"),
+        (["{run}", "--serve", "--port=-1"], "is a number from 0 to 65535: give"),
         (["{tmp}/none", "--serve", "--port=0"], "is not a folder"),
     ],
 )

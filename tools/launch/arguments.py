@@ -20,9 +20,9 @@ class HelpFormatter(
 
 def new_parser(doc: str, **options) -> argparse.ArgumentParser:
     """Return a parser that has --json and describes the program by `doc`, its module's
-    docstring."""
+    docstring. Flags are taken whole: a misspelt one is an error."""
     parser = argparse.ArgumentParser(
-        description=doc, formatter_class=HelpFormatter, **options
+        description=doc, formatter_class=HelpFormatter, allow_abbrev=False, **options
     )
     parser.add_argument(
         "--json",

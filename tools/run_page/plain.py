@@ -53,6 +53,17 @@ def clean_text(text: str) -> str:
     return whole if len(whole) <= MAX_TEXT else whole[: MAX_TEXT - 2] + ".."
 
 
+def left_out(count: int, one: str, several: str = "") -> str:
+    """Return that so many things are left out.
+
+    >>> left_out(1, "damaged line"), left_out(2, "damaged line")
+    ('1 damaged line is left out', '2 damaged lines are left out')
+    """
+    if count == 1:
+        return f"1 {one} is left out"
+    return f"{count} {several or one + 's'} are left out"
+
+
 def short_list(number_n: np.ndarray) -> list[float | int | None]:
     """Return numbers as `short` does."""
     return [short(number) for number in number_n.tolist()]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from tools.plots.run_arrays import require_log, require_run
 from tools.run_page.follow import FollowedFile
-from tools.run_page.plain import clean_text, plain
+from tools.run_page.plain import clean_text, left_out, plain
 from tools.run_page.read_metrics import Limits, Metrics
 from tools.run_page.read_plans import Plans
 from tools.run_page.state import Progress, RunState, find_state
@@ -99,6 +99,7 @@ class RunReader:
             "state_text": state.text,
             "notes": self._notes(state),
             "num_steps": _num_steps(config),
+            "step_at": self._step_at(),
             "config": [list(pair) for pair in config.items()],
             "attempts": self._attempts(),
             "goodput": self._goodput(),
@@ -168,6 +169,16 @@ class RunReader:
             },
         }
 
+    def _step_at(self) -> float | None:
+        """Return when the last line of a step was written, in seconds since 1970; None
+        before the first step."""
+        if not self._metrics.num_steps:
+            return None
+        try:
+            return round(self._files["metrics"].path.stat().st_mtime, 1)
+        except OSError:
+            return None
+
     def _state(self) -> RunState:
         summary = self._small["summary.json"][1] or {}
         step = summary.get("step")
@@ -195,7 +206,7 @@ class RunReader:
             ("goodput", self._num_bad_accounts),
         ):
             if num_bad:
-                notes.append(f"{name}.jsonl: {num_bad} damaged lines are left out")
+                notes.append(f"{name}.jsonl: {left_out(num_bad, 'damaged line')}")
         notes += self._metrics.notes() + self._plans.notes()
         notes += [note for _, _, note in self._small.values() if note]
         notes += self._missing_files() if self._metrics.num_steps else []

@@ -22,7 +22,7 @@ from tools.run_page.curves import (
     UNSHOWN,
     numbers_of,
 )
-from tools.run_page.plain import encoded, plain, short, short_list
+from tools.run_page.plain import encoded, left_out, plain, short, short_list
 from tools.run_page.thin import Binned, Bins, Thinned
 from train.logs.record_lines import MAX_STEP, kind_of, parse_line
 
@@ -78,7 +78,8 @@ class Metrics:
         self._layer_bins: Bins | None = None
         self._num_layers = 0
         self._steps, self._step_msecs = array.array("q"), array.array("d")
-        self._adopted: set[int] = set()
+        self._adopted: dict[int, float] = {}
+        """Seconds that the run waited at each step that adopted a change."""
         self._held: tuple[dict, dict[str, Any]] | None = None
         self._tables = {
             "load": Thinned(limits.load_bytes, lambda frame: frame.byte_lx.size),
@@ -137,7 +138,10 @@ class Metrics:
         self._steps.append(step)
         self._step_msecs.append(as_number(record.get("step_msec")))
         if "adopt_msec" in record:
-            self._adopted.add(step)
+            msecs = [
+                as_number(record.get(n, 0)) for n in ("adopt_wait_msec", "adopt_msec")
+            ]
+            self._adopted[step] = sum(msecs) / 1000
         self._bins.take(step, numbers, has)
         self._put_layers(step, lists)
         for name, field in TABLES.items():
@@ -199,15 +203,16 @@ class Metrics:
         """Return a line about each thing that was left out."""
         notes = []
         if self.num_bad:
-            notes.append(
-                f"metrics.jsonl: {self.num_bad} damaged lines or steps out of order "
-                "are left out"
+            one, several = (
+                f"damaged {line} or {step} out of order"
+                for line, step in (("line", "step"), ("lines", "steps"))
             )
+            notes.append(f"metrics.jsonl: {left_out(self.num_bad, one, several)}")
         for name, field in TABLES.items():
             table = self._tables[name]
             num_shown = len(table.items())
             if table.num_bad:
-                notes.append(f"{field}: {table.num_bad} damaged tables are left out")
+                notes.append(f"{field}: {left_out(table.num_bad, 'damaged table')}")
             if num_shown < table.num_taken - table.num_bad:
                 notes.append(
                     f"{field}: {num_shown} of {table.num_taken} tables are shown, at "
@@ -254,9 +259,11 @@ class Metrics:
         }
 
     def _decisions(self) -> list[dict]:
-        """Return the decisions, each with whether it was adopted and what that changed.
-        Of too many, every second or third, .. is kept."""
+        """Return the decisions, each with whether it was adopted, what that changed and
+        took, and the decision that took its place. Of too many, every second or third,
+        .. is kept."""
         changes = {d["adopt_step"]: d for d in self.decisions if d["kind"] != "keep"}
+        last = {d["adopt_step"]: d for d in self.decisions}
         adopted = {step for step in self._adopted if step in changes}
         kept = self.decisions
         if len(kept) > MAX_DECISIONS:
@@ -270,6 +277,8 @@ class Metrics:
                 "adopted": (is_adopted := changes.get(step) is decision
                             and step in adopted),
                 "gain_msec_measured": self._gain(step, edges) if is_adopted else None,
+                "waited_sec": short(self._adopted[step]) if is_adopted else None,
+                "replaced_by": None if last[step] is decision else _place(last[step]),
             }
             for decision in kept
             for step in [decision["adopt_step"]]
@@ -293,6 +302,12 @@ class Metrics:
         first, last = np.searchsorted(step_n, [begin, end])
         msec_n = np.frombuffer(self._step_msecs, np.float64)[first:last]
         return msec_n[np.isfinite(msec_n)]
+
+
+def _place(decision: dict) -> dict:
+    """Return the kind of a decision, and the step after which it was taken."""
+    step = decision.get("step", decision["collected_step"])
+    return {"kind": decision["kind"], "step": step}
 
 
 def _every(items: list, most: int) -> list:

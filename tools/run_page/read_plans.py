@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 
-from tools.run_page.plain import encoded, plain
+from tools.run_page.plain import encoded, left_out, plain
 from tools.run_page.thin import Thinned
 from train.logs.record_lines import parse_line
 
@@ -65,7 +65,7 @@ class Plans:
         """Return a line about each thing that was left out."""
         notes = []
         if self.num_bad:
-            notes.append(f"plans.jsonl: {self.num_bad} damaged lines are left out")
+            notes.append(f"plans.jsonl: {left_out(self.num_bad, 'damaged line')}")
         num_shown = len(self._plans.items())
         if num_shown < self._plans.num_taken:
             notes.append(

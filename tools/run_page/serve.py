@@ -9,6 +9,7 @@ was pointed here (DNS rebinding).
 """
 
 import dataclasses
+import errno
 import functools
 import gzip
 import hashlib
@@ -133,11 +134,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         try:
             super().__init__((ADDRESS, port), Handler)
         except (OSError, OverflowError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise ValueError(
-                f"--port={port}: {why}: end the program that listens there, or give "
-                "another port"
-            ) from error
+            raise ValueError(f"--port={port}: {_why_no_port(error)}") from error
 
     @property
     def port(self) -> int:
@@ -243,6 +240,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if body is not None and self.command != "HEAD":
             self.wfile.write(body)
+
+
+def _why_no_port(error: OSError | OverflowError) -> str:
+    """Return why a port cannot be listened on, and what to do."""
+    if isinstance(error, OverflowError):
+        return "a port is a number from 0 to 65535: give another port"
+    if error.errno == errno.EADDRINUSE:
+        why = "end the program that listens there, or give another port"
+        return f"{error.strerror}: {why}"
+    return f"{error.strerror}: give another port"
 
 
 def serve(server: Server, follower: Follower) -> None:

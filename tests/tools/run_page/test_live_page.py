@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -47,6 +48,8 @@ def test_an_open_page_follows_a_run(repo, tmp_path):
         watched = stack.enter_context(opening)
         page = watched.page
         assert page.locator(".pill").first.inner_text().endswith("running")
+        text = page.locator("#overview").inner_text()
+        assert re.search(r"Last step \d+ s ago\.", text)
         page.locator("#load-slider").fill("3")
         _zoom(page)
         zoomed = page.evaluate(f"{CHART}.layout.xaxis.range")

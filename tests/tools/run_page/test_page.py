@@ -197,12 +197,35 @@ def test_a_layer_shows_its_devices_before_and_after_a_change(finished):
         assert rows.nth(device).locator(".slot.new").count() == 1
 
 
+def test_a_layer_that_is_not_there_becomes_the_nearest(finished):
+    box = finished.locator("#layer-number")
+    last = int(box.get_attribute("max"))
+    for typed, layer in (("77", last), ("-4", 0), ("1", 1), ("1.6", min(2, last))):
+        box.fill(typed)
+        assert box.input_value() == str(layer)
+        caption = finished.locator("#layer caption").first.text_content()
+        assert caption.endswith(f"layer {layer}")
+    box.fill("")
+    box.blur()
+    assert box.input_value() == str(min(2, last))
+
+
+def test_a_median_of_an_even_number_is_the_mean_of_the_middle_two(finished):
+    tile = finished.locator(".tiles > div", has_text="ms per step")
+    shown = tile.locator("dd").evaluate("(e) => Number(e.firstChild.textContent)")
+    msecs = RUN["curves"]["step_msec"]["mean"][-20:]
+    assert shown == pytest.approx(np.median(msecs), abs=0.051)
+    assert "median of the last 20" in tile.inner_text()
+
+
 def test_decisions_are_filtered_by_kind(finished):
     table = finished.locator("#decisions tbody tr")
-    assert table.count() == 5
+    assert table.count() == 6
     finished.get_by_label("Kind").select_option("relayout")
-    assert "slots per device 3 → 4" in table.inner_text()
-    assert "saves 12.3 ms" in table.inner_text()
+    adopted, first = table.all_inner_texts()
+    assert "slots per device 3 → 4" in adopted
+    assert "saves 12.3 ms" in adopted
+    assert "planned anew at 92" in first
     finished.get_by_label("Search").fill("num_exp")
     assert finished.locator("#configuration tbody tr").count() == 1
 
@@ -232,7 +255,11 @@ def test_names_are_never_read_as_html_or_code(evil):
 
 def test_nothing_scrolls_sideways_on_a_phone(evil):
     evil.set_viewport_size({"width": 360, "height": 740})
-    draw(evil, "loss-curve-plot", "load-map-plot")
+    draw(evil, "loss-curve-plot", "load-map-plot", "bytes-plot")
+    bars = evil.evaluate(
+        "new Set(document.getElementById('bytes-plot').data[0].y).size"
+    )
+    assert bars == len(EVIL)  # names that are cut alike have bars of their own
     evil.evaluate(
         "document.querySelectorAll('.under button').forEach((b) => b.click())"
     )

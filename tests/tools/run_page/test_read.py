@@ -123,6 +123,18 @@ def test_the_later_of_two_decisions_for_a_step_is_adopted(tmp_path):
     two = [decided("relayout", 20, 34), decided("relayout", 30, 34)]
     run = read_one(make_folder(tmp_path / "run", metrics=balanced_lines(40, two)))
     assert [d["adopted"] for d in run["decisions"]] == [False, True]
+    replaced = [d["replaced_by"] for d in run["decisions"]]
+    assert replaced == [{"kind": "relayout", "step": 30}, None]
+
+
+def test_a_decision_says_how_long_the_run_waited(tmp_path):
+    lines = [json.loads(line) for line in balanced_lines(40, DECISIONS)]
+    for line in lines:
+        if line["step"] == 34 and "loss" in line:
+            line |= {"adopt_msec": 500.0, "adopt_wait_msec": 41_500.0}
+    run = read_one(make_folder(tmp_path / "run", metrics=lines))
+    # A run of an older version has the first alone.
+    assert [d["waited_sec"] for d in run["decisions"]] == [None, 0.001, 42, None]
 
 
 def test_plans_are_tables_with_their_changes(tmp_path):
@@ -155,7 +167,7 @@ def test_damaged_plans_are_left_out_and_counted(tmp_path, damage):
     whole = read_one(make_folder(tmp_path / "a"))
     run = read_one(make_folder(tmp_path / "b", plans=[*PLANS[:2], damage, PLANS[2]]))
     assert run["plans"] == whole["plans"]
-    assert "plans.jsonl: 1 damaged lines are left out" in run["notes"]
+    assert "plans.jsonl: 1 damaged line is left out" in run["notes"]
 
 
 def test_goodput_over_time_and_attempts(tmp_path):
@@ -210,9 +222,9 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path, damage):
         make_folder(tmp_path / "b", metrics=[*lines[:14], damage, *lines[14:]])
     )
     assert run.pop("notes") == [
-        "metrics.jsonl: 1 damaged lines or steps out of order are left out"
+        "metrics.jsonl: 1 damaged line or step out of order is left out"
     ]
-    for name in run.keys() - {"name", "path"}:
+    for name in run.keys() - {"name", "path", "step_at"}:
         assert run[name] == whole[name], name
 
 
@@ -238,7 +250,7 @@ def test_damaged_loads_are_left_out(tmp_path, bad):
     ]
     run = read_one(make_folder(tmp_path / "run", metrics=lines))
     assert run["load"]["step"] == [1]
-    assert "tokens_le: 1 damaged tables are left out" in run["notes"]
+    assert "tokens_le: 1 damaged table is left out" in run["notes"]
     assert run["step"] == 2
 
 

@@ -41,7 +41,7 @@ function configuration(body) {
         "Configuration",
         head,
         rows.map(({ name, values }) => [name, ...values]),
-        { class: "config" },
+        { class: "config stack" },
       );
       rows.forEach(({ differs }, i) =>
         table.tBodies[0].rows[i].classList.toggle("differs", differs),

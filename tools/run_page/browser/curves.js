@@ -2,7 +2,8 @@
 
 /** Add a figure of curves. `series` are {curve, label}; a curve that no run has is left
     out. Options: fromZero; clip, to leave out the highest hundredth; smooth, for a
-    moving mean; marks, of the chosen run's adoptions; points, of held-out losses; dots, not lines. */
+    moving mean; marks, of the chosen run's adoptions; points, of held-out losses; dots,
+    not lines; isLog, of the axis up; caption, a text. */
 function addCurves(parent, { id, title, unit, series, height = 260, ...options }) {
   const shown = () =>
     series.filter((one) => runs().some((of) => hasCurve(of, one.curve)));
@@ -46,9 +47,9 @@ function curveLines(series) {
   );
 }
 
-function drawCurves(series, { height, fromZero, clip, smooth, marks, points, dots }) {
+function drawCurves(series, { height, clip, smooth, marks, points, dots, ...axis }) {
   const lines = curveLines(series);
-  const range = curveRange(lines, { fromZero, clip, points });
+  const range = axis.isLog ? null : curveRange(lines, { ...axis, clip, points });
   const traces = lines.flatMap((line) => bandTraces(line));
   traces.push(...lines.flatMap((line) => meanTraces(line, { smooth, dots })));
   if (points) traces.push(...heldOutTraces());
@@ -60,7 +61,7 @@ function drawCurves(series, { height, fromZero, clip, smooth, marks, points, dot
   });
   const layout = baseLayout({
     xaxis: { range: stepRange(lines, points) },
-    yaxis: { range },
+    yaxis: axis.isLog ? { type: "log", dtick: 1, tickformat: ",~r" } : { range },
     showlegend:
       traces.filter((one) => one.showlegend !== false).length + markers.length > 1,
     annotations: isLabelled ? endLabels(ends, range, height - 80) : [],
@@ -216,8 +217,8 @@ function describeCurves(series) {
 }
 
 /** Say what a point is. */
-function curveCaption({ smooth, clip }) {
-  const parts = [];
+function curveCaption({ smooth, clip, caption }) {
+  const parts = caption ? [caption] : [];
   const widths = [...new Set(runs().map((of) => of.every_steps))];
   if (widths.some((width) => width > 1)) {
     parts.push(

@@ -145,9 +145,13 @@ function finite(values) {
   return values.filter((value) => Number.isFinite(value));
 }
 
+/** Return a quantile of the finite values; between two of them it is interpolated. */
 function quantile(values, share) {
   const sorted = finite(values).sort((a, b) => a - b);
-  return sorted.length ? sorted[Math.round(share * (sorted.length - 1))] : null;
+  if (!sorted.length) return null;
+  const place = share * (sorted.length - 1);
+  const [low, high] = [sorted[Math.floor(place)], sorted[Math.ceil(place)]];
+  return low + (place - Math.floor(place)) * (high - low);
 }
 
 function median(values) {

@@ -46,7 +46,7 @@ function decisionSection(body) {
       const last = right.slice(-filter.limit).reverse();
       setText(
         count,
-        `${last.length.toLocaleString("en-US")} of ${plural(all.length, "decision")}, the last first.`,
+        `${last.length.toLocaleString("en-US")} of ${plural(all.length, "decision")}, newest first.`,
       );
       more.hidden = right.length <= filter.limit;
       fillIfNew(shown, last.length ? decisionTable(last) : "No decision of this kind.");
@@ -72,12 +72,13 @@ function decisionTable(decisions) {
     "max/mean",
     "predicted gain (ms a step)",
     "measured gain (ms a step)",
-    "cost (s)",
+    "predicted cost (s)",
+    "waited (s)",
     "adopted",
     "why",
   ];
   const rows = decisions.map((one) => [
-    String(one.step),
+    `${one.step}`,
     make("span", { class: `pill ${one.kind}` }, one.kind),
     changeText(one),
     one.kind === "keep"
@@ -86,15 +87,18 @@ function decisionTable(decisions) {
     msec(one.modelled_gain_sec),
     one.gain_msec_measured ?? null,
     one.modelled_cost_sec ?? null,
+    one.waited_sec === null ? null : Number(one.waited_sec.toFixed(3)),
     adoptionText(one),
     one.why ?? "",
   ]);
-  return makeTable("Decisions of the balancer", head, rows, { class: "decisions" });
+  return makeTable("Decisions of the balancer", head, rows, { class: "decisions stack" });
 }
 
 function adoptionText(one) {
   if (one.kind === "keep") return "–";
   if (one.adopted) return `at step ${one.adopt_step}`;
+  if (one.replaced_by?.kind === "keep") return `given up at ${one.replaced_by.step}`;
+  if (one.replaced_by) return `planned anew at ${one.replaced_by.step}`;
   return one.adopt_step > run().step ? `due at step ${one.adopt_step}` : "no";
 }
 

@@ -14,7 +14,9 @@ function make(tag, attributes = {}, ...children) {
 }
 
 /** Return a table with a caption for screen readers. The first cell of a row is its
-    heading. A cell is text, a number or an element. */
+    heading. A cell is text, a number or an element. On a narrow window the cells of a
+    table of class "stack" lie below each other, each with its column's name; its roles
+    are named, because a browser forgets them then. */
 function makeTable(caption, head, rows, attributes = {}) {
   const isNumber = head.map((_, column) =>
     rows.every((row) => row[column] === null || typeof row[column] === "number"),
@@ -28,28 +30,31 @@ function makeTable(caption, head, rows, attributes = {}) {
           : String(value ?? "–");
     const kind = isNumber[column] ? "number" : null;
     return column === 0
-      ? make("th", { scope: "row", class: kind }, inside)
-      : make("td", { class: kind }, inside);
+      ? make("th", { scope: "row", class: kind, role: "rowheader" }, inside)
+      : make("td", { class: kind, role: "cell", "data-label": labels[column] }, inside);
   };
+  const labels = head.map((name) => (name instanceof Node ? name.textContent : name));
+  if (head.length === 2) labels.fill(null); // a name and its value need no more
   return make(
     "table",
-    attributes,
+    { ...attributes, role: "table" },
     make("caption", { class: "unseen" }, caption),
     make(
       "thead",
-      {},
+      { role: "rowgroup" },
       make(
         "tr",
-        {},
-        head.map((text, column) =>
-          make("th", { scope: "col", class: isNumber[column] ? "number" : null }, text),
-        ),
+        { role: "row" },
+        head.map((text, column) => {
+          const kind = isNumber[column] ? "number" : null;
+          return make("th", { scope: "col", class: kind, role: "columnheader" }, text);
+        }),
       ),
     ),
     make(
       "tbody",
-      {},
-      rows.map((row) => make("tr", {}, row.map(cell))),
+      { role: "rowgroup" },
+      rows.map((row) => make("tr", { role: "row" }, row.map(cell))),
     ),
   );
 }

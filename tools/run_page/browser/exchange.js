@@ -24,6 +24,17 @@ function addShares(body) {
   });
 }
 
+/** Return text in lines of at most `width` letters; a longer word is cut. */
+function inLines(text, width) {
+  const lines = [];
+  for (const word of text.split(" ")) {
+    const longer = lines.length ? `${lines.at(-1)} ${word}` : word;
+    if (lines.length && longer.length <= width) lines[lines.length - 1] = longer;
+    else lines.push(word);
+  }
+  return lines.map((line) => plain(line, width)).join("<br>");
+}
+
 /** Add bars of the bytes that a device sends in a step, under the last layout. */
 function addBytes(body) {
   const last = () => run().bytes?.at(-1);
@@ -33,7 +44,7 @@ function addBytes(body) {
     id: "bytes",
     title: "Bytes that a device sends in a step",
     unit: "by collective, modelled",
-    height: () => 90 + 30 * sorted().length,
+    height: () => 90 + (isNarrow() ? 44 : 30) * sorted().length,
     describe: () =>
       sorted()
         .reverse()
@@ -48,7 +59,7 @@ function addBytes(body) {
         {
           type: "bar",
           orientation: "h",
-          y: sorted().map(([name]) => plain(name, isNarrow() ? 16 : 34)),
+          y: sorted().map((_, i) => i),
           x: sorted().map(([, bytes]) => bytes),
           text: sorted().map(([, bytes]) => bytesText(bytes)),
           textposition: "auto",
@@ -62,7 +73,13 @@ function addBytes(body) {
         hovermode: false,
         bargap: 0.3,
         xaxis: { tickformat: "~s" },
-        yaxis: { showgrid: false, automargin: true },
+        yaxis: {
+          showgrid: false,
+          automargin: true,
+          tickmode: "array",
+          tickvals: sorted().map((_, i) => i),
+          ticktext: sorted().map(([name]) => inLines(name, isNarrow() ? 16 : 34)),
+        },
       }),
     }),
     table: () => {

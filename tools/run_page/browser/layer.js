@@ -56,12 +56,14 @@ function oneLayer(body) {
     },
   };
   input.addEventListener("input", () => {
-    const layer = Number(input.value);
+    if (input.value === "") return; // another number may follow
     const last = planTables(run())[0].layers - 1;
-    if (input.value === "" || !Number.isInteger(layer) || layer < 0 || layer > last)
-      return;
-    page.layer = layer;
+    page.layer = Math.min(Math.max(Math.round(Number(input.value)), 0), last);
+    if (String(page.layer) !== input.value) input.value = page.layer;
     view.update();
+  });
+  input.addEventListener("change", () => {
+    input.value = page.layer;
   });
   step.addEventListener("input", () => {
     layerStep.index = Number(step.value);

@@ -179,7 +179,10 @@ function drawLoadMap() {
         colorbar: {
           ...bar,
           tickvals: [-2, -1, 0, 1, 2],
-          ticktext: ["¼ or less", "½", "mean", "2 ×", "4 × or more"],
+          ticktext: narrow
+            ? ["≤ ¼", "½", "mean", "2 ×", "≥ 4 ×"]
+            : ["¼ or less", "½", "mean", "2 ×", "4 × or more"],
+          ticklabeloverflow: "allow",
           tickfont: { color: ink("muted"), size: 11 },
         },
       },

@@ -17,15 +17,29 @@ function statePill(of) {
   );
 }
 
+const NUM_RECENT = 20;
+
+/** Return the median of the last points of a curve. */
+function recent(of, name) {
+  return median((of.curves?.[name]?.mean ?? []).slice(-NUM_RECENT));
+}
+
+/** Say what `recent` returns: a long run has no single steps. */
+function recentText(of) {
+  return of.every_steps > 1
+    ? `median of ${NUM_RECENT} bins`
+    : `median of the last ${NUM_RECENT}`;
+}
+
 /** Return the latest figures of a run: [label, value, remark]. */
 function latest(of) {
-  const recent = (name) => median((of.curves?.[name]?.mean ?? []).slice(-20));
   const last = (name) => lastOf(of.curves?.[name]?.mean ?? []);
   const held = finite(of.evals?.loss ?? []);
   const counts = (kind) => adoptions(of).filter((one) => one.kind === kind).length;
   const useful = of.goodput?.share?.useful;
-  const home = recent("home_device_max_over_mean");
-  const unevenness = recent("device_max_over_mean");
+  const home = recent(of, "home_device_max_over_mean");
+  const unevenness = recent(of, "device_max_over_mean");
+  const mfu = recent(of, "mfu");
   return [
     [
       "step",
@@ -38,13 +52,13 @@ function latest(of) {
       shortNumber(held.at(-1)),
       held.length > 1 ? `lowest ${shortNumber(quantile(held, 0))}` : "",
     ],
-    ["tokens per second", shortNumber(recent("tok_per_sec")), "all devices"],
-    ["ms per step", shortNumber(recent("step_msec")), "median of the last 20"],
     [
-      "MFU",
-      percent(recent("mfu")),
-      recent("mfu") === null ? "no peak is known" : "of peak FLOPs",
+      "tokens per second",
+      shortNumber(recent(of, "tok_per_sec")),
+      recentText(of),
     ],
+    ["ms per step", shortNumber(recent(of, "step_msec")), recentText(of)],
+    ["MFU", percent(mfu), mfu === null ? "no peak is known" : recentText(of)],
     [
       "goodput",
       percent(useful),
@@ -53,7 +67,7 @@ function latest(of) {
     [
       "device max/mean",
       shortNumber(unevenness, 3),
-      home === null ? "1 is even" : `at home ${shortNumber(home, 3)}`,
+      home === null ? recentText(of) : `at home ${shortNumber(home, 3)}; medians`,
     ],
     ["swaps", String(counts("swap")), plural((of.decisions ?? []).length, "decision")],
     ["relayouts", String(counts("relayout")), ""],
@@ -87,19 +101,42 @@ function single() {
     make("div"),
     make("div"),
   ];
+  const pace = make("p", { class: "hint" });
+  page.views.push({ update: () => {}, tick: () => setText(pace, paceText(run())) });
   const attempts = makeScrollBox("Attempts");
   const summary = make("summary");
   const count = () => (run().attempts ?? []).length;
   const details = make("details", { open: count() > 1 }, summary, attempts);
   keepUpdated(() => {
     fillIfNew(state, stateLine(run()));
+    setText(pace, paceText(run()));
     fillIfNew(tiles, tilesOf(run()));
     fillIfNew(notes, noteList(run()));
     fillIfNew(attempts, attemptTable(run()));
     setText(summary, plural(count(), "attempt"));
     details.hidden = count() === 0;
   });
-  return [state, tiles, notes, details];
+  return [state, pace, tiles, notes, details];
+}
+
+/** Return how long ago a run that goes on did its last step, and how long the rest will
+    take; an empty text of any other. */
+function paceText(of) {
+  if (!page.data.live || of.state !== "running" || !hasSteps(of)) return "";
+  const parts = [];
+  if (Number.isFinite(of.step_at)) {
+    const sec = Math.max(0, Math.round(serverSec() - of.step_at));
+    parts.push(`Last step ${duration(sec)} ago.`);
+  }
+  const msec = recent(of, "step_msec");
+  const count = (of.num_steps ?? 0) - of.step;
+  if (msec !== null && count > 0) {
+    parts.push(
+      `${plural(count, "step")} to go, about ${duration((count * msec) / 1000)} ` +
+        "without evaluations, saves and waits.",
+    );
+  }
+  return parts.join(" ");
 }
 
 function stateLine(of) {
@@ -174,7 +211,7 @@ function attemptTable(of) {
     "moejax",
     "jax",
   ];
-  return makeTable("Attempts of the run", head, rows, { class: "attempts" });
+  return makeTable("Attempts of the run", head, rows, { class: "attempts stack" });
 }
 
 /** Return how an attempt ended, as far as it was recorded. */
@@ -200,6 +237,7 @@ function compared() {
             "Differences of the configurations",
             ["field", ...runs().map(runName)],
             pairs.map(([field, values]) => [field, ...values]),
+            { class: "stack" },
           )
         : "Nothing: the configurations are equal, or were not recorded.",
     );
@@ -211,7 +249,9 @@ function compared() {
     rows.unshift(["state", ...runs().map(statePill)]);
     fillIfNew(
       figures,
-      makeTable("Figures of the runs", ["figure", ...runs().map(runName)], rows),
+      makeTable("Figures of the runs", ["figure", ...runs().map(runName)], rows, {
+        class: "stack",
+      }),
     );
     fillIfNew(notes, runs().map(noteList));
   });
@@ -222,7 +262,17 @@ function compared() {
       make("h3", {}, "What differs in their configurations"),
       differences,
     ),
-    make("div", {}, make("h3", {}, "Where they stand"), figures),
+    make(
+      "div",
+      {},
+      make("h3", {}, "Where they stand"),
+      make(
+        "p",
+        { class: "hint" },
+        `Tokens, ms, MFU and device max/mean: ${recentText(run())} steps of each run.`,
+      ),
+      figures,
+    ),
     notes,
   ];
 }

@@ -207,6 +207,10 @@ const SECTIONS = [
         title: "Rounds of the exchange",
         unit: "worst layer; 1 is enough",
         height: 200,
+        caption:
+          "Round 0 carries rows_per_peer rows from a device to each other one, and each " +
+          "later round a quarter of that. For example, with 128 a fullest pair of 250 takes " +
+          "1 + (250 - 128) / 32 rounds, rounded up: 5.",
         series: [{ curve: "rounds", label: "rounds" }],
         fromZero: true,
       });
@@ -262,7 +266,8 @@ const SECTIONS = [
     title: "The model's prediction",
     hint:
       "What the cost model expects of a step beside what the clock " +
-      "said. Good: the same order and the same jumps; a constant distance is harmless.",
+      "said. Good: both are of the same order and jump at the same steps. A constant " +
+      "gap between them does no harm.",
     missing: () =>
       none("modelled_step_msec")
         ? "No modelled times were recorded: runs of this version write " +

@@ -23,7 +23,7 @@ function addGoodput(body) {
     id: "goodput-shares",
     title: "Shares of the wall time",
     unit: "all attempts",
-    height: () => 150 + 46 * runs().length,
+    height: () => (isNarrow() ? 190 : 150) + 46 * runs().length,
     describe: () =>
       having()
         .map(
@@ -47,14 +47,15 @@ function addGoodput(body) {
       const traces = usedBuckets().map((name, index) => ({
         type: "bar",
         orientation: "h",
-        name: plain(name),
+        name: [
+          plain(name),
+          ...(shown.length > 1 || isNarrow()
+            ? []
+            : [plain(shareText(shown[0].goodput.share[name]))]),
+        ].join(" "),
         y: shown.map((_, i) => i),
         x: shown.map((of) => of.goodput.share[name] ?? 0),
-        text: shown.map((of) =>
-          (of.goodput.share[name] ?? 0) > (isNarrow() ? 0.4 : 0.1)
-            ? `${plain(name)} ${percent(of.goodput.share[name])}`
-            : "",
-        ),
+        text: shown.map((of) => partText(name, of.goodput.share[name] ?? 0)),
         textposition: "inside",
         insidetextanchor: "middle",
         textangle: 0,
@@ -74,7 +75,12 @@ function addGoodput(body) {
           xTitle: "share of the wall time",
           hovermode: "closest",
           bargap: 0.35,
-          xaxis: { tickformat: ".0%", range: [0, 1], ticklabeloverflow: "allow" },
+          xaxis: {
+            tickformat: ".0%",
+            range: [0, 1],
+            dtick: isNarrow() ? 0.25 : 0.1,
+            ticklabeloverflow: "allow",
+          },
           yaxis: {
             showgrid: false,
             automargin: runs().length > 1,
@@ -110,6 +116,17 @@ function addGoodput(body) {
     },
     yaxis: { tickformat: ".0%", range: [0, 1] },
   });
+}
+
+function shareText(share) {
+  return share < 0.001 ? "< 0.1 %" : percent(share);
+}
+
+/** Return the longest text about a bucket that its part of the bar has room for. */
+function partText(name, share) {
+  const width = share * (document.getElementById("sections").clientWidth - 120);
+  const texts = [`${plain(name)} ${percent(share)}`, percent(share)];
+  return texts.find((text) => 7 * text.length < width) ?? "";
 }
 
 /** Return the share of each bucket in the time up to each step. */
@@ -195,8 +212,8 @@ function prediction(body) {
       { curve: "adopt_wait_msec", label: "wait to compile" },
       { curve: "plan_wait_msec", label: "wait for a plan" },
     ],
-    height: 220,
-    fromZero: true,
+    height: 240,
+    isLog: true,
     dots: true,
   });
 }
