@@ -2,8 +2,9 @@
 
     python tools/store_notebook.py notebooks/02_plans_and_swaps.ipynb
 
-The sources and outputs are stored in their order, without timings, editor state or
-anything else that belongs to this machine. A notebook in which a cell fails or warns is
+The sources, the texts that say what pictures show (`alt` in the metadata of a cell) and
+the outputs are stored in their order, without timings, editor state or anything else
+that belongs to this machine. A notebook in which a cell fails or warns is
 left as it was. Tests compare the stored texts word for word
 (tests/docs/test_notebooks.py). Exit codes: 0 done, 2 a cell failed or warned, or the
 file is not a notebook.
@@ -26,6 +27,8 @@ from train.launch.program import DONE, guarded  # noqa: E402
 CELL_LIMIT_SEC = 300
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 LANGUAGE = {"name": "python", "version": "3.12"}
+ALT = "alt"
+"""Field of a cell's metadata that says in words what its picture shows."""
 UNSET = ("JUPYTER_PATH", "MPLBACKEND")
 """Environment variables that are removed, because they would choose another kernel or
 other pictures."""
@@ -99,7 +102,8 @@ def clean(notebook) -> None:
     output."""
     notebook.metadata = {"kernelspec": KERNEL, "language_info": LANGUAGE}
     for index, cell in enumerate(notebook.cells):
-        cell.id, cell.metadata = f"cell-{index:02d}", {}
+        alt = {name: text for name, text in cell.metadata.items() if name == ALT}
+        cell.id, cell.metadata = f"cell-{index:02d}", alt
         if cell.cell_type == "code":
             cell.outputs = _join_prints(cell.outputs)
 

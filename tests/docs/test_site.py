@@ -101,6 +101,7 @@ def test_no_page_loads_anything_from_another_host(site, pages):
         inside = (url for url in page.loads if not url.startswith("data:"))
         missing = [url for url in inside if not page.target(url)[0].is_file()]
         assert not missing, f"{file} lacks {missing}"
+        assert "No description has been provided" not in page.text, f"{file}: no alt"
     for style in site.rglob("*.css"):
         assert not IN_STYLES.findall(style.read_text(encoding="utf-8")), style
 

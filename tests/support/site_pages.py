@@ -59,6 +59,5 @@ class SitePage(html.parser.HTMLParser):
 
 
 def read_site(folder: pathlib.Path) -> dict[pathlib.Path, SitePage]:
-    """Return the pages of a site by file, but 404.html, which is for servers alone."""
-    files = (path for path in folder.rglob("*.html") if path.name != "404.html")
-    return {path: SitePage(path) for path in files}
+    """Return the pages of a site by file."""
+    return {path: SitePage(path) for path in folder.rglob("*.html")}

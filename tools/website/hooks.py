@@ -5,10 +5,12 @@ path on the site and in the repository, so its links work in both, and MkDocs ch
 them. The home page is README.md.
 """
 
+import html
+import json
 import os
 import pathlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
@@ -24,6 +26,8 @@ PAGES = ("*.md", "docs/**/*", "notebooks/*.md", "notebooks/*.ipynb", "moejax/**/
 LINK = re.compile(r"\]\(([^()\s:#]+)\)")
 MATHJAX = re.compile(r"<script data-mkdocs-jupyter-mathjax=.*?</script>\n?", re.DOTALL)
 """Script by which mkdocs-jupyter loads MathJax from another host."""
+
+NO_ALT = re.compile(r'alt="No description has been provided for this image"')
 
 
 @event_priority(100)  # before mkdocs-jupyter looks for notebooks
@@ -60,5 +64,25 @@ def _file(path: pathlib.Path, root: pathlib.Path, config: MkDocsConfig) -> File:
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Return a page without the script that loads MathJax: no page has formulas."""
-    return MATHJAX.sub("", output)
+    """Return a page without the script that loads MathJax, since no page has formulas,
+    and with the texts that say what a notebook's pictures show."""
+    output = MATHJAX.sub("", output)
+    if not page.file.src_uri.endswith(".ipynb"):
+        return output
+    texts = _picture_texts(pathlib.Path(page.file.abs_src_path))
+    return NO_ALT.sub(lambda _: f'alt="{html.escape(next(texts))}"', output)
+
+
+def _picture_texts(notebook: pathlib.Path) -> Iterator[str]:
+    """Yield the text that stands for each picture of a notebook, which
+    tools/store_notebook.py keeps and nbconvert's template does not read."""
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        for output in cell.get("outputs", ()):
+            if "image/png" in output.get("data", {}):
+                yield cell["metadata"]["alt"]
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Remove the theme's page for files that are not there: it looks for its styles at
+    the root of a server, where this site need not be."""
+    (pathlib.Path(config.site_dir) / "404.html").unlink(missing_ok=True)

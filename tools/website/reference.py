@@ -83,7 +83,9 @@ def _library() -> str:
 
 def _link(name: str, target: str) -> str:
     """Return the part about a name that another page shows."""
-    return f"## moejax.{name}\n\n[{name}]({target}) has a place of its own."
+    return (
+        f"## moejax.{name}\n\nIts description is on another page: [{name}]({target})."
+    )
 
 
 def _configuration() -> str:
