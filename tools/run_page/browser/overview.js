@@ -101,22 +101,33 @@ function single() {
     make("div"),
     make("div"),
   ];
-  const pace = make("p", { class: "hint" });
-  page.views.push({ update: () => {}, tick: () => setText(pace, paceText(run())) });
   const attempts = makeScrollBox("Attempts");
   const summary = make("summary");
   const count = () => (run().attempts ?? []).length;
   const details = make("details", { open: count() > 1 }, summary, attempts);
   keepUpdated(() => {
     fillIfNew(state, stateLine(run()));
-    setText(pace, paceText(run()));
     fillIfNew(tiles, tilesOf(run()));
     fillIfNew(notes, noteList(run()));
     fillIfNew(attempts, attemptTable(run()));
     setText(summary, plural(count(), "attempt"));
     details.hidden = count() === 0;
   });
-  return [state, pace, tiles, notes, details];
+  return [state, paces(), tiles, notes, details];
+}
+
+/** Return a line about the pace of each run that goes on, which changes each second. */
+function paces() {
+  const lines = runs().map(() => make("p", { class: "hint" }));
+  const show = () =>
+    lines.forEach((line, index) => {
+      const of = runs()[index];
+      const text = paceText(of);
+      setText(line, text && lines.length > 1 ? `${of.name}: ${text}` : text);
+    });
+  show();
+  page.views.push({ update: show, tick: show });
+  return make("div", {}, ...lines);
 }
 
 /** Return how long ago a run that goes on did its last step, and how long the rest will
@@ -272,6 +283,7 @@ function compared() {
         `Tokens, ms, MFU and device max/mean: ${recentText(run())} steps of each run.`,
       ),
       figures,
+      paces(),
     ),
     notes,
   ];
