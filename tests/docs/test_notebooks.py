@@ -106,7 +106,11 @@ def runs(tmp_path_factory, request):
             patch.setenv(name, value)
         for name in (*store_notebook.UNSET, "JAX_DISABLE_MOST_OPTIMIZATIONS"):
             patch.delenv(name, raising=False)  # compiled as for a reader
-        tests = [x for x in request.session.items if "runs" in x.fixturenames]
+        tests = [
+            test
+            for test in request.session.items
+            if test.path == request.path and "runs" in test.fixturenames
+        ]
         paths = sorted({test.callspec.params["path"] for test in tests}, reverse=True)
         yield {path: pool.submit(run_again, path) for path in paths}
 
