@@ -41,11 +41,12 @@ from train.launch.cluster import LOOPBACK
 TIMED_OUT = 124
 """Exit code of a run that reached its time limit, the same as that of timeout(1)."""
 WAITS = workers.Waits(grace_sec=20.0)
-BREATH_AFTER_SEC, BREATH_SEC = 3.0, 0.03
-"""A held program goes on for a moment, some seconds after it was stopped. Its processes
-ask jax's coordinator every half second. gRPC closes a connection whose ping was not
-answered in time, and then jax aborts the process. An answer that came in while a
-process was stopped is read in this moment."""
+BREATH_EVERY_SEC, BREATH_SEC = 15.0, 0.03
+"""A held program goes on for a moment again and again. Its processes ask jax's
+coordinator every half second. gRPC closes a connection whose ping was not answered in
+60 s, and then jax aborts the process. An answer that came in while a process was
+stopped is read in the next such moment, of which there are three in these 60 s: a ping
+may leave in one of them too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,8 +211,8 @@ class LiveCluster:
 
 class HeldProgram:
     """A program in every process of a cluster, which can be held: all threads and
-    children of its processes are stopped, so that it takes no core. BREATH_AFTER_SEC
-    later it goes on for BREATH_SEC."""
+    children of its processes are stopped, so that it takes no core but for BREATH_SEC
+    every BREATH_EVERY_SEC."""
 
     def __init__(self, group: workers.Workers, pids: list[int]) -> None:
         """Start the processes, and return when all have started. `group.listen` appends
@@ -231,9 +232,7 @@ class HeldProgram:
         """Stop all processes, their children included."""
         with self._lock:
             self._signal(signal.SIGSTOP)
-            self._breath = threading.Timer(BREATH_AFTER_SEC, self._take_breath)
-            self._breath.daemon = True
-            self._breath.start()
+            self._await_breath()
 
     def go_on(self) -> None:
         """Let processes that are held continue."""
@@ -256,6 +255,12 @@ class HeldProgram:
         self._requests.has_enough = True
         self._thread.join()
 
+    def _await_breath(self) -> None:
+        """Set the timer of the next breath. The caller has the lock."""
+        self._breath = threading.Timer(BREATH_EVERY_SEC, self._take_breath)
+        self._breath.daemon = True
+        self._breath.start()
+
     def _cancel_breath(self) -> None:
         if self._breath is not None:
             self._breath.cancel()
@@ -268,6 +273,7 @@ class HeldProgram:
                 self._signal(signal.SIGCONT)
                 time.sleep(BREATH_SEC)
                 self._signal(signal.SIGSTOP)
+                self._await_breath()
 
     def _run(self, group: workers.Workers) -> None:
         waits = dataclasses.replace(WAITS, stopped_sec=math.inf)
