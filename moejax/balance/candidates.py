@@ -16,7 +16,13 @@ import numpy as np
 from moejax.balance.decision import duration
 from moejax.balance.policies import Policy, make_valid_plan
 from moejax.perf.cost_model import CostModel, tight
-from moejax.perf.traffic import device_rows, max_over_mean, pair_rows, rows_by_slot
+from moejax.perf.traffic import (
+    device_rows,
+    fullest_pair,
+    max_over_mean,
+    pair_rows,
+    rows_by_slot,
+)
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import GATHERED_ONCE, ROW_MULTIPLE, Layout, Store
 
@@ -100,11 +106,12 @@ def ratio_by_layer(
 def fullest_pair_by_layer(
     load_lwe: np.ndarray, plan: ExpertPlan, layout: Layout
 ) -> np.ndarray:
-    """Return the maximum number of rows that one source has for one device in a step,
-    float [l]."""
+    """Return the maximum number of rows that one source has in a step for one device,
+    or for one chunk of those that stay, float [l]."""
     w, split = layout.num_devices, layout.split
     rows = zip(load_lwe, plan.slot_to_expert_lp)
-    max_l = [pair_rows(rows_by_slot(x, p, w, split)).max() for x, p in rows]
+    pairs = [pair_rows(rows_by_slot(x, p, w, split)) for x, p in rows]
+    max_l = [fullest_pair(pair_ww, layout) for pair_ww in pairs]
     return layout.source_share * np.array(max_l)
 
 

@@ -82,6 +82,10 @@ class Dispatch:
     buffer_factor: float = 1.5
     """Size of the buffers of round 0 over the even share of rows, where rows_per_peer
     is None."""
+    home_chunks: int = 1
+    """Number of buffers of rows_per_peer rows for the rows that stay on their device.
+    All but the first are out of the collective. Shadows (policies 'fastermoe' and
+    'prophet', split 'shadow') keep most rows where they are, and need several."""
     store: Store | None = None
     """How expert weights reach the slots (docs/balance.md), for the whole run. None:
     the run starts with the first store of Balance.policy, and the balancer may change
@@ -125,6 +129,7 @@ class Dispatch:
 
     def __post_init__(self) -> None:
         require_min(self, 1, "rows_per_peer", "slots_per_device", "expert_shards")
+        require_min(self, 1, "home_chunks")
         require_min(self, 0, "offers_per_device", "copies_per_device")
         require_min(self, 1, "compression_ratio", "gradient_compression")
         for field, off in (("compression", "none"), ("gradient_compression", None)):

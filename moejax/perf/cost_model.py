@@ -15,7 +15,7 @@ import dataclasses
 
 import numpy as np
 
-from moejax.perf.traffic import device_rows, pair_rows, rows_by_slot
+from moejax.perf.traffic import device_rows, fullest_pair, pair_rows, rows_by_slot
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 from moejax.plan.owner_moves import num_rounds, state_rounds
@@ -105,16 +105,15 @@ class CostModel:
         num_exchanges = self.micro_batches * layout.num_exchanges
         per_exchange_ww = layout.source_share * pair_ww / num_exchanges
         most = _max_off_device(per_exchange_ww)
-        return self._exchanges_sec(float(per_exchange_ww.max()), most, layout)
+        fullest = fullest_pair(per_exchange_ww, layout)
+        return self._exchanges_sec(fullest, most, layout)
 
-    def _exchanges_sec(
-        self, fullest_pair: float, most_rows: float, layout: Layout
-    ) -> float:
+    def _exchanges_sec(self, fullest: float, most_rows: float, layout: Layout) -> float:
         """Return the time of one exchange of rows in each micro-batch, with the rows of
         the fullest pair of devices in each, and the most rows of one device to or from
         others."""
         num_exchanges = self.micro_batches * layout.num_exchanges
-        rounds, rows = _padded(fullest_pair, layout)
+        rounds, rows = _padded(fullest, layout)
         if layout.transport == "ragged":
             rows = most_rows
         sec = rows * self.bytes_per_row / self.bytes_per_sec + rounds * self.latency_sec
@@ -362,10 +361,10 @@ def _max_off_device(pair_ww: np.ndarray) -> float:
     return float(np.maximum(sent_w - here_w, received_w - here_w).max())
 
 
-def _padded(fullest_pair: float, layout: Layout) -> tuple[int, int]:
+def _padded(fullest: float, layout: Layout) -> tuple[int, int]:
     """Return the number of rounds of an exchange with padded transport, and the number
     of rows that a device sends to others in all rounds, padding included."""
-    left = fullest_pair - layout.rows_per_peer - ROUNDING * fullest_pair
+    left = fullest - layout.rows_per_peer - ROUNDING * fullest
     later_rounds = 0
     if left > 0 and layout.exchange == "exact":
         later_rounds = int(np.ceil(left / layout.rows_per_round))

@@ -56,6 +56,13 @@ def pair_rows(rows_wp: np.ndarray) -> np.ndarray:
     return rows_wp.reshape(num_devices, num_devices, -1).sum(axis=-1)
 
 
+def fullest_pair(pair_ww: np.ndarray, layout: Layout) -> float:
+    """Return the most rows that one source has for one device, or for one of the chunks
+    of those that stay (Layout.home_chunks)."""
+    chunks_ww = 1 + (layout.home_chunks - 1) * np.eye(len(pair_ww))
+    return float((pair_ww / chunks_ww).max())
+
+
 def device_rows(rows_wp: np.ndarray) -> np.ndarray:
     """Return the rows that each device computes, [w]."""
     return pair_rows(rows_wp).sum(axis=0)

@@ -178,6 +178,9 @@ class Layout:
     copies_per_device: int = 0
     """Maximum number of copies of other devices' experts that one device holds, per
     layer. Only the stores 'transient' and 'resident' have copies."""
+    home_chunks: int = 1
+    """Number of buffers of `rows_per_peer` rows that a device has for the rows that it
+    computes itself. All but the first stay out of the collective."""
     halves: bool = False
     """Whether the tokens of a device are exchanged in two independent halves, so that
     the rows of one travel while the other one's are computed."""
@@ -242,6 +245,17 @@ class Layout:
         return (
             num_owners if self.tensor is None else self.tensor.num_senders(num_owners)
         )
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of buffers of rows from which a device computes: one for each sender,
+        and those of `home_chunks` beyond the first."""
+        return self.num_senders + self.home_chunks - 1
+
+    @property
+    def home_rows(self) -> int:
+        """Number of rows that a device can compute for itself in round 0."""
+        return self.home_chunks * self.rows_per_peer
 
     @property
     def source_share(self) -> float:
@@ -324,8 +338,8 @@ class Layout:
     @property
     def rows_per_round(self) -> int:
         """Number of rows that one device can send to one other in each round after the
-        first: a quarter of `rows_per_peer`, rounded up to a multiple of
-        `num_windows`."""
+        first: a quarter of `rows_per_peer`, rounded up to a multiple of `num_windows`.
+        For itself a device has `home_chunks` times as many."""
         parts = 4 * self.num_windows
         return -(-self.rows_per_peer // parts) * self.num_windows
 
@@ -333,7 +347,7 @@ class Layout:
         """Return the number of rows of the buffer that experts compute, in slot order,
         where each peer may send `rows_per_peer` rows: those that can arrive, and the
         most zero rows that aligning slots can take."""
-        received = self.num_senders * rows_per_peer // self.num_windows
+        received = self.num_chunks * rows_per_peer // self.num_windows
         return max_aligned_rows(received, self.slots_per_device, self.align_rows)
 
     @property
@@ -604,6 +618,7 @@ def _check_buffers(layout: Layout) -> None:
     rows = layout.rows_per_peer
     if rows < 1:
         raise ValueError(f"rows_per_peer={rows} must be at least 1")
+    _check_home_chunks(layout)
     if layout.overflow == "redo" and layout.exchange == "capacity":
         raise ValueError(
             "overflow='redo' runs a batch again whose rows do not fit, and "
@@ -627,3 +642,22 @@ def _check_buffers(layout: Layout) -> None:
             f"{group_name(layout.axes)} is only one: use Dispatch.group = 'dc_expert' "
             "or 'data_expert', or transport='padded'"
         )
+
+
+def _check_home_chunks(layout: Layout) -> None:
+    """Check that buffers for the rows that stay are of use, and that rows have one
+    sender each."""
+    chunks = layout.home_chunks
+    if chunks < 1:
+        raise ValueError(f"home_chunks={chunks} must be at least 1")
+    if chunks == 1:
+        return
+    why = ""
+    if layout.tensor is not None:
+        why = f"schedule='{layout.tensor.schedule}' cuts and copies what a device sends"
+    elif layout.exchange == "capacity":
+        why = "exchange='capacity' keeps as few rows on a device as it sends to another"
+    elif layout.num_devices == layout.domain_size:
+        why = "rows of a single device or domain all stay, in one buffer"
+    if why:
+        raise ValueError(f"home_chunks={chunks} must be 1 here: {why}")

@@ -34,6 +34,7 @@ def step_layout(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) ->
         kernels=cfg.dispatch.kernels,
         fp8=cfg.dispatch.fp8,
         align_rows=cfg.dispatch.align_rows,
+        home_chunks=cfg.dispatch.home_chunks,
         halves=cfg.moe.halves,
         **partition.fields,
         **_store_fields(cfg, partition),

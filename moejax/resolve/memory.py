@@ -141,7 +141,7 @@ class _Sizes:
         b //= cfg.mesh.num_batch_shards
         view, shards = layout.exchanged, 1 if layout.is_local else cfg.expert_shards
         m = view.num_sorted_rows(view.rows_per_peer)
-        received = view.num_senders * view.rows_per_peer // view.num_windows
+        received = view.num_chunks * view.rows_per_peer // view.num_windows
         received = m if view.num_senders == 1 else received
         m *= view.num_exchanges  # those of one half are alive beside the other's
         received *= view.num_exchanges

@@ -100,7 +100,8 @@ class Resolved:
         tokens = micro_batch_tokens(self.cfg)
         rows = self.communication.partition.source_tokens(tokens) * self.cfg.moe.top_k
         view = self.layout.exchanged
-        room = view.num_exchanges * view.num_devices * view.rows_per_peer
+        chunks = view.num_devices + view.home_chunks - 1
+        room = view.num_exchanges * chunks * view.rows_per_peer
         return min(1.0, rows / room)
 
     def home_plan(self, layout: Layout | None = None) -> ExpertPlan:

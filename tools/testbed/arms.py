@@ -7,6 +7,7 @@ slots of the budget, SPARE_SHARE more than its own experts.
 
 import dataclasses
 import itertools
+import math
 
 from moejax.config import Config
 
@@ -32,9 +33,13 @@ layout may send is sent, whether a plan uses it or not."""
 TWO_OFFERS = ("Dispatch.offers_per_device = 2",)
 """Budget of arms that choose copies in the step, where an owner of two hot experts must
 give both."""
-EVEN_BUFFERS = ("Dispatch.buffer_factor = 1.25",)
+EVEN_FACTOR = 1.25
+EVEN_BUFFERS = (f"Dispatch.buffer_factor = {EVEN_FACTOR}",)
 """Buffers of arms whose replicas share the rows of every source. The others keep the
 configuration's, which hold the fullest pair of devices under home."""
+STAYING_ROWS = (*EVEN_BUFFERS, "Dispatch.home_chunks = {home_chunks}")
+"""Buffers of arms whose shadows keep rows on their device: as many chunks as hold all
+rows of a device."""
 EACH_STEP = (
     "Balance.every_steps = 1",
     "Balance.lag_steps = 1",
@@ -53,8 +58,8 @@ class Arm:
     """One arm of the race."""
 
     params: tuple[str, ...] = ()
-    """Gin bindings beside those of the configuration, with {slots}, {spare} and
-    {one_more}."""
+    """Gin bindings beside those of the configuration, with {slots}, {spare},
+    {one_more} and {home_chunks}."""
     changes_function: bool = False
     """Whether its losses are others than exact home's: it drops rows, or follows
     another load."""
@@ -76,15 +81,17 @@ ARMS: dict[str, Arm] = {
         ("Dispatch.exchange = 'capacity'", "Dispatch.buffer_factor = 1.0"),
         changes_function=True,
     ),
-    "fastermoe_now": Arm(("Dispatch.split = 'shadow'", *COPIES, *TWO_OFFERS)),
-    "fastermoe": _arm("fastermoe", "transient", COPIES, EACH_STEP),
+    "fastermoe_now": Arm(
+        ("Dispatch.split = 'shadow'", *COPIES, *TWO_OFFERS, *STAYING_ROWS)
+    ),
+    "fastermoe": _arm("fastermoe", "transient", COPIES, STAYING_ROWS, EACH_STEP),
     "smartmoe": _arm("smartmoe", "owned"),
     "flexmoe": _arm("flexmoe", "resident", COPIES, EVEN_BUFFERS),
     "flexmoe_migrate": _arm(
         "flexmoe", "resident", COPIES, EVEN_BUFFERS, ("Balance.sends_states = True",)
     ),
-    "prophet": _arm("prophet", "transient", COPIES),
-    "prophet_every": _arm("prophet", "transient", COPIES, EACH_STEP),
+    "prophet": _arm("prophet", "transient", COPIES, STAYING_ROWS),
+    "prophet_every": _arm("prophet", "transient", COPIES, STAYING_ROWS, EACH_STEP),
     "eplb": _arm("eplb", "sharded", SLOTS, EVEN_BUFFERS),
     "laer": _arm("laer", "sharded", SLOTS, EVEN_BUFFERS, EACH_STEP, LAER),
     "micromoe": _arm("micromoe", "resident", ONE_COPY, EVEN_BUFFERS),
@@ -116,7 +123,12 @@ def names(text: str | None, load: str) -> list[str]:
 def params(name: str, cfg: Config) -> list[str]:
     """Return the gin bindings of an arm for a configuration of this size."""
     own, slots = cfg.moe.num_experts // cfg.mesh.expert, num_slots(cfg)
-    numbers = {"slots": slots, "spare": slots - own, "one_more": own + 1}
+    numbers = {
+        "slots": slots,
+        "spare": slots - own,
+        "one_more": own + 1,
+        "home_chunks": math.ceil(cfg.mesh.expert / EVEN_FACTOR),
+    }
     return [text.format(**numbers) for text in ARMS[name].params]
 
 

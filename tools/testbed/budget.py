@@ -33,9 +33,10 @@ def used(layout: Mapping, cfg: Config) -> Bytes:
     itemsize = ITEMSIZE[cfg.model.compute_dtype]
     expert = 3 * cfg.model.d_model * cfg.moe.d_expert * itemsize
     row = cfg.model.d_model * itemsize
+    chunks = layout["num_devices"] + layout["home_chunks"] - 1
     return Bytes(
         slots=_slot_layers(layout, cfg) * layout["slots_per_device"] * expert,
-        buffers=2 * layout["num_devices"] * layout["rows_per_peer"] * row,
+        buffers=2 * chunks * layout["rows_per_peer"] * row,
     )
 
 

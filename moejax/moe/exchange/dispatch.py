@@ -12,6 +12,11 @@ no rows are left.
     window 0..3:     to device 0: 0 0 0   to device 1: 2 3 3
     window 3..6:     to device 0: 1 - -   to device 1: - - -
 
+With Layout.home_chunks there are further chunks behind those of all devices, for rows
+that a device computes itself. No collective carries them. Device 0 with 2 chunks:
+
+    window 0..3:     to device 0: 0 0 0   to device 1: 2 3 3   stay: 1 - -
+
 With Layout.align_rows the rows of each slot begin at a multiple of it where experts
 compute them. Rows between slots have no source, and are zero. With a multiple of 4:
 
@@ -40,7 +45,8 @@ so that the backward pass repeats no exchange."""
 
 
 class Window(NamedTuple):
-    """Range of each peer's rows that one round carries."""
+    """Range of each peer's rows that one round carries. Of the rows that stay on their
+    device it is home_chunks times as many, from home_chunks times as far."""
 
     start: int | Int[Array, ""]
     """Position of the first row."""
@@ -86,10 +92,12 @@ def dispatch(
     token_m = jnp.where(receipt.assignment_m < 0, EMPTY, receipt.assignment_m // k)
     gather = partial(gather_rows, implementation=_implementation(layout))
     send_md = gather(x_nd, token_m, receipt.position_nk)
-    send_wcd = send_md.reshape(len(receipt.count_w), -1, x_nd.shape[1])
+    num_chunks = len(receipt.count_w) + layout.home_chunks - 1
+    send_xcd = send_md.reshape(num_chunks, -1, x_nd.shape[1])
+    send_wcd, stay_xcd = _split(send_xcd, len(receipt.count_w))
     counts = (receipt.count_w, receipt.incoming_v)
     arrived_vcd = find_schedule(mesh_layout).out(send_wcd, *counts, mesh_layout)
-    arrived_md = checkpoint_name(arrived_vcd.reshape(-1, x_nd.shape[1]), ROWS)
+    arrived_md = checkpoint_name(_join(arrived_vcd, stay_xcd), ROWS)
     if not _is_sorted(layout):
         arrived_md = gather(arrived_md, receipt.arrival_m, receipt.sorted_m1)
     return arrived_md, rows_s, receipt
@@ -108,10 +116,11 @@ def combine(
         sorted_m, arrival_m1 = receipt.sorted_m1[:, 0], receipt.arrival_m[:, None]
         tables = sorted_m, arrival_m1
         y_md = gather_rows(y_md, *tables, implementation=_implementation(layout))
-    y_vcd = y_md.reshape(layout.num_senders, -1, y_md.shape[1])
+    y_xcd = y_md.reshape(layout.num_chunks, -1, y_md.shape[1])
+    y_vcd, stay_xcd = _split(y_xcd, layout.num_senders)
     counts = (receipt.incoming_v, receipt.count_w)
     back_wcd = find_schedule(mesh_layout).back(y_vcd, *counts, mesh_layout)
-    back_md = checkpoint_name(back_wcd.reshape(-1, y_md.shape[1]), ROWS)
+    back_md = checkpoint_name(_join(back_wcd, stay_xcd), ROWS)
     tables = receipt.position_nk, receipt.assignment_m
     y_nd = combine_rows(
         back_md, gate_nk, *tables, implementation=_implementation(layout)
@@ -140,38 +149,40 @@ def make_receipt(
         peer_nk = jnp.where(peer_nk == owner, 0, EMPTY)
 
     row_c = jnp.arange(rows, dtype=jnp.int32)
-    index_wc = first_w[:, None] + start + row_c
-    real_wc = start + row_c < count_w[:, None]
+    sent_from_x1 = _starts(start, window, owner, layout)
+    count_x, first_x = (_with_home(x, owner, layout) for x in (count_w, first_w))
+    index_xc = first_x[:, None] + sent_from_x1 + row_c
+    real_xc = sent_from_x1 + row_c < count_x[:, None]
     last = sent.assignment_a.shape[0] - 1
-    assignment_wc = sent.assignment_a[jnp.minimum(index_wc, last)]
-    assignment_m = jnp.where(real_wc, assignment_wc, EMPTY).reshape(-1)
-    inside_nk = (sent.offset_nk >= start) & (sent.offset_nk < start + rows)
-    inside_nk &= peer_nk >= 0
-    position_nk = peer_nk * rows + sent.offset_nk - start
+    assignment_xc = sent.assignment_a[jnp.minimum(index_xc, last)]
+    assignment_m = jnp.where(real_xc, assignment_xc, EMPTY).reshape(-1)
 
     windows = layout.num_windows
     piece = rows // windows
     counts_vs = jnp.repeat(pair_uws[:, owner], windows, axis=0)
     start_v1 = start + (jnp.arange(len(counts_vs)) % windows * piece)[:, None]
-    end_vs = jnp.cumsum(counts_vs, axis=1)
-    end_vs, begin_vs = (
-        jnp.clip(edge_vs - start_v1, 0, piece)
-        for edge_vs in (end_vs, end_vs - counts_vs)
+    counts_xs = _with_home(counts_vs, owner, layout)
+    from_x1 = _starts(start_v1, window, owner, layout)
+    end_xs = jnp.cumsum(counts_xs, axis=1)
+    end_xs, begin_xs = (
+        jnp.clip(edge_xs - from_x1, 0, piece)
+        for edge_xs in (end_xs, end_xs - counts_xs)
     )
     num_sorted = layout.num_sorted_rows(rows)
     arrival_m, sorted_m1 = _sort_arrivals(
-        begin_vs, end_vs, piece, num_sorted, layout.align_rows
+        begin_xs, end_xs, piece, num_sorted, layout.align_rows
     )
-    part_vs = end_vs - begin_vs
+    part_xs = end_xs - begin_xs
+    real_x = jnp.clip(count_x[:, None] - sent_from_x1, 0, rows)[:, 0]
     receipt = Receipt(
-        position_nk=jnp.where(inside_nk, position_nk, EMPTY),
+        position_nk=_positions(sent.offset_nk, peer_nk, window, owner, layout),
         assignment_m=assignment_m,
         arrival_m=arrival_m,
         sorted_m1=sorted_m1,
-        count_w=jnp.clip(count_w - start, 0, rows),
-        incoming_v=jnp.sum(part_vs, axis=1),
+        count_w=_split(real_x, len(count_w))[0],
+        incoming_v=_split(jnp.sum(part_xs, axis=1), len(counts_vs))[0],
     )
-    rows_s = jnp.sum(part_vs, axis=0)
+    rows_s = jnp.sum(part_xs, axis=0)
     if layout.align_rows > 1:
         rows_s = _round_up(rows_s, layout.align_rows)
         receipt = _send_in_order(receipt) if _is_sorted(layout) else receipt
@@ -189,6 +200,58 @@ def _send_in_order(receipt: Receipt) -> Receipt:
         assignment_m=look_up(receipt.assignment_m, receipt.arrival_m),
         position_nk=look_up(receipt.sorted_m1[:, 0], receipt.position_nk),
     )
+
+
+def _starts(start_v1, window: Window, owner, layout: Layout):
+    """Return the position of each chunk's first row among the rows of its two devices,
+    [x, 1]; `start_v1` has those of the chunks that the collective carries, if no row
+    stays."""
+    if layout.home_chunks == 1:
+        return start_v1
+    start_v1 = jnp.broadcast_to(start_v1, (layout.num_senders, 1))
+    home_start = layout.home_chunks * window.start
+    more_x1 = window.rows * jnp.arange(1, layout.home_chunks)[:, None]
+    return jnp.append(start_v1.at[owner].set(home_start), home_start + more_x1, axis=0)
+
+
+def _with_home(value_w: Array, owner, layout: Layout) -> Array:
+    """Return a value of each device for each chunk: chunks of rows that stay have that
+    of this device, `owner`."""
+    if layout.home_chunks == 1:
+        return value_w
+    own_x = jnp.repeat(value_w[owner][None], layout.home_chunks - 1, axis=0)
+    return jnp.append(value_w, own_x, axis=0)
+
+
+def _positions(offset_nk, peer_nk, window: Window, owner, layout: Layout):
+    """Return the row of each choice in the send buffer, -1 outside of the window."""
+    (start, rows), room = window, window.rows
+    if layout.home_chunks > 1:
+        is_home_nk = peer_nk == owner
+        start = jnp.where(is_home_nk, layout.home_chunks * start, start)
+        room = jnp.where(is_home_nk, layout.home_chunks * rows, rows)
+    inside_nk = (offset_nk >= start) & (offset_nk < start + room)
+    inside_nk &= peer_nk >= 0
+    chunk_nk = peer_nk
+    if layout.home_chunks > 1:  # the second chunk of rows that stay is behind all peers
+        is_beyond_nk = is_home_nk & (offset_nk - start >= rows)
+        chunk_nk = jnp.where(is_beyond_nk, layout.num_devices - 1, peer_nk)
+    return jnp.where(inside_nk, chunk_nk * rows + offset_nk - start, EMPTY)
+
+
+def _split(chunks_x: Array, num_sent: int) -> tuple[Array, Array | None]:
+    """Return the chunks that a collective carries, and those that stay, if any."""
+    if len(chunks_x) == num_sent:
+        return chunks_x, None
+    return chunks_x[:num_sent], chunks_x[num_sent:]
+
+
+def _join(carried_vcd: Array, stay_xcd: Array | None) -> Array:
+    """Return the rows of all chunks, [m, d]."""
+    whole_xcd = carried_vcd
+    if stay_xcd is not None:
+        whole_xcd = jnp.append(carried_vcd, stay_xcd, axis=0)
+    return whole_xcd.reshape(-1, carried_vcd.shape[-1])
 
 
 def _implementation(layout: Layout) -> str:

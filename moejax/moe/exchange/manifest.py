@@ -111,11 +111,16 @@ def manifest(
 
 
 def fullest_pair(sent: Manifest, layout: Layout) -> Int[Array, ""]:
-    """Return the largest number of rows that one source has for one device.
+    """Return the largest number of rows that one source has for one device, or for one
+    of the chunks of those that stay (Layout.home_chunks).
 
     All devices of the group get the same number.
     """
-    return jnp.max(_pairs(sent, layout))
+    pair_uw = _pairs(sent, layout)
+    if layout.home_chunks > 1:
+        own_uw = -(-pair_uw // layout.home_chunks)
+        pair_uw = jnp.where(_is_home(layout), own_uw, pair_uw)
+    return jnp.max(pair_uw)
 
 
 def pair_to_fit(sent: Manifest, layout: Layout) -> Int[Array, ""]:
@@ -127,10 +132,7 @@ def pair_to_fit(sent: Manifest, layout: Layout) -> Int[Array, ""]:
     """
     if layout.num_devices == 1 or not layout.yields_home_rows:
         return fullest_pair(sent, layout)
-    per_device = layout.num_sources // layout.num_devices
-    is_home_ww = jnp.eye(layout.num_devices, dtype=bool)
-    is_home_uw = jnp.repeat(is_home_ww, per_device, axis=0)
-    return jnp.max(jnp.where(is_home_uw, 0, _pairs(sent, layout)))
+    return jnp.max(jnp.where(_is_home(layout), 0, _pairs(sent, layout)))
 
 
 def rows_here(sent: Manifest, mesh_layout: MeshLayout) -> Int[Array, ""]:
@@ -152,6 +154,12 @@ def _pairs(sent: Manifest, layout: Layout) -> Int[Array, "u w"]:
     """Return the number of rows from each source to each device."""
     pair_uw = sent.counts_up.reshape(-1, layout.num_devices, layout.slots_per_device)
     return jnp.sum(pair_uw, axis=-1)
+
+
+def _is_home(layout: Layout) -> Array:
+    """Return whether rows from each source to each device stay there, bool [u, w]."""
+    per_device = layout.num_sources // layout.num_devices
+    return jnp.repeat(jnp.eye(layout.num_devices, dtype=bool), per_device, axis=0)
 
 
 def _append_dropped(kept_uq, quota_uq, expert_q, num_experts: int):

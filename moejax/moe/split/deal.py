@@ -82,7 +82,7 @@ def find_active(placement: Placement, layout: Layout):
 def _count_local_rows(counts_we, here_q, rows_q, placement: Placement, layout: Layout):
     """Return how many rows stay on their device, for the q-th slot.
 
-    The buffer of round 0 from a device to itself also carries the rows that step 2
+    The buffers of round 0 from a device to itself also carry the rows that step 2
     keeps on the device. These get room first.
     """
     expert_q = jnp.maximum(placement.expert_lq, 0)
@@ -95,7 +95,7 @@ def _count_local_rows(counts_we, here_q, rows_q, placement: Placement, layout: L
     both_p = both_p.at[:, slot_q].set(jnp.stack([max_q, share_q]))
     max_ws, share_ws = both_p.reshape(shape)
     before_ws = jnp.cumsum(max_ws, axis=1, dtype=jnp.int32) - max_ws
-    room_w1 = layout.rows_per_peer - jnp.sum(
+    room_w1 = layout.home_rows - jnp.sum(
         share_ws, axis=1, keepdims=True, dtype=jnp.int32
     )
     stays_ws = jnp.clip(room_w1 - before_ws, 0, max_ws)

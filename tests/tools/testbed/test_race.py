@@ -27,7 +27,7 @@ SIZES = Sizes(
 )
 HOME = {
     "store": "owned", "prefetch": False, "num_devices": 8, "slots_per_device": 4,
-    "rows_per_peer": 256,
+    "rows_per_peer": 256, "home_chunks": 1,
 }  # fmt: skip
 EXPERT_BYTES = 3 * CFG.model.d_model * CFG.moe.d_expert * 4
 STEPS = 8
@@ -140,6 +140,8 @@ def test_every_arm_is_a_valid_configuration_of_its_policy_alone(name):
 def test_bytes_of_a_layout():
     buffers = 2 * 8 * 256 * CFG.model.d_model * 4
     assert budget.used(HOME, CFG) == budget.Bytes(0, buffers)
+    chunked = budget.used(HOME | {"home_chunks": 5}, CFG)
+    assert chunked == budget.Bytes(0, 12 * buffers // 8)
     resident = HOME | {"store": "resident", "slots_per_device": 6}
     assert budget.used(resident, CFG) == budget.Bytes(12 * EXPERT_BYTES, buffers)
     assert budget.limit(HOME, 6, CFG) == 12 * EXPERT_BYTES + buffers

@@ -1,0 +1,160 @@
+"""Rows that stay on their device, in chunks of their own (Layout.home_chunks): the
+layer is its definition, rounds end when all rows are gone, and collectives carry no
+more than before."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from moejax.axes import BATCH_AXES, make_mesh, sharding
+from moejax.balance.candidates import fullest_pair_by_layer
+from moejax.kernels import varying_alike
+from moejax.moe.exchange.manifest import fullest_pair, manifest
+from moejax.moe.exchange.rounds import num_rounds
+from moejax.moe.mesh_roles import on_mesh
+from moejax.perf.cost_model import NOTES
+from moejax.plan.layout import Layout
+from moejax.plan.parallel import Tensor
+from tests.support.layers import (
+    ALONE,
+    EXPERTS,
+    MESHES,
+    PULL_BTD,
+    check_layer,
+    compiled,
+    layer_layout,
+    make_layer,
+    placed,
+    zipf_choices,
+)
+from tests.support.primitives import equations
+from tests.support.random_plans import random_plan
+
+EIGHT = MESHES["expert8"]
+ALSO = pytest.mark.long
+ROWS, CHUNKS = 2, 3
+"""Rows of a chunk, far too few for one round."""
+
+
+def chunked(topology, chunks: int = CHUNKS, **changes) -> Layout:
+    """Return a layout with the store and split of shadows, and small buffers."""
+    sizes = {"rows_per_peer": ROWS, "split": "local_first", "home_chunks": chunks}
+    return layer_layout(topology, "transient", ALONE, **sizes | changes)
+
+
+def some_plan(layout: Layout):
+    return random_plan(np.random.default_rng(0), layout, num_layers=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh_name", "changes"),
+    [
+        ("data2_expert4", {}),
+        pytest.param("expert8", {"align_rows": 64}, marks=ALSO),
+        pytest.param("expert8", {"halves": True}, marks=ALSO),
+        pytest.param("expert8", {"split": "water_filling"}, marks=ALSO),
+        pytest.param("dc2_data2_expert2", {"rows_per_peer": 5}, marks=ALSO),
+    ],
+)
+def test_the_layer_is_its_definition(mesh_name, changes):
+    topology = MESHES[mesh_name]
+    layout = chunked(topology, **changes)
+    for seed, zipf in enumerate((0.3, 4.0)):
+        forced_btk = zipf_choices(seed, zipf)
+        sums = check_layer(topology, layout, some_plan(layout), seed, forced_btk)
+        assert int(np.max(sums.rounds)) > 1
+
+
+def rounds_of(pair_uw: np.ndarray, layout: Layout) -> int:
+    """Return in how many rounds all rows are gone: in each, a device sends at most a
+    chunk to each other one, and keeps `home_chunks` of them."""
+    room_uw = np.ones_like(pair_uw)
+    np.fill_diagonal(room_uw, layout.home_chunks)
+    rounds, rows = 0, layout.rows_per_peer
+    while (pair_uw > 0).any():
+        pair_uw = pair_uw - room_uw * rows
+        rounds, rows = rounds + 1, layout.rows_per_round
+    return rounds
+
+
+@pytest.mark.slow
+def test_rounds_end_when_all_rows_are_gone():
+    """Also, the host expects as many rows for a chunk as the devices count."""
+    layout = chunked(EIGHT, rows_per_peer=8)
+    mesh_layout, plan = on_mesh(make_mesh(EIGHT), layout), some_plan(layout)
+
+    def body(expert_nk, placement):
+        sent, _ = manifest(expert_nk, placement, mesh_layout)
+        out = sent.counts_up, num_rounds(sent, layout), fullest_pair(sent, layout)
+        return jax.tree.map(lambda leaf: varying_alike(leaf, expert_nk)[0][None], out)
+
+    spec = P(BATCH_AXES)
+    run = compiled(
+        jax.shard_map(body, mesh=mesh_layout.mesh, in_specs=(spec, P()), out_specs=spec)
+    )
+    rng = np.random.default_rng(0)
+    seen = set()
+    for exponent in (0.0, 1.0, 3.0):
+        chance_e = rng.permutation((1.0 + np.arange(EXPERTS)) ** -exponent)
+        expert_nk = rng.choice(EXPERTS, (2048, 1), p=chance_e / chance_e.sum())
+        args = expert_nk.astype(np.int32), placed(plan, layout)
+        counts_up, rounds, pair = (x[0] for x in jax.device_get(run(*args)))
+        pair_uw = counts_up.reshape(8, 8, -1).sum(axis=-1)
+        assert rounds == rounds_of(pair_uw, layout)
+        load_we = np.stack(
+            [np.bincount(x, minlength=EXPERTS) for x in expert_nk.reshape(8, -1)]
+        )
+        (expected,) = fullest_pair_by_layer(load_we[None], plan, layout)
+        assert abs(pair - expected) <= layout.slots_per_device
+        seen.add(int(rounds))
+    assert len(seen) > 1
+
+
+def test_no_collective_carries_the_chunks_of_rows_that_stay():
+    carried = [carried_shapes(chunked(EIGHT, chunks)) for chunks in (1, 5)]
+    assert carried[0] == carried[1]
+    assert len(carried[0]) > 8
+
+
+def carried_shapes(layout: Layout) -> list[tuple]:
+    """Return the shapes of what collectives carry in a layer and its gradients."""
+    mesh, step, params = make_layer(EIGHT, layout)
+    x_btd = jnp.zeros(PULL_BTD.shape, jnp.float32, device=sharding(mesh, BATCH_AXES))
+    args = params, placed(some_plan(layout), layout), x_btd, zipf_choices(0, 1.0)
+    return [
+        (eqn.primitive.name, *(x.aval.shape for x in eqn.invars))
+        for eqn, _ in equations(step.trace(*args).jaxpr)
+        if eqn.primitive.name in ("all_to_all", "all_gather", "reduce_scatter")
+    ]
+
+
+def test_the_cost_model_counts_a_chunk_as_a_pair():
+    """A device keeps 60 rows, in chunks of 20, and sends 10 to each other one."""
+    pair_ww = np.full((8, 8), 10.0) + 50 * np.eye(8)
+    one, three = (
+        NOTES.wire_sec(pair_ww, chunked(EIGHT, n, rows_per_peer=20)) for n in (1, 3)
+    )
+    rows = 7 * 20 * NOTES.bytes_per_row / NOTES.bytes_per_sec
+    assert np.isclose(three, rows)
+    assert np.isclose(one, 3 * rows), "8 later rounds of 5 rows"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"home_chunks": 0}, "home_chunks=0 must be at least 1"),
+        ({"exchange": "capacity", "split": "even"}, "keeps as few rows on a device"),
+        ({"num_devices": 1, "transport": "local"}, "all stay, in one buffer"),
+        ({"tensor": Tensor("s1h", 2, 2)}, "cuts and copies what a device sends"),
+    ],
+)
+def test_where_chunks_are_of_no_use_one_line_says_so(changes, text):
+    fields = {
+        "num_experts": 8, "num_devices": 4, "slots_per_device": 8 if "transport" in
+        changes else 2, "rows_per_peer": 16, "home_chunks": 2,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=text):
+        Layout(**fields | changes)
