@@ -291,7 +291,7 @@ class Processes:
     """Longest time that processes wait for one another at the start, in seconds."""
     heartbeat_sec: int = 30
     """Silence of a process, in seconds, after which it counts as dead and all processes
-    end."""
+    end. Sixty times in this time they look whether one of them has failed."""
     shutdown_sec: int = 30
     """Longest time that processes wait for one another at the end, in seconds."""
     watchdog_sec: int = 300

@@ -41,12 +41,6 @@ from train.launch.cluster import LOOPBACK
 TIMED_OUT = 124
 """Exit code of a run that reached its time limit, the same as that of timeout(1)."""
 WAITS = workers.Waits(grace_sec=20.0)
-BREATH_EVERY_SEC, BREATH_SEC = 15.0, 0.03
-"""A held program goes on for a moment again and again. Its processes ask jax's
-coordinator every half second. gRPC closes a connection whose ping was not answered in
-60 s, and then jax aborts the process. An answer that came in while a process was
-stopped is read in the next such moment, of which there are three in these 60 s: a ping
-may leave in one of them too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,8 +205,7 @@ class LiveCluster:
 
 class HeldProgram:
     """A program in every process of a cluster, which can be held: all threads and
-    children of its processes are stopped, so that it takes no core but for BREATH_SEC
-    every BREATH_EVERY_SEC."""
+    children of its processes are stopped, so that it takes no core."""
 
     def __init__(self, group: workers.Workers, pids: list[int]) -> None:
         """Start the processes, and return when all have started. `group.listen` appends
@@ -221,8 +214,6 @@ class HeldProgram:
         self._requests = workers.StopRequests()
         self._verdict: workers.Verdict | None = None
         self._fault: Exception | None = None
-        self._lock = threading.Lock()
-        self._breath: threading.Timer | None = None
         self._thread = threading.Thread(target=self._run, args=(group,), daemon=True)
         self._thread.start()
         while len(pids) < group.count and self._thread.is_alive():
@@ -230,15 +221,11 @@ class HeldProgram:
 
     def hold(self) -> None:
         """Stop all processes, their children included."""
-        with self._lock:
-            self._signal(signal.SIGSTOP)
-            self._await_breath()
+        self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
         """Let processes that are held continue."""
-        with self._lock:
-            self._cancel_breath()
-            self._signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
 
     def require_running(self) -> None:
         """Raise OSError if a process has ended."""
@@ -250,30 +237,8 @@ class HeldProgram:
 
     def end(self) -> None:
         """End all processes, and return when they are gone."""
-        with self._lock:
-            self._cancel_breath()
         self._requests.has_enough = True
         self._thread.join()
-
-    def _await_breath(self) -> None:
-        """Set the timer of the next breath. The caller has the lock."""
-        self._breath = threading.Timer(BREATH_EVERY_SEC, self._take_breath)
-        self._breath.daemon = True
-        self._breath.start()
-
-    def _cancel_breath(self) -> None:
-        if self._breath is not None:
-            self._breath.cancel()
-            self._breath = None
-
-    def _take_breath(self) -> None:
-        """Let processes that are still held continue for a moment."""
-        with self._lock:
-            if self._breath is threading.current_thread():
-                self._signal(signal.SIGCONT)
-                time.sleep(BREATH_SEC)
-                self._signal(signal.SIGSTOP)
-                self._await_breath()
 
     def _run(self, group: workers.Workers) -> None:
         waits = dataclasses.replace(WAITS, stopped_sec=math.inf)

@@ -1,7 +1,7 @@
 """End all processes of a run when one of them ends with bad input or a failure.
 
     the process that fails        every other process
-    end_all(code, line)           a thread looks for such a note twice a second,
+    end_all(code, line)           a thread looks for such a note often,
       notes code and line         prints the line, confirms, and ends with the same
       waits for the others        code (wherever its main thread waits)
       ends
@@ -23,9 +23,11 @@ from typing import NoReturn
 
 from train.launch import coordinator
 
-POLL_SEC = 0.5
-"""Seconds from one look for a note to the next, in a run of up to POLLED_PER_POLL
-processes; larger runs look less often, so that the coordinator is not flooded."""
+POLLS_PER_HEARTBEAT = 60
+"""Looks for a note within the silence after which a process counts as dead, 30 s by
+default, in a run of up to POLLED_PER_POLL processes; larger runs look less often, so
+that the coordinator is not flooded. A run that may be stopped for an hour asks nothing
+meanwhile: gRPC gives up a connection whose answer is not read for 60 s."""
 POLLED_PER_POLL = 256
 CONFIRM_SEC = 5.0
 """Longest time that a failed process waits for the others to confirm, or two looks of
@@ -38,6 +40,7 @@ _report: Callable[[str, int], object] = lambda line, code: print(  # noqa: E731
     f"error: {line}", file=sys.stderr, flush=True
 )
 _ending = threading.Lock()
+_heartbeat_sec = 30.0
 
 
 def report_by(report: Callable[[str, int], object]) -> None:
@@ -46,8 +49,11 @@ def report_by(report: Callable[[str, int], object]) -> None:
     _report = report
 
 
-def watch() -> None:
-    """Start to look for a note of another process, in a run of several."""
+def watch(heartbeat_sec: float) -> None:
+    """Start to look for a note of another process, in a run of several, whose processes
+    count as dead after a silence of `heartbeat_sec`."""
+    global _heartbeat_sec
+    _heartbeat_sec = heartbeat_sec
     if not coordinator.is_here():
         return
     stop = threading.Event()
@@ -148,7 +154,8 @@ def _try(work: Callable[[], None]) -> None:
 
 
 def _poll_sec() -> float:
-    return POLL_SEC * max(1.0, coordinator.count() / POLLED_PER_POLL)
+    each_sec = _heartbeat_sec / POLLS_PER_HEARTBEAT
+    return each_sec * max(1.0, coordinator.count() / POLLED_PER_POLL)
 
 
 def _confirm_sec() -> float:

@@ -70,7 +70,7 @@ def join(cfg: Config, process: ProcessInfo | None) -> None:
         shutdown_timeout_seconds=limits.shutdown_sec,
         verify_secure_credentials=is_secure or None,
     )
-    failures.watch()
+    failures.watch(limits.heartbeat_sec)
     waited_sec = time.monotonic() - start_sec
     print(f"all {process.count} processes have met, in {waited_sec:.1f} s", flush=True)
     if address := listen_with_gloo(process, limits.init_sec):

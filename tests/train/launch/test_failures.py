@@ -61,7 +61,7 @@ def store(monkeypatch):
     monkeypatch.setattr(coordinator, "own_index", lambda: 1)
     monkeypatch.setattr(coordinator, "count", lambda: 2)
     monkeypatch.setattr(failures, "CONFIRM_SEC", 0.1)
-    monkeypatch.setattr(failures, "POLL_SEC", 0.01)
+    monkeypatch.setattr(failures, "_heartbeat_sec", 0.6)
     yield store
     store.goes_on.set()
 
