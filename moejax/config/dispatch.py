@@ -84,8 +84,9 @@ class Dispatch:
     is None."""
     home_chunks: int = 1
     """Number of buffers of rows_per_peer rows for the rows that stay on their device.
-    All but the first are out of the collective. Shadows (policies 'fastermoe' and
-    'prophet', split 'shadow') keep most rows where they are, and need several."""
+    All but the first are out of the collective, and no more are made than all rows of a
+    device fill. Shadows (policies 'fastermoe' and 'prophet', split 'shadow') keep most
+    rows where they are, and need several."""
     store: Store | None = None
     """How expert weights reach the slots (docs/balance.md), for the whole run. None:
     the run starts with the first store of Balance.policy, and the balancer may change

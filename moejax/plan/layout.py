@@ -373,7 +373,8 @@ class Layout:
         experts each. Without `rows_per_peer` the buffer holds `buffer_factor` times the
         even share n*k/w, rounded up to a multiple of 8 rows, where w is the number of
         devices, or of domains where there are any. For w = 1 it holds n*k rows. With
-        halves n*k is that of one half. Raises ValueError for fields that do not fit
+        halves n*k is that of one half. `home_chunks` are at most those that hold all
+        rows of a device. Raises ValueError for fields that do not fit
         together.
         """
         if kwargs.get("halves"):
@@ -389,6 +390,8 @@ class Layout:
             rows = math.ceil(buffer_factor * assignments_per_device / num_peers)
             rows_per_peer = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
         rows_per_peer = min(rows_per_peer, max(assignments_per_device, 1))
+        max_chunks = max(1, -(-assignments_per_device // max(rows_per_peer, 1)))
+        kwargs["home_chunks"] = min(kwargs.get("home_chunks", 1), max_chunks)
         windows = 1 if tensor is None else tensor.num_windows
         return cls(
             num_experts=num_experts,

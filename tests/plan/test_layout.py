@@ -47,6 +47,15 @@ def test_home_rows_per_peer(assignments, factor, rows):
     assert (layout.transport, layout.exchange) == ("padded", "exact")
 
 
+def test_chunks_at_home_hold_all_rows_of_a_device_and_no_more():
+    sizes = {"rows_per_peer": 30, "split": "local_first"}
+    chunks = [Layout.home(8, 4, 100, home_chunks=n, **sizes) for n in (1, 3, 9)]
+    assert [layout.home_chunks for layout in chunks] == [1, 3, 4]
+    assert [layout.num_chunks for layout in chunks] == [4, 6, 7]
+    assert chunks[-1].num_sorted_rows(30) == 210
+    assert Layout.home(8, 1, 100, home_chunks=9).home_chunks == 1
+
+
 def test_home_takes_rows_per_peer_as_given_up_to_all_assignments():
     assert Layout.home(8, 4, 100, rows_per_peer=3).rows_per_peer == 3
     assert Layout.home(8, 4, 100, rows_per_peer=1000).rows_per_peer == 100
