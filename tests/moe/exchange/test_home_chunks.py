@@ -114,7 +114,9 @@ def test_rounds_end_when_all_rows_are_gone():
 
 
 def test_no_collective_carries_the_chunks_of_rows_that_stay():
-    carried = [carried_shapes(chunked(EIGHT, chunks)) for chunks in (1, 5)]
+    layouts = [chunked(EIGHT, chunks) for chunks in (1, 5)]
+    assert layouts[1].num_chunks == 12
+    carried = [carried_shapes(layout) for layout in layouts]
     assert carried[0] == carried[1]
     assert len(carried[0]) > 8
 
@@ -132,14 +134,14 @@ def carried_shapes(layout: Layout) -> list[tuple]:
 
 
 def test_the_cost_model_counts_a_chunk_as_a_pair():
-    """A device keeps 60 rows, in chunks of 20, and sends 10 to each other one."""
-    pair_ww = np.full((8, 8), 10.0) + 50 * np.eye(8)
+    """A device keeps 12 rows, in chunks of 4, and sends 2 to each other one."""
+    pair_ww = np.full((8, 8), 2.0) + 10 * np.eye(8)
     one, three = (
-        NOTES.wire_sec(pair_ww, chunked(EIGHT, n, rows_per_peer=20)) for n in (1, 3)
+        NOTES.wire_sec(pair_ww, chunked(EIGHT, n, rows_per_peer=4)) for n in (1, 3)
     )
-    rows = 7 * 20 * NOTES.bytes_per_row / NOTES.bytes_per_sec
-    assert np.isclose(three, rows)
-    assert np.isclose(one, 3 * rows), "8 later rounds of 5 rows"
+    rows_sec = 7 * 4 * NOTES.bytes_per_row / NOTES.bytes_per_sec
+    assert np.isclose(three, rows_sec)
+    assert np.isclose(one, 3 * rows_sec), "8 later rounds of one row"
 
 
 @pytest.mark.parametrize(
