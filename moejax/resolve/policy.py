@@ -39,7 +39,8 @@ AUTO = "auto"
 RACE = (
     "micromoe", "flexmoe", "eplb", "laer", "smartmoe", "home", "fastermoe", "prophet",
 )  # fmt: skip
-"""Policies from the fastest to the slowest of the race (docs/race.md)."""
+"""Policies from the fastest to the slowest of a race in which shadows have one chunk
+at home, as by default (docs/race.md)."""
 NEAR = 0.05
 """Share of the cheapest time by which a policy may be slower and still count as near
 it."""

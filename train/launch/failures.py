@@ -1,7 +1,7 @@
 """End all processes of a run when one of them ends with bad input or a failure.
 
     the process that fails        every other process
-    end_all(code, line)           a thread looks for such a note often,
+    end_all(code, line)           a thread looks for such a note,
       notes code and line         prints the line, confirms, and ends with the same
       waits for the others        code (wherever its main thread waits)
       ends
@@ -26,8 +26,9 @@ from train.launch import coordinator
 POLLS_PER_HEARTBEAT = 60
 """Looks for a note within the silence after which a process counts as dead, 30 s by
 default, in a run of up to POLLED_PER_POLL processes; larger runs look less often, so
-that the coordinator is not flooded. A run that may be stopped for an hour asks nothing
-meanwhile: gRPC gives up a connection whose answer is not read for 60 s."""
+that the coordinator is not flooded. A run that may be silent for an hour asks once a
+minute: gRPC gives up a connection on which an answer is not read for 60 s, and a run
+that is stopped should have none to read."""
 POLLED_PER_POLL = 256
 CONFIRM_SEC = 5.0
 """Longest time that a failed process waits for the others to confirm, or two looks of

@@ -6,14 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
-from moejax.axes import BATCH_AXES, make_mesh, sharding
+from moejax.axes import BATCH_AXES, sharding
 from moejax.balance.candidates import fullest_pair_by_layer
-from moejax.kernels import varying_alike
-from moejax.moe.exchange.manifest import fullest_pair, manifest
+from moejax.moe.exchange.manifest import fullest_pair
 from moejax.moe.exchange.rounds import num_rounds
-from moejax.moe.mesh_roles import on_mesh
 from moejax.perf.cost_model import NOTES
 from moejax.plan.layout import Layout
 from moejax.plan.parallel import Tensor
@@ -23,12 +20,12 @@ from tests.support.layers import (
     MESHES,
     PULL_BTD,
     check_layer,
-    compiled,
     layer_layout,
     make_layer,
     placed,
     zipf_choices,
 )
+from tests.support.manifests import make_manifest
 from tests.support.primitives import equations
 from tests.support.random_plans import random_plan
 
@@ -84,17 +81,12 @@ def rounds_of(pair_uw: np.ndarray, layout: Layout) -> int:
 def test_rounds_end_when_all_rows_are_gone():
     """Also, the host expects as many rows for a chunk as the devices count."""
     layout = chunked(EIGHT, rows_per_peer=8)
-    mesh_layout, plan = on_mesh(make_mesh(EIGHT), layout), some_plan(layout)
+    plan = some_plan(layout)
 
-    def body(expert_nk, placement):
-        sent, _ = manifest(expert_nk, placement, mesh_layout)
-        out = sent.counts_up, num_rounds(sent, layout), fullest_pair(sent, layout)
-        return jax.tree.map(lambda leaf: varying_alike(leaf, expert_nk)[0][None], out)
+    def tell(sent, used):
+        return sent.counts_up, num_rounds(sent, layout), fullest_pair(sent, layout)
 
-    spec = P(BATCH_AXES)
-    run = compiled(
-        jax.shard_map(body, mesh=mesh_layout.mesh, in_specs=(spec, P()), out_specs=spec)
-    )
+    run = make_manifest(EIGHT, layout, tell)
     rng = np.random.default_rng(0)
     seen = set()
     for exponent in (0.0, 1.0, 3.0):
@@ -148,15 +140,13 @@ def test_the_cost_model_counts_a_chunk_as_a_pair():
     ("changes", "text"),
     [
         ({"home_chunks": 0}, "home_chunks=0 must be at least 1"),
-        ({"exchange": "capacity", "split": "even"}, "keeps as few rows on a device"),
-        ({"num_devices": 1, "transport": "local"}, "all stay, in one buffer"),
+        ({"exchange": "capacity"}, "keeps as few rows on a device"),
+        ({"num_devices": 1, "slots_per_device": 8, "transport": "local"},
+         "all stay, in one buffer"),
         ({"tensor": Tensor("s1h", 2, 2)}, "cuts and copies what a device sends"),
     ],
-)
+)  # fmt: skip
 def test_where_chunks_are_of_no_use_one_line_says_so(changes, text):
-    fields = {
-        "num_experts": 8, "num_devices": 4, "slots_per_device": 8 if "transport" in
-        changes else 2, "rows_per_peer": 16, "home_chunks": 2,
-    }  # fmt: skip
+    fields = {"num_experts": 8, "num_devices": 4, "slots_per_device": 2}
     with pytest.raises(ValueError, match=text):
-        Layout(**fields | changes)
+        Layout(**{"rows_per_peer": 16, "home_chunks": 2} | fields | changes)

@@ -11,14 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
-from moejax.axes import BATCH_AXES, make_mesh, sharding
+from moejax.axes import BATCH_AXES, sharding
 from moejax.balance.policies.micromoe.density import densest
 from moejax.balance.policies.micromoe.symmetric import symmetric
-from moejax.kernels import varying_alike
-from moejax.moe.exchange.manifest import fullest_pair, manifest, pair_to_fit
-from moejax.moe.mesh_roles import on_mesh
+from moejax.moe.exchange.manifest import fullest_pair, pair_to_fit
 from moejax.plan import shadowing
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology
@@ -29,12 +26,12 @@ from tests.support.layers import (
     MESHES,
     PULL_BTD,
     check_layer,
-    compiled,
     layer_layout,
     make_layer,
     placed,
     zipf_choices,
 )
+from tests.support.manifests import make_manifest
 from tests.support.primitives import equations
 from tests.support.random_plans import owners_alone, random_owners
 from tests.support.steps import make_model
@@ -128,18 +125,12 @@ def make_split(split: str, rows_per_peer: int):
     """
     layout = split_layout(EIGHT, ALONE, "transient", split)
     layout = dataclasses.replace(layout, rows_per_peer=rows_per_peer)
-    mesh = make_mesh(EIGHT)
-    mesh_layout = on_mesh(mesh, layout)
 
-    def body(expert_nk, placement):
-        sent, used = manifest(expert_nk, placement, mesh_layout)
+    def tell(sent, used):
         pairs = fullest_pair(sent, layout), pair_to_fit(sent, layout)
-        out = (sent.counts_up, sent.bound, used, *pairs)
-        return jax.tree.map(lambda leaf: varying_alike(leaf, expert_nk)[0][None], out)
+        return (sent.counts_up, sent.bound, used, *pairs)
 
-    spec = P(BATCH_AXES)
-    run = jax.shard_map(body, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
-    return compiled(run), placed(split_plan(layout), layout)
+    return make_manifest(EIGHT, layout, tell), placed(split_plan(layout), layout)
 
 
 def many_choices(seed: int) -> np.ndarray:
