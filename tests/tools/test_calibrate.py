@@ -12,6 +12,7 @@ import pytest
 
 from moejax import axes
 from moejax.perf.calibration import (
+    RANGES,
     Calibration,
     find_line,
     leaving_bytes,
@@ -66,6 +67,13 @@ def test_latency_is_not_negative_and_rates_are_finite():
     assert falling.latency_sec == 0
     assert 0 < falling.amount_per_sec < np.inf
     assert falling.r2 <= 0
+
+
+def test_times_that_are_all_but_equal_give_an_r2_that_a_calibration_takes():
+    amount_n = np.array([1e3, 1.6e4])
+    line = fit(amount_n, np.array([2e-5 * (1 + 1e-6), 2e-5]))
+    assert line.latency_sec == 0  # the best line falls
+    assert line.r2 == RANGES["r2"][0]
 
 
 @pytest.fixture(scope="module")

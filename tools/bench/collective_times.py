@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from moejax.axes import AXES, AxisNames, axis_size
 from moejax.kernels.grouped_dot import grouped_swiglu
 from moejax.moe.weights.gather import reduce_scatter
-from moejax.perf.calibration import LINE_KEYS, Calibration, leaving_bytes
+from moejax.perf.calibration import LINE_KEYS, RANGES, Calibration, leaving_bytes
 from moejax.plan.layout import ROW_MULTIPLE
 from tools.bench.turns import median_sec
 
@@ -231,7 +231,9 @@ def fit(amount_n: np.ndarray, sec_n: np.ndarray) -> Line:
 
     Errors are relative, so that small messages count as much as large ones. If the best
     line has a negative latency or slope, the result is the best line through the
-    origin. r2 is one minus the line's sum of squares over that of the best constant.
+    origin. r2 is one minus the line's sum of squares over that of the best constant;
+    times that are all but equal could make it as low as one likes, and the least that a
+    calibration takes stands for everything below.
     """
     weight_n = 1 / sec_n
     design_n2 = np.stack([weight_n, amount_n * weight_n], axis=1)
@@ -243,7 +245,7 @@ def fit(amount_n: np.ndarray, sec_n: np.ndarray) -> Line:
     constant = weight_n.sum() / (weight_n**2).sum()
     spread = np.sum((1 - constant * weight_n) ** 2)
     r2 = 1 - error / spread if spread > 0 else 1.0
-    return Line(float(latency), float(1 / slope), float(r2))
+    return Line(float(latency), float(1 / slope), max(float(r2), RANGES["r2"][0]))
 
 
 def _zeros(mesh: Mesh, shape: tuple[int, ...], dtype: str):
