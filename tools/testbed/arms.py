@@ -37,6 +37,9 @@ EVEN_FACTOR = 1.25
 EVEN_BUFFERS = (f"Dispatch.buffer_factor = {EVEN_FACTOR}",)
 """Buffers of arms whose replicas share the rows of every source. The others keep the
 configuration's, which hold the fullest pair of devices under home."""
+EXACT_BUFFERS = ("Dispatch.buffer_factor = 1.0625",)
+"""Buffers of arms whose split evens the rows of every source exactly, but for rounding:
+at most 1.03 times the even share of a pair in 60 steps of the recorded load."""
 STAYING_ROWS = (*EVEN_BUFFERS, "Dispatch.home_chunks = {home_chunks}")
 """Buffers of arms whose shadows keep rows on their device: as many chunks as hold all
 rows of a device."""
@@ -94,9 +97,9 @@ ARMS: dict[str, Arm] = {
     "prophet_every": _arm("prophet", "transient", COPIES, STAYING_ROWS, EACH_STEP),
     "eplb": _arm("eplb", "sharded", SLOTS, EVEN_BUFFERS),
     "laer": _arm("laer", "sharded", SLOTS, EVEN_BUFFERS, EACH_STEP, LAER),
-    "micromoe": _arm("micromoe", "resident", ONE_COPY, EVEN_BUFFERS),
+    "micromoe": _arm("micromoe", "resident", ONE_COPY, EXACT_BUFFERS),
     "dynamic": Arm(
-        ("Dispatch.split = 'dynamic'", *ONE_COPY, *TWO_OFFERS, *EVEN_BUFFERS)
+        ("Dispatch.split = 'dynamic'", *ONE_COPY, *TWO_OFFERS, *EXACT_BUFFERS)
     ),
 }
 """Arms by name, in the order in which they are run."""
