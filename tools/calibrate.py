@@ -29,6 +29,7 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 from moejax.config import Config  # noqa: E402
 from tools.launch.arguments import add_gin_flags, new_parser  # noqa: E402
 from train.config import gin_reader  # noqa: E402
+from train.files import write_whole  # noqa: E402
 from train.launch.cluster import add_flags, cluster_flags  # noqa: E402
 from train.launch.program import DONE, emit, guarded, start  # noqa: E402
 
@@ -81,7 +82,7 @@ def work(args: argparse.Namespace) -> int:
     calibration = measure(cfg, args)
     if is_first():
         if args.out is not None:
-            args.out.write_text(calibration.to_json())
+            write_whole(args.out, calibration.to_json())
         show(calibration)
         emit(dataclasses.asdict(calibration), args.json)
     return DONE

@@ -21,6 +21,7 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])
 
 from tools.launch.arguments import new_parser  # noqa: E402
 from tools.testbed import arms  # noqa: E402
+from tools.testbed.standings import standings  # noqa: E402
 from train.launch.program import DONE, emit, guarded  # noqa: E402
 
 PARTS = {
@@ -147,19 +148,19 @@ def times_table(results: Mapping[str, dict]) -> list[str]:
         "device max/mean | swaps | relayouts | dropped | MiB of slots, buffers |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    top = results.get(arms.CEILING, {}).get("figures", {}).get("speedup")
+    made_by = {name: result["figures"] for name, result in results.items()}
+    made_by = standings(made_by, arms.CEILING)
     by_time = sorted(results, key=lambda name: -_speedup(results[name]))
     for name in by_time:
-        made = results[name]["figures"]
-        spread = made["speedup_of_blocks"]
-        share = f"{made['speedup'] / top:.0%}" if top and made["speedup"] else "-"
+        made = made_by[name]
+        spread, share = made["speedup_of_blocks"], made["of_forced_balance"]
         blocks = f"{spread['min']:.2f} to {spread['max']:.2f}"
         mib = [made[f"bytes_of_{what}"] / 2**20 for what in ("slots", "buffers")]
         cells = [
             f"`{name}`",
             f"{made['sec_per_step']:.3f}",
             f"{_speedup(results[name]):.2f} ({blocks})",
-            share,
+            "-" if share is None else f"{share:.0%}",
             f"{made['max_over_mean_p50']:.2f}",
             str(made["num_swaps"]),
             str(made["num_relayouts"]),

@@ -183,8 +183,9 @@ def recorded(trace: pathlib.Path, sizes: Sizes) -> np.ndarray:
     if num_samples > len(count_slme):
         most = len(count_slme) * per_sample // sizes.micro_batches
         raise ValueError(
-            f"{trace} has samples for {most - 1} steps of {sizes.micro_batches} "
-            f"micro-batches: give --steps {most - 1} or less"
+            f"{trace} has samples for {most} steps of {sizes.micro_batches} "
+            f"micro-batches, and a race needs {sizes.num_steps}, with those before the "
+            f"first block: lower --steps by at least {sizes.num_steps - most}"
         )
     count_slme = count_slme[-num_samples:]
     layers = _most_skewed(count_slme.sum(axis=2), sizes)

@@ -96,6 +96,7 @@ class Options:
                 f"--home_steps {self.home_steps} must be from 1 to --block_steps "
                 f"{self.block_steps}"
             )
+        Cluster(2, 1, self.rate_mbit, self.quota)  # checks these two
         if self.calibration is not None and not self.calibration.is_file():
             raise ValueError(
                 f"--calibration {self.calibration} is not a file: name one by "
@@ -118,6 +119,8 @@ class Plan:
     """Gin bindings of every run."""
     cfg: Config
     """Configuration of home."""
+    calibration: pathlib.Path
+    """File of the speeds that the cost model of every arm has."""
 
     def words(self, name: str) -> list[str]:
         """Return the arguments of train/main.py that configure an arm."""
@@ -144,15 +147,21 @@ class Plan:
 
     def settings(self, name: str) -> dict:
         """Return what a result depends on, for a later call to compare."""
+        cfg, path = self.config(name), self.calibration
+        cfg = dataclasses.replace(
+            cfg, balance=dataclasses.replace(cfg.balance, calibration=None)
+        )
         folder = str(self.options.out.resolve())  # results may be moved
-        text = gin_reader.render(self.config(name)).replace(folder, "")
+        text = gin_reader.render(cfg).replace(folder, "")
         kept = ("load", "steps", "block_steps", "home_steps", "seed", "rate_mbit")
         kept += ("quota",)
         record = {field: getattr(self.options, field) for field in kept}
-        load = (self.options.folder / "load.npz").read_bytes()
         return record | {
-            "config_sha256": hashlib.sha256(text.encode()).hexdigest(),
-            "load_sha256": hashlib.sha256(load).hexdigest(),
+            "config_sha256": _sha256(text.encode()),
+            "load_sha256": _sha256((self.options.folder / "load.npz").read_bytes()),
+            "calibration_sha256": (
+                _sha256(path.read_bytes()) if path.is_file() else None
+            ),
         }
 
 
@@ -165,6 +174,7 @@ def race(options: Options) -> dict:
     chosen = arms.names(options.arms, options.load)
     plan = make_plan(options)
     results = {name: _read_result(plan, name) for name in chosen}
+    of_home = _read_result(plan, arms.BASELINE)
     left = [name for name in chosen if results[name] is None]
     if left:
         layouts, most_bytes = _checked_layouts(plan, left)
@@ -184,12 +194,13 @@ def race(options: Options) -> dict:
                     path = options.folder / f"{name}.json"
                     write_whole(path, json.dumps(results[name]))
                     _show(name, result["figures"])
-    return make_record(options, results)
+    return make_record(options, results, results.get(arms.BASELINE) or of_home)
 
 
 def make_plan(options: Options) -> Plan:
     """Write the load of a race into its folder, and return what is to be run."""
     cfg = gin_reader.load([options.gin_file], options.gin_param)
+    calibration = _calibration(options, cfg)
     num_steps = options.steps + FIRST_STEPS
     sizes = Sizes(
         num_steps=num_steps,
@@ -214,14 +225,15 @@ def make_plan(options: Options) -> Plan:
         f"Train.num_steps = {num_steps + 1}",
         f"Train.seed = {options.seed}",
         f"Data.seed = {options.seed}",
-        f"Balance.calibration = '{_calibration(options)}'",
+        f"Balance.calibration = '{calibration}'",
     )
-    return Plan(options, bindings, gin_reader.load([options.gin_file], bindings))
+    cfg = gin_reader.load([options.gin_file], bindings)
+    return Plan(options, bindings, cfg, calibration)
 
 
-def make_record(options: Options, results: dict[str, dict]) -> dict:
-    """Return the record of a race: `arms` by name, and what they have in common."""
-    home = results.get(arms.BASELINE) or _read_result(make_plan(options), arms.BASELINE)
+def make_record(options: Options, results: dict[str, dict], home: dict | None) -> dict:
+    """Return the record of a race: `arms` by name, and what they have in common. `home`
+    is the result of the arm home, if there is one, for losses to be compared with."""
     made = {
         name: result["figures"] | {"loss": _compare_losses(name, result, home)}
         for name, result in results.items()
@@ -261,14 +273,23 @@ def _cluster(plan: Plan) -> contextlib.AbstractContextManager[LiveCluster]:
     return make_cluster(Cluster(2, num_devices // 2, options.rate_mbit, None))
 
 
-def _calibration(options: Options) -> pathlib.Path:
-    """Return the path of the speeds that the cost model of every arm has."""
-    return (options.calibration or options.out / "calibration.json").resolve()
+def _calibration(options: Options, cfg: Config) -> pathlib.Path:
+    """Return the path of the speeds for the cost model: --calibration, or a file for
+    this configuration, rate and quota, which all loads and seeds share."""
+    if options.calibration is not None:
+        return options.calibration.resolve()
+    text = f"{gin_reader.render(cfg)}\n{options.rate_mbit} {options.quota}"
+    name = f"calibration_{_sha256(text.encode())[:8]}.json"
+    return (options.out / name).resolve()
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _calibrate(plan: Plan, live: LiveCluster) -> None:
     """Measure the speeds of the cluster under its quota, unless the file is there."""
-    options, path = plan.options, _calibration(plan.options)
+    options, path = plan.options, plan.calibration
     if path.is_file():
         return
     say(f"measuring the speeds of collectives and products: {path}")

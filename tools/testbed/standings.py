@@ -1,6 +1,7 @@
 """Figures of one arm of a race, from the records of its run and of home's beside it."""
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -32,13 +33,19 @@ class Side:
     records: Sequence[Mapping]
     """Records of its metrics.jsonl."""
 
-    @property
+    @functools.cached_property
     def steps(self) -> list[Mapping]:
-        """Records of the steps of the blocks."""
+        """Records of the steps of the blocks, without the time for which the run was
+        stopped."""
         first, last = self.blocks[0].first_step, self.blocks[-1].last_step
-        return [
-            x for x in self.records if "step_msec" in x and first <= x["step"] <= last
+        steps = [
+            dict(x)
+            for x in self.records
+            if "step_msec" in x and first <= x["step"] <= last
         ]
+        for block in self.blocks:
+            _take_out_pause(steps, block)
+        return steps
 
     @property
     def step_sec(self) -> float:
@@ -48,10 +55,13 @@ class Side:
 
     @property
     def adopted(self) -> list[Mapping]:
-        """Decisions that were adopted before the last step."""
+        """Decisions that were adopted up to the last step. A relayout that is planned
+        anew has two decisions for one step, of which the later one counts."""
         last = self.blocks[-1].last_step
         decisions = [x["decision"] for x in self.records if "decision" in x]
-        return [x for x in decisions if x["kind"] != "keep" and x["adopt_step"] <= last]
+        changes = {x["adopt_step"]: x for x in decisions if x["kind"] != "keep"}
+        adopted = {x["step"] for x in self.records if "adopt_msec" in x}
+        return [changes[step] for step in sorted(adopted & {*changes}) if step <= last]
 
 
 def figures(arm: Side, home: Side, layout: Mapping, cfg: Config) -> dict:
@@ -105,15 +115,11 @@ def parts_sec(side: Side) -> dict[str, float]:
 
 
 def prediction(side: Side) -> dict:
-    """Return how well the cost model predicts the steps that adopted nothing
-    (tools/predictions.py)."""
-    paused = _paused_sec(side)
-    pairs = [
-        (x["step_msec"] - 1e3 * paused.get(x["step"], 0.0), x["modelled_step_msec"])
-        for x in side.steps
-        if "adopt_msec" not in x
-    ]
-    return predictions.figures(*np.array(pairs).T)
+    """Return how well the cost model predicts the steps that adopted nothing, or all
+    where each adopted something (tools/predictions.py)."""
+    plain = [x for x in side.steps if "adopt_msec" not in x] or side.steps
+    fields = ("step_msec", "modelled_step_msec")
+    return predictions.figures(*(np.array([x[f] for x in plain]) for f in fields))
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -159,15 +165,11 @@ def compare_losses(arm: Mapping, home: Mapping) -> dict:
 
 
 def series(side: Side) -> dict[str, list]:
-    """Return figures of each step: its seconds without pauses, device max/mean of the
-    worst layer, and the steps that adopted a plan or a layout."""
-    paused = _paused_sec(side)
+    """Return figures of each step: its seconds, device max/mean of the worst layer, and
+    the steps that adopted a plan or a layout."""
     return {
         "step": [x["step"] for x in side.steps],
-        "sec": [
-            round(x["step_msec"] / 1e3 - paused.get(x["step"], 0.0), 5)
-            for x in side.steps
-        ],
+        "sec": [round(x["step_msec"] / 1e3, 5) for x in side.steps],
         "max_over_mean": [max(x["device_max_over_mean"]) for x in side.steps],
         "home_max_over_mean": [
             max(x.get("home_device_max_over_mean", x["device_max_over_mean"]))
@@ -194,9 +196,29 @@ def standings(arms: Mapping[str, Mapping], ceiling: str) -> dict[str, dict]:
     }
 
 
-def _paused_sec(side: Side) -> dict[int, float]:
-    """Return the seconds for which a run was stopped, by the step that they lie in."""
-    return {block.first_step: block.paused_sec for block in side.blocks}
+def _take_out_pause(steps: Sequence[dict], block: Block) -> None:
+    """Subtract the time for which a run was stopped before a block from the records
+    that hold it: that of the block's first step, and that of a wait for a plan or for a
+    compilation.
+
+    A run whose step waits for a plan is stopped in this wait, which is told in the
+    record of this step or of the next. A wait that holds a pause is at least as long as
+    it, and no other is: pauses last for many steps.
+    """
+    paused_msec = 1e3 * block.paused_sec
+    near = [x for x in steps if 0 <= x["step"] - block.first_step <= 1]
+    if not near:  # an empty block at the end
+        return
+    near[0]["step_msec"] -= paused_msec
+    waits = [
+        (record[field], field, record)
+        for record in near
+        for field in ADOPTION_FIELDS
+        if field in record and record[field] >= paused_msec
+    ]
+    if waits:
+        _, field, record = max(waits, key=lambda wait: wait[0])
+        record[field] -= paused_msec
 
 
 def _adopting_msec(record: Mapping) -> float:

@@ -82,7 +82,7 @@ def test_a_recording_is_followed_sample_by_sample(tmp_path):
     count_rle = make_load("recorded", sizes, 0, path)
     expected_tle = tokens[1:, [0, 2]].sum(axis=2)
     assert (count_rle == np.repeat(expected_tle, 4, axis=0)).all()
-    with pytest.raises(ValueError, match="give --steps 17 or less"):
+    with pytest.raises(ValueError, match="lower --steps by at least 1"):
         make_load("recorded", dataclasses.replace(sizes, num_steps=19), 0, path)
     by_micro_batch = rng.integers(1, 99, (5, 2, 4, 8, 32))
     np.savez(path, tokens=by_micro_batch)
@@ -230,7 +230,8 @@ def made_side(
     sec: float, rows: list[float], loss_apart: float = 0.0, dropped: float = 0.0
 ) -> Side:
     """Return a run of two blocks of four steps each, of `sec` seconds a step, paused
-    for 7 seconds before the second; it adopts a swap at step 5."""
+    for 7 seconds before the second, while it waits for the plan of step 8; it adopts a
+    swap at step 5, and has a relayout planned anew that is given up."""
     records = []
     for step in range(1, STEPS + 3):
         record = {
@@ -240,8 +241,12 @@ def made_side(
             "modelled_step_msec": 1e3 * 0.8 * sec,
             "modelled_parts_msec": {"experts": 500.0 * sec, "wait": 300.0 * sec},
         }  # fmt: skip
-        records.append(record | ({"adopt_msec": 40.0} if step == 5 else {}))
-    for adopt_step, kind in ((5, "swap"), (99, "relayout")):
+        if step == 5:
+            record["adopt_msec"] = 40.0
+        if step in (6, 8):
+            record["plan_wait_msec"] = 20.0 + 7e3 * (step == 8)
+        records.append(record)
+    for adopt_step, kind in ((5, "swap"), (9, "relayout"), (9, "relayout")):
         change = {"slots_per_device": [6, 7]} if kind == "relayout" else {}
         decision = {"kind": kind, "adopt_step": adopt_step, "changes": change}
         records.append({"step": 4, "decision": decision})
@@ -262,12 +267,40 @@ def test_the_figures_of_an_arm():
     assert made["dropped_share"] == 0.25
     assert made["bytes_of_slots"] == 12 * EXPERT_BYTES, "no relayout was adopted"
     assert (made["num_swaps"], made["num_relayouts"], made["adopt_sec"]) == (1, 0, 0.04)
-    parts = {"experts": 0.25, "wait": 0.15, "adoptions": 0.005, "rest": 0.095}
+    assert made["plan_wait_sec"] == 0.04, "the pause in a wait is none of it"
+    parts = {"experts": 0.25, "wait": 0.15, "adoptions": 0.01, "rest": 0.09}
     assert made["parts_sec"] == parts, "they sum to the wall time"
     assert made["prediction"]["num_steps"] == STEPS - 1, "one step adopted a plan"
     assert made["prediction"]["bias"] == pytest.approx(-0.2)
     assert made["prediction"]["correlation"] is None
     json.dumps(made, allow_nan=False)
+
+
+def test_of_two_decisions_for_a_step_the_later_one_was_adopted():
+    side = made_side(0.5, [1.0])
+    records = [
+        x | ({"adopt_msec": 1.0} if x["step"] == 9 else {}) for x in side.records
+    ]
+    relayout = {"kind": "relayout", "adopt_step": 9, "changes": {}}
+    side = Side(side.blocks, [*records, {"step": 8, "decision": relayout}])
+    assert [x["adopt_step"] for x in side.adopted] == [5, 9]
+    assert side.adopted[1] is relayout
+
+
+def test_a_side_that_adopts_in_each_step_has_a_prediction():
+    side = made_side(0.5, [1.0])
+    side = Side(side.blocks, [x | {"adopt_msec": 1.0} for x in side.records])
+    made = figures(side, side, HOME, CFG)
+    assert made["prediction"]["num_steps"] == STEPS
+
+
+def test_pauses_around_an_empty_block_are_both_taken_out():
+    side = made_side(0.5, [1.0])
+    first, second = side.blocks
+    empty = Block("x", 7, 6, 0.01, 3.0)
+    second = dataclasses.replace(second, paused_sec=4.0)
+    side = Side([first, empty, second], side.records)
+    assert series(side)["sec"] == [0.5] * STEPS
 
 
 def test_an_empty_block_counts_in_sums_alone():
@@ -344,6 +377,8 @@ def test_results_are_read_again_and_not_mixed(tmp_path):
     for changes, what in (
         ({"quota": 0.5}, "quota"),
         ({"gin_param": ["Moe.d_expert = 256"]}, "config_sha256"),
+        ({"calibration": TOOL}, "calibration_sha256"),
+        ({"arms": "flexmoe", "home_steps": 3}, "home_steps"),
     ):
         with pytest.raises(ValueError, match=f"made with another {what}: name another"):
             race.race(options(tmp_path, **changes))
@@ -358,6 +393,8 @@ def test_results_are_read_again_and_not_mixed(tmp_path):
         (["--home_steps=41"], "--home_steps 41 must be from 1 to --block_steps 40"),
         (["--trace=no/such.npz"], "--trace no/such.npz is not a file"),
         (["--calibration=no.json"], "--calibration no.json is not a file"),
+        (["--quota=-1"], "quota=-1.0 must be 0.02 to 1024 cores"),
+        (["--rate_mbit=0.01"], "rate_mbit=0.01 must be 0.1 to 100000 Mb/s"),
     ],
 )
 def test_bad_usage_is_one_line_and_code_2(words, message, tmp_path):
