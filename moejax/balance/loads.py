@@ -161,16 +161,6 @@ def forecast(tracker: LoadTracker, ahead_steps: float = 0.0) -> np.ndarray:
     return load_lwe * factor_l[:, None, None]
 
 
-def drift(tracker: LoadTracker) -> np.ndarray:
-    """Return the share of each layer's load that passes to other experts in one
-    half-life, float [l] in 0..1: a total variation distance."""
-    change_le = (tracker.mean_lwe - tracker.mean_of_means_lwe).sum(axis=1)
-    moved_l = 0.5 * np.abs(change_le).sum(axis=1)
-    seen_l = tracker.mean_lwe.sum(axis=(1, 2))
-    in_half_life = tracker.half_life_steps / _lag_steps(tracker)
-    return np.minimum(in_half_life * moved_l / np.maximum(seen_l, 1.0), 1.0)
-
-
 def fullest_pair(tracker: LoadTracker, percentile: float) -> np.ndarray:
     """Return a percentile over recent steps of the fullest pair of devices, in rows of
     a micro-batch, float [l]; 0 where no pair was observed."""
