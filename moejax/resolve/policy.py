@@ -37,10 +37,12 @@ from moejax.resolve.speeds import make_cost_model
 AUTO = "auto"
 """Value of Balance.policy that asks for this choice."""
 RACE = (
-    "micromoe", "flexmoe", "eplb", "laer", "smartmoe", "home", "fastermoe", "prophet",
+    "micromoe", "flexmoe", "fastermoe", "eplb", "laer", "prophet", "smartmoe", "home",
 )  # fmt: skip
-"""Policies from the fastest to the slowest of a race in which shadows have one chunk
-at home, as by default (docs/race.md)."""
+"""Policies from the fastest to the slowest of the race (docs/race.md)."""
+SHADOWS = ("fastermoe", "prophet")
+"""Policies whose rows stay at copies on their own device. With one chunk at home these
+rows take later rounds, and longer than at home."""
 NEAR = 0.05
 """Share of the cheapest time by which a policy may be slower and still count as near
 it."""
@@ -143,7 +145,8 @@ def choose_policy(
         candidate: _layers_sec(candidate.applied(cfg), layout, cost, load_tlwe)
         for candidate, layout in found.items()
     }
-    return PolicyChoice(_best(sec, home), home, sec, refused, load)
+    best = _best(sec, home, cfg.dispatch.home_chunks)
+    return PolicyChoice(best, home, sec, refused, load)
 
 
 def _others(cfg: Config) -> Iterator[Candidate]:
@@ -231,10 +234,15 @@ def _presumed_shares(cfg: Config, num_layers: int) -> tuple[np.ndarray, str]:
     return share_le * np.exp(NOISE * noise_tle), what
 
 
-def _best(sec: dict[Candidate, float], home: Candidate) -> Candidate:
+def _best(sec: dict[Candidate, float], home: Candidate, home_chunks: int) -> Candidate:
     """Return the candidate to take, of those with modelled times."""
+
+    def place(name: Candidate) -> tuple[bool, int, float]:
+        has_no_room = name.policy in SHADOWS and home_chunks == 1
+        return has_no_room, RACE.index(name.policy), sec[name]
+
     least_sec = min(sec.values())
     if least_sec > (1 - MIN_GAIN) * sec[home]:
         return home
     near = [name for name in sec if sec[name] <= (1 + NEAR) * least_sec]
-    return min(near, key=lambda name: (RACE.index(name.policy), sec[name]))
+    return min(near, key=place)

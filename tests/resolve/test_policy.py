@@ -54,6 +54,15 @@ def test_the_race_knows_every_policy():
     assert sorted(policy.RACE) == sorted(POLICIES)
 
 
+def test_of_equal_times_the_race_decides_and_shadows_need_room():
+    home = policy.Candidate("home", "owned")
+    names = ("prophet", "laer", "fastermoe", "smartmoe")
+    sec = {policy.Candidate(name, "transient"): 1.0 for name in names} | {home: 2.0}
+    for home_chunks, expected in ((2, "fastermoe"), (1, "laer")):
+        assert policy._best(sec, home, home_chunks).policy == expected
+    assert policy._best(sec | {home: 1.04}, home, 2) == home
+
+
 def test_fast_links_pay_for_replicas(run_at):
     run = run_at(1e12)
     choice = run.policy
