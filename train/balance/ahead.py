@@ -16,6 +16,9 @@ from train.messages import one_line
 from train.step.compiled import require_room
 from train.step.low_priority import code_generated_at_low_priority, take_cores_back
 
+YIELDS_SEC = 0.5
+"""Time after which threads of a compilation that is waited for are looked for again."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
@@ -75,9 +78,9 @@ class Ahead:
 
     def wait(self) -> None:
         """Return when the compilation has ended, which yields no cores any more."""
-        if not self.is_done:
-            take_cores_back()
-        self._thread.join()
+        while not self.is_done:
+            take_cores_back()  # again, for threads that began to yield since
+            self._thread.join(YIELDS_SEC)
 
     def result(self) -> tuple[Steps | None, str]:
         """Wait for the compilation. Return the steps and '', or None and the error."""
