@@ -37,7 +37,7 @@ from moejax.resolve.speeds import make_cost_model
 AUTO = "auto"
 """Value of Balance.policy that asks for this choice."""
 RACE = (
-    "micromoe", "flexmoe", "fastermoe", "eplb", "laer", "prophet", "smartmoe", "home",
+    "micromoe", "flexmoe", "eplb", "laer", "fastermoe", "prophet", "smartmoe", "home",
 )  # fmt: skip
 """Policies from the fastest to the slowest of the race (docs/race.md)."""
 SHADOWS = ("fastermoe", "prophet")

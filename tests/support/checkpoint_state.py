@@ -1,9 +1,10 @@
 """Build what checkpoint tests need: a small state with every dtype, a directory to save
-it in, and a writer that can be slow or fail."""
+it in, and a writer that can wait or fail."""
 
 import asyncio
 import os
 import pathlib
+import threading
 from typing import NamedTuple
 
 import jax
@@ -103,16 +104,20 @@ class Disk:
 
 
 class ArrayWriter:
-    """Replacement of Orbax's writer of one array that can be slow or fail."""
+    """Replacement of Orbax's writer of one array that can wait or fail."""
 
-    delay_sec = 0.0
     fault: Exception | None = None
 
     def __init__(self) -> None:
         self._write = serialization.async_serialize_from_host
+        self.may_write = threading.Event()
+        """While it is not set, no array is written."""
+        self.may_write.set()
 
     async def __call__(self, *args, **kwargs):
-        await asyncio.sleep(self.delay_sec)
+        await asyncio.sleep(0)
+        while not self.may_write.is_set():
+            await asyncio.sleep(0.01)
         if self.fault is not None:
             raise self.fault
         return await self._write(*args, **kwargs)

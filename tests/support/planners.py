@@ -1,24 +1,32 @@
-"""Runs whose planner is slow, and the ids of their planner processes."""
+"""Runs whose planner is held at a plan, and the ids of their planner processes."""
 
 import contextlib
 import os
 import pathlib
 import signal
+import tempfile
+from collections.abc import Callable, Iterator
 from unittest import mock
 
+from moejax.balance.planning import Observed, Snapshot
 from tests.support.pids import wait_until_gone
 from tests.support.run_main import ROOT, Live, checkpoint_record
 from tests.support.watched_run import BALANCED
+from train.balance.record import BalanceRecord
 
 SLOW_PLANNER = ROOT / "tests" / "support" / "slow_planner"
 
 
 @contextlib.contextmanager
-def slow_plans(sec: float):
-    """Let the planners of the runs that are started here need so long for a plan."""
-    words = {"MOEJAX_SLOW_PLAN_SEC": str(sec), "PYTHONPATH": str(SLOW_PLANNER)}
-    with mock.patch.dict(os.environ, words):
-        yield
+def held_plans(*steps: int) -> Iterator[Callable[[int], None]]:
+    """Hold the plans of these steps in all planners that are started in the block.
+    Yield a function that lets the plan of a step go on."""
+    with tempfile.TemporaryDirectory(prefix="held-") as folder:
+        for step in steps:
+            pathlib.Path(folder, str(step)).touch()
+        words = {"MOEJAX_HELD_PLANS": folder, "PYTHONPATH": str(SLOW_PLANNER)}
+        with mock.patch.dict(os.environ, words):
+            yield lambda step: pathlib.Path(folder, str(step)).unlink()
 
 
 def planners(run_pid: int) -> list[int]:
@@ -33,13 +41,18 @@ def planners(run_pid: int) -> list[int]:
     return pids
 
 
-def killed_in_a_plan(run_dir: pathlib.Path, saved_step: int, *params: str) -> dict:
-    """Kill a run and its planner after a save with a plan in the making; return the
-    meta record of that save."""
-    with slow_plans(0.5), Live(run_dir, *params, gin_file=BALANCED) as live:
+def killed_in_a_plan(
+    run_dir: pathlib.Path, saved_step: int, asked_step: int, *params: str
+) -> None:
+    """Kill a run and its planner after a save, while the plan of `asked_step` is in the
+    making. Assert that the saved planner has not taken the loads of that step."""
+    with held_plans(asked_step), Live(run_dir, *params, gin_file=BALANCED) as live:
         saved = run_dir / "checkpoints" / str(saved_step)
         live.wait_until(saved.is_dir, f"checkpoint {saved_step}")
         (planner,) = planners(live.process.pid)
         assert live.end(signal.SIGKILL).code == -signal.SIGKILL
         wait_until_gone([planner])
-    return checkpoint_record(run_dir, saved_step)["meta"]
+    meta = checkpoint_record(run_dir, saved_step)["meta"]
+    snapshot = Snapshot.from_json(BalanceRecord.from_json(meta["balance"]).planner)
+    steps = [x.step for x in snapshot.events if isinstance(x, Observed)]
+    assert asked_step in steps

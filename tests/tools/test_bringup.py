@@ -15,6 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_me
 from moejax.kernels import device_file, quarantine
 from moejax.kernels.permute.choose import choose_permute
 from tests.support import fake_checks
+from tests.support.waiting import wait_until
 from tools import bringup, tune_kernels
 from tools.stages import (
     kernel_checks,
@@ -206,14 +207,6 @@ def command_line(pid: str) -> bytes:
         return b""
 
 
-def wait_until(is_so) -> None:
-    """Wait until is_so() is true, for at most 20 s."""
-    end_sec = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < end_sec
-        time.sleep(0.02)
-
-
 def make_task(folder: pathlib.Path, **changes) -> Task:
     settings = make_settings(folder, **changes)
     settings.save(folder / "settings.json")
@@ -223,7 +216,7 @@ def make_task(folder: pathlib.Path, **changes) -> Task:
 def test_a_crash_a_hang_and_a_wrong_kernel_are_quarantined(tmp_path, monkeypatch):
     monkeypatch.setenv("MOEJAX_TUNED", str(tmp_path))
     monkeypatch.setattr(numerics, "CHECKS", "tests.support.fake_checks")
-    monkeypatch.setattr(numerics, "KERNEL_SEC", {True: 0.7})
+    monkeypatch.setattr(numerics, "KERNEL_SEC", {True: 3.0})
     task = make_task(tmp_path)
     result = numerics.work(task)
     assert result.state == "quarantined"

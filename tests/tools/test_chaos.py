@@ -240,7 +240,8 @@ def test_a_process_that_hangs_writes_its_stacks_and_is_killed(tmp_path, monkeypa
     disturbed.start()
     disturbed.wait_until(lambda: "begun" in disturbed.text(), "a start", 30.0)
     disturbed.write_stacks()
-    assert 'File "<string>", line 1' in disturbed.text()
+    stack = 'File "<string>", line 1'
+    disturbed.wait_until(lambda: stack in disturbed.text(), "stacks", 30.0)
     disturbed.close()
     assert run.marked_pids(tmp_path) == []
 

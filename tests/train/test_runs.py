@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 import signal
+import sys
 import time
 
 import numpy as np
@@ -17,6 +18,7 @@ from tests.support.run_main import (
     TOY,
     Live,
     checkpoint_record,
+    command,
     corpus,
     listing,
     metric_lines,
@@ -27,6 +29,8 @@ from train.config.gin_reader import load
 
 NUM_STEPS = 60
 PREEMPTED = 75
+STOPPED_STEP = 30
+"""Step at which SIGTERM comes."""
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +43,18 @@ def whole(tmp_path_factory):
 @pytest.fixture(scope="module")
 def stopped(whole, tmp_path_factory):
     """The directory of a run that began with --fresh where a finished run was and got
-    SIGTERM, and how it ended."""
-    run_dir = tmp_path_factory.mktemp("stopped") / "run"
+    SIGTERM before STOPPED_STEP, and how it ended."""
+    folder = tmp_path_factory.mktemp("stopped")
+    run_dir, held = folder / "run", folder / "held"
     shutil.copytree(whole[0], run_dir)
-    with Live(run_dir, flags=["--fresh"]) as live:
-        live.wait_for_steps(25)
-        return run_dir, live.end(signal.SIGTERM)
+    words = command(run_dir, flags=["--fresh"])
+    child = [sys.executable, "-m", "tests.support.held_run", str(held)]
+    with Live.__new__(Live) as live:
+        live.start(run_dir, [*child, str(STOPPED_STEP), *words[2:]])
+        live.wait_until(held.exists, f"step {STOPPED_STEP}")
+        live.process.send_signal(signal.SIGTERM)
+        held.unlink()
+        return run_dir, live.end()
 
 
 def assert_same_run(run_dir, ended, expected_dir, expected) -> None:
@@ -121,15 +131,14 @@ def test_an_undisturbed_run_leaves_a_whole_record(whole):
 @pytest.mark.parametrize(
     ("num_kills", "num_steps"),
     [
-        pytest.param(3, NUM_STEPS, marks=pytest.mark.long),
+        pytest.param(3, 2 * NUM_STEPS, marks=pytest.mark.long),
         pytest.param(20, 300, marks=pytest.mark.long),
     ],
 )
-def test_killed_and_resumed_is_the_same_run(whole, tmp_path, num_kills, num_steps):
+def test_killed_and_resumed_is_the_same_run(tmp_path, num_kills, num_steps):
+    """The kills come long before the end of the run, so that none is too late."""
     steps = f"Train.num_steps = {num_steps}"
-    expected = whole
-    if num_steps != NUM_STEPS:
-        expected = tmp_path / "whole", run(tmp_path / "whole", steps)
+    expected = tmp_path / "whole", run(tmp_path / "whole", steps)
     rng, run_dir = random.Random(num_kills), tmp_path / "run"
     for index in range(num_kills):
         with Live(run_dir, steps) as live:
@@ -159,7 +168,7 @@ def test_sigterm_saves_and_exits_with_75(stopped):
     assert line.startswith("signal 15: the run stops after the next step")
     step = ended.record["step"]
     assert ended.record == {"step": step, "signal": 15, "run_dir": str(run_dir)}
-    assert 20 < step < NUM_STEPS
+    assert STOPPED_STEP <= step < NUM_STEPS
     assert f"stopped by signal 15 at step {step}; all is saved" in ended.out
     assert metric_lines(run_dir)[-1]["step"] == step
     assert checkpoint_record(run_dir, step)["step"] == step

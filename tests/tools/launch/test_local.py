@@ -17,6 +17,8 @@ from tests.support.pids import LIMIT_SEC, is_alive, wait_until_gone
 from tools.launch.lines import is_noise
 
 LAUNCHER = pathlib.Path(__file__).resolve().parents[3] / "tools" / "launch" / "local.py"
+STACKS_SEC = 3.0
+"""Time in which the processes print their stacks, on a busy machine."""
 START = """
 import faulthandler, os, pathlib, signal, subprocess, sys, time
 faulthandler.register(signal.SIGUSR1)
@@ -117,7 +119,7 @@ def test_lines_of_gloo_are_left_out_also_when_threads_mix_them():
 
 
 def test_one_death_ends_all_within_the_bound_with_their_stacks(tmp_path):
-    with launch(tmp_path, "wait_forever()", stacks_sec=1) as launched:
+    with launch(tmp_path, "wait_forever()", stacks_sec=STACKS_SEC) as launched:
         pids = launched.wait_for_ready(3)
         os.kill(pids[1], signal.SIGKILL)
         wait_until_gone(pids)
@@ -226,14 +228,14 @@ def test_a_launcher_under_nohup_outlives_a_hangup(tmp_path):
 def test_a_process_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path):
     program = "exit_on_term(75)\nif me: signal.signal(15, signal.SIG_IGN)\n"
     program += "wait_forever()"
-    with launch(tmp_path, program, grace_sec=0.3) as launched:
+    with launch(tmp_path, program, grace_sec=2) as launched:
         pids = launched.wait_for_ready(3)
         launched.process.terminate()
         record, _, err = launched.end()
         wait_until_gone(pids)
     assert record["exit_code"] == 137
     assert record["attempts"][0]["codes"] == [75, None, None]
-    assert "within --grace_sec=0.3 of SIGTERM" in err
+    assert "within --grace_sec=2 of SIGTERM" in err
 
 
 @pytest.mark.slow
@@ -252,7 +254,8 @@ def test_a_second_interrupt_kills_at_once(tmp_path):
 
 @pytest.mark.slow
 def test_a_stopped_process_is_reported_with_stacks(tmp_path):
-    with launch(tmp_path, "wait_forever()", stopped_sec=0.2, stacks_sec=1) as launched:
+    waits = {"stopped_sec": 0.2, "stacks_sec": STACKS_SEC}
+    with launch(tmp_path, "wait_forever()", **waits) as launched:
         pids = launched.wait_for_ready(3)
         os.kill(pids[2], signal.SIGSTOP)
         wait_until_gone(pids)

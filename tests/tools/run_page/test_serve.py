@@ -17,15 +17,17 @@ from tools.run_page.read_metrics import Limits
 from tools.run_page.serve import Follower, Page, Server
 
 SECRET = "not for the network"
+LIMIT_SEC = 60
+"""Longest wait for an answer, or for data, on a busy machine."""
 PAGE = Page(
     lambda data: f"<html>{data['runs'][0]['step']}</html>", "default-src 'none'"
 )
 
 
 @contextlib.contextmanager
-def served(folder, port: int = 0):
+def served(folder, port: int = 0, make_reader=RunReader):
     """Serve the page of a run in a thread, as tools/report.py does."""
-    reader = RunReader(folder, Limits())
+    reader = make_reader(folder, Limits())
     reader.read()
     with Server(port) as server:
         server.follower = Follower([reader], PAGE)
@@ -55,7 +57,7 @@ def server(folder):
 
 def get(server, path: str = "/data.json", method: str = "GET", **headers):
     """Return status, headers and body of the answer to a request."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=LIMIT_SEC)
     with contextlib.closing(connection):
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request(method, path, headers=names)
@@ -151,7 +153,7 @@ def test_what_a_browser_has_is_not_sent_again(server):
 
 
 def test_a_connection_serves_many_requests(server):
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=LIMIT_SEC)
     with contextlib.closing(connection):
         for path in ("/", "/data.json", "/"):
             connection.request("GET", path)
@@ -197,7 +199,7 @@ def test_random_requests_get_no_more_than_the_page(server, capsys):
 def ask(server, request: bytes) -> bytes:
     """Send bytes, close that side, and return all that comes back."""
     with (
-        socket.create_connection(("127.0.0.1", server.port), 10) as connection,
+        socket.create_connection(("127.0.0.1", server.port), LIMIT_SEC) as connection,
         contextlib.suppress(OSError),
     ):
         connection.sendall(request)
@@ -211,18 +213,38 @@ def test_it_listens_on_loopback_alone(server):
 
 
 def test_a_run_that_goes_on_is_followed(tmp_path):
-    """Within two seconds, each answer within one, over a restart on the same port."""
+    """Over a restart on the same port. The machine may be busy, so the fastest of three
+    steps must come within two seconds."""
     folder = make_folder(tmp_path / "run")
+    secs = []
     with served(folder) as server:
         port = server.port
-        tag = get(server)[1]["ETag"]
-        add_step(folder, 41)
-        assert seconds_until(server, 41, tag) < 2
+        for step in (41, 42):
+            tag = get(server)[1]["ETag"]
+            add_step(folder, step)
+            secs.append(seconds_until(server, step, tag))
     with served(folder, port) as server:
         tag = get(server)[1]["ETag"]
         assert get(server, If_None_Match=tag)[0] == 304
-        add_step(folder, 42)
-        assert seconds_until(server, 42, tag) < 2
+        add_step(folder, 43)
+        secs.append(seconds_until(server, 43, tag))
+    assert min(secs) < 2, secs
+
+
+def test_an_answer_does_not_wait_for_the_follower(folder):
+    """The follower is in the middle of a read when the answer comes."""
+    is_reading, may_end = threading.Event(), threading.Event()
+
+    class Slow(RunReader):
+        def poll(self) -> bool:
+            is_reading.set()
+            may_end.wait()
+            return super().poll()
+
+    with served(folder, make_reader=Slow) as server:
+        assert is_reading.wait(LIMIT_SEC)
+        assert get(server)[0] == 200
+        may_end.set()
 
 
 def add_step(folder, step: int) -> None:
@@ -234,13 +256,11 @@ def seconds_until(server, step: int, tag: str) -> float:
     """Ask as the page does until the data has got to a step; return the seconds."""
     begin_sec = time.monotonic()
     while True:
-        asked_sec = time.monotonic()
         status, _, body = get(server, If_None_Match=tag)
         now_sec = time.monotonic()
-        assert now_sec - asked_sec < 1
         if status == 200 and json.loads(body)["runs"][0]["step"] == step:
             return now_sec - begin_sec
-        assert now_sec - begin_sec < 10
+        assert now_sec - begin_sec < LIMIT_SEC
         time.sleep(0.05)
 
 

@@ -7,22 +7,24 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
+from unittest import mock
 
 import pytest
 
 from moejax.balance.planning import Snapshot
 from tests.support.balanced_run import new_planner, observed
-from tests.support.planners import killed_in_a_plan, planners, slow_plans
+from tests.support.planners import held_plans, killed_in_a_plan, planners
 from tests.support.run_main import ROOT, Live, metric_lines, run
 from tests.support.watched_run import BALANCED, MESH, assert_same_run, speeds
 from train.balance.planner_process import PlannerProcess
-from train.balance.record import BalanceRecord
 
 POLICIES = (
     "fastermoe", "prophet", "flexmoe", "smartmoe", "eplb", "laer", "micromoe",
 )  # fmt: skip
-SAVED_STEP = 11
-"""Step of a checkpoint, one after a step at which the planner is asked."""
+ASKED_STEP, SAVED_STEP = 10, 11
+"""Step at which the planner is asked, and the step of a checkpoint right after it."""
 SHORT = (
     f"Checkpoint.every_steps = {SAVED_STEP}",
     "Train.num_steps = 30",
@@ -36,19 +38,19 @@ SHORT = (
 
 @pytest.fixture
 def planner():
-    """Return a PlannerProcess of the small balancer of tests, whose plans take longer,
-    and its Task."""
+    """Return a PlannerProcess of the small balancer of tests, its Task, and a function
+    that lets the plan of a step go on. Until then each plan is held."""
     task, snapshot = new_planner()
-    with slow_plans(0.3):
+    with held_plans(*range(1, 11)) as release:
         process = PlannerProcess(task, snapshot.to_json())
-    yield process, task
-    process.close()
+        yield process, task, release
+        process.close()
 
 
 def test_the_process_replies_as_the_planner_does(planner):
-    """A snapshot comes at once, while a plan is in the making, and goes on to the same
+    """A snapshot comes while a plan is in the making, and goes on to the same
     replies."""
-    process, task = planner
+    process, task, release = planner
     events = [observed(step) for step in range(1, 11)]
     for event in events:
         process.observe(event.step, event.tokens_lwe, event.fullest_pair_l)
@@ -58,15 +60,28 @@ def test_the_process_replies_as_the_planner_does(planner):
     expected = Snapshot(new_planner()[1].planner, tuple(events)).settled(task)
     assert snapshot.settled(task).to_json() == expected.to_json()
     for reply in expected.replies:
-        own, text, waited_sec = process.collect(reply.step)
+        own, text, waited_sec = collect_late(process, reply.step, release)
         assert own == reply
         assert text == reply.to_json()
         assert waited_sec > 0.1
     assert not Snapshot.from_json(process.snapshot()).replies
 
 
+def collect_late(process, step: int, release) -> tuple:
+    """Collect the reply for a step whose plan goes on 0.2 s after `collect` has begun
+    to wait for it."""
+    wait = process._wait
+
+    def release_and_wait(is_so):
+        threading.Timer(0.2, release, [step]).start()
+        wait(is_so)
+
+    with mock.patch.object(process, "_wait", release_and_wait):
+        return process.collect(step)
+
+
 def test_a_process_that_is_killed_is_noticed(planner):
-    process, _ = planner
+    process, *_ = planner
     process.observe(5, observed(5).tokens_lwe, observed(5).fullest_pair_l)
     os.kill(process.pid, signal.SIGKILL)
     words = rf"the planner's process {process.pid} has ended \(signal 9\)"
@@ -77,7 +92,7 @@ def test_a_process_that_is_killed_is_noticed(planner):
 
 
 def test_signals_to_the_run_do_not_end_the_process(planner):
-    process, _ = planner
+    process, *_ = planner
     process.observe(1, observed(1).tokens_lwe, observed(1).fullest_pair_l)
     process.snapshot()  # it has begun
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -105,9 +120,7 @@ def test_killed_in_the_middle_of_a_plan_under_every_policy(tmp_path, policy):
     assert run(whole, *params, gin_file=BALANCED).code == 0
     decisions = [x for x in metric_lines(whole) if "decision" in x]
     assert all(x["step"] == x["decision"]["step"] + 3 for x in decisions)
-    meta = killed_in_a_plan(run_dir, SAVED_STEP, *params)
-    planner = BalanceRecord.from_json(meta["balance"]).planner
-    assert Snapshot.from_json(planner).events[0].step == 10
+    killed_in_a_plan(run_dir, SAVED_STEP, ASKED_STEP, *params)
     ended = run(run_dir, *params, gin_file=BALANCED)
     assert ended.code == 0, ended.err
     assert_same_run(run_dir, whole)
@@ -116,18 +129,23 @@ def test_killed_in_the_middle_of_a_plan_under_every_policy(tmp_path, policy):
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_planner_that_dies_ends_the_run_and_the_next_start_resumes(tmp_path):
-    """A run whose plans are late waits, and says so."""
+    """A run whose plan is late waits, and says so. The loop goes from the line of step
+    10 to its wait in milliseconds; the plan goes on a second later."""
     params = ["Checkpoint.every_steps = 6", "Train.num_steps = 14"]
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
-    with slow_plans(1.0):
-        ended = run(whole, *params, gin_file=BALANCED)
+    with held_plans(10) as release, Live(whole, *params, gin_file=BALANCED) as live:
+        log = whole / "metrics.jsonl"
+        live.wait_until(lambda: has_step(log, 10), "step 10")
+        time.sleep(1.0)
+        release(10)
+        ended = live.end()
     assert ended.code == 0, ended.err
-    assert re.search(r"step 12  waited \d\.\d s for the plan of step 10: ", ended.out)
+    assert re.search(r"step 12  waited \d+\.\d s for the plan of step 10: ", ended.out)
     lines = map(json.loads, (whole / "metrics.jsonl").read_text().splitlines())
     assert max(x.get("plan_wait_msec", 0) for x in lines) > 50
-    with slow_plans(60), Live(run_dir, *params, gin_file=BALANCED) as live:
+    with held_plans(5), Live(run_dir, *params, gin_file=BALANCED) as live:
         log = run_dir / "metrics.jsonl"
-        live.wait_until(lambda: log.is_file() and log.read_bytes(), "a step")
+        live.wait_until(lambda: has_step(log, 5), "step 5")
         (planner,) = planners(live.process.pid)
         os.kill(planner, signal.SIGKILL)
         ended = live.end()
@@ -136,3 +154,8 @@ def test_a_planner_that_dies_ends_the_run_and_the_next_start_resumes(tmp_path):
     assert len(re.findall(words, ended.err)) == 1
     assert run(run_dir, *params, gin_file=BALANCED).code == 0
     assert_same_run(run_dir, whole)
+
+
+def has_step(log, step: int) -> bool:
+    """Return whether the file of metrics has a line of this step."""
+    return log.is_file() and f'"step": {step},' in log.read_text()

@@ -3,7 +3,7 @@
 import logging
 import re
 import subprocess
-import time
+import threading
 
 import jax
 import numpy as np
@@ -42,7 +42,8 @@ def disk(tmp_path):
 def writer(monkeypatch):
     writer = ArrayWriter()
     monkeypatch.setattr(serialization, "async_serialize_from_host", writer)
-    return writer
+    yield writer
+    writer.may_write.set()  # else the disk would wait for it
 
 
 @pytest.mark.slow
@@ -87,7 +88,7 @@ def test_orbax_is_quiet_and_others_are_not(mesh, disk, capfd, caplog):
 
 
 def test_donated_right_after_save(mesh, disk, writer):
-    """The writer sleeps until the steps after the save have overwritten their input."""
+    """The writer waits until the steps after the save have overwritten their input."""
     split = sharding(mesh, "data", "expert")
     make = jax.jit(
         lambda k: {"w": jax.random.normal(jax.random.key(k), (512, 512))},
@@ -101,7 +102,7 @@ def test_donated_right_after_save(mesh, disk, writer):
     )
 
     first = disk.open()
-    writer.delay_sec = 0.5
+    writer.may_write.clear()
     state = make(1)
     want = jax.tree.map(np.array, state)
     first.save(1, state, META)
@@ -109,6 +110,7 @@ def test_donated_right_after_save(mesh, disk, writer):
         state = step(state)
     jax.block_until_ready(state)
     assert not (disk.directory / "1").exists(), "the writer did not wait"
+    writer.may_write.set()
     assert first.wait()
     restored = first.restore(abstract(make(1)))
     assert are_same_bits(restored.state, want)
@@ -138,9 +140,10 @@ def test_the_last_good_one_stays_until_the_next_is_complete(mesh, disk, writer):
     first = disk.open(config.Checkpoint(keep_last=1, keep_best=0))
     first.save(1, make_state(mesh, 1), META)
     first.wait()
-    writer.delay_sec = 0.3
+    writer.may_write.clear()
     first.save(2, make_state(mesh, 2), META)
     assert "1" in disk.names()
+    writer.may_write.set()
     first.wait()
     assert disk.names() == ["2"]
     writer.fault = DISK_FULL
@@ -162,7 +165,7 @@ def test_a_failed_save_is_told_and_the_next_is_attempted(mesh, disk, writer, cap
     for step in (2, 4, 6, 8):  # each success between them starts the count again
         writer.fault = DISK_FULL
         first.save(step, make_state(mesh, step), META)
-        time.sleep(0.2)
+        wait_for_the_writer()
         writer.fault = None
         first.save(step + 1, make_state(mesh, step + 1), META)
         assert first.wait()
@@ -174,6 +177,13 @@ def test_a_failed_save_is_told_and_the_next_is_attempted(mesh, disk, writer, cap
     assert "No space left on device" in disk.said[0]
     assert "the last good one is 1" in disk.said[0]
     assert capfd.readouterr() == ("", "")
+
+
+def wait_for_the_writer() -> None:
+    """Return when the save in flight has ended, which nobody was told of yet."""
+    for thread in threading.enumerate():
+        if thread.name == "a save in flight":
+            thread.join()
 
 
 def test_too_many_failed_saves_stop(mesh, disk, writer):

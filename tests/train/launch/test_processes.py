@@ -201,7 +201,7 @@ def test_a_process_that_hangs_ends_with_stacks(tmp_path):
     not to notice the stopped process."""
     run_dir = tmp_path / "run"
     flags = ["--max_restarts", "0", "--stopped_sec", "1000"]
-    limits = ("Processes.watchdog_sec = 4", "Processes.heartbeat_sec = 100")
+    limits = ("Processes.watchdog_sec = 10", "Processes.heartbeat_sec = 100")
     with LiveWorkers(
         run_dir, 2, "Train.num_steps = 100000", *limits, flags=flags
     ) as live:
@@ -210,9 +210,9 @@ def test_a_process_that_hangs_ends_with_stacks(tmp_path):
         ended = live.end()
     assert ended.code not in (0, PREEMPTED)
     text = ended.out + ended.err
-    assert re.search(r"WATCHDOG step \d+ goes on for", text)
+    assert re.search(r"WATCHDOG .*step \d+ (goes on|has not moved) for", text)
     logs = [path.read_text() for path in (run_dir / "logs").iterdir()]
-    assert any("Timeout (0:00:04)!" in log for log in logs)
+    assert any("Timeout (0:00:10)!" in log for log in logs)
     assert "Timeout" not in text
 
 
