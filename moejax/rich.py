@@ -4,7 +4,7 @@
 names its view as text, and the view is loaded when a notebook asks for it.
 """
 
-import importlib
+import pkgutil
 from collections.abc import Callable
 
 
@@ -16,7 +16,7 @@ def shown_by[T: type](view: str) -> Callable[[T], T]:
     """
 
     def draw(value):
-        return getattr(importlib.import_module("moejax.show"), view)(value)
+        return pkgutil.resolve_name(f"moejax.show:{view}")(value)
 
     def decorate(kind: T) -> T:
         kind._repr_html_ = lambda self: draw(self)._repr_html_()

@@ -40,9 +40,6 @@ RACE = (
     "micromoe", "flexmoe", "eplb", "laer", "fastermoe", "prophet", "smartmoe", "home",
 )  # fmt: skip
 """Policies from the fastest to the slowest of the race (docs/race.md)."""
-SHADOWS = ("fastermoe", "prophet")
-"""Policies whose rows stay at copies on their own device. With one chunk at home these
-rows take later rounds, and longer than at home."""
 NEAR = 0.05
 """Share of the cheapest time by which a policy may be slower and still count as near
 it."""
@@ -238,8 +235,9 @@ def _best(sec: dict[Candidate, float], home: Candidate, home_chunks: int) -> Can
     """Return the candidate to take, of those with modelled times."""
 
     def place(name: Candidate) -> tuple[bool, int, float]:
-        has_no_room = name.policy in SHADOWS and home_chunks == 1
-        return has_no_room, RACE.index(name.policy), sec[name]
+        # Rows that stay at copies take later rounds where they have one chunk at home.
+        stays = POLICIES[name.policy].split == "local_first"
+        return stays and home_chunks == 1, RACE.index(name.policy), sec[name]
 
     least_sec = min(sec.values())
     if least_sec > (1 - MIN_GAIN) * sec[home]:

@@ -96,7 +96,7 @@ class Options:
                 f"--home_steps {self.home_steps} must be from 1 to --block_steps "
                 f"{self.block_steps}"
             )
-        Cluster(2, 1, self.rate_mbit, self.quota)  # checks these two
+        Cluster(2, 1, self.rate_mbit, self.quota)  # refuses wrong values of these
         if self.calibration is not None and not self.calibration.is_file():
             raise ValueError(
                 f"--calibration {self.calibration} is not a file: name one by "
@@ -112,7 +112,8 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a race is to run: the same for all of its arms."""
+    """Options, gin bindings and speeds that all arms of a race share, and what follows
+    from them for one arm."""
 
     options: Options
     bindings: tuple[str, ...]
@@ -173,8 +174,7 @@ def race(options: Options) -> dict:
     """
     chosen = arms.names(options.arms, options.load)
     plan = make_plan(options)
-    results = {name: _read_result(plan, name) for name in chosen}
-    of_home = _read_result(plan, arms.BASELINE)
+    results = {name: _read_result(plan, name) for name in [*chosen, arms.BASELINE]}
     left = [name for name in chosen if results[name] is None]
     if left:
         layouts, most_bytes = _checked_layouts(plan, left)
@@ -194,7 +194,8 @@ def race(options: Options) -> dict:
                     path = options.folder / f"{name}.json"
                     write_whole(path, json.dumps(results[name]))
                     _show(name, result["figures"])
-    return make_record(options, results, results.get(arms.BASELINE) or of_home)
+    made = {name: results[name] for name in chosen}
+    return make_record(options, made, results[arms.BASELINE])
 
 
 def make_plan(options: Options) -> Plan:

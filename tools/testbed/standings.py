@@ -203,7 +203,8 @@ def _take_out_pause(steps: Sequence[dict], block: Block) -> None:
 
     A run whose step waits for a plan is stopped in this wait, which is told in the
     record of this step or of the next. A wait that holds a pause is at least as long as
-    it, and no other is: pauses last for many steps.
+    it, and no other is: pauses last for many steps. That before the first block is an
+    exception of milliseconds.
     """
     paused_msec = 1e3 * block.paused_sec
     near = [x for x in steps if 0 <= x["step"] - block.first_step <= 1]
