@@ -110,7 +110,7 @@ def test_a_file_that_expands_too_far_is_refused_before_it_is_read(tmp_path):
         read_npz(path, ["tokens"])
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 2e6
+    assert peak < 8e6, "the content has 16 MB"
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])

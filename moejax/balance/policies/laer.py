@@ -11,6 +11,8 @@ Its experts are sharded over all devices, and every device fetches what its slot
 a layer ahead, so that another plan costs nothing (store 'sharded', prefetched).
 """
 
+import heapq
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -92,21 +94,29 @@ def place(
     Where fewer devices have room than an expert has replicas, it gets one on each of
     them.
     """
-    node_w = np.arange(num_devices) // (num_devices // num_nodes)
-    rows_w, filled_w = np.zeros(num_devices), np.zeros(num_devices, int)
+    share_e = (load_e / replicas_e).tolist()
+    held = [[] for _ in range(num_devices)]
+    # Heaps of the devices of each node that have room: the one with the fewest rows
+    # first, of equal ones the first.
+    nodes = [
+        [(0.0, device) for device in node]
+        for node in itertools.batched(range(num_devices), num_devices // num_nodes)
+    ]
+    for expert in sorted(range(len(share_e)), key=lambda e: -share_e[e]):
+        chosen, num_missing = [], int(replicas_e[expert])
+        while num_missing > 0 and any(nodes):  # one more device of each node
+            firsts = sorted((heapq.heappop(node), node) for node in nodes if node)
+            chosen += firsts[:num_missing]
+            for entry, node in firsts[num_missing:]:
+                heapq.heappush(node, entry)
+            num_missing -= len(firsts)
+        for (rows, device), node in chosen:
+            held[device].append(expert)
+            if len(held[device]) < slots_per_device:
+                heapq.heappush(node, (rows + share_e[expert], device))
     table_ws = np.full((num_devices, slots_per_device), EMPTY, np.int32)
-    share_e = load_e / replicas_e
-    for expert in np.argsort(-share_e, kind="stable"):
-        order_w = np.argsort(rows_w, kind="stable")
-        order_w = order_w[filled_w[order_w] < slots_per_device]
-        if num_nodes > 1:  # the first of each node, then the second of each, ..
-            is_here_nw = node_w[order_w] == np.arange(num_nodes)[:, None]
-            rank_w = (is_here_nw.cumsum(axis=1) * is_here_nw).sum(axis=0)
-            order_w = order_w[np.argsort(rank_w, kind="stable")]
-        chosen = order_w[: replicas_e[expert]]
-        table_ws[chosen, filled_w[chosen]] = expert
-        filled_w[chosen] += 1
-        rows_w[chosen] += share_e[expert]
+    for row_s, experts in zip(table_ws, held):
+        row_s[: len(experts)] = experts
     return table_ws.reshape(-1)
 
 
