@@ -186,7 +186,10 @@ def _split_evenly(held_we: np.ndarray, load_e: np.ndarray) -> Flow:
     replicas_e = held_we.sum(axis=0)
     share_e = load_e / np.maximum(replicas_e, 1)
     split = np.flatnonzero((replicas_e > 1) & (load_e > 0)).tolist()
-    devices = {e: np.flatnonzero(held_we[:, e]).tolist() for e in split}
+    devices = {e: [] for e in split}
+    index_n, device_n = (x.tolist() for x in held_we[:, split].T.nonzero())
+    for index, device in zip(index_n, device_n):
+        devices[split[index]].append(device)
     rows = {e: [float(share_e[e])] * len(devices[e]) for e in split}
     return Flow(load_e.tolist(), (held_we @ share_e).tolist(), split, devices, rows)
 
@@ -199,18 +202,30 @@ def _water_fill(held_we: np.ndarray, load_e: np.ndarray) -> Flow:
     """
     flow = _split_evenly(held_we, load_e)
     rows_w = flow.rows_w
-    for e in flow.split * NUM_SWEEPS:
-        devices, rows = flow.devices[e], flow.rows[e]
-        other = [rows_w[w] - x for w, x in zip(devices, rows)]
-        filled, level = flow.load[e], 0.0
-        for count, height in enumerate(sorted(other)):
-            if count and filled <= count * height:
-                break
-            filled += height
-            level = filled / (count + 1)
-        for i, (w, height) in enumerate(zip(devices, other)):
-            x = level - height
-            rows[i], rows_w[w] = (x, level) if x > 0 else (0.0, height)
+    experts = [(flow.load[e], flow.devices[e], flow.rows[e]) for e in flow.split]
+    for _ in range(NUM_SWEEPS):
+        for load, devices, rows in experts:
+            if len(devices) == 2:  # most experts: the same as below, but quicker
+                a, b = devices
+                at_a, at_b = rows_w[a] - rows[0], rows_w[b] - rows[1]
+                low, high = (at_a, at_b) if at_a < at_b else (at_b, at_a)
+                level = load + low
+                if level > high:
+                    level = (level + high) / 2
+                x, y = level - at_a, level - at_b
+                rows[0], rows_w[a] = (x, level) if x > 0 else (0.0, at_a)
+                rows[1], rows_w[b] = (y, level) if y > 0 else (0.0, at_b)
+                continue
+            other = [rows_w[w] - x for w, x in zip(devices, rows)]
+            filled, level = load, 0.0
+            for count, height in enumerate(sorted(other)):
+                if count and filled <= count * height:
+                    break
+                filled += height
+                level = filled / (count + 1)
+            for i, (w, height) in enumerate(zip(devices, other)):
+                x = level - height
+                rows[i], rows_w[w] = (x, level) if x > 0 else (0.0, height)
     return flow
 
 
