@@ -79,6 +79,11 @@ def niceness(thread: int) -> int:
     return os.getpriority(os.PRIO_PROCESS, thread)
 
 
+def priority(thread: int) -> tuple[int, int]:
+    """Return the niceness of a thread, and its scheduling policy."""
+    return niceness(thread), os.sched_getscheduler(thread)
+
+
 def test_marked_threads_are_nice_while_a_layout_compiles(marked):
     own, before = niceness(os.getpid()), niceness(marked)
     with code_generated_at_low_priority():
@@ -89,19 +94,20 @@ def test_marked_threads_are_nice_while_a_layout_compiles(marked):
 
 
 def test_a_thread_yields_its_cores_alone_until_they_are_taken_back():
-    own, found = niceness(os.getpid()), []
+    own, found = priority(os.getpid()), []
+    lowest = LOWEST, os.SCHED_IDLE
 
     def run() -> None:
         yield_cores()
-        found.append(niceness(threading.get_native_id()))
+        found.append(priority(threading.get_native_id()))
         take_cores_back()
-        found.append(niceness(threading.get_native_id()))
+        found.append(priority(threading.get_native_id()))
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert found == [LOWEST, own if os.geteuid() == 0 else LOWEST]
-    assert niceness(os.getpid()) == own
+    assert found == [lowest, own if os.geteuid() == 0 else lowest]
+    assert priority(os.getpid()) == own
 
 
 @pytest.mark.long
