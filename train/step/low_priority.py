@@ -97,9 +97,10 @@ def _niceness(thread: int) -> int | None:
 
 
 def _set_priority(thread: int, niceness: int) -> None:
-    """Set the niceness of a thread, and its policy with it, unless the thread has ended
-    or the system does not permit it."""
+    """Set the niceness of a thread, and its policy with it. Nothing happens where the
+    thread has ended; what the system does not permit stays as it is."""
     policy = os.SCHED_IDLE if niceness >= LOWEST else os.SCHED_OTHER
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.sched_setscheduler(thread, policy, os.sched_param(0))
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.setpriority(os.PRIO_PROCESS, thread, min(niceness, LOWEST))
