@@ -45,7 +45,7 @@ def mark_compiler_threads() -> None:
 def yield_cores() -> None:
     """Give this thread, and those that it will start, the lowest priority."""
     if sys.platform == "linux":
-        _set_priority(threading.get_native_id(), LOWEST)
+        _yield(threading.get_native_id())
 
 
 def take_cores_back() -> None:
@@ -69,7 +69,7 @@ def code_generated_at_low_priority() -> Iterator[None]:
     marked = _own_niceness() + 1
     pool = _threads_of(marked)
     for thread in pool:
-        _set_priority(thread, LOWEST)
+        _yield(thread)
     try:
         yield
     finally:
@@ -96,10 +96,15 @@ def _niceness(thread: int) -> int | None:
         return None
 
 
-def _set_priority(thread: int, niceness: int) -> None:
-    """Set the niceness of a thread, and its policy with it. Nothing happens where the
-    thread has ended; what the system does not permit stays as it is."""
-    policy = os.SCHED_IDLE if niceness >= LOWEST else os.SCHED_OTHER
+def _yield(thread: int) -> None:
+    """Let a thread yield its core to all others."""
+    _set_priority(thread, LOWEST, is_idle=True)
+
+
+def _set_priority(thread: int, niceness: int, *, is_idle: bool = False) -> None:
+    """Set the niceness of a thread, and its policy. Nothing happens where the thread
+    has ended; what the system does not permit stays as it is."""
+    policy = os.SCHED_IDLE if is_idle else os.SCHED_OTHER
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.sched_setscheduler(thread, policy, os.sched_param(0))
     with contextlib.suppress(ProcessLookupError, PermissionError):

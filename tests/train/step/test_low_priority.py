@@ -110,6 +110,21 @@ def test_a_thread_yields_its_cores_alone_until_they_are_taken_back():
     assert priority(os.getpid()) == own
 
 
+def test_a_process_of_the_lowest_niceness_keeps_its_policy(repo):
+    """All of its threads have the niceness by which yielding ones are known."""
+    program = """
+import os, threading
+from train.step import low_priority as lp
+os.setpriority(os.PRIO_PROCESS, os.getpid(), lp.LOWEST)
+thread = threading.Thread(target=lp.yield_cores)
+thread.start()
+thread.join()
+lp.take_cores_back()
+assert os.sched_getscheduler(os.getpid()) == os.SCHED_OTHER
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=repo, check=True)
+
+
 @pytest.mark.long
 def test_xla_compiles_for_cpus_in_threads_that_are_known(repo):
     """Nearly all of a compilation is done at low priority."""
