@@ -7,13 +7,14 @@
                         the inputs, which two kernels would read twice
 
 The kernels are limited by memory bandwidth and built alike. A block is one warpgroup
-and works on one *piece* of the row width, 2 KiB. It reads the piece of a row in one
-access of 16 bytes per thread by 128 neighbouring threads (Layout.WG_STRIDED). It loads
-IN_FLIGHT pieces, of different rows, before it uses the first one. It has no loop, few
-registers, and no shared memory but 16 bytes for dot products, so that an SM has room
-for many blocks, which hide each other's latency. Pieces are the slow dim of the grid:
-while one piece of all rows is moved, that piece of x is read K times per row, and so is
-likely to stay in the cache. Each piece has its own dot products, and XLA adds them up.
+and works on one *piece* of the row width, 2 KiB. It reads or writes the piece of a row
+in one access of 16 bytes per thread by 128 neighbouring threads (Layout.WG_STRIDED). It
+loads IN_FLIGHT pieces, of different rows, before it uses the first one. It has no loop,
+few registers, and no shared memory but 16 bytes for dot products, so that an SM has
+room for many blocks, which hide each other's latency. Pieces are the slow dim of the
+grid: while one piece of all rows is moved, that piece of x is read K times per row, and
+so is likely to stay in the cache. Each piece has its own dot products, and XLA adds
+them up.
 
 Row numbers come from a table in global memory and are read as scalars, equal in all
 threads. A row number of -1 loads nothing: the branch is the same for the whole
@@ -212,7 +213,8 @@ def _load(source, row, width):
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=width // _THREADS)
 
     def load():
-        values = plgpu.load(source.at[row, _columns(width)], layout=layout)
+        columns = _columns(jax.lax.axis_index("piece"), width)
+        values = plgpu.load(source.at[row, columns], layout=layout)
         # Inside shard_map, loaded values are typed as varying and computed ones are
         # not. A product that compiles to nothing gives both branches the same type.
         return values * 1
@@ -228,7 +230,12 @@ def _store(out, row, values):
 
     @pl.when(row < out.shape[0])
     def _():
-        out[row, _columns(values.shape[0])] = values
+        # LLVM stores 16 bytes at once only where it can tell that the address is
+        # aligned. It cannot where it reuses parts of a load's address, because a load
+        # is in a branch. The barrier makes it compute the address again.
+        piece = jax.lax.axis_index("piece")
+        same_row, same_piece = jax.lax.optimization_barrier((row, piece))
+        out[same_row, _columns(same_piece, values.shape[0])] = values
 
 
 def _store_dot(dots, row, dot):
@@ -240,9 +247,9 @@ def _store_dot(dots, row, dot):
         dots[jax.lax.axis_index("piece"), row] = dot
 
 
-def _columns(width):
-    """Return the columns of this block's piece."""
-    return pl.ds(jax.lax.axis_index("piece") * width, width)
+def _columns(piece, width):
+    """Return the columns of a piece."""
+    return pl.ds(piece * width, width)
 
 
 def _width(dtype):
