@@ -162,17 +162,26 @@ def count_runs(module: Module, unknown_trip_count: int = 0) -> dict[str, int]:
 
 
 def num_host_waits(module: Module) -> int:
-    """Return how often a step comes to a loop whose trip count the compiler does not
-    know. The host waits there until the devices have the count.
+    """Return how often a step comes to a conditional, or to a loop whose trip count the
+    compiler does not know. The host waits there until the devices have the predicate.
 
-    Loops within such a loop are not in it.
+    What is within such a loop, or in a branch, is not in it.
     """
-    return sum(
-        times
-        for name, times in count_runs(module).items()
-        for instruction in module.computations[name]
-        if instruction.opcode == "while" and instruction.trip_count is None
-    )
+
+    def visit(computation: Computation) -> int:
+        waits = 0
+        for instruction in computation:
+            opcode, trips = instruction.opcode, 1
+            if opcode == "while":
+                trips = instruction.trip_count
+            if opcode == "conditional" or trips is None:
+                waits += 1
+            elif opcode in ("while", "call"):
+                roles = ("body", "condition") if opcode == "while" else ()
+                waits += trips * sum(map(visit, module.callees(instruction, *roles)))
+        return waits
+
+    return visit(module.computations[module.entry])
 
 
 def find(

@@ -177,7 +177,8 @@ class Summary:
             f"computed again: {self.num_remat_ops} instructions by jax.checkpoint, "
             f"{self.num_xla_remat_ops} by XLA; of them collectives: "
             f"{len(self.remat_collectives)}, {len(self.xla_remat_collectives)} by XLA",
-            f"host waits: {self.num_host_waits} in a step, at loops of unknown length",
+            f"host waits: {self.num_host_waits} in a step, at conditionals and loops "
+            "of unknown length",
         ]
 
 

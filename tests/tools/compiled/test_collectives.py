@@ -130,6 +130,17 @@ backend_config={"known_trip_count":{"n":"5"}}
     assert collectives.num_host_waits(counted) == 5
 
 
+def test_the_host_waits_once_at_a_conditional_whatever_its_branches_do():
+    few = "few\nROOT %x = f32[4]{0} parameter(0)"
+    many = """many
+    %y = f32[4]{0} parameter(0)
+    ROOT %loop = f32[4]{0} while(%y), condition=%c, body=%few"""
+    condition = "c\nROOT %z = pred[] parameter(0)"
+    line = "%one = f32[4]{0} conditional(%p, %p, %p), branch_computations={%few, %many}"
+    program = read_program(line, few, many, condition)
+    assert collectives.num_host_waits(program) == 1
+
+
 @pytest.mark.parametrize(
     ("path", "is_ours", "is_exchange", "phase", "scope"),
     [
