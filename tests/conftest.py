@@ -1,5 +1,5 @@
 """Set up the tests: eight simulated CPU devices, and a compilation cache that git
-ignores.
+ignores. With --gpu only the kernels' cases run, on the GPU (tests/support/on_gpu.py).
 
 Tests that a machine cannot run are deselected, and one line says why; there are no
 silent skips.
@@ -11,8 +11,11 @@ import importlib.util
 import os
 import pathlib
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
+
+from tests.support import on_gpu
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TRACE = ROOT.parent / "shared" / "data" / "routing_gpt_e32.npz"
@@ -33,19 +36,28 @@ the end would run alone."""
 # A shell ignores SIGINT in its background processes, and the programs that tests start
 # would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        f"--xla_force_host_platform_device_count={NUM_DEVICES}",
-        "--xla_cpu_parallel_codegen_split_count=1",  # programs are small
-        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
-    ]
-)
-# Tests compile far longer than they compute. Without LLVM's optimisations they take two
-# thirds of the time. Programs that tests start inherit this. All of XLA's passes run.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+if "--gpu" in sys.argv:
+    os.environ[on_gpu.VARIABLE] = "interpret" if "--interpret" in sys.argv else "device"
+# Workers of pytest-xdist inherit the variable, and do not see the flags.
+ON_GPU = on_gpu.where()
+if ON_GPU == "device":
+    on_gpu.set_up()
+else:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Tests compile far longer than they compute. Without LLVM's optimisations they take
+    # two thirds of the time. Programs that tests start inherit this. All of XLA's
+    # passes run.
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+if not ON_GPU:
+    os.environ["XLA_FLAGS"] = " ".join(
+        [
+            os.environ.get("XLA_FLAGS", ""),
+            f"--xla_force_host_platform_device_count={NUM_DEVICES}",
+            "--xla_cpu_parallel_codegen_split_count=1",  # programs are small
+            "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+            "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
+        ]
+    )
 os.environ.setdefault("PJRT_NPROC", "32")  # train/launch/program.py says why
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 PREPARED = tempfile.TemporaryDirectory(prefix="prepared-")
@@ -56,12 +68,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.support.browser import missing_chromium  # noqa: E402
-from tools.bench.grouped_dot_peers import missing_tokamax  # noqa: E402
-from tools.compiled import wheels  # noqa: E402
-from train.logs.track.setup import missing_trackers  # noqa: E402
-
-if len(jax.devices()) != NUM_DEVICES:
+if not ON_GPU and len(jax.devices()) != NUM_DEVICES:
     pytest.exit(
         f"the tests need {NUM_DEVICES} simulated CPU devices and see {jax.devices()}: "
         "unset JAX_PLATFORMS, and let nothing import jax before tests/conftest.py",
@@ -73,13 +80,27 @@ gc.set_threshold(100000)  # at the default 700 it takes a tenth of the time
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--gpu", action="store_true", help="run the tests that need a GPU")
+    on_gpu.add_options(parser)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    if ON_GPU:
+        on_gpu.spread(config)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if ON_GPU == "device":
+        on_gpu.require_gpu(session.config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
     """Deselect tests that this machine cannot run, and start the longest files
     first."""
-    for mark in _missing(config):
+    if ON_GPU:
+        on_gpu.select(config, items)
+        return
+    for mark in _missing():
         out = [item for item in items if item.get_closest_marker(mark)]
         if out:
             config.hook.pytest_deselected(items=out)
@@ -89,15 +110,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     """Say which tests this machine cannot run. Workers of xdist print nothing."""
-    for mark, why in _missing(config).items():
+    if ON_GPU:
+        terminalreporter.write_line(on_gpu.summary(config))
+        return
+    for mark, why in _missing().items():
         terminalreporter.write_line(f"not run: tests marked {mark!r} ({why})")
 
 
-def _missing(config: pytest.Config) -> dict[str, str]:
+@functools.cache
+def _missing() -> dict[str, str]:
     """Return the marks of tests that this machine cannot run, with the reasons."""
+    from tests.support.browser import missing_chromium
+    from tools.bench.grouped_dot_peers import missing_tokamax
+    from tools.compiled import wheels
+    from train.logs.track.setup import missing_trackers
+
     missing = {}
-    if not config.getoption("--gpu"):
-        missing["gpu"] = "no --gpu"
     if os.geteuid() != 0:
         missing["root"] = "not root: nothing can be mounted"
     if not TRACE.is_file():

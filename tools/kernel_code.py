@@ -4,9 +4,9 @@
     python tools/kernel_code.py --shapes olmoe_1b_7b,deepseek_v3 --passes wgrad
     python tools/kernel_code.py --shapes olmoe_1b_7b --tiles 'span=4 stages=3' --json
 
-The kernels of the grouped products, in the default tiles and with some fields of them
-changed (--forms, --tiles), and of the other operations (--others). A kernel takes two
-to five seconds. docs/kernels.md explains the figures. `make aot-wheels` installs what
+The kernels of the grouped products, in the default tiles or with some fields of them
+changed (--tiles), and of the other operations (--others). A kernel takes two to five
+seconds. docs/kernels.md explains the figures. `make aot-wheels` installs what
 the tool needs.
 
 Exit codes: 0 done, 2 bad input. A kernel that cannot be compiled is no bad input: its
@@ -14,10 +14,12 @@ row says why.
 """
 
 import argparse
-import ast
 import dataclasses
+import itertools
 import pathlib
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
@@ -30,7 +32,7 @@ from tools.launch.arguments import new_parser  # noqa: E402
 from train.launch.program import DONE, emit, guarded  # noqa: E402
 
 COLUMNS = (
-    "form", "shape", "kernel", "tiles", "registers", "spilled", "shared", "HGMMA",
+    "shape", "kernel", "tiles", "registers", "spilled", "shared", "HGMMA",
     "instructions", "cycles", "BAR", "fences", "MUFU", "remarks",
 )  # fmt: skip
 """HGMMA, instructions and cycles are those of a stage, where a slash parts computing
@@ -52,14 +54,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="shapes with commas, of moejax/kernels/shapes.py",
     )
     add("--passes", default="all", help="passes with commas, or none")
-    add("--forms", default="first", help="forms with commas, or all")
     add(
         "--tiles",
-        action="append",
-        default=[],
+        default="",
         metavar="FIELDS",
-        help="one more form: fields of Tiles that differ from the default tiles, such "
-        "as 'stages=3 chunk=64'; may be repeated",
+        help="fields of Tiles to change, such as 'stages=3 chunk=64'",
     )
     add("--others", default="none", help="other kernels with commas, all or none")
     add("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
@@ -72,50 +71,48 @@ def work(args: argparse.Namespace) -> int:
 
     gpu = target.load(args.target)
     kernel_code.set_up()
+    import jax
+
     from tools.compiled import kernel_cases
 
-    forms = dict.fromkeys(names("forms", args.forms, kernel_cases.FORMS))
+    shapes = names("shapes", args.shapes, MODEL_SHAPES)
+    passes = names("passes", args.passes, kernel_cases.PRODUCTS)
+    others = names("others", args.others, kernel_cases.OTHERS)
+    changes = fields(args.tiles), args.dtype
     cases = [
-        *kernel_cases.products(
-            names("shapes", args.shapes, MODEL_SHAPES),
-            names("passes", args.passes, kernel_cases.PRODUCTS),
-            {form: kernel_cases.FORMS[form] for form in forms}
-            | {
-                text: dict.fromkeys(
-                    kernel_cases.PRODUCTS, kernel_cases.Form(fields(text))
-                )
-                for text in args.tiles
-            },
-            args.dtype,
-        ),
-        *map(kernel_cases.other, names("others", args.others, kernel_cases.OTHERS)),
+        (which, shape, partial(kernel_cases.product, shape, which, *changes))
+        for shape, which in itertools.product(shapes, passes)
     ]
+    cases += [(name, "", partial(kernel_cases.other, name)) for name in others]
     about = {
         "target": gpu.name,
         "dtype": args.dtype,
         "ptxas": kernel_code.ptxas_version(),
-        "jax": _jax_version(),
+        "jax": jax.__version__,
     }
     print(", ".join(f"{name} {value}" for name, value in about.items()))
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
     rows = []
     for case in cases:
-        for row in records(case, gpu):
+        for row in records(*case, gpu):
             rows.append(row)
             print(line(row), flush=True)
     emit(about | {"kernels": rows}, args.json)
     return DONE
 
 
-def records(case, gpu: target.Target) -> list[dict[str, Any]]:
-    """Return the figures of a case's kernels, or one row with the reason why there are
-    none."""
+def records(
+    name: str, shape: str, make: Callable, gpu: target.Target
+) -> list[dict[str, Any]]:
+    """Return the figures of the kernels of the case that `make` returns, or one row
+    with the reason why there are none."""
     from tools.compiled.kernel_code import compile_kernels
 
-    about = {"case": case.name, "shape": case.shape, "form": case.form}
-    about["tiles"] = stated_tiles(case.tiles) if case.tiles else None
+    about = {"case": name, "shape": shape, "tiles": None}
     try:
-        kernels = compile_kernels(case.function, case.arguments, gpu)
+        tiles, function, arguments = make()
+        about["tiles"] = stated_tiles(tiles) if tiles else None
+        kernels = compile_kernels(function, arguments, gpu)
     except (ValueError, NotImplementedError) as error:
         return [about | {"refused": " ".join(str(error).split())[:300]}]
     return [about | kernel.record() for kernel in kernels]
@@ -134,7 +131,7 @@ def stated_tiles(tiles: Tiles) -> dict[str, Any]:
 def line(row: dict[str, Any]) -> str:
     """Return a row of the table."""
     tiles = row["tiles"]
-    about = [row["form"], row["shape"] or "-", row["case"]]
+    about = [row["shape"] or "-", row["case"]]
     if "refused" in row:
         return f"| {' | '.join(about)} | {format_tiles(tiles)} | {row['refused']} |"
     if not row["shape"]:
@@ -182,23 +179,17 @@ def names(flag: str, text: str, known) -> list[str]:
 
 def fields(text: str) -> dict[str, Any]:
     """Return the fields of --tiles: 'stages=3 halves=rows' is {'stages': 3, 'halves':
-    'rows'}. Raises ValueError where one has no value."""
-    found = {}
+    'rows'}. Raises ValueError for an unknown field, or one without a value."""
+    found, known = {}, [field.name for field in dataclasses.fields(Tiles)]
     for word in text.split():
-        name, equals, value = word.partition("=")
-        if not equals or not value:
-            raise ValueError(f"--tiles={text!r}: {word!r} must be field=value")
-        try:
-            found[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            found[name] = value
+        name, _, value = word.partition("=")
+        if name not in known or not value:
+            raise ValueError(
+                f"--tiles={text!r}: {word!r} must be field=value, with a field of "
+                f"{', '.join(known)}"
+            )
+        found[name] = int(value) if value.isdigit() else value
     return found
-
-
-def _jax_version() -> str:
-    import jax
-
-    return jax.__version__
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ of several processes (docs/processes.md).
 """
 
 import argparse
-import dataclasses
 import os
 import pathlib
 import sys
@@ -156,7 +155,7 @@ def _add_check(add: Callable) -> None:
         action="store_true",
         help="compare each kernel and each collective that the run would use with its "
         "definition on the devices, print a table, and train nothing; exit code 3 if "
-        "something is wrong (default: only GPUs are checked, before the first run)",
+        "something is wrong (default: only GPUs are checked, before a new run)",
     )
 
 
@@ -266,7 +265,7 @@ def run(cfg: Config, args: argparse.Namespace, process: ProcessInfo | None) -> i
     mark_compiler_threads()
     path = run_directory(cfg, args)
     cfg, is_new = look_back(cfg, path, fresh)
-    cfg, job = prepare_healed(cfg, is_new)
+    job = prepare_checked(cfg, is_new)
     with share(path, fresh=fresh) as run_dir:
         if run_dir.archived:
             print(f"the run that was here is now {run_dir.archived}")
@@ -333,43 +332,43 @@ def show_dry_run(cfg: Config, args: argparse.Namespace) -> None:
     emit(record, args.json)
 
 
-def prepare_healed(cfg: Config, is_new: bool):
-    """Return the configuration and the job to train, of a run that has no checkpoint if
-    `is_new`, once the devices have been checked (train/doctor): with plain forms in
-    place of what is wrong on them."""
-    from train.doctor.doctor import heal
-    from train.job import prepare, prepare_model, ragged_lines
+def prepare_checked(cfg: Config, is_new: bool):
+    """Return the job to train, of a run that has no checkpoint if `is_new`, once GPUs
+    have been checked (train/doctor)."""
+    from train.doctor.doctor import require_right
+    from train.job import prepare, ragged_lines
 
     job = prepare(cfg, is_new=is_new)
     require_same("job", job.facts | device_facts())
-    if is_first():
-        for line in ragged_lines(job.model.run):
-            say_loudly(line)
-    healed = heal(job.model.run, lambda cfg: prepare_model(cfg).run, say_loudly)
-    if healed is None:
-        return cfg, job
-    job = dataclasses.replace(prepare(healed), headers_sha256=job.headers_sha256)
-    require_same("job with plain forms", job.facts)
-    return healed, job
+    run = job.model.run
+    for line in ragged_lines(run) if is_first() else ():
+        say_loudly(line)
+    if run.mesh.devices.flat[0].platform == "gpu":
+        require_right(run, is_new)
+    return job
 
 
 def check_devices(cfg: Config, args: argparse.Namespace) -> int:
     """Compare kernels and collectives of the run with their definitions; print a table,
     and return the exit code."""
-    from train.doctor.doctor import check
-    from train.doctor.table import as_record, table
+    from train.doctor.doctor import check, table
     from train.job import prepare_model, ragged_lines
 
     run = prepare_model(cfg).run
     require_same("devices", device_facts())
-    report = check(run, say_loudly)
-    code = FAILED if report.wrong else DONE
+    start_sec = time.monotonic()
+    outcomes = check(run)
+    sec = time.monotonic() - start_sec
+    is_right = all(outcome.is_right for outcome in outcomes)
+    code = DONE if is_right else FAILED
     if is_first():
         for line in ragged_lines(run):
             say_loudly(line)
         print_config(cfg, args, "--print_config prints all of them")
-        print(table(report, run), flush=True)
-        emit(as_record(report) | {"exit_code": code}, args.json)
+        print(table(outcomes, run, sec), flush=True)
+        checks = [outcome.record() for outcome in outcomes]
+        record = {"is_right": is_right, "sec": sec, "checks": checks}
+        emit(record | {"exit_code": code}, args.json)
     return code
 
 

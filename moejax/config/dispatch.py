@@ -18,7 +18,6 @@ from moejax.plan.layout import (
     Group,
     Kernels,
     Overflow,
-    RowAlignment,
     Split,
     Store,
 )
@@ -118,10 +117,6 @@ class Dispatch:
     fp8: Fp8 = "none"
     """8-bit format of the gradients that the experts' products multiply; their rows and
     weights are then rounded to e4m3 (docs/kernels.md). 'none': nothing is rounded."""
-    align_rows: RowAlignment = 1
-    """Divisor of the row at which the rows of each slot begin in training. 64 and 128
-    put zero rows between slots, so that the Hopper kernels' tiles are whole; what that
-    costs and saves is in docs/kernels.md. The function does not change."""
     prefetch: bool | None = None
     """Whether a layer's expert weights are fetched while the layer before computes:
     copies, slots of store='sharded', experts that a domain gathers, and what is

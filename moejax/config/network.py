@@ -69,7 +69,7 @@ class Model:
     (Granite)."""
     logits_scaling: float = 1.0
     """Number by which logits are divided (Granite)."""
-    attention: Literal["auto", "reference", "blocked", "cudnn", "hopper"] = "auto"
+    attention: Literal["auto", "reference", "blocked", "cudnn"] = "auto"
     """Implementation of attention over windows. 'auto': the one made for the device
     that takes the run's shapes (docs/kernels.md). One that is named and cannot compute
     them is refused at the start. With a cache, as in generation, it is always 'auto'.

@@ -1,15 +1,12 @@
-"""The file of what was found out about the kernels on one kind of device.
+"""The file of tiles that were measured on one kind of device.
 
     tuned/<device>.json    {"device": "NVIDIA H200",
                             "tiles": {"forward bfloat16 r16384 d4096 f16384 g8":
                                       {"rows": 128, "columns": 256, ..}, ..},
-                            "measured": {"forward bfloat16 ..": {"msec": 1.2, ..}, ..},
-                            "quarantined": {"wgrad": {"form": "first",
-                                                      "why": "error 0.3", ..}, ..}}
+                            "measured": {"forward bfloat16 ..": {"msec": 1.2, ..}, ..}}
 
 `tiles` are the fastest tiles by bucket (tuning.py), which tools/tune_kernels.py writes.
-`quarantined` are kernels that computed something wrong (quarantine.py), which
-tools/bringup.py writes. No GPU has run the kernels yet, so there is no file.
+No GPU has run the kernels yet, so there is no file.
 """
 
 import functools
@@ -40,11 +37,10 @@ def path_of(device_kind: str) -> pathlib.Path:
 
 def read(path: pathlib.Path) -> dict:
     """Return the content of a file. Raises ValueError unless it is JSON with tiles by
-    bucket and quarantined kernels by name."""
+    bucket."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         record["tiles"].items()
-        record.get("quarantined", {}).items()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} must hold tiles by bucket, and does not ({error!r}): write it "
@@ -87,7 +83,7 @@ def load(path: pathlib.Path, device_kind: str) -> dict:
 
 def empty(device_kind: str) -> dict:
     """Return the content of a new file."""
-    return {"device": device_kind, "tiles": {}, "measured": {}, "quarantined": {}}
+    return {"device": device_kind, "tiles": {}, "measured": {}}
 
 
 def save(path: pathlib.Path, record: dict) -> None:

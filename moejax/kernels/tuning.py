@@ -8,7 +8,7 @@ import dataclasses
 from typing import Literal, get_args
 
 from moejax.kernels import device_file
-from moejax.kernels.shapes import MODEL_SHAPES, ProductShape
+from moejax.kernels.shapes import ProductShape
 
 Pass = Literal[
     "forward", "dgrad", "wgrad", "swiglu", "swiglu_dgrad", "fp8_forward", "fp8_dgrad"
@@ -28,27 +28,20 @@ BUFFER_ALIGNMENT = 1024
 BARRIER_BYTES, SCALE_BYTES = 8, 4
 WARPGROUPS = 2
 """Number of computing warpgroups of a block. One more warpgroup copies."""
-EDGE_ROWS, MIN_CHUNK = 2, 32
-"""TMA reads shared memory from multiples of 128 bytes only, which are two rows of a
-chunk of 32 columns in 2-byte dtypes. So the buffer through which part of a tile's rows
-is stored has two rows more than the tile, to shift rows by one where needed."""
+MIN_CHUNK = 32
+"""Minimum number of columns of a chunk."""
+TILE_ROWS = (64, 128)
+"""Numbers of rows of a tile."""
+FEW_ROWS = 192
+"""Largest mean number of rows of a group that gets tiles of 64 rows."""
 DEFAULT_STAGES = 4
 """Default number of ring stages: three copies are in flight while one step is
 multiplied."""
 
 
-MIN_TURN = 64 * 128
-"""Minimum number of values of a tile that one warpgroup computes in turns. Smaller ones
-would read more shared memory than the tensor cores can wait for."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tile sizes of a grouped product, for a block with two computing warpgroups.
-
-    halves='turns', `math`, `barriers` and `cluster` choose second forms of a kernel
-    (docs/kernels.md), which are off by default.
-    """
+    """Tile sizes of a grouped product, for a block with two computing warpgroups."""
 
     rows: int
     """Number of rows of the result that a block computes at a time."""
@@ -63,25 +56,14 @@ class Tiles:
     span: int = 8
     """Number of tiles of rows in a band. Blocks visit all columns of one band before
     the next band, so that they share operands in the L2 cache."""
-    halves: Literal["rows", "columns", "turns"] = "rows"
-    """Dim of the tile that is split between the two computing warpgroups. 'turns'
-    splits none: the warpgroups compute whole tiles, in turns."""
+    halves: Literal["rows", "columns"] = "rows"
+    """Dim of the tile that is split between the two computing warpgroups."""
     chunk: int = 32
     """Number of columns that are written from registers to the result at a time."""
-    math: Literal["precise", "approx"] = "precise"
-    """Whether exp and division are approximate, in the passes with a part of SwiGLU."""
-    barriers: Literal["auto", "own"] = "auto"
-    """Who orders the threads of a warpgroup around copies and stores: the compiler
-    ('auto'), or the kernel's code alone."""
-    cluster: Literal[1, 2] = 1
-    """Number of blocks that compute tiles side by side and copy their common operand,
-    x, once for all of them."""
-    spared: int = 0
-    """Number of multiprocessors that get no block, and are left to collectives. No
-    search varies it: it depends on what runs at the same time."""
 
     def __post_init__(self) -> None:
-        self._check_choices()
+        if self.halves not in ("rows", "columns"):
+            raise ValueError(f"halves={self.halves!r} is neither 'rows' nor 'columns'")
         own_rows, own_columns = self.warpgroup_tile
         if own_rows not in (64, 128) or own_columns not in (64, 128, 192, 256):
             raise ValueError(
@@ -99,53 +81,12 @@ class Tiles:
             # A slot is released when the next step has begun, which needs another one.
             raise ValueError(f"stages={self.stages} must be at least 2")
 
-    def _check_choices(self) -> None:
-        for name in ("halves", "math", "barriers", "cluster"):
-            known = get_args(type(self).__annotations__[name])
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not one of {known}"
-                )
-        if self.spared < 0:
-            raise ValueError(f"spared={self.spared} must be at least 0")
-        if self.takes_turns and self.rows * self.columns < MIN_TURN:
-            raise ValueError(
-                f"a tile of {self.rows} x {self.columns} is too small for "
-                f"halves='turns': it must have at least {MIN_TURN} values"
-            )
-
     @property
     def warpgroup_tile(self) -> tuple[int, int]:
         """Number of rows and columns of the tile that one warpgroup computes."""
-        if self.takes_turns:
-            return self.rows, self.columns
         if self.halves == "rows":
             return self.rows // 2, self.columns
         return self.rows, self.columns // 2
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether each computing warpgroup computes whole tiles."""
-        return self.halves == "turns"
-
-    @property
-    def is_second_form(self) -> bool:
-        """Whether the tiles choose a second form of the kernel."""
-        return self != self.first_form()
-
-    def first_form(self) -> "Tiles":
-        """Return these tiles without any choice of a second form: the kernel then is
-        the one that default tiles have. The result takes no more shared memory."""
-        plain = {"math": "precise", "barriers": "auto", "cluster": 1}
-        if not self.takes_turns:
-            return dataclasses.replace(self, **plain)
-        # Both warpgroups share a tile, which 64 rows let them do by columns only.
-        columns = 128 if (self.rows, self.columns) == (64, 192) else self.columns
-        halves = "rows" if self.rows == 128 else "columns"
-        own_columns = columns if halves == "rows" else columns // 2
-        chunk = self.chunk if own_columns % self.chunk == 0 else MIN_CHUNK
-        cut = {"columns": columns, "halves": halves, "chunk": chunk}
-        return dataclasses.replace(self, **plain, **cut)
 
 
 def layer_products(
@@ -170,33 +111,29 @@ def layer_products(
     ]
 
 
-def tiles_for(which: Pass, shape: ProductShape, dtype: str, device_kind: str) -> Tiles:
-    """Return the measured tiles for a product's bucket, or else the default tiles."""
-    measured = measured_tiles(which, shape, dtype, device_kind)
-    return measured or default_tiles(which, shape)
+def align_rows_for(num_rows: int, num_groups: int) -> int:
+    """Return the rows of a tile for groups with this mean number of rows: 64 or 128.
+
+    Kernels for Hopper need groups whose rows are a multiple of a tile's. Groups of few
+    rows would fill only a part of 128.
+    """
+    return 64 if num_rows <= FEW_ROWS * max(1, num_groups) else 128
 
 
-def require_measured_tiles(
-    which: Pass, shape: ProductShape, dtype: str, device_kind: str
+def tiles_for(
+    which: Pass, shape: ProductShape, dtype: str, device_kind: str, align_rows: int
 ) -> Tiles:
-    """Return the measured tiles for a product's bucket. Benchmarks use it: where there
-    are none, the ValueError names the command that measures them."""
-    tiles = measured_tiles(which, shape, dtype, device_kind)
-    if tiles is None:
-        key = bucket(which, shape, dtype)
-        names = [n for n, s in MODEL_SHAPES.items() if bucket(which, s, dtype) == key]
-        how = (
-            f"run `python tools/tune_kernels.py --shapes {names[0]} --passes {which} "
-            f"--dtype {dtype}` on that device"
-            if names
-            else f"name {shape} in moejax/kernels/shapes.py, then run "
-            "`python tools/tune_kernels.py` on that device"
-        )
-        raise ValueError(
-            f"{device_file.path_of(device_kind)} has no measured tiles for '{key}': "
-            f"{how}"
-        )
-    return tiles
+    """Return the measured tiles for a product's bucket, or else the default tiles, for
+    groups whose rows are multiples of `align_rows`."""
+    measured = measured_tiles(which, shape, dtype, device_kind)
+    if measured and divides(which, measured, align_rows):
+        return measured
+    return default_tiles(which, shape, align_rows)
+
+
+def divides(which: Pass, tiles: Tiles, align_rows: int) -> bool:
+    """Return whether tiles of rows, or steps of wgrad, divide `align_rows`."""
+    return align_rows % (tiles.depth if which == "wgrad" else tiles.rows) == 0
 
 
 def measured_tiles(
@@ -219,18 +156,17 @@ def measured_tiles(
         ) from error
 
 
-def default_tiles(which: Pass, shape: ProductShape) -> Tiles:
-    """Return default tiles, for a product that was not measured.
+def default_tiles(which: Pass, shape: ProductShape, align_rows: int) -> Tiles:
+    """Return default tiles, for a product that was not measured, with groups whose rows
+    are multiples of `align_rows`.
 
     128 x 256 reads the fewest bytes of shared memory per FLOP, among the tiles whose
-    accumulators fit into the registers of two warpgroups. Groups of few rows would fill
-    only a part of 128 rows and get 64. Fused passes get 128 columns, because they have
-    two accumulators or read two more operands in the epilogue, and so do fp8 passes,
-    which have a sum beside each accumulator. All fit into shared memory in 2-byte
-    dtypes.
+    accumulators fit into the registers of two warpgroups. Fused passes get 128 columns,
+    because they have two accumulators or read two more operands in the epilogue, and so
+    do fp8 passes, which have a sum beside each accumulator. All fit into shared memory
+    in 2-byte dtypes.
     """
-    mean_rows = shape.rows // max(1, shape.groups)
-    rows = 64 if mean_rows <= 192 and which != "wgrad" else 128
+    rows = 128 if which == "wgrad" or align_rows % 128 == 0 else 64
     halves = "rows" if rows == 128 else "columns"
     if which in FUSED:
         return Tiles(rows, 128, halves=halves)
@@ -243,13 +179,6 @@ def default_tiles(which: Pass, shape: ProductShape) -> Tiles:
 def _width(which: Pass, shape: ProductShape) -> int:
     """Return the number of columns of a pass's result."""
     return shape.d if which == "dgrad" else shape.f
-
-
-def has_whole_tiles(which: Pass, tiles: Tiles, align_rows: int) -> bool:
-    """Return whether tiles of rows, or steps of wgrad, divide `align_rows`, so that
-    groups whose rows are multiples of it consist of whole ones."""
-    rows = tiles.depth if which == "wgrad" else tiles.rows
-    return align_rows % rows == 0
 
 
 def shared_bytes(which: Pass, tiles: Tiles, itemsize: int) -> int:
@@ -265,11 +194,7 @@ def shared_bytes(which: Pass, tiles: Tiles, itemsize: int) -> int:
         step * tiles.columns * (2 if which == "swiglu" else 1),
         WARPGROUPS * num_slots * own_rows * tiles.chunk * itemsize,
     ]
-    num_barriers = (3 if tiles.takes_turns else 2) * tiles.stages
-    if which == "wgrad":
-        num_barriers += not tiles.takes_turns
-    else:
-        sizes.append(WARPGROUPS * (own_rows + EDGE_ROWS) * tiles.chunk * itemsize)
+    num_barriers = 2 * tiles.stages
     if which in FP8:
         sizes.append(tiles.stages * tiles.rows * SCALE_BYTES)
     if which == "swiglu_dgrad":

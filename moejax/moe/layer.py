@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from moejax.axes import is_explicit
 from moejax.config import Moe, Router
-from moejax.kernels import quarantine, varying_alike
+from moejax.kernels import varying_alike
 from moejax.kernels.device import is_hopper
 from moejax.kernels.water_fill import fits_fused
 from moejax.moe import route as routing
@@ -460,10 +460,6 @@ def check_device(layout: Layout, device: jax.Device) -> None:
     if not layout.fused_split:
         return
     num_colors = max_colors(layout.num_experts, layout.num_slots)
-    if why := quarantine.why_unusable("water_fill", device.device_kind):
-        raise NotImplementedError(
-            f"the kernel of the fused split is {why}: use Dispatch.fused_split = False"
-        )
     if not is_hopper(device) or not fits_fused(num_colors, layout.num_devices):
         raise NotImplementedError(
             "the fused split is a kernel for Hopper GPUs and groups of at most 128 "

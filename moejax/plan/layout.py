@@ -34,6 +34,7 @@ REPLICATING_SPLITS: tuple[Split, ...] = ("dynamic", "shadow")
 Kernels = Literal["auto", "plain"]
 Fp8 = Literal["none", "e4m3", "e5m2"]
 RowAlignment = Literal[1, 64, 128]
+"""Divisors of the row at which a slot begins: none, or the rows of a tile."""
 
 Group = Literal["expert", "data_expert", "dc_expert"]
 GROUP_AXES: dict[Group, tuple[str, ...]] = {
@@ -170,8 +171,8 @@ class Layout:
     rows to the format named."""
     align_rows: RowAlignment = 1
     """Divisor of the row at which the rows of each slot begin, where experts compute
-    them. Above 1, zero rows stand between slots, and the Hopper kernels store whole
-    tiles only."""
+    them: that of the tiles of the Hopper kernels where these compute the experts, with
+    zero rows between slots, and 1 elsewhere."""
     offers_per_device: int = 0
     """Maximum number of its own experts that one device sends to others as copies, per
     layer. Only the stores 'transient' and 'resident' have copies."""
@@ -490,8 +491,7 @@ def _check_copies(layout: Layout) -> None:
         raise ValueError(f"fp8='{layout.fp8}' must be 'none', 'e4m3' or 'e5m2'")
     if layout.align_rows not in get_args(RowAlignment):
         raise ValueError(
-            f"align_rows={layout.align_rows} must be 1, 64 or 128, the rows of a tile: "
-            "use 128 where slots have a few hundred rows or more, and 64 below"
+            f"align_rows={layout.align_rows} must be 1, 64 or 128, the rows of a tile"
         )
     if layout.fused_split and layout.split != "water_filling":
         raise ValueError(

@@ -12,7 +12,7 @@ from moejax.kernels.device import KernelChoice, device_here
 from moejax.kernels.grouped_dot.choose import choose_grouped_dot
 from moejax.kernels.permute.choose import choose_permute
 from moejax.kernels.shapes import ProductShape
-from moejax.kernels.tuning import layer_products, measured_tiles, tiles_for
+from moejax.kernels.tuning import layer_products, measured_tiles
 from moejax.model.attention import check_heads, make_rule
 from moejax.plan.layout import Layout
 
@@ -21,8 +21,7 @@ def choose_kernels(cfg: Config, layout: Layout) -> dict[str, KernelChoice]:
     """Return the implementation of each kernel, for a layer of this layout on the
     device of this machine.
 
-    "grouped_dot in later rounds" is among them if it differs from that of round 0, and
-    "attention in sliding layers" if it differs from that of other layers.
+    "attention in sliding layers" is among them if it differs from that of other layers.
     """
     return _expert_kernels(cfg, layout) | _attention(cfg)
 
@@ -91,22 +90,8 @@ def _expert_kernels(cfg: Config, layout: Layout) -> dict[str, KernelChoice]:
         why = "Dispatch.kernels='plain'"
         grouped = KernelChoice("blocked", why + _without_hopper(layout))
         return {"grouped_dot": grouped, "permute": KernelChoice("xla", why)}
-    d, dtype = cfg.model.d_model, cfg.model.compute_dtype
-    first, later = (_grouped_dot(cfg, layout, rows) for rows in product_rows(layout))
-    kernels = {"grouped_dot": first, "permute": choose_permute(dtype, d)}
-    if layout.exchange == "exact" and later.implementation != first.implementation:
-        kernels["grouped_dot in later rounds"] = later
-    return kernels
-
-
-def product_rows(layout: Layout) -> tuple[int, int]:
-    """Return the number of rows of a grouped product, padding included, in round 0 and
-    in later rounds."""
-    view = layout.exchanged
-    first, later = (
-        view.num_sorted_rows(rows) for rows in (view.rows_per_peer, view.rows_per_round)
-    )
-    return first, later
+    permute = choose_permute(cfg.model.compute_dtype, cfg.model.d_model)
+    return {"grouped_dot": _grouped_dot(cfg, layout), "permute": permute}
 
 
 def product_widths(cfg: Config, layout: Layout) -> tuple[int, int]:
@@ -116,44 +101,35 @@ def product_widths(cfg: Config, layout: Layout) -> tuple[int, int]:
     return cfg.model.d_model, cfg.moe.d_expert // shards
 
 
-def _grouped_dot(cfg: Config, layout: Layout, num_rows: int) -> KernelChoice:
-    """Return the implementation of the grouped product of `num_rows` rows."""
+def _grouped_dot(cfg: Config, layout: Layout) -> KernelChoice:
+    """Return the implementation of the grouped products of round 0."""
     (d, f), dtype = product_widths(cfg, layout), cfg.model.compute_dtype
     is_fp8 = layout.fp8 != "none"
-    choice = choose_grouped_dot(dtype, num_rows, d, f, is_fp8=is_fp8)
+    choice = choose_grouped_dot(dtype, layout.align_rows, d, f, is_fp8=is_fp8)
     if option := cfg.moe.why_unfused:
         note = f"; no kernel fuses SwiGLU with {option}"
         choice = choice._replace(why=choice.why + note)
     if choice.implementation != "hopper":
         return choice._replace(why=choice.why + _without_hopper(layout))
-    shape = ProductShape(num_rows, d, f, layout.slots_per_device)
+    view = layout.exchanged
+    num_rows = view.num_sorted_rows(view.rows_per_peer)
+    shape = ProductShape(num_rows, d, f, view.slots_per_device)
     kind = device_here().device_kind
     products = layer_products(shape, is_fp8=is_fp8)
     tiles_by_product = [measured_tiles(*product, dtype, kind) for product in products]
     count = sum(tiles is not None for tiles in tiles_by_product)
     tiles = f"{count} of {len(products)} products with measured tiles"
     fp8 = f"fp8 with gradients in {layout.fp8}, " if is_fp8 else ""
-    if (align := layout.align_rows) > 1:
-        # Importing Pallas takes half a second, and only Hopper GPUs need it.
-        from moejax.kernels.grouped_dot.hopper.kernels import takes_aligned_form
-
-        whole = sum(
-            takes_aligned_form(which, tiles_for(which, side, dtype, kind), align, kind)
-            for which, side in products
-        )
-        tiles += f", {whole} in whole tiles of slots aligned to {align} rows"
-    return KernelChoice("hopper", f"{choice.why}, {fp8}{tiles}")
+    slots = f"slots of whole tiles of {layout.align_rows} rows"
+    return KernelChoice("hopper", f"{choice.why}, {fp8}{slots}, {tiles}")
 
 
 def _without_hopper(layout: Layout) -> str:
-    """Return the notes on options that serve the Hopper kernels, for kernels without
-    8-bit products and tiles; '' if the layout has no such option."""
-    notes = ""
-    if layout.fp8 != "none":
-        notes += f"; fp8 with gradients in {layout.fp8} is emulated, which is no faster"
-    if layout.align_rows > 1:
-        notes += f"; slots are aligned to {layout.align_rows} rows, which is no faster"
-    return notes
+    """Return the note that fp8 is emulated, for kernels without 8-bit products; '' for
+    a layout without fp8."""
+    if layout.fp8 == "none":
+        return ""
+    return f"; fp8 with gradients in {layout.fp8} is emulated, which is no faster"
 
 
 def kernel_line(kernels: dict[str, KernelChoice]) -> str:

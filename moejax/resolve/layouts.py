@@ -15,10 +15,13 @@ from moejax.balance.controller import Settings
 from moejax.balance.policies import check_policy
 from moejax.config import Config
 from moejax.kernels.device import device_here
+from moejax.kernels.grouped_dot.choose import choose_grouped_dot
+from moejax.kernels.tuning import align_rows_for
 from moejax.perf.cost_model import CostModel
 from moejax.plan import shadowing
 from moejax.plan.layout import GATHERED_ONCE, Layout, Overflow, Store
 from moejax.resolve.communication import Partition, micro_batch_tokens
+from moejax.resolve.kernels import product_widths
 
 
 def step_layout(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) -> Layout:
@@ -33,7 +36,6 @@ def step_layout(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) ->
         exchange=cfg.dispatch.exchange,
         kernels=cfg.dispatch.kernels,
         fp8=cfg.dispatch.fp8,
-        align_rows=cfg.dispatch.align_rows,
         home_chunks=cfg.dispatch.home_chunks,
         halves=cfg.moe.halves,
         **partition.fields,
@@ -42,8 +44,27 @@ def step_layout(cfg: Config, partition: Partition, mesh: Mesh | AbstractMesh) ->
     )
     if cfg.router.training != "dense":
         layout.check_halves(micro_batch_tokens(cfg))
+    layout = with_aligned_slots(cfg, layout, mesh)
     overflow, _ = choose_overflow(cfg, layout, partition, mesh)
     return dataclasses.replace(layout, overflow=overflow)
+
+
+def with_aligned_slots(
+    cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh
+) -> Layout:
+    """Return the layout with slots that begin at multiples of a tile's rows, if the
+    Hopper kernels compute its products on the devices of the mesh."""
+    if layout.kernels == "plain" or cfg.router.training == "dense":
+        return layout
+    view, is_fp8 = layout.exchanged, layout.fp8 != "none"
+    num_rows = view.num_sorted_rows(view.rows_per_peer)
+    align_rows = align_rows_for(num_rows, view.slots_per_device)
+    dtype, widths = cfg.model.compute_dtype, product_widths(cfg, layout)
+    with devices_of(mesh):
+        choice = choose_grouped_dot(dtype, align_rows, *widths, is_fp8=is_fp8)
+    if choice.implementation != "hopper":
+        return layout
+    return dataclasses.replace(layout, align_rows=align_rows)
 
 
 def choose_overflow(
@@ -90,10 +111,14 @@ def owning_layout(cfg: Config, partition: Partition) -> Layout:
 
 
 def exact_layout(
-    cfg: Config, partition: Partition, batch_size: int, width: int
+    cfg: Config,
+    partition: Partition,
+    batch_size: int,
+    width: int,
+    mesh: Mesh | AbstractMesh,
 ) -> Layout:
     """Return a layout that drops no row, for a batch of `batch_size` sequences of
-    `width` tokens.
+    `width` tokens on a mesh.
 
     Every expert is at its owner and nowhere else, and there is no domain.
     """
@@ -102,7 +127,7 @@ def exact_layout(
     partition = run_partition.for_any_batch(tokens_per_device)
     if partition != run_partition and transport == "ragged":
         transport = "padded"
-    return Layout.home(
+    layout = Layout.home(
         cfg.moe.num_experts,
         partition.num_owners,
         partition.source_tokens(tokens_per_device) * cfg.moe.top_k,
@@ -112,6 +137,7 @@ def exact_layout(
         fp8=cfg.dispatch.fp8,
         **partition.fields | {"domain": None},
     )
+    return with_aligned_slots(cfg, layout, mesh)
 
 
 def balancer_settings(cfg: Config, layout: Layout) -> Settings:

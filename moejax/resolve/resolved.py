@@ -132,16 +132,17 @@ class Resolved:
         """Return a layout for `batch_size` sequences of `width` tokens that drops no
         row; evaluation and generation run in it."""
         partition = self.communication.partition
-        return layouts.exact_layout(self.cfg, partition, batch_size, width)
+        return layouts.exact_layout(self.cfg, partition, batch_size, width, self.mesh)
 
     def relaid(self, layout: Layout) -> "Resolved":
         """Return the same run with another layout of its step.
 
         A relayout changes slots, store, split and buffers. Raises ValueError where
         `layout` is partitioned over the mesh in another way, since the parameters would
-        have to move, or treats overflows in another way.
+        have to move, or treats overflows or the rows of slots in another way.
         """
         kept = ("num_experts", "num_devices", "axes", "tensor", "domain", "overflow")
+        kept += ("align_rows",)
         for name in kept:
             now, new = getattr(self.layout, name), getattr(layout, name)
             if now != new:
@@ -281,8 +282,8 @@ def _with_gather(run: Resolved, usable_bytes: int) -> Resolved:
 
 
 def check_dense_training(cfg: Config) -> None:
-    """Raise ValueError where dense training is combined with balancing, fp8, aligned
-    rows or gradient compression."""
+    """Raise ValueError where dense training is combined with balancing, fp8 or gradient
+    compression."""
     is_home = cfg.balance.policy == "home" and cfg.dispatch.store in (None, "owned")
     if cfg.router.training == "dense" and not (
         is_home and not cfg.dispatch.makes_replicas
@@ -297,11 +298,6 @@ def check_dense_training(cfg: Config) -> None:
         raise ValueError(
             "Router.training='dense' has no grouped products to compute in 8 bits, and "
             f"Dispatch.fp8='{cfg.dispatch.fp8}': use 'none'"
-        )
-    if cfg.router.training == "dense" and cfg.dispatch.align_rows > 1:
-        raise ValueError(
-            "Router.training='dense' sorts no rows by slot whose beginnings could be "
-            f"aligned, and Dispatch.align_rows={cfg.dispatch.align_rows}: use 1"
         )
     if cfg.router.training == "dense" and cfg.dispatch.gradient_compression is not None:
         raise ValueError(

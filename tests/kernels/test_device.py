@@ -62,31 +62,31 @@ def test_is_hopper(device, expected):
 
 
 def test_here_is_a_cpu():
-    result = choose_grouped_dot("bfloat16", 4096, 4096, 1024)
+    result = choose_grouped_dot("bfloat16", 64, 4096, 1024)
     assert result == ("blocked", "the kernels are for Hopper, not cpu")
     assert choose_permute("bfloat16", 4096).implementation == "xla"
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_rows", "widths", "expected", "why"),
+    ("dtype", "align_rows", "widths", "expected", "why"),
     [
-        ("bfloat16", 4096, (4096, 14336), "hopper", "NVIDIA H200"),
-        ("float32", 4096, (4096, 14336), "blocked", "dtype float32"),
-        ("float16", 4096, (4096, 100), "blocked", "100 "),
-        ("bfloat16", 8, (4096, 14336), "blocked", "8 rows"),
+        ("bfloat16", 128, (4096, 14336), "hopper", "NVIDIA H200"),
+        ("float32", 128, (4096, 14336), "blocked", "dtype float32"),
+        ("float16", 64, (4096, 100), "blocked", "100 "),
+        ("bfloat16", 8, (4096, 14336), "blocked", "multiples of 8 rows"),
     ],
 )
-def test_grouped_dot_on_hopper(dtype, num_rows, widths, expected, why):
+def test_grouped_dot_on_hopper(dtype, align_rows, widths, expected, why):
     with on(H200):
-        result = choose_grouped_dot(dtype, num_rows, *widths)
+        result = choose_grouped_dot(dtype, align_rows, *widths)
     assert result.implementation == expected
     assert why in result.why
 
 
 def test_fp8_on_hopper_declines_parts_of_a_block():
     with on(H200):
-        result = choose_grouped_dot("bfloat16", 4096, 1024, 192, is_fp8=True)
-        assert choose_grouped_dot("bfloat16", 4096, 1024, 192)[0] == "hopper"
+        result = choose_grouped_dot("bfloat16", 128, 1024, 192, is_fp8=True)
+        assert choose_grouped_dot("bfloat16", 128, 1024, 192)[0] == "hopper"
     why = "a width of 192 is not a multiple of 128, a block in fp8"
     assert result == ("blocked", f"the Hopper kernels decline: {why}")
 
@@ -122,21 +122,30 @@ def config(**moe) -> Config:
 
 def test_the_run_says_what_it_takes_and_why():
     cfg = config()
-    line = kernel_line(choose_kernels(cfg, make_layout(cfg)))
+    layout = make_layout(cfg)
+    assert layout.align_rows == 1
+    line = kernel_line(choose_kernels(cfg, layout))
     assert "grouped_dot blocked (the kernels are for Hopper, not cpu)" in line
+    layout = make_layout(cfg, H200)
     with on(H200):
-        line = kernel_line(choose_kernels(cfg, make_layout(cfg)))
-    detail = r"hopper \(NVIDIA H200, \d of 6 products with measured tiles\)"
-    assert re.search(rf"grouped_dot {detail}, permute hopper \(NVIDIA H200\), ", line)
+        line = kernel_line(choose_kernels(cfg, layout))
+    detail = r"NVIDIA H200, slots of whole tiles of \d+ rows, \d of 6 products with"
+    assert re.search(
+        rf"grouped_dot hopper \({detail} measured tiles\), permute h", line
+    )
 
 
-def test_the_run_says_where_later_rounds_have_less_than_a_tile():
-    cfg = config(rows_per_peer=32)
-    with on(H200):
-        line = kernel_line(choose_kernels(cfg, make_layout(cfg)))
-    assert "grouped_dot hopper (NVIDIA H200," in line
-    why = "the Hopper kernels decline: 32 rows are fewer than the 64 of a tile"
-    assert f"grouped_dot in later rounds blocked ({why})" in line
+@pytest.mark.parametrize(
+    ("options", "align_rows"),
+    [
+        ({}, 128),
+        ({"rows_per_peer": 32}, 64),  # 4 devices send 128 rows to 2 slots
+        ({"kernels": "plain"}, 1),
+        ({"d_expert": 100}, 1),  # the kernels decline this width
+    ],
+)
+def test_slots_have_whole_tiles_where_the_kernels_run(options, align_rows):
+    assert make_layout(config(**options), H200).align_rows == align_rows
 
 
 def test_plain_kernels_on_any_device():
@@ -148,20 +157,6 @@ def test_plain_kernels_on_any_device():
     names = [result[name].implementation for name in ("grouped_dot", "permute")]
     assert names == ["blocked", "xla"]
     assert "Dispatch.kernels='plain'" in kernel_line(choose_kernels(cfg, layout))
-
-
-@pytest.mark.parametrize(("align_rows", "whole"), [(64, 2), (128, 6)])
-def test_the_run_says_which_products_have_whole_tiles(align_rows, whole):
-    """Tiles have 128 rows here. With 64 the steps of both wgrads are whole."""
-    cfg = config(align_rows=align_rows)
-    layout = make_layout(cfg)
-    assert layout.align_rows == align_rows
-    note = f"; slots are aligned to {align_rows} rows, which is no faster"
-    line = kernel_line(choose_kernels(cfg, layout))
-    assert f"blocked (the kernels are for Hopper, not cpu{note}), permute" in line
-    with on(H200):
-        line = kernel_line(choose_kernels(cfg, layout))
-    assert f"tiles, {whole} in whole tiles of slots aligned to {align_rows} " in line
 
 
 @pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
@@ -178,9 +173,8 @@ def test_the_run_says_what_fp8_is_there(fp8):
     line = kernel_line(choose_kernels(cfg, plain))
     assert f"grouped_dot blocked (Dispatch.kernels='plain'{emulated}), permute" in line
     with on(H200):
-        line = kernel_line(choose_kernels(cfg, layout))
-    detail = f"fp8 with gradients in {fp8}, 0 of 6 products with measured tiles"
-    assert f"hopper (NVIDIA H200, {detail}), permute" in line
+        line = kernel_line(choose_kernels(cfg, make_layout(cfg, H200)))
+    assert f"hopper (NVIDIA H200, fp8 with gradients in {fp8}, slots of" in line
 
 
 @pytest.fixture
@@ -219,7 +213,8 @@ def test_later_rounds_are_lowered_with_kernels_too():
     """On four H200s, under remat, the buffers are so small that later rounds are
     needed: 64 rows for each peer, and 16 in a later round, so that four peers fill a
     tile."""
-    layout = Layout.home(EXPERTS, 4, TOKENS * TOP_K, rows_per_peer=64)
+    sizes = {"rows_per_peer": 64, "align_rows": 64}
+    layout = Layout.home(EXPERTS, 4, TOKENS * TOP_K, **sizes)
     assert layout.rows_per_round == 16
     # With peers, a window also sorts the rows that arrive, and sorts them back: 6
     # kernels forward and 8 backward. Round 0 has these, and under remat the 6 again:
@@ -242,7 +237,7 @@ def num_kernels(layout: Layout, remat=None) -> int:
 
 
 def make_case_layout() -> Layout:
-    return Layout.home(EXPERTS, 1, TOKENS * TOP_K)
+    return Layout.home(EXPERTS, 1, TOKENS * TOP_K, align_rows=64)
 
 
 def layer_case(d: int, f: int, dtype, mesh=None):
@@ -326,7 +321,7 @@ def test_layer_equals_its_definition_with_each(implementation, monkeypatch):
     """Values and all gradients agree in bfloat16; `hopper` is interpreted."""
     interpret(monkeypatch)
     layer, arguments = layer_case(D, F, jnp.bfloat16)
-    experts = partial(swiglu, implementation=implementation)
+    experts = partial(swiglu, implementation=implementation, align_rows=64)
     step = jax.jit(
         partial(loss_and_grads, layer, layout=make_case_layout(), experts=experts)
     )
@@ -348,7 +343,8 @@ def test_layer_in_fp8_equals_its_definition_with_each(implementation, monkeypatc
         layout = dataclasses.replace(make_case_layout(), **options)
         experts = None
         if implementation:
-            experts = partial(swiglu, implementation=implementation, fp8="e5m2")
+            options = {"fp8": "e5m2", "align_rows": 64}
+            experts = partial(swiglu, implementation=implementation, **options)
         step = partial(loss_and_grads, layer, layout=layout, experts=experts)
         return jax.jit(step)(*arguments)
 

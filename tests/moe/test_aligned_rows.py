@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from moejax.axes import make_mesh, sharding
-from moejax.config import Dispatch, Moe, Router
+from moejax.config import Moe, Router
 from moejax.moe.exchange import dispatch
 from moejax.moe.exchange.dispatch import Window, make_receipt
 from moejax.moe.exchange.manifest import manifest
@@ -21,7 +21,6 @@ from moejax.moe.setup import LayerSetup
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology, max_aligned_rows
-from moejax.resolve.layer import set_up
 from tests.support import configured_layers
 from tests.support.configured_layers import CUTS, cut
 from tests.support.configured_layers import make_case as make_configured
@@ -155,7 +154,8 @@ def test_the_layer_equals_the_reference(mesh_name, axes, store, fields):
 @pytest.mark.slow
 @pytest.mark.parametrize("align_rows", [64, 128])
 def test_one_device_equals_the_reference(align_rows):
-    case = make_configured(configured_layers.config(Topology(), align_rows=align_rows))
+    cfg = configured_layers.config(Topology())
+    case = make_configured(cfg, align_rows=align_rows)
     for skew in configured_layers.SKEWS:
         configured_layers.check(case, skew)
 
@@ -168,13 +168,12 @@ SCHEDULED = [
 ]
 CONFIGURED = {
     f"mp={mp}, esp={esp}, expert={expert}, {schedule}": cut(
-        mp, esp, expert, schedule, align_rows=64, halves=i % 2 == 1, batch=8,
+        mp, esp, expert, schedule, halves=i % 2 == 1, batch=8,
     )
     for i, (mp, esp, expert, schedule) in enumerate(SCHEDULED)
 } | {
     f"domain {shared}": configured_layers.config(
         Topology(dc=2, expert=4), group="dc_expert", domain=shared, rows_per_peer=4,
-        align_rows=128,
     )
     for shared in ((1, 2), (2, 2), (2, 4))
 }  # fmt: skip
@@ -184,8 +183,7 @@ CONFIGURED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGURED)
 def test_every_schedule_and_domain_equals_the_reference(name):
-    case = make_configured(CONFIGURED[name])
-    assert case.layout.align_rows > 1
+    case = make_configured(CONFIGURED[name], align_rows=128 if "dom" in name else 64)
     for skew in ("zipf", "one_hot"):
         configured_layers.check(case, skew)
 
@@ -195,8 +193,8 @@ def test_every_schedule_and_domain_equals_the_reference(name):
 @pytest.mark.parametrize("saved", [(ROUTES,), (ROUTES, dispatch.ROWS)], ids=str)
 @pytest.mark.parametrize("mesh", [Topology(), Topology(expert=4, tensor=2)], ids=str)
 def test_recomputed_layers_are_the_same(mesh, saved):
-    cfg = configured_layers.config(mesh, align_rows=64, rows_per_peer=4)
-    configured_layers.check(make_configured(cfg, saved=saved))
+    cfg = configured_layers.config(mesh, rows_per_peer=4)
+    configured_layers.check(make_configured(cfg, saved=saved, align_rows=64))
 
 
 @ALSO
@@ -204,8 +202,8 @@ def test_recomputed_layers_are_the_same(mesh, saved):
 @pytest.mark.parametrize("align_rows", [1, 64, 128])
 def test_in_float64(doubles, align_rows):
     """Values and gradients equal the reference to 1e-12."""
-    cfg = cut(2, 2, 4, "s1h", align_rows=align_rows)
-    configured_layers.check(make_configured(cfg, doubles), dtype=doubles)
+    case = make_configured(cut(2, 2, 4, "s1h"), doubles, align_rows=align_rows)
+    configured_layers.check(case, dtype=doubles)
 
 
 @ALSO
@@ -269,11 +267,3 @@ def test_rows_travel_without_a_change_of_bits(mesh_name, exchange):
         results.append(np.asarray(y_btd))
     for aligned in results[1:]:
         np.testing.assert_array_equal(aligned, results[0])
-
-
-def test_a_layer_of_another_program_takes_the_option():
-    mesh = jax.make_mesh((1,), ("expert",), devices=jax.devices()[:1])
-    dispatch_64 = Dispatch(align_rows=64)
-    layout = set_up(Moe(num_experts=4), mesh, (2, 16, 32), dispatch=dispatch_64).layout
-    assert layout.align_rows == 64
-    assert layout.num_sorted_rows(layout.rows_per_peer) == 64 * 4

@@ -301,10 +301,6 @@ def router_losses(sums):
             lambda: resolve_with(dispatch=Dispatch(fp8="e5m2")),
             ["Router.training='dense'", "Dispatch.fp8='e5m2': use 'none'"],
         ),
-        (
-            lambda: resolve_with(dispatch=Dispatch(align_rows=128)),
-            ["Router.training='dense'", "Dispatch.align_rows=128: use 1"],
-        ),
     ],
 )
 def test_bad_combinations_are_refused_in_one_line(make, words):

@@ -68,12 +68,13 @@ def test_rows_by_definition(align_rows):
 
 
 @functools.cache
-def make_case(**fields):
+def make_case(align_rows=1, **fields):
     router = Router(kind="sigmoid", gate_input=True, normalise_gates=False)
     mesh = Topology(data=2, expert=4)
     rows = configured_layers.ALL_ROWS
     return configured_layers.make_case(
-        configured_layers.config(mesh, router=router, **OPTIONS, **rows, **fields)
+        configured_layers.config(mesh, router=router, **OPTIONS, **rows, **fields),
+        align_rows=align_rows,
     )
 
 

@@ -99,8 +99,7 @@ def results(
 ) -> dict[str, jax.Array]:
     """Return the output of an implementation and all gradients, by name.
 
-    `impl` names an implementation. '(interpreted)' after the name runs its kernels in
-    the interpreter. One program is compiled for each implementation, rule and shape.
+    One program is compiled for each implementation, rule and shape.
     """
     program = _program(impl, rule, (portable.QUERIES, portable.KEYS))
     return program(arrays, jnp.asarray(first_bt), jnp.int32(start))
@@ -111,13 +110,12 @@ def _program(impl: str, rule: Rule, blocks: tuple[int, int]):
     """Return the compiled function of `results`. It depends on the sizes of blocks,
     which tests make small."""
     del blocks
-    implementation, _, interpreted = impl.partition(" ")
-    how = {"implementation": implementation, "interpret": bool(interpreted)}
 
     def run(arrays: Arrays, first_bt, start) -> dict[str, jax.Array]:
         def of_floats(q_bthi, k_bugi, v_bugj, sinks_h):
             inputs = q_bthi, k_bugi, v_bugj, first_bt
-            return attention(*inputs, sinks_h=sinks_h, rule=rule, start=start, **how)
+            options = {"rule": rule, "start": start, "implementation": impl}
+            return attention(*inputs, sinks_h=sinks_h, **options)
 
         out_bthj, vjp = jax.vjp(of_floats, *arrays[:4])
         return _named(out_bthj, vjp(arrays.dout_bthj))

@@ -1,18 +1,20 @@
-"""Compare arrays within tolerances; all tolerances of the tests are in this file."""
+"""Compare arrays within the tolerances of moejax/kernels/cases.py."""
 
 import jax
 import ml_dtypes
 import numpy as np
 
-# (relative, absolute) tolerance by dtype. The relative part is multiplied by the
-# largest |expected| of the leaf. The absolute part matters only where a leaf is nearly
-# zero. Integers and booleans must be equal.
-TOLERANCES = {
-    np.dtype(np.float64): (1e-12, 1e-15),
-    np.dtype(np.float32): (1e-5, 1e-8),
-    np.dtype(np.float16): (4e-3, 1e-5),
-    np.dtype(ml_dtypes.bfloat16): (2e-2, 1e-5),
+from moejax.kernels.cases import TOLERANCES
+
+ABSOLUTE = {
+    np.dtype(np.float64): 1e-15,
+    np.dtype(np.float32): 1e-8,
+    np.dtype(np.float16): 1e-5,
+    np.dtype(ml_dtypes.bfloat16): 1e-5,
 }
+"""What is added to the tolerance of a leaf, which is TOLERANCES times its largest
+|expected|. It matters only where a leaf is nearly zero. Integers and booleans must be
+equal."""
 
 
 def assert_close(actual, expected, *, dtype=None, factor=1.0, reason="") -> None:
@@ -78,5 +80,6 @@ def _tolerance(actual, expected, override) -> tuple[float, float]:
     if it is not None."""
     kinds = (actual, expected) if override is None else (np.dtype(override),)
     return max(
-        (TOLERANCES[kind] for kind in kinds if kind in TOLERANCES), default=(0.0, 0.0)
+        ((TOLERANCES[kind], ABSOLUTE[kind]) for kind in kinds if kind in TOLERANCES),
+        default=(0.0, 0.0),
     )

@@ -7,6 +7,7 @@ Outputs, router losses and all gradients are compared. Comments use two abbrevia
 The tests choose each token's experts, so that one compiled layer serves all skews.
 """
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable
@@ -95,13 +96,15 @@ def differentiated(run):
 
 @functools.cache
 def make_case(
-    cfg: Config, dtype: str = "float32", saved: tuple = ()
+    cfg: Config, dtype: str = "float32", saved: tuple = (), align_rows: int = 1
 ) -> ConfiguredLayer:
-    """Return the compiled layer on its devices.
+    """Return the compiled layer on its devices, whose slots begin at multiples of
+    `align_rows`.
 
     If `saved` names arrays, the backward pass recomputes all other arrays.
     """
     layout, mesh = make_layout(cfg), build_mesh(cfg.mesh)
+    layout = dataclasses.replace(layout, align_rows=align_rows)
     graph, params, rest = split_layer(cfg)
     setup = LayerSetup(cfg.moe, cfg.router, WIDTH, layout, mesh)
 

@@ -1,10 +1,7 @@
 """Print a record of tools/kernel_code.py as a golden file: a kernel a line.
 
 python tools/kernel_code.py --others all --json | tail -n 1 |
-    python -m tests.support.golden_kernel_code > tests/golden/kernel_code/first.json
-
-second.json is of --shapes olmoe_1b_7b,fine_grained --forms
-approx,own,cluster,turns,aligned,lean instead.
+    python -m tests.support.golden_kernel_code > tests/golden/kernel_code/default.json
 """
 
 import json

@@ -1,10 +1,16 @@
 """Resolve runs without devices, and return their layouts."""
 
-from jax.sharding import AbstractMesh, AxisType
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from moejax.axes import AXES
 from moejax.config import Config
 from moejax.plan.layout import Layout
+from moejax.resolve import layouts
 from moejax.resolve.communication import choose_communication
 from moejax.resolve.layouts import step_layout
 from moejax.resolve.resolved import Resolved, resolve
@@ -16,11 +22,26 @@ def make_run(cfg: Config) -> Resolved:
     return resolve(cfg, _abstract_mesh(cfg))
 
 
-def make_layout(cfg: Config) -> Layout:
-    """Return the layout of the run's step, without resolving the policy."""
+def make_layout(cfg: Config, device: AbstractDevice | None = None) -> Layout:
+    """Return the layout of the run's step, without resolving the policy, on devices of
+    this kind (default: those of this machine)."""
     partition = choose_communication(cfg, load_calibration(cfg)).partition
-    return step_layout(cfg, partition, _abstract_mesh(cfg))
+    return step_layout(cfg, partition, _abstract_mesh(cfg, device))
 
 
-def _abstract_mesh(cfg: Config) -> AbstractMesh:
-    return AbstractMesh(cfg.mesh.sizes, AXES, axis_types=(AxisType.Auto,) * 4)
+@contextlib.contextmanager
+def aligned_slots(align_rows: int) -> Iterator[None]:
+    """Resolve runs with slots that begin at multiples of `align_rows`, as they do where
+    the Hopper kernels run."""
+
+    def align(cfg, layout, mesh):
+        return dataclasses.replace(layout, align_rows=align_rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layouts, "with_aligned_slots", align)
+        yield
+
+
+def _abstract_mesh(cfg: Config, device: AbstractDevice | None = None) -> AbstractMesh:
+    types = (AxisType.Auto,) * 4
+    return AbstractMesh(cfg.mesh.sizes, AXES, types, abstract_device=device)

@@ -49,8 +49,8 @@ SET_UP = [
     ),
     (["Model.remat = 'offload'"], r"this is a CPU: use Model.remat = 'full'"),
     (
-        ["Model.attention = 'hopper'"],
-        r"attention='hopper' cannot compute this run: .* not cpu: use 'auto'",
+        ["Model.attention = 'cudnn'"],
+        r"attention='cudnn' cannot compute this run: .* not cpu: use 'auto'",
     ),
     (
         ["Dispatch.transport = 'ragged'"],

@@ -22,7 +22,7 @@ import numpy as np
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])
 
 from moejax.perf.traffic import over_mean  # noqa: E402
-from tools.bench.turns import in_turns  # noqa: E402
+from tools.bench.timer import in_turns  # noqa: E402
 from tools.launch.arguments import add_gin_flags, new_parser  # noqa: E402
 from train.config import gin_reader  # noqa: E402
 from train.launch.cluster import add_flags, cluster_flags  # noqa: E402

@@ -20,10 +20,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moejax.axes import AXES, AxisNames, axis_size
 from moejax.kernels.grouped_dot import grouped_swiglu
+from moejax.kernels.grouped_dot.choose import choose_grouped_dot
+from moejax.kernels.tuning import align_rows_for
 from moejax.moe.weights.gather import reduce_scatter
 from moejax.perf.calibration import LINE_KEYS, RANGES, Calibration, leaving_bytes
-from moejax.plan.layout import ROW_MULTIPLE
-from tools.bench.turns import median_sec
+from tools.bench.timer import median_sec
 
 REPEATS = 8
 """Number of repetitions of an operation in one program."""
@@ -161,14 +162,17 @@ def expert_programs(mesh: Mesh, widths: Widths) -> list[Program]:
     d, f, groups = widths.d_model, widths.d_expert, widths.groups
     into_gdh = _zeros(mesh, (groups, d, 2 * f), widths.dtype)
     down_gfd = _zeros(mesh, (groups, f, d), widths.dtype)
-    programs = []
+    align_rows = align_rows_for(widths.rows, groups)
+    if choose_grouped_dot(widths.dtype, align_rows, d, f).implementation != "hopper":
+        align_rows = 1  # only the Hopper kernels need groups of whole tiles
+    programs, multiple = [], groups * align_rows
     for part in (0.5, 1, 2, 4):
-        multiple = math.lcm(groups, ROW_MULTIPLE)  # kernels take only these multiples
         rows = max(multiple, math.ceil(part * widths.rows / multiple) * multiple)
         rows_g = np.full(groups, rows // groups, np.int32)
 
         def body(x_md, into_gdh, down_gfd, rows_g=rows_g):
-            experts = partial(grouped_swiglu, rows_g=jnp.asarray(rows_g))
+            options = {"rows_g": jnp.asarray(rows_g), "align_rows": align_rows}
+            experts = partial(grouped_swiglu, **options)
 
             def step(_, arrays):
                 # Gradients are the next repetition's arrays, so that none is left out.

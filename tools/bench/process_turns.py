@@ -4,7 +4,7 @@ import pathlib
 import time
 from collections.abc import Callable
 
-from tools.bench.turns import in_turns
+from tools.bench.timer import in_turns
 
 UPLINK = pathlib.Path("/sys/class/net/uplink/statistics/tx_bytes")
 """File with the bytes that left this process's DC, on a testbed."""

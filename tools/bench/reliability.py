@@ -37,7 +37,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
 from tools.bench.program import add_variants, read_variants  # noqa: E402
-from tools.bench.turns import in_turns  # noqa: E402
+from tools.bench.timer import in_turns  # noqa: E402
 from tools.launch.arguments import add_gin_flags, new_parser  # noqa: E402
 from train.config import gin_reader  # noqa: E402
 from train.launch.program import (  # noqa: E402

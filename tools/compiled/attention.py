@@ -8,7 +8,7 @@ import collections
 from typing import NamedTuple
 
 from tools.compiled import collectives
-from tools.compiled.hlo import Array, Instruction, Module
+from tools.compiled.hlo import Array, Module
 from tools.compiled.work import attention_kernel
 
 SHORTEST = 1024
@@ -74,14 +74,14 @@ def find_attention(module: Module, t: int, weight_shapes) -> CompiledAttention:
     """Return what a compiled step has of attention, for windows of t tokens.
 
     `weight_shapes` are the shapes of weights on one device. Arrays inside of fusions
-    are in no memory, and do not count. Kernels there do: XLA fuses one with a slice of
-    all layers' arrays that it reads.
+    are in no memory, and do not count.
     """
     calls: collections.Counter[str] = collections.Counter()
     squares = []
     for name in collectives.count_runs(module):
         for instruction in module.computations[name]:
-            calls.update(_kernels(module, instruction))
+            if kernel := attention_kernel(instruction):
+                calls[kernel] += 1
             if t >= SHORTEST and instruction.opcode not in _NOTHING_NEW:
                 squares += [
                     SquareArray(a.num_bytes, _text(a), module.source(instruction))
@@ -94,16 +94,6 @@ def find_attention(module: Module, t: int, weight_shapes) -> CompiledAttention:
         window=t,
         is_width=any(t in shape for shape in weight_shapes),
     )
-
-
-def _kernels(module: Module, instruction: Instruction) -> list[str]:
-    """Return the names of the kernels of attention that one run of an instruction
-    calls."""
-    if instruction.opcode != "fusion":
-        kernel = attention_kernel(instruction)
-        return [kernel] if kernel else []
-    fused = module.callees(instruction, "calls")
-    return [name for body in fused for part in body for name in _kernels(module, part)]
 
 
 def _text(array: Array) -> str:

@@ -14,7 +14,7 @@ from tools.compiled import collectives
 from tools.compiled.collectives import Collective
 from tools.compiled.dependence import Dependence
 from tools.compiled.hlo import Computation, Instruction, Module
-from tools.compiled.work import HOPPER_ATTENTION, Estimator, Work
+from tools.compiled.work import Estimator, Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,10 +281,5 @@ def _operation(instruction: Instruction) -> str:
     return instruction.op_name.rsplit("/", 1)[-1] or instruction.opcode
 
 
-_KERNELS = (
-    "grouped_rows",
-    "grouped_matrices",
-    "dot_product_attention",
-    *HOPPER_ATTENTION,
-)
+_KERNELS = ("grouped_rows", "grouped_matrices", "dot_product_attention")
 """Kernels that are called by their own names."""

@@ -80,10 +80,9 @@ def product_flops(instruction: Instruction, operands: list[Instruction]) -> Work
     """Return the FLOPs of a product, and no work for other instructions.
 
     A multiply-add is two FLOPs. Read are: `dot`; products of cuBLAS; our grouped
-    kernels and our kernels of attention, by their names in op_name; and attention of
-    cuDNN. Causal attention needs half of the scores of a window. Documents and windows
-    need less, but where they begin is not in a program: each row counts as one
-    document.
+    kernels, by their names in op_name; and attention of cuDNN. Causal attention needs
+    half of the scores of a window. Documents and windows need less, but where they
+    begin is not in a program: each row counts as one document.
     """
     opcode = instruction.opcode.removesuffix("-start")
     if opcode == "dot":
@@ -100,22 +99,17 @@ def product_flops(instruction: Instruction, operands: list[Instruction]) -> Work
     if target.startswith(CUDNN_CALL):
         return Work(attention_flops=_attention_flops(instruction, operands))
     if target.startswith("mosaic_gpu"):
-        return _own_kernel_work(instruction, operands)
+        return Work(grouped_flops=_grouped_flops(instruction, operands))
     return Work()
 
 
 def attention_kernel(instruction: Instruction) -> str | None:
-    """Return the name of the kernel of attention that an instruction calls: the target
-    of cuDNN's call, or one of HOPPER_ATTENTION. None for other instructions."""
+    """Return the target of a call of cuDNN's attention; None for other
+    instructions."""
     if instruction.opcode.removesuffix("-start") != "custom-call":
         return None
     target = _target(instruction)
-    if target.startswith(CUDNN_CALL):
-        return target
-    if target.startswith("mosaic_gpu"):
-        names = instruction.op_name.split("/")
-        return next((name for name in HOPPER_ATTENTION if name in names), None)
-    return None
+    return target if target.startswith(CUDNN_CALL) else None
 
 
 def fusion_bytes(computation: Computation, operands: list[Instruction]) -> float:
@@ -188,13 +182,6 @@ def _dot_flops(
     return 2.0 * instruction.results[0].size * math.prod(left.dims[d] for d in dims)
 
 
-def _own_kernel_work(instruction: Instruction, operands: list[Instruction]) -> Work:
-    """Return the FLOPs of one of our Hopper kernels."""
-    if kernel := attention_kernel(instruction):
-        return Work(attention_flops=_own_attention_flops(kernel, operands))
-    return Work(grouped_flops=_grouped_flops(instruction, operands))
-
-
 def _grouped_flops(instruction: Instruction, operands: list[Instruction]) -> float:
     """Return the FLOPs of a grouped kernel on all rows of its buffer; 0 for a kernel
     that is no product.
@@ -232,21 +219,6 @@ def _attention_flops(instruction: Instruction, operands: list[Instruction]) -> f
     return 2.0 * num_products * scores.size * depth * share
 
 
-def _own_attention_flops(kernel: str, operands: list[Instruction]) -> float:
-    """Return the FLOPs of one call of our Hopper kernels of attention.
-
-    Queries [b, t, h, i], keys [b, u, g, i] and values [b, u, g, j] are the first
-    operands of rank 4 in 16 bits. Queries are the last t of u tokens, so that each
-    reads u - (t - 1) / 2 keys in the mean.
-    """
-    arrays = [array for operand in operands for array in operand.results]
-    halves = [a for a in arrays if len(a.dims) == 4 and a.dtype in ("bf16", "f16")]
-    (b, t, h, i), (_, u, _, j) = halves[0].dims, halves[2].dims
-    products_i, products_j = HOPPER_ATTENTION[kernel]
-    depth = products_i * i + products_j * j
-    return 2.0 * b * h * t * (u - (t - 1) / 2) * depth
-
-
 def _target(instruction: Instruction) -> str:
     match = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
     return match[1] if match else ""
@@ -254,14 +226,6 @@ def _target(instruction: Instruction) -> str:
 
 CUDNN_CALL = "__cudnn$fmha"
 """Begin of the targets of XLA's calls of cuDNN's attention."""
-HOPPER_ATTENTION = {
-    "attention_forward": (1, 1),
-    "attention_dq": (2, 1),
-    "attention_dkv": (2, 2),
-}
-"""Our Hopper kernels of attention (moejax/kernels/attention/hopper), by their names in
-op_name, with their products of width i and of width j. Scores are products of width i,
-and both backward kernels compute them again."""
 _UPDATE = "dynamic-update-slice"
 _SLICES = ("dynamic-slice", "slice", "gather")
 _FREE = (

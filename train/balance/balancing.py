@@ -148,9 +148,14 @@ class Balancing:
 
     def _can_go_on(self, record: BalanceRecord) -> bool:
         """Return whether a record of the same configuration has this run's policy,
-        which another amount of memory may have chosen, and its kind of steps."""
+        which another amount of memory may have chosen, and its kind of steps and rows,
+        which depend on the devices."""
         has_policy = record.task.settings.policy == self._settings.policy
-        return has_policy and record.now.layout.overflow == self.layout.overflow
+        pairs = (
+            (getattr(each, name) for each in (record.now.layout, self.layout))
+            for name in ("overflow", "align_rows")
+        )
+        return has_policy and all(before == now for before, now in pairs)
 
     def _start_planner(self) -> None:
         """Start the planner's process beside process 0. It comes to life while this

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from moejax.moe.types import Placement
     from moejax.resolve.resolved import Resolved
 
-GPU_ATTENTION = ("cudnn", "hopper")
-"""Values of Model.attention that only GPUs can run."""
 MESH_DEFAULTS = {
     "schedule": "auto", "expert_shards": None, "domain": (1, 1), "compression": "none",
     "gradient_compression": None,
@@ -264,8 +262,8 @@ def _adapt_to_devices(
     """Return the configuration for the devices of this machine.
 
     If the user gave no mesh, and the mesh of the run does not fit, it gets another
-    mesh. Without a GPU, the transport is 'padded', and attention by an implementation
-    for GPUs becomes 'auto'.
+    mesh. Without a GPU, the transport is 'padded', and attention by 'cudnn' becomes
+    'auto'.
     """
     mesh = cfg.mesh
     is_other = mesh.num_devices != len(devices)
@@ -278,7 +276,7 @@ def _adapt_to_devices(
         )
     model, dispatch = cfg.model, cfg.dispatch
     if devices[0].platform != "gpu":
-        if model.attention in GPU_ATTENTION:
+        if model.attention == "cudnn":
             model = dataclasses.replace(model, attention="auto")
         dispatch = dataclasses.replace(dispatch, transport="padded")
     if mesh != cfg.mesh:  # these fields fit only the mesh of the run

@@ -53,22 +53,12 @@ class Place(NamedTuple):
     among them."""
 
 
-class Finding(NamedTuple):
-    """Number of wrong values of a check on one device, and the first of them."""
-
-    num_wrong: Float[Array, ""]
-    found: Float[Array, ""]
-    """First wrong value."""
-    expected: Float[Array, ""]
-    """Value that should be in its place."""
-
-
 @dataclasses.dataclass(frozen=True)
 class CollectiveCheck:
     """One collective along some axes of the mesh."""
 
     name: str
-    subject: str
+    avoided_by: str
     """As in Outcome."""
     along: Axes
     run: Callable[[Place], list[tuple[Array, Array]]]
@@ -96,9 +86,9 @@ def transport_checks(run: Resolved) -> list[CollectiveCheck]:
     dtype = jnp.dtype(run.cfg.model.compute_dtype)
     w, d = axis_size(mesh_layout.mesh, along), run.cfg.model.d_model
     rows = min(layout.rows_per_peer, MAX_BYTES // (w * d * dtype.itemsize))
-    subject = "Dispatch.transport" if name != "padded" else ""
+    option = "Dispatch.transport = 'padded'" if name != "padded" else ""
     send = functools.partial(_travel, name, along, (max(8, rows), d), dtype)
-    return [CollectiveCheck(f"{name} rows{_along(along)}", subject, along, send)]
+    return [CollectiveCheck(f"{name} rows{_along(along)}", option, along, send)]
 
 
 def _gather_checks(run: Resolved) -> list[CollectiveCheck]:
@@ -113,10 +103,11 @@ def _gather_checks(run: Resolved) -> list[CollectiveCheck]:
         if not along:
             continue
         travel = jnp.promote_types(dtype, reduce).name
-        subject = "Model.gradient_reduce_dtype" if travel != "float32" else ""
+        option = "Model.gradient_reduce_dtype = 'float32'"
         name = f"gather in {dtype}, gradients in {travel}{_along(along)}"
         step = functools.partial(_gather, Rest(along, None, reduce), jnp.dtype(dtype))
-        checks.append(CollectiveCheck(name, subject, along, step))
+        option = option if travel != "float32" else ""
+        checks.append(CollectiveCheck(name, option, along, step))
     return checks
 
 
@@ -269,44 +260,54 @@ PLAIN = {
 """Collectives by name, as functions (axes, dtype, place) -> pairs."""
 
 
-def run_collectives(checks: list[CollectiveCheck], mesh: Mesh) -> list[Outcome]:
-    """Run checks on all devices of a mesh, as one program; return what they found on
-    the devices of this process. All processes call it with the same checks.
+def run_collective(check: CollectiveCheck, mesh: Mesh) -> Outcome:
+    """Run a check on all devices of a mesh, and return what it found on the devices of
+    this process. All processes call it with the same check.
 
     The program has the compiler's options of a step: a collective may be wrong under
     one scheduler and right under another.
     """
-    program, tables = make_program(checks, mesh)
-    split = NamedSharding(mesh, P(mesh.axis_names))
-
-    def put(table: np.ndarray) -> jax.Array:
-        return jax.make_array_from_callback(table.shape, split, lambda i: table[i])
-
-    found = jax.block_until_ready(program(*jax.tree.map(put, tables)))
-    return [_outcome(check, found[check.name]) for check in checks]
-
-
-def make_program(checks: list[CollectiveCheck], mesh: Mesh):
-    """Return the jitted function that runs checks on a mesh and returns the finding of
-    each on every device, [n, 3] by name, and its arguments in NumPy: the numbers of the
-    devices, and their peers by axes."""
     everywhere = P(mesh.axis_names)
-    numbers_n = np.arange(mesh.size, dtype=np.int32)
-    peers = {check.along: _peers(mesh, check.along) for check in checks}
 
-    def body(me_1, peers_by_axes):
-        findings = {}
-        for check in checks:
-            place = Place(me_1[0], peers_by_axes[check.along][0])
-            findings[check.name] = jnp.stack(_find(check.run(place)))[None]
-        return findings
+    def body(me_1, peers_1w):
+        """Return the number of wrong values, and the first of them with the value that
+        should be in its place."""
+        pairs = check.run(Place(me_1[0], peers_1w[0]))
+        came, expected = (
+            jnp.concatenate([array.astype(jnp.float32).reshape(-1) for array in arrays])
+            for arrays in zip(*pairs)
+        )
+        is_wrong = came != expected  # also for NaN
+        first = jnp.argmax(is_wrong)
+        count = jnp.sum(is_wrong, dtype=jnp.float32)
+        return jnp.stack([count, came[first], expected[first]])[None]
 
-    specs = {"in_specs": (everywhere, everywhere), "out_specs": everywhere}
     program = jax.jit(
-        jax.shard_map(body, mesh=mesh, **specs),
+        jax.shard_map(
+            body, mesh=mesh, in_specs=(everywhere, everywhere), out_specs=everywhere
+        ),
         compiler_options=compiler_options(mesh.devices.flat[0].platform),
     )
-    return program, (numbers_n, peers)
+    split = NamedSharding(mesh, everywhere)
+    tables = np.arange(mesh.size, dtype=np.int32), _peers(mesh, check.along)
+    found_n3 = program(
+        *(jax.make_array_from_callback(t.shape, split, t.__getitem__) for t in tables)
+    )
+    by_device = {
+        shard.device.id: np.asarray(shard.data)[0]
+        for shard in found_n3.addressable_shards
+    }
+    wrong = {device: found for device, found in by_device.items() if found[0]}
+    details = [f"{due:g} came as {came:g}" for _, came, due in wrong.values()]
+    return Outcome(
+        name=check.name,
+        avoided_by=check.avoided_by,
+        error=float(max(found[0] for found in by_device.values())),
+        allowed=0.0,
+        devices=tuple(wrong),
+        process=jax.process_index(),
+        detail=details[0] if details else "",
+    )
 
 
 def _peers(mesh: Mesh, along: Axes) -> Int[np.ndarray, "n w"]:
@@ -318,37 +319,3 @@ def _peers(mesh: Mesh, along: Axes) -> Int[np.ndarray, "n w"]:
     table_nw = np.empty((mesh.size, groups_gw.shape[1]), np.int32)
     table_nw[groups_gw] = groups_gw[:, None]
     return table_nw
-
-
-def _find(pairs: list[tuple[Array, Array]]) -> Finding:
-    """Return how what came differs from what should have come."""
-    came, expected = (
-        jnp.concatenate([pair[i].astype(jnp.float32).reshape(-1) for pair in pairs])
-        for i in range(2)
-    )
-    is_wrong = came != expected  # also for NaN
-    first = jnp.argmax(is_wrong)
-    count = jnp.sum(is_wrong, dtype=jnp.float32)
-    return Finding(count, came[first], expected[first])
-
-
-def _outcome(check: CollectiveCheck, found_nf: jax.Array) -> Outcome:
-    """Return the outcome of a check on the devices of this process."""
-    by_device = {
-        shard.device.id: Finding(*np.asarray(shard.data)[0].tolist())
-        for shard in found_nf.addressable_shards
-    }
-    wrong = {device: each for device, each in by_device.items() if each.num_wrong}
-    detail = ""
-    if wrong:
-        first = next(iter(wrong.values()))
-        detail = f"{first.expected:g} came as {first.found:g}"
-    return Outcome(
-        name=check.name,
-        subject=check.subject,
-        error=max(each.num_wrong for each in by_device.values()),
-        allowed=0.0,
-        devices=tuple(wrong),
-        process=jax.process_index(),
-        detail=detail,
-    )

@@ -14,10 +14,10 @@ class Outcome:
     """Largest error of one check on the devices of one process, or of all."""
 
     name: str
-    """What was checked, such as 'wgrad of into (hopper)'."""
-    subject: str
-    """What can be replaced if it is wrong: a kernel of moejax.kernels.quarantine, an
-    option such as 'Dispatch.transport', or '' for neither."""
+    """What was checked, such as 'wgrad (hopper, bfloat16 2048x1024 rows 128+0)'."""
+    avoided_by: str
+    """Binding with which a run does not use it, such as "Dispatch.kernels = 'plain'";
+    '' if there is none."""
     error: float
     """Largest error: of a kernel relative to the largest expected value, of a
     collective the number of wrong values. Infinite for NaN and where nothing came
@@ -37,22 +37,20 @@ class Outcome:
         return self.error <= self.allowed
 
     def __str__(self) -> str:
-        """Return the difference, as a clause."""
-        error = f"error {self.error:.3g}, allowed {self.allowed:.3g}"
+        """Return the difference and how to avoid it, as clauses."""
         names = ", ".join(map(str, self.devices[:MAX_DEVICES]))
         more = ", .." if len(self.devices) > MAX_DEVICES else ""
-        where = f", on device {names}{more} (process {self.process})"
-        return f"{self.name}: {error}{where if self.devices else ''}{self._end}"
-
-    @property
-    def _end(self) -> str:
-        return f": {self.detail}" if self.detail else ""
+        return (
+            f"{self.name}: error {self.error:.3g}, allowed {self.allowed:.3g}, on "
+            f"device {names}{more} (process {self.process})"
+            f"{self.detail and f': {self.detail}'}: "
+            f"{self.avoided_by or 'no option'} avoids it"
+        )
 
     def record(self) -> dict:
         """Return the outcome for a JSON object, in which a number is finite."""
         fields = dataclasses.asdict(self) | {"is_right": self.is_right}
-        is_finite = math.isfinite(self.error)
-        return fields | {"error": self.error if is_finite else None}
+        return fields | {"error": self.error if math.isfinite(self.error) else None}
 
 
 def to_text(outcomes: Sequence[Outcome]) -> str:
@@ -70,15 +68,11 @@ def from_text(text: str) -> list[Outcome]:
 
 def merge(texts: Sequence[str]) -> str:
     """Return the outcomes of all processes as one text: for each check the largest
-    error, and all devices on which it is wrong."""
-    by_name: dict[str, list[Outcome]] = {}
-    for text in texts:
-        for outcome in from_text(text):
-            by_name.setdefault(outcome.name, []).append(outcome)
-    return to_text([_worst(outcomes) for outcomes in by_name.values()])
-
-
-def _worst(outcomes: Sequence[Outcome]) -> Outcome:
-    worst = max(outcomes, key=lambda outcome: outcome.error)
-    devices = sorted({device for each in outcomes for device in each.devices})
-    return dataclasses.replace(worst, devices=tuple(devices))
+    error, and all devices on which it is wrong. All processes have the same checks in
+    the same order."""
+    merged = []
+    for same in zip(*map(from_text, texts), strict=True):
+        worst = max(same, key=lambda outcome: outcome.error)
+        devices = sorted({device for each in same for device in each.devices})
+        merged.append(dataclasses.replace(worst, devices=tuple(devices)))
+    return to_text(merged)

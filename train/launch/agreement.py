@@ -128,7 +128,7 @@ def program_facts() -> dict[str, str]:
 
 def device_facts() -> dict[str, str]:
     """Return the facts about the devices of this process: their platform and kind, and
-    which tiles and kernels the files of their kinds choose."""
+    the files with the tiles of kernels on their kinds."""
     import jax
 
     from moejax.kernels import device_file  # imports jax

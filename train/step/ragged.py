@@ -11,7 +11,7 @@ What others have measured of lax.ragged_all_to_all on GPUs:
     openxla/xla 47283    illegal addresses in groups of more than 32 devices
 
 So a run that asks for it on GPUs is told so, is refused where results are known to be
-wrong, and has it compared with the padded transport at each start (train/doctor).
+wrong, and has it checked at each start (train/doctor).
 """
 
 import os
@@ -57,7 +57,7 @@ def check_ragged(
         "RAGGED TRANSPORT: others measured 2 % of the links' rate between 8 GPUs of a "
         "host (openxla/xla 33386), and steps four times as long (marin 7012); it also "
         "gave wrong gradients (marin 8077)",
-        "RAGGED TRANSPORT: so it is compared with the padded one before each run; "
+        "RAGGED TRANSPORT: so it is checked at each start of a run; "
         "Dispatch.transport = 'padded' is the default",
     ]
 

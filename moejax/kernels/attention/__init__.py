@@ -5,7 +5,6 @@ reading.py     the range of keys of each query, from documents, causality and a 
 reference.py   the definition
 portable.py    loops over blocks ('blocked'), on any XLA device
 cudnn.py       cuDNN's kernel for packed documents, on NVIDIA GPUs
-hopper/        Pallas kernels for Hopper GPUs
 choose.py      which implementation a device and its arrays get
 vjp.py         the public function, its gradients, and sinks
 """

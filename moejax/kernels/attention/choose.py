@@ -1,18 +1,15 @@
 """Choice of the implementation of attention, by device, dtype and shape."""
 
-import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from jaxtyping import Array
 
-from moejax.kernels import quarantine
-from moejax.kernels.attention import portable
+from moejax.kernels.attention import cudnn, portable
 from moejax.kernels.attention.reading import Inputs, Rule
-from moejax.kernels.device import KernelChoice, device_here, why_not_hopper
+from moejax.kernels.device import KernelChoice, device_here
 
-Implementation = Literal["auto", "reference", "blocked", "cudnn", "hopper"]
-
+Implementation = Literal["auto", "reference", "blocked", "cudnn"]
 
 FEW_QUERIES = 16
 """Largest number of queries, as in decoding, that take 'reference'. Their scores
@@ -31,23 +28,25 @@ class Passes(NamedTuple):
     and values, in their dtypes. The weights are exp(score - lse)."""
 
 
+PASSES = {
+    "blocked": Passes(portable.forward, portable.backward),
+    "cudnn": Passes(cudnn.forward, cudnn.backward),
+}
+"""Passes of each implementation, except 'reference', whose gradients JAX derives."""
+
+
 def choose_attention(inputs: Inputs, rule: Rule) -> KernelChoice:
     """Return the implementation for these arrays on the current device: 'reference'
-    for few queries, else 'hopper', 'cudnn' or 'blocked', the first of them that does
-    not decline.
+    for few queries, else 'cudnn', or 'blocked' where it declines.
 
     Only shapes and dtypes are read, so the arrays may be jax.ShapeDtypeStruct.
     """
     num_queries = inputs.q_bthi.shape[1]
     if num_queries <= FEW_QUERIES:
         return KernelChoice("reference", f"few queries: {num_queries}")
-    declined = []
-    for implementation in ("hopper", "cudnn"):
-        if not (why := why_not(implementation, inputs, rule)):
-            why = "; ".join(declined) or device_here().device_kind
-            return KernelChoice(implementation, why)
-        declined.append(why)
-    return KernelChoice("blocked", "; ".join(declined))
+    if why := why_not("cudnn", inputs, rule):
+        return KernelChoice("blocked", why)
+    return KernelChoice("cudnn", device_here().device_kind)
 
 
 def why_not(implementation: Implementation, inputs: Inputs, rule: Rule) -> str | None:
@@ -56,41 +55,7 @@ def why_not(implementation: Implementation, inputs: Inputs, rule: Rule) -> str |
 
     Only shapes and dtypes are read, so the arrays may be jax.ShapeDtypeStruct.
     """
-    if implementation == "hopper":
-        if why := why_not_hopper():
-            return why
-        # Importing Pallas takes half a second, and only Hopper GPUs need it.
-        from moejax.kernels.attention.hopper.kernels import declines
-
-        why = quarantine.why_unusable("attention", device_here().device_kind)
-        why = why or declines(inputs, rule)
-        return why and f"the Hopper kernels decline: {why}"
-    if implementation == "cudnn":
-        if device_here().platform != "gpu":
-            return f"cuDNN is for NVIDIA GPUs, not {device_here().device_kind}"
-        from moejax.kernels.attention.cudnn import declines
-
-        why = quarantine.why_unusable("attention_cudnn", device_here().device_kind)
-        why = why or declines(inputs, rule)
-        return why and f"cuDNN declines: {why}"
-    return None
-
-
-@functools.cache
-def passes(implementation: str, interpret: bool) -> Passes:
-    """Return the passes of an implementation. Equal arguments give the same object,
-    because it is part of the key under which JAX caches a trace."""
-    if implementation == "blocked":
-        return Passes(portable.forward, portable.backward)
-    if implementation == "cudnn":
-        from moejax.kernels.attention.cudnn import backward, forward
-
-        return Passes(forward, backward)
-    if implementation != "hopper":
-        known = ", ".join(get_args(Implementation))
-        raise ValueError(f"implementation={implementation!r} is not one of {known}")
-    # Importing Pallas takes half a second, and only this path needs it.
-    from moejax.kernels.attention.hopper import kernels
-
-    both = kernels.forward, kernels.backward
-    return Passes(*(functools.partial(each, interpret=interpret) for each in both))
+    if implementation != "cudnn":
+        return None
+    why = cudnn.declines(inputs, rule)
+    return why and f"cuDNN declines: {why}"

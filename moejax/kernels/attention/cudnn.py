@@ -57,10 +57,22 @@ NVIDIA/cudnn-frontend)."""
 
 
 def declines(inputs: Inputs, rule: Rule) -> str | None:
-    """Return the reason why cuDNN does not take these arrays, or None.
+    """Return the reason why cuDNN does not take these arrays on the current device, or
+    None.
 
-    Only shapes and dtypes are read, and the device if it is here. As many keys as
-    queries are whole windows: a cache with room for them alone begins with them.
+    Only shapes and dtypes are read, and the device if it is here.
+    """
+    if device_here().platform != "gpu":
+        return f"it is for NVIDIA GPUs, not {device_here().device_kind}"
+    why = _why_not_arrays(inputs, rule)
+    return _why_not_here(inputs) if why is None and is_here() else why
+
+
+def _why_not_arrays(inputs: Inputs, rule: Rule) -> str | None:
+    """Return the reason why cuDNN has no attention of these arrays, or None.
+
+    As many keys as queries are whole windows: a cache with room for them alone begins
+    with them.
     """
     (_, t, h, i), j = inputs.q_bthi.shape, inputs.v_bugj.shape[3]
     dtypes = {array.dtype.name for array in inputs[:3]}
@@ -76,7 +88,7 @@ def declines(inputs: Inputs, rule: Rule) -> str | None:
     if max_documents(inputs) < 2:
         size = 2 * _document_bytes(inputs) / 2**30
         return f"two documents of {t} tokens and {h} heads need {size:.1f} GiB"
-    return _why_not_here(inputs) if is_here() else None
+    return None
 
 
 def is_here() -> bool:
@@ -229,11 +241,7 @@ def _document_bytes(inputs: Inputs) -> int:
 
 
 def _raise_if_declined(inputs: Inputs, rule: Rule) -> None:
-    platform = device_here().platform
-    why = declines(inputs, rule)
-    if platform != "gpu":
-        why = f"it is for NVIDIA GPUs, not {platform}"
-    if why:
+    if why := declines(inputs, rule):
         raise NotImplementedError(f"cuDNN's attention: {why}")
 
 

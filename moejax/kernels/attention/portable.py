@@ -17,6 +17,7 @@ w rows of the batch at a time, z turns of w rows, g key heads of w rows, m = a t
 query heads of a key head.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -25,12 +26,10 @@ from jaxtyping import Array, Float, Int
 
 from moejax.kernels import varying_alike, zeros_varying_as
 from moejax.kernels.attention.reading import (
-    BlockRange,
     Inputs,
     Rule,
     key_range,
     mean_gradient,
-    query_blocks,
     scale,
     sum_dtype,
 )
@@ -46,6 +45,15 @@ SCORES_AT_A_TIME = 2**20
 """Scores of a pair of blocks, at most, for several rows at a time: 4 MiB in float32."""
 FLOOR = -1e30
 """Score of a key that is not read. It is finite, so that differences are."""
+
+
+class BlockRange(NamedTuple):
+    """Range of blocks [begin, end) of the other side that each block needs."""
+
+    begin_zn: Int[Array, "z n"]
+    """First block of the range."""
+    end_zn: Int[Array, "z n"]
+    """Block after the last one."""
 
 
 class Blocks(NamedTuple):
@@ -88,6 +96,15 @@ class Blocks(NamedTuple):
         x = self.k_zcgxi.shape[3]
         low_zn, high_zn = self.low_znwa.min((2, 3)), self.high_znwa.max((2, 3))
         return BlockRange(low_zn // x, -(-high_zn // x))
+
+    def query_blocks(self) -> BlockRange:
+        """Return the blocks of queries that read each block of keys in any row."""
+        begin_zn, end_zn = self.key_blocks()
+        block_c1 = jnp.arange(self.k_zcgxi.shape[1], dtype=jnp.int32)[:, None]
+        count = functools.partial(jnp.sum, axis=2, dtype=jnp.int32)
+        return BlockRange(
+            count(end_zn[:, None] <= block_c1), count(begin_zn[:, None] <= block_c1)
+        )
 
 
 def forward(
@@ -180,7 +197,7 @@ def backward(
         return dq_ygmi, (dk_gxi, dv_gxj.astype(v_gxj.dtype))
 
     turn_y, k_y = jnp.repeat(jnp.arange(z), c), jnp.tile(jnp.arange(c), z)
-    readers = query_blocks(blocks.key_blocks(), c)
+    readers = blocks.query_blocks()
     per_block = _flat(turn_y, k_y, blocks.k_zcgxi, blocks.v_zcgxj, *readers)
     dq_ygmi = zeros_varying_as(blocks.q_zngmi, (z * n, g, m, i), dtype)
     dq_ygmi, (dk_ygxi, dv_ygxj) = jax.lax.scan(of_keys, dq_ygmi, per_block)

@@ -1,4 +1,4 @@
-"""Which keys each query reads, and which blocks of them a block of queries needs.
+"""Which keys each query reads.
 
 Documents, causality and a window all give one thing: for each query a range of keys
 [low, high), whose ends never fall from one query to the next. For example, with two
@@ -63,15 +63,6 @@ class KeyRange(NamedTuple):
     """First key of the range."""
     high_bt: Int[Array, "b t"]
     """Key after the last one."""
-
-
-class BlockRange(NamedTuple):
-    """Range of blocks [begin, end) that each block of the other side needs."""
-
-    begin_bn: Int[Array, "b n"]
-    """First block of the range."""
-    end_bn: Int[Array, "b n"]
-    """Block after the last one."""
 
 
 def check(inputs: Inputs, rule: Rule, num_sinks: int | None) -> None:
@@ -139,21 +130,3 @@ def _document_end(first_bt: Int[Array, "b t"]) -> Int[Array, "b t"]:
     edge_bt = jnp.where(first_bt == place_t, place_t, num_tokens)
     next_bt = jax.lax.cummin(edge_bt, axis=1, reverse=True)
     return jnp.pad(next_bt[:, 1:], ((0, 0), (0, 1)), constant_values=num_tokens)
-
-
-def key_blocks(keys: KeyRange, rows: int, columns: int) -> BlockRange:
-    """Return the blocks of `columns` keys that each block of `rows` queries reads.
-
-    `rows` must divide the number of queries.
-    """
-    low_bn, high_bn = keys.low_bt[:, ::rows], keys.high_bt[:, rows - 1 :: rows]
-    return BlockRange(low_bn // columns, -(-high_bn // columns))
-
-
-def query_blocks(blocks: BlockRange, num_key_blocks: int) -> BlockRange:
-    """Return the blocks of queries that read each block of keys."""
-    block_k1 = jnp.arange(num_key_blocks, dtype=jnp.int32)[:, None]
-    is_before_bkn = blocks.end_bn[:, None] <= block_k1
-    is_begun_bkn = blocks.begin_bn[:, None] <= block_k1
-    count = lambda is_bkn: jnp.sum(is_bkn, axis=2, dtype=jnp.int32)  # noqa: E731
-    return BlockRange(count(is_before_bkn), count(is_begun_bkn))

@@ -1,6 +1,7 @@
 """The public function, with its gradients, and sinks around every implementation."""
 
 import functools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,10 @@ from jaxtyping import Array, Float, Int
 from moejax.kernels import varying_alike
 from moejax.kernels.attention import reference
 from moejax.kernels.attention.choose import (
+    PASSES,
     Implementation,
     Passes,
     choose_attention,
-    passes,
 )
 from moejax.kernels.attention.reading import (
     CAUSAL,
@@ -34,7 +35,6 @@ def attention(
     start: Int[Array, ""] | int = 0,
     sinks_h: Float[Array, " h"] | None = None,
     implementation: Implementation = "auto",
-    interpret: bool = False,
 ) -> Float[Array, "b t h j"]:
     """Return, for each query, the mean of the values that it reads, weighted by softmax
     of its scores.
@@ -52,10 +52,10 @@ def attention(
     'reference' makes an array [t, u].
 
     The implementation 'auto' takes 'reference' for few queries, as in decoding, and
-    otherwise the first of 'hopper', 'cudnn' and 'blocked' that the device has and that
-    does not decline the arrays; 'blocked' declines nothing. An implementation that was
-    named raises NotImplementedError with the reason. `interpret` runs 'hopper' on any
-    device, slowly, for tests. Raises ValueError for shapes that do not fit each other.
+    otherwise 'cudnn' on NVIDIA GPUs, or 'blocked' where that declines the arrays;
+    'blocked' declines nothing. An implementation that was named raises
+    NotImplementedError with the reason. Raises ValueError for shapes that do not fit
+    each other.
     """
     if first_bt is None:
         first_bt = jnp.zeros(q_bthi.shape[:2], jnp.int32)
@@ -65,10 +65,13 @@ def attention(
         implementation, _ = choose_attention(inputs, rule)
     if implementation == "reference":
         return reference.attention(inputs, rule, sinks_h)
+    if implementation not in PASSES:
+        known = ", ".join(get_args(Implementation))
+        raise ValueError(f"implementation={implementation!r} is not one of {known}")
     inputs = Inputs(*varying_alike(*inputs))
     if sinks_h is not None:
         sinks_h, _ = varying_alike(sinks_h, q_bthi)
-    return _attention(inputs, sinks_h, rule, passes(implementation, interpret))
+    return _attention(inputs, sinks_h, rule, PASSES[implementation])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -8,89 +8,37 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from moejax.kernels import quarantine, zeros_varying_as
-from moejax.kernels.device import (
-    KernelChoice,
-    device_here,
-    hopper_or,
-    why_not_hopper,
-)
+from moejax.kernels import zeros_varying_as
+from moejax.kernels.device import KernelChoice, hopper_or, why_not_hopper
 from moejax.kernels.grouped_dot import portable, reference
 from moejax.kernels.grouped_dot.fp8 import GRADIENT_DTYPES, round_matrices, round_rows
 from moejax.kernels.grouped_dot.products import Products, compose_products
-from moejax.kernels.tuning import FP8, FUSED, Pass
 
 Implementation = Literal["auto", "reference", "blocked", "xla", "hopper"]
-PASSES_OF_LAYER: dict[bool, tuple[Pass, ...]] = {
-    False: ("forward", "dgrad", "wgrad", *FUSED),
-    True: (*FP8, "wgrad"),
-}
-"""Passes that products and their gradients run, without fp8 and with it."""
 
 
 def choose_grouped_dot(
-    dtype: jax.typing.DTypeLike, num_rows: int, *widths: int, is_fp8: bool = False
+    dtype: jax.typing.DTypeLike,
+    align_rows: int,
+    *widths: int,
+    is_fp8: bool = False,
 ) -> KernelChoice:
     """Return the implementation for products on the current device: 'hopper' or
     'blocked'.
 
-    `num_rows` is the number of rows of all groups together, and `widths` are the widths
-    of rows and results.
+    `align_rows` divides the rows of every group, and `widths` are the widths of rows
+    and results.
     """
     if why := why_not_hopper():
         return KernelChoice("blocked", why)
     # Importing Pallas takes half a second, and only Hopper GPUs need it.
     from moejax.kernels.grouped_dot.hopper.kernels import declines
 
-    declined = declines(jnp.dtype(dtype), num_rows, *widths, is_fp8=is_fp8)
-    choice = hopper_or("blocked", declined)
-    wrong = quarantine.unusable(PASSES_OF_LAYER[is_fp8], device_here().device_kind)
-    if declined or not wrong:
-        return choice
-    quarantined = ", ".join(f"{name} ({why})" for name, why in wrong.items())
-    if len(wrong) == len(PASSES_OF_LAYER[is_fp8]):
-        return KernelChoice("blocked", f"quarantined: {quarantined}")
-    why = f"{choice.why}, but by blocked, as they are quarantined: {quarantined}"
-    return choice._replace(why=why)
-
-
-def usable_products(
-    implementation: str, fp8: str, align_rows: int = 1, block_rows: int | None = None
-) -> Products:
-    """Return the products of an implementation that was chosen and not named by a
-    caller: a pass that is quarantined on the current device is computed by
-    'blocked'."""
-    wrong = ()
-    if implementation == "hopper":
-        passes = PASSES_OF_LAYER[fp8 != "none"]
-        wrong = tuple(quarantine.unusable(passes, device_here().device_kind))
-    own = products(implementation, block_rows, fp8, align_rows)
-    return _replace_products(own, wrong, fp8)
+    declined = declines(jnp.dtype(dtype), align_rows, *widths, is_fp8=is_fp8)
+    return hopper_or("blocked", declined)
 
 
 @functools.cache
-def _replace_products(own: Products, wrong: tuple[Pass, ...], fp8: str) -> Products:
-    """Return products of which those of the passes `wrong` are computed by 'blocked'.
-
-    Equal arguments give the same object, because it is part of the key under which JAX
-    caches a trace.
-    """
-    if not wrong:
-        return own
-    blocked = products("blocked", None, fp8)
-    fields = {
-        name.removeprefix("fp8_"): name in wrong
-        for name in PASSES_OF_LAYER[fp8 != "none"]
-    }
-    chosen = {
-        name: getattr(blocked if is_wrong else own, name)
-        for name, is_wrong in fields.items()
-    }
-    if fp8 == "none":
-        return own._replace(**chosen)
-    return compose_products(**chosen)
-
-
 def products(
     implementation: str,
     block_rows: int | None = None,
@@ -108,14 +56,6 @@ def products(
     Equal arguments give the same object, because it is part of the key under which JAX
     caches a trace.
     """
-    return _make_products(implementation, block_rows, fp8, align_rows)
-
-
-@functools.cache
-def _make_products(
-    implementation: str, block_rows: int | None, fp8: str, align_rows: int
-) -> Products:
-    """Return the products of `products`."""
     if implementation == "hopper":
         # Importing Pallas takes half a second, and only this path needs it.
         from moejax.kernels.grouped_dot.hopper import kernels

@@ -1,5 +1,7 @@
-"""Definition of the grouped product. It takes g times the necessary FLOPs."""
+"""Definitions of the grouped product, which takes g times the necessary FLOPs, and of
+SwiGLU."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -26,3 +28,9 @@ def grouped_dot(
         # of other groups' rows out of the gradient of w.
         y_mf += jnp.where(owned_m1, product_mf, 0)
     return y_mf.astype(x_md.dtype)
+
+
+def swiglu(into_mh: Float[Array, "m 2f"]) -> Float[Array, "m f"]:
+    """Return silu(gate) * up, where gate are the first f columns and up the others."""
+    gate_mf, up_mf = jnp.split(into_mh, 2, axis=-1)
+    return jax.nn.silu(gate_mf) * up_mf

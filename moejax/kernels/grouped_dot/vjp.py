@@ -13,7 +13,6 @@ from moejax.kernels.grouped_dot.choose import (
     Implementation,
     choose_grouped_dot,
     products,
-    usable_products,
 )
 from moejax.kernels.grouped_dot.fp8 import check_option
 from moejax.kernels.grouped_dot.products import Products
@@ -47,7 +46,8 @@ def grouped_dot(
     fp8              'e4m3' or 'e5m2' rounds operands to 8 bits, except in the gradient
                      of w: x and w to e4m3, dy to the format named (choose.py)
     align_rows       a number that divides rows_g and m, of which the caller is sure: it
-                     is not checked, and results are wrong where it does not (static)
+                     is not checked, and results are wrong where it does not (static).
+                     'hopper' needs 64 or a multiple of it
 
     Raises ValueError if dtypes or sizes do not fit, and NotImplementedError if 'hopper'
     cannot take the arrays.
@@ -115,9 +115,8 @@ def _find_products(
         raise ValueError(f"implementation={implementation!r} is not one of {known}")
     if implementation != "auto":
         return products(implementation, block_rows, fp8, align_rows)
-    is_fp8 = fp8 != "none"
-    choice = choose_grouped_dot(x_md.dtype, len(x_md), *widths, is_fp8=is_fp8)
-    return usable_products(choice.implementation, fp8, align_rows, block_rows)
+    choice = choose_grouped_dot(x_md.dtype, align_rows, *widths, is_fp8=fp8 != "none")
+    return products(choice.implementation, block_rows, fp8, align_rows)
 
 
 def _check(x_md: Array, rows_g: Array, **matrices: tuple[Array, tuple[int, ...]]):

@@ -8,13 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from moejax.kernels import quarantine
-from moejax.kernels.device import (
-    KernelChoice,
-    device_here,
-    hopper_or,
-    why_not_hopper,
-)
+from moejax.kernels.device import KernelChoice, hopper_or, why_not_hopper
 from moejax.kernels.permute import portable
 
 Implementation = Literal["auto", "reference", "xla", "hopper"]
@@ -45,8 +39,7 @@ def choose_permute(dtype: jax.typing.DTypeLike, d: int) -> KernelChoice:
     # Importing Pallas takes half a second, and only Hopper GPUs need it.
     from moejax.kernels.permute.hopper import declines
 
-    why = quarantine.why_unusable("permute", device_here().device_kind)
-    return hopper_or("xla", why or declines(jnp.dtype(dtype), d))
+    return hopper_or("xla", declines(jnp.dtype(dtype), d))
 
 
 @functools.cache

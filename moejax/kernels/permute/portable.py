@@ -62,4 +62,4 @@ def combine_backward(
         )
         for k in range(num_choices)
     ]
-    return dy_md, jnp.stack(dgate_k, 1)
+    return dy_md, jnp.where(positions_nk >= 0, jnp.stack(dgate_k, 1), 0)

@@ -34,6 +34,6 @@ def combine_rows(
     is_here_nk = positions_nk >= 0
     y_nkd = jnp.where(is_here_nk[:, :, None], y_md[positions_nk], 0)
     gate_nk = jnp.where(is_here_nk, gate_nk, 0)
-    return jnp.einsum("nk,nkd->nd", gate_nk, y_nkd.astype(jnp.float32)).astype(
-        y_md.dtype
-    )
+    dtype = jnp.promote_types(y_md.dtype, jnp.float32)
+    out_nd = jnp.einsum("nk,nkd->nd", gate_nk, y_nkd.astype(dtype))
+    return out_nd.astype(y_md.dtype)

@@ -20,6 +20,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec, use_abstract_mesh
 
 from moejax.kernels.attention import Rule, attention, cudnn
+from moejax.kernels.attention.choose import choose_attention
 from moejax.kernels.attention.reading import Inputs
 from tests.support import packed_attention
 from tests.support.close import assert_close
@@ -57,6 +58,11 @@ def shapes(b=1, t=TOKENS, h=HEADS, g=GROUPS, i=WIDTH, dtype=jnp.bfloat16, **chan
         array((b, t), jnp.int32),
         array((), jnp.int32),
     )
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    monkeypatch.setattr(cudnn, "device_here", lambda: GPU)
 
 
 @pytest.fixture
@@ -125,12 +131,13 @@ def test_join_undoes_cut(few_places):
     assert cudnn.join(stat_mht, documents).tolist() == stat_ht.tolist()
 
 
-def test_values_and_gradients_are_those_of_the_definition(few_places, monkeypatch):
+def test_values_and_gradients_are_those_of_the_definition(
+    few_places, on_gpu, monkeypatch
+):
     """With few documents in each row, and with more than there are places in one."""
     for name in ("forward", "backward"):
         primitive = SimpleNamespace(bind=getattr(packed_attention, name))
         monkeypatch.setattr(fused, PRIMITIVES[name], primitive)
-    monkeypatch.setattr(cudnn, "device_here", lambda: GPU)
     rng = np.random.default_rng(0)
     sizes = [(3, TOKENS, n, WIDTH) for n in (HEADS, GROUPS, GROUPS, HEADS)]
     q, k, v, dout = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in sizes)
@@ -196,8 +203,16 @@ def test_inside_shard_map_each_device_calls_it_for_its_own_rows_and_heads():
         (shapes(t=2**18, h=32, i=128), Rule(), "two documents .* need 16.0 GiB"),
     ],
 )
-def test_what_cudnn_has_not_is_declined_with_a_reason(inputs, rule, why):
+def test_what_cudnn_has_not_is_declined_with_a_reason(inputs, rule, why, on_gpu):
     assert re.search(why, cudnn.declines(inputs, rule))
+
+
+def test_auto_takes_cudnn_on_gpus_and_blocks_where_it_declines():
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=GPU)):
+        taken = choose_attention(shapes(), Rule())
+        declined = choose_attention(shapes(), Rule(soft_cap=5.0))
+    assert taken == ("cudnn", "NVIDIA B200")
+    assert declined == ("blocked", "cuDNN declines: it has no soft cap of scores")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +236,9 @@ def test_an_implementation_that_was_named_raises_the_reason(device, i, why):
         ("10.3", 91000, "10.3 requires cuDNN version >= 9.11"),
     ],
 )
-def test_the_device_is_asked_where_it_is_here(monkeypatch, capability, version, why):
+def test_the_device_is_asked_where_it_is_here(
+    monkeypatch, on_gpu, capability, version, why
+):
     parse = lambda text: tuple(map(int, text.split(".")))  # noqa: E731
     has = {
         "check_cudnn_version": lambda: version,

@@ -239,7 +239,7 @@ WRONG = {
     "6 queries and 7 keys: without is_causal they must be the same": {
         "k_bugi": (1, 7, 2, 8), "v_bugj": (1, 7, 2, 8), "rule": Rule(is_causal=False),
     },
-    "implementation='block' is not one of auto, reference, blocked, cudnn, hopper": {
+    "implementation='block' is not one of auto, reference, blocked, cudnn": {
         "implementation": "block"
     },
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Ranges of keys and of blocks, against comparison of every query with every key."""
+"""Ranges of keys and of blocks, against a comparison of each query with each key."""
 
 import functools
 
@@ -7,13 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.kernels.attention import Rule
-from moejax.kernels.attention.reading import (
-    Inputs,
-    key_blocks,
-    key_range,
-    query_blocks,
-)
+from moejax.kernels.attention import Rule, portable
+from moejax.kernels.attention.reading import Inputs, key_range
 from tests.support.attention_cases import edges_by_name, first_keys, is_read
 
 NUM_KEYS = 48
@@ -30,9 +25,14 @@ CASES = {
 
 @pytest.mark.parametrize("rows_columns", [(16, 8), (8, 16), (16, 48)])
 @pytest.mark.parametrize("name", CASES)
-def test_blocks_are_those_with_a_read_key_and_no_others(name, rows_columns):
+def test_blocks_are_those_with_a_read_key_and_no_others(
+    name, rows_columns, monkeypatch
+):
     rule, num_queries, start = CASES[name]
     rows, columns = rows_columns
+    sizes = {"QUERIES": rows, "KEYS": columns, "FEW_BLOCKS": 0}  # each row by itself
+    for size, value in sizes.items():
+        monkeypatch.setattr(portable, size, value)
     first_bu = np.stack([first_keys(edges, NUM_KEYS) for edges in EDGES.values()])
     first_bt = first_bu[:, start : start + num_queries]
     keys, of_queries, of_keys = jax.device_get(
@@ -56,15 +56,18 @@ def test_blocks_are_those_with_a_read_key_and_no_others(name, rows_columns):
 @functools.partial(jax.jit, static_argnums=(0, 1, 3))
 def ranges(rule, rows_columns, first_bt, start):
     """Return the keys of each query, the blocks of keys of each block of queries, and
-    the blocks of queries of each block of keys."""
-    empty = jnp.zeros((*first_bt.shape, 1, 1))
-    keys = key_range(Inputs(empty, empty, empty, first_bt, jnp.int32(start)), rule)
-    blocks = key_blocks(keys, *rows_columns)
-    return keys, blocks, query_blocks(blocks, NUM_KEYS // rows_columns[1])
+    the blocks of queries of each block of keys. The sizes of blocks are part of the key
+    under which JAX caches the trace."""
+    del rows_columns
+    b, t = first_bt.shape
+    q, k = jnp.zeros((b, t, 1, 1)), jnp.zeros((b, NUM_KEYS, 1, 1))
+    inputs = Inputs(q, k, k, first_bt, jnp.int32(start))
+    blocks = portable.Blocks.of(inputs, rule)
+    return key_range(inputs, rule), blocks.key_blocks(), blocks.query_blocks()
 
 
 def visited(blocks, row: int, num_blocks: int) -> np.ndarray:
     """Return whether each block of one side visits each of the other."""
-    begin_n1, end_n1 = blocks.begin_bn[row][:, None], blocks.end_bn[row][:, None]
+    begin_n1, end_n1 = blocks.begin_zn[row][:, None], blocks.end_zn[row][:, None]
     other = np.arange(num_blocks)
     return (begin_n1 <= other) & (other < end_n1)

@@ -27,35 +27,28 @@ def bench(repo, *arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("skew", ["uniform", "zipf"])
-def test_all_variants_run_and_are_reported(repo, skew):
-    process = bench(repo, "--json", "--skew", skew, *TINY.split())
+def test_all_variants_run_and_are_reported(repo):
+    process = bench(repo, "--json", *TINY.split())
     assert process.returncode == 0, process.stderr
     record = json.loads(process.stdout.splitlines()[-1])
     assert record["device"] == "cpu"
     assert record["shape"]["devices"] == 4
-    assert record["shape"]["skew"] == skew
-
     rows = {(row["impl"], row["pass"]): row for row in record["rows"]}
     assert list(rows) == [
-        (variant, which) for variant in VARIANTS for which in ("fwd", "fwd_bwd")
+        (variant, which) for which in ("fwd", "fwd_bwd") for variant in VARIANTS
     ]
     for (_, which), row in rows.items():
         ours = rows["moejax", which]["msec"]
         assert row["msec"] > 0
         assert row["temp_mib"] > 0
         assert row["ratio_to_moejax"] == pytest.approx(row["msec"] / ours)
-    for baseline in ("einsum", "ragged_dot"):
-        for which in ("fwd", "fwd_bwd"):
-            ratio = rows[baseline, which]["ratio_to_moejax"]
-            assert record[f"speedup_over_{baseline}_{which}"] == ratio
 
 
 @pytest.mark.parametrize(
     ("arguments", "rule"),
     [
         ("--experts 20 --devices 8", "num_experts=20 must be divisible"),
-        ("--experts 64 --d 32", "--experts 64 <= --d 32"),
+        ("--experts 8 --top_k 9", "top_k"),
         ("--repeats 0", "--repeats 0 must be at least 1"),
     ],
 )

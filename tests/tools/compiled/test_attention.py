@@ -6,11 +6,7 @@ from tests.support.hlo_text import read_program
 from tools.compiled.attention import find_attention
 
 T = 1024
-KERNEL = (
-    'custom-call(%q), custom_call_target="mosaic_gpu_v2", '
-    'metadata={op_name="jit(step)/attention/attention_forward/mpmd_map"}'
-)
-CUDNN = 'custom-call(%q), custom_call_target="__cudnn$fmhaSoftmax"'
+KERNEL = 'custom-call(%q), custom_call_target="__cudnn$fmhaSoftmax"'
 BODY = f"""body
 %p = (f32[8,1024]) parameter(0)
 %q = f32[8,1024]{{1,0}} get-tuple-element(%p), index=0
@@ -19,11 +15,10 @@ ROOT %t = (f32[8,1024]) tuple(%k)"""
 COND = """cond
 %p = (f32[8,1024]) parameter(0)
 ROOT %c = pred[] constant(true)"""
-FUSED = f"""fused
-%a = f32[8,1024]{{1,0}} parameter(0)
-%mask = f32[4,1024,1024]{{2,1,0}} broadcast(%a)
-%dq = f32[8,1024]{{1,0}} {KERNEL.replace("%q", "%a").replace("forward", "dq")}
-ROOT %s = f32[8,1024]{{1,0}} reduce(%mask)"""
+FUSED = """fused
+%a = f32[8,1024]{1,0} parameter(0)
+%mask = f32[4,1024,1024]{2,1,0} broadcast(%a)
+ROOT %s = f32[8,1024]{1,0} reduce(%mask)"""
 
 
 def found(lines: str, t: int = T, weights=((8, 16),)):
@@ -38,14 +33,14 @@ def found(lines: str, t: int = T, weights=((8, 16),)):
 
 def test_without_a_square_array_there_is_none():
     """An array [t, t] inside a fusion is in no memory, and one dim of size t does not
-    count. The kernel inside the fusion does."""
+    count."""
     attention = found("%y = f32[1024,2,512]{2,1,0} negate(%q)")
     assert attention.as_dict() == {
-        "attention_calls": {"attention_dq": 1, "attention_forward": 1},
+        "attention_calls": {"__cudnn$fmhaSoftmax": 1},
         "largest_square_array": None,
     }
     assert attention.lines() == [
-        "attention calls    attention_dq 1, attention_forward 1",
+        "attention calls    __cudnn$fmhaSoftmax 1",
         "largest [t, t]     no array [t, t] of t = 1024",
     ]
 
@@ -65,11 +60,11 @@ def test_the_largest_square_array_is_named():
 
 
 def test_calls_of_each_kernel_are_counted():
-    calls = f"%a = f32[8,1024] {CUDNN}\n%b = f32[8,1024] {CUDNN}"
+    back = KERNEL.replace("Softmax", "SoftmaxBackward")
+    calls = f"%a = f32[8,1024] {KERNEL}\n%b = f32[8,1024] {back}"
     assert found(calls).calls == {
         "__cudnn$fmhaSoftmax": 2,
-        "attention_dq": 1,
-        "attention_forward": 1,
+        "__cudnn$fmhaSoftmaxBackward": 1,
     }
 
 

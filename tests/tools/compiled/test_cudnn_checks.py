@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as attention
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from moejax.kernels.attention import Rule, cudnn
 from moejax.kernels.attention.reading import Inputs
@@ -46,7 +47,9 @@ def test_our_attention_by_cudnn_is_declined_where_the_target_has_none(capability
     first_bt, start = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((1, 64), ()))
     inputs = Inputs(q_bthi, q_bthi, q_bthi, first_bt, start)
     target = dataclasses.replace(load("h100"), compute_capability=capability)
-    with of_target(target):
-        found = cudnn.declines(inputs, Rule())
+    gpu = AbstractDevice(target.name, num_cores=132, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
+        with of_target(target):
+            found = cudnn.declines(inputs, Rule())
+        assert cudnn.declines(inputs, Rule()) is None  # no GPU is here to be asked
     assert found is why is None or why in found
-    assert cudnn.declines(inputs, Rule()) is None  # no GPU is here to be asked

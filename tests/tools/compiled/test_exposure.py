@@ -186,7 +186,7 @@ def test_a_conditional_takes_its_longest_branch():
 def test_a_conditional_takes_the_branch_with_a_kernel_of_attention():
     kernel = """kernel
     %x = bf16[1,2,1,2]{3,2,1,0} parameter(0)
-    %k = bf16[1,2,1,2]{3,2,1,0} custom-call(%x, %x, %x), custom_call_target="mosaic_gpu_v2", metadata={op_name="attention_forward/mpmd_map"}
+    %k = bf16[1,2,1,2]{3,2,1,0} custom-call(%x, %x, %x), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"dimensions": ["1", "1", "2", "2"]}, "mask_type": "PADDING_CAUSAL"}}
     ROOT %y = f32[4]{0} bitcast(%k)"""  # noqa: E501
     long = BODY.replace("body", "long", 1).replace("ROOT", product("b") + "\nROOT")
     line = "%w = f32[4]{0} conditional(%p, %p), branch_computations={%long, %kernel}"

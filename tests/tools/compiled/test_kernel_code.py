@@ -1,6 +1,7 @@
-"""Test figures read from ptxas and from machine code, against counts by hand; and forms
-of the grouped products, compiled, equal golden files."""
+"""Test figures read from ptxas and from machine code, against counts by hand; and the
+kernels, compiled with default tiles, equal a golden file."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -9,15 +10,17 @@ import sys
 
 import pytest
 
+from moejax.kernels.shapes import MODEL_SHAPES
 from moejax.kernels.tuning import Tiles
+from moejax.perf import target
+from moejax.plan.layout import max_aligned_rows
 from tests.support.golden_kernel_code import text as golden_text
 from tools import kernel_code as tool
 from tools.compiled import kernel_cases, ptxas, sass
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-GOLDEN = ROOT / "tests" / "golden" / "kernel_code"
+GOLDEN = ROOT / "tests" / "golden" / "kernel_code" / "default.json"
 LIMIT_SEC = 1800
-FIRST = {"first": kernel_cases.FORMS["first"]}
 PTXAS = """
 ptxas info    : (C7519) warpgroup.arrive is injected in around line 707 by compiler to
 ptxas warning : (C7510) Potential Performance Loss: wgmma.mma_async are serialized
@@ -110,31 +113,30 @@ def test_text_without_instructions_is_refused():
         sass.read("nvdisasm fatal: no such file")
 
 
-def test_every_pass_of_every_shape_is_a_case_of_the_golden_file():
-    cases = kernel_cases.products(
-        kernel_cases.MODEL_SHAPES, kernel_cases.PRODUCTS, FIRST
+def test_no_product_spills_in_the_golden_file():
+    golden = json.loads(GOLDEN.read_text())["kernels"]
+    products = [row for row in golden if row["shape"]]
+    names = {(row["shape"], row["case"]) for row in products}
+    assert names == set(itertools.product(MODEL_SHAPES, kernel_cases.PRODUCTS))
+    assert {tuple(row["codes"]) for row in products} == {("C7519",)}
+    assert {row["spill_store_bytes"] for row in products} == {0}
+
+
+def test_tiles_are_the_default_ones_but_for_some_fields():
+    tiles, _, arguments = kernel_cases.product(
+        "olmoe_1b_7b", "wgrad", {"stages": 3}, "bfloat16"
     )
-    golden = json.loads((GOLDEN / "first.json").read_text())["kernels"]
-    names = {(row["shape"], row["case"]) for row in golden if row["shape"]}
-    assert {(case.shape, case.name) for case in cases} == names
-    assert {tuple(row["codes"]) for row in golden if row["shape"]} == {("C7519",)}
-
-
-def test_forms_without_tiles_of_their_own_are_left_out():
-    others = {"same": {"depth": 64}, "impossible": {"stages": 1}}
-    forms = {name: {"wgrad": kernel_cases.Form(f)} for name, f in others.items()}
-    forms = FIRST | forms | {"absent": {}}
-    (case,) = kernel_cases.products(["olmoe_1b_7b"], ["wgrad"], forms)
-    assert (case.form, case.tiles) == ("first", Tiles(128, 256))
-    x, dy, rows_g = case.arguments
-    assert (x.shape, dy.shape, rows_g.shape) == ((65536, 2048), (65536, 1024), (64,))
+    assert tiles == Tiles(128, 256, stages=3)
+    x_md, dy_mf, rows_g = (own.shape for own in arguments)
+    assert x_md[0] == dy_mf[0] == max_aligned_rows(65536, 64, 128)
+    assert (x_md[1], dy_mf[1], rows_g) == (2048, 1024, (64,))
 
 
 @pytest.mark.parametrize(
     ("words", "why"),
     [
         (["--tiles", "stages"], "'stages' must be field=value"),
-        (["--tiles", "wings=2"], "Tiles has no field 'wings'"),
+        (["--tiles", "wings=2"], "'wings=2' must be field=value"),
         (["--passes", "backward"], "none of swiglu, forward, swiglu_dgrad"),
         (["--target", "h300"], "no target 'h300'"),
     ],
@@ -145,24 +147,19 @@ def test_bad_input_is_one_line(words, why, capsys, monkeypatch):
     assert why in capsys.readouterr().err
 
 
+def test_tiles_that_do_not_exist_are_refused_in_their_row():
+    def make():
+        return kernel_cases.product("olmoe_1b_7b", "wgrad", {"stages": 1}, "bfloat16")
+
+    (row,) = tool.records("wgrad", "olmoe_1b_7b", make, target.load("h100"))
+    assert "stages=1 must be at least 2" in row["refused"]
+
+
 @pytest.mark.long
 @pytest.mark.aot
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("first", ["--others=all"]),
-        (
-            "second",
-            [
-                "--shapes=olmoe_1b_7b,fine_grained",
-                "--forms=approx,own,cluster,turns,aligned,lean",
-            ],
-        ),
-    ],
-)
-def test_kernels_compile_to_the_golden_figures(name, words):
-    """tests/support/golden_kernel_code.py has the commands that write the files."""
-    command = [sys.executable, str(ROOT / "tools" / "kernel_code.py"), *words]
+def test_kernels_compile_to_the_golden_figures():
+    """tests/support/golden_kernel_code.py has the command that writes the file."""
+    command = [sys.executable, str(ROOT / "tools" / "kernel_code.py"), "--others=all"]
     names = ("XLA_FLAGS", "PJRT_NPROC")
     ended = subprocess.run(
         [*command, "--json"],
@@ -173,4 +170,4 @@ def test_kernels_compile_to_the_golden_figures(name, words):
         check=True,
     )
     record = json.loads(ended.stdout.rstrip().rpartition("\n")[2])
-    assert golden_text(record) == (GOLDEN / f"{name}.json").read_text()
+    assert golden_text(record) == GOLDEN.read_text()

@@ -17,7 +17,7 @@ FAMILIES = {
         "Moe.activation = 'clamped_swiglu'", "Attention.layers = ('sliding', 'full')",
         "Attention.sliding_window = 64", "Attention.bias = 'all'",
         "Attention.sinks = True", "Rope.truncate = False", "Model.head_dim = 64",
-        "Model.num_heads = 8", "Model.num_kv_heads = 2", "Dispatch.align_rows = 64",
+        "Model.num_heads = 8", "Model.num_kv_heads = 2",
     ),
     "deepseek": (
         *YARN, "Router.kind = 'sigmoid'", "Router.bias_rate = 0.001",
@@ -30,7 +30,7 @@ FAMILIES = {
 }  # fmt: skip
 SAYS = {
     "gpt_oss": "; no kernel fuses SwiGLU with Moe.expert_bias",
-    "deepseek": "attention blocked (the Hopper kernels decline: ",
+    "deepseek": "attention blocked (cuDNN declines: ",
 }
 """What the line of kernels says of each family."""
 
@@ -46,8 +46,6 @@ def test_the_step_compiles_and_has_the_predicted_memory(family):
     text, record = run_aot(f"--gin_file={TOY}", "--target=h100", "--devices=8", *words)
     assert record["kernels"]["grouped_dot"]["implementation"] == "hopper"
     assert SAYS[family] in text
-    # Attention in blocks has loops whose lengths the documents decide.
-    assert (record["num_host_waits"] > 0) == ("attention blocked" in text)
     assert record["fits"]
     predicted = dry_run(gin_reader.load([TOY], FAMILIES[family]), None)["memory"]
     for kind in ("masters", "moments"):

@@ -93,28 +93,6 @@ def test_attention_has_two_products_forward_and_five_backward(name, mask, flops)
     assert work(attention(name, mask)).attention_flops == flops
 
 
-@pytest.mark.parametrize(
-    ("name", "operands", "num_products"),
-    [
-        ("attention_forward", "%rows, %rows, %q4, %k2, %v2", 16 + 8),
-        ("attention_dq", "%rows, %stats, %q4, %k2, %v2, %dout", 2 * 16 + 8),
-        ("attention_dkv", "%rows, %stats, %q4, %k2, %v2, %dout", 2 * 16 + 2 * 8),
-    ],
-)
-def test_our_kernels_of_attention_need_half_of_a_window(name, operands, num_products):
-    """32 queries are the last of 64 tokens: they read 33 to 64 keys."""
-    leaves = """%q4 = bf16[3,32,4,16]{3,2,1,0} parameter(9)
-    %k2 = bf16[3,64,2,16]{3,2,1,0} parameter(10)
-    %v2 = bf16[3,64,2,8]{3,2,1,0} parameter(11)
-    %dout = bf16[3,32,4,8]{3,2,1,0} parameter(12)
-    %stats = f32[3,4,2,32]{3,2,1,0} parameter(13)
-    """
-    done = work(leaves + kernel(name, "bf16[3,32,4,8]{3,2,1,0}", operands))
-    num_scores = 3 * 4 * sum(range(33, 65))
-    assert done.attention_flops == 2 * num_scores * num_products
-    assert not done.grouped_flops
-
-
 def test_a_fusion_has_the_flops_of_the_products_inside():
     inner = """inner
     %a = bf16[8,16]{1,0} parameter(0)

@@ -21,7 +21,7 @@ LEARNED = (
     "Train.eval_every_steps = 100", "Balance.every_steps = 3",
     "Balance.act_above = 1.05", "Balance.rest_below = 1.01", "Rope.scaling = 'yarn'",
     "Rope.factor = 4.0", "Rope.original_max_position_embeddings = 64",
-    "Model.num_heads = 2", "Dispatch.align_rows = 64",
+    "Model.num_heads = 2",
 )  # fmt: skip
 FAMILIES = {
     "gpt_oss": (

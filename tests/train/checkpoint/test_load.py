@@ -70,7 +70,7 @@ def test_every_mesh_has_the_numbers_that_were_saved(saved, params, mesh):
 
 @pytest.mark.parametrize(
     ("named", "becomes"),
-    [("cudnn", "auto"), ("hopper", "auto"), ("reference", "reference")],
+    [("cudnn", "auto"), ("reference", "reference")],
 )
 def test_attention_for_gpus_becomes_auto_without_one(saved, named, becomes):
     source = find_checkpoints(saved, params=(f"Model.attention = '{named}'",))

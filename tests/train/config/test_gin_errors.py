@@ -33,7 +33,7 @@ WRONG = [
     (
         "Model.attention = 'cudn'",
         1,
-        "one of 'auto', 'reference', 'blocked', 'cudnn', 'hopper', and is of type str",
+        "one of 'auto', 'reference', 'blocked', 'cudnn', and is of type str",
     ),
     ("Model.attention = 'cudn'", 1, "nearest is 'cudnn'"),
     ("Optimizer.learning_rate = '1e-3'", 1, "must be a finite float"),

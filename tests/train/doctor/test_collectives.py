@@ -1,6 +1,7 @@
 """Test the checks of collectives: what is right passes on meshes of all kinds, and what
 is wrong is found on the devices where it is."""
 
+import dataclasses
 import functools
 
 import jax
@@ -16,7 +17,7 @@ from train.config import gin_reader
 from train.doctor import collectives
 from train.doctor.collectives import (
     collective_checks,
-    run_collectives,
+    run_collective,
     transport_checks,
 )
 
@@ -47,20 +48,29 @@ def make_run(*params: str):
 def test_what_is_right_passes(name):
     run = make_run(*MESHES[name])
     checks = [*transport_checks(run), *collective_checks(run)]
-    outcomes = run_collectives(checks, run.mesh_layout.mesh)
+    outcomes = [run_collective(check, run.mesh_layout.mesh) for check in checks]
     assert [x for x in outcomes if not x.is_right or x.devices] == []
     assert len({x.name for x in outcomes}) == len(checks) > 6
 
 
-@pytest.mark.long
-def test_rows_in_the_wrong_order_are_found(monkeypatch):
-    run = make_run()
-    monkeypatch.setitem(TRANSPORTS, "padded", swap_ends(TRANSPORTS["padded"]))
-    (found,) = run_collectives(transport_checks(run), run.mesh_layout.mesh)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["padded", "hierarchical"])
+def test_rows_in_the_wrong_order_are_found(monkeypatch, name):
+    option = f"Dispatch.transport = '{name}'"
+    run = make_run(
+        "Mesh.data = 1", "Mesh.dc = 2", "Dispatch.group = 'dc_expert'", option
+    )
+    monkeypatch.setitem(TRANSPORTS, name, swap_ends(TRANSPORTS[name]))
+    (check,) = transport_checks(run)
+    found = run_collective(check, run.mesh_layout.mesh)
     assert not found.is_right
-    assert found.subject == ""
     assert len(found.devices) == 8
     assert " came as " in str(found)
+    avoided_by = {
+        "padded": "no option",
+        "hierarchical": "Dispatch.transport = 'padded'",
+    }
+    assert str(found).endswith(f"{avoided_by[name]} avoids it")
 
 
 @pytest.mark.slow
@@ -74,8 +84,8 @@ def test_one_wrong_bit_on_one_device_is_found(monkeypatch):
         ((came, expected),) = check.run(place)
         return [(came.at[3, 5].add(place.me == 6), expected)]
 
-    wrong = collectives.CollectiveCheck(check.name, "", check.along, one_off)
-    (found,) = run_collectives([wrong], run.mesh_layout.mesh)
+    wrong = dataclasses.replace(check, run=one_off)
+    found = run_collective(wrong, run.mesh_layout.mesh)
     assert (found.error, found.devices) == (1.0, (6,))
 
 

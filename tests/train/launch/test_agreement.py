@@ -55,7 +55,7 @@ def test_device_facts_have_the_hash_of_the_choices_of_kernels(monkeypatch, tmp_p
     (tmp_path / "cpu.json").write_text('{"tiles": {}}')
     before = device_facts()["choices of kernels"]
     assert re.fullmatch(r"cpu\.json [0-9a-f]{16}", before)
-    (tmp_path / "cpu.json").write_text('{"tiles": {}, "quarantined": {}}')
+    (tmp_path / "cpu.json").write_text('{"tiles": {}, "measured": {}}')
     assert device_facts()["choices of kernels"] != before
 
 

@@ -16,6 +16,7 @@ from tests.support.families import (
     make_plan,
     one_step,
 )
+from tests.support.resolved import aligned_slots
 from tests.support.steps import (
     STORES,
     case_maker,
@@ -29,14 +30,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]  # a step compiles in 15 s
 SLOTS = {"slots_per_device": 3}
 TENSOR = Topology(data=2, expert=2, tensor=2)
 WAYS = {
-    "aligned, in halves": {"dispatch": {"align_rows": 64}, "moe": {"halves": True}},
+    "aligned, in halves": {"align_rows": 64, "moe": {"halves": True}},
     "aligned, later rounds": {
-        "dispatch": {"align_rows": 64, "rows_per_peer": 4, "overflow": "rounds"},
+        "align_rows": 64, "dispatch": {"rows_per_peer": 4, "overflow": "rounds"},
     },
     "sharded, prefetched": {
         "dispatch": STORES["sharded"] | SLOTS
-        | {"prefetch": True, "split": "local_first", "align_rows": 64},
-        "model": {"remat": "full"},
+        | {"prefetch": True, "split": "local_first"},
+        "align_rows": 64, "model": {"remat": "full"},
     },
     "resident, prefetched": {
         "dispatch": STORES["resident"] | SLOTS | {"prefetch": True},
@@ -57,7 +58,7 @@ WAYS = {
         | {"offers_per_device": 1},
     },
     "tensor": {
-        "mesh": TENSOR, "dispatch": {"align_rows": 64}, "moe": {"halves": True},
+        "mesh": TENSOR, "align_rows": 64, "moe": {"halves": True},
         "model": {"remat": "dispatch"},
     },
     "tensor, shards over expert": {
@@ -73,10 +74,10 @@ WAYS = {
     },
     "gathered once": {"dispatch": {"gather": "step"}, "moe": {"halves": True}},
     "one device": {
-        "mesh": Topology(), "dispatch": {"align_rows": 128, "rows_per_peer": 256},
+        "mesh": Topology(), "align_rows": 128, "dispatch": {"rows_per_peer": 256},
     },
 }  # fmt: skip
-"""Ways to compute a step, by parts of the configuration."""
+"""Ways to compute a step, by parts of the configuration, and Layout.align_rows."""
 
 
 @functools.cache
@@ -92,7 +93,10 @@ def expected_step(family: str):
 def test_a_step_is_the_plain_step(family, way):
     """Loss, gradients, moments, parameters and loads agree, for a plan with random
     owners and replicas."""
-    case, (start, expected) = make_case(family, **WAYS[way]), expected_step(family)
+    parts = dict(WAYS[way])
+    with aligned_slots(parts.pop("align_rows", 1)):
+        case = make_case(family, **parts)
+    start, expected = expected_step(family)
     actual = one_step(case, start, make_plan(case))
     check_step(actual, expected, "float32")
     rounds_l = actual[1].routing.rounds_l
@@ -102,8 +106,9 @@ def test_a_step_is_the_plain_step(family, way):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_with_rows_left_over_runs_again(family):
     """The loop-free step changes nothing, and the exact step is the plain one."""
-    dispatch = {"rows_per_peer": 4, "overflow": "redo", "align_rows": 64}
-    model = model_from(configure(family, dispatch=dispatch), "float32")
+    dispatch = {"rows_per_peer": 4, "overflow": "redo"}
+    with aligned_slots(64):
+        model = model_from(configure(family, dispatch=dispatch), "float32")
     start, expected = expected_step(family)
     for is_exact in (False, True):
         case = case_maker(model._replace(is_exact=is_exact))

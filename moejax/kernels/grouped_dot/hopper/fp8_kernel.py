@@ -31,7 +31,7 @@ from jaxtyping import Array
 from moejax.kernels import varying_alike
 from moejax.kernels.grouped_dot.fp8 import BLOCK, Quantized
 from moejax.kernels.grouped_dot.hopper import ring, rows_kernel
-from moejax.kernels.grouped_dot.hopper.row_tiles import row_tiles
+from moejax.kernels.grouped_dot.hopper.row_tiles import group_of_tiles
 from moejax.kernels.tuning import Tiles
 
 
@@ -49,11 +49,10 @@ class _Block(rows_kernel.Block):
     def copy_step(self, tile, number, slot):
         super().copy_step(tile, number, slot)
         rows = pl.ds(tile.row, self.program.tiles.rows)
-        source, full = (
-            self.x_scale.at[number, rows],
-            self.ring.full_at(slot, tile.number),
+        source = self.x_scale.at[number, rows]
+        plgpu.copy_gmem_to_smem(
+            source, self.scale_slots.at[slot], self.ring.full.at[slot]
         )
-        plgpu.copy_gmem_to_smem(source, self.scale_slots.at[slot], full)
 
     def multiply(self, warpgroup, tile, done):
         own = self.program.tiles.warpgroup_tile
@@ -66,7 +65,7 @@ class _Block(rows_kernel.Block):
         def step(number, carry):
             done, total = carry
             w_scale = self.w_scale[tile.group, column, number]
-            self.ring.await_full(done, tile.number)
+            self.ring.await_full(done)
             slot = self.ring.slot(done)
             x, (w,) = self.operands(warpgroup, slot)
             product = pl.run_scoped(functools.partial(_product, x, w), plgpu.ACC(own))
@@ -88,14 +87,13 @@ def _product(x, w, total):
     return total[...]  # reading the accumulator waits for the WGMMA
 
 
-def _kernel(program, table, count, *arrays, **scratch):
+def _kernel(program, groups, x, w, x_scale, w_scale, y, *, full, empty, **scratch):
     """Run one block: the body of the kernel."""
-    x, w, x_scale, w_scale, y = arrays
-    barriers = ring.of_tiles(program.tiles, scratch.pop("full"), scratch.pop("empty"))
+    own = ring.Ring(full, empty, program.tiles.stages)
     scales = {"x_scale": x_scale, "w_scale": w_scale}
-    references = {"loaded": None, "edge": None, "ring": barriers, **scratch, **scales}
-    block = _Block(program, table, count, x, w, (), (y,), **references)
-    ring.run_roles(barriers, block.each_tile, block.copy_in, block.compute)
+    references = {"loaded": None, "ring": own, **scratch, **scales}
+    block = _Block(program, groups, x, w, (), (y,), **references)
+    ring.run_roles(own, block.each_tile, block.copy_in, block.compute)
 
 
 def call(
@@ -111,31 +109,27 @@ def call(
         is_transposed=True,
         num_steps=depth // BLOCK,
         num_groups=num_groups,
-        is_aligned=run.is_aligned,
         num_columns=pl.cdiv(width, tiles.columns),
-        finish=lambda products, sources, is_padding: products,
+        finish=lambda products, sources: products,
         products=(None,),
     )
     slots = rows_kernel.scratch(program, x.values.dtype, w.values.dtype, dtype)
     scales = plgpu.SMEM((tiles.stages, tiles.rows), jnp.float32)
-    table, count = row_tiles(rows_g, num_rows, tiles.rows, run.is_aligned)
+    groups = group_of_tiles(rows_g, num_rows, tiles.rows)
     kernel = plgpu.kernel(
         functools.partial(_kernel, program),
         out_type=jax.ShapeDtypeStruct((num_rows, width), dtype),
-        scratch_types=slots
-        | {"scale_slots": scales, **ring.barriers_of_tiles(tiles, 3)},
+        scratch_types=slots | {"scale_slots": scales, **ring.barriers(tiles.stages, 3)},
         kernel_name="grouped_rows_fp8",
-        **ring.kernel_arguments(run, tiles),
+        **ring.kernel_arguments(run),
     )
-    y = kernel(table, count, x.values, w.values, x.scale.T, w.scale)
+    y = kernel(groups, x.values, w.values, x.scale.T, w.scale)
     return varying_alike(y, rows_g, *x, *w)[0]
 
 
 def check(tiles: Tiles) -> None:
     """Raise ValueError unless one scale per row and one per matrix fit each step of a
-    warpgroup's tile, and for a second form, which fp8 does not have."""
-    if tiles.is_second_form:
-        raise ValueError(f"{tiles} must be {tiles.first_form()} in fp8")
+    warpgroup's tile."""
     own_rows, own_columns = tiles.warpgroup_tile
     if tiles.depth != BLOCK or own_columns not in (BLOCK // 2, BLOCK) or own_rows != 64:
         raise ValueError(

@@ -1,12 +1,12 @@
 """The grouped products on Hopper GPUs (Pallas, Mosaic GPU): WGMMA fed by TMA.
 
-Operands and results are bfloat16 or float16, and sums are float32. Rows past
-sum(rows_g) are zero in results, and their values have no effect. `declines` names the
-arrays that the kernels cannot take. docs/kernels.md explains how the kernels work.
-Tests interpret and lower them; they have never run on a GPU.
+Operands and results are bfloat16 or float16, and sums are float32. The rows of each
+group are a multiple of a tile's. Rows past sum(rows_g) are zero in results, and their
+values have no effect. `declines` names the arrays that the kernels cannot take.
+docs/kernels.md explains how the kernels work. Tests interpret and lower them, and
+`pytest --gpu tests/kernels` runs them.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from moejax.kernels import device, quarantine
+from moejax.kernels import device
 from moejax.kernels.grouped_dot.fp8 import (
     BLOCK,
     FORWARD_DTYPE,
@@ -24,37 +24,35 @@ from moejax.kernels.grouped_dot.fp8 import (
     ROW_BLOCK,
     quantize,
 )
-from moejax.kernels.grouped_dot.hopper import (
-    fp8_kernel,
-    ring,
-    rows_kernel,
-    wgrad_kernel,
-)
-from moejax.kernels.grouped_dot.hopper.ring import KernelRun
+from moejax.kernels.grouped_dot.hopper import fp8_kernel, rows_kernel, wgrad_kernel
+from moejax.kernels.grouped_dot.hopper.ring import INTERPRET, KernelRun
 from moejax.kernels.grouped_dot.hopper.rows_kernel import RowsProgram
 from moejax.kernels.grouped_dot.products import Products, compose_products
 from moejax.kernels.shapes import ProductShape
-from moejax.kernels.tuning import Pass, Tiles, has_whole_tiles, tiles_for
+from moejax.kernels.tuning import FP8, TILE_ROWS, Pass, Tiles, tiles_for
+
+__all__ = ["INTERPRET", "KernelRun", "declines", "products"]
 
 DTYPES = ("bfloat16", "float16")
 """Names of the dtypes of operands and results."""
 WIDTH_BYTES = 128
 """Width of the widest swizzle in bytes. Tiled copies (TMA) cut an array into tiles of
-ROWS x WIDTH_BYTES, and Mosaic does not lower copies of an array that these do not
-divide: the remainder of a row would be in the next row."""
-ROWS = ring.SWIZZLED_ROWS
-"""Divisor of the number of rows of an array."""
-MIN_ROWS = 64
-"""Minimum number of rows of an array: those of the smallest tile."""
+8 x WIDTH_BYTES, and Mosaic does not lower copies of an array that these do not divide:
+the remainder of a row would be in the next row."""
+MIN_ALIGN_ROWS = min(TILE_ROWS)
+"""Smallest divisor of the rows of groups: the rows of the smallest tile."""
 ON_DEVICE = KernelRun()
 """Run on the current device, with one block per multiprocessor."""
 
 
 def declines(
-    dtype: jax.typing.DTypeLike, num_rows: int, *widths: int, is_fp8: bool = False
+    dtype: jax.typing.DTypeLike,
+    align_rows: int,
+    *widths: int,
+    is_fp8: bool = False,
 ) -> str | None:
-    """Return the reason why the kernels cannot multiply rows of this number, dtype and
-    these widths, or None if they can."""
+    """Return the reason why the kernels cannot multiply rows of this dtype and these
+    widths, in groups whose rows are multiples of `align_rows`, or None if they can."""
     dtype = jnp.dtype(dtype)
     if dtype.name not in DTYPES:
         return f"dtype {dtype.name} is not one of {', '.join(DTYPES)}"
@@ -64,31 +62,19 @@ def declines(
             return f"a width of {width} is not a multiple of {multiple} in {dtype.name}"
         if is_fp8 and width % BLOCK:
             return f"a width of {width} is not a multiple of {BLOCK}, a block in fp8"
-    if num_rows < MIN_ROWS:
-        return f"{num_rows} rows are fewer than the {MIN_ROWS} of a tile"
-    if num_rows % ROWS:
-        return f"{num_rows} rows are not a multiple of {ROWS}"
+    if align_rows % MIN_ALIGN_ROWS:
+        return (
+            f"groups begin at multiples of {align_rows} rows, not of the "
+            f"{MIN_ALIGN_ROWS} of a tile"
+        )
     return None
-
-
-def takes_aligned_form(
-    which: Pass, tiles: Tiles, align_rows: int, device_kind: str
-) -> bool:
-    """Return whether a pass runs in its aligned form, for groups whose rows
-    are multiples of `align_rows`: its tiles of rows divide them, or its steps in wgrad,
-    and nothing about the pass is quarantined on this kind of device."""
-    is_wrong = quarantine.find(which, device_kind) is not None
-    return has_whole_tiles(which, tiles, align_rows) and not is_wrong
 
 
 def products(
     run: KernelRun = ON_DEVICE, fp8: str = "none", align_rows: int = 1
 ) -> Products:
     """Return the products of these kernels; each call takes the tiles of its shape and
-    device.
-
-    `align_rows` divides the rows of every group, and takes_aligned_form says which
-    products then run in the aligned form (KernelRun.is_aligned).
+    device, which divide `align_rows`, as do the rows of every group.
 
     With fp8, SwiGLU is not fused into the products, and wgrad is the same as without
     fp8.
@@ -96,17 +82,18 @@ def products(
 
     def with_tiles(which: Pass, product: Callable, dims: Callable) -> Callable:
         def call(*arrays):
-            d, f = dims(*arrays)
-            rows_g = arrays[-1]
-            shape = ProductShape(arrays[0].shape[0], d, f, rows_g.shape[0])
+            rows, rows_g = arrays[0], arrays[-1]
+            widths = dims(*arrays)
+            is_fp8 = which in FP8
+            why = declines(rows.dtype, align_rows, *widths, is_fp8=is_fp8)
+            if run.interpret is None:
+                why = device.why_not_hopper() or why
+            if why:
+                raise NotImplementedError(f"{why}: use implementation='blocked'")
+            shape = ProductShape(rows.shape[0], *widths, rows_g.shape[0])
             kind = device.device_here().device_kind
-            tiles = tiles_for(which, shape, arrays[0].dtype.name, kind)
-            if quarantine.find(which, kind):
-                tiles = tiles.first_form()
-            is_aligned = takes_aligned_form(which, tiles, align_rows, kind)
-            return product(
-                *arrays, tiles, dataclasses.replace(run, is_aligned=is_aligned)
-            )
+            tiles = tiles_for(which, shape, rows.dtype.name, kind, align_rows)
+            return product(*arrays, tiles, run)
 
         return call
 
@@ -165,7 +152,6 @@ def wgrad(
     run: KernelRun = ON_DEVICE,
 ) -> Float[Array, "g d f"]:
     """Return x.T @ dy over the rows of each group; zero for an empty group."""
-    _check(run, x_md, x_md.shape[1], dy_mf.shape[1])
     return wgrad_kernel.call(x_md, dy_mf, rows_g, tiles, run)
 
 
@@ -178,7 +164,6 @@ def fp8_forward(
 ) -> Float[Array, "m f"]:
     """Return x @ w with the matrix of each row's group, both quantized to e4m3. XLA
     quantizes them first, and writes a transposed copy of w."""
-    _check(run, x_md, *w_gdf.shape[1:], is_fp8=True)
     x = quantize(x_md, FORWARD_DTYPE, ROW_BLOCK)
     w = quantize(w_gdf, FORWARD_DTYPE, MATRIX_BLOCK)
     w = jax.tree.map(lambda a: jnp.swapaxes(a, 1, 2), w)
@@ -195,7 +180,6 @@ def fp8_dgrad(
 ) -> Float[Array, "m d"]:
     """Return dy @ w.T with the matrix of each row's group, with dy quantized to the
     format `gradients` and w to e4m3. No transposed copy of w is made."""
-    _check(run, dy_mf, *w_gdf.shape[1:], is_fp8=True)
     dy = quantize(dy_mf, GRADIENT_DTYPES[gradients], ROW_BLOCK)
     w = quantize(w_gdf, FORWARD_DTYPE, MATRIX_BLOCK)
     return fp8_kernel.call(dy, w, rows_g, dy_mf.dtype, tiles, run)
@@ -213,9 +197,8 @@ def swiglu(
     of up."""
     (num_rows, d), num_groups = x_md.shape, into_gdh.shape[0]
     f = into_gdh.shape[2] // 2
-    _check(run, x_md, d, f)
 
-    def finish(products, sources, is_padding):
+    def finish(products, sources):
         # Round first: the backward pass reads rounded values and must get the same h.
         gate, up = (p.astype(x_md.dtype).astype(jnp.float32) for p in products)
         return gate * jax.nn.sigmoid(gate) * up, gate, up
@@ -225,7 +208,6 @@ def swiglu(
         is_transposed=False,
         num_steps=pl.cdiv(d, tiles.depth),
         num_groups=num_groups,
-        is_aligned=run.is_aligned,
         num_columns=pl.cdiv(f, tiles.columns),
         finish=finish,
         products=(0, 1),
@@ -248,27 +230,23 @@ def swiglu_dgrad(
     """Return the cotangent of [gate, up], and h = silu(gate) * up.
 
     dy is the cotangent of h @ down. h is computed again here because the forward pass
-    does not save it and the gradient of down needs it.
+    does not save it and the gradient of down needs it. into_mh is a result of `swiglu`,
+    and so zero in rows of padding.
     """
     (num_rows, d), (num_groups, f, _) = dy_md.shape, down_gfd.shape
-    _check(run, dy_md, d, f)
 
-    def finish(products, sources, is_padding):
+    def finish(products, sources):
         (dh,), (gate, up) = products, sources
         sigmoid = jax.nn.sigmoid(gate)
         silu = gate * sigmoid
         dgate = dh * up * (sigmoid + silu * (1 - sigmoid))
-        # Rows of padding in [gate, up] may hold NaN.
-        is_padding = jnp.broadcast_to(is_padding, dh.shape)
-        zero = jnp.zeros_like(dh)
-        return [jnp.where(is_padding, zero, v) for v in (dgate, dh * silu, silu * up)]
+        return dgate, dh * silu, silu * up
 
     program = RowsProgram(
         tiles=tiles,
         is_transposed=True,
         num_steps=pl.cdiv(d, tiles.depth),
         num_groups=num_groups,
-        is_aligned=run.is_aligned,
         num_columns=pl.cdiv(f, tiles.columns),
         finish=finish,
         products=(None,),
@@ -286,26 +264,14 @@ def _product(x, w, rows_g, tiles, run, *, is_transposed):
     """Multiply each row of x by the matrix of its group, or by its transpose."""
     num_rows, depth = x.shape
     width = w.shape[1 if is_transposed else 2]
-    _check(run, x, depth, width)
     program = RowsProgram(
         tiles=tiles,
         is_transposed=is_transposed,
         num_steps=pl.cdiv(depth, tiles.depth),
         num_groups=w.shape[0],
-        is_aligned=run.is_aligned,
         num_columns=pl.cdiv(width, tiles.columns),
-        finish=lambda products, sources, is_padding: products,
+        finish=lambda products, sources: products,
         products=(None,),
     )
     (y,) = rows_kernel.call(program, [(num_rows, width)], run, rows_g, x, w)
     return y
-
-
-def _check(run: KernelRun, rows, *widths: int, is_fp8: bool = False) -> None:
-    """Raise NotImplementedError if the kernels decline the arrays, or if the device is
-    no Hopper GPU and the kernels are not interpreted."""
-    why = declines(rows.dtype, rows.shape[0], *widths, is_fp8=is_fp8)
-    if run.interpret is None:
-        why = device.why_not_hopper() or why
-    if why:
-        raise NotImplementedError(f"{why}: use implementation='blocked'")

@@ -4,10 +4,7 @@
     warpgroup 0   WGMMA on its half of the tile, then the epilogue: registers -> shared
     warpgroup 1     memory -> TMA to the result, while the next tile's steps arrive
 
-A tile stores rows of one group (row_tiles.py), and so has one matrix. If all of its
-rows belong to the group, it is stored by copies of whole chunks. Otherwise rows LOW to
-HIGH are stored in pieces of 1, 2, 4 .. rows, with one copy each, and no row of another
-group is written. Where groups are aligned, all tiles are whole. Matrices are not
+A tile has rows of one group (row_tiles.py), and so one matrix. Matrices are not
 transposed in global memory: if the contraction is over their last dim, WGMMA reads the
 tile transposed from shared memory. docs/kernels.md has a drawing.
 """
@@ -24,9 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moejax.kernels import varying_alike
-from moejax.kernels.grouped_dot.hopper import ring, rows_store
-from moejax.kernels.grouped_dot.hopper.row_tiles import ALIGNMENT, row_tiles
-from moejax.kernels.tuning import EDGE_ROWS, WARPGROUPS, Tiles
+from moejax.kernels.grouped_dot.hopper import ring
+from moejax.kernels.grouped_dot.hopper.row_tiles import group_of_tiles
+from moejax.kernels.tuning import WARPGROUPS, Tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +38,11 @@ class RowsProgram:
     """Number of steps of one contraction."""
     num_groups: int
     """Number of groups, padding not counted."""
-    is_aligned: bool
-    """Whether groups consist of whole tiles (KernelRun.is_aligned)."""
     num_columns: int
     """Number of tiles across the columns of the result."""
     finish: Callable
-    """Epilogue (products, sources, is_padding) -> results. All arrays are float32
-    chunks in registers."""
+    """Epilogue (products, sources) -> results. All arrays are float32 chunks in
+    registers. It is 0 where all of them are: rows of padding come out as zeros."""
     products: tuple[int | None, ...]
     """Half of w (0 or 1) that each product multiplies, or None for the whole of w. Each
     product has an accumulator."""
@@ -67,23 +62,17 @@ class RowsProgram:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tile:
+class Tile:
     """Position of one tile, in scalars that are known at run time."""
 
     group: Any
     """Group of the tile; num_groups for padding."""
     row: Any
     """First row of the tile in the buffer."""
-    low: Any
-    """First row of the group, counted from `row`."""
-    high: Any
-    """Row after the last row of the group in this tile, counted from `row`."""
     column: Any
     """First column of the tile in the result."""
     num_steps: Any
     """Number of steps of the contraction: 0 for padding."""
-    number: Any
-    """Number of the tile among those of its block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +80,8 @@ class Block:
     """References of a running block to its arrays in global and shared memory."""
 
     program: RowsProgram
-    table: Any
-    """Table of row_tiles."""
-    count: Any
-    """Number of its tiles, [1]."""
+    groups: Any
+    """Group of each tile of rows, as group_of_tiles returns them."""
     x: Any
     w: Any
     sources: tuple
@@ -107,9 +94,6 @@ class Block:
     """Tiles of w, by slot of the ring and by product, in shared memory."""
     out: Any
     """Chunks on their way to the result, by warpgroup and slot, in shared memory."""
-    edge: Any
-    """Chunk of a tile of which only part is stored, by warpgroup, in shared memory;
-    None where groups are aligned."""
     loaded: Any
     """Barriers for the chunks that the epilogue reads, by warpgroup; None without a
     source."""
@@ -118,26 +102,23 @@ class Block:
     def each_tile(self, step):
         """Call step(tile, done) -> done for each tile of this block, and return the
         last `done`."""
-        tiles = self.program.tiles
-        wide = pl.cdiv(self.program.num_columns, tiles.cluster)
+        tiles, wide = self.program.tiles, self.program.num_columns
+        high = self.groups.shape[0]
         first, blocks = lax.axis_index("block"), lax.axis_size("block")
-        total = self.count[0] * wide
 
         def run_tile(i, done):
-            t, column = ring.walk(first + i * blocks, self.count[0], wide, tiles.span)
-            fields = range(self.table.shape[0])
-            group, row, *part = (self.table[field, t] for field in fields)
-            low, high = part or (0, tiles.rows)
+            t, column = ring.walk(first + i * blocks, high, wide, tiles.span)
+            group = self.groups[t]
             # A tile of padding has no steps and stores its accumulators, which are 0.
             steps = jnp.where(
                 group < self.program.num_groups, self.program.num_steps, 0
             )
-            row = pl.multiple_of(row, ALIGNMENT)
-            column = ring.own_column(tiles, column)
+            row = pl.multiple_of(t * tiles.rows, tiles.rows)
             column = pl.multiple_of(column * tiles.columns, tiles.columns)
-            return step(_Tile(group, row, low, high, column, steps, i), done)
+            return step(Tile(group, row, column, steps), done)
 
-        return lax.fori_loop(0, pl.cdiv(total - first, blocks), run_tile, jnp.int32(0))
+        count = pl.cdiv(high * wide - first, blocks)
+        return lax.fori_loop(0, count, run_tile, jnp.int32(0))
 
     def copy_in(self, tile, done):
         """Copy the operands of all steps of a tile into the ring."""
@@ -151,29 +132,19 @@ class Block:
 
     def copy_step(self, tile, number, slot):
         """Start the copies of x and w for step `number` of a tile into a ring slot."""
-        tiles, full = self.program.tiles, self.ring.full_at(slot, tile.number)
+        tiles, full = self.program.tiles, self.ring.full.at[slot]
         rows = pl.ds(tile.row, tiles.rows)
         columns = pl.ds(tile.column, tiles.columns)
         depth = pl.ds(number * tiles.depth, tiles.depth)
-        plgpu.copy_gmem_to_smem(
-            self.x.at[rows, depth],
-            self.x_slots.at[slot],
-            full,
-            collective_axes=ring.shared_by(tiles),
-        )
+        plgpu.copy_gmem_to_smem(self.x.at[rows, depth], self.x_slots.at[slot], full)
         window = (columns, depth) if self.program.is_transposed else (depth, columns)
         for p, half in enumerate(self.program.products):
-            matrix = rows_store.windowed(self.w.at[tile.group], half, *window)
+            matrix = _windowed(self.w.at[tile.group], half, *window)
             plgpu.copy_gmem_to_smem(matrix, self.w_slots.at[slot, p], full)
 
     def compute(self, warpgroup, tile, done):
         """Compute this warpgroup's part of a tile, and store it."""
-
-        def own_part():
-            sums = self.multiply(warpgroup, tile, done)
-            rows_store.store(self, warpgroup, tile, sums)
-
-        ring.when_in_turn(self.program.tiles, warpgroup, tile.number, own_part)
+        self.store(warpgroup, tile, self.multiply(warpgroup, tile, done))
         return done + tile.num_steps
 
     def multiply(self, warpgroup, tile, done):
@@ -182,7 +153,7 @@ class Block:
 
         def steps(*sums):
             def step(number, done):
-                self.ring.await_full(done, tile.number)
+                self.ring.await_full(done)
                 x, w_p = self.operands(warpgroup, self.ring.slot(done))
                 for total, w in zip(sums, w_p, strict=True):
                     plgpu.wgmma(total, x, w)
@@ -226,15 +197,58 @@ class Block:
             w_p.append(w.T if is_transposed else w)
         return x, w_p
 
+    def store(self, warpgroup, tile, sums):
+        """Store this warpgroup's part of a tile, one chunk of columns after the other:
+        from the products in registers through shared memory to the result."""
+        program, tiles = self.program, self.program.tiles
+        own_rows, own_columns = tiles.warpgroup_tile
+        first_row, first_column = ring.own_part(tiles, warpgroup)
+        rows = pl.ds(tile.row + first_row, own_rows)
+        alternates = program.num_slots > len(program.results)
+        for c in range(own_columns // tiles.chunk):
+            inside = slice(c * tiles.chunk, (c + 1) * tiles.chunk)
+            columns = pl.ds(tile.column + first_column + inside.start, tiles.chunk)
+            sources = self._read_sources(warpgroup, rows, columns)
+            values = program.finish([x[:, inside] for x in sums], sources)
+            # The slots' last copies to the result must have been read.
+            plgpu.wait_smem_to_gmem(int(alternates), wait_read_only=True)
+            for number, (output, half) in enumerate(program.results):
+                slot = self.out.at[warpgroup, c % 2 if alternates else number]
+                slot[...] = values[number].astype(self.out.dtype)
+                plgpu.commit_smem()
+                target = _windowed(self.outputs[output], half, rows, columns)
+                plgpu.copy_smem_to_gmem(slot, target)
 
-def _kernel(program: RowsProgram, table, count, x, w, *rest, **scratch):
+    def _read_sources(self, warpgroup, rows, columns):
+        """Return the chunks that the epilogue reads, in registers. They are copied
+        through the slots of results."""
+        if not self.program.sources:
+            return []
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        loaded = self.loaded.at[warpgroup]
+        for slot, half in enumerate(self.program.sources):
+            window = _windowed(self.sources[0], half, rows, columns)
+            plgpu.copy_gmem_to_smem(window, self.out.at[warpgroup, slot], loaded)
+        plgpu.barrier_wait(loaded)
+        slots = range(len(self.program.sources))
+        chunks = [self.out[warpgroup, slot].astype(jnp.float32) for slot in slots]
+        plgpu.commit_smem()  # all threads must have read before any thread writes
+        return chunks
+
+
+def _windowed(ref, half: int | None, first, second):
+    """Return the window [first, second] of a two-dimensional reference, or of one half
+    of a reference [first, 2, second]."""
+    return ref.at[first, second] if half is None else ref.at[first, half, second]
+
+
+def _kernel(program: RowsProgram, groups, x, w, *rest, full, empty, **scratch):
     """Run one block: the body of the kernel."""
     sources, outputs = rest[: bool(program.sources)], rest[bool(program.sources) :]
-    barriers = ring.of_tiles(program.tiles, scratch.pop("full"), scratch.pop("empty"))
-    scratch = {"edge": None, "loaded": None, **scratch}
-    arrays = table, count, x, w, sources, outputs
-    block = Block(program, *arrays, **scratch, ring=barriers)
-    ring.run_roles(barriers, block.each_tile, block.copy_in, block.compute)
+    own = ring.Ring(full, empty, program.tiles.stages)
+    arrays = groups, x, w, sources, outputs
+    block = Block(program, *arrays, **{"loaded": None, **scratch}, ring=own)
+    ring.run_roles(own, block.each_tile, block.copy_in, block.compute)
 
 
 def scratch(program: RowsProgram, x_dtype, w_dtype, out_dtype) -> dict[str, Any]:
@@ -251,9 +265,6 @@ def scratch(program: RowsProgram, x_dtype, w_dtype, out_dtype) -> dict[str, Any]
         ),
         "out": ring.swizzled((WARPGROUPS, program.num_slots, *chunk), out_dtype),
     }
-    if not program.is_aligned:
-        edge = (WARPGROUPS, own_rows + EDGE_ROWS, tiles.chunk)
-        slots["edge"] = plgpu.SMEM(edge, out_dtype)
     if program.sources:
         slots["loaded"] = plgpu.Barrier(
             num_arrivals=len(program.sources), num_barriers=WARPGROUPS
@@ -273,15 +284,15 @@ def call(
     `arrays` are x, w and, if the epilogue reads one, the source array.
     """
     x = arrays[0]
-    table, count = row_tiles(rows_g, x.shape[0], program.tiles.rows, program.is_aligned)
-    barriers = ring.barriers_of_tiles(program.tiles, 1 + len(program.products))
+    groups = group_of_tiles(rows_g, x.shape[0], program.tiles.rows)
+    barriers = ring.barriers(program.tiles.stages, 1 + len(program.products))
     kernel = plgpu.kernel(
         functools.partial(_kernel, program),
         out_type=tuple(jax.ShapeDtypeStruct(shape, x.dtype) for shape in out_shapes),
         scratch_types=scratch(program, x.dtype, x.dtype, x.dtype) | barriers,
         kernel_name="grouped_rows",
-        **ring.kernel_arguments(run, program.tiles),
+        **ring.kernel_arguments(run),
     )
-    outputs = kernel(table, count, *arrays)
+    outputs = kernel(groups, *arrays)
     # JAX types a kernel's outputs as equal on all devices, whatever its inputs are.
     return varying_alike(*outputs, rows_g, *arrays)[: len(outputs)]

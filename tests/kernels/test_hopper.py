@@ -1,0 +1,354 @@
+"""The Hopper kernels of the grouped product beside the cases of test_cases.py: other
+tiles, synchronization that is left out, what they decline, traces, and lowering for an
+H200 that need not be present."""
+
+import functools
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
+    get_races,
+    reset_gpu_interpret_mode_state,
+)
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import use_abstract_mesh
+
+from moejax.kernels.cases import Case, operand_dims, product_case
+from moejax.kernels.grouped_dot.hopper import (
+    fp8_kernel,
+    kernels,
+    ring,
+    rows_kernel,
+    wgrad_kernel,
+)
+from moejax.kernels.shapes import MODEL_SHAPES, ProductShape
+from moejax.kernels.tuning import FP8, PASSES, Tiles, align_rows_for, default_tiles
+from tests.support import fp8_definition
+from tests.support.close import assert_close
+from tests.support.hopper_traces import H200, order
+from tests.support.primitives import equations
+
+RAGGED = ProductShape(rows=1024, d=320, f=576, groups=9)
+"""Shape whose widths no tile divides."""
+RAGGED_FP8 = ProductShape(rows=1024, d=640, f=1152, groups=9)
+TILES = [
+    Tiles(64, 128, stages=2, halves="columns"),
+    Tiles(64, 256, stages=3, halves="columns", chunk=64),
+    Tiles(128, 64, stages=4),
+    Tiles(128, 128, depth=128, stages=2),
+    Tiles(128, 256, stages=3, chunk=64, span=1),
+    Tiles(256, 128, stages=2, span=64),
+]
+"""Tiles that a search would try."""
+
+
+@pytest.fixture(autouse=True)
+def _fresh_interpreter():
+    """Reset the interpreter: the state of a failed kernel would fail the next one."""
+    yield
+    reset_gpu_interpret_mode_state()
+
+
+def interpreted_error(case: Case) -> float:
+    """Return the error of a case in the interpreter; assert that there was no race."""
+    arguments = case.draw()
+    results = jax.device_get(jax.jit(case.call("hopper", True))(*arguments))
+    assert not get_races().races_found, "a race"
+    return case.error(results, case.expected(arguments))
+
+
+def fits(which: str, tiles: Tiles) -> bool:
+    """Return whether a pass has registers and shared memory for tiles, and whether no
+    swizzle is cut in two."""
+    if which == "wgrad":
+        return tiles.halves == "rows" and tiles.columns >= 128
+    return "swiglu" not in which or max(tiles.rows, tiles.columns) <= 128
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("which", "tiles"),
+    [
+        pytest.param(which, tiles, id=f"{which} {tiles}")
+        for which in PASSES
+        for tiles in TILES
+        if which not in FP8 and fits(which, tiles)
+    ],
+)
+def test_other_tiles(monkeypatch, which, tiles):
+    monkeypatch.setattr(kernels, "tiles_for", lambda *_: tiles)
+    case = product_case(which, "bfloat16", 192, 192, (256, 0, 512), align_rows=256)
+    assert interpreted_error(case) <= case.tolerance
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("which", PASSES)
+def test_patterns_of_empty_groups(which):
+    random = np.random.default_rng(0)
+    for _ in range(8):
+        rows_g = tuple(64 * random.choice([0, 0, 1, 2], 6))
+        case = product_case(which, "bfloat16", 128, 128, rows_g, align_rows=64)
+        assert interpreted_error(case) <= case.tolerance
+
+
+def test_both_passes_of_swiglu_give_the_same_h():
+    """Both values of h agree bit for bit, so the gradient of down uses the h of the
+    forward pass."""
+    sizes = "bfloat16", 128, 128, (64, 128)
+    x_md, into_gdh, rows_g = product_case("swiglu", *sizes, align_rows=64).draw()
+    backward = product_case("swiglu_dgrad", *sizes, align_rows=64)
+    dy_md, down_gfd, _, _ = backward.draw()
+    own = kernels.products(kernels.KernelRun(2, kernels.INTERPRET), align_rows=64)
+    h_mf, into_mh = jax.jit(own.swiglu)(x_md, into_gdh, rows_g)
+    _, again_mf = jax.jit(own.swiglu_dgrad)(dy_md, down_gfd, into_mh, rows_g)
+    np.testing.assert_array_equal(h_mf, again_mf)
+
+
+UNOBSERVED = "observed .*phase|observe each barrier completion|must do so in all phases"
+"""Pattern of the interpreter's errors for a barrier that nobody waits for."""
+COMMIT, STORED, WAIT = ("commit_smem",), ("wait_smem_to_gmem",), ("barrier_wait",)
+
+
+def leave_out(monkeypatch, holder, names):
+    """Replace functions by ones that do nothing: methods if `holder` is Ring, otherwise
+    functions of plgpu, as the kernel's module `holder` alone sees them."""
+
+    def does_nothing(*args, **kwargs):
+        pass
+
+    if holder is ring.Ring:
+        for name in names:
+            monkeypatch.setattr(holder, name, does_nothing)
+        return
+    rest = types.SimpleNamespace(**vars(plgpu) | dict.fromkeys(names, does_nothing))
+    monkeypatch.setattr(holder, "plgpu", rest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "names", "which", "message"),
+    [
+        pytest.param(*case, id=name)
+        for name, case in {
+            "slots refilled in use": (ring.Ring, ("await_empty",), "dgrad", UNOBSERVED),
+            "slots read unfilled": (ring.Ring, ("await_full",), "forward", UNOBSERVED),
+            "stores not fenced": (rows_kernel, COMMIT, "forward", "a race"),
+            "stores of matrices not fenced": (wgrad_kernel, COMMIT, "wgrad", "a race"),
+            "slots stored over": (rows_kernel, STORED, "forward", "a race"),
+            "sources read too early": (rows_kernel, WAIT, "swiglu_dgrad", UNOBSERVED),
+            "scales refilled in use": (fp8_kernel, COMMIT, "fp8_forward", "a race"),
+        }.items()
+    ],
+)
+def test_a_missing_synchronization_is_detected(
+    monkeypatch, module, names, which, message
+):
+    """The interpreter reports a race, or a barrier that nobody waited for."""
+    leave_out(monkeypatch, module, names)
+    widths = (640, 128) if which in FP8 else (320, 320)
+    case = product_case(which, "bfloat16", *widths, (128, 0, 0, 0), align_rows=64)
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError), match=message):
+        interpreted_error(case)
+    assert get_races().races_found or message == UNOBSERVED
+
+
+@pytest.mark.slow
+def test_gradients_in_e5m2():
+    """Compare dy in e5m2 times w in e4m3 with NumPy in float64."""
+    sizes = "float16", 128, 256, (64, 0, 128)
+    case = product_case("fp8_dgrad", *sizes, align_rows=64, fp8="e5m2")
+    dy_mf, w_gdf, rows_g = arguments = case.draw()
+    actual = jax.jit(case.call("hopper", True))(*arguments)
+    dy_mf = np.nan_to_num(dy_mf)
+    assert_close(actual, fp8_definition.dgrad(dy_mf, w_gdf, rows_g, "e5m2"))
+
+
+def test_a_row_that_is_not_finite_stays_alone():
+    case = product_case("fp8_forward", "bfloat16", 128, 128, (64, 64), align_rows=64)
+    x_md, w_gdf, rows_g = case.draw()
+    x_md[70, 3] = np.inf
+    is_bad = np.isnan(jax.jit(case.call("hopper", True))(x_md, w_gdf, rows_g))
+    assert is_bad[70].all()
+    assert is_bad.sum() == is_bad[70].sum()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "align_rows", "d", "options", "why"),
+    [
+        ("float32", 64, 64, {}, "dtype float32 is not one of bfloat16, float16"),
+        ("bfloat16", 64, 96, {}, "a width of 96 is not a multiple of 64 in bfloat16"),
+        ("float16", 8, 64, {}, "groups begin at multiples of 8 rows, not of the 64 of"),
+        ("bfloat16", 64, 192, {"fp8": "e4m3"}, "a width of 192 is not a multiple of 1"),
+    ],
+)
+def test_declines(dtype, align_rows, d, options, why):
+    declined = kernels.declines(dtype, align_rows, d, 128, is_fp8=bool(options))
+    assert declined.startswith(why)
+    x_md, w_gdf = jnp.zeros((64, d), dtype), jnp.zeros((2, d, 128), dtype)
+    rows_g = jnp.zeros(2, jnp.int32)
+    run = kernels.KernelRun(1, kernels.INTERPRET)
+    forward = kernels.products(run, align_rows=align_rows, **options).forward
+    with pytest.raises(NotImplementedError, match=f"{why}.*: use implementation="):
+        forward(x_md, w_gdf, rows_g)
+
+
+def test_declines_a_device_that_is_no_hopper():
+    why = "the kernels are for Hopper, not cpu: use implementation='blocked'"
+    x_md, w_gdf = jnp.zeros((64, 64), "bfloat16"), jnp.zeros((2, 64, 64), "bfloat16")
+    with pytest.raises(NotImplementedError, match=why):
+        kernels.products(align_rows=64).forward(x_md, w_gdf, jnp.zeros(2, jnp.int32))
+
+
+def test_takes_widths_of_real_models():
+    for width in (512, 768, 1408, 2048, 2880, 7168, 14336):
+        assert kernels.declines("bfloat16", 128, width) is None
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        Tiles(128, 128),
+        Tiles(128, 256, depth=128),
+        Tiles(256, 128, depth=128, stages=2),
+    ],
+    ids=str,
+)
+def test_tiles_that_a_scale_does_not_fit(tiles):
+    with pytest.raises(ValueError, match="must have depth=128, and 64 x 64 or 64 x"):
+        trace("fp8_forward", RAGGED_FP8, tiles)
+
+
+def trace(which, shape, tiles, dtype=jnp.bfloat16, **options):
+    """Trace a pass for an H200."""
+    sizes = shape.rows, shape.d, shape.f, shape.groups
+    dims = operand_dims(which, *sizes)
+    floats = [jax.ShapeDtypeStruct(each, dtype) for each in dims]
+    rows_g = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
+    call = functools.partial(getattr(kernels, which), tiles=tiles, **options)
+    with use_abstract_mesh(H200):
+        return jax.jit(call).trace(*floats, rows_g)
+
+
+def lower_to_text(which, shape, tiles, dtype=jnp.bfloat16, **options) -> str:
+    with use_abstract_mesh(H200):
+        result = trace(which, shape, tiles, dtype, **options)
+        return result.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def check_lowers(which, shape, tiles, dtype=jnp.bfloat16, **options):
+    """Assert that one kernel is lowered: without operations on float arrays beside it,
+    or in fp8 on 8-bit values. Too much shared memory would raise a ValueError."""
+    text = lower_to_text(which, shape, tiles, dtype, **options)
+    if which in FP8:
+        (line,) = re.findall(r"custom_call @mosaic_gpu_v2.*", text)
+        rows = "f8E5M2" if options.get("gradients") == "e5m2" else "f8E4M3FN"
+        assert re.findall(r"x(f8\w+)>", line) == [rows, "f8E4M3FN"]
+        return
+    assert re.findall(r"custom_call @(\w+)", text) == ["mosaic_gpu_v2"]
+    moved = re.findall(r"stablehlo\.(?!reshape)\w+.*x(?:bf16|f16|f32)>", text)
+    assert [line for line in moved if "custom_call" not in line] == []
+
+
+def check_model(name, which, **options):
+    """Assert that a pass of a model's shape lowers with the default tiles."""
+    shape = MODEL_SHAPES[name]
+    align_rows = align_rows_for(shape.rows, shape.groups)
+    check_lowers(which, shape, default_tiles(which, shape, align_rows), **options)
+
+
+SHORT_CASES = [
+    ("mixtral_8x7b", "forward"),
+    ("qwen3_30b_a3b", "dgrad"),
+    ("olmoe_1b_7b", "wgrad"),
+    ("fine_grained", "swiglu"),
+    ("deepseek_v3", "swiglu_dgrad"),
+    ("mixtral_8x7b", "fp8_forward"),
+    ("fine_grained", "fp8_dgrad"),
+]
+"""Cases that cover all passes, both kinds of halves and both numbers of columns."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "which"), SHORT_CASES)
+def test_model_shapes_lower(name, which):
+    options = {"gradients": "e5m2"} if which == "fp8_dgrad" else {}
+    check_model(name, which, **options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("which", PASSES)
+@pytest.mark.parametrize("name", MODEL_SHAPES)
+def test_all_model_shapes_lower(name, which):
+    check_model(name, which)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("which", "tiles"),
+    [
+        pytest.param(which, tiles, id=f"{which} {tiles}")
+        for which in PASSES
+        for tiles in TILES
+        if which not in FP8 and fits(which, tiles)
+    ],
+)
+def test_tiles_of_a_search_lower(which, tiles, dtype):
+    check_lowers(which, RAGGED, tiles, dtype)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("sizes", [(64, 128), (64, 256), (128, 64), (128, 128)])
+@pytest.mark.parametrize("which", FP8)
+def test_tiles_of_a_search_lower_in_fp8(which, sizes, dtype):
+    halves = "columns" if sizes[0] == 64 else "rows"
+    for chunk in (32, 64):
+        tiles = Tiles(*sizes, depth=128, stages=3, halves=halves, chunk=chunk)
+        check_lowers(which, RAGGED_FP8, tiles, dtype)
+
+
+def test_tiles_that_do_not_lower_say_so():
+    with pytest.raises(ValueError, match="exceeds available shared memory"):
+        lower_to_text("forward", RAGGED, Tiles(128, 256, stages=5))
+
+
+def find_orders(which):
+    """Return the order of operations in the only loop that issues WGMMAs, and in the
+    whole kernel."""
+    tiles = Tiles(128, 128, stages=3)
+    jaxpr = trace(which, RAGGED, tiles).jaxpr
+    bodies = (b for eqn, _ in equations(jaxpr) for b in jaxprs_in_params(eqn.params))
+    names = ((body, [eqn.primitive.name for eqn in body.eqns]) for body in bodies)
+    (loop,) = (body for body, named in names if "wgmma_ref" in named)
+    return [order(each, tiles.stages) for each in (loop, jaxpr)]
+
+
+@pytest.mark.parametrize("which", [which for which in PASSES if which not in FP8])
+def test_a_slot_is_given_back_when_no_wgmma_reads_it(which):
+    """The interpreter sees no race in any order, because its WGMMA ends when issued."""
+    num_products = 2 if which == "swiglu" else 1
+    # After the wait, the products of this step still run, and those of the last do not.
+    step = ["wgmma"] * num_products + [("left", num_products), ("released", 1)]
+    # The accumulators are read when nothing runs; the slot of the last step is
+    # released.
+    end = [("left", 0)] * num_products + [("released", 1)]
+    assert find_orders(which) == [step, step + end]
+
+
+@pytest.mark.parametrize("which", FP8)
+def test_in_fp8_a_slot_is_given_back_when_no_wgmma_reads_it(which):
+    """The kernel waits for the WGMMA of a step, and then releases its slot."""
+    tiles = Tiles(128, 128, depth=128, stages=3)
+    jaxpr = trace(which, RAGGED_FP8, tiles).jaxpr
+    assert order(jaxpr, tiles.stages) == ["wgmma", ("left", 0), ("released", 0)]
+
+
+def test_the_order_has_no_wait_where_the_kernel_has_none(monkeypatch):
+    monkeypatch.setattr(plgpu, "wgmma_wait", lambda n: None)
+    assert find_orders("forward")[0] == ["wgmma", ("released", 1)]

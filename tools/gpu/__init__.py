@@ -1,0 +1,1 @@
+"""Parts and table of tools/gpu_report.py."""
