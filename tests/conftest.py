@@ -25,7 +25,7 @@ MAX_MEMORY_AREAS = 30_000
 """Compiled programs take a hundred memory areas each, and Linux gives a process 65,530:
 beyond, loading one more program is a segmentation fault."""
 LONGEST = (
-    "test_processes", "test_runs", "test_balancing", "test_hopper_dot",
+    "test_processes", "test_runs", "test_balancing", "test_cases", "test_gpu_report",
     "test_notebooks", "test_trajectories", "test_communication_steps",
     "test_compressed_gradients", "test_split_runs", "test_generate", "test_evaluate",
     "test_mutated_inputs", "test_mutated_runs", "test_aot",

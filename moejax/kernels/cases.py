@@ -112,13 +112,16 @@ def cases(kernel: str) -> list[Case]:
         ]
     if kernel in MOVES:
         make = functools.partial(move_case, kernel)
-        return [
+        moves = [
             *(make(dtype, 5, 3, 1024) for dtype in ("bfloat16", "float16", "float32")),
             make("bfloat16", 9, 8, 2048),
             make("bfloat16", 2, 10, 1024),
             make("bfloat16", 3, 1, 1024, kept=1.0),
             make("bfloat16", 3, 2, 1024, kept=0.0),
         ]
+        if kernel == "weighted_sum":
+            moves.append(make("bfloat16", 5, 3, 1024, has_gates=False))
+        return moves
     if kernel == "attention":
         documents = (63, 1, 20, 65, 7, 100)
         return [
@@ -255,11 +258,19 @@ def scanned(case: Case) -> Case:
 
 
 def move_case(
-    move: str, dtype: str, tokens: int, choices: int, d: int, kept: float = 0.6
+    move: str,
+    dtype: str,
+    tokens: int,
+    choices: int,
+    d: int,
+    kept: float = 0.6,
+    *,
+    has_gates: bool = True,
 ) -> Case:
     """Return a case of one move of the row permutation, in which the share `kept` of
     all choices has a row. Four rows more than there are choices stay empty. Rows that
-    no choice has, and tokens whose choices are all lost, hold NaN."""
+    no choice has, and tokens whose choices are all lost, hold NaN. Without gates,
+    weighted_sum is the gradient of take."""
 
     def draw():
         random = np.random.default_rng(0)
@@ -280,11 +291,14 @@ def move_case(
             source_m = np.where(assignment_m < 0, -1, assignment_m // choices)
             return x_nd, source_m.astype(np.int32)
         if move == "weighted_sum":
-            return y_md, gate_nk, position_nk
+            return y_md, gate_nk if has_gates else np.ones_like(gate_nk), position_nk
         return x_nd, y_md, gate_nk, position_nk, assignment_m
 
     def call(implementation, interpret):
-        return getattr(make_moves(implementation, interpret), move)
+        moves = make_moves(implementation, interpret)
+        if has_gates:
+            return getattr(moves, move)
+        return lambda y_md, _, position_nk: moves.weighted_sum(y_md, None, position_nk)
 
     def define(*arrays):
         if move == "take":
@@ -300,7 +314,9 @@ def move_case(
 
         return jax.vjp(combine, y_md, gate_nk)[1](dout_nd)
 
-    name = f"{dtype} {tokens}x{choices}x{d} {kept:.0%} kept"
+    name = (
+        f"{dtype} {tokens}x{choices}x{d} {kept:.0%} kept{', plain' * (not has_gates)}"
+    )
     return Case(move, name, draw, call, define, TOLERANCES[jnp.dtype(dtype)])
 
 

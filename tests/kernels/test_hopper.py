@@ -70,16 +70,16 @@ def fits(which: str, tiles: Tiles) -> bool:
     return "swiglu" not in which or max(tiles.rows, tiles.columns) <= 128
 
 
+PASSES_AND_TILES = [
+    pytest.param(which, tiles, id=f"{which} {tiles}")
+    for which in PASSES
+    for tiles in TILES
+    if which not in FP8 and fits(which, tiles)
+]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("which", "tiles"),
-    [
-        pytest.param(which, tiles, id=f"{which} {tiles}")
-        for which in PASSES
-        for tiles in TILES
-        if which not in FP8 and fits(which, tiles)
-    ],
-)
+@pytest.mark.parametrize(("which", "tiles"), PASSES_AND_TILES)
 def test_other_tiles(monkeypatch, which, tiles):
     monkeypatch.setattr(kernels, "tiles_for", lambda *_: tiles)
     case = product_case(which, "bfloat16", 192, 192, (256, 0, 512), align_rows=256)
@@ -289,15 +289,7 @@ def test_all_model_shapes_lower(name, which):
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(
-    ("which", "tiles"),
-    [
-        pytest.param(which, tiles, id=f"{which} {tiles}")
-        for which in PASSES
-        for tiles in TILES
-        if which not in FP8 and fits(which, tiles)
-    ],
-)
+@pytest.mark.parametrize(("which", "tiles"), PASSES_AND_TILES)
 def test_tiles_of_a_search_lower(which, tiles, dtype):
     check_lowers(which, RAGGED, tiles, dtype)
 

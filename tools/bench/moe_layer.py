@@ -10,15 +10,18 @@
 
 The router's matrix and inputs are random, so that loads are nearly even. First all
 variants but dense must equal the definition of the layer, in values and gradients, on a
-small case. Then all run in turns, and medians are shown. Exit codes: 0 done, 1 a
-variant computes something else, 2 bad input.
+small case. Then all run in turns, and medians are shown. --out has the rows of a pass
+as soon as it is measured. Exit codes: 0 done, 1 a variant computes something else,
+2 bad input.
 """
 
 import argparse
 import dataclasses
+import json
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 from functools import partial
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -27,6 +30,7 @@ sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level na
 from moejax import simulate  # noqa: E402
 from tools.bench.timer import median_sec  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
+from train.files import write_whole  # noqa: E402
 from train.launch.program import (  # noqa: E402
     CRASHED,
     DONE,
@@ -71,6 +75,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     for name, (default, meaning) in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=meaning)
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        help="JSON file for the rows, rewritten after each pass (default: none)",
+    )
     return parser.parse_args(argv)
 
 
@@ -101,16 +110,20 @@ def work(args: argparse.Namespace) -> int:
                 f"{name} computes something else: {error:.3g} times a product's error"
             )
             return refuse(line, CRASHED, args.json)
-    rows = measure(case, args.repeats, GPU_CALLS if args.gpu else 1)
     sizes = {name: getattr(args, name) for name in SIZES} | {"devices": len(devices)}
-    record = {"device": devices[0].device_kind, "shape": sizes, "rows": rows}
+    record = {"device": devices[0].device_kind, "shape": sizes, "rows": []}
+    for rows in measure(case, args.repeats, GPU_CALLS if args.gpu else 1):
+        record["rows"] += rows
+        if args.out:
+            write_whole(args.out, json.dumps(record))
     show(record)
     emit(record, args.json)
     return DONE
 
 
-def measure(case, repeats: int, calls_per_turn: int) -> list[dict]:
-    """Return a row for each variant and pass. The variants of a pass take turns."""
+def measure(case, repeats: int, calls_per_turn: int) -> Iterator[list[dict]]:
+    """Yield the rows of each pass, one for each variant. The variants of a pass take
+    turns."""
     import jax
     import jax.numpy as jnp
 
@@ -119,31 +132,31 @@ def measure(case, repeats: int, calls_per_turn: int) -> list[dict]:
     def loss(params, x_btd, apply):
         return jnp.sum(apply(params, x_btd).astype(jnp.float32) ** 2)
 
-    steps = {"fwd": {}, "fwd_bwd": {}}
-    for name, (apply, params) in variants(
-        case, case.setup.layout.rows_per_slot
-    ).items():
-        both = jax.value_and_grad(partial(loss, apply=apply), argnums=(0, 1))
-        for which, step in (("fwd", apply), ("fwd_bwd", both)):
-            arguments = params, case.x_btd
-            compiled = jax.jit(step).lower(*arguments).compile()
-            steps[which][name] = compiled, partial(compiled, *arguments)
-    rows = []
-    for which, own in steps.items():
-        calls = {name: call for name, (_, call) in own.items()}
+    def both(apply):
+        return jax.value_and_grad(partial(loss, apply=apply), argnums=(0, 1))
+
+    own = variants(case, case.setup.layout.rows_per_slot)
+    for which, step in {"fwd": lambda apply: apply, "fwd_bwd": both}.items():
+        programs = {
+            name: jax.jit(step(apply)).lower(params, case.x_btd).compile()
+            for name, (apply, params) in own.items()
+        }
+        calls = {
+            name: partial(program, own[name][1], case.x_btd)
+            for name, program in programs.items()
+        }
         sec = median_sec(calls, repeats, calls_per_turn)
-        rows += [
+        yield [
             {
                 "impl": name,
                 "pass": which,
                 "msec": 1e3 * sec[name],
                 "ratio_to_moejax": sec[name] / sec["moejax"],
                 "share_of_dense_rate": sec["dense"] / sec[name],
-                "temp_mib": compiled.memory_analysis().temp_size_in_bytes / 2**20,
+                "temp_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
             }
-            for name, (compiled, _) in own.items()
+            for name, program in programs.items()
         ]
-    return rows
 
 
 def show(record: dict) -> None:

@@ -76,7 +76,9 @@ def kernel_checks(run: Resolved) -> list[KernelCheck]:
     num_choices = 1 if cfg.router.gate_input else cfg.moe.top_k
     sizes = cfg.model.compute_dtype, NUM_TOKENS, num_choices, cfg.model.d_model
     permute = run.kernels["permute"].implementation
-    checks += [KernelCheck(move_case(move, *sizes), permute) for move in MOVES]
+    moves = [move_case(move, *sizes) for move in MOVES]
+    moves.append(move_case("weighted_sum", *sizes, has_gates=False))
+    checks += [KernelCheck(move, permute) for move in moves]
     if layout.fused_split:
         colors = max_colors(layout.num_experts, layout.num_slots)
         case = water_fill_case(colors, layout.num_devices)
