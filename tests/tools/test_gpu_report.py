@@ -186,7 +186,7 @@ def test_a_part_that_fails_comes_last_the_next_time(lab, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_the_program_is_ended_in_the_middle(lab, number):
-    """What was found is kept, children end, what did not run is named, and a second
+    """Results are kept, children end, what did not run is named, and a second
     call runs the rest: of the rows, those of the passes that have none."""
     with lab.hang("olmoe"), lab.start() as process:
         lab.wait_for_first("olmoe")
