@@ -141,8 +141,10 @@ class Resolved:
         `layout` is partitioned over the mesh in another way, since the parameters would
         have to move, or treats overflows or the rows of slots in another way.
         """
-        kept = ("num_experts", "num_devices", "axes", "tensor", "domain", "overflow")
-        kept += ("align_rows",)
+        kept = (
+            "num_experts", "num_devices", "axes", "tensor", "domain", "overflow",
+            "align_rows",
+        )  # fmt: skip
         for name in kept:
             now, new = getattr(self.layout, name), getattr(layout, name)
             if now != new:

@@ -150,12 +150,12 @@ class Balancing:
         """Return whether a record of the same configuration has this run's policy,
         which another amount of memory may have chosen, and its kind of steps and rows,
         which depend on the devices."""
-        has_policy = record.task.settings.policy == self._settings.policy
-        pairs = (
-            (getattr(each, name) for each in (record.now.layout, self.layout))
-            for name in ("overflow", "align_rows")
+        before, now = record.now.layout, self.layout
+        return (
+            record.task.settings.policy == self._settings.policy
+            and before.overflow == now.overflow
+            and before.align_rows == now.align_rows
         )
-        return has_policy and all(before == now for before, now in pairs)
 
     def _start_planner(self) -> None:
         """Start the planner's process beside process 0. It comes to life while this

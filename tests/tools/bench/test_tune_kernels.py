@@ -124,7 +124,7 @@ def test_a_wrong_candidate_has_no_time(monkeypatch):
 
 @pytest.mark.slow
 def test_the_kernels_themselves_are_compared(monkeypatch):
-    """They run in the interpreter."""
+    """The search compares results of the kernels, interpreted, not of a stand-in."""
     run = kernels.KernelRun(2, kernels.INTERPRET)
 
     def kernel(which, tiles):
