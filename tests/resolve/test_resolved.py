@@ -99,11 +99,14 @@ def test_steps_have_no_loops_on_gpus(dispatch, overflow, why):
     assert why in line
 
 
-def test_a_relayout_keeps_how_overflows_are_treated():
+@pytest.mark.parametrize(
+    ("field", "match"),
+    [({"overflow": "redo"}, "overflow=rounds"), ({"align_rows": 64}, "align_rows=1")],
+)
+def test_a_relayout_keeps_how_overflows_and_rows_of_slots_are_treated(field, match):
     run = make_run(CFG)
-    other = dataclasses.replace(run.layout, overflow="redo")
-    with pytest.raises(ValueError, match="a relayout keeps overflow=rounds"):
-        run.relaid(other)
+    with pytest.raises(ValueError, match=f"a relayout keeps {match}, and the new"):
+        run.relaid(dataclasses.replace(run.layout, **field))
 
 
 @pytest.mark.parametrize(
