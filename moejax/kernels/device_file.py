@@ -6,7 +6,6 @@
                             "measured": {"forward bfloat16 ..": {"msec": 1.2, ..}, ..}}
 
 `tiles` are the fastest tiles by bucket (tuning.py), which tools/tune_kernels.py writes.
-No GPU has run the kernels yet, so there is no file.
 """
 
 import functools
