@@ -144,10 +144,10 @@ PARTS = (
     Part(
         "layer",
         "tools/bench/moe_layer.py --gpu --tokens 8192 --experts 64 --top_k 8 --d 2048 "
-        "--f 1024 --repeats 5 --out {file}",
+        "--f 1024 --repeats 3 --out {file}",
         "tools/bench/moe_layer.py --devices 1 --tokens 256 --experts 8 --top_k 2 "
         "--d 64 --f 64 --repeats 1 --out {file}",
-        85, 40, ("tools.bench.moe_layer",),
+        140, 40, ("tools.bench.moe_layer",),
     ),
     Part(
         "tuning",

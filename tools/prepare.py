@@ -27,7 +27,6 @@ from train.data.prepared import Progress, prepare
 from train.data.records import MAX_EXPANSION
 from train.launch.program import DONE, emit, guarded
 from train.logs.counter import BYTES, counted
-from train.logs.region import can_draw
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -158,12 +157,12 @@ def show_progress() -> Iterator[Callable[[Progress], None]]:
     are."""
     start_sec = time.monotonic()
     print_lines = lines(start_sec)
-    is_bar_alone = can_draw(sys.stdout) and can_draw(sys.stderr)
+    is_bar_alone = sys.stdout.isatty() and sys.stderr.isatty()
     with counted("prepare", BYTES) as counter:
 
         def show(now: Progress) -> None:
-            counter.text = counts(now, time.monotonic() - start_sec)
-            counter.total, counter.done = now.total_bytes, now.num_bytes
+            text = counts(now, time.monotonic() - start_sec)
+            counter.set(now.num_bytes, now.total_bytes, text)
             if not is_bar_alone:
                 print_lines(now)
 

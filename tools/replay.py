@@ -185,7 +185,8 @@ def work(args: argparse.Namespace) -> int:
 
     def run_policy(name: str, split: Split | None) -> ReplayResult:
         layout = layout_for(POLICIES[name], loads.load_tlwe.shape[3], args, split)
-        policy, counter.text = find_policy(name, loads, args), name
+        policy = find_policy(name, loads, args)
+        counter.set(text=name)
         return replay(name, policy, loads, times, layout, cost, counter.advance)
 
     total = (1 + len(names)) * len(times.planned)

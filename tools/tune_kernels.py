@@ -209,7 +209,8 @@ def tune(
             share_end = now + (end - now) / len(todo)
             key, bucket = next(iter(todo.items()))
             del todo[key]
-            counter.text = f"{bucket.which} of {bucket.name}, {len(todo)} more buckets"
+            text = f"{bucket.which} of {bucket.name}, {len(todo)} more buckets"
+            counter.set(text=text)
             try:
                 tiles, figures = search(bucket, share_end, counter.advance)
             except (WrongKernel, jax.errors.JaxRuntimeError) as error:

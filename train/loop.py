@@ -103,7 +103,7 @@ class Extras:
     begun_sec: float | None = None
     """Value of time.monotonic() when the program began; None: when training begins."""
     is_plain: bool = False
-    """Whether lines show how the run goes on a terminal too, and not a screen."""
+    """Whether lines show how the run goes on a terminal too, and not a bar."""
 
 
 def train(
@@ -172,7 +172,7 @@ def _train(
                 )
             run.in_flight.restore(meta)
             goodput.end_start()
-            display.begin(first, balancing.outlook)
+            display.begin(first)
             balancing.say = display.say
             with profile, goodput.at("useful"):
                 state, evaluation, step_secs = _steps(run, state, display)
@@ -482,7 +482,6 @@ def _evaluate(
         )
     run.records.evaluation(step, evaluation.loss)
     loss = evaluation.loss
-    display.evaluated(step, loss)
     display.say(f"step {step}  held-out loss {loss:.4f} nats per {job.unit}")
     return evaluation
 

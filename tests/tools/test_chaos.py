@@ -40,6 +40,7 @@ def play(folder: pathlib.Path, *flags: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_three_faults_in_one_run_are_survived(tmp_path):
     flags = ["--faults=3", f"--only={FAST}", "--processes=1", "--json"]

@@ -355,6 +355,7 @@ def test_stored_predictions_are_those_of_today(name):
     assert round(sum(record["memory"].values()) / 2**30, 2) == own["dry_run_gib"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_dry_run_with_a_wrong_kernel(tmp_path):
     words = [sys.executable, "tools/gpu_report.py", "--dry", "--json", "--minutes=30"]

@@ -16,7 +16,7 @@ from moejax.interop.export import plan_model
 from moejax.interop.published import PublishedModel, open_model
 from moejax.interop.strict_json import quoted
 from moejax.model.flops import num_params
-from train.logs.counter import bytes_counted
+from train.logs.counter import BYTES, counted
 from train.messages import visible
 
 BLOCK_ELEMENTS = 2**22
@@ -35,7 +35,7 @@ def work(args: argparse.Namespace) -> dict:
         if not args.headers_only:
             begun_sec = time.monotonic()
             total, folder = record["num_bytes"], model.folder
-            with bytes_counted("reading", total, lambda: folder.bytes_read):
+            with counted("reading", BYTES, total, lambda: folder.bytes_read):
                 require_finite(model)
             sec, num_bytes = time.monotonic() - begun_sec, model.folder.bytes_read
             rate = num_bytes / 1e6 / sec

@@ -30,7 +30,7 @@ from train.checkpoint.load import CheckpointSource, find_checkpoints
 from train.config.from_hf import folder_of
 from train.data.tokenizer import byte_tokenizer_file, load_tokenizer
 from train.launch.program import start
-from train.logs.counter import BYTES, bytes_counted, counted
+from train.logs.counter import BYTES, counted
 
 PLAIN_TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast"}
 """tokenizer_config.json of a tokenizer.json alone. Without it transformers takes the
@@ -62,7 +62,7 @@ def work(args: argparse.Namespace) -> dict:
         loaded = load_model(source)
     itemsize = WRITTEN_DTYPES[args.dtype or dtype].itemsize
     total = num_params(loaded.cfg.network)["total"] * itemsize
-    with bytes_counted("writing", total, partial_bytes(args.out)):
+    with counted("writing", BYTES, total, partial_bytes(args.out)):
         written = write_model(
             args.out,
             loaded.cfg.network,

@@ -10,6 +10,7 @@ import dataclasses
 import pathlib
 import shlex
 import time
+from collections.abc import Callable
 
 from moejax.config import Config
 from moejax.interop.companions import TOKENIZER
@@ -18,7 +19,7 @@ from train.config import gin_reader
 from train.config.from_hf import KEPT, folder_of
 from train.files import write_whole
 from train.launch.program import RunFailed, start
-from train.logs.counter import bytes_counted
+from train.logs.counter import BYTES, counted
 
 
 def work(args: argparse.Namespace) -> dict:
@@ -69,13 +70,17 @@ def save_first_state(cfg: Config, own: Config, run_dir: pathlib.Path) -> int:
 
     model = prepare_model(cfg)
     run, store = model.run, model.layout.store
-    state = first_state(run, model.optimizer, store, watch=bytes_counted)
+
+    def watch(what: str, total: int, poll: Callable[[], int]):
+        return counted(what, BYTES, total, poll)
+
+    state = first_state(run, model.optimizer, store, watch=watch)
     plan = {"plan": run.home_plan().to_json(), "num_owners": run.num_owners}
     meta = {"format": FORMAT, "config": own.to_dict(), "data": None, "balance": None}
     num_bytes = disk.num_bytes(state)
     checkpointer = Checkpointer(run_dir / "checkpoints", cfg.checkpoint)
     try:
-        with bytes_counted("writing", num_bytes, checkpointer.num_written_bytes):
+        with counted("writing", BYTES, num_bytes, checkpointer.num_written_bytes):
             checkpointer.save(0, state, meta | plan)
             is_saved = checkpointer.wait()
     finally:

@@ -2,8 +2,8 @@
 
     python tools/testbed/run.py run --dcs 2 --per_dc 4 --rate_mbit 100 --quota 0.25 \\
         -- train/main.py --gin_file=configs/tiny_cpu.gin --run_dir=/tmp/tiny --fresh
-    python tools/testbed/run.py headline --only balancer --json
-    python tools/testbed/run.py race --arms forced,home,micromoe --json
+    python tools/testbed/run.py pair configs/race_cpu.gin configs/race/micromoe.gin \\
+        --rate_mbit 5000 --quota 0.25
     python tools/testbed/run.py clean
 
 Each DC is a network namespace. Its uplink is a veth pair that is shaped in both
@@ -13,41 +13,29 @@ traffic is not shaped. What a killed testbed has left is removed by the next one
 `clean`.
 
 `run` starts one process per device: the config must have Train.num_simulated_devices =
-dcs x per_dc, or a multiple. Exit codes: that of the program; 2 bad input, 3 the machine
-failed, 124 the time of --timeout_sec is up, 130 interrupted.
+dcs x per_dc, or a multiple. `pair` starts one for each device of its configurations.
+Exit codes: that of the program; 2 bad input, 3 the machine failed, 124 the time of
+--timeout_sec is up, 130 interrupted.
 """
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
 import pathlib
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
 from tools.launch.arguments import HelpFormatter  # noqa: E402
-from tools.testbed import balancer, links, race, trace  # noqa: E402
-from tools.testbed.arms import ARMS, AT_JUMPS  # noqa: E402
+from tools.testbed import pair, trace  # noqa: E402
 from tools.testbed.cluster import Cluster, Result, make_cluster, make_command  # noqa: E402
-from tools.testbed.loads import LOADS  # noqa: E402
 from tools.testbed.lock import hold_lock, remove_leftovers, say  # noqa: E402
 from train.launch.program import DONE, emit, guarded  # noqa: E402
 from train.logs.record_lines import read_records  # noqa: E402
-
-TRACE = ROOT.parent / "shared" / "data" / "routing_gpt_e32.npz"
-PARTS: dict[str, Callable[[balancer.Options], dict]] = {
-    "balancer": balancer.balancer,
-    "domains": links.domains,
-    "schedules": links.schedules,
-    "selector": links.selector,
-}
-"""Parts of `headline`. Each measures one claim or two, and returns a dict with the
-figures."""
 
 
 def main(argv: list[str]) -> int:
@@ -59,9 +47,7 @@ def main(argv: list[str]) -> int:
 
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    commands = parser.add_subparsers(
-        required=True, metavar="run | headline | race | clean"
-    )
+    commands = parser.add_subparsers(required=True, metavar="run | pair | clean")
 
     def new_command(name: str, purpose: str) -> argparse.ArgumentParser:
         return commands.add_parser(
@@ -72,8 +58,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         )
 
     _add_run(new_command("run", "run a program on a cluster: run .. -- PROGRAM .."))
-    _add_headline(new_command("headline", "measure the claims of docs/testbed.md"))
-    _add_race(new_command("race", "time balancing policies in the training loop"))
+    _add_pair(new_command("pair", "compare two configurations in turns: pair A B"))
     clean = new_command("clean", "remove what killed testbeds have left")
     clean.set_defaults(work=_clean)
     for command in commands.choices.values():
@@ -91,17 +76,6 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--dcs", type=int, default=2, help="number of DCs, 1 to 64")
     add("--per_dc", type=int, default=1, help="number of processes in each DC")
     add(
-        "--rate_mbit",
-        type=float,
-        default=100.0,
-        help="rate of each DC's uplink in Mb/s, each way; 0 leaves links unshaped",
-    )
-    add(
-        "--quota",
-        type=float,
-        help="maximum number of cores per process, such as 0.25 (default: no limit)",
-    )
-    add(
         "--timeout_sec",
         type=float,
         help="seconds after which all processes are ended (default: never)",
@@ -112,86 +86,56 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="seconds to wait for another testbed to end",
     )
-    add(
-        "--trace",
-        type=pathlib.Path,
-        help=".npz file with a recorded routing that the gin config is to follow"
-        " (default: the config's own load)",
-    )
-    add(
-        "--layer",
-        type=int,
-        default=balancer.LAYER,
-        help="layer of --trace, by its number in the model",
-    )
+    _add_limits(parser)
+    _add_trace(parser)
 
 
-def _add_headline(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(work=_headline)
+def _add_pair(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(work=_pair)
     add = parser.add_argument
-    parts = ", ".join(PARTS)
-    add("--only", default="all", help=f"parts to measure: all, or some of {parts}")
-    add(
-        "--trace",
-        type=pathlib.Path,
-        default=TRACE,
-        help=".npz file with a recorded routing for the balancer; a Zipf load replaces"
-        " it if it does not exist",
-    )
-    add("--repeats", type=int, default=5, help="turns of each variant that count")
-
-
-def _add_race(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(work=_race)
-    add = parser.add_argument
-    add(
-        "--arms",
-        help=f"arms to run: all, or some of {', '.join(ARMS)} (default: all on a "
-        f"recorded load, else {', '.join(AT_JUMPS)})",
-    )
-    add("--load", choices=LOADS, default="recorded", help="load that choices follow")
-    add(
-        "--trace",
-        type=pathlib.Path,
-        default=TRACE,
-        help=".npz file with the recorded routing of --load recorded",
-    )
-    add("--steps", type=int, default=200, help="steps of each run that count")
-    add("--block_steps", type=int, default=40, help="steps of one turn of an arm")
-    add("--home_steps", type=int, default=6, help="steps of one turn of home beside it")
-    add("--seed", type=int, default=0, help="seed of parameters, data and load")
-    add(
-        "--gin_file",
-        type=pathlib.Path,
-        default=race.CONFIG,
-        help="configuration of every arm",
-    )
+    add("a", type=pathlib.Path, metavar="A.gin", help="configuration A")
+    add("b", type=pathlib.Path, metavar="B.gin", help="configuration B")
     add(
         "--gin_param",
         action="append",
         default=[],
         metavar="BINDING",
-        help="one binding for every arm, such as 'Moe.d_expert = 1024'; may be given"
-        " several times (default: none)",
+        help="one binding for both; may be given several times (default: none)",
     )
-    add(
-        "--calibration",
-        type=pathlib.Path,
-        help="speeds by tools/calibrate.py for the cost model (default: measured first,"
-        " and kept in --out)",
-    )
+    add("--blocks", type=int, default=5, help="blocks of each configuration")
+    add("--block_steps", type=int, default=20, help="steps of a block")
+    add("--dcs", type=int, default=2, help="number of DCs, 1 to 64")
+    _add_limits(parser)
+    _add_trace(parser)
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--rate_mbit",
         type=float,
-        default=5000.0,
+        default=100.0,
         help="rate of each DC's uplink in Mb/s, each way; 0 leaves links unshaped",
     )
-    add("--quota", type=float, default=0.25, help="maximum number of cores per process")
     add(
-        "--out",
+        "--quota",
+        type=float,
+        help="maximum number of cores per process, such as 0.25 (default: no limit)",
+    )
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trace",
         type=pathlib.Path,
-        default=pathlib.Path("runs", "race"),
-        help="folder of the results; arms that are there are not run again",
+        help=".npz file with a recorded routing that the gin config is to follow"
+        " (default: the config's own load)",
+    )
+    parser.add_argument(
+        "--layer",
+        type=int,
+        default=trace.LAYER,
+        help="layer of --trace, by its number in the model",
     )
 
 
@@ -242,39 +186,20 @@ def report(record: dict) -> list[str]:
     return lines
 
 
-def _headline(args: argparse.Namespace) -> int:
-    options = balancer.Options(args.trace, args.repeats)
-    record = headline(args.only, options)
-    for name, value in record.items():
-        print(f"{name:24} {value}")
-    emit(record, args.json)
-    return DONE
-
-
-def headline(only: str, options: balancer.Options) -> dict:
-    """Measure the parts named in `only`, with commas between, or 'all', and return
-    their record.
-
-    Raises ValueError for a part that does not exist, before any is measured.
-    """
-    names = list(PARTS) if only == "all" else [x.strip() for x in only.split(",")]
-    for name in names:
-        if name not in PARTS:
-            raise ValueError(
-                f"--only {name} is not a part: choose some of {', '.join(PARTS)}"
-            )
-    record = {}
-    for name in names:
-        record |= PARTS[name](options)
-    return record
-
-
-def _race(args: argparse.Namespace) -> int:
-    fields = {field.name for field in dataclasses.fields(race.Options)}
-    given = {name: value for name, value in vars(args).items() if name in fields}
-    given["rate_mbit"] = args.rate_mbit or None
-    record = race.race(race.Options(**given))
-    print("\n".join(race.table(record)))
+def _pair(args: argparse.Namespace) -> int:
+    options = pair.Options(
+        gin_files=(args.a, args.b),
+        gin_param=tuple(args.gin_param),
+        dcs=args.dcs,
+        rate_mbit=args.rate_mbit or None,
+        quota=args.quota,
+        blocks=args.blocks,
+        block_steps=args.block_steps,
+        trace=args.trace,
+        layer=args.layer,
+    )
+    record = pair.pair(options)
+    print("\n".join(pair.report(record)))
     emit(record, args.json)
     return DONE
 

@@ -7,6 +7,8 @@ import numpy as np
 from moejax.moe.array_file import read_npz
 from tools.testbed.lock import say
 
+LAYER = 16
+"""Layer of the recorded routing that is followed, unless another one is named."""
 FIRST_SAMPLE = 400
 """First sample that is used, of 501. Earlier ones are from the first iterations of a
 run, whose loads are not yet typical."""
@@ -17,7 +19,7 @@ def bindings(trace: pathlib.Path, layer: int, folder: pathlib.Path) -> tuple[str
     bindings that make a config follow it.
 
     If the trace does not exist, this is reported in one line and no binding is
-    returned. The config's own load then remains: Zipf's in configs/testbed_skew.gin.
+    returned. The config's own load then remains.
     """
     if not trace.exists():
         say(f"there is no {trace}: using the config's synthetic load instead")

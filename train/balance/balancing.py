@@ -29,7 +29,6 @@ from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
 from moejax.resolve.sent_bytes import sent_bytes
 from train.balance.ahead import Ahead, Steps
-from train.balance.history import History
 from train.balance.migrate import Mover
 from train.balance.planner_process import PlannerProcess
 from train.balance.record import BalanceRecord
@@ -37,7 +36,6 @@ from train.job import Job
 from train.launch.processes import any_process, is_first, published, withdraw
 from train.logs import plan_lines
 from train.logs.records import Records, home_std_over_std, max_over_mean
-from train.logs.screen import Outlook
 from train.step.compiled import compile_steps, on_devices
 from train.step.freed_memory import return_freed_memory
 
@@ -78,7 +76,6 @@ class Balancing:
         self._step_records: dict[int, dict] = {}
         self._decided: dict[int, dict] = {}
         """Records of decisions, by the step before which they were collected."""
-        self._history = History()
         self._layouts: dict[int, Layout] = {}
         self._published: dict[int, int] = {}
         self.records: Records
@@ -249,7 +246,6 @@ class Balancing:
         are_presumed = self._job.model.run.calibration.is_presumed
         self.say(decision.line(are_speeds_presumed=are_presumed))
         self._decided[step] = decision.record()
-        self._history.decisions.append((decision, self._decided[step]))
         self._prepare()
 
     def _reply(self, step: int, asked_step: int, record: dict) -> Reply:
@@ -298,7 +294,6 @@ class Balancing:
                 return state
         waited_sec = time.monotonic() - start_sec
         old_layout, old_plan = self.layout, self.plan
-        self._history.adopted_steps.add(adoptions.next_adoption(self._now).step)
         self._now = adoptions.adopt(self._now)
         self._record_adoption(step, old_plan, is_relayout=is_new)
         self._tell(Adopted())
@@ -369,16 +364,6 @@ class Balancing:
             return False
         self.steps = steps
         return True
-
-    def outlook(self) -> Outlook:
-        """Return the last decisions and what became of them, and the layout that is
-        being compiled. Any thread may call this."""
-        now, ahead = self._now, self._ahead
-        decisions = self._history.shown(now)
-        if ahead is None or ahead.is_done or now.relayout is None:
-            return Outlook(decisions)
-        sec = time.monotonic() - ahead.begun_sec
-        return Outlook(decisions, now.relayout.adopt_step, sec)
 
     def step_record(self, step: int, stats: RoutingStats) -> dict[str, Any]:
         """Return the fields of a step's record that are about its plan. May be called

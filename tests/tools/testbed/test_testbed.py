@@ -12,9 +12,8 @@ import pytest
 from tests.support.run_main import ROOT
 from tools.testbed import quota
 from tools.testbed import trace as testbed_trace
-from tools.testbed.balancer import Options, make_record
 from tools.testbed.cluster import Cluster
-from tools.testbed.run import find_run_dir, headline, median_sec, step_records
+from tools.testbed.run import find_run_dir, median_sec, step_records
 
 TOOL = ROOT / "tools" / "testbed" / "run.py"
 
@@ -44,8 +43,7 @@ def test_an_impossible_cluster_is_refused(sizes, rule):
         (["run"], "no program is named"),
         (["run", "--", "no/such.py"], "no/such.py is not a file"),
         (["run", "--", "no-such-program"], "no-such-program is not a program"),
-        (["headline", "--only=balancer,speed"], "--only speed is not a part: choose"),
-        (["headline", "--repeats=0"], "repeats=0 must be 1 or more"),
+        (["pair", "a.gin", "b.gin", "--blocks=0"], "--blocks=0 must be 1 or more"),
     ],
 )
 def test_bad_usage_is_one_line_and_code_2(words, message):
@@ -56,26 +54,6 @@ def test_bad_usage_is_one_line_and_code_2(words, message):
     assert message in result.stderr
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
-
-
-def test_parts_are_checked_before_any_runs(tmp_path):
-    with pytest.raises(ValueError, match="--only nothing is not a part"):
-        headline("nothing", Options(tmp_path))
-
-
-def test_a_speedup_is_the_ratio_of_medians_beside_the_ratio_of_loads():
-    """The speedup is that of the fastest variant other than home. There is no figure if
-    nothing slowed the devices."""
-    medians = {"home": (5.0, 3.9), "micromoe": (2.0, 1.3), "dynamic": (3.0, 1.0)}
-    variants = {
-        name: {"median_sec": sec, "device_max_over_mean": ratio}
-        for name, (sec, ratio) in medians.items()
-    }
-    record = make_record(variants, is_slowed=True)
-    assert record["balancer_speedup"] == 2.5
-    assert record["balancer_modelled"] == 3.0
-    assert record["balancer_best"] == "micromoe"
-    assert make_record(variants, is_slowed=False)["balancer_speedup"] is None
 
 
 def test_quotas_are_written_in_the_format_of_each_cgroup_version():

@@ -19,7 +19,7 @@ from train.config.names import CLASSES, KINDS, convert
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 SHIPPED = [
     "finetune_cpu", "long_cpu", "mixtral_8x7b", "olmoe_1b_7b", "qwen3_30b_a3b",
-    "race_cpu", "skewed_cpu", "testbed_skew", "tiny_cpu",
+    "race_cpu", "skewed_cpu", "tiny_cpu",
 ]  # fmt: skip
 
 
@@ -157,8 +157,7 @@ def test_shipped_config_loads_and_says_what_it_is(name: str) -> None:
     header = path.read_text().split("\n\n")[0]
     own = f"python train/main.py --gin_file=configs/{name}.gin"
     measured = {
-        "testbed_skew": "python tools/testbed/run.py headline --only balancer",
-        "race_cpu": "python tools/testbed/run.py race",
+        "race_cpu": "python tools/testbed/run.py pair",
     }
     assert measured.get(name, own) in header
     for word in ("command", "hardware", "duration", "expected"):
