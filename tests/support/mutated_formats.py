@@ -290,10 +290,10 @@ def read_metrics(folder: pathlib.Path) -> None:
 
 
 def read_plots(folder: pathlib.Path) -> None:
-    from tools.plots.run_arrays import read_run
+    from tools.run_page.read import RunReader
     from tools.show_plan import read_metrics
 
-    assert read_run(folder).step_n.size
+    assert RunReader(folder).data()["step"]
     read_metrics(folder / "metrics.jsonl")
 
 

@@ -1,4 +1,4 @@
-"""Check the data of a page of runs against its definition in docs/report.md."""
+"""Check the data of the page of a run against its definition in docs/report.md."""
 
 import base64
 import json
@@ -10,7 +10,6 @@ RUN_FIELDS = {
     "name", "path", "state", "state_text", "notes", "step", "num_steps", "every_steps",
     "config", "attempts", "curves", "layer_curves", "evals", "parts_msec", "goodput",
     "load", "rows", "plans", "decisions", "bytes", "summary",
-    "step_at",
 }  # fmt: skip
 STATES = {"finished", "running", "stopped", "crashed", "empty"}
 MAX_RAW_BYTES = 5_000_000
@@ -19,14 +18,9 @@ MAX_RAW_BYTES = 5_000_000
 def require_contract(data: dict) -> None:
     """Raise AssertionError unless data has the form that the page draws."""
     assert json.loads(json.dumps(data, allow_nan=False)) == data
-    assert set(data) == {"format", "made_at", "live", "differences", "runs"}
+    assert set(data) == {"format", "made_at", "runs"}
     assert data["format"] == 1
-    assert isinstance(data["live"], bool)
-    for name, values in data["differences"]:
-        assert isinstance(name, str)
-        assert len(values) == len(data["runs"]) > 1
-    names = [run["name"] for run in data["runs"]]
-    assert len(set(names)) == len(names)
+    assert len(data["runs"]) == 1
     raw_bytes = sum(len(table) for run in data["runs"] for table in _require_run(run))
     assert raw_bytes <= MAX_RAW_BYTES
 

@@ -16,15 +16,9 @@ STATE_TEXTS = {
 BUCKETS = ("useful", "compile", "evaluation", "saves", "swaps", "data", "other")
 
 
-def page_data(*runs: dict, live: bool = False, differences=()) -> dict:
-    """Return the data of a page that shows these runs."""
-    return {
-        "format": 1,
-        "made_at": 1.78e9,
-        "live": live,
-        "differences": [list(pair) for pair in differences],
-        "runs": list(runs),
-    }
+def page_data(run: dict) -> dict:
+    """Return the data of the page that shows a run."""
+    return {"format": 1, "made_at": 1.78e9, "runs": [run]}
 
 
 def run_data(
@@ -55,7 +49,6 @@ def run_data(
         "notes": [],
         "step": num_steps,
         "num_steps": num_steps if state == "finished" else 2 * num_steps,
-        "step_at": 1.78e9 + 90,
         "every_steps": every,
         "config": [["Balance.policy", "'eplb'"], ["Moe.num_experts", str(sizes[1])]],
         "attempts": [
@@ -93,7 +86,7 @@ def empty_run(name: str = "empty") -> dict:
     return {
         "name": name, "path": f"runs/{name}", "state": "empty",
         "state_text": "no step was recorded yet", "notes": ["metrics.jsonl is missing"],
-        "step": 0, "num_steps": 400, "step_at": None, "every_steps": 1,
+        "step": 0, "num_steps": 400, "every_steps": 1,
         "config": [["Moe.num_experts", "16"]], "attempts": [], "curves": {},
         "layer_curves": {}, "evals": {"step": [], "loss": []},
         "parts_msec": {"step": []}, "goodput": None, "load": None, "rows": None,

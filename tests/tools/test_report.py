@@ -1,19 +1,12 @@
-"""Test tools/report.py: the file that it writes, bad input, and the server as a
-program that is killed and started again."""
+"""Test tools/report.py: the file that it writes, and bad input."""
 
-import contextlib
 import json
-import os
 import pathlib
-import signal
-import subprocess
-import sys
-import urllib.request
 
 import pytest
 
 from tests.support.page_contract import require_contract
-from tests.support.run_folders import CONFIG, finish, make_folder
+from tests.support.run_folders import finish, make_folder
 from tools import report
 
 
@@ -24,35 +17,30 @@ def data_of(path: pathlib.Path) -> dict:
     return json.loads(text[begin : text.index("</script>", begin)])
 
 
-def test_a_page_of_two_runs(tmp_path, capsys):
-    one, two = (make_folder(tmp_path / name) for name in ("<b>one", "two"))
-    (two / "config.gin").write_text(CONFIG.replace("top_k = 2", "top_k = 4"))
-    finish(two)
-    out = tmp_path / "both.html"
-    assert report.main([str(one), str(two), f"--out={out}", "--json"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == (
-        "<b>one: stopped after step 40 of 40, which is saved: start it again to go on"
-    )
-    record = json.loads(lines[-1])
+def test_a_page_is_written_and_said(tmp_path, capsys):
+    folder = finish_at(tmp_path / "<b>one")
+    out = tmp_path / "page.html"
+    assert report.main([str(folder), f"--out={out}", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (record["file"], record["num_bytes"]) == (str(out), out.stat().st_size)
-    assert [run["state"] for run in record["runs"]] == ["stopped", "finished"]
-    data = data_of(out)
-    require_contract(data)
-    assert data["differences"] == [["Moe.top_k", ["2", "4"]]]
-    assert data["live"] is False
+    assert (record["run"]["name"], record["run"]["state"]) == ("<b>one", "finished")
+    require_contract(data_of(out))
     assert "Content-Security-Policy" in out.read_text()[:3000]
 
 
-def test_an_empty_run_among_others_is_shown(tmp_path):
-    full, empty = (make_folder(tmp_path / name) for name in ("full", "empty"))
-    (empty / "metrics.jsonl").write_text("")
-    assert report.main([str(full), str(empty)]) == 0
-    runs = data_of(full / "report.html")["runs"]
-    assert [run["state"] for run in runs] == ["stopped", "empty"]
-    (empty / "metrics.jsonl").unlink()
-    assert report.main([str(empty)]) == 0
-    assert data_of(empty / "report.html")["runs"][0]["curves"] == {}
+def finish_at(path: pathlib.Path) -> pathlib.Path:
+    folder = make_folder(path)
+    finish(folder)
+    return folder
+
+
+def test_an_empty_run_is_shown(tmp_path):
+    empty = make_folder(tmp_path / "empty")
+    for change in (lambda path: path.write_text(""), pathlib.Path.unlink):
+        change(empty / "metrics.jsonl")
+        assert report.main([str(empty)]) == 0
+        (run,) = data_of(empty / "report.html")["runs"]
+        assert (run["state"], run["curves"]) == ("empty", {})
 
 
 @pytest.mark.parametrize(
@@ -61,15 +49,10 @@ def test_an_empty_run_among_others_is_shown(tmp_path):
         (["{tmp}/none"], "is not a folder: name the run directory"),
         (["{tmp}"], "has no metrics.jsonl: name the run directory"),
         (["{run}/metrics.jsonl"], "metrics.jsonl is not a folder"),
-        (["{run}", "{tmp}/unreadable"], "Is a directory"),
-        (["{run}", "{tmp}/text"], "has 50 damaged lines and 1 good ones"),
+        (["{tmp}/unreadable"], "Is a directory"),
+        (["{tmp}/text"], "has 50 damaged lines and 1 good ones"),
         (["{run}", "--out={tmp}"], "cannot be written: Is a directory"),
         (["{run}", "--out={tmp}/none/a.html"], "cannot be written: No such file"),
-        (["{run}", "--serve", "--out=a.html"], "--serve writes no file"),
-        (["{run}", "--port=1"], "--port=1 is for --serve"),
-        (["{run}", "--serve", "--port=99999"], "is a number from 0 to 65535: give"),
-        (["{run}", "--serve", "--port=-1"], "is a number from 0 to 65535: give"),
-        (["{tmp}/none", "--serve", "--port=0"], "is not a folder"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, args, what):
@@ -84,40 +67,3 @@ def test_bad_input_is_one_line(tmp_path, capsys, args, what):
     assert what in err
     assert json.loads(out) == {"error": err[len("error: ") : -1], "exit_code": 2}
     assert not list(tmp_path.glob("*.html*"))
-
-
-@contextlib.contextmanager
-def serving(repo: pathlib.Path, folder: pathlib.Path, port: int = 0):
-    """Run the program with --serve; yield its process and its address."""
-    words = [str(repo / "tools" / "report.py"), str(folder), "--serve", "--json"]
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        [sys.executable, *words, f"--port={port}"],
-        env=environment, cwd=folder, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        process.stdout.readline()
-        line = process.stdout.readline()
-        assert line, process.stderr.read()
-        yield process, json.loads(line)["address"]
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_a_server_that_is_killed_goes_on_when_it_is_started_again(repo, tmp_path):
-    folder = make_folder(tmp_path / "run")
-    with serving(repo, folder) as (process, address):
-        port = int(address.rstrip("/").rpartition(":")[2])
-        with urllib.request.urlopen(f"{address}data.json", timeout=10) as answer:
-            before = json.load(answer)
-        process.kill()
-    with serving(repo, folder, port) as (process, again):
-        assert again == address
-        with urllib.request.urlopen(f"{address}data.json", timeout=10) as answer:
-            assert json.load(answer)["runs"] == before["runs"]
-        assert report.main([str(folder), "--serve", f"--port={port}"]) == 2
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=10)
-        assert (process.returncode, out, err) == (0, "\nno longer served\n", "")

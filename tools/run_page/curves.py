@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tools.plots.run_arrays import as_number
+from tools.run_page.plain import as_number
 
 NAN = float("nan")
 

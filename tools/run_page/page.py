@@ -1,7 +1,7 @@
-"""Write the page of runs: one HTML file that holds its data, its code and plotly.
+"""Write the page of a run: one HTML file that holds its data, its code and plotly.
 
 The files of `browser/` are put in one script, in the order of SCRIPTS. The page asks
-for nothing but `data.json` beside it, and that only where it is served (`live`).
+for nothing else.
 """
 
 import base64
@@ -18,18 +18,18 @@ BROWSER = pathlib.Path(__file__).parent / "browser"
 SCRIPTS = (
     "dom.js", "data.js", "figures.js", "curves.js", "overview.js", "time.js", "load.js",
     "layer_maps.js", "layer.js", "decisions.js", "exchange.js", "configuration.js",
-    "sections.js", "live.js", "main.js",
+    "sections.js", "main.js",
 )  # fmt: skip
 
 
 def render(data: dict) -> str:
-    """Return the page of the runs in `data`, as HTML.
+    """Return the page of the run in `data`, as HTML.
 
     `data` is the object that `tools/run_page/read.py` makes. Its texts may hold
     anything: within the page they are data, and never HTML or code.
     """
     parts = {
-        "policy": content_security_policy(is_live=bool(data.get("live"))),
+        "policy": content_security_policy(),
         "style": _text("page.css"),
         "settings": as_json({"colors": COLORS, "buckets": BUCKETS}),
         "data": as_json(data),
@@ -52,9 +52,9 @@ def as_json(value) -> str:
 
 
 @functools.cache
-def content_security_policy(*, is_live: bool) -> str:
+def content_security_policy() -> str:
     """Return the policy that lets a browser run the two scripts of the page and no
-    other, and reach nothing, or its own server alone where the page is live.
+    other, and reach nothing.
 
     Plotly sets styles in attributes and draws maps of colors as `data:` images.
     """
@@ -64,7 +64,7 @@ def content_security_policy(*, is_live: bool) -> str:
         "script-src": hashes,
         "style-src": "'unsafe-inline'",
         "img-src": "data: blob:",
-        "connect-src": "'self'" if is_live else "'none'",
+        "connect-src": "'none'",
         "base-uri": "'none'",
         "form-action": "'none'",
     }

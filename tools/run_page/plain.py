@@ -6,6 +6,8 @@ import sys
 
 import numpy as np
 
+from moejax.perf.traffic import over_mean
+
 MAX_TEXT = 1000
 """Largest number of characters of a text from a run's files."""
 MAX_ITEMS, MAX_DEPTH = 1000, 6
@@ -72,3 +74,21 @@ def short_list(number_n: np.ndarray) -> list[float | int | None]:
 def encoded(array: np.ndarray, dtype: str) -> str:
     """Return the bytes of an array, little-endian, as base64."""
     return base64.b64encode(np.ascontiguousarray(array, dtype)).decode()
+
+
+def as_number(value) -> float:
+    """Return a value as a number; NaN for null, which stands for a value that was not
+    finite, and for anything that is not a number."""
+    is_number = isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    return float(value) if is_number else np.nan
+
+
+def table_over_mean(table) -> np.ndarray | None:
+    """Return a table of loads over the mean of each layer; None if it is not a table of
+    finite numbers."""
+    try:
+        load_lx = np.asarray(table, np.float32)
+    except (ValueError, TypeError, OverflowError):
+        return None
+    is_table = load_lx.ndim == 2 and load_lx.size and np.isfinite(load_lx).all()
+    return over_mean(load_lx).astype(np.float32) if is_table else None

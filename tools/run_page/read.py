@@ -1,7 +1,6 @@
-"""Read the folders of runs into the data of their page, and again what they gain.
+"""Read the folder of a run into the data of its page.
 
-    RunReader(folder).poll()   takes the lines that are new
-    page_data(readers, ..)     one JSON object: see docs/report.md
+    page_data(RunReader(folder))   one JSON object: see docs/report.md
 
 A run of any length is read line by line, and what is kept of it has a bound (thin.py).
 """
@@ -10,10 +9,8 @@ import json
 import pathlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from tools.plots.run_arrays import require_log, require_run
-from tools.run_page.follow import FollowedFile
 from tools.run_page.plain import clean_text, left_out, plain
 from tools.run_page.read_metrics import Limits, Metrics
 from tools.run_page.read_plans import Plans
@@ -21,11 +18,9 @@ from tools.run_page.state import Progress, RunState, find_state
 from tools.run_page.thin import Thinned
 from train.files import path_named
 from train.logs.accounts import Account, is_account, report
-from train.logs.record_lines import parse_line
+from train.logs.record_lines import MAX_LINE_BYTES, lines, parse_line
 
 FORMAT = 1
-OWN_FIELDS = {"Train.run_dir"}
-"""Fields of the configuration in which every two runs may differ."""
 SCHEMA = 1
 """Schema of a run that does not say which it has."""
 LARGE_FIELDS = {"load_le"}
@@ -36,62 +31,59 @@ _BINDING = re.compile(r"([A-Za-z]\w*\.\w+) = (.*)", re.ASCII)
 
 
 class RunReader:
-    """Reader of one run's folder. Each `poll` takes what the run has written since."""
+    """What the files of one run's folder say."""
 
-    def __init__(self, folder: pathlib.Path, limits: Limits) -> None:
-        """Raises ValueError where `folder` is not the folder of a run."""
-        self.folder, self._limits = folder, limits
-        require_run(folder, "metrics.jsonl", "config.gin")
-        self._files = {
-            name: FollowedFile(folder / f"{name}.jsonl")
-            for name in ("attempts", "goodput", "plans", "metrics")
-        }
-        self._small: dict[str, tuple] = {
-            "config.gin": ("unread", {}, ""),
-            "summary.json": ("unread", None, ""),
-        }
-        self._fault, self._num_attempts_read, self._polled = "", 0, ()
-        for name in self._files:
-            self._restart(name)
-
-    def poll(self) -> bool:
-        """Take what is new, and return whether the data has changed since the last
-        poll. A file that cannot be read becomes a note."""
-        try:
-            self.read()
-            self._fault = ""
-        except OSError as error:
-            self._fault = f"{error.filename} cannot be read: {error.strerror}"
-        before, self._polled = self._polled, self._key()
-        return self._polled != before
-
-    def read(self) -> None:
-        """Take what is new. Raises OSError where a file cannot be read."""
-        self._read_small("config.gin", _bindings)
-        self._read_small("summary.json", _summary)
+    def __init__(self, folder: pathlib.Path, limits: Limits | None = None) -> None:
+        """Read the folder. Raises ValueError where it is not that of a run, or where
+        most of metrics.jsonl is no line of one, and OSError where a file cannot be
+        read."""
+        self.folder, self._limits = folder, limits or Limits()
+        require_run(folder)
+        self._config, config_note = _small(folder / "config.gin", _bindings)
+        self._summary, summary_note = _small(folder / "summary.json", _summary)
+        self._small_notes = [note for note in (config_note, summary_note) if note]
+        self._starts: dict[int, dict] = {}
+        self._ends: dict[int, dict] = {}
+        self._first_lines: dict[int, dict] = {}
+        self._accounts = Thinned(self._limits.num_goodput)
+        self._plans = Plans(self._limits.plan_bytes)
+        self._metrics = Metrics(self._limits)
+        self._num_bad = {"attempts": 0, "goodput": 0}
+        self._num_torn_bytes: dict[str, int] = {}
         for name in ("attempts", "goodput"):
-            for line in self._files[name].poll(lambda name=name: self._restart(name)):
+            for line in self._lines(name):
                 self._take_attempt(name, line)
-        num_attempts = max(len(self._starts), len(self._first_lines))
-        if num_attempts > self._num_attempts_read > 0:
-            # The lines after a checkpoint were cut off, and may have come again.
-            for name in ("plans", "metrics"):
-                self._files[name].forget()
-                self._restart(name)
-        self._num_attempts_read = num_attempts
-        for name, log in (("plans", "_plans"), ("metrics", "_metrics")):
-            for line in self._files[name].poll(lambda name=name: self._restart(name)):
-                getattr(self, log).take(line)
+        for line in self._lines("plans"):
+            self._plans.take(line)
+        for line in self._lines("metrics"):
+            self._metrics.take(line)
+        metrics, path = self._metrics, folder / "metrics.jsonl"
+        num_good = metrics.num_steps + len(metrics.evals)
+        if metrics.num_bad > num_good:
+            raise ValueError(
+                f"{path} has {metrics.num_bad} damaged lines and {num_good} good ones: "
+                "it is not the log of a run, or was overwritten"
+            )
 
-    def require_log(self) -> None:
-        """Raise ValueError where most of metrics.jsonl is no line of a run."""
-        metrics, path = self._metrics, self.folder / "metrics.jsonl"
-        require_log(path, metrics.num_bad, metrics.num_steps + len(metrics.evals))
+    def _lines(self, name: str) -> Iterator[bytes]:
+        """Yield the whole lines of a file, none where it is not there. A last line
+        without an end is left out, and noted."""
+        path = self.folder / f"{name}.jsonl"
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            return
+        with path_named(path), file:
+            for line in lines(file):
+                if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+                    self._num_torn_bytes[name] = len(line)
+                    return
+                yield line
 
     def data(self) -> dict:
         """Return the object of this run in the page's data; its name is that of the
         folder."""
-        config, state = self._small["config.gin"][1], self._state()
+        config, state = self._config, self._state()
         return {
             "name": clean_text(self.folder.resolve().name),
             "path": clean_text(str(self.folder)),
@@ -99,29 +91,13 @@ class RunReader:
             "state_text": state.text,
             "notes": self._notes(state),
             "num_steps": _num_steps(config),
-            "step_at": self._step_at(),
             "config": [list(pair) for pair in config.items()],
             "attempts": self._attempts(),
             "goodput": self._goodput(),
-            "summary": self._small["summary.json"][1],
+            "summary": self._summary,
             **self._metrics.data(),
             **self._plans.data(),
         }
-
-    def _restart(self, name: str) -> None:
-        """Forget what the lines of a file said."""
-        if name == "metrics":
-            self._metrics = Metrics(self._limits)
-        elif name == "plans":
-            self._plans = Plans(self._limits.plan_bytes)
-        elif name == "attempts":
-            self._starts: dict[int, dict] = {}
-            self._ends: dict[int, dict] = {}
-            self._num_bad_starts = 0
-        else:
-            self._first_lines: dict[int, dict] = {}
-            self._accounts = Thinned(self._limits.num_goodput)
-            self._num_bad_accounts = 0
 
     def _take_attempt(self, name: str, line: bytes) -> None:
         """Take a line of attempts.jsonl or of goodput.jsonl."""
@@ -132,12 +108,12 @@ class RunReader:
                 lines = self._ends if "end" in record else self._starts
                 lines[number] = plain(record)
             else:
-                self._num_bad_starts += 1
+                self._num_bad["attempts"] += 1
         elif is_record and is_account(record):
             self._first_lines.setdefault(int(record["attempt"]), record)
             self._accounts.take(lambda: record)
         else:
-            self._num_bad_accounts += 1
+            self._num_bad["goodput"] += 1
 
     def _attempts(self) -> list[dict]:
         """Return the starts of the run, as attempts.jsonl has them, with how they
@@ -169,24 +145,14 @@ class RunReader:
             },
         }
 
-    def _step_at(self) -> float | None:
-        """Return when the last line of a step was written, in seconds since 1970; None
-        before the first step."""
-        if not self._metrics.num_steps:
-            return None
-        try:
-            return round(self._files["metrics"].path.stat().st_mtime, 1)
-        except OSError:
-            return None
-
     def _state(self) -> RunState:
-        summary = self._small["summary.json"][1] or {}
+        summary = self._summary or {}
         step = summary.get("step")
         last = max(self._starts, default=0)
         end = self._ends.get(last, {})
         progress = Progress(
             step=self._metrics.last_step,
-            num_steps=_num_steps(self._small["config.gin"][1]),
+            num_steps=_num_steps(self._config),
             finished_step=step if type(step) is int else None,
             failure=str(end.get("why", "")) if end.get("end") == "failed" else None,
         )
@@ -194,21 +160,18 @@ class RunReader:
 
     def _notes(self, state: RunState) -> list[str]:
         """Return a line about each thing that is missing, damaged or thinned."""
-        notes = [self._fault] if self._fault else []
-        for name, file in self._files.items():
-            if file.num_torn_bytes and state.name != "running":
+        notes = []
+        for name, num_bytes in self._num_torn_bytes.items():
+            if state.name != "running":
                 notes.append(
-                    f"{name}.jsonl: the last line is torn after {file.num_torn_bytes} "
-                    "bytes, and is left out"
+                    f"{name}.jsonl: the last line is torn after {num_bytes} bytes, and "
+                    "is left out"
                 )
-        for name, num_bad in (
-            ("attempts", self._num_bad_starts),
-            ("goodput", self._num_bad_accounts),
-        ):
+        for name, num_bad in self._num_bad.items():
             if num_bad:
                 notes.append(f"{name}.jsonl: {left_out(num_bad, 'damaged line')}")
         notes += self._metrics.notes() + self._plans.notes()
-        notes += [note for _, _, note in self._small.values() if note]
+        notes += self._small_notes
         notes += self._missing_files() if self._metrics.num_steps else []
         return [clean_text(note) for note in notes]
 
@@ -222,64 +185,35 @@ class RunReader:
                 f"the starts of this run wrote schemas {', '.join(sorted(schemas))}: "
                 "older lines lack the fields of newer ones"
             )
-        files = [file.path for file in self._files.values()]
+        names = ("attempts", "goodput", "plans", "metrics")
+        files = [self.folder / f"{name}.jsonl" for name in names]
         missing = [path.name for path in files if not path.exists()]
         if missing:
             notes.append(f"without {', '.join(missing)}: what it holds is not shown")
         return notes
 
-    def _read_small(self, name: str, parse: Callable) -> None:
-        """Read a small file whole if it has changed. `parse` returns its content and a
-        note."""
-        path = self.folder / name
-        try:
-            stat = path.stat()
-            key = stat.st_ino, stat.st_size, stat.st_mtime_ns
-            if self._small[name][0] == key:
-                return
-            with path_named(path), path.open("rb") as file:
-                data = file.read(MAX_FILE_BYTES)
-        except FileNotFoundError:
-            key, data = None, None
-        self._small[name] = key, *parse(data)
 
-    def _key(self) -> tuple:
-        """Return a value that changes with the data of the run."""
-        files = tuple(file.key() for file in self._files.values())
-        small = tuple(content[0] for content in self._small.values())
-        return files, small, self._state(), self._fault
+def page_data(reader: RunReader) -> dict:
+    """Return the data of the page of a run."""
+    return {"format": FORMAT, "made_at": round(time.time()), "runs": [reader.data()]}
 
 
-def page_data(readers: list[RunReader], *, is_live: bool) -> dict:
-    """Return the data of a page about these runs."""
-    runs = [reader.data() for reader in readers]
-    for run, name in zip(runs, _distinct_names(runs), strict=True):
-        run["name"] = name
-    return {
-        "format": FORMAT,
-        "made_at": round(time.time()),
-        "live": is_live,
-        "differences": _differences([dict(run["config"]) for run in runs]),
-        "runs": runs,
-    }
+def require_run(folder: pathlib.Path) -> None:
+    """Raise ValueError unless a folder has a file of a run."""
+    if not any((folder / name).is_file() for name in ("metrics.jsonl", "config.gin")):
+        what = "has no metrics.jsonl" if folder.is_dir() else "is not a folder"
+        raise ValueError(f"{folder} {what}: name the run directory of train/main.py")
 
 
-def _distinct_names(runs: list[dict]) -> list[str]:
-    """Return the names of the runs; their paths where two have one name, with a number
-    where that does not help."""
-    for key in ("name", "path"):
-        names = [run[key] for run in runs]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{run['path']} ({number})" for number, run in enumerate(runs, 1)]
-
-
-def _differences(configs: list[dict[str, str]]) -> list[list]:
-    """Return the fields of the configurations that differ, with the value of each run;
-    an empty text where a run has no such field."""
-    names = sorted({name for config in configs for name in config} - OWN_FIELDS)
-    rows = [[name, [config.get(name, "") for config in configs]] for name in names]
-    return [row for row in rows if len(set(row[1])) > 1]
+def _small(path: pathlib.Path, parse: Callable) -> tuple:
+    """Return what `parse` makes of a small file's content, None where it is not there:
+    its content and a note."""
+    try:
+        with path_named(path), path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES)
+    except FileNotFoundError:
+        data = None
+    return parse(data)
 
 
 def _bindings(data: bytes | None) -> tuple[dict[str, str], str]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from tools.plots.run_arrays import as_number, table_over_mean
 from tools.run_page.curves import (
     CURVES,
     LAYER_CURVES,
@@ -22,7 +21,15 @@ from tools.run_page.curves import (
     UNSHOWN,
     numbers_of,
 )
-from tools.run_page.plain import encoded, left_out, plain, short, short_list
+from tools.run_page.plain import (
+    as_number,
+    encoded,
+    left_out,
+    plain,
+    short,
+    short_list,
+    table_over_mean,
+)
 from tools.run_page.thin import Binned, Bins, Thinned
 from train.logs.record_lines import MAX_STEP, kind_of, parse_line
 
@@ -47,14 +54,6 @@ class Limits:
     layer_curve_bytes: int = 1_200_000
     plan_bytes: int = 600_000
     num_goodput: int = 500
-
-    def shared_by(self, num_runs: int) -> "Limits":
-        """Return the limits of one of several runs of a page."""
-        parts = {
-            name: max(1, value // num_runs)
-            for name, value in dataclasses.asdict(self).items()
-        }
-        return Limits(**parts | {"num_bins": max(200, parts["num_bins"] // 2 * 2)})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,9 +34,7 @@ def test_every_damaged_folder_has_a_page(tmp_path, first, count):
         (folder / name).write_bytes(damaged)
         try:
             with warnings.catch_warnings(action="error"):
-                reader = RunReader(folder, SMALL)
-                reader.read()
-                require_contract(page_data([reader], is_live=False))
+                require_contract(page_data(RunReader(folder, SMALL)))
         except Exception as error:
             error.add_note(f"seed {seed}: {how} of {name}")
             raise

@@ -1,7 +1,5 @@
-"""Test what is read of a run's folder: curves, loads, decisions, damage, and a run that
-goes on."""
+"""Test what is read of a run's folder: curves, loads, decisions, damage."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 from tests.support.large_run import write_large_run
 from tests.support.metrics_lines import DECISIONS, balanced_lines, decided, log_lines
 from tests.support.page_contract import decode, require_contract
-from tests.support.run_folders import ATTEMPTS, PLANS, finish, make_folder, table
+from tests.support.run_folders import ATTEMPTS, PLANS, make_folder, table
 from tools.run_page.read import RunReader, page_data
 from tools.run_page.read_metrics import Limits
 
@@ -18,18 +16,11 @@ LARGE = Limits()
 SMALL = Limits(num_bins=8, load_bytes=100, rows_bytes=50, num_goodput=3)
 
 
-def read(*folders, limits=LARGE) -> dict:
-    """Return the data of a page about these runs, after a check of its form."""
-    readers = [RunReader(folder, limits) for folder in folders]
-    for reader in readers:
-        reader.read()
-    data = page_data(readers, is_live=False)
-    require_contract(data)
-    return data
-
-
 def read_one(folder, limits=LARGE) -> dict:
-    return read(folder, limits=limits)["runs"][0]
+    """Return the data of the page of a run, after a check of its form."""
+    data = page_data(RunReader(folder, limits))
+    require_contract(data)
+    return data["runs"][0]
 
 
 def steps_of(folder) -> list[dict]:
@@ -224,7 +215,7 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path, damage):
     assert run.pop("notes") == [
         "metrics.jsonl: 1 damaged line or step out of order is left out"
     ]
-    for name in run.keys() - {"name", "path", "step_at"}:
+    for name in run.keys() - {"name", "path"}:
         assert run[name] == whole[name], name
 
 
@@ -271,131 +262,6 @@ def test_a_torn_line_and_a_damaged_summary_are_noted(tmp_path):
         notes
     )
     assert "summary.json is damaged, and is left out" in notes
-
-
-def follow_at_cuts(folder, target, name: str, distance: int) -> None:
-    """Compare, at lengths of a file that grows, a reader that follows it with one that
-    begins then."""
-    data = (folder / name).read_bytes()
-    target.mkdir()
-    for path in folder.glob("*.*"):
-        (target / path.name).write_bytes(path.read_bytes())
-    (target / name).write_bytes(b"")
-    reader = RunReader(target, SMALL)
-    for begin in range(0, len(data), distance):
-        with (target / name).open("ab") as file:
-            file.write(data[begin : begin + distance])
-        reader.poll()
-        fresh = RunReader(target, SMALL)
-        fresh.poll()
-        assert reader.data() == fresh.data()
-
-
-def test_a_run_that_is_followed_is_read_as_one_that_has_ended(tmp_path):
-    short = {name: [] for name in ("goodput", "attempts", "plans")}
-    lines = [
-        '{"step": 1, "loss": 2.5, "tokens_le": [[1, 2], [2, 1]]}',
-        '{"step": 5, "loss": null}',
-        '{"step": 2, "loss": 2.5, "tokens_le": [[1, 2]], "adopt_msec": 1}',
-        '{"step": 2, "eval_loss": 1}',
-        '{"step": 3, "decision": {"kind": "swap", "adopt_step": 2}}',
-    ]
-    folder = make_folder(tmp_path / "a", metrics=lines, **short)
-    follow_at_cuts(folder, tmp_path / "b", "metrics.jsonl", 1)
-    plans = [{**plan, "step": 1} for plan in PLANS[:2]]
-    folder = make_folder(tmp_path / "c", metrics=lines, **short | {"plans": plans})
-    follow_at_cuts(folder, tmp_path / "d", "plans.jsonl", 17)
-
-
-def test_a_long_run_is_followed_in_pieces(tmp_path):
-    """Of many batches of bins, cut where the pieces of a file may end."""
-    folder = make_folder(tmp_path / "run", metrics=[])
-    data = "".join(line + "\n" for line in balanced_lines(700, DECISIONS)).encode()
-    reader = RunReader(folder, SMALL)
-    begin = 0
-    for end in [
-        *np.random.default_rng(0).integers(0, len(data), 12).tolist(),
-        len(data),
-    ]:
-        if end > begin:
-            with (folder / "metrics.jsonl").open("ab") as file:
-                file.write(data[begin:end])
-            begin = end
-            assert reader.poll()
-            assert not reader.poll()
-            reader.data()
-    fresh = RunReader(folder, SMALL)
-    fresh.poll()
-    assert reader.data() == fresh.data()
-
-
-def test_a_run_that_resumes_is_read_anew(tmp_path):
-    lines = balanced_lines(40, DECISIONS)
-    folder = make_folder(tmp_path / "run", metrics=lines)
-    path = folder / "metrics.jsonl"
-    reader = RunReader(folder, Limits())
-    reader.poll()
-    again = [line.replace('"step_msec": 50.0', '"step_msec": 60.0') for line in lines]
-    cuts = "\n".join([*lines[:20], ""]), "\n".join([*lines[:20], *again[20:], ""])
-    for text in (*cuts, cuts[0], "", cuts[1]):  # shorter, and longer at once
-        with path.open("r+") as file:
-            file.write(text)
-            file.truncate()
-        assert reader.poll()
-        fresh = RunReader(folder, Limits())
-        fresh.poll()
-        assert reader.data() == fresh.data()
-    path.unlink()
-    assert reader.poll()
-    assert reader.data()["step"] == 0
-
-
-def test_a_new_attempt_reads_the_log_anew(tmp_path):
-    """Also where the bytes at the place where reading ended are the same."""
-    filler = ['{"step": 3, "loss": 1.0, "tokens_le": [[%s]]}' % ("1," * 40_000 + "1")]
-    lines = ['{"step": 1, "loss": 1.0}', '{"step": 2, "loss": 2.0}', *filler]
-    folder = make_folder(tmp_path / "run", metrics=lines, attempts=ATTEMPTS[:1])
-    reader = RunReader(folder, Limits())
-    reader.poll()
-    path = folder / "metrics.jsonl"
-    path.write_bytes(path.read_bytes().replace(b"2.0", b"3.0"))
-    (folder / "goodput.jsonl").open("a").write(
-        json.dumps({"step": 1, "attempt": 3, "at": 1e9, "down_sec": 0, "sec": {"a": 1}})
-        + "\n"
-    )
-    assert reader.poll()
-    assert reader.data()["curves"]["loss"]["mean"] == [1, 3, 1]
-
-
-def test_a_file_that_cannot_be_read_any_more_becomes_a_note(tmp_path):
-    folder = make_folder(tmp_path / "run")
-    reader = RunReader(folder, Limits())
-    reader.poll()
-    (folder / "metrics.jsonl").unlink()
-    (folder / "metrics.jsonl").mkdir()
-    assert reader.poll()
-    assert any("cannot be read: Is a directory" in x for x in reader.data()["notes"])
-    with pytest.raises(OSError, match=r"metrics\.jsonl"):
-        reader.read()
-
-
-def test_runs_are_told_apart_and_compared(tmp_path):
-    a, b = (make_folder(tmp_path / part / "run") for part in "ab")
-    text = (b / "config.gin").read_text()
-    text = text.replace("top_k = 2", "top_k = 4").replace("runs/a", "runs/b")
-    (b / "config.gin").write_text(text + "Train.seed = 3\n")
-    finish(b)
-    data = read(a, b)
-    assert [run["name"] for run in data["runs"]] == [str(a), str(b)]
-    assert data["differences"] == [
-        ["Moe.top_k", ["2", "4"]],
-        ["Train.seed", ["", "3"]],
-    ]
-    assert data["runs"][1]["summary"] == {"step": 40, "eval_loss": 1.1}
-    assert [run["name"] for run in read(a, a)["runs"]] == [f"{a} (1)", f"{a} (2)"]
-    limits = Limits().shared_by(3)
-    for name, value in dataclasses.asdict(limits).items():
-        assert value * 3 <= getattr(Limits(), name)
 
 
 @pytest.mark.parametrize("text", ["\ud800", "<script>", "a" * 5000])

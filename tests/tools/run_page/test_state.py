@@ -8,14 +8,11 @@ import pytest
 
 from tests.support.run_folders import finish, make_folder
 from tools.run_page.read import RunReader
-from tools.run_page.read_metrics import Limits
 from train.logs.run_dir import claim
 
 
 def state(folder) -> tuple[str, str]:
-    reader = RunReader(folder, Limits())
-    reader.poll()
-    run = reader.data()
+    run = RunReader(folder).data()
     return run["state"], run["state_text"]
 
 
@@ -42,15 +39,6 @@ def test_a_run_that_a_process_holds_is_running(folder):
         (folder / "metrics.jsonl").write_text("")
         assert state(folder) == ("running", "running: no step yet")
     assert state(folder)[0] == "finished"
-
-
-def test_a_poll_tells_that_a_process_has_ended(folder):
-    reader = RunReader(folder, Limits())
-    with claim(folder):
-        assert reader.poll()
-        assert not reader.poll()
-    assert reader.poll()
-    assert not reader.poll()
 
 
 def test_a_process_that_reuses_a_number_holds_nothing(folder):

@@ -34,7 +34,6 @@ from tests.support.watched_run import (
     watched,
 )
 from tools.run_page.read import RunReader, page_data
-from tools.run_page.read_metrics import Limits
 from train.balance.record import BalanceRecord
 from train.checkpoint.checksum import describe_arrays
 from train.data.feed import feed
@@ -148,16 +147,10 @@ def test_plans_are_those_of_the_steps(swaps, owners, relayout):
 
 
 def test_a_page_shows_what_the_runs_did(swaps, owners, relayout):
-    done = swaps, owners, relayout
-    readers = [RunReader(x.run_dir, Limits()) for x in done]
-    for reader in readers:
-        reader.read()
-    data = page_data(readers, is_live=False)
-    require_contract(data)
-    assert ["Balance.policy", ["'flexmoe'", "'smartmoe'", "'flexmoe'"]] in (
-        data["differences"]
-    )
-    for shown, one in zip(data["runs"], done, strict=True):
+    for one in (swaps, owners, relayout):
+        data = page_data(RunReader(one.run_dir))
+        require_contract(data)
+        (shown,) = data["runs"]
         assert (shown["step"], shown["notes"]) == (NUM_STEPS, [])
         assert shown["state"] == "stopped"  # these runs write no summary
         assert len(shown["curves"]) >= 20

@@ -4,7 +4,6 @@ const settings = JSON.parse(document.getElementById("settings").textContent);
 
 const page = {
   data: null,
-  chosen: 0, // index of the run of sections that show one run
   layer: 0,
   views: [], // each has update()
 };
@@ -14,7 +13,7 @@ function runs() {
 }
 
 function run() {
-  return page.data.runs[page.chosen] ?? page.data.runs[0];
+  return page.data.runs[0];
 }
 
 /** Return the bytes of base64 text. */

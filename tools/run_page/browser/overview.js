@@ -75,8 +75,8 @@ function latest(of) {
 }
 
 function overview(body) {
-  body.append(...(runs().length > 1 ? compared() : single()));
-  if (runs().some(hasSteps)) {
+  body.append(...overviewParts());
+  if (hasSteps(run())) {
     body.append(
       make(
         "p",
@@ -87,67 +87,19 @@ function overview(body) {
   }
 }
 
-/** Call `update` now, and again when there are new data. */
-function keepUpdated(update) {
-  update();
-  page.views.push({ update });
-}
-
-/** Return the parts of the overview of one run. Each part changes by itself, so that what
-    has the keyboard's focus, or was opened, stays. */
-function single() {
-  const [state, tiles, notes] = [
-    make("div", { class: "part" }),
-    make("div"),
-    make("div"),
+function overviewParts() {
+  const attempts = run().attempts ?? [];
+  const table = makeScrollBox("Attempts");
+  table.append(attemptTable(run()));
+  const title = make("summary", {}, plural(attempts.length, "attempt"));
+  const details = make("details", { open: attempts.length > 1 }, title, table);
+  details.hidden = attempts.length === 0;
+  return [
+    make("div", { class: "part" }, stateLine(run())),
+    make("div", {}, tilesOf(run())),
+    make("div", {}, noteList(run())),
+    details,
   ];
-  const attempts = makeScrollBox("Attempts");
-  const summary = make("summary");
-  const count = () => (run().attempts ?? []).length;
-  const details = make("details", { open: count() > 1 }, summary, attempts);
-  keepUpdated(() => {
-    fillIfNew(state, stateLine(run()));
-    fillIfNew(tiles, tilesOf(run()));
-    fillIfNew(notes, noteList(run()));
-    fillIfNew(attempts, attemptTable(run()));
-    setText(summary, plural(count(), "attempt"));
-    details.hidden = count() === 0;
-  });
-  return [state, paces(), tiles, notes, details];
-}
-
-/** Return a line about the pace of each run that goes on, which changes each second. */
-function paces() {
-  const lines = runs().map(() => make("p", { class: "hint" }));
-  const show = () =>
-    lines.forEach((line, index) => {
-      const of = runs()[index];
-      const text = paceText(of);
-      setText(line, text && lines.length > 1 ? `${of.name}: ${text}` : text);
-    });
-  show();
-  page.views.push({ update: show, tick: show });
-  return make("div", {}, ...lines);
-}
-
-/** Return how long ago a run that goes on did its last step, and how long the rest will
-    take; an empty text of any other. */
-function paceText(of) {
-  if (!page.data.live || of.state !== "running" || !hasSteps(of)) return "";
-  const parts = [];
-  if (Number.isFinite(of.step_at)) {
-    const sec = Math.max(0, Math.round(serverSec() - of.step_at));
-    parts.push(`Last step ${duration(sec)} ago.`);
-  }
-  const msec = recent(of, "step_msec");
-  const count = (of.num_steps ?? 0) - of.step;
-  if (msec !== null && count > 0) {
-    parts.push(
-      `${plural(count, "step")} to go, about ${duration((count * msec) / 1000)} ` +
-        "without evaluations, saves and waits.",
-    );
-  }
-  return parts.join(" ");
 }
 
 function stateLine(of) {
@@ -188,9 +140,8 @@ function tilesOf(of) {
 
 function noteList(of) {
   if (!of.notes?.length) return null;
-  const title = runs().length > 1 ? `Notes on ${of.name}` : "Notes";
   return [
-    make("h3", {}, title),
+    make("h3", {}, "Notes"),
     make(
       "ul",
       { class: "notes" },
@@ -230,96 +181,4 @@ function endText(attempt) {
   if (attempt.end === undefined || attempt.end === null) return null;
   const at = Number.isFinite(attempt.end_step) ? ` at step ${attempt.end_step}` : "";
   return `${attempt.end}${at}${attempt.why ? `: ${attempt.why}` : ""}`;
-}
-
-/** Return what differs between the runs, then their figures side by side. */
-function compared() {
-  const [differences, figures] = [
-    "Differences of the configurations",
-    "Figures of the runs",
-  ].map((label) => makeScrollBox(label));
-  const notes = make("div");
-  keepUpdated(() => {
-    const pairs = page.data.differences ?? [];
-    fillIfNew(
-      differences,
-      pairs.length
-        ? makeTable(
-            "Differences of the configurations",
-            ["field", ...runs().map(runName)],
-            pairs.map(([field, values]) => [field, ...values]),
-            { class: "stack" },
-          )
-        : "Nothing: the configurations are equal, or were not recorded.",
-    );
-    const all = runs().map(latest);
-    const rows = all[0].map(([label], row) => [
-      label,
-      ...all.map((one) => one[row][1]),
-    ]);
-    rows.unshift(["state", ...runs().map(statePill)]);
-    fillIfNew(
-      figures,
-      makeTable("Figures of the runs", ["figure", ...runs().map(runName)], rows, {
-        class: "stack",
-      }),
-    );
-    fillIfNew(notes, runs().map(noteList));
-  });
-  return [
-    make(
-      "div",
-      {},
-      make("h3", {}, "What differs in their configurations"),
-      differences,
-    ),
-    make(
-      "div",
-      {},
-      make("h3", {}, "Where they stand"),
-      make(
-        "p",
-        { class: "hint" },
-        `Tokens, ms, MFU and device max/mean: ${recentText(run())} steps of each run.`,
-      ),
-      figures,
-      paces(),
-    ),
-    notes,
-  ];
-}
-
-/** Return the name of a run beside a sample of its line. */
-function runName(of, index) {
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  const line = document.createElementNS("http://www.w3.org/2000/svg", "line");
-  const dashes = {
-    solid: "",
-    dash: "7 4",
-    dot: "2 3",
-    dashdot: "7 3 2 3",
-    longdash: "10 4",
-    longdashdot: "10 3 2 3",
-  };
-  const set = (element, values) =>
-    Object.entries(values).forEach(([name, value]) =>
-      element.setAttribute(name, value),
-    );
-  set(svg, {
-    width: 30,
-    height: 8,
-    "aria-hidden": "true",
-    class: "sample",
-  });
-  set(line, {
-    x1: 0,
-    x2: 30,
-    y1: 4,
-    y2: 4,
-    stroke: lineColor(index),
-    "stroke-width": 3,
-    "stroke-dasharray": dashes[dash(index)],
-  });
-  svg.append(line);
-  return make("span", {}, svg, ` ${of.name}`);
 }
