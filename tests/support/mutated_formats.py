@@ -54,10 +54,6 @@ class Format:
     """Number of damaged files that `make test-all` reads."""
     names: tuple[str, ...]
     """Texts one of which an error must hold, for it names the file."""
-    num_quick: int = 6
-    """Number of damaged files that `make test` reads."""
-    limit_sec: float = 10.0
-    """Time that one case may take."""
     is_report: bool = False
     """Whether the reader prints a report for people, whose lines may be long."""
 
@@ -221,7 +217,6 @@ def data_format(name: str, write, mutators, num_cases: int) -> Format:
         mutators,
         num_cases,
         (name,),
-        num_quick=6,
     )
 
 
@@ -491,20 +486,20 @@ def _write_one_text(path: pathlib.Path, texts: Sequence[str]) -> None:
 
 
 INPUTS = {
-    "gin": Format("a.gin", build_gin, read_gin, GIN, 1500, ("a.gin",), 30),
+    "gin": Format("a.gin", build_gin, read_gin, GIN, 1500, ("a.gin",)),
     "gin_param": Format(
-        "param", build_gin_param, read_gin_param, GIN, 500, ("--gin_param",), 10
+        "param", build_gin_param, read_gin_param, GIN, 500, ("--gin_param",)
     ),
     "calibration": Format(
-        "a.json", build_calibration, read_calibration, JSON, 900, ("a.json",), 12
+        "a.json", build_calibration, read_calibration, JSON, 900, ("a.json",)
     ),
     "loads": Format(
         "a.npz", build_loads, read_loads, (*NPZ * 6, mutations.make_npz_bomb), 800,
-        ("a.npz",), 12,
+        ("a.npz",),
     ),
     "trace": Format(
         "a.npz", build_trace, read_trace, (*NPZ * 6, mutations.make_npz_bomb), 700,
-        ("a.npz",), 12,
+        ("a.npz",),
     ),
     "text": data_format("a.txt", _write_one_text, BYTES, 150),
     "text.gz": data_format(
@@ -521,39 +516,37 @@ INPUTS = {
     ),
     "npy": Format(
         "a.npy", lambda folder, variant: write_npy(folder / "a.npy", range(200)),
-        lambda folder: read_corpus(folder, "a.npy"), NPY, 500, ("a.npy",), 12,
+        lambda folder: read_corpus(folder, "a.npy"), NPY, 500, ("a.npy",),
     ),
     "shard": Format(
         "out/*.bin", build_shards, lambda folder: read_corpus(folder, "out"), BYTES,
-        200, ("shard-00000", "/out"), 6,
+        200, ("shard-00000", "/out"),
     ),
     "bare_shard": Format(
         "out/*.bin", build_shards, lambda folder: read_corpus(folder, "out/*.bin"),
-        BYTES, 200, ("shard-00000", "/out"), 6,
+        BYTES, 200, ("shard-00000", "/out"),
     ),
     "index": Format(
         "out/*.idx", build_shards, lambda folder: read_corpus(folder, "out/*.bin"),
-        INDEX, 600, ("shard-00000", "/out"), 12,
+        INDEX, 600, ("shard-00000", "/out"),
     ),
     "manifest": Format(
         "out/manifest.json", build_shards, lambda folder: read_corpus(folder, "out"),
-        JSON, 400, ("manifest.json", "/out"), 10,
+        JSON, 400, ("manifest.json", "/out"),
     ),
     "tokenizer": Format(
         "a.json", build_bpe, lambda f: read_corpus(f, "a.jsonl", str(f / "a.json")),
-        JSON, 400, ("a.json",), 4,
+        JSON, 400, ("a.json",),
     ),
     "tensors": Format(
         "model/*.safetensors", build_tensors, read_tensors, HEADER, 6500, ("/model",),
-        160,
     ),
     "tensor_index": Format(
         "model/*.json", build_tensors, read_tensors, TENSOR_INDEX, 3500, ("/model",),
-        80,
     ),
     "model_config": Format(
         "model/*/config.json", build_configs, read_configs, CONFIGS, 10_000,
-        ("/model",), 200,
+        ("/model",),
     ),
 }  # fmt: skip
 """Formats of files that users give: configurations, speeds, loads and corpora."""
@@ -561,40 +554,39 @@ INPUTS = {
 RUN_FORMATS = {
     "sizes": Format(
         "a.gin", build_gin, read_sizes, (mutations.change_gin_number,), 150,
-        ("a.gin",), 0, is_report=True,
+        ("a.gin",), is_report=True,
     ),
-    "hashes": Format("record", build_hashes, read_hashes, JSON, 150, ("a.npy",), 4),
+    "hashes": Format("record", build_hashes, read_hashes, JSON, 150, ("a.npy",)),
     "record": Format(
         "checkpoints/20/record/metadata", build_checkpoints, read_records, JSON, 400,
-        ("checkpoint",), 6,
+        ("checkpoint",),
     ),
     "signed_record": Format(
         "checkpoints/20/record/metadata", build_checkpoints, read_signed_records, JSON,
-        150, ("checkpoint",), 4,
+        150, ("checkpoint",),
     ),
     "arrays": Format(
         "checkpoints/20/**/*", build_checkpoints, restore, JSON, 150,
-        ("checkpoint",), 4,
+        ("checkpoint",),
     ),
     "metrics": Format(
         "metrics.jsonl", build_metrics, read_metrics, JSON_LINES, 500,
-        ("metrics.jsonl",), 12,
+        ("metrics.jsonl",),
     ),
     "plots": Format(
         "metrics.jsonl", build_metrics, read_plots, JSON_LINES, 300, ("metrics.jsonl",),
-        6,
     ),
     "summary": Format(
-        "summary.json", build_summary, read_summary, JSON, 400, ("summary.json",), 12,
+        "summary.json", build_summary, read_summary, JSON, 400, ("summary.json",),
         is_report=True,
     ),
     "profile": Format(
         "perfetto_trace.json.gz", build_profile, read_profile,
-        (*BYTES, *(_CHANGED_JSON,) * 20), 200, ("perfetto_trace",), 6,
+        (*BYTES, *(_CHANGED_JSON,) * 20), 200, ("perfetto_trace",),
     ),
     "compiled": Format(
         "compiled/checked/*-cache", build_compiled, read_compiled,
-        (*BYTES, *(mutations.replace_whole,) * 3), 100, ("compil",), 3
+        (*BYTES, *(mutations.replace_whole,) * 3), 100, ("compil",)
     ),
 }  # fmt: skip
 """Formats of files that a run writes and caches, and of sizes that it computes. Their

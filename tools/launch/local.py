@@ -5,9 +5,7 @@
 A program that ends in .py is run by this Python. Every attempt has a port of its own
 on the loopback interface. Each process reads its role from the environment variables
 MOEJAX_COORDINATOR, MOEJAX_NUM_PROCESSES and MOEJAX_PROCESS_ID, and the number of the
-attempt (0, 1, 2, ..) from MOEJAX_ATTEMPT. The processes meet with mutual TLS, by a
-certificate that lives as long as the launcher, unless JAX_MTLS_CERT_FILE or one of its
-fellows is set.
+attempt (0, 1, 2, ..) from MOEJAX_ATTEMPT.
 
     how the workers ended                  what the launcher does
     0   all are done                       exit with 0
@@ -23,20 +21,17 @@ to kill.
 """
 
 import argparse
-import os
 import pathlib
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
 
 from tools.launch import workers  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
-from tools.launch.certificate import throw_away_certificate  # noqa: E402
 from tools.launch.lines import say  # noqa: E402
 from train.launch.program import BAD_INPUT, DONE, FAILED, PREEMPTED, emit, refuse  # noqa: E402
 
@@ -50,8 +45,7 @@ def main(argv: list[str]) -> int:
     try:
         _check(args)
         command = _command(program, bool(dashes))
-        with throw_away_certificate(args.num_processes, os.environ) as variables:
-            exit_code, attempts = supervise(command, args, variables)
+        exit_code, attempts = supervise(command, args)
     except (ValueError, OSError) as error:
         return refuse(error, BAD_INPUT, args.json)
     restarts = max(0, len(attempts) - 1)
@@ -115,11 +109,10 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def supervise(
-    command: list[str], args: argparse.Namespace, variables: Mapping[str, str]
+    command: list[str], args: argparse.Namespace
 ) -> tuple[int, list[dict[str, object]]]:
     """Run the command until no restart is due, and return the exit code and a record of
-    each attempt. Sets the handlers of SIGNALS. `variables` are added to the environment
-    of the workers."""
+    each attempt. Sets the handlers of SIGNALS."""
     requests = workers.StopRequests()
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup keeps its effect
@@ -129,11 +122,7 @@ def supervise(
     while True:
         port, start_sec = workers.free_port(but_not=port), time.monotonic()
         group = workers.Workers(
-            command,
-            args.num_processes,
-            port,
-            attempt=len(attempts),
-            variables=variables,
+            command, args.num_processes, port, attempt=len(attempts)
         )
         verdict = workers.run(group, waits, requests)
         wall_sec = time.monotonic() - start_sec

@@ -103,8 +103,6 @@ class Workers:
     """Number of earlier attempts of this run."""
     host: str = LOOPBACK
     """Address of process 0, where the coordinator listens."""
-    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Environment variables that all workers get beside those of their role."""
     prefixes: tuple[tuple[str, ...], ...] = ()
     """Words before the command of each process, by index. Empty: none for any."""
     listen: Callable[[subprocess.Popen, int], list[threading.Thread]] = pass_on
@@ -180,7 +178,6 @@ def _environment(
 ) -> dict[str, str]:
     return {
         **environ,
-        **workers.variables,
         COORDINATOR: f"{workers.host}:{workers.port}",
         NUM_PROCESSES: str(workers.count),
         PROCESS_ID: str(index),

@@ -1,14 +1,30 @@
-"""Test that certificates which cannot be used are refused at once, in one line."""
+"""Test that certificates which cannot be used are refused at once, in one line, and
+that strangers without one are refused."""
 
+import contextlib
+import os
 import shutil
+import socket
+import ssl
+import subprocess
+import sys
 
 import pytest
 
 from moejax.config import Config
 from tests.support.certificates import new_certificate, openssl
+from tests.support.meeting import Meeting
 from train.launch.cluster import ProcessInfo
 from train.launch.processes import join
 from train.launch.tls import AUTHORITY, CERT, KEY, URI_PREFIX, uses_tls
+
+STRANGER = """
+import sys, jax
+jax.distributed.initialize(
+    sys.argv[1], 2, 1, cluster_detection_method="deactivate", initialization_timeout=1
+)
+print("joined")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +104,44 @@ def test_a_process_refuses_them_before_it_meets_the_others(monkeypatch):
         ValueError, match=f"^{CERT} is set, but not {KEY} and {AUTHORITY}"
     ):
         join(Config(), process)
+
+
+@pytest.mark.long
+def test_strangers_are_refused_and_the_processes_go_on(files, tmp_path, monkeypatch):
+    """They are processes of jax without a certificate and with one of another
+    authority, a client of TLS without a certificate, and one that sends bytes at
+    random."""
+    strange = new_certificate(tmp_path / "strange")
+    for name, value in (files | {URI_PREFIX: "spiffe://moejax/"}).items():
+        monkeypatch.setenv(name, value)
+    with Meeting(tmp_path) as meeting:
+        host, _, port = meeting.coordinator.rpartition(":")
+        jaxes = [start_stranger(meeting.coordinator, x) for x in ({}, strange)]
+        for text in (bytes(range(256)) * 100, b"GET / HTTP/1.1\r\n\r\n"):
+            with socket.create_connection((host, int(port)), timeout=60) as connection:
+                connection.sendall(text)
+                with contextlib.suppress(ConnectionResetError):
+                    connection.recv(100)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.set_alpn_protocols(["h2"])
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            # A server that accepts its client begins with its settings of HTTP/2.
+            assert context.wrap_socket(connection).recv(100) == b""
+        for process in jaxes:
+            out, _ = process.communicate(timeout=120)
+            assert process.returncode != 0
+            assert "joined" not in out
+        code, text, record = meeting.end()
+    assert code == 0, text
+    assert (record["restarts"], record["attempts"][0]["codes"]) == (0, [0, 0])
+
+
+def start_stranger(coordinator: str, variables: dict) -> subprocess.Popen:
+    """Start a process that says that it is process 1."""
+    words = [sys.executable, "-c", STRANGER, coordinator]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    own = (CERT, KEY, AUTHORITY, URI_PREFIX)
+    environ = {name: x for name, x in os.environ.items() if name not in own}
+    environ |= {"JAX_PLATFORMS": "cpu"} | variables
+    return subprocess.Popen(words, env=environ, **pipes)
