@@ -58,15 +58,13 @@ docs: $(VENV)/.stamp  ## the site of the documentation, in site/
 
 AOT := .aot
 $(AOT)/.stamp: constraints.txt | $(VENV)/.stamp
-	@echo "installing JAX's CUDA plugin and nvdisasm in $(AOT) (once; 142 MB and 5 MB)"
+	@echo "installing JAX's CUDA plugin in $(AOT) (once; 142 MB)"
 	@rm -rf $(AOT)
 	@$(RUN) -m pip install -q --disable-pip-version-check --no-deps --target $(AOT) -c constraints.txt \
 	    jax-cuda13-plugin jax-cuda13-pjrt
-	@$(RUN) -m pip install -q --disable-pip-version-check --no-deps --target $(AOT)/disassembler \
-	    -c constraints.txt nvidia-cuda-nvdisasm
 	@touch $@
 
-aot-wheels: $(AOT)/.stamp  ## JAX's CUDA plugin and nvdisasm, for tools/aot.py and kernel_code.py; needs no GPU
+aot-wheels: $(AOT)/.stamp  ## JAX's CUDA plugin, for tools/aot.py; needs no GPU
 
 PEERS := .peers
 PEER_WHEELS := tokamax einshape immutabledict pydantic pydantic-core annotated-types typing-inspection qwix typeguard

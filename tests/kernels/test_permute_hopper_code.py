@@ -34,7 +34,7 @@ LOCATION = re.compile(r"\.loc\s+\d+ (\d+)")
 ACCESS = re.compile(r"\b(ld|st)\.global(?:\.v(\d))?\.[bfsu](\d+)\s")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.aot
 def test_rows_are_loaded_and_stored_by_accesses_of_16_bytes():
     names = ("XLA_FLAGS", "PJRT_NPROC")
@@ -63,10 +63,11 @@ def test_rows_are_loaded_and_stored_by_accesses_of_16_bytes():
 def main() -> None:
     """Print the number of accesses to rows by case, then by kind and bytes."""
     from moejax.perf import target
-    from tools.compiled import kernel_code
+    from tools.compiled import wheels
 
     h100 = target.load("h100")
-    kernel_code.set_up()
+    wheels.put_on_path()
+    os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
     import jax.numpy as jnp
 
@@ -96,8 +97,7 @@ def compile_to_ptx(move, arrays, gpu) -> str:
     import jax
     from jax.sharding import SingleDeviceSharding, use_abstract_mesh
 
-    from tools.compiled.compile import own_compilation, target_devices
-    from tools.compiled.kernel_code import abstract_gpu
+    from tools.compiled.compile import abstract_gpu, own_compilation, target_devices
 
     on_gpu = SingleDeviceSharding(target_devices(gpu, 1)[0])
     arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=on_gpu) for a in arrays]

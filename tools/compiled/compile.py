@@ -277,3 +277,11 @@ def make_notes(log: str, program: str) -> tuple[str, ...]:
         if match and not any(text in line for text in SILENT):
             notes.append(f"XLA says ({match[1]}): {match[2].strip()}")
     return tuple(dict.fromkeys(notes))
+
+
+def abstract_gpu(target: Target):
+    """Return the abstract mesh of one GPU of a target, under which kernels lower."""
+    from jax.sharding import AbstractDevice, AbstractMesh
+
+    device = AbstractDevice(target.name, num_cores=target.num_cores, platform="gpu")
+    return AbstractMesh((), (), abstract_device=device)

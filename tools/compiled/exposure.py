@@ -1,5 +1,4 @@
-"""Estimate which share of the collectives' time is hidden by other work, and say why
-the rest is not.
+"""Estimate which share of the collectives' time is hidden by other work.
 
 XLA's text is a schedule, which tools/compiled/schedule.py walks through. Seconds are
 estimates by stated rates.
@@ -12,13 +11,9 @@ from collections.abc import Iterable
 from moejax.perf.rates import Rates
 from tools.compiled import collectives
 from tools.compiled.collectives import Collective
-from tools.compiled.reasons import REASONS, Cause, find_cause
 from tools.compiled.schedule import Piece, Schedule
 from tools.compiled.work import Work
 
-EXPOSED_SHARE, EXPOSED_SEC = 0.05, 1e-4
-"""Share of a collective's seconds, and seconds in a step, above which the report says
-why they are exposed."""
 _MIB = 2**20
 
 
@@ -29,25 +24,14 @@ class Exposure:
     collective: Collective
     seconds: float
     hidden_sec: float
-    exposed_by: dict[str, float]
-    """Exposed seconds by reason, one of REASONS."""
     beside: tuple[Piece, ...]
     """The work between start and done that is independent of it."""
-    cause: Cause
-    """Why it is exposed, and how much work is independent of it."""
 
     @property
     def beside_sec(self) -> dict[str, float]:
         """Seconds of the work that hides it or could, by what it is and its source
         line, the longest first."""
         return _longest_first((p.description, p.seconds) for p in self.beside)
-
-    @property
-    def products_beside_sec(self) -> dict[str, float]:
-        """Seconds of the products between start and done that are independent of it, by
-        scope and operation, the longest first: 'experts/grouped_rows', 'dense/dot'."""
-        products = (piece.products.items() for piece in self.beside)
-        return _longest_first(item for items in products for item in items)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +55,13 @@ class Summary:
     def collective_sec(self) -> float:
         """Estimated seconds of all collectives of a step, hidden or not."""
         return sum(e.seconds * e.collective.runs for e in self.exposures)
+
+    @property
+    def step_sec(self) -> float:
+        """Estimated seconds of a step: other work, and what of the collectives it does
+        not hide."""
+        hidden = sum(e.hidden_sec * e.collective.runs for e in self.exposures)
+        return self.compute_sec + self.collective_sec - hidden
 
     @property
     def exchange_hidden_share(self) -> float | None:
@@ -154,6 +145,7 @@ class Summary:
             "collective_sec": self.collective_sec,
             "sync_collective_sec": self.sync_collective_sec,
             "compute_sec": self.compute_sec,
+            "step_sec": self.step_sec,
             **self.work._asdict(),
             "rates": dataclasses.asdict(self.rates),
             "collectives": self.rows(),
@@ -165,6 +157,8 @@ class Summary:
         product_flops = work.dense_flops + work.attention_flops
         product_flops += work.grouped_flops * self.rates.filled_rows
         return [
+            f"step: {1e3 * self.step_sec:.1f} ms by these rates, of which "
+            f"{1e3 * self.compute_sec:.1f} ms of work beside collectives",
             f"hidden: {percent(self.exchange_hidden_share)} of row exchanges, "
             f"{percent(self.collective_hidden_share)} of all collectives' "
             f"{1e3 * self.collective_sec:.1f} ms ({1e3 * self.sync_collective_sec:.1f} "
@@ -207,25 +201,18 @@ def summary(schedule: Schedule) -> Summary:
 def _exposures(schedule: Schedule) -> list[Exposure]:
     """Return all collectives with their seconds; those of one start share what is
     hidden in proportion."""
-    causes: dict[tuple[str, str], Cause] = {}
     exposures = []
     for collective in schedule.found:
         timeline = schedule.timelines[collective.computation]
         flight = timeline.flights[collective.name]
-        key = collective.computation, collective.name
-        if key not in causes:
-            causes[key] = find_cause(timeline, flight)
         seconds = collective.seconds(schedule.devices_per_node, schedule.rates)
         share = seconds / flight.seconds if flight.seconds else 0.0
-        by_reason = causes[key].exposed_by.items()
         exposures.append(
             Exposure(
                 collective=collective,
                 seconds=seconds,
                 hidden_sec=share * flight.hidden_sec,
-                exposed_by={reason: share * sec for reason, sec in by_reason},
                 beside=tuple(timeline.beside(flight)),
-                cause=causes[key],
             )
         )
     return exposures
@@ -265,30 +252,7 @@ def _row(group: list[Exposure]) -> dict:
         "exposed_sec": seconds - hidden,
         "hidden_share": _hidden_share(group),
         "beside": dict(list(beside.items())[:3]),
-        **_reasons(group, seconds, seconds - hidden),
         "names": [e.collective.name for e in group],
-        "products_beside": [e.products_beside_sec for e in group],
-    }
-
-
-def _reasons(group: list[Exposure], seconds: float, exposed_sec: float) -> dict:
-    """Return the fields of a row that say why its collectives are exposed. `reason` and
-    `why` are None where little is exposed."""
-    sec = {
-        reason: sum(e.exposed_by[reason] * e.collective.runs for e in group)
-        for reason in REASONS
-    }
-    reason = why = None
-    if exposed_sec > max(EXPOSED_SEC, EXPOSED_SHARE * seconds):
-        reason = max(sec, key=sec.__getitem__)
-        worst = max(group, key=lambda e: e.exposed_by[reason] * e.collective.runs)
-        why = worst.cause.text(reason)
-    independent = (e.cause.independent_sec * e.collective.runs for e in group)
-    return {
-        "independent_sec": sum(independent),
-        "exposed_by": sec,
-        "reason": reason,
-        "why": why,
     }
 
 

@@ -8,8 +8,6 @@ from tools.compiled.attention import CompiledAttention
 from tools.compiled.compile import CompiledStep
 from tools.compiled.exposure import Summary, percent
 from tools.compiled.memory import GIB, KINDS, Memory
-from tools.compiled.sub_operators import PARTS, SubOperator
-from tools.compiled.sub_operators import lines as sub_operator_lines
 from train.launch.program import gpu_memory_fraction, usable_bytes
 from train.step.gpu_options import options_line
 
@@ -48,16 +46,14 @@ def make_report(
     step: CompiledStep,
     held: Memory,
     travels: Summary,
-    weights: list[SubOperator],
     attention: CompiledAttention,
     target: Target,
 ) -> Report:
-    """Return the report of a compiled step, its memory, its collectives, those of
-    expert weights, and its attention."""
+    """Return the report of a compiled step, its memory, its collectives and its
+    attention."""
     usable = usable_bytes(target.memory_bytes)
     warnings = tuple(_warnings(step, travels, target, usable))
     found = travels.as_dict() | attention.as_dict()
-    found["sub_operators"] = [each.as_dict() for each in weights]
     record = {
         "target": target.name,
         "mesh": dataclasses.asdict(step.run.cfg.mesh),
@@ -88,10 +84,8 @@ def make_report(
         memory_table(held),
         largest_table(held),
         travel_table(travels),
-        exposed_table(travels),
-        sub_operator_table(weights),
     )
-    lines = tuple(_lines(step, target, travels, weights, attention))
+    lines = tuple(_lines(step, target, travels, attention))
     return Report(record, lines, tables, warnings, step.notes)
 
 
@@ -99,7 +93,6 @@ def _lines(
     step: CompiledStep,
     target: Target,
     travels: Summary,
-    weights: list[SubOperator],
     attention: CompiledAttention,
 ) -> list[str]:
     return [
@@ -109,7 +102,6 @@ def _lines(
         options_line("gpu"),
         travels.rates.line(),
         *travels.totals(),
-        *sub_operator_lines(weights),
         *attention.lines(),
         f"compiled           traced in {step.trace_sec:.1f} s, lowered in "
         f"{step.lower_sec:.1f} s, compiled in {step.compile_sec:.1f} s",
@@ -202,49 +194,6 @@ def travel_table(travels: Summary) -> Table:
         "where", "source", "longest beside it",
     )  # fmt: skip
     return Table("collectives in a step", columns, tuple(rows))
-
-
-def exposed_table(travels: Summary) -> Table:
-    """Return the table of the collectives of which much is exposed, with the reason.
-    Seconds in a reason are those of one run."""
-    rows = [
-        (
-            f"{1e3 * row['exposed_sec']:.2f}",
-            f"{1e3 * row['seconds']:.2f}",
-            _kind(row),
-            str(row["runs"]),
-            _where(row),
-            row["reason"],
-            row["why"],
-        )
-        for row in travels.rows()
-        if row["reason"]
-    ]
-    columns = ("exposed ms", "ms", "collective", "runs", "where", "reason", "why")
-    return Table("what stays exposed, and why", columns, tuple(rows))
-
-
-def sub_operator_table(weights: list[SubOperator]) -> Table:
-    """Return the table of the collectives of expert weights and of their gradients.
-    Seconds are those of one run."""
-    rows = [
-        (
-            f"{each.what} {each.phase}",
-            f"{each.num_bytes / 2**20:.2f}",
-            str(each.runs),
-            f"{1e3 * each.seconds:.3f}",
-            *(f"{1e3 * each.beside_sec[part]:.3f}" for part in PARTS),
-            *(f"{1e3 * each.hidden_sec[part]:.3f}" for part in PARTS),
-            f"{1e3 * each.exposed_sec:.3f}",
-            each.name,
-        )
-        for each in weights
-    ]
-    beside = (f"beside {part}" for part in PARTS)
-    hidden = (f"hidden by {part}" for part in PARTS)
-    columns = "what", "MiB", "runs", "ms", *beside, *hidden, "exposed ms", "name"
-    title = "expert weights and gradients, and the part of a block that they lie under"
-    return Table(title, columns, tuple(rows))
 
 
 def _kind(row: dict) -> str:

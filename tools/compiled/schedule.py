@@ -27,9 +27,6 @@ class Piece:
     seconds: float
     free_sec: float
     """Part of `seconds` that hides no collective inside the instruction."""
-    products: dict[str, float]
-    """Seconds of the products in it, by scope and operation, such as
-    'experts/grouped_rows'."""
     hidden: dict[str, float] = dataclasses.field(default_factory=dict)
     """Seconds that it hides of each collective beside it, by the name of the start."""
 
@@ -77,11 +74,6 @@ class Timeline:
     flights: dict[str, Flight] = dataclasses.field(default_factory=dict)
     """By the names of their starts."""
 
-    def independent(self, flight: Flight) -> list[Piece]:
-        """Return the work that neither needs the collective's data nor gives it any,
-        wherever it stands."""
-        return [p for p in self.pieces if self._is_independent(p, flight)]
-
     def beside(self, flight: Flight) -> list[Piece]:
         """Return the work between start and done that is independent of the
         collective."""
@@ -89,16 +81,6 @@ class Timeline:
             return []
         pieces = self.pieces[flight.first : flight.last]
         return [p for p in pieces if self._is_independent(p, flight)]
-
-    def needed(self, flight: Flight) -> list[Piece]:
-        """Return the work that the collective waits for."""
-        is_needed = self.dependence.gives
-        return [p for p in self.pieces if is_needed(p.instruction, flight.start)]
-
-    def waiting(self, flight: Flight) -> list[Piece]:
-        """Return the work that waits for the collective."""
-        is_waiting = self.dependence.waits
-        return [p for p in self.pieces if is_waiting(p.instruction, flight.start)]
 
     def _is_independent(self, piece: Piece, flight: Flight) -> bool:
         return self.dependence.is_independent(piece.instruction, flight.start)
@@ -112,18 +94,12 @@ class Span:
     hiding_sec: float = 0.0
     """Part of `seconds` that hides collectives inside it."""
     work: Work = Work()
-    products: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Seconds of its products, by scope and operation."""
 
     def __add__(self, other: "Span") -> "Span":
-        products = dict(self.products)
-        for name, seconds in other.products.items():
-            products[name] = products.get(name, 0.0) + seconds
         return Span(
             self.seconds + other.seconds,
             self.hiding_sec + other.hiding_sec,
             self.work + other.work,
-            products,
         )
 
     def times(self, count: int) -> "Span":
@@ -132,7 +108,6 @@ class Span:
             count * self.seconds,
             count * self.hiding_sec,
             self.work.times(count),
-            {name: count * seconds for name, seconds in self.products.items()},
         )
 
 
@@ -223,7 +198,7 @@ class Schedule:
     def _piece(self, instruction: Instruction, span: Span) -> Piece:
         free_sec = span.seconds - span.hiding_sec
         description = _describe(self.module, instruction)
-        return Piece(instruction, description, span.seconds, free_sec, span.products)
+        return Piece(instruction, description, span.seconds, free_sec)
 
     def _span(self, computation: Computation, instruction: Instruction) -> Span:
         """Return one run of an instruction that is no collective."""
@@ -242,10 +217,7 @@ class Schedule:
             # branch, whose loops of unknown length would count too little.
             return max(branches, key=lambda s: (s.work.attention_flops > 0, s.seconds))
         work = self.estimator.work(computation, instruction)
-        seconds = work.seconds(self.rates)
-        is_product = work.dense_flops or work.grouped_flops or work.attention_flops
-        products = {_product(instruction): seconds} if is_product else {}
-        return Span(seconds, 0.0, work, products)
+        return Span(work.seconds(self.rates), 0.0, work)
 
 
 def _hide(piece: Piece, in_flight: list[Flight], dependence: Dependence) -> None:
@@ -264,13 +236,6 @@ def _describe(module: Module, instruction: Instruction) -> str:
     name = _operation(instruction)
     source = module.source(instruction)
     return f"{name} {source}".strip()
-
-
-def _product(instruction: Instruction) -> str:
-    """Return the scope and the operation of a product: 'experts/grouped_rows'."""
-    operation = _operation(instruction)
-    scope = collectives.innermost_scope(instruction.op_name, but=_KERNELS)
-    return f"{scope}/{operation}" if scope else operation
 
 
 def _operation(instruction: Instruction) -> str:

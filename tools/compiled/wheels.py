@@ -1,5 +1,5 @@
-"""The CUDA plugin of JAX and NVIDIA's disassembler, in a folder of its own that only
-ahead-of-time compilation uses.
+"""The CUDA plugin of JAX, in a folder of its own that only ahead-of-time compilation
+uses.
 
 `make aot-wheels` makes the folder, without CUDA's libraries: nothing runs, so that none
 is needed. In the shared environment the plugin would register in every process.
@@ -11,14 +11,11 @@ import re
 import sys
 
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / ".aot"
-HOW = "`make aot-wheels` installs it (147 MB, no GPU and no CUDA libraries needed)"
-CUDA_ROOT = FOLDER / "disassembler" / "nvidia" / "cu13"
-"""Folder of bin/nvdisasm. It is not on the path: JAX would take the package `nvidia`
-for a whole CUDA."""
+HOW = "`make aot-wheels` installs it (142 MB, no GPU and no CUDA libraries needed)"
 
 
 def missing() -> str | None:
-    """Return why the plugin or the disassembler cannot be used, or None if both can."""
+    """Return why the plugin cannot be used, or None if it can."""
     if not (FOLDER / "jax_plugins" / "xla_cuda13").is_dir():
         return f"the CUDA plugin of JAX is not in {FOLDER.name}: {HOW}"
     found = [
@@ -30,8 +27,6 @@ def missing() -> str | None:
     if found != [needed]:
         have = ", ".join(found) or "of no version"
         return f"the CUDA plugin in {FOLDER.name} is {have}, and JAX {needed}: {HOW}"
-    if not (CUDA_ROOT / "bin" / "nvdisasm").is_file():
-        return f"nvdisasm is not in {FOLDER.name}: {HOW}"
     return None
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tools.compiled import report
-from tools.compiled.report import Table, exposed_table, travel_table
+from tools.compiled.report import Table, travel_table
 
 ROW = {
     "kind": "all-to-all",
@@ -20,8 +20,6 @@ ROW = {
     "scope": "dispatch",
     "source": "moejax/moe/exchange/transport.py:35",
     "beside": {"experts": 1.0},
-    "reason": "data",
-    "why": "all of it waits",
 }
 
 
@@ -59,15 +57,6 @@ def test_a_row_of_the_table_of_collectives(changes, column, cell):
     table = travel_table(Rows(**changes))
     ((*cells,),) = table.rows
     assert dict(zip(table.columns, cells, strict=True))[column] == cell
-
-
-def test_the_table_of_reasons_has_only_rows_with_a_reason():
-    table = exposed_table(Rows())
-    ((*cells,),) = table.rows
-    row = dict(zip(table.columns, cells, strict=True))
-    assert (row["reason"], row["why"]) == ("data", "all of it waits")
-    assert (row["exposed ms"], row["where"]) == ("1.50", "forward dispatch")
-    assert exposed_table(Rows(reason=None, why=None)).rows == ()
 
 
 def test_numbers_are_flush_right():

@@ -1,5 +1,7 @@
 """Count the collectives of a train step, so that an accidental all-gather is seen.
 
+    python -m tests.support.census    counts those of configs/tiny_cpu.gin, as JSON
+
 cpu   the compiled step. `ours` are those in a shard_map, which are written by hand;
       `partitioner` are those that XLA inserted for parameters and losses.
 cuda  the step lowered for CUDA, which needs no GPU. Only ours are counted, because the
@@ -11,6 +13,7 @@ once.
 
 import collections
 import dataclasses
+import json
 import re
 
 from moejax.config import Config
@@ -66,3 +69,12 @@ def lowered_census(traced) -> dict[str, int]:
     """Return the number of collectives of a traced step lowered for CUDA, by kind."""
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     return dict(sorted(collections.Counter(STABLEHLO.findall(text)).items()))
+
+
+if __name__ == "__main__":
+    from train.config import gin_reader
+    from train.launch.program import set_up_backend
+
+    tiny = gin_reader.load(["configs/tiny_cpu.gin"])
+    set_up_backend(tiny)
+    print(json.dumps(census(tiny), indent=1))
