@@ -81,6 +81,12 @@ gc.set_threshold(100000)  # at the default 700 it takes a tenth of the time
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     on_gpu.add_options(parser)
+    parser.addoption(
+        "--may-lack",
+        metavar="MARKS",
+        help="marks, with commas between, of the only tests that may be deselected "
+        "because this machine cannot run them; .ci/run names them",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -92,6 +98,12 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     if ON_GPU == "device":
         on_gpu.require_gpu(session.config)
+    allowed = session.config.option.may_lack
+    if allowed is not None and not ON_GPU:
+        lacking = _missing().keys() - set(allowed.split(","))
+        if lacking:
+            whys = "; ".join(f"{mark}: {_missing()[mark]}" for mark in sorted(lacking))
+            pytest.exit(f"tests that must run cannot ({whys})", returncode=1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list) -> None:

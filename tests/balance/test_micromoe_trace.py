@@ -1,7 +1,7 @@
 """Test MicroMoE's plans on a recorded trace.
 
 A plan is made from one sample and scored by an exact split of the next, layer by layer.
-The tests use every 25th of 501 samples. docs/log.md has more, with p90 and the worst.
+The tests use tests/golden/routing.npz. docs/log.md has more, with p90 and the worst.
 """
 
 import numpy as np
@@ -12,19 +12,15 @@ from moejax.balance.policies.micromoe.density import density
 from moejax.perf.cost_model import NOTES
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
-
-pytestmark = pytest.mark.trace
+from tests.support import cut_routing
 
 NUM_DEVICES, NUM_EXPERTS = 16, 32
 
 
 @pytest.fixture(scope="module")
-def tokens(trace) -> np.ndarray:
+def tokens() -> np.ndarray:
     """Loads as floats [pair, (planned from, scored on), l, w, e]."""
-    with np.load(trace) as arrays:
-        tokens_nlwe = arrays["tokens"].astype(float)
-    sample = np.arange(0, len(tokens_nlwe) - 1, 25)
-    return np.stack([tokens_nlwe[sample], tokens_nlwe[sample + 1]], axis=1)
+    return cut_routing.pairs()
 
 
 def ratios(tokens: np.ndarray, slots: int, is_chained: bool) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Test the policies on a recorded trace.
 
 A plan is made from one sample and scored on the next, layer by layer. The tests use
-every 25th of 501 samples. docs/log.md has all of them, with p90 and the worst.
+tests/golden/routing.npz. docs/log.md has all of them, with p90 and the worst.
 """
 
 import dataclasses
@@ -14,19 +14,15 @@ from moejax.perf.cost_model import NOTES, tight
 from moejax.perf.traffic import device_rows, max_over_mean, rows_by_slot
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
-
-pytestmark = pytest.mark.trace
+from tests.support import cut_routing
 
 NUM_LAYERS, NUM_DEVICES, NUM_EXPERTS = 6, 16, 32
 
 
 @pytest.fixture(scope="module")
-def tokens(trace) -> np.ndarray:
+def tokens() -> np.ndarray:
     """Loads as floats [pair, (planned from, scored on), l, w, e]."""
-    with np.load(trace) as arrays:
-        tokens_nlwe = arrays["tokens"].astype(float)
-    sample = np.arange(0, len(tokens_nlwe) - 1, 25)
-    return np.stack([tokens_nlwe[sample], tokens_nlwe[sample + 1]], axis=1)
+    return cut_routing.pairs()
 
 
 def make_layout(name: str, slots: int, store=None) -> Layout:

@@ -9,6 +9,7 @@ import pytest
 
 from moejax.balance.policies import POLICIES
 from moejax.perf.cost_model import NOTES
+from tests.support import cut_routing
 from tools import replay
 from tools.bench import expert_loads
 
@@ -298,11 +299,10 @@ def test_program_runs_from_anywhere_without_jax(repo, tmp_path):
     assert all(name in run.stdout for name in POLICIES)
 
 
-@pytest.mark.trace
-def test_policies_even_out_a_recorded_run(trace, capsys):
+def test_policies_even_out_a_recorded_run(capsys):
     """The run is a GPT of 24 MoE layers without a balancing loss: 16 devices, 32
     experts."""
-    words = ["--trace", trace, "--stride", "20"]
+    words = ["--trace", cut_routing.PATH, "--stride", "2"]
     three = run_replay(capsys, *words)["policies"]
     four = run_replay(capsys, *words, "--slots", 4, "--policies", "eplb")["policies"]
     limits = {"fastermoe": 2.3, "prophet": 2.3, "flexmoe": 1.5, "eplb": 1.5}
@@ -318,12 +318,12 @@ def test_policies_even_out_a_recorded_run(trace, capsys):
         assert msec["prophet"] <= msec["fastermoe"], layer
 
 
-@pytest.mark.trace
-def test_dynamic_replication_evens_out_every_recorded_sample(trace, capsys):
+def test_dynamic_replication_evens_out_every_recorded_sample(capsys):
     """This includes the samples in which another expert becomes hot. The mean of the
     devices is a whole number of rows, 16384."""
-    words = ["--trace", trace, "--split", "dynamic", "--policies", "home"]
-    parts = run_replay(capsys, *words, "--stride", 5)["policies"]["home"]
+    words = ["--trace", cut_routing.PATH, "--split", "dynamic"]
+    words += ["--policies", "home"]
+    parts = run_replay(capsys, *words, "--stride", 2)["policies"]["home"]
     worst = max(part["device_max_over_mean_max"] for part in parts.values())
     assert worst < 1 + 1 / 16_384
     assert min(part["speedup"] for part in parts.values()) > 3

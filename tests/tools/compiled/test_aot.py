@@ -169,8 +169,9 @@ def test_what_xla_wrote_is_kept_in_an_empty_folder_alone(capsys, tmp_path, monke
 def test_weights_travel_beside_the_products_of_the_layer_before():
     """In both passes all of the gather over data hides, and products stand beside it.
     Layers run four times in a step."""
-    sizes = ("--gin_param=Mesh.data = 2", "--gin_param=Mesh.expert = 4")
-    _, record = run_aot(f"--gin_file={TOY}", *TARGET, *sizes)
+    params = ("Mesh.data = 2", "Mesh.expert = 4", "Dispatch.gather = 'layer'")
+    words = (f"--gin_param={param}" for param in params)
+    _, record = run_aot(f"--gin_file={TOY}", *TARGET, *words)
     slots = [
         c
         for c in record["collectives"]
