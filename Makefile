@@ -34,7 +34,6 @@ lint: $(VENV)/.stamp  ## ruff (format, rules), import layers and circles
 	@$(VENV)/bin/ruff format --check --quiet .
 	@$(VENV)/bin/ruff check --quiet .
 	@$(VENV)/bin/lint-imports --no-cache > .lint-imports.log || (cat .lint-imports.log; exit 1)
-	@$(RUN) tools/import_graph.py > /dev/null
 	@rm -f .lint-imports.log; echo "lint: ok"
 
 format: $(VENV)/.stamp  ## let ruff rewrite what it can

@@ -37,7 +37,7 @@ sys.path[0] = str(ROOT)
 # These import the standard library alone, as this file does: others may have to be
 # installed first.
 from tools.gpu import table  # noqa: E402
-from tools.import_graph import longest_prefix, read_modules  # noqa: E402
+from tools.gpu.sources import longest_prefix, read_modules  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
 from train.files import write_whole  # noqa: E402
 

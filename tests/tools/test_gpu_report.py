@@ -17,8 +17,8 @@ from moejax.perf import target
 from tests.support.waiting import wait_until
 from tools import gpu_report
 from tools.gpu import table
+from tools.gpu.sources import read_modules
 from tools.gpu_report import KERNELS, ROOT, Part
-from tools.import_graph import read_modules
 from train.config import gin_reader
 from train.dry_run import dry_run
 
