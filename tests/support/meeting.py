@@ -18,7 +18,7 @@ import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "tools" / "launch" / "local.py"
-LIMIT_SEC = 60
+LIMIT_SEC = 120
 
 
 class Meeting:

@@ -3,7 +3,7 @@
 import pathlib
 import time
 
-LIMIT_SEC = 30.0
+LIMIT_SEC = 120.0
 """Longest wait for processes to end. It is ten times the time that
 tools/launch/workers.py promises, for a busy machine, and below --grace_sec, 60."""
 

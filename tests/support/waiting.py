@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-LIMIT_SEC = 60.0
+LIMIT_SEC = 120.0
 """Longest wait. A condition that a test waits for comes true within a second or so."""
 
 

@@ -8,7 +8,6 @@ import pathlib
 import random
 import subprocess
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.support.balanced_run import new_planner
 from tests.support.run_main import ROOT
+from tests.support.waiting import wait_until
 from tools import chaos
 from tools.faults import promises, run, worker
 from tools.faults.damage import damage_metrics
@@ -306,9 +306,7 @@ def test_a_process_that_lives_on_is_a_broken_promise(tmp_path):
     environ = os.environ | {run.MARK: str(tmp_path)}
     orphan = subprocess.Popen(["sleep", "60"], env=environ)
     try:
-        end_sec = time.monotonic() + 10
-        while not run.marked_pids(tmp_path) and time.monotonic() < end_sec:
-            time.sleep(0.01)  # the program of the new process is not there at once
+        wait_until(lambda: run.marked_pids(tmp_path))
         assert run.marked_pids(tmp_path) == [orphan.pid]
     finally:
         orphan.kill()

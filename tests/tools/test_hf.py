@@ -148,7 +148,6 @@ ARCHITECTURES = [
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.published
 @pytest.mark.parametrize("spelling", ["config.json", "config_v4.json"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_each_architecture_comes_back(name, spelling, published, tmp_path, capfd):
@@ -206,7 +205,6 @@ def test_a_run_from_random_parameters_is_published_too(tmp_path, capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.published
 @pytest.mark.parametrize(
     ("name", "flags"),
     [

@@ -1,7 +1,6 @@
 """A toy with the structure of the GPU configurations, compiled for H100s that are not
 here; and the bad inputs of tools/aot.py."""
 
-
 import pytest
 
 from moejax.perf.target import FOLDER

@@ -63,7 +63,7 @@ def test_processes_of_one_host_listen_on_loopback_alone(tmp_path):
     assert set(found) <= set(LOOPBACK_WORDS)
     assert code == 0, text
     assert text.count("gloo, for collectives of CPUs, listens on 127.0.0.1") == 2
-    assert f"the coordinator listens on {meeting.coordinator}, with mutual TLS" in text
+    assert f"the coordinator listens on {meeting.coordinator}, without TLS" in text
 
 
 @pytest.mark.long
@@ -215,6 +215,6 @@ def test_several_hosts_listen_where_they_reach_the_coordinator(tmp_path, own):
     for index, (process, text) in enumerate(zip(processes, texts, strict=True)):
         assert process.returncode == 0, text
         assert f"listens on {testbed.address(index // 2)}\n" in text
-    usual = "the coordinator listens on 10.77.0.1:61999, with mutual TLS"
-    debian = "the coordinator listens on all interfaces, port 61999, with mutual TLS"
+    usual = "the coordinator listens on 10.77.0.1:61999, without TLS"
+    debian = "the coordinator listens on all interfaces, port 61999, without TLS"
     assert (debian if own == "127.0.1.1" else usual) in texts[0]

@@ -22,7 +22,7 @@ threading.Thread(target=wait, args=(60,)).start()
 print("a last line")
 sys.exit(end({code}))
 """
-LIMIT_SEC = 30
+LIMIT_SEC = 120
 
 
 @pytest.mark.parametrize("code", [0, 3])

@@ -1,15 +1,9 @@
-"""Test the memory in the record of a step, and what it costs to read."""
+"""Test the memory in the record of a step."""
 
 import mmap
-import statistics
-import time
 import types
 
-import jax
-
 from train.logs.memory import GIB, memory_fields
-
-MAX_READ_SEC = 50e-6
 
 
 def device(used_gib: float | None, peak_gib: float = 0.0):
@@ -37,13 +31,3 @@ def test_host_memory_grows_with_what_is_written():
     grown_mib = 1024 * (memory_fields([])["host_memory_gib"] - before)
     assert 50 < grown_mib < 100
     block.close()
-
-
-def test_a_read_costs_next_to_nothing():
-    devices, secs = jax.local_devices(), []
-    for _ in range(300):
-        start_sec = time.perf_counter()
-        memory_fields(devices)
-        secs.append(time.perf_counter() - start_sec)
-    print(f"median {1e6 * statistics.median(secs):.1f} us")
-    assert min(secs) < MAX_READ_SEC, "the fastest, because the machine may be busy"
