@@ -162,24 +162,3 @@ def test_what_xla_wrote_is_kept_in_an_empty_folder_alone(capsys, tmp_path, monke
     assert "not empty" in refused(capsys, *TARGET, f"--keep={tmp_path}")
     assert "not a folder" in refused(capsys, *TARGET, f"--keep={tmp_path / 'file'}")
 
-
-@pytest.mark.long
-@pytest.mark.aot
-def test_weights_travel_beside_the_products_of_the_layer_before():
-    """In both passes all of the gather over data hides, and products stand beside it.
-    Layers run four times in a step."""
-    params = ("Mesh.data = 2", "Mesh.expert = 4", "Dispatch.gather = 'layer'")
-    words = (f"--gin_param={param}" for param in params)
-    _, record = run_aot(f"--gin_file={TOY}", *TARGET, *words)
-    slots = [
-        c
-        for c in record["collectives"]
-        if c["scope"] == "slots" and c["axes"] == ["data"] and c["runs"] >= 4
-    ]
-    gathers = {c["phase"]: c for c in slots if c["kind"] == "all-gather"}
-    assert set(gathers) == {"forward", "backward"}
-    assert {c["kind"] for c in slots} == {"all-gather", "all-to-all"}
-    for collective in slots:
-        assert collective["hidden_share"] > 0.9
-        beside = " ".join(collective["beside"])
-        assert "grouped_rows" in beside or "dot_general" in beside
