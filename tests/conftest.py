@@ -19,16 +19,15 @@ from tests.support import on_gpu
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TRACE = ROOT.parent / "shared" / "data" / "routing_gpt_e32.npz"
-PUBLISHED = ROOT.parent / "shared" / "data" / "hf"
 NUM_DEVICES = 8
 MAX_MEMORY_AREAS = 30_000
 """Compiled programs take a hundred memory areas each, and Linux gives a process 65,530:
 beyond, loading one more program is a segmentation fault."""
 LONGEST = (
     "test_processes", "test_runs", "test_balancing", "test_cases", "test_gpu_report",
-    "test_notebooks", "test_trajectories", "test_communication_steps",
-    "test_compressed_gradients", "test_split_runs", "test_generate", "test_evaluate",
-    "test_mutated_inputs", "test_mutated_runs", "test_aot",
+    "test_notebooks", "test_steps", "test_equals_reference", "test_resume",
+    "test_golden_hf", "test_generate", "test_evaluate", "test_mutated_inputs",
+    "test_aot",
 )  # fmt: skip
 """Files that take 20 seconds or more. They start first: with several workers, one at
 the end would run alone."""
@@ -142,8 +141,6 @@ def _missing() -> dict[str, str]:
         missing["root"] = "not root: nothing can be mounted"
     if not TRACE.is_file():
         missing["trace"] = f"no {TRACE.name} in ../shared/data"
-    if not PUBLISHED.is_dir():
-        missing["published"] = f"no {PUBLISHED.name} in ../shared/data"
     if why := wheels.missing():
         missing["aot"] = why
     if why := missing_tokamax():
@@ -197,8 +194,8 @@ def trace() -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def published() -> pathlib.Path:
-    """The folder of tiny published models; tests that use it are marked `published`."""
-    return PUBLISHED
+    """The folder of tiny published models."""
+    return ROOT / "tests" / "golden" / "hf"
 
 
 @pytest.fixture

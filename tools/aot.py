@@ -3,13 +3,13 @@
     python tools/aot.py --gin_file=configs/olmoe_1b_7b.gin --target h100 --devices 8
 
 XLA compiles the whole step on the CPU for the target's GPUs, in a minute or two. The
-tool prints the memory of a device at the peak of the step, by kind, the largest buffers
-with their source lines, the collectives with what hides them, and whether attention
-makes an array of a window's length squared (docs/aot.md).
+tool prints the memory of a device at the peak of the step, by kind and beside the
+prediction, the largest buffers with their source lines, the collectives with the share
+of their time that other work hides, and the estimated seconds of a step (docs/aot.md).
 `make aot-wheels` installs the plugin it needs.
 
-Exit codes: 0 done, 2 bad input. A step that does not fit
-is no bad input: `fits` in the record says so.
+Exit codes: 0 done, 2 bad input. A step that does not fit is no bad input: `fits` in the
+record says so.
 """
 
 import argparse
@@ -68,26 +68,21 @@ def work(args: argparse.Namespace) -> int:
 def compile_for_target(cfg: Config, args: argparse.Namespace) -> dict:
     """Compile, print the report, and return its record."""
     from tools.compiled import hlo
-    from tools.compiled.attention import find_attention
     from tools.compiled.compile import compile_step
     from tools.compiled.exposure import summary
     from tools.compiled.memory import memory
-    from tools.compiled.report import make_report, text
-    from tools.compiled.schedule import Schedule
+    from tools.compiled.report import make_record, text
 
     gpu = target.load(args.target)
     gpu_memory_fraction()  # a wrong variable is found before the minutes of compilation
     step = compile_step(cfg, gpu, args.devices, args.nodes, args.keep)
     rates = dataclasses.replace(gpu.rates, filled_rows=step.run.filled_rows)
-    module = hlo.read(step.text)
     mesh = dataclasses.asdict(cfg.mesh)
-    schedule = Schedule(module, mesh, args.devices, rates)
-    travels = summary(schedule)
-    attention = find_attention(module, cfg.data.seq_len, step.weight_shapes)
-    report = make_report(step, memory(step), travels, attention, gpu)
-    print(text(report), flush=True)
+    travels = summary(hlo.read(step.text), mesh, args.devices, rates)
+    record = make_record(step, memory(step), travels, gpu)
+    print(text(step, travels, gpu, record), flush=True)
     asked = {"gin_files": args.gin_file, "gin_params": args.gin_param}
-    return asked | {"nodes": args.nodes} | report.record
+    return asked | {"nodes": args.nodes} | record
 
 
 if __name__ == "__main__":

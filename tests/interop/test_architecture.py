@@ -48,8 +48,8 @@ def test_both_spellings_say_the_same(name):
 def test_fields_are_those_that_config_json_says():
     got = as_architecture(record_of("deepseek_v3"), "").fields
     assert got["mla"] == {
-        "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8, "v_head_dim": 12, "norm_eps": 1e-6,
+        "kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8, "v_head_dim": 6, "norm_eps": 1e-6,
     }  # fmt: skip
     assert got["router"] == {
         "kind": "sigmoid", "normalise_gates": True, "gate_scale": 2.5, "bias": False,
@@ -61,7 +61,7 @@ def test_fields_are_those_that_config_json_says():
     got = as_architecture(record_of("llama4_text"), "").fields
     assert got["attention"]["layers"] == ("chunked", "nope", "chunked")
     assert got["model"]["layers"] == ("moe", "dense", "moe")
-    assert (got["model"]["d_ff"], got["moe"]["d_expert"]) == (96, 32)
+    assert (got["model"]["d_ff"], got["moe"]["d_expert"]) == (48, 16)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -156,7 +156,7 @@ def test_the_text_part_of_llama_4():
     assert got.dtype == "bfloat16"
     assert got.record["model_type"] == "llama4_text"
     text["head_dim"] = None
-    assert as_architecture(record, "").fields["model"]["head_dim"] == 16
+    assert as_architecture(record, "").fields["model"]["head_dim"] == 8
     assert len(got.notes) == 1
     with pytest.raises(ValueError, match=r"^text_config is missing"):
         as_architecture({"model_type": "llama4"}, "")
@@ -336,7 +336,7 @@ def test_defaults_of_ours_are_a_mixtral():
         ("moonlight", "topk_group", "router.top_groups", None, 1),
         ("deepseek_v2_lite", "n_group", "router.num_groups", 1, 1),
         ("gpt_oss", "head_dim", "model.head_dim", 64, 16),
-        ("llama4_text", "head_dim", "model.head_dim", 128, 16),
+        ("llama4_text", "head_dim", "model.head_dim", 128, 8),
         ("mixtral", "num_key_value_heads", "model.num_kv_heads", 4, 4),
         ("olmoe_clip", "clip_qkv", "attention.clip_qkv", None, None),
         ("ernie4_5_moe", "tie_word_embeddings", "model.tie_embeddings", True, "null"),

@@ -5,14 +5,11 @@ import pathlib
 import re
 
 import numpy as np
-import pytest
 from safetensors.numpy import load_file
 
 from moejax.interop.folder import TensorFolder
 from moejax.interop.write import plan_folder, write_folder
 from tests.support.tensor_folders import SINGLE
-
-pytestmark = pytest.mark.published
 
 
 def folders(published: pathlib.Path) -> list[pathlib.Path]:
@@ -42,12 +39,12 @@ def test_the_examples_of_the_page_run(published, repo, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "olmoe").symlink_to(published / "olmoe")
     exec(compile(models, "interop.md", "exec"), names)
-    assert names["written"].num_bytes == 405952
+    assert names["written"].num_bytes == 67072
     exec(compile(read, "interop.md", "exec"), names)
-    assert names["arrays"]["gate_ledf"].shape == (3, 8, 64, 32)
+    assert names["arrays"]["gate_ledf"].shape == (2, 8, 32, 16)
     want = load_file(published / "olmoe" / SINGLE)
-    one = want["model.layers.2.mlp.experts.7.gate_proj.weight"]
-    assert np.array_equal(np.asarray(names["arrays"]["gate_ledf"])[2, 7], one.T)
+    one = want["model.layers.1.mlp.experts.7.gate_proj.weight"]
+    assert np.array_equal(np.asarray(names["arrays"]["gate_ledf"])[1, 7], one.T)
     exec(compile(write, "interop.md", "exec"), names)
     assert load_file(tmp_path / "out" / SINGLE)["lm_head.weight"].sum() == 128 * 64
 

@@ -24,22 +24,30 @@ DRY_CASES = 2
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give the test each case by each implementation that can run here."""
+    """Give the test each case by each implementation that can run here.
+
+    On a CPU, `make test` runs the first case of each kernel, and one of the others,
+    which takes turns; of kernels that are interpreted, only every second has another.
+    `make test-all` runs all.
+    """
     given = []
-    for kernel, implementations in IMPLEMENTATIONS.items():
+    for number, (kernel, implementations) in enumerate(IMPLEMENTATIONS.items()):
         for implementation in implementations:
             is_for_gpus = implementation in GPU_ONLY
             if ON_GPU != "device" and is_for_gpus and implementation not in INTERPRETED:
                 continue
             chosen = cases(kernel)[: DRY_CASES if ON_GPU == "interpret" else None]
+            has_other = not is_for_gpus or number % 2 == 0
+            quick = {0, 1 + number % (len(chosen) - 1)} if has_other else {0}
             given += [
                 pytest.param(
                     case,
                     implementation,
                     is_for_gpus,
                     id=f"{kernel}-{implementation}-{case.name}",
+                    marks=() if ON_GPU or index in quick else pytest.mark.long,
                 )
-                for case in chosen
+                for index, case in enumerate(chosen)
             ]
     metafunc.parametrize(("case", "implementation", "is_for_gpus"), given)
 

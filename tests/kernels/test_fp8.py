@@ -1,5 +1,5 @@
 """8-bit values with scales: laws of rounding, and products on any device against NumPy
-in float64. test_hopper_fp8.py tests the Hopper kernel."""
+in float64. test_hopper.py tests the Hopper kernels."""
 
 import functools
 from typing import get_args
@@ -19,11 +19,8 @@ from tests.support.close import assert_close
 
 FORMATS = ("e4m3", "e5m2")
 DTYPES = ("float32", "bfloat16", "float16")
-IMPLEMENTATIONS = ("reference", "blocked", "xla")
 ROWS, OWNED, GROUPS, D, F = 100, 90, 5, 160, 136
 """D and F are not multiples of the block size."""
-MANTISSA_BITS = {"e4m3": 3, "e5m2": 2}
-"""Number of bits after the leading one."""
 
 
 def some_rows(dtype="float32", shape=(6, 300)):
@@ -64,18 +61,6 @@ def test_a_barrier_keeps_compilers_from_dropping_the_rounding():
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_scale_is_the_least_power_of_two_that_serves(name):
-    x_md, max_value = some_rows(), float(ml_dtypes.finfo(definition.FORMATS[name]).max)
-    values, scale = quantize(x_md, fp8.GRADIENT_DTYPES[name], fp8.ROW_BLOCK)
-    assert values.dtype == fp8.GRADIENT_DTYPES[name]
-    assert (scale.shape, scale.dtype) == ((6, 3), jnp.float32)
-    assert np.all(np.frexp(scale)[0] == 0.5), "a power of two"
-    parts = np.pad(np.abs(x_md), [(0, 0), (0, 84)]).reshape(6, 3, 128)
-    largest = parts.max(axis=2).astype(np.float64)
-    assert np.all((largest / scale <= max_value) & (largest / scale > max_value / 2))
-
-
-@pytest.mark.parametrize("name", FORMATS)
 def test_a_largest_value_at_the_edge_of_the_format(name):
     """The scale doubles where the largest value exceeds the largest of the format."""
     edge = float(ml_dtypes.finfo(definition.FORMATS[name]).max)
@@ -92,22 +77,6 @@ def test_rounding_once_more_changes_nothing(name, dtype):
     np.testing.assert_array_equal(again, once)
     in_bfloat16 = once.astype(jnp.bfloat16).astype(once.dtype)
     np.testing.assert_array_equal(in_bfloat16, once, err_msg="bfloat16 holds them all")
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_error_has_a_bound(name):
-    """The error is at most half of a value's last bit, or of its block's smallest
-    bit."""
-    x_md = np.asarray(some_rows(), np.float64)
-    result = np.asarray(round_rows(some_rows(), fp8.GRADIENT_DTYPES[name]), np.float64)
-    _, scale = quantize(some_rows(), fp8.GRADIENT_DTYPES[name], fp8.ROW_BLOCK)
-    info = ml_dtypes.finfo(definition.FORMATS[name])
-    smallest = (
-        np.repeat(scale, 128, axis=1)[:, :300] * float(info.smallest_subnormal) / 2
-    )
-    bound = np.maximum(np.abs(x_md) * 2.0 ** -(MANTISSA_BITS[name] + 1), smallest)
-    assert np.all(np.abs(result - x_md) <= bound)
-    assert np.max(np.abs(result - x_md) / bound) > 0.85, "the bound is tight"
 
 
 def test_a_matrix_and_its_transpose_have_the_same_values():
@@ -178,43 +147,25 @@ def by_definition(x_md, w_gdf, dy_mf, rows_g, name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("implementation", "name", "dtype"),
     [
-        ("e4m3", "bfloat16"),
-        pytest.param("e5m2", "float16", marks=pytest.mark.slow),
+        ("blocked", "e5m2", "bfloat16"),
+        ("xla", "e4m3", "float16"),
+        ("reference", "e5m2", "float32"),
     ],
 )
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_products_are_those_of_rounded_arrays(implementation, name, dtype):
-    """dx comes from dy rounded to the named format; dw from x and dy as they are."""
-    arrays = operands(dtype)
+    """dx comes from dy rounded to the named format; dw from x and dy as they are. NaN
+    in padding reaches nothing."""
+    x_md, w_gdf, dy_mf = operands(dtype)
     rows_g = make_rows("with_empty", OWNED, GROUPS, seed=0)
-    result = value_and_grads(*arrays, rows_g, implementation, name)
+    dirty_md, dirty_mf = (a.at[OWNED:].set(jnp.nan) for a in (x_md, dy_mf))
+    args = dirty_md, w_gdf, dirty_mf, rows_g
+    result = value_and_grads(*args, implementation, name)
     assert {leaf.dtype for leaf in result} == {jnp.dtype(dtype)}
-    assert_close(result, by_definition(*arrays, rows_g, name))
-
-
-@pytest.mark.slow
-def test_gradients_in_e5m2_are_others():
-    """The option changes dgrad, and nothing else."""
-    arrays, rows_g = operands("float32"), make_rows("zipf", OWNED, GROUPS, seed=0)
-    one, other = (value_and_grads(*arrays, rows_g, "blocked", n) for n in FORMATS)
-    assert_close((one[0], one[2]), (other[0], other[2]))
-    with pytest.raises(AssertionError, match="values off"):
-        assert_close(one[1], other[1])
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_nan_in_padding_reaches_nothing(implementation):
-    x_md, w_gdf, dy_mf = operands("float32")
-    rows_g = make_rows("zipf", OWNED, GROUPS, seed=0)
-    clean = value_and_grads(x_md, w_gdf, dy_mf, rows_g, implementation, "e4m3")
-    x_md, dy_mf = (a.at[OWNED:].set(jnp.nan) for a in (x_md, dy_mf))
-    dirty = value_and_grads(x_md, w_gdf, dy_mf, rows_g, implementation, "e4m3")
-    for a, b in zip(clean, dirty, strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert not np.any(dirty[0][OWNED:])
+    assert_close(result, by_definition(x_md, w_gdf, dy_mf, rows_g, name))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

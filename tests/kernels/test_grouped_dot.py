@@ -1,4 +1,6 @@
-"""All grouped products against their definition: values, both gradients, padding."""
+"""The portable grouped products against their definition, in sizes that no block
+divides. test_cases.py compares the passes of all kernels with float64, padding of NaN
+included."""
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +42,9 @@ value_and_grads_jit = jax.jit(
 )
 
 
-def reference(*args):
-    return value_and_grads_jit(*args, implementation="reference")
-
-
 def by_hand(x_md, w_gdf, rows_g, dy_mf):
-    """Compute the definition in the docstring of grouped_dot, in NumPy with float64."""
+    """Compute the definition in the docstring of grouped_dot, in NumPy with float64:
+    rows of padding and weights of empty groups give zeros."""
     x_md, w_gdf, dy_mf = (np.asarray(a, np.float64) for a in (x_md, w_gdf, dy_mf))
     y_mf, dx_md = np.zeros_like(dy_mf), np.zeros_like(x_md)
     dw_gdf = np.zeros_like(w_gdf)
@@ -57,32 +56,25 @@ def by_hand(x_md, w_gdf, rows_g, dy_mf):
     return {"y": y_mf, "dx": dx_md, "dw": dw_gdf}
 
 
-@pytest.mark.parametrize("skew", SKEWS)
-def test_reference_is_the_definition(skew):
+@pytest.mark.parametrize("implementation", ["reference", "blocked", "xla"])
+def test_equals_the_definition(implementation):
+    """NaN in padding reaches nothing."""
     x_md, w_gdf, dy_mf = operands()
-    rows_g = make_rows(skew, NUM_OWNED, NUM_GROUPS, seed=1)
-    actual = reference(x_md, w_gdf, rows_g, dy_mf)
-    assert_close(actual, by_hand(x_md, w_gdf, rows_g, dy_mf))
+    for seed, skew in enumerate(SKEWS):
+        for num_owned in (0, 1, NUM_OWNED, NUM_ROWS):
+            rows_g = make_rows(skew, num_owned, NUM_GROUPS, seed)
+            dirty_md, dirty_mf = (a.at[num_owned:].set(jnp.nan) for a in (x_md, dy_mf))
+            options = {"implementation": implementation, "block_rows": BLOCK_ROWS}
+            actual = value_and_grads_jit(dirty_md, w_gdf, rows_g, dirty_mf, **options)
+            assert_close(actual, by_hand(x_md, w_gdf, rows_g, dy_mf), dtype="float32")
 
 
-@pytest.mark.parametrize("num_owned", [0, 1, NUM_OWNED, NUM_ROWS])
-@pytest.mark.parametrize("skew", SKEWS)
-@pytest.mark.parametrize("implementation", ["blocked", "xla"])
-def test_equals_reference(implementation, skew, num_owned):
-    x_md, w_gdf, dy_mf = operands()
-    rows_g = make_rows(skew, num_owned, NUM_GROUPS, seed=2)
-    actual = value_and_grads_jit(
-        x_md, w_gdf, rows_g, dy_mf, implementation=implementation, block_rows=BLOCK_ROWS
-    )
-    assert_close(actual, reference(x_md, w_gdf, rows_g, dy_mf))
-
-
-@pytest.mark.parametrize("block_rows", [None, 1, 7, 1000])
+@pytest.mark.parametrize("block_rows", [7, 1000])
 def test_any_block_size(block_rows):
     x_md, w_gdf, dy_mf = operands()
     rows_g = make_rows("zipf", NUM_OWNED, NUM_GROUPS, seed=3)
     actual = value_and_grads_jit(x_md, w_gdf, rows_g, dy_mf, block_rows=block_rows)
-    assert_close(actual, reference(x_md, w_gdf, rows_g, dy_mf))
+    assert_close(actual, by_hand(x_md, w_gdf, rows_g, dy_mf), dtype="float32")
 
 
 @pytest.mark.slow
@@ -93,42 +85,25 @@ def test_blocks_of_two_sizes_and_a_tail():
     actual = value_and_grads_jit(
         x_md, w_gdf, rows_g, dy_mf, implementation="blocked", block_rows=512
     )
-    assert_close(actual, reference(x_md, w_gdf, rows_g, dy_mf))
+    assert_close(actual, by_hand(x_md, w_gdf, rows_g, dy_mf), dtype="float32")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["reference", "blocked", "xla"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_half_precision_accumulates_in_float32(dtype, implementation):
+@pytest.mark.parametrize("implementation", ["blocked", "xla"])
+def test_half_precision_accumulates_in_float32(implementation):
     """Against float64, the only error is one rounding of the result."""
-    x_md, w_gdf, dy_mf = operands(dtype)
+    x_md, w_gdf, dy_mf = operands(jnp.bfloat16)
     rows_g = make_rows("one_hot", NUM_OWNED, NUM_GROUPS, seed=4)
     actual = value_and_grads_jit(
         x_md, w_gdf, rows_g, dy_mf, implementation=implementation, block_rows=BLOCK_ROWS
     )
-    assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(actual))
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(actual))
     assert_close(
         actual,
         by_hand(x_md, w_gdf, rows_g, dy_mf),
         factor=0.2,
         reason="a single rounding is a fifth of what the table grants half precision",
     )
-
-
-@pytest.mark.parametrize("implementation", ["reference", "blocked", "xla"])
-def test_nan_in_padding_reaches_nothing(implementation):
-    x_md, w_gdf, dy_mf = operands()
-    rows_g = make_rows("with_empty", NUM_OWNED, NUM_GROUPS, seed=5)
-    options = {"implementation": implementation, "block_rows": BLOCK_ROWS}
-    clean = value_and_grads_jit(x_md, w_gdf, rows_g, dy_mf, **options)
-    x_nan_md = x_md.at[NUM_OWNED:].set(jnp.nan)
-    dy_nan_mf = dy_mf.at[NUM_OWNED:].set(jnp.nan)
-    dirty = value_and_grads_jit(x_nan_md, w_gdf, rows_g, dy_nan_mf, **options)
-    for name, leaf in clean.items():
-        np.testing.assert_array_equal(dirty[name], leaf, err_msg=name)
-    assert not np.any(dirty["y"][NUM_OWNED:]), "padding must be zero"
-    assert not np.any(dirty["dx"][NUM_OWNED:]), "padding must get no gradient"
-    assert not np.any(dirty["dw"][rows_g == 0]), "an empty group has no gradient"
 
 
 def test_a_group_sees_its_own_rows_only():
@@ -140,43 +115,38 @@ def test_a_group_sees_its_own_rows_only():
     actual = value_and_grads_jit(
         poisoned, w_gdf, rows_g, dy_mf, block_rows=BLOCK_ROWS, implementation="blocked"
     )
-    clean = reference(x_md, w_gdf, rows_g, dy_mf)
-    keep_g = np.arange(NUM_GROUPS) != 1
-    assert_close(actual["y"][:40], clean["y"][:40])
-    assert_close(actual["y"][85:], clean["y"][85:])
-    assert_close(actual["dw"][keep_g], clean["dw"][keep_g])
+    clean = by_hand(x_md, w_gdf, rows_g, dy_mf)
+    keep_g, keep_m = np.arange(NUM_GROUPS) != 1, np.r_[0:40, 85:NUM_ROWS]
+    for name, keep in (("y", keep_m), ("dw", keep_g)):
+        assert_close(actual[name][keep], clean[name][keep], dtype="float32")
 
 
-@pytest.mark.parametrize("w_is_shared", [False, True])
-def test_inside_shard_map(w_is_shared):
-    """Each of 8 devices has its own rows_g; a shared weight gets summed gradients."""
+@pytest.mark.slow
+def test_inside_shard_map():
+    """Each of 8 devices has its own rows_g; the shared weight gets summed gradients."""
     mesh = jax.make_mesh((NUM_DEVICES,), ("expert",), axis_types=(AxisType.Auto,))
     pieces = [operands(seed=i) for i in range(NUM_DEVICES)]
-    if w_is_shared:
-        pieces = [(x_md, pieces[0][1], dy_mf) for x_md, _, dy_mf in pieces]
+    w_gdf = pieces[0][1]
     rows = [
         make_rows(SKEWS[i % 4], NUM_OWNED - 9 * i, NUM_GROUPS, i)
         for i in range(NUM_DEVICES)
     ]
     expected = [
-        reference(x_md, w_gdf, rows_g, dy_mf)
-        for (x_md, w_gdf, dy_mf), rows_g in zip(pieces, rows, strict=True)
+        by_hand(x_md, w_gdf, rows_g, dy_mf)
+        for (x_md, _, dy_mf), rows_g in zip(pieces, rows, strict=True)
     ]
     split = P("expert")
-    w_spec = P() if w_is_shared else split
     body = jax.shard_map(
         lambda *args: value_and_grads(*args, block_rows=BLOCK_ROWS),
         mesh=mesh,
-        in_specs=(split, w_spec, split, split),
-        out_specs={"y": split, "dx": split, "dw": w_spec},
+        in_specs=(split, P(), split, split),
+        out_specs={"y": split, "dx": split, "dw": P()},
     )
-    x_md, w_gdf, dy_mf = (jnp.concatenate(a) for a in zip(*pieces, strict=True))
-    w_gdf = pieces[0][1] if w_is_shared else w_gdf
+    x_md, _, dy_mf = (jnp.concatenate(a) for a in zip(*pieces, strict=True))
     actual = jax.jit(body)(x_md, w_gdf, jnp.concatenate(rows), dy_mf)
-    joined = {name: jnp.concatenate([e[name] for e in expected]) for name in actual}
-    if w_is_shared:
-        joined["dw"] = sum(e["dw"] for e in expected)
-    assert_close(actual, joined)
+    joined = {name: np.concatenate([e[name] for e in expected]) for name in actual}
+    joined["dw"] = sum(e["dw"] for e in expected)
+    assert_close(actual, joined, dtype="float32")
 
 
 def test_bad_arguments():
@@ -188,22 +158,18 @@ def test_bad_arguments():
         grouped_dot(x_md, w_gdf, rows_g, implementation="dense")
 
 
-@pytest.mark.parametrize("num_groups", [1, 7, 64])
 @pytest.mark.parametrize("skew", SKEWS)
-def test_rows_of(skew, num_groups):
-    rows_g = make_rows(skew, 1000, num_groups, seed=7)
-    assert rows_g.dtype == np.int32
-    assert rows_g.shape == (num_groups,)
-    assert rows_g.sum() == 1000
-    assert (rows_g >= 0).all()
-    np.testing.assert_array_equal(rows_g, make_rows(skew, 1000, num_groups, seed=7))
-    num_empty = {"one_hot": num_groups - 1, "with_empty": num_groups // 2}
-    assert np.sum(rows_g == 0) == num_empty.get(skew, 0)
-    if skew == "uniform":
-        assert np.ptp(rows_g) <= 1
-    if skew == "zipf" and num_groups > 1:
-        largest, second = np.sort(rows_g)[:-3:-1]
-        assert largest / second == pytest.approx(2, rel=0.02)
+def test_rows_of(skew):
+    for num_groups in (1, 7, 64):
+        rows_g = make_rows(skew, 1000, num_groups, seed=7)
+        assert (rows_g.dtype, rows_g.shape) == (np.int32, (num_groups,))
+        assert (rows_g.sum(), rows_g.min() >= 0) == (1000, True)
+        num_empty = {"one_hot": num_groups - 1, "with_empty": num_groups // 2}
+        assert np.sum(rows_g == 0) == num_empty.get(skew, 0)
+        assert skew != "uniform" or np.ptp(rows_g) <= 1
+        if skew == "zipf" and num_groups > 1:
+            largest, second = np.sort(rows_g)[:-3:-1]
+            assert largest / second == pytest.approx(2, rel=0.02)
 
 
 def test_default_block_rows():

@@ -24,7 +24,6 @@ from moejax.kernels.grouped_dot.hopper import (
     kernels,
     ring,
     rows_kernel,
-    wgrad_kernel,
 )
 from moejax.kernels.shapes import MODEL_SHAPES, ProductShape
 from moejax.kernels.tuning import FP8, PASSES, Tiles, align_rows_for, default_tiles
@@ -86,16 +85,6 @@ def test_other_tiles(monkeypatch, which, tiles):
     assert interpreted_error(case) <= case.tolerance
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("which", PASSES)
-def test_patterns_of_empty_groups(which):
-    random = np.random.default_rng(0)
-    for _ in range(8):
-        rows_g = tuple(64 * random.choice([0, 0, 1, 2], 6))
-        case = product_case(which, "bfloat16", 128, 128, rows_g, align_rows=64)
-        assert interpreted_error(case) <= case.tolerance
-
-
 def test_both_passes_of_swiglu_give_the_same_h():
     """Both values of h agree bit for bit, so the gradient of down uses the h of the
     forward pass."""
@@ -111,7 +100,7 @@ def test_both_passes_of_swiglu_give_the_same_h():
 
 UNOBSERVED = "observed .*phase|observe each barrier completion|must do so in all phases"
 """Pattern of the interpreter's errors for a barrier that nobody waits for."""
-COMMIT, STORED, WAIT = ("commit_smem",), ("wait_smem_to_gmem",), ("barrier_wait",)
+COMMIT = ("commit_smem",)
 
 
 def leave_out(monkeypatch, holder, names):
@@ -135,12 +124,8 @@ def leave_out(monkeypatch, holder, names):
     [
         pytest.param(*case, id=name)
         for name, case in {
-            "slots refilled in use": (ring.Ring, ("await_empty",), "dgrad", UNOBSERVED),
             "slots read unfilled": (ring.Ring, ("await_full",), "forward", UNOBSERVED),
             "stores not fenced": (rows_kernel, COMMIT, "forward", "a race"),
-            "stores of matrices not fenced": (wgrad_kernel, COMMIT, "wgrad", "a race"),
-            "slots stored over": (rows_kernel, STORED, "forward", "a race"),
-            "sources read too early": (rows_kernel, WAIT, "swiglu_dgrad", UNOBSERVED),
             "scales refilled in use": (fp8_kernel, COMMIT, "fp8_forward", "a race"),
         }.items()
     ],
@@ -202,11 +187,6 @@ def test_declines_a_device_that_is_no_hopper():
     x_md, w_gdf = jnp.zeros((64, 64), "bfloat16"), jnp.zeros((2, 64, 64), "bfloat16")
     with pytest.raises(NotImplementedError, match=why):
         kernels.products(align_rows=64).forward(x_md, w_gdf, jnp.zeros(2, jnp.int32))
-
-
-def test_takes_widths_of_real_models():
-    for width in (512, 768, 1408, 2048, 2880, 7168, 14336):
-        assert kernels.declines("bfloat16", 128, width) is None
 
 
 @pytest.mark.parametrize(
@@ -288,21 +268,18 @@ def test_all_model_shapes_lower(name, which):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(("which", "tiles"), PASSES_AND_TILES)
-def test_tiles_of_a_search_lower(which, tiles, dtype):
-    check_lowers(which, RAGGED, tiles, dtype)
+def test_tiles_of_a_search_lower(which, tiles):
+    check_lowers(which, RAGGED, tiles)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("sizes", [(64, 128), (64, 256), (128, 64), (128, 128)])
 @pytest.mark.parametrize("which", FP8)
-def test_tiles_of_a_search_lower_in_fp8(which, sizes, dtype):
+def test_tiles_of_a_search_lower_in_fp8(which, sizes):
     halves = "columns" if sizes[0] == 64 else "rows"
-    for chunk in (32, 64):
-        tiles = Tiles(*sizes, depth=128, stages=3, halves=halves, chunk=chunk)
-        check_lowers(which, RAGGED_FP8, tiles, dtype)
+    tiles = Tiles(*sizes, depth=128, stages=3, halves=halves, chunk=64)
+    check_lowers(which, RAGGED_FP8, tiles)
 
 
 def test_tiles_that_do_not_lower_say_so():
@@ -339,8 +316,3 @@ def test_in_fp8_a_slot_is_given_back_when_no_wgmma_reads_it(which):
     tiles = Tiles(128, 128, depth=128, stages=3)
     jaxpr = trace(which, RAGGED_FP8, tiles).jaxpr
     assert order(jaxpr, tiles.stages) == ["wgmma", ("left", 0), ("released", 0)]
-
-
-def test_the_order_has_no_wait_where_the_kernel_has_none(monkeypatch):
-    monkeypatch.setattr(plgpu, "wgmma_wait", lambda n: None)
-    assert find_orders("forward")[0] == ["wgmma", ("released", 1)]

@@ -68,18 +68,14 @@ def solve_in_scan(solve, arrays):
 @pytest.mark.parametrize(
     ("sizes", "count", "max_sweeps"),
     [
-        pytest.param((20, 24, 8), 20, 16, id="one block", marks=pytest.mark.slow),
-        pytest.param((40, 24, 40), 6, 3, id="two blocks", marks=pytest.mark.slow),
+        pytest.param((40, 24, 40), 6, 3, id="two blocks"),
         pytest.param(
-            (50, 256, 70),
-            3,
-            2,
-            id="items outside shared memory",
-            marks=pytest.mark.slow,
+            (50, 256, 70), 3, 2, id="items outside shared memory",
+            marks=pytest.mark.long,
         ),
-        pytest.param((4, 1, 1), 3, 16, id="one bin"),
     ],
-)
+)  # fmt: skip
+@pytest.mark.slow
 def test_fused_gives_the_same_bits(sizes, count, max_sweeps):
     arrays = stack_instances(count, *sizes)
     expected = solve_in_scan(functools.partial(PLAIN, max_sweeps=max_sweeps), arrays)
@@ -130,7 +126,6 @@ def lower_to_text(num_colors, num_bins):
     [
         (16, 8),
         (432, 128),
-        *(pytest.param(256, bins, marks=pytest.mark.long) for bins in (64, 128)),
     ],
 )
 def test_is_one_kernel_for_cuda(num_colors, num_bins):

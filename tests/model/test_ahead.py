@@ -61,8 +61,7 @@ def toy_operands(num_layers: int):
     return (jnp.asarray(w_ldd), jnp.asarray(scale_ld)), jnp.asarray(x_d)
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("num_layers", [1, 2, 3])
+@pytest.mark.parametrize(("num_layers", "remat"), [(1, True), (2, False), (3, True)])
 def test_a_scan_ahead_is_the_scan(num_layers, remat):
     """Value and gradients, also where gradients are added to sums in place."""
     params, x_d = toy_operands(num_layers)
@@ -195,11 +194,8 @@ def gradient(name: str, prefetch: bool):
     return jax.jit(jax.value_and_grad(loss), compiler_options=QUICK)(ours.params)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "flop_per_byte",
-    [pytest.param(0, marks=pytest.mark.long), arrival.FLOP_PER_BYTE],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("flop_per_byte", [0, arrival.FLOP_PER_BYTE])
 def test_rows_that_wait_for_copies_are_the_same_bits(flop_per_byte, monkeypatch):
     """Without a price per byte copies fit under attention, and rows wait for them; in
     so small a model they do not, and rows wait for the offers."""

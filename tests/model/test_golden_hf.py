@@ -26,7 +26,6 @@ NAMES = [
     *OFTEN, "mixtral", "olmoe", "olmoe_clip", "qwen3_moe", "ernie4_5_moe", "glm4_moe",
     "deepseek_v2", "deepseek_v2_lite", "moonlight",
 ]  # fmt: skip
-pytestmark = pytest.mark.published
 
 
 def long(*values):

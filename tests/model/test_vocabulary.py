@@ -18,7 +18,6 @@ WIDE = 2 * COLUMNS + 65
 """A width that COLUMNS does not divide, and whose parts need padding."""
 MESHES = {
     "one device": Topology(),
-    "data and expert": Topology(data=2, expert=4),
     "tensor": Topology(data=2, expert=2, tensor=2),
     "dc": Topology(dc=2, data=2, expert=2),
 }
@@ -37,7 +36,7 @@ def value_and_grad(lookup, table_vd, tokens_bt):
 
 @pytest.mark.parametrize(
     ("name", "v"),
-    [("one device", 37), ("data and expert", 48), ("tensor", 37), ("dc", 5)],
+    [("one device", 37), ("tensor", 37), ("dc", 5)],
 )
 def test_rows_and_gradient_are_those_of_the_whole_table(name, v):
     """Rows are equal bit for bit, in bfloat16 too. v = 37 and 5 leave padding."""
@@ -55,12 +54,11 @@ def test_rows_and_gradient_are_those_of_the_whole_table(name, v):
 
     with jax.enable_x64(True):
         table_vd = jax.device_put(random.standard_normal((v, D)), axes.sharding(mesh))
-        for dtype in (jnp.float64, jnp.float32):
-            args = table_vd.astype(dtype), tokens_bt
-            actual = jax.jit(partial(value_and_grad, split(dtype)))(*args)
-            expected = jax.jit(partial(value_and_grad, plain))(*args)
-            np.testing.assert_array_equal(actual[0], expected[0])
-            assert_close(actual, expected)
+        args = table_vd, tokens_bt
+        actual = jax.jit(partial(value_and_grad, split(jnp.float64)))(*args)
+        expected = jax.jit(partial(value_and_grad, plain))(*args)
+        np.testing.assert_array_equal(actual[0], expected[0])
+        assert_close(actual, expected)
     few_btd = jax.jit(split(jnp.bfloat16))(table_vd.astype(jnp.float32), tokens_bt)
     expected_btd = jnp.asarray(table_vd, jnp.bfloat16)[tokens_bt]
     np.testing.assert_array_equal(few_btd, expected_btd)
@@ -69,16 +67,12 @@ def test_rows_and_gradient_are_those_of_the_whole_table(name, v):
 @pytest.mark.parametrize(
     "rows",
     [
-        [0] * 200,
-        [-1] * 70,
         [3] * 31 + [4] + [5] * 97,
         [2] * 32 + [1] * 32 + [6] * 64,
-        list(range(7)) * 20,
         [5],
-        np.random.default_rng(0).integers(-1, 7, 150),
         np.random.default_rng(0).zipf(1.5, 333) % 8 - 1,
     ],
-    ids=str,
+    ids=["a row at the end of a block", "whole blocks", "one", "random"],
 )
 def test_sum_rows_is_a_sum(rows):
     """Rows that fill blocks, span several, or have no x have the sums of the
@@ -87,7 +81,7 @@ def test_sum_rows_is_a_sum(rows):
     x_md = np.random.default_rng(1).standard_normal((len(row_m), WIDE))
     x_md = x_md.astype(np.float32)
     expected_vd = np.stack([x_md[row_m == v].sum(axis=0) for v in range(7)])
-    assert_close(sum_rows(x_md, row_m, 7), expected_vd)
+    assert_close(jax.jit(sum_rows, static_argnums=2)(x_md, row_m, 7), expected_vd)
 
 
 def test_many_rows_are_summed_in_larger_blocks():

@@ -1,5 +1,6 @@
 """Slots whose rows begin at multiples of Layout.align_rows: tables by definition, sizes
-of buffers, and layers that equal the reference and the layer without alignment."""
+of buffers, and layers that equal the layer without alignment. test_equals_reference.py
+compares them with the reference."""
 
 import functools
 
@@ -16,32 +17,22 @@ from moejax.moe.exchange.dispatch import Window, make_receipt
 from moejax.moe.exchange.manifest import manifest
 from moejax.moe.layer import MoeLayer, moe_layer
 from moejax.moe.mesh_roles import on_mesh
-from moejax.moe.route import ROUTES
 from moejax.moe.setup import LayerSetup
 from moejax.moe.types import Placement
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Topology, max_aligned_rows
-from tests.support import configured_layers
-from tests.support.configured_layers import CUTS, cut
-from tests.support.configured_layers import make_case as make_configured
 from tests.support.layers import (
-    ALONE,
     BATCH,
     EXPERTS,
-    MERGED,
     MESHES,
     SEQ,
     TOP_K,
     WIDTH,
-    check_layer,
     compiled,
     layer_layout,
     placed,
-    skewed,
+    skewed_choices,
 )
-from tests.support.random_plans import owners_alone, random_owners, random_plan
-
-ALSO = pytest.mark.long
 
 
 def test_the_largest_sum_of_aligned_rows_is_reached_and_never_exceeded():
@@ -118,112 +109,6 @@ def test_a_single_sender_sends_rows_where_experts_compute_them():
         assert (expert_nk.ravel()[own_a] == slot).all()
 
 
-FULL = BATCH * SEQ * TOP_K // 8
-STORES = ("owned", "transient", "resident", "sharded")
-FIELDS = (
-    {"align_rows": 64, "rows_per_peer": 2, "halves": True},
-    {"align_rows": 128, "overflow": "redo", "kernels": "plain"},
-    {"align_rows": 128, "rows_per_peer": 2},
-)
-WHERE = [
-    (mesh_name, axes, store)
-    for mesh_name in MESHES
-    for axes in (ALONE, MERGED)
-    for store in STORES
-    if axes == ALONE or MESHES[mesh_name].data > 1
-]
-GRID = [(*where, FIELDS[i % len(FIELDS)]) for i, where in enumerate(WHERE)]
-FIRST = ("data4_expert2", ALONE, "transient", {"align_rows": 64})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh_name", "axes", "store", "fields"),
-    [FIRST, *(pytest.param(*case, marks=ALSO) for case in GRID)],
-)
-def test_the_layer_equals_the_reference(mesh_name, axes, store, fields):
-    """Values and gradients do, later rounds and replicas included."""
-    topology = MESHES[mesh_name]
-    layout = layer_layout(topology, store, axes, **fields)
-    plan = random_plan(np.random.default_rng(3), layout, 1)
-    sums = check_layer(topology, layout, plan)
-    assert (np.max(sums.rounds) > 1) == (layout.rows_per_peer < FULL // 2)
-
-
-@ALSO
-@pytest.mark.slow
-@pytest.mark.parametrize("align_rows", [64, 128])
-def test_one_device_equals_the_reference(align_rows):
-    cfg = configured_layers.config(Topology())
-    case = make_configured(cfg, align_rows=align_rows)
-    for skew in configured_layers.SKEWS:
-        configured_layers.check(case, skew)
-
-
-SCHEDULED = [
-    (*sizes, schedule)
-    for sizes in CUTS
-    for schedule in (*configured_layers.SCHEDULES, "local")
-    if schedule != "local" or 1 < sizes[0] == sizes[1]
-]
-CONFIGURED = {
-    f"mp={mp}, esp={esp}, expert={expert}, {schedule}": cut(
-        mp, esp, expert, schedule, halves=i % 2 == 1, batch=8,
-    )
-    for i, (mp, esp, expert, schedule) in enumerate(SCHEDULED)
-} | {
-    f"domain {shared}": configured_layers.config(
-        Topology(dc=2, expert=4), group="dc_expert", domain=shared, rows_per_peer=4,
-    )
-    for shared in ((1, 2), (2, 2), (2, 4))
-}  # fmt: skip
-
-
-@ALSO
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGURED)
-def test_every_schedule_and_domain_equals_the_reference(name):
-    case = make_configured(CONFIGURED[name], align_rows=128 if "dom" in name else 64)
-    for skew in ("zipf", "one_hot"):
-        configured_layers.check(case, skew)
-
-
-@ALSO
-@pytest.mark.slow
-@pytest.mark.parametrize("saved", [(ROUTES,), (ROUTES, dispatch.ROWS)], ids=str)
-@pytest.mark.parametrize("mesh", [Topology(), Topology(expert=4, tensor=2)], ids=str)
-def test_recomputed_layers_are_the_same(mesh, saved):
-    cfg = configured_layers.config(mesh, rows_per_peer=4)
-    configured_layers.check(make_configured(cfg, saved=saved, align_rows=64))
-
-
-@ALSO
-@pytest.mark.slow
-@pytest.mark.parametrize("align_rows", [1, 64, 128])
-def test_in_float64(doubles, align_rows):
-    """Values and gradients equal the reference to 1e-12."""
-    case = make_configured(cut(2, 2, 4, "s1h"), doubles, align_rows=align_rows)
-    configured_layers.check(case, dtype=doubles)
-
-
-@ALSO
-@pytest.mark.slow
-@pytest.mark.parametrize("split", ["local_first", "water_filling", "dynamic"])
-def test_every_split_equals_the_reference(split):
-    own = EXPERTS // 8
-    fields = {"split": split, "slots_per_device": 2 * own, "align_rows": 64}
-    if split == "dynamic":
-        fields["copies_per_device"] = own
-    topology = MESHES["expert8"]
-    layout = layer_layout(topology, "transient", rows_per_peer=2, **fields)
-    plan = ExpertPlan.home_in(layout, 1)
-    if split == "dynamic":
-        plan = owners_alone(layout, random_owners(np.random.default_rng(0), EXPERTS, 1))
-    elif split == "local_first":
-        plan = random_plan(np.random.default_rng(0), layout, 1)
-    check_layer(topology, layout, plan)
-
-
 @functools.cache
 def make_forward(layout: Layout, topology: Topology):
     """Return forward(x_btd, forced_btk) -> y_btd of a layer whose experts multiply each
@@ -248,7 +133,7 @@ def make_forward(layout: Layout, topology: Topology):
     return forward
 
 
-@ALSO
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["exact", "capacity"])
 @pytest.mark.parametrize("mesh_name", ["expert8", "data4_expert2"])
@@ -262,7 +147,7 @@ def test_rows_travel_without_a_change_of_bits(mesh_name, exchange):
     for align_rows in (1, 64, 128):
         fields = {"rows_per_peer": rows, "exchange": exchange, "align_rows": align_rows}
         layout = layer_layout(topology, "owned", **fields)
-        y_btd, sums = make_forward(layout, topology)(x_btd, skewed(0))
+        y_btd, sums = make_forward(layout, topology)(x_btd, skewed_choices("zipf"))
         assert (int(jnp.sum(sums.dropped)) > 0) == (exchange == "capacity")
         results.append(np.asarray(y_btd))
     for aligned in results[1:]:

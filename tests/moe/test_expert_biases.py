@@ -1,8 +1,6 @@
 """Experts with biases and clamped SwiGLU: rows by definition, zero rows between aligned
 slots, and layers whose experts have replicas."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +9,17 @@ import pytest
 from moejax.config import Moe, Router
 from moejax.moe.experts import unfused
 from moejax.plan.layout import Topology
-from tests.support import configured_layers
 from tests.support.close import assert_close
-from tests.support.layers import in_order
+from tests.support.layers import (
+    ALL_ROWS,
+    BATCH,
+    config,
+    home,
+    in_order,
+    layer_of,
+    on_mesh,
+    operands,
+)
 from tests.support.random_plans import random_plan
 
 OPTIONS = {"expert_bias": True, "activation": "clamped_swiglu", "swiglu_limit": 0.5}
@@ -33,11 +39,11 @@ def by_row(x_md, slot_m, weights):
     return (y_md + weights["down_bias_sw"][slot_m]) * (slot_m >= 0)[:, None]
 
 
-@pytest.mark.parametrize("align_rows", [1, 64])
-def test_rows_by_definition(align_rows):
+def test_rows_by_definition():
     """Values and gradients are those of each row by itself. Rows that fill a slot up,
     and padding, change no gradient: nobody reads their results."""
     rng, count_s = np.random.default_rng(0), np.array([5, 0, 3, 9])
+    align_rows = 64
     rows_s = -(-count_s // align_rows) * align_rows
     slot_m = np.full(rows_s.sum() + align_rows, -1)
     for slot, first in enumerate(np.cumsum(rows_s) - rows_s):
@@ -59,7 +65,8 @@ def test_rows_by_definition(align_rows):
         return jnp.sum(y_md * pull_md), y_md
 
     (_, actual), grads = jax.jit(jax.value_and_grad(ours, (0, 1), True))(*args)
-    (_, wanted), expected_grads = jax.value_and_grad(expected, (0, 1), True)(*args)
+    wanted_step = jax.jit(jax.value_and_grad(expected, (0, 1), True))
+    (_, wanted), expected_grads = wanted_step(*args)
     assert_close(actual[slot_m >= 0], wanted[slot_m >= 0])
     d_x, expected_d_x = grads[0], expected_grads[0]
     assert_close(
@@ -67,25 +74,21 @@ def test_rows_by_definition(align_rows):
     )
 
 
-@functools.cache
-def make_case(align_rows=1, **fields):
+def make(align_rows=1, **fields):
     router = Router(kind="sigmoid", gate_input=True, normalise_gates=False)
-    mesh = Topology(data=2, expert=4)
-    rows = configured_layers.ALL_ROWS
-    return configured_layers.make_case(
-        configured_layers.config(mesh, router=router, **OPTIONS, **rows, **fields),
-        align_rows=align_rows,
+    cfg = config(
+        Topology(data=2, expert=4), router=router, **OPTIONS, **ALL_ROWS, **fields
     )
+    return layer_of(cfg, align_rows=align_rows)
 
 
-def run(case, plan):
+def run(layer, plan):
     """Return output and losses, and all gradients in logical order, for random
     biases."""
     rng = np.random.default_rng(1)
-    params = jax.tree.map(lambda x: np.float32(rng.normal(size=x.shape)), case.params)
-    args = configured_layers.operands(configured_layers.BATCH, "zipf")
-    given = configured_layers.on_mesh(case._replace(params=params), plan, args)
-    (_, (y_btd, losses, _)), (d_params, d_x) = jax.device_get(case.run(*given))
+    params = jax.tree.map(lambda x: np.float32(rng.normal(size=x.shape)), layer.params)
+    given = on_mesh(layer._replace(params=params), plan, operands(BATCH, "zipf"))
+    (_, (y_btd, losses, _)), (d_params, d_x) = jax.device_get(layer.run(*given))
     d_params = in_order(d_params, np.argsort(plan.owned_le[0]))
     return y_btd, losses, d_params, d_x
 
@@ -94,8 +97,8 @@ def run(case, plan):
 def test_a_layer_with_replicas_is_the_layer_at_home():
     """Gates multiply the input of two experts a token. Owners and replicas are
     random, and slots begin at multiples of 64 rows."""
-    home = make_case()
+    at_home = make()
     slots = {"slots_per_device": 6, "offers_per_device": 4, "copies_per_device": 6}
-    case = make_case(store="resident", split="local_first", align_rows=64, **slots)
-    plan = random_plan(np.random.default_rng(3), case.layout, 1)
-    assert_close(run(case, plan), run(home, configured_layers.home(home)))
+    layer = make(store="resident", split="local_first", align_rows=64, **slots)
+    plan = random_plan(np.random.default_rng(3), layer.layout, 1)
+    assert_close(run(layer, plan), run(at_home, home(at_home)))

@@ -1,8 +1,8 @@
-"""An MoE layer whose tokens are exchanged in two independent halves (Layout.halves)
-equals the reference, and is the whole layer applied to each half."""
+"""An MoE layer whose tokens are exchanged in two independent halves (Layout.halves) is
+the whole layer applied to each half. test_equals_reference.py compares it with the
+reference."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,131 +13,34 @@ from flax import nnx
 from moejax.axes import BATCH_AXES, make_mesh, sharding
 from moejax.balance.policies.micromoe.symmetric import symmetric
 from moejax.config import Moe, Router
-from moejax.moe.exchange import dispatch
 from moejax.moe.layer import LayerInputs
-from moejax.moe.route import ROUTES
 from moejax.moe.setup import LayerSetup
 from moejax.plan.expert_plan import ExpertPlan
-from moejax.plan.layout import Layout, Topology
+from moejax.plan.layout import Layout
 from moejax.resolve.layer import set_up
-from tests.support import configured_layers
 from tests.support.close import assert_close
-from tests.support.configured_layers import CUTS, cut
-from tests.support.configured_layers import make_case as make_configured
 from tests.support.layers import (
-    ALONE,
-    BATCH,
     EXPERTS,
-    MERGED,
     MESHES,
     MOE,
     SEQ,
     TOP_K,
     WIDTH,
-    check_layer,
     compiled,
     layer_layout,
+    make_layer,
+    on_mesh,
     placed,
-    skewed,
-    split_modules,
+    skewed_choices,
+    split_layer,
     zipf_choices,
 )
 from tests.support.random_plans import owners_alone, random_owners, random_plan
 
-ALSO = pytest.mark.long
-STORES = ("owned", "transient", "resident", "sharded")
+BATCH = 8
+"""One sequence for each device."""
 HALF = BATCH * SEQ * TOP_K // 8 // 2
 """Rows of one half of a device's tokens."""
-GRID = [
-    (mesh_name, axes, store, 2)
-    for mesh_name in MESHES
-    for axes in (ALONE, MERGED)
-    for store in STORES
-    if axes == ALONE or MESHES[mesh_name].data > 1
-]
-GRID += [("data2_expert4", MERGED, "transient", HALF)]
-FIRST = ("data2_expert4", ALONE, "transient", 2)
-
-
-def some(cases, first):
-    """Return the cases, all of which but `first` are long."""
-    return [
-        case if case == first else pytest.param(*case, marks=ALSO) for case in cases
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh_name", "axes", "store", "rows"), some(GRID, FIRST))
-def test_the_layer_equals_the_reference(mesh_name, axes, store, rows):
-    """Values and gradients do, with later rounds in each half where buffers are
-    small."""
-    topology = MESHES[mesh_name]
-    sizes = {"rows_per_peer": rows, "halves": True}
-    layout = layer_layout(topology, store, axes, **sizes)
-    rng = np.random.default_rng(3)
-    for seed in range(2):
-        plan = random_plan(rng, layout, 1)
-        sums = check_layer(topology, layout, plan, seed)
-        assert sums.rows_h.shape == (8, 2)
-        assert (np.max(sums.rounds) > 1) == (rows < HALF)
-        assert np.max(sums.fullest_pair) <= HALF
-
-
-TENSOR_GRID = [
-    (*sizes, name)
-    for sizes in CUTS
-    for name in (*configured_layers.SCHEDULES, "local")
-    if name != "local" or 1 < sizes[0] == sizes[1]
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mp", "esp", "expert", "schedule"), some(TENSOR_GRID, None))
-def test_every_schedule_equals_the_reference(mp, esp, expert, schedule):
-    """Router losses do too, although a half may end within a sequence."""
-    batch = {"batch": 8} if expert == 2 else {}
-    case = make_configured(cut(mp, esp, expert, schedule, halves=True, **batch))
-    assert case.layout.halves
-    for skew in ("zipf", "one_hot"):
-        assert configured_layers.check(case, skew).rows_h.shape[1] == 2
-
-
-@ALSO
-@pytest.mark.slow
-@pytest.mark.parametrize("saved", [(ROUTES,), (ROUTES, dispatch.ROWS)], ids=str)
-def test_recomputed_layers_are_the_same(saved):
-    case = make_configured(cut(2, 2, 4, "s1", halves=True), saved=saved)
-    configured_layers.check(case)
-
-
-@ALSO
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["s1", "base"])
-def test_in_float64(doubles, schedule):
-    """Values and gradients equal the reference to 1e-12."""
-    case = make_configured(cut(2, 2, 4, schedule, halves=True), doubles)
-    configured_layers.check(case, dtype=doubles)
-
-
-@functools.cache
-def make_forward(topology: Topology, layout: Layout):
-    """Return forward(placement, x_btd, forced_btk) -> y_btd, sums of the layer."""
-    mesh = make_mesh(topology)
-    graph, params, rest = split_modules(mesh, MOE)
-    setup = LayerSetup(MOE, Router(), WIDTH, layout, mesh)
-
-    @compiled
-    def forward(params, placement, x_btd, forced_btk):
-        layer = nnx.merge(graph, params, rest)["moe"]
-        return layer(x_btd, placement, setup, forced_btk=forced_btk)
-
-    params = jax.device_put(jax.device_get(params), sharding(mesh))
-
-    def run(placement, *args):
-        args = jax.device_put(args, sharding(mesh, BATCH_AXES))
-        return jax.device_get(forward(params, placement, *args))
-
-    return run
 
 
 def make_plan(layout: Layout) -> ExpertPlan:
@@ -156,20 +59,19 @@ def in_own_halves(value_bt: np.ndarray) -> list[np.ndarray]:
     return np.split(value_bt, 2, axis=1)
 
 
-SPLITS = ("even", "local_first", "water_filling", "dynamic")
-HALVED = [
-    (mesh_name, split, exchange, rows)
-    for mesh_name in ("expert8", "data2_expert4")
-    for split in SPLITS
-    for exchange, rows in (("exact", HALF), ("exact", 2), ("capacity", HALF // 2))
-    if (split, exchange) != ("dynamic", "capacity")  # such a layout is refused
+CASES = [
+    ("expert8", "even", "capacity", HALF // 2),
+    ("data2_expert4", "local_first", "exact", 2),
+    ("expert8", "water_filling", "capacity", HALF // 2),
+    ("data2_expert4", "water_filling", "exact", HALF),
+    ("expert8", "dynamic", "exact", 2),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh_name", "split", "exchange", "rows"),
-    some(HALVED, ("expert8", "even", "capacity", HALF // 2)),
+    [CASES[0], *(pytest.param(*case, marks=pytest.mark.long) for case in CASES[1:])],
 )
 def test_a_layer_in_halves_is_the_layer_of_each_half(mesh_name, split, exchange, rows):
     """Each half has its own manifest, solves its own split, and drops rows by its own
@@ -184,15 +86,15 @@ def test_a_layer_in_halves_is_the_layer_of_each_half(mesh_name, split, exchange,
         fields["copies_per_device"] = own
     whole = layer_layout(topology, "transient", **fields)
     plan = make_plan(whole)
-    in_halves = make_forward(topology, dataclasses.replace(whole, halves=True))
-    of_half = make_forward(topology, whole)
+    in_halves = make_layer(topology, dataclasses.replace(whole, halves=True))
+    of_half = make_layer(topology, whole)
     x_btd = np.random.default_rng(0).normal(size=(BATCH, SEQ, WIDTH))
-    x_btd, placement = x_btd.astype(np.float32), placed(plan, whole)
+    x_btd = x_btd.astype(np.float32)
     for seed in range(2):
-        forced_btk = zipf_choices(seed, 1.2)
-        y_btd, sums = in_halves(placement, x_btd, forced_btk)
+        forced_btk = zipf_choices(seed, 1.2)[:BATCH]
+        y_btd, sums = forward(in_halves, plan, x_btd, forced_btk)
         pairs = zip(in_own_halves(x_btd), in_own_halves(forced_btk))
-        halves = [of_half(placement, *pair) for pair in pairs]
+        halves = [forward(of_half, plan, *pair) for pair in pairs]
         assert_close(y_btd, np.concatenate([y for y, _ in halves], axis=1))
         for h, (_, of_one) in enumerate(halves):
             for name in ("rows_h", "bound_h"):
@@ -213,24 +115,29 @@ def test_a_layer_in_halves_is_the_layer_of_each_half(mesh_name, split, exchange,
         assert int(sums.rows_h.sum() + sums.dropped.sum()) == forced_btk.size
 
 
-@ALSO
+def forward(layer, plan: ExpertPlan, *args):
+    """Return the output and the sums of a layer."""
+    return jax.device_get(layer.forward(*on_mesh(layer, plan, args)))
+
+
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_parts_are_two_halves():
     """Given parts are not cut again; each equals a call of its own."""
     topology = MESHES["expert8"]
     layout = layer_layout(topology, "owned", halves=True)
     mesh = make_mesh(topology)
-    graph, params, rest = split_modules(mesh, MOE)
+    graph, params, rest = split_layer()
     setup = LayerSetup(MOE, Router(), WIDTH, layout, mesh)
     placement = placed(ExpertPlan.home_in(layout, 1), layout)
     x_btd = np.random.default_rng(0).normal(size=(2 * BATCH, SEQ, WIDTH))
     x_pbtd = x_btd.astype(np.float32).reshape(2, BATCH, SEQ, WIDTH)
     x_pbtd = [jax.device_put(x, sharding(mesh, BATCH_AXES)) for x in x_pbtd]
-    forced = skewed(0), None
+    forced = skewed_choices("zipf")[:BATCH], None
 
     @compiled
     def both(params, x_pbtd):
-        layer = nnx.merge(graph, params, rest)["moe"]
+        layer = nnx.merge(graph, params, rest)
         jitter = None, 1.1 * jnp.ones_like(x_pbtd[1])
         inputs = tuple(map(LayerInputs, x_pbtd, jitter, forced))
         y_pbtd, sums = layer.of_parts(inputs, placement, setup)

@@ -1,8 +1,6 @@
-"""Test expert groups over the merged axes data and expert.
-
-The layer equals the reference, float32 master parameters move between all devices of a
-group, and layout and cost model describe the group.
-"""
+"""Test expert groups over the merged axes data and expert: float32 master parameters
+move between all devices of a group, and layout and cost model describe the group.
+test_equals_reference.py compares layers of such groups with the reference."""
 
 import dataclasses
 import json
@@ -20,68 +18,9 @@ from moejax.perf.calibration import cost_model
 from moejax.plan.layout import GROUP_AXES, Layout, Topology
 from moejax.resolve.speeds import presumed
 from tests.support.close import are_same_bits
-from tests.support.layers import (
-    ALONE,
-    MERGED,
-    MESHES,
-    PULL_BTD,
-    check_layer,
-    layer_layout,
-    layer_run,
-    skewed,
-)
-from tests.support.random_plans import (
-    odd_plans,
-    random_owners,
-    random_plan,
-)
+from tests.support.layers import MERGED, MESHES, layer_layout
+from tests.support.random_plans import random_owners
 from tests.support.resolved import make_layout, make_run
-
-ALSO = pytest.mark.long
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh_name", "store", "split"),
-    [
-        ("data2_expert4", "transient", "even"),
-        pytest.param("data2_expert4", "sharded", "local_first", marks=ALSO),
-        pytest.param("dc2_data2_expert2", "transient", "local_first", marks=ALSO),
-        pytest.param("data2_expert4", "owned", "even", marks=ALSO),
-        pytest.param("dc2_data2_expert2", "owned", "even", marks=ALSO),
-        pytest.param("dc2_data2_expert2", "sharded", "even", marks=ALSO),
-        pytest.param("data4_expert2", "owned", "even", marks=ALSO),
-        pytest.param("data4_expert2", "transient", "even", marks=ALSO),
-        pytest.param("data4_expert2", "sharded", "even", marks=ALSO),
-    ],
-)
-def test_any_plan_is_the_same_layer(mesh_name, store, split):
-    """A layer equals the reference under random and odd plans. Stores 'transient' and
-    'resident' are one function in a layer."""
-    topology = MESHES[mesh_name]
-    layout = layer_layout(topology, store, MERGED, split=split)
-    rng = np.random.default_rng(1)
-    odd = [] if store == "owned" else odd_plans(layout, 1).values()
-    plans = [*odd, *(random_plan(rng, layout, 1) for _ in range(3))]
-    for seed, plan in enumerate(plans):
-        check_layer(topology, layout, plan, seed)
-
-
-@ALSO
-def test_later_rounds_carry_rows_over_both_axes():
-    layout = layer_layout(MESHES["data2_expert4"], "transient", MERGED, rows_per_peer=2)
-    plan = random_plan(np.random.default_rng(2), layout, 1)
-    sums = check_layer(MESHES["data2_expert4"], layout, plan, 0)
-    assert int(np.max(sums.rounds)) > 1
-
-
-@ALSO
-def test_merged_with_one_index_of_data_is_the_expert_axis_alone():
-    topology, rng = MESHES["expert8"], np.random.default_rng(3)
-    layouts = [layer_layout(topology, "transient", axes) for axes in (MERGED, ALONE)]
-    plan, args = random_plan(rng, layouts[0], 1), (PULL_BTD, skewed(0))
-    results = [layer_run(topology, layout, plan, *args) for layout in layouts]
-    assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, results)))
 
 
 def test_master_params_move_between_all_devices_of_the_group():
@@ -165,28 +104,17 @@ def test_merged_slots_are_whole_and_nothing_gathers_them():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (
-            lambda: Config(
-                mesh=Topology(data=4, expert=4),
-                moe=Moe(num_experts=24),
-                dispatch=Dispatch(group="data_expert"),
-            ),
-            ["Moe.num_experts=24", "group data x expert (16)", "16 or 32"],
-        ),
-        (
-            lambda: Layout.home(12, 8, 64, axes=MERGED),
-            ["num_experts=12", "group data x expert (8)", "another Dispatch.group"],
-        ),
-        (
-            lambda: Layout(8, 8, 1, 8, transport="local", axes=MERGED),
-            ["transport='local'", "group data x expert has 8 devices"],
-        ),
-        (
-            lambda: Layout(8, 8, 1, 8, axes=("expert", "data")),
-            ["axes=('expert', 'data')", "('data', 'expert')"],
-        ),
+        (lambda: Config(mesh=Topology(data=4, expert=4), moe=Moe(num_experts=24),
+             dispatch=Dispatch(group="data_expert")),
+         ["Moe.num_experts=24", "group data x expert (16)", "16 or 32"]),
+        (lambda: Layout.home(12, 8, 64, axes=MERGED),
+         ["num_experts=12", "group data x expert (8)", "another Dispatch.group"]),
+        (lambda: Layout(8, 8, 1, 8, transport="local", axes=MERGED),
+         ["transport='local'", "group data x expert has 8 devices"]),
+        (lambda: Layout(8, 8, 1, 8, axes=("expert", "data")),
+         ["axes=('expert', 'data')", "('data', 'expert')"]),
     ],
-)
+)  # fmt: skip
 def test_error_names_the_group_and_what_to_do(make, words):
     with pytest.raises(ValueError) as error:
         make()

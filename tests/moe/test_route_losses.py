@@ -93,26 +93,6 @@ def test_losses_and_gradients_are_the_papers(kind):
     assert len({round(float(loss), 3) for loss in expected[0].values()}) == len(names)
 
 
-@pytest.mark.parametrize("cfg", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("top_k", [1, 2, 4])
-def test_even_load_costs_one(cfg, top_k):
-    """The losses are 1 for any k if each expert is chosen equally often in every
-    sequence and all mean scores are equal."""
-    first_nk = np.arange(N)[:, None] * top_k + np.arange(top_k)
-    losses = router_losses(np.zeros((N, E), np.float32), first_nk % E, cfg)
-    one = np.float32(1)
-    assert_close((losses.balance, losses.sequence_balance), (one, one))
-
-
-def test_collapse_costs_e():
-    """The balance loss is e if one expert has every token and all probability; even
-    loads cost 1."""
-    logit_ne = np.where(np.arange(E) == 3, 50.0, 0.0) * np.ones((N, 1))
-    choice_n1 = np.full((N, 1), 3)
-    losses = router_losses(logit_ne.astype(np.float32), choice_n1, Router())
-    assert_close(losses.balance, np.float32(E))
-
-
 def test_sums_of_devices_add_up_to_those_of_the_batch():
     cfg, (logit_ne, expert_nk) = Router(), operands()
     parts = [

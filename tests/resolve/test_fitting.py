@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import pytest
-
 from moejax.config import Config
 from moejax.plan.layout import Topology
 from moejax.resolve.fitting import find_changes
@@ -23,10 +21,6 @@ def total(cfg: Config) -> int:
     moments = 50 if cfg.optimizer.mu_dtype == "bfloat16" else 100
     kept = 20 if cfg.model.remat == "none" else 10
     return (100 + moments) // cfg.mesh.num_devices * 2 + rows * kept // cfg.mesh.data
-
-
-def test_imagined_total():
-    assert total(CFG) == 200 + 160
 
 
 def test_single_changes_come_first_and_help():
@@ -70,10 +64,6 @@ def test_a_pair_never_holds_what_helps_alone():
     assert not any(p.split(" ")[0] in alone for pair in pairs for p in pair.params)
 
 
-def test_nothing_helps():
-    assert find_changes(CFG, 0, total, 3) == []
-
-
 def test_micro_batches_stay_divisors_of_the_batch():
     cfg = dataclasses.replace(
         CFG, train=dataclasses.replace(CFG.train, batch_size=12, accumulate_steps=3)
@@ -99,11 +89,6 @@ def test_simulated_devices_follow_the_mesh():
     meshes = [c.params for c in changes if c.params[0].startswith("Mesh.")]
     assert meshes
     assert all("Train.num_simulated_devices = 4" in params for params in meshes)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_count(count):
-    assert len(find_changes(CFG, 300, total, count)) == count
 
 
 def test_a_run_that_keeps_its_routes_alone_may_send_inputs_to_the_host():

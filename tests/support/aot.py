@@ -25,6 +25,5 @@ def run_aot(*words) -> tuple[str, dict]:
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
-    assert not ended.stderr, ended.stderr[-2000:]
     text, _, last = ended.stdout.rstrip().rpartition("\n")
     return text, json.loads(last)

@@ -103,6 +103,13 @@ class Disk:
             checkpointer.close()
 
 
+def wait_for_the_writer() -> None:
+    """Return when the save in flight has ended, which nobody was told of yet."""
+    for thread in threading.enumerate():
+        if thread.name == "a save in flight":
+            thread.join()
+
+
 class ArrayWriter:
     """Replacement of Orbax's writer of one array that can wait or fail."""
 

@@ -2,9 +2,10 @@
 
     python -m tests.support.cut_routing routing_gpt_e32.npz tests/golden/routing.npz
 
-The recording is SmartMoE's artifact (USENIX ATC'23, moe_trace): a GPT with 32 experts on
-16 devices, 501 samples ten iterations apart. Kept are pairs of samples that follow one
-another, at every 50th sample: a plan is made from the first and scored on the second.
+The recording is SmartMoE's artifact (USENIX ATC'23, moe_trace): a GPT with 32 experts
+on 16 devices, 501 samples ten iterations apart. Kept are pairs of samples that follow
+one another, at every 50th sample: a plan is made from the first and scored on the
+second.
 """
 
 import pathlib

@@ -2,8 +2,11 @@
 
 import argparse
 import ast
+import contextlib
 import dataclasses
+import importlib
 import importlib.util
+import inspect
 import pathlib
 import re
 import shlex
@@ -15,7 +18,6 @@ import yaml
 
 from moejax.config import Config
 from tests.support.resolved import make_run
-from tools.website.program_help import reach_parser
 from train.config.gin_reader import load
 from train.config.names import KINDS, check_name, convert
 
@@ -189,6 +191,34 @@ def parsed(script: str, words: list[str]) -> argparse.Namespace:
             raise ValueError(f"{script} ends with code {end.code}") from end
 
 
+def reach_parser(
+    script: str, words: list[str]
+) -> tuple[argparse.ArgumentParser, list[str] | None]:
+    """Return the parser of a program that gets `words`, and the words that it would
+    parse. Nothing else of the program runs. Raises ValueError where it has none."""
+    with mock.patch.object(sys, "path", list(sys.path)):
+        module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+
+    def stop(parser, argv=None, namespace=None):
+        raise _Reached(parser, argv)
+
+    with (
+        mock.patch.object(argparse.ArgumentParser, "parse_args", stop),
+        mock.patch.object(sys, "argv", [script, *words]),
+        contextlib.suppress(SystemExit),
+    ):
+        try:
+            takes_words = inspect.signature(module.main).parameters
+            module.main(*([words] if takes_words else []))
+        except _Reached as reached:
+            return reached.args
+    raise ValueError(f"{script} has no argument parser")
+
+
+class _Reached(BaseException):
+    """A program has made its parser: it goes no further."""
+
+
 def _check_local(args: argparse.Namespace, words: list[str]) -> None:
     """Check the program behind '--', and that its devices divide among processes."""
     program = words[words.index("--") + 1 :]
@@ -254,11 +284,6 @@ def _sbatch_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
             raise ValueError(f"sbatch --{name} is not in SBATCH_FLAGS of the test")
         options[name] = value
     return options, rest
-
-
-def num_nodes(command: Command) -> int:
-    """Return the nodes that an sbatch command asks for."""
-    return int(_sbatch_options(list(command.words[1:]))[0]["nodes"])
 
 
 def check_devices(cfg: Config, nodes: int, gpus_per_node: int) -> None:

@@ -17,13 +17,8 @@ KEPT = (
     "memory_gib",
     "exchange_hidden_share",
     "collective_hidden_share",
-    "largest_float32_collective_bytes",
-    "largest_float32_reduce_scatter_bytes",
-    "num_remat_ops",
     "num_xla_remat_ops",
-    "xla_remat_collectives",
     "attention_calls",
-    "largest_square_array",
     "warnings",
 )
 

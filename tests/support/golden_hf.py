@@ -1,6 +1,6 @@
 """Tiny published architectures with what transformers computes, as models of ours.
 
-../shared/data/hf has a folder for each, and a README.md about them.
+tests/golden/hf has a folder for each, which tests/support/make_golden_hf.py has made.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from moejax.interop.published import open_model
 from moejax.interop.views import View, held
 from tests.support.plain_model import network
 
-ROOT = pathlib.Path(__file__).resolve().parents[3] / "shared" / "data" / "hf"
+ROOT = pathlib.Path(__file__).resolve().parents[1] / "golden" / "hf"
 B, T = 2, 32
 """Rows and tokens of the stored inputs."""
 

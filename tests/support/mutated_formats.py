@@ -161,23 +161,6 @@ def read_loads(folder: pathlib.Path) -> None:
     np.testing.assert_allclose(chance_tle.sum(-1), 2, rtol=1e-4)
 
 
-def build_trace(folder: pathlib.Path, variant: int) -> None:
-    rng = np.random.default_rng(variant)
-    tokens = rng.integers(0, 100, (6, 2, 4, 8), dtype=np.uint16)
-    save = (np.savez, np.savez_compressed)[variant]
-    save(folder / "a.npz", tokens=tokens, layer=np.array([3, 7]))
-
-
-def read_trace(folder: pathlib.Path) -> None:
-    from tools.bench.expert_loads import read_trace, some_layers
-    from tools.testbed.trace import cut_layer
-
-    cut_layer(folder / "a.npz", 3, folder / "layer.npz", first=0)
-    loads = read_trace(folder / "a.npz")
-    assert np.isfinite(loads.load_tlwe).all()
-    some_layers(loads, str(loads.layers[0]))
-
-
 # Data
 
 
@@ -282,14 +265,6 @@ def read_metrics(folder: pathlib.Path) -> None:
         if summary is not None:
             json.dumps(summary)
             balance_lines(summary, cfg, "presumed")
-
-
-def read_plots(folder: pathlib.Path) -> None:
-    from tools.run_page.read import RunReader
-    from tools.show_plan import read_metrics
-
-    assert RunReader(folder).data()["step"]
-    read_metrics(folder / "metrics.jsonl")
 
 
 @functools.cache
@@ -453,39 +428,15 @@ def read_compiled(folder: pathlib.Path) -> None:
         compilation_cache.reset_cache()
 
 
-def build_profile(folder: pathlib.Path, variant: int) -> None:
-    import gzip
-
-    spans = [
-        {"ph": "X", "name": "train_step", "pid": 1, "tid": 1, "ts": 0, "dur": 50},
-        *(
-            {
-                "ph": "X", "name": f"fusion.{i}", "pid": 1, "tid": 2, "ts": 5 * i,
-                "dur": 4, "args": {"hlo_op": f"fusion.{i}", "device_ordinal": 0},
-            }
-            for i in range(6 - variant)
-        ),
-    ]  # fmt: skip
-    data = gzip.compress(json.dumps({"traceEvents": spans}).encode(), mtime=0)
-    (folder / "perfetto_trace.json.gz").write_bytes(data)
-
-
-def read_profile(folder: pathlib.Path) -> None:
-    from tools.read_profile import read_summary
-
-    read_summary(folder / "perfetto_trace.json.gz")
-
-
 _CHANGED_LINES = mutations.change_gzipped(JSON_LINES)
 _CHANGED_TEXT = mutations.change_gzipped(BYTES)
-_CHANGED_JSON = mutations.change_gzipped(JSON)
 
 
 def _write_one_text(path: pathlib.Path, texts: Sequence[str]) -> None:
     write_text(path, "\n".join(texts))
 
 
-INPUTS = {
+FORMATS = {
     "gin": Format("a.gin", build_gin, read_gin, GIN, 1500, ("a.gin",)),
     "gin_param": Format(
         "param", build_gin_param, read_gin_param, GIN, 500, ("--gin_param",)
@@ -495,10 +446,6 @@ INPUTS = {
     ),
     "loads": Format(
         "a.npz", build_loads, read_loads, (*NPZ * 6, mutations.make_npz_bomb), 800,
-        ("a.npz",),
-    ),
-    "trace": Format(
-        "a.npz", build_trace, read_trace, (*NPZ * 6, mutations.make_npz_bomb), 700,
         ("a.npz",),
     ),
     "text": data_format("a.txt", _write_one_text, BYTES, 150),
@@ -522,10 +469,6 @@ INPUTS = {
         "out/*.bin", build_shards, lambda folder: read_corpus(folder, "out"), BYTES,
         200, ("shard-00000", "/out"),
     ),
-    "bare_shard": Format(
-        "out/*.bin", build_shards, lambda folder: read_corpus(folder, "out/*.bin"),
-        BYTES, 200, ("shard-00000", "/out"),
-    ),
     "index": Format(
         "out/*.idx", build_shards, lambda folder: read_corpus(folder, "out/*.bin"),
         INDEX, 600, ("shard-00000", "/out"),
@@ -548,10 +491,7 @@ INPUTS = {
         "model/*/config.json", build_configs, read_configs, CONFIGS, 10_000,
         ("/model",),
     ),
-}  # fmt: skip
-"""Formats of files that users give: configurations, speeds, loads and corpora."""
-
-RUN_FORMATS = {
+    # Files that a run writes and caches, and sizes that it computes.
     "sizes": Format(
         "a.gin", build_gin, read_sizes, (mutations.change_gin_number,), 150,
         ("a.gin",), is_report=True,
@@ -573,24 +513,13 @@ RUN_FORMATS = {
         "metrics.jsonl", build_metrics, read_metrics, JSON_LINES, 500,
         ("metrics.jsonl",),
     ),
-    "plots": Format(
-        "metrics.jsonl", build_metrics, read_plots, JSON_LINES, 300, ("metrics.jsonl",),
-    ),
     "summary": Format(
         "summary.json", build_summary, read_summary, JSON, 400, ("summary.json",),
         is_report=True,
-    ),
-    "profile": Format(
-        "perfetto_trace.json.gz", build_profile, read_profile,
-        (*BYTES, *(_CHANGED_JSON,) * 20), 200, ("perfetto_trace",),
     ),
     "compiled": Format(
         "compiled/checked/*-cache", build_compiled, read_compiled,
         (*BYTES, *(mutations.replace_whole,) * 3), 100, ("compil",)
     ),
 }  # fmt: skip
-"""Formats of files that a run writes and caches, and of sizes that it computes. Their
-cases take about as long as those of INPUTS (estimated from a few cases of each)."""
-
-FORMATS = INPUTS | RUN_FORMATS
 """All formats by name."""

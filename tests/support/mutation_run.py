@@ -41,7 +41,7 @@ from tests.support.mutations import mutate
 LIMIT_SEC = 120
 MAX_LENGTHS = (len("error: ") + 1001, 20_000)
 """Characters that one line must stay below, and that one case may print."""
-ADDRESS_SPACE = 2**30
+ADDRESS_SPACE = 3 * 2**30
 """Bytes that the process may map beside what it has mapped before."""
 SILENCE_SEC = 600
 """Time after which a process that reads no further case hangs in native code."""

@@ -59,14 +59,6 @@ def flip_bits(whole: bytes, other: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-def set_bytes(whole: bytes, other: bytes, rng: random.Random) -> bytes:
-    """Set one to eight neighbouring bytes to 0, to 255 or to random values."""
-    start, stop = _range(whole, rng, 8)
-    size = stop - start
-    new = rng.choice((b"\0" * size, b"\xff" * size, rng.randbytes(size)))
-    return whole[:start] + new + whole[stop:]
-
-
 def truncate(whole: bytes, other: bytes, rng: random.Random) -> bytes:
     """Cut off the end, sometimes all of the file."""
     return whole[: rng.choice((0, rng.randrange(len(whole) + 1)))]
@@ -76,25 +68,6 @@ def delete_range(whole: bytes, other: bytes, rng: random.Random) -> bytes:
     """Take out a range of the file."""
     start, stop = _range(whole, rng)
     return whole[:start] + whole[stop:]
-
-
-def duplicate_range(whole: bytes, other: bytes, rng: random.Random) -> bytes:
-    """Repeat a range of the file once or up to a hundred times."""
-    start, stop = _range(whole, rng)
-    times = rng.choice((2, 2, 3, 100 if stop - start < 10_000 else 3))
-    return whole[:start] + whole[start:stop] * times + whole[stop:]
-
-
-def swap_ranges(whole: bytes, other: bytes, rng: random.Random) -> bytes:
-    """Exchange two ranges of the file."""
-    a, b, c, d = sorted(rng.randrange(len(whole) + 1) for _ in range(4))
-    return whole[:a] + whole[c:d] + whole[b:c] + whole[a:b] + whole[d:]
-
-
-def zero_range(whole: bytes, other: bytes, rng: random.Random) -> bytes:
-    """Set a range of the file to zero, as a file system may after a crash."""
-    start, stop = _range(whole, rng)
-    return whole[:start] + b"\0" * (stop - start) + whole[stop:]
 
 
 def splice(whole: bytes, other: bytes, rng: random.Random) -> bytes:
@@ -120,8 +93,7 @@ def replace_whole(whole: bytes, other: bytes, rng: random.Random) -> bytes:
 
 
 BYTES: tuple[Mutator, ...] = (
-    flip_bits, set_bytes, truncate, delete_range, duplicate_range, swap_ranges,
-    zero_range, splice, insert_garbage, replace_whole,
+    flip_bits, truncate, delete_range, splice, insert_garbage, replace_whole,
 )  # fmt: skip
 """Mutators of any file."""
 
@@ -153,17 +125,6 @@ def change_json_key(whole: bytes, other: bytes, rng: random.Random) -> bytes:
     return _edit_json(whole, rng, change)
 
 
-def swap_json_values(whole: bytes, other: bytes, rng: random.Random) -> bytes:
-    """Exchange two values of one object or list."""
-
-    def change(holder, key) -> None:
-        keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
-        second = rng.choice(keys)
-        holder[key], holder[second] = holder[second], holder[key]
-
-    return _edit_json(whole, rng, change)
-
-
 def replace_json(whole: bytes, other: bytes, rng: random.Random) -> bytes:
     """Replace the document by another value."""
     return _raw_json(rng)
@@ -171,7 +132,7 @@ def replace_json(whole: bytes, other: bytes, rng: random.Random) -> bytes:
 
 JSON: tuple[Mutator, ...] = (
     *BYTES, *(change_json_value,) * 8, *(change_json_key,) * 4,
-    swap_json_values, swap_json_values, replace_json,
+    replace_json,
 )  # fmt: skip
 """Mutators of a file that is one JSON document."""
 
@@ -191,7 +152,7 @@ def change_json_line(whole: bytes, other: bytes, rng: random.Random) -> bytes:
         case 3:
             lines[at] = lines[at].rstrip(b"\n")
         case _:
-            edit = rng.choice((change_json_value, change_json_key, swap_json_values))
+            edit = rng.choice((change_json_value, change_json_key))
             lines[at] = edit(lines[at], b"", rng) + b"\n"
     return b"".join(lines)
 
@@ -247,7 +208,7 @@ def change_gin_value(whole: bytes, other: bytes, rng: random.Random) -> bytes:
     lines = _lines(whole)
     places = [i for i, line in enumerate(lines) if " = " in line]
     if not places:
-        return swap_gin_tokens(whole, other, rng)
+        return flip_bits(whole, other, rng)
     at = rng.choice(places)
     name = lines[at].partition(" = ")[0]
     lines[at] = f"{name} = {_gin_value(rng)}\n"
@@ -285,22 +246,6 @@ def change_gin_name(whole: bytes, other: bytes, rng: random.Random) -> bytes:
     return _encode("".join(lines))
 
 
-def swap_gin_tokens(whole: bytes, other: bytes, rng: random.Random) -> bytes:
-    """Exchange, repeat or remove tokens of a gin text."""
-    tokens = re.findall(r"[\w.]+|\s+|.", "".join(_lines(whole)), re.DOTALL) or [""]
-    for _ in range(rng.choice((1, 1, 2, 10))):
-        a, b = rng.randrange(len(tokens)), rng.randrange(len(tokens))
-        match rng.randrange(3):
-            case 0:
-                tokens[a], tokens[b] = tokens[b], tokens[a]
-            case 1:
-                tokens.insert(a, tokens[b])
-            case _:
-                del tokens[a]
-                tokens = tokens or [""]
-    return _encode("".join(tokens))
-
-
 def insert_gin_line(whole: bytes, other: bytes, rng: random.Random) -> bytes:
     """Insert a line that gin knows, or one that would run code."""
     lines = _lines(whole)
@@ -320,7 +265,7 @@ def insert_gin_line(whole: bytes, other: bytes, rng: random.Random) -> bytes:
 
 
 GIN: tuple[Mutator, ...] = (
-    *BYTES, *(change_gin_value,) * 9, *(change_gin_name,) * 3, *(swap_gin_tokens,) * 4,
+    *BYTES, *(change_gin_value,) * 9, *(change_gin_name,) * 3,
     *(insert_gin_line,) * 4,
 )  # fmt: skip
 """Mutators of a gin file or binding."""

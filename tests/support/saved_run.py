@@ -1,6 +1,8 @@
 """Write a run directory with two checkpoints of an untrained toy model."""
 
+import functools
 import pathlib
+import tempfile
 
 import jax
 import numpy as np
@@ -13,6 +15,17 @@ from train.job import prepare
 from train.step.state import init_state
 
 STEPS = (3, 7)
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="saved-")
+
+
+@functools.cache
+def saved_run() -> pathlib.Path:
+    """Return a saved run that tests share, and that none may change."""
+    return save_run(pathlib.Path(_folder().name))
 
 
 def save_run(folder: pathlib.Path, *params: str) -> pathlib.Path:

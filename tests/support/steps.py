@@ -1,12 +1,14 @@
-"""Compile a small train step under each store on eight devices, and run steps of it.
+"""Compile small train steps on eight devices, and run steps of them.
 
-make_case(store, dtype) -> StepCase      the compiled step
-one_step(case, state, plan)              from and to logical NumPy
-check_step(actual, expected, dtype)      loss, gradients, moments and parameters
+configure(family, **parts) -> Config        SMALL with the options of a family
+make_case(family, dtype, **parts)           the compiled step
+one_step(case, state, plan)                 from and to logical NumPy
+check_step(actual, expected, dtype)         loss, gradients, moments and parameters
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +17,17 @@ import optax
 
 from moejax.axes import make_mesh
 from moejax.config import (
+    Attention,
     Balance,
     Config,
     Data,
     Dispatch,
+    Mla,
     Model,
     Moe,
     Optimizer,
+    Recorded,
+    Rope,
     Router,
     Train,
 )
@@ -30,6 +36,8 @@ from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Topology
 from moejax.resolve.resolved import resolve
 from tests.support.close import assert_close
+from tests.support.random_plans import owners_alone, random_plan
+from tests.support.resolved import aligned_slots
 from train.balance.migrate import Mover
 from train.step.compiled import on_devices, trace_train_step
 from train.step.expert_params import is_expert
@@ -47,7 +55,7 @@ SMALL = Config(
         vocab_size=16, d_model=WIDTH, num_layers=L, num_heads=2, num_kv_heads=2,
         head_dim=4, compute_dtype="float32",
     ),
-    # Buffers hold all rows of a peer; test_layer.py tests later rounds.
+    # Buffers hold all rows of a peer, unless a test asks for later rounds.
     moe=Moe(num_experts=E, top_k=2, d_expert=HIDDEN),
     dispatch=Dispatch(rows_per_peer=BATCH * SEQ),
     # Switch's balance loss is off. It is the only part of the loss that differs between
@@ -58,26 +66,200 @@ SMALL = Config(
     train=Train(batch_size=BATCH, num_steps=100, loss_chunk=SEQ),
 )  # fmt: skip
 OWN = E // SMALL.mesh.expert
-COPIES = {"offers_per_device": OWN, "copies_per_device": SLOTS}
+COPIES = {
+    "slots_per_device": SLOTS, "offers_per_device": OWN, "copies_per_device": SLOTS,
+}  # fmt: skip
 STORES = {
     "owned": {"store": "owned", "slots_per_device": OWN},
     "transient": {"store": "transient", **COPIES},
-    "prefetched": {"store": "transient", "prefetch": True, **COPIES},
     "resident": {"store": "resident", **COPIES},
-    "filled": {"store": "resident", **COPIES},
     "dynamic": {
-        "store": "transient", "slots_per_device": 2 * OWN, "offers_per_device": OWN,
-        "copies_per_device": OWN,
+        "store": "transient", "split": "dynamic", "slots_per_device": 2 * OWN,
+        "offers_per_device": OWN, "copies_per_device": OWN,
     },
-    "sharded": {"store": "sharded"},
+    "sharded": {"store": "sharded", "slots_per_device": SLOTS},
 }  # fmt: skip
-SPLITS = {
-    "prefetched": "local_first",
-    "sharded": "local_first",
-    "filled": "water_filling",
-    "dynamic": "dynamic",
-}
-MICRO_BATCHES = {"resident": 2, "filled": 2}
+"""Fields of Dispatch, with room for any plan."""
+TENSOR = Topology(data=2, expert=2, tensor=2)
+TWO_DCS = Topology(dc=2, expert=4)
+DELTA = {
+    "group": "dc_expert", "domain": (2, 2), "compression": "delta",
+    "compression_ratio": 8.0,
+}  # fmt: skip
+"""Fields of Dispatch with which experts travel compressed within domains of TWO_DCS."""
+
+YARN = {"scaling": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "small": {},
+    "gpt_oss": {
+        "model": {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2},
+        "attention": Attention(
+            layers=("sliding", "full"), sliding_window=3, bias="all", sinks=True
+        ),
+        "rope": Rope(**YARN, truncate=False),
+        "moe": {
+            "expert_bias": True, "activation": "clamped_swiglu", "swiglu_limit": 0.5,
+        },
+        "router": {"bias": True},
+    },
+    "deepseek": {
+        "model": {
+            "num_layers": 3, "first_k_dense": 1, "d_ff": 48, "num_heads": 4,
+            "num_kv_heads": 4,
+        },
+        "mla": Mla(
+            kv_lora_rank=8, q_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=4,
+            v_head_dim=6,
+        ),
+        "rope": Rope(**YARN, mscale=1.0, mscale_all_dim=1.0),
+        "moe": {"num_shared_experts": 2},
+        "router": {
+            "kind": "sigmoid", "num_groups": 4, "top_groups": 2, "gate_scale": 2.5,
+            "bias_rate": 0.01,
+        },
+    },
+    "llama4": {
+        "model": {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2},
+        "attention": Attention(
+            layers=("chunked", "nope"), chunk_size=3, temperature_scale=0.5,
+            temperature_floor=2, l2_norm=True,
+        ),
+        "rope": Rope(
+            scaling="llama3", factor=8.0, original_max_position_embeddings=64
+        ),
+        "moe": {"num_shared_experts": 1},
+        "router": {"kind": "sigmoid", "normalise_gates": False, "gate_input": True},
+    },
+    "shortcut": {
+        "model": {"block": "shortcut", "qk_norm": "full"},
+        "moe": {"num_shared_experts": 1},
+    },
+    "losses": {
+        "router": {"kind": "sigmoid", "balance_loss": 0.1, "z_loss": 0.1},
+        "train": {"accumulate_steps": 2},
+    },
+    "jitter": {"router": {"jitter": 0.3}},
+    "recorded": {
+        "router": {"kind": "recorded", "sequence_balance_loss": 0.0},
+        "recorded": Recorded(source="zipf"),
+    },
+    "expert_choice": {
+        "router": {"kind": "expert_choice", "allow_expert_choice_in_decoder": True},
+        "data": {"documents": "joined"},
+    },
+    "dense": {"router": {"training": "dense"}},
+}  # fmt: skip
+"""Parts of a configuration by family: whole ones, or fields that differ from SMALL's.
+
+The published families have a cycle with several kinds of layers, or a dense prefix, and
+most options that they add. Gates of Llama-4's kind multiply the input of two experts a
+token. The others are options of routers.
+"""
+
+WAYS: dict[str, dict[str, Any]] = {
+    "owned": {"dispatch": STORES["owned"]},
+    "prefetched": {
+        "dispatch": STORES["transient"] | {"prefetch": True, "split": "local_first"},
+    },
+    "filled": {
+        "dispatch": STORES["resident"] | {"split": "water_filling"},
+        "balance": Balance(policy="micromoe"), "train": {"accumulate_steps": 2},
+    },
+    "sharded, in halves": {
+        "dispatch": STORES["sharded"] | {"prefetch": True, "split": "local_first"},
+        "moe": {"halves": True}, "model": {"remat": "full"},
+    },
+    "dynamic, later rounds": {
+        "dispatch": STORES["dynamic"] | {"rows_per_peer": 4, "overflow": "rounds"},
+        "align_rows": 64,
+    },
+    "tensor": {
+        "mesh": TENSOR, "dispatch": {"schedule": "s1h"},
+        "train": {"accumulate_steps": 2}, "model": {"remat": "dispatch"},
+    },
+    "domain": {
+        "mesh": TWO_DCS,
+        "dispatch": {"group": "dc_expert", "domain": (2, 2), "prefetch": True},
+    },
+    "merged": {
+        "dispatch": STORES["transient"]
+        | {"group": "data_expert", "offers_per_device": 1, "split": "local_first"},
+        "model": {"remat": "full"},
+    },
+    "transient": {"dispatch": STORES["transient"], "model": {"remat": "full"}},
+    "resident, gathered once": {
+        "dispatch": STORES["resident"] | {"gather": "step", "prefetch": True},
+        "train": {"accumulate_steps": 2}, "model": {"remat": "dispatch"},
+    },
+    "dynamic, in halves": {
+        "dispatch": STORES["dynamic"], "moe": {"halves": True},
+        "model": {"remat": "full"},
+    },
+    "halves, later rounds": {
+        "dispatch": {"rows_per_peer": 4, "overflow": "rounds"}, "align_rows": 64,
+        "moe": {"halves": True}, "model": {"remat": "none"},
+    },
+    "halves, gathered once": {
+        "dispatch": {"gather": "step", "prefetch": True}, "moe": {"halves": True},
+    },
+    "merged, sharded": {
+        "dispatch": STORES["sharded"] | {"group": "data_expert", "split": "even"},
+    },
+    "merged, resident": {
+        "dispatch": STORES["resident"]
+        | {"group": "data_expert", "offers_per_device": 1, "split": "local_first"},
+        "train": {"accumulate_steps": 2},
+    },
+    "tensor, halves": {
+        "mesh": TENSOR, "align_rows": 64, "moe": {"halves": True},
+        "dispatch": {"schedule": "s1"}, "model": {"remat": "dispatch"},
+    },
+    "tensor, shards over expert": {
+        "mesh": TENSOR, "dispatch": {"expert_shards": 4, "schedule": "s1h"},
+        "model": {"remat": "full"},
+    },
+    "tensor, whole experts": {
+        "mesh": TENSOR, "dispatch": {"expert_shards": 1, "schedule": "s1"},
+    },
+    "tensor, s2": {
+        "mesh": TENSOR, "dispatch": {"schedule": "s2"}, "moe": {"halves": True},
+    },
+    "tensor, base": {
+        "mesh": TENSOR, "dispatch": {"schedule": "base"}, "moe": {"halves": True},
+    },
+    "tensor, local": {
+        "mesh": TENSOR, "dispatch": {"schedule": "local", "gather": "step"},
+        "train": {"accumulate_steps": 2},
+    },
+    "whole domain": {
+        "mesh": TWO_DCS, "dispatch": {"group": "dc_expert", "domain": (2, 4)},
+        "moe": {"halves": True},
+    },
+    "domain of two, unfetched": {
+        "mesh": TWO_DCS,
+        "dispatch": {"group": "dc_expert", "domain": (2, 1), "prefetch": False},
+    },
+    "hierarchical": {
+        "mesh": TWO_DCS,
+        "dispatch": {"group": "dc_expert", "transport": "hierarchical"},
+    },
+    "resident, two data centres": {
+        "mesh": Topology(dc=2, data=2, expert=2),
+        "dispatch": {
+            "store": "resident", "gather": "step", "slots_per_device": 5,
+            "offers_per_device": 4, "copies_per_device": 5,
+        },
+    },
+    "experts gathered over data alone": {
+        "mesh": Topology(data=8), "dispatch": {"gather": "step"},
+        "train": {"accumulate_steps": 2},
+    },
+    "one device": {
+        "mesh": Topology(), "align_rows": 128, "dispatch": {"rows_per_peer": 256},
+    },
+}  # fmt: skip
+"""Ways to compute the step of a family: arguments of `make_case`. The step is the same
+under each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,23 +274,19 @@ class StepCase:
     shardings: object
 
 
-def make_model(store: str, dtype: str, split=None, **model_changes) -> StepContext:
-    """Return the context of SMALL with a store of STORES; `model_changes` are fields of
-    Model, and 'mesh'."""
-    split = split or SPLITS.get(store, "even")
-    fields = {"slots_per_device": SLOTS, "split": split, **STORES[store]}
-    mesh_sizes = model_changes.pop("mesh", SMALL.mesh)
-    micro_batches = MICRO_BATCHES.get(store, 1)
-    cfg = dataclasses.replace(
-        SMALL,
-        mesh=mesh_sizes,
-        model=dataclasses.replace(SMALL.model, **model_changes),
-        dispatch=dataclasses.replace(SMALL.dispatch, **fields),
-        train=dataclasses.replace(SMALL.train, accumulate_steps=micro_batches),
-        # Plans come from the tests; a run must have a policy that makes replicas.
-        balance=Balance(policy="micromoe" if split == "water_filling" else "home"),
-    )
-    return model_from(cfg, dtype)
+def configure(family: str = "small", **parts: Any) -> Config:
+    """Return SMALL with the options of a family and `parts`: dicts of fields by part of
+    the configuration, or whole parts."""
+    values = {}
+    for name in FAMILIES[family] | parts:
+        value = getattr(SMALL, name)
+        for change in (FAMILIES[family].get(name), parts.get(name)):
+            if isinstance(change, dict):
+                value = dataclasses.replace(value, **change)
+            elif change is not None:
+                value = change
+        values[name] = value
+    return dataclasses.replace(SMALL, **values)
 
 
 def model_from(cfg: Config, dtype: str) -> StepContext:
@@ -121,10 +299,19 @@ def model_from(cfg: Config, dtype: str) -> StepContext:
     return StepContext(run, optax.chain(keep_gradients(), adamw))
 
 
-@functools.cache
-def make_case(*args, **kwargs) -> StepCase:
-    """Return the compiled step of `make_model` with these arguments."""
-    return case_maker(make_model(*args, **kwargs))
+def make_case(
+    family: str, dtype: str, align_rows: int = 1, is_exact: bool = False, **parts
+) -> StepCase:
+    """Return the compiled step of `configure` with these parts. Slots begin at
+    multiples of `align_rows`."""
+    return _case(configure(family, **parts), dtype, align_rows, is_exact)
+
+
+@functools.lru_cache(maxsize=8)
+def _case(cfg: Config, dtype: str, align_rows: int, is_exact: bool) -> StepCase:
+    """Compile a step. Few are kept: each takes thousands of memory areas."""
+    with aligned_slots(align_rows):
+        return case_maker(model_from(cfg, dtype)._replace(is_exact=is_exact))
 
 
 def case_maker(model: StepContext) -> StepCase:
@@ -145,29 +332,36 @@ def keep_gradients() -> optax.GradientTransformation:
     )
 
 
-def make_windows(case: StepCase, step: int) -> Windows:
-    """Return the data windows of one step, in micro-batches and on the devices."""
-    shape = (case.model.cfg.train.accumulate_steps, -1, SEQ + 1)
-    token_bt = np.random.default_rng(step).integers(0, 16, (BATCH, SEQ + 1))
-    position_bt = np.broadcast_to(np.arange(SEQ + 1), token_bt.shape)
-    windows = Windows(token_bt, position_bt)
+def make_windows(case: StepCase, step: int = 0) -> Windows:
+    """Return the data windows of a step in micro-batches, on the devices. Three
+    documents begin at other places in each sequence."""
+    train = case.model.cfg.train
+    rng, shape = np.random.default_rng(step), (train.batch_size, SEQ + 1)
+    begin_b2 = np.sort(rng.integers(0, SEQ, (shape[0], 2)))
+    place_t = np.arange(SEQ + 1)
+    is_begin_bt = (place_t == begin_b2[:, :1]) | (place_t == begin_b2[:, 1:])
+    begin_bt = np.maximum.accumulate(np.where(is_begin_bt, place_t, 0), axis=1)
+    windows = Windows(rng.integers(0, 16, shape), place_t - begin_bt)
+    shape = (train.accumulate_steps, -1, SEQ + 1)
     windows = jax.tree.map(lambda x: x.astype(np.int32).reshape(shape), windows)
     return jax.device_put(windows, window_sharding(case.model.mesh))
 
 
-def run(case: StepCase, state, plan: ExpertPlan, step: int):
-    """Return the state and the metrics of a step, on the devices."""
+def run(case: StepCase, state, plan: ExpertPlan, step: int = 0, *args: int):
+    """Return the state and the metrics of a step, on the devices. `args` are further
+    arguments, such as the number of updates that a loop-free step takes."""
     placement = on_devices(plan, case.model.layout, case.model.mesh)
-    return case.step(state, placement, make_windows(case, step))
+    args = [jax.device_put(np.int32(x), case.shardings.step) for x in args]
+    return case.step(state, placement, make_windows(case, step), *args)
 
 
-def one_step(case: StepCase, state, plan: ExpertPlan, step: int = 0):
+def one_step(case: StepCase, state, plan: ExpertPlan, step: int = 0, *args: int):
     """Return the state after a step, and the step's metrics.
 
     Both states are NumPy arrays with experts in logical order.
     """
     state = jax.device_put(in_order(state, plan.owned_le), case.shardings)
-    state, metrics = jax.device_get(run(case, state, plan, step))
+    state, metrics = jax.device_get(run(case, state, plan, step, *args))
     return in_order(state, np.argsort(plan.owned_le, axis=1)), metrics
 
 
@@ -180,12 +374,6 @@ def in_order(state, order_le):
         return leaf[layer_l1, order_le] if is_expert(path) else leaf
 
     return jax.tree_util.tree_map_with_path(ordered, state)
-
-
-@functools.cache
-def warm_state(dtype: str):
-    """Return the state of `warm_state_of` for SMALL."""
-    return warm_state_of(make_model("owned", dtype))
 
 
 def warm_state_of(model: StepContext):
@@ -217,6 +405,17 @@ def home(case: StepCase) -> ExpertPlan:
     """Return the plan that keeps every expert on the device that owns it at the
     start."""
     return case.model.run.home_plan()
+
+
+def other_plan(case: StepCase, rng) -> ExpertPlan:
+    """Return a plan with random owners and replicas, as far as the layout has room."""
+    layout, num_layers = case.model.layout, case.model.cfg.model.num_moe_layers
+    if layout.domain is not None or case.model.cfg.router.training == "dense":
+        return home(case)
+    if layout.split == "dynamic":
+        order_e = np.arange(E, dtype=np.int32)
+        return owners_alone(layout, np.tile(order_e, (num_layers, 1)))
+    return random_plan(rng, layout, num_layers)
 
 
 def check_step(actual, expected, dtype, **kwargs) -> None:

@@ -234,37 +234,6 @@ def test_a_text_ends_at_each_id_of_the_folder(published):
 
 
 @pytest.mark.long
-def test_a_folder_is_generated_from_and_evaluated(published, tmp_path, capfd):
-    """A text ends at each of the folder's ids, and the loss is that of the logits."""
-    one = "--gin_param=Mesh.expert = 1"
-    words = (str(published), "--prompt=ab", "--max_tokens=8", one, "--json")
-    assert generate.main([*words]) == 0
-    record = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert record["step"] is None
-    assert 1 <= record["texts"][0]["num_tokens"] <= 8
-    text = tmp_path / "text.txt"
-    text.write_bytes(bytes(range(65, 90)) * 4)
-    assert evaluate.main([str(published), "--files", str(text), one, "--json"]) == 0
-    shown = capfd.readouterr().out
-    assert "checkpoint      as published" in shown
-    record = json.loads(shown.splitlines()[-1])
-    assert record["num_tokens"] == 100
-    assert_close(np.float32(record["loss"]), loss_of_text(published, text))
-
-
-def loss_of_text(folder, text):
-    """Return the mean loss of the bytes of a file behind the separator, by logits."""
-    from train.eval.logits import logits_by_rows
-
-    loaded = cli.load(cli.find(folder, None, ["Mesh.expert = 1"]))
-    ids_b = np.array([0, *text.read_bytes()])
-    ((_, logits_btv),) = logits_by_rows(loaded, ids_b[None, :-1])
-    logits_tv = logits_btv[0].astype(np.float64)
-    total_t = np.log(np.exp(logits_tv).sum(axis=1))
-    return np.float32(np.mean(total_t - logits_tv[np.arange(len(total_t)), ids_b[1:]]))
-
-
-@pytest.mark.long
 def test_two_processes_read_their_shares(published, tmp_path):
     """Each process reads what its devices hold, together hardly more than the whole,
     and the run is that of one process."""

@@ -1,5 +1,5 @@
-"""Test train/generate.py: greedy tokens are those of passes without a cache, on any
-mesh; printed texts and errors."""
+"""Test train/generate.py: tokens depend on neither batch nor mesh; printed texts, and
+errors. tests/train/eval/test_greedy.py compares them with passes without a cache."""
 
 import dataclasses
 import functools
@@ -7,35 +7,30 @@ import json
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from moejax.config import Router
 from tests.support.metaspace import load_metaspace
 from tests.support.run_main import ROOT, environment, listing
-from tests.support.saved_run import save_run
+from tests.support.saved_run import saved_run
 from train import generate
 from train.checkpoint.load import find_checkpoints, load_model
 from train.data.tokenizer import load_tokenizer, stream_decoder
 from train.eval.decoding import Sampling, decode, make_decoder
-from train.step.state import model_graph
 
 pytestmark = pytest.mark.slow
 PROMPTS = ("the ", "a", "", "nothing here is as long as this is")
 MAX_TOKENS = 12
-WIDTH = 64
 TOKENIZER = load_tokenizer("bytes")
 ONE = ("Mesh.data = 1", "Mesh.expert = 1")
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved():
     """The directory of a saved run whose windows have 32 tokens, fewer than the longest
     prompt and its continuation."""
-    return save_run(tmp_path_factory.mktemp("saved"))
+    return saved_run()
 
 
 def encode_prompts():
@@ -57,44 +52,11 @@ def decode_prompts(run_dir, how, *params, prompts=None):
     return np.stack(list(tokens), axis=1)
 
 
-def by_full_passes(run_dir):
-    """Return greedy tokens, each computed by a pass over all tokens before it."""
-    loaded = load_model(find_checkpoints(run_dir, params=ONE))
-    graph = model_graph(loaded.run)
-    layout = loaded.run.exact_layout(len(PROMPTS), WIDTH)
-
-    @jax.jit
-    def likeliest(params, bias, placement, windows, length_b):
-        network = nnx.merge(graph, params, bias)
-        hidden_btd, _ = network(*windows, placement, layout)
-        last_b = jnp.arange(len(PROMPTS)), length_b - 1
-        return jnp.argmax(hidden_btd[last_b] @ network.whole_head().T, axis=-1)
-
-    token_bt = np.zeros((len(PROMPTS), WIDTH), np.int32)
-    length_b = np.array([len(prompt) for prompt in encode_prompts()])
-    for row_t, prompt in zip(token_bt, encode_prompts()):
-        row_t[: len(prompt)] = prompt
-    position_bt = np.tile(np.arange(WIDTH), (len(PROMPTS), 1))
-    weights = loaded.params, loaded.router_bias, loaded.placement
-    tokens = []
-    for _ in range(MAX_TOKENS):
-        token_b = np.asarray(likeliest(*weights, (token_bt, position_bt), length_b))
-        token_bt[np.arange(len(PROMPTS)), length_b] = token_b
-        tokens.append(token_b)
-        length_b += 1
-    return np.stack(tokens, axis=1)
-
-
-def test_greedy_tokens_are_those_of_full_passes_without_a_cache(saved):
-    """Greedy tokens of four prompts equal those of full passes, on one device and on
-    eight, also beyond the length of a training window."""
-    expected = by_full_passes(saved)
-    assert len({tuple(row) for row in expected.tolist()}) == len(PROMPTS)
-    np.testing.assert_array_equal(decode_prompts(saved, Sampling(), *ONE), expected)
-    np.testing.assert_array_equal(decode_prompts(saved, Sampling()), expected)
-
-
 def test_drawn_tokens_depend_on_neither_batch_nor_mesh(saved):
+    """Likeliest tokens do not, either, also beyond the length of a training window."""
+    greedy = decode_prompts(saved, Sampling())
+    assert len({tuple(row) for row in greedy.tolist()}) == len(PROMPTS)
+    np.testing.assert_array_equal(decode_prompts(saved, Sampling(), *ONE), greedy)
     how = Sampling(temperature=1.0, top_p=0.95, seed=3)
     together = decode_prompts(saved, how)
     np.testing.assert_array_equal(decode_prompts(saved, how, *ONE), together)

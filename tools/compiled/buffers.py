@@ -148,7 +148,7 @@ def fullest(values: Iterable[Value]) -> tuple[list[tuple[Value, ...]], int]:
         if bound <= best:
             break
         taken = _places(v for v in values if v.first <= moment <= v.last)
-        size = sum(_new_bytes(taken))
+        size = sum(new_bytes(taken))
         if size > best:
             best, places = size, taken
     return places, max(best, 0)
@@ -181,15 +181,12 @@ def _places(values: Iterable[Value]) -> list[tuple[Value, ...]]:
 def new_bytes(places: Iterable[tuple[Value, ...]]) -> list[int]:
     """Return the bytes of each place that no place before it has, in the order of
     offsets."""
-    return list(_new_bytes(places))
-
-
-def _new_bytes(places):
-    end = 0
-    for place in places:
-        first = place[0]
-        yield max(0, first.offset + first.num_bytes - max(end, first.offset))
-        end = max(end, first.offset + first.num_bytes)
+    sizes, end = [], 0
+    for first, *_ in places:
+        stop = first.offset + first.num_bytes
+        sizes.append(max(0, stop - max(end, first.offset)))
+        end = max(end, stop)
+    return sizes
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -2,8 +2,8 @@
 
 import collections
 import dataclasses
+import math
 import re
-from collections.abc import Sequence
 
 from moejax.perf.rates import Rates
 from tools.compiled.groups import axes_of, device_groups
@@ -54,19 +54,12 @@ class Collective:
     """Whether it carries rows to or from the experts of an MoE layer."""
     is_remat: bool
     """Whether it runs again in the backward pass, by jax.checkpoint or by XLA."""
-    is_xla_remat: bool
-    """Whether XLA made it run again because memory is short."""
     source: str
     op_name: str
 
     @property
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.parts)
-
-    @property
-    def dtypes(self) -> str:
-        """The types of its parts, each once: 'bf16+f32'."""
-        return "+".join(dict.fromkeys(part.dtype for part in self.parts))
 
     @property
     def phase(self) -> str:
@@ -80,7 +73,9 @@ class Collective:
     @property
     def scope(self) -> str:
         """Innermost named scope, such as 'dispatch', or ''."""
-        return innermost_scope(self.op_name)
+        *path, _ = self.op_name.split("/")
+        found = [match[1] for part in path if (match := _SCOPE.fullmatch(part))]
+        return next((s for s in reversed(found) if s not in _NO_SCOPES), "")
 
     def seconds(self, devices_per_node: int, rates: Rates) -> float:
         """Return the seconds of one run by the rates of the links, all its bytes on the
@@ -119,20 +114,6 @@ class Collective:
             inside / rates.nvlink_bytes_per_sec * (per_node > 1),
             across / rates.infiniband_bytes_per_sec,
         )
-
-
-def innermost_scope(op_name: str, but: Sequence[str] = ()) -> str:
-    """Return the innermost named scope of an instruction that is none of `but`, or
-    ''."""
-    found = reversed(scopes(op_name))
-    return next((scope for scope in found if scope not in but), "")
-
-
-def scopes(op_name: str) -> list[str]:
-    """Return the named scopes of an instruction, the outermost first."""
-    *path, _ = op_name.split("/")
-    found = filter(None, map(_SCOPE.fullmatch, path))
-    return [match[1] for match in found if match[1] not in _NO_SCOPES]
 
 
 def count_runs(module: Module, unknown_trip_count: int = 0) -> dict[str, int]:
@@ -192,9 +173,7 @@ def find(
     `mesh_shape` has the size of each axis of the mesh, the slowest first. A start that
     wraps several collectives gives one entry for each, all with the start's name.
     """
-    num_devices = 1
-    for size in mesh_shape.values():
-        num_devices *= size
+    num_devices = math.prod(mesh_shape.values())
     found = []
     runs = count_runs(module, unknown_trip_count)
     for computation in module.computations.values():
@@ -221,8 +200,9 @@ def find(
                         is_exchange=is_ours
                         and kind in ("all-to-all", "ragged-all-to-all")
                         and bool(_EXCHANGE.search(op_name)),
-                        is_remat=is_recomputed(inner) or is_recomputed(instruction),
-                        is_xla_remat=is_xla_remat(inner) or is_xla_remat(instruction),
+                        is_remat="rematted_computation" in op_name
+                        or is_xla_remat(inner)
+                        or is_xla_remat(instruction),
                         source=_source(module, computation, instruction),
                         op_name=op_name,
                     )
@@ -236,12 +216,6 @@ def is_start(instruction: Instruction) -> bool:
         "send",
         "recv",
     )
-
-
-def is_recomputed(instruction: Instruction) -> bool:
-    """Return whether a value is computed again: by jax.checkpoint, or by XLA to save
-    memory."""
-    return "rematted_computation" in instruction.op_name or is_xla_remat(instruction)
 
 
 def is_xla_remat(instruction: Instruction) -> bool:

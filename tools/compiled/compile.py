@@ -6,12 +6,9 @@ has which place in memory, and when, to a temporary folder.
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import pathlib
-import re
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,17 +18,6 @@ from moejax.config import Config
 from moejax.perf.target import Target
 from tools.compiled import wheels
 from tools.compiled.cudnn_checks import of_target
-from tools.compiled.work import CUDNN_CALL
-
-SORT = "Missing deviceless CUB scratch size data"
-"""Begin of XLA's warning that a sort is compiled in another form than on a GPU."""
-LOG_LINE = re.compile(r"^[IWEF]\d{4} [\d:.]+ +\d+ (\S+:\d+)\] (.*)")
-SILENT = (SORT, "slow_operation_alarm.cc")
-"""Lines of XLA's log that no note repeats: the sort has its own, and slowness is no
-property of the program."""
-NOT_COVERED = "not covered: autotuning of products (none runs without a GPU)"
-CUDNN_WORKSPACE = "the workspace of cuDNN's attention (counted as 0)"
-OTHER_SORT = "CUB's sort (another one is compiled)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +40,12 @@ class CompiledStep:
     temp_bytes: int
     weight_shapes: frozenset[tuple[int, ...]]
     """Shapes of weights on one device (`shapes_of_weights`)."""
-    trace_sec: float
-    lower_sec: float
+    predicted_bytes: dict[str, int]
+    """Peak by kind as `--dry_run` predicts it, without a compiler."""
+    workspace_bytes: int
+    """Workspace of cuDNN's attention, which is among the predicted activations. XLA
+    counts 0, because cuDNN is not here to be asked."""
     compile_sec: float
-    notes: tuple[str, ...]
-    """What XLA said, and what was not covered."""
 
 
 def check_mesh(cfg: Config, num_devices: int, num_nodes: int) -> None:
@@ -91,8 +78,8 @@ def compile_step(
     check_mesh(cfg, num_devices, num_nodes)
     wheels.put_on_path()
     os.environ["JAX_PLATFORMS"] = "cpu"
-    with own_compilation(), _xla_log() as log, _folder(keep) as folder:
-        return _compile(cfg, target, (num_devices, num_nodes), folder, log)
+    with own_compilation(), _folder(keep) as folder:
+        return _compile(cfg, target, (num_devices, num_nodes), folder)
 
 
 @contextlib.contextmanager
@@ -116,45 +103,46 @@ def own_compilation():
             jax.config.update(name, value)
 
 
-def _compile(cfg, target, sizes, folder, log) -> CompiledStep:
+def _compile(cfg, target, sizes, folder) -> CompiledStep:
     from moejax.axes import make_mesh
+    from moejax.kernels.attention.cudnn import workspace_bytes
+    from moejax.resolve.kernels import attention_arrays
+    from moejax.resolve.memory import step_memory
     from moejax.resolve.resolved import resolve
     from train.launch.program import usable_bytes
     from train.step.compiled import device_bytes, make_model, trace_train_step
     from train.step.gpu_options import compiler_options
+    from train.step.state import abstract_state, bytes_per_device
 
     devices = target_devices(target, *sizes)
     with of_target(target):
         usable = usable_bytes(target.memory_bytes)
         run = resolve(cfg, make_mesh(cfg.mesh, devices), usable)
         context = make_model(run)
-        seconds = [time.perf_counter()]
-        traced = trace_train_step(context)
-        seconds.append(time.perf_counter())
-        lowered = traced.lower()
-        seconds.append(time.perf_counter())
+        lowered = trace_train_step(context).lower()
     options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
     options |= compiler_options("gpu")
+    begin = time.perf_counter()
     with _refused(target):
         compiled = lowered.compile(compiler_options=options)
-    seconds.append(time.perf_counter())
-    stats, text = compiled.memory_analysis(), compiled.as_text()
-    trace_sec, lower_sec, compile_sec = (
-        end - begin for begin, end in itertools.pairwise(seconds)
-    )
+    compile_sec = time.perf_counter() - begin
+    stats = compiled.memory_analysis()
+    state = abstract_state(run, context.optimizer, context.layout.store)
+    attention = run.kernels["attention"].implementation
+    held = bytes_per_device(state)
+    workspace = workspace_bytes(attention_arrays(cfg)) if attention == "cudnn" else 0
     return CompiledStep(
         run=run,
-        text=text,
+        text=compiled.as_text(),
         dumped_text=_dumped(folder, "gpu_after_optimizations.txt"),
         buffer_assignment=_dumped(folder, "optimizations-buffer-assignment.txt"),
         live_range=_dumped(folder, "optimizations-live-range.txt"),
         peak_bytes=device_bytes(stats),
         temp_bytes=stats.temp_size_in_bytes,
-        weight_shapes=shapes_of_weights(context),
-        trace_sec=trace_sec,
-        lower_sec=lower_sec,
+        weight_shapes=shapes_of_weights(context, state.params),
+        predicted_bytes=step_memory(run.cfg, run.layout, held, attention),
+        workspace_bytes=workspace,
         compile_sec=compile_sec,
-        notes=make_notes(log.read_text(encoding="utf-8", errors="replace"), text),
     )
 
 
@@ -183,7 +171,7 @@ def _refused(target: Target) -> Iterator[None]:
         raise ValueError(f"XLA refuses target {target.name!r}: {line}") from None
 
 
-def shapes_of_weights(context) -> frozenset[tuple[int, ...]]:
+def shapes_of_weights(context, params) -> frozenset[tuple[int, ...]]:
     """Return the shapes that master parameters and weights made from them have on one
     device, in the form of `plain_shape`.
 
@@ -192,11 +180,8 @@ def shapes_of_weights(context) -> frozenset[tuple[int, ...]]:
     """
     import jax
 
-    from train.step.state import abstract_state
-
-    state = abstract_state(context.run, context.optimizer, context.layout.store)
     shapes = set()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         is_stacked = path[0].key in ("prefix", "cycles")
         for shape in (leaf.shape, leaf.sharding.shard_shape(leaf.shape)):
             shapes |= {shape, shape[1:]} if is_stacked else {shape}
@@ -239,44 +224,6 @@ def _folder(keep: pathlib.Path | None) -> Iterator[pathlib.Path]:
         yield folder
     finally:
         shutil.rmtree(folder)
-
-
-@contextlib.contextmanager
-def _xla_log() -> Iterator[pathlib.Path]:
-    """Send what XLA writes to stderr to a file; after an error, show it there."""
-    sys.stderr.flush()
-    with tempfile.TemporaryDirectory(prefix="aot-log-") as folder:
-        path = pathlib.Path(folder, "stderr")
-        kept = os.dup(2)
-        with path.open("wb") as file:
-            os.dup2(file.fileno(), 2)
-        try:
-            yield path
-        except ValueError:
-            raise
-        except BaseException:
-            os.write(kept, path.read_bytes())
-            raise
-        finally:
-            sys.stderr.flush()
-            os.dup2(kept, 2)
-            os.close(kept)
-
-
-def make_notes(log: str, program: str) -> tuple[str, ...]:
-    """Return what was not covered of a program, and each thing that XLA said in its
-    log, once."""
-    not_covered = [NOT_COVERED]
-    if CUDNN_CALL in program:
-        not_covered.append(CUDNN_WORKSPACE)
-    if SORT in log:
-        not_covered.append(OTHER_SORT)
-    notes = [", ".join(not_covered)]
-    for line in log.splitlines():
-        match = LOG_LINE.match(line)
-        if match and not any(text in line for text in SILENT):
-            notes.append(f"XLA says ({match[1]}): {match[2].strip()}")
-    return tuple(dict.fromkeys(notes))
 
 
 def abstract_gpu(target: Target):

@@ -69,12 +69,6 @@ class Instruction:
         return calls
 
     @property
-    def control_predecessors(self) -> list[str]:
-        """Names of the instructions that must precede it without giving it data."""
-        match = _CONTROL.search(self.attributes)
-        return _NAME.findall(match[1]) if match else []
-
-    @property
     def trip_count(self) -> int | None:
         """How often a while loop runs, or None where the compiler does not know."""
         match = _TRIPS.search(self.config)
@@ -100,7 +94,6 @@ class Computation:
 class Module:
     """A compiled program."""
 
-    name: str
     entry: str
     computations: dict[str, Computation]
     sources: dict[int, str]
@@ -158,8 +151,7 @@ def read(text: str) -> Module:
             table[int(number)] = row
     if not entry:
         raise ValueError("the HLO module has no ENTRY computation: the text is cut off")
-    name = head.split()[1].rstrip(",")
-    return Module(name, entry, computations, _own_lines(tables))
+    return Module(entry, computations, _own_lines(tables))
 
 
 def _read_instruction(line: str) -> Instruction | None:
@@ -270,7 +262,6 @@ _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation|"
     r"branch_computations|called_computations)=(%[\w.\-]+|\{[^}]*\})"
 )
-_CONTROL = re.compile(r"\bcontrol-predecessors=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")

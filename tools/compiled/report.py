@@ -1,12 +1,12 @@
-"""The report of a compiled step: one record, and its tables as text."""
+"""The report of a compiled step: its record for scripts, and its text for people."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any
 
+from moejax.model.flops import flops_per_token
 from moejax.perf.target import Target
-from tools.compiled.attention import CompiledAttention
 from tools.compiled.compile import CompiledStep
-from tools.compiled.exposure import Summary, percent
+from tools.compiled.exposure import Summary
 from tools.compiled.memory import GIB, KINDS, Memory
 from train.launch.program import gpu_memory_fraction, usable_bytes
 from train.step.gpu_options import options_line
@@ -21,48 +21,22 @@ NEAR = 0.95
 """Share of the scheduler's limit from which a step counts as near it."""
 
 
-class Table(NamedTuple):
-    """A table of the report."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-class Report(NamedTuple):
-    """All that the tool says about a compiled step."""
-
-    record: dict
-    """What --json prints."""
-    lines: tuple[str, ...]
-    """What was compiled, for which target, at which rates."""
-    tables: tuple[Table, ...]
-    warnings: tuple[str, ...]
-    notes: tuple[str, ...]
-    """What XLA said, and what was not covered."""
-
-
-def make_report(
-    step: CompiledStep,
-    held: Memory,
-    travels: Summary,
-    attention: CompiledAttention,
-    target: Target,
-) -> Report:
-    """Return the report of a compiled step, its memory, its collectives and its
-    attention."""
+def make_record(
+    step: CompiledStep, held: Memory, travels: Summary, target: Target
+) -> dict[str, Any]:
+    """Return all that is known of a compiled step as plain values, ready for JSON."""
     usable = usable_bytes(target.memory_bytes)
-    warnings = tuple(_warnings(step, travels, target, usable))
-    found = travels.as_dict() | attention.as_dict()
-    record = {
+    return {
         "target": target.name,
         "mesh": dataclasses.asdict(step.run.cfg.mesh),
-        "peak_gib": held.peak_bytes / GIB,
-        "usable_gib": usable / GIB,
         "fits": held.peak_bytes <= usable,
+        "usable_gib": usable / GIB,
+        "peak_gib": held.peak_bytes / GIB,
         "memory_gib": {kind: size / GIB for kind, size in held.bytes_by_kind.items()},
         "gap_gib": held.gap_bytes / GIB,
         "host_gib": held.host_bytes / GIB,
+        "predicted_gib": {k: size / GIB for k, size in step.predicted_bytes.items()},
+        "workspace_gib": step.workspace_bytes / GIB,
         "largest_buffers": [
             {
                 "kind": buffer.kind,
@@ -74,38 +48,25 @@ def make_report(
             for buffer in held.largest
         ],
         "kernels": {name: k._asdict() for name, k in step.run.kernels.items()},
-        "trace_sec": step.trace_sec,
-        "lower_sec": step.lower_sec,
+        **travels.as_dict(),
+        **speed(step, travels, target),
         "compile_sec": step.compile_sec,
-        "warnings": list(warnings),
-        "notes": list(step.notes),
-    } | found
-    tables = (
-        memory_table(held),
-        largest_table(held),
-        travel_table(travels),
-    )
-    lines = tuple(_lines(step, target, travels, attention))
-    return Report(record, lines, tables, warnings, step.notes)
+        "warnings": _warnings(step, travels, target, usable),
+    }
 
 
-def _lines(
-    step: CompiledStep,
-    target: Target,
-    travels: Summary,
-    attention: CompiledAttention,
-) -> list[str]:
-    return [
-        f"target             {target.name}, {target.memory_bytes / GIB:.1f} GiB",
-        f"mesh               {step.run.cfg.mesh}",
-        *step.run.lines(),
-        options_line("gpu"),
-        travels.rates.line(),
-        *travels.totals(),
-        *attention.lines(),
-        f"compiled           traced in {step.trace_sec:.1f} s, lowered in "
-        f"{step.lower_sec:.1f} s, compiled in {step.compile_sec:.1f} s",
-    ]
+def speed(step: CompiledStep, travels: Summary, target: Target) -> dict[str, Any]:
+    """Return tokens per second and MFU at the estimated seconds of a step. MFU is None
+    for a GPU whose peak is not known."""
+    from train.logs.peak import DENSE_BF16_TFLOPS
+
+    cfg = step.run.cfg
+    rate = cfg.train.batch_size * cfg.data.seq_len / travels.step_sec
+    tflops = flops_per_token(cfg.network).train * rate / 1e12
+    peaks = (peak for name, peak in DENSE_BF16_TFLOPS.items() if name in target.name)
+    peak = next(peaks, None)
+    mfu = None if peak is None else tflops / (peak * cfg.mesh.num_devices)
+    return {"tok_per_sec": rate, "mfu": mfu}
 
 
 def _warnings(
@@ -133,77 +94,110 @@ def _warnings(
             f"{share:.0%} of the collectives' time is synchronous: nothing runs beside "
             "them"
         )
-    if names := travels.xla_remat_collectives:
+    if travels.num_xla_remat_ops:
         warnings.append(
-            "memory is short: XLA repeats collectives in the backward pass, "
-            f"{', '.join(names)}"
+            f"memory is short: XLA computes {travels.num_xla_remat_ops} instructions "
+            "again"
         )
     return warnings
 
 
-def memory_table(held: Memory) -> Table:
-    """Return the table of the peak's kinds, which add up to it."""
-    rows = [
-        (kind, f"{size / GIB:.3f}", f"{size / held.peak_bytes:.1%}", KINDS[kind])
-        for kind, size in held.bytes_by_kind.items()
+def text(step: CompiledStep, travels: Summary, target: Target, record: dict) -> str:
+    """Return the report for a terminal: lines, tables, and warnings."""
+    calls = ", ".join(f"{k} {n}" for k, n in travels.attention_calls.items())
+    exposed_sec = travels.step_sec - travels.compute_sec
+    verdict = "fits" if record["fits"] else "does not fit"
+    lines = [
+        f"target             {target.name}, {target.memory_bytes / GIB:.1f} GiB",
+        f"mesh               {step.run.cfg.mesh}",
+        *step.run.lines(),
+        f"attention calls    {calls or 'none: attention is made of products'}",
+        options_line("gpu"),
+        travels.rates.line(),
+        f"memory: {verdict}: {record['peak_gib']:.1f} GiB at the peak, of "
+        f"{record['usable_gib']:.1f} that a run may use{_not_counted(step)}",
+        f"step: {1e3 * travels.step_sec:.1f} ms by these rates, of which "
+        f"{1e3 * exposed_sec:.1f} ms are collectives that nothing hides: "
+        f"{record['tok_per_sec']:,.0f} tokens/s, MFU {percent(record['mfu'])}, "
+        f"{travels.product_flops / 1e12:.1f} TFLOP in products",
+        f"hidden: {percent(travels.exchange_hidden_share)} of row exchanges, "
+        f"{percent(travels.collective_hidden_share)} of all collectives' "
+        f"{1e3 * travels.collective_sec:.1f} ms "
+        f"({1e3 * travels.sync_collective_sec:.1f} ms synchronous)",
+        f"host waits: {travels.num_host_waits} in a step, at conditionals and loops of "
+        "unknown length",
+        f"compiled in {step.compile_sec:.1f} s, without autotuning of products",
     ]
-    gap = f"of the temporaries, gaps between buffers {held.gap_bytes / GIB:.3f} GiB"
-    host = f"; in the host's memory {held.host_bytes / GIB:.2f} GiB"
-    rows.append(
-        (
-            "peak",
-            f"{held.peak_bytes / GIB:.3f}",
-            "100.0%",
-            gap + (host if held.host_bytes else ""),
-        )
+    parts = ["\n".join(filter(None, lines))]
+    parts += [memory_table(record), largest_table(record), travel_table(record)]
+    if record["warnings"]:
+        parts.append("\n".join(f"warning: {line}" for line in record["warnings"]))
+    return "\n\n".join(parts)
+
+
+def _not_counted(step: CompiledStep) -> str:
+    """Return what the peak lacks, as the end of a line."""
+    if not step.workspace_bytes:
+        return ""
+    return (
+        f"; not counted is the workspace of cuDNN's attention, "
+        f"{step.workspace_bytes / GIB:.2f} GiB, which the predicted activations have"
     )
+
+
+def memory_table(record: dict) -> str:
+    """Return the table of the peak's kinds, which add up to it, beside what `--dry_run`
+    predicts."""
+    predicted, peak = record["predicted_gib"], record["peak_gib"]
+    rows = [
+        (
+            kind,
+            f"{size:.3f}",
+            f"{predicted[kind]:.3f}" if kind in predicted else "-",
+            what,
+        )
+        for (kind, size), what in zip(record["memory_gib"].items(), KINDS.values())
+    ]
+    gap = f"of the temporaries, gaps between buffers {record['gap_gib']:.3f} GiB"
+    if record["host_gib"]:
+        gap += f"; in the host's memory {record['host_gib']:.2f} GiB"
+    rows.append(("peak", f"{peak:.3f}", f"{sum(predicted.values()):.3f}", gap))
     title = "memory of one device at the peak of the step"
-    return Table(title, ("kind", "GiB", "share", "what"), tuple(rows))
+    return table(title, ("kind", "GiB", "predicted", "what"), rows)
 
 
-def largest_table(held: Memory) -> Table:
+def largest_table(record: dict) -> str:
     """Return the table of the largest buffers at the peak."""
     rows = [
-        (f"{b.num_bytes / GIB:.3f}", b.kind, b.type, b.source or "-", b.what)
-        for b in held.largest
+        (f"{b['gib']:.3f}", b["kind"], b["type"], b["source"] or "-", b["what"])
+        for b in record["largest_buffers"]
     ]
     title = f"the {len(rows)} largest buffers at the peak"
-    return Table(title, ("GiB", "kind", "array", "source", "what"), tuple(rows))
+    return table(title, ("GiB", "kind", "array", "source", "what"), rows)
 
 
-def travel_table(travels: Summary) -> Table:
+def travel_table(record: dict) -> str:
     """Return the table of the distinct collectives, the longest exposed first."""
     rows = [
         (
             f"{1e3 * row['exposed_sec']:.2f}",
             f"{1e3 * row['seconds']:.2f}",
             _hidden(row),
-            _kind(row),
-            row["dtypes"],
+            row["kind"] + ("" if row["is_ours"] else " (partitioner)"),
+            "+".join(dict.fromkeys(part["dtype"] for part in row["parts"])),
             f"{row['num_bytes'] / 2**20:.2f}",
             " ".join(row["axes"]),
             str(row["runs"]),
-            _where(row),
+            f"{row['phase']} {row['scope']}".strip(),
             row["source"] or "-",
-            next(iter(row["beside"]), "-"),
         )
-        for row in travels.rows()
+        for row in record["collectives"]
     ]
     columns = (
         "exposed ms", "ms", "hidden", "collective", "dtype", "MiB", "axes", "runs",
-        "where", "source", "longest beside it",
+        "where", "source",
     )  # fmt: skip
-    return Table("collectives in a step", columns, tuple(rows))
-
-
-def _kind(row: dict) -> str:
-    """Return the kind of a collective, and whether the partitioner made it."""
-    return row["kind"] + ("" if row["is_ours"] else " (partitioner)")
-
-
-def _where(row: dict) -> str:
-    """Return the phase and the scope of a collective."""
-    return f"{row['phase']} {row['scope']}".strip()
+    return table("collectives in a step", columns, rows)
 
 
 def _hidden(row: dict) -> str:
@@ -213,24 +207,13 @@ def _hidden(row: dict) -> str:
     return percent(row["hidden_share"])
 
 
-def text(report: Report) -> str:
-    """Return the report as text for a terminal."""
-    parts = ["\n".join(report.lines)]
-    parts += [_text_of(table) for table in report.tables]
-    said = [f"warning: {line}" for line in report.warnings]
-    parts.append("\n".join([*said, *report.notes]))
-    return "\n\n".join(parts)
-
-
-def _text_of(table: Table) -> str:
+def table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """Return a table as text, numbers flush right."""
-    if not table.rows:
-        return f"{table.title}\nnone"
-    cells = [table.columns, *table.rows]
+    if not rows:
+        return f"{title}\nnone"
+    cells = [columns, *rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
-    is_number = [
-        all(cell[:1].isdigit() for cell in column) for column in zip(*table.rows)
-    ]
+    is_number = [all(cell[:1].isdigit() for cell in column) for column in zip(*rows)]
     lines = [
         "  ".join(
             cell.rjust(width) if number else cell.ljust(width)
@@ -238,4 +221,9 @@ def _text_of(table: Table) -> str:
         ).rstrip()
         for row in cells
     ]
-    return "\n".join([table.title, *lines])
+    return "\n".join([title, *lines])
+
+
+def percent(share: float | None) -> str:
+    """Return a share as text; '-' where there is nothing to share."""
+    return "-" if share is None else f"{100 * share:.1f} %"

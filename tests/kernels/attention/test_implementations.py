@@ -29,7 +29,6 @@ QUERIES, KEYS = 16, 8
 """Small blocks, so that many borders fit in a short row."""
 B = len(edges_by_name(T, QUERIES))
 """Rows, one for each name of documents."""
-DTYPES = (jnp.float32, jnp.bfloat16)
 
 
 @pytest.fixture
@@ -84,17 +83,11 @@ def test_a_cache_in_float64(small_blocks):
 
 
 @pytest.mark.long
-def test_a_cache(small_blocks):
-    t, u = 21, T
-    operands = arrays(Sizes(B, t, u, h=4, g=1))
-    for start in (0, 5, KEYS, 4 * KEYS + 1, u - t):
-        check(CAUSAL, operands, documents()[:, start : start + t], start)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("soft_cap", [None, 2.0])
-@pytest.mark.parametrize("window", [1, KEYS, QUERIES, QUERIES + 1, T, T + 1, 1000])
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "dtype"),
+    [(1, None, jnp.bfloat16), (KEYS, 2.0, jnp.float32), (T, 2.0, jnp.bfloat16),
+     (QUERIES + 1, None, jnp.float32), (1000, None, jnp.float32)],
+)  # fmt: skip
 def test_windows(window, soft_cap, dtype, small_blocks):
     operands = arrays(Sizes(B, h=8, g=2), dtype, has_sinks=True)
     check(Rule(window=window, soft_cap=soft_cap), operands, documents())
@@ -109,8 +102,8 @@ def test_one_query(u, small_blocks):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("blocks", [(8, 8), (8, 32), (32, 8), (24, 40), (256, 256)])
-@pytest.mark.parametrize("t", [1, 7, 8, 16, 31, 64, 65, 96])
+@pytest.mark.parametrize("blocks", [(8, 32), (24, 40), (256, 256)])
+@pytest.mark.parametrize("t", [1, 7, 31, 64, 65])
 def test_lengths_and_blocks(t, blocks, monkeypatch):
     monkeypatch.setattr(portable, "QUERIES", blocks[0])
     monkeypatch.setattr(portable, "KEYS", blocks[1])
@@ -155,15 +148,8 @@ def test_inside_shard_map_scan_and_checkpoint(small_blocks):
     assert_close(*(jax.jit(each)(stacked, first_bt) for each in (actual, expected)))
 
 
-@pytest.mark.parametrize(
-    ("num_edges", "window"),
-    [
-        (100, None),
-        pytest.param(7, None, marks=pytest.mark.long),
-        pytest.param(0, None, marks=pytest.mark.long),
-        pytest.param(0, 1000, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("num_edges", "window"), [(100, None), (0, 1000)])
 def test_32k_tokens(num_edges, window):
     """The output's gradient is 0 but in 16 random queries, so the gradients of all keys
     and values are those of the definition for these queries."""
@@ -221,6 +207,14 @@ def with_and_without(change, is_changed_t, first_bt):
         )
     )
     return (results("blocked", rule, each, first_bt) for each in (operands, changed))
+
+
+def test_a_window_of_one_key_is_a_window():
+    shapes = (1, 6, 4, 8), (1, 6, 2, 8), (1, 6, 2, 8)
+    floats = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    first_bt = jax.ShapeDtypeStruct((1, 6), jnp.int32)
+    run = functools.partial(attention, rule=Rule(window=1))
+    assert jax.eval_shape(run, *floats, first_bt).shape == (1, 6, 4, 8)
 
 
 WRONG = {

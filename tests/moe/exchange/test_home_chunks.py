@@ -1,13 +1,11 @@
-"""Rows that stay on their device, in chunks of their own (Layout.home_chunks): the
-layer is its definition, rounds end when all rows are gone, and collectives carry no
-more than before."""
+"""Rows that stay on their device, in chunks of their own (Layout.home_chunks): rounds
+end when all rows are gone, and collectives carry no more than before.
+test_equals_reference.py compares the layer with the reference."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.axes import BATCH_AXES, sharding
 from moejax.balance.candidates import fullest_pair_by_layer
 from moejax.moe.exchange.manifest import fullest_pair
 from moejax.moe.exchange.rounds import num_rounds
@@ -16,21 +14,20 @@ from moejax.plan.layout import Layout
 from moejax.plan.parallel import Tensor
 from tests.support.layers import (
     ALONE,
+    BATCH,
     EXPERTS,
     MESHES,
-    PULL_BTD,
-    check_layer,
     layer_layout,
     make_layer,
+    on_mesh,
+    operands,
     placed,
-    zipf_choices,
 )
 from tests.support.manifests import make_manifest
 from tests.support.primitives import equations
 from tests.support.random_plans import random_plan
 
 EIGHT = MESHES["expert8"]
-ALSO = pytest.mark.long
 ROWS, CHUNKS = 2, 3
 """Rows of a chunk, far too few for one round."""
 
@@ -43,26 +40,6 @@ def chunked(topology, chunks: int = CHUNKS, **changes) -> Layout:
 
 def some_plan(layout: Layout):
     return random_plan(np.random.default_rng(0), layout, num_layers=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh_name", "changes"),
-    [
-        ("data2_expert4", {}),
-        pytest.param("expert8", {"align_rows": 64}, marks=ALSO),
-        pytest.param("expert8", {"halves": True}, marks=ALSO),
-        pytest.param("expert8", {"split": "water_filling"}, marks=ALSO),
-        pytest.param("dc2_data2_expert2", {"rows_per_peer": 5}, marks=ALSO),
-    ],
-)
-def test_the_layer_is_its_definition(mesh_name, changes):
-    topology = MESHES[mesh_name]
-    layout = chunked(topology, **changes)
-    for seed, zipf in enumerate((0.3, 4.0)):
-        forced_btk = zipf_choices(seed, zipf)
-        sums = check_layer(topology, layout, some_plan(layout), seed, forced_btk)
-        assert int(np.max(sums.rounds)) > 1
 
 
 def rounds_of(pair_uw: np.ndarray, layout: Layout) -> int:
@@ -115,12 +92,11 @@ def test_no_collective_carries_the_chunks_of_rows_that_stay():
 
 def carried_shapes(layout: Layout) -> list[tuple]:
     """Return the shapes of what collectives carry in a layer and its gradients."""
-    mesh, step, params = make_layer(EIGHT, layout)
-    x_btd = jnp.zeros(PULL_BTD.shape, jnp.float32, device=sharding(mesh, BATCH_AXES))
-    args = params, placed(some_plan(layout), layout), x_btd, zipf_choices(0, 1.0)
+    layer = make_layer(EIGHT, layout)
+    args = on_mesh(layer, some_plan(layout), operands(BATCH, "zipf"))
     return [
         (eqn.primitive.name, *(x.aval.shape for x in eqn.invars))
-        for eqn, _ in equations(step.trace(*args).jaxpr)
+        for eqn, _ in equations(layer.run.trace(*args).jaxpr)
         if eqn.primitive.name in ("all_to_all", "all_gather", "reduce_scatter")
     ]
 

@@ -21,22 +21,23 @@ from moejax.perf.calibration import leaving_bytes
 from moejax.perf.choose_schedule import MicroBatchShape, predict
 from moejax.plan.layout import Topology
 from tests.support.calibrations import TWO_LEVELS
-from tests.support.configured_layers import (
+from tests.support.layers import (
     ALL_ROWS,
     BATCH,
-    CUTS,
+    EXPERTS,
     HIDDEN,
-    SCHEDULES,
+    SCHEDULED,
+    SEQ,
     TOP_K,
-    ConfiguredLayer,
+    WIDTH,
+    Layer,
     config,
     cut,
     home,
-    make_case,
+    layer_of,
     on_mesh,
     operands,
 )
-from tests.support.layers import EXPERTS, SEQ, WIDTH
 
 ITEMSIZE = 4
 FEW = EXPERTS * WIDTH
@@ -80,11 +81,11 @@ def count_collectives(compiled) -> Counter:
     return counts
 
 
-def compile_both(case: ConfiguredLayer) -> tuple:
+def compile_both(layer: Layer) -> tuple:
     """Return the compiled forward pass, and the compiled forward and backward
     passes."""
-    args = on_mesh(case, home(case), operands(case.cfg.train.batch_size, "zipf"))
-    return tuple(run.lower(*args).compile() for run in (case.forward, case.run))
+    args = on_mesh(layer, home(layer), operands(layer.batch, "zipf"))
+    return tuple(run.lower(*args).compile() for run in (layer.forward, layer.run))
 
 
 class Sizes(NamedTuple):
@@ -167,15 +168,11 @@ def expected_collectives(
     return SENT[schedule](Sizes(mp, esp, expert, ep, n * WIDTH, ep * n * TOP_K * WIDTH))
 
 
-QUICK = [(2, 2, 4, schedule) for schedule in ("s1h", "local")]
+QUICK = (2, 2, 4, "s1h")
 GRID = [
-    pytest.param(
-        *sizes, schedule, marks=() if (*sizes, schedule) in QUICK else pytest.mark.long
-    )
-    for sizes in CUTS
-    if sizes[0] * sizes[2] == 8
-    for schedule in (*SCHEDULES, "local")
-    if schedule != "local" or sizes[0] == sizes[1]
+    pytest.param(*case, marks=() if case == QUICK else pytest.mark.long)
+    for case in SCHEDULED
+    if case[0] * case[2] == 8
 ]
 
 
@@ -187,8 +184,8 @@ def test_schedules_send_what_their_formulas_say(mp, esp, expert, schedule):
 
     In particular the split over the tensor axis causes no all_reduce.
     """
-    case = make_case(cut(mp, esp, expert, schedule, batch=BATCH, **ALL_ROWS))
-    evaluated, trained = map(count_collectives, compile_both(case))
+    layer = layer_of(cut(mp, esp, expert, schedule, batch=BATCH, **ALL_ROWS))
+    evaluated, trained = map(count_collectives, compile_both(layer))
     forward, back = expected_collectives(schedule, mp, esp, expert)
     assert evaluated == forward
     scores = Counter()
@@ -201,7 +198,8 @@ def test_schedules_send_what_their_formulas_say(mp, esp, expert, schedule):
     for is_training, sent in ((False, forward), (True, forward + back)):
         shape = MicroBatchShape(
             BATCH * SEQ // expert, WIDTH, HIDDEN, EXPERTS, TOP_K,
-            case.layout.num_devices, ITEMSIZE, mp, esp, {"expert": expert}, is_training,
+            layer.layout.num_devices, ITEMSIZE, mp, esp, {"expert": expert},
+            is_training,
         )  # fmt: skip
         terms = predict(shape, TWO_LEVELS, schedule).terms
         predicted, leaving = Counter(), Counter()
@@ -228,8 +226,8 @@ def test_domains_gather_experts_and_scatter_their_gradients(shared):
     """A domain gathers two arrays of weights, over the slow axis first, and rows travel
     between domains; the backward pass scatters gradients."""
     mesh = Topology(dc=2, expert=4)
-    case = make_case(config(mesh, group="dc_expert", domain=shared, **ALL_ROWS))
-    evaluated, trained = map(count_collectives, compile_both(case))
+    layer = layer_of(config(mesh, group="dc_expert", domain=shared, **ALL_ROWS))
+    evaluated, trained = map(count_collectives, compile_both(layer))
     domains = 8 // math.prod(shared)
     forward, back = Counter(), Counter()
     if domains > 1:

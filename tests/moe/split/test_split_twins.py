@@ -97,39 +97,39 @@ def test_dynamic_replication_with_its_tables(w, own, offers, copies):
 
 
 @pytest.mark.parametrize(
-    ("w", "own", "offers", "copies"), [(4, 2, 2, 3), (8, 4, 1, 4), (5, 1, 1, 2)]
+    ("w", "own", "offers", "copies", "price", "toll"),
+    [(4, 2, 2, 3, 0, 0), (5, 1, 1, 2, 3000, 700), (8, 4, 1, 4, 40, 0)],
 )
-def test_shadows_with_their_tables(w, own, offers, copies):
+def test_shadows_with_their_tables(w, own, offers, copies, price, toll):
     e, num_shadows = w * own, 0
-    for price, toll in ((0, 0), (40, 0), (3000, 700)):
-        layout = Layout(
-            e, w, own + copies, 8, store="transient", split="shadow",
-            offers_per_device=offers, copies_per_device=copies, shadow_price=price,
-            exchange_toll=toll,
-        )  # fmt: skip
-        place = jax.jit(functools.partial(shadow.place, layout=layout))
-        for seed in range(10):
-            rng = np.random.default_rng(seed)
-            total = int(rng.choice([5, 1000, 100_000]))
-            load_e = zipf(rng, e, total, rng.uniform(0, 2.5))
-            load_we = rng.multinomial(load_e, np.full(w, 1 / w)).T
-            owned_e = rng.permutation(e).astype(np.int32)
-            home_p = ExpertPlan.home_in(layout, 1).slot_to_expert_lp[0].copy()
-            home_p[home_p >= 0] = owned_e
-            plan = ExpertPlan(home_p[None], e, owned_e[None]).validate(layout)
-            at_home = Placement.from_plan(plan, layout).layer(0)
-            placement = place(jnp.asarray(load_we, jnp.int32), at_home)
-            shadows = shadowing.choose(load_we, owned_e, layout)
-            owner_e = np.argsort(owned_e) // own
-            row_ws = home_p.reshape(w, -1).copy()
-            for slot, expert in enumerate(shadows, own):
-                row_ws[np.arange(w) != owner_e[expert], slot] = expert
-            assert np.array_equal(placement.slot_to_expert_lp, row_ws.reshape(-1))
-            slot_q, expert_q = placement.slot_lq, placement.expert_lq
-            assert np.array_equal(by_slot(expert_q, slot_q), row_ws.reshape(-1))
-            assert_copies(placement, owned_e, layout)
-            num_shadows += len(shadows)
-    assert num_shadows > 20
+    layout = Layout(
+        e, w, own + copies, 8, store="transient", split="shadow",
+        offers_per_device=offers, copies_per_device=copies, shadow_price=price,
+        exchange_toll=toll,
+    )  # fmt: skip
+    place = jax.jit(functools.partial(shadow.place, layout=layout))
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        total = int(rng.choice([5, 1000, 100_000]))
+        load_e = zipf(rng, e, total, rng.uniform(0, 2.5))
+        load_we = rng.multinomial(load_e, np.full(w, 1 / w)).T
+        owned_e = rng.permutation(e).astype(np.int32)
+        home_p = ExpertPlan.home_in(layout, 1).slot_to_expert_lp[0].copy()
+        home_p[home_p >= 0] = owned_e
+        plan = ExpertPlan(home_p[None], e, owned_e[None]).validate(layout)
+        at_home = Placement.from_plan(plan, layout).layer(0)
+        placement = place(jnp.asarray(load_we, jnp.int32), at_home)
+        shadows = shadowing.choose(load_we, owned_e, layout)
+        owner_e = np.argsort(owned_e) // own
+        row_ws = home_p.reshape(w, -1).copy()
+        for slot, expert in enumerate(shadows, own):
+            row_ws[np.arange(w) != owner_e[expert], slot] = expert
+        assert np.array_equal(placement.slot_to_expert_lp, row_ws.reshape(-1))
+        slot_q, expert_q = placement.slot_lq, placement.expert_lq
+        assert np.array_equal(by_slot(expert_q, slot_q), row_ws.reshape(-1))
+        assert_copies(placement, owned_e, layout)
+        num_shadows += len(shadows)
+    assert num_shadows > 0
 
 
 def assert_copies(placement, owned_e, layout: Layout) -> None:

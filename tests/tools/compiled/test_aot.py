@@ -3,12 +3,14 @@ here; and the bad inputs of tools/aot.py."""
 
 import pytest
 
-from moejax.perf.target import FOLDER
+from moejax.model.flops import flops_per_token
+from moejax.perf.target import FOLDER, load
 from tests.support.aot import TOY, run_aot
 from tools import aot
 from tools.compiled import wheels
 from tools.compiled.memory import KINDS, NUM_LARGEST
 from train.config import gin_reader
+from train.dry_run import dry_run
 
 GIB = 2**30
 TARGET = ["--target=h100", "--devices=8"]
@@ -34,16 +36,14 @@ def test_kinds_of_memory_add_up_to_the_peak(toy):
 
 @pytest.mark.slow
 @pytest.mark.aot
-def test_masters_and_moments_are_those_of_the_state(toy):
-    """The dry run counts the same arrays without a compiler. XLA pads each to 256
-    bytes at most."""
-    from train.dry_run import dry_run
-
+def test_the_prediction_beside_the_peak_is_that_of_the_dry_run(toy):
+    """Masters and moments are the same arrays. XLA pads each to 256 bytes at most."""
     _, record = toy
-    predicted = dry_run(gin_reader.load([TOY]), None)["memory"]
+    predicted = dry_run(gin_reader.load([TOY]), load("h100"))["memory"]
+    assert record["predicted_gib"] == {k: size / GIB for k, size in predicted.items()}
     slack = 64 * 256 / GIB
     for kind in ("masters", "moments"):
-        size = predicted[kind] / GIB
+        size = record["predicted_gib"][kind]
         assert record["memory_gib"][kind] == pytest.approx(size, abs=slack)
 
 
@@ -67,7 +67,9 @@ def test_kernels_are_those_of_the_target(toy):
     text, record = toy
     assert record["kernels"]["grouped_dot"]["implementation"] == "hopper"
     assert "grouped_dot hopper (NVIDIA H100" in text
-    assert "not covered: autotuning" in text
+    assert record["attention_calls"]
+    for name in record["attention_calls"]:
+        assert name in text
 
 
 @pytest.mark.slow
@@ -81,9 +83,22 @@ def test_row_exchanges_are_found_and_no_large_float32_travels(toy):
     assert exchanges
     assert all(row["kind"] == "all-to-all" and row["is_ours"] for row in exchanges)
     assert 0 <= record["exchange_hidden_share"] <= 1
-    assert record["largest_float32_collective_bytes"] <= 2**20
-    assert not record["remat_collectives"] or record["num_remat_ops"] > 0
+    for row in rows:
+        for part in row["parts"]:
+            if part["dtype"] == "f32" and row["kind"] != "reduce-scatter":
+                assert part["num_bytes"] <= 2**20, row
     assert "all-to-all" in text
+
+
+@pytest.mark.slow
+@pytest.mark.aot
+def test_speed_follows_from_the_estimated_seconds(toy):
+    """MFU counts the FLOPs of a useful step, against the peak of eight H100s."""
+    _, record = toy
+    assert record["step_sec"] >= record["compute_sec"] > 0
+    assert record["tok_per_sec"] == pytest.approx(32 * 256 / record["step_sec"])
+    flops = flops_per_token(gin_reader.load([TOY]).network).train * 32 * 256 / 8
+    assert record["mfu"] == pytest.approx(flops / record["step_sec"] / 989e12)
 
 
 @pytest.mark.slow
@@ -96,20 +111,9 @@ def test_the_host_waits_at_no_loop_of_a_step_without_later_rounds(overflow, num_
     params = ["Dispatch.buffer_factor = 1.5", f"Dispatch.overflow = '{overflow}'"]
     params += ["Model.attention = 'reference'"]
     words = [f"--gin_param={param}" for param in params]
-    text, record = run_aot(f"--gin_file={TOY}", *TARGET, *words)
+    _, record = run_aot(f"--gin_file={TOY}", *TARGET, *words)
     assert record["num_host_waits"] == num_waits
-    assert f"host waits: {num_waits} in a step" in text
-
-
-@pytest.mark.slow
-@pytest.mark.aot
-def test_kernels_of_attention_are_named_and_short_windows_are_not_judged(toy):
-    text, record = toy
-    assert record["attention_calls"]
-    assert record["largest_square_array"] is None
-    for name in record["attention_calls"]:
-        assert name in text
-    assert "largest [t, t]     not looked for: t = 256 is less than 1024" in text
+    assert not record["attention_calls"]
 
 
 def refused(capsys, *words) -> str:
@@ -161,4 +165,3 @@ def test_what_xla_wrote_is_kept_in_an_empty_folder_alone(capsys, tmp_path, monke
     monkeypatch.setattr(wheels, "put_on_path", lambda: None)
     assert "not empty" in refused(capsys, *TARGET, f"--keep={tmp_path}")
     assert "not a folder" in refused(capsys, *TARGET, f"--keep={tmp_path / 'file'}")
-

@@ -70,6 +70,11 @@ def test_a_start_and_its_done_are_one_asynchronous_collective(kind):
     assert found.parts == (Part("f32", num_bytes),)
 
 
+def test_a_start_without_a_done_has_the_bytes_of_its_result():
+    (found,) = find(PAIRS["all-gather"][0])
+    assert found.parts == (Part("f32", 64),)
+
+
 def test_a_start_that_is_updated_ends_at_its_done():
     lines = """%s = ((f32[4]), f32[16], u32[]) async-start(%p), calls=%wrapped
     %u = ((f32[4]), f32[16], u32[]) async-update(%s)
@@ -77,11 +82,6 @@ def test_a_start_that_is_updated_ends_at_its_done():
     module = read_program(lines, WRAPPED)
     main = module.computations["main"]
     assert collectives.find_done(main, main.instructions["s"]) == "d"
-
-
-def test_a_start_without_a_done_has_the_bytes_of_its_result():
-    (found,) = find(PAIRS["all-gather"][0])
-    assert found.parts == (Part("f32", 64),)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,6 @@ def test_a_combined_collective_has_several_parts():
         "%d = (bf16[8]{0}, f32[2]{0}) all-reduce-done(%s)"
     )
     assert found.parts == (Part("bf16", 16), Part("f32", 8))
-    assert found.dtypes == "bf16+f32"
     assert found.num_bytes == 24
 
 

@@ -39,13 +39,8 @@ EXACT = (
     "mesh",
     "fits",
     "warnings",
-    "num_remat_ops",
     "num_xla_remat_ops",
-    "xla_remat_collectives",
     "attention_calls",
-    "largest_square_array",
-    "largest_float32_collective_bytes",
-    "largest_float32_reduce_scatter_bytes",
 )
 SHARES = ("exchange_hidden_share", "collective_hidden_share")
 

@@ -36,13 +36,12 @@ def test_a_computation_is_in_the_order_of_its_schedule():
     module = read_program(
         """%p.2 = f32[4]{0} parameter(0)
         %b.1 = f32[4]{0} negate(%p.2)
-        ROOT %a.3 = f32[4]{0} add(%p.2, %b.1), control-predecessors={%b.1, %p.2}"""
+        ROOT %a.3 = f32[4]{0} add(%p.2, %b.1)"""
     )
     main = module.computations[module.entry]
     assert [i.name for i in main] == ["p.2", "b.1", "a.3"]
     assert main.root.name == "a.3"
     assert main.root.operands == ("p.2", "b.1")
-    assert main.root.control_predecessors == ["b.1", "p.2"]
     assert main.instructions["p.2"].parameter == 0
 
 

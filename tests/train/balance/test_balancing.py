@@ -1,15 +1,10 @@
 """Runs with the balancer on: swaps that compile nothing, relayouts that compile in the
-background, and runs that are killed or resumed under other settings.
+background, splits, and runs that go on under other settings; test_resume.py kills them.
 
 All tests in this file share programs and runs.
 """
 
-import os
-import random
 import shutil
-import signal
-import time
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,11 +13,9 @@ from moejax.balance.planning import Observed, Snapshot
 from tests.support.close import assert_close
 from tests.support.page_contract import decode, require_contract
 from tests.support.plan_history import plan_records, tables
-from tests.support.planners import held_plans, killed_in_a_plan
-from tests.support.run_main import Live, checkpoint_record, command, run
+from tests.support.run_main import checkpoint_record
 from tests.support.run_schema import check_run
 from tests.support.watched_run import (
-    BALANCED,
     MESH,
     WAITED_STEPS,
     Done,
@@ -38,7 +31,6 @@ from train.balance.record import BalanceRecord
 from train.checkpoint.checksum import describe_arrays
 from train.data.feed import feed
 from train.eval import held_out
-from train.main import main
 from train.step.compiled import on_devices
 from train.step.step import make_eval_step
 
@@ -215,36 +207,7 @@ def test_steps_and_swaps_go_on_while_a_relayout_compiles(relayout):
     assert set(meanwhile) <= set(plans)
 
 
-@pytest.mark.long
-def test_killed_while_a_relayout_is_pending_is_the_same_run(
-    house, relayout, tmp_path, cheap
-):
-    """The run is killed after a save with a swap and a relayout that are not yet
-    adopted. It waits for the next plan until then."""
-    run_dir, params = tmp_path / "run", pending(cheap)
-    later = range(PENDING_STEP + 1, NUM_STEPS)
-    with held_plans(*later), Live(run_dir, *params, gin_file=BALANCED) as live:
-        saved = run_dir / "checkpoints" / str(PENDING_STEP)
-        live.wait_until(saved.is_dir, f"checkpoint {PENDING_STEP}")
-        assert live.end(signal.SIGKILL).code == -signal.SIGKILL
-    record = checkpoint_record(run_dir, PENDING_STEP)
-    balance = BalanceRecord.from_json(record["meta"]["balance"])
-    assert balance.now.relayout.adopt_step > PENDING_STEP
-    assert PENDING_STEP in uncollected(balance)
-    run_here(house, run_dir, *params)
-    assert_same_run(run_dir, relayout.run_dir)
-
-
-@pytest.mark.long
-def test_killed_in_the_middle_of_a_plan_is_the_same_run(house, swaps, tmp_path):
-    """The planner has not taken the loads of the saved step, and decides for it when
-    the run goes on."""
-    killed_in_a_plan(tmp_path / "run", SAVED_STEP, SAVED_STEP)
-    run_here(house, tmp_path / "run")
-    assert_same_run(tmp_path / "run", swaps.run_dir)
-
-
-@pytest.mark.parametrize("lag_steps", [1, 3])
+@pytest.mark.parametrize("lag_steps", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_plans_may_change_at_every_step(
     house, other_programs, tmp_path, monkeypatch, lag_steps
 ):
@@ -274,24 +237,7 @@ def test_plans_may_change_at_every_step(
     assert_same_run(resumed, run_dir)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("policy", ["flexmoe", "smartmoe", "prophet"])
-def test_killed_at_random_is_the_same_run(house, tmp_path, cheap, policy):
-    params = [*pending(cheap), f"Balance.policy = '{policy}'"]
-    params += ["Train.num_steps = 199", "Checkpoint.every_steps = 7"]
-    whole, run_dir = tmp_path / "whole", tmp_path / "run"
-    assert run(whole, *params, gin_file=BALANCED).code == 0
-    rng = random.Random(4)
-    for _ in range(6):
-        with Live(run_dir, *params, gin_file=BALANCED) as live:
-            live.wait_for_steps(rng.randint(1, 25))
-            time.sleep(0.04 * rng.random())
-            assert live.end(signal.SIGKILL).code == -signal.SIGKILL
-    assert run(run_dir, *params, gin_file=BALANCED).code == 0
-    assert_same_run(run_dir, whole)
-
-
-@pytest.mark.parametrize("policy", ["flexmoe", "home", "eplb", "smartmoe"])
+@pytest.mark.parametrize("policy", ["home", "eplb", "smartmoe"])
 def test_a_checkpoint_goes_on_under_any_other_policy(
     house, swaps, relayout, owners, tmp_path, policy
 ):
@@ -335,43 +281,66 @@ def test_owners_are_permuted_and_a_checkpoint_is_not(house, owners, home):
     assert_evaluates_alike(house, owners, HOME)
 
 
+MICROMOE, DYNAMIC = "Balance.policy = 'micromoe'", "Dispatch.split = 'dynamic'"
+MERGED = "Dispatch.group = 'data_expert'"
+
+
 @pytest.mark.parametrize(
-    ("params", "match"),
+    "params",
     [
-        (["Balance.rest_below = 1.2"], "rest_below=1.2 must be below act_above=1.2"),
-        (["Balance.calibration = '{other}'"], "was measured on mesh {'dc': 1, 'data'"),
-        (["Balance.calibration = '{none}'"], "as a calibration: there is no such file"),
-        (
-            ["Balance.policy = 'flexmo'"],
-            "did you mean 'flexmoe'?",
-        ),
-        (["Balance.lag_steps = 0"], "Balance.lag_steps=0 must be at least 1"),
-        (
-            ["Dispatch.slots_per_device = 1"],
-            "4 x 1 slots hold fewer than num_experts=8",
-        ),
-        (
-            ["Dispatch.slots_per_device = 3", "Dispatch.store = 'owned'"],
-            "store='owned' has exactly one slot for each of 8 experts",
-        ),
-        (
-            ["Dispatch.store = 'sharded'", "Moe.d_expert = 12"],
-            "over data x expert x tensor = 8 devices: use a multiple of 8",
-        ),
+        (MICROMOE,),
+        pytest.param((MICROMOE, MERGED), marks=pytest.mark.long),
+        pytest.param((HOME, DYNAMIC), marks=pytest.mark.long),
+        pytest.param((HOME, DYNAMIC, MERGED), marks=pytest.mark.long),
     ],
 )
-def test_bad_input_is_one_line(tmp_path, capfd, params, match):
-    other = speeds(tmp_path / "other.json", MESH | {"data": 1, "expert": 8})
-    names = {"{other}": str(other), "{none}": str(tmp_path / "none.json")}
-    for name, path in names.items():
-        params = [param.replace(name, path) for param in params]
-    run_dir = tmp_path / "run"
-    with mock.patch.dict(os.environ):
-        assert main(command(run_dir, *params, gin_file=BALANCED)[2:]) == 2
-    _, err = capfd.readouterr()
-    assert match in err
-    assert (err[:7], err.count("\n")) == ("error: ", 1)
-    assert not run_dir.exists()
+def test_a_split_has_the_losses_of_home_and_rows_at_their_bound(
+    house, home, tmp_path, params
+):
+    """Losses are those of plain expert parallelism, and each step meets its certified
+    bound."""
+    run = run_here(house, tmp_path, *params, "Train.num_steps = 24")
+    losses, expected = (
+        np.float32([line["loss"] for line in list(r.steps.values())[:24]])
+        for r in (run, home)
+    )
+    assert_close(losses, expected)
+    worst = max(max(line["device_max_over_bound"]) for line in run.steps.values())
+    assert worst <= 1 + 1 / 512 + 1e-3  # a device has hundreds of rows: allow one
+    skew = max(max(line["device_max_over_mean"]) for line in home.steps.values())
+    assert skew > 1.3
+    if DYNAMIC in params:
+        even = max(max(line["device_max_over_mean"]) for line in run.steps.values())
+        assert even <= 1.02
+
+
+def test_a_run_that_goes_on_from_home_begins_spread(home):
+    """With the checkpoint's home plan, the new policy would have no replicas."""
+    for params in ((MICROMOE,), (MICROMOE, MERGED)):
+        plan = restored(home.run_dir, *params)[2].plan
+        assert np.count_nonzero(plan.slot_to_expert_lp >= 0) > plan.num_experts
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "ways",
+    [("Dispatch.gather = 'step'", "Dispatch.gather = 'layer'"), (MERGED, None)],
+)
+def test_legs_under_other_options_have_the_losses_of_one_run(
+    house, home, tmp_path, ways
+):
+    """With the balancer on, each leg resumes the checkpoint of the one before."""
+    for way, stop in zip(ways, (14, 20)):
+        params = [way] if way else []
+        params += [f"Train.num_steps = {stop}", "Checkpoint.every_steps = 7"]
+        legs = run_here(house, tmp_path / "legs", *params)
+    assert sorted(legs.steps) == list(range(1, 21))
+    assert legs.adopted
+    losses, expected = (
+        np.float32([line["loss"] for line in list(r.steps.values())[:20]])
+        for r in (legs, home)
+    )
+    assert_close(losses, expected)
 
 
 def pending(calibration) -> list[str]:

@@ -19,15 +19,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]  # minutes, with all programs 
 PROMISED = "one in a million: only the order of sums between devices differs"
 RELAYOUTS = ("Balance.max_slots_per_device = 3",)
 STOPPED_SEC, RUNNING_SEC = 0.1, 0.2
+COUNTED = (
+    "rows_lw", "fullest_pair", "rounds", "device_max_over_bound",
+    "expert_max_over_mean",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("count", "slow", "kinds"),
-    [
-        (2, 1, {"swap"}),
-        (4, 2, {"swap", "relayout"}),
-        (4, 0, {"swap", "relayout"}),
-    ],
+    [(2, 1, {"swap"}), (4, 0, {"swap", "relayout"})],
 )
 def test_a_slow_process_adopts_with_the_others(tmp_path, count, slow, kinds):
     params = []
@@ -53,6 +53,31 @@ def test_a_slow_process_adopts_with_the_others(tmp_path, count, slow, kinds):
     assert len(adopted[0]) >= 3
     assert all(each == adopted[0] for each in adopted)
     assert_close(read_losses(run_dir), read_losses(alone), factor=0.1, reason=PROMISED)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        ("Balance.policy = 'micromoe'", "Dispatch.group = 'data_expert'"),
+        ("Balance.policy = 'home'", "Dispatch.split = 'dynamic'"),
+    ],
+)
+def test_two_processes_split_as_one(tmp_path, params):
+    """Routing is recorded, so all counts of all steps are the same integers."""
+    alone, run_dir = tmp_path / "alone", tmp_path / "workers"
+    params = (*params, "Train.num_steps = 24")
+    with watched() as house:
+        run_here(house, alone, *params)
+    balanced = [f"--gin_file={BALANCED}"]
+    with LiveWorkers(run_dir, 2, *params, of_main=balanced) as live:
+        ended = live.end()
+    assert ended.code == 0, ended.err
+    counted, expected = (
+        [{name: x[name] for name in COUNTED} for x in metric_lines(r) if "loss" in x]
+        for r in (run_dir, alone)
+    )
+    assert len(counted) == 24
+    assert counted == expected
 
 
 @contextlib.contextmanager

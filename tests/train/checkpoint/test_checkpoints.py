@@ -1,9 +1,6 @@
 """Saves that overlap training or fail, retention, and restores to other meshes."""
 
 import logging
-import re
-import subprocess
-import threading
 
 import jax
 import numpy as np
@@ -21,6 +18,7 @@ from tests.support.checkpoint_state import (
     are_same_bits,
     build_mesh,
     make_state,
+    wait_for_the_writer,
 )
 from train.checkpoint.checkpoints import CheckpointError
 from train.checkpoint.writer import Writer
@@ -53,7 +51,7 @@ def test_round_trip_to_other_meshes(mesh, disk):
     assert first.restore(abstract(state)) is None
     first.save(10, state, META, eval_loss=2.5)
     assert first.wait()
-    for other in (mesh, build_mesh(4, 2), build_mesh(4, 1), build_mesh(1, 1)):
+    for other in (mesh, build_mesh(4, 1)):
         target = abstract(make_state(other, 0))
         restored = disk.open().restore(target)
         assert (restored.step, restored.meta) == (10, META)
@@ -179,13 +177,6 @@ def test_a_failed_save_is_told_and_the_next_is_attempted(mesh, disk, writer, cap
     assert capfd.readouterr() == ("", "")
 
 
-def wait_for_the_writer() -> None:
-    """Return when the save in flight has ended, which nobody was told of yet."""
-    for thread in threading.enumerate():
-        if thread.name == "a save in flight":
-            thread.join()
-
-
 def test_too_many_failed_saves_stop(mesh, disk, writer):
     first = disk.open()
     first.save(1, make_state(mesh, 1), META)
@@ -214,38 +205,3 @@ def test_a_save_that_fails_at_once_counts_too(mesh, disk, monkeypatch):
     with pytest.raises(CheckpointError, match="the last good one is none"):
         first.save(3, make_state(mesh, 1), META)
     assert len(disk.said) == 2
-
-
-@pytest.mark.root
-def test_full_disk(mesh, tmp_path):
-    mount = ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", tmp_path]
-    subprocess.run(mount, check=True)
-    try:
-        split = sharding(mesh, "data", "expert")
-        rng = np.random.default_rng(0)
-        state_k = [
-            {"w": jax.device_put(rng.normal(size=(1024, 1024)).astype("f"), split)}
-            for _ in range(3)
-        ]
-        disk = Disk(tmp_path / "ck")
-        first = disk.open(config.Checkpoint(keep_last=1, keep_best=0))
-        first.save(1, state_k[0], META)
-        assert first.wait()
-        (tmp_path / "other").write_bytes(bytes(6 * 2**20))
-        first.save(2, state_k[1], META)
-        assert not first.wait()
-        assert re.match(
-            "SAVE FAILED, 1 of 3 in a row: checkpoint 2: no room: it needs 4,194,304 "
-            rf"bytes, and [\d,]+ are free in {tmp_path}/ck; ",
-            disk.said[0],
-        )
-        assert disk.names() == ["1"]
-        assert are_same_bits(first.restore(abstract(state_k[1])).state, state_k[0])
-        (tmp_path / "other").unlink()
-        first.save(3, state_k[2], META)
-        assert first.wait()
-        assert disk.names() == ["3"]
-        assert are_same_bits(first.restore(abstract(state_k[1])).state, state_k[2])
-        disk.close()
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)

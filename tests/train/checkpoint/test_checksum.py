@@ -45,7 +45,7 @@ def test_checksums_equal_the_definition_on_every_sharding(mesh):
     assert checksums({}) == {}
 
 
-@pytest.mark.parametrize("shape", [(2**18,), (5, 70_000), (3, 1000, 130), (0, 4), ()])
+@pytest.mark.parametrize("shape", [(2**18,), (3, 1000, 130), (0, 4)])
 def test_checksums_of_many_blocks(mesh, shape):
     x = np.random.default_rng(0).integers(2**32, size=shape, dtype=np.uint32)
     index = np.arange(x.size, dtype=np.uint64).reshape(shape)

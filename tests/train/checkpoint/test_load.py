@@ -9,7 +9,7 @@ import pytest
 
 from moejax.plan.layout import Topology
 from tests.support.run_main import listing
-from tests.support.saved_run import STEPS, save_run
+from tests.support.saved_run import STEPS, saved_run
 from train.checkpoint.checksum import checksums
 from train.checkpoint.load import find_checkpoints, load_model
 from train.checkpoint.record import record_sha256
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> pathlib.Path:
-    return save_run(tmp_path_factory.mktemp("saved"))
+def saved() -> pathlib.Path:
+    return saved_run()
 
 
 @pytest.fixture
@@ -47,8 +47,6 @@ def flip_bits(run_dir: pathlib.Path, step: int) -> None:
 @pytest.mark.parametrize(
     ("params", "mesh"),
     [
-        ((), Topology(data=2, expert=4)),
-        (("Mesh.expert = 2",), Topology(data=2, expert=2)),
         (("Mesh.expert=8", "Mesh.data=1"), Topology(expert=8)),
         (("Train.num_simulated_devices = 3",), Topology(expert=2)),
     ],

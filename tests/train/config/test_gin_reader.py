@@ -1,6 +1,5 @@
 """Test that the wrapper around gin reads valid files as gin does, and runs no code."""
 
-import ast
 import dataclasses
 import json
 import pathlib
@@ -17,10 +16,7 @@ from train.config.gin_reader import ConfigError, load, render
 from train.config.names import CLASSES, KINDS, convert
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-SHIPPED = [
-    "finetune_cpu", "long_cpu", "mixtral_8x7b", "olmoe_1b_7b", "qwen3_30b_a3b",
-    "race_cpu", "skewed_cpu", "tiny_cpu",
-]  # fmt: skip
+SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.gin"))
 
 
 def test_later_files_win_then_params_in_order(tmp_path: pathlib.Path) -> None:
@@ -164,60 +160,12 @@ def test_shipped_config_loads_and_says_what_it_is(name: str) -> None:
         assert re.search(rf"^#   {word}    ?\S", header, re.MULTILINE)
 
 
-def test_every_shipped_config_is_listed() -> None:
-    assert sorted(p.stem for p in (ROOT / "configs").glob("*.gin")) == SHIPPED
-
-
-@pytest.mark.parametrize(
-    ("name", "published"),
-    [
-        ("olmoe_1b_7b", 6_919_161_856),
-        ("qwen3_30b_a3b", 30_532_122_624),
-        ("mixtral_8x7b", 46_702_792_704),
-    ],
-)
-def test_gpu_configs_have_the_published_number_of_parameters(
-    name: str, published: int
-) -> None:
-    config = load([ROOT / "configs" / f"{name}.gin"])
-    model, moe = config.model, config.moe
-    heads = 2 * model.num_heads + 2 * model.num_kv_heads
-    layer = (
-        heads * model.head_dim * model.d_model
-        + moe.num_experts * model.d_model * (1 + 3 * moe.d_expert)
-        + 2 * model.d_model
-        + {
-            "none": 0,
-            "head": 2 * model.head_dim,
-            "full": heads // 2 * model.head_dim,
-        }[model.qk_norm]
-    )
-    embeddings = (2 - model.tie_embeddings) * model.vocab_size * model.d_model
-    assert model.num_layers * layer + embeddings + model.d_model == published
-
-
-def test_gin_has_one_importer() -> None:
-    importers = set()
-    for path in [*(ROOT / "moejax").rglob("*.py"), *(ROOT / "train").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            if any(name.split(".")[0] == "gin" for name in names):
-                importers.add(path.relative_to(ROOT).as_posix())
-    assert importers == {"train/config/gin_reader.py"}
-
-
-def test_load_is_quick_and_needs_no_jax() -> None:
+def test_load_needs_no_jax() -> None:
     script = """if True:
-        import json, sys, time
-        start_sec = time.process_time()
+        import json, sys
         from train.config.gin_reader import load
         load(["configs/skewed_cpu.gin"], ["Train.num_steps = 5"])
-        load_sec = time.process_time() - start_sec
-        print(json.dumps({"load_sec": load_sec, "modules": sorted(sys.modules)}))
+        print(json.dumps(sorted(sys.modules)))
     """
     run = subprocess.run(
         [sys.executable, "-c", script],
@@ -226,6 +174,4 @@ def test_load_is_quick_and_needs_no_jax() -> None:
         text=True,
         check=True,
     )
-    result = json.loads(run.stdout)
-    assert result["load_sec"] < 2
-    assert not {"jax", "jaxlib", "flax"} & set(result["modules"])
+    assert not {"jax", "jaxlib", "flax"} & set(json.loads(run.stdout))

@@ -28,18 +28,13 @@ def refusal(tmp_path, text: str) -> str:
         ("Train.num_steps = '{long}'", "must be an int"),
         ("Train.{long} = 3", "Train has no field"),
         ("{long}.num_steps = 3", "there is no class"),
-        ("{long} = 3", "is never used"),
         ("Train.num_steps = %{long}", "has no value"),
         ("import {long}", "runs no code"),
-        ("Train.num_steps = @{long}", "runs no code"),
-        ("include '{long}.gin'", "there is no file"),
         ("{long}/Train.num_steps = 3", "nothing reads the scope"),
         ("Train.num_steps = ({long}", "syntax error"),
         ("Data.corpus = ('{long}',)\nData.weights = (1, 2)", "must have one weight"),
-        ("Dispatch.schedule = '{long}'", "must be one of"),
         ("Train.num_steps = 0x" + "f" * 5000, "64 bits"),
         ("Train.num_steps = -9223372036854775809", "64 bits"),
-        ("Model.attention = 0x" + "f" * 5000, "must be one of"),
     ],
 )
 def test_a_long_name_or_value_is_cut(tmp_path, text, what):

@@ -36,7 +36,9 @@ CFG = Config(
 MIN_SHARDED_SIZE."""
 
 
-@pytest.mark.parametrize("group", ["expert", "data_expert"])
+@pytest.mark.parametrize(
+    "group", ["data_expert", pytest.param("expert", marks=pytest.mark.long)]
+)
 def test_a_step_gathers_no_dense_parameter(group):
     """The compiled step of a decoder has no all-gather of matrices of dense parts, of
     routers or of tables. Experts stay with their owners."""

@@ -1,4 +1,4 @@
-"""The trigram baseline against arithmetic by hand and its definition."""
+"""The trigram baseline against its definition."""
 
 import collections
 import math
@@ -10,14 +10,6 @@ from moejax.config import Data
 from train import data
 from train.eval import ngram
 from train.eval.ngram import trigram_loss
-
-
-def text(string):
-    return np.frombuffer(string.encode(), np.uint8)
-
-
-def windows(*strings):
-    return np.array([list(string.encode()) for string in strings], np.int32)
 
 
 def loss_by_definition(train, bytes_bt):
@@ -40,18 +32,6 @@ def loss_by_definition(train, bytes_bt):
         for t in range(1, len(row))
     ]
     return sum(nats) / len(nats)
-
-
-def test_by_hand():
-    """In 'aba', 'b' follows 'a', 'a' follows 'ab', and nothing follows 'ba'."""
-    prob_a, prob_b = (2 + 2 / 256) / (3 + 2), (1 + 2 / 256) / (3 + 2)
-    b_after_a = (1 + prob_b) / (1 + 1)
-    a_after_ab = (1 + (1 + prob_a) / 2) / 2
-    a_after_ba = (0 + prob_a) / (
-        1 + 1
-    )  # nothing followed 'ba', so the context is 'a' alone
-    expected = -math.log(b_after_a * a_after_ab * a_after_ba) / 3
-    assert trigram_loss(text("aba"), windows("abaa")) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("chunk", [7, 1 << 22])

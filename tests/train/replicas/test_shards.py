@@ -1,8 +1,6 @@
 """A bit flipped in one replica of any leaf is found, on every kind of mesh; honest
 states, and leaves that exist once, are not reported."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,28 +11,27 @@ from jax.sharding import PartitionSpec as P
 from moejax.axes import make_mesh, sharding, split
 from moejax.plan.layout import Topology
 from moejax.resolve.resolved import resolve
-from tests.support.communication_steps import COMMUNICATION
-from tests.support.expert_fields import parts_with
 from tests.support.flips import flip, flip_leaf
-from tests.support.steps import SMALL, STORES
+from tests.support.steps import DELTA, STORES, TENSOR, TWO_DCS, configure
 from train.checkpoint.checksum import named_leaves
 from train.replicas.shards import Difference, ReplicaCheck, coverage
 from train.step.optimizer import make_optimizer
 from train.step.state import abstract_state
 
-MESHES = {
-    "expert": Topology(expert=8),
-    "data": Topology(data=4, expert=2),
-    "tensor": Topology(expert=4, tensor=2),
-    "dc": Topology(dc=2, data=2, expert=2),
-    "all": Topology(dc=2, expert=2, tensor=2),
+CASES = {
+    "data": (Topology(data=4, expert=2), {}),
+    "dc and tensor": (Topology(dc=2, expert=2, tensor=2), {}),
+    "shards": (TENSOR, {"schedule": "s1h", "expert_shards": 1}),
+    "compressed domain": (TWO_DCS, DELTA),
+    "sharded": (Topology(data=2, expert=4), STORES["sharded"]),
 }
+"""Meshes and fields of Dispatch. Experts of shards and domains lie on meshes with axes
+cut in two."""
 
 
 def make_abstract(mesh: Topology, **dispatch):
     """Return the abstract state of a small model, and its mesh."""
-    parts = parts_with(dispatch, SMALL)
-    cfg = dataclasses.replace(SMALL, mesh=mesh, **parts)
+    cfg = configure(mesh=mesh, dispatch=dispatch)
     run = resolve(cfg, make_mesh(cfg.mesh))
     adamw = make_optimizer(cfg.optimizer, cfg.train.num_steps)
     return abstract_state(run, adamw, run.layout.store), run.mesh
@@ -68,32 +65,11 @@ def by_definition(leaf) -> dict[tuple, list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MESHES)
-def test_a_flip_in_any_replicated_leaf_is_found(name):
-    abstract, mesh = make_abstract(MESHES[name])
-    names = [name for name in coverage(abstract).compared if "params" in name]
-    assert any(name.endswith("q_dhi") for name in names)
-    require_flips_are_found(abstract, mesh)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["s1h", "one_shard", "domain", "delta"])
-def test_on_refined_meshes_too(name):
-    """Experts of shards and domains lie on meshes with axes cut in two."""
-    topology, fields = COMMUNICATION[name]
+@pytest.mark.parametrize("case", CASES)
+def test_a_flip_in_any_replicated_leaf_is_found(case):
+    """It is found at the right devices."""
+    topology, fields = CASES[case]
     abstract, mesh = make_abstract(topology, **fields)
-    require_flips_are_found(abstract, mesh)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("store", ["resident", "transient", "sharded"])
-def test_in_every_store_too(store):
-    abstract, mesh = make_abstract(Topology(dc=2, data=2, expert=2), **STORES[store])
-    require_flips_are_found(abstract, mesh)
-
-
-def require_flips_are_found(abstract, mesh):
-    """Assert that a flip in each replicated leaf is found, at the right devices."""
     state, check, rng = (
         fill(abstract),
         ReplicaCheck(abstract, mesh),

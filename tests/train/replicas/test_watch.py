@@ -66,12 +66,9 @@ def ended(house, run_dir, *params: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("leaf", "bit"), [("attention/q_dhi", 20), ("moe/router_de", 29)]
-)
-def test_a_run_names_leaf_device_and_steps(house, undisturbed, tmp_path, leaf, bit):
+def test_a_run_names_leaf_device_and_steps(house, undisturbed, tmp_path):
     """A run saves nothing after a flip, and a new start ends as an undisturbed run."""
-    run_dir = tmp_path / "run"
+    run_dir, leaf, bit = tmp_path / "run", "moe/router_de", 29
     with flipping(10, f"params/cycles/blocks/0/{leaf}", 6, bit):
         line = ended(house, run_dir, *SHORT)
     assert re.fullmatch(

@@ -1,0 +1,147 @@
+"""The optimizer and the state: what is decayed, the learning rate, a moment in
+bfloat16, and how the state lies on devices."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from moejax.axes import make_mesh
+from moejax.config import Optimizer
+from moejax.plan.layout import Topology
+from moejax.resolve.resolved import resolve
+from tests.support.close import assert_close
+from tests.support.steps import (
+    BATCH,
+    WIDTH,
+    case_maker,
+    configure,
+    home,
+    make_windows,
+    model_from,
+    run,
+)
+from train.step.compiled import on_devices
+from train.step.optimizer import is_decayed, learning_rate, make_optimizer
+from train.step.state import abstract_state, init_state
+
+CFG = configure(
+    model={"num_layers": 3, "first_k_dense": 1, "d_ff": 256, "qk_norm": "head"},
+    router={"balance_loss": 0.02, "jitter": 0.01},
+    train={"logit_z_loss": 1e-4},
+)
+
+
+def make_abstract():
+    """Return the abstract state of CFG under AdamW."""
+    optimizer = make_optimizer(CFG.optimizer, 10)
+    return abstract_state(resolve(CFG, make_mesh(CFG.mesh)), optimizer)
+
+
+@pytest.mark.long
+def test_the_first_step_is_the_same_on_four_devices():
+    """The initial parameters have the same bits; losses of a router and jitter are the
+    same numbers too."""
+    results = []
+    for mesh in (CFG.mesh, Topology(dc=2, expert=2)):
+        case = case_maker(model_from(dataclasses.replace(CFG, mesh=mesh), "float32"))
+        state = init_state(case.model.run, case.model.optimizer)
+        params = jax.device_get(state.params)
+        results.append((params, *jax.device_get(run(case, state, home(case)))))
+    (params, state, metrics), (other_params, other, expected) = results
+    jax.tree.map(np.testing.assert_array_equal, params, other_params)
+    assert_close(state.opt_state[0], other.opt_state[0])
+    assert_close(metrics.total_loss, expected.total_loss)
+    assert_close(metrics.grad_norm, expected.grad_norm)
+    tokens = metrics.routing.tokens_lwe, expected.routing.tokens_lwe
+    assert np.array_equal(tokens[0].sum(1), tokens[1].sum(1))
+
+
+@pytest.mark.long
+def test_balance_of_micro_batches_is_their_mean():
+    """The other losses are means over tokens, which micro-batches do not change
+    (decision 0003)."""
+    whole, both, half = (
+        case_maker(model_from(configure(train=train), "float32"))
+        for train in ({}, {"accumulate_steps": 2}, {"batch_size": BATCH // 2})
+    )
+    state = jax.device_get(init_state(whole.model.run, whole.model.optimizer))
+    windows = jax.device_get(make_windows(whole))
+    parts = jax.tree.map(lambda x: x.reshape(2, BATCH // 2, -1), windows)
+
+    def router_losses(case, windows):
+        placement = on_devices(home(case), case.model.layout, case.model.mesh)
+        _, metrics = case.step(
+            jax.device_put(state, case.shardings), placement, windows
+        )
+        return jax.device_get(metrics.router)
+
+    expected, actual = router_losses(whole, windows), router_losses(both, parts)
+    first, second = (
+        router_losses(half, jax.tree.map(lambda x, i=i: x[i : i + 1], parts))
+        for i in range(2)
+    )
+    assert_close(actual.z, expected.z)
+    assert_close(actual.sequence_balance, expected.sequence_balance)
+    assert_close(actual.balance, (first.balance + second.balance) / 2)
+    assert np.abs(actual.balance - expected.balance).max() > 1e-4
+
+
+def test_state_is_fully_sharded():
+    """Experts and dense matrices are sharded over expert and data, moments likewise."""
+    state = make_abstract()
+    block = state.params["cycles"]["blocks"][0]
+    assert block["moe"]["gate_edf"].sharding.spec == P(None, "expert", None, "data")
+    assert block["moe"]["down_efd"].sharding.spec == P(None, "expert", "data", None)
+    wide = state.params["prefix"]["dense"]["gate_df"]
+    assert wide.shape == (1, WIDTH, 256)
+    assert wide.sharding.spec == P(None, None, ("data", "expert"))
+    small = state.params["norm"]["scale_d"]
+    assert small.sharding.spec == P(), "small parameters are replicated"
+    moments = jax.tree.leaves(state.opt_state[1].mu)
+    master_params = jax.tree.leaves(state.params)
+    assert [m.sharding for m in moments] == [p.sharding for p in master_params]
+
+
+def test_decay_acts_on_matrices_only():
+    decayed = is_decayed(make_abstract().params)
+    block = decayed["cycles"]["blocks"][0]
+    assert block["attention"]["q_dhi"]
+    assert block["moe"]["gate_edf"]
+    assert not block["ff_norm"]["scale_d"]
+    assert not decayed["embed_vd"]
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
+def test_learning_rate_rises_and_falls(decay):
+    cfg = Optimizer(learning_rate=1.0, warmup_steps=10, decay=decay, final_lr_ratio=0.1)
+    rate = learning_rate(cfg, 100)
+    assert np.isclose(rate(0), 0.1)
+    assert np.isclose(rate(9), 1.0)
+    assert np.isclose(rate(10), 1.0)
+    assert np.isclose(rate(100), 1.0 if decay == "constant" else 0.1)
+    assert all(rate(i) <= rate(i - 1) + 1e-6 for i in range(11, 100))
+
+
+def test_a_bfloat16_moment_is_rounded_once_an_update():
+    """The moment rests in bfloat16; its average and the update are in float32. optax's
+    mu_dtype would multiply by b1 = 0.8984, which is 0.9 in bfloat16."""
+    cfg = Optimizer(mu_dtype="bfloat16", weight_decay=0.0, clip_norm=0.0)
+    optimizer = make_optimizer(cfg, 10)
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.zeros(64)}
+    state, mu, nu = optimizer.init(params), jnp.zeros(64, jnp.bfloat16), 0.0
+    for count in range(1, 4):
+        grad = jnp.asarray(rng.standard_normal(64), jnp.float32)
+        updates, state = optimizer.update({"w": grad}, state, params)
+        mean = 0.9 * mu.astype(jnp.float32) + (1 - 0.9) * grad
+        mu, nu = mean.astype(jnp.bfloat16), 0.95 * nu + (1 - 0.95) * grad**2
+        root = jnp.sqrt(nu / (1 - 0.95**count)) + cfg.eps
+        rate = learning_rate(cfg, 10)(count - 1)
+        assert_close(updates["w"], -rate * mean / (1 - 0.9**count) / root)
+        assert state[1].mu["w"].dtype == jnp.bfloat16
+        assert_close(state[1].mu["w"], mu)
+        assert state[1].nu["w"].dtype == jnp.float32

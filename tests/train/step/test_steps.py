@@ -1,0 +1,314 @@
+"""A train step is the plain step in whatever way it is computed: under every store,
+split, schedule, domain and plan, in halves, in micro-batches and in later rounds."""
+
+import functools
+import math
+import operator
+import re
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+
+from moejax.plan.expert_plan import ExpertPlan
+from tests.support.close import are_same_bits, assert_close
+from tests.support.primitives import equations
+from tests.support.random_plans import odd_plans, policy_plans, random_plan
+from tests.support.steps import (
+    BATCH,
+    FAMILIES,
+    ONE_EXPERT,
+    STORES,
+    WAYS,
+    E,
+    L,
+    StepCase,
+    check_step,
+    home,
+    in_order,
+    make_case,
+    make_windows,
+    one_step,
+    other_plan,
+    run,
+    warm_state_of,
+)
+from train.balance.migrate import Mover
+from train.step.compiled import on_devices
+from train.step.expert_params import is_expert, take
+
+pytestmark = pytest.mark.slow
+LONG = pytest.mark.long
+OFTEN = (
+    "prefetched", "resident, gathered once", "sharded, in halves",
+    "dynamic, later rounds", "domain",
+)  # fmt: skip
+"""Ways of `make test`. test_dense_weights.py has a tensor axis, and
+tests/train/balance/test_balancing.py water-filling."""
+PUBLISHED = {
+    "gpt_oss": ("prefetched", "dynamic, in halves", "tensor, shards over expert"),
+    "deepseek": ("sharded, in halves", "merged", "halves, later rounds"),
+    "llama4": ("filled", "domain", "resident, gathered once", "tensor, halves"),
+}
+"""Ways of the published families, whose steps compile in half a minute."""
+PAIRS = [
+    *(("small", way) for way in ("owned", *OFTEN)),
+    *(
+        pytest.param("small", way, marks=LONG)
+        for way in WAYS
+        if way not in ("owned", *OFTEN)
+    ),
+    *(
+        pytest.param(family, way, marks=LONG)
+        for family, ways in PUBLISHED.items()
+        for way in ways
+    ),
+    *(
+        pytest.param(family, "halves, gathered once", marks=LONG)
+        for family in FAMILIES
+        if family not in ("small", *PUBLISHED)
+    ),
+]
+"""Families and ways; each router is tried in halves."""
+
+
+@functools.lru_cache(maxsize=2)
+def plain(family: str, dtype: str):
+    """Return a state, and the result of the plain step from it: every expert is at
+    home, and batches are whole."""
+    case = make_case(family, dtype, **WAYS["owned"])
+    start = warm_state_of(case.model)
+    return start, one_step(case, start, home(case))
+
+
+def plans_for(case: StepCase, way: str) -> list[ExpertPlan]:
+    """Return the home plan, a random one, and extreme ones if the layout has room."""
+    layout, num_layers = case.model.layout, case.model.cfg.model.num_moe_layers
+    plans = [home(case), other_plan(case, np.random.default_rng(1))]
+    own = layout.experts_per_device
+    has_room = own < min(layout.slots_per_device, layout.num_devices)
+    if has_room and layout.split != "dynamic":
+        plans += odd_plans(layout, num_layers).values()
+    if way in ("owned", "prefetched"):
+        plans += policy_plans(layout, num_layers).values()
+    return plans
+
+
+@pytest.mark.parametrize(("family", "way"), PAIRS)
+def test_a_step_is_the_plain_step(request, family, way):
+    """Loss, gradients, moments, parameters and loads agree, also for plans that no good
+    policy makes: to 1e-12 in float64, and published families in float32."""
+    is_small = family == "small"
+    dtype = request.getfixturevalue("doubles") if is_small else "float32"
+    start, expected = plain(family, dtype)
+    case = make_case(family, dtype, **WAYS[way])
+    for plan in plans_for(case, way):
+        actual = one_step(case, start, plan)
+        check_step(actual, expected, dtype)
+        routing = actual[1].routing
+        assert (routing.rounds_l > 1).all() == ("rounds" in way)
+        rows = routing.rows_lw, expected[1].routing.rows_lw
+        assert np.array_equal(rows[0].sum(axis=1), rows[1].sum(axis=1))
+        assert (routing.bound_l <= routing.fullest_device_l).all()
+        assert (routing.fullest_device_l >= routing.rows_lw.max(axis=1)).all()
+        assert (routing.dropped_l == 0).all()
+
+
+@LONG
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("way", [*OFTEN, "filled", "tensor", "merged"])
+def test_a_step_in_narrower_types(way, dtype):
+    start, expected = plain("small", dtype)
+    case = make_case("small", dtype, **WAYS[way])
+    for plan in plans_for(case, way):
+        check_step(one_step(case, start, plan), expected, dtype)
+
+
+@LONG
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prefetched_copies_are_the_same_bits(dtype):
+    """Copies fetched a layer ahead equal those that the layer itself would fetch."""
+    parts = WAYS["prefetched"]
+    alone = parts | {"dispatch": parts["dispatch"] | {"prefetch": False}}
+    cases = [make_case("small", dtype, **each) for each in (parts, alone)]
+    start = warm_state_of(cases[0].model)
+    for plan in plans_for(cases[0], "prefetched"):
+        results = [one_step(case, start, plan) for case in cases]
+        pairs = zip(*map(jax.tree.leaves, results))
+        assert all(np.array_equal(a, b) for a, b in pairs)
+
+
+@LONG
+def test_gradients_of_bfloat16_slots_are_summed_in_float32():
+    """Experts' gradients of eight equal micro-batches are those of one, bit for bit: a
+    sum of equal bfloat16 numbers is exact in float32, and is rounded in bfloat16."""
+    parts = {"dispatch": STORES["resident"]}
+    copies = {"batch_size": 8 * BATCH, "accumulate_steps": 8}
+    one = make_case("small", "bfloat16", **parts)
+    eight = make_case("small", "bfloat16", **parts, train=copies)
+    start, windows = warm_state_of(one.model), make_windows(one)
+    again = jax.tree.map(lambda leaf: np.tile(leaf, (8, 1, 1)), windows)
+    states = []
+    for case, batch in ((one, windows), (eight, again)):
+        state = jax.device_put(start, case.shardings)
+        placement = on_devices(home(case), case.model.layout, case.model.mesh)
+        grads = case.step(state, placement, batch)[0].opt_state[0]
+        states.append(take(grads)[0])
+    assert are_same_bits(*map(jax.tree.leaves, states))
+
+
+def in_one_cycle(state):
+    """Return a state of L cycles of one MoE layer as that of one cycle of L layers."""
+
+    def is_params(tree):
+        return isinstance(tree, dict) and "cycles" in tree
+
+    def convert(tree):
+        if not is_params(tree):
+            return tree
+        block = dict(tree["cycles"]["blocks"][0])
+        moe = block.pop("moe")
+        blocks = {i: jax.tree.map(operator.itemgetter([i]), block) for i in range(L)}
+        blocks[L - 1]["moe"] = moe
+        blocks = {i: block for i, block in blocks.items() if block}
+        return tree | {"cycles": {"blocks": blocks}}
+
+    return jax.tree.map(convert, state, is_leaf=is_params)
+
+
+@LONG
+@pytest.mark.parametrize("way", ["prefetched", "sharded, in halves", "filled"])
+def test_one_cycle_of_two_layers_is_two_cycles(doubles, way):
+    start, (state, metrics) = plain("small", doubles)
+    expected = in_one_cycle(state), metrics
+    parts = WAYS[way] | {"model": {"layers": ("moe",) * L, "remat": "full"}}
+    case = make_case("small", doubles, **parts)
+    for plan in plans_for(case, way):
+        check_step(one_step(case, in_one_cycle(start), plan), expected, doubles)
+
+
+def trajectory(dtype: str, ways: tuple[str, ...], num_steps: int):
+    """Yield the logical state after every five steps. If ways are given, every five
+    steps the run changes to the next one and to another random plan."""
+    rng, case = np.random.default_rng(3), make_case("small", dtype, **WAYS["owned"])
+    plan, mover = home(case), case.mover
+    state = jax.device_put(warm_state_of(case.model), case.shardings)
+    for step in range(num_steps):
+        if ways and step % 5 == 0:
+            old = case, plan
+            case = make_case("small", dtype, **WAYS[ways[step // 5 % len(ways)]])
+            plan = random_plan(rng, case.model.layout, L)
+            state = adopt(state, mover, old, (case, plan))
+        state, _ = run(case, state, plan, step)
+        if step % 5 == 4:
+            yield in_order(jax.device_get(state), np.argsort(plan.owned_le, axis=1))
+
+
+def adopt(state, mover: Mover, old: tuple, new: tuple):
+    """Move master parameters and moments to the store and owners of the new case."""
+    (old_case, old_plan), (case, plan) = old, new
+    stores = old_case.model.layout.store, case.model.layout.store
+    if stores[0] == "sharded":
+        state = mover.to_store(state, *stores)
+    state = mover.to_owners(state, old_plan, plan)
+    if stores[0] != "sharded":
+        state = mover.to_store(state, *stores)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("ways", "num_steps"),
+    [
+        (("prefetched", "owned", "sharded, in halves"), 30),
+        pytest.param((*OFTEN[:4], "owned", "filled", "transient"), 140, marks=LONG),
+    ],
+)
+def test_a_trajectory_does_not_depend_on_stores_and_plans(doubles, ways, num_steps):
+    """Stores, plans and owners change every five steps; the states do not differ."""
+    runs = (trajectory(doubles, each, num_steps) for each in (ways, ()))
+    for actual, expected in zip(*runs, strict=True):
+        assert_close(actual, expected, factor=1e4, reason="1e-8: rounding grows")
+
+
+def test_nan_of_one_expert_stays_visible(doubles):
+    """With NaN in an expert that has replicas, only counters change."""
+    case = make_case("small", doubles, **WAYS["prefetched"])
+
+    def poisoned(path, leaf):
+        if not is_expert(path):
+            return leaf
+        return np.where(np.arange(E)[:, None, None] == 0, np.nan, leaf)
+
+    state = warm_state_of(case.model)
+    params = jax.tree_util.tree_map_with_path(poisoned, state.params)
+    state = state.replace(params=params)
+    plan = odd_plans(case.model.layout, L)["hot expert on all devices"]
+    after, metrics = one_step(case, state, plan)
+    assert metrics.is_skipped
+    assert after.skipped_in_a_row == metrics.skipped_in_a_row == 1
+    assert after.step == state.step + 1
+    for part in ("params", "opt_state", "router_bias"):
+        pairs = zip(*(jax.tree.leaves(getattr(s, part)) for s in (state, after)))
+        assert all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
+
+
+NUM_WEIGHT_EXCHANGES = {
+    "owned": 0,
+    "prefetched": 4 * (L + 1),  # those of the first layer run twice
+    "resident, gathered once": 4 * L,  # once for two micro-batches
+    "filled": 4 * L,
+    "transient": 6 * L,  # scatter and gather run again in the backward pass
+}
+"""Number of all_to_alls of expert weights and of their gradients over expert in a step:
+scatter, gather and their transposes, in each layer."""
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "owned",
+        "prefetched",
+        "resident, gathered once",
+        pytest.param("filled", marks=LONG),
+        pytest.param("transient", marks=LONG),
+    ],
+)
+def test_expert_weights_travel_by_all_to_all_alone(doubles, way):
+    """We gather or reduce no expert weights over the expert axis, and XLA's partitioner
+    adds no collective of an array as large as one expert."""
+    case = make_case("small", doubles, **WAYS[way])
+    cfg = case.model.cfg
+    rows = cfg.train.batch_size // cfg.train.accumulate_steps
+    rows //= cfg.mesh.dc * cfg.mesh.data
+    hidden = rows * cfg.data.seq_len * cfg.model.d_model  # of a group's tokens
+    result = 0
+    for eqn, times in equations(case.traced.jaxpr):
+        over = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+        if "expert" not in over or eqn.primitive.name in ("pvary", "axis_index"):
+            continue
+        size = eqn.invars[0].aval.size
+        if eqn.primitive.name == "reduce_scatter" and size == hidden:
+            continue  # of loss or embedding
+        if eqn.primitive.name != "all_to_all":
+            assert size < ONE_EXPERT, eqn
+        elif "slots" in str(eqn.source_info.name_stack):
+            result += times
+    assert result == NUM_WEIGHT_EXCHANGES[way]
+    for line in case.step.as_text().splitlines():
+        named = re.search(r"= (.*) (all-[a-z-]*|reduce-scatter|coll[a-z-]*)\(", line)
+        if named and "shard_map" not in line:
+            shapes = re.findall(r"\[([0-9,]+)\]", named[1])
+            sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
+            assert all(size < ONE_EXPERT for size in sizes), line
+
+
+@pytest.mark.parametrize(
+    "way", ["prefetched", "sharded, in halves", "dynamic, later rounds"]
+)
+def test_steps_lower_for_cuda(doubles, way):
+    """The lowered step has as many all_to_alls as the program."""
+    traced = make_case("small", doubles, **WAYS[way]).traced
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    named = Counter(eqn.primitive.name for eqn, _ in equations(traced.jaxpr))
+    assert len(re.findall(r"stablehlo.all_to_all", text)) == named["all_to_all"]
