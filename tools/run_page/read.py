@@ -31,7 +31,7 @@ _BINDING = re.compile(r"([A-Za-z]\w*\.\w+) = (.*)", re.ASCII)
 
 
 class RunReader:
-    """What the files of one run's folder say."""
+    """Reader of the files of one run's folder."""
 
     def __init__(self, folder: pathlib.Path, limits: Limits | None = None) -> None:
         """Read the folder. Raises ValueError where it is not that of a run, or where

@@ -33,7 +33,7 @@ time of a block."""
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is compared, and on which cluster."""
+    """Options of a comparison: two configurations, a cluster, and turns."""
 
     gin_files: tuple[pathlib.Path, pathlib.Path]
     gin_param: tuple[str, ...] = ()

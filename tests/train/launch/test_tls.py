@@ -108,7 +108,7 @@ def test_a_process_refuses_them_before_it_meets_the_others(monkeypatch):
 
 @pytest.mark.long
 def test_strangers_are_refused_and_the_processes_go_on(files, tmp_path, monkeypatch):
-    """They are processes of jax without a certificate and with one of another
+    """Strangers are processes of jax without a certificate and with one of another
     authority, a client of TLS without a certificate, and one that sends bytes at
     random."""
     strange = new_certificate(tmp_path / "strange")
