@@ -195,6 +195,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "dispatch": STORES["dynamic"], "moe": {"halves": True},
         "model": {"remat": "full"},
     },
+    "halves": {"moe": {"halves": True}},
     "halves, later rounds": {
         "dispatch": {"rows_per_peer": 4, "overflow": "rounds"}, "align_rows": 64,
         "moe": {"halves": True}, "model": {"remat": "none"},

@@ -65,7 +65,7 @@ PAIRS = [
         for way in ways
     ),
     *(
-        pytest.param(family, "halves, gathered once", marks=LONG)
+        pytest.param(family, "halves", marks=LONG)
         for family in FAMILIES
         if family not in ("small", *PUBLISHED)
     ),
