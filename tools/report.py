@@ -15,7 +15,7 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from tools.launch.arguments import new_parser  # noqa: E402
 from tools.run_page.page import render  # noqa: E402
-from tools.run_page.read import RunReader, page_data  # noqa: E402
+from tools.run_page.read import read_run  # noqa: E402
 from train.files import write_whole  # noqa: E402
 from train.launch.program import BAD_INPUT, DONE, emit, refuse  # noqa: E402
 from train.messages import one_line  # noqa: E402
@@ -45,15 +45,14 @@ def write(folder: pathlib.Path, out: pathlib.Path) -> dict:
     """Write the page of the run in `folder`, print what it shows, and return the record
     of --json. Raises ValueError where the folder is no run or `out` cannot be written,
     and OSError."""
-    data = page_data(RunReader(folder))
-    page = render(data).encode()
+    run = read_run(folder)
+    page = render(run).encode()
     try:
         write_whole(out, page)
     except OSError as error:
         raise ValueError(
             f"{out} cannot be written: {error.strerror}: name another file by --out"
         ) from error
-    (run,) = data["runs"]
     for text in (run["state_text"], *run["notes"]):
         print(one_line(f"{run['name']}: {text}"))
     print(f"{out}  {len(page) / 1e6:.1f} MB")

@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import socket
 
 import numpy as np
 
@@ -16,8 +15,6 @@ Moe.top_k = 2
 Train.num_steps = 40
 Train.run_dir = 'runs/a'
 """
-NO_PROCESS = 2**22 + 1
-"""Number that no process has: Linux gives numbers up to 2**22."""
 PLAN = {"num_devices": 4, "slots_per_device": 3, "store": "resident"}
 
 
@@ -81,7 +78,6 @@ def make_folder(folder: pathlib.Path, **changes) -> pathlib.Path:
             )
             (folder / f"{name}.jsonl").write_text(text)
     (folder / "config.gin").write_text(CONFIG)
-    (folder / ".lock").write_text(f"pid {NO_PROCESS} on {socket.gethostname()}")
     (folder / "checkpoints" / "40").mkdir(parents=True)
     return folder
 

@@ -18,7 +18,7 @@ def data_of(path: pathlib.Path) -> dict:
 
 
 def test_a_page_is_written_and_said(tmp_path, capsys):
-    folder = finish_at(tmp_path / "<b>one")
+    finish(folder := make_folder(tmp_path / "<b>one"))
     out = tmp_path / "page.html"
     assert report.main([str(folder), f"--out={out}", "--json"]) == 0
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -28,19 +28,12 @@ def test_a_page_is_written_and_said(tmp_path, capsys):
     assert "Content-Security-Policy" in out.read_text()[:3000]
 
 
-def finish_at(path: pathlib.Path) -> pathlib.Path:
-    folder = make_folder(path)
-    finish(folder)
-    return folder
-
-
 def test_an_empty_run_is_shown(tmp_path):
     empty = make_folder(tmp_path / "empty")
     for change in (lambda path: path.write_text(""), pathlib.Path.unlink):
         change(empty / "metrics.jsonl")
         assert report.main([str(empty)]) == 0
-        (run,) = data_of(empty / "report.html")["runs"]
-        assert (run["state"], run["curves"]) == ("empty", {})
+        assert data_of(empty / "report.html")["curves"] == {}
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""The page of a run: its data read from the run's files, its HTML, and its server."""
+"""The page of a run: its data, read from the run's files, and its HTML."""

@@ -8,37 +8,18 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tools.run_page.plain import as_number
-
-NAN = float("nan")
+from tools.run_page.plain import MAX_NUMBER, as_number
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
     """A curve: a field of a step's line, and for lists by layer how one number is made
-    of them."""
+    of those that are finite."""
 
     name: str
     unit: str
     label: str
     of_layers: Callable[[np.ndarray], float] | None = None
-
-
-def largest(number_l: np.ndarray) -> float:
-    """Return the largest finite number; NaN where there is none."""
-    return float(np.fmax.reduce(number_l)) if number_l.size else NAN
-
-
-def mean(number_l: np.ndarray) -> float:
-    """Return the mean of the finite numbers; NaN where there is none."""
-    good_l = number_l[np.isfinite(number_l)]
-    return float(good_l.mean()) if good_l.size else NAN
-
-
-def total(number_l: np.ndarray) -> float:
-    """Return the sum of the finite numbers; NaN where there is none."""
-    good_l = number_l[np.isfinite(number_l)]
-    return float(good_l.sum()) if good_l.size else NAN
 
 
 CURVES = (
@@ -53,19 +34,21 @@ CURVES = (
     Curve("dropped_share", "share", "choices that were dropped"),
     Curve("redone", "share", "steps that ran again"),
     Curve("skipped", "share", "updates that were skipped"),
-    Curve("rounds", "rounds", "rounds of the exchange, worst layer", largest),
-    Curve("fullest_pair", "rows", "fullest pair, worst layer", largest),
-    Curve("device_max_over_mean", "ratio", "device max/mean, worst layer", largest),
+    Curve("rounds", "rounds", "rounds of the exchange, worst layer", np.max),
+    Curve("fullest_pair", "rows", "fullest pair, worst layer", np.max),
+    Curve("device_max_over_mean", "ratio", "device max/mean, worst layer", np.max),
     Curve(
         "home_device_max_over_mean",
         "ratio",
         "device max/mean of the home placement, worst layer",
-        largest,
+        np.max,
     ),
-    Curve("expert_max_over_mean", "ratio", "expert max/mean, worst layer", largest),
-    Curve("home_std_over_std", "ratio", "deviation at home over this one (RB)", mean),
-    Curve("router_entropy", "nats", "entropy of a token's choice", mean),
-    Curve("dead_experts", "experts", "experts without a choice, all layers", total),
+    Curve("expert_max_over_mean", "ratio", "expert max/mean, worst layer", np.max),
+    Curve(
+        "home_std_over_std", "ratio", "deviation at home over this one (RB)", np.mean
+    ),
+    Curve("router_entropy", "nats", "entropy of a token's choice", np.mean),
+    Curve("dead_experts", "experts", "experts without a choice, all layers", np.sum),
     Curve("host_memory_gib", "GiB", "memory of process 0"),
     Curve("device_memory_gib", "GiB", "memory of the fullest device"),
     Curve("peak_device_memory_gib", "GiB", "peak memory of the fullest device"),
@@ -78,39 +61,36 @@ LAYER_CURVES = ("device_max_over_mean", "expert_max_over_mean", "router_entropy"
 """Fields by layer that are drawn layer by layer too."""
 PARTS = ("experts", "wait", "wires", "copies", "blocks")
 """Parts of modelled_parts_msec."""
-UNSHOWN = (
-    b"balance_loss", b"sequence_balance_loss", b"router_z_loss",
-    b"mutual_information_loss", b"device_max_over_bound",
-)  # fmt: skip
-"""Fields by layer that the page does not show: their numbers are not parsed."""
 
 
-def numbers_of(record: dict) -> tuple[list[float], list[bool], dict[str, np.ndarray]]:
-    """Return the numbers of a step's line for CURVES and then PARTS, which of them it
-    has, and its lists of LAYER_CURVES."""
-    numbers, has, lists = [], [], {}
-    for curve in CURVES:
-        value = record.get(curve.name, ...)
-        has.append(value is not ...)
-        if isinstance(value, list) and curve.of_layers is not None:
-            number_l = as_array(value)
-            numbers.append(curve.of_layers(number_l))
-            if curve.name in LAYER_CURVES:
-                lists[curve.name] = number_l
-        else:
-            numbers.append(as_number(value))
+def numbers_of(record: dict) -> np.ndarray:
+    """Return the numbers of a step's line for CURVES and then PARTS: NaN for one that
+    the line does not have, infinity for one that is there and not finite."""
     parts = record.get("modelled_parts_msec")
-    has_parts = isinstance(parts, dict)
-    has += [has_parts] * len(PARTS)
-    numbers += [as_number(parts.get(p)) if has_parts else NAN for p in PARTS]
-    return numbers, has, lists
+    parts = parts if isinstance(parts, dict) else {}
+    fields = [(record, curve.name, curve.of_layers) for curve in CURVES]
+    fields += [(parts, name, None) for name in PARTS]
+    number_c = np.full(len(fields), np.nan)
+    for index, (values, name, of_layers) in enumerate(fields):
+        if name not in values:
+            continue
+        value = values[name]
+        if isinstance(value, list) and of_layers is not None:
+            number_l = layers_of(value)
+            good_l = number_l[np.isfinite(number_l)]
+            value = float(of_layers(good_l)) if good_l.size else None
+        number = as_number(value)
+        number_c[index] = np.inf if np.isnan(number) else number
+    return number_c
 
 
-def as_array(values: list) -> np.ndarray:
-    """Return a list of numbers as an array, with NaN for null; empty for any other
-    list."""
+def layers_of(values) -> np.ndarray:
+    """Return a list of numbers as an array, with infinity for one that is not finite;
+    empty for any other value."""
     try:
         number_l = np.array(values, np.float64)
     except (ValueError, TypeError, OverflowError):
         return np.zeros(0)
-    return number_l if number_l.ndim == 1 else np.zeros(0)
+    if number_l.ndim != 1:
+        return np.zeros(0)
+    return np.where(np.abs(number_l) <= MAX_NUMBER, number_l, np.inf)

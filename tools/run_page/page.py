@@ -17,15 +17,14 @@ from train.logs.heat_map import COLORS
 BROWSER = pathlib.Path(__file__).parent / "browser"
 SCRIPTS = (
     "dom.js", "data.js", "figures.js", "curves.js", "overview.js", "time.js", "load.js",
-    "layer_maps.js", "layer.js", "decisions.js", "exchange.js", "configuration.js",
-    "sections.js", "main.js",
+    "layer.js", "decisions.js", "tables.js", "sections.js",
 )  # fmt: skip
 
 
 def render(data: dict) -> str:
     """Return the page of the run in `data`, as HTML.
 
-    `data` is the object that `tools/run_page/read.py` makes. Its texts may hold
+    `data` is the object of `read_run`. Its texts may hold
     anything: within the page they are data, and never HTML or code.
     """
     parts = {

@@ -1,243 +1,194 @@
-"""Read the folder of a run into the data of its page.
+"""Read the folder of a run into the data of its page, one JSON object.
 
-    page_data(RunReader(folder))   one JSON object: see docs/report.md
+A run of any length is read line by line, and what is kept has bounds: curves are put
+into bins, which keep the smallest, the mean and the largest number, and tables and
+records are thinned evenly, never the first and the last. Damaged and missing lines are
+left out, and noted. Arrays are base64, little-endian. Fields of the object:
 
-A run of any length is read line by line, and what is kept of it has a bound (thin.py).
+    name, path, made_at       the folder, and the time in seconds since 1970
+    state, state_text, notes  how the run ended (state.py), and what is left out
+    step, num_steps           last step, and the number that the configuration asks for
+    every_steps               steps in a bin of the curves
+    config, summary           config.gin as names and values; summary.json without loads
+    attempts                  starts of the run, with how they ended where that is known
+    curves, evals             by name: `step`, and `mean` (`min`, `max` in bins); losses
+    layer_curves              by name: float16 by point and layer
+    parts_msec                parts of the modelled step
+    goodput                   as in summary.json, with the seconds of buckets by step
+    load, rows                loads of experts, rows of devices: a byte by table, layer
+                              and column, 128 + 32 log2 of the load over the mean
+    plans                     slots of each plan, int16 by layer and slot; -1 is empty
+    decisions                 fields of a decision, with what came of it
+    bytes                     bytes by collective from a step on
 """
 
 import json
 import pathlib
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from tools.run_page.plain import clean_text, left_out, plain
-from tools.run_page.read_metrics import Limits, Metrics
-from tools.run_page.read_plans import Plans
-from tools.run_page.state import Progress, RunState, find_state
-from tools.run_page.thin import Thinned
+from tools.run_page.metrics import Limits, Metrics
+from tools.run_page.plain import clean_text, evenly, left_out, plain
+from tools.run_page.plans import plans_data
+from tools.run_page.state import find_state
 from train.files import path_named
 from train.logs.accounts import Account, is_account, report
 from train.logs.record_lines import MAX_LINE_BYTES, lines, parse_line
 
-FORMAT = 1
-SCHEMA = 1
-"""Schema of a run that does not say which it has."""
-LARGE_FIELDS = {"load_le"}
-"""Fields of summary.json that the page does not show."""
 MAX_FILE_BYTES = 2**26
 MAX_ATTEMPTS = 500
+FILES = ("attempts", "goodput", "plans", "metrics")
 _BINDING = re.compile(r"([A-Za-z]\w*\.\w+) = (.*)", re.ASCII)
+_LIMITS = Limits()
 
 
-class RunReader:
-    """Reader of the files of one run's folder."""
+def read_run(folder: pathlib.Path, limits: Limits = _LIMITS) -> dict:
+    """Return the data of the page of a run.
 
-    def __init__(self, folder: pathlib.Path, limits: Limits | None = None) -> None:
-        """Read the folder. Raises ValueError where it is not that of a run, or where
-        most of metrics.jsonl is no line of one, and OSError where a file cannot be
-        read."""
-        self.folder, self._limits = folder, limits or Limits()
-        require_run(folder)
-        self._config, config_note = _small(folder / "config.gin", _bindings)
-        self._summary, summary_note = _small(folder / "summary.json", _summary)
-        self._small_notes = [note for note in (config_note, summary_note) if note]
-        self._starts: dict[int, dict] = {}
-        self._ends: dict[int, dict] = {}
-        self._first_lines: dict[int, dict] = {}
-        self._accounts = Thinned(self._limits.num_goodput)
-        self._plans = Plans(self._limits.plan_bytes)
-        self._metrics = Metrics(self._limits)
-        self._num_bad = {"attempts": 0, "goodput": 0}
-        self._num_torn_bytes: dict[str, int] = {}
-        for name in ("attempts", "goodput"):
-            for line in self._lines(name):
-                self._take_attempt(name, line)
-        for line in self._lines("plans"):
-            self._plans.take(line)
-        for line in self._lines("metrics"):
-            self._metrics.take(line)
-        metrics, path = self._metrics, folder / "metrics.jsonl"
-        num_good = metrics.num_steps + len(metrics.evals)
-        if metrics.num_bad > num_good:
-            raise ValueError(
-                f"{path} has {metrics.num_bad} damaged lines and {num_good} good ones: "
-                "it is not the log of a run, or was overwritten"
-            )
-
-    def _lines(self, name: str) -> Iterator[bytes]:
-        """Yield the whole lines of a file, none where it is not there. A last line
-        without an end is left out, and noted."""
-        path = self.folder / f"{name}.jsonl"
-        try:
-            file = path.open("rb")
-        except FileNotFoundError:
-            return
-        with path_named(path), file:
-            for line in lines(file):
-                if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
-                    self._num_torn_bytes[name] = len(line)
-                    return
-                yield line
-
-    def data(self) -> dict:
-        """Return the object of this run in the page's data; its name is that of the
-        folder."""
-        config, state = self._config, self._state()
-        return {
-            "name": clean_text(self.folder.resolve().name),
-            "path": clean_text(str(self.folder)),
-            "state": state.name,
-            "state_text": state.text,
-            "notes": self._notes(state),
-            "num_steps": _num_steps(config),
-            "config": [list(pair) for pair in config.items()],
-            "attempts": self._attempts(),
-            "goodput": self._goodput(),
-            "summary": self._summary,
-            **self._metrics.data(),
-            **self._plans.data(),
-        }
-
-    def _take_attempt(self, name: str, line: bytes) -> None:
-        """Take a line of attempts.jsonl or of goodput.jsonl."""
-        record = parse_line(line)
-        is_record = isinstance(record, dict)
-        if name == "attempts":
-            if is_record and type(number := record.get("attempt")) is int:
-                lines = self._ends if "end" in record else self._starts
-                lines[number] = plain(record)
-            else:
-                self._num_bad["attempts"] += 1
-        elif is_record and is_account(record):
-            self._first_lines.setdefault(int(record["attempt"]), record)
-            self._accounts.take(lambda: record)
-        else:
-            self._num_bad["goodput"] += 1
-
-    def _attempts(self) -> list[dict]:
-        """Return the starts of the run, as attempts.jsonl has them, with how they
-        ended; of older runs, the first line of each in goodput.jsonl."""
-        first = {
-            number: {"step": line["step"], "attempt": number, "at": round(line["at"])}
-            for number, line in self._first_lines.items()
-        }
-        attempts = first | self._starts
-        for number, line in self._ends.items():
-            end = {name: line.get(name) for name in ("end", "why")}
-            end |= {"end_step": line["step"], "end_at": line.get("at")}
-            attempts[number] = attempts.get(number, {"attempt": number}) | end
-        return [attempts[number] for number in sorted(attempts)][-MAX_ATTEMPTS:]
-
-    def _goodput(self) -> dict | None:
-        """Return where the time went, up to the last line and over time; None without a
-        line."""
-        lines = self._accounts.items()
-        if not lines or not sum(lines[-1]["sec"].values()) > 0:
-            return None
-        last = lines[-1]
-        account = Account(last["sec"], last["down_sec"], int(last["attempt"]))
-        return plain(report(account)) | {
-            "step": [line["step"] for line in lines],
-            "sec": {
-                clean_text(name): [plain(line["sec"].get(name)) for line in lines]
-                for name in last["sec"]
-            },
-        }
-
-    def _state(self) -> RunState:
-        summary = self._summary or {}
-        step = summary.get("step")
-        last = max(self._starts, default=0)
-        end = self._ends.get(last, {})
-        progress = Progress(
-            step=self._metrics.last_step,
-            num_steps=_num_steps(self._config),
-            finished_step=step if type(step) is int else None,
-            failure=str(end.get("why", "")) if end.get("end") == "failed" else None,
-        )
-        return find_state(self.folder, progress)
-
-    def _notes(self, state: RunState) -> list[str]:
-        """Return a line about each thing that is missing, damaged or thinned."""
-        notes = []
-        for name, num_bytes in self._num_torn_bytes.items():
-            if state.name != "running":
-                notes.append(
-                    f"{name}.jsonl: the last line is torn after {num_bytes} bytes, and "
-                    "is left out"
-                )
-        for name, num_bad in self._num_bad.items():
-            if num_bad:
-                notes.append(f"{name}.jsonl: {left_out(num_bad, 'damaged line')}")
-        notes += self._metrics.notes() + self._plans.notes()
-        notes += self._small_notes
-        notes += self._missing_files() if self._metrics.num_steps else []
-        return [clean_text(note) for note in notes]
-
-    def _missing_files(self) -> list[str]:
-        """Return lines about what older versions have not written."""
-        notes = []
-        schemas = {str(start.get("schema", SCHEMA)) for start in self._starts.values()}
-        schemas |= {str(SCHEMA) for n in self._first_lines if n not in self._starts}
-        if len(schemas) > 1:
-            notes.append(
-                f"the starts of this run wrote schemas {', '.join(sorted(schemas))}: "
-                "older lines lack the fields of newer ones"
-            )
-        names = ("attempts", "goodput", "plans", "metrics")
-        files = [self.folder / f"{name}.jsonl" for name in names]
-        missing = [path.name for path in files if not path.exists()]
-        if missing:
-            notes.append(f"without {', '.join(missing)}: what it holds is not shown")
-        return notes
-
-
-def page_data(reader: RunReader) -> dict:
-    """Return the data of the page of a run."""
-    return {"format": FORMAT, "made_at": round(time.time()), "runs": [reader.data()]}
-
-
-def require_run(folder: pathlib.Path) -> None:
-    """Raise ValueError unless a folder has a file of a run."""
+    Raises ValueError where the folder is not that of a run, or where most of
+    metrics.jsonl is no line of one, and OSError where a file cannot be read.
+    """
     if not any((folder / name).is_file() for name in ("metrics.jsonl", "config.gin")):
         what = "has no metrics.jsonl" if folder.is_dir() else "is not a folder"
         raise ValueError(f"{folder} {what}: name the run directory of train/main.py")
+    config = _config(folder / "config.gin")
+    summary, notes = _summary(folder / "summary.json")
+    torn: dict[str, int] = {}
+    attempts, last_end, attempt_notes = _attempts(_lines(folder, "attempts", torn))
+    goodput, goodput_notes = _goodput(
+        _lines(folder, "goodput", torn), limits.num_goodput
+    )
+    plans, plan_notes = plans_data(_lines(folder, "plans", torn), limits.plan_bytes)
+    metrics = Metrics(_lines(folder, "metrics", torn))
+    num_good = len(metrics.steps) + len(metrics.evals)
+    if metrics.num_bad > num_good:
+        raise ValueError(
+            f"{folder / 'metrics.jsonl'} has {metrics.num_bad} damaged lines and "
+            f"{num_good} good ones: it is not the log of a run, or was overwritten"
+        )
+    figures, metric_notes = metrics.data(limits)
+    num_steps = _num_steps(config)
+    finished = (summary or {}).get("step")
+    finished = finished if type(finished) is int else None
+    state = find_state(folder, metrics.last_step, num_steps, finished, last_end)
+    notes += attempt_notes + goodput_notes + metric_notes + plan_notes
+    if state.name != "running":
+        notes += [
+            f"{name}.jsonl: the last line is torn after {num_bytes} bytes, and is left "
+            "out"
+            for name, num_bytes in torn.items()
+        ]
+    missing = [f"{n}.jsonl" for n in FILES if not (folder / f"{n}.jsonl").exists()]
+    if missing and metrics.steps:
+        notes.append(f"without {', '.join(missing)}: what it holds is not shown")
+    return {
+        "name": clean_text(folder.resolve().name),
+        "path": clean_text(str(folder)),
+        "made_at": round(time.time()),
+        "state": state.name,
+        "state_text": clean_text(state.text),
+        "notes": [clean_text(note) for note in notes],
+        "num_steps": num_steps,
+        "config": [list(pair) for pair in config.items()],
+        "attempts": attempts,
+        "goodput": goodput,
+        "summary": summary,
+        **figures,
+        **plans,
+    }
 
 
-def _small(path: pathlib.Path, parse: Callable) -> tuple:
-    """Return what `parse` makes of a small file's content, None where it is not there:
-    its content and a note."""
+def _lines(folder: pathlib.Path, name: str, torn: dict[str, int]) -> Iterator[bytes]:
+    """Yield the whole lines of a file, none where it is not there. The length of a last
+    line without an end, which is left out, is put into `torn`."""
+    path = folder / f"{name}.jsonl"
     try:
-        with path_named(path), path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES)
+        file = path.open("rb")
     except FileNotFoundError:
-        data = None
-    return parse(data)
+        return
+    with path_named(path), file:
+        for line in lines(file):
+            if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+                torn[name] = len(line)
+                return
+            yield line
 
 
-def _bindings(data: bytes | None) -> tuple[dict[str, str], str]:
-    """Return the bindings of a config.gin as text, by name, and a note. A run of
-    another version may have fields that this one does not know."""
-    if data is None:
-        return {}, "there is no config.gin"
-    lines = data.decode("utf-8", "replace").splitlines()
+def _attempts(lines: Iterator[bytes]) -> tuple[list[dict], dict, list[str]]:
+    """Return the starts of the run with how they ended, the line about the end of the
+    last one ({} without one), and notes."""
+    starts, ends, num_bad = {}, {}, 0
+    for line in lines:
+        record = parse_line(line)
+        if isinstance(record, dict) and type(number := record.get("attempt")) is int:
+            (ends if "end" in record else starts)[number] = plain(record)
+        else:
+            num_bad += 1
+    attempts = []
+    for number in sorted(starts.keys() | ends.keys())[-MAX_ATTEMPTS:]:
+        attempt = starts.get(number, {"attempt": number})
+        if end := ends.get(number):
+            attempt |= {"end": end["end"], "why": end.get("why")}
+            attempt |= {"end_step": end["step"], "end_at": end.get("at")}
+        attempts.append(attempt)
+    notes = [f"attempts.jsonl: {left_out(num_bad, 'damaged line')}"] if num_bad else []
+    return attempts, ends.get(max(starts, default=0), {}), notes
+
+
+def _goodput(lines: Iterator[bytes], max_lines: int) -> tuple[dict | None, list[str]]:
+    """Return where the time went, up to the last line and over time (None without a
+    line), and notes."""
+    accounts, num_bad = [], 0
+    for line in lines:
+        record = parse_line(line)
+        if isinstance(record, dict) and is_account(record):
+            accounts.append(record)
+        else:
+            num_bad += 1
+    notes = [f"goodput.jsonl: {left_out(num_bad, 'damaged line')}"] if num_bad else []
+    if not accounts or not sum(accounts[-1]["sec"].values()) > 0:
+        return None, notes
+    last = accounts[-1]
+    shown = evenly(accounts, max_lines)
+    total = report(Account(last["sec"], last["down_sec"], int(last["attempt"])))
+    return plain(total) | {
+        "step": [account["step"] for account in shown],
+        "sec": {
+            clean_text(name): [plain(account["sec"].get(name)) for account in shown]
+            for name in last["sec"]
+        },
+    }, notes
+
+
+def _config(path: pathlib.Path) -> dict[str, str]:
+    """Return the bindings of a config.gin as text, by name; none where it is not there.
+    A run of another version may have fields that this one does not know."""
+    lines = (_content(path) or b"").decode("utf-8", "replace").splitlines()
     matches = [_BINDING.fullmatch(line) for line in lines]
-    return {m[1]: clean_text(m[2]) for m in matches if m}, ""
+    return {m[1]: clean_text(m[2]) for m in matches if m}
 
 
-def _summary(data: bytes | None) -> tuple[dict | None, str]:
-    """Return the content of a summary.json without its large fields, and a note."""
-    if data is None:
-        return None, ""
+def _summary(path: pathlib.Path) -> tuple[dict | None, list[str]]:
+    """Return the content of a summary.json without its loads, and notes."""
+    if (content := _content(path)) is None:
+        return None, []
     try:
-        summary = json.loads(data)
+        summary = json.loads(content)
     except (ValueError, RecursionError):
         summary = None
     if not isinstance(summary, dict):
-        return None, "summary.json is damaged, and is left out"
-    kept = {name: x for name, x in summary.items() if name not in LARGE_FIELDS}
-    return plain(kept), ""
+        return None, ["summary.json is damaged, and is left out"]
+    return plain({n: x for n, x in summary.items() if n != "load_le"}), []
+
+
+def _content(path: pathlib.Path) -> bytes | None:
+    """Return the first bytes of a small file; None where it is not there."""
+    try:
+        with path_named(path), path.open("rb") as file:
+            return file.read(MAX_FILE_BYTES)
+    except FileNotFoundError:
+        return None
 
 
 def _num_steps(config: dict[str, str]) -> int | None:

@@ -11,7 +11,7 @@ import pytest
 
 from moejax.config import Balance, Config
 from tests.support.metrics_lines import DECISIONS, balanced_lines
-from tools.run_page.read import RunReader
+from tools.run_page.read import read_run
 from tools.show_plan import read_metrics
 from tools.testbed.run import step_records
 from train.logs import record_lines
@@ -199,4 +199,4 @@ def test_readers_take_any_value(tmp_path, value):
     assert len(step_records(tmp_path)) >= 40
     step, tokens_le, _ = read_metrics(path)
     assert (step, tokens_le.shape) == (40, (3, 8))
-    RunReader(tmp_path).data()
+    read_run(tmp_path)

@@ -14,47 +14,38 @@ function make(tag, attributes = {}, ...children) {
 }
 
 /** Return a table with a caption for screen readers. The first cell of a row is its
-    heading. A cell is text, a number or an element. On a narrow window the cells of a
-    table of class "stack" lie below each other, each with its column's name; its roles
-    are named, because a browser forgets them then. */
+    heading. A cell is text, a number or an element. */
 function makeTable(caption, head, rows, attributes = {}) {
-  const isNumber = head.map((_, column) =>
-    rows.every((row) => row[column] === null || typeof row[column] === "number"),
+  const kind = head.map((_, column) =>
+    rows.every((row) => row[column] === null || typeof row[column] === "number")
+      ? "number"
+      : null,
   );
-  const cell = (value, column) => {
-    const inside =
-      value instanceof Node
-        ? value
-        : typeof value === "number"
-          ? shortNumber(value)
-          : String(value ?? "–");
-    const kind = isNumber[column] ? "number" : null;
-    return column === 0
-      ? make("th", { scope: "row", class: kind, role: "rowheader" }, inside)
-      : make("td", { class: kind, role: "cell", "data-label": labels[column] }, inside);
-  };
-  const labels = head.map((name) => (name instanceof Node ? name.textContent : name));
-  if (head.length === 2) labels.fill(null); // a name and its value need no more
+  const content = (value) =>
+    typeof value === "number" ? shortNumber(value) : (value ?? "–");
+  const cell = (value, column) =>
+    column === 0
+      ? make("th", { scope: "row", class: kind[0] }, content(value))
+      : make("td", { class: kind[column] }, content(value));
   return make(
     "table",
-    { ...attributes, role: "table" },
+    attributes,
     make("caption", { class: "unseen" }, caption),
     make(
       "thead",
-      { role: "rowgroup" },
+      {},
       make(
         "tr",
-        { role: "row" },
-        head.map((text, column) => {
-          const kind = isNumber[column] ? "number" : null;
-          return make("th", { scope: "col", class: kind, role: "columnheader" }, text);
-        }),
+        {},
+        head.map((text, column) =>
+          make("th", { scope: "col", class: kind[column] }, text),
+        ),
       ),
     ),
     make(
       "tbody",
-      { role: "rowgroup" },
-      rows.map((row) => make("tr", { role: "row" }, row.map(cell))),
+      {},
+      rows.map((row) => make("tr", {}, row.map(cell))),
     ),
   );
 }
@@ -89,51 +80,24 @@ function fill(element, ...children) {
   element.replaceChildren(...children.flat(2).filter((child) => child !== null));
 }
 
-/** Replace the children of an element, unless they are the same: focus and scrolling
-    within them would be lost. */
-function fillIfNew(element, ...children) {
-  const other = document.createElement("div");
-  fill(other, ...children);
-  if (other.innerHTML !== element.innerHTML)
-    element.replaceChildren(...other.childNodes);
-}
-
-/** Set the text of an element, if it is another one: a live region speaks only then. */
-function setText(element, text) {
-  if (element.textContent !== text) element.textContent = text;
-}
-
-const numberForms = new Map();
-
 /** Return a number with at most `digits` significant digits, and commas. */
 function shortNumber(value, digits = 4) {
-  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  if (!Number.isFinite(value)) return "–";
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e12))
     return value.toExponential(digits - 1);
-  if (Number.isInteger(value)) return value.toLocaleString("en-US");
-  const key = size >= 10 ** digits ? 0 : digits;
-  if (!numberForms.has(key)) {
-    numberForms.set(
-      key,
-      new Intl.NumberFormat(
-        "en-US",
-        key ? { maximumSignificantDigits: key } : { maximumFractionDigits: 0 },
-      ),
-    );
-  }
-  return numberForms.get(key).format(value);
+  if (Number.isInteger(value) || size >= 10 ** digits)
+    return Math.round(value).toLocaleString("en-US");
+  return value.toLocaleString("en-US", { maximumSignificantDigits: digits });
 }
 
 function percent(share) {
-  return Number.isFinite(share) && share !== null
-    ? `${shortNumber(100 * share, 3)} %`
-    : "–";
+  return Number.isFinite(share) ? `${shortNumber(100 * share, 3)} %` : "–";
 }
 
 /** Return seconds as "2 h 5 min", "3 min 20 s" or "4.2 s". */
 function duration(sec) {
-  if (sec === null || sec === undefined || !Number.isFinite(sec)) return "–";
+  if (!Number.isFinite(sec)) return "–";
   if (sec < 60) return `${shortNumber(sec, 2)} s`;
   const minutes = Math.round(sec / 60);
   if (sec < 3600) return `${Math.floor(sec / 60)} min ${Math.floor(sec % 60)} s`;

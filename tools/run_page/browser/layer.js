@@ -1,313 +1,190 @@
 // One layer: which device holds which expert and how full it is, before and after.
 
-const layerStep = { index: null };
-
-function chooseLayer(layer) {
-  page.layer = layer;
-  for (const view of page.views) view.updateLayer?.();
-}
-
-/** Return the steps that the slider of a layer stops at. */
-function layerSteps(of) {
-  return once(of, () => {
-    const steps = [
-      ...(of.rows?.step ?? of.load?.step ?? []),
-      ...planTables(of).map((p) => p.step),
-    ];
-    return [...new Set(steps)].sort((a, b) => a - b);
-  });
-}
+const EMPTY = -1;
 
 function oneLayer(body) {
-  const input = make("input", { type: "number", min: 0, step: 1, id: "layer-number" });
-  const step = make("input", { type: "range", min: 0, step: 1, id: "layer-step" });
-  const output = make("output", { for: "layer-step" });
-  const jump = (sign) =>
-    make(
-      "button",
-      {
-        type: "button",
-        class: "quiet",
-        onclick: () => {
-          stepToChange(sign);
-          view.update();
-        },
-      },
-      sign < 0 ? "Previous change" : "Next change",
-    );
-  const shown = make("div", { class: "plans" });
-  const view = {
-    update() {
-      const steps = layerSteps(run());
-      const plans = planTables(run());
-      const index = layerIndex(steps);
-      page.layer = Math.min(page.layer, plans[0].layers - 1);
-      input.max = plans[0].layers - 1;
-      if (document.activeElement !== input) input.value = page.layer;
-      step.max = steps.length - 1;
-      step.value = index;
-      step.setAttribute("aria-valuetext", `step ${steps[index]}`);
-      setText(output, `step ${steps[index].toLocaleString("en-US")}`);
-      fillIfNew(shown, planPanels(steps[index]));
-    },
-    updateLayer() {
-      input.value = page.layer;
-      view.update();
-    },
+  const changes = plans.slice(1);
+  const lastLayer = Math.min(...plans.map((plan) => plan.layers)) - 1;
+  const layer = make("input", { type: "number", min: 0, max: lastLayer, value: 0 });
+  layer.id = "layer-number";
+  const select = makeSelect(
+    changes.map((plan, i) => [i, `${plan.kind} at step ${plan.step}`]),
+    changes.length - 1,
+    () => show(),
+  );
+  const jump = (sign) => {
+    const next = Number(select.value) + sign;
+    if (next < 0 || next >= changes.length) return;
+    select.value = next;
+    show();
   };
-  input.addEventListener("input", () => {
-    if (input.value === "") return; // another number may follow
-    const last = planTables(run())[0].layers - 1;
-    page.layer = Math.min(Math.max(Math.round(Number(input.value)), 0), last);
-    if (String(page.layer) !== input.value) input.value = page.layer;
-    view.update();
+  const button = (sign, text) =>
+    make("button", { type: "button", class: "quiet", onclick: () => jump(sign) }, text);
+  const shown = make("div", { class: "plans" });
+  const show = () => {
+    const number = Math.round(Number(layer.value));
+    const one = Math.min(Math.max(number, 0), lastLayer);
+    fill(shown, panels(one, Number(select.value)));
+  };
+  layer.addEventListener("input", show);
+  layer.addEventListener("change", () => {
+    layer.value = Math.min(Math.max(Math.round(Number(layer.value)), 0), lastLayer);
   });
-  input.addEventListener("change", () => {
-    input.value = page.layer;
-  });
-  step.addEventListener("input", () => {
-    layerStep.index = Number(step.value);
-    view.update();
-  });
+  const ofChanges = changes.length
+    ? [
+        labelled("Change", select),
+        button(-1, "Previous change"),
+        button(1, "Next change"),
+      ]
+    : [];
   body.append(
-    make(
-      "div",
-      { class: "controls" },
-      labelled("Layer", input),
-      labelled("Step", step, output),
-      jump(-1),
-      jump(1),
-    ),
-    make(
-      "ul",
-      { class: "legend" },
-      make(
-        "li",
-        {},
-        make("span", { class: "slot sample" }, "7"),
-        " an expert in its slot; the colour is its load",
-      ),
-      make(
-        "li",
-        {},
-        make("span", { class: "slot sample replica" }, "7"),
-        " one of several replicas",
-      ),
-      make(
-        "li",
-        {},
-        make("span", { class: "slot sample new" }, "+7"),
-        " new on this device",
-      ),
-      make("li", {}, make("span", { class: "slot empty" }, "\u00a0"), " an empty slot"),
-    ),
+    make("div", { class: "controls" }, labelled("Layer", layer), ...ofChanges),
+    legend(),
     shown,
   );
-  view.update();
-  page.views.push(view);
+  show();
 }
 
-function layerIndex(steps) {
-  if (layerStep.index === null || layerStep.index >= steps.length) {
-    const change = planTables(run())
-      .filter((plan) => plan.kind !== "start")
-      .at(-1);
-    layerStep.index = change ? nearest(steps, change.step) : steps.length - 1;
-  }
-  return layerStep.index;
-}
-
-/** Move the step to the change before or after it. */
-function stepToChange(sign) {
-  const steps = layerSteps(run());
-  const now = steps[layerIndex(steps)];
-  const changes = planTables(run())
-    .filter((plan) => plan.kind !== "start")
-    .map((p) => p.step);
-  const next =
-    sign > 0 ? changes.find((at) => at > now) : changes.findLast((at) => at < now);
-  if (next !== undefined) layerStep.index = nearest(steps, next);
-}
-
-/** Return panels of the plans before and after the change that is nearest to a step. */
-function planPanels(step) {
-  const plans = planTables(run());
-  const used = Math.max(
-    lastAtMost(
-      plans.map((plan) => plan.step),
-      step,
-    ),
-    0,
+/** Return what the boxes of slots mean. */
+function legend() {
+  const item = (kind, text, words) =>
+    make("li", {}, make("span", { class: `slot ${kind}` }, text), ` ${words}`);
+  return make(
+    "ul",
+    { class: "legend" },
+    item("", "7", "an expert in its slot; the colour is its load"),
+    item("replica", "7", "one of several replicas"),
+    item("new", "+7", "new on this device"),
+    item("empty", "\u00a0", "an empty slot"),
   );
-  const changes = plans.map((plan, index) => index).filter((index) => index > 0);
-  if (!changes.length) {
-    return [
-      planPanel(plans[0], null, {
-        title: "The plan",
-        from: plans[0].step,
-        at: step,
-        isUsed: true,
-      }),
-    ];
+}
+
+/** Return panels of the plans before and after a change, or of the only plan. */
+function panels(layer, change) {
+  if (plans.length === 1) {
+    return [planPanel(plans[0], null, layer, { title: "The plan", isLast: false })];
   }
-  const change = changes.reduce((best, index) =>
-    Math.abs(plans[index].step - step) < Math.abs(plans[best].step - step)
-      ? index
-      : best,
-  );
-  const [before, after] = [plans[change - 1], plans[change]];
-  const until = plans[change + 1]?.step ?? Infinity;
-  const past = Math.min(step, after.step - 1);
+  const [before, after] = [plans[change], plans[change + 1]];
   return [
-    planPanel(before, null, {
+    planPanel(before, null, layer, {
       title: `Before the ${after.kind}`,
-      from: before.step,
       until: after.step,
-      at: Math.max(past, before.step),
-      isUsed: used === change - 1,
+      isLast: true,
     }),
-    planPanel(after, before, {
+    planPanel(after, before, layer, {
       title: `After the ${after.kind}`,
-      from: after.step,
-      until,
-      at: Math.min(Math.max(step, after.step), until - 1),
-      isUsed: used === change,
+      until: plans[change + 2]?.step,
+      isLast: false,
     }),
   ];
 }
 
-/** Return the rows of each device over the mean, nearest to step `at` among the steps of
-    the plan, and what they are. */
-function fullness(plan, layer, { from, until = Infinity, at }) {
-  const measured = frames(run().rows);
-  if (measured && measured.columns === plan.num_devices && layer < measured.layers) {
-    const inside = measured.step.filter((step) => step >= from && step < until);
-    if (inside.length) {
-      const step = inside[nearest(inside, at)];
-      const bytes = measured.layerAt(measured.step.indexOf(step), layer);
-      return {
-        ratios: Array.from(bytes, (byte) => RATIO[byte]),
-        text: `measured at step ${step}`,
-      };
-    }
-  }
-  const load = frames(run().load);
-  if (!load || layer >= load.layers) return null;
-  const index = nearest(load.step, at);
-  const bytes = load.layerAt(index, layer);
-  const count = replicaCounts(plan, layer);
-  const rows = Array.from({ length: plan.num_devices }, (_, device) =>
-    deviceSlots(plan, layer, device)
-      .filter((expert) => expert >= 0)
-      .reduce((sum, expert) => sum + RATIO[bytes[expert]] / count.get(expert), 0),
-  );
-  const mean = rows.reduce((sum, value) => sum + value, 0) / rows.length || 1;
-  return {
-    ratios: rows.map((value) => value / mean),
-    text: `by the load of step ${load.step[index]}, split evenly over replicas`,
-  };
-}
-
-function replicaCounts(plan, layer) {
-  const count = new Map();
-  for (const expert of plan.table.subarray(
-    layer * plan.slots,
-    (layer + 1) * plan.slots,
-  )) {
-    count.set(expert, (count.get(expert) ?? 0) + 1);
-  }
-  return count;
-}
-
-/** Return a table of devices: how full each is, and the experts in its slots. */
-function planPanel(plan, before, { title, from, until = Infinity, at, isUsed }) {
-  const layer = page.layer;
-  const full = fullness(plan, layer, { from, until, at });
-  const load = frames(run().load);
+/** Return a table of devices under a plan that is in use up to step `until`: how full
+    each is, at the last or the first recorded step, and the experts in its slots.
+    Experts that a device did not hold under the plan `before` are marked as new. */
+function planPanel(plan, before, layer, { title, until = Infinity, isLast }) {
+  const at = isLast ? until - 1 : plan.step;
+  const full = fullness(plan, layer, { until, at });
   const bytes =
-    load && layer < load.layers ? load.layerAt(nearest(load.step, at), layer) : null;
-  const count = replicaCounts(plan, layer);
-  const held = (device) =>
-    before && device < before.num_devices
-      ? new Set(deviceSlots(before, layer, device))
+    loads && layer < loads.layers
+      ? loads.layerAt(nearest(loads.step, at), layer)
       : null;
+  const count = replicaCounts(plan, layer);
   const top = full ? Math.max(2, ...full.ratios) : 2;
   const rows = Array.from({ length: plan.num_devices }, (_, device) => {
-    const old = held(device);
+    const old =
+      before && device < before.num_devices ? deviceSlots(before, layer, device) : null;
     const slots = deviceSlots(plan, layer, device).map((expert) =>
       slotBox(expert, {
         byte: bytes?.[expert],
         isReplica: count.get(expert) > 1,
-        isNew: Boolean(old) && !old.has(expert),
+        isNew: old !== null && !old.includes(expert),
       }),
     );
-    const ratio = full ? full.ratios[device] : null;
     return [
       `device ${device}`,
-      fullBar(ratio, top),
+      full ? fullBar(full.ratios[device], top) : "–",
       make("span", { class: "slots" }, slots),
     ];
   });
   const worst = full ? full.ratios.indexOf(Math.max(...full.ratios)) : -1;
   const last = Number.isFinite(until) ? ` to ${until - 1}` : " on";
+  const facts =
+    `Plan ${plan.digest}, steps ${plan.step}${last}; store ${plan.store ?? "unknown"}, ` +
+    `${plural(plan.slots_per_device, "slot")} a device.`;
+  const fullest = full
+    ? `Fullest: device ${worst}, ${shortNumber(full.ratios[worst], 3)} × mean, ${full.text}.`
+    : "How full the devices were was not recorded.";
+  const head = ["device", "rows / mean", "experts in its slots"];
   return make(
     "section",
     { class: "plan", "aria-label": title },
-    make(
-      "h3",
-      {},
-      title,
-      isUsed ? make("span", { class: "pill used" }, "in use at this step") : null,
-    ),
-    make(
-      "p",
-      { class: "hint" },
-      `Plan ${plan.digest}, steps ${from}${last}; store ${plan.store ?? "unknown"}, ` +
-        `${plural(plan.slots_per_device, "slot")} a device.`,
-    ),
-    make(
-      "p",
-      {},
-      full
-        ? `Fullest: device ${worst}, ${shortNumber(full.ratios[worst], 3)} × mean, ${full.text}.`
-        : "How full the devices were was not recorded.",
-    ),
-    makeScrollBox(
-      `${title}: devices and their experts`,
-      makeTable(
-        `${title}, layer ${layer}`,
-        ["device", "rows / mean", "experts in its slots"],
-        rows,
-      ),
-    ),
+    make("h3", {}, title),
+    make("p", { class: "hint" }, facts),
+    make("p", {}, fullest),
+    makeScrollBox(title, makeTable(`${title}, layer ${layer}`, head, rows)),
   );
 }
 
-function slotBox(expert, { byte, isReplica, isNew }) {
-  if (expert < 0)
-    return make(
-      "span",
-      { class: "slot empty" },
-      make("span", { class: "unseen" }, "empty"),
-    );
-  const words = [isReplica ? "replica" : null, isNew ? "new here" : null].filter(
-    Boolean,
+/** Return the rows of each device over the mean, nearest to step `at` among the steps of
+    the plan, and what they are. */
+function fullness(plan, layer, { until, at }) {
+  const isRecorded =
+    deviceRows?.columns === plan.num_devices && layer < deviceRows.layers;
+  const inside = isRecorded
+    ? deviceRows.step.filter((step) => step >= plan.step && step < until)
+    : [];
+  if (inside.length) {
+    const step = inside[nearest(inside, at)];
+    const bytes = deviceRows.layerAt(deviceRows.step.indexOf(step), layer);
+    return {
+      ratios: bytes.map((byte) => RATIO[byte]),
+      text: `measured at step ${step}`,
+    };
+  }
+  if (!loads || layer >= loads.layers) return null;
+  const index = nearest(loads.step, at);
+  const bytes = loads.layerAt(index, layer);
+  const count = replicaCounts(plan, layer);
+  const rows = Array.from({ length: plan.num_devices }, (_, device) =>
+    deviceSlots(plan, layer, device)
+      .filter((expert) => expert !== EMPTY)
+      .reduce((sum, expert) => sum + (RATIO[bytes[expert]] ?? 0) / count.get(expert), 0),
   );
-  const load = byte === undefined ? "" : `, ${shortNumber(RATIO[byte], 3)} × mean load`;
+  const mean = rows.reduce((sum, value) => sum + value, 0) / rows.length || 1;
+  return {
+    ratios: rows.map((value) => value / mean),
+    text: `by the load of step ${loads.step[index]}, split evenly over replicas`,
+  };
+}
+
+function replicaCounts(plan, layer) {
+  const count = new Map();
+  const first = layer * plan.slots;
+  for (const expert of plan.table.subarray(first, first + plan.slots))
+    count.set(expert, (count.get(expert) ?? 0) + 1);
+  return count;
+}
+
+function slotBox(expert, { byte, isReplica, isNew }) {
+  if (expert === EMPTY) return make("span", { class: "slot empty", title: "empty" });
+  const words = [`expert ${expert}`];
+  if (byte !== undefined) words.push(`${shortNumber(RATIO[byte], 3)} × mean load`);
+  if (isReplica) words.push("replica");
+  if (isNew) words.push("new here");
   const box = make(
     "span",
     {
       class: `slot${isReplica ? " replica" : ""}${isNew ? " new" : ""}`,
-      title: `expert ${expert}${load}${words.length ? `, ${words.join(", ")}` : ""}`,
+      title: words.join(", "),
     },
     `${isNew ? "+" : ""}${expert}`,
-    words.length ? make("span", { class: "unseen" }, ` (${words.join(", ")})`) : null,
   );
   if (byte !== undefined) {
-    const rgb = mapColor(LOG2[byte]);
-    box.style.backgroundColor = `rgb(${rgb.join(",")})`;
-    box.style.color =
-      0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2] > 140 ? "#111" : "#fff";
+    const [red, green, blue] = mapColor(LOG2[byte]);
+    box.style.backgroundColor = rgb([red, green, blue]);
+    const isLight = 0.299 * red + 0.587 * green + 0.114 * blue > 140;
+    box.style.color = isLight ? "#111" : "#fff";
   }
   return box;
 }
@@ -323,15 +200,10 @@ function mapColor(log2) {
 }
 
 function fullBar(ratio, top) {
-  if (ratio === null) return "–";
   const bar = make("span", { class: `bar${ratio > 1.2 ? " full" : ""}` });
   bar.style.width = `${(100 * ratio) / top}%`;
   const mean = make("span", { class: "mean" });
   mean.style.left = `${100 / top}%`;
-  return make(
-    "span",
-    { class: "fullness" },
-    make("span", { class: "rail", "aria-hidden": "true" }, bar, mean),
-    ` ${ratio.toFixed(2)}`,
-  );
+  const rail = make("span", { class: "rail", "aria-hidden": "true" }, bar, mean);
+  return make("span", { class: "fullness" }, rail, ` ${ratio.toFixed(2)}`);
 }

@@ -1,184 +1,104 @@
-// The first section: where each run stands, in figures and words.
-
-const STATE_SIGNS = {
-  running: "▶",
-  finished: "✓",
-  stopped: "■",
-  crashed: "✕",
-  empty: "○",
-};
-
-function statePill(of) {
-  return make(
-    "span",
-    { class: `pill ${of.state}` },
-    make("span", { "aria-hidden": "true" }, STATE_SIGNS[of.state] ?? "?"),
-    ` ${of.state}`,
-  );
-}
+// The first section: where the run stands, in figures and words.
 
 const NUM_RECENT = 20;
 
 /** Return the median of the last points of a curve. */
-function recent(of, name) {
-  return median((of.curves?.[name]?.mean ?? []).slice(-NUM_RECENT));
+function recent(name) {
+  return median(curve(name).slice(-NUM_RECENT));
 }
 
-/** Say what `recent` returns: a long run has no single steps. */
-function recentText(of) {
-  return of.every_steps > 1
-    ? `median of ${NUM_RECENT} bins`
-    : `median of the last ${NUM_RECENT}`;
-}
-
-/** Return the latest figures of a run: [label, value, remark]. */
-function latest(of) {
-  const last = (name) => lastOf(of.curves?.[name]?.mean ?? []);
-  const held = finite(of.evals?.loss ?? []);
-  const counts = (kind) => adoptions(of).filter((one) => one.kind === kind).length;
-  const useful = of.goodput?.share?.useful;
-  const home = recent(of, "home_device_max_over_mean");
-  const unevenness = recent(of, "device_max_over_mean");
-  const mfu = recent(of, "mfu");
+/** Return the latest figures of the run: [label, value, remark]. */
+function latest() {
+  const unit = run.every_steps > 1 ? " bins" : "";
+  const medians = `median of the last ${NUM_RECENT}${unit}`;
+  const heldOut = finite(run.evals.loss);
+  const count = (kind) => adoptions.filter((one) => one.kind === kind).length;
+  const home = recent("home_device_max_over_mean");
+  const mfu = recent("mfu");
+  const number = (value) => value.toLocaleString("en-US");
   return [
-    [
-      "step",
-      of.step.toLocaleString("en-US"),
-      of.num_steps ? `of ${of.num_steps.toLocaleString("en-US")}` : "",
-    ],
-    ["loss", shortNumber(last("loss")), "nats per token"],
+    ["step", number(run.step), run.num_steps ? `of ${number(run.num_steps)}` : ""],
+    ["loss", shortNumber(lastOf(curve("loss"))), "nats per token"],
     [
       "held-out loss",
-      shortNumber(held.at(-1)),
-      held.length > 1 ? `lowest ${shortNumber(quantile(held, 0))}` : "",
+      shortNumber(heldOut.at(-1)),
+      heldOut.length > 1 ? `lowest ${shortNumber(Math.min(...heldOut))}` : "",
     ],
-    [
-      "tokens per second",
-      shortNumber(recent(of, "tok_per_sec")),
-      recentText(of),
-    ],
-    ["ms per step", shortNumber(recent(of, "step_msec")), recentText(of)],
-    ["MFU", percent(mfu), mfu === null ? "no peak is known" : recentText(of)],
+    ["tokens per second", shortNumber(recent("tok_per_sec")), medians],
+    ["ms per step", shortNumber(recent("step_msec")), medians],
+    ["MFU", percent(mfu), mfu === null ? "no peak is known" : medians],
     [
       "goodput",
-      percent(useful),
-      of.goodput ? `of ${duration(of.goodput.wall_sec)}` : "not recorded",
+      percent(run.goodput?.share.useful),
+      run.goodput ? `of ${duration(run.goodput.wall_sec)}` : "not recorded",
     ],
     [
       "device max/mean",
-      shortNumber(unevenness, 3),
-      home === null ? recentText(of) : `at home ${shortNumber(home, 3)}; medians`,
+      shortNumber(recent("device_max_over_mean"), 3),
+      home === null ? medians : `at home ${shortNumber(home, 3)}; medians`,
     ],
-    ["swaps", String(counts("swap")), plural((of.decisions ?? []).length, "decision")],
-    ["relayouts", String(counts("relayout")), ""],
+    ["swaps", String(count("swap")), plural(run.decisions.length, "decision")],
+    ["relayouts", String(count("relayout")), ""],
   ];
 }
 
 function overview(body) {
-  body.append(...overviewParts());
-  if (hasSteps(run())) {
-    body.append(
-      make(
-        "p",
-        { class: "hint" },
-        "Drag across a figure to zoom in; a double click shows all of it again.",
-      ),
-    );
-  }
-}
-
-function overviewParts() {
-  const attempts = run().attempts ?? [];
-  const table = makeScrollBox("Attempts");
-  table.append(attemptTable(run()));
-  const title = make("summary", {}, plural(attempts.length, "attempt"));
-  const details = make("details", { open: attempts.length > 1 }, title, table);
-  details.hidden = attempts.length === 0;
-  return [
-    make("div", { class: "part" }, stateLine(run())),
-    make("div", {}, tilesOf(run())),
-    make("div", {}, noteList(run())),
-    details,
-  ];
-}
-
-function stateLine(of) {
-  const share =
-    of.num_steps && hasSteps(of) ? Math.min(1, of.step / of.num_steps) : null;
   // The text may begin with the name of the state, which stands before it.
-  const text = of.state_text.startsWith(of.state)
-    ? of.state_text.slice(of.state.length).replace(/^[:;,]? */, "")
-    : of.state_text;
-  return [
-    make("p", { class: "state" }, statePill(of), ` ${text}`),
-    share === null
-      ? null
-      : make("progress", {
-          max: 1,
-          value: share,
-          "aria-label": `step ${of.step} of ${of.num_steps}`,
-        }),
-  ];
-}
-
-function tilesOf(of) {
-  if (!hasSteps(of))
-    return "Loss, speed, load and the other sections appear with the first step.";
-  return make(
-    "dl",
-    { class: "tiles" },
-    latest(of).map(([label, value, remark]) =>
+  const text = run.state_text.startsWith(run.state)
+    ? run.state_text.slice(run.state.length).replace(/^[:;,]? */, "")
+    : run.state_text;
+  const pill = make("span", { class: `pill ${run.state}` }, run.state);
+  body.append(make("p", { class: "state" }, pill, ` ${text}`));
+  if (!run.step) {
+    const hint = "Loss, speed, load and the other sections appear with the first step.";
+    body.append(make("p", { class: "hint" }, hint));
+  } else {
+    const tile = ([label, value, remark]) =>
       make(
         "div",
         {},
         make("dt", {}, label),
         make("dd", {}, value, make("small", {}, remark)),
+      );
+    const hint =
+      "Drag across a figure to zoom in; a double click shows all of it again.";
+    body.append(
+      make("dl", { class: "tiles" }, latest().map(tile)),
+      make("p", { class: "hint" }, hint),
+    );
+  }
+  if (run.notes.length) {
+    const notes = run.notes.map((note) => make("li", {}, note));
+    body.append(make("h3", {}, "Notes"), make("ul", { class: "notes" }, notes));
+  }
+  if (run.attempts.length) {
+    body.append(
+      make(
+        "details",
+        { open: run.attempts.length > 1 },
+        make("summary", {}, plural(run.attempts.length, "attempt")),
+        makeScrollBox("Attempts", attemptTable()),
       ),
-    ),
-  );
+    );
+  }
 }
 
-function noteList(of) {
-  if (!of.notes?.length) return null;
-  return [
-    make("h3", {}, "Notes"),
-    make(
-      "ul",
-      { class: "notes" },
-      of.notes.map((text) => make("li", {}, text)),
-    ),
-  ];
-}
-
-function attemptTable(of) {
-  const rows = (of.attempts ?? []).map((one, index) => [
-    String(one.attempt ?? index + 1),
-    one.step,
+function attemptTable() {
+  const head = ["attempt", "from step", "started", "devices", "end", "kind"];
+  const rows = run.attempts.map((one) => [
+    String(one.attempt),
+    one.step ?? null,
     Number.isFinite(one.at) ? clock(one.at) : null,
     one.num_devices ?? null,
     endText(one),
     one.device_kind ?? null,
-    one.num_processes ?? null,
-    one.moejax ?? null,
-    one.jax ?? null,
   ]);
-  const head = [
-    "attempt",
-    "from step",
-    "started",
-    "devices",
-    "end",
-    "kind",
-    "processes",
-    "moejax",
-    "jax",
-  ];
-  return makeTable("Attempts of the run", head, rows, { class: "attempts stack" });
+  return makeTable("Attempts of the run", head, rows, { class: "attempts" });
 }
 
 /** Return how an attempt ended, as far as it was recorded. */
 function endText(attempt) {
-  if (attempt.end === undefined || attempt.end === null) return null;
+  if (!attempt.end) return null;
   const at = Number.isFinite(attempt.end_step) ? ` at step ${attempt.end_step}` : "";
   return `${attempt.end}${at}${attempt.why ? `: ${attempt.why}` : ""}`;
 }

@@ -1,19 +1,18 @@
 // The sections of the page: what each says, what it shows, and what it lacks.
 
-/** Return whether no run has any of these curves. */
-const none = (...names) =>
-  runs().every((of) => !names.some((name) => hasCurve(of, name)));
+/** Return whether the run has none of these curves. */
+const lacks = (...names) => !names.some(hasCurve);
 
-/** The sections in order. `missing()` returns why there is nothing to show and how to
-    get it, or an empty text. `ofOneRun` sections show the chosen run. */
+const addHint = (body, text) => body.append(make("p", { class: "hint" }, text));
+
+/** The sections in order. `missing`, where it is not empty, says why there is nothing to
+    show and how to get it. */
 const SECTIONS = [
   {
     id: "overview",
     title: "Overview",
-    hint:
-      "Where the run stands. Good: it goes on or has finished, " +
-      "with high goodput and device max/mean near 1.",
-    missing: () => "",
+    hint: "Good: high goodput, and device max/mean near 1.",
+    missing: "",
     build: overview,
   },
   {
@@ -22,7 +21,7 @@ const SECTIONS = [
     hint:
       "How well the model predicts the next token. Good: it falls, and the " +
       "held-out points stay close to the curve.",
-    missing: () => (none("loss") ? "No loss was recorded: let the run do a step." : ""),
+    missing: lacks("loss") ? "No loss was recorded: let the run do a step." : "",
     build: (body) => {
       addCurves(body, {
         id: "loss-curve",
@@ -30,8 +29,8 @@ const SECTIONS = [
         unit: "nats per token",
         height: 340,
         smooth: true,
-        points: true,
-        series: [{ curve: "loss", label: "training" }],
+        heldOut: true,
+        series: { loss: "training" },
       });
       addCurves(body, {
         id: "grad-norm",
@@ -40,25 +39,23 @@ const SECTIONS = [
         height: 200,
         smooth: true,
         clip: true,
-        fromZero: true,
-        series: [{ curve: "grad_norm", label: "gradient norm" }],
+        series: { grad_norm: "gradient norm" },
       });
       addCurves(body, {
         id: "lr",
         title: "Learning rate",
-        unit: "",
         height: 180,
         fromZero: true,
-        series: [{ curve: "lr", label: "learning rate" }],
+        series: { lr: "learning rate" },
       });
-      if (runs().some((of) => isEverAbove0(of, "skipped"))) {
+      if (curve("skipped").some((share) => share > 0)) {
         addCurves(body, {
           id: "skipped",
           title: "Skipped updates",
           unit: "share of steps",
           height: 180,
           fromZero: true,
-          series: [{ curve: "skipped", label: "skipped" }],
+          series: { skipped: "skipped" },
         });
       }
     },
@@ -67,47 +64,32 @@ const SECTIONS = [
     id: "speed",
     title: "Speed",
     hint: "How fast steps are. Good: flat, and high for tokens and MFU.",
-    missing: () =>
-      none("tok_per_sec", "step_msec")
-        ? "No times were recorded: let the run do a step."
-        : "",
+    missing: lacks("tok_per_sec", "step_msec")
+      ? "No times were recorded: let the run do a step."
+      : "",
     build: (body) => {
+      const options = { smooth: true, clip: true, marks: true };
       addCurves(body, {
         id: "tok-per-sec",
         title: "Tokens per second",
         unit: "all devices",
-        smooth: true,
-        clip: true,
-        fromZero: true,
-        marks: true,
-        series: [{ curve: "tok_per_sec", label: "tokens per second" }],
+        series: { tok_per_sec: "tokens per second" },
+        ...options,
       });
       addCurves(body, {
         id: "step-msec",
         title: "Time of a step",
         unit: "ms",
-        smooth: true,
-        clip: true,
-        fromZero: true,
-        marks: true,
-        series: [{ curve: "step_msec", label: "ms a step" }],
+        series: { step_msec: "ms a step" },
+        ...options,
       });
-      if (none("mfu"))
-        body.append(
-          make(
-            "p",
-            { class: "hint" },
-            "No MFU: no peak FLOPs are known for this device.",
-          ),
-        );
+      if (lacks("mfu")) addHint(body, "No MFU: no peak FLOPs are known for this device.");
       addCurves(body, {
         id: "mfu",
         title: "MFU",
         unit: "share of peak FLOPs",
-        smooth: true,
-        clip: true,
-        fromZero: true,
-        series: [{ curve: "mfu", label: "MFU" }],
+        series: { mfu: "MFU" },
+        ...options,
       });
     },
   },
@@ -117,148 +99,134 @@ const SECTIONS = [
     hint:
       "Shares of the wall time of process 0. Good: nearly all " +
       "of it is useful, that is, in steps whose result was kept.",
-    missing: () =>
-      runs().some((of) => of.goodput)
-        ? ""
-        : "No goodput.jsonl: train/main.py writes it as it runs.",
+    missing: run.goodput ? "" : "No goodput.jsonl: train/main.py writes it as it runs.",
     build: addGoodput,
   },
   {
     id: "load",
     title: "Load",
-    ofOneRun: true,
     hint:
       "How evenly tokens are spread over experts (the router's " +
       "work) and over devices (the balancer's). Good: device max/mean near 1.",
-    missing: () =>
-      frames(run().load) || !none("device_max_over_mean", "expert_max_over_mean")
+    missing:
+      loads || !lacks("device_max_over_mean", "expert_max_over_mean")
         ? ""
         : "No loads were recorded: set Train.log_load_every_steps, and let the run get that far.",
     build: (body) => {
-      if (frames(run().load)) loadMap(body);
+      if (loads) loadMap(body);
       else
-        body.append(
-          make(
-            "p",
-            { class: "missing" },
-            "No table of experts: Train.log_load_every_steps records one.",
-          ),
-        );
+        addHint(body, "No table of experts: Train.log_load_every_steps records one.");
       addCurves(body, {
         id: "device-ratio",
         title: "Device max/mean",
         unit: "worst layer; 1 is even",
         marks: true,
         smooth: true,
-        series: [
-          { curve: "device_max_over_mean", label: "plan in use" },
-          { curve: "home_device_max_over_mean", label: "home plan" },
-        ],
+        series: {
+          device_max_over_mean: "plan in use",
+          home_device_max_over_mean: "home plan",
+        },
       });
-      addLayerCurve(body, "device_max_over_mean");
+      addLayerMap(body, "device_max_over_mean");
       addCurves(body, {
         id: "expert-ratio",
         title: "Expert max/mean",
         unit: "worst layer; 1 is even",
         smooth: true,
-        series: [{ curve: "expert_max_over_mean", label: "expert max/mean" }],
         height: 220,
+        series: { expert_max_over_mean: "expert max/mean" },
       });
-      addLayerCurve(body, "expert_max_over_mean");
+      addLayerMap(body, "expert_max_over_mean");
     },
   },
   {
     id: "layer",
     title: "One layer",
-    ofOneRun: true,
     hint:
       "Which device holds which experts, and how full it is, " +
-      "before and after the change nearest to a step. Good: all bars end at the mark of the mean.",
-    missing: () =>
-      planTables(run()).length
-        ? ""
-        : "No plans.jsonl: runs of this version of moejax and later write it.",
+      "before and after a change of the plan. Good: all bars end at the mark of the mean.",
+    missing: plans.length ? "" : "No plans.jsonl: train/main.py writes it as it runs.",
     build: oneLayer,
   },
   {
     id: "decisions",
     title: "Decisions",
-    ofOneRun: true,
     hint:
       "What the balancer weighed, what it expected to save " +
       "and to pay, and what came of it. Good: measured gains near the predicted ones.",
-    missing: () =>
-      run().decisions?.length
-        ? ""
-        : "No decisions: Balance.policy = 'home', or the load was even so far.",
+    missing: run.decisions.length
+      ? ""
+      : "No decisions: Balance.policy = 'home', or the load was even so far.",
     build: decisionSection,
   },
   {
     id: "exchange",
     title: "Exchange",
     hint: "How rows travel between devices. Good: one round, nothing dropped.",
-    missing: () =>
-      none("rounds", "fullest_pair") && !run().bytes?.length
-        ? "No exchange was recorded: experts are on one device, or no step was done."
+    missing:
+      lacks("rounds", "fullest_pair", "dropped_share") && !run.bytes.length
+        ? "No figures of exchanges were recorded: let the run do a step."
         : "",
     build: (body) => {
       addCurves(body, {
         id: "rounds",
-        title: "Rounds of the exchange",
-        unit: "worst layer; 1 is enough",
+        title: "Rounds",
+        unit: "worst layer",
         height: 200,
-        caption:
-          "Round 0 carries rows_per_peer rows from a device to each other one, and each " +
-          "later round a quarter of that. For example, with 128 a fullest pair of 250 takes " +
-          "1 + (250 - 128) / 32 rounds, rounded up: 5.",
-        series: [{ curve: "rounds", label: "rounds" }],
         fromZero: true,
+        marks: true,
+        series: { rounds: "rounds" },
       });
       addCurves(body, {
-        id: "fullest-pair",
+        id: "fullest",
         title: "Fullest pair of devices",
         unit: "rows, worst layer",
         height: 220,
         smooth: true,
         fromZero: true,
         marks: true,
-        series: [{ curve: "fullest_pair", label: "fullest pair" }],
+        series: { fullest_pair: "fullest pair" },
       });
-      addShares(body);
+      if (["dropped_share", "redone"].some((name) => curve(name).some((x) => x > 0))) {
+        addCurves(body, {
+          id: "drops",
+          title: "Dropped and redone",
+          unit: "shares",
+          height: 220,
+          fromZero: true,
+          series: { dropped_share: "dropped choices", redone: "steps that ran again" },
+        });
+      } else addHint(body, "Nothing was dropped, and no step ran again.");
       addBytes(body);
     },
   },
   {
     id: "routers",
     title: "Routers",
-    ofOneRun: true,
     hint:
       "How the routers choose. Good: entropy that falls " +
       "slowly and no dead experts, which get no token at all.",
-    missing: () =>
-      none("router_entropy", "dead_experts")
-        ? "No figures of routers: runs of this version and later " +
-          "record router_entropy and dead_experts."
-        : "",
+    missing: lacks("router_entropy", "dead_experts")
+      ? "No figures of routers: let the run do a step."
+      : "",
     build: (body) => {
       addCurves(body, {
         id: "entropy",
         title: "Entropy of a token's choice",
         unit: "nats, mean of layers",
         smooth: true,
-        series: [{ curve: "router_entropy", label: "entropy" }],
         height: 220,
+        series: { router_entropy: "entropy" },
       });
-      addLayerCurve(body, "router_entropy");
+      addLayerMap(body, "router_entropy");
       addCurves(body, {
         id: "dead",
         title: "Dead experts",
         unit: "in all layers",
         fromZero: true,
         height: 200,
-        series: [{ curve: "dead_experts", label: "dead experts" }],
+        series: { dead_experts: "dead experts" },
       });
-      addDeadByLayer(body);
     },
   },
   {
@@ -266,52 +234,38 @@ const SECTIONS = [
     title: "The model's prediction",
     hint:
       "What the cost model expects of a step beside what the clock " +
-      "said. Good: both are of the same order and jump at the same steps. A constant " +
-      "gap between them does no harm.",
-    missing: () =>
-      none("modelled_step_msec")
-        ? "No modelled times were recorded: runs of this version write " +
-          "modelled_step_msec."
-        : "",
+      "said. Good: both jump at the same steps; a constant gap does no harm.",
+    missing: lacks("modelled_step_msec")
+      ? "No modelled times were recorded: let the run do a step."
+      : "",
     build: prediction,
   },
   {
     id: "memory",
     title: "Memory",
     hint: "Memory in use. Good: flat after the first steps.",
-    missing: () =>
-      none("host_memory_gib", "device_memory_gib")
-        ? "No memory was recorded: runs of this version and " +
-          "later write host_memory_gib."
-        : "",
+    missing: lacks("host_memory_gib", "device_memory_gib")
+      ? "No memory was recorded: let the run do a step."
+      : "",
     build: (body) => {
+      if (lacks("device_memory_gib")) {
+        addHint(body, "No figures of devices: this back end does not count their memory.");
+      }
       addCurves(body, {
         id: "device-memory",
         title: "Fullest device",
         unit: "GiB",
         fromZero: true,
         height: 220,
-        series: [
-          { curve: "device_memory_gib", label: "in use" },
-          { curve: "peak_device_memory_gib", label: "peak" },
-        ],
+        series: { device_memory_gib: "in use", peak_device_memory_gib: "peak" },
       });
-      if (none("device_memory_gib"))
-        body.append(
-          make(
-            "p",
-            { class: "hint" },
-            "No figures of devices: this back end, " +
-              "such as CPUs, does not count its memory.",
-          ),
-        );
       addCurves(body, {
         id: "host-memory",
         title: "Process 0 on its host",
         unit: "GiB resident",
         fromZero: true,
         height: 220,
-        series: [{ curve: "host_memory_gib", label: "resident" }],
+        series: { host_memory_gib: "resident" },
       });
     },
   },
@@ -319,10 +273,37 @@ const SECTIONS = [
     id: "configuration",
     title: "Configuration",
     hint: "Every field of the configuration, as the run resolved it.",
-    missing: () =>
-      runs().some((of) => of.config.length)
-        ? ""
-        : "No config.gin in the run directory.",
+    missing: run.config.length ? "" : "No config.gin in the run directory.",
     build: configuration,
   },
 ];
+
+/** Show the sections and the menu. A run without a step has the sections with content
+    alone. */
+function build() {
+  const sections = SECTIONS.filter((one) => run.step || !one.missing);
+  const main = document.getElementById("sections");
+  const menu = document.getElementById("menu");
+  fill(main);
+  for (const { id, title, hint, missing, build: addContent } of sections) {
+    const body = make("div", { class: "body" });
+    main.append(
+      make(
+        "section",
+        { id, "aria-labelledby": `${id}-title` },
+        make("h2", { id: `${id}-title` }, title),
+        make("p", { class: missing ? "missing" : "hint" }, missing || hint),
+        body,
+      ),
+    );
+    if (!missing) addContent(body);
+    const link = { href: `#${id}`, class: missing ? "without" : null };
+    menu.append(make("li", {}, make("a", link, title)));
+  }
+  document.querySelector("h1").textContent = run.name;
+  document.getElementById("made").textContent = `made ${clock(run.made_at)}`;
+  document.title = `${run.name} · moejax`;
+  document.documentElement.dataset.ready = "true";
+}
+
+build();
