@@ -168,9 +168,8 @@ def test_minimum_values(part, field, minimum):
          ["Dispatch.buffer_factor=0.0", "must be > 0"]),
         (lambda: Router(num_groups=2, top_groups=3),
          ["Router.top_groups=3", "exceeds num_groups=2"]),
-        (lambda: Router(kind="expert_choice", bias_rate=0.001,
-             allow_expert_choice_in_decoder=True),
-         ["Router.bias_rate=0.001", "choose by scores", "'expert_choice'", "to 0"]),
+        (lambda: Router(kind="recorded", bias_rate=0.001),
+         ["Router.bias_rate=0.001", "choose by scores", "'recorded'", "to 0"]),
         (lambda: Router(kind="recorded", gate_input=True),
          ["Router.gate_input=True", "'recorded'", "to False"]),
         (lambda: Moe(shared_gate=True),
@@ -186,8 +185,6 @@ def test_minimum_values(part, field, minimum):
         (lambda: Config(mesh=Topology(data=4), model=Model(d_model=126),
              moe=Moe(expert_bias=True)),
          ["Moe.expert_bias=True rests in 4 parts", "Model.d_model", "not 126"]),
-        (lambda: Router(kind="expert_choice"),
-         ["Router.kind='expert_choice'", "allow_expert_choice_in_decoder = True"]),
         (lambda: Config(moe=Moe(num_experts=10), mesh=Topology(expert=4)),
          ["Moe.num_experts=10", "expert axis (4)", "use 8 or 12", "Mesh.expert"]),
         (lambda: Config(moe=Moe(num_experts=2), mesh=Topology(expert=4)),
@@ -229,7 +226,6 @@ def test_values_at_the_edge_of_each_rule_are_accepted():
         data=Data(seq_len=100),
         train=Train(batch_size=32, accumulate_steps=2, num_simulated_devices=16),
     )
-    Router(kind="expert_choice", allow_expert_choice_in_decoder=True)
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_any_mesh_equals_the_reference(name, policy):
     def defined(params, x_btd):
         x_nd = x_btd.reshape(-1, SHAPE[-1])
         router = params["router_de"], params["bias_e"], Router()
-        routes, *_ = route.route(x_nd, *router, MOE.top_k, SHAPE[1])
+        routes, *_ = route.route(x_nd, *router, MOE.top_k)
         y_nd = reference.moe(x_nd, routes, params)
         return jnp.sum((x_nd + y_nd) ** 2), y_nd.reshape(SHAPE)
 

@@ -156,11 +156,6 @@ def load_lines(loaded: LoadedModel, files: list[str]) -> list[TokenStream]:
     """Return the tokens of each file or glob as one line of documents. Raises
     ValueError."""
     cfg = dataclasses.replace(loaded.cfg.data, corpus=tuple(files), weights=None)
-    if loaded.cfg.router.kind == "expert_choice":
-        raise ValueError(
-            "Router.kind='expert_choice' chooses within whole windows, and files end "
-            "anywhere: evaluate on the held-out text, without --files"
-        )
     _, lines = data.load_unsplit(cfg, loaded.cfg.model.vocab_size, say_loudly)
     if all(line.num_tokens < 2 for line in lines):
         raise ValueError(

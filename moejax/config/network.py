@@ -242,10 +242,10 @@ class Router:
     weight.
     """
 
-    kind: Literal["softmax", "sigmoid", "expert_choice", "recorded"] = "softmax"
+    kind: Literal["softmax", "sigmoid", "recorded"] = "softmax"
     """Kind of router. 'softmax' and 'sigmoid' name the function that turns logits into
-    scores, by which each token chooses its top_k experts; 'expert_choice' lets experts
-    choose tokens; 'recorded' draws choices that follow the loads of `Recorded`."""
+    scores, by which each token chooses its top_k experts; 'recorded' draws choices that
+    follow the loads of `Recorded`."""
     normalise_gates: bool = True
     """Whether the gates of a token's chosen experts are divided by their sum."""
     gate_scale: float = 1.0
@@ -279,9 +279,6 @@ class Router:
     """Amount by which each expert's bias changes per step, up for an expert below the
     mean load and down for one above it. The bias, DeepSeek-V3's correction bias, moves
     the choice and not the gates. 0 freezes it: at 0, or as a checkpoint has it."""
-    allow_expert_choice_in_decoder: bool = False
-    """Whether kind='expert_choice' is permitted, although its choices depend on later
-    tokens of the sequence."""
 
     def __post_init__(self) -> None:
         require_min(
@@ -314,12 +311,6 @@ class Router:
             or (self.kind in ("softmax", "sigmoid") and self.training == "sparse"),
             f"Router.gate_input=True is for tokens that choose experts, and kind is "
             f"'{self.kind}', training '{self.training}': set it to False",
-        )
-        require(
-            self.kind != "expert_choice" or self.allow_expert_choice_in_decoder,
-            "Router.kind='expert_choice' lets a token's experts depend on later "
-            "tokens, and this model is a causal decoder: set "
-            "Router.allow_expert_choice_in_decoder = True if you mean it",
         )
 
 

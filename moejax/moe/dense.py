@@ -81,7 +81,6 @@ def _body(
         router_de,
         cfg=static.router,
         top_k=static.top_k,
-        seq_len=t,
         **biases,
     )
     gate_ne = routing.gates(score_ne, static.router)

@@ -314,9 +314,7 @@ def _body(parts, router_de, biases, placement, slots, arrival, *, static: Static
     mesh_layout, exchanged = static.mesh_layout, static.mesh_layout.exchanged
     given = [_enter(part, exchanged) for part in parts]
     x_nd, (_, t, _) = given[0].x_btd, parts[0].x_btd.shape
-    route = partial(
-        _route, static.whole_router(router_de, x_nd), biases, t, static=static
-    )
+    route = partial(_route, static.whole_router(router_de, x_nd), biases, static=static)
     if isinstance(slots, WholeSlots):
         weights = slots.weights
     else:
@@ -352,7 +350,7 @@ def _enter(part: LayerInputs, mesh_layout: MeshLayout) -> LayerInputs:
     return jax.tree.map(enter, part)
 
 
-def _route(router_de, biases, seq_len: int, part: LayerInputs, *, static: Static):
+def _route(router_de, biases, part: LayerInputs, *, static: Static):
     """Return the routes of the tokens [n, ..] of a part, and the router's scores and
     logits."""
     x_nd, jitter_nd, forced_nk = part
@@ -362,7 +360,6 @@ def _route(router_de, biases, seq_len: int, part: LayerInputs, *, static: Static
         router_de,
         cfg=static.router,
         top_k=static.top_k,
-        seq_len=seq_len,
         forced_nk=forced_nk,
         **biases,
     )

@@ -14,8 +14,6 @@ from jaxtyping import Array, Float, Int
 from moejax.config import Router
 from moejax.moe.types import LayerSums, RouterLosses, Routes
 
-EMPTY = -1
-"""Number that stands for no expert."""
 MIN_PROBABILITY = 1e-30
 """Floor on probabilities before the logarithm."""
 ROUTES = "routes"
@@ -33,7 +31,6 @@ def route(
     bias_e: Float[Array, " e"],
     cfg: Router,
     top_k: int,
-    seq_len: int,
     forced_nk: Int[Array, "n k"] | None = None,
     logit_bias_e: Float[Array, " e"] | None = None,
 ) -> tuple[Routes, Float[Array, "n e"], Float[Array, "n e"]]:
@@ -49,9 +46,6 @@ def route(
     if logit_bias_e is not None:
         logit_ne += logit_bias_e
     score_ne = scores(logit_ne, cfg)
-    if cfg.kind == "expert_choice":
-        routes = choose_tokens(score_ne, top_k, seq_len)
-        return routes, score_ne, logit_ne
     if forced_nk is None:
         biased_ne = jax.lax.stop_gradient(score_ne + bias_e)
         forced_nk = choose_experts(biased_ne, top_k, cfg)
@@ -98,31 +92,6 @@ def choose_experts(
             score_ne.shape
         )
     return jax.lax.top_k(score_ne, top_k)[1]
-
-
-def choose_tokens(score_ne: Float[Array, "n e"], top_k: int, seq_len: int) -> Routes:
-    """Return routes by expert choice: each expert takes its best tokens (Zhou et al.
-    2022).
-
-    An expert takes t * top_k / e tokens of each sequence. A token may get no expert or
-    all of them, so the routes have e choices per token, with -1 for each expert that
-    did not take it.
-    """
-    n, num_experts = score_ne.shape
-    if n % seq_len:
-        raise ValueError(
-            f"Router.kind='expert_choice' chooses within sequences of {seq_len} "
-            f"tokens, but this schedule routes {n} tokens at a time: use "
-            "Dispatch.schedule='s2'"
-        )
-    per_expert = min(seq_len, max(1, seq_len * top_k // num_experts))
-    score_bet = score_ne.reshape(-1, seq_len, num_experts).swapaxes(1, 2)
-    token_bec = jax.lax.top_k(score_bet, per_expert)[1]
-    is_taken_bet = jnp.any(token_bec[..., None] == jnp.arange(seq_len), axis=2)
-    is_taken_ne = is_taken_bet.swapaxes(1, 2).reshape(n, num_experts)
-    is_taken_ne = checkpoint_name(is_taken_ne, ROUTES)
-    expert_nk = jnp.where(is_taken_ne, jnp.arange(num_experts), EMPTY)
-    return Routes(expert_nk, jnp.where(is_taken_ne, score_ne, 0.0))
 
 
 def pick(value_ne: Float[Array, "n e"], expert_nk: Int[Array, "n k"]):

@@ -115,10 +115,6 @@ class LayerSetup:
                 "Router.kind='recorded' follows recorded choices: pass forced_btk "
                 f"[{b}, {t}, {self.moe.top_k}]"
             )
-        if forced_btk is not None and self.router.kind == "expert_choice":
-            raise ValueError(
-                "Router.kind='expert_choice' lets experts choose: leave forced_btk out"
-            )
         given = (("forced_btk", forced_btk, self.moe.top_k, jnp.integer),)
         given += (("jitter_btd", jitter_btd, self.d_model, jnp.floating),)
         for name, value, last, kind in given:

@@ -362,7 +362,7 @@ def test_each_field_of_the_configuration_is_of_the_model_or_not():
     """A new field must be put where it belongs: a family may have to say it."""
     others = {
         "jitter", "balance_loss", "sequence_balance_loss", "z_loss", "bias_rate",
-        "training", "allow_expert_choice_in_decoder", "mutual_information_loss",
+        "training", "mutual_information_loss",
     }  # fmt: skip
     names = {field.name for field in dataclasses.fields(Router)}
     assert names == others | set(fields.ROUTER)

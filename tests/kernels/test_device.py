@@ -256,7 +256,7 @@ def by_definition(layer, params, x_btd):
         merged = nnx.merge(graph, params, rest)
         x_nd = x_btd.reshape(TOKENS, -1)
         router = merged.router_de[...], merged.bias_e[...], setup.router
-        routes, _, _ = route.route(x_nd, *router, TOP_K, TOKENS)
+        routes, _, _ = route.route(x_nd, *router, TOP_K)
         names = ("gate_edf", "up_edf", "down_efd")
         weights = {name: getattr(merged, name)[...] for name in names}
         y_btd = reference.moe(x_nd, routes, weights).reshape(x_btd.shape)

@@ -24,13 +24,11 @@ from tests.support.primitives import equations
 
 POLICIES = ("none", "dispatch", "full")
 B, T, E, K, L = 8, 8, 8, 2, 2
-# Assignments on one of eight devices. In expert choice every expert may take a token.
-NUM_ASSIGNMENTS = dict.fromkeys(("softmax", "sigmoid", "recorded"), B * T // 8 * K)
-NUM_ASSIGNMENTS["expert_choice"] = B * T // 8 * E
+NUM_ASSIGNMENTS = B * T // 8 * K
+"""Number of assignments on one of eight devices."""
 ROUTERS = {
     "softmax": Router(),
     "sigmoid, groups": Router(kind="sigmoid", num_groups=4, top_groups=2),
-    "expert_choice": Router(kind="expert_choice", allow_expert_choice_in_decoder=True),
     "recorded": Router(kind="recorded"),
 }
 SMALL = Config(
@@ -82,7 +80,7 @@ def counts(cfg, remat):
     for eqn, _ in equations(jaxpr):
         name, operand = eqn.primitive.name, eqn.invars[0].aval if eqn.invars else None
         occurrences[name] += 1
-        if name == "sort" and operand.size == NUM_ASSIGNMENTS[cfg.router.kind]:
+        if name == "sort" and operand.size == NUM_ASSIGNMENTS:
             occurrences["sort of all choices"] += 1
         if name.startswith("all_gather") and operand.dtype == jnp.int32:
             is_tokens = eqn.params["tiled"]  # which the embedding gathers

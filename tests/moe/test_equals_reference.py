@@ -47,7 +47,6 @@ SMALL = {"rows_per_peer": 2}
 FEW_ROWS = 8
 """Buffers of at most so many rows a peer need later rounds here; others hold all."""
 COPIES = {"slots_per_device": 6, "offers_per_device": 4, "copies_per_device": 6}
-CHOICE = Router(kind="expert_choice", allow_expert_choice_in_decoder=True)
 SIGMOID = Router(kind="sigmoid", gate_scale=2.5, normalise_gates=False)
 
 
@@ -119,9 +118,6 @@ QUICK = {
     "one device, aligned, remat": on_one_device(4, align_rows=64),
     "four choices, chunks at home": grouped(
         FOUR, ALONE, "transient", 4, **CHUNKS, rows_per_peer=3,
-    ),
-    "experts choose": grouped(
-        TWO, ALONE, "owned", router=CHOICE, choices=(None,), **ALL_ROWS,
     ),
     "one choice, aligned": grouped(EIGHT, ALONE, "transient", 1, **ALIGNED, **SMALL),
     "merged, rounds": grouped(DCS, MERGED, "transient", router=SIGMOID, **SMALL),

@@ -15,7 +15,6 @@ B, T, D, E, K = 3, 8, 8, 8, 2
 N = B * T
 SOFTMAX = Router(normalise_gates=False)
 SIGMOID = Router(kind="sigmoid")
-EXPERT_CHOICE = Router(kind="expert_choice", allow_expert_choice_in_decoder=True)
 KINDS = {
     "softmax": SOFTMAX,
     "softmax, gates normalised": Router(),
@@ -25,7 +24,7 @@ KINDS = {
     "sigmoid, groups": Router(kind="sigmoid", num_groups=4, top_groups=2),
     "sigmoid, groups of one": Router(kind="sigmoid", num_groups=8, top_groups=4),
 }
-route = jax.jit(routing.route, static_argnums=(3, 4, 5))
+route = jax.jit(routing.route, static_argnums=(3, 4))
 
 
 def operands(seed=0):
@@ -84,7 +83,7 @@ def plain_routes(x_nd, router_de, bias_e, cfg, top_k):
 @pytest.mark.parametrize("name", KINDS)
 def test_token_choice_is_the_papers(name, top_k):
     cfg, (x_nd, router_de, bias_e) = KINDS[name], operands()
-    routes, score_ne, logit_ne = route(x_nd, router_de, bias_e, cfg, top_k, T)
+    routes, score_ne, logit_ne = route(x_nd, router_de, bias_e, cfg, top_k)
     expert_nk, gate_nk = plain_routes(x_nd, router_de, bias_e, cfg, top_k)
     np.testing.assert_array_equal(routes.expert_nk, expert_nk)
     expected = (gate_nk, *plain_scores(x_nd, router_de, cfg)[::-1])
@@ -96,11 +95,11 @@ def test_bias_changes_the_choice_and_never_the_gates():
     (DeepSeek-V3 eq. 16)."""
     x_nd, router_de, _ = operands()
     bias_e = np.where(np.arange(E) == 5, 10.0, 0.0).astype(np.float32)
-    plain, *_ = route(x_nd, router_de, 0 * bias_e, SIGMOID, K, T)
-    biased, *_ = route(x_nd, router_de, bias_e, SIGMOID, K, T)
+    plain, *_ = route(x_nd, router_de, 0 * bias_e, SIGMOID, K)
+    biased, *_ = route(x_nd, router_de, bias_e, SIGMOID, K)
     assert (np.asarray(plain.expert_nk) == 5).any(axis=1).mean() < 0.5
     assert (np.asarray(biased.expert_nk)[:, 0] == 5).all()
-    forced, *_ = route(x_nd, router_de, 0 * bias_e, SIGMOID, K, T, biased.expert_nk)
+    forced, *_ = route(x_nd, router_de, 0 * bias_e, SIGMOID, K, biased.expert_nk)
     np.testing.assert_array_equal(biased.gate_nk, forced.gate_nk)
 
 
@@ -109,7 +108,7 @@ def test_forced_choice_keeps_the_experts_and_takes_their_scores(cfg):
     x_nd, router_de, bias_e = operands()
     forced_nk = np.random.default_rng(1).permuted(np.tile(np.arange(E), (N, 1)), axis=1)
     forced_nk = forced_nk[:, :K].astype(np.int32)
-    routes, *_ = route(x_nd, router_de, bias_e, cfg, K, T, forced_nk)
+    routes, *_ = route(x_nd, router_de, bias_e, cfg, K, forced_nk)
     np.testing.assert_array_equal(routes.expert_nk, forced_nk)
     gate_nk = np.take_along_axis(plain_scores(x_nd, router_de, cfg)[1], forced_nk, 1)
     if cfg.normalise_gates:
@@ -119,7 +118,7 @@ def test_forced_choice_keeps_the_experts_and_takes_their_scores(cfg):
 
 def test_normalised_gates_sum_to_the_scale():
     cfg = Router(gate_scale=1.5)
-    routes, *_ = route(*operands(), cfg, K, T)
+    routes, *_ = route(*operands(), cfg, K)
     assert_close(jnp.sum(routes.gate_nk, axis=1), np.full(N, 1.5, np.float32))
 
 
@@ -127,8 +126,8 @@ def test_routing_is_float32_whatever_comes_in():
     """Tokens in bfloat16 are routed as the same values in float32 are."""
     x_nd, router_de, bias_e = operands()
     x_nd = jnp.asarray(x_nd, jnp.bfloat16)
-    narrow = route(x_nd, router_de, bias_e, SIGMOID, K, T)
-    wide = route(x_nd.astype(jnp.float32), router_de, bias_e, SIGMOID, K, T)
+    narrow = route(x_nd, router_de, bias_e, SIGMOID, K)
+    wide = route(x_nd.astype(jnp.float32), router_de, bias_e, SIGMOID, K)
     jax.tree.map(np.testing.assert_array_equal, narrow, wide)
     assert narrow[0].gate_nk.dtype == jnp.float32
 
@@ -145,37 +144,8 @@ def test_routing_is_float32_whatever_comes_in():
 )
 def test_ties_go_to_the_lower_index(cfg, chosen):
     x_nd, router_de, bias_e = operands()
-    routes, *_ = route(x_nd, 0 * router_de, 0 * bias_e, cfg, 3, T)
+    routes, *_ = route(x_nd, 0 * router_de, 0 * bias_e, cfg, 3)
     assert np.asarray(routes.expert_nk).tolist() == [chosen] * N
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 8])
-def test_expert_choice_takes_its_best_tokens_of_each_sequence(top_k):
-    """Every expert takes exactly t * k / e tokens of every sequence (Zhou et al.
-    2022)."""
-    x_nd, router_de, bias_e = operands()
-    routes, *_ = route(x_nd, router_de, bias_e, EXPERT_CHOICE, top_k, T)
-    _, score_ne = plain_scores(x_nd, router_de, EXPERT_CHOICE)
-    expert_nk, gate_nk = np.full((N, E), -1), np.zeros((N, E))
-    for first in range(0, N, T):
-        for expert in range(E):
-            score_t = score_ne[first : first + T, expert]
-            for n in (first + t for t in best(score_t, T * top_k // E)):
-                expert_nk[n, expert] = expert
-                gate_nk[n, expert] = score_ne[n, expert]
-    np.testing.assert_array_equal(routes.expert_nk, expert_nk)
-    assert_close(routes.gate_nk, gate_nk, dtype=np.float32)
-    taken_be = (np.asarray(routes.expert_nk).reshape(B, T, E) >= 0).sum(axis=1)
-    assert (taken_be == T * top_k // E).all()
-
-
-def test_expert_choice_breaks_ties_towards_the_first_tokens():
-    x_nd, router_de, bias_e = operands()
-    routes, *_ = route(x_nd, 0 * router_de, bias_e, EXPERT_CHOICE, K, T)
-    taken_bte = np.asarray(routes.expert_nk).reshape(B, T, E) >= 0
-    num_taken = T * K // E
-    assert taken_bte[:, :num_taken].all()
-    assert not taken_bte[:, num_taken:].any()
 
 
 def test_pick_and_its_gradient():
@@ -209,7 +179,7 @@ def test_gradient_of_gates_flows_through_scores_alone():
     weight_nk = np.random.default_rng(2).standard_normal((N, K)).astype(np.float32)
 
     def weighed(router_de, bias_e, forced_nk=None):
-        routes, *_ = route(x_nd, router_de, bias_e, SIGMOID, K, T, forced_nk)
+        routes, *_ = route(x_nd, router_de, bias_e, SIGMOID, K, forced_nk)
         return jnp.sum(weight_nk * routes.gate_nk), routes.expert_nk
 
     grad = jax.grad(weighed, argnums=(0, 1), has_aux=True)

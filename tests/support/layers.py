@@ -232,13 +232,13 @@ def make_reference(moe: Moe, router: Router, dtype: str):
             x_nd if jitter_btd is None else x_nd * jitter_btd.reshape(x_nd.shape)
         )
         args = (routed_nd, layer.router_de[...], layer.bias_e[...], router)
-        routes, score_ne, logit_ne = route.route(*args, moe.top_k, SEQ, forced_nk)
+        routes, score_ne, logit_ne = route.route(*args, moe.top_k, forced_nk)
         added = route.balance_sums(score_ne, logit_ne, routes.expert_nk, SEQ)
         totals = types.SimpleNamespace(**added)
         losses = joined(route.router_losses(totals, len(x_nd), SEQ))
         num_choices = jnp.sum(routes.expert_nk >= 0)
         if router.training == "dense":
-            routes, _, _ = route.route(*args, EXPERTS, SEQ)
+            routes, _, _ = route.route(*args, EXPERTS)
         y_btd = reference.moe(x_nd, routes, layer.master_params()).reshape(x_btd.shape)
         return linear_value(y_btd, losses), (y_btd, losses, num_choices)
 

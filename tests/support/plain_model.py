@@ -205,7 +205,7 @@ def moe(cfg: Config, params: dict, x_btd):
     b, t, d = x_btd.shape
     x_nd = x_btd.reshape(b * t, d)
     bias_e = jnp.zeros(cfg.moe.num_experts)
-    args = params["router_de"], bias_e, cfg.router, cfg.moe.top_k, t
+    args = params["router_de"], bias_e, cfg.router, cfg.moe.top_k
     routes, *_ = routing.route(x_nd, *args)
     y_nd = jnp.zeros_like(x_nd)
     for expert_n, gate_n in zip(routes.expert_nk.T, routes.gate_nk.T):

@@ -143,10 +143,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "router": {"kind": "recorded", "sequence_balance_loss": 0.0},
         "recorded": Recorded(source="zipf"),
     },
-    "expert_choice": {
-        "router": {"kind": "expert_choice", "allow_expert_choice_in_decoder": True},
-        "data": {"documents": "joined"},
-    },
     "dense": {"router": {"training": "dense"}},
 }  # fmt: skip
 """Parts of a configuration by family: whole ones, or fields that differ from SMALL's.

@@ -1,7 +1,6 @@
 """Test train/generate.py: tokens depend on neither batch nor mesh; printed texts, and
 errors. tests/train/eval/test_greedy.py compares them with passes without a cache."""
 
-import dataclasses
 import functools
 import json
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import numpy as np
 import pytest
 
-from moejax.config import Router
 from tests.support.metaspace import load_metaspace
 from tests.support.run_main import ROOT, environment, listing
 from tests.support.saved_run import saved_run
@@ -129,15 +127,6 @@ def test_bad_input_is_one_line(saved, capsys, words, message):
     assert line.startswith("error: ")
     assert message in line
     assert json.loads(out.splitlines()[-1]) == {"error": line[7:], "exit_code": 2}
-
-
-def test_expert_choice_is_refused(saved):
-    loaded = load_model(find_checkpoints(saved))
-    router = Router(kind="expert_choice", allow_expert_choice_in_decoder=True)
-    cfg = dataclasses.replace(loaded.cfg, router=router)
-    loaded = dataclasses.replace(loaded, run=dataclasses.replace(loaded.run, cfg=cfg))
-    with pytest.raises(ValueError, match="it cannot generate text"):
-        make_decoder(loaded, 256, 0)
 
 
 def test_prompts_that_are_no_text_are_refused(tmp_path):

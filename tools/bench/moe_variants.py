@@ -102,13 +102,13 @@ def check(case: LayerCase) -> dict[str, float]:
 def _definition(setup: LayerSetup, params: dict, x_btd: Array) -> Array:
     """Compute the layer by its definition, all experts on every device."""
     x_nd = x_btd.reshape(-1, setup.d_model).astype(jnp.float32)
-    y_nd = reference.moe(x_nd, _route(setup, params, x_nd, x_btd.shape[1]), params)
+    y_nd = reference.moe(x_nd, _route(setup, params, x_nd), params)
     return y_nd.reshape(x_btd.shape)
 
 
-def _route(setup: LayerSetup, params: dict, x_nd: Array, seq_len: int) -> Routes:
+def _route(setup: LayerSetup, params: dict, x_nd: Array) -> Routes:
     router = params["router_de"], params["bias_e"], setup.router
-    return route(x_nd, *router, setup.moe.top_k, seq_len)[0]
+    return route(x_nd, *router, setup.moe.top_k)[0]
 
 
 def _dense_params(setup: LayerSetup) -> dict[str, Array]:
@@ -145,7 +145,7 @@ def _einsum(
 
     def body(x_btd, router, experts):
         x_nd = x_btd.reshape(-1, x_btd.shape[-1])
-        routes = _route(setup, router, x_nd, x_btd.shape[1])
+        routes = _route(setup, router, x_nd)
         mask_nec, gate_nec = _masks(routes, setup.moe.num_experts, capacity)
         mask_nec, gate_nec = mask_nec.astype(x_nd.dtype), gate_nec.astype(x_nd.dtype)
         gate_sdf, up_sdf, down_sfd = (w.astype(x_nd.dtype) for w in experts)

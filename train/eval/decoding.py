@@ -62,14 +62,8 @@ def make_decoder(loaded: LoadedModel, num_ids: int, separator: int) -> Decoder:
     """Return a decoder that generates text, by sampling among the first `num_ids` token
     ids.
 
-    A model's vocabulary can be larger than its tokenizer's. Raises ValueError for a
-    router that cannot route one token at a time.
+    A model's vocabulary can be larger than its tokenizer's.
     """
-    if loaded.cfg.router.kind == "expert_choice":
-        raise ValueError(
-            "Router.kind='expert_choice' chooses among all tokens of a text, but later "
-            "tokens do not exist yet: it cannot generate text"
-        )
     # Dense parameters are gathered here once. Both programs know them to be whole, so
     # that no step gathers one (model_graph).
     experts, dense = expert_params.take(loaded.params)

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.config import Router
 from moejax.moe.exchange import schedules
 from moejax.perf import choose_schedule
 from moejax.plan import schedule_rules
@@ -16,7 +15,6 @@ from tests.support.layers import (
     BATCH,
     EXPERTS,
     config,
-    cut,
     home,
     layer_of,
     on_mesh,
@@ -57,14 +55,3 @@ def test_which_rows_a_capacity_drops():
     assert 0 < num_parts == num_s1
     assert_close((s2, s1), (whole, parts))
     assert np.abs(s1 - s2).max() > 0.1 * np.abs(s2).max()
-
-
-def test_expert_choice_wants_whole_sequences():
-    """Expert choice chooses among the tokens of one sequence, so that s1 refuses to cut
-    sequences."""
-    router = Router(kind="expert_choice", allow_expert_choice_in_decoder=True)
-    layer = layer_of(cut(4, 4, 2, "s1", router=router))
-    x_btd, _ = operands(6, "zipf")
-    with pytest.raises(ValueError, match="schedule") as error:
-        layer.forward(*on_mesh(layer, home(layer), (x_btd, None)))
-    assert "\n" not in str(error.value)

@@ -26,7 +26,6 @@ FREE_FIELDS = {
     "router": {
         "jitter", "balance_loss", "sequence_balance_loss", "z_loss",
         "mutual_information_loss", "training", "bias_rate",
-        "allow_expert_choice_in_decoder",
     },
 }  # fmt: skip
 """Fields of the network that may change on resume: they say how it is computed, or
