@@ -46,7 +46,7 @@ from moejax.plan.layout import max_aligned_rows  # noqa: E402
 from tools.bench import grouped_dot_cases, program  # noqa: E402
 from tools.bench.timer import median_sec  # noqa: E402
 from tools.launch.arguments import add_gin_flags, new_parser  # noqa: E402
-from train.launch.program import CRASHED, DONE, emit, guarded  # noqa: E402
+from train.launch.program import CRASHED, DONE, emit  # noqa: E402
 from train.logs.counter import counted  # noqa: E402
 
 DTYPE = "bfloat16"
@@ -96,7 +96,7 @@ class WrongKernel(Exception):
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    return guarded(lambda: work(args), as_json=args.json)
+    return program.run(work, args, is_gpu=True)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -122,9 +122,6 @@ def work(args: argparse.Namespace) -> int:
     if not args.limit_sec > 0:
         raise ValueError(f"--limit_sec {args.limit_sec} must be above 0")
     kind = hopper_here()
-    if not jax.config.jax_compilation_cache_dir:
-        folder = str(program.ROOT / ".cache" / "jax")
-        jax.config.update("jax_compilation_cache_dir", folder)
     buckets = [b for name in names for b in shape_buckets(name, args.layer)]
     if args.gin_file:
         buckets = layer_buckets(args.gin_file, args.gin_param, kind)

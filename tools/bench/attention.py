@@ -21,10 +21,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])
 
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+
+from moejax.kernels import cases  # noqa: E402
 from tools.bench import program  # noqa: E402
 from tools.bench.timer import median_sec  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
@@ -71,7 +73,7 @@ def work(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.key_heads} key heads must divide {args.heads} heads")
     args.dtype = args.dtype or program.DTYPES[args.device]
     args.impls = program.parse_names("impls", args.impls, IMPLS)
-    record = {"device": program.first_device(args.device).device_kind, **vars(args)}
+    record = {"device": program.devices(args.device)[0].device_kind, **vars(args)}
     sizes = f"{args.heads} heads of {args.width}, {args.key_heads} of keys"
     print(f"{record['device']}, {args.dtype}, {sizes}, {args.repeats} repeats\n")
     print("| tokens | documents | implementation | ms | / first | MiB | error |")
@@ -100,10 +102,6 @@ def time_case(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each implementation, on one window of documents with random
     edges. Those that decline come first."""
-    import jax
-
-    from moejax.kernels import cases
-
     edges = np.random.default_rng(0).choice(t - 1, num_documents - 1, replace=False) + 1
     documents = tuple(np.diff([0, *np.sort(edges), t]).tolist())
     heads = args.heads, args.key_heads
@@ -143,7 +141,6 @@ def time_case(
 
 def masked(implementation: str):
     """Return both passes of JAX's own attention with a mask."""
-    import jax
 
     def call(q_bthi, k_bugi, v_bugi, dout_bthi, _, mask):
         options = {"is_causal": True, "implementation": implementation}

@@ -41,7 +41,6 @@ class Program:
     """Name of the line."""
     amount: float
     """Work of a repetition: bytes that leave one device, or FLOPs of one device."""
-    repeats: int
     run: Callable[..., Any]
     arguments: tuple[Any, ...]
 
@@ -62,7 +61,6 @@ class Sweep:
     names: tuple[str, ...]
     elements: tuple[int, ...]
     """Numbers of elements of the array on each device."""
-    repeats: int = REPEATS
 
 
 def collective_programs(mesh: Mesh, dtype: str, sweep: Sweep) -> list[Program]:
@@ -73,7 +71,7 @@ def collective_programs(mesh: Mesh, dtype: str, sweep: Sweep) -> list[Program]:
     device needs no line, because its other axis has it.
     """
     return [
-        make_collective(mesh, name, axes, elements, dtype, sweep.repeats)
+        make_collective(mesh, name, axes, elements, dtype)
         for axes in GROUPS
         if all(mesh.shape[axis] > 1 for axis in axes)
         for name in sweep.names
@@ -122,7 +120,6 @@ def make_collective(
     axes: tuple[str, ...],
     elements: int,
     dtype: str,
-    repeats: int,
 ) -> Program:
     """Return a compiled program that repeats one collective. Each device has an array
     of `elements` elements, rounded up to a multiple of the group's size."""
@@ -131,12 +128,12 @@ def make_collective(
 
     def body(x_n):
         step = lambda _, x_n: once(x_n, axes, w)  # noqa: E731
-        return jax.lax.fori_loop(0, repeats, step, x_n)
+        return jax.lax.fori_loop(0, REPEATS, step, x_n)
 
     x_n = _zeros(mesh, (elements,), dtype)
     run = _compile(mesh, body, x_n)
     amount = leaving_bytes(name, elements * jnp.dtype(dtype).itemsize, w)
-    return Program((name, "_".join(axes)), amount, repeats, run, (x_n,))
+    return Program((name, "_".join(axes)), amount, run, (x_n,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,17 +182,14 @@ def expert_programs(mesh: Mesh, widths: Widths) -> list[Program]:
         arguments = (_zeros(mesh, (rows, d), widths.dtype), into_gdh, down_gfd)
         run = _compile(mesh, body, *arguments)
         flops = 3 * 6.0 * rows * d * f
-        programs.append(Program(("experts",), flops, REPEATS, run, arguments))
+        programs.append(Program(("experts",), flops, run, arguments))
     return programs
 
 
 def measure_sec(programs: list[Program], turns: int) -> list[float]:
     """Return the median seconds of one repetition of each program."""
     calls = {i: partial(one.run, *one.arguments) for i, one in enumerate(programs)}
-    return [
-        sec / program.repeats
-        for program, sec in zip(programs, median_sec(calls, turns).values())
-    ]
+    return [sec / REPEATS for sec in median_sec(calls, turns).values()]
 
 
 def measure_calibration(

@@ -6,7 +6,7 @@ the definition in float64.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,18 +49,6 @@ def _normal(key: Array, dims: tuple[int, ...], dtype: str) -> Array:
         lambda key: height**-0.5 * jax.random.normal(key, (height, width), dtype),
         jax.random.split(key, *groups),
     )
-
-
-def parts_of(which: str, operands: Sequence) -> Iterator[tuple[str, tuple]]:
-    """Yield the name in moejax/kernels/cases.py and the arrays of each product of a
-    pass: three for `grads`, else one."""
-    if which != "grads":
-        yield which, tuple(operands)
-        return
-    x_md, w_gdf, dy_mf = operands
-    yield "forward", (x_md, w_gdf)
-    yield "dgrad", (dy_mf, w_gdf)
-    yield "wgrad", (x_md, dy_mf)
 
 
 def aligned_arguments(
@@ -118,12 +106,14 @@ class Sample(NamedTuple):
 def make_samples(
     which: str, operands: Sequence[Array], rows_g: np.ndarray, max_rows: int = MAX_ROWS
 ) -> list[Sample]:
-    """Return a sample for each product of a pass, with at most `max_rows` rows of a
-    group. All rows belong to groups."""
-    return [
-        _make_sample(part, arrays, rows_g, max_rows)
-        for part, arrays in parts_of(which, operands)
-    ]
+    """Return a sample for each product of a pass, three for `grads`, with at most
+    `max_rows` rows of a group. All rows belong to groups."""
+    parts = {which: operands}
+    if which == "grads":
+        x_md, w_gdf, dy_mf = operands
+        parts = {"forward": (x_md, w_gdf), "dgrad": (dy_mf, w_gdf)}
+        parts["wgrad"] = x_md, dy_mf
+    return [_make_sample(part, own, rows_g, max_rows) for part, own in parts.items()]
 
 
 def _make_sample(

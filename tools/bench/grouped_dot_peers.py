@@ -153,8 +153,8 @@ def torch() -> dict[str, Products]:
     tensors."""
     import torch
 
-    functional = torch.nn.functional
-    grouped_mm = getattr(functional, "grouped_mm", None) or torch._grouped_mm
+    public = getattr(torch.nn.functional, "grouped_mm", None)
+    grouped_mm = public or torch._grouped_mm
 
     def tensors(*arrays):
         *floats, rows_g = map(torch.from_dlpack, arrays)
@@ -172,12 +172,7 @@ def torch() -> dict[str, Products]:
         x_md, dy_mf, ends = tensors(x_md, dy_mf, rows_g)
         return grouped_mm(x_md.t(), dy_mf, **ends)
 
-    def swiglu(x_md, into_gdh, rows_g):
-        into_mh = forward(x_md, into_gdh, rows_g)
-        gate_mf, up_mf = into_mh.chunk(2, dim=-1)
-        return functional.silu(gate_mf) * up_mf, into_mh
-
-    return {"": Products(forward, dgrad, wgrad, swiglu, swiglu_dgrad=None)}
+    return {"": Products(forward, dgrad, wgrad, swiglu=None, swiglu_dgrad=None)}
 
 
 def wait(results: Any) -> Any:

@@ -18,27 +18,23 @@ as soon as it is measured. Exit codes: 0 done, 1 a variant computes something el
 import argparse
 import dataclasses
 import json
-import os
 import pathlib
 import sys
 from collections.abc import Iterator
 from functools import partial
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level names
+sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
 
 from moejax import simulate  # noqa: E402
+from moejax.config import Moe  # noqa: E402
+from tools.bench import moe_variants, program  # noqa: E402
 from tools.bench.timer import median_sec  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
 from train.files import write_whole  # noqa: E402
-from train.launch.program import (  # noqa: E402
-    CRASHED,
-    DONE,
-    emit,
-    guarded,
-    refuse,
-    restart_with_huge_pages,
-)
+from train.launch.program import CRASHED, DONE, emit, refuse  # noqa: E402
 
 SIZES = {
     "d": (256, "width of the model"),
@@ -60,9 +56,7 @@ GPU_CALLS = 5
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    if argv is None and not args.gpu:
-        restart_with_huge_pages()
-    return guarded(lambda: work(args), as_json=args.json)
+    return program.run(work, args, is_gpu=args.gpu, has_huge_pages=argv is None)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -87,18 +81,7 @@ def work(args: argparse.Namespace) -> int:
     for name in SIZES:
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
-    # JAX and XLA read these variables when they are imported.
-    flags = {"XLA_FLAGS": simulate.with_flags(os.environ, *simulate.COLLECTIVE_FLAGS)}
-    os.environ.update(
-        flags if args.gpu else simulate.environment(args.devices, os.environ)
-    )
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
-    import jax
-
-    from moejax.config import Moe
-    from tools.bench import moe_variants
-
-    devices = jax.devices("gpu") if args.gpu else jax.devices()[: args.devices]
+    devices = program.devices("gpu") if args.gpu else simulate.devices(args.devices)
     moe = Moe(num_experts=args.experts, top_k=args.top_k, d_expert=args.f)
     about = ("bfloat16" if args.gpu else "float32"), devices
     case = moe_variants.make_case(moe, args.d, args.tokens, *about)
@@ -121,13 +104,11 @@ def work(args: argparse.Namespace) -> int:
     return DONE
 
 
-def measure(case, repeats: int, calls_per_turn: int) -> Iterator[list[dict]]:
+def measure(
+    case: moe_variants.LayerCase, repeats: int, calls_per_turn: int
+) -> Iterator[list[dict]]:
     """Yield the rows of each pass, one for each variant. The variants of a pass take
     turns."""
-    import jax
-    import jax.numpy as jnp
-
-    from tools.bench.moe_variants import variants
 
     def loss(params, x_btd, apply):
         return jnp.sum(apply(params, x_btd).astype(jnp.float32) ** 2)
@@ -135,15 +116,15 @@ def measure(case, repeats: int, calls_per_turn: int) -> Iterator[list[dict]]:
     def both(apply):
         return jax.value_and_grad(partial(loss, apply=apply), argnums=(0, 1))
 
-    own = variants(case, case.setup.layout.rows_per_slot)
+    own = moe_variants.variants(case, case.setup.layout.rows_per_slot)
     for which, step in {"fwd": lambda apply: apply, "fwd_bwd": both}.items():
         programs = {
             name: jax.jit(step(apply)).lower(params, case.x_btd).compile()
             for name, (apply, params) in own.items()
         }
         calls = {
-            name: partial(program, own[name][1], case.x_btd)
-            for name, program in programs.items()
+            name: partial(compiled, own[name][1], case.x_btd)
+            for name, compiled in programs.items()
         }
         sec = median_sec(calls, repeats, calls_per_turn)
         yield [
@@ -153,9 +134,9 @@ def measure(case, repeats: int, calls_per_turn: int) -> Iterator[list[dict]]:
                 "msec": 1e3 * sec[name],
                 "ratio_to_moejax": sec[name] / sec["moejax"],
                 "share_of_dense_rate": sec["dense"] / sec[name],
-                "temp_mib": program.memory_analysis().temp_size_in_bytes / 2**20,
+                "temp_mib": compiled.memory_analysis().temp_size_in_bytes / 2**20,
             }
-            for name, program in programs.items()
+            for name, compiled in programs.items()
         ]
 
 

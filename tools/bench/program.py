@@ -2,12 +2,10 @@
 
 import argparse
 import difflib
-import os
 import pathlib
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
-from moejax.config import Config
 from train.launch.program import guarded, restart_with_huge_pages
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -40,38 +38,6 @@ def add_repeats(parser: argparse.ArgumentParser, default: int) -> None:
     )
 
 
-def add_variants(parser: argparse.ArgumentParser, when: str) -> None:
-    """Add --variant, a list; `when` says of which runs it is."""
-    parser.add_argument(
-        "--variant",
-        action="append",
-        default=[],
-        help=f"{when}: name and settings of a variant: 'name: Class.field = value; ..';"
-        " repeated for each variant, the reference first",
-    )
-
-
-def read_variants(
-    args: argparse.Namespace, params: Sequence[str] = ()
-) -> dict[str, Config]:
-    """Return the configuration of each --variant, by name: that of --gin_file with
-    --gin_param, then `params`, then the variant's own settings.
-
-    Raises ValueError for fewer than two names.
-    """
-    from train.config import gin_reader  # gin is not needed where kernels alone are
-
-    cfgs = {}
-    for text in args.variant:
-        name, _, settings = text.partition(":")
-        own = [setting.strip() for setting in settings.split(";") if setting.strip()]
-        every = [*args.gin_param, *params, *own]
-        cfgs[name.strip()] = gin_reader.load(args.gin_file, every)
-    if len(cfgs) < 2:
-        raise ValueError("give at least two --variant with different names")
-    return cfgs
-
-
 def run(
     work: Callable[[argparse.Namespace], int],
     args: argparse.Namespace,
@@ -81,24 +47,28 @@ def run(
 ) -> int:
     """Do the work of a program and return its exit code.
 
-    JAX reads the variables that are set here when it is imported, which only `work`
-    does. With `has_huge_pages` a program for the CPU starts again with huge pages.
+    JAX compiles into the project's cache, and does not look for GPUs unless `is_gpu`.
+    With `has_huge_pages` a program for the CPU starts again with huge pages.
     """
+    if has_huge_pages and not is_gpu:
+        restart_with_huge_pages()
+    import jax
+
     if not is_gpu:
-        if has_huge_pages:
-            restart_with_huge_pages()
-        os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+        jax.config.update("jax_platforms", "cpu")
+    if not jax.config.jax_compilation_cache_dir:
+        folder = str(ROOT / ".cache" / "jax")
+        jax.config.update("jax_compilation_cache_dir", folder)
     return guarded(lambda: work(args), as_json=args.json)
 
 
-def first_device(kind: str):
-    """Return the first device of this machine that is a 'cpu' or a 'gpu'. Raises
-    ValueError without one."""
+def devices(kind: str) -> list:
+    """Return the devices of this machine that are a 'cpu' or a 'gpu'. Raises ValueError
+    if there are none."""
     import jax
 
     try:
-        return jax.devices(kind)[0]
+        return jax.devices(kind)
     except RuntimeError:
         raise ValueError(f"there is no {kind.upper()} here: use cpu") from None
 

@@ -3,7 +3,7 @@ affects all of them alike."""
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 
@@ -32,22 +32,12 @@ def median_sec[K: Hashable](
     for call in calls.values():
         wait(call())
     times = {name: [] for name in calls}
-    for _, name in in_turns(calls, turns, num_warm_ups=0):
-        call, begin = calls[name], time.perf_counter()
-        for _ in range(numbers[name]):
-            result = call()
-        wait(result)
-        times[name].append((time.perf_counter() - begin) / numbers[name])
+    for turn in range(turns):
+        # Every other turn goes backwards, so that no call always follows the same one.
+        for name in calls if turn % 2 else reversed(calls):
+            call, begin = calls[name], time.perf_counter()
+            for _ in range(numbers[name]):
+                result = call()
+            wait(result)
+            times[name].append((time.perf_counter() - begin) / numbers[name])
     return {name: statistics.median(sec) for name, sec in times.items()}
-
-
-def in_turns[K](
-    variants: Sequence[K] | Mapping[K, Any], num_turns: int, num_warm_ups: int = 1
-) -> Iterator[tuple[int, K]]:
-    """Yield (turn, variant) for each variant in each turn. Negative turns are warm-ups.
-
-    Every other turn goes backwards, so that no variant always follows the same one.
-    """
-    for turn in range(-num_warm_ups, num_turns):
-        for variant in variants if turn % 2 else reversed(variants):
-            yield turn, variant
