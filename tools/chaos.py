@@ -16,7 +16,10 @@ were kept, 1 one was not, 2 bad input, 130 interrupted.
 """
 
 import argparse
+import contextlib
+import dataclasses
 import pathlib
+import random
 import shutil
 import sys
 import tempfile
@@ -27,22 +30,56 @@ from collections.abc import Sequence
 if __name__ == "__main__":
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
-from tools.faults.disks import can_mount
-from tools.faults.fault import Fault
-from tools.faults.plan import NUM_PROCESSES, Scenario, make_plan
-from tools.faults.promises import Result
-from tools.faults.reference import Workshop
-from tools.faults.run import Broken
-from tools.faults.scenario import Verdict, play
-from tools.faults.table import FAULTS, NAMES
+from tools.faults.reference import (
+    Result,
+    Workshop,
+    expect_nothing_left,
+    expect_same,
+    expect_untouched,
+    listing,
+    read_result,
+)
+from tools.faults.run import Broken, Run, can_mount, small_disk
+from tools.faults.table import FAULTS, NAMES, Fault
 from tools.launch.arguments import new_parser
 from tools.testbed.lock import handle_signals, interrupt
 from train.launch.program import DONE, emit, guarded
 from train.logs.counter import counted
 
 BROKEN = 1
-UNDISTURBED_SEC = 600.0
-"""Limit on an undisturbed run, which compiles every program."""
+NUM_PROCESSES = (1, 2, 4)
+"""Numbers of processes. Eight simulated devices are divided among them equally."""
+MIN_FAULTS, MAX_FAULTS = 3, 5
+"""Number of faults of one run."""
+PACE_SEC = 0.04
+MAX_STEPS_BETWEEN = 6
+EARLY_SHARE, EARLY_SEC = 0.25, 5.0
+"""Share of the faults that hit a run while it starts, if they may, and the time since
+the start at which they hit at the latest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """One run and the faults that hit it, in order."""
+
+    number: int
+    num_processes: int
+    faults: tuple[Fault, ...]
+
+    def __str__(self) -> str:
+        names = ", ".join(fault.name for fault in self.faults)
+        return f"run {self.number:3}  {self.num_processes} processes  {names}"
+
+
+@dataclasses.dataclass
+class Verdict:
+    """Whether the promise of one fault was kept: not if a later promise of the same run
+    was broken at its end."""
+
+    fault: Fault
+    is_kept: bool
+    sec: float | None = None
+    """Time from the fault to the run's answer."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +89,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def work(args: argparse.Namespace) -> int:
     """Play the plan, and print the table; return the exit code."""
-    check(args)
+    out = args.out and pathlib.Path(args.out)
+    if args.faults < 1:
+        raise ValueError(f"--faults={args.faults} must be positive")
+    if out and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out={out} is not an empty folder: name another")
     counts = [args.processes] if args.processes else NUM_PROCESSES
     chosen, left_out = choose(args.only, may_mount=can_mount(), most=max(counts))
     if left_out:
@@ -67,26 +108,25 @@ def work(args: argparse.Namespace) -> int:
         print("\n".join(map(str, plan)))
         return DONE
     start_sec = time.monotonic()
-    root = pathlib.Path(args.out or tempfile.mkdtemp(prefix="chaos-")).resolve()
-    workshop = Workshop(root, pathlib.Path(args.cache or root / "programs").absolute())
+    root = pathlib.Path(out or tempfile.mkdtemp(prefix="chaos-")).resolve()
     root.mkdir(parents=True, exist_ok=True)
+    workshop = Workshop(root)
     workshop.furnish()
     with handle_signals(interrupt):
-        verdicts, broken = play_all(plan, workshop, args.seed, 60 * args.minutes)
+        verdicts, broken = play_all(plan, workshop, args.seed)
     record = {
         "faults": table_of(verdicts),
         "broken": broken,
-        "num_kept": sum(verdict.is_kept is True for verdict in verdicts),
+        "num_kept": sum(verdict.is_kept for verdict in verdicts),
         "num_faults": sum(len(scenario.faults) for scenario in plan),
         "left_out": left_out,
         "wall_sec": round(time.monotonic() - start_sec, 1),
     }
     print("\n".join(report(record)))
-    is_good = not broken and record["num_kept"] == record["num_faults"]
-    if is_good and not args.out:
+    if not broken and not out:
         shutil.rmtree(root)
     emit(record, args.json)
-    return DONE if is_good else BROKEN
+    return BROKEN if broken else DONE
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -109,32 +149,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--run", type=int, help="play only this run of the plan (default: all)")
     add("--plan", action="store_true", help="print the plan, and play nothing")
     add(
-        "--minutes",
-        type=float,
-        default=45.0,
-        help="start no other run after this many minutes; its promises count as broken",
-    )
-    add(
         "--out",
-        help="folder that does not exist or is empty, which keeps all runs (default: a "
-        "temporary folder, which keeps those whose promises are broken)",
-    )
-    add(
-        "--cache",
-        help="JAX's compilation cache for undamaged runs (default: one of its own)",
+        help="folder that does not exist or is empty, which keeps the logs of all runs "
+        "(default: a temporary folder, which is kept if a promise is broken)",
     )
     return parser.parse_args(argv)
-
-
-def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for flags that cannot be."""
-    if args.faults < 1 or not args.minutes > 0:
-        raise ValueError(
-            f"--faults={args.faults} and --minutes={args.minutes:g} must be positive"
-        )
-    out = args.out and pathlib.Path(args.out)
-    if out and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out={out} is not an empty folder: name another")
 
 
 def choose(only: str, *, may_mount: bool, most: int) -> tuple[list[Fault], list[str]]:
@@ -149,7 +168,7 @@ def choose(only: str, *, may_mount: bool, most: int) -> tuple[list[Fault], list[
     chosen = [
         fault
         for fault in named
-        if (may_mount or not fault.needs) and fault.min_processes <= most
+        if (may_mount or not fault.needs_mounts) and fault.min_processes <= most
     ]
     if not chosen:
         raise ValueError(
@@ -159,67 +178,139 @@ def choose(only: str, *, may_mount: bool, most: int) -> tuple[list[Fault], list[
     return chosen, [fault.name for fault in named if fault not in chosen]
 
 
+def make_plan(
+    faults: Sequence[Fault], count: int, seed: int, num_processes: Sequence[int]
+) -> list[Scenario]:
+    """Return runs with `count` faults together. Every kind comes once before any comes
+    again. `num_processes` are the numbers of processes to draw from."""
+    rng = random.Random(seed)
+    drawn: list[Fault] = []
+    while len(drawn) < count:
+        drawn += rng.sample(faults, len(faults))
+    scenarios, left = [], drawn[:count]
+    while left:
+        size = rng.randint(MIN_FAULTS, MAX_FAULTS)
+        hit, left = tuple(left[:size]), left[size:]
+        minimum = max(fault.min_processes for fault in hit)
+        number = rng.choice([x for x in num_processes if x >= minimum])
+        scenarios.append(Scenario(len(scenarios), number, hit))
+    return scenarios
+
+
 def play_all(
-    plan: Sequence[Scenario], workshop: Workshop, seed: int, limit_sec: float
+    plan: Sequence[Scenario], workshop: Workshop, seed: int
 ) -> tuple[list[Verdict], list[str]]:
-    """Play the scenarios one after the other. Return the verdicts on all faults, and a
-    line for each promise that was broken."""
-    start_sec, results, verdicts, broken = time.monotonic(), {}, [], []
+    """Play the scenarios one after the other. Return the verdicts on all faults that
+    were reached, and a line for each promise that was broken."""
+    results, verdicts, broken = {}, [], []
     for number in sorted({scenario.num_processes for scenario in plan}):
         print(f"undisturbed, {number} processes", flush=True)
         try:
-            with counted(f"undisturbed, {number} processes", "faults"):
-                results[number] = workshop.undisturbed(number, UNDISTURBED_SEC)
+            results[number] = workshop.undisturbed(number)
         except Broken as why:
-            missed = [Verdict(fault) for scenario in plan for fault in scenario.faults]
-            return missed, [f"without any fault, {number} processes: {why}"]
+            return [], [f"without any fault, {number} processes: {why}"]
     first, *others = results.values()
     if any(other.samples != first.samples for other in others):
-        missed = [Verdict(fault) for scenario in plan for fault in scenario.faults]
-        return missed, ["without any fault, samples differ by number of processes"]
+        return [], ["without any fault, samples differ by number of processes"]
+    records = first.metrics.values()
+    kinds = {record.get("decision", {}).get("kind") for record in records}
+    if not {"swap", "relayout"} <= kinds:
+        return [], [f"the balancer has made no swap or no relayout, only {kinds}"]
     with counted("chaos", "faults", sum(len(x.faults) for x in plan)) as counter:
         for scenario in plan:
-            minutes = (time.monotonic() - start_sec) / 60
-            if 60 * minutes > limit_sec:
-                broken.append(
-                    f"run {scenario.number} was not begun after {minutes:.0f} min"
-                )
-                verdicts += [Verdict(fault) for fault in scenario.faults]
-                continue
-            print(f"{scenario}  ({minutes:.1f} min)", flush=True)
+            print(scenario, flush=True)
             counter.text = f"run {scenario.number}, {len(broken)} broken"
-            lines = _play_one(scenario, workshop, results, seed, verdicts)
+            rng = random.Random(f"{seed}/{scenario.number}")
+            expected = results[scenario.num_processes]
+            reached, lines = play(scenario, workshop, expected, rng)
+            lines = [f"{line} (run {scenario.number}, --seed {seed})" for line in lines]
             for line in lines:
                 print(f"  BROKEN {line}", flush=True)
+            verdicts += reached
             broken += lines
             counter.advance(len(scenario.faults))
+    for verdict in verdicts:
+        limit_sec = verdict.fault.within_sec
+        if (
+            limit_sec is not None
+            and verdict.sec is not None
+            and verdict.sec > limit_sec
+        ):
+            verdict.is_kept = False
+            broken.append(
+                f"{verdict.fault.name}: {verdict.sec:.1f} s instead of {limit_sec:g}"
+            )
     return verdicts, broken
 
 
-def _play_one(
-    scenario: Scenario,
-    workshop: Workshop,
-    results: dict[int, Result],
-    seed: int,
-    verdicts: list[Verdict],
-) -> list[str]:
-    """Play one scenario, append its verdicts, and return its broken promises. Its
-    folder is removed if there are none."""
-    names = {fault.name for fault in scenario.faults}
-    has_own = "compilation cache" in names
-    place = workshop.new_place(f"run-{scenario.number}", has_own_programs=has_own)
-    expected = results[scenario.num_processes]
-    found, why = play(scenario, place, expected, seed)
-    lines = [f"{x.fault.name}: {x.why}" for x in found if x.is_kept is False]
-    if why:
-        lines.append(f"at its end: {why}")
-        for verdict in found:
-            verdict.is_kept = False
-    verdicts += found
-    if not lines:
-        shutil.rmtree(place.root)
-    where = f"run {scenario.number} of --seed {seed}, in {place.root}"
-    return [f"{line} ({where})" for line in lines]
+def play(
+    scenario: Scenario, workshop: Workshop, expected: Result, rng: random.Random
+) -> tuple[list[Verdict], list[str]]:
+    """Disturb a run by the faults of a scenario one after the other, let it go on to
+    its end, and compare it with the undisturbed one. Its folder is removed if all
+    promises were kept.
+
+    Returns a verdict on each fault that was reached, and a line for each broken
+    promise. How long an answer may take is not looked at here.
+    """
+    names = [fault.name for fault in scenario.faults]
+    run = workshop.new_run(
+        f"run-{scenario.number}",
+        scenario.num_processes,
+        pace_sec=PACE_SEC,
+        has_own_programs="compilation cache" in names,
+    )
+    verdicts, broken = [], []
+    where = "before any fault"
+    with contextlib.ExitStack() as stack:
+        if any(fault.needs_mounts for fault in scenario.faults):
+            stack.enter_context(small_disk(run.place.disk))
+        stack.callback(run.close)
+        before = listing(run.place)
+        try:
+            for fault in scenario.faults:
+                where = fault.name
+                verdicts.append(Verdict(fault, False))
+                wait_for_moment(run, fault, rng)
+                run.mark()
+                verdicts[-1].sec = fault.act(run, rng)
+                verdicts[-1].is_kept = True
+            where = "at its end"
+            run.expect_end(0)
+            expect_same(read_result(run.place.run_dir), expected)
+            expect_nothing_left(run.place)
+            expect_untouched(before, listing(run.place))
+        except Broken as why:
+            broken = [f"{where}: {why}, in {run.place.root}"]
+            run.write_stacks()
+            run.close()
+            if where == "at its end":
+                verdicts = [dataclasses.replace(x, is_kept=False) for x in verdicts]
+            if run.place.disk.is_mount():
+                shutil.copytree(run.place.disk, run.place.root / "kept", symlinks=True)
+    if not broken:
+        shutil.rmtree(run.place.root)
+    return verdicts, broken
+
+
+def wait_for_moment(run: Run, fault: Fault, rng: random.Random) -> None:
+    """Bring a run into the state that a fault needs: resting on two checkpoints, or
+    some random steps on, or while it starts."""
+    num_steps = rng.randint(1, MAX_STEPS_BETWEEN)
+    if fault.may_be_early and rng.random() < EARLY_SHARE:
+        if not run.is_live:
+            run.start()
+        time.sleep(EARLY_SEC * rng.random())
+        return
+    if not run.is_live:
+        run.go_on()
+    run.wait_for_steps(num_steps)
+    if fault.state == "resting":
+        # With no checkpoint the next start would begin anew, and damage hit nothing.
+        run.wait_until(
+            lambda: len(run.saved_steps()) > 1 or run.has_ended(), "two checkpoints"
+        )
+        run.stop()
 
 
 def table_of(verdicts: Sequence[Verdict]) -> list[dict]:
@@ -228,13 +319,13 @@ def table_of(verdicts: Sequence[Verdict]) -> list[dict]:
     for fault in FAULTS:
         own = [x for x in verdicts if x.fault.name == fault.name]
         if own:
+            secs = [x.sec for x in own if x.sec is not None]
             rows.append(
                 {
                     "fault": fault.name,
                     "times": len(own),
-                    "kept": sum(x.is_kept is True for x in own),
-                    "not_reached": sum(x.is_kept is None for x in own),
-                    "max_sec": round(max(x.sec for x in own), 1),
+                    "kept": sum(x.is_kept for x in own),
+                    "max_sec": round(max(secs), 1) if secs else None,
                     "promise": fault.promise,
                 }
             )
@@ -245,9 +336,10 @@ def report(record: dict) -> list[str]:
     """Return the table, and the broken promises, as lines for a reader."""
     lines = ["", f"{'fault':24} times  kept  max s  promise"]
     for row in record["faults"]:
+        sec = "" if row["max_sec"] is None else f"{row['max_sec']:.1f}"
         lines.append(
-            f"{row['fault']:24} {row['times']:5}  {row['kept']:4}  "
-            f"{row['max_sec']:5.1f}  {row['promise']}"
+            f"{row['fault']:24} {row['times']:5}  {row['kept']:4}  {sec:>5}  "
+            f"{row['promise']}"
         )
     lines += ["", *(f"BROKEN {line}" for line in record["broken"])]
     total = f"{record['num_kept']} of {record['num_faults']} kept"

@@ -1,7 +1,7 @@
 """A run that faults disturb: its folders, its processes, and what it has written.
 
 A Run starts tools/launch/local.py with tools/faults/worker.py, waits for steps, and
-raises Broken as soon as a promise does not hold or a time limit has passed.
+raises Broken as soon as a promise does not hold.
 """
 
 import contextlib
@@ -13,26 +13,28 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from tools.faults.worker import ORDERS, PACE, PARAM
+from tools.faults.worker import DONE, ORDER, ORDERS, PACE, PARAM
 from train.launch.cluster import PROCESS_ID
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "tools" / "faults" / "chaos.gin"
 MARK = "MOEJAX_CHAOS_RUN"
-"""Environment variable by which the processes of one scenario are found."""
-
+"""Environment variable by which the processes of one run are found."""
 NUM_STEPS = 72
-PACE_SEC = 0.04
 STOPPED_SEC = 2.5
-MAX_RESTARTS = 8
+"""The launcher's --stopped_sec."""
+LIMIT_SEC = 600.0
+"""Longest wait for anything: what has not happened by then never will. Undisturbed
+runs, which compile every program, take the longest."""
 POLL_SEC = 0.03
+DISK_MIB = 16
+"""Size of the small file system: more than the logs and four checkpoints need."""
 STACKS_SEC = 1.0
 RESUMED = re.compile(r"^resumed at step (\d+)$", re.MULTILINE)
-START_SEC = 150.0
-"""Limit on the time from a start to the first step, with nothing compiled yet."""
 
 
 class Broken(Exception):
@@ -41,7 +43,8 @@ class Broken(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The folders of one run. Only `disk`, the caches, and `tmp` may change."""
+    """The folders of one run. Only `disk`, `orders`, `texts`, `tmp` and the two caches
+    may change."""
 
     root: pathlib.Path
     corpus: pathlib.Path
@@ -91,57 +94,29 @@ class Run:
     """One run directory, and the launcher that works on it, if one does."""
 
     def __init__(
-        self, place: Place, num_processes: int, limit_sec: float, pace_sec: float
+        self,
+        place: Place,
+        num_processes: int,
+        pace_sec: float,
+        params: tuple[str, ...] = (),
     ) -> None:
-        """`limit_sec` limits everything that is done with this run together. Each step
-        waits for `pace_sec`."""
+        """Each step waits for `pace_sec`. `params` are more bindings of gin."""
         self.place, self.num_processes = place, num_processes
-        self._pace_sec = pace_sec
-        self._end_sec = time.monotonic() + limit_sec
+        self._pace_sec, self._params = pace_sec, params
         self._num_starts = 0
         self._mark = 0
         self._min_step = 0
-        self.spoiled: set[int] = set()
-        """Steps of the checkpoints that were damaged since the last start."""
         self._launcher: subprocess.Popen | None = None
 
-    def close(self) -> None:
-        """Kill the launcher and its processes, also those that it has left behind."""
-        if self._launcher is not None:
-            self._launcher.kill()
-            self._launcher.wait()
-        for pid in marked_pids(self.place.root):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def write_stacks(self) -> None:
-        """Let the processes that are still there write the stacks of their threads, to
-        `texts` or to their logs, as train.launch.processes has prepared them to."""
-        pids = marked_pids(self.place.root)
-        workers = [pid for pid in pids if PROCESS_ID in read_environ(pid)]
-        for pid in workers:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
-        if workers:
-            time.sleep(STACKS_SEC)
-
-    @property
-    def is_live(self) -> bool:
-        return self._launcher is not None
-
-    def is_launcher_alive(self) -> bool:
-        """Return whether the launcher that was started last still runs."""
-        return self._launcher is not None and self._launcher.poll() is None
-
     def start(self, param: str = "") -> None:
-        """Start the launcher. `param` is an order of the form 'index:binding' (worker).
+        """Start the launcher. `param` is a binding for one process alone, of the form
+        'index:binding'.
 
         What the processes print goes to a new file below `texts`.
         """
         assert not self.is_live
         self._num_starts += 1
-        self._mark = 0
-        self._note_saved()
+        self.mark()
         with self._text.open("wb") as text:
             self._launcher = subprocess.Popen(
                 self._command(),
@@ -152,34 +127,19 @@ class Run:
                 stderr=subprocess.STDOUT,
             )
 
-    def text(self, *, is_new: bool = False) -> str:
-        """Return what the processes have printed since the last start; if `is_new`,
-        only what came after the last call of `mark`."""
-        if not self._num_starts:
-            return ""
-        text = self._text.read_text(errors="replace")
-        return text[self._mark :] if is_new else text
-
     def mark(self) -> None:
-        """Note how much has been printed by now, and what has been saved."""
-        self._note_saved()
-        self._mark = len(self.text())
+        """Note what has been printed and saved by now: `text` and `go_on` look at what
+        comes after."""
+        self._mark = len(self.text()) if self.is_live else 0
+        self._min_step = max(self.saved_steps(), default=0)
 
-    def expect_resumed(self) -> None:
-        """Raise Broken if the last attempt has begun before the step of the newest good
-        checkpoint that was there at the last start or `mark`."""
-        steps = RESUMED.findall(self.text(is_new=True))
-        step = int(steps[-1]) if steps else 0
-        if step < self._min_step:
-            raise Broken(f"went on from step {step}, but {self._min_step} was saved")
+    def text(self) -> str:
+        """Return what the processes have printed since the last start."""
+        return self._text.read_text(errors="replace") if self._num_starts else ""
 
-    def expect_resumed_from(self, step: int) -> None:
-        """Let `expect_resumed` accept no earlier step than this one."""
-        self._min_step = max(self._min_step, step)
-
-    def _note_saved(self) -> None:
-        good = [step for step in self.saved_steps() if step not in self.spoiled]
-        self._min_step = max(good, default=0)
+    def new_text(self) -> str:
+        """Return what the processes have printed since the last `mark`."""
+        return self.text()[self._mark :]
 
     def error(self) -> str:
         """Return the last error line of the last start, or its last line."""
@@ -187,67 +147,97 @@ class Run:
         errors = [x for x in lines if "error: " in x[:12]]
         return (errors or [x for x in lines if not x.startswith("{")] or [""])[-1]
 
-    def wait_until(
-        self, is_so: Callable[[], object], what: str, limit_sec: float
-    ) -> float:
-        """Wait until is_so() is true, and return the seconds that it took.
+    @property
+    def is_live(self) -> bool:
+        """Whether a launcher was started whose end nobody has waited for."""
+        return self._launcher is not None
 
-        Raises Broken after limit_sec, and when the time of the whole run is up.
+    def has_ended(self) -> bool:
+        """Return whether the launcher that was started last has ended."""
+        return self._launcher is None or self._launcher.poll() is not None
+
+    def go_on(self, min_step: int | None = None) -> None:
+        """Start the run if it does not run, and wait until it has compiled its step.
+
+        Raises Broken if it ends before, or if it goes on from a step before `min_step`
+        (by default that of the newest checkpoint at the last start or `mark`).
         """
-        start_sec = time.monotonic()
-        while not is_so():
-            now_sec = time.monotonic()
-            if now_sec > min(start_sec + limit_sec, self._end_sec):
-                raise Broken(f"after {now_sec - start_sec:.0f} s still not: {what}")
-            time.sleep(POLL_SEC)
-        return time.monotonic() - start_sec
+        if not self.is_live:
+            self.start()
 
-    def wait_for_end(self, limit_sec: float) -> int:
-        """Wait until the launcher has ended, and return its exit code."""
-        self.wait_until(
-            lambda: self._launcher.poll() is not None, "the launcher ends", limit_sec
-        )
-        code, self._launcher = self._launcher.returncode, None
-        return code
-
-    def expect_end(self, code: int, limit_sec: float) -> None:
-        """Wait until the launcher has ended with this exit code, or raise Broken."""
-        found = self.wait_for_end(limit_sec)
-        if found != code:
-            raise Broken(f"exit code {found} instead of {code}: {self.error()[:300]}")
-        if (
-            code >= 0
-            and "Traceback (most recent" in self.text().rpartition("starting again")[2]
-        ):
-            raise Broken(
-                f"exit code {code}, but with a traceback: {self.error()[:300]}"
-            )
-
-    def wait_for_begin(self) -> bool:
-        """Wait until the attempt that began after the last `mark` has compiled its
-        step, and return True; False if the launcher ends before."""
+        def attempt() -> str:
+            return self.new_text().rpartition("starting again")[2]
 
         def has_begun() -> bool:
-            return "\ncompiled for " in self.text(is_new=True)
+            return "\ncompiled for " in attempt()
 
-        def is_decided() -> bool:
-            return has_begun() or not self.is_launcher_alive()
+        self.wait_until(lambda: has_begun() or self.has_ended(), "the first step")
+        if not has_begun():
+            raise Broken(f"ended before a step: {self.error()[:300]}")
+        steps = RESUMED.findall(attempt())
+        step = int(steps[-1]) if steps else 0
+        wanted = self._min_step if min_step is None else min_step
+        if step < wanted:
+            raise Broken(f"went on from step {step}, but {wanted} was saved")
 
-        self.wait_until(is_decided, "the first step", START_SEC)
-        return has_begun()
+    def wait_until(self, is_so: Callable[[], object], what: str) -> float:
+        """Wait until is_so() is true, and return the seconds that it took. Raises
+        Broken after LIMIT_SEC."""
+        start_sec = time.monotonic()
+        while not is_so():
+            if time.monotonic() - start_sec > LIMIT_SEC:
+                raise Broken(f"after {LIMIT_SEC:.0f} s still not: {what}")
+            time.sleep(POLL_SEC)
+        return time.monotonic() - start_sec
 
     def wait_for_steps(self, count: int) -> None:
         """Wait until `count` more steps are logged. Raises Broken when the launcher
         ends before."""
         goal = self.last_step() + count
+        self.wait_until(
+            lambda: self.last_step() >= goal or self.has_ended(), f"step {goal}"
+        )
+        if self.last_step() < goal:
+            raise Broken(f"ended before step {goal}: {self.error()[:300]}")
 
-        def is_there() -> bool:
-            if self.is_launcher_alive():
-                return self.last_step() >= goal
-            code = self.wait_for_end(1.0)
-            raise Broken(f"ended with {code} before step {goal}: {self.error()[:300]}")
+    def expect_end(self, code: int) -> float:
+        """Wait until the launcher has ended with this exit code, without a traceback,
+        and return the seconds that it took."""
+        sec = self.wait_until(self.has_ended, "the launcher ends")
+        found, self._launcher = self._launcher.returncode, None
+        if found != code:
+            raise Broken(f"exit code {found} instead of {code}: {self.error()[:300]}")
+        last_attempt = self.text().rpartition("starting again")[2]
+        if code >= 0 and "Traceback (most recent" in last_attempt:
+            raise Broken(f"exit code {code}, with a traceback: {self.error()[:300]}")
+        return sec
 
-        self.wait_until(is_there, f"step {goal}", START_SEC)
+    def expect_gone(self, pids: list[int]) -> float:
+        """Wait until these processes are gone, and return the seconds that it took."""
+        what = f"all of the processes {pids} are gone"
+        return self.wait_until(lambda: not any(map(is_running, pids)), what)
+
+    def stop(self) -> float:
+        """Ask the launcher to stop, expect 75, and return the seconds until then."""
+        self.signal_launcher(signal.SIGTERM)
+        return self.expect_end(75)
+
+    def signal_launcher(self, number: int) -> None:
+        self._launcher.send_signal(number)
+
+    def give(self, order: dict[str, object]) -> dict[str, object]:
+        """Give an order to the process that it names (tools/faults/worker.py), and
+        return the process's report that it obeys."""
+        folder = self.place.orders
+        (folder / "new").write_text(json.dumps(order))
+        (folder / "new").rename(folder / ORDER)
+        report = folder / DONE
+        self.wait_until(lambda: report.exists() or self.has_ended(), "a report")
+        if not report.exists():
+            raise Broken(f"ended before it obeyed an order: {self.error()[:300]}")
+        done = json.loads(report.read_text())
+        report.unlink()
+        return done
 
     def last_step(self) -> int:
         """Return the last step in metrics.jsonl, 0 if there is none."""
@@ -265,26 +255,33 @@ class Run:
         found: list[int] = []
 
         def are_all() -> bool:
-            if not self.is_launcher_alive():
+            if self.has_ended():
                 raise Broken(f"ended before the fault: {self.error()[:300]}")
             found[:] = self._children()
             return len(found) == self.num_processes
 
-        self.wait_until(are_all, f"{self.num_processes} processes", START_SEC)
+        self.wait_until(are_all, f"{self.num_processes} processes")
         return found
 
-    def signal_launcher(self, number: int) -> None:
-        self._launcher.send_signal(number)
+    def write_stacks(self) -> None:
+        """Let the processes that are still there write the stacks of their threads, to
+        `texts` or to their logs, as train.launch.processes has prepared them to."""
+        pids = marked_pids(self.place.root)
+        workers = [pid for pid in pids if PROCESS_ID in read_environ(pid)]
+        for pid in workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        if workers:
+            time.sleep(STACKS_SEC)
 
-    def expect_gone(self, pids: list[int], limit_sec: float) -> float:
-        """Wait until these processes are gone, and return the seconds that it took."""
-        what = f"all of the processes {pids} are gone"
-        return self.wait_until(lambda: not any(map(is_running, pids)), what, limit_sec)
-
-    def stop(self, limit_sec: float) -> None:
-        """Ask the launcher to stop, and expect 75 with everything saved."""
-        self.signal_launcher(signal.SIGTERM)
-        self.expect_end(75, limit_sec)
+    def close(self) -> None:
+        """Kill the launcher and its processes, also those that it has left behind."""
+        if self._launcher is not None:
+            self._launcher.kill()
+            self._launcher.wait()
+        for pid in marked_pids(self.place.root):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     @property
     def _text(self) -> pathlib.Path:
@@ -303,7 +300,7 @@ class Run:
     def _command(self) -> list[str]:
         place, python = self.place, sys.executable
         launcher = [python, str(ROOT / "tools" / "launch" / "local.py"), "--json"]
-        launcher += ["-n", str(self.num_processes), f"--max_restarts={MAX_RESTARTS}"]
+        launcher += ["-n", str(self.num_processes), "--max_restarts=8"]
         launcher += ["--backoff_sec=0.1", f"--stopped_sec={STOPPED_SEC}", "--"]
         worker = [str(ROOT / "tools" / "faults" / "worker.py"), "--json"]
         worker += [f"--gin_file={CONFIG}", f"--run_dir={place.run_dir}"]
@@ -311,6 +308,7 @@ class Run:
             f"Data.corpus = '{place.corpus}'",
             f"Balance.calibration = '{place.speeds}'",
             f"Train.num_steps = {NUM_STEPS}",
+            *self._params,
         )
         return launcher + worker + [f"--gin_param={param}" for param in params]
 
@@ -371,6 +369,43 @@ def read_environ(pid: int) -> dict[str, str]:
 
 
 def marked_pids(root: pathlib.Path) -> list[int]:
-    """Return the ids of all living processes that a scenario has started."""
+    """Return the ids of all living processes that a run has started."""
     pids = [int(x.name) for x in pathlib.Path("/proc").glob("[0-9]*")]
     return [p for p in pids if read_environ(p).get(MARK) == str(root) and is_running(p)]
+
+
+@contextlib.contextmanager
+def small_disk(folder: pathlib.Path) -> Iterator[None]:
+    """Mount a file system of DISK_MIB on a folder while the block runs."""
+    mount("-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", folder)
+    try:
+        yield
+    finally:
+        unmount(folder)
+
+
+def can_mount() -> bool:
+    """Return whether this process can mount a file system."""
+    if os.geteuid() != 0:
+        return False
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        try:
+            with small_disk(pathlib.Path(name)):
+                return True
+        except (OSError, subprocess.CalledProcessError):
+            return False
+
+
+def mount(*words: object) -> None:
+    subprocess.run(["mount", *map(str, words)], check=True, capture_output=True)
+
+
+def unmount(folder: pathlib.Path) -> None:
+    """Unmount a folder, also if a process that is being killed still uses it."""
+    subprocess.run(["umount", "--lazy", str(folder)], check=True, capture_output=True)
+
+
+def mounts_below(root: pathlib.Path) -> list[str]:
+    """Return the folders below `root` on which something is mounted."""
+    lines = pathlib.Path("/proc/self/mounts").read_text().splitlines()
+    return [line.split()[1] for line in lines if line.split()[1].startswith(f"{root}/")]

@@ -3,7 +3,8 @@
 tools/chaos.py starts this program instead of train/main.py, so that the product needs
 no hooks. Three environment variables give its orders:
 
-    MOEJAX_CHAOS_ORDERS      folder in which an order to flip a bit appears (FLIP)
+    MOEJAX_CHAOS_ORDERS      folder in which an order may appear: to flip a bit, or to
+                             die in the next save
     MOEJAX_CHAOS_PACE_SEC    seconds that each step waits, so that faults hit every part
                              of a run that would last two seconds
     MOEJAX_CHAOS_PARAM       'index:binding', a gin binding for one process alone
@@ -12,6 +13,7 @@ no hooks. Three environment variables give its orders:
 import json
 import os
 import pathlib
+import signal
 import sys
 import time
 
@@ -23,42 +25,60 @@ from train.launch.cluster import PROCESS_ID  # noqa: E402
 from train.launch.program import end  # noqa: E402
 
 ORDERS, PACE, PARAM = (f"MOEJAX_CHAOS_{x}" for x in ("ORDERS", "PACE_SEC", "PARAM"))
-FLIP, FLIPPED = "flip.json", "flipped.json"
-"""An order to flip a bit, and the report that it has been done."""
+ORDER, DONE = "order.json", "done.json"
+"""An order to one process, and its report that it obeys."""
+FLIP, DIE_IN_SAVE = "flip", "die in save"
 
 
 def disturbed_run(cfg, args, process) -> int:
-    """Do what main.run does, with a wrapper around the function that the training loop
-    calls before each step. jax, which it imports, has its flags by now."""
+    """Do what main.run does, with wrappers around the function that the training loop
+    calls before each step, and around the start of a save. jax, which they import, has
+    its flags by now."""
     from train.balance.balancing import Balancing
+    from train.checkpoint.writer import Writer
 
-    before = Balancing.before
-    orders = pathlib.Path(os.environ[ORDERS])
+    before, start = Balancing.before, Writer.start
     pace_sec = float(os.environ[PACE])
 
-    def slower(self, step: int, state):
+    def before_slowly(self, step: int, state):
         time.sleep(pace_sec)
-        return flip_if_ordered(orders, step, before(self, step, state))
+        state = before(self, step, state)
+        if order := take_order(FLIP):
+            leaf, device, state = flip(state, order)
+            report(order | {"leaf": leaf, "device": device, "step": step})
+        return state
 
-    Balancing.before = slower
+    def start_and_die(self, step: int, *words, **named):
+        start(self, step, *words, **named)
+        if order := take_order(DIE_IN_SAVE):
+            report(order | {"step": step})
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Balancing.before, Writer.start = before_slowly, start_and_die
     return run(cfg, args, process)
 
 
-def flip_if_ordered(orders: pathlib.Path, step: int, state):
-    """Return the state, with one bit flipped if an order names this process."""
-    try:
-        order = json.loads((orders / FLIP).read_text())
-    except FileNotFoundError:
-        return state
+def take_order(kind: str) -> dict:
+    """Return the order of this kind to this process, and remove it; {} if there is
+    none."""
     import jax
 
-    if order["process"] != jax.process_index():
-        return state
-    name, device, state = flip(state, order)
-    report = order | {"leaf": name, "device": device, "step": step}
-    (orders / FLIP).unlink()
-    (orders / FLIPPED).write_text(json.dumps(report))
-    return state
+    path = pathlib.Path(os.environ[ORDERS]) / ORDER
+    try:
+        order = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    if (order["kind"], order["process"]) != (kind, jax.process_index()):
+        return {}
+    path.unlink()
+    return order
+
+
+def report(done: dict) -> None:
+    """Write that an order is obeyed."""
+    folder = pathlib.Path(os.environ[ORDERS])
+    (folder / "report").write_text(json.dumps(done))
+    (folder / "report").rename(folder / DONE)
 
 
 def flip(state, order: dict):
@@ -68,6 +88,7 @@ def flip(state, order: dict):
     numbers `leaf`, `device` and `element` of the order count modulo what there is.
     """
     import jax
+    import numpy as np
 
     from train.checkpoint.checksum import named_leaves
 
@@ -81,24 +102,16 @@ def flip(state, order: dict):
     ]
     chosen = names[order["leaf"] % len(names)]
     leaf = named_leaves(state)[chosen]
-    shards = leaf.addressable_shards
-    wrong = order["device"] % len(shards)
-    parts = [shard.data for shard in shards]
-    parts[wrong] = _flip_one(parts[wrong], order["element"], order["bit"])
+    parts = [shard.data for shard in leaf.addressable_shards]
+    wrong = order["device"] % len(parts)
+    host = np.array(parts[wrong])
+    words = host.reshape(-1).view(np.uint32)
+    words[order["element"] % words.size] ^= np.uint32(1 << order["bit"])
+    device = parts[wrong].device
+    parts[wrong] = jax.device_put(host, device)
     copy = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
     state = jax.tree.map(lambda x: copy if x is leaf else x, state)
-    return chosen, shards[wrong].device.id, state
-
-
-def _flip_one(part, element: int, bit: int):
-    """Return a single-device array with one bit of one float32 element flipped."""
-    import jax
-    import numpy as np
-
-    host = np.array(part)
-    words = host.reshape(-1).view(np.uint32)
-    words[element % words.size] ^= np.uint32(1 << bit)
-    return jax.device_put(host, part.device)
+    return chosen, device.id, state
 
 
 def obey_param() -> None:

@@ -32,7 +32,6 @@ sys.path[0] = str(ROOT)  # this folder's modules are tools.x, never top-level na
 
 from tools.launch import workers  # noqa: E402
 from tools.launch.arguments import new_parser  # noqa: E402
-from tools.launch.lines import say  # noqa: E402
 from train.launch.program import BAD_INPUT, DONE, FAILED, PREEMPTED, emit, refuse  # noqa: E402
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -141,13 +140,13 @@ def supervise(
         num_counted += may_restart and not is_free
         ending = f"attempt {len(attempts)} ended with {code}: {verdict.cause}"
         if not may_restart or requests.to_stop or not verdict.are_gone:
-            say(ending)
+            workers.say(ending)
             return code, attempts
         if num_counted > args.max_restarts:
-            say(f"{ending}; --max_restarts={args.max_restarts} are used up")
+            workers.say(f"{ending}; --max_restarts={args.max_restarts} are used up")
             return code, attempts
         wait_sec = _backoff_sec(code, num_counted, args.backoff_sec)
-        say(
+        workers.say(
             f"{ending}; starting again in {wait_sec:g} s "
             f"({num_counted} of --max_restarts={args.max_restarts} counted)"
         )
@@ -155,7 +154,7 @@ def supervise(
         while time.monotonic() < end_sec and not requests.to_stop:
             time.sleep(workers.POLL_SEC)
         if requests.to_stop:
-            say("asked to stop: not starting again")
+            workers.say("asked to stop: not starting again")
             return code, attempts
 
 

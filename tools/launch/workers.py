@@ -7,6 +7,7 @@ seconds later: 0.05 to notice the death, stacks_sec (1) to print the stacks of t
 others, 1 to end them, 0.5 to read their last lines.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import os
@@ -17,8 +18,8 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import IO
 
-from tools.launch.lines import pass_on, say
 from train.launch.cluster import (
     ATTEMPT,
     COORDINATOR,
@@ -32,8 +33,13 @@ from train.launch.program import BAD_INPUT, DONE, FAILED, PREEMPTED
 
 KILLED, INTERRUPTED = 128 + signal.SIGKILL, 128 + signal.SIGINT
 POLL_SEC, END_SEC, DRAIN_SEC = 0.05, 1.0, 0.5
+NOISE = (b"[Gloo] Rank ", b"Expected number of connected peer ranks")
+"""Parts of lines that are dropped. Gloo prints one with both on stdout for every group
+of devices, in every process. Several threads print at once, so a line may hold the end
+of another one alone."""
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_TERMINAL = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +98,53 @@ class _Child:
         return f"process {self.index} (pid {self.process.pid})"
 
 
+def pass_on(process: subprocess.Popen, index: int) -> list[threading.Thread]:
+    """Start and return threads that copy what a process prints to our own stdout and
+    stderr, until its pipes are closed. Lines are never mixed, and those of process 3
+    begin with '[3] '; those of process 0 stay as they are.
+
+    A pipe is read to its end even when our own output takes nothing, since the process
+    would block otherwise: lines are lost then.
+    """
+    prefix = f"[{index}] ".encode() if index else b""
+
+    def copy(pipe: IO[bytes], to: int) -> None:
+        has_reader = True
+        with pipe:
+            for line in pipe:
+                if not has_reader or is_noise(line):
+                    continue
+                try:
+                    _write(to, prefix + line.removesuffix(b"\n") + b"\n")
+                except BrokenPipeError:
+                    has_reader = False
+                    # The reader is gone: the same as a request to stop.
+                    os.kill(os.getpid(), signal.SIGTERM)
+                except OSError:  # a full disk, or a lost terminal
+                    continue
+
+    threads = [
+        threading.Thread(target=copy, args=(pipe, to), daemon=True)
+        for pipe, to in ((process.stdout, 1), (process.stderr, 2))
+        if pipe is not None
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def is_noise(line: bytes) -> bool:
+    """Return whether a line is a message of Gloo that tells people nothing."""
+    return any(part in line for part in NOISE)
+
+
+def say(event: str) -> None:
+    """Print an event of the launcher itself on stderr. A line that stderr does not take
+    is lost, since what the launcher does with its processes matters more."""
+    with contextlib.suppress(OSError):
+        _write(2, f"launch_local: {event}\n".encode())
+
+
 @dataclasses.dataclass(frozen=True)
 class Workers:
     """Command of the workers, and how each of them is started."""
@@ -146,6 +199,12 @@ def free_port(but_not: int = 0) -> int:
             port = listener.getsockname()[1]
         if port != but_not:
             return port
+
+
+def _write(to: int, text: bytes) -> None:
+    with _TERMINAL:
+        while text:
+            text = text[os.write(to, text) :]
 
 
 def _start(workers: Workers, index: int) -> _Child:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from tools.launch import workers
-from tools.launch.lines import is_noise, pass_on
+from tools.launch.workers import is_noise, pass_on
 from tools.testbed import network
 from tools.testbed import quota as testbed_quota
 from tools.testbed.lock import (

@@ -14,14 +14,14 @@ import time
 import pytest
 
 from tests.support.pids import LIMIT_SEC, is_alive, wait_until_gone
-from tools.launch.lines import is_noise
+from tools.launch.workers import is_noise
 
 LAUNCHER = pathlib.Path(__file__).resolve().parents[3] / "tools" / "launch" / "local.py"
-STACKS_SEC = 3.0
-"""Time in which the processes print their stacks, on a busy machine."""
+STACKS_SEC = 60.0
+"""Longest wait for stacks. A process ends once it has printed its own."""
 START = """
 import faulthandler, os, pathlib, signal, subprocess, sys, time
-faulthandler.register(signal.SIGUSR1)
+faulthandler.register(signal.SIGUSR1, chain=True)
 me, folder = int(os.environ["MOEJAX_PROCESS_ID"]), pathlib.Path(sys.argv[1])
 def attempt():
     with open(folder / f"starts-{me}", "a") as f: f.write(os.environ["MOEJAX_ATTEMPT"])
@@ -188,7 +188,7 @@ def test_workers_that_recover_end_with_0(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("short_sec", "code"), [(0, 0), (60, 75)])
+@pytest.mark.parametrize(("short_sec", "code"), [(0, 0), (600, 75)])
 def test_a_saved_attempt_is_counted_only_when_it_was_short(tmp_path, short_sec, code):
     program = "sys.exit(75 if attempt() < 3 else 0)"
     with launch(tmp_path, program, 2, short_sec=short_sec) as launched:
@@ -234,7 +234,7 @@ def test_a_process_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_pat
         record, _, err = launched.end()
         wait_until_gone(pids)
     assert record["exit_code"] == 137
-    assert record["attempts"][0]["codes"] == [75, None, None]
+    assert record["attempts"][0]["codes"][1:] == [None, None]
     assert "within --grace_sec=2 of SIGTERM" in err
 
 
