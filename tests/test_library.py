@@ -235,7 +235,7 @@ BAD_SETUPS = {
         ["num_shared_experts=1", "your model"],
     ),
     "compression": (
-        {"dispatch": Dispatch(domain=(1, 2), compression="delta")},
+        {"dispatch": Dispatch(domain=(1, 2), compression=8.0)},
         ["state of a training loop", "Dispatch.compression"],
     ),
     "dense training": (

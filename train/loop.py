@@ -49,10 +49,8 @@ from train.step.gpu_options import options_line
 from train.step.state import (
     TrainState,
     abstract_state,
-    compresses_gradients,
     init_state,
     with_new_tracked,
-    with_zero_residual,
 )
 
 
@@ -343,24 +341,15 @@ def restore(job: Job, checkpointer: Checkpointer, say):
 
     model = job.model
     abstract = abstract_state(model.run, model.optimizer, model.layout.store)
-    cfg, residual = job.cfg, "gradient_residual"
-    restored = checkpointer.restore(
-        abstract,
-        check=check,
-        without=lambda meta: (
-            () if identity.has_same_residual_layout(meta, cfg) else (residual,)
-        ),
-    )
+    restored = checkpointer.restore(abstract, check=check)
     if restored is None:
         return None, None
     say(f"resumed at step {restored.step}")
     state = restored.state
-    if state.tracked is not None and not identity.has_same_sharding(restored.meta, cfg):
+    is_other = not identity.has_same_sharding(restored.meta, job.cfg)
+    if state.tracked is not None and is_other:
         say("the domains have changed: their copies of experts start afresh")
         state = with_new_tracked(state, model.run)
-    if compresses_gradients(model.layout) and state.gradient_residual is None:
-        say("the checkpoint has no gradient residuals that fit; starting from zero")
-        state = with_zero_residual(state, model.run)
     return state, restored.meta
 
 

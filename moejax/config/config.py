@@ -130,13 +130,11 @@ class Config:
         )
         if not moe.expert_bias:
             return
-        for field, off in (("compression", "none"), ("gradient_compression", None)):
-            value = getattr(self.dispatch, field)
-            require(
-                value == off,
-                f"{here} has biases, which are not compressed: use Dispatch.{field}="
-                f"{off!r}, not {value!r}",
-            )
+        require(
+            self.dispatch.compression is None,
+            f"{here} has biases, which are not compressed: use Dispatch.compression="
+            f"None, not {self.dispatch.compression}",
+        )
         parts = self.expert_shards * num_resting(self)
         require(
             self.model.d_model % parts == 0,

@@ -21,7 +21,6 @@ from moejax.plan.layout import (
     Split,
     Store,
 )
-from moejax.plan.parallel import Form
 from moejax.plan.schedule_rules import SCHEDULES, Schedule
 
 
@@ -64,17 +63,10 @@ class Dispatch:
     """Size of a domain along (dc, expert), in devices. The devices of a domain gather
     one another's experts, so that rows travel between domains only. 'auto' takes the
     domain that is fastest by the speeds of Balance.calibration."""
-    compression: Form = "none"
-    """How the experts that a domain gathers are compressed in training
-    (docs/compression.md). 'none' sends whole weights. The other forms send the largest
-    entries of a difference: 'residual' to the mean of all experts (HybridEP's own
-    baseline), 'delta' to what the receivers hold already."""
-    compression_ratio: float = 50.0
-    """Target compression ratio of gathered experts: 50 sends 1/50 of the bytes."""
-    gradient_compression: float | None = None
-    """Target compression ratio of the gradients of gathered experts: 50 sends 1/50 of
-    the bytes. The largest entries travel, once a step, and a device keeps the rest as a
-    residual for the next step. None: gradients travel whole."""
+    compression: float | None = None
+    """Target compression ratio of the experts that a domain gathers in training: 50
+    sends 1/50 of the bytes. An owner sends the largest entries of the difference to the
+    copies that the other devices hold (docs/compression.md). None: whole experts."""
     rows_per_peer: int | None = None
     """Number of rows that one device can send to one other in round 0 of the exchange;
     None: buffer_factor times the even share."""
@@ -127,15 +119,13 @@ class Dispatch:
         require_min(self, 1, "rows_per_peer", "slots_per_device", "expert_shards")
         require_min(self, 1, "home_chunks")
         require_min(self, 0, "offers_per_device", "copies_per_device")
-        require_min(self, 1, "compression_ratio", "gradient_compression")
-        for field, off in (("compression", "none"), ("gradient_compression", None)):
-            value = getattr(self, field)
-            require(
-                value == off or self.domain != (1, 1),
-                f"Dispatch.{field}={value!r} compresses experts that a domain gathers, "
-                f"and Dispatch.domain is (1, 1), which gathers none: use a larger "
-                f"domain or 'auto', or {field}={off!r}",
-            )
+        require_min(self, 1, "compression")
+        require(
+            self.compression is None or self.domain != (1, 1),
+            f"Dispatch.compression={self.compression} compresses experts that a domain "
+            "gathers, and Dispatch.domain is (1, 1), which gathers none: use a larger "
+            "domain or 'auto', or compression=None",
+        )
         require(
             self.buffer_factor > 0,
             f"Dispatch.buffer_factor={self.buffer_factor} must be > 0",

@@ -57,9 +57,6 @@ class LayerTraffic:
     """
     compression: float = 1.0
     """Compression ratio of gathered experts: 50 sends 1/50 of the bytes, 1 all."""
-    gradient_compression: float | None = None
-    """Compression ratio of their gradients, which then travel once a step; None: they
-    travel whole."""
     num_micro_batches: int = 1
     """Number of micro-batches per step. Traffic of once a step is divided by it."""
     is_training: bool = True
@@ -88,19 +85,16 @@ class LayerTraffic:
     def num_gathered(self) -> int:
         """Number of times that experts are gathered.
 
-        Experts that move once a step stay for the backward pass.
+        Compressed experts move once a step, and stay for the backward pass.
         """
-        is_repeated = self.remat != "none" and not self.moves_once
+        is_repeated = self.remat != "none" and not self.is_compressed
         return 1 + self.is_training * is_repeated
 
     @property
-    def moves_once(self) -> bool:
-        """Whether experts move once a step, before its first micro-batch.
-
-        They do where they are compressed, or where their gradients are, since the
-        gradients are then summed over micro-batches before they travel.
-        """
-        return self.compression > 1 or self.gradient_compression is not None
+    def is_compressed(self) -> bool:
+        """Whether experts travel compressed: once a step, before its first
+        micro-batch."""
+        return self.compression > 1
 
 
 @shown_by("choice")
@@ -183,10 +177,8 @@ def predict(
     _check(stream, domain)
     forward = _expert_terms(stream, domain, calibration, "all_gather")
     backward = _expert_terms(stream, domain, calibration, "reduce_scatter")
-    if stream.gradient_compression is not None:
-        backward = [_compressed_gradient_term(stream, domain, calibration)]
     gather_sec = sum(term.sec for term in forward) / stream.num_gathered
-    is_hidden = stream.is_prefetched and not stream.moves_once
+    is_hidden = stream.is_prefetched and not stream.is_compressed
     num_hidden = stream.num_gathered if is_hidden and gather_sec > 0 else 0
     hidden_sec = num_hidden * min(stream.pre_expert_sec, gather_sec)
     is_summed = stream.is_training and stream.dense_sec > 0
@@ -214,7 +206,7 @@ def _expert_terms(
     Each level sends the experts that all slower levels have gathered.
     """
     size_bytes, count = stream.expert_bytes / stream.compression, stream.num_gathered
-    parts = stream.num_micro_batches if stream.moves_once else 1
+    parts = stream.num_micro_batches if stream.is_compressed else 1
     if collective == "reduce_scatter":
         size_bytes, count, parts = stream.expert_bytes, int(stream.is_training), 1
     levels = []
@@ -226,23 +218,6 @@ def _expert_terms(
         )
         levels.append(terms.split_term(term, parts))
     return levels
-
-
-def _compressed_gradient_term(
-    stream: LayerTraffic, domain: DomainSizes, calibration: Calibration
-) -> Term:
-    """Return the term of compressed gradients.
-
-    They travel over all levels at once, since their entries cannot be added up level by
-    level.
-    """
-    group = dict(zip(stream.sizes, domain, strict=True))
-    size_bytes = math.prod(domain) * stream.expert_bytes / stream.gradient_compression
-    leaving = leaving_bytes("all_to_all", size_bytes, math.prod(domain))
-    count = int(stream.is_training)
-    sizes = (group, leaving, count, "gradients")
-    term = terms.collective_term(calibration, "all_to_all", *sizes)
-    return terms.split_term(term, stream.num_micro_batches)
 
 
 def _row_terms(

@@ -19,16 +19,8 @@ another one. A device sends rows to the device at its own index in each other do
 import dataclasses
 import itertools
 import math
-import typing
-from typing import Literal
 
 from moejax.plan.schedule_rules import SCHEDULES, Schedule, ScheduleRules
-
-Form = Literal["none", "residual", "delta"]
-"""Compression of the experts that a domain gathers (moejax.moe.weights.compression).
-'none' gathers whole weights. 'residual' sends the largest entries of each expert's
-difference from the mean of all experts, and 'delta' those of its difference from what
-the receivers already hold."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,25 +119,14 @@ class Domain:
     shared: tuple[int, ...]
     """Number of neighbouring devices along each mesh axis that form one domain; a
     divisor of the axis's size."""
-    form: Form = "none"
-    """Compression of the experts that the devices of a domain gather."""
-    ratio: float = 1.0
-    """Target compression ratio of gathered experts: 50 sends 1/50 of the bytes."""
-    gradient_compression: float | None = None
-    """Target compression ratio of expert gradients on their way to the owners: 50 sends
-    1/50 of the bytes. None sends whole gradients."""
+    compression: float | None = None
+    """Target compression ratio of gathered experts: 50 sends 1/50 of the bytes. None
+    sends whole experts (moejax.moe.weights.compression)."""
 
     def __post_init__(self) -> None:
-        forms = typing.get_args(Form)
-        if self.form not in forms or not self.ratio >= 1:
+        if self.compression is not None and not self.compression >= 1:
             raise ValueError(
-                f"a domain's form='{self.form}' must be one of {', '.join(forms)}, and "
-                f"its ratio={self.ratio} must be at least 1"
-            )
-        if self.gradient_compression is not None and not self.gradient_compression >= 1:
-            raise ValueError(
-                f"a domain's gradient_compression={self.gradient_compression} must be "
-                "at least 1, or None"
+                f"a domain's compression={self.compression} must be at least 1, or None"
             )
         for name in ("sizes", "shared"):  # JSON makes them lists
             object.__setattr__(self, name, tuple(getattr(self, name)))

@@ -129,10 +129,7 @@ def _choose_domain(
         shared = shared[1:]
     if max(shared) == 1:
         return None, choice
-    form, ratio = dispatch.compression, dispatch.compression_ratio
-    forward = ("none", 1.0) if form == "none" else (form, ratio)
-    backward = dispatch.gradient_compression
-    return Domain(tuple(sizes.values()), shared, *forward, backward), choice
+    return Domain(tuple(sizes.values()), shared, dispatch.compression), choice
 
 
 def possible_schedules(cfg: Config) -> tuple[str, ...]:
@@ -189,7 +186,7 @@ def layer_traffic(cfg: Config, calibration: Calibration) -> choose_domain.LayerT
         pre_expert_sec=other_flops_per_device(cfg) / calibration.flops_per_sec,
         expert_sec=2 * rows * expert_weights / calibration.flops_per_sec,
         sizes=_group_sizes(cfg),
-        **_compression_ratios(cfg),
+        compression=_achieved_compression(cfg),
         num_micro_batches=cfg.train.accumulate_steps,
         remat=cfg.model.repeats,
         is_prefetched=dispatch.prefetch is not False,
@@ -197,25 +194,19 @@ def layer_traffic(cfg: Config, calibration: Calibration) -> choose_domain.LayerT
     )
 
 
-def _compression_ratios(cfg: Config) -> dict[str, float]:
-    """Return the achieved compression ratios, by field of LayerTraffic.
+def _achieved_compression(cfg: Config) -> float:
+    """Return the compression ratio that gathered experts reach.
 
-    They differ from the targets, since blocks and entries are whole numbers.
+    It differs from the target, since blocks and entries are whole numbers.
     """
     from moejax.moe.weights.domains import achieved_ratio
-    from moejax.moe.weights.gradient_compression import SCALE_BYTES
 
-    moe, dispatch, mesh = cfg.moe, cfg.dispatch, cfg.mesh
-    dtype = cfg.model.compute_dtype
-    size = 3 * cfg.model.d_model * moe.d_expert // cfg.expert_shards
-    size //= 1 if "data" in dispatch.group_axes else mesh.data
-    ratios = {}
-    if dispatch.compression != "none":
-        ratios["compression"] = achieved_ratio(size, dtype, dispatch.compression_ratio)
-    if dispatch.gradient_compression is not None:
-        sizes = (size, dtype, dispatch.gradient_compression, SCALE_BYTES)
-        ratios["gradient_compression"] = achieved_ratio(*sizes)
-    return ratios
+    dispatch = cfg.dispatch
+    if dispatch.compression is None:
+        return 1.0
+    size = 3 * cfg.model.d_model * cfg.moe.d_expert // cfg.expert_shards
+    size //= 1 if "data" in dispatch.group_axes else cfg.mesh.data
+    return achieved_ratio(size, cfg.model.compute_dtype, dispatch.compression)
 
 
 def _group_sizes(cfg: Config) -> dict[str, int]:

@@ -90,11 +90,11 @@ def _check_parts(moe: Moe, router: Router, dispatch: Dispatch) -> None:
             f"Moe.num_shared_experts={moe.num_shared_experts} are dense, and no part "
             "of this layer: add them in your model, and set it to 0"
         )
-    if dispatch.compression != "none" or dispatch.gradient_compression is not None:
+    if dispatch.compression is not None:
         raise ValueError(
-            "compressed experts and gradients are state of a training loop "
+            "copies of compressed experts are state of a training loop "
             "(train/step/state.py), which one layer does not have: leave "
-            "Dispatch.compression and gradient_compression out"
+            "Dispatch.compression out"
         )
     if dispatch.overflow == "redo":
         raise ValueError(

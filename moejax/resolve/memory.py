@@ -62,8 +62,8 @@ def step_memory(
     """Return the predicted bytes of one device at the peak of a train step, by kind.
 
     `held` are the bytes of its training state: 'params', 'moments', and, where experts
-    or their gradients travel compressed, 'tracked' and 'gradient_residual'. `attention`
-    is the implementation of attention that the step takes (moejax.resolve.kernels).
+    travel compressed, 'tracked'. `attention` is the implementation of attention that
+    the step takes (moejax.resolve.kernels).
     """
     sizes = _Sizes.of(cfg, layout, attention)
     parts = (
@@ -76,7 +76,7 @@ def step_memory(
     fixed = {
         "masters": held["params"],
         "moments": held["moments"],
-        "gradients": held["params"] + gradients + held.get("gradient_residual", 0),
+        "gradients": held["params"] + gradients,
         "slots": slots + held.get("tracked", 0),
         "activations": _kept(cfg, sizes),
     }
@@ -85,7 +85,7 @@ def step_memory(
 
 def state_bytes(cfg: Config) -> dict[str, int]:
     """Return the bytes of one device of parameters and moments, as `step_memory` takes
-    them, where neither weights nor gradients travel compressed.
+    them, where no experts travel compressed.
 
     Small parameters, which rest whole, count as split.
     """
@@ -225,16 +225,13 @@ def _of_all_layers(cfg: Config, layout: Layout, sizes: _Sizes) -> tuple[int, int
     slots, that other layers than the one at work have at once; 0 where each layer has
     its own alone.
 
-    Sums of slots' gradients take the place of those of experts' parameters. Where
-    gradients travel compressed, both are there when they do.
+    Sums of slots' gradients take the place of those of experts' parameters.
     """
     slots = cfg.model.num_moe_layers * sizes.slots
     if layout.gather == "layer" and "data" not in layout.axes:
         slots //= cfg.mesh.data  # the hidden width is still split
     sums = round(slots * FLOAT32 / ITEMSIZE[cfg.model.compute_dtype])
     domain = layout.domain
-    if domain is not None and domain.gradient_compression is not None:
-        return sums, slots
     if layout.keeps_slots:
         experts = 3 * cfg.model.d_model * cfg.moe.d_expert * cfg.moe.num_experts
         experts *= cfg.model.num_moe_layers

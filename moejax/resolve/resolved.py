@@ -301,13 +301,6 @@ def check_dense_training(cfg: Config) -> None:
             "Router.training='dense' has no grouped products to compute in 8 bits, and "
             f"Dispatch.fp8='{cfg.dispatch.fp8}': use 'none'"
         )
-    if cfg.router.training == "dense" and cfg.dispatch.gradient_compression is not None:
-        raise ValueError(
-            "Router.training='dense' gathers no experts whose gradients could be "
-            "compressed, and "
-            f"Dispatch.gradient_compression={cfg.dispatch.gradient_compression}: use "
-            "None"
-        )
     if cfg.router.training == "dense" and cfg.dispatch.gather == "step":
         raise ValueError(
             "Router.training='dense' has no slots to gather once a step: use "

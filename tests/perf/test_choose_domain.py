@@ -130,7 +130,6 @@ def random_case(rng) -> tuple[LayerTraffic, Calibration]:
         row_bytes=10 ** rng.uniform(5, 8), expert_bytes=10 ** rng.uniform(5, 8),
         pre_expert_sec=10 ** rng.uniform(-4, -1), expert_sec=2e-3,
         sizes={"dc": dcs, "expert": experts}, compression=float(rng.choice([1, 50])),
-        gradient_compression=[None, 1.0, 10.0][rng.integers(3)],
         num_micro_batches=int(rng.integers(1, 4)),
         is_training=bool(rng.integers(2)), remat=str(rng.choice(["none", "full"])),
         dense_sec=1e-3, is_prefetched=bool(rng.integers(2)),
@@ -145,7 +144,7 @@ def defined_sec(s: LayerTraffic, domain, lines: Calibration) -> float:
         lines.collectives["all_to_all"][a]["bytes_per_sec"] for a in ("dc", "expert")
     )
     experts = (s0 - 1) / dc + s0 * (s1 - 1) / near
-    is_once, ratio = s.compression > 1 or s.gradient_compression, s.gradient_compression
+    is_once = s.compression > 1
     out = s.expert_bytes / s.compression * experts
     out /= s.num_micro_batches if is_once else 1
     pair = 2 * s.row_bytes * ((1 - s0 / slow) / dc + (1 - s1 / fast) / near)
@@ -156,9 +155,6 @@ def defined_sec(s: LayerTraffic, domain, lines: Calibration) -> float:
     if not s.is_training:
         return forward
     back = s.expert_bytes * experts
-    if ratio:  # to each other member, at the slowest rate of the axes between them
-        rate = min([dc] * (s0 > 1) + [near] * (s1 > 1), default=math.inf)
-        back = (s0 * s1 - 1) * s.expert_bytes / ratio / rate / s.num_micro_batches
     again = 0.0
     if s.remat == "full":
         again = before + s.expert_sec + pair
@@ -235,9 +231,7 @@ def test_more_rows_or_a_slower_dc_mean_fewer_bytes_of_them():
             sent.append(sum(t.bytes for t in terms if "dc" in t.name))
         assert all(b <= a * (1 + 1e-9) for a, b in itertools.pairwise(sent))
         for ratio in (1, 5, 50, 500):
-            one = dataclasses.replace(
-                here, sizes={"dc": 12}, compression=ratio, gradient_compression=ratio
-            )
+            one = dataclasses.replace(here, sizes={"dc": 12}, compression=ratio)
             sizes.append(choose(one, lines).domain[0])
         assert sizes == sorted(sizes)
 
@@ -248,8 +242,6 @@ def test_compression_of_weights_alone_at_most_halves_what_experts_cost():
     compressed = dataclasses.replace(whole, compression=50.0)
     sec, fewer = (predict(s, (8,), ideal(dc=1e8)).sec for s in (whole, compressed))
     assert sec / fewer == pytest.approx(2 / 1.02)
-    both = dataclasses.replace(compressed, gradient_compression=50.0)
-    assert sec / predict(both, (8,), ideal(dc=1e8)).sec == pytest.approx(50)
 
 
 def test_a_flat_all_to_all_is_on_the_line_of_the_product():

@@ -83,8 +83,7 @@ STORES = {
 TENSOR = Topology(data=2, expert=2, tensor=2)
 TWO_DCS = Topology(dc=2, expert=4)
 DELTA = {
-    "group": "dc_expert", "domain": (2, 2), "compression": "delta",
-    "compression_ratio": 8.0,
+    "group": "dc_expert", "domain": (2, 2), "compression": 8.0,
 }  # fmt: skip
 """Fields of Dispatch with which experts travel compressed within domains of TWO_DCS."""
 

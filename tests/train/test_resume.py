@@ -55,8 +55,7 @@ REDO = (
 )  # fmt: skip
 COMPRESSED = (
     "Mesh.dc = 2", "Mesh.data = 1", "Dispatch.group = 'dc_expert'",
-    "Dispatch.domain = (2, 2)", "Dispatch.compression = 'delta'",
-    "Dispatch.gradient_compression = 8",
+    "Dispatch.domain = (2, 2)", "Dispatch.compression = 50.0",
 )  # fmt: skip
 GPT_OSS = (
     "Router.kind = 'softmax'", "Router.bias = True", "Router.balance_loss = 0.0",

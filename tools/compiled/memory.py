@@ -24,7 +24,6 @@ MOMENTS = re.compile(r"^state\.opt_state\b.*\.(mu|nu)\b")
 ARGUMENTS = {
     "state.params": "masters",
     "state.tracked": "slots",
-    "state.gradient_residual": "gradients",
 }
 """Kinds of arguments, by the beginning of their names; all others are temporaries."""
 

@@ -280,7 +280,6 @@ class Checkpointer:
         abstract_state,
         *,
         check: Callable[[dict], None] | None = None,
-        without: Callable[[dict], tuple[str, ...]] | None = None,
     ) -> Restored | None:
         """Restore the newest undamaged checkpoint, or return None if there is none.
 
@@ -288,8 +287,6 @@ class Checkpointer:
         ShapeDtypeStructs with the shardings to restore to, on any mesh. `check(meta)`
         may raise ValueError. ValueError is also raised when the arrays have other
         names, dtypes or shapes, because the checkpoint of another model is not damaged.
-        `without(meta)` names fields of the state that are not read, whether the
-        checkpoint has them or not; they are None in the result.
         """
         self.wait()
         steps = from_first_process(lambda: list_steps(self._directory))
@@ -299,10 +296,10 @@ class Checkpointer:
             if record is not None:
                 if check is not None:
                     check(record["meta"])
-                fields = () if without is None else without(record["meta"])
-                record, wanted = _drop_fields(record, abstract_state, fields)
-                require_same_arrays(record["arrays"], wanted)
-                state, damage = read_arrays_on_all(self._directory, record, wanted)
+                require_same_arrays(record["arrays"], abstract_state)
+                state, damage = read_arrays_on_all(
+                    self._directory, record, abstract_state
+                )
             if state is not None:
                 self._current = step
                 return Restored(step, state, record["meta"])
@@ -367,15 +364,6 @@ class Checkpointer:
         new = from_first_process(lambda: str(set_aside(path, "corrupt")))
         self._say(f"CORRUPT CHECKPOINT {step} renamed to {new}: {damage}")
         self._read_saved()
-
-
-def _drop_fields(record: dict, state, fields: tuple[str, ...]) -> tuple[dict, object]:
-    """Return a checkpoint's record and a state, both without these fields."""
-    if not fields:
-        return record, state
-    arrays = record["arrays"].items()
-    arrays = {name: array for name, array in arrays if name.split("/")[0] not in fields}
-    return record | {"arrays": arrays}, state.replace(**dict.fromkeys(fields))
 
 
 def read_arrays_on_all(directory: pathlib.Path, record: dict, abstract):

@@ -7,11 +7,11 @@ from moejax.config import Config
 from moejax.interop.fields import names_by_part
 from train import data
 
-FORMAT = 3
+FORMAT = 4
 """Checkpoint format that this program writes, and the only one that it reads.
 
-In format 1, the fields of Dispatch were fields of Moe, and checkpoints did not name
-their format."""
+Checkpoints of formats 1 to 3 have fields, state or layouts that this program no longer
+has. Those of format 1 do not name their format."""
 
 FIXED_FIELDS = {
     **names_by_part(),
@@ -38,18 +38,6 @@ def has_same_sharding(saved: dict[str, Any], cfg: Config) -> bool:
         for part, fields in SHARDING_FIELDS.items()
         for field in fields
     )
-
-
-def has_same_residual_layout(saved: dict[str, Any], cfg: Config) -> bool:
-    """Return whether the gradient residuals of a checkpoint fit this run.
-
-    That is so if neither compresses gradients, or if both do and their residuals have
-    the same order.
-    """
-    ratio = saved["config"]["dispatch"]["gradient_compression"]
-    if ratio is None or cfg.dispatch.gradient_compression is None:
-        return ratio is cfg.dispatch.gradient_compression
-    return has_same_sharding(saved, cfg)
 
 
 def require_format(meta: dict[str, Any]) -> None:
@@ -84,7 +72,7 @@ def check(
                 line = f"{part}.{field}: {before!r} saved, {value!r} here"
                 is_fixed = field in FIXED_FIELDS.get(part, ())
                 # Switching compression on or off adds or removes state.
-                is_fixed |= field == "compression" and "none" in (before, value)
+                is_fixed |= field == "compression" and None in (before, value)
                 (refused if is_fixed else changed).append(line)
     if refused:
         raise ValueError(

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from moejax.resolve.resolved import Resolved
 
 MESH_DEFAULTS = {
-    "schedule": "auto", "expert_shards": None, "domain": (1, 1), "compression": "none",
-    "gradient_compression": None,
+    "schedule": "auto", "expert_shards": None, "domain": (1, 1), "compression": None,
 }  # fmt: skip
 """Fields of Dispatch that fit only the mesh of their run, and their values on another
 mesh."""

@@ -3,8 +3,8 @@
 Each layout has one of two gradient targets:
 
     parameters                  stores owned, transient, sharded
-    slots and all parameters    store resident; compressed gradients of a domain;
-    but the experts'            slots gathered once a step (Layout.gather)
+    slots and all parameters    store resident; slots gathered once a step
+    but the experts'            (Layout.gather)
 
 With slots as the target, experts' gradients travel to the experts' float32 master
 parameters once a step, and not once a micro-batch. Slots have the compute dtype, which
@@ -33,52 +33,41 @@ class GradientTarget(NamedTuple):
     split: Callable
     """split(values) -> parameters, stores.SummedSlots of all layers or None."""
     to_params: Callable
-    """to_params(grads) -> gradients of the parameters, TrainState.gradient_residual;
-    `grads` are gradients of `values`, summed over micro-batches."""
+    """to_params(grads) -> gradients of the parameters; `grads` are those of `values`,
+    summed over micro-batches."""
 
 
 def gradient_target(run: Resolved, state: TrainState, placement) -> GradientTarget:
     """Return the arrays by which one train step differentiates its loss: parameters, or
     for experts the slots made from them.
 
-    Slots are made here once, from the state's master parameters,
-    and all micro-batches use them.
+    Slots are made here once, from the state's master parameters, and all micro-batches
+    use them.
     """
-    is_compressed = state.gradient_residual is not None
-    if not run.layout.keeps_slots and not is_compressed:
+    if not run.layout.keeps_slots:
         return GradientTarget(
-            state.params, lambda params: (params, None), _without_residual
+            state.params, lambda params: (params, None), lambda grads: grads
         )
     master_params, others = expert_params.take(state.params)
     dtype, mesh_layout = jnp.dtype(run.cfg.model.compute_dtype), run.mesh_layout
 
-    def make(master_params, placement, tracked_sx=None):
+    def make(master_params, placement):
         of_run = mesh_layout, dtype, run.cfg.model.gradient_reduce_dtype
-        return stores.slots(master_params, placement, *of_run, tracked_sx)
+        return stores.slots(master_params, placement, *of_run)
 
-    if is_compressed:
-        per_layer = (master_params, placement, state.tracked)
-        slots, pull_back = stores.slots_of_layers(make, run.mesh, *per_layer), None
-    else:
-        slots, pull_back = jax.vjp(
-            lambda experts: stores.slots_of_layers(make, run.mesh, experts, placement),
-            master_params,
-        )
+    slots, pull_back = jax.vjp(
+        lambda experts: stores.slots_of_layers(make, run.mesh, experts, placement),
+        master_params,
+    )
 
     def to_params(grads):
         other_grads, slot_grads = grads
-        if pull_back is None:
-            residual_lsx = state.gradient_residual
-            own_grads, residual_lsx = stores.scatter_gradients(
-                slot_grads, residual_lsx, mesh_layout, dtype
-            )
-            return expert_params.put(other_grads, own_grads), residual_lsx
         slot_grads = jax.tree.map(lambda g, s: g.astype(s.dtype), slot_grads, slots)
         slot_grads, zeros = _zeros_after(slot_grads, master_params)
         refs = jax.tree.map(jax.new_ref, zeros)
         pull_back.with_refs(refs)(slot_grads)
         own_grads = jax.tree.map(jax.ref.freeze, refs)
-        return expert_params.put(other_grads, own_grads), None
+        return expert_params.put(other_grads, own_grads)
 
     wide = jnp.promote_types(dtype, jnp.float32)
     zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, wide), slots)
@@ -94,11 +83,6 @@ def _zeros_after(arrays, like):
     """
     arrays, zero = jax.lax.optimization_barrier((arrays, jnp.float32(0)))
     return arrays, jax.tree.map(lambda leaf: jnp.full_like(leaf, zero), like)
-
-
-def _without_residual(grads):
-    """Return gradients of parameters as they are, and no residual."""
-    return grads, None
 
 
 def _join(master_params, slots, values):

@@ -16,10 +16,8 @@ from moejax.model.sharding import param_sharding
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import RouterBias
 from moejax.moe.weights import stores
-from moejax.moe.weights.compression import sum_dtype
-from moejax.moe.weights.domains import entries, tracked_axes
-from moejax.moe.weights.gradient_compression import residual_axes
-from moejax.plan.layout import Layout, Store
+from moejax.moe.weights.domains import tracked_axes
+from moejax.plan.layout import Store
 from moejax.resolve.resolved import Resolved
 from train.step import expert_params
 
@@ -43,11 +41,6 @@ class TrainState:
     tracked: jax.Array | None = None
     """Weights that a domain's devices hold of experts that travel compressed, [l, s, x]
     in the order of moejax.moe.weights.domains.tracked_axes. None: no expert does."""
-    gradient_residual: jax.Array | None = None
-    """Error-feedback residual of gradients that travel compressed, [l, s, x] in the
-    order of moejax.moe.weights.gradient_compression.residual_axes: each device has one
-    of its own for every expert of its domain. Its unit is that of a gradient of the
-    mean loss per token. None: gradients travel whole."""
 
 
 def model_graph(run: Resolved, is_gathered: bool = False) -> nnx.GraphDef:
@@ -70,7 +63,7 @@ def init_state(run: Resolved, optimizer, store: Store = "owned") -> TrainState:
     The numbers are the same on any mesh.
     """
     make = jax.jit(
-        lambda: _with_domains(_make_state(run, optimizer), run),
+        lambda: with_tracked(_make_state(run, optimizer), run),
         out_shardings=jax.tree.map(
             lambda leaf: leaf.sharding, abstract_state(run, optimizer, store)
         ),
@@ -89,8 +82,7 @@ def state_from(
     abstract = abstract_state(run, optimizer, store)
 
     def without_params(state: TrainState) -> TrainState:
-        fields = ("params", "router_bias", "tracked", "gradient_residual")
-        return state.replace(**dict.fromkeys(fields))
+        return state.replace(params=None, router_bias=None, tracked=None)
 
     # XLA drops the parameters that _make_state draws: nothing here depends on them.
     make = jax.jit(
@@ -102,8 +94,6 @@ def state_from(
     state = make().replace(params=params, router_bias=router_bias)
     if abstract.tracked is not None:
         state = with_new_tracked(state, run)
-    if abstract.gradient_residual is not None:
-        state = with_zero_residual(state, run)
     return state
 
 
@@ -113,7 +103,7 @@ def abstract_state(run: Resolved, optimizer, store: Store = "owned") -> TrainSta
     Master parameters and moments are fully sharded; those of experts lie as the store
     requires.
     """
-    shapes = jax.eval_shape(lambda: _with_domains(_make_state(run, optimizer), run))
+    shapes = jax.eval_shape(lambda: with_tracked(_make_state(run, optimizer), run))
     _, params, _ = nnx.split(_abstract_model(run), nnx.Param, RouterBias)
     mesh, mesh_layout = run.mesh, run.owning_on_mesh
     param_shardings = nnx.to_pure_dict(
@@ -139,9 +129,6 @@ def abstract_state(run: Resolved, optimizer, store: Store = "owned") -> TrainSta
         key=whole,
         skipped_in_a_row=whole,
         tracked=None if shapes.tracked is None else _tracked_sharding(run),
-        gradient_residual=(
-            None if shapes.gradient_residual is None else _residual_sharding(run)
-        ),
     )
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(
@@ -161,7 +148,7 @@ def with_tracked(state: TrainState, run: Resolved) -> TrainState:
     the state stays as it is.
     """
     domain = run.layout.domain
-    if domain is None or domain.form == "none":
+    if domain is None or domain.compression is None:
         return state
     dtype = jnp.dtype(run.cfg.model.compute_dtype)
     master_params, _ = expert_params.take(state.params)
@@ -181,51 +168,9 @@ def with_new_tracked(state: TrainState, run: Resolved) -> TrainState:
     return state.replace(tracked=make(state.params))
 
 
-def with_zero_residual(state: TrainState, run: Resolved) -> TrainState:
-    """Return the state with a gradient residual of zeros, as at the start of a run."""
-    make = jax.jit(lambda: _zero_residual(run), out_shardings=_residual_sharding(run))
-    return state.replace(gradient_residual=make())
-
-
-def compresses_gradients(layout: Layout) -> bool:
-    """Return whether gradients of a domain's experts travel compressed."""
-    domain = layout.domain
-    return domain is not None and domain.gradient_compression is not None
-
-
-def _with_domains(state: TrainState, run: Resolved) -> TrainState:
-    """Return the state with its copies of compressed experts (`tracked`) made from the
-    parameters, and its gradient residual zero; None if nothing is compressed."""
-    residual = _zero_residual(run) if compresses_gradients(run.layout) else None
-    return with_tracked(state.replace(gradient_residual=residual), run)
-
-
-def _zero_residual(run: Resolved) -> jax.Array:
-    """Return zeros of the residual's shape.
-
-    Raises ValueError where the compression ratio leaves no entry to send.
-    """
-    cfg, layout, mesh_layout = run.cfg, run.layout, run.mesh_layout
-    size = 3 * cfg.model.d_model * cfg.moe.d_expert
-    dtype = jnp.dtype(cfg.model.compute_dtype)
-    parts = axes.axis_size(mesh_layout.mesh, mesh_layout.width_axes)
-    entries(size // parts, dtype, layout.domain.gradient_compression)
-    num_held = cfg.moe.num_experts * layout.domain_size
-    return jnp.zeros((cfg.model.num_moe_layers, num_held, size), sum_dtype(dtype))
-
-
-def _residual_sharding(run: Resolved) -> jax.sharding.NamedSharding:
-    """Return the sharding of TrainState.gradient_residual."""
-    return _sharding(run, residual_axes(run.mesh_layout))
-
-
 def _tracked_sharding(run: Resolved) -> jax.sharding.NamedSharding:
     """Return the sharding of TrainState.tracked."""
-    return _sharding(run, tracked_axes(run.mesh_layout))
-
-
-def _sharding(run: Resolved, dims) -> jax.sharding.NamedSharding:
-    """Return the sharding on the layers' mesh of an array with these axes by dim."""
+    dims = tracked_axes(run.mesh_layout)
     return axes.sharding(run.mesh_layout.mesh, *(dim or None for dim in dims))
 
 
@@ -239,8 +184,8 @@ def bytes_per_device(state: TrainState) -> dict[str, int]:
         )
 
     trees = {"params": state.params, "moments": state.opt_state}
-    optional = {"tracked": state.tracked, "gradient_residual": state.gradient_residual}
-    trees |= {name: leaf for name, leaf in optional.items() if leaf is not None}
+    if state.tracked is not None:
+        trees["tracked"] = state.tracked
     return {name: num_bytes(tree) for name, tree in trees.items()}
 
 
@@ -255,7 +200,7 @@ def _model(run: Resolved) -> Transformer:
 
 
 def _make_state(run: Resolved, optimizer) -> TrainState:
-    """Return the state at the start of a run, without `tracked` and residual."""
+    """Return the state at the start of a run, without `tracked`."""
     _, params, router_bias = nnx.split(_model(run), nnx.Param, RouterBias)
     params = nnx.to_pure_dict(params)
     return TrainState(

@@ -230,17 +230,13 @@ def _train_step(
 
 
 @jax.named_scope("optimizer")
-def _update(context: StepContext, state: TrainState, gradients, total_a, aux):
+def _update(context: StepContext, state: TrainState, grads, total_a, aux):
     """Return the state after one AdamW update, and the metrics of the step.
 
     Where the loss or a gradient is not finite, only counters change. The tracked
     weights of experts that travel compressed follow the new parameters.
-
-    `gradients` are those of the parameters, and the residual of gradients that travel
-    compressed, or None.
     """
     cfg, nats_a, router_a, stats_a = context.cfg, *aux
-    grads, residual = gradients
     loss, grad_norm = jnp.mean(nats_a), optax.tree.norm(grads)
     stats = _merge_stats(stats_a)
     updates, opt_state = context.optimizer.update(grads, state.opt_state, state.params)
@@ -248,14 +244,10 @@ def _update(context: StepContext, state: TrainState, gradients, total_a, aux):
         optax.apply_updates(state.params, updates),
         opt_state,
         _move_bias(cfg, state.router_bias, stats.tokens_le),
-        residual,
     )
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    # Entries of the residual have not arrived at their owners: the norm misses them.
-    if residual is not None:
-        is_finite &= jnp.all(jnp.isfinite(residual))
-    old = (state.params, state.opt_state, state.router_bias, state.gradient_residual)
-    params, opt_state, router_bias, residual = jax.tree.map(
+    old = (state.params, state.opt_state, state.router_bias)
+    params, opt_state, router_bias = jax.tree.map(
         lambda after, before: jnp.where(is_finite, after, before), new, old
     )
     skipped_in_a_row = jnp.where(is_finite, 0, state.skipped_in_a_row + 1)
@@ -277,7 +269,6 @@ def _update(context: StepContext, state: TrainState, gradients, total_a, aux):
         key=state.key,
         skipped_in_a_row=skipped_in_a_row,
         tracked=state.tracked,
-        gradient_residual=residual,
     )
     return with_tracked(state, context.run), metrics
 

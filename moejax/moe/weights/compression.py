@@ -1,25 +1,20 @@
 """Top-k compression of the expert weights that move inside a domain.
 
-An owner sends, for each of its experts, the k largest entries of the difference between
-the weights W and a base that the receivers know. Receivers add these entries to the
-base, which gives them an estimate W~ of the expert.
+The other members of a domain hold an estimate W~ of each expert. After the optimizer,
+an owner sends the k largest entries of W - W~ of each of its experts, and all members
+add them to W~.
 
-    form       base                                    sent: top-k of
-    residual   the mean of all experts [1, x]          W - mean
-    delta      the estimate W~ of the last step [e, x] W - W~, and W~ moves by it
-
-    packed = encode(own_ex, base_ex, k)              at the owner, after the optimizer
-    w_sx   = gather(own_ex, packed, base_sx, axes)   own experts stay exact
+    packed      = encode(own_ex, base_ex, k)         at the owner; base_ex: its own W~
+    tracked_sx  = receive(packed, tracked_sx, axes)  the next W~ of all experts
+    w_sx        = insert_own(own_ex, tracked_sx, axes)   own experts stay exact
 
 Gradients go back as from an all_gather of the weights, as if the estimates were exact
-(straight-through). They are either summed whole at the owner, or compressed too
-(moejax.moe.weights.gradient_compression).
+(straight-through), and are summed whole at the owner.
 
-The form 'residual' is from HybridEP (arXiv 2510.19470, section IV-B, where the mean is
-a shared expert); it is the baseline that 'delta' is measured against. The form 'delta'
-is our own: top-k with error feedback after EF21 (Richtarik et al. 2021, arXiv
-2106.05203) and EF21-P. What was not sent is still in W - W~, so it needs no separate
-error-feedback residual. (The form 'residual' is named after W - mean, not after that.)
+Compression is HybridEP's idea (arXiv 2510.19470, section IV-B), which sends the largest
+entries of W minus the mean of all experts, and keeps no state. Here it is top-k with
+error feedback after EF21 (Richtarik et al. 2021, arXiv 2106.05203) and EF21-P: what was
+not sent is still in W - W~.
 
 Letters: x counts the weights of one expert, laid out flat; k its entries; e own
 experts; s experts of the domain, in the row-major order of its axes.
@@ -132,15 +127,6 @@ def unflatten(w_sx: Float[Array, "s x"], d_model: int) -> ExpertWeights:
     return {"into": into_sd2f, "down": down_sx.reshape(s, f, d_model)}
 
 
-def shared_mean(own_ex: Array, group: tuple[str, ...]) -> Float[Array, "1 x"]:
-    """Return the mean of all experts of a group, by one all-reduce of an expert's size.
-
-    The mean is the base common to the group that minimizes the sum of squared
-    differences.
-    """
-    return jax.lax.pmean(jnp.mean(own_ex, axis=0, keepdims=True), group)
-
-
 @jax.named_scope("compress")
 def encode(
     target_ex: Float[Array, "e x"],
@@ -192,8 +178,7 @@ def receive(
     all its experts.
 
     `axes` are those of the domain, the slowest first; each takes one collective. If the
-    base is typed as equal on all members, so is the result, which in the form 'delta'
-    is the next base.
+    base is typed as equal on all members, so is the result, which is the next base.
     """
     size = base_sx.shape[1]
     words = to_words(packed, size)
@@ -216,21 +201,6 @@ def insert_own(
     """
     tracked_sx = jax.lax.stop_gradient(tracked_sx).astype(own_ex.dtype)
     return _insert_own(*varying_alike(own_ex, tracked_sx), axes)
-
-
-def gather(
-    own_ex: Float[Array, "e x"],
-    packed: Packed,
-    base_sx: Float[Array, "#s x"],
-    axes: tuple[str, ...],
-) -> Float[Array, "s x"]:
-    """Gather the compressed experts of a domain's members, and return all experts of
-    the domain, of which the device's own are exact.
-
-    Runs inside shard_map. This is `receive`, then `insert_own`.
-    """
-    packed, base_sx = jax.lax.stop_gradient((packed, base_sx))
-    return insert_own(own_ex, receive(packed, base_sx, axes), axes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -15,7 +15,7 @@ Owners and their float32 master parameters stay where they are, whatever the dom
 Gradients are summed on their way back to them (moejax.moe.weights.gather), over the
 fast axis first.
 
-With compression (Domain.form) the other members hold an estimate of each expert
+With compression (Domain.compression) the other members hold an estimate of each expert
 (`tracked`). Estimates are part of the run's state. After each optimizer step they are
 updated by k entries per expert. A device's own experts are exact, and gradients reach
 the owners as if the estimates were exact too.
@@ -34,8 +34,8 @@ from moejax.moe.weights.over_layers import over_layers
 VALUE_DTYPE, VALUE_BYTES = "float8_e5m2", 1
 """Dtype of an entry's value as it is sent, and its size in bytes.
 
-Rounding errors are sent again later (form 'delta'), and an entry of half the bytes
-allows twice the number of entries.
+Rounding errors are sent again later, and an entry of half the bytes allows twice the
+number of entries.
 """
 
 
@@ -91,8 +91,8 @@ def track(
     """Return the estimates of a domain's experts, updated for the current parameters.
 
     Entries of all owners are sent to the domain's other members. `joined` has the form
-    of slots, [l, e, ..]. `tracked_lsx` are the last step's estimates, or None at the
-    beginning: the form 'delta' then gathers the experts uncompressed.
+    of slots, [l, e, ..]. `tracked_lsx` are the last step's estimates. None at the
+    beginning: the experts are then gathered uncompressed.
     """
     tracked_spec = spec(*tracked_axes(mesh_layout))
 
@@ -115,32 +115,23 @@ def _track_layer(own_ex, tracked_sx, mesh_layout: MeshLayout):
     """Return the estimates of one layer's experts, [s, x], updated for the owners'
     current parameters."""
     e, size = own_ex.shape
-    domain = mesh_layout.layout.domain
-    form = domain.form
-    if form == "delta" and tracked_sx is None:
+    k, blocks = entries(size, own_ex.dtype, mesh_layout.layout.domain.compression)
+    if tracked_sx is None:
         for dim, axis in enumerate(mesh_layout.domain_axes):
             own_ex = jax.lax.all_gather(own_ex, axis, axis=dim, to="invarying")
         return own_ex.reshape(-1, size)
-    if form == "delta":
-        first = index_along(mesh_layout.domain_axes) * e
-        base_ex = jax.lax.dynamic_slice_in_dim(tracked_sx, first, e)
-        base_sx = tracked_sx
-    else:
-        base_ex = base_sx = compression.shared_mean(own_ex, mesh_layout.owner_axes)
-    k, blocks = entries(size, own_ex.dtype, domain.ratio)
+    first = index_along(mesh_layout.domain_axes) * e
+    base_ex = jax.lax.dynamic_slice_in_dim(tracked_sx, first, e)
     packed = compression.encode(own_ex, base_ex, k, VALUE_DTYPE, blocks)
-    return compression.receive(packed, base_sx, mesh_layout.domain_axes)
+    return compression.receive(packed, tracked_sx, mesh_layout.domain_axes)
 
 
-def achieved_ratio(size: int, dtype, ratio: float, more_bytes: int = 0) -> float:
-    """Return the compression ratio that `entries` reaches when asked for `ratio`.
-
-    It is the bytes of an uncompressed expert of `dtype` over the bytes that are sent
-    for it, `more_bytes` of them beside its entries.
-    """
+def achieved_ratio(size: int, dtype, ratio: float) -> float:
+    """Return the compression ratio that `entries` reaches when asked for `ratio`: the
+    bytes of an uncompressed expert of `dtype` over those of its entries."""
     k, blocks = entries(size, dtype, ratio)
     index_bytes = compression.index_bytes(size, blocks)
-    sent = compression.wire_bytes(1, k, VALUE_BYTES, index_bytes) + more_bytes
+    sent = compression.wire_bytes(1, k, VALUE_BYTES, index_bytes)
     return size * jnp.dtype(dtype).itemsize / sent
 
 

@@ -37,7 +37,6 @@ from moejax.moe.weights.arrival import arrival_spec, fits_in_attention, zero_of
 from moejax.moe.weights.compression import ExpertWeights
 from moejax.moe.weights.domains import gather_in_domain, track, tracked_axes
 from moejax.moe.weights.gather import Rest, gather
-from moejax.moe.weights.gradient_compression import scatter
 from moejax.moe.weights.over_layers import over_layers
 
 EXPERT_PARAMS = ("gate_edf", "up_edf", "down_efd")
@@ -225,20 +224,6 @@ def track_experts(
     }
     experts = jax.vmap(lambda weights: join_gate_up(weights, dtype))(weights)
     return track(experts, tracked_lsx, mesh_layout, specs)
-
-
-def scatter_gradients(
-    grads: ExpertWeights, residual_lsx: Array, mesh_layout: MeshLayout, dtype
-) -> tuple[ExpertWeights, Float[Array, "l s x"]]:
-    """Return the gradients of expert parameters, and the new residuals.
-
-    `grads` are those of the slots of all layers. They travel compressed
-    (moejax.moe.weights.gradient_compression.scatter).
-    """
-    specs = {n: P(None, *s) for n, s in slot_specs(mesh_layout, grads).items()}
-    own, residual_lsx = scatter(grads, residual_lsx, mesh_layout, specs, dtype)
-    gate_ledf, up_ledf = jnp.moveaxis(own["into"], 3, 0)
-    return dict(zip(EXPERT_PARAMS, (gate_ledf, up_ledf, own["down"]))), residual_lsx
 
 
 @jax.named_scope("slots")

@@ -6,7 +6,6 @@ of it.
 """
 
 import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,23 +13,31 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from moejax.axes import make_mesh
 from moejax.moe.weights import compression
+from moejax.plan.layout import Topology
 from tests.support.close import assert_close
-from tests.support.compressed_domain import (
-    ALL,
-    BLOCKS,
-    COMMUNICATION,
-    DOMAIN,
-    MEMBERS,
-    OWN,
-    ROWS,
-    SIZE,
-    on_devices,
-    weights,
-)
+
+DOMAIN, OWN, SIZE, BLOCKS = ("dc", "expert"), 3, 48, 4
+MEMBERS = 4
+ALL = OWN * MEMBERS
+ROWS = P(("dc", "data", "expert"))
+COMMUNICATION = ["float8_e5m2", "bfloat16", "float32"]
 
 encode = jax.jit(compression.encode, static_argnums=(2, 3, 4))
 decode = jax.jit(compression.decode)
+
+
+def on_devices(body, in_specs, out_specs):
+    """Return a jitted function that runs `body` on each of the eight devices."""
+    mesh = make_mesh(Topology(dc=2, data=2, expert=2))
+    run = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return jax.jit(run)
+
+
+def weights(seed, num=ALL, size=SIZE):
+    """Return random weights of `num` experts, float32 [num, size]."""
+    return np.random.default_rng(seed).normal(size=(num, size)).astype(np.float32)
 
 
 @pytest.mark.parametrize("blocks", [1, BLOCKS])
@@ -109,19 +116,6 @@ def test_experts_are_the_same_again():
     assert np.array_equal(back["down"], down_efd)
 
 
-def test_the_mean_is_the_best_shared_base():
-    """`shared_mean` returns the mean over the experts of all devices, which has the
-    smallest sum of squared differences to them."""
-    w_sx = weights(0)
-    mean = partial(compression.shared_mean, group=DOMAIN)
-    mean_1x = on_devices(mean, P(DOMAIN), P())(w_sx)
-    assert_close(mean_1x, w_sx.mean(axis=0, keepdims=True))
-    min_error = np.sum((w_sx - mean_1x) ** 2)
-    for seed in range(3):
-        other_1x = mean_1x + 0.01 * weights(seed, 1)
-        assert min_error < np.sum((w_sx - other_1x) ** 2)
-
-
 @pytest.mark.parametrize(("value_dtype", "base_dtype"), [
     ("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"),
 ])  # fmt: skip
@@ -197,6 +191,12 @@ def total_loss(w_sx, x_nx):
     return jax.lax.psum(jnp.sum(y_ns**2), ("dc", "data", "expert"))
 
 
+def gather_compressed(own_ex, packed, base_sx):
+    """Return the experts of all members: this device's own, and the others decoded."""
+    tracked_sx = compression.receive(packed, base_sx, DOMAIN)
+    return compression.insert_own(own_ex, tracked_sx, DOMAIN)
+
+
 def gather_all(own_ex):
     """Return the experts of all members of the domain, without compression."""
     own_ex = jax.lax.pcast(own_ex, "data", to="varying")
@@ -215,7 +215,7 @@ def test_the_gradient_is_that_of_an_all_gather():
     def run(own_ex, packed, base_sx, x_nx):
         def compressed(own_ex, base_sx, value_ek):
             entries = packed.replace(value_ek=value_ek)
-            held_sx = compression.gather(own_ex, entries, base_sx, DOMAIN)
+            held_sx = gather_compressed(own_ex, entries, base_sx)
             return total_loss(held_sx, x_nx), held_sx
 
         args = (own_ex, base_sx, packed.value_ek)
@@ -250,8 +250,9 @@ def test_one_buffer_is_gathered_along_each_axis():
 
     def run(own_ex, packed, base_1x, d_sx):
         own_ex = jax.lax.pcast(own_ex, "data", to="varying")
-        gathered = partial(compression.gather, axes=DOMAIN)
-        held_sx, pull = jax.vjp(lambda own: gathered(own, packed, base_1x), own_ex)
+        held_sx, pull = jax.vjp(
+            lambda own: gather_compressed(own, packed, base_1x), own_ex
+        )
         return held_sx, pull(d_sx)[0]
 
     step = on_devices(run, (shard, shard, P(), ROWS), (ROWS, ROWS))

@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from moejax.config import Router
 from moejax.moe.mesh_roles import on_mesh
 from moejax.moe.weights.domains import gather_in_domain
 from moejax.plan.layout import Layout, Topology
 from moejax.plan.parallel import Domain, Tensor
-from moejax.resolve.resolved import check_dense_training, resolve
+from moejax.resolve.resolved import resolve
 from tests.support.layers import build_mesh, config
 from tests.support.primitives import equations
 from tests.support.resolved import make_layout
@@ -166,18 +165,14 @@ def init(cfg) -> None:
         (lambda: Layout(**DC_EXPERT, domain=Domain((2, 4), (2, 1)),
              tensor=Tensor("s1", 2, 1)),
          ["domain=(2, 1)", "(2)", "expert_shards=1: use 2"]),
-        (lambda: config(PLAIN, gradient_compression=8.0),
-         ["Dispatch.gradient_compression=8.0", "domain is (1, 1)", "ion=None"]),
-        (lambda: domain_config(PLAIN, (2, 2), gradient_compression=0.5),
-         ["Dispatch.gradient_compression=0.5", "at least 1"]),
-        (lambda: init(domain_config(PLAIN, (2, 2), gradient_compression=5000.0)),
+        (lambda: config(PLAIN, compression=8.0),
+         ["Dispatch.compression=8.0", "domain is (1, 1)", "compression=None"]),
+        (lambda: domain_config(PLAIN, (2, 2), compression=0.5),
+         ["Dispatch.compression=0.5", "at least 1"]),
+        (lambda: init(domain_config(PLAIN, (2, 2), compression=5000.0)),
          ["one entry in each", "use at most ratio="]),
-        (lambda: check_dense_training(dataclasses.replace(
-             domain_config(PLAIN, (2, 2), gradient_compression=8.0),
-             router=Router(training="dense"))),
-         ["Router.training='dense'", "gradient_compression=8.0", "use None"]),
-        (lambda: Domain((2, 4), (2, 1), gradient_compression=0.0),
-         ["gradient_compression=0.0", "at least 1"]),
+        (lambda: Domain((2, 4), (2, 1), compression=0.0),
+         ["compression=0.0", "at least 1"]),
         (lambda: config(PLAIN, schedule="s1"), ["'s1'", "use Mesh.tensor = 2"]),
         (lambda: config(Topology(expert=4), schedule="local", expert_shards=2),
          ["'local'", "use 's1h', or Mesh.tensor = 2"]),

@@ -47,7 +47,6 @@ def test_kinds_of_values(path, is_weight, kind):
         ("state.opt_state[1].nu['head_vd']", "moments"),
         ("state.opt_state[1].count", "temporaries"),
         ("state.tracked", "slots"),
-        ("state.gradient_residual", "gradients"),
         ("windows.token_bt", "temporaries"),
     ],
 )

@@ -64,17 +64,15 @@ def test_parameters_are_those_of_the_folder(published, mesh):
 
 @pytest.mark.long
 def test_compressed_domains_have_their_copies(published):
-    """The copies of a domain's experts and the residual are made as for other runs."""
+    """The copies of a domain's experts are made as for other runs."""
     params = ("Mesh.data = 2", "Mesh.expert = 4", "Dispatch.domain = (1, 2)")
-    params += ("Dispatch.compression = 'delta'", "Dispatch.gradient_compression = 2.0")
-    params += ("Dispatch.compression_ratio = 2.0",)
+    params += ("Dispatch.compression = 2.0",)
     model = prepare_model(configured(published, *params))
     given = read_params(model.run, "owned", lambda _: None)
     state = state_from(*given, model.run, model.optimizer)
     other = init_state(model.run, model.optimizer)
     assert state.tracked.shape == other.tracked.shape
     assert np.any(np.asarray(state.tracked) != np.asarray(other.tracked))
-    assert not np.any(np.asarray(state.gradient_residual))
 
 
 def test_a_folder_is_checked_before_anything_is_read(published, tmp_path):
