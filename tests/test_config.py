@@ -46,7 +46,7 @@ MINIMA = {
         "watchdog_sec": 0,
     },
     Checkpoint: {
-        **dict.fromkeys(["every_steps", "keep_last", "max_failed_saves"], 1),
+        **dict.fromkeys(["every_steps", "keep_last"], 1),
         "keep_best": 0,
     },
     Model: {
@@ -86,10 +86,7 @@ MINIMA = {
         **dict.fromkeys(["z_loss", "bias_rate", "mutual_information_loss"], 0),
         **dict.fromkeys(["num_groups", "top_groups"], 1),
     },
-    Balance: {
-        "num_excluded_devices": 0,
-        **dict.fromkeys(["num_nodes", "num_expert_groups"], 1),
-    },
+    Balance: {"num_nodes": 1},
     Recorded: {
         **dict.fromkeys(["zipf", "hot_share"], 0),
         **dict.fromkeys(["period_steps", "steps_per_sample"], 1),
@@ -199,13 +196,12 @@ def test_minimum_values(part, field, minimum):
         (lambda: Config(moe=Moe(num_experts=8, top_k=3),
              router=Router(num_groups=4, top_groups=1)),
          ["Router.num_groups=4", "top_groups=1", "hold top_k=3 experts"]),
-        (lambda: Config(mesh=Topology(expert=4),
-             balance=Balance(num_excluded_devices=4)),
-         ["Balance.num_excluded_devices=4", "the 4 devices", "at most 3"]),
         (lambda: Config(mesh=Topology(expert=4), balance=Balance(num_nodes=3)),
          ["Balance.num_nodes=3 must divide the 4 devices", "use a divisor"]),
-        (lambda: Config(balance=Balance(num_expert_groups=3)),
-         ["Balance.num_expert_groups=3 must divide Moe.num_experts=8"]),
+        (lambda: Config(mesh=Topology(expert=4),
+             moe=Moe(num_experts=12), router=Router(num_groups=3, top_groups=3),
+             balance=Balance(policy="eplb", num_nodes=2)),
+         ["Balance.num_nodes=2 must divide Router.num_groups=3", "on one node"]),
         (lambda: Config(data=Data(seq_len=100), train=Train(loss_chunk=64)),
          ["Data.seq_len=100", "a multiple of Train.loss_chunk=64"]),
     ],

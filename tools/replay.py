@@ -33,7 +33,6 @@ from moejax.balance.policies import (  # noqa: E402
     check_plan,
     check_policy,
 )
-from moejax.config import Balance  # noqa: E402
 from moejax.perf import cost_model as cost_models  # noqa: E402
 from moejax.perf import traffic  # noqa: E402
 from moejax.perf.cost_model import CostModel  # noqa: E402
@@ -51,14 +50,6 @@ FIELDS = (
     "device_max_over_mean_max", "modelled_layer_msec", "speedup", "moves", "changes",
     "plan_msec",
 )  # fmt: skip
-
-
-OPTIONS = {
-    "num_excluded_devices": "prophet: devices that get no copy of a copied expert",
-    "num_nodes": "eplb, laer: nodes, equal runs of consecutive devices",
-    "num_expert_groups": "eplb: groups of experts, each of which stays on one node",
-}
-"""Options of policies, by field of Balance: text for --help."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,9 +155,18 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="micro-batches per step, used with --calibration",
     )
-    for field, text in OPTIONS.items():
-        default = getattr(Balance(), field)
-        add(f"--{field}", type=int, default=default, help=text, metavar="N")
+    add(
+        "--num_nodes",
+        type=int,
+        default=1,
+        help="nodes, equal runs of consecutive devices, for eplb and laer",
+    )
+    add(
+        "--num_expert_groups",
+        type=int,
+        default=1,
+        help="groups of consecutive experts, each of which eplb keeps on one node",
+    )
 
 
 def work(args: argparse.Namespace) -> int:
@@ -280,9 +280,15 @@ def layout_for(
 def find_policy(name: str, loads: Loads, args: argparse.Namespace) -> Policy:
     """Return the policy with the options that were given; raise ValueError for those
     that do not fit the loads."""
-    balance = Balance(**{field: getattr(args, field) for field in OPTIONS})
-    balance.check_sizes(loads.load_tlwe.shape[3], args.devices)
-    return check_policy(name).with_options(balance)
+    num_experts = loads.load_tlwe.shape[3]
+    for option, total, what in (
+        ("num_nodes", args.devices, "devices"),
+        ("num_expert_groups", num_experts, "experts"),
+    ):
+        number = getattr(args, option)
+        if number < 1 or total % number:
+            raise ValueError(f"--{option} {number} must divide the {total} {what}")
+    return check_policy(name).with_options(args)
 
 
 def replay(

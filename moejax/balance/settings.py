@@ -19,6 +19,9 @@ class Settings(Balance):
     num_steps: int | None = None
     """Last step of the run, by which a relayout must be adopted; None: no last step is
     known."""
+    num_expert_groups: int = 1
+    """Number of groups of consecutive experts among which the router chooses first
+    (Router.num_groups), each of which 'eplb' keeps on one node."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,14 +38,7 @@ class Settings(Balance):
             )
 
     def _check_options(self) -> None:
-        """Raise ValueError for an option of another policy, and for groups of experts
-        that nodes cannot share out."""
-        groups, nodes = self.num_expert_groups, self.num_nodes
-        if self.policy == "eplb" and groups % nodes:
-            raise ValueError(
-                f"Balance.num_expert_groups={groups} must be a multiple of "
-                f"num_nodes={nodes}: each group of experts stays on one node"
-            )
+        """Raise ValueError for an option of another policy."""
         for field in dataclasses.fields(Balance):
             takers = [
                 n for n, policy in POLICIES.items() if field.name in policy.options
@@ -62,12 +58,19 @@ class Settings(Balance):
         max_slots_per_device: int,
         stores: tuple[Store, ...],
         num_steps: int | None = None,
+        num_expert_groups: int = 1,
     ) -> "Settings":
-        """Return the settings of a run of this many steps, with this limit on slots and
-        these stores."""
-        answers = {"max_slots_per_device": max_slots_per_device, "stores": stores}
-        answers["num_steps"] = num_steps
-        return cls(**dataclasses.asdict(balance) | answers)
+        """Return the settings of a run of this many steps, with this limit on slots,
+        these stores and these groups of experts."""
+        return cls(
+            **dataclasses.asdict(balance)
+            | {
+                "max_slots_per_device": max_slots_per_device,
+                "stores": stores,
+                "num_steps": num_steps,
+                "num_expert_groups": num_expert_groups,
+            }
+        )
 
 
 def find_policy(settings: Settings) -> Policy:

@@ -87,7 +87,7 @@ class Config:
             f"Train.num_simulated_devices={simulated}: make them equal",
         )
         self._check_experts()
-        self.balance.check_sizes(moe.num_experts, self.group_size)
+        self._check_nodes()
         self._check_cycle()
         if self.network.is_latent:
             self._check_latent()
@@ -104,6 +104,21 @@ class Config:
             self.data.seq_len % min(train.loss_chunk, self.data.seq_len) == 0,
             f"Data.seq_len={self.data.seq_len} must be a multiple of "
             f"Train.loss_chunk={train.loss_chunk}",
+        )
+
+    def _check_nodes(self) -> None:
+        """Raise ValueError unless nodes divide devices, and groups of experts too where
+        the policy keeps each group on one node."""
+        nodes, groups = self.balance.num_nodes, self.router.num_groups
+        require(
+            self.group_size % nodes == 0,
+            f"Balance.num_nodes={nodes} must divide the {self.group_size} devices of a "
+            "group: use a divisor, or another Mesh or Dispatch.group",
+        )
+        require(
+            self.balance.policy != "eplb" or groups % nodes == 0,
+            f"Balance.num_nodes={nodes} must divide Router.num_groups={groups}: "
+            "policy 'eplb' keeps each group of experts on one node",
         )
 
     def _check_rope(self) -> None:

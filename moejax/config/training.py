@@ -217,28 +217,17 @@ class Balance:
     calibration: str | None = None
     """Path of a JSON file of measured speeds that tools/calibrate.py wrote. None:
     presumed speeds, 50 TFLOP/s and 12.5 GB/s."""
-    sends_states: bool = False
-    """Whether a device that gets a copy of an expert is sent its master parameters and
-    moments too, as where every replica has an optimizer state (FlexMoE as published).
-    Nothing uses them here: the field is for comparisons of systems, with
-    Dispatch.store='resident'."""
-    num_excluded_devices: int = 0
-    """Number of devices that get no copy of an expert that 'prophet' copies: those with
-    the fewest rows for it (n in Pro-Prophet, arXiv 2411.10003)."""
     num_nodes: int = 1
-    """Number of nodes among which 'eplb' shares out groups of experts, and 'laer' the
-    replicas of each expert: equal runs of consecutive devices of the group
-    (Dispatch.group)."""
-    num_expert_groups: int = 1
-    """Number of groups of consecutive experts, each of which 'eplb' keeps on one node.
-    """
+    """Number of nodes among which 'eplb' shares out the groups of experts that
+    Router.num_groups makes, and 'laer' the replicas of each expert: equal runs of
+    consecutive devices of the group (Dispatch.group)."""
 
     def __post_init__(self) -> None:
         require_min(
             self, 1, "every_steps", "lag_steps", "rest_below", "horizon_steps",
-            "half_life_steps", "max_slots_per_device", "num_nodes", "num_expert_groups",
+            "half_life_steps", "max_slots_per_device", "num_nodes",
         )  # fmt: skip
-        require_min(self, 0, "margin", "cooldown_steps", "num_excluded_devices")
+        require_min(self, 0, "margin", "cooldown_steps")
         require(
             self.rest_below < self.act_above,
             f"Balance.rest_below={self.rest_below} must be below "
@@ -255,27 +244,6 @@ class Balance:
             f"Balance.relayout_lag_steps={self.relayout_lag_steps} must exceed "
             f"lag_steps={self.lag_steps}: a relayout is known lag_steps after its "
             "decision, and compiles from then until it is adopted",
-        )
-
-    def check_sizes(self, num_experts: int, num_owners: int) -> None:
-        """Raise ValueError for options of policies that do not fit the experts, or the
-        devices of a group (`num_owners`)."""
-        excluded, nodes = self.num_excluded_devices, self.num_nodes
-        require(
-            excluded < num_owners,
-            f"Balance.num_excluded_devices={excluded} must be less than the "
-            f"{num_owners} devices of a group, for the owner keeps its expert: use at "
-            f"most {num_owners - 1}",
-        )
-        require(
-            num_owners % nodes == 0,
-            f"Balance.num_nodes={nodes} must divide the {num_owners} devices of a "
-            "group: use a divisor, or another Mesh or Dispatch.group",
-        )
-        require(
-            num_experts % self.num_expert_groups == 0,
-            f"Balance.num_expert_groups={self.num_expert_groups} must divide "
-            f"Moe.num_experts={num_experts}: groups of experts are equally large",
         )
 
 
@@ -318,10 +286,7 @@ class Checkpoint:
     """Number of newest checkpoints to keep."""
     keep_best: int = 1
     """Number of checkpoints with the lowest evaluation loss to keep."""
-    max_failed_saves: int = 3
-    """Number of failed saves in a row after which training stops; it goes on after
-    fewer."""
 
     def __post_init__(self) -> None:
-        require_min(self, 1, "every_steps", "keep_last", "max_failed_saves")
+        require_min(self, 1, "every_steps", "keep_last")
         require_min(self, 0, "keep_best")

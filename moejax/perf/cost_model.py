@@ -18,7 +18,7 @@ import numpy as np
 from moejax.perf.traffic import device_rows, fullest_pair, pair_rows, rows_by_slot
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout
-from moejax.plan.owner_moves import num_rounds, state_rounds
+from moejax.plan.owner_moves import num_rounds
 from moejax.rich import shown_by
 
 ROUNDING = 1e-9
@@ -57,9 +57,6 @@ class CostModel:
     loop_sec: float = 0.0
     """Time for which the host waits at a loop whose number of rounds only the devices
     know, before it can launch what follows."""
-    sends_states: bool = False
-    """Copy of Balance.sends_states: whether a new copy is sent the master parameters
-    and moments of its expert."""
     overlaps: bool = True
     """Whether collectives run beside other work of a device. On CPUs they do not."""
     remat: str = "none"
@@ -285,7 +282,7 @@ class CostModel:
 
         In each round a device sends the slices of one expert and receives those of one
         (moejax.plan.owner_moves). Copies cost nothing here, since they travel in each
-        step anyway, unless states are sent with them. If the store of `old_layout`
+        step anyway. If the store of `old_layout`
         splits parameters by expert and that of `layout` by hidden width, or the other
         way round, everything moves once.
         """
@@ -296,8 +293,6 @@ class CostModel:
             moved *= new.num_layers
         else:
             rounds = num_rounds(current.owned_le, new.owned_le, w)
-            if self.sends_states:
-                rounds += num_state_rounds(current, new, w)
             moved = 2 * rounds * (w - 1) / w
         return moved and moved * self.bytes_per_move / self.bytes_per_sec
 
@@ -328,17 +323,6 @@ class StepParts:
     def total(self) -> float:
         """Sum of all parts."""
         return self.experts + self.wait + self.wires + self.copies + self.blocks
-
-
-def num_state_rounds(old: ExpertPlan, new: ExpertPlan, num_devices: int) -> int:
-    """Return the number of rounds, over all layers, in which states travel to the
-    copies that `new` has and `old` has not."""
-    return sum(
-        len(state_rounds(old_p, new_p, owned_e, num_devices))
-        for old_p, new_p, owned_e in zip(
-            old.slot_to_expert_lp, new.slot_to_expert_lp, new.owned_le, strict=True
-        )
-    )
 
 
 def tight(layout: Layout, plan: ExpertPlan) -> Layout:

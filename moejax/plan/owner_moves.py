@@ -1,4 +1,4 @@
-"""Schedules for moving master parameters to new owners, or states to new copies.
+"""Schedules for moving master parameters to new owners.
 
 When a plan gives experts to other owners, pairs of positions swap their experts, round
 by round. In one round a device sends at most one expert:
@@ -12,8 +12,6 @@ two rounds.
 """
 
 import numpy as np
-
-from moejax.plan.expert_plan import EMPTY
 
 Pairs = list[tuple[int, int]]
 """Pairs of positions that swap their experts in one round."""
@@ -58,42 +56,3 @@ def num_rounds(old_le: np.ndarray, new_le: np.ndarray, num_devices: int) -> int:
         for old_e, new_e in zip(old_le, new_le)
         for pairs in rounds(old_e, new_e, num_devices)
     )
-
-
-def state_rounds(
-    old_p: np.ndarray, new_p: np.ndarray, owned_e: np.ndarray, num_devices: int
-) -> list[Pairs]:
-    """Return, by round, the experts whose states travel to new copies in one layer.
-
-    A pair is the position of an expert at its owner, and a device that holds a copy
-    under the slots `new_p` [p] and not under `old_p`. In one round a device sends one
-    of its experts, to any number of devices, and receives at most one. `owned_e` names
-    the expert at each position.
-    """
-    own, num_experts = len(owned_e) // num_devices, len(owned_e)
-    holds_we = np.zeros((2, num_devices, num_experts), bool)
-    for holds, row_p in zip(holds_we, (old_p, new_p)):
-        row_ws = row_p.reshape(num_devices, -1)
-        device, slot = np.nonzero(row_ws != EMPTY)
-        holds[device, row_ws[device, slot]] = True
-    position_e = np.argsort(owned_e)
-    is_new_we = holds_we[1] & ~holds_we[0]
-    left = [
-        (int(position_e[expert]), int(device))
-        for device, expert in np.argwhere(is_new_we)
-        if position_e[expert] // own != device
-    ]
-    pairs_by_round: list[Pairs] = []
-    while left:
-        sent: dict[int, int] = {}
-        taken: set[int] = set()
-        pairs = []
-        for position, device in left:
-            if device not in taken and sent.setdefault(position // own, position) == (
-                position
-            ):
-                taken.add(device)
-                pairs.append((position, device))
-        left = [pair for pair in left if pair not in pairs]
-        pairs_by_round.append(pairs)
-    return pairs_by_round

@@ -152,17 +152,12 @@ def balancer_settings(cfg: Config, layout: Layout) -> Settings:
             f"Balance.policy='{cfg.balance.policy}' makes none: use 'micromoe' or "
             "another that does"
         )
-    if cfg.balance.sends_states and cfg.dispatch.store != "resident":
-        raise ValueError(
-            f"Balance.sends_states=True needs Dispatch.store='resident', whose copies "
-            f"stay, and it is {cfg.dispatch.store!r}: set that store, or leave "
-            "sends_states False"
-        )
     max_slots = cfg.balance.max_slots_per_device
     if max_slots is None:
         max_slots = max(2 * layout.experts_per_device + 2, layout.slots_per_device)
     stores, num_steps = _possible_stores(cfg), cfg.train.num_steps
-    return Settings.of(cfg.balance, max_slots, stores, num_steps)
+    groups = cfg.router.num_groups
+    return Settings.of(cfg.balance, max_slots, stores, num_steps, groups)
 
 
 def _possible_stores(cfg: Config) -> tuple[Store, ...]:

@@ -34,8 +34,7 @@ def make_cost_model(cfg: Config, calibration: Calibration) -> CostModel:
             remat=cfg.model.repeats,
             group=cfg.dispatch.group_axes,
         )
-    sends_states = cfg.balance.sends_states
-    return dataclasses.replace(cost, loop_sec=LOOP_SEC, sends_states=sends_states)
+    return dataclasses.replace(cost, loop_sec=LOOP_SEC)
 
 
 def make_overflow_prices(cfg: Config, cost: CostModel) -> Prices:

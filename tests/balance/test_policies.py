@@ -198,16 +198,9 @@ def test_a_shadow_has_one_slot_on_every_device_but_its_owner(name):
     assert num_shadows > 3
 
 
-def test_prophet_excludes_devices_and_prefetches_more():
+def test_prophet_copies_more_where_copies_are_prefetched():
     layout = make_layout("prophet", "transient", spare=4)
     load_lwe, home = loads()["zipf"], home_plan(layout)
-    plan = prophet.plan(load_lwe, layout, FREE, home, num_excluded_devices=1).validate(
-        layout
-    )
-    for row_p in plan.slot_to_expert_lp:
-        expert_s = row_p.reshape(4, 8)[:, 4:].max(axis=0)
-        held_s = np.bincount(row_p[row_p >= 0], minlength=16)[expert_s]
-        assert np.array_equal(held_s[expert_s >= 0], np.full(sum(expert_s >= 0), 3))
     dear = dataclasses.replace(NOTES, bytes_per_expert=3 * NOTES.bytes_per_expert)
     exposed = dataclasses.replace(layout, prefetch=False)
     hidden, seen = (prophet.plan(load_lwe, x, dear, home) for x in (layout, exposed))

@@ -179,16 +179,6 @@ def test_moves_charge_the_busiest_device_and_only_new_owners():
     assert COST.move_sec(home, copies, layout) == 0
 
 
-def test_states_that_are_sent_with_copies_cost_a_round_each():
-    """Expert 2 goes to device 0 and expert 0 to device 2, in one round a layer."""
-    layout, cost = make_layout(), dataclasses.replace(COST, sends_states=True)
-    home = ExpertPlan.home(2, 6)
-    copies = ExpertPlan(np.array([[0, 1, 2, 2, 3, -1, 4, 5, 0]] * 2, np.int32), 6)
-    assert cost.move_sec(home, home, layout) == 0
-    assert cost.move_sec(home, copies, layout) == pytest.approx(2 * 2 * 2 / 3 * 120 / 4)
-    assert cost.move_sec(copies, home, layout) == 0, "copies go for nothing"
-
-
 def test_a_change_between_lying_by_expert_and_by_width_moves_everything_once():
     home, by_width = ExpertPlan.home(2, 6), make_layout("sharded")
     all_sec = 2 * 2 * 2 / 3 * 120 / 4  # layers x experts per device x share that leaves

@@ -18,7 +18,7 @@ from moejax.axes import make_mesh, sharding
 from moejax.plan.layout import Topology
 from train.checkpoint.checkpoints import Checkpointer
 
-CFG = config.Checkpoint(keep_last=2, keep_best=0, max_failed_saves=3)
+CFG = config.Checkpoint(keep_last=2, keep_best=0)
 META = {"data": {"sha": "ab12", "seed": 3}, "note": "ä", "rate": 0.1, "plan": None}
 DISK_FULL = OSError(28, "No space left on device")
 

@@ -20,7 +20,13 @@ import pytest
 from moejax.axes import make_mesh
 from moejax.plan.expert_plan import ExpertPlan
 from tests.support.plan_history import adopted_records
-from tests.support.run_main import ROOT, checkpoint_record, corpus, metric_lines
+from tests.support.run_main import (
+    LIMIT_SEC,
+    ROOT,
+    checkpoint_record,
+    corpus,
+    metric_lines,
+)
 from tools.faults.reference import imaginary_speeds
 from train import job as prepare
 from train import loop
@@ -63,7 +69,7 @@ class House:
         more steps."""
         if is_main or not self.step:
             return make()
-        begin, end_sec = self.step, time.monotonic() + 60
+        begin, end_sec = self.step, time.monotonic() + LIMIT_SEC
         while self.step < begin + WAITED_STEPS:
             assert time.monotonic() < end_sec, f"step {self.step} stands still"
             time.sleep(0.001)

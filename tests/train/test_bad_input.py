@@ -75,7 +75,6 @@ BALANCERS = [
     (("Balance.calibration = '{none}'",), "as a calibration: there is no such file"),
     (("Balance.policy = 'flexmo'",), "did you mean 'flexmoe'?"),
     (("Balance.lag_steps = 0",), "Balance.lag_steps=0 must be at least 1"),
-    (("Balance.sends_states = True",), "needs Dispatch.store='resident'"),
     (("Dispatch.slots_per_device = 1",), "4 x 1 slots hold fewer than num_experts=8"),
     (
         ("Dispatch.slots_per_device = 3", "Dispatch.store = 'owned'"),

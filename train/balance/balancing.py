@@ -178,7 +178,7 @@ class Balancing:
         self._start_planner()
         self.steps = self._compile_steps(self.layout)
         self.steps.require_room()
-        if self._is_on and ("owned" in self.stores or self._settings.sends_states):
+        if self._is_on and "owned" in self.stores:
             self._mover.prepare_moves()
         self._set_placement()
         self._prepare()
@@ -303,8 +303,6 @@ class Balancing:
             state = self._mover.to_store(state, old_store, new_store)
             old_plan = _logical(old_plan)
         state = self._mover.to_owners(state, old_plan, self.plan)
-        if self._settings.sends_states:
-            state = self._mover.send_states(state, old_plan, self.plan)
         self._set_placement()
         adopted_sec = time.monotonic() - start_sec - waited_sec
         waited_msec, adopted_msec = 1e3 * waited_sec, 1e3 * adopted_sec

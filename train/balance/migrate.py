@@ -6,13 +6,7 @@ The float32 master parameters of the experts and their optimizer moments move.
 import jax
 
 from moejax.axes import everywhere, sharding
-from moejax.moe.weights.migrate import (
-    exchanges,
-    move,
-    no_rounds,
-    reshard,
-    state_sends,
-)
+from moejax.moe.weights.migrate import exchanges, move, no_rounds, reshard
 from moejax.plan.expert_plan import ExpertPlan
 from train.step.expert_params import is_expert
 from train.step.state import TrainState, abstract_state
@@ -53,14 +47,6 @@ class Mover:
             self.prepare_moves()
             state = self._move(state, everywhere(rounds, self._model.mesh))
         return state
-
-    def send_states(self, state: TrainState, old: ExpertPlan, new: ExpertPlan):
-        """Return the same state, after master parameters and moments have travelled to
-        the copies that plan `new` adds (Balance.sends_states)."""
-        for rounds in state_sends(old, new, self._model.layout.num_devices):
-            self.prepare_moves()
-            state = self._move(state, everywhere(rounds, self._model.mesh))
-        return jax.block_until_ready(state)
 
     def to_store(self, state: TrainState, old: str, new: str):
         """Return the state, in logical order, in the sharding of the store `new`."""

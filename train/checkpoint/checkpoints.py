@@ -51,6 +51,9 @@ from train.launch.processes import (
 )
 from train.launch.program import FAILED, RunFailed, say_loudly
 
+MAX_FAILED_SAVES = 3
+"""Number of failed saves in a row after which the run stops."""
+
 
 class CheckpointError(RunFailed):
     """Too many saves in a row failed, so the run should stop."""
@@ -118,7 +121,7 @@ class Checkpointer:
         """Start to write `state`, which the caller may donate as soon as this returns.
 
         First waits for the previous save. If either save fails, or has no room, a loud
-        line says so; CheckpointError is raised only after cfg.max_failed_saves failures
+        line says so; CheckpointError is raised only after MAX_FAILED_SAVES failures
         in a row. With several processes, all of them end (FAILED) as soon as a save
         that has begun fails on one of them, because the others may wait inside orbax
         for it. Saving again the step that was saved or restored last does nothing.
@@ -348,13 +351,12 @@ class Checkpointer:
     ) -> None:
         """Report a failed save; raise CheckpointError after too many in a row."""
         self._num_failed, self.last_failure = self._num_failed + 1, reason
-        limit = self._cfg.max_failed_saves
         last = f"the last good one is {max(self._saved, default='none')}"
-        what = f"SAVE FAILED, {self._num_failed} of {limit} in a row: checkpoint {step}"
-        if self._num_failed >= limit:
+        number = f"{self._num_failed} of {MAX_FAILED_SAVES} in a row"
+        what = f"SAVE FAILED, {number}: checkpoint {step}"
+        if self._num_failed >= MAX_FAILED_SAVES:
             raise CheckpointError(
-                f"{what} in {self._directory}: {reason}; {last}: free disk space, or "
-                "raise Checkpoint.max_failed_saves"
+                f"{what} in {self._directory}: {reason}; {last}: free disk space"
             ) from error
         self._say(f"{what}: {reason}; {last}; training continues")
 

@@ -19,7 +19,6 @@ import numpy as np
 from moejax.balance.policies import eplb, fastermoe, home, laer, prophet, smartmoe
 from moejax.balance.policies.flexmoe import policy as flexmoe
 from moejax.balance.policies.micromoe import policy as micromoe
-from moejax.config import Balance
 from moejax.perf.cost_model import CostModel
 from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Layout, Split, Store
@@ -44,15 +43,17 @@ class Policy:
     """Whether a run starts from the policy's plan for a load of zeros, and not from the
     home plan."""
     options: tuple[str, ...] = ()
-    """Fields of Balance that the plan function takes, as keywords of the same names."""
+    """Fields of the balancer's settings that the plan function takes, as keywords of
+    the same names."""
 
     def prefetches(self, store: Store) -> bool:
         """Return whether the weights of slots travel a layer ahead by default."""
         return self.prefetch and store in ("transient", "sharded")
 
-    def with_options(self, balance: Balance) -> "Policy":
-        """Return the policy whose plan function has its options from `balance`."""
-        values = {name: getattr(balance, name) for name in self.options}
+    def with_options(self, settings: object) -> "Policy":
+        """Return the policy whose plan function has its options from the attributes of
+        `settings`."""
+        values = {name: getattr(settings, name) for name in self.options}
         plan = functools.partial(self.plan, **values) if values else self.plan
         return dataclasses.replace(self, plan=plan)
 
@@ -60,13 +61,7 @@ class Policy:
 POLICIES: dict[str, Policy] = {
     "home": Policy(home.plan, ("owned",), has_replicas=False),
     "fastermoe": Policy(fastermoe.plan, ("transient",), "local_first"),
-    "prophet": Policy(
-        prophet.plan,
-        ("transient",),
-        "local_first",
-        prefetch=True,
-        options=("num_excluded_devices",),
-    ),
+    "prophet": Policy(prophet.plan, ("transient",), "local_first", prefetch=True),
     "flexmoe": Policy(flexmoe.plan, ("resident", "sharded")),
     "smartmoe": Policy(smartmoe.plan, ("owned",), has_replicas=False),
     "eplb": Policy(eplb.plan, ("sharded",), options=("num_expert_groups", "num_nodes")),

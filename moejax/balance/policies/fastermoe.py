@@ -26,11 +26,7 @@ def plan(
     load_lwe: np.ndarray, layout: Layout, cost: CostModel, current: ExpertPlan
 ) -> ExpertPlan:
     """Return a plan that shadows experts in each layer while that pays by Eq. 8."""
-    everywhere_w = np.ones(layout.num_devices, bool)
-    rows = [
-        shadow_row([(e, everywhere_w) for e in search(load_we, layout, cost)], layout)
-        for load_we in load_lwe
-    ]
+    rows = [shadow_row(search(load_we, layout, cost), layout) for load_we in load_lwe]
     return ExpertPlan(np.stack(rows), layout.num_experts)
 
 
@@ -101,16 +97,15 @@ def shadow_sec(cost: CostModel, num_shadows: int, rows_w: np.ndarray) -> float:
     return 3 * cost.compute_sec(rows_w) + sync_sec
 
 
-def shadow_row(shadows: list[tuple[int, np.ndarray]], layout: Layout) -> np.ndarray:
+def shadow_row(shadows: list[int], layout: Layout) -> np.ndarray:
     """Return the slots of one layer, int32 [p]: own experts, then the shadows.
 
-    A shadow is an expert and the devices that hold it, bool [w]. Its slot stays empty
-    on the owner and on the devices that do not hold it.
+    The slot of a shadow stays empty on the owner.
     """
     own = layout.experts_per_device
     row_ws = ExpertPlan.home_in(layout, 1).slot_to_expert_lp[0]
     row_ws = row_ws.reshape(layout.num_devices, -1).copy()
-    for j, (expert, holds_w) in enumerate(shadows):
-        row_ws[:, own + j] = np.where(holds_w, expert, EMPTY)
+    for j, expert in enumerate(shadows):
+        row_ws[:, own + j] = expert
         row_ws[expert // own, own + j] = EMPTY
     return row_ws.reshape(-1)

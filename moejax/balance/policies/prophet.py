@@ -1,7 +1,7 @@
 """Pro-Prophet's locality-based greedy search (arXiv 2411.10003, Eq. 1-8, Alg. 1).
 
     D devices, E experts, I rows in all; H rows computed, R rows received, per device
-    s experts copied, each to all devices but n
+    s experts copied, each to all devices
 
 The search copies the hottest expert of the fullest device again and again, even where
 that does not pay yet, until the devices are balanced (Eq. 7). It then keeps the
@@ -28,17 +28,15 @@ def plan(
     cost: CostModel,
     current: ExpertPlan,
     *,
-    num_excluded_devices: int = 0,
     alpha: float = ALPHA,
 ) -> ExpertPlan:
     """Return a plan with the cheapest prefix of shadows in each layer.
 
-    A shadow goes to all devices but those with the fewest rows for it
-    (`num_excluded_devices`, n in the paper).
+    A shadow goes to all devices: n, the number of those that the paper leaves out, is 0
+    (docs/decisions/0009-policies.md).
     """
     rows = [
-        shadow_row(search(load_we, layout, cost, num_excluded_devices, alpha), layout)
-        for load_we in load_lwe
+        shadow_row(search(load_we, layout, cost, alpha), layout) for load_we in load_lwe
     ]
     return ExpertPlan(np.stack(rows), layout.num_experts)
 
@@ -56,11 +54,10 @@ def search(
     load_we: np.ndarray,
     layout: Layout,
     cost: CostModel,
-    num_excluded: int = 0,
     alpha: float = ALPHA,
-) -> list[tuple[int, np.ndarray]]:
-    """Return the shadows of one layer (Alg. 1 with cnt = s, the prefix's true length),
-    each an expert and the devices that hold it, bool [w]."""
+) -> list[int]:
+    """Return the experts to shadow in one layer (Alg. 1 with cnt = s, the prefix's true
+    length)."""
     own, w = layout.experts_per_device, layout.num_devices
     load_e = load_we.sum(axis=0)
     rows_w = load_we.sum(axis=1)
@@ -72,14 +69,12 @@ def search(
     shadows, best = [], 0
     best_sec = plan_sec(cost, layout, traffic, rows_w, shadows)
     while not is_balanced(traffic.computed_w, alpha, layout.num_experts):
-        shadowed = [expert for expert, _ in shadows]
-        expert = next_expert(traffic.computed_w, load_e, shadowed, layout)
+        expert = next_expert(traffic.computed_w, load_e, shadows, layout)
         if expert is None:
             break
-        holds_w = holders(load_we[:, expert], expert // own, num_excluded)
-        traffic = replace_inputs(traffic, load_we[:, expert], expert // own, holds_w)
-        shadows.append((expert, holds_w))
-        sec = plan_sec(cost, layout, traffic, rows_w, shadows, num_excluded)
+        traffic = replace_inputs(traffic, load_we[:, expert], expert // own)
+        shadows.append(expert)
+        sec = plan_sec(cost, layout, traffic, rows_w, shadows)
         if sec < best_sec:
             best_sec, best = sec, len(shadows)
     return shadows[:best]
@@ -90,8 +85,7 @@ def plan_sec(
     layout: Layout,
     traffic: Traffic,
     rows_w: np.ndarray,
-    shadows: list,
-    num_excluded: int = 0,
+    shadows: list[int],
 ) -> float:
     """Return the time of a layer with these shadows.
 
@@ -101,9 +95,9 @@ def plan_sec(
     max_w = np.maximum(traffic.computed_w, rows_w) - traffic.local_w
     a2a, fec = a2a_sec(cost, max_w), cost.compute_sec(traffic.computed_w)
     own = layout.experts_per_device
-    owners = [expert // own for expert, _ in shadows]
+    owners = [expert // own for expert in shadows]
     num_offers = max(map(owners.count, owners), default=0)
-    trans = trans_sec(cost, len(owners), num_excluded, layout.num_devices, num_offers)
+    trans = trans_sec(cost, len(owners), num_offers)
     if layout.prefetch:
         other = cost.micro_batches * cost.other_sec
         return coupled_sec(a2a, fec, trans, trans, other)
@@ -120,19 +114,16 @@ def a2a_sec(cost: CostModel, max_w: np.ndarray) -> float:
     return wire_sec + cost.micro_batches * cost.latency_sec
 
 
-def trans_sec(
-    cost: CostModel, s: int, n: int, num_devices: int, num_offers: int = 0
-) -> float:
-    """Return the time to send s experts to D - n devices each, s (D - n) |expert| /
-    (D B): Eq. 4 for weights, and Eq. 5 for gradients.
+def trans_sec(cost: CostModel, s: int, num_offers: int = 0) -> float:
+    """Return the time to send s experts to all devices, s |expert| / B: Eq. 4 for
+    weights, and Eq. 5 for gradients, with n = 0.
 
     `num_offers` is not in the paper: here an owner first scatters slices of the experts
-    that it offers, so that no hot owner sends whole experts D - n times.
+    that it offers, so that no hot owner sends whole experts to each device.
     """
     if s == 0:
         return 0.0
-    num_carried = s * (num_devices - n) / num_devices + num_offers
-    one_sec = num_carried * cost.bytes_per_expert / cost.bytes_per_sec
+    one_sec = (s + num_offers) * cost.bytes_per_expert / cost.bytes_per_sec
     return cost.micro_batches * (one_sec + (2 * cost.latency_sec if num_offers else 0))
 
 
@@ -161,33 +152,11 @@ def is_balanced(computed_w: np.ndarray, alpha: float, num_experts: int) -> bool:
     return bool(spread == 0 or spread < alpha * computed_w.sum() / num_experts)
 
 
-def holders(load_w: np.ndarray, owner: int, num_excluded: int) -> np.ndarray:
-    """Return the devices that hold a shadow, bool [w].
-
-    They are all but the n with the fewest rows for the expert (BottomK). The owner
-    always holds it. If devices are equal, the one with the lower index is excluded
-    first.
-    """
-    load_w = load_w.astype(float)
-    load_w[owner] = np.inf
-    holds_w = np.ones(len(load_w), bool)
-    holds_w[np.argsort(load_w, kind="stable")[:num_excluded]] = False
-    holds_w[owner] = True
-    return holds_w
-
-
-def replace_inputs(
-    traffic: Traffic, load_w: np.ndarray, owner: int, holds_w: np.ndarray
-) -> Traffic:
-    """Return the traffic after an expert of `owner` is copied to its holders.
-
-    Each holder computes its own rows, and all share the rows of other devices evenly
-    (split 'local_first').
-    """
-    local_w = np.where(holds_w, load_w, 0)
-    shared = (load_w.sum() - local_w.sum()) / holds_w.sum()
-    computed_w = traffic.computed_w + np.where(holds_w, local_w + shared, 0)
+def replace_inputs(traffic: Traffic, load_w: np.ndarray, owner: int) -> Traffic:
+    """Return the traffic after an expert of `owner` is copied to all devices, each of
+    which computes its own rows."""
+    computed_w = traffic.computed_w + load_w
     computed_w[owner] -= load_w.sum()
-    new_local_w = traffic.local_w + local_w
-    new_local_w[owner] -= load_w[owner]
-    return Traffic(computed_w, new_local_w)
+    local_w = traffic.local_w + load_w
+    local_w[owner] -= load_w[owner]
+    return Traffic(computed_w, local_w)

@@ -2,7 +2,6 @@
 
     exchanges(owned_le, new_le, num_devices)   host: rounds of bounded size; after each
                                                one, owners are a valid permutation
-    state_sends(old, new, num_devices)         host: rounds to new copies
     move(arrays, names, rounds, mesh_layout)   device: some of these rounds
     reshard(arrays, names, to, mesh_layout)    device: split by expert <-> by width
 
@@ -32,7 +31,6 @@ from moejax.moe.weights.stores import (
     width_dim,
 )
 from moejax.plan import owner_moves
-from moejax.plan.expert_plan import ExpertPlan
 from moejax.plan.layout import Store
 
 ROUNDS_PER_CALL = 8
@@ -72,29 +70,6 @@ def exchanges(
     for begin in range(0, len(rounds), ROUNDS_PER_CALL):
         part = rounds[begin : begin + ROUNDS_PER_CALL]
         yield _tables(part, owned_le.shape[1], num_devices)
-
-
-def state_sends(old: ExpertPlan, new: ExpertPlan, num_devices: int) -> Iterator[Rounds]:
-    """Yield the rounds that send the states of experts to the devices that get a copy
-    of them under `new`. `move` leaves all arrays as they are: what arrives is not kept.
-    """
-    rounds = [
-        (layer, pairs)
-        for layer, (old_p, new_p, owned_e) in enumerate(
-            zip(old.slot_to_expert_lp, new.slot_to_expert_lp, new.owned_le)
-        )
-        for pairs in owner_moves.state_rounds(old_p, new_p, owned_e, num_devices)
-    ]
-    own = new.num_experts // num_devices
-    for begin in range(0, len(rounds), ROUNDS_PER_CALL):
-        part = rounds[begin : begin + ROUNDS_PER_CALL]
-        tables = no_rounds(new.num_experts, num_devices)
-        for r, (layer, pairs) in enumerate(part):
-            tables.layer_r[r] = layer
-            for position, device in pairs:
-                tables.offer_rw[r, position // own] = position % own
-                tables.want_rw[r, device] = position // own
-        yield tables.replace(count=np.int32(len(part)))
 
 
 def no_rounds(num_experts: int, num_devices: int) -> Rounds:

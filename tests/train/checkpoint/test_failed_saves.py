@@ -221,10 +221,10 @@ def test_a_failed_save_is_said_where_the_run_ends_for_another_reason(
     writer = ArrayWriter()
     monkeypatch.setattr(serialization, "async_serialize_from_host", writer)
     writer.fault = DISK_FULL
-    first = folder.open(config.Checkpoint(max_failed_saves=1))
+    first = folder.open()
     first.save(1, state, META)
     first.settle()
-    assert folder.said[0].startswith("SAVE FAILED, 1 of 1 in a row: checkpoint 1 in ")
+    assert folder.said[0].startswith("SAVE FAILED, 1 of 3 in a row: checkpoint 1")
 
 
 def test_the_time_of_a_save_is_said_at_the_start(state, folder, monkeypatch):
