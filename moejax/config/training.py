@@ -195,10 +195,7 @@ class Balance:
     processes. They should take longer than the compilation."""
     act_above: float = 1.3
     """Forecast imbalance of the worst layer above which the balancer starts to seek
-    changes."""
-    rest_below: float = 1.1
-    """Forecast imbalance of the worst layer below which the balancer stops seeking
-    changes."""
+    changes; it stops below a third of the excess over 1 (`rest_below`)."""
     margin: float = 0.02
     """Smallest gain of a change, as a share of the time per step of the layers that it
     changes."""
@@ -224,15 +221,14 @@ class Balance:
 
     def __post_init__(self) -> None:
         require_min(
-            self, 1, "every_steps", "lag_steps", "rest_below", "horizon_steps",
-            "half_life_steps", "max_slots_per_device", "num_nodes",
+            self, 1, "every_steps", "lag_steps", "horizon_steps", "half_life_steps",
+            "max_slots_per_device", "num_nodes",
         )  # fmt: skip
         require_min(self, 0, "margin", "cooldown_steps")
         require(
-            self.rest_below < self.act_above,
-            f"Balance.rest_below={self.rest_below} must be below "
-            f"act_above={self.act_above}: the balancer starts to act above act_above "
-            "and stops below rest_below",
+            self.act_above > 1,
+            f"Balance.act_above={self.act_above} must be above 1: a load that is even "
+            "has a device max/mean of 1",
         )
         require(
             self.margin < 1,
@@ -245,6 +241,12 @@ class Balance:
             f"lag_steps={self.lag_steps}: a relayout is known lag_steps after its "
             "decision, and compiles from then until it is adopted",
         )
+
+    @property
+    def rest_below(self) -> float:
+        """Forecast imbalance of the worst layer below which the balancer, once it seeks
+        changes, stops: 1.1 for an act_above of 1.3."""
+        return 1 + (self.act_above - 1) / 3
 
 
 @dataclasses.dataclass(frozen=True)

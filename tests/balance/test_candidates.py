@@ -133,7 +133,7 @@ def test_owners_move_in_the_layers_where_that_pays():
         move_sec = share * gain_l[1] * 500 / moves
         assert gain_l[0] * 500 > move_sec * moves
         cost = dataclasses.replace(COST, bytes_per_move=move_sec * COST.bytes_per_sec)
-        chosen = settings(policy="permute", margin=0.0, act_above=1.1, rest_below=1.05)
+        chosen = settings(policy="permute", margin=0.0, act_above=1.1)
         run = BalancedRun.start(chosen, cost, owned).go([0], lambda step: load_lwe)
         (swap,) = run.changes()
         is_moved_l = (swap.plan.owned_le != home.owned_le).any(axis=1)
@@ -158,7 +158,7 @@ def test_a_plan_that_saves_time_but_is_less_even_is_not_taken(monkeypatch):
     home = ExpertPlan.home_in(owned, 1)
     near_sec = cost.layer_sec(load_we, near.slot_to_expert_lp[0], owned)
     assert near_sec < cost.layer_sec(load_we, home.slot_to_expert_lp[0], owned)
-    chosen = settings(policy="near", act_above=1.1, rest_below=1.05)
+    chosen = settings(policy="near", act_above=1.1)
     state = controller.init(chosen, owned, home, 1)
     state = controller.observe(chosen, state, 0, load_we[None], np.zeros(1, int))
     _, keep = controller.decide(chosen, cost, state, 0)

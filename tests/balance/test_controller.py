@@ -33,7 +33,7 @@ def test_an_even_load_leads_to_no_decision():
 
 def test_below_the_threshold_nothing_is_decided():
     load_lwe = hot(0, 0.2)  # device 0 has 0.314 of the rows: 1.257 times the mean
-    run = BalancedRun.start(settings(act_above=1.3, rest_below=1.1, margin=0.0))
+    run = BalancedRun.start(settings(act_above=1.3, margin=0.0))
     assert 1.25 < worst(run.state, load_lwe) < 1.3
     assert run.go(range(60), lambda step: load_lwe).decisions == []
     assert (
@@ -49,11 +49,10 @@ def test_between_the_thresholds_it_decides_only_if_it_was_above():
 
     With a margin of 0.9 no change pays, so that each decision is a keep.
     """
-    quiet = settings(margin=0.9, half_life_steps=1.0, cooldown_steps=0)
+    quiet = settings(margin=0.9, half_life_steps=1.0, cooldown_steps=0, act_above=1.6)
+    assert quiet.rest_below == pytest.approx(1.2)
     between = hot(0, 0.25)  # 1.43
     high, low = hot(0, 0.5), EVEN
-    args = {"act_above": 1.6, "rest_below": 1.3}
-    quiet = dataclasses.replace(quiet, **args)
     run = BalancedRun.start(quiet).go(range(20), lambda step: between)
     assert run.decisions == []
     run.go(range(20, 40), lambda step: high)
@@ -95,7 +94,7 @@ def test_a_decision_is_adopted_at_its_step_and_blocks_others_until_then():
 def test_without_a_cooldown_the_plan_may_change_at_every_step(lag_steps):
     """As many swaps wait as a lag has steps. Each is planned from the one before, and
     they are adopted in their order."""
-    args = {"act_above": 1.1, "rest_below": 1.0, "half_life_steps": 1.0}
+    args = {"act_above": 1.1, "half_life_steps": 1.0}
     run = BalancedRun.start(
         settings(every_steps=1, lag_steps=lag_steps, cooldown_steps=0, **args)
     )
@@ -146,7 +145,7 @@ def test_only_stores_that_the_settings_allow_are_considered():
     slow = dataclasses.replace(COST, latency_sec=0.1, bytes_per_expert=0.0)
     slow = dataclasses.replace(slow, bytes_per_move=0.0)
     for stores, becomes in ((None, "sharded"), (("resident",), "resident")):
-        chosen = settings(policy="flexmoe", stores=stores, rest_below=1.0)
+        chosen = settings(policy="flexmoe", stores=stores, act_above=1.05)
         run = BalancedRun.start(chosen, slow).go(
             range(1, 120), lambda step: hot(0, 0.5)
         )
@@ -337,7 +336,7 @@ def test_other_processes_know_from_decisions_what_is_in_use_and_what_waits():
 
 
 def test_a_state_with_several_swaps_goes_on_from_json():
-    values = {"every_steps": 1, "half_life_steps": 1.0, "rest_below": 1.0}
+    values = {"every_steps": 1, "half_life_steps": 1.0}
     run, load_of_step = random_run(5, cooldown_steps=0, **values)
     step = 0
     while len(run.state.swaps) < 2:
@@ -394,9 +393,8 @@ def test_a_changed_half_life_counts_from_then_on():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rest_below": 1.5}, "Balance.rest_below=1.5 must be below act_above=1.4"),
         ({"lag_steps": 0}, "Balance.lag_steps=0 must be at least 1"),
-        ({"rest_below": 0.9}, "Balance.rest_below=0.9 must be at least 1"),
+        ({"act_above": 1.0}, "Balance.act_above=1.0 must be above 1"),
         ({"margin": -0.1}, "Balance.margin=-0.1 must be at least 0"),
         ({"margin": 1.0}, "Balance.margin=1.0 must be below 1"),
         ({"every_steps": 0}, "Balance.every_steps=0 must be at least 1"),

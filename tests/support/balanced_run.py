@@ -85,7 +85,7 @@ def settings(**changes):
     """Return the balancer's settings for these tests, with `changes`."""
     values = {
         "policy": "spread", "every_steps": 5, "lag_steps": 3, "act_above": 1.4,
-        "rest_below": 1.2, "margin": 0.05, "cooldown_steps": 20, "horizon_steps": 500,
+        "margin": 0.05, "cooldown_steps": 20, "horizon_steps": 500,
         "half_life_steps": 4.0, "max_slots_per_device": 3,
     }  # fmt: skip
     values["relayout_lag_steps"] = changes.get("lag_steps", values["lag_steps"]) + 1

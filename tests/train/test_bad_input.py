@@ -70,7 +70,7 @@ TOYS = [
     (("--num_devices=8",), "--num_devices=8 is for --dry_run"),
 ]
 BALANCERS = [
-    (("Balance.rest_below = 1.2",), "rest_below=1.2 must be below act_above=1.2"),
+    (("Balance.act_above = 1.0",), "act_above=1.0 must be above 1"),
     (("Balance.calibration = '{other}'",), "was measured on mesh {'dc': 1, 'data'"),
     (("Balance.calibration = '{none}'",), "as a calibration: there is no such file"),
     (("Balance.policy = 'flexmo'",), "did you mean 'flexmoe'?"),

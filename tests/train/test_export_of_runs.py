@@ -29,7 +29,7 @@ EAGER = (
     f"Checkpoint.every_steps = {STEPS}", "Balance.every_steps = 2",
     "Balance.lag_steps = 2", "Balance.relayout_lag_steps = 8",
     "Balance.cooldown_steps = 2", "Balance.half_life_steps = 2.0",
-    "Balance.act_above = 1.05", "Balance.rest_below = 1.01", "Balance.margin = 0.0",
+    "Balance.act_above = 1.05", "Balance.margin = 0.0",
     "Balance.horizon_steps = 100000000",
 )  # fmt: skip
 """A short run whose balancer acts on any imbalance and takes any gain."""
